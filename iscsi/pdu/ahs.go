@@ -1,0 +1,89 @@
+package pdu
+
+import (
+	"encoding/binary"
+	"errors"
+)
+
+// AHS types (section 11.2.2.2).
+const (
+	AHSExtendedCDB    = 1
+	AHSBidiReadLength = 2
+)
+
+// Format errors of the AHS area. They end the connection (section 7.7).
+var (
+	ErrAHSTruncated = errors.New("additional header segment is longer than the AHS area")
+	ErrAHSCDB       = errors.New("extended CDB is shorter than 17 octets")
+	ErrAHSBidi      = errors.New("bidirectional read length does not have 5 octets")
+	ErrAHSRepeated  = errors.New("additional header segment is repeated")
+)
+
+const ahsHeader = 3 // AHSLength and AHSType, which AHSLength does not count
+
+// Extensions is what the AHS area of a SCSI Command adds to its BHS.
+type Extensions struct {
+	CDB        []byte // octets 16 and up of the CDB: a view of the area; nil without an extended CDB
+	Bidi       bool   // ReadLength was given
+	ReadLength uint32 // Bidirectional Read Expected Data Transfer Length, octets
+}
+
+// ParseAHS decodes the AHS area of a PDU: segments of
+//
+//	+---------------+---------------+---------------+---------------+
+//	| AHSLength                     | AHSType       | AHS-Specific  |
+//	+---------------+---------------+---------------+---------------+
+//	: AHS-Specific, padded to a multiple of 4 octets                :
+//
+// AHSLength counts AHS-Specific without padding. Segments of unknown type are
+// skipped. Every segment takes at least 4 octets off the area, so a length of
+// zero cannot make it loop.
+func ParseAHS(area []byte) (x Extensions, err error) {
+	for len(area) > 0 {
+		if len(area) < ahsHeader {
+			return Extensions{}, ErrAHSTruncated
+		}
+		n := int(binary.BigEndian.Uint16(area))
+		end := Padded(ahsHeader + n)
+		if end > len(area) {
+			return Extensions{}, ErrAHSTruncated
+		}
+		specific := area[ahsHeader : ahsHeader+n]
+		switch area[2] {
+		case AHSExtendedCDB: // a reserved octet, then octet 16 of the CDB
+			if n < 2 {
+				return Extensions{}, ErrAHSCDB
+			}
+			if x.CDB != nil {
+				return Extensions{}, ErrAHSRepeated
+			}
+			x.CDB = specific[1:]
+		case AHSBidiReadLength: // a reserved octet, then the length
+			if n != 5 {
+				return Extensions{}, ErrAHSBidi
+			}
+			if x.Bidi {
+				return Extensions{}, ErrAHSRepeated
+			}
+			x.Bidi, x.ReadLength = true, binary.BigEndian.Uint32(specific[1:])
+		}
+		area = area[end:]
+	}
+	return x, nil
+}
+
+// AppendExtendedCDB appends the AHS that carries the octets of cdb behind the
+// first 16. The caller has seen that there are any, and at most MaxCDB in all.
+func AppendExtendedCDB(dst, cdb []byte) []byte {
+	rest := cdb[CDBLen:]
+	dst = binary.BigEndian.AppendUint16(dst, uint16(1+len(rest)))
+	dst = append(dst, AHSExtendedCDB, 0)
+	dst = append(dst, rest...)
+	return append(dst, make([]byte, Padded(len(rest))-len(rest))...)
+}
+
+// AppendBidiReadLength appends the AHS that carries the read length of a
+// bidirectional command.
+func AppendBidiReadLength(dst []byte, n uint32) []byte {
+	return binary.BigEndian.AppendUint32(append(dst, 0, 5, AHSBidiReadLength, 0), n)
+}
