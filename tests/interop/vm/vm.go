@@ -1,0 +1,392 @@
+// Package vm boots a small Linux machine and runs scripts in it. The machine is
+// the one that tests/interop/setup.sh makes: Debian's kernel 6.1 with siw, under
+// QEMU without KVM. Its root file system is the host's, read-only under a tmpfs,
+// so every tool of the host is at hand and nothing done in the guest remains.
+// The guest reaches the host's 127.0.0.1 as HostAddr.
+package vm
+
+import (
+	"bufio"
+	"crypto/rand"
+	_ "embed"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/tests/interop/proc"
+)
+
+const (
+	HostAddr  = "10.0.2.2"   // what the guest calls the host's 127.0.0.1
+	GuestAddr = "10.0.2.15"  // what QEMU's user network expects the guest to be
+	Files     = "/run/share" // what the guest calls the directory VM.Files
+)
+
+// killGrace is how long a script may take to die after its time is up.
+const killGrace = 20 * time.Second
+
+//go:embed guest/agent
+var agent []byte
+
+// Config describes a machine. The zero value of a field means its default.
+type Config struct {
+	Dir         string        // where setup.sh put the machine; as setup.sh chooses
+	MemMiB      int           // 1024
+	CPUs        int           // 2
+	BootTimeout time.Duration // from QEMU's start to the first script; 2 minutes
+}
+
+func (c Config) withDefaults() (Config, error) {
+	if c.Dir == "" {
+		c.Dir = os.Getenv("ISER_TARGET_VM_DIR")
+	}
+	if c.Dir == "" {
+		cache, err := os.UserCacheDir() // XDG_CACHE_HOME or ~/.cache
+		if err != nil {
+			return c, err
+		}
+		c.Dir = filepath.Join(cache, "iser-target", "vm")
+	}
+	if c.MemMiB == 0 {
+		c.MemMiB = 1024
+	}
+	if c.CPUs == 0 {
+		c.CPUs = 2
+	}
+	if c.BootTimeout == 0 {
+		c.BootTimeout = 2 * time.Minute
+	}
+	return c, nil
+}
+
+// Missing tells why no machine can be booted here; nil means one can.
+func Missing(cfg Config) error {
+	cfg, err := cfg.withDefaults()
+	if err != nil {
+		return err
+	}
+	if _, err := exec.LookPath(qemu); err != nil {
+		return fmt.Errorf("%w (tests/interop/setup.sh installs it)", err)
+	}
+	for _, name := range []string{"vmlinuz", "initrd.img", "lib/modules"} {
+		if _, err := os.Stat(filepath.Join(cfg.Dir, "current", name)); err != nil {
+			return fmt.Errorf("%w (tests/interop/setup.sh makes it)", err)
+		}
+	}
+	return nil
+}
+
+// A VM is a running machine.
+type VM struct {
+	BootTime time.Duration // until scripts could be run
+	LogName  string        // the file with all that the console printed; stays
+
+	dir     string // temporary; removed by Close
+	mark    string // ends the output of a script
+	cmd     *exec.Cmd
+	exited  chan struct{} // closed when QEMU has ended and all was read
+	console console
+	ctl     net.Conn
+	status  chan string // lines of the agent: "ID STATUS"
+	out     stream
+	err     stream
+
+	mu     sync.Mutex // one script at a time; guards what follows
+	lastID int
+	broken error // why no script can be run any more
+}
+
+// A Result is what became of a script.
+type Result struct {
+	Stdout string
+	Stderr string
+	Status int // exit status; 128 + n after signal n, as in a shell
+}
+
+// Start boots a machine that lives as long as t. It fails t if that does not
+// work, or if the kernel has found a fault in itself by the end.
+func Start(t testing.TB, cfg Config) *VM {
+	t.Helper()
+	v, err := Boot(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := v.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return v
+}
+
+const qemu = "qemu-system-x86_64"
+
+// Boot boots a machine. Its end is Close, or the end of this process.
+func Boot(cfg Config) (_ *VM, err error) {
+	begun := time.Now()
+	cfg, err = cfg.withDefaults()
+	if err != nil {
+		return nil, err
+	}
+	if err := Missing(cfg); err != nil {
+		return nil, err
+	}
+	v := &VM{exited: make(chan struct{}), status: make(chan string, 1)}
+	if v.dir, err = os.MkdirTemp("", "iser-target-vm-"); err != nil {
+		return nil, err
+	}
+	if err := v.start(cfg); err != nil {
+		os.RemoveAll(v.dir)
+		return nil, fmt.Errorf("vm: %w", err)
+	}
+	select {
+	case <-v.status:
+	case <-v.exited:
+		err = errors.New("vm: QEMU ended during boot")
+	case <-time.After(cfg.BootTimeout):
+		err = fmt.Errorf("vm: no sign of life from the guest in %v", cfg.BootTimeout)
+	}
+	if err != nil {
+		v.Close()
+		return nil, fmt.Errorf("%w\n%s", err, v.Console())
+	}
+	v.BootTime = time.Since(begun)
+	return v, nil
+}
+
+// start starts QEMU and the goroutines that read from the guest.
+func (v *VM) start(cfg Config) (err error) {
+	// Resolved once: setup.sh may put a newer machine into place meanwhile.
+	machine, err := filepath.EvalSymlinks(filepath.Join(cfg.Dir, "current"))
+	if err != nil {
+		return err
+	}
+	if err := os.Mkdir(v.Files(), 0o755); err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(v.Files(), ".agent"), agent, 0o644); err != nil {
+		return err
+	}
+	v.LogName = filepath.Join(cfg.Dir, "console.log")
+	log, err := os.Create(v.LogName)
+	if err != nil {
+		return err
+	}
+	v.console.log = log
+
+	var mark [16]byte
+	rand.Read(mark[:])
+	v.mark = hex.EncodeToString(mark[:])
+
+	v.cmd = exec.Command(qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
+		"-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max",
+		"-smp", strconv.Itoa(cfg.CPUs), "-m", strconv.Itoa(cfg.MemMiB),
+		"-kernel", filepath.Join(machine, "vmlinuz"), "-initrd", filepath.Join(machine, "initrd.img"),
+		// An oops ends the machine, and with it the test. The watchdogs measure
+		// how busy the host is, not the guest.
+		"-append", "console=ttyS0 loglevel=7 oops=panic panic=-1 nowatchdog "+
+			"rcupdate.rcu_cpu_stall_suppress=1 mitigations=off net.ifnames=0 agent.mark="+v.mark,
+		"-netdev", "user,id=net", "-device", "virtio-net-pci,netdev=net,romfile=",
+		"-device", "virtio-serial-pci")
+	for tag, dir := range map[string]string{"share": v.Files(), "host": "/", "machine": machine} {
+		fsdev := "local,id=" + tag + ",path=" + escape(dir) + ",security_model=none,multidevs=remap"
+		if tag != "share" {
+			fsdev += ",readonly=on"
+		}
+		v.cmd.Args = append(v.cmd.Args, "-fsdev", fsdev,
+			"-device", "virtio-9p-pci,fsdev="+tag+",mount_tag="+tag)
+	}
+	conns := make(map[string]net.Conn)
+	for _, port := range []string{"console", "ctl", "out", "err"} {
+		ours, theirs, err := socketPair()
+		if err != nil {
+			return err
+		}
+		defer theirs.Close() // QEMU has its own copy by then
+		conns[port] = ours
+		fd := 3 + len(v.cmd.ExtraFiles)
+		v.cmd.ExtraFiles = append(v.cmd.ExtraFiles, theirs)
+		device := "virtserialport,chardev=" + port + ",name=" + port
+		if port == "console" {
+			device = "isa-serial,chardev=console"
+		}
+		v.cmd.Args = append(v.cmd.Args,
+			"-chardev", fmt.Sprintf("socket,id=%s,fd=%d", port, fd), "-device", device)
+	}
+	v.ctl = conns["ctl"]
+	v.cmd.Stdout, v.cmd.Stderr = log, log
+	if err := proc.Start(v.cmd); err != nil {
+		for _, c := range conns {
+			c.Close()
+		}
+		log.Close()
+		return err
+	}
+
+	// Each reader ends when QEMU, the other end of its connection, has.
+	var readers sync.WaitGroup
+	readers.Go(func() { v.console.read(conns["console"]) })
+	readers.Go(func() { v.out.read(conns["out"]) })
+	readers.Go(func() { v.err.read(conns["err"]) })
+	readers.Go(func() {
+		for lines := bufio.NewScanner(v.ctl); lines.Scan(); {
+			v.status <- lines.Text()
+		}
+	})
+	go func() {
+		v.cmd.Wait()
+		readers.Wait()
+		for _, c := range conns {
+			c.Close()
+		}
+		log.Close()
+		close(v.exited)
+	}()
+	return nil
+}
+
+// escape doubles the commas in s, as QEMU's options want it.
+func escape(s string) string { return strings.ReplaceAll(s, ",", ",,") }
+
+// socketPair returns the ends of a stream: ours, and one for a child process.
+func socketPair() (ours net.Conn, theirs *os.File, err error) {
+	fds, err := syscall.Socketpair(syscall.AF_UNIX, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, nil, os.NewSyscallError("socketpair", err)
+	}
+	f := os.NewFile(uintptr(fds[0]), "ours")
+	defer f.Close() // FileConn has its own copy
+	theirs = os.NewFile(uintptr(fds[1]), "theirs")
+	if ours, err = net.FileConn(f); err != nil {
+		theirs.Close()
+	}
+	return ours, theirs, err
+}
+
+// Files is the host's directory that the guest has at the path [Files].
+func (v *VM) Files() string { return filepath.Join(v.dir, "share") }
+
+// Console returns the end of what the guest's kernel has printed; LogName names
+// the file that has all of it.
+func (v *VM) Console() string {
+	return fmt.Sprintf("the end of the guest's console, all of which is in %s:\n%s", v.LogName, v.console.end())
+}
+
+// Close ends the machine. The error tells of faults that the kernel has found
+// in itself since the last script.
+func (v *VM) Close() error {
+	v.cmd.Process.Kill()
+	<-v.exited
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.broken == nil {
+		v.broken = net.ErrClosed
+	}
+	err := os.RemoveAll(v.dir)
+	if found := v.console.trouble(); found != nil {
+		err = fmt.Errorf("the guest's kernel reports:\n%s\n%s", strings.Join(found, "\n"), v.Console())
+	}
+	return err
+}
+
+// Broken tells why no script can be run any more; nil means it can.
+func (v *VM) Broken() error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.broken
+}
+
+// Run runs a script and returns what it printed to its standard output. The
+// shell is bash with -euo pipefail. Run fails t, at once, if the script fails or
+// takes longer than limit. All that the script prints is logged as it comes. A
+// process that it leaves behind must have redirected its output.
+func (v *VM) Run(t testing.TB, script string, limit time.Duration) string {
+	t.Helper()
+	r := v.Try(t, script, limit)
+	if r.Status != 0 {
+		t.Fatalf("exit status %d of the script:\n%s", r.Status, script)
+	}
+	return r.Stdout
+}
+
+// Try is like Run, but leaves it to the caller to judge the exit status. It
+// fails t, at once, if the script could not be run to its end, or if the guest's
+// kernel has found a fault in itself.
+func (v *VM) Try(t testing.TB, script string, limit time.Duration) Result {
+	t.Helper()
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.broken != nil {
+		t.Fatalf("vm: %v", v.broken)
+	}
+	r, err := v.run(t.Logf, script, limit)
+	if err != nil {
+		v.broken = err
+		v.cmd.Process.Kill()
+		<-v.exited
+	}
+	if found := v.console.trouble(); found != nil {
+		v.broken = errors.New("the guest's kernel has reported a fault in itself")
+		t.Errorf("the guest's kernel reports:\n%s", strings.Join(found, "\n"))
+	}
+	if v.broken != nil {
+		t.Fatalf("vm: %v\n%s\nthe script was:\n%s", v.broken, v.Console(), script)
+	}
+	return r
+}
+
+// run runs a script. An error means that the machine cannot be used any more.
+func (v *VM) run(logf func(string, ...any), script string, limit time.Duration) (Result, error) {
+	v.lastID++
+	id := strconv.Itoa(v.lastID)
+	name := filepath.Join(v.Files(), ".script."+id)
+	if err := os.WriteFile(name, []byte(script), 0o644); err != nil {
+		return Result{}, err
+	}
+	defer os.Remove(name)
+	out := v.out.begin(v.mark+" "+id, logf)
+	defer v.out.drop()
+	err := v.err.begin(v.mark+" "+id, logf)
+	defer v.err.drop()
+
+	late := time.After(limit + killGrace)
+	seconds := int((limit + time.Second - 1) / time.Second)
+	if _, err := fmt.Fprintf(v.ctl, "%s %d\n", id, seconds); err != nil {
+		return Result{}, err
+	}
+	var status string
+	for _, done := range []<-chan struct{}{out.done, err.done, nil} {
+		arrived := v.status
+		if done != nil {
+			arrived = nil
+		}
+		select {
+		case <-done:
+		case status = <-arrived:
+		case <-v.exited:
+			return Result{}, errors.New("the machine has ended")
+		case <-late:
+			return Result{}, fmt.Errorf("the script could not be ended after %v", limit)
+		}
+	}
+	code, ok := strings.CutPrefix(status, id+" ")
+	if !ok {
+		return Result{}, fmt.Errorf("the agent answers script %s with %q", id, status)
+	}
+	r := Result{Stdout: out.buf.String(), Stderr: err.buf.String()}
+	var convErr error
+	if r.Status, convErr = strconv.Atoi(code); convErr != nil {
+		return Result{}, convErr
+	}
+	return r, errors.Join(out.err, err.err)
+}
