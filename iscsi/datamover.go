@@ -1,0 +1,102 @@
+package iscsi
+
+import (
+	"net"
+	"time"
+)
+
+// A Datamover carries the PDUs and the data of one connection (RFC 5047,
+// which also gave the methods their names). Package iser implements it over
+// RDMA; iSCSI over plain TCP fits the same seam.
+//
+// Receive and Bind belong to the holder of the connection's receive lock. All
+// other methods may be called by any goroutine at any time. PutData, GetData
+// and SendControl only queue, in order, and never wait for the peer; Flush
+// sends.
+type Datamover interface {
+	// Transport names the kind of connection in logs: "iser" or "tcp".
+	Transport() string
+	LocalAddr() net.Addr
+	RemoteAddr() net.Addr
+
+	// RDMA tells whether data travels by RDMA: RFC 7145's keys apply, there
+	// are no digests, no Data-In, R2T or solicited Data-Out PDUs.
+	RDMA() bool
+
+	// Receive waits for what the peer does next and describes it in n: a
+	// control-type PDU (Control_Notify) or the end of a GetData
+	// (Data_Completion_Notify). The slices in n are on loan until the next
+	// Receive. io.EOF is the peer's orderly close; every other error has
+	// ended the connection, and where the peer can be told (Terminate) it
+	// has been.
+	Receive(n *Notice) error
+
+	// SetReceiveDeadline bounds Receive; the zero time means no bound.
+	SetReceiveDeadline(t time.Time) error
+
+	// NewTask makes the mover's own state for one task slot (Task.Mover). A
+	// slot is used again and again; its state is made once.
+	NewTask() any
+
+	// Bind ties to t what the initiator advertised with the PDU that Receive
+	// returned last (Remote Mapping). unsolicited is how many octets of write
+	// data come without being asked for. The binding ends with the task's
+	// SCSI Response or with Unbind. An inconsistent advertisement (a read
+	// without a sink) is an error that the core answers with Reject.
+	Bind(t *Task, unsolicited uint32) error
+
+	// Unbind drops the binding of a task that ends without a SCSI Response
+	// (Deallocate_Task_Resources). No data of the task is on its way: every
+	// GetData has been notified.
+	Unbind(t *Task)
+
+	// PutData queues the data that starts at Buffer Offset off (Put_Data).
+	// data is part of b and is not changed until the mover calls b.Release,
+	// which it does when the data has left or the connection has ended.
+	PutData(t *Task, off uint32, data []byte, b *Buffer) error
+
+	// GetData fetches len(data) octets that start at Buffer Offset off into
+	// data (Get_Data). The end is a Notice with this Task; unless GetData
+	// itself fails there is exactly one, also when the connection ends. At
+	// most one GetData of a task is outstanding.
+	GetData(t *Task, off uint32, data []byte) error
+
+	// SendControl queues the PDU t.Header with the data segment t.Segment;
+	// DataSegmentLength is already set. The mover calls t.Sent when both have
+	// left, or when the connection has ended. If the PDU is a SCSI Response
+	// the mover may invalidate what the initiator advertised for t.
+	SendControl(t *Task) error
+
+	// Flush sends what is queued. If another goroutine is sending it returns
+	// at once: that goroutine will send this, too.
+	Flush()
+
+	// MaxSendSegment is the longest data segment, in octets, that SendControl
+	// takes in the current phase.
+	MaxSendSegment() int
+
+	// EnterFullFeature tells the mover, before the final Login Response is
+	// queued, that login has succeeded, and with what (Enable_Datamover and
+	// Notice_Key_Values). tasks is how many task slots there can be.
+	EnterFullFeature(p Params, tasks int) error
+
+	// Close ends the connection at once (Connection_Terminate). Receive
+	// returns an error after it has notified every GetData that was
+	// outstanding, with net.ErrClosed.
+	Close() error
+
+	// CloseWrite sends what is queued and then the end of our direction of
+	// the stream; the peer can still be heard.
+	CloseWrite() error
+}
+
+// A Notice is what Datamover.Receive found: a PDU if Task is nil, otherwise
+// the end of that Task's GetData.
+type Notice struct {
+	BHS  []byte // 48 octets
+	AHS  []byte // whole AHS area, a multiple of 4 octets
+	Data []byte // data segment without padding
+
+	Task *Task
+	Err  error // why the GetData failed; the connection is ending
+}

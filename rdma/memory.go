@@ -1,0 +1,222 @@
+package rdma
+
+import (
+	crand "crypto/rand"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+
+	"github.com/iser-target/iser-target/rdma/wire"
+)
+
+// Access is what a peer may do with a Region.
+type Access uint8
+
+const (
+	RemoteRead  Access = 1 << iota // be the source of an RDMA Read
+	RemoteWrite                    // be the sink of an RDMA Write
+)
+
+// A Domain is a protection domain: the streams in it know of each other, so
+// that use of an STag of another stream can be told from an STag that never
+// was. An STag is valid for one stream only, whatever the domain.
+type Domain struct {
+	mu    sync.Mutex
+	conns map[*Conn]struct{}
+}
+
+// NewDomain makes a protection domain.
+func NewDomain() *Domain { return &Domain{conns: map[*Conn]struct{}{}} }
+
+func (d *Domain) add(c *Conn) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.conns[c] = struct{}{}
+}
+
+func (d *Domain) remove(c *Conn) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	delete(d.conns, c)
+}
+
+// knows tells whether stag belongs to another stream of the domain.
+func (d *Domain) knows(stag wire.STag, not *Conn) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for c := range d.conns {
+		if c != not && c.mem.find(stag) != nil {
+			return true
+		}
+	}
+	return false
+}
+
+// A Region is memory that the peer of one stream can reach by an STag. The
+// caller owns the Region and may use it again after Deregister.
+type Region struct {
+	buf    []byte
+	base   uint64
+	access Access
+	stag   wire.STag
+
+	// Guarded by memory.mu:
+	valid   bool
+	busy    int  // placements and RDMA Read Responses in progress
+	waiting bool // a Deregister waits for busy to become 0
+}
+
+// STag is the name of the Region at the peer.
+func (r *Region) STag() wire.STag { return r.stag }
+
+// memory is the STags of one stream.
+type memory struct {
+	mu      sync.Mutex
+	idle    sync.Cond // a Region's busy count has become 0
+	regions map[wire.STag]*Region
+	rng     *rand.ChaCha8
+}
+
+var liveSTags atomic.Int64
+
+func (m *memory) init() {
+	var seed [32]byte
+	crand.Read(seed[:])
+	m.rng = rand.NewChaCha8(seed)
+	m.regions = map[wire.STag]*Region{}
+	m.idle.L = &m.mu
+}
+
+// newSTag draws an STag that cannot be predicted (RFC 5040, section 8.1.1):
+// 32 bits of ChaCha8 with a seed of the kernel's, never 0, none that is valid.
+//
+// Preconditions: mu is held.
+func (m *memory) newSTag(taken func(wire.STag) bool) wire.STag {
+	for {
+		s := wire.STag(m.rng.Uint64())
+		if s != 0 && m.regions[s] == nil && (taken == nil || !taken(s)) {
+			return s
+		}
+	}
+}
+
+func (m *memory) find(stag wire.STag) *Region {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.regions[stag]
+}
+
+// Register opens buf to the peer: its first octet has the tagged offset base.
+// base+len(buf) must not pass 2^64.
+func (c *Conn) Register(r *Region, buf []byte, base uint64, access Access) wire.STag {
+	m := &c.mem
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	*r = Region{buf: buf, base: base, access: access, stag: m.newSTag(c.readPending), valid: true}
+	m.regions[r.stag] = r
+	liveSTags.Add(1)
+	return r.stag
+}
+
+// Deregister closes a Region. When it returns neither the peer nor this side
+// touches the memory any more. It waits for an RDMA Read Response that is
+// being sent, and takes a placement that is in progress away from its buffer.
+func (c *Conn) Deregister(r *Region) {
+	m := &c.mem
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.invalidate(r)
+	for r.busy > 0 {
+		r.waiting = true
+		c.interruptRead()
+		m.idle.Wait()
+	}
+	r.waiting = false
+	r.buf = nil
+}
+
+// invalidate makes the STag unknown.
+//
+// Preconditions: mu is held.
+func (m *memory) invalidate(r *Region) {
+	if r.valid {
+		r.valid = false
+		delete(m.regions, r.stag)
+		liveSTags.Add(-1)
+	}
+}
+
+// release ends a use that began in use.
+func (m *memory) release(r *Region) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if r.busy--; r.busy == 0 && r.waiting {
+		m.idle.Broadcast()
+	}
+}
+
+// revoked tells that a Deregister wants the Region back.
+func (m *memory) revoked(r *Region) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return !r.valid
+}
+
+// The reasons for the same faults differ between RDMA Write (DDP, RFC 5041
+// section 7) and RDMA Read (RDMAP, RFC 5040 section 7.2).
+type useReasons struct{ stag, stream, access, wrap, bounds wire.Reason }
+
+var (
+	// DDP has no code for missing rights; an STag that may not be used this
+	// way is as good as invalid.
+	writeReasons = useReasons{wire.ReasonInvalidSTag, wire.ReasonStream, wire.ReasonInvalidSTag, wire.ReasonWrap, wire.ReasonBounds}
+	readReasons  = useReasons{wire.ReasonReadInvalidSTag, wire.ReasonReadStream, wire.ReasonReadAccess, wire.ReasonReadWrap, wire.ReasonReadBounds}
+)
+
+// use checks an access of n octets at to and returns the memory, which stays
+// in use until release.
+func (c *Conn) use(stag wire.STag, to, n uint64, want Access, why *useReasons) (*Region, []byte, *StreamError) {
+	m := &c.mem
+	m.mu.Lock()
+	r := m.regions[stag]
+	if r == nil {
+		m.mu.Unlock()
+		if c.opt.Domain.knows(stag, c) {
+			return nil, nil, fault(why.stream, "STag %#x belongs to another stream", stag)
+		}
+		return nil, nil, fault(why.stag, "STag %#x", stag)
+	}
+	defer m.mu.Unlock()
+	switch {
+	case r.access&want == 0:
+		return nil, nil, fault(why.access, "STag %#x does not allow it", stag)
+	case to+n < to:
+		return nil, nil, fault(why.wrap, "%d octets at TO %#x", n, to)
+	case to < r.base || to-r.base > uint64(len(r.buf)) || n > uint64(len(r.buf))-(to-r.base):
+		return nil, nil, fault(why.bounds, "%d octets at TO %#x, STag %#x has %d at %#x", n, to, stag, len(r.buf), r.base)
+	}
+	r.busy++
+	return r, r.buf[to-r.base:][:n:n], nil
+}
+
+// invalidateRemote serves a Send with Invalidate (RFC 5040, section 5.3).
+func (c *Conn) invalidateRemote(stag wire.STag) *StreamError {
+	m := &c.mem
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	r := m.regions[stag]
+	if r == nil {
+		return fault(wire.ReasonNotInvalidated, "STag %#x is not of this stream", stag)
+	}
+	m.invalidate(r)
+	return nil
+}
+
+// close invalidates every STag of the stream.
+func (m *memory) close() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, r := range m.regions {
+		m.invalidate(r)
+	}
+}

@@ -1,0 +1,649 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"time"
+
+	"github.com/iser-target/iser-target/rdma/wire"
+)
+
+// An Event is what Receive returns: a Send of the peer, or the end of a Read
+// that was posted here.
+type Event struct {
+	// Read is the work request that has ended, or nil for a Send. Err is nil
+	// if all of its memory has been filled.
+	Read *WorkRequest
+	Err  error
+
+	// Data is the message of a Send. It is on loan until the next Receive.
+	Data []byte
+	// Solicited tells that the peer asked for an event (RFC 5040, section
+	// 5.3). Invalidated is the STag that the Send has invalidated here.
+	Solicited   bool
+	Invalidates bool
+	Invalidated wire.STag
+}
+
+// receiver is the state of the goroutine that is in Receive.
+type receiver struct {
+	win  []byte // window of the stream; win[r:w] is unread
+	r, w int
+	thin bool // long segments are coming: read only headers into win
+
+	asm     []byte // a Send in pieces; MaxSend octets, made when first needed
+	asmLen  int
+	maxSend int
+	sendMSN uint32 // expected on queue 0
+	readMSN uint32 // expected on queue 1
+
+	seg  segment
+	hdr  [wire.UntaggedLen + wire.ReadRequestLen]byte
+	fpdu uint64 // count
+
+	markers bool
+	grid    wire.MarkerGrid
+	marked  []byte
+	plain   []byte
+
+	failed error // what Receive returns when all Reads are given back
+}
+
+// segment is the FPDU that is being received.
+type segment struct {
+	op     wire.Opcode
+	last   bool
+	tagged wire.Tagged
+	untag  wire.Untagged
+	hlen   int    // DDP header
+	length int    // ULPDU_Length
+	hdr    []byte // copy of the DDP header, and of a Read Request, for a Terminate
+	dst    []byte // where the payload goes; nil: it is looked at in place
+	region *Region
+	read   *WorkRequest
+}
+
+func (s *segment) payload() int { return s.length - s.hlen }
+
+const (
+	windowLen = 64 << 10
+	// longSegment is the payload in octets from which on a segment is read
+	// straight into its buffer. Below, one more copy is cheaper than one
+	// more system call.
+	longSegment = 8 << 10
+	// thinRead is how much is read at once while long segments come: enough
+	// for headers and small messages, little enough to copy.
+	thinRead = 2 << 10
+	// drainTime and drainLen bound how long and how much is still read after
+	// a Terminate, so that no TCP reset overtakes it.
+	drainTime = time.Second
+	drainLen  = 16 << 20
+)
+
+func (rx *receiver) init(maxSend int, markers bool) {
+	rx.win = make([]byte, windowLen)
+	rx.maxSend = maxSend
+	rx.sendMSN, rx.readMSN = 1, 1
+	rx.markers = markers
+}
+
+var errTruncated = fmt.Errorf("the stream ends inside an FPDU: %w", io.ErrUnexpectedEOF)
+
+// Receive waits for the next Send of the peer or the end of a posted Read,
+// and places RDMA data meanwhile. io.EOF is the peer's orderly end of the
+// stream. A *StreamError is the end of the stream by a Terminate, ours or the
+// peer's. After any other error than a time-out the stream has ended, too:
+// before it is returned, every Read that was posted has been.
+func (c *Conn) Receive(ev *Event) error {
+	rx := &c.rx
+	for rx.failed == nil {
+		done, err := c.receiveFPDU(ev)
+		if err != nil {
+			// Between FPDUs, and while only the window has part of one, a
+			// time-out has lost nothing.
+			if errors.Is(err, os.ErrDeadlineExceeded) && rx.seg.hlen == 0 && len(rx.marked) == 0 && c.txError() == nil {
+				return err
+			}
+			c.fail(err)
+			break
+		}
+		if !c.heard.Load() {
+			c.heard.Store(true)
+			go c.Flush() // what the ULP posted early
+		}
+		if done {
+			return nil
+		}
+	}
+	return c.afterlife(ev)
+}
+
+// afterlife returns the Reads that will not be answered, then why.
+func (c *Conn) afterlife(ev *Event) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	wr := c.reads.pop()
+	if wr != nil {
+		c.nreads--
+		liveSTags.Add(-1)
+	} else if wr = c.lost.pop(); wr == nil {
+		return c.rx.failed
+	}
+	*ev = Event{Read: wr, Err: c.rx.failed}
+	return nil
+}
+
+func (c *Conn) txError() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.err
+}
+
+// fail ends the stream, telling the peer why if it is the peer's fault.
+func (c *Conn) fail(err error) {
+	rx := &c.rx
+	var se *StreamError
+	switch {
+	case errors.As(err, &se):
+		if !se.Remote {
+			var ddp, read []byte
+			seg := &rx.seg
+			if len(seg.hdr) > 0 {
+				ddp = seg.hdr[:seg.hlen]
+				if seg.op == wire.OpReadRequest && se.Reason.Layer == wire.LayerRDMAP && se.Reason.EType == 1 {
+					read = seg.hdr[seg.hlen:]
+				}
+			}
+			c.terminate(se, ddp, seg.length, read)
+			c.drain()
+		}
+	case err == io.EOF:
+	default:
+		if te := c.txError(); te != nil && te != err {
+			err = errors.Join(err, te)
+		}
+		if !errors.Is(err, net.ErrClosed) {
+			err = &StreamError{Reason: wire.ReasonClosed, Err: err}
+		}
+	}
+	rx.failed = err
+	if err == io.EOF {
+		return // a peer that only closed its half still hears us
+	}
+	c.abandon(err)
+}
+
+// drain reads what the peer had sent before our Terminate could reach it.
+// Closing a socket with unread data would reset the connection, and the reset
+// could overtake the Terminate (RFC 5040, section 6.2.1).
+func (c *Conn) drain() {
+	c.nc.SetReadDeadline(time.Now().Add(drainTime))
+	io.CopyBuffer(struct{ io.Writer }{io.Discard}, io.LimitReader(c.nc, drainLen), c.rx.win)
+}
+
+// fill reads until the window holds n unread octets; n is at most windowLen.
+// io.EOF means that the stream has ended between two FPDUs.
+func (rx *receiver) fill(c *Conn, n int) error {
+	if rx.w-rx.r >= n {
+		return nil
+	}
+	if rx.r == rx.w {
+		rx.r, rx.w = 0, 0
+	} else if len(rx.win)-rx.r < max(n, thinRead) {
+		rx.w = copy(rx.win, rx.win[rx.r:rx.w])
+		rx.r = 0
+	}
+	for rx.w-rx.r < n {
+		end := len(rx.win)
+		if rx.thin {
+			end = min(end, max(rx.r+n, rx.w+thinRead))
+		}
+		m, err := c.nc.Read(rx.win[rx.w:end])
+		rx.w += m
+		if m > 0 || err == nil {
+			continue
+		}
+		switch {
+		case c.interrupted(err):
+		case err == io.EOF && (rx.w > rx.r || rx.seg.hlen > 0):
+			return errTruncated
+		default:
+			return err
+		}
+	}
+	return nil
+}
+
+// receiveFPDU takes one FPDU from the stream. done means that ev is filled.
+func (c *Conn) receiveFPDU(ev *Event) (done bool, err error) {
+	rx := &c.rx
+	seg := &rx.seg
+	*seg = segment{}
+	if rx.markers {
+		return c.receiveMarked(ev)
+	}
+	if err := rx.fill(c, wire.LengthLen); err != nil {
+		return false, err
+	}
+	b := rx.win[rx.r:]
+	seg.length = int(b[0])<<8 | int(b[1])
+	total := wire.LengthLen + seg.length + wire.Pad(seg.length) + wire.CRCLen
+	if seg.length > longSegment {
+		return c.receiveLong(ev, total)
+	}
+	if err := rx.fill(c, total); err != nil {
+		return false, err
+	}
+	b = rx.win[rx.r:][:total]
+	rx.r += total
+	if c.crc && wire.UpdateCRC(0, b[:total-wire.CRCLen]) != wire.CRC(b[total-wire.CRCLen:]) {
+		return false, fault(wire.ReasonCRC, "FPDU of %d octets", total)
+	}
+	return c.place(ev, b[wire.LengthLen:][:seg.length])
+}
+
+// place handles a whole ULPDU that has been verified.
+func (c *Conn) place(ev *Event, ulpdu []byte) (done bool, err error) {
+	seg := &c.rx.seg
+	if err := c.route(ulpdu); err != nil {
+		return false, err
+	}
+	payload := ulpdu[seg.hlen:]
+	if seg.dst != nil {
+		copy(seg.dst, payload)
+		c.unuse()
+	}
+	c.rx.thin = false
+	return c.deliver(ev, payload)
+}
+
+// receiveLong takes an FPDU with a long payload: as soon as the header has
+// told where the payload belongs, it is read to there. The CRC comes last:
+// placing may run ahead of it, delivery does not.
+func (c *Conn) receiveLong(ev *Event, total int) (done bool, err error) {
+	rx := &c.rx
+	seg := &rx.seg
+	const headers = wire.LengthLen + wire.UntaggedLen + wire.ReadRequestLen
+	if err := rx.fill(c, headers); err != nil {
+		return false, err
+	}
+	routeErr := c.route(rx.win[rx.r+wire.LengthLen:][:headers-wire.LengthLen])
+	if routeErr != nil {
+		// With CRCs on, whether the header can be trusted shows at the end.
+		return false, c.judge(routeErr, total)
+	}
+	n := wire.LengthLen + seg.hlen
+	crc := uint32(0)
+	if c.crc {
+		crc = wire.UpdateCRC(0, rx.win[rx.r:rx.r+n])
+	}
+	rx.r += n
+	for dst := seg.dst; len(dst) > 0; {
+		got := 0
+		if rx.r < rx.w {
+			got = copy(dst, rx.win[rx.r:rx.w])
+			rx.r += got
+		} else if got, err = c.nc.Read(dst); err != nil && got == 0 {
+			if err == io.EOF {
+				err = errTruncated
+			}
+			if !c.interrupted(err) {
+				c.unuse()
+				return false, err
+			}
+			if seg.region != nil && c.mem.revoked(seg.region) {
+				// The memory has been taken back; the rest goes nowhere.
+				c.unuse()
+				return false, c.judge(fault(wire.ReasonInvalidSTag, "STag %#x was revoked", seg.tagged.STag), len(dst)+wire.Pad(seg.length)+wire.CRCLen)
+			}
+			continue
+		}
+		if c.crc {
+			crc = wire.UpdateCRC(crc, dst[:got])
+		}
+		dst = dst[got:]
+	}
+	c.unuse()
+	rx.thin = true
+	tail := wire.Pad(seg.length) + wire.CRCLen
+	if err := rx.fill(c, tail); err != nil {
+		return false, err
+	}
+	b := rx.win[rx.r:][:tail]
+	rx.r += tail
+	if c.crc && wire.UpdateCRC(crc, b[:tail-wire.CRCLen]) != wire.CRC(b[tail-wire.CRCLen:]) {
+		return false, fault(wire.ReasonCRC, "FPDU of %d octets", total)
+	}
+	return c.deliver(ev, seg.dst)
+}
+
+// judge reads the last n octets of an FPDU whose header was found wrong, or
+// whose memory is gone, so that a CRC error is told as what it is.
+func (c *Conn) judge(found error, n int) error {
+	rx := &c.rx
+	whole := rx.seg.dst == nil
+	crc := uint32(0)
+	for n > wire.CRCLen {
+		k := min(n-wire.CRCLen, windowLen/2)
+		if err := rx.fill(c, k); err != nil {
+			return found
+		}
+		crc = wire.UpdateCRC(crc, rx.win[rx.r:rx.r+k])
+		rx.r += k
+		n -= k
+	}
+	if err := rx.fill(c, wire.CRCLen); err != nil {
+		return found
+	}
+	bad := c.crc && whole && crc != wire.CRC(rx.win[rx.r:])
+	rx.r += wire.CRCLen
+	if bad {
+		return fault(wire.ReasonCRC, "FPDU with a header that makes no sense")
+	}
+	return found
+}
+
+// receiveMarked takes an FPDU from a stream with Markers. It is put together
+// in a buffer first; the CRC covers the Markers, DDP does not see them.
+func (c *Conn) receiveMarked(ev *Event) (done bool, err error) {
+	rx := &c.rx
+	rx.marked, rx.plain = rx.marked[:0], rx.plain[:0]
+	header := 0 // offset of ULPDU_Length in marked
+	take := func(n int) error {
+		for n > 0 {
+			if rx.grid == 0 {
+				if err := rx.fill(c, wire.MarkerLen); err != nil {
+					return err
+				}
+				m := rx.win[rx.r:][:wire.MarkerLen]
+				if len(rx.marked) == 0 {
+					header = wire.MarkerLen
+				}
+				want := max(len(rx.marked)-header, 0)
+				if wire.MarkerPointer(m) != want {
+					err = fault(wire.ReasonMarker, "FPDUPTR %d, the FPDU started %d octets before", wire.MarkerPointer(m), want)
+				}
+				rx.marked = append(rx.marked, m...)
+				rx.r += wire.MarkerLen
+				rx.grid = rx.grid.Advance(wire.MarkerLen)
+			}
+			k := min(n, rx.grid.Next())
+			if err := rx.fill(c, k); err != nil {
+				return err
+			}
+			rx.marked = append(rx.marked, rx.win[rx.r:rx.r+k]...)
+			rx.plain = append(rx.plain, rx.win[rx.r:rx.r+k]...)
+			rx.r += k
+			rx.grid = rx.grid.Advance(k)
+			n -= k
+		}
+		return nil
+	}
+	if ioErr := take(wire.LengthLen); ioErr != nil {
+		return false, ioErr
+	}
+	seg := &rx.seg
+	seg.length = int(rx.plain[0])<<8 | int(rx.plain[1])
+	seg.hlen = 1 // inside an FPDU: the end of the stream is no orderly one
+	if ioErr := take(seg.length + wire.Pad(seg.length) + wire.CRCLen); ioErr != nil {
+		return false, ioErr
+	}
+	seg.hlen = 0
+	n := len(rx.marked) - wire.CRCLen
+	if c.crc && wire.UpdateCRC(0, rx.marked[:n]) != wire.CRC(rx.marked[n:]) {
+		return false, fault(wire.ReasonCRC, "FPDU of %d octets", len(rx.marked))
+	}
+	if err != nil {
+		return false, err
+	}
+	return c.place(ev, rx.plain[wire.LengthLen:][:seg.length])
+}
+
+// route decodes and checks the headers of a segment (RFC 5041, section 7.1;
+// RFC 5040, section 7.2) and finds out where its payload goes. b is the ULPDU
+// or at least the headers of a long one. Nothing changes but rx.seg and, for
+// a tagged buffer, its use count, which unuse gives back.
+func (c *Conn) route(b []byte) error {
+	seg := &c.rx.seg
+	if seg.length < wire.TaggedLen || !wire.IsTagged(b) && seg.length < wire.UntaggedLen {
+		return fault(wire.ReasonMarker, "ULPDU of %d octets", seg.length)
+	}
+	tagged := wire.IsTagged(b)
+	seg.hlen = wire.UntaggedLen
+	if tagged {
+		seg.hlen = wire.TaggedLen
+	}
+	seg.hdr = append(c.rx.hdr[:0], b[:seg.hlen]...)
+	if !wire.VersionOK(b) {
+		if tagged {
+			return fault(wire.ReasonTaggedVersion, "control octet %#02x", b[0])
+		}
+		return fault(wire.ReasonUntaggedVersion, "control octet %#02x", b[0])
+	}
+	var ok bool
+	if seg.op, ok = wire.ParseControl(b[1]); !ok {
+		return fault(wire.ReasonRDMAPVersion, "control octet %#02x", b[1])
+	}
+	if tagged {
+		seg.tagged, _ = wire.ParseTagged(b)
+		seg.last = seg.tagged.Last
+	} else {
+		seg.untag, _ = wire.ParseUntagged(b)
+		seg.last = seg.untag.Last
+		if seg.untag.QN > wire.QNTerminate {
+			return fault(wire.ReasonQN, "queue %d", seg.untag.QN)
+		}
+	}
+	if !seg.op.Valid() || seg.op.Tagged() != tagged || !tagged && seg.op.QN() != seg.untag.QN {
+		return fault(wire.ReasonOpcode, "%v in a segment with T=%t, QN=%d", seg.op, tagged, seg.untag.QN)
+	}
+	var why *StreamError
+	switch seg.op {
+	case wire.OpWrite:
+		why = c.routeWrite(seg)
+	case wire.OpReadResponse:
+		why = c.routeReadResponse(seg)
+	case wire.OpReadRequest:
+		why = c.routeReadRequest(seg, b)
+	case wire.OpTerminate:
+		why = c.routeTerminate(seg)
+	default:
+		why = c.routeSend(seg)
+	}
+	if why != nil {
+		return why
+	}
+	return nil
+}
+
+func (c *Conn) routeWrite(seg *segment) (why *StreamError) {
+	if seg.payload() == 0 {
+		return nil // STag and TO are not looked at: RFC 5041, section 7.1
+	}
+	seg.region, seg.dst, why = c.use(seg.tagged.STag, seg.tagged.TO, uint64(seg.payload()), RemoteWrite, &writeReasons)
+	return why
+}
+
+// unuse ends the use of memory that route has begun.
+func (c *Conn) unuse() {
+	if seg := &c.rx.seg; seg.region != nil {
+		c.mem.release(seg.region)
+		seg.region = nil
+	}
+}
+
+// routeReadResponse checks a Response against the oldest Read, which is the
+// only one it can belong to (RFC 5040, section 5.2.2).
+func (c *Conn) routeReadResponse(seg *segment) *StreamError {
+	c.mu.Lock()
+	wr := c.reads.head
+	c.mu.Unlock()
+	n, h := uint64(seg.payload()), &seg.tagged
+	switch {
+	case wr == nil:
+		return fault(wire.ReasonOpcode, "RDMA Read Response that nobody asked for")
+	case h.STag != wr.sink:
+		return fault(wire.ReasonInvalidSTag, "Read Response to STag %#x, due is %#x", h.STag, wr.sink)
+	case h.TO+n < h.TO:
+		return fault(wire.ReasonWrap, "Read Response of %d octets at TO %#x", n, h.TO)
+	case h.TO != wr.got || n > uint64(len(wr.Data))-wr.got:
+		return fault(wire.ReasonBounds, "Read Response of %d octets at TO %#x, due are %d at %#x", n, h.TO, uint64(len(wr.Data))-wr.got, wr.got)
+	case seg.last && wr.got+n != uint64(len(wr.Data)):
+		return fault(wire.ReasonBounds, "Read Response ends after %d of %d octets", wr.got+n, len(wr.Data))
+	}
+	seg.read, seg.dst = wr, wr.Data[wr.got:][:n:n]
+	return nil
+}
+
+func (c *Conn) routeSend(seg *segment) *StreamError {
+	rx, h := &c.rx, &seg.untag
+	n := seg.payload()
+	switch {
+	case h.MSN != rx.sendMSN:
+		return fault(wire.ReasonMSN, "Send with MSN %d, due is %d", h.MSN, rx.sendMSN)
+	case uint64(h.MO) != uint64(rx.asmLen):
+		return fault(wire.ReasonMO, "Send with MO %d, due is %d", h.MO, rx.asmLen)
+	case n > rx.maxSend-rx.asmLen:
+		return fault(wire.ReasonTooLong, "Send of more than %d octets", rx.maxSend)
+	}
+	if h.MO == 0 && seg.last && seg.length <= longSegment {
+		return nil // the whole message: it is looked at in place
+	}
+	if rx.asm == nil {
+		rx.asm = make([]byte, rx.maxSend)
+	}
+	seg.dst = rx.asm[rx.asmLen:][:n:n]
+	return nil
+}
+
+func (c *Conn) routeReadRequest(seg *segment, b []byte) *StreamError {
+	rx, h := &c.rx, &seg.untag
+	switch {
+	case h.MSN != rx.readMSN:
+		return fault(wire.ReasonMSN, "Read Request with MSN %d, due is %d", h.MSN, rx.readMSN)
+	case h.MO != 0:
+		return fault(wire.ReasonMO, "Read Request with MO %d", h.MO)
+	case seg.payload() > wire.ReadRequestLen:
+		return fault(wire.ReasonTooLong, "Read Request of %d octets", seg.payload())
+	case seg.payload() < wire.ReadRequestLen || !seg.last:
+		return fault(wire.ReasonOpcode, "Read Request of %d octets, last segment: %t", seg.payload(), seg.last)
+	}
+	seg.hdr = append(seg.hdr, b[seg.hlen:][:wire.ReadRequestLen]...)
+	return nil
+}
+
+func (c *Conn) routeTerminate(seg *segment) *StreamError {
+	if h := &seg.untag; h.MSN != 1 || h.MO != 0 || !seg.last || seg.payload() > wire.MaxTerminateLen+64 {
+		// The peer is gone whatever it wanted to say; there is no answer to a
+		// Terminate, not even to a bad one (RFC 5040, section 5.4).
+		return &StreamError{Reason: wire.ReasonOperation, Remote: true, Err: fmt.Errorf("bad Terminate: MSN %d, MO %d, %d octets", h.MSN, h.MO, seg.payload())}
+	}
+	return nil
+}
+
+// deliver does what a segment means once it has been verified and placed.
+// payload is the ULPDU behind the DDP header.
+func (c *Conn) deliver(ev *Event, payload []byte) (done bool, err error) {
+	rx, seg := &c.rx, &c.rx.seg
+	first := rx.fpdu == 0
+	rx.fpdu++
+	switch seg.op {
+	case wire.OpWrite:
+		return false, nil
+	case wire.OpReadResponse:
+		return c.deliverRead(ev, seg), nil
+	case wire.OpReadRequest:
+		return false, c.answerRead(payload)
+	case wire.OpTerminate:
+		t, err := wire.ParseTerminate(payload)
+		if err != nil {
+			return false, &StreamError{Reason: wire.ReasonOperation, Remote: true, Err: err}
+		}
+		return false, &StreamError{Reason: t.Reason, Remote: true}
+	}
+	if seg.dst != nil {
+		rx.asmLen += len(seg.dst)
+		payload = rx.asm[:rx.asmLen]
+	}
+	if !seg.last {
+		return false, nil
+	}
+	rx.asmLen = 0
+	rx.sendMSN++
+	if first && c.rtrSend && len(payload) == 0 {
+		return false, nil // RFC 6581, section 4.4: the ULP does not see an RTR
+	}
+	*ev = Event{Data: payload, Solicited: seg.op.Solicited(), Invalidates: seg.op.Invalidates()}
+	if ev.Invalidates {
+		ev.Invalidated = seg.untag.Invalidate
+		if why := c.invalidateRemote(ev.Invalidated); why != nil {
+			return false, why
+		}
+	}
+	return true, nil
+}
+
+func (c *Conn) deliverRead(ev *Event, seg *segment) (done bool) {
+	wr := seg.read
+	wr.got += uint64(len(seg.dst))
+	if !seg.last {
+		return false
+	}
+	c.mu.Lock()
+	c.reads.pop()
+	c.nreads--
+	liveSTags.Add(-1)
+	stalled := c.queue.head != nil
+	c.mu.Unlock()
+	if stalled {
+		c.Flush()
+	}
+	if c.rtrRead {
+		c.rtrRead = false
+		return false
+	}
+	*ev = Event{Read: wr}
+	return true
+}
+
+// answerRead queues the Response to a Read Request (RFC 5040, section 5.2).
+// The answer must not be sent from here: Receive never waits for the peer to
+// take data.
+func (c *Conn) answerRead(payload []byte) error {
+	r, err := wire.ParseReadRequest(payload)
+	if err != nil {
+		return err
+	}
+	c.rx.readMSN++
+	c.mu.Lock()
+	wr := c.answers.pop()
+	c.mu.Unlock()
+	if wr == nil {
+		return fault(wire.ReasonNoBuffer, "more than %d RDMA Reads at once", c.ird)
+	}
+	wr.STag, wr.TO, wr.region, wr.Data = r.SinkSTag, r.SinkTO, nil, nil
+	if r.Size > 0 {
+		var why *StreamError
+		if wr.region, wr.Data, why = c.use(r.SrcSTag, r.SrcTO, uint64(r.Size), RemoteRead, &readReasons); why != nil {
+			c.mu.Lock()
+			c.answers.push(wr)
+			c.mu.Unlock()
+			return why
+		}
+	}
+	c.mu.Lock()
+	if c.err == nil {
+		c.queue.push(wr)
+		wr = nil
+	}
+	c.mu.Unlock()
+	if wr != nil {
+		c.finish(list{wr, wr}, c.txError())
+		return nil
+	}
+	go c.Flush()
+	return nil
+}

@@ -1,0 +1,481 @@
+package rdma
+
+import (
+	"fmt"
+	"net"
+	"time"
+
+	"github.com/iser-target/iser-target/rdma/wire"
+)
+
+// Op is what a WorkRequest does.
+type Op uint8
+
+const (
+	Send Op = iota + 1
+	SendInvalidate
+	SendSE
+	SendSEInvalidate
+	Write
+	Read
+	readResponse
+	readRequest // stand-in for a Read in a batch
+)
+
+var opcodeOf = [...]wire.Opcode{
+	Send:             wire.OpSend,
+	SendInvalidate:   wire.OpSendInvalidate,
+	SendSE:           wire.OpSendSE,
+	SendSEInvalidate: wire.OpSendSEInvalidate,
+	Write:            wire.OpWrite,
+	Read:             wire.OpReadRequest,
+	readResponse:     wire.OpReadResponse,
+	readRequest:      wire.OpReadRequest,
+}
+
+// A WorkRequest is one RDMAP operation. From Post until it is done it, and
+// the memory it names, belong to the Conn. It can be used again and again.
+type WorkRequest struct {
+	Op Op
+	// Head and Data are the message of a Send or Write, in this order; Head is
+	// meant to be short and is copied. For a Read, Data is the memory it
+	// fills and Head is not used.
+	Head, Data []byte
+	// STag and TO name the peer's memory of a Write or Read. For a Send with
+	// Invalidate, STag is what the peer shall invalidate.
+	STag wire.STag
+	TO   uint64
+	// Done, if not nil, is told when a Send or Write no longer needs its
+	// memory: it has been handed to TCP, or (err) will not be sent. That says
+	// nothing about the peer. The end of a Read is an Event instead.
+	Done Completer
+
+	next   *WorkRequest
+	err    error
+	sink   wire.STag // of a Read
+	got    uint64    // octets of Data that the Response has filled; of a readRequest, how many to ask for
+	region *Region   // of a readResponse
+}
+
+// A Completer takes back a WorkRequest. WorkDone must not wait.
+type Completer interface {
+	WorkDone(wr *WorkRequest, err error)
+}
+
+func (wr *WorkRequest) size() int { return len(wr.Head) + len(wr.Data) }
+
+// list is a FIFO of work requests, linked through next.
+type list struct{ head, tail *WorkRequest }
+
+func (l *list) push(wr *WorkRequest) {
+	wr.next = nil
+	if l.tail == nil {
+		l.head = wr
+	} else {
+		l.tail.next = wr
+	}
+	l.tail = wr
+}
+
+func (l *list) pop() *WorkRequest {
+	wr := l.head
+	if wr != nil {
+		if l.head = wr.next; l.head == nil {
+			l.tail = nil
+		}
+		wr.next = nil
+	}
+	return wr
+}
+
+func (l *list) take() (all list) {
+	all, *l = *l, list{}
+	return all
+}
+
+// sender is the state of the goroutine that is in Flush.
+type sender struct {
+	sendMSN, readMSN uint32 // of the next message of queues 0 and 1
+	mulpdu           int
+	flushes          uint
+
+	// What is encoded but not yet written. slab holds headers, PADs, CRCs
+	// and short payloads; iov refers to it and to long payloads.
+	slab  []byte
+	chunk int // where the part of slab starts that iov does not refer to yet
+	iov   [][]byte
+	bufs  net.Buffers
+
+	grid   wire.MarkerGrid
+	plain  []byte // one FPDU without Markers
+	marked []byte
+}
+
+const (
+	slabLen   = 32 << 10
+	iovLen    = 512
+	copyBelow = 1024 // octets: shorter payloads are copied behind their header
+
+	// remeasure is after how many flushes the segment size is looked up again.
+	remeasure = 64
+	// farewellTime is how long a Terminate may take.
+	farewellTime = 2 * time.Second
+)
+
+func (s *sender) init() {
+	s.sendMSN, s.readMSN = 1, 1
+	s.slab = make([]byte, 0, slabLen)
+	s.iov = make([][]byte, 0, iovLen+2)
+}
+
+// Post appends wr to the send queue; Flush sends it. Operations are sent in
+// the order of Post. A Read that would exceed ORD holds up what is behind it
+// until an earlier one is answered. An error means that wr was not taken.
+func (c *Conn) Post(wr *WorkRequest) error {
+	if uint64(wr.size()) > 1<<32-1 {
+		return errTooBig
+	}
+	wr.err, wr.got = nil, 0
+	if wr.Op == Read {
+		if c.ord == 0 {
+			return errNoORD
+		}
+		c.mem.mu.Lock()
+		wr.sink = c.mem.newSTag(c.readPending)
+		c.mem.mu.Unlock()
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.err != nil {
+		return c.err
+	}
+	c.queue.push(wr)
+	return nil
+}
+
+// readPending tells whether stag is the sink of a Read that was posted.
+func (c *Conn) readPending(stag wire.STag) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, l := range [...]*list{&c.reads, &c.queue} {
+		for wr := l.head; wr != nil; wr = wr.next {
+			if wr.Op == Read && wr.sink == stag {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// Flush sends what the queue holds. If another goroutine is doing that it
+// returns at once, and the other one sends this, too. A Responder keeps
+// everything back until the peer has sent its first FPDU.
+func (c *Conn) Flush() {
+	c.mu.Lock()
+	if c.flushing || !c.heard.Load() && c.farewell == nil {
+		c.mu.Unlock()
+		return
+	}
+	c.flushing = true
+	for {
+		batch := c.takeBatch()
+		farewell := c.farewell
+		c.farewell = nil
+		if batch.head == nil && farewell == nil {
+			break
+		}
+		c.mu.Unlock()
+		if batch.head != nil {
+			err := c.send(batch)
+			c.finish(batch, err)
+			if err != nil {
+				c.abandon(err)
+				// The peer may have said why: let Receive hear it, but not
+				// wait for it.
+				c.SetReceiveDeadline(time.Now().Add(farewellTime))
+			}
+		}
+		if farewell != nil {
+			if c.markersOut && len(farewell) > 0 {
+				farewell, c.tx.grid = c.tx.grid.AppendFPDU(nil, farewell, c.crc)
+			}
+			c.nc.Write(farewell)
+			if hc, ok := c.nc.(interface{ CloseWrite() error }); ok {
+				hc.CloseWrite()
+			}
+		}
+		c.mu.Lock()
+	}
+	c.flushing = false
+	c.mu.Unlock()
+}
+
+// takeBatch detaches what may be sent now: everything up to a Read that has
+// to wait for an earlier one. The Reads among it count as outstanding from
+// here on, because their Responses may come at once; and because they may
+// then be in other hands before the batch is done, a stand-in carries the
+// Request.
+//
+// Preconditions: c.mu is held.
+func (c *Conn) takeBatch() (batch list) {
+	for wr := c.queue.head; wr != nil; wr = c.queue.head {
+		if wr.Op != Read {
+			batch.push(c.queue.pop())
+			continue
+		}
+		if c.nreads >= c.ord {
+			break
+		}
+		c.nreads++
+		liveSTags.Add(1)
+		c.reads.push(c.queue.pop())
+		r := c.requests.pop()
+		if r == nil {
+			r = &WorkRequest{Op: readRequest}
+		}
+		r.STag, r.TO, r.sink, r.got = wr.STag, wr.TO, wr.sink, uint64(len(wr.Data))
+		batch.push(r)
+	}
+	return batch
+}
+
+// finish gives work requests back to who posted them. Reads that have not
+// been sent are left for Receive to return.
+func (c *Conn) finish(l list, err error) {
+	for wr := l.pop(); wr != nil; wr = l.pop() {
+		switch wr.Op {
+		case readRequest:
+			c.mu.Lock()
+			c.requests.push(wr)
+			c.mu.Unlock()
+		case Read:
+			c.mu.Lock()
+			c.lost.push(wr)
+			c.mu.Unlock()
+		case readResponse:
+			if wr.region != nil {
+				c.mem.release(wr.region)
+			}
+			c.mu.Lock()
+			wr.region, wr.Data = nil, nil
+			c.answers.push(wr)
+			c.mu.Unlock()
+		default:
+			if wr.Done != nil {
+				wr.Done.WorkDone(wr, err)
+			}
+		}
+	}
+}
+
+// send writes a batch to the socket.
+func (c *Conn) send(batch list) error {
+	s := &c.tx
+	if s.flushes%remeasure == 0 {
+		s.mulpdu = c.mulpdu()
+	}
+	s.flushes++
+	for wr := batch.head; wr != nil; wr = wr.next {
+		var err error
+		switch {
+		case wr.Op == readRequest:
+			err = c.sendReadRequest(wr)
+		case wr.Op == Write || wr.Op == readResponse:
+			err = c.sendTagged(wr)
+		default:
+			err = c.sendUntagged(wr)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return c.write()
+}
+
+// sendTagged encodes an RDMA Write or RDMA Read Response (RFC 5041, sections
+// 4.2 and 5.2). An empty message is one segment.
+func (c *Conn) sendTagged(wr *WorkRequest) error {
+	h := wire.Tagged{ULP: opcodeOf[wr.Op].Control(), STag: wr.STag, TO: wr.TO}
+	return c.segments(wr, wire.TaggedLen, func(b []byte, off int, last bool) {
+		h.TO, h.Last = wr.TO+uint64(off), last
+		h.Put(b)
+	})
+}
+
+// sendUntagged encodes a Send (RFC 5041, section 4.3).
+func (c *Conn) sendUntagged(wr *WorkRequest) error {
+	op := opcodeOf[wr.Op]
+	h := wire.Untagged{ULP: op.Control(), QN: wire.QNSend, MSN: c.tx.sendMSN}
+	if op.Invalidates() {
+		h.Invalidate = wr.STag
+	}
+	c.tx.sendMSN++
+	return c.segments(wr, wire.UntaggedLen, func(b []byte, off int, last bool) {
+		h.MO, h.Last = uint32(off), last
+		h.Put(b)
+	})
+}
+
+func (c *Conn) sendReadRequest(wr *WorkRequest) error {
+	s := &c.tx
+	n := wire.UntaggedLen + wire.ReadRequestLen
+	b, err := c.header(n)
+	if err != nil {
+		return err
+	}
+	wire.Untagged{Last: true, ULP: wire.OpReadRequest.Control(), QN: wire.QNReadRequest, MSN: s.readMSN}.Put(b)
+	wire.ReadRequest{SinkSTag: wr.sink, Size: uint32(wr.got), SrcSTag: wr.STag, SrcTO: wr.TO}.Put(b[wire.UntaggedLen:])
+	s.readMSN++
+	return c.trailer(n, nil, nil)
+}
+
+// segments cuts the message of wr into DDP segments of at most one MULPDU;
+// put encodes the header for the payload at off.
+func (c *Conn) segments(wr *WorkRequest, hlen int, put func(b []byte, off int, last bool)) error {
+	size, most := wr.size(), c.tx.mulpdu-hlen
+	head, data := wr.Head, wr.Data
+	for off := 0; ; {
+		n := min(size-off, most)
+		b, err := c.header(hlen + n)
+		if err != nil {
+			return err
+		}
+		put(b, off, off+n == size)
+		k := min(n, len(head))
+		if err := c.trailer(hlen, head[:k], data[:n-k]); err != nil {
+			return err
+		}
+		head, data = head[k:], data[n-k:]
+		if off += n; off == size {
+			return nil
+		}
+	}
+}
+
+// header starts an FPDU for a ULPDU of n octets: it makes room in the slab,
+// writes ULPDU_Length and returns where the DDP header goes. trailer ends the
+// FPDU.
+func (c *Conn) header(n int) ([]byte, error) {
+	s := &c.tx
+	const most = wire.LengthLen + wire.UntaggedLen + wire.ReadRequestLen + 2*copyBelow + 3 + wire.CRCLen
+	if cap(s.slab)-len(s.slab) < most || len(s.iov)+2 > iovLen {
+		if err := c.write(); err != nil {
+			return nil, err
+		}
+	}
+	s.slab = append(s.slab, byte(n>>8), byte(n))
+	return s.slab[len(s.slab):cap(s.slab)], nil
+}
+
+// trailer ends the FPDU that header has begun: the DDP header of hlen octets
+// is in the slab; head and data are the payload, which is copied or referred
+// to, then come PAD and CRC.
+func (c *Conn) trailer(hlen int, head, data []byte) error {
+	s := &c.tx
+	start := len(s.slab) - wire.LengthLen
+	s.slab = s.slab[:len(s.slab)+hlen]
+	s.slab = append(s.slab, head...) // a Send's head is a PDU header
+	pad := wire.Pad(hlen + len(head) + len(data))
+	if c.markersOut {
+		return c.trailerMarked(start, data, pad)
+	}
+	short := len(data) < copyBelow
+	if short {
+		s.slab = append(s.slab, data...)
+	}
+	var crc uint32
+	if c.crc {
+		crc = wire.UpdateCRC(0, s.slab[start:])
+	}
+	if !short {
+		s.iov = append(s.iov, s.slab[s.chunk:], data)
+		s.chunk = len(s.slab)
+		if c.crc {
+			crc = wire.UpdateCRC(crc, data)
+		}
+	}
+	s.slab = append(s.slab, zeros[:pad]...)
+	if c.crc {
+		crc = wire.UpdateCRC(crc, zeros[:pad])
+	}
+	s.slab = append(s.slab, 0, 0, 0, 0)
+	wire.PutCRC(s.slab[len(s.slab)-wire.CRCLen:], crc)
+	return nil
+}
+
+var zeros [3]byte
+
+// trailerMarked is trailer for a peer that wants Markers: the FPDU is put
+// together and written by itself.
+func (c *Conn) trailerMarked(start int, data []byte, pad int) error {
+	s := &c.tx
+	s.plain = append(s.plain[:0], s.slab[start:]...)
+	s.plain = append(s.plain, data...)
+	s.plain = append(s.plain, zeros[:pad]...)
+	s.plain = append(s.plain, 0, 0, 0, 0)
+	s.slab, s.chunk = s.slab[:0], 0
+	s.marked, s.grid = s.grid.AppendFPDU(s.marked[:0], s.plain, c.crc)
+	_, err := c.nc.Write(s.marked)
+	return err
+}
+
+// write hands what is encoded to TCP.
+func (c *Conn) write() error {
+	s := &c.tx
+	if s.chunk < len(s.slab) {
+		s.iov = append(s.iov, s.slab[s.chunk:])
+	}
+	var err error
+	switch len(s.iov) {
+	case 0:
+		return nil
+	case 1:
+		_, err = c.nc.Write(s.iov[0])
+	default:
+		s.bufs = s.iov
+		_, err = s.bufs.WriteTo(c.nc)
+		clear(s.iov)
+	}
+	s.slab, s.chunk, s.iov = s.slab[:0], 0, s.iov[:0]
+	if err != nil {
+		return fmt.Errorf("%w: %w", errWriting, err)
+	}
+	return nil
+}
+
+// sayGoodbye makes last, which may be empty, the end of our direction of the
+// stream, behind what has been posted.
+func (c *Conn) sayGoodbye(last []byte) {
+	c.mu.Lock()
+	if c.err == nil {
+		c.err = ErrClosed
+	}
+	c.farewell = last
+	c.mu.Unlock()
+	c.Flush()
+}
+
+// terminate ends the stream with a Terminate (RFC 5040, section 5.4), the last
+// message that is sent. ddp, segment and read describe the refused message.
+func (c *Conn) terminate(why *StreamError, ddp []byte, segment int, read []byte) {
+	t := wire.Terminate{Reason: why.Reason, DDP: ddp, Segment: uint16(segment), ReadRequest: read}
+	if why.Reason.Layer == wire.LayerLLP || why.Reason.Layer == wire.LayerRDMAP && why.Reason.EType == 0 {
+		t.DDP = nil // RFC 5040, Figure 10
+	}
+	n := wire.UntaggedLen + wire.MaxTerminateLen
+	b := make([]byte, wire.LengthLen+wire.UntaggedLen, wire.LengthLen+n+3+wire.CRCLen)
+	wire.Untagged{Last: true, ULP: wire.OpTerminate.Control(), QN: wire.QNTerminate, MSN: 1}.Put(b[wire.LengthLen:])
+	b = t.Append(b)
+	b[0], b[1] = byte((len(b)-2)>>8), byte(len(b)-2)
+	b = append(b, zeros[:wire.Pad(len(b)-2)]...)
+	var crc uint32
+	if c.crc {
+		crc = wire.UpdateCRC(0, b)
+	}
+	b = append(b, 0, 0, 0, 0)
+	wire.PutCRC(b[len(b)-4:], crc)
+
+	c.abandon(why)
+	c.nc.SetWriteDeadline(time.Now().Add(farewellTime))
+	c.sayGoodbye(b)
+}

@@ -1,0 +1,342 @@
+package rdma
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"time"
+
+	"github.com/iser-target/iser-target/rdma/wire"
+)
+
+// Options of a stream. The zero value of a field means its default.
+type Options struct {
+	// IRD is how many RDMA Read Requests of the peer may be unanswered, ORD
+	// how many of ours; both are upper limits for what startup agrees on.
+	// Default 32, at most 16382.
+	IRD, ORD int
+	// MinORD rejects, as a Responder, a peer that takes in fewer Read
+	// Requests than this.
+	MinORD int
+	// MaxSend is the longest Send that is accepted, in octets. Default 16384.
+	// It is also the memory a Conn sets aside for a Send in pieces.
+	MaxSend int
+	// MaxULPDU caps the ULPDUs that are sent, in octets, below what the
+	// segment size of the TCP connection gives. Default and at most 64768.
+	MaxULPDU int
+	// NoCRC asks for no CRCs; they are left out only if the peer does not ask
+	// either. RFC 5044, section 4.4, allows it where something else protects
+	// the data end to end as well as a CRC32c does.
+	NoCRC bool
+	// Markers asks the peer to send Markers (RFC 5044, section 4.3). They
+	// are of no use on a TCP socket and siw refuses them.
+	Markers bool
+	// StartupTimeout bounds the exchange of startup frames. Default 10 s.
+	StartupTimeout time.Duration
+	// Domain is the protection domain. Default: one of its own.
+	Domain *Domain
+
+	// RTR restricts the ready-to-receive messages that are offered or
+	// accepted in the peer-to-peer model (RFC 6581, section 9.2). Default:
+	// all three.
+	RTR RTR
+
+	// For an Initiator: the private data of the Request (at most 512 octets,
+	// 508 in revision 2), the revision (1 or 2, default 2), and whether to
+	// ask for the peer-to-peer model.
+	Private    []byte
+	Rev        uint8
+	PeerToPeer bool
+}
+
+// RTR is a set of ready-to-receive messages (RFC 6581, section 4.4).
+type RTR struct{ Send, Write, Read bool }
+
+const (
+	defaultDepth   = 32
+	maxDepth       = wire.NoDepth - 1
+	defaultMaxSend = 16384
+	defaultStartup = 10 * time.Second
+)
+
+// complete returns a copy of o with its defaults filled in.
+func (o Options) complete() (Options, error) {
+	depth := func(v *int, name string) error {
+		if *v == 0 {
+			*v = defaultDepth
+		}
+		if *v < 0 || *v > maxDepth {
+			return fmt.Errorf("rdma: %s %d is outside 1..%d", name, *v, maxDepth)
+		}
+		return nil
+	}
+	if err := errors.Join(depth(&o.IRD, "IRD"), depth(&o.ORD, "ORD")); err != nil {
+		return o, err
+	}
+	if o.MaxSend == 0 {
+		o.MaxSend = defaultMaxSend
+	}
+	if o.MaxULPDU == 0 {
+		o.MaxULPDU = wire.MaxULPDU
+	}
+	if o.MaxULPDU < wire.MinMULPDU || o.MaxULPDU > wire.MaxULPDU {
+		return o, fmt.Errorf("rdma: MaxULPDU %d is outside %d..%d", o.MaxULPDU, wire.MinMULPDU, wire.MaxULPDU)
+	}
+	if o.StartupTimeout == 0 {
+		o.StartupTimeout = defaultStartup
+	}
+	if o.Domain == nil {
+		o.Domain = NewDomain()
+	}
+	if o.RTR == (RTR{}) {
+		o.RTR = RTR{true, true, true}
+	}
+	if o.Rev == 0 {
+		o.Rev = 2
+	}
+	if o.Rev > 2 {
+		return o, fmt.Errorf("rdma: MPA revision %d is not 1 or 2", o.Rev)
+	}
+	return o, nil
+}
+
+// A Request is what an Initiator asked for.
+type Request struct {
+	Private  []byte
+	Rev      uint8
+	CRC      bool
+	Markers  bool
+	Enhanced bool        // RFC 6581: Depths is there
+	Depths   wire.Depths // as the Initiator sees them
+}
+
+// An Answer is what the ULP replies to a Request.
+type Answer struct {
+	Private []byte // at most 512 octets, 508 in an enhanced Reply
+	Reject  error  // if not nil, the Reply says so
+}
+
+// Respond is the Responder's side of MPA startup: it waits for the Request,
+// asks the ULP through answer, and sends the Reply. After an error the TCP
+// connection is the caller's to close: MPA leaves it open only after a reject
+// (RFC 5044, section 7.1.2), and then the error is the ULP's.
+func Respond(ctx context.Context, nc net.Conn, o Options, answer func(*Request) Answer) (*Conn, error) {
+	o, err := o.complete()
+	if err != nil {
+		return nil, err
+	}
+	var c *Conn
+	err = bounded(ctx, nc, o.StartupTimeout, func() error {
+		c, err = respond(nc, o, answer)
+		return err
+	})
+	return c, err
+}
+
+func respond(nc net.Conn, o Options, answer func(*Request) Answer) (*Conn, error) {
+	f, err := readStartup(nc, false)
+	if err != nil {
+		nc.Close()
+		return nil, err
+	}
+	req := &Request{Private: f.Private, Rev: f.Rev, CRC: f.CRC, Markers: f.Markers, Enhanced: f.Enhanced, Depths: f.Depths}
+	reply := wire.Startup{Reply: true, Rev: f.Rev, CRC: !o.NoCRC, Markers: o.Markers, Enhanced: f.Enhanced}
+
+	ird, ord := o.IRD, o.ORD
+	if f.Enhanced {
+		if f.Depths.IRD != wire.NoDepth {
+			ord = min(ord, int(f.Depths.IRD))
+		}
+		if int(f.Depths.IRD) < o.MinORD {
+			reply.Reject = true
+			reply.Depths.ORD = uint16(o.MinORD)
+			return nil, rejected(nc, &reply, fmt.Errorf("the initiator takes in %d RDMA Reads, %d are needed", f.Depths.IRD, o.MinORD))
+		}
+		reply.Depths = replyDepths(f.Depths, o)
+		if reply.Depths.IRD != wire.NoDepth {
+			ird = int(reply.Depths.IRD)
+		}
+	}
+	a := answer(req)
+	reply.Private = a.Private
+	if a.Reject != nil {
+		reply.Reject = true
+		return nil, rejected(nc, &reply, a.Reject)
+	}
+	c := newConn(nc, o, ird, ord, f.CRC || reply.CRC, f.Markers)
+	c.peer = *req
+	c.rtrSend = f.Enhanced && reply.Depths.PeerToPeer && reply.Depths.SendRTR
+	if err := writeStartup(nc, &reply); err != nil {
+		c.Close()
+		return nil, err
+	}
+	return c, nil
+}
+
+// replyDepths is the Responder's rule of RFC 6581, section 9: ORD within the
+// Initiator's IRD; IRD what the Initiator wants to use if that is within our
+// own limit, which is what the Initiator is told otherwise.
+func replyDepths(req wire.Depths, o Options) (d wire.Depths) {
+	if d.ORD = min(req.IRD, uint16(o.ORD)); req.IRD == wire.NoDepth {
+		d.ORD = wire.NoDepth
+	}
+	if d.IRD = min(req.ORD, uint16(o.IRD)); req.ORD == wire.NoDepth {
+		d.IRD = wire.NoDepth
+	}
+	if !req.PeerToPeer {
+		return d
+	}
+	d.PeerToPeer = true
+	both := RTR{req.SendRTR && o.RTR.Send, req.WriteRTR && o.RTR.Write, req.ReadRTR && o.RTR.Read}
+	if both == (RTR{}) {
+		both = o.RTR
+	}
+	d.SendRTR, d.WriteRTR, d.ReadRTR = both.Send, both.Write, both.Read
+	if d.ReadRTR {
+		d.IRD = max(d.IRD, 1)
+	}
+	return d
+}
+
+// rejected sends a rejecting Reply and returns why as an error.
+func rejected(nc net.Conn, reply *wire.Startup, why error) error {
+	if err := writeStartup(nc, reply); err != nil {
+		return errors.Join(why, err)
+	}
+	return why
+}
+
+// Initiate is the Initiator's side of MPA startup. It returns the stream and
+// the private data of the Reply. A refusal is a *RejectedError. After an
+// error the TCP connection is closed.
+func Initiate(ctx context.Context, nc net.Conn, o Options) (c *Conn, private []byte, err error) {
+	if o, err = o.complete(); err != nil {
+		return nil, nil, err
+	}
+	err = bounded(ctx, nc, o.StartupTimeout, func() error {
+		c, private, err = initiate(nc, o)
+		return err
+	})
+	if err != nil {
+		nc.Close()
+		return nil, nil, err
+	}
+	return c, private, nil
+}
+
+func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
+	req := wire.Startup{Rev: o.Rev, CRC: !o.NoCRC, Markers: o.Markers, Enhanced: o.Rev >= 2, Private: o.Private}
+	if req.Enhanced {
+		req.Depths = wire.Depths{IRD: uint16(o.IRD), ORD: uint16(o.ORD)}
+		if o.PeerToPeer {
+			req.Depths.PeerToPeer = true
+			req.Depths.SendRTR, req.Depths.WriteRTR, req.Depths.ReadRTR = o.RTR.Send, o.RTR.Write, o.RTR.Read
+		}
+	}
+	if err := writeStartup(nc, &req); err != nil {
+		return nil, nil, err
+	}
+	f, err := readStartup(nc, true)
+	if err != nil {
+		return nil, nil, err
+	}
+	if f.Reject {
+		return nil, nil, &RejectedError{Private: f.Private, Depths: f.Depths, Enhanced: f.Enhanced}
+	}
+	if f.Enhanced != req.Enhanced {
+		return nil, nil, fault(wire.ReasonStartup, "the Reply is not in the format of the Request (RFC 6581, section 10)")
+	}
+	ird, ord := o.IRD, o.ORD
+	c := newConn(nc, o, ird, ord, f.CRC || req.CRC, f.Markers)
+	c.initiator = true
+	c.heard.Store(true) // an Initiator may send at once
+	c.peer = Request{Private: f.Private, Rev: f.Rev, CRC: f.CRC, Markers: f.Markers, Enhanced: f.Enhanced, Depths: f.Depths}
+	if !f.Enhanced {
+		return c, f.Private, nil
+	}
+	if f.Depths.IRD != wire.NoDepth {
+		c.ord = min(ord, int(f.Depths.IRD))
+	}
+	if f.Depths.ORD != wire.NoDepth && int(f.Depths.ORD) > o.IRD {
+		err := fault(wire.ReasonIRD, "the responder wants %d RDMA Reads, %d are possible here", f.Depths.ORD, o.IRD)
+		c.terminate(err, nil, 0, nil)
+		return nil, nil, err
+	}
+	if f.Depths.PeerToPeer && o.PeerToPeer {
+		if err := c.sendRTR(f.Depths); err != nil {
+			return nil, nil, err
+		}
+	}
+	return c, f.Private, nil
+}
+
+// sendRTR sends one of the agreed ready-to-receive messages (RFC 6581,
+// section 9.2). The STag of an empty tagged message is not looked at, but
+// some adapters refuse 0.
+func (c *Conn) sendRTR(d wire.Depths) error {
+	wr := &WorkRequest{}
+	switch {
+	case d.WriteRTR && c.opt.RTR.Write:
+		wr.Op, wr.STag = Write, 1
+	case d.ReadRTR && c.opt.RTR.Read && c.ord > 0:
+		wr.Op, wr.STag = Read, 1
+		c.rtrRead = true
+	case d.SendRTR && c.opt.RTR.Send:
+		wr.Op = Send
+	default:
+		err := fault(wire.ReasonRTR, "none of the responder's ready-to-receive messages is possible here")
+		c.terminate(err, nil, 0, nil)
+		return err
+	}
+	if err := c.Post(wr); err != nil {
+		return err
+	}
+	c.Flush()
+	return nil
+}
+
+// bounded runs f with a deadline on nc and closes nc when ctx ends.
+func bounded(ctx context.Context, nc net.Conn, d time.Duration, f func() error) error {
+	if err := nc.SetDeadline(time.Now().Add(d)); err != nil {
+		return err
+	}
+	stop := context.AfterFunc(ctx, func() { nc.Close() })
+	err := f()
+	if !stop() && ctx.Err() != nil {
+		return ctx.Err()
+	}
+	if err != nil {
+		return err
+	}
+	return nc.SetDeadline(time.Time{})
+}
+
+// readStartup reads exactly one startup frame; what follows it in the stream
+// is left there.
+func readStartup(nc net.Conn, reply bool) (f wire.Startup, err error) {
+	var fixed [wire.StartupLen]byte
+	if n, err := io.ReadFull(nc, fixed[:]); err != nil {
+		return f, fault(wire.ReasonStartup, "after %d octets of an MPA startup frame: %w", n, err)
+	}
+	f, n, err := wire.ParseStartup(fixed[:], reply)
+	if err != nil {
+		return f, &StreamError{Reason: wire.ReasonStartup, Err: err}
+	}
+	private := make([]byte, n)
+	if m, err := io.ReadFull(nc, private); err != nil {
+		return f, fault(wire.ReasonStartup, "after %d of %d octets of private data: %w", m, n, err)
+	}
+	f.SetPrivate(private)
+	return f, nil
+}
+
+func writeStartup(nc net.Conn, f *wire.Startup) error {
+	b, err := f.Append(make([]byte, 0, wire.StartupLen+wire.MaxPrivateData))
+	if err != nil {
+		return err
+	}
+	_, err = nc.Write(b)
+	return err
+}

@@ -1,0 +1,170 @@
+package wire
+
+import (
+	"errors"
+	"fmt"
+)
+
+// Sizes in octets and limits of MPA startup frames (RFC 5044, section 7.1.1).
+const (
+	StartupLen     = 20  // fixed part of a Request or Reply Frame
+	MaxPrivateData = 512 // PD_Length
+	EnhancedLen    = 4   // RFC 6581, section 9: in front of the private data
+	NoDepth        = 0x3fff
+)
+
+const (
+	requestKey = "MPA ID Req Frame"
+	replyKey   = "MPA ID Rep Frame"
+
+	flagMarkers  = 0x80
+	flagCRC      = 0x40
+	flagReject   = 0x20
+	flagEnhanced = 0x10 // RFC 6581, section 6: the S bit
+
+	bitPeerToPeer = 0x8000 // A, word 0
+	bitSendRTR    = 0x4000 // B, word 0
+	bitWriteRTR   = 0x8000 // C, word 1
+	bitReadRTR    = 0x4000 // D, word 1
+	depthMask     = 0x3fff
+)
+
+// What is wrong with a startup frame. All of them are MPA error code 4: the
+// TCP connection is closed at once (RFC 5044, section 8).
+var (
+	ErrKey         = errors.New("not an MPA startup frame (bad key)")
+	ErrRequestKey  = errors.New("MPA Request where a Reply is due (both ends are initiators)")
+	ErrReplyKey    = errors.New("MPA Reply where a Request is due")
+	ErrRevision    = errors.New("unsupported MPA revision")
+	ErrPrivateData = errors.New("bad MPA private data length")
+)
+
+// A Startup is an MPA Request or Reply Frame (RFC 5044, section 7.1.1, with
+// the enhanced data of RFC 6581, section 9).
+//
+//	0                               16     17     18      20
+//	+-------------------------------+------+------+-------+--------------+
+//	| Key                           |MCRS  | Rev  |PD_Len | private data |
+//	+-------------------------------+------+------+-------+--------------+
+type Startup struct {
+	Reply    bool
+	Markers  bool // M: the sender wants Markers in what it receives
+	CRC      bool // C: the sender wants CRCs
+	Reject   bool // R, in a Reply
+	Rev      uint8
+	Enhanced bool // S: Depths is there
+	Depths   Depths
+	Private  []byte // the ULP's private data, behind Depths
+}
+
+// Depths is the enhanced data of RFC 6581, section 9. IRD and ORD are counts
+// of RDMA Read Requests as the sender of the frame sees them; NoDepth leaves
+// the value to the ULPs.
+type Depths struct {
+	PeerToPeer                 bool // A
+	SendRTR, WriteRTR, ReadRTR bool // B, C, D
+	IRD, ORD                   uint16
+}
+
+// Append encodes f. len(f.Private) is at most MaxPrivateData, less
+// EnhancedLen in an enhanced frame; more is ErrPrivateData.
+func (f *Startup) Append(b []byte) ([]byte, error) {
+	n := len(f.Private)
+	if f.Enhanced {
+		n += EnhancedLen
+	}
+	if n > MaxPrivateData {
+		return b, fmt.Errorf("%w: %d octets", ErrPrivateData, n)
+	}
+	key, flags := requestKey, byte(0)
+	if f.Reply {
+		key = replyKey
+	}
+	for _, x := range []struct {
+		set bool
+		bit byte
+	}{{f.Markers, flagMarkers}, {f.CRC, flagCRC}, {f.Reject, flagReject}, {f.Enhanced, flagEnhanced}} {
+		if x.set {
+			flags |= x.bit
+		}
+	}
+	b = append(b, key...)
+	b = append(b, flags, f.Rev)
+	b = be.AppendUint16(b, uint16(n))
+	if f.Enhanced {
+		b = f.Depths.append(b)
+	}
+	return append(b, f.Private...), nil
+}
+
+func (d Depths) append(b []byte) []byte {
+	w0, w1 := d.IRD&depthMask, d.ORD&depthMask
+	if d.PeerToPeer {
+		w0 |= bitPeerToPeer
+	}
+	if d.SendRTR {
+		w0 |= bitSendRTR
+	}
+	if d.WriteRTR {
+		w1 |= bitWriteRTR
+	}
+	if d.ReadRTR {
+		w1 |= bitReadRTR
+	}
+	return be.AppendUint16(be.AppendUint16(b, w0), w1)
+}
+
+// ParseStartup decodes the fixed part of a frame, which is b[:StartupLen], and
+// tells how many octets of private data follow; they go to SetPrivate. reply
+// says which of the two keys is due. Reserved bits are not checked.
+func ParseStartup(b []byte, reply bool) (f Startup, private int, err error) {
+	if len(b) < StartupLen {
+		return f, 0, ErrKey
+	}
+	switch key := string(b[:16]); {
+	case key == requestKey && reply:
+		return f, 0, ErrRequestKey
+	case key == replyKey && !reply:
+		return f, 0, ErrReplyKey
+	case key != requestKey && key != replyKey:
+		return f, 0, ErrKey
+	}
+	flags := b[16]
+	f = Startup{
+		Reply:    reply,
+		Markers:  flags&flagMarkers != 0,
+		CRC:      flags&flagCRC != 0,
+		Reject:   flags&flagReject != 0 && reply,
+		Rev:      b[17],
+		Enhanced: flags&flagEnhanced != 0,
+	}
+	private = int(be.Uint16(b[18:]))
+	switch {
+	case f.Rev != 1 && f.Rev != 2:
+		return f, 0, fmt.Errorf("%w %d", ErrRevision, f.Rev)
+	case f.Enhanced && f.Rev < 2:
+		return f, 0, fmt.Errorf("%w: enhanced data needs revision 2, frame has %d", ErrRevision, f.Rev)
+	case private > MaxPrivateData:
+		return f, 0, fmt.Errorf("%w: %d octets, %d allowed", ErrPrivateData, private, MaxPrivateData)
+	case f.Enhanced && private < EnhancedLen:
+		return f, 0, fmt.Errorf("%w: %d octets cannot hold the enhanced data", ErrPrivateData, private)
+	}
+	return f, private, nil
+}
+
+// SetPrivate takes the octets that follow the fixed part. f keeps a slice of b.
+func (f *Startup) SetPrivate(b []byte) {
+	if f.Enhanced {
+		w0, w1 := be.Uint16(b), be.Uint16(b[2:])
+		f.Depths = Depths{
+			PeerToPeer: w0&bitPeerToPeer != 0,
+			SendRTR:    w0&bitSendRTR != 0,
+			WriteRTR:   w1&bitWriteRTR != 0,
+			ReadRTR:    w1&bitReadRTR != 0,
+			IRD:        w0 & depthMask,
+			ORD:        w1 & depthMask,
+		}
+		b = b[EnhancedLen:]
+	}
+	f.Private = b
+}
