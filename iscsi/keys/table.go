@@ -1,0 +1,266 @@
+package keys
+
+import (
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// When a key may be used (RFC 7143, section 13).
+type use uint8
+
+const (
+	leading     use = iota // LO: login of the leading connection
+	initialize             // IO: login
+	always                 // ALL: login and full feature phase
+	fullFeature            // FFPO: full feature phase
+)
+
+// What goes for a key beside its use; or-ed together.
+type flags uint8
+
+const (
+	anyStage     flags = 1 << iota // also in the security stage
+	securityOnly                   // nowhere but in the security stage
+	declared                       // a declaration: has no answer
+	connection                     // scope is the connection (CO), not the session (SW)
+	targetSends                    // only the target sends it
+	firstRequest                   // belongs in the first Login Request
+	orZero                         // 0 is admissible, too
+)
+
+// What a key means in a discovery session.
+type discovery uint8
+
+const (
+	applies discovery = iota
+	// "Irrelevant when: SessionType=Discovery". It is answered as ever, since
+	// initiators read Irrelevant as 0 or No, but the default stays in force.
+	ignored
+	// RFC 7145, section 5.1, forbids to negotiate RDMAExtensions there.
+	irrelevant
+)
+
+// A value is the value of a key, in the field that its kind uses.
+type value struct {
+	n    uint64
+	b    bool
+	s    string
+	list []string
+}
+
+// A kind is the syntax of a value.
+type kind struct {
+	// parse tells whether s is admissible for k.
+	parse  func(k *key, s string) (value, bool)
+	format func(v value) string
+	picks  bool // the result is one of a list, in value.s
+}
+
+var (
+	number  = &kind{parse: parseNumber, format: func(v value) string { return strconv.FormatUint(v.n, 10) }}
+	boolean = &kind{parse: parseBoolean, format: func(v value) string { return map[bool]string{true: "Yes", false: "No"}[v.b] }}
+	list    = &kind{parse: parseList, format: func(v value) string { return v.s }, picks: true}
+	choice  = &kind{parse: func(_ *key, s string) (value, bool) { return value{list: []string{s}}, true }, picks: true}
+	name    = &kind{parse: func(_ *key, s string) (value, bool) { return value{s: s}, s != "" && len(s) <= maxName }}
+	text    = &kind{parse: func(_ *key, s string) (value, bool) { return value{s: s}, len(s) <= maxValue }}
+	// nothing is the syntax of obsolete keys: no value is admissible.
+	nothing = &kind{parse: func(*key, string) (value, bool) { return value{}, false }}
+)
+
+// parseNumber takes a decimal-constant or hex-constant (RFC 7143, section
+// 6.1) in the range of k. Ranges a~b are not admissible for any key we know.
+func parseNumber(k *key, s string) (value, bool) {
+	digits, base := s, 10
+	if len(s) > 2 && s[0] == '0' && s[1]|0x20 == 'x' {
+		digits, base = s[2:], 16
+	} else if len(s) > 1 && s[0] == '0' {
+		return value{}, false
+	}
+	n, err := strconv.ParseUint(digits, base, 64) // takes neither sign nor "_" in these bases
+	ok := err == nil && (k.lo <= n && n <= k.hi || n == 0 && k.flags&orZero != 0)
+	return value{n: n}, ok
+}
+
+func parseBoolean(_ *key, s string) (value, bool) {
+	return value{b: s == "Yes"}, s == "Yes" || s == "No"
+}
+
+func parseList(_ *key, s string) (value, bool) {
+	v := value{list: strings.Split(s, ",")}
+	return v, !slices.ContainsFunc(v.list, func(item string) bool { return len(item) > maxValue })
+}
+
+// The result functions: what comes of our own choice and an offer. The answer
+// of first is empty if we support nothing of the offer.
+func minimum(own, offer value) value { return value{n: min(own.n, offer.n)} }
+func maximum(own, offer value) value { return value{n: max(own.n, offer.n)} }
+func and(own, offer value) value     { return value{b: own.b && offer.b} }
+func or(own, offer value) value      { return value{b: own.b || offer.b} }
+func first(own, offer value) value {
+	for _, item := range offer.list {
+		if slices.Contains(own.list, item) {
+			return value{s: item}
+		}
+	}
+	return value{}
+}
+
+// A key is one row: RFC 7143, sections 12 and 13, and RFC 7145, section 6.
+type key struct {
+	name      string
+	use       use
+	flags     flags
+	discovery discovery
+	kind      *kind
+	lo, hi    uint64 // range of a number
+	def       string // default; empty if there is none
+	result    func(own, offer value) value
+	own       func(l *Limits, p *Params) value // our choice
+	set       func(p *Params, v value)
+
+	fail   uint16 // status if nothing in a list is supported; 0: Reject is enough
+	refuse string // why every offer is an error; empty if it is not
+}
+
+// fixed is a choice that no limit changes.
+func fixed(n uint64) func(*Limits, *Params) value {
+	return func(*Limits, *Params) value { return value{n: n} }
+}
+
+func yes(*Limits, *Params) value { return value{b: true} }
+
+func oneOf(list ...string) func(*Limits, *Params) value {
+	return func(*Limits, *Params) value { return value{list: list} }
+}
+
+func digests(l *Limits, _ *Params) value {
+	if l.Digests && !l.RDMA { // RFC 7145, section 6.1
+		return value{list: []string{"None", "CRC32C"}}
+	}
+	return value{list: []string{"None"}}
+}
+
+const noCHAP = "AuthMethod=CHAP was not agreed on"
+
+var table = []*key{
+	// Security: RFC 7143, section 12.
+	{name: "AuthMethod", use: initialize, flags: securityOnly | connection, kind: list, result: first, own: oneOf("None"), fail: statusAuthFailure},
+	{name: "CHAP_A", use: initialize, flags: securityOnly | connection, refuse: noCHAP},
+	{name: "CHAP_I", use: initialize, flags: securityOnly | connection, refuse: noCHAP},
+	{name: "CHAP_C", use: initialize, flags: securityOnly | connection, refuse: noCHAP},
+	{name: "CHAP_N", use: initialize, flags: securityOnly | connection, refuse: noCHAP},
+	{name: "CHAP_R", use: initialize, flags: securityOnly | connection, refuse: noCHAP},
+
+	// Who and what: RFC 7143, sections 13.3 to 13.9, 13.21 and 13.26. A value
+	// of SessionType that we do not know has a login status of its own.
+	{name: "InitiatorName", use: initialize, flags: anyStage | declared | firstRequest, kind: name,
+		set: func(p *Params, v value) { p.InitiatorName = v.s }},
+	{name: "InitiatorAlias", use: always, flags: anyStage | declared, kind: text,
+		set: func(p *Params, v value) { p.InitiatorAlias = v.s }},
+	{name: "TargetName", use: initialize, flags: anyStage | declared | firstRequest, kind: name,
+		set: func(p *Params, v value) { p.TargetName = v.s }},
+	{name: "SessionType", use: initialize, flags: anyStage | declared | firstRequest, kind: choice, def: "Normal",
+		result: first, own: oneOf("Normal", "Discovery"), fail: statusSessionType,
+		set: func(p *Params, v value) { p.Discovery = v.s == "Discovery" }},
+	{name: "TargetAlias", use: always, flags: anyStage | declared | targetSends, kind: text},
+	{name: "TargetAddress", use: always, flags: anyStage | declared | targetSends, kind: text},
+	{name: "TargetPortalGroupTag", use: initialize, flags: anyStage | declared | targetSends, kind: number, hi: 65535},
+	{name: "SendTargets", use: fullFeature, refuse: "is not part of a negotiation"},
+	{name: "X#NodeArchitecture", use: leading, flags: declared, kind: text},
+
+	// Operation: the rest of RFC 7143, section 13.
+	{name: "HeaderDigest", use: initialize, flags: connection, kind: list, def: "None", result: first, own: digests,
+		set: func(p *Params, v value) { p.HeaderDigest = v.s == "CRC32C" }},
+	{name: "DataDigest", use: initialize, flags: connection, kind: list, def: "None", result: first, own: digests,
+		set: func(p *Params, v value) { p.DataDigest = v.s == "CRC32C" }},
+	{name: "MaxConnections", use: leading, discovery: ignored, kind: number, lo: 1, hi: 65535, def: "1", result: minimum,
+		own: func(l *Limits, _ *Params) value { return value{n: uint64(l.MaxConnections)} },
+		set: func(p *Params, v value) { p.MaxConnections = uint16(v.n) }},
+	{name: "InitialR2T", use: leading, discovery: ignored, kind: boolean, def: "Yes", result: or,
+		own: func(l *Limits, _ *Params) value { return value{b: *l.InitialR2T} },
+		set: func(p *Params, v value) { p.InitialR2T = v.b }},
+	{name: "ImmediateData", use: leading, discovery: ignored, kind: boolean, def: "Yes", result: and,
+		own: func(l *Limits, _ *Params) value { return value{b: *l.ImmediateData} },
+		set: func(p *Params, v value) { p.ImmediateData = v.b }},
+	{name: "MaxRecvDataSegmentLength", use: always, flags: declared | connection, kind: number, lo: 512, hi: maxLength, def: "8192",
+		set: func(p *Params, v value) { p.MaxRecvDataSegmentLength = uint32(v.n) }},
+	{name: "MaxBurstLength", use: leading, discovery: ignored, kind: number, lo: 512, hi: maxLength, def: "262144", result: minimum,
+		own: func(l *Limits, _ *Params) value { return value{n: uint64(l.MaxBurstLength)} },
+		set: func(p *Params, v value) { p.MaxBurstLength = uint32(v.n) }},
+	{name: "FirstBurstLength", use: leading, discovery: ignored, kind: number, lo: 512, hi: maxLength, def: "65536", result: minimum,
+		own: func(l *Limits, p *Params) value { return value{n: uint64(min(l.FirstBurstLength, p.MaxBurstLength))} },
+		set: func(p *Params, v value) { p.FirstBurstLength = uint32(v.n) }},
+	{name: "DefaultTime2Wait", use: leading, kind: number, hi: 3600, def: "2", result: maximum, own: fixed(2),
+		set: func(p *Params, v value) { p.DefaultTime2Wait = uint16(v.n) }},
+	{name: "DefaultTime2Retain", use: leading, kind: number, hi: 3600, def: "20", result: minimum, own: fixed(20),
+		set: func(p *Params, v value) { p.DefaultTime2Retain = uint16(v.n) }},
+	{name: "MaxOutstandingR2T", use: leading, discovery: ignored, kind: number, lo: 1, hi: 65535, def: "1", result: minimum, own: fixed(1),
+		set: func(p *Params, v value) { p.MaxOutstandingR2T = uint16(v.n) }},
+	{name: "DataPDUInOrder", use: leading, discovery: ignored, kind: boolean, def: "Yes", result: or, own: yes,
+		set: func(p *Params, v value) { p.DataPDUInOrder = v.b }},
+	{name: "DataSequenceInOrder", use: leading, discovery: ignored, kind: boolean, def: "Yes", result: or, own: yes,
+		set: func(p *Params, v value) { p.DataSequenceInOrder = v.b }},
+	{name: "ErrorRecoveryLevel", use: leading, kind: number, hi: 2, def: "0", result: minimum,
+		own: func(l *Limits, p *Params) value {
+			if p.Discovery { // RFC 7143, section 13.21
+				return value{}
+			}
+			return value{n: uint64(l.ErrorRecoveryLevel)}
+		},
+		set: func(p *Params, v value) { p.ErrorRecoveryLevel = uint8(v.n) }},
+	{name: "TaskReporting", use: leading, discovery: ignored, kind: list, def: "RFC3720", result: first, own: oneOf("RFC3720"),
+		set: func(p *Params, v value) { p.TaskReporting = v.s }},
+	{name: "iSCSIProtocolLevel", use: leading, discovery: ignored, kind: number, hi: 31, def: "1", result: minimum, own: fixed(1),
+		set: func(p *Params, v value) { p.ISCSIProtocolLevel = uint8(v.n) }},
+
+	// Obsolete: RFC 7143, section 13.25.
+	{name: "IFMarker", use: initialize, flags: connection, kind: nothing},
+	{name: "OFMarker", use: initialize, flags: connection, kind: nothing},
+	{name: "IFMarkInt", use: initialize, flags: connection, kind: nothing},
+	{name: "OFMarkInt", use: initialize, flags: connection, kind: nothing},
+
+	// iSER: RFC 7145, section 6. They are negotiated without RDMA, too, and
+	// then have no effect.
+	{name: "RDMAExtensions", use: leading, discovery: irrelevant, kind: boolean, def: "No", result: and,
+		own: func(l *Limits, _ *Params) value { return value{b: l.RDMA} },
+		set: func(p *Params, v value) { p.RDMAExtensions = v.b }},
+	{name: "TargetRecvDataSegmentLength", use: initialize, flags: connection, kind: number, lo: 512, hi: maxLength, def: "8192", result: minimum,
+		own: func(l *Limits, _ *Params) value { return value{n: uint64(l.TargetRecvDataSegmentLength)} },
+		set: func(p *Params, v value) { p.TargetRecvDataSegmentLength = uint32(v.n) }},
+	{name: "InitiatorRecvDataSegmentLength", use: initialize, flags: connection, kind: number, lo: 512, hi: maxLength, def: "8192", result: minimum,
+		own: func(l *Limits, _ *Params) value { return value{n: uint64(l.InitiatorRecvDataSegmentLength)} },
+		set: func(p *Params, v value) { p.InitiatorRecvDataSegmentLength = uint32(v.n) }},
+	{name: "MaxOutstandingUnexpectedPDUs", use: leading, flags: declared | orZero, kind: number, lo: 2, hi: 1<<32 - 1, def: "0",
+		set: func(p *Params, v value) { p.MaxOutstandingUnexpectedPDUs = uint32(v.n) }},
+	{name: "MaxAHSLength", use: leading, flags: declared | orZero, kind: number, lo: 2, hi: 1<<32 - 1, def: "256",
+		set: func(p *Params, v value) { p.MaxAHSLength = uint32(v.n) }},
+	{name: "TaggedBufferForSolicitedDataOnly", use: leading, flags: declared, kind: boolean, def: "No",
+		set: func(p *Params, v value) { p.TaggedBufferForSolicitedDataOnly = v.b }},
+	{name: "iSERHelloRequired", use: leading, flags: declared, kind: boolean, def: "No",
+		set: func(p *Params, v value) { p.ISERHelloRequired = v.b }},
+}
+
+// byName finds the row of a key by its name.
+var byName = func() map[string]int {
+	m := make(map[string]int, len(table))
+	for i, k := range table {
+		m[k.name] = i
+	}
+	return m
+}()
+
+// reset puts the default of k, if it has one, into p.
+func (k *key) reset(p *Params) {
+	if k.def == "" || k.set == nil {
+		return
+	}
+	v, ok := k.kind.parse(k, k.def)
+	if !ok {
+		panic("keys: inadmissible default of " + k.name)
+	}
+	if k.kind.picks {
+		v.s = k.def
+	}
+	k.set(p, v)
+}

@@ -1,0 +1,103 @@
+package keys
+
+import (
+	"fmt"
+	"strings"
+	"unicode/utf8"
+)
+
+const (
+	// MaxText bounds the text of one negotiation, in octets. RFC 7143,
+	// section 6.1, asks for 8192 at least.
+	MaxText = 16384
+
+	maxKey   = 63  // octets of a key-name: RFC 7143, section 6.1
+	maxValue = 255 // octets of a simple-value: RFC 7143, section 6.1
+	maxName  = 223 // octets of an iSCSI name: RFC 7143, section 4.2.7.1
+)
+
+// A Pair is one key=value.
+type Pair struct{ Key, Value string }
+
+// ParseText splits the text of a request, key=value NUL key=value NUL ...
+// (RFC 7143, section 6.1), where the data segments of PDUs with the C bit have
+// been joined. Nothing between two NULs says nothing and is skipped. Whatever
+// else is not a pair is an *Error; the pairs do not refer to b.
+func ParseText(b []byte) ([]Pair, error) {
+	if len(b) == 0 {
+		return nil, nil
+	}
+	if len(b) > MaxText {
+		return nil, textError("", "text of %d octets is longer than %d", len(b), MaxText)
+	}
+	if b[len(b)-1] != 0 {
+		return nil, textError("", "last key=value is not followed by NUL")
+	}
+	s := string(b)
+	pairs := make([]Pair, 0, strings.Count(s, "\x00"))
+	for s != "" {
+		var item string
+		item, s, _ = strings.Cut(s, "\x00")
+		if item == "" {
+			continue
+		}
+		key, value, ok := strings.Cut(item, "=")
+		if !ok {
+			return nil, textError("", "%s has no \"=\"", quote(item))
+		}
+		if reason := checkKey(key); reason != "" {
+			return nil, textError("", "key %s %s", quote(key), reason)
+		}
+		if !utf8.ValidString(value) {
+			return nil, textError(key, "value %s is not UTF-8", quote(value))
+		}
+		pairs = append(pairs, Pair{key, value})
+	}
+	return pairs, nil
+}
+
+// AppendPair appends p and its NUL to dst.
+func AppendPair(dst []byte, p Pair) []byte {
+	dst = append(dst, p.Key...)
+	dst = append(dst, '=')
+	dst = append(dst, p.Value...)
+	return append(dst, 0)
+}
+
+// checkKey says what is wrong with a key-name. A small letter in front is let
+// through: keys are case-sensitive, so such a key is merely not understood. "#"
+// is no character of a key-name, but X#NodeArchitecture has it (RFC 7143,
+// section 13.26).
+func checkKey(key string) string {
+	if key == "" {
+		return "is empty"
+	}
+	if len(key) > maxKey {
+		return fmt.Sprintf("is longer than %d octets", maxKey)
+	}
+	if !isLetter(key[0]) {
+		return "does not begin with a letter"
+	}
+	for i := range len(key) {
+		if c := key[i]; !isLetter(c) && !isDigit(c) && !strings.ContainsRune(".-+@_#", rune(c)) {
+			return fmt.Sprintf("contains %q", c)
+		}
+	}
+	return ""
+}
+
+func isLetter(c byte) bool { return 'a' <= c|0x20 && c|0x20 <= 'z' }
+func isDigit(c byte) bool  { return '0' <= c && c <= '9' }
+
+// quote makes what a peer sent fit for a log line.
+func quote(s string) string {
+	const most = 80
+	if len(s) > most {
+		return fmt.Sprintf("%q...", s[:most])
+	}
+	return fmt.Sprintf("%q", s)
+}
+
+func textError(key, format string, args ...any) *Error {
+	return &Error{Status: statusInitiatorError, Key: key, Reason: fmt.Sprintf(format, args...)}
+}
