@@ -1,0 +1,160 @@
+package rdma
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"errors"
+	"io"
+	"net"
+	"testing"
+
+	"github.com/iser-target/iser-target/rdma/wire"
+)
+
+// tcpPair returns both ends of a TCP connection over loopback.
+func tcpPair(t testing.TB) (a, b net.Conn) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if a, err = net.Dial("tcp", l.Addr().String()); err != nil {
+		t.Fatal(err)
+	}
+	if b, err = l.Accept(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { a.Close(); b.Close() })
+	return a, b
+}
+
+// pair starts MPA between an Initiator and a Responder.
+func pair(t testing.TB, oi, or Options) (i, r *Conn) {
+	t.Helper()
+	a, b := tcpPair(t)
+	done := make(chan error, 1)
+	go func() {
+		var err error
+		r, err = Respond(context.Background(), b, or, func(*Request) Answer { return Answer{} })
+		done <- err
+	}()
+	i, _, err := Initiate(context.Background(), a, oi)
+	if rerr := <-done; err != nil || rerr != nil {
+		t.Fatalf("startup: initiator %v, responder %v", err, rerr)
+	}
+	t.Cleanup(func() { i.Close(); r.Close() })
+	return i, r
+}
+
+type sent chan error
+
+func (s sent) WorkDone(_ *WorkRequest, err error) { s <- err }
+
+func post(t testing.TB, c *Conn, wr *WorkRequest) {
+	t.Helper()
+	if err := c.Post(wr); err != nil {
+		t.Fatal(err)
+	}
+	c.Flush()
+}
+
+func random(n int) []byte {
+	b := make([]byte, n)
+	rand.Read(b)
+	return b
+}
+
+func TestOperations(t *testing.T) {
+	for _, tt := range []struct {
+		name   string
+		oi, or Options
+	}{
+		{"CRC", Options{}, Options{}},
+		{"no CRC", Options{NoCRC: true}, Options{NoCRC: true}},
+		{"small FPDUs", Options{MaxULPDU: 512}, Options{MaxULPDU: 1460}},
+		{"Markers", Options{Markers: true}, Options{Markers: true}},
+		{"revision 1", Options{Rev: 1}, Options{}},
+		{"Write as RTR", Options{PeerToPeer: true}, Options{}},
+		{"Read as RTR", Options{PeerToPeer: true, RTR: RTR{Read: true}}, Options{}},
+		{"Send as RTR", Options{PeerToPeer: true, RTR: RTR{Send: true}}, Options{}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			tt.oi.MaxSend, tt.or.MaxSend = 100<<10, 100<<10
+			i, r := pair(t, tt.oi, tt.or)
+			events := make(chan Event, 100)
+			errs := make(chan error, 1)
+			go func() { // the initiator serves RDMA Reads by receiving
+				for {
+					var ev Event
+					if err := i.Receive(&ev); err != nil {
+						errs <- err
+						return
+					}
+					ev.Data = bytes.Clone(ev.Data)
+					events <- ev
+				}
+			}()
+			for _, n := range []int{0, 1, 76, 8192, 8193, 70000} {
+				msg := random(n)
+				post(t, i, &WorkRequest{Op: SendSE, Head: msg[:n/3], Data: msg[n/3:]})
+				var ev Event
+				if err := r.Receive(&ev); err != nil || !bytes.Equal(ev.Data, msg) || !ev.Solicited {
+					t.Fatalf("Send of %d octets: %d came, %v", n, len(ev.Data), err)
+				}
+			}
+			source, sink := random(1<<20), make([]byte, 1<<20)
+			var from, to Region
+			const base = 0xffff888012345000
+			fromSTag := i.Register(&from, source, base, RemoteRead)
+			toSTag := i.Register(&to, sink, base, RemoteWrite)
+			for _, n := range []int{0, 1, 4096, 65536, 1 << 20} {
+				got := make([]byte, n)
+				wr := &WorkRequest{Op: Read, Data: got, STag: fromSTag, TO: base + uint64(len(source)-n)}
+				post(t, r, wr)
+				var ev Event
+				if err := r.Receive(&ev); err != nil || ev.Read != wr || ev.Err != nil || !bytes.Equal(got, source[len(source)-n:]) {
+					t.Fatalf("Read of %d octets: %v, %v", n, ev.Err, err)
+				}
+				want := random(n)
+				done := make(sent, 1)
+				if err := r.Post(&WorkRequest{Op: Write, Data: want, STag: toSTag, TO: base, Done: done}); err != nil {
+					t.Fatal(err)
+				}
+				post(t, r, &WorkRequest{Op: Send, Data: []byte("written")})
+				if err := <-done; err != nil {
+					t.Fatal(err)
+				}
+				if ev := <-events; string(ev.Data) != "written" || !bytes.Equal(sink[:n], want) {
+					t.Fatalf("Write of %d octets did not arrive before the Send behind it", n)
+				}
+			}
+			post(t, r, &WorkRequest{Op: SendInvalidate, STag: toSTag})
+			if ev := <-events; !ev.Invalidates || ev.Invalidated != toSTag || i.mem.find(toSTag) != nil {
+				t.Fatalf("Send with Invalidate: %+v", ev)
+			}
+			i.Deregister(&from)
+			i.Deregister(&to)
+			r.CloseWrite()
+			if err := <-errs; err != io.EOF {
+				t.Fatalf("orderly end: %v", err)
+			}
+		})
+	}
+}
+
+func TestTerminateReachesThePeer(t *testing.T) {
+	i, r := pair(t, Options{}, Options{})
+	post(t, i, &WorkRequest{Op: Write, STag: 0x1234, Data: make([]byte, 20000)})
+	var ev Event
+	err := r.Receive(&ev)
+	var se *StreamError
+	if !errors.As(err, &se) || se.Reason != wire.ReasonInvalidSTag || se.Remote {
+		t.Fatalf("responder: %v", err)
+	}
+	err = i.Receive(&ev)
+	if !errors.As(err, &se) || se.Reason != wire.ReasonInvalidSTag || !se.Remote {
+		t.Fatalf("initiator: %v", err)
+	}
+}
