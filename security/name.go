@@ -1,0 +1,92 @@
+// Package security decides who may use the target: iSCSI names and the
+// patterns that admit them, and the policy that a connection must meet before
+// anything is answered on it.
+package security
+
+import (
+	"fmt"
+	"strings"
+	"unicode"
+	"unicode/utf8"
+)
+
+// MaxName is the longest iSCSI name, in octets (RFC 7143, section 4.2.7.1).
+const MaxName = 223
+
+// NormalizeName returns the iSCSI name s as it is compared: in lower case. It
+// fails if s is not an iqn., eui. or naa. name (RFC 7143, sections 4.2.7.3 to
+// 4.2.7.6) or has characters that RFC 3722 prohibits. Beyond ASCII it takes
+// letters, marks and digits; it does not check that these are in
+// normalization form C, but compares them octet by octet.
+func NormalizeName(s string) (string, error) {
+	if len(s) > MaxName {
+		return "", fmt.Errorf("iSCSI name is %d octets long, more than %d", len(s), MaxName)
+	}
+	if !utf8.ValidString(s) {
+		return "", fmt.Errorf("iSCSI name %q is not UTF-8", s)
+	}
+	name := strings.ToLower(s)
+	if len(name) > MaxName { // some letters are longer in lower case
+		return "", fmt.Errorf("iSCSI name is %d octets long in lower case, more than %d", len(name), MaxName)
+	}
+	if err := checkCharacters(name, ""); err != nil {
+		return "", fmt.Errorf("iSCSI name %q %w", s, err)
+	}
+	kind, rest, _ := strings.Cut(name, ".")
+	check, ok := kinds[kind]
+	if !ok || len(name) == len(kind) {
+		return "", fmt.Errorf("iSCSI name %q does not begin with \"iqn.\", \"eui.\" or \"naa.\"", s)
+	}
+	if reason := check(rest); reason != "" {
+		return "", fmt.Errorf("iSCSI name %q %s", s, reason)
+	}
+	return name, nil
+}
+
+// kinds says, by type designator, what is wrong with the rest of a name.
+var kinds = map[string]func(rest string) string{
+	"iqn": checkQualified,
+	"eui": func(rest string) string { return checkHex(rest, "16 hexadecimal digits", 16) },
+	"naa": func(rest string) string { return checkHex(rest, "16 or 32 hexadecimal digits", 16, 32) },
+}
+
+// checkQualified wants yyyy-mm.domain[:string].
+func checkQualified(rest string) string {
+	date, domain, ok := strings.Cut(rest, ".")
+	if !ok || len(date) != len("yyyy-mm") || date[4] != '-' || !allDigits(date[:4]) || !allDigits(date[5:]) ||
+		date[5:] < "01" || date[5:] > "12" {
+		return "does not go on with a date, yyyy-mm, and a dot"
+	}
+	domain, _, _ = strings.Cut(domain, ":")
+	for label := range strings.SplitSeq(domain, ".") {
+		if label == "" {
+			return "has an empty label in its domain name"
+		}
+	}
+	return ""
+}
+
+func checkHex(rest, want string, lengths ...int) string {
+	for _, n := range lengths {
+		if len(rest) == n && strings.Trim(rest, "0123456789abcdef") == "" {
+			return ""
+		}
+	}
+	return "does not go on with " + want
+}
+
+func allDigits(s string) bool { return strings.Trim(s, "0123456789") == "" }
+
+// checkCharacters finds what no name in lower case may contain, apart from
+// those in also.
+func checkCharacters(name, also string) error {
+	for _, r := range name {
+		switch {
+		case 'a' <= r && r <= 'z', '0' <= r && r <= '9', strings.ContainsRune("-.:", r), strings.ContainsRune(also, r):
+		case r >= utf8.RuneSelf && !unicode.IsUpper(r) && (unicode.IsLetter(r) || unicode.IsMark(r) || unicode.IsDigit(r)):
+		default:
+			return fmt.Errorf("contains %q", r)
+		}
+	}
+	return nil
+}
