@@ -1,0 +1,112 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"path/filepath"
+
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/gotgt"
+	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/security"
+)
+
+// identitiesFile, in the state directory, keeps who is who of the LUNs.
+const identitiesFile = "identities.json"
+
+// units are the logical units of all targets.
+type units struct {
+	ids         *lun.Identities
+	inventories []*lun.Inventory
+}
+
+// openUnits opens all stores and gives the targets to the node. After an error
+// the units that it returns are still to be closed.
+func openUnits(cfg *config.Config, node *iscsi.Node) (*units, error) {
+	u := &units{ids: lun.Ephemeral()}
+	if cfg.StateDir != "" {
+		ids, err := lun.OpenIdentities(filepath.Join(cfg.StateDir, identitiesFile))
+		if err != nil {
+			return u, fmt.Errorf("state_dir: %w", err)
+		}
+		u.ids = ids
+	}
+	for i := range cfg.Targets {
+		t := &cfg.Targets[i]
+		inv := lun.NewInventory()
+		u.inventories = append(u.inventories, inv)
+		for j := range t.LUNs {
+			if err := u.open(t.Name, &t.LUNs[j], inv); err != nil {
+				return u, fmt.Errorf("target %s, LUN %d: %w", t.Name, t.LUNs[j].ID, err)
+			}
+		}
+		who, err := security.Compile(t.Initiators)
+		if err != nil {
+			return u, fmt.Errorf("target %s: %w", t.Name, err)
+		}
+		if err := node.AddTarget(iscsi.TargetConfig{Name: t.Name, Alias: t.Alias, Initiators: who, LUNs: inv}); err != nil {
+			return u, err
+		}
+	}
+	return u, nil
+}
+
+// open makes one logical unit. A store whose medium is new gets a new
+// identity: what was there before under the same name was another disk.
+func (u *units) open(target string, l *config.LUN, inv *lun.Inventory) (err error) {
+	store, created, err := openStore(l)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, store.Close())
+		}
+	}()
+	key := fmt.Sprintf("%s/%d/%s:%s", target, l.ID, l.Backend, l.Path)
+	identity := u.ids.Get
+	if created {
+		identity = u.ids.Renew
+	}
+	id, err := identity(key)
+	if err != nil {
+		return err
+	}
+	unit, err := lun.New(store, lun.Options{Identity: id, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough})
+	if err != nil {
+		return err
+	}
+	return inv.Add(uint16(l.ID), unit)
+}
+
+// openStore opens the backend of a LUN. created tells that its medium has just
+// been made. The configuration is valid.
+func openStore(l *config.LUN) (s backend.Store, created bool, err error) {
+	switch l.Backend {
+	case "memory":
+		s, err = backend.OpenMemory(backend.MemoryConfig{Size: int64(l.Size), BlockSize: uint32(l.BlockSize)})
+	case "file":
+		return backend.OpenFile(backend.FileConfig{Path: l.Path, Size: int64(l.Size), BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly})
+	case "block":
+		s, err = backend.OpenBlock(backend.BlockConfig{Path: l.Path, BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly})
+	case "gotgt":
+		s, err = gotgt.Open(gotgt.Config{Plugin: l.Plugin, Path: l.Path, Options: l.Options, Size: int64(l.Size), BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly})
+	default:
+		err = fmt.Errorf("unknown backend %q", l.Backend)
+	}
+	return s, false, err
+}
+
+// close syncs and closes every store.
+func (u *units) close() error {
+	if u == nil {
+		return nil
+	}
+	var errs []error
+	for _, inv := range u.inventories {
+		errs = append(errs, inv.Close())
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,469 @@
+// Package iser carries iSCSI over RDMA (RFC 7145): it is the Datamover of
+// package iscsi on a stream of package rdma. SCSI data-in becomes RDMA Writes,
+// data-out RDMA Reads, and every other PDU a Send with an iSER header.
+//
+// It speaks iSER the way Linux does: MPA and RDMA mode from the first octet,
+// login PDUs in Sends, no Hello unless the initiator says one.
+package iser
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/rdma"
+)
+
+const (
+	bhsLen  = 48
+	headLen = HeaderLen + bhsLen
+
+	// Linux ib_iser and libiscsi post receives of 28+48+128 octets once login
+	// is over, whatever InitiatorRecvDataSegmentLength says, and of 28+48+8192
+	// before and in discovery. open-iscsi wants login text below 8192.
+	fullFeatureSegment = 128
+	loginSegment       = 8188
+
+	// maxAHS is the default of MaxAHSLength (RFC 7145, section 6.8).
+	maxAHS = 256
+	maxPad = 3
+)
+
+// Options of an iSER connection.
+type Options struct {
+	RDMA rdma.Options
+	// RecvDataSegmentLength is the longest data segment that is received, in
+	// octets: TargetRecvDataSegmentLength. Default 8192.
+	RecvDataSegmentLength int
+}
+
+// A Conn is an iSER connection of the target.
+type Conn struct {
+	rc          *rdma.Conn
+	invalidates bool // the initiator takes Sends with Invalidate
+	phase       atomic.Int32
+
+	// Of the receiving side:
+	ev    rdma.Event
+	hdr   Header // of the PDU that Receive returned last
+	bhs   pdu.BHS
+	err   error // why the connection has ended
+	heard bool  // a control-type PDU has come
+
+	mu          sync.Mutex
+	ord         int // RDMA Reads that may be outstanding
+	outstanding int
+	waiting     tasks // GetData that have to wait for ORD
+	lost        tasks // GetData that will not be answered
+	dead        bool  // Receive has seen the end
+	puts        *put  // free
+}
+
+const (
+	phaseLogin = iota
+	phaseDiscovery
+	phaseFullFeature
+)
+
+var _ iscsi.Datamover = (*Conn)(nil)
+
+// task is the mover's state of a task slot.
+type task struct {
+	c           *Conn
+	t           *iscsi.Task
+	remote      Header // Remote Mapping (RFC 7145, section 7.3.1)
+	unsolicited uint32
+
+	send rdma.WorkRequest
+	head [headLen]byte // of send
+	pad  [maxPad]byte
+
+	get  rdma.WorkRequest
+	err  error // in lost
+	next *task // in waiting or lost
+}
+
+// tasks is a FIFO, linked through next.
+type tasks struct{ head, tail *task }
+
+func (l *tasks) push(t *task) {
+	t.next = nil
+	if l.tail == nil {
+		l.head = t
+	} else {
+		l.tail.next = t
+	}
+	l.tail = t
+}
+
+func (l *tasks) pop() *task {
+	t := l.head
+	if t != nil {
+		if l.head = t.next; l.head == nil {
+			l.tail = nil
+		}
+	}
+	return t
+}
+
+// put is a PutData on its way.
+type put struct {
+	c    *Conn
+	wr   rdma.WorkRequest
+	b    *iscsi.Buffer
+	next *put
+}
+
+// Accept answers the MPA Request on nc and returns the connection, in RDMA
+// mode and before login. After an error nc is closed.
+func Accept(ctx context.Context, nc net.Conn, o Options) (*Conn, error) {
+	if o.RecvDataSegmentLength == 0 {
+		o.RecvDataSegmentLength = 8192
+	}
+	o.RDMA.MaxSend = headLen + maxAHS + o.RecvDataSegmentLength + maxPad
+	// Without RDMA Reads there are no writes.
+	o.RDMA.MinORD = 1
+	c := &Conn{}
+	rc, err := rdma.Respond(ctx, nc, o.RDMA, func(r *rdma.Request) rdma.Answer {
+		reply := [cmLen]byte{cmNoZBVA | cmNoInvalidate}
+		if len(r.Private) > 0 && r.Private[0]&cmNoInvalidate == 0 {
+			reply[0] = cmNoZBVA
+			c.invalidates = true
+		}
+		return rdma.Answer{Private: reply[:]}
+	})
+	if err != nil {
+		nc.Close()
+		return nil, err
+	}
+	c.rc, c.ord = rc, rc.ORD()
+	return c, nil
+}
+
+// Transport, LocalAddr, RemoteAddr and RDMA describe the connection.
+func (c *Conn) Transport() string    { return "iser" }
+func (c *Conn) LocalAddr() net.Addr  { return c.rc.LocalAddr() }
+func (c *Conn) RemoteAddr() net.Addr { return c.rc.RemoteAddr() }
+func (c *Conn) RDMA() bool           { return true }
+
+// Stream is the RDMAP stream below.
+func (c *Conn) Stream() *rdma.Conn { return c.rc }
+
+// MaxSendSegment implements iscsi.Datamover.
+func (c *Conn) MaxSendSegment() int {
+	if c.phase.Load() == phaseFullFeature {
+		return fullFeatureSegment
+	}
+	return loginSegment
+}
+
+// EnterFullFeature implements iscsi.Datamover. RDMA mode is on already, so
+// only what may be sent changes.
+func (c *Conn) EnterFullFeature(p iscsi.Params, _ int) error {
+	if p.Discovery {
+		c.phase.Store(phaseDiscovery)
+	} else {
+		c.phase.Store(phaseFullFeature)
+	}
+	return nil
+}
+
+// SetReceiveDeadline implements iscsi.Datamover.
+func (c *Conn) SetReceiveDeadline(t time.Time) error { return c.rc.SetReceiveDeadline(t) }
+
+// Close implements iscsi.Datamover.
+func (c *Conn) Close() error { return c.rc.Close() }
+
+// CloseWrite implements iscsi.Datamover.
+func (c *Conn) CloseWrite() error { return c.rc.CloseWrite() }
+
+// Flush implements iscsi.Datamover.
+func (c *Conn) Flush() { c.rc.Flush() }
+
+// NewTask implements iscsi.Datamover.
+func (c *Conn) NewTask() any {
+	t := &task{c: c}
+	t.send.Done, t.get.Done = t, t
+	return t
+}
+
+// Bind implements iscsi.Datamover: it creates the Remote Mapping.
+func (c *Conn) Bind(it *iscsi.Task, unsolicited uint32) error {
+	t := it.Mover.(*task)
+	t.t, t.remote, t.unsolicited = it, c.hdr, unsolicited
+	edtl := c.bhs.EDTL()
+	switch {
+	case c.bhs.Write() && edtl > unsolicited && !c.hdr.Write.Valid:
+		return fmt.Errorf("write of %d octets, %d of them unsolicited, without a Write STag", edtl, unsolicited)
+	case c.bhs.Read() && !c.bhs.Write() && edtl > 0 && !c.hdr.Read.Valid:
+		return fmt.Errorf("read of %d octets without a Read STag", edtl)
+	}
+	return nil
+}
+
+// Unbind implements iscsi.Datamover.
+func (c *Conn) Unbind(it *iscsi.Task) { it.Mover.(*task).remote = Header{} }
+
+// PutData implements iscsi.Datamover by an RDMA Write.
+func (c *Conn) PutData(it *iscsi.Task, off uint32, data []byte, b *iscsi.Buffer) error {
+	t := it.Mover.(*task)
+	r := t.remote.Read
+	if !r.Valid {
+		return errors.New("iser: no Read STag for this task")
+	}
+	p := c.takePut()
+	p.b = b
+	p.wr.Op, p.wr.Data, p.wr.STag, p.wr.TO = rdma.Write, data, r.STag, r.Base+uint64(off)
+	if err := c.rc.Post(&p.wr); err != nil {
+		c.givePut(p)
+		return err
+	}
+	return nil
+}
+
+func (c *Conn) takePut() *put {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	p := c.puts
+	if p == nil {
+		p = &put{c: c}
+		p.wr.Done = p
+		return p
+	}
+	c.puts = p.next
+	return p
+}
+
+func (c *Conn) givePut(p *put) {
+	p.b, p.wr.Data = nil, nil
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	p.next, c.puts = c.puts, p
+}
+
+// WorkDone implements rdma.Completer: the data has left.
+func (p *put) WorkDone(*rdma.WorkRequest, error) {
+	b := p.b
+	p.c.givePut(p)
+	b.Release()
+}
+
+// GetData implements iscsi.Datamover by an RDMA Read. The Write Base Offset of
+// Linux and libiscsi names the first octet that is not sent unasked, which is
+// TaggedBufferForSolicitedDataOnly=Yes (RFC 7145, section 6.9) without saying
+// so; no initiator is known that reads the default the other way.
+func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
+	t := it.Mover.(*task)
+	r := t.remote.Write
+	if !r.Valid {
+		return errors.New("iser: no Write STag for this task")
+	}
+	t.get.Op, t.get.Data, t.get.STag, t.get.TO = rdma.Read, data, r.STag, r.Base+uint64(off-t.unsolicited)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case c.dead:
+		return net.ErrClosed
+	case c.outstanding >= c.ord:
+		c.waiting.push(t)
+		return nil
+	}
+	return c.postRead(t)
+}
+
+// postRead asks for the data of t.
+//
+// Preconditions: c.mu is held; ORD allows it.
+func (c *Conn) postRead(t *task) error {
+	if err := c.rc.Post(&t.get); err != nil {
+		return err
+	}
+	c.outstanding++
+	return nil
+}
+
+// readDone makes room for the next RDMA Read, and asks for it.
+func (c *Conn) readDone() {
+	c.mu.Lock()
+	c.outstanding--
+	t := c.waiting.pop()
+	if t != nil {
+		if err := c.postRead(t); err != nil {
+			t.err = err
+			c.lost.push(t)
+		}
+	}
+	c.mu.Unlock()
+	if t != nil {
+		c.rc.Flush()
+	}
+}
+
+// SendControl implements iscsi.Datamover by a Send, or for the SCSI Response
+// of a command that advertised an STag by a Send with Invalidate (RFC 7145,
+// section 7.3.2), if the initiator takes that.
+func (c *Conn) SendControl(it *iscsi.Task) error {
+	t := it.Mover.(*task)
+	t.t = it
+	Header{}.Put(t.head[:])
+	copy(t.head[HeaderLen:], it.Header[:])
+	wr := &t.send
+	wr.Op, wr.Head, wr.Data, wr.STag = rdma.Send, t.head[:], it.Segment, 0
+	if pdu.BHS(it.Header[:]).Opcode() == pdu.SCSIResponse {
+		if r, ok := t.remote.toInvalidate(); ok && c.invalidates {
+			wr.Op, wr.STag = rdma.SendInvalidate, r
+		}
+		t.remote = Header{}
+	}
+	return c.rc.Post(wr)
+}
+
+// toInvalidate is the STag for the initiator to invalidate: the read STag if
+// there is one (RFC 7145, section 7.3.2).
+func (h *Header) toInvalidate() (rdma.STag, bool) {
+	if h.Read.Valid {
+		return h.Read.STag, true
+	}
+	return h.Write.STag, h.Write.Valid
+}
+
+// WorkDone implements rdma.Completer: the PDU has left. Reads end in Receive.
+func (t *task) WorkDone(*rdma.WorkRequest, error) { t.t.Sent() }
+
+// Receive implements iscsi.Datamover.
+func (c *Conn) Receive(n *iscsi.Notice) error {
+	for c.err == nil {
+		err := c.rc.Receive(&c.ev)
+		if err == nil && c.ev.Read != nil {
+			t := c.ev.Read.Done.(*task)
+			*n = iscsi.Notice{Task: t.t, Err: c.ev.Err}
+			c.readDone()
+			return nil
+		}
+		if err == nil {
+			var pdu bool
+			if pdu, err = c.message(n); pdu {
+				return nil
+			}
+		} else if isTimeout(err) {
+			return err
+		}
+		if err != nil {
+			c.end(err)
+		}
+	}
+	return c.afterlife(n)
+}
+
+func isTimeout(err error) bool {
+	var ne net.Error
+	var se *rdma.StreamError
+	return !errors.As(err, &se) && errors.As(err, &ne) && ne.Timeout()
+}
+
+// message takes a Send apart. ok means that n describes a PDU.
+func (c *Conn) message(n *iscsi.Notice) (ok bool, err error) {
+	b := c.ev.Data
+	h, hello, err := ParseHeader(b)
+	switch {
+	case err != nil:
+		return false, &FormatError{err}
+	case hello:
+		return false, c.helloReply(parseHello(b))
+	case len(b) < headLen:
+		return false, &FormatError{fmt.Errorf("iSCSI PDU of %d octets", len(b)-HeaderLen)}
+	}
+	bhs := pdu.BHS(b[HeaderLen:headLen:headLen])
+	rest := b[headLen:]
+	ahs, data := bhs.TotalAHSLength(), bhs.DataSegmentLength()
+	// Login and Text PDUs of Linux are padded, immediate data is not.
+	if extra := len(rest) - ahs - data; extra < 0 || extra > pdu.Padded(data)-data {
+		return false, &FormatError{fmt.Errorf("%v of %d octets announces %d of AHS and %d of data", bhs.Opcode(), len(b)-HeaderLen, ahs, data)}
+	}
+	c.hdr, c.bhs, c.heard = h, bhs, true
+	*n = iscsi.Notice{BHS: bhs, AHS: rest[:ahs:ahs], Data: rest[ahs:][:data:data]}
+	return true, nil
+}
+
+// A FormatError ends the connection (RFC 7145, section 10.1.3.3).
+type FormatError struct{ Err error }
+
+func (e *FormatError) Error() string { return "iSER format error: " + e.Err.Error() }
+func (e *FormatError) Unwrap() error { return e.Err }
+
+// helloReply answers a Hello (RFC 7145, section 5.1.3), which also sets how
+// many RDMA Reads there may be. It is the first message or none.
+func (c *Conn) helloReply(h Hello) error {
+	if c.heard && c.phase.Load() != phaseFullFeature {
+		return &FormatError{errors.New("iSER Hello during login")}
+	}
+	r := HelloReply{MaxVer: protocolVersion, CurVer: protocolVersion}
+	c.mu.Lock()
+	c.ord = min(c.ord, int(h.IRD))
+	r.ORD = uint16(c.ord)
+	c.mu.Unlock()
+	r.Reject = !h.speaks() || h.IRD > 0 && r.ORD == 0
+	b := make([]byte, HeaderLen)
+	r.Put(b)
+	if err := c.rc.Post(&rdma.WorkRequest{Op: rdma.Send, Head: b}); err != nil {
+		return err
+	}
+	c.rc.Flush()
+	if r.Reject {
+		c.rc.CloseWrite()
+		return &FormatError{fmt.Errorf("iSER Hello with versions %d..%d and iSER-IRD %d is not acceptable", h.MinVer, h.MaxVer, h.IRD)}
+	}
+	return nil
+}
+
+// end notes why the connection has ended. What the peer can no longer be asked
+// for is left to afterlife.
+func (c *Conn) end(err error) {
+	c.err = err
+	c.mu.Lock()
+	c.dead = true
+	for t := c.waiting.pop(); t != nil; t = c.waiting.pop() {
+		t.err = err
+		c.lost.push(t)
+	}
+	outstanding := c.outstanding
+	c.mu.Unlock()
+	var fe *FormatError
+	if errors.As(err, &fe) || outstanding > 0 && err == io.EOF {
+		c.rc.Close()
+	}
+}
+
+// afterlife notifies every GetData that was outstanding, then returns why the
+// connection has ended.
+func (c *Conn) afterlife(n *iscsi.Notice) error {
+	c.mu.Lock()
+	t := c.lost.pop()
+	outstanding := c.outstanding
+	c.mu.Unlock()
+	if t != nil {
+		*n = iscsi.Notice{Task: t.t, Err: t.err}
+		return nil
+	}
+	for outstanding > 0 {
+		if err := c.rc.Receive(&c.ev); err != nil {
+			break
+		}
+		if c.ev.Read == nil {
+			continue // a Send that came before the end
+		}
+		c.mu.Lock()
+		c.outstanding--
+		c.mu.Unlock()
+		*n = iscsi.Notice{Task: c.ev.Read.Done.(*task).t, Err: c.err}
+		return nil
+	}
+	return c.err
+}

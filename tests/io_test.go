@@ -1,0 +1,95 @@
+package tests
+
+import (
+	"bytes"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"sync"
+	"testing"
+
+	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/rdma"
+	"github.com/iser-target/iser-target/tests/initiator"
+)
+
+func random(n int) []byte {
+	b := make([]byte, n)
+	rand.Read(b)
+	return b
+}
+
+// What is written is read back, in all sizes, with and without immediate data,
+// CRC, small FPDUs and Send with Invalidate (ISER-7.3.1-6, ISER-7.3.1-8,
+// ISER-9.5.1-1..4, ISER-9.5.2-1..3).
+func TestReadAndWrite(t *testing.T) {
+	for _, tt := range []struct {
+		name string
+		ini  initiator.Options
+		tgt  targetOptions
+	}{
+		{name: "defaults"},
+		{name: "no CRC, IRD 4, no invalidation: libiscsi", ini: initiator.Options{NoInvalidate: true, RDMA: rdma.Options{NoCRC: true, IRD: 4}}, tgt: targetOptions{rdma: rdma.Options{NoCRC: true}}},
+		{name: "IRD 1", ini: initiator.Options{RDMA: rdma.Options{IRD: 1}}},
+		{name: "FPDUs of Ethernet", ini: initiator.Options{RDMA: rdma.Options{MaxULPDU: 1442}}, tgt: targetOptions{rdma: rdma.Options{MaxULPDU: 1442}}},
+		{name: "Markers towards the initiator", ini: initiator.Options{RDMA: rdma.Options{Markers: true}}},
+		{name: "short of memory", tgt: targetOptions{node: iscsi.Options{ConnectionMemory: 256 << 10, MaxTransferPiece: 64 << 10}}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			tg := startTarget(t, tt.tgt)
+			s := tg.login(t, tt.ini)
+			for _, blocks := range []uint32{1, 8, 16, 17, 128, 1024, 8192} {
+				for _, immediate := range []int{0, 512, 8192} {
+					want := random(int(blocks) * 512)
+					w := &initiator.Command{CDB: initiator.Write16(uint64(blocks), blocks), Out: want, Immediate: min(immediate, len(want))}
+					do(t, s, w)
+					r := &initiator.Command{CDB: initiator.Read16(uint64(blocks), blocks), In: make([]byte, len(want))}
+					do(t, s, r)
+					if !bytes.Equal(r.In, want) {
+						t.Fatalf("%d blocks, %d octets immediate: what is read is not what was written", blocks, immediate)
+					}
+					if r.Invalidated == tt.ini.NoInvalidate || r.Residual != 0 || r.Flags&(pdu.FlagO|pdu.FlagU) != 0 {
+						t.Fatalf("ISER-7.3.2-4 ISER-1.5.2-3: invalidated %t, flags %#x, residual %d", r.Invalidated, r.Flags, r.Residual)
+					}
+					if w.Invalidated == (tt.ini.NoInvalidate || w.Immediate == len(want)) {
+						t.Fatalf("ISER-7.3.2-5 ISER-7.3.2-3: write of %d, %d immediate, invalidated: %t", len(want), w.Immediate, w.Invalidated)
+					}
+				}
+			}
+		})
+	}
+}
+
+// Many commands at once, on several sessions, each in its own part of the LUN.
+func TestConcurrentSessions(t *testing.T) {
+	tg := startTarget(t, targetOptions{node: iscsi.Options{QueueDepth: 32}})
+	const sessions, depth, rounds, blocks = 3, 32, 20, 64
+	var all sync.WaitGroup
+	errs := make(chan error, sessions*depth)
+	for i := range sessions {
+		s := tg.login(t, initiator.Options{ISID: [6]byte{0, 2, 0x3d, 0, 1, byte(i)}})
+		do(t, s, &initiator.Command{}) // TEST UNIT READY takes the unit attention
+		for j := range depth {
+			all.Add(1)
+			go func() {
+				defer all.Done()
+				lba := uint64((i*depth + j) * blocks)
+				w, r := &initiator.Command{}, &initiator.Command{}
+				for range rounds {
+					w.CDB, w.Out, w.Immediate = initiator.Write16(lba, blocks), random(blocks*512), 8192*(j%2)
+					r.CDB, r.In = initiator.Read16(lba, blocks), make([]byte, blocks*512)
+					if err := errors.Join(s.Do(w), s.Do(r)); err != nil || w.Status != 0 || r.Status != 0 || !bytes.Equal(r.In, w.Out) {
+						errs <- fmt.Errorf("session %d, LBA %d: %v, status %x and %x", i, lba, err, w.Status, r.Status)
+						return
+					}
+				}
+			}()
+		}
+	}
+	all.Wait()
+	close(errs)
+	for err := range errs {
+		t.Error(err)
+	}
+}
