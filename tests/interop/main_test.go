@@ -5,10 +5,12 @@ package interop_test
 import (
 	"fmt"
 	"os"
+	"os/exec"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/tests/interop/harness"
 	"github.com/iser-target/iser-target/tests/interop/vm"
 )
 
@@ -26,41 +28,67 @@ func TestMain(m *testing.M) {
 			code = 1
 		}
 	}
+	harness.Cleanup()
 	os.Exit(code)
+}
+
+// required tells whether a test that cannot run must fail.
+var required = os.Getenv("ISER_TARGET_REQUIRE_INTEROP") == "1"
+
+// need skips t, or fails it where ISER_TARGET_REQUIRE_INTEROP is 1, if this
+// machine lacks one of the tools.
+func need(t *testing.T, tools ...string) {
+	t.Helper()
+	for _, tool := range tools {
+		if _, err := exec.LookPath(tool); err != nil {
+			lack(t, fmt.Errorf("%w (tests/interop/setup.sh installs it)", err))
+		}
+	}
+}
+
+// lack ends t for want of what err tells.
+func lack(t *testing.T, err error) {
+	t.Helper()
+	if required {
+		t.Fatalf("ISER_TARGET_REQUIRE_INTEROP is 1, but %v", err)
+	}
+	t.Skip(err)
 }
 
 // boot returns a machine with siw0 on eth0, ib_iser, iscsid and the verbs of
 // user space. All tests share one; if one of them has broken it, the next gets a
-// new one. Without the means to boot it the test is skipped, or fails where
-// ISER_TARGET_REQUIRE_INTEROP is 1.
+// new one. What a test leaves behind of sessions, node records and mounts is
+// removed after it.
 func boot(t *testing.T) *vm.VM {
 	t.Helper()
-	required := os.Getenv("ISER_TARGET_REQUIRE_INTEROP") == "1"
 	if testing.Short() && !required {
 		t.Skip("boots a virtual machine: not with -short")
 	}
 	if err := vm.Missing(vm.Config{}); err != nil {
-		if required {
-			t.Fatalf("ISER_TARGET_REQUIRE_INTEROP is 1, but %v", err)
-		}
-		t.Skip(err)
+		lack(t, err)
 	}
+	need(t, "iscsid", "iscsiadm", "rdma", "ip")
 	guest.mu.Lock()
 	defer guest.mu.Unlock()
-	if guest.vm != nil {
-		if guest.vm.Broken() == nil {
-			return guest.vm
-		}
+	if guest.vm != nil && guest.vm.Broken() != nil {
 		guest.vm.Close() // what is wrong has been reported
 		guest.vm = nil
 	}
-	v, err := vm.Boot(vm.Config{})
-	if err != nil {
-		t.Fatal(err)
+	if guest.vm == nil {
+		v, err := vm.Boot(vm.Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		guest.vm = v
+		t.Logf("booted in %v", v.BootTime.Round(time.Millisecond))
+		v.Run(t, bringUp, time.Minute)
 	}
-	guest.vm = v
-	t.Logf("booted in %v", v.BootTime.Round(time.Millisecond))
-	v.Run(t, bringUp, time.Minute)
+	v := guest.vm
+	t.Cleanup(func() {
+		if v.Broken() == nil {
+			v.Try(t, cleanUp, time.Minute)
+		}
+	})
 	return v
 }
 
@@ -74,6 +102,7 @@ ip addr add ` + vm.GuestAddr + `/24 dev eth0
 ip route add default via ` + vm.HostAddr + `
 modprobe -a siw ib_iser ib_uverbs rdma_ucm sd_mod
 rdma link add siw0 type siw netdev eth0
+mkdir -p /run/lock
 echo InitiatorName=` + initiatorName + ` >/etc/iscsi/initiatorname.iscsi
 cat >/etc/iscsi/iscsid.conf <<.
 node.startup = manual
@@ -86,7 +115,49 @@ node.session.initial_login_retry_max = 2
 node.session.cmds_max = 128
 node.session.queue_depth = 32
 .
-iscsid --foreground --debug 3 </dev/null >/run/iscsid.log 2>&1 &
+cat >/run/lib.sh <<'.'
+` + lib + `
+.
+iscsid --foreground --debug 2 </dev/null >/run/iscsid.log 2>&1 &
+`
+
+// cleanUp leaves the guest to the next test as that expects it.
+const cleanUp = `
+umount -q /mnt || true
+iscsiadm -m node -u >/dev/null 2>&1 || true
+iscsiadm -m node -o delete >/dev/null 2>&1 || true
+iscsiadm -m discoverydb -o delete >/dev/null 2>&1 || true
+! iscsiadm -m session 2>/dev/null
+`
+
+// lib is what scripts of the tests begin with, by ". /run/lib.sh".
+const lib = `
+# discover PORTAL prints the targets there and makes node records of them.
+discover() { iscsiadm -m discovery -t sendtargets -p "$1" -I iser; }
+
+# login PORTAL TARGET
+login() { iscsiadm -m node -p "$1" -T "$2" --login; }
+
+# logout TARGET
+logout() { iscsiadm -m node -T "$1" --logout; }
+
+# disk TARGET LUN prints the device, as soon as the kernel has found it.
+disk() {
+	local n session block
+	for ((n = 0; n < 200; n++)); do
+		for session in /sys/class/iscsi_session/session*; do
+			[ "$(<"$session/targetname")" = "$1" ] || continue
+			for block in "$session"/device/target*/*:"$2"/block/*; do
+				[ -e "$block/size" ] || continue
+				echo "/dev/${block##*/}"
+				return
+			done
+		done 2>/dev/null
+		sleep 0.1
+	done
+	echo "no LUN $2 of $1 after 20 s" >&2
+	return 1
+}
 `
 
 const initiatorName = "iqn.2026-11.io.example:guest"

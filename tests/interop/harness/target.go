@@ -1,0 +1,301 @@
+// Package harness runs iser-target as its users do: the binary, a config file,
+// signals.
+package harness
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/tests/interop/proc"
+	"github.com/iser-target/iser-target/tests/interop/vm"
+)
+
+const (
+	startLimit = 20 * time.Second // until a portal accepts
+	stopLimit  = 20 * time.Second // from SIGTERM to the end
+)
+
+// binary is cmd/iser-target, built once for all tests.
+var binary struct {
+	once sync.Once
+	dir  string // temporary; removed by Cleanup
+	name string
+	err  error
+}
+
+// build builds cmd/iser-target and returns the binary's name.
+func build() (string, error) {
+	b := &binary
+	b.once.Do(func() {
+		root, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}").Output()
+		if err != nil {
+			b.err = fmt.Errorf("go list -m: %w", err)
+			return
+		}
+		if b.dir, b.err = os.MkdirTemp("", "iser-target-bin-"); b.err != nil {
+			return
+		}
+		b.name = filepath.Join(b.dir, "iser-target")
+		cmd := exec.Command("go", "build", "-o", b.name, "./cmd/iser-target")
+		cmd.Dir = strings.TrimSpace(string(root))
+		if out, err := cmd.CombinedOutput(); err != nil {
+			b.err = fmt.Errorf("%v: %w\n%s", cmd, err, out)
+		}
+	})
+	return b.name, b.err
+}
+
+// Cleanup removes what the tests of this process shared. TestMain calls it.
+func Cleanup() {
+	if binary.dir != "" {
+		os.RemoveAll(binary.dir)
+	}
+}
+
+// A Target is an iser-target that listens on 127.0.0.1 and tells the guest of a
+// vm.VM to come there.
+type Target struct {
+	Port int
+
+	config string // file name
+	debug  int    // port of the debug endpoint
+	log    log
+	run    *run // nil when it does not run
+}
+
+// A run is one process.
+type run struct {
+	cmd    *exec.Cmd
+	exited chan struct{} // closed when err, what Wait returned, is there
+	err    error
+}
+
+// Start starts a target that lives as long as t. targets is the value of the
+// config key "targets" in YAML, not indented.
+func Start(t testing.TB, targets string) *Target {
+	t.Helper()
+	ports, err := freePorts(2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := &Target{Port: ports[0], debug: ports[1], config: filepath.Join(t.TempDir(), "iser-target.yaml")}
+	config := fmt.Sprintf("portals:\n  - listen: 127.0.0.1:%d\n    advertise: [%q]\n"+
+		"targets:\n%s\ndebug: {listen: 127.0.0.1:%d}\nlog: {level: debug, format: text}\n",
+		d.Port, d.Addr(), strings.Trim(targets, "\n"), d.debug)
+	if err := os.WriteFile(d.config, []byte(config), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if d.run != nil {
+			select {
+			case <-d.run.exited:
+				t.Errorf("the target has ended by itself: %v", d.run.err)
+			default:
+				d.Stop(t)
+			}
+		}
+		if t.Failed() {
+			t.Logf("the target's config:\n%s\nthe end of its log:\n%s", config, d.log.end())
+		}
+	})
+	d.Start(t)
+	return d
+}
+
+// freePorts returns n TCP ports of 127.0.0.1 that nobody listens on. A target
+// that is started again needs the port it had, so it cannot be left to choose.
+func freePorts(n int) (ports []int, err error) {
+	for range n {
+		ln, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			return nil, err
+		}
+		defer ln.Close() // after the last one was chosen, so that all differ
+		ports = append(ports, ln.Addr().(*net.TCPAddr).Port)
+	}
+	return ports, nil
+}
+
+// Addr is the portal as the guest must call it.
+func (d *Target) Addr() string { return net.JoinHostPort(vm.HostAddr, strconv.Itoa(d.Port)) }
+
+// Start starts the process, for the first time or again, and waits until its
+// portal accepts connections.
+func (d *Target) Start(t testing.TB) {
+	t.Helper()
+	if d.run != nil {
+		t.Fatal("the target runs already")
+	}
+	name, err := build()
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := &run{cmd: exec.Command(name, "serve", "--config", d.config), exited: make(chan struct{})}
+	r.cmd.Stdout, r.cmd.Stderr = &d.log, &d.log
+	if err := proc.Start(r.cmd); err != nil {
+		t.Fatal(err)
+	}
+	d.run = r
+	go func() {
+		r.err = r.cmd.Wait()
+		close(r.exited)
+	}()
+	addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(d.Port))
+	for begun := time.Now(); ; time.Sleep(50 * time.Millisecond) {
+		c, err := net.Dial("tcp", addr)
+		if err == nil {
+			c.Close()
+			return
+		}
+		select {
+		case <-r.exited:
+			d.run = nil
+			t.Fatalf("the target has ended by itself: %v", r.err)
+		default:
+		}
+		if time.Since(begun) > startLimit {
+			t.Fatalf("the target does not accept connections %v after its start: %v", startLimit, err)
+		}
+	}
+}
+
+// PID is the process ID.
+func (d *Target) PID() int { return d.run.cmd.Process.Pid }
+
+// Kill ends the process as kill -9 does.
+func (d *Target) Kill(t testing.TB) {
+	t.Helper()
+	if err := d.run.cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	<-d.run.exited
+	d.run = nil
+}
+
+// Stop sends SIGTERM and expects the process to end with exit code 0.
+func (d *Target) Stop(t testing.TB) {
+	t.Helper()
+	r := d.run
+	d.run = nil
+	if err := r.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Errorf("SIGTERM: %v", err)
+	}
+	select {
+	case <-r.exited:
+		if r.err != nil {
+			t.Errorf("after SIGTERM the target ended with %v, want exit code 0", r.err)
+		}
+	case <-time.After(stopLimit):
+		r.cmd.Process.Signal(syscall.SIGQUIT) // prints the goroutines
+		time.Sleep(time.Second)
+		r.cmd.Process.Kill()
+		<-r.exited
+		t.Errorf("the target did not end in %v after SIGTERM", stopLimit)
+	}
+}
+
+// Vars returns the numbers that the debug endpoint has under "iser_target".
+func (d *Target) Vars(t testing.TB) map[string]float64 {
+	t.Helper()
+	vars, err := d.vars()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return vars
+}
+
+func (d *Target) vars() (map[string]float64, error) {
+	client := http.Client{
+		Timeout: 10 * time.Second,
+		// A connection kept open would be a goroutine that the target counts.
+		Transport: &http.Transport{DisableKeepAlives: true},
+	}
+	resp, err := client.Get(fmt.Sprintf("http://127.0.0.1:%d/debug/vars", d.debug))
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return nil, fmt.Errorf("GET %v: %s", resp.Request.URL, resp.Status)
+	}
+	var all struct {
+		Target map[string]any `json:"iser_target"`
+	}
+	if err := json.NewDecoder(resp.Body).Decode(&all); err != nil {
+		return nil, fmt.Errorf("GET %v: %w", resp.Request.URL, err)
+	}
+	if all.Target == nil {
+		return nil, errors.New(`/debug/vars has no key "iser_target"`)
+	}
+	vars := make(map[string]float64)
+	for key, value := range all.Target {
+		if n, ok := value.(float64); ok {
+			vars[key] = n
+		}
+	}
+	return vars, nil
+}
+
+// AwaitVars waits until the debug endpoint has the numbers want, and fails t if
+// that takes longer than limit.
+func (d *Target) AwaitVars(t testing.TB, want map[string]float64, limit time.Duration) {
+	t.Helper()
+	for begun := time.Now(); ; time.Sleep(100 * time.Millisecond) {
+		got := d.Vars(t)
+		var differ []string
+		for key, n := range want {
+			if v, ok := got[key]; !ok {
+				differ = append(differ, fmt.Sprintf("%s is missing, want %v", key, n))
+			} else if v != n {
+				differ = append(differ, fmt.Sprintf("%s is %v, want %v", key, v, n))
+			}
+		}
+		if differ == nil {
+			return
+		}
+		if time.Since(begun) > limit {
+			t.Fatalf("after %v: %s", limit, strings.Join(differ, "; "))
+		}
+	}
+}
+
+// Log returns what the target has printed, in all its runs.
+func (d *Target) Log() string { return d.log.all() }
+
+// A log keeps what a process prints.
+type log struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (l *log) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.Write(b)
+}
+
+func (l *log) all() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.String()
+}
+
+// end returns the last lines.
+func (l *log) end() string {
+	const lines = 100
+	all := strings.SplitAfter(l.all(), "\n")
+	return strings.Join(all[max(len(all)-lines, 0):], "")
+}
