@@ -1,0 +1,110 @@
+// Package backend stores the data of LUNs. A Store is one medium; file, block,
+// memory and gotgt stores implement it, and package backendtest holds all of
+// them to the same contract.
+package backend
+
+import (
+	"errors"
+	"fmt"
+	"math/bits"
+)
+
+var (
+	// ErrReadOnly answers a change of a Store that was opened read-only.
+	ErrReadOnly = errors.New("store is read-only")
+	// ErrRange answers an access that does not lie wholly within the Store.
+	ErrRange = errors.New("outside the store")
+	// ErrNoSpace answers a write for which the medium has no room left
+	// (ENOSPC, EDQUOT, or the memory limit of a memory store).
+	ErrNoSpace = errors.New("no space left")
+	// ErrUnsynced is what a Store answers once a sync has failed: data that
+	// was written earlier may be lost although later syncs would succeed.
+	ErrUnsynced = errors.New("an earlier sync failed")
+	// ErrClosed answers a call after Close.
+	ErrClosed = errors.New("store is closed")
+)
+
+// Info describes a Store. It does not change while the Store is open.
+type Info struct {
+	Size               int64  // octets, a multiple of BlockSize
+	BlockSize          uint32 // octets in a logical block: 512 or 4096
+	PhysicalBlockSize  uint32 // octets in a physical block, at least BlockSize
+	DiscardGranularity uint32 // octets; 0 when Discard cannot give space back
+	ReadOnly           bool
+	// VolatileCache tells that a completed WriteAt may be lost with the power
+	// until Sync has returned.
+	VolatileCache bool
+	// Nonblocking tells that no call waits for a device.
+	Nonblocking bool
+}
+
+// CheckRange fails with ErrRange unless [off, off+n) lies within the Store.
+// An empty range may lie at its end.
+func (i Info) CheckRange(off, n int64) error {
+	if off < 0 || n < 0 || off > i.Size || n > i.Size-off {
+		return fmt.Errorf("%w: %d octets at offset %d of %d", ErrRange, n, off, i.Size)
+	}
+	return nil
+}
+
+// Validate checks the promises that Info's fields make about one another.
+func (i Info) Validate() error {
+	switch {
+	case i.BlockSize != 512 && i.BlockSize != 4096:
+		return fmt.Errorf("block size %d: want 512 or 4096", i.BlockSize)
+	case i.Size <= 0:
+		return fmt.Errorf("size %d: want a positive number of octets", i.Size)
+	case i.Size%int64(i.BlockSize) != 0:
+		return fmt.Errorf("size %d is not a multiple of the block size %d", i.Size, i.BlockSize)
+	case i.PhysicalBlockSize < i.BlockSize || bits.OnesCount32(i.PhysicalBlockSize) != 1:
+		return fmt.Errorf("physical block size %d: want a power of two of at least the block size %d",
+			i.PhysicalBlockSize, i.BlockSize)
+	case i.DiscardGranularity%i.BlockSize != 0:
+		return fmt.Errorf("discard granularity %d is not a multiple of the block size %d",
+			i.DiscardGranularity, i.BlockSize)
+	}
+	return nil
+}
+
+// defaultBlockSize is the block size where the config names none.
+const defaultBlockSize = 512
+
+// A Store is a medium of fixed size. Its methods may be called at the same
+// time by several goroutines; of overlapping writes that run at the same time
+// either may win, octet by octet. Offsets and lengths are octets and need not
+// be aligned. An access that leaves [0, Size) fails with ErrRange and changes
+// nothing; an empty one within [0, Size] succeeds. A []byte is a loan that ends
+// when the call returns. Where several errors apply, ErrClosed comes before
+// ErrReadOnly, and ErrReadOnly before ErrRange.
+type Store interface {
+	Info() Info
+
+	// ReadAt fills p or fails. What was never written, and what was discarded
+	// or zeroed, reads as zeros.
+	ReadAt(p []byte, off int64) error
+
+	// WriteAt writes all of p or fails; after a failure the range is
+	// indeterminate.
+	WriteAt(p []byte, off int64) error
+
+	// WriteDurable is WriteAt and returns only when p is on stable storage.
+	WriteDurable(p []byte, off int64) error
+
+	// Sync returns when everything that was written before the call is on
+	// stable storage. A failure is final: from then on Sync, WriteDurable and
+	// Close fail with ErrUnsynced. A read-only Store has nothing to sync.
+	Sync() error
+
+	// Discard gives back the space of a range where the medium can. The range
+	// reads as zeros afterwards, always.
+	Discard(off, n int64) error
+
+	// Zero makes a range read as zeros without giving up its claim to space
+	// where the medium can tell the difference.
+	Zero(off, n int64) error
+
+	// Close syncs and releases the medium, also when the sync fails. Calls
+	// that are under way are not disturbed; calls after it fail with
+	// ErrClosed, and Info alone still answers.
+	Close() error
+}

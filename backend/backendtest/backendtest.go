@@ -1,0 +1,539 @@
+// Package backendtest holds every implementation of backend.Store to the
+// contract that package backend states.
+package backendtest
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"sync"
+	"testing"
+
+	"github.com/iser-target/iser-target/backend"
+)
+
+// MinSize is the least size, in octets, of the stores that Run wants. It spans
+// several pages of every implementation.
+const MinSize = 1 << 20
+
+// Run tests the Stores that open returns. Each of them must be new, so that
+// nothing was ever written to it, writable, and of at least MinSize octets.
+// Run closes them; to release what is below is for open, with t.Cleanup.
+func Run(t *testing.T, open func(t *testing.T) backend.Store) {
+	for _, c := range []struct {
+		name string
+		run  func(*testing.T, *suite)
+	}{
+		{"Info", testInfo},
+		{"UnwrittenReadsZeros", testUnwritten},
+		{"WriteThenRead", testWriteThenRead},
+		{"Range", testRange},
+		{"DiscardAndZero", testErase},
+		{"EraseWholeStore", testEraseWhole},
+		{"Sync", testSync},
+		{"ArgumentsAreLoans", testLoans},
+		{"RandomOperations", testRandom},
+		{"Concurrent", testConcurrent},
+		{"OverlappingWrites", testOverlapping},
+		{"Close", testClose},
+		{"CloseUnderway", testCloseUnderway},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s := open(t)
+			info := s.Info()
+			if info.Size < MinSize {
+				t.Fatalf("the store has %d octets, the suite needs %d", info.Size, MinSize)
+			}
+			c.run(t, &suite{Store: s, info: info, span: min(info.Size, 4<<20)})
+			if err := s.Close(); err != nil && !errors.Is(err, backend.ErrClosed) {
+				t.Errorf("Close: %v", err)
+			}
+		})
+	}
+}
+
+// RunReadOnly tests the Stores that open returns: read-only ones of
+// len(content) octets that hold content.
+func RunReadOnly(t *testing.T, open func(t *testing.T, content []byte) backend.Store) {
+	content := pattern(MinSize, 1)
+	s := open(t, content)
+	if info := s.Info(); !info.ReadOnly || info.Size != int64(len(content)) {
+		t.Fatalf("Info() = %+v, want read-only and %d octets", info, len(content))
+	}
+	if err := s.Info().Validate(); err != nil {
+		t.Error(err)
+	}
+	for name, change := range changes {
+		for _, r := range [][2]int64{{0, 512}, {1, 1}, {0, 0}, {-1, 1}, {int64(len(content)), 1}} {
+			if err := change(s, r[0], r[1]); !errors.Is(err, backend.ErrReadOnly) {
+				t.Errorf("%s of %d octets at %d: %v, want ErrReadOnly", name, r[1], r[0], err)
+			}
+		}
+	}
+	if err := s.Sync(); err != nil {
+		t.Errorf("Sync: %v", err)
+	}
+	got := make([]byte, len(content))
+	if err := s.ReadAt(got, 0); err != nil {
+		t.Fatalf("ReadAt: %v", err)
+	}
+	diff(t, "the content", got, content)
+	if err := s.ReadAt(got[:2], int64(len(content))-1); !errors.Is(err, backend.ErrRange) {
+		t.Errorf("ReadAt across the end: %v, want ErrRange", err)
+	}
+	if err := s.Close(); err != nil {
+		t.Errorf("Close: %v", err)
+	}
+	for name, change := range changes {
+		if err := change(s, 0, 512); !errors.Is(err, backend.ErrClosed) {
+			t.Errorf("%s after Close: %v, want ErrClosed", name, err)
+		}
+	}
+}
+
+// changes are the calls that change a Store, on n octets at off.
+var changes = map[string]func(s backend.Store, off, n int64) error{
+	"WriteAt":      func(s backend.Store, off, n int64) error { return s.WriteAt(pattern(buffer(n), 9), off) },
+	"WriteDurable": func(s backend.Store, off, n int64) error { return s.WriteDurable(pattern(buffer(n), 9), off) },
+	"Discard":      backend.Store.Discard,
+	"Zero":         backend.Store.Zero,
+}
+
+// buffer bounds the memory that a call with an absurd length takes; the length
+// of a slice cannot be negative.
+func buffer(n int64) int { return int(max(0, min(n, 8<<20))) }
+
+type suite struct {
+	backend.Store
+	info backend.Info
+	span int64 // octets at the start of the store that are compared as a whole
+}
+
+func testInfo(t *testing.T, s *suite) {
+	if err := s.info.Validate(); err != nil {
+		t.Error(err)
+	}
+	if s.info.ReadOnly {
+		t.Error("ReadOnly is set")
+	}
+	must(t, "WriteAt", s.WriteAt(pattern(4096, 1), 0))
+	must(t, "Discard", s.Discard(0, s.info.Size))
+	if now := s.Info(); now != s.info {
+		t.Errorf("Info changed from %+v to %+v", s.info, now)
+	}
+}
+
+// "What was never written [...] reads as zeros."
+func testUnwritten(t *testing.T, s *suite) {
+	for off := int64(0); off < s.info.Size; off += s.span {
+		n := min(s.span, s.info.Size-off)
+		s.want(t, off, make([]byte, n))
+	}
+	s.want(t, s.info.Size-1, []byte{0})
+
+	// Next to what was written, too.
+	must(t, "WriteAt", s.WriteAt([]byte{1, 2, 3}, 70_001))
+	want := make([]byte, s.span)
+	copy(want[70_001:], []byte{1, 2, 3})
+	s.want(t, 0, want)
+}
+
+// "Offsets and lengths are octets and need not be aligned", "ReadAt fills p",
+// "WriteAt writes all of p", "WriteDurable is WriteAt".
+func testWriteThenRead(t *testing.T, s *suite) {
+	writes := map[string]func([]byte, int64) error{"WriteAt": s.WriteAt, "WriteDurable": s.WriteDurable}
+	for name, write := range writes {
+		for i, r := range ragged(s.info.Size) {
+			what := fmt.Sprintf("%s of %d octets at %d", name, r.n, r.off)
+			p := pattern(int(r.n), uint64(i)+1)
+			must(t, what, write(p, r.off))
+			s.want(t, r.off, p)
+		}
+	}
+	// Zeros are data like any other.
+	must(t, "WriteAt", s.WriteAt(pattern(8192, 3), 512))
+	must(t, "WriteAt", s.WriteAt(make([]byte, 4000), 1000))
+	want := pattern(8192, 3)
+	clear(want[1000-512 : 5000-512])
+	s.want(t, 512, want)
+	// The whole store in one piece.
+	p := pattern(int(s.span), 5)
+	must(t, "WriteAt", s.WriteAt(p, 0))
+	s.want(t, 0, p)
+}
+
+// "An access that leaves [0, Size) fails with ErrRange and changes nothing; an
+// empty one within [0, Size] succeeds."
+func testRange(t *testing.T, s *suite) {
+	size := s.info.Size
+	must(t, "WriteAt", s.WriteAt(pattern(int(s.span), 1), 0))
+	must(t, "WriteAt", s.WriteAt(pattern(int(s.span), 2), size-s.span))
+	before := make([]byte, 2*s.span)
+	must(t, "ReadAt", s.ReadAt(before[:s.span], 0))
+	must(t, "ReadAt", s.ReadAt(before[s.span:], size-s.span))
+	outside := []struct{ off, n int64 }{
+		{-1, 1}, {-1, 0}, {-1, 2}, {-512, 512}, {-512, 1024}, {math.MinInt64, 1}, {math.MinInt64, 0},
+		{size, 1}, {size - 1, 2}, {size - 512, 1024}, {size + 1, 0}, {size + 512, 512}, {0, size + 1},
+		{math.MaxInt64, 1}, {math.MaxInt64, 0}, {math.MaxInt64 - 511, 512},
+		{0, math.MaxInt64}, {1, math.MaxInt64}, {math.MaxInt64, math.MaxInt64},
+		{0, -1}, {512, -512}, {size, -1}, {0, math.MinInt64}, {size, math.MinInt64},
+	}
+	calls := map[string]func(s backend.Store, off, n int64) error{
+		"ReadAt": func(s backend.Store, off, n int64) error { return s.ReadAt(make([]byte, buffer(n)), off) },
+	}
+	for name, change := range changes {
+		calls[name] = change
+	}
+	for name, call := range calls {
+		for _, r := range outside {
+			if name != "Discard" && name != "Zero" && (r.n != int64(buffer(r.n))) {
+				continue // there is no slice of such a length
+			}
+			if err := call(s, r.off, r.n); !errors.Is(err, backend.ErrRange) {
+				t.Errorf("%s of %d octets at %d of %d: %v, want ErrRange", name, r.n, r.off, size, err)
+			}
+		}
+		for _, off := range []int64{0, 1, size - 1, size} {
+			if err := call(s, off, 0); err != nil {
+				t.Errorf("%s of nothing at %d: %v", name, off, err)
+			}
+		}
+	}
+	s.want(t, 0, before[:s.span])
+	s.want(t, size-s.span, before[s.span:])
+}
+
+// "The range reads as zeros afterwards, always", and nothing else changes.
+func testErase(t *testing.T, s *suite) {
+	for name, erase := range map[string]func(off, n int64) error{"Discard": s.Discard, "Zero": s.Zero} {
+		full := pattern(int(s.span), 7)
+		start := s.info.Size - s.span // so that the end of the store is within
+		for _, r := range ragged(s.span) {
+			must(t, "WriteAt", s.WriteAt(full, start))
+			must(t, fmt.Sprintf("%s of %d octets at %d", name, r.n, start+r.off), erase(start+r.off, r.n))
+			want := bytes.Clone(full)
+			clear(want[r.off : r.off+r.n])
+			s.want(t, start, want)
+			// Twice is no different, and the range can be written again.
+			must(t, name+" again", erase(start+r.off, r.n))
+			must(t, "WriteAt", s.WriteAt(full[r.off:r.off+r.n/2], start+r.off))
+			copy(want[r.off:], full[r.off:r.off+r.n/2])
+			s.want(t, start, want)
+		}
+	}
+}
+
+func testEraseWhole(t *testing.T, s *suite) {
+	for name, erase := range map[string]func(off, n int64) error{"Discard": s.Discard, "Zero": s.Zero} {
+		must(t, "WriteAt", s.WriteAt(pattern(int(s.span), 7), 0))
+		must(t, "WriteAt", s.WriteAt(pattern(4096, 8), s.info.Size-4096))
+		must(t, name, erase(0, s.info.Size))
+		s.want(t, 0, make([]byte, s.span))
+		s.want(t, s.info.Size-4096, make([]byte, 4096))
+	}
+}
+
+// What Sync leaves on the medium, the tests of the implementations look at;
+// here it succeeds, any number of times and among writes, and keeps the data.
+func testSync(t *testing.T, s *suite) {
+	must(t, "Sync of nothing", s.Sync())
+	p := pattern(int(s.span), 2)
+	must(t, "WriteAt", s.WriteAt(p, 0))
+	must(t, "Sync", s.Sync())
+	must(t, "Discard", s.Discard(0, 100_000))
+	must(t, "Sync", s.Sync())
+	must(t, "Sync", s.Sync())
+	clear(p[:100_000])
+	s.want(t, 0, p)
+	var wg sync.WaitGroup
+	for range 32 {
+		wg.Go(func() {
+			if err := s.Sync(); err != nil {
+				t.Errorf("Sync beside others: %v", err)
+			}
+			if err := s.WriteDurable(p[:512], 0); err != nil {
+				t.Errorf("WriteDurable beside others: %v", err)
+			}
+		})
+	}
+	wg.Wait()
+	s.want(t, 0, p)
+}
+
+// "A []byte is a loan that ends when the call returns."
+func testLoans(t *testing.T, s *suite) {
+	p := pattern(8192, 1)
+	must(t, "WriteAt", s.WriteAt(p, 4096))
+	must(t, "WriteDurable", s.WriteDurable(p, 40960))
+	if !bytes.Equal(p, pattern(8192, 1)) {
+		t.Error("writing changed the buffer")
+	}
+	clear(p)
+	s.want(t, 4096, pattern(8192, 1))
+	s.want(t, 40960, pattern(8192, 1))
+
+	must(t, "ReadAt", s.ReadAt(p, 4096))
+	must(t, "WriteAt", s.WriteAt(pattern(8192, 2), 4096))
+	if !bytes.Equal(p, pattern(8192, 1)) {
+		t.Error("a write changed what an earlier read returned")
+	}
+	clear(p)
+	s.want(t, 4096, pattern(8192, 2))
+	// Nothing outside p is touched.
+	big := pattern(3*4096, 3)
+	must(t, "ReadAt", s.ReadAt(big[4096:8192:8192], 4096))
+	diff(t, "before p", big[:4096], pattern(3*4096, 3)[:4096])
+	diff(t, "after p", big[8192:], pattern(3*4096, 3)[8192:])
+}
+
+// Any sequence of calls does what it does to a []byte.
+func testRandom(t *testing.T, s *suite) {
+	const seed = 20261101
+	rnd := rand.New(rand.NewPCG(seed, 0))
+	model := make([]byte, s.span)
+	buf := make([]byte, s.span)
+	steps := 1500
+	if testing.Short() {
+		steps = 300
+	}
+	for i := range steps {
+		off := rnd.Int64N(s.span)
+		n := min(s.span-off, 1+rnd.Int64N(1<<rnd.IntN(19)))
+		if rnd.IntN(2) == 0 { // as initiators do
+			off -= off % 4096
+			n = min(s.span-off, (n+4095)/4096*4096)
+		}
+		m := model[off : off+n]
+		var what string
+		var err error
+		switch op := rnd.IntN(12); {
+		case op < 4:
+			what, err = "WriteAt", s.WriteAt(fill(m, rnd.Uint64()), off)
+		case op < 5:
+			what, err = "WriteDurable", s.WriteDurable(fill(m, rnd.Uint64()), off)
+		case op < 6:
+			clear(m)
+			what, err = "WriteAt of zeros", s.WriteAt(m, off)
+		case op < 7:
+			clear(m)
+			what, err = "Discard", s.Discard(off, n)
+		case op < 8:
+			clear(m)
+			what, err = "Zero", s.Zero(off, n)
+		case op < 9:
+			what, err = "Sync", s.Sync()
+		default:
+			what, err = "ReadAt", s.ReadAt(buf[:n], off)
+			if err == nil && !bytes.Equal(buf[:n], m) {
+				diff(t, fmt.Sprintf("seed %d, step %d: ReadAt of %d octets at %d", seed, i, n, off), buf[:n], m)
+				t.FailNow()
+			}
+		}
+		must(t, fmt.Sprintf("seed %d, step %d: %s of %d octets at %d", seed, i, what, n, off), err)
+	}
+	s.want(t, 0, model)
+}
+
+// "Its methods may be called at the same time by several goroutines": each of
+// them owns a stripe and finds there what it did, while others share the pages
+// and blocks that the stripes' ragged ends lie in.
+func testConcurrent(t *testing.T, s *suite) {
+	const workers, stripe = 16, 50_001
+	var wg sync.WaitGroup
+	for w := range workers {
+		wg.Go(func() {
+			rnd := rand.New(rand.NewPCG(uint64(w), 0))
+			base := int64(w * stripe)
+			model := make([]byte, stripe)
+			got := make([]byte, stripe)
+			for i := range 40 {
+				off := rnd.Int64N(stripe)
+				n := 1 + rnd.Int64N(stripe-off)
+				m := model[off : off+n]
+				var err error
+				switch rnd.IntN(8) {
+				case 0:
+					clear(m)
+					err = s.Discard(base+off, n)
+				case 1:
+					clear(m)
+					err = s.Zero(base+off, n)
+				case 2:
+					err = s.WriteDurable(fill(m, rnd.Uint64()), base+off)
+				case 3:
+					err = s.Sync()
+				default:
+					err = s.WriteAt(fill(m, rnd.Uint64()), base+off)
+				}
+				if err == nil {
+					err = s.ReadAt(got, base)
+				}
+				if err != nil {
+					t.Errorf("worker %d, step %d: %v", w, i, err)
+					return
+				}
+				if !bytes.Equal(got, model) {
+					diff(t, fmt.Sprintf("worker %d, step %d", w, i), got, model)
+					return
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// "Of overlapping writes that run at the same time either may win, octet by
+// octet": after them, and for readers beside them, every octet is somebody's.
+func testOverlapping(t *testing.T, s *suite) {
+	const n = 200_000
+	must(t, "WriteAt", s.WriteAt(bytes.Repeat([]byte{1}, n), 100))
+	check := func() {
+		got := make([]byte, n)
+		if err := s.ReadAt(got, 100); err != nil {
+			t.Errorf("ReadAt: %v", err)
+		}
+		for i, b := range got {
+			if b < 1 || b > 8 {
+				t.Errorf("octet %d is %#02x, which nobody wrote", i, b)
+				return
+			}
+		}
+	}
+	var wg sync.WaitGroup
+	for w := range 8 {
+		wg.Go(func() {
+			p := bytes.Repeat([]byte{byte(w + 1)}, n)
+			for range 10 {
+				if err := s.WriteAt(p, 100); err != nil {
+					t.Errorf("WriteAt: %v", err)
+				}
+				check()
+			}
+		})
+	}
+	wg.Wait()
+	check()
+}
+
+// "Calls after it fail with ErrClosed, and Info alone still answers."
+func testClose(t *testing.T, s *suite) {
+	must(t, "WriteAt", s.WriteAt(pattern(4096, 1), 0))
+	must(t, "Close", s.Close())
+	calls := map[string]func() error{
+		"ReadAt": func() error { return s.ReadAt(make([]byte, 1), 0) },
+		"Sync":   s.Sync,
+		"Close":  s.Close,
+	}
+	for name, change := range changes {
+		calls[name] = func() error { return change(s, 0, 512) }
+		calls[name+" outside the store"] = func() error { return change(s, -1, 512) }
+	}
+	for name, call := range calls {
+		if err := call(); !errors.Is(err, backend.ErrClosed) {
+			t.Errorf("%s after Close: %v, want ErrClosed", name, err)
+		}
+	}
+	if s.Info() != s.info {
+		t.Errorf("Info after Close is %+v, before %+v", s.Info(), s.info)
+	}
+}
+
+// "Calls that are under way are not disturbed": they succeed or, when Close
+// was first, fail with ErrClosed.
+func testCloseUnderway(t *testing.T, s *suite) {
+	var wg sync.WaitGroup
+	started := make(chan struct{}, 8)
+	for w := range 8 {
+		wg.Go(func() {
+			p := pattern(10_000, uint64(w))
+			for i := 0; ; i++ {
+				err := s.WriteAt(p, int64(w)*100_000)
+				if err == nil && i%5 == 0 {
+					err = s.Sync()
+				}
+				if err == nil {
+					err = s.Discard(int64(w)*100_000, 10_000)
+				}
+				if err == nil {
+					err = s.ReadAt(p, int64(w)*100_000)
+				}
+				if i == 0 {
+					started <- struct{}{}
+				}
+				if err != nil {
+					if !errors.Is(err, backend.ErrClosed) {
+						t.Errorf("beside Close: %v", err)
+					}
+					return
+				}
+			}
+		})
+	}
+	for range 8 {
+		<-started
+	}
+	must(t, "Close", s.Close())
+	wg.Wait()
+}
+
+type extent struct{ off, n int64 }
+
+// ragged returns ranges within [0, size) that begin and end on, just before
+// and just after the blocks and pages of every implementation.
+func ragged(size int64) []extent {
+	rs := []extent{
+		{0, 1}, {0, 512}, {0, 4096}, {511, 2}, {512, 512}, {4095, 2}, {4096, 8192}, {4097, 8190}, {1, 4095},
+		{1000, 70_000}, {65_535, 2}, {65_536, 65_536}, {65_535, 65_538}, {65_537, 65_534}, {3, 300_001},
+		{131_072, 262_144}, {131_072 - 512, 262_144 + 1024},
+	}
+	for _, n := range []int64{1, 511, 512, 4096, 4097, 65_536, 100_000} {
+		rs = append(rs, extent{size - n, n})
+	}
+	return rs
+}
+
+// want fails unless the store holds want at off.
+func (s *suite) want(t *testing.T, off int64, want []byte) {
+	t.Helper()
+	got := pattern(len(want), 99) // so that what is not filled is seen
+	must(t, "ReadAt", s.ReadAt(got, off))
+	diff(t, fmt.Sprintf("%d octets at %d", len(want), off), got, want)
+}
+
+func must(t *testing.T, what string, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatalf("%s: %v", what, err)
+	}
+}
+
+// diff reports where got and want part.
+func diff(t *testing.T, what string, got, want []byte) {
+	t.Helper()
+	if bytes.Equal(got, want) {
+		return
+	}
+	for i := range want {
+		if got[i] != want[i] {
+			t.Errorf("%s: octet %d is %#02x, want %#02x", what, i, got[i], want[i])
+			return
+		}
+	}
+}
+
+// pattern returns n octets that depend on the seed; none of them is zero, so
+// that none can be mistaken for an unwritten one.
+func pattern(n int, seed uint64) []byte { return fill(make([]byte, n), seed) }
+
+func fill(p []byte, seed uint64) []byte {
+	x := seed*0x9e3779b97f4a7c15 + 1
+	for i := range p {
+		x ^= x << 13
+		x ^= x >> 7
+		x ^= x << 17
+		p[i] = byte(x>>32) | 1
+	}
+	return p
+}

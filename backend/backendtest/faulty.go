@@ -1,0 +1,133 @@
+package backendtest
+
+import (
+	"sync"
+
+	"github.com/iser-target/iser-target/backend"
+)
+
+// An Op names a call of backend.Store that can fail.
+type Op int
+
+const (
+	ReadAt Op = iota
+	WriteAt
+	WriteDurable
+	Sync
+	Discard
+	Zero
+	Close
+	numOps
+)
+
+func (o Op) String() string {
+	return [numOps]string{"ReadAt", "WriteAt", "WriteDurable", "Sync", "Discard", "Zero", "Close"}[o]
+}
+
+// Faulty is a Store that fails on demand. A call that fails does not reach
+// the Store below, with one exception: Close always does. All methods may be
+// called at the same time. The zero value of the unexported fields is ready;
+// use it as &Faulty{Store: s}.
+//
+// Faulty injects what it is told and nothing else: that a failed Sync is final
+// is for the test to play.
+type Faulty struct {
+	backend.Store
+
+	mu    sync.Mutex
+	errs  [numOps]error
+	hook  func(op Op, off, n int64) error
+	calls [numOps]int
+}
+
+// Fail makes every later call of op fail with err, or succeed again with nil.
+func (f *Faulty) Fail(op Op, err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.errs[op] = err
+}
+
+// Hook makes h run, without a lock held, before every later call that Fail has
+// not chosen, with the range of the call in octets (0, 0 for Sync and Close).
+// The call fails with what h returns unless that is nil. h may block, to hold
+// a call up. Hook(nil) ends it.
+func (f *Faulty) Hook(h func(op Op, off, n int64) error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.hook = h
+}
+
+// Calls tells how often op was called, failed calls included.
+func (f *Faulty) Calls(op Op) int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.calls[op]
+}
+
+func (f *Faulty) call(op Op, off, n int64) error {
+	f.mu.Lock()
+	f.calls[op]++
+	err, hook := f.errs[op], f.hook
+	f.mu.Unlock()
+	if err != nil || hook == nil {
+		return err
+	}
+	return hook(op, off, n)
+}
+
+// ReadAt implements backend.Store.
+func (f *Faulty) ReadAt(p []byte, off int64) error {
+	if err := f.call(ReadAt, off, int64(len(p))); err != nil {
+		return err
+	}
+	return f.Store.ReadAt(p, off)
+}
+
+// WriteAt implements backend.Store.
+func (f *Faulty) WriteAt(p []byte, off int64) error {
+	if err := f.call(WriteAt, off, int64(len(p))); err != nil {
+		return err
+	}
+	return f.Store.WriteAt(p, off)
+}
+
+// WriteDurable implements backend.Store.
+func (f *Faulty) WriteDurable(p []byte, off int64) error {
+	if err := f.call(WriteDurable, off, int64(len(p))); err != nil {
+		return err
+	}
+	return f.Store.WriteDurable(p, off)
+}
+
+// Sync implements backend.Store.
+func (f *Faulty) Sync() error {
+	if err := f.call(Sync, 0, 0); err != nil {
+		return err
+	}
+	return f.Store.Sync()
+}
+
+// Discard implements backend.Store.
+func (f *Faulty) Discard(off, n int64) error {
+	if err := f.call(Discard, off, n); err != nil {
+		return err
+	}
+	return f.Store.Discard(off, n)
+}
+
+// Zero implements backend.Store.
+func (f *Faulty) Zero(off, n int64) error {
+	if err := f.call(Zero, off, n); err != nil {
+		return err
+	}
+	return f.Store.Zero(off, n)
+}
+
+// Close implements backend.Store. It releases the Store below in any case.
+func (f *Faulty) Close() error {
+	err := f.call(Close, 0, 0)
+	if below := f.Store.Close(); err == nil {
+		err = below
+	}
+	return err
+}

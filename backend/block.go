@@ -1,0 +1,167 @@
+package backend
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// BlockConfig describes a block store. The zero value of a field other than
+// Path means its default.
+type BlockConfig struct {
+	Path string
+	// BlockSize is 512 or 4096 and at least the device's logical sector size,
+	// which is the default.
+	BlockSize uint32
+	ReadOnly  bool
+	// WriteThrough makes every change durable before its call returns.
+	WriteThrough bool
+}
+
+// OpenBlock opens a block device as a Store, with sizes as the kernel has them.
+// The Store is read-only when the config or the kernel says so. The device is
+// opened with O_EXCL, also for reading: it is refused while it is mounted or
+// otherwise in use, and nobody can mount it while the Store is open.
+//
+// The Store has a volatile cache, whatever queue/write_cache in sysfs says
+// about the device's own: the page cache is in front of the device.
+func OpenBlock(c BlockConfig) (s Store, err error) {
+	fail := func(err error) (Store, error) {
+		return nil, fmt.Errorf("block store %s: %w", c.Path, err)
+	}
+	st, err := os.Stat(c.Path)
+	switch {
+	case err != nil:
+		return fail(err)
+	case st.Mode()&(os.ModeDevice|os.ModeCharDevice) != os.ModeDevice:
+		return fail(fmt.Errorf("is no block device (%s): a regular file wants the file backend", st.Mode()))
+	}
+	fd, err := openBlock(c.Path, c.ReadOnly)
+	if err != nil {
+		return fail(err)
+	}
+	defer func() {
+		if err != nil {
+			unix.Close(fd)
+		}
+	}()
+
+	info := Info{BlockSize: c.BlockSize}
+	var logical, physical, readOnly uint32 // the kernel's are int and unsigned int
+	var kst unix.Stat_t
+	for _, q := range []struct {
+		what string
+		err  error
+	}{
+		{"fstat", unix.Fstat(fd, &kst)},
+		{"BLKGETSIZE64", ioctl(fd, unix.BLKGETSIZE64, unsafe.Pointer(&info.Size))},
+		{"BLKSSZGET", ioctl(fd, unix.BLKSSZGET, unsafe.Pointer(&logical))},
+		{"BLKPBSZGET", ioctl(fd, unix.BLKPBSZGET, unsafe.Pointer(&physical))},
+		{"BLKROGET", ioctl(fd, unix.BLKROGET, unsafe.Pointer(&readOnly))},
+	} {
+		if q.err != nil {
+			return fail(fmt.Errorf("%s: %w", q.what, q.err))
+		}
+	}
+	if kst.Mode&unix.S_IFMT != unix.S_IFBLK {
+		return fail(errors.New("is no block device any more"))
+	}
+	switch {
+	case info.Size == 0:
+		return fail(errors.New("has no medium, or one of no size"))
+	case c.BlockSize == 0:
+		info.BlockSize = logical
+	case c.BlockSize < logical:
+		return fail(fmt.Errorf("block size %d is configured, but the device has sectors of %d octets: configure %[2]d, or none",
+			c.BlockSize, logical))
+	}
+	info.ReadOnly = c.ReadOnly || readOnly != 0
+	info.PhysicalBlockSize = blockSizeOf(int64(physical), info.BlockSize, 1<<30)
+	if !info.ReadOnly {
+		info.DiscardGranularity = discardGranularity(kst.Rdev, info.BlockSize)
+	}
+	if err := info.Validate(); err != nil {
+		return fail(err)
+	}
+	// blkdev_fallocate refuses what is not aligned to logical sectors.
+	return newDisk(c.Path, fd, info, int64(logical), c.WriteThrough && !info.ReadOnly), nil
+}
+
+// openBlock opens for writing unless readOnly, or unless the kernel has the
+// device as read-only.
+func openBlock(path string, readOnly bool) (fd int, err error) {
+	open := func(mode int) error {
+		return retry(func() (err error) {
+			fd, err = unix.Open(path, mode|unix.O_EXCL|unix.O_CLOEXEC, 0)
+			return err
+		})
+	}
+	if readOnly {
+		err = open(unix.O_RDONLY)
+	} else {
+		err = open(unix.O_RDWR)
+		if err == unix.EROFS || err == unix.EACCES || err == unix.EPERM {
+			first := err
+			if err = open(unix.O_RDONLY); err == nil {
+				var ro int32
+				if ioctl(fd, unix.BLKROGET, unsafe.Pointer(&ro)) != nil || ro == 0 {
+					unix.Close(fd)
+					err = first // we may not write, though others may
+				}
+			}
+		}
+	}
+	switch err {
+	case nil:
+		return fd, nil
+	case unix.EBUSY:
+		return 0, errors.New("is in use: it is mounted, swap, part of a RAID or volume group, or another target serves it; " +
+			"lsblk(8) tells more")
+	}
+	return 0, fmt.Errorf("open: %w", err)
+}
+
+// ioctl is for the requests of linux/fs.h that fill in *arg.
+func ioctl(fd int, request uint, arg unsafe.Pointer) error {
+	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), uintptr(request), uintptr(arg)); errno != 0 {
+		return errno
+	}
+	return nil
+}
+
+// discardGranularity asks sysfs (Documentation/ABI/stable/sysfs-block). It
+// returns 0 when Discard would only write zeros, which is so for a device that
+// can discard but does not promise zeros afterwards, and when sysfs is missing.
+func discardGranularity(dev uint64, blockSize uint32) uint32 {
+	dir, err := filepath.EvalSymlinks(fmt.Sprintf("/sys/dev/block/%d:%d", unix.Major(dev), unix.Minor(dev)))
+	if err != nil {
+		return 0
+	}
+	if _, err := os.Stat(filepath.Join(dir, "queue")); err != nil {
+		dir = filepath.Dir(dir) // a partition has the queue of its disk
+	}
+	attribute := func(name string) uint64 {
+		b, err := os.ReadFile(filepath.Join(dir, "queue", name))
+		if err != nil {
+			return 0
+		}
+		v, err := strconv.ParseUint(strings.TrimSpace(string(b)), 10, 64)
+		if err != nil {
+			return 0
+		}
+		return v
+	}
+	g := attribute("discard_granularity")
+	if g == 0 || g > math.MaxInt32 || attribute("discard_max_bytes") == 0 || attribute("write_zeroes_max_bytes") == 0 {
+		return 0
+	}
+	bs := uint64(blockSize)
+	return uint32((g + bs - 1) / bs * bs)
+}

@@ -1,0 +1,394 @@
+package backend
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"math/bits"
+	"strconv"
+	"sync"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+)
+
+// A disk is a Store over a file descriptor: what regular files and block
+// devices have in common, which is nearly everything. I/O goes through the
+// page cache, so that accesses need no alignment.
+//
+// The kernel reports a failed write-back once and then forgets it: the pages
+// are marked clean although the medium does not hold them, and the next fsync
+// answers that all is well. Hence failed: after one failure nobody is told
+// again that data is safe.
+//
+// "Once" means once per open file description (errseq_t in the kernel's
+// Documentation/core-api/errseq.rst). If two syncs shared a description, one
+// could eat the error that the other one is owed. Hence flushers: every sync
+// has a description to itself while it runs.
+type disk struct {
+	info    Info
+	path    string
+	through bool  // WriteAt, Discard and Zero return when all is stable
+	align   int64 // fallocate wants offset and length as multiples of this
+
+	fd       osFile
+	flushers chan osFile // descriptions that no sync is using; fd is one of them
+	failed   atomic.Bool // a sync has failed
+
+	refused [len(eraseModes)]atomic.Bool // the medium does not know the mode
+	noDsync atomic.Bool                  // the kernel does not know RWF_DSYNC
+
+	mu     sync.RWMutex // held for reading by calls, for writing by Close
+	closed bool         // guarded by mu
+}
+
+// maxFlushers bounds the descriptors that a disk opens, and with them the
+// syncs that run at the same time.
+const maxFlushers = 8
+
+// osFile is what a disk wants from the kernel; tests put a failing one in its
+// place. Errors are errno values; transfers may be short.
+type osFile interface {
+	pread(p []byte, off int64) (int, error)
+	pwrite(p []byte, off int64, flags int) (int, error) // flags of pwritev2(2)
+	fallocate(mode uint32, off, n int64) error
+	fdatasync() error
+	close() error
+}
+
+// newDisk makes a disk of the open descriptor fd and owns it from then on.
+func newDisk(path string, fd int, info Info, align int64, through bool) *disk {
+	info.VolatileCache = !through
+	d := &disk{
+		info:     info,
+		path:     path,
+		through:  through,
+		align:    align,
+		fd:       sysFile(fd),
+		flushers: make(chan osFile, maxFlushers),
+	}
+	d.flushers <- d.fd
+	for !info.ReadOnly && len(d.flushers) < maxFlushers {
+		// Unlike dup, this opens the file anew. Where /proc is missing, syncs
+		// share what descriptions there are and wait for one another.
+		extra, err := unix.Open("/proc/self/fd/"+strconv.Itoa(fd), unix.O_RDWR|unix.O_CLOEXEC, 0)
+		if err != nil {
+			break
+		}
+		d.flushers <- sysFile(extra)
+	}
+	return d
+}
+
+// Info implements Store.
+func (d *disk) Info() Info { return d.info }
+
+// enter begins a call on [off, off+n). The caller has to call d.mu.RUnlock
+// unless enter fails.
+func (d *disk) enter(off, n int64, changes bool) error {
+	d.mu.RLock()
+	var err error
+	switch {
+	case d.closed:
+		err = ErrClosed
+	case changes && d.info.ReadOnly:
+		err = ErrReadOnly
+	default:
+		err = d.info.CheckRange(off, n)
+	}
+	if err != nil {
+		d.mu.RUnlock()
+	}
+	return err
+}
+
+// ReadAt implements Store.
+func (d *disk) ReadAt(p []byte, off int64) error {
+	if err := d.enter(off, int64(len(p)), false); err != nil {
+		return err
+	}
+	defer d.mu.RUnlock()
+	for len(p) > 0 {
+		n, err := d.fd.pread(p, off)
+		if err == nil && n == 0 {
+			err = fmt.Errorf("the medium is smaller than when it was opened: %w", io.ErrUnexpectedEOF)
+		}
+		if err != nil {
+			return fmt.Errorf("read %s at %d: %w", d.path, off, err)
+		}
+		p, off = p[n:], off+int64(n)
+	}
+	return nil
+}
+
+// WriteAt implements Store.
+func (d *disk) WriteAt(p []byte, off int64) error {
+	if d.through {
+		return d.WriteDurable(p, off)
+	}
+	if err := d.enter(off, int64(len(p)), true); err != nil {
+		return err
+	}
+	defer d.mu.RUnlock()
+	return d.writeError(off, writeAll(d.fd, p, off, 0))
+}
+
+// WriteDurable implements Store. It syncs no more than p where the kernel can.
+func (d *disk) WriteDurable(p []byte, off int64) error {
+	if err := d.enter(off, int64(len(p)), true); err != nil {
+		return err
+	}
+	defer d.mu.RUnlock()
+	f := <-d.flushers
+	defer func() { d.flushers <- f }()
+	if d.failed.Load() {
+		return ErrUnsynced
+	}
+	if !d.noDsync.Load() {
+		err := writeAll(f, p, off, unix.RWF_DSYNC)
+		switch {
+		case err == nil:
+			return nil
+		case err == unix.EOPNOTSUPP || err == unix.ENOSYS:
+			d.noDsync.Store(true)
+		case isNoSpace(err):
+			// Either there was no room for p, which is no reason to distrust
+			// the medium, or write-back found none for what it had taken
+			// earlier, which is. The former happens again without a sync.
+			if again := writeAll(f, p, off, 0); isNoSpace(again) {
+				return d.writeError(off, again)
+			}
+			return d.fail(err)
+		default:
+			return d.fail(err)
+		}
+	}
+	if err := writeAll(f, p, off, 0); err != nil {
+		return d.writeError(off, err)
+	}
+	return d.flush(f)
+}
+
+// Sync implements Store.
+func (d *disk) Sync() error {
+	if err := d.enter(0, 0, false); err != nil {
+		return err
+	}
+	defer d.mu.RUnlock()
+	return d.sync()
+}
+
+// sync is Sync for those that have entered.
+func (d *disk) sync() error {
+	if d.info.ReadOnly {
+		return nil
+	}
+	f := <-d.flushers
+	defer func() { d.flushers <- f }()
+	return d.flush(f)
+}
+
+// flush syncs through f, which the caller has taken from d.flushers.
+func (d *disk) flush(f osFile) error {
+	if d.failed.Load() {
+		return ErrUnsynced
+	}
+	if err := f.fdatasync(); err != nil {
+		return d.fail(err)
+	}
+	return nil
+}
+
+// fail records that a sync failed with err. Not even a lack of space is
+// reported as one here: what it hit was acknowledged before.
+func (d *disk) fail(err error) error {
+	d.failed.Store(true)
+	return fmt.Errorf("sync %s: %w", d.path, err)
+}
+
+// eraseModes are the modes of fallocate that make a range read as zeros, in
+// the order in which Discard tries them; Zero starts at eraseZero. The kernel
+// promises the zeros for regular files (fallocate(2)) and for block devices
+// (blkdev_fallocate: PUNCH_HOLE is a write of zeros that may unmap, and fails
+// where the device cannot). BLKDISCARD promises nothing about later reads.
+var eraseModes = [...]uint32{
+	erasePunch: unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE,
+	eraseZero:  unix.FALLOC_FL_ZERO_RANGE | unix.FALLOC_FL_KEEP_SIZE,
+}
+
+const (
+	erasePunch = iota
+	eraseZero
+)
+
+// Discard implements Store.
+func (d *disk) Discard(off, n int64) error { return d.erase(off, n, erasePunch) }
+
+// Zero implements Store.
+func (d *disk) Zero(off, n int64) error { return d.erase(off, n, eraseZero) }
+
+// erase makes a range read as zeros by the first of eraseModes[mode:] that
+// the medium knows, and by writing zeros otherwise.
+func (d *disk) erase(off, n int64, mode int) error {
+	if err := d.enter(off, n, true); err != nil {
+		return err
+	}
+	defer d.mu.RUnlock()
+	end := off + n
+	first, last := (off+d.align-1)/d.align*d.align, end/d.align*d.align
+	if first >= last {
+		first, last = end, end // all of it is ragged
+	}
+	if err := d.writeZeros(off, first); err != nil {
+		return err
+	}
+	if err := d.eraseAligned(first, last, mode); err != nil {
+		return err
+	}
+	if err := d.writeZeros(last, end); err != nil {
+		return err
+	}
+	if d.through {
+		return d.sync()
+	}
+	return nil
+}
+
+func (d *disk) eraseAligned(off, end int64, mode int) error {
+	if off == end {
+		return nil // which fallocate refuses
+	}
+	for ; mode < len(eraseModes); mode++ {
+		if d.refused[mode].Load() {
+			continue
+		}
+		switch err := d.fd.fallocate(eraseModes[mode], off, end-off); err {
+		case nil:
+			return nil
+		case unix.EOPNOTSUPP, unix.ENOSYS, unix.ENODEV:
+			d.refused[mode].Store(true)
+		case unix.EINVAL, unix.EBUSY:
+			// Not this range, or not now (a block device whose pages others
+			// are writing, before Linux 5.16).
+		default:
+			return d.writeError(off, err)
+		}
+	}
+	return d.writeZeros(off, end)
+}
+
+// zeros is never written to. It costs no memory: only reads touch it.
+var zeros [256 << 10]byte
+
+// writeZeros writes zeros to [off, end).
+func (d *disk) writeZeros(off, end int64) error {
+	for off < end {
+		n := min(end-off, int64(len(zeros)))
+		if err := writeAll(d.fd, zeros[:n], off, 0); err != nil {
+			return d.writeError(off, err)
+		}
+		off += n
+	}
+	return nil
+}
+
+// Close implements Store.
+func (d *disk) Close() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.closed {
+		return ErrClosed
+	}
+	d.closed = true
+	err := d.sync()
+	for len(d.flushers) > 0 { // nobody else is left to take or return one
+		err = errors.Join(err, (<-d.flushers).close())
+	}
+	return err
+}
+
+// writeError describes err, which a write at off met; nil stays nil.
+func (d *disk) writeError(off int64, err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case isNoSpace(err):
+		return fmt.Errorf("write %s at %d: %w: %w", d.path, off, ErrNoSpace, err)
+	}
+	return fmt.Errorf("write %s at %d: %w", d.path, off, err)
+}
+
+func isNoSpace(err error) bool { return err == unix.ENOSPC || err == unix.EDQUOT }
+
+// writeAll writes p, in as many steps as the kernel likes.
+func writeAll(f osFile, p []byte, off int64, flags int) error {
+	for len(p) > 0 {
+		n, err := f.pwrite(p, off, flags)
+		if err != nil {
+			return err
+		}
+		if n == 0 {
+			return unix.EIO // or this would never end
+		}
+		p, off = p[n:], off+int64(n)
+	}
+	return nil
+}
+
+// sysFile is the real osFile: a descriptor.
+type sysFile int
+
+func (f sysFile) pread(p []byte, off int64) (n int, err error) {
+	for {
+		if n, err = unix.Pread(int(f), p, off); err != unix.EINTR {
+			return n, err
+		}
+	}
+}
+
+func (f sysFile) pwrite(p []byte, off int64, flags int) (n int, err error) {
+	for {
+		if flags == 0 {
+			n, err = unix.Pwrite(int(f), p, off)
+		} else {
+			n, err = unix.Pwritev2(int(f), [][]byte{p}, off, flags)
+		}
+		if err != unix.EINTR {
+			return n, err
+		}
+	}
+}
+
+func (f sysFile) fallocate(mode uint32, off, n int64) error {
+	return retry(func() error { return unix.Fallocate(int(f), mode, off, n) })
+}
+
+func (f sysFile) fdatasync() error {
+	return retry(func() error { return unix.Fdatasync(int(f)) })
+}
+
+// close is not retried: Linux has released the descriptor even after EINTR.
+func (f sysFile) close() error {
+	if err := unix.Close(int(f)); err != unix.EINTR {
+		return err
+	}
+	return nil
+}
+
+// retry calls f until no signal interrupts it.
+func retry(f func() error) error {
+	for {
+		if err := f(); err != unix.EINTR {
+			return err
+		}
+	}
+}
+
+// blockSizeOf turns a block size that the kernel reported into one that fits
+// Info: a power of two, at least blockSize and at most limit.
+func blockSizeOf(reported int64, blockSize, limit uint32) uint32 {
+	if reported <= int64(blockSize) || reported > int64(limit) || bits.OnesCount64(uint64(reported)) != 1 {
+		return blockSize
+	}
+	return uint32(reported)
+}

@@ -1,0 +1,255 @@
+package backend
+
+import (
+	"bytes"
+	"fmt"
+	"sync"
+	"sync/atomic"
+)
+
+const (
+	// memoryPage is what a memory store allocates at a time, in octets. Larger
+	// pages waste more under scattered small writes, smaller ones need a
+	// larger table.
+	memoryPage = 64 << 10
+	// leafPages is the number of pages whose slots are allocated together.
+	leafPages = 1024
+	leafSpan  = leafPages * memoryPage // octets of the store below one leaf: 64 MiB
+	// maxMemorySize bounds the root of the table to 8 MiB of memory.
+	maxMemorySize = 64 << 40
+)
+
+// MemoryConfig describes a memory store. The zero value of a field other than
+// Size means its default.
+type MemoryConfig struct {
+	Size      int64  // octets, a multiple of BlockSize, at most 64 TiB
+	BlockSize uint32 // 512 or 4096; default 512
+	// Limit is the most memory, in octets, that the data may use; a write
+	// beyond it fails with ErrNoSpace. Default: no limit other than Size.
+	Limit int64
+}
+
+// Memory is a Store in the memory of this process; its data ends with it. It
+// is sparse: memory is allocated in pages of 64 KiB as it is written, and
+// Discard of whole pages gives it back. Beside the data, a table of 32 KiB is
+// kept for every 64 MiB of the store that were ever written to.
+//
+//	root ─ leaf ─ slot ─ page
+//	       64 MiB of the store each; nil until first written
+//	              64 KiB each, with the lock of its page
+//	                     nil where the store reads as zeros
+type Memory struct {
+	info   Info
+	limit  int64
+	used   atomic.Int64 // octets in pages
+	closed atomic.Bool
+	root   []atomic.Pointer[leaf]
+}
+
+type leaf [leafPages]slot
+
+// A slot holds one page. There is no lock but these on the data path: accesses
+// to different pages never wait for one another, and reads of one page run
+// together.
+type slot struct {
+	mu   sync.RWMutex
+	page *[memoryPage]byte // guarded by mu
+}
+
+// OpenMemory makes a memory store that reads as zeros. The Store is a *Memory.
+func OpenMemory(c MemoryConfig) (Store, error) {
+	if c.BlockSize == 0 {
+		c.BlockSize = defaultBlockSize
+	}
+	info := Info{
+		Size:               c.Size,
+		BlockSize:          c.BlockSize,
+		PhysicalBlockSize:  c.BlockSize, // no access costs a read-modify-write
+		DiscardGranularity: memoryPage,
+		// There is no cache in front of the medium: what WriteAt has written
+		// is where it will ever be. That the medium itself forgets when the
+		// power fails is no cache either, and no sync would help.
+		VolatileCache: false,
+		Nonblocking:   true,
+	}
+	switch {
+	case c.Size > maxMemorySize:
+		return nil, fmt.Errorf("memory store: size %d: want at most %d octets", c.Size, int64(maxMemorySize))
+	case c.Limit < 0:
+		return nil, fmt.Errorf("memory store: limit %d is negative", c.Limit)
+	}
+	if err := info.Validate(); err != nil {
+		return nil, fmt.Errorf("memory store: %w", err)
+	}
+	return &Memory{
+		info:  info,
+		limit: c.Limit,
+		root:  make([]atomic.Pointer[leaf], (c.Size+leafSpan-1)/leafSpan),
+	}, nil
+}
+
+// Info implements Store.
+func (m *Memory) Info() Info { return m.info }
+
+// Used tells how many octets of memory the data takes: a multiple of 64 KiB.
+func (m *Memory) Used() int64 { return m.used.Load() }
+
+// ReadAt implements Store. It does not allocate.
+func (m *Memory) ReadAt(p []byte, off int64) error {
+	if err := m.check(off, int64(len(p))); err != nil {
+		return err
+	}
+	for len(p) > 0 {
+		in := int(off % memoryPage)
+		n := min(len(p), memoryPage-in)
+		m.slot(off).read(p[:n], in)
+		p, off = p[n:], off+int64(n)
+	}
+	return nil
+}
+
+// WriteAt implements Store. It allocates the pages that are missing, unless
+// there is nothing but zeros to write to them.
+func (m *Memory) WriteAt(p []byte, off int64) error {
+	if err := m.check(off, int64(len(p))); err != nil {
+		return err
+	}
+	for len(p) > 0 {
+		in := int(off % memoryPage)
+		n := min(len(p), memoryPage-in)
+		if err := m.write(p[:n], off, in); err != nil {
+			return err
+		}
+		p, off = p[n:], off+int64(n)
+	}
+	return nil
+}
+
+// WriteDurable implements Store: memory is as stable as it will ever be.
+func (m *Memory) WriteDurable(p []byte, off int64) error { return m.WriteAt(p, off) }
+
+// Sync implements Store.
+func (m *Memory) Sync() error { return m.check(0, 0) }
+
+// Discard implements Store. Pages that lie wholly in the range are freed.
+func (m *Memory) Discard(off, n int64) error {
+	return m.clear(off, n, func(s *slot, from, to int) {
+		if to-from == memoryPage {
+			s.page = nil
+			m.used.Add(-memoryPage)
+			return
+		}
+		clear(s.page[from:to])
+	})
+}
+
+// Zero implements Store. Pages keep their memory.
+func (m *Memory) Zero(off, n int64) error {
+	return m.clear(off, n, func(s *slot, from, to int) { clear(s.page[from:to]) })
+}
+
+// Close implements Store and frees the data.
+func (m *Memory) Close() error {
+	if m.closed.Swap(true) {
+		return ErrClosed
+	}
+	for i := range m.root {
+		m.root[i].Store(nil)
+	}
+	m.used.Store(0)
+	return nil
+}
+
+func (m *Memory) check(off, n int64) error {
+	if m.closed.Load() {
+		return ErrClosed
+	}
+	return m.info.CheckRange(off, n)
+}
+
+// slot returns the slot of the page that off lies in, or nil when nothing was
+// written near it.
+func (m *Memory) slot(off int64) *slot {
+	l := m.root[off/leafSpan].Load()
+	if l == nil {
+		return nil
+	}
+	return &l[off%leafSpan/memoryPage]
+}
+
+func (s *slot) read(p []byte, in int) {
+	if s == nil {
+		clear(p)
+		return
+	}
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	if s.page == nil {
+		clear(p)
+		return
+	}
+	copy(p, s.page[in:])
+}
+
+// write writes p, which lies within one page, to that page at in.
+func (m *Memory) write(p []byte, off int64, in int) error {
+	s := m.slot(off)
+	if s == nil {
+		if isZero(p) {
+			return nil
+		}
+		m.root[off/leafSpan].CompareAndSwap(nil, new(leaf)) // or another writer's
+		if s = m.slot(off); s == nil {
+			return ErrClosed // meanwhile
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.page == nil {
+		if isZero(p) {
+			return nil
+		}
+		if used := m.used.Add(memoryPage); m.limit > 0 && used > m.limit {
+			m.used.Add(-memoryPage)
+			return fmt.Errorf("%w: memory store is limited to %d octets", ErrNoSpace, m.limit)
+		}
+		s.page = new([memoryPage]byte)
+	}
+	copy(s.page[in:], p)
+	return nil
+}
+
+// clear calls f, with the slot locked, for every page that is allocated in
+// the range and the octets [from, to) of it that are in the range. The last
+// page counts as whole when the range reaches the end of the store.
+func (m *Memory) clear(off, n int64, f func(s *slot, from, to int)) error {
+	if err := m.check(off, n); err != nil {
+		return err
+	}
+	for end := off + n; off < end; {
+		if m.root[off/leafSpan].Load() == nil {
+			off = off - off%leafSpan + leafSpan
+			continue
+		}
+		from := int(off % memoryPage)
+		to := int(min(memoryPage, int64(from)+end-off))
+		next := off + int64(to-from)
+		if next == m.info.Size {
+			to = memoryPage
+		}
+		if s := m.slot(off); s != nil {
+			s.mu.Lock()
+			if s.page != nil {
+				f(s, from, to)
+			}
+			s.mu.Unlock()
+		}
+		off = next
+	}
+	return nil
+}
+
+// isZero tells whether p is all zeros. On most data it looks at one octet.
+func isZero(p []byte) bool {
+	return len(p) == 0 || p[0] == 0 && bytes.Equal(p[1:], p[:len(p)-1])
+}

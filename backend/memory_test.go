@@ -1,0 +1,171 @@
+package backend_test
+
+import (
+	"bytes"
+	"errors"
+	"testing"
+
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/backendtest"
+)
+
+func openMemory(t testing.TB, c backend.MemoryConfig) *backend.Memory {
+	t.Helper()
+	s, err := backend.OpenMemory(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s.(*backend.Memory)
+}
+
+func TestMemory(t *testing.T) {
+	for name, c := range map[string]backend.MemoryConfig{
+		"512":          {Size: 8 << 20},
+		"4096":         {Size: 8 << 20, BlockSize: 4096},
+		"RaggedEnd":    {Size: 3<<20 + 512}, // the last page lies partly behind the end
+		"SeveralSpans": {Size: 130 << 20},   // two and a bit leaves
+	} {
+		t.Run(name, func(t *testing.T) {
+			backendtest.Run(t, func(t *testing.T) backend.Store { return openMemory(t, c) })
+		})
+	}
+}
+
+func TestMemoryInfo(t *testing.T) {
+	m := openMemory(t, backend.MemoryConfig{Size: 1 << 30, BlockSize: 4096})
+	want := backend.Info{Size: 1 << 30, BlockSize: 4096, PhysicalBlockSize: 4096, DiscardGranularity: 64 << 10, Nonblocking: true}
+	if m.Info() != want {
+		t.Errorf("Info() = %+v, want %+v", m.Info(), want)
+	}
+}
+
+func TestMemoryConfig(t *testing.T) {
+	for _, c := range []backend.MemoryConfig{
+		{}, {Size: -512}, {Size: 513}, {Size: 512, BlockSize: 4096}, {Size: 4096, BlockSize: 1024},
+		{Size: 64<<40 + 512}, {Size: 1<<63 - 512}, {Size: 4096, Limit: -1},
+	} {
+		if s, err := backend.OpenMemory(c); err == nil {
+			t.Errorf("%+v gave %+v, want an error", c, s.Info())
+		}
+	}
+}
+
+// Memory is used as it is written, and Discard gives it back.
+func TestMemoryUsed(t *testing.T) {
+	const page = 64 << 10
+	m := openMemory(t, backend.MemoryConfig{Size: 64 << 40})
+	step := func(what string, want int64, err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatalf("%s: %v", what, err)
+		}
+		if m.Used() != want {
+			t.Errorf("after %s: %d octets used, want %d", what, m.Used(), want)
+		}
+	}
+	size, full := m.Info().Size, bytes.Repeat([]byte{0xa5}, 4*page)
+	step("opening", 0, nil)
+	step("reading", 0, m.ReadAt(make([]byte, 1<<20), 1<<40))
+	step("writing zeros", 0, m.WriteAt(make([]byte, 1<<20), 1<<40))
+	step("zeroing and discarding all", 0, errors.Join(m.Zero(0, size), m.Discard(0, size)))
+	step("writing one octet", page, m.WriteAt(full[:1], 5))
+	step("writing the last octet", 2*page, m.WriteAt(full[:1], size-1))
+	step("writing four pages ragged", 7*page, m.WriteAt(full, 20*page+1))
+	step("writing zeros there", 7*page, m.WriteAt(make([]byte, 4*page), 20*page+1))
+	step("zeroing them", 7*page, m.Zero(20*page, 5*page))
+	step("discarding less than a page", 7*page, m.Discard(20*page, page-1))
+	step("discarding ragged", 4*page, m.Discard(20*page+1, 4*page))
+	step("discarding the last block", 4*page, m.Discard(size-512, 512))
+	step("discarding the last page", 3*page, m.Discard(size-page, page))
+	step("discarding all", 0, m.Discard(0, size))
+	step("discarding again", 0, m.Discard(0, size))
+	step("writing", 5*page, m.WriteAt(full, 1))
+	step("closing", 0, m.Close())
+
+	// The last page is given back although it lies partly behind the end.
+	m = openMemory(t, backend.MemoryConfig{Size: page + 512})
+	step("writing", 2*page, m.WriteAt(full[:page+512], 0))
+	step("discarding the ragged end", page, m.Discard(page, 512))
+}
+
+func TestMemoryLimit(t *testing.T) {
+	const page = 64 << 10
+	m := openMemory(t, backend.MemoryConfig{Size: 1 << 30, Limit: 2*page + 5})
+	p := bytes.Repeat([]byte{1}, page)
+	for i := range int64(2) {
+		if err := m.WriteAt(p, i*page); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := m.WriteAt(p[:1], 1<<20); !errors.Is(err, backend.ErrNoSpace) {
+		t.Errorf("a third page: %v, want ErrNoSpace", err)
+	}
+	if m.Used() != 2*page {
+		t.Errorf("%d octets used, want %d", m.Used(), 2*page)
+	}
+	if err := m.WriteAt(p, page/2); err != nil {
+		t.Errorf("rewriting: %v", err)
+	}
+	if err := m.Discard(0, page); err != nil {
+		t.Fatal(err)
+	}
+	if err := m.WriteAt(p[:1], 1<<20); err != nil {
+		t.Errorf("after a discard: %v", err)
+	}
+}
+
+func TestMemoryAllocs(t *testing.T) {
+	m := openMemory(t, backend.MemoryConfig{Size: 1 << 30})
+	noAllocs(t, m)
+}
+
+// noAllocs fails when reading or rewriting s allocates.
+func noAllocs(t *testing.T, s backend.Store) {
+	t.Helper()
+	p := bytes.Repeat([]byte{7}, 128<<10)
+	if err := s.WriteAt(p, 0); err != nil {
+		t.Fatal(err)
+	}
+	for name, f := range map[string]func() error{
+		"ReadAt":       func() error { return s.ReadAt(p, 0) },
+		"WriteAt":      func() error { return s.WriteAt(p, 0) },
+		"WriteDurable": func() error { return s.WriteDurable(p[:4096], 4096) },
+	} {
+		if n := testing.AllocsPerRun(50, func() {
+			if err := f(); err != nil {
+				t.Fatalf("%s: %v", name, err)
+			}
+		}); n != 0 {
+			t.Errorf("%s allocates %v times", name, n)
+		}
+	}
+}
+
+func benchmark(b *testing.B, s backend.Store, f func(p []byte, off int64) error) {
+	const n, span = 4096, 64 << 20
+	p := bytes.Repeat([]byte{7}, 1<<20)
+	for off := int64(0); off < span; off += int64(len(p)) {
+		if err := s.WriteAt(p, off); err != nil {
+			b.Fatal(err)
+		}
+	}
+	b.SetBytes(n)
+	b.ReportAllocs()
+	off := int64(0)
+	for b.Loop() {
+		if err := f(p[:n], off); err != nil {
+			b.Fatal(err)
+		}
+		off = (off + 257*n) % span
+	}
+}
+
+func BenchmarkMemoryRead4K(b *testing.B) {
+	s := openMemory(b, backend.MemoryConfig{Size: 1 << 30})
+	benchmark(b, s, s.ReadAt)
+}
+
+func BenchmarkMemoryWrite4K(b *testing.B) {
+	s := openMemory(b, backend.MemoryConfig{Size: 1 << 30})
+	benchmark(b, s, s.WriteAt)
+}
