@@ -1,0 +1,388 @@
+package config
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"reflect"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+// good is a configuration of which the tests below replace a part.
+const good = `
+portals:
+  - listen: 127.0.0.1:3260
+targets:
+  - name: iqn.2026-11.io.example:store
+    initiators: ["*"]
+    luns:
+      - {id: 0, backend: memory, size: 1GiB}
+`
+
+func TestLoadStore(t *testing.T) {
+	c, err := Load("../examples/store.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := base()
+	want.Portals = []Portal{{Listen: "0.0.0.0:3260", Advertise: []string{"192.0.2.10:3260"}}}
+	want.Targets = []Target{{
+		Name:       "iqn.2026-11.io.example:store",
+		Initiators: []string{"iqn.1993-08.org.debian:*"},
+		LUNs: []LUN{
+			{ID: 0, Backend: "memory", Size: 1 << 30, BlockSize: 512},
+			{ID: 1, Backend: "file", Path: "/var/lib/iser-target/one.img", Size: 10 << 30, BlockSize: 4096},
+			{ID: 2, Backend: "block", Path: "/dev/sdb", ReadOnly: true},
+		},
+	}}
+	if !reflect.DeepEqual(*c, want) {
+		t.Errorf("%+v\nwant %+v", *c, want)
+	}
+}
+
+func TestDefault(t *testing.T) {
+	c, err := Default()
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := base()
+	want.StateDir = ""
+	want.Portals = []Portal{{Listen: "127.0.0.1:3260"}}
+	want.Targets = []Target{{
+		Name:       "iqn.2026-11.io.github.iser-target:default",
+		Initiators: []string{"*"},
+		LUNs:       []LUN{{ID: 0, Backend: "memory", Size: 1 << 30, BlockSize: 512}},
+	}}
+	if !reflect.DeepEqual(*c, want) {
+		t.Errorf("%+v\nwant %+v", *c, want)
+	}
+}
+
+func TestExamples(t *testing.T) {
+	files, err := filepath.Glob("../examples/*.yaml")
+	if err != nil || len(files) < 5 {
+		t.Fatalf("%q, %v", files, err)
+	}
+	for _, f := range files {
+		if _, err := Load(f); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestEveryKey(t *testing.T) {
+	c, err := load("f", []byte(good+`
+    alias: a b
+limits: {queue_depth: 1, connection_memory: 4194304, max_fpdu: 512, login_timeout: 1m30s, nop_interval: 0, nop_timeout: 1h, max_connections: 65536}
+mpa: {crc: off}
+state_dir: /tmp/x
+debug: {listen: "[::1]:6060"}
+log: {level: debug, format: json}
+`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := (Limits{1, 4 << 20, 512, 90 * time.Second, 0, time.Hour, 65536}); c.Limits != want {
+		t.Errorf("limits %+v, want %+v", c.Limits, want)
+	}
+	if c.MPA.CRC || c.StateDir != "/tmp/x" || c.Debug.Listen != "[::1]:6060" || c.Log != (Log{"debug", "json"}) || c.Targets[0].Alias != "a b" {
+		t.Errorf("%+v", c)
+	}
+	if c.Log.SlogLevel().String() != "DEBUG" {
+		t.Error(c.Log.SlogLevel())
+	}
+}
+
+func TestNamesAreNormalised(t *testing.T) {
+	c, err := load("f", []byte(strings.Replace(good, "iqn.2026-11.io.example:store", "IQN.2026-11.io.example:Store", 1)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := c.Targets[0].Name; got != "iqn.2026-11.io.example:store" {
+		t.Error(got)
+	}
+}
+
+// Each row changes one part of good; want are the errors, all of them, by key
+// and a part of the reason.
+func TestErrors(t *testing.T) {
+	const lun = "{id: 0, backend: memory, size: 1GiB}"
+	luns := func(s string) [2]string { return [2]string{lun, s} }
+	for _, tc := range []struct {
+		name string
+		edit [2]string // old, new; old empty: new is appended
+		want []string
+	}{
+		// Keys.
+		{"unknown section", [2]string{"", "limit: {}"}, []string{"f: limit: unknown key, did you mean limits?"}},
+		{"unknown section without value", [2]string{"", "foo:"}, []string{"f: foo: unknown key"}},
+		{"unknown key in a section", [2]string{"", "limits: {quue_depth: 1}"}, []string{"f: limits.quue_depth: unknown key, did you mean queue_depth?"}},
+		{"unknown key in a list", luns("{id: 0, backend: memory, sise: 1, size: 1GiB}"), []string{"f: targets[0].luns[0].sise: unknown key, did you mean size?"}},
+		{"unknown key, unlike any", luns("{id: 0, backend: memory, size: 1GiB, serial: x}"), []string{"f: targets[0].luns[0].serial: unknown key"}},
+		{"case", [2]string{"", "Log: {}"}, []string{"f: Log: unknown key, did you mean log?"}},
+		{"dotted key", [2]string{"", "log.level: info"}, []string{`f: "log.level": unknown key`}},
+		{"strange key", [2]string{"", `"a\nb": 1`}, []string{`f: "a\nb": unknown key`}},
+		{"two errors", [2]string{"", "foo: 1\nlog: {level: x}"}, []string{"f: foo: unknown key", `f: log.level: must be debug, info, warn or error, not "x"`}},
+		// Types.
+		{"section is a list", [2]string{"", "log: []"}, []string{"f: log: must be a map with the keys level, format, not a list"}},
+		{"section is empty", [2]string{"", "log:"}, []string{"f: log: must be a map with the keys level, format, not empty"}},
+		{"keys are numbers", [2]string{"", "log: {1: 2}"}, []string{"f: log: must be a map with the keys level, format, not a map with keys that are no strings"}},
+		{"list is a string", [2]string{`["*"]`, `"*"`}, []string{`f: targets[0].initiators: must be a list, not "*"`}},
+		{"string is a number", [2]string{`["*"]`, `[1]`}, []string{"f: targets[0].initiators[0]: must be a string, not 1"}},
+		{"number is a string", [2]string{"", `limits: {queue_depth: "12"}`}, []string{`f: limits.queue_depth: must be a whole number, not "12"`}},
+		{"number is a float", [2]string{"", "limits: {queue_depth: 1.5}"}, []string{"f: limits.queue_depth: must be a whole number, not 1.5"}},
+		{"number is huge", [2]string{"", "limits: {queue_depth: 18446744073709551615}"}, []string{"f: limits.queue_depth: must be a whole number"}},
+		{"bool is a string", luns(`{id: 0, backend: memory, size: 1GiB, read_only: "yes"}`), []string{`f: targets[0].luns[0].read_only: must be true or false, not "yes"`}},
+		{"duration without unit", [2]string{"", "limits: {nop_timeout: 15}"}, []string{`f: limits.nop_timeout: "15" is not a duration like 15s or 2m`}},
+		{"duration is a list", [2]string{"", "limits: {nop_timeout: []}"}, []string{"f: limits.nop_timeout: must be a duration like 15s, not a list"}},
+		{"switch", [2]string{"", "mpa: {crc: maybe}"}, []string{`f: mpa.crc: must be on or off, not "maybe"`}},
+		{"size", luns("{id: 0, backend: memory, size: 1Gib}"), []string{`f: targets[0].luns[0].size: "1Gib" is not a whole number of octets`}},
+		{"size is a list", luns("{id: 0, backend: memory, size: []}"), []string{"f: targets[0].luns[0].size: must be a size like 10GiB, not a list"}},
+		// YAML.
+		{"not YAML", [2]string{"", "log: {"}, []string{"f: yaml: line"}},
+		{"a list", [2]string{good, "- a"}, []string{"f: yaml: "}},
+		{"key twice", [2]string{"", "portals: []"}, []string{"f: yaml: unmarshal errors: line"}},
+		{"second document", [2]string{"", "---\nfoo: 1"}, []string{"f: yaml: line 9: a second document begins"}},
+		{"empty", [2]string{good, ""}, []string{"f: portals: is required", "f: targets: is required"}},
+		// Portals.
+		{"no portal", [2]string{"portals:\n  - listen: 127.0.0.1:3260", "portals: []"}, []string{"f: portals: is required"}},
+		{"no listen", [2]string{"listen: 127.0.0.1:3260", "advertise: []"}, []string{"f: portals[0].listen: is required"}},
+		{"no port", [2]string{"127.0.0.1:3260", "127.0.0.1"}, []string{`f: portals[0].listen: "127.0.0.1" is not host:port`}},
+		{"port 65536", [2]string{"127.0.0.1:3260", "127.0.0.1:65536"}, []string{"f: portals[0].listen: \"127.0.0.1:65536\" has no port from 1 to 65535"}},
+		{"port by name", [2]string{"127.0.0.1:3260", "127.0.0.1:iscsi"}, []string{"has no port"}},
+		{"IPv6 without brackets", [2]string{"127.0.0.1:3260", `"2001:db8::1:3260"`}, []string{"goes in brackets"}},
+		{"IPv6 without port", [2]string{"127.0.0.1:3260", `"[2001:db8::1]"`}, []string{"goes in brackets"}},
+		{"no address", [2]string{"127.0.0.1:3260", "127.0.0.256:3260"}, []string{"neither an IP address nor a DNS name"}},
+		{"no name", [2]string{"127.0.0.1:3260", "a_b:3260"}, []string{"neither an IP address nor a DNS name"}},
+		{"same portal", [2]string{"127.0.0.1:3260", "\"[0::1]:3260\"\n  - listen: \"[::1]:3260\""}, []string{`f: portals[1].listen: "[::1]:3260" is what portals[0] listens on`}},
+		{"advertise nobody", [2]string{"127.0.0.1:3260", "127.0.0.1:3260\n    advertise: [0.0.0.0:3260, \"[::]:3260\", \":3260\", \"a:0\", \"[fe80::1%eth0]:3260\", b:1, B:1]"}, []string{
+			"f: portals[0].advertise[0]: \"0.0.0.0:3260\" is an address that nobody can reach", "f: portals[0].advertise[1]: \"[::]:3260\" is an address",
+			"f: portals[0].advertise[2]: \":3260\" has no host", "f: portals[0].advertise[3]: \"a:0\" has no port", "f: portals[0].advertise[4]: \"[fe80::1%eth0]:3260\" has a zone", "f: portals[0].advertise[6]: \"B:1\" is there twice"}},
+		// Targets.
+		{"no target", [2]string{good[strings.Index(good, "targets"):], "targets: []"}, []string{"f: targets: is required"}},
+		{"no name", [2]string{"name: iqn.2026-11.io.example:store", "alias: a"}, []string{"f: targets[0].name: is required"}},
+		{"bad name", [2]string{"iqn.2026-11.io.example:store", "store"}, []string{`f: targets[0].name: iSCSI name "store" does not begin with`}},
+		{"same name", [2]string{"", "  - name: IQN.2026-11.io.example:STORE\n    initiators: [\"*\"]\n    luns: [" + lun + "]"}, []string{"f: targets[1].name: \"iqn.2026-11.io.example:store\" is the name of targets[0]"}},
+		{"long alias", [2]string{"initiators:", "alias: " + strings.Repeat("a", 256) + "\n    initiators:"}, []string{"f: targets[0].alias: must be at most 255"}},
+		{"no initiators", [2]string{`initiators: ["*"]`, "alias: a"}, []string{`f: targets[0].initiators: is required: who may log in; initiators: ["*"] admits anybody`}},
+		{"empty initiators", [2]string{`["*"]`, "[]"}, []string{`f: targets[0].initiators: is required`}},
+		{"bad initiators", [2]string{`["*"]`, `["*", host, ""]`}, []string{"f: targets[0].initiators[1]: iSCSI name", "f: targets[0].initiators[2]: pattern is empty"}},
+		// LUNs.
+		{"no LUN", [2]string{"luns:\n      - " + lun, "luns: []"}, []string{"f: targets[0].luns: is required"}},
+		{"LUN is null", luns(""), []string{"f: targets[0].luns[0]: must be a map"}},
+		{"no id", luns("{backend: memory, size: 1GiB}"), []string{"f: targets[0].luns[0].id: is required"}},
+		{"id -2", luns("{id: -2, backend: memory, size: 1GiB}"), []string{"f: targets[0].luns[0].id: must be 0 to 16383, not -2"}},
+		{"id 16384", luns("{id: 16384, backend: memory, size: 1GiB}"), []string{"f: targets[0].luns[0].id: must be 0 to 16383, not 16384"}},
+		{"same id", luns(lun + "\n      - " + lun), []string{"f: targets[0].luns[1].id: 0 is the id of targets[0].luns[0]"}},
+		{"no backend", luns("{id: 0, size: 1GiB}"), []string{"f: targets[0].luns[0].backend: is required: one of block, file, gotgt, memory"}},
+		{"bad backend", luns("{id: 0, backend: nvme, size: 1GiB}"), []string{`f: targets[0].luns[0].backend: must be one of block, file, gotgt, memory, not "nvme"`}},
+		{"memory without size", luns("{id: 0, backend: memory}"), []string{"f: targets[0].luns[0].size: is required for backend memory"}},
+		{"memory with path", luns("{id: 0, backend: memory, size: 1GiB, path: /x}"), []string{"f: targets[0].luns[0].path: is not for backend memory"}},
+		{"file without anything", luns("{id: 0, backend: file}"), []string{"f: targets[0].luns[0].path: is required for backend file", "f: targets[0].luns[0].size: is required for backend file"}},
+		{"file with plugin", luns("{id: 0, backend: file, path: /x, size: 1GiB, plugin: file, options: x}"), []string{"f: targets[0].luns[0].plugin: is not for", "f: targets[0].luns[0].options: is not for"}},
+		{"block without path", luns("{id: 0, backend: block}"), []string{"f: targets[0].luns[0].path: is required for backend block"}},
+		{"block with size", luns("{id: 0, backend: block, path: /dev/sdb, size: 1GiB, block_size: 512}"), []string{"f: targets[0].luns[0].size: is not for backend block", "f: targets[0].luns[0].block_size: is not for backend block"}},
+		{"gotgt without anything", luns("{id: 0, backend: gotgt}"), []string{"f: targets[0].luns[0].path: is required", "f: targets[0].luns[0].plugin: is required"}},
+		{"gotgt with size", luns("{id: 0, backend: gotgt, path: /x, plugin: file, size: 1GiB}"), []string{"f: targets[0].luns[0].size: is not for backend gotgt"}},
+		{"block size", luns("{id: 0, backend: memory, size: 1GiB, block_size: 1024}"), []string{"f: targets[0].luns[0].block_size: must be 512 or 4096, not 1024"}},
+		{"size is odd", luns("{id: 0, backend: memory, size: 1000}"), []string{"f: targets[0].luns[0].size: 1000 is not a multiple of the block size, 512"}},
+		{"size is odd for 4096", luns("{id: 0, backend: memory, size: 512, block_size: 4096}"), []string{"f: targets[0].luns[0].size: 512 is not a multiple of the block size, 4096"}},
+		{"same path", luns("{id: 0, backend: file, path: /a/../x, size: 1GiB}\n      - {id: 1, backend: block, path: /x}"), []string{`f: targets[0].luns[1].path: "/x" is the path of targets[0].luns[0]`}},
+		// The rest.
+		{"limits low", [2]string{"", "limits: {queue_depth: 0, connection_memory: 1MiB, max_fpdu: 511, login_timeout: 0, nop_interval: 1ms, nop_timeout: 0, max_connections: 0}"}, []string{
+			"f: limits.queue_depth: must be 1 to 1024, not 0", "f: limits.max_fpdu: must be 512 to 64768, not 511", "f: limits.max_connections: must be 1 to 65536, not 0",
+			"f: limits.connection_memory: must be 4MiB to 64GiB, not 1MiB", "f: limits.login_timeout: must be 1s to 1h, not 0s", "f: limits.nop_interval: must be 1s to 1h, or 0, not 1ms", "f: limits.nop_timeout: must be 1s"}},
+		{"limits high", [2]string{"", "limits: {queue_depth: 1025, connection_memory: 65GiB, max_fpdu: 64769, login_timeout: 61m, nop_interval: 61m, nop_timeout: 61m, max_connections: 65537}"}, []string{
+			"f: limits.queue_depth", "f: limits.max_fpdu", "f: limits.max_connections", "f: limits.connection_memory", "f: limits.login_timeout", "f: limits.nop_interval", "f: limits.nop_timeout"}},
+		{"debug for all", [2]string{"", "debug: {listen: 0.0.0.0:6060}"}, []string{`f: debug.listen: "0.0.0.0:6060" is not on the loopback`}},
+		{"debug without host", [2]string{"", `debug: {listen: ":6060"}`}, []string{`f: debug.listen: ":6060" is not on the loopback`}},
+		{"debug is no address", [2]string{"", "debug: {listen: x}"}, []string{`f: debug.listen: "x" is not host:port`}},
+		{"log format", [2]string{"", "log: {format: xml}"}, []string{`f: log.format: must be text or json, not "xml"`}},
+		{"no state_dir for a file", [2]string{lun, "{id: 0, backend: file, path: /x, size: 1GiB}\nstate_dir: \"\""}, []string{"f: state_dir: is empty, but targets[0].luns[0] outlives the process"}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			in := good + tc.edit[1]
+			if tc.edit[0] != "" {
+				if !strings.Contains(good, tc.edit[0]) {
+					t.Fatalf("%q is not in the configuration", tc.edit[0])
+				}
+				in = strings.Replace(good, tc.edit[0], tc.edit[1], 1)
+			}
+			c, err := load("f", []byte(in))
+			wantErrors(t, err, tc.want)
+			if err != nil && c != nil {
+				t.Error("an error, and a configuration")
+			}
+		})
+	}
+}
+
+// wantErrors compares the lines of err.
+func wantErrors(t *testing.T, err error, want []string) {
+	t.Helper()
+	if err == nil {
+		t.Fatalf("no error, want %q", want)
+	}
+	var e *Error
+	if !errors.As(err, &e) {
+		t.Errorf("%T is no *Error", err)
+	}
+	got := strings.Split(err.Error(), "\n")
+	ok := len(got) == len(want)
+	for i := range min(len(got), len(want)) {
+		ok = ok && strings.Contains(got[i], want[i])
+	}
+	if !ok {
+		t.Errorf("errors\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+}
+
+func TestEnvironment(t *testing.T) {
+	for name, val := range map[string]string{
+		"ISER_TARGET_LIMITS_QUEUE_DEPTH":       "17",
+		"ISER_TARGET_LIMITS_CONNECTION_MEMORY": "8MiB",
+		"ISER_TARGET_LIMITS_NOP_INTERVAL":      "0",
+		"ISER_TARGET_MPA_CRC":                  "off",
+		"ISER_TARGET_STATE_DIR":                "/tmp/state",
+		"ISER_TARGET_DEBUG_LISTEN":             "127.0.0.1:0",
+		"ISER_TARGET_LOG_LEVEL":                "warn",
+		"ISER_TARGET_LOG_FORMAT":               "", // not set
+		"ISER_TARGET_REQUIRE_INTEROP":          "1",
+	} {
+		t.Setenv(name, val)
+	}
+	c, err := load("f", []byte(good+"log: {level: debug, format: json}\nlimits: {queue_depth: 3, max_fpdu: 1024}"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := base()
+	want.Portals, want.Targets = c.Portals, c.Targets
+	want.Limits.QueueDepth, want.Limits.ConnectionMemory, want.Limits.NOPInterval, want.Limits.MaxFPDU = 17, 8<<20, 0, 1024
+	want.MPA.CRC, want.StateDir, want.Debug.Listen, want.Log = false, "/tmp/state", "127.0.0.1:0", Log{"warn", "json"}
+	if !reflect.DeepEqual(*c, want) {
+		t.Errorf("%+v\nwant %+v", *c, want)
+	}
+}
+
+func TestEnvironmentErrors(t *testing.T) {
+	t.Setenv("ISER_TARGET_LOG_LEVL", "warn")
+	t.Setenv("ISER_TARGET_LOG_LEVEL", "loud")
+	t.Setenv("ISER_TARGET_LIMITS_QUEUE_DEPTH", "many")
+	t.Setenv("ISER_TARGET_LIMITS_MAX_FPDU", "1")
+	_, err := load("f", []byte(good+"foo: 1"))
+	wantErrors(t, err, []string{
+		"f: foo: unknown key",
+		"environment: ISER_TARGET_LOG_LEVL: unknown variable, did you mean ISER_TARGET_LOG_LEVEL?",
+		"environment: ISER_TARGET_LIMITS_QUEUE_DEPTH: must be a whole number, not \"many\"",
+		"environment: ISER_TARGET_LIMITS_MAX_FPDU: must be 512 to 64768, not 1",
+		"environment: ISER_TARGET_LOG_LEVEL: must be debug, info, warn or error, not \"loud\"",
+	})
+}
+
+func TestLoadFile(t *testing.T) {
+	dir := t.TempDir()
+	missing := filepath.Join(dir, "missing.yaml")
+	if _, err := Load(missing); err == nil || err.Error() != missing+": no such file or directory" {
+		t.Error(err)
+	}
+	if _, err := Load(dir); err == nil || err.Error() != dir+": is a directory" {
+		t.Error(err)
+	}
+	large := filepath.Join(dir, "large.yaml")
+	if err := os.WriteFile(large, []byte(strings.Repeat("#\n", maxFile/2+1)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Load(large); err == nil || err.Error() != large+": is larger than 1MiB" {
+		t.Error(err)
+	}
+}
+
+// An alias that stands for more and more of itself ends in an error.
+func TestAliasBomb(t *testing.T) {
+	s := "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n"
+	for i := 1; i < 10; i++ {
+		s += fmt.Sprintf("a%d: &a%d [%s]\n", i, i, strings.TrimSuffix(strings.Repeat(fmt.Sprintf("*a%d,", i-1), 10), ","))
+	}
+	if _, err := load("f", []byte(s)); err == nil {
+		t.Error("no error")
+	}
+}
+
+func TestSize(t *testing.T) {
+	for in, want := range map[string]Size{
+		"0": 0, "1": 1, "4096": 4096, "512B": 512, "1KiB": 1024, "10GiB": 10 << 30, "1 TiB": 1 << 40, "7PiB": 7 << 50,
+		"1KB": 1000, "1kB": 1000, "2MB": 2e6, "3GB": 3e9, "4TB": 4e12, "5PB": 5e15, "9223372036854775807": 1<<63 - 1,
+	} {
+		if got, err := ParseSize(in); got != want || err != nil {
+			t.Errorf("ParseSize(%q) = %d, %v; want %d", in, got, err, want)
+		}
+	}
+	for _, in := range []string{"", "B", "GiB", "-1", "+1", "1.5GiB", "1gib", "1G", "1 ", " 1", "1  GiB", "0x10", "9223372036854775808", "8192PiB", "99999999999999999999GiB"} {
+		if got, err := ParseSize(in); err == nil {
+			t.Errorf("ParseSize(%q) = %d", in, got)
+		}
+	}
+	for in, want := range map[Size]string{0: "0", 1: "1", 1536: "1536", 1024: "1KiB", 64 << 20: "64MiB", 1 << 50: "1PiB"} {
+		if got := in.String(); got != want {
+			t.Errorf("%d is %s, want %s", int64(in), got, want)
+		}
+	}
+}
+
+// Every key and variable is in the reference, and every variable there is one.
+func TestReference(t *testing.T) {
+	b, err := os.ReadFile("../docs/config.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	doc := string(b)
+	var walk func(t2 reflect.Type)
+	walk = func(t2 reflect.Type) {
+		for i, key := range keysOf(t2) {
+			f := t2.Field(i).Type
+			if f.Kind() == reflect.Slice {
+				f = f.Elem()
+			}
+			if f.Kind() == reflect.Struct {
+				if !strings.Contains(doc, "## "+key) && !strings.Contains(doc, "]."+key+"\n") {
+					t.Errorf("docs/config.md has no section on %s", key)
+				}
+				walk(f)
+			} else if !strings.Contains(doc, "\n| `"+key+"` |") {
+				t.Errorf("docs/config.md has no row for %s", key)
+			}
+		}
+	}
+	walk(reflect.TypeFor[Config]())
+	for name := range EnvNames() {
+		if !strings.Contains(doc, "`"+name+"`") {
+			t.Errorf("docs/config.md does not name %s", name)
+		}
+	}
+	for _, name := range regexp.MustCompile(`ISER_TARGET_\w+`).FindAllString(doc, -1) {
+		if EnvNames()[name] == "" && !slices.Contains(envOfTests, name) {
+			t.Errorf("docs/config.md names %s, which is not read", name)
+		}
+	}
+}
+
+func FuzzLoad(f *testing.F) {
+	f.Add([]byte(good))
+	f.Add(defaultYAML)
+	f.Add([]byte("portals: [{listen: \"[::1]:1\", advertise: [a:1]}]\nlimits: {nop_interval: 1h}\n"))
+	f.Add([]byte("a: &a [*a]\n---\n"))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		c, err := load("f", b)
+		if (c == nil) == (err == nil) {
+			t.Fatalf("%v, %v", c, err)
+		}
+		if err == nil && c.Validate() != nil {
+			t.Fatalf("loaded, but %v", c.Validate())
+		}
+	})
+}

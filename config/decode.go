@@ -1,0 +1,233 @@
+package config
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"reflect"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// An Error is one thing that is wrong with one key.
+type Error struct {
+	Source string // file name, or "environment"; empty in what Validate returns
+	Key    string // like targets[0].luns[1].size, or the name of a variable; empty: the source as a whole
+	Reason string
+}
+
+func (e *Error) Error() string {
+	parts := []string{e.Source, e.Key, e.Reason}
+	return strings.Join(slices.DeleteFunc(parts, func(s string) bool { return s == "" }), ": ")
+}
+
+// errorList collects Errors.
+type errorList []*Error
+
+func (l *errorList) addf(key, format string, args ...any) {
+	*l = append(*l, &Error{Key: key, Reason: fmt.Sprintf(format, args...)})
+}
+
+// A decoder puts a tree of maps, lists and scalars, as a YAML decoder makes it,
+// into structs. It knows the way to every value, which is why it is here and
+// no general one is used.
+type decoder struct {
+	errs errorList
+	// text tells that all scalars are strings, as in the environment.
+	text bool
+}
+
+// decode puts in into v, which path leads to. What in does not have stays as
+// it is in v, except that a list replaces a list.
+func (d *decoder) decode(path string, in any, v reflect.Value) {
+	switch v.Interface().(type) {
+	case Size:
+		d.scalar(path, in, "a size like 10GiB", func(s string) (any, error) { return ParseSize(s) }, v)
+		return
+	case time.Duration:
+		d.scalar(path, in, "a duration like 15s", func(s string) (any, error) { return parseDuration(s) }, v)
+		return
+	case Switch:
+		d.scalar(path, in, "on or off", parseSwitch, v)
+		return
+	}
+	switch v.Kind() {
+	case reflect.Struct:
+		d.decodeStruct(path, in, v)
+	case reflect.Slice:
+		d.decodeSlice(path, in, v)
+	case reflect.String:
+		s, ok := in.(string)
+		if !ok {
+			d.errs.addf(path, "must be a string, not %s", describe(in))
+			return
+		}
+		v.SetString(s)
+	case reflect.Int:
+		d.scalar(path, in, "a whole number", func(s string) (any, error) { return strconv.Atoi(s) }, v)
+	case reflect.Bool:
+		d.scalar(path, in, "true or false", func(s string) (any, error) {
+			if s != "true" && s != "false" {
+				return nil, strconv.ErrSyntax
+			}
+			return s == "true", nil
+		}, v)
+	default:
+		panic("config: no way to decode a " + v.Type().String())
+	}
+}
+
+// scalar decodes by way of text: what a YAML scalar reads as, whatever type
+// YAML took it for. A string in YAML is taken only for types that have units.
+func (d *decoder) scalar(path string, in any, want string, parse func(string) (any, error), v reflect.Value) {
+	plain := v.Type() == reflect.TypeFor[int]() || v.Type() == reflect.TypeFor[bool]()
+	var s string
+	switch in := in.(type) {
+	case string:
+		if plain && !d.text {
+			d.errs.addf(path, "must be %s, not %s", want, describe(in))
+			return
+		}
+		s = in
+	case int, int64, uint64, bool:
+		s = fmt.Sprint(in)
+	default:
+		d.errs.addf(path, "must be %s, not %s", want, describe(in))
+		return
+	}
+	out, err := parse(s)
+	if errors.Is(err, strconv.ErrSyntax) || errors.Is(err, strconv.ErrRange) {
+		d.errs.addf(path, "must be %s, not %s", want, describe(in))
+		return
+	}
+	if err != nil {
+		d.errs.addf(path, "%v", err)
+		return
+	}
+	v.Set(reflect.ValueOf(out))
+}
+
+func parseSwitch(s string) (any, error) {
+	switch s {
+	case "on", "true":
+		return Switch(true), nil
+	case "off", "false":
+		return Switch(false), nil
+	}
+	return nil, strconv.ErrSyntax
+}
+
+func (d *decoder) decodeStruct(path string, in any, v reflect.Value) {
+	m, ok := in.(map[string]any)
+	if !ok {
+		d.errs.addf(path, "must be a map with the keys %s, not %s", strings.Join(keysOf(v.Type()), ", "), describe(in))
+		return
+	}
+	known := keysOf(v.Type())
+	for _, key := range slices.Sorted(maps.Keys(m)) {
+		i := slices.Index(known, key)
+		if i < 0 {
+			d.errs.addf(join(path, key), "unknown key%s", suggest(key, known))
+			continue
+		}
+		d.decode(join(path, key), m[key], v.Field(i))
+	}
+}
+
+func (d *decoder) decodeSlice(path string, in any, v reflect.Value) {
+	list, ok := in.([]any)
+	if !ok {
+		d.errs.addf(path, "must be a list, not %s", describe(in))
+		return
+	}
+	out := reflect.MakeSlice(v.Type(), len(list), len(list))
+	for i, item := range list {
+		if l, ok := out.Index(i).Addr().Interface().(*LUN); ok {
+			l.ID = unset
+		}
+		d.decode(fmt.Sprintf("%s[%d]", path, i), item, out.Index(i))
+	}
+	v.Set(out)
+}
+
+// keysOf returns the keys of a struct type, in the order of its fields.
+func keysOf(t reflect.Type) []string {
+	keys := make([]string, t.NumField())
+	for i := range keys {
+		keys[i] = t.Field(i).Tag.Get("key")
+	}
+	return keys
+}
+
+// join extends path by key; a key that would not read as one is quoted.
+func join(path, key string) string {
+	if key == "" || strings.ContainsAny(key, ". []\"") || strconv.Quote(key) != `"`+key+`"` {
+		key = strconv.Quote(key)
+	}
+	if path == "" {
+		return key
+	}
+	return path + "." + key
+}
+
+func describe(in any) string {
+	switch in := in.(type) {
+	case nil:
+		return "empty"
+	case string:
+		if len(in) > 60 {
+			return strconv.Quote(in[:60]) + "..."
+		}
+		return strconv.Quote(in)
+	case int, int64, uint64, float64, bool:
+		return fmt.Sprint(in)
+	case []any:
+		return "a list"
+	case map[string]any:
+		return "a map"
+	case map[any]any:
+		return "a map with keys that are no strings"
+	}
+	return fmt.Sprintf("a %T", in)
+}
+
+// suggest names the key that was probably meant.
+func suggest(key string, known []string) string {
+	best, least := "", 3 // more than two slips are no slip
+	for _, k := range known {
+		if n := distance(strings.ToLower(key), strings.ToLower(k)); n < least && n < len(k) {
+			best, least = k, n
+		}
+	}
+	if best == "" {
+		return ""
+	}
+	return fmt.Sprintf(", did you mean %s?", best)
+}
+
+// distance is Levenshtein's, of octets. Keys longer than any of ours are far
+// from everything.
+func distance(a, b string) int {
+	if len(a) > 64 {
+		return len(a)
+	}
+	row := make([]int, len(b)+1)
+	for j := range row {
+		row[j] = j
+	}
+	for i := range len(a) {
+		diagonal := row[0]
+		row[0] = i + 1
+		for j := range len(b) {
+			cost := diagonal
+			if a[i] != b[j] {
+				cost++
+			}
+			diagonal = row[j+1]
+			row[j+1] = min(cost, row[j]+1, diagonal+1)
+		}
+	}
+	return row[len(b)]
+}

@@ -1,0 +1,69 @@
+package config
+
+import (
+	"fmt"
+	"math"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// A Size is a number of octets.
+type Size int64
+
+// units, longest suffix first.
+var units = []struct {
+	suffix string
+	octets int64
+}{
+	{"KiB", 1 << 10}, {"MiB", 1 << 20}, {"GiB", 1 << 30}, {"TiB", 1 << 40}, {"PiB", 1 << 50},
+	{"KB", 1e3}, {"kB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12}, {"PB", 1e15},
+	{"B", 1},
+}
+
+// ParseSize takes a whole number of octets, or of a unit: 4096, 10GiB, "1 TB".
+func ParseSize(s string) (Size, error) {
+	digits, unit := s, int64(1)
+	for _, u := range units {
+		if d, ok := strings.CutSuffix(s, u.suffix); ok {
+			digits, unit = strings.TrimSuffix(d, " "), u.octets
+			break
+		}
+	}
+	n, err := strconv.ParseUint(digits, 10, 63)
+	if err != nil && digits != "" && strings.Trim(digits, "0123456789") == "" || n > uint64(math.MaxInt64/unit) {
+		return 0, fmt.Errorf("%q is more than 8 EiB", s)
+	}
+	if err != nil {
+		return 0, fmt.Errorf("%q is not a whole number of octets, or of KiB, MiB, GiB, TiB, PiB, KB, MB, GB, TB or PB", s)
+	}
+	return Size(int64(n) * unit), nil
+}
+
+// String uses the largest binary unit that s is a multiple of.
+func (s Size) String() string {
+	for i := 4; i >= 0; i-- {
+		if u := units[i]; s != 0 && int64(s)%u.octets == 0 {
+			return strconv.FormatInt(int64(s)/u.octets, 10) + u.suffix
+		}
+	}
+	return strconv.FormatInt(int64(s), 10)
+}
+
+// A Switch is on or off.
+type Switch bool
+
+func (s Switch) String() string {
+	if s {
+		return "on"
+	}
+	return "off"
+}
+
+func parseDuration(s string) (time.Duration, error) {
+	d, err := time.ParseDuration(s)
+	if err != nil {
+		return 0, fmt.Errorf("%q is not a duration like 15s or 2m", s)
+	}
+	return d, nil
+}

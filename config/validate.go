@@ -1,0 +1,328 @@
+package config
+
+import (
+	"errors"
+	"maps"
+	"net"
+	"net/netip"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/iser-target/iser-target/security"
+)
+
+// A backendKeys says what a backend needs and takes beside id, read_only and
+// write_through.
+type backendKeys struct {
+	needs     []string
+	takes     []string
+	blockSize bool // block_size is ours to choose
+}
+
+var backends = map[string]backendKeys{
+	"memory": {needs: []string{"size"}, takes: []string{"block_size"}, blockSize: true},
+	"file":   {needs: []string{"path", "size"}, takes: []string{"block_size"}, blockSize: true},
+	"block":  {needs: []string{"path"}},
+	"gotgt":  {needs: []string{"path", "plugin"}, takes: []string{"options", "block_size"}, blockSize: true},
+}
+
+const (
+	maxLUN   = 16383 // flat space addressing: SAM-5, section 4.7
+	maxAlias = 255   // octets of a value: RFC 7143, section 6.1
+)
+
+// Validate tells everything that is wrong with c, as Errors without a source
+// that are joined. It looks at c alone: not at files, devices or addresses of
+// the machine.
+func (c *Config) Validate() error { return c.check().join() }
+
+// join is nil if there is no error.
+func (l errorList) join() error {
+	errs := make([]error, len(l))
+	for i, e := range l {
+		errs[i] = e
+	}
+	return errors.Join(errs...)
+}
+
+func (c *Config) check() errorList {
+	var errs errorList
+	c.checkPortals(&errs)
+	c.checkTargets(&errs)
+	c.Limits.check(&errs)
+	if c.StateDir == "" {
+		for i, t := range c.Targets {
+			for j, l := range t.LUNs {
+				if l.Backend != "memory" {
+					errs.addf("state_dir", "is empty, but %s outlives the process and so must its identity", index("targets", i, "luns", j))
+				}
+			}
+		}
+	}
+	if c.Debug.Listen != "" {
+		if addr, reason := parseAddress(c.Debug.Listen, true); reason != "" {
+			errs.addf("debug.listen", "%s", reason)
+		} else if !addr.loopback() {
+			errs.addf("debug.listen", "%q is not on the loopback, and whoever reaches it can read the memory of the target", c.Debug.Listen)
+		}
+	}
+	if _, ok := levels[c.Log.Level]; !ok {
+		errs.addf("log.level", "must be debug, info, warn or error, not %q", c.Log.Level)
+	}
+	if c.Log.Format != "text" && c.Log.Format != "json" {
+		errs.addf("log.format", "must be text or json, not %q", c.Log.Format)
+	}
+	return errs
+}
+
+func (c *Config) checkPortals(errs *errorList) {
+	if len(c.Portals) == 0 {
+		errs.addf("portals", "is required: where to listen, like [{listen: 127.0.0.1:3260}]")
+	}
+	seen := map[address]string{}
+	for i, p := range c.Portals {
+		key := index("portals", i)
+		if addr, reason := parseAddress(p.Listen, true); reason != "" {
+			errs.addf(key+".listen", "%s", reason)
+		} else if first, ok := seen[addr]; ok && addr.port != 0 {
+			errs.addf(key+".listen", "%q is what %s listens on", p.Listen, first)
+		} else {
+			seen[addr] = key
+		}
+		advertised := map[address]bool{}
+		for j, a := range p.Advertise {
+			key := index(key+".advertise", j)
+			addr, reason := parseAddress(a, false)
+			switch {
+			case reason != "":
+				errs.addf(key, "%s", reason)
+			case advertised[addr]:
+				errs.addf(key, "%q is there twice", a)
+			}
+			advertised[addr] = true
+		}
+	}
+}
+
+func (c *Config) checkTargets(errs *errorList) {
+	if len(c.Targets) == 0 {
+		errs.addf("targets", "is required: at least one target")
+	}
+	names := map[string]string{} // by normalised name: the key
+	paths := map[string]string{} // by path: the key
+	for i, t := range c.Targets {
+		key := index("targets", i)
+		if name, err := security.NormalizeName(t.Name); t.Name == "" {
+			errs.addf(key+".name", "is required: an iSCSI name like iqn.2026-11.io.example:store")
+		} else if err != nil {
+			errs.addf(key+".name", "%v", err)
+		} else if first, ok := names[name]; ok {
+			errs.addf(key+".name", "%q is the name of %s", t.Name, first)
+		} else {
+			names[name] = key
+		}
+		if len(t.Alias) > maxAlias || strings.ContainsRune(t.Alias, 0) {
+			errs.addf(key+".alias", "must be at most %d octets, none of them NUL", maxAlias)
+		}
+		if len(t.Initiators) == 0 {
+			errs.addf(key+".initiators", `is required: who may log in; initiators: ["*"] admits anybody`)
+		}
+		for j, p := range t.Initiators {
+			if _, err := security.Compile([]string{p}); err != nil {
+				errs.addf(index(key+".initiators", j), "%v", err)
+			}
+		}
+		if len(t.LUNs) == 0 {
+			errs.addf(key+".luns", "is required: at least one LUN")
+		}
+		ids := map[int]string{}
+		for j, l := range t.LUNs {
+			key := index(key+".luns", j)
+			switch first, taken := ids[l.ID]; {
+			case l.ID == unset:
+				errs.addf(key+".id", "is required: 0 to %d", maxLUN)
+			case l.ID < 0 || l.ID > maxLUN:
+				errs.addf(key+".id", "must be 0 to %d, not %d", maxLUN, l.ID)
+			case taken:
+				errs.addf(key+".id", "%d is the id of %s", l.ID, first)
+			default:
+				ids[l.ID] = key
+			}
+			l.check(key, errs)
+			if l.Path == "" {
+				continue
+			}
+			path := l.Path
+			if abs, err := filepath.Abs(path); err == nil {
+				path = abs
+			}
+			if first, ok := paths[path]; ok {
+				errs.addf(key+".path", "%q is the path of %s", l.Path, first)
+			} else {
+				paths[path] = key
+			}
+		}
+	}
+}
+
+// check looks at what belongs to the backend.
+func (l *LUN) check(key string, errs *errorList) {
+	b, ok := backends[l.Backend]
+	if !ok {
+		known := strings.Join(slices.Sorted(maps.Keys(backends)), ", ")
+		if l.Backend == "" {
+			errs.addf(key+".backend", "is required: one of %s", known)
+		} else {
+			errs.addf(key+".backend", "must be one of %s, not %q", known, l.Backend)
+		}
+		return
+	}
+	for _, f := range []struct {
+		key string
+		set bool
+	}{
+		{"path", l.Path != ""},
+		{"size", l.Size != 0},
+		{"block_size", l.BlockSize != 0},
+		{"plugin", l.Plugin != ""},
+		{"options", l.Options != ""},
+	} {
+		needed := slices.Contains(b.needs, f.key)
+		switch {
+		case needed && !f.set:
+			errs.addf(key+"."+f.key, "is required for backend %s", l.Backend)
+		case f.set && !needed && !slices.Contains(b.takes, f.key):
+			errs.addf(key+"."+f.key, "is not for backend %s, which knows it by itself or has no use for it", l.Backend)
+		}
+	}
+	if !b.blockSize {
+		return
+	}
+	block := l.BlockSize
+	if block == 0 {
+		block = 512
+	}
+	switch {
+	case block != 512 && block != 4096:
+		errs.addf(key+".block_size", "must be 512 or 4096, not %d", block)
+	case l.Size < 0 || l.Size%Size(block) != 0:
+		errs.addf(key+".size", "%d is not a multiple of the block size, %d", l.Size, block)
+	}
+}
+
+func (l *Limits) check(errs *errorList) {
+	for _, f := range []struct {
+		key       string
+		v, lo, hi int64
+	}{
+		{"queue_depth", int64(l.QueueDepth), 1, 1024},
+		{"max_fpdu", int64(l.MaxFPDU), 512, 64768},
+		{"max_connections", int64(l.MaxConnections), 1, 65536},
+	} {
+		if f.v < f.lo || f.v > f.hi {
+			errs.addf("limits."+f.key, "must be %d to %d, not %d", f.lo, f.hi, f.v)
+		}
+	}
+	const least, most = 4 << 20, 64 << 30
+	if l.ConnectionMemory < least || l.ConnectionMemory > most {
+		errs.addf("limits.connection_memory", "must be %v to %v, not %v", Size(least), Size(most), l.ConnectionMemory)
+	}
+	for _, f := range []struct {
+		key   string
+		v     time.Duration
+		never bool // 0 is allowed
+	}{
+		{"login_timeout", l.LoginTimeout, false},
+		{"nop_interval", l.NOPInterval, true},
+		{"nop_timeout", l.NOPTimeout, false},
+	} {
+		if (f.v < time.Second || f.v > time.Hour) && !(f.never && f.v == 0) {
+			errs.addf("limits."+f.key, "must be 1s to 1h%s, not %v", map[bool]string{true: ", or 0"}[f.never], f.v)
+		}
+	}
+}
+
+// An address is a host:port. host is an IP address in its canonical form, a
+// DNS name in lower case, or empty.
+type address struct {
+	host string
+	port uint16
+}
+
+func (a address) loopback() bool {
+	ip, err := netip.ParseAddr(a.host)
+	return a.host == "localhost" || err == nil && ip.Unmap().IsLoopback()
+}
+
+// parseAddress returns what is wrong with s as an address to listen on, or
+// else to be reached at.
+func parseAddress(s string, listen bool) (address, string) {
+	if s == "" {
+		return address{}, "is required: an address like 192.0.2.1:3260"
+	}
+	host, port, err := net.SplitHostPort(s)
+	if err != nil {
+		if _, err := netip.ParseAddr(strings.Trim(s, "[]")); err == nil || strings.Count(s, ":") > 1 {
+			return address{}, strconv.Quote(s) + " is not host:port (an IPv6 address goes in brackets, like [2001:db8::1]:3260)"
+		}
+		return address{}, strconv.Quote(s) + " is not host:port"
+	}
+	n, err := strconv.ParseUint(port, 10, 16)
+	if err != nil || n == 0 && !listen {
+		return address{}, strconv.Quote(s) + " has no port from 1 to 65535"
+	}
+	addr := address{strings.ToLower(host), uint16(n)}
+	ip, err := netip.ParseAddr(host)
+	switch {
+	case err == nil:
+		addr.host = ip.String()
+		if !listen && ip.IsUnspecified() {
+			return address{}, strconv.Quote(s) + " is an address that nobody can reach"
+		}
+		if !listen && ip.Zone() != "" {
+			return address{}, strconv.Quote(s) + " has a zone, which means nothing to others"
+		}
+	case host == "":
+		if !listen {
+			return address{}, strconv.Quote(s) + " has no host"
+		}
+	case !isDNSName(addr.host):
+		return address{}, strconv.Quote(s) + " has neither an IP address nor a DNS name as its host"
+	}
+	return addr, ""
+}
+
+// isDNSName takes letters, digits and hyphens in labels (RFC 1123). What looks
+// like an IPv4 address and is none is no name.
+func isDNSName(s string) bool {
+	if len(s) > 253 || strings.Trim(s, "0123456789.") == "" {
+		return false
+	}
+	for label := range strings.SplitSeq(s, ".") {
+		if label == "" || len(label) > 63 || label[0] == '-' || label[len(label)-1] == '-' ||
+			strings.Trim(label, "abcdefghijklmnopqrstuvwxyz0123456789-") != "" {
+			return false
+		}
+	}
+	return true
+}
+
+// index returns list[i].list[i]... as a key.
+func index(parts ...any) string {
+	var b strings.Builder
+	for _, p := range parts {
+		switch p := p.(type) {
+		case string:
+			if b.Len() > 0 {
+				b.WriteByte('.')
+			}
+			b.WriteString(p)
+		case int:
+			b.WriteString("[" + strconv.Itoa(p) + "]")
+		}
+	}
+	return b.String()
+}
