@@ -52,21 +52,30 @@ type Conn struct {
 	// heard: the first FPDU has come. Until then a Responder may not send
 	// (RFC 5044, section 7.1.2).
 	heard   atomic.Bool
-	rtrSend bool // the first FPDU may be an empty Send as RTR
-	rtrRead bool // our first Read is an RTR, which is nobody's completion
+	rtrSend bool         // the first FPDU may be an empty Send as RTR
+	rtr     *WorkRequest // our own RTR, which is nobody's completion
 
 	// mu guards what the sending and the receiving side share.
 	mu       sync.Mutex
 	queue    list   // posted, not yet taken by a Flush
+	due      list   // Read Responses, not yet taken by a Flush
 	reads    list   // RDMA Reads that wait for their Response, in order
 	nreads   int    // len of reads
 	lost     list   // Reads that will not be answered; Receive returns them
-	err      error  // why nothing more can be sent
-	farewell []byte // FPDU of a Terminate that must go out last
+	err      error  // why nothing more can be posted
+	readErr  error  // why no Read can be posted
+	ending   bool   // our direction ends behind queue and due
+	farewell []byte // FPDU of the Terminate that is its end, if any
+	ended    bool   // it has ended
+	broken   bool   // a write has failed
 	flushing bool   // a goroutine is in Flush
-	answers  list   // IRD free Read Responses
+	answers  list   // free Read Responses
 	requests list   // free stand-ins for Reads
 	closed   bool
+
+	// The goroutine that flushes for Receive; it is started when needed.
+	wake chan struct{} // has room for one
+	gone chan struct{} // closed by Close
 
 	// dmu guards the receive deadline and whether a Deregister has put it
 	// into the past to make the reader look up.
@@ -87,14 +96,18 @@ type Stats struct {
 func ReadStats() Stats { return Stats{Conns: liveConns.Load(), STags: liveSTags.Load()} }
 
 func newConn(nc net.Conn, o Options, ird, ord int, crc, markersOut bool) *Conn {
-	c := &Conn{nc: nc, opt: o, crc: crc, markersOut: markersOut, ird: ird, ord: ord}
+	c := &Conn{nc: nc, opt: o, crc: crc, markersOut: markersOut, ird: ird, ord: ord,
+		wake: make(chan struct{}, 1), gone: make(chan struct{})}
 	if sc, ok := nc.(syscall.Conn); ok {
 		c.raw, _ = sc.SyscallConn()
 	}
 	c.mem.init()
 	c.rx.init(o.MaxSend, o.Markers)
 	c.tx.init()
-	answers := make([]WorkRequest, ird)
+	// A peer may ask again as soon as a Response has reached it, and then that
+	// is still in the batch that Flush is sending: IRD of them in the batch and
+	// IRD behind it are no fault.
+	answers := make([]WorkRequest, 2*ird)
 	for i := range answers {
 		answers[i].Op = readResponse
 		c.answers.push(&answers[i])
@@ -123,6 +136,9 @@ func (c *Conn) SetReceiveDeadline(t time.Time) error {
 	c.dmu.Lock()
 	defer c.dmu.Unlock()
 	c.deadline = t
+	if c.interrupt {
+		return nil // interrupted does it
+	}
 	return c.nc.SetReadDeadline(t)
 }
 
@@ -161,6 +177,7 @@ func (c *Conn) Close() error {
 	}
 	c.closed = true
 	c.mu.Unlock()
+	close(c.gone)
 	err := c.nc.Close()
 	c.abandon(ErrClosed)
 	c.mem.close()
@@ -170,10 +187,18 @@ func (c *Conn) Close() error {
 }
 
 // CloseWrite sends what the queue holds and then ends our direction of the
-// stream (RFC 5041, section 6.2.1): what is posted later fails.
+// stream (RFC 5041, section 6.2.1): what is posted later fails. It does not
+// wait for Reads that ORD holds up; the end comes behind them.
 func (c *Conn) CloseWrite() error {
-	c.sayGoodbye([]byte{})
+	c.end(nil)
 	return nil
+}
+
+// Terminate ends the stream because of a failure on this side that no message
+// of the peer has caused. The peer is told reason and nothing else (RFC 5040,
+// section 7.1); why is what a later Post returns.
+func (c *Conn) Terminate(reason wire.Reason, why error) {
+	c.terminate(&StreamError{Reason: reason, Err: why}, nil, 0, nil)
 }
 
 // abandon fails what is posted and what will be.
@@ -183,9 +208,28 @@ func (c *Conn) abandon(err error) {
 		c.err = err
 	}
 	err = c.err
-	dead := c.queue.take()
+	c.loseReads(err)
+	dead, due := c.queue.take(), c.due.take()
 	c.mu.Unlock()
 	c.finish(dead, err)
+	c.finish(due, err)
+}
+
+// loseReads leaves the Reads that are not sent to Receive, and takes no more.
+//
+// Preconditions: c.mu is held.
+func (c *Conn) loseReads(err error) {
+	if c.readErr == nil {
+		c.readErr = err
+	}
+	queue := c.queue.take()
+	for wr := queue.pop(); wr != nil; wr = queue.pop() {
+		if wr.Op == Read {
+			c.lost.push(wr)
+		} else {
+			c.queue.push(wr)
+		}
+	}
 }
 
 // emss is the effective segment size of the TCP connection in octets, or 0 if
@@ -212,3 +256,6 @@ func (c *Conn) mulpdu() int {
 func (c *Conn) String() string {
 	return fmt.Sprintf("iWARP %v-%v", c.LocalAddr(), c.RemoteAddr())
 }
+
+// STag names a tagged buffer.
+type STag = wire.STag

@@ -14,6 +14,9 @@ type StreamError struct {
 	Reason wire.Reason
 	Remote bool
 	Err    error // what was seen; never sent
+	// Terminate is the peer's, with what it says about the refused message;
+	// nil unless Remote.
+	Terminate *wire.Terminate
 }
 
 func (e *StreamError) Error() string {

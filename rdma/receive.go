@@ -1,10 +1,10 @@
 package rdma
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"os"
 	"time"
 
@@ -43,6 +43,8 @@ type receiver struct {
 	seg  segment
 	hdr  [wire.UntaggedLen + wire.ReadRequestLen]byte
 	fpdu uint64 // count
+
+	flusher bool // the goroutine of flushAside runs
 
 	markers bool
 	grid    wire.MarkerGrid
@@ -90,7 +92,10 @@ func (rx *receiver) init(maxSend int, markers bool) {
 	rx.markers = markers
 }
 
-var errTruncated = fmt.Errorf("the stream ends inside an FPDU: %w", io.ErrUnexpectedEOF)
+var (
+	errTruncated  = fmt.Errorf("the stream ends inside a message: %w", io.ErrUnexpectedEOF)
+	errUnanswered = fmt.Errorf("the peer has ended its direction of the stream: %w", io.ErrUnexpectedEOF)
+)
 
 // Receive waits for the next Send of the peer or the end of a posted Read,
 // and places RDMA data meanwhile. io.EOF is the peer's orderly end of the
@@ -104,15 +109,11 @@ func (c *Conn) Receive(ev *Event) error {
 		if err != nil {
 			// Between FPDUs, and while only the window has part of one, a
 			// time-out has lost nothing.
-			if errors.Is(err, os.ErrDeadlineExceeded) && rx.seg.hlen == 0 && len(rx.marked) == 0 && c.txError() == nil {
+			if errors.Is(err, os.ErrDeadlineExceeded) && rx.seg.hlen == 0 && len(rx.marked) == 0 && !c.writeFailed() {
 				return err
 			}
 			c.fail(err)
 			break
-		}
-		if !c.heard.Load() {
-			c.heard.Store(true)
-			go c.Flush() // what the ULP posted early
 		}
 		if done {
 			return nil
@@ -125,55 +126,78 @@ func (c *Conn) Receive(ev *Event) error {
 func (c *Conn) afterlife(ev *Event) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	wr := c.reads.pop()
-	if wr != nil {
+	for wr := c.reads.pop(); wr != nil; wr = c.reads.pop() {
 		c.nreads--
 		liveSTags.Add(-1)
-	} else if wr = c.lost.pop(); wr == nil {
+		if wr != c.rtr {
+			c.lost.push(wr)
+		}
+	}
+	wr := c.lost.pop()
+	if wr == nil {
 		return c.rx.failed
 	}
 	*ev = Event{Read: wr, Err: c.rx.failed}
+	if ev.Err == io.EOF {
+		ev.Err = errUnanswered
+	}
 	return nil
 }
 
-func (c *Conn) txError() error {
+func (c *Conn) writeFailed() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.err
+	return c.broken
 }
 
 // fail ends the stream, telling the peer why if it is the peer's fault.
 func (c *Conn) fail(err error) {
 	rx := &c.rx
+	c.mu.Lock()
+	txErr, closed := c.err, c.closed
+	c.mu.Unlock()
 	var se *StreamError
 	switch {
+	case closed:
+		err = ErrClosed
 	case errors.As(err, &se):
 		if !se.Remote {
-			var ddp, read []byte
-			seg := &rx.seg
-			if len(seg.hdr) > 0 {
-				ddp = seg.hdr[:seg.hlen]
-				if seg.op == wire.OpReadRequest && se.Reason.Layer == wire.LayerRDMAP && se.Reason.EType == 1 {
-					read = seg.hdr[seg.hlen:]
-				}
-			}
-			c.terminate(se, ddp, seg.length, read)
+			c.refuse(se)
 			c.drain()
 		}
-	case err == io.EOF:
+	case err == io.EOF && rx.asmLen == 0:
+		// A peer that has only closed its half still hears us, but answers
+		// nothing.
+		rx.failed = err
+		c.mu.Lock()
+		c.loseReads(errUnanswered)
+		c.mu.Unlock()
+		c.flushAside() // what was behind those Reads
+		return
 	default:
-		if te := c.txError(); te != nil && te != err {
-			err = errors.Join(err, te)
+		if err == io.EOF {
+			err = errTruncated
 		}
-		if !errors.Is(err, net.ErrClosed) {
-			err = &StreamError{Reason: wire.ReasonClosed, Err: err}
+		if txErr != nil && txErr != ErrClosed {
+			err = errors.Join(err, txErr)
 		}
+		err = &StreamError{Reason: wire.ReasonClosed, Err: err}
 	}
 	rx.failed = err
-	if err == io.EOF {
-		return // a peer that only closed its half still hears us
-	}
 	c.abandon(err)
+}
+
+// refuse terminates the stream because of the segment that is being received.
+func (c *Conn) refuse(why *StreamError) {
+	seg := &c.rx.seg
+	var ddp, read []byte
+	if len(seg.hdr) > 0 {
+		ddp = seg.hdr[:seg.hlen]
+		if len(seg.hdr) > seg.hlen && why.Reason.Layer == wire.LayerRDMAP && why.Reason.EType == 1 {
+			read = seg.hdr[seg.hlen:]
+		}
+	}
+	c.terminate(why, ddp, seg.length, read)
 }
 
 // drain reads what the peer had sent before our Terminate could reach it.
@@ -245,8 +269,18 @@ func (c *Conn) receiveFPDU(ev *Event) (done bool, err error) {
 	return c.place(ev, b[wire.LengthLen:][:seg.length])
 }
 
+// verified notes that an FPDU of the peer has passed its CRC. From the first
+// one on a Responder may send.
+func (c *Conn) verified() {
+	if !c.heard.Load() {
+		c.heard.Store(true)
+		c.flushAside() // what the ULP posted early
+	}
+}
+
 // place handles a whole ULPDU that has been verified.
 func (c *Conn) place(ev *Event, ulpdu []byte) (done bool, err error) {
+	c.verified()
 	seg := &c.rx.seg
 	if err := c.route(ulpdu); err != nil {
 		return false, err
@@ -317,6 +351,7 @@ func (c *Conn) receiveLong(ev *Event, total int) (done bool, err error) {
 	if c.crc && wire.UpdateCRC(crc, b[:tail-wire.CRCLen]) != wire.CRC(b[tail-wire.CRCLen:]) {
 		return false, fault(wire.ReasonCRC, "FPDU of %d octets", total)
 	}
+	c.verified()
 	return c.deliver(ev, seg.dst)
 }
 
@@ -343,6 +378,7 @@ func (c *Conn) judge(found error, n int) error {
 	if bad {
 		return fault(wire.ReasonCRC, "FPDU with a header that makes no sense")
 	}
+	c.verified()
 	return found
 }
 
@@ -423,10 +459,6 @@ func (c *Conn) route(b []byte) error {
 		}
 		return fault(wire.ReasonUntaggedVersion, "control octet %#02x", b[0])
 	}
-	var ok bool
-	if seg.op, ok = wire.ParseControl(b[1]); !ok {
-		return fault(wire.ReasonRDMAPVersion, "control octet %#02x", b[1])
-	}
 	if tagged {
 		seg.tagged, _ = wire.ParseTagged(b)
 		seg.last = seg.tagged.Last
@@ -436,6 +468,13 @@ func (c *Conn) route(b []byte) error {
 		if seg.untag.QN > wire.QNTerminate {
 			return fault(wire.ReasonQN, "queue %d", seg.untag.QN)
 		}
+	}
+	var ok bool
+	if seg.op, ok = wire.ParseControl(b[1]); !ok {
+		return fault(wire.ReasonRDMAPVersion, "control octet %#02x", b[1])
+	}
+	if seg.op == wire.OpTerminate {
+		return c.routeTerminate(seg, tagged)
 	}
 	if !seg.op.Valid() || seg.op.Tagged() != tagged || !tagged && seg.op.QN() != seg.untag.QN {
 		return fault(wire.ReasonOpcode, "%v in a segment with T=%t, QN=%d", seg.op, tagged, seg.untag.QN)
@@ -448,8 +487,6 @@ func (c *Conn) route(b []byte) error {
 		why = c.routeReadResponse(seg)
 	case wire.OpReadRequest:
 		why = c.routeReadRequest(seg, b)
-	case wire.OpTerminate:
-		why = c.routeTerminate(seg)
 	default:
 		why = c.routeSend(seg)
 	}
@@ -485,6 +522,8 @@ func (c *Conn) routeReadResponse(seg *segment) *StreamError {
 	switch {
 	case wr == nil:
 		return fault(wire.ReasonOpcode, "RDMA Read Response that nobody asked for")
+	case n == 0 && len(wr.Data) == 0 && seg.last:
+		// STag and TO are not looked at: RFC 5041, section 5.2.
 	case h.STag != wr.sink:
 		return fault(wire.ReasonInvalidSTag, "Read Response to STag %#x, due is %#x", h.STag, wr.sink)
 	case h.TO+n < h.TO:
@@ -535,13 +574,19 @@ func (c *Conn) routeReadRequest(seg *segment, b []byte) *StreamError {
 	return nil
 }
 
-func (c *Conn) routeTerminate(seg *segment) *StreamError {
-	if h := &seg.untag; h.MSN != 1 || h.MO != 0 || !seg.last || seg.payload() > wire.MaxTerminateLen+64 {
-		// The peer is gone whatever it wanted to say; there is no answer to a
-		// Terminate, not even to a bad one (RFC 5040, section 5.4).
-		return &StreamError{Reason: wire.ReasonOperation, Remote: true, Err: fmt.Errorf("bad Terminate: MSN %d, MO %d, %d octets", h.MSN, h.MO, seg.payload())}
+// routeTerminate checks a Terminate. After a bad one the peer is gone, too,
+// whatever it wanted to say, and there is no answer to a Terminate (RFC 5040,
+// section 5.4).
+func (c *Conn) routeTerminate(seg *segment, tagged bool) error {
+	h := &seg.untag
+	if tagged || h.QN != wire.QNTerminate || h.MSN != 1 || h.MO != 0 || !seg.last || seg.payload() > wire.MaxTerminateLen+64 {
+		return badTerminate(fmt.Errorf("T=%t, queue %d, MSN %d, MO %d, %d octets", tagged, h.QN, h.MSN, h.MO, seg.payload()))
 	}
 	return nil
+}
+
+func badTerminate(err error) *StreamError {
+	return &StreamError{Reason: wire.ReasonOperation, Remote: true, Err: fmt.Errorf("bad Terminate: %w", err)}
 }
 
 // deliver does what a segment means once it has been verified and placed.
@@ -560,9 +605,10 @@ func (c *Conn) deliver(ev *Event, payload []byte) (done bool, err error) {
 	case wire.OpTerminate:
 		t, err := wire.ParseTerminate(payload)
 		if err != nil {
-			return false, &StreamError{Reason: wire.ReasonOperation, Remote: true, Err: err}
+			return false, badTerminate(err)
 		}
-		return false, &StreamError{Reason: t.Reason, Remote: true}
+		t.DDP, t.ReadRequest = bytes.Clone(t.DDP), bytes.Clone(t.ReadRequest)
+		return false, &StreamError{Reason: t.Reason, Remote: true, Terminate: &t}
 	}
 	if seg.dst != nil {
 		rx.asmLen += len(seg.dst)
@@ -573,7 +619,7 @@ func (c *Conn) deliver(ev *Event, payload []byte) (done bool, err error) {
 	}
 	rx.asmLen = 0
 	rx.sendMSN++
-	if first && c.rtrSend && len(payload) == 0 {
+	if first && c.rtrSend && seg.op == wire.OpSend && len(payload) == 0 {
 		return false, nil // RFC 6581, section 4.4: the ULP does not see an RTR
 	}
 	*ev = Event{Data: payload, Solicited: seg.op.Solicited(), Invalidates: seg.op.Invalidates()}
@@ -599,10 +645,9 @@ func (c *Conn) deliverRead(ev *Event, seg *segment) (done bool) {
 	stalled := c.queue.head != nil
 	c.mu.Unlock()
 	if stalled {
-		c.Flush()
+		c.flushAside()
 	}
-	if c.rtrRead {
-		c.rtrRead = false
+	if wr == c.rtr {
 		return false
 	}
 	*ev = Event{Read: wr}
@@ -610,8 +655,6 @@ func (c *Conn) deliverRead(ev *Event, seg *segment) (done bool) {
 }
 
 // answerRead queues the Response to a Read Request (RFC 5040, section 5.2).
-// The answer must not be sent from here: Receive never waits for the peer to
-// take data.
 func (c *Conn) answerRead(payload []byte) error {
 	r, err := wire.ParseReadRequest(payload)
 	if err != nil {
@@ -635,15 +678,15 @@ func (c *Conn) answerRead(payload []byte) error {
 		}
 	}
 	c.mu.Lock()
-	if c.err == nil {
-		c.queue.push(wr)
-		wr = nil
+	ended := c.err
+	if ended == nil {
+		c.due.push(wr)
 	}
 	c.mu.Unlock()
-	if wr != nil {
-		c.finish(list{wr, wr}, c.txError())
+	if ended != nil {
+		c.finish(list{wr, wr}, ended)
 		return nil
 	}
-	go c.Flush()
+	c.flushAside()
 	return nil
 }

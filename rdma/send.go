@@ -51,7 +51,6 @@ type WorkRequest struct {
 	Done Completer
 
 	next   *WorkRequest
-	err    error
 	sink   wire.STag // of a Read
 	got    uint64    // octets of Data that the Response has filled; of a readRequest, how many to ask for
 	region *Region   // of a readResponse
@@ -135,7 +134,7 @@ func (c *Conn) Post(wr *WorkRequest) error {
 	if uint64(wr.size()) > 1<<32-1 {
 		return errTooBig
 	}
-	wr.err, wr.got = nil, 0
+	wr.got = 0
 	if wr.Op == Read {
 		if c.ord == 0 {
 			return errNoORD
@@ -146,8 +145,11 @@ func (c *Conn) Post(wr *WorkRequest) error {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.err != nil {
+	switch {
+	case c.err != nil:
 		return c.err
+	case wr.Op == Read && c.readErr != nil:
+		return c.readErr
 	}
 	c.queue.push(wr)
 	return nil
@@ -167,57 +169,85 @@ func (c *Conn) readPending(stag wire.STag) bool {
 	return false
 }
 
-// Flush sends what the queue holds. If another goroutine is doing that it
-// returns at once, and the other one sends this, too. A Responder keeps
-// everything back until the peer has sent its first FPDU.
+// Flush sends what the queue holds, and waits until TCP has taken it. If
+// another goroutine is doing that it returns at once, and the other one sends
+// this, too. A Responder keeps everything back until the peer has sent its
+// first FPDU.
 func (c *Conn) Flush() {
 	c.mu.Lock()
-	if c.flushing || !c.heard.Load() && c.farewell == nil {
-		c.mu.Unlock()
+	defer c.mu.Unlock()
+	if c.flushing {
 		return
 	}
 	c.flushing = true
 	for {
 		batch := c.takeBatch()
-		farewell := c.farewell
-		c.farewell = nil
-		if batch.head == nil && farewell == nil {
+		last := c.ending && !c.ended && c.queue.head == nil && c.due.head == nil
+		if batch.head == nil && !last {
 			break
 		}
+		c.ended = c.ended || last
 		c.mu.Unlock()
+		var err error
 		if batch.head != nil {
-			err := c.send(batch)
+			err = c.send(batch)
 			c.finish(batch, err)
-			if err != nil {
-				c.abandon(err)
-				// The peer may have said why: let Receive hear it, but not
-				// wait for it.
-				c.SetReceiveDeadline(time.Now().Add(farewellTime))
-			}
 		}
-		if farewell != nil {
-			if c.markersOut && len(farewell) > 0 {
-				farewell, c.tx.grid = c.tx.grid.AppendFPDU(nil, farewell, c.crc)
-			}
-			c.nc.Write(farewell)
-			if hc, ok := c.nc.(interface{ CloseWrite() error }); ok {
-				hc.CloseWrite()
-			}
+		c.mu.Lock()
+		c.broken = c.broken || err != nil
+		farewell := c.farewell
+		if c.broken || !c.heard.Load() {
+			farewell = nil // there is no place in the stream for it
+		}
+		c.mu.Unlock()
+		if err != nil {
+			c.abandon(err)
+			// The peer may have said why: let Receive hear it, but not wait
+			// for it.
+			c.SetReceiveDeadline(time.Now().Add(farewellTime))
+		}
+		if last {
+			c.sayGoodbye(farewell)
 		}
 		c.mu.Lock()
 	}
 	c.flushing = false
-	c.mu.Unlock()
 }
 
-// takeBatch detaches what may be sent now: everything up to a Read that has
-// to wait for an earlier one. The Reads among it count as outstanding from
-// here on, because their Responses may come at once; and because they may
-// then be in other hands before the batch is done, a stand-in carries the
-// Request.
+// flushAside has another goroutine flush. Receive must not wait for the peer
+// to take data: two ends that do so wait for each other.
+func (c *Conn) flushAside() {
+	if !c.rx.flusher {
+		c.rx.flusher = true
+		go func() {
+			for {
+				select {
+				case <-c.wake:
+					c.Flush()
+				case <-c.gone:
+					return
+				}
+			}
+		}()
+	}
+	select {
+	case c.wake <- struct{}{}:
+	default:
+	}
+}
+
+// takeBatch detaches what may be sent now: the Read Responses, which nothing
+// of ours may hold up, and what is posted, up to a Read that has to wait for
+// an earlier one. The Reads among it count as outstanding from here on,
+// because their Responses may come at once; and because they may then be in
+// other hands before the batch is done, a stand-in carries the Request.
 //
 // Preconditions: c.mu is held.
 func (c *Conn) takeBatch() (batch list) {
+	if !c.heard.Load() {
+		return batch
+	}
+	batch = c.due.take()
 	for wr := c.queue.head; wr != nil; wr = c.queue.head {
 		if wr.Op != Read {
 			batch.push(c.queue.pop())
@@ -239,18 +269,13 @@ func (c *Conn) takeBatch() (batch list) {
 	return batch
 }
 
-// finish gives work requests back to who posted them. Reads that have not
-// been sent are left for Receive to return.
+// finish gives work requests back to who posted them.
 func (c *Conn) finish(l list, err error) {
 	for wr := l.pop(); wr != nil; wr = l.pop() {
 		switch wr.Op {
 		case readRequest:
 			c.mu.Lock()
 			c.requests.push(wr)
-			c.mu.Unlock()
-		case Read:
-			c.mu.Lock()
-			c.lost.push(wr)
 			c.mu.Unlock()
 		case readResponse:
 			if wr.region != nil {
@@ -415,8 +440,10 @@ func (c *Conn) trailerMarked(start int, data []byte, pad int) error {
 	s.plain = append(s.plain, 0, 0, 0, 0)
 	s.slab, s.chunk = s.slab[:0], 0
 	s.marked, s.grid = s.grid.AppendFPDU(s.marked[:0], s.plain, c.crc)
-	_, err := c.nc.Write(s.marked)
-	return err
+	if _, err := c.nc.Write(s.marked); err != nil {
+		return fmt.Errorf("%w: %w", errWriting, err)
+	}
+	return nil
 }
 
 // write hands what is encoded to TCP.
@@ -443,16 +470,32 @@ func (c *Conn) write() error {
 	return nil
 }
 
-// sayGoodbye makes last, which may be empty, the end of our direction of the
-// stream, behind what has been posted.
-func (c *Conn) sayGoodbye(last []byte) {
+// end makes the end of our direction of the stream follow what is queued, with
+// the FPDU of a Terminate or without. The first Terminate counts.
+func (c *Conn) end(terminate []byte) {
 	c.mu.Lock()
 	if c.err == nil {
 		c.err = ErrClosed
 	}
-	c.farewell = last
+	c.ending = true
+	if c.farewell == nil {
+		c.farewell = terminate
+	}
 	c.mu.Unlock()
 	c.Flush()
+}
+
+// sayGoodbye ends our direction of the TCP connection.
+func (c *Conn) sayGoodbye(farewell []byte) {
+	if c.markersOut && farewell != nil {
+		farewell, c.tx.grid = c.tx.grid.AppendFPDU(nil, farewell, c.crc)
+	}
+	if farewell != nil {
+		c.nc.Write(farewell)
+	}
+	if hc, ok := c.nc.(interface{ CloseWrite() error }); ok {
+		hc.CloseWrite()
+	}
 }
 
 // terminate ends the stream with a Terminate (RFC 5040, section 5.4), the last
@@ -477,5 +520,5 @@ func (c *Conn) terminate(why *StreamError, ddp []byte, segment int, read []byte)
 
 	c.abandon(why)
 	c.nc.SetWriteDeadline(time.Now().Add(farewellTime))
-	c.sayGoodbye(b)
+	c.end(b)
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net"
 	"time"
 
@@ -75,8 +76,14 @@ func (o Options) complete() (Options, error) {
 	if err := errors.Join(depth(&o.IRD, "IRD"), depth(&o.ORD, "ORD")); err != nil {
 		return o, err
 	}
+	if o.MinORD > o.ORD {
+		return o, fmt.Errorf("rdma: MinORD %d is more than ORD %d", o.MinORD, o.ORD)
+	}
 	if o.MaxSend == 0 {
 		o.MaxSend = defaultMaxSend
+	}
+	if o.MaxSend < 0 || o.MaxSend > math.MaxInt32 {
+		return o, fmt.Errorf("rdma: MaxSend %d is outside 1..%d", o.MaxSend, math.MaxInt32)
 	}
 	if o.MaxULPDU == 0 {
 		o.MaxULPDU = wire.MaxULPDU
@@ -120,59 +127,70 @@ type Answer struct {
 
 // Respond is the Responder's side of MPA startup: it waits for the Request,
 // asks the ULP through answer, and sends the Reply. After an error the TCP
-// connection is the caller's to close: MPA leaves it open only after a reject
-// (RFC 5044, section 7.1.2), and then the error is the ULP's.
+// connection is closed, except after a reject: then it is the caller's to
+// close (RFC 5044, section 7.1.2), and the error is the ULP's.
 func Respond(ctx context.Context, nc net.Conn, o Options, answer func(*Request) Answer) (*Conn, error) {
 	o, err := o.complete()
 	if err != nil {
 		return nil, err
 	}
 	var c *Conn
-	err = bounded(ctx, nc, o.StartupTimeout, func() error {
-		c, err = respond(nc, o, answer)
+	rejected := false
+	err = bounded(ctx, nc, o.StartupTimeout, func() (err error) {
+		c, rejected, err = respond(nc, o, answer)
 		return err
 	})
-	return c, err
+	return established(nc, c, rejected, err)
 }
 
-func respond(nc net.Conn, o Options, answer func(*Request) Answer) (*Conn, error) {
+// established ends a startup: after an error nothing is left but, after a
+// reject, the TCP connection.
+func established(nc net.Conn, c *Conn, rejected bool, err error) (*Conn, error) {
+	if err == nil {
+		return c, nil
+	}
+	if c != nil {
+		c.Close()
+	}
+	if !rejected {
+		nc.Close()
+	}
+	return nil, err
+}
+
+func respond(nc net.Conn, o Options, answer func(*Request) Answer) (c *Conn, rejected bool, err error) {
 	f, err := readStartup(nc, false)
 	if err != nil {
-		nc.Close()
-		return nil, err
+		return nil, false, err
 	}
 	req := &Request{Private: f.Private, Rev: f.Rev, CRC: f.CRC, Markers: f.Markers, Enhanced: f.Enhanced, Depths: f.Depths}
 	reply := wire.Startup{Reply: true, Rev: f.Rev, CRC: !o.NoCRC, Markers: o.Markers, Enhanced: f.Enhanced}
 
 	ird, ord := o.IRD, o.ORD
+	var reject error
 	if f.Enhanced {
 		if f.Depths.IRD != wire.NoDepth {
 			ord = min(ord, int(f.Depths.IRD))
-		}
-		if int(f.Depths.IRD) < o.MinORD {
-			reply.Reject = true
-			reply.Depths.ORD = uint16(o.MinORD)
-			return nil, rejected(nc, &reply, fmt.Errorf("the initiator takes in %d RDMA Reads, %d are needed", f.Depths.IRD, o.MinORD))
 		}
 		reply.Depths = replyDepths(f.Depths, o)
 		if reply.Depths.IRD != wire.NoDepth {
 			ird = int(reply.Depths.IRD)
 		}
 	}
-	a := answer(req)
-	reply.Private = a.Private
-	if a.Reject != nil {
-		reply.Reject = true
-		return nil, rejected(nc, &reply, a.Reject)
+	if ord < o.MinORD {
+		reject = fmt.Errorf("the initiator takes in %d RDMA Reads, %d are needed", f.Depths.IRD, o.MinORD)
+		reply.Depths = wire.Depths{ORD: uint16(o.MinORD)}
+	} else {
+		a := answer(req)
+		reply.Private, reject = a.Private, a.Reject
 	}
-	c := newConn(nc, o, ird, ord, f.CRC || reply.CRC, f.Markers)
+	if reply.Reject = reject != nil; reply.Reject {
+		return nil, true, errors.Join(reject, writeStartup(nc, &reply))
+	}
+	c = newConn(nc, o, ird, ord, f.CRC || reply.CRC, f.Markers)
 	c.peer = *req
-	c.rtrSend = f.Enhanced && reply.Depths.PeerToPeer && reply.Depths.SendRTR
-	if err := writeStartup(nc, &reply); err != nil {
-		c.Close()
-		return nil, err
-	}
-	return c, nil
+	c.rtrSend = reply.Depths.SendRTR
+	return c, false, writeStartup(nc, &reply)
 }
 
 // replyDepths is the Responder's rule of RFC 6581, section 9: ORD within the
@@ -200,30 +218,21 @@ func replyDepths(req wire.Depths, o Options) (d wire.Depths) {
 	return d
 }
 
-// rejected sends a rejecting Reply and returns why as an error.
-func rejected(nc net.Conn, reply *wire.Startup, why error) error {
-	if err := writeStartup(nc, reply); err != nil {
-		return errors.Join(why, err)
-	}
-	return why
-}
-
 // Initiate is the Initiator's side of MPA startup. It returns the stream and
-// the private data of the Reply. A refusal is a *RejectedError. After an
-// error the TCP connection is closed.
+// the private data of the Reply. After an error the TCP connection is closed,
+// except after a *RejectedError: then it is the caller's to close (RFC 5044,
+// section 7.1.2).
 func Initiate(ctx context.Context, nc net.Conn, o Options) (c *Conn, private []byte, err error) {
 	if o, err = o.complete(); err != nil {
 		return nil, nil, err
 	}
-	err = bounded(ctx, nc, o.StartupTimeout, func() error {
+	err = bounded(ctx, nc, o.StartupTimeout, func() (err error) {
 		c, private, err = initiate(nc, o)
 		return err
 	})
-	if err != nil {
-		nc.Close()
-		return nil, nil, err
-	}
-	return c, private, nil
+	var reject *RejectedError
+	c, err = established(nc, c, errors.As(err, &reject), err)
+	return c, private, err
 }
 
 func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
@@ -248,8 +257,7 @@ func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
 	if f.Enhanced != req.Enhanced {
 		return nil, nil, fault(wire.ReasonStartup, "the Reply is not in the format of the Request (RFC 6581, section 10)")
 	}
-	ird, ord := o.IRD, o.ORD
-	c := newConn(nc, o, ird, ord, f.CRC || req.CRC, f.Markers)
+	c := newConn(nc, o, o.IRD, o.ORD, f.CRC || req.CRC, f.Markers)
 	c.initiator = true
 	c.heard.Store(true) // an Initiator may send at once
 	c.peer = Request{Private: f.Private, Rev: f.Rev, CRC: f.CRC, Markers: f.Markers, Enhanced: f.Enhanced, Depths: f.Depths}
@@ -257,17 +265,15 @@ func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
 		return c, f.Private, nil
 	}
 	if f.Depths.IRD != wire.NoDepth {
-		c.ord = min(ord, int(f.Depths.IRD))
+		c.ord = min(c.ord, int(f.Depths.IRD))
 	}
 	if f.Depths.ORD != wire.NoDepth && int(f.Depths.ORD) > o.IRD {
 		err := fault(wire.ReasonIRD, "the responder wants %d RDMA Reads, %d are possible here", f.Depths.ORD, o.IRD)
 		c.terminate(err, nil, 0, nil)
-		return nil, nil, err
+		return c, nil, err
 	}
 	if f.Depths.PeerToPeer && o.PeerToPeer {
-		if err := c.sendRTR(f.Depths); err != nil {
-			return nil, nil, err
-		}
+		return c, f.Private, c.sendRTR(f.Depths)
 	}
 	return c, f.Private, nil
 }
@@ -282,7 +288,6 @@ func (c *Conn) sendRTR(d wire.Depths) error {
 		wr.Op, wr.STag = Write, 1
 	case d.ReadRTR && c.opt.RTR.Read && c.ord > 0:
 		wr.Op, wr.STag = Read, 1
-		c.rtrRead = true
 	case d.SendRTR && c.opt.RTR.Send:
 		wr.Op = Send
 	default:
@@ -290,6 +295,7 @@ func (c *Conn) sendRTR(d wire.Depths) error {
 		c.terminate(err, nil, 0, nil)
 		return err
 	}
+	c.rtr = wr
 	if err := c.Post(wr); err != nil {
 		return err
 	}
@@ -304,13 +310,13 @@ func bounded(ctx context.Context, nc net.Conn, d time.Duration, f func() error) 
 	}
 	stop := context.AfterFunc(ctx, func() { nc.Close() })
 	err := f()
-	if !stop() && ctx.Err() != nil {
+	if !stop() {
 		return ctx.Err()
 	}
-	if err != nil {
-		return err
+	if d := nc.SetDeadline(time.Time{}); err == nil {
+		err = d
 	}
-	return nc.SetDeadline(time.Time{})
+	return err
 }
 
 // readStartup reads exactly one startup frame; what follows it in the stream
