@@ -1,0 +1,601 @@
+package backend_test
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/backendtest"
+)
+
+// openFile opens a file store; a Path of "" becomes a new file's.
+func openFile(t testing.TB, c backend.FileConfig) backend.Store {
+	t.Helper()
+	if c.Path == "" {
+		c.Path = filepath.Join(t.TempDir(), "lun.img")
+	}
+	s, _, err := backend.OpenFile(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	return s
+}
+
+// unavailable skips the test for want of something that the machine does not
+// give, and fails it where everything has to be tested.
+func unavailable(t *testing.T, format string, args ...any) {
+	t.Helper()
+	if os.Getenv("ISER_TARGET_REQUIRE_INTEROP") == "1" {
+		t.Fatalf(format, args...)
+	}
+	t.Skipf(format, args...)
+}
+
+func TestFile(t *testing.T) {
+	for name, c := range map[string]backend.FileConfig{
+		"512":          {Size: 8 << 20},
+		"4096":         {Size: 8 << 20, BlockSize: 4096},
+		"RaggedEnd":    {Size: 1<<20 + 512},
+		"WriteThrough": {Size: 2 << 20, WriteThrough: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			backendtest.Run(t, func(t *testing.T) backend.Store { return openFile(t, c) })
+		})
+	}
+	t.Run("ReadOnly", func(t *testing.T) {
+		backendtest.RunReadOnly(t, func(t *testing.T, content []byte) backend.Store {
+			path := filepath.Join(t.TempDir(), "lun.img")
+			if err := os.WriteFile(path, content, 0o400); err != nil {
+				t.Fatal(err)
+			}
+			return openFile(t, backend.FileConfig{Path: path, ReadOnly: true, WriteThrough: true})
+		})
+	})
+}
+
+// What the kernel may refuse or do by halves makes no difference to anybody.
+func TestFileFallbacks(t *testing.T) {
+	short := func(p []byte) []byte { return p[:min(len(p), 30_000)] }
+	for name, h := range map[string]*backend.Hooks{
+		"ShortTransfers": {
+			Pread: func(p []byte, off int64, below func([]byte, int64) (int, error)) (int, error) {
+				return below(short(p), off)
+			},
+			Pwrite: func(p []byte, off int64, flags int, below func([]byte, int64, int) (int, error)) (int, error) {
+				return below(short(p), off, flags)
+			},
+		},
+		"NoFallocate": {Fallocate: func(uint32) error { return unix.EOPNOTSUPP }},
+		"NoPunchHole": {Fallocate: func(mode uint32) error {
+			if mode == backend.PunchHole {
+				return unix.ENOSYS
+			}
+			return nil
+		}},
+		"NotThisRange": {Fallocate: func(uint32) error { return unix.EINVAL }},
+		"NoDsync": {Pwrite: func(p []byte, off int64, flags int, below func([]byte, int64, int) (int, error)) (int, error) {
+			if flags != 0 {
+				return 0, unix.EOPNOTSUPP
+			}
+			return below(p, off, flags)
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			backendtest.Run(t, func(t *testing.T) backend.Store {
+				s := openFile(t, backend.FileConfig{Size: 1 << 20})
+				backend.Intercept(s, h)
+				return s
+			})
+		})
+	}
+}
+
+func TestFileInfo(t *testing.T) {
+	s := openFile(t, backend.FileConfig{Size: 1 << 20})
+	i := s.Info()
+	if i.Size != 1<<20 || i.BlockSize != 512 || i.ReadOnly || !i.VolatileCache || i.Nonblocking {
+		t.Errorf("Info() = %+v", i)
+	}
+	if i.PhysicalBlockSize < 512 || i.PhysicalBlockSize > 64<<10 {
+		t.Errorf("physical block of %d octets", i.PhysicalBlockSize)
+	}
+	if s := openFile(t, backend.FileConfig{Size: 1 << 20, WriteThrough: true}); s.Info().VolatileCache {
+		t.Error("a write-through store has a volatile cache")
+	}
+}
+
+func TestFileIsCreatedSparse(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "lun.img")
+	open := func(c backend.FileConfig, want bool) backend.Store {
+		t.Helper()
+		c.Path = path
+		s, created, err := backend.OpenFile(c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { s.Close() })
+		if created != want {
+			t.Errorf("created is %v, want %v", created, want)
+		}
+		return s
+	}
+	s := open(backend.FileConfig{Size: 1 << 40, BlockSize: 4096}, true)
+	var st unix.Stat_t
+	if err := unix.Stat(path, &st); err != nil {
+		t.Fatal(err)
+	}
+	if st.Size != 1<<40 || st.Mode != unix.S_IFREG|0o600 {
+		t.Errorf("the new file has %d octets and mode %o", st.Size, st.Mode)
+	}
+	if st.Blocks*512 > 1<<20 {
+		t.Errorf("the new file takes %d octets", st.Blocks*512)
+	}
+	if err := s.WriteAt([]byte("here"), 1<<40-4); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+
+	// It is found again, with its data, by its size or without one.
+	for _, size := range []int64{0, 1 << 40} {
+		s := open(backend.FileConfig{Size: size}, false)
+		if got := s.Info().Size; got != 1<<40 {
+			t.Errorf("size %d, want %d", got, int64(1<<40))
+		}
+		got := make([]byte, 4)
+		if err := s.ReadAt(got, 1<<40-4); err != nil || string(got) != "here" {
+			t.Errorf("the end is %q, %v", got, err)
+		}
+		s.Close()
+	}
+
+	// An empty file, such as a power loss leaves between creation and sizing,
+	// is as good as none; a link leads to the file.
+	if err := os.Truncate(path, 0); err != nil {
+		t.Fatal(err)
+	}
+	link := filepath.Join(t.TempDir(), "link")
+	if err := os.Symlink(path, link); err != nil {
+		t.Fatal(err)
+	}
+	path = link
+	open(backend.FileConfig{Size: 1 << 20}, true).Close()
+}
+
+func TestFileRefusals(t *testing.T) {
+	dir := t.TempDir()
+	at := func(name string) string { return filepath.Join(dir, name) }
+	for name, size := range map[string]int{"8k": 8192, "odd": 8192 + 512, "ragged": 1000, "empty": 0} {
+		if err := os.WriteFile(at(name), make([]byte, size), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := unix.Mkfifo(at("fifo"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		name string
+		c    backend.FileConfig
+		want string // in the error
+	}{
+		{"Smaller", backend.FileConfig{Path: at("8k"), Size: 16384}, "has 8192 octets, but 16384 are configured: configure"},
+		{"Larger", backend.FileConfig{Path: at("8k"), Size: 4096}, "has 8192 octets, but 4096 are configured: configure"},
+		{"SmallerReadOnly", backend.FileConfig{Path: at("8k"), Size: 16384, ReadOnly: true}, "has 8192 octets"},
+		{"NoMultiple", backend.FileConfig{Path: at("odd"), BlockSize: 4096}, "no multiple of the block size 4096"},
+		{"NoMultipleOf512", backend.FileConfig{Path: at("ragged")}, "truncate(1)"},
+		{"Empty", backend.FileConfig{Path: at("empty")}, "configure the size"},
+		{"EmptyReadOnly", backend.FileConfig{Path: at("empty"), Size: 512, ReadOnly: true}, "has 0 octets, but 512"},
+		{"Directory", backend.FileConfig{Path: dir, Size: 4096}, "no regular file (d"},
+		{"FIFO", backend.FileConfig{Path: at("fifo"), Size: 4096}, "no regular file (p"},
+		{"Device", backend.FileConfig{Path: "/dev/null", Size: 4096}, "no regular file (D"},
+		{"AbsentWithoutSize", backend.FileConfig{Path: at("absent")}, "does not exist: create it, or configure the size"},
+		{"AbsentReadOnly", backend.FileConfig{Path: at("absent"), Size: 4096, ReadOnly: true}, "read-only store is not created"},
+		{"AbsentOddSize", backend.FileConfig{Path: at("absent"), Size: 4095}, "not a multiple of the block size 512"},
+		{"AbsentNegative", backend.FileConfig{Path: at("absent"), Size: -512}, "size -512"},
+		{"AbsentBlockSize", backend.FileConfig{Path: at("absent"), Size: 4096, BlockSize: 2048}, "block size 2048: want 512 or 4096"},
+		{"AbsentTooLarge", backend.FileConfig{Path: at("absent"), Size: 1<<63 - 512}, "create with"},
+		{"NoDirectory", backend.FileConfig{Path: at("absent/lun.img"), Size: 4096}, "no such file or directory"},
+		{"NoPath", backend.FileConfig{Size: 4096}, "no such file"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s, created, err := backend.OpenFile(c.c)
+			if err == nil {
+				t.Fatalf("opened, as %+v", s.Info())
+			}
+			if s != nil || created {
+				t.Errorf("returned %v, %v beside the error", s, created)
+			}
+			if !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), c.c.Path) {
+				t.Errorf("error %q: want the path and %q", err, c.want)
+			}
+		})
+	}
+	if _, err := os.Stat(at("absent")); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("a refused file was made: %v", err)
+	}
+	for name, size := range map[string]int64{"8k": 8192, "odd": 8192 + 512, "ragged": 1000, "empty": 0} {
+		if st, err := os.Stat(at(name)); err != nil || st.Size() != size {
+			t.Errorf("refused file %s was changed: %v, %v", name, st, err)
+		}
+	}
+}
+
+func TestFileLock(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "lun.img")
+	refused := func(readOnly bool) {
+		t.Helper()
+		_, _, err := backend.OpenFile(backend.FileConfig{Path: path, Size: 4096, ReadOnly: readOnly})
+		if err == nil || !strings.Contains(err.Error(), "another target serves it") {
+			t.Errorf("opening it again (read-only: %v): %v, want a refusal", readOnly, err)
+		}
+	}
+	s := openFile(t, backend.FileConfig{Path: path, Size: 4096})
+	refused(false)
+	refused(true)
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	// Readers share it, and keep writers out.
+	a := openFile(t, backend.FileConfig{Path: path, ReadOnly: true})
+	b := openFile(t, backend.FileConfig{Path: path, ReadOnly: true})
+	refused(false)
+	a.Close()
+	refused(false)
+	b.Close()
+	openFile(t, backend.FileConfig{Path: path})
+}
+
+// allocated returns the octets that the file takes on its file system.
+func allocated(t *testing.T, path string) int64 {
+	t.Helper()
+	var st unix.Stat_t
+	if err := unix.Stat(path, &st); err != nil {
+		t.Fatal(err)
+	}
+	return st.Blocks * 512
+}
+
+func TestFileDiscardGivesBackSpace(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "lun.img")
+	s := openFile(t, backend.FileConfig{Path: path, Size: 4 << 20})
+	if s.Info().DiscardGranularity == 0 {
+		unavailable(t, "the file system of %s does not punch holes", path)
+	}
+	if err := errors.Join(s.WriteAt(bytes.Repeat([]byte{1}, 4<<20), 0), s.Sync()); err != nil {
+		t.Fatal(err)
+	}
+	full := allocated(t, path)
+	if err := errors.Join(s.Zero(1<<20, 1<<20), s.Sync()); err != nil {
+		t.Fatal(err)
+	}
+	if got := allocated(t, path); got < full {
+		t.Errorf("Zero gave back %d octets", full-got)
+	}
+	if err := errors.Join(s.Discard(100, 3<<20), s.Sync()); err != nil {
+		t.Fatal(err)
+	}
+	if got := full - allocated(t, path); got < 3<<20-2*64<<10 {
+		t.Errorf("Discard of 3 MiB gave back %d octets", got)
+	}
+	if st, err := os.Stat(path); err != nil || st.Size() != 4<<20 {
+		t.Errorf("the file has %d octets now", st.Size())
+	}
+}
+
+// "A failure is final": the kernel would answer the second sync with success.
+func TestFailedSyncIsFinal(t *testing.T) {
+	for name, call := range map[string]func(s backend.Store) error{
+		"Sync":         backend.Store.Sync,
+		"WriteDurable": func(s backend.Store) error { return s.WriteDurable(make([]byte, 512), 0) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), "lun.img")
+			s := openFile(t, backend.FileConfig{Path: path, Size: 1 << 20})
+			failing := true
+			once := func() error {
+				if failing {
+					failing = false
+					return unix.EIO
+				}
+				return nil
+			}
+			backend.Intercept(s, &backend.Hooks{
+				Pwrite: func(p []byte, off int64, flags int, below func([]byte, int64, int) (int, error)) (int, error) {
+					if flags == unix.RWF_DSYNC {
+						if err := once(); err != nil {
+							return 0, err
+						}
+					}
+					return below(p, off, flags)
+				},
+				Fdatasync: func(int) error { return once() },
+			})
+			if err := call(s); !errors.Is(err, unix.EIO) {
+				t.Errorf("the failing call: %v, want EIO", err)
+			}
+			for range 2 {
+				if err := s.Sync(); !errors.Is(err, backend.ErrUnsynced) {
+					t.Errorf("Sync afterwards: %v, want ErrUnsynced", err)
+				}
+				if err := s.WriteDurable([]byte{1}, 0); !errors.Is(err, backend.ErrUnsynced) {
+					t.Errorf("WriteDurable afterwards: %v, want ErrUnsynced", err)
+				}
+			}
+			// What makes no promise goes on.
+			if err := errors.Join(s.WriteAt([]byte{1}, 0), s.Discard(0, 512), s.Zero(0, 512), s.ReadAt(make([]byte, 9), 0)); err != nil {
+				t.Error(err)
+			}
+			if err := s.Close(); !errors.Is(err, backend.ErrUnsynced) {
+				t.Errorf("Close: %v, want ErrUnsynced", err)
+			}
+			openFile(t, backend.FileConfig{Path: path}) // it has let go of the file
+		})
+	}
+}
+
+func TestFailedSyncInClose(t *testing.T) {
+	s := openFile(t, backend.FileConfig{Size: 1 << 20})
+	backend.Intercept(s, &backend.Hooks{Fdatasync: func(int) error { return unix.EIO }})
+	if err := s.Close(); !errors.Is(err, unix.EIO) {
+		t.Errorf("Close: %v, want EIO", err)
+	}
+}
+
+// Without RWF_DSYNC a durable write is a write and a sync, whose failure is
+// final too; that of the write is not.
+func TestWriteDurableWithoutDsync(t *testing.T) {
+	var writeErr, syncErr error
+	var plain, syncs int
+	s := openFile(t, backend.FileConfig{Size: 1 << 20})
+	backend.Intercept(s, &backend.Hooks{
+		Pwrite: func(p []byte, off int64, flags int, below func([]byte, int64, int) (int, error)) (int, error) {
+			if flags != 0 {
+				return 0, unix.ENOSYS
+			}
+			plain++
+			if writeErr != nil {
+				return 0, writeErr
+			}
+			return below(p, off, flags)
+		},
+		Fdatasync: func(int) error { syncs++; return syncErr },
+	})
+	for range 2 {
+		if err := s.WriteDurable([]byte{1}, 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if plain != 2 || syncs != 2 {
+		t.Errorf("two durable writes took %d writes and %d syncs", plain, syncs)
+	}
+	writeErr = unix.ENOSPC
+	if err := s.WriteDurable([]byte{1}, 0); !errors.Is(err, backend.ErrNoSpace) {
+		t.Errorf("no room: %v, want ErrNoSpace", err)
+	}
+	writeErr, syncErr = nil, unix.EIO
+	if err := s.WriteDurable([]byte{1}, 0); !errors.Is(err, unix.EIO) {
+		t.Errorf("failing sync: %v, want EIO", err)
+	}
+	syncErr = nil
+	if err := s.WriteDurable([]byte{1}, 0); !errors.Is(err, backend.ErrUnsynced) {
+		t.Errorf("after it: %v, want ErrUnsynced", err)
+	}
+}
+
+// A full medium is no failed sync, unless write-back is what it is too full for.
+func TestWriteDurableWithoutSpace(t *testing.T) {
+	for _, errno := range []unix.Errno{unix.ENOSPC, unix.EDQUOT} {
+		var durable, plain error
+		s := openFile(t, backend.FileConfig{Size: 1 << 20})
+		backend.Intercept(s, &backend.Hooks{
+			Pwrite: func(p []byte, off int64, flags int, below func([]byte, int64, int) (int, error)) (int, error) {
+				if flags != 0 && durable != nil {
+					return 0, durable
+				}
+				if flags == 0 && plain != nil {
+					return 0, plain
+				}
+				return below(p, off, flags)
+			},
+		})
+		durable, plain = errno, errno
+		if err := s.WriteDurable([]byte{1}, 0); !errors.Is(err, backend.ErrNoSpace) || !errors.Is(err, errno) {
+			t.Errorf("%v: %v, want ErrNoSpace", errno, err)
+		}
+		if err := s.WriteAt([]byte{1}, 0); !errors.Is(err, backend.ErrNoSpace) {
+			t.Errorf("%v: %v, want ErrNoSpace", errno, err)
+		}
+		durable, plain = nil, nil
+		if err := errors.Join(s.WriteDurable([]byte{1}, 0), s.Sync()); err != nil {
+			t.Errorf("with room again: %v", err)
+		}
+		durable = errno
+		if err := s.WriteDurable([]byte{1}, 0); err == nil || errors.Is(err, backend.ErrNoSpace) {
+			t.Errorf("write-back fails with %v: %v, want another error than ErrNoSpace", errno, err)
+		}
+		if err := s.Sync(); !errors.Is(err, backend.ErrUnsynced) {
+			t.Errorf("after that: %v, want ErrUnsynced", err)
+		}
+	}
+}
+
+// The kernel tells every file description of a failed write-back, once. So no
+// two syncs may use one description at the same time.
+func TestSyncsShareNoDescription(t *testing.T) {
+	s := openFile(t, backend.FileConfig{Size: 1 << 20})
+	var busy [64]atomic.Int32
+	var running, most atomic.Int32
+	use := func(n int) func() {
+		if busy[n].Add(1) != 1 {
+			t.Errorf("two syncs use description %d", n)
+		}
+		if r := running.Add(1); r > most.Load() {
+			most.Store(r)
+		}
+		time.Sleep(time.Millisecond)
+		return func() { running.Add(-1); busy[n].Add(-1) }
+	}
+	backend.Intercept(s, &backend.Hooks{Fdatasync: func(n int) error { defer use(n)(); return nil }})
+	var wg sync.WaitGroup
+	for range 32 {
+		wg.Go(func() {
+			if err := s.Sync(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	if most.Load() < 2 {
+		t.Error("syncs wait for one another")
+	}
+}
+
+// WriteAt makes no promise and must not pay for one; WriteDurable and all of a
+// write-through store do.
+func TestWhatIsSynced(t *testing.T) {
+	var dsync, syncs int
+	hooks := &backend.Hooks{
+		Pwrite: func(p []byte, off int64, flags int, below func([]byte, int64, int) (int, error)) (int, error) {
+			if flags == unix.RWF_DSYNC {
+				dsync++
+			}
+			return below(p, off, flags)
+		},
+		Fdatasync: func(int) error { syncs++; return nil },
+	}
+	for _, c := range []struct {
+		name                 string
+		through              bool
+		call                 func(s backend.Store) error
+		wantDsync, wantSyncs int
+	}{
+		{"WriteAt", false, func(s backend.Store) error { return s.WriteAt([]byte{1}, 0) }, 0, 0},
+		{"Discard", false, func(s backend.Store) error { return s.Discard(0, 4096) }, 0, 0},
+		{"Zero", false, func(s backend.Store) error { return s.Zero(0, 4096) }, 0, 0},
+		{"WriteDurable", false, func(s backend.Store) error { return s.WriteDurable([]byte{1}, 0) }, 1, 0},
+		{"Sync", false, backend.Store.Sync, 0, 1},
+		{"Close", false, backend.Store.Close, 0, 1},
+		{"WriteAt", true, func(s backend.Store) error { return s.WriteAt([]byte{1}, 0) }, 1, 0},
+		{"Discard", true, func(s backend.Store) error { return s.Discard(0, 4096) }, 0, 1},
+		{"Zero", true, func(s backend.Store) error { return s.Zero(0, 4096) }, 0, 1},
+	} {
+		s := openFile(t, backend.FileConfig{Size: 1 << 20, WriteThrough: c.through})
+		backend.Intercept(s, hooks)
+		dsync, syncs = 0, 0
+		if err := c.call(s); err != nil {
+			t.Errorf("%s: %v", c.name, err)
+		}
+		if dsync != c.wantDsync || syncs != c.wantSyncs {
+			t.Errorf("%s (write-through: %v): %d durable writes and %d syncs, want %d and %d",
+				c.name, c.through, dsync, syncs, c.wantDsync, c.wantSyncs)
+		}
+	}
+}
+
+func TestFileErrors(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "lun.img")
+	s := openFile(t, backend.FileConfig{Path: path, Size: 1 << 20})
+	var errno error
+	backend.Intercept(s, &backend.Hooks{
+		Pread: func(p []byte, off int64, below func([]byte, int64) (int, error)) (int, error) {
+			if errno != nil {
+				return 0, errno
+			}
+			return below(p, off)
+		},
+		Pwrite: func(p []byte, off int64, flags int, below func([]byte, int64, int) (int, error)) (int, error) {
+			return 0, errno
+		},
+		Fallocate: func(uint32) error { return errno },
+	})
+	errno = unix.EIO
+	for name, err := range map[string]error{
+		"ReadAt":  s.ReadAt(make([]byte, 512), 4096),
+		"WriteAt": s.WriteAt(make([]byte, 512), 4096),
+		"Discard": s.Discard(4096, 512),
+		"Zero":    s.Zero(4096, 512),
+	} {
+		if !errors.Is(err, unix.EIO) || !strings.Contains(err.Error(), path+" at 4096") {
+			t.Errorf("%s: %v, want EIO, the path and the offset", name, err)
+		}
+	}
+	if err := s.Sync(); err != nil {
+		t.Errorf("Sync after failed writes: %v", err)
+	}
+	errno = unix.ENOSPC
+	for name, err := range map[string]error{"Discard": s.Discard(0, 512), "Zero": s.Zero(0, 512)} {
+		if !errors.Is(err, backend.ErrNoSpace) {
+			t.Errorf("%s: %v, want ErrNoSpace", name, err)
+		}
+	}
+	errno = nil // a write that gets nowhere and does not say why
+	if err := s.WriteAt([]byte{1}, 0); !errors.Is(err, unix.EIO) {
+		t.Errorf("WriteAt: %v, want EIO", err)
+	}
+	// Somebody else shortens the file: not a panic, not zeros.
+	if err := os.Truncate(path, 4096); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.ReadAt(make([]byte, 512), 4000); !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Errorf("behind the new end: %v, want ErrUnexpectedEOF", err)
+	}
+}
+
+func TestFileNoSpace(t *testing.T) {
+	dir := t.TempDir()
+	if err := unix.Mount("none", dir, "tmpfs", 0, "size=1m"); err != nil {
+		unavailable(t, "mounting a small tmpfs: %v", err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, 0); err != nil {
+			t.Error(err)
+		}
+	})
+	s := openFile(t, backend.FileConfig{Path: filepath.Join(dir, "lun.img"), Size: 16 << 20})
+	p := bytes.Repeat([]byte{1}, 2<<20)
+	if err := s.WriteAt(p, 0); !errors.Is(err, backend.ErrNoSpace) {
+		t.Errorf("WriteAt: %v, want ErrNoSpace", err)
+	}
+	if err := s.WriteDurable(p, 0); !errors.Is(err, backend.ErrNoSpace) {
+		t.Errorf("WriteDurable: %v, want ErrNoSpace", err)
+	}
+	if err := s.Zero(0, 16<<20); !errors.Is(err, backend.ErrNoSpace) {
+		t.Errorf("Zero: %v, want ErrNoSpace", err)
+	}
+	if err := s.Sync(); err != nil {
+		t.Errorf("Sync: %v", err)
+	}
+	if err := s.Discard(0, 16<<20); err != nil {
+		t.Errorf("Discard: %v", err)
+	}
+	if err := s.WriteAt(p[:4096], 8<<20); err != nil {
+		t.Errorf("WriteAt with room again: %v", err)
+	}
+}
+
+func TestFileAllocs(t *testing.T) {
+	noAllocs(t, openFile(t, backend.FileConfig{Size: 1 << 20}))
+}
+
+func BenchmarkFileRead4K(b *testing.B) {
+	s := openFile(b, backend.FileConfig{Size: 1 << 30})
+	benchmark(b, s, s.ReadAt)
+}
+
+func BenchmarkFileWrite4K(b *testing.B) {
+	s := openFile(b, backend.FileConfig{Size: 1 << 30})
+	benchmark(b, s, s.WriteAt)
+}
