@@ -10,9 +10,11 @@ import (
 // RDMA; iSCSI over plain TCP fits the same seam.
 //
 // Receive and Bind belong to the holder of the connection's receive lock. All
-// other methods may be called by any goroutine at any time. PutData, GetData
-// and SendControl only queue, in order, and never wait for the peer; Flush
-// sends.
+// other methods may be called by any goroutine at any time, also after Close.
+// PutData, GetData, SendControl and Unbind only queue, in order, and never wait
+// for the peer: the core calls them with a lock held. Flush sends. The mover may
+// call Task.Sent and Buffer.Release from within any of its methods; they take
+// no lock that the core holds while it calls the mover.
 type Datamover interface {
 	// Transport names the kind of connection in logs: "iser" or "tcp".
 	Transport() string
@@ -25,64 +27,76 @@ type Datamover interface {
 
 	// Receive waits for what the peer does next and describes it in n: a
 	// control-type PDU (Control_Notify) or the end of a GetData
-	// (Data_Completion_Notify). The slices in n are on loan until the next
-	// Receive. io.EOF is the peer's orderly close; every other error has
-	// ended the connection, and where the peer can be told (Terminate) it
-	// has been.
+	// (Data_Completion_Notify). n is all zero before; its slices are on loan
+	// until the next Receive. io.EOF is the peer's orderly close; every other
+	// error has ended the connection, and where the peer can be told
+	// (Terminate) it has been. After an error the core calls Close, then
+	// Receive again until that fails once more, and by then every GetData
+	// that was outstanding has been notified.
 	Receive(n *Notice) error
 
-	// SetReceiveDeadline bounds Receive; the zero time means no bound.
+	// SetReceiveDeadline bounds Receive; the zero time means no bound. A
+	// Receive that it ends has ended the connection.
 	SetReceiveDeadline(t time.Time) error
 
 	// NewTask makes the mover's own state for one task slot (Task.Mover). A
-	// slot is used again and again; its state is made once.
+	// slot is used again and again; its state is made once. Login PDUs travel
+	// in such slots, too, before EnterFullFeature.
 	NewTask() any
 
-	// Bind ties to t what the initiator advertised with the PDU that Receive
-	// returned last (Remote Mapping). unsolicited is how many octets of write
-	// data come without being asked for. The binding ends with the task's
-	// SCSI Response or with Unbind. An inconsistent advertisement (a read
-	// without a sink) is an error that the core answers with Reject.
+	// Bind ties to t what the initiator advertised with the SCSI Command that
+	// Receive returned last (Remote Mapping); t.Request is its header.
+	// unsolicited is how many octets of write data come without being asked
+	// for. The binding ends with the task's SCSI Response or with Unbind. An
+	// inconsistent advertisement (a read without a sink) is an error: t is not
+	// bound, and the core answers with CHECK CONDITION.
 	Bind(t *Task, unsolicited uint32) error
 
 	// Unbind drops the binding of a task that ends without a SCSI Response
-	// (Deallocate_Task_Resources). No data of the task is on its way: every
-	// GetData has been notified.
+	// (Deallocate_Task_Resources). No data comes any more: every GetData has
+	// been notified. What PutData has queued still leaves.
 	Unbind(t *Task)
 
-	// PutData queues the data that starts at Buffer Offset off (Put_Data).
-	// data is part of b and is not changed until the mover calls b.Release,
-	// which it does when the data has left or the connection has ended.
+	// PutData queues the data that starts at Buffer Offset off (Put_Data). t
+	// is used only until PutData returns. data is part of b and is not changed
+	// until the mover calls b.Release, which it does when the data has left or
+	// the connection has ended. If PutData fails, which ends the connection, b
+	// stays with the caller.
 	PutData(t *Task, off uint32, data []byte, b *Buffer) error
 
 	// GetData fetches len(data) octets that start at Buffer Offset off into
 	// data (Get_Data). The end is a Notice with this Task; unless GetData
-	// itself fails there is exactly one, also when the connection ends. At
-	// most one GetData of a task is outstanding.
+	// itself fails, which ends the connection, there is exactly one, also when
+	// the connection ends. data is the mover's until then. At most one GetData
+	// of a task is outstanding.
 	GetData(t *Task, off uint32, data []byte) error
 
 	// SendControl queues the PDU t.Header with the data segment t.Segment;
 	// DataSegmentLength is already set. The mover calls t.Sent when both have
-	// left, or when the connection has ended. If the PDU is a SCSI Response
-	// the mover may invalidate what the initiator advertised for t.
+	// left, or when the connection has ended; if SendControl fails, which ends
+	// the connection, it does not. A SCSI Response is an end: the mover may
+	// invalidate what the initiator advertised for t, if t is bound at all.
+	// Its ExpDataSN counts the calls of PutData and GetData for t; a mover that
+	// cuts data into several PDUs puts its own count there.
 	SendControl(t *Task) error
 
 	// Flush sends what is queued. If another goroutine is sending it returns
-	// at once: that goroutine will send this, too.
+	// at once: that goroutine will send this, too. Close ends it.
 	Flush()
 
 	// MaxSendSegment is the longest data segment, in octets, that SendControl
-	// takes in the current phase.
+	// takes in the current phase; at least 128.
 	MaxSendSegment() int
 
 	// EnterFullFeature tells the mover, before the final Login Response is
 	// queued, that login has succeeded, and with what (Enable_Datamover and
-	// Notice_Key_Values). tasks is how many task slots there can be.
+	// Notice_Key_Values). tasks is how many task slots there can be. An error
+	// refuses the login: out of resources.
 	EnterFullFeature(p Params, tasks int) error
 
 	// Close ends the connection at once (Connection_Terminate). Receive
 	// returns an error after it has notified every GetData that was
-	// outstanding, with net.ErrClosed.
+	// outstanding, with net.ErrClosed. Closing twice does no harm.
 	Close() error
 
 	// CloseWrite sends what is queued and then the end of our direction of

@@ -1,5 +1,8 @@
 package pdu
 
+// Version is the Version-max, -min and -active of RFC 7143.
+const Version = 0
+
 // A Stage is CSG or NSG of a Login PDU (section 11.12.3).
 type Stage uint8
 

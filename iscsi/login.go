@@ -1,0 +1,375 @@
+package iscsi
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/iser-target/iser-target/iscsi/keys"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/security"
+)
+
+// maxLoginRequests bounds a login. Six exchanges must be possible (RFC 7143,
+// section 6.2); an initiator that puts every key into a PDU of its own needs
+// some 40.
+const maxLoginRequests = 100
+
+// A login is what Serve's goroutine knows until the full feature phase.
+type login struct {
+	*conn
+	first pdu.LoginRequest // what must stay the same
+	req   pdu.LoginRequest // the present one
+	count int              // of requests
+
+	stage  pdu.Stage // where we are
+	in     []byte    // text of requests with C=1
+	out    []byte    // rest of an answer that does not fit into one PDU
+	named  bool      // the first text has come: we know who it is
+	neg    *keys.Negotiation
+	key    sessionKey
+	target *target
+}
+
+// login runs the login phase (RFC 7143, section 6.3) and writes the one line
+// about the connection attempt. An error means that it was refused, or that the
+// connection is lost; the initiator has been told and given time to close.
+func (c *conn) login() error {
+	l := &login{conn: c}
+	c.dm.SetReceiveDeadline(time.Now().Add(c.node.opt.LoginTimeout))
+	err := l.run()
+	l.logOutcome(err)
+	if err == nil {
+		c.node.stats.accepted.Add(1)
+		return nil
+	}
+	c.node.stats.refused.Add(1)
+	var refusal *loginError
+	if errors.As(err, &refusal) && l.count > 0 {
+		if c.sess != nil { // the session is over before the initiator hears of it
+			c.sess.finish(c.node)
+			c.sess = nil
+		}
+		if l.respond(pdu.LoginResponse{Status: refusal.status}, nil) == nil {
+			c.linger()
+		}
+	}
+	return err
+}
+
+// linger waits until the initiator has closed the connection, or LogoutWait.
+func (c *conn) linger() {
+	c.dm.SetReceiveDeadline(time.Now().Add(c.node.opt.LogoutWait))
+	for c.dm.Receive(&c.notice) == nil {
+	}
+}
+
+// logOutcome writes what became of a connection attempt.
+func (l *login) logOutcome(err error) {
+	level, outcome := slog.LevelInfo, "accepted"
+	attrs := make([]slog.Attr, 0, 10)
+	if err != nil {
+		level, outcome = slog.LevelWarn, "refused"
+	} else {
+		attrs = append(attrs, l.sess.attrs()...)
+	}
+	stage := l.stage.String()
+	if l.count == 0 {
+		stage = "before login"
+	}
+	attrs = append(attrs, slog.String("outcome", outcome), slog.String("stage", stage))
+	if err != nil {
+		attrs = append(attrs, slog.String("reason", err.Error()))
+		var refusal *loginError
+		if errors.As(err, &refusal) {
+			attrs = append(attrs, slog.String("status", refusal.status.String()))
+		}
+	}
+	attrs = append(attrs, slog.String("initiator", l.key.initiator), slog.String("target", l.key.target),
+		slog.String("isid", fmt.Sprintf("%x", l.first.ISID)))
+	l.log.LogAttrs(context.Background(), level, "login", attrs...)
+}
+
+// run serves Login Requests until one ends the phase. A *loginError is to be
+// told to the initiator; any other error is the end of the connection.
+func (l *login) run() error {
+	for {
+		if err := l.dm.Receive(&l.notice); err != nil {
+			l.end(endReason(err))
+			return l.endedBy() // it may have been closed for another reason
+		}
+		if l.notice.Task != nil {
+			return errors.New("end of a transfer during login")
+		}
+		if err := l.checkFormat(&l.notice); err != nil {
+			if l.count == 0 || pdu.BHS(l.notice.BHS).Opcode() != pdu.LoginReq {
+				return err
+			}
+			return &loginError{pdu.LoginInitiatorError, err}
+		}
+		h := pdu.BHS(l.notice.BHS)
+		if h.Opcode() != pdu.LoginReq { // section 4.2.4
+			err := fmt.Errorf("%v before the end of login", h.Opcode())
+			if l.count == 0 {
+				return err
+			}
+			return &loginError{pdu.LoginInvalidRequest, err}
+		}
+		done, err := l.serve(pdu.ParseLoginRequest(h), l.notice.Data)
+		if done || err != nil {
+			return err
+		}
+	}
+}
+
+// serve answers one Login Request; done means that login has succeeded.
+func (l *login) serve(req pdu.LoginRequest, data []byte) (done bool, err error) {
+	l.req = req
+	l.count++
+	if err := l.check(); err != nil {
+		return false, err
+	}
+	if len(l.out) > 0 { // the initiator asks for the rest of an answer
+		if len(data) > 0 || req.Continue {
+			return false, refuse(pdu.LoginInitiatorError, "text from the initiator before the end of ours")
+		}
+		return l.answer()
+	}
+	if len(l.in)+len(data) > keys.MaxText {
+		return false, refuse(pdu.LoginInitiatorError, fmt.Sprintf("text is longer than %d octets", keys.MaxText))
+	}
+	l.in = append(l.in, data...)
+	if req.Continue {
+		return false, l.respond(pdu.LoginResponse{}, nil)
+	}
+	if err := l.negotiate(); err != nil {
+		return false, err
+	}
+	return l.answer()
+}
+
+// check judges the header of a Login Request.
+func (l *login) check() error {
+	r := &l.req
+	if l.count == 1 {
+		l.first, l.stage = *r, r.CSG
+		l.cid = r.CID
+		l.openWindow(r.CmdSN)
+	}
+	f := &l.first
+	switch {
+	case l.node.isStopping():
+		return &loginError{pdu.LoginUnavailable, errShutdown}
+	case r.VersionMin > pdu.Version:
+		return refuse(pdu.LoginVersion, fmt.Sprintf("initiator supports version %d and up", r.VersionMin))
+	case r.ISID != f.ISID, r.TSIH != f.TSIH, r.CID != f.CID, r.VersionMin != f.VersionMin, r.VersionMax != f.VersionMax:
+		return refuse(pdu.LoginInitiatorError, "ISID, TSIH, CID or version changed during login") // section 11.12
+	case r.CSG != l.stage, r.CSG > pdu.LoginOperationalNegotiation:
+		return refuse(pdu.LoginInitiatorError, fmt.Sprintf("request is about the %v stage, login is in the %v stage", r.CSG, l.stage))
+	case r.Transit && r.Continue:
+		return refuse(pdu.LoginInitiatorError, "T and C bit together")
+	case r.Transit && (r.NSG <= r.CSG || r.NSG == 2):
+		return refuse(pdu.LoginInitiatorError, fmt.Sprintf("no transition from stage %d to stage %d", r.CSG, r.NSG))
+	case l.count > maxLoginRequests:
+		return refuse(pdu.LoginInitiatorError, fmt.Sprintf("login is not complete after %d requests", maxLoginRequests))
+	}
+	return nil
+}
+
+// negotiate works on the text in l.in and puts the answers in l.out.
+func (l *login) negotiate() error {
+	pairs, err := keys.ParseText(l.in)
+	if err != nil {
+		return keyError(err)
+	}
+	l.in = nil
+	if l.neg == nil {
+		l.neg = l.newNegotiation()
+	}
+	var answers []keys.Pair
+	for _, p := range pairs {
+		if answers, err = l.neg.Offer(keys.Stage(l.stage), p, answers); err != nil {
+			return keyError(err)
+		}
+	}
+	if !l.named {
+		l.named = true
+		if err := l.identify(); err != nil {
+			return err
+		}
+		answers = append(answers, keys.Pair{Key: "TargetPortalGroupTag", Value: fmt.Sprint(l.portal.TPGT)})
+		if l.target != nil && l.target.Alias != "" && !l.neg.Params().Discovery {
+			answers = append(answers, keys.Pair{Key: "TargetAlias", Value: l.target.Alias})
+		}
+	}
+	if l.stage == pdu.LoginOperationalNegotiation {
+		answers = l.neg.Declare(answers)
+	}
+	for _, p := range answers {
+		l.out = keys.AppendPair(l.out, p)
+	}
+	return nil
+}
+
+func (l *login) newNegotiation() *keys.Negotiation {
+	if l.first.TSIH != 0 {
+		nd := l.node
+		nd.mu.Lock()
+		s := nd.sessions[l.first.TSIH]
+		nd.mu.Unlock()
+		if s != nil && s.key.isid == l.first.ISID {
+			return keys.NewJoin(l.limits(), s.conn.agreed())
+		}
+	}
+	return keys.NewLogin(l.limits())
+}
+
+// limits is what this connection may agree on.
+func (c *conn) limits() keys.Limits {
+	limits := c.node.opt.Limits
+	limits.RDMA = c.dm.RDMA()
+	return limits
+}
+
+// identify finds out who wants what, and whether that is allowed, when the first
+// text has come.
+func (l *login) identify() error {
+	if err := l.neg.FirstRequest(); err != nil {
+		return keyError(err)
+	}
+	p := l.neg.Params()
+	name, err := security.NormalizeName(p.InitiatorName)
+	if err != nil {
+		return &loginError{pdu.LoginInitiatorError, fmt.Errorf("InitiatorName: %w", err)}
+	}
+	l.key = sessionKey{initiator: name, isid: l.first.ISID, tpgt: l.portal.TPGT}
+	if p.TargetName == "" {
+		l.key.portal = l.portal
+		return nil
+	}
+	if name, err = security.NormalizeName(p.TargetName); err != nil {
+		return &loginError{pdu.LoginNotFound, fmt.Errorf("TargetName: %w", err)}
+	}
+	l.key.target = name
+	if l.target = l.node.target(name); l.target == nil {
+		return refuse(pdu.LoginNotFound, "there is no such target")
+	}
+	if !l.target.Initiators.Match(l.key.initiator) {
+		return refuse(pdu.LoginAuthorization, "initiator is not among those of the target")
+	}
+	return nil
+}
+
+// keyError makes a login status of an error of package keys.
+func keyError(err error) error {
+	var ke *keys.Error
+	if errors.As(err, &ke) {
+		return &loginError{pdu.LoginStatus(ke.Status), err}
+	}
+	return &loginError{pdu.LoginInitiatorError, err}
+}
+
+// answer sends what there is to be sent and makes the transition that the
+// initiator asks for when all has been said.
+func (l *login) answer() (done bool, err error) {
+	n := min(len(l.out), l.dm.MaxSendSegment(), loginDataLength-1) // open-iscsi keeps one octet
+	part := l.out[:n:n]
+	l.out = l.out[n:]
+	rsp := pdu.LoginResponse{Continue: len(l.out) > 0}
+	if rsp.Continue || !l.req.Transit {
+		return false, l.respond(rsp, part)
+	}
+	rsp.Transit, rsp.NSG = true, l.req.NSG
+	if l.req.NSG != pdu.FullFeaturePhase {
+		err := l.respond(rsp, part)
+		l.stage = l.req.NSG
+		return false, err
+	}
+	if err := l.enterFullFeature(); err != nil {
+		return false, err
+	}
+	rsp.TSIH = l.sess.tsih
+	if err := l.respond(rsp, part); err != nil {
+		return false, err
+	}
+	return true, nil
+}
+
+// enterFullFeature makes the connection ready for what follows the final Login
+// Response.
+func (l *login) enterFullFeature() error {
+	p, err := l.neg.Finish()
+	if err != nil {
+		return keyError(err)
+	}
+	l.params = p
+	s, refusal := l.node.establish(l.conn, l.key, &l.first, l.target)
+	if refusal != nil {
+		return refusal
+	}
+	l.sess = s
+	if err := l.dm.EnterFullFeature(p, l.maxSlots); err != nil {
+		return &loginError{pdu.LoginOutOfResources, err}
+	}
+	switch {
+	case p.Discovery && l.dm.RDMA():
+		l.recvLimit = loginDataLength
+	case l.dm.RDMA():
+		l.recvLimit = int(p.TargetRecvDataSegmentLength)
+	default:
+		l.recvLimit = int(l.node.opt.Limits.MaxRecvDataSegmentLength)
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.phase == phaseEnded { // replaced by yet another login, or shut down
+		return &loginError{pdu.LoginUnavailable, l.reason}
+	}
+	l.phase = phaseFullFeature
+	return nil
+}
+
+// respond sends a Login Response. The caller sets what differs from request to
+// request. A refusal has no stages and no numbers (V-ISCSI-7 has none, either).
+func (l *login) respond(rsp pdu.LoginResponse, data []byte) error {
+	t := l.newTask()
+	if t == nil {
+		return l.endedBy()
+	}
+	t.own = true
+	rsp.ISID, rsp.ITT, rsp.DataSegmentLength = l.first.ISID, l.req.ITT, len(data)
+	t.Segment = data
+	l.mu.Lock()
+	if rsp.Status == pdu.LoginSuccess {
+		rsp.CSG = l.req.CSG
+		rsp.StatSN, rsp.ExpCmdSN, rsp.MaxCmdSN = l.statSN, l.win.exp, l.win.max
+		l.statSN++
+	}
+	rsp.Put(t.Header[:])
+	err := l.dm.SendControl(t)
+	l.mu.Unlock()
+	if err != nil {
+		l.freeTask(t)
+		return fmt.Errorf("sending failed: %w", err)
+	}
+	l.dm.Flush()
+	return nil
+}
+
+// agreed is what login agreed on, with later changes.
+func (c *conn) agreed() Params {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.params
+}
+
+// endedBy is why the connection is ending.
+func (c *conn) endedBy() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.reason == nil {
+		return errPeerClosed
+	}
+	return c.reason
+}

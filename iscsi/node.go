@@ -1,0 +1,299 @@
+package iscsi
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/iser-target/iser-target/iscsi/keys"
+	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/security"
+)
+
+// Params is what a login agreed on.
+type Params = keys.Params
+
+// Options of a Node. The zero value of a field means its default.
+type Options struct {
+	// QueueDepth is how many commands a session may have in flight; 128, as
+	// many as ib_iser's cmds_max.
+	QueueDepth int
+
+	// ConnectionMemory bounds, in octets, the data buffers of one connection;
+	// 64 MiB. A value below one piece of data counts as one piece. Immediate
+	// data has small buffers of its own beside it: FirstBurstLength for each
+	// command in flight at most.
+	ConnectionMemory int
+
+	// MaxTransferPiece is how much data, in octets, of a command is moved at
+	// once; 1 MiB. It is rounded up to 4 KiB times a power of two and is never
+	// less than 64 KiB or FirstBurstLength, nor more than 16 MiB.
+	MaxTransferPiece int
+
+	LoginTimeout      time.Duration // of a whole login; 15 s
+	DiscoveryTimeout  time.Duration // between two requests of a discovery session; 60 s
+	NopInterval       time.Duration // silence after which a normal session is pinged; 15 s; negative: never
+	NopTimeout        time.Duration // silence after a ping that ends the connection; 30 s
+	LogoutWait        time.Duration // for the initiator to close first after the last response; 2 s
+	ReinstatementWait time.Duration // for the tasks of a session that a login replaces; 10 s
+	ShutdownWait      time.Duration // for initiators to log out when the node shuts down; 3 s
+
+	Limits keys.Limits  // what login may agree on; RDMA is set for each connection
+	Logger *slog.Logger // slog.Default()
+}
+
+// setDefault replaces the zero value.
+func setDefault[T comparable](v *T, def T) {
+	var zero T
+	if *v == zero {
+		*v = def
+	}
+}
+
+func (o Options) complete() Options {
+	setDefault(&o.QueueDepth, 128)
+	setDefault(&o.ConnectionMemory, 64<<20)
+	setDefault(&o.MaxTransferPiece, 1<<20)
+	setDefault(&o.LoginTimeout, 15*time.Second)
+	setDefault(&o.DiscoveryTimeout, 60*time.Second)
+	setDefault(&o.NopInterval, 15*time.Second)
+	setDefault(&o.NopTimeout, 30*time.Second)
+	setDefault(&o.LogoutWait, 2*time.Second)
+	setDefault(&o.ReinstatementWait, 10*time.Second)
+	setDefault(&o.ShutdownWait, 3*time.Second)
+	setDefault(&o.Logger, slog.Default())
+	setDefault(&o.Limits.FirstBurstLength, 65536)
+	setDefault(&o.Limits.MaxRecvDataSegmentLength, 262144)
+
+	o.QueueDepth = max(o.QueueDepth, 1)
+	piece := max(o.MaxTransferPiece, lun.MaxParameterList, int(o.Limits.FirstBurstLength))
+	o.MaxTransferPiece = min(1<<(minBufferShift+bufferClass(piece)), maxBuffer)
+	o.ConnectionMemory = max(o.ConnectionMemory, o.MaxTransferPiece)
+	return o
+}
+
+// A TargetConfig describes a target.
+type TargetConfig struct {
+	Name       string            // iSCSI name
+	Alias      string            // TargetAlias; may be empty
+	Initiators security.Patterns // who may log in
+	LUNs       *lun.Inventory
+}
+
+type target struct {
+	TargetConfig
+}
+
+// A PortalConfig describes a portal.
+type PortalConfig struct {
+	Listen    string   // host:port; an empty host or port 0 is known better per connection
+	Advertise []string // what discovery answers instead, host:port each
+	TPGT      uint16   // TargetPortalGroupTag
+}
+
+// A Portal is one listening address of a Node. All targets are reachable
+// through all portals.
+type Portal struct {
+	PortalConfig
+	node *Node
+}
+
+// A Node is an iSCSI target node: its targets, portals and sessions.
+type Node struct {
+	opt     Options
+	buffers bufferPool
+	stats   counters
+
+	mu       sync.Mutex
+	targets  []*target // ascending by name
+	portals  []*Portal
+	sessions map[uint16]*session // by TSIH
+	lastTSIH uint16
+	conns    map[*conn]struct{} // from the first octet to the end of Serve
+	stopping bool
+}
+
+// counters are the parts of Stats that change without a lock.
+type counters struct {
+	accepted, refused, sessionsEnded atomic.Uint64
+	tasks                            atomic.Int64
+}
+
+// Stats is what a Node has to do and has done.
+type Stats struct {
+	Sessions         int    // in full feature phase, discovery included
+	Connections      int    // from Serve to its return
+	TasksInFlight    int    // task slots in use: requests, and PDUs on their way out
+	BuffersOut       int    // data buffers in use
+	BufferOctets     int    // their size
+	LoginsAccepted   uint64 // since the start
+	LoginsRefused    uint64
+	SessionsFinished uint64
+}
+
+// NewNode makes a Node without targets and portals.
+func NewNode(o Options) *Node {
+	return &Node{
+		opt:      o.complete(),
+		sessions: make(map[uint16]*session),
+		conns:    make(map[*conn]struct{}),
+	}
+}
+
+// AddTarget adds a target. An error is about its name.
+func (nd *Node) AddTarget(cfg TargetConfig) error {
+	name, err := security.NormalizeName(cfg.Name)
+	if err != nil {
+		return fmt.Errorf("target %q: %w", cfg.Name, err)
+	}
+	if cfg.LUNs == nil {
+		return fmt.Errorf("target %q: no LUN inventory", name)
+	}
+	cfg.Name = name
+	nd.mu.Lock()
+	defer nd.mu.Unlock()
+	i, taken := slices.BinarySearchFunc(nd.targets, name, func(t *target, name string) int { return strings.Compare(t.Name, name) })
+	if taken {
+		return fmt.Errorf("target %q: name is used twice", name)
+	}
+	nd.targets = slices.Insert(nd.targets, i, &target{cfg})
+	return nil
+}
+
+// AddPortal adds a portal.
+func (nd *Node) AddPortal(cfg PortalConfig) *Portal {
+	p := &Portal{PortalConfig: cfg, node: nd}
+	nd.mu.Lock()
+	defer nd.mu.Unlock()
+	nd.portals = append(nd.portals, p)
+	return p
+}
+
+// target returns the target of that normalised name, or nil.
+func (nd *Node) target(name string) *target {
+	nd.mu.Lock()
+	defer nd.mu.Unlock()
+	for _, t := range nd.targets {
+		if t.Name == name {
+			return t
+		}
+	}
+	return nil
+}
+
+func (nd *Node) isStopping() bool {
+	nd.mu.Lock()
+	defer nd.mu.Unlock()
+	return nd.stopping
+}
+
+// Stats is a snapshot.
+func (nd *Node) Stats() Stats {
+	nd.mu.Lock()
+	defer nd.mu.Unlock()
+	return Stats{
+		Sessions:         len(nd.sessions),
+		Connections:      len(nd.conns),
+		TasksInFlight:    int(nd.stats.tasks.Load()),
+		BuffersOut:       int(nd.buffers.out.Load()),
+		BufferOctets:     int(nd.buffers.octets.Load()),
+		LoginsAccepted:   nd.stats.accepted.Load(),
+		LoginsRefused:    nd.stats.refused.Load(),
+		SessionsFinished: nd.stats.sessionsEnded.Load(),
+	}
+}
+
+var errShutdown = errors.New("target shuts down")
+
+// Shutdown ends everything: no more logins are accepted, the initiators of
+// normal sessions are asked to log out (Asynchronous Message 1, RFC 7143,
+// section 11.9.1), and those who have not done so after ShutdownWait are
+// disconnected. It returns nil when all Serve calls have ended, or the error of
+// ctx if that is done earlier.
+func (nd *Node) Shutdown(ctx context.Context) error {
+	nd.mu.Lock()
+	nd.stopping = true
+	conns := make([]*conn, 0, len(nd.conns))
+	for c := range nd.conns {
+		conns = append(conns, c)
+	}
+	nd.mu.Unlock()
+
+	asked := conns[:0:0]
+	for _, c := range conns {
+		if c.askLogout(nd.opt.ShutdownWait) {
+			asked = append(asked, c)
+		} else {
+			c.end(errShutdown)
+		}
+	}
+	grace := time.NewTimer(nd.opt.ShutdownWait)
+	defer grace.Stop()
+	expired := false
+	for _, c := range asked {
+		if expired {
+			break
+		}
+		select {
+		case <-c.done:
+		case <-grace.C:
+			expired = true
+		case <-ctx.Done():
+			expired = true
+		}
+	}
+	for _, c := range conns {
+		c.end(errShutdown)
+	}
+	for _, c := range conns {
+		select {
+		case <-c.done:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return nil
+}
+
+// addresses are what discovery answers for p to an initiator that reached the
+// node at local: host:port each.
+func (p *Portal) addresses(own *Portal, local net.Addr) []string {
+	if len(p.Advertise) > 0 {
+		return p.Advertise
+	}
+	here, ok := local.(*net.TCPAddr)
+	if p == own {
+		if !ok {
+			return []string{local.String()}
+		}
+		return []string{hostPort(here.IP, here.Port)}
+	}
+	// Another portal: where it listens, or if that is everywhere, the address
+	// at which the initiator has reached us, with that portal's port.
+	there, err := net.ResolveTCPAddr("tcp", p.Listen)
+	switch {
+	case err != nil || there.Port == 0:
+		return nil
+	case len(there.IP) > 0 && !there.IP.IsUnspecified():
+		if ok && there.IP.IsLoopback() && !here.IP.IsLoopback() {
+			return nil // out of the initiator's reach
+		}
+		return []string{hostPort(there.IP, there.Port)}
+	case ok && (here.IP.To4() != nil || there.IP.To4() == nil):
+		return []string{hostPort(here.IP, there.Port)}
+	}
+	return nil
+}
+
+// hostPort leaves out the zone of a link-local address, which means something
+// on this machine only. IPv6 addresses come in brackets.
+func hostPort(ip net.IP, port int) string {
+	return (&net.TCPAddr{IP: ip, Port: port}).String()
+}

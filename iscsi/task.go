@@ -1,0 +1,662 @@
+package iscsi
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math"
+	"sync/atomic"
+
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun"
+)
+
+// A taskState says where a task is. A slot that is not in the task table has
+// the first one.
+type taskState uint8
+
+const (
+	taskFree     taskState = iota
+	taskWaiting            // for its CmdSN or for unsolicited data
+	taskReady              // in conn.ready
+	taskRunning            // a goroutine works on it
+	taskFetching           // a GetData is outstanding; no goroutine
+)
+
+// maxResponseData is the longest data segment of a SCSI Response: SenseLength
+// and 126 octets of sense. It is what ib_iser's receive buffers hold.
+const maxResponseData = 128
+
+// A Task is a slot for one request from its PDU to its response, and for one
+// PDU of ours at a time. Slots are used again and again; a connection has
+// QueueDepth and a few more.
+type Task struct {
+	// Header and Segment are the PDU that SendControl queues. They do not
+	// change until the mover has called Sent.
+	Header  [pdu.BHSLen]byte
+	Segment []byte
+
+	// Mover is the mover's own state: what Datamover.NewTask made.
+	Mover any
+
+	conn *conn
+	cmd  lun.Command
+
+	req     [pdu.BHSLen]byte      // the request's BHS
+	scratch [maxResponseData]byte // room for a short Segment
+	stash   []byte                // room for unsolicited data; kept when the slot is free
+
+	aborted atomic.Bool // set under conn.mu: no response, stop soon
+
+	// In the lists of conn (mu), of free slots (slotMu) and of budget.
+	next, nextByITT, nextWaiter *Task
+	wake                        chan struct{} // ends a wait for a Buffer; capacity 1
+	wants                       int           // octets that it waits for
+	granted                     bool
+
+	taskVars
+}
+
+// taskVars is what is zero in a free slot.
+type taskVars struct {
+	// Under conn.mu.
+	state     taskState
+	seq       uint64 // order of becoming ready
+	needsSN   bool   // waits for CmdSNs before its own
+	needsData bool   // waits for unsolicited Data-Out PDUs
+
+	// Of the goroutine that runs the task, or of the holder of recvMu before.
+	own     bool   // not a request: never in the table
+	unasked bool   // of own: counts as unexpected
+	bound   bool   // the mover has a binding
+	fenced  bool   // there are ORDERED tasks about, possibly this one
+	data    []byte // data segment of a Text Request or NOP-Out
+	refusal sense  // why the transport fails the command; zero: it does not
+
+	// Data phase of a command. Offsets and lengths are octets.
+	begun       bool
+	unsolicited uint32 // write data that came, or comes, without being asked for
+	arrived     uint32 // of that
+	dataSN      uint32 // of the next unsolicited Data-Out
+	total       uint64 // how much data moves in all
+	off         uint64 // what is done
+	buf         *Buffer
+	placed      bool // the unsolicited data is in buf, not in stash
+	piece       int  // length of the piece that is being fetched into buf
+	fetched     bool // that has ended
+	fetchErr    error
+	transfers   uint32 // PutData and GetData calls
+}
+
+// sense is a sense key with ASC and ASCQ.
+type sense struct{ key, asc, ascq byte }
+
+// What iSCSI itself reports by CHECK CONDITION (RFC 7143, section 11.4.7.2;
+// the first is SPC's INVALID FIELD IN COMMAND INFORMATION UNIT). It is preferred
+// to Reject for commands: Linux does not complete a command that is rejected.
+var (
+	senseInvalidIU    = sense{0x05, 0x0e, 0x03}
+	senseUnexpected   = sense{0x0b, 0x0c, 0x0c} // UNEXPECTED UNSOLICITED DATA
+	senseWrongAmount  = sense{0x0b, 0x0c, 0x0d} // NOT ENOUGH UNSOLICITED DATA
+	statusGood        = byte(0x00)
+	statusCheckCond   = byte(0x02)
+	attributeReserved = byte(pdu.AttrACA) // ACA is not supported, higher values are reserved
+)
+
+// Request is the BHS of the request that t serves.
+func (t *Task) Request() pdu.BHS { return t.header() }
+
+// Sent is called by the mover when Header and Segment have left, or when the
+// connection has ended. It takes no lock that is held while the mover is
+// called.
+func (t *Task) Sent() { t.conn.freeTask(t) }
+
+func (t *Task) header() pdu.BHS { return pdu.BHS(t.req[:]) }
+func (t *Task) immediate() bool { return t.header().Immediate() }
+func (t *Task) isCommand() bool { return t.header().Opcode() == pdu.SCSICommand }
+func (t *Task) isOrdered() bool { return t.isCommand() && t.header().Attr() == pdu.AttrOrdered }
+
+// expected is how much data the initiator expects to send and to get. A flag
+// that is not set expects nothing, whatever EDTL says.
+func (t *Task) expected() (out, in uint32) {
+	h := t.header()
+	if h.Write() {
+		out = h.EDTL()
+	}
+	if h.Read() {
+		in = h.EDTL()
+	}
+	return out, in
+}
+
+// reset empties the slot. What it refers to must not outlive the task.
+func (t *Task) reset() {
+	t.taskVars = taskVars{}
+	t.aborted.Store(false)
+	t.Segment, t.cmd.CDB = nil, nil
+}
+
+// run goes on with t: with what the request asks for, or with what follows a
+// GetData.
+func (t *Task) run() {
+	switch {
+	case t.own:
+		t.conn.sendOwn(t)
+	case t.fetched:
+		t.fetched = false
+		t.afterFetch()
+	default:
+		requests[t.header().Opcode()].run(t)
+	}
+}
+
+// takeData keeps the data segment of a request that is not a command.
+func (t *Task) takeData(n *Notice) error {
+	if len(n.Data) > 0 {
+		t.data = append([]byte(nil), n.Data...)
+	}
+	return nil
+}
+
+// takeCommand copies CDB and immediate data, and binds what was advertised.
+// What is wrong with the command, short of its format, becomes a refusal.
+//
+// Preconditions: recvMu is held.
+func (t *Task) takeCommand(n *Notice) error {
+	c, h := t.conn, t.header()
+	x, err := pdu.ParseAHS(n.AHS)
+	if err != nil {
+		return fmt.Errorf("%v: %w", pdu.SCSICommand, err)
+	}
+	t.cmd.LUN = h.LUN()
+	t.cmd.CDB = h.CDB()
+	if x.CDB != nil {
+		t.cmd.CDB = append(append(make([]byte, 0, pdu.CDBLen+len(x.CDB)), h.CDB()...), x.CDB...)
+	}
+
+	out, _ := t.expected()
+	imm := uint32(len(n.Data))
+	burst := min(c.params.FirstBurstLength, out)
+	switch {
+	case h.Attr() >= attributeReserved, // ISCSI section 11.3.1, like the following three
+		!h.Final() && !h.Write(),
+		h.EDTL() > 0 && !h.Read() && !h.Write(),
+		h.Read() && h.Write(): // no command of ours is bidirectional
+		t.refusal = senseInvalidIU
+	case imm > 0 && (!h.Write() || !c.params.ImmediateData), imm > c.params.FirstBurstLength:
+		t.refusal = senseUnexpected
+	case imm > out:
+		t.refusal = senseWrongAmount
+	default:
+		t.unsolicited, t.arrived = imm, imm
+		// With InitialR2T=Yes nothing may follow, and F does not matter. An
+		// F=0 that leaves nothing to follow does not, either.
+		if !h.Final() && !c.params.InitialR2T && imm < burst {
+			t.unsolicited, t.needsData = burst, true
+		}
+	}
+	if t.refusal != (sense{}) {
+		// Unsolicited Data-Out that follows must be waited for (section 7.3):
+		// the initiator may use the tag again as soon as it has the response.
+		t.needsData = !h.Final() && h.Write() && !c.params.InitialR2T
+		return nil
+	}
+	if err := c.dm.Bind(t, t.unsolicited); err != nil {
+		t.refusal = senseInvalidIU
+		return nil
+	}
+	t.bound = true
+	if imm == 0 {
+		return nil
+	}
+	// A longer transfer goes through a Buffer, where the immediate data may be
+	// put right away. But a task that waits for its turn must not hold one.
+	if whole := min(int(out), c.piece); whole > int(t.unsolicited) && c.isNext(h) {
+		if t.buf = c.budget.try(whole); t.buf != nil {
+			copy(t.buf.data, n.Data)
+			t.placed = true
+			return nil
+		}
+	}
+	copy(t.room(), n.Data)
+	return nil
+}
+
+// isNext tells whether a command with header h begins without waiting for other
+// tasks.
+//
+// Preconditions: recvMu is held.
+func (c *conn) isNext(h pdu.BHS) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.ordered == 0 && h.Attr() != pdu.AttrOrdered && (h.Immediate() || h.CmdSN() == c.win.exp)
+}
+
+// room is the slot's own memory for unsolicited data, as long as that can be.
+func (t *Task) room() []byte {
+	if n := int(t.conn.params.FirstBurstLength); len(t.stash) < n {
+		// As long as needed, but no longer than a segment if that is all that
+		// can come.
+		if t.conn.params.InitialR2T {
+			n = min(n, t.conn.recvLimit)
+		}
+		if len(t.stash) < n {
+			t.stash = make([]byte, n)
+		}
+	}
+	return t.stash
+}
+
+// dataOut takes an unsolicited Data-Out PDU (RFC 7143, section 11.7). Solicited
+// ones never come here: with RDMA there are none (RFC 7145, section 7.3.4), on
+// TCP they are the mover's. A PDU that does not fit is rejected, and the task it
+// names fails once the last Data-Out has come.
+//
+// Preconditions: recvMu is held.
+func (c *conn) dataOut(n *Notice) error {
+	h := pdu.BHS(n.BHS)
+	c.mu.Lock()
+	t := c.tasks.find(h.ITT())
+	if t == nil || !t.needsData || h.TTT() != pdu.ReservedTag {
+		c.mu.Unlock()
+		reason := pdu.RejectProtocolError
+		if t == nil && h.TTT() == pdu.ReservedTag {
+			reason = pdu.RejectInvalidField // of a task that has ended, perhaps
+		}
+		return c.reject(n, reason, unasked)
+	}
+	end := uint64(h.BufferOffset()) + uint64(len(n.Data))
+	var wrong pdu.RejectReason
+	switch {
+	case h.LUN() != t.header().LUN(), h.DataSN() != t.dataSN: // sections 4.2.5.3 and 11.7.5
+		wrong = pdu.RejectProtocolError
+	case t.refusal != (sense{}): // whatever it is, it is not wanted
+	case h.BufferOffset() != t.arrived, end > uint64(t.unsolicited):
+		wrong = pdu.RejectInvalidField
+	default:
+		copy(t.room()[t.arrived:], n.Data)
+		t.arrived = uint32(end)
+	}
+	t.dataSN = h.DataSN() + 1
+	if wrong != 0 {
+		t.refusal = senseWrongAmount
+	}
+	if h.Final() {
+		if t.refusal == (sense{}) && t.arrived != t.unsolicited { // section 4.2.5.2
+			t.refusal = senseWrongAmount
+		}
+		t.needsData = false
+		c.makeReady(t)
+	}
+	c.mu.Unlock()
+	if wrong != 0 {
+		return c.reject(n, wrong, unasked)
+	}
+	return nil
+}
+
+// waitTurn waits until the tasks have ended that SAM's task attributes want to
+// see ended before t begins: all older ones if t is ORDERED, otherwise the older
+// ORDERED ones. It returns early if t is aborted.
+func (c *conn) waitTurn(t *Task) {
+	if t.header().Attr() == pdu.AttrHeadOfQueue {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	blocks := func(u *Task) bool {
+		return u.seq != 0 && u.seq < t.seq && u.isCommand() && (t.isOrdered() || u.isOrdered())
+	}
+	for !t.aborted.Load() && c.tasks.any(blocks) {
+		c.changed.Wait()
+	}
+}
+
+// unplace gives back the Buffer of a task that is going to wait.
+func (t *Task) unplace() {
+	if !t.placed {
+		return
+	}
+	copy(t.room(), t.buf.data[:t.unsolicited])
+	t.buf.Release()
+	t.buf, t.placed = nil, false
+}
+
+// runCommand executes a SCSI Command up to its response or its first GetData.
+func (t *Task) runCommand() {
+	c := t.conn
+	if t.fenced {
+		t.unplace()
+		c.waitTurn(t)
+	}
+	if t.aborted.Load() {
+		t.abandon()
+		return
+	}
+	if r := t.refusal; r != (sense{}) {
+		t.cmd.Fail(r.key, r.asc, r.ascq)
+		t.complete()
+		return
+	}
+	if !c.sess.nexus.Begin(&t.cmd) {
+		t.complete()
+		return
+	}
+	t.begun = true
+	out, in := t.expected()
+	switch {
+	case t.cmd.DataOut > 0 && in > 0, t.cmd.DataIn > 0 && out > 0:
+		// The initiator and the CDB do not agree on the direction. Without an
+		// expected length they merely disagree on how much there is: overflow.
+		t.begun = false
+		t.cmd.Fail(senseInvalidIU.key, senseInvalidIU.asc, senseInvalidIU.ascq)
+		t.complete()
+	case t.cmd.DataOut > 0:
+		t.total = min(t.cmd.DataOut, uint64(out))
+		t.write()
+	default:
+		t.total = min(t.cmd.DataIn, uint64(in))
+		t.read()
+	}
+}
+
+// read moves data-in to the initiator piece by piece. The last piece leaves
+// together with the response.
+func (t *Task) read() {
+	c := t.conn
+	for t.off < t.total {
+		n := int(min(t.total-t.off, uint64(c.piece)))
+		buf := t.takeBuffer(n)
+		if buf == nil {
+			t.abandon()
+			return
+		}
+		if !c.sess.nexus.Produce(&t.cmd, buf.data[:n], t.off) {
+			buf.Release()
+			break
+		}
+		if t.aborted.Load() {
+			buf.Release()
+			t.abandon()
+			return
+		}
+		if err := c.dm.PutData(t, uint32(t.off), buf.data[:n], buf); err != nil {
+			buf.Release()
+			c.end(fmt.Errorf("sending failed: %w", err))
+			t.abandon()
+			return
+		}
+		t.transfers++
+		if t.off += uint64(n); t.off < t.total {
+			c.dm.Flush()
+		}
+	}
+	t.complete()
+}
+
+// write moves data-out from the initiator piece by piece. What came without
+// being asked for is the beginning of the first piece. Where the rest of a piece
+// has to be fetched, write returns and afterFetch goes on.
+func (t *Task) write() {
+	c := t.conn
+	for t.off < t.total {
+		n := int(min(t.total-t.off, uint64(c.piece)))
+		have := 0
+		if t.off == 0 {
+			have = min(int(t.unsolicited), n)
+		}
+		if have == n && !t.placed {
+			if !t.consume(t.stash[:n]) {
+				break
+			}
+			continue
+		}
+		if t.buf == nil {
+			if t.buf = t.takeBuffer(n); t.buf == nil {
+				t.abandon()
+				return
+			}
+		}
+		if !t.placed {
+			copy(t.buf.data, t.stash[:have])
+		}
+		if have < n {
+			t.fetch(have, n)
+			return
+		}
+		if !t.consume(t.buf.data[:n]) {
+			break
+		}
+	}
+	t.complete()
+}
+
+// fetch asks for octets have to n of the piece. When it has succeeded t belongs
+// to whoever receives the Notice.
+func (t *Task) fetch(have, n int) {
+	c := t.conn
+	t.piece = n
+	t.transfers++
+	c.mu.Lock()
+	if t.aborted.Load() {
+		c.mu.Unlock()
+		t.abandon()
+		return
+	}
+	t.state = taskFetching
+	c.mu.Unlock()
+	if err := c.dm.GetData(t, uint32(t.off)+uint32(have), t.buf.data[have:n]); err != nil {
+		c.mu.Lock()
+		t.state = taskRunning
+		c.mu.Unlock()
+		c.end(fmt.Errorf("fetching failed: %w", err))
+		t.abandon()
+		return
+	}
+	c.dm.Flush()
+}
+
+// afterFetch goes on with a write when the rest of a piece is there.
+func (t *Task) afterFetch() {
+	if t.fetchErr != nil || t.aborted.Load() {
+		// An error means that the connection is ending; what came for an
+		// aborted task is dropped.
+		t.abandon()
+		return
+	}
+	if !t.consume(t.buf.data[:t.piece]) {
+		t.complete()
+		return
+	}
+	t.write()
+}
+
+// consume hands a piece to the logical unit. It returns false if the command
+// has failed or was aborted.
+func (t *Task) consume(p []byte) bool {
+	if t.aborted.Load() || !t.conn.sess.nexus.Consume(&t.cmd, p, t.off) {
+		return false
+	}
+	t.off += uint64(len(p))
+	return true
+}
+
+// takeBuffer returns a Buffer for n octets, or nil if t was aborted while it
+// waited for one.
+func (t *Task) takeBuffer(n int) *Buffer {
+	c := t.conn
+	if b := c.budget.try(n); b != nil {
+		return b
+	}
+	c.dm.Flush() // the Buffers on their way to the initiator are among those to wait for
+	return c.budget.wait(t, n)
+}
+
+// abandon ends an aborted task without a response. Its data stays where it is:
+// what the logical unit was given before may or may not be on the medium.
+func (t *Task) abandon() {
+	c := t.conn
+	t.endBegun()
+	c.mu.Lock()
+	c.drop(t)
+	c.mu.Unlock()
+}
+
+// endBegun gives back what the data phase has taken.
+func (t *Task) endBegun() {
+	if t.begun {
+		t.begun = false
+		t.conn.sess.nexus.End(&t.cmd)
+	}
+	if t.buf != nil {
+		t.buf.Release()
+		t.buf = nil
+	}
+}
+
+// complete ends a command and responds (RFC 7143, section 11.4).
+func (t *Task) complete() {
+	c := t.conn
+	t.endBegun()
+	h := pdu.BHS(t.Header[:])
+	h.Reset(pdu.SCSIResponse, pdu.FlagF)
+	h.SetResponse(pdu.CommandCompleted)
+	h.SetStatus(t.cmd.Status)
+	h.SetITT(t.header().ITT())
+	h.SetExpDataSN(t.transfers)
+	if flag, n := t.residual(); n > 0 {
+		h.SetFlags(pdu.FlagF | flag)
+		h.SetResidual(n)
+	}
+	if s := t.cmd.Sense(); t.cmd.Status == statusCheckCond {
+		room := min(len(t.scratch), c.dm.MaxSendSegment())
+		n := copy(t.scratch[2:room], s)
+		binary.BigEndian.PutUint16(t.scratch[:], uint16(n))
+		t.Segment = t.scratch[:2+n]
+	}
+	c.respond(t)
+}
+
+// residual compares what the command transfers (SPDTL) with what the initiator
+// expects (EDTL): RFC 7143, section 11.4.5. A command that has failed transfers
+// what it had transferred until then.
+func (t *Task) residual() (flag byte, n uint32) {
+	edtl := uint64(t.header().EDTL())
+	spdtl := max(t.cmd.DataOut, t.cmd.DataIn)
+	if t.cmd.Status != statusGood {
+		spdtl = t.off
+	}
+	switch {
+	case spdtl > edtl:
+		return pdu.FlagOverflow, uint32(min(spdtl-edtl, math.MaxUint32))
+	case spdtl < edtl:
+		return pdu.FlagUnderflow, uint32(edtl - spdtl)
+	}
+	return 0, 0
+}
+
+// A taskList is a queue of tasks, linked by next.
+type taskList struct{ head, tail *Task }
+
+func (l *taskList) push(t *Task) {
+	t.next = nil
+	if l.tail == nil {
+		l.head = t
+	} else {
+		l.tail.next = t
+	}
+	l.tail = t
+}
+
+func (l *taskList) pop() *Task {
+	t := l.head
+	if t != nil {
+		if l.head = t.next; l.head == nil {
+			l.tail = nil
+		}
+		t.next = nil
+	}
+	return t
+}
+
+func (l *taskList) remove(t *Task) {
+	var prev *Task
+	for u := l.head; u != nil; prev, u = u, u.next {
+		if u != t {
+			continue
+		}
+		if prev == nil {
+			l.head = t.next
+		} else {
+			prev.next = t.next
+		}
+		if l.tail == t {
+			l.tail = prev
+		}
+		t.next = nil
+		return
+	}
+}
+
+// A taskTable finds tasks by Initiator Task Tag. It is a hash table of fixed
+// size with chains, so that entering a task allocates nothing.
+type taskTable struct {
+	buckets []*Task // linked by nextByITT; a power of two of them
+}
+
+func (tt *taskTable) init(tasks int) {
+	n := 16
+	for n < 2*tasks {
+		n *= 2
+	}
+	tt.buckets = make([]*Task, n)
+}
+
+func (tt *taskTable) bucket(itt uint32) **Task {
+	// Initiators count in either end of the tag: spread both.
+	return &tt.buckets[(itt*0x9e3779b1>>12)&uint32(len(tt.buckets)-1)]
+}
+
+func (tt *taskTable) find(itt uint32) *Task {
+	t := *tt.bucket(itt)
+	for t != nil && t.header().ITT() != itt {
+		t = t.nextByITT
+	}
+	return t
+}
+
+func (tt *taskTable) insert(t *Task) {
+	b := tt.bucket(t.header().ITT())
+	t.nextByITT, *b = *b, t
+}
+
+func (tt *taskTable) remove(t *Task) {
+	for p := tt.bucket(t.header().ITT()); *p != nil; p = &(*p).nextByITT {
+		if *p == t {
+			*p, t.nextByITT = t.nextByITT, nil
+			return
+		}
+	}
+}
+
+// any tells whether f holds for any task.
+func (tt *taskTable) any(f func(*Task) bool) bool {
+	for _, t := range tt.buckets {
+		for ; t != nil; t = t.nextByITT {
+			if f(t) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// each calls f for every task; f may remove it.
+func (tt *taskTable) each(f func(*Task)) {
+	for _, t := range tt.buckets {
+		for t != nil {
+			next := t.nextByITT
+			f(t)
+			t = next
+		}
+	}
+}

@@ -1,0 +1,189 @@
+package iscsi
+
+import (
+	"cmp"
+	"errors"
+	"strconv"
+
+	"github.com/iser-target/iser-target/iscsi/keys"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/security"
+)
+
+// A textExchange is a text negotiation in the full feature phase, which may
+// take several Text Requests (RFC 7143, section 6.4). There is one at a time.
+type textExchange struct {
+	open bool
+	itt  uint32 // of all its requests
+	ttt  uint32 // what continues it
+	in   []byte // text of requests with C=1
+	out  []byte // rest of an answer that does not fit into one PDU
+	neg  *keys.Negotiation
+}
+
+// errText is what is wrong with a Text Request.
+type errText pdu.RejectReason
+
+func (e errText) Error() string { return "text request rejected with reason " + strconv.Itoa(int(e)) }
+
+// runText answers a Text Request.
+func (t *Task) runText() {
+	c := t.conn
+	c.mu.Lock()
+	busy := c.textBusy
+	c.textBusy = true
+	c.mu.Unlock()
+	if busy { // an initiator that does not wait for the answer
+		t.rejectRequest(pdu.RejectProtocolError)
+		return
+	}
+	x := &c.text
+	answer, final, cont, err := c.textAnswer(t)
+	var reject errText
+	h := pdu.BHS(t.Header[:])
+	switch {
+	case errors.As(err, &reject):
+		*x = textExchange{ttt: x.ttt}
+	case final:
+		*x = textExchange{ttt: x.ttt}
+		h.Reset(pdu.TextResp, pdu.FlagF)
+		h.SetTTT(pdu.ReservedTag)
+	default:
+		x.open, x.itt = true, t.header().ITT()
+		if x.ttt++; x.ttt == pdu.ReservedTag {
+			x.ttt = 0
+		}
+		var flags byte
+		if cont {
+			flags = pdu.FlagC
+		}
+		h.Reset(pdu.TextResp, flags)
+		h.SetTTT(x.ttt)
+	}
+	h.SetITT(t.header().ITT())
+	t.Segment = answer
+	c.mu.Lock()
+	c.textBusy = false // before the answer leaves: the next request may follow at once
+	c.mu.Unlock()
+	if err != nil {
+		t.rejectRequest(pdu.RejectReason(reject))
+		return
+	}
+	c.respond(t)
+}
+
+// textAnswer is the next part of the answer in the exchange that t begins or
+// continues: whether it is the last PDU of the exchange, and whether the text
+// goes on in the next one. An error is an errText.
+func (c *conn) textAnswer(t *Task) (answer []byte, final, cont bool, err error) {
+	x, h := &c.text, t.header()
+	more := len(t.data) > 0
+	switch {
+	case h.Final() && h.Continue(): // section 6.2
+		return nil, false, false, errText(pdu.RejectProtocolError)
+	case x.open && h.ITT() != x.itt: // section 6.2
+		return nil, false, false, errText(pdu.RejectProtocolError)
+	case h.TTT() == pdu.ReservedTag: // begins, or begins again (section 6.4)
+		*x = textExchange{ttt: x.ttt}
+	case !x.open || h.TTT() != x.ttt: // section 11.10.4
+		return nil, false, false, errText(pdu.RejectInvalidField)
+	}
+	if len(x.out) > 0 {
+		if more { // section 6.2
+			return nil, false, false, errText(pdu.RejectProtocolError)
+		}
+		answer, cont = c.cutText()
+		return answer, !cont && h.Final(), cont, nil
+	}
+	if len(x.in)+len(t.data) > keys.MaxText {
+		return nil, false, false, errText(pdu.RejectOutOfResources)
+	}
+	x.in = append(x.in, t.data...)
+	if h.Continue() {
+		return nil, false, false, nil
+	}
+	if x.out, err = c.answerText(x); err != nil {
+		return nil, false, false, errText(pdu.RejectProtocolError)
+	}
+	x.in = nil
+	if h.Final() && x.neg != nil {
+		p, err := x.neg.Finish()
+		if err != nil {
+			return nil, false, false, errText(pdu.RejectProtocolError)
+		}
+		c.mu.Lock()
+		c.params.InitiatorAlias, c.params.MaxRecvDataSegmentLength = p.InitiatorAlias, p.MaxRecvDataSegmentLength
+		c.mu.Unlock()
+	}
+	answer, cont = c.cutText()
+	return answer, !cont && h.Final(), cont, nil
+}
+
+// cutText takes from the answer what one PDU can carry, and tells whether there
+// is more.
+func (c *conn) cutText() (part []byte, more bool) {
+	x := &c.text
+	n := min(len(x.out), c.dm.MaxSendSegment())
+	part, x.out = x.out[:n:n], x.out[n:]
+	return part, len(x.out) > 0
+}
+
+// answerText answers the text collected in x.
+func (c *conn) answerText(x *textExchange) ([]byte, error) {
+	pairs, err := keys.ParseText(x.in)
+	if err != nil {
+		return nil, err
+	}
+	var out []byte
+	var answers []keys.Pair
+	for _, p := range pairs {
+		if p.Key == "SendTargets" {
+			answers = c.sendTargets(p.Value, answers)
+			continue
+		}
+		if c.sess.discovery { // nothing else in discovery (section 4.3)
+			return nil, errText(pdu.RejectProtocolError)
+		}
+		if x.neg == nil {
+			x.neg = keys.NewText(c.limits(), c.params)
+		}
+		if answers, err = x.neg.Offer(keys.FullFeature, p, answers); err != nil {
+			return nil, err
+		}
+	}
+	for _, p := range answers {
+		out = keys.AppendPair(out, p)
+	}
+	return out, nil
+}
+
+// sendTargets appends the answer to SendTargets=which (RFC 7143, appendix C):
+// All and a name in discovery; the empty value, which is the session's own
+// target, and that target's name in a normal session.
+func (c *conn) sendTargets(which string, answers []keys.Pair) []keys.Pair {
+	nd := c.node
+	nd.mu.Lock()
+	targets, portals := nd.targets, nd.portals
+	nd.mu.Unlock()
+	var name string
+	all := which == "All"
+	if !all {
+		// A name that is none is a name of no target.
+		name, _ = security.NormalizeName(cmp.Or(which, c.sess.key.target))
+	}
+	if all && !c.sess.discovery || which == "" && c.sess.discovery || !all && !c.sess.discovery && name != c.sess.key.target {
+		return append(answers, keys.Pair{Key: "SendTargets", Value: "Reject"})
+	}
+	for _, tg := range targets {
+		if !all && tg.Name != name || !tg.Initiators.Match(c.sess.key.initiator) {
+			continue
+		}
+		answers = append(answers, keys.Pair{Key: "TargetName", Value: tg.Name})
+		for _, p := range portals {
+			for _, addr := range p.addresses(c.portal, c.dm.LocalAddr()) {
+				answers = append(answers, keys.Pair{Key: "TargetAddress", Value: addr + "," + strconv.Itoa(int(p.TPGT))})
+			}
+		}
+	}
+	return answers
+}

@@ -1,0 +1,84 @@
+package iscsi
+
+import (
+	"math/bits"
+
+	"github.com/iser-target/iser-target/iscsi/pdu"
+)
+
+// A window is the CmdSN window of a session (RFC 7143, section 4.2.2.1): what
+// has arrived without a gap (exp is ExpCmdSN), what the initiator may send (max
+// is MaxCmdSN), and what has arrived ahead of a gap. It is bookkeeping without
+// a lock.
+//
+// MaxCmdSN advances as commands end, not as they arrive. So the commands in
+// flight and those ahead of a gap are together never more than the depth.
+type window struct {
+	exp, max uint32
+	slots    []windowSlot // by the low bits of CmdSN
+}
+
+// A windowSlot is about one CmdSN ahead of the gap. One that counts as received
+// although no command came has no task.
+type windowSlot struct {
+	received bool
+	task     *Task
+}
+
+// open makes cmdSN the first one expected.
+func (w *window) open(cmdSN uint32, depth int) {
+	w.exp, w.max = cmdSN, cmdSN+uint32(depth)-1
+	// A power of two, so that the slots follow each other where CmdSN wraps.
+	w.slots = make([]windowSlot, 1<<bits.Len(uint(depth-1)))
+}
+
+// slot is where cmdSN, which lies in the window, waits.
+func (w *window) slot(cmdSN uint32) *windowSlot {
+	return &w.slots[cmdSN%uint32(len(w.slots))]
+}
+
+// contains tells whether cmdSN lies in [ExpCmdSN, MaxCmdSN].
+func (w *window) contains(cmdSN uint32) bool {
+	return cmdSN-w.exp < w.max-w.exp+1
+}
+
+// accepts tells whether a non-immediate command with this CmdSN is to be taken:
+// it lies in the window and has not come before.
+func (w *window) accepts(cmdSN uint32) bool {
+	return w.contains(cmdSN) && !w.slot(cmdSN).received
+}
+
+// receive notes that cmdSN, which the window accepts, has come with t, or is to
+// count as received if t is nil.
+func (w *window) receive(cmdSN uint32, t *Task) {
+	*w.slot(cmdSN) = windowSlot{received: true, task: t}
+}
+
+// next moves ExpCmdSN past the next command if it has come. A CmdSN without a
+// command has ended with that.
+func (w *window) next() (t *Task, ok bool) {
+	s := w.slot(w.exp)
+	if !s.received {
+		return nil, false
+	}
+	t = s.task
+	*s = windowSlot{}
+	w.exp++
+	if t == nil {
+		w.max++
+	}
+	return t, true
+}
+
+// ended gives the initiator room for one more command.
+func (w *window) ended() { w.max++ }
+
+// skip makes what is missing before cmdSN count as received, as target resets
+// do (section 4.2.3.3). Nothing beyond the window is skipped.
+func (w *window) skip(cmdSN uint32) {
+	for sn := w.exp; pdu.Before(sn, cmdSN) && w.contains(sn); sn++ {
+		if w.accepts(sn) {
+			w.receive(sn, nil)
+		}
+	}
+}
