@@ -92,7 +92,7 @@ func TestLUNs(t *testing.T) {
 			got := v.Run(t, script(d, fmt.Sprintf(`
 d=$(disk %s %d)
 blockdev --getsize64 --getss --getro $d
-sg_vpd --page=di --quiet $d >&2`, iqn, lun.id)), quick)
+cat /sys/block/${d##*/}/device/wwid >&2`, iqn, lun.id)), quick)
 			ro := 0
 			if lun.readOnly {
 				ro = 1
@@ -109,7 +109,7 @@ sg_vpd --page=di --quiet $d >&2`, iqn, lun.id)), quick)
 		}
 	})
 	t.Run("identifiers survive a restart", func(t *testing.T) {
-		ids := script(d, `for n in 0 1 5; do sg_vpd --page=di --quiet $(disk `+iqn+` $n); done`)
+		ids := script(d, `for n in 0 1 5; do d=$(disk `+iqn+` $n); cat /sys/block/${d##*/}/device/wwid; done`)
 		before := v.Run(t, ids, quick)
 		if n := len(strings.Fields(before)); n < 3 {
 			t.Fatalf("%d identifiers of 3 LUNs", n)
@@ -194,7 +194,7 @@ func TestFio(t *testing.T) {
 			v.Run(t, script(d, fmt.Sprintf(`
 fio --ioengine=libaio --direct=1 --filename=$(disk %s %d) --iodepth=32 --rw=randrw \
 	--verify=crc32c --verify_fatal=1 --randrepeat=0 --output-format=terse --terse-version=3 \
-	--name=4k --bs=4k --size=4m --stonewall \
+	--name=4k --bs=4k --size=16m --stonewall \
 	--name=64k --bs=64k --size=32m --stonewall \
 	--name=1m --bs=1m --size=64m --stonewall`, iqn, id)), long)
 		})
