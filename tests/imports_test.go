@@ -1,0 +1,195 @@
+package tests
+
+import (
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+const module = "github.com/iser-target/iser-target"
+
+// mayImport is the import rule of ARCHITECTURE.md: which packages of this
+// module, and which modules of others, the packages of a room may import
+// beside the standard library. A room is a directory with all below it; the
+// one that lies deepest counts. Imports point one way, so nothing but cmd knows
+// all, and iscsi knows nothing of rdma.
+var mayImport = map[string][]string{
+	"cmd":        {"config", "security", "iser", "iscsi", "lun", "backend", "rdma", "github.com/spf13/cobra", "golang.org/x/sys"},
+	"iser":       {"iscsi", "rdma"},
+	"iscsi":      {"iscsi/pdu", "iscsi/keys", "lun", "security"},
+	"iscsi/pdu":  {},
+	"iscsi/keys": {},
+	"lun":        {"backend"},
+	"rdma":       {"rdma/wire", "golang.org/x/sys"},
+	"rdma/wire":  {},
+	"backend":    {"backend", "golang.org/x/sys"},
+	// gotgt logs by logrus.
+	"backend/gotgt": {"backend", "github.com/gostor/gotgt", "github.com/sirupsen/logrus"},
+	"security":      {},
+	"config":        {"security", "github.com/spf13/viper"},
+	"tests":         {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "tests", "golang.org/x/sys"},
+}
+
+// Tests may import, beside that, the suite that every store has to pass.
+var testsMayImport = []string{"backend/backendtest"}
+
+// TestImports reads the files itself, whatever their build tags: what another
+// process reads would be unknown to the cache of test results.
+func TestImports(t *testing.T) {
+	rooms := map[string]bool{}
+	err := filepath.WalkDir("..", func(path string, d fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case d.IsDir() && path != ".." && (strings.HasPrefix(d.Name(), ".") || d.Name() == "testdata"):
+			return fs.SkipDir
+		case d.IsDir() || !strings.HasSuffix(path, ".go"):
+			return nil
+		}
+		file, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.ImportsOnly)
+		if err != nil {
+			return err
+		}
+		dir, err := filepath.Rel("..", filepath.Dir(path))
+		if err != nil {
+			return err
+		}
+		pkg := module + "/" + filepath.ToSlash(dir)
+		if r, ok := room(pkg); ok {
+			rooms[r] = true
+		} else {
+			t.Errorf("%s is in no room of the import rule", path)
+		}
+		for _, spec := range file.Imports {
+			imp, err := strconv.Unquote(spec.Path.Value)
+			if err != nil {
+				return err
+			}
+			if !allowed(pkg, imp, strings.HasSuffix(path, "_test.go")) {
+				t.Errorf("%s must not import %s", strings.TrimPrefix(path, "../"), local(imp))
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for r := range mayImport {
+		if !rooms[r] {
+			t.Errorf("there is nothing in %s", r)
+		}
+	}
+}
+
+// The rule itself refuses what it is there to refuse.
+func TestImportRule(t *testing.T) {
+	for _, tc := range []struct {
+		from, to string
+		test, ok bool
+	}{
+		{"cmd/iser-target", "rdma", false, true},
+		{"iser", "iscsi/pdu", false, true},
+		{"iser", "rdma/wire", false, true},
+		{"iser", "backend", false, false},
+		{"iser", "lun", false, false},
+		{"iscsi", "rdma", false, false},
+		{"iscsi", "rdma/wire", false, false},
+		{"iscsi", "rdma", true, false},
+		{"iscsi", "iser", false, false},
+		{"iscsi", "backend", false, false},
+		{"iscsi", "lun", false, true},
+		{"iscsi", "iscsi/keys", false, true},
+		{"iscsi/keys", "iscsi/pdu", false, false},
+		{"iscsi/keys", "security", false, false},
+		{"lun", "backend", false, true},
+		{"lun", "backend/gotgt", false, true},
+		{"lun", "iscsi", false, false},
+		{"lun", "security", false, false},
+		{"backend/file", "backend", false, true},
+		{"backend", "lun", false, false},
+		{"lun", "backend/backendtest", false, false},
+		{"lun", "backend/backendtest", true, true},
+		{"iscsi", "backend/backendtest", true, true},
+		{"rdma", "iscsi/pdu", false, false},
+		{"rdma", "iser", true, false},
+		{"config", "security", false, true},
+		{"config", "lun", false, false},
+		{"security", "config", false, false},
+		{"iscsi", "cmd/iser-target", false, false},
+		{"tests", "rdma", true, true},
+		{"rdma", "tests/initiator", true, false},
+	} {
+		if got := allowed(module+"/"+tc.from, module+"/"+tc.to, tc.test); got != tc.ok {
+			t.Errorf("%s imports %s (test: %v): allowed is %v, want %v", tc.from, tc.to, tc.test, got, tc.ok)
+		}
+	}
+	for _, tc := range []struct {
+		from, to string
+		ok       bool
+	}{
+		{"rdma", "encoding/binary", true},
+		{"rdma", "golang.org/x/sys/unix", true},
+		{"rdma", "golang.org/x/net/ipv4", false},
+		{"iscsi", "github.com/gostor/gotgt/pkg/api", false},
+		{"backend/file", "github.com/gostor/gotgt/pkg/api", false},
+		{"backend/gotgt", "github.com/gostor/gotgt/pkg/api", true},
+		{"config", "github.com/spf13/viper", true},
+		{"security", "github.com/spf13/viper", false},
+	} {
+		if got := allowed(module+"/"+tc.from, tc.to, false); got != tc.ok {
+			t.Errorf("%s imports %s: allowed is %v, want %v", tc.from, tc.to, got, tc.ok)
+		}
+	}
+}
+
+// allowed tells whether package from, or its tests, may import package to.
+func allowed(from, to string, test bool) bool {
+	if first, _, _ := strings.Cut(to, "/"); !strings.Contains(first, ".") {
+		return true // standard library
+	}
+	from, to = local(from), local(to)
+	if from == to {
+		return true // an external test package
+	}
+	if test {
+		for _, room := range testsMayImport {
+			if within(to, room) {
+				return true
+			}
+		}
+	}
+	r, ok := room(module + "/" + from)
+	if !ok || within(to, "backend/backendtest") && !within(from, "backend") && !within(from, "tests") {
+		return false
+	}
+	for _, room := range mayImport[r] {
+		if within(to, room) {
+			return true
+		}
+	}
+	return false
+}
+
+// room finds the room of a package of this module.
+func room(pkg string) (string, bool) {
+	for r := local(pkg); ; {
+		if _, ok := mayImport[r]; ok {
+			return r, true
+		}
+		i := strings.LastIndexByte(r, '/')
+		if i < 0 {
+			return "", false
+		}
+		r = r[:i]
+	}
+}
+
+// local shortens the path of a package of this module.
+func local(pkg string) string { return strings.TrimPrefix(pkg, module+"/") }
+
+// within tells whether a package lies in a directory or module.
+func within(pkg, dir string) bool { return pkg == dir || strings.HasPrefix(pkg, dir+"/") }
