@@ -1,0 +1,75 @@
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := build
+
+GO ?= go
+VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null)
+
+# The packages that have benchmarks.
+BENCH_PACKAGES ?= ./rdma ./tests
+BENCH ?= .
+FUZZTIME ?= 30s
+TEST_TIMEOUT ?= 10m
+INTEROP_TIMEOUT ?= 30m
+
+INTEROP := ./tests/interop
+# All packages but the tests that boot a virtual machine: these want the
+# machine to themselves.
+UNIT = $$($(GO) list ./... | grep -v '/tests/interop$$')
+
+.NOTPARALLEL:
+
+.PHONY: help
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+
+.PHONY: build
+build: ## bin/iser-target, a static binary
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-X main.version=$(VERSION)' -o bin/iser-target ./cmd/iser-target
+
+.PHONY: check
+check: ## what every change has to pass: format, vet, staticcheck, modules, tests with -race
+	@unformatted=$$(gofmt -l .); if [ -n "$$unformatted" ]; then echo "not formatted:"; echo "$$unformatted"; exit 1; fi
+	$(GO) vet ./...
+	$(GO) vet -tags invariants ./...
+	$(GO) tool staticcheck ./...
+	$(GO) mod tidy -diff
+	$(GO) test -race -tags invariants -timeout $(TEST_TIMEOUT) $(UNIT)
+
+.PHONY: test
+test: setup unit interop ## all tests; the one command for a newcomer
+
+# What the tests on a virtual machine need is installed where that is possible.
+# Elsewhere they say what is missing and are skipped.
+.PHONY: setup
+setup:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		tests/interop/setup.sh; \
+	else \
+		echo "not root on a Debian machine: nothing is installed for tests/interop"; \
+	fi
+
+.PHONY: unit
+unit: ## tests without a virtual machine
+	$(GO) test -timeout $(TEST_TIMEOUT) $(UNIT)
+
+.PHONY: interop
+interop: ## tests against the Linux initiator in a virtual machine; says why it skips one
+	$(GO) test -v -count 1 -timeout $(INTEROP_TIMEOUT) $(INTEROP)
+
+.PHONY: bench
+bench: ## benchmarks
+	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem $(BENCH_PACKAGES)
+
+.PHONY: fuzz
+fuzz: ## every fuzz target for FUZZTIME
+	@grep -rEn --include='*_test.go' '^func Fuzz[A-Za-z0-9_]*\(' . | \
+	sed -E 's|^(.*)/[^/]+:[0-9]+:func (Fuzz[A-Za-z0-9_]*)\(.*|\1 \2|' | sort -u | \
+	while read -r package target; do \
+		echo "== $$package $$target"; \
+		$(GO) test "$$package" -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) -parallel 2 </dev/null; \
+	done
+
+.PHONY: clean
+clean:
+	rm -rf bin
