@@ -346,7 +346,8 @@ func TestFirstRequest(t *testing.T) {
 
 // What open-iscsi offers in the first request of a normal iSER session: every
 // value is answered with a value, in the order of the offers, and nothing is
-// said that was not asked (ISCSI-6.3-7).
+// said that was not asked (ISCSI-6.3-7, ISER-6.3-4). RDMAExtensions is answered
+// in the same Response (ISER-6.3-5).
 func TestOpenISCSI(t *testing.T) {
 	n := login(t, Limits{RDMA: true})
 	answers := offer(t, n, Operational,
@@ -458,8 +459,17 @@ func TestRDMAExtensionsMissing(t *testing.T) {
 		_, err := n.Finish()
 		wantStatus(t, err, 0x0200)
 	}
+	// ISER-6.3-3: the key is taken in a later request, too.
+	n := login(t, Limits{RDMA: true})
+	if err := n.FirstRequest(); err != nil {
+		t.Fatal(err)
+	}
+	offer(t, n, Operational, Pair{"RDMAExtensions", "Yes"})
+	if p := finish(t, n); !p.RDMAExtensions {
+		t.Error("no RDMAExtensions")
+	}
 	// ISER-5.1-4: without RDMA a refused offer leaves a plain session.
-	n := login(t, Limits{})
+	n = login(t, Limits{})
 	offer(t, n, Operational, Pair{"RDMAExtensions", "Yes"})
 	if p := finish(t, n); p.RDMAExtensions {
 		t.Error("RDMAExtensions on TCP")
