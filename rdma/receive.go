@@ -580,7 +580,7 @@ func (c *Conn) routeReadRequest(seg *segment, b []byte) *StreamError {
 func (c *Conn) routeTerminate(seg *segment, tagged bool) error {
 	h := &seg.untag
 	if tagged || h.QN != wire.QNTerminate || h.MSN != 1 || h.MO != 0 || !seg.last || seg.payload() > wire.MaxTerminateLen+64 {
-		return badTerminate(fmt.Errorf("T=%t, queue %d, MSN %d, MO %d, %d octets", tagged, h.QN, h.MSN, h.MO, seg.payload()))
+		return badTerminate(fmt.Errorf("tagged %t, queue %d, MSN %d, MO %d, %d octets", tagged, h.QN, h.MSN, h.MO, seg.payload()))
 	}
 	return nil
 }

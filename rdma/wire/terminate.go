@@ -168,7 +168,7 @@ func ParseTerminate(b []byte) (t Terminate, err error) {
 	r := Reason{b[0] >> 4, b[0] & 0x0f, b[1]}
 	ct := b[2]
 	swapped := Reason{r.EType, r.Layer, r.Code}
-	if ct&0x07 != 0 && ct&0xe0 == 0 || !known(r) && known(swapped) {
+	if ct&0x07 != 0 && ct&0xe0 == 0 && len(b) > 4 || !known(r) && known(swapped) {
 		t.Swapped = true
 		r = swapped
 		ct = ct&1<<7 | ct&2<<5 | ct&4<<3

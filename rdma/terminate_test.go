@@ -1,0 +1,372 @@
+package rdma
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"net"
+	"strings"
+	"testing"
+
+	"github.com/iser-target/iser-target/rdma/wire"
+)
+
+// refusals is every error that the peer's FPDUs can cause: what it sends and
+// the Terminate header that it gets (RFC 5040, section 4.8 and Figure 10; RFC
+// 5041, section 7; RFC 5044, section 8).
+//
+// The Conn has MaxSend 64 and IRD 2, expects MSN 1 on every queue, and has
+// these STags, each of 16 octets from TO 0x1000 on: 0x100 for reading and
+// writing, 0x200 for reading, 0x300 for writing. 0x400 is of another stream of
+// the same domain, 0x500 has been revoked.
+var refusals = []struct {
+	id        string
+	ulpdus    []string
+	reason    wire.Reason
+	terminate string
+}{
+	// MPA
+	{"MPA-8-5 ULPDU shorter than a tagged header", []string{"c140 00000100 00000000000010"}, wire.ReasonMarker, "20030000"},
+	{"DDP-4.4-1 ULPDU shorter than an untagged header", []string{"4143 00000000 00000000 00000001 000000"}, wire.ReasonMarker, "20030000"},
+	{"DDP-4.4-1 ULPDU of 1 octet", []string{"41"}, wire.ReasonMarker, "20030000"},
+	{"DDP-4.4-1 empty ULPDU", []string{""}, wire.ReasonMarker, "20030000"},
+
+	// DDP, tagged
+	{"DDP-7.2-3 DDP-4.2-6 DDP-7.1-10 RDMAP-3.2-7 RDMAP-5.1-3 invalid STag", []string{"c140 deadbeef 0000000000001000 0102"}, wire.ReasonInvalidSTag,
+		"1100c000 0010 c140 deadbeef 0000000000001000"},
+	{"DDP-8.3-2 RDMAP-3.2-12 RDMAP-8.1.1-4 DDP-8.3.1-4 revoked STag", []string{"c140 00000500 0000000000001000 0102"}, wire.ReasonInvalidSTag,
+		"1100c000 0010 c140 00000500 0000000000001000"},
+	{"DDP-7.1-11 DDP-8.3.1-5 RDMAP-8.1.1-5 RDMAP-3.2-11 Write to a read-only STag", []string{"c140 00000200 0000000000001000 0102"}, wire.ReasonInvalidSTag,
+		"1100c000 0010 c140 00000200 0000000000001000"},
+	{"DDP-7.2-4 DDP-7.1-12 one octet below", []string{"8140 00000100 0000000000000fff 0102"}, wire.ReasonBounds,
+		"1101c000 0010 8140 00000100 0000000000000fff"},
+	{"DDP-7.2-4 DDP-7.1-13 DDP-7.1-15 DDP-8.1-1 DDP-8.3.1-3 RDMAP-8.1.1-3 one octet beyond", []string{"c140 00000100 000000000000100f 0102"}, wire.ReasonBounds,
+		"1101c000 0010 c140 00000100 000000000000100f"},
+	{"DDP-7.1-12 TO behind the end", []string{"c140 00000100 0000000000001011 01"}, wire.ReasonBounds,
+		"1101c000 000f c140 00000100 0000000000001011"},
+	{"DDP-7.2-5 DDP-8.2-2 DDP-8.2-4 DDP-8.3.1-2 DDP-8.3-3 RDMAP-8.1.1-2 STag of another stream", []string{"c140 00000400 0000000000001000 01"}, wire.ReasonStream,
+		"1102c000 000f c140 00000400 0000000000001000"},
+	{"DDP-7.2-6 DDP-7.1-14 TO wrap", []string{"c140 00000100 fffffffffffffffc 0102030405060708"}, wire.ReasonWrap,
+		"1103c000 0016 c140 00000100 fffffffffffffffc"},
+	{"DDP-7.2-7 DDP-4.1-11 DDP-6.2.2-3 MPA-C.1-1 DV 0, tagged", []string{"c040 00000100 0000000000001000 01"}, wire.ReasonTaggedVersion,
+		"1104c000 000f c040 00000100 0000000000001000"},
+	{"DDP-7.2-7 DV 3, tagged", []string{"c340 00000100 0000000000001000"}, wire.ReasonTaggedVersion,
+		"1104c000 000e c340 00000100 0000000000001000"},
+
+	// DDP, untagged
+	{"DDP-7.2-8 DDP-7.1-1 DDP-4.3-6 queue 3", []string{"4143 00000000 00000003 00000001 00000000"}, wire.ReasonQN,
+		"1201c000 0012 4143 00000000 00000003 00000001 00000000"},
+	{"DDP-7.1-1 queue 2^32-1", []string{"4143 00000000 ffffffff 00000001 00000000 01"}, wire.ReasonQN,
+		"1201c000 0013 4143 00000000 ffffffff 00000001 00000000"},
+	{"DDP-7.2-10 MSN 0", []string{"4143 00000000 00000000 00000000 00000000 01"}, wire.ReasonMSN,
+		"1203c000 0013 4143 00000000 00000000 00000000 00000000"},
+	{"DDP-7.1-9 MSN ahead", []string{"4143 00000000 00000000 00000032 00000000 01"}, wire.ReasonMSN,
+		"1203c000 0013 4143 00000000 00000000 00000032 00000000"},
+	{"DDP-7.2-11 DDP-5.3-3 first segment with MO 4", []string{"4143 00000000 00000000 00000001 00000004 0102"}, wire.ReasonMO,
+		"1204c000 0014 4143 00000000 00000000 00000001 00000004"},
+	{"DDP-7.1-7 MO beyond the buffer", []string{"4143 00000000 00000000 00000001 00000041 01"}, wire.ReasonMO,
+		"1204c000 0013 4143 00000000 00000000 00000001 00000041"},
+	{"DDP-7.1-8 MO near 2^32", []string{"0143 00000000 00000000 00000001 00000000 0102", "4143 00000000 00000000 00000001 ffffffff 0102"}, wire.ReasonMO,
+		"1204c000 0014 4143 00000000 00000000 00000001 ffffffff"},
+	{"DDP-7.2-12 DDP-7.1-8 RDMAP-5.3-4 RDMAP-3.2-4 RDMAP-5.3-7 Send of 65 octets", []string{"4143 00000000 00000000 00000001 00000000" + strings.Repeat("ab", 65)}, wire.ReasonTooLong,
+		"1205c000 0053 4143 00000000 00000000 00000001 00000000"},
+	{"DDP-7.2-12 Send of 64 + 1 octets", []string{"0143 00000000 00000000 00000001 00000000" + strings.Repeat("ab", 64), "4143 00000000 00000000 00000001 00000040 ab"}, wire.ReasonTooLong,
+		"1205c000 0013 4143 00000000 00000000 00000001 00000040"},
+	{"DDP-7.2-13 DV 0, untagged", []string{"4043 00000000 00000000 00000001 00000000"}, wire.ReasonUntaggedVersion,
+		"1206c000 0012 4043 00000000 00000000 00000001 00000000"},
+	{"DDP-7.2-13 DV 2, untagged", []string{"4243 00000000 00000000 00000001 00000000"}, wire.ReasonUntaggedVersion,
+		"1206c000 0012 4243 00000000 00000000 00000001 00000000"},
+
+	// RDMAP, operation
+	{"RDMAP-4.8-24 RDMAP-7.2-3 RDMAP-4.1-7 RV 0", []string{"4103 00000000 00000000 00000001 00000000"}, wire.ReasonRDMAPVersion,
+		"0205c000 0012 4103 00000000 00000000 00000001 00000000"},
+	{"RDMAP-4.8-24 RV 2", []string{"c180 00000100 0000000000001000 01"}, wire.ReasonRDMAPVersion,
+		"0205c000 000f c180 00000100 0000000000001000"},
+	{"RDMAP-4.8-24 RV 3", []string{"41c3 00000000 00000000 00000001 00000000"}, wire.ReasonRDMAPVersion,
+		"0205c000 0012 41c3 00000000 00000000 00000001 00000000"},
+	{"RDMAP-4.8-25 RDMAP-7.2-2 RDMAP-4.1-9 RDMAP-7.1-3 opcode 8", []string{"4148 00000000 00000000 00000001 00000000"}, wire.ReasonOpcode,
+		"0206c000 0012 4148 00000000 00000000 00000001 00000000"},
+	{"RDMAP-4.1-9 opcode 15, tagged", []string{"c14f 00000100 0000000000001000"}, wire.ReasonOpcode,
+		"0206c000 000e c14f 00000100 0000000000001000"},
+	{"RDMAP-4.1-4 RDMAP-5.3-1 Send with T", []string{"c143 00000100 0000000000001000"}, wire.ReasonOpcode,
+		"0206c000 000e c143 00000100 0000000000001000"},
+	{"RDMAP-4.1-4 RDMAP-5.1-1 Write without T", []string{"4140 00000000 00000000 00000001 00000000"}, wire.ReasonOpcode,
+		"0206c000 0012 4140 00000000 00000000 00000001 00000000"},
+	{"RDMAP-4.1-6 RDMAP-5.3-8 Send on queue 1", []string{"4143 00000000 00000001 00000001 00000000"}, wire.ReasonOpcode,
+		"0206c000 0012 4143 00000000 00000001 00000001 00000000"},
+	{"RDMAP-5.2.1-6 RDMAP-4.8-7 Read Request on queue 0", []string{readRequestHex("00000000", "00000001", "00000010", "00000100", "0000000000001000")}, wire.ReasonOpcode,
+		"0206c000 002e 4141 00000000 00000000 00000001 00000000"},
+	{"RDMAP-5.2.2-5 Read Response that nobody asked for", []string{"c142 00000100 0000000000001000 01"}, wire.ReasonOpcode,
+		"0206c000 000f c142 00000100 0000000000001000"},
+	{"RDMAP-4.2-2 short Read Request", []string{"4141 00000000 00000001 00000001 00000000" + strings.Repeat("00", 22)}, wire.ReasonOpcode,
+		"0206c000 0028 4141 00000000 00000001 00000001 00000000"},
+	{"RDMAP-4.2-2 long Read Request", []string{"4141 00000000 00000001 00000001 00000000" + strings.Repeat("00", 32)}, wire.ReasonTooLong,
+		"1205c000 0032 4141 00000000 00000001 00000001 00000000"},
+	{"RDMAP-7.2-6 Read Request with MSN 2", []string{readRequestHex("00000001", "00000002", "00000010", "00000100", "0000000000001000")}, wire.ReasonMSN,
+		"1203c000 002e 4141 00000000 00000001 00000002 00000000"},
+	{"RDMAP-7.2-6 Read Request with MO 1", []string{"4141 00000000 00000001 00000001 00000001" + strings.Repeat("00", 28)}, wire.ReasonMO,
+		"1204c000 002e 4141 00000000 00000001 00000001 00000001"},
+
+	// RDMAP, protection: Read Requests, whose header comes back, too
+	{"RDMAP-4.8-17 RDMAP-7.2-7 RDMAP-7.1-4 RDMAP-5.2.1-13 RDMAP-5.2.1-5 RDMAP-4.8-14 invalid SrcSTag", []string{readRequestHex("00000001", "00000001", "00000010", "deadbeef", "0000000000001000")}, wire.ReasonReadInvalidSTag,
+		"0100e000 002e" + readRequestHex("00000001", "00000001", "00000010", "deadbeef", "0000000000001000")},
+	{"RDMAP-4.8-18 RDMAP-7.2-10 RDMAP-3.2-10 one octet too many", []string{readRequestHex("00000001", "00000001", "00000011", "00000100", "0000000000001000")}, wire.ReasonReadBounds,
+		"0101e000 002e" + readRequestHex("00000001", "00000001", "00000011", "00000100", "0000000000001000")},
+	{"RDMAP-7.2-9 SrcTO below", []string{readRequestHex("00000001", "00000001", "00000001", "00000100", "0000000000000fff")}, wire.ReasonReadBounds,
+		"0101e000 002e" + readRequestHex("00000001", "00000001", "00000001", "00000100", "0000000000000fff")},
+	{"RDMAP-4.8-19 DDP-8.3.1-5 write-only STag", []string{readRequestHex("00000001", "00000001", "00000001", "00000300", "0000000000001000")}, wire.ReasonReadAccess,
+		"0102e000 002e" + readRequestHex("00000001", "00000001", "00000001", "00000300", "0000000000001000")},
+	{"RDMAP-4.8-20 RDMAP-7.2-8 RDMAP-8.1.1-2 STag of another stream", []string{readRequestHex("00000001", "00000001", "00000001", "00000400", "0000000000001000")}, wire.ReasonReadStream,
+		"0103e000 002e" + readRequestHex("00000001", "00000001", "00000001", "00000400", "0000000000001000")},
+	{"RDMAP-4.8-21 RDMAP-7.2-11 SrcTO wrap", []string{readRequestHex("00000001", "00000001", "00000008", "00000100", "fffffffffffffffc")}, wire.ReasonReadWrap,
+		"0104e000 002e" + readRequestHex("00000001", "00000001", "00000008", "00000100", "fffffffffffffffc")},
+
+	// RDMAP, protection: Sends with Invalidate
+	{"RDMAP-4.8-22 RDMAP-7.2-4 RDMAP-5.3-14 invalidation of an unknown STag", []string{"4144 deadbeef 00000000 00000001 00000000 0102"}, wire.ReasonNotInvalidated,
+		"0109c000 0014 4144 deadbeef 00000000 00000001 00000000"},
+	{"RDMAP-4.8-22 RDMAP-7.2-5 RDMAP-5.3-13 RDMAP-8.1.1-7 invalidation of another stream's STag", []string{"4146 00000400 00000000 00000001 00000000"}, wire.ReasonNotInvalidated,
+		"0109c000 0012 4146 00000400 00000000 00000001 00000000"},
+}
+
+// readRequestHex is the ULPDU of a Read Request to SinkSTag 0x11111111, SinkTO
+// 0x2222222233333333.
+func readRequestHex(qn, msn, size, stag, to string) string {
+	return "4141 00000000" + qn + msn + "00000000 11111111 2222222233333333" + size + stag + to
+}
+
+// RDMAP-6.2.1-1, RDMAP-7.1-1, DDP-7.2-1, DDP-7-1, DDP-7.1-16, RDMAP-4.8-1..6,
+// 9..11, RDMAP-3.1-7: the Terminate of each refusal, octet by octet.
+// DDP-7.1-17, MPA-8-10: a good Send behind the bad message does not arrive.
+// DDP-7.1-18, RDMAP-5.4-8, DDP-6.2.2-5: the Terminate is the last thing sent.
+// DDP-6.2-1, DDP-6.2.2-6, MPA-8-11: TCP stays open until the ULP closes it.
+// RDMAP-7-3, DDP-3-8, DDP-3-9, RDMAP-7-2: nothing can be posted afterwards.
+func TestRefusals(t *testing.T) {
+	for _, tt := range refusals {
+		t.Run(tt.id, func(t *testing.T) {
+			domain := NewDomain()
+			p, c := responder(t, Options{MaxSend: 64, IRD: 2, Domain: domain})
+			_, other := responder(t, Options{Domain: domain})
+			var mem [5][]byte
+			guarded := func(i int) []byte {
+				mem[i] = bytes.Repeat([]byte{0xee}, 48)
+				return mem[i][16:32]
+			}
+			expose(c, 0x100, guarded(0), 0x1000, RemoteRead|RemoteWrite)
+			expose(c, 0x200, guarded(1), 0x1000, RemoteRead)
+			expose(c, 0x300, guarded(2), 0x1000, RemoteWrite)
+			expose(other, 0x400, guarded(3), 0x1000, RemoteRead|RemoteWrite)
+			c.Deregister(expose(c, 0x500, guarded(4), 0x1000, RemoteRead|RemoteWrite))
+
+			p.send(append(tt.ulpdus, "4143 00000000 00000000 00000001 00000000 77")...)
+			events := serve(c)
+			p.wantTerminate(tt.terminate)
+			p.nc.Close()
+			asFault(t, next(t, events).err, tt.reason, false)
+			for i, m := range mem {
+				if !bytes.Equal(m, bytes.Repeat([]byte{0xee}, 48)) {
+					t.Errorf("memory %d was written: %x", i, m)
+				}
+			}
+			asFault(t, c.Post(&WorkRequest{Op: Send}), tt.reason, false)
+			if other.mem.find(0x400) == nil {
+				t.Error("another stream lost its STag")
+			}
+			// RDMAP-4.8-3, RDMAP-4.8-8, DDP-7.2-14: the vocabulary.
+			term, err := wire.ParseTerminate(unhex(tt.terminate))
+			if err != nil || term.Reason != tt.reason || strings.HasPrefix(tt.reason.String(), "unknown") {
+				t.Errorf("%+v, %v", term, err)
+			}
+		})
+	}
+}
+
+// MPA-4.4-18, MPA-8-4, MPA-8-12, RDMAP-4.8-4, DDP-6.2.2-2: a bad CRC is
+// Terminate 2/0/02 without headers (V-RDMAP-6), and nothing has happened.
+func TestBadCRC(t *testing.T) {
+	for _, n := range []int{1, 100, 16 << 10} { // MPA-6-1: looked at in place, and placed before the CRC
+		p, c := responder(t, Options{MaxSend: 20 << 10})
+		b := frame(append(unhex("4143 00000000 00000000 00000001 00000000"), make([]byte, n)...))
+		b[len(b)-1] ^= 1
+		p.write(b)
+		p.send("4143 00000000 00000000 00000001 00000000 77")
+		events := serve(c)
+		p.wantTerminate("20020000")
+		p.nc.Close()
+		asFault(t, next(t, events).err, wire.ReasonCRC, false)
+	}
+}
+
+// MPA-7.1.2-14: a Responder that has not seen a good FPDU may not even send a
+// Terminate; it ends the stream.
+func TestNoTerminateBeforeTheFirstFPDU(t *testing.T) {
+	p, c, _ := respondTo(t, reqKey+"40010000", Options{}, Answer{})
+	b := frame(unhex("c140 00000001 0000000000000000"))
+	b[5] ^= 0x80
+	p.write(b)
+	events := serve(c)
+	p.wantEOF()
+	p.nc.Close()
+	asFault(t, next(t, events).err, wire.ReasonCRC, false)
+}
+
+// RDMAP-7.1-5: of two errors the first one is told.
+func TestFirstErrorCounts(t *testing.T) {
+	p, c := responder(t, Options{})
+	p.send("c140 deadbeef 0000000000001000 0102", "4103 00000000 00000000 00000001 00000000")
+	events := serve(c)
+	p.want("RDMAP-7.1-5", "4147 00000000 00000002 00000001 00000000 1100c000 0010 c140 deadbeef 0000000000001000")
+	c.Terminate(wire.ReasonLocalCatastrophic, errors.New("too late"))
+	p.wantEOF()
+	p.nc.Close()
+	asFault(t, next(t, events).err, wire.ReasonInvalidSTag, false)
+}
+
+// RDMAP-7.1-2, RDMAP-4.8-12, RDMAP-4.8-16, DDP-7.2-2, MPA2-9.3-3, MPA2-8-1: a
+// failure that no message has caused is told without headers.
+func TestLocalFailure(t *testing.T) {
+	for _, tt := range []struct {
+		id        string
+		reason    wire.Reason
+		terminate string
+	}{
+		{"RDMAP-4.8-12", wire.ReasonLocalCatastrophic, "00000000"},
+		{"DDP-7.2-2", wire.ReasonDDPCatastrophic, "10000000"},
+		{"MPA2-9.3-3", wire.ReasonMPACatastrophic, "20050000"},
+	} {
+		t.Run(tt.id, func(t *testing.T) {
+			p, c := initiator(t, Options{Rev: 1}, repKey+"40010000")
+			c.Terminate(tt.reason, io.ErrShortBuffer)
+			p.wantTerminate(tt.terminate)
+			if err := c.Post(&WorkRequest{Op: Send}); !errors.Is(err, io.ErrShortBuffer) {
+				t.Fatalf("Post: %v", err)
+			}
+		})
+	}
+}
+
+// RDMAP-5.4-1..6, MPA2-8-2..4, RDMAP-4.8-16..26: what comes in the peer's
+// Terminate is told, and there is no answer to it.
+func TestTerminateReceived(t *testing.T) {
+	const ddp = "4147 00000000 00000002 00000001 00000000"
+	for _, tt := range []struct {
+		id, ulpdu string
+		reason    wire.Reason
+		headers   string // DDP and Read Request
+	}{
+		{"RDMAP-5.4-5 V-RDMAP-4", ddp + "1202c000 0076 4143 00000000 00000000 00000009 00000000", wire.ReasonNoBuffer, "4143 00000000 00000000 00000009 00000000"},
+		{"RDMAP-4.8-13 V-RDMAP-5", ddp + "0100e000 002e 4141 00000000 00000001 00000001 00000000 11111111 2222222233333333 00001000 44444444 5555555566666666",
+			wire.ReasonReadInvalidSTag, "4141 00000000 00000001 00000001 00000000 11111111 2222222233333333 00001000 44444444 5555555566666666"},
+		{"siw, swapped 1/2/05", ddp + "21050300 0064 4143 00000000 00000000 00000009 00000000", wire.ReasonTooLong, "4143 00000000 00000000 00000009 00000000"},
+		{"siw, swapped CRC error", ddp + "02020000", wire.ReasonCRC, ""},
+		{"siw, too many Reads", ddp + "20070000", wire.ReasonRTR, ""}, // ambiguous: RDMAP interop notes
+		{"adapters, LLP type 3", ddp + "23020000", wire.Reason{Layer: 2, EType: 3, Code: 2}, ""},
+		{"MPA2-8-2 5", ddp + "20050000", wire.ReasonMPACatastrophic, ""},
+		{"MPA2-8-2 6", ddp + "20060000", wire.ReasonIRD, ""},
+		{"MPA2-8-2 7", ddp + "20070000", wire.ReasonRTR, ""},
+		{"RDMAP-4.8-16", ddp + "00ff0000", wire.Reason{Code: 0xff}, ""},
+		{"RDMAP-4.8-8 reserved bits", ddp + "10001fff", wire.ReasonDDPCatastrophic, ""},
+		{"RDMAP-4.8-23", ddp + "02ff0000", wire.ReasonOperation, ""},
+		{"RDMAP-4.8-26", ddp + "02080000", wire.ReasonGlobal, ""},
+		{"extra zeros", ddp + "20020000" + strings.Repeat("00", 48), wire.ReasonCRC, ""},
+		{"RDMAP-4.1-10 Invalidate STag is not looked at", "4147 00000100 00000002 00000001 00000000 20020000", wire.ReasonCRC, ""},
+		{"RDMAP-5.4-3 MSN 2", "4147 00000000 00000002 00000002 00000000 20020000", wire.ReasonOperation, ""},
+		{"RDMAP-5.4-6 queue 1", "4147 00000000 00000001 00000001 00000000 20020000", wire.ReasonOperation, ""},
+		{"RDMAP-5.4-6 MO 4", "4147 00000000 00000002 00000001 00000004 20020000", wire.ReasonOperation, ""},
+		{"RDMAP-5.4-6 tagged", "c147 00000000 0000000000000000", wire.ReasonOperation, ""},
+		{"RDMAP-5.4-6 cut short", ddp + "1202c0", wire.ReasonOperation, ""},
+		{"RDMAP-5.4-6 header cut short", ddp + "1202c000 0076 4143", wire.ReasonOperation, ""},
+		{"RDMAP-5.4-6 too long", ddp + strings.Repeat("00", 9000), wire.ReasonOperation, ""},
+	} {
+		t.Run(tt.id, func(t *testing.T) {
+			// MPA2-8-4: as the first FPDU. RDMAP-5.4-4: it needs no buffer.
+			p, c, _ := respondTo(t, reqKey+"40010000", Options{MaxSend: 1}, Answer{})
+			var mem [16]byte
+			expose(c, 0x100, mem[:], 0, RemoteWrite)
+			done := make(sent, 1)
+			p.send(tt.ulpdu)
+			var ev Event
+			se := asFault(t, c.Receive(&ev), tt.reason, true)
+			if !strings.HasPrefix(se.Error(), "peer terminated") {
+				t.Error(se)
+			}
+			if tt.headers != "" && !bytes.Equal(append(se.Terminate.DDP, se.Terminate.ReadRequest...), unhex(tt.headers)) {
+				t.Errorf("headers %x %x", se.Terminate.DDP, se.Terminate.ReadRequest)
+			}
+			// RDMAP-5.4-9: nothing more is sent.
+			if err := c.Post(&WorkRequest{Op: Send, Done: done}); err == nil {
+				t.Error("Post after the peer's Terminate")
+			}
+			if c.mem.find(0x100) == nil {
+				t.Error("RDMAP-4.1-10: a Terminate has invalidated an STag")
+			}
+			c.Close()
+			p.wantEOF()
+		})
+	}
+}
+
+// RDMAP-6.2.1-2, DDP-6.2.2-1, MPA-8-3, MPA-8-2, MPA-8-1: a reset, also inside an
+// FPDU, ends the stream without a hang and is MPA's code 1.
+func TestReset(t *testing.T) {
+	for _, part := range []int{0, 10, 9000} {
+		p, c := responder(t, Options{})
+		var buf [64 << 10]byte
+		expose(c, 0x100, buf[:], 0, RemoteWrite)
+		p.write(frame(append(unhex("c140 00000100 0000000000000000"), make([]byte, 20000)...))[:part])
+		p.nc.(*net.TCPConn).SetLinger(0)
+		events := serve(c)
+		p.nc.Close()
+		asFault(t, next(t, events).err, wire.ReasonClosed, false)
+	}
+}
+
+// MPA-7.2-2, MPA-3-11, DDP-3-10, DDP-3-11, MPA-7.1.1-19: the end of the stream
+// is orderly between messages, and code 1 elsewhere.
+func TestEndOfStream(t *testing.T) {
+	send := frame(unhex("4143 00000000 00000000 00000001 00000000 0102"))
+	half := frame(unhex("0143 00000000 00000000 00000001 00000000 0102"))
+	long := frame(append(unhex("c140 00000100 0000000000000000"), make([]byte, 20000)...))
+	for _, tt := range []struct {
+		name   string
+		octets []byte
+		want   error
+	}{
+		{"between FPDUs", nil, io.EOF},
+		{"MPA-6-7 in ULPDU_Length", send[:1], io.ErrUnexpectedEOF},
+		{"MPA-6-7 in the header", send[:10], io.ErrUnexpectedEOF},
+		{"MPA-6-7 before the last octet", send[:len(send)-1], io.ErrUnexpectedEOF},
+		{"between segments of a Send", half, io.ErrUnexpectedEOF},
+		{"in a long payload", long[:10000], io.ErrUnexpectedEOF},
+		{"in the CRC of a long FPDU", long[:len(long)-2], io.ErrUnexpectedEOF},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			p, c := responder(t, Options{})
+			var buf [20000]byte
+			expose(c, 0x100, buf[:], 0, RemoteWrite)
+			p.write(tt.octets)
+			p.nc.(*net.TCPConn).CloseWrite()
+			var ev Event
+			err := c.Receive(&ev)
+			if !errors.Is(err, tt.want) {
+				t.Fatal(err)
+			}
+			var se *StreamError
+			if err != io.EOF && (!errors.As(err, &se) || se.Reason != wire.ReasonClosed) {
+				t.Fatal(err)
+			}
+			// DDP-6.2.1-4: an orderly end leaves our direction open.
+			if perr := c.Post(&WorkRequest{Op: Send}); (perr == nil) != (err == io.EOF) {
+				t.Fatalf("Post after %v: %v", err, perr)
+			}
+			if err == io.EOF {
+				c.Flush()
+				p.want("DDP-6.2.1-4", "4143 00000000 00000000 00000001 00000000")
+				if err := c.Post(&WorkRequest{Op: Read, Data: buf[:]}); !errors.Is(err, io.ErrUnexpectedEOF) {
+					t.Fatalf("a Read that nobody can answer: %v", err)
+				}
+			}
+			c.Close()
+			p.wantEOF() // DDP-6.2.1-5
+		})
+	}
+}
