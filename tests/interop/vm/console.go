@@ -11,15 +11,11 @@ import (
 
 // trouble matches what a kernel prints when it has found a fault in itself. No
 // input from the network may bring an initiator's kernel there, and what it
-// does afterwards proves nothing.
+// does afterwards proves nothing. "Call Trace" is not among it: the dump of
+// hanging processes that ends a script with its time has them, too.
 var trouble = regexp.MustCompile(`Kernel panic|BUG:|WARNING:|Oops|KASAN|KCSAN|UBSAN|` +
 	`general protection fault|unable to handle|refcount_t:|list_(add|del) corruption|` +
-	`blocked for more than|self-detected stall|possible deadlock|use-after-free|double free|` +
-	`Call Trace:`)
-
-// sysrq matches the start of a dump that we asked for, whose call traces are no
-// trouble.
-var sysrq = regexp.MustCompile(`sysrq: |agent: script \d+ is killed`)
+	`blocked for more than|self-detected stall|possible deadlock|use-after-free|double free`)
 
 // tailLines is how much of the console is shown with a failure.
 const tailLines = 150
@@ -28,10 +24,9 @@ const tailLines = 150
 type console struct {
 	log io.Writer // gets all of it
 
-	mu      sync.Mutex
-	tail    []string // the last lines
-	found   []string // lines that match trouble, not yet taken
-	dumping bool     // a sysrq dump was asked for
+	mu    sync.Mutex
+	tail  []string // the last lines
+	found []string // lines that match trouble, not yet taken
 }
 
 // read reads r until it ends.
@@ -56,8 +51,7 @@ func (c *console) add(line string) {
 	if len(c.tail) >= 2*tailLines {
 		c.tail = append(c.tail[:0:0], c.tail[len(c.tail)-tailLines:]...)
 	}
-	c.dumping = c.dumping || sysrq.MatchString(line)
-	if trouble.MatchString(line) && !c.dumping {
+	if trouble.MatchString(line) {
 		c.found = append(c.found, line)
 	}
 }
