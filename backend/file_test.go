@@ -599,3 +599,30 @@ func BenchmarkFileWrite4K(b *testing.B) {
 	s := openFile(b, backend.FileConfig{Size: 1 << 30})
 	benchmark(b, s, s.WriteAt)
 }
+
+// Neither Close nor a refusal leaves a descriptor behind.
+func TestFileDescriptors(t *testing.T) {
+	count := func() int {
+		t.Helper()
+		fds, err := os.ReadDir("/proc/self/fd")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(fds)
+	}
+	before := count()
+	path := filepath.Join(t.TempDir(), "lun.img")
+	s := openFile(t, backend.FileConfig{Path: path, Size: 4096})
+	if _, _, err := backend.OpenFile(backend.FileConfig{Path: path}); err == nil {
+		t.Error("opened twice")
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := backend.OpenFile(backend.FileConfig{Path: path, Size: 512}); err == nil {
+		t.Error("opened with another size")
+	}
+	if after := count(); after != before {
+		t.Errorf("%d descriptors are open, %d were before", after, before)
+	}
+}
