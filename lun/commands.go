@@ -1,0 +1,230 @@
+package lun
+
+import (
+	"encoding/binary"
+	"math/bits"
+)
+
+// A command is a row of the command set.
+type command struct {
+	op    byte
+	sa    int16 // service action, or noSA
+	name  string
+	flags flags
+	// usage is the CDB USAGE DATA of REPORT SUPPORTED OPERATION CODES behind
+	// the operation code: bits that are looked at. All others must be 0. Its
+	// length gives that of the CDB.
+	usage string
+
+	begin   func(*Unit, *Command) bool                 // checks the CDB, says how much data there is
+	consume func(*Unit, *Command, []byte, uint64) bool // data-out
+	produce func(*Unit, *Command, []byte, uint64) bool // data-in that begin has not reported
+	end     func(*Unit, *Command)
+}
+
+type flags uint8
+
+const (
+	absentLUN     flags = 1 << iota // served where there is no logical unit
+	keepAttention                   // neither reports nor clears unit attentions (SPC-4, section 5.14)
+	medium                          // needs a started unit
+	writes                          // changes the medium
+	thin                            // only where the store can give space back
+)
+
+const noSA = -1
+
+// commands is the whole command set. A missing row is INVALID COMMAND
+// OPERATION CODE; REPORT SUPPORTED OPERATION CODES reads the same rows.
+var commands = []command{
+	{0x00, noSA, "TEST UNIT READY", medium, "\x00\x00\x00\x00\x00", noData, nil, nil, nil},
+	{0x03, noSA, "REQUEST SENSE", absentLUN | keepAttention, "\x01\x00\x00\xff\x00", requestSense, nil, nil, nil},
+	{0x08, noSA, "READ(6)", medium, "\x1f\xff\xff\xff\x00", beginRead, nil, produceRead, nil},
+	{0x0a, noSA, "WRITE(6)", medium | writes, "\x1f\xff\xff\xff\x00", beginWrite, consumeWrite, nil, nil},
+	{0x12, noSA, "INQUIRY", absentLUN | keepAttention, "\x01\xff\xff\xff\x00", inquiry, nil, nil, nil},
+	{0x1a, noSA, "MODE SENSE(6)", 0, "\x08\xff\xff\xff\x00", modeSense, nil, nil, nil},
+	{0x1b, noSA, "START STOP UNIT", 0, "\x01\x00\x00\x01\x00", startStop, nil, nil, endStartStop},
+	{0x25, noSA, "READ CAPACITY(10)", medium, "\x00\xff\xff\xff\xff\x00\x00\x01\x00", readCapacity10, nil, nil, nil},
+	{0x28, noSA, "READ(10)", medium, "\x18\xff\xff\xff\xff\x1f\xff\xff\x00", beginRead, nil, produceRead, nil},
+	{0x2a, noSA, "WRITE(10)", medium | writes, "\x18\xff\xff\xff\xff\x1f\xff\xff\x00", beginWrite, consumeWrite, nil, nil},
+	{0x2f, noSA, "VERIFY(10)", medium, "\x16\xff\xff\xff\xff\x1f\xff\xff\x00", beginVerify, consumeVerify, nil, nil},
+	{0x35, noSA, "SYNCHRONIZE CACHE(10)", medium, "\x02\xff\xff\xff\xff\x1f\xff\xff\x00", beginSync, nil, nil, endSync},
+	{0x41, noSA, "WRITE SAME(10)", medium | writes, "\x08\xff\xff\xff\xff\x1f\xff\xff\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
+	{0x42, noSA, "UNMAP", medium | writes | thin, "\x00\x00\x00\x00\x00\x1f\xff\xff\x00", beginUnmap, consumeUnmap, nil, nil},
+	{0x5a, noSA, "MODE SENSE(10)", 0, "\x18\xff\xff\x00\x00\x00\xff\xff\x00", modeSense, nil, nil, nil},
+	{0x88, noSA, "READ(16)", medium, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginRead, nil, produceRead, nil},
+	{0x8a, noSA, "WRITE(16)", medium | writes, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeWrite, nil, nil},
+	{0x8f, noSA, "VERIFY(16)", medium, "\x16\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginVerify, consumeVerify, nil, nil},
+	{0x91, noSA, "SYNCHRONIZE CACHE(16)", medium, "\x02\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginSync, nil, nil, endSync},
+	{0x93, noSA, "WRITE SAME(16)", medium | writes, "\x09\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
+	{0x9e, 0x10, "READ CAPACITY(16)", medium, "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x00", readCapacity16, nil, nil, nil},
+	{0xa0, noSA, "REPORT LUNS", absentLUN | keepAttention, "\x00\xff\x00\x00\x00\xff\xff\xff\xff\x00\x00", reportLUNs, nil, nil, nil},
+	{0xa3, 0x0c, "REPORT SUPPORTED OPERATION CODES", 0, "\x1f\x87\xff\xff\xff\xff\xff\xff\xff\x00\x00", reportOpcodes, nil, nil, nil},
+	{0xa3, 0x0d, "REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS", 0, "\x1f\x80\x00\x00\x00\xff\xff\xff\xff\x00\x00", reportTMFs, nil, nil, nil},
+	{0xa8, noSA, "READ(12)", medium, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginRead, nil, produceRead, nil},
+	{0xaa, noSA, "WRITE(12)", medium | writes, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeWrite, nil, nil},
+}
+
+// byOpcode finds the rows of an operation code. It is filled by init, because
+// rows refer to functions that walk the table.
+var byOpcode [256][]*command
+
+func init() {
+	for i := range commands {
+		row := &commands[i]
+		byOpcode[row.op] = append(byOpcode[row.op], row)
+	}
+}
+
+const saMask = 0x1f // SERVICE ACTION in octet 1
+
+// lookup finds the row of a CDB of at least 16 octets, or nil.
+func lookup(cdb []byte) *command {
+	for _, row := range byOpcode[cdb[0]] {
+		if row.sa == noSA || row.sa == int16(cdb[1]&saMask) {
+			return row
+		}
+	}
+	return nil
+}
+
+// failRow ends a command for which there is no row.
+func (c *Command) failRow() bool {
+	if len(byOpcode[c.CDB[0]]) > 0 {
+		return c.failCDB(1, 4) // unknown service action
+	}
+	return c.fail(condOpcode)
+}
+
+// naca is the bit of the CONTROL octet that asks for ACA, which is not there;
+// its other bits are vendor specific or obsolete.
+const naca = 0x04
+
+// reserved finds the first bit of a CDB that is set and not looked at.
+func (row *command) reserved(cdb []byte) (octet, bit int, ok bool) {
+	for i := range len(row.usage) {
+		odd := cdb[i+1] &^ row.usage[i]
+		if i == len(row.usage)-1 {
+			odd &= naca
+		}
+		if odd != 0 {
+			return i + 1, bits.Len8(odd) - 1, false
+		}
+	}
+	return 0, 0, true
+}
+
+func (row *command) cdbLen() int { return 1 + len(row.usage) }
+
+func noData(*Unit, *Command) bool { return true }
+
+// supports tells whether a row applies to this unit.
+func (u *Unit) supports(row *command) bool { return row.flags&thin == 0 || u.isThin() }
+
+// rowsFor are the rows that apply to u.
+func rowsFor(u *Unit) (rows []*command) {
+	for _, of := range byOpcode {
+		for _, row := range of {
+			if u.supports(row) {
+				rows = append(rows, row)
+			}
+		}
+	}
+	return rows
+}
+
+const (
+	rctd          = 0x80 // RCTD: with command timeouts descriptors
+	descLen       = 8
+	timeoutsLen   = 12
+	supportNo     = 1
+	supportYes    = 3
+	ctdpOne       = 0x80
+	ctdpAll       = 0x02
+	servactv      = 0x01
+	reportAll     = 0
+	reportOp      = 1
+	reportOpAndSA = 2
+	reportEither  = 3
+)
+
+// appendTimeouts appends a command timeouts descriptor: no time-outs are given.
+func appendTimeouts(b []byte) []byte {
+	return append(b, 0, timeoutsLen-2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+}
+
+// reportOpcodes is REPORT SUPPORTED OPERATION CODES (SPC-4, section 6.35).
+func reportOpcodes(u *Unit, c *Command) bool {
+	cdb := c.CDB
+	timeouts := cdb[2]&rctd != 0
+	op, sa := cdb[3], int16(binary.BigEndian.Uint16(cdb[4:]))
+	allocation := binary.BigEndian.Uint32(cdb[6:])
+	b := c.buf[:0]
+	option := cdb[2] & 0x07
+	if option == reportAll {
+		b = append(b, 0, 0, 0, 0)
+		for _, row := range rowsFor(u) {
+			d := [descLen]byte{0: row.op, 7: byte(row.cdbLen())}
+			if row.sa != noSA {
+				d[3], d[5] = byte(row.sa), servactv
+			}
+			if timeouts {
+				d[5] |= ctdpAll
+			}
+			b = append(b, d[:]...)
+			if timeouts {
+				b = appendTimeouts(b)
+			}
+		}
+		binary.BigEndian.PutUint32(b, uint32(len(b)-4))
+		return c.report(b, allocation)
+	}
+	rows := byOpcode[op]
+	hasSA := len(rows) > 0 && rows[0].sa != noSA
+	switch {
+	case option > reportEither:
+		return c.failCDB(2, 2)
+	case option == reportOp && hasSA, option == reportOpAndSA && len(rows) > 0 && !hasSA:
+		return c.failCDB(2, 2)
+	}
+	var found *command
+	for _, row := range rows {
+		if (row.sa == sa || row.sa == noSA && (option == reportOp || sa == 0)) && u.supports(row) {
+			found = row
+		}
+	}
+	if found == nil {
+		return c.report(append(b, 0, supportNo, 0, 0), allocation)
+	}
+	b = append(b, 0, supportYes, 0, byte(found.cdbLen()), found.op)
+	if timeouts {
+		b[1] |= ctdpOne
+	}
+	b = append(b, found.usage...)
+	if found.sa != noSA {
+		b[5] = b[5]&^saMask | byte(found.sa)
+	}
+	if timeouts {
+		b = appendTimeouts(b)
+	}
+	return c.report(b, allocation)
+}
+
+// reportTMFs is REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS (SPC-4, section
+// 6.36): ABORT TASK, ABORT TASK SET, CLEAR TASK SET, LOGICAL UNIT RESET and
+// target reset.
+func reportTMFs(_ *Unit, c *Command) bool {
+	const ats, atss, ctss, lurs, trs, repd = 0x80, 0x40, 0x10, 0x08, 0x02, 0x80
+	allocation := binary.BigEndian.Uint32(c.CDB[6:])
+	if allocation < 4 {
+		return c.failCDB(6, noField)
+	}
+	n := 4
+	if c.CDB[2]&repd != 0 {
+		n = 16
+	}
+	b := c.zeroed(n)
+	b[0] = ats | atss | ctss | lurs | trs
+	b[3] = byte(n - 4)
+	return c.report(b, allocation)
+}

@@ -1,0 +1,171 @@
+package lun
+
+import (
+	"encoding/binary"
+	"fmt"
+)
+
+const (
+	typeDisk   = 0x00
+	absentUnit = 0x7f // PERIPHERAL QUALIFIER 011b, type 1fh
+
+	versionSPC4 = 0x06
+	hisup       = 0x10
+	dataFormat  = 0x02
+	multip      = 0x10
+	cmdque      = 0x02
+)
+
+// versionDescriptors are SAM-5, SPC-4, SBC-3 and iSCSI; the last says
+// iSCSIProtocolLevel 1 (RFC 7144, section 4.2).
+var versionDescriptors = [...]uint16{0x00a0, 0x0460, 0x04c0, 0x0961}
+
+// inquiry is INQUIRY (SPC-4, section 6.6).
+func inquiry(u *Unit, c *Command) bool {
+	evpd, page := c.CDB[1]&1 != 0, c.CDB[2]
+	allocation := uint32(binary.BigEndian.Uint16(c.CDB[3:]))
+	if evpd {
+		return vpd(u, c, page, allocation)
+	}
+	if page != 0 {
+		return c.failCDB(2, noField)
+	}
+	b := c.zeroed(96)
+	b[2], b[3], b[4] = versionSPC4, hisup|dataFormat, byte(len(b)-5)
+	if u == nil {
+		b[0] = absentUnit
+		copy(b[8:36], fmt.Sprintf("%-28s", ""))
+		return c.report(b, allocation)
+	}
+	b[6], b[7] = multip, cmdque
+	copy(b[8:], fmt.Sprintf("%-8s%-16s%-4s", u.opt.Vendor, u.opt.Product, u.opt.Revision))
+	for i, v := range versionDescriptors {
+		binary.BigEndian.PutUint16(b[58+2*i:], v)
+	}
+	return c.report(b, allocation)
+}
+
+// vpdPages are the vital product data pages, in the order of page 00h. A page
+// appends what follows its header of four octets.
+var vpdPages = []struct {
+	code   byte
+	thin   bool // only of a unit with thin provisioning
+	append func(u *Unit, n *Nexus, b []byte) []byte
+}{
+	{0x00, false, nil},
+	{0x80, false, func(u *Unit, _ *Nexus, b []byte) []byte { return append(b, u.opt.Identity.Serial...) }},
+	{0x83, false, appendDesignators},
+	{0xb0, false, appendBlockLimits},
+	{0xb1, false, appendCharacteristics},
+	{0xb2, true, appendProvisioning},
+}
+
+func vpd(u *Unit, c *Command, page byte, allocation uint32) bool {
+	if u == nil {
+		return c.fail(condNoLUN)
+	}
+	for _, p := range vpdPages {
+		if p.code != page || p.thin && !u.isThin() {
+			continue
+		}
+		b := append(c.buf[:0], typeDisk, page, 0, 0)
+		if page == 0 {
+			for _, q := range vpdPages {
+				if !q.thin || u.isThin() {
+					b = append(b, q.code)
+				}
+			}
+		} else {
+			b = p.append(u, c.nexus, b)
+		}
+		binary.BigEndian.PutUint16(b[2:], uint16(len(b)-4))
+		return c.report(b, allocation)
+	}
+	return c.failCDB(2, noField)
+}
+
+// Designators (SPC-4, section 7.8.6.1).
+const (
+	setBinary, setASCII, setUTF8                  = 1, 2, 3
+	desT10, desNAA, desRelativePort, desSCSI      = 1, 3, 4, 8
+	assocUnit, assocPort, assocDevice             = 0x00, 0x10, 0x20
+	protocolISCSI, piv                       byte = 0x50, 0x80
+	relativePort                                  = 1
+)
+
+// appendDesignators is the Device Identification page (SPC-4, section 7.8.6).
+func appendDesignators(u *Unit, n *Nexus, b []byte) []byte {
+	add := func(set, flags byte, id string) {
+		b = append(b, set, flags, 0, byte(len(id)))
+		b = append(b, id...)
+	}
+	port, device := fmt.Sprintf("%s,t,0x%04x", n.port.TargetName, n.port.TPGT), n.port.TargetName
+	add(setBinary, assocUnit|desNAA, string(u.opt.Identity.NAA[:]))
+	add(setASCII, assocUnit|desT10, fmt.Sprintf("%-8s%s", u.opt.Vendor, u.opt.Identity.Serial))
+	add(protocolISCSI|setBinary, piv|assocPort|desRelativePort, "\x00\x00\x00\x01") // the only port
+	add(protocolISCSI|setUTF8, piv|assocPort|desSCSI, terminated(port))
+	add(protocolISCSI|setUTF8, piv|assocDevice|desSCSI, terminated(device))
+	return b
+}
+
+// terminated pads a SCSI name string with at least one NUL to a multiple of 4.
+func terminated(s string) string { return s + "\x00\x00\x00\x00"[:4-len(s)%4] }
+
+// appendBlockLimits is the Block Limits page (SBC-3, section 6.6.3).
+func appendBlockLimits(u *Unit, _ *Nexus, b []byte) []byte {
+	be := binary.BigEndian
+	p := make([]byte, 64) // offsets as in the standard
+	p[4] = 0x01           // WSNZ
+	be.PutUint16(p[6:], uint16(u.info.PhysicalBlockSize>>u.shift))
+	be.PutUint32(p[8:], maxTransfer>>u.shift)
+	be.PutUint32(p[12:], optimalTransfer>>u.shift)
+	if u.isThin() {
+		be.PutUint32(p[20:], uint32(uint64(maxUnmap)>>u.shift))
+		be.PutUint32(p[24:], maxUnmapDescs)
+		be.PutUint32(p[28:], u.info.DiscardGranularity>>u.shift)
+		be.PutUint32(p[32:], 1<<31) // UGAVALID, alignment 0
+	}
+	be.PutUint64(p[36:], maxWriteSame>>u.shift)
+	return append(b, p[4:]...)
+}
+
+// appendCharacteristics is the Block Device Characteristics page (SBC-3,
+// section 6.6.2): nothing rotates.
+func appendCharacteristics(_ *Unit, _ *Nexus, b []byte) []byte {
+	p := make([]byte, 64)
+	p[5] = 1
+	return append(b, p[4:]...)
+}
+
+// appendProvisioning is the Logical Block Provisioning page (SBC-3, section
+// 6.6.4): UNMAP and both WRITE SAME with UNMAP, after which zeros are read;
+// thin.
+func appendProvisioning(_ *Unit, _ *Nexus, b []byte) []byte {
+	const lbpu, lbpws, lbpws10, lbprz, thinType = 0x80, 0x40, 0x20, 0x04, 2
+	return append(b, 0, lbpu|lbpws|lbpws10|lbprz, thinType, 0)
+}
+
+// reportLUNs is REPORT LUNS (SPC-4, section 6.33).
+func reportLUNs(_ *Unit, c *Command) bool {
+	const header, entry = 8, 8
+	allocation := binary.BigEndian.Uint32(c.CDB[6:])
+	if allocation < header+entry {
+		return c.failCDB(6, noField)
+	}
+	inv := c.nexus.inv
+	b := append(c.buf[:0], 0, 0, 0, 0, 0, 0, 0, 0)
+	switch c.CDB[2] {
+	case 0x00, 0x02:
+		inv.mu.RLock()
+		for _, id := range inv.ids {
+			f := encodeLUN(id)
+			b = append(b, f[:]...)
+		}
+		inv.mu.RUnlock()
+	case 0x01: // well known logical units only: there are none
+	default:
+		return c.failCDB(2, noField)
+	}
+	binary.BigEndian.PutUint32(b, uint32(len(b)-header))
+	return c.report(b, allocation)
+}

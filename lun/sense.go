@@ -1,0 +1,141 @@
+package lun
+
+import (
+	"encoding/binary"
+	"errors"
+
+	"github.com/iser-target/iser-target/backend"
+)
+
+// SAM status codes that are used.
+const (
+	statusGood           = 0x00
+	statusCheckCondition = 0x02
+)
+
+// Sense keys (SPC-4, section 4.5.6).
+const (
+	keyNoSense        = 0x00
+	keyNotReady       = 0x02
+	keyMediumError    = 0x03
+	keyHardwareError  = 0x04
+	keyIllegalRequest = 0x05
+	keyUnitAttention  = 0x06
+	keyDataProtect    = 0x07
+	keyMiscompare     = 0x0e
+)
+
+// A cond is what sense data says: sense key, additional sense code and
+// qualifier.
+type cond struct{ key, asc, ascq byte }
+
+var (
+	condNone                = cond{keyNoSense, 0x00, 0x00}
+	condNotReadyStopped     = cond{keyNotReady, 0x04, 0x02} // INITIALIZING COMMAND REQUIRED
+	condWriteError          = cond{keyMediumError, 0x0c, 0x00}
+	condReadError           = cond{keyMediumError, 0x11, 0x00} // UNRECOVERED READ ERROR
+	condUnsynced            = cond{keyHardwareError, 0x0c, 0x00}
+	condInternal            = cond{keyHardwareError, 0x44, 0x00}
+	condListLength          = cond{keyIllegalRequest, 0x1a, 0x00} // PARAMETER LIST LENGTH ERROR
+	condOpcode              = cond{keyIllegalRequest, 0x20, 0x00}
+	condLBARange            = cond{keyIllegalRequest, 0x21, 0x00}
+	condCDBField            = cond{keyIllegalRequest, 0x24, 0x00}
+	condNoLUN               = cond{keyIllegalRequest, 0x25, 0x00}
+	condListField           = cond{keyIllegalRequest, 0x26, 0x00}
+	condNoSavedPages        = cond{keyIllegalRequest, 0x39, 0x00}
+	condWriteProtected      = cond{keyDataProtect, 0x27, 0x00}
+	condSpace               = cond{keyDataProtect, 0x27, 0x07} // SPACE ALLOCATION FAILED WRITE PROTECT
+	condMiscompare          = cond{keyMiscompare, 0x1d, 0x00}
+	condPowerOn             = cond{keyUnitAttention, 0x29, 0x00}
+	condReset               = cond{keyUnitAttention, 0x29, 0x03} // BUS DEVICE RESET FUNCTION OCCURRED
+	noField             int = -1
+)
+
+// senseLen is the size in octets of fixed format sense data.
+const senseLen = 18
+
+// sense is the sense data of a command before it is encoded.
+type sense struct {
+	cond
+	field    int    // offset of the octet in the CDB or parameter list that is wrong, or noField
+	bit      int    // the most significant bit of the field that is wrong, or noField
+	inList   bool   // field is in the parameter list
+	info     uint32 // INFORMATION, if infoOK
+	infoOK   bool
+	descType bool // REQUEST SENSE with DESC: descriptor format
+}
+
+// put encodes s into b, which it fills, and returns how much that is: fixed
+// format (SPC-4, section 4.5.3), or descriptor format (4.5.2).
+func (s *sense) put(b []byte) []byte {
+	b = b[:senseLen]
+	clear(b)
+	if s.descType {
+		b[0], b[1], b[2], b[3] = 0x72, s.key, s.asc, s.ascq
+		return b[:8]
+	}
+	b[0], b[2], b[7] = 0x70, s.key, senseLen-8
+	b[12], b[13] = s.asc, s.ascq
+	if s.infoOK {
+		b[0] |= 0x80
+		binary.BigEndian.PutUint32(b[3:], s.info)
+	}
+	if s.field != noField {
+		b[15] = 0x80 // SKSV
+		if !s.inList {
+			b[15] |= 0x40 // C/D
+		}
+		if s.bit != noField {
+			b[15] |= 0x08 | byte(s.bit) // BPV
+		}
+		binary.BigEndian.PutUint16(b[16:], uint16(s.field))
+	}
+	return b
+}
+
+// fail ends c with CHECK CONDITION and returns false.
+func (c *Command) fail(k cond) bool {
+	c.failSense(sense{cond: k, field: noField, bit: noField})
+	return false
+}
+
+// failCDB is fail for a field of the CDB that begins in octet, at bit.
+func (c *Command) failCDB(octet, bit int) bool {
+	c.failSense(sense{cond: condCDBField, field: octet, bit: bit})
+	return false
+}
+
+// failList is fail for a field of the parameter list.
+func (c *Command) failList(octet int) bool {
+	c.failSense(sense{cond: condListField, field: octet, bit: noField, inList: true})
+	return false
+}
+
+func (c *Command) failSense(s sense) {
+	c.Status = statusCheckCondition
+	c.failed = true
+	c.sense = s.put(c.senseBuf[:])
+}
+
+// failWrite reports that the store could not change the medium, failRead that
+// it could not read it.
+func (c *Command) failWrite(err error) bool {
+	switch {
+	case errors.Is(err, backend.ErrNoSpace):
+		return c.fail(condSpace)
+	case errors.Is(err, backend.ErrReadOnly):
+		return c.fail(condWriteProtected)
+	case errors.Is(err, backend.ErrUnsynced):
+		return c.fail(condUnsynced)
+	case errors.Is(err, backend.ErrClosed):
+		return c.fail(condInternal)
+	}
+	return c.fail(condWriteError)
+}
+
+func (c *Command) failRead(err error) bool {
+	if errors.Is(err, backend.ErrClosed) {
+		return c.fail(condInternal)
+	}
+	return c.fail(condReadError)
+}
