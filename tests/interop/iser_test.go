@@ -406,38 +406,7 @@ kill %%1
 wait %%1 || true
 cat /run/tcpdump.log`, vm.Files, d.Port, iqn)), long)
 
-	whole := filepath.Join(v.Files(), "capture.pcap")
-	streams := strings.Fields(tshark(t, whole, "tcp.flags.syn == 1 && tcp.flags.ack == 0", "tcp.stream"))
-	if len(streams) != 3 {
-		t.Fatalf("the capture has %d TCP connections, want 3: discovery, the kernel's session, libiscsi's", len(streams))
-	}
-	seen := make(map[string]bool)
-	for _, stream := range streams {
-		// One connection at a time: after a SendTargets answer Wireshark takes
-		// every new connection to that address for iSCSI over TCP.
-		one := filepath.Join(t.TempDir(), "stream"+stream+".pcap")
-		if out, err := exec.Command("tshark", "-r", whole, "-Y", "tcp.stream == "+stream, "-w", one).CombinedOutput(); err != nil {
-			t.Fatalf("tshark: %v\n%s", err, out)
-		}
-		for _, bad := range []struct{ filter, what string }{
-			{"_ws.malformed", "malformed"},
-			{"tcp.len > 0 && !iwarp_mpa && !tcp.reassembled_in && !tcp.analysis.retransmission", "not part of an MPA frame"},
-			{"iwarp_mpa.fpdu && !iwarp_ddp_rdmap", "FPDUs that are not DDP"},
-			{"iwarp_rdma.opcode >= 3 && iwarp_rdma.opcode <= 6 && !iser_iwarp", "Sends that are not iSER"},
-			{"iser_iwarp.opcode == 1 && !iscsi", "iSER without iSCSI"},
-			{"iwarp_rdma.terminate", "Terminates"},
-		} {
-			if got := tshark(t, one, bad.filter, "frame.number"); got != "" {
-				t.Errorf("connection %s: frames that are %s: %s", stream, bad.what,
-					strings.Join(strings.Fields(got), ", "))
-			}
-		}
-		for _, field := range []string{"iwarp_rdma.opcode", "iscsi.opcode", "iwarp_mpa.rev"} {
-			for _, n := range strings.FieldsFunc(tshark(t, one, field, field), func(r rune) bool { return r == '\n' || r == ',' }) {
-				seen[field+" "+n] = true
-			}
-		}
-	}
+	seen := dissect(t, filepath.Join(v.Files(), "capture.pcap"), 3) // discovery, ib_iser, libiscsi
 	for _, want := range []string{
 		"iwarp_mpa.rev 2",
 		"iwarp_rdma.opcode 0x00", // RDMA Write
@@ -460,13 +429,68 @@ cat /run/tcpdump.log`, vm.Files, d.Port, iqn)), long)
 	}
 }
 
-// tshark returns a field of the frames that match filter, a line per frame.
-func tshark(t *testing.T, pcap, filter, field string) string {
+// misunderstood are display filters for frames that tshark must not find.
+var misunderstood = []struct{ filter, what string }{
+	{"_ws.malformed", "malformed"},
+	{"tcp.len > 0 && !iwarp_mpa && !tcp.reassembled_in && !tcp.analysis.retransmission", "no MPA"},
+	{"iwarp_mpa.fpdu && !iwarp_ddp_rdmap", "FPDUs without DDP"},
+	{"iwarp_rdma.opcode >= 3 && iwarp_rdma.opcode <= 6 && !iser_iwarp", "Sends without iSER"},
+	{"iser_iwarp.opcode == 1 && !iscsi", "iSER without iSCSI"},
+	{"iwarp_rdma.opcode == 7", "Terminates"},
+}
+
+// dissect fails t if tshark does not understand all of a capture. It returns
+// the values of some fields that occur in it: "iscsi.opcode 0x01".
+func dissect(t *testing.T, capture string, connections int) map[string]bool {
 	t.Helper()
+	streams := strings.Fields(tshark(t, capture, "tcp.flags.syn == 1 && tcp.flags.ack == 0", "tcp.stream"))
+	if len(streams) != connections {
+		t.Fatalf("the capture has %d TCP connections, want %d", len(streams), connections)
+	}
+	var any []string
+	for _, m := range misunderstood {
+		any = append(any, "("+m.filter+")")
+	}
+	seen := make(map[string]bool)
+	for _, stream := range streams {
+		// One connection at a time: after a SendTargets answer Wireshark takes
+		// every new connection to that address for iSCSI over TCP.
+		one := filepath.Join(t.TempDir(), "stream"+stream+".pcap")
+		cmd := exec.Command("tshark", "-r", capture, "-Y", "tcp.stream == "+stream, "-w", one)
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Fatalf("%v: %v\n%s", cmd, err, out)
+		}
+		if tshark(t, one, strings.Join(any, " || "), "frame.number") != "" {
+			for _, m := range misunderstood {
+				if frames := tshark(t, one, m.filter, "frame.number"); frames != "" {
+					t.Errorf("connection %s: %s: frames %s", stream, m.what, strings.Join(strings.Fields(frames), ", "))
+				}
+			}
+		}
+		fields := []string{"iwarp_mpa.rev", "iwarp_rdma.opcode", "iscsi.opcode"}
+		for _, frame := range strings.Split(tshark(t, one, "iwarp_mpa", fields...), "\n") {
+			for i, values := range strings.Split(frame, "\t") {
+				for _, value := range strings.Split(values, ",") {
+					seen[fields[i]+" "+value] = true
+				}
+			}
+		}
+	}
+	return seen
+}
+
+// tshark returns fields of the frames that match filter: a line per frame, a
+// tab between fields, a comma between the values of one.
+func tshark(t *testing.T, capture, filter string, fields ...string) string {
+	t.Helper()
+	// Two passes, because the first cannot know that a frame is part of an FPDU
+	// that ends in a later one. Heuristics take iSER for RPC over RDMA.
+	cmd := exec.Command("tshark", "-2", "-r", capture, "-X", "lua_script:iser.lua", "--disable-protocol", "rpcordma",
+		"-Y", filter, "-T", "fields")
+	for _, f := range fields {
+		cmd.Args = append(cmd.Args, "-e", f)
+	}
 	var stderr strings.Builder
-	// Wireshark's heuristics take iSER for RPC over RDMA.
-	cmd := exec.Command("tshark", "-r", pcap, "-X", "lua_script:iser.lua", "--disable-protocol", "rpcordma",
-		"-Y", filter, "-T", "fields", "-e", field)
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()
 	if err != nil {
