@@ -49,7 +49,7 @@ func TestReadAndWrite(t *testing.T) {
 					if !bytes.Equal(r.In, want) {
 						t.Fatalf("%d blocks, %d octets immediate: what is read is not what was written", blocks, immediate)
 					}
-					if r.Invalidated == tt.ini.NoInvalidate || r.Residual != 0 || r.Flags&(pdu.FlagO|pdu.FlagU) != 0 {
+					if r.Invalidated == tt.ini.NoInvalidate || r.Residual != 0 || r.Flags&(pdu.FlagOverflow|pdu.FlagUnderflow) != 0 {
 						t.Fatalf("ISER-7.3.2-4 ISER-1.5.2-3: invalidated %t, flags %#x, residual %d", r.Invalidated, r.Flags, r.Residual)
 					}
 					if w.Invalidated == (tt.ini.NoInvalidate || w.Immediate == len(want)) {

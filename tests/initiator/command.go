@@ -22,7 +22,7 @@ type Command struct {
 	Immediate int
 
 	Status      byte
-	Flags       byte // of the SCSI Response: FlagO, FlagU, ...
+	Flags       byte // of the SCSI Response: FlagOverflow and others
 	Residual    uint32
 	Sense       []byte
 	Invalidated bool // the response was a Send with Invalidate
