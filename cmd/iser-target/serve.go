@@ -59,8 +59,8 @@ type portal struct {
 
 // newServer opens the stores and the listeners. Nothing is served yet, but
 // initiators can connect.
-func newServer(cfg *config.Config, logTo io.Writer) (s *server, err error) {
-	s = &server{
+func newServer(cfg *config.Config, logTo io.Writer) (*server, error) {
+	s := &server{
 		cfg:    cfg,
 		log:    newLogger(cfg.Log, logTo),
 		policy: security.AllowAll{},
@@ -72,12 +72,6 @@ func newServer(cfg *config.Config, logTo io.Writer) (s *server, err error) {
 			Domain:         rdma.NewDomain(),
 		},
 	}
-	defer func() {
-		if err != nil {
-			s.closeListeners()
-			err = errors.Join(err, s.units.close())
-		}
-	}()
 	nop := cfg.Limits.NOPInterval
 	if nop == 0 {
 		nop = -1
@@ -90,24 +84,33 @@ func newServer(cfg *config.Config, logTo io.Writer) (s *server, err error) {
 		NopTimeout:       cfg.Limits.NOPTimeout,
 		Logger:           s.log,
 	})
-	if s.units, err = openUnits(cfg, s.node); err != nil {
-		return nil, err
+	if err := s.open(); err != nil {
+		s.closeListeners()
+		return nil, errors.Join(err, s.units.close())
 	}
-	for _, pc := range cfg.Portals {
+	return s, nil
+}
+
+// open opens stores, portals and the debug server.
+func (s *server) open() (err error) {
+	if s.units, err = openUnits(s.cfg, s.node); err != nil {
+		return err
+	}
+	for _, pc := range s.cfg.Portals {
 		l, err := listen(pc.Listen)
 		if err != nil {
-			return nil, fmt.Errorf("portal %s: %w", pc.Listen, err)
+			return fmt.Errorf("portal %s: %w", pc.Listen, err)
 		}
 		s.portals = append(s.portals, &portal{s.node.AddPortal(iscsi.PortalConfig{
 			Listen: l.Addr().String(), Advertise: pc.Advertise, TPGT: portalGroup,
 		}), l})
 	}
-	if cfg.Debug.Listen != "" {
-		if err := s.listenDebug(cfg.Debug.Listen); err != nil {
-			return nil, fmt.Errorf("debug server %s: %w", cfg.Debug.Listen, err)
+	if addr := s.cfg.Debug.Listen; addr != "" {
+		if err := s.listenDebug(addr); err != nil {
+			return fmt.Errorf("debug server %s: %w", addr, err)
 		}
 	}
-	return s, nil
+	return nil
 }
 
 func newLogger(c config.Log, w io.Writer) *slog.Logger {
@@ -221,9 +224,9 @@ func (s *server) serve(ctx context.Context, p *portal, nc net.Conn) {
 }
 
 // refused leaves the one line of a connection that did not get as far as
-// iSCSI login.
+// iSCSI login, in the form of the line about a login.
 func (s *server) refused(nc net.Conn, stage string, reason error) {
-	s.log.Warn("connection refused", "stage", stage, "transport", "iser", "remote", nc.RemoteAddr(), "local", nc.LocalAddr(), "reason", reason)
+	s.log.Warn("login", "transport", "iser", "remote", nc.RemoteAddr(), "local", nc.LocalAddr(), "outcome", "refused", "stage", stage, "reason", reason)
 }
 
 // invitation tells a newcomer what to type.

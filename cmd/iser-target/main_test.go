@@ -1,0 +1,286 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/tests/initiator"
+)
+
+// TestMain lets the test binary be the program itself, so that signals and exit
+// codes can be tested on a process of its own.
+func TestMain(m *testing.M) {
+	if os.Getenv("BE_ISER_TARGET") != "" {
+		os.Unsetenv("BE_ISER_TARGET")
+		main()
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
+
+// run executes a command line in this process.
+func run(t *testing.T, args ...string) (out string, err error) {
+	t.Helper()
+	var b bytes.Buffer
+	root := rootCommand(&b, &b)
+	root.SetArgs(args)
+	err = root.ExecuteContext(context.Background())
+	return b.String(), err
+}
+
+func write(t *testing.T, name, text string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), name)
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestCommands(t *testing.T) {
+	good := write(t, "good.yaml", `
+portals: [{listen: "127.0.0.1:0"}]
+targets:
+  - name: iqn.2026-11.io.example:store
+    initiators: ["*"]
+    luns: [{id: 0, backend: memory, size: 1MiB}]
+`)
+	bad := write(t, "bad.yaml", "portals: [{listen: nowhere}]\ntargts: []\n")
+	for _, tt := range []struct {
+		args      []string
+		out, fail string // what the output, or the error, contains
+	}{
+		{args: []string{"version"}, out: "iser-target "},
+		{args: []string{"config", "validate", good}, out: "valid: portals 1, targets 1, LUNs 1"},
+		{args: []string{"config", "validate", bad}, fail: "targts"},
+		{args: []string{"config", "validate", bad}, fail: "portals[0].listen"},
+		{args: []string{"config", "validate", "/does/not/exist.yaml"}, fail: "/does/not/exist.yaml"},
+		{args: []string{"config", "validate"}, fail: "accepts 1 arg"},
+		{args: []string{"serve", "more"}, fail: "unknown command"},
+		{args: []string{"serve", "--config", bad}, fail: "targts"},
+		{args: []string{"nonsense"}, fail: "unknown command"},
+		{args: []string{"completion", "bash"}, out: "iser-target"},
+	} {
+		out, err := run(t, tt.args...)
+		switch {
+		case tt.fail == "" && err != nil, tt.fail != "" && (err == nil || !strings.Contains(err.Error(), tt.fail)):
+			t.Errorf("%v: error %v, want %q", tt.args, err, tt.fail)
+		case !strings.Contains(out, tt.out):
+			t.Errorf("%v: output %q, want %q in it", tt.args, out, tt.out)
+		}
+	}
+}
+
+// What cannot be served is refused at start, and says what and why.
+func TestServeRefuses(t *testing.T) {
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer taken.Close()
+	dir := t.TempDir()
+	config := func(listen, lun, more string) string {
+		return write(t, "c.yaml", fmt.Sprintf(`
+state_dir: %s
+portals: [{listen: "%s"}]
+targets: [{name: "iqn.2026-11.io.example:store", initiators: ["*"], luns: [%s]}]
+%s`, dir, listen, lun, more))
+	}
+	memory := "{id: 0, backend: memory, size: 1MiB}"
+	for _, tt := range []struct{ name, config, want string }{
+		{"port in use", config(taken.Addr().String(), memory, ""), "address already in use"},
+		{"missing file", config("127.0.0.1:0", "{id: 3, backend: block, path: /dev/no-such-disk}", ""), "LUN 3: "},
+		{"file of another size", config("127.0.0.1:0", "{id: 0, backend: file, path: "+write(t, "disk", "short")+", size: 1MiB}", ""), "disk"},
+		{"unknown plug-in", config("127.0.0.1:0", "{id: 0, backend: gotgt, plugin: nonsense, path: /tmp/x}", ""), "nonsense"},
+		{"debug port in use", config("127.0.0.1:0", memory, "debug: {listen: \""+taken.Addr().String()+"\"}"), "debug server"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			ctx, cancel := context.WithCancel(context.Background())
+			cancel()
+			root := rootCommand(io.Discard, io.Discard)
+			root.SetArgs([]string{"serve", "--config", tt.config})
+			if err := root.ExecuteContext(ctx); err == nil || !strings.Contains(err.Error(), tt.want) {
+				t.Errorf("error %v, want %q in it", err, tt.want)
+			}
+		})
+	}
+}
+
+// process is the program in a process of its own.
+type process struct {
+	cmd    *exec.Cmd
+	output *lockedBuffer
+	addr   string
+}
+
+type lockedBuffer struct {
+	lines chan string
+	all   strings.Builder
+}
+
+// start runs the program and waits until it serves.
+func start(t *testing.T, args ...string) *process {
+	t.Helper()
+	exe, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(exe, args...)
+	cmd.Env = append(os.Environ(), "BE_ISER_TARGET=1")
+	r, w := io.Pipe()
+	cmd.Stdout, cmd.Stderr = w, w
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	p := &process{cmd: cmd, output: &lockedBuffer{lines: make(chan string, 1000)}}
+	go func() {
+		var part []byte
+		buf := make([]byte, 4096)
+		for {
+			n, err := r.Read(buf)
+			part = append(part, buf[:n]...)
+			for {
+				line, rest, ok := bytes.Cut(part, []byte("\n"))
+				if !ok {
+					break
+				}
+				p.output.lines <- string(line)
+				part = rest
+			}
+			if err != nil {
+				close(p.output.lines)
+				return
+			}
+		}
+	}()
+	t.Cleanup(func() {
+		cmd.Process.Kill()
+		cmd.Wait()
+		w.Close()
+	})
+	p.addr = p.wait(t, `msg=serving portal=(\S+)`)
+	return p
+}
+
+// wait returns the first group of the expression in a line of the output.
+func (p *process) wait(t *testing.T, expr string) string {
+	t.Helper()
+	re := regexp.MustCompile(expr)
+	for {
+		select {
+		case line, ok := <-p.output.lines:
+			if !ok {
+				t.Fatalf("the program ended without %q:\n%s", expr, p.output.all.String())
+			}
+			fmt.Fprintln(&p.output.all, line)
+			if m := re.FindStringSubmatch(line); m != nil {
+				return m[len(m)-1]
+			}
+		case <-time.After(20 * time.Second):
+			t.Fatalf("no %q:\n%s", expr, p.output.all.String())
+		}
+	}
+}
+
+// SIGTERM ends the program with exit code 0, also with an initiator on it.
+func TestServeUntilSIGTERM(t *testing.T) {
+	dir := t.TempDir()
+	disk := filepath.Join(dir, "disk.img")
+	p := start(t, "serve", "--config", write(t, "c.yaml", fmt.Sprintf(`
+state_dir: %s/state
+portals: [{listen: "127.0.0.1:0"}]
+debug: {listen: "127.0.0.1:0"}
+targets:
+  - name: iqn.2026-11.io.example:store
+    initiators: ["iqn.2026-11.io.github.*"]
+    luns: [{id: 0, backend: file, path: %s, size: 8MiB}]
+`, dir, disk)))
+	url := p.wait(t, `msg="debug server" url=(\S+)`)
+
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	s, err := initiator.Login(ctx, p.addr, initiator.Options{Target: "iqn.2026-11.io.example:store"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	want := bytes.Repeat([]byte("0123456789abcdef"), 256)
+	w := &initiator.Command{CDB: initiator.Write16(8, 8), Out: want}
+	for w.Status = 2; w.Status != 0; { // the first meets a unit attention
+		if err := s.Do(w); err != nil {
+			t.Fatal(err)
+		}
+	}
+
+	rsp, err := http.Get(url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer rsp.Body.Close()
+	var vars struct {
+		Target map[string]int64 `json:"iser_target"`
+	}
+	if err := json.NewDecoder(rsp.Body).Decode(&vars); err != nil || vars.Target["sessions"] != 1 || vars.Target["goroutines"] < 2 {
+		t.Errorf("debug server: %v, %v", vars, err)
+	}
+
+	if err := p.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	p.wait(t, `(msg=stopped)`)
+	if err := p.cmd.Wait(); err != nil {
+		t.Errorf("exit: %v\n%s", err, p.output.all.String())
+	}
+	if got, err := os.ReadFile(disk); err != nil || len(got) != 8<<20 || !bytes.Equal(got[4096:8192], want) {
+		t.Errorf("the file has %d octets, %v", len(got), err)
+	}
+}
+
+// Every connection attempt leaves a line that says why it failed.
+func TestRefusalsAreLogged(t *testing.T) {
+	p := start(t, "serve", "--config", write(t, "c.yaml", `
+state_dir: ""
+portals: [{listen: "127.0.0.1:0"}]
+targets:
+  - name: iqn.2026-11.io.example:store
+    initiators: ["iqn.1993-08.org.debian:*"]
+    luns: [{id: 0, backend: memory, size: 1MiB}]
+`))
+	send := func(b []byte) {
+		nc, err := net.Dial("tcp", p.addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer nc.Close()
+		nc.Write(b)
+		io.Copy(io.Discard, nc)
+	}
+	send(append([]byte{0x43, 0x87}, make([]byte, 46)...))
+	p.wait(t, `(msg=login .*outcome=refused stage=mpa .*plain iSCSI over TCP is not served)`)
+	send([]byte("GET / HTTP/1.1\r\nHost: nobody\r\n\r\n"))
+	p.wait(t, `(msg=login .*outcome=refused stage=mpa .*not an MPA startup frame)`)
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	for _, tt := range []struct{ target, want string }{
+		{"iqn.2026-11.io.example:store", `outcome=refused stage=operational reason=.*initiator=iqn.2026-11.io.github`},
+		{"iqn.2026-11.io.example:other", `outcome=refused stage=operational reason=.*target=iqn.2026-11.io.example:other`},
+	} {
+		if _, err := initiator.Login(ctx, p.addr, initiator.Options{Target: tt.target}); err == nil {
+			t.Fatalf("login to %s was accepted", tt.target)
+		}
+		p.wait(t, `(`+tt.want+`)`)
+	}
+}
