@@ -90,8 +90,9 @@ type Datamover interface {
 
 	// EnterFullFeature tells the mover, before the final Login Response is
 	// queued, that login has succeeded, and with what (Enable_Datamover and
-	// Notice_Key_Values). tasks is how many task slots there can be. An error
-	// refuses the login: out of resources.
+	// Notice_Key_Values). tasks is how many task slots there can be. The final
+	// Login Response, which follows, is still as long as login allows. An
+	// error refuses the login: out of resources.
 	EnterFullFeature(p Params, tasks int) error
 
 	// Close ends the connection at once (Connection_Terminate). Receive

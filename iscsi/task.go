@@ -209,8 +209,9 @@ func (t *Task) takeCommand(n *Notice) error {
 		return nil
 	}
 	// A longer transfer goes through a Buffer, where the immediate data may be
-	// put right away. But a task that waits for its turn must not hold one.
-	if whole := min(int(out), c.piece); whole > int(t.unsolicited) && c.isNext(h) {
+	// put right away. But a task that still waits for something must not hold
+	// one.
+	if whole := min(int(out), c.piece); whole > int(imm) && !t.needsData && c.isNext(h) {
 		if t.buf = c.budget.try(whole); t.buf != nil {
 			copy(t.buf.data, n.Data)
 			t.placed = true

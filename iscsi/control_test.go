@@ -1,0 +1,659 @@
+package iscsi
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/security"
+)
+
+// ISCSI-4.2.2.1-1, ISCSI-4.2.2.1-2, ISCSI-4.2.2.1-7: serial numbers wrap, and
+// immediate requests do not count.
+func TestCmdSNWraps(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect(func(tc *testConn) { tc.cmdSN = 0xfffffffe }).login()
+	for range 8 {
+		tc.wantStatus(tc.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+		tc.ping()
+		if tc.expCmdSN != tc.cmdSN || tc.maxCmdSN != tc.cmdSN+127 {
+			t.Fatalf("ExpCmdSN %#x, MaxCmdSN %#x", tc.expCmdSN, tc.maxCmdSN)
+		}
+	}
+	h := tc.request(pdu.NOPOut, pdu.FlagF, true) // far outside the window
+	h.SetCmdSN(tc.cmdSN + 100000)
+	tc.write(h, nil)
+	tc.want(pdu.NOPIn)
+	tc.logout()
+}
+
+// ISCSI-4.2.2.1-3, ISCSI-4.2.2.1-4, ISCSI-4.2.2.1-6, ISCSI-4.2.2.1-10,
+// ISER-10.2.1-1, ISCSI-7.2.1-1.
+func TestCmdSNOrder(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect().login()
+	gap := tc.scsi(pdu.FlagF, 0, testUnitReady)
+	second := tc.scsi(writeF, 4096, write10(0, 8))
+	tc.write(second, pattern(4096, second.ITT()))
+	tc.write(second, pattern(4096, second.ITT())) // a retry: the tag is looked at first
+	third := tc.command(pdu.FlagF, 0, testUnitReady, nil)
+	again := bytes.Clone(third) // another tag, the same CmdSN while the gap is open
+	pdu.BHS(again).SetITT(0x999)
+	tc.write(again, nil)
+	old := tc.scsi(pdu.FlagF, 0, testUnitReady)
+	old.SetCmdSN(gap.CmdSN() - 1)
+	tc.write(old, nil)
+	beyond := tc.scsi(pdu.FlagF, 0, testUnitReady)
+	beyond.SetCmdSN(tc.maxCmdSN + 1)
+	tc.write(beyond, nil)
+	tc.cmdSN -= 2
+	tc.wantNothing()
+	tc.ping()
+	if tc.expCmdSN != gap.CmdSN() {
+		t.Errorf("ExpCmdSN %d passed the gap at %d", tc.expCmdSN, gap.CmdSN())
+	}
+	tc.write(gap, nil)
+	tc.wantAllGood([]pdu.BHS{gap, second, third})
+	tc.wantNothing()
+	if tc.expCmdSN != tc.cmdSN {
+		t.Errorf("ExpCmdSN %d instead of %d", tc.expCmdSN, tc.cmdSN)
+	}
+	tc.logout()
+}
+
+// ISCSI-11.2-3: a tag in use is refused.
+func TestTagInUse(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect().login()
+	tc.m.holdGets = true
+	h := tc.command(writeF, 4096, write10(0, 8), nil)
+	twin := bytes.Clone(h)
+	pdu.BHS(twin).SetCmdSN(tc.cmdSN)
+	tc.write(twin, nil)
+	tc.wantReject(pdu.RejectTaskInProgress, twin)
+	nop := tc.request(pdu.NOPOut, pdu.FlagF, true)
+	nop.SetITT(h.ITT())
+	tc.write(nop, nil)
+	tc.wantReject(pdu.RejectTaskInProgress, nop)
+	reserved := tc.scsi(pdu.FlagF, 0, testUnitReady)
+	reserved.SetITT(pdu.ReservedTag)
+	tc.cmdSN--
+	tc.write(reserved, nil)
+	tc.wantReject(pdu.RejectInvalidField, reserved)
+	tc.m.releaseGets()
+	tc.wantStatus(h, 0)
+	if tc.expCmdSN != tc.cmdSN { // ISCSI-7.3-2
+		t.Errorf("a rejected command counts in ExpCmdSN %d", tc.expCmdSN)
+	}
+	tc.logout()
+}
+
+// ISCSI-4.2.2.1-8, ISCSI-8.1.1-1, ISCSI-4.2.2.1-9, ISER-8.1.1.3-1: the whole
+// window is in use and a flood of immediate requests comes: each is answered.
+func TestFullWindow(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect().login()
+	tc.m.holdGets = true
+	var hs []pdu.BHS
+	for range 128 {
+		hs = append(hs, tc.command(writeF, 4096, write10(0, 8), nil))
+	}
+	n.eventually("all GetDatas", func() bool { return tc.m.getting() == 128 })
+	tc.ping()
+	if tc.maxCmdSN != tc.expCmdSN-1 { // ISCSI-4.2.2.1-5
+		t.Errorf("MaxCmdSN %d, ExpCmdSN %d", tc.maxCmdSN, tc.expCmdSN)
+	}
+	tc.command(pdu.FlagF, 0, testUnitReady, nil) // outside the window: ignored
+	tc.cmdSN--
+	tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, 0x7777, tc.cmdSN-200), pdu.TaskDoesNotExist)
+	for range 100 {
+		tc.write(tc.request(pdu.NOPOut, pdu.FlagF, true), nil)
+	}
+	for range 100 {
+		tc.want(pdu.NOPIn)
+	}
+	// Immediate commands that stay are limited.
+	var immediate []pdu.BHS
+	rejected := 0
+	for range 2 * maxImmediateCommands {
+		h := tc.scsi(writeF, 4096, write10(0, 8))
+		h.SetImmediate()
+		tc.cmdSN--
+		tc.write(h, nil)
+		immediate = append(immediate, h)
+	}
+	for range maxImmediateCommands {
+		if p := tc.want(pdu.Reject); p.h.Reason() == pdu.RejectTooManyImmediate {
+			rejected++
+		}
+	}
+	if rejected != maxImmediateCommands {
+		t.Errorf("%d of %d rejected", rejected, len(immediate))
+	}
+	tc.m.releaseGets()
+	tc.wantAllGood(append(hs, immediate[:maxImmediateCommands]...))
+	if tc.maxCmdSN != tc.expCmdSN+127 {
+		t.Errorf("MaxCmdSN %d, ExpCmdSN %d", tc.maxCmdSN, tc.expCmdSN)
+	}
+	if tc.m.slots > tc.m.full {
+		t.Errorf("%d task slots, %d announced", tc.m.slots, tc.m.full)
+	}
+	tc.logout()
+}
+
+// A peer that takes no answers stops being read, and costs no more than its
+// slots.
+func TestBackPressure(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect().login()
+	tc.m.mu.Lock()
+	tc.m.holdFlush = true
+	tc.m.mu.Unlock()
+	for range 1000 {
+		tc.write(tc.request(pdu.NOPOut, pdu.FlagF, true), make([]byte, 64))
+	}
+	n.eventually("all slots in use", func() bool { return n.Stats().TasksInFlight == tc.m.full })
+	time.Sleep(5 * time.Millisecond)
+	if s := n.Stats(); s.TasksInFlight != tc.m.full {
+		t.Errorf("%+v", s)
+	}
+	tc.m.mu.Lock()
+	tc.m.holdFlush = false
+	tc.m.cond.Broadcast()
+	tc.m.mu.Unlock()
+	for range 1000 {
+		tc.want(pdu.NOPIn)
+	}
+	// And once more, but it goes away instead.
+	tc.m.mu.Lock()
+	tc.m.holdFlush = true
+	tc.m.mu.Unlock()
+	for range 1000 {
+		tc.write(tc.request(pdu.NOPOut, pdu.FlagF, true), nil)
+	}
+	n.eventually("all slots in use", func() bool { return n.Stats().TasksInFlight == tc.m.full })
+	tc.m.Close()
+	if err := tc.wait(); err == nil {
+		t.Error("no error")
+	}
+}
+
+// ISCSI-11.18-1, ISCSI-11.18-2, ISCSI-11.19-1, ISER-6.2-4: pings.
+func TestNOPOut(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect().login()
+	for _, size := range []int{0, 1, 100, 128, 8192} {
+		h := tc.request(pdu.NOPOut, pdu.FlagF, size%2 == 0)
+		h.SetTTT(pdu.ReservedTag)
+		h.SetLUN([8]byte{1: 0})
+		tc.write(h, pattern(size, 1))
+		p := tc.want(pdu.NOPIn)
+		if p.h.ITT() != h.ITT() || p.h.TTT() != pdu.ReservedTag || !bytes.Equal(p.data, pattern(size, 1)[:min(size, 128)]) {
+			t.Errorf("%d octets: %x %x", size, []byte(p.h), p.data)
+		}
+	}
+	h := tc.request(pdu.NOPOut, pdu.FlagF, true)
+	h.SetITT(pdu.ReservedTag)
+	for _, ttt := range []uint32{pdu.ReservedTag, 5} { // ISCSI-11.18-3: an unknown tag is ignored
+		h.SetTTT(ttt)
+		tc.write(h, nil)
+	}
+	tc.wantNothing()
+	h = tc.request(pdu.NOPOut, pdu.FlagF, false)
+	tc.cmdSN--
+	h.SetITT(pdu.ReservedTag)
+	tc.write(h, nil)
+	tc.wantReject(pdu.RejectInvalidField, h)
+	tc.logout()
+}
+
+// ISCSI-11.19-2, ISCSI-11.19-3, ISER-8.1.2-3, ISER-8.1.2-4: the target pings an
+// initiator that says nothing and gives up one that does not answer.
+func TestKeepalive(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, func(o *Options) { o.NopInterval = 0 }) // default
+		tc := n.connect()
+		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
+		tc.wantLogin(pdu.LoginSuccess)
+		var ttts []uint32
+		for range 5 {
+			start := time.Now()
+			p := tc.want(pdu.NOPIn)
+			if p.h.ITT() != pdu.ReservedTag || p.h.TTT() == pdu.ReservedTag || len(p.data) != 0 || slices.Contains(ttts, p.h.TTT()) {
+				t.Fatalf("NOP-In %x %x", []byte(p.h), p.data)
+			}
+			ttts = append(ttts, p.h.TTT())
+			if d := time.Since(start); d < 15*time.Second || d > 45*time.Second {
+				t.Errorf("ping after %v", d)
+			}
+			h := tc.request(pdu.NOPOut, pdu.FlagF, true)
+			h.SetITT(pdu.ReservedTag)
+			h.SetTTT(p.h.TTT())
+			h.SetExpStatSN(tc.expStatSN - 1) // ISER-8.1.2-3: the answer alone retires it
+			tc.write(h, nil)
+		}
+		tc.want(pdu.NOPIn)
+		start := time.Now()
+		if err := tc.wait(); err == nil || !strings.Contains(err.Error(), "silent") {
+			t.Error(err)
+		}
+		if d := time.Since(start); d != 30*time.Second {
+			t.Errorf("gave up after %v", d)
+		}
+	})
+}
+
+// ISCSI-7.4-4, ISER-8.1.2-5: nothing but answers in a discovery session, which
+// ends when it is idle.
+func TestDiscoveryIsQuiet(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, func(o *Options) { o.NopInterval = 0 })
+		tc := n.connect().discover()
+		start := time.Now()
+		if err := tc.wait(); err == nil {
+			t.Error("no error")
+		}
+		if p := tc.next(0); p != nil {
+			t.Errorf("%v in an idle discovery session", p.h.Opcode())
+		}
+		if d := time.Since(start); d != 60*time.Second {
+			t.Errorf("ended after %v", d)
+		}
+	})
+}
+
+// ISCSI-4.3-1, ISCSI-11.16-1, ISER-7.3.9-4, ISER-7.3.11-3, ISCSI-11.2-2,
+// ISCSI-4.2.4-3, ISCSI-11.2-1: what is rejected.
+func TestRejects(t *testing.T) {
+	t.Run("normal session", func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		for _, c := range []struct {
+			op     pdu.Opcode
+			flags  byte
+			reason pdu.RejectReason
+		}{
+			{pdu.SNACK, pdu.FlagF | 0, pdu.RejectProtocolError},
+			{pdu.SNACK, pdu.FlagF | 1, pdu.RejectProtocolError},
+			{pdu.SNACK, pdu.FlagF | 4, pdu.RejectProtocolError},
+			{pdu.LoginReq, 0x87, pdu.RejectProtocolError},
+			{0x07, pdu.FlagF, pdu.RejectNotSupported},
+			{0x1c, pdu.FlagF, pdu.RejectNotSupported},
+			{pdu.SCSIResponse, pdu.FlagF, pdu.RejectProtocolError},
+			{pdu.Reject, pdu.FlagF, pdu.RejectProtocolError},
+			{pdu.LogoutReq, pdu.FlagF | 3, pdu.RejectProtocolError}, // ISCSI-11-2
+		} {
+			h := tc.request(c.op, c.flags, true)
+			tc.write(h, nil)
+			tc.wantReject(c.reason, h)
+		}
+		tc.wantStatus(tc.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+		tc.logout()
+	})
+	t.Run("discovery session", func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().discover()
+		for _, h := range []pdu.BHS{
+			tc.request(pdu.SCSICommand, pdu.FlagF, true), tc.request(pdu.TaskMgmtReq, pdu.FlagF|pdu.TargetWarmReset, true),
+			tc.request(pdu.NOPOut, pdu.FlagF, true),
+		} {
+			tc.write(h, nil)
+			tc.wantReject(pdu.RejectNotSupported, h)
+		}
+		h := tc.request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseConnection, true)
+		tc.write(h, nil)
+		tc.wantReject(pdu.RejectProtocolError, h)
+		h = tc.request(pdu.TextReq, pdu.FlagF, true)
+		h.SetTTT(pdu.ReservedTag)
+		tc.write(h, text("MaxRecvDataSegmentLength=512"))
+		tc.wantReject(pdu.RejectProtocolError, h)
+		tc.logout()
+	})
+	t.Run("ISER-8.1.2-1 ISER-8.1.2-2 two unexpected at most", func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		var h pdu.BHS
+		for range 10 {
+			h = tc.request(pdu.SNACK, pdu.FlagF, true)
+			h.SetITT(5)
+			tc.write(h, nil)
+		}
+		tc.wantReject(pdu.RejectProtocolError, h)
+		tc.wantReject(pdu.RejectProtocolError, h)
+		tc.wantNothing()
+		tc.ping() // acknowledges both
+		h = tc.request(pdu.SNACK, pdu.FlagF, true)
+		tc.write(h, nil)
+		tc.wantReject(pdu.RejectProtocolError, h)
+		tc.logout()
+	})
+}
+
+// ISCSI-11.14-1, ISER-5.2.2-1, ISER-5.2.2-3, ISCSI-11.15-1, ISCSI-11.15-2:
+// logout stops all tasks; the connection is closed even if the initiator does
+// not do it.
+func TestLogout(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect().login()
+	tc.m.holdGets = true
+	for range 5 {
+		tc.command(writeF, 4096, write10(0, 8), nil)
+	}
+	n.eventually("GetDatas", func() bool { return tc.m.getting() == 5 })
+	for _, c := range []struct {
+		reason byte
+		cid    uint16
+		want   byte
+	}{
+		{pdu.LogoutForRecovery, 0, pdu.LogoutRecoveryNotSupported}, // ISCSI-11.14-2
+		{pdu.LogoutCloseConnection, 77, pdu.LogoutCIDNotFound},     // ISCSI-11.14-4
+	} {
+		h := tc.request(pdu.LogoutReq, pdu.FlagF|c.reason, true)
+		h.SetCID(c.cid)
+		tc.write(h, nil)
+		if p := tc.want(pdu.LogoutResp); p.h.Response() != c.want {
+			t.Errorf("reason %d: response %d", c.reason, p.h.Response())
+		}
+	}
+	h := tc.request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseConnection, true)
+	tc.write(h, nil)
+	tc.wantNothing() // RDMA Reads are outstanding
+	tc.m.releaseGets()
+	p := tc.want(pdu.LogoutResp)
+	if p.h.Response() != 0 || p.h.Time2Wait() != 2 || p.h.Time2Retain() != 0 {
+		t.Errorf("Logout Response %x", []byte(p.h))
+	}
+	tc.command(pdu.FlagF, 0, testUnitReady, nil) // ignored
+	if err := tc.wait(); err != nil {
+		t.Errorf("Serve after logout: %v", err)
+	}
+	if tc.next(0) != nil {
+		t.Error("PDU after the Logout Response")
+	}
+}
+
+// readText runs a text exchange to its end.
+func (tc *testConn) readText(request ...string) []string {
+	tc.tb.Helper()
+	h := tc.request(pdu.TextReq, pdu.FlagF, false)
+	h.SetTTT(pdu.ReservedTag)
+	itt := h.ITT()
+	tc.write(h, text(request...))
+	var all []byte
+	for {
+		p := tc.want(pdu.TextResp)
+		all = append(all, p.data...)
+		// ISCSI-11.11-1, ISCSI-6.4-2, ISCSI-11.11-3, ISER-6.5-2.
+		if p.h.ITT() != itt || p.h.Final() != (p.h.TTT() == pdu.ReservedTag) || p.h.Continue() && (p.h.Final() || len(p.data) == 0) {
+			tc.tb.Fatalf("Text Response %x", []byte(p.h))
+		}
+		if p.h.Final() {
+			if len(all) == 0 {
+				return nil
+			}
+			return strings.Split(strings.TrimSuffix(string(all), "\x00"), "\x00")
+		}
+		h = tc.request(pdu.TextReq, pdu.FlagF, false)
+		h.SetITT(itt)
+		h.SetTTT(p.h.TTT())
+		tc.write(h, nil)
+	}
+}
+
+// ISCSI-C-1 to ISCSI-C-5, ISCSI-13.8-1, ISCSI-13.9-1: discovery.
+func TestSendTargets(t *testing.T) {
+	n := newTestNode(t)
+	n.AddPortal(PortalConfig{Listen: "[2001:db8::1]:3260", TPGT: 0})
+	n.AddPortal(PortalConfig{Listen: "127.0.0.1:3260", TPGT: 2})                                           // out of reach
+	n.AddPortal(PortalConfig{Listen: ":3261", TPGT: 3})                                                    // everywhere
+	n.AddPortal(PortalConfig{Listen: "10.0.0.1:3260", Advertise: []string{"store.example:3260"}, TPGT: 4}) // behind NAT
+	other, err := security.Compile([]string{"iqn.2001-04.com.example:*"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	all, err := security.Compile([]string{"*"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:secret", Initiators: other, LUNs: n.inv})
+	n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:another", Initiators: all, LUNs: n.inv})
+	addresses := []string{"TargetAddress=192.0.2.1:3260,1", "TargetAddress=[2001:db8::1]:3260,0", "TargetAddress=192.0.2.1:3261,3",
+		"TargetAddress=store.example:3260,4"}
+	one := append([]string{"TargetName=" + targetName}, addresses...)
+	both := append(append([]string{"TargetName=iqn.2026-11.io.example:another"}, addresses...), one...)
+	rejected := []string{"SendTargets=Reject"}
+
+	tc := n.connect().discover()
+	for request, want := range map[string][]string{
+		"All": both, targetName: one, strings.ToUpper(targetName): one, "iqn.2026-11.io.example:secret": nil, "nobody": nil, "": rejected,
+	} {
+		if got := tc.readText("SendTargets=" + request); !slices.Equal(got, want) {
+			t.Errorf("discovery of %q: %q, want %q", request, got, want)
+		}
+	}
+	tc.logout()
+
+	tc = n.connect().login()
+	for request, want := range map[string][]string{
+		"": one, targetName: one, "All": rejected, "iqn.2026-11.io.example:another": rejected,
+	} { // in parts of 128 octets
+		if got := tc.readText("SendTargets=" + request); !slices.Equal(got, want) {
+			t.Errorf("normal session, %q: %q, want %q", request, got, want)
+		}
+	}
+	tc.logout()
+}
+
+// ISCSI-C-5: many targets.
+func TestSendManyTargets(t *testing.T) {
+	n := newTestNode(t)
+	all, err := security.Compile([]string{"*"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range 500 {
+		if err := n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:t" + strconv.Itoa(i), Initiators: all, LUNs: n.inv}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	tc := n.connect().discover()
+	if got := tc.readText("SendTargets=All"); len(got) != 2*501 {
+		t.Errorf("%d lines", len(got))
+	}
+	tc.logout()
+}
+
+// ISCSI-6.2-1, ISCSI-6.2-2, ISCSI-6.2-3, ISCSI-6.2-4, ISCSI-6.4-1, ISCSI-6.4-4,
+// ISCSI-6.4-5, ISCSI-6.4-6, ISCSI-11.10-1, ISCSI-11.10-2, ISCSI-11.11-2.
+func TestText(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect().login()
+	req := func(flags byte, itt, ttt uint32) pdu.BHS {
+		h := tc.request(pdu.TextReq, flags, true)
+		if itt != 0 {
+			h.SetITT(itt)
+		}
+		h.SetTTT(ttt)
+		return h
+	}
+	t.Run("ISCSI-6.2-1 F and C", func(t *testing.T) {
+		h := req(pdu.FlagF|pdu.FlagC, 0, pdu.ReservedTag)
+		tc.write(h, text("SendTargets="))
+		tc.wantReject(pdu.RejectProtocolError, h)
+	})
+	t.Run("ISCSI-6.2-2 request in two parts", func(t *testing.T) {
+		h := req(pdu.FlagC, 0, pdu.ReservedTag)
+		tc.write(h, []byte("Initia"))
+		p := tc.want(pdu.TextResp)
+		if p.h.Final() || len(p.data) != 0 || p.h.TTT() == pdu.ReservedTag {
+			t.Fatalf("%x %q", []byte(p.h), p.data)
+		}
+		other := req(pdu.FlagF, 0, pdu.ReservedTag) // ISCSI-6.2-4, ISCSI-11.10-1
+		tc.write(other, nil)
+		tc.wantReject(pdu.RejectProtocolError, other)
+		// That has reset the exchange.
+		stale := req(pdu.FlagF, h.ITT(), p.h.TTT()) // ISCSI-11.10-2
+		tc.write(stale, text("torAlias=x"))
+		tc.wantReject(pdu.RejectInvalidField, stale)
+
+		h = req(pdu.FlagC, 0, pdu.ReservedTag)
+		tc.write(h, []byte("Initia"))
+		p = tc.want(pdu.TextResp)
+		h = req(pdu.FlagF, h.ITT(), p.h.TTT())
+		tc.write(h, text("torAlias=x", "X-com.example.foo=1"))
+		p = tc.want(pdu.TextResp)
+		if !p.h.Final() || string(p.data) != "X-com.example.foo=NotUnderstood\x00" {
+			t.Fatalf("%x %q", []byte(p.h), p.data)
+		}
+	})
+	t.Run("ISCSI-6.4-4 begins again", func(t *testing.T) {
+		h := req(pdu.FlagF, 0, pdu.ReservedTag)
+		var long []string
+		for i := range 50 {
+			long = append(long, "X"+strconv.Itoa(i)+"=1")
+		}
+		tc.write(h, text(long...))
+		p := tc.want(pdu.TextResp)
+		again := req(pdu.FlagF, h.ITT(), pdu.ReservedTag)
+		tc.write(again, text(long...))
+		q := tc.want(pdu.TextResp)
+		if !p.h.Continue() || !q.h.Continue() || !bytes.Equal(p.data, q.data) || p.h.TTT() == q.h.TTT() || len(p.data) != 128 {
+			t.Fatalf("%x %q, %x %q", []byte(p.h), p.data, []byte(q.h), q.data)
+		}
+		h = req(pdu.FlagF, h.ITT(), q.h.TTT())
+		tc.write(h, text("X=1")) // ISCSI-6.2-3
+		tc.wantReject(pdu.RejectProtocolError, h)
+	})
+	for id, pairs := range map[string][]string{
+		"ISCSI-6.4-5 key repeated":     {"InitiatorAlias=a", "InitiatorAlias=b"},
+		"ISCSI-6.4-6 leading-only key": {"MaxBurstLength=512"},
+		"ISCSI-6.1-3 no text at all":   {"nothing"},
+	} {
+		t.Run(id, func(t *testing.T) {
+			h := req(pdu.FlagF, 0, pdu.ReservedTag)
+			tc.write(h, text(pairs...))
+			tc.wantReject(pdu.RejectProtocolError, h)
+		})
+	}
+	t.Run("ISCSI-11.11-2 text without end", func(t *testing.T) {
+		h := req(pdu.FlagC, 0, pdu.ReservedTag)
+		for range 3 {
+			tc.write(h, bytes.Repeat([]byte{'x'}, 8192))
+			p := tc.next(patience)
+			if p == nil {
+				t.Fatal("no answer")
+			}
+			tc.expStatSN = p.h.StatSN() + 1
+			if p.h.Opcode() == pdu.Reject {
+				if p.h.Reason() != pdu.RejectOutOfResources {
+					t.Errorf("reason %#x", p.h.Reason())
+				}
+				return
+			}
+			h = req(pdu.FlagC, h.ITT(), p.h.TTT())
+		}
+		t.Error("more than MaxText was taken")
+	})
+	tc.ping()
+	tc.logout()
+}
+
+// ISCSI-11.9-1, ISCSI-4.2.6-1: shutdown asks initiators to log out and does
+// not wait for ever for those who do not.
+func TestShutdown(t *testing.T) {
+	n := newTestNode(t)
+	polite := n.connect().login()
+	stubborn := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
+	discovery := n.connect(func(tc *testConn) { tc.isid[5] = 3 }).discover()
+	login := n.connect(func(tc *testConn) { tc.isid[5] = 4 })
+	login.writeLogin(login.loginRequest(false, 1, 0), names...)
+	login.wantLogin(pdu.LoginSuccess)
+	open := n.store.shut()
+	stubborn.command(readF, 4096, read10(0, 8), nil)
+	<-n.store.entered
+
+	done := make(chan error, 1)
+	go func() { done <- n.Shutdown(context.Background()) }()
+	p := polite.want(pdu.AsyncMessage)
+	if p.h.AsyncEvent() != pdu.AsyncLogoutRequest || p.h.ITT() != pdu.ReservedTag || p.h.Parameter(3) == 0 || len(p.data) != 0 {
+		t.Errorf("%x %x", []byte(p.h), p.data)
+	}
+	polite.logout()
+	late := n.connect(func(tc *testConn) { tc.isid[5] = 5 })
+	late.writeLogin(late.loginRequest(true, 1, 3), names...)
+	late.wantRefused(pdu.LoginUnavailable)
+	stubborn.want(pdu.AsyncMessage)
+	for _, tc := range []*testConn{discovery, login} {
+		if err := tc.wait(); !errors.Is(err, errShutdown) {
+			t.Error(err)
+		}
+	}
+	select {
+	case err := <-done:
+		t.Errorf("Shutdown returned %v with a task in the backend", err)
+	case <-time.After(300 * time.Millisecond):
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
+	defer cancel()
+	if err := n.Shutdown(ctx); !errors.Is(err, context.DeadlineExceeded) {
+		t.Error(err)
+	}
+	open()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	if err := stubborn.wait(); !errors.Is(err, errShutdown) {
+		t.Error(err)
+	}
+}
+
+// The window alone: every CmdSN once, in order, whatever comes.
+func TestWindow(t *testing.T) {
+	for _, start := range []uint32{0, 1, 0xfffffff0, 0x7ffffff0} {
+		for _, depth := range []int{1, 2, 3, 100, 128} {
+			var w window
+			w.open(start, depth)
+			if w.accepts(start-1) || w.accepts(start+uint32(depth)) || !w.accepts(start) || !w.accepts(start+uint32(depth)-1) {
+				t.Fatalf("window of %d at %#x: %+v", depth, start, w)
+			}
+			tasks := make([]*Task, depth)
+			for i := depth - 1; i >= 0; i-- {
+				if _, ok := w.next(); ok {
+					t.Fatal("next passed a gap")
+				}
+				tasks[i] = &Task{}
+				w.receive(start+uint32(i), tasks[i])
+				if w.accepts(start + uint32(i)) {
+					t.Fatal("accepted twice")
+				}
+			}
+			for i := range depth {
+				if got, ok := w.next(); !ok || got != tasks[i] {
+					t.Fatalf("%d of %d at %#x: %p, %v", i, depth, start, got, ok)
+				}
+			}
+			if w.max != w.exp-1 || w.accepts(w.exp) {
+				t.Fatalf("%+v", w)
+			}
+			for range depth {
+				w.ended()
+			}
+			w.skip(w.exp + uint32(depth) + 5)
+			for range depth {
+				if got, ok := w.next(); !ok || got != nil {
+					t.Fatal("skipped CmdSN")
+				}
+			}
+			if w.max != w.exp+uint32(depth)-1 {
+				t.Fatalf("%+v", w)
+			}
+		}
+	}
+}

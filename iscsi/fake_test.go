@@ -1,0 +1,863 @@
+package iscsi
+
+import (
+	"bytes"
+	"encoding/binary"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/security"
+)
+
+const (
+	blockLen      = 512
+	storeLen      = 4 << 20
+	initiatorName = "iqn.1993-08.org.debian:01:host"
+	targetName    = "iqn.2026-11.io.example:store"
+)
+
+// patience is how long a test waits for what must come.
+const patience = 2 * time.Minute
+
+// A memStore is the medium of the tests. A gate makes reads and writes wait.
+type memStore struct {
+	mu      sync.Mutex
+	b       []byte
+	gate    chan struct{} // closed: open; nil: open
+	entered chan struct{} // gets a token for each call that waits at the gate
+	fail    error
+}
+
+func newMemStore() *memStore { return &memStore{b: make([]byte, storeLen)} }
+
+// shut makes calls wait until open is called.
+func (s *memStore) shut() (open func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	gate := make(chan struct{})
+	s.gate, s.entered = gate, make(chan struct{}, 1000)
+	return sync.OnceFunc(func() {
+		s.mu.Lock()
+		s.gate = nil
+		s.mu.Unlock()
+		close(gate)
+	})
+}
+
+func (s *memStore) pass() error {
+	s.mu.Lock()
+	gate, entered, err := s.gate, s.entered, s.fail
+	s.mu.Unlock()
+	if gate != nil {
+		entered <- struct{}{}
+		<-gate
+	}
+	return err
+}
+
+func (s *memStore) Info() backend.Info {
+	return backend.Info{Size: storeLen, BlockSize: blockLen, PhysicalBlockSize: blockLen}
+}
+
+func (s *memStore) ReadAt(p []byte, off int64) error {
+	if err := s.pass(); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if off < 0 || off+int64(len(p)) > storeLen {
+		return backend.ErrRange
+	}
+	copy(p, s.b[off:])
+	return nil
+}
+
+func (s *memStore) WriteAt(p []byte, off int64) error {
+	if err := s.pass(); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if off < 0 || off+int64(len(p)) > storeLen {
+		return backend.ErrRange
+	}
+	copy(s.b[off:], p)
+	return nil
+}
+
+func (s *memStore) WriteDurable(p []byte, off int64) error { return s.WriteAt(p, off) }
+func (s *memStore) Sync() error                            { return nil }
+func (s *memStore) Discard(off, n int64) error             { return s.Zero(off, n) }
+func (s *memStore) Zero(off, n int64) error                { return s.WriteAt(make([]byte, n), off) }
+func (s *memStore) Close() error                           { return nil }
+
+// A sentPDU is what the target has sent.
+type sentPDU struct {
+	h    pdu.BHS
+	data []byte
+}
+
+// A fakeMover is a Datamover without a network: the test is its peer. Data
+// moves between buffers of the target and the initiator's memory, which is
+// found by task tag.
+type fakeMover struct {
+	rdma    bool
+	maxSend int
+
+	mu        sync.Mutex
+	cond      sync.Cond
+	in        []Notice
+	queue     []func() // what Flush does
+	sent      []sentPDU
+	gets      []*Task // GetDatas that the test holds back
+	holdGets  bool
+	holdFlush bool // the network takes nothing
+	eof       bool
+	closed    bool
+	deadline  time.Time
+	timer     *time.Timer
+	source    map[uint32][]byte // by ITT: what a write gets its data from
+	sink      map[uint32][]byte // by ITT: what a read puts its data into
+	bound     map[*Task]uint32  // ITT
+	unsol     map[uint32]uint32 // by ITT: unsolicited, as told to Bind
+	puts      [][2]int          // offset and length of each PutData that has left
+	getRanges [][2]int
+	flushes   int
+	slots     int
+	full      int // tasks of EnterFullFeature
+	bindErr   error
+	enterErr  error
+	violation []string
+	data      map[*Task][]byte
+	dataOff   map[*Task]uint32
+}
+
+func newFakeMover() *fakeMover {
+	m := &fakeMover{rdma: true, maxSend: loginDataLength,
+		source: map[uint32][]byte{}, sink: map[uint32][]byte{}, bound: map[*Task]uint32{}, unsol: map[uint32]uint32{},
+		data: map[*Task][]byte{}, dataOff: map[*Task]uint32{}}
+	m.cond.L = &m.mu
+	return m
+}
+
+func (m *fakeMover) Transport() string { return "fake" }
+func (m *fakeMover) LocalAddr() net.Addr {
+	return &net.TCPAddr{IP: net.IPv4(192, 0, 2, 1), Port: 3260}
+}
+func (m *fakeMover) RemoteAddr() net.Addr {
+	return &net.TCPAddr{IP: net.IPv4(192, 0, 2, 2), Port: 50000}
+}
+func (m *fakeMover) RDMA() bool { return m.rdma }
+func (m *fakeMover) MaxSendSegment() int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.maxSend
+}
+
+func (m *fakeMover) Receive(n *Notice) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for {
+		switch {
+		case len(m.in) > 0 && (!m.closed || m.in[0].Task != nil):
+			*n = m.in[0]
+			m.in = m.in[1:]
+			return nil
+		case m.closed && len(m.in) > 0:
+			m.in = m.in[1:]
+		case m.closed:
+			return net.ErrClosed
+		case m.eof:
+			return io.EOF
+		case !m.deadline.IsZero() && !time.Now().Before(m.deadline):
+			return os.ErrDeadlineExceeded
+		default:
+			m.cond.Wait()
+		}
+	}
+}
+
+func (m *fakeMover) SetReceiveDeadline(t time.Time) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.deadline = t
+	if m.timer != nil {
+		m.timer.Stop()
+		m.timer = nil
+	}
+	if !t.IsZero() {
+		m.timer = time.AfterFunc(time.Until(t), m.cond.Broadcast)
+	}
+	return nil
+}
+
+func (m *fakeMover) NewTask() any {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.slots++
+	return m
+}
+
+func (m *fakeMover) Bind(t *Task, unsolicited uint32) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.bindErr != nil {
+		return m.bindErr
+	}
+	if _, ok := m.bound[t]; ok {
+		m.violation = append(m.violation, "Bind of a bound task")
+	}
+	itt := t.Request().ITT()
+	m.bound[t], m.unsol[itt] = itt, unsolicited
+	return nil
+}
+
+func (m *fakeMover) Unbind(t *Task) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if _, ok := m.bound[t]; !ok {
+		m.violation = append(m.violation, "Unbind of a task that is not bound")
+	}
+	if m.data[t] != nil {
+		m.violation = append(m.violation, "Unbind with a GetData outstanding")
+	}
+	delete(m.bound, t)
+}
+
+func (m *fakeMover) PutData(t *Task, off uint32, data []byte, b *Buffer) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		return net.ErrClosed
+	}
+	itt, ok := m.bound[t]
+	if !ok {
+		m.violation = append(m.violation, "PutData of a task that is not bound")
+	}
+	m.queue = append(m.queue, func() {
+		if !m.closed {
+			sink := m.sink[itt]
+			if int(off)+len(data) > len(sink) {
+				m.violation = append(m.violation, "PutData beyond the sink")
+			} else {
+				copy(sink[off:], data)
+			}
+			m.puts = append(m.puts, [2]int{int(off), len(data)})
+		}
+		b.Release()
+	})
+	return nil
+}
+
+func (m *fakeMover) GetData(t *Task, off uint32, data []byte) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		return net.ErrClosed
+	}
+	if _, ok := m.bound[t]; !ok {
+		m.violation = append(m.violation, "GetData of a task that is not bound")
+	}
+	if m.data[t] != nil {
+		m.violation = append(m.violation, "second GetData of a task")
+	}
+	m.data[t], m.dataOff[t] = data, off
+	m.gets = append(m.gets, t)
+	m.queue = append(m.queue, func() {
+		m.getRanges = append(m.getRanges, [2]int{int(off), len(data)})
+		if !m.holdGets {
+			m.endGet(t, nil)
+		}
+	})
+	return nil
+}
+
+// endGet moves the data of t's GetData and notifies its end.
+func (m *fakeMover) endGet(t *Task, err error) {
+	i := slices.Index(m.gets, t)
+	if i < 0 {
+		return // notified when the connection was closed
+	}
+	m.gets = slices.Delete(m.gets, i, i+1)
+	if err == nil {
+		src := m.source[m.bound[t]]
+		if off := int(m.dataOff[t]); off+len(m.data[t]) > len(src) {
+			m.violation = append(m.violation, "GetData beyond the source")
+		} else {
+			copy(m.data[t], src[off:])
+		}
+	}
+	delete(m.data, t)
+	m.in = append(m.in, Notice{Task: t, Err: err})
+	m.cond.Broadcast()
+}
+
+// releaseGets ends the GetDatas that were held back, and holds back no more.
+func (m *fakeMover) releaseGets() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.holdGets = false
+	for len(m.gets) > 0 {
+		m.endGet(m.gets[0], nil)
+	}
+}
+
+func (m *fakeMover) SendControl(t *Task) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		return net.ErrClosed
+	}
+	h := pdu.BHS(t.Header[:])
+	limit := m.maxSend
+	if h.Opcode() == pdu.LoginResp { // the last one follows EnterFullFeature
+		limit = loginDataLength - 1
+	}
+	if h.DataSegmentLength() != len(t.Segment) || len(t.Segment) > limit {
+		m.violation = append(m.violation, "data segment of "+h.Opcode().String()+" is too long")
+	}
+	if h.Opcode() == pdu.SCSIResponse {
+		if m.data[t] != nil {
+			m.violation = append(m.violation, "SCSI Response with a GetData outstanding")
+		}
+		delete(m.bound, t)
+	}
+	m.queue = append(m.queue, func() {
+		if !m.closed {
+			m.sent = append(m.sent, sentPDU{bytes.Clone(t.Header[:]), bytes.Clone(t.Segment)})
+			m.cond.Broadcast()
+		}
+		t.Sent()
+	})
+	return nil
+}
+
+func (m *fakeMover) Flush() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.flushes++
+	for m.holdFlush && !m.closed {
+		m.cond.Wait()
+	}
+	m.drain()
+}
+
+func (m *fakeMover) drain() {
+	for len(m.queue) > 0 {
+		f := m.queue[0]
+		m.queue = m.queue[1:]
+		f()
+	}
+}
+
+func (m *fakeMover) EnterFullFeature(p Params, tasks int) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.enterErr != nil {
+		return m.enterErr
+	}
+	m.full = tasks
+	if m.rdma && !p.Discovery {
+		m.maxSend = 128
+	}
+	return nil
+}
+
+func (m *fakeMover) Close() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		return nil
+	}
+	m.closed = true
+	if m.timer != nil {
+		m.timer.Stop()
+	}
+	for len(m.gets) > 0 {
+		m.endGet(m.gets[0], net.ErrClosed)
+	}
+	m.drain()
+	m.cond.Broadcast()
+	return nil
+}
+
+func (m *fakeMover) CloseWrite() error { return nil }
+
+// A testNode is a Node with one target of one memory LUN, and one portal.
+type testNode struct {
+	*Node
+	tb     testing.TB
+	portal *Portal
+	store  *memStore
+	inv    *lun.Inventory
+	log    *logBuffer
+	before int // goroutines
+}
+
+type logBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *logBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+// lines returns the lines that contain s.
+func (l *logBuffer) lines(s string) (found []string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for line := range strings.Lines(l.b.String()) {
+		if strings.Contains(line, s) {
+			found = append(found, line)
+		}
+	}
+	return found
+}
+
+func newTestNode(tb testing.TB, change ...func(*Options)) *testNode {
+	tb.Helper()
+	log := &logBuffer{}
+	o := Options{
+		LogoutWait: 50 * time.Millisecond, ShutdownWait: 200 * time.Millisecond, ReinstatementWait: 2 * time.Second,
+		NopInterval: -1, Logger: slog.New(slog.NewTextHandler(log, nil)),
+	}
+	for _, f := range change {
+		f(&o)
+	}
+	n := &testNode{tb: tb, Node: NewNode(o), store: newMemStore(), log: log, before: runtime.NumGoroutine()}
+	n.inv = newInventory(tb, n.store)
+	all, err := security.Compile([]string{"iqn.1993-08.org.debian:*"})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	if err := n.AddTarget(TargetConfig{Name: targetName, Alias: "store", Initiators: all, LUNs: n.inv}); err != nil {
+		tb.Fatal(err)
+	}
+	n.portal = n.AddPortal(PortalConfig{Listen: "0.0.0.0:3260", TPGT: 1})
+	tb.Cleanup(n.checkIdle)
+	return n
+}
+
+// newInventory makes LUN 0 of each store, LUN 1 of the second and so on.
+func newInventory(tb testing.TB, stores ...backend.Store) *lun.Inventory {
+	tb.Helper()
+	inv := lun.NewInventory()
+	for i, s := range stores {
+		u, err := lun.New(s, lun.Options{Identity: lun.Identity{NAA: [8]byte{0x30, 7: byte(i)}, Serial: "300000000000000" + string(rune('0'+i))}})
+		if err != nil {
+			tb.Fatal(err)
+		}
+		if err := inv.Add(uint16(i), u); err != nil {
+			tb.Fatal(err)
+		}
+	}
+	return inv
+}
+
+// checkIdle fails the test if anything is left of its connections.
+func (n *testNode) checkIdle() {
+	deadline := time.Now().Add(patience)
+	for {
+		s := n.Stats()
+		idle := s.Sessions == 0 && s.Connections == 0 && s.TasksInFlight == 0 && s.BuffersOut == 0 && s.BufferOctets == 0 &&
+			runtime.NumGoroutine() <= n.before
+		if idle {
+			return
+		}
+		if time.Now().After(deadline) {
+			buf := make([]byte, 1<<16)
+			n.tb.Errorf("left behind: %+v, %d goroutines instead of %d\n%s", s, runtime.NumGoroutine(), n.before, buf[:runtime.Stack(buf, true)])
+			return
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// A testConn is the initiator's end of one connection.
+type testConn struct {
+	*testNode
+	m         *fakeMover
+	isid      [6]byte
+	cid, tsih uint16
+	itt       uint32
+	cmdSN     uint32
+	expStatSN uint32
+	expCmdSN  uint32 // as last told by the target
+	maxCmdSN  uint32
+	statSeen  bool
+	result    chan error
+}
+
+// connect starts a connection; login comes later.
+func (n *testNode) connect(change ...func(*testConn)) *testConn {
+	tc := &testConn{testNode: n, m: newFakeMover(), isid: [6]byte{0, 2, 0x3d, 0, 0, 1}, cmdSN: 1, itt: 0x100, result: make(chan error, 1)}
+	for _, f := range change {
+		f(tc)
+	}
+	go func() { tc.result <- n.portal.Serve(tc.m) }()
+	n.tb.Cleanup(func() { tc.m.Close() }) // before checkIdle
+	return tc
+}
+
+// text is the data segment that says pairs, "key=value" each.
+func text(pairs ...string) []byte {
+	if len(pairs) == 0 {
+		return nil
+	}
+	return []byte(strings.Join(pairs, "\x00") + "\x00")
+}
+
+// names are what every normal login begins with.
+var names = []string{"InitiatorName=" + initiatorName, "TargetName=" + targetName, "SessionType=Normal"}
+
+// linuxKeys are what open-iscsi offers with ib_iser.
+var linuxKeys = []string{
+	"DefaultTime2Wait=2", "DefaultTime2Retain=0", "IFMarker=No", "OFMarker=No", "ErrorRecoveryLevel=0", "InitialR2T=No",
+	"ImmediateData=Yes", "MaxBurstLength=16776192", "FirstBurstLength=262144", "MaxOutstandingR2T=1", "MaxConnections=1",
+	"DataPDUInOrder=Yes", "DataSequenceInOrder=Yes", "InitiatorRecvDataSegmentLength=262144", "TargetRecvDataSegmentLength=8192",
+	"RDMAExtensions=Yes",
+}
+
+// write sends a PDU.
+func (tc *testConn) write(h pdu.BHS, data []byte) { tc.writeAHS(h, nil, data) }
+
+func (tc *testConn) writeAHS(h pdu.BHS, ahs, data []byte) {
+	h = bytes.Clone(h)
+	h.SetDataSegmentLength(len(data))
+	h.SetTotalAHSLength(len(ahs))
+	tc.m.mu.Lock()
+	defer tc.m.mu.Unlock()
+	tc.m.in = append(tc.m.in, Notice{BHS: h, AHS: bytes.Clone(ahs), Data: bytes.Clone(data)})
+	tc.m.cond.Broadcast()
+}
+
+// close is the initiator's FIN.
+func (tc *testConn) close() {
+	tc.m.mu.Lock()
+	defer tc.m.mu.Unlock()
+	tc.m.eof = true
+	tc.m.cond.Broadcast()
+}
+
+// wait returns what Serve has returned.
+func (tc *testConn) wait() error {
+	tc.tb.Helper()
+	select {
+	case err := <-tc.result:
+		tc.m.mu.Lock()
+		defer tc.m.mu.Unlock()
+		for _, v := range tc.m.violation {
+			tc.tb.Error("datamover contract: " + v)
+		}
+		if len(tc.m.bound) > 0 {
+			tc.tb.Errorf("%d tasks are still bound", len(tc.m.bound))
+		}
+		return err
+	case <-time.After(patience):
+		buf := make([]byte, 1<<16)
+		tc.tb.Fatalf("Serve has not returned\n%s", buf[:runtime.Stack(buf, true)])
+		return nil
+	}
+}
+
+// next returns the next PDU of the target, or nil if none comes within d or the
+// connection is closed.
+func (tc *testConn) next(d time.Duration) *sentPDU {
+	tc.m.mu.Lock()
+	defer tc.m.mu.Unlock()
+	late := false
+	timer := time.AfterFunc(d, func() {
+		tc.m.mu.Lock()
+		late = true
+		tc.m.mu.Unlock()
+		tc.m.cond.Broadcast()
+	})
+	defer timer.Stop()
+	for len(tc.m.sent) == 0 && !late && !tc.m.closed {
+		tc.m.cond.Wait()
+	}
+	if len(tc.m.sent) == 0 {
+		return nil
+	}
+	p := tc.m.sent[0]
+	tc.m.sent = tc.m.sent[1:]
+	return &p
+}
+
+// want returns the next PDU, which must be an op, and checks its serial numbers.
+func (tc *testConn) want(op pdu.Opcode) *sentPDU {
+	tc.tb.Helper()
+	p := tc.next(patience)
+	if p == nil {
+		tc.tb.Fatalf("no %v", op)
+	}
+	if p.h.Opcode() != op {
+		tc.tb.Fatalf("%v instead of %v: %x %q", p.h.Opcode(), op, []byte(p.h), p.data)
+	}
+	if op == pdu.LoginResp && pdu.ParseLoginResponse(p.h).Status != 0 {
+		return p
+	}
+	// ISCSI-4.2.2.2-1: StatSN is gapless, whatever the PDU; ISCSI-11.19-3: an
+	// unsolicited NOP-In does not advance it.
+	if tc.statSeen && p.h.StatSN() != tc.expStatSN {
+		tc.tb.Fatalf("%v with StatSN %d instead of %d", op, p.h.StatSN(), tc.expStatSN)
+	}
+	if !(op == pdu.NOPIn && p.h.ITT() == pdu.ReservedTag) {
+		tc.statSeen, tc.expStatSN = true, p.h.StatSN()+1
+	}
+	tc.expCmdSN, tc.maxCmdSN = p.h.ExpCmdSN(), p.h.MaxCmdSN()
+	// ISCSI-4.2.2.1-5: MaxCmdSN is never below ExpCmdSN - 1.
+	if pdu.Before(tc.maxCmdSN, tc.expCmdSN-1) {
+		tc.tb.Fatalf("%v with ExpCmdSN %d and MaxCmdSN %d", op, tc.expCmdSN, tc.maxCmdSN)
+	}
+	return p
+}
+
+// wantNothing fails if the target sends anything within a moment.
+func (tc *testConn) wantNothing() {
+	tc.tb.Helper()
+	if p := tc.next(20 * time.Millisecond); p != nil {
+		tc.tb.Fatalf("unexpected %v: %x %q", p.h.Opcode(), []byte(p.h), p.data)
+	}
+}
+
+// wantReject wants a Reject of the PDU h.
+func (tc *testConn) wantReject(reason pdu.RejectReason, h pdu.BHS) {
+	tc.tb.Helper()
+	p := tc.want(pdu.Reject)
+	// ISCSI-11.17-1, ISCSI-11.17-2, ISER-7.3.12-1: the data is the header.
+	if p.h.Reason() != reason || p.h.ITT() != pdu.ReservedTag || len(p.data) < 48 || p.data[0] != h[0] || !bytes.Equal(p.data[8:48], h[8:48]) {
+		tc.tb.Fatalf("Reject %x of %x with reason %#x, want %#x", []byte(p.h), p.data, p.h.Reason(), reason)
+	}
+}
+
+// loginRequest is a Login Request of this connection.
+func (tc *testConn) loginRequest(transit bool, csg, nsg pdu.Stage) pdu.LoginRequest {
+	return pdu.LoginRequest{Transit: transit, CSG: csg, NSG: nsg, ISID: tc.isid, TSIH: tc.tsih, CID: tc.cid,
+		ITT: 0x10, CmdSN: tc.cmdSN, ExpStatSN: tc.expStatSN}
+}
+
+func (tc *testConn) writeLogin(r pdu.LoginRequest, pairs ...string) {
+	tc.write(r.Append(nil), text(pairs...))
+}
+
+// wantLogin wants a Login Response with a status and returns it with its text.
+func (tc *testConn) wantLogin(status pdu.LoginStatus) (pdu.LoginResponse, []string) {
+	tc.tb.Helper()
+	p := tc.want(pdu.LoginResp)
+	r := pdu.ParseLoginResponse(p.h)
+	if r.Status != status {
+		tc.tb.Fatalf("login: %v, want %v", r.Status, status)
+	}
+	// ISCSI-11.12-1: versions 0. ISCSI-11.13-5: C implies not T.
+	if p.h[2] != 0 || p.h[3] != 0 || r.Continue && r.Transit || r.ISID != tc.isid {
+		tc.tb.Fatalf("Login Response %x", []byte(p.h))
+	}
+	return r, strings.Split(strings.TrimSuffix(string(p.data), "\x00"), "\x00")
+}
+
+// login logs in as Linux does.
+func (tc *testConn) login() *testConn {
+	tc.tb.Helper()
+	tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
+	return tc.loggedIn()
+}
+
+// loggedIn wants the final Login Response and clears unit attentions.
+func (tc *testConn) loggedIn() *testConn {
+	tc.tb.Helper()
+	r, answers := tc.wantLogin(pdu.LoginSuccess)
+	if !r.Transit || r.NSG != pdu.FullFeaturePhase || r.TSIH == 0 {
+		tc.tb.Fatalf("final Login Response %+v %q", r, answers)
+	}
+	tc.tsih = r.TSIH
+	for range 3 {
+		tc.command(pdu.FlagF, 0, testUnitReady, nil)
+		if tc.want(pdu.SCSIResponse).h.Status() == 0 {
+			return tc
+		}
+	}
+	tc.tb.Fatal("unit attentions without end")
+	return nil
+}
+
+// discover logs in to a discovery session.
+func (tc *testConn) discover() *testConn {
+	tc.tb.Helper()
+	tc.writeLogin(tc.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery",
+		"HeaderDigest=None", "DataDigest=None", "DefaultTime2Wait=2", "MaxRecvDataSegmentLength=32768")
+	r, _ := tc.wantLogin(pdu.LoginSuccess)
+	tc.tsih = r.TSIH
+	return tc
+}
+
+var testUnitReady = []byte{0}
+
+// rw10 is a READ(10) or WRITE(10).
+func rw10(op byte, lba uint32, blocks uint16) []byte {
+	return binary.BigEndian.AppendUint16(append(binary.BigEndian.AppendUint32([]byte{op, 0}, lba), 0), blocks)
+}
+
+func read10(lba uint32, blocks uint16) []byte  { return rw10(0x28, lba, blocks) }
+func write10(lba uint32, blocks uint16) []byte { return rw10(0x2a, lba, blocks) }
+
+// request is the header of a request with the next tag and CmdSN, which it uses
+// up unless the request is immediate.
+func (tc *testConn) request(op pdu.Opcode, flags byte, immediate bool) pdu.BHS {
+	h := make(pdu.BHS, pdu.BHSLen)
+	h.Reset(op, flags)
+	tc.itt++
+	h.SetITT(tc.itt)
+	h.SetCmdSN(tc.cmdSN)
+	h.SetExpStatSN(tc.expStatSN)
+	if immediate {
+		h.SetImmediate()
+	} else {
+		tc.cmdSN++
+	}
+	return h
+}
+
+// scsi is a SCSI Command with memory for its data.
+func (tc *testConn) scsi(flags byte, edtl uint32, cdb []byte) pdu.BHS {
+	h := tc.request(pdu.SCSICommand, flags, false)
+	h.SetEDTL(edtl)
+	h.SetCDB(cdb)
+	tc.m.mu.Lock()
+	defer tc.m.mu.Unlock()
+	tc.m.sink[h.ITT()] = make([]byte, edtl)
+	tc.m.source[h.ITT()] = pattern(int(edtl), h.ITT())
+	return h
+}
+
+// pattern is the write data of a task.
+func pattern(n int, itt uint32) []byte {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(i*7 + i>>9 + int(itt)*13)
+	}
+	return b
+}
+
+// command sends a SCSI Command and returns its header.
+func (tc *testConn) command(flags byte, edtl uint32, cdb, immediate []byte) pdu.BHS {
+	h := tc.scsi(flags, edtl, cdb)
+	tc.write(h, immediate)
+	return h
+}
+
+// wantStatus wants the SCSI Response to h with a status and no residual.
+func (tc *testConn) wantStatus(h pdu.BHS, status byte) *sentPDU {
+	tc.tb.Helper()
+	p := tc.want(pdu.SCSIResponse)
+	// ISCSI-4.2.2.1-11: no response precedes the acknowledgement.
+	if p.h.ITT() != h.ITT() || p.h.Status() != status || p.h.Response() != 0 || !h.Immediate() && !pdu.Before(h.CmdSN(), p.h.ExpCmdSN()) {
+		tc.tb.Fatalf("SCSI Response %x %x, want status %#x of task %#x", []byte(p.h), p.data, status, h.ITT())
+	}
+	return p
+}
+
+// wantSense wants CHECK CONDITION with a sense.
+func (tc *testConn) wantSense(h pdu.BHS, key, asc, ascq byte) {
+	tc.tb.Helper()
+	p := tc.wantStatus(h, 2)
+	// ISCSI-11.4-7, ISER-7.3.2-1: SenseLength, then the sense data.
+	if len(p.data) < 16 || int(binary.BigEndian.Uint16(p.data)) != len(p.data)-2 || p.data[2]&0x7f != 0x70 {
+		tc.tb.Fatalf("response data %x", p.data)
+	}
+	if s := p.data[2:]; s[2] != key || s[12] != asc || s[13] != ascq {
+		tc.tb.Fatalf("sense %x/%02x%02x, want %x/%02x%02x", s[2], s[12], s[13], key, asc, ascq)
+	}
+}
+
+// wantResidual checks flags and count: ISCSI-11.4-1.
+func wantResidual(tb testing.TB, p *sentPDU, flag byte, n uint32) {
+	tb.Helper()
+	if p.h.Flags() != pdu.FlagF|flag || p.h.Residual() != n || p.h.BidiResidual() != 0 {
+		tb.Fatalf("flags %#x, residual %d; want %#x, %d", p.h.Flags(), p.h.Residual(), pdu.FlagF|flag, n)
+	}
+}
+
+// ping sends an immediate NOP-Out and wants its answer: the connection lives.
+func (tc *testConn) ping() {
+	tc.tb.Helper()
+	h := tc.request(pdu.NOPOut, pdu.FlagF, true)
+	h.SetTTT(pdu.ReservedTag)
+	tc.write(h, nil)
+	p := tc.want(pdu.NOPIn)
+	if p.h.ITT() != h.ITT() || p.h.TTT() != pdu.ReservedTag || len(p.data) != 0 {
+		tc.tb.Fatalf("NOP-In %x %x", []byte(p.h), p.data)
+	}
+}
+
+// tmf sends an immediate task management function.
+func (tc *testConn) tmf(function byte, lun [8]byte, rtt, refCmdSN uint32) pdu.BHS {
+	h := tc.request(pdu.TaskMgmtReq, pdu.FlagF|function, true)
+	h.SetLUN(lun)
+	h.SetReferencedTaskTag(rtt)
+	h.SetRefCmdSN(refCmdSN)
+	tc.write(h, nil)
+	return h
+}
+
+// wantTMF wants a TMF Response.
+func (tc *testConn) wantTMF(h pdu.BHS, response byte) {
+	tc.tb.Helper()
+	p := tc.want(pdu.TaskMgmtResp)
+	// ISCSI-11.6-3: no data.
+	if p.h.ITT() != h.ITT() || p.h.Response() != response || len(p.data) != 0 {
+		tc.tb.Fatalf("TMF Response %x, want response %d", []byte(p.h), response)
+	}
+}
+
+// logout logs out and wants the end.
+func (tc *testConn) logout() {
+	tc.tb.Helper()
+	h := tc.request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseSession, true)
+	tc.write(h, nil)
+	if p := tc.want(pdu.LogoutResp); p.h.Response() != pdu.LogoutSuccess || p.h.ITT() != h.ITT() || len(p.data) != 0 {
+		tc.tb.Fatalf("Logout Response %x", []byte(p.h))
+	}
+	tc.close()
+	if err := tc.wait(); err != nil {
+		tc.tb.Fatalf("Serve after logout: %v", err)
+	}
+}
+
+// eventually waits until f holds.
+func (n *testNode) eventually(what string, f func() bool) {
+	n.tb.Helper()
+	deadline := time.Now().Add(patience)
+	for !f() {
+		if time.Now().After(deadline) {
+			n.tb.Fatalf("never: %s", what)
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// getting tells how many GetDatas are outstanding.
+func (m *fakeMover) getting() int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return len(m.gets)
+}
+
+var (
+	_ Datamover     = (*fakeMover)(nil)
+	_ backend.Store = (*memStore)(nil)
+)

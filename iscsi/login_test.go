@@ -1,0 +1,448 @@
+package iscsi
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/iser-target/iser-target/iscsi/keys"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/security"
+)
+
+// wantRefused wants a refusal and the end of the connection: ISCSI-7.12-1,
+// ISCSI-11.13-4.
+func (tc *testConn) wantRefused(status pdu.LoginStatus) {
+	tc.tb.Helper()
+	r, _ := tc.wantLogin(status)
+	if r.Transit || r.TSIH != 0 {
+		tc.tb.Fatalf("refusal %+v", r)
+	}
+	if err := tc.wait(); err == nil {
+		tc.tb.Fatal("Serve returned nil after a refusal")
+	}
+	if s := tc.Stats(); s.LoginsRefused == 0 {
+		tc.tb.Fatalf("%+v", s)
+	}
+}
+
+// with is all names but those of the given keys, and the extra pairs.
+func without(pairs []string, keys ...string) []string {
+	return slices.DeleteFunc(slices.Clone(pairs), func(p string) bool {
+		k, _, _ := strings.Cut(p, "=")
+		return slices.Contains(keys, k)
+	})
+}
+
+// ISCSI-11.12-3, ISCSI-11.13-1, ISCSI-11.13-2, ISCSI-6.3.1-3, ISCSI-13.6-1,
+// ISER-5.1-3, ISER-5.1-7: what Linux offers in its first and only request is
+// answered with the final response.
+func TestLoginOfLinux(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect()
+	tc.cmdSN = 0x1234
+	tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
+	p := tc.want(pdu.LoginResp)
+	r := pdu.ParseLoginResponse(p.h)
+	if !r.Transit || r.CSG != 1 || r.NSG != 3 || r.TSIH == 0 || r.ExpCmdSN != 0x1234 || r.MaxCmdSN != 0x1234+127 {
+		t.Errorf("%+v", r)
+	}
+	answers := strings.Split(strings.TrimSuffix(string(p.data), "\x00"), "\x00")
+	for _, want := range []string{"TargetPortalGroupTag=1", "TargetAlias=store", "RDMAExtensions=Yes", "InitialR2T=Yes", "ImmediateData=Yes",
+		"ErrorRecoveryLevel=0", "MaxConnections=1", "TargetRecvDataSegmentLength=8192"} {
+		if !slices.Contains(answers, want) {
+			t.Errorf("no %s in %q", want, answers)
+		}
+	}
+	if tc.m.full != 128+immediateSlots+ownSlots {
+		t.Errorf("EnterFullFeature with %d tasks", tc.m.full)
+	}
+	if s := n.Stats(); s.Sessions != 1 || s.Connections != 1 || s.LoginsAccepted != 1 {
+		t.Errorf("%+v", s)
+	}
+	tc.logout()
+	if l := n.log.lines("msg=login"); len(l) != 1 || !strings.Contains(l[0], "outcome=accepted") || !strings.Contains(l[0], initiatorName) ||
+		!strings.Contains(l[0], targetName) || !strings.Contains(l[0], "transport=fake") {
+		t.Errorf("log: %q", l)
+	}
+	if l := n.log.lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "reason=logout") {
+		t.Errorf("log: %q", l)
+	}
+}
+
+// Each refusal has its status and leaves one line in the log.
+func TestLoginRefusals(t *testing.T) {
+	for _, c := range []struct {
+		id     string
+		status pdu.LoginStatus
+		change func(r *pdu.LoginRequest)
+		pairs  []string
+	}{
+		{"ISCSI-4.2.7-2 no InitiatorName", pdu.LoginMissingParameter, nil, without(names, "InitiatorName")},
+		{"ISCSI-4.2.7-2 no TargetName", pdu.LoginMissingParameter, nil, without(names, "TargetName")},
+		{"ISCSI-4.2.7-2 nothing at all", pdu.LoginMissingParameter, nil, nil},
+		{"unknown target", pdu.LoginNotFound, nil, append(without(names, "TargetName"), "TargetName="+targetName+"2")},
+		{"TargetName that is none", pdu.LoginNotFound, nil, append(without(names, "TargetName"), "TargetName=store")},
+		{"initiator not admitted", pdu.LoginAuthorization, nil, append(without(names, "InitiatorName"), "InitiatorName=iqn.2001-04.com.example:x")},
+		{"ISCSI-11.12-1 version", pdu.LoginVersion, func(r *pdu.LoginRequest) { r.VersionMin, r.VersionMax = 1, 1 }, names},
+		{"ISCSI-6.3-6 NSG 2", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.NSG = 2 }, names},
+		{"ISCSI-6.3-6 NSG is CSG", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.NSG = 1 }, names},
+		{"ISCSI-6.3-6 CSG 3", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.CSG, r.Transit = 3, false }, names},
+		{"ISCSI-6.3-6 CSG 2", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.CSG = 2 }, names},
+		{"ISCSI-6.2-1 C and T", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.Continue = true }, names},
+		{"ISCSI-6.3.1-1 unknown TSIH", pdu.LoginNoSession, func(r *pdu.LoginRequest) { r.TSIH = 77 }, append(slices.Clone(names), "RDMAExtensions=Yes")},
+		{"ISCSI-13.21-1 session type", pdu.LoginSessionType, nil, append(without(names, "SessionType"), "SessionType=Backup")},
+		{"ISCSI-6.3-9 renegotiation", pdu.LoginInitiatorError, nil, append(slices.Clone(names), "InitialR2T=No", "InitialR2T=No")},
+		{"ISCSI-6.2-8 Reject as offer", pdu.LoginInitiatorError, nil, append(slices.Clone(names), "InitialR2T=Reject")},
+		{"ISCSI-6.3-4 security key", pdu.LoginInitiatorError, nil, append(slices.Clone(names), "CHAP_A=5")},
+		{"ISER-3.3-2 no RDMAExtensions", pdu.LoginInitiatorError, nil, names},
+	} {
+		t.Run(c.id, func(t *testing.T) {
+			n := newTestNode(t)
+			tc := n.connect()
+			r := tc.loginRequest(true, 1, 3)
+			if c.change != nil {
+				c.change(&r)
+			}
+			tc.writeLogin(r, c.pairs...)
+			tc.wantRefused(c.status)
+			l := n.log.lines("msg=login")
+			if len(l) != 1 || !strings.Contains(l[0], "outcome=refused") || !strings.Contains(l[0], c.status.String()) || !strings.Contains(l[0], "reason=") {
+				t.Errorf("log: %q", l)
+			}
+		})
+	}
+	t.Run("ISCSI-6.3-2 8193 octets", func(t *testing.T) {
+		tc := newTestNode(t).connect()
+		tc.write(tc.loginRequest(false, 1, 0).Append(nil), text(names...))
+		tc.wantLogin(pdu.LoginSuccess)
+		tc.write(tc.loginRequest(false, 1, 0).Append(nil), make([]byte, 8193))
+		tc.wantRefused(pdu.LoginInitiatorError)
+	})
+	t.Run("ISER-10.1.3.1-3 no resources", func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect(func(tc *testConn) { tc.m.enterErr = errors.New("no memory") })
+		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
+		tc.wantRefused(pdu.LoginOutOfResources)
+	})
+	t.Run("ISCSI-11.12-2 changed CID", func(t *testing.T) {
+		tc := newTestNode(t).connect()
+		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
+		tc.wantLogin(pdu.LoginSuccess)
+		tc.cid++
+		tc.writeLogin(tc.loginRequest(true, 1, 3), linuxKeys...)
+		tc.wantRefused(pdu.LoginInitiatorError)
+	})
+	t.Run("ISCSI-6.3-3 back to security", func(t *testing.T) {
+		tc := newTestNode(t).connect()
+		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
+		tc.wantLogin(pdu.LoginSuccess)
+		tc.writeLogin(tc.loginRequest(true, 0, 1), "AuthMethod=None")
+		tc.wantRefused(pdu.LoginInitiatorError)
+	})
+	t.Run("ISCSI-4.2.4-2 NOP-Out as second PDU", func(t *testing.T) {
+		tc := newTestNode(t).connect()
+		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
+		tc.wantLogin(pdu.LoginSuccess)
+		tc.write(tc.request(pdu.NOPOut, pdu.FlagF, true), nil)
+		tc.wantRefused(pdu.LoginInvalidRequest)
+	})
+	t.Run("ISCSI-4.2.4-1 SCSI Command first", func(t *testing.T) {
+		tc := newTestNode(t).connect()
+		tc.command(pdu.FlagF, 0, testUnitReady, nil)
+		if err := tc.wait(); err == nil || tc.next(0) != nil {
+			t.Errorf("%v, or an answer", err)
+		}
+	})
+	t.Run("requests without end", func(t *testing.T) {
+		tc := newTestNode(t).connect()
+		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
+		tc.wantLogin(pdu.LoginSuccess)
+		for range maxLoginRequests - 1 {
+			tc.writeLogin(tc.loginRequest(false, 1, 0))
+			tc.wantLogin(pdu.LoginSuccess)
+		}
+		tc.writeLogin(tc.loginRequest(false, 1, 0))
+		tc.wantRefused(pdu.LoginInitiatorError)
+	})
+	t.Run("ISCSI-6.1-5 text without end", func(t *testing.T) {
+		tc := newTestNode(t).connect()
+		r := tc.loginRequest(false, 1, 0)
+		r.Continue = true
+		for range keys.MaxText / 8192 {
+			tc.write(r.Append(nil), bytes.Repeat([]byte{'x'}, 8192))
+			tc.wantLogin(pdu.LoginSuccess) // ISCSI-6.2-2: without data
+		}
+		tc.write(r.Append(nil), []byte{'x'})
+		tc.wantRefused(pdu.LoginInitiatorError)
+	})
+}
+
+// ISCSI-6.3-5, ISCSI-6.3-8, ISCSI-6.3.2-3, ISCSI-6.2-12: stages and many
+// exchanges.
+func TestLoginStages(t *testing.T) {
+	t.Run("security, operational, full feature", func(t *testing.T) {
+		tc := newTestNode(t).connect()
+		tc.writeLogin(tc.loginRequest(true, 0, 1), append(slices.Clone(names), "AuthMethod=CHAP,None")...)
+		r, answers := tc.wantLogin(pdu.LoginSuccess)
+		if !r.Transit || r.CSG != 0 || r.NSG != 1 || r.TSIH != 0 || !slices.Contains(answers, "AuthMethod=None") || !slices.Contains(answers, "TargetPortalGroupTag=1") {
+			t.Fatalf("%+v %q", r, answers)
+		}
+		for _, k := range linuxKeys { // one key in each request
+			tc.writeLogin(tc.loginRequest(false, 1, 0), k)
+			r, answers := tc.wantLogin(pdu.LoginSuccess)
+			if r.Transit || r.TSIH != 0 || strings.Contains(strings.Join(answers, ","), "TargetPortalGroupTag") {
+				t.Fatalf("%+v %q", r, answers)
+			}
+		}
+		tc.writeLogin(tc.loginRequest(true, 1, 3))
+		tc.loggedIn().logout()
+	})
+	t.Run("ISCSI-9.2-2 only CHAP offered", func(t *testing.T) {
+		tc := newTestNode(t).connect()
+		tc.writeLogin(tc.loginRequest(true, 0, 1), append(slices.Clone(names), "AuthMethod=CHAP")...)
+		tc.wantRefused(pdu.LoginAuthentication)
+	})
+	t.Run("ISCSI-6.3.2-3 security to full feature", func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect(func(tc *testConn) { tc.m.rdma = false })
+		tc.writeLogin(tc.loginRequest(true, 0, 3), append(slices.Clone(names), "AuthMethod=None")...)
+		tc.loggedIn().logout()
+	})
+	t.Run("ISCSI-6.1-2 pairs split at every octet", func(t *testing.T) {
+		tc := newTestNode(t).connect()
+		all := text(append(slices.Clone(names), linuxKeys...)...)
+		r := tc.loginRequest(false, 1, 0)
+		r.Continue = true
+		for len(all) > 60 {
+			tc.write(r.Append(nil), all[:7])
+			if p := tc.want(pdu.LoginResp); len(p.data) != 0 { // ISCSI-6.2-2
+				t.Fatalf("answer %q to a request with C=1", p.data)
+			}
+			all = all[7:]
+		}
+		tc.write(tc.loginRequest(true, 1, 3).Append(nil), all)
+		tc.loggedIn().logout()
+	})
+	t.Run("ISCSI-11.13-5 long answer", func(t *testing.T) {
+		tc := newTestNode(t).connect()
+		var many []string
+		for i := range 700 {
+			many = append(many, "X"+strconv.Itoa(i)+"=1")
+		}
+		tc.writeLogin(tc.loginRequest(true, 1, 3), append(append(slices.Clone(names), linuxKeys...), many[:350]...)...)
+		var got []byte
+		for {
+			p := tc.want(pdu.LoginResp)
+			r := pdu.ParseLoginResponse(p.h)
+			got = append(got, p.data...)
+			if len(p.data) > loginDataLength-1 || r.Continue && r.Transit {
+				t.Fatalf("%+v, %d octets", r, len(p.data))
+			}
+			if !r.Continue {
+				tc.tsih = r.TSIH
+				break
+			}
+			tc.write(tc.loginRequest(true, 1, 3).Append(nil), nil)
+		}
+		if c := strings.Count(string(got), "=NotUnderstood\x00"); c != 350 { // ISCSI-6.2-6
+			t.Errorf("%d keys not understood", c)
+		}
+		tc.ping()
+		tc.logout()
+	})
+}
+
+// ISCSI-6.3.5-1, ISCSI-4.4.3-1: a login with the key of a session and TSIH 0
+// ends the old one before the final response, with its tasks.
+func TestSessionReinstatement(t *testing.T) {
+	n := newTestNode(t)
+	old := n.connect().login()
+	old.m.holdGets = true
+	old.command(0xa0, 4096, write10(0, 8), nil)
+	n.eventually("GetData", func() bool { return old.m.getting() == 1 })
+
+	tc := n.connect().login()
+	if err := old.wait(); !errors.Is(err, errReinstated) {
+		t.Errorf("old session ended with %v", err)
+	}
+	if old.next(0) != nil {
+		t.Error("response of a task of the old session")
+	}
+	if tc.tsih == old.tsih {
+		t.Errorf("both have TSIH %d", tc.tsih)
+	}
+	if s := n.Stats(); s.Sessions != 1 {
+		t.Errorf("%+v", s)
+	}
+	// Another initiator port is another session.
+	other := n.connect(func(tc *testConn) { tc.isid[5]++ }).login()
+	if s := n.Stats(); s.Sessions != 2 || other.tsih == tc.tsih {
+		t.Errorf("%+v", s)
+	}
+	tc.ping()
+	tc.logout()
+	other.logout()
+}
+
+// A backend that does not return holds up a reinstatement for a bounded time.
+func TestReinstatementIsBounded(t *testing.T) {
+	n := newTestNode(t, func(o *Options) { o.ReinstatementWait = 50 * time.Millisecond })
+	old := n.connect().login()
+	open := n.store.shut()
+	old.command(0xc0, 4096, read10(0, 8), nil)
+	<-n.store.entered
+	tc := n.connect()
+	tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
+	tc.wantRefused(pdu.LoginUnavailable)
+	open()
+	if err := old.wait(); !errors.Is(err, errReinstated) {
+		t.Error(err)
+	}
+}
+
+// ISCSI-6.3.1-1, ISCSI-6.3.4-1, ISCSI-6.3.4-3: the rows of the ISID, TSIH, CID
+// table with an existing session.
+func TestLoginToExistingSession(t *testing.T) {
+	n := newTestNode(t)
+	old := n.connect().login()
+	for range 5 {
+		old.wantStatus(old.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+	}
+
+	all := append(slices.Clone(names), linuxKeys...)
+	leading := without(all, "DefaultTime2Wait", "DefaultTime2Retain", "ErrorRecoveryLevel", "InitialR2T", "ImmediateData", "MaxBurstLength",
+		"FirstBurstLength", "MaxOutstandingR2T", "MaxConnections", "DataPDUInOrder", "DataSequenceInOrder", "RDMAExtensions")
+
+	t.Run("other CID", func(t *testing.T) {
+		tc := n.connect(func(tc *testConn) { tc.tsih, tc.cid = old.tsih, 5 })
+		tc.tb = t
+		tc.writeLogin(tc.loginRequest(true, 1, 3), leading...)
+		tc.wantRefused(pdu.LoginTooManyConnections)
+	})
+	t.Run("other TSIH", func(t *testing.T) {
+		tc := n.connect(func(tc *testConn) { tc.tsih = old.tsih + 1 })
+		tc.tb = t
+		tc.writeLogin(tc.loginRequest(true, 1, 3), all...)
+		tc.wantRefused(pdu.LoginNoSession)
+	})
+	t.Run("ISCSI-13-1 leading-only key", func(t *testing.T) {
+		tc := n.connect(func(tc *testConn) { tc.tsih = old.tsih })
+		tc.tb = t
+		tc.writeLogin(tc.loginRequest(true, 1, 3), all...)
+		tc.wantRefused(pdu.LoginInitiatorError)
+	})
+	old.ping() // none of them has touched it
+	t.Run("same CID", func(t *testing.T) {
+		tc := n.connect(func(tc *testConn) { tc.tsih, tc.cmdSN = old.tsih, old.cmdSN })
+		tc.tb = t
+		tc.writeLogin(tc.loginRequest(true, 1, 3), leading...)
+		tc.loggedIn()
+		if err := old.wait(); !errors.Is(err, errReinstated) {
+			t.Error(err)
+		}
+		if tc.tsih != old.tsih {
+			t.Errorf("TSIH %d became %d", old.tsih, tc.tsih)
+		}
+		tc.logout()
+	})
+}
+
+// ISCSI-8.1.4-2: silence before and during login ends with the login timeout.
+func TestLoginTimeout(t *testing.T) {
+	for _, requests := range []int{0, 1} {
+		synctest.Test(t, func(t *testing.T) {
+			n := newTestNode(t)
+			start := time.Now()
+			tc := n.connect()
+			if requests > 0 {
+				tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
+				tc.wantLogin(pdu.LoginSuccess)
+			}
+			if err := tc.wait(); err == nil {
+				t.Error("no error")
+			}
+			if d := time.Since(start); d != 15*time.Second {
+				t.Errorf("after %v", d)
+			}
+			if l := n.log.lines("outcome=refused"); len(l) != 1 {
+				t.Errorf("log: %q", l)
+			}
+		})
+	}
+}
+
+// A connection that is closed before a PDU comes leaves a line, too.
+func TestNoLogin(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect()
+	tc.close()
+	if err := tc.wait(); !errors.Is(err, io.EOF) {
+		t.Error(err)
+	}
+	if l := n.log.lines(`stage="before login"`); len(l) != 1 {
+		t.Errorf("log: %q", l)
+	}
+}
+
+// ISCSI-7.4-2, ISCSI-7.4-3: unnamed discovery sessions replace each other on
+// one portal; a named one obeys the rule for normal sessions.
+func TestDiscoveryReinstatement(t *testing.T) {
+	n := newTestNode(t)
+	first := n.connect().discover()
+	normal := n.connect().login() // same ISID, but no discovery
+	second := n.connect().discover()
+	if err := first.wait(); !errors.Is(err, errReinstated) {
+		t.Error(err)
+	}
+	named := n.connect(func(tc *testConn) { tc.isid[5] = 9 })
+	named.writeLogin(named.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery", "TargetName="+targetName)
+	named.wantLogin(pdu.LoginSuccess)
+	replacing := n.connect(func(tc *testConn) { tc.isid[5] = 9 }).login()
+	if err := named.wait(); !errors.Is(err, errReinstated) {
+		t.Error(err)
+	}
+	replacing.logout()
+	normal.logout()
+	second.logout()
+}
+
+// Names are compared after preparation: ISCSI-4.2.7-3.
+func TestNamesArePrepared(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect()
+	tc.writeLogin(tc.loginRequest(true, 1, 3), append([]string{"InitiatorName=" + strings.ToUpper(initiatorName), "TargetName=" + strings.ToUpper(targetName)}, linuxKeys...)...)
+	tc.loggedIn().logout()
+	if err := n.AddTarget(TargetConfig{Name: strings.ToUpper(targetName), LUNs: n.inv}); err == nil {
+		t.Error("second target of the same name")
+	}
+	if err := n.AddTarget(TargetConfig{Name: "store", LUNs: n.inv}); err == nil {
+		t.Error("name that is none")
+	}
+	if err := n.AddTarget(TargetConfig{Name: targetName + "x", Initiators: security.Patterns{}}); err == nil {
+		t.Error("target without LUNs")
+	}
+}
+
+// TSIHs wrap around zero and skip what is in use: ISCSI-11.13-1.
+func TestTSIH(t *testing.T) {
+	n := NewNode(Options{})
+	n.lastTSIH = 0xfffe
+	n.sessions[0xffff] = &session{}
+	n.sessions[1] = &session{}
+	if got := n.newTSIH(); got != 2 {
+		t.Errorf("TSIH %d", got)
+	}
+	for i := range 1 << 16 {
+		n.sessions[uint16(i)] = &session{}
+	}
+	if got := n.newTSIH(); got != 0 {
+		t.Errorf("TSIH %d", got)
+	}
+}

@@ -1,0 +1,602 @@
+package iscsi
+
+import (
+	"bytes"
+	"errors"
+	"math/rand/v2"
+	"slices"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/iscsi/keys"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+)
+
+const (
+	readF  = pdu.FlagF | pdu.FlagR
+	writeF = pdu.FlagF | pdu.FlagW
+)
+
+// sinkOf is what a read has put into the initiator's memory.
+func (tc *testConn) sinkOf(h pdu.BHS) []byte {
+	tc.m.mu.Lock()
+	defer tc.m.mu.Unlock()
+	return tc.m.sink[h.ITT()]
+}
+
+// stored is what the medium has at a block.
+func (n *testNode) stored(lba, octets int) []byte {
+	n.store.mu.Lock()
+	defer n.store.mu.Unlock()
+	return bytes.Clone(n.store.b[lba*blockLen:][:octets])
+}
+
+// fill gives the medium a pattern.
+func (n *testNode) fill() {
+	n.store.mu.Lock()
+	defer n.store.mu.Unlock()
+	copy(n.store.b, pattern(storeLen, 99))
+}
+
+// ISER-1.5.3-1, ISER-3.3-5, ISER-7.3.2-2, ISER-7.3.2-10, ISER-9.5.2-2: a read
+// goes in pieces, in order, and ends with a response of its own.
+func TestRead(t *testing.T) {
+	n := newTestNode(t)
+	n.fill()
+	tc := n.connect().login()
+	for _, blocks := range []int{1, 8, 9, 2048, 2049, 5000} {
+		tc.m.mu.Lock()
+		tc.m.puts = nil
+		flushes := tc.m.flushes
+		tc.m.mu.Unlock()
+		size := blocks * blockLen
+		h := tc.command(readF, uint32(size), read10(3, uint16(blocks)), nil)
+		p := tc.wantStatus(h, 0)
+		wantResidual(t, p, 0, 0)
+		if !bytes.Equal(tc.sinkOf(h), n.stored(3, size)) {
+			t.Errorf("%d blocks: wrong data", blocks)
+		}
+		pieces := (size + 1<<20 - 1) >> 20
+		tc.m.mu.Lock()
+		if len(tc.m.puts) != pieces || tc.m.flushes-flushes != pieces {
+			t.Errorf("%d blocks: PutData %v in %d Flushes", blocks, tc.m.puts, tc.m.flushes-flushes)
+		}
+		for i, p := range tc.m.puts {
+			if p[0] != i<<20 {
+				t.Errorf("%d blocks: PutData %v", blocks, tc.m.puts)
+			}
+		}
+		tc.m.mu.Unlock()
+		if p.h.ExpDataSN() != uint32(pieces) { // ISCSI-11.4-9
+			t.Errorf("%d blocks: ExpDataSN %d", blocks, p.h.ExpDataSN())
+		}
+	}
+	tc.logout()
+}
+
+// ISER-1.5.1-1, ISER-1.5.4-1, ISER-9.5.1-1, ISER-9.5.1-4, ISCSI-4.2.5-5: what
+// is not there as immediate data is fetched, once and in order.
+func TestWrite(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect().login()
+	for _, c := range []struct {
+		blocks, immediate int
+		gets              [][2]int
+	}{
+		{1, 512, nil},
+		{8, 4096, nil},
+		{16, 8192, nil},
+		{8, 0, [][2]int{{0, 4096}}},
+		{8, 512, [][2]int{{512, 3584}}},
+		{8, 4095, [][2]int{{4095, 1}}},
+		{128, 8192, [][2]int{{8192, 65536 - 8192}}},
+		{2048, 8192, [][2]int{{8192, 1<<20 - 8192}}},
+		{5000, 8192, [][2]int{{8192, 1<<20 - 8192}, {1 << 20, 1 << 20}, {2 << 20, 5000*512 - 2<<20}}},
+	} {
+		tc.m.mu.Lock()
+		tc.m.getRanges = nil
+		tc.m.mu.Unlock()
+		size := c.blocks * blockLen
+		h := tc.scsi(writeF, uint32(size), write10(7, uint16(c.blocks)))
+		tc.write(h, pattern(size, h.ITT())[:c.immediate])
+		p := tc.wantStatus(h, 0)
+		wantResidual(t, p, 0, 0)
+		if !bytes.Equal(n.stored(7, size), pattern(size, h.ITT())) {
+			t.Errorf("%d blocks, %d immediate: wrong data", c.blocks, c.immediate)
+		}
+		tc.m.mu.Lock()
+		if !slices.Equal(tc.m.getRanges, c.gets) || tc.m.unsol[h.ITT()] != uint32(c.immediate) {
+			t.Errorf("%d blocks, %d immediate: fetched %v, unsolicited %d", c.blocks, c.immediate, tc.m.getRanges, tc.m.unsol[h.ITT()])
+		}
+		tc.m.mu.Unlock()
+		if p.h.ExpDataSN() != uint32(len(c.gets)) {
+			t.Errorf("ExpDataSN %d", p.h.ExpDataSN())
+		}
+	}
+	tc.logout()
+}
+
+// ISCSI-11.4-4, ISCSI-11.4-5, ISCSI-11.3-3, ISER-1.5.1-2: residuals both ways;
+// never more data than the initiator expects.
+func TestResiduals(t *testing.T) {
+	n := newTestNode(t)
+	n.fill()
+	tc := n.connect().login()
+	for _, c := range []struct {
+		name     string
+		flags    byte
+		edtl     uint32
+		cdb      []byte
+		residual byte
+		n        uint32
+	}{
+		{"read 8, expect 4", readF, 4 * blockLen, read10(0, 8), pdu.FlagOverflow, 4 * blockLen},
+		{"read 1, expect 200 octets", readF, 200, read10(0, 1), pdu.FlagOverflow, blockLen - 200},
+		{"read 1, expect 10000", readF, 10000, read10(0, 1), pdu.FlagUnderflow, 10000 - blockLen},
+		{"read 1, expect nothing", readF, 0, read10(0, 1), pdu.FlagOverflow, blockLen},
+		{"read 1, no R", pdu.FlagF, 0, read10(0, 1), pdu.FlagOverflow, blockLen},
+		{"write 1, expect nothing", writeF, 0, write10(0, 1), pdu.FlagOverflow, blockLen},
+		{"write 1, no W", pdu.FlagF, 0, write10(0, 1), pdu.FlagOverflow, blockLen},
+		{"write 2, expect 1", writeF, blockLen, write10(0, 2), pdu.FlagOverflow, blockLen},
+		{"write 1, expect 10000", writeF, 10000, write10(0, 1), pdu.FlagUnderflow, 10000 - blockLen},
+		{"no data, expect 512", readF, blockLen, testUnitReady, pdu.FlagUnderflow, blockLen},
+		{"no data, expect to write 512", writeF, blockLen, testUnitReady, pdu.FlagUnderflow, blockLen},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			before := n.stored(0, 3*blockLen)
+			h := tc.command(c.flags, c.edtl, c.cdb, nil)
+			p := tc.wantStatus(h, 0)
+			wantResidual(t, p, c.residual, c.n)
+			if c.cdb[0] == 0x28 {
+				want := n.stored(0, 8*blockLen)[:min(int(c.edtl), int(c.cdb[8])*blockLen)]
+				if got := tc.sinkOf(h); !bytes.HasPrefix(got, want) {
+					t.Error("wrong data")
+				}
+				return
+			}
+			// Only what the CDB says and only what was sent is written.
+			moved := min(int(c.edtl), int(c.cdb[min(8, len(c.cdb)-1)])*blockLen)
+			want := append(pattern(int(c.edtl), h.ITT())[:moved:moved], before[moved:]...)
+			if !bytes.Equal(n.stored(0, 3*blockLen), want) {
+				t.Errorf("wrong data after %d octets", moved)
+			}
+		})
+	}
+	tc.logout()
+}
+
+// What is wrong with a command is answered by CHECK CONDITION, its data is not
+// moved, and the next command finds nothing left behind.
+func TestBadCommands(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect().login()
+	ext := pdu.AppendBidiReadLength(nil, 512)
+	for _, c := range []struct {
+		id               string
+		flags            byte
+		edtl             uint32
+		cdb              []byte
+		immediate        int
+		ahs              []byte
+		key, asc, ascq   byte
+		attr             byte
+		unsupportedCheck bool
+	}{
+		{id: "ISCSI-11.3-1 neither W nor F", flags: pdu.FlagR, edtl: 512, cdb: read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
+		{id: "ISCSI-11.3-2 length without R and W", flags: pdu.FlagF, edtl: 512, cdb: read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
+		{id: "ISCSI-11.3-4 R and W", flags: readF | pdu.FlagW, edtl: 512, cdb: read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
+		{id: "ISCSI-11.3-4 bidirectional", flags: readF | pdu.FlagW, edtl: 512, cdb: read10(0, 1), ahs: ext, key: 5, asc: 0x0e, ascq: 3},
+		{id: "ISCSI-11-2 ATTR 5", flags: readF | 5, edtl: 512, cdb: read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
+		{id: "ISCSI-10.2-1 ATTR ACA", flags: readF | pdu.AttrACA, edtl: 512, cdb: read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
+		{id: "read with W", flags: writeF, edtl: 512, cdb: read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
+		{id: "write with R", flags: readF, edtl: 512, cdb: write10(0, 1), key: 5, asc: 0x0e, ascq: 3},
+		{id: "ISCSI-11.4-8 immediate data of a read", flags: readF, edtl: 512, cdb: read10(0, 1), immediate: 512, key: 0x0b, asc: 0x0c, ascq: 0x0c},
+		{id: "ISCSI-11.3-6 more than EDTL", flags: writeF, edtl: 512, cdb: write10(0, 1), immediate: 1024, key: 0x0b, asc: 0x0c, ascq: 0x0d},
+		{id: "unknown LUN", flags: readF, edtl: 512, cdb: read10(0, 1), key: 5, asc: 0x25, ascq: 0, unsupportedCheck: true},
+		{id: "beyond the medium", flags: readF, edtl: 512, cdb: read10(storeLen/blockLen, 1), key: 5, asc: 0x21, ascq: 0},
+		{id: "ISCSI-11.4-2 write beyond the medium", flags: writeF, edtl: 65536, cdb: write10(storeLen/blockLen, 128), immediate: 8192, key: 5, asc: 0x21, ascq: 0},
+		{id: "unknown command", flags: pdu.FlagF, cdb: []byte{0xff}, key: 5, asc: 0x20, ascq: 0},
+	} {
+		t.Run(c.id, func(t *testing.T) {
+			h := tc.scsi(c.flags, c.edtl, c.cdb)
+			if c.unsupportedCheck {
+				h.SetLUN([8]byte{1: 99})
+			}
+			tc.writeAHS(h, c.ahs, make([]byte, c.immediate))
+			tc.wantSense(h, c.key, c.asc, c.ascq)
+			if c.edtl > 0 && len(tc.m.puts)+len(tc.m.getRanges) != 0 {
+				t.Errorf("moved %v %v", tc.m.puts, tc.m.getRanges)
+			}
+			tc.wantStatus(tc.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+		})
+	}
+	t.Run("ISER-7.3.1-11 nothing advertised", func(t *testing.T) {
+		tc.m.mu.Lock()
+		tc.m.bindErr = errors.New("no sink")
+		tc.m.mu.Unlock()
+		h := tc.command(readF, 512, read10(0, 1), nil)
+		tc.wantSense(h, 5, 0x0e, 3)
+		tc.m.mu.Lock()
+		tc.m.bindErr = nil
+		tc.m.mu.Unlock()
+	})
+	t.Run("failing medium", func(t *testing.T) {
+		n.store.mu.Lock()
+		n.store.fail = errors.New("bad sector")
+		n.store.mu.Unlock()
+		for _, h := range []pdu.BHS{tc.command(readF, 3<<20, read10(0, 6144), nil), tc.command(writeF, 3<<20, write10(0, 6144), nil)} {
+			p := tc.want(pdu.SCSIResponse)
+			if p.h.ITT() != h.ITT() && p.h.Status() != 2 {
+				t.Errorf("%x", []byte(p.h))
+			}
+			wantResidual(t, p, pdu.FlagUnderflow, 3<<20) // ISCSI-11.4-1
+		}
+		n.store.mu.Lock()
+		n.store.fail = nil
+		n.store.mu.Unlock()
+	})
+	tc.logout()
+}
+
+// ISCSI-11.2-5, ISER-7.3-1: a CDB of 32 octets reaches the logical unit (which
+// does not know it), and the AHS area is checked.
+func TestExtendedCDB(t *testing.T) {
+	tc := newTestNode(t).connect().login()
+	cdb := make([]byte, 32)
+	cdb[0] = 0x7f
+	h := tc.scsi(pdu.FlagF, 0, cdb[:16])
+	tc.writeAHS(h, pdu.AppendExtendedCDB(nil, cdb), nil)
+	tc.wantSense(h, 5, 0x20, 0)
+
+	// ISCSI-7.7-1: an AHS that runs over ends the connection.
+	tc.writeAHS(tc.scsi(pdu.FlagF, 0, cdb[:16]), []byte{0, 200, 1, 0}, nil)
+	if err := tc.wait(); !errors.Is(err, pdu.ErrAHSTruncated) {
+		t.Error(err)
+	}
+}
+
+// ISCSI-11.2-2, ISCSI-11.2-1, ISCSI-7.7-1, ISER-10.1.4.1-1, ISER-6.4-2: format
+// errors end the connection.
+func TestFormatErrors(t *testing.T) {
+	for _, c := range []struct {
+		id     string
+		notice func(h pdu.BHS) Notice
+	}{
+		{"data longer than said", func(h pdu.BHS) Notice { h.SetDataSegmentLength(8); return Notice{BHS: h, Data: make([]byte, 9)} }},
+		{"data shorter than said", func(h pdu.BHS) Notice { h.SetDataSegmentLength(8); return Notice{BHS: h} }},
+		{"AHS shorter than said", func(h pdu.BHS) Notice { h.SetTotalAHSLength(8); return Notice{BHS: h, AHS: make([]byte, 4)} }},
+		{"short header", func(h pdu.BHS) Notice { return Notice{BHS: h[:47]} }},
+		{"ISER-6.4-2 segment too long", func(h pdu.BHS) Notice {
+			h.SetDataSegmentLength(8193)
+			return Notice{BHS: h, Data: make([]byte, 8193)}
+		}},
+	} {
+		t.Run(c.id, func(t *testing.T) {
+			tc := newTestNode(t).connect().login()
+			h := tc.scsi(writeF, 65536, write10(0, 128))
+			tc.m.mu.Lock()
+			tc.m.in = append(tc.m.in, c.notice(bytes.Clone(h)))
+			tc.m.cond.Broadcast()
+			tc.m.mu.Unlock()
+			if err := tc.wait(); err == nil {
+				t.Error("no error")
+			}
+		})
+	}
+}
+
+// dataOutPDU is an unsolicited Data-Out for h.
+func (tc *testConn) dataOutPDU(h pdu.BHS, final bool, sn, off uint32) pdu.BHS {
+	d := make(pdu.BHS, pdu.BHSLen)
+	d.Reset(pdu.DataOut, 0)
+	if final {
+		d.SetFlags(pdu.FlagF)
+	}
+	d.SetLUN(h.LUN())
+	d.SetITT(h.ITT())
+	d.SetTTT(pdu.ReservedTag)
+	d.SetExpStatSN(tc.expStatSN)
+	d.SetDataSN(sn)
+	d.SetBufferOffset(off)
+	return d
+}
+
+// unsolicitedNode allows unsolicited Data-Out.
+func unsolicitedNode(t *testing.T) *testNode {
+	no := false
+	return newTestNode(t, func(o *Options) { o.Limits = keys.Limits{InitialR2T: &no, FirstBurstLength: 32768} })
+}
+
+// ISER-7.3.1-9, ISER-7.3.4-3, ISCSI-4.2.5-3, ISCSI-4.2.5-4, ISCSI-11.7-3,
+// ISCSI-13.10-1: unsolicited Data-Out in any cut, of interleaved commands.
+func TestUnsolicitedData(t *testing.T) {
+	n := unsolicitedNode(t)
+	tc := n.connect().login()
+	type write struct {
+		h    pdu.BHS
+		all  []byte
+		sn   uint32
+		sent int
+	}
+	rnd := rand.New(rand.NewPCG(1, 2))
+	for range 30 {
+		size := (1 + rnd.IntN(160)) * blockLen
+		burst := min(size, 32768)
+		var ws []*write
+		for i := range 2 {
+			h := tc.scsi(pdu.FlagW, uint32(size), write10(uint32(i)*1000, uint16(size/blockLen)))
+			w := &write{h: h, all: pattern(size, h.ITT()), sent: rnd.IntN(min(burst, 8193))}
+			tc.write(h, w.all[:w.sent])
+			ws = append(ws, w)
+		}
+		for _, w := range ws {
+			for last := false; !last; {
+				m := min(rnd.IntN(8193), burst-w.sent) // also zero octets
+				last = w.sent+m == burst
+				tc.write(tc.dataOutPDU(w.h, last, w.sn, uint32(w.sent)), w.all[w.sent:w.sent+m])
+				w.sent += m
+				w.sn++
+			}
+		}
+		for range ws {
+			if p := tc.want(pdu.SCSIResponse); p.h.Status() != 0 {
+				t.Fatalf("%x %x", []byte(p.h), p.data)
+			}
+		}
+		for i, w := range ws {
+			if !bytes.Equal(n.stored(i*1000, size), w.all) {
+				t.Fatalf("%d octets: wrong data", size)
+			}
+			if got := tc.m.unsol[w.h.ITT()]; got != uint32(burst) {
+				t.Fatalf("Bind with %d unsolicited octets of %d", got, burst)
+			}
+		}
+	}
+	tc.logout()
+}
+
+// sortSent waits until the target has sent n PDUs and puts the first op in
+// front, where the order is not prescribed. Their StatSNs change places, too.
+func (tc *testConn) sortSent(op pdu.Opcode, n int) {
+	tc.tb.Helper()
+	tc.eventually("PDUs of the target", func() bool {
+		tc.m.mu.Lock()
+		defer tc.m.mu.Unlock()
+		return len(tc.m.sent) >= n
+	})
+	tc.m.mu.Lock()
+	defer tc.m.mu.Unlock()
+	s := tc.m.sent
+	i := slices.IndexFunc(s, func(p sentPDU) bool { return p.h.Opcode() == op })
+	if i > 0 {
+		a, b := s[0].h.StatSN(), s[i].h.StatSN()
+		s[0].h.SetStatSN(b)
+		s[i].h.SetStatSN(a)
+		s[0], s[i] = s[i], s[0]
+	}
+}
+
+// Unsolicited data that breaks the rules: ISCSI-11.7-4, ISCSI-4.2.5-2,
+// ISCSI-4.2.5-6, ISCSI-7.3-1, ISER-7.3.4-4, ISER-10.1.4.3-1.
+func TestBadUnsolicitedData(t *testing.T) {
+	for _, c := range []struct {
+		id     string
+		change func(d pdu.BHS) int // returns how much data
+		reason pdu.RejectReason
+	}{
+		{"ISCSI-11.7-4 offset wraps", func(d pdu.BHS) int { d.SetBufferOffset(0xfffffff0); return 512 }, pdu.RejectInvalidField},
+		{"ISCSI-11.7-4 gap", func(d pdu.BHS) int { d.SetBufferOffset(1024); return 512 }, pdu.RejectInvalidField},
+		{"ISCSI-11.7-4 overlap", func(d pdu.BHS) int { d.SetBufferOffset(0); return 512 }, pdu.RejectInvalidField},
+		{"ISCSI-4.2.5-2 too much", func(d pdu.BHS) int { return 4096 }, pdu.RejectInvalidField},
+		{"ISCSI-4.2.5-6 other LUN", func(d pdu.BHS) int { d.SetLUN([8]byte{1: 1}); return 512 }, pdu.RejectProtocolError},
+		{"ISER-10.1.4.3-1 DataSN gap", func(d pdu.BHS) int { d.SetDataSN(3); return 512 }, pdu.RejectProtocolError},
+		{"ISCSI-4.2.5-3 too little", func(d pdu.BHS) int { return 512 }, 0},
+	} {
+		t.Run(c.id, func(t *testing.T) {
+			n := unsolicitedNode(t)
+			tc := n.connect().login()
+			h := tc.scsi(pdu.FlagW, 4096, write10(0, 8))
+			tc.write(h, make([]byte, 512))
+			d := tc.dataOutPDU(h, true, 0, 512)
+			data := c.change(d)
+			tc.write(d, make([]byte, data))
+			if c.reason != 0 {
+				tc.sortSent(pdu.Reject, 2)
+				tc.wantReject(c.reason, d)
+			}
+			tc.wantSense(h, 0x0b, 0x0c, 0x0d)
+			tc.ping()
+			tc.logout()
+		})
+	}
+	t.Run("ISER-7.3.4-4 solicited", func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		tc.m.holdGets = true
+		h := tc.command(writeF, 4096, write10(0, 8), nil)
+		d := tc.dataOutPDU(h, true, 0, 0)
+		d.SetTTT(5)
+		tc.write(d, make([]byte, 512))
+		tc.wantReject(pdu.RejectProtocolError, d)
+		d = tc.dataOutPDU(h, true, 0, 0) // not allowed with InitialR2T=Yes
+		d.SetExpStatSN(tc.expStatSN)
+		tc.write(d, make([]byte, 512))
+		tc.wantReject(pdu.RejectProtocolError, d)
+		tc.m.releaseGets()
+		tc.wantStatus(h, 0)
+		tc.logout()
+	})
+	t.Run("without a task", func(t *testing.T) {
+		tc := newTestNode(t).connect().login()
+		d := tc.dataOutPDU(tc.request(pdu.SCSICommand, 0, true), true, 0, 0)
+		tc.write(d, make([]byte, 512))
+		tc.wantReject(pdu.RejectInvalidField, d)
+		tc.logout()
+	})
+	t.Run("ISCSI-11.3-5 F=0 with InitialR2T=Yes", func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		h := tc.scsi(pdu.FlagW, 4096, write10(0, 8))
+		tc.write(h, pattern(4096, h.ITT()))
+		tc.wantStatus(h, 0)
+		tc.logout()
+	})
+	t.Run("ISCSI-13.11-1 ImmediateData=No", func(t *testing.T) {
+		no := false
+		tc := newTestNode(t, func(o *Options) { o.Limits.ImmediateData = &no }).connect().login()
+		h := tc.command(writeF, 4096, write10(0, 8), make([]byte, 512))
+		tc.wantSense(h, 0x0b, 0x0c, 0x0c)
+		h = tc.command(writeF, 4096, write10(0, 8), nil)
+		tc.wantStatus(h, 0)
+		tc.logout()
+	})
+}
+
+// ISER-9.5.1-3: with its memory used up a connection gets slow, not stuck; the
+// bound holds.
+func TestConnectionMemory(t *testing.T) {
+	n := newTestNode(t, func(o *Options) { o.ConnectionMemory, o.MaxTransferPiece = 1, 1 }) // one piece of 64 KiB
+	if n.opt.MaxTransferPiece != 65536 || n.opt.ConnectionMemory != 65536 {
+		t.Fatalf("%+v", n.opt)
+	}
+	n.fill()
+	tc := n.connect().login()
+	var over atomic.Int64
+	stop := make(chan struct{})
+	go func() {
+		for {
+			select {
+			case <-stop:
+				return
+			default:
+				over.Store(max(over.Load(), int64(n.Stats().BufferOctets)))
+				time.Sleep(10 * time.Microsecond)
+			}
+		}
+	}()
+	var hs []pdu.BHS
+	for i := range 60 {
+		if i%2 == 0 {
+			hs = append(hs, tc.command(readF, 200*blockLen, read10(uint32(i), 200), nil))
+		} else {
+			hs = append(hs, tc.command(writeF, 200*blockLen, write10(4000, 200), make([]byte, 4096)))
+		}
+	}
+	for range hs {
+		if p := tc.want(pdu.SCSIResponse); p.h.Status() != 0 {
+			t.Fatalf("%x %x", []byte(p.h), p.data)
+		}
+	}
+	close(stop)
+	if over.Load() > 65536 {
+		t.Errorf("%d octets of buffers", over.Load())
+	}
+	for i, h := range hs {
+		if i%2 == 0 && !bytes.Equal(tc.sinkOf(h), n.stored(i, 200*blockLen)) {
+			t.Errorf("read %d: wrong data", i)
+		}
+	}
+	tc.logout()
+}
+
+// A mix of everything at once ends with the right data everywhere.
+func TestManyTasks(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect().login()
+	rnd := rand.New(rand.NewPCG(3, 4))
+	for range 20 {
+		var hs [2][]pdu.BHS // writes, then the same places are read
+		for i := range 60 {
+			blocks := 1 + rnd.IntN(64)
+			h := tc.scsi(writeF, uint32(blocks*blockLen), write10(uint32(i)*100, uint16(blocks)))
+			tc.write(h, pattern(blocks*blockLen, h.ITT())[:min(blocks*blockLen, rnd.IntN(8192))])
+			hs[0] = append(hs[0], h)
+		}
+		tc.wantAllGood(hs[0])
+		for _, w := range hs[0] {
+			hs[1] = append(hs[1], tc.command(readF, w.EDTL(), append([]byte{0x28}, w.CDB()[1:10]...), nil))
+		}
+		tc.wantAllGood(hs[1])
+		for i, r := range hs[1] {
+			if !bytes.Equal(tc.sinkOf(r), pattern(int(r.EDTL()), hs[0][i].ITT())) {
+				t.Fatalf("command %d read back something else", i)
+			}
+		}
+	}
+	tc.logout()
+}
+
+// wantAllGood wants one response with GOOD for each command, in any order.
+func (tc *testConn) wantAllGood(hs []pdu.BHS) {
+	tc.tb.Helper()
+	open := map[uint32]bool{}
+	for _, h := range hs {
+		open[h.ITT()] = true
+	}
+	for len(open) > 0 {
+		p := tc.want(pdu.SCSIResponse)
+		if !open[p.h.ITT()] || p.h.Status() != 0 {
+			tc.tb.Fatalf("SCSI Response %x %x", []byte(p.h), p.data)
+		}
+		delete(open, p.h.ITT())
+	}
+}
+
+// Commands with the ORDERED attribute begin after all older ones have ended and
+// before all younger ones begin (SAM); HEAD OF QUEUE does not wait.
+func TestOrdered(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect().login()
+	tc.m.holdGets = true
+	first := tc.command(writeF|pdu.AttrSimple, 4096, write10(0, 8), nil)
+	n.eventually("GetData", func() bool { return tc.m.getting() == 1 })
+	ordered := tc.command(writeF|pdu.AttrOrdered, 4096, write10(0, 8), nil)
+	last := tc.command(writeF|pdu.AttrSimple, 8192, write10(0, 16), make([]byte, 512))
+	tc.wantStatus(tc.command(pdu.FlagF|pdu.AttrHeadOfQueue, 0, testUnitReady, nil), 0)
+	tc.wantNothing()
+	if got := tc.m.getting(); got != 1 {
+		t.Errorf("%d GetDatas before the ORDERED command", got)
+	}
+	tc.m.releaseGets()
+	tc.wantStatus(first, 0)
+	tc.wantStatus(ordered, 0)
+	tc.wantStatus(last, 0)
+	tc.logout()
+}
+
+// A connection that ends in the middle of everything leaves nothing behind:
+// ISER-5.2.3.1-2, ISER-10.1.1.2-1, ISER-7.1-4.
+func TestConnectionLoss(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect().login()
+	before := n.stored(0, 65536)
+	tc.m.holdGets = true
+	for range 10 {
+		tc.command(writeF, 65536, write10(0, 128), nil)
+	}
+	n.eventually("GetData", func() bool { return tc.m.getting() == 10 })
+	open := n.store.shut()
+	for range 10 {
+		tc.command(readF, 65536, read10(0, 128), nil)
+	}
+	for range 10 {
+		<-n.store.entered
+	}
+	tc.cmdSN += 3 // a gap: these wait
+	for range 10 {
+		tc.command(writeF, 65536, write10(0, 128), make([]byte, 8192))
+	}
+	tc.close()
+	time.Sleep(10 * time.Millisecond)
+	open()
+	if err := tc.wait(); !errors.Is(err, errPeerClosed) {
+		t.Error(err)
+	}
+	if !bytes.Equal(n.stored(0, 65536), before) {
+		t.Error("data of an unfinished write is on the medium")
+	}
+	if l := n.log.lines("session ended"); len(l) != 1 {
+		t.Errorf("log: %q", l)
+	}
+}
