@@ -68,6 +68,7 @@ type Conn struct {
 	farewell []byte // FPDU of the Terminate that is its end, if any
 	ended    bool   // it has ended
 	broken   bool   // a write has failed
+	dead     bool   // abandon has been called
 	flushing bool   // a goroutine is in Flush
 	answers  list   // free Read Responses
 	requests list   // free stand-ins for Reads
@@ -204,6 +205,7 @@ func (c *Conn) Terminate(reason wire.Reason, why error) {
 // abandon fails what is posted and what will be.
 func (c *Conn) abandon(err error) {
 	c.mu.Lock()
+	c.dead = true
 	if c.err == nil {
 		c.err = err
 	}

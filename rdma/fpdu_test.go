@@ -272,7 +272,6 @@ func TestRechunking(t *testing.T) {
 				drinkUp(t, stream, sends, memory, markers, func() int { return 1 + rng.IntN(limit) })
 			}
 			// One cut, at every offset of a short stream.
-			stream, sends, memory = traffic(rng, 3, markers == 1)
 			stream, sends = nil, nil
 			var grid wire.MarkerGrid
 			for msn := range uint32(12) {

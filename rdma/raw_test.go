@@ -232,7 +232,7 @@ func (p *rawPeer) wantEOF() {
 // has done when this is called, so a short wait is enough to see it fail.
 func (p *rawPeer) silent(why string) {
 	p.t.Helper()
-	p.nc.SetReadDeadline(time.Now().Add(20 * time.Millisecond))
+	p.nc.SetReadDeadline(time.Now().Add(5 * time.Millisecond))
 	n, err := p.nc.Read(make([]byte, 1))
 	if n != 0 || !isTimeout(err) {
 		p.t.Fatalf("%s: read %d octets, %v", why, n, err)
@@ -268,19 +268,6 @@ func sinkSTag(c *Conn, stag wire.STag) {
 type outcome struct {
 	Event
 	err error
-}
-
-// receiveAll receives until the final error; the last outcome carries it.
-func receiveAll(c *Conn) (all []outcome) {
-	for {
-		var ev Event
-		err := c.Receive(&ev)
-		ev.Data = bytes.Clone(ev.Data)
-		all = append(all, outcome{ev, err})
-		if err != nil {
-			return all
-		}
-	}
 }
 
 // serve receives in a goroutine of its own.

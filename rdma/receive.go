@@ -678,13 +678,13 @@ func (c *Conn) answerRead(payload []byte) error {
 		}
 	}
 	c.mu.Lock()
-	ended := c.err
-	if ended == nil {
+	over := c.dead || c.ended
+	if !over {
 		c.due.push(wr)
 	}
 	c.mu.Unlock()
-	if ended != nil {
-		c.finish(list{wr, wr}, ended)
+	if over {
+		c.finish(list{wr, wr}, ErrClosed)
 		return nil
 	}
 	c.flushAside()

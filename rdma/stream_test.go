@@ -1,0 +1,839 @@
+package rdma
+
+import (
+	"bytes"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"net"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/rdma/wire"
+)
+
+// DDP-4.1-1..8, DDP-4.2-1..11, DDP-4.3-1..8, DDP-4.3-11, DDP-5.2-8, RDMAP-3.1-1..6,
+// RDMAP-3.2-1..5, RDMAP-4.1-1..3, RDMAP-4.1-10, RDMAP-4.2-1, RDMAP-4.3-1, RDMAP-4.6-1,
+// RDMAP-5.1-1, RDMAP-5.1-4, RDMAP-5.1-6, RDMAP-5.1-8, RDMAP-5.1-9, RDMAP-5.2.1-1, -2, -6, -7, -9, -12,
+// RDMAP-5.3-1, -8, -9, -12, RDMAP-5.5-10, RDMAP-6.1-1, DDP-5.3-1, DDP-5.3-2, DDP-5.2-6, DDP-5.2-10, DDP-4.4-2,
+// DDP-5.1-2, DDP-4.3-9, RDMAP-4.4-1, RDMAP-4.4-6: each operation as it stands on the wire.
+func TestOperationsOnTheWire(t *testing.T) {
+	p, c := responder(t, Options{MaxULPDU: 128})
+	p.send(send1)
+	receive(t, c)
+	payload := func(from, to int) string {
+		var b []byte
+		for i := from; i < to; i++ {
+			b = append(b, byte(i))
+		}
+		return hex.EncodeToString(b)
+	}
+	data := unhex(payload(0, 200))
+	for _, tt := range []struct {
+		id   string
+		wr   WorkRequest
+		want []string
+	}{
+		{"RDMAP-3.2-2 Send", WorkRequest{Op: Send, Data: data[:3]}, []string{"4143 00000000 00000000 00000001 00000000 000102"}},
+		{"RDMAP-5.3-10 DDP-5.2-10 empty Send", WorkRequest{Op: Send}, []string{"4143 00000000 00000000 00000002 00000000"}},
+		{"RDMAP-5.3-12 Send with Invalidate", WorkRequest{Op: SendInvalidate, STag: 0xcafef00d, Head: data[:1], Data: data[1:2]}, []string{"4144 cafef00d 00000000 00000003 00000000 0001"}},
+		{"RDMAP-4.1-10 Send with SE", WorkRequest{Op: SendSE, STag: 0xcafef00d, Data: data[:1]}, []string{"4145 00000000 00000000 00000004 00000000 00"}},
+		{"DDP-4.3-4 DDP-4.3-6 DDP-4.3-10 Send with SE and Invalidate, two segments", WorkRequest{Op: SendSEInvalidate, STag: 0xcafef00d, Head: data[:10], Data: data[10:112]},
+			[]string{"0146 cafef00d 00000000 00000005 00000000" + payload(0, 110), "4146 cafef00d 00000000 00000005 0000006e" + payload(110, 112)}},
+		{"RDMAP-5.1-9 V-DDP-3 empty Write", WorkRequest{Op: Write, STag: 1}, []string{"c140 00000001 0000000000000000"}},
+		{"DDP-4.2-5 DDP-4.2-7 DDP-4.2-9 DDP-4.2-10 Write, two segments", WorkRequest{Op: Write, STag: 0xffff0001, TO: 0xffff888000000001, Data: data[:115]},
+			[]string{"8140 ffff0001 ffff888000000001" + payload(0, 114), "c140 ffff0001 ffff888000000073" + payload(114, 115)}},
+		{"DDP-5.1-2 RDMAP-5.2.1-2 Read", WorkRequest{Op: Read, STag: 0x44444444, TO: 0x5555555566666666, Data: make([]byte, 0x1000)},
+			[]string{"4141 00000000 00000001 00000001 00000000 11111111 0000000000000000 00001000 44444444 5555555566666666"}},
+		{"DDP-4.3-7 another Read", WorkRequest{Op: Read, STag: 3, TO: 4}, []string{"4141 00000000 00000001 00000002 00000000 11111111 0000000000000000 00000000 00000003 0000000000000004"}},
+		{"DDP-5.2-6 Send behind Reads", WorkRequest{Op: Send}, []string{"4143 00000000 00000000 00000006 00000000"}},
+	} {
+		t.Run(tt.id, func(t *testing.T) {
+			if err := c.Post(&tt.wr); err != nil {
+				t.Fatal(err)
+			}
+			if tt.wr.Op == Read {
+				sinkSTag(c, 0x11111111)
+			}
+			c.Flush()
+			p.want(tt.id, tt.want...)
+		})
+	}
+	t.Run("DDP-4.3-9 MSN wrap", func(t *testing.T) {
+		c.tx.sendMSN, c.tx.readMSN = math.MaxUint32, math.MaxUint32
+		for _, msn := range []string{"ffffffff", "00000000", "00000001"} {
+			post(t, c, &WorkRequest{Op: Send})
+			p.want("DDP-4.3-9", "4143 00000000 00000000"+msn+"00000000")
+		}
+		c.rx.sendMSN, c.rx.readMSN = math.MaxUint32, math.MaxUint32
+		events := serve(c)
+		for _, msn := range []string{"ffffffff", "00000000", "00000001"} {
+			p.send(readRequestHex("00000001", msn, "00000000", "00000000", "0000000000000000"))
+			p.want("DDP-4.3-9", "c142 11111111 2222222233333333")
+			p.send("4143 00000000 00000000" + msn + "00000000 61")
+			if ev := next(t, events); string(ev.Data) != "a" {
+				t.Fatal(ev)
+			}
+		}
+	})
+	t.Run("DDP-5.2-3 2^32 octets", func(t *testing.T) {
+		// The size check looks at lengths only: the octets are never touched.
+		huge := hugeSlice(t, 1<<32)
+		if err := c.Post(&WorkRequest{Op: Send, Data: huge}); !errors.Is(err, errTooBig) {
+			t.Fatal(err)
+		}
+		if err := c.Post(&WorkRequest{Op: Send, Data: huge[:1<<32-1], Head: []byte{1}}); !errors.Is(err, errTooBig) {
+			t.Fatal(err)
+		}
+		if err := c.Post(&WorkRequest{Op: Send, Data: huge[:1<<32-1]}); err != nil {
+			t.Fatal(err)
+		}
+		c.Close()
+	})
+}
+
+// RDMAP-3.2-3, -6, -9, RDMAP-5.1-2, -5, -7, RDMAP-5.2.1-3, -4, -8, -10, -11, -12, -14, -15, RDMAP-5.2-1, RDMAP-5.2.2-1,
+// -2, -7, -9, RDMAP-5.3-2, -3, -5, -6, -10, -14, RDMAP-4.1-10, RDMAP-4.4-2..6, RDMAP-4.5-1, RDMAP-5.5-6, -8, -13, -14, -17,
+// RDMAP-B-1, DDP-4.2-4, DDP-4.3-3, DDP-4.3-5, DDP-5.1-3, DDP-5.2-11, -12, -13, DDP-5.3-5, -6, DDP-5.4-2..5, DDP-6.1-1:
+// what comes of messages from the wire.
+func TestMessagesFromTheWire(t *testing.T) {
+	p, c := responder(t, Options{MaxSend: 64})
+	mem := []byte("0123456789abcdef")
+	expose(c, 0x100, mem, 0xffff888000001000, RemoteRead|RemoteWrite)
+	events := serve(c)
+	answered := func(id string, want ...string) {
+		t.Helper()
+		p.want(id, want...)
+	}
+	told := func(want Event) {
+		t.Helper()
+		if got := next(t, events); got.err != nil || string(got.Data) != string(want.Data) || got.Solicited != want.Solicited ||
+			got.Invalidates != want.Invalidates || got.Invalidated != want.Invalidated || got.Read != nil {
+			t.Fatalf("told %+v, want %+v", got, want)
+		}
+	}
+	// A Write is seen by nobody until the Send behind it.
+	p.send("c140 00000100 ffff888000001002 5859", send1+"61")
+	told(Event{Data: []byte("a")})
+	if string(mem) != "01XY456789abcdef" {
+		t.Fatalf("RDMAP-5.1-5 RDMAP-5.1-7: %s", mem)
+	}
+	// Empty Writes: STag and TO mean nothing. DDP-5.2-11, DDP-5.2-12.
+	p.send("c140 deadbeef ffffffffffffffff", "8140 00000000 0000000000000000", "4145 00000100 00000000 00000002 00000000")
+	told(Event{Solicited: true})
+	// Last octet; overlapping Writes; a hole in a message (DDP-5.2-13).
+	p.send("c140 00000100 ffff88800000100f 5a", "8140 00000100 ffff888000001000 4141", "c140 00000100 ffff888000001008 42", "4143 00000100 00000000 00000003 00000000")
+	told(Event{})
+	if string(mem) != "AAXY4567B9abcdeZ" {
+		t.Fatalf("DDP-5.1-1: %s", mem)
+	}
+	// A Send in segments of different kinds counts as its last segment says
+	// (DDP-4.3-5), with a Write and a Read Request in between (DDP-5.1-2).
+	p.send("0143 00000000 00000000 00000004 00000000 6162", "c140 00000100 ffff888000001004 2e",
+		readRequestHex("00000001", "00000001", "00000005", "00000100", "ffff888000001000"))
+	answered("RDMAP-5.5-8 RDMAP-4.4-3", "c142 11111111 2222222233333333 414158592e")
+	select {
+	case ev := <-events:
+		t.Fatalf("DDP-4.1-8 RDMAP-5.5-13: %+v without a last segment", ev)
+	default:
+	}
+	p.send("0145 00000000 00000000 00000004 00000002", "4145 00000000 00000000 00000004 00000002"+strings.Repeat("63", 62))
+	told(Event{Data: []byte("ab" + strings.Repeat("c", 62)), Solicited: true})
+	// Reads: in order, of nothing from nowhere, to the last octet.
+	p.send(readRequestHex("00000001", "00000002", "00000010", "00000100", "ffff888000001000"),
+		readRequestHex("00000001", "00000003", "00000000", "deadbeef", "ffffffffffffffff"),
+		readRequestHex("00000001", "00000004", "00000001", "00000100", "ffff88800000100f"))
+	answered("RDMAP-5.2.2-7", "c142 11111111 2222222233333333"+hex.EncodeToString(mem), "c142 11111111 2222222233333333", "c142 11111111 2222222233333333 5a")
+	// Send with Invalidate, then a Write to what was invalidated.
+	p.send("4146 00000100 00000000 00000005 00000000 7a", "c140 00000100 ffff888000001000 01")
+	told(Event{Data: []byte("z"), Solicited: true, Invalidates: true, Invalidated: 0x100})
+	p.wantTerminate("1100c000 000f c140 00000100 ffff888000001000")
+	p.nc.Close()
+	asFault(t, next(t, events).err, wire.ReasonInvalidSTag, false)
+}
+
+// RDMAP-4.4-5, RDMAP-4.4-3, RDMAP-5.2.2-9, RDMAP-5.2.2-2: a Response in segments.
+func TestReadResponseSegments(t *testing.T) {
+	p, c := responder(t, Options{MaxULPDU: 128})
+	mem := random(300)
+	expose(c, 0x100, mem, 0, RemoteRead)
+	serve(c)
+	for i, n := range []int{113, 114, 115, 300} { // MULPDU-14 and its neighbours
+		p.send(readRequestHex("00000001", fmt.Sprintf("%08x", i+1), fmt.Sprintf("%08x", n), "00000100", "0000000000000000"))
+		for off := 0; off < n; {
+			k := min(114, n-off)
+			ctl := "81"
+			if off+k == n {
+				ctl = "c1"
+			}
+			p.want("RDMAP-4.4-5", fmt.Sprintf("%s42 11111111 22222222%08x %x", ctl, 0x33333333+off, mem[off:off+k]))
+			off += k
+		}
+	}
+}
+
+// RDMAP-3.2-8, RDMAP-5.2.2-4, -5, -6, -8, RDMAP-5.5-7, -16, -18, DDP-4.2-8, DDP-4.2-9, RDMAP-7.2-1: the
+// requester's side of a Read of 8 octets with SinkSTag 0x11111111.
+func TestReadResponses(t *testing.T) {
+	const at = "c142 11111111"
+	const more = "8142 11111111"
+	for _, tt := range []struct {
+		id        string
+		responses []string
+		reason    wire.Reason // zero: the Read is complete
+		terminate string
+	}{
+		{"RDMAP-5.5-18 one segment", []string{at + "0000000000000000 3031323334353637"}, wire.Reason{}, ""},
+		{"RDMAP-5.2.2-4 three, one of them empty", []string{more + "0000000000000000 303132", more + "0000000000000003", at + "0000000000000003 3334353637"}, wire.Reason{}, ""},
+		{"RDMAP-5.2.2-8 other STag", []string{"c142 11111112 0000000000000000 3031323334353637"}, wire.ReasonInvalidSTag, "1100c000 0016 c142 11111112 0000000000000000"},
+		{"DDP-4.2-9 STag changes", []string{more + "0000000000000000 303132", "c142 00000001 0000000000000003 3334353637"}, wire.ReasonInvalidSTag, "1100c000 0013 c142 00000001 0000000000000003"},
+		{"DDP-5.2-13 a hole", []string{more + "0000000000000000 303132", at + "0000000000000004 34353637"}, wire.ReasonBounds, "1101c000 0012 c142 11111111 0000000000000004"},
+		{"RDMAP-5.2.2-8 other TO", []string{at + "0000000000000001 30313233343536"}, wire.ReasonBounds, "1101c000 0015 c142 11111111 0000000000000001"},
+		{"RDMAP-5.2.2-8 too long", []string{at + "0000000000000000 303132333435363738"}, wire.ReasonBounds, "1101c000 0017 c142 11111111 0000000000000000"},
+		{"RDMAP-5.2.2-8 too short", []string{at + "0000000000000000 30313233343536"}, wire.ReasonBounds, "1101c000 0015 c142 11111111 0000000000000000"},
+		{"RDMAP-5.2.2-8 empty", []string{at + "0000000000000000"}, wire.ReasonBounds, "1101c000 000e c142 11111111 0000000000000000"},
+		{"DDP-7.1-14 wrap", []string{at + "fffffffffffffffc 3031323334353637"}, wire.ReasonWrap, "1103c000 0016 c142 11111111 fffffffffffffffc"},
+		{"RDMAP-5.2.2-5 two for one", []string{at + "0000000000000000 3031323334353637", at + "0000000000000000 3031323334353637"}, wire.ReasonOpcode, "0206c000 0016 c142 11111111 0000000000000000"},
+		{"DDP-7.1-11 a Write to the sink", []string{"c140 11111111 0000000000000000 3031323334353637"}, wire.ReasonInvalidSTag, "1100c000 0016 c140 11111111 0000000000000000"},
+	} {
+		t.Run(tt.id, func(t *testing.T) {
+			p, c := responder(t, Options{})
+			p.send(send1)
+			receive(t, c)
+			guarded := bytes.Repeat([]byte{0xee}, 24)
+			wr := &WorkRequest{Op: Read, Data: guarded[8:16], STag: 0x44444444}
+			if err := c.Post(wr); err != nil {
+				t.Fatal(err)
+			}
+			sinkSTag(c, 0x11111111)
+			c.Flush()
+			p.fpdu()
+			events := serve(c)
+			p.send(tt.responses[:len(tt.responses)-1]...)
+			p.send(tt.responses[len(tt.responses)-1])
+			complete := tt.reason == wire.Reason{} || strings.Contains(tt.id, "two for one")
+			if tt.terminate != "" {
+				p.wantTerminate(tt.terminate)
+				p.nc.Close()
+			}
+			o := next(t, events)
+			if o.Read != wr || (o.Err == nil) != complete {
+				t.Fatalf("%+v", o)
+			}
+			if complete && string(wr.Data) != "01234567" {
+				t.Fatalf("read %q", wr.Data)
+			}
+			if !bytes.Equal(guarded[:8], guarded[16:]) || guarded[0] != 0xee {
+				t.Fatalf("written beside the sink: %x", guarded)
+			}
+			if tt.terminate != "" {
+				asFault(t, next(t, events).err, tt.reason, false)
+			} else if len(events) != 0 {
+				t.Fatal("RDMAP-5.5-16: more events")
+			}
+		})
+	}
+}
+
+// RDMAP-5.2.1-14, DDP-5.2-12: the STag of an empty Response is not looked at.
+func TestEmptyRead(t *testing.T) {
+	p, c := responder(t, Options{})
+	p.send(send1)
+	receive(t, c)
+	wr := &WorkRequest{Op: Read, STag: 1}
+	post(t, c, wr)
+	p.fpdu()
+	p.send("c142 deadbeef 1111111111111111")
+	if ev := receive(t, c); ev.Read != wr || ev.Err != nil {
+		t.Fatalf("%+v", ev)
+	}
+}
+
+// MPA2-4.1-1, MPA2-4.1-3, MPA2-9.1-1, MPA2-9.1-12, RDMAP-6.1-2, -4, -6, RDMAP-8.1.1-11: never more than
+// ORD Reads are outstanding, and what is behind a Read that waits, waits.
+func TestORD(t *testing.T) {
+	for _, tt := range []struct{ ours, theirs, want int }{{4, 32, 4}, {32, 4, 4}, {32, 1, 1}} {
+		t.Run(fmt.Sprintf("%+v", tt), func(t *testing.T) {
+			p, c, _ := respondTo(t, fmt.Sprintf("%s50020004 %04x0000", reqKey, tt.theirs), Options{ORD: tt.ours}, Answer{})
+			p.send(send1)
+			receive(t, c)
+			events := serve(c)
+			const reads = 20
+			done := make(sent, 1)
+			for range reads {
+				if err := c.Post(&WorkRequest{Op: Read, Data: make([]byte, 2), STag: 5}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := c.Post(&WorkRequest{Op: Send, Done: done}); err != nil {
+				t.Fatal(err)
+			}
+			c.Flush()
+			sinks := make(chan []byte, reads)
+			take := func() {
+				if u := p.fpdu(); u[1] == 0x41 {
+					sinks <- u[18:22]
+				} else {
+					t.Fatalf("MPA2-4.1-3: %x overtook a Read", u)
+				}
+			}
+			for range tt.want {
+				take()
+			}
+			for i := range reads {
+				if i+tt.want < reads {
+					p.silent("MPA2-4.1-1")
+					if len(done) != 0 {
+						t.Fatal("the Send is done before the Reads in front of it are sent")
+					}
+				}
+				p.send("c142" + hex.EncodeToString(<-sinks) + "0000000000000000 6162")
+				if ev := next(t, events); ev.Read == nil || string(ev.Read.Data) != "ab" {
+					t.Fatalf("%+v", ev)
+				}
+				if i+tt.want < reads {
+					take()
+				}
+				if i+tt.want == reads-1 { // the last Read is out
+					p.want("MPA2-4.1-3", send1)
+					if err := <-done; err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+		})
+	}
+	t.Run("MPA2-9.1-2 the peer takes in none", func(t *testing.T) {
+		_, c, _ := respondTo(t, reqKey+"50020004 00000000", Options{}, Answer{})
+		if err := c.Post(&WorkRequest{Op: Read}); !errors.Is(err, errNoORD) {
+			t.Fatal(err)
+		}
+	})
+}
+
+// MPA2-4.1-2, MPA2-9.1-4, RDMAP-5.2.2-3, RDMAP-6.1-3, -7, DDP-7.2-9, RDMAP-8.1.2-7: IRD Requests at
+// once are always served. A peer that keeps sending them without taking the
+// Responses is ended with 1/2/02 when at most twice IRD wait.
+func TestIRD(t *testing.T) {
+	for _, ird := range []int{1, 4} {
+		t.Run(fmt.Sprintf("IRD %d", ird), func(t *testing.T) {
+			p, c, _ := respondTo(t, fmt.Sprintf("%s50020004 0000%04x", reqKey, ird), Options{}, Answer{})
+			big := make([]byte, 32<<20) // more than the sockets hold
+			expose(c, 0x100, big, 0, RemoteRead)
+			events := serve(c)
+			msn := 0
+			request := func(n int) {
+				msn++
+				p.send(readRequestHex("00000001", fmt.Sprintf("%08x", msn), fmt.Sprintf("%08x", n), "00000100", "0000000000000000"))
+			}
+			for range 50 { // IRD at once, again and again
+				for range ird {
+					request(4)
+				}
+				for range ird {
+					p.want("RDMAP-5.2.2-3", "c142 11111111 2222222233333333 00000000")
+				}
+			}
+			for range ird { // a new one as soon as a Response is here
+				request(4)
+			}
+			for range 200 {
+				p.fpdu()
+				request(4)
+			}
+			for range ird {
+				p.fpdu()
+			}
+			p.silent("RDMAP-5.2-1: one Response for a Request")
+			for range 2*ird + 1 {
+				request(len(big))
+			}
+			asFault(t, next(t, events).err, wire.ReasonNoBuffer, false)
+		})
+	}
+	t.Run("MPA2-9.1-4 IRD 0", func(t *testing.T) {
+		p, c, _ := respondTo(t, reqKey+"50020004 00040000", Options{}, Answer{})
+		events := serve(c)
+		rr := readRequestHex("00000001", "00000001", "00000000", "00000000", "0000000000000000")
+		p.send(rr)
+		p.wantTerminate("1202c000 002e 4141 00000000 00000001 00000001 00000000")
+		p.nc.Close()
+		asFault(t, next(t, events).err, wire.ReasonNoBuffer, false)
+	})
+}
+
+// RDMAP-5.5-9, RDMAP-5.5-15: two ends with ORD 1 that both have more to read
+// get it: Responses do not queue behind Reads that have to wait.
+func TestReadsBothWays(t *testing.T) {
+	a, b := pair(t, Options{IRD: 1, ORD: 1}, Options{IRD: 1, ORD: 1})
+	post(t, a, &WorkRequest{Op: Send})
+	receive(t, b)
+	var wg sync.WaitGroup
+	for _, ends := range [][2]*Conn{{a, b}, {b, a}} {
+		var r Region
+		source := random(200000)
+		stag := ends[1].Register(&r, source, 0, RemoteRead)
+		wg.Go(func() {
+			for range 20 {
+				ends[0].Post(&WorkRequest{Op: Read, Data: make([]byte, len(source)), STag: stag})
+			}
+			ends[0].Flush()
+			for range 20 {
+				var ev Event
+				if err := ends[0].Receive(&ev); err != nil || ev.Err != nil || !bytes.Equal(ev.Read.Data, source) {
+					t.Errorf("%v, %v", err, ev.Err)
+					return
+				}
+			}
+			go ends[0].Receive(new(Event)) // keep answering
+		})
+	}
+	wg.Wait()
+}
+
+// Two ends that send more than the sockets hold, each with Reads that the
+// other's data holds up, go on: Receive does not wait for the peer to take
+// data.
+func TestFullSocketsBothWays(t *testing.T) {
+	a, b := pair(t, Options{ORD: 1, MaxSend: 1 << 20}, Options{ORD: 1, MaxSend: 1 << 20})
+	post(t, a, &WorkRequest{Op: Send})
+	receive(t, b)
+	var wg sync.WaitGroup
+	for _, ends := range [][2]*Conn{{a, b}, {b, a}} {
+		var r Region
+		stag := ends[1].Register(&r, make([]byte, 1<<20), 0, RemoteRead|RemoteWrite)
+		wg.Go(func() {
+			data := make([]byte, 1<<20)
+			for range 12 {
+				ends[0].Post(&WorkRequest{Op: Read, Data: make([]byte, 1<<20), STag: stag})
+				ends[0].Post(&WorkRequest{Op: Write, Data: data, STag: stag})
+				ends[0].Post(&WorkRequest{Op: Send, Data: data})
+			}
+			ends[0].Flush()
+		})
+		wg.Go(func() {
+			for range 24 {
+				if err := ends[0].Receive(new(Event)); err != nil {
+					t.Error(err)
+					return
+				}
+			}
+			go ends[0].Receive(new(Event)) // keep answering
+		})
+	}
+	wg.Wait()
+}
+
+// DDP-5.4-1, RDMAP-5.5-5, RDMAP-5.5-11, RDMAP-5.5-12: Done comes when TCP has taken a
+// message, not before, and in the order of Post, whether the peer reads or not.
+func TestDone(t *testing.T) {
+	p, c := responder(t, Options{})
+	p.send(send1)
+	receive(t, c)
+	small := make(sent, 1)
+	post(t, c, &WorkRequest{Op: Send, Data: make([]byte, 100), Done: small})
+	select {
+	case err := <-small: // the peer has not read
+		if err != nil {
+			t.Fatal(err)
+		}
+	default:
+		t.Fatal("DDP-5.4-1")
+	}
+	var mu sync.Mutex
+	var order []int
+	big := make([]byte, 64<<20)
+	all := make(chan struct{})
+	for i := range 5 {
+		c.Post(&WorkRequest{Op: Write, Data: big[:len(big)*(1-i%2)], Done: completer(func(*WorkRequest, error) {
+			mu.Lock()
+			defer mu.Unlock()
+			if order = append(order, i); len(order) == 5 {
+				close(all)
+			}
+		})})
+	}
+	go c.Flush()
+	first := p.fpdu()
+	if len(first) != 118 {
+		t.Fatal(len(first))
+	}
+	p.fpdu() // the Writes have begun, but cannot end
+	mu.Lock()
+	if len(order) != 0 {
+		t.Fatal("RDMAP-5.5-11: done before TCP has taken it")
+	}
+	mu.Unlock()
+	go io.Copy(io.Discard, p.nc)
+	<-all
+	if fmt.Sprint(order) != "[0 1 2 3 4]" {
+		t.Fatal("RDMAP-5.5-12:", order)
+	}
+}
+
+type completer func(*WorkRequest, error)
+
+func (f completer) WorkDone(wr *WorkRequest, err error) { f(wr, err) }
+
+// MPA-7.1.2-14, MPA2-9.2-18: what a Responder posts early, an end of its
+// stream included, waits for the first FPDU.
+func TestEarlyPosts(t *testing.T) {
+	p, c, _ := respondTo(t, reqKey+"40010000", Options{}, Answer{})
+	post(t, c, &WorkRequest{Op: Send, Data: []byte("early")})
+	c.CloseWrite()
+	p.silent("MPA-7.1.2-14")
+	serve(c)
+	p.send("8140 00000001 0000000000000000")
+	p.want("MPA-7.1.2-14", "4143 00000000 00000000 00000001 00000000 6561726c79")
+	p.wantEOF()
+}
+
+// DDP-6.2.1-1, -2, -5, -6, MPA-7.2-1, RDMAP-6.2-1, RDMAP-6.2-2, DDP-6.2-2: CloseWrite sends
+// everything that was posted, also what waits for ORD, and then ends our
+// direction; the other goes on.
+func TestCloseWrite(t *testing.T) {
+	p, c := responder(t, Options{ORD: 1})
+	p.send(send1)
+	receive(t, c)
+	events := serve(c)
+	wr := []*WorkRequest{{Op: Read, Data: make([]byte, 1)}, {Op: Read, Data: make([]byte, 1)}}
+	for i := range 100 {
+		if err := c.Post(&WorkRequest{Op: Send, Data: make([]byte, i)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c.Post(wr[0])
+	c.Post(wr[1])
+	c.Post(&WorkRequest{Op: Send, Data: []byte("last")})
+	c.CloseWrite()
+	if err := c.Post(&WorkRequest{Op: Send}); !errors.Is(err, ErrClosed) {
+		t.Fatal("DDP-6.2.1-2:", err)
+	}
+	for i := range 100 {
+		if u := p.fpdu(); len(u) != 18+i {
+			t.Fatalf("Send %d: ULPDU of %d octets", i, len(u))
+		}
+	}
+	for i := range 2 {
+		u := p.fpdu()
+		if i == 0 {
+			p.silent("ORD")
+		} else {
+			p.want("DDP-6.2.1-1", "4143 00000000 00000000 00000065 00000000 6c617374")
+			p.wantEOF()
+		}
+		p.send("c142" + hex.EncodeToString(u[18:22]) + "0000000000000000 61")
+		if ev := next(t, events); ev.Read != wr[i] {
+			t.Fatalf("%+v", ev)
+		}
+	}
+	p.send(send2)
+	if ev := next(t, events); ev.err != nil {
+		t.Fatal("DDP-6.2.1-6:", ev.err)
+	}
+	p.nc.Close()
+	if ev := next(t, events); ev.err != io.EOF {
+		t.Fatal(ev.err)
+	}
+}
+
+// DDP-3-3, DDP-6.2.2-4, RDMAP-5.4-7, RDMAP-6.2.1-3, RDMAP-3.1-8, MPA-7.1-2: whenever and however the
+// stream ends, every Send and Write is done once, every Read is returned once
+// before the final error, and nothing of the Conn is left.
+func TestNothingIsLost(t *testing.T) {
+	before, goroutines := ReadStats(), runtime.NumGoroutine()
+	ends := map[string]func(p *rawPeer, c *Conn){
+		"Close":                   func(p *rawPeer, c *Conn) { c.Close() },
+		"reset":                   func(p *rawPeer, c *Conn) { p.nc.(*net.TCPConn).SetLinger(0); p.nc.Close() },
+		"peer's end":              func(p *rawPeer, c *Conn) { p.nc.(*net.TCPConn).CloseWrite() },
+		"Terminate":               func(p *rawPeer, c *Conn) { p.send("4147 00000000 00000002 00000001 00000000 10000000"); p.nc.Close() },
+		"bad FPDU":                func(p *rawPeer, c *Conn) { p.send("c140 deadbeef 0000000000000000 01"); p.nc.Close() },
+		"CloseWrite, then Close":  func(p *rawPeer, c *Conn) { go c.CloseWrite(); c.Close() },
+		"Terminate by ULP, reset": func(p *rawPeer, c *Conn) { c.Terminate(wire.ReasonLocalCatastrophic, io.ErrNoProgress); p.nc.Close() },
+	}
+	for name, end := range ends {
+		for _, depth := range []int{0, 1, 7, 60} {
+			t.Run(fmt.Sprintf("%s, %d", name, depth), func(t *testing.T) {
+				p, c := responder(t, Options{ORD: 3})
+				p.send(send1)
+				receive(t, c)
+				var mu sync.Mutex
+				done := map[*WorkRequest]int{}
+				reads := map[*WorkRequest]int{}
+				count := completer(func(wr *WorkRequest, _ error) { mu.Lock(); done[wr]++; mu.Unlock() })
+				var posted sync.WaitGroup
+				events := serve(c)
+				posted.Go(func() {
+					data := make([]byte, 3<<20) // soon the sockets are full
+					for i := range depth {
+						wr := &WorkRequest{Op: []Op{Write, Read, Send}[i%3], Data: data[:len(data)>>(i%4*4)], Done: count}
+						if c.Post(wr) == nil {
+							mu.Lock()
+							if wr.Op == Read {
+								reads[wr] += 0
+							} else {
+								done[wr] += 0
+							}
+							mu.Unlock()
+						}
+						if i%5 == 0 {
+							go c.Flush()
+						}
+					}
+					go c.Flush()
+				})
+				end(p, c)
+				final := false
+				for o := range events {
+					if final = o.err != nil; !final {
+						if o.Read == nil || o.Err == nil {
+							t.Errorf("%+v", o)
+						}
+						mu.Lock()
+						reads[o.Read]++
+						mu.Unlock()
+					}
+				}
+				posted.Wait()
+				c.Close()
+				var ev Event // a Read that was posted behind the final error is refused, not lost
+				if err := c.Receive(&ev); err == nil || !final {
+					t.Fatalf("after the final error: %+v", ev)
+				}
+				waitFor(t, func() bool { mu.Lock(); defer mu.Unlock(); return once(done) })
+				if !once(reads) {
+					t.Fatalf("Reads returned: %v", reads)
+				}
+			})
+		}
+	}
+	waitFor(t, func() bool { return runtime.NumGoroutine() <= goroutines && ReadStats() == before })
+}
+
+func once(counts map[*WorkRequest]int) bool {
+	for _, n := range counts {
+		if n != 1 {
+			return false
+		}
+	}
+	return true
+}
+
+// waitFor waits for what other goroutines are about to do.
+func waitFor(t testing.TB, done func() bool) {
+	t.Helper()
+	for end := time.Now().Add(patience); !done(); runtime.Gosched() {
+		if time.Now().After(end) {
+			buf := make([]byte, 1<<16)
+			t.Fatalf("still waiting; %+v\n%s", ReadStats(), buf[:runtime.Stack(buf, true)])
+		}
+	}
+}
+
+// DDP-8.3-1, DDP-8.3.1-6, RDMAP-8.1.1-6: after Deregister not one octet changes, while a
+// long Write is coming in and its sender stalls, sends on, or does both.
+func TestDeregisterDuringWrite(t *testing.T) {
+	const size = 60000
+	for _, part := range []int{0, 20, 5000, 30000, size} {
+		p, c := responder(t, Options{})
+		buf := make([]byte, size)
+		r := expose(c, 0x100, buf, 0, RemoteWrite)
+		f := frame(append(unhex("c140 00000100 0000000000000000"), bytes.Repeat([]byte{0xff}, size)...))
+		events := serve(c)
+		p.write(f[:part])
+		if part > 10000 {
+			waitFor(t, func() bool { c.mem.mu.Lock(); defer c.mem.mu.Unlock(); return r.busy > 0 })
+		}
+		c.Deregister(r)
+		before := bytes.Clone(buf)
+		go p.nc.Write(f[part:])
+		p.want("the rest goes nowhere", "4147 00000000 00000002 00000001 00000000 1100c000 ea6e c140 00000100 0000000000000000")
+		p.nc.Close()
+		asFault(t, next(t, events).err, wire.ReasonInvalidSTag, false)
+		if !bytes.Equal(buf, before) {
+			t.Fatalf("%d octets of the Write had come: memory changed after Deregister", part)
+		}
+	}
+}
+
+// The same with the race detector looking: the memory is used again at once.
+func TestDeregisterRace(t *testing.T) {
+	for i := range 30 {
+		p, c := responder(t, Options{NoCRC: i%2 == 0})
+		buf := make([]byte, 50000)
+		r := expose(c, 0x100, buf, 0, RemoteWrite)
+		f := frame(append(unhex("c140 00000100 0000000000000000"), bytes.Repeat([]byte{0xff}, len(buf))...))
+		go func() {
+			for {
+				if _, err := p.nc.Write(f); err != nil {
+					return
+				}
+			}
+		}()
+		events := serve(c)
+		for range i * 50 {
+			runtime.Gosched()
+		}
+		// A receive deadline of the ULP does not get in the way.
+		if i%3 == 0 {
+			go c.SetReceiveDeadline(time.Now().Add(time.Hour))
+		}
+		c.Deregister(r)
+		clear(buf)
+		c.Deregister(r) // twice does no harm
+		c.Close()
+		p.nc.Close()
+		next(t, events)
+		for _, b := range buf {
+			if b != 0 {
+				t.Fatal("written after Deregister")
+			}
+		}
+	}
+}
+
+// RDMAP-4.8-15: Deregister waits for a Response that is being sent, so none is
+// cut short; Close ends the wait.
+func TestDeregisterDuringRead(t *testing.T) {
+	for _, stall := range []bool{false, true} {
+		p, c := responder(t, Options{})
+		buf := make([]byte, 32<<20)
+		r := expose(c, 0x100, buf, 0, RemoteRead)
+		events := serve(c)
+		p.send(readRequestHex("00000001", "00000001", "02000000", "00000100", "0000000000000000"))
+		first := p.fpdu()
+		back := make(chan struct{})
+		go func() { c.Deregister(r); clear(buf); close(back) }()
+		if stall {
+			waitFor(t, func() bool { c.mem.mu.Lock(); defer c.mem.mu.Unlock(); return r.waiting })
+			c.Close()
+			<-back
+			next(t, events)
+			continue
+		}
+		for n := len(first) - 14; n < len(buf); {
+			u := p.fpdu()
+			n += len(u) - 14
+		}
+		<-back
+	}
+}
+
+// RDMAP-8.1.1-8: STags are drawn from all 32 bits, never 0, none twice at once.
+func TestSTags(t *testing.T) {
+	c := bufferConn(Options{ORD: 16000}, 0)
+	defer c.Close()
+	seen := map[wire.STag]bool{}
+	const n = 100000
+	var ones [32]int
+	regions := make([]Region, n)
+	for i := range regions {
+		s := c.Register(&regions[i], nil, 0, RemoteRead)
+		if s == 0 || seen[s] || s != regions[i].STag() {
+			t.Fatal("STag", s)
+		}
+		seen[s] = true
+		for b := range ones {
+			ones[b] += int(s >> b & 1)
+		}
+	}
+	for b, k := range ones {
+		if k < n*48/100 || k > n*52/100 {
+			t.Errorf("bit %d is set in %d of %d STags", b, k, n)
+		}
+	}
+	for i := range regions {
+		c.Deregister(&regions[i])
+	}
+	other := bufferConn(Options{}, 0)
+	defer other.Close()
+	var r Region
+	if seen[other.Register(&r, nil, 0, RemoteRead)] {
+		t.Error("two streams draw the same STags")
+	}
+}
+
+// DDP-8.2-1, DDP-8.3.1-1, RDMAP-8.1.1-1: an STag of another domain is as unknown
+// as one that never was.
+func TestOtherDomain(t *testing.T) {
+	p, c := responder(t, Options{})
+	_, other := responder(t, Options{})
+	buf := make([]byte, 4)
+	expose(other, 0x400, buf, 0, RemoteWrite)
+	p.send("c140 00000400 0000000000000000 01020304")
+	events := serve(c)
+	p.wantTerminate("1100c000 0012 c140 00000400 0000000000000000")
+	p.nc.Close()
+	next(t, events)
+	if !bytes.Equal(buf, make([]byte, 4)) {
+		t.Fatal("written")
+	}
+}
+
+// RDMAP-8.1.1-10, DDP-7.1-2..6, RDMAP-5.3-11, DDP-5.3-5: nobody receives on one Conn: its peer is
+// held back by TCP and loses nothing, and another Conn does not notice.
+func TestBackPressure(t *testing.T) {
+	p, c := responder(t, Options{})
+	q, d := responder(t, Options{})
+	const n = 30000
+	var stream []byte
+	for i := range n {
+		stream = append(stream, frame(append(unhex(fmt.Sprintf("4143 00000000 00000000 %08x 00000000", i+1)), make([]byte, 1000)...))...)
+	}
+	written := make(chan struct{})
+	go func() { p.write(stream); close(written) }()
+	q.send(send1)
+	receive(t, d)
+	select {
+	case <-written:
+		t.Fatal("30 MB fit into the sockets; send more")
+	default:
+	}
+	for range n {
+		if ev := receive(t, c); len(ev.Data) != 1000 {
+			t.Fatal(len(ev.Data))
+		}
+	}
+	<-written
+}
+
+// RDMAP-6.2.1-5, RDMAP-6.2.1-4, RDMAP-7-1, RDMAP-7-4: a peer that has sent much more behind
+// the bad message gets the Terminate and no reset.
+func TestTerminateOvertakesNothing(t *testing.T) {
+	p, c := responder(t, Options{})
+	go func() {
+		p.send("c140 deadbeef 0000000000000000 01")
+		p.nc.Write(make([]byte, 4<<20))
+		p.nc.(*net.TCPConn).CloseWrite()
+	}()
+	wantFault(t, c, wire.ReasonInvalidSTag)
+	c.Close()
+	p.wantTerminate("1100c000 000f c140 deadbeef 0000000000000000")
+}
+
+// A write that fails tells Receive what the peer has said, and does not leave
+// it waiting.
+func TestWriteError(t *testing.T) {
+	p, c := responder(t, Options{})
+	p.send(send1, "4147 00000000 00000002 00000001 00000000 12050000")
+	receive(t, c)
+	p.nc.Close()
+	done := make(sent, 1)
+	var err error
+	for err == nil {
+		if perr := c.Post(&WorkRequest{Op: Write, Data: make([]byte, 1<<20), Done: done}); perr != nil {
+			t.Fatal(perr)
+		}
+		c.Flush()
+		err = <-done
+	}
+	if !errors.Is(err, errWriting) {
+		t.Fatal(err)
+	}
+	asFault(t, c.Receive(new(Event)), wire.ReasonTooLong, true)
+}
