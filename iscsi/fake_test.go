@@ -430,6 +430,11 @@ func (l *logBuffer) lines(s string) (found []string) {
 
 func newTestNode(tb testing.TB, change ...func(*Options)) *testNode {
 	tb.Helper()
+	return newStoreNode(tb, newMemStore(), change...)
+}
+
+func newStoreNode(tb testing.TB, store *memStore, change ...func(*Options)) *testNode {
+	tb.Helper()
 	log := &logBuffer{}
 	o := Options{
 		LogoutWait: 50 * time.Millisecond, ShutdownWait: 200 * time.Millisecond, ReinstatementWait: 2 * time.Second,
@@ -438,7 +443,7 @@ func newTestNode(tb testing.TB, change ...func(*Options)) *testNode {
 	for _, f := range change {
 		f(&o)
 	}
-	n := &testNode{tb: tb, Node: NewNode(o), store: newMemStore(), log: log, before: runtime.NumGoroutine()}
+	n := &testNode{tb: tb, Node: NewNode(o), store: store, log: log, before: runtime.NumGoroutine()}
 	n.inv = newInventory(tb, n.store)
 	all, err := security.Compile([]string{"iqn.1993-08.org.debian:*"})
 	if err != nil {

@@ -97,9 +97,13 @@ var (
 	senseInvalidIU    = sense{0x05, 0x0e, 0x03}
 	senseUnexpected   = sense{0x0b, 0x0c, 0x0c} // UNEXPECTED UNSOLICITED DATA
 	senseWrongAmount  = sense{0x0b, 0x0c, 0x0d} // NOT ENOUGH UNSOLICITED DATA
-	statusGood        = byte(0x00)
-	statusCheckCond   = byte(0x02)
-	attributeReserved = byte(pdu.AttrACA) // ACA is not supported, higher values are reserved
+	senseAborted     = sense{0x0b, 0x00, 0x00} // never sent
+)
+
+// SAM status codes.
+const (
+	statusGood           = 0x00
+	statusCheckCondition = 0x02
 )
 
 // Request is the BHS of the request that t serves.
@@ -177,7 +181,7 @@ func (t *Task) takeCommand(n *Notice) error {
 	imm := uint32(len(n.Data))
 	burst := min(c.params.FirstBurstLength, out)
 	switch {
-	case h.Attr() >= attributeReserved, // ISCSI section 11.3.1, like the following three
+	case h.Attr() >= pdu.AttrACA, // not supported or reserved: section 11.3.1, like the next three
 		!h.Final() && !h.Write(),
 		h.EDTL() > 0 && !h.Read() && !h.Write(),
 		h.Read() && h.Write(): // no command of ours is bidirectional
@@ -348,7 +352,6 @@ func (t *Task) runCommand() {
 	case t.cmd.DataOut > 0 && in > 0, t.cmd.DataIn > 0 && out > 0:
 		// The initiator and the CDB do not agree on the direction. Without an
 		// expected length they merely disagree on how much there is: overflow.
-		t.begun = false
 		t.cmd.Fail(senseInvalidIU.key, senseInvalidIU.asc, senseInvalidIU.ascq)
 		t.complete()
 	case t.cmd.DataOut > 0:
@@ -492,10 +495,13 @@ func (t *Task) takeBuffer(n int) *Buffer {
 	return c.budget.wait(t, n)
 }
 
-// abandon ends an aborted task without a response. Its data stays where it is:
-// what the logical unit was given before may or may not be on the medium.
+// abandon ends an aborted task without a response. What the logical unit was
+// given before stays; it does not begin anything now.
 func (t *Task) abandon() {
 	c := t.conn
+	if t.begun {
+		t.cmd.Fail(senseAborted.key, senseAborted.asc, senseAborted.ascq)
+	}
 	t.endBegun()
 	c.mu.Lock()
 	c.drop(t)
@@ -517,6 +523,10 @@ func (t *Task) endBegun() {
 // complete ends a command and responds (RFC 7143, section 11.4).
 func (t *Task) complete() {
 	c := t.conn
+	if t.aborted.Load() {
+		t.abandon()
+		return
+	}
 	t.endBegun()
 	h := pdu.BHS(t.Header[:])
 	h.Reset(pdu.SCSIResponse, pdu.FlagF)
@@ -528,9 +538,8 @@ func (t *Task) complete() {
 		h.SetFlags(pdu.FlagF | flag)
 		h.SetResidual(n)
 	}
-	if s := t.cmd.Sense(); t.cmd.Status == statusCheckCond {
-		room := min(len(t.scratch), c.dm.MaxSendSegment())
-		n := copy(t.scratch[2:room], s)
+	if t.cmd.Status == statusCheckCondition {
+		n := copy(t.scratch[2:], t.cmd.Sense())
 		binary.BigEndian.PutUint16(t.scratch[:], uint16(n))
 		t.Segment = t.scratch[:2+n]
 	}

@@ -1,0 +1,181 @@
+package iscsi
+
+import (
+	"testing"
+	"time"
+)
+
+func newBudget(octets int) *budget { return &budget{pool: &bufferPool{}, free: octets} }
+
+func waiter() *Task { return &Task{wake: make(chan struct{}, 1)} }
+
+func TestBufferClasses(t *testing.T) {
+	for n, want := range map[int]int{0: 4096, 1: 4096, 4096: 4096, 4097: 8192, 65536: 65536, 65537: 131072, 1 << 20: 1 << 20, maxBuffer: maxBuffer} {
+		if got := 1 << (minBufferShift + bufferClass(n)); got != want {
+			t.Errorf("%d octets in a Buffer of %d, want %d", n, got, want)
+		}
+	}
+}
+
+// Waiters are served in order of arrival, and one who wants little does not
+// overtake one who wants much.
+func TestBudgetIsFair(t *testing.T) {
+	g := newBudget(64 << 10)
+	all := g.try(64 << 10)
+	if all == nil || g.try(1) != nil {
+		t.Fatal("budget of 64 KiB")
+	}
+	got := make(chan int, 3)
+	bufs := make([]*Buffer, 3)
+	for i, n := range []int{32 << 10, 64 << 10, 4096} {
+		w := waiter()
+		go func() {
+			bufs[i] = g.wait(w, n)
+			got <- i
+		}()
+		for { // until it waits
+			g.mu.Lock()
+			waits := g.tail == w
+			g.mu.Unlock()
+			if waits {
+				break
+			}
+			time.Sleep(time.Millisecond)
+		}
+	}
+	all.Release()
+	if i := <-got; i != 0 {
+		t.Fatalf("waiter %d first", i)
+	}
+	if g.try(4096) != nil {
+		t.Error("try overtakes those who wait")
+	}
+	select {
+	case i := <-got:
+		t.Fatalf("waiter %d without memory", i)
+	case <-time.After(10 * time.Millisecond):
+	}
+	bufs[0].Release()
+	if i := <-got; i != 1 {
+		t.Fatalf("waiter %d second", i)
+	}
+	bufs[1].Release()
+	<-got
+	bufs[2].Release()
+	if g.free != 64<<10 || g.pool.out.Load() != 0 || g.pool.octets.Load() != 0 {
+		t.Errorf("free %d, out %d", g.free, g.pool.out.Load())
+	}
+}
+
+// A cancelled waiter leaves, and those behind it get what they want.
+func TestBudgetCancel(t *testing.T) {
+	g := newBudget(8192)
+	half := g.try(4096)
+	first, second, third := waiter(), waiter(), waiter()
+	type result struct {
+		t *Task
+		b *Buffer
+	}
+	got := make(chan result, 3)
+	for _, w := range []struct {
+		t *Task
+		n int
+	}{{first, 8192}, {second, 4096}, {third, 8192}} {
+		go func() { got <- result{w.t, g.wait(w.t, w.n)} }()
+		for {
+			g.mu.Lock()
+			waits := g.tail == w.t
+			g.mu.Unlock()
+			if waits {
+				break
+			}
+			time.Sleep(time.Millisecond)
+		}
+	}
+	first.aborted.Store(true)
+	g.cancel(first)
+	g.cancel(waiter()) // does not wait: nothing happens
+	var second2 *Buffer
+	for range 2 {
+		r := <-got
+		if r.t == first && r.b != nil || r.t == second && r.b == nil || r.t == third {
+			t.Fatalf("%p got %v", r.t, r.b)
+		}
+		if r.t == second {
+			second2 = r.b
+		}
+	}
+	if b := g.wait(first, 1); b != nil {
+		t.Error("an aborted task got a Buffer")
+	}
+	g.close()
+	if r := <-got; r.t != third || r.b != nil {
+		t.Errorf("%p got %v after close", r.t, r.b)
+	}
+	if g.try(1) != nil || g.wait(waiter(), 1) != nil {
+		t.Error("Buffer from a closed budget")
+	}
+	half.Release()
+	second2.Release()
+	if g.pool.out.Load() != 0 {
+		t.Errorf("%d out", g.pool.out.Load())
+	}
+	defer func() {
+		if recover() == nil {
+			t.Error("second Release did not panic")
+		}
+	}()
+	half.Release()
+}
+
+func TestTaskTable(t *testing.T) {
+	var tt taskTable
+	tt.init(10)
+	tasks := map[uint32]*Task{}
+	for i := range 300 {
+		itt := uint32(i) * 0x01000193
+		u := &Task{}
+		u.header().SetITT(itt)
+		tt.insert(u)
+		tasks[itt] = u
+	}
+	seen := 0
+	tt.each(func(*Task) { seen++ })
+	if seen != len(tasks) {
+		t.Fatalf("%d of %d tasks", seen, len(tasks))
+	}
+	for itt, u := range tasks {
+		if tt.find(itt) != u {
+			t.Fatalf("task %#x not found", itt)
+		}
+		tt.remove(u)
+		tt.remove(u) // twice does no harm
+		if tt.find(itt) != nil {
+			t.Fatalf("task %#x found after its end", itt)
+		}
+	}
+	if tt.any(func(*Task) bool { return true }) {
+		t.Error("table is not empty")
+	}
+}
+
+func TestTaskList(t *testing.T) {
+	a, b, c := &Task{}, &Task{}, &Task{}
+	for _, gone := range []*Task{a, b, c} {
+		var l taskList
+		for _, u := range []*Task{a, b, c} {
+			l.push(u)
+		}
+		l.remove(gone)
+		l.remove(gone)
+		d := &Task{}
+		l.push(d)
+		var left []*Task
+		for u := l.pop(); u != nil; u = l.pop() {
+			left = append(left, u)
+		}
+		if len(left) != 3 || left[2] != d || l.head != nil || l.tail != nil {
+			t.Errorf("%d left", len(left))
+		}
+	}
+}
