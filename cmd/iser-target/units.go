@@ -108,5 +108,6 @@ func (u *units) close() error {
 	for _, inv := range u.inventories {
 		errs = append(errs, inv.Close())
 	}
+	errs = append(errs, u.ids.Close())
 	return errors.Join(errs...)
 }
