@@ -35,6 +35,20 @@ type Remote struct {
 	Base  uint64    // Base Offset: a tagged offset, often a kernel address
 }
 
+// check tells whether r can be the source or sink of n octets: their tagged
+// offsets must not pass 2^64.
+func (r *Remote) check(n uint32) error {
+	switch {
+	case n == 0:
+		return nil
+	case !r.Valid:
+		return fmt.Errorf("no STag for %d octets", n)
+	case r.Base+uint64(n-1) < r.Base:
+		return fmt.Errorf("%d octets from Base Offset %#x pass 2^64", n, r.Base)
+	}
+	return nil
+}
+
 // Header is the iSER header of a control-type PDU (RFC 7145, section 9.2).
 //
 //	0          4            8                    16           20                    28

@@ -10,7 +10,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"sync"
 	"sync/atomic"
@@ -19,6 +18,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/rdma"
+	"github.com/iser-target/iser-target/rdma/wire"
 )
 
 const (
@@ -34,6 +34,9 @@ const (
 	// maxAHS is the default of MaxAHSLength (RFC 7145, section 6.8).
 	maxAHS = 256
 	maxPad = 3
+
+	// drainTime is how long a peer that has been told of its error is heard.
+	drainTime = time.Second
 )
 
 // Options of an iSER connection.
@@ -47,15 +50,19 @@ type Options struct {
 // A Conn is an iSER connection of the target.
 type Conn struct {
 	rc          *rdma.Conn
+	recvSegment int  // longest data segment of the initiator, octets
 	invalidates bool // the initiator takes Sends with Invalidate
 	phase       atomic.Int32
+	flush       func() // rc.Flush; made once
 
 	// Of the receiving side:
-	ev    rdma.Event
-	hdr   Header // of the PDU that Receive returned last
-	bhs   pdu.BHS
-	err   error // why the connection has ended
-	heard bool  // a control-type PDU has come
+	ev         rdma.Event
+	hdr        Header // of the PDU that Receive returned last
+	bhs        pdu.BHS
+	err        error // why the connection has ended
+	heard      bool  // in this phase a message has come
+	hello      bool  // a Hello has come
+	needsHello bool  // it must be the next message
 
 	mu          sync.Mutex
 	ord         int // RDMA Reads that may be outstanding
@@ -76,14 +83,12 @@ var _ iscsi.Datamover = (*Conn)(nil)
 
 // task is the mover's state of a task slot.
 type task struct {
-	c           *Conn
 	t           *iscsi.Task
 	remote      Header // Remote Mapping (RFC 7145, section 7.3.1)
 	unsolicited uint32
 
 	send rdma.WorkRequest
 	head [headLen]byte // of send
-	pad  [maxPad]byte
 
 	get  rdma.WorkRequest
 	err  error // in lost
@@ -130,7 +135,7 @@ func Accept(ctx context.Context, nc net.Conn, o Options) (*Conn, error) {
 	o.RDMA.MaxSend = headLen + maxAHS + o.RecvDataSegmentLength + maxPad
 	// Without RDMA Reads there are no writes.
 	o.RDMA.MinORD = 1
-	c := &Conn{}
+	c := &Conn{recvSegment: o.RecvDataSegmentLength}
 	rc, err := rdma.Respond(ctx, nc, o.RDMA, func(r *rdma.Request) rdma.Answer {
 		reply := [cmLen]byte{cmNoZBVA | cmNoInvalidate}
 		if len(r.Private) > 0 && r.Private[0]&cmNoInvalidate == 0 {
@@ -143,7 +148,7 @@ func Accept(ctx context.Context, nc net.Conn, o Options) (*Conn, error) {
 		nc.Close()
 		return nil, err
 	}
-	c.rc, c.ord = rc, rc.ORD()
+	c.rc, c.ord, c.flush = rc, rc.ORD(), rc.Flush
 	return c, nil
 }
 
@@ -165,13 +170,18 @@ func (c *Conn) MaxSendSegment() int {
 }
 
 // EnterFullFeature implements iscsi.Datamover. RDMA mode is on already, so
-// only what may be sent changes.
+// only what may be sent changes, and whether a Hello may or must come.
 func (c *Conn) EnterFullFeature(p iscsi.Params, _ int) error {
+	c.heard = false
 	if p.Discovery {
 		c.phase.Store(phaseDiscovery)
-	} else {
-		c.phase.Store(phaseFullFeature)
+		return nil
 	}
+	if n := int(p.TargetRecvDataSegmentLength); n > c.recvSegment {
+		return fmt.Errorf("TargetRecvDataSegmentLength is %d, there is room for %d", n, c.recvSegment)
+	}
+	c.needsHello = p.ISERHelloRequired && !c.hello
+	c.phase.Store(phaseFullFeature)
 	return nil
 }
 
@@ -189,7 +199,7 @@ func (c *Conn) Flush() { c.rc.Flush() }
 
 // NewTask implements iscsi.Datamover.
 func (c *Conn) NewTask() any {
-	t := &task{c: c}
+	t := &task{}
 	t.send.Done, t.get.Done = t, t
 	return t
 }
@@ -197,14 +207,17 @@ func (c *Conn) NewTask() any {
 // Bind implements iscsi.Datamover: it creates the Remote Mapping.
 func (c *Conn) Bind(it *iscsi.Task, unsolicited uint32) error {
 	t := it.Mover.(*task)
-	t.t, t.remote, t.unsolicited = it, c.hdr, unsolicited
-	edtl := c.bhs.EDTL()
-	switch {
-	case c.bhs.Write() && edtl > unsolicited && !c.hdr.Write.Valid:
-		return fmt.Errorf("write of %d octets, %d of them unsolicited, without a Write STag", edtl, unsolicited)
-	case c.bhs.Read() && !c.bhs.Write() && edtl > 0 && !c.hdr.Read.Valid:
-		return fmt.Errorf("read of %d octets without a Read STag", edtl)
+	var write, read uint32 // octets that RDMA is to move
+	switch edtl := c.bhs.EDTL(); {
+	case c.bhs.Write():
+		write = edtl - min(unsolicited, edtl)
+	case c.bhs.Read():
+		read = edtl
 	}
+	if err := errors.Join(c.hdr.Write.check(write), c.hdr.Read.check(read)); err != nil {
+		return fmt.Errorf("%v: %w", c.bhs.Opcode(), err)
+	}
+	t.t, t.remote, t.unsolicited = it, c.hdr, unsolicited
 	return nil
 }
 
@@ -271,6 +284,8 @@ func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
 	switch {
 	case c.dead:
 		return net.ErrClosed
+	case c.ord == 0: // RFC 7145, section 7.3.6
+		return errors.New("iser: the initiator takes in no RDMA Reads")
 	case c.outstanding >= c.ord:
 		c.waiting.push(t)
 		return nil
@@ -278,7 +293,8 @@ func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
 	return c.postRead(t)
 }
 
-// postRead asks for the data of t.
+// postRead asks for the data of t. More than ORD allows is never posted: in the
+// send queue it would hold up what comes behind it.
 //
 // Preconditions: c.mu is held; ORD allows it.
 func (c *Conn) postRead(t *task) error {
@@ -292,18 +308,20 @@ func (c *Conn) postRead(t *task) error {
 // readDone makes room for the next RDMA Read, and asks for it.
 func (c *Conn) readDone() {
 	c.mu.Lock()
+	defer c.mu.Unlock()
 	c.outstanding--
 	t := c.waiting.pop()
-	if t != nil {
-		if err := c.postRead(t); err != nil {
-			t.err = err
-			c.lost.push(t)
-		}
+	if t == nil {
+		return
 	}
-	c.mu.Unlock()
-	if t != nil {
-		c.rc.Flush()
+	if err := c.postRead(t); err != nil { // the connection has ended
+		t.err = err
+		c.lost.push(t)
+		return
 	}
+	// The caller receives: it must not wait for the peer to take data, which
+	// may wait for us to receive.
+	go c.flush()
 }
 
 // SendControl implements iscsi.Datamover by a Send, or for the SCSI Response
@@ -316,26 +334,35 @@ func (c *Conn) SendControl(it *iscsi.Task) error {
 	copy(t.head[HeaderLen:], it.Header[:])
 	wr := &t.send
 	wr.Op, wr.Head, wr.Data, wr.STag = rdma.Send, t.head[:], it.Segment, 0
-	if pdu.BHS(it.Header[:]).Opcode() == pdu.SCSIResponse {
-		if r, ok := t.remote.toInvalidate(); ok && c.invalidates {
-			wr.Op, wr.STag = rdma.SendInvalidate, r
+	switch pdu.BHS(it.Header[:]).Opcode() {
+	case pdu.SCSIResponse:
+		if stag := t.remote.toInvalidate(); stag != 0 && c.invalidates {
+			wr.Op, wr.STag = rdma.SendInvalidate, stag
 		}
 		t.remote = Header{}
+	case pdu.LoginResp, pdu.TextResp: // padded, as those of other targets are
+		n := len(it.Segment)
+		wr.Data = append(it.Segment[:n:n], make([]byte, pdu.Padded(n)-n)...)
 	}
 	return c.rc.Post(wr)
 }
 
-// toInvalidate is the STag for the initiator to invalidate: the read STag if
-// there is one (RFC 7145, section 7.3.2).
-func (h *Header) toInvalidate() (rdma.STag, bool) {
+// toInvalidate is the STag for the initiator to invalidate, or 0: the read STag
+// if there is one, else the write STag (RFC 7145, section 7.3.2). STag 0 is left
+// alone: ib_iser advertises it where EDTL exceeds a buffer that it has not
+// registered.
+func (h *Header) toInvalidate() rdma.STag {
 	if h.Read.Valid {
-		return h.Read.STag, true
+		return h.Read.STag
 	}
-	return h.Write.STag, h.Write.Valid
+	return h.Write.STag
 }
 
 // WorkDone implements rdma.Completer: the PDU has left. Reads end in Receive.
-func (t *task) WorkDone(*rdma.WorkRequest, error) { t.t.Sent() }
+func (t *task) WorkDone(*rdma.WorkRequest, error) {
+	t.send.Data = nil
+	t.t.Sent()
+}
 
 // Receive implements iscsi.Datamover.
 func (c *Conn) Receive(n *iscsi.Notice) error {
@@ -371,12 +398,19 @@ func isTimeout(err error) bool {
 // message takes a Send apart. ok means that n describes a PDU.
 func (c *Conn) message(n *iscsi.Notice) (ok bool, err error) {
 	b := c.ev.Data
+	first := !c.heard
+	c.heard = true
 	h, hello, err := ParseHeader(b)
 	switch {
 	case err != nil:
 		return false, &FormatError{err}
+	case hello && !first:
+		return false, &FormatError{errors.New("iSER Hello is not the first message")}
 	case hello:
+		c.hello, c.needsHello = true, false
 		return false, c.helloReply(parseHello(b))
+	case c.needsHello:
+		return false, &FormatError{errors.New("iSERHelloRequired=Yes, and no iSER Hello came")}
 	case len(b) < headLen:
 		return false, &FormatError{fmt.Errorf("iSCSI PDU of %d octets", len(b)-HeaderLen)}
 	}
@@ -387,23 +421,22 @@ func (c *Conn) message(n *iscsi.Notice) (ok bool, err error) {
 	if extra := len(rest) - ahs - data; extra < 0 || extra > pdu.Padded(data)-data {
 		return false, &FormatError{fmt.Errorf("%v of %d octets announces %d of AHS and %d of data", bhs.Opcode(), len(b)-HeaderLen, ahs, data)}
 	}
-	c.hdr, c.bhs, c.heard = h, bhs, true
+	c.hdr, c.bhs = h, bhs
 	*n = iscsi.Notice{BHS: bhs, AHS: rest[:ahs:ahs], Data: rest[ahs:][:data:data]}
 	return true, nil
 }
 
-// A FormatError ends the connection (RFC 7145, section 10.1.3.3).
+// A FormatError is an iSER format or protocol error. It ends the connection,
+// and the peer is told by a Terminate (RFC 7145, sections 10.1.3.3 and 10.1.3.4).
 type FormatError struct{ Err error }
 
 func (e *FormatError) Error() string { return "iSER format error: " + e.Err.Error() }
 func (e *FormatError) Unwrap() error { return e.Err }
 
 // helloReply answers a Hello (RFC 7145, section 5.1.3), which also sets how
-// many RDMA Reads there may be. It is the first message or none.
+// many RDMA Reads there may be. With Linux's order of things it is the first
+// message of the connection, or the first of the full feature phase.
 func (c *Conn) helloReply(h Hello) error {
-	if c.heard && c.phase.Load() != phaseFullFeature {
-		return &FormatError{errors.New("iSER Hello during login")}
-	}
 	r := HelloReply{MaxVer: protocolVersion, CurVer: protocolVersion}
 	c.mu.Lock()
 	c.ord = min(c.ord, int(h.IRD))
@@ -415,16 +448,15 @@ func (c *Conn) helloReply(h Hello) error {
 	if err := c.rc.Post(&rdma.WorkRequest{Op: rdma.Send, Head: b}); err != nil {
 		return err
 	}
-	c.rc.Flush()
+	c.rc.Flush() // 28 octets, once or twice: TCP takes them
 	if r.Reject {
-		c.rc.CloseWrite()
 		return &FormatError{fmt.Errorf("iSER Hello with versions %d..%d and iSER-IRD %d is not acceptable", h.MinVer, h.MaxVer, h.IRD)}
 	}
 	return nil
 }
 
-// end notes why the connection has ended. What the peer can no longer be asked
-// for is left to afterlife.
+// end notes why the connection has ended, and tells the peer if that is its
+// fault and the stream below has not done so. The rest is left to afterlife.
 func (c *Conn) end(err error) {
 	c.err = err
 	c.mu.Lock()
@@ -433,37 +465,31 @@ func (c *Conn) end(err error) {
 		t.err = err
 		c.lost.push(t)
 	}
-	outstanding := c.outstanding
 	c.mu.Unlock()
 	var fe *FormatError
-	if errors.As(err, &fe) || outstanding > 0 && err == io.EOF {
-		c.rc.Close()
+	if errors.As(err, &fe) {
+		c.rc.Terminate(wire.ReasonLocalCatastrophic, err)
 	}
+	c.rc.SetReceiveDeadline(time.Now().Add(drainTime))
 }
 
 // afterlife notifies every GetData that was outstanding, then returns why the
-// connection has ended.
+// connection has ended. It hears the peer out: closing a socket with unread data
+// resets the connection, and the reset could overtake a Terminate. Reads that
+// the peer has not answered by then end when the core has called Close.
 func (c *Conn) afterlife(n *iscsi.Notice) error {
 	c.mu.Lock()
 	t := c.lost.pop()
-	outstanding := c.outstanding
 	c.mu.Unlock()
 	if t != nil {
 		*n = iscsi.Notice{Task: t.t, Err: t.err}
 		return nil
 	}
-	for outstanding > 0 {
-		if err := c.rc.Receive(&c.ev); err != nil {
-			break
+	for c.rc.Receive(&c.ev) == nil {
+		if c.ev.Read != nil {
+			*n = iscsi.Notice{Task: c.ev.Read.Done.(*task).t, Err: c.err}
+			return nil
 		}
-		if c.ev.Read == nil {
-			continue // a Send that came before the end
-		}
-		c.mu.Lock()
-		c.outstanding--
-		c.mu.Unlock()
-		*n = iscsi.Notice{Task: c.ev.Read.Done.(*task).t, Err: c.err}
-		return nil
 	}
 	return c.err
 }
