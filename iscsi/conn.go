@@ -122,7 +122,7 @@ func newConn(p *Portal, dm Datamover) *conn {
 	nd := p.node
 	c := &conn{
 		node: nd, portal: p, dm: dm, piece: nd.opt.MaxTransferPiece,
-		log:       nd.opt.Logger.With("transport", dm.Transport(), "remote", dm.RemoteAddr(), "local", dm.LocalAddr()),
+		log:       nd.opt.Logger.With("transport", dm.Transport(), "remote", dm.RemoteAddr().String(), "local", dm.LocalAddr().String()),
 		recvLimit: loginDataLength,
 		maxSlots:  nd.opt.QueueDepth + immediateSlots + ownSlots,
 		ending:    make(chan struct{}),
@@ -199,7 +199,7 @@ func (c *conn) end(reason error) {
 		c.mu.Unlock()
 		return
 	}
-	if c.phase != phaseLogout || !errors.Is(reason, errPeerClosed) {
+	if c.phase != phaseLogout {
 		c.reason = reason
 	}
 	c.phase = phaseEnded
@@ -230,12 +230,16 @@ func (c *conn) enter() bool {
 
 var errPeerClosed = fmt.Errorf("initiator closed the connection: %w", io.EOF)
 
-// endReason says in words what Receive's error means.
-func endReason(err error) error {
-	if errors.Is(err, io.EOF) {
-		return errPeerClosed
+// endReason says what Receive's error means. Closing the connection is how
+// initiators end a discovery session.
+func (c *conn) endReason(err error) error {
+	switch {
+	case !errors.Is(err, io.EOF):
+		return fmt.Errorf("connection failed: %w", err)
+	case c.sess != nil && c.sess.discovery:
+		return nil
 	}
-	return fmt.Errorf("connection failed: %w", err)
+	return errPeerClosed
 }
 
 // maxIdle is how many goroutines wait for their turn to receive. More are made
@@ -282,7 +286,7 @@ func (c *conn) receive() *Task {
 		if err := c.dm.Receive(n); err != nil {
 			// Closed, the mover still has to notify the GetDatas that were
 			// outstanding; then it fails again.
-			c.end(endReason(err))
+			c.end(c.endReason(err))
 			if c.closing {
 				return nil
 			}

@@ -1,7 +1,6 @@
 package iscsi
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -226,12 +225,8 @@ func (t *Task) runNOP() {
 	t.conn.respond(t)
 }
 
-// errLoggedOut ends a connection after LogoutWait.
-var errLoggedOut = errors.New("logout")
-
 // runLogout serves a Logout Request (RFC 7143, section 11.14). All tasks are
-// stopped first. Afterwards the initiator gets the time to close the connection
-// itself: a FIN that comes with the response can overtake it inside siw.
+// stopped first. Afterwards the initiator has LogoutWait to close the connection.
 func (t *Task) runLogout() {
 	c := t.conn
 	req := t.header()
@@ -271,6 +266,16 @@ func (t *Task) runLogout() {
 	c.mu.Unlock()
 	c.setTimer(c.node.opt.LogoutWait, func() { c.end(nil) })
 	c.respond(t)
+	c.halfClose()
+}
+
+// halfClose ends our direction of a TCP connection when the last word has been
+// said. With RDMA the initiator has to close first: a FIN that comes with a
+// Send can overtake it inside siw.
+func (c *conn) halfClose() {
+	if !c.dm.RDMA() {
+		c.dm.CloseWrite() // if that fails Receive, or the timer, ends the connection
+	}
 }
 
 // rejectRequest answers the request of t with a Reject instead of a response.

@@ -95,7 +95,7 @@ func TestTagInUse(t *testing.T) {
 	tc.logout()
 }
 
-// ISCSI-4.2.2.1-8, ISCSI-8.1.1-1, ISCSI-4.2.2.1-9, ISER-8.1.1.3-1: the whole
+// ISCSI-4.2.2.1-8, ISCSI-4.2.2.1-9, ISER-8.1-1, ISER-8.1.1.2-2, ISER-8.1.1.3-1: the whole
 // window is in use and a flood of immediate requests comes: each is answered.
 func TestFullWindow(t *testing.T) {
 	n := newTestNode(t)
@@ -280,7 +280,7 @@ func TestRejects(t *testing.T) {
 			flags  byte
 			reason pdu.RejectReason
 		}{
-			{pdu.SNACK, pdu.FlagF | 0, pdu.RejectProtocolError},
+			{pdu.SNACK, pdu.FlagF, pdu.RejectProtocolError},
 			{pdu.SNACK, pdu.FlagF | 1, pdu.RejectProtocolError},
 			{pdu.SNACK, pdu.FlagF | 4, pdu.RejectProtocolError},
 			{pdu.LoginReq, 0x87, pdu.RejectProtocolError},
@@ -407,11 +407,14 @@ func (tc *testConn) readText(request ...string) []string {
 	}
 }
 
-// ISCSI-C-1 to ISCSI-C-5, ISCSI-13.8-1, ISCSI-13.9-1: discovery.
+// ISCSI-C-1, ISCSI-C-2, ISCSI-C-3, ISCSI-C-4, ISCSI-13.8-1, ISCSI-13.9-1:
+// discovery.
 func TestSendTargets(t *testing.T) {
 	n := newTestNode(t)
 	n.AddPortal(PortalConfig{Listen: "[2001:db8::1]:3260", TPGT: 0})
-	n.AddPortal(PortalConfig{Listen: "127.0.0.1:3260", TPGT: 2})                                           // out of reach
+	n.AddPortal(PortalConfig{Listen: "127.0.0.1:3260", TPGT: 2}) // out of reach
+	n.AddPortal(PortalConfig{Listen: "[fe80::1]:0", TPGT: 2})
+	n.AddPortal(PortalConfig{Listen: "nonsense", TPGT: 2})
 	n.AddPortal(PortalConfig{Listen: ":3261", TPGT: 3})                                                    // everywhere
 	n.AddPortal(PortalConfig{Listen: "10.0.0.1:3260", Advertise: []string{"store.example:3260"}, TPGT: 4}) // behind NAT
 	other, err := security.Compile([]string{"iqn.2001-04.com.example:*"})
@@ -438,7 +441,10 @@ func TestSendTargets(t *testing.T) {
 			t.Errorf("discovery of %q: %q, want %q", request, got, want)
 		}
 	}
-	tc.logout()
+	tc.close() // ISER-5.2.3.2-1: no logout, and yet a normal end
+	if err := tc.wait(); err != nil {
+		t.Errorf("end of discovery: %v", err)
+	}
 
 	tc = n.connect().login()
 	for request, want := range map[string][]string{

@@ -124,6 +124,7 @@ type fakeMover struct {
 	holdGets  bool
 	holdFlush bool // the network takes nothing
 	eof       bool
+	finSent   bool
 	closed    bool
 	deadline  time.Time
 	timer     *time.Timer
@@ -392,7 +393,15 @@ func (m *fakeMover) Close() error {
 	return nil
 }
 
-func (m *fakeMover) CloseWrite() error { return nil }
+func (m *fakeMover) CloseWrite() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.rdma {
+		m.violation = append(m.violation, "CloseWrite with RDMA")
+	}
+	m.finSent = true
+	return nil
+}
 
 // A testNode is a Node with one target of one memory LUN, and one portal.
 type testNode struct {
@@ -836,6 +845,13 @@ func (tc *testConn) logout() {
 	tc.write(h, nil)
 	if p := tc.want(pdu.LogoutResp); p.h.Response() != pdu.LogoutSuccess || p.h.ITT() != h.ITT() || len(p.data) != 0 {
 		tc.tb.Fatalf("Logout Response %x", []byte(p.h))
+	}
+	if !tc.m.rdma { // ISCSI-11.14-3
+		tc.eventually("FIN", func() bool {
+			tc.m.mu.Lock()
+			defer tc.m.mu.Unlock()
+			return tc.m.finSent
+		})
 	}
 	tc.close()
 	if err := tc.wait(); err != nil {

@@ -61,6 +61,7 @@ func (c *conn) login() error {
 
 // linger waits until the initiator has closed the connection, or LogoutWait.
 func (c *conn) linger() {
+	c.halfClose()
 	c.dm.SetReceiveDeadline(time.Now().Add(c.node.opt.LogoutWait))
 	for c.dm.Receive(&c.notice) == nil {
 	}
@@ -97,7 +98,7 @@ func (l *login) logOutcome(err error) {
 func (l *login) run() error {
 	for {
 		if err := l.dm.Receive(&l.notice); err != nil {
-			l.end(endReason(err))
+			l.end(l.endReason(err))
 			return l.endedBy() // it may have been closed for another reason
 		}
 		if l.notice.Task != nil {

@@ -63,9 +63,10 @@ func TestLoginOfLinux(t *testing.T) {
 	if tc.m.full != 128+immediateSlots+ownSlots {
 		t.Errorf("EnterFullFeature with %d tasks", tc.m.full)
 	}
-	if s := n.Stats(); s.Sessions != 1 || s.Connections != 1 || s.LoginsAccepted != 1 {
-		t.Errorf("%+v", s)
-	}
+	n.eventually("Stats", func() bool {
+		s := n.Stats()
+		return s.Sessions == 1 && s.Connections == 1 && s.LoginsAccepted == 1
+	})
 	tc.logout()
 	if l := n.log.lines("msg=login"); len(l) != 1 || !strings.Contains(l[0], "outcome=accepted") || !strings.Contains(l[0], initiatorName) ||
 		!strings.Contains(l[0], targetName) || !strings.Contains(l[0], "transport=fake") {

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -163,7 +164,7 @@ func (nd *Node) AddTarget(cfg TargetConfig) error {
 	if taken {
 		return fmt.Errorf("target %q: name is used twice", name)
 	}
-	nd.targets = slices.Insert(nd.targets, i, &target{cfg})
+	nd.targets = slices.Insert(slices.Clone(nd.targets), i, &target{cfg}) // sendTargets may be walking the old one
 	return nil
 }
 
@@ -277,19 +278,24 @@ func (p *Portal) addresses(own *Portal, local net.Addr) []string {
 	}
 	// Another portal: where it listens, or if that is everywhere, the address
 	// at which the initiator has reached us, with that portal's port.
-	there, err := net.ResolveTCPAddr("tcp", p.Listen)
-	switch {
-	case err != nil || there.Port == 0:
+	host, service, err := net.SplitHostPort(p.Listen)
+	port, err2 := strconv.Atoi(service)
+	if err != nil || err2 != nil || port == 0 {
 		return nil
-	case len(there.IP) > 0 && !there.IP.IsUnspecified():
-		if ok && there.IP.IsLoopback() && !here.IP.IsLoopback() {
-			return nil // out of the initiator's reach
-		}
-		return []string{hostPort(there.IP, there.Port)}
-	case ok && (here.IP.To4() != nil || there.IP.To4() == nil):
-		return []string{hostPort(here.IP, there.Port)}
 	}
-	return nil
+	there := net.ParseIP(host)
+	switch {
+	case host == "" || there != nil && there.IsUnspecified():
+		if !ok || there != nil && there.To4() != nil && here.IP.To4() == nil {
+			return nil
+		}
+		return []string{hostPort(here.IP, port)}
+	case there == nil: // a name
+		return []string{p.Listen}
+	case ok && there.IsLoopback() && !here.IP.IsLoopback():
+		return nil // out of the initiator's reach
+	}
+	return []string{hostPort(there, port)}
 }
 
 // hostPort leaves out the zone of a link-local address, which means something

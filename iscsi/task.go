@@ -94,9 +94,9 @@ type sense struct{ key, asc, ascq byte }
 // the first is SPC's INVALID FIELD IN COMMAND INFORMATION UNIT). It is preferred
 // to Reject for commands: Linux does not complete a command that is rejected.
 var (
-	senseInvalidIU    = sense{0x05, 0x0e, 0x03}
-	senseUnexpected   = sense{0x0b, 0x0c, 0x0c} // UNEXPECTED UNSOLICITED DATA
-	senseWrongAmount  = sense{0x0b, 0x0c, 0x0d} // NOT ENOUGH UNSOLICITED DATA
+	senseInvalidIU   = sense{0x05, 0x0e, 0x03}
+	senseUnexpected  = sense{0x0b, 0x0c, 0x0c} // UNEXPECTED UNSOLICITED DATA
+	senseWrongAmount = sense{0x0b, 0x0c, 0x0d} // NOT ENOUGH UNSOLICITED DATA
 	senseAborted     = sense{0x0b, 0x00, 0x00} // never sent
 )
 
