@@ -102,6 +102,7 @@ type sender struct {
 	// and short payloads; iov refers to it and to long payloads.
 	slab  []byte
 	chunk int // where the part of slab starts that iov does not refer to yet
+	long  int // octets of long payloads
 	iov   [][]byte
 	bufs  net.Buffers
 
@@ -111,8 +112,11 @@ type sender struct {
 }
 
 const (
-	slabLen   = 32 << 10
-	iovLen    = 512
+	slabLen = 32 << 10
+	iovLen  = 512
+	// writeLen is how many octets of long payloads go out at once: few enough
+	// to be still in the cache, from their CRC, when TCP copies them.
+	writeLen  = 128 << 10
 	copyBelow = 1024 // octets: shorter payloads are copied behind their header
 
 	// remeasure is after how many flushes the segment size is looked up again.
@@ -383,7 +387,7 @@ func (c *Conn) segments(wr *WorkRequest, hlen int, put func(b []byte, off int, l
 func (c *Conn) header(n int) ([]byte, error) {
 	s := &c.tx
 	const most = wire.LengthLen + wire.UntaggedLen + wire.ReadRequestLen + 2*copyBelow + 3 + wire.CRCLen
-	if cap(s.slab)-len(s.slab) < most || len(s.iov)+2 > iovLen {
+	if cap(s.slab)-len(s.slab) < most || len(s.iov)+2 > iovLen || s.long >= writeLen {
 		if err := c.write(); err != nil {
 			return nil, err
 		}
@@ -415,6 +419,7 @@ func (c *Conn) trailer(hlen int, head, data []byte) error {
 	if !short {
 		s.iov = append(s.iov, s.slab[s.chunk:], data)
 		s.chunk = len(s.slab)
+		s.long += len(data)
 		if c.crc {
 			crc = wire.UpdateCRC(crc, data)
 		}
@@ -463,7 +468,7 @@ func (c *Conn) write() error {
 		_, err = s.bufs.WriteTo(c.nc)
 		clear(s.iov)
 	}
-	s.slab, s.chunk, s.iov = s.slab[:0], 0, s.iov[:0]
+	s.slab, s.chunk, s.iov, s.long = s.slab[:0], 0, s.iov[:0], 0
 	if err != nil {
 		return fmt.Errorf("%w: %w", errWriting, err)
 	}

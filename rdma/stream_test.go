@@ -405,13 +405,14 @@ func TestFullSocketsBothWays(t *testing.T) {
 	receive(t, b)
 	var wg sync.WaitGroup
 	for _, ends := range [][2]*Conn{{a, b}, {b, a}} {
-		var r Region
-		stag := ends[1].Register(&r, make([]byte, 1<<20), 0, RemoteRead|RemoteWrite)
+		var from, to Region
+		source := ends[1].Register(&from, make([]byte, 1<<20), 0, RemoteRead)
+		sink := ends[1].Register(&to, make([]byte, 1<<20), 0, RemoteWrite)
 		wg.Go(func() {
 			data := make([]byte, 1<<20)
 			for range 12 {
-				ends[0].Post(&WorkRequest{Op: Read, Data: make([]byte, 1<<20), STag: stag})
-				ends[0].Post(&WorkRequest{Op: Write, Data: data, STag: stag})
+				ends[0].Post(&WorkRequest{Op: Read, Data: make([]byte, 1<<20), STag: source})
+				ends[0].Post(&WorkRequest{Op: Write, Data: data, STag: sink})
 				ends[0].Post(&WorkRequest{Op: Send, Data: data})
 			}
 			ends[0].Flush()

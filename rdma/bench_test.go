@@ -1,0 +1,174 @@
+package rdma
+
+import (
+	"fmt"
+	"io"
+	"testing"
+)
+
+var sizes = []struct {
+	name string
+	n    int
+}{{"4K", 4 << 10}, {"64K", 64 << 10}, {"1M", 1 << 20}}
+
+// windowed lets at most depth work requests be under way.
+type windowed chan *WorkRequest
+
+func (w windowed) WorkDone(wr *WorkRequest, err error) {
+	if err != nil {
+		panic(err)
+	}
+	w <- wr
+}
+
+// BenchmarkRawTCP is the ceiling for BenchmarkWrite: the same octets through
+// net.Conn, each Read of the receiver as large as each Write.
+func BenchmarkRawTCP(b *testing.B) {
+	for _, size := range sizes {
+		b.Run(size.name, func(b *testing.B) {
+			w, r := tcpPair(b)
+			out, in := make([]byte, size.n), make([]byte, size.n)
+			done := make(chan error)
+			go func() {
+				for range b.N {
+					if _, err := io.ReadFull(r, in); err != nil {
+						done <- err
+						return
+					}
+				}
+				done <- nil
+			}()
+			b.SetBytes(int64(size.n))
+			b.ReportAllocs()
+			b.ResetTimer()
+			for range b.N {
+				if _, err := w.Write(out); err != nil {
+					b.Fatal(err)
+				}
+			}
+			if err := <-done; err != nil {
+				b.Fatal(err)
+			}
+		})
+	}
+}
+
+// BenchmarkWrite is a stream of RDMA Writes and, behind the last, a Send.
+func BenchmarkWrite(b *testing.B) {
+	for _, crc := range []bool{true, false} {
+		for _, size := range sizes {
+			b.Run(fmt.Sprintf("crc=%t/%s", crc, size.name), func(b *testing.B) {
+				i, r := pair(b, Options{NoCRC: !crc}, Options{NoCRC: !crc})
+				var region Region
+				stag := r.Register(&region, make([]byte, size.n), 0, RemoteWrite)
+				arrived := make(chan error)
+				go func() {
+					var ev Event
+					arrived <- r.Receive(&ev)
+				}()
+				data := make([]byte, size.n)
+				free := make(windowed, 16)
+				for range cap(free) {
+					free <- &WorkRequest{Op: Write, Data: data, STag: stag, Done: free}
+				}
+				b.SetBytes(int64(size.n))
+				b.ReportAllocs()
+				b.ResetTimer()
+				for range b.N {
+					post(b, i, <-free)
+				}
+				post(b, i, &WorkRequest{Op: Send})
+				if err := <-arrived; err != nil {
+					b.Fatal(err)
+				}
+			})
+		}
+	}
+}
+
+// BenchmarkRead is RDMA Reads, as many at once as ORD allows.
+func BenchmarkRead(b *testing.B) {
+	for _, depth := range []int{1, 16} {
+		for _, size := range sizes {
+			b.Run(fmt.Sprintf("depth=%d/%s", depth, size.name), func(b *testing.B) {
+				i, r := pair(b, Options{}, Options{})
+				var region Region
+				stag := i.Register(&region, make([]byte, size.n), 0, RemoteRead)
+				post(b, i, &WorkRequest{Op: Send})
+				receive(b, r)
+				go i.Receive(new(Event))
+				b.SetBytes(int64(size.n))
+				b.ReportAllocs()
+				left := b.N
+				reqs := make([]WorkRequest, min(depth, left))
+				for k := range reqs {
+					reqs[k] = WorkRequest{Op: Read, Data: make([]byte, size.n), STag: stag}
+				}
+				b.ResetTimer()
+				for k := range reqs {
+					post(b, r, &reqs[k])
+				}
+				left -= len(reqs)
+				var ev Event
+				for range b.N {
+					if err := r.Receive(&ev); err != nil || ev.Err != nil {
+						b.Fatal(err, ev.Err)
+					}
+					if left > 0 {
+						left--
+						post(b, r, ev.Read)
+					}
+				}
+			})
+		}
+	}
+}
+
+// BenchmarkRawPingPong is the ceiling for BenchmarkPingPong.
+func BenchmarkRawPingPong(b *testing.B) {
+	w, r := tcpPair(b)
+	go func() {
+		var buf [96]byte
+		for {
+			if _, err := io.ReadFull(r, buf[:]); err != nil {
+				return
+			}
+			r.Write(buf[:])
+		}
+	}()
+	var buf [96]byte
+	b.ReportAllocs()
+	for b.Loop() {
+		w.Write(buf[:])
+		if _, err := io.ReadFull(w, buf[:]); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
+
+// BenchmarkPingPong is a Send of an iSER control PDU's size each way.
+func BenchmarkPingPong(b *testing.B) {
+	i, r := pair(b, Options{}, Options{})
+	go func() {
+		answer := &WorkRequest{Op: Send, Head: make([]byte, 76)}
+		var ev Event
+		for r.Receive(&ev) == nil {
+			if r.Post(answer) != nil {
+				return
+			}
+			r.Flush()
+		}
+	}()
+	ping := &WorkRequest{Op: Send, Head: make([]byte, 76)}
+	var ev Event
+	b.ReportAllocs()
+	for b.Loop() {
+		if err := i.Post(ping); err != nil {
+			b.Fatal(err)
+		}
+		i.Flush()
+		if err := i.Receive(&ev); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
