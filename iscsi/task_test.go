@@ -600,3 +600,69 @@ func TestConnectionLoss(t *testing.T) {
 		t.Errorf("log: %q", l)
 	}
 }
+
+// ISCSI-11.4-5, ISCSI-11.4-6: what a command reports is cut by its ALLOCATION
+// LENGTH before it is compared with EDTL.
+func TestReportResiduals(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect().login()
+	h := tc.command(readF, 255, []byte{0x12, 0, 0, 0, 255}, nil)
+	p := tc.wantStatus(h, 0)
+	length := 5 + uint32(tc.sinkOf(h)[4]) // ADDITIONAL LENGTH
+	if length < 36 || length >= 255 {
+		t.Fatalf("INQUIRY data of %d octets", length)
+	}
+	wantResidual(t, p, pdu.FlagUnderflow, 255-length)
+	h = tc.command(readF, 36, []byte{0x12, 0, 0, 0, 36}, nil)
+	wantResidual(t, tc.wantStatus(h, 0), 0, 0)
+	h = tc.command(readF, 16, []byte{0xa0, 9: 16, 11: 0}, nil) // REPORT LUNS
+	wantResidual(t, tc.wantStatus(h, 0), 0, 0)
+	h = tc.command(readF, 64, []byte{0xa0, 9: 64, 11: 0}, nil)
+	wantResidual(t, tc.wantStatus(h, 0), pdu.FlagUnderflow, 48)
+	tc.logout()
+}
+
+// ISCSI-11-1, ISCSI-7.10-1, ISCSI-7144.5.1-1: reserved bits of a request, and
+// PRI, change nothing; ours are zero.
+func TestReservedBits(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect().login()
+	h := tc.scsi(readF|0x18, 4096, read10(0, 8))
+	h[0] |= 0x80
+	h[2], h[3] = 0xff, 0xff
+	tc.write(h, nil)
+	p := tc.wantStatus(h, 0)
+	for i, b := range p.h[8:16] { // Status Qualifier and the rest of the word
+		if b != 0 {
+			t.Errorf("octet %d is %#x", 8+i, b)
+		}
+	}
+	// ISCSI-11.5-8: a function with data and a tag that it does not need.
+	f := tc.request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTaskSet, true)
+	f.SetReferencedTaskTag(5)
+	tc.write(f, []byte{1, 2, 3})
+	tc.wantTMF(f, pdu.FunctionComplete)
+	tc.logout()
+}
+
+// The core serves a mover without RDMA, too: data segments as long as declared,
+// and our side of the connection is closed after the last word (ISCSI-11.14-3).
+func TestWithoutRDMA(t *testing.T) {
+	n := newTestNode(t)
+	n.fill()
+	tc := n.connect(func(tc *testConn) { tc.m.rdma = false })
+	tc.writeLogin(tc.loginRequest(true, 1, 3), append(without(linuxKeys, "RDMAExtensions", "TargetRecvDataSegmentLength", "InitiatorRecvDataSegmentLength"), names...)...)
+	tc.loggedIn()
+	h := tc.scsi(writeF, 65536, write10(0, 128))
+	tc.write(h, pattern(65536, h.ITT())) // FirstBurstLength in one segment
+	tc.wantStatus(h, 0)
+	if !bytes.Equal(n.stored(0, 65536), pattern(65536, h.ITT())) {
+		t.Error("wrong data")
+	}
+	h = tc.command(readF, 65536, read10(0, 128), nil)
+	tc.wantStatus(h, 0)
+	if !bytes.Equal(tc.sinkOf(h), n.stored(0, 65536)) {
+		t.Error("wrong data")
+	}
+	tc.logout()
+}
