@@ -22,6 +22,7 @@ const (
 
 	identitiesVersion = 1
 	maxIdentitiesFile = 16 << 20 // octets: some hundred thousand identities
+	maxIdentityKey    = 8 << 10  // octets: an iSCSI name and the longest path have room
 
 	// Of 60 random bits the first try is as good as certain: only a random
 	// source that repeats itself needs all of them.
@@ -38,7 +39,7 @@ type Identity struct {
 func parseIdentity(serial string) (id Identity, err error) {
 	b, err := hex.DecodeString(serial)
 	if err != nil || len(b) != len(id.NAA) || b[0]>>4 != naaLocal || hex.EncodeToString(b) != serial {
-		return id, fmt.Errorf("naa %q: want the digit 3 and 15 more lower-case hex digits", serial)
+		return id, fmt.Errorf("naa %.40q: want the digit 3 and 15 more lower-case hex digits", serial)
 	}
 	return Identity{[8]byte(b), serial}, nil
 }
@@ -53,7 +54,7 @@ type Identities struct {
 	path   string // empty: nothing is kept
 	lock   *os.File
 	random io.Reader
-	sync   func(*os.File) error // fsync(2); tests let it fail
+	fsync  func(*os.File) error // tests let it fail
 
 	mu     sync.Mutex
 	closed bool
@@ -81,7 +82,7 @@ type identityEntry struct {
 func Ephemeral() *Identities {
 	return &Identities{
 		random: rand.Reader,
-		sync:   (*os.File).Sync,
+		fsync:  (*os.File).Sync,
 		state:  identityState{identitiesVersion, []identityEntry{}, []identityEntry{}},
 	}
 }
@@ -100,7 +101,7 @@ func OpenIdentities(path string) (_ *Identities, err error) {
 	if path == "" {
 		return nil, errors.New("identities: the path of the file is empty")
 	}
-	if err := makeDirectory(filepath.Dir(path), ids.sync); err != nil {
+	if err := makeDirectory(filepath.Dir(path), ids.fsync); err != nil {
 		return nil, ids.wrap(err)
 	}
 	if ids.lock, err = lockFile(path + ".lock"); err != nil {
@@ -133,7 +134,7 @@ func (ids *Identities) Close() error {
 }
 
 // Get returns the permanent identity for the key, and makes it on first use.
-// The key is any non-empty UTF-8 text.
+// The key is UTF-8 text of 1 to 8192 octets.
 func (ids *Identities) Get(key string) (Identity, error) {
 	return ids.identity(key, false)
 }
@@ -157,14 +158,11 @@ func (ids *Identities) identity(key string, renew bool) (Identity, error) {
 
 // Preconditions: mu is held.
 func (ids *Identities) identityLocked(key string, renew bool) (id Identity, err error) {
-	switch {
-	case ids.closed:
+	if ids.closed {
 		return id, fs.ErrClosed
-	case key == "":
-		return id, errors.New("the key is empty")
-	case !utf8.ValidString(key):
-		// JSON would store a replacement character, for other keys too.
-		return id, fmt.Errorf("key %q is not valid UTF-8", key)
+	}
+	if err := checkIdentityKey(key); err != nil {
+		return id, err
 	}
 
 	next := ids.state
@@ -194,6 +192,19 @@ func (ids *Identities) identityLocked(key string, renew bool) (id Identity, err 
 	}
 	ids.state = next
 	return id, nil
+}
+
+func checkIdentityKey(key string) error {
+	switch {
+	case key == "":
+		return errors.New("the key is empty")
+	case len(key) > maxIdentityKey:
+		return fmt.Errorf("key %.40q… has %d octets, more than the limit of %d", key, len(key), maxIdentityKey)
+	case !utf8.ValidString(key):
+		// JSON would store a replacement character, for other keys too.
+		return fmt.Errorf("key %q is not valid UTF-8", key)
+	}
+	return nil
 }
 
 // unused makes an identity that no logical unit has or has had.
@@ -239,10 +250,10 @@ func (ids *Identities) load() error {
 		return err
 	}
 	// The process that wrote this may have been killed before its last sync.
-	if err := ids.sync(f); err != nil {
+	if err := ids.fsync(f); err != nil {
 		return err
 	}
-	return syncDirectory(filepath.Dir(ids.path), ids.sync)
+	return syncDirectory(filepath.Dir(ids.path), ids.fsync)
 }
 
 // store replaces the file.
@@ -270,7 +281,7 @@ func (ids *Identities) store(s identityState) error {
 		os.Remove(tmp)
 		return err
 	}
-	if err := syncDirectory(filepath.Dir(ids.path), ids.sync); err != nil {
+	if err := syncDirectory(filepath.Dir(ids.path), ids.fsync); err != nil {
 		return err
 	}
 	ids.unsure = false
@@ -284,7 +295,7 @@ func (ids *Identities) write(path string, b []byte) error {
 		return err
 	}
 	if _, err = f.Write(b); err == nil {
-		err = ids.sync(f)
+		err = ids.fsync(f)
 	}
 	return errors.Join(err, f.Close())
 }
@@ -347,6 +358,9 @@ func decodeIdentities(b []byte) (s identityState, err error) {
 		return fail("is damaged: %w", err)
 	}
 
+	if s.Identities == nil || s.Retired == nil {
+		return fail("is damaged: want the members identities and retired, both lists")
+	}
 	keys, naas := map[string]bool{}, map[string]bool{}
 	for _, l := range []struct {
 		name    string
@@ -354,14 +368,15 @@ func decodeIdentities(b []byte) (s identityState, err error) {
 		current bool
 	}{{"identities", s.Identities, true}, {"retired", s.Retired, false}} {
 		for i, e := range l.entries {
-			_, err := parseIdentity(e.NAA)
-			switch {
-			case err != nil:
+			if _, err := parseIdentity(e.NAA); err != nil {
 				return fail("%s[%d]: %w", l.name, i, err)
+			}
+			if err := checkIdentityKey(e.Key); err != nil {
+				return fail("%s[%d]: %w", l.name, i, err)
+			}
+			switch {
 			case naas[e.NAA]:
 				return fail("%s[%d]: naa %s is there twice", l.name, i, e.NAA)
-			case e.Key == "":
-				return fail("%s[%d]: the key is empty", l.name, i)
 			case l.current && keys[e.Key]:
 				return fail("%s[%d]: key %q is there twice", l.name, i, e.Key)
 			}
@@ -376,8 +391,8 @@ func decodeIdentities(b []byte) (s identityState, err error) {
 }
 
 // sameTokens checks that b says s and nothing else. Package json is lenient:
-// of a member that is repeated it takes the last, it overlooks case, and null or
-// nothing is as good as a value.
+// of a member that is repeated it takes the last, it overlooks case, and null is as
+// good as a value.
 func sameTokens(b []byte, s identityState) error {
 	canonical, err := json.Marshal(s)
 	if err != nil {
@@ -429,27 +444,27 @@ func lockFile(path string) (*os.File, error) {
 // makeDirectory makes dir and those above it that are absent, with mode 0700,
 // so that they survive a power failure. It leaves to others to notice that
 // something else has the name.
-func makeDirectory(dir string, sync func(*os.File) error) error {
+func makeDirectory(dir string, fsync func(*os.File) error) error {
 	err := os.Mkdir(dir, 0o700)
 	if errors.Is(err, fs.ErrNotExist) && filepath.Dir(dir) != dir {
-		if err := makeDirectory(filepath.Dir(dir), sync); err != nil {
+		if err := makeDirectory(filepath.Dir(dir), fsync); err != nil {
 			return err
 		}
 		err = os.Mkdir(dir, 0o700)
 	}
 	switch {
 	case err == nil:
-		return syncDirectory(filepath.Dir(dir), sync)
+		return syncDirectory(filepath.Dir(dir), fsync)
 	case errors.Is(err, fs.ErrExist):
 		return nil
 	}
 	return err
 }
 
-func syncDirectory(dir string, sync func(*os.File) error) error {
+func syncDirectory(dir string, fsync func(*os.File) error) error {
 	f, err := os.Open(dir)
 	if err != nil {
 		return err
 	}
-	return errors.Join(sync(f), f.Close())
+	return errors.Join(fsync(f), f.Close())
 }
