@@ -1,11 +1,12 @@
 package tests
 
 import (
+	"bytes"
 	"context"
-	"io"
 	"log/slog"
 	"net"
 	"runtime"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -21,60 +22,66 @@ import (
 
 const targetName = "iqn.2026-11.io.example:store"
 
+// patience is how long a test waits for what must come.
+const patience = 20 * time.Second
+
 // A target is the whole of it in this process, on a loopback port.
 type target struct {
 	node  *iscsi.Node
 	addr  string
-	store backend.Store
+	store *gateStore // of LUN 0
+	log   *logBuffer
 
 	l  net.Listener
 	wg sync.WaitGroup
 }
 
 type targetOptions struct {
-	node  iscsi.Options
-	rdma  rdma.Options
-	store backend.Store // default: 64 MiB of memory
-	lun   lun.Options
-	log   io.Writer
+	node   iscsi.Options
+	rdma   rdma.Options
+	portal iscsi.PortalConfig
+	luns   int // default 1; each has 64 MiB of memory and blocks of 512 octets
 }
 
-// startTarget serves one LUN to initiators named iqn.2026-11.io.github.*
-// until the test ends, and then checks that nothing is left behind.
+// startTarget serves LUNs to initiators named iqn.2026-11.io.github.* until
+// the test ends, and then checks that nothing is left behind.
 func startTarget(t testing.TB, o targetOptions) *target {
 	t.Helper()
 	before := rdma.ReadStats()
 	goroutines := runtime.NumGoroutine()
-	if o.store == nil {
-		s, err := backend.OpenMemory(backend.MemoryConfig{Size: 64 << 20, BlockSize: 512})
-		if err != nil {
-			t.Fatal(err)
-		}
-		o.store = s
-	}
-	if o.log == nil {
-		o.log = t.Output()
-	}
+	tg := &target{log: &logBuffer{t: t}}
 	level := slog.LevelDebug
 	if _, ok := t.(*testing.B); ok {
 		level = slog.LevelError
 	}
-	o.node.Logger = slog.New(slog.NewTextHandler(o.log, &slog.HandlerOptions{Level: level}))
+	o.node.Logger = slog.New(slog.NewTextHandler(tg.log, &slog.HandlerOptions{Level: level}))
 	if o.node.LogoutWait == 0 {
 		o.node.LogoutWait = 200 * time.Millisecond
 	}
-	id, err := lun.Ephemeral().Get("test")
-	if err != nil {
-		t.Fatal(err)
-	}
-	o.lun.Identity = id
-	unit, err := lun.New(o.store, o.lun)
-	if err != nil {
-		t.Fatal(err)
+	if o.node.ShutdownWait == 0 {
+		o.node.ShutdownWait = time.Millisecond
 	}
 	inv := lun.NewInventory()
-	if err := inv.Add(0, unit); err != nil {
-		t.Fatal(err)
+	for i := range max(o.luns, 1) {
+		s, err := backend.OpenMemory(backend.MemoryConfig{Size: 64 << 20, BlockSize: 512})
+		if err != nil {
+			t.Fatal(err)
+		}
+		store := &gateStore{Store: s}
+		if i == 0 {
+			tg.store = store
+		}
+		id, err := lun.Ephemeral().Get("test")
+		if err != nil {
+			t.Fatal(err)
+		}
+		unit, err := lun.New(store, lun.Options{Identity: id})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := inv.Add(uint16(i), unit); err != nil {
+			t.Fatal(err)
+		}
 	}
 	who, err := security.Compile([]string{"iqn.2026-11.io.github.*"})
 	if err != nil {
@@ -84,11 +91,12 @@ func startTarget(t testing.TB, o targetOptions) *target {
 	if err != nil {
 		t.Fatal(err)
 	}
-	tg := &target{node: iscsi.NewNode(o.node), addr: l.Addr().String(), store: o.store, l: l}
+	tg.node, tg.addr, tg.l = iscsi.NewNode(o.node), l.Addr().String(), l
 	if err := tg.node.AddTarget(iscsi.TargetConfig{Name: targetName, Initiators: who, LUNs: inv}); err != nil {
 		t.Fatal(err)
 	}
-	portal := tg.node.AddPortal(iscsi.PortalConfig{Listen: tg.addr, TPGT: 1})
+	o.portal.Listen, o.portal.TPGT = tg.addr, 1
+	portal := tg.node.AddPortal(o.portal)
 	tg.wg.Add(1)
 	go func() {
 		defer tg.wg.Done()
@@ -117,9 +125,8 @@ func startTarget(t testing.TB, o targetOptions) *target {
 			t.Errorf("shutdown: %v", err)
 		}
 		tg.wg.Wait()
-		st := tg.node.Stats()
-		if st.Sessions != 0 || st.Connections != 0 || st.TasksInFlight != 0 || st.BuffersOut != 0 {
-			t.Errorf("left behind: %+v", st)
+		if !tg.idle() {
+			t.Errorf("left behind: %+v", tg.node.Stats())
 		}
 		if err := inv.Close(); err != nil {
 			t.Errorf("closing the LUN: %v", err)
@@ -156,8 +163,126 @@ func (tg *target) login(t testing.TB, o initiator.Options) *initiator.Session {
 	return s
 }
 
+// idle tells whether nothing of any connection is left.
+func (tg *target) idle() bool {
+	st := tg.node.Stats()
+	return st.Sessions == 0 && st.Connections == 0 && st.TasksInFlight == 0 && st.BuffersOut == 0
+}
+
+// waitIdle waits until nothing of any connection is left.
+func (tg *target) waitIdle(t testing.TB) {
+	t.Helper()
+	eventually(t, "an idle target", tg.idle)
+}
+
+// eventually waits for what no event tells of.
+func eventually(t testing.TB, what string, f func() bool) {
+	t.Helper()
+	for end := time.Now().Add(patience); !f(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("waited in vain for %s", what)
+		}
+	}
+}
+
+// A gateStore can make reads and writes wait.
+type gateStore struct {
+	backend.Store
+	mu      sync.Mutex
+	gate    chan struct{} // nil: open
+	entered chan struct{} // a token for every call that waits
+}
+
+// shut makes calls wait until open is called.
+func (s *gateStore) shut() (open func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	gate := make(chan struct{})
+	s.gate, s.entered = gate, make(chan struct{}, 1000)
+	return sync.OnceFunc(func() {
+		s.mu.Lock()
+		s.gate = nil
+		s.mu.Unlock()
+		close(gate)
+	})
+}
+
+func (s *gateStore) pass() {
+	s.mu.Lock()
+	gate, entered := s.gate, s.entered
+	s.mu.Unlock()
+	if gate != nil {
+		entered <- struct{}{}
+		<-gate
+	}
+}
+
+func (s *gateStore) ReadAt(p []byte, off int64) error {
+	s.pass()
+	return s.Store.ReadAt(p, off)
+}
+
+func (s *gateStore) WriteAt(p []byte, off int64) error {
+	s.pass()
+	return s.Store.WriteAt(p, off)
+}
+
+// stored is what lies on LUN 0 from block lba on.
+func (tg *target) stored(t testing.TB, lba, octets int) []byte {
+	t.Helper()
+	b := make([]byte, octets)
+	if err := tg.store.Store.ReadAt(b, int64(lba)*512); err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// A logBuffer is what the target logs, for the test and for its output.
+type logBuffer struct {
+	t  testing.TB
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *logBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.t.Output().Write(p)
+	return l.b.Write(p)
+}
+
+// lines are those that contain s.
+func (l *logBuffer) lines(s string) (found []string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for line := range strings.Lines(l.b.String()) {
+		if strings.Contains(line, s) {
+			found = append(found, line)
+		}
+	}
+	return found
+}
+
+// wantLine waits for one line with msg that contains all of parts.
+func (l *logBuffer) wantLine(msg string, parts ...string) {
+	l.t.Helper()
+	var lines []string
+	eventually(l.t, "a log line "+msg, func() bool {
+		lines = l.lines("msg=" + msg + " ")
+		return len(lines) > 0
+	})
+	if len(lines) > 1 {
+		l.t.Errorf("%d lines instead of one:\n%s", len(lines), strings.Join(lines, ""))
+	}
+	for _, part := range parts {
+		if !strings.Contains(lines[0], part) {
+			l.t.Errorf("no %q in the line\n%s", part, lines[0])
+		}
+	}
+}
+
 func testContext(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	t.Cleanup(cancel)
 	return ctx
 }

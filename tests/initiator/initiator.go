@@ -25,6 +25,8 @@ type Options struct {
 	RDMA   rdma.Options
 	// NoInvalidate tells the target not to use Send with Invalidate.
 	NoInvalidate bool
+	// CmdSN is the first one; default 1.
+	CmdSN uint32
 	// BaseOffset is where the tagged offsets of advertised memory start;
 	// default a number like Linux's kernel addresses.
 	BaseOffset uint64
@@ -35,6 +37,7 @@ type PDU struct {
 	BHS         pdu.BHS
 	Data        []byte
 	Invalidated rdma.STag // by Send with Invalidate; 0: none
+	Len         int       // of the message, in octets
 }
 
 // A Session is one connection in full feature phase or on its way there.
@@ -72,15 +75,7 @@ func Connect(ctx context.Context, addr string, o Options) (*Session, error) {
 	if err != nil {
 		return nil, err
 	}
-	if o.Name == "" {
-		o.Name = "iqn.2026-11.io.github.iser-target:initiator"
-	}
-	if o.ISID == [6]byte{} {
-		o.ISID = [6]byte{0, 2, 0x3d, 0, 0, 1}
-	}
-	if o.BaseOffset == 0 {
-		o.BaseOffset = 0xffff888012345000
-	}
+	o = o.Complete()
 	flags := byte(0x80)
 	if o.NoInvalidate {
 		flags |= 0x40
@@ -93,9 +88,26 @@ func Connect(ctx context.Context, addr string, o Options) (*Session, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Session{rc: rc, o: o, Other: make(chan PDU, 256), done: make(chan struct{}), cmdSN: 1, cmds: map[uint32]*Command{}}
+	s := &Session{rc: rc, o: o, Other: make(chan PDU, 256), done: make(chan struct{}), cmdSN: o.CmdSN, cmds: map[uint32]*Command{}}
 	s.room.L = &s.mu
 	return s, nil
+}
+
+// Complete returns o with defaults in place of zeros.
+func (o Options) Complete() Options {
+	if o.Name == "" {
+		o.Name = "iqn.2026-11.io.github.iser-target:initiator"
+	}
+	if o.ISID == [6]byte{} {
+		o.ISID = [6]byte{0, 2, 0x3d, 0, 0, 1}
+	}
+	if o.CmdSN == 0 {
+		o.CmdSN = 1
+	}
+	if o.BaseOffset == 0 {
+		o.BaseOffset = 0xffff888012345000
+	}
+	return o
 }
 
 // Login connects and logs in.
@@ -122,26 +134,31 @@ var linuxNormalKeys = []string{
 	"TargetRecvDataSegmentLength=8192", "RDMAExtensions=Yes",
 }
 
-// Login runs the login phase in one exchange and starts to receive.
-func (s *Session) Login() error {
-	text := []string{"InitiatorName=" + s.o.Name, "InitiatorAlias=test"}
-	if s.o.Target == "" {
+// LoginRequest is the one Login Request of a login in one exchange.
+func (o Options) LoginRequest() (bhs pdu.BHS, data []byte) {
+	text := []string{"InitiatorName=" + o.Name, "InitiatorAlias=test"}
+	if o.Target == "" {
 		text = append(text, "SessionType=Discovery")
 	} else {
-		text = append(text, "TargetName="+s.o.Target, "SessionType=Normal")
+		text = append(text, "TargetName="+o.Target, "SessionType=Normal")
 	}
 	text = append(text, linuxKeys...)
-	if s.o.Target != "" {
+	if o.Target != "" {
 		text = append(text, linuxNormalKeys...)
 	}
-	text = append(text, s.o.Keys...)
-	var data []byte
+	text = append(text, o.Keys...)
 	for _, kv := range text {
 		data = append(append(data, kv...), 0)
 	}
-	req := pdu.LoginRequest{Transit: true, CSG: pdu.LoginOperationalNegotiation, NSG: pdu.FullFeaturePhase, ISID: s.o.ISID, CmdSN: s.cmdSN}
-	bhs := pdu.BHS(req.Append(nil))
+	req := pdu.LoginRequest{Transit: true, CSG: pdu.LoginOperationalNegotiation, NSG: pdu.FullFeaturePhase, ISID: o.ISID, CmdSN: o.CmdSN}
+	bhs = req.Append(nil)
 	bhs.SetDataSegmentLength(len(data))
+	return bhs, data
+}
+
+// Login runs the login phase in one exchange and starts to receive.
+func (s *Session) Login() error {
+	bhs, data := s.o.LoginRequest()
 	if err := s.Send(iser.Header{}, bhs, data); err != nil {
 		return err
 	}
@@ -213,13 +230,23 @@ func (s *Session) Receive() (PDU, error) {
 	}
 }
 
+const headLen = iser.HeaderLen + 48
+
+// check looks at what every message of a target must have: an iSER header
+// without STags (RFC 7145, section 9.2), all zero but for the opcode, and a BHS.
+func check(b []byte) error {
+	if len(b) < headLen || [iser.HeaderLen]byte(b) != [iser.HeaderLen]byte{0x10} {
+		return fmt.Errorf("message of %d octets: % x", len(b), b[:min(len(b), iser.HeaderLen)])
+	}
+	return nil
+}
+
 func parse(ev *rdma.Event) (PDU, error) {
-	const head = iser.HeaderLen + 48
-	if _, _, err := iser.ParseHeader(ev.Data); err != nil || len(ev.Data) < head {
-		return PDU{}, fmt.Errorf("message of %d octets: %v", len(ev.Data), err)
+	if err := check(ev.Data); err != nil {
+		return PDU{}, err
 	}
 	b := append([]byte(nil), ev.Data...)
-	p := PDU{BHS: pdu.BHS(b[iser.HeaderLen:head]), Data: b[head:]}
+	p := PDU{BHS: pdu.BHS(b[iser.HeaderLen:headLen]), Data: b[headLen:], Len: len(b)}
 	if ev.Invalidates {
 		p.Invalidated = ev.Invalidated
 	}
@@ -254,10 +281,16 @@ func (s *Session) serve() {
 
 func (s *Session) dispatch(ev *rdma.Event) error {
 	b := ev.Data
-	if len(b) < iser.HeaderLen+48 {
-		return fmt.Errorf("message of %d octets", len(b))
+	if err := check(b); err != nil {
+		return err
 	}
-	bhs := pdu.BHS(b[iser.HeaderLen:][:48])
+	bhs := pdu.BHS(b[iser.HeaderLen:headLen])
+	switch op := bhs.Opcode(); {
+	case s.o.Target != "" && len(b) > headLen+128: // longer than what ib_iser posts
+		return fmt.Errorf("%v of %d octets", op, len(b))
+	case (op == pdu.TaskMgmtResp || op == pdu.LogoutResp) && len(b) != headLen:
+		return fmt.Errorf("%v of %d octets instead of %d", op, len(b), headLen)
+	}
 	s.mu.Lock()
 	if bhs.Opcode() != pdu.NOPIn || bhs.ITT() != pdu.ReservedTag {
 		s.statSN = bhs.StatSN() + 1
