@@ -26,10 +26,11 @@ type flags uint8
 
 const (
 	absentLUN     flags = 1 << iota // served where there is no logical unit
-	keepAttention                   // neither reports nor clears unit attentions (SPC-4, section 5.14)
+	keepAttention                   // does not fail because of a unit attention (SAM-5, section 5.14)
 	medium                          // needs a started unit
 	writes                          // changes the medium
 	thin                            // only where the store can give space back
+	allData                         // of no use with a part of its data-out
 )
 
 const noSA = -1
@@ -43,20 +44,20 @@ var commands = []command{
 	{0x0a, noSA, "WRITE(6)", medium | writes, "\x1f\xff\xff\xff\x00", beginWrite, consumeWrite, nil, nil},
 	{0x12, noSA, "INQUIRY", absentLUN | keepAttention, "\x01\xff\xff\xff\x00", inquiry, nil, nil, nil},
 	{0x1a, noSA, "MODE SENSE(6)", 0, "\x08\xff\xff\xff\x00", modeSense, nil, nil, nil},
-	{0x1b, noSA, "START STOP UNIT", 0, "\x01\x00\x00\x01\x00", startStop, nil, nil, endStartStop},
+	{0x1b, noSA, "START STOP UNIT", 0, "\x01\x00\x00\x05\x00", startStop, nil, nil, endStartStop},
 	{0x25, noSA, "READ CAPACITY(10)", medium, "\x00\xff\xff\xff\xff\x00\x00\x01\x00", readCapacity10, nil, nil, nil},
 	{0x28, noSA, "READ(10)", medium, "\x18\xff\xff\xff\xff\x1f\xff\xff\x00", beginRead, nil, produceRead, nil},
 	{0x2a, noSA, "WRITE(10)", medium | writes, "\x18\xff\xff\xff\xff\x1f\xff\xff\x00", beginWrite, consumeWrite, nil, nil},
-	{0x2f, noSA, "VERIFY(10)", medium, "\x16\xff\xff\xff\xff\x1f\xff\xff\x00", beginVerify, consumeVerify, nil, nil},
+	{0x2f, noSA, "VERIFY(10)", medium | allData, "\x16\xff\xff\xff\xff\x1f\xff\xff\x00", beginVerify, consumeVerify, nil, endVerify},
 	{0x35, noSA, "SYNCHRONIZE CACHE(10)", medium, "\x02\xff\xff\xff\xff\x1f\xff\xff\x00", beginSync, nil, nil, endSync},
-	{0x41, noSA, "WRITE SAME(10)", medium | writes, "\x08\xff\xff\xff\xff\x1f\xff\xff\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
-	{0x42, noSA, "UNMAP", medium | writes | thin, "\x00\x00\x00\x00\x00\x1f\xff\xff\x00", beginUnmap, consumeUnmap, nil, nil},
+	{0x41, noSA, "WRITE SAME(10)", medium | writes | allData, "\x08\xff\xff\xff\xff\x1f\xff\xff\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
+	{0x42, noSA, "UNMAP", medium | writes | thin | allData, "\x00\x00\x00\x00\x00\x1f\xff\xff\x00", beginUnmap, consumeUnmap, nil, nil},
 	{0x5a, noSA, "MODE SENSE(10)", 0, "\x18\xff\xff\x00\x00\x00\xff\xff\x00", modeSense, nil, nil, nil},
 	{0x88, noSA, "READ(16)", medium, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginRead, nil, produceRead, nil},
 	{0x8a, noSA, "WRITE(16)", medium | writes, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeWrite, nil, nil},
-	{0x8f, noSA, "VERIFY(16)", medium, "\x16\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginVerify, consumeVerify, nil, nil},
+	{0x8f, noSA, "VERIFY(16)", medium | allData, "\x16\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginVerify, consumeVerify, nil, endVerify},
 	{0x91, noSA, "SYNCHRONIZE CACHE(16)", medium, "\x02\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginSync, nil, nil, endSync},
-	{0x93, noSA, "WRITE SAME(16)", medium | writes, "\x09\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
+	{0x93, noSA, "WRITE SAME(16)", medium | writes | allData, "\x09\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
 	{0x9e, 0x10, "READ CAPACITY(16)", medium, "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x00", readCapacity16, nil, nil, nil},
 	{0xa0, noSA, "REPORT LUNS", absentLUN | keepAttention, "\x00\xff\x00\x00\x00\xff\xff\xff\xff\x00\x00", reportLUNs, nil, nil, nil},
 	{0xa3, 0x0c, "REPORT SUPPORTED OPERATION CODES", 0, "\x1f\x87\xff\xff\xff\xff\xff\xff\xff\x00\x00", reportOpcodes, nil, nil, nil},
@@ -88,9 +89,9 @@ func lookup(cdb []byte) *command {
 	return nil
 }
 
-// failRow ends a command for which there is no row.
+// failRow ends a command for which there is no row that applies to the unit.
 func (c *Command) failRow() bool {
-	if len(byOpcode[c.CDB[0]]) > 0 {
+	if rows := byOpcode[c.CDB[0]]; len(rows) > 0 && rows[0].sa != noSA {
 		return c.failCDB(1, 4) // unknown service action
 	}
 	return c.fail(condOpcode)
@@ -157,7 +158,7 @@ func appendTimeouts(b []byte) []byte {
 func reportOpcodes(u *Unit, c *Command) bool {
 	cdb := c.CDB
 	timeouts := cdb[2]&rctd != 0
-	op, sa := cdb[3], int16(binary.BigEndian.Uint16(cdb[4:]))
+	op, sa := cdb[3], int(binary.BigEndian.Uint16(cdb[4:]))
 	allocation := binary.BigEndian.Uint32(cdb[6:])
 	b := c.buf[:0]
 	option := cdb[2] & 0x07
@@ -189,7 +190,7 @@ func reportOpcodes(u *Unit, c *Command) bool {
 	}
 	var found *command
 	for _, row := range rows {
-		if (row.sa == sa || row.sa == noSA && (option == reportOp || sa == 0)) && u.supports(row) {
+		if (int(row.sa) == sa || row.sa == noSA && (option == reportOp || sa == 0)) && u.supports(row) {
 			found = row
 		}
 	}

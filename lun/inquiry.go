@@ -12,7 +12,6 @@ const (
 	versionSPC4 = 0x06
 	hisup       = 0x10
 	dataFormat  = 0x02
-	multip      = 0x10
 	cmdque      = 0x02
 )
 
@@ -37,7 +36,7 @@ func inquiry(u *Unit, c *Command) bool {
 		copy(b[8:36], fmt.Sprintf("%-28s", ""))
 		return c.report(b, allocation)
 	}
-	b[6], b[7] = multip, cmdque
+	b[7] = cmdque
 	copy(b[8:], fmt.Sprintf("%-8s%-16s%-4s", u.opt.Vendor, u.opt.Product, u.opt.Revision))
 	for i, v := range versionDescriptors {
 		binary.BigEndian.PutUint16(b[58+2*i:], v)
@@ -147,25 +146,18 @@ func appendProvisioning(_ *Unit, _ *Nexus, b []byte) []byte {
 
 // reportLUNs is REPORT LUNS (SPC-4, section 6.33).
 func reportLUNs(_ *Unit, c *Command) bool {
-	const header, entry = 8, 8
-	allocation := binary.BigEndian.Uint32(c.CDB[6:])
-	if allocation < header+entry {
-		return c.failCDB(6, noField)
-	}
-	inv := c.nexus.inv
+	const header = 8
 	b := append(c.buf[:0], 0, 0, 0, 0, 0, 0, 0, 0)
 	switch c.CDB[2] {
 	case 0x00, 0x02:
-		inv.mu.RLock()
-		for _, id := range inv.ids {
-			f := encodeLUN(id)
+		for _, l := range c.nexus.luns {
+			f := encodeLUN(l.id)
 			b = append(b, f[:]...)
 		}
-		inv.mu.RUnlock()
 	case 0x01: // well known logical units only: there are none
 	default:
 		return c.failCDB(2, noField)
 	}
 	binary.BigEndian.PutUint32(b, uint32(len(b)-header))
-	return c.report(b, allocation)
+	return c.report(b, binary.BigEndian.Uint32(c.CDB[6:]))
 }

@@ -3,13 +3,16 @@
 //
 // A command goes through Begin, then Consume for its data-out or Produce for
 // its data-in, as often as the transport likes, then End. Commands run at the
-// same time on as many goroutines as there are; READ and WRITE take no lock.
+// same time on as many goroutines as there are, and wait for nothing but the store.
 package lun
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"math/bits"
 	"slices"
+	"sort"
 	"sync"
 	"sync/atomic"
 
@@ -44,8 +47,8 @@ type Unit struct {
 	cached       bool // WCE: they are not, until a sync
 	stopped      atomic.Bool
 
-	mu    sync.Mutex
-	nexus []*Nexus // whom unit attentions are for
+	mu   sync.Mutex
+	seen map[*itl]struct{} // guarded by mu: who is to hear of unit attentions
 }
 
 // New makes a logical unit. The store is the unit's from then on.
@@ -63,13 +66,11 @@ func New(s backend.Store, o Options) (*Unit, error) {
 		}
 	}
 	info := s.Info()
-	if info.BlockSize == 0 || info.BlockSize&(info.BlockSize-1) != 0 || info.Size <= 0 || info.Size%int64(info.BlockSize) != 0 {
-		return nil, fmt.Errorf("store of %d octets with blocks of %d cannot be a disk", info.Size, info.BlockSize)
+	if err := info.Validate(); err != nil {
+		return nil, fmt.Errorf("store: %w", err)
 	}
-	u := &Unit{store: s, info: info, opt: o, readOnly: o.ReadOnly || info.ReadOnly}
-	for info.BlockSize>>u.shift > 1 {
-		u.shift++
-	}
+	u := &Unit{store: s, info: info, opt: o, readOnly: o.ReadOnly || info.ReadOnly, seen: map[*itl]struct{}{}}
+	u.shift = uint(bits.TrailingZeros32(info.BlockSize))
 	u.blocks = uint64(info.Size) >> u.shift
 	u.cached = info.VolatileCache && !o.WriteThrough
 	u.writeThrough = info.VolatileCache && o.WriteThrough
@@ -87,17 +88,6 @@ func printable(s string) bool {
 
 // Close syncs and closes the store.
 func (u *Unit) Close() error { return u.store.Close() }
-
-// attention raises a unit attention for every nexus but one.
-func (u *Unit) attention(k cond, except *Nexus) {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	for _, n := range u.nexus {
-		if n != except {
-			n.raise(u, k)
-		}
-	}
-}
 
 // An Inventory is the logical units of one SCSI target device: what REPORT
 // LUNS lists.
@@ -142,16 +132,6 @@ func (inv *Inventory) Close() error {
 	return errors.Join(errs...)
 }
 
-// unit returns the logical unit with that LUN, or nil.
-func (inv *Inventory) unit(id uint16) *Unit {
-	inv.mu.RLock()
-	defer inv.mu.RUnlock()
-	if i, ok := slices.BinarySearch(inv.ids, id); ok {
-		return inv.units[i]
-	}
-	return nil
-}
-
 // decodeLUN is the LUN that a LUN field addresses: peripheral device addressing
 // on bus 0 or flat space addressing, on one level (SAM-5, section 4.7).
 func decodeLUN(f [8]byte) (id uint16, ok bool) {
@@ -183,106 +163,98 @@ type Port struct {
 	TPGT          uint16
 }
 
-// A Nexus is the relation between an initiator port and a target port. It
-// keeps the unit attentions that the initiator has not heard of.
+// A Nexus is the relation between an initiator port and a target port (I_T
+// nexus). It knows the logical units that there were when it began.
 type Nexus struct {
-	inv  *Inventory
 	port Port
-
-	pending atomic.Int32 // unit attentions, all units together
-	mu      sync.Mutex
-	queue   []attention
+	luns []*itl // ascending by id
 }
 
-type attention struct {
-	unit *Unit
-	cond cond
+// An itl is a logical unit as one initiator port sees it (I_T_L nexus).
+type itl struct {
+	nexus *Nexus
+	id    uint16
+	unit  *Unit
+	due   atomic.Uint32 // bit i: the initiator has not heard of attentions[i]
 }
 
-// maxAttentions bounds what is queued for one nexus and unit; later ones are
-// covered by the first, which is always a power on or reset.
-const maxAttentions = 8
+// attentions are the unit attentions there are; the first is reported first.
+var attentions = [...]cond{attentionPowerOn: condPowerOn, attentionReset: condReset}
 
-// NewNexus makes a nexus with the targets units. The first command for each of
+const (
+	attentionPowerOn = iota
+	attentionReset
+)
+
+// NewNexus makes a nexus with the target's units. The first command for each of
 // them meets a unit attention: POWER ON, RESET, OR BUS DEVICE RESET OCCURRED.
 func (inv *Inventory) NewNexus(p Port) *Nexus {
-	n := &Nexus{inv: inv, port: p}
-	for _, u := range inv.Units() {
+	inv.mu.RLock()
+	defer inv.mu.RUnlock()
+	n := &Nexus{port: p, luns: make([]*itl, len(inv.ids))}
+	for i, u := range inv.units {
+		l := &itl{nexus: n, id: inv.ids[i], unit: u}
+		l.raise(attentionPowerOn)
+		n.luns[i] = l
 		u.mu.Lock()
-		u.nexus = append(u.nexus, n)
+		u.seen[l] = struct{}{}
 		u.mu.Unlock()
-		n.raise(u, condPowerOn)
 	}
 	return n
 }
 
 // Close ends the nexus.
 func (n *Nexus) Close() {
-	for _, u := range n.inv.Units() {
-		u.mu.Lock()
-		u.nexus = slices.DeleteFunc(u.nexus, func(o *Nexus) bool { return o == n })
-		u.mu.Unlock()
+	for _, l := range n.luns {
+		l.unit.mu.Lock()
+		delete(l.unit.seen, l)
+		l.unit.mu.Unlock()
 	}
 }
 
-func (n *Nexus) raise(u *Unit, k cond) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	a := attention{u, k}
-	queued := 0
-	for _, q := range n.queue {
-		if q == a {
-			return
+func (l *itl) raise(attention int) { l.due.Or(1 << attention) }
+
+// takeAttention returns the first unit attention that is due, which then is no
+// longer.
+func (l *itl) takeAttention() (k cond, ok bool) {
+	for {
+		due := l.due.Load()
+		if due == 0 {
+			return k, false
 		}
-		if q.unit == u {
-			queued++
+		if l.due.CompareAndSwap(due, due&(due-1)) {
+			return attentions[bits.TrailingZeros32(due)], true
 		}
-	}
-	if queued < maxAttentions {
-		n.queue = append(n.queue, a)
-		n.pending.Add(1)
 	}
 }
 
-// takeAttention removes and returns the oldest unit attention for u.
-func (n *Nexus) takeAttention(u *Unit) (k cond, ok bool) {
-	if n.pending.Load() == 0 {
-		return k, false
-	}
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	for i, q := range n.queue {
-		if q.unit == u {
-			n.queue = slices.Delete(n.queue, i, i+1)
-			n.pending.Add(-1)
-			return q.cond, true
-		}
-	}
-	return k, false
-}
-
-func (n *Nexus) unitOf(lun [8]byte) *Unit {
+// find returns the logical unit that a LUN field addresses, or nil.
+func (n *Nexus) find(lun [8]byte) *itl {
 	id, ok := decodeLUN(lun)
 	if !ok {
 		return nil
 	}
-	return n.inv.unit(id)
+	i, ok := sort.Find(len(n.luns), func(i int) int { return cmp.Compare(id, n.luns[i].id) })
+	if !ok {
+		return nil
+	}
+	return n.luns[i]
 }
 
 // LUNExists tells whether the LUN field addresses a logical unit.
-func (n *Nexus) LUNExists(lun [8]byte) bool { return n.unitOf(lun) != nil }
+func (n *Nexus) LUNExists(lun [8]byte) bool { return n.find(lun) != nil }
 
 // SameUnit tells whether both LUN fields address the same logical unit.
 func (n *Nexus) SameUnit(a, b [8]byte) bool {
-	u := n.unitOf(a)
-	return u != nil && u == n.unitOf(b)
+	l, m := n.find(a), n.find(b)
+	return l != nil && m != nil && l.unit == m.unit
 }
 
 // ResetUnit is the effect of LOGICAL UNIT RESET beyond the end of the tasks:
 // a stopped unit is started, and all other nexuses hear of it.
 func (n *Nexus) ResetUnit(lun [8]byte) {
-	if u := n.unitOf(lun); u != nil {
-		u.reset(n)
+	if l := n.find(lun); l != nil {
+		l.unit.reset(n)
 	}
 }
 
@@ -295,7 +267,13 @@ func (inv *Inventory) ResetTarget(by *Nexus) {
 
 func (u *Unit) reset(by *Nexus) {
 	u.stopped.Store(false)
-	u.attention(condReset, by)
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	for l := range u.seen {
+		if l.nexus != by {
+			l.raise(attentionReset)
+		}
+	}
 }
 
 // A Command is one SCSI command from CDB to status. Its owner uses it again
@@ -312,13 +290,15 @@ type Command struct {
 
 	Status byte // valid when Begin has returned false, or after End
 
-	row    *command
-	unit   *Unit
-	nexus  *Nexus
-	failed bool
-	lba    uint64
-	count  uint64 // blocks
-	same   []byte // DataIn of a command that reports something
+	row     *command
+	nexus   *Nexus
+	itl     *itl // nil if there is no such logical unit; so is unit
+	unit    *Unit
+	failed  bool
+	lba     uint64
+	count   uint64 // blocks
+	arrived uint64 // octets of data-out
+	same    []byte // DataIn of a command that reports something
 
 	sense    []byte
 	senseBuf [senseLen]byte
@@ -329,20 +309,22 @@ type Command struct {
 // it returns false the command has ended, with Status and Sense.
 func (n *Nexus) Begin(c *Command) bool {
 	c.DataOut, c.DataIn, c.Whole, c.Status = 0, 0, false, statusGood
-	c.failed, c.lba, c.count, c.same, c.sense = false, 0, 0, nil, nil
-	c.nexus = n
-	c.unit = n.unitOf(c.LUN)
+	c.failed, c.lba, c.count, c.arrived, c.same, c.sense = false, 0, 0, 0, nil, nil
+	c.nexus, c.itl, c.unit = n, n.find(c.LUN), nil
+	if c.itl != nil {
+		c.unit = c.itl.unit
+	}
 	row := lookup(c.CDB)
 	c.row = row
-	if c.unit == nil && (row == nil || row.flags&absentLUN == 0) {
+	if c.itl == nil && (row == nil || row.flags&absentLUN == 0) {
 		return c.fail(condNoLUN)
 	}
 	if row == nil || row.flags&keepAttention == 0 {
-		if k, ok := n.takeAttention(c.unit); ok {
+		if k, ok := c.itl.takeAttention(); ok {
 			return c.fail(k)
 		}
 	}
-	if row == nil {
+	if row == nil || !c.unit.supports(row) {
 		return c.failRow()
 	}
 	if octet, bit, ok := row.reserved(c.CDB); !ok {
@@ -361,7 +343,14 @@ func (n *Nexus) Begin(c *Command) bool {
 // in order; all but the last are multiples of 4096 octets. It returns false
 // when the command has failed and wants no more.
 func (n *Nexus) Consume(c *Command, p []byte, off uint64) bool {
-	return !c.failed && c.row.consume(c.unit, c, p, off)
+	if c.failed {
+		return false
+	}
+	c.arrived = off + uint64(len(p))
+	if c.Whole && c.arrived < c.DataOut {
+		return c.fail(condTooLittle)
+	}
+	return c.row.consume(c.unit, c, p, off)
 }
 
 // Produce fills p with the data-in that starts at off, under the same rules;
@@ -380,7 +369,11 @@ func (n *Nexus) Produce(c *Command, p []byte, off uint64) bool {
 // End is called after the data, also if that was cut short because the
 // initiator expected less. Status and Sense are valid then.
 func (n *Nexus) End(c *Command) {
-	if !c.failed && c.row.end != nil {
+	switch {
+	case c.failed:
+	case c.row.flags&allData != 0 && c.arrived < c.DataOut:
+		c.fail(condTooLittle)
+	case c.row.end != nil:
 		c.row.end(c.unit, c)
 	}
 }

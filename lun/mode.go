@@ -144,7 +144,7 @@ func requestSense(u *Unit, c *Command) bool {
 	s := sense{cond: condNone, field: noField, bit: noField, descType: c.CDB[1]&1 != 0}
 	if u == nil {
 		s.cond = condNoLUN
-	} else if k, ok := c.nexus.takeAttention(u); ok {
+	} else if k, ok := c.itl.takeAttention(); ok {
 		s.cond = k
 	} else if u.stopped.Load() {
 		s.cond = condNotReadyStopped
@@ -153,7 +153,8 @@ func requestSense(u *Unit, c *Command) bool {
 }
 
 // startStop is START STOP UNIT (SBC-3, section 5.25). The medium is not
-// removable, and there are no power conditions.
+// removable, and there are no power conditions. NO_FLUSH may be set but saves
+// nothing: a stop syncs in any case.
 func startStop(_ *Unit, _ *Command) bool { return true }
 
 func endStartStop(u *Unit, c *Command) {

@@ -3,6 +3,7 @@ package lun
 import (
 	"bytes"
 	"encoding/binary"
+	"math"
 	"sync"
 )
 
@@ -12,7 +13,7 @@ const (
 	maxTransfer     = 16 << 20
 	optimalTransfer = 1 << 20
 	maxWriteSame    = 256 << 20
-	maxUnmap        = 4 << 30
+	maxUnmap        = 512 << 20
 	maxUnmapDescs   = 256
 )
 
@@ -93,11 +94,9 @@ func beginWrite(u *Unit, c *Command) bool {
 	return true
 }
 
+// consumeWrite writes what comes, also if that ends inside a block because the
+// initiator sends less than the CDB says: the rest of the block stays as it is.
 func consumeWrite(u *Unit, c *Command, p []byte, off uint64) bool {
-	p = p[:len(p)>>u.shift<<u.shift] // a block that has not come whole is not written
-	if len(p) == 0 {
-		return true
-	}
 	write := u.store.WriteAt
 	if u.writeThrough || u.cached && wantsFUA(c.CDB) {
 		write = u.store.WriteDurable
@@ -109,10 +108,7 @@ func consumeWrite(u *Unit, c *Command, p []byte, off uint64) bool {
 }
 
 func beginSync(u *Unit, c *Command) bool {
-	if c.lba, c.count = extent(c.CDB); !u.within(c.lba, c.count) {
-		return c.fail(condLBARange)
-	}
-	return true
+	return u.beginExtent(c, math.MaxInt64)
 }
 
 // endSync syncs the whole store, whatever the range, and before the status also
@@ -137,17 +133,11 @@ const (
 func bytchk(cdb []byte) byte { return cdb[1] >> 1 & 3 }
 
 func beginVerify(u *Unit, c *Command) bool {
-	most := uint64(1) << 63
-	if bytchk(c.CDB) != bytchkNone {
-		most = maxTransfer
-	}
-	if !u.beginExtent(c, most) {
+	if !u.beginExtent(c, maxTransfer) {
 		return false
 	}
 	switch bytchk(c.CDB) {
 	case bytchkNone:
-		// There is no medium that could be verified without reading it all,
-		// and reading proves nothing that a READ would not.
 	case bytchkAll:
 		c.DataOut = c.count << u.shift
 	case bytchkBlock:
@@ -164,8 +154,8 @@ func consumeVerify(u *Unit, c *Command, p []byte, off uint64) bool {
 	if bytchk(c.CDB) == bytchkAll {
 		return u.compare(c, p, u.at(c, off), off)
 	}
-	if len(p) < int(u.info.BlockSize) {
-		return true
+	if uint64(len(p)) < c.DataOut {
+		return true // End refuses it
 	}
 	for i := range c.count {
 		if !u.compare(c, p, int64((c.lba+i)<<u.shift), i<<u.shift) {
@@ -173,6 +163,23 @@ func consumeVerify(u *Unit, c *Command, p []byte, off uint64) bool {
 		}
 	}
 	return true
+}
+
+// endVerify reads the extent where there is nothing to compare it with.
+func endVerify(u *Unit, c *Command) {
+	if bytchk(c.CDB) != bytchkNone {
+		return
+	}
+	sp := scratch.Get().(*[]byte)
+	defer scratch.Put(sp)
+	for off, n := uint64(0), c.count<<u.shift; off < n; {
+		p := (*sp)[:min(uint64(len(*sp)), n-off)]
+		if err := u.store.ReadAt(p, u.at(c, off)); err != nil {
+			c.failRead(err)
+			return
+		}
+		off += uint64(len(p))
+	}
 }
 
 // compare ends c with MISCOMPARE if the medium at pos differs from p; base is
@@ -231,9 +238,6 @@ func consumeWriteSame(_ *Unit, c *Command, p []byte, _ uint64) bool {
 
 func endWriteSame(u *Unit, c *Command) {
 	block := c.buf
-	if len(block) < int(u.info.BlockSize) {
-		return // the initiator has sent less than a block
-	}
 	pos, n := u.at(c, 0), int64(c.count<<u.shift)
 	var err error
 	switch {
@@ -287,10 +291,7 @@ const (
 	unmapDesc   = 16
 )
 
-func beginUnmap(u *Unit, c *Command) bool {
-	if !u.isThin() {
-		return c.fail(condOpcode)
-	}
+func beginUnmap(_ *Unit, c *Command) bool {
 	c.DataOut = uint64(binary.BigEndian.Uint16(c.CDB[7:]))
 	c.Whole = true
 	if 0 < c.DataOut && c.DataOut < unmapHeader {
@@ -303,9 +304,6 @@ func beginUnmap(u *Unit, c *Command) bool {
 // descriptors are checked before the first is obeyed.
 func consumeUnmap(u *Unit, c *Command, p []byte, _ uint64) bool {
 	be := binary.BigEndian
-	if len(p) < unmapHeader {
-		return c.fail(condListLength)
-	}
 	descs := p[unmapHeader:]
 	if n := int(be.Uint16(p[2:])); n > len(descs) {
 		return c.fail(condListLength)

@@ -36,6 +36,7 @@ var (
 	condReadError           = cond{keyMediumError, 0x11, 0x00} // UNRECOVERED READ ERROR
 	condUnsynced            = cond{keyHardwareError, 0x0c, 0x00}
 	condInternal            = cond{keyHardwareError, 0x44, 0x00}
+	condTooLittle           = cond{keyIllegalRequest, 0x0e, 0x03} // INVALID FIELD IN COMMAND INFORMATION UNIT
 	condListLength          = cond{keyIllegalRequest, 0x1a, 0x00} // PARAMETER LIST LENGTH ERROR
 	condOpcode              = cond{keyIllegalRequest, 0x20, 0x00}
 	condLBARange            = cond{keyIllegalRequest, 0x21, 0x00}
