@@ -172,3 +172,54 @@ func BenchmarkPingPong(b *testing.B) {
 		}
 	}
 }
+
+// TestNoAllocations: Send, Write and Read allocate nothing, at either end.
+func TestNoAllocations(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector allocates")
+	}
+	i, r := pair(t, Options{}, Options{})
+	post(t, i, &WorkRequest{Op: Send})
+	receive(t, r)
+	var to, from Region
+	sink := i.Register(&to, make([]byte, 256<<10), 0, RemoteWrite)
+	source := i.Register(&from, make([]byte, 256<<10), 0, RemoteRead)
+	answer := &WorkRequest{Op: SendSE, Head: make([]byte, 76)}
+	go func() { // the initiator answers a Send by a Send
+		var ev Event
+		for i.Receive(&ev) == nil {
+			if i.Post(answer) != nil {
+				return
+			}
+			i.Flush()
+		}
+	}()
+	done := make(windowed, 2)
+	for _, n := range []int{100, 4 << 10, 64 << 10, 256 << 10} {
+		write := &WorkRequest{Op: Write, Data: make([]byte, n), STag: sink, Done: done}
+		send := &WorkRequest{Op: Send, Head: make([]byte, 76), Done: done}
+		read := &WorkRequest{Op: Read, Data: make([]byte, n), STag: source}
+		var ev Event
+		step := func() {
+			for _, wr := range []*WorkRequest{write, send, read} {
+				if err := r.Post(wr); err != nil {
+					t.Fatal(err)
+				}
+			}
+			r.Flush()
+			for range 2 { // the answer and the Read
+				if err := r.Receive(&ev); err != nil || ev.Err != nil {
+					t.Fatal(err, ev.Err)
+				}
+			}
+			<-done
+			<-done
+		}
+		for range 2 * remeasure {
+			step()
+		}
+		if a := testing.AllocsPerRun(remeasure-1, step); a != 0 {
+			t.Errorf("%d octets: %v allocations", n, a)
+		}
+	}
+}

@@ -24,8 +24,9 @@ const (
 	send2 = "4143 00000000 00000000 00000002 00000000"
 )
 
-// MPA-4.4-1, MPA-4.4-5, MPA-4.4-7..11, MPA-4.1-6, MPA-4.1-7, MPA-7.1.1-7..9: CRCs are
-// made and checked unless neither side wants them, for both roles and all
+// MPA-4.4-1, MPA-4.4-5, MPA-4.4-7, MPA-4.4-8, MPA-4.4-9, MPA-4.4-10,
+// MPA-4.4-11, MPA-4.1-6, MPA-4.1-7, MPA-7.1.1-7, MPA-7.1.1-8, MPA-7.1.1-9: CRCs
+// are made and checked unless neither side wants them, for both roles and all
 // paths of the receiver.
 func TestCRCMatrix(t *testing.T) {
 	for _, tt := range []struct {
@@ -297,10 +298,11 @@ func TestRechunking(t *testing.T) {
 	}
 }
 
-// MPA-3-1, MPA-3-3, MPA-3-6, MPA-4.5-5, MPA-4.1-2, MPA-4.1-8, MPA-5.1-4, MPA-A.1-2, MPA-A.1-3,
-// MPA-4.2-2, MPA-4.2-5, MPA-4.3-2..4, MPA-4.3-9, MPA-4.3-11, MPA-4.3-12, MPA-7.1.1-5,
-// MPA-7.1.1-6, MPA-7.1.2-18, MPA-C.3-1, DDP-5.2-1, DDP-5.2-2, DDP-4.1-3..6: what we send
-// parses, to a peer that wants Markers and to one that does not.
+// MPA-3-1, MPA-3-3, MPA-3-6, MPA-4.5-5, MPA-4.1-2, MPA-4.1-8, MPA-5.1-4,
+// MPA-A.1-2, MPA-A.1-3, MPA-4.2-2, MPA-4.2-5, MPA-4.3-2, MPA-4.3-3, MPA-4.3-4,
+// MPA-4.3-9, MPA-4.3-11, MPA-4.3-12, MPA-7.1.1-5, MPA-7.1.1-6, MPA-7.1.2-18,
+// MPA-C.3-1, DDP-5.2-1, DDP-5.2-2, DDP-4.1-3, DDP-4.1-4, DDP-4.1-5, DDP-4.1-6:
+// what we send parses, to a peer that wants Markers and to one that does not.
 func TestSentStream(t *testing.T) {
 	for _, tt := range []struct {
 		id      string
@@ -405,7 +407,8 @@ func TestSegmentationExamples(t *testing.T) {
 	}
 }
 
-// The golden FPDUs, sent and received. MPA-4.1-1, MPA-4.4-12..17, MPA-7.1.2-18, MPA-4.3-6,
+// The golden FPDUs, sent and received. MPA-4.1-1, MPA-4.4-12, MPA-4.4-13,
+// MPA-4.4-14, MPA-4.4-15, MPA-4.4-16, MPA-4.4-17, MPA-7.1.2-18, MPA-4.3-6,
 // MPA-4.3-7, MPA-4.2-1, MPA-4.2-4.
 func TestGoldenStreams(t *testing.T) {
 	z := strings.Repeat("00", 24)

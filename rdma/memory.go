@@ -182,18 +182,18 @@ func (c *Conn) use(stag wire.STag, to, n uint64, want Access, why *useReasons) (
 	if r == nil {
 		m.mu.Unlock()
 		if c.opt.Domain.knows(stag, c) {
-			return nil, nil, fault(why.stream, "STag %#x belongs to another stream", stag)
+			return nil, nil, fault(why.stream, "STag %#x belongs to another stream, TO %#x", stag, to)
 		}
-		return nil, nil, fault(why.stag, "STag %#x", stag)
+		return nil, nil, fault(why.stag, "STag %#x, TO %#x", stag, to)
 	}
 	defer m.mu.Unlock()
 	switch {
 	case r.access&want == 0:
-		return nil, nil, fault(why.access, "STag %#x does not allow it", stag)
+		return nil, nil, fault(why.access, "STag %#x does not allow it, TO %#x", stag, to)
 	case to+n < to:
-		return nil, nil, fault(why.wrap, "%d octets at TO %#x", n, to)
+		return nil, nil, fault(why.wrap, "STag %#x, %d octets at TO %#x", stag, n, to)
 	case to < r.base || to-r.base > uint64(len(r.buf)) || n > uint64(len(r.buf))-(to-r.base):
-		return nil, nil, fault(why.bounds, "%d octets at TO %#x, STag %#x has %d at %#x", n, to, stag, len(r.buf), r.base)
+		return nil, nil, fault(why.bounds, "STag %#x, %d octets at TO %#x, it has %d at %#x", stag, n, to, len(r.buf), r.base)
 	}
 	r.busy++
 	return r, r.buf[to-r.base:][:n:n], nil

@@ -41,7 +41,7 @@ func TestReply(t *testing.T) {
 		{"MPA-C.3-1 MPA-7.1.1-5 we want Markers", reqKey + "00010000", Options{Markers: true}, Answer{}, "c0010000", true, 32, 32},
 		{"MPA2-6-5 MPA2-10-2 MPA2-10-8 revision 2 without S", reqKey + "40020000", Options{}, Answer{}, "40020000", true, 32, 32},
 
-		{"V-MPA2-1 V-MPA2-2 MPA2-6-1 MPA2-6-7 MPA2-9-1 MPA2-9.2-13 MPA2-9.2-14 MPA2-9.2-15 MPA2-10-1 MPA-1.2-2 MPA-4.4-3",
+		{"V-MPA2-1 V-MPA2-2 MPA2-6-1 MPA2-6-7 MPA2-9-1 MPA2-9.2-13 MPA2-9.2-14 MPA2-9.2-15 MPA2-10-1 MPA-1.2-2 MPA-4.4-2 MPA-4.4-3 DDP-3-6",
 			reqKey + "10020008 00800001 80000000", Options{}, iser, "50020008 00010020 80000000", true, 1, 32},
 		{"V-MPA2-3 V-MPA2-4 MPA2-9.1-6 MPA2-9.2-4 MPA2-9.2-7", reqKey + "50020004 c004c000", Options{RTR: RTR{Write: true, Read: true}}, Answer{}, "50020004 8001c004", true, 1, 4},
 		{"V-MPA2-5 MPA2-9.1-14 MPA2-9.1-15", reqKey + "50020004 3fff3fff", Options{IRD: 7, ORD: 9}, Answer{}, "50020004 3fff3fff", true, 7, 9},
@@ -172,8 +172,9 @@ func TestRequestReachesTheULP(t *testing.T) {
 	}
 }
 
-// MPA-7.1.2-5, -6, -7, -17, MPA-7.1.1-11, MPA2-9.1-7, MPA2-9.1-8, MPA2-10-1: a reject
-// leaves the TCP connection to the ULP.
+// MPA-7.1.2-5, MPA-7.1.2-6, MPA-7.1.2-7, MPA-7.1.2-17, MPA-7.1.1-11,
+// MPA2-9.1-7, MPA2-9.1-8, MPA2-10-1: a reject leaves the TCP connection to the
+// ULP.
 func TestReject(t *testing.T) {
 	no := errors.New("no")
 	for _, tt := range []struct {
@@ -334,6 +335,13 @@ func TestRetryWithRevision1(t *testing.T) {
 	initiator(t, Options{Rev: 1}, repKey+"40010000")
 }
 
+// MPA-7.1.2-16: the Initiator's ULP may look at the Reply and leave.
+func TestLeaveAfterTheReply(t *testing.T) {
+	p, c := initiator(t, Options{}, repKey+"50020008 00200020 0a0b0c0d")
+	c.Close()
+	p.wantEOF()
+}
+
 // MPA-7.1.2-20: two Initiators find out.
 func TestTwoInitiators(t *testing.T) {
 	a, b := tcpPair(t)
@@ -448,8 +456,9 @@ func TestOptionsRefused(t *testing.T) {
 	}
 }
 
-// MPA2-4.4-1, MPA2-5-1, MPA2-5-2, MPA2-5-3, MPA2-9.2-1, -2, -10, -11: the RTR is the
-// Initiator's first FPDU and nobody's completion there.
+// MPA2-4.4-1, MPA2-5-1, MPA2-5-2, MPA2-5-3, MPA2-9.2-1, MPA2-9.2-2,
+// MPA2-9.2-10, MPA2-9.2-11: the RTR is the Initiator's first FPDU and nobody's
+// completion there.
 func TestRTROfTheInitiator(t *testing.T) {
 	for _, tt := range []struct {
 		id, reply string
@@ -515,8 +524,9 @@ func TestRTROfTheInitiator(t *testing.T) {
 	})
 }
 
-// MPA2-9.2-17..21, MPA-7.1.2-14: what may be the first FPDU for a
-// Responder, which until then sends nothing.
+// MPA2-9.2-17, MPA2-9.2-18, MPA2-9.2-19, MPA2-9.2-20, MPA2-9.2-21,
+// MPA-7.1.2-14: what may be the first FPDU for a Responder, which until then
+// sends nothing.
 func TestRTROfTheResponder(t *testing.T) {
 	const ours = "4143 00000000 00000000 00000001 00000000 6f"
 	for _, tt := range []struct {

@@ -17,11 +17,19 @@ import (
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
-// DDP-4.1-1..8, DDP-4.2-1..11, DDP-4.3-1..8, DDP-4.3-11, DDP-5.2-8, RDMAP-3.1-1..6,
-// RDMAP-3.2-1..5, RDMAP-4.1-1..3, RDMAP-4.1-10, RDMAP-4.2-1, RDMAP-4.3-1, RDMAP-4.6-1,
-// RDMAP-5.1-1, RDMAP-5.1-4, RDMAP-5.1-6, RDMAP-5.1-8, RDMAP-5.1-9, RDMAP-5.2.1-1, -2, -6, -7, -9, -12,
-// RDMAP-5.3-1, -8, -9, -12, RDMAP-5.5-10, RDMAP-6.1-1, DDP-5.3-1, DDP-5.3-2, DDP-5.2-6, DDP-5.2-10, DDP-4.4-2,
-// DDP-5.1-2, DDP-4.3-9, RDMAP-4.4-1, RDMAP-4.4-6: each operation as it stands on the wire.
+// DDP-4.1-1, DDP-4.1-2, DDP-4.1-3, DDP-4.1-4, DDP-4.1-5, DDP-4.1-6, DDP-4.1-7,
+// DDP-4.1-8, DDP-4.2-1, DDP-4.2-2, DDP-4.2-3, DDP-4.2-4, DDP-4.2-5, DDP-4.2-6,
+// DDP-4.2-7, DDP-4.2-8, DDP-4.2-9, DDP-4.2-10, DDP-4.2-11, DDP-4.3-1,
+// DDP-4.3-2, DDP-4.3-3, DDP-4.3-4, DDP-4.3-5, DDP-4.3-6, DDP-4.3-7, DDP-4.3-8,
+// DDP-4.3-11, DDP-5.2-8, RDMAP-3.1-1, RDMAP-3.1-2, RDMAP-3.1-3, RDMAP-3.1-4,
+// RDMAP-3.1-5, RDMAP-3.1-6, RDMAP-3.2-1, RDMAP-3.2-2, RDMAP-3.2-3, RDMAP-3.2-4,
+// RDMAP-3.2-5, RDMAP-4.1-1, RDMAP-4.1-2, RDMAP-4.1-3, RDMAP-4.1-10,
+// RDMAP-4.2-1, RDMAP-4.3-1, RDMAP-4.6-1, RDMAP-5.1-1, RDMAP-5.1-4, RDMAP-5.1-6,
+// RDMAP-5.1-8, RDMAP-5.1-9, RDMAP-5.2.1-1, RDMAP-5.2.1-2, RDMAP-5.2.1-6,
+// RDMAP-5.2.1-7, RDMAP-5.2.1-9, RDMAP-5.2.1-12, RDMAP-5.3-1, RDMAP-5.3-8,
+// RDMAP-5.3-9, RDMAP-5.3-12, RDMAP-5.5-10, RDMAP-6.1-1, DDP-5.3-1, DDP-5.3-2,
+// DDP-5.2-6, DDP-5.2-10, DDP-4.4-2, DDP-5.1-2, DDP-4.3-9, RDMAP-4.4-1,
+// RDMAP-4.4-6: each operation as it stands on the wire.
 func TestOperationsOnTheWire(t *testing.T) {
 	p, c := responder(t, Options{MaxULPDU: 128})
 	p.send(send1)
@@ -97,10 +105,16 @@ func TestOperationsOnTheWire(t *testing.T) {
 	})
 }
 
-// RDMAP-3.2-3, -6, -9, RDMAP-5.1-2, -5, -7, RDMAP-5.2.1-3, -4, -8, -10, -11, -12, -14, -15, RDMAP-5.2-1, RDMAP-5.2.2-1,
-// -2, -7, -9, RDMAP-5.3-2, -3, -5, -6, -10, -14, RDMAP-4.1-10, RDMAP-4.4-2..6, RDMAP-4.5-1, RDMAP-5.5-6, -8, -13, -14, -17,
-// RDMAP-B-1, DDP-4.2-4, DDP-4.3-3, DDP-4.3-5, DDP-5.1-3, DDP-5.2-11, -12, -13, DDP-5.3-5, -6, DDP-5.4-2..5, DDP-6.1-1:
-// what comes of messages from the wire.
+// RDMAP-3.2-3, RDMAP-3.2-6, RDMAP-3.2-9, RDMAP-5.1-2, RDMAP-5.1-5, RDMAP-5.1-7,
+// RDMAP-5.2.1-3, RDMAP-5.2.1-4, RDMAP-5.2.1-8, RDMAP-5.2.1-10, RDMAP-5.2.1-11,
+// RDMAP-5.2.1-12, RDMAP-5.2.1-14, RDMAP-5.2.1-15, RDMAP-5.2-1, RDMAP-5.2.2-1,
+// RDMAP-5.2.2-2, RDMAP-5.2.2-7, RDMAP-5.2.2-9, RDMAP-5.3-2, RDMAP-5.3-3,
+// RDMAP-5.3-5, RDMAP-5.3-6, RDMAP-5.3-10, RDMAP-5.3-14, RDMAP-4.1-10,
+// RDMAP-4.4-2, RDMAP-4.4-3, RDMAP-4.4-4, RDMAP-4.4-5, RDMAP-4.4-6, RDMAP-4.5-1,
+// RDMAP-5.5-6, RDMAP-5.5-8, RDMAP-5.5-13, RDMAP-5.5-14, RDMAP-5.5-17,
+// RDMAP-B-1, DDP-4.2-4, DDP-4.3-3, DDP-4.3-5, DDP-5.1-3, DDP-5.2-11,
+// DDP-5.2-12, DDP-5.2-13, DDP-5.3-5, DDP-5.3-6, DDP-5.4-2, DDP-5.4-3,
+// DDP-5.4-4, DDP-5.4-5, DDP-6.1-1: what comes of messages from the wire.
 func TestMessagesFromTheWire(t *testing.T) {
 	p, c := responder(t, Options{MaxSend: 64})
 	mem := []byte("0123456789abcdef")
@@ -177,8 +191,9 @@ func TestReadResponseSegments(t *testing.T) {
 	}
 }
 
-// RDMAP-3.2-8, RDMAP-5.2.2-4, -5, -6, -8, RDMAP-5.5-7, -16, -18, DDP-4.2-8, DDP-4.2-9, RDMAP-7.2-1: the
-// requester's side of a Read of 8 octets with SinkSTag 0x11111111.
+// RDMAP-3.2-8, RDMAP-5.2.2-4, RDMAP-5.2.2-5, RDMAP-5.2.2-6, RDMAP-5.2.2-8,
+// RDMAP-5.5-7, RDMAP-5.5-16, RDMAP-5.5-18, DDP-4.2-8, DDP-4.2-9, RDMAP-7.2-1:
+// the requester's side of a Read of 8 octets with SinkSTag 0x11111111.
 func TestReadResponses(t *testing.T) {
 	const at = "c142 11111111"
 	const more = "8142 11111111"
@@ -254,8 +269,9 @@ func TestEmptyRead(t *testing.T) {
 	}
 }
 
-// MPA2-4.1-1, MPA2-4.1-3, MPA2-9.1-1, MPA2-9.1-12, RDMAP-6.1-2, -4, -6, RDMAP-8.1.1-11: never more than
-// ORD Reads are outstanding, and what is behind a Read that waits, waits.
+// MPA2-4.1-1, MPA2-4.1-3, MPA2-9.1-1, MPA2-9.1-12, RDMAP-6.1-2, RDMAP-6.1-4,
+// RDMAP-6.1-6, RDMAP-8.1.1-11: never more than ORD Reads are outstanding, and
+// what is behind a Read that waits, waits.
 func TestORD(t *testing.T) {
 	for _, tt := range []struct{ ours, theirs, want int }{{4, 32, 4}, {32, 4, 4}, {32, 1, 1}} {
 		t.Run(fmt.Sprintf("%+v", tt), func(t *testing.T) {
@@ -316,9 +332,10 @@ func TestORD(t *testing.T) {
 	})
 }
 
-// MPA2-4.1-2, MPA2-9.1-4, RDMAP-5.2.2-3, RDMAP-6.1-3, -7, DDP-7.2-9, RDMAP-8.1.2-7: IRD Requests at
-// once are always served. A peer that keeps sending them without taking the
-// Responses is ended with 1/2/02 when at most twice IRD wait.
+// MPA2-4.1-2, MPA2-9.1-4, RDMAP-5.2.2-3, RDMAP-6.1-3, RDMAP-6.1-7, DDP-7.2-9,
+// RDMAP-8.1.2-7, RDMAP-8.1.2-6, DDP-8.3.2-5: IRD Requests at once are always served. A peer that keeps
+// sending them without taking the Responses is ended with 1/2/02 when at most
+// twice IRD wait.
 func TestIRD(t *testing.T) {
 	for _, ird := range []int{1, 4} {
 		t.Run(fmt.Sprintf("IRD %d", ird), func(t *testing.T) {
@@ -494,9 +511,9 @@ func TestEarlyPosts(t *testing.T) {
 	p.wantEOF()
 }
 
-// DDP-6.2.1-1, -2, -5, -6, MPA-7.2-1, RDMAP-6.2-1, RDMAP-6.2-2, DDP-6.2-2: CloseWrite sends
-// everything that was posted, also what waits for ORD, and then ends our
-// direction; the other goes on.
+// DDP-6.2.1-1, DDP-6.2.1-2, DDP-6.2.1-5, DDP-6.2.1-6, MPA-7.2-1, RDMAP-6.2-1,
+// RDMAP-6.2-2, DDP-6.2-2: CloseWrite sends everything that was posted, also
+// what waits for ORD, and then ends our direction; the other goes on.
 func TestCloseWrite(t *testing.T) {
 	p, c := responder(t, Options{ORD: 1})
 	p.send(send1)
@@ -776,8 +793,9 @@ func TestOtherDomain(t *testing.T) {
 	}
 }
 
-// RDMAP-8.1.1-10, DDP-7.1-2..6, RDMAP-5.3-11, DDP-5.3-5: nobody receives on one Conn: its peer is
-// held back by TCP and loses nothing, and another Conn does not notice.
+// RDMAP-8.1.1-10, RDMAP-8.1.2-5, DDP-7.1-2, DDP-7.1-3, DDP-7.1-4, DDP-7.1-5, DDP-7.1-6,
+// RDMAP-5.3-11, DDP-5.3-5: nobody receives on one Conn: its peer is held back
+// by TCP and loses nothing, and another Conn does not notice.
 func TestBackPressure(t *testing.T) {
 	p, c := responder(t, Options{})
 	q, d := responder(t, Options{})

@@ -3,6 +3,7 @@ package rdma
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"strings"
@@ -62,7 +63,7 @@ var refusals = []struct {
 		"1203c000 0013 4143 00000000 00000000 00000000 00000000"},
 	{"DDP-7.1-9 MSN ahead", []string{"4143 00000000 00000000 00000032 00000000 01"}, wire.ReasonMSN,
 		"1203c000 0013 4143 00000000 00000000 00000032 00000000"},
-	{"DDP-7.2-11 DDP-5.3-3 first segment with MO 4", []string{"4143 00000000 00000000 00000001 00000004 0102"}, wire.ReasonMO,
+	{"DDP-7.2-11 first segment with MO 4", []string{"4143 00000000 00000000 00000001 00000004 0102"}, wire.ReasonMO,
 		"1204c000 0014 4143 00000000 00000000 00000001 00000004"},
 	{"DDP-7.1-7 MO beyond the buffer", []string{"4143 00000000 00000000 00000001 00000041 01"}, wire.ReasonMO,
 		"1204c000 0013 4143 00000000 00000000 00000001 00000041"},
@@ -134,12 +135,13 @@ func readRequestHex(qn, msn, size, stag, to string) string {
 	return "4141 00000000" + qn + msn + "00000000 11111111 2222222233333333" + size + stag + to
 }
 
-// RDMAP-6.2.1-1, RDMAP-7.1-1, DDP-7.2-1, DDP-7-1, DDP-7.1-16, RDMAP-4.8-1..6,
-// 9..11, RDMAP-3.1-7: the Terminate of each refusal, octet by octet.
-// DDP-7.1-17, MPA-8-10: a good Send behind the bad message does not arrive.
-// DDP-7.1-18, RDMAP-5.4-8, DDP-6.2.2-5: the Terminate is the last thing sent.
-// DDP-6.2-1, DDP-6.2.2-6, MPA-8-11: TCP stays open until the ULP closes it.
-// RDMAP-7-3, DDP-3-8, DDP-3-9, RDMAP-7-2: nothing can be posted afterwards.
+// RDMAP-6.2.1-1, RDMAP-7.1-1, DDP-7.2-1, DDP-7-1, DDP-7.1-16, RDMAP-4.8-1,
+// RDMAP-4.8-2, RDMAP-4.8-3, RDMAP-4.8-4, RDMAP-4.8-5, RDMAP-4.8-6, RDMAP-4.8-9,
+// RDMAP-4.8-10, RDMAP-4.8-11, RDMAP-3.1-7: the Terminate of each refusal, octet
+// by octet. DDP-7.1-17, MPA-8-10: a good Send behind the bad message does not
+// arrive. DDP-7.1-18, RDMAP-5.4-8, DDP-6.2.2-5: the Terminate is the last thing
+// sent. DDP-6.2-1, DDP-6.2.2-6, MPA-8-11: TCP stays open until the ULP closes
+// it. RDMAP-7-3, DDP-3-8, DDP-3-9, RDMAP-7-2: nothing can be posted afterwards.
 func TestRefusals(t *testing.T) {
 	for _, tt := range refusals {
 		t.Run(tt.id, func(t *testing.T) {
@@ -161,7 +163,14 @@ func TestRefusals(t *testing.T) {
 			events := serve(c)
 			p.wantTerminate(tt.terminate)
 			p.nc.Close()
-			asFault(t, next(t, events).err, tt.reason, false)
+			se := asFault(t, next(t, events).err, tt.reason, false)
+			if b := unhex(tt.ulpdus[0]); tt.reason.Layer == wire.LayerDDP && tt.reason.EType == 1 && wire.VersionOK(b) {
+				// DDP-8.3-5: the ULP learns STag and TO.
+				h, _ := wire.ParseTagged(b)
+				if s := se.Error(); !strings.Contains(s, fmt.Sprintf("STag %#x", h.STag)) || !strings.Contains(s, fmt.Sprintf("TO %#x", h.TO)) {
+					t.Error(s)
+				}
+			}
 			for i, m := range mem {
 				if !bytes.Equal(m, bytes.Repeat([]byte{0xee}, 48)) {
 					t.Errorf("memory %d was written: %x", i, m)
@@ -244,8 +253,11 @@ func TestLocalFailure(t *testing.T) {
 	}
 }
 
-// RDMAP-5.4-1..6, MPA2-8-2..4, RDMAP-4.8-16..26: what comes in the peer's
-// Terminate is told, and there is no answer to it.
+// RDMAP-5.4-1, RDMAP-5.4-2, RDMAP-5.4-3, RDMAP-5.4-4, RDMAP-5.4-5, RDMAP-5.4-6,
+// MPA2-8-2, MPA2-8-3, MPA2-8-4, RDMAP-4.8-16, RDMAP-4.8-17, RDMAP-4.8-18,
+// RDMAP-4.8-19, RDMAP-4.8-20, RDMAP-4.8-21, RDMAP-4.8-22, RDMAP-4.8-23,
+// RDMAP-4.8-24, RDMAP-4.8-25, RDMAP-4.8-26: what comes in the peer's Terminate
+// is told, and there is no answer to it.
 func TestTerminateReceived(t *testing.T) {
 	const ddp = "4147 00000000 00000002 00000001 00000000"
 	for _, tt := range []struct {

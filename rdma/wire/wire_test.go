@@ -361,7 +361,9 @@ func TestOpcodes(t *testing.T) {
 	}
 }
 
-// RDMAP-4.8-16..26 and what siw sends instead.
+// RDMAP-4.8-16, RDMAP-4.8-17, RDMAP-4.8-18, RDMAP-4.8-19, RDMAP-4.8-20,
+// RDMAP-4.8-21, RDMAP-4.8-22, RDMAP-4.8-23, RDMAP-4.8-24, RDMAP-4.8-25,
+// RDMAP-4.8-26 and what siw sends instead.
 func TestParseTerminate(t *testing.T) {
 	for _, tt := range []struct {
 		name, wire string
