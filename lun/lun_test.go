@@ -340,7 +340,7 @@ func TestAbsentLUN(t *testing.T) {
 }
 
 // rowCDB is the shortest valid CDB of a row: an allocation length of 252 where
-// there is one, and lengths of 0 or 1 block.
+// there is one, lengths of 0 or 1 block, and START.
 func rowCDB(row *command) []byte {
 	cdb := make([]byte, 16)
 	cdb[0] = row.op
@@ -354,6 +354,8 @@ func rowCDB(row *command) []byte {
 		cdb[4] = 252
 	case 0x5a: // MODE SENSE(10)
 		cdb[8] = 252
+	case 0x1b: // START STOP UNIT
+		cdb[4] = 1
 	case 0x41: // WRITE SAME(10)
 		cdb[8] = 1
 	case 0x93, 0x9e: // WRITE SAME(16), READ CAPACITY(16)

@@ -1,0 +1,183 @@
+package lun
+
+import (
+	"encoding/binary"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/iser-target/iser-target/backend"
+)
+
+// SPC-4, section 6.6.2.
+func TestStandardInquiry(t *testing.T) {
+	want := unhex(`
+		00                    # PERIPHERAL QUALIFIER 000b, direct access block device
+		00                    # RMB 0
+		06                    # VERSION: SPC-4
+		12                    # NORMACA 0, HISUP, RESPONSE DATA FORMAT 2
+		5b                    # ADDITIONAL LENGTH: 96-5
+		00                    # SCCS 0, TPGS 00b, 3PC 0, PROTECT 0
+		00                    # MULTIP 0: there is one target port
+		02                    # CMDQUE
+		4953455254475420      # "ISERTGT "
+		5649525455414c2d4449534b20202020 # "VIRTUAL-DISK    "
+		30303031              # "0001"
+		0000000000000000000000000000000000000000 0000
+		00a0 0460 04c0        # version descriptors: SAM-5, SPC-4, SBC-3
+		0961                  # iSCSI: RFC 7144, section 4.2: 0960h + iSCSIProtocolLevel 1
+		0000 0000 0000 0000
+		00000000000000000000000000000000000000000000`)
+	r := newRig(t, setup{})
+	wantOctets(t, r.good("12 00 00 00ff 00", nil), want)
+	wantOctets(t, r.good("12 00 00 0200 00", nil), want)
+	for _, n := range []int{0, 4, 5, 36, 95} {
+		wantOctets(t, r.good(fmt.Sprintf("12 00 00 %04x 00", n), nil), want[:n])
+	}
+	wantField(t, r.run("12 00 80 00ff 00", nil), 2, noField) // a page code without EVPD
+	wantField(t, r.run("12 02 00 00ff 00", nil), 1, 1)       // CMDDT
+
+	// ISCSI-11.4-5: "INQUIRY allocation 255 answers 96: U with 159".
+	if res := r.run("12 00 00 00ff 00", nil); res.dataIn != 96 {
+		t.Errorf("DataIn %d, want 96", res.dataIn)
+	}
+
+	custom := newRig(t, setup{opt: Options{Vendor: "ACME", Product: "Disk", Revision: "9"}})
+	if got := string(custom.good("12 00 00 00ff 00", nil)[8:36]); got != "ACME    Disk            9   " {
+		t.Errorf("identification %q", got)
+	}
+}
+
+func TestVPD(t *testing.T) {
+	for _, s := range []struct {
+		name, page, want string
+		setup            setup
+	}{
+		{name: "00 thin", page: "00", want: "00 00 0006 00 80 83 b0 b1 b2"},
+		{name: "00 thick", page: "00", setup: setup{info: thick}, want: "00 00 0005 00 80 83 b0 b1"},
+		{name: "80", page: "80", want: `
+			00 80 0010
+			33303031303230333034303530363037 # "3001020304050607"`},
+		{name: "83", page: "83", want: `
+			00 83 0080              # 128
+			01 03 00 08             # binary, logical unit, NAA
+			3001020304050607        # NAA 3h: locally assigned
+			02 01 00 18             # ASCII, logical unit, T10 vendor ID
+			4953455254475420 33303031303230333034303530363037
+			51 94 00 04             # iSCSI, binary, PIV, target port, relative port
+			00000001
+			53 98 00 28             # iSCSI, UTF-8, PIV, target port, SCSI name string
+			69716e2e323032362d31312e696f2e6578616d706c653a73746f7265 # iqn.2026-11.io.example:store
+			2c742c307830303031 000000                                # ,t,0x0001
+			53 a8 00 20             # iSCSI, UTF-8, PIV, target device, SCSI name string
+			69716e2e323032362d31312e696f2e6578616d706c653a73746f7265 00000000`},
+		{name: "b0 thin", page: "b0", want: `
+			00 b0 003c
+			01                      # WSNZ
+			00                      # MAXIMUM COMPARE AND WRITE LENGTH: no such command
+			0001                    # OPTIMAL TRANSFER LENGTH GRANULARITY
+			00008000                # MAXIMUM TRANSFER LENGTH: 16 MiB
+			00000800                # OPTIMAL TRANSFER LENGTH: 1 MiB
+			00000000                # MAXIMUM PREFETCH LENGTH
+			00100000                # MAXIMUM UNMAP LBA COUNT: 512 MiB
+			00000100                # MAXIMUM UNMAP BLOCK DESCRIPTOR COUNT
+			00000080                # OPTIMAL UNMAP GRANULARITY: 64 KiB
+			80000000                # UGAVALID, UNMAP GRANULARITY ALIGNMENT 0
+			0000000000080000        # MAXIMUM WRITE SAME LENGTH: 256 MiB
+			0000000000000000000000000000000000000000`},
+		{name: "b0 thick, 4096 in 8192", page: "b0", setup: setup{blockSize: 4096, info: func(i *backend.Info) {
+			i.DiscardGranularity, i.PhysicalBlockSize = 0, 8192
+		}}, want: `
+			00 b0 003c
+			01 00 0002
+			00001000 00000100 00000000
+			00000000 00000000       # no UNMAP
+			00000000 00000000
+			0000000000010000
+			0000000000000000000000000000000000000000`},
+		{name: "b1", page: "b1", want: `
+			00 b1 003c
+			0001                    # MEDIUM ROTATION RATE: does not rotate
+			00 00` + strings.Repeat("00", 56)},
+		{name: "b2", page: "b2", want: `
+			00 b2 0004
+			00                      # THRESHOLD EXPONENT
+			e4                      # LBPU, LBPWS, LBPWS10, LBPRZ 001b
+			02                      # PROVISIONING TYPE: thin
+			00`},
+	} {
+		t.Run(s.name, func(t *testing.T) {
+			r, want := newRig(t, s.setup), unhex(s.want)
+			wantOctets(t, r.good("12 01 "+s.page+" 00ff 00", nil), want)
+			for n := range len(want) {
+				wantOctets(t, r.good(fmt.Sprintf("12 01 %s %04x 00", s.page, n), nil), want[:n])
+			}
+		})
+	}
+	r := newRig(t, setup{info: thick})
+	for page := range 256 {
+		switch page {
+		case 0x00, 0x80, 0x83, 0xb0, 0xb1:
+		default:
+			wantField(t, r.run(fmt.Sprintf("12 01 %02x 00ff 00", page), nil), 2, noField)
+		}
+	}
+}
+
+// The longest target name there is makes designators of less than 256 octets.
+func TestLongTargetName(t *testing.T) {
+	r := newRig(t, setup{})
+	name := "iqn.2026-11.io.example:" + strings.Repeat("n", 200) // RFC 7143, section 4.2.7.1: at most 223
+	n := r.inv.NewNexus(Port{TargetName: name, TPGT: 0xffff})
+	res := do(n, &r.c, [8]byte{}, "12 01 83 ffff 00", nil, all)
+	wantGood(t, "VPD 83h", res)
+	if got := int(binary.BigEndian.Uint16(res.in[2:])); got != len(res.in)-4 {
+		t.Errorf("PAGE LENGTH %d of %d", got, len(res.in))
+	}
+	var names []string
+	for d := res.in[4:]; len(d) > 0; d = d[4+int(d[3]):] {
+		if d[1]&0x0f == desSCSI {
+			if d[3]%4 != 0 || d[3+d[3]] != 0 {
+				t.Errorf("designator of %d octets is not padded", d[3])
+			}
+			names = append(names, strings.TrimRight(string(d[4:][:d[3]]), "\x00"))
+		}
+	}
+	if len(names) != 2 || names[0] != name+",t,0xffff" || names[1] != name {
+		t.Errorf("SCSI name strings %q", names)
+	}
+}
+
+// SPC-4, section 6.33.
+func TestReportLUNs(t *testing.T) {
+	r := newRig(t, setup{})
+	for _, id := range []uint16{300, 2, 16383} {
+		if err := r.inv.Add(id, newRig(t, setup{}).unit); err != nil {
+			t.Fatal(err)
+		}
+	}
+	n := r.inv.NewNexus(testPort)
+	want := unhex(`
+		00000020 00000000
+		0000000000000000      # 0
+		0002000000000000      # 2: peripheral device addressing
+		412c000000000000      # 300: flat space addressing
+		7fff000000000000      # 16383`)
+	run := func(report, allocation int) result {
+		return do(n, &r.c, [8]byte{}, fmt.Sprintf("a0 00 %02x 000000 %08x 00 00", report, allocation), nil, all)
+	}
+	for _, report := range []int{0x00, 0x02} {
+		for _, allocation := range []int{0, 8, 16, 39, 40, 1 << 20} {
+			res := run(report, allocation)
+			wantGood(t, "REPORT LUNS", res)
+			wantOctets(t, res.in, want[:min(len(want), allocation)])
+		}
+	}
+	res := run(0x01, 255)
+	wantGood(t, "well known logical units", res)
+	wantOctets(t, res.in, make([]byte, 8))
+	wantField(t, run(0x10, 255), 2, noField)
+
+	// The nexus that was there before the units were added does not see them.
+	wantOctets(t, r.good("a0 00 00 000000 00000100 00 00", nil), unhex("00000008 00000000 0000000000000000"))
+}
