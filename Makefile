@@ -61,14 +61,12 @@ interop: ## tests against the Linux initiator in a virtual machine; says why it 
 bench: ## benchmarks
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem $(BENCH_PACKAGES)
 
+# Two targets at a time, one worker each; the output of each is kept together.
 .PHONY: fuzz
 fuzz: ## every fuzz target for FUZZTIME
 	@grep -rEn --include='*_test.go' '^func Fuzz[A-Za-z0-9_]*\(' . | \
 	sed -E 's|^(.*)/[^/]+:[0-9]+:func (Fuzz[A-Za-z0-9_]*)\(.*|\1 \2|' | sort -u | \
-	while read -r package target; do \
-		echo "== $$package $$target"; \
-		$(GO) test "$$package" -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) -parallel 2 </dev/null; \
-	done
+	GO=$(GO) xargs -P 2 -L 1 sh -c '.ci/fuzz $$0 $$1 $(FUZZTIME)'
 
 .PHONY: clean
 clean:

@@ -34,8 +34,10 @@ var mayImport = map[string][]string{
 	"tests":         {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "tests", "golang.org/x/sys"},
 }
 
-// Tests may import, beside that, the suite that every store has to pass.
-var testsMayImport = []string{"backend/backendtest"}
+// Tests may import, beside that, the suite that every store has to pass, what
+// the packages below import (a unit needs a store), and those of the program an
+// initiator.
+var testsMayImport = map[string][]string{"": {"backend/backendtest"}, "cmd": {"tests/initiator"}}
 
 // TestImports reads the files itself, whatever their build tags: what another
 // process reads would be unknown to the cache of test results.
@@ -101,6 +103,9 @@ func TestImportRule(t *testing.T) {
 		{"iscsi", "rdma", true, false},
 		{"iscsi", "iser", false, false},
 		{"iscsi", "backend", false, false},
+		{"iscsi", "backend", true, true},
+		{"cmd/iser-target", "tests/initiator", true, true},
+		{"cmd/iser-target", "tests/initiator", false, false},
 		{"iscsi", "lun", false, true},
 		{"iscsi", "iscsi/keys", false, true},
 		{"iscsi/keys", "iscsi/pdu", false, false},
@@ -155,19 +160,36 @@ func allowed(from, to string, test bool) bool {
 	if from == to {
 		return true // an external test package
 	}
-	if test {
-		for _, room := range testsMayImport {
-			if within(to, room) {
-				return true
-			}
-		}
-	}
 	r, ok := room(module + "/" + from)
+	if test && ok && testAllowed(r, to) {
+		return true
+	}
 	if !ok || within(to, "backend/backendtest") && !within(from, "backend") && !within(from, "tests") {
 		return false
 	}
 	for _, room := range mayImport[r] {
 		if within(to, room) {
+			return true
+		}
+	}
+	return false
+}
+
+// testAllowed tells whether the tests in a room may import a package that the
+// room itself may not.
+func testAllowed(r, to string) bool {
+	for _, also := range [][]string{testsMayImport[""], testsMayImport[r]} {
+		for _, dir := range also {
+			if within(to, dir) {
+				return true
+			}
+		}
+	}
+	for _, below := range mayImport[r] {
+		if within(to, below) {
+			return true
+		}
+		if next, ok := room(module + "/" + below); ok && next != r && testAllowed(next, to) {
 			return true
 		}
 	}
