@@ -458,7 +458,7 @@ func FuzzTerminate(f *testing.F) {
 			return
 		}
 		_ = h.Reason.String()
-		if h.DDP == nil && h.ReadRequest != nil {
+		if h.Swapped || h.DDP == nil && h.ReadRequest != nil {
 			return // not a form that we send
 		}
 		g, err := ParseTerminate(h.Append(nil))
