@@ -44,6 +44,7 @@ type raw struct {
 	sendMSN          uint32 // of our next Send
 	recvMSN, readMSN uint32 // of the target's next Send and RDMA Read
 	full             bool   // full feature phase of a normal session
+	pong             bool   // the target's pings are answered and not returned
 
 	itt, cmdSN, statSN uint32
 	maxCmdSN           uint32
@@ -191,6 +192,29 @@ func (p *raw) next() *message {
 }
 
 func (p *raw) tryNext() (*message, error) {
+	p.t.Helper()
+	for {
+		m, err := p.segment()
+		if err != nil || !p.pong || m.bhs == nil || m.bhs.Opcode() != pdu.NOPIn || m.bhs.TTT() == pdu.ReservedTag {
+			return m, err
+		}
+		p.answerPing(m)
+	}
+}
+
+func (p *raw) answerPing(m *message) {
+	p.t.Helper()
+	if m.bhs.ITT() != pdu.ReservedTag || m.bhs.TTT() == pdu.ReservedTag || len(m.payload) != 76 || m.bhs.StatSN() != p.statSN {
+		p.t.Fatalf("ping % x", m.payload)
+	}
+	h := p.request(pdu.NOPOut, pdu.FlagF, true)
+	h.SetITT(pdu.ReservedTag)
+	h.SetTTT(m.bhs.TTT())
+	p.send(iser.Header{}, h, nil)
+}
+
+// segment takes the next segment as it is.
+func (p *raw) segment() (*message, error) {
 	p.t.Helper()
 	b := make([]byte, 2, 2048)
 	if _, err := io.ReadFull(p.nc, b); err != nil {
