@@ -284,3 +284,49 @@ targets:
 		p.wait(t, `(`+tt.want+`)`)
 	}
 }
+
+// A LUN keeps its identity over restarts, and a file that is made anew is
+// another disk.
+func TestIdentities(t *testing.T) {
+	dir := t.TempDir()
+	disk := filepath.Join(dir, "disk.img")
+	cfg := write(t, "c.yaml", fmt.Sprintf(`
+state_dir: %s/state
+portals: [{listen: "127.0.0.1:0"}]
+targets:
+  - name: iqn.2026-11.io.example:store
+    initiators: ["*"]
+    luns: [{id: 0, backend: file, path: %s, size: 1MiB}, {id: 1, backend: memory, size: 1MiB}]
+`, dir, disk))
+	serials := func() (s [2]string) {
+		t.Helper()
+		p := start(t, "serve", "--config", cfg)
+		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+		defer cancel()
+		ini, err := initiator.Login(ctx, p.addr, initiator.Options{Target: "iqn.2026-11.io.example:store"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for lun := range s {
+			c := &initiator.Command{LUN: byte(lun), In: make([]byte, 64), CDB: [16]byte{0x12, 1, 0x80, 0, 64}}
+			if err := ini.Do(c); err != nil || c.Status != 0 {
+				t.Fatalf("INQUIRY: %v, status %#x", err, c.Status)
+			}
+			s[lun] = string(c.In[4 : 4+c.In[3]])
+		}
+		ini.Close()
+		p.cmd.Process.Kill() // identities need no orderly end
+		p.cmd.Wait()
+		return s
+	}
+	first, second := serials(), serials()
+	if first != second || first[0] == first[1] || len(first[0]) != 16 {
+		t.Errorf("serials %q, after a restart %q", first, second)
+	}
+	if err := os.Remove(disk); err != nil {
+		t.Fatal(err)
+	}
+	if third := serials(); third[0] == first[0] || third[1] != first[1] {
+		t.Errorf("serials %q; with a new file %q", first, third)
+	}
+}

@@ -3,6 +3,8 @@ package main
 import (
 	"errors"
 	"fmt"
+	"io/fs"
+	"os"
 	"path/filepath"
 
 	"github.com/iser-target/iser-target/backend"
@@ -53,50 +55,55 @@ func openUnits(cfg *config.Config, node *iscsi.Node) (*units, error) {
 	return u, nil
 }
 
-// open makes one logical unit. A store whose medium is new gets a new
-// identity: what was there before under the same name was another disk.
+// open makes one logical unit. A medium that is made here gets a new identity:
+// what was there before under the same name was another disk. The identity
+// comes first, so that a crash in between cannot leave the new disk with the
+// old one's.
 func (u *units) open(target string, l *config.LUN, inv *lun.Inventory) (err error) {
-	store, created, err := openStore(l)
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, store.Close())
-		}
-	}()
 	key := fmt.Sprintf("%s/%d/%s:%s", target, l.ID, l.Backend, l.Path)
 	identity := u.ids.Get
-	if created {
+	if l.Backend == "file" && absent(l.Path) {
 		identity = u.ids.Renew
 	}
 	id, err := identity(key)
 	if err != nil {
 		return err
 	}
-	unit, err := lun.New(store, lun.Options{Identity: id, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough})
+	store, err := openStore(l)
 	if err != nil {
 		return err
 	}
-	return inv.Add(uint16(l.ID), unit)
+	unit, err := lun.New(store, lun.Options{Identity: id, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough})
+	if err == nil {
+		err = inv.Add(uint16(l.ID), unit)
+	}
+	if err != nil {
+		return errors.Join(err, store.Close())
+	}
+	return nil
 }
 
-// openStore opens the backend of a LUN. created tells that its medium has just
-// been made. The configuration is valid.
-func openStore(l *config.LUN) (s backend.Store, created bool, err error) {
+// absent tells whether OpenFile would make the file: there is none, or an
+// empty one.
+func absent(path string) bool {
+	fi, err := os.Stat(path)
+	return errors.Is(err, fs.ErrNotExist) || err == nil && fi.Size() == 0
+}
+
+// openStore opens the backend of a LUN. The configuration is valid.
+func openStore(l *config.LUN) (s backend.Store, err error) {
 	switch l.Backend {
 	case "memory":
-		s, err = backend.OpenMemory(backend.MemoryConfig{Size: int64(l.Size), BlockSize: uint32(l.BlockSize)})
+		return backend.OpenMemory(backend.MemoryConfig{Size: int64(l.Size), BlockSize: uint32(l.BlockSize)})
 	case "file":
-		return backend.OpenFile(backend.FileConfig{Path: l.Path, Size: int64(l.Size), BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly})
+		s, _, err = backend.OpenFile(backend.FileConfig{Path: l.Path, Size: int64(l.Size), BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly})
+		return s, err
 	case "block":
-		s, err = backend.OpenBlock(backend.BlockConfig{Path: l.Path, BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly})
+		return backend.OpenBlock(backend.BlockConfig{Path: l.Path, BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly})
 	case "gotgt":
-		s, err = gotgt.Open(gotgt.Config{Plugin: l.Plugin, Path: l.Path, Options: l.Options, Size: int64(l.Size), BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly})
-	default:
-		err = fmt.Errorf("unknown backend %q", l.Backend)
+		return gotgt.Open(gotgt.Config{Plugin: l.Plugin, Path: l.Path, Options: l.Options, Size: int64(l.Size), BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly})
 	}
-	return s, false, err
+	return nil, fmt.Errorf("unknown backend %q", l.Backend)
 }
 
 // close syncs and closes every store.
