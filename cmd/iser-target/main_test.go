@@ -330,3 +330,40 @@ targets:
 		t.Errorf("serials %q; with a new file %q", first, third)
 	}
 }
+
+// A store of gotgt is a LUN like any other.
+func TestGotgtLUN(t *testing.T) {
+	disk := write(t, "disk.img", string(make([]byte, 1<<20)))
+	p := start(t, "serve", "--config", write(t, "c.yaml", `
+state_dir: `+t.TempDir()+`
+portals: [{listen: "127.0.0.1:0"}]
+targets:
+  - name: iqn.2026-11.io.example:store
+    initiators: ["*"]
+    luns: [{id: 7, backend: gotgt, plugin: file, path: `+disk+`}]
+`))
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	s, err := initiator.Login(ctx, p.addr, initiator.Options{Target: "iqn.2026-11.io.example:store"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	want := bytes.Repeat([]byte("gotgt!"), 2048)[:8192]
+	w := &initiator.Command{LUN: 7, CDB: initiator.Write16(16, 16), Out: want}
+	for w.Status = 2; w.Status != 0; { // the first meets a unit attention
+		if err := s.Do(w); err != nil {
+			t.Fatal(err)
+		}
+	}
+	sync := &initiator.Command{LUN: 7, CDB: [16]byte{0x35}}
+	r := &initiator.Command{LUN: 7, CDB: initiator.Read16(16, 16), In: make([]byte, len(want))}
+	for _, c := range []*initiator.Command{sync, r} {
+		if err := s.Do(c); err != nil || c.Status != 0 {
+			t.Fatalf("CDB %x: %v, status %#x", c.CDB, err, c.Status)
+		}
+	}
+	if onDisk, err := os.ReadFile(disk); err != nil || !bytes.Equal(r.In, want) || !bytes.Equal(onDisk[8192:][:len(want)], want) {
+		t.Errorf("what was written is not what is read, or not in the file: %v", err)
+	}
+}
