@@ -54,7 +54,7 @@ func TestNOPOut(t *testing.T) {
 // The target pings, and gives up when nothing comes back.
 func TestKeepalive(t *testing.T) {
 	t.Run("ISER-7.3.6-12 ISER-8.1.2-3 ISER-8.1.2-4 ISER-8.1.1.2-2 answered", func(t *testing.T) {
-		tg := startTarget(t, targetOptions{node: iscsi.Options{NopInterval: 5 * time.Millisecond}})
+		tg := startTarget(t, targetOptions{node: iscsi.Options{NopInterval: 5 * time.Millisecond, NopTimeout: 300 * time.Millisecond}})
 		p := tg.dial(t, initiator.Options{Target: targetName})
 		p.login()
 		p.pong = true
@@ -63,7 +63,7 @@ func TestKeepalive(t *testing.T) {
 		h = p.writeCommand(0, 8)
 		read := p.wantRead()
 		p.pong = false
-		for range 5 { // during a long write; more than may be unanswered at a time
+		for range 3 { // during a long write; more than may be unanswered at a time
 			p.answerPing(p.want(pdu.NOPIn))
 		}
 		p.pong = true
