@@ -1,0 +1,198 @@
+package tests
+
+import (
+	"bytes"
+	"fmt"
+	"testing"
+
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/iser"
+	"github.com/iser-target/iser-target/rdma/wire"
+	"github.com/iser-target/iser-target/tests/initiator"
+)
+
+// held starts n WRITEs of 4 KiB, the i-th to block 8*i, and leaves their RDMA
+// Reads unanswered.
+func (p *raw) held(n int) (hs []pdu.BHS, reads []wire.ReadRequest) {
+	p.t.Helper()
+	for i := range n {
+		hs = append(hs, p.writeCommand(uint64(8*i), 8))
+		reads = append(reads, p.wantRead())
+	}
+	return hs, reads
+}
+
+// untouched checks that nothing has been written to the first n*4 KiB.
+func (tg *target) untouched(t testing.TB, n int) {
+	t.Helper()
+	if !bytes.Equal(tg.stored(t, 0, n*4096), make([]byte, n*4096)) {
+		t.Error("an aborted task has written")
+	}
+}
+
+// A task that waits for an RDMA Read ends when that is answered: only then is
+// the initiator's memory its own again (L10). The data is dropped.
+func TestAbortTask(t *testing.T) {
+	t.Run("ISER-7.3.3-1 ISER-3.1.9-1 ISER-8.3.2-4 ISER-8.3.2-2 L17 write in its data phase", func(t *testing.T) {
+		tg := startTarget(t, targetOptions{})
+		p := tg.rawLogin(t, initiator.Options{}, 0)
+		hs, reads := p.held(2)
+		f := p.tmf(pdu.AbortTask, 0, hs[0].ITT(), hs[0].CmdSN())
+		p.ping() // no TMF Response yet
+		p.answer(reads[0], random(4096))
+		p.wantTMF(f, pdu.FunctionComplete)
+		tg.untouched(t, 2)
+		want := random(4096)
+		p.answer(reads[1], want)
+		p.wantStatus(hs[1], 0)
+		if !bytes.Equal(tg.stored(t, 8, 4096), want) {
+			t.Error("the other task has not written")
+		}
+		f = p.tmf(pdu.AbortTask, 0, hs[0].ITT(), hs[0].CmdSN())
+		p.wantTMF(f, pdu.TaskDoesNotExist)
+		// The STag of the Read is gone.
+		p.write(fpdu(tagged(wire.OpReadResponse, true, reads[0].SinkSTag, 0, make([]byte, 4096))))
+		p.wantTerminate(wire.ReasonOpcode)
+	})
+	t.Run("read in the backend", func(t *testing.T) {
+		tg := startTarget(t, targetOptions{})
+		p := tg.rawLogin(t, initiator.Options{}, 0)
+		open := tg.store.shut()
+		defer open()
+		cdb := initiator.Read16(0, 8)
+		h := p.scsi(pdu.FlagR, 4096, cdb[:])
+		p.send(sink(1, 0), h, nil)
+		<-tg.store.entered
+		f := p.tmf(pdu.AbortTask, 0, h.ITT(), h.CmdSN())
+		p.ping()
+		open()
+		p.wantTMF(f, pdu.FunctionComplete) // neither data nor a response before
+		p.ping()
+		p.logout()
+	})
+	t.Run("waits for ORD", func(t *testing.T) {
+		tg := startTarget(t, targetOptions{})
+		o := initiator.Options{}
+		o.RDMA.IRD = 1
+		p := tg.rawLogin(t, o, 0)
+		first := p.writeCommand(0, 8)
+		read := p.wantRead()
+		second := p.writeCommand(8, 8)
+		f := p.tmf(pdu.AbortTask, 0, second.ITT(), second.CmdSN())
+		p.ping()
+		p.answer(read, make([]byte, 4096))
+		// The second Read was to come; it comes and is answered, or not at all.
+		for responses := 0; responses < 2; {
+			switch m := p.next(); {
+			case m.op == wire.OpReadRequest:
+				p.answer(m.read, random(4096))
+			case m.bhs.Opcode() == pdu.SCSIResponse && m.bhs.ITT() == first.ITT(),
+				m.bhs.Opcode() == pdu.TaskMgmtResp && m.bhs.ITT() == f.ITT() && m.bhs.Response() == pdu.FunctionComplete:
+				responses++
+			default:
+				t.Fatalf("%v % x", m.op, m.payload)
+			}
+		}
+		tg.untouched(t, 2)
+		p.logout()
+	})
+}
+
+func TestAbortTaskSet(t *testing.T) {
+	tg := startTarget(t, targetOptions{luns: 2})
+	p := tg.rawLogin(t, initiator.Options{}, 0, 1)
+	neighbour := tg.rawLogin(t, initiator.Options{ISID: [6]byte{1}}, 0, 1)
+	const n = 4
+	_, reads := p.held(n)
+	// A task on the other LUN and one of another session go on.
+	cdb := initiator.Write16(0, 1)
+	h := p.scsi(pdu.FlagW, 512, cdb[:])
+	h.SetLUN([8]byte{1: 1})
+	p.send(source(9, 0), h, nil)
+	onOther := p.wantRead()
+	hs, others := neighbour.held(1)
+
+	f := p.tmf(pdu.AbortTaskSet, 0, pdu.ReservedTag, 0)
+	p.ping()
+	for _, r := range reads[:n-1] {
+		p.answer(r, random(4096))
+	}
+	p.ping() // one is still out
+	p.answer(reads[n-1], random(4096))
+	p.wantTMF(f, pdu.FunctionComplete)
+	tg.untouched(t, n)
+	p.answer(onOther, random(512))
+	p.wantStatus(h, 0)
+	neighbour.answer(others[0], make([]byte, 4096))
+	neighbour.wantStatus(hs[0], 0)
+	p.ping()
+	p.logout()
+	neighbour.logout()
+}
+
+// Resets stop the tasks of all sessions, and the others hear of it.
+func TestReset(t *testing.T) {
+	for _, tt := range []struct {
+		name     string
+		function byte
+	}{{"LOGICAL UNIT RESET", pdu.LogicalUnitReset}, {"TARGET WARM RESET", pdu.TargetWarmReset}} {
+		t.Run("L17 "+tt.name, func(t *testing.T) {
+			tg := startTarget(t, targetOptions{})
+			a := tg.rawLogin(t, initiator.Options{}, 0)
+			b := tg.rawLogin(t, initiator.Options{ISID: [6]byte{1}}, 0)
+			_, own := a.held(2)
+			lost, others := b.held(2)
+			f := a.tmf(tt.function, 0, pdu.ReservedTag, 0)
+			for _, r := range own {
+				a.ping()
+				a.answer(r, random(4096))
+			}
+			a.wantTMF(f, pdu.FunctionComplete) // it does not wait for the network of b
+			// b is told of the room in its window; its tasks will never be answered.
+			m := b.want(pdu.NOPIn)
+			if m.bhs.ITT() != pdu.ReservedTag || m.bhs.TTT() != pdu.ReservedTag || len(m.payload) != 76 {
+				t.Errorf("% x", m.payload)
+			}
+			for _, r := range others {
+				b.answer(r, random(4096))
+			}
+			h := b.scsi(0, 0, nil)
+			b.send(iser.Header{}, h, nil)
+			b.wantSense(h, 0x06, 0x29, 0x03)
+			tg.untouched(t, 2)
+			g := b.tmf(pdu.AbortTask, 0, lost[0].ITT(), lost[0].CmdSN())
+			b.wantTMF(g, pdu.TaskDoesNotExist)
+			h = a.scsi(0, 0, nil) // no unit attention for the one who has reset
+			a.send(iser.Header{}, h, nil)
+			a.wantStatus(h, 0)
+			for _, p := range []*raw{a, b} {
+				hs, reads := p.held(1)
+				p.answer(reads[0], make([]byte, 4096))
+				p.wantStatus(hs[0], 0)
+				p.logout()
+			}
+		})
+	}
+}
+
+// No TASK REASSIGN at ErrorRecoveryLevel 0, and no function that is not there.
+func TestOtherFunctions(t *testing.T) {
+	tg := startTarget(t, targetOptions{})
+	p := tg.rawLogin(t, initiator.Options{}, 0)
+	for _, tt := range []struct {
+		function, lun, response byte
+	}{
+		{pdu.TaskReassign, 0, pdu.ReassignNotSupported},
+		{pdu.TargetColdReset, 0, pdu.FunctionNotSupported},
+		{pdu.ClearACA, 0, pdu.FunctionNotSupported},
+		{pdu.QueryTask, 0, pdu.FunctionNotSupported},
+		{pdu.LogicalUnitReset, 7, pdu.LUNDoesNotExist},
+		{pdu.AbortTaskSet, 7, pdu.LUNDoesNotExist},
+	} {
+		t.Run(fmt.Sprintf("function %d, LUN %d", tt.function, tt.lun), func(t *testing.T) {
+			p.t = t
+			p.wantTMF(p.tmf(tt.function, tt.lun, pdu.ReservedTag, 0), tt.response)
+		})
+	}
+	p.logout()
+}
