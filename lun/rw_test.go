@@ -281,6 +281,9 @@ func TestWriteSame(t *testing.T) {
 	if !bytes.Equal(r.good(extentCDB(0x88, 0, 0, 202), nil), slices.Concat(make([]byte, 4096), bytes.Repeat(big, 200), make([]byte, 4096))) {
 		t.Error("a long WRITE SAME went wrong")
 	}
+	other := pattern(4096, 7) // the block of the command before is forgotten
+	r.good(extentCDB(0x93, 0, 1, 2), other)
+	wantOctets(t, r.good(extentCDB(0x88, 0, 1, 3), nil), slices.Concat(other, other, big))
 	for _, cdb := range []string{extentCDB(0x41, 0x10, 0, 1), extentCDB(0x93, 0x18, 0, 1)} { // ANCHOR: ANC_SUP is 0
 		wantField(t, r.run(cdb, big), 1, 4)
 	}
