@@ -417,34 +417,64 @@ func TestReadsBothWays(t *testing.T) {
 // other's data holds up, go on: Receive does not wait for the peer to take
 // data.
 func TestFullSocketsBothWays(t *testing.T) {
-	a, b := pair(t, Options{ORD: 1, MaxSend: 1 << 20}, Options{ORD: 1, MaxSend: 1 << 20})
+	a, b := pair(t, Options{ORD: 1}, Options{ORD: 1})
 	post(t, a, &WorkRequest{Op: Send})
 	receive(t, b)
+	data := make([]byte, 64<<20)
 	var wg sync.WaitGroup
 	for _, ends := range [][2]*Conn{{a, b}, {b, a}} {
 		var from, to Region
-		source := ends[1].Register(&from, make([]byte, 1<<20), 0, RemoteRead)
-		sink := ends[1].Register(&to, make([]byte, 1<<20), 0, RemoteWrite)
-		wg.Go(func() {
-			data := make([]byte, 1<<20)
-			for range 12 {
-				ends[0].Post(&WorkRequest{Op: Read, Data: make([]byte, 1<<20), STag: source})
-				ends[0].Post(&WorkRequest{Op: Write, Data: data, STag: sink})
-				ends[0].Post(&WorkRequest{Op: Send, Data: data})
+		source := ends[1].Register(&from, make([]byte, 1), 0, RemoteRead)
+		sink := ends[1].Register(&to, make([]byte, len(data)), 0, RemoteWrite)
+		// The end of the first Read lets go of what is behind the second.
+		for _, wr := range []*WorkRequest{
+			{Op: Read, Data: make([]byte, 1), STag: source},
+			{Op: Read, Data: make([]byte, 1), STag: source},
+			{Op: Write, Data: data, STag: sink},
+			{Op: Send},
+		} {
+			if err := ends[0].Post(wr); err != nil {
+				t.Fatal(err)
 			}
-			ends[0].Flush()
-		})
+		}
+	}
+	var told sync.WaitGroup
+	for _, c := range []*Conn{a, b} {
+		told.Add(1)
+		c.Flush()
+		c.SetReceiveDeadline(time.Now().Add(patience))
 		wg.Go(func() {
-			for range 24 {
-				if err := ends[0].Receive(new(Event)); err != nil {
+			for range 3 { // two Reads and the Send behind all
+				if err := c.Receive(new(Event)); err != nil {
 					t.Error(err)
-					return
+					break
 				}
 			}
-			go ends[0].Receive(new(Event)) // keep answering
+			told.Done()
+			c.Receive(new(Event)) // answer the other end until it has all
 		})
 	}
+	told.Wait()
+	a.Close()
+	b.Close()
 	wg.Wait()
+}
+
+// A deadline that the ULP sets does not make a Deregister wait for the peer.
+func TestDeadlineDuringDeregister(t *testing.T) {
+	_, c := responder(t, Options{})
+	c.interruptRead()
+	if err := c.SetReceiveDeadline(time.Now().Add(time.Hour)); err != nil {
+		t.Fatal(err)
+	}
+	c.nc.Read(make([]byte, 100)) // the first FPDU, if the interrupt is lost
+	_, err := c.nc.Read(make([]byte, 1))
+	if !c.interrupted(err) {
+		t.Fatal(err)
+	}
+	if c.interrupted(err) || c.deadline.IsZero() {
+		t.Fatal("interrupted twice")
+	}
 }
 
 // DDP-5.4-1, RDMAP-5.5-5, RDMAP-5.5-11, RDMAP-5.5-12: Done comes when TCP has taken a
