@@ -58,7 +58,9 @@ func lack(t *testing.T, err error) {
 // boot returns a machine with siw0 on eth0, ib_iser, iscsid and the verbs of
 // user space. All tests share one; if one of them has broken it, the next gets a
 // new one. What a test leaves behind of sessions, node records and mounts is
-// removed after it.
+// removed after it. A connection that was lost, or I/O that failed, fails the
+// test, even if the initiator made good for it; a test that means to do that
+// ends with forgive.
 func boot(t *testing.T) *vm.VM {
 	t.Helper()
 	if testing.Short() && !required {
@@ -85,8 +87,11 @@ func boot(t *testing.T) *vm.VM {
 	}
 	v := guest.vm
 	t.Cleanup(func() {
-		if v.Broken() == nil {
-			v.Try(t, cleanUp, time.Minute)
+		if v.Broken() != nil {
+			return
+		}
+		if r := v.Try(t, cleanUp, time.Minute); r.Stdout != "" || r.Status != 0 {
+			t.Errorf("status %d of the clean-up; the initiator's kernel tells of\n%s", r.Status, r.Stdout)
 		}
 	})
 	return v
@@ -127,8 +132,12 @@ umount -q /mnt || true
 iscsiadm -m node -u >/dev/null 2>&1 || true
 iscsiadm -m node -o delete >/dev/null 2>&1 || true
 iscsiadm -m discoverydb -o delete >/dev/null 2>&1 || true
-! iscsiadm -m session 2>/dev/null
+dmesg --read-clear | grep -E 'detected conn error|siw: .*error|I/O error|critical .* error|recovery timed out|EXT4-fs (error|warning)' || true
+! iscsiadm -m session >&2
 `
+
+// forgive drops what the kernel has told of lost connections up to now.
+const forgive = "dmesg --clear\n"
 
 // lib is what scripts of the tests begin with, by ". /run/lib.sh".
 const lib = `

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -28,7 +29,8 @@ const (
 	stopLimit  = 20 * time.Second // from SIGTERM to the end
 )
 
-// binary is cmd/iser-target, built once for all tests.
+// binary is cmd/iser-target, built once for all tests, or what
+// ISER_TARGET_BINARY names: a release, or a build with the race detector.
 var binary struct {
 	once sync.Once
 	dir  string // temporary; removed by Cleanup
@@ -40,6 +42,9 @@ var binary struct {
 func build() (string, error) {
 	b := &binary
 	b.once.Do(func() {
+		if b.name = os.Getenv("ISER_TARGET_BINARY"); b.name != "" {
+			return
+		}
 		root, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}").Output()
 		if err != nil {
 			b.err = fmt.Errorf("go list -m: %w", err)
@@ -91,10 +96,17 @@ func Start(t testing.TB, targets string) *Target {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := &Target{Port: ports[0], debug: ports[1], config: filepath.Join(t.TempDir(), "iser-target.yaml")}
-	config := fmt.Sprintf("portals:\n  - listen: 127.0.0.1:%d\n    advertise: [%q]\n"+
-		"targets:\n%s\ndebug: {listen: 127.0.0.1:%d}\nlog: {level: debug, format: text}\n",
-		d.Port, d.Addr(), strings.Trim(targets, "\n"), d.debug)
+	dir := t.TempDir()
+	d := &Target{Port: ports[0], debug: ports[1], config: filepath.Join(dir, "iser-target.yaml")}
+	config := fmt.Sprintf(`portals:
+  - listen: 127.0.0.1:%d
+    advertise: [%q]
+targets:
+%s
+state_dir: %s
+debug: {listen: 127.0.0.1:%d}
+log: {level: debug, format: text}
+`, d.Port, d.Addr(), strings.Trim(targets, "\n"), filepath.Join(dir, "state"), d.debug)
 	if err := os.WriteFile(d.config, []byte(config), 0o644); err != nil {
 		t.Fatal(err)
 	}
@@ -247,6 +259,26 @@ func (d *Target) vars() (map[string]float64, error) {
 		}
 	}
 	return vars, nil
+}
+
+// SettledVars returns the numbers of the debug endpoint when they have not
+// changed for a second: connections go away a little after the initiator has
+// turned its back on them.
+func (d *Target) SettledVars(t testing.TB) map[string]float64 {
+	t.Helper()
+	vars, same := d.Vars(t), 0
+	for begun := time.Now(); same < 10; time.Sleep(100 * time.Millisecond) {
+		now := d.Vars(t)
+		if maps.Equal(now, vars) {
+			same++
+		} else {
+			vars, same = now, 0
+		}
+		if time.Since(begun) > 20*time.Second {
+			t.Fatalf("the target does not come to rest: %v", vars)
+		}
+	}
+	return vars
 }
 
 // AwaitVars waits until the debug endpoint has the numbers want, and fails t if
