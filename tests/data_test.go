@@ -166,20 +166,30 @@ func TestBadCommands(t *testing.T) {
 		p.logout()
 	})
 	// A command that is refused before it is bound must not be answered with
-	// the STag of the command that had its slot before.
+	// the STag of a command that had its slot before.
 	t.Run("L9 the STag of another command", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{}, 0)
-		for range 200 {
-			cdb := initiator.Read16(0, 1)
-			h := p.scsi(pdu.FlagR, 512, cdb[:])
-			p.send(iser.Header{Write: iser.Remote{Valid: true, STag: 77}}, h, nil) // inconsistent
-			if m := p.wantStatus(h, 0x02); m.op.Invalidates() && m.untag.Invalidate != 77 {
-				t.Fatalf("%v of %#x", m.op, m.untag.Invalidate)
-			}
-			h = p.scsi(pdu.FlagR|pdu.FlagW, 512, nil)
-			p.send(iser.Header{}, h, nil)
-			if m := p.wantStatus(h, 0x02); m.op != wire.OpSend {
-				t.Fatalf("%v of %#x, which this command did not advertise", m.op, m.untag.Invalidate)
+		p.cmdSN++ // a gap
+		cdb := initiator.Read16(0, 1)
+		h := p.scsi(pdu.FlagR, 512, cdb[:])
+		p.send(iser.Header{Write: iser.Remote{Valid: true, STag: 77}}, h, nil) // not what a READ needs
+		p.wantTMF(p.tmf(pdu.AbortTask, 0, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
+		p.cmdSN -= 2
+		h = p.scsi(0, 0, nil)
+		p.send(iser.Header{}, h, nil)
+		p.wantStatus(h, 0)
+		p.cmdSN++
+		const n = 16
+		var msgs [][]byte
+		for range n {
+			msgs = append(msgs, pduBytes(iser.Header{}, p.scsi(pdu.FlagR|pdu.FlagW, 512, nil), nil))
+		}
+		for i := range msgs { // the first CmdSN last: each has a slot of its own
+			p.sendRaw(msgs[n-1-i])
+		}
+		for range n {
+			if m := p.want(pdu.SCSIResponse); m.op != wire.OpSend || m.bhs.Status() != 0x02 {
+				t.Fatalf("%v of %#x, which this command did not advertise; status %#x", m.op, m.untag.Invalidate, m.bhs.Status())
 			}
 		}
 		p.logout()

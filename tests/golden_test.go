@@ -102,7 +102,7 @@ func TestGoldenDiscovery(t *testing.T) {
 		{"", "ExpCmdSN", b.ExpCmdSN(), uint32(2)},
 		{"", "MaxCmdSN", b.MaxCmdSN(), uint32(2 + 127)},
 		{"", "text", string(m.data), text},
-		{"3.2", "length with padding", len(m.payload), iser.HeaderLen + 48 + pdu.Padded(len(text))},
+		{"", "length with padding", len(m.payload), iser.HeaderLen + 48 + pdu.Padded(len(text))},
 	} {
 		if f.got != f.want {
 			t.Errorf("V-ISER-11 %s %s: %v, want %v", f.id, f.name, f.got, f.want)

@@ -267,12 +267,15 @@ func (p *raw) parse(m *message) {
 		p.t.Fatalf("ISER-9.1-1 ISER-9.1-2 ISER-9.2-4 ISER-9.2-6: header % x", m.payload[:28])
 	}
 	m.bhs, m.data = m.payload[28:76], m.payload[76:]
-	n := m.bhs.DataSegmentLength()
-	if len(m.data) < n || len(m.data) > pdu.Padded(n) {
-		p.t.Fatalf("%v announces %d octets of data and has %d", m.bhs.Opcode(), n, len(m.data))
+	op, n := m.bhs.Opcode(), m.bhs.DataSegmentLength()
+	want := n // no padding but in Login and Text Responses
+	if op == pdu.LoginResp || op == pdu.TextResp {
+		want = pdu.Padded(n)
+	}
+	if len(m.data) != want {
+		p.t.Fatalf("%v with %d octets of data and %d of padding", op, n, len(m.data)-n)
 	}
 	m.data = m.data[:n]
-	op := m.bhs.Opcode()
 	if p.full && len(m.payload) > 76+128 {
 		p.t.Fatalf("%v of %d octets; ib_iser has room for 204", op, len(m.payload))
 	}
@@ -311,7 +314,7 @@ func (p *raw) wantRead() wire.ReadRequest {
 	return m.read
 }
 
-// wantTerminate takes a Terminate and the end of the stream.
+// wantTerminate takes a Terminate and the end of the stream, and closes.
 func (p *raw) wantTerminate(reason wire.Reason) {
 	p.t.Helper()
 	m := p.next()
@@ -322,6 +325,7 @@ func (p *raw) wantTerminate(reason wire.Reason) {
 		p.t.Fatalf("Terminate %v, %v; want %v", t.Reason, err, reason)
 	}
 	p.wantEOF()
+	p.nc.Close()
 }
 
 // wantEOF sees the end of the stream without a reset.
