@@ -206,6 +206,31 @@ fio --ioengine=libaio --direct=1 --filename=$(disk %s %d) --iodepth=32 --rw=rand
 	d.AwaitVars(t, map[string]float64{"tasks": 0, "buffers": 0, "stags": 0}, 10*time.Second)
 }
 
+// The initiator sees the stream in segments as they came, not merged by GRO, so
+// that FPDUs begin and end anywhere in them. siw of Linux 6.1 miscounts a CRC
+// whose octets come in two segments (siw_get_trailer): it takes it for a
+// mismatch and ends the connection. It does not ask for CRCs, and a target that
+// imposes them on it fails here.
+func TestUnmergedSegments(t *testing.T) {
+	v := boot(t)
+	need(t, "fio", "ethtool")
+	const iqn = "iqn.2026-11.io.example:unmerged"
+	d := harness.Start(t, `
+  - name: `+iqn+`
+    initiators: ["*"]
+    luns:
+      - {id: 0, backend: memory, size: 64MiB}
+`)
+	defer v.Try(t, "ethtool -K eth0 gro on", quick)
+	v.Run(t, script(d, fmt.Sprintf(`
+ethtool -K eth0 gro off
+discover $PORTAL
+login $PORTAL %s
+fio --ioengine=libaio --direct=1 --filename=$(disk %[1]s 0) --iodepth=4 --rw=randrw --bs=512k --size=64m \
+	--verify=crc32c --verify_fatal=1 --randrepeat=0 --output-format=terse --terse-version=3 --name=unmerged
+logout %[1]s`, iqn)), long)
+}
+
 // loopDevice returns a block device of the host, of size octets, that goes with
 // t. The error tells why there is none.
 func loopDevice(t *testing.T, size int64) (string, error) {

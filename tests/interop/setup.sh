@@ -26,7 +26,7 @@ dir=${ISER_TARGET_VM_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/iser-target/vm}
 packages=(
 	qemu-system-x86 busybox-static cpio kmod xz-utils util-linux
 	open-iscsi rdma-core libibverbs1 ibverbs-providers ibverbs-utils libiscsi-bin
-	fio e2fsprogs sg3-utils iproute2 tcpdump tshark
+	fio e2fsprogs sg3-utils iproute2 ethtool tcpdump tshark
 	make gcc-12 bc flex bison libelf1
 )
 
