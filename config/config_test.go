@@ -79,7 +79,7 @@ func TestEveryKey(t *testing.T) {
 	c, err := load("f", []byte(good+`
     alias: a b
 limits: {queue_depth: 1, connection_memory: 4194304, max_fpdu: 512, login_timeout: 1m30s, nop_interval: 0, nop_timeout: 1h, max_connections: 65536}
-mpa: {crc: off}
+mpa: {crc: on}
 state_dir: /tmp/x
 debug: {listen: "[::1]:6060"}
 log: {level: debug, format: json}
@@ -90,7 +90,7 @@ log: {level: debug, format: json}
 	if want := (Limits{1, 4 << 20, 512, 90 * time.Second, 0, time.Hour, 65536}); c.Limits != want {
 		t.Errorf("limits %+v, want %+v", c.Limits, want)
 	}
-	if c.MPA.CRC || c.StateDir != "/tmp/x" || c.Debug.Listen != "[::1]:6060" || c.Log != (Log{"debug", "json"}) || c.Targets[0].Alias != "a b" {
+	if !c.MPA.CRC || c.StateDir != "/tmp/x" || c.Debug.Listen != "[::1]:6060" || c.Log != (Log{"debug", "json"}) || c.Targets[0].Alias != "a b" {
 		t.Errorf("%+v", c)
 	}
 	if c.Log.SlogLevel().String() != "DEBUG" {
@@ -247,7 +247,7 @@ func TestEnvironment(t *testing.T) {
 		"ISER_TARGET_LIMITS_QUEUE_DEPTH":       "17",
 		"ISER_TARGET_LIMITS_CONNECTION_MEMORY": "8MiB",
 		"ISER_TARGET_LIMITS_NOP_INTERVAL":      "0",
-		"ISER_TARGET_MPA_CRC":                  "off",
+		"ISER_TARGET_MPA_CRC":                  "on",
 		"ISER_TARGET_STATE_DIR":                "/tmp/state",
 		"ISER_TARGET_DEBUG_LISTEN":             "127.0.0.1:0",
 		"ISER_TARGET_LOG_LEVEL":                "warn",
@@ -263,7 +263,7 @@ func TestEnvironment(t *testing.T) {
 	want := base()
 	want.Portals, want.Targets = c.Portals, c.Targets
 	want.Limits.QueueDepth, want.Limits.ConnectionMemory, want.Limits.NOPInterval, want.Limits.MaxFPDU = 17, 8<<20, 0, 1024
-	want.MPA.CRC, want.StateDir, want.Debug.Listen, want.Log = false, "/tmp/state", "127.0.0.1:0", Log{"warn", "json"}
+	want.MPA.CRC, want.StateDir, want.Debug.Listen, want.Log = true, "/tmp/state", "127.0.0.1:0", Log{"warn", "json"}
 	if !reflect.DeepEqual(*c, want) {
 		t.Errorf("%+v\nwant %+v", *c, want)
 	}

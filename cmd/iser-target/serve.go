@@ -241,7 +241,8 @@ A Linux initiator on this machine, as root:
     modprobe siw && modprobe ib_iser && rdma link add siw0 type siw netdev lo
     iscsiadm -m discovery -t st -p %v -I iser
     iscsiadm -m node -T %s -p %v -I iser --login
-With libiscsi:
+With libiscsi, over the same siw0:
+    ulimit -l unlimited
     iscsi-ls -s iser://%v
 
 `, name, addr, addr, name, addr, addr)
