@@ -165,7 +165,7 @@ func TestIdentitiesFileVersion1(t *testing.T) {
 	if got := content(t, path); got != identitiesGolden {
 		t.Errorf("reading has changed the file to\n%s", got)
 	}
-	if got, err := ids.state.encode(); err != nil || string(got) != identitiesGolden {
+	if got, err := encodeState(ids.state); err != nil || string(got) != identitiesGolden {
 		t.Errorf("written again it is\n%s%v", got, err)
 	}
 }
@@ -586,7 +586,7 @@ var badIdentities = []struct{ name, content, reason string }{
 	{"same naa", strings.Replace(identitiesGolden, "3fedcba987654321", "3000000000000001", 1), "identities[1]: naa 3000000000000001 is there twice"},
 	{"retired naa in use", strings.Replace(identitiesGolden, "3fffffffffffffff", "3000000000000001", 1), "retired[0]: naa 3000000000000001 is there twice"},
 	{"same key", strings.Replace(identitiesGolden, "store/0/file:/var/lib/<é>.img", "store/1/block:/dev/sdb", 1), "identities[1]: key \"" + keyTwo + "\" is there twice"},
-	{"too long", identitiesGolden + strings.Repeat(" ", maxIdentitiesFile), "limit of 16777216 octets"},
+	{"too long", identitiesGolden + strings.Repeat(" ", maxStateFile), "limit of 16777216 octets"},
 }
 
 func TestIdentitiesBadFile(t *testing.T) {
@@ -623,7 +623,7 @@ func TestIdentitiesFull(t *testing.T) {
 	one := must(t, ids.Get, keyOne)
 	before := content(t, ids.path)
 	long := strings.Repeat("x", maxIdentityKey)
-	for i := range maxIdentitiesFile / maxIdentityKey {
+	for i := range maxStateFile / maxIdentityKey {
 		ids.state.Retired = append(ids.state.Retired, identityEntry{long, fmt.Sprintf("3%015x", i)})
 	}
 	for _, f := range []func(string) (Identity, error){ids.Get, ids.Renew} {
@@ -907,7 +907,7 @@ func FuzzIdentitiesFile(f *testing.F) {
 			}
 			keys[e.Key] = true
 		}
-		again, err := s.encode()
+		again, err := encodeState(s)
 		if err != nil {
 			t.Fatal(err)
 		}
