@@ -36,6 +36,10 @@ type Info struct {
 	VolatileCache bool
 	// Nonblocking tells that no call waits for a device.
 	Nonblocking bool
+	// AtomicWrite is the length in octets up to which no failure of the power
+	// or end of the process leaves a part of a WriteAt behind; 0 when nobody
+	// knows. A WriteAt that fails may have written a part all the same.
+	AtomicWrite uint32
 }
 
 // CheckRange fails with ErrRange unless [off, off+n) lies within the Store.
@@ -62,6 +66,8 @@ func (i Info) Validate() error {
 	case i.DiscardGranularity%i.BlockSize != 0:
 		return fmt.Errorf("discard granularity %d is not a multiple of the block size %d",
 			i.DiscardGranularity, i.BlockSize)
+	case i.AtomicWrite%i.BlockSize != 0:
+		return fmt.Errorf("atomic write of %d octets is not a multiple of the block size %d", i.AtomicWrite, i.BlockSize)
 	}
 	return nil
 }
@@ -107,4 +113,38 @@ type Store interface {
 	// that are under way are not disturbed; calls after it fail with
 	// ErrClosed, and Info alone still answers.
 	Close() error
+}
+
+// A Mapper is a Store that knows where it keeps data. Its method follows the
+// rules of Store's.
+type Mapper interface {
+	// Extent tells whether the octet at off, 0 <= off < Size, takes space on
+	// the medium, and that the n octets from it on, n > 0, are like it. More
+	// may follow that are. What takes no space reads as zeros. Beside changes
+	// of the range the answer may be an old one.
+	Extent(off int64) (mapped bool, n int64, err error)
+}
+
+// Extent is s.Extent for a Mapper. Of other Stores all takes space.
+func Extent(s Store, off int64) (mapped bool, n int64, err error) {
+	if m, ok := s.(Mapper); ok {
+		return m.Extent(off)
+	}
+	return true, s.Info().Size - off, nil
+}
+
+// A Prefetcher is a Store with a cache in front of its medium. Its method
+// follows the rules of Store's.
+type Prefetcher interface {
+	// Prefetch asks for a range to be brought into the cache. It waits for
+	// nothing, and whether the data is there later, or stays, is not said.
+	Prefetch(off, n int64) error
+}
+
+// Prefetch is s.Prefetch for a Prefetcher. Other Stores need none.
+func Prefetch(s Store, off, n int64) error {
+	if p, ok := s.(Prefetcher); ok {
+		return p.Prefetch(off, n)
+	}
+	return nil
 }

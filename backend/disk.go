@@ -53,6 +53,8 @@ type osFile interface {
 	pwrite(p []byte, off int64, flags int) (int, error) // flags of pwritev2(2)
 	fallocate(mode uint32, off, n int64) error
 	fdatasync() error
+	seek(off int64, whence int) (int64, error)
+	willNeed(off, n int64) error
 	close() error
 }
 
@@ -292,6 +294,51 @@ func (d *disk) writeZeros(off, end int64) error {
 	return nil
 }
 
+// Extent implements Mapper with the holes that the file system tells of. Of a
+// block device, and where holes are unknown, all takes space.
+func (d *disk) Extent(off int64) (mapped bool, n int64, err error) {
+	if err := d.enter(off, 1, false); err != nil {
+		return false, 0, err
+	}
+	defer d.mu.RUnlock()
+	left := d.info.Size - off
+	// Nothing else uses the offset of the description.
+	data, err := d.fd.seek(off, unix.SEEK_DATA)
+	switch {
+	case err == unix.EINVAL, err == unix.EOPNOTSUPP:
+		return true, left, nil
+	case err == unix.ENXIO: // no data from off on
+		return false, left, nil
+	case err != nil:
+		return false, 0, fmt.Errorf("look for data in %s at %d: %w", d.path, off, err)
+	case data > off:
+		return false, min(data-off, left), nil
+	}
+	hole, err := d.fd.seek(off, unix.SEEK_HOLE)
+	switch {
+	case err == unix.ENXIO: // meanwhile
+		return true, left, nil
+	case err != nil:
+		return false, 0, fmt.Errorf("look for a hole in %s at %d: %w", d.path, off, err)
+	}
+	return true, min(max(hole-off, 1), left), nil
+}
+
+// Prefetch implements Prefetcher: the kernel reads ahead, as much as it likes.
+func (d *disk) Prefetch(off, n int64) error {
+	if err := d.enter(off, n, false); err != nil {
+		return err
+	}
+	defer d.mu.RUnlock()
+	if n == 0 {
+		return nil // to fadvise, this is the rest of the file
+	}
+	if err := d.fd.willNeed(off, n); err != nil && err != unix.EINVAL && err != unix.ENOSYS {
+		return fmt.Errorf("read %s ahead at %d: %w", d.path, off, err)
+	}
+	return nil
+}
+
 // Close implements Store.
 func (d *disk) Close() error {
 	d.mu.Lock()
@@ -361,6 +408,18 @@ func (f sysFile) pwrite(p []byte, off int64, flags int) (n int, err error) {
 
 func (f sysFile) fallocate(mode uint32, off, n int64) error {
 	return retry(func() error { return unix.Fallocate(int(f), mode, off, n) })
+}
+
+func (f sysFile) seek(off int64, whence int) (at int64, err error) {
+	err = retry(func() (err error) {
+		at, err = unix.Seek(int(f), off, whence)
+		return err
+	})
+	return at, err
+}
+
+func (f sysFile) willNeed(off, n int64) error {
+	return retry(func() error { return unix.Fadvise(int(f), off, n, unix.FADV_WILLNEED) })
 }
 
 func (f sysFile) fdatasync() error {

@@ -295,6 +295,36 @@ func TestFileDiscardGivesBackSpace(t *testing.T) {
 	}
 }
 
+// The holes of the file are what takes no space.
+func TestFileExtent(t *testing.T) {
+	const mib = 1 << 20
+	s := openFile(t, backend.FileConfig{Size: 8 * mib})
+	if s.Info().DiscardGranularity == 0 {
+		unavailable(t, "the file system punches no holes")
+	}
+	wantExtents(t, s, []extent{{0, 8 * mib, false}, {5 * mib, 3 * mib, false}})
+	for _, off := range []int64{mib, 7 * mib} {
+		if err := s.WriteAt(bytes.Repeat([]byte{1}, mib), off); err != nil {
+			t.Fatal(err)
+		}
+	}
+	wantExtents(t, s, []extent{{0, mib, false}, {mib, mib, true}, {mib + 512, mib - 512, true},
+		{2 * mib, 5 * mib, false}, {7 * mib, mib, true}, {8*mib - 1, 1, true}})
+	if err := s.Discard(mib, mib/2); err != nil {
+		t.Fatal(err)
+	}
+	wantExtents(t, s, []extent{{0, mib + mib/2, false}, {mib + mib/2, mib / 2, true}})
+	if err := backend.Prefetch(s, 0, 8*mib+1); !errors.Is(err, backend.ErrRange) {
+		t.Errorf("Prefetch beyond the end: %v, want ErrRange", err)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := backend.Prefetch(s, 0, 1); !errors.Is(err, backend.ErrClosed) {
+		t.Errorf("Prefetch after Close: %v, want ErrClosed", err)
+	}
+}
+
 // "A failure is final": the kernel would answer the second sync with success.
 func TestFailedSyncIsFinal(t *testing.T) {
 	for name, call := range map[string]func(s backend.Store) error{

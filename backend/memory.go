@@ -17,6 +17,8 @@ const (
 	leafSpan  = leafPages * memoryPage // octets of the store below one leaf: 64 MiB
 	// maxMemorySize bounds the root of the table to 8 MiB of memory.
 	maxMemorySize = 64 << 40
+	// memoryAtomic is the longest write that memory stores call atomic.
+	memoryAtomic = 1 << 20
 )
 
 // MemoryConfig describes a memory store. The zero value of a field other than
@@ -71,6 +73,9 @@ func OpenMemory(c MemoryConfig) (Store, error) {
 		// power fails is no cache either, and no sync would help.
 		VolatileCache: false,
 		Nonblocking:   true,
+		// What survives neither a power failure nor the process has no part
+		// that could. The limit keeps writes that are collected short.
+		AtomicWrite: memoryAtomic,
 	}
 	switch {
 	case c.Size > maxMemorySize:
@@ -146,6 +151,36 @@ func (m *Memory) Discard(off, n int64) error {
 // Zero implements Store. Pages keep their memory.
 func (m *Memory) Zero(off, n int64) error {
 	return m.clear(off, n, func(s *slot, from, to int) { clear(s.page[from:to]) })
+}
+
+// Extent implements Mapper: pages take space.
+func (m *Memory) Extent(off int64) (mapped bool, n int64, err error) {
+	if err := m.check(off, 1); err != nil {
+		return false, 0, err
+	}
+	mapped, end := m.allocated(off), off
+	for range 16 * leafPages { // of 64 KiB or 64 MiB
+		if end >= m.info.Size || m.allocated(end) != mapped {
+			break
+		}
+		if m.root[end/leafSpan].Load() == nil {
+			end += leafSpan - end%leafSpan
+		} else {
+			end += memoryPage - end%memoryPage
+		}
+	}
+	return mapped, min(end, m.info.Size) - off, nil
+}
+
+// allocated tells whether off lies in a page that takes space.
+func (m *Memory) allocated(off int64) bool {
+	s := m.slot(off)
+	if s == nil {
+		return false
+	}
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	return s.page != nil
 }
 
 // Close implements Store and frees the data.

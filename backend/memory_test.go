@@ -33,7 +33,7 @@ func TestMemory(t *testing.T) {
 
 func TestMemoryInfo(t *testing.T) {
 	m := openMemory(t, backend.MemoryConfig{Size: 1 << 30, BlockSize: 4096})
-	want := backend.Info{Size: 1 << 30, BlockSize: 4096, PhysicalBlockSize: 4096, DiscardGranularity: 64 << 10, Nonblocking: true}
+	want := backend.Info{Size: 1 << 30, BlockSize: 4096, PhysicalBlockSize: 4096, DiscardGranularity: 64 << 10, Nonblocking: true, AtomicWrite: 1 << 20}
 	if m.Info() != want {
 		t.Errorf("Info() = %+v, want %+v", m.Info(), want)
 	}
@@ -111,6 +111,42 @@ func TestMemoryLimit(t *testing.T) {
 	}
 	if err := m.WriteAt(p[:1], 1<<20); err != nil {
 		t.Errorf("after a discard: %v", err)
+	}
+}
+
+// The page table tells what takes space, across leaves that there are and that
+// there are not.
+func TestMemoryExtent(t *testing.T) {
+	const page, leaf = 64 << 10, 64 << 20
+	m := openMemory(t, backend.MemoryConfig{Size: 1 << 40})
+	for _, off := range []int64{page, 2*page + 5, leaf - 1, leaf, 4*leaf + page} {
+		if err := m.WriteAt([]byte{1}, off); err != nil {
+			t.Fatal(err)
+		}
+	}
+	wantExtents(t, m, []extent{
+		{0, page, false}, {page, 2 * page, true}, {3 * page, leaf - 4*page, false},
+		{leaf - page, 2 * page, true}, {leaf + page, 3 * leaf, false}, {4*leaf + page, page, true},
+	})
+	if err := m.Discard(page, page); err != nil {
+		t.Fatal(err)
+	}
+	wantExtents(t, m, []extent{{0, 2 * page, false}, {2 * page, page, true}, {2*page + 7, page - 7, true}})
+}
+
+// An extent is what Extent says at off.
+type extent struct {
+	off, n int64
+	mapped bool
+}
+
+func wantExtents(t *testing.T, s backend.Store, want []extent) {
+	t.Helper()
+	for _, e := range want {
+		mapped, n, err := backend.Extent(s, e.off)
+		if mapped != e.mapped || n != e.n || err != nil {
+			t.Errorf("Extent(%d) = %v, %d, %v; want %v, %d", e.off, mapped, n, err, e.mapped, e.n)
+		}
 	}
 }
 

@@ -38,6 +38,8 @@ func Run(t *testing.T, open func(t *testing.T) backend.Store) {
 		{"RandomOperations", testRandom},
 		{"Concurrent", testConcurrent},
 		{"OverlappingWrites", testOverlapping},
+		{"Extent", testExtent},
+		{"Prefetch", testPrefetch},
 		{"Close", testClose},
 		{"CloseUnderway", testCloseUnderway},
 	} {
@@ -416,6 +418,52 @@ func testOverlapping(t *testing.T, s *suite) {
 	}
 	wg.Wait()
 	check()
+}
+
+// "Extent tells whether the octet at off takes space on the medium": what holds
+// data does, the extents cover the store, and where there is none, it reads as
+// zeros.
+func testExtent(t *testing.T, s *suite) {
+	must(t, "WriteAt", s.WriteAt(pattern(300_000, 1), 100_000))
+	must(t, "WriteAt", s.WriteAt([]byte{1}, s.info.Size-1))
+	must(t, "Discard", s.Discard(200_000, 100_000))
+	for off := int64(0); off < s.info.Size; {
+		mapped, n, err := backend.Extent(s.Store, off)
+		if err != nil || n <= 0 || n > s.info.Size-off {
+			t.Fatalf("Extent(%d) = %v, %d, %v of %d octets", off, mapped, n, err, s.info.Size)
+		}
+		for at := off; !mapped && at < off+n; at += s.span {
+			s.want(t, at, make([]byte, min(s.span, off+n-at)))
+		}
+		off += n
+	}
+	for _, off := range []int64{100_000, 199_999, 300_000, 399_999, s.info.Size - 1} {
+		if mapped, _, err := backend.Extent(s.Store, off); !mapped || err != nil {
+			t.Errorf("Extent(%d), which holds data, is %v, %v", off, mapped, err)
+		}
+	}
+	if _, ok := s.Store.(backend.Mapper); !ok {
+		return
+	}
+	for _, off := range []int64{-1, s.info.Size, s.info.Size + 1, math.MaxInt64, math.MinInt64} {
+		if _, _, err := backend.Extent(s.Store, off); !errors.Is(err, backend.ErrRange) {
+			t.Errorf("Extent(%d): %v, want ErrRange", off, err)
+		}
+	}
+	must(t, "Close", s.Close())
+	if _, _, err := backend.Extent(s.Store, 0); !errors.Is(err, backend.ErrClosed) {
+		t.Errorf("Extent after Close: %v, want ErrClosed", err)
+	}
+}
+
+// Prefetch changes nothing that can be read.
+func testPrefetch(t *testing.T, s *suite) {
+	p := pattern(100_000, 1)
+	must(t, "WriteAt", s.WriteAt(p, 5000))
+	for _, r := range append(ragged(s.info.Size), extent{0, s.info.Size}, extent{0, 0}, extent{s.info.Size, 0}) {
+		must(t, fmt.Sprintf("Prefetch of %d octets at %d", r.n, r.off), backend.Prefetch(s.Store, r.off, r.n))
+	}
+	s.want(t, 5000, p)
 }
 
 // "Calls after it fail with ErrClosed, and Info alone still answers."

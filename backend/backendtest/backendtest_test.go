@@ -30,6 +30,7 @@ func TestFaulty(t *testing.T) {
 		Sync:         backend.Store.Sync,
 		Discard:      func(s backend.Store) error { return s.Discard(1024, 512) },
 		Zero:         func(s backend.Store) error { return s.Zero(1024, 512) },
+		Prefetch:     func(s backend.Store) error { return backend.Prefetch(s, 1024, 512) },
 	}
 	boom, bang := errors.New("boom"), errors.New("bang")
 	for op, call := range calls {
@@ -86,6 +87,20 @@ func TestFaulty(t *testing.T) {
 				t.Errorf("the store below was not closed: %v", err)
 			}
 		})
+	}
+}
+
+// Extent fails on demand, too, and is otherwise that of the Store below.
+func TestFaultyExtent(t *testing.T) {
+	f := &Faulty{Store: openMemory(t)}
+	boom := errors.New("boom")
+	f.Fail(Extent, boom)
+	if _, _, err := f.Extent(0); err != boom {
+		t.Errorf("error %v, want %v", err, boom)
+	}
+	f.Fail(Extent, nil)
+	if mapped, n, err := f.Extent(512); mapped || n != MinSize-512 || err != nil {
+		t.Errorf("Extent(512) = %v, %d, %v", mapped, n, err)
 	}
 }
 

@@ -6,7 +6,8 @@ import (
 	"github.com/iser-target/iser-target/backend"
 )
 
-// An Op names a call of backend.Store that can fail.
+// An Op names a call of backend.Store, or of what some Stores have beside it,
+// that can fail.
 type Op int
 
 const (
@@ -17,11 +18,13 @@ const (
 	Discard
 	Zero
 	Close
+	Extent
+	Prefetch
 	numOps
 )
 
 func (o Op) String() string {
-	return [numOps]string{"ReadAt", "WriteAt", "WriteDurable", "Sync", "Discard", "Zero", "Close"}[o]
+	return [numOps]string{"ReadAt", "WriteAt", "WriteDurable", "Sync", "Discard", "Zero", "Close", "Extent", "Prefetch"}[o]
 }
 
 // Faulty is a Store that fails on demand. A call that fails does not reach
@@ -121,6 +124,22 @@ func (f *Faulty) Zero(off, n int64) error {
 		return err
 	}
 	return f.Store.Zero(off, n)
+}
+
+// Extent implements backend.Mapper. n of the call is 1.
+func (f *Faulty) Extent(off int64) (mapped bool, n int64, err error) {
+	if err := f.call(Extent, off, 1); err != nil {
+		return false, 0, err
+	}
+	return backend.Extent(f.Store, off)
+}
+
+// Prefetch implements backend.Prefetcher.
+func (f *Faulty) Prefetch(off, n int64) error {
+	if err := f.call(Prefetch, off, n); err != nil {
+		return err
+	}
+	return backend.Prefetch(f.Store, off, n)
 }
 
 // Close implements backend.Store. It releases the Store below in any case.
