@@ -30,25 +30,86 @@ func (tg *target) untouched(t testing.TB, n int) {
 	}
 }
 
+// ending answers the RDMA Reads of held WRITEs, after the request h that is to
+// stop them, and takes what comes up to the answer op. A WRITE whose data arrives
+// before the target has come to h may still succeed: then it has its response
+// and has written. The others have done neither, and nothing comes any more.
+func (tg *target) ending(p *raw, h pdu.BHS, op pdu.Opcode, hs []pdu.BHS, reads []wire.ReadRequest) (stopped int) {
+	p.t.Helper()
+	if err := tg.store.Store.Zero(0, 1<<20); err != nil {
+		p.t.Fatal(err)
+	}
+	if op != pdu.LogoutResp {
+		p.ping() // the answer waits for the Reads, and nothing else does
+	}
+	data := make([][]byte, len(hs))
+	for i, r := range reads {
+		data[i] = random(4096)
+		p.answer(r, data[i])
+	}
+	won := map[uint32]bool{}
+	for {
+		m := p.next()
+		if m.bhs != nil && m.bhs.Opcode() == pdu.SCSIResponse && m.bhs.Status() == 0 {
+			won[m.bhs.ITT()] = true
+			continue
+		}
+		want := byte(0)
+		if h.Opcode() == pdu.TaskMgmtReq && h.Function() == pdu.AbortTask && len(won) > 0 {
+			want = pdu.TaskDoesNotExist
+		}
+		if m.bhs == nil || m.bhs.Opcode() != op || m.bhs.ITT() != h.ITT() || m.bhs.Response() != want || len(m.payload) != 76 {
+			p.t.Fatalf("%v % x", m.op, m.payload)
+		}
+		break
+	}
+	for i, c := range hs {
+		want := make([]byte, 4096)
+		if won[c.ITT()] {
+			want = data[i]
+		} else {
+			stopped++
+		}
+		if !bytes.Equal(tg.stored(p.t, 8*i, 4096), want) {
+			p.t.Errorf("WRITE %d, response %t: other octets are stored", i, won[c.ITT()])
+		}
+	}
+	return stopped
+}
+
+// attempts repeats f until it has stopped what it was to stop before that could
+// end by itself.
+func attempts(t *testing.T, f func() bool) {
+	t.Helper()
+	for range 1000 {
+		if f() {
+			return
+		}
+	}
+	t.Fatal("the tasks always end by themselves")
+}
+
 // A task that waits for an RDMA Read ends when that is answered: only then is
 // the initiator's memory its own again (L10). The data is dropped.
 func TestAbortTask(t *testing.T) {
 	t.Run("ISER-7.3.3-1 ISER-3.1.9-1 ISER-8.3.2-4 ISER-8.3.2-2 L17 write in its data phase", func(t *testing.T) {
 		tg := startTarget(t, targetOptions{})
 		p := tg.rawLogin(t, initiator.Options{}, 0)
-		hs, reads := p.held(2)
+		var hs []pdu.BHS
+		var reads []wire.ReadRequest
+		attempts(t, func() bool {
+			hs, reads = p.held(2)
+			f := p.tmf(pdu.AbortTask, 0, hs[0].ITT(), hs[0].CmdSN())
+			ok := tg.ending(p, f, pdu.TaskMgmtResp, hs[:1], reads[:1]) == 1
+			want := random(4096)
+			p.answer(reads[1], want)
+			p.wantStatus(hs[1], 0)
+			if !bytes.Equal(tg.stored(t, 8, 4096), want) {
+				t.Error("the other task has not written")
+			}
+			return ok
+		})
 		f := p.tmf(pdu.AbortTask, 0, hs[0].ITT(), hs[0].CmdSN())
-		p.ping() // no TMF Response yet
-		p.answer(reads[0], random(4096))
-		p.wantTMF(f, pdu.FunctionComplete)
-		tg.untouched(t, 2)
-		want := random(4096)
-		p.answer(reads[1], want)
-		p.wantStatus(hs[1], 0)
-		if !bytes.Equal(tg.stored(t, 8, 4096), want) {
-			t.Error("the other task has not written")
-		}
-		f = p.tmf(pdu.AbortTask, 0, hs[0].ITT(), hs[0].CmdSN())
 		p.wantTMF(f, pdu.TaskDoesNotExist)
 		// The STag of the Read is gone.
 		p.write(fpdu(tagged(wire.OpReadResponse, true, reads[0].SinkSTag, 0, make([]byte, 4096))))
@@ -57,17 +118,31 @@ func TestAbortTask(t *testing.T) {
 	t.Run("read in the backend", func(t *testing.T) {
 		tg := startTarget(t, targetOptions{})
 		p := tg.rawLogin(t, initiator.Options{}, 0)
-		open := tg.store.shut()
-		defer open()
-		cdb := initiator.Read16(0, 8)
-		h := p.scsi(pdu.FlagR, 4096, cdb[:])
-		p.send(sink(1, 0), h, nil)
-		<-tg.store.entered
-		f := p.tmf(pdu.AbortTask, 0, h.ITT(), h.CmdSN())
-		p.ping()
-		open()
-		p.wantTMF(f, pdu.FunctionComplete) // neither data nor a response before
-		p.ping()
+		attempts(t, func() bool {
+			open := tg.store.shut()
+			defer open()
+			cdb := initiator.Read16(0, 8)
+			h := p.scsi(pdu.FlagR, 4096, cdb[:])
+			p.send(sink(1, 0), h, nil)
+			<-tg.store.entered
+			f := p.tmf(pdu.AbortTask, 0, h.ITT(), h.CmdSN())
+			p.ping()
+			open()
+			responded := false
+			m := p.next()
+			for ; m.bhs == nil || m.bhs.Opcode() != pdu.TaskMgmtResp; m = p.next() {
+				responded = responded || m.bhs != nil && m.bhs.ITT() == h.ITT()
+			}
+			want := byte(pdu.FunctionComplete)
+			if responded {
+				want = pdu.TaskDoesNotExist
+			}
+			if m.bhs.ITT() != f.ITT() || m.bhs.Response() != want {
+				t.Fatalf("% x", m.payload)
+			}
+			p.ping() // neither data nor a response behind the TMF Response
+			return !responded
+		})
 		p.logout()
 	})
 	t.Run("waits for ORD", func(t *testing.T) {
@@ -82,18 +157,19 @@ func TestAbortTask(t *testing.T) {
 		p.ping()
 		p.answer(read, make([]byte, 4096))
 		// The second Read was to come; it comes and is answered, or not at all.
-		for responses := 0; responses < 2; {
+		for answered := map[uint32]bool{}; !answered[first.ITT()] || !answered[f.ITT()]; {
 			switch m := p.next(); {
 			case m.op == wire.OpReadRequest:
-				p.answer(m.read, random(4096))
-			case m.bhs.Opcode() == pdu.SCSIResponse && m.bhs.ITT() == first.ITT(),
+				p.answer(m.read, make([]byte, 4096))
+			case m.bhs.Opcode() == pdu.SCSIResponse && m.bhs.Status() == 0 && !answered[f.ITT()],
+				m.bhs.Opcode() == pdu.SCSIResponse && m.bhs.ITT() == first.ITT(),
 				m.bhs.Opcode() == pdu.TaskMgmtResp && m.bhs.ITT() == f.ITT() && m.bhs.Response() == pdu.FunctionComplete:
-				responses++
+				answered[m.bhs.ITT()] = true
 			default:
 				t.Fatalf("%v % x", m.op, m.payload)
 			}
 		}
-		tg.untouched(t, 2)
+		p.ping()
 		p.logout()
 	})
 }
@@ -103,29 +179,24 @@ func TestAbortTaskSet(t *testing.T) {
 	p := tg.rawLogin(t, initiator.Options{}, 0, 1)
 	neighbour := tg.rawLogin(t, initiator.Options{ISID: [6]byte{1}}, 0, 1)
 	const n = 4
-	_, reads := p.held(n)
-	// A task on the other LUN and one of another session go on.
-	cdb := initiator.Write16(0, 1)
-	h := p.scsi(pdu.FlagW, 512, cdb[:])
-	h.SetLUN([8]byte{1: 1})
-	p.send(source(9, 0), h, nil)
-	onOther := p.wantRead()
-	hs, others := neighbour.held(1)
+	attempts(t, func() bool {
+		own, reads := p.held(n)
+		// A task on the other LUN and one of another session go on.
+		cdb := initiator.Write16(0, 1)
+		h := p.scsi(pdu.FlagW, 512, cdb[:])
+		h.SetLUN([8]byte{1: 1})
+		p.send(source(9, 0), h, nil)
+		onOther := p.wantRead()
+		hs, others := neighbour.held(1)
 
-	f := p.tmf(pdu.AbortTaskSet, 0, pdu.ReservedTag, 0)
-	p.ping()
-	for _, r := range reads[:n-1] {
-		p.answer(r, random(4096))
-	}
-	p.ping() // one is still out
-	p.answer(reads[n-1], random(4096))
-	p.wantTMF(f, pdu.FunctionComplete)
-	tg.untouched(t, n)
-	p.answer(onOther, random(512))
-	p.wantStatus(h, 0)
-	neighbour.answer(others[0], make([]byte, 4096))
-	neighbour.wantStatus(hs[0], 0)
-	p.ping()
+		f := p.tmf(pdu.AbortTaskSet, 0, pdu.ReservedTag, 0)
+		stopped := tg.ending(p, f, pdu.TaskMgmtResp, own, reads)
+		p.answer(onOther, random(512))
+		p.wantStatus(h, 0)
+		neighbour.answer(others[0], make([]byte, 4096))
+		neighbour.wantStatus(hs[0], 0)
+		return stopped == n
+	})
 	p.logout()
 	neighbour.logout()
 }
@@ -140,14 +211,14 @@ func TestReset(t *testing.T) {
 			tg := startTarget(t, targetOptions{})
 			a := tg.rawLogin(t, initiator.Options{}, 0)
 			b := tg.rawLogin(t, initiator.Options{ISID: [6]byte{1}}, 0)
-			_, own := a.held(2)
 			lost, others := b.held(2)
+			hs, reads := a.held(2)
 			f := a.tmf(tt.function, 0, pdu.ReservedTag, 0)
-			for _, r := range own {
-				a.ping()
-				a.answer(r, random(4096))
+			// The response does not wait for the network of b.
+			tg.ending(a, f, pdu.TaskMgmtResp, hs, reads)
+			if err := tg.store.Store.Zero(0, 1<<20); err != nil {
+				t.Fatal(err)
 			}
-			a.wantTMF(f, pdu.FunctionComplete) // it does not wait for the network of b
 			// b is told of the room in its window; its tasks will never be answered.
 			m := b.want(pdu.NOPIn)
 			if m.bhs.ITT() != pdu.ReservedTag || m.bhs.TTT() != pdu.ReservedTag || len(m.payload) != 76 {
