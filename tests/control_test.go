@@ -319,7 +319,7 @@ func TestShutdown(t *testing.T) {
 
 // Every kind of Send is understood, and none other than Send is needed.
 func TestSendVariants(t *testing.T) {
-	t.Run("ISER-1.5.2-4 ISER-4.1-7", func(t *testing.T) {
+	t.Run("ISER-1.5.2-1 ISER-1.5.2-4 ISER-1.5.2-5", func(t *testing.T) {
 		tg := startTarget(t, targetOptions{})
 		s := tg.login(t, initiator.Options{})
 		var b [48]byte
@@ -337,7 +337,7 @@ func TestSendVariants(t *testing.T) {
 			t.Fatalf("%+v, %v", m, err)
 		}
 	})
-	t.Run("ISER-11-4 an STag of nobody", func(t *testing.T) {
+	t.Run("ISER-11-4 ISER-4.1-7 an STag of nobody", func(t *testing.T) {
 		tg := startTarget(t, targetOptions{})
 		p := tg.rawLogin(t, initiator.Options{}, 0)
 		u := untagged(wire.OpSendInvalidate, p.sendMSN, pduBytes(iser.Header{}, p.request(pdu.NOPOut, pdu.FlagF, true), nil))

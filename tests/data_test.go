@@ -139,7 +139,7 @@ func TestBadCommands(t *testing.T) {
 		{"ISER-7.3.5-5 READ beyond 2^64", tg, encode(sink(3, top+1)), false, 4096, 0, illegalRequest, 0x0e, 0x03},
 		{"ISER-7.3.6-10 WRITE beyond 2^64", tg, encode(source(3, top+1)), true, 4096, 0, illegalRequest, 0x0e, 0x03},
 		{"immediate data beyond EDTL", tg, encode(source(3, 0)), true, 512, 513, abortedCommand, 0x0c, 0x0d},
-		{"immediate data of a READ", tg, encode(sink(3, 0)), false, 4096, 512, abortedCommand, 0x0c, 0x0c},
+		{"ISER-9.2-5 ISER-8.3.1-1 immediate data of a READ", tg, encode(sink(3, 0)), false, 4096, 512, abortedCommand, 0x0c, 0x0c},
 		{"ISER-10.1.3.4-3 immediate data where none was agreed on", noImmediate, encode(source(3, 0)), true, 4096, 512, abortedCommand, 0x0c, 0x0c},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
@@ -167,7 +167,7 @@ func TestBadCommands(t *testing.T) {
 	})
 	// A command that is refused before it is bound must not be answered with
 	// the STag of a command that had its slot before.
-	t.Run("L9 the STag of another command", func(t *testing.T) {
+	t.Run("ISER-3.1.9-2 ISER-7.3.2-6 L9 the STag of another command", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{}, 0)
 		p.cmdSN++ // a gap
 		cdb := initiator.Read16(0, 1)
@@ -201,7 +201,7 @@ func TestBaseOffsets(t *testing.T) {
 	tg := startTarget(t, targetOptions{})
 	const n = 256 << 10
 	for _, base := range []uint64{0, 1, 0x7ffffffffffff000, 0x7fffffffffffffff, 0xffff888012345000, math.MaxUint64 - n + 1} {
-		t.Run(fmt.Sprintf("ISER-7.3.5-5 ISER-7.3.6-10 %#x", base), func(t *testing.T) {
+		t.Run(fmt.Sprintf("ISER-7.3.5-5 ISER-7.3.6-10 ISER-1.5.1-3 %#x", base), func(t *testing.T) {
 			o := initiator.Options{}
 			p := tg.rawLogin(t, o, 0)
 			want := random(n)
@@ -232,7 +232,7 @@ func TestBaseOffsets(t *testing.T) {
 // A transfer of many pieces: each at its place, one Read or Write after the
 // other, and the response behind all of them.
 func TestPieces(t *testing.T) {
-	t.Run("ISER-6.2-5 ISER-7.3.2-10 ISER-7.3.6-10 ISER-9.5.2-2 ISER-9.5.2-3 ISER-9.5.1-3", func(t *testing.T) {
+	t.Run("ISER-6.2-5 ISER-7.3.2-10 ISER-7.3.6-10 ISER-9.5.2-2 ISER-9.5.2-3 ISER-9.5.1-3 ISER-7.3.5-1 ISER-7.3.5-14 ISER-7.3.6-1", func(t *testing.T) {
 		const piece, n = 64 << 10, 1 << 20
 		tg := startTarget(t, targetOptions{node: iscsi.Options{MaxTransferPiece: piece, ConnectionMemory: piece}})
 		p := tg.rawLogin(t, initiator.Options{}, 0)
@@ -366,10 +366,10 @@ func TestRDMAByInitiator(t *testing.T) {
 		{"ISER-8.3.2-3 RDMA Write to the sink of a Read", func(p *raw, r wire.ReadRequest) []byte {
 			return fpdu(tagged(wire.OpWrite, true, r.SinkSTag, r.SinkTO, random(4096)))
 		}, wire.ReasonInvalidSTag},
-		{"RDMA Write to any STag", func(p *raw, r wire.ReadRequest) []byte {
+		{"ISER-1.5.3-2 RDMA Write to any STag", func(p *raw, r wire.ReadRequest) []byte {
 			return fpdu(tagged(wire.OpWrite, true, 0x1234, 0, random(4096)))
 		}, wire.ReasonInvalidSTag},
-		{"ISER-8.3.2-3 RDMA Read of the sink of a Read", func(p *raw, r wire.ReadRequest) []byte {
+		{"ISER-1.5.4-2 ISER-8.3.2-3 RDMA Read of the sink of a Read", func(p *raw, r wire.ReadRequest) []byte {
 			b := make([]byte, wire.ReadRequestLen)
 			wire.ReadRequest{SinkSTag: 1, Size: 4096, SrcSTag: r.SinkSTag, SrcTO: r.SinkTO}.Put(b)
 			return fpdu(untagged(wire.OpReadRequest, 1, b))
@@ -440,7 +440,7 @@ func TestUnsolicitedData(t *testing.T) {
 		if !bytes.Equal(tg.stored(t, 0, n), want) {
 			t.Error("other octets are stored")
 		}
-		// ISER-10.1.4.3-1: a gap in DataSN.
+		// ISER-10.1.4.3-1: a gap in DataSN is no sequence error but a protocol error.
 		h = p.scsi(pdu.FlagW, n, cdb[:])
 		h.SetFlags(h.Flags() &^ pdu.FlagF)
 		p.send(source(8, p.o.BaseOffset), h, want[:4000])

@@ -21,7 +21,7 @@ func random(n int) []byte {
 }
 
 // What is written is read back, in all sizes, with and without immediate data,
-// CRC, small FPDUs and Send with Invalidate (ISER-7.3.1-6, ISER-7.3.1-8,
+// CRC, small FPDUs and Send with Invalidate (ISER-4.1-1, ISER-7.3.1-6, ISER-7.3.1-8,
 // ISER-9.5.1-1..4, ISER-9.5.2-1..3).
 func TestReadAndWrite(t *testing.T) {
 	for _, tt := range []struct {

@@ -97,7 +97,7 @@ func TestPrivateData(t *testing.T) {
 				t.Errorf("L9: Reply %+v", p.reply)
 			}
 			if p.reply.Depths.IRD != 1 || p.reply.Depths.ORD != 32 {
-				t.Errorf("ISER-5.1.2-4 ISER-5.1.1-5: %+v", p.reply.Depths)
+				t.Errorf("ISER-5.1.2-4 ISER-5.1.2-5 ISER-5.1.1-2 ISER-5.1.1-5: %+v", p.reply.Depths)
 			}
 			cdb := initiator.Read16(0, 1)
 			h := p.scsi(pdu.FlagR, 512, cdb[:])
@@ -107,7 +107,7 @@ func TestPrivateData(t *testing.T) {
 			}
 			m := p.wantStatus(h, 0)
 			if want := wire.STag(7); m.op != tt.op || m.op.Invalidates() && m.untag.Invalidate != want || !m.op.Invalidates() && m.untag.Invalidate != 0 {
-				t.Errorf("ISER-1.5.2-3 ISER-7.3.2-4: %v of %#x", m.op, m.untag.Invalidate)
+				t.Errorf("ISER-1.5.2-2 ISER-1.5.2-3 ISER-7.3.2-4: %v of %#x", m.op, m.untag.Invalidate)
 			}
 			h = p.scsi(0, 0, nil)
 			p.send(iser.Header{}, h, nil)
@@ -285,7 +285,7 @@ func (p *raw) wantHelloReply(head string) {
 
 func TestHello(t *testing.T) {
 	tg := startTarget(t, targetOptions{})
-	t.Run("ISER-5.1.3-3 ISER-5.1.3-9 ISER-5.1.2-9 before login", func(t *testing.T) {
+	t.Run("ISER-5.1.3-3 ISER-5.1.3-9 ISER-5.1.2-9 ISER-6.7-3 before login", func(t *testing.T) {
 		p := tg.dial(t, initiator.Options{Target: targetName})
 		p.sendRaw(hello(10, 10, 128))
 		p.wantHelloReply("30aa0020")

@@ -253,7 +253,7 @@ func (p *raw) segment() (*message, error) {
 		p.parse(m)
 	case wire.OpTerminate:
 	default:
-		p.t.Fatalf("%v", m.op)
+		p.t.Fatalf("ISER-1.5.2-2 ISER-7.2-1: %v", m.op)
 	}
 	return m, nil
 }

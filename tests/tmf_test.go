@@ -154,7 +154,6 @@ func TestAbortTask(t *testing.T) {
 		read := p.wantRead()
 		second := p.writeCommand(8, 8)
 		f := p.tmf(pdu.AbortTask, 0, second.ITT(), second.CmdSN())
-		p.ping()
 		p.answer(read, make([]byte, 4096))
 		// The second Read was to come; it comes and is answered, or not at all.
 		for answered := map[uint32]bool{}; !answered[first.ITT()] || !answered[f.ITT()]; {
