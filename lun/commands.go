@@ -22,7 +22,7 @@ type command struct {
 	end     func(*Unit, *Command)
 }
 
-type flags uint8
+type flags uint16
 
 const (
 	absentLUN     flags = 1 << iota // served where there is no logical unit
@@ -31,7 +31,11 @@ const (
 	writes                          // changes the medium
 	thin                            // only where the store can give space back
 	allData                         // of no use with a part of its data-out
+	atomicWrite                     // only where the store has atomic writes
 )
+
+// optional are the flags of rows that some units do not have.
+const optional = thin | atomicWrite
 
 const noSA = -1
 
@@ -48,22 +52,34 @@ var commands = []command{
 	{0x25, noSA, "READ CAPACITY(10)", medium, "\x00\xff\xff\xff\xff\x00\x00\x01\x00", readCapacity10, nil, nil, nil},
 	{0x28, noSA, "READ(10)", medium, "\x18\xff\xff\xff\xff\x1f\xff\xff\x00", beginRead, nil, produceRead, nil},
 	{0x2a, noSA, "WRITE(10)", medium | writes, "\x18\xff\xff\xff\xff\x1f\xff\xff\x00", beginWrite, consumeWrite, nil, nil},
+	{0x2e, noSA, "WRITE AND VERIFY(10)", medium | writes, "\x12\xff\xff\xff\xff\x1f\xff\xff\x00", beginWrite, consumeWriteVerify, nil, endVerify},
 	{0x2f, noSA, "VERIFY(10)", medium | allData, "\x16\xff\xff\xff\xff\x1f\xff\xff\x00", beginVerify, consumeVerify, nil, endVerify},
+	{0x34, noSA, "PRE-FETCH(10)", medium, "\x02\xff\xff\xff\xff\x1f\xff\xff\x00", beginSync, nil, nil, endPrefetch},
 	{0x35, noSA, "SYNCHRONIZE CACHE(10)", medium, "\x02\xff\xff\xff\xff\x1f\xff\xff\x00", beginSync, nil, nil, endSync},
+	{0x37, noSA, "READ DEFECT DATA(10)", medium, "\x00\x1f\x00\x00\x00\x00\xff\xff\x00", readDefectData10, nil, nil, nil},
 	{0x41, noSA, "WRITE SAME(10)", medium | writes | allData, "\x08\xff\xff\xff\xff\x1f\xff\xff\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
 	{0x42, noSA, "UNMAP", medium | writes | thin | allData, "\x00\x00\x00\x00\x00\x1f\xff\xff\x00", beginUnmap, consumeUnmap, nil, nil},
 	{0x5a, noSA, "MODE SENSE(10)", 0, "\x18\xff\xff\x00\x00\x00\xff\xff\x00", modeSense, nil, nil, nil},
 	{0x88, noSA, "READ(16)", medium, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginRead, nil, produceRead, nil},
+	{opCompareAndWrite, noSA, "COMPARE AND WRITE", medium | writes | allData, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00\x00\xff\x1f\x00", beginCompareAndWrite, consumeCompareAndWrite, nil, nil},
 	{0x8a, noSA, "WRITE(16)", medium | writes, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeWrite, nil, nil},
+	{0x8b, noSA, "ORWRITE(16)", medium | writes, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeOrWrite, nil, nil},
+	{0x8e, noSA, "WRITE AND VERIFY(16)", medium | writes, "\x12\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeWriteVerify, nil, endVerify},
 	{0x8f, noSA, "VERIFY(16)", medium | allData, "\x16\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginVerify, consumeVerify, nil, endVerify},
+	{0x90, noSA, "PRE-FETCH(16)", medium, "\x02\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginSync, nil, nil, endPrefetch},
 	{0x91, noSA, "SYNCHRONIZE CACHE(16)", medium, "\x02\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginSync, nil, nil, endSync},
 	{0x93, noSA, "WRITE SAME(16)", medium | writes | allData, "\x09\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
+	{opWriteAtomic16, noSA, "WRITE ATOMIC(16)", medium | writes | allData | atomicWrite, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00\xff\xff\x1f\x00", beginWriteAtomic, consumeWriteAtomic, nil, endWriteAtomic},
 	{0x9e, 0x10, "READ CAPACITY(16)", medium, "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x00", readCapacity16, nil, nil, nil},
+	{0x9e, 0x12, "GET LBA STATUS", medium, "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00", getLBAStatus, nil, nil, nil},
 	{0xa0, noSA, "REPORT LUNS", absentLUN | keepAttention, "\x00\xff\x00\x00\x00\xff\xff\xff\xff\x00\x00", reportLUNs, nil, nil, nil},
 	{0xa3, 0x0c, "REPORT SUPPORTED OPERATION CODES", 0, "\x1f\x87\xff\xff\xff\xff\xff\xff\xff\x00\x00", reportOpcodes, nil, nil, nil},
 	{0xa3, 0x0d, "REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS", 0, "\x1f\x80\x00\x00\x00\xff\xff\xff\xff\x00\x00", reportTMFs, nil, nil, nil},
 	{0xa8, noSA, "READ(12)", medium, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginRead, nil, produceRead, nil},
 	{0xaa, noSA, "WRITE(12)", medium | writes, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeWrite, nil, nil},
+	{0xae, noSA, "WRITE AND VERIFY(12)", medium | writes, "\x12\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeWriteVerify, nil, endVerify},
+	{0xaf, noSA, "VERIFY(12)", medium | allData, "\x16\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginVerify, consumeVerify, nil, endVerify},
+	{0xb7, noSA, "READ DEFECT DATA(12)", medium, "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00", readDefectData12, nil, nil, nil},
 }
 
 // byOpcode finds the rows of an operation code. It is filled by init, because
@@ -91,8 +107,10 @@ func lookup(cdb []byte) *command {
 
 // failRow ends a command for which there is no row that applies to the unit.
 func (c *Command) failRow() bool {
-	if rows := byOpcode[c.CDB[0]]; len(rows) > 0 && rows[0].sa != noSA {
-		return c.failCDB(1, 4) // unknown service action
+	for _, row := range byOpcode[c.CDB[0]] {
+		if row.sa != noSA && c.unit.supports(row) {
+			return c.failCDB(1, 4) // unknown service action
+		}
 	}
 	return c.fail(condOpcode)
 }
@@ -120,7 +138,10 @@ func (row *command) cdbLen() int { return 1 + len(row.usage) }
 func noData(*Unit, *Command) bool { return true }
 
 // supports tells whether a row applies to this unit.
-func (u *Unit) supports(row *command) bool { return row.flags&thin == 0 || u.isThin() }
+func (u *Unit) supports(row *command) bool {
+	needs := row.flags & optional
+	return needs == 0 || u.has&needs == needs
+}
 
 // rowsFor are the rows that apply to u.
 func rowsFor(u *Unit) (rows []*command) {

@@ -106,7 +106,7 @@ func TestReportOneOpcode(t *testing.T) {
 			00 03 0010 93
 			09          # WRPROTECT 0, ANCHOR 0, UNMAP, NDOB
 			ffffffffffffffff ffffffff 1f 00`},
-		{"001b not there", "a3 0c 01 89 0000 000000ff 00 00", "00 01 0000"},
+		{"001b not there", "a3 0c 01 85 0000 000000ff 00 00", "00 01 0000"},
 		{"010b READ CAPACITY(16)", "a3 0c 02 9e 0010 000000ff 00 00", `
 			00 03 0010 9e
 			10          # SERVICE ACTION
@@ -114,8 +114,8 @@ func TestReportOneOpcode(t *testing.T) {
 			01          # PMI
 			00`},
 		{"010b itself", "a3 0c 02 a3 000c 000000ff 00 00", "00 03 000c a3 0c 87 ff ffff ffffffff 00 00"},
-		{"010b not there", "a3 0c 02 9e 0012 000000ff 00 00", "00 01 0000"},
-		{"010b RCTD not there", "a3 0c 82 9e 0012 000000ff 00 00", "00 01 0000"},
+		{"010b not there", "a3 0c 02 9e 0013 000000ff 00 00", "00 01 0000"},
+		{"010b RCTD not there", "a3 0c 82 9e 0013 000000ff 00 00", "00 01 0000"},
 		{"011b opcode", "a3 0c 03 00 0000 000000ff 00 00", "00 03 0006 00 00 00 00 00 00"},
 		{"011b service action", "a3 0c 03 9e 0010 00000006 00 00", "00 03 0010 9e 10"},
 		{"011b opcode without that service action", "a3 0c 03 28 0001 000000ff 00 00", "00 01 0000"},

@@ -57,6 +57,17 @@ func TestFaults(t *testing.T) {
 		{"VERIFY(10)", cache, extentCDB(0x2f, 0, 0, 1), nil, backendtest.ReadAt, reads},
 		{"VERIFY(10) BYTCHK 01b", cache, extentCDB(0x2f, 2, 0, 1), zeros, backendtest.ReadAt, reads},
 		{"VERIFY(16) BYTCHK 11b", cache, extentCDB(0x8f, 6, 0, 4), zeros, backendtest.ReadAt, reads},
+		{"WRITE AND VERIFY(10)", cache, extentCDB(0x2e, 0, 0, 1), block, backendtest.WriteDurable, changes},
+		{"WRITE AND VERIFY(12), reading back", cache, extentCDB(0xae, 0, 0, 1), block, backendtest.ReadAt, reads},
+		{"WRITE AND VERIFY(16) BYTCHK, reading back", cache, extentCDB(0x8e, 2, 0, 1), block, backendtest.ReadAt, reads},
+		{"ORWRITE(16), reading", cache, extentCDB(0x8b, 0, 0, 1), block, backendtest.ReadAt, reads},
+		{"ORWRITE(16)", cache, extentCDB(0x8b, 0, 0, 1), block, backendtest.WriteAt, changes},
+		{"COMPARE AND WRITE, reading", cache, extentCDB(0x89, 0, 9, 1), make([]byte, 1024), backendtest.ReadAt, reads},
+		{"COMPARE AND WRITE", cache, extentCDB(0x89, 0, 9, 1), make([]byte, 1024), backendtest.WriteAt, changes},
+		{"WRITE ATOMIC(16), reading", cache, extentCDB(0x9c, 0, 0, 1), block, backendtest.ReadAt, reads},
+		{"WRITE ATOMIC(16) FUA", cache, extentCDB(0x9c, fua, 0, 1), block, backendtest.WriteDurable, changes},
+		{"PRE-FETCH(10)", cache, extentCDB(0x34, 0, 0, 1), nil, backendtest.Prefetch, reads},
+		{"GET LBA STATUS", cache, "9e 12 0000000000000000 00000018", nil, backendtest.Extent, reads},
 		{"stop", cache, "1b", nil, backendtest.Sync, changes},
 	} {
 		t.Run(s.name, func(t *testing.T) {

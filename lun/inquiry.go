@@ -113,8 +113,9 @@ func terminated(s string) string { return s + "\x00\x00\x00\x00"[:4-len(s)%4] }
 // appendBlockLimits is the Block Limits page (SBC-3, section 6.6.3).
 func appendBlockLimits(u *Unit, _ *Nexus, b []byte) []byte {
 	be := binary.BigEndian
-	p := make([]byte, 64) // offsets as in the standard
-	p[4] = 0x01           // WSNZ
+	p := make([]byte, 64)                         // offsets as in the standard
+	p[4] = 0x01                                   // WSNZ
+	p[5] = byte(uint(maxCompareWrite) >> u.shift) // MAXIMUM COMPARE AND WRITE LENGTH
 	be.PutUint16(p[6:], uint16(u.info.PhysicalBlockSize>>u.shift))
 	be.PutUint32(p[8:], maxTransfer>>u.shift)
 	be.PutUint32(p[12:], optimalTransfer>>u.shift)
@@ -125,6 +126,7 @@ func appendBlockLimits(u *Unit, _ *Nexus, b []byte) []byte {
 		be.PutUint32(p[32:], 1<<31) // UGAVALID, alignment 0
 	}
 	be.PutUint64(p[36:], maxWriteSame>>u.shift)
+	be.PutUint32(p[44:], u.info.AtomicWrite>>u.shift) // no alignment, granularity 1, no boundary
 	return append(b, p[4:]...)
 }
 

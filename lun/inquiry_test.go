@@ -74,7 +74,7 @@ func TestVPD(t *testing.T) {
 		{name: "b0 thin", page: "b0", want: `
 			00 b0 003c
 			01                      # WSNZ
-			00                      # MAXIMUM COMPARE AND WRITE LENGTH: no such command
+			40                      # MAXIMUM COMPARE AND WRITE LENGTH: 32 KiB
 			0001                    # OPTIMAL TRANSFER LENGTH GRANULARITY
 			00008000                # MAXIMUM TRANSFER LENGTH: 16 MiB
 			00000800                # OPTIMAL TRANSFER LENGTH: 1 MiB
@@ -84,12 +84,16 @@ func TestVPD(t *testing.T) {
 			00000080                # OPTIMAL UNMAP GRANULARITY: 64 KiB
 			80000000                # UGAVALID, UNMAP GRANULARITY ALIGNMENT 0
 			0000000000080000        # MAXIMUM WRITE SAME LENGTH: 256 MiB
-			0000000000000000000000000000000000000000`},
+			00000800                # MAXIMUM ATOMIC TRANSFER LENGTH: 1 MiB
+			00000000                # ATOMIC ALIGNMENT
+			00000000                # ATOMIC TRANSFER LENGTH GRANULARITY
+			00000000                # MAXIMUM ATOMIC TRANSFER LENGTH WITH ATOMIC BOUNDARY
+			00000000                # MAXIMUM ATOMIC BOUNDARY SIZE`},
 		{name: "b0 thick, 4096 in 8192", page: "b0", setup: setup{blockSize: 4096, info: func(i *backend.Info) {
-			i.DiscardGranularity, i.PhysicalBlockSize = 0, 8192
+			i.DiscardGranularity, i.PhysicalBlockSize, i.AtomicWrite = 0, 8192, 0
 		}}, want: `
 			00 b0 003c
-			01 00 0002
+			01 08 0002
 			00001000 00000100 00000000
 			00000000 00000000       # no UNMAP
 			00000000 00000000

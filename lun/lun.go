@@ -43,9 +43,11 @@ type Unit struct {
 	blocks       uint64 // capacity
 	shift        uint   // log2 of the block size
 	readOnly     bool
-	writeThrough bool // writes are durable before their status
-	cached       bool // WCE: they are not, until a sync
+	writeThrough bool  // writes are durable before their status
+	cached       bool  // WCE: they are not, until a sync
+	has          flags // which optional rows of the command set
 	stopped      atomic.Bool
+	ranges       rangeLocks
 
 	mu   sync.Mutex
 	seen map[*itl]struct{} // guarded by mu: who is to hear of unit attentions
@@ -74,6 +76,14 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	u.blocks = uint64(info.Size) >> u.shift
 	u.cached = info.VolatileCache && !o.WriteThrough
 	u.writeThrough = info.VolatileCache && o.WriteThrough
+	for flag, has := range map[flags]bool{
+		thin:        u.isThin(),
+		atomicWrite: info.AtomicWrite > 0,
+	} {
+		if has {
+			u.has |= flag
+		}
+	}
 	return u, nil
 }
 
@@ -298,6 +308,7 @@ type Command struct {
 	lba     uint64
 	count   uint64 // blocks
 	arrived uint64 // octets of data-out
+	whole   []byte // data-out of WRITE ATOMIC
 	same    []byte // DataIn of a command that reports something
 
 	sense    []byte
@@ -310,6 +321,7 @@ type Command struct {
 func (n *Nexus) Begin(c *Command) bool {
 	c.DataOut, c.DataIn, c.Whole, c.Status = 0, 0, false, statusGood
 	c.failed, c.lba, c.count, c.arrived, c.same, c.sense = false, 0, 0, 0, nil, nil
+	c.whole = nil
 	c.nexus, c.itl, c.unit = n, n.find(c.LUN), nil
 	if c.itl != nil {
 		c.unit = c.itl.unit

@@ -5,6 +5,8 @@ import (
 	"encoding/binary"
 	"math"
 	"sync"
+
+	"github.com/iser-target/iser-target/backend"
 )
 
 // Limits of the medium access commands, in octets; VPD page B0h reports them
@@ -40,7 +42,15 @@ func extent(cdb []byte) (lba, count uint64) {
 }
 
 // lengthOctet is where the length field of a medium access CDB is.
-func lengthOctet(cdb []byte) int { return [...]int{4, 7, 7, 0, 10, 6, 0, 0}[cdb[0]>>5] }
+func lengthOctet(cdb []byte) int {
+	switch cdb[0] {
+	case opCompareAndWrite:
+		return 13
+	case opWriteAtomic16:
+		return 12
+	}
+	return [...]int{4, 7, 7, 0, 10, 6, 0, 0}[cdb[0]>>5]
+}
 
 // within tells whether count blocks from lba on are on the unit. An empty
 // range may start at its end.
@@ -64,6 +74,38 @@ func (u *Unit) at(c *Command, off uint64) int64 { return int64(c.lba<<u.shift + 
 // wantsFUA tells whether the FUA bit of a READ or WRITE is set.
 func wantsFUA(cdb []byte) bool { return cdb[0]>>5 != 0 && cdb[1]&fua != 0 }
 
+// read fills p from pos, and write writes p there, with what COMPARE AND WRITE
+// and its like do kept apart.
+func (u *Unit) read(p []byte, pos int64) error {
+	s := stripesOf(pos, int64(len(p)))
+	u.ranges.share(s)
+	defer u.ranges.unshare(s)
+	return u.store.ReadAt(p, pos)
+}
+
+func (u *Unit) write(p []byte, pos int64, durable bool) error {
+	s := stripesOf(pos, int64(len(p)))
+	u.ranges.share(s)
+	defer u.ranges.unshare(s)
+	return u.writeLocked(p, pos, durable)
+}
+
+// Preconditions: the stripes of the range are held.
+func (u *Unit) writeLocked(p []byte, pos int64, durable bool) error {
+	if u.writeThrough || u.cached && durable {
+		return u.store.WriteDurable(p, pos)
+	}
+	return u.store.WriteAt(p, pos)
+}
+
+// shared calls f for a range, with the same kept apart.
+func (u *Unit) shared(pos, n int64, f func(pos, n int64) error) error {
+	s := stripesOf(pos, n)
+	u.ranges.share(s)
+	defer u.ranges.unshare(s)
+	return f(pos, n)
+}
+
 func beginRead(u *Unit, c *Command) bool {
 	if !u.beginExtent(c, maxTransfer) {
 		return false
@@ -80,7 +122,7 @@ func beginRead(u *Unit, c *Command) bool {
 }
 
 func produceRead(u *Unit, c *Command, p []byte, off uint64) bool {
-	if err := u.store.ReadAt(p, u.at(c, off)); err != nil {
+	if err := u.read(p, u.at(c, off)); err != nil {
 		return c.failRead(err)
 	}
 	return true
@@ -97,11 +139,7 @@ func beginWrite(u *Unit, c *Command) bool {
 // consumeWrite writes what comes, also if that ends inside a block because the
 // initiator sends less than the CDB says: the rest of the block stays as it is.
 func consumeWrite(u *Unit, c *Command, p []byte, off uint64) bool {
-	write := u.store.WriteAt
-	if u.writeThrough || u.cached && wantsFUA(c.CDB) {
-		write = u.store.WriteDurable
-	}
-	if err := write(p, u.at(c, off)); err != nil {
+	if err := u.write(p, u.at(c, off), wantsFUA(c.CDB)); err != nil {
 		return c.failWrite(err)
 	}
 	return true
@@ -116,6 +154,18 @@ func beginSync(u *Unit, c *Command) bool {
 func endSync(u *Unit, c *Command) {
 	if err := u.store.Sync(); err != nil {
 		c.failWrite(err)
+	}
+}
+
+// endPrefetch is PRE-FETCH (SBC-3, section 5.13). It ends with GOOD and never
+// with CONDITION MET, which would promise that all blocks stay in the cache.
+func endPrefetch(u *Unit, c *Command) {
+	n := c.count
+	if n == 0 { // to the end of the medium
+		n = u.blocks - c.lba
+	}
+	if err := backend.Prefetch(u.store, u.at(c, 0), int64(n<<u.shift)); err != nil {
+		c.failRead(err)
 	}
 }
 
@@ -152,17 +202,26 @@ func beginVerify(u *Unit, c *Command) bool {
 
 func consumeVerify(u *Unit, c *Command, p []byte, off uint64) bool {
 	if bytchk(c.CDB) == bytchkAll {
-		return u.compare(c, p, u.at(c, off), off)
+		return u.compareShared(c, p, u.at(c, off), off)
 	}
 	if uint64(len(p)) < c.DataOut {
 		return true // End refuses it
 	}
 	for i := range c.count {
-		if !u.compare(c, p, int64((c.lba+i)<<u.shift), i<<u.shift) {
+		if !u.compareShared(c, p, int64((c.lba+i)<<u.shift), i<<u.shift) {
 			return false
 		}
 	}
 	return true
+}
+
+// consumeWriteVerify writes to the medium, past the cache, and with BYTCHK
+// compares what is there then (SBC-3, section 5.36).
+func consumeWriteVerify(u *Unit, c *Command, p []byte, off uint64) bool {
+	if err := u.write(p, u.at(c, off), true); err != nil {
+		return c.failWrite(err)
+	}
+	return bytchk(c.CDB) == bytchkNone || u.compareShared(c, p, u.at(c, off), off)
 }
 
 // endVerify reads the extent where there is nothing to compare it with.
@@ -180,6 +239,14 @@ func endVerify(u *Unit, c *Command) {
 		}
 		off += uint64(len(p))
 	}
+}
+
+// compareShared is compare for those that do not hold the range.
+func (u *Unit) compareShared(c *Command, p []byte, pos int64, base uint64) bool {
+	s := stripesOf(pos, int64(len(p)))
+	u.ranges.share(s)
+	defer u.ranges.unshare(s)
+	return u.compare(c, p, pos, base)
 }
 
 // compare ends c with MISCOMPARE if the medium at pos differs from p; base is
@@ -242,9 +309,9 @@ func endWriteSame(u *Unit, c *Command) {
 	var err error
 	switch {
 	case allZero(block) && c.CDB[1]&wsUnmap != 0:
-		err = u.store.Discard(pos, n)
+		err = u.shared(pos, n, u.store.Discard)
 	case allZero(block):
-		err = u.store.Zero(pos, n)
+		err = u.shared(pos, n, u.store.Zero)
 	default:
 		err = u.repeat(block, pos, n)
 	}
@@ -266,7 +333,7 @@ func (u *Unit) repeat(block []byte, pos, n int64) error {
 	}
 	for n > 0 {
 		p = p[:min(int64(len(p)), n)]
-		if err := u.store.WriteAt(p, pos); err != nil {
+		if err := u.shared(pos, int64(len(p)), func(pos, _ int64) error { return u.store.WriteAt(p, pos) }); err != nil {
 			return err
 		}
 		pos, n = pos+int64(len(p)), n-int64(len(p))
@@ -325,7 +392,7 @@ func consumeUnmap(u *Unit, c *Command, p []byte, _ uint64) bool {
 	}
 	for i := 0; i < len(descs); i += unmapDesc {
 		lba, count := be.Uint64(descs[i:]), uint64(be.Uint32(descs[i+8:]))
-		if err := u.store.Discard(int64(lba<<u.shift), int64(count<<u.shift)); err != nil {
+		if err := u.shared(int64(lba<<u.shift), int64(count<<u.shift), u.store.Discard); err != nil {
 			return c.failWrite(err)
 		}
 	}

@@ -72,7 +72,8 @@ func TestExtent(t *testing.T) {
 		lba, count uint64
 	}
 	r := newRig(t, setup{})
-	ops := slices.Concat(readOps[1:], writeOps[1:], []byte{0x2f, 0x8f, 0x35, 0x91, 0x41, 0x93})
+	ops := slices.Concat(readOps[1:], writeOps[1:], []byte{0x2f, 0xaf, 0x8f, 0x35, 0x91, 0x41, 0x93,
+		0x2e, 0xae, 0x8e, 0x8b, 0x34, 0x90})
 	isWriteSame := func(op byte) bool { return op == 0x41 || op == 0x93 }
 	for _, op := range ops {
 		out := []access{{op, blocks, 0}, {op, blocks, 1}, {op, blocks - 1, 2}, {op, 0, blocks + 1}, {op, math.MaxUint32, 0},
@@ -109,7 +110,7 @@ func TestExtent(t *testing.T) {
 func TestTransferLimits(t *testing.T) {
 	r := newRig(t, fourGiB)
 	const most = 16 << 20 / 512
-	for _, op := range []byte{0xa8, 0x88, 0xaa, 0x8a, 0x8f} {
+	for _, op := range []byte{0xa8, 0x88, 0xaa, 0x8a, 0x8f, 0xaf, 0xae, 0x8e, 0x8b} {
 		wantField(t, r.run(extentCDB(op, 0, 0, most+1), nil), lengthOctet([]byte{op}), noField)
 	}
 	if res := do(r.nexus, &r.c, [8]byte{}, extentCDB(0x88, 0, 1, most), nil, 512); res.status != statusGood || res.dataIn != 16<<20 {
@@ -119,6 +120,14 @@ func TestTransferLimits(t *testing.T) {
 	wantField(t, r.run(extentCDB(0x93, 0, 0, mostSame+1), make([]byte, 512)), 10, noField)
 	r.good(extentCDB(0x93, 0, 1, mostSame), make([]byte, 512))
 	r.good(extentCDB(0x91, 0, 0, 4<<30/512), nil) // SYNCHRONIZE CACHE has no limit
+	r.good(extentCDB(0x90, 0, 0, 4<<30/512), nil) // neither has PRE-FETCH
+
+	wantField(t, r.run(extentCDB(0x89, 0, 0, 65), nil), 13, noField)
+	if res := do(r.nexus, &r.c, [8]byte{}, extentCDB(0x89, 0, 0, 64), make([]byte, 64<<10), all); res.status != statusGood || res.dataOut != 64<<10 {
+		t.Errorf("the longest COMPARE AND WRITE: %v", res)
+	}
+	wantField(t, r.run(extentCDB(0x9c, 0, 0, 2049), nil), 12, noField)
+	r.good(extentCDB(0x9c, 0, 0, 2048), make([]byte, 1<<20))
 }
 
 // The last block of 4 GiB and beyond: no arithmetic in 32 bits.
@@ -209,6 +218,17 @@ func TestDurability(t *testing.T) {
 		{"SYNCHRONIZE CACHE(10)", cache, extentCDB(0x35, none, 0, 0), nil, map[backendtest.Op]int{backendtest.Sync: 1}},
 		{"SYNCHRONIZE CACHE(10) IMMED", cache, extentCDB(0x35, 0x02, 0, 1), nil, map[backendtest.Op]int{backendtest.Sync: 1}},
 		{"SYNCHRONIZE CACHE(16)", cache, extentCDB(0x91, none, 5, 9), nil, map[backendtest.Op]int{backendtest.Sync: 1}},
+		{"PRE-FETCH(10)", cache, extentCDB(0x34, none, 0, 8), nil, map[backendtest.Op]int{backendtest.Prefetch: 1}},
+		{"PRE-FETCH(16) IMMED", cache, extentCDB(0x90, 0x02, 0, 0), nil, map[backendtest.Op]int{backendtest.Prefetch: 1}},
+		{"WRITE AND VERIFY(10), cache", cache, extentCDB(0x2e, none, 0, 1), block, map[backendtest.Op]int{backendtest.WriteDurable: 1, backendtest.ReadAt: 1}},
+		{"WRITE AND VERIFY(16) BYTCHK, cache", cache, extentCDB(0x8e, 0x02, 0, 1), block, map[backendtest.Op]int{backendtest.WriteDurable: 1, backendtest.ReadAt: 1}},
+		{"WRITE AND VERIFY(12), no cache", noCache, extentCDB(0xae, none, 0, 1), block, map[backendtest.Op]int{backendtest.WriteAt: 1, backendtest.ReadAt: 1}},
+		{"ORWRITE(16), cache", cache, extentCDB(0x8b, none, 0, 1), block, map[backendtest.Op]int{backendtest.ReadAt: 1, backendtest.WriteAt: 1}},
+		{"ORWRITE(16) FUA", cache, extentCDB(0x8b, fuaBit, 0, 1), block, map[backendtest.Op]int{backendtest.ReadAt: 1, backendtest.WriteDurable: 1}},
+		{"COMPARE AND WRITE, cache", cache, extentCDB(0x89, none, 0, 1), make([]byte, 1024), map[backendtest.Op]int{backendtest.ReadAt: 1, backendtest.WriteAt: 1}},
+		{"COMPARE AND WRITE FUA", cache, extentCDB(0x89, fuaBit, 0, 1), make([]byte, 1024), map[backendtest.Op]int{backendtest.ReadAt: 1, backendtest.WriteDurable: 1}},
+		{"WRITE ATOMIC(16), cache", cache, extentCDB(0x9c, none, 0, 1), block, map[backendtest.Op]int{backendtest.ReadAt: 1, backendtest.WriteAt: 1}},
+		{"WRITE ATOMIC(16) FUA", cache, extentCDB(0x9c, fuaBit, 0, 1), block, map[backendtest.Op]int{backendtest.ReadAt: 1, backendtest.WriteDurable: 1}},
 		{"WRITE SAME, cache", cache, extentCDB(0x41, none, 0, 8), block, map[backendtest.Op]int{backendtest.WriteAt: 1}},
 		{"WRITE SAME zeros, cache", cache, extentCDB(0x41, none, 0, 8), make([]byte, 512), map[backendtest.Op]int{backendtest.Zero: 1}},
 		{"UNMAP, cache", cache, "42 00 00000000 00 0018 00", unmap, map[backendtest.Op]int{backendtest.Discard: 1}},
@@ -219,6 +239,8 @@ func TestDurability(t *testing.T) {
 		{"WRITE(10), write-through", through, extentCDB(0x2a, none, 0, 1), block, map[backendtest.Op]int{backendtest.WriteDurable: 1}},
 		{"WRITE(16) FUA, write-through", through, extentCDB(0x8a, fuaBit, 0, 1), block, map[backendtest.Op]int{backendtest.WriteDurable: 1}},
 		{"READ FUA, write-through", through, extentCDB(0x28, fuaBit, 0, 1), nil, map[backendtest.Op]int{backendtest.ReadAt: 1}},
+		{"COMPARE AND WRITE, write-through", through, extentCDB(0x89, none, 0, 1), make([]byte, 1024), map[backendtest.Op]int{backendtest.ReadAt: 1, backendtest.WriteDurable: 1}},
+		{"ORWRITE(16), write-through", through, extentCDB(0x8b, none, 0, 1), block, map[backendtest.Op]int{backendtest.ReadAt: 1, backendtest.WriteDurable: 1}},
 		{"WRITE SAME(10), write-through", through, extentCDB(0x41, none, 0, 8), block, map[backendtest.Op]int{backendtest.WriteAt: 1, backendtest.Sync: 1}},
 		{"WRITE SAME(16) zeros, write-through", through, extentCDB(0x93, none, 0, 8), make([]byte, 512), map[backendtest.Op]int{backendtest.Zero: 1, backendtest.Sync: 1}},
 		{"WRITE SAME(16) UNMAP, write-through", through, extentCDB(0x93, 0x08, 0, 8), make([]byte, 512), map[backendtest.Op]int{backendtest.Discard: 1, backendtest.Sync: 1}},
@@ -228,7 +250,7 @@ func TestDurability(t *testing.T) {
 		t.Run(s.name, func(t *testing.T) {
 			r := newRig(t, s.setup)
 			r.good(s.cdb, s.out)
-			for op := backendtest.ReadAt; op <= backendtest.Close; op++ {
+			for op := backendtest.ReadAt; op <= backendtest.Prefetch; op++ {
 				if got := r.store.Calls(op); got != s.want[op] {
 					t.Errorf("%v was called %d times, want %d", op, got, s.want[op])
 				}
@@ -371,7 +393,7 @@ func TestVerify(t *testing.T) {
 		b[at] ^= 0x10
 		return b
 	}
-	for _, op := range []byte{0x2f, 0x8f} {
+	for _, op := range []byte{0x2f, 0xaf, 0x8f} {
 		for _, bytchk := range []byte{0x00, 0x10, 0x02, 0x12} { // with and without DPO
 			r.good(extentCDB(op, bytchk, 5, 300), data)
 		}

@@ -1,0 +1,108 @@
+package lun
+
+const (
+	opCompareAndWrite = 0x89
+	opWriteAtomic16   = 0x9c
+)
+
+// maxCompareWrite is the longest COMPARE AND WRITE, in octets: both halves of
+// its data-out come in one piece.
+const maxCompareWrite = MaxParameterList / 2
+
+func beginCompareAndWrite(u *Unit, c *Command) bool {
+	if !u.beginExtent(c, maxCompareWrite) {
+		return false
+	}
+	c.DataOut, c.Whole = 2*c.count<<u.shift, true
+	return true
+}
+
+// consumeCompareAndWrite writes the second half of p where the medium equals
+// the first (SBC-3, section 5.2), and lets nobody else to the range meanwhile.
+func consumeCompareAndWrite(u *Unit, c *Command, p []byte, _ uint64) bool {
+	want, instead := p[:len(p)/2], p[len(p)/2:]
+	pos := u.at(c, 0)
+	s := stripesOf(pos, int64(len(want)))
+	u.ranges.exclude(s)
+	defer u.ranges.admit(s)
+	if !u.compare(c, want, pos, 0) {
+		return false
+	}
+	if err := u.writeLocked(instead, pos, wantsFUA(c.CDB)); err != nil {
+		return c.failWrite(err)
+	}
+	return true
+}
+
+// consumeOrWrite is ORWRITE(16) (SBC-3, section 5.12) for one piece of its
+// data-out, which no other command gets between.
+func consumeOrWrite(u *Unit, c *Command, p []byte, off uint64) bool {
+	sp := scratch.Get().(*[]byte)
+	defer scratch.Put(sp)
+	for len(p) > 0 {
+		b := (*sp)[:min(len(*sp), len(p))]
+		if !u.orWrite(c, b, p[:len(b)], u.at(c, off)) {
+			return false
+		}
+		p, off = p[len(b):], off+uint64(len(b))
+	}
+	return true
+}
+
+// orWrite sets the bits of p in the medium at pos; b is memory of p's length.
+func (u *Unit) orWrite(c *Command, b, p []byte, pos int64) bool {
+	s := stripesOf(pos, int64(len(p)))
+	u.ranges.exclude(s)
+	defer u.ranges.admit(s)
+	if err := u.store.ReadAt(b, pos); err != nil {
+		return c.failRead(err)
+	}
+	for i, x := range p {
+		b[i] |= x
+	}
+	if err := u.writeLocked(b, pos, wantsFUA(c.CDB)); err != nil {
+		return c.failWrite(err)
+	}
+	return true
+}
+
+func beginWriteAtomic(u *Unit, c *Command) bool {
+	if !u.beginExtent(c, uint64(u.info.AtomicWrite)) {
+		return false
+	}
+	c.DataOut = c.count << u.shift
+	c.whole = make([]byte, 0, c.DataOut)
+	return true
+}
+
+func consumeWriteAtomic(_ *Unit, c *Command, p []byte, _ uint64) bool {
+	c.whole = append(c.whole, p...)
+	return true
+}
+
+// endWriteAtomic writes all blocks or, when the store fails, none (SBC-4,
+// section 4.29.4); other commands see one or the other. That this is so also
+// when the power fails is what backend.Info promises with AtomicWrite.
+func endWriteAtomic(u *Unit, c *Command) {
+	p := c.whole
+	c.whole = nil
+	pos := u.at(c, 0)
+	s := stripesOf(pos, int64(len(p)))
+	u.ranges.exclude(s)
+	defer u.ranges.admit(s)
+	old := make([]byte, len(p))
+	if err := u.store.ReadAt(old, pos); err != nil {
+		c.failRead(err)
+		return
+	}
+	if err := u.writeLocked(p, pos, wantsFUA(c.CDB)); err != nil {
+		// What had room before has it again. If the store fails here too,
+		// there is nothing left to do, and the error says that the blocks
+		// cannot be relied on.
+		if u.store.WriteAt(old, pos) != nil {
+			c.fail(condWriteError)
+			return
+		}
+		c.failWrite(err)
+	}
+}
