@@ -1,0 +1,207 @@
+package security
+
+import (
+	"bytes"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"testing"
+)
+
+const goodSecret = Secret("0123456789abcdef")
+
+// V-ISCSI-14, ISCSI-12.1.3-2: the response of every algorithm.
+func TestResponse(t *testing.T) {
+	challenge, err := hex.DecodeString("000102030405060708090a0b0c0d0e0f")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for a, want := range map[CHAPAlgorithm]string{
+		5: "0fbee2a235349701655e644832d106bf",
+		6: "5617a555f0045171364ed82310b9c08c4d48faeb",
+		7: "d8c3aedd13f3e0017b09becc2da9c74a6d001ab22424256ad456063e668f5d14",
+		8: "972a2f638a858f5d97206e79fdf525a79b427550f3b79af445c6664fea05b508",
+	} {
+		ch := CHAPChallenge{Algorithm: a, ID: 0x2a, Octets: string(challenge)}
+		if got := hex.EncodeToString(ch.Response(goodSecret)); got != want {
+			t.Errorf("algorithm %d: %s, want %s", a, got, want)
+		}
+	}
+}
+
+// ISCSI-12.1.3-3, SEC-7143.9.2.1-13: a challenge has 16 octets at least, and
+// never comes twice; nor does the identifier stay the same.
+func TestChallengesDiffer(t *testing.T) {
+	all, ids := map[string]bool{}, map[uint8]bool{}
+	for range 1000 {
+		ch := NewCHAPChallenge(CHAPMD5)
+		if all[ch.Octets] || len(ch.Octets) < 16 {
+			t.Fatalf("challenge %x", ch.Octets)
+		}
+		all[ch.Octets], ids[ch.ID] = true, true
+	}
+	if len(ids) < 200 { // of 256; 5 are missing in the mean
+		t.Errorf("%d identifiers in 1000 challenges", len(ids))
+	}
+}
+
+// SEC-7143.9.2.1-2, SEC-7143.9.2.1-4, SEC-7143.9.2.1-5, SEC-3723.2.4.1-3.
+func TestParseSecret(t *testing.T) {
+	for in, want := range map[string]Secret{
+		"0123456789ab":                       "0123456789ab",
+		"0x00112233445566778899aabbccddeeff": "\x00\x11\x22\x33\x44\x55\x66\x77\x88\x99\xaa\xbb\xcc\xdd\xee\xff",
+		"0X1234567890abcdef":                 "0X1234567890abcdef", // open-iscsi takes this for text, too
+		strings.Repeat("s", MaxSecret):       Secret(strings.Repeat("s", MaxSecret)),
+		"0x" + strings.Repeat("00", 256):     Secret(strings.Repeat("\x00", 256)),
+	} {
+		if got, err := ParseSecret(in); err != nil || got != want {
+			t.Errorf("ParseSecret(%q): %x, %v", in, string(got), err)
+		}
+	}
+	for in, reason := range map[string]string{
+		"":                                  "0 octets, less than 12",
+		"01234567890":                       "11 octets, less than 12 (96 bits)",
+		"0x0011223344556677889900":          "11 octets, less than 12",
+		"0x0":                               "even number of hexadecimal digits",
+		"0x00112233445566778899aabbccddeef": "even number of hexadecimal digits",
+		"0xfeedfacecafebeefnothex":          "even number of hexadecimal digits",
+		strings.Repeat("s", MaxSecret+1):    "257 octets, more than 256",
+		"0x" + strings.Repeat("0", 2*257):   "257 octets, more than 256",
+	} {
+		_, err := ParseSecret(in)
+		if err == nil || !strings.Contains(err.Error(), reason) {
+			t.Errorf("ParseSecret(%q): %v, want %q", in, err, reason)
+		} else if len(in) > 3 && strings.Contains(err.Error(), in[2:]) {
+			t.Errorf("secret in the error: %v", err)
+		}
+	}
+}
+
+// SEC-3723.5.8-2: whatever prints a secret, it does not show.
+func TestSecretsAreHidden(t *testing.T) {
+	user := CHAPUser{CHAPIdentity: CHAPIdentity{"alice", goodSecret}, Target: CHAPIdentity{"store", goodSecret}}
+	var out bytes.Buffer
+	for _, verb := range []string{"%v", "%+v", "%#v", "%s", "%q", "%x", "%X", "%d", "%T"} {
+		fmt.Fprintf(&out, verb+"\n", goodSecret)
+		fmt.Fprintf(&out, verb+"\n", user)
+	}
+	slog.New(slog.NewTextHandler(&out, nil)).Info("user", "user", user, "secret", goodSecret)
+	slog.New(slog.NewJSONHandler(&out, nil)).Info("user", "user", user, "secret", goodSecret)
+	if err := json.NewEncoder(&out).Encode(user); err != nil {
+		t.Error(err)
+	}
+	for _, s := range []string{string(goodSecret), hex.EncodeToString([]byte(goodSecret)), fmt.Sprint([]byte(goodSecret))} {
+		if strings.Contains(strings.ToLower(out.String()), s) {
+			t.Errorf("%s shows in\n%s", s, out.String())
+		}
+	}
+	if !strings.Contains(out.String(), hidden) {
+		t.Errorf("no %s in\n%s", hidden, out.String())
+	}
+}
+
+func TestParseCHAPAlgorithms(t *testing.T) {
+	for in, want := range map[string][]CHAPAlgorithm{"": {8, 7, 6, 5}, "md5": {5}, "sha1 sha256 sha3-256 md5": {6, 7, 8, 5}} {
+		if got, err := ParseCHAPAlgorithms(strings.Fields(in)); err != nil || !slices.Equal(got, want) {
+			t.Errorf("%q: %v, %v; want %v", in, got, err, want)
+		}
+	}
+	for in, reason := range map[string]string{"md4": `"md4" is none of sha3-256, sha256, sha1, md5`, "MD5": "is none of", "md5 sha1 md5": "twice"} {
+		if _, err := ParseCHAPAlgorithms(strings.Fields(in)); err == nil || !strings.Contains(err.Error(), reason) {
+			t.Errorf("%q: %v", in, err)
+		}
+	}
+}
+
+// good is a configuration with a user and a target.
+func good() CHAPConfig {
+	return CHAPConfig{
+		Algorithms: []CHAPAlgorithm{CHAPSHA256, CHAPMD5},
+		Users:      []CHAPUser{{CHAPIdentity: CHAPIdentity{"alice", goodSecret}}, {CHAPIdentity: CHAPIdentity{"bob", "bob's own secret"}}},
+		Target:     CHAPIdentity{"store", "the target's secret"},
+	}
+}
+
+// SEC-7143.9.2.1-4, SEC-7143.9.2.1-6, ISCSI-9.2-4: what cannot be configured.
+func TestNewCHAPRefuses(t *testing.T) {
+	for reason, change := range map[string]func(*CHAPConfig){
+		"needs an algorithm and a user":   func(c *CHAPConfig) { c.Users = nil },
+		"an algorithm and a user":         func(c *CHAPConfig) { c.Algorithms = nil },
+		"no CHAP algorithm 9":             func(c *CHAPConfig) { c.Algorithms[1] = 9 },
+		"name must have 1 to 255 octets":  func(c *CHAPConfig) { c.Users[1].Name = "" },
+		"1 to 255 octets":                 func(c *CHAPConfig) { c.Target.Name = strings.Repeat("n", 256) },
+		"none of them NUL":                func(c *CHAPConfig) { c.Users[0].Name = "a\x00b" },
+		`"bob": secret has 11 octets`:     func(c *CHAPConfig) { c.Users[1].Secret = "eleven oct." },
+		`"store": secret has 0 octets`:    func(c *CHAPConfig) { c.Target.Secret = "" },
+		`user "alice" is there twice`:     func(c *CHAPConfig) { c.Users[1].Name = "alice" },
+		`user "alice": pattern`:           func(c *CHAPConfig) { c.Users[0].Initiator = "a b*" },
+		`"alice" and the target, "store"`: func(c *CHAPConfig) { c.Target.Secret = goodSecret },
+		`"alice" and the target, "carl"`:  func(c *CHAPConfig) { c.Users[1].Target = CHAPIdentity{"carl", goodSecret} },
+	} {
+		cfg := good()
+		change(&cfg)
+		if c, err := NewCHAP(cfg); c != nil || err == nil || !strings.Contains(err.Error(), reason) {
+			t.Errorf("%v, %v; want %q", c != nil, err, reason)
+		} else if strings.Contains(err.Error(), string(goodSecret)) {
+			t.Errorf("secret in the error: %v", err)
+		}
+	}
+}
+
+// ISCSI-9.2-3, ISCSI-9.2-4, SEC-7143.9.2.1-12: who is admitted, and whom the
+// target is to whom.
+func TestAuthenticate(t *testing.T) {
+	cfg := good()
+	cfg.Users[0].Initiator = "IQN.1993-08.org.debian:*"
+	cfg.Users[1].Target = CHAPIdentity{"store for bob", "a secret between us"}
+	c, err := NewCHAP(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const host = "iqn.1993-08.org.debian:01:a"
+	ch := NewCHAPChallenge(CHAPSHA256)
+	for _, tc := range []struct {
+		user      string
+		secret    Secret
+		initiator string
+		target    string
+		reason    string
+	}{
+		{"alice", goodSecret, host, "store", ""},
+		{"bob", "bob's own secret", "iqn.2001-04.com.example:x", "store for bob", ""},
+		{"alice", "bob's own secret", host, "", `user "alice" is wrong`},
+		{"alice", "the target's secret", host, "", "is wrong"}, // SEC-7143.9.2.1-7
+		{"alice", c.decoy, host, "", "is wrong"},
+		{"carol", c.decoy, host, "", `no CHAP user "carol"`},
+		{"Alice", goodSecret, host, "", "no CHAP user"},
+		{"", "", host, "", "no CHAP user"},
+		{"alice", goodSecret, "iqn.2001-04.com.example:x", "", "not for this initiator"},
+	} {
+		id, err := c.Authenticate(ch, tc.user, ch.Response(tc.secret), tc.initiator)
+		if id.Name != tc.target || (err == nil) != (tc.reason == "") || err != nil && !strings.Contains(err.Error(), tc.reason) {
+			t.Errorf("%q: %v, %v; want %q, %q", tc.user, id, err, tc.target, tc.reason)
+		}
+	}
+	right := ch.Response(goodSecret)
+	for _, response := range [][]byte{nil, right[1:], append(right, 0), ch.Response(goodSecret)[:16]} {
+		if _, err := c.Authenticate(ch, "alice", response, host); err == nil {
+			t.Errorf("response of %d octets was taken", len(response))
+		}
+	}
+}
+
+// The algorithm is the first of ours that is offered.
+func TestChoose(t *testing.T) {
+	c, err := NewCHAP(good())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for want, offer := range map[CHAPAlgorithm][]CHAPAlgorithm{7: {8, 5, 7}, 5: {6, 5}, 0: {6, 8}} {
+		if got, ok := c.Choose(offer); got != want || ok != (want != 0) {
+			t.Errorf("%d of %v, want %d", got, offer, want)
+		}
+	}
+}
