@@ -46,6 +46,9 @@ type Options struct {
 	ReinstatementWait time.Duration // for the tasks of a session that a login replaces; 10 s
 	ShutdownWait      time.Duration // for initiators to log out when the node shuts down; 3 s
 
+	// DiscoveryAuth, unless it is nil, authenticates initiators before discovery.
+	DiscoveryAuth *security.CHAP
+
 	Limits keys.Limits  // what login may agree on; RDMA is set for each connection
 	Logger *slog.Logger // slog.Default()
 }
@@ -85,7 +88,15 @@ type TargetConfig struct {
 	Name       string            // iSCSI name
 	Alias      string            // TargetAlias; may be empty
 	Initiators security.Patterns // who may log in
+	Auth       *security.CHAP    // how they prove who they are; nil: they need not
+	Redirect   Redirect          // where they are sent instead, if its Address is not empty
 	LUNs       *lun.Inventory
+}
+
+// A Redirect is where a target has moved to.
+type Redirect struct {
+	Address   string // host:port, or host alone; an IPv6 address is in brackets
+	Permanent bool
 }
 
 type target struct {
