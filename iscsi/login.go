@@ -31,6 +31,9 @@ type login struct {
 	neg    *keys.Negotiation
 	key    sessionKey
 	target *target
+	auth   authenticator
+
+	parting []keys.Pair // what a refusal says beside its status
 }
 
 // login runs the login phase (RFC 7143, section 6.3) and writes the one line
@@ -38,6 +41,7 @@ type login struct {
 // connection is lost; the initiator has been told and given time to close.
 func (c *conn) login() error {
 	l := &login{conn: c}
+	defer func() { c.node.challenges.Delete(l.auth.challenge.Octets) }()
 	c.dm.SetReceiveDeadline(time.Now().Add(c.node.opt.LoginTimeout))
 	err := l.run()
 	l.logOutcome(err)
@@ -52,7 +56,11 @@ func (c *conn) login() error {
 			c.sess.finish(c.node)
 			c.sess = nil
 		}
-		if l.respond(pdu.LoginResponse{Status: refusal.status}, nil) == nil {
+		var data []byte
+		for _, p := range l.parting {
+			data = keys.AppendPair(data, p)
+		}
+		if l.respond(pdu.LoginResponse{Status: refusal.status}, data) == nil {
 			c.linger()
 		}
 	}
@@ -75,6 +83,9 @@ func (l *login) logOutcome(err error) {
 		level, outcome = slog.LevelWarn, "refused"
 	} else {
 		attrs = append(attrs, l.sess.attrs()...)
+		if l.params.CHAPName != "" {
+			attrs = append(attrs, slog.String("user", l.params.CHAPName))
+		}
 	}
 	stage := l.stage.String()
 	if l.count == 0 {
@@ -190,7 +201,11 @@ func (l *login) negotiate() error {
 		l.neg = l.newNegotiation()
 	}
 	var answers []keys.Pair
+	securing := l.stage == pdu.SecurityNegotiation
 	for _, p := range pairs {
+		if securing && p.Key == "AuthMethod" {
+			continue // the answer depends on who wants what
+		}
 		if answers, err = l.neg.Offer(keys.Stage(l.stage), p, answers); err != nil {
 			return keyError(err)
 		}
@@ -205,7 +220,11 @@ func (l *login) negotiate() error {
 			answers = append(answers, keys.Pair{Key: "TargetAlias", Value: l.target.Alias})
 		}
 	}
-	if l.stage == pdu.LoginOperationalNegotiation {
+	if securing {
+		if answers, err = l.authenticate(pairs, answers); err != nil {
+			return err
+		}
+	} else {
 		answers = l.neg.Declare(answers)
 	}
 	for _, p := range answers {
@@ -248,7 +267,7 @@ func (l *login) identify() error {
 	l.key = sessionKey{initiator: name, isid: l.first.ISID, tpgt: l.portal.TPGT}
 	if p.TargetName == "" {
 		l.key.portal = l.portal
-		return nil
+		return l.require(l.node.opt.DiscoveryAuth)
 	}
 	if name, err = security.NormalizeName(p.TargetName); err != nil {
 		return &loginError{pdu.LoginNotFound, fmt.Errorf("TargetName: %w", err)}
@@ -260,7 +279,18 @@ func (l *login) identify() error {
 	if !l.target.Initiators.Match(l.key.initiator) {
 		return refuse(pdu.LoginAuthorization, "initiator is not among those of the target")
 	}
-	return nil
+	if p.Discovery {
+		return l.require(l.node.opt.DiscoveryAuth)
+	}
+	if to := l.target.Redirect; to.Address != "" { // before authentication: section 11.13.5
+		l.parting = []keys.Pair{{Key: "TargetAddress", Value: to.Address}}
+		status := pdu.LoginMovedTemporarily
+		if to.Permanent {
+			status = pdu.LoginMovedPermanently
+		}
+		return refuse(status, "target has moved to "+to.Address)
+	}
+	return l.require(l.target.Auth)
 }
 
 // keyError makes a login status of an error of package keys.
@@ -279,7 +309,7 @@ func (l *login) answer() (done bool, err error) {
 	part := l.out[:n:n]
 	l.out = l.out[n:]
 	rsp := pdu.LoginResponse{Continue: len(l.out) > 0}
-	if rsp.Continue || !l.req.Transit {
+	if rsp.Continue || !l.req.Transit || !l.auth.done() {
 		return false, l.respond(rsp, part)
 	}
 	rsp.Transit, rsp.NSG = true, l.req.NSG
@@ -306,6 +336,9 @@ func (l *login) enterFullFeature() error {
 		return keyError(err)
 	}
 	l.params = p
+	if err := l.checkUser(); err != nil {
+		return err
+	}
 	s, refusal := l.node.establish(l.conn, l.key, &l.first, l.target)
 	if refusal != nil {
 		return refusal

@@ -123,6 +123,8 @@ type Node struct {
 	buffers bufferPool
 	stats   counters
 
+	challenges sync.Map // CHAP challenges, as strings, of the logins under way
+
 	mu       sync.Mutex
 	targets  []*target // ascending by name
 	portals  []*Portal

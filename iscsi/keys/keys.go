@@ -5,7 +5,8 @@
 // A caller parses the text of a request with ParseText, hands every pair to
 // Offer, which appends what must be answered, and asks Finish for the Params
 // once both sides are ready. It intercepts SendTargets and adds what it alone
-// knows: TargetPortalGroupTag, TargetAlias and TargetAddress.
+// knows: TargetPortalGroupTag, TargetAlias and TargetAddress. CHAP is also the
+// caller's: of its keys, this package knows the stage and that each comes once.
 package keys
 
 import "fmt"
@@ -17,6 +18,8 @@ type Params struct {
 	InitiatorName, InitiatorAlias, TargetName string // as they came, not normalised
 
 	Discovery bool // SessionType
+
+	CHAPName string // the initiator's CHAP_N; empty if AuthMethod is None
 
 	InitialR2T, ImmediateData            bool
 	MaxBurstLength, FirstBurstLength     uint32
@@ -104,6 +107,8 @@ type Limits struct {
 
 	// ErrorRecoveryLevel; 0. open-iscsi fails the login otherwise.
 	ErrorRecoveryLevel uint8
+
+	chap bool // RequireCHAP has been called
 }
 
 const maxLength = 1<<24 - 1 // of bursts and data segments: RFC 7143, sections 13.12 to 13.14

@@ -45,7 +45,7 @@ func NewLogin(l Limits) *Negotiation {
 func NewJoin(l Limits, cur Params) *Negotiation {
 	n := newNegotiation(l, cur)
 	n.joining = true
-	n.p.InitiatorName, n.p.TargetName = "", "" // every login names both
+	n.p.InitiatorName, n.p.TargetName, n.p.CHAPName = "", "", "" // every login says who it is
 	for _, k := range table {
 		if k.flags&connection != 0 {
 			k.reset(&n.p)
@@ -88,6 +88,10 @@ func (n *Negotiation) FirstRequest() error {
 	n.firstDone = true
 	return n.err
 }
+
+// RequireCHAP makes CHAP instead of None the one AuthMethod that can be agreed
+// on. To be called before AuthMethod is offered.
+func (n *Negotiation) RequireCHAP() { n.limits.chap = true }
 
 // Offer takes one pair of the initiator in stage s and appends what must be
 // answered to answers; an answer may be five times as long as the offer, or so,
@@ -135,7 +139,7 @@ func (n *Negotiation) offer(s Stage, p Pair, answers []Pair) ([]Pair, *Error) {
 	if k.kind != text && slices.ContainsFunc(strings.Split(p.Value, ","), isReserved) {
 		return answers, textError(k.name, "%s is no offer", quote(p.Value))
 	}
-	if k.kind != list && len(p.Value) > maxValue {
+	if !k.kind.long && len(p.Value) > maxValue {
 		return answers, textError(k.name, "value is longer than %d octets", maxValue)
 	}
 	if k.discovery == irrelevant && n.p.Discovery {
@@ -178,7 +182,7 @@ func (n *Negotiation) misplaced(k *key, s Stage) string {
 	switch {
 	case n.text != (s == FullFeature) || s != Security && s != Operational && s != FullFeature:
 		return "cannot be negotiated in the " + s.String()
-	case k.refuse != "" && k.flags&securityOnly == 0:
+	case k.refuse != "":
 		return k.refuse
 	case k.flags&targetSends != 0:
 		return "is sent by targets only"
@@ -190,7 +194,7 @@ func (n *Negotiation) misplaced(k *key, s Stage) string {
 	case n.joining && k.use == leading:
 		return "belongs in the login of the leading connection"
 	}
-	return k.refuse
+	return ""
 }
 
 // comesAgain notes that row i of the table has come in stage s. A key comes

@@ -107,7 +107,8 @@ func TestAnswers(t *testing.T) {
 		offerAnswers string // offer>answer ...
 	}{
 		{"ISCSI-6.3.2-1", tcp, Security, "AuthMethod", "None>None CHAP,None>None KRB5,CHAP,None>None SRP>!0201 CHAP>!0201"},
-		{"ISCSI-6.3-4", tcp, Security, "CHAP_A", "5>!0200"},
+		{"ISCSI-6.3-4", tcp, Security, "CHAP_A", "5> Reject>!0200"},
+		{"ISCSI-12.1.3-3", tcp, Security, "CHAP_C", long("0x", 2050) + ">"},
 		{"ISCSI-6.3-4", tcp, Operational, "CHAP_A", "5>!0200"},
 		{"ISCSI-6.3-4", tcp, Operational, "CHAP_I", "5>!0200"},
 		{"ISCSI-6.3-4", tcp, Operational, "CHAP_C", "0x00>!0200"},
@@ -225,6 +226,41 @@ func TestAuthMethodReject(t *testing.T) {
 	wantStatus(t, err, 0x0201)
 	if !slices.Equal(answers, []Pair{{"AuthMethod", "Reject"}}) {
 		t.Errorf("answers %q", answers)
+	}
+}
+
+// ISCSI-6.3.2-1, ISCSI-9.2-1: CHAP and nothing else, where it is required.
+func TestRequireCHAP(t *testing.T) {
+	for offer, want := range map[string]string{"CHAP": "CHAP", "CHAP,None": "CHAP", "KRB5,CHAP,None": "CHAP", "None": "Reject", "SRP": "Reject"} {
+		n := NewLogin(Limits{})
+		n.RequireCHAP()
+		answers, err := n.Offer(Security, Pair{"AuthMethod", offer}, nil)
+		if !slices.Equal(answers, []Pair{{"AuthMethod", want}}) || (err != nil) != (want == "Reject") {
+			t.Errorf("AuthMethod=%s answered %q, %v", offer, answers, err)
+		}
+		if want == "Reject" {
+			wantStatus(t, err, 0x0201)
+		}
+	}
+}
+
+// ISCSI-12.1.3-1: no step of CHAP is done twice. ISCSI-9.2-5: another connection
+// says anew who it is.
+func TestCHAPKeys(t *testing.T) {
+	for _, key := range []string{"CHAP_A", "CHAP_I", "CHAP_C", "CHAP_N", "CHAP_R"} {
+		n := login(t, Limits{})
+		offer(t, n, Security, Pair{key, "1"})
+		_, err := n.Offer(Security, Pair{key, "1"}, nil)
+		wantStatus(t, err, 0x0200)
+	}
+	n := login(t, Limits{})
+	offer(t, n, Security, Pair{"CHAP_N", "alice"})
+	p := finish(t, n)
+	if p.CHAPName != "alice" {
+		t.Errorf("%+v", p)
+	}
+	if name := NewJoin(Limits{}, p).Params().CHAPName; name != "" {
+		t.Errorf("new connection begins as %q", name)
 	}
 }
 

@@ -55,31 +55,28 @@ type kind struct {
 	parse  func(k *key, s string) (value, bool)
 	format func(v value) string
 	picks  bool // the result is one of a list, in value.s
+	long   bool // may have more than maxValue octets
 }
 
 var (
 	number  = &kind{parse: parseNumber, format: func(v value) string { return strconv.FormatUint(v.n, 10) }}
 	boolean = &kind{parse: parseBoolean, format: func(v value) string { return map[bool]string{true: "Yes", false: "No"}[v.b] }}
-	list    = &kind{parse: parseList, format: func(v value) string { return v.s }, picks: true}
+	list    = &kind{parse: parseList, format: func(v value) string { return v.s }, picks: true, long: true}
 	choice  = &kind{parse: func(_ *key, s string) (value, bool) { return value{list: []string{s}}, true }, picks: true}
 	name    = &kind{parse: func(_ *key, s string) (value, bool) { return value{s: s}, s != "" && len(s) <= maxName }}
 	text    = &kind{parse: func(_ *key, s string) (value, bool) { return value{s: s}, len(s) <= maxValue }}
+	// exchange is the syntax of the keys that CHAP is done with, which the caller
+	// reads: they may be longer than other values.
+	exchange = &kind{parse: func(_ *key, s string) (value, bool) { return value{s: s}, true }, long: true}
 	// nothing is the syntax of obsolete keys: no value is admissible.
 	nothing = &kind{parse: func(*key, string) (value, bool) { return value{}, false }}
 )
 
-// parseNumber takes a decimal-constant or hex-constant (RFC 7143, section
-// 6.1) in the range of k. Ranges a~b are not admissible for any key we know.
+// parseNumber takes a numerical-value in the range of k. Ranges a~b are not
+// admissible for any key we know.
 func parseNumber(k *key, s string) (value, bool) {
-	digits, base := s, 10
-	if len(s) > 2 && s[0] == '0' && s[1]|0x20 == 'x' {
-		digits, base = s[2:], 16
-	} else if len(s) > 1 && s[0] == '0' {
-		return value{}, false
-	}
-	n, err := strconv.ParseUint(digits, base, 64) // takes neither sign nor "_" in these bases
-	ok := err == nil && (k.lo <= n && n <= k.hi || n == 0 && k.flags&orZero != 0)
-	return value{n: n}, ok
+	n, ok := ParseNumber(s)
+	return value{n: n}, ok && (k.lo <= n && n <= k.hi || n == 0 && k.flags&orZero != 0)
 }
 
 func parseBoolean(_ *key, s string) (value, bool) {
@@ -141,16 +138,22 @@ func digests(l *Limits, _ *Params) value {
 	return value{list: []string{"None"}}
 }
 
-const noCHAP = "AuthMethod=CHAP was not agreed on"
+func authMethods(l *Limits, _ *Params) value {
+	if l.chap {
+		return value{list: []string{"CHAP"}}
+	}
+	return value{list: []string{"None"}}
+}
 
 var table = []*key{
 	// Security: RFC 7143, section 12.
-	{name: "AuthMethod", use: initialize, flags: securityOnly | connection, kind: list, result: first, own: oneOf("None"), fail: statusAuthFailure},
-	{name: "CHAP_A", use: initialize, flags: securityOnly | connection, refuse: noCHAP},
-	{name: "CHAP_I", use: initialize, flags: securityOnly | connection, refuse: noCHAP},
-	{name: "CHAP_C", use: initialize, flags: securityOnly | connection, refuse: noCHAP},
-	{name: "CHAP_N", use: initialize, flags: securityOnly | connection, refuse: noCHAP},
-	{name: "CHAP_R", use: initialize, flags: securityOnly | connection, refuse: noCHAP},
+	{name: "AuthMethod", use: initialize, flags: securityOnly | connection, kind: list, result: first, own: authMethods, fail: statusAuthFailure},
+	{name: "CHAP_A", use: initialize, flags: securityOnly | connection | declared, kind: exchange},
+	{name: "CHAP_I", use: initialize, flags: securityOnly | connection | declared, kind: exchange},
+	{name: "CHAP_C", use: initialize, flags: securityOnly | connection | declared, kind: exchange},
+	{name: "CHAP_N", use: initialize, flags: securityOnly | connection | declared, kind: exchange,
+		set: func(p *Params, v value) { p.CHAPName = v.s }},
+	{name: "CHAP_R", use: initialize, flags: securityOnly | connection | declared, kind: exchange},
 
 	// Who and what: RFC 7143, sections 13.3 to 13.9, 13.21 and 13.26. A value
 	// of SessionType that we do not know has a login status of its own.

@@ -1,7 +1,11 @@
 package keys
 
 import (
+	"encoding/base64"
+	"encoding/hex"
+	"errors"
 	"fmt"
+	"strconv"
 	"strings"
 	"unicode/utf8"
 )
@@ -62,6 +66,60 @@ func AppendPair(dst []byte, p Pair) []byte {
 	dst = append(dst, '=')
 	dst = append(dst, p.Value...)
 	return append(dst, 0)
+}
+
+// ParseNumber takes a numerical-value (RFC 7143, section 6.1): a
+// decimal-constant or a hex-constant below 2^64.
+func ParseNumber(s string) (n uint64, ok bool) {
+	digits, base := s, 10
+	if len(s) > 2 && s[0] == '0' && s[1]|0x20 == 'x' {
+		digits, base = s[2:], 16
+	} else if len(s) > 1 && s[0] == '0' {
+		return 0, false
+	}
+	n, err := strconv.ParseUint(digits, base, 64) // takes neither sign nor "_" in these bases
+	return n, err == nil
+}
+
+// MaxBinary bounds a binary-value, in octets (RFC 7143, section 12.1.3).
+const MaxBinary = 1024
+
+var (
+	errBinary     = errors.New("value is neither a hex-constant nor a base64-constant")
+	errLongBinary = fmt.Errorf("value is longer than %d octets", MaxBinary)
+)
+
+// ParseBinary takes a binary-value whose length the key does not say (RFC 7143,
+// section 6.1): a hex-constant or a base64-constant of 1 to MaxBinary octets. Of
+// an odd number of hexadecimal digits the first one is an octet.
+func ParseBinary(s string) ([]byte, error) {
+	if len(s) < 3 || s[0] != '0' {
+		return nil, errBinary
+	}
+	digits := s[2:]
+	var b []byte
+	var err error
+	switch s[1] | 0x20 {
+	case 'x':
+		if len(digits)%2 == 1 {
+			digits = "0" + digits
+		}
+		b, err = hex.DecodeString(digits)
+	case 'b':
+		if strings.ContainsAny(digits, "\r\n") { // which package base64 skips
+			return nil, errBinary
+		}
+		b, err = base64.StdEncoding.DecodeString(digits)
+	default:
+		return nil, errBinary
+	}
+	if err != nil || len(b) == 0 {
+		return nil, errBinary
+	}
+	if len(b) > MaxBinary {
+		return nil, errLongBinary
+	}
+	return b, nil
 }
 
 // checkKey says what is wrong with a key-name. A small letter in front is let

@@ -1,6 +1,7 @@
 package keys
 
 import (
+	"encoding/base64"
 	"errors"
 	"slices"
 	"strings"
@@ -147,4 +148,30 @@ func appendAll(dst []byte, pairs []Pair) []byte {
 		dst = AppendPair(dst, p)
 	}
 	return dst
+}
+
+// ISCSI-6.1-4, ISCSI-12.1.3-3: binary-values. V-ISCSI-15 in both encodings.
+func TestParseBinary(t *testing.T) {
+	long := strings.Repeat("\x00", MaxBinary)
+	for in, want := range map[string]string{
+		"0x000102030405060708090a0b0c0d0e0f":    "\x00\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f",
+		"0bAAECAwQFBgcICQoLDA0ODw==":            "\x00\x01\x02\x03\x04\x05\x06\x07\x08\x09\x0a\x0b\x0c\x0d\x0e\x0f",
+		"0X0aFf":                                "\x0a\xff",
+		"0BCv8=":                                "\x0a\xff",
+		"0xabc":                                 "\x0a\xbc",
+		"0x1":                                   "\x01",
+		"0x" + strings.Repeat("0", 2*MaxBinary): long,
+		"0x" + strings.Repeat("0", 2*MaxBinary-1):                         long,
+		"0b" + base64.StdEncoding.EncodeToString(make([]byte, MaxBinary)): long,
+	} {
+		if got, err := ParseBinary(in); err != nil || string(got) != want {
+			t.Errorf("ParseBinary(%.40q) = %.20x, %v", in, got, err)
+		}
+	}
+	for _, in := range []string{"", "0", "0x", "0b", "x", "12345678901234567890", "00", "1x00", "0x0g", "0x-1", "0b===", "0bA", "0bAAE", "0bAAE\n=", "0bAA\r\nE=", "0bAA E=",
+		"0x" + strings.Repeat("0", 2*MaxBinary+1), "0b" + base64.StdEncoding.EncodeToString(make([]byte, MaxBinary+1)), "Reject"} {
+		if got, err := ParseBinary(in); err == nil {
+			t.Errorf("ParseBinary(%.40q) = %x", in, got)
+		}
+	}
 }

@@ -1,0 +1,199 @@
+package iscsi
+
+import (
+	"encoding/hex"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/iser-target/iser-target/iscsi/keys"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/security"
+)
+
+// An authenticator is the security stage of one login (RFC 7143, section
+// 12.1.3). The zero value is that of a login that needs no authentication.
+type authenticator struct {
+	chap      *security.CHAP // nil: AuthMethod is None
+	step      authStep
+	challenge security.CHAPChallenge // once step is stepResponse
+}
+
+// An authStep is what the initiator has to say next.
+type authStep uint8
+
+const (
+	stepMethod    authStep = iota // AuthMethod
+	stepAlgorithm                 // CHAP_A
+	stepResponse                  // CHAP_N and CHAP_R, and if it wants an answer CHAP_I and CHAP_C
+	stepDone                      // nothing
+)
+
+// authSteps says which keys a request must have in each step, which it may
+// have, and how they are answered. answer moves to the next step. There is no
+// way back: an initiator has one attempt per connection.
+var authSteps = [...]struct {
+	needs, takes []string
+	answer       func(l *login, t securityText, answers []keys.Pair) ([]keys.Pair, error)
+}{
+	stepMethod:    {takes: []string{"AuthMethod"}, answer: (*login).answerMethod},
+	stepAlgorithm: {needs: []string{"CHAP_A"}, answer: (*login).answerAlgorithm},
+	stepResponse:  {needs: []string{"CHAP_N", "CHAP_R"}, takes: []string{"CHAP_I", "CHAP_C"}, answer: (*login).answerResponse},
+	stepDone:      {answer: func(_ *login, _ securityText, answers []keys.Pair) ([]keys.Pair, error) { return answers, nil }},
+}
+
+// A securityText is the security keys of one request, each with its values.
+// Keys other than AuthMethod have one: the negotiation knows that.
+type securityText map[string][]string
+
+var securityKeys = []string{"AuthMethod", "CHAP_A", "CHAP_I", "CHAP_C", "CHAP_N", "CHAP_R"}
+
+// done tells whether the initiator may leave the security stage.
+func (a *authenticator) done() bool { return a.chap == nil || a.step == stepDone }
+
+// require makes chap, unless it is nil, a condition of the login.
+func (l *login) require(chap *security.CHAP) error {
+	if chap == nil {
+		return nil
+	}
+	if l.stage != pdu.SecurityNegotiation { // section 6.3.1
+		return refuse(pdu.LoginAuthentication, "initiator skips the security stage, but has to authenticate itself")
+	}
+	l.auth.chap = chap
+	l.neg.RequireCHAP()
+	return nil
+}
+
+// authenticate answers the security keys of a request in the security stage.
+// What is out of step is an initiator error, what is missing a missing parameter
+// (section 9.2); only what is cryptographically wrong is an authentication
+// failure.
+func (l *login) authenticate(pairs, answers []keys.Pair) ([]keys.Pair, error) {
+	step := &authSteps[l.auth.step]
+	t := securityText{}
+	for _, p := range pairs {
+		if !slices.Contains(securityKeys, p.Key) {
+			continue
+		}
+		if !slices.Contains(step.needs, p.Key) && !slices.Contains(step.takes, p.Key) {
+			return nil, refuse(pdu.LoginInitiatorError, p.Key+" is out of step")
+		}
+		t[p.Key] = append(t[p.Key], p.Value)
+	}
+	for _, key := range step.needs {
+		if t[key] == nil {
+			return nil, refuse(pdu.LoginMissingParameter, key+" is missing")
+		}
+	}
+	return step.answer(l, t, answers)
+}
+
+func (l *login) answerMethod(t securityText, answers []keys.Pair) ([]keys.Pair, error) {
+	var err error
+	for _, v := range t["AuthMethod"] {
+		if answers, err = l.neg.Offer(keys.Security, keys.Pair{Key: "AuthMethod", Value: v}, answers); err != nil {
+			if reject := (keys.Pair{Key: "AuthMethod", Value: "Reject"}); slices.Contains(answers, reject) { // section 6.3.2
+				l.parting = []keys.Pair{reject}
+			}
+			return nil, keyError(err)
+		}
+		l.auth.step = stepDone
+		if l.auth.chap != nil {
+			l.auth.step = stepAlgorithm
+		}
+	}
+	if l.auth.step == stepMethod && !l.auth.done() && l.req.Transit {
+		return nil, refuse(pdu.LoginAuthentication, "initiator leaves the security stage, but has to authenticate itself")
+	}
+	return answers, nil
+}
+
+func (l *login) answerAlgorithm(t securityText, answers []keys.Pair) ([]keys.Pair, error) {
+	var offer []security.CHAPAlgorithm
+	for item := range strings.SplitSeq(t["CHAP_A"][0], ",") {
+		n, ok := keys.ParseNumber(item)
+		if !ok {
+			return nil, refuse(pdu.LoginInitiatorError, fmt.Sprintf("CHAP_A: %.80q is no number", item))
+		}
+		if a := security.CHAPAlgorithm(n); uint64(a) == n {
+			offer = append(offer, a)
+		}
+	}
+	algorithm, ok := l.auth.chap.Choose(offer)
+	if !ok {
+		return nil, refuse(pdu.LoginAuthentication, fmt.Sprintf("CHAP_A: nothing of %.80q is supported", t["CHAP_A"][0]))
+	}
+	c := security.NewCHAPChallenge(algorithm)
+	l.node.challenges.Store(c.Octets, nil)
+	l.auth.challenge, l.auth.step = c, stepResponse
+	return append(answers,
+		keys.Pair{Key: "CHAP_A", Value: strconv.Itoa(int(c.Algorithm))},
+		keys.Pair{Key: "CHAP_I", Value: strconv.Itoa(int(c.ID))},
+		keys.Pair{Key: "CHAP_C", Value: hexConstant(c.Octets)}), nil
+}
+
+func (l *login) answerResponse(t securityText, answers []keys.Pair) ([]keys.Pair, error) {
+	response, err := keys.ParseBinary(t["CHAP_R"][0])
+	if err != nil {
+		return nil, &loginError{pdu.LoginInitiatorError, fmt.Errorf("CHAP_R: %w", err)}
+	}
+	theirs, err := l.theirChallenge(t)
+	if err != nil {
+		return nil, err
+	}
+	us, err := l.auth.chap.Authenticate(l.auth.challenge, t["CHAP_N"][0], response, l.key.initiator)
+	if err != nil {
+		return nil, &loginError{pdu.LoginAuthentication, err}
+	}
+	l.auth.step = stepDone
+	if theirs == nil {
+		return answers, nil
+	}
+	// Our own response comes after theirs has been found right (RFC 3723,
+	// section 2.4.1).
+	if us == (security.CHAPIdentity{}) {
+		return nil, refuse(pdu.LoginAuthentication, "initiator wants the target to authenticate itself, which is not configured")
+	}
+	return append(answers,
+		keys.Pair{Key: "CHAP_N", Value: us.Name},
+		keys.Pair{Key: "CHAP_R", Value: hexConstant(string(theirs.Response(us.Secret)))}), nil
+}
+
+// theirChallenge is what the target has to respond to, or nil.
+func (l *login) theirChallenge(t securityText) (*security.CHAPChallenge, error) {
+	id, challenge := t["CHAP_I"], t["CHAP_C"]
+	switch {
+	case id == nil && challenge == nil:
+		return nil, nil
+	case id == nil || challenge == nil:
+		return nil, refuse(pdu.LoginMissingParameter, "CHAP_I or CHAP_C is missing beside the other")
+	}
+	n, ok := keys.ParseNumber(id[0])
+	if !ok || n > 255 {
+		return nil, refuse(pdu.LoginInitiatorError, fmt.Sprintf("CHAP_I: %.80q is no number up to 255", id[0]))
+	}
+	c, err := keys.ParseBinary(challenge[0])
+	if err != nil {
+		return nil, &loginError{pdu.LoginInitiatorError, fmt.Errorf("CHAP_C: %w", err)}
+	}
+	if _, ours := l.node.challenges.Load(string(c)); ours { // section 9.2.1: on this connection or on another one
+		return nil, refuse(pdu.LoginAuthentication, "initiator sends one of our own challenges back")
+	}
+	return &security.CHAPChallenge{Algorithm: l.auth.challenge.Algorithm, ID: uint8(n), Octets: string(c)}, nil
+}
+
+// checkUser keeps an initiator from replacing, or joining, the session of
+// another CHAP user (section 9.2). A discovery session has nothing to protect.
+func (l *login) checkUser() error {
+	nd := l.node
+	nd.mu.Lock()
+	old := nd.find(l.key)
+	nd.mu.Unlock()
+	if old != nil && !old.discovery && old.conn.agreed().CHAPName != l.params.CHAPName {
+		return refuse(pdu.LoginAuthentication, "session of this initiator port belongs to another CHAP user")
+	}
+	return nil
+}
+
+func hexConstant(b string) string { return "0x" + hex.EncodeToString([]byte(b)) }
