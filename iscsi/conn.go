@@ -374,6 +374,10 @@ func (c *conn) dispatch(n *Notice) error {
 		return nil
 	case op.FromTarget():
 		return c.reject(n, pdu.RejectProtocolError, unasked)
+	case n.Reject != 0 && op == pdu.DataOut:
+		return c.lostDataOut(n)
+	case n.Reject != 0: // a command counts as not received (section 7.3)
+		return c.reject(n, n.Reject, inAnswer)
 	case r.direct == nil && r.run == nil, c.sess.discovery && !r.discovery:
 		return c.reject(n, pdu.RejectNotSupported, inAnswer)
 	case r.direct != nil:
@@ -430,7 +434,7 @@ func (c *conn) checkFormat(n *Notice) error {
 	switch {
 	case h.TotalAHSLength() != len(n.AHS):
 		return fmt.Errorf("%v: TotalAHSLength says %d octets, %d came", h.Opcode(), h.TotalAHSLength(), len(n.AHS))
-	case h.DataSegmentLength() != len(n.Data):
+	case h.DataSegmentLength() != len(n.Data) && n.Reject == 0:
 		return fmt.Errorf("%v: DataSegmentLength is %d, %d octets came", h.Opcode(), h.DataSegmentLength(), len(n.Data))
 	case len(n.Data) > c.recvLimit:
 		return fmt.Errorf("%v: data segment of %d octets, more than the %d agreed on", h.Opcode(), len(n.Data), c.recvLimit)
@@ -619,9 +623,17 @@ func (c *conn) sendStatus(t *Task) error {
 func (c *conn) stamp(t *Task) {
 	h := pdu.BHS(t.Header[:])
 	h.SetStatSN(c.statSN)
+	c.stampWindow(t)
+	h.SetDataSegmentLength(len(t.Segment))
+}
+
+// stampWindow fills in the serial numbers of commands.
+//
+// Preconditions: mu is held.
+func (c *conn) stampWindow(t *Task) {
+	h := pdu.BHS(t.Header[:])
 	h.SetExpCmdSN(c.win.exp)
 	h.SetMaxCmdSN(c.win.max)
-	h.SetDataSegmentLength(len(t.Segment))
 }
 
 // openWindow makes cmdSN the first one expected.

@@ -42,10 +42,11 @@ func (c *conn) reject(n *Notice, reason pdu.RejectReason, unexpected bool) error
 }
 
 // sendOwn sends a PDU that is not the answer of a task: StatSN advances unless
-// it is a NOP-In. Where the initiator could not take it, it is dropped (RFC
-// 7145, section 8.1.2). The result tells whether it was sent.
+// it is a NOP-In. Where an initiator with RDMA could not take it, it is dropped
+// (RFC 7145, section 8.1.2). The result tells whether it was sent.
 func (c *conn) sendOwn(t *Task) bool {
 	h := pdu.BHS(t.Header[:])
+	t.unasked = t.unasked && c.dm.RDMA() // on TCP there are no receive buffers to count
 	c.mu.Lock()
 	room := !t.unasked || len(c.unexpected) < c.maxUnexpected()
 	if !room || c.phase != phaseFullFeature {
@@ -260,6 +261,11 @@ func (t *Task) runLogout() {
 	c.phase = phaseLogout
 	others := func(u *Task) bool { return u != t }
 	c.abortTasks(others)
+	if c.callOff(others) {
+		c.mu.Unlock()
+		c.runReady()
+		c.mu.Lock()
+	}
 	for c.phase == phaseLogout && c.tasks.any(others) {
 		c.changed.Wait()
 	}

@@ -1,8 +1,11 @@
 package iscsi
 
 import (
+	"errors"
 	"net"
 	"time"
+
+	"github.com/iser-target/iser-target/iscsi/pdu"
 )
 
 // A Datamover carries the PDUs and the data of one connection (RFC 5047,
@@ -61,14 +64,16 @@ type Datamover interface {
 	// is used only until PutData returns. data is part of b and is not changed
 	// until the mover calls b.Release, which it does when the data has left or
 	// the connection has ended. If PutData fails, which ends the connection, b
-	// stays with the caller.
+	// stays with the caller. ExpCmdSN and MaxCmdSN in t.Header are those of now,
+	// for a mover that needs them in PDUs of its own.
 	PutData(t *Task, off uint32, data []byte, b *Buffer) error
 
 	// GetData fetches len(data) octets that start at Buffer Offset off into
 	// data (Get_Data). The end is a Notice with this Task; unless GetData
 	// itself fails, which ends the connection, there is exactly one, also when
 	// the connection ends. data is the mover's until then. At most one GetData
-	// of a task is outstanding.
+	// of a task is outstanding. ExpCmdSN and MaxCmdSN in t.Header are those of
+	// now.
 	GetData(t *Task, off uint32, data []byte) error
 
 	// SendControl queues the PDU t.Header with the data segment t.Segment;
@@ -105,6 +110,22 @@ type Datamover interface {
 	CloseWrite() error
 }
 
+// A Canceler is a Datamover that can call off a GetData. That is what it takes
+// to abort a task on TCP: Linux does not send the data of a task that it wants
+// aborted.
+type Canceler interface {
+	// CancelData ends the GetData of t without a Notice; its data is the core's
+	// again. If it returns false that is not possible, and there will be a Notice
+	// as ever.
+	CancelData(t *Task) bool
+}
+
+// A Renegotiator is a Datamover without RDMA, which has to be told when the
+// initiator declares another MaxRecvDataSegmentLength in the full feature phase.
+type Renegotiator interface {
+	SetMaxSendSegment(octets int)
+}
+
 // A Notice is what Datamover.Receive found: a PDU if Task is nil, otherwise
 // the end of that Task's GetData.
 type Notice struct {
@@ -112,6 +133,19 @@ type Notice struct {
 	AHS  []byte // whole AHS area, a multiple of 4 octets
 	Data []byte // data segment without padding
 
+	// Reject, if not zero, is why the mover has discarded the PDU, which has no
+	// Data here. The connection goes on, and the core sends the Reject.
+	Reject pdu.RejectReason
+
 	Task *Task
-	Err  error // why the GetData failed; the connection is ending
+	// Err is why the GetData failed. Unless it is one of the errors below the
+	// connection is ending.
+	Err error
 }
+
+// Why a GetData fails that takes nothing but its command with it (RFC 7143,
+// sections 7.8, 7.9 and 11.8).
+var (
+	ErrDataLost   = errors.New("data was lost: digest or sequence error")
+	ErrDataAmount = errors.New("data is not what was asked for")
+)

@@ -97,6 +97,7 @@ var (
 	senseInvalidIU   = sense{0x05, 0x0e, 0x03}
 	senseUnexpected  = sense{0x0b, 0x0c, 0x0c} // UNEXPECTED UNSOLICITED DATA
 	senseWrongAmount = sense{0x0b, 0x0c, 0x0d} // NOT ENOUGH UNSOLICITED DATA
+	senseLost        = sense{0x0b, 0x47, 0x05} // PROTOCOL SERVICE CRC ERROR
 	senseAborted     = sense{0x0b, 0x00, 0x00} // never sent
 )
 
@@ -299,6 +300,25 @@ func (c *conn) dataOut(n *Notice) error {
 	return nil
 }
 
+// lostDataOut rejects a Data-Out PDU that the mover has discarded. Unsolicited
+// data that is lost fails its task once the last Data-Out has come (RFC 7143,
+// section 7.8); about solicited data the mover gives notice.
+//
+// Preconditions: recvMu is held.
+func (c *conn) lostDataOut(n *Notice) error {
+	h := pdu.BHS(n.BHS)
+	c.mu.Lock()
+	if t := c.tasks.find(h.ITT()); t != nil && t.needsData && h.TTT() == pdu.ReservedTag {
+		t.refusal, t.dataSN = senseLost, h.DataSN()+1
+		if h.Final() {
+			t.needsData = false
+			c.makeReady(t)
+		}
+	}
+	c.mu.Unlock()
+	return c.reject(n, n.Reject, unasked)
+}
+
 // waitTurn waits until the tasks have ended that SAM's task attributes want to
 // see ended before t begins: all older ones if t is ORDERED, otherwise the older
 // ORDERED ones. It returns early if t is aborted.
@@ -383,6 +403,9 @@ func (t *Task) read() {
 			t.abandon()
 			return
 		}
+		c.mu.Lock()
+		c.stampWindow(t)
+		c.mu.Unlock()
 		if err := c.dm.PutData(t, uint32(t.off), buf.data[:n], buf); err != nil {
 			buf.Release()
 			c.end(fmt.Errorf("sending failed: %w", err))
@@ -447,11 +470,14 @@ func (t *Task) fetch(have, n int) {
 		return
 	}
 	t.state = taskFetching
-	c.mu.Unlock()
-	if err := c.dm.GetData(t, uint32(t.off)+uint32(have), t.buf.data[have:n]); err != nil {
-		c.mu.Lock()
+	c.stampWindow(t)
+	// With mu held, so that callOff finds the GetData of a task in this state.
+	err := c.dm.GetData(t, uint32(t.off)+uint32(have), t.buf.data[have:n])
+	if err != nil {
 		t.state = taskRunning
-		c.mu.Unlock()
+	}
+	c.mu.Unlock()
+	if err != nil {
 		c.end(fmt.Errorf("fetching failed: %w", err))
 		t.abandon()
 		return
@@ -461,9 +487,17 @@ func (t *Task) fetch(have, n int) {
 
 // afterFetch goes on with a write when the rest of a piece is there.
 func (t *Task) afterFetch() {
-	if t.fetchErr != nil || t.aborted.Load() {
-		// An error means that the connection is ending; what came for an
-		// aborted task is dropped.
+	switch {
+	case t.aborted.Load(): // what came is dropped
+		t.abandon()
+		return
+	case t.fetchErr == ErrDataLost:
+		t.failTransfer(senseLost)
+		return
+	case t.fetchErr == ErrDataAmount:
+		t.failTransfer(senseWrongAmount)
+		return
+	case t.fetchErr != nil: // the connection is ending
 		t.abandon()
 		return
 	}
@@ -472,6 +506,12 @@ func (t *Task) afterFetch() {
 		return
 	}
 	t.write()
+}
+
+// failTransfer ends a command whose data did not come as it was asked for.
+func (t *Task) failTransfer(s sense) {
+	t.cmd.Fail(s.key, s.asc, s.ascq)
+	t.complete()
 }
 
 // consume hands a piece to the logical unit. It returns false if the command

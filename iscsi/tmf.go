@@ -1,6 +1,9 @@
 package iscsi
 
 import (
+	"errors"
+	"time"
+
 	"github.com/iser-target/iser-target/iscsi/pdu"
 )
 
@@ -62,10 +65,51 @@ func (c *conn) abortTasks(match func(*Task) bool) {
 	c.changed.Broadcast() // some may wait for their turn
 }
 
+var errCalledOff = errors.New("data of an aborted task was called off")
+
+// callOff ends the GetDatas of aborted tasks that match selects, as far as the
+// mover can do that. If it returns true the caller calls runReady.
+//
+// Preconditions: mu is held.
+func (c *conn) callOff(match func(*Task) bool) (some bool) {
+	dm, ok := c.dm.(Canceler)
+	if !ok {
+		return false
+	}
+	c.tasks.each(func(t *Task) {
+		if t.state == taskFetching && t.aborted.Load() && match(t) && dm.CancelData(t) {
+			t.state = taskRunning // it never waits in ready, where abortTasks would find it
+			t.fetched, t.fetchErr = true, errCalledOff
+			c.ready.push(t)
+			some = true
+		}
+	})
+	return some
+}
+
+// dataWait is how long an initiator that stops many tasks has to send the data
+// that it was asked for (RFC 7143, section 4.2.3.3). Linux sends none, and waits
+// 30 s for the response.
+const dataWait = 2 * time.Second
+
 // stopped waits until what match selects, of the tasks that were aborted, has
 // ended. With data false a task that waits for data of its initiator counts as
 // ended: what comes is dropped.
 func (c *conn) stopped(match func(*Task) bool, data bool) {
+	if data {
+		defer time.AfterFunc(dataWait, func() {
+			if !c.enter() {
+				return
+			}
+			defer c.workers.Done()
+			c.mu.Lock()
+			some := c.callOff(match)
+			c.mu.Unlock()
+			if some {
+				c.runReady()
+			}
+		}).Stop()
+	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for c.tasks.any(func(t *Task) bool {
@@ -98,7 +142,15 @@ func (t *Task) abortTask() byte {
 	case ref.header().LUN() != req.LUN():
 		return pdu.TaskDoesNotExist
 	}
-	c.abortTasks(func(u *Task) bool { return u == ref })
+	isRef := func(u *Task) bool { return u == ref }
+	c.abortTasks(isRef)
+	// Its data is not waited for, unlike that of the tasks in a set (section
+	// 11.5.1).
+	if c.callOff(isRef) {
+		c.mu.Unlock()
+		c.runReady()
+		c.mu.Lock()
+	}
 	for c.tasks.find(tag) == ref && ref.aborted.Load() {
 		c.changed.Wait()
 	}

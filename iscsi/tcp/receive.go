@@ -1,0 +1,403 @@
+package tcp
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+
+	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+)
+
+const (
+	windowLen = 64 << 10
+	// loginLimit is the longest data segment, in octets, that is read during
+	// login. 8192 are allowed; what is a little longer is left to the core, which
+	// refuses the login.
+	loginLimit = 16 << 10
+	// longData is the data segment in octets from which on solicited data is read
+	// straight to where it belongs. Below, one more copy is cheaper than one more
+	// system call.
+	longData = 8 << 10
+	// thinRead is how much is read at once while long data comes: enough for
+	// headers and small PDUs, little enough to copy.
+	thinRead = 2 << 10
+)
+
+// receiver is the state of the goroutine that is in Receive.
+type receiver struct {
+	digests     digests
+	fullFeature bool
+	limit       int // longest data segment, octets
+
+	win    []byte // window of the stream; win[r:w] is unread
+	r, w   int
+	thin   bool // long data is coming: read only headers into win
+	inside bool // part of the present PDU has been taken out of win
+
+	bhs [pdu.BHSLen]byte // of a PDU that does not stay in win
+	ahs []byte
+	big []byte // a data segment that is longer than win; limit and padding, made when first needed
+
+	over *task // its GetData has ended, the Notice is due
+	err  error // what Receive returns when all GetDatas have been notified
+}
+
+func (rx *receiver) init(prefix []byte) {
+	rx.limit = loginLimit
+	rx.win = make([]byte, max(windowLen, len(prefix)))
+	rx.w = copy(rx.win, prefix)
+}
+
+// A FormatError is a PDU after which the stream makes no sense any more. It ends
+// the connection, and the peer is not told (RFC 7143, sections 7.7 and 7.8).
+type FormatError struct{ Reason string }
+
+func (e *FormatError) Error() string { return "iSCSI format error: " + e.Reason }
+
+var (
+	errHeaderDigest = &FormatError{"header digest is wrong"}
+	errTruncated    = fmt.Errorf("the stream ends inside a PDU: %w", io.ErrUnexpectedEOF)
+	errUnanswered   = fmt.Errorf("the initiator has ended its direction of the stream: %w", io.ErrUnexpectedEOF)
+	errCalledOff    = errors.New("the data was called off")
+)
+
+// Receive implements iscsi.Datamover. After a time-out between two PDUs it may be
+// called again.
+func (c *Conn) Receive(n *iscsi.Notice) error {
+	rx := &c.rx
+	for rx.err == nil {
+		if rx.over != nil {
+			c.notify(n)
+			return nil
+		}
+		ok, err := c.receivePDU(n)
+		switch {
+		case ok:
+			return nil
+		case err == nil:
+		case errors.Is(err, os.ErrDeadlineExceeded) && !rx.inside:
+			return err
+		default:
+			c.fail(err)
+		}
+	}
+	return c.afterlife(n)
+}
+
+// notify makes n the end of the GetData that is due.
+func (c *Conn) notify(n *iscsi.Notice) {
+	t := c.rx.over
+	c.rx.over = nil
+	*n = iscsi.Notice{Task: t.t, Err: t.err}
+}
+
+// fail ends receiving.
+func (c *Conn) fail(err error) {
+	rx := &c.rx
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.deaf = true
+	switch {
+	case c.closed:
+		err = net.ErrClosed
+	case c.err != nil && !errors.Is(c.err, net.ErrClosed): // Flush has closed nc
+		err = c.err
+	}
+	rx.err = err
+}
+
+// afterlife notifies every GetData that was outstanding, then returns why the
+// connection has ended.
+func (c *Conn) afterlife(n *iscsi.Notice) error {
+	rx := &c.rx
+	if rx.over != nil {
+		c.notify(n)
+		return nil
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, t := range c.tasks {
+		if !t.getting {
+			continue
+		}
+		t.getting, t.placing, t.data = false, false, nil
+		*n = iscsi.Notice{Task: t.t, Err: rx.err}
+		if rx.err == io.EOF {
+			n.Err = errUnanswered
+		}
+		return nil
+	}
+	return rx.err
+}
+
+// fill reads until the window holds n unread octets; n is at most windowLen.
+// io.EOF means that the stream has ended between two PDUs.
+func (c *Conn) fill(n int) error {
+	rx := &c.rx
+	if rx.w-rx.r >= n {
+		return nil
+	}
+	if rx.r == rx.w {
+		rx.r, rx.w = 0, 0
+	} else if len(rx.win)-rx.r < max(n, thinRead) {
+		rx.w = copy(rx.win, rx.win[rx.r:rx.w])
+		rx.r = 0
+	}
+	for rx.w-rx.r < n {
+		end := len(rx.win)
+		if rx.thin {
+			end = min(end, max(rx.r+n, rx.w+thinRead))
+		}
+		m, err := c.nc.Read(rx.win[rx.w:end])
+		rx.w += m
+		switch {
+		case m > 0 || err == nil:
+		case err == io.EOF && (rx.inside || rx.w > rx.r):
+			return errTruncated
+		default:
+			return err
+		}
+	}
+	return nil
+}
+
+// take returns the next n octets, which fill has read.
+func (rx *receiver) take(n int) []byte {
+	b := rx.win[rx.r:][:n:n]
+	rx.r += n
+	return b
+}
+
+// receivePDU takes one PDU from the stream (RFC 7143, section 11.2):
+//
+//	BHS  AHS  header digest  data segment  padding  data digest
+//
+// ok means that n describes it. Until the whole PDU, or the header of a longer
+// one, is in the window nothing is taken out of there.
+func (c *Conn) receivePDU(n *iscsi.Notice) (ok bool, err error) {
+	rx := &c.rx
+	rx.inside = false
+	if err := c.fill(pdu.BHSLen); err != nil {
+		return false, err
+	}
+	head := pdu.BHSLen + pdu.BHS(rx.win[rx.r:]).TotalAHSLength()
+	whole := head
+	if rx.digests.header {
+		whole += digestLen
+	}
+	if err := c.fill(whole); err != nil {
+		return false, err
+	}
+	b := rx.win[rx.r:][:whole]
+	h := pdu.BHS(b[:pdu.BHSLen:pdu.BHSLen])
+	if rx.digests.header && updateDigest(0, b[:head]) != binary.LittleEndian.Uint32(b[head:]) {
+		return false, errHeaderDigest
+	}
+	size := h.DataSegmentLength()
+	if size > rx.limit {
+		return false, &FormatError{fmt.Sprintf("%v with a data segment of %d octets, more than %d", h.Opcode(), size, rx.limit)}
+	}
+	solicited := rx.fullFeature && h.Opcode() == pdu.DataOut && h.TTT() != pdu.ReservedTag
+	tail := c.tail(size)
+	if total := whole + size + tail; !solicited && total <= windowLen {
+		// The usual PDU: it is looked at in place.
+		if err := c.fill(total); err != nil {
+			return false, err
+		}
+		b := rx.take(total)
+		*n = iscsi.Notice{BHS: b[:pdu.BHSLen:pdu.BHSLen], AHS: b[pdu.BHSLen:head:head], Data: b[whole:][:size:size]}
+		if rx.digests.data && size > 0 {
+			end := total - digestLen
+			c.judge(n, updateDigest(0, b[whole:end]) == binary.LittleEndian.Uint32(b[end:]))
+		}
+		rx.thin = false
+		return true, nil
+	}
+	rx.inside = true
+	copy(rx.bhs[:], h)
+	rx.ahs = append(rx.ahs[:0], b[pdu.BHSLen:head]...)
+	rx.r += whole
+	*n = iscsi.Notice{BHS: rx.bhs[:], AHS: rx.ahs}
+	if solicited {
+		return c.receiveData(n, size)
+	}
+	if rx.big == nil {
+		rx.big = make([]byte, rx.limit)
+	}
+	good, err := c.place(rx.big[:size])
+	if err != nil {
+		return false, err
+	}
+	n.Data = rx.big[:size:size]
+	c.judge(n, good)
+	return true, nil
+}
+
+// tail is how long padding and data digest are behind size octets of data.
+func (c *Conn) tail(size int) int {
+	n := pdu.Padded(size) - size
+	if size > 0 && c.rx.digests.data {
+		n += digestLen
+	}
+	return n
+}
+
+// judge has a PDU rejected whose data digest is wrong (RFC 7143, section 7.8).
+func (c *Conn) judge(n *iscsi.Notice, good bool) {
+	if !good {
+		n.Data, n.Reject = nil, pdu.RejectDataDigest
+	}
+}
+
+// place moves a data segment from the stream to dst, and takes what is behind it.
+// It tells whether the data digest is right; placing runs ahead of that.
+func (c *Conn) place(dst []byte) (good bool, err error) {
+	rx := &c.rx
+	size := len(dst)
+	tail := c.tail(size)
+	crc := uint32(0)
+	rx.thin = size > longData
+	if !rx.thin {
+		if err := c.fill(size + tail); err != nil {
+			return false, err
+		}
+	}
+	for len(dst) > 0 {
+		got := 0
+		if rx.r < rx.w {
+			got = copy(dst, rx.win[rx.r:rx.w])
+			rx.r += got
+		} else if got, err = c.nc.Read(dst); got == 0 && err != nil {
+			if err == io.EOF {
+				err = errTruncated
+			}
+			return false, err
+		}
+		if rx.digests.data {
+			crc = updateDigest(crc, dst[:got])
+		}
+		dst = dst[got:]
+	}
+	if err := c.fill(tail); err != nil {
+		return false, err
+	}
+	b := rx.take(tail)
+	if !rx.digests.data || size == 0 {
+		return true, nil
+	}
+	pad, digest := b[:tail-digestLen], b[tail-digestLen:]
+	return updateDigest(crc, pad) == binary.LittleEndian.Uint32(digest), nil
+}
+
+// discard takes n octets from the stream.
+func (c *Conn) discard(n int) error {
+	rx := &c.rx
+	rx.thin = false
+	for n > 0 {
+		k := min(n, windowLen/2)
+		if err := c.fill(k); err != nil {
+			return err
+		}
+		rx.r += k
+		n -= k
+	}
+	return nil
+}
+
+// receiveData takes a solicited Data-Out whose header is n.BHS and whose data
+// segment of size octets follows. ok means that n describes a PDU to be rejected.
+// A GetData that fails ends with the sequence: the initiator must be done with
+// the R2T when it sees the response (RFC 7143, sections 7.3 and 7.8).
+func (c *Conn) receiveData(n *iscsi.Notice, size int) (ok bool, err error) {
+	h := pdu.BHS(n.BHS)
+	t, dst, reason := c.route(h, size)
+	good := true
+	if dst != nil {
+		good, err = c.place(dst)
+	} else {
+		err = c.discard(size + c.tail(size))
+	}
+	if err != nil {
+		return false, err
+	}
+	if !good {
+		reason = pdu.RejectDataDigest
+	}
+	if t != nil {
+		c.placed(t, h, len(dst), good)
+	}
+	n.Reject = reason
+	return reason != 0, nil
+}
+
+// route finds the task of a solicited Data-Out and where its data goes; that is
+// nil if it goes nowhere. A PDU that does not fit into its sequence is rejected,
+// and its GetData fails.
+func (c *Conn) route(h pdu.BHS, size int) (t *task, dst []byte, reason pdu.RejectReason) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	ttt := h.TTT()
+	if i := int(ttt & maxTasks); i < len(c.tasks) {
+		t = c.tasks[i]
+	}
+	switch {
+	case t != nil && t.getting && t.ttt == ttt:
+	case t != nil && t.quitTTT == ttt: // RFC 7143, section 10.7
+		return nil, nil, 0
+	default:
+		return nil, nil, pdu.RejectInvalidField
+	}
+	var why error
+	switch {
+	case t.err != nil: // rejected once is enough
+		return t, nil, 0
+	case h.ITT() != t.itt, h.LUN() != t.lun: // RFC 7143, section 4.2.5.3
+		reason, why = pdu.RejectProtocolError, iscsi.ErrDataAmount
+	case h.DataSN() != t.outSN: // RFC 7143, section 7.9
+		reason, why = pdu.RejectProtocolError, iscsi.ErrDataLost
+	case h.BufferOffset() != t.off, uint32(size) > t.asked:
+		reason, why = pdu.RejectInvalidField, iscsi.ErrDataAmount
+	case h.Final() && uint32(size) < t.asked: // RFC 7143, section 11.8
+		reason, why = pdu.RejectProtocolError, iscsi.ErrDataAmount
+	default:
+		t.placing = true
+		return t, t.data[:size:size], 0
+	}
+	t.err = why
+	return t, nil, reason
+}
+
+// placed goes on with the GetData of t after a Data-Out: octets of its data have
+// come.
+func (c *Conn) placed(t *task, h pdu.BHS, octets int, good bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	t.placing = false
+	t.outSN = h.DataSN() + 1
+	switch {
+	case t.quit:
+		t.err, t.quitTTT = errCalledOff, t.ttt
+	case !good:
+		t.err = iscsi.ErrDataLost
+	}
+	t.data, t.off, t.asked = t.data[octets:], t.off+uint32(octets), t.asked-uint32(octets)
+	if h.Final() && t.err == nil && len(t.data) > 0 {
+		t.err = c.err // nothing more can be asked for if that is not nil
+	}
+	switch {
+	case t.quit, h.Final() && (t.err != nil || len(t.data) == 0):
+		t.getting, t.data = false, nil
+		c.rx.over = t
+	case h.Final():
+		c.ask(t)
+		if !c.flushing {
+			// Receive must not wait for the peer to take data, which may wait for
+			// us to receive.
+			go c.flush()
+		}
+	}
+}

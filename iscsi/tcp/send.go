@@ -1,0 +1,352 @@
+package tcp
+
+import (
+	"encoding/binary"
+	"fmt"
+	"hash/crc32"
+	"net"
+
+	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+)
+
+const digestLen = 4
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// updateDigest adds p to a CRC32C that started as 0 (RFC 7143, section 13.1).
+func updateDigest(crc uint32, p []byte) uint32 { return crc32.Update(crc, castagnoli, p) }
+
+// An item is what leaves as one or more PDUs. Data-In and R2T items stand for
+// themselves: their task may be over before they leave.
+type item struct {
+	next *item
+	op   pdu.Opcode
+
+	// task has the PDU of SendControl. For a Data-In it is nil, or the task whose
+	// SCSI Response goes with the last PDU.
+	task *task
+
+	itt, ttt           uint32
+	lun                [8]byte // of an R2T
+	sn                 uint32  // DataSN of the first PDU, or R2TSN
+	off                uint32  // Buffer Offset
+	length             uint32  // Desired Data Transfer Length
+	expCmdSN, maxCmdSN uint32  // when it was queued
+
+	data    []byte
+	buf     *iscsi.Buffer
+	segment uint32 // longest data segment of a Data-In
+	burst   uint32 // longest sequence of them
+}
+
+// cut is how long the Data-In is that starts at octet off of i.data.
+func (i *item) cut(off uint32) uint32 {
+	return min(i.segment, i.burst-off%i.burst, uint32(len(i.data))-off)
+}
+
+// pdus is how many Data-In PDUs i makes.
+func (i *item) pdus() (n uint32) {
+	perBurst := (i.burst-1)/i.segment + 1
+	size := uint32(len(i.data))
+	return size/i.burst*perBurst + (size%i.burst+i.segment-1)/i.segment
+}
+
+// list is a FIFO of items, linked through next.
+type list struct{ head, tail *item }
+
+func (l *list) push(i *item) {
+	i.next = nil
+	if l.tail == nil {
+		l.head = i
+	} else {
+		l.tail.next = i
+	}
+	l.tail = i
+}
+
+func (l *list) pop() *item {
+	i := l.head
+	if i != nil {
+		if l.head = i.next; l.head == nil {
+			l.tail = nil
+		}
+		i.next = nil
+	}
+	return i
+}
+
+func (l *list) take() (all list) {
+	all, *l = *l, list{}
+	return all
+}
+
+// newItem returns an item for a Data-In or an R2T.
+//
+// Preconditions: c.mu is held.
+func (c *Conn) newItem() *item {
+	if i := c.free.pop(); i != nil {
+		return i
+	}
+	return &item{}
+}
+
+// sender is the state of the goroutine that is in Flush.
+type sender struct {
+	digests digests
+
+	// The serial numbers that the stream has come to: StatSN of the next status,
+	// and the highest ExpCmdSN and MaxCmdSN that were sent.
+	statSN, expCmdSN, maxCmdSN uint32
+
+	// What is encoded but not yet written. slab holds headers, digests, padding
+	// and short data; iov refers to it and to long data.
+	slab  []byte
+	chunk int // where the part of slab starts that iov does not refer to yet
+	iov   [][]byte
+	bufs  net.Buffers
+}
+
+const (
+	slabLen   = 32 << 10
+	iovLen    = 512
+	copyBelow = 1024 // octets: shorter data is copied behind its header
+)
+
+func (s *sender) init() {
+	s.slab = make([]byte, 0, slabLen)
+	s.iov = make([][]byte, 0, iovLen+2)
+}
+
+// Flush implements iscsi.Datamover. It waits until TCP has taken what the queue
+// holds.
+func (c *Conn) Flush() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.flushing {
+		return
+	}
+	c.flushing = true
+	for {
+		batch := c.queue.take()
+		c.mark++
+		last := c.ending && !c.ended
+		if batch.head == nil && !last {
+			break
+		}
+		c.ended = c.ended || last
+		c.tx.digests = c.digests
+		c.mu.Unlock()
+		if err := c.send(batch); err != nil {
+			c.abandon(fmt.Errorf("sending: %w", err))
+			c.nc.Close() // Receive need not wait for a peer that does not hear us
+		}
+		c.done(batch)
+		if last {
+			if hc, ok := c.nc.(interface{ CloseWrite() error }); ok {
+				hc.CloseWrite()
+			}
+		}
+		c.mu.Lock()
+	}
+	c.flushing = false
+}
+
+// done gives back what the items refer to, and those that nobody owns.
+func (c *Conn) done(l list) {
+	var free list
+	for i := l.pop(); i != nil; i = l.pop() {
+		t := i.task
+		if i.op == pdu.DataIn {
+			i.buf.Release()
+		}
+		if i.op == pdu.DataIn || i.op == pdu.R2T {
+			i.buf, i.data, i.task = nil, nil, nil
+			free.push(i)
+		}
+		if t != nil {
+			t.t.Sent()
+		}
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for i := free.pop(); i != nil; i = free.pop() {
+		c.free.push(i)
+	}
+}
+
+// send writes a batch to the socket.
+func (c *Conn) send(batch list) error {
+	for i := batch.head; i != nil; i = i.next {
+		var err error
+		switch i.op {
+		case pdu.DataIn:
+			err = c.sendDataIn(i)
+		case pdu.R2T:
+			err = c.sendR2T(i)
+		default:
+			err = c.sendControl(i.task)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return c.write()
+}
+
+// sendDataIn encodes data as Data-In PDUs (RFC 7143, section 11.7): sequences of
+// at most MaxBurstLength, each of which ends with F.
+func (c *Conn) sendDataIn(i *item) error {
+	s, size := &c.tx, uint32(len(i.data))
+	s.advance(i.expCmdSN, i.maxCmdSN)
+	for off := uint32(0); off < size; {
+		n := i.cut(off)
+		h, err := c.header()
+		if err != nil {
+			return err
+		}
+		end := off + n
+		var flags byte
+		if end == size || end%i.burst == 0 {
+			flags = pdu.FlagF
+		}
+		h.Reset(pdu.DataIn, flags)
+		h.SetITT(i.itt)
+		h.SetTTT(pdu.ReservedTag)
+		h.SetDataSN(i.sn)
+		h.SetBufferOffset(i.off + off)
+		if end == size && i.task != nil {
+			rsp := pdu.BHS(i.task.t.Header[:])
+			h.SetFlags(flags | pdu.FlagS | rsp.Flags()&(pdu.FlagOverflow|pdu.FlagUnderflow))
+			h.SetStatus(rsp.Status())
+			h.SetStatSN(rsp.StatSN())
+			h.SetResidual(rsp.Residual())
+			s.status(rsp)
+		}
+		h.SetExpCmdSN(s.expCmdSN)
+		h.SetMaxCmdSN(s.maxCmdSN)
+		c.trailer(h, i.data[off:end], s.digests)
+		i.sn++
+		off = end
+	}
+	return nil
+}
+
+// sendR2T encodes an R2T. It carries the next StatSN without advancing it (RFC
+// 7143, section 11.8.3).
+func (c *Conn) sendR2T(i *item) error {
+	h, err := c.header()
+	if err != nil {
+		return err
+	}
+	s := &c.tx
+	s.advance(i.expCmdSN, i.maxCmdSN)
+	h.Reset(pdu.R2T, pdu.FlagF)
+	h.SetLUN(i.lun)
+	h.SetITT(i.itt)
+	h.SetTTT(i.ttt)
+	h.SetStatSN(s.statSN)
+	h.SetExpCmdSN(s.expCmdSN)
+	h.SetMaxCmdSN(s.maxCmdSN)
+	h.SetR2TSN(i.sn)
+	h.SetBufferOffset(i.off)
+	h.SetDesiredDataTransferLength(i.length)
+	c.trailer(h, nil, s.digests)
+	return nil
+}
+
+// sendControl encodes the PDU of SendControl.
+func (c *Conn) sendControl(t *task) error {
+	h, err := c.header()
+	if err != nil {
+		return err
+	}
+	copy(h, t.t.Header[:])
+	d := c.tx.digests
+	if h.Opcode() == pdu.LoginResp { // the last one comes before they are in force
+		d = digests{}
+	}
+	c.tx.status(h)
+	c.trailer(h, t.t.Segment, d)
+	return nil
+}
+
+// status takes note of a PDU that the core has numbered.
+func (s *sender) status(h pdu.BHS) {
+	s.statSN = h.StatSN()
+	if h.Opcode() != pdu.NOPIn || h.ITT() != pdu.ReservedTag { // RFC 7143, section 11.19.2
+		s.statSN++
+	}
+	s.advance(h.ExpCmdSN(), h.MaxCmdSN())
+}
+
+// advance takes serial numbers that may be older than those that were sent.
+func (s *sender) advance(expCmdSN, maxCmdSN uint32) {
+	if pdu.Before(s.expCmdSN, expCmdSN) {
+		s.expCmdSN = expCmdSN
+	}
+	if pdu.Before(s.maxCmdSN, maxCmdSN) {
+		s.maxCmdSN = maxCmdSN
+	}
+}
+
+// header starts a PDU and returns its BHS in the slab. trailer ends the PDU.
+func (c *Conn) header() (pdu.BHS, error) {
+	s := &c.tx
+	const most = pdu.BHSLen + copyBelow + 3 + 2*digestLen
+	if cap(s.slab)-len(s.slab) < most || len(s.iov)+2 > iovLen {
+		if err := c.write(); err != nil {
+			return nil, err
+		}
+	}
+	n := len(s.slab)
+	s.slab = s.slab[:n+pdu.BHSLen]
+	return pdu.BHS(s.slab[n:]), nil
+}
+
+var zeros [3]byte
+
+// trailer ends the PDU that header has begun: digests, and the data segment,
+// which is copied or referred to.
+func (c *Conn) trailer(h pdu.BHS, data []byte, d digests) {
+	s := &c.tx
+	h.SetDataSegmentLength(len(data))
+	if d.header {
+		s.slab = binary.LittleEndian.AppendUint32(s.slab, updateDigest(0, h))
+	}
+	if len(data) == 0 {
+		return
+	}
+	if len(data) < copyBelow {
+		s.slab = append(s.slab, data...)
+	} else {
+		s.iov = append(s.iov, s.slab[s.chunk:], data)
+		s.chunk = len(s.slab)
+	}
+	pad := zeros[:pdu.Padded(len(data))-len(data)]
+	s.slab = append(s.slab, pad...)
+	if d.data {
+		s.slab = binary.LittleEndian.AppendUint32(s.slab, updateDigest(updateDigest(0, data), pad))
+	}
+}
+
+// write hands what is encoded to TCP.
+func (c *Conn) write() error {
+	s := &c.tx
+	if s.chunk < len(s.slab) {
+		s.iov = append(s.iov, s.slab[s.chunk:])
+	}
+	var err error
+	switch len(s.iov) {
+	case 0:
+		return nil
+	case 1:
+		_, err = c.nc.Write(s.iov[0])
+	default:
+		s.bufs = s.iov
+		_, err = s.bufs.WriteTo(c.nc)
+	}
+	clear(s.iov)
+	s.slab, s.chunk, s.iov = s.slab[:0], 0, s.iov[:0]
+	return err
+}

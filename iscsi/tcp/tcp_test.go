@@ -1,0 +1,815 @@
+package tcp
+
+import (
+	"bytes"
+	"crypto/rand"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+)
+
+func random(n int) []byte {
+	b := make([]byte, n)
+	rand.Read(b)
+	return b
+}
+
+// What is written is read back, in many sizes, with all digests, from a stream in
+// pieces and with prefixes (ISCSI-13.1-1, ISCSI-11.2-6, ISCSI-11.7-1,
+// ISCSI-4.2.2.4-1, ISCSI-4.2.5-5, ISCSI-11.8-2, ISCSI-11.8-4).
+func TestReadAndWrite(t *testing.T) {
+	for _, tt := range []struct {
+		name         string
+		keys         []string
+		header, data bool
+		segment      int // of our Data-Out
+		burst        int
+		chunk        int
+		prefix       int
+	}{
+		{name: "defaults", segment: 8192, burst: 256 << 10},
+		{name: "header digest", keys: []string{"HeaderDigest=CRC32C"}, header: true, segment: 65536, burst: 256 << 10},
+		{name: "data digest", keys: []string{"DataDigest=CRC32C,None"}, data: true, segment: 100000, burst: 256 << 10},
+		{name: "both digests", keys: []string{"HeaderDigest=CRC32C", "DataDigest=CRC32C", "MaxRecvDataSegmentLength=65536"}, header: true, data: true, segment: 8192, burst: 256 << 10},
+		{name: "small bursts", keys: []string{"MaxBurstLength=4096", "FirstBurstLength=4096", "MaxRecvDataSegmentLength=512"}, segment: 1000, burst: 4096},
+		{name: "bursts of no whole segments", keys: []string{"MaxBurstLength=10000", "FirstBurstLength=512", "MaxRecvDataSegmentLength=3000", "DataDigest=CRC32C"}, data: true, segment: 4999, burst: 10000},
+		{name: "large", keys: []string{"MaxBurstLength=16776192", "MaxRecvDataSegmentLength=16777215"}, segment: 262144, burst: 1 << 20},
+		{name: "stream in pieces", keys: []string{"HeaderDigest=CRC32C", "DataDigest=CRC32C"}, header: true, data: true, segment: 20000, burst: 256 << 10, chunk: 1461},
+		{name: "prefix of 8 octets", segment: 65536, burst: 256 << 10, prefix: 8},
+		{name: "prefix longer than a header", segment: 65536, burst: 256 << 10, prefix: 60},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			tg := startTarget(t, func(tg *target, _ *iscsi.Options) { tg.prefix = tt.prefix })
+			c := tg.login(t, tt.keys...)
+			c.chunk = tt.chunk
+			if c.header != tt.header || c.data != tt.data {
+				t.Fatalf("agreed on header digest %t, data digest %t", c.header, c.data)
+			}
+			for _, blocks := range []int{1, 2, 8, 16, 17, 128, 129, 512, 1024, 4095} {
+				for _, immediate := range []int{0, 512} {
+					want := random(blocks * blockLen)
+					r2ts := c.writeAll(blocks, want, immediate, tt.segment, tt.burst)
+					if pieces := (len(want) + 1<<20 - 1) >> 20; r2ts > len(want)/tt.burst+pieces+1 {
+						t.Errorf("%d R2Ts for %d octets", r2ts, len(want))
+					}
+					if !bytes.Equal(tg.stored(blocks, len(want)), want) {
+						t.Fatalf("%d blocks: what is stored is not what was written", blocks)
+					}
+					if !bytes.Equal(c.read(blocks, blocks, tt.burst), want) {
+						t.Fatalf("%d blocks: what is read is not what was written", blocks)
+					}
+				}
+			}
+		})
+	}
+}
+
+// ISCSI-11.2-6: the digests of RFC 7143, and of vectors made elsewhere.
+func TestDigestVectors(t *testing.T) {
+	for _, v := range []struct{ id, octets, want string }{
+		{"V-ISCSI-1", "01c00000 00000000 00000000 00000000 14000000 00000400 00000014 00000018 28000000 00000000 02000000 00000000", "563a96d9"},
+		{"V-ISCSI-12", hex.EncodeToString([]byte("SendTargets=All\x00")), "b4e313bf"},
+		{"V-ISCSI-13", "aabbccddee000000", "397413d0"},
+		// RFC 7143, appendix A.4.
+		{"32 octets of 0", strings.Repeat("00", 32), "aa36918a"},
+		{"32 octets of ff", strings.Repeat("ff", 32), "43aba862"},
+	} {
+		t.Run(v.id, func(t *testing.T) {
+			b, err := hex.DecodeString(strings.ReplaceAll(v.octets, " ", ""))
+			if err != nil {
+				t.Fatal(err)
+			}
+			// On the way out: a PDU whose data segment is b without its padding.
+			c := &Conn{}
+			c.tx.init()
+			h, _ := c.header()
+			h.Reset(pdu.NOPIn, pdu.FlagF)
+			n := len(b)
+			if v.id == "V-ISCSI-13" {
+				n = 5
+			}
+			c.trailer(h, b[:n], digests{data: true})
+			if got := hex.EncodeToString(c.tx.slab[pdu.BHSLen+len(b):]); got != v.want {
+				t.Errorf("data digest %s, want %s", got, v.want)
+			}
+			if len(b) == pdu.BHSLen {
+				h, _ := c.header()
+				copy(h, b)
+				at := len(c.tx.slab)
+				c.trailer(h, nil, digests{header: true, data: true})
+				if got := hex.EncodeToString(c.tx.slab[at:]); got != v.want { // no data digest without data
+					t.Errorf("header digest %s, want %s", got, v.want)
+				}
+			}
+		})
+	}
+}
+
+// ISCSI-11.7-2: GOOD travels in the last Data-In, with residuals; anything else
+// in a SCSI Response.
+func TestPhaseCollapse(t *testing.T) {
+	tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.MaxTransferPiece = 64 << 10 })
+	c := tg.login(t)
+	for _, tt := range []struct {
+		name         string
+		blocks, edtl int
+		flags        byte
+		residual     uint32
+	}{
+		{"exact", 8, 4096, 0, 0},
+		{"underflow", 1, 4096, pdu.FlagUnderflow, 4096 - blockLen}, // ISCSI-11.4-5
+		{"overflow", 8, 512, pdu.FlagOverflow, 4096 - 512},         // ISCSI-11.4-4
+		{"several pieces", 300, 300 * blockLen, 0, 0},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			h := c.scsi(pdu.FlagR, read16(0, tt.blocks), tt.edtl)
+			c.send(h, nil)
+			data, _, status := c.readData(h, 256<<10)
+			if status.Opcode() != pdu.DataIn || len(data) != min(tt.edtl, tt.blocks*blockLen) {
+				t.Fatalf("%v after %d octets", status.Opcode(), len(data))
+			}
+			if got := status.Flags() & (pdu.FlagOverflow | pdu.FlagUnderflow); got != tt.flags || status.Residual() != tt.residual {
+				t.Fatalf("flags %#x, residual %d", got, status.Residual())
+			}
+		})
+	}
+	t.Run("no data", func(t *testing.T) { // ISCSI-11.3-3
+		rsp := c.command(pdu.FlagR, read16(0, 1), 0)
+		if rsp.h.Status() != 0 || rsp.h.Flags()&pdu.FlagOverflow == 0 || rsp.h.Residual() != blockLen || rsp.h.ExpDataSN() != 0 {
+			t.Fatalf("response %x", []byte(rsp.h))
+		}
+	})
+	t.Run("CHECK CONDITION", func(t *testing.T) {
+		c.wantSense(c.command(pdu.FlagR, read16(storeLen/blockLen, 1), blockLen), 0x05, 0x21, 0)
+	})
+	t.Run("ISCSI-11.4-9 error behind data", func(t *testing.T) {
+		tg.store.badFrom.Store(128 << 10)
+		h := c.scsi(pdu.FlagR, read16(0, 512), 512*blockLen)
+		c.send(h, nil)
+		data, pdus, status := c.readData(h, 256<<10)
+		if status.Opcode() != pdu.SCSIResponse || status.Status() != 2 || len(data) != 128<<10 {
+			t.Fatalf("%v with status %d after %d octets", status.Opcode(), status.Status(), len(data))
+		}
+		if pdus != 16 || status.ExpDataSN() != 16 {
+			t.Fatalf("%d Data-In, ExpDataSN %d", pdus, status.ExpDataSN())
+		}
+	})
+}
+
+// Many commands at once: numbers are right however the answers interleave
+// (ISCSI-4.2.2.2-1, ISCSI-4.2.5-1).
+func TestManyCommands(t *testing.T) {
+	tg := startTarget(t)
+	c := tg.login(t, "HeaderDigest=CRC32C", "MaxRecvDataSegmentLength=65536")
+	const depth, blocks, rounds = 48, 200, 10
+	type command struct {
+		h     pdu.BHS
+		data  []byte
+		write bool
+		pdus  uint32
+	}
+	for round := range rounds {
+		open := map[uint32]*command{}
+		var out []byte
+		for i := range depth {
+			m := &command{write: (i+round)%2 == 0, data: random(blocks * blockLen)}
+			if m.write {
+				m.h = c.scsi(pdu.FlagW, write16(i*blocks, blocks), len(m.data))
+			} else {
+				m.data = tg.stored(i*blocks, len(m.data))
+				m.h = c.scsi(pdu.FlagR, read16(i*blocks, blocks), len(m.data))
+			}
+			open[m.h.ITT()] = m
+			out = append(out, c.encode(m.h, nil, nil)...)
+		}
+		c.write(out)
+		for len(open) > 0 {
+			p := c.any()
+			m := open[p.h.ITT()]
+			if m == nil {
+				t.Fatalf("%v with tag %#x", p.h.Opcode(), p.h.ITT())
+			}
+			switch p.h.Opcode() {
+			case pdu.R2T:
+				c.answer(m.h, p.h, m.data, 30000)
+			case pdu.DataIn:
+				if p.h.DataSN() != m.pdus || !bytes.Equal(m.data[p.h.BufferOffset():][:len(p.data)], p.data) {
+					t.Fatalf("Data-In %d at %d", p.h.DataSN(), p.h.BufferOffset())
+				}
+				if m.pdus++; p.h.Flags()&pdu.FlagS != 0 {
+					delete(open, p.h.ITT())
+				}
+			default:
+				if p.h.Opcode() != pdu.SCSIResponse || p.h.Status() != 0 || p.h.ExpDataSN() != m.pdus {
+					t.Fatalf("%x %x", []byte(p.h), p.data)
+				}
+				if m.write && !bytes.Equal(tg.stored(int(binary.BigEndian.Uint64(m.h.CDB()[2:])), len(m.data)), m.data) {
+					t.Fatal("what is stored is not what was written")
+				}
+				delete(open, p.h.ITT())
+			}
+		}
+	}
+}
+
+// quiet fails if the target says anything within a moment.
+func (c *client) quiet() {
+	c.tb.Helper()
+	c.nc.SetReadDeadline(time.Now().Add(30 * time.Millisecond))
+	var b [1]byte
+	if n, err := c.nc.Read(b[:]); n > 0 || !errors.Is(err, os.ErrDeadlineExceeded) {
+		c.tb.Fatalf("%d octets, %v", n, err)
+	}
+}
+
+// openWrite sends a WRITE of two bursts and returns it with its first R2T.
+func (c *client) openWrite(data []byte) (cmd, r2t pdu.BHS) {
+	c.tb.Helper()
+	h := c.scsi(pdu.FlagW, write16(0, len(data)/blockLen), len(data))
+	c.send(h, nil)
+	return h, c.want(pdu.R2T).h
+}
+
+// ISCSI-11.8-1: the next R2T comes after F, not before. ISCSI-11.7-3: data
+// segments may be empty.
+func TestOneR2TAtATime(t *testing.T) {
+	tg := startTarget(t)
+	c := tg.login(t, "MaxBurstLength=8192", "FirstBurstLength=8192")
+	data := random(16384)
+	cmd, r2t := c.openWrite(data)
+	if r2t.DesiredDataTransferLength() != 8192 {
+		t.Fatalf("R2T for %d octets", r2t.DesiredDataTransferLength())
+	}
+	c.send(dataOut(cmd.ITT(), r2t, 0, 0, false), nil)
+	c.send(dataOut(cmd.ITT(), r2t, 1, 0, false), data[:4096])
+	c.send(dataOut(cmd.ITT(), r2t, 2, 4096, false), data[4096:8192])
+	c.quiet()
+	c.send(dataOut(cmd.ITT(), r2t, 3, 8192, true), nil)
+	second := c.want(pdu.R2T).h
+	if second.TTT() == r2t.TTT() || second.R2TSN() != 1 || second.BufferOffset() != 8192 {
+		t.Fatalf("second R2T %x", []byte(second))
+	}
+	c.answer(cmd, second, data, 3000)
+	if rsp := c.want(pdu.SCSIResponse); rsp.h.Status() != 0 || !bytes.Equal(tg.stored(0, len(data)), data) {
+		t.Fatalf("response %x", []byte(rsp.h))
+	}
+}
+
+// A Data-Out that does not fit its R2T is rejected; its command fails when the
+// sequence is over, writes nothing, and the session goes on (ISCSI-7.3-1,
+// ISCSI-7.8-2, ISCSI-7.8-3, ISCSI-4.2.5-6, ISCSI-11.4-2, ISCSI-11.7-4,
+// ISCSI-11.8-3, ISCSI-11.17-1).
+func TestBadDataOut(t *testing.T) {
+	for _, tt := range []struct {
+		name      string
+		bad       func(h pdu.BHS) (octets int)
+		digest    bool // the data digest is wrong
+		reason    pdu.RejectReason
+		asc, ascq byte
+	}{
+		{"LUN of another", func(h pdu.BHS) int { h.SetLUN([8]byte{0, 1}); return 1024 }, false, pdu.RejectProtocolError, 0x0c, 0x0d},
+		{"tag of another", func(h pdu.BHS) int { h.SetITT(h.ITT() + 1); return 1024 }, false, pdu.RejectProtocolError, 0x0c, 0x0d},
+		{"DataSN gap", func(h pdu.BHS) int { h.SetDataSN(2); return 1024 }, false, pdu.RejectProtocolError, 0x47, 0x05},
+		{"offset beyond", func(h pdu.BHS) int { h.SetBufferOffset(0xfffffff0); return 1024 }, false, pdu.RejectInvalidField, 0x0c, 0x0d},
+		{"offset before", func(h pdu.BHS) int { h.SetBufferOffset(0); return 1024 }, false, pdu.RejectInvalidField, 0x0c, 0x0d},
+		{"too long", func(pdu.BHS) int { return 8192 }, false, pdu.RejectInvalidField, 0x0c, 0x0d},
+		{"much too long", func(pdu.BHS) int { return 200000 }, false, pdu.RejectInvalidField, 0x0c, 0x0d},
+		{"F early", func(h pdu.BHS) int { h.SetFlags(pdu.FlagF); return 1024 }, false, pdu.RejectProtocolError, 0x0c, 0x0d},
+		{"data digest", func(pdu.BHS) int { return 1024 }, true, pdu.RejectDataDigest, 0x47, 0x05},
+		{"data digest with F", func(h pdu.BHS) int { h.SetFlags(pdu.FlagF); return 7168 }, true, pdu.RejectDataDigest, 0x47, 0x05},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			tg := startTarget(t)
+			c := tg.login(t, "MaxBurstLength=8192", "FirstBurstLength=8192", "DataDigest=CRC32C")
+			before := tg.stored(0, 16384)
+			data := random(16384)
+			cmd, r2t := c.openWrite(data)
+			c.send(dataOut(cmd.ITT(), r2t, 0, 0, false), data[:1024])
+			h := dataOut(cmd.ITT(), r2t, 1, 1024, false)
+			n := tt.bad(h)
+			c.badData = tt.digest
+			c.send(h, make([]byte, n))
+			var rsp reply
+			if h.Final() {
+				rsp = c.wantRejectAndResponse(tt.reason, h)
+			} else {
+				c.wantReject(tt.reason, h)
+				c.quiet()
+				c.send(dataOut(cmd.ITT(), r2t, h.DataSN()+1, 2048, true), data[2048:8192])
+				rsp = c.want(pdu.SCSIResponse)
+			}
+			c.wantSense(rsp, 0x0b, tt.asc, tt.ascq)
+			if rsp.h.ITT() != cmd.ITT() || !bytes.Equal(tg.stored(0, 16384), before) {
+				t.Fatal("the command has written")
+			}
+			// The tag of the R2T is gone.
+			late := dataOut(cmd.ITT(), r2t, 0, 0, true)
+			c.send(late, data[:512])
+			c.wantReject(pdu.RejectInvalidField, late)
+			c.writeAll(0, data, 0, 8192, 8192)
+		})
+	}
+	t.Run("unknown Target Transfer Tags", func(t *testing.T) {
+		tg := startTarget(t)
+		c := tg.login(t)
+		for _, ttt := range []uint32{0, 1, 0xffff, 0x10000, 0xfffffffe, 0x1234ffff} {
+			h := dataOut(77, nil, 0, 0, true)
+			h.SetTTT(ttt)
+			c.send(h, random(20000))
+			c.wantReject(pdu.RejectInvalidField, h)
+		}
+		c.read(0, 8, 256<<10)
+	})
+}
+
+// ISCSI-7.8-1: a wrong header digest closes the connection, and so does the lack
+// of one from the first PDU on (ISCSI-13.1-1).
+func TestHeaderDigestError(t *testing.T) {
+	tg := startTarget(t)
+	t.Run("first PDU without digest", func(t *testing.T) {
+		c := tg.connect(t)
+		c.login("HeaderDigest=CRC32C")
+		c.header = false
+		c.send(c.scsi(0, make([]byte, 6), 0), nil)
+		c.send(c.scsi(0, make([]byte, 6), 0), nil)
+		c.wantClosed()
+	})
+	t.Run("command", func(t *testing.T) {
+		c := tg.login(t, "HeaderDigest=CRC32C")
+		c.badHeader = true
+		c.send(c.scsi(0, make([]byte, 6), 0), nil)
+		c.wantClosed()
+	})
+	t.Run("AHS", func(t *testing.T) {
+		c := tg.login(t, "HeaderDigest=CRC32C")
+		ahs := pdu.AppendExtendedCDB(nil, make([]byte, 32))
+		c.write(c.encode(c.scsi(0, make([]byte, 16), 0), ahs, nil))
+		c.want(pdu.SCSIResponse)
+		b := c.encode(c.scsi(0, make([]byte, 16), 0), ahs, nil)
+		b[60] ^= 1
+		c.write(b)
+		c.wantClosed()
+	})
+	t.Run("Data-Out with open R2T", func(t *testing.T) {
+		c := tg.login(t, "HeaderDigest=CRC32C")
+		data := random(8192)
+		cmd, r2t := c.openWrite(data)
+		c.badHeader = true
+		c.send(dataOut(cmd.ITT(), r2t, 0, 0, true), data)
+		c.wantClosed()
+	})
+}
+
+// ISCSI-7.8-2, ISCSI-7.3-2: a PDU with a wrong data digest is rejected; a command
+// counts as not received, and may be sent again.
+func TestDataDigestError(t *testing.T) {
+	no := false
+	tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.Limits.InitialR2T = &no })
+	t.Run("immediate data", func(t *testing.T) {
+		c := tg.login(t, "DataDigest=CRC32C")
+		data := random(4096)
+		for _, n := range []int{512, 1024, 4096} {
+			h := c.scsi(pdu.FlagW, write16(0, n/blockLen), n)
+			c.badData = true
+			c.send(h, data[:n])
+			c.wantReject(pdu.RejectDataDigest, h)
+			if c.expCmdSN != h.CmdSN() {
+				t.Fatalf("ExpCmdSN %d after the Reject of %d", c.expCmdSN, h.CmdSN())
+			}
+			c.send(h, data[:n])
+			if rsp := c.want(pdu.SCSIResponse); rsp.h.Status() != 0 || !bytes.Equal(tg.stored(0, n), data[:n]) {
+				t.Fatalf("retry: %x", []byte(rsp.h))
+			}
+		}
+	})
+	t.Run("NOP-Out, also one longer than the window", func(t *testing.T) {
+		c := tg.login(t, "DataDigest=CRC32C")
+		for _, n := range []int{5, 100000} {
+			h := make(pdu.BHS, pdu.BHSLen)
+			h.Reset(pdu.NOPOut, pdu.FlagF)
+			h.SetImmediate()
+			h.SetITT(7)
+			h.SetTTT(pdu.ReservedTag)
+			h.SetCmdSN(c.cmdSN)
+			c.badData = true
+			c.send(h, random(n))
+			c.wantReject(pdu.RejectDataDigest, h)
+			ping := random(n)
+			c.send(h, ping)
+			if p := c.want(pdu.NOPIn); !bytes.Equal(p.data, ping[:min(n, 8192)]) { // ISCSI-11.19-1
+				t.Fatal("the answer is not the ping")
+			}
+		}
+	})
+	t.Run("unsolicited Data-Out", func(t *testing.T) {
+		c := tg.login(t, "DataDigest=CRC32C", "InitialR2T=No", "FirstBurstLength=4096")
+		before := tg.stored(0, 4096)
+		for _, last := range []bool{false, true} {
+			h := c.scsi(pdu.FlagW, write16(0, 8), 4096)
+			h.SetFlags(h.Flags() &^ pdu.FlagF)
+			c.send(h, random(1024))
+			d := dataOut(h.ITT(), nil, 0, 1024, last)
+			n := 1024
+			if last {
+				n = 3072
+			}
+			c.badData = true
+			c.send(d, random(n))
+			var rsp reply
+			if last {
+				rsp = c.wantRejectAndResponse(pdu.RejectDataDigest, d)
+			} else {
+				c.wantReject(pdu.RejectDataDigest, d)
+				c.quiet()
+				c.send(dataOut(h.ITT(), nil, 1, 2048, true), random(2048))
+				rsp = c.want(pdu.SCSIResponse)
+			}
+			c.wantSense(rsp, 0x0b, 0x47, 0x05)
+			if !bytes.Equal(tg.stored(0, 4096), before) {
+				t.Fatal("the command has written")
+			}
+		}
+	})
+}
+
+// ISCSI-4.2.5-2, ISCSI-4.2.5-3, ISCSI-13.10-1: unsolicited data up to
+// FirstBurstLength, the rest by R2T; ISCSI-4.2.5-4: of several commands.
+func TestUnsolicitedData(t *testing.T) {
+	no := false
+	tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.Limits.InitialR2T = &no })
+	c := tg.login(t, "InitialR2T=No", "FirstBurstLength=8192", "HeaderDigest=CRC32C")
+	for _, size := range []int{8192, 20480} {
+		a, b := random(size), random(size)
+		ha := c.scsi(pdu.FlagW, write16(0, size/blockLen), size)
+		hb := c.scsi(pdu.FlagW, write16(100, size/blockLen), size)
+		for _, h := range []pdu.BHS{ha, hb} {
+			h.SetFlags(h.Flags() &^ pdu.FlagF)
+		}
+		c.send(ha, a[:1024])
+		c.send(hb, nil)
+		c.send(dataOut(ha.ITT(), nil, 0, 1024, false), a[1024:5000])
+		c.send(dataOut(ha.ITT(), nil, 1, 5000, true), a[5000:8192])
+		c.send(dataOut(hb.ITT(), nil, 0, 0, true), b[:8192])
+		for done := 0; done < 2; {
+			p := c.any()
+			h, data := ha, a
+			if p.h.ITT() == hb.ITT() {
+				h, data = hb, b
+			}
+			if p.h.Opcode() == pdu.R2T {
+				if p.h.BufferOffset() != 8192 || int(p.h.DesiredDataTransferLength()) != size-8192 {
+					t.Fatalf("R2T %x", []byte(p.h))
+				}
+				c.answer(h, p.h, data, 8192)
+				continue
+			}
+			if p.h.Opcode() != pdu.SCSIResponse || p.h.Status() != 0 {
+				t.Fatalf("%x %x", []byte(p.h), p.data)
+			}
+			done++
+		}
+		if !bytes.Equal(tg.stored(0, size), a) || !bytes.Equal(tg.stored(100, size), b) {
+			t.Fatal("what is stored is not what was written")
+		}
+	}
+	t.Run("too little", func(t *testing.T) { // ISCSI-11.4-8
+		h := c.scsi(pdu.FlagW, write16(0, 16), 8192)
+		h.SetFlags(h.Flags() &^ pdu.FlagF)
+		c.send(h, nil)
+		c.send(dataOut(h.ITT(), nil, 0, 0, true), random(512))
+		c.wantSense(c.want(pdu.SCSIResponse), 0x0b, 0x0c, 0x0d)
+	})
+}
+
+// ISCSI-7.7-1: what makes no sense closes the connection, and takes no memory.
+func TestFormatErrors(t *testing.T) {
+	tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.Limits.MaxRecvDataSegmentLength = 8192 })
+	t.Run("segment longer than declared", func(t *testing.T) {
+		c := tg.connect(t)
+		if agreed := c.login(); agreed["MaxRecvDataSegmentLength"] != "8192" {
+			t.Fatalf("declared: %v", agreed)
+		}
+		h := make(pdu.BHS, pdu.BHSLen)
+		h.Reset(pdu.NOPOut, pdu.FlagF)
+		h.SetDataSegmentLength(8193)
+		c.write(h)
+		c.wantClosed()
+	})
+	t.Run("AHS that runs over", func(t *testing.T) {
+		c := tg.login(t)
+		c.write(c.encode(c.scsi(0, make([]byte, 6), 0), []byte{0xff, 0xff, 1, 0}, nil))
+		c.wantClosed()
+	})
+	t.Run("ISCSI-4.2.4-1 no Login Request first", func(t *testing.T) {
+		c := tg.connect(t)
+		c.send(c.scsi(0, make([]byte, 6), 0), nil)
+		c.wantClosed()
+	})
+	t.Run("ISCSI-6.3-2 Login Request of 8193 octets", func(t *testing.T) {
+		c := tg.connect(t)
+		r := pdu.LoginRequest{CSG: 1, ISID: newISID()}
+		c.send(r.Append(nil), []byte("InitiatorName=iqn.2026-11.io.github:test\x00TargetName="+targetName+"\x00"))
+		c.want(pdu.LoginResp)
+		c.send(r.Append(nil), make([]byte, 8193))
+		if st := pdu.ParseLoginResponse(c.want(pdu.LoginResp).h).Status; st != pdu.LoginInitiatorError {
+			t.Fatalf("status %v", st)
+		}
+		c.wantClosed()
+	})
+	t.Run("login of 16 MiB", func(t *testing.T) {
+		c := tg.connect(t)
+		h := pdu.BHS(pdu.LoginRequest{CSG: 1, NSG: 3}.Append(nil))
+		h.SetDataSegmentLength(pdu.MaxData)
+		c.write(h)
+		c.wantClosed()
+	})
+}
+
+// ISCSI-13.12-1: a new MaxRecvDataSegmentLength is obeyed from then on.
+func TestRenegotiation(t *testing.T) {
+	tg := startTarget(t)
+	c := tg.login(t, "MaxRecvDataSegmentLength=512")
+	for _, limit := range []int{512, 65536, 1024} {
+		h := make(pdu.BHS, pdu.BHSLen)
+		h.Reset(pdu.TextReq, pdu.FlagF)
+		c.itt++
+		h.SetITT(c.itt)
+		h.SetTTT(pdu.ReservedTag)
+		h.SetCmdSN(c.cmdSN)
+		c.cmdSN++
+		c.send(h, fmt.Appendf(nil, "MaxRecvDataSegmentLength=%d\x00", limit))
+		c.want(pdu.TextResp)
+		c.limit = limit
+		h = c.scsi(pdu.FlagR, read16(0, 256), 256*blockLen)
+		c.send(h, nil)
+		if _, pdus, _ := c.readData(h, 256<<10); pdus != 256*blockLen/limit {
+			t.Fatalf("%d Data-In with a limit of %d", pdus, limit)
+		}
+	}
+}
+
+// tmf sends an immediate task management function.
+func (c *client) tmf(function byte, rtt, refCmdSN uint32) {
+	c.tb.Helper()
+	h := make(pdu.BHS, pdu.BHSLen)
+	h.Reset(pdu.TaskMgmtReq, pdu.FlagF|function)
+	h.SetImmediate()
+	c.itt++
+	h.SetITT(c.itt)
+	h.SetReferencedTaskTag(rtt)
+	h.SetRefCmdSN(refCmdSN)
+	h.SetCmdSN(c.cmdSN)
+	c.send(h, nil)
+}
+
+func (c *client) wantFunctionComplete() {
+	c.tb.Helper()
+	if p := c.want(pdu.TaskMgmtResp); p.h.Response() != pdu.FunctionComplete {
+		c.tb.Fatalf("response %d", p.h.Response())
+	}
+}
+
+// A task that waits for data of the initiator can be aborted whether the data
+// comes or not.
+func TestAbortWithOpenR2T(t *testing.T) {
+	tg := startTarget(t)
+	before := tg.stored(0, 16384)
+	data := random(16384)
+	t.Run("ISCSI-10.7-1 ABORT TASK", func(t *testing.T) {
+		c := tg.login(t)
+		cmd, r2t := c.openWrite(data)
+		c.tmf(pdu.AbortTask, cmd.ITT(), cmd.CmdSN())
+		c.wantFunctionComplete()
+		c.send(dataOut(cmd.ITT(), r2t, 0, 0, true), data) // dropped without a word
+		c.quiet()
+		c.read(0, 1, 256<<10)
+	})
+	t.Run("ABORT TASK within a PDU", func(t *testing.T) {
+		c := tg.login(t)
+		cmd, r2t := c.openWrite(data)
+		b := c.encode(dataOut(cmd.ITT(), r2t, 0, 0, false), nil, data)
+		c.write(b[:9000])
+		c.quiet()
+		other := tg.login(t) // this connection cannot say anything now
+		other.tmf(pdu.LogicalUnitReset, pdu.ReservedTag, 0)
+		other.wantFunctionComplete()
+		c.write(b[9000:])
+		c.send(dataOut(cmd.ITT(), r2t, 1, 16384, true), nil)
+		if p := c.want(pdu.NOPIn); p.h.ITT() != pdu.ReservedTag { // about the window
+			t.Fatalf("%x", []byte(p.h))
+		}
+		c.wantSense(c.command(0, make([]byte, 6), 0), 0x06, 0x29, 0x03)
+	})
+	t.Run("ISCSI-4.2.3.3-2 ABORT TASK SET waits for the data", func(t *testing.T) {
+		c := tg.login(t)
+		cmd, r2t := c.openWrite(data)
+		c.tmf(pdu.AbortTaskSet, pdu.ReservedTag, 0)
+		c.quiet()
+		c.answer(cmd, r2t, data, 8192)
+		c.wantFunctionComplete()
+		late := dataOut(cmd.ITT(), r2t, 0, 0, true)
+		c.send(late, nil)
+		c.wantReject(pdu.RejectInvalidField, late)
+	})
+	t.Run("LOGICAL UNIT RESET without the data", func(t *testing.T) {
+		c := tg.login(t)
+		cmd, r2t := c.openWrite(data)
+		c.tmf(pdu.LogicalUnitReset, pdu.ReservedTag, 0)
+		c.wantFunctionComplete()
+		c.send(dataOut(cmd.ITT(), r2t, 0, 0, true), data)
+		c.quiet()
+	})
+	t.Run("ISCSI-11.14-1 logout", func(t *testing.T) {
+		c := tg.login(t)
+		c.openWrite(data)
+		h := make(pdu.BHS, pdu.BHSLen)
+		h.Reset(pdu.LogoutReq, pdu.FlagF)
+		h.SetImmediate()
+		h.SetITT(1)
+		h.SetCmdSN(c.cmdSN)
+		c.send(h, nil)
+		if p := c.want(pdu.LogoutResp); p.h.Response() != pdu.LogoutSuccess {
+			t.Fatalf("response %d", p.h.Response())
+		}
+		c.wantClosed() // ISCSI-11.14-3
+	})
+	if !bytes.Equal(tg.stored(0, 16384), before) {
+		t.Error("an aborted command has written")
+	}
+}
+
+// Connections end in the middle of everything; startTarget finds what is left.
+func TestLostConnections(t *testing.T) {
+	tg := startTarget(t)
+	data := random(1 << 20)
+	for _, tt := range []struct {
+		name string
+		f    func(c *client)
+	}{
+		{"open R2T", func(c *client) { c.openWrite(data) }},
+		{"half a header", func(c *client) { c.write(make([]byte, 20)) }},
+		{"inside a Data-Out", func(c *client) {
+			cmd, r2t := c.openWrite(data)
+			c.write(c.encode(dataOut(cmd.ITT(), r2t, 0, 0, false), nil, data[:65536])[:40000])
+		}},
+		{"behind a Data-Out", func(c *client) {
+			cmd, r2t := c.openWrite(data)
+			c.send(dataOut(cmd.ITT(), r2t, 0, 0, false), data[:65536])
+		}},
+		{"several R2Ts", func(c *client) {
+			for range 20 {
+				c.openWrite(data)
+			}
+		}},
+		{"reads that nobody takes", func(c *client) {
+			for range 30 {
+				c.send(c.scsi(pdu.FlagR, read16(0, 8192), 8192*blockLen), nil)
+			}
+			time.Sleep(50 * time.Millisecond)
+		}},
+	} {
+		for _, reset := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, reset %t", tt.name, reset), func(t *testing.T) {
+				c := tg.login(t)
+				tt.f(c)
+				if reset {
+					c.nc.(*net.TCPConn).SetLinger(0)
+				}
+				c.nc.Close()
+			})
+		}
+	}
+}
+
+// A read that nobody takes holds up nothing but its own connection, and Shutdown
+// ends it.
+func TestPeerThatDoesNotRead(t *testing.T) {
+	tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 1 << 20 })
+	stuck, c := tg.login(t), tg.login(t)
+	for range 20 {
+		stuck.send(stuck.scsi(pdu.FlagR, read16(0, 8192), 8192*blockLen), nil)
+	}
+	for range 20 {
+		c.read(0, 1024, 256<<10)
+	}
+	if n := tg.node.Stats().BufferOctets; n > 2<<20 {
+		t.Errorf("%d octets of buffers", n)
+	}
+}
+
+// SendTargets over plain TCP (ISCSI-C-1).
+func TestDiscovery(t *testing.T) {
+	tg := startTarget(t)
+	c := tg.connect(t)
+	c.send(pdu.LoginRequest{Transit: true, CSG: 1, NSG: 3, CmdSN: 1}.Append(nil),
+		[]byte("InitiatorName=iqn.2026-11.io.github:test\x00SessionType=Discovery\x00"))
+	c.want(pdu.LoginResp)
+	h := make(pdu.BHS, pdu.BHSLen)
+	h.Reset(pdu.TextReq, pdu.FlagF)
+	h.SetITT(1)
+	h.SetTTT(pdu.ReservedTag)
+	h.SetCmdSN(1)
+	c.send(h, []byte("SendTargets=All\x00"))
+	want := "TargetName=" + targetName + "\x00TargetAddress=" + tg.l.Addr().String() + ",1\x00"
+	if p := c.want(pdu.TextResp); string(p.data) != want {
+		t.Fatalf("%q", p.data)
+	}
+	c.nc.Close()
+}
+
+// A deadline that passes between PDUs, or within a header, loses nothing.
+func TestReceiveDeadline(t *testing.T) {
+	near, far := net.Pipe()
+	defer far.Close()
+	c := New(near, Options{})
+	defer c.Close()
+	h := make(pdu.BHS, pdu.BHSLen)
+	h.Reset(pdu.NOPOut, pdu.FlagF)
+	h.SetITT(5)
+	go func() {
+		far.Write(h[:13])
+		time.Sleep(20 * time.Millisecond)
+		far.Write(h[13:])
+	}()
+	var n iscsi.Notice
+	timeouts := 0
+	for {
+		c.SetReceiveDeadline(time.Now().Add(3 * time.Millisecond))
+		err := c.Receive(&n)
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, os.ErrDeadlineExceeded) || timeouts > 1000 {
+			t.Fatal(err)
+		}
+		timeouts++
+	}
+	if timeouts == 0 || !bytes.Equal(n.BHS, h) {
+		t.Fatalf("%d time-outs, %x", timeouts, n.BHS)
+	}
+	far.Close()
+	c.SetReceiveDeadline(time.Time{})
+	if err := c.Receive(&n); err != io.EOF {
+		t.Fatalf("orderly close: %v", err)
+	}
+}
+
+// Outside of a connection: what there is before and after.
+func TestConn(t *testing.T) {
+	near, far := net.Pipe()
+	defer far.Close()
+	c := New(near, Options{Prefix: []byte("abc")})
+	if c.RDMA() || c.Transport() != "tcp" || c.LocalAddr() == nil || c.RemoteAddr() == nil || c.MaxSendSegment() != 8192 {
+		t.Error("a connection before login")
+	}
+	if err := c.EnterFullFeature(iscsi.Params{}, maxTasks+1); err == nil {
+		t.Error("more tasks than Target Transfer Tags")
+	}
+	if err := c.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := c.Close(); err != nil {
+		t.Error(err)
+	}
+	var n iscsi.Notice
+	if err := c.Receive(&n); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("Receive after Close: %v", err)
+	}
+	it := &iscsi.Task{Mover: c.NewTask()}
+	if c.PutData(it, 0, nil, nil) == nil || c.GetData(it, 0, nil) == nil || c.SendControl(it) == nil {
+		t.Error("a closed connection takes work")
+	}
+	c.Flush()
+	c.CloseWrite()
+}
+
+// ISCSI-11.8-5: no tag is ffffffff, whatever has been counted.
+func TestTargetTransferTags(t *testing.T) {
+	c := New(nil, Options{})
+	var last *task
+	for range maxTasks {
+		last = c.NewTask().(*task)
+	}
+	c.burst = 512
+	seen := map[uint32]bool{}
+	for range 1 << 16 {
+		last.data = make([]byte, 1)
+		c.ask(last)
+		if last.ttt == pdu.ReservedTag || seen[last.ttt] || last.ttt&maxTasks != maxTasks-1 {
+			t.Fatalf("Target Transfer Tag %#x", last.ttt)
+		}
+		seen[last.ttt] = true
+		c.free = list{} // what is in the queue does not matter
+		c.queue = list{}
+	}
+}
