@@ -32,10 +32,11 @@ const (
 	thin                            // only where the store can give space back
 	allData                         // of no use with a part of its data-out
 	atomicWrite                     // only where the store has atomic writes
+	removable                       // only where the medium can be removed
 )
 
 // optional are the flags of rows that some units do not have.
-const optional = thin | atomicWrite
+const optional = thin | atomicWrite | removable
 
 const noSA = -1
 
@@ -47,8 +48,10 @@ var commands = []command{
 	{0x08, noSA, "READ(6)", medium, "\x1f\xff\xff\xff\x00", beginRead, nil, produceRead, nil},
 	{0x0a, noSA, "WRITE(6)", medium | writes, "\x1f\xff\xff\xff\x00", beginWrite, consumeWrite, nil, nil},
 	{0x12, noSA, "INQUIRY", absentLUN | keepAttention, "\x01\xff\xff\xff\x00", inquiry, nil, nil, nil},
+	{0x15, noSA, "MODE SELECT(6)", allData, "\x10\x00\x00\xff\x00", beginModeSelect, consumeModeSelect, nil, nil},
 	{0x1a, noSA, "MODE SENSE(6)", 0, "\x08\xff\xff\xff\x00", modeSense, nil, nil, nil},
-	{0x1b, noSA, "START STOP UNIT", 0, "\x01\x00\x00\x05\x00", startStop, nil, nil, endStartStop},
+	{0x1b, noSA, "START STOP UNIT", 0, "\x01\x00\x0f\xf7\x00", startStop, nil, nil, endStartStop},
+	{0x1e, noSA, "PREVENT ALLOW MEDIUM REMOVAL", removable, "\x00\x00\x00\x01\x00", noData, nil, nil, endPreventAllow},
 	{0x25, noSA, "READ CAPACITY(10)", medium, "\x00\xff\xff\xff\xff\x00\x00\x01\x00", readCapacity10, nil, nil, nil},
 	{0x28, noSA, "READ(10)", medium, "\x18\xff\xff\xff\xff\x1f\xff\xff\x00", beginRead, nil, produceRead, nil},
 	{0x2a, noSA, "WRITE(10)", medium | writes, "\x18\xff\xff\xff\xff\x1f\xff\xff\x00", beginWrite, consumeWrite, nil, nil},
@@ -59,6 +62,8 @@ var commands = []command{
 	{0x37, noSA, "READ DEFECT DATA(10)", medium, "\x00\x1f\x00\x00\x00\x00\xff\xff\x00", readDefectData10, nil, nil, nil},
 	{0x41, noSA, "WRITE SAME(10)", medium | writes | allData, "\x08\xff\xff\xff\xff\x1f\xff\xff\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
 	{0x42, noSA, "UNMAP", medium | writes | thin | allData, "\x00\x00\x00\x00\x00\x1f\xff\xff\x00", beginUnmap, consumeUnmap, nil, nil},
+	{0x4d, noSA, "LOG SENSE", 0, "\x00\xff\xff\x00\xff\xff\xff\xff\x00", logSense, nil, nil, nil},
+	{0x55, noSA, "MODE SELECT(10)", allData, "\x10\x00\x00\x00\x00\x00\xff\xff\x00", beginModeSelect, consumeModeSelect, nil, nil},
 	{0x5a, noSA, "MODE SENSE(10)", 0, "\x18\xff\xff\x00\x00\x00\xff\xff\x00", modeSense, nil, nil, nil},
 	{0x88, noSA, "READ(16)", medium, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginRead, nil, produceRead, nil},
 	{opCompareAndWrite, noSA, "COMPARE AND WRITE", medium | writes | allData, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00\x00\xff\x1f\x00", beginCompareAndWrite, consumeCompareAndWrite, nil, nil},
@@ -73,6 +78,7 @@ var commands = []command{
 	{0x9e, 0x10, "READ CAPACITY(16)", medium, "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x00", readCapacity16, nil, nil, nil},
 	{0x9e, 0x12, "GET LBA STATUS", medium, "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00", getLBAStatus, nil, nil, nil},
 	{0xa0, noSA, "REPORT LUNS", absentLUN | keepAttention, "\x00\xff\x00\x00\x00\xff\xff\xff\xff\x00\x00", reportLUNs, nil, nil, nil},
+	{0xa3, 0x0a, "REPORT TARGET PORT GROUPS", 0, "\x3f\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00", reportPortGroups, nil, nil, nil},
 	{0xa3, 0x0c, "REPORT SUPPORTED OPERATION CODES", 0, "\x1f\x87\xff\xff\xff\xff\xff\xff\xff\x00\x00", reportOpcodes, nil, nil, nil},
 	{0xa3, 0x0d, "REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS", 0, "\x1f\x80\x00\x00\x00\xff\xff\xff\xff\x00\x00", reportTMFs, nil, nil, nil},
 	{0xa8, noSA, "READ(12)", medium, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginRead, nil, produceRead, nil},

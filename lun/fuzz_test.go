@@ -17,6 +17,7 @@ var fuzzSetups = []setup{
 	{info: volatile, opt: Options{WriteThrough: true}},
 	{blockSize: 4096, info: thick},
 	{opt: Options{ReadOnly: true}},
+	{info: volatile, opt: everything},
 }
 
 // FuzzCDB runs any CDB for any LUN on a unit of any kind, as a transport does:
@@ -52,6 +53,16 @@ func FuzzCDB(f *testing.F) {
 	add(unhex("12 01 83 ffff 00"), "")
 	add(unhex("5a 10 3f ff 000000 ffff 00"), "")
 	add(unhex("9e 1f"), "")
+	add(unhex("89 08 0000000000000001 00000002 00 00"), "")
+	add(unhex("8b 08 0000000000000001 00000002 00 00"), "01")
+	add(unhex("9c 08 0000000000000001 00000002 00 00"), "01")
+	add(unhex("15 10 0000 18 00"), "00000000 08 12 04 00 0000 0000 0000 0000 00 00 0000 00 000000")
+	add(unhex("55 10 0000000000 0024 00"), "0000000001000010 0000000000000800 0000000000000200 0a0a02100800 0000ffff0000")
+	add(unhex("1e 00 0000 01 00"), "")
+	add(unhex("1b 00 0000 02 00"), "")
+	add(unhex("1b 00 0000 f3 00"), "")
+	add(unhex("4d 00 40 ff 00 0000 ffff 00"), "")
+	add(unhex("a3 2a 00000000 ffffffff 00 00"), "")
 	add(unhex("7f 00 00 00 00 00 00 18 00 0a"), "")
 
 	f.Fuzz(func(t *testing.T, field, cdb, data []byte, edtl uint32, seed uint64, kind byte, faulty bool) {

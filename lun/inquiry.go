@@ -13,6 +13,8 @@ const (
 	hisup       = 0x10
 	dataFormat  = 0x02
 	cmdque      = 0x02
+	rmb         = 0x80
+	tpgs        = 0x10 // implicit asymmetric access
 )
 
 // versionDescriptors are SAM-5, SPC-4, SBC-3 and iSCSI; the last says
@@ -36,7 +38,10 @@ func inquiry(u *Unit, c *Command) bool {
 		copy(b[8:36], fmt.Sprintf("%-28s", ""))
 		return c.report(b, allocation)
 	}
-	b[7] = cmdque
+	if u.has&removable != 0 {
+		b[1] = rmb
+	}
+	b[5], b[7] = tpgs, cmdque
 	copy(b[8:], fmt.Sprintf("%-8s%-16s%-4s", u.opt.Vendor, u.opt.Product, u.opt.Revision))
 	for i, v := range versionDescriptors {
 		binary.BigEndian.PutUint16(b[58+2*i:], v)
@@ -54,6 +59,7 @@ var vpdPages = []struct {
 	{0x00, false, nil},
 	{0x80, false, func(u *Unit, _ *Nexus, b []byte) []byte { return append(b, u.opt.Identity.Serial...) }},
 	{0x83, false, appendDesignators},
+	{0x86, false, appendExtended},
 	{0xb0, false, appendBlockLimits},
 	{0xb1, false, appendCharacteristics},
 	{0xb2, true, appendProvisioning},
@@ -85,11 +91,12 @@ func vpd(u *Unit, c *Command, page byte, allocation uint32) bool {
 
 // Designators (SPC-4, section 7.8.6.1).
 const (
-	setBinary, setASCII, setUTF8                  = 1, 2, 3
-	desT10, desNAA, desRelativePort, desSCSI      = 1, 3, 4, 8
-	assocUnit, assocPort, assocDevice             = 0x00, 0x10, 0x20
-	protocolISCSI, piv                       byte = 0x50, 0x80
-	relativePort                                  = 1
+	setBinary, setASCII, setUTF8           = 1, 2, 3
+	desT10, desNAA, desRelativePort        = 1, 3, 4
+	desPortGroup, desSCSI                  = 5, 8
+	assocUnit, assocPort, assocDevice      = 0x00, 0x10, 0x20
+	protocolISCSI, piv                byte = 0x50, 0x80
+	relativePort                           = 1
 )
 
 // appendDesignators is the Device Identification page (SPC-4, section 7.8.6).
@@ -102,9 +109,21 @@ func appendDesignators(u *Unit, n *Nexus, b []byte) []byte {
 	add(setBinary, assocUnit|desNAA, string(u.opt.Identity.NAA[:]))
 	add(setASCII, assocUnit|desT10, fmt.Sprintf("%-8s%s", u.opt.Vendor, u.opt.Identity.Serial))
 	add(protocolISCSI|setBinary, piv|assocPort|desRelativePort, "\x00\x00\x00\x01") // the only port
+	add(protocolISCSI|setBinary, piv|assocPort|desPortGroup, string([]byte{0, 0, 0, portGroup}))
 	add(protocolISCSI|setUTF8, piv|assocPort|desSCSI, terminated(port))
 	add(protocolISCSI|setUTF8, piv|assocDevice|desSCSI, terminated(device))
 	return b
+}
+
+// appendExtended is the Extended INQUIRY Data page (SPC-4, section 7.8.7).
+func appendExtended(u *Unit, _ *Nexus, b []byte) []byte {
+	p := make([]byte, 64)
+	p[5] = 0x01 // SIMPSUP
+	if u.info.VolatileCache {
+		p[6] = 0x01 // V_SUP
+	}
+	p[13] = senseLen // MAXIMUM SUPPORTED SENSE DATA LENGTH
+	return append(b, p[4:]...)
 }
 
 // terminated pads a SCSI name string with at least one NUL to a multiple of 4.

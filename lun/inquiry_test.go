@@ -17,7 +17,7 @@ func TestStandardInquiry(t *testing.T) {
 		06                    # VERSION: SPC-4
 		12                    # NORMACA 0, HISUP, RESPONSE DATA FORMAT 2
 		5b                    # ADDITIONAL LENGTH: 96-5
-		00                    # SCCS 0, TPGS 00b, 3PC 0, PROTECT 0
+		10                    # SCCS 0, TPGS 01b, 3PC 0, PROTECT 0
 		00                    # MULTIP 0: there is one target port
 		02                    # CMDQUE
 		4953455254475420      # "ISERTGT "
@@ -42,6 +42,9 @@ func TestStandardInquiry(t *testing.T) {
 		t.Errorf("DataIn %d, want 96", res.dataIn)
 	}
 
+	want[1] = 0x80 // RMB
+	wantOctets(t, newRig(t, setup{opt: Options{Removable: true}}).good("12 00 00 00ff 00", nil), want)
+
 	custom := newRig(t, setup{opt: Options{Vendor: "ACME", Product: "Disk", Revision: "9"}})
 	if got := string(custom.good("12 00 00 00ff 00", nil)[8:36]); got != "ACME    Disk            9   " {
 		t.Errorf("identification %q", got)
@@ -53,24 +56,39 @@ func TestVPD(t *testing.T) {
 		name, page, want string
 		setup            setup
 	}{
-		{name: "00 thin", page: "00", want: "00 00 0006 00 80 83 b0 b1 b2"},
-		{name: "00 thick", page: "00", setup: setup{info: thick}, want: "00 00 0005 00 80 83 b0 b1"},
+		{name: "00 thin", page: "00", want: "00 00 0007 00 80 83 86 b0 b1 b2"},
+		{name: "00 thick", page: "00", setup: setup{info: thick}, want: "00 00 0006 00 80 83 86 b0 b1"},
 		{name: "80", page: "80", want: `
 			00 80 0010
 			33303031303230333034303530363037 # "3001020304050607"`},
 		{name: "83", page: "83", want: `
-			00 83 0080              # 128
+			00 83 0088              # 136
 			01 03 00 08             # binary, logical unit, NAA
 			3001020304050607        # NAA 3h: locally assigned
 			02 01 00 18             # ASCII, logical unit, T10 vendor ID
 			4953455254475420 33303031303230333034303530363037
 			51 94 00 04             # iSCSI, binary, PIV, target port, relative port
 			00000001
+			51 95 00 04             # iSCSI, binary, PIV, target port, target port group
+			00000001
 			53 98 00 28             # iSCSI, UTF-8, PIV, target port, SCSI name string
 			69716e2e323032362d31312e696f2e6578616d706c653a73746f7265 # iqn.2026-11.io.example:store
 			2c742c307830303031 000000                                # ,t,0x0001
 			53 a8 00 20             # iSCSI, UTF-8, PIV, target device, SCSI name string
 			69716e2e323032362d31312e696f2e6578616d706c653a73746f7265 00000000`},
+		{name: "86", page: "86", want: `
+			00 86 003c
+			00                      # ACTIVATE MICROCODE, SPT, GRD_CHK, APP_CHK, REF_CHK: none
+			01                      # SIMPSUP
+			00                      # V_SUP 0
+			00 00 00 0000 00
+			12                      # MAXIMUM SUPPORTED SENSE DATA LENGTH: 18
+			` + strings.Repeat("00", 50)},
+		{name: "86 with a cache", page: "86", setup: setup{info: volatile}, want: `
+			00 86 003c
+			00 01
+			01                      # V_SUP
+			00 00 00 0000 00 12` + strings.Repeat("00", 50)},
 		{name: "b0 thin", page: "b0", want: `
 			00 b0 003c
 			01                      # WSNZ
@@ -121,7 +139,7 @@ func TestVPD(t *testing.T) {
 	r := newRig(t, setup{info: thick})
 	for page := range 256 {
 		switch page {
-		case 0x00, 0x80, 0x83, 0xb0, 0xb1:
+		case 0x00, 0x80, 0x83, 0x86, 0xb0, 0xb1:
 		default:
 			wantField(t, r.run(fmt.Sprintf("12 01 %02x 00ff 00", page), nil), 2, noField)
 		}

@@ -29,7 +29,8 @@ const maxLUN = 1<<14 - 1
 type Options struct {
 	Identity     Identity
 	ReadOnly     bool   // in addition to what the store says
-	WriteThrough bool   // every write is durable before its status
+	WriteThrough bool   // every write is durable before its status, and no initiator can change that
+	Removable    bool   // the medium can be ejected and loaded
 	Vendor       string // T10 vendor identification, 8 characters; default ISERTGT
 	Product      string // 16 characters; default VIRTUAL-DISK
 	Revision     string // 4 characters; default 0001
@@ -37,17 +38,19 @@ type Options struct {
 
 // A Unit is a logical unit: a device server and the store below it.
 type Unit struct {
-	store        backend.Store
-	info         backend.Info
-	opt          Options
-	blocks       uint64 // capacity
-	shift        uint   // log2 of the block size
-	readOnly     bool
-	writeThrough bool  // writes are durable before their status
-	cached       bool  // WCE: they are not, until a sync
-	has          flags // which optional rows of the command set
-	stopped      atomic.Bool
-	ranges       rangeLocks
+	store       backend.Store
+	info        backend.Info
+	opt         Options
+	blocks      uint64 // capacity
+	shift       uint   // log2 of the block size
+	readOnly    bool
+	has         flags         // which optional rows of the command set
+	mode        atomic.Uint32 // current values of modeBits
+	modeDefault uint32
+	modeMutable uint32 // bits that MODE SELECT can change
+	stopped     atomic.Bool
+	ejected     atomic.Bool // set and reset with mu held
+	ranges      rangeLocks
 
 	mu   sync.Mutex
 	seen map[*itl]struct{} // guarded by mu: who is to hear of unit attentions
@@ -74,11 +77,12 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	u := &Unit{store: s, info: info, opt: o, readOnly: o.ReadOnly || info.ReadOnly, seen: map[*itl]struct{}{}}
 	u.shift = uint(bits.TrailingZeros32(info.BlockSize))
 	u.blocks = uint64(info.Size) >> u.shift
-	u.cached = info.VolatileCache && !o.WriteThrough
-	u.writeThrough = info.VolatileCache && o.WriteThrough
+	u.modeDefault, u.modeMutable = modesOf(info, o)
+	u.mode.Store(u.modeDefault)
 	for flag, has := range map[flags]bool{
 		thin:        u.isThin(),
 		atomicWrite: info.AtomicWrite > 0,
+		removable:   o.Removable,
 	} {
 		if has {
 			u.has |= flag
@@ -186,14 +190,23 @@ type itl struct {
 	id    uint16
 	unit  *Unit
 	due   atomic.Uint32 // bit i: the initiator has not heard of attentions[i]
+
+	prevents bool // guarded by unit.mu: the medium must not be removed
 }
 
 // attentions are the unit attentions there are; the first is reported first.
-var attentions = [...]cond{attentionPowerOn: condPowerOn, attentionReset: condReset}
+var attentions = [...]cond{
+	attentionPowerOn: condPowerOn,
+	attentionReset:   condReset,
+	attentionMedium:  condMediumChanged,
+	attentionMode:    condModeChanged,
+}
 
 const (
 	attentionPowerOn = iota
 	attentionReset
+	attentionMedium
+	attentionMode
 )
 
 // NewNexus makes a nexus with the target's units. The first command for each of
@@ -261,7 +274,8 @@ func (n *Nexus) SameUnit(a, b [8]byte) bool {
 }
 
 // ResetUnit is the effect of LOGICAL UNIT RESET beyond the end of the tasks:
-// a stopped unit is started, and all other nexuses hear of it.
+// a stopped unit is started, mode parameters have their default values, the
+// medium may be removed, and all other nexuses hear of it.
 func (n *Nexus) ResetUnit(lun [8]byte) {
 	if l := n.find(lun); l != nil {
 		l.unit.reset(n)
@@ -277,11 +291,27 @@ func (inv *Inventory) ResetTarget(by *Nexus) {
 
 func (u *Unit) reset(by *Nexus) {
 	u.stopped.Store(false)
+	u.mode.Store(u.modeDefault)
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	for l := range u.seen {
+		l.prevents = false
+	}
+	u.raiseLocked(attentionReset, by)
+}
+
+// raise lets all nexuses but by, which may be nil, hear of an attention.
+func (u *Unit) raise(attention int, by *Nexus) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.raiseLocked(attention, by)
+}
+
+// Preconditions: mu is held.
+func (u *Unit) raiseLocked(attention int, by *Nexus) {
+	for l := range u.seen {
 		if l.nexus != by {
-			l.raise(attentionReset)
+			l.raise(attention)
 		}
 	}
 }
@@ -342,11 +372,18 @@ func (n *Nexus) Begin(c *Command) bool {
 	if octet, bit, ok := row.reserved(c.CDB); !ok {
 		return c.failCDB(octet, bit)
 	}
-	switch u := c.unit; {
-	case row.flags&medium != 0 && u.stopped.Load():
-		return c.fail(condNotReadyStopped)
-	case row.flags&writes != 0 && u.readOnly:
-		return c.fail(condWriteProtected)
+	if row.flags&medium != 0 {
+		if k := c.unit.readiness(); k != condNone {
+			return c.fail(k)
+		}
+	}
+	if row.flags&writes != 0 {
+		switch u := c.unit; {
+		case u.readOnly:
+			return c.fail(condWriteProtected)
+		case u.mode.Load()&modeSWP != 0:
+			return c.fail(condSoftwareProtected)
+		}
 	}
 	return row.begin(c.unit, c)
 }

@@ -34,6 +34,9 @@ type describedStore struct {
 
 func (s describedStore) Info() backend.Info { return s.info }
 
+// everything is the options of a unit that has all optional commands.
+var everything = Options{Removable: true}
+
 // volatile makes a store one with a cache.
 func volatile(i *backend.Info) { i.VolatileCache = true }
 
@@ -233,6 +236,7 @@ func TestNewRefuses(t *testing.T) {
 		"product too long": {opt: Options{Product: strings.Repeat("x", 17)}, want: "product"},
 		"revision control": {opt: Options{Revision: "1\n"}, want: "revision"},
 		"vendor not ASCII": {opt: Options{Vendor: "é"}, want: "vendor"},
+		"atomic write":     {info: func(i *backend.Info) { i.AtomicWrite = 700 }, want: "atomic write"},
 		"block size":       {info: func(i *backend.Info) { i.BlockSize = 8192 }, want: "block size 8192"},
 		"size":             {info: func(i *backend.Info) { i.Size = 513 }, want: "size 513"},
 	} {

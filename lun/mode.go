@@ -1,32 +1,84 @@
 package lun
 
-import "encoding/binary"
+import (
+	"encoding/binary"
+	"math"
+	"slices"
 
-// modePages are the mode pages that MODE SENSE returns, in order. None of
-// their values can be changed.
-var modePages = []struct {
-	code byte
-	size int // octets, header of two included
-	put  func(u *Unit, p []byte)
-}{
-	{0x01, 12, func(_ *Unit, p []byte) { p[2] = 0xc0 }}, // Read-Write Error Recovery: AWRE, ARRE
-	{0x08, 20, func(u *Unit, p []byte) { // Caching
-		if u.cached {
-			p[2] = 0x04 // WCE
-		}
-	}},
-	{0x0a, 12, func(_ *Unit, p []byte) { // Control
+	"github.com/iser-target/iser-target/backend"
+)
+
+// Mode parameters that can have another value than the default one.
+const (
+	modeWCE uint32 = 1 << iota // the volatile cache may be used
+	modeSWP                    // software write protect
+)
+
+// modesOf is which of them are set at first, and which can be changed. A cache
+// that there is not, or that is not to be used, cannot be enabled.
+func modesOf(info backend.Info, o Options) (set, mutable uint32) {
+	mutable = modeSWP
+	if info.VolatileCache && !o.WriteThrough {
+		set |= modeWCE
+		mutable |= modeWCE
+	}
+	return set, mutable
+}
+
+// cached tells that writes may be lost until a sync (WCE), writeThrough that
+// they would be if they were not durable before their status. Without a
+// volatile cache, both are false.
+func (u *Unit) cached() bool       { return u.info.VolatileCache && u.mode.Load()&modeWCE != 0 }
+func (u *Unit) writeThrough() bool { return u.info.VolatileCache && u.mode.Load()&modeWCE == 0 }
+
+// modePages are the mode pages that MODE SENSE returns, in order.
+var modePages = []modePage{
+	{0x01, 12, func(p []byte) { p[2] = 0xc0 }, 0, 0, 0}, // Read-Write Error Recovery: AWRE, ARRE
+	{0x08, 20, nil, 2, 0x04, modeWCE},                   // Caching
+	{0x0a, 12, func(p []byte) { // Control
 		p[2] = 0x02                               // GLTSD
 		p[3] = 0x10                               // QUEUE ALGORITHM MODIFIER: unrestricted reordering
 		binary.BigEndian.PutUint16(p[8:], 0xffff) // BUSY TIMEOUT PERIOD: unlimited
-	}},
-	{0x1c, 12, func(_ *Unit, p []byte) { p[2] = 0x08 }}, // Informational Exceptions Control: DEXCPT
+	}, 4, 0x08, modeSWP},
+	{0x1c, 12, func(p []byte) { p[2] = 0x08 }, 0, 0, 0}, // Informational Exceptions Control: DEXCPT
+}
+
+type modePage struct {
+	code  byte
+	size  int            // octets, header of two included
+	fixed func(p []byte) // sets what never changes
+	// The bit of octet that is set when mode is.
+	octet int
+	bit   byte
+	mode  uint32
+}
+
+// put makes p the page with those modes set.
+func (m *modePage) put(p []byte, modes uint32) {
+	clear(p)
+	p[0], p[1] = m.code, byte(m.size-2)
+	if m.fixed != nil {
+		m.fixed(p)
+	}
+	if modes&m.mode != 0 {
+		p[m.octet] |= m.bit
+	}
+}
+
+// putMutable makes p the page with the bits set that can be changed.
+func (m *modePage) putMutable(p []byte, mutable uint32) {
+	clear(p)
+	p[0], p[1] = m.code, byte(m.size-2)
+	if mutable&m.mode != 0 {
+		p[m.octet] |= m.bit
+	}
 }
 
 const (
 	allPages    = 0x3f
 	allSubpages = 0xff
 
+	pageControlCurrent    = 0
 	pageControlChangeable = 1
 	pageControlSaved      = 3
 
@@ -60,7 +112,7 @@ func modeSense(u *Unit, c *Command) bool {
 	}
 	b := c.zeroed(header)
 	specific := byte(dpofua)
-	if u.readOnly {
+	if u.readOnly || u.mode.Load()&modeSWP != 0 {
 		specific |= wp
 	}
 	if cdb[1]&dbd == 0 {
@@ -83,17 +135,21 @@ func modeSense(u *Unit, c *Command) bool {
 		}
 	}
 	found := false
-	for _, m := range modePages {
+	for i := range modePages {
+		m := &modePages[i]
 		if page != m.code && page != allPages {
 			continue
 		}
 		found = true
 		at := len(b)
 		b = append(b, make([]byte, m.size)...)
-		p := b[at:]
-		p[0], p[1] = m.code, byte(m.size-2)
-		if control != pageControlChangeable {
-			m.put(u, p)
+		switch control {
+		case pageControlCurrent:
+			m.put(b[at:], u.mode.Load())
+		case pageControlChangeable:
+			m.putMutable(b[at:], u.modeMutable)
+		default:
+			m.put(b[at:], u.modeDefault)
 		}
 	}
 	if !found {
@@ -106,6 +162,136 @@ func modeSense(u *Unit, c *Command) bool {
 		b[3] = specific
 	}
 	return c.report(b, allocation)
+}
+
+const (
+	opModeSelect6 = 0x15
+	pf            = 0x10
+)
+
+func beginModeSelect(_ *Unit, c *Command) bool {
+	c.DataOut, c.Whole = uint64(binary.BigEndian.Uint16(c.CDB[7:])), true
+	if c.CDB[0] == opModeSelect6 {
+		c.DataOut = uint64(c.CDB[4])
+	}
+	if c.DataOut > 0 && c.CDB[1]&pf == 0 {
+		return c.failCDB(1, 4) // pages of a format of our own: there are none
+	}
+	return true
+}
+
+// consumeModeSelect is MODE SELECT(6) and MODE SELECT(10) (SPC-4, sections 6.9
+// and 6.10). All of the list is checked before any of it has an effect.
+func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
+	be := binary.BigEndian
+	six := c.CDB[0] == opModeSelect6
+	header := modeHeader10Len
+	if six {
+		header = modeHeader6Len
+	}
+	if len(p) < header {
+		return c.fail(condListLength)
+	}
+	// MODE DATA LENGTH, WP and DPOFUA mean nothing here.
+	n, long := int(p[header-1]), false
+	if six && p[1] != 0 {
+		return c.failList(1) // MEDIUM TYPE
+	} else if !six {
+		n, long = int(be.Uint16(p[6:])), p[4]&longLBA != 0
+		if p[2] != 0 {
+			return c.failList(2)
+		}
+	}
+	size := shortDesc
+	if long {
+		size = longDesc
+	}
+	switch {
+	case n != 0 && n != size:
+		return c.failList(header - 1) // BLOCK DESCRIPTOR LENGTH
+	case n > len(p)-header:
+		return c.fail(condListLength)
+	case n != 0:
+		if at, ok := u.sameDescriptor(p[header:][:n]); !ok {
+			return c.failList(header + at)
+		}
+	}
+	var touched, set uint32
+	for at := header + n; at < len(p); {
+		page := p[at:]
+		if len(page) < 2 {
+			return c.fail(condListLength)
+		}
+		i := slices.IndexFunc(modePages, func(m modePage) bool { return m.code == page[0] })
+		if i < 0 {
+			return c.failList(at) // no such page, or PS or SPF
+		}
+		m := &modePages[i]
+		switch {
+		case int(page[1]) != m.size-2:
+			return c.failList(at + 1)
+		case len(page) < m.size:
+			return c.fail(condListLength)
+		}
+		// All but the bits that can be changed has to be as it is.
+		now, mutable := make([]byte, m.size), make([]byte, m.size)
+		m.put(now, u.mode.Load())
+		m.putMutable(mutable, u.modeMutable)
+		for o := 2; o < m.size; o++ {
+			if odd := (now[o] ^ page[o]) &^ mutable[o]; odd != 0 {
+				return c.failList(at + o)
+			}
+		}
+		touched |= m.mode & u.modeMutable
+		set &^= m.mode
+		if m.mode != 0 && page[m.octet]&m.bit != 0 {
+			set |= m.mode
+		}
+		at += m.size
+	}
+	if err := u.setModes(touched, set&touched, c.nexus); err != nil {
+		return c.failWrite(err)
+	}
+	return true
+}
+
+// sameDescriptor tells whether a block descriptor describes the medium as it
+// is, or else which octet of it does not.
+func (u *Unit) sameDescriptor(d []byte) (octet int, ok bool) {
+	be := binary.BigEndian
+	blocks, most, size, sizeAt := uint64(be.Uint32(d)), uint64(maxShortCapacity), be.Uint32(d[4:])&0xffffff, 5
+	if len(d) == longDesc {
+		blocks, most, size, sizeAt = be.Uint64(d), math.MaxUint64, be.Uint32(d[12:]), 12
+	}
+	// 0 and all ones leave the capacity as it is (SBC-3, section 6.5.2).
+	switch {
+	case blocks != 0 && blocks != most && blocks != u.blocks:
+		return 0, false
+	case size != u.info.BlockSize:
+		return sizeAt, false
+	}
+	return 0, true
+}
+
+// setModes changes the modes of touched to those of set. When the cache is
+// disabled, what is in it is durable before the end; so it is before nothing
+// can be written any more.
+func (u *Unit) setModes(touched, set uint32, by *Nexus) error {
+	// Nothing is being written, so that what has begun with a cache is before
+	// the sync, and what begins after it does without.
+	u.ranges.exclude(^stripeSet(0))
+	old := u.mode.Load()
+	now := old&^touched | set
+	u.mode.Store(now)
+	u.ranges.admit(^stripeSet(0))
+	if now == old {
+		return nil
+	}
+	u.raise(attentionMode, by)
+	if old&^now&modeWCE != 0 || now&^old&modeSWP != 0 {
+		return u.store.Sync()
+	}
+	return nil
 }
 
 // readCapacity10 is READ CAPACITY(10) (SBC-3, section 5.15).
@@ -146,26 +332,8 @@ func requestSense(u *Unit, c *Command) bool {
 		s.cond = condNoLUN
 	} else if k, ok := c.itl.takeAttention(); ok {
 		s.cond = k
-	} else if u.stopped.Load() {
-		s.cond = condNotReadyStopped
+	} else {
+		s.cond = u.readiness()
 	}
 	return c.report(s.put(c.zeroed(senseLen)), uint32(c.CDB[4]))
-}
-
-// startStop is START STOP UNIT (SBC-3, section 5.25). The medium is not
-// removable, and there are no power conditions. NO_FLUSH may be set but saves
-// nothing: a stop syncs in any case.
-func startStop(_ *Unit, _ *Command) bool { return true }
-
-func endStartStop(u *Unit, c *Command) {
-	const start = 0x01
-	if c.CDB[4]&start != 0 {
-		u.stopped.Store(false)
-		return
-	}
-	if err := u.store.Sync(); err != nil {
-		c.failWrite(err)
-		return
-	}
-	u.stopped.Store(true)
 }

@@ -1,6 +1,7 @@
 package lun
 
 import (
+	"bytes"
 	"fmt"
 	"testing"
 
@@ -19,7 +20,7 @@ const (
 	pagesChangeable = `
 		01 0a 00 00 00 00 00 00 00 00 0000
 		08 12 00 00 0000 0000 0000 0000 00 00 0000 00 000000
-		0a 0a 00 00 00 00 0000 0000 0000
+		0a 0a 00 00 08 00 0000 0000 0000               # SWP
 		1c 0a 00 00 00000000 00000000`
 	shortDescriptor = "00000800 00 000200 " // 2048 blocks of 512
 )
@@ -37,6 +38,13 @@ func TestModeSense(t *testing.T) {
 			` + shortDescriptor + pagesCurrent},
 		{name: "6 all pages and subpages", cdb: "1a 08 3f ff ff 00", want: "3b 00 10 00" + pagesCurrent},
 		{name: "6 changeable", cdb: "1a 08 7f 00 ff 00", want: "3b 00 10 00" + pagesChangeable},
+		{name: "6 changeable caching", cdb: "1a 08 48 00 ff 00", setup: setup{info: volatile}, want: `
+			17 00 10 00
+			08 12 04 00 0000 0000 0000 0000 00 00 0000 00 000000 # WCE`},
+		{name: "6 changeable caching, write-through", cdb: "1a 08 48 00 ff 00",
+			setup: setup{info: volatile, opt: Options{WriteThrough: true}}, want: `
+			17 00 10 00
+			08 12 00 00 0000 0000 0000 0000 00 00 0000 00 000000`},
 		{name: "6 default", cdb: "1a 08 bf 00 ff 00", want: "3b 00 10 00" + pagesCurrent},
 		{name: "6 cut", cdb: "1a 00 3f 00 04 00", want: "43 00 10 08"},
 		{name: "6 none", cdb: "1a 00 3f 00 00 00", want: ""},
@@ -159,11 +167,11 @@ func TestStartStop(t *testing.T) {
 		t.Errorf("%d syncs, want 1", n)
 	}
 	for _, n := range []*Nexus{r.nexus, other} {
-		for _, row := range commands {
+		for _, row := range rowsFor(r.unit) {
 			if row.op == 0x1b {
 				continue
 			}
-			res := doCDB(n, &r.c, [8]byte{}, rowCDB(&row), make([]byte, 512), all)
+			res := doCDB(n, &r.c, [8]byte{}, rowCDB(row), make([]byte, 512), all)
 			if row.flags&medium != 0 {
 				wantSense(t, res, 0x2, 0x04, 0x02)
 			} else {
@@ -173,8 +181,162 @@ func TestStartStop(t *testing.T) {
 	}
 	r.good("1b 00 0000 01 00", nil)
 	wantGood(t, "TEST UNIT READY", do(other, &r.c, [8]byte{}, "00", nil, all))
-	wantField(t, r.run("1b 00 0000 10 00", nil), 4, 4) // POWER CONDITION
+	wantField(t, r.run("1b 00 0000 10 00", nil), 4, 7) // POWER CONDITION
 	wantField(t, r.run("1b 00 0000 02 00", nil), 4, 1) // LOEJ: nothing to eject
-	wantField(t, r.run("1b 00 0001 00 00", nil), 3, 0) // POWER CONDITION MODIFIER
+	wantField(t, r.run("1b 00 0001 00 00", nil), 3, 3) // POWER CONDITION MODIFIER
 	r.good("00", nil)
+}
+
+const (
+	cachingOff = "08 12 00 00 0000 0000 0000 0000 00 00 0000 00 000000 "
+	cachingOn  = "08 12 04 00 0000 0000 0000 0000 00 00 0000 00 000000 "
+	control    = "0a 0a 02 10 00 00 0000 ffff 0000 "
+	protected  = "0a 0a 02 10 08 00 0000 ffff 0000 " // SWP
+)
+
+// modeSelect runs MODE SELECT(6), or with ten MODE SELECT(10), with PF.
+func (r *rig) modeSelect(ten bool, list string) result {
+	b := unhex(list)
+	if ten {
+		return r.run(fmt.Sprintf("55 10 0000000000 %04x 00", len(b)), b)
+	}
+	return r.run(fmt.Sprintf("15 10 0000 %02x 00", len(b)), b)
+}
+
+// WCE as it is set is what happens (SBC-3, section 6.5.4): without it, a write
+// is durable before its status, and what was written before, too.
+func TestModeSelectCache(t *testing.T) {
+	r := newRig(t, setup{info: volatile})
+	other := r.login()
+	block := pattern(512, 1)
+	r.good(extentCDB(0x2a, 0, 0, 1), block)
+	wantGood(t, "WCE 0", r.modeSelect(false, "00 00 00 00"+cachingOff))
+	if n := r.store.Calls(backendtest.Sync); n != 1 {
+		t.Errorf("%d syncs, want 1", n)
+	}
+	wantOctets(t, r.good("1a 08 08 00 ff 00", nil), unhex("17 00 10 00"+cachingOff))
+	wantOctets(t, r.good("1a 08 88 00 ff 00", nil), unhex("17 00 10 00"+cachingOn)) // default
+	r.good(extentCDB(0x2a, 0, 0, 1), block)
+	if w, d := r.store.Calls(backendtest.WriteAt), r.store.Calls(backendtest.WriteDurable); w != 1 || d != 1 {
+		t.Errorf("%d plain writes, %d durable ones; want 1 of each", w, d)
+	}
+	// All other nexuses hear of it, once, and that nothing changed, nobody.
+	wantSense(t, do(other, &r.c, [8]byte{}, "00", nil, all), 0x6, 0x2a, 0x01)
+	wantGood(t, "WCE 0 again", r.modeSelect(false, "00 00 00 00"+cachingOff))
+	wantGood(t, "TEST UNIT READY", do(other, &r.c, [8]byte{}, "00", nil, all))
+	r.good("00", nil)
+
+	wantGood(t, "WCE 1", r.modeSelect(true, "0000 00 00 00 00 0000"+cachingOn))
+	r.good(extentCDB(0x2a, 0, 0, 1), block)
+	if w := r.store.Calls(backendtest.WriteAt); w != 2 {
+		t.Errorf("with WCE again, %d plain writes, want 2", w)
+	}
+	// A reset brings the default value back.
+	wantGood(t, "WCE 0", r.modeSelect(false, "00 00 00 00"+cachingOff))
+	r.nexus.ResetUnit([8]byte{})
+	wantOctets(t, r.good("1a 08 08 00 ff 00", nil), unhex("17 00 10 00"+cachingOn))
+
+	// The sync that turning it off takes may fail.
+	r.store.Fail(backendtest.Sync, backend.ErrUnsynced)
+	wantSense(t, r.modeSelect(false, "00 00 00 00"+cachingOff), 0x4, 0x0c, 0x00)
+
+	// There is no cache to turn on, or it is not to be used.
+	for _, s := range []setup{{}, {info: volatile, opt: Options{WriteThrough: true}}} {
+		r := newRig(t, s)
+		wantListField(t, r.modeSelect(false, "00 00 00 00"+cachingOn), 4+2)
+		wantGood(t, "WCE 0", r.modeSelect(false, "00 00 00 00"+cachingOff))
+	}
+}
+
+// wantListField checks for INVALID FIELD IN PARAMETER LIST with a field pointer.
+func wantListField(t testing.TB, res result, octet int) {
+	t.Helper()
+	wantSense(t, res, 0x5, 0x26, 0x00)
+	if want := []byte{0x80, byte(octet >> 8), byte(octet)}; !bytes.Equal(res.sense[15:], want) {
+		t.Fatalf("field pointer % x, want % x", res.sense[15:], want)
+	}
+}
+
+// SPC-4, section 7.5.8: SWP write protects the unit for all initiators.
+func TestModeSelectSWP(t *testing.T) {
+	r := newRig(t, setup{})
+	other := r.login()
+	wantGood(t, "SWP 1", r.modeSelect(false, "00 00 00 00"+protected))
+	wantSense(t, do(other, &r.c, [8]byte{}, "00", nil, all), 0x6, 0x2a, 0x01)
+	for _, n := range []*Nexus{r.nexus, other} {
+		for _, row := range rowsFor(r.unit) {
+			res := doCDB(n, &r.c, [8]byte{}, rowCDB(row), make([]byte, 512), all)
+			if row.flags&writes != 0 {
+				wantSense(t, res, 0x7, 0x27, 0x02)
+			} else {
+				wantGood(t, row.name, res)
+			}
+		}
+	}
+	wantOctets(t, r.good("1a 08 0a 00 ff 00", nil), unhex("0f 00 90 00"+protected)) // WP
+	wantGood(t, "SWP 0", r.modeSelect(false, "0f 00 90 00"+control))                // as MODE SENSE has it
+	r.good(extentCDB(0x2a, 0, 0, 1), make([]byte, 512))
+	wantGood(t, "SWP 1", r.modeSelect(false, "00 00 00 00"+protected))
+	r.nexus.ResetUnit([8]byte{})
+	r.good(extentCDB(0x2a, 0, 0, 1), make([]byte, 512))
+}
+
+// SPC-4, sections 6.9, 6.10 and 7.5: what MODE SENSE returns can be sent back,
+// and anything else is refused by the octet that is wrong, with no effect.
+func TestModeSelectList(t *testing.T) {
+	const six, ten = "00 00 00 00", "0000 00 00 00 00 0000"
+	for _, s := range []struct {
+		name  string
+		ten   bool
+		list  string
+		octet int // that is wrong; -1: none; -2: PARAMETER LIST LENGTH ERROR
+	}{
+		{"nothing", false, "", -1},
+		{"a header", false, six, -1},
+		{"a header of eight", true, ten, -1},
+		{"all pages", false, six + pagesCurrent, -1},
+		{"all pages, ten", true, ten + pagesCurrent, -1},
+		{"a block descriptor", false, "00 00 00 08" + shortDescriptor + cachingOff, -1},
+		{"a block descriptor without blocks", false, "00 00 00 08 00000000 00 000200", -1},
+		{"a block descriptor of all blocks", true, "0000 00 00 00 00 0008 ffffffff 00 000200", -1},
+		{"a long block descriptor", true, "0000 00 00 01 00 0010 0000000000000800 00000000 00000200" + control, -1},
+		{"MODE DATA LENGTH and device-specific parameter", false, "ff 00 90 00" + control, -1},
+		{"half a header", false, "00 00", -2},
+		{"half a header of eight", true, "00 00 00 00 00 00 00", -2},
+		{"MEDIUM TYPE", false, "00 01 00 00", 1},
+		{"MEDIUM TYPE, ten", true, "0000 01 00 00 00 0000", 2},
+		{"BLOCK DESCRIPTOR LENGTH", false, "00 00 00 04 00000000", 3},
+		{"BLOCK DESCRIPTOR LENGTH, ten", true, "0000 00 00 00 00 0010" + shortDescriptor + shortDescriptor, 7},
+		{"half a block descriptor", false, "00 00 00 08 00000000", -2},
+		{"another capacity", false, "00 00 00 08 000007ff 00 000200", 4},
+		{"another block length", false, "00 00 00 08 00000800 00 001000", 4 + 5},
+		{"another long block length", true, "0000 00 00 01 00 0010 0000000000000800 00000000 00001000", 8 + 12},
+		{"an unknown page", false, six + "02 0e 00000000 00000000 00000000 0000", 4},
+		{"PS", false, six + "8a 0a 02 10 00 00 0000 ffff 0000", 4},
+		{"SPF", false, six + "4a 0a 02 10 00 00 0000 ffff 0000", 4},
+		{"PAGE LENGTH", false, six + "0a 08 02 10 00 00 0000 ffff", 5},
+		{"half a page", false, six + "0a 0a 02 10 00 00", -2},
+		{"one octet of a page", false, six + "0a", -2},
+		{"what cannot be changed", false, six + "0a 0a 02 10 00 00 0000 fffe 0000", 4 + 9},
+		{"what cannot be changed, behind what can", false, six + protected + "1c 0a 00 00 00000000 00000000", 4 + 12 + 2},
+	} {
+		t.Run(s.name, func(t *testing.T) {
+			r := newRig(t, setup{})
+			res := r.modeSelect(s.ten, s.list)
+			switch s.octet {
+			case -1:
+				wantGood(t, s.name, res)
+			case -2:
+				wantSense(t, res, 0x5, 0x1a, 0x00)
+			default:
+				wantListField(t, res, s.octet)
+			}
+			wantOctets(t, r.good("1a 08 3f 00 ff 00", nil), unhex("3b 00 10 00"+pagesCurrent))
+		})
+	}
+	r := newRig(t, setup{})
+	wantField(t, r.run("15 00 0000 10 00", make([]byte, 16)), 1, 4)                            // PF 0
+	wantField(t, r.run("15 11 0000 10 00", make([]byte, 16)), 1, 0)                            // SP: nothing is saved
+	wantSense(t, r.run("15 10 0000 10 00", unhex(six + control)[:15]), 0x5, 0x0e, 0x03)        // less than announced
+	wantSense(t, r.run("55 10 0000000000 0014 00", unhex(ten + control)[:9]), 0x5, 0x0e, 0x03) // less than announced
 }

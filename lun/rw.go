@@ -92,7 +92,7 @@ func (u *Unit) write(p []byte, pos int64, durable bool) error {
 
 // Preconditions: the stripes of the range are held.
 func (u *Unit) writeLocked(p []byte, pos int64, durable bool) error {
-	if u.writeThrough || u.cached && durable {
+	if u.writeThrough() || u.cached() && durable {
 		return u.store.WriteDurable(p, pos)
 	}
 	return u.store.WriteAt(p, pos)
@@ -111,7 +111,7 @@ func beginRead(u *Unit, c *Command) bool {
 		return false
 	}
 	c.DataIn = c.count << u.shift
-	if wantsFUA(c.CDB) && u.cached {
+	if wantsFUA(c.CDB) && u.cached() {
 		// FUA asks for what is on the medium, and that it is not older than
 		// what the cache has (SBC-3, section 5.8).
 		if err := u.store.Sync(); err != nil {
@@ -315,7 +315,7 @@ func endWriteSame(u *Unit, c *Command) {
 	default:
 		err = u.repeat(block, pos, n)
 	}
-	if err == nil && u.writeThrough {
+	if err == nil && u.writeThrough() {
 		err = u.store.Sync()
 	}
 	if err != nil {
@@ -396,7 +396,7 @@ func consumeUnmap(u *Unit, c *Command, p []byte, _ uint64) bool {
 			return c.failWrite(err)
 		}
 	}
-	if u.writeThrough {
+	if u.writeThrough() {
 		if err := u.store.Sync(); err != nil {
 			return c.failWrite(err)
 		}

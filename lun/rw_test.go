@@ -437,8 +437,8 @@ func TestReadOnly(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, s)
-			for _, row := range commands {
-				res := doCDB(r.nexus, &r.c, [8]byte{}, rowCDB(&row), make([]byte, 512), all)
+			for _, row := range rowsFor(r.unit) {
+				res := doCDB(r.nexus, &r.c, [8]byte{}, rowCDB(row), make([]byte, 512), all)
 				if row.flags&writes != 0 {
 					wantSense(t, res, 0x7, 0x27, 0x00)
 				} else {

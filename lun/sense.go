@@ -30,26 +30,31 @@ const (
 type cond struct{ key, asc, ascq byte }
 
 var (
-	condNone                = cond{keyNoSense, 0x00, 0x00}
-	condNotReadyStopped     = cond{keyNotReady, 0x04, 0x02} // INITIALIZING COMMAND REQUIRED
-	condWriteError          = cond{keyMediumError, 0x0c, 0x00}
-	condReadError           = cond{keyMediumError, 0x11, 0x00} // UNRECOVERED READ ERROR
-	condUnsynced            = cond{keyHardwareError, 0x0c, 0x00}
-	condInternal            = cond{keyHardwareError, 0x44, 0x00}
-	condTooLittle           = cond{keyIllegalRequest, 0x0e, 0x03} // INVALID FIELD IN COMMAND INFORMATION UNIT
-	condListLength          = cond{keyIllegalRequest, 0x1a, 0x00} // PARAMETER LIST LENGTH ERROR
-	condOpcode              = cond{keyIllegalRequest, 0x20, 0x00}
-	condLBARange            = cond{keyIllegalRequest, 0x21, 0x00}
-	condCDBField            = cond{keyIllegalRequest, 0x24, 0x00}
-	condNoLUN               = cond{keyIllegalRequest, 0x25, 0x00}
-	condListField           = cond{keyIllegalRequest, 0x26, 0x00}
-	condNoSavedPages        = cond{keyIllegalRequest, 0x39, 0x00}
-	condWriteProtected      = cond{keyDataProtect, 0x27, 0x00}
-	condSpace               = cond{keyDataProtect, 0x27, 0x07} // SPACE ALLOCATION FAILED WRITE PROTECT
-	condMiscompare          = cond{keyMiscompare, 0x1d, 0x00}
-	condPowerOn             = cond{keyUnitAttention, 0x29, 0x00}
-	condReset               = cond{keyUnitAttention, 0x29, 0x03} // BUS DEVICE RESET FUNCTION OCCURRED
-	noField             int = -1
+	condNone                  = cond{keyNoSense, 0x00, 0x00}
+	condNotReadyStopped       = cond{keyNotReady, 0x04, 0x02} // INITIALIZING COMMAND REQUIRED
+	condNoMedium              = cond{keyNotReady, 0x3a, 0x02} // MEDIUM NOT PRESENT - TRAY OPEN
+	condWriteError            = cond{keyMediumError, 0x0c, 0x00}
+	condReadError             = cond{keyMediumError, 0x11, 0x00} // UNRECOVERED READ ERROR
+	condUnsynced              = cond{keyHardwareError, 0x0c, 0x00}
+	condInternal              = cond{keyHardwareError, 0x44, 0x00}
+	condTooLittle             = cond{keyIllegalRequest, 0x0e, 0x03} // INVALID FIELD IN COMMAND INFORMATION UNIT
+	condListLength            = cond{keyIllegalRequest, 0x1a, 0x00} // PARAMETER LIST LENGTH ERROR
+	condOpcode                = cond{keyIllegalRequest, 0x20, 0x00}
+	condLBARange              = cond{keyIllegalRequest, 0x21, 0x00}
+	condCDBField              = cond{keyIllegalRequest, 0x24, 0x00}
+	condNoLUN                 = cond{keyIllegalRequest, 0x25, 0x00}
+	condListField             = cond{keyIllegalRequest, 0x26, 0x00}
+	condNoSavedPages          = cond{keyIllegalRequest, 0x39, 0x00}
+	condRemovalPrevented      = cond{keyIllegalRequest, 0x53, 0x02} // MEDIUM REMOVAL PREVENTED
+	condWriteProtected        = cond{keyDataProtect, 0x27, 0x00}
+	condSoftwareProtected     = cond{keyDataProtect, 0x27, 0x02} // LOGICAL UNIT SOFTWARE WRITE PROTECTED
+	condSpace                 = cond{keyDataProtect, 0x27, 0x07} // SPACE ALLOCATION FAILED WRITE PROTECT
+	condMiscompare            = cond{keyMiscompare, 0x1d, 0x00}
+	condPowerOn               = cond{keyUnitAttention, 0x29, 0x00}
+	condReset                 = cond{keyUnitAttention, 0x29, 0x03} // BUS DEVICE RESET FUNCTION OCCURRED
+	condMediumChanged         = cond{keyUnitAttention, 0x28, 0x00} // NOT READY TO READY CHANGE
+	condModeChanged           = cond{keyUnitAttention, 0x2a, 0x01} // MODE PARAMETERS CHANGED
+	noField               int = -1
 )
 
 // senseLen is the size in octets of fixed format sense data.

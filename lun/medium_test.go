@@ -1,0 +1,116 @@
+package lun
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/backendtest"
+)
+
+const (
+	eject   = "1b 00 0000 02 00"
+	load    = "1b 00 0000 03 00"
+	prevent = "1e 00 0000 01 00"
+	allow   = "1e 00 0000 00 00"
+)
+
+// SBC-3, section 5.25: without a medium, what needs one fails for everybody,
+// and who has not loaded it hears that it is there again.
+func TestEject(t *testing.T) {
+	r := newRig(t, setup{info: volatile, opt: Options{Removable: true}})
+	other := r.login()
+	tur := func(n *Nexus) result { return do(n, &r.c, [8]byte{}, "00", nil, all) }
+	r.good(extentCDB(0x2a, 0, 0, 1), pattern(512, 1))
+	r.good(eject, nil)
+	if n := r.store.Calls(backendtest.Sync); n != 1 {
+		t.Errorf("%d syncs, want 1", n)
+	}
+	for _, n := range []*Nexus{r.nexus, other} {
+		for _, row := range rowsFor(r.unit) {
+			if row.op == 0x1b {
+				continue
+			}
+			res := doCDB(n, &r.c, [8]byte{}, rowCDB(row), make([]byte, 512), all)
+			if row.flags&medium != 0 {
+				wantSense(t, res, 0x2, 0x3a, 0x02) // MEDIUM NOT PRESENT - TRAY OPEN
+			} else {
+				wantGood(t, row.name, res)
+			}
+		}
+	}
+	wantOctets(t, r.good("03 00 0000 ff 00", nil), unhex("70 00 02 00000000 0a 00000000 3a 02 00 000000"))
+	r.good(eject, nil)                                            // twice is no different
+	wantSense(t, r.run("1b 00 0000 01 00", nil), 0x2, 0x3a, 0x02) // START without LOEJ loads nothing
+	wantSense(t, r.run("1b 00 0000 00 00", nil), 0x2, 0x3a, 0x02)
+	r.nexus.ResetUnit([8]byte{}) // is no load either
+	wantSense(t, tur(other), 0x6, 0x29, 0x03)
+	wantSense(t, tur(other), 0x2, 0x3a, 0x02)
+
+	r.good(load, nil)
+	wantGood(t, "who loaded it", tur(r.nexus))
+	wantSense(t, tur(other), 0x6, 0x28, 0x00) // NOT READY TO READY CHANGE
+	wantGood(t, "who did not", tur(other))
+	r.good(load, nil)
+	wantGood(t, "nothing was loaded", tur(other))
+	wantOctets(t, r.good(extentCDB(0x28, 0, 0, 1), nil), pattern(512, 1))
+
+	r.store.Fail(backendtest.Sync, backend.ErrUnsynced)
+	wantSense(t, r.run(eject, nil), 0x4, 0x0c, 0x00)
+	wantGood(t, "it is still there", tur(r.nexus))
+}
+
+// A removable medium is stopped by its ejection only, and there are no power
+// conditions but active: with one in the CDB, START and LOEJ mean nothing.
+func TestRemovableWithoutEject(t *testing.T) {
+	r := newRig(t, setup{info: volatile, opt: Options{Removable: true}})
+	for _, b := range []int{0x00, 0x01, 0x04, 0x05} { // START, NO_FLUSH
+		r.good(fmt.Sprintf("1b 01 0000 %02x 00", b), nil)
+		r.good("00", nil)
+	}
+	for condition := 1; condition < 16; condition++ {
+		r.good(fmt.Sprintf("1b 00 0000 %x2 00", condition), nil)
+		r.good("00", nil)
+	}
+}
+
+// SBC-3, section 5.15: removal is prevented as long as one nexus says so, until
+// a reset or the end of that nexus.
+func TestPreventRemoval(t *testing.T) {
+	r := newRig(t, setup{opt: Options{Removable: true}})
+	other := r.login()
+	on := func(n *Nexus, cdb string) result { return do(n, &r.c, [8]byte{}, cdb, nil, all) }
+	refused := func(why string) {
+		t.Helper()
+		t.Log(why)
+		for _, n := range []*Nexus{r.nexus, other} {
+			wantSense(t, on(n, eject), 0x5, 0x53, 0x02) // MEDIUM REMOVAL PREVENTED
+			wantGood(t, "TEST UNIT READY", on(n, "00"))
+		}
+	}
+	r.good(prevent, nil)
+	refused("one nexus prevents it")
+	wantGood(t, "PREVENT", on(other, prevent))
+	r.good(allow, nil)
+	refused("the other one still does")
+	wantGood(t, "ALLOW", on(other, allow))
+	r.good(eject, nil)
+
+	r.good(prevent, nil)
+	wantSense(t, r.run(load, nil), 0x5, 0x53, 0x02)
+	r.good(allow, nil)
+	r.good(load, nil)
+
+	wantSense(t, on(other, prevent), 0x6, 0x28, 0x00)
+	wantGood(t, "PREVENT", on(other, prevent))
+	other.Close()
+	r.good(eject, nil)
+	r.good(load, nil)
+
+	r.good(prevent, nil)
+	r.nexus.ResetUnit([8]byte{})
+	r.good(eject, nil)
+
+	fixed := newRig(t, setup{})
+	wantSense(t, fixed.run(prevent, nil), 0x5, 0x20, 0x00)
+}
