@@ -12,13 +12,16 @@ import (
 // Config is a whole configuration. The key tag is the name of a field in the
 // file; a field with a default has it when Load returns.
 type Config struct {
-	Portals  []Portal `key:"portals"`
-	Targets  []Target `key:"targets"`
-	Limits   Limits   `key:"limits"`
-	MPA      MPA      `key:"mpa"`
-	StateDir string   `key:"state_dir"` // holds the identities of the LUNs; empty: they last as long as the process
-	Debug    Debug    `key:"debug"`
-	Log      Log      `key:"log"`
+	Portals []Portal `key:"portals"`
+	Targets []Target `key:"targets"`
+	Limits  Limits   `key:"limits"`
+	MPA     MPA      `key:"mpa"`
+
+	DiscoveryAuth Auth `key:"discovery_auth"` // before discovery
+
+	StateDir string `key:"state_dir"` // holds the identities of the LUNs; empty: they last as long as the process
+	Debug    Debug  `key:"debug"`
+	Log      Log    `key:"log"`
 }
 
 // A Portal is an address to listen on.
@@ -32,7 +35,15 @@ type Target struct {
 	Name       string   `key:"name"`       // iSCSI name, normalised
 	Alias      string   `key:"alias"`      // TargetAlias; may be empty
 	Initiators []string `key:"initiators"` // security.Patterns: who may log in
-	LUNs       []LUN    `key:"luns"`
+	Auth       Auth     `key:"auth"`
+	Redirect   Redirect `key:"redirect"`
+	LUNs       []LUN    `key:"luns"` // not needed with Redirect
+}
+
+// A Redirect sends initiators elsewhere. Its zero value does not.
+type Redirect struct {
+	To        string `key:"to"` // host:port
+	Permanent bool   `key:"permanent"`
 }
 
 // A LUN is a logical unit and the backend it lies on. Which fields a backend

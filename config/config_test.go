@@ -65,11 +65,20 @@ func TestDefault(t *testing.T) {
 
 func TestExamples(t *testing.T) {
 	files, err := filepath.Glob("../examples/*.yaml")
-	if err != nil || len(files) < 5 {
+	if err != nil || len(files) < 6 {
 		t.Fatalf("%q, %v", files, err)
 	}
 	for _, f := range files {
-		if _, err := Load(f); err != nil {
+		_, err := Load(f)
+		if filepath.Base(f) == "chap.yaml" { // all that is missing are the secrets
+			file := func(key, name string) string {
+				return f + ": " + key + ".secret_file: /etc/iser-target/" + name + ".secret: no such file or directory"
+			}
+			wantErrors(t, err, []string{
+				file("targets[0].auth.users[0]", "host1"), file("targets[0].auth.users[1]", "host2"), file("targets[0].auth.mutual", "target"),
+				file("discovery_auth.users[0]", "discovery"),
+			})
+		} else if err != nil {
 			t.Error(err)
 		}
 	}
@@ -113,6 +122,7 @@ func TestNamesAreNormalised(t *testing.T) {
 func TestErrors(t *testing.T) {
 	const lun = "{id: 0, backend: memory, size: 1GiB}"
 	luns := func(s string) [2]string { return [2]string{lun, s} }
+	auth := func(s string) [2]string { return [2]string{"initiators:", "auth: {" + s + "}\n    initiators:"} }
 	for _, tc := range []struct {
 		name string
 		edit [2]string // old, new; old empty: new is appended
@@ -172,6 +182,31 @@ func TestErrors(t *testing.T) {
 		{"no initiators", [2]string{`initiators: ["*"]`, "alias: a"}, []string{`f: targets[0].initiators: is required: who may log in; initiators: ["*"] admits anybody`}},
 		{"empty initiators", [2]string{`["*"]`, "[]"}, []string{`f: targets[0].initiators: is required`}},
 		{"bad initiators", [2]string{`["*"]`, `["*", host, ""]`}, []string{"f: targets[0].initiators[1]: iSCSI name", "f: targets[0].initiators[2]: pattern is empty"}},
+		// Authentication.
+		{"method missing", auth("users: [{name: a, secret: aaaaaaaaaaaa}]"), []string{"f: targets[0].auth.method: is required: chap or none"}},
+		{"method unknown", auth("method: CHAP"), []string{`f: targets[0].auth.method: must be chap or none, not "CHAP"`}},
+		{"no user", auth("method: chap"), []string{"f: targets[0].auth.users: is required"}},
+		{"no user for discovery", [2]string{"", "discovery_auth: {method: chap}"}, []string{"f: discovery_auth.users: is required"}},
+		{"algorithm unknown", auth("method: none, algorithms: [md5, md4]"), []string{`f: targets[0].auth.algorithms: "md4" is none of sha3-256, sha256, sha1, md5`}},
+		{"no name, no secret", auth("method: chap, users: [{initiator: \"*\"}], mutual: {name: t}"), []string{
+			"f: targets[0].auth.users[0].name: is required", "f: targets[0].auth.users[0].secret: is required, or secret_file", "f: targets[0].auth.mutual.secret: is required, or secret_file"}},
+		{"no mutual name", auth("method: chap, users: [{name: a, secret: aaaaaaaaaaaa, mutual: {secret: bbbbbbbbbbbb}}]"), []string{"f: targets[0].auth.users[0].mutual.name: is required"}},
+		{"long name", auth("method: chap, users: [{name: " + strings.Repeat("n", 256) + ", secret: aaaaaaaaaaaa}]"), []string{"f: targets[0].auth.users[0].name: must be at most 255 octets"}},
+		{"same user", auth("method: chap, users: [{name: a, secret: aaaaaaaaaaaa}, {name: a, secret: bbbbbbbbbbbb}]"), []string{`f: targets[0].auth.users[1].name: "a" is the name of targets[0].auth.users[0]`}},
+		{"bad initiator", auth("method: chap, users: [{name: a, secret: aaaaaaaaaaaa, initiator: host}]"), []string{"f: targets[0].auth.users[0].initiator: iSCSI name"}},
+		{"SEC-3723.2.4.1-3 short secret", auth("method: chap, users: [{name: a, secret: 0123456789a}], mutual: {name: t, secret: \"0x00\"}"), []string{
+			"f: targets[0].auth.mutual.secret: secret has 1 octets", "f: targets[0].auth.users[0].secret: secret has 11 octets, less than 12 (96 bits)"}},
+		{"SEC-7143.9.2.1-5 half an octet", auth("method: chap, users: [{name: a, secret: 0x00112233445566778899aabbc}]"), []string{"f: targets[0].auth.users[0].secret: secret begins with 0x, but"}},
+		{"secret is a number", auth("method: chap, users: [{name: a, secret: 123456789012}]"), []string{"f: targets[0].auth.users[0].secret: must be a string; what looks like a number goes in quotes"}},
+		{"SEC-7143.9.2.1-6 same secret in both directions", auth("method: chap, users: [{name: a, secret: aaaaaaaaaaaa}], mutual: {name: t, secret: aaaaaaaaaaaa}"), []string{
+			"f: targets[0].auth.mutual: has the secret of targets[0].auth.users[0]: initiators and target must have different ones"}},
+		{"SEC-7143.9.2.1-6 in different places", [2]string{lun, lun + "\n    auth: {method: chap, users: [{name: a, secret: aaaaaaaaaaaa}]}\ndiscovery_auth: {method: chap, users: [{name: d, secret: dddddddddddd, mutual: {name: t, secret: \"0x616161616161616161616161\"}}]}"}, []string{
+			"f: discovery_auth.users[0].mutual: has the secret of targets[0].auth.users[0]"}},
+		{"secret and secret_file", auth("method: chap, users: [{name: a, secret: aaaaaaaaaaaa, secret_file: /nowhere}]"), []string{"f: targets[0].auth.users[0].secret_file: is there beside secret"}},
+		{"no secret_file", auth("method: chap, users: [{name: a, secret_file: /nowhere/a}]"), []string{"f: targets[0].auth.users[0].secret_file: /nowhere/a: no such file or directory"}},
+		{"redirect without address", [2]string{"initiators:", "redirect: {permanent: true}\n    initiators:"}, []string{"f: targets[0].redirect.to: is required"}},
+		{"redirect nowhere", [2]string{"initiators:", "redirect: {to: 0.0.0.0:3260}\n    initiators:"}, []string{`f: targets[0].redirect.to: "0.0.0.0:3260" is an address that nobody can reach`}},
+		{"redirect to itself", [2]string{"initiators:", "redirect: {to: 127.0.0.1:3260}\n    initiators:"}, []string{`f: targets[0].redirect.to: "127.0.0.1:3260" is portals[0]`}},
 		// LUNs.
 		{"no LUN", [2]string{"luns:\n      - " + lun, "luns: []"}, []string{"f: targets[0].luns: is required"}},
 		{"LUN is null", luns(""), []string{"f: targets[0].luns[0]: must be a map"}},
@@ -349,7 +384,7 @@ func TestReference(t *testing.T) {
 				f = f.Elem()
 			}
 			if f.Kind() == reflect.Struct {
-				if !strings.Contains(doc, "## "+key) && !strings.Contains(doc, "]."+key+"\n") {
+				if !strings.Contains(doc, "## "+key) && !strings.Contains(doc, "."+key+"\n") {
 					t.Errorf("docs/config.md has no section on %s", key)
 				}
 				walk(f)
@@ -376,6 +411,8 @@ func FuzzLoad(f *testing.F) {
 	f.Add(defaultYAML)
 	f.Add([]byte("portals: [{listen: \"[::1]:1\", advertise: [a:1]}]\nlimits: {nop_interval: 1h}\n"))
 	f.Add([]byte("a: &a [*a]\n---\n"))
+	f.Add([]byte(good + "    auth: {method: chap, algorithms: [md5], users: [{name: a, secret: aaaaaaaaaaaa, initiator: \"*\", mutual: {name: t, secret: tttttttttttt}}]}\n" +
+		"    redirect: {to: a:1, permanent: true}\ndiscovery_auth: {method: chap, users: [{name: a, secret_file: /dev/null}]}\n"))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		c, err := load("f", b)
 		if (c == nil) == (err == nil) {
@@ -383,6 +420,14 @@ func FuzzLoad(f *testing.F) {
 		}
 		if err == nil && c.Validate() != nil {
 			t.Fatalf("loaded, but %v", c.Validate())
+		}
+		if err != nil {
+			return
+		}
+		for _, auth := range []Auth{c.DiscoveryAuth, c.Targets[0].Auth} {
+			if chap, err := auth.CHAP(); err != nil || (chap != nil) != (auth.Method == "chap") {
+				t.Fatalf("loaded, but %v, %v", chap, err)
+			}
 		}
 	})
 }

@@ -9,6 +9,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/iser-target/iser-target/security"
 )
 
 // An Error is one thing that is wrong with one key.
@@ -51,6 +53,9 @@ func (d *decoder) decode(path string, in any, v reflect.Value) {
 		return
 	case Switch:
 		d.scalar(path, in, "on or off", parseSwitch, v)
+		return
+	case security.Secret:
+		d.secret(path, in, v)
 		return
 	}
 	switch v.Kind() {
@@ -107,6 +112,21 @@ func (d *decoder) scalar(path string, in any, want string, parse func(string) (a
 		return
 	}
 	v.Set(reflect.ValueOf(out))
+}
+
+// secret decodes a secret. Its errors do not say what is there.
+func (d *decoder) secret(path string, in any, v reflect.Value) {
+	s, ok := in.(string)
+	if !ok {
+		d.errs.addf(path, "must be a string; what looks like a number goes in quotes")
+		return
+	}
+	secret, err := security.ParseSecret(s)
+	if err != nil {
+		d.errs.addf(path, "%v", err)
+		return
+	}
+	v.Set(reflect.ValueOf(secret))
 }
 
 func parseSwitch(s string) (any, error) {

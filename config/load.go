@@ -40,7 +40,18 @@ func Load(path string) (*Config, error) {
 	if len(b) > maxFile {
 		return nil, &Error{Source: path, Reason: fmt.Sprintf("is larger than %v", Size(maxFile))}
 	}
-	return load(path, b)
+	c, err := load(path, b)
+	if err != nil {
+		return nil, err
+	}
+	fi, err := f.Stat()
+	if err == nil {
+		err = c.checkFileMode(fi)
+	}
+	if err != nil {
+		return nil, &Error{Source: path, Reason: reasonOf(err)}
+	}
+	return c, nil
 }
 
 // Default returns the configuration that is used when there is no file: one
@@ -77,6 +88,13 @@ func load(source string, file []byte) (*Config, error) {
 	// What could not be decoded would be reported as missing, too: only the
 	// parts that were are checked.
 	c.complete(security.NormalizeName)
+	for _, e := range c.readSecrets() {
+		if name, ok := names[e.Key]; ok {
+			envErrs = append(envErrs, &Error{Key: name, Reason: e.Reason})
+		} else {
+			fromFile.errs = append(fromFile.errs, e)
+		}
+	}
 	errs := fromFile.errs
 	for _, e := range c.check() {
 		switch name, ok := names[e.Key]; {
@@ -154,7 +172,7 @@ func EnvNames() map[string]string {
 			switch f := t.Field(i).Type; {
 			case f.Kind() == reflect.Struct:
 				walk(join(path, key), f)
-			case f.Kind() != reflect.Slice:
+			case f.Kind() != reflect.Slice && f != reflect.TypeFor[security.Secret](): // the environment is no place for secrets
 				key := join(path, key)
 				names[envPrefix+"_"+strings.ToUpper(strings.ReplaceAll(key, ".", "_"))] = key
 			}

@@ -52,6 +52,8 @@ func (c *Config) check() errorList {
 	var errs errorList
 	c.checkPortals(&errs)
 	c.checkTargets(&errs)
+	c.checkSecrets(&errs)
+	c.DiscoveryAuth.check("discovery_auth", &errs)
 	c.Limits.check(&errs)
 	if c.StateDir == "" {
 		for i, t := range c.Targets {
@@ -135,7 +137,9 @@ func (c *Config) checkTargets(errs *errorList) {
 				errs.addf(index(key+".initiators", j), "%v", err)
 			}
 		}
-		if len(t.LUNs) == 0 {
+		t.Auth.check(key+".auth", errs)
+		c.checkRedirect(key+".redirect", &t.Redirect, errs)
+		if len(t.LUNs) == 0 && t.Redirect.To == "" {
 			errs.addf(key+".luns", "is required: at least one LUN")
 		}
 		ids := map[int]string{}
@@ -163,6 +167,25 @@ func (c *Config) checkTargets(errs *errorList) {
 				errs.addf(key+".path", "%q is the path of %s", l.Path, first)
 			} else {
 				paths[path] = key
+			}
+		}
+	}
+}
+
+func (c *Config) checkRedirect(key string, r *Redirect, errs *errorList) {
+	if *r == (Redirect{}) {
+		return
+	}
+	to, reason := parseAddress(r.To, false)
+	if reason != "" {
+		errs.addf(key+".to", "%s", reason)
+		return
+	}
+	for i, p := range c.Portals {
+		for _, a := range append([]string{p.Listen}, p.Advertise...) {
+			if own, reason := parseAddress(a, true); reason == "" && own == to {
+				errs.addf(key+".to", "%q is portals[%d], which would send the initiator there again", r.To, i)
+				return
 			}
 		}
 	}

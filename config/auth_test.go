@@ -1,0 +1,201 @@
+package config
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/iser-target/iser-target/security"
+)
+
+// write makes a file of a mode and returns its path.
+func write(t *testing.T, name, content string, mode os.FileMode) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), name)
+	if err := os.WriteFile(path, []byte(content), mode); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(path, mode); err != nil { // whatever the umask
+		t.Fatal(err)
+	}
+	return path
+}
+
+// secured is good with authentication of the target; "%" stands for the keys of
+// auth.
+const secured = good + "    auth: {%}\n"
+
+func TestCHAP(t *testing.T) {
+	file := write(t, "a", "0x00112233445566778899aabbccddeeff\n", 0o600)
+	c, err := load("f", []byte(strings.Replace(secured, "%", `method: chap, algorithms: [sha256, md5], mutual: {name: t, secret: tttttttttttt},
+      users: [{name: a, secret_file: `+file+`, initiator: "iqn.1993-08.org.debian:*"}, {name: b, secret: bbbbbbbbbbbb, mutual: {name: u, secret: uuuuuuuuuuuu}}]`, 1)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	chap, err := c.Targets[0].Auth.CHAP()
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, _ := chap.Choose([]security.CHAPAlgorithm{5, 6, 7, 8})
+	if a != security.CHAPSHA256 {
+		t.Errorf("algorithm %d", a)
+	}
+	ch := security.NewCHAPChallenge(a)
+	for _, tc := range []struct{ user, secret, initiator, target string }{
+		{"a", "\x00\x11\x22\x33\x44\x55\x66\x77\x88\x99\xaa\xbb\xcc\xdd\xee\xff", "iqn.1993-08.org.debian:x", "t"},
+		{"b", "bbbbbbbbbbbb", "iqn.2001-04.com.example", "u"},
+		{"a", "bbbbbbbbbbbb", "iqn.1993-08.org.debian:x", ""},
+		{"a", "\x00\x11\x22\x33\x44\x55\x66\x77\x88\x99\xaa\xbb\xcc\xdd\xee\xff", "iqn.2001-04.com.example", ""},
+	} {
+		id, err := chap.Authenticate(ch, tc.user, ch.Response(security.Secret(tc.secret)), tc.initiator)
+		if id.Name != tc.target || (err == nil) != (tc.target != "") {
+			t.Errorf("%q: %v, %v", tc.user, id, err)
+		}
+	}
+	for _, auth := range []Auth{{}, {Method: "none"}, c.DiscoveryAuth} {
+		if chap, err := auth.CHAP(); chap != nil || err != nil {
+			t.Errorf("%+v: %v, %v", auth, chap, err)
+		}
+	}
+	if _, err := (&Auth{Method: "chap", Users: []User{{Name: "a"}}}).CHAP(); err == nil {
+		t.Error("user without secret")
+	}
+
+	// SEC-3723.5.8-2: no secret shows.
+	var out bytes.Buffer
+	fmt.Fprintf(&out, "%v %+v %#v", *c, *c, *c)
+	if err := json.NewEncoder(&out).Encode(c); err != nil {
+		t.Error(err)
+	}
+	for _, s := range []string{"bbbbbbbb", "tttttttt", "00112233", "\x00\x11"} {
+		if strings.Contains(out.String(), s) {
+			t.Errorf("%q shows in %s", s, out.String())
+		}
+	}
+}
+
+// SEC-3723.5.8-2, SEC-7143.9.2.1-2: files with secrets.
+func TestSecretFiles(t *testing.T) {
+	dir := t.TempDir()
+	fifo := filepath.Join(dir, "fifo")
+	if err := syscall.Mkfifo(fifo, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for path, reason := range map[string]string{
+		write(t, "s", "aaaaaaaaaaaa", 0o600):                        "",
+		write(t, "s", "aaaaaaaaaaaa\n", 0o400):                      "",
+		write(t, "s", "aaaaaaaaaaaa\r\n", 0o600):                    "",
+		write(t, "s", "0x"+strings.Repeat("00", 256)+"\r\n", 0o600): "",
+		write(t, "s", "aaaaaaaaaaaa", 0o640):                        "its mode is 0640; it must be 0600 or less",
+		write(t, "s", "aaaaaaaaaaaa", 0o604):                        "its mode is 0604",
+		write(t, "s", "aaaaaaaaaaa\n", 0o600):                       "secret has 11 octets",
+		write(t, "s", "", 0o600):                                    "secret has 0 octets",
+		write(t, "s", "aaaaaaaaaaaa\nbbbbbbbbbbbb\n", 0o600):        "more than one line",
+		write(t, "s", strings.Repeat("a", 100000), 0o600):           "larger than 516 octets",
+		write(t, "s", "0x"+strings.Repeat("00", 257), 0o600):        "secret has 257 octets",
+		dir:                           "no regular file",
+		fifo:                          "no regular file",
+		filepath.Join(dir, "missing"): "no such file",
+	} {
+		_, err := load("f", []byte(strings.Replace(secured, "%", "method: chap, users: [{name: a, secret_file: "+path+"}]", 1)))
+		if reason == "" {
+			if err != nil {
+				t.Error(err)
+			}
+			continue
+		}
+		wantErrors(t, err, []string{reason})
+		if s := err.Error(); !strings.HasPrefix(s, "f: targets[0].auth.users[0].secret_file: "+path+": ") || strings.Contains(s, "aaaa") {
+			t.Error(s)
+		}
+	}
+}
+
+// SEC-3723.5.8-2: a configuration that has secrets itself is for its owner only.
+func TestFileWithSecrets(t *testing.T) {
+	inline := strings.Replace(secured, "%", "method: chap, users: [{name: a, secret: aaaaaaaaaaaa}]", 1)
+	for mode, ok := range map[os.FileMode]bool{0o600: true, 0o400: true, 0o640: false, 0o644: false} {
+		path := write(t, "c.yaml", inline, mode)
+		if _, err := Load(path); (err == nil) != ok || !ok && !strings.HasPrefix(err.Error(), path+": has secrets, but its mode is 0") {
+			t.Errorf("mode %o: %v", mode, err)
+		}
+	}
+	file := write(t, "a", "aaaaaaaaaaaa", 0o600)
+	if _, err := Load(write(t, "c.yaml", strings.Replace(secured, "%", "method: chap, users: [{name: a, secret_file: "+file+"}]", 1), 0o644)); err != nil {
+		t.Error(err)
+	}
+}
+
+// The environment can name files with secrets, and has no secrets.
+func TestDiscoveryAuthEnvironment(t *testing.T) {
+	const discovery = good + "discovery_auth: {method: none, users: [{name: a, secret_file: %}]}\n"
+	in := []byte(strings.Replace(discovery, "%", write(t, "a", "aaaaaaaaaaaa", 0o600), 1))
+	t.Setenv("ISER_TARGET_DISCOVERY_AUTH_METHOD", "chap")
+	t.Setenv("ISER_TARGET_DISCOVERY_AUTH_MUTUAL_NAME", "t")
+	t.Setenv("ISER_TARGET_DISCOVERY_AUTH_MUTUAL_SECRET_FILE", write(t, "t", "tttttttttttt", 0o600))
+	c, err := load("f", in)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if chap, err := c.DiscoveryAuth.CHAP(); chap == nil || err != nil || c.DiscoveryAuth.Mutual.Secret != "tttttttttttt" {
+		t.Error(chap, err)
+	}
+	t.Setenv("ISER_TARGET_DISCOVERY_AUTH_MUTUAL_SECRET_FILE", "/nowhere/t")
+	t.Setenv("ISER_TARGET_DISCOVERY_AUTH_MUTUAL_SECRET", "tttttttttttt")
+	_, err = load("f", in)
+	wantErrors(t, err, []string{
+		"environment: ISER_TARGET_DISCOVERY_AUTH_MUTUAL_SECRET: unknown variable",
+		"environment: ISER_TARGET_DISCOVERY_AUTH_MUTUAL_SECRET_FILE: /nowhere/t: no such file",
+	})
+}
+
+// ISCSI-9-1, SEC-7143.9.2.1-11.
+func TestWarnings(t *testing.T) {
+	const chap = "method: chap, users: [{name: a, secret: aaaaaaaaaaaa}"
+	for _, tc := range []struct{ listen, auth, more, want string }{
+		{"127.0.0.1:3260", "", "", ""},
+		{`"[::1]:3260"`, "", "", ""},
+		{"localhost:3260", "", "", ""},
+		{"0.0.0.0:3260", "", "", "targets[0].auth: no authentication: whoever reaches portals[0], 0.0.0.0:3260,"},
+		{`":3260"`, "", "", "targets[0].auth: no authentication"},
+		{"storage.example.com:3260", "method: none", "", "targets[0].auth: no authentication"},
+		{"127.0.0.1:3260\n  - listen: 192.0.2.1:3260", "", "", "whoever reaches portals[1], 192.0.2.1:3260,"},
+		{"192.0.2.1:3260", chap + "]", "", ""},
+		{"192.0.2.1:3260", "", "    redirect: {to: 192.0.2.2:3260}", ""},
+		{"192.0.2.1:3260", chap + ", {name: b, secret: aaaaaaaaaaaa}]", "", "targets[0].auth.users[1]: has the secret of targets[0].auth.users[0]"},
+		{"192.0.2.1:3260", chap + "]", "discovery_auth: {" + chap + "]}", ""}, // one initiator
+		{"192.0.2.1:3260", chap + "]", "discovery_auth: {method: chap, users: [{name: b, secret: aaaaaaaaaaaa}]}", "discovery_auth.users[0]: has the secret of targets[0].auth.users[0]"},
+	} {
+		in := strings.Replace(strings.Replace(secured, "127.0.0.1:3260", tc.listen, 1), "%", tc.auth, 1) + tc.more
+		c, err := load("f", []byte(in))
+		if err != nil {
+			t.Errorf("%v in\n%s", err, in)
+			continue
+		}
+		got := c.Warnings()
+		if tc.want == "" && len(got) > 0 || tc.want != "" && (len(got) != 1 || !strings.Contains(got[0], tc.want)) {
+			t.Errorf("%q, want %q", got, tc.want)
+		}
+		if slices.ContainsFunc(got, func(s string) bool { return strings.Contains(s, "aaaa") }) {
+			t.Errorf("secret in %q", got)
+		}
+	}
+}
+
+// A target that has moved needs no LUNs.
+func TestRedirect(t *testing.T) {
+	in := good[:strings.Index(good, "    luns")] + "    redirect: {to: \"[2001:db8::1]:3260\", permanent: true}\n"
+	c, err := load("f", []byte(in))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r := c.Targets[0].Redirect; r != (Redirect{"[2001:db8::1]:3260", true}) || len(c.Targets[0].LUNs) != 0 {
+		t.Errorf("%+v", c.Targets[0])
+	}
+}
