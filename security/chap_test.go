@@ -53,7 +53,7 @@ func TestParseSecret(t *testing.T) {
 	for in, want := range map[string]Secret{
 		"0123456789ab":                       "0123456789ab",
 		"0x00112233445566778899aabbccddeeff": "\x00\x11\x22\x33\x44\x55\x66\x77\x88\x99\xaa\xbb\xcc\xdd\xee\xff",
-		"0X1234567890abcdef":                 "0X1234567890abcdef", // open-iscsi takes this for text, too
+		"0X1234567890abcdef":                 "0X1234567890abcdef", // text
 		strings.Repeat("s", MaxSecret):       Secret(strings.Repeat("s", MaxSecret)),
 		"0x" + strings.Repeat("00", 256):     Secret(strings.Repeat("\x00", 256)),
 	} {
