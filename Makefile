@@ -57,6 +57,10 @@ unit: ## tests without a virtual machine
 interop: ## tests against the Linux initiator in a virtual machine; says why it skips one
 	$(GO) test -v -count 1 -timeout $(INTEROP_TIMEOUT) $(INTEROP)
 
+.PHONY: conformance
+conformance: ## libiscsi's suite over iSCSI/TCP; writes docs/conformance.md
+	$(GO) test -v -count 1 ./tests/conformance -update
+
 .PHONY: bench
 bench: ## benchmarks
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem $(BENCH_PACKAGES)

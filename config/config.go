@@ -6,6 +6,7 @@ package config
 import (
 	_ "embed"
 	"log/slog"
+	"slices"
 	"time"
 )
 
@@ -28,6 +29,13 @@ type Config struct {
 type Portal struct {
 	Listen    string   `key:"listen"`    // host:port; without host: all addresses; port 0: one that is free
 	Advertise []string `key:"advertise"` // host:port; what discovery answers instead of the accepted address
+	// Transports is what initiators may speak: iser, tcp; empty: both.
+	Transports []string `key:"transports"`
+}
+
+// Serves tells whether initiators may speak this on the portal.
+func (p Portal) Serves(transport string) bool {
+	return len(p.Transports) == 0 || slices.Contains(p.Transports, transport)
 }
 
 // A Target is an iSCSI target node.

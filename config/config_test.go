@@ -161,6 +161,8 @@ func TestErrors(t *testing.T) {
 		{"empty", [2]string{good, ""}, []string{"f: portals: is required", "f: targets: is required"}},
 		// Portals.
 		{"no portal", [2]string{"portals:\n  - listen: 127.0.0.1:3260", "portals: []"}, []string{"f: portals: is required"}},
+		{"transports", [2]string{"listen: 127.0.0.1:3260", "listen: 127.0.0.1:3260\n    transports: [tcp, udp, tcp]"}, []string{
+			`f: portals[0].transports[1]: must be iser or tcp, not "udp"`, `f: portals[0].transports[2]: "tcp" is there twice`}},
 		{"no listen", [2]string{"listen: 127.0.0.1:3260", "advertise: []"}, []string{"f: portals[0].listen: is required"}},
 		{"no port", [2]string{"127.0.0.1:3260", "127.0.0.1"}, []string{`f: portals[0].listen: "127.0.0.1" is not host:port`}},
 		{"port 65536", [2]string{"127.0.0.1:3260", "127.0.0.1:65536"}, []string{"f: portals[0].listen: \"127.0.0.1:65536\" has no port from 1 to 65535"}},

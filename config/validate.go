@@ -29,6 +29,8 @@ var backends = map[string]backendKeys{
 	"gotgt":  {needs: []string{"path", "plugin"}, takes: []string{"options", "block_size"}, blockSize: true},
 }
 
+var transports = []string{"iser", "tcp"}
+
 const (
 	maxLUN   = 16383 // flat space addressing: SAM-5, section 4.7
 	maxAlias = 255   // octets of a value: RFC 7143, section 6.1
@@ -93,6 +95,14 @@ func (c *Config) checkPortals(errs *errorList) {
 			errs.addf(key+".listen", "%q is what %s listens on", p.Listen, first)
 		} else {
 			seen[addr] = key
+		}
+		for j, name := range p.Transports {
+			switch key := index(key+".transports", j); {
+			case !slices.Contains(transports, name):
+				errs.addf(key, "must be iser or tcp, not %q", name)
+			case slices.Contains(p.Transports[:j], name):
+				errs.addf(key, "%q is there twice", name)
+			}
 		}
 		advertised := map[address]bool{}
 		for j, a := range p.Advertise {

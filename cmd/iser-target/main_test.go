@@ -17,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
 )
 
@@ -249,6 +250,64 @@ targets:
 	}
 }
 
+// tcpLogin sends a Login Request over plain TCP and returns the status of the
+// answer, or an error if the connection ends without one.
+func tcpLogin(addr, target string) (pdu.LoginStatus, error) {
+	nc, err := net.Dial("tcp", addr)
+	if err != nil {
+		return 0, err
+	}
+	defer nc.Close()
+	nc.SetDeadline(time.Now().Add(20 * time.Second))
+	text := []byte("InitiatorName=iqn.2026-11.io.github.iser-target:initiator\x00TargetName=" + target + "\x00SessionType=Normal\x00")
+	bhs := pdu.BHS(pdu.LoginRequest{Transit: true, CSG: pdu.LoginOperationalNegotiation, NSG: pdu.FullFeaturePhase, ISID: [6]byte{0, 2, 0x3d}, CmdSN: 1}.Append(nil))
+	bhs.SetDataSegmentLength(len(text))
+	if _, err := nc.Write(append(bhs, append(text, make([]byte, pdu.Padded(len(text))-len(text))...)...)); err != nil {
+		return 0, err
+	}
+	var rsp [48]byte
+	if _, err := io.ReadFull(nc, rsp[:]); err != nil {
+		return 0, err
+	}
+	return pdu.ParseLoginResponse(rsp[:]).Status, nil
+}
+
+// One port serves both transports, and a portal can be restricted to one.
+func TestTransports(t *testing.T) {
+	p := start(t, "serve", "--config", write(t, "c.yaml", `
+state_dir: ""
+portals: [{listen: "127.0.0.1:0"}, {listen: "127.0.0.1:0", transports: [iser]}, {listen: "127.0.0.1:0", transports: [tcp]}]
+targets:
+  - name: iqn.2026-11.io.example:store
+    initiators: ["*"]
+    luns: [{id: 0, backend: memory, size: 1MiB}]
+`))
+	addrs := []string{p.addr, p.wait(t, `msg=serving portal=(\S+)`), p.wait(t, `msg=serving portal=(\S+)`)}
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	for i, serves := range []struct{ iser, tcp bool }{{true, true}, {true, false}, {false, true}} {
+		s, err := initiator.Login(ctx, addrs[i], initiator.Options{Target: "iqn.2026-11.io.example:store"})
+		if (err == nil) != serves.iser {
+			t.Errorf("portal %d: login over iser: %v", i, err)
+		}
+		if err == nil {
+			p.wait(t, `(msg=login transport=iser .*outcome=accepted)`)
+			s.Close()
+		} else {
+			p.wait(t, `(msg=login .*outcome=refused stage=portal .*the initiator speaks iser)`)
+		}
+		status, err := tcpLogin(addrs[i], "iqn.2026-11.io.example:store")
+		if (err == nil) != serves.tcp || status != 0 {
+			t.Errorf("portal %d: login over tcp: %v, status %v", i, err, status)
+		}
+		if serves.tcp {
+			p.wait(t, `(msg=login transport=tcp .*outcome=accepted)`)
+		} else {
+			p.wait(t, `(msg=login .*outcome=refused stage=portal .*the initiator speaks tcp)`)
+		}
+	}
+}
+
 // Every connection attempt leaves a line that says why it failed.
 func TestRefusalsAreLogged(t *testing.T) {
 	p := start(t, "serve", "--config", write(t, "c.yaml", `
@@ -259,19 +318,22 @@ targets:
     initiators: ["iqn.1993-08.org.debian:*"]
     luns: [{id: 0, backend: memory, size: 1MiB}]
 `))
-	send := func(b []byte) {
+	send := func(text string) {
 		nc, err := net.Dial("tcp", p.addr)
 		if err != nil {
 			t.Fatal(err)
 		}
 		defer nc.Close()
-		nc.Write(b)
+		nc.Write([]byte(text))
+		nc.(*net.TCPConn).CloseWrite()
 		io.Copy(io.Discard, nc)
 	}
-	send(append([]byte{0x43, 0x87}, make([]byte, 46)...))
-	p.wait(t, `(msg=login .*outcome=refused stage=mpa .*plain iSCSI over TCP is not served)`)
-	send([]byte("GET / HTTP/1.1\r\nHost: nobody\r\n\r\n"))
-	p.wait(t, `(msg=login .*outcome=refused stage=mpa .*not an MPA startup frame)`)
+	send("")
+	p.wait(t, `(msg=login .*outcome=refused stage="first octet" .*nothing was sent)`)
+	send("GET / HTTP/1.1\r\nHost: nobody\r\n\r\n")
+	p.wait(t, `(msg=login .*outcome=refused stage="first octet" .*neither an MPA Request)`)
+	send("MPA ID Rep Frame\x00\x01\x00\x00")
+	p.wait(t, `(msg=login .*outcome=refused stage=mpa .*MPA Reply where a Request is due)`)
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
 	for _, tt := range []struct{ target, want string }{

@@ -18,9 +18,9 @@ import (
 
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/tcp"
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma"
-	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/security"
 )
 
@@ -54,7 +54,8 @@ type server struct {
 
 type portal struct {
 	*iscsi.Portal
-	l net.Listener
+	l   net.Listener
+	cfg config.Portal
 }
 
 // newServer opens the stores and the listeners. Nothing is served yet, but
@@ -103,7 +104,7 @@ func (s *server) open() (err error) {
 		}
 		s.portals = append(s.portals, &portal{s.node.AddPortal(iscsi.PortalConfig{
 			Listen: l.Addr().String(), Advertise: pc.Advertise, TPGT: portalGroup,
-		}), l})
+		}), l, pc})
 	}
 	if addr := s.cfg.Debug.Listen; addr != "" {
 		if err := s.listenDebug(addr); err != nil {
@@ -211,22 +212,40 @@ func (s *server) serve(ctx context.Context, p *portal, nc net.Conn) {
 		nc.Close()
 		return
 	}
-	dm, err := iser.Accept(ctx, nc, iser.Options{RDMA: s.rdma})
+	dm, stage, err := s.mover(ctx, p, nc)
 	if err != nil {
-		if errors.Is(err, wire.ErrKey) {
-			err = fmt.Errorf("%w; plain iSCSI over TCP is not served, initiators have to use iser (iscsiadm -I iser)", err)
-		}
-		s.refused(nc, "mpa", err)
+		s.refused(nc, stage, err)
+		nc.Close()
 		return
 	}
 	defer dm.Close()
 	p.Serve(dm) // which logs the outcome
 }
 
+// mover finds out what the initiator speaks, which the portal has to allow, and
+// returns the datamover for it. The stage is where it failed.
+func (s *server) mover(ctx context.Context, p *portal, nc net.Conn) (dm iscsi.Datamover, stage string, err error) {
+	speaks, err := sniff(nc, s.cfg.Limits.LoginTimeout)
+	if err != nil {
+		return nil, "first octet", err
+	}
+	if !p.cfg.Serves(string(speaks)) {
+		return nil, "portal", fmt.Errorf("the initiator speaks %s, transports of the portal are %v", speaks, p.cfg.Transports)
+	}
+	if speaks == transportTCP {
+		return tcp.New(nc, tcp.Options{}), "", nil
+	}
+	c, err := iser.Accept(ctx, nc, iser.Options{RDMA: s.rdma})
+	if err != nil {
+		return nil, "mpa", err
+	}
+	return c, "", nil
+}
+
 // refused leaves the one line of a connection that did not get as far as
 // iSCSI login, in the form of the line about a login.
 func (s *server) refused(nc net.Conn, stage string, reason error) {
-	s.log.Warn("login", "transport", "iser", "remote", nc.RemoteAddr(), "local", nc.LocalAddr(), "outcome", "refused", "stage", stage, "reason", reason)
+	s.log.Warn("login", "remote", nc.RemoteAddr(), "local", nc.LocalAddr(), "outcome", "refused", "stage", stage, "reason", reason)
 }
 
 // invitation tells a newcomer what to type.
@@ -237,14 +256,15 @@ func (s *server) invitation() string {
 	fmt.Fprintf(&b, `Serving %s at %v: one memory disk, for this machine only.
 Without --config nothing is kept; see docs/config.md for a lasting set-up.
 
-A Linux initiator on this machine, as root:
+A Linux initiator on this machine, as root, over RDMA:
     modprobe siw && modprobe ib_iser && rdma link add siw0 type siw netdev lo
     iscsiadm -m discovery -t st -p %v -I iser
     iscsiadm -m node -T %s -p %v -I iser --login
-With libiscsi, over the same siw0:
-    ulimit -l unlimited
-    iscsi-ls -s iser://%v
+The same port serves iSCSI over plain TCP: leave out the first line and "-I iser".
+With libiscsi:
+    iscsi-ls -s iscsi://%v
+    ulimit -l unlimited; iscsi-ls -s iser://%v
 
-`, name, addr, addr, name, addr, addr)
+`, name, addr, addr, name, addr, addr, addr)
 	return b.String()
 }

@@ -1,0 +1,67 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// A transport is what an initiator speaks on a connection to a portal.
+type transport string
+
+const (
+	transportISER transport = "iser"
+	transportTCP  transport = "tcp"
+)
+
+const (
+	firstOfMPA   = 'M'  // of "MPA ID Req Frame" (RFC 5044, section 7.1.1)
+	loginRequest = 0x03 // opcode of a Login Request; the immediate bit is not looked at
+	opcodeMask   = 0x3f
+)
+
+// sniff waits for the first octet of a connection, leaves it there, and tells
+// by it what the initiator speaks.
+func sniff(nc net.Conn, timeout time.Duration) (transport, error) {
+	sc, ok := nc.(syscall.Conn)
+	if !ok {
+		return "", fmt.Errorf("%T is no socket", nc)
+	}
+	raw, err := sc.SyscallConn()
+	if err != nil {
+		return "", err
+	}
+	if err := nc.SetReadDeadline(time.Now().Add(timeout)); err != nil {
+		return "", err
+	}
+	var (
+		first [1]byte
+		n     int
+		perr  error
+	)
+	err = raw.Read(func(fd uintptr) bool {
+		n, _, perr = unix.Recvfrom(int(fd), first[:], unix.MSG_PEEK)
+		return perr != unix.EAGAIN && perr != unix.EINTR
+	})
+	if err = errors.Join(err, perr); err != nil {
+		return "", fmt.Errorf("waiting for the first octet: %w", err)
+	}
+	if n == 0 {
+		return "", fmt.Errorf("nothing was sent: %w", io.EOF)
+	}
+	if err := nc.SetReadDeadline(time.Time{}); err != nil {
+		return "", err
+	}
+	switch {
+	case first[0] == firstOfMPA:
+		return transportISER, nil
+	case first[0]&opcodeMask == loginRequest:
+		return transportTCP, nil
+	}
+	return "", fmt.Errorf("first octet %#02x begins neither an MPA Request nor an iSCSI Login Request", first[0])
+}
