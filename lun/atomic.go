@@ -99,7 +99,7 @@ func endWriteAtomic(u *Unit, c *Command) {
 		// What had room before has it again. If the store fails here too,
 		// there is nothing left to do, and the error says that the blocks
 		// cannot be relied on.
-		if u.store.WriteAt(old, pos) != nil {
+		if err != errSanitizing && u.store.WriteAt(old, pos) != nil {
 			c.fail(condWriteError)
 			return
 		}

@@ -33,10 +33,11 @@ const (
 	allData                         // of no use with a part of its data-out
 	atomicWrite                     // only where the store has atomic writes
 	removable                       // only where the medium can be removed
+	sanitizes                       // only where that is allowed; a sanitize that has failed is no obstacle
 )
 
 // optional are the flags of rows that some units do not have.
-const optional = thin | atomicWrite | removable
+const optional = thin | atomicWrite | removable | sanitizes
 
 const noSA = -1
 
@@ -62,6 +63,9 @@ var commands = []command{
 	{0x37, noSA, "READ DEFECT DATA(10)", medium, "\x00\x1f\x00\x00\x00\x00\xff\xff\x00", readDefectData10, nil, nil, nil},
 	{0x41, noSA, "WRITE SAME(10)", medium | writes | allData, "\x08\xff\xff\xff\xff\x1f\xff\xff\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
 	{0x42, noSA, "UNMAP", medium | writes | thin | allData, "\x00\x00\x00\x00\x00\x1f\xff\xff\x00", beginUnmap, consumeUnmap, nil, nil},
+	{0x48, 0x01, "SANITIZE OVERWRITE", medium | writes | sanitizes | allData, "\xbf\x00\x00\x00\x00\x00\xff\xff\x00", beginOverwrite, consumeOverwrite, nil, nil},
+	{0x48, 0x02, "SANITIZE BLOCK ERASE", medium | writes | sanitizes | thin, "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", noData, nil, nil, endBlockErase},
+	{0x48, 0x1f, "SANITIZE EXIT FAILURE MODE", sanitizes, "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", noData, nil, nil, endExitFailureMode},
 	{0x4d, noSA, "LOG SENSE", 0, "\x00\xff\xff\x00\xff\xff\xff\xff\x00", logSense, nil, nil, nil},
 	{0x55, noSA, "MODE SELECT(10)", allData, "\x10\x00\x00\x00\x00\x00\xff\xff\x00", beginModeSelect, consumeModeSelect, nil, nil},
 	{0x5a, noSA, "MODE SENSE(10)", 0, "\x18\xff\xff\x00\x00\x00\xff\xff\x00", modeSense, nil, nil, nil},

@@ -61,6 +61,8 @@ func FuzzCDB(f *testing.F) {
 	add(unhex("1e 00 0000 01 00"), "")
 	add(unhex("1b 00 0000 02 00"), "")
 	add(unhex("1b 00 0000 f3 00"), "")
+	add(unhex("48 01 0000000000 0008 00"), "02 00 0004 01020304")
+	add(unhex("48 82 0000000000 0000 00"), "")
 	add(unhex("4d 00 40 ff 00 0000 ffff 00"), "")
 	add(unhex("a3 2a 00000000 ffffffff 00 00"), "")
 	add(unhex("7f 00 00 00 00 00 00 18 00 0a"), "")

@@ -150,10 +150,14 @@ func appendBlockLimits(u *Unit, _ *Nexus, b []byte) []byte {
 }
 
 // appendCharacteristics is the Block Device Characteristics page (SBC-3,
-// section 6.6.2): nothing rotates.
-func appendCharacteristics(_ *Unit, _ *Nexus, b []byte) []byte {
+// section 6.6.2): nothing rotates, and after a block erase, zeros are read.
+func appendCharacteristics(u *Unit, _ *Nexus, b []byte) []byte {
+	const wabereq = 0x40 // WABEREQ 01b
 	p := make([]byte, 64)
 	p[5] = 1
+	if u.has&(sanitizes|thin) == sanitizes|thin {
+		p[7] = wabereq
+	}
 	return append(b, p[4:]...)
 }
 

@@ -121,6 +121,11 @@ func TestVPD(t *testing.T) {
 			00 b1 003c
 			0001                    # MEDIUM ROTATION RATE: does not rotate
 			00 00` + strings.Repeat("00", 56)},
+		{name: "b1 with SANITIZE", page: "b1", setup: setup{opt: Options{Sanitize: true}}, want: `
+			00 b1 003c
+			0001 00
+			40                      # WABEREQ 01b, WACEREQ 00b
+			` + strings.Repeat("00", 56)},
 		{name: "b2", page: "b2", want: `
 			00 b2 0004
 			00                      # THRESHOLD EXPONENT

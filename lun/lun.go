@@ -31,6 +31,7 @@ type Options struct {
 	ReadOnly     bool   // in addition to what the store says
 	WriteThrough bool   // every write is durable before its status, and no initiator can change that
 	Removable    bool   // the medium can be ejected and loaded
+	Sanitize     bool   // initiators may have the medium erased by SANITIZE
 	Vendor       string // T10 vendor identification, 8 characters; default ISERTGT
 	Product      string // 16 characters; default VIRTUAL-DISK
 	Revision     string // 4 characters; default 0001
@@ -51,6 +52,7 @@ type Unit struct {
 	stopped     atomic.Bool
 	ejected     atomic.Bool // set and reset with mu held
 	ranges      rangeLocks
+	sanitizer   sanitizer
 
 	mu   sync.Mutex
 	seen map[*itl]struct{} // guarded by mu: who is to hear of unit attentions
@@ -83,6 +85,7 @@ func New(s backend.Store, o Options) (*Unit, error) {
 		thin:        u.isThin(),
 		atomicWrite: info.AtomicWrite > 0,
 		removable:   o.Removable,
+		sanitizes:   o.Sanitize,
 	} {
 		if has {
 			u.has |= flag
@@ -100,8 +103,11 @@ func printable(s string) bool {
 	return true
 }
 
-// Close syncs and closes the store.
-func (u *Unit) Close() error { return u.store.Close() }
+// Close ends a sanitize, syncs and closes the store.
+func (u *Unit) Close() error {
+	u.sanitizer.close()
+	return u.store.Close()
+}
 
 // An Inventory is the logical units of one SCSI target device: what REPORT
 // LUNS lists.
@@ -372,8 +378,12 @@ func (n *Nexus) Begin(c *Command) bool {
 	if octet, bit, ok := row.reserved(c.CDB); !ok {
 		return c.failCDB(octet, bit)
 	}
+	if row.flags&absentLUN == 0 && c.unit.sanitizer.state.Load() == sanitizeRunning {
+		return c.failSense(c.unit.sanitizing())
+	}
 	if row.flags&medium != 0 {
-		if k := c.unit.readiness(); k != condNone {
+		k := c.unit.readiness()
+		if k != condNone && (k != condSanitizeFailed || row.flags&sanitizes == 0) {
 			return c.fail(k)
 		}
 	}

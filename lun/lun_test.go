@@ -35,7 +35,7 @@ type describedStore struct {
 func (s describedStore) Info() backend.Info { return s.info }
 
 // everything is the options of a unit that has all optional commands.
-var everything = Options{Removable: true}
+var everything = Options{Removable: true, Sanitize: true}
 
 // volatile makes a store one with a cache.
 func volatile(i *backend.Info) { i.VolatileCache = true }
@@ -362,6 +362,10 @@ func rowCDB(row *command) []byte {
 		cdb[4] = 1
 	case 0x41: // WRITE SAME(10)
 		cdb[8] = 1
+	case 0x48: // SANITIZE
+		if row.sa == 1 {
+			cdb[8] = 5
+		}
 	case 0x93, 0x9e: // WRITE SAME(16), READ CAPACITY(16)
 		cdb[13] = 1
 	case 0xa0, 0xa3: // REPORT LUNS, MAINTENANCE IN
@@ -372,6 +376,9 @@ func rowCDB(row *command) []byte {
 	}
 	return cdb
 }
+
+// rowData is data-out that goes with any rowCDB: for SANITIZE, one pass of zeros.
+var rowData = append(unhex("01 00 0001"), make([]byte, 508)...)
 
 // SAM-5, section 5.14: a unit attention comes before all other errors, once,
 // and INQUIRY, REPORT LUNS and REQUEST SENSE do not fail because of it.

@@ -7,6 +7,8 @@ func (u *Unit) readiness() cond {
 		return condNoMedium
 	case u.stopped.Load():
 		return condNotReadyStopped
+	case u.sanitizer.state.Load() == sanitizeFailed:
+		return condSanitizeFailed
 	}
 	return condNone
 }

@@ -332,6 +332,10 @@ func requestSense(u *Unit, c *Command) bool {
 		s.cond = condNoLUN
 	} else if k, ok := c.itl.takeAttention(); ok {
 		s.cond = k
+	} else if u.sanitizer.state.Load() == sanitizeRunning {
+		descType := s.descType
+		s = u.sanitizing()
+		s.descType = descType
 	} else {
 		s.cond = u.readiness()
 	}

@@ -92,17 +92,23 @@ func (u *Unit) write(p []byte, pos int64, durable bool) error {
 
 // Preconditions: the stripes of the range are held.
 func (u *Unit) writeLocked(p []byte, pos int64, durable bool) error {
+	if u.sanitizer.state.Load() == sanitizeRunning {
+		return errSanitizing
+	}
 	if u.writeThrough() || u.cached() && durable {
 		return u.store.WriteDurable(p, pos)
 	}
 	return u.store.WriteAt(p, pos)
 }
 
-// shared calls f for a range, with the same kept apart.
+// shared calls f, which changes a range, with the same kept apart.
 func (u *Unit) shared(pos, n int64, f func(pos, n int64) error) error {
 	s := stripesOf(pos, n)
 	u.ranges.share(s)
 	defer u.ranges.unshare(s)
+	if u.sanitizer.state.Load() == sanitizeRunning {
+		return errSanitizing
+	}
 	return f(pos, n)
 }
 
@@ -265,8 +271,7 @@ func (u *Unit) compare(c *Command, p []byte, pos int64, base uint64) bool {
 			for part[i] == want[i] {
 				i++
 			}
-			c.failSense(sense{cond: condMiscompare, field: noField, bit: noField, infoOK: true, info: uint32(base) + uint32(done+i)})
-			return false
+			return c.failSense(sense{cond: condMiscompare, field: noField, bit: noField, infoOK: true, info: uint32(base) + uint32(done+i)})
 		}
 		done += len(part)
 	}

@@ -31,8 +31,10 @@ type cond struct{ key, asc, ascq byte }
 
 var (
 	condNone                  = cond{keyNoSense, 0x00, 0x00}
-	condNotReadyStopped       = cond{keyNotReady, 0x04, 0x02} // INITIALIZING COMMAND REQUIRED
-	condNoMedium              = cond{keyNotReady, 0x3a, 0x02} // MEDIUM NOT PRESENT - TRAY OPEN
+	condNotReadyStopped       = cond{keyNotReady, 0x04, 0x02}    // INITIALIZING COMMAND REQUIRED
+	condSanitizing            = cond{keyNotReady, 0x04, 0x1b}    // SANITIZE IN PROGRESS
+	condSanitizeFailed        = cond{keyMediumError, 0x31, 0x03} // SANITIZE COMMAND FAILED
+	condNoMedium              = cond{keyNotReady, 0x3a, 0x02}    // MEDIUM NOT PRESENT - TRAY OPEN
 	condWriteError            = cond{keyMediumError, 0x0c, 0x00}
 	condReadError             = cond{keyMediumError, 0x11, 0x00} // UNRECOVERED READ ERROR
 	condUnsynced              = cond{keyHardwareError, 0x0c, 0x00}
@@ -68,6 +70,7 @@ type sense struct {
 	inList   bool   // field is in the parameter list
 	info     uint32 // INFORMATION, if infoOK
 	infoOK   bool
+	progress bool // field is the PROGRESS INDICATION
 	descType bool // REQUEST SENSE with DESC: descriptor format
 }
 
@@ -88,7 +91,7 @@ func (s *sense) put(b []byte) []byte {
 	}
 	if s.field != noField {
 		b[15] = 0x80 // SKSV
-		if !s.inList {
+		if !s.inList && !s.progress {
 			b[15] |= 0x40 // C/D
 		}
 		if s.bit != noField {
@@ -101,32 +104,33 @@ func (s *sense) put(b []byte) []byte {
 
 // fail ends c with CHECK CONDITION and returns false.
 func (c *Command) fail(k cond) bool {
-	c.failSense(sense{cond: k, field: noField, bit: noField})
-	return false
+	return c.failSense(sense{cond: k, field: noField, bit: noField})
 }
 
 // failCDB is fail for a field of the CDB that begins in octet, at bit.
 func (c *Command) failCDB(octet, bit int) bool {
-	c.failSense(sense{cond: condCDBField, field: octet, bit: bit})
-	return false
+	return c.failSense(sense{cond: condCDBField, field: octet, bit: bit})
 }
 
 // failList is fail for a field of the parameter list.
 func (c *Command) failList(octet int) bool {
-	c.failSense(sense{cond: condListField, field: octet, bit: noField, inList: true})
-	return false
+	return c.failSense(sense{cond: condListField, field: octet, bit: noField, inList: true})
 }
 
-func (c *Command) failSense(s sense) {
+// failSense is fail with more to say.
+func (c *Command) failSense(s sense) bool {
 	c.Status = statusCheckCondition
 	c.failed = true
 	c.sense = s.put(c.senseBuf[:])
+	return false
 }
 
 // failWrite reports that the store could not change the medium, failRead that
 // it could not read it.
 func (c *Command) failWrite(err error) bool {
 	switch {
+	case errors.Is(err, errSanitizing):
+		return c.failSense(c.unit.sanitizing())
 	case errors.Is(err, backend.ErrNoSpace):
 		return c.fail(condSpace)
 	case errors.Is(err, backend.ErrReadOnly):

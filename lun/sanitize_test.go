@@ -1,0 +1,238 @@
+package lun
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/backend/backendtest"
+)
+
+const blockErase = "48 02 0000000000 0000 00"
+
+var sanitizable = setup{size: 4 << 20, opt: Options{Sanitize: true}}
+
+// overwrite runs SANITIZE OVERWRITE with that parameter list.
+func (r *rig) overwrite(flags byte, list []byte) result {
+	return r.run(fmt.Sprintf("48 %02x 0000000000 %04x 00", flags|1, len(list)), list)
+}
+
+// SBC-3, section 5.24.2.2.
+func TestSanitizeOverwrite(t *testing.T) {
+	for _, s := range []struct{ name, list, want string }{
+		{"one pass", "01 00 0004 01020304", "01020304"},
+		{"two passes, inverted", "82 00 0004 01020304", "fefdfcfb"},
+		{"three passes, inverted", "83 00 0004 01020304", "01020304"},
+		{"two passes", "02 00 0001 5a", "5a5a5a5a"},
+		{"more list than pattern", "01 00 0001 5a ffff", "5a5a5a5a"},
+	} {
+		t.Run(s.name, func(t *testing.T) {
+			r := newRig(t, sanitizable)
+			r.good(extentCDB(0x8a, 0, 100, 3), pattern(3*512, 1))
+			list := unhex(s.list)
+			wantGood(t, s.name, r.overwrite(0, list))
+			got := make([]byte, 4<<20)
+			if err := r.store.ReadAt(got, 0); err != nil {
+				t.Fatal(err)
+			}
+			if !bytes.Equal(got, bytes.Repeat(unhex(s.want), 1<<20)) {
+				t.Error("the medium does not hold the pattern")
+			}
+			passes := int(list[0] & 0x1f)
+			if n := r.store.Calls(backendtest.Sync); n != passes {
+				t.Errorf("%d syncs, want %d", n, passes)
+			}
+		})
+	}
+	// A pattern that does not divide the block begins anew with each.
+	r := newRig(t, sanitizable)
+	wantGood(t, "a pattern of 5", r.overwrite(0, unhex("01 00 0005 0102030405")))
+	block := bytes.Repeat(unhex("0102030405"), 103)[:512]
+	wantOctets(t, r.good(extentCDB(0x88, 0, 8190, 2), nil), append(bytes.Clone(block), block...))
+	wantGood(t, "a pattern of a block", r.overwrite(0, append(unhex("01 00 0200"), block...)))
+
+	for n := range 5 {
+		wantField(t, r.overwrite(0, make([]byte, n)), 7, noField)
+	}
+	wantField(t, r.overwrite(0, make([]byte, 517)), 7, noField)
+	wantListField(t, r.overwrite(0, unhex("00 00 0001 5a")), 0)                           // OVERWRITE COUNT
+	wantListField(t, r.overwrite(0, unhex("01 00 0000 5a")), 2)                           // INITIALIZATION PATTERN LENGTH
+	wantListField(t, r.overwrite(0, unhex("01 00 0002 5a")), 2)                           // more than there is
+	wantSense(t, r.run("48 01 0000000000 0008 00", unhex("01 00 0004")), 0x5, 0x0e, 0x03) // less than announced
+	wantOctets(t, r.good(extentCDB(0x88, 0, 8190, 1), nil), block)                        // none of which did anything
+	wantField(t, r.run("48 03 0000000000 0000 00", nil), 1, 4)                            // CRYPTOGRAPHIC ERASE
+	wantSense(t, newRig(t, setup{}).run(blockErase, nil), 0x5, 0x20, 0x00)                // not allowed
+	wantSense(t, newRig(t, setup{opt: Options{Sanitize: true, ReadOnly: true}}).run(blockErase, nil), 0x7, 0x27, 0x00)
+	wantField(t, newRig(t, setup{info: thick, opt: Options{Sanitize: true}}).run(blockErase, nil), 1, 4)
+}
+
+// SBC-3, section 5.24.2.3: what held data is overwritten, what did not takes no
+// space for that, and in the end nothing does.
+func TestSanitizeBlockErase(t *testing.T) {
+	s := sanitizable
+	s.size = 1 << 40
+	r := newRig(t, s)
+	for _, lba := range []uint64{0, 5000, 1<<31 - 3} {
+		r.good(extentCDB(0x8a, 0, lba, 3), pattern(3*512, 1))
+	}
+	var written atomic.Int64
+	r.store.Hook(func(op backendtest.Op, _, n int64) error {
+		if op == backendtest.WriteAt {
+			written.Add(n)
+		}
+		return nil
+	})
+	r.good(blockErase, nil)
+	if n := written.Load(); n != 3*64<<10 {
+		t.Errorf("%d octets were overwritten, want three pages", n)
+	}
+	for _, lba := range []uint64{0, 5000, 1<<31 - 3} {
+		wantOctets(t, r.good(extentCDB(0x88, 0, lba, 3), nil), make([]byte, 3*512))
+	}
+	wantOctets(t, r.good("9e 12 0000000000000000 00001000 00 00", nil), unhex("00000014 00000000 0000000000000000 80000000 01 000000"))
+}
+
+// hold makes the next call of op on the store wait until release is called.
+func (r *rig) hold(op backendtest.Op) (held <-chan struct{}, release func()) {
+	h, let := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	r.store.Hook(func(o backendtest.Op, _, _ int64) error {
+		if o == op {
+			once.Do(func() {
+				close(h)
+				<-let
+			})
+		}
+		return nil
+	})
+	return h, func() { close(let) }
+}
+
+// until waits for a condition that another goroutine brings about.
+func until(t testing.TB, what string, f func() bool) {
+	t.Helper()
+	for end := time.Now().Add(10 * time.Second); !f(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("%s: not within 10 s", what)
+		}
+	}
+}
+
+// SBC-3, section 4.11.3: while it runs, all commands but INQUIRY, REPORT LUNS
+// and REQUEST SENSE fail, and no reset ends it.
+func TestSanitizeInProgress(t *testing.T) {
+	r := newRig(t, sanitizable)
+	other := r.login()
+	held, release := r.hold(backendtest.Sync)
+	r.run("48 81 0000000000 0005 00", unhex("01 00 0001 5a")) // IMMED
+	<-held
+	check := func(n *Nexus) {
+		t.Helper()
+		for _, row := range rowsFor(r.unit) {
+			res := doCDB(n, &r.c, [8]byte{}, rowCDB(row), rowData, all)
+			if row.flags&absentLUN != 0 {
+				wantGood(t, row.name, res)
+				continue
+			}
+			wantSense(t, res, 0x2, 0x04, 0x1b) // SANITIZE IN PROGRESS
+			if res.sense[15] != 0x80 || res.sense[16] < 0xbf {
+				t.Fatalf("progress % x, want SKSV and more than three quarters", res.sense[15:])
+			}
+		}
+	}
+	check(r.nexus)
+	check(other)
+	in := r.good("03 00 0000 ff 00", nil)
+	if want := unhex("70 00 02 00000000 0a 00000000 04 1b 00 80"); !bytes.Equal(in[:16], want) {
+		t.Errorf("REQUEST SENSE: % x", in)
+	}
+	r.nexus.ResetUnit([8]byte{})
+	check(r.nexus)
+	release()
+	until(t, "end of the sanitize", func() bool { return r.run("00", nil).status == statusGood })
+	wantOctets(t, r.good(extentCDB(0x88, 0, 0, 1), nil), bytes.Repeat([]byte{0x5a}, 512))
+}
+
+// A write that began before the sanitize leaves nothing behind it.
+func TestSanitizeOvertakesWrite(t *testing.T) {
+	r := newRig(t, sanitizable)
+	other := r.login()
+	c := Command{CDB: append(unhex(extentCDB(0x8a, 0, 0, 16)), make([]byte, 16)...)[:16]}
+	if !other.Begin(&c) || !other.Consume(&c, pattern(4096, 1), 0) {
+		t.Fatalf("sense % x", c.Sense())
+	}
+	held, release := r.hold(backendtest.Sync)
+	r.run("48 82 0000000000 0000 00", nil)
+	<-held
+	if other.Consume(&c, pattern(4096, 1), 4096) {
+		t.Error("a write goes on while the medium is being sanitized")
+	}
+	other.End(&c)
+	if c.Status != statusCheckCondition || !bytes.Equal(c.Sense()[2:3], []byte{2}) || c.Sense()[13] != 0x1b {
+		t.Errorf("status %#x, sense % x", c.Status, c.Sense())
+	}
+	release()
+	until(t, "end of the sanitize", func() bool { return r.run("00", nil).status == statusGood })
+	wantOctets(t, r.good(extentCDB(0x88, 0, 0, 16), nil), make([]byte, 8192))
+}
+
+// SBC-3, section 4.11.4: after a failure there is no access to the medium until
+// a sanitize succeeds or, where AUSE allowed it, EXIT FAILURE MODE.
+func TestSanitizeFails(t *testing.T) {
+	const exit = "48 1f 0000000000 0000 00"
+	r := newRig(t, sanitizable)
+	r.good(exit, nil) // nothing to leave
+	fail := func(cdb string) {
+		t.Helper()
+		r.store.Fail(backendtest.Sync, syscall.EIO)
+		wantSense(t, r.run(cdb, nil), 0x3, 0x31, 0x03) // SANITIZE COMMAND FAILED
+		r.store.Fail(backendtest.Sync, nil)
+		wantSense(t, r.run("00", nil), 0x3, 0x31, 0x03)
+		wantSense(t, r.run(extentCDB(0x88, 0, 0, 1), nil), 0x3, 0x31, 0x03)
+		if in := r.good("03 00 0000 ff 00", nil); in[2] != 0x3 || in[12] != 0x31 {
+			t.Errorf("REQUEST SENSE: % x", in)
+		}
+	}
+	fail(blockErase)
+	wantField(t, r.run(exit, nil), 1, 4)                       // AUSE was not set
+	wantField(t, r.run("48 22 0000000000 0000 00", nil), 1, 5) // nor can it be now
+	r.good(blockErase, nil)
+	r.good("00", nil)
+	fail("48 22 0000000000 0000 00") // AUSE
+	r.good(exit, nil)
+	r.good("00", nil)
+	// Each call that it makes can fail.
+	for _, op := range []backendtest.Op{backendtest.Extent, backendtest.WriteAt, backendtest.Discard} {
+		r.good(extentCDB(0x8a, 0, 0, 1), pattern(512, 1))
+		r.store.Fail(op, errors.New("injected"))
+		wantSense(t, r.run("48 22 0000000000 0000 00", nil), 0x3, 0x31, 0x03)
+		r.store.Fail(op, nil)
+		r.good(exit, nil)
+	}
+	r.store.Fail(backendtest.WriteAt, syscall.EIO)
+	wantSense(t, r.overwrite(0, unhex("01 00 0001 5a")), 0x3, 0x31, 0x03)
+}
+
+// Close does not wait for all of a large medium.
+func TestSanitizeEndsWithUnit(t *testing.T) {
+	r := newRig(t, sanitizable)
+	held, release := r.hold(backendtest.WriteAt)
+	r.good("48 81 0000000000 0005 00", unhex("1f 00 0001 5a"))
+	<-held
+	closed := make(chan error)
+	go func() { closed <- r.unit.Close() }()
+	until(t, "Close", r.unit.sanitizer.stop.Load)
+	release()
+	if err := <-closed; err != nil {
+		t.Error(err)
+	}
+	if n := r.store.Calls(backendtest.WriteAt); n != 1 {
+		t.Errorf("%d writes, want 1", n)
+	}
+	wantSense(t, r.run("48 82 0000000000 0000 00", nil), 0x4, 0x44, 0x00)
+}
