@@ -73,6 +73,10 @@ func newServer(cfg *config.Config, logTo io.Writer) (*server, error) {
 			Domain:         rdma.NewDomain(),
 		},
 	}
+	discovery, err := cfg.DiscoveryAuth.CHAP()
+	if err != nil {
+		return nil, fmt.Errorf("discovery_auth: %w", err)
+	}
 	nop := cfg.Limits.NOPInterval
 	if nop == 0 {
 		nop = -1
@@ -83,6 +87,7 @@ func newServer(cfg *config.Config, logTo io.Writer) (*server, error) {
 		LoginTimeout:     cfg.Limits.LoginTimeout,
 		NopInterval:      nop,
 		NopTimeout:       cfg.Limits.NOPTimeout,
+		DiscoveryAuth:    discovery,
 		Logger:           s.log,
 	})
 	if err := s.open(); err != nil {
@@ -136,6 +141,9 @@ func listen(addr string) (net.Listener, error) {
 
 // run serves until ctx ends, then ends the sessions and closes the stores.
 func (s *server) run(ctx context.Context) error {
+	for _, w := range s.cfg.Warnings() {
+		s.log.Warn("configuration", "reason", w)
+	}
 	for _, p := range s.portals {
 		s.log.Info("serving", "portal", p.l.Addr(), "advertise", p.Advertise)
 		s.wg.Add(1)

@@ -48,7 +48,15 @@ func openUnits(cfg *config.Config, node *iscsi.Node) (*units, error) {
 		if err != nil {
 			return u, fmt.Errorf("target %s: %w", t.Name, err)
 		}
-		if err := node.AddTarget(iscsi.TargetConfig{Name: t.Name, Alias: t.Alias, Initiators: who, LUNs: inv}); err != nil {
+		chap, err := t.Auth.CHAP()
+		if err != nil {
+			return u, fmt.Errorf("target %s: auth: %w", t.Name, err)
+		}
+		if err := node.AddTarget(iscsi.TargetConfig{
+			Name: t.Name, Alias: t.Alias, Initiators: who, Auth: chap,
+			Redirect: iscsi.Redirect{Address: t.Redirect.To, Permanent: t.Redirect.Permanent},
+			LUNs:     inv,
+		}); err != nil {
 			return u, err
 		}
 	}

@@ -41,12 +41,7 @@ type outcome struct {
 }
 
 func TestSuite(t *testing.T) {
-	if _, err := exec.LookPath(suite); err != nil {
-		if os.Getenv("ISER_TARGET_REQUIRE_INTEROP") == "1" {
-			t.Fatalf("%v: install libiscsi-bin, or run tests/interop/setup.sh", err)
-		}
-		t.Skipf("%v: install libiscsi-bin, or run tests/interop/setup.sh", err)
-	}
+	need(t, suite)
 	d := harness.Start(t, `
   - name: `+iqn+`
     initiators: ["*"]
@@ -73,6 +68,20 @@ func TestSuite(t *testing.T) {
 		} else if o.result == "hang" {
 			t.Errorf("%s hangs", name)
 		}
+	}
+}
+
+// need skips, or where the tests are required fails, a test whose peer is not
+// installed.
+func need(t *testing.T, program string) {
+	t.Helper()
+	_, err := exec.LookPath(program)
+	switch {
+	case err == nil:
+	case os.Getenv("ISER_TARGET_REQUIRE_INTEROP") == "1":
+		t.Fatalf("%v: install libiscsi-bin, or run tests/interop/setup.sh", err)
+	default:
+		t.Skipf("%v: install libiscsi-bin, or run tests/interop/setup.sh", err)
 	}
 }
 
@@ -183,4 +192,27 @@ func read(t *testing.T, file string) map[string]string {
 		t.Fatalf("%s has no results", file)
 	}
 	return was
+}
+
+// libiscsi proves who it is by CHAP, or is refused.
+func TestCHAP(t *testing.T) {
+	need(t, "iscsi-inq")
+	d := harness.Start(t, `
+  - name: `+iqn+`
+    initiators: ["*"]
+    auth: {method: chap, users: [{name: ini, secret: "0123456789abcdef"}]}
+    luns:
+      - {id: 0, backend: memory, size: 1MiB}
+`)
+	for _, tt := range []struct{ who, want string }{
+		{"ini%0123456789abcdef@", "Peripheral Device Type:DIRECT_ACCESS"},
+		{"ini%0123456789abcdeX@", "Authentication failure"},
+		{"other%0123456789abcdef@", "Authentication failure"},
+		{"", "Authentication failure"},
+	} {
+		cmd := exec.Command("iscsi-inq", fmt.Sprintf("iscsi://%s127.0.0.1:%d/%s/0", tt.who, d.Port, iqn))
+		if out, err := cmd.CombinedOutput(); !strings.Contains(string(out), tt.want) {
+			t.Errorf("%v: %v, output\n%s\nwant %q in it", cmd, err, out, tt.want)
+		}
+	}
 }

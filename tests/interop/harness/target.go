@@ -107,7 +107,7 @@ state_dir: %s
 debug: {listen: 127.0.0.1:%d}
 log: {level: debug, format: text}
 `, d.Port, d.Addr(), strings.Trim(targets, "\n"), filepath.Join(dir, "state"), d.debug)
-	if err := os.WriteFile(d.config, []byte(config), 0o644); err != nil {
+	if err := os.WriteFile(d.config, []byte(config), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
