@@ -1,6 +1,6 @@
 // Package security decides who may use the target: iSCSI names and the
-// patterns that admit them, and the policy that a connection must meet before
-// anything is answered on it.
+// patterns that admit them, CHAP, and the policy that a connection must meet
+// before anything is answered on it.
 package security
 
 import (
