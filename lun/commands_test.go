@@ -54,9 +54,7 @@ func TestReservedBits(t *testing.T) {
 			}
 			cdb := rowCDB(&row)
 			cdb[len(row.usage)] |= 0xfb // CONTROL without NACA
-			if res := doCDB(r.nexus, &r.c, [8]byte{}, cdb, rowData, all); res.status != statusGood {
-				t.Errorf("CONTROL FBh: sense % x", res.sense)
-			}
+			wantDone(t, &row, doCDB(r.nexus, &r.c, [8]byte{}, cdb, rowData, all))
 		})
 	}
 }

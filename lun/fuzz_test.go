@@ -156,6 +156,10 @@ func checkSense(t *testing.T, c *Command, began bool) {
 		if !began || s != nil {
 			t.Fatalf("GOOD, but began is %v, and sense % x", began, s)
 		}
+	case statusReservationConflict:
+		if c.row == nil || c.row.op != 0x5f || s != nil { // no other initiator has reserved anything
+			t.Fatalf("RESERVATION CONFLICT, sense % x", s)
+		}
 	case statusCheckCondition:
 		if len(s) != senseLen || s[0]&0x7f != 0x70 || int(s[7]) != senseLen-8 {
 			t.Fatalf("sense % x is malformed", s)

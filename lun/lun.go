@@ -13,6 +13,7 @@ import (
 	"math/bits"
 	"slices"
 	"sort"
+	"strings"
 	"sync"
 	"sync/atomic"
 
@@ -35,6 +36,9 @@ type Options struct {
 	Vendor       string // T10 vendor identification, 8 characters; default ISERTGT
 	Product      string // 16 characters; default VIRTUAL-DISK
 	Revision     string // 4 characters; default 0001
+	// Reservations keeps persistent reservations; nil: they do not survive a
+	// restart (PTPL_C 0).
+	Reservations *Reservations
 }
 
 // A Unit is a logical unit: a device server and the store below it.
@@ -53,6 +57,8 @@ type Unit struct {
 	ejected     atomic.Bool // set and reset with mu held
 	ranges      rangeLocks
 	sanitizer   sanitizer
+
+	reservations reservations
 
 	mu   sync.Mutex
 	seen map[*itl]struct{} // guarded by mu: who is to hear of unit attentions
@@ -90,6 +96,9 @@ func New(s backend.Store, o Options) (*Unit, error) {
 		if has {
 			u.has |= flag
 		}
+	}
+	if err := u.restoreReservations(); err != nil {
+		return nil, err
 	}
 	return u, nil
 }
@@ -186,8 +195,10 @@ type Port struct {
 // A Nexus is the relation between an initiator port and a target port (I_T
 // nexus). It knows the logical units that there were when it began.
 type Nexus struct {
-	port Port
-	luns []*itl // ascending by id
+	port      Port
+	initiator initiatorPort
+	luns      []*itl // ascending by id
+	abort     atomic.Pointer[func(lun [8]byte, except *Command)]
 }
 
 // An itl is a logical unit as one initiator port sees it (I_T_L nexus).
@@ -202,10 +213,13 @@ type itl struct {
 
 // attentions are the unit attentions there are; the first is reported first.
 var attentions = [...]cond{
-	attentionPowerOn: condPowerOn,
-	attentionReset:   condReset,
-	attentionMedium:  condMediumChanged,
-	attentionMode:    condModeChanged,
+	attentionPowerOn:                condPowerOn,
+	attentionReset:                  condReset,
+	attentionMedium:                 condMediumChanged,
+	attentionMode:                   condModeChanged,
+	attentionReservationsPreempted:  condReservationsPreempted,
+	attentionReservationsReleased:   condReservationsReleased,
+	attentionRegistrationsPreempted: condRegistrationsPreempted,
 }
 
 const (
@@ -213,6 +227,9 @@ const (
 	attentionReset
 	attentionMedium
 	attentionMode
+	attentionReservationsPreempted
+	attentionReservationsReleased
+	attentionRegistrationsPreempted
 )
 
 // NewNexus makes a nexus with the target's units. The first command for each of
@@ -220,7 +237,7 @@ const (
 func (inv *Inventory) NewNexus(p Port) *Nexus {
 	inv.mu.RLock()
 	defer inv.mu.RUnlock()
-	n := &Nexus{port: p, luns: make([]*itl, len(inv.ids))}
+	n := &Nexus{port: p, initiator: initiatorPort{strings.ToLower(p.InitiatorName), p.ISID}, luns: make([]*itl, len(inv.ids))}
 	for i, u := range inv.units {
 		l := &itl{nexus: n, id: inv.ids[i], unit: u}
 		l.raise(attentionPowerOn)
@@ -232,9 +249,11 @@ func (inv *Inventory) NewNexus(p Port) *Nexus {
 	return n
 }
 
-// Close ends the nexus.
+// Close ends the nexus, and what it has reserved with RESERVE. Registrations and
+// persistent reservations remain.
 func (n *Nexus) Close() {
 	for _, l := range n.luns {
+		l.unit.dropReserve(n)
 		l.unit.mu.Lock()
 		delete(l.unit.seen, l)
 		l.unit.mu.Unlock()
@@ -281,7 +300,7 @@ func (n *Nexus) SameUnit(a, b [8]byte) bool {
 
 // ResetUnit is the effect of LOGICAL UNIT RESET beyond the end of the tasks:
 // a stopped unit is started, mode parameters have their default values, the
-// medium may be removed, and all other nexuses hear of it.
+// medium may be removed, a RESERVE ends, and all other nexuses hear of it.
 func (n *Nexus) ResetUnit(lun [8]byte) {
 	if l := n.find(lun); l != nil {
 		l.unit.reset(n)
@@ -297,6 +316,7 @@ func (inv *Inventory) ResetTarget(by *Nexus) {
 
 func (u *Unit) reset(by *Nexus) {
 	u.stopped.Store(false)
+	u.dropReserve(nil)
 	u.mode.Store(u.modeDefault)
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -374,6 +394,11 @@ func (n *Nexus) Begin(c *Command) bool {
 	}
 	if row == nil || !c.unit.supports(row) {
 		return c.failRow()
+	}
+	if c.unit != nil {
+		if f := c.unit.reservations.fence.Load(); f != nil && f.keepsOut(c) {
+			return c.conflict()
+		}
 	}
 	if octet, bit, ok := row.reserved(c.CDB); !ok {
 		return c.failCDB(octet, bit)

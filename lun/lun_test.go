@@ -155,6 +155,24 @@ func (r *rig) good(cdb string, out []byte) []byte {
 	return res.in
 }
 
+// wantDone is wantGood for a rowCDB. PERSISTENT RESERVE OUT may meet RESERVATION
+// CONFLICT, because a rig is not registered.
+func wantDone(t testing.TB, row *command, res result) {
+	t.Helper()
+	if row.op == 0x5f && res.status == statusReservationConflict {
+		wantConflict(t, row.name, res)
+		return
+	}
+	wantGood(t, row.name, res)
+}
+
+func wantConflict(t testing.TB, what string, res result) {
+	t.Helper()
+	if res.status != statusReservationConflict || res.sense != nil {
+		t.Fatalf("%s: status %#x, sense % x; want RESERVATION CONFLICT", what, res.status, res.sense)
+	}
+}
+
 func wantGood(t testing.TB, what string, res result) {
 	t.Helper()
 	if res.status != statusGood || res.sense != nil {
@@ -368,6 +386,10 @@ func rowCDB(row *command) []byte {
 		}
 	case 0x93, 0x9e: // WRITE SAME(16), READ CAPACITY(16)
 		cdb[13] = 1
+	case 0x5e: // PERSISTENT RESERVE IN
+		cdb[8] = 252
+	case 0x5f: // PERSISTENT RESERVE OUT: the parameter list
+		cdb[8] = prListLen
 	case 0xa0, 0xa3: // REPORT LUNS, MAINTENANCE IN
 		cdb[9] = 252
 	}

@@ -35,7 +35,7 @@ func TestEject(t *testing.T) {
 			if row.flags&medium != 0 {
 				wantSense(t, res, 0x2, 0x3a, 0x02) // MEDIUM NOT PRESENT - TRAY OPEN
 			} else {
-				wantGood(t, row.name, res)
+				wantDone(t, row, res)
 			}
 		}
 	}

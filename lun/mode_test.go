@@ -175,7 +175,7 @@ func TestStartStop(t *testing.T) {
 			if row.flags&medium != 0 {
 				wantSense(t, res, 0x2, 0x04, 0x02)
 			} else {
-				wantGood(t, row.name, res)
+				wantDone(t, row, res)
 			}
 		}
 	}
@@ -269,7 +269,7 @@ func TestModeSelectSWP(t *testing.T) {
 			if row.flags&writes != 0 {
 				wantSense(t, res, 0x7, 0x27, 0x02)
 			} else {
-				wantGood(t, row.name, res)
+				wantDone(t, row, res)
 			}
 		}
 	}
