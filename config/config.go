@@ -64,6 +64,8 @@ type LUN struct {
 	BlockSize    int    `key:"block_size"` // 512 or 4096 octets; 0 where the backend knows it
 	ReadOnly     bool   `key:"read_only"`
 	WriteThrough bool   `key:"write_through"` // every write is on stable storage before it is answered
+	Removable    bool   `key:"removable"`     // the medium can be ejected
+	Sanitize     bool   `key:"sanitize"`      // initiators may erase all of it at once
 	Plugin       string `key:"plugin"`        // name of a registered gotgt store
 	Options      string `key:"options"`       // handed to that store
 }

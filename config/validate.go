@@ -14,8 +14,8 @@ import (
 	"github.com/iser-target/iser-target/security"
 )
 
-// A backendKeys says what a backend needs and takes beside id, read_only and
-// write_through.
+// A backendKeys says what a backend needs and takes beside id, and the switches
+// that all have.
 type backendKeys struct {
 	needs     []string
 	takes     []string

@@ -81,7 +81,9 @@ func (u *units) open(target string, l *config.LUN, inv *lun.Inventory) (err erro
 	if err != nil {
 		return err
 	}
-	unit, err := lun.New(store, lun.Options{Identity: id, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough})
+	unit, err := lun.New(store, lun.Options{
+		Identity: id, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Sanitize: l.Sanitize,
+	})
 	if err == nil {
 		err = inv.Add(uint16(l.ID), unit)
 	}

@@ -46,9 +46,10 @@ func TestSuite(t *testing.T) {
   - name: `+iqn+`
     initiators: ["*"]
     luns:
-      - {id: 0, backend: memory, size: 100MiB}
+      - {id: 0, backend: memory, size: 100MiB, removable: true, sanitize: true}
+      - {id: 1, backend: memory, size: 100MiB, read_only: true}
 `)
-	url := fmt.Sprintf("iscsi://127.0.0.1:%d/%s/0", d.Port, iqn)
+	url := fmt.Sprintf("iscsi://127.0.0.1:%d/%s/", d.Port, iqn)
 	tests := list(t)
 	got := make(map[string]outcome, len(tests))
 	for _, name := range tests {
@@ -109,11 +110,21 @@ var verdict = regexp.MustCompile(`(?s)\n  Test: \S+ \.\.\.(.*?)(passed|FAILED)`)
 // remark is a line of a test about what it could not do, or what was wrong.
 var remark = regexp.MustCompile(`\[(SKIPPED|WRONG)\] (.*)`)
 
-// run runs one test in a process of its own.
+// run runs one test in a process of its own, against the LUN that it is about;
+// those of several paths get the same LUN by a second session.
 func run(name, url string) outcome {
+	args := []string{"-d", "-S", "-t", "ALL." + name}
+	switch {
+	case strings.HasPrefix(name, "ReadOnly."):
+		args = append(args, url+"1")
+	case strings.HasPrefix(name, "Multipath"):
+		args = append(args, url+"0", url+"0")
+	default:
+		args = append(args, url+"0")
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, suite, "-d", "-t", "ALL."+name, url)
+	cmd := exec.CommandContext(ctx, suite, args...)
 	cmd.WaitDelay = time.Second
 	out, err := cmd.CombinedOutput()
 	if ctx.Err() != nil {
