@@ -75,20 +75,29 @@ var harmless = map[byte]func(cdb []byte) bool{
 	0x1e: func(cdb []byte) bool { return cdb[4]&0x03 == 0 },    // PREVENT ALLOW MEDIUM REMOVAL: PREVENT 0
 }
 
-// keepsOut tells whether c is RESERVATION CONFLICT (SPC-4, section 5.13.1 and
-// the table of each command set; SPC-2, section 5.5.1 for RESERVE).
+// keepsOut tells whether c is RESERVATION CONFLICT.
 func (f *fence) keepsOut(c *Command) bool {
-	if f.legacy != nil {
-		return f.legacy != c.nexus && c.row.flags&anyReserve == 0
-	}
-	from, t := c.nexus.initiator, prTypes[f.typ]
-	switch {
-	case c.row.flags&anyPersistent != 0, c.row.flags&reads != 0 && !t.exclusive,
-		t.registrants && f.registered[from], !t.all && f.holder == from:
+	if !f.excludes(c.nexus, c.row.flags) {
 		return false
 	}
 	pass := harmless[c.row.op]
-	return pass == nil || !pass(c.CDB)
+	return f.legacy != nil || pass == nil || !pass(c.CDB)
+}
+
+// excludes tells whether the reservation keeps commands with these flags out if
+// they come from n (SPC-4, section 5.13.1 and the table of each command set; for
+// RESERVE SPC-2, section 5.5.1).
+func (f *fence) excludes(n *Nexus, class flags) bool {
+	if f.legacy != nil {
+		return f.legacy != n && class&anyReserve == 0
+	}
+	t := prTypes[f.typ]
+	switch {
+	case class&anyPersistent != 0, class&reads != 0 && !t.exclusive,
+		t.registrants && f.registered[n.initiator], !t.all && f.holder == n.initiator:
+		return false
+	}
+	return true
 }
 
 // conflict ends c with RESERVATION CONFLICT and returns false.
@@ -105,9 +114,13 @@ func (c *Command) conflict() bool {
 // closed by then. Set it before the first Begin.
 func (n *Nexus) OnPreempt(abort func(lun [8]byte, except *Command)) { n.abort.Store(&abort) }
 
-// dropReserve ends a reservation by RESERVE: that of n or, without n, any.
+// dropReserve ends a reservation by RESERVE: that of n, whose commands have ended,
+// or without n that of anybody.
 func (u *Unit) dropReserve(n *Nexus) {
 	r := &u.reservations
+	if f := r.fence.Load(); n != nil && (f == nil || f.legacy != n) {
+		return // without waiting for the lock, which may be held during a sync
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.legacy != nil && (n == nil || r.legacy == n) {

@@ -229,7 +229,7 @@ func always(row *command) bool {
 func TestPersistentReservationConflicts(t *testing.T) {
 	for _, typ := range types {
 		t.Run(fmt.Sprintf("type %d", typ), func(t *testing.T) {
-			r := newPRRig(t, setup{})
+			r := newPRRig(t, setup{opt: Options{Removable: true, Sanitize: true}})
 			r.ok(r.a, prRegister, 0, prList(0, keyA, 0))
 			r.ok(r.b, prRegister, 0, prList(0, keyB, 0))
 			r.ok(r.a, prReserve, typ, prList(keyA, 0, 0))
@@ -258,7 +258,7 @@ func TestPersistentReservationConflicts(t *testing.T) {
 					nexus *Nexus
 					want  byte
 				}{{"the holder", r.a, 'A'}, {"a registered nexus", r.b, registered}, {"another nexus", r.c, other}} {
-					res := doCDB(from.nexus, &r.rig.c, [8]byte{}, rowCDB(row), make([]byte, 512), all)
+					res := doCDB(from.nexus, &r.rig.c, [8]byte{}, rowCDB(row), rowData, all)
 					got := byte('A')
 					if res.status == statusReservationConflict {
 						got = 'C'
@@ -834,11 +834,11 @@ func TestLegacyReserve(t *testing.T) {
 			if always(row) || !r.unit.supports(row) {
 				continue
 			}
-			res := doCDB(r.b, &r.rig.c, [8]byte{}, rowCDB(row), make([]byte, 512), all)
+			res := doCDB(r.b, &r.rig.c, [8]byte{}, rowCDB(row), rowData, all)
 			if got, want := res.status == statusReservationConflict, row.flags&anyReserve == 0; got != want {
 				t.Errorf("%s of another port: conflict %v, want %v", row.name, got, want)
 			}
-			res = doCDB(r.a, &r.rig.c, [8]byte{}, rowCDB(row), make([]byte, 512), all)
+			res = doCDB(r.a, &r.rig.c, [8]byte{}, rowCDB(row), rowData, all)
 			if res.status == statusReservationConflict {
 				t.Errorf("%s of the port that has reserved: conflict", row.name)
 			}
@@ -912,15 +912,15 @@ func TestCompatibleReservationHandling(t *testing.T) {
 		// Neither has an effect.
 		wantConflict(t, "WRITE(10)", r.on(r.c, "2a 00 00000000 00 0001 00", nil))
 		r.ok(r.a, prRelease, typ, prList(keyA, 0, 0))
-		r.wantReset2A(r.b, typ)
+		r.wantReleased(r.b, typ)
 	}
 	r.a.ResetUnit([8]byte{}) // leaves persistent reservations and registrations
 	wantSense(t, r.on(r.see, "00", nil), 0x6, 0x29, 0x03)
 	r.wantKeys(keyA, keyB)
 }
 
-// wantReset2A takes the unit attention of a RELEASE.
-func (r *prRig) wantReset2A(n *Nexus, typ byte) {
+// wantReleased takes the unit attention of a RELEASE of that type.
+func (r *prRig) wantReleased(n *Nexus, typ byte) {
 	r.t.Helper()
 	if typ >= 5 {
 		wantSense(r.t, r.on(n, "00", nil), 0x6, 0x2a, reservationsReleased)
