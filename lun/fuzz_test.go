@@ -3,6 +3,7 @@ package lun
 import (
 	"bytes"
 	"encoding/binary"
+	"fmt"
 	"math/rand/v2"
 	"testing"
 
@@ -61,6 +62,17 @@ func FuzzCDB(f *testing.F) {
 	add(unhex("1e 00 0000 01 00"), "")
 	add(unhex("1b 00 0000 02 00"), "")
 	add(unhex("1b 00 0000 f3 00"), "")
+	cscd := "e4 00 0000 01 03 00 08 3001020304050607 000000000000000000000000 00000200"
+	copyBlocks := func(list string) {
+		n := len(unhex(list))
+		add(unhex(fmt.Sprintf("83 00 0000000000000000 %08x 00 00", n)), list)
+	}
+	copyBlocks("01 18 0020 00000000 0000001c 00000000" + cscd + "02 00 0018 0000 0000 0000 0100 0000000000000000 0000000000000080")
+	copyBlocks("00 18 0020 00000000 00000038 00000000" + cscd +
+		"02 02 0018 0000 0000 0000 0100 0000000000000080 0000000000000000 02 00 0018 0000 0001 0000 ffff ffffffffffffffff 0000000000000000")
+	copyBlocks("01 00 0020 00000000 ffffffff 00000000" + cscd)
+	add(unhex("84 00 01 00000000000000 ffffffff 00 00"), "")
+	add(unhex("84 03 00 00000000000000 ffffffff 00 00"), "")
 	add(unhex("48 01 0000000000 0008 00"), "02 00 0004 01020304")
 	add(unhex("48 82 0000000000 0000 00"), "")
 	add(unhex("4d 00 40 ff 00 0000 ffff 00"), "")
@@ -165,7 +177,7 @@ func checkSense(t *testing.T, c *Command, began bool) {
 			t.Fatalf("sense % x is malformed", s)
 		}
 		key, asc := s[2], s[12]
-		if key == keyNoSense || key > 0x0e || asc == 0 || key == keyUnitAttention {
+		if key == keyNoSense || key > 0x0e || asc == 0 && key != keyCopyAborted || key == keyUnitAttention {
 			t.Fatalf("sense % x says nothing, or what it should not", s)
 		}
 		field := int(binary.BigEndian.Uint16(s[16:]))

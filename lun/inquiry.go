@@ -15,6 +15,7 @@ const (
 	cmdque      = 0x02
 	rmb         = 0x80
 	tpgs        = 0x10 // implicit asymmetric access
+	threePC     = 0x08
 )
 
 // versionDescriptors are SAM-5, SPC-4, SBC-3 and iSCSI; the last says
@@ -41,7 +42,7 @@ func inquiry(u *Unit, c *Command) bool {
 	if u.has&removable != 0 {
 		b[1] = rmb
 	}
-	b[5], b[7] = tpgs, cmdque
+	b[5], b[7] = tpgs|threePC, cmdque
 	copy(b[8:], fmt.Sprintf("%-8s%-16s%-4s", u.opt.Vendor, u.opt.Product, u.opt.Revision))
 	for i, v := range versionDescriptors {
 		binary.BigEndian.PutUint16(b[58+2*i:], v)
@@ -60,6 +61,7 @@ var vpdPages = []struct {
 	{0x80, false, func(u *Unit, _ *Nexus, b []byte) []byte { return append(b, u.opt.Identity.Serial...) }},
 	{0x83, false, appendDesignators},
 	{0x86, false, appendExtended},
+	{0x8f, false, appendThirdPartyCopy},
 	{0xb0, false, appendBlockLimits},
 	{0xb1, false, appendCharacteristics},
 	{0xb2, true, appendProvisioning},

@@ -17,7 +17,7 @@ func TestStandardInquiry(t *testing.T) {
 		06                    # VERSION: SPC-4
 		12                    # NORMACA 0, HISUP, RESPONSE DATA FORMAT 2
 		5b                    # ADDITIONAL LENGTH: 96-5
-		10                    # SCCS 0, TPGS 01b, 3PC 0, PROTECT 0
+		18                    # SCCS 0, TPGS 01b, 3PC, PROTECT 0
 		00                    # MULTIP 0: there is one target port
 		02                    # CMDQUE
 		4953455254475420      # "ISERTGT "
@@ -56,8 +56,8 @@ func TestVPD(t *testing.T) {
 		name, page, want string
 		setup            setup
 	}{
-		{name: "00 thin", page: "00", want: "00 00 0007 00 80 83 86 b0 b1 b2"},
-		{name: "00 thick", page: "00", setup: setup{info: thick}, want: "00 00 0006 00 80 83 86 b0 b1"},
+		{name: "00 thin", page: "00", want: "00 00 0008 00 80 83 86 8f b0 b1 b2"},
+		{name: "00 thick", page: "00", setup: setup{info: thick}, want: "00 00 0007 00 80 83 86 8f b0 b1"},
 		{name: "80", page: "80", want: `
 			00 80 0010
 			33303031303230333034303530363037 # "3001020304050607"`},
@@ -89,6 +89,24 @@ func TestVPD(t *testing.T) {
 			00 01
 			01                      # V_SUP
 			00 00 00 0000 00 12` + strings.Repeat("00", 50)},
+		{name: "8f", page: "8f", want: `
+			00 8f 0060              # 96
+			0001 0008 07            # Supported Commands
+			83 01 00                #   EXTENDED COPY(LID1)
+			84 02 00 03             #   RECEIVE COPY STATUS(LID1), RECEIVE COPY OPERATING PARAMETERS
+			0004 001c 00000000      # Parameter Data
+			0010                    #   MAXIMUM CSCD DESCRIPTOR COUNT
+			0020                    #   MAXIMUM SEGMENT DESCRIPTOR COUNT
+			00001000                #   MAXIMUM DESCRIPTOR LIST LENGTH
+			00000000                #   MAXIMUM INLINE DATA LENGTH
+			000000000000000000000000
+			0008 0004 02 02 e4 00   # Supported Descriptors: block to block, identification
+			000c 0004 0000 0000     # Supported CSCD Descriptor IDs
+			8001 0020               # General Copy Operations
+			000000ff 000000ff       #   concurrent copies
+			02000000                #   MAXIMUM SEGMENT LENGTH: 32 MiB
+			09 00                   #   DATA SEGMENT GRANULARITY: 512, INLINE DATA GRANULARITY
+			000000000000000000000000000000000000`},
 		{name: "b0 thin", page: "b0", want: `
 			00 b0 003c
 			01                      # WSNZ
@@ -144,7 +162,7 @@ func TestVPD(t *testing.T) {
 	r := newRig(t, setup{info: thick})
 	for page := range 256 {
 		switch page {
-		case 0x00, 0x80, 0x83, 0x86, 0xb0, 0xb1:
+		case 0x00, 0x80, 0x83, 0x86, 0x8f, 0xb0, 0xb1:
 		default:
 			wantField(t, r.run(fmt.Sprintf("12 01 %02x 00ff 00", page), nil), 2, noField)
 		}

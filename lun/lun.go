@@ -209,6 +209,7 @@ type itl struct {
 	due   atomic.Uint32 // bit i: the initiator has not heard of attentions[i]
 
 	prevents bool // guarded by unit.mu: the medium must not be removed
+	copies   copies
 }
 
 // attentions are the unit attentions there are; the first is reported first.
@@ -413,11 +414,8 @@ func (n *Nexus) Begin(c *Command) bool {
 		}
 	}
 	if row.flags&writes != 0 {
-		switch u := c.unit; {
-		case u.readOnly:
-			return c.fail(condWriteProtected)
-		case u.mode.Load()&modeSWP != 0:
-			return c.fail(condSoftwareProtected)
+		if k := c.unit.protection(); k != condNone {
+			return c.fail(k)
 		}
 	}
 	return row.begin(c.unit, c)

@@ -86,6 +86,7 @@ func (r *rig) login() *Nexus {
 	n := r.inv.NewNexus(testPort)
 	for _, l := range n.luns {
 		wantSense(r.t, do(n, &r.c, encodeLUN(l.id), "00 0000 00 00 00", nil, all), 0x6, 0x29, 0x00)
+		l.copies.set(0, copyStatus{}) // or RECEIVE COPY STATUS of rowCDB would have nothing to tell
 	}
 	return n
 }

@@ -13,6 +13,17 @@ func (u *Unit) readiness() cond {
 	return condNone
 }
 
+// protection is condNone, or why nothing can be written.
+func (u *Unit) protection() cond {
+	switch {
+	case u.readOnly:
+		return condWriteProtected
+	case u.mode.Load()&modeSWP != 0:
+		return condSoftwareProtected
+	}
+	return condNone
+}
+
 // Bits of START STOP UNIT, octet 4. NO_FLUSH may be set but saves nothing: a
 // stop syncs in any case.
 const (

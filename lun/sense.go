@@ -22,6 +22,7 @@ const (
 	keyIllegalRequest = 0x05
 	keyUnitAttention  = 0x06
 	keyDataProtect    = 0x07
+	keyCopyAborted    = 0x0a
 	keyMiscompare     = 0x0e
 )
 
@@ -30,33 +31,43 @@ const (
 type cond struct{ key, asc, ascq byte }
 
 var (
-	condNone                  = cond{keyNoSense, 0x00, 0x00}
-	condNotReadyStopped       = cond{keyNotReady, 0x04, 0x02}    // INITIALIZING COMMAND REQUIRED
-	condSanitizing            = cond{keyNotReady, 0x04, 0x1b}    // SANITIZE IN PROGRESS
-	condSanitizeFailed        = cond{keyMediumError, 0x31, 0x03} // SANITIZE COMMAND FAILED
-	condNoMedium              = cond{keyNotReady, 0x3a, 0x02}    // MEDIUM NOT PRESENT - TRAY OPEN
-	condWriteError            = cond{keyMediumError, 0x0c, 0x00}
-	condReadError             = cond{keyMediumError, 0x11, 0x00} // UNRECOVERED READ ERROR
-	condUnsynced              = cond{keyHardwareError, 0x0c, 0x00}
-	condInternal              = cond{keyHardwareError, 0x44, 0x00}
-	condTooLittle             = cond{keyIllegalRequest, 0x0e, 0x03} // INVALID FIELD IN COMMAND INFORMATION UNIT
-	condListLength            = cond{keyIllegalRequest, 0x1a, 0x00} // PARAMETER LIST LENGTH ERROR
-	condOpcode                = cond{keyIllegalRequest, 0x20, 0x00}
-	condLBARange              = cond{keyIllegalRequest, 0x21, 0x00}
-	condCDBField              = cond{keyIllegalRequest, 0x24, 0x00}
-	condNoLUN                 = cond{keyIllegalRequest, 0x25, 0x00}
-	condListField             = cond{keyIllegalRequest, 0x26, 0x00}
-	condNoSavedPages          = cond{keyIllegalRequest, 0x39, 0x00}
-	condRemovalPrevented      = cond{keyIllegalRequest, 0x53, 0x02} // MEDIUM REMOVAL PREVENTED
-	condWriteProtected        = cond{keyDataProtect, 0x27, 0x00}
-	condSoftwareProtected     = cond{keyDataProtect, 0x27, 0x02} // LOGICAL UNIT SOFTWARE WRITE PROTECTED
-	condSpace                 = cond{keyDataProtect, 0x27, 0x07} // SPACE ALLOCATION FAILED WRITE PROTECT
-	condMiscompare            = cond{keyMiscompare, 0x1d, 0x00}
-	condPowerOn               = cond{keyUnitAttention, 0x29, 0x00}
-	condReset                 = cond{keyUnitAttention, 0x29, 0x03} // BUS DEVICE RESET FUNCTION OCCURRED
-	condMediumChanged         = cond{keyUnitAttention, 0x28, 0x00} // NOT READY TO READY CHANGE
-	condModeChanged           = cond{keyUnitAttention, 0x2a, 0x01} // MODE PARAMETERS CHANGED
-	noField               int = -1
+	condNone                       = cond{keyNoSense, 0x00, 0x00}
+	condNotReadyStopped            = cond{keyNotReady, 0x04, 0x02}    // INITIALIZING COMMAND REQUIRED
+	condSanitizing                 = cond{keyNotReady, 0x04, 0x1b}    // SANITIZE IN PROGRESS
+	condSanitizeFailed             = cond{keyMediumError, 0x31, 0x03} // SANITIZE COMMAND FAILED
+	condNoMedium                   = cond{keyNotReady, 0x3a, 0x02}    // MEDIUM NOT PRESENT - TRAY OPEN
+	condWriteError                 = cond{keyMediumError, 0x0c, 0x00}
+	condReadError                  = cond{keyMediumError, 0x11, 0x00} // UNRECOVERED READ ERROR
+	condUnsynced                   = cond{keyHardwareError, 0x0c, 0x00}
+	condInternal                   = cond{keyHardwareError, 0x44, 0x00}
+	condTooLittle                  = cond{keyIllegalRequest, 0x0e, 0x03} // INVALID FIELD IN COMMAND INFORMATION UNIT
+	condListLength                 = cond{keyIllegalRequest, 0x1a, 0x00} // PARAMETER LIST LENGTH ERROR
+	condOpcode                     = cond{keyIllegalRequest, 0x20, 0x00}
+	condLBARange                   = cond{keyIllegalRequest, 0x21, 0x00}
+	condCDBField                   = cond{keyIllegalRequest, 0x24, 0x00}
+	condNoLUN                      = cond{keyIllegalRequest, 0x25, 0x00}
+	condListField                  = cond{keyIllegalRequest, 0x26, 0x00}
+	condNoSavedPages               = cond{keyIllegalRequest, 0x39, 0x00}
+	condRemovalPrevented           = cond{keyIllegalRequest, 0x53, 0x02} // MEDIUM REMOVAL PREVENTED
+	condWriteProtected             = cond{keyDataProtect, 0x27, 0x00}
+	condSoftwareProtected          = cond{keyDataProtect, 0x27, 0x02} // LOGICAL UNIT SOFTWARE WRITE PROTECTED
+	condSpace                      = cond{keyDataProtect, 0x27, 0x07} // SPACE ALLOCATION FAILED WRITE PROTECT
+	condMiscompare                 = cond{keyMiscompare, 0x1d, 0x00}
+	condPowerOn                    = cond{keyUnitAttention, 0x29, 0x00}
+	condReset                      = cond{keyUnitAttention, 0x29, 0x03}  // BUS DEVICE RESET FUNCTION OCCURRED
+	condTooManyCSCDs               = cond{keyIllegalRequest, 0x26, 0x06} // TOO MANY TARGET DESCRIPTORS
+	condCSCDType                   = cond{keyIllegalRequest, 0x26, 0x07} // UNSUPPORTED TARGET DESCRIPTOR TYPE CODE
+	condTooManySegments            = cond{keyIllegalRequest, 0x26, 0x08} // TOO MANY SEGMENT DESCRIPTORS
+	condSegmentType                = cond{keyIllegalRequest, 0x26, 0x09} // UNSUPPORTED SEGMENT DESCRIPTOR TYPE CODE
+	condInlineData                 = cond{keyIllegalRequest, 0x26, 0x0b} // INLINE DATA LENGTH EXCEEDED
+	condCopyAborted                = cond{keyCopyAborted, 0x00, 0x00}
+	condUnreachableCopyTarget      = cond{keyCopyAborted, 0x08, 0x04}
+	condThirdPartyFailure          = cond{keyCopyAborted, 0x0d, 0x01}   // THIRD PARTY DEVICE FAILURE
+	condCopyTargetNotReachable     = cond{keyCopyAborted, 0x0d, 0x02}   // COPY TARGET DEVICE NOT REACHABLE
+	condInexactSegment             = cond{keyCopyAborted, 0x26, 0x0a}   // UNEXPECTED INEXACT SEGMENT
+	condMediumChanged              = cond{keyUnitAttention, 0x28, 0x00} // NOT READY TO READY CHANGE
+	condModeChanged                = cond{keyUnitAttention, 0x2a, 0x01} // MODE PARAMETERS CHANGED
+	noField                    int = -1
 )
 
 // senseLen is the size in octets of fixed format sense data.
@@ -70,8 +81,9 @@ type sense struct {
 	inList   bool   // field is in the parameter list
 	info     uint32 // INFORMATION, if infoOK
 	infoOK   bool
-	progress bool // field is the PROGRESS INDICATION
-	descType bool // REQUEST SENSE with DESC: descriptor format
+	command  uint32 // COMMAND-SPECIFIC INFORMATION
+	progress bool   // field is the PROGRESS INDICATION
+	descType bool   // REQUEST SENSE with DESC: descriptor format
 }
 
 // put encodes s into b, which it fills, and returns how much that is: fixed
@@ -84,6 +96,7 @@ func (s *sense) put(b []byte) []byte {
 		return b[:8]
 	}
 	b[0], b[2], b[7] = 0x70, s.key, senseLen-8
+	binary.BigEndian.PutUint32(b[8:], s.command)
 	b[12], b[13] = s.asc, s.ascq
 	if s.infoOK {
 		b[0] |= 0x80
