@@ -1,0 +1,118 @@
+package tcp
+
+import (
+	"errors"
+	"io"
+	"net"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+)
+
+// FuzzTCP: whatever an initiator says after login, the target neither panics nor
+// hangs, and keeps nothing. The first octet chooses what login agrees on:
+//
+//	1  header digest
+//	2  data digest
+//	4  InitialR2T=No
+//	8  MaxBurstLength 512
+//
+// The rest is what the initiator sends. Where it is a whole PDU, digests are put
+// right, so that what is behind them is tried, too.
+func FuzzTCP(f *testing.F) {
+	no := false
+	tg := startTarget(f, func(_ *target, o *iscsi.Options) {
+		o.Limits.InitialR2T = &no
+		o.Limits.MaxRecvDataSegmentLength = 65536
+		o.LoginTimeout = patience
+	})
+	c := &client{tb: f, itt: 0x100, cmdSN: 2} // login has CmdSN 1 and ITT 0x100; the unit attention is not taken
+	whole := func(h pdu.BHS, data []byte) []byte {
+		b := c.encode(h, nil, data)
+		return append(b, make([]byte, pdu.Padded(len(b))-len(b))...)
+	}
+	var writes, reads []byte
+	for range 3 {
+		h := c.scsi(pdu.FlagW, write16(0, 4), 2048)
+		writes = append(writes, whole(h, nil)...)
+		for slot := range uint32(4) {
+			d := dataOut(h.ITT(), nil, 0, 0, true)
+			d.SetTTT(1<<indexBits | slot)
+			writes = append(writes, whole(d, make([]byte, 2048))...)
+		}
+		h = c.scsi(pdu.FlagW, write16(0, 4), 2048)
+		h.SetFlags(h.Flags() &^ pdu.FlagF)
+		writes = append(writes, whole(h, make([]byte, 512))...)
+		writes = append(writes, whole(dataOut(h.ITT(), nil, 0, 512, true), make([]byte, 1536))...)
+	}
+	c.itt, c.cmdSN = 0x100, 2
+	for range 3 {
+		reads = append(reads, whole(c.scsi(pdu.FlagR, read16(0, 4), 2048), nil)...)
+	}
+	for flags := range byte(16) {
+		f.Add(append([]byte{flags}, writes...))
+		f.Add(append([]byte{flags}, reads...))
+	}
+	f.Add([]byte{0})
+	f.Add(append([]byte{3}, make([]byte, 200)...))
+	f.Fuzz(func(t *testing.T, in []byte) {
+		if len(in) == 0 {
+			return
+		}
+		keys := []string{"InitialR2T=Yes", "HeaderDigest=None", "DataDigest=None", "FirstBurstLength=4096"}
+		if in[0]&1 != 0 {
+			keys[1] = "HeaderDigest=CRC32C"
+		}
+		if in[0]&2 != 0 {
+			keys[2] = "DataDigest=CRC32C"
+		}
+		if in[0]&4 != 0 {
+			keys[0] = "InitialR2T=No"
+		}
+		if in[0]&8 != 0 {
+			keys = append(keys, "MaxBurstLength=512")
+			keys[3] = "FirstBurstLength=512"
+		}
+		c := tg.connect(t)
+		defer c.nc.Close()
+		c.login(keys...)
+		go func() {
+			for rest := in[1:]; len(rest) > 0; {
+				b := rest
+				if len(rest) >= pdu.BHSLen {
+					h := pdu.BHS(rest[:pdu.BHSLen])
+					ahs, n := h.TotalAHSLength(), h.DataSegmentLength()
+					if total := pdu.BHSLen + ahs + pdu.Padded(n); total <= len(rest) {
+						b = c.encode(h, rest[pdu.BHSLen:][:ahs], rest[pdu.BHSLen+ahs:][:n])
+						rest = rest[total:]
+					} else {
+						rest = nil
+					}
+				} else {
+					rest = nil
+				}
+				if _, err := c.nc.Write(b); err != nil {
+					break
+				}
+			}
+			c.nc.(*net.TCPConn).CloseWrite()
+		}()
+		c.nc.SetReadDeadline(time.Now().Add(patience))
+		if _, err := io.Copy(io.Discard, c.nc); errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Fatal("the target does not end the connection")
+		}
+		c.nc.Close()
+		for end := time.Now().Add(patience); ; time.Sleep(100 * time.Microsecond) {
+			s := tg.node.Stats()
+			if s.Connections+s.Sessions+s.TasksInFlight+s.BuffersOut == 0 {
+				break
+			}
+			if time.Now().After(end) {
+				t.Fatalf("left behind: %+v", s)
+			}
+		}
+	})
+}
