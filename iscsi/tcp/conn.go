@@ -185,7 +185,7 @@ func (c *Conn) Unbind(it *iscsi.Task) {
 // PutData implements iscsi.Datamover by Data-In PDUs.
 func (c *Conn) PutData(it *iscsi.Task, off uint32, data []byte, b *iscsi.Buffer) error {
 	t, h := it.Mover.(*task), pdu.BHS(it.Header[:])
-	segment := uint32(c.maxSend.Load())
+	segment := uint32(c.maxSend.Load()) &^ 3 // RFC 7143, section 11.7.7
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.err != nil {

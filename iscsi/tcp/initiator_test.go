@@ -484,6 +484,9 @@ func (c *client) readData(h pdu.BHS, burst int) (data []byte, pdus int, status p
 		}
 		pdus++
 		data = append(data, p.data...)
+		if len(p.data)%4 != 0 && flags&pdu.FlagF == 0 { // RFC 7143, section 11.7.7
+			c.tb.Fatalf("Data-In of %d octets within a sequence", len(p.data))
+		}
 		if sequence += len(p.data); sequence > burst { // ISCSI-11.7-1
 			c.tb.Fatalf("sequence of %d octets, MaxBurstLength is %d", sequence, burst)
 		}

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"os"
 	"strings"
@@ -42,7 +43,7 @@ func TestReadAndWrite(t *testing.T) {
 		{name: "data digest", keys: []string{"DataDigest=CRC32C,None"}, data: true, segment: 100000, burst: 256 << 10},
 		{name: "both digests", keys: []string{"HeaderDigest=CRC32C", "DataDigest=CRC32C", "MaxRecvDataSegmentLength=65536"}, header: true, data: true, segment: 8192, burst: 256 << 10},
 		{name: "small bursts", keys: []string{"MaxBurstLength=4096", "FirstBurstLength=4096", "MaxRecvDataSegmentLength=512"}, segment: 1000, burst: 4096},
-		{name: "bursts of no whole segments", keys: []string{"MaxBurstLength=10000", "FirstBurstLength=512", "MaxRecvDataSegmentLength=3000", "DataDigest=CRC32C"}, data: true, segment: 4999, burst: 10000},
+		{name: "bursts of no whole segments", keys: []string{"MaxBurstLength=10000", "FirstBurstLength=512", "MaxRecvDataSegmentLength=3003", "DataDigest=CRC32C"}, data: true, segment: 4999, burst: 10000},
 		{name: "large", keys: []string{"MaxBurstLength=16776192", "MaxRecvDataSegmentLength=16777215"}, segment: 262144, burst: 1 << 20},
 		{name: "stream in pieces", keys: []string{"HeaderDigest=CRC32C", "DataDigest=CRC32C"}, header: true, data: true, segment: 20000, burst: 256 << 10, chunk: 1461},
 		{name: "prefix of 8 octets", segment: 65536, burst: 256 << 10, prefix: 8},
@@ -811,5 +812,33 @@ func TestTargetTransferTags(t *testing.T) {
 		seen[last.ttt] = true
 		c.free = list{} // what is in the queue does not matter
 		c.queue = list{}
+	}
+}
+
+// What is agreed on without RDMA: digests if they are allowed (ISCSI-6.2.1-1,
+// ISCSI-6.2.1-2), the data segment that we take, one R2T at a time, no
+// RDMAExtensions.
+func TestNegotiation(t *testing.T) {
+	offer := []string{"HeaderDigest=Foo,CRC32C,None", "DataDigest=None,CRC32C", "InitialR2T=No", "ImmediateData=Yes", "MaxOutstandingR2T=8",
+		"MaxBurstLength=16776192", "FirstBurstLength=262144", "MaxConnections=4", "ErrorRecoveryLevel=2", "RDMAExtensions=Yes"}
+	for _, tt := range []struct {
+		digests bool
+		want    map[string]string
+	}{
+		{true, map[string]string{"HeaderDigest": "CRC32C", "DataDigest": "None"}},
+		{false, map[string]string{"HeaderDigest": "None", "DataDigest": "None"}},
+	} {
+		t.Run(fmt.Sprintf("digests allowed: %t", tt.digests), func(t *testing.T) {
+			tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.Limits.Digests = tt.digests })
+			got := tg.connect(t).login(offer...)
+			want := map[string]string{"InitialR2T": "Yes", "ImmediateData": "Yes", "MaxOutstandingR2T": "1", "MaxBurstLength": "1048576",
+				"FirstBurstLength": "65536", "MaxConnections": "1", "ErrorRecoveryLevel": "0", "RDMAExtensions": "No", "MaxRecvDataSegmentLength": "262144"}
+			maps.Copy(want, tt.want)
+			for k, v := range want {
+				if got[k] != v {
+					t.Errorf("%s=%s, want %s", k, got[k], v)
+				}
+			}
+		})
 	}
 }
