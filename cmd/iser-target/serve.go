@@ -18,6 +18,7 @@ import (
 
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/tcp"
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma"
@@ -88,6 +89,7 @@ func newServer(cfg *config.Config, logTo io.Writer) (*server, error) {
 		NopInterval:      nop,
 		NopTimeout:       cfg.Limits.NOPTimeout,
 		DiscoveryAuth:    discovery,
+		Limits:           keys.Limits{Digests: true},
 		Logger:           s.log,
 	})
 	if err := s.open(); err != nil {
