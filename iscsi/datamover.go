@@ -10,7 +10,7 @@ import (
 
 // A Datamover carries the PDUs and the data of one connection (RFC 5047,
 // which also gave the methods their names). Package iser implements it over
-// RDMA; iSCSI over plain TCP fits the same seam.
+// RDMA, package iscsi/tcp over plain TCP.
 //
 // Receive and Bind belong to the holder of the connection's receive lock. All
 // other methods may be called by any goroutine at any time, also after Close.

@@ -60,7 +60,7 @@ type Conn struct {
 	burst    uint32  // MaxBurstLength, octets
 	digests  digests // in force from the first PDU that is not a Login Response
 	err      error   // why nothing more can be queued
-	deaf     bool    // Receive has seen the end: nobody would notice the end of a GetData
+	deaf     error   // why Receive has ended: nobody would notice the end of a GetData
 	ending   bool    // our direction of the stream ends behind the queue
 	ended    bool    // it has ended
 	flushing bool    // a goroutine is in Flush
@@ -208,8 +208,8 @@ func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
 	switch {
 	case c.err != nil:
 		return c.err
-	case c.deaf:
-		return net.ErrClosed
+	case c.deaf != nil:
+		return c.deaf
 	}
 	t.getting, t.quit, t.err = true, false, nil
 	t.data, t.off = data, off

@@ -100,14 +100,16 @@ func (c *Conn) fail(err error) {
 	rx := &c.rx
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.deaf = true
 	switch {
 	case c.closed:
 		err = net.ErrClosed
 	case c.err != nil && !errors.Is(c.err, net.ErrClosed): // Flush has closed nc
 		err = c.err
 	}
-	rx.err = err
+	rx.err, c.deaf = err, err
+	if err == io.EOF {
+		c.deaf = errUnanswered
+	}
 }
 
 // afterlife notifies every GetData that was outstanding, then returns why the
@@ -125,10 +127,7 @@ func (c *Conn) afterlife(n *iscsi.Notice) error {
 			continue
 		}
 		t.getting, t.placing, t.data = false, false, nil
-		*n = iscsi.Notice{Task: t.t, Err: rx.err}
-		if rx.err == io.EOF {
-			n.Err = errUnanswered
-		}
+		*n = iscsi.Notice{Task: t.t, Err: c.deaf}
 		return nil
 	}
 	return rx.err
