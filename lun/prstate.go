@@ -170,7 +170,7 @@ func (s *prState) put(r registration) {
 		s.registrations[i] = r
 		return
 	}
-	s.registrations = append(slices.Clip(s.registrations), r)
+	s.registrations = append(s.registrations, r)
 }
 
 // remove takes away the registrations that match, and the reservation if that
@@ -315,7 +315,7 @@ func (r *Reservations) saveLocked(naa string, s *prState) error {
 	case r.closed:
 		return fs.ErrClosed
 	case i < 0 && keep:
-		next.Units = append(slices.Clip(next.Units), encodeUnit(naa, s))
+		next.Units = append(next.Units, encodeUnit(naa, s))
 	case keep:
 		next.Units = slices.Clone(next.Units)
 		next.Units[i] = encodeUnit(naa, s)

@@ -208,10 +208,11 @@ var passes = map[string]string{
 	"READ DEFECT DATA(12)": "ACAAC",
 	"GET LBA STATUS":       "ACAAC",
 
-	"LOG SENSE":                    "AAAAA",
-	"PREVENT ALLOW MEDIUM REMOVAL": "AAAAA", // rowCDB has PREVENT 0
-	"REPORT TARGET PORT GROUPS":    "AAAAA",
-	"RECEIVE COPY RESULTS":         "ACAAC",
+	"LOG SENSE":                         "AAAAA",
+	"PREVENT ALLOW MEDIUM REMOVAL":      "AAAAA", // rowCDB has PREVENT 0
+	"REPORT TARGET PORT GROUPS":         "AAAAA",
+	"RECEIVE COPY STATUS(LID1)":         "ACAAC",
+	"RECEIVE COPY OPERATING PARAMETERS": "ACAAC",
 }
 
 // always are the commands that meet no RESERVATION CONFLICT before they have
@@ -626,6 +627,13 @@ func TestPreemptErrors(t *testing.T) {
 	r.wantAttention(r.a, 0)
 	r.wantAttention(r.b, reservationsReleased)
 	r.wantAttention(r.c, reservationsReleased)
+	r.ok(r.a, prPreempt, 8, prList(keyA, keyA, 0))
+	r.wantReservation(8, 0)
+	r.wantAttention(r.b, reservationsReleased)
+	r.wantAttention(r.c, reservationsReleased)
+	checkState(t, r)
+	r.ok(r.a, prRelease, 8, prList(keyA, 0, 0))
+	r.wantAttention(r.b, reservationsReleased)
 	// A session that has gone has no commands, and needs no OnPreempt.
 	r.c.Close()
 	r.ok(r.a, prPreemptAndAbort, 3, prList(keyA, keyC, 0))
@@ -875,6 +883,16 @@ func TestLegacyReserve(t *testing.T) {
 	}
 	r := newPRRig(t, setup{})
 	wantField(t, r.on(r.a, "16 01 00 0000 00", nil), 1, 0) // an extent
+	// RESERVE while PERSISTENT RESERVE OUT waits for its parameter list.
+	c := Command{CDB: append(unhex("5f 00 00 0000 00000018 00"), make([]byte, 6)...)}
+	if !r.a.Begin(&c) {
+		t.Fatal("REGISTER cannot begin")
+	}
+	wantGood(t, "RESERVE", r.on(r.b, "16 00 00 0000 00", nil))
+	if r.a.Consume(&c, prList(0, keyA, 0), 0) || c.Status != statusReservationConflict {
+		t.Errorf("REGISTER after RESERVE: status %#x", c.Status)
+	}
+	wantGood(t, "RELEASE", r.on(r.b, "17 00 00 0000 00", nil))
 	wantField(t, r.on(r.a, "56 10 00 000000 0000 00", nil), 1, 4)
 }
 
@@ -1080,6 +1098,9 @@ func TestAPTPL(t *testing.T) {
 		r := k.start()
 		r.ok(r.a, prRegister, 0, prList(0, keyA, 0x01))
 		r.ok(r.a, prReserve, 1, prList(keyA, 0, 0))
+		r.ok(r.c, prRegister, 0, prList(0, 0, 0)) // registers nothing and says nothing
+		r = k.start()
+		r.wantReservation(1, keyA)
 		r.ok(r.c, prRegister, 0, prList(0, keyC, 0))
 		r = k.start()
 		r.wantKeys()
@@ -1140,7 +1161,7 @@ func TestReservationsCannotBeStored(t *testing.T) {
 		}
 		wantSense(t, r.out(r.c, prRegister, 0, prList(0, keyC, 0x01)), 0x4, 0x44, 0x00)
 		wantSense(t, r.out(r.a, prReserve, 1, prList(keyA, 0, 0)), 0x4, 0x44, 0x00)
-		wantSense(t, r.out(r.a, prRegister, 0, prList(keyA, keyA, 0)), 0x4, 0x44, 0x00)
+		wantSense(t, r.out(r.a, prRegister, 0, prList(keyA, keyB, 1)), 0x4, 0x44, 0x00)
 		r.wantKeys(keyA)
 		r.wantReservation(0, 0)
 		wantGood(t, "WRITE(10)", r.on(r.c, "2a 00 00000000 00 0001 00", make([]byte, 512)))
@@ -1153,6 +1174,20 @@ func TestReservationsCannotBeStored(t *testing.T) {
 	r = k.start()
 	r.wantKeys(keyA)
 	r.wantReservation(1, keyA)
+
+	// What a failure has left in the file is not there after the next success.
+	u := newKeeping(t)
+	r2 := u.start()
+	u.held.file.fsync = func(f *os.File) error {
+		if f.Name() == filepath.Dir(u.path) {
+			return errors.New("injected")
+		}
+		return f.Sync()
+	}
+	wantSense(t, r2.out(r2.c, prRegister, 0, prList(0, keyC, 0x01)), 0x4, 0x44, 0x00)
+	u.held.file.fsync = (*os.File).Sync
+	r2.ok(r2.a, prRegister, 0, prList(0, keyA, 0))
+	u.start().wantKeys()
 
 	if err := errors.Join(k.held.Close(), k.held.Close()); err != nil {
 		t.Error(err)
