@@ -43,7 +43,7 @@ type receiver struct {
 	big []byte // a data segment that is longer than win; limit and padding, made when first needed
 
 	over *task // its GetData has ended, the Notice is due
-	err  error // what Receive returns when all GetDatas have been notified
+	err  error // what Receive returns when all GetDatas have been notified; over is nil then
 }
 
 func (rx *receiver) init(prefix []byte) {
@@ -70,8 +70,9 @@ var (
 func (c *Conn) Receive(n *iscsi.Notice) error {
 	rx := &c.rx
 	for rx.err == nil {
-		if rx.over != nil {
-			c.notify(n)
+		if t := rx.over; t != nil {
+			rx.over = nil
+			*n = iscsi.Notice{Task: t.t, Err: t.err}
 			return nil
 		}
 		ok, err := c.receivePDU(n)
@@ -86,13 +87,6 @@ func (c *Conn) Receive(n *iscsi.Notice) error {
 		}
 	}
 	return c.afterlife(n)
-}
-
-// notify makes n the end of the GetData that is due.
-func (c *Conn) notify(n *iscsi.Notice) {
-	t := c.rx.over
-	c.rx.over = nil
-	*n = iscsi.Notice{Task: t.t, Err: t.err}
 }
 
 // fail ends receiving.
@@ -115,11 +109,6 @@ func (c *Conn) fail(err error) {
 // afterlife notifies every GetData that was outstanding, then returns why the
 // connection has ended.
 func (c *Conn) afterlife(n *iscsi.Notice) error {
-	rx := &c.rx
-	if rx.over != nil {
-		c.notify(n)
-		return nil
-	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, t := range c.tasks {
@@ -130,7 +119,7 @@ func (c *Conn) afterlife(n *iscsi.Notice) error {
 		*n = iscsi.Notice{Task: t.t, Err: c.deaf}
 		return nil
 	}
-	return rx.err
+	return c.rx.err
 }
 
 // fill reads until the window holds n unread octets; n is at most windowLen.

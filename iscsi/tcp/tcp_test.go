@@ -630,6 +630,20 @@ func TestAbortWithOpenR2T(t *testing.T) {
 		c.send(dataOut(cmd.ITT(), r2t, 0, 0, true), data)
 		c.quiet()
 	})
+	t.Run("ABORT TASK SET, and the data stops within a PDU", func(t *testing.T) {
+		c := tg.login(t)
+		cmd, r2t := c.openWrite(data)
+		c.tmf(pdu.AbortTaskSet, pdu.ReservedTag, 0)
+		c.quiet()
+		b := c.encode(dataOut(cmd.ITT(), r2t, 0, 0, false), nil, data[:12000])
+		c.write(b[:9500])
+		time.Sleep(2200 * time.Millisecond) // longer than the data is waited for
+		c.quiet()
+		c.write(b[9500:])
+		c.wantFunctionComplete()
+		c.send(dataOut(cmd.ITT(), r2t, 1, 12000, true), data[12000:]) // dropped without a word
+		c.quiet()
+	})
 	t.Run("ISCSI-11.14-1 logout", func(t *testing.T) {
 		c := tg.login(t)
 		c.openWrite(data)
