@@ -37,6 +37,7 @@ const (
 	reads                           // passes reservations that keep out writers only
 	anyPersistent                   // passes all persistent reservations
 	anyReserve                      // passes a RESERVE of somebody else
+	exactData                       // of no use with more data-out than it takes
 )
 
 // optional are the flags of rows that some units do not have.
@@ -64,9 +65,9 @@ var commands = []command{
 	{0x2e, noSA, "WRITE AND VERIFY(10)", medium | writes, "\x12\xff\xff\xff\xff\x1f\xff\xff\x00", beginWrite, consumeWriteVerify, nil, endVerify},
 	{0x2f, noSA, "VERIFY(10)", medium | allData | reads, "\x16\xff\xff\xff\xff\x1f\xff\xff\x00", beginVerify, consumeVerify, nil, endVerify},
 	{0x34, noSA, "PRE-FETCH(10)", medium | reads, "\x02\xff\xff\xff\xff\x1f\xff\xff\x00", beginSync, nil, nil, endPrefetch},
-	{0x35, noSA, "SYNCHRONIZE CACHE(10)", medium, "\x02\xff\xff\xff\xff\x1f\xff\xff\x00", beginSync, nil, nil, endSync},
+	{0x35, noSA, "SYNCHRONIZE CACHE(10)", medium, "\x06\xff\xff\xff\xff\x1f\xff\xff\x00", beginSync, nil, nil, endSync},
 	{0x37, noSA, "READ DEFECT DATA(10)", medium | reads, "\x00\x1f\x00\x00\x00\x00\xff\xff\x00", readDefectData10, nil, nil, nil},
-	{0x41, noSA, "WRITE SAME(10)", medium | writes | allData, "\x08\xff\xff\xff\xff\x1f\xff\xff\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
+	{0x41, noSA, "WRITE SAME(10)", medium | writes | allData | exactData, "\x08\xff\xff\xff\xff\x1f\xff\xff\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
 	{0x42, noSA, "UNMAP", medium | writes | thin | allData, "\x00\x00\x00\x00\x00\x1f\xff\xff\x00", beginUnmap, consumeUnmap, nil, nil},
 	{0x48, 0x01, "SANITIZE OVERWRITE", medium | writes | sanitizes | allData, "\xbf\x00\x00\x00\x00\x00\xff\xff\x00", beginOverwrite, consumeOverwrite, nil, nil},
 	{0x48, 0x02, "SANITIZE BLOCK ERASE", medium | writes | sanitizes | thin, "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", noData, nil, nil, endBlockErase},
@@ -92,14 +93,14 @@ var commands = []command{
 	{0x84, 0x00, "RECEIVE COPY STATUS(LID1)", reads, "\x1f\xff\x00\x00\x00\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00", receiveCopyStatus, nil, nil, nil},
 	{0x84, 0x03, "RECEIVE COPY OPERATING PARAMETERS", reads, "\x1f\xff\x00\x00\x00\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00", receiveCopyParameters, nil, nil, nil},
 	{0x88, noSA, "READ(16)", medium | reads, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginRead, nil, produceRead, nil},
-	{opCompareAndWrite, noSA, "COMPARE AND WRITE", medium | writes | allData, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00\x00\xff\x1f\x00", beginCompareAndWrite, consumeCompareAndWrite, nil, nil},
+	{opCompareAndWrite, noSA, "COMPARE AND WRITE", medium | writes | allData | exactData, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00\x00\xff\x1f\x00", beginCompareAndWrite, consumeCompareAndWrite, nil, nil},
 	{0x8a, noSA, "WRITE(16)", medium | writes, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeWrite, nil, nil},
 	{0x8b, noSA, "ORWRITE(16)", medium | writes, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeOrWrite, nil, nil},
 	{0x8e, noSA, "WRITE AND VERIFY(16)", medium | writes, "\x12\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeWriteVerify, nil, endVerify},
 	{0x8f, noSA, "VERIFY(16)", medium | allData | reads, "\x16\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginVerify, consumeVerify, nil, endVerify},
 	{0x90, noSA, "PRE-FETCH(16)", medium | reads, "\x02\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginSync, nil, nil, endPrefetch},
-	{0x91, noSA, "SYNCHRONIZE CACHE(16)", medium, "\x02\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginSync, nil, nil, endSync},
-	{0x93, noSA, "WRITE SAME(16)", medium | writes | allData, "\x09\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
+	{0x91, noSA, "SYNCHRONIZE CACHE(16)", medium, "\x06\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginSync, nil, nil, endSync},
+	{0x93, noSA, "WRITE SAME(16)", medium | writes | allData | exactData, "\x09\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
 	{opWriteAtomic16, noSA, "WRITE ATOMIC(16)", medium | writes | allData | atomicWrite, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00\xff\xff\x1f\x00", beginWriteAtomic, consumeWriteAtomic, nil, endWriteAtomic},
 	{0x9e, 0x10, "READ CAPACITY(16)", medium | anyPersistent, "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x00", readCapacity16, nil, nil, nil},
 	{0x9e, 0x12, "GET LBA STATUS", medium | reads, "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00", getLBAStatus, nil, nil, nil},

@@ -120,7 +120,7 @@ func appendDesignators(u *Unit, n *Nexus, b []byte) []byte {
 // appendExtended is the Extended INQUIRY Data page (SPC-4, section 7.8.7).
 func appendExtended(u *Unit, _ *Nexus, b []byte) []byte {
 	p := make([]byte, 64)
-	p[5] = 0x01 // SIMPSUP
+	p[5] = 0x07 // HEADSUP, ORDSUP, SIMPSUP
 	if u.info.VolatileCache {
 		p[6] = 0x01 // V_SUP
 	}
@@ -135,7 +135,6 @@ func terminated(s string) string { return s + "\x00\x00\x00\x00"[:4-len(s)%4] }
 func appendBlockLimits(u *Unit, _ *Nexus, b []byte) []byte {
 	be := binary.BigEndian
 	p := make([]byte, 64)                         // offsets as in the standard
-	p[4] = 0x01                                   // WSNZ
 	p[5] = byte(uint(maxCompareWrite) >> u.shift) // MAXIMUM COMPARE AND WRITE LENGTH
 	be.PutUint16(p[6:], uint16(u.info.PhysicalBlockSize>>u.shift))
 	be.PutUint32(p[8:], maxTransfer>>u.shift)

@@ -79,14 +79,14 @@ func TestVPD(t *testing.T) {
 		{name: "86", page: "86", want: `
 			00 86 003c
 			00                      # ACTIVATE MICROCODE, SPT, GRD_CHK, APP_CHK, REF_CHK: none
-			01                      # SIMPSUP
+			07                      # HEADSUP, ORDSUP, SIMPSUP
 			00                      # V_SUP 0
 			00 00 00 0000 00
 			12                      # MAXIMUM SUPPORTED SENSE DATA LENGTH: 18
 			` + strings.Repeat("00", 50)},
 		{name: "86 with a cache", page: "86", setup: setup{info: volatile}, want: `
 			00 86 003c
-			00 01
+			00 07
 			01                      # V_SUP
 			00 00 00 0000 00 12` + strings.Repeat("00", 50)},
 		{name: "8f", page: "8f", want: `
@@ -109,17 +109,17 @@ func TestVPD(t *testing.T) {
 			000000000000000000000000000000000000`},
 		{name: "b0 thin", page: "b0", want: `
 			00 b0 003c
-			01                      # WSNZ
+			00                      # WSNZ 0
 			40                      # MAXIMUM COMPARE AND WRITE LENGTH: 32 KiB
 			0001                    # OPTIMAL TRANSFER LENGTH GRANULARITY
-			00008000                # MAXIMUM TRANSFER LENGTH: 16 MiB
+			00010000                # MAXIMUM TRANSFER LENGTH: 32 MiB
 			00000800                # OPTIMAL TRANSFER LENGTH: 1 MiB
 			00000000                # MAXIMUM PREFETCH LENGTH
 			00100000                # MAXIMUM UNMAP LBA COUNT: 512 MiB
 			00000100                # MAXIMUM UNMAP BLOCK DESCRIPTOR COUNT
 			00000080                # OPTIMAL UNMAP GRANULARITY: 64 KiB
 			80000000                # UGAVALID, UNMAP GRANULARITY ALIGNMENT 0
-			0000000000080000        # MAXIMUM WRITE SAME LENGTH: 256 MiB
+			000000000007fff8        # MAXIMUM WRITE SAME LENGTH: 4 KiB less than 256 MiB
 			00000800                # MAXIMUM ATOMIC TRANSFER LENGTH: 1 MiB
 			00000000                # ATOMIC ALIGNMENT
 			00000000                # ATOMIC TRANSFER LENGTH GRANULARITY
@@ -129,11 +129,11 @@ func TestVPD(t *testing.T) {
 			i.DiscardGranularity, i.PhysicalBlockSize, i.AtomicWrite = 0, 8192, 0
 		}}, want: `
 			00 b0 003c
-			01 08 0002
-			00001000 00000100 00000000
+			00 08 0002
+			00002000 00000100 00000000
 			00000000 00000000       # no UNMAP
 			00000000 00000000
-			0000000000010000
+			000000000000ffff
 			0000000000000000000000000000000000000000`},
 		{name: "b1", page: "b1", want: `
 			00 b1 003c

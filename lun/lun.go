@@ -349,6 +349,10 @@ type Command struct {
 	// Set by the caller before Begin.
 	LUN [8]byte // LUN field of the PDU
 	CDB []byte  // 16 octets, or more with an extended CDB; not changed until End
+	// Expected is how many octets of data-out the initiator means to send; 0
+	// if it does not say. With more than they take, commands that could do harm
+	// by a misunderstanding fail.
+	Expected uint64
 
 	// Set by Begin: how many octets the command transfers (SPDTL).
 	DataOut, DataIn uint64
@@ -418,7 +422,13 @@ func (n *Nexus) Begin(c *Command) bool {
 			return c.fail(k)
 		}
 	}
-	return row.begin(c.unit, c)
+	if !row.begin(c.unit, c) {
+		return false
+	}
+	if row.flags&exactData != 0 && c.Expected > c.DataOut {
+		return c.failCDB(lengthOctet(c.CDB), noField)
+	}
+	return true
 }
 
 // Consume takes the data-out that starts at off. The pieces of a command come

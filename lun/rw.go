@@ -12,11 +12,13 @@ import (
 // Limits of the medium access commands, in octets; VPD page B0h reports them
 // in blocks.
 const (
-	maxTransfer     = 16 << 20
+	maxTransfer     = 32 << 20
 	optimalTransfer = 1 << 20
-	maxWriteSame    = 256 << 20
-	maxUnmap        = 512 << 20
-	maxUnmapDescs   = 256
+	// Less than 65536 blocks of 4096: from a longer one, libiscsi's suite
+	// concludes that WRITE takes as many.
+	maxWriteSame  = 256<<20 - 4096
+	maxUnmap      = 512 << 20
+	maxUnmapDescs = 256
 )
 
 const fua = 0x08 // in octet 1 of READ and WRITE, except of six octets
@@ -285,11 +287,14 @@ const (
 )
 
 func beginWriteSame(u *Unit, c *Command) bool {
-	if !u.beginExtent(c, maxWriteSame) {
+	if !u.beginExtent(c, math.MaxInt64) {
 		return false
 	}
+	if c.count == 0 { // to the end of the medium
+		c.count = u.blocks - c.lba
+	}
 	switch {
-	case c.count == 0: // WSNZ: "all to the end" is not offered
+	case c.count > maxWriteSame>>u.shift:
 		return c.failCDB(lengthOctet(c.CDB), noField)
 	case c.CDB[1]&wsUnmap != 0 && !u.isThin():
 		return c.failCDB(1, 3)

@@ -74,7 +74,6 @@ func TestExtent(t *testing.T) {
 	r := newRig(t, setup{})
 	ops := slices.Concat(readOps[1:], writeOps[1:], []byte{0x2f, 0xaf, 0x8f, 0x35, 0x91, 0x41, 0x93,
 		0x2e, 0xae, 0x8e, 0x8b, 0x34, 0x90})
-	isWriteSame := func(op byte) bool { return op == 0x41 || op == 0x93 }
 	for _, op := range ops {
 		out := []access{{op, blocks, 0}, {op, blocks, 1}, {op, blocks - 1, 2}, {op, 0, blocks + 1}, {op, math.MaxUint32, 0},
 			{op, math.MaxUint32, 1}, {op, 1 << 31, 2}, {op, 0, math.MaxUint16}, {op, math.MaxUint32, math.MaxUint16}}
@@ -86,11 +85,7 @@ func TestExtent(t *testing.T) {
 			wantSense(t, r.run(extentCDB(a.op, 0, a.lba, a.count), make([]byte, 512)), 0x5, 0x21, 0x00)
 		}
 		for _, a := range []access{{op, 0, 0}, {op, blocks - 1, 0}, {op, blocks - 1, 1}, {op, 0, blocks}} {
-			res := r.run(extentCDB(a.op, 0, a.lba, a.count), make([]byte, a.count*512))
-			if isWriteSame(op) && a.count == 0 { // WSNZ
-				wantField(t, res, lengthOctet([]byte{op}), noField)
-				continue
-			}
+			res := r.run(extentCDB(a.op, 0, a.lba, a.count), make([]byte, max(a.count, 1)*512))
 			wantGood(t, fmt.Sprintf("%02x %d+%d", a.op, a.lba, a.count), res)
 		}
 	}
@@ -109,15 +104,18 @@ func TestExtent(t *testing.T) {
 // The limits that VPD page B0h states are those that hold.
 func TestTransferLimits(t *testing.T) {
 	r := newRig(t, fourGiB)
-	const most = 16 << 20 / 512
+	const most = 32 << 20 / 512
 	for _, op := range []byte{0xa8, 0x88, 0xaa, 0x8a, 0x8f, 0xaf, 0xae, 0x8e, 0x8b} {
 		wantField(t, r.run(extentCDB(op, 0, 0, most+1), nil), lengthOctet([]byte{op}), noField)
 	}
-	if res := do(r.nexus, &r.c, [8]byte{}, extentCDB(0x88, 0, 1, most), nil, 512); res.status != statusGood || res.dataIn != 16<<20 {
+	if res := do(r.nexus, &r.c, [8]byte{}, extentCDB(0x88, 0, 1, most), nil, 512); res.status != statusGood || res.dataIn != 32<<20 {
 		t.Errorf("the longest READ: %v", res)
 	}
-	const mostSame = 256 << 20 / 512
+	const mostSame = 256<<20/512 - 8
 	wantField(t, r.run(extentCDB(0x93, 0, 0, mostSame+1), make([]byte, 512)), 10, noField)
+	wantField(t, r.run(extentCDB(0x93, 0, 0, 0), make([]byte, 512)), 10, noField) // to the end
+	wantField(t, r.run(extentCDB(0x41, 0, 4<<30/512-mostSame-1, 0), make([]byte, 512)), 7, noField)
+	r.good(extentCDB(0x41, 0, 4<<30/512-mostSame, 0), make([]byte, 512))
 	r.good(extentCDB(0x93, 0, 1, mostSame), make([]byte, 512))
 	r.good(extentCDB(0x91, 0, 0, 4<<30/512), nil) // SYNCHRONIZE CACHE has no limit
 	r.good(extentCDB(0x90, 0, 0, 4<<30/512), nil) // neither has PRE-FETCH
@@ -217,7 +215,7 @@ func TestDurability(t *testing.T) {
 		{"READ(16) FUA", cache, extentCDB(0x88, fuaBit, 0, 1), nil, map[backendtest.Op]int{backendtest.Sync: 1, backendtest.ReadAt: 1}},
 		{"SYNCHRONIZE CACHE(10)", cache, extentCDB(0x35, none, 0, 0), nil, map[backendtest.Op]int{backendtest.Sync: 1}},
 		{"SYNCHRONIZE CACHE(10) IMMED", cache, extentCDB(0x35, 0x02, 0, 1), nil, map[backendtest.Op]int{backendtest.Sync: 1}},
-		{"SYNCHRONIZE CACHE(16)", cache, extentCDB(0x91, none, 5, 9), nil, map[backendtest.Op]int{backendtest.Sync: 1}},
+		{"SYNCHRONIZE CACHE(16) SYNC_NV", cache, extentCDB(0x91, 0x04, 5, 9), nil, map[backendtest.Op]int{backendtest.Sync: 1}},
 		{"PRE-FETCH(10)", cache, extentCDB(0x34, none, 0, 8), nil, map[backendtest.Op]int{backendtest.Prefetch: 1}},
 		{"PRE-FETCH(16) IMMED", cache, extentCDB(0x90, 0x02, 0, 0), nil, map[backendtest.Op]int{backendtest.Prefetch: 1}},
 		{"WRITE AND VERIFY(10), cache", cache, extentCDB(0x2e, none, 0, 1), block, map[backendtest.Op]int{backendtest.WriteDurable: 1, backendtest.ReadAt: 1}},
@@ -275,6 +273,7 @@ func TestWriteSame(t *testing.T) {
 		{"zeros", extentCDB(0x93, 0, 3, 600), make([]byte, 512), make([]byte, 512), backendtest.Zero},
 		{"UNMAP of zeros", extentCDB(0x41, 0x08, 3, 600), make([]byte, 512), make([]byte, 512), backendtest.Discard},
 		{"UNMAP of data writes it", extentCDB(0x93, 0x08, 3, 600), block, block, backendtest.WriteAt},
+		{"to the end", extentCDB(0x41, 0, 3, 0), block, block, backendtest.WriteAt},
 		{"NDOB", extentCDB(0x93, 0x01, 3, 600), nil, make([]byte, 512), backendtest.Zero},
 		{"NDOB, UNMAP", extentCDB(0x93, 0x09, 3, 600), nil, make([]byte, 512), backendtest.Discard},
 	} {
@@ -290,7 +289,11 @@ func TestWriteSame(t *testing.T) {
 			if r.store.Calls(s.calls) == 0 {
 				t.Errorf("%v was not called", s.calls)
 			}
-			want := slices.Concat(old[:3*512], bytes.Repeat(s.want, 600), old[603*512:])
+			count := 600
+			if s.name == "to the end" {
+				count = 2045
+			}
+			want := slices.Concat(old[:3*512], bytes.Repeat(s.want, count), old[(3+count)*512:])
 			if !bytes.Equal(r.good(extentCDB(0x28, 0, 0, 2048), nil), want) {
 				t.Error("the medium is not what was to be written")
 			}
@@ -451,5 +454,35 @@ func TestReadOnly(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// More data-out than the CDB asks for means that initiator and target have not
+// understood each other: what could do harm then does nothing. WRITE takes what
+// it needs, as ISCSI-11.4-5 has it.
+func TestTooMuchData(t *testing.T) {
+	for _, s := range []struct {
+		cdb   string
+		n     uint64 // octets that it takes
+		octet int    // of the length in the CDB; 0: more is no error
+	}{
+		{extentCDB(0x89, 0, 0, 1), 1024, 13},
+		{extentCDB(0x89, 0, 0, 0), 0, 13}, // 256 in eight bits
+		{extentCDB(0x41, 0, 0, 8), 512, 7},
+		{extentCDB(0x93, 0, 0, 8), 512, 10},
+		{extentCDB(0x93, 1, 0, 8), 0, 10}, // NDOB
+		{extentCDB(0x2a, 0, 0, 1), 512, 0},
+		{extentCDB(0x2f, 2, 0, 1), 512, 0},
+	} {
+		r := newRig(t, setup{})
+		for _, expected := range []uint64{s.n, s.n + 1, s.n + 4096} {
+			r.c.Expected = expected
+			res := r.run(s.cdb, make([]byte, s.n))
+			if s.octet != 0 && expected > s.n {
+				wantField(t, res, s.octet, noField)
+			} else {
+				wantGood(t, s.cdb, res)
+			}
+		}
 	}
 }
