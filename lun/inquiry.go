@@ -135,6 +135,7 @@ func terminated(s string) string { return s + "\x00\x00\x00\x00"[:4-len(s)%4] }
 func appendBlockLimits(u *Unit, _ *Nexus, b []byte) []byte {
 	be := binary.BigEndian
 	p := make([]byte, 64)                         // offsets as in the standard
+	p[4] = 0x01                                   // WSNZ
 	p[5] = byte(uint(maxCompareWrite) >> u.shift) // MAXIMUM COMPARE AND WRITE LENGTH
 	be.PutUint16(p[6:], uint16(u.info.PhysicalBlockSize>>u.shift))
 	be.PutUint32(p[8:], maxTransfer>>u.shift)

@@ -109,7 +109,7 @@ func TestVPD(t *testing.T) {
 			000000000000000000000000000000000000`},
 		{name: "b0 thin", page: "b0", want: `
 			00 b0 003c
-			00                      # WSNZ 0
+			01                      # WSNZ
 			40                      # MAXIMUM COMPARE AND WRITE LENGTH: 32 KiB
 			0001                    # OPTIMAL TRANSFER LENGTH GRANULARITY
 			00010000                # MAXIMUM TRANSFER LENGTH: 32 MiB
@@ -129,7 +129,7 @@ func TestVPD(t *testing.T) {
 			i.DiscardGranularity, i.PhysicalBlockSize, i.AtomicWrite = 0, 8192, 0
 		}}, want: `
 			00 b0 003c
-			00 08 0002
+			01 08 0002
 			00002000 00000100 00000000
 			00000000 00000000       # no UNMAP
 			00000000 00000000

@@ -287,14 +287,11 @@ const (
 )
 
 func beginWriteSame(u *Unit, c *Command) bool {
-	if !u.beginExtent(c, math.MaxInt64) {
+	if !u.beginExtent(c, maxWriteSame) {
 		return false
 	}
-	if c.count == 0 { // to the end of the medium
-		c.count = u.blocks - c.lba
-	}
 	switch {
-	case c.count > maxWriteSame>>u.shift:
+	case c.count == 0: // WSNZ: "all to the end" is not offered
 		return c.failCDB(lengthOctet(c.CDB), noField)
 	case c.CDB[1]&wsUnmap != 0 && !u.isThin():
 		return c.failCDB(1, 3)
