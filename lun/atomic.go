@@ -71,11 +71,15 @@ func beginWriteAtomic(u *Unit, c *Command) bool {
 		return false
 	}
 	c.DataOut = c.count << u.shift
-	c.whole = make([]byte, 0, c.DataOut)
 	return true
 }
 
-func consumeWriteAtomic(_ *Unit, c *Command, p []byte, _ uint64) bool {
+// consumeWriteAtomic collects the data: who announces it and sends none takes
+// no memory.
+func consumeWriteAtomic(_ *Unit, c *Command, p []byte, off uint64) bool {
+	if off == 0 {
+		c.whole = make([]byte, 0, c.DataOut)
+	}
 	c.whole = append(c.whole, p...)
 	return true
 }

@@ -50,7 +50,7 @@ type Unit struct {
 	shift       uint   // log2 of the block size
 	readOnly    bool
 	has         flags         // which optional rows of the command set
-	mode        atomic.Uint32 // current values of modeBits
+	mode        atomic.Uint32 // modeWCE, modeSWP: those that are set
 	modeDefault uint32
 	modeMutable uint32 // bits that MODE SELECT can change
 	stopped     atomic.Bool
