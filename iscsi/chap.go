@@ -183,17 +183,4 @@ func (l *login) theirChallenge(t securityText) (*security.CHAPChallenge, error) 
 	return &security.CHAPChallenge{Algorithm: l.auth.challenge.Algorithm, ID: uint8(n), Octets: string(c)}, nil
 }
 
-// checkUser keeps an initiator from replacing, or joining, the session of
-// another CHAP user (section 9.2). A discovery session has nothing to protect.
-func (l *login) checkUser() error {
-	nd := l.node
-	nd.mu.Lock()
-	old := nd.find(l.key)
-	nd.mu.Unlock()
-	if old != nil && !old.discovery && old.conn.agreed().CHAPName != l.params.CHAPName {
-		return refuse(pdu.LoginAuthentication, "session of this initiator port belongs to another CHAP user")
-	}
-	return nil
-}
-
 func hexConstant(b string) string { return "0x" + hex.EncodeToString([]byte(b)) }

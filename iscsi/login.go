@@ -336,9 +336,6 @@ func (l *login) enterFullFeature() error {
 		return keyError(err)
 	}
 	l.params = p
-	if err := l.checkUser(); err != nil {
-		return err
-	}
 	s, refusal := l.node.establish(l.conn, l.key, &l.first, l.target)
 	if refusal != nil {
 		return refusal

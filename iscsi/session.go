@@ -25,6 +25,7 @@ type sessionKey struct {
 type session struct {
 	key       sessionKey
 	tsih      uint16
+	user      string // CHAP_N of who opened it; empty without CHAP
 	discovery bool
 	target    *target    // nil in an unnamed discovery session
 	nexus     *lun.Nexus // nil in a discovery session
@@ -73,6 +74,11 @@ func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *tar
 		case nd.stopping:
 			nd.mu.Unlock()
 			return nil, &loginError{pdu.LoginUnavailable, errShutdown}
+		case old != nil && !old.discovery && old.user != c.params.CHAPName:
+			// Section 9.2: who replaces or joins a session is who opened it. A
+			// discovery session has nothing to protect.
+			nd.mu.Unlock()
+			return nil, refuse(pdu.LoginAuthentication, "session of this initiator port belongs to another CHAP user")
 		case old != nil && req.TSIH != 0 && req.TSIH != old.tsih,
 			old == nil && req.TSIH != 0 && !continued,
 			old == nil && req.TSIH != 0 && nd.sessions[req.TSIH] != nil:
@@ -82,7 +88,7 @@ func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *tar
 			nd.mu.Unlock()
 			return nil, refuse(pdu.LoginTooManyConnections, "a session has one connection only")
 		case old == nil:
-			s := &session{key: key, tsih: req.TSIH, discovery: c.params.Discovery, target: t, conn: c,
+			s := &session{key: key, tsih: req.TSIH, user: c.params.CHAPName, discovery: c.params.Discovery, target: t, conn: c,
 				started: time.Now(), done: make(chan struct{})}
 			if s.tsih == 0 {
 				s.tsih = nd.newTSIH()
@@ -93,6 +99,7 @@ func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *tar
 			}
 			if !s.discovery {
 				s.nexus = t.LUNs.NewNexus(lun.Port{InitiatorName: key.initiator, ISID: key.isid, TargetName: t.Name, TPGT: key.tpgt})
+				s.nexus.OnPreempt(s.abortUnit)
 			}
 			nd.sessions[s.tsih] = s
 			nd.mu.Unlock()
@@ -173,4 +180,24 @@ func (s *session) attrs() []slog.Attr {
 		kind = "discovery"
 	}
 	return []slog.Attr{slog.String("session", kind), slog.Int("tsih", int(s.tsih))}
+}
+
+// abortUnit ends the commands of s for a logical unit, but not except: what PREEMPT
+// AND ABORT does to the sessions that it preempts.
+func (s *session) abortUnit(field [8]byte, except *lun.Command) {
+	c := s.conn
+	match := func(t *Task) bool {
+		return t.isCommand() && &t.cmd != except && s.nexus.SameUnit(t.header().LUN(), field)
+	}
+	c.mu.Lock()
+	lost := c.tasks.any(match)
+	c.abortTasks(match)
+	c.mu.Unlock()
+	if lost && c.enter() {
+		go func() {
+			defer c.workers.Done()
+			c.sendNOPIn(false)
+		}()
+	}
+	c.stopped(match, false)
 }

@@ -15,13 +15,17 @@ import (
 	"github.com/iser-target/iser-target/security"
 )
 
-// identitiesFile, in the state directory, keeps who is who of the LUNs.
-const identitiesFile = "identities.json"
+// In the state directory: who is who of the LUNs, and who has reserved them.
+const (
+	identitiesFile   = "identities.json"
+	reservationsFile = "reservations.json"
+)
 
 // units are the logical units of all targets.
 type units struct {
-	ids         *lun.Identities
-	inventories []*lun.Inventory
+	ids          *lun.Identities
+	reservations *lun.Reservations
+	inventories  []*lun.Inventory
 }
 
 // openUnits opens all stores and gives the targets to the node. After an error
@@ -34,6 +38,9 @@ func openUnits(cfg *config.Config, node *iscsi.Node) (*units, error) {
 			return u, fmt.Errorf("state_dir: %w", err)
 		}
 		u.ids = ids
+		if u.reservations, err = lun.OpenReservations(filepath.Join(cfg.StateDir, reservationsFile)); err != nil {
+			return u, fmt.Errorf("state_dir: %w", err)
+		}
 	}
 	for i := range cfg.Targets {
 		t := &cfg.Targets[i]
@@ -83,6 +90,7 @@ func (u *units) open(target string, l *config.LUN, inv *lun.Inventory) (err erro
 	}
 	unit, err := lun.New(store, lun.Options{
 		Identity: id, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Sanitize: l.Sanitize,
+		Reservations: u.reservations,
 	})
 	if err == nil {
 		err = inv.Add(uint16(l.ID), unit)
@@ -126,5 +134,8 @@ func (u *units) close() error {
 		errs = append(errs, inv.Close())
 	}
 	errs = append(errs, u.ids.Close())
+	if u.reservations != nil {
+		errs = append(errs, u.reservations.Close())
+	}
 	return errors.Join(errs...)
 }

@@ -30,6 +30,7 @@ const (
 	storeLen   = 16 << 20
 	targetName = "iqn.2026-11.io.example:store"
 	patience   = 20 * time.Second
+	firstCmdSN = 0xfffffff0 // ISCSI-4.2.2.1-1: it wraps soon
 )
 
 // A target is a Node with one memory LUN, served over loopback TCP.
@@ -178,7 +179,7 @@ func (tg *target) connect(tb testing.TB) *client {
 		tb.Fatal(err)
 	}
 	tb.Cleanup(func() { nc.Close() })
-	return &client{tb: tb, nc: nc, itt: 0x100, cmdSN: 1, limit: 8192}
+	return &client{tb: tb, nc: nc, itt: 0x100, cmdSN: firstCmdSN, limit: 8192}
 }
 
 // login opens a normal session and takes the unit attention of its first
@@ -344,7 +345,10 @@ func (c *client) any() reply {
 		}
 	}
 	// ISCSI-4.2.2.1-5, and neither goes back.
-	if pdu.Before(h.MaxCmdSN(), h.ExpCmdSN()-1) || pdu.Before(h.ExpCmdSN(), c.expCmdSN) || pdu.Before(h.MaxCmdSN(), c.maxCmdSN) {
+	if op == pdu.LoginResp {
+		c.expCmdSN, c.maxCmdSN = h.ExpCmdSN(), h.MaxCmdSN()
+	}
+	if pdu.Before(h.MaxCmdSN(), h.ExpCmdSN()-1) || h.ExpCmdSN()-c.expCmdSN > 1<<16 || h.MaxCmdSN()-c.maxCmdSN > 1<<16 {
 		c.tb.Fatalf("%v with ExpCmdSN %d, MaxCmdSN %d after %d and %d", op, h.ExpCmdSN(), h.MaxCmdSN(), c.expCmdSN, c.maxCmdSN)
 	}
 	c.expCmdSN, c.maxCmdSN = h.ExpCmdSN(), h.MaxCmdSN()

@@ -316,7 +316,7 @@ func (c *Conn) receiveData(n *iscsi.Notice, size int) (ok bool, err error) {
 		reason = pdu.RejectDataDigest
 	}
 	if t != nil {
-		c.placed(t, h, len(dst), good)
+		c.placed(t, len(dst), good, h.Final())
 	}
 	n.Reject = reason
 	return reason != 0, nil
@@ -360,12 +360,12 @@ func (c *Conn) route(h pdu.BHS, size int) (t *task, dst []byte, reason pdu.Rejec
 }
 
 // placed goes on with the GetData of t after a Data-Out: octets of its data have
-// come.
-func (c *Conn) placed(t *task, h pdu.BHS, octets int, good bool) {
+// come, and final tells whether that was all for the R2T.
+func (c *Conn) placed(t *task, octets int, good, final bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	t.placing = false
-	t.outSN = h.DataSN() + 1
+	t.outSN++
 	switch {
 	case t.quit:
 		t.err, t.quitTTT = errCalledOff, t.ttt
@@ -373,14 +373,14 @@ func (c *Conn) placed(t *task, h pdu.BHS, octets int, good bool) {
 		t.err = iscsi.ErrDataLost
 	}
 	t.data, t.off, t.asked = t.data[octets:], t.off+uint32(octets), t.asked-uint32(octets)
-	if h.Final() && t.err == nil && len(t.data) > 0 {
+	if final && t.err == nil && len(t.data) > 0 {
 		t.err = c.err // nothing more can be asked for if that is not nil
 	}
 	switch {
-	case t.quit, h.Final() && (t.err != nil || len(t.data) == 0):
+	case t.quit, final && (t.err != nil || len(t.data) == 0):
 		t.getting, t.data = false, nil
 		c.rx.over = t
-	case h.Final():
+	case final:
 		c.ask(t)
 		if !c.flushing {
 			// Receive must not wait for the peer to take data, which may wait for

@@ -96,7 +96,7 @@ type sender struct {
 	digests digests
 
 	// The serial numbers that the stream has come to: StatSN of the next status,
-	// and the highest ExpCmdSN and MaxCmdSN that were sent.
+	// and the latest ExpCmdSN and MaxCmdSN that were sent.
 	statSN, expCmdSN, maxCmdSN uint32
 
 	// What is encoded but not yet written. slab holds headers, digests, padding
@@ -271,16 +271,18 @@ func (c *Conn) sendControl(t *task) error {
 	return nil
 }
 
-// status takes note of a PDU that the core has numbered.
+// status takes note of a PDU that the core has numbered. The core numbers in the
+// order of SendControl, so these serial numbers are the latest.
 func (s *sender) status(h pdu.BHS) {
 	s.statSN = h.StatSN()
 	if h.Opcode() != pdu.NOPIn || h.ITT() != pdu.ReservedTag { // RFC 7143, section 11.19.2
 		s.statSN++
 	}
-	s.advance(h.ExpCmdSN(), h.MaxCmdSN())
+	s.expCmdSN, s.maxCmdSN = h.ExpCmdSN(), h.MaxCmdSN()
 }
 
-// advance takes serial numbers that may be older than those that were sent.
+// advance takes the serial numbers of when data was queued. A PDU with later ones
+// may have been faster.
 func (s *sender) advance(expCmdSN, maxCmdSN uint32) {
 	if pdu.Before(s.expCmdSN, expCmdSN) {
 		s.expCmdSN = expCmdSN

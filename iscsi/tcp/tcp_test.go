@@ -856,3 +856,30 @@ func TestNegotiation(t *testing.T) {
 		})
 	}
 }
+
+// ExpCmdSN and MaxCmdSN of Data-In and R2T were taken when they were queued: they
+// do not go back behind those of a PDU that was faster, also where they wrap.
+func TestSerialNumbersDoNotGoBack(t *testing.T) {
+	c := &Conn{}
+	c.tx.init()
+	login := make(pdu.BHS, pdu.BHSLen)
+	login.Reset(pdu.LoginResp, pdu.FlagT)
+	login.SetExpCmdSN(0xffffffe0)
+	login.SetMaxCmdSN(0xffffffee)
+	c.tx.status(login)
+	for _, tt := range []struct{ exp, max, wantExp, wantMax uint32 }{
+		{0xfffffff0, 0xfffffffe, 0xfffffff0, 0xfffffffe},
+		{0xffffffef, 0xfffffffd, 0xfffffff0, 0xfffffffe},
+		{1, 0x10, 1, 0x10},
+		{0xffffffff, 0x11, 1, 0x11},
+		{2, 9, 2, 0x11},
+	} {
+		at := len(c.tx.slab)
+		if err := c.sendR2T(&item{expCmdSN: tt.exp, maxCmdSN: tt.max}); err != nil {
+			t.Fatal(err)
+		}
+		if h := pdu.BHS(c.tx.slab[at:]); h.ExpCmdSN() != tt.wantExp || h.MaxCmdSN() != tt.wantMax {
+			t.Errorf("%#x, %#x became %#x, %#x", tt.exp, tt.max, h.ExpCmdSN(), h.MaxCmdSN())
+		}
+	}
+}
