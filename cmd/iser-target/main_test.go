@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -427,5 +428,85 @@ targets:
 	}
 	if onDisk, err := os.ReadFile(disk); err != nil || !bytes.Equal(r.In, want) || !bytes.Equal(onDisk[8192:][:len(want)], want) {
 		t.Errorf("what was written is not what is read, or not in the file: %v", err)
+	}
+}
+
+// A persistent reservation with APTPL survives kill -9, and another initiator
+// can preempt it and abort what its holder still does.
+func TestReservationSurvivesKill(t *testing.T) {
+	cfg := write(t, "c.yaml", `
+state_dir: `+t.TempDir()+`
+portals: [{listen: "127.0.0.1:0"}]
+targets:
+  - name: iqn.2026-11.io.example:store
+    initiators: ["*"]
+    luns: [{id: 0, backend: memory, size: 1MiB}]
+`)
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	defer cancel()
+	login := func(p *process, n byte) *initiator.Session {
+		t.Helper()
+		s, err := initiator.Login(ctx, p.addr, initiator.Options{
+			Name: fmt.Sprintf("iqn.2026-11.io.github.iser-target:%d", n), ISID: [6]byte{0, 2, 0x3d, 0, 0, n}, Target: "iqn.2026-11.io.example:store"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { s.Close() })
+		return s
+	}
+	// do runs a command past unit attentions and returns its status.
+	do := func(s *initiator.Session, c *initiator.Command) byte {
+		t.Helper()
+		for range 8 {
+			if err := s.Do(c); err != nil {
+				t.Fatal(err)
+			}
+			if c.Status != 2 || c.Sense[2]&0x0f != 6 {
+				break
+			}
+		}
+		return c.Status
+	}
+	// prOut is PERSISTENT RESERVE OUT: service action, type, keys, APTPL.
+	prOut := func(sa, typ byte, key, saKey uint64, aptpl byte) *initiator.Command {
+		list := make([]byte, 24)
+		binary.BigEndian.PutUint64(list, key)
+		binary.BigEndian.PutUint64(list[8:], saKey)
+		list[20] = aptpl
+		return &initiator.Command{CDB: [16]byte{0x5f, sa, typ, 8: 24}, Out: list}
+	}
+	const register, reserve, preemptAndAbort, exclusiveAccess = 0, 1, 5, 3
+	write := func() *initiator.Command {
+		return &initiator.Command{CDB: initiator.Write16(0, 1), Out: make([]byte, 512)}
+	}
+
+	p := start(t, "serve", "--config", cfg)
+	a := login(p, 1)
+	if st := do(a, prOut(register, 0, 0, 0xaaaa, 1)); st != 0 {
+		t.Fatalf("REGISTER: status %#x", st)
+	}
+	if st := do(a, prOut(reserve, exclusiveAccess, 0xaaaa, 0, 0)); st != 0 {
+		t.Fatalf("RESERVE: status %#x", st)
+	}
+	p.cmd.Process.Kill()
+	p.cmd.Wait()
+
+	p = start(t, "serve", "--config", cfg)
+	a, b := login(p, 1), login(p, 2)
+	const conflict = 0x18
+	if st := do(b, write()); st != conflict {
+		t.Errorf("WRITE of another initiator after the restart: status %#x, want RESERVATION CONFLICT", st)
+	}
+	if st := do(a, write()); st != 0 {
+		t.Errorf("WRITE of the holder after the restart: status %#x", st)
+	}
+	if st := do(b, prOut(register, 0, 0, 0xbbbb, 1)); st != 0 {
+		t.Fatalf("REGISTER: status %#x", st)
+	}
+	if st := do(b, prOut(preemptAndAbort, exclusiveAccess, 0xbbbb, 0xaaaa, 0)); st != 0 {
+		t.Fatalf("PREEMPT AND ABORT: status %#x", st)
+	}
+	if sa, sb := do(a, write()), do(b, write()); sa != conflict || sb != 0 {
+		t.Errorf("after PREEMPT AND ABORT: WRITE of the old holder has status %#x, of the new one %#x", sa, sb)
 	}
 }
