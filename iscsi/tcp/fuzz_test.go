@@ -29,13 +29,13 @@ func FuzzTCP(f *testing.F) {
 		o.Limits.MaxRecvDataSegmentLength = 65536
 		o.LoginTimeout = patience
 	})
-	c := &client{tb: f, itt: 0x100, cmdSN: 2} // login has CmdSN 1 and ITT 0x100; the unit attention is not taken
+	c := &client{tb: f, itt: 0x100, cmdSN: firstCmdSN}
 	whole := func(h pdu.BHS, data []byte) []byte {
 		b := c.encode(h, nil, data)
 		return append(b, make([]byte, pdu.Padded(len(b))-len(b))...)
 	}
 	var writes, reads []byte
-	for range 3 {
+	for range 5 { // the first ones get the unit attention
 		h := c.scsi(pdu.FlagW, write16(0, 4), 2048)
 		writes = append(writes, whole(h, nil)...)
 		for slot := range uint32(4) {
@@ -48,8 +48,8 @@ func FuzzTCP(f *testing.F) {
 		writes = append(writes, whole(h, make([]byte, 512))...)
 		writes = append(writes, whole(dataOut(h.ITT(), nil, 0, 512, true), make([]byte, 1536))...)
 	}
-	c.itt, c.cmdSN = 0x100, 2
-	for range 3 {
+	c.itt, c.cmdSN = 0x100, firstCmdSN
+	for range 5 {
 		reads = append(reads, whole(c.scsi(pdu.FlagR, read16(0, 4), 2048), nil)...)
 	}
 	for flags := range byte(16) {
