@@ -362,12 +362,13 @@ func (t *Task) runCommand() {
 		t.complete()
 		return
 	}
+	out, in := t.expected()
+	t.cmd.Expected = uint64(out)
 	if !c.sess.nexus.Begin(&t.cmd) {
 		t.complete()
 		return
 	}
 	t.begun = true
-	out, in := t.expected()
 	switch {
 	case t.cmd.DataOut > 0 && in > 0, t.cmd.DataIn > 0 && out > 0:
 		// The initiator and the CDB do not agree on the direction. Without an

@@ -51,9 +51,14 @@ func TestSuite(t *testing.T) {
 `)
 	url := fmt.Sprintf("iscsi://127.0.0.1:%d/%s/", d.Port, iqn)
 	tests := list(t)
+	was := read(t, results)
 	got := make(map[string]outcome, len(tests))
 	for _, name := range tests {
 		got[name] = run(name, url)
+		if o := got[name]; was[name] == "pass" && o.result != "pass" {
+			t.Logf("%s: %s: %s; once more", name, o.result, o.reason) // some tests depend on time
+			got[name] = run(name, url)
+		}
 	}
 	text := table(tests, got)
 	if *update {
@@ -62,7 +67,6 @@ func TestSuite(t *testing.T) {
 		}
 	}
 	t.Log(summary(got))
-	was := read(t, results)
 	for _, name := range tests {
 		if o := got[name]; was[name] == "pass" && o.result != "pass" {
 			t.Errorf("%s passed before: now %s: %s", name, o.result, o.reason)
