@@ -266,15 +266,16 @@ func (s *server) invitation() string {
 	fmt.Fprintf(&b, `Serving %s at %v: one memory disk, for this machine only.
 Without --config nothing is kept; see docs/config.md for a lasting set-up.
 
-A Linux initiator on this machine, as root, over RDMA:
-    modprobe siw && modprobe ib_iser && rdma link add siw0 type siw netdev lo
-    iscsiadm -m discovery -t st -p %v -I iser
-    iscsiadm -m node -T %s -p %v -I iser --login
-The same port serves iSCSI over plain TCP: leave out the first line and "-I iser".
+A Linux initiator on this machine, as root, over TCP:
+    iscsiadm -m discovery -t st -p %v
+    iscsiadm -m node -T %s -p %v --login
 With libiscsi:
     iscsi-ls -s iscsi://%v
-    ulimit -l unlimited; iscsi-ls -s iser://%v
+The same over RDMA, with "-I iser" behind both iscsiadm lines and iser:// for
+iscsi://. siw of Linux 6.1 cannot use lo: there, and from other machines, take a
+portal on the address of a real interface, as README.md describes.
+    modprobe siw && modprobe ib_iser && rdma link add siw0 type siw netdev lo
 
-`, name, addr, addr, name, addr, addr, addr)
+`, name, addr, addr, name, addr, addr)
 	return b.String()
 }
