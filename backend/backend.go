@@ -16,21 +16,27 @@ var (
 	ErrRange = errors.New("outside the store")
 	// ErrNoSpace answers a write for which the medium has no room left
 	// (ENOSPC, EDQUOT, or the memory limit of a memory store).
-	ErrNoSpace = errors.New("no space left")
+	ErrNoSpace = errors.New("medium is full")
 	// ErrUnsynced is what a Store answers once a sync has failed: data that
 	// was written earlier may be lost although later syncs would succeed.
 	ErrUnsynced = errors.New("an earlier sync failed")
+	// ErrFixedSize answers a Resize of a Store whose medium has the size it has.
+	ErrFixedSize = errors.New("size is that of the medium and cannot be set")
 	// ErrClosed answers a call after Close.
 	ErrClosed = errors.New("store is closed")
 )
 
-// Info describes a Store. It does not change while the Store is open.
+// Info describes a Store. It does not change while the Store is open, but for
+// the Size of a Grower or Resizer.
 type Info struct {
 	Size               int64  // octets, a multiple of BlockSize
 	BlockSize          uint32 // octets in a logical block: 512 or 4096
 	PhysicalBlockSize  uint32 // octets in a physical block, at least BlockSize
 	DiscardGranularity uint32 // octets; 0 when Discard cannot give space back
-	ReadOnly           bool
+	// DiscardAlignment is the offset in octets of the first whole granule, or
+	// DiscardUnaligned.
+	DiscardAlignment int64
+	ReadOnly         bool
 	// VolatileCache tells that a completed WriteAt may be lost with the power
 	// until Sync has returned.
 	VolatileCache bool
@@ -42,11 +48,17 @@ type Info struct {
 	AtomicWrite uint32
 }
 
+// DiscardUnaligned is the DiscardAlignment of a Store whose granules do not begin
+// where blocks do, or nobody knows where.
+const DiscardUnaligned = -1
+
 // CheckRange fails with ErrRange unless [off, off+n) lies within the Store.
 // An empty range may lie at its end.
-func (i Info) CheckRange(off, n int64) error {
-	if off < 0 || n < 0 || off > i.Size || n > i.Size-off {
-		return fmt.Errorf("%w: %d octets at offset %d of %d", ErrRange, n, off, i.Size)
+func (i Info) CheckRange(off, n int64) error { return checkRange(i.Size, off, n) }
+
+func checkRange(size, off, n int64) error {
+	if off < 0 || n < 0 || off > size || n > size-off {
+		return fmt.Errorf("%w: %d octets at offset %d of %d", ErrRange, n, off, size)
 	}
 	return nil
 }
@@ -66,6 +78,10 @@ func (i Info) Validate() error {
 	case i.DiscardGranularity%i.BlockSize != 0:
 		return fmt.Errorf("discard granularity %d is not a multiple of the block size %d",
 			i.DiscardGranularity, i.BlockSize)
+	case i.DiscardAlignment != DiscardUnaligned && (i.DiscardAlignment < 0 || i.DiscardAlignment%int64(i.BlockSize) != 0 ||
+		i.DiscardAlignment >= max(int64(i.DiscardGranularity), 1)):
+		return fmt.Errorf("discard alignment %d: want a multiple of the block size %d that is less than the granularity %d, or %d",
+			i.DiscardAlignment, i.BlockSize, i.DiscardGranularity, DiscardUnaligned)
 	case i.AtomicWrite%i.BlockSize != 0:
 		return fmt.Errorf("atomic write of %d octets is not a multiple of the block size %d", i.AtomicWrite, i.BlockSize)
 	}
@@ -133,6 +149,49 @@ func Extent(s Store, off int64) (mapped bool, n int64, err error) {
 	return true, s.Info().Size - off, nil
 }
 
+// A Gauge is a Store that knows how much space it takes.
+type Gauge interface {
+	// Usage returns how many octets of space the store takes, which may be more
+	// than Size, and how many more its medium can give it, or something else that
+	// is kept there. It fails with errors.ErrUnsupported if nobody knows.
+	Usage() (used, free int64, err error)
+}
+
+// Usage is s.Usage for a Gauge. Of other Stores it is unknown.
+func Usage(s Store) (used, free int64, err error) {
+	if g, ok := s.(Gauge); ok {
+		return g.Usage()
+	}
+	return 0, 0, errors.ErrUnsupported
+}
+
+// A Grower is a Store whose medium may become larger, and what is there is as
+// it was.
+type Grower interface {
+	// Grow looks for the size of the medium and returns that of the Store from
+	// then on. A medium that has become smaller changes nothing.
+	Grow() (size int64, err error)
+}
+
+// An Allocator is a Store that can take space before there is data for it.
+type Allocator interface {
+	// Allocate has the medium take space for n octets at off, so that writes there do
+	// not fail for want of it. What can be read stays as it is. ErrNoAllocate: the
+	// medium cannot do that; ErrNoSpace: it has no room.
+	Allocate(off, n int64) error
+}
+
+// ErrNoAllocate answers Allocate where the file system cannot.
+var ErrNoAllocate = errors.New("the file system cannot allocate space without data")
+
+// A Resizer is a Store whose medium can be given another size.
+type Resizer interface {
+	// Resize makes size, a multiple of BlockSize in octets, that of the medium and
+	// of the Store; it is on stable storage then. What is added reads as zeros, and what
+	// is cut off is lost. A failure leaves the size as it was.
+	Resize(size int64) error
+}
+
 // A Prefetcher is a Store with a cache in front of its medium. Its method
 // follows the rules of Store's.
 type Prefetcher interface {
@@ -145,6 +204,46 @@ type Prefetcher interface {
 func Prefetch(s Store, off, n int64) error {
 	if p, ok := s.(Prefetcher); ok {
 		return p.Prefetch(off, n)
+	}
+	return nil
+}
+
+// A Copier is a Store that can take data from another one without its passing
+// through this process. Its method follows the rules of Store's.
+type Copier interface {
+	// CopyFrom copies the first octets of [srcOff, srcOff+n) of src to off, and
+	// returns how many: 0 if src is not of its kind, less than n if it cannot go
+	// on. After a failure [off, off+n) is indeterminate. src may be the Store
+	// itself if the ranges do not overlap.
+	CopyFrom(off int64, src Store, srcOff, n int64) (done int64, err error)
+}
+
+// Copy copies n octets at srcOff of src to off of dst, as a Copier does where
+// there is one, else by way of buf. src and dst may be the same if the ranges do
+// not overlap. An error may be that of either.
+func Copy(dst Store, off int64, src Store, srcOff, n int64, buf []byte) error {
+	if err := src.Info().CheckRange(srcOff, n); err != nil {
+		return err
+	}
+	if err := dst.Info().CheckRange(off, n); err != nil {
+		return err
+	}
+	done := int64(0)
+	if c, ok := dst.(Copier); ok {
+		var err error
+		if done, err = c.CopyFrom(off, src, srcOff, n); err != nil {
+			return err
+		}
+	}
+	for done < n {
+		p := buf[:min(int64(len(buf)), n-done)]
+		if err := src.ReadAt(p, srcOff+done); err != nil {
+			return err
+		}
+		if err := dst.WriteAt(p, off+done); err != nil {
+			return err
+		}
+		done += int64(len(p))
 	}
 	return nil
 }

@@ -85,7 +85,7 @@ func OpenBlock(c BlockConfig) (s Store, err error) {
 	info.ReadOnly = c.ReadOnly || readOnly != 0
 	info.PhysicalBlockSize = blockSizeOf(int64(physical), info.BlockSize, 1<<30)
 	if !info.ReadOnly {
-		info.DiscardGranularity = discardGranularity(kst.Rdev, info.BlockSize)
+		info.DiscardGranularity, info.DiscardAlignment = discardLimits("/sys", kst.Rdev, info.BlockSize)
 	}
 	if err := info.Validate(); err != nil {
 		return fail(err)
@@ -136,19 +136,21 @@ func ioctl(fd int, request uint, arg unsafe.Pointer) error {
 	return nil
 }
 
-// discardGranularity asks sysfs (Documentation/ABI/stable/sysfs-block). It
-// returns 0 when Discard would only write zeros, which is so for a device that
-// can discard but does not promise zeros afterwards, and when sysfs is missing.
-func discardGranularity(dev uint64, blockSize uint32) uint32 {
-	dir, err := filepath.EvalSymlinks(fmt.Sprintf("/sys/dev/block/%d:%d", unix.Major(dev), unix.Minor(dev)))
+// discardLimits are DiscardGranularity and DiscardAlignment of a device by sysfs
+// (Documentation/ABI/stable/sysfs-block), which is mounted there. The granularity
+// is 0 when Discard would only write zeros, which is so for a device that can
+// discard but does not promise zeros afterwards, and when sysfs is missing.
+func discardLimits(sysfs string, dev uint64, blockSize uint32) (granularity uint32, alignment int64) {
+	dir, err := filepath.EvalSymlinks(fmt.Sprintf("%s/dev/block/%d:%d", sysfs, unix.Major(dev), unix.Minor(dev)))
 	if err != nil {
-		return 0
+		return 0, 0
 	}
+	device := dir // the disk or the partition
 	if _, err := os.Stat(filepath.Join(dir, "queue")); err != nil {
 		dir = filepath.Dir(dir) // a partition has the queue of its disk
 	}
-	attribute := func(name string) uint64 {
-		b, err := os.ReadFile(filepath.Join(dir, "queue", name))
+	attribute := func(name ...string) uint64 {
+		b, err := os.ReadFile(filepath.Join(name...))
 		if err != nil {
 			return 0
 		}
@@ -158,10 +160,13 @@ func discardGranularity(dev uint64, blockSize uint32) uint32 {
 		}
 		return v
 	}
-	g := attribute("discard_granularity")
-	if g == 0 || g > math.MaxInt32 || attribute("discard_max_bytes") == 0 || attribute("write_zeroes_max_bytes") == 0 {
-		return 0
+	g := attribute(dir, "queue/discard_granularity")
+	if g == 0 || g > math.MaxInt32 || attribute(dir, "queue/discard_max_bytes") == 0 || attribute(dir, "queue/write_zeroes_max_bytes") == 0 {
+		return 0, 0
 	}
-	bs := uint64(blockSize)
-	return uint32((g + bs - 1) / bs * bs)
+	bs, a := uint64(blockSize), attribute(device, "discard_alignment")
+	if g%bs != 0 || a%bs != 0 || a >= g {
+		return uint32((g + bs - 1) / bs * bs), DiscardUnaligned
+	}
+	return uint32(g), int64(a)
 }

@@ -4,8 +4,8 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -15,57 +15,6 @@ import (
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
 )
-
-// loopDevice makes a block device of a new file with content and returns the
-// paths of both. The device goes when the test ends, or the test process.
-func loopDevice(t *testing.T, content []byte, sector uint32, readOnly bool) (device, file string) {
-	t.Helper()
-	if os.Geteuid() != 0 {
-		unavailable(t, "only root makes loop devices")
-	}
-	file = filepath.Join(t.TempDir(), "loop.img")
-	if err := os.WriteFile(file, content, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	f, err := os.OpenFile(file, os.O_RDWR, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.Close()
-	control, err := os.OpenFile("/dev/loop-control", os.O_RDWR, 0)
-	if err != nil {
-		unavailable(t, "no loop devices: %v", err)
-	}
-	defer control.Close()
-	config := unix.LoopConfig{Fd: uint32(f.Fd()), Size: sector}
-	config.Info.Flags = unix.LO_FLAGS_AUTOCLEAR
-	if readOnly {
-		config.Info.Flags |= unix.LO_FLAGS_READ_ONLY
-	}
-	for range 100 { // others look for free devices too
-		n, err := unix.IoctlRetInt(int(control.Fd()), unix.LOOP_CTL_GET_FREE)
-		if err != nil {
-			unavailable(t, "no free loop device: %v", err)
-		}
-		device = fmt.Sprintf("/dev/loop%d", n)
-		fd, err := unix.Open(device, unix.O_RDWR|unix.O_CLOEXEC, 0)
-		if err != nil {
-			unavailable(t, "loop device: %v", err)
-		}
-		switch err := unix.IoctlLoopConfigure(fd, &config); err {
-		case nil:
-			t.Cleanup(func() { unix.Close(fd) }) // the last close clears it
-			return device, file
-		case unix.EBUSY:
-			unix.Close(fd)
-		default:
-			unix.Close(fd)
-			unavailable(t, "configuring %s: %v", device, err)
-		}
-	}
-	unavailable(t, "no free loop device")
-	return "", ""
-}
 
 func openBlock(t *testing.T, c backend.BlockConfig) backend.Store {
 	t.Helper()
@@ -91,7 +40,7 @@ func TestBlock(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			backendtest.Run(t, func(t *testing.T) backend.Store {
-				c.config.Path, _ = loopDevice(t, make([]byte, c.size), c.sector, false)
+				c.config.Path, _ = backendtest.LoopDevice(t, make([]byte, c.size), c.sector, false)
 				return openBlock(t, c.config)
 			})
 		})
@@ -99,7 +48,7 @@ func TestBlock(t *testing.T) {
 	// A device without a way to unmap or write zeros by itself.
 	t.Run("NoFallocate", func(t *testing.T) {
 		backendtest.Run(t, func(t *testing.T) backend.Store {
-			device, _ := loopDevice(t, make([]byte, 1<<20), 512, false)
+			device, _ := backendtest.LoopDevice(t, make([]byte, 1<<20), 512, false)
 			s := openBlock(t, backend.BlockConfig{Path: device})
 			backend.Intercept(s, &backend.Hooks{Fallocate: func(uint32) error { return unix.EOPNOTSUPP }})
 			return s
@@ -111,7 +60,7 @@ func TestBlock(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			backendtest.RunReadOnly(t, func(t *testing.T, content []byte) backend.Store {
-				config.Path, _ = loopDevice(t, content, 512, !config.ReadOnly)
+				config.Path, _ = backendtest.LoopDevice(t, content, 512, !config.ReadOnly)
 				return openBlock(t, config)
 			})
 		})
@@ -120,7 +69,7 @@ func TestBlock(t *testing.T) {
 
 func TestBlockInfo(t *testing.T) {
 	for _, sector := range []uint32{512, 4096} {
-		device, _ := loopDevice(t, make([]byte, 4<<20), sector, false)
+		device, _ := backendtest.LoopDevice(t, make([]byte, 4<<20), sector, false)
 		i := openBlock(t, backend.BlockConfig{Path: device}).Info()
 		if i.Size != 4<<20 || i.BlockSize != sector || i.PhysicalBlockSize < sector || i.ReadOnly || !i.VolatileCache || i.Nonblocking {
 			t.Errorf("Info() of a device with sectors of %d octets = %+v", sector, i)
@@ -150,7 +99,7 @@ func TestBlockRefusals(t *testing.T) {
 	refused("character device", backend.BlockConfig{Path: "/dev/null"}, "no block device (Dc")
 	refused("directory", backend.BlockConfig{Path: t.TempDir()}, "no block device (d")
 
-	device, _ := loopDevice(t, make([]byte, 4<<20), 4096, false)
+	device, _ := backendtest.LoopDevice(t, make([]byte, 4<<20), 4096, false)
 	refused("sectors too small", backend.BlockConfig{Path: device, BlockSize: 512}, "has sectors of 4096 octets: configure 4096")
 	refused("no block size", backend.BlockConfig{Path: device, BlockSize: 8192}, "block size 8192: want 512 or 4096")
 	s := openBlock(t, backend.BlockConfig{Path: device})
@@ -161,31 +110,19 @@ func TestBlockRefusals(t *testing.T) {
 	}
 	openBlock(t, backend.BlockConfig{Path: device}).Close() // free again
 
-	odd, _ := loopDevice(t, make([]byte, 1<<20+512), 512, false)
+	odd, _ := backendtest.LoopDevice(t, make([]byte, 1<<20+512), 512, false)
 	refused("odd size", backend.BlockConfig{Path: odd, BlockSize: 4096}, "not a multiple of the block size 4096")
 }
 
 func TestBlockMountedIsRefused(t *testing.T) {
-	device, _ := loopDevice(t, make([]byte, 4<<20), 512, false)
-	mkfs, err := exec.LookPath("mkfs.ext4")
-	if err != nil {
-		unavailable(t, "mkfs.ext4: %v", err)
-	}
-	if out, err := exec.Command(mkfs, "-q", device).CombinedOutput(); err != nil {
-		t.Fatalf("mkfs.ext4: %v: %s", err, out)
-	}
-	dir := t.TempDir()
-	if err := unix.Mount(device, dir, "ext4", 0, ""); err != nil {
-		unavailable(t, "mount: %v", err)
-	}
-	_, err = backend.OpenBlock(backend.BlockConfig{Path: device})
-	if uerr := unix.Unmount(dir, 0); uerr != nil {
-		t.Fatal(uerr)
-	}
-	if err == nil || !strings.Contains(err.Error(), "is in use: it is mounted") {
-		t.Errorf("a mounted device: %v, want a refusal", err)
-	}
-	s := openBlock(t, backend.BlockConfig{Path: device})
+	device := backendtest.MakeFS(t, "ext4", 4<<20, "-q")
+	t.Run("mounted", func(t *testing.T) {
+		backendtest.Mount(t, device, "ext4", "")
+		if _, err := backend.OpenBlock(backend.BlockConfig{Path: device}); err == nil || !strings.Contains(err.Error(), "is in use: it is mounted") {
+			t.Errorf("%v, want a refusal", err)
+		}
+	})
+	s, dir := openBlock(t, backend.BlockConfig{Path: device}), t.TempDir()
 	if err := unix.Mount(device, dir, "ext4", 0, ""); err != unix.EBUSY {
 		unix.Unmount(dir, 0)
 		t.Errorf("mounting what is served: %v, want EBUSY", err)
@@ -196,7 +133,7 @@ func TestBlockMountedIsRefused(t *testing.T) {
 // What was synced is on the device, and what was discarded no longer takes
 // space there.
 func TestBlockReachesTheDevice(t *testing.T) {
-	device, file := loopDevice(t, make([]byte, 4<<20), 512, false)
+	device, file := backendtest.LoopDevice(t, make([]byte, 4<<20), 512, false)
 	s := openBlock(t, backend.BlockConfig{Path: device})
 	p := bytes.Repeat([]byte{0x5a}, 4<<20)
 	want := func(what string) {
@@ -232,4 +169,54 @@ func TestBlockReachesTheDevice(t *testing.T) {
 		t.Fatal(err)
 	}
 	want("Close")
+}
+
+// Documentation/ABI/stable/sysfs-block: of a disk, and of a partition, which has
+// the queue of its disk and an alignment of its own.
+func TestDiscardLimits(t *testing.T) {
+	const disk, partition = 8, 9 // minor numbers
+	for _, tt := range []struct {
+		name        string
+		dev         uint32
+		files       map[string]string // different from below
+		blockSize   uint32
+		granularity uint32
+		alignment   int64
+	}{
+		{"disk", disk, nil, 512, 65536, 0},
+		{"partition", partition, nil, 512, 65536, 32256},
+		{"partition, 4096", partition, nil, 4096, 65536, backend.DiscardUnaligned},
+		{"partition, aligned", partition, map[string]string{"sda/sda1/discard_alignment": "61440"}, 4096, 65536, 61440},
+		{"no alignment", disk, map[string]string{"sda/discard_alignment": "-1"}, 512, 65536, 0},
+		{"small granules", disk, map[string]string{"sda/queue/discard_granularity": "512"}, 4096, 4096, backend.DiscardUnaligned},
+		{"no discard", disk, map[string]string{"sda/queue/discard_max_bytes": "0"}, 512, 0, 0},
+		{"no zeros", disk, map[string]string{"sda/queue/write_zeroes_max_bytes": "0"}, 512, 0, 0},
+		{"no granularity", disk, map[string]string{"sda/queue/discard_granularity": "0"}, 512, 0, 0},
+		{"no sysfs", 10, nil, 512, 0, 0},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			dir := t.TempDir()
+			files := map[string]string{
+				"sda/queue/discard_granularity": "65536", "sda/queue/discard_max_bytes": "1048576", "sda/queue/write_zeroes_max_bytes": "1048576",
+				"sda/discard_alignment": "0", "sda/sda1/discard_alignment": "32256",
+			}
+			maps.Copy(files, tt.files)
+			for name, content := range files {
+				path := filepath.Join(dir, "devices", name)
+				if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, []byte(content+"\n"), 0o600)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			links := filepath.Join(dir, "dev", "block")
+			if err := errors.Join(os.MkdirAll(links, 0o700),
+				os.Symlink("../../devices/sda", filepath.Join(links, fmt.Sprintf("7:%d", disk))),
+				os.Symlink("../../devices/sda/sda1", filepath.Join(links, fmt.Sprintf("7:%d", partition)))); err != nil {
+				t.Fatal(err)
+			}
+			g, a := backend.DiscardLimits(dir, unix.Mkdev(7, tt.dev), tt.blockSize)
+			if g != tt.granularity || a != tt.alignment {
+				t.Errorf("granularity %d, alignment %d; want %d, %d", g, a, tt.granularity, tt.alignment)
+			}
+		})
+	}
 }

@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"sync"
 	"sync/atomic"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -26,9 +27,10 @@ import (
 // could eat the error that the other one is owed. Hence flushers: every sync
 // has a description to itself while it runs.
 type disk struct {
-	info    Info
+	info    Info // Size is guarded by mu
 	path    string
 	through bool  // WriteAt, Discard and Zero return when all is stable
+	regular bool  // it is a file, and can have another size
 	align   int64 // fallocate wants offset and length as multiples of this
 
 	fd       osFile
@@ -37,8 +39,10 @@ type disk struct {
 
 	refused [len(eraseModes)]atomic.Bool // the medium does not know the mode
 	noDsync atomic.Bool                  // the kernel does not know RWF_DSYNC
+	noMap   atomic.Bool                  // the file system does not know FIEMAP
+	number  uint64                       // in the order of opening
 
-	mu     sync.RWMutex // held for reading by calls, for writing by Close
+	mu     sync.RWMutex // held for reading by calls, for writing by Close, Grow and Resize
 	closed bool         // guarded by mu
 }
 
@@ -54,9 +58,18 @@ type osFile interface {
 	fallocate(mode uint32, off, n int64) error
 	fdatasync() error
 	seek(off int64, whence int) (int64, error)
+	// extent is the first extent in [off, off+n) that blocks are allocated for,
+	// with data or not; n is 0 if there is none.
+	extent(off, n int64) (at, length int64, err error)
+	usage() (used, free int64, err error) // octets of the file, and of its file system
 	willNeed(off, n int64) error
+	copyFrom(off int64, src osFile, srcOff, n int64) (int64, error) // may be short
+	truncate(size int64) error
 	close() error
 }
+
+// disks counts the disks that were opened.
+var disks atomic.Uint64
 
 // newDisk makes a disk of the open descriptor fd and owns it from then on.
 func newDisk(path string, fd int, info Info, align int64, through bool) *disk {
@@ -68,6 +81,7 @@ func newDisk(path string, fd int, info Info, align int64, through bool) *disk {
 		align:    align,
 		fd:       sysFile(fd),
 		flushers: make(chan osFile, maxFlushers),
+		number:   disks.Add(1),
 	}
 	d.flushers <- d.fd
 	for !info.ReadOnly && len(d.flushers) < maxFlushers {
@@ -83,7 +97,74 @@ func newDisk(path string, fd int, info Info, align int64, through bool) *disk {
 }
 
 // Info implements Store.
-func (d *disk) Info() Info { return d.info }
+func (d *disk) Info() Info {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	return d.info
+}
+
+// Grow implements Grower: the file was extended, or the device was (lvextend(8)).
+// What is behind the last whole block does not count.
+func (d *disk) Grow() (int64, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.closed {
+		return 0, ErrClosed
+	}
+	end, err := d.fd.seek(0, io.SeekEnd)
+	if err != nil {
+		return 0, fmt.Errorf("look for the end of %s: %w", d.path, err)
+	}
+	d.info.Size = max(d.info.Size, end&^int64(d.info.BlockSize-1))
+	return d.info.Size, nil
+}
+
+// Resize implements Resizer for regular files. It waits for the calls that are under
+// way.
+func (d *disk) Resize(size int64) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	switch {
+	case d.closed:
+		return ErrClosed
+	case d.info.ReadOnly:
+		return ErrReadOnly
+	case !d.regular:
+		return ErrFixedSize
+	case size <= 0 || size%int64(d.info.BlockSize) != 0:
+		return fmt.Errorf("size %d: want a positive multiple of the block size %d", size, d.info.BlockSize)
+	}
+	if err := d.fd.truncate(size); err != nil {
+		return fmt.Errorf("give %s %d octets: %w", d.path, size, err)
+	}
+	d.info.Size = size
+	if err := d.fd.fdatasync(); err != nil {
+		d.failed.Store(true)
+		return fmt.Errorf("%s has %d octets now, but %w: %w", d.path, size, ErrUnsynced, err)
+	}
+	return nil
+}
+
+// Allocate implements Allocator for regular files, of which no part is behind the end: a
+// Resize waits.
+func (d *disk) Allocate(off, n int64) error {
+	if !d.regular {
+		return ErrNoAllocate
+	}
+	if err := d.enter(off, n, true); err != nil {
+		return err
+	}
+	defer d.mu.RUnlock()
+	if n == 0 {
+		return nil // which fallocate refuses
+	}
+	switch err := d.fd.fallocate(0, off, n); err {
+	case unix.EOPNOTSUPP, unix.ENOSYS:
+		return fmt.Errorf("%s: %w", d.path, ErrNoAllocate)
+	default:
+		return d.writeError(off, err)
+	}
+}
 
 // enter begins a call on [off, off+n). The caller has to call d.mu.RUnlock
 // unless enter fails.
@@ -294,8 +375,8 @@ func (d *disk) writeZeros(off, end int64) error {
 	return nil
 }
 
-// Extent implements Mapper with the holes that the file system tells of. Of a
-// block device, and where holes are unknown, all takes space.
+// Extent implements Mapper with what the file system tells. Of a block device,
+// and where holes are unknown, all takes space.
 func (d *disk) Extent(off int64) (mapped bool, n int64, err error) {
 	if err := d.enter(off, 1, false); err != nil {
 		return false, 0, err
@@ -308,11 +389,11 @@ func (d *disk) Extent(off int64) (mapped bool, n int64, err error) {
 	case err == unix.EINVAL, err == unix.EOPNOTSUPP:
 		return true, left, nil
 	case err == unix.ENXIO: // no data from off on
-		return false, left, nil
+		return d.hole(off, left)
 	case err != nil:
 		return false, 0, fmt.Errorf("look for data in %s at %d: %w", d.path, off, err)
 	case data > off:
-		return false, min(data-off, left), nil
+		return d.hole(off, min(data-off, left))
 	}
 	hole, err := d.fd.seek(off, unix.SEEK_HOLE)
 	switch {
@@ -322,6 +403,100 @@ func (d *disk) Extent(off int64) (mapped bool, n int64, err error) {
 		return false, 0, fmt.Errorf("look for a hole in %s at %d: %w", d.path, off, err)
 	}
 	return true, min(max(hole-off, 1), left), nil
+}
+
+// Usage implements Gauge for files with what their file system tells.
+func (d *disk) Usage() (used, free int64, err error) {
+	if err := d.enter(0, 0, false); err != nil {
+		return 0, 0, err
+	}
+	defer d.mu.RUnlock()
+	if !d.regular {
+		return 0, 0, errors.ErrUnsupported
+	}
+	if used, free, err = d.fd.usage(); err != nil {
+		return 0, 0, fmt.Errorf("look for the space of %s: %w", d.path, err)
+	}
+	return used, free, nil
+}
+
+// hole is Extent for octets [off, off+n), which have no data. Blocks may be
+// allocated for them all the same: what Zero has left, which can hold on the
+// medium what was there before. FIEMAP tells of them; it is not asked about data,
+// because some file systems tell it of data late.
+func (d *disk) hole(off, n int64) (mapped bool, _ int64, err error) {
+	if d.noMap.Load() {
+		return false, n, nil
+	}
+	at, length, err := d.fd.extent(off, n)
+	switch {
+	case err == unix.EOPNOTSUPP, err == unix.ENOTTY, err == unix.ENOSYS, err == unix.EPERM:
+		d.noMap.Store(true)
+		return false, n, nil
+	case err != nil:
+		return false, 0, fmt.Errorf("look for allocated blocks in %s at %d: %w", d.path, off, err)
+	case length == 0 || at >= off+n:
+		return false, n, nil
+	case at > off:
+		return false, at - off, nil
+	}
+	return true, max(min(at+length-off, n), 1), nil
+}
+
+// CopyFrom implements Copier with copy_file_range(2), which shares the blocks of
+// both ranges where the file system can (reflink), and otherwise copies within
+// the kernel.
+func (d *disk) CopyFrom(off int64, from Store, srcOff, n int64) (done int64, err error) {
+	src, ok := from.(*disk)
+	if !ok {
+		return 0, nil
+	}
+	switch {
+	case src == d:
+		if err := d.enter(off, n, true); err != nil {
+			return 0, err
+		}
+		defer d.mu.RUnlock()
+		if err := d.info.CheckRange(srcOff, n); err != nil {
+			return 0, err
+		}
+	case src.number < d.number: // always in this order, or two copies and two Closes could wait for one another
+		if err := src.enter(srcOff, n, false); err != nil {
+			return 0, err
+		}
+		defer src.mu.RUnlock()
+		if err := d.enter(off, n, true); err != nil {
+			return 0, err
+		}
+		defer d.mu.RUnlock()
+	default:
+		if err := d.enter(off, n, true); err != nil {
+			return 0, err
+		}
+		defer d.mu.RUnlock()
+		if err := src.enter(srcOff, n, false); err != nil {
+			return 0, err
+		}
+		defer src.mu.RUnlock()
+	}
+	for done < n {
+		k, err := d.fd.copyFrom(off+done, src.fd, srcOff+done, n-done)
+		switch err {
+		case nil:
+		case unix.EINVAL, unix.EXDEV, unix.EOPNOTSUPP, unix.ENOSYS, unix.EPERM:
+			k = 0 // not of these: block devices, two file systems, an old kernel, a sandbox
+		default:
+			return done, fmt.Errorf("copy from %s at %d: %w", src.path, srcOff+done, d.writeError(off+done, err))
+		}
+		if k == 0 { // at the end of the file, too, which ReadAt will meet
+			break
+		}
+		done += k
+	}
+	if done > 0 && d.through {
+		return done, d.sync()
+	}
+	return done, nil
 }
 
 // Prefetch implements Prefetcher: the kernel reads ahead, as much as it likes.
@@ -418,12 +593,61 @@ func (f sysFile) seek(off int64, whence int) (at int64, err error) {
 	return at, err
 }
 
+// extent asks FIEMAP (Documentation/filesystems/fiemap.rst).
+func (f sysFile) extent(off, n int64) (at, length int64, err error) {
+	var m struct {
+		start, length             uint64
+		flags, mapped, count, pad uint32
+		extent                    struct {
+			logical, physical, length uint64
+			reserved                  [2]uint64
+			flags                     uint32
+			reserved2                 [3]uint32
+		}
+	}
+	const fsIocFiemap = 0xc020660b
+	m.start, m.length, m.count = uint64(off), uint64(n), 1
+	if err := retry(func() error { return ioctl(int(f), fsIocFiemap, unsafe.Pointer(&m)) }); err != nil || m.mapped == 0 {
+		return 0, 0, err
+	}
+	return int64(m.extent.logical), int64(m.extent.length), nil
+}
+
+func (f sysFile) usage() (used, free int64, err error) {
+	var st unix.Stat_t
+	var fs unix.Statfs_t
+	if err := retry(func() error { return unix.Fstat(int(f), &st) }); err != nil {
+		return 0, 0, err
+	}
+	if err := retry(func() error { return unix.Fstatfs(int(f), &fs) }); err != nil {
+		return 0, 0, err
+	}
+	return st.Blocks * 512, int64(fs.Bavail) * fs.Frsize, nil
+}
+
 func (f sysFile) willNeed(off, n int64) error {
 	return retry(func() error { return unix.Fadvise(int(f), off, n, unix.FADV_WILLNEED) })
 }
 
+func (f sysFile) copyFrom(off int64, src osFile, srcOff, n int64) (int64, error) {
+	in, ok := src.(sysFile)
+	if !ok {
+		return 0, unix.EXDEV
+	}
+	for {
+		k, err := unix.CopyFileRange(int(in), &srcOff, int(f), &off, int(min(n, 1<<30)), 0)
+		if err != unix.EINTR {
+			return int64(k), err
+		}
+	}
+}
+
 func (f sysFile) fdatasync() error {
 	return retry(func() error { return unix.Fdatasync(int(f)) })
+}
+
+func (f sysFile) truncate(size int64) error {
+	return retry(func() error { return unix.Ftruncate(int(f), size) })
 }
 
 // close is not retried: Linux has released the descriptor even after EINTR.

@@ -55,6 +55,8 @@ func OpenFile(c FileConfig) (s Store, created bool, err error) {
 	case absent:
 	case err != nil:
 		return fail(err)
+	case st.IsDir():
+		return fail(errors.New("is a directory: a file is wanted"))
 	case !st.Mode().IsRegular():
 		return fail(fmt.Errorf("is no regular file (%s): a block device wants the block backend", st.Mode().Type()))
 	}
@@ -125,7 +127,9 @@ func OpenFile(c FileConfig) (s Store, created bool, err error) {
 	}
 	// fallocate takes any range of a regular file: "partial filesystem blocks
 	// are zeroed, and whole filesystem blocks are removed" (fallocate(2)).
-	return newDisk(c.Path, fd, info, 1, c.WriteThrough && !c.ReadOnly), created, nil
+	d := newDisk(c.Path, fd, info, 1, c.WriteThrough && !c.ReadOnly)
+	d.regular = true
+	return d, created, nil
 }
 
 // makeSparse gives the new file its size and makes both survive a power loss.
@@ -136,6 +140,11 @@ func makeSparse(path string, fd int, size int64) error {
 	if err := retry(func() error { return unix.Fsync(fd) }); err != nil {
 		return fmt.Errorf("sync the new file: %w", err)
 	}
+	return syncDir(path)
+}
+
+// syncDir puts the name of a new file on stable storage.
+func syncDir(path string) error {
 	// The name is in the directory of the file, not of a link to it.
 	path, err := filepath.EvalSymlinks(path)
 	if err != nil {

@@ -33,16 +33,6 @@ func openFile(t testing.TB, c backend.FileConfig) backend.Store {
 	return s
 }
 
-// unavailable skips the test for want of something that the machine does not
-// give, and fails it where everything has to be tested.
-func unavailable(t *testing.T, format string, args ...any) {
-	t.Helper()
-	if os.Getenv("ISER_TARGET_REQUIRE_INTEROP") == "1" {
-		t.Fatalf(format, args...)
-	}
-	t.Skipf(format, args...)
-}
-
 func TestFile(t *testing.T) {
 	for name, c := range map[string]backend.FileConfig{
 		"512":          {Size: 8 << 20},
@@ -198,7 +188,7 @@ func TestFileRefusals(t *testing.T) {
 		{"NoMultipleOf512", backend.FileConfig{Path: at("ragged")}, "truncate(1)"},
 		{"Empty", backend.FileConfig{Path: at("empty")}, "configure the size"},
 		{"EmptyReadOnly", backend.FileConfig{Path: at("empty"), Size: 512, ReadOnly: true}, "has 0 octets, but 512"},
-		{"Directory", backend.FileConfig{Path: dir, Size: 4096}, "no regular file (d"},
+		{"Directory", backend.FileConfig{Path: dir, Size: 4096}, "is a directory"},
 		{"FIFO", backend.FileConfig{Path: at("fifo"), Size: 4096}, "no regular file (p"},
 		{"Device", backend.FileConfig{Path: "/dev/null", Size: 4096}, "no regular file (D"},
 		{"AbsentWithoutSize", backend.FileConfig{Path: at("absent")}, "does not exist: create it, or configure the size"},
@@ -272,7 +262,7 @@ func TestFileDiscardGivesBackSpace(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "lun.img")
 	s := openFile(t, backend.FileConfig{Path: path, Size: 4 << 20})
 	if s.Info().DiscardGranularity == 0 {
-		unavailable(t, "the file system of %s does not punch holes", path)
+		backendtest.Unavailable(t, "the file system of %s does not punch holes", path)
 	}
 	if err := errors.Join(s.WriteAt(bytes.Repeat([]byte{1}, 4<<20), 0), s.Sync()); err != nil {
 		t.Fatal(err)
@@ -300,7 +290,7 @@ func TestFileExtent(t *testing.T) {
 	const mib = 1 << 20
 	s := openFile(t, backend.FileConfig{Size: 8 * mib})
 	if s.Info().DiscardGranularity == 0 {
-		unavailable(t, "the file system punches no holes")
+		backendtest.Unavailable(t, "the file system punches no holes")
 	}
 	wantExtents(t, s, []extent{{0, 8 * mib, false}, {5 * mib, 3 * mib, false}})
 	for _, off := range []int64{mib, 7 * mib} {
@@ -314,6 +304,18 @@ func TestFileExtent(t *testing.T) {
 		t.Fatal(err)
 	}
 	wantExtents(t, s, []extent{{0, mib + mib/2, false}, {mib + mib/2, mib / 2, true}})
+	// What was zeroed keeps its blocks, and what was there may be in them yet.
+	if err := s.Zero(7*mib, mib/2); err != nil {
+		t.Fatal(err)
+	}
+	for _, off := range []int64{7 * mib, 7*mib + mib/2 - 1, 7*mib + mib/2} {
+		if mapped, _, err := backend.Extent(s, off); !mapped || err != nil {
+			t.Errorf("Extent(%d) after Zero: %t, %v", off, mapped, err)
+		}
+	}
+	if mapped, n, err := backend.Extent(s, 2*mib); mapped || n != 5*mib || err != nil {
+		t.Errorf("the hole before what was zeroed: %t, %d octets, %v", mapped, n, err)
+	}
 	if err := backend.Prefetch(s, 0, 8*mib+1); !errors.Is(err, backend.ErrRange) {
 		t.Errorf("Prefetch beyond the end: %v, want ErrRange", err)
 	}
@@ -322,6 +324,23 @@ func TestFileExtent(t *testing.T) {
 	}
 	if err := backend.Prefetch(s, 0, 1); !errors.Is(err, backend.ErrClosed) {
 		t.Errorf("Prefetch after Close: %v, want ErrClosed", err)
+	}
+}
+
+// Where the file system does not tell of blocks without data, they count as a
+// hole. What fails otherwise is an error.
+func TestFileExtentWithoutMap(t *testing.T) {
+	s := openFile(t, backend.FileConfig{Size: 1 << 20})
+	err := unix.EIO
+	asked := 0
+	backend.Intercept(s, &backend.Hooks{Map: func() error { asked++; return err }})
+	if _, _, got := backend.Extent(s, 0); !errors.Is(got, unix.EIO) {
+		t.Errorf("%v, want EIO", got)
+	}
+	err = unix.EOPNOTSUPP
+	wantExtents(t, s, []extent{{0, 1 << 20, false}, {512, 1<<20 - 512, false}})
+	if asked != 2 {
+		t.Errorf("asked %d times", asked)
 	}
 }
 
@@ -585,15 +604,7 @@ func TestFileErrors(t *testing.T) {
 }
 
 func TestFileNoSpace(t *testing.T) {
-	dir := t.TempDir()
-	if err := unix.Mount("none", dir, "tmpfs", 0, "size=1m"); err != nil {
-		unavailable(t, "mounting a small tmpfs: %v", err)
-	}
-	t.Cleanup(func() {
-		if err := unix.Unmount(dir, 0); err != nil {
-			t.Error(err)
-		}
-	})
+	dir := backendtest.Mount(t, "none", "tmpfs", "size=1m")
 	s := openFile(t, backend.FileConfig{Path: filepath.Join(dir, "lun.img"), Size: 16 << 20})
 	p := bytes.Repeat([]byte{1}, 2<<20)
 	if err := s.WriteAt(p, 0); !errors.Is(err, backend.ErrNoSpace) {
@@ -654,5 +665,48 @@ func TestFileDescriptors(t *testing.T) {
 	}
 	if after := count(); after != before {
 		t.Errorf("%d descriptors are open, %d were before", after, before)
+	}
+}
+
+// A file that was extended is served to its new end when Grow has looked, but for
+// a part of a block. One that was cut short is as long as before.
+func TestFileGrows(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "disk")
+	s := openFile(t, backend.FileConfig{Path: path, Size: 1 << 20, BlockSize: 4096})
+	if err := s.WriteAt([]byte("before"), 1<<20-6); err != nil {
+		t.Fatal(err)
+	}
+	want := func(size int64) {
+		t.Helper()
+		got, err := s.(backend.Grower).Grow()
+		if err != nil || got != size || s.Info().Size != size {
+			t.Fatalf("Grow: %d, %v; Info has %d; want %d", got, err, s.Info().Size, size)
+		}
+	}
+	want(1 << 20)
+	if err := os.Truncate(path, 2<<20+512); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.WriteAt([]byte("x"), 1<<20); !errors.Is(err, backend.ErrRange) {
+		t.Errorf("a write to what nobody has looked at: %v", err)
+	}
+	want(2 << 20)
+	if err := s.WriteAt([]byte("after"), 2<<20-5); err != nil {
+		t.Fatal(err)
+	}
+	p := make([]byte, 8)
+	if err := s.ReadAt(p, 1<<20-6); err != nil || string(p) != "before\x00\x00" {
+		t.Errorf("read %q, %v", p, err)
+	}
+	if _, n, err := backend.Extent(s, 2<<20-1); n != 1 || err != nil {
+		t.Errorf("Extent of the last octet: %d, %v", n, err)
+	}
+	if err := os.Truncate(path, 1<<20); err != nil {
+		t.Fatal(err)
+	}
+	want(2 << 20)
+	s.Close()
+	if _, err := s.(backend.Grower).Grow(); !errors.Is(err, backend.ErrClosed) {
+		t.Errorf("Grow after Close: %v", err)
 	}
 }

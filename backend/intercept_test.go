@@ -5,10 +5,15 @@ package backend
 type Hooks struct {
 	Pread     func(p []byte, off int64, below func([]byte, int64) (int, error)) (int, error)
 	Pwrite    func(p []byte, off int64, flags int, below func([]byte, int64, int) (int, error)) (int, error)
-	Fallocate func(mode uint32) error // nil lets the call through
+	Fallocate func(mode uint32) error      // nil lets the call through
+	Copy      func(n int64) (int64, error) // how much may be copied at once
+	Map       func() error                 // nil lets the call through
 	// Fdatasync gets the number of the file description that is synced.
 	Fdatasync func(description int) error // nil lets the call through
 }
+
+// DiscardLimits is discardLimits.
+var DiscardLimits = discardLimits
 
 // Modes of fallocate that Fallocate sees.
 var (
@@ -27,6 +32,12 @@ func Intercept(s Store, h *Hooks) {
 		}
 		d.flushers <- hooked
 	}
+}
+
+// InterceptMaking is NewMaking with h below; named: the file system knows no files
+// without names.
+func InterceptMaking(c MakeConfig, h *Hooks, named bool) (*Making, error) {
+	return newMaking(c, makeHooks{func(f osFile) osFile { return &hookedFile{f, h, 0} }, named})
 }
 
 type hookedFile struct {
@@ -56,6 +67,28 @@ func (f *hookedFile) fallocate(mode uint32, off, n int64) error {
 		}
 	}
 	return f.osFile.fallocate(mode, off, n)
+}
+
+func (f *hookedFile) copyFrom(off int64, src osFile, srcOff, n int64) (int64, error) {
+	if h, ok := src.(*hookedFile); ok {
+		src = h.osFile
+	}
+	if f.h.Copy != nil {
+		var err error
+		if n, err = f.h.Copy(n); n == 0 || err != nil {
+			return 0, err
+		}
+	}
+	return f.osFile.copyFrom(off, src, srcOff, n)
+}
+
+func (f *hookedFile) extent(off, n int64) (at, length int64, err error) {
+	if f.h.Map != nil {
+		if err := f.h.Map(); err != nil {
+			return 0, 0, err
+		}
+	}
+	return f.osFile.extent(off, n)
 }
 
 func (f *hookedFile) fdatasync() error {

@@ -41,11 +41,14 @@ type MemoryConfig struct {
 //	              64 KiB each, with the lock of its page
 //	                     nil where the store reads as zeros
 type Memory struct {
-	info   Info
+	info   Info // but for Size
+	size   atomic.Int64
 	limit  int64
 	used   atomic.Int64 // octets in pages
 	closed atomic.Bool
-	root   []atomic.Pointer[leaf]
+	root   atomic.Pointer[[]atomic.Pointer[leaf]] // a longer one takes its place
+
+	mu sync.Mutex // held while a leaf is made, and by Resize and Close
 }
 
 type leaf [leafPages]slot
@@ -86,15 +89,69 @@ func OpenMemory(c MemoryConfig) (Store, error) {
 	if err := info.Validate(); err != nil {
 		return nil, fmt.Errorf("memory store: %w", err)
 	}
-	return &Memory{
-		info:  info,
-		limit: c.Limit,
-		root:  make([]atomic.Pointer[leaf], (c.Size+leafSpan-1)/leafSpan),
-	}, nil
+	m := &Memory{info: info, limit: c.Limit}
+	m.size.Store(c.Size)
+	root := make([]atomic.Pointer[leaf], leavesOf(c.Size))
+	m.root.Store(&root)
+	return m, nil
 }
 
+// leavesOf is how many leaves a store of that size can have.
+func leavesOf(size int64) int64 { return (size + leafSpan - 1) / leafSpan }
+
 // Info implements Store.
-func (m *Memory) Info() Info { return m.info }
+func (m *Memory) Info() Info {
+	info := m.info
+	info.Size = m.size.Load()
+	return info
+}
+
+// Resize implements Resizer. A write that is under way may leave data behind the end
+// of a store that becomes smaller; that is gone when the store becomes larger again.
+func (m *Memory) Resize(size int64) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	switch {
+	case m.closed.Load():
+		return ErrClosed
+	case size <= 0 || size > maxMemorySize || size%int64(m.info.BlockSize) != 0:
+		return fmt.Errorf("size %d: want a multiple of the block size %d, at most %d octets", size, m.info.BlockSize, int64(maxMemorySize))
+	}
+	if old := m.size.Load(); size < old {
+		if err := m.Discard(size, old-size); err != nil {
+			return err
+		}
+	}
+	if old := *m.root.Load(); leavesOf(size) > int64(len(old)) {
+		root := make([]atomic.Pointer[leaf], leavesOf(size))
+		for i := range old {
+			root[i].Store(old[i].Load())
+		}
+		m.root.Store(&root)
+	}
+	if old := m.size.Load(); size > old {
+		m.clearPages(old, size, m.discardPart)
+	}
+	m.size.Store(size)
+	return nil
+}
+
+// leaf is that of off, or nil.
+func (m *Memory) leaf(off int64) *leaf { return (*m.root.Load())[off/leafSpan].Load() }
+
+// makeLeaf is leaf, where there is none yet.
+func (m *Memory) makeLeaf(off int64) *leaf {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed.Load() {
+		return nil
+	}
+	p := &(*m.root.Load())[off/leafSpan]
+	if p.Load() == nil {
+		p.Store(new(leaf))
+	}
+	return p.Load()
+}
 
 // Used tells how many octets of memory the data takes: a multiple of 64 KiB.
 func (m *Memory) Used() int64 { return m.used.Load() }
@@ -137,15 +194,18 @@ func (m *Memory) WriteDurable(p []byte, off int64) error { return m.WriteAt(p, o
 func (m *Memory) Sync() error { return m.check(0, 0) }
 
 // Discard implements Store. Pages that lie wholly in the range are freed.
-func (m *Memory) Discard(off, n int64) error {
-	return m.clear(off, n, func(s *slot, from, to int) {
-		if to-from == memoryPage {
-			s.page = nil
-			m.used.Add(-memoryPage)
-			return
-		}
-		clear(s.page[from:to])
-	})
+func (m *Memory) Discard(off, n int64) error { return m.clear(off, n, m.discardPart) }
+
+// discardPart is Discard for a part of a page.
+//
+// Preconditions: s is locked.
+func (m *Memory) discardPart(s *slot, from, to int) {
+	if to-from == memoryPage {
+		s.page = nil
+		m.used.Add(-memoryPage)
+		return
+	}
+	clear(s.page[from:to])
 }
 
 // Zero implements Store. Pages keep their memory.
@@ -155,21 +215,38 @@ func (m *Memory) Zero(off, n int64) error {
 
 // Extent implements Mapper: pages take space.
 func (m *Memory) Extent(off int64) (mapped bool, n int64, err error) {
-	if err := m.check(off, 1); err != nil {
+	if m.closed.Load() {
+		return false, 0, ErrClosed
+	}
+	size := m.size.Load() // which may be another one soon
+	if err := checkRange(size, off, 1); err != nil {
 		return false, 0, err
 	}
 	mapped, end := m.allocated(off), off
 	for range 16 * leafPages { // of 64 KiB or 64 MiB
-		if end >= m.info.Size || m.allocated(end) != mapped {
+		if end >= size || m.allocated(end) != mapped {
 			break
 		}
-		if m.root[end/leafSpan].Load() == nil {
+		if m.leaf(end) == nil {
 			end += leafSpan - end%leafSpan
 		} else {
 			end += memoryPage - end%memoryPage
 		}
 	}
-	return mapped, min(end, m.info.Size) - off, nil
+	return mapped, min(end, size) - off, nil
+}
+
+// Usage implements Gauge with the memory of the data.
+func (m *Memory) Usage() (used, free int64, err error) {
+	if m.closed.Load() {
+		return 0, 0, ErrClosed
+	}
+	most := (m.size.Load() + memoryPage - 1) / memoryPage * memoryPage
+	if m.limit > 0 {
+		most = min(most, m.limit)
+	}
+	used = m.used.Load()
+	return used, max(most-used, 0), nil
 }
 
 // allocated tells whether off lies in a page that takes space.
@@ -188,8 +265,11 @@ func (m *Memory) Close() error {
 	if m.closed.Swap(true) {
 		return ErrClosed
 	}
-	for i := range m.root {
-		m.root[i].Store(nil)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	root := *m.root.Load()
+	for i := range root {
+		root[i].Store(nil)
 	}
 	m.used.Store(0)
 	return nil
@@ -199,13 +279,13 @@ func (m *Memory) check(off, n int64) error {
 	if m.closed.Load() {
 		return ErrClosed
 	}
-	return m.info.CheckRange(off, n)
+	return checkRange(m.size.Load(), off, n)
 }
 
 // slot returns the slot of the page that off lies in, or nil when nothing was
 // written near it.
 func (m *Memory) slot(off int64) *slot {
-	l := m.root[off/leafSpan].Load()
+	l := m.leaf(off)
 	if l == nil {
 		return nil
 	}
@@ -233,10 +313,11 @@ func (m *Memory) write(p []byte, off int64, in int) error {
 		if isZero(p) {
 			return nil
 		}
-		m.root[off/leafSpan].CompareAndSwap(nil, new(leaf)) // or another writer's
-		if s = m.slot(off); s == nil {
+		l := m.makeLeaf(off)
+		if l == nil {
 			return ErrClosed // meanwhile
 		}
+		s = &l[off%leafSpan/memoryPage]
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -261,19 +342,25 @@ func (m *Memory) clear(off, n int64, f func(s *slot, from, to int)) error {
 	if err := m.check(off, n); err != nil {
 		return err
 	}
-	for end := off + n; off < end; {
-		if m.root[off/leafSpan].Load() == nil {
+	m.clearPages(off, off+n, f)
+	return nil
+}
+
+// clearPages is clear of [off, end), wherever the store ends.
+func (m *Memory) clearPages(off, end int64, f func(s *slot, from, to int)) {
+	for off < end {
+		if m.leaf(off) == nil {
 			off = off - off%leafSpan + leafSpan
 			continue
 		}
 		from := int(off % memoryPage)
 		to := int(min(memoryPage, int64(from)+end-off))
 		next := off + int64(to-from)
-		if next == m.info.Size {
-			to = memoryPage
-		}
 		if s := m.slot(off); s != nil {
 			s.mu.Lock()
+			if next == m.size.Load() { // now: who has seen a larger store writes there only with the lock
+				to = memoryPage
+			}
 			if s.page != nil {
 				f(s, from, to)
 			}
@@ -281,7 +368,6 @@ func (m *Memory) clear(off, n int64, f func(s *slot, from, to int)) error {
 		}
 		off = next
 	}
-	return nil
 }
 
 // isZero tells whether p is all zeros. On most data it looks at one octet.

@@ -205,3 +205,53 @@ func BenchmarkMemoryWrite4K(b *testing.B) {
 	s := openMemory(b, backend.MemoryConfig{Size: 1 << 30})
 	benchmark(b, s, s.WriteAt)
 }
+
+// What a write that is under way has left behind the end of a store that becomes smaller does
+// not come back with a larger one, and what is written to that is not lost to a Discard that
+// began before.
+func TestMemoryCutOff(t *testing.T) {
+	const small, large = 64 << 10, 2 << 20
+	m := openMemory(t, backend.MemoryConfig{Size: large})
+	data, got := bytes.Repeat([]byte{0xa5}, large-small), make([]byte, large-small)
+	resize := func(size int64) {
+		t.Helper()
+		if err := m.Resize(size); err != nil {
+			t.Fatal(err)
+		}
+	}
+	beside := func(f func() error) (wait func()) {
+		begun, done := make(chan struct{}), make(chan error, 1)
+		go func() {
+			close(begun)
+			done <- f()
+		}()
+		<-begun
+		return func() {
+			if err := <-done; err != nil && !errors.Is(err, backend.ErrRange) {
+				t.Error(err)
+			}
+		}
+	}
+	for range 100 {
+		wait := beside(func() error { return m.WriteAt(data, small) })
+		resize(small)
+		wait()
+		resize(large)
+		if err := m.ReadAt(got, small); err != nil || bytes.IndexByte(got, 0xa5) >= 0 {
+			t.Fatalf("what was cut off is there again: %v", err)
+		}
+	}
+	const ragged = small + 4096
+	for range 2000 {
+		resize(ragged)
+		wait := beside(func() error { return m.Discard(small, ragged-small) })
+		resize(large)
+		if err := m.WriteAt(data[:512], ragged); err != nil {
+			t.Fatal(err)
+		}
+		wait()
+		if err := m.ReadAt(got[:512], ragged); err != nil || got[0] != 0xa5 {
+			t.Fatalf("what was written behind a Discard is lost: %v", err)
+		}
+	}
+}

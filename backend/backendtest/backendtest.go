@@ -39,7 +39,9 @@ func Run(t *testing.T, open func(t *testing.T) backend.Store) {
 		{"Concurrent", testConcurrent},
 		{"OverlappingWrites", testOverlapping},
 		{"Extent", testExtent},
+		{"Usage", testUsage},
 		{"Prefetch", testPrefetch},
+		{"Copy", testCopy},
 		{"Close", testClose},
 		{"CloseUnderway", testCloseUnderway},
 	} {
@@ -74,6 +76,9 @@ func RunReadOnly(t *testing.T, open func(t *testing.T, content []byte) backend.S
 				t.Errorf("%s of %d octets at %d: %v, want ErrReadOnly", name, r[1], r[0], err)
 			}
 		}
+	}
+	if err := backend.Copy(s, 0, s, 4096, 512, make([]byte, 512)); !errors.Is(err, backend.ErrReadOnly) {
+		t.Errorf("Copy: %v, want ErrReadOnly", err)
 	}
 	if err := s.Sync(); err != nil {
 		t.Errorf("Sync: %v", err)
@@ -456,6 +461,37 @@ func testExtent(t *testing.T, s *suite) {
 	}
 }
 
+// "How many octets of space the store takes": data takes some, and Discard takes no more.
+func testUsage(t *testing.T, s *suite) {
+	const n = 1 << 20
+	usage := func() (used int64) {
+		t.Helper()
+		used, free, err := backend.Usage(s.Store)
+		if err != nil || used < 0 || free < 0 {
+			t.Fatalf("Usage is %d, %d, %v", used, free, err)
+		}
+		return used
+	}
+	if _, _, err := backend.Usage(s.Store); errors.Is(err, errors.ErrUnsupported) {
+		return
+	}
+	before := usage()
+	must(t, "WriteAt", s.WriteAt(pattern(n, 1), 0))
+	must(t, "Sync", s.Sync()) // some file systems allocate space then
+	full := usage()
+	if full < n || full < before {
+		t.Errorf("%d octets with %d octets of data, %d before", full, n, before)
+	}
+	must(t, "Discard", s.Discard(0, n))
+	if used := usage(); used > full {
+		t.Errorf("%d octets after Discard, %d before", used, full)
+	}
+	must(t, "Close", s.Close())
+	if _, _, err := backend.Usage(s.Store); !errors.Is(err, backend.ErrClosed) {
+		t.Errorf("Usage after Close: %v, want ErrClosed", err)
+	}
+}
+
 // Prefetch changes nothing that can be read.
 func testPrefetch(t *testing.T, s *suite) {
 	p := pattern(100_000, 1)
@@ -464,6 +500,54 @@ func testPrefetch(t *testing.T, s *suite) {
 		must(t, fmt.Sprintf("Prefetch of %d octets at %d", r.n, r.off), backend.Prefetch(s.Store, r.off, r.n))
 	}
 	s.want(t, 5000, p)
+}
+
+// Copy, within the store and between it and another one.
+func testCopy(t *testing.T, s *suite) {
+	other, err := backend.OpenMemory(backend.MemoryConfig{Size: MinSize})
+	must(t, "OpenMemory", err)
+	defer other.Close()
+	buf := make([]byte, 10_000)
+	half := s.span / 2
+	content := pattern(int(s.span), 1)
+	for _, r := range []struct{ from, to, n int64 }{
+		{0, half, half}, {half, 0, half}, {1, half + 3, half - 7}, {0, s.span - 1, 1}, {4096, half + 8192, 65536},
+		{512, half, 512}, {5, 5 + half, 0}, {s.span, 0, 0}, {0, 4096, 4096},
+	} {
+		what := fmt.Sprintf("Copy of %d octets from %d to %d", r.n, r.from, r.to)
+		want := bytes.Clone(content)
+		copy(want[r.to:], content[r.from:][:r.n])
+		must(t, "WriteAt", s.WriteAt(content, 0))
+		must(t, what, backend.Copy(s.Store, r.to, s.Store, r.from, r.n, buf))
+		s.want(t, 0, want)
+
+		must(t, "WriteAt", other.WriteAt(pattern(MinSize, 2), 0))
+		must(t, what+" of another store", backend.Copy(s.Store, r.to, other, r.from, r.n, buf))
+		copy(want[r.to:], pattern(MinSize, 2)[r.from:][:r.n])
+		s.want(t, 0, want)
+
+		must(t, what+" of another store", backend.Copy(other, r.to, s.Store, r.from, r.n, buf))
+		got, out := make([]byte, MinSize), pattern(MinSize, 2)
+		must(t, "ReadAt", other.ReadAt(got, 0))
+		copy(out[r.to:], want[r.from:][:r.n])
+		diff(t, what+" to another store", got, out)
+	}
+	before := make([]byte, s.span)
+	must(t, "ReadAt", s.ReadAt(before, 0))
+	for _, r := range []struct{ from, to, n int64 }{
+		{0, s.info.Size - 1, 2}, {s.info.Size - 1, 0, 2}, {-1, 0, 1}, {0, -1, 1}, {0, 0, -1}, {0, 512, math.MaxInt64}, {math.MaxInt64, 0, 1},
+	} {
+		if err := backend.Copy(s.Store, r.to, s.Store, r.from, r.n, buf); !errors.Is(err, backend.ErrRange) {
+			t.Errorf("Copy of %d octets from %d to %d: %v, want ErrRange", r.n, r.from, r.to, err)
+		}
+	}
+	s.want(t, 0, before)
+	must(t, "Close", s.Close())
+	for _, pair := range [][2]backend.Store{{s.Store, other}, {other, s.Store}, {s.Store, s.Store}} {
+		if err := backend.Copy(pair[0], 0, pair[1], 512, 512, buf); !errors.Is(err, backend.ErrClosed) {
+			t.Errorf("Copy after Close: %v, want ErrClosed", err)
+		}
+	}
 }
 
 // "Calls after it fail with ErrClosed, and Info alone still answers."

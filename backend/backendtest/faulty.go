@@ -20,11 +20,12 @@ const (
 	Close
 	Extent
 	Prefetch
+	CopyFrom
 	numOps
 )
 
 func (o Op) String() string {
-	return [numOps]string{"ReadAt", "WriteAt", "WriteDurable", "Sync", "Discard", "Zero", "Close", "Extent", "Prefetch"}[o]
+	return [numOps]string{"ReadAt", "WriteAt", "WriteDurable", "Sync", "Discard", "Zero", "Close", "Extent", "Prefetch", "CopyFrom"}[o]
 }
 
 // Faulty is a Store that fails on demand. A call that fails does not reach
@@ -134,12 +135,31 @@ func (f *Faulty) Extent(off int64) (mapped bool, n int64, err error) {
 	return backend.Extent(f.Store, off)
 }
 
+// Usage implements backend.Gauge.
+func (f *Faulty) Usage() (used, free int64, err error) { return backend.Usage(f.Store) }
+
 // Prefetch implements backend.Prefetcher.
 func (f *Faulty) Prefetch(off, n int64) error {
 	if err := f.call(Prefetch, off, n); err != nil {
 		return err
 	}
 	return backend.Prefetch(f.Store, off, n)
+}
+
+// CopyFrom implements backend.Copier. Between two Faulty it is that of the Stores
+// below them.
+func (f *Faulty) CopyFrom(off int64, src backend.Store, srcOff, n int64) (int64, error) {
+	if err := f.call(CopyFrom, off, n); err != nil {
+		return 0, err
+	}
+	c, ok := f.Store.(backend.Copier)
+	if !ok {
+		return 0, nil
+	}
+	if s, ok := src.(*Faulty); ok {
+		src = s.Store
+	}
+	return c.CopyFrom(off, src, srcOff, n)
 }
 
 // Close implements backend.Store. It releases the Store below in any case.

@@ -1,0 +1,37 @@
+package backendtest
+
+import (
+	"os/exec"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// Mount mounts a file system of that type and returns where, until the test ends.
+func Mount(t testing.TB, source, fstype, options string) (dir string) {
+	t.Helper()
+	dir = t.TempDir()
+	if err := unix.Mount(source, dir, fstype, 0, options); err != nil {
+		Unavailable(t, "mounting %s (%s): %v", fstype, options, err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, 0); err != nil {
+			t.Errorf("unmount %s: %v", dir, err)
+		}
+	})
+	return dir
+}
+
+// MakeFS makes a file system of that type on a new block device with so many octets.
+func MakeFS(t testing.TB, fstype string, octets int, args ...string) (device string) {
+	t.Helper()
+	mkfs, err := exec.LookPath("mkfs." + fstype)
+	if err != nil {
+		Unavailable(t, "%v", err)
+	}
+	device, _ = LoopDevice(t, make([]byte, octets), 512, false)
+	if out, err := exec.Command(mkfs, append(args, device)...).CombinedOutput(); err != nil {
+		t.Fatalf("%s: %v: %s", mkfs, err, out)
+	}
+	return device
+}
