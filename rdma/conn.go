@@ -37,6 +37,7 @@ import (
 // other methods may be called at any time.
 type Conn struct {
 	nc         net.Conn
+	gather     buffersWriter   // nc, or nil if it is none
 	raw        syscall.RawConn // nil if nc is no socket
 	opt        Options
 	peer       Request // what the peer's startup frame said
@@ -45,9 +46,10 @@ type Conn struct {
 	markersOut bool // the peer wants Markers
 	ird, ord   int
 
-	mem memory
-	rx  receiver
-	tx  sender
+	mem    memory
+	counts *countShard
+	rx     receiver
+	tx     sender
 
 	// heard: the first FPDU has come. Until then a Responder may not send
 	// (RFC 5044, section 7.1.2).
@@ -66,23 +68,33 @@ type Conn struct {
 	readErr  error  // why no Read can be posted
 	ending   bool   // our direction ends behind queue and due
 	farewell []byte // FPDU of the Terminate that is its end, if any
-	ended    bool   // it has ended
-	broken   bool   // a write has failed
-	dead     bool   // abandon has been called
-	flushing bool   // a goroutine is in Flush
-	answers  list   // free Read Responses
-	requests list   // free stand-ins for Reads
+	parting  wire.Reason
+	ended    bool // it has ended
+	broken   bool // a write has failed
+	dead     bool // abandon has been called
+	flushing bool // a goroutine is in Flush
+	answers  list // free Read Responses
+	requests list // free stand-ins for Reads
 	closed   bool
 
 	// The goroutine that flushes for Receive; it is started when needed.
 	wake chan struct{} // has room for one
 	gone chan struct{} // closed by Close
+	held atomic.Bool   // what is queued leaves before Receive waits
+
+	aside sync.WaitGroup // the goroutine of flushAside
 
 	// dmu guards the receive deadline and whether a Deregister has put it
 	// into the past to make the reader look up.
 	dmu       sync.Mutex
 	deadline  time.Time
 	interrupt bool
+}
+
+// A buffersWriter is a net.Conn that stands before a socket and wants its writev, which
+// net.Buffers has for the socket alone.
+type buffersWriter interface {
+	WriteBuffers(*net.Buffers) (int64, error)
 }
 
 var liveConns atomic.Int64
@@ -96,26 +108,37 @@ type Stats struct {
 // ReadStats returns the current counts.
 func ReadStats() Stats { return Stats{Conns: liveConns.Load(), STags: liveSTags.Load()} }
 
-func newConn(nc net.Conn, o Options, ird, ord int, crc, markersOut bool) *Conn {
-	c := &Conn{nc: nc, opt: o, crc: crc, markersOut: markersOut, ird: ird, ord: ord,
-		wake: make(chan struct{}, 1), gone: make(chan struct{})}
-	if sc, ok := nc.(syscall.Conn); ok {
-		c.raw, _ = sc.SyscallConn()
-	}
+// allocate returns a stream with all of its memory, but without a connection.
+func allocate(o Options) *Conn {
+	c := &Conn{opt: o, counts: o.Domain.counts.shard(), wake: make(chan struct{}, 1), gone: make(chan struct{})}
 	c.mem.init()
 	c.rx.init(o.MaxSend, o.Markers)
 	c.tx.init()
 	// A peer may ask again as soon as a Response has reached it, and then that
 	// is still in the batch that Flush is sending: IRD of them in the batch and
 	// IRD behind it are no fault.
-	answers := make([]WorkRequest, 2*ird)
+	answers := make([]WorkRequest, 2*o.IRD)
 	for i := range answers {
 		answers[i].Op = readResponse
 		c.answers.push(&answers[i])
 	}
-	o.Domain.add(c)
-	liveConns.Add(1)
 	return c
+}
+
+// attach gives c its connection, and what startup has agreed on. prefix, at most
+// windowLen octets, is what has been read from nc behind the startup frame.
+func (c *Conn) attach(nc net.Conn, prefix []byte, ird, ord int, crc, markersOut bool) {
+	c.nc, c.ird, c.ord, c.crc, c.markersOut = nc, ird, ord, crc, markersOut
+	c.gather, _ = nc.(buffersWriter)
+	if sc, ok := nc.(syscall.Conn); ok {
+		c.raw, _ = sc.SyscallConn()
+	}
+	for range 2 * (c.opt.IRD - ird) {
+		c.answers.pop()
+	}
+	c.rx.w = copy(c.rx.win, prefix)
+	c.opt.Domain.add(c)
+	liveConns.Add(1)
 }
 
 // Peer is what the peer's startup frame said.
@@ -191,7 +214,7 @@ func (c *Conn) Close() error {
 // stream (RFC 5041, section 6.2.1): what is posted later fails. It does not
 // wait for Reads that ORD holds up; the end comes behind them.
 func (c *Conn) CloseWrite() error {
-	c.end(nil)
+	c.end(nil, wire.Reason{})
 	return nil
 }
 

@@ -6,6 +6,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"io"
+	"math"
 	"net"
 	"testing"
 
@@ -156,5 +157,114 @@ func TestTerminateReachesThePeer(t *testing.T) {
 	err = i.Receive(&ev)
 	if !errors.As(err, &se) || se.Reason != wire.ReasonInvalidSTag || !se.Remote {
 		t.Fatalf("initiator: %v", err)
+	}
+	if n := i.opt.Domain.Counts(); n.TerminatesReceived[wire.ReasonInvalidSTag] != 1 || len(n.TerminatesReceived) != 1 || len(n.TerminatesSent) != 0 {
+		t.Errorf("counts %+v", n)
+	}
+}
+
+// What a peer makes up is counted in one place.
+func TestCountsStayBounded(t *testing.T) {
+	d := NewDomain()
+	for i := range 256 {
+		d.counts.terminateReceived(wire.Reason{Layer: 2, EType: uint8(i), Code: 2})
+		d.counts.terminateReceived(wire.Reason{Layer: 3, EType: 1, Code: uint8(i)})
+	}
+	if n := d.Counts().TerminatesReceived; len(n) != 2 || n[wire.ReasonCRC] != 256 || n[Unknown] != 256 {
+		t.Errorf("counts %v", n)
+	}
+}
+
+// A watcher sees what is read from a connection, and where Unread says that FPDUs begin.
+type watcher struct {
+	net.Conn
+	c            *Conn // nil during startup
+	got          []byte
+	begins       map[int]bool
+	ahead, later int // how often there were unread octets, and rest was not 0
+}
+
+func (w *watcher) Read(p []byte) (int, error) {
+	n, err := w.Conn.Read(p)
+	if w.c != nil && n > 0 {
+		unread, rest := w.c.Unread()
+		w.begins[len(w.got)-len(unread)+rest] = true
+		w.ahead += min(len(unread), 1)
+		w.later += min(rest, 1)
+	}
+	w.got = append(w.got, p[:n]...)
+	return n, err
+}
+
+// Wherever Unread says that an FPDU begins, one does: among short ones, long ones, and
+// those whose payload goes straight to its place.
+func TestUnread(t *testing.T) {
+	a, b := tcpPair(t)
+	w := &watcher{Conn: b, begins: map[int]bool{}}
+	accepted := make(chan *Conn, 1)
+	o := Options{MaxSend: 100 << 10}
+	go func() {
+		r, _ := Respond(t.Context(), w, o, func(*Request) Answer { return Answer{} })
+		accepted <- r
+	}()
+	i, _, err := Initiate(t.Context(), a, o)
+	r := <-accepted
+	if err != nil || r == nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	defer i.Close()
+	w.c = r
+	go func() { // the initiator serves RDMA Reads by receiving
+		var ev Event
+		for i.Receive(&ev) == nil {
+		}
+	}()
+	var region Region
+	stag := i.Register(&region, random(1<<20), 0, RemoteRead)
+	post(t, i, &WorkRequest{Op: Send}) // the first FPDU is the Initiator's
+	var ev Event
+	if err := r.Receive(&ev); err != nil {
+		t.Fatal(err)
+	}
+	const rounds = 20
+	for range rounds {
+		for _, n := range []int{1 << 20, 20, 9000} {
+			post(t, r, &WorkRequest{Op: Read, Data: make([]byte, n), STag: stag})
+		}
+		for _, n := range []int{0, 76, 8193, 70000, 1} {
+			post(t, i, &WorkRequest{Op: Send, Data: random(n)})
+		}
+		for range 8 {
+			if err := r.Receive(&ev); err != nil || ev.Err != nil {
+				t.Fatal(err, ev.Err)
+			}
+		}
+	}
+	begins := map[int]bool{}
+	at := wire.StartupLen + int(w.got[wire.StartupLen-1]) // PD_Length ends the frame's fixed part
+	for at < len(w.got) {
+		begins[at] = true
+		n := int(w.got[at])<<8 | int(w.got[at+1])
+		at += wire.LengthLen + n + wire.Pad(n) + wire.CRCLen
+	}
+	begins[at] = true
+	for at := range w.begins {
+		if !begins[at] {
+			t.Errorf("octet %d is no beginning", at)
+		}
+	}
+	if len(w.begins) < rounds || w.ahead < rounds || w.later < rounds {
+		t.Errorf("%d beginnings, %d with octets unread, %d with a rest", len(w.begins), w.ahead, w.later)
+	}
+
+	// Behind a fault nobody knows.
+	bad := append(make([]byte, wire.LengthLen+18+wire.CRCLen), "more"...)
+	bad[1] = 18
+	a.Write(bad)
+	a.(*net.TCPConn).CloseWrite()
+	asFault(t, r.Receive(&ev), wire.ReasonCRC, false)
+	if unread, rest := r.Unread(); len(unread) > 0 || rest != math.MaxInt {
+		t.Errorf("%d octets unread, %d belong to an FPDU", len(unread), rest)
 	}
 }

@@ -166,7 +166,8 @@ func bufferConn(o Options, markers int) *Conn {
 	if err != nil {
 		panic(err)
 	}
-	c := newConn(&bufferNet{in: bytes.NewReader(nil)}, o, o.IRD, o.ORD, !o.NoCRC, markers&2 != 0)
+	c := allocate(o)
+	c.attach(&bufferNet{in: bytes.NewReader(nil)}, nil, o.IRD, o.ORD, !o.NoCRC, markers&2 != 0)
 	c.heard.Store(true)
 	return c
 }
@@ -698,7 +699,7 @@ func TestReceiveTimeout(t *testing.T) {
 	var buf [20000]byte
 	expose(c, 0x100, buf[:], 0, RemoteWrite)
 	p.write(frame(append(unhex("c140 00000100 0000000000000000"), buf[:]...))[:10000])
-	c.SetReceiveDeadline(time.Now().Add(20 * time.Millisecond))
+	c.SetReceiveDeadline(time.Now().Add(300 * time.Millisecond)) // not over before Receive begins
 	wantFault(t, c, wire.ReasonClosed)
 	wantFault(t, c, wire.ReasonClosed) // and stays so
 }

@@ -23,6 +23,8 @@ const (
 type Domain struct {
 	mu    sync.Mutex
 	conns map[*Conn]struct{}
+
+	counts domainCounts
 }
 
 // NewDomain makes a protection domain.

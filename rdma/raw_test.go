@@ -4,32 +4,19 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
-	"encoding/hex"
 	"errors"
 	"io"
 	"net"
-	"strings"
 	"testing"
 	"time"
 
 	"github.com/iser-target/iser-target/rdma/wire"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-const patience = 10 * time.Second // how long a test waits for what must come
+const patience = 30 * time.Second // how long a test waits for what must come
 
-// unhex decodes hexadecimal octets; blanks and // comments are left out.
-func unhex(s string) []byte {
-	var clean strings.Builder
-	for line := range strings.Lines(s) {
-		line, _, _ = strings.Cut(line, "//")
-		clean.WriteString(strings.Join(strings.Fields(line), ""))
-	}
-	b, err := hex.DecodeString(clean.String())
-	if err != nil {
-		panic(err)
-	}
-	return b
-}
+var unhex = testkit.Unhex
 
 // A rawPeer is the other end of a Conn: it knows startup frames and FPDUs as
 // octets, and nothing of the engine but wire.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"time"
 
@@ -32,6 +33,7 @@ type Event struct {
 type receiver struct {
 	win  []byte // window of the stream; win[r:w] is unread
 	r, w int
+	rest int  // octets of the present FPDU from win[r] on, if its beginning has been taken out of win
 	thin bool // long segments are coming: read only headers into win
 
 	asm     []byte // a Send in pieces; MaxSend octets, made when first needed
@@ -122,10 +124,10 @@ func (c *Conn) Receive(ev *Event) error {
 	return c.afterlife(ev)
 }
 
-// afterlife returns the Reads that will not be answered, then why.
+// afterlife returns the Reads that will not be answered, then why. When Close has been
+// called nothing of the Conn runs after that.
 func (c *Conn) afterlife(ev *Event) error {
 	c.mu.Lock()
-	defer c.mu.Unlock()
 	for wr := c.reads.pop(); wr != nil; wr = c.reads.pop() {
 		c.nreads--
 		liveSTags.Add(-1)
@@ -133,8 +135,12 @@ func (c *Conn) afterlife(ev *Event) error {
 			c.lost.push(wr)
 		}
 	}
-	wr := c.lost.pop()
+	wr, closed := c.lost.pop(), c.closed
+	c.mu.Unlock()
 	if wr == nil {
+		if closed {
+			c.aside.Wait()
+		}
 		return c.rx.failed
 	}
 	*ev = Event{Read: wr, Err: c.rx.failed}
@@ -189,6 +195,7 @@ func (c *Conn) fail(err error) {
 
 // refuse terminates the stream because of the segment that is being received.
 func (c *Conn) refuse(why *StreamError) {
+	c.opt.Domain.counts.fault(why.Reason)
 	seg := &c.rx.seg
 	var ddp, read []byte
 	if len(seg.hdr) > 0 {
@@ -204,8 +211,21 @@ func (c *Conn) refuse(why *StreamError) {
 // Closing a socket with unread data would reset the connection, and the reset
 // could overtake the Terminate (RFC 5040, section 6.2.1).
 func (c *Conn) drain() {
+	c.rx.r, c.rx.w, c.rx.rest = 0, 0, math.MaxInt // see Unread: nobody knows where FPDUs begin now
 	c.nc.SetReadDeadline(time.Now().Add(drainTime))
 	io.CopyBuffer(struct{ io.Writer }{io.Discard}, io.LimitReader(c.nc, drainLen), c.rx.win)
+}
+
+// Unread tells a net.Conn, from within its Read, where in the stream FPDUs begin:
+// unread are the last octets that it has returned, and the first rest octets of
+// these and of what follows belong to an FPDU that began before them; math.MaxInt: that
+// is not known.
+func (c *Conn) Unread() (unread []byte, rest int) {
+	rx := &c.rx
+	if len(rx.marked) > 0 { // with Markers in between it is not known
+		return nil, math.MaxInt
+	}
+	return rx.win[rx.r:rx.w], rx.rest
 }
 
 // fill reads until the window holds n unread octets; n is at most windowLen.
@@ -225,6 +245,7 @@ func (rx *receiver) fill(c *Conn, n int) error {
 		if rx.thin {
 			end = min(end, max(rx.r+n, rx.w+thinRead))
 		}
+		c.letGo()
 		m, err := c.nc.Read(rx.win[rx.w:end])
 		rx.w += m
 		if m > 0 || err == nil {
@@ -239,6 +260,30 @@ func (rx *receiver) fill(c *Conn, n int) error {
 		}
 	}
 	return nil
+}
+
+// Pending tells whether a whole FPDU, and not a long one, has come that Receive has not looked
+// at. Like Receive it is for one goroutine at a time.
+func (c *Conn) Pending() bool {
+	rx := &c.rx
+	b := rx.win[rx.r:rx.w]
+	if rx.failed != nil || rx.markers || len(b) < wire.LengthLen {
+		return false
+	}
+	n := int(b[0])<<8 | int(b[1])
+	return n <= longSegment && len(b) >= wire.LengthLen+n+wire.Pad(n)+wire.CRCLen
+}
+
+// Defer is instead of Flush while there is something Pending: what is queued leaves with the
+// next Flush, at the latest when Receive is about to wait for the peer.
+func (c *Conn) Defer() { c.held.Store(true) }
+
+// letGo sends what Defer has kept back.
+func (c *Conn) letGo() {
+	if c.held.Load() {
+		c.held.Store(false)
+		c.flushAside()
+	}
 }
 
 // receiveFPDU takes one FPDU from the stream. done means that ev is filled.
@@ -300,6 +345,7 @@ func (c *Conn) place(ev *Event, ulpdu []byte) (done bool, err error) {
 func (c *Conn) receiveLong(ev *Event, total int) (done bool, err error) {
 	rx := &c.rx
 	seg := &rx.seg
+	c.letGo()
 	const headers = wire.LengthLen + wire.UntaggedLen + wire.ReadRequestLen
 	if err := rx.fill(c, headers); err != nil {
 		return false, err
@@ -315,6 +361,7 @@ func (c *Conn) receiveLong(ev *Event, total int) (done bool, err error) {
 		crc = wire.UpdateCRC(0, rx.win[rx.r:rx.r+n])
 	}
 	rx.r += n
+	rx.rest = total - n
 	for dst := seg.dst; len(dst) > 0; {
 		got := 0
 		if rx.r < rx.w {
@@ -339,6 +386,7 @@ func (c *Conn) receiveLong(ev *Event, total int) (done bool, err error) {
 			crc = wire.UpdateCRC(crc, dst[:got])
 		}
 		dst = dst[got:]
+		rx.rest -= got
 	}
 	c.unuse()
 	rx.thin = true
@@ -348,6 +396,7 @@ func (c *Conn) receiveLong(ev *Event, total int) (done bool, err error) {
 	}
 	b := rx.win[rx.r:][:tail]
 	rx.r += tail
+	rx.rest = 0
 	if c.crc && wire.UpdateCRC(crc, b[:tail-wire.CRCLen]) != wire.CRC(b[tail-wire.CRCLen:]) {
 		return false, fault(wire.ReasonCRC, "FPDU of %d octets", total)
 	}
@@ -595,6 +644,10 @@ func (c *Conn) deliver(ev *Event, payload []byte) (done bool, err error) {
 	rx, seg := &c.rx, &c.rx.seg
 	first := rx.fpdu == 0
 	rx.fpdu++
+	c.counts.received.fpdus.Add(1)
+	if seg.last {
+		c.counts.received.message(seg.op)
+	}
 	switch seg.op {
 	case wire.OpWrite:
 		return false, nil
@@ -607,6 +660,7 @@ func (c *Conn) deliver(ev *Event, payload []byte) (done bool, err error) {
 		if err != nil {
 			return false, badTerminate(err)
 		}
+		c.opt.Domain.counts.terminateReceived(t.Reason)
 		t.DDP, t.ReadRequest = bytes.Clone(t.DDP), bytes.Clone(t.ReadRequest)
 		return false, &StreamError{Reason: t.Reason, Remote: true, Terminate: &t}
 	}

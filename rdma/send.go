@@ -52,6 +52,7 @@ type WorkRequest struct {
 
 	next   *WorkRequest
 	sink   wire.STag // of a Read
+	stalls bool      // a Read has been counted as one that ORD holds up
 	got    uint64    // octets of Data that the Response has filled; of a readRequest, how many to ask for
 	region *Region   // of a readResponse
 }
@@ -138,7 +139,7 @@ func (c *Conn) Post(wr *WorkRequest) error {
 	if uint64(wr.size()) > 1<<32-1 {
 		return errTooBig
 	}
-	wr.got = 0
+	wr.got, wr.stalls = 0, false
 	if wr.Op == Read {
 		if c.ord == 0 {
 			return errNoORD
@@ -199,7 +200,7 @@ func (c *Conn) Flush() {
 		}
 		c.mu.Lock()
 		c.broken = c.broken || err != nil
-		farewell := c.farewell
+		farewell, why := c.farewell, c.parting
 		if c.broken || !c.heard.Load() {
 			farewell = nil // there is no place in the stream for it
 		}
@@ -211,7 +212,7 @@ func (c *Conn) Flush() {
 			c.SetReceiveDeadline(time.Now().Add(farewellTime))
 		}
 		if last {
-			c.sayGoodbye(farewell)
+			c.sayGoodbye(farewell, why)
 		}
 		c.mu.Lock()
 	}
@@ -223,7 +224,7 @@ func (c *Conn) Flush() {
 func (c *Conn) flushAside() {
 	if !c.rx.flusher {
 		c.rx.flusher = true
-		go func() {
+		c.aside.Go(func() {
 			for {
 				select {
 				case <-c.wake:
@@ -232,7 +233,7 @@ func (c *Conn) flushAside() {
 					return
 				}
 			}
-		}()
+		})
 	}
 	select {
 	case c.wake <- struct{}{}:
@@ -251,6 +252,9 @@ func (c *Conn) takeBatch() (batch list) {
 	if !c.heard.Load() {
 		return batch
 	}
+	if c.held.Load() {
+		c.held.Store(false)
+	}
 	batch = c.due.take()
 	for wr := c.queue.head; wr != nil; wr = c.queue.head {
 		if wr.Op != Read {
@@ -258,6 +262,10 @@ func (c *Conn) takeBatch() (batch list) {
 			continue
 		}
 		if c.nreads >= c.ord {
+			if !wr.stalls {
+				wr.stalls = true
+				c.opt.Domain.counts.ordStalls.Add(1)
+			}
 			break
 		}
 		c.nreads++
@@ -317,6 +325,7 @@ func (c *Conn) send(batch list) error {
 		if err != nil {
 			return err
 		}
+		c.counts.sent.message(opcodeOf[wr.Op])
 	}
 	return c.write()
 }
@@ -401,6 +410,7 @@ func (c *Conn) header(n int) ([]byte, error) {
 // to, then come PAD and CRC.
 func (c *Conn) trailer(hlen int, head, data []byte) error {
 	s := &c.tx
+	c.counts.sent.fpdus.Add(1)
 	start := len(s.slab) - wire.LengthLen
 	s.slab = s.slab[:len(s.slab)+hlen]
 	s.slab = append(s.slab, head...) // a Send's head is a PDU header
@@ -465,7 +475,11 @@ func (c *Conn) write() error {
 		_, err = c.nc.Write(s.iov[0])
 	default:
 		s.bufs = s.iov
-		_, err = s.bufs.WriteTo(c.nc)
+		if c.gather != nil {
+			_, err = c.gather.WriteBuffers(&s.bufs)
+		} else {
+			_, err = s.bufs.WriteTo(c.nc)
+		}
 		clear(s.iov)
 	}
 	s.slab, s.chunk, s.iov, s.long = s.slab[:0], 0, s.iov[:0], 0
@@ -476,27 +490,30 @@ func (c *Conn) write() error {
 }
 
 // end makes the end of our direction of the stream follow what is queued, with
-// the FPDU of a Terminate or without. The first Terminate counts.
-func (c *Conn) end(terminate []byte) {
+// the FPDU of a Terminate, which says why, or without. The first Terminate counts.
+func (c *Conn) end(terminate []byte, why wire.Reason) {
 	c.mu.Lock()
 	if c.err == nil {
 		c.err = ErrClosed
 	}
 	c.ending = true
 	if c.farewell == nil {
-		c.farewell = terminate
+		c.farewell, c.parting = terminate, why
 	}
 	c.mu.Unlock()
 	c.Flush()
 }
 
 // sayGoodbye ends our direction of the TCP connection.
-func (c *Conn) sayGoodbye(farewell []byte) {
+func (c *Conn) sayGoodbye(farewell []byte, why wire.Reason) {
 	if c.markersOut && farewell != nil {
 		farewell, c.tx.grid = c.tx.grid.AppendFPDU(nil, farewell, c.crc)
 	}
 	if farewell != nil {
-		c.nc.Write(farewell)
+		if _, err := c.nc.Write(farewell); err == nil {
+			c.counts.sent.fpdus.Add(1)
+			c.opt.Domain.counts.terminateSent(why)
+		}
 	}
 	if hc, ok := c.nc.(interface{ CloseWrite() error }); ok {
 		hc.CloseWrite()
@@ -525,5 +542,5 @@ func (c *Conn) terminate(why *StreamError, ddp []byte, segment int, read []byte)
 
 	c.abandon(why)
 	c.nc.SetWriteDeadline(time.Now().Add(farewellTime))
-	c.end(b)
+	c.end(b, t.Reason)
 }

@@ -1,6 +1,7 @@
 package rdma
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -134,10 +135,40 @@ func Respond(ctx context.Context, nc net.Conn, o Options, answer func(*Request) 
 	if err != nil {
 		return nil, err
 	}
+	r := &Responder{o: o}
+	return r.Respond(ctx, nc, nil, o.StartupTimeout, answer)
+}
+
+// A Responder has the memory of a stream that is to come, for a ULP that talks
+// in streaming mode first and must know that there will be one before it agrees
+// to that (RFC 5044, section 7.1.3).
+type Responder struct {
+	o Options
+	c *Conn // nil: made when the Request has come
+}
+
+// NewResponder allocates a stream.
+func NewResponder(o Options) (*Responder, error) {
+	o, err := o.complete()
+	if err != nil {
+		return nil, err
+	}
+	return &Responder{o, allocate(o)}, nil
+}
+
+// Respond is like the function of that name. The stream of nc begins with
+// prefix, which the ULP has already read, at most 64 KiB. timeout bounds the
+// exchange of startup frames; Options.StartupTimeout does not. It can be called
+// once.
+func (r *Responder) Respond(ctx context.Context, nc net.Conn, prefix []byte, timeout time.Duration, answer func(*Request) Answer) (*Conn, error) {
+	if len(prefix) > windowLen {
+		nc.Close()
+		return nil, fmt.Errorf("rdma: %d octets read ahead, %d are possible", len(prefix), windowLen)
+	}
 	var c *Conn
 	rejected := false
-	err = bounded(ctx, nc, o.StartupTimeout, func() (err error) {
-		c, rejected, err = respond(nc, o, answer)
+	err := bounded(ctx, nc, timeout, func() (err error) {
+		c, rejected, err = r.respond(nc, bytes.NewReader(prefix), answer)
 		return err
 	})
 	return established(nc, c, rejected, err)
@@ -158,8 +189,9 @@ func established(nc net.Conn, c *Conn, rejected bool, err error) (*Conn, error) 
 	return nil, err
 }
 
-func respond(nc net.Conn, o Options, answer func(*Request) Answer) (c *Conn, rejected bool, err error) {
-	f, err := readStartup(nc, false)
+func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader, answer func(*Request) Answer) (c *Conn, rejected bool, err error) {
+	o := r.o
+	f, err := readStartup(io.MultiReader(prefix, nc), false)
 	if err != nil {
 		return nil, false, err
 	}
@@ -187,7 +219,11 @@ func respond(nc net.Conn, o Options, answer func(*Request) Answer) (c *Conn, rej
 	if reply.Reject = reject != nil; reply.Reject {
 		return nil, true, errors.Join(reject, writeStartup(nc, &reply))
 	}
-	c = newConn(nc, o, ird, ord, f.CRC || reply.CRC, f.Markers)
+	if c = r.c; c == nil {
+		c = allocate(o)
+	}
+	rest, _ := io.ReadAll(prefix)
+	c.attach(nc, rest, ird, ord, f.CRC || reply.CRC, f.Markers)
 	c.peer = *req
 	c.rtrSend = reply.Depths.SendRTR
 	return c, false, writeStartup(nc, &reply)
@@ -257,7 +293,8 @@ func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
 	if f.Enhanced != req.Enhanced {
 		return nil, nil, fault(wire.ReasonStartup, "the Reply is not in the format of the Request (RFC 6581, section 10)")
 	}
-	c := newConn(nc, o, o.IRD, o.ORD, f.CRC || req.CRC, f.Markers)
+	c := allocate(o)
+	c.attach(nc, nil, o.IRD, o.ORD, f.CRC || req.CRC, f.Markers)
 	c.initiator = true
 	c.heard.Store(true) // an Initiator may send at once
 	c.peer = Request{Private: f.Private, Rev: f.Rev, CRC: f.CRC, Markers: f.Markers, Enhanced: f.Enhanced, Depths: f.Depths}
@@ -321,7 +358,7 @@ func bounded(ctx context.Context, nc net.Conn, d time.Duration, f func() error) 
 
 // readStartup reads exactly one startup frame; what follows it in the stream
 // is left there.
-func readStartup(nc net.Conn, reply bool) (f wire.Startup, err error) {
+func readStartup(nc io.Reader, reply bool) (f wire.Startup, err error) {
 	var fixed [wire.StartupLen]byte
 	if n, err := io.ReadFull(nc, fixed[:]); err != nil {
 		return f, fault(wire.ReasonStartup, "after %d octets of an MPA startup frame: %w", n, err)

@@ -616,3 +616,59 @@ func TestStartLater(t *testing.T) {
 	p.nc.Close()
 	next(t, events)
 }
+
+// Octets that the ULP has read ahead, in streaming mode, are the beginning of the
+// stream: the Request, and FPDUs behind it (RFC 5044, section 7.1.3).
+func TestResponderPrefix(t *testing.T) {
+	stream := unhex(reqKey + "50020004 00040001" + // then a Send of "w", MSN 1
+		"0013 4143 00000000 00000000 00000001 00000000 77 000000")
+	stream = binary.LittleEndian.AppendUint32(stream, wire.UpdateCRC(0, stream[24:]))
+	for n := range len(stream) + 1 {
+		p, nc := rawPair(t)
+		r, err := NewResponder(Options{IRD: 16, ORD: 16})
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.write(stream[n:])
+		c, err := r.Respond(context.Background(), nc, stream[:n], patience, func(*Request) Answer { return Answer{} })
+		if err != nil {
+			t.Fatalf("%d octets read ahead: %v", n, err)
+		}
+		if reply := p.startupFrame(); !bytes.Equal(reply, unhex(repKey+"50020004 00010004")) {
+			t.Fatalf("Reply %x", reply)
+		}
+		if ev := receive(t, c); string(ev.Data) != "w" {
+			t.Fatalf("%d octets read ahead: Send of %x", n, ev.Data)
+		}
+		if c.IRD() != 1 || c.ORD() != 4 {
+			t.Fatalf("IRD %d, ORD %d", c.IRD(), c.ORD())
+		}
+		c.Close()
+	}
+	t.Run("too much", func(t *testing.T) {
+		p, nc := rawPair(t)
+		r, err := NewResponder(Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := r.Respond(context.Background(), nc, make([]byte, windowLen+1), patience, nil); err == nil {
+			t.Error("65537 octets read ahead are taken")
+		}
+		if n, err := p.nc.Read(make([]byte, 1)); n != 0 || err == nil {
+			t.Error("the connection is still open")
+		}
+	})
+	t.Run("no time left", func(t *testing.T) {
+		_, nc := rawPair(t)
+		r, err := NewResponder(Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := r.Respond(context.Background(), nc, nil, -time.Second, nil); !errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Error(err)
+		}
+	})
+	if _, err := NewResponder(Options{IRD: -1}); err == nil {
+		t.Error("IRD -1 is taken")
+	}
+}

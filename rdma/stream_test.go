@@ -322,6 +322,9 @@ func TestORD(t *testing.T) {
 					}
 				}
 			}
+			if n := c.opt.Domain.Counts(); n.ORDStalls != uint64(reads-tt.want) || n.Sent.ReadRequests != reads || n.Received.ReadResponses != reads || n.Sent.Sends != 1 {
+				t.Errorf("counts %+v", n)
+			}
 		})
 	}
 	t.Run("MPA2-9.1-2 the peer takes in none", func(t *testing.T) {
@@ -411,6 +414,23 @@ func TestReadsBothWays(t *testing.T) {
 		})
 	}
 	wg.Wait()
+}
+
+// ISER-4.1-2: a Read that is behind a Write sees what the Write has brought.
+func TestReadAfterWrite(t *testing.T) {
+	a, b := pair(t, Options{}, Options{})
+	var r Region
+	stag := b.Register(&r, make([]byte, 1<<20), 0, RemoteWrite|RemoteRead)
+	go b.Receive(new(Event))
+	for range 5 {
+		data := random(1 << 20)
+		read := &WorkRequest{Op: Read, Data: make([]byte, 1<<20), STag: stag}
+		a.Post(&WorkRequest{Op: Write, Data: data, STag: stag})
+		post(t, a, read)
+		if ev := receive(t, a); ev.Read != read || ev.Err != nil || !bytes.Equal(read.Data, data) {
+			t.Fatalf("%v, or other octets", ev.Err)
+		}
+	}
 }
 
 // Two ends that send more than the sockets hold, each with Reads that the

@@ -185,6 +185,17 @@ func TestRefusals(t *testing.T) {
 			if err != nil || term.Reason != tt.reason || strings.HasPrefix(tt.reason.String(), "unknown") {
 				t.Errorf("%+v, %v", term, err)
 			}
+			n := domain.Counts()
+			faults := uint64(0)
+			if tt.reason.EType == 1 { // remote protection errors and errors of tagged buffers
+				faults = 1
+			}
+			if tt.reason == wire.ReasonTaggedVersion {
+				faults = 0
+			}
+			if n.STagFaults != faults || n.CRCErrors != 0 || len(n.TerminatesSent) != 1 || n.TerminatesSent[tt.reason] != 1 || len(n.TerminatesReceived) != 0 {
+				t.Errorf("counts %+v", n)
+			}
 		})
 	}
 }
@@ -202,6 +213,10 @@ func TestBadCRC(t *testing.T) {
 		p.wantTerminate("20020000")
 		p.nc.Close()
 		asFault(t, next(t, events).err, wire.ReasonCRC, false)
+		// Of what has come before there is the RTR.
+		if n := c.opt.Domain.Counts(); n.CRCErrors != 1 || n.STagFaults != 0 || n.TerminatesSent[wire.ReasonCRC] != 1 || n.Received.FPDUs != 1 || n.Received.Writes != 1 || n.Received.Sends != 0 {
+			t.Errorf("counts %+v", n)
+		}
 	}
 }
 

@@ -92,14 +92,28 @@ var reasonText = map[Reason]string{
 	ReasonRTR:               "MPA: no matching RTR",
 }
 
-func (r Reason) String() string {
-	k := r
+// Canonical is the Reason of the vocabulary that r means; known tells whether there
+// is one.
+func (r Reason) Canonical() (k Reason, known bool) {
+	k = r
 	switch {
 	case r.Layer == LayerRDMAP && r.EType == 0:
 		k.Code = 0 // no code is defined for it
 	case r.Layer == LayerLLP:
 		k.EType = 0 // some adapters say 3
 	}
+	_, known = reasonText[k]
+	return k, known
+}
+
+// Text is what the vocabulary says of r, or nothing.
+func (r Reason) Text() string {
+	k, _ := r.Canonical()
+	return reasonText[k]
+}
+
+func (r Reason) String() string {
+	k, _ := r.Canonical()
 	if s, ok := reasonText[k]; ok {
 		return fmt.Sprintf("%s (%d/%d/%02x)", s, r.Layer, r.EType, r.Code)
 	}

@@ -6,21 +6,11 @@ import (
 	"errors"
 	"strings"
 	"testing"
+
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-// unhex decodes hexadecimal octets; blanks and // comments are left out.
-func unhex(s string) []byte {
-	var clean strings.Builder
-	for line := range strings.Lines(s) {
-		line, _, _ = strings.Cut(line, "//")
-		clean.WriteString(strings.Join(strings.Fields(line), ""))
-	}
-	b, err := hex.DecodeString(clean.String())
-	if err != nil {
-		panic(err)
-	}
-	return b
-}
+var unhex = testkit.Unhex
 
 const (
 	reqKey = "4d504120494420526571204672616d65"

@@ -1,0 +1,129 @@
+package rdma
+
+import (
+	"maps"
+	"sync"
+	"sync/atomic"
+
+	"github.com/iser-target/iser-target/rdma/wire"
+)
+
+// Messages count RDMAP messages of one direction.
+type Messages struct {
+	FPDUs         uint64 // all DDP segments
+	Writes        uint64 // RDMA Writes
+	ReadRequests  uint64
+	ReadResponses uint64
+	Sends         uint64 // of all four kinds
+	Invalidations uint64 // Sends with Invalidate among them
+}
+
+// Counts are what the streams of a Domain have done.
+type Counts struct {
+	Sent, Received Messages
+	ORDStalls      uint64 // RDMA Reads that had to wait for an earlier one
+	CRCErrors      uint64 // FPDUs
+	STagFaults     uint64 // segments and invalidations that name memory the peer may not use so
+	// Terminates by what they say. What the vocabulary does not know, peers can say
+	// it, is the Reason Unknown.
+	TerminatesSent, TerminatesReceived map[wire.Reason]uint64
+}
+
+// Unknown stands for Reasons that RFC 5040 and its companions do not have.
+var Unknown = wire.Reason{Layer: 0xff, EType: 0xff, Code: 0xff}
+
+// direction are the counts of one goroutine at a time: that which sends, or that
+// which receives.
+type direction struct {
+	fpdus, writes, readRequests, readResponses, sends, invalidations atomic.Uint64
+	_                                                                [128 - 6*8]byte
+}
+
+func (d *direction) addTo(m *Messages) {
+	m.FPDUs += d.fpdus.Load()
+	m.Writes += d.writes.Load()
+	m.ReadRequests += d.readRequests.Load()
+	m.ReadResponses += d.readResponses.Load()
+	m.Sends += d.sends.Load()
+	m.Invalidations += d.invalidations.Load()
+}
+
+// message counts one whole message.
+func (d *direction) message(op wire.Opcode) {
+	switch op {
+	case wire.OpWrite:
+		d.writes.Add(1)
+	case wire.OpReadRequest:
+		d.readRequests.Add(1)
+	case wire.OpReadResponse:
+		d.readResponses.Add(1)
+	case wire.OpTerminate: // counted by its Reason
+	default:
+		d.sends.Add(1)
+		if op.Invalidates() {
+			d.invalidations.Add(1)
+		}
+	}
+}
+
+// countShards is how many places a Domain has for the same count, so that the cores
+// that serve its streams do not take a cache line from each other.
+const countShards = 16
+
+type countShard struct{ sent, received direction }
+
+// domainCounts are the counts of a Domain. A stream uses one shard.
+type domainCounts struct {
+	shards    [countShards]countShard
+	next      atomic.Uint32
+	ordStalls atomic.Uint64
+	crcErrors atomic.Uint64
+	faults    atomic.Uint64
+
+	mu             sync.Mutex // of what a stream counts once
+	sent, received map[wire.Reason]uint64
+}
+
+func (d *domainCounts) shard() *countShard { return &d.shards[d.next.Add(1)%countShards] }
+
+// Counts are those since the Domain was made, with the streams that have ended.
+func (d *Domain) Counts() (c Counts) {
+	n := &d.counts
+	for i := range n.shards {
+		n.shards[i].sent.addTo(&c.Sent)
+		n.shards[i].received.addTo(&c.Received)
+	}
+	c.ORDStalls, c.CRCErrors, c.STagFaults = n.ordStalls.Load(), n.crcErrors.Load(), n.faults.Load()
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	c.TerminatesSent, c.TerminatesReceived = maps.Clone(n.sent), maps.Clone(n.received)
+	return c
+}
+
+func (d *domainCounts) terminateSent(r wire.Reason)     { d.terminate(&d.sent, r) }
+func (d *domainCounts) terminateReceived(r wire.Reason) { d.terminate(&d.received, r) }
+
+func (d *domainCounts) terminate(in *map[wire.Reason]uint64, r wire.Reason) {
+	r, ok := r.Canonical()
+	if !ok {
+		r = Unknown
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if *in == nil {
+		*in = map[wire.Reason]uint64{}
+	}
+	(*in)[r]++
+}
+
+// fault counts what the peer is refused for.
+func (d *domainCounts) fault(r wire.Reason) {
+	switch r {
+	case wire.ReasonCRC:
+		d.crcErrors.Add(1)
+	case wire.ReasonInvalidSTag, wire.ReasonBounds, wire.ReasonStream, wire.ReasonWrap,
+		wire.ReasonReadInvalidSTag, wire.ReasonReadBounds, wire.ReasonReadAccess, wire.ReasonReadStream, wire.ReasonReadWrap,
+		wire.ReasonNotInvalidated:
+		d.faults.Add(1)
+	}
+}
