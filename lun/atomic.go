@@ -103,7 +103,8 @@ func endWriteAtomic(u *Unit, c *Command) {
 		// What had room before has it again. If the store fails here too,
 		// there is nothing left to do, and the error says that the blocks
 		// cannot be relied on.
-		if err != errSanitizing && u.store.WriteAt(old, pos) != nil {
+		if storeFailed(err) && u.store.WriteAt(old, pos) != nil {
+			c.logTrouble(err)
 			c.fail(condWriteError)
 			return
 		}

@@ -38,6 +38,8 @@ const (
 	anyPersistent                   // passes all persistent reservations
 	anyReserve                      // passes a RESERVE of somebody else
 	exactData                       // of no use with more data-out than it takes
+	anyAccess                       // served in all asymmetric access states; so is what is absentLUN
+	inStandby                       // served in standby (SPC-4, section 5.11.2.5)
 )
 
 // optional are the flags of rows that some units do not have.
@@ -53,13 +55,13 @@ var commands = []command{
 	{0x08, noSA, "READ(6)", medium | reads, "\x1f\xff\xff\xff\x00", beginRead, nil, produceRead, nil},
 	{0x0a, noSA, "WRITE(6)", medium | writes, "\x1f\xff\xff\xff\x00", beginWrite, consumeWrite, nil, nil},
 	{0x12, noSA, "INQUIRY", absentLUN | keepAttention | anyPersistent | anyReserve, "\x01\xff\xff\xff\x00", inquiry, nil, nil, nil},
-	{0x15, noSA, "MODE SELECT(6)", allData, "\x10\x00\x00\xff\x00", beginModeSelect, consumeModeSelect, nil, nil},
+	{0x15, noSA, "MODE SELECT(6)", allData | inStandby, "\x11\x00\x00\xff\x00", beginModeSelect, consumeModeSelect, nil, endModeSelect},
 	{0x16, noSA, "RESERVE(6)", anyPersistent, "\x00\x00\x00\x00\x00", noData, nil, nil, endReserve},
 	{0x17, noSA, "RELEASE(6)", anyPersistent | anyReserve, "\x00\x00\x00\x00\x00", noData, nil, nil, endRelease},
-	{0x1a, noSA, "MODE SENSE(6)", reads, "\x08\xff\xff\xff\x00", modeSense, nil, nil, nil},
+	{0x1a, noSA, "MODE SENSE(6)", reads | inStandby, "\x08\xff\xff\xff\x00", modeSense, nil, nil, nil},
 	{0x1b, noSA, "START STOP UNIT", 0, "\x01\x00\x0f\xf7\x00", startStop, nil, nil, endStartStop},
 	{0x1e, noSA, "PREVENT ALLOW MEDIUM REMOVAL", removable, "\x00\x00\x00\x01\x00", noData, nil, nil, endPreventAllow},
-	{0x25, noSA, "READ CAPACITY(10)", medium | anyPersistent, "\x00\xff\xff\xff\xff\x00\x00\x01\x00", readCapacity10, nil, nil, nil},
+	{0x25, noSA, "READ CAPACITY(10)", medium | anyPersistent | inStandby, "\x00\xff\xff\xff\xff\x00\x00\x01\x00", readCapacity10, nil, nil, nil},
 	{0x28, noSA, "READ(10)", medium | reads, "\x18\xff\xff\xff\xff\x1f\xff\xff\x00", beginRead, nil, produceRead, nil},
 	{0x2a, noSA, "WRITE(10)", medium | writes, "\x18\xff\xff\xff\xff\x1f\xff\xff\x00", beginWrite, consumeWrite, nil, nil},
 	{0x2e, noSA, "WRITE AND VERIFY(10)", medium | writes, "\x12\xff\xff\xff\xff\x1f\xff\xff\x00", beginWrite, consumeWriteVerify, nil, endVerify},
@@ -69,26 +71,27 @@ var commands = []command{
 	{0x37, noSA, "READ DEFECT DATA(10)", medium | reads, "\x00\x1f\x00\x00\x00\x00\xff\xff\x00", readDefectData10, nil, nil, nil},
 	{0x41, noSA, "WRITE SAME(10)", medium | writes | allData | exactData, "\x08\xff\xff\xff\xff\x1f\xff\xff\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
 	{0x42, noSA, "UNMAP", medium | writes | thin | allData, "\x00\x00\x00\x00\x00\x1f\xff\xff\x00", beginUnmap, consumeUnmap, nil, nil},
-	{0x48, 0x01, "SANITIZE OVERWRITE", medium | writes | sanitizes | allData, "\xbf\x00\x00\x00\x00\x00\xff\xff\x00", beginOverwrite, consumeOverwrite, nil, nil},
-	{0x48, 0x02, "SANITIZE BLOCK ERASE", medium | writes | sanitizes | thin, "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", noData, nil, nil, endBlockErase},
-	{0x48, 0x1f, "SANITIZE EXIT FAILURE MODE", sanitizes, "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", noData, nil, nil, endExitFailureMode},
-	{0x4d, noSA, "LOG SENSE", anyPersistent | anyReserve, "\x00\xff\xff\x00\xff\xff\xff\xff\x00", logSense, nil, nil, nil},
-	{0x55, noSA, "MODE SELECT(10)", allData, "\x10\x00\x00\x00\x00\x00\xff\xff\x00", beginModeSelect, consumeModeSelect, nil, nil},
+	{0x48, sanitizeOverwrite, "SANITIZE OVERWRITE", medium | writes | sanitizes | allData, "\xbf\x00\x00\x00\x00\x00\xff\xff\x00", beginOverwrite, consumeOverwrite, nil, nil},
+	{0x48, sanitizeBlockErase, "SANITIZE BLOCK ERASE", medium | writes | sanitizes | thin, "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", noData, nil, nil, endErase},
+	{0x48, sanitizeCryptoErase, "SANITIZE CRYPTOGRAPHIC ERASE", medium | writes | sanitizes, "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", noData, nil, nil, endErase},
+	{0x48, sanitizeExitFailureMode, "SANITIZE EXIT FAILURE MODE", sanitizes, "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", noData, nil, nil, endExitFailureMode},
+	{0x4d, noSA, "LOG SENSE", anyPersistent | anyReserve | inStandby, "\x00\xff\xff\x00\xff\xff\xff\xff\x00", logSense, nil, nil, nil},
+	{0x55, noSA, "MODE SELECT(10)", allData | inStandby, "\x11\x00\x00\x00\x00\x00\xff\xff\x00", beginModeSelect, consumeModeSelect, nil, endModeSelect},
 	{0x56, noSA, "RESERVE(10)", anyPersistent, "\x00\x00\x00\x00\x00\x00\x00\x00\x00", noData, nil, nil, endReserve},
 	{0x57, noSA, "RELEASE(10)", anyPersistent | anyReserve, "\x00\x00\x00\x00\x00\x00\x00\x00\x00", noData, nil, nil, endRelease},
-	{0x5a, noSA, "MODE SENSE(10)", reads, "\x18\xff\xff\x00\x00\x00\xff\xff\x00", modeSense, nil, nil, nil},
-	{0x5e, prReadKeys, "PERSISTENT RESERVE IN, READ KEYS", anyPersistent | anyReserve, "\x1f\x00\x00\x00\x00\x00\xff\xff\x00", beginPRIn, nil, nil, nil},
-	{0x5e, prReadReservation, "PERSISTENT RESERVE IN, READ RESERVATION", anyPersistent | anyReserve, "\x1f\x00\x00\x00\x00\x00\xff\xff\x00", beginPRIn, nil, nil, nil},
-	{0x5e, prReportCapabilities, "PERSISTENT RESERVE IN, REPORT CAPABILITIES", anyPersistent | anyReserve, "\x1f\x00\x00\x00\x00\x00\xff\xff\x00", prCapabilities, nil, nil, nil},
-	{0x5e, prReadFullStatus, "PERSISTENT RESERVE IN, READ FULL STATUS", anyPersistent | anyReserve, "\x1f\x00\x00\x00\x00\x00\xff\xff\x00", beginPRIn, nil, nil, nil},
-	{0x5f, prRegister, "PERSISTENT RESERVE OUT, REGISTER", anyPersistent | anyReserve | allData, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
-	{0x5f, prReserve, "PERSISTENT RESERVE OUT, RESERVE", anyPersistent | anyReserve | allData, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
-	{0x5f, prRelease, "PERSISTENT RESERVE OUT, RELEASE", anyPersistent | anyReserve | allData, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
-	{0x5f, prClear, "PERSISTENT RESERVE OUT, CLEAR", anyPersistent | anyReserve | allData, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
-	{0x5f, prPreempt, "PERSISTENT RESERVE OUT, PREEMPT", anyPersistent | anyReserve | allData, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
-	{0x5f, prPreemptAndAbort, "PERSISTENT RESERVE OUT, PREEMPT AND ABORT", anyPersistent | anyReserve | allData, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
-	{0x5f, prRegisterAndIgnore, "PERSISTENT RESERVE OUT, REGISTER AND IGNORE EXISTING KEY", anyPersistent | anyReserve | allData, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
-	{0x5f, prRegisterAndMove, "PERSISTENT RESERVE OUT, REGISTER AND MOVE", anyPersistent | anyReserve | allData, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
+	{0x5a, noSA, "MODE SENSE(10)", reads | inStandby, "\x18\xff\xff\x00\x00\x00\xff\xff\x00", modeSense, nil, nil, nil},
+	{0x5e, prReadKeys, "PERSISTENT RESERVE IN, READ KEYS", anyPersistent | anyReserve | inStandby, "\x1f\x00\x00\x00\x00\x00\xff\xff\x00", beginPRIn, nil, nil, nil},
+	{0x5e, prReadReservation, "PERSISTENT RESERVE IN, READ RESERVATION", anyPersistent | anyReserve | inStandby, "\x1f\x00\x00\x00\x00\x00\xff\xff\x00", beginPRIn, nil, nil, nil},
+	{0x5e, prReportCapabilities, "PERSISTENT RESERVE IN, REPORT CAPABILITIES", anyPersistent | anyReserve | inStandby, "\x1f\x00\x00\x00\x00\x00\xff\xff\x00", prCapabilities, nil, nil, nil},
+	{0x5e, prReadFullStatus, "PERSISTENT RESERVE IN, READ FULL STATUS", anyPersistent | anyReserve | inStandby, "\x1f\x00\x00\x00\x00\x00\xff\xff\x00", beginPRIn, nil, nil, nil},
+	{0x5f, prRegister, "PERSISTENT RESERVE OUT, REGISTER", anyPersistent | anyReserve | allData | inStandby, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
+	{0x5f, prReserve, "PERSISTENT RESERVE OUT, RESERVE", anyPersistent | anyReserve | allData | inStandby, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
+	{0x5f, prRelease, "PERSISTENT RESERVE OUT, RELEASE", anyPersistent | anyReserve | allData | inStandby, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
+	{0x5f, prClear, "PERSISTENT RESERVE OUT, CLEAR", anyPersistent | anyReserve | allData | inStandby, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
+	{0x5f, prPreempt, "PERSISTENT RESERVE OUT, PREEMPT", anyPersistent | anyReserve | allData | inStandby, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
+	{0x5f, prPreemptAndAbort, "PERSISTENT RESERVE OUT, PREEMPT AND ABORT", anyPersistent | anyReserve | allData | inStandby, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
+	{0x5f, prRegisterAndIgnore, "PERSISTENT RESERVE OUT, REGISTER AND IGNORE EXISTING KEY", anyPersistent | anyReserve | allData | inStandby, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
+	{0x5f, prRegisterAndMove, "PERSISTENT RESERVE OUT, REGISTER AND MOVE", anyPersistent | anyReserve | allData | inStandby, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
 	{0x83, 0x00, "EXTENDED COPY(LID1)", allData, "\x1f\x00\x00\x00\x00\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00", beginExtendedCopy, consumeExtendedCopy, nil, nil},
 	{0x84, 0x00, "RECEIVE COPY STATUS(LID1)", reads, "\x1f\xff\x00\x00\x00\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00", receiveCopyStatus, nil, nil, nil},
 	{0x84, 0x03, "RECEIVE COPY OPERATING PARAMETERS", reads, "\x1f\xff\x00\x00\x00\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00", receiveCopyParameters, nil, nil, nil},
@@ -102,12 +105,13 @@ var commands = []command{
 	{0x91, noSA, "SYNCHRONIZE CACHE(16)", medium, "\x06\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginSync, nil, nil, endSync},
 	{0x93, noSA, "WRITE SAME(16)", medium | writes | allData | exactData, "\x09\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
 	{opWriteAtomic16, noSA, "WRITE ATOMIC(16)", medium | writes | allData | atomicWrite, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00\xff\xff\x1f\x00", beginWriteAtomic, consumeWriteAtomic, nil, endWriteAtomic},
-	{0x9e, 0x10, "READ CAPACITY(16)", medium | anyPersistent, "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x00", readCapacity16, nil, nil, nil},
+	{0x9e, 0x10, "READ CAPACITY(16)", medium | anyPersistent | inStandby, "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x00", readCapacity16, nil, nil, nil},
 	{0x9e, 0x12, "GET LBA STATUS", medium | reads, "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00", getLBAStatus, nil, nil, nil},
 	{0xa0, noSA, "REPORT LUNS", absentLUN | keepAttention | anyPersistent | anyReserve, "\x00\xff\x00\x00\x00\xff\xff\xff\xff\x00\x00", reportLUNs, nil, nil, nil},
-	{0xa3, 0x0a, "REPORT TARGET PORT GROUPS", anyPersistent | anyReserve, "\x3f\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00", reportPortGroups, nil, nil, nil},
-	{0xa3, 0x0c, "REPORT SUPPORTED OPERATION CODES", reads, "\x1f\x87\xff\xff\xff\xff\xff\xff\xff\x00\x00", reportOpcodes, nil, nil, nil},
-	{0xa3, 0x0d, "REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS", reads, "\x1f\x80\x00\x00\x00\xff\xff\xff\xff\x00\x00", reportTMFs, nil, nil, nil},
+	{0xa3, 0x0a, "REPORT TARGET PORT GROUPS", anyPersistent | anyReserve | anyAccess, "\x3f\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00", reportPortGroups, nil, nil, nil},
+	{0xa3, 0x0c, "REPORT SUPPORTED OPERATION CODES", reads | inStandby, "\x1f\x87\xff\xff\xff\xff\xff\xff\xff\x00\x00", reportOpcodes, nil, nil, nil},
+	{0xa3, 0x0d, "REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS", reads | inStandby, "\x1f\x80\x00\x00\x00\xff\xff\xff\xff\x00\x00", reportTMFs, nil, nil, nil},
+	{0xa4, 0x0a, "SET TARGET PORT GROUPS", anyAccess | allData, "\x1f\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00", beginSetPortGroups, consumeSetPortGroups, nil, nil},
 	{0xa8, noSA, "READ(12)", medium | reads, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginRead, nil, produceRead, nil},
 	{0xaa, noSA, "WRITE(12)", medium | writes, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeWrite, nil, nil},
 	{0xae, noSA, "WRITE AND VERIFY(12)", medium | writes, "\x12\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeWriteVerify, nil, endVerify},
@@ -148,8 +152,10 @@ func (c *Command) failRow() bool {
 	return c.fail(condOpcode)
 }
 
-// naca is the bit of the CONTROL octet that asks for ACA, which is not there;
-// its other bits are vendor specific or obsolete.
+// naca is the bit of the CONTROL octet that asks for an auto contingent
+// allegiance (SAM-5, section 5.9). There is none (NORMACA 0), because with one task
+// set for all an initiator that fails and goes away would keep everybody from the
+// unit. The other bits are vendor specific or obsolete.
 const naca = 0x04
 
 // reserved finds the first bit of a CDB that is set and not looked at.
@@ -267,9 +273,11 @@ func reportOpcodes(u *Unit, c *Command) bool {
 
 // reportTMFs is REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS (SPC-4, section
 // 6.36): ABORT TASK, ABORT TASK SET, CLEAR TASK SET, LOGICAL UNIT RESET and
-// target reset.
+// target reset, which stands for iSCSI's two; with iSCSIProtocolLevel 2 also QUERY
+// TASK, QUERY TASK SET, I_T NEXUS RESET and QUERY ASYNCHRONOUS EVENT.
 func reportTMFs(_ *Unit, c *Command) bool {
-	const ats, atss, ctss, lurs, trs, repd = 0x80, 0x40, 0x10, 0x08, 0x02, 0x80
+	const ats, atss, ctss, lurs, qts, trs, repd = 0x80, 0x40, 0x10, 0x08, 0x04, 0x02, 0x80
+	const qaes, qtss, itnrs = 0x04, 0x02, 0x01
 	allocation := binary.BigEndian.Uint32(c.CDB[6:])
 	if allocation < 4 {
 		return c.failCDB(6, noField)
@@ -280,6 +288,9 @@ func reportTMFs(_ *Unit, c *Command) bool {
 	}
 	b := c.zeroed(n)
 	b[0] = ats | atss | ctss | lurs | trs
+	if c.nexus.level >= 2 {
+		b[0], b[1] = b[0]|qts, qaes|qtss|itnrs
+	}
 	b[3] = byte(n - 4)
 	return c.report(b, allocation)
 }

@@ -139,7 +139,7 @@ func TestReportAllOpcodes(t *testing.T) {
 	for name, s := range map[string]setup{"thin": {}, "thick": {info: thick}} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, s)
-			rows := len(commands) - 4 // without PREVENT ALLOW MEDIUM REMOVAL and SANITIZE
+			rows := len(commands) - 5 // without PREVENT ALLOW MEDIUM REMOVAL and SANITIZE
 			if name == "thick" {
 				rows--
 			}

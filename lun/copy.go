@@ -2,6 +2,7 @@ package lun
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/binary"
 	"sync"
 
@@ -54,9 +55,25 @@ type copyStatus struct {
 	octets   uint64 // written
 }
 
+// begin enters a copy, unless one with that identifier is in progress.
+func (l *copies) begin(id byte) (ok bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if s, busy := l.of[id]; busy && s.status == copyInProgress {
+		return false
+	}
+	l.setLocked(id, copyStatus{status: copyInProgress})
+	return true
+}
+
 func (l *copies) set(id byte, s copyStatus) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.setLocked(id, s)
+}
+
+// Preconditions: mu is held.
+func (l *copies) setLocked(id byte, s copyStatus) {
 	if l.of == nil {
 		l.of = map[byte]copyStatus{}
 	}
@@ -84,7 +101,7 @@ func beginExtendedCopy(_ *Unit, c *Command) bool {
 
 // A segment is a copy of n octets.
 type segment struct {
-	from, to       *Unit
+	from, to       *itl
 	fromPos, toPos int64
 	n              int64
 }
@@ -114,13 +131,13 @@ func consumeExtendedCopy(_ *Unit, c *Command, p []byte, _ uint64) bool {
 		return c.fail(condTooManyCSCDs)
 	}
 	at := copyHeader
-	var units []*Unit // nil: there is none with that name
+	var units []*itl // nil: there is none with that name
 	for end := at + cscdsLen; at < end; at += cscdLen {
-		u, ok := c.parseCSCD(p[at:][:cscdLen], at)
+		l, ok := c.parseCSCD(p[at:][:cscdLen], at)
 		if !ok {
 			return false
 		}
-		units = append(units, u)
+		units = append(units, l)
 	}
 	end := at + int(segmentsLen)
 	var segments [][]byte
@@ -150,31 +167,33 @@ func consumeExtendedCopy(_ *Unit, c *Command, p []byte, _ uint64) bool {
 	}
 
 	s := copyStatus{status: copyInProgress}
-	note := func() {
+	if usage != listIDNone && !c.itl.copies.begin(id) {
+		return c.fail(condOperationInProgress)
+	}
+	note := func(octets int64) {
+		s.octets += uint64(octets)
 		if usage != listIDNone {
 			c.itl.copies.set(id, s)
 		}
 	}
-	note()
 	for i, seg := range todo {
-		if !c.copySegment(seg, i) {
+		if !c.copySegment(seg, i, note) {
 			s.status = copyFailed
-			note()
+			note(0)
 			return false
 		}
 		s.segments++
-		s.octets += uint64(seg.n)
-		note()
+		note(0)
 	}
 	s.status = copyGood
-	note()
+	note(0)
 	return true
 }
 
 // parseCSCD finds the unit that an identification descriptor (SPC-4, section
 // 6.4.5.5) names by its NAA; our other designators are longer than it has room
 // for. The descriptor is at that octet of the list.
-func (c *Command) parseCSCD(d []byte, at int) (u *Unit, ok bool) {
+func (c *Command) parseCSCD(d []byte, at int) (l *itl, ok bool) {
 	const peripheralType, setMask, associationAndType = 0x1f, 0x0f, 0x3f
 	switch {
 	case d[0] != cscdIdentification:
@@ -187,7 +206,7 @@ func (c *Command) parseCSCD(d []byte, at int) (u *Unit, ok bool) {
 	if d[4]&setMask != setBinary || d[5]&associationAndType != assocUnit|desNAA {
 		return nil, true
 	}
-	for _, l := range c.nexus.luns {
+	for _, l := range c.nexus.list() {
 		if !bytes.Equal(d[8:][:d[7]], l.unit.opt.Identity.NAA[:]) {
 			continue
 		}
@@ -195,16 +214,16 @@ func (c *Command) parseCSCD(d []byte, at int) (u *Unit, ok bool) {
 		if n := binary.BigEndian.Uint32(d[28:]) & 0xffffff; n != l.unit.info.BlockSize {
 			return nil, c.failList(at + 29)
 		}
-		return l.unit, true
+		return l, true
 	}
 	return nil, true
 }
 
 // parseSegment decodes segment descriptor number i (SPC-4, section 6.4.6.3).
-func (c *Command) parseSegment(d []byte, i int, units []*Unit) (s segment, ok bool) {
+func (c *Command) parseSegment(d []byte, i int, units []*itl) (s segment, ok bool) {
 	const dc = 0x02 // the number of blocks is that of the destination
 	be := binary.BigEndian
-	unit := func(index uint16) (*Unit, bool) {
+	unit := func(index uint16) (*itl, bool) {
 		switch {
 		case int(index) >= len(units):
 			return nil, c.failCopy(condUnreachableCopyTarget, i)
@@ -219,20 +238,21 @@ func (c *Command) parseSegment(d []byte, i int, units []*Unit) (s segment, ok bo
 	if s.to, ok = unit(be.Uint16(d[6:])); !ok {
 		return s, false
 	}
-	s.n = int64(be.Uint16(d[10:])) << s.from.shift
+	s.n = int64(be.Uint16(d[10:])) << s.from.unit.shift
 	if d[1]&dc != 0 {
-		s.n = int64(be.Uint16(d[10:])) << s.to.shift
+		s.n = int64(be.Uint16(d[10:])) << s.to.unit.shift
 	}
 	from, to := be.Uint64(d[12:]), be.Uint64(d[20:])
+	source, destination := s.from.unit, s.to.unit
 	switch {
 	case s.n > maxSegment:
 		return s, c.failCopy(condCopyAborted, i)
-	case s.n&int64(s.from.info.BlockSize-1) != 0, s.n&int64(s.to.info.BlockSize-1) != 0:
+	case s.n&int64(source.info.BlockSize-1) != 0, s.n&int64(destination.info.BlockSize-1) != 0:
 		return s, c.failCopy(condInexactSegment, i)
-	case !s.from.within(from, uint64(s.n)>>s.from.shift), !s.to.within(to, uint64(s.n)>>s.to.shift):
+	case !source.within(from, uint64(s.n)>>source.shift), !destination.within(to, uint64(s.n)>>destination.shift):
 		return s, c.failCopy(condCopyAborted, i)
 	}
-	s.fromPos, s.toPos = int64(from<<s.from.shift), int64(to<<s.to.shift)
+	s.fromPos, s.toPos = int64(from<<source.shift), int64(to<<destination.shift)
 	return s, true
 }
 
@@ -241,61 +261,169 @@ func (c *Command) failCopy(k cond, i int) bool {
 	return c.failSense(sense{cond: k, field: noField, bit: noField, command: uint32(i)})
 }
 
-// copySegment copies. Where the source has a hole, the destination gets one.
-func (c *Command) copySegment(s segment, i int) bool {
-	if !c.mayUse(s.from, 0x88) || !c.mayUse(s.to, 0x8a) { // as READ(16) and WRITE(16) could
-		return c.failCopy(condThirdPartyFailure, i)
-	}
+// maxCopyStep is how many octets are copied at a time: then a command finds out
+// that it was aborted. It is a multiple of what file systems can share.
+const maxCopyStep = 4 << 20
+
+// copySegment copies, and calls note with the octets that it has. Where the
+// source has a hole, the destination gets one.
+func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 	sp := scratch.Get().(*[]byte)
 	defer scratch.Put(sp)
-	// The ranges may overlap: what has not been copied is not written over.
-	back := s.from == s.to && s.toPos > s.fromPos
-	for done := int64(0); done < s.n; {
-		n := min(s.n-done, int64(len(*sp)))
-		off := done
+	s.to.unit.copying.Add(1) // before mayUse looks: see endCopies
+	defer s.to.unit.copying.Add(-1)
+	// Of ranges that overlap, what has not been copied is not written over.
+	overlap := s.from.unit == s.to.unit && s.fromPos < s.toPos+s.n && s.toPos < s.fromPos+s.n
+	back := overlap && s.toPos > s.fromPos
+	for done := int64(0); done < s.n || s.n == 0; {
+		n, off := min(s.n-done, maxCopyStep), done
+		if overlap {
+			n = min(n, int64(len(*sp)))
+		}
 		if back {
 			off = s.n - done - n
 		}
-		if err := s.copyPiece((*sp)[:n], off); err != nil {
+		n, ok, err := c.copyStep(s, *sp, off, n, overlap)
+		switch {
+		case err == errAborted:
+			return c.fail(condAborted)
+		case err != nil:
+			c.logTrouble(err)
+			fallthrough
+		case !ok:
 			return c.failCopy(condThirdPartyFailure, i)
 		}
+		if s.n == 0 {
+			break // it is only checked
+		}
 		done += n
+		note(n)
 	}
-	if s.to.writeThrough() && s.to.store.Sync() != nil {
-		return c.failCopy(condThirdPartyFailure, i)
+	if to := s.to.unit; to.writeThrough() {
+		if err := to.store.Sync(); err != nil {
+			c.logTrouble(err)
+			return c.failCopy(condThirdPartyFailure, i)
+		}
 	}
 	return true
 }
 
-// mayUse tells whether a command with that operation code would be let to u.
-func (c *Command) mayUse(u *Unit, op byte) bool {
-	row := byOpcode[op][0]
+// copyStep copies at most n octets, off octets into the segment, and returns how many; ok is
+// false if they may not be copied, which is looked at when nobody can change that meanwhile
+// who then waits for the ranges.
+func (c *Command) copyStep(s segment, p []byte, off, n int64, overlap bool) (done int64, ok bool, err error) {
+	unlock := s.lock(off, n)
+	defer unlock()
+	switch {
+	case c.aborted():
+		return 0, false, errAborted
+	case !c.mayUse(s.from, 0x88), !c.mayUse(s.to, 0x8a): // as READ(16) and WRITE(16) could
+		return 0, false, nil
+	case n == 0:
+	case overlap:
+		done, err = n, s.copyPiece(p[:n], off)
+	default:
+		done, err = s.copyRun(p, off, n)
+	}
+	return done, true, err
+}
+
+// endCopies waits until what copies to the unit looks anew whether it may: an EXTENDED COPY
+// of who has been preempted may be one of another logical unit.
+func (u *Unit) endCopies() {
+	if u.copying.Load() > 0 {
+		u.ranges.exclude(^stripeSet(0))
+		u.ranges.admit(^stripeSet(0))
+	}
+}
+
+// mayUse tells whether a command with that operation code would be let to l.
+func (c *Command) mayUse(l *itl, op byte) bool {
+	u, row := l.unit, byOpcode[op][0]
 	if f := u.reservations.fence.Load(); f != nil && f.keepsOut(&Command{nexus: c.nexus, row: row}) {
 		return false
 	}
-	return u.sanitizer.state.Load() != sanitizeRunning && u.readiness() == condNone &&
-		(row.flags&writes == 0 || u.protection() == condNone)
+	return u.obstacle(c.nexus, row.flags) == condNone && !u.isSanitizing() && u.readiness() == condNone &&
+		(row.flags&writes == 0 || l.protection() == condNone)
 }
 
 // copyPiece copies what is off octets into the segment; p is memory for it.
+//
+// Preconditions: its ranges are held.
 func (s segment) copyPiece(p []byte, off int64) error {
 	n := int64(len(p))
-	mapped, run, err := backend.Extent(s.from.store, s.fromPos+off)
+	from, to := s.from.unit, s.to.unit
+	if err := cmp.Or(from.barred(), to.barred()); err != nil {
+		return err
+	}
+	mapped, run, err := backend.Extent(from.store, s.fromPos+off)
 	if err != nil {
 		return err
 	}
-	if !mapped && run >= n && s.to.isThin() {
-		return s.to.shared(s.toPos+off, n, s.to.store.Discard)
+	if !mapped && run >= n {
+		return to.makeHole(s.toPos+off, n)
 	}
-	if err := s.from.read(p, s.fromPos+off); err != nil {
+	if err := from.store.ReadAt(p, s.fromPos+off); err != nil {
 		return err
 	}
-	return s.to.write(p, s.toPos+off, false)
+	return to.store.WriteAt(p, s.toPos+off)
+}
+
+// copyRun copies what is off octets into the segment, as far as it is data
+// throughout or a hole, but no more than n octets. The ranges do not overlap; p
+// is memory.
+//
+// Preconditions: their ranges are held.
+func (s segment) copyRun(p []byte, off, n int64) (int64, error) {
+	from, to := s.from.unit, s.to.unit
+	if err := cmp.Or(from.barred(), to.barred()); err != nil {
+		return 0, err
+	}
+	mapped, run, err := backend.Extent(from.store, s.fromPos+off)
+	if err != nil {
+		return 0, err
+	}
+	n = min(n, run)
+	if !mapped {
+		return n, to.makeHole(s.toPos+off, n)
+	}
+	return n, backend.Copy(to.store, s.toPos+off, from.store, s.fromPos+off, n, p)
+}
+
+// makeHole makes n octets at pos zeros that take no space where that can be.
+//
+// Preconditions: their stripes are held.
+func (u *Unit) makeHole(pos, n int64) error {
+	if u.isThin() {
+		return u.store.Discard(pos, n)
+	}
+	return u.store.Zero(pos, n)
+}
+
+// lock holds n octets, off octets into the segment, of both units, as READ and
+// WRITE do, until unlock is called.
+func (s segment) lock(off, n int64) (unlock func()) {
+	first, second := s.from.unit, s.to.unit
+	a, b := stripesOf(s.fromPos+off, n), stripesOf(s.toPos+off, n)
+	if first == second {
+		first.ranges.share(a | b)
+		return func() { first.ranges.unshare(a | b) }
+	}
+	// In the order of their numbers, or two copies could wait for one another.
+	if second.number < first.number {
+		first, second, a, b = second, first, b, a
+	}
+	first.ranges.share(a)
+	second.ranges.share(b)
+	return func() {
+		second.ranges.unshare(b)
+		first.ranges.unshare(a)
+	}
 }
 
 // receiveCopyStatus is RECEIVE COPY STATUS(LID1) (SPC-4, section 6.24).
 func receiveCopyStatus(_ *Unit, c *Command) bool {
-	const kib = 1 // TRANSFER COUNT UNITS
+	const octets = 0 // TRANSFER COUNT UNITS; 32 segments of 32 MiB have room
 	s, ok := c.itl.copies.take(c.CDB[2])
 	if !ok {
 		return c.failCDB(2, noField)
@@ -304,8 +432,8 @@ func receiveCopyStatus(_ *Unit, c *Command) bool {
 	binary.BigEndian.PutUint32(b, 8)
 	b[4] = s.status
 	binary.BigEndian.PutUint16(b[5:], s.segments)
-	b[7] = kib
-	binary.BigEndian.PutUint32(b[8:], uint32(s.octets>>10))
+	b[7] = octets
+	binary.BigEndian.PutUint32(b[8:], uint32(s.octets))
 	return c.report(b, binary.BigEndian.Uint32(c.CDB[10:]))
 }
 

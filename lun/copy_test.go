@@ -3,10 +3,14 @@ package lun
 import (
 	"bytes"
 	"fmt"
+	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
@@ -25,9 +29,7 @@ func newCopyRig(t *testing.T, one, two setup) *copyRig {
 	two.size = 2 << 20
 	r.other = newRig(t, two)
 	r.other.unit.opt.Identity = Identity{NAA: [8]byte{0x3f, 7: 0xee}, Serial: "3f000000000000ee"}
-	if err := r.inv.Add(1, r.other.unit); err != nil {
-		t.Fatal(err)
-	}
+	r.add(1, r.other.unit)
 	r.nexus = r.login()
 	return r
 }
@@ -92,11 +94,11 @@ func TestExtendedCopy(t *testing.T) {
 		00000008
 		01                    # HDD 0, completed without errors
 		0003                  # SEGMENTS PROCESSED
-		01                    # TRANSFER COUNT UNITS: KiB
-		00000227              # 1103 blocks`))
+		00                    # TRANSFER COUNT UNITS: octets
+		00089e00              # 1103 blocks`))
 	wantField(t, status(r.nexus), 2, noField)
 
-	delete(r.nexus.luns[0].copies.of, 0) // from login
+	delete(r.nexus.list()[0].copies.of, 0) // from login
 	// LU ID TYPE and NUL mean nothing, and without a list identifier there is no status.
 	wantGood(t, "LU ID TYPE", r.copy(copyList(0, 3, []string{strings.Replace(cscdZero, "e4 00", "e4 e0", 1)}, []string{blocks(0, 0, 1, 7, 0)})))
 	wantOctets(t, r.read(0, 0, 1), data[:512])
@@ -249,8 +251,8 @@ func TestExtendedCopyAborted(t *testing.T) {
 		00000008
 		02                    # completed with errors
 		0001                  # SEGMENTS PROCESSED
-		01
-		00000004`))
+		00
+		00001000`))
 	big := newCopyRig(t, setup{size: 1 << 30, blockSize: 4096, info: func(i *backend.Info) {}}, setup{})
 	wantCopyAborted(t, big.copy(copyList(1, 0, []string{strings.Replace(cscdZero, "000200", "001000", 1)},
 		[]string{blocks(0, 0, 8193, 0, 100000)})), 0, 0, 0) // MAXIMUM SEGMENT LENGTH
@@ -274,4 +276,249 @@ func TestReceiveCopyOperatingParameters(t *testing.T) {
 		02 02 e4              # IMPLEMENTED DESCRIPTOR LIST`)
 	wantOctets(t, r.good("84 03 00 00000000000000 000000ff 00 00", nil), want)
 	wantOctets(t, r.good("84 03 00 00000000000000 00000010 00 00", nil), want[:16])
+}
+
+// From file to file and within one, what is data is copied and what is a hole
+// stays one.
+func TestExtendedCopyFiles(t *testing.T) {
+	const size = 64 << 20
+	inv := NewInventory()
+	t.Cleanup(func() { inv.Close() })
+	for i, id := range []Identity{testIdentity, {NAA: [8]byte{0x3f, 7: 0xee}, Serial: "3f000000000000ee"}} {
+		store, _, err := backend.OpenFile(backend.FileConfig{Path: filepath.Join(t.TempDir(), "lun.img"), Size: size})
+		if err != nil {
+			t.Fatal(err)
+		}
+		u, err := New(store, Options{Identity: id})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := inv.Add(uint16(i), u); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r := &copyRig{rig: &rig{t: t, inv: inv}}
+	r.nexus = r.login()
+	// Data, a hole of 8 MiB, and data again.
+	want := make([]byte, 16<<20)
+	copy(want, pattern(2<<20, 1))
+	copy(want[10<<20:], pattern(6<<20, 2))
+	write := func(lun byte, lba int, p []byte) {
+		t.Helper()
+		wantGood(t, "WRITE(16)", do(r.nexus, &r.c, [8]byte{0, lun}, extentCDB(0x8a, 0, uint64(lba), uint64(len(p)/512)), p, all))
+	}
+	write(0, 8, want[:2<<20])
+	write(0, 8+10<<11, want[10<<20:])
+	const blocksOf16MiB = 16 << 11
+	for _, s := range []struct {
+		name string
+		to   int // unit
+		lba  uint64
+	}{{"to another file", 1, 4096}, {"to another file, not aligned", 1, 4097}, {"within a file", 0, 20 << 11}, {"within a file, not aligned", 0, 40<<11 + 3}} {
+		t.Run(s.name, func(t *testing.T) {
+			write(byte(s.to), int(s.lba), bytes.Repeat([]byte{0xaa}, 16<<20)) // where there is to be a hole, too
+			wantGood(t, "EXTENDED COPY", r.copy(copyList(1, 2, []string{cscdZero, cscdOne}, []string{blocks(0, s.to, blocksOf16MiB, 8, s.lba)})))
+			if !bytes.Equal(r.read(byte(s.to), s.lba, blocksOf16MiB), want) {
+				t.Error("the copy differs")
+			}
+			res := do(r.nexus, &r.c, [8]byte{0, byte(s.to)}, fmt.Sprintf("9e 12 %016x 00000018 00 00", s.lba+4<<11), nil, all)
+			wantGood(t, "GET LBA STATUS", res)
+			if res.in[20] != statusDeallocated {
+				t.Errorf("LBA status % x: no hole", res.in)
+			}
+		})
+	}
+	status := do(r.nexus, &r.c, [8]byte{}, "84 00 01 00000000000000 000000ff 00 00", nil, all)
+	wantGood(t, "RECEIVE COPY STATUS", status)
+	wantOctets(t, status.in, unhex("00000008 01 0001 00 01000000"))
+}
+
+// SAM-5, section 7.3: an aborted copy stops at the end of a step.
+func TestExtendedCopyIsAborted(t *testing.T) {
+	r := newCopyRig(t, setup{size: 128 << 20}, setup{})
+	wantGood(t, "WRITE(16)", do(r.nexus, &r.c, [8]byte{}, extentCDB(0x8a, 0, 0, 65535), pattern(65535*512, 1), all))
+	var abort atomic.Bool
+	r.c.Abort = &abort
+	for _, s := range []struct {
+		name    string
+		segment string
+		steps   int64 // octets that are copied at most
+	}{{"apart", blocks(0, 0, 65535, 0, 65535), maxCopyStep}, {"overlapping", blocks(0, 0, 65535, 0, 1), 256 << 10}} {
+		t.Run(s.name, func(t *testing.T) {
+			abort.Store(false)
+			copied := int64(0)
+			r.store.Hook(func(op backendtest.Op, _, n int64) error {
+				if op == backendtest.WriteAt {
+					copied += n
+					abort.Store(true)
+				}
+				return nil
+			})
+			list := copyList(7, 2, []string{cscdZero}, []string{s.segment, s.segment})
+			wantSense(t, r.copy(list), 0xb, 0x00, 0x00)
+			if copied != s.steps {
+				t.Errorf("%d octets were copied, want %d", copied, s.steps)
+			}
+			res := do(r.nexus, &r.c, [8]byte{}, "84 00 07 00000000000000 000000ff 00 00", nil, all)
+			wantOctets(t, res.in, unhex(fmt.Sprintf("00000008 02 0000 00 %08x", s.steps)))
+			wantSense(t, r.copy(list), 0xb, 0x00, 0x00) // aborted before it begins
+			if copied != s.steps {
+				t.Errorf("%d octets were copied by a command that was aborted before", copied-s.steps)
+			}
+		})
+	}
+}
+
+// SPC-4, section 6.4.3.2: a list identifier is one copy's at a time, whose
+// progress RECEIVE COPY STATUS tells.
+func TestExtendedCopyInProgress(t *testing.T) {
+	r := newCopyRig(t, setup{size: 64 << 20}, setup{})
+	wantGood(t, "WRITE(16)", do(r.nexus, &r.c, [8]byte{}, extentCDB(0x8a, 0, 0, 16384), pattern(8<<20, 1), all))
+	held, let := make(chan struct{}), make(chan struct{})
+	r.store.Hook(func(op backendtest.Op, off, _ int64) error {
+		if op == backendtest.WriteAt && off == 32<<20+maxCopyStep {
+			close(held)
+			<-let
+		}
+		return nil
+	})
+	list := unhex(copyList(7, 0, []string{cscdZero}, []string{blocks(0, 0, 16384, 0, 65536)}))
+	cdb := fmt.Sprintf("83 00 0000000000000000 %08x 00 00", len(list))
+	ended := make(chan result)
+	go func() {
+		var c Command
+		ended <- do(r.nexus, &c, [8]byte{}, cdb, list, all)
+	}()
+	<-held
+	status := "84 00 07 00000000000000 000000ff 00 00"
+	for range 2 {
+		wantOctets(t, do(r.nexus, &r.c, [8]byte{}, status, nil, all).in, unhex("00000008 00 0000 00 00400000"))
+	}
+	wantSense(t, do(r.nexus, &r.c, [8]byte{}, cdb, list, all), 0x5, 0x00, 0x16) // OPERATION IN PROGRESS
+	close(let)
+	wantGood(t, "EXTENDED COPY", <-ended)
+	wantOctets(t, do(r.nexus, &r.c, [8]byte{}, status, nil, all).in, unhex("00000008 01 0001 00 00800000"))
+}
+
+// Copies from each of two units to the other, and commands that want a range for
+// themselves, wait for one another in no circle.
+func TestExtendedCopyBothWays(t *testing.T) {
+	r := newCopyRig(t, setup{size: 2 << 20}, setup{})
+	var wg sync.WaitGroup
+	for i := range 4 {
+		wg.Go(func() {
+			var c Command
+			list := unhex(copyList(0, 3, []string{cscdZero, cscdOne}, []string{blocks(i%2, 1-i%2, 4096, 0, 0)}))
+			for range 50 {
+				if res := do(r.nexus, &c, [8]byte{}, fmt.Sprintf("83 00 0000000000000000 %08x 00 00", len(list)), list, all); res.status != statusGood {
+					t.Errorf("EXTENDED COPY: sense % x", res.sense)
+				}
+			}
+		})
+		wg.Go(func() {
+			var c Command
+			for j := range 200 {
+				do(r.nexus, &c, [8]byte{0, byte(i % 2)}, extentCDB(opCompareAndWrite, 0, uint64(j%4096), 1), make([]byte, 1024), all)
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// A copy under way stops where a WRITE would not be let to the destination any
+// more.
+func TestExtendedCopyLosesDestination(t *testing.T) {
+	r := newCopyRig(t, setup{size: 64 << 20}, setup{})
+	wantGood(t, "WRITE(16)", do(r.nexus, &r.c, [8]byte{}, extentCDB(0x8a, 0, 0, 32768), pattern(16<<20, 1), all))
+	port := testPort
+	port.InitiatorName = "iqn.2026-11.io.example:third"
+	third := r.inv.NewNexus(port)
+	for name, cut := range map[string]func(c *Command){
+		"reserved":        func(c *Command) { do(third, c, [8]byte{}, "16", nil, all) },
+		"stopped":         func(c *Command) { r.unit.stopped.Store(true) },
+		"write protected": func(c *Command) { r.unit.mode.Or(modeSWP) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			var c Command
+			do(third, &c, [8]byte{}, "00", nil, all) // takes the unit attention
+			var octets int64
+			r.store.Hook(func(op backendtest.Op, _, n int64) error {
+				if op == backendtest.WriteAt {
+					if octets == 0 {
+						cut(&c)
+					}
+					octets += n
+				}
+				return nil
+			})
+			wantCopyAborted(t, r.copy(copyList(0, 3, []string{cscdZero}, []string{blocks(0, 0, 32768, 0, 65536)})), 0x0d, 0x01, 0)
+			if octets != maxCopyStep {
+				t.Errorf("%d octets were copied, want %d", octets, maxCopyStep)
+			}
+			r.store.Hook(nil)
+			r.unit.stopped.Store(false)
+			r.unit.mode.Store(r.unit.modeDefault)
+			wantGood(t, "RELEASE(6)", do(third, &c, [8]byte{}, "17", nil, all))
+			wantGood(t, "EXTENDED COPY", r.copy(copyList(0, 3, []string{cscdZero}, []string{blocks(0, 0, 32768, 0, 65536)})))
+		})
+	}
+}
+
+// What an initiator copies to a unit from which it is preempted is not written behind the
+// answer to PREEMPT AND ABORT, also when the EXTENDED COPY is a command of another unit
+// (SPC-4, section 5.13.11.2.6).
+func TestExtendedCopyIsPreempted(t *testing.T) {
+	r := newCopyRig(t, setup{size: 64 << 20}, setup{})
+	const octets = 2 << 20
+	wantGood(t, "WRITE(16)", do(r.nexus, &r.c, [8]byte{}, extentCDB(0x8a, 0, 0, octets/512), pattern(octets, 1), all))
+	one := [8]byte{0, 1}
+	a := r.inv.NewNexus(portA)
+	reserve := func(n *Nexus, sa, typ byte, list []byte) {
+		t.Helper()
+		var c Command
+		wantGood(t, "PERSISTENT RESERVE OUT", do(n, &c, one, fmt.Sprintf("5f %02x %02x 0000 %08x 00", sa, typ, len(list)), list, all))
+	}
+	do(a, &r.c, one, "00", nil, all) // takes the unit attention
+	reserve(r.nexus, prRegister, 0, prList(0, keyB, 0))
+	reserve(a, prRegister, 0, prList(0, keyA, 0))
+	reserve(a, prReserve, 5, prList(keyA, 0, 0)) // Write Exclusive - Registrants Only
+
+	held, let := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	r.other.store.Hook(func(op backendtest.Op, _, _ int64) error {
+		if op == backendtest.WriteAt {
+			once.Do(func() { close(held); <-let })
+		}
+		return nil
+	})
+	list := unhex(copyList(7, 0, []string{cscdZero, cscdOne}, []string{blocks(0, 1, octets/512, 0, 0), blocks(0, 1, 1, 0, 9)}))
+	ended := make(chan result)
+	go func() {
+		var c Command
+		ended <- do(r.nexus, &c, [8]byte{}, fmt.Sprintf("83 00 0000000000000000 %08x 00 00", len(list)), list, all)
+	}()
+	<-held
+	time.AfterFunc(50*time.Millisecond, func() { close(let) })
+	reserve(a, prPreemptAndAbort, 5, prList(keyA, keyB, 0))
+	read := func() []byte {
+		p := make([]byte, octets)
+		if err := r.other.unit.store.ReadAt(p, 0); err != nil {
+			t.Fatal(err)
+		}
+		return p
+	}
+	before := read()
+	wantCopyAborted(t, <-ended, 0x0d, 0x01, 1)
+	if !bytes.Equal(read(), before) {
+		t.Error("something was written behind the answer to PREEMPT AND ABORT")
+	}
+}
+
+// A copy goes where commands of its own would be served (SPC-4, section 5.11.2).
+func TestExtendedCopyThroughStandby(t *testing.T) {
+	r := newCopyRig(t, setup{}, setup{})
+	wantGood(t, "SET TARGET PORT GROUPS", do(r.nexus, &r.c, [8]byte{0, 1}, "a4 0a 00000000 00000008 00 00", unhex("00000000 02 00 0001"), all))
+	for _, s := range []string{blocks(0, 1, 1, 0, 0), blocks(1, 0, 1, 0, 0)} {
+		wantCopyAborted(t, r.copy(copyList(0, 3, []string{cscdZero, cscdOne}, []string{s})), 0x0d, 0x01, 0)
+	}
 }

@@ -65,6 +65,11 @@ func TestFaults(t *testing.T) {
 		{"COMPARE AND WRITE, reading", cache, extentCDB(0x89, 0, 9, 1), make([]byte, 1024), backendtest.ReadAt, reads},
 		{"COMPARE AND WRITE", cache, extentCDB(0x89, 0, 9, 1), make([]byte, 1024), backendtest.WriteAt, changes},
 		{"WRITE ATOMIC(16), reading", cache, extentCDB(0x9c, 0, 0, 1), block, backendtest.ReadAt, reads},
+		{"WRITE ATOMIC(16), nor what was there again", cache, extentCDB(0x9c, 0, 0, 1), block, backendtest.WriteAt, map[error]sense{
+			backend.ErrNoSpace:  {0x3, 0x0c, 0x00},
+			backend.ErrReadOnly: {0x7, 0x27, 0x00}, // nothing was written
+			backend.ErrClosed:   {0x4, 0x44, 0x00},
+		}},
 		{"WRITE ATOMIC(16) FUA", cache, extentCDB(0x9c, fua, 0, 1), block, backendtest.WriteDurable, changes},
 		{"PRE-FETCH(10)", cache, extentCDB(0x34, 0, 0, 1), nil, backendtest.Prefetch, reads},
 		{"GET LBA STATUS", cache, "9e 12 0000000000000000 00000018", nil, backendtest.Extent, reads},
@@ -127,9 +132,7 @@ func TestFaultInSecondRange(t *testing.T) {
 // The inventory closes every unit and tells of every failure.
 func TestCloseFails(t *testing.T) {
 	r, other := newRig(t, setup{}), newRig(t, setup{})
-	if err := r.inv.Add(1, other.unit); err != nil {
-		t.Fatal(err)
-	}
+	r.add(1, other.unit)
 	r.store.Fail(backendtest.Close, backend.ErrUnsynced)
 	other.store.Fail(backendtest.Close, syscall.EIO)
 	err := r.inv.Close()

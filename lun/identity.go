@@ -64,6 +64,8 @@ type identityState struct {
 type identityEntry struct {
 	Key string `json:"key"`
 	NAA string `json:"naa"` // Identity.Serial
+	// Promised is of a key whose medium has not been there yet.
+	Promised bool `json:"promised,omitempty"`
 }
 
 // Ephemeral makes Identities that last as long as the process.
@@ -112,23 +114,104 @@ func (ids *Identities) Close() error {
 	return nil
 }
 
-// Get returns the permanent identity for the key, and makes it on first use.
-// The key is UTF-8 text of 1 to 8192 octets.
+// Get returns the permanent identity for the key, whose medium is there, and makes it on
+// first use. The key is UTF-8 text of 1 to 8192 octets.
 func (ids *Identities) Get(key string) (Identity, error) {
-	return ids.identity(key, false)
+	return ids.identity(key, false, false)
+}
+
+// Promise is Get for a key whose medium may not be there: it does not make the key Known.
+func (ids *Identities) Promise(key string) (Identity, error) {
+	return ids.identity(key, false, true)
 }
 
 // Renew gives the key, whose medium has been created afresh, a new identity.
 // The one it had is retired and will not name anything again. If Renew fails,
 // the key still has the old one.
 func (ids *Identities) Renew(key string) (Identity, error) {
-	return ids.identity(key, true)
+	return ids.identity(key, true, false)
 }
 
-func (ids *Identities) identity(key string, renew bool) (Identity, error) {
+// Known tells whether the key has an identity that was not only promised: its medium has
+// been there.
+func (ids *Identities) Known(key string) bool {
 	ids.mu.Lock()
 	defer ids.mu.Unlock()
-	id, err := ids.identityLocked(key, renew)
+	return slices.ContainsFunc(ids.state.Identities, func(e identityEntry) bool { return e.Key == key && !e.Promised })
+}
+
+// Make gives those of the keys an identity that have none, all with one change of the
+// file. Get does the rest.
+func (ids *Identities) Make(keys []string) error {
+	ids.mu.Lock()
+	defer ids.mu.Unlock()
+	old, known := ids.state, map[string]bool{}
+	for _, e := range old.Identities {
+		known[e.Key] = true
+	}
+	next := old
+	next.Identities = slices.Clone(next.Identities)
+	for _, key := range keys {
+		if known[key] {
+			continue
+		}
+		known[key] = true
+		id, err := ids.unused()
+		if err == nil {
+			err = checkIdentityKey(key)
+		}
+		if err != nil {
+			ids.state = old
+			return ids.wrap(err)
+		}
+		next.Identities = append(next.Identities, identityEntry{Key: key, NAA: id.Serial})
+		ids.state = next // for unused
+	}
+	switch {
+	case len(next.Identities) == len(old.Identities):
+		return nil
+	case ids.closed:
+		ids.state = old
+		return ids.wrap(fs.ErrClosed)
+	}
+	if err := ids.store(next); err != nil {
+		ids.state = old
+		return ids.wrap(err)
+	}
+	return nil
+}
+
+// Forget retires the identity of the key, if it has one, so that the next Get makes
+// another: the medium is gone and is about to be made afresh.
+func (ids *Identities) Forget(key string) error {
+	ids.mu.Lock()
+	defer ids.mu.Unlock()
+	i := slices.IndexFunc(ids.state.Identities, func(e identityEntry) bool { return e.Key == key })
+	if i < 0 {
+		return nil
+	}
+	if ids.closed {
+		return ids.wrap(fs.ErrClosed)
+	}
+	next := ids.state
+	next.retire(i)
+	next.Identities = slices.Delete(slices.Clone(next.Identities), i, i+1)
+	if err := ids.store(next); err != nil {
+		return ids.wrap(err)
+	}
+	ids.state = next
+	return nil
+}
+
+// retire notes that the identity of entry i names nothing any more.
+func (s *identityState) retire(i int) {
+	s.Retired = append(slices.Clone(s.Retired), identityEntry{Key: s.Identities[i].Key, NAA: s.Identities[i].NAA})
+}
+
+func (ids *Identities) identity(key string, renew, promise bool) (Identity, error) {
+	ids.mu.Lock()
+	defer ids.mu.Unlock()
+	id, err := ids.identityLocked(key, renew, promise)
 	if err != nil {
 		return Identity{}, ids.wrap(err)
 	}
@@ -136,7 +219,7 @@ func (ids *Identities) identity(key string, renew bool) (Identity, error) {
 }
 
 // Preconditions: mu is held.
-func (ids *Identities) identityLocked(key string, renew bool) (id Identity, err error) {
+func (ids *Identities) identityLocked(key string, renew, promise bool) (id Identity, err error) {
 	if ids.closed {
 		return id, fs.ErrClosed
 	}
@@ -147,10 +230,16 @@ func (ids *Identities) identityLocked(key string, renew bool) (id Identity, err 
 	next := ids.state
 	i := slices.IndexFunc(next.Identities, func(e identityEntry) bool { return e.Key == key })
 	if i >= 0 && !renew {
-		if ids.unsure {
-			if err := ids.store(ids.state); err != nil {
+		kept := next.Identities[i].Promised && !promise
+		if kept {
+			next.Identities = slices.Clone(next.Identities)
+			next.Identities[i].Promised = false
+		}
+		if kept || ids.unsure {
+			if err := ids.store(next); err != nil {
 				return id, err
 			}
+			ids.state = next
 		}
 		return parseIdentity(next.Identities[i].NAA)
 	}
@@ -158,11 +247,11 @@ func (ids *Identities) identityLocked(key string, renew bool) (id Identity, err 
 	if id, err = ids.unused(); err != nil {
 		return id, err
 	}
-	e := identityEntry{key, id.Serial}
+	e := identityEntry{key, id.Serial, promise}
 	if i < 0 {
 		next.Identities = append(slices.Clone(next.Identities), e)
 	} else {
-		next.Retired = append(slices.Clone(next.Retired), next.Identities[i])
+		next.retire(i)
 		next.Identities = slices.Clone(next.Identities)
 		next.Identities[i] = e
 	}

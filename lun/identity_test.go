@@ -206,7 +206,7 @@ func TestRenew(t *testing.T) {
 	}
 	var retired []identityEntry
 	for _, id := range had[:len(had)-1] {
-		retired = append(retired, identityEntry{keyOne, id.Serial})
+		retired = append(retired, identityEntry{Key: keyOne, NAA: id.Serial})
 	}
 	if !slices.Equal(ids.state.Retired, retired) {
 		t.Errorf("retired are %v, want %v", ids.state.Retired, retired)
@@ -624,7 +624,7 @@ func TestIdentitiesFull(t *testing.T) {
 	before := content(t, ids.path)
 	long := strings.Repeat("x", maxIdentityKey)
 	for i := range maxStateFile / maxIdentityKey {
-		ids.state.Retired = append(ids.state.Retired, identityEntry{long, fmt.Sprintf("3%015x", i)})
+		ids.state.Retired = append(ids.state.Retired, identityEntry{Key: long, NAA: fmt.Sprintf("3%015x", i)})
 	}
 	for _, f := range []func(string) (Identity, error){ids.Get, ids.Renew} {
 		id, err := f(keyTwo)
@@ -760,7 +760,7 @@ func TestIdentitiesWriteFails(t *testing.T) {
 				t.Errorf("%d identities were made, want 7", len(failed))
 			}
 			ids = reopen(t, ids)
-			want := []identityEntry{{keyOne, one.Serial}, {keyTwo, two.Serial}}
+			want := []identityEntry{{Key: keyOne, NAA: one.Serial}, {Key: keyTwo, NAA: two.Serial}}
 			if !slices.Equal(ids.state.Identities, want) || len(ids.state.Retired) != 0 {
 				t.Errorf("stored are %v, want %v", ids.state, want)
 			}
@@ -916,4 +916,82 @@ func FuzzIdentitiesFile(f *testing.F) {
 			t.Fatalf("%v came back as %v, %v", s, s2, err)
 		}
 	})
+}
+
+// Make stores many identities at once, and a failure leaves none of them.
+func TestMakeIdentities(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "identities.json")
+	ids, err := OpenIdentities(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ids.Close()
+	first, err := ids.Get("a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	syncs := 0
+	ids.fsync = func(*os.File) error { syncs++; return errors.New("injected") }
+	if err := ids.Make([]string{"b"}); err == nil || ids.Known("b") {
+		t.Errorf("a failure: %v", err)
+	}
+	syncs = 0
+	ids.fsync = func(f *os.File) error { syncs++; return f.Sync() }
+	if err := ids.Make([]string{"a", "b", "c", "b"}); err != nil || syncs != 2 {
+		t.Errorf("%v, %d syncs", err, syncs)
+	}
+	if err := ids.Make([]string{"", "d"}); err == nil || ids.Known("d") {
+		t.Errorf("a bad key: %v", err)
+	}
+	if err := ids.Make([]string{"c"}); err != nil || syncs != 2 {
+		t.Errorf("nothing to do: %v, %d syncs", err, syncs)
+	}
+	b, err := ids.Get("b")
+	if a, err2 := ids.Get("a"); err != nil || err2 != nil || a != first || a == b {
+		t.Errorf("%v, %v, %v, %v", a, b, err, err2)
+	}
+	if err := ids.Forget("b"); err != nil || ids.Known("b") {
+		t.Errorf("Forget: %v", err)
+	}
+	if again, err := ids.Get("b"); err != nil || again == b {
+		t.Errorf("%v after it was forgotten, %v", again, err)
+	}
+}
+
+// What was promised is not Known before it was asked for with a medium, and stays the
+// same.
+func TestPromisedIdentity(t *testing.T) {
+	ids := openIdentities(t, filepath.Join(t.TempDir(), "identities.json"))
+	want := must(t, ids.Promise, keyOne)
+	known := must(t, ids.Get, keyTwo)
+	for range 2 {
+		if ids.Known(keyOne) || !ids.Known(keyTwo) {
+			t.Errorf("known: %t, %t", ids.Known(keyOne), ids.Known(keyTwo))
+		}
+		if got := must(t, ids.Promise, keyOne); got != want {
+			t.Errorf("%v was promised, then %v", want, got)
+		}
+		ids = reopen(t, ids)
+	}
+	if got := must(t, ids.Promise, keyTwo); got != known || !ids.Known(keyTwo) {
+		t.Errorf("%v is %v after a promise", known, got)
+	}
+	ids.fsync = func(*os.File) error { return errors.New("injected") }
+	if _, err := ids.Get(keyOne); err == nil || ids.Known(keyOne) {
+		t.Errorf("error %v; known: %t", err, ids.Known(keyOne))
+	}
+	ids.fsync = (*os.File).Sync
+	if got := must(t, ids.Get, keyOne); got != want {
+		t.Errorf("%v was promised, but it is %v", want, got)
+	}
+	ids = reopen(t, ids)
+	if !ids.Known(keyOne) {
+		t.Error("not known")
+	}
+	if next := must(t, ids.Renew, keyOne); next == want || !ids.Known(keyOne) {
+		t.Errorf("renewed: %v", next)
+	}
+	if strings.Contains(content(t, ids.path), "promised") {
+		t.Errorf("the file is\n%s", content(t, ids.path))
+	}
 }

@@ -3,6 +3,8 @@ package lun
 import (
 	"encoding/binary"
 	"fmt"
+
+	"github.com/iser-target/iser-target/backend"
 )
 
 const (
@@ -13,14 +15,17 @@ const (
 	hisup       = 0x10
 	dataFormat  = 0x02
 	cmdque      = 0x02
+	multip      = 0x10
 	rmb         = 0x80
-	tpgs        = 0x10 // implicit asymmetric access
+	tpgs        = 0x30 // implicit and explicit asymmetric access
 	threePC     = 0x08
 )
 
-// versionDescriptors are SAM-5, SPC-4, SBC-3 and iSCSI; the last says
-// iSCSIProtocolLevel 1 (RFC 7144, section 4.2).
-var versionDescriptors = [...]uint16{0x00a0, 0x0460, 0x04c0, 0x0961}
+// versionDescriptors are SAM-5, SPC-4, SBC-3 and iSCSI; to the last, the
+// session's iSCSIProtocolLevel is added (RFC 7144, section 4.2).
+var versionDescriptors = [...]uint16{0x00a0, 0x0460, 0x04c0, versionISCSI}
+
+const versionISCSI = 0x0960
 
 // inquiry is INQUIRY (SPC-4, section 6.6).
 func inquiry(u *Unit, c *Command) bool {
@@ -43,8 +48,14 @@ func inquiry(u *Unit, c *Command) bool {
 		b[1] = rmb
 	}
 	b[5], b[7] = tpgs|threePC, cmdque
+	if len(c.nexus.targets()) > 1 {
+		b[6] = multip
+	}
 	copy(b[8:], fmt.Sprintf("%-8s%-16s%-4s", u.opt.Vendor, u.opt.Product, u.opt.Revision))
 	for i, v := range versionDescriptors {
+		if v == versionISCSI {
+			v += uint16(c.nexus.level)
+		}
 		binary.BigEndian.PutUint16(b[58+2*i:], v)
 	}
 	return c.report(b, allocation)
@@ -61,6 +72,10 @@ var vpdPages = []struct {
 	{0x80, false, func(u *Unit, _ *Nexus, b []byte) []byte { return append(b, u.opt.Identity.Serial...) }},
 	{0x83, false, appendDesignators},
 	{0x86, false, appendExtended},
+	{0x87, false, func(_ *Unit, _ *Nexus, b []byte) []byte {
+		return append(b, allPages, allSubpages, 0, 0) // Mode Page Policy: all pages are shared
+	}},
+	{0x88, false, appendPorts},
 	{0x8f, false, appendThirdPartyCopy},
 	{0xb0, false, appendBlockLimits},
 	{0xb1, false, appendCharacteristics},
@@ -98,7 +113,6 @@ const (
 	desPortGroup, desSCSI                  = 5, 8
 	assocUnit, assocPort, assocDevice      = 0x00, 0x10, 0x20
 	protocolISCSI, piv                byte = 0x50, 0x80
-	relativePort                           = 1
 )
 
 // appendDesignators is the Device Identification page (SPC-4, section 7.8.6).
@@ -107,13 +121,30 @@ func appendDesignators(u *Unit, n *Nexus, b []byte) []byte {
 		b = append(b, set, flags, 0, byte(len(id)))
 		b = append(b, id...)
 	}
-	port, device := fmt.Sprintf("%s,t,0x%04x", n.port.TargetName, n.port.TPGT), n.port.TargetName
 	add(setBinary, assocUnit|desNAA, string(u.opt.Identity.NAA[:]))
 	add(setASCII, assocUnit|desT10, fmt.Sprintf("%-8s%s", u.opt.Vendor, u.opt.Identity.Serial))
-	add(protocolISCSI|setBinary, piv|assocPort|desRelativePort, "\x00\x00\x00\x01") // the only port
-	add(protocolISCSI|setBinary, piv|assocPort|desPortGroup, string([]byte{0, 0, 0, portGroup}))
-	add(protocolISCSI|setUTF8, piv|assocPort|desSCSI, terminated(port))
-	add(protocolISCSI|setUTF8, piv|assocDevice|desSCSI, terminated(device))
+	add(protocolISCSI|setBinary, piv|assocPort|desRelativePort, string([]byte{0, 0, byte(n.port.TPGT >> 8), byte(n.port.TPGT)}))
+	add(protocolISCSI|setBinary, piv|assocPort|desPortGroup, string([]byte{0, 0, byte(n.port.TPGT >> 8), byte(n.port.TPGT)}))
+	add(protocolISCSI|setUTF8, piv|assocPort|desSCSI, terminated(n.targetPort(n.port.TPGT)))
+	add(protocolISCSI|setUTF8, piv|assocDevice|desSCSI, terminated(n.port.TargetName))
+	return b
+}
+
+// targetPort is the name of a target port (RFC 7143, section 4.4.2).
+func (n *Nexus) targetPort(relative uint16) string {
+	return fmt.Sprintf("%s,t,0x%04x", n.port.TargetName, relative)
+}
+
+// appendPorts is the SCSI Ports page (SPC-4, section 7.8.14): every target port
+// with its name.
+func appendPorts(_ *Unit, n *Nexus, b []byte) []byte {
+	for _, port := range n.targets() {
+		name := terminated(n.targetPort(port))
+		b = append(b, 0, 0, byte(port>>8), byte(port), 0, 0, 0, 0, // no initiator port
+			0, 0, 0, byte(4+len(name)),
+			protocolISCSI|setUTF8, piv|assocPort|desSCSI, 0, byte(len(name)))
+		b = append(b, name...)
+	}
 	return b
 }
 
@@ -134,8 +165,10 @@ func terminated(s string) string { return s + "\x00\x00\x00\x00"[:4-len(s)%4] }
 // appendBlockLimits is the Block Limits page (SBC-3, section 6.6.3).
 func appendBlockLimits(u *Unit, _ *Nexus, b []byte) []byte {
 	be := binary.BigEndian
-	p := make([]byte, 64)                         // offsets as in the standard
-	p[4] = 0x01                                   // WSNZ
+	p := make([]byte, 64) // offsets as in the standard
+	if u.wsnz() {
+		p[4] = 0x01 // WSNZ
+	}
 	p[5] = byte(uint(maxCompareWrite) >> u.shift) // MAXIMUM COMPARE AND WRITE LENGTH
 	be.PutUint16(p[6:], uint16(u.info.PhysicalBlockSize>>u.shift))
 	be.PutUint32(p[8:], maxTransfer>>u.shift)
@@ -144,7 +177,10 @@ func appendBlockLimits(u *Unit, _ *Nexus, b []byte) []byte {
 		be.PutUint32(p[20:], uint32(uint64(maxUnmap)>>u.shift))
 		be.PutUint32(p[24:], maxUnmapDescs)
 		be.PutUint32(p[28:], u.info.DiscardGranularity>>u.shift)
-		be.PutUint32(p[32:], 1<<31) // UGAVALID, alignment 0
+		if a := u.info.DiscardAlignment; a != backend.DiscardUnaligned {
+			const ugavalid = 1 << 31
+			be.PutUint32(p[32:], ugavalid|uint32(a>>u.shift))
+		}
 	}
 	be.PutUint64(p[36:], maxWriteSame>>u.shift)
 	be.PutUint32(p[44:], u.info.AtomicWrite>>u.shift) // no alignment, granularity 1, no boundary
@@ -152,13 +188,17 @@ func appendBlockLimits(u *Unit, _ *Nexus, b []byte) []byte {
 }
 
 // appendCharacteristics is the Block Device Characteristics page (SBC-3,
-// section 6.6.2): nothing rotates, and after a block erase, zeros are read.
+// section 6.6.2): nothing rotates, and after a block erase or a
+// cryptographic erase, zeros are read.
 func appendCharacteristics(u *Unit, _ *Nexus, b []byte) []byte {
-	const wabereq = 0x40 // WABEREQ 01b
+	const wabereq, wacereq = 0x40, 0x10 // 01b
 	p := make([]byte, 64)
 	p[5] = 1
-	if u.has&(sanitizes|thin) == sanitizes|thin {
-		p[7] = wabereq
+	if u.has&sanitizes != 0 {
+		p[7] = wacereq
+		if u.isThin() {
+			p[7] |= wabereq
+		}
 	}
 	return append(b, p[4:]...)
 }
@@ -177,8 +217,9 @@ func reportLUNs(_ *Unit, c *Command) bool {
 	b := append(c.buf[:0], 0, 0, 0, 0, 0, 0, 0, 0)
 	switch c.CDB[2] {
 	case 0x00, 0x02:
-		for _, l := range c.nexus.luns {
-			f := encodeLUN(l.id)
+		for _, l := range c.nexus.list() {
+			l.due.And(^uint32(1 << attentionLUNs)) // it hears of them now
+			f := EncodeLUN(l.id)
 			b = append(b, f[:]...)
 		}
 	case 0x01: // well known logical units only: there are none

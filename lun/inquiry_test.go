@@ -17,8 +17,8 @@ func TestStandardInquiry(t *testing.T) {
 		06                    # VERSION: SPC-4
 		12                    # NORMACA 0, HISUP, RESPONSE DATA FORMAT 2
 		5b                    # ADDITIONAL LENGTH: 96-5
-		18                    # SCCS 0, TPGS 01b, 3PC, PROTECT 0
-		00                    # MULTIP 0: there is one target port
+		38                    # SCCS 0, TPGS 11b, 3PC, PROTECT 0
+		00                    # MULTIP 0: one target port
 		02                    # CMDQUE
 		4953455254475420      # "ISERTGT "
 		5649525455414c2d4449534b20202020 # "VIRTUAL-DISK    "
@@ -56,8 +56,8 @@ func TestVPD(t *testing.T) {
 		name, page, want string
 		setup            setup
 	}{
-		{name: "00 thin", page: "00", want: "00 00 0008 00 80 83 86 8f b0 b1 b2"},
-		{name: "00 thick", page: "00", setup: setup{info: thick}, want: "00 00 0007 00 80 83 86 8f b0 b1"},
+		{name: "00 thin", page: "00", want: "00 00 000a 00 80 83 86 87 88 8f b0 b1 b2"},
+		{name: "00 thick", page: "00", setup: setup{info: thick}, want: "00 00 0009 00 80 83 86 87 88 8f b0 b1"},
 		{name: "80", page: "80", want: `
 			00 80 0010
 			33303031303230333034303530363037 # "3001020304050607"`},
@@ -76,6 +76,11 @@ func TestVPD(t *testing.T) {
 			2c742c307830303031 000000                                # ,t,0x0001
 			53 a8 00 20             # iSCSI, UTF-8, PIV, target device, SCSI name string
 			69716e2e323032362d31312e696f2e6578616d706c653a73746f7265 00000000`},
+		{name: "87", page: "87", want: `
+			00 87 0004
+			3f ff                 # all pages and subpages
+			00                    # MLUS 0, shared
+			00`},
 		{name: "86", page: "86", want: `
 			00 86 003c
 			00                      # ACTIVATE MICROCODE, SPT, GRD_CHK, APP_CHK, REF_CHK: none
@@ -109,7 +114,7 @@ func TestVPD(t *testing.T) {
 			000000000000000000000000000000000000`},
 		{name: "b0 thin", page: "b0", want: `
 			00 b0 003c
-			01                      # WSNZ
+			00                      # WSNZ is 0
 			40                      # MAXIMUM COMPARE AND WRITE LENGTH: 32 KiB
 			0001                    # OPTIMAL TRANSFER LENGTH GRANULARITY
 			00010000                # MAXIMUM TRANSFER LENGTH: 32 MiB
@@ -125,11 +130,25 @@ func TestVPD(t *testing.T) {
 			00000000                # ATOMIC TRANSFER LENGTH GRANULARITY
 			00000000                # MAXIMUM ATOMIC TRANSFER LENGTH WITH ATOMIC BOUNDARY
 			00000000                # MAXIMUM ATOMIC BOUNDARY SIZE`},
+		{name: "b0 thin, longer than a WRITE SAME", page: "b0", setup: fourGiB, want: `
+			00 b0 003c
+			01                      # WSNZ
+			40 0001 00010000 00000800 00000000 00100000 00000100 00000080 80000000
+			000000000007fff8        # MAXIMUM WRITE SAME LENGTH
+			00000800 00000000 00000000 00000000 00000000`},
+		{name: "b0 thin, granules from block 63 on", page: "b0", setup: setup{info: func(i *backend.Info) { i.DiscardAlignment = 63 * 512 }}, want: `
+			00 b0 003c 00 40 0001 00010000 00000800 00000000 00100000 00000100 00000080
+			8000003f                # UGAVALID, UNMAP GRANULARITY ALIGNMENT 63
+			000000000007fff8 00000800 00000000 00000000 00000000 00000000`},
+		{name: "b0 thin, granules anywhere", page: "b0", setup: setup{info: func(i *backend.Info) { i.DiscardAlignment = backend.DiscardUnaligned }}, want: `
+			00 b0 003c 00 40 0001 00010000 00000800 00000000 00100000 00000100 00000080
+			00000000                # UGAVALID 0
+			000000000007fff8 00000800 00000000 00000000 00000000 00000000`},
 		{name: "b0 thick, 4096 in 8192", page: "b0", setup: setup{blockSize: 4096, info: func(i *backend.Info) {
 			i.DiscardGranularity, i.PhysicalBlockSize, i.AtomicWrite = 0, 8192, 0
 		}}, want: `
 			00 b0 003c
-			01 08 0002
+			00 08 0002
 			00002000 00000100 00000000
 			00000000 00000000       # no UNMAP
 			00000000 00000000
@@ -142,7 +161,12 @@ func TestVPD(t *testing.T) {
 		{name: "b1 with SANITIZE", page: "b1", setup: setup{opt: Options{Sanitize: true}}, want: `
 			00 b1 003c
 			0001 00
-			40                      # WABEREQ 01b, WACEREQ 00b
+			50                      # WABEREQ 01b, WACEREQ 01b
+			` + strings.Repeat("00", 56)},
+		{name: "b1 with SANITIZE, thick", page: "b1", setup: setup{info: thick, opt: Options{Sanitize: true}}, want: `
+			00 b1 003c
+			0001 00
+			10                      # WABEREQ 00b, WACEREQ 01b
 			` + strings.Repeat("00", 56)},
 		{name: "b2", page: "b2", want: `
 			00 b2 0004
@@ -162,7 +186,7 @@ func TestVPD(t *testing.T) {
 	r := newRig(t, setup{info: thick})
 	for page := range 256 {
 		switch page {
-		case 0x00, 0x80, 0x83, 0x86, 0x8f, 0xb0, 0xb1:
+		case 0x00, 0x80, 0x83, 0x86, 0x87, 0x88, 0x8f, 0xb0, 0xb1:
 		default:
 			wantField(t, r.run(fmt.Sprintf("12 01 %02x 00ff 00", page), nil), 2, noField)
 		}
@@ -223,6 +247,6 @@ func TestReportLUNs(t *testing.T) {
 	wantOctets(t, res.in, make([]byte, 8))
 	wantField(t, run(0x10, 255), 2, noField)
 
-	// The nexus that was there before the units were added does not see them.
-	wantOctets(t, r.good("a0 00 00 000000 00000100 00 00", nil), unhex("00000008 00000000 0000000000000000"))
+	// So does the nexus that was there before the units were added.
+	wantOctets(t, r.good("a0 00 00 000000 00000100 00 00", nil), want)
 }

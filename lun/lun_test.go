@@ -4,12 +4,14 @@ import (
 	"bytes"
 	"encoding/hex"
 	"fmt"
+	"log/slog"
 	"strings"
 	"sync"
 	"testing"
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // testPort and testIdentity are what the golden octets name.
@@ -69,6 +71,9 @@ func newRig(t testing.TB, s setup) *rig {
 		s.info(&info)
 	}
 	s.opt.Identity = testIdentity
+	if s.opt.Logger == nil {
+		s.opt.Logger = slog.New(slog.DiscardHandler)
+	}
 	if r.unit, err = New(describedStore{r.store, info}, s.opt); err != nil {
 		t.Fatal(err)
 	}
@@ -84,11 +89,27 @@ func newRig(t testing.TB, s setup) *rig {
 func (r *rig) login() *Nexus {
 	r.t.Helper()
 	n := r.inv.NewNexus(testPort)
-	for _, l := range n.luns {
-		wantSense(r.t, do(n, &r.c, encodeLUN(l.id), "00 0000 00 00 00", nil, all), 0x6, 0x29, 0x00)
+	for _, l := range n.list() {
+		wantSense(r.t, do(n, &r.c, EncodeLUN(l.id), "00 0000 00 00 00", nil, all), 0x6, 0x29, 0x00)
 		l.copies.set(0, copyStatus{}) // or RECEIVE COPY STATUS of rowCDB would have nothing to tell
 	}
 	return n
+}
+
+// add makes u another logical unit, of which the rig's initiator then has heard.
+func (r *rig) add(id uint16, u *Unit) {
+	r.t.Helper()
+	if err := r.inv.Add(id, u); err != nil {
+		r.t.Fatal(err)
+	}
+	wantSense(r.t, r.run("00", nil), 0x6, 0x3f, 0x0e)
+}
+
+// reset resets LUN 0 for n, which then hears of it.
+func (r *rig) reset(n *Nexus) {
+	r.t.Helper()
+	n.ResetUnit([8]byte{})
+	wantSense(r.t, do(n, &r.c, [8]byte{}, "00", nil, all), 0x6, 0x29, 0x03)
 }
 
 // A result is what an initiator sees of a command.
@@ -217,19 +238,7 @@ func wantOctets(t testing.TB, got, want []byte) {
 	}
 }
 
-// unhex decodes hex digits; white space is free, # begins a comment.
-func unhex(s string) []byte {
-	var digits strings.Builder
-	for line := range strings.Lines(s) {
-		line, _, _ = strings.Cut(line, "#")
-		digits.WriteString(strings.Join(strings.Fields(line), ""))
-	}
-	b, err := hex.DecodeString(digits.String())
-	if err != nil {
-		panic(fmt.Sprintf("%q: %v", s, err))
-	}
-	return b
-}
+var unhex = testkit.Unhex
 
 // pattern is n octets that differ from block to block and from seed to seed.
 func pattern(n, seed int) []byte {
@@ -327,7 +336,7 @@ func TestLUNField(t *testing.T) {
 			}
 			continue
 		}
-		if l == nil || int(l.id) != s.id || !n.LUNExists(f) || !n.SameUnit(f, encodeLUN(l.id)) {
+		if l == nil || int(l.id) != s.id || !n.LUNExists(f) || !n.SameUnit(f, EncodeLUN(l.id)) {
 			t.Errorf("%s does not address LUN %d", s.field, s.id)
 		}
 	}
@@ -463,27 +472,43 @@ func TestUnitAttention(t *testing.T) {
 		by.ResetUnit([8]byte{})
 		by.ResetUnit([8]byte{}) // not reported twice
 		by.ResetUnit([8]byte{0, 9})
-		wantGood(t, "the one that asked for it", tur(by, 0))
+		wantSense(t, tur(by, 0), 0x6, 0x29, 0x03) // the one that asked for it, too
 		wantSense(t, tur(other, 0), 0x6, 0x29, 0x03)
 		wantGood(t, "the second command", tur(other, 0))
 		wantGood(t, "the other unit", tur(other, 1))
 		wantSense(t, tur(late, 0), 0x6, 0x29, 0x00) // power on first
 		wantSense(t, tur(late, 0), 0x6, 0x29, 0x03)
 
-		r.inv.ResetTarget(by)
+		by.ResetTarget()
 		for lun := range byte(2) {
-			wantGood(t, "the one that asked for it", tur(by, lun))
+			wantSense(t, tur(by, lun), 0x6, 0x29, 0x03)
 			wantSense(t, tur(other, lun), 0x6, 0x29, 0x03)
 		}
 		other.Close()
-		r.inv.ResetTarget(by)
+		by.ResetTarget()
 		wantGood(t, "a nexus that has ended", tur(other, 0))
+	})
+	t.Run("power on", func(t *testing.T) {
+		n := r.login()
+		r.inv.PowerOn()
+		for lun := range byte(2) {
+			wantSense(t, tur(n, lun), 0x6, 0x29, 0x00)
+			wantGood(t, "TEST UNIT READY", tur(n, lun))
+		}
+	})
+	t.Run("commands cleared", func(t *testing.T) {
+		n := r.login()
+		n.CommandsCleared([8]byte{})
+		n.CommandsCleared([8]byte{0, 9})
+		wantSense(t, tur(n, 0), 0x6, 0x2f, 0x00)
+		wantGood(t, "the second command", tur(n, 0))
+		wantGood(t, "the other unit", tur(n, 1))
 	})
 	t.Run("a reset starts the unit", func(t *testing.T) {
 		n := r.login()
 		wantGood(t, "stop", do(n, &r.c, [8]byte{}, "1b", nil, all))
 		wantSense(t, tur(n, 0), 0x2, 0x04, 0x02)
-		n.ResetUnit([8]byte{})
+		r.reset(n) // and would be not ready otherwise
 		wantGood(t, "TEST UNIT READY", tur(n, 0))
 	})
 }
@@ -576,7 +601,7 @@ func TestConcurrency(t *testing.T) {
 				case 0:
 					n.ResetUnit(lun)
 				case 1:
-					r.inv.ResetTarget(n)
+					n.ResetTarget()
 				case 2:
 					do(n, &c, lun, "1b 00 0000 00 00", nil, all)
 					do(n, &c, lun, "1b 00 0000 01 00", nil, all)

@@ -13,12 +13,12 @@ func (u *Unit) readiness() cond {
 	return condNone
 }
 
-// protection is condNone, or why nothing can be written.
-func (u *Unit) protection() cond {
+// protection is condNone, or why the initiator can write nothing.
+func (l *itl) protection() cond {
 	switch {
-	case u.readOnly:
+	case l.readOnly.Load(), l.unit.readOnly:
 		return condWriteProtected
-	case u.mode.Load()&modeSWP != 0:
+	case l.unit.mode.Load()&modeSWP != 0:
 		return condSoftwareProtected
 	}
 	return condNone

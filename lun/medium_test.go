@@ -15,6 +15,25 @@ const (
 	allow   = "1e 00 0000 00 00"
 )
 
+// wantNotReady wants that all commands that need the medium end with NOT READY, and no
+// others. START STOP UNIT is not tried.
+func (r *rig) wantNotReady(asc, ascq byte, nexuses ...*Nexus) {
+	r.t.Helper()
+	for _, n := range nexuses {
+		for _, row := range rowsFor(r.unit) {
+			if row.op == 0x1b {
+				continue
+			}
+			res := doCDB(n, &r.c, [8]byte{}, rowCDB(row), make([]byte, 512), all)
+			if row.flags&medium != 0 {
+				wantSense(r.t, res, 0x2, asc, ascq)
+			} else {
+				wantDone(r.t, row, res)
+			}
+		}
+	}
+}
+
 // SBC-3, section 5.25: without a medium, what needs one fails for everybody,
 // and who has not loaded it hears that it is there again.
 func TestEject(t *testing.T) {
@@ -26,24 +45,13 @@ func TestEject(t *testing.T) {
 	if n := r.store.Calls(backendtest.Sync); n != 1 {
 		t.Errorf("%d syncs, want 1", n)
 	}
-	for _, n := range []*Nexus{r.nexus, other} {
-		for _, row := range rowsFor(r.unit) {
-			if row.op == 0x1b {
-				continue
-			}
-			res := doCDB(n, &r.c, [8]byte{}, rowCDB(row), make([]byte, 512), all)
-			if row.flags&medium != 0 {
-				wantSense(t, res, 0x2, 0x3a, 0x02) // MEDIUM NOT PRESENT - TRAY OPEN
-			} else {
-				wantDone(t, row, res)
-			}
-		}
-	}
+	r.wantNotReady(0x3a, 0x02, r.nexus, other) // MEDIUM NOT PRESENT - TRAY OPEN
 	wantOctets(t, r.good("03 00 0000 ff 00", nil), unhex("70 00 02 00000000 0a 00000000 3a 02 00 000000"))
 	r.good(eject, nil)                                            // twice is no different
 	wantSense(t, r.run("1b 00 0000 01 00", nil), 0x2, 0x3a, 0x02) // START without LOEJ loads nothing
 	wantSense(t, r.run("1b 00 0000 00 00", nil), 0x2, 0x3a, 0x02)
 	r.nexus.ResetUnit([8]byte{}) // is no load either
+	wantSense(t, tur(r.nexus), 0x6, 0x29, 0x03)
 	wantSense(t, tur(other), 0x6, 0x29, 0x03)
 	wantSense(t, tur(other), 0x2, 0x3a, 0x02)
 
@@ -108,7 +116,7 @@ func TestPreventRemoval(t *testing.T) {
 	r.good(load, nil)
 
 	r.good(prevent, nil)
-	r.nexus.ResetUnit([8]byte{})
+	r.reset(r.nexus)
 	r.good(eject, nil)
 
 	fixed := newRig(t, setup{})

@@ -25,6 +25,30 @@ func modesOf(info backend.Info, o Options) (set, mutable uint32) {
 	return set, mutable
 }
 
+// saveModes keeps values of mode parameters for the time after a reset or a
+// restart.
+//
+// Preconditions: settingsMu is held.
+func (u *Unit) saveModes(modes uint32) error {
+	e := u.kept
+	e.Mode = &modeEntry{WCE: modes&modeWCE != 0, SWP: modes&modeSWP != 0}
+	if err := u.keep(e); err != nil {
+		return err
+	}
+	u.modeSaved.Store(modes)
+	return nil
+}
+
+func (e *modeEntry) modes() (modes uint32) {
+	if e.WCE {
+		modes |= modeWCE
+	}
+	if e.SWP {
+		modes |= modeSWP
+	}
+	return modes
+}
+
 // cached tells that writes may be lost until a sync (WCE), writeThrough that
 // they would be if they were not durable before their status. Without a
 // volatile cache, both are false.
@@ -53,7 +77,7 @@ type modePage struct {
 	mode  uint32
 }
 
-// put makes p the page with those modes set.
+// put makes p the page with those modes set. PS is added by MODE SENSE.
 func (m *modePage) put(p []byte, modes uint32) {
 	clear(p)
 	p[0], p[1] = m.code, byte(m.size-2)
@@ -77,6 +101,7 @@ func (m *modePage) putMutable(p []byte, mutable uint32) {
 const (
 	allPages    = 0x3f
 	allSubpages = 0xff
+	ps          = 0x80 // the page can be saved
 
 	pageControlCurrent    = 0
 	pageControlChangeable = 1
@@ -104,7 +129,7 @@ func modeSense(u *Unit, c *Command) bool {
 		allocation, header = uint32(cdb[4]), modeHeader6Len
 	}
 	control, page, subpage := cdb[2]>>6, cdb[2]&0x3f, cdb[3]
-	if control == pageControlSaved {
+	if control == pageControlSaved && u.opt.Settings == nil {
 		return c.fail(condNoSavedPages)
 	}
 	if subpage != 0 && subpage != allSubpages {
@@ -112,7 +137,7 @@ func modeSense(u *Unit, c *Command) bool {
 	}
 	b := c.zeroed(header)
 	specific := byte(dpofua)
-	if u.readOnly || u.mode.Load()&modeSWP != 0 {
+	if c.itl.protection() != condNone {
 		specific |= wp
 	}
 	if cdb[1]&dbd == 0 {
@@ -123,12 +148,12 @@ func modeSense(u *Unit, c *Command) bool {
 		b = append(b, make([]byte, n)...)
 		d := b[header:]
 		if n == longDesc {
-			binary.BigEndian.PutUint64(d, u.blocks)
+			binary.BigEndian.PutUint64(d, u.blocks.Load())
 			binary.BigEndian.PutUint32(d[12:], u.info.BlockSize)
 			b[4] = longLBA
 		} else {
 			binary.BigEndian.PutUint32(d[4:], u.info.BlockSize)
-			binary.BigEndian.PutUint32(d, uint32(min(u.blocks, maxShortCapacity)))
+			binary.BigEndian.PutUint32(d, uint32(min(u.blocks.Load(), maxShortCapacity)))
 		}
 		if b[header-1] = byte(n); !six {
 			binary.BigEndian.PutUint16(b[6:], uint16(n))
@@ -148,8 +173,13 @@ func modeSense(u *Unit, c *Command) bool {
 			m.put(b[at:], u.mode.Load())
 		case pageControlChangeable:
 			m.putMutable(b[at:], u.modeMutable)
+		case pageControlSaved:
+			m.put(b[at:], u.modeSaved.Load())
 		default:
 			m.put(b[at:], u.modeDefault)
+		}
+		if u.opt.Settings != nil {
+			b[at] |= ps
 		}
 	}
 	if !found {
@@ -167,9 +197,13 @@ func modeSense(u *Unit, c *Command) bool {
 const (
 	opModeSelect6 = 0x15
 	pf            = 0x10
+	sp            = 0x01
 )
 
-func beginModeSelect(_ *Unit, c *Command) bool {
+func beginModeSelect(u *Unit, c *Command) bool {
+	if c.CDB[1]&sp != 0 && u.opt.Settings == nil {
+		return c.failCDB(1, 0) // nothing is saved
+	}
 	c.DataOut, c.Whole = uint64(binary.BigEndian.Uint16(c.CDB[7:])), true
 	if c.CDB[0] == opModeSelect6 {
 		c.DataOut = uint64(c.CDB[4])
@@ -222,9 +256,10 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 		if len(page) < 2 {
 			return c.fail(condListLength)
 		}
-		i := slices.IndexFunc(modePages, func(m modePage) bool { return m.code == page[0] })
+		// PS is reserved here, but some send back what MODE SENSE has given them.
+		i := slices.IndexFunc(modePages, func(m modePage) bool { return m.code == page[0]&^ps })
 		if i < 0 {
-			return c.failList(at) // no such page, or PS or SPF
+			return c.failList(at) // no such page, or SPF
 		}
 		m := &modePages[i]
 		switch {
@@ -249,10 +284,36 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 		}
 		at += m.size
 	}
-	if err := u.setModes(touched, set&touched, c.nexus); err != nil {
+	u.settingsMu.Lock()
+	defer u.settingsMu.Unlock()
+	// Saved first: if that fails nothing has changed.
+	old := u.mode.Load()
+	now := old&^touched | set&touched
+	if c.CDB[1]&sp != 0 {
+		if err := u.saveModes(now); err != nil {
+			return c.fail(condInternal)
+		}
+	}
+	err := u.setModes(touched, set)
+	if now != old {
+		u.raise(attentionMode, c.nexus)
+	}
+	if err != nil {
 		return c.failWrite(err)
 	}
 	return true
+}
+
+// endModeSelect saves what there is if no parameters came with SP.
+func endModeSelect(u *Unit, c *Command) {
+	if c.DataOut > 0 || c.CDB[1]&sp == 0 {
+		return
+	}
+	u.settingsMu.Lock()
+	defer u.settingsMu.Unlock()
+	if err := u.saveModes(u.mode.Load()); err != nil {
+		c.fail(condInternal)
+	}
 }
 
 // sameDescriptor tells whether a block descriptor describes the medium as it
@@ -265,7 +326,7 @@ func (u *Unit) sameDescriptor(d []byte) (octet int, ok bool) {
 	}
 	// 0 and all ones leave the capacity as it is (SBC-3, section 6.5.2).
 	switch {
-	case blocks != 0 && blocks != most && blocks != u.blocks:
+	case blocks != 0 && blocks != most && blocks != u.blocks.Load():
 		return 0, false
 	case size != u.info.BlockSize:
 		return sizeAt, false
@@ -276,18 +337,19 @@ func (u *Unit) sameDescriptor(d []byte) (octet int, ok bool) {
 // setModes changes the modes of touched to those of set. When the cache is
 // disabled, what is in it is durable before the end; so it is before nothing
 // can be written any more.
-func (u *Unit) setModes(touched, set uint32, by *Nexus) error {
-	// Nothing is being written, so that what has begun with a cache is before
-	// the sync, and what begins after it does without.
-	u.ranges.exclude(^stripeSet(0))
+//
+// Preconditions: settingsMu is held.
+func (u *Unit) setModes(touched, set uint32) error {
 	old := u.mode.Load()
-	now := old&^touched | set
-	u.mode.Store(now)
-	u.ranges.admit(^stripeSet(0))
+	now := old&^touched | set&touched
 	if now == old {
 		return nil
 	}
-	u.raise(attentionMode, by)
+	// Nothing is being written, so that what has begun with a cache is before
+	// the sync, and what begins after it does without.
+	u.ranges.exclude(^stripeSet(0))
+	u.mode.Store(now)
+	u.ranges.admit(^stripeSet(0))
 	if old&^now&modeWCE != 0 || now&^old&modeSWP != 0 {
 		return u.store.Sync()
 	}
@@ -301,7 +363,7 @@ func readCapacity10(u *Unit, c *Command) bool {
 		return c.failCDB(2, noField)
 	}
 	b := c.zeroed(8)
-	binary.BigEndian.PutUint32(b, uint32(min(u.blocks-1, maxShortCapacity)))
+	binary.BigEndian.PutUint32(b, uint32(min(u.blocks.Load()-1, maxShortCapacity)))
 	binary.BigEndian.PutUint32(b[4:], u.info.BlockSize)
 	return c.report(b, uint32(len(b)))
 }
@@ -313,7 +375,7 @@ func readCapacity16(u *Unit, c *Command) bool {
 		return c.failCDB(2, noField)
 	}
 	b := c.zeroed(32)
-	binary.BigEndian.PutUint64(b, u.blocks-1)
+	binary.BigEndian.PutUint64(b, u.blocks.Load()-1)
 	binary.BigEndian.PutUint32(b[8:], u.info.BlockSize)
 	for per := u.info.PhysicalBlockSize >> u.shift; per > 1; per >>= 1 {
 		b[13]++ // LOGICAL BLOCKS PER PHYSICAL BLOCK EXPONENT
@@ -336,6 +398,10 @@ func requestSense(u *Unit, c *Command) bool {
 		descType := s.descType
 		s = u.sanitizing()
 		s.descType = descType
+	} else if k := u.obstacle(c.nexus, 0); k != condNone {
+		s.cond = k
+	} else if u.Absent() {
+		s.cond = u.absent
 	} else {
 		s.cond = u.readiness()
 	}

@@ -166,19 +166,7 @@ func TestStartStop(t *testing.T) {
 	if n := r.store.Calls(backendtest.Sync); n != 1 {
 		t.Errorf("%d syncs, want 1", n)
 	}
-	for _, n := range []*Nexus{r.nexus, other} {
-		for _, row := range rowsFor(r.unit) {
-			if row.op == 0x1b {
-				continue
-			}
-			res := doCDB(n, &r.c, [8]byte{}, rowCDB(row), make([]byte, 512), all)
-			if row.flags&medium != 0 {
-				wantSense(t, res, 0x2, 0x04, 0x02)
-			} else {
-				wantDone(t, row, res)
-			}
-		}
-	}
+	r.wantNotReady(0x04, 0x02, r.nexus, other)
 	r.good("1b 00 0000 01 00", nil)
 	wantGood(t, "TEST UNIT READY", do(other, &r.c, [8]byte{}, "00", nil, all))
 	wantField(t, r.run("1b 00 0000 10 00", nil), 4, 7) // POWER CONDITION
@@ -233,7 +221,7 @@ func TestModeSelectCache(t *testing.T) {
 	}
 	// A reset brings the default value back.
 	wantGood(t, "WCE 0", r.modeSelect(false, "00 00 00 00"+cachingOff))
-	r.nexus.ResetUnit([8]byte{})
+	r.reset(r.nexus)
 	wantOctets(t, r.good("1a 08 08 00 ff 00", nil), unhex("17 00 10 00"+cachingOn))
 
 	// The sync that turning it off takes may fail.
@@ -277,7 +265,7 @@ func TestModeSelectSWP(t *testing.T) {
 	wantGood(t, "SWP 0", r.modeSelect(false, "0f 00 90 00"+control))                // as MODE SENSE has it
 	r.good(extentCDB(0x2a, 0, 0, 1), make([]byte, 512))
 	wantGood(t, "SWP 1", r.modeSelect(false, "00 00 00 00"+protected))
-	r.nexus.ResetUnit([8]byte{})
+	r.reset(r.nexus)
 	r.good(extentCDB(0x2a, 0, 0, 1), make([]byte, 512))
 }
 
@@ -312,7 +300,7 @@ func TestModeSelectList(t *testing.T) {
 		{"another block length", false, "00 00 00 08 00000800 00 001000", 4 + 5},
 		{"another long block length", true, "0000 00 00 01 00 0010 0000000000000800 00000000 00001000", 8 + 12},
 		{"an unknown page", false, six + "02 0e 00000000 00000000 00000000 0000", 4},
-		{"PS", false, six + "8a 0a 02 10 00 00 0000 ffff 0000", 4},
+		{"PS", false, six + "8a 0a 02 10 00 00 0000 ffff 0000", -1},
 		{"SPF", false, six + "4a 0a 02 10 00 00 0000 ffff 0000", 4},
 		{"PAGE LENGTH", false, six + "0a 08 02 10 00 00 0000 ffff", 5},
 		{"half a page", false, six + "0a 0a 02 10 00 00", -2},

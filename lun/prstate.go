@@ -3,22 +3,28 @@ package lun
 import (
 	"encoding/binary"
 	"encoding/hex"
-	"errors"
 	"fmt"
-	"io/fs"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"unicode/utf8"
 )
 
-// An initiatorPort is the initiator's end of an I_T nexus. It names the nexus,
-// because a target has one target port.
+// An initiatorPort is the initiator's end of an I_T nexus.
 type initiatorPort struct {
 	name string // normalised: in lower case
 	isid [6]byte
+}
+
+// A nexusName names an I_T nexus. Registrations belong to one, and so does a
+// reservation (SPC-4, section 5.13.1).
+type nexusName struct {
+	initiator initiatorPort
+	target    uint16 // relative target port identifier
+}
+
+func (n nexusName) String() string {
+	return fmt.Sprintf("%s through target port %d", n.initiator, n.target)
 }
 
 const isidSeparator = ",i,0x"
@@ -137,35 +143,35 @@ type prState struct {
 	generation    uint32 // PRGENERATION
 	aptpl         bool   // survives the loss of power
 	registrations []registration
-	typ           byte          // 0: no reservation
-	holder        initiatorPort // of a type that not all registrants hold
+	typ           byte      // 0: no reservation
+	holder        nexusName // of a type that not all registrants hold
 }
 
 type registration struct {
-	port           initiatorPort
+	nexus          nexusName
 	key            uint64 // not 0
-	allTargetPorts bool   // made with ALL_TG_PT
+	allTargetPorts bool   // made with ALL_TG_PT, as were those of the other target ports
 }
 
-// find returns the index of the registration of p, or -1.
-func (s *prState) find(p initiatorPort) int {
-	return slices.IndexFunc(s.registrations, func(r registration) bool { return r.port == p })
+// find returns the index of the registration of n, or -1.
+func (s *prState) find(n nexusName) int {
+	return slices.IndexFunc(s.registrations, func(r registration) bool { return r.nexus == n })
 }
 
-// holds tells whether p holds the reservation.
-func (s *prState) holds(p initiatorPort) bool {
+// holds tells whether n holds the reservation.
+func (s *prState) holds(n nexusName) bool {
 	if prTypes[s.typ].all {
-		return s.find(p) >= 0
+		return s.find(n) >= 0
 	}
-	return s.typ != 0 && s.holder == p
+	return s.typ != 0 && s.holder == n
 }
 
 // release ends the reservation.
-func (s *prState) release() { s.typ, s.holder = 0, initiatorPort{} }
+func (s *prState) release() { s.typ, s.holder = 0, nexusName{} }
 
-// put registers a port, or changes its registration.
+// put registers a nexus, or changes its registration.
 func (s *prState) put(r registration) {
-	if i := s.find(r.port); i >= 0 {
+	if i := s.find(r.nexus); i >= 0 {
 		s.registrations = slices.Clone(s.registrations)
 		s.registrations[i] = r
 		return
@@ -175,244 +181,197 @@ func (s *prState) put(r registration) {
 
 // remove takes away the registrations that match, and the reservation if that
 // leaves no holder. It returns whose they were.
-func (s *prState) remove(match func(registration) bool) (ports []initiatorPort) {
+func (s *prState) remove(match func(registration) bool) (gone []nexusName) {
 	var rest []registration
 	for _, r := range s.registrations {
 		if match(r) {
-			ports = append(ports, r.port)
+			gone = append(gone, r.nexus)
 		} else {
 			rest = append(rest, r)
 		}
 	}
 	s.registrations = rest
-	if all := prTypes[s.typ].all; all && len(rest) == 0 || !all && slices.Contains(ports, s.holder) {
+	if all := prTypes[s.typ].all; all && len(rest) == 0 || !all && slices.Contains(gone, s.holder) {
 		s.release()
 	}
-	return ports
+	return gone
 }
 
-// ports are the initiator ports that are registered.
-func (s *prState) ports() []initiatorPort {
-	ports := make([]initiatorPort, len(s.registrations))
+// nexuses are those that are registered.
+func (s *prState) nexuses() []nexusName {
+	list := make([]nexusName, len(s.registrations))
 	for i, r := range s.registrations {
-		ports[i] = r.port
+		list[i] = r.nexus
 	}
-	return ports
+	return list
+}
+
+// covers tells whether r stands for registrations of its initiator port through
+// all of these target ports: made with ALL_TG_PT, and still the same in key and
+// reservation (SPC-4, section 6.15.5).
+func (s *prState) covers(r registration, targets []uint16) bool {
+	if !r.allTargetPorts || !slices.Contains(targets, r.nexus.target) {
+		return false
+	}
+	for _, target := range targets {
+		n := nexusName{r.nexus.initiator, target}
+		if i := s.find(n); i < 0 || !s.registrations[i].allTargetPorts || s.registrations[i].key != r.key || s.holds(n) != s.holds(r.nexus) {
+			return false
+		}
+	}
+	return true
 }
 
 // Reservations keeps the persistent reservations that are to survive the loss
 // of power (APTPL), those of all logical units in one file. It may be used by
 // several goroutines at once.
-type Reservations struct {
-	mu     sync.Mutex // guards all of it
-	file   stateFile
-	closed bool
-	state  reservationsState
-}
+type Reservations struct{ *keeper[unitEntry] }
 
-const reservationsVersion = 1
+var reservationsKind = recordKind[unitEntry]{name: "reservations", version: 2, upgrade: upgradeReservations}
 
-// reservationsState is the file: JSON, with the members in this order. A value
-// of it is not changed; a new one takes its place.
-type reservationsState struct {
-	Version int         `json:"version"`
-	Units   []unitEntry `json:"units"` // one per unit that has something to keep
-}
-
+// unitEntry is what is kept of a unit.
 type unitEntry struct {
-	NAA           string              `json:"naa"`    // Identity.Serial
-	Type          byte                `json:"type"`   // 0: no reservation
-	Holder        string              `json:"holder"` // initiator port; empty without one, or if all registrants are
+	NAA           string              `json:"naa"`  // Identity.Serial
+	Type          byte                `json:"type"` // 0: no reservation
 	Registrations []registrationEntry `json:"registrations"`
 }
 
 type registrationEntry struct {
-	Initiator      string `json:"initiator"` // initiator port
-	Key            string `json:"key"`       // 0x and 16 hex digits
+	Initiator      string `json:"initiator"`   // initiator port
+	TargetPort     uint16 `json:"target_port"` // relative target port identifier
+	Key            string `json:"key"`         // 0x and 16 hex digits
 	AllTargetPorts bool   `json:"all_target_ports"`
+	Holder         bool   `json:"holder"` // false of all where all registrants are
+}
+
+// reservationsState1 is the file of version 1, when there was one target port,
+// with the relative identifier 1.
+type reservationsState1 struct {
+	Version int          `json:"version"`
+	Units   []unitEntry1 `json:"units"`
+}
+
+type unitEntry1 struct {
+	NAA           string `json:"naa"`
+	Type          byte   `json:"type"`
+	Holder        string `json:"holder"` // initiator port; empty without one, or if all registrants are
+	Registrations []struct {
+		Initiator      string `json:"initiator"`
+		Key            string `json:"key"`
+		AllTargetPorts bool   `json:"all_target_ports"`
+	} `json:"registrations"`
+}
+
+// upgradeReservations is the upgrade of the kind.
+func upgradeReservations(b []byte) (units []unitEntry, written any, err error) {
+	var s reservationsState1
+	if err := decodeState(b, 1, &s); err != nil || s.Units == nil {
+		return nil, nil, err
+	}
+	units = make([]unitEntry, len(s.Units))
+	for i, old := range s.Units {
+		e := unitEntry{NAA: old.NAA, Type: old.Type, Registrations: make([]registrationEntry, len(old.Registrations))}
+		held := old.Holder == ""
+		for j, r := range old.Registrations {
+			holder := r.Initiator == old.Holder
+			e.Registrations[j] = registrationEntry{r.Initiator, 1, r.Key, r.AllTargetPorts, holder}
+			held = held || holder
+		}
+		if !held {
+			return nil, nil, fmt.Errorf("units[%d]: holder %.300q is not registered", i, old.Holder)
+		}
+		units[i] = e
+	}
+	return units, &s, nil
 }
 
 // OpenReservations opens the file at path, as OpenIdentities does. A file that
 // is not wholly as Reservations has written it is an error and stays as it is:
 // without its reservations two nodes of a cluster might write to one disk.
 func OpenReservations(path string) (*Reservations, error) {
-	r := &Reservations{
-		file:  stateFile{fsync: (*os.File).Sync},
-		state: reservationsState{reservationsVersion, []unitEntry{}},
-	}
-	if path == "" {
-		return nil, errors.New("reservations: the path of the file is empty")
-	}
-	if err := r.file.open(path); err != nil {
-		return nil, r.wrap(err)
-	}
-	b, err := r.file.read()
-	if err == nil && b != nil {
-		r.state, err = decodeReservations(b)
-	}
+	k, err := openKeeper(reservationsKind, path)
 	if err != nil {
-		r.file.unlock()
-		return nil, r.wrap(err)
+		return nil, err
 	}
-	return r, nil
-}
-
-// Close gives the file free for others. Commands that change what is kept fail
-// from then on.
-func (r *Reservations) Close() error {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.closed {
-		return nil
-	}
-	r.closed = true
-	if err := r.file.unlock(); err != nil {
-		return r.wrap(err)
-	}
-	return nil
-}
-
-func (r *Reservations) wrap(err error) error {
-	return fmt.Errorf("reservations %s: %w", r.file.path, err)
+	return &Reservations{k}, nil
 }
 
 // load returns what was kept of the unit with that NAA.
 func (r *Reservations) load(naa string) (prState, error) {
-	if _, err := parseIdentity(naa); err != nil {
-		return prState{}, r.wrap(err) // and could not be saved
+	e, ok, err := r.get(naa)
+	if !ok {
+		return prState{}, err
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if i := r.index(naa); i >= 0 {
-		return r.state.Units[i].decode()
-	}
-	return prState{}, nil
-}
-
-// Preconditions: mu is held.
-func (r *Reservations) index(naa string) int {
-	return slices.IndexFunc(r.state.Units, func(e unitEntry) bool { return e.NAA == naa })
+	return e.decode()
 }
 
 // save keeps s for the unit with that NAA or, if it is not to survive the loss
 // of power, nothing. When it returns nil that is on stable storage.
-func (r *Reservations) save(naa string, s *prState) error {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if err := r.saveLocked(naa, s); err != nil {
-		return r.wrap(err)
+func (r *Reservations) save(naa string, s *prState) (err error) {
+	if s.aptpl && len(s.registrations) > 0 {
+		_, err = r.put(encodeUnit(naa, s))
+	} else {
+		_, err = r.remove(naa)
 	}
-	return nil
-}
-
-// Preconditions: mu is held.
-func (r *Reservations) saveLocked(naa string, s *prState) error {
-	next := r.state
-	keep := s.aptpl && len(s.registrations) > 0
-	switch i := r.index(naa); {
-	case i < 0 && !keep && !r.file.unsure:
-		return nil
-	case r.closed:
-		return fs.ErrClosed
-	case i < 0 && keep:
-		next.Units = append(next.Units, encodeUnit(naa, s))
-	case keep:
-		next.Units = slices.Clone(next.Units)
-		next.Units[i] = encodeUnit(naa, s)
-	case i >= 0:
-		next.Units = slices.Delete(slices.Clone(next.Units), i, i+1)
-	}
-	b, err := encodeState(next)
-	if err != nil {
-		return err
-	}
-	if err := r.file.replace(b); err != nil {
-		return err
-	}
-	r.state = next
-	return nil
+	return err
 }
 
 func encodeUnit(naa string, s *prState) unitEntry {
 	e := unitEntry{NAA: naa, Type: s.typ, Registrations: make([]registrationEntry, len(s.registrations))}
-	if s.holder != (initiatorPort{}) {
-		e.Holder = s.holder.String()
-	}
 	for i, r := range s.registrations {
-		e.Registrations[i] = registrationEntry{r.port.String(), fmt.Sprintf("0x%016x", r.key), r.allTargetPorts}
+		e.Registrations[i] = registrationEntry{
+			r.nexus.initiator.String(), r.nexus.target, fmt.Sprintf("0x%016x", r.key), r.allTargetPorts, r.nexus == s.holder,
+		}
 	}
 	return e
 }
 
+func (e unitEntry) unit() string { return e.NAA }
+
+func (e unitEntry) check() error {
+	_, err := e.decode()
+	return err
+}
+
 // decode is the reverse of encodeUnit. All that a unit could not have got into
 // is an error.
-func (e *unitEntry) decode() (s prState, err error) {
-	if _, err := parseIdentity(e.NAA); err != nil {
-		return s, err
-	}
+func (e unitEntry) decode() (s prState, err error) {
 	if n := len(e.Registrations); n == 0 || n > maxRegistrations {
 		return s, fmt.Errorf("%d registrations, want 1 to %d", n, maxRegistrations)
 	}
 	s.aptpl = true
+	holders := 0
 	for i, entry := range e.Registrations {
 		r := registration{allTargetPorts: entry.AllTargetPorts}
 		var ok bool
-		if r.port, ok = parseInitiatorPort(entry.Initiator); !ok || r.port.String() != entry.Initiator {
+		if r.nexus.initiator, ok = parseInitiatorPort(entry.Initiator); !ok || r.nexus.initiator.String() != entry.Initiator {
 			return s, fmt.Errorf("registrations[%d]: %.300q is no initiator port", i, entry.Initiator)
+		}
+		if r.nexus.target = entry.TargetPort; entry.TargetPort == 0 {
+			return s, fmt.Errorf("registrations[%d]: target port 0, want 1 to 65535", i)
 		}
 		if r.key, err = strconv.ParseUint(entry.Key, 0, 64); err != nil || r.key == 0 || fmt.Sprintf("0x%016x", r.key) != entry.Key {
 			return s, fmt.Errorf("registrations[%d]: key %.40q: want 0x and 16 lower-case hex digits, not all of them 0", i, entry.Key)
 		}
-		if s.find(r.port) >= 0 {
-			return s, fmt.Errorf("registrations[%d]: %s is there twice", i, r.port)
+		if s.find(r.nexus) >= 0 {
+			return s, fmt.Errorf("registrations[%d]: %s is there twice", i, r.nexus)
 		}
 		s.registrations = append(s.registrations, r)
+		if entry.Holder {
+			s.holder = r.nexus
+			holders++
+		}
 	}
-	if e.Type == 0 && e.Holder == "" {
-		return s, nil
-	}
-	if int(e.Type) >= len(prTypes) || !prTypes[e.Type].valid {
+	if e.Type != 0 && (int(e.Type) >= len(prTypes) || !prTypes[e.Type].valid) {
 		return s, fmt.Errorf("type %d: there is no such persistent reservation", e.Type)
 	}
 	s.typ = e.Type
-	if prTypes[e.Type].all {
-		if e.Holder != "" {
-			return s, fmt.Errorf("holder %.300q of type %d, which all registrants hold", e.Holder, e.Type)
-		}
-		return s, nil
+	want := 1
+	if e.Type == 0 || prTypes[e.Type].all {
+		want = 0
 	}
-	i := slices.IndexFunc(e.Registrations, func(r registrationEntry) bool { return r.Initiator == e.Holder })
-	if i < 0 {
-		return s, fmt.Errorf("holder %.300q is not registered", e.Holder)
-	}
-	s.holder = s.registrations[i].port
-	return s, nil
-}
-
-// decodeReservations is the reverse of encodeState. Beside what decodeState and
-// sameTokens refuse, entries that are bad or there twice are errors.
-func decodeReservations(b []byte) (s reservationsState, err error) {
-	fail := func(format string, a ...any) (reservationsState, error) {
-		return reservationsState{}, fmt.Errorf(format, a...)
-	}
-	if err := decodeState(b, reservationsVersion, &s); err != nil {
-		return reservationsState{}, err
-	}
-	if s.Units == nil {
-		return fail("is damaged: want the member units, a list")
-	}
-	naas := map[string]bool{}
-	for i, e := range s.Units {
-		if _, err := e.decode(); err != nil {
-			return fail("units[%d]: %w", i, err)
-		}
-		if naas[e.NAA] {
-			return fail("units[%d]: naa %s is there twice", i, e.NAA)
-		}
-		naas[e.NAA] = true
-	}
-	if err := sameTokens(b, s); err != nil {
-		return fail("is damaged: %w", err)
+	if holders != want {
+		return s, fmt.Errorf("%d registrations with holder, want %d for a reservation of type %d", holders, want, e.Type)
 	}
 	return s, nil
 }

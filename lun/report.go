@@ -1,72 +1,176 @@
 package lun
 
-import "encoding/binary"
+import (
+	"encoding/binary"
+	"math"
 
-// portGroup is the only target port group there is.
-const portGroup = 1
+	"github.com/iser-target/iser-target/backend"
+)
 
-// reportPortGroups is REPORT TARGET PORT GROUPS (SPC-4, section 6.37): one group,
-// active/optimized, with one port.
-func reportPortGroups(_ *Unit, c *Command) bool {
-	const (
-		formatMask, formatExtended = 0xe0, 0x20
-		activeOptimized            = 0x00
-		supportsActiveOptimized    = 0x01 // AO_SUP
-	)
-	b := append(c.buf[:0], 0, 0, 0, 0)
-	if c.CDB[1]&formatMask == formatExtended {
-		b = append(b, formatExtended>>1, 0, 0, 0) // RETURN DATA FORMAT 001b, no transitions
-	}
-	b = append(b, activeOptimized, supportsActiveOptimized, 0, portGroup, 0, 0, 0, 1, // one port
-		0, 0, 0, relativePort)
-	binary.BigEndian.PutUint32(b, uint32(len(b)-4))
-	return c.report(b, binary.BigEndian.Uint32(c.CDB[6:]))
+// A logPage is a log page with the subpage code 00h.
+type logPage struct {
+	code   byte
+	has    func(u *Unit) bool             // whether the unit has it; nil: all have
+	append func(u *Unit, b []byte) []byte // appends its parameters, in the order of their codes
 }
 
-// logPages are the log pages, in order. A page appends what follows its header.
-var logPages = []struct {
-	code   byte
-	append func(b []byte) []byte
-}{
-	{0x00, nil}, // Supported Log Pages
-	{0x2f, func(b []byte) []byte { // Informational Exceptions: nothing to report, temperature unknown
-		return append(b, 0, 0, 0x03, 4, 0, 0, 0xff, 0)
+// logPages are the log pages, in order.
+var logPages = []logPage{
+	{0x00, nil, nil}, // Supported Log Pages
+	{0x02, nil, func(u *Unit, b []byte) []byte { return u.appendErrorCounters(b, KindWrite) }}, // Write Error Counters
+	{0x03, nil, func(u *Unit, b []byte) []byte { return u.appendErrorCounters(b, KindRead) }},  // Read Error Counters
+	{0x0c, (*Unit).knowsResources, (*Unit).appendResources},
+	{0x19, nil, (*Unit).appendStatistics},
+	{0x2f, nil, func(_ *Unit, b []byte) []byte { // Informational Exceptions: nothing to report, temperature unknown
+		return append(b, 0, 0, logList, 4, 0, 0, 0xff, 0)
 	}},
 }
 
-// logSense is LOG SENSE (SPC-4, section 6.7) for cumulative values; there are
-// no others that differ from them.
-func logSense(_ *Unit, c *Command) bool {
-	code, subpage := c.CDB[2]&0x3f, c.CDB[3]
+// Of the control octet of a log parameter (SPC-4, section 7.3.2.2.2).
+const (
+	logIsList  = 0x01             // FORMAT AND LINKING is that of a list, not of a data counter
+	logList    = 0x02 | logIsList // binary format list
+	logCounter = 0x20 | 0x02      // data counter that is not saved (TSD) and compared with no threshold (ETC 0)
+)
+
+const logHeader = 4 // octets, of a log page and of a log parameter
+
+// appendLogCounters appends a log parameter of counters.
+func appendLogCounters(b []byte, code uint16, counters ...uint64) []byte {
+	b = binary.BigEndian.AppendUint16(b, code)
+	b = append(b, logCounter, byte(8*len(counters)))
+	for _, n := range counters {
+		b = binary.BigEndian.AppendUint64(b, n)
+	}
+	return b
+}
+
+// counted is the sum of the unit's counts.
+func (u *Unit) counted() (sum Counts) {
+	for _, c := range u.Counts() {
+		for k := range Kinds {
+			sum.Commands[k] += c.Commands[k]
+			sum.Octets[k] += c.Octets[k]
+			sum.MediumErrors[k] += c.MediumErrors[k]
+		}
+	}
+	return sum
+}
+
+// appendErrorCounters is an error counter page (SPC-4, section 7.3.6) with what the
+// unit knows: what its store has corrected it does not.
+func (u *Unit) appendErrorCounters(b []byte, kind Kind) []byte {
+	const bytesProcessed, uncorrected = 0x0005, 0x0006
+	sum := u.counted()
+	b = appendLogCounters(b, bytesProcessed, sum.Octets[kind])
+	return appendLogCounters(b, uncorrected, sum.MediumErrors[kind])
+}
+
+// appendStatistics is the General Statistics and Performance page (SPC-4, section
+// 7.3.9). It counts commands and blocks; intervals of time it does not, and these are
+// 0, as of drives that do not either.
+func (u *Unit) appendStatistics(b []byte) []byte {
+	const access, idle, interval = 0x0001, 0x0002, 0x0003
+	sum := u.counted()
+	b = appendLogCounters(b, access, sum.Commands[KindRead], sum.Commands[KindWrite],
+		sum.Octets[KindWrite]>>u.shift, sum.Octets[KindRead]>>u.shift, 0, 0, 0, 0)
+	b = appendLogCounters(b, idle, 0)
+	return append(b, 0, interval, logList, 8,
+		0, 0, 0, 3, // the interval is 10^-3 s
+		0, 0, 0, 1)
+}
+
+// knowsResources tells whether the unit has the Logical Block Provisioning page: the
+// store knows how much space it takes, and blocks can be counted with 32 bits.
+func (u *Unit) knowsResources() bool {
+	_, _, err := backend.Usage(u.store)
+	return err == nil && u.isThin() && u.blocks.Load() <= math.MaxUint32
+}
+
+// appendResources is the Logical Block Provisioning page (SBC-3, section 6.4.5). A
+// threshold set is one block: there are no thresholds, and THRESHOLD EXPONENT is 0.
+func (u *Unit) appendResources(b []byte) []byte {
+	const available, used = 0x0001, 0x0002
+	const dedicated, shared = 1, 2 // SCOPE
+	taken, free, err := backend.Usage(u.store)
+	if err != nil {
+		return b
+	}
+	resource := func(code uint16, octets int64, most uint64, scope byte) {
+		b = binary.BigEndian.AppendUint16(b, code)
+		b = append(b, logList, 8)
+		b = binary.BigEndian.AppendUint32(b, uint32(min(uint64(octets)>>u.shift, most)))
+		b = append(b, scope, 0, 0, 0)
+	}
+	resource(available, free, math.MaxUint32, shared)
+	resource(used, taken, u.blocks.Load(), dedicated)
+	return b
+}
+
+// logSense is LOG SENSE (SPC-4, section 6.7).
+func logSense(u *Unit, c *Command) bool {
+	const ds, spf = 0x80, 0x40
+	const cumulative = 0b01 // PC
+	pc, code, subpage := c.CDB[2]>>6, c.CDB[2]&0x3f, c.CDB[3]
 	pointer := binary.BigEndian.Uint16(c.CDB[5:])
 	allocation := uint32(binary.BigEndian.Uint16(c.CDB[7:]))
-	if subpage != 0 && (subpage != allSubpages || code != 0) {
+	if subpage != 0 && subpage != allSubpages {
 		return c.failCDB(3, noField)
 	}
+	b := append(c.buf[:0], code, subpage, 0, 0)
+	known := false
 	for _, page := range logPages {
-		if page.code != code {
+		if page.has != nil && !page.has(u) {
 			continue
 		}
-		if pointer != 0 { // beyond the last parameter
-			return c.failCDB(5, noField)
-		}
-		b := append(c.buf[:0], code, subpage, 0, 0)
+		known = known || page.code == code
 		switch {
-		case page.append != nil:
-			b = page.append(b)
-		case subpage == 0:
-			for _, p := range logPages {
-				b = append(b, p.code)
-			}
-		default: // Supported Log Pages and Subpages
-			b[0] |= 0x40 // SPF
-			b = append(b, 0x00, 0x00, 0x00, allSubpages)
-			for _, p := range logPages[1:] {
-				b = append(b, p.code, 0)
+		case subpage != 0 && (code == 0 || page.code == code): // Supported Log Pages and Subpages, or Supported Subpages
+			b = append(b, page.code, 0, page.code, allSubpages)
+		case subpage == 0 && code == 0:
+			b = append(b, page.code)
+		case subpage == 0 && page.code == code:
+			b[0] |= ds
+			b = page.append(u, b)
+			if pc != cumulative {
+				resetCounters(b[logHeader:])
 			}
 		}
-		binary.BigEndian.PutUint16(b[2:], uint16(len(b)-4))
-		return c.report(b, allocation)
 	}
-	return c.failCDB(2, 5)
+	if !known {
+		return c.failCDB(2, 5)
+	}
+	if subpage != 0 {
+		b[0] |= spf
+	}
+	if pointer != 0 && (b[0]&ds == 0 || !skipParameters(&b, pointer)) {
+		return c.failCDB(5, noField)
+	}
+	binary.BigEndian.PutUint16(b[2:], uint16(len(b)-logHeader))
+	return c.report(b, allocation)
+}
+
+// resetCounters makes the values of data counters what all others than the cumulative
+// ones are: thresholds are 0, which is never compared with, and so are defaults. What
+// is in a list has no such values, and stays (SPC-4, sections 6.6.1 and 6.7).
+func resetCounters(parameters []byte) {
+	for p := parameters; len(p) > 0; {
+		end := logHeader + int(p[3])
+		if p[2]&logIsList == 0 {
+			clear(p[logHeader:end])
+		}
+		p = p[end:]
+	}
+}
+
+// skipParameters takes the parameters with codes below first out of a log page. It
+// returns false if there are no others.
+func skipParameters(page *[]byte, first uint16) bool {
+	b := *page
+	p := b[logHeader:]
+	for len(p) > 0 && binary.BigEndian.Uint16(p) < first {
+		p = p[logHeader+int(p[3]):]
+	}
+	*page = append(b[:logHeader], p...)
+	return len(p) > 0
 }

@@ -1,13 +1,22 @@
 package lun
 
-import "testing"
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/backendtest"
+)
 
 // SPC-4, section 6.37.
 func TestReportTargetPortGroups(t *testing.T) {
 	r := newRig(t, setup{})
 	group := `
 		00          # PREF 0, active/optimized
-		01          # AO_SUP
+		0f          # U_SUP, S_SUP, AN_SUP, AO_SUP
 		0001        # TARGET PORT GROUP
 		00 00 00    # STATUS CODE: none
 		01          # TARGET PORT COUNT
@@ -23,20 +32,143 @@ func TestReportTargetPortGroups(t *testing.T) {
 func TestLogSense(t *testing.T) {
 	r := newRig(t, setup{})
 	for _, s := range []struct{ name, cdb, want string }{
-		{"supported pages", "4d 00 40 00 00 0000 00ff 00", "00 00 0002 00 2f"},
-		{"supported pages and subpages", "4d 00 40 ff 00 0000 00ff 00", "40 ff 0006 00 00 00 ff 2f 00"},
+		{"supported pages", "4d 00 40 00 00 0000 00ff 00", "00 00 0006 00 02 03 0c 19 2f"},
+		{"supported pages and subpages", "4d 00 40 ff 00 0000 00ff 00", `
+			40 ff 0018
+			00 00 00 ff 02 00 02 ff 03 00 03 ff
+			0c 00 0c ff 19 00 19 ff 2f 00 2f ff`},
+		{"supported subpages", "4d 00 59 ff 00 0000 00ff 00", "59 ff 0004 19 00 19 ff"},
 		{"informational exceptions", "4d 00 6f 00 00 0000 00ff 00", `
-			2f 00 0008
+			af 00 0008              # DS
 			0000 03 04              # parameter 0, binary list
 			00 00                   # no exception
 			ff 00                   # temperature unknown`},
-		{"cut", "4d 00 40 00 00 0000 0005 00", "00 00 0002 00"},
+		{"cut", "4d 00 40 00 00 0000 0005 00", "00 00 0006 00"},
 	} {
 		t.Run(s.name, func(t *testing.T) { wantOctets(t, r.good(s.cdb, nil), unhex(s.want)) })
 	}
 	wantField(t, r.run("4d 00 4d 00 00 0000 00ff 00", nil), 2, 5)       // Temperature
+	wantField(t, r.run("4d 00 4d ff 00 0000 00ff 00", nil), 2, 5)       // and its subpages
 	wantField(t, r.run("4d 00 6f 01 00 0000 00ff 00", nil), 3, noField) // a subpage
-	wantField(t, r.run("4d 00 6f ff 00 0000 00ff 00", nil), 3, noField)
 	wantField(t, r.run("4d 00 6f 00 00 0001 00ff 00", nil), 5, noField) // PARAMETER POINTER
-	wantField(t, r.run("4d 01 40 00 00 0000 00ff 00", nil), 1, 0)       // SP
+	wantField(t, r.run("4d 00 40 00 00 0001 00ff 00", nil), 5, noField)
+	wantField(t, r.run("4d 00 40 ff 00 0001 00ff 00", nil), 5, noField)
+	wantField(t, r.run("4d 01 40 00 00 0000 00ff 00", nil), 1, 0) // SP
+}
+
+// SPC-4, sections 7.3.6 and 7.3.9: what the unit has counted, of all its nexuses.
+func TestLogCounters(t *testing.T) {
+	r := newRig(t, setup{})
+	other := r.login()
+	other.SetTransport(ISER)
+	r.forget(r.nexus, other)
+	block := make([]byte, 512)
+	for range 3 {
+		r.counted(r.nexus, &r.c, "28 00 00000000 00 0008 00", nil, false)
+	}
+	r.counted(other, &r.c, "88 00 0000000000000000 00000001 00 00", nil, false)
+	r.counted(r.nexus, &r.c, "2a 00 00000000 00 0001 00", block, false)
+	r.store.Fail(backendtest.ReadAt, errors.New("injected"))
+	r.counted(r.nexus, &r.c, "28 00 00000000 00 0001 00", nil, false)
+	r.store.Fail(backendtest.ReadAt, nil)
+	r.store.Fail(backendtest.WriteAt, errors.New("injected"))
+	for range 2 {
+		r.counted(r.nexus, &r.c, "2a 00 00000000 00 0001 00", block, false)
+	}
+	r.store.Fail(backendtest.WriteAt, nil)
+	r.counted(r.nexus, &r.c, "00 00 00 00 00 00", nil, false)
+
+	const general = `
+		0001 22 40
+		0000000000000005 0000000000000003   # READ and WRITE commands
+		0000000000000001 0000000000000019   # blocks received and sent
+		0000000000000000 0000000000000000
+		0000000000000000 0000000000000000`
+	const times = `
+		0002 22 08 0000000000000000         # idle
+		0003 03 08 00000003 00000001        # of 1 ms`
+	for _, s := range []struct{ name, cdb, want string }{
+		{"write errors", "4d 00 42 00 00 0000 00ff 00", "82 00 0018 0005 22 08 0000000000000200 0006 22 08 0000000000000002"},
+		{"read errors", "4d 00 43 00 00 0000 00ff 00", "83 00 0018 0005 22 08 0000000000003200 0006 22 08 0000000000000001"},
+		{"read errors from parameter 6 on", "4d 00 43 00 00 0006 00ff 00", "83 00 000c 0006 22 08 0000000000000001"},
+		{"statistics", "4d 00 59 00 00 0000 00ff 00", "99 00 005c" + general + times},
+		{"statistics from parameter 1 on", "4d 00 59 00 00 0001 00ff 00", "99 00 005c" + general + times},
+		{"statistics from parameter 2 on", "4d 00 59 00 00 0002 00ff 00", "99 00 0018" + times},
+		{"cut", "4d 00 59 00 00 0000 0006 00", "99 00 005c 0001"},
+	} {
+		t.Run(s.name, func(t *testing.T) { wantOctets(t, r.good(s.cdb, nil), unhex(s.want)) })
+	}
+	wantField(t, r.run("4d 00 43 00 00 0007 00ff 00", nil), 5, noField)
+	wantField(t, r.run("4d 00 59 00 00 0004 00ff 00", nil), 5, noField)
+
+	// SPC-4, sections 6.6.1 and 7.3.2.2.2: thresholds and defaults of data counters are 0,
+	// and a list has none.
+	zero := strings.Repeat("00", 64)
+	for name, pc := range map[string]byte{"thresholds": 0b00, "default thresholds": 0b10, "default cumulative values": 0b11} {
+		for page, want := range map[byte]string{
+			0x00: "00 00 0006 00 02 03 0c 19 2f",
+			0x02: "82 00 0018 0005 22 08" + zero[:16] + "0006 22 08" + zero[:16],
+			0x03: "83 00 0018 0005 22 08" + zero[:16] + "0006 22 08" + zero[:16],
+			0x19: "99 00 005c 0001 22 40" + zero + times,
+			0x2f: "af 00 0008 0000 03 04 00 00 ff 00",
+		} {
+			t.Run(fmt.Sprintf("%s of %02xh", name, page), func(t *testing.T) {
+				wantOctets(t, r.good(fmt.Sprintf("4d 00 %02x 00 00 0000 00ff 00", pc<<6|page), nil), unhex(want))
+			})
+		}
+		wantOctets(t, r.good(fmt.Sprintf("4d 00 %02x 00 00 0006 00ff 00", pc<<6|0x03), nil), unhex("83 00 000c 0006 22 08"+zero[:16]))
+		available := r.good("4d 00 4c 00 00 0000 00ff 00", nil)
+		wantOctets(t, r.good(fmt.Sprintf("4d 00 %02x 00 00 0000 00ff 00", pc<<6|0x0c), nil), available)
+	}
+}
+
+// A command that a failed sanitize keeps out has read and written nothing: it is no
+// uncorrected error of the store.
+func TestSanitizeFailureIsNoErrorOfTheStore(t *testing.T) {
+	r := newRig(t, sanitizable)
+	r.store.Fail(backendtest.WriteAt, errors.New("injected"))
+	wantSense(t, r.overwrite(0, unhex("01 00 0001 5a")), 0x3, 0x31, 0x03)
+	r.store.Fail(backendtest.WriteAt, nil)
+	r.forget(r.nexus)
+	r.counted(r.nexus, &r.c, extentCDB(0x88, 0, 0, 1), nil, false)
+	counts := r.counted(r.nexus, &r.c, extentCDB(0x8a, 0, 0, 1), make([]byte, 512), false)
+	if n := counts.CheckConditions[keyMediumError]; n != 2 {
+		t.Errorf("%d MEDIUM ERRORs, want 2", n)
+	}
+	for _, page := range []string{"42", "43"} {
+		wantOctets(t, r.good("4d 00 "+page+" 00 00 0006 00ff 00", nil)[8:], make([]byte, 8))
+	}
+}
+
+// SBC-3, section 6.4.5: a thin unit tells what it takes, if it can.
+func TestLogProvisioning(t *testing.T) {
+	const page = "4d 00 4c 00 00 0000 00ff 00"
+	r := newRig(t, setup{size: 1 << 30})
+	resources := func(available, used string) {
+		t.Helper()
+		wantOctets(t, r.good(page, nil), unhex("8c 00 0018 0001 03 08 "+available+" 02 000000 0002 03 08 "+used+" 01 000000"))
+	}
+	resources("00200000", "00000000")
+	block := bytes.Repeat([]byte{1}, 512)
+	r.good("2a 00 00000000 00 0001 00", block)
+	r.good("2a 00 00010000 00 0001 00", block)
+	resources("001fff00", "00000100") // two pages of 64 KiB
+	wantOctets(t, r.good("4d 00 4c 00 00 0002 00ff 00", nil), unhex("8c 00 000c 0002 03 08 00000100 01 000000"))
+	r.good("42 00 00000000 00 0018 00", unhex("0016 0010 00000000 0000000000000000 00000080 00000000"))
+	resources("001fff80", "00000080")
+
+	for name, r := range map[string]*rig{
+		"too large for 32 bits":      newRig(t, setup{size: 1 << 41}),
+		"no space is given back":     newRig(t, setup{info: thick}),
+		"a store that does not know": newRig(t, setup{}),
+	} {
+		t.Run(name, func(t *testing.T) {
+			if name == "a store that does not know" {
+				r.unit.store = struct{ backend.Store }{r.unit.store}
+			}
+			wantField(t, r.run(page, nil), 2, 5)
+			wantField(t, r.run("4d 00 4c ff 00 0000 00ff 00", nil), 2, 5)
+			wantOctets(t, r.good("4d 00 40 00 00 0000 00ff 00", nil), unhex("00 00 0005 00 02 03 19 2f"))
+		})
+	}
 }

@@ -25,6 +25,7 @@ type reservations struct {
 	mu         sync.Mutex // guards what follows; is held while that is stored
 	persistent prState
 	legacy     *Nexus // has the unit to itself by RESERVE
+	over       bool   // another unit has them now: see Succeed
 }
 
 // A fence is a reservation as commands meet it. It is not changed; a new one
@@ -32,8 +33,8 @@ type reservations struct {
 type fence struct {
 	legacy     *Nexus // if nil the reservation is persistent
 	typ        byte
-	holder     initiatorPort
-	registered map[initiatorPort]bool
+	holder     nexusName
+	registered map[nexusName]bool
 }
 
 // publish builds the fence.
@@ -45,9 +46,9 @@ func (r *reservations) publish() {
 		r.fence.Store(nil)
 		return
 	}
-	f := &fence{legacy: r.legacy, typ: s.typ, holder: s.holder, registered: make(map[initiatorPort]bool, len(s.registrations))}
+	f := &fence{legacy: r.legacy, typ: s.typ, holder: s.holder, registered: make(map[nexusName]bool, len(s.registrations))}
 	for _, reg := range s.registrations {
-		f.registered[reg.port] = true
+		f.registered[reg.nexus] = true
 	}
 	r.fence.Store(f)
 }
@@ -65,6 +66,17 @@ func (u *Unit) restoreReservations() (err error) {
 	}
 	r.publish()
 	return nil
+}
+
+// losePower leaves what APTPL keeps.
+func (r *reservations) losePower() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.persistent.aptpl {
+		r.persistent = prState{}
+	}
+	r.persistent.generation = 0
+	r.publish()
 }
 
 // harmless are commands that a persistent reservation lets pass depending on
@@ -94,7 +106,7 @@ func (f *fence) excludes(n *Nexus, class flags) bool {
 	t := prTypes[f.typ]
 	switch {
 	case class&anyPersistent != 0, class&reads != 0 && !t.exclusive,
-		t.registrants && f.registered[n.initiator], !t.all && f.holder == n.initiator:
+		t.registrants && f.registered[n.name], !t.all && f.holder == n.name:
 		return false
 	}
 	return true
@@ -122,53 +134,81 @@ func (u *Unit) dropReserve(n *Nexus) {
 		return // without waiting for the lock, which may be held during a sync
 	}
 	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.legacy != nil && (n == nil || r.legacy == n) {
-		r.legacy = nil
-		r.publish()
+	had := r.legacy
+	if had == nil || n != nil && had != n {
+		r.mu.Unlock()
+		return
 	}
+	r.legacy = nil
+	r.publish()
+	r.mu.Unlock()
+	u.opt.Logger.Info("reservation ended", "event", "reservation", "target", had.port.TargetName, "naa", u.opt.Identity.Serial, "initiator", had.port.InitiatorName)
+}
+
+// logReserve says that RESERVE or RELEASE has changed something.
+func (c *Command) logReserve() {
+	c.unit.opt.Logger.Info("reservation changed", "event", "reservation", "target", c.nexus.port.TargetName, "lun", c.itl.id,
+		"command", c.row.name, "initiator", c.nexus.port.InitiatorName)
 }
 
 // endReserve is RESERVE(6) and RESERVE(10) of the whole unit for this initiator
 // (SPC-2, sections 7.21 and 7.22).
 func endReserve(u *Unit, c *Command) {
+	if u.reserve(c) {
+		c.logReserve()
+	}
+}
+
+func (u *Unit) reserve(c *Command) (changed bool) {
 	r := &u.reservations
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	switch {
 	case len(r.persistent.registrations) > 0:
-		if !r.persistent.compatible(c.nexus.initiator) {
+		if !r.persistent.compatible(c.nexus.name) {
 			c.conflict()
 		}
-	case r.legacy != nil && r.legacy != c.nexus: // since Begin
+		return false
+	case r.legacy == c.nexus:
+		return false
+	case r.legacy != nil: // since Begin
 		c.conflict()
-	default:
-		r.legacy = c.nexus
-		r.publish()
+		return false
 	}
+	r.legacy = c.nexus
+	r.publish()
+	return true
 }
 
 // endRelease is RELEASE(6) and RELEASE(10) (SPC-2, sections 7.16 and 7.17). Of
 // what somebody else has reserved it takes nothing, which is no error.
 func endRelease(u *Unit, c *Command) {
-	r := &u.reservations
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	switch {
-	case len(r.persistent.registrations) > 0:
-		if !r.persistent.compatible(c.nexus.initiator) {
-			c.conflict()
-		}
-	case r.legacy == c.nexus:
-		r.legacy = nil
-		r.publish()
+	if u.release(c) {
+		c.logReserve()
 	}
 }
 
-// compatible tells whether RESERVE and RELEASE of p do nothing and are GOOD
+func (u *Unit) release(c *Command) (changed bool) {
+	r := &u.reservations
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.persistent.registrations) > 0 {
+		if !r.persistent.compatible(c.nexus.name) {
+			c.conflict()
+		}
+		return false
+	}
+	if changed = r.legacy == c.nexus; changed {
+		r.legacy = nil
+		r.publish()
+	}
+	return changed
+}
+
+// compatible tells whether RESERVE and RELEASE of n do nothing and are GOOD
 // (SPC-4, section 5.13.3); where they are not, they conflict with registrations.
-func (s *prState) compatible(p initiatorPort) bool {
-	return s.holds(p) || prTypes[s.typ].registrants && s.find(p) >= 0
+func (s *prState) compatible(n nexusName) bool {
+	return s.holds(n) || prTypes[s.typ].registrants && s.find(n) >= 0
 }
 
 // reservedByReserve tells whether PERSISTENT RESERVE IN and OUT conflict with a
@@ -206,7 +246,10 @@ func beginPRIn(u *Unit, c *Command) bool {
 		add(s.reservationDescriptor())
 	case prReadFullStatus:
 		for _, reg := range s.registrations {
-			add(s.fullStatusDescriptor(reg))
+			all := s.covers(reg, c.nexus.targets())
+			if !all || reg.nexus.target == c.nexus.targets()[0] { // one descriptor for all target ports
+				add(s.fullStatusDescriptor(reg, all))
+			}
 		}
 	}
 	binary.BigEndian.PutUint32(b[4:], uint32(additional)) // however short the allocation is
@@ -227,19 +270,20 @@ func (s *prState) reservationDescriptor() []byte {
 	return d
 }
 
-// fullStatusDescriptor is what READ FULL STATUS has of a registration.
-func (s *prState) fullStatusDescriptor(r registration) []byte {
+// fullStatusDescriptor is what READ FULL STATUS has of a registration, or of
+// those of all target ports.
+func (s *prState) fullStatusDescriptor(r registration, all bool) []byte {
 	const allTgPt, rHolder, fixed = 0x02, 0x01, 24
-	d := r.port.appendTransportID(make([]byte, fixed))
+	d := r.nexus.initiator.appendTransportID(make([]byte, fixed))
 	binary.BigEndian.PutUint64(d, r.key)
-	if r.allTargetPorts {
+	if all {
 		d[12] |= allTgPt
 	}
-	if s.holds(r.port) {
+	if s.holds(r.nexus) {
 		d[12] |= rHolder
 		d[13] = s.typ
 	}
-	binary.BigEndian.PutUint16(d[18:], relativePort)
+	binary.BigEndian.PutUint16(d[18:], r.nexus.target)
 	binary.BigEndian.PutUint32(d[20:], uint32(len(d)-fixed))
 	return d
 }
@@ -307,7 +351,7 @@ var prOuts = [...]struct {
 // A prOut is a PERSISTENT RESERVE OUT command, and what becomes of it.
 type prOut struct {
 	*Command
-	from    initiatorPort
+	from    nexusName
 	key     uint64 // RESERVATION KEY
 	saKey   uint64 // SERVICE ACTION RESERVATION KEY
 	specIPT bool
@@ -320,21 +364,21 @@ type prOut struct {
 
 	state     prState // of the unit; apply changes it
 	notices   []notice
-	preempted []initiatorPort // lost their registration to PREEMPT
+	preempted []nexusName // lost their registration to PREEMPT
 }
 
-// A notice is a unit attention for an initiator port.
+// A notice is a unit attention for an I_T nexus.
 type notice struct {
-	port      initiatorPort
+	nexus     nexusName
 	attention int
 }
 
-// notify has a unit attention for all of the ports but the one that this
-// command comes from.
-func (o *prOut) notify(ports []initiatorPort, attention int) {
-	for _, p := range ports {
-		if p != o.from {
-			o.notices = append(o.notices, notice{p, attention})
+// notify has a unit attention for all of them but the one that this command
+// comes from.
+func (o *prOut) notify(nexuses []nexusName, attention int) {
+	for _, n := range nexuses {
+		if n != o.from {
+			o.notices = append(o.notices, notice{n, attention})
 		}
 	}
 }
@@ -369,26 +413,31 @@ func beginPROut(u *Unit, c *Command) bool {
 // consumePROut takes the parameter list of PERSISTENT RESERVE OUT and obeys it.
 func consumePROut(u *Unit, c *Command, p []byte, _ uint64) bool {
 	be := binary.BigEndian
-	o := prOut{Command: c, from: c.nexus.initiator, key: be.Uint64(p), saKey: be.Uint64(p[8:])}
+	o := prOut{Command: c, from: c.nexus.name, key: be.Uint64(p), saKey: be.Uint64(p[8:])}
 	if !o.parse(p) || !o.execute() {
 		return false
 	}
+	u.opt.Logger.Info("persistent reservation changed", "event", "reservation", "target", c.nexus.port.TargetName, "lun", c.itl.id,
+		"command", c.row.name, "initiator", o.from.initiator.String(), "tpgt", o.from.target)
 	u.mu.Lock()
 	var stop []*itl
 	for l := range u.seen {
 		for _, n := range o.notices {
-			if n.port == l.nexus.initiator {
+			if n.nexus == l.nexus.name {
 				l.raise(n.attention)
 			}
 		}
-		if c.row.sa == prPreemptAndAbort && slices.Contains(o.preempted, l.nexus.initiator) {
+		if c.row.sa == prPreemptAndAbort && slices.Contains(o.preempted, l.nexus.name) {
 			stop = append(stop, l)
 		}
 	}
 	u.mu.Unlock()
+	if c.row.sa == prPreemptAndAbort {
+		u.endCopies()
+	}
 	for _, l := range stop {
 		if abort := l.nexus.abort.Load(); abort != nil {
-			(*abort)(encodeLUN(l.id), c)
+			(*abort)(EncodeLUN(l.id), c)
 		}
 	}
 	return true
@@ -451,7 +500,7 @@ func (u *Unit) portsOf(initiator string) (ports []initiatorPort) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	for l := range u.seen {
-		if p := l.nexus.initiator; p.name == initiator && !slices.Contains(ports, p) {
+		if p := l.nexus.name.initiator; p.name == initiator && !slices.Contains(ports, p) {
 			ports = append(ports, p)
 		}
 	}
@@ -466,6 +515,9 @@ func (o *prOut) execute() bool {
 	defer r.mu.Unlock()
 	o.state = r.persistent
 	i := o.state.find(o.from)
+	if r.over {
+		return o.failClosed()
+	}
 	if r.legacy != nil || !row.anyone && (i < 0 || o.state.registrations[i].key != o.key) {
 		return o.conflict()
 	}
@@ -477,6 +529,7 @@ func (o *prOut) execute() bool {
 	}
 	if kept := o.unit.opt.Reservations; kept != nil {
 		if err := kept.save(o.unit.opt.Identity.Serial, &o.state); err != nil {
+			o.unit.logUnkept(err)
 			return o.fail(condInternal)
 		}
 	}
@@ -485,9 +538,9 @@ func (o *prOut) execute() bool {
 	return true
 }
 
-// put registers a port with the key of the service action.
-func (o *prOut) put(p initiatorPort) bool {
-	o.state.put(registration{p, o.saKey, o.allTgPt})
+// put registers a nexus with the key of the service action.
+func (o *prOut) put(n nexusName) bool {
+	o.state.put(registration{n, o.saKey, o.allTgPt})
 	if len(o.state.registrations) > maxRegistrations {
 		return o.fail(condNoRegistration)
 	}
@@ -502,8 +555,16 @@ func (o *prOut) register() bool {
 	if i >= 0 {
 		existing = s.registrations[i].key
 	}
+	targets := []uint16{o.from.target}
+	if o.allTgPt { // as if the command came through all of them
+		targets = o.nexus.targets()
+	}
+	own := func(r registration) bool {
+		return r.nexus.initiator == o.from.initiator && slices.Contains(targets, r.nexus.target)
+	}
+	strange := func(r registration) bool { return own(r) && r.key != o.key }
 	switch {
-	case o.row.sa == prRegister && o.key != existing:
+	case o.row.sa == prRegister && (o.key != existing || slices.ContainsFunc(s.registrations, strange)):
 		return o.conflict()
 	case i >= 0 && o.specIPT:
 		return o.failListBit(prFlags, specIPTBit)
@@ -512,28 +573,30 @@ func (o *prOut) register() bool {
 	}
 	s.aptpl = o.aptpl
 	if o.saKey == 0 {
-		o.unregister()
+		o.unregister(own)
 		return true
 	}
-	if !o.put(o.from) {
-		return false
-	}
-	for _, p := range o.ports {
-		if s.find(p) < 0 && !o.put(p) {
+	for _, target := range targets {
+		if !o.put(nexusName{o.from.initiator, target}) {
 			return false
+		}
+		for _, p := range o.ports {
+			if n := (nexusName{p, target}); s.find(n) < 0 && !o.put(n) {
+				return false
+			}
 		}
 	}
 	return true
 }
 
-// unregister takes away the registration of this nexus, and the reservation if
-// it was the last holder (SPC-4, section 5.13.11.2.3).
-func (o *prOut) unregister() {
+// unregister takes away the initiator's own registrations, and the reservation if
+// that leaves no holder (SPC-4, section 5.13.11.2.3).
+func (o *prOut) unregister(own func(registration) bool) {
 	s := &o.state
 	was := s.typ
-	s.remove(func(r registration) bool { return r.port == o.from })
+	s.remove(own)
 	if s.typ == 0 && prTypes[was].registrants {
-		o.notify(s.ports(), attentionReservationsReleased)
+		o.notify(s.nexuses(), attentionReservationsReleased)
 	}
 }
 
@@ -586,7 +649,7 @@ func (o *prOut) release() bool {
 	case o.CDB[2] != s.typ: // SCOPE and TYPE
 		return o.fail(condInvalidRelease)
 	case prTypes[s.typ].registrants:
-		o.notify(s.ports(), attentionReservationsReleased)
+		o.notify(s.nexuses(), attentionReservationsReleased)
 	}
 	s.release()
 	return true
@@ -606,7 +669,7 @@ func (o *prOut) preempt() bool {
 	s := &o.state
 	all := prTypes[s.typ].all
 	victim := func(r registration) bool { return r.key == o.saKey }
-	isHolder := func(r registration) bool { return s.holds(r.port) && victim(r) }
+	isHolder := func(r registration) bool { return s.holds(r.nexus) && victim(r) }
 	takeOver := all && o.saKey == 0 || !all && slices.ContainsFunc(s.registrations, isHolder)
 	switch {
 	case o.saKey == 0 && s.typ != 0 && !all:
@@ -619,13 +682,13 @@ func (o *prOut) preempt() bool {
 		return true
 	}
 	was := s.typ
-	o.preempted = s.remove(func(r registration) bool { return r.port != o.from && (all || victim(r)) })
+	o.preempted = s.remove(func(r registration) bool { return r.nexus != o.from && (all || victim(r)) })
 	if !o.establish() {
 		return false
 	}
 	o.notify(o.preempted, attentionRegistrationsPreempted)
 	if s.typ != was {
-		o.notify(s.ports(), attentionReservationsReleased)
+		o.notify(s.nexuses(), attentionReservationsReleased)
 	}
 	return true
 }
@@ -640,20 +703,22 @@ func (o *prOut) registerAndMove() bool {
 		return o.failCDB(1, 4)
 	case o.saKey == 0:
 		return o.failList(8)
-	case o.targetPort != relativePort:
+	case !slices.Contains(o.nexus.targets(), o.targetPort):
 		return o.failList(prMovePort)
 	case len(o.ports) != 1:
 		return o.failList(prMovePortLen)
-	case o.ports[0] == o.from:
+	}
+	to := nexusName{o.ports[0], o.targetPort}
+	if to == o.from {
 		return o.failList(prMovePortLen + 4)
 	}
 	s.aptpl = o.aptpl
-	if !o.put(o.ports[0]) {
+	if !o.put(to) {
 		return false
 	}
-	s.holder = o.ports[0]
+	s.holder = to
 	if o.unreg {
-		s.remove(func(r registration) bool { return r.port == o.from })
+		s.remove(func(r registration) bool { return r.nexus == o.from })
 	}
 	return true
 }

@@ -3,6 +3,7 @@ package lun
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"math"
 	"sync"
 
@@ -56,17 +57,31 @@ func lengthOctet(cdb []byte) int {
 
 // within tells whether count blocks from lba on are on the unit. An empty
 // range may start at its end.
-func (u *Unit) within(lba, count uint64) bool { return lba <= u.blocks && count <= u.blocks-lba }
+func (u *Unit) within(lba, count uint64) bool {
+	blocks := u.blocks.Load()
+	return lba <= blocks && count <= blocks-lba
+}
 
 // beginExtent decodes and checks the extent of c, which may cover most octets.
 func (u *Unit) beginExtent(c *Command, most uint64) bool {
 	c.lba, c.count = extent(c.CDB)
 	switch {
-	case !u.within(c.lba, c.count) || c.lba == u.blocks:
+	case !u.within(c.lba, c.count) || c.lba == u.blocks.Load():
 		return c.fail(condLBARange)
 	case c.count > most>>u.shift:
 		return c.failCDB(lengthOctet(c.CDB), noField)
 	}
+	return true
+}
+
+// toEnd makes the extent of c, which begins on the unit, one up to its end. The unit may
+// have been made smaller since.
+func (u *Unit) toEnd(c *Command) bool {
+	blocks := u.blocks.Load()
+	if c.lba >= blocks {
+		return c.fail(condLBARange)
+	}
+	c.count = blocks - c.lba
 	return true
 }
 
@@ -94,8 +109,8 @@ func (u *Unit) write(p []byte, pos int64, durable bool) error {
 
 // Preconditions: the stripes of the range are held.
 func (u *Unit) writeLocked(p []byte, pos int64, durable bool) error {
-	if u.sanitizer.state.Load() == sanitizeRunning {
-		return errSanitizing
+	if err := u.barred(); err != nil {
+		return err
 	}
 	if u.writeThrough() || u.cached() && durable {
 		return u.store.WriteDurable(p, pos)
@@ -108,8 +123,8 @@ func (u *Unit) shared(pos, n int64, f func(pos, n int64) error) error {
 	s := stripesOf(pos, n)
 	u.ranges.share(s)
 	defer u.ranges.unshare(s)
-	if u.sanitizer.state.Load() == sanitizeRunning {
-		return errSanitizing
+	if err := u.barred(); err != nil {
+		return err
 	}
 	return f(pos, n)
 }
@@ -141,11 +156,16 @@ func beginWrite(u *Unit, c *Command) bool {
 		return false
 	}
 	c.DataOut = c.count << u.shift
+	if c.Expected < c.DataOut && c.Expected&uint64(u.info.BlockSize-1) != 0 {
+		// Of fewer blocks than the CDB says, those that come are written. A
+		// part of one is not: GOOD would tell that it was, or that all of it
+		// was.
+		c.Overflow = true
+		return c.fail(condTooLittle)
+	}
 	return true
 }
 
-// consumeWrite writes what comes, also if that ends inside a block because the
-// initiator sends less than the CDB says: the rest of the block stays as it is.
 func consumeWrite(u *Unit, c *Command, p []byte, off uint64) bool {
 	if err := u.write(p, u.at(c, off), wantsFUA(c.CDB)); err != nil {
 		return c.failWrite(err)
@@ -168,11 +188,10 @@ func endSync(u *Unit, c *Command) {
 // endPrefetch is PRE-FETCH (SBC-3, section 5.13). It ends with GOOD and never
 // with CONDITION MET, which would promise that all blocks stay in the cache.
 func endPrefetch(u *Unit, c *Command) {
-	n := c.count
-	if n == 0 { // to the end of the medium
-		n = u.blocks - c.lba
+	if c.count == 0 && !u.toEnd(c) {
+		return
 	}
-	if err := backend.Prefetch(u.store, u.at(c, 0), int64(n<<u.shift)); err != nil {
+	if err := backend.Prefetch(u.store, u.at(c, 0), int64(c.count<<u.shift)); err != nil {
 		c.failRead(err)
 	}
 }
@@ -216,6 +235,9 @@ func consumeVerify(u *Unit, c *Command, p []byte, off uint64) bool {
 		return true // End refuses it
 	}
 	for i := range c.count {
+		if c.aborted() {
+			return c.fail(condAborted)
+		}
 		if !u.compareShared(c, p, int64((c.lba+i)<<u.shift), i<<u.shift) {
 			return false
 		}
@@ -240,6 +262,10 @@ func endVerify(u *Unit, c *Command) {
 	sp := scratch.Get().(*[]byte)
 	defer scratch.Put(sp)
 	for off, n := uint64(0), c.count<<u.shift; off < n; {
+		if c.aborted() {
+			c.fail(condAborted)
+			return
+		}
 		p := (*sp)[:min(uint64(len(*sp)), n-off)]
 		if err := u.store.ReadAt(p, u.at(c, off)); err != nil {
 			c.failRead(err)
@@ -286,15 +312,22 @@ const (
 	wsNDOB  = 0x01 // no data-out: zeros; in 16 octets only
 )
 
+// wsnz is the WSNZ bit: a WRITE SAME of 0 blocks, which is all to the end of the
+// medium, is refused. It is served only where that is never too much.
+func (u *Unit) wsnz() bool { return u.blocks.Load() > maxWriteSame>>u.shift }
+
 func beginWriteSame(u *Unit, c *Command) bool {
 	if !u.beginExtent(c, maxWriteSame) {
 		return false
 	}
 	switch {
-	case c.count == 0: // WSNZ: "all to the end" is not offered
+	case c.count == 0 && u.wsnz():
 		return c.failCDB(lengthOctet(c.CDB), noField)
 	case c.CDB[1]&wsUnmap != 0 && !u.isThin():
 		return c.failCDB(1, 3)
+	}
+	if c.count == 0 && !u.toEnd(c) {
+		return false
 	}
 	c.buf = c.buf[:0]
 	if c.CDB[1]&wsNDOB == 0 {
@@ -316,11 +349,11 @@ func endWriteSame(u *Unit, c *Command) {
 	var err error
 	switch {
 	case allZero(block) && c.CDB[1]&wsUnmap != 0:
-		err = u.shared(pos, n, u.store.Discard)
+		err = u.inSteps(c, pos, n, u.store.Discard)
 	case allZero(block):
-		err = u.shared(pos, n, u.store.Zero)
+		err = u.inSteps(c, pos, n, u.store.Zero)
 	default:
-		err = u.repeat(block, pos, n)
+		err = u.repeat(c, block, pos, n)
 	}
 	if err == nil && u.writeThrough() {
 		err = u.store.Sync()
@@ -330,8 +363,42 @@ func endWriteSame(u *Unit, c *Command) {
 	}
 }
 
+// errAborted ends a command that was aborted.
+var errAborted = errors.New("the command was aborted")
+
+func (c *Command) aborted() bool { return c.Abort != nil && c.Abort.Load() }
+
+// stepLength is about how many octets are erased at a time: then a command
+// finds out that it was aborted.
+const stepLength = 16 << 20
+
+// inSteps calls f, which erases a range, for n octets at pos piece by piece. The
+// pieces meet where the store can give space back on both sides.
+func (u *Unit) inSteps(c *Command, pos, n int64, f func(pos, n int64) error) error {
+	step := int64(stepLength)
+	if g := int64(u.info.DiscardGranularity); g > 0 {
+		step = max(step-step%g, g)
+	}
+	first := max(u.info.DiscardAlignment, 0)
+	for end := pos + n; pos < end; {
+		if c.aborted() {
+			return errAborted
+		}
+		next := first
+		if pos >= first {
+			next = pos - (pos-first)%step + step
+		}
+		next = min(next, end)
+		if err := u.shared(pos, next-pos, f); err != nil {
+			return err
+		}
+		pos = next
+	}
+	return nil
+}
+
 // repeat fills n octets at pos with copies of block.
-func (u *Unit) repeat(block []byte, pos, n int64) error {
+func (u *Unit) repeat(c *Command, block []byte, pos, n int64) error {
 	sp := scratch.Get().(*[]byte)
 	defer scratch.Put(sp)
 	p := (*sp)[:min(int64(len(*sp)), n)]
@@ -339,6 +406,9 @@ func (u *Unit) repeat(block []byte, pos, n int64) error {
 		copy(p[i:], block)
 	}
 	for n > 0 {
+		if c.aborted() {
+			return errAborted
+		}
 		p = p[:min(int64(len(p)), n)]
 		if err := u.shared(pos, int64(len(p)), func(pos, _ int64) error { return u.store.WriteAt(p, pos) }); err != nil {
 			return err
@@ -399,7 +469,7 @@ func consumeUnmap(u *Unit, c *Command, p []byte, _ uint64) bool {
 	}
 	for i := 0; i < len(descs); i += unmapDesc {
 		lba, count := be.Uint64(descs[i:]), uint64(be.Uint32(descs[i+8:]))
-		if err := u.shared(int64(lba<<u.shift), int64(count<<u.shift), u.store.Discard); err != nil {
+		if err := u.inSteps(c, int64(lba<<u.shift), int64(count<<u.shift), u.store.Discard); err != nil {
 			return c.failWrite(err)
 		}
 	}

@@ -86,11 +86,11 @@ func TestExtent(t *testing.T) {
 			wantSense(t, r.run(extentCDB(a.op, 0, a.lba, a.count), make([]byte, 512)), 0x5, 0x21, 0x00)
 		}
 		for _, a := range []access{{op, 0, 0}, {op, blocks - 1, 0}, {op, blocks - 1, 1}, {op, 0, blocks}} {
-			res := r.run(extentCDB(a.op, 0, a.lba, a.count), make([]byte, a.count*512))
-			if isWriteSame(op) && a.count == 0 { // WSNZ
-				wantField(t, res, lengthOctet([]byte{op}), noField)
-				continue
+			out := make([]byte, a.count*512)
+			if isWriteSame(op) {
+				out = make([]byte, 512)
 			}
+			res := r.run(extentCDB(a.op, 0, a.lba, a.count), out)
 			wantGood(t, fmt.Sprintf("%02x %d+%d", a.op, a.lba, a.count), res)
 		}
 	}
@@ -119,6 +119,20 @@ func TestTransferLimits(t *testing.T) {
 	const mostSame = 256<<20/512 - 8
 	wantField(t, r.run(extentCDB(0x93, 0, 0, mostSame+1), make([]byte, 512)), 10, noField)
 	r.good(extentCDB(0x93, 0, 1, mostSame), make([]byte, 512))
+	// A length of 0 is all to the end: never (WSNZ is 1) where that could be too
+	// much, and from any block where it cannot.
+	for _, lba := range []uint64{0, 4<<30/512 - mostSame, 4<<30/512 - 1} {
+		wantField(t, r.run(extentCDB(0x93, 0, lba, 0), make([]byte, 512)), 10, noField)
+		wantField(t, r.run(extentCDB(0x41, 0, lba, 0), make([]byte, 512)), 7, noField)
+	}
+	small := newRig(t, setup{size: mostSame * 512})
+	for _, op := range []byte{0x93, 0x41} {
+		small.good(extentCDB(0x8a, 0, mostSame-2, 2), pattern(1024, 1))
+		small.good(extentCDB(op, 0, mostSame-1, 0), make([]byte, 512))
+		wantOctets(t, small.good(extentCDB(0x88, 0, mostSame-2, 2), nil), append(pattern(1024, 1)[:512], make([]byte, 512)...))
+		small.good(extentCDB(op, 0, 0, 0), make([]byte, 512))
+		wantOctets(t, small.good(extentCDB(0x88, 0, mostSame-2, 2), nil), make([]byte, 1024))
+	}
 	r.good(extentCDB(0x91, 0, 0, 4<<30/512), nil) // SYNCHRONIZE CACHE has no limit
 	r.good(extentCDB(0x90, 0, 0, 4<<30/512), nil) // neither has PRE-FETCH
 
@@ -145,21 +159,31 @@ func TestBeyond4GiB(t *testing.T) {
 // DataIn and DataOut stay what the command itself transfers.
 func TestCutShort(t *testing.T) {
 	old, data := pattern(8*512, 1), pattern(8*512, 2)
-	for _, edtl := range []int{0, 1, 200, 512, 513, 4095, 4096} {
+	for _, edtl := range []int{0, 1, 200, 512, 513, 1024, 4095, 4096} {
 		r := newRig(t, setup{})
 		r.good("2a 00 00000000 00 0008 00", old)
+		written := edtl
 
 		res := do(r.nexus, &r.c, [8]byte{}, "28 00 00000000 00 0008 00", nil, edtl)
 		wantGood(t, "READ", res)
 		if wantOctets(t, res.in, old[:edtl]); res.dataIn != 4096 {
 			t.Errorf("DataIn %d, want 4096", res.dataIn)
 		}
-		res = r.run("2a 00 00000000 00 0008 00", data[:edtl])
-		wantGood(t, "WRITE", res)
-		if res.dataOut != 4096 || res.consumed != edtl {
-			t.Errorf("DataOut %d, consumed %d; want 4096, %d", res.dataOut, res.consumed, edtl)
+		for _, op := range []string{"2a", "2e"} {
+			r.c.Expected = uint64(edtl)
+			res = r.run(op+" 00 00000000 00 0008 00", data[:edtl])
+			r.c.Expected = 0
+			if r.c.Overflow != (edtl%512 != 0) {
+				t.Errorf("Overflow %t with %d octets", r.c.Overflow, edtl)
+			}
+			if edtl%512 != 0 { // the end of what comes would lie in a block
+				wantSense(t, res, 0x5, 0x0e, 0x03) // INVALID FIELD IN COMMAND INFORMATION UNIT
+				written = 0
+			} else if wantGood(t, "WRITE", res); res.dataOut != 4096 || res.consumed != edtl {
+				t.Errorf("DataOut %d, consumed %d; want 4096, %d", res.dataOut, res.consumed, edtl)
+			}
+			wantOctets(t, r.good("28 00 00000000 00 0008 00", nil), slices.Concat(data[:written], old[written:]))
 		}
-		wantOctets(t, r.good("28 00 00000000 00 0008 00", nil), slices.Concat(data[:edtl], old[edtl:]))
 	}
 	t.Run("all or nothing", func(t *testing.T) {
 		r := newRig(t, setup{})

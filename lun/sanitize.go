@@ -1,17 +1,20 @@
 package lun
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/iser-target/iser-target/backend"
 )
 
 // A sanitizer overwrites a medium in the background (SBC-3, section 4.11).
-// Neither a reset nor the end of the nexus that wanted it ends that; the end of
-// the process does, and nothing resumes it.
+// Neither a reset nor the end of the nexus or the task that wanted it ends that.
+// The end of the process interrupts it: Options.Sanitizations knows, and New
+// begins anew.
 //
 //	idle ── SANITIZE ──▶ running ── done ──▶ idle
 //	  ▲                   ▲  │
@@ -43,7 +46,28 @@ const (
 	sanitizeAUSE  = 0x20
 )
 
-const overwriteHeader = 4
+// Service actions of SANITIZE.
+const (
+	sanitizeOverwrite       = 0x01
+	sanitizeBlockErase      = 0x02
+	sanitizeCryptoErase     = 0x03
+	sanitizeExitFailureMode = 0x1f
+)
+
+const (
+	overwriteHeader = 4
+	maxOverwrites   = 0x1f // OVERWRITE COUNT has five bits
+	maxPattern      = 4096 // octets: the longest block
+)
+
+// A sanitizeJob is what a SANITIZE command wants.
+type sanitizeJob struct {
+	action       byte
+	unrestricted bool
+	passes       int // of OVERWRITE, as these
+	invert       bool
+	pattern      []byte
+}
 
 func beginOverwrite(u *Unit, c *Command) bool {
 	c.DataOut, c.Whole = uint64(binary.BigEndian.Uint16(c.CDB[7:])), true
@@ -56,8 +80,8 @@ func beginOverwrite(u *Unit, c *Command) bool {
 // consumeOverwrite is SANITIZE with the OVERWRITE service action (SBC-3,
 // section 5.24.2.2).
 func consumeOverwrite(u *Unit, c *Command, p []byte, _ uint64) bool {
-	const invert, countMask = 0x80, 0x1f
-	count, pattern := int(p[0]&countMask), p[overwriteHeader:]
+	const invert = 0x80
+	count, pattern := int(p[0]&maxOverwrites), p[overwriteHeader:]
 	n := int(binary.BigEndian.Uint16(p[2:]))
 	switch {
 	case count == 0:
@@ -65,24 +89,34 @@ func consumeOverwrite(u *Unit, c *Command, p []byte, _ uint64) bool {
 	case n == 0 || n > len(pattern):
 		return c.failList(2)
 	}
+	return u.sanitize(c, &sanitizeJob{passes: count, invert: p[0]&invert != 0, pattern: bytes.Clone(pattern[:n])})
+}
+
+// endErase is SANITIZE with the BLOCK ERASE and CRYPTOGRAPHIC ERASE service
+// actions (SBC-3, sections 5.24.2.3 and 5.24.2.4). No key was ever needed to read
+// the medium, and to forget one would erase nothing: the second erases the data.
+func endErase(u *Unit, c *Command) { u.sanitize(c, &sanitizeJob{}) }
+
+// run sanitizes the medium.
+func (j *sanitizeJob) run(u *Unit) error {
+	if j.action != sanitizeOverwrite {
+		return u.erase()
+	}
 	block := make([]byte, u.info.BlockSize)
 	for at := 0; at < len(block); {
-		at += copy(block[at:], pattern[:n])
+		at += copy(block[at:], j.pattern)
 	}
-	inverted := p[0]&invert != 0
-	return u.sanitize(c, func() error {
-		for pass := range count {
-			if inverted && pass > 0 {
-				for i := range block {
-					block[i] = ^block[i]
-				}
-			}
-			if err := u.overwrite(block, pass, count); err != nil {
-				return err
+	for pass := range j.passes {
+		if j.invert && pass > 0 {
+			for i := range block {
+				block[i] = ^block[i]
 			}
 		}
-		return nil
-	})
+		if err := u.overwrite(block, pass, j.passes); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // overwrite fills the medium with copies of block and syncs; it is one pass of
@@ -92,45 +126,44 @@ func (u *Unit) overwrite(block []byte, pass, passes int) error {
 	for i := 0; i < len(p); i += len(block) {
 		copy(p[i:], block)
 	}
-	for off := int64(0); off < u.info.Size; off += int64(len(p)) {
-		if err := u.store.WriteAt(p[:min(int64(len(p)), u.info.Size-off)], off); err != nil {
+	size := u.Size()
+	for off := int64(0); off < size; off += int64(len(p)) {
+		if err := u.store.WriteAt(p[:min(int64(len(p)), size-off)], off); err != nil {
 			return err
 		}
-		if err := u.sanitizer.step(off, u.info.Size, pass, passes); err != nil {
+		if err := u.sanitizer.step(off, size, pass, passes); err != nil {
 			return err
 		}
 	}
 	return u.store.Sync()
 }
 
-// endBlockErase is SANITIZE with the BLOCK ERASE service action (SBC-3, section
-// 5.24.2.3). What takes space is overwritten before it is given back, for others
-// may get it.
-func endBlockErase(u *Unit, c *Command) {
-	u.sanitize(c, func() error {
-		zeros := make([]byte, 1<<20)
-		for off := int64(0); off < u.info.Size; {
-			mapped, n, err := backend.Extent(u.store, off)
-			if err == nil && mapped {
-				n = min(n, int64(len(zeros)))
-				err = u.store.WriteAt(zeros[:n], off)
-			}
-			if err == nil {
-				err = u.sanitizer.step(off, u.info.Size, 0, 1)
-			}
-			if err != nil {
-				return err
-			}
-			off += n
+// erase writes zeros to what takes space, before it is given back where that
+// can be, for others may get it.
+func (u *Unit) erase() error {
+	zeros := make([]byte, 1<<20)
+	size := u.Size()
+	for off := int64(0); off < size; {
+		mapped, n, err := backend.Extent(u.store, off)
+		if err == nil && mapped {
+			n = min(n, int64(len(zeros)))
+			err = u.store.WriteAt(zeros[:n], off)
 		}
-		if err := u.store.Sync(); err != nil {
+		if err == nil {
+			err = u.sanitizer.step(off, size, 0, 1)
+		}
+		if err != nil {
 			return err
 		}
-		if err := u.store.Discard(0, u.info.Size); err != nil {
-			return err
-		}
-		return u.store.Sync()
-	})
+		off += n
+	}
+	if err := u.store.Sync(); err != nil || !u.isThin() {
+		return err
+	}
+	if err := u.store.Discard(0, size); err != nil {
+		return err
+	}
+	return u.store.Sync()
 }
 
 // step notes how far a sanitize is, and ends it when the unit is being closed.
@@ -142,47 +175,136 @@ func (s *sanitizer) step(off, size int64, pass, passes int) error {
 	return nil
 }
 
-// sanitize runs f in the background and, without IMMED, waits for its end.
-func (u *Unit) sanitize(c *Command, f func() error) bool {
+// abortPoll is how often a command that waits for a sanitize looks whether it
+// was aborted.
+const abortPoll = 10 * time.Millisecond
+
+// sanitize runs a job in the background and, without IMMED, waits for its end.
+func (u *Unit) sanitize(c *Command, job *sanitizeJob) bool {
+	job.action, job.unrestricted = c.CDB[1]&saMask, c.CDB[1]&sanitizeAUSE != 0
 	s := &u.sanitizer
 	s.mu.Lock()
-	unrestricted := c.CDB[1]&sanitizeAUSE != 0
 	switch state := s.state.Load(); {
+	case c.aborted():
+		s.mu.Unlock()
+		return c.fail(condAborted)
 	case state == sanitizeRunning: // another one was faster
 		s.mu.Unlock()
 		return c.failSense(u.sanitizing())
-	case state == sanitizeFailed && !s.unrestricted && unrestricted:
+	case state == sanitizeFailed && !s.unrestricted && job.unrestricted:
 		s.mu.Unlock()
 		return c.failCDB(1, 5)
 	case s.stop.Load():
 		s.mu.Unlock()
 		return c.fail(condInternal)
 	}
-	s.unrestricted = unrestricted
-	done := make(chan struct{})
+	if unsure, err := u.keepSanitize(job, false); err != nil {
+		k := condInternal
+		if unsure {
+			// The next start may erase the medium: nothing of worth must get
+			// there until then.
+			s.unrestricted = job.unrestricted
+			s.state.Store(sanitizeFailed)
+			k = condSanitizeFailed
+		}
+		s.mu.Unlock()
+		return c.fail(k)
+	}
+	u.opt.Logger.Warn("sanitize begins", "event", "medium", "naa", u.opt.Identity.Serial, "action", job.action, "initiator", c.nexus.port.InitiatorName)
+	done := u.startSanitize(job)
+	s.mu.Unlock()
+	if c.CDB[1]&sanitizeImmed != 0 {
+		return true
+	}
+	tick := time.NewTicker(abortPoll)
+	defer tick.Stop()
+	for {
+		select {
+		case <-done:
+			if s.state.Load() == sanitizeFailed {
+				return c.fail(condSanitizeFailed)
+			}
+			return true
+		case <-tick.C:
+			if c.aborted() {
+				return c.fail(condAborted)
+			}
+		}
+	}
+}
+
+// startSanitize runs a job that is kept already.
+//
+// Preconditions: sanitizer.mu is held, or nobody else knows u.
+func (u *Unit) startSanitize(job *sanitizeJob) (done chan struct{}) {
+	s := &u.sanitizer
+	s.unrestricted = job.unrestricted
+	done = make(chan struct{})
 	s.done = done
 	s.progress.Store(0)
 	// Writes that have begun are done then, and others find out.
 	u.ranges.exclude(^stripeSet(0))
 	s.state.Store(sanitizeRunning)
 	u.ranges.admit(^stripeSet(0))
-	s.mu.Unlock()
 	go func() {
 		defer close(done)
-		if f() != nil {
-			s.state.Store(sanitizeFailed)
-		} else {
-			s.state.Store(sanitizeIdle)
-		}
+		s.state.Store(u.endSanitize(job, job.run(u)))
 	}()
-	if c.CDB[1]&sanitizeImmed != 0 {
-		return true
+	return done
+}
+
+// endSanitize returns the state after a job that has ended with err.
+func (u *Unit) endSanitize(job *sanitizeJob, err error) uint32 {
+	switch {
+	case err == nil:
+		if _, err := u.keepSanitize(nil, false); err == nil {
+			u.opt.Logger.Info("sanitize done", "event", "medium", "naa", u.opt.Identity.Serial)
+			return sanitizeIdle
+		}
+		// The next start would erase what is written from now on.
+	case errors.Is(err, backend.ErrClosed):
+		u.opt.Logger.Warn("sanitize interrupted", "event", "medium", "naa", u.opt.Identity.Serial)
+	default:
+		u.opt.Logger.Error("sanitize failed", "event", "medium", "naa", u.opt.Identity.Serial, "reason", err)
+		// If this fails too, the next start begins anew, which is as good.
+		u.keepSanitize(job, true)
 	}
-	<-done
-	if s.state.Load() == sanitizeFailed {
-		return c.fail(condSanitizeFailed)
+	return sanitizeFailed
+}
+
+// keepSanitize is Sanitizations.save, if there are any.
+func (u *Unit) keepSanitize(job *sanitizeJob, failed bool) (unsure bool, err error) {
+	if u.opt.Sanitizations == nil {
+		return false, nil
 	}
-	return true
+	if unsure, err = u.opt.Sanitizations.save(u.opt.Identity.Serial, job, failed); err != nil {
+		u.logUnkept(err)
+	}
+	return unsure, err
+}
+
+// resumeSanitize takes up what the end of the process has interrupted, also if
+// a SANITIZE would not be allowed any more.
+//
+// Preconditions: nobody else knows u.
+func (u *Unit) resumeSanitize() error {
+	if u.opt.Sanitizations == nil {
+		return nil
+	}
+	job, failed, err := u.opt.Sanitizations.load(u.opt.Identity.Serial)
+	switch {
+	case err != nil:
+		return err
+	case job == nil:
+	case failed || u.readOnly:
+		u.opt.Logger.Error("sanitize has failed, or cannot go on where nothing can be written", "event", "medium", "naa", u.opt.Identity.Serial)
+		u.sanitizer.unrestricted = job.unrestricted
+		u.sanitizer.state.Store(sanitizeFailed)
+	default:
+		u.opt.Logger.Warn("sanitize begins anew", "event", "medium", "naa", u.opt.Identity.Serial, "action", job.action)
+		u.startSanitize(job)
+	}
+	return nil
 }
 
 // close ends a sanitize that is running.
@@ -207,9 +329,27 @@ func endExitFailureMode(u *Unit, c *Command) {
 	case !s.unrestricted:
 		c.failCDB(1, 4)
 	default:
+		if _, err := u.keepSanitize(nil, false); err != nil {
+			c.fail(condInternal)
+			return
+		}
 		s.state.Store(sanitizeIdle)
 	}
 }
+
+// barred is nil, or why no command that has begun may change the medium any more.
+func (u *Unit) barred() error {
+	switch {
+	case u.isSanitizing():
+		return errSanitizing
+	case u.detached.Load():
+		return backend.ErrClosed
+	}
+	return nil
+}
+
+// isSanitizing tells whether nobody may read or write.
+func (u *Unit) isSanitizing() bool { return u.sanitizer.state.Load() == sanitizeRunning }
 
 // sanitizing is the sense data of a command that meets a running sanitize.
 func (u *Unit) sanitizing() sense {

@@ -65,15 +65,30 @@ func TestSanitizeOverwrite(t *testing.T) {
 	wantListField(t, r.overwrite(0, unhex("01 00 0002 5a")), 2)                           // more than there is
 	wantSense(t, r.run("48 01 0000000000 0008 00", unhex("01 00 0004")), 0x5, 0x0e, 0x03) // less than announced
 	wantOctets(t, r.good(extentCDB(0x88, 0, 8190, 1), nil), block)                        // none of which did anything
-	wantField(t, r.run("48 03 0000000000 0000 00", nil), 1, 4)                            // CRYPTOGRAPHIC ERASE
 	wantSense(t, newRig(t, setup{}).run(blockErase, nil), 0x5, 0x20, 0x00)                // not allowed
 	wantSense(t, newRig(t, setup{opt: Options{Sanitize: true, ReadOnly: true}}).run(blockErase, nil), 0x7, 0x27, 0x00)
 	wantField(t, newRig(t, setup{info: thick, opt: Options{Sanitize: true}}).run(blockErase, nil), 1, 4)
 }
 
-// SBC-3, section 5.24.2.3: what held data is overwritten, what did not takes no
-// space for that, and in the end nothing does.
-func TestSanitizeBlockErase(t *testing.T) {
+const cryptoErase = "48 03 0000000000 0000 00"
+
+// SBC-3, sections 5.24.2.3 and 5.24.2.4: what held data is overwritten, what did
+// not takes no space for that, and in the end nothing does.
+func TestSanitizeErase(t *testing.T) {
+	for _, cdb := range []string{blockErase, cryptoErase} {
+		t.Run(cdb[:5], func(t *testing.T) { testErase(t, cdb) })
+	}
+	r := newRig(t, setup{info: thick, opt: Options{Sanitize: true}})
+	r.good(extentCDB(0x8a, 0, 0, 2048), pattern(1<<20, 1))
+	r.good(cryptoErase, nil)
+	wantOctets(t, r.good(extentCDB(0x88, 0, 0, 2048), nil), make([]byte, 1<<20))
+	if n := r.store.Calls(backendtest.Discard); n != 0 {
+		t.Errorf("%d calls of Discard on a store that cannot give space back", n)
+	}
+	wantField(t, r.run("48 03 0000000000 0008 00", make([]byte, 8)), 8, 3) // PARAMETER LIST LENGTH
+}
+
+func testErase(t *testing.T, cdb string) {
 	s := sanitizable
 	s.size = 1 << 40
 	r := newRig(t, s)
@@ -87,7 +102,7 @@ func TestSanitizeBlockErase(t *testing.T) {
 		}
 		return nil
 	})
-	r.good(blockErase, nil)
+	r.good(cdb, nil)
 	if n := written.Load(); n != 3*64<<10 {
 		t.Errorf("%d octets were overwritten, want three pages", n)
 	}
@@ -128,7 +143,9 @@ func until(t testing.TB, what string, f func() bool) {
 func TestSanitizeInProgress(t *testing.T) {
 	r := newRig(t, sanitizable)
 	other := r.login()
-	held, release := r.hold(backendtest.Sync)
+	held, let := r.hold(backendtest.Sync)
+	release := sync.OnceFunc(let)
+	defer release()                                           // or a failure would leave Close waiting
 	r.run("48 81 0000000000 0005 00", unhex("01 00 0001 5a")) // IMMED
 	<-held
 	check := func(n *Nexus) {
@@ -152,6 +169,9 @@ func TestSanitizeInProgress(t *testing.T) {
 		t.Errorf("REQUEST SENSE: % x", in)
 	}
 	r.nexus.ResetUnit([8]byte{})
+	for _, n := range []*Nexus{r.nexus, other} {
+		wantSense(t, do(n, &r.c, [8]byte{}, "00", nil, all), 0x6, 0x29, 0x03)
+	}
 	check(r.nexus)
 	release()
 	until(t, "end of the sanitize", func() bool { return r.run("00", nil).status == statusGood })
@@ -235,4 +255,25 @@ func TestSanitizeEndsWithUnit(t *testing.T) {
 		t.Errorf("%d writes, want 1", n)
 	}
 	wantSense(t, r.run("48 82 0000000000 0000 00", nil), 0x4, 0x44, 0x00)
+}
+
+// SBC-3, section 4.11.3: what ends the command does not end the sanitize.
+func TestSanitizeAborted(t *testing.T) {
+	r := newRig(t, sanitizable)
+	var abort atomic.Bool
+	r.c.Abort = &abort
+	held, release := r.hold(backendtest.Sync)
+	ended := make(chan result)
+	go func() { ended <- r.run(blockErase, nil) }()
+	<-held
+	abort.Store(true)
+	wantSense(t, <-ended, 0xb, 0x00, 0x00)
+	abort.Store(false)
+	wantSense(t, r.run("00", nil), 0x2, 0x04, 0x1b)
+	release()
+	until(t, "end of the sanitize", func() bool { return r.run("00", nil).status == statusGood })
+	abort.Store(true)
+	wantSense(t, r.run(blockErase, nil), 0xb, 0x00, 0x00)
+	abort.Store(false)
+	r.good("00", nil) // it has not begun
 }

@@ -23,6 +23,7 @@ const (
 	keyUnitAttention  = 0x06
 	keyDataProtect    = 0x07
 	keyCopyAborted    = 0x0a
+	keyAbortedCommand = 0x0b
 	keyMiscompare     = 0x0e
 )
 
@@ -32,10 +33,15 @@ type cond struct{ key, asc, ascq byte }
 
 var (
 	condNone                       = cond{keyNoSense, 0x00, 0x00}
-	condNotReadyStopped            = cond{keyNotReady, 0x04, 0x02}    // INITIALIZING COMMAND REQUIRED
-	condSanitizing                 = cond{keyNotReady, 0x04, 0x1b}    // SANITIZE IN PROGRESS
-	condSanitizeFailed             = cond{keyMediumError, 0x31, 0x03} // SANITIZE COMMAND FAILED
-	condNoMedium                   = cond{keyNotReady, 0x3a, 0x02}    // MEDIUM NOT PRESENT - TRAY OPEN
+	condNotReadyStopped            = cond{keyNotReady, 0x04, 0x02}      // INITIALIZING COMMAND REQUIRED
+	condBecomingReady              = cond{keyNotReady, 0x04, 0x01}      // IN PROCESS OF BECOMING READY
+	condNoStore                    = cond{keyNotReady, 0x04, 0x03}      // MANUAL INTERVENTION REQUIRED
+	condStandby                    = cond{keyNotReady, 0x04, 0x0b}      // TARGET PORT IN STANDBY STATE
+	condUnavailable                = cond{keyNotReady, 0x04, 0x0c}      // TARGET PORT IN UNAVAILABLE STATE
+	condAccessChanged              = cond{keyUnitAttention, 0x2a, 0x06} // ASYMMETRIC ACCESS STATE CHANGED
+	condSanitizing                 = cond{keyNotReady, 0x04, 0x1b}      // SANITIZE IN PROGRESS
+	condSanitizeFailed             = cond{keyMediumError, 0x31, 0x03}   // SANITIZE COMMAND FAILED
+	condNoMedium                   = cond{keyNotReady, 0x3a, 0x02}      // MEDIUM NOT PRESENT - TRAY OPEN
 	condWriteError                 = cond{keyMediumError, 0x0c, 0x00}
 	condReadError                  = cond{keyMediumError, 0x11, 0x00} // UNRECOVERED READ ERROR
 	condUnsynced                   = cond{keyHardwareError, 0x0c, 0x00}
@@ -52,9 +58,12 @@ var (
 	condWriteProtected             = cond{keyDataProtect, 0x27, 0x00}
 	condSoftwareProtected          = cond{keyDataProtect, 0x27, 0x02} // LOGICAL UNIT SOFTWARE WRITE PROTECTED
 	condSpace                      = cond{keyDataProtect, 0x27, 0x07} // SPACE ALLOCATION FAILED WRITE PROTECT
+	condAborted                    = cond{keyAbortedCommand, 0x00, 0x00}
 	condMiscompare                 = cond{keyMiscompare, 0x1d, 0x00}
 	condPowerOn                    = cond{keyUnitAttention, 0x29, 0x00}
-	condReset                      = cond{keyUnitAttention, 0x29, 0x03}  // BUS DEVICE RESET FUNCTION OCCURRED
+	condReset                      = cond{keyUnitAttention, 0x29, 0x03} // BUS DEVICE RESET FUNCTION OCCURRED
+	condClearedByTransport         = cond{keyUnitAttention, 0x47, 0x7f} // SOME COMMANDS CLEARED BY ISCSI PROTOCOL EVENT
+	condOperationInProgress        = cond{keyIllegalRequest, 0x00, 0x16}
 	condTooManyCSCDs               = cond{keyIllegalRequest, 0x26, 0x06} // TOO MANY TARGET DESCRIPTORS
 	condCSCDType                   = cond{keyIllegalRequest, 0x26, 0x07} // UNSUPPORTED TARGET DESCRIPTOR TYPE CODE
 	condTooManySegments            = cond{keyIllegalRequest, 0x26, 0x08} // TOO MANY SEGMENT DESCRIPTORS
@@ -67,6 +76,9 @@ var (
 	condInexactSegment             = cond{keyCopyAborted, 0x26, 0x0a}   // UNEXPECTED INEXACT SEGMENT
 	condMediumChanged              = cond{keyUnitAttention, 0x28, 0x00} // NOT READY TO READY CHANGE
 	condModeChanged                = cond{keyUnitAttention, 0x2a, 0x01} // MODE PARAMETERS CHANGED
+	condCapacityChanged            = cond{keyUnitAttention, 0x2a, 0x09} // CAPACITY DATA HAS CHANGED
+	condLUNsChanged                = cond{keyUnitAttention, 0x3f, 0x0e} // REPORTED LUNS DATA HAS CHANGED
+	condCleared                    = cond{keyUnitAttention, 0x2f, 0x00} // COMMANDS CLEARED BY ANOTHER INITIATOR
 	noField                    int = -1
 )
 
@@ -141,7 +153,10 @@ func (c *Command) failSense(s sense) bool {
 // failWrite reports that the store could not change the medium, failRead that
 // it could not read it.
 func (c *Command) failWrite(err error) bool {
+	c.logTrouble(err)
 	switch {
+	case errors.Is(err, errAborted):
+		return c.fail(condAborted)
 	case errors.Is(err, errSanitizing):
 		return c.failSense(c.unit.sanitizing())
 	case errors.Is(err, backend.ErrNoSpace):
@@ -151,14 +166,32 @@ func (c *Command) failWrite(err error) bool {
 	case errors.Is(err, backend.ErrUnsynced):
 		return c.fail(condUnsynced)
 	case errors.Is(err, backend.ErrClosed):
-		return c.fail(condInternal)
+		return c.failClosed()
+	case errors.Is(err, backend.ErrRange):
+		return c.fail(condLBARange) // the unit was made smaller meanwhile
 	}
 	return c.fail(condWriteError)
 }
 
 func (c *Command) failRead(err error) bool {
-	if errors.Is(err, backend.ErrClosed) {
-		return c.fail(condInternal)
+	c.logTrouble(err)
+	switch {
+	case errors.Is(err, backend.ErrClosed):
+		return c.failClosed()
+	case errors.Is(err, backend.ErrRange):
+		return c.fail(condLBARange)
 	}
 	return c.fail(condReadError)
+}
+
+// failClosed ends a command that meets a closed store: its unit has been taken away
+// from the initiators, another one takes its place, or the target ends.
+func (c *Command) failClosed() bool {
+	switch {
+	case c.unit.gone.Load():
+		return c.fail(condNoLUN)
+	case c.unit.replaced.Load():
+		return c.fail(condBecomingReady)
+	}
+	return c.fail(condInternal)
 }

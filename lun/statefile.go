@@ -130,27 +130,12 @@ func encodeState(s any) ([]byte, error) {
 // decodeState is the reverse of encodeState: it fills *s from JSON with that
 // version. Members that are unknown are errors; sameTokens finds what is left.
 func decodeState(b []byte, version int, s any) error {
+	got, err := stateVersion(b)
 	switch {
-	case len(b) == 0:
-		return errors.New("is empty")
-	case len(b) > maxStateFile:
-		return fmt.Errorf("is longer than the limit of %d octets", maxStateFile)
-	case !utf8.Valid(b):
-		return errors.New("is not valid UTF-8")
-	}
-	// The version first: it decides what else may be there.
-	var v struct{ Version *int }
-	if err := json.Unmarshal(b, &v); err != nil {
-		if syntax, ok := errors.AsType[*json.SyntaxError](err); ok {
-			return fmt.Errorf("is damaged at octet %d of %d: %w", syntax.Offset, len(b), err)
-		}
-		return fmt.Errorf("is damaged: %w", err)
-	}
-	switch {
-	case v.Version == nil:
-		return errors.New("has no version")
-	case *v.Version != version:
-		return fmt.Errorf("has version %d, but this program knows version %d only", *v.Version, version)
+	case err != nil:
+		return err
+	case got != version:
+		return fmt.Errorf("has version %d, but this program knows version %d only", got, version)
 	}
 	d := json.NewDecoder(bytes.NewReader(b))
 	d.DisallowUnknownFields()
@@ -158,6 +143,30 @@ func decodeState(b []byte, version int, s any) error {
 		return fmt.Errorf("is damaged: %w", err)
 	}
 	return nil
+}
+
+// stateVersion is the version of what decodeState takes: it decides what else
+// may be there.
+func stateVersion(b []byte) (int, error) {
+	switch {
+	case len(b) == 0:
+		return 0, errors.New("is empty")
+	case len(b) > maxStateFile:
+		return 0, fmt.Errorf("is longer than the limit of %d octets", maxStateFile)
+	case !utf8.Valid(b):
+		return 0, errors.New("is not valid UTF-8")
+	}
+	var v struct{ Version *int }
+	if err := json.Unmarshal(b, &v); err != nil {
+		if syntax, ok := errors.AsType[*json.SyntaxError](err); ok {
+			return 0, fmt.Errorf("is damaged at octet %d of %d: %w", syntax.Offset, len(b), err)
+		}
+		return 0, fmt.Errorf("is damaged: %w", err)
+	}
+	if v.Version == nil {
+		return 0, errors.New("has no version")
+	}
+	return *v.Version, nil
 }
 
 // sameTokens checks that b says s and nothing else; white space is free, and so

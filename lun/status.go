@@ -20,19 +20,23 @@ const (
 func getLBAStatus(u *Unit, c *Command) bool {
 	be := binary.BigEndian
 	lba, allocation := be.Uint64(c.CDB[2:]), be.Uint32(c.CDB[10:])
-	if lba >= u.blocks {
+	blocks := u.blocks.Load()
+	if lba >= blocks {
 		return c.fail(condLBARange)
 	}
 	b := c.zeroed(lbaStatusHeader)
 	// One descriptor more than there is room for would not be seen.
 	most := min(max(int(allocation)-lbaStatusHeader, lbaStatusDesc)/lbaStatusDesc, maxLBAStatus)
 	for range most {
-		if lba == u.blocks {
+		if lba == blocks {
 			break
 		}
 		mapped, n, err := u.blockStatus(lba)
 		if err != nil {
 			return c.failRead(err)
+		}
+		if n == 0 { // the unit has been made smaller
+			break
 		}
 		d := [lbaStatusDesc]byte{12: statusMapped}
 		if !mapped {
@@ -51,7 +55,8 @@ func getLBAStatus(u *Unit, c *Command) bool {
 // with the same answer, of which there are n in all.
 func (u *Unit) blockStatus(lba uint64) (mapped bool, n uint32, err error) {
 	const most = 1<<32 - 1 // what the descriptor can say
-	for first := lba; lba < u.blocks; {
+	blocks := u.blocks.Load()
+	for first := lba; lba < blocks; {
 		m, octets, err := backend.Extent(u.store, int64(lba<<u.shift))
 		if err != nil {
 			return false, 0, err

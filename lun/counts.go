@@ -1,0 +1,257 @@
+package lun
+
+import "sync/atomic"
+
+// Transport is what the commands of a nexus come by. Units count them apart.
+type Transport uint8
+
+const (
+	TCP Transport = iota
+	ISER
+	Transports // how many there are
+)
+
+func (t Transport) String() string { return [...]string{"tcp", "iser"}[t] }
+
+// Kind is what a command is counted as.
+type Kind uint8
+
+const (
+	KindRead  Kind = iota // READ
+	KindWrite             // commands with data that goes to the medium
+	KindOther             // all others, UNMAP and SANITIZE among them
+	Kinds                 // how many there are
+)
+
+func (k Kind) String() string { return [...]string{"read", "write", "other"}[k] }
+
+// kind is what a command of that row, which may be nil, is counted as.
+func (row *command) kind() Kind {
+	switch {
+	case row == nil:
+		return KindOther
+	case row.produce != nil:
+		return KindRead
+	case row.flags&(writes|thin|sanitizes) == writes:
+		return KindWrite
+	}
+	return KindOther
+}
+
+// Counts are what has become of commands.
+type Counts struct {
+	InFlight        int64         // have begun and not ended
+	Commands        [Kinds]uint64 // have ended with a status
+	Octets          [Kinds]uint64 // data that was moved
+	Aborted         uint64        // commands that have ended without a status
+	CheckConditions [16]uint64    // by sense key
+	MediumErrors    [Kinds]uint64 // of these what the store could not read or write, by what the command is
+	OtherStatuses   uint64        // neither GOOD nor CHECK CONDITION: RESERVATION CONFLICT
+	Underflows      uint64        // commands with a residual count (RFC 7143, section 11.4.5.1)
+	Overflows       uint64
+}
+
+// Failed is how many commands have ended with CHECK CONDITION.
+func (c *Counts) Failed() (n uint64) {
+	for _, k := range c.CheckConditions {
+		n += k
+	}
+	return n
+}
+
+// common is what each command counts in.
+type common struct {
+	begun, aborted   atomic.Uint64
+	commands, octets [Kinds]atomic.Uint64
+}
+
+// rare is what few commands count in.
+type rare struct {
+	checkConditions       [16]atomic.Uint64
+	mediumErrors          [Kinds]atomic.Uint64
+	otherStatuses         atomic.Uint64
+	underflows, overflows atomic.Uint64
+}
+
+func (c *common) addTo(sum *Counts) {
+	// What has ended is read first: nothing ends that has not begun.
+	aborted := c.aborted.Load()
+	ended := aborted
+	for k := range Kinds {
+		n := c.commands[k].Load()
+		sum.Commands[k] += n
+		sum.Octets[k] += c.octets[k].Load()
+		ended += n
+	}
+	sum.Aborted += aborted
+	sum.InFlight += int64(c.begun.Load() - ended)
+}
+
+func (r *rare) addTo(sum *Counts) {
+	for i := range r.checkConditions {
+		sum.CheckConditions[i] += r.checkConditions[i].Load()
+	}
+	for k := range Kinds {
+		sum.MediumErrors[k] += r.mediumErrors[k].Load()
+	}
+	sum.OtherStatuses += r.otherStatuses.Load()
+	sum.Underflows += r.underflows.Load()
+	sum.Overflows += r.overflows.Load()
+}
+
+// countShards is how many places a unit has for the same count, so that the cores
+// that serve its nexuses do not take a cache line from each other.
+const countShards = 8
+
+// unitCounts are the counts of a unit. A nexus uses one shard of its transport.
+type unitCounts [Transports]transportCounts
+
+type transportCounts struct {
+	shards [countShards]struct {
+		common
+		_ [64]byte // whatever the alignment, no line belongs to two shards
+	}
+	rare
+	latencies [countShards]atomic.Pointer[latencies] // nil: there were none; see latenciesOf
+}
+
+// nexusCounts are the counts of a nexus. They lie apart from what is only read.
+type nexusCounts struct {
+	common
+	_ [64]byte
+	rare
+	latencies latencies
+}
+
+// nexuses counts those that were made.
+var nexuses atomic.Uint32
+
+// SetTransport tells what the nexus is counted as, TCP unless it is called. To be
+// called before the first command.
+func (n *Nexus) SetTransport(t Transport) { n.transport = t }
+
+// Transport is what the nexus is counted as.
+func (n *Nexus) Transport() Transport { return n.transport }
+
+// Counts are those of the unit, for each transport.
+func (u *Unit) Counts() (all [Transports]Counts) {
+	for t := range u.counts {
+		for i := range u.counts[t].shards {
+			u.counts[t].shards[i].addTo(&all[t])
+		}
+		u.counts[t].rare.addTo(&all[t])
+	}
+	return all
+}
+
+// Counts are those of the nexus, with the commands for LUNs that there are not.
+func (n *Nexus) Counts() (c Counts) {
+	n.counts.common.addTo(&c)
+	n.counts.rare.addTo(&c)
+	return c
+}
+
+// begun counts c, whose unit is known, as one in flight.
+func (c *Command) begun() {
+	c.counted = true
+	n := c.nexus
+	n.counts.begun.Add(1)
+	if c.unit != nil {
+		c.unit.counts[n.transport].shards[n.shard].begun.Add(1)
+	}
+}
+
+// Refuse ends c with CHECK CONDITION on behalf of the transport, instead of Begin.
+func (n *Nexus) Refuse(c *Command, key, asc, ascq byte) {
+	c.identify(n)
+	c.Fail(key, asc, ascq)
+}
+
+// identify finds out what c, which comes from n, is about.
+func (c *Command) identify(n *Nexus) {
+	c.nexus, c.itl, c.unit = n, n.find(c.LUN), nil
+	if c.itl != nil {
+		c.unit = c.itl.unit
+	}
+	c.row = lookup(c.CDB)
+	c.begun()
+}
+
+// Count counts the end of c, of whose data so many octets were moved; it has no status
+// if it was aborted. It returns false if c has been counted before, or has not begun.
+func (n *Nexus) Count(c *Command, octets uint64, aborted bool) bool {
+	if !c.counted {
+		return false
+	}
+	c.counted = false
+	kind := c.row.kind()
+	n.counts.count(kind, octets, aborted)
+	if c.unit != nil {
+		c.unit.counts[n.transport].shards[n.shard].count(kind, octets, aborted)
+	}
+	if aborted || c.Status == statusGood {
+		return true
+	}
+	n.counts.failed(c)
+	if c.unit != nil {
+		c.unit.counts[n.transport].failed(c)
+	}
+	return true
+}
+
+func (c *common) count(kind Kind, octets uint64, aborted bool) {
+	if octets > 0 {
+		c.octets[kind].Add(octets)
+	}
+	if aborted {
+		c.aborted.Add(1)
+	} else {
+		c.commands[kind].Add(1)
+	}
+}
+
+func (r *rare) failed(c *Command) {
+	if c.Status == statusCheckCondition && len(c.sense) == senseLen {
+		k := cond{c.sense[2] & 0x0f, c.sense[12], c.sense[13]} // fixed format
+		r.checkConditions[k.key].Add(1)
+		if k.key == keyMediumError && k != condSanitizeFailed {
+			r.mediumErrors[c.row.kind()].Add(1)
+		}
+	} else {
+		r.otherStatuses.Add(1)
+	}
+}
+
+// CountResidual counts that the response to c, which Count has counted, has a
+// residual count.
+func (n *Nexus) CountResidual(c *Command, overflow bool) {
+	n.counts.residual(overflow)
+	if c.unit != nil {
+		c.unit.counts[n.transport].residual(overflow)
+	}
+}
+
+func (r *rare) residual(overflow bool) {
+	if overflow {
+		r.overflows.Add(1)
+	} else {
+		r.underflows.Add(1)
+	}
+}
+
+// An Entry is a logical unit of an Inventory.
+type Entry struct {
+	LUN  uint16
+	Unit *Unit
+}
+
+// Entries are all logical units in the order of their LUNs.
+func (inv *Inventory) Entries() []Entry {
+	inv.mu.RLock()
+	defer inv.mu.RUnlock()
+	list := make([]Entry, len(inv.ids))
+	for i, id := range inv.ids {
+		list[i] = Entry{id, inv.units[i]}
+	}
+	return list
+}

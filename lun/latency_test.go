@@ -1,0 +1,98 @@
+package lun
+
+import (
+	"sync"
+	"testing"
+	"time"
+)
+
+// A latency is in the bucket that its bounds say, the upper one included.
+func TestLatencyBuckets(t *testing.T) {
+	if first, last := LatencyBound(0), LatencyBound(LatencyBuckets-2); first != 1024 || last < 30*time.Second || last > 31*time.Second {
+		t.Errorf("bounds from %v to %v", first, last)
+	}
+	for i := range LatencyBuckets - 1 {
+		bound := LatencyBound(i)
+		if i > 0 && (bound <= LatencyBound(i-1) || bound > LatencyBound(i-1)*5/4) {
+			t.Errorf("bound %d is %v, behind %v", i, bound, LatencyBound(i-1))
+		}
+		if at, above := latencyBucket(bound), latencyBucket(bound+1); at != i || above != i+1 {
+			t.Errorf("%v is in bucket %d, 1 ns more in %d; want %d and %d", bound, at, above, i, i+1)
+		}
+	}
+	for d, want := range map[time.Duration]int{-1: 0, 0: 0, 1: 0, time.Hour: LatencyBuckets - 1, 1<<63 - 1: LatencyBuckets - 1} {
+		if got := latencyBucket(d); got != want {
+			t.Errorf("%v is in bucket %d, want %d", d, got, want)
+		}
+	}
+}
+
+// Each command counts once in each phase that it had, for its nexus and its unit.
+func TestLatencies(t *testing.T) {
+	r := newRig(t, setup{})
+	other := r.login()
+	other.SetTransport(ISER)
+	var cmd Command
+	spend := func(n *Nexus, lun uint16, spent Spent) {
+		do(n, &cmd, EncodeLUN(lun), "28000000000000000100", nil, all)
+		n.Count(&cmd, 512, false)
+		n.CountSpent(&cmd, &spent)
+	}
+	spend(r.nexus, 0, Spent{PhaseBackend: 3 * time.Millisecond, PhaseSend: time.Microsecond})
+	spend(r.nexus, 0, Spent{PhaseReceive: time.Second, PhaseBackend: time.Millisecond, PhaseReadWait: 5 * time.Millisecond})
+	spend(other, 0, Spent{PhaseSend: time.Hour})
+	spend(r.nexus, 9, Spent{PhaseBackend: time.Microsecond}) // there is no such unit
+
+	check := func(what string, got Latencies, sums [Phases]time.Duration, counts [Phases]uint64) {
+		t.Helper()
+		for p := range Phases {
+			n := uint64(0)
+			for _, k := range got[p].Buckets {
+				n += k
+			}
+			if got[p].Sum != sums[p] || got[p].Count != counts[p] || n != counts[p] {
+				t.Errorf("%s, %v: %v, %d, in buckets %d; want %v, %d", what, p, got[p].Sum, got[p].Count, n, sums[p], counts[p])
+			}
+		}
+	}
+	unit := r.unit.Latencies()
+	check("unit", unit[TCP],
+		[Phases]time.Duration{time.Second, 4 * time.Millisecond, 5 * time.Millisecond, time.Microsecond, time.Second + 9*time.Millisecond + time.Microsecond},
+		[Phases]uint64{2, 2, 1, 2, 2})
+	check("unit, other transport", unit[ISER], [Phases]time.Duration{PhaseSend: time.Hour, PhaseTotal: time.Hour}, [Phases]uint64{1, 1, 0, 1, 1})
+	check("nexus", r.nexus.Latencies(),
+		[Phases]time.Duration{time.Second, 4*time.Millisecond + time.Microsecond, 5 * time.Millisecond, time.Microsecond, time.Second + 9*time.Millisecond + 2*time.Microsecond},
+		[Phases]uint64{3, 3, 1, 3, 3})
+	check("other nexus", other.Latencies(), [Phases]time.Duration{PhaseSend: time.Hour, PhaseTotal: time.Hour}, [Phases]uint64{1, 1, 0, 1, 1})
+	if b := unit[TCP][PhaseBackend].Buckets; b[latencyBucket(3*time.Millisecond)] != 1 || b[latencyBucket(time.Millisecond)] != 1 {
+		t.Errorf("backend: %v", b)
+	}
+
+	sum := unit[TCP]
+	sum.Add(&unit[ISER])
+	check("both transports", sum,
+		[Phases]time.Duration{time.Second, 4 * time.Millisecond, 5 * time.Millisecond, time.Hour + time.Microsecond, time.Hour + time.Second + 9*time.Millisecond + time.Microsecond},
+		[Phases]uint64{3, 3, 1, 3, 3})
+}
+
+// Nothing is lost between nexuses that count at the same time, the first of a shard
+// included.
+func TestLatenciesOfManyNexuses(t *testing.T) {
+	r := newRig(t, setup{})
+	const nexuses, commands = 2*countShards + 1, 50
+	var wg sync.WaitGroup
+	for range nexuses {
+		n := r.login()
+		wg.Go(func() {
+			var c Command
+			do(n, &c, [8]byte{}, "28000000000000000100", nil, 512)
+			for range commands {
+				n.CountSpent(&c, &Spent{PhaseBackend: time.Millisecond})
+			}
+		})
+	}
+	wg.Wait()
+	if l := r.unit.Latencies()[TCP][PhaseTotal]; l.Count != nexuses*commands || l.Sum != nexuses*commands*time.Millisecond {
+		t.Errorf("%d, %v", l.Count, l.Sum)
+	}
+}

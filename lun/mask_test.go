@@ -1,0 +1,169 @@
+package lun
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/iser-target/iser-target/backend/backendtest"
+)
+
+// maskFor is access for initiators with that ending, and ReadWrite for others.
+func maskFor(ending string, access Access) Mask {
+	return func(initiator string) Access {
+		if strings.HasSuffix(initiator, ending) {
+			return access
+		}
+		return ReadWrite
+	}
+}
+
+// A masked logical unit is none (SPC-4, sections 6.6.2 and 6.33; SAM-5, section
+// 5.11): neither to commands nor to task management.
+func TestMaskedUnit(t *testing.T) {
+	r := newRig(t, setup{})
+	inv := NewInventory()
+	for id, u := range []*Unit{r.unit, newRig(t, setup{}).unit, newRig(t, setup{}).unit} {
+		if err := inv.AddMasked(uint16(id), u, map[int]Mask{1: maskFor(":c", NoAccess), 2: maskFor(":a", NoAccess)}[id]); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := inv.AddMasked(1, r.unit, nil); err == nil {
+		t.Error("LUN 1 was added twice")
+	}
+	upper := portC
+	upper.InitiatorName = "IQN.2026-11.io.example:C"
+	for _, s := range []struct {
+		port Port
+		hide byte
+		list string
+	}{
+		{portA, 2, "00000010 00000000 0000000000000000 0001000000000000"},
+		{portC, 1, "00000010 00000000 0000000000000000 0002000000000000"},
+		{upper, 1, "00000010 00000000 0000000000000000 0002000000000000"},
+	} {
+		n := inv.NewNexus(s.port)
+		on := func(lun byte, cdb string) result { return do(n, &r.c, [8]byte{1: lun}, cdb, nil, all) }
+		res := on(s.hide, "a0 00 00 000000 000000ff 00 00")
+		wantGood(t, "REPORT LUNS", res)
+		wantOctets(t, res.in, unhex(s.list))
+		if res := on(s.hide, "12 00 00 00ff 00"); res.in[0] != 0x7f {
+			t.Errorf("%s: octet 0 of INQUIRY is %#x", s.port.InitiatorName, res.in[0])
+		}
+		wantSense(t, on(s.hide, "12 01 83 00ff 00"), 0x5, 0x25, 0x00)
+		for i := range commands {
+			row := &commands[i]
+			if row.flags&absentLUN == 0 {
+				wantSense(t, doCDB(n, &r.c, [8]byte{1: s.hide}, rowCDB(row), rowData, all), 0x5, 0x25, 0x00)
+			}
+		}
+		hidden := [8]byte{1: s.hide}
+		if n.LUNExists(hidden) || n.SameUnit(hidden, hidden) || !n.LUNExists([8]byte{}) {
+			t.Errorf("%s: LUN %d is there for task management", s.port.InitiatorName, s.hide)
+		}
+		n.Close()
+	}
+}
+
+// Who may only read finds the medium protected, and nobody else does.
+func TestReadOnlyNexus(t *testing.T) {
+	r := newRig(t, setup{opt: Options{Sanitize: true, Removable: true}})
+	inv := NewInventory()
+	if err := inv.AddMasked(0, r.unit, maskFor(":c", ReadOnly)); err != nil {
+		t.Fatal(err)
+	}
+	enter := func(p Port) *Nexus {
+		n := inv.NewNexus(p)
+		wantSense(t, do(n, &r.c, [8]byte{}, "00", nil, all), 0x6, 0x29, 0x00)
+		n.list()[0].copies.set(0, copyStatus{})
+		return n
+	}
+	n, a := enter(portC), enter(portA)
+	for _, row := range rowsFor(r.unit) {
+		res := doCDB(n, &r.c, [8]byte{}, rowCDB(row), rowData, all)
+		if row.flags&writes != 0 {
+			wantSense(t, res, 0x7, 0x27, 0x00)
+		} else {
+			wantDone(t, row, res)
+		}
+	}
+	for _, op := range []backendtest.Op{backendtest.WriteAt, backendtest.WriteDurable, backendtest.Discard, backendtest.Zero} {
+		if calls := r.store.Calls(op); calls != 0 {
+			t.Errorf("%v was called %d times", op, calls)
+		}
+	}
+	const wpBit = 0x80
+	for _, s := range []struct {
+		n    *Nexus
+		want byte
+	}{{n, wpBit}, {a, 0}} {
+		if got := do(s.n, &r.c, [8]byte{}, "1a 00 3f 00 ff 00", nil, all).in[2] & wpBit; got != s.want {
+			t.Errorf("MODE SENSE(6) of %s: WP %#x, want %#x", s.n.name.initiator, got, s.want)
+		}
+		if got := do(s.n, &r.c, [8]byte{}, "5a 00 3f 00 000000 00ff 00", nil, all).in[3] & wpBit; got != s.want {
+			t.Errorf("MODE SENSE(10) of %s: WP %#x, want %#x", s.n.name.initiator, got, s.want)
+		}
+	}
+	wantGood(t, "WRITE(10) of another", do(a, &r.c, [8]byte{}, "2a 00 00000000 00 0001 00", make([]byte, 512), all))
+}
+
+// SBC-3, section 4.12: what is write protected is the medium. Whoever may only read can
+// reserve the unit, for how else would a cluster node read behind a reservation of
+// registrants only; set mode parameters; and start and stop the unit.
+func TestReadOnlyNexusAndTheUnit(t *testing.T) {
+	r := newPRRig(t, setup{info: volatile})
+	if err := r.inv.SetMask(0, maskFor(":c", ReadOnly)); err != nil {
+		t.Fatal(err)
+	}
+	wantSense(t, r.on(r.c, "00", nil), 0x6, 0x2a, 0x01)
+	const read, write = "28 00 00000000 00 0001 00", "2a 00 00000000 00 0001 00"
+	block := make([]byte, 512)
+	protected := func() {
+		t.Helper()
+		wantSense(t, r.on(r.c, write, block), 0x7, 0x27, 0x00)
+	}
+	r.ok(r.a, prRegister, 0, prList(0, keyA, 0))
+	r.ok(r.a, prReserve, 6, prList(keyA, 0, 0)) // Exclusive Access - Registrants Only
+	wantConflict(t, "READ(10)", r.on(r.c, read, nil))
+	r.ok(r.c, prRegister, 0, prList(0, keyC, 0))
+	wantGood(t, "READ(10)", r.on(r.c, read, nil))
+	protected()
+	r.ok(r.c, prPreempt, 6, prList(keyC, keyA, 0))
+	protected() // the holder, too
+	r.ok(r.c, prClear, 0, prList(keyC, 0, 0))
+
+	wantGood(t, "RESERVE(6)", r.on(r.c, "16 00 00 00 00 00", nil))
+	protected()
+	wantGood(t, "RELEASE(6)", r.on(r.c, "17 00 00 00 00 00", nil))
+	wantGood(t, "MODE SELECT(6)", r.on(r.c, "15 10 00 00 18 00", unhex("00 00 00 00"+cachingOff)))
+	wantGood(t, "START STOP UNIT, stop", r.on(r.c, "1b 00 00 00 00 00", nil))
+	wantGood(t, "START STOP UNIT, start", r.on(r.c, "1b 00 00 00 01 00", nil))
+	protected()
+	for range 3 { // registrations preempted, reservations released, mode parameters changed
+		r.on(r.a, "00", nil)
+	}
+	wantGood(t, "WRITE(10) of another", r.on(r.a, write, block))
+}
+
+// EXTENDED COPY writes where WRITE could, and finds what the initiator sees.
+func TestMaskedCopy(t *testing.T) {
+	r := newCopyRig(t, setup{}, setup{})
+	for _, s := range []struct {
+		access Access
+		want   func(res result)
+	}{
+		{ReadWrite, func(res result) { wantGood(t, "EXTENDED COPY", res) }},
+		{ReadOnly, func(res result) { wantCopyAborted(t, res, 0x0d, 0x01, 0) }},
+		{NoAccess, func(res result) { wantCopyAborted(t, res, 0x0d, 0x02, 0) }},
+	} {
+		inv := NewInventory()
+		if err := inv.Add(0, r.unit); err != nil {
+			t.Fatal(err)
+		}
+		if err := inv.AddMasked(1, r.other.unit, maskFor("", s.access)); err != nil {
+			t.Fatal(err)
+		}
+		r.nexus = inv.NewNexus(portA)
+		do(r.nexus, &r.c, [8]byte{}, "00", nil, all)
+		s.want(r.copy(copyList(0x21, 0, []string{cscdZero, cscdOne}, []string{blocks(0, 1, 1, 0, 0)})))
+	}
+}

@@ -1,0 +1,114 @@
+package lun
+
+import (
+	"errors"
+	"fmt"
+)
+
+// Settings keeps what initiators have set for good in logical units: saved mode
+// pages, and the states of target port groups. Those of all units are in one file.
+// It may be used by several goroutines at once.
+type Settings struct{ *keeper[settingsEntry] }
+
+var settingsKind = recordKind[settingsEntry]{name: "settings", version: 1}
+
+// settingsEntry is what is kept of a unit.
+type settingsEntry struct {
+	NAA        string           `json:"naa"`         // Identity.Serial
+	Mode       *modeEntry       `json:"mode"`        // saved mode pages; null: there are none
+	PortGroups []portGroupEntry `json:"port_groups"` // whose state has been set, ascending by tag
+}
+
+type modeEntry struct {
+	WCE bool `json:"wce"` // Caching
+	SWP bool `json:"swp"` // Control
+}
+
+type portGroupEntry struct {
+	Tag   uint16 `json:"tag"`
+	State string `json:"state"` // of accessStates
+}
+
+func (e settingsEntry) unit() string { return e.NAA }
+
+func (e settingsEntry) check() error {
+	if e.PortGroups == nil {
+		return errors.New("port_groups is null, want a list")
+	}
+	for i, g := range e.PortGroups {
+		if _, ok := g.state(); !ok {
+			return fmt.Errorf("port_groups[%d]: state %.40q: there is no such state", i, g.State)
+		}
+		if g.Tag == 0 || i > 0 && g.Tag <= e.PortGroups[i-1].Tag {
+			return fmt.Errorf("port_groups[%d]: tag %d: want tags that ascend from 1", i, g.Tag)
+		}
+	}
+	return nil
+}
+
+func (g portGroupEntry) state() (s accessState, ok bool) {
+	for i := range accessStates {
+		if accessStates[i].name == g.State {
+			return accessState(i), true
+		}
+	}
+	return 0, false
+}
+
+// OpenSettings opens the file at path, as OpenIdentities does. A file that is
+// not wholly as Settings has written it is an error and stays as it is: without
+// it a unit that was write protected would not be.
+func OpenSettings(path string) (*Settings, error) {
+	k, err := openKeeper(settingsKind, path)
+	if err != nil {
+		return nil, err
+	}
+	return &Settings{k}, nil
+}
+
+// load returns what is kept of the unit with that NAA.
+func (s *Settings) load(naa string) (settingsEntry, error) {
+	e, ok, err := s.get(naa)
+	if !ok && err == nil {
+		e = settingsEntry{NAA: naa, PortGroups: []portGroupEntry{}}
+	}
+	return e, err
+}
+
+// restoreSettings takes up what was kept of the unit.
+func (u *Unit) restoreSettings() (err error) {
+	modes := u.modeDefault
+	if u.opt.Settings != nil {
+		if u.kept, err = u.opt.Settings.load(u.opt.Identity.Serial); err != nil {
+			return err
+		}
+		if u.kept.Mode != nil {
+			modes = modes&^u.modeMutable | u.kept.Mode.modes()&u.modeMutable
+		}
+	}
+	u.modeSaved.Store(modes)
+	u.mode.Store(modes)
+	if len(u.kept.PortGroups) > 0 {
+		set := portGroups{}
+		for _, g := range u.kept.PortGroups {
+			set[g.Tag], _ = g.state()
+		}
+		u.access.Store(&set)
+	}
+	return nil
+}
+
+// keep makes e what is kept of the unit, if anything is.
+//
+// Preconditions: settingsMu is held.
+func (u *Unit) keep(e settingsEntry) error {
+	if u.opt.Settings == nil {
+		return nil
+	}
+	if _, err := u.opt.Settings.put(e); err != nil {
+		u.logUnkept(err)
+		return err
+	}
+	u.kept = e
+	return nil
+}

@@ -1,0 +1,45 @@
+package lun
+
+import (
+	"errors"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"github.com/iser-target/iser-target/backend"
+)
+
+// troubleInterval is how much time there is at least between two lines of the log
+// about the store of a unit.
+const troubleInterval = time.Second
+
+// A trouble keeps a store that fails often from filling the log.
+type trouble struct {
+	last   atomic.Int64  // when the last line was written, in ns since 1970
+	unsaid atomic.Uint64 // what has failed since
+}
+
+// untroubled are the errors of commands that no store has begun to serve.
+var untroubled = []error{errAborted, errSanitizing, backend.ErrReadOnly, backend.ErrClosed, backend.ErrRange}
+
+// storeFailed tells whether err is that of a store that could not do what it was asked.
+func storeFailed(err error) bool {
+	return !slices.ContainsFunc(untroubled, func(other error) bool { return errors.Is(err, other) })
+}
+
+// logTrouble says that a store has failed a command, if err says so. The sense data
+// tells the initiator what that means for it, and nobody why.
+func (c *Command) logTrouble(err error) {
+	if !storeFailed(err) {
+		return
+	}
+	u := c.unit
+	now, last := time.Now().UnixNano(), u.trouble.last.Load()
+	if since := time.Duration(now - last); since >= 0 && since < troubleInterval || !u.trouble.last.CompareAndSwap(last, now) {
+		u.trouble.unsaid.Add(1)
+		return
+	}
+	u.opt.Logger.Error("store has failed", "event", "medium", "target", c.nexus.port.TargetName, "lun", c.itl.id,
+		"initiator", c.nexus.port.InitiatorName, "command", c.row.name, "lba", c.lba, "blocks", c.count, "reason", err,
+		"not_logged", u.trouble.unsaid.Swap(0))
+}
