@@ -192,9 +192,15 @@ func TestNoAllocations(t *testing.T) {
 		t.Run(p.name, func(t *testing.T) {
 			loop(t, i, func(m *loopMover) {
 				defer debug.SetGCPercent(debug.SetGCPercent(-1)) // a collection empties the Buffer pool
-				if n := testing.AllocsPerRun(200, func() { m.run(1) }); n != 0 {
-					t.Errorf("%v allocations per command", n)
+				// On a busy machine the runtime allocates now and then for goroutines
+				// that wait. What a command allocates is there every time.
+				var n float64
+				for range 3 {
+					if n = testing.AllocsPerRun(200, func() { m.run(1) }); n == 0 {
+						return
+					}
 				}
+				t.Errorf("%v allocations per command", n)
 			})
 		})
 	}

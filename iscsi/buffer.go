@@ -4,6 +4,8 @@ import (
 	"math/bits"
 	"sync"
 	"sync/atomic"
+
+	"github.com/iser-target/iser-target/iscsi/fifo"
 )
 
 // Buffers come in sizes of 4 KiB times a power of two.
@@ -20,6 +22,25 @@ type Buffer struct {
 	data   []byte // as long as its class
 	class  int
 	budget *budget // nil while the Buffer is in the pool
+
+	refs atomic.Int32 // owners beside the first one
+
+	room   *quota // of what is queued for sending; nil: none of it
+	queued int    // octets of that
+}
+
+// Retain makes one more owner of b, whose octets do not change any more: b is
+// given back by the last Release.
+func (b *Buffer) Retain() { b.refs.Add(1) }
+
+// Sent tells that what PutData has queued of b has left, if that is before the
+// Release.
+func (b *Buffer) Sent() {
+	if q := b.room; q != nil {
+		b.room = nil
+		q.done.Add(1)
+		q.release(b.queued)
+	}
 }
 
 // Release gives b back. Its memory must not be touched afterwards, and a second
@@ -29,6 +50,13 @@ func (b *Buffer) Release() {
 	if g == nil {
 		panic("iscsi: Buffer released twice")
 	}
+	if b.refs.Load() != 0 {
+		if b.refs.Add(-1) >= 0 {
+			return
+		}
+		b.refs.Store(0)
+	}
+	b.Sent()
 	b.budget = nil
 	if poison {
 		for i := range b.data {
@@ -73,127 +101,129 @@ func (p *bufferPool) put(b *Buffer) {
 	p.classes[b.class].Put(b)
 }
 
-// A budget bounds the Buffers of one connection. Tasks that find it used up
-// wait in order of arrival. None of them holds a Buffer meanwhile, so those
-// who hold one always get on and give it back.
-type budget struct {
-	pool *bufferPool
+// A quota bounds how many octets of something a connection has. Tasks that find
+// it used up wait in order of arrival.
+type quota struct {
+	mu      sync.Mutex // a leaf: nothing is called with it held
+	free    int        // octets
+	waiters fifo.Queue[Task]
+	closed  bool
 
-	mu         sync.Mutex // a leaf: nothing is called with it held
-	free       int        // octets
-	head, tail *Task      // waiters, linked by nextWaiter
-	closed     bool
+	done atomic.Uint64 // what a Buffer has Sent; of the quota of a send queue
 }
 
-// try takes a Buffer for n octets if it is there at once and nobody waits for
-// one; otherwise it returns nil.
-func (g *budget) try(n int) *Buffer {
-	class := bufferClass(n)
-	size := 1 << (minBufferShift + class)
-	g.mu.Lock()
-	ok := g.head == nil && g.free >= size && !g.closed
-	if ok {
-		g.free -= size
+// take takes n octets if they are there at once and nobody waits for some.
+func (q *quota) take(n int) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if !q.waiters.Empty() || q.free < n || q.closed {
+		return false
 	}
-	g.mu.Unlock()
-	if !ok {
-		return nil
-	}
-	return g.pool.get(g, class)
+	q.free -= n
+	return true
 }
 
-// wait takes a Buffer for n octets and waits until it is there. It returns nil
-// when t is cancelled or the budget is closed.
+// wait takes n octets and waits until they are there. It returns false when t is
+// cancelled or the quota is closed.
 //
-// Preconditions: t holds no Buffer, its goroutine holds no lock, and what it has
-// queued in the mover has been flushed.
-func (g *budget) wait(t *Task, n int) *Buffer {
-	class := bufferClass(n)
-	size := 1 << (minBufferShift + class)
-	g.mu.Lock()
-	if g.closed || t.aborted.Load() {
-		g.mu.Unlock()
-		return nil
+// Preconditions: t has nothing of this quota that comes back only when t goes on;
+// its goroutine holds no lock, and what it has queued in the mover has been
+// flushed.
+func (q *quota) wait(t *Task, n int) bool {
+	q.mu.Lock()
+	if q.closed || t.aborted.Load() {
+		q.mu.Unlock()
+		return false
 	}
-	if g.head == nil && g.free >= size {
-		g.free -= size
-		g.mu.Unlock()
-		return g.pool.get(g, class)
+	if q.waiters.Empty() && q.free >= n {
+		q.free -= n
+		q.mu.Unlock()
+		return true
 	}
-	t.wants, t.granted, t.nextWaiter = size, false, nil
-	if g.tail == nil {
-		g.head = t
-	} else {
-		g.tail.nextWaiter = t
-	}
-	g.tail = t
-	g.mu.Unlock()
+	t.wants, t.granted = n, false
+	q.waiters.Push(t, &t.waiter)
+	q.mu.Unlock()
 
 	<-t.wake
-	if !t.granted {
-		return nil
-	}
-	return g.pool.get(g, class)
+	return t.granted
 }
 
-func (g *budget) release(size int) {
-	g.mu.Lock()
-	g.free += size
-	g.serve()
-	g.mu.Unlock()
+// contended tells whether somebody waits.
+func (q *quota) contended() bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return !q.waiters.Empty()
+}
+
+func (q *quota) release(n int) {
+	q.mu.Lock()
+	q.free += n
+	q.serve()
+	q.mu.Unlock()
 }
 
 // serve grants what the first waiters want as far as it goes.
 //
-// Preconditions: g.mu is held.
-func (g *budget) serve() {
-	for g.head != nil && g.free >= g.head.wants {
-		t := g.head
-		g.free -= t.wants
-		g.unlink(nil, t)
+// Preconditions: q.mu is held.
+func (q *quota) serve() {
+	for t := q.waiters.Front(); t != nil && q.free >= t.wants; t = q.waiters.Front() {
+		q.waiters.Pop()
+		q.free -= t.wants
 		t.granted = true
 		t.wake <- struct{}{}
 	}
 }
 
 // cancel ends the wait of t, if it waits.
-func (g *budget) cancel(t *Task) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	for prev, w := (*Task)(nil), g.head; w != nil; prev, w = w, w.nextWaiter {
-		if w == t {
-			g.unlink(prev, t)
-			t.wake <- struct{}{}
-			g.serve() // t may have wanted more than those behind it
-			return
-		}
+func (q *quota) cancel(t *Task) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.waiters.Remove(&t.waiter) {
+		t.wake <- struct{}{}
+		q.serve() // t may have wanted more than those behind it
 	}
 }
 
-// close ends all waits, now and in future. Buffers that are out come back by
-// Release.
-func (g *budget) close() {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	g.closed = true
-	for g.head != nil {
-		t := g.head
-		g.unlink(nil, t)
+// left is how many octets are free.
+func (q *quota) left() int {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.free
+}
+
+// close ends all waits, now and in future. What is out comes back by release.
+func (q *quota) close() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.closed = true
+	for t := q.waiters.Pop(); t != nil; t = q.waiters.Pop() {
 		t.wake <- struct{}{}
 	}
 }
 
-// unlink takes t, which follows prev, out of the list.
-//
-// Preconditions: g.mu is held.
-func (g *budget) unlink(prev, t *Task) {
-	if prev == nil {
-		g.head = t.nextWaiter
-	} else {
-		prev.nextWaiter = t.nextWaiter
+// A budget bounds the Buffers of one connection. Who waits for one holds none,
+// so those who hold one always get on and give it back.
+type budget struct {
+	quota
+	pool *bufferPool
+}
+
+// try takes a Buffer for n octets if it is there at once and nobody waits for
+// one; otherwise it returns nil.
+func (g *budget) try(n int) *Buffer {
+	class := bufferClass(n)
+	if !g.take(1 << (minBufferShift + class)) {
+		return nil
 	}
-	if g.tail == t {
-		g.tail = prev
+	return g.pool.get(g, class)
+}
+
+// wait takes a Buffer for n octets and waits until it is there, as quota.wait
+// does. It returns nil when that returns false.
+func (g *budget) wait(t *Task, n int) *Buffer {
+	class := bufferClass(n)
+	if !g.quota.wait(t, 1<<(minBufferShift+class)) {
+		return nil
 	}
-	t.nextWaiter = nil
+	return g.pool.get(g, class)
 }

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun"
 )
 
 const (
@@ -31,9 +32,21 @@ const (
 	// PDU in a discovery session over RDMA (RFC 7143, section 6.3).
 	loginDataLength = 8192
 
+	// sendAhead is how much data, in octets, waits to be sent at a time, or one
+	// piece if that is more. What is queued behind it, the answer to a ping above
+	// all, waits for no more than that, however much has been read: open-iscsi
+	// gives a connection up after 5 s.
+	sendAhead = 4 << 20
+
 	// maxUnexpected PDUs are not acknowledged at a time: ib_iser has receive
 	// buffers for two NOP-In and two Asynchronous Messages.
 	maxUnexpected = 2
+
+	// maxDeferred answers at a time may wait for the next one: then the first has
+	// waited long enough. With more than maxDeferredData octets of data-in an answer does not
+	// wait: beside its data a system call is little.
+	maxDeferred     = 16
+	maxDeferredData = 16 << 10
 )
 
 // A phase of a connection, in order.
@@ -46,18 +59,20 @@ const (
 	phaseEnded                    // the mover is closed or closing
 )
 
-// A conn is one connection from login to its end.
+// A conn is one connection from login to its end. What it has in common with
+// the other connections of its session is in shared.
 //
 // In the full feature phase any number of goroutines run serve. They take turns
 // in receiving: the holder of recvMu reads a PDU, or the end of a GetData, makes
 // sure that another goroutine can receive, lets go, and does the work itself.
 //
-// Lock order: recvMu, mu, the mover's locks, then the leaves slotMu and
-// budget.mu. No lock is held over a call that may reach a backend, nor while waiting, except that
+// Lock order: Node.mu, recvMu, mu, the mover's locks, then the leaves slotMu and
+// quota.mu. No lock is held over a call that may reach a backend, nor while waiting, except that
 // the holder of recvMu waits for the peer in Receive, and in newTask for task
 // slots that the network is about to free.
 type conn struct {
 	node   *Node
+	opt    *Options // of the node, when the connection began
 	portal *Portal
 	dm     Datamover
 	log    *slog.Logger
@@ -65,32 +80,39 @@ type conn struct {
 
 	// Set by login, read-only from then on.
 	params    Params
-	sess      *session
+	sess      *session // nil until login has found it, and when login fails then
 	cid       uint16
 	recvLimit int // longest data segment of the initiator, octets
 
-	recvMu   sync.Mutex
+	recvMu   turn
 	notice   Notice        // of the last Receive
+	noticed  time.Duration // when that was, by clock
 	closing  bool          // Receive has failed once
-	received atomic.Uint64 // PDUs; written under recvMu
+	received atomic.Uint64 // PDUs and ends of GetDatas; written under recvMu
+	pending  atomic.Bool   // behind the last notice a whole message has come; written under recvMu
+	deferred int           // answers in a row that flush has left to others
 
 	waiting atomic.Int32 // goroutines that want recvMu
 	workers sync.WaitGroup
 	worker  func() // what a new goroutine runs; made once
+	started time.Time
 
-	mu         sync.Mutex
-	changed    sync.Cond // on mu: a task has ended, the window or the phase has moved
+	mu sharedLock // that of shared
+	*shared
 	phase      phase
-	reason     error // why the connection ended; nil after a logout
-	win        window
+	suspends   atomic.Bool // tasks wait to be reassigned to another connection; see suspend
+	reason     error       // why the connection ended; nil after a logout
+	failed     bool        // nobody has wanted it to end
 	statSN     uint32
-	tasks      taskTable
-	ready      taskList  // may run, in CmdSN order
-	seq        uint64    // counts tasks as they become ready
-	ordered    int       // tasks in execution that have the ORDERED attribute
+	ready      taskQueue // may run, in CmdSN order
 	immediate  [64]uint8 // immediate requests in execution, by opcode
 	unexpected []unexpected
+	held       *Task  // an unexpected PDU that waits for the initiator to take others
 	ping       uint32 // TTT of the last NOP-In that asked for an answer
+	store      statusStore
+
+	acked        uint32 // highest ExpStatSN of the initiator; only with a fence
+	terminations []termination
 
 	textBusy bool // a Text Request is being answered
 
@@ -98,17 +120,19 @@ type conn struct {
 
 	slotMu    sync.Mutex // a leaf
 	slotFreed sync.Cond  // on slotMu
-	freeSlots *Task      // linked by next
+	freeSlots *Task      // linked by nextFree
 	slots     int        // made so far
 	maxSlots  int
 
-	budget budget
+	budget  budget
+	sending quota // data of PutData that has not left
 
 	ending chan struct{} // closed when the connection begins to end
 	done   chan struct{} // closed when nothing of it is left
 
-	timerMu sync.Mutex
-	timer   *time.Timer // keepalive, then the wait after logout
+	timerMu  sync.Mutex
+	timer    *time.Timer // keepalive, then the wait after logout
+	lastWait bool        // it is the latter
 }
 
 // unexpected is a PDU of ours that the initiator has not asked for and not
@@ -119,19 +143,20 @@ type unexpected struct {
 }
 
 func newConn(p *Portal, dm Datamover) *conn {
-	nd := p.node
+	nd, opt := p.node, p.node.opt.Load()
 	c := &conn{
-		node: nd, portal: p, dm: dm, piece: nd.opt.MaxTransferPiece,
-		log:       nd.opt.Logger.With("transport", dm.Transport(), "remote", dm.RemoteAddr().String(), "local", dm.LocalAddr().String()),
+		node: nd, opt: opt, portal: p, dm: dm, piece: opt.MaxTransferPiece,
 		recvLimit: loginDataLength,
-		maxSlots:  nd.opt.QueueDepth + immediateSlots + ownSlots,
+		maxSlots:  opt.QueueDepth + immediateSlots + ownSlots,
 		ending:    make(chan struct{}),
 		done:      make(chan struct{}),
 	}
-	c.changed.L = &c.mu
+	c.setLog()
+	c.join(newShared(c.maxSlots))
 	c.slotFreed.L = &c.slotMu
-	c.tasks.init(c.maxSlots)
-	c.budget = budget{pool: &nd.buffers, free: nd.opt.ConnectionMemory}
+	c.recvMu.init()
+	c.budget = budget{pool: &nd.buffers, quota: quota{free: opt.ConnectionMemory}}
+	c.sending.free = c.sendAhead()
 	c.worker = func() {
 		defer c.workers.Done()
 		c.serve(false)
@@ -139,11 +164,21 @@ func newConn(p *Portal, dm Datamover) *conn {
 	return c
 }
 
+// setLog makes the log that says which connection this is.
+func (c *conn) setLog() {
+	c.log = c.opt.Logger.With("transport", c.dm.Transport(), "remote", c.dm.RemoteAddr().String(), "local", c.dm.LocalAddr().String())
+}
+
 // Serve runs one connection from login to its end and closes dm. It returns nil
 // after a logout or the end of a discovery session, otherwise why the
 // connection ended or the login was refused.
-func (p *Portal) Serve(dm Datamover) error {
+func (p *Portal) Serve(dm Datamover) error { return p.ServeSince(time.Now(), dm) }
+
+// ServeSince is Serve for a connection that was accepted at that time, from which
+// LoginTimeout counts.
+func (p *Portal) ServeSince(accepted time.Time, dm Datamover) error {
 	c := newConn(p, dm)
+	c.started = accepted
 	nd := p.node
 	nd.mu.Lock()
 	nd.conns[c] = struct{}{}
@@ -162,58 +197,107 @@ func (p *Portal) Serve(dm Datamover) error {
 	}
 	c.keepalive()
 	c.serve(true)
-	c.finish()
-	c.logEnd()
+	c.logEnd(c.finish())
 	return c.reason
 }
 
-// logEnd writes the one line about the end of a session.
-func (c *conn) logEnd() {
-	why := "logout"
+// logEnd writes the one line about the end of a session, or of one of its
+// connections: a warning, if nobody wanted it.
+func (c *conn) logEnd(last bool) {
+	why, level := "logout", slog.LevelInfo
+	if c.failed && !c.sess.discovery {
+		level = slog.LevelWarn
+	}
 	if c.reason != nil {
 		why = c.reason.Error()
 	} else if c.sess.discovery {
 		why = "discovery done"
 	}
-	c.log.LogAttrs(context.Background(), slog.LevelInfo, "session ended", append(c.sess.attrs(),
-		slog.String("initiator", c.sess.key.initiator), slog.String("target", c.sess.key.target),
-		slog.String("reason", why), slog.Duration("duration", time.Since(c.sess.started).Round(time.Millisecond)))...)
+	if last {
+		c.sess.logEnd(c.log, level, why)
+		return
+	}
+	c.log.LogAttrs(context.Background(), level, "connection ended", append(c.attrs(),
+		slog.String("event", "session"), slog.String("initiator", c.sess.key.initiator), slog.String("target", c.sess.key.target),
+		slog.String("reason", why), slog.Duration("duration", time.Since(c.started).Round(time.Millisecond)))...)
 }
 
-// finish waits until nothing of the connection runs and frees what it had.
+// finish waits until nothing of the connection runs and frees what it had. It
+// tells whether the session has ended with it.
 //
-// Preconditions: end has been called.
-func (c *conn) finish() {
+// Preconditions: end or stop has been called.
+func (c *conn) finish() (last bool) {
 	c.workers.Wait()
 	c.stopTimer()
-	if c.sess != nil {
-		c.sess.finish(c.node)
+	return c.sess != nil && c.sess.leave(c)
+}
+
+// end closes a connection that has failed, or that its initiator has closed.
+// Without a logout before, that is the end of its session, too, unless connections
+// can be recovered.
+func (c *conn) end(reason error) {
+	switch failed := c.shut(reason, true); {
+	case !failed || c.sess.discovery:
+	case c.suspends.Load():
+		c.sess.lose(c)
+	default:
+		c.sess.fail(c)
 	}
 }
 
-// end closes the connection; the first call gives the reason. All tasks are
-// aborted. It may be called by any goroutine that holds no lock.
-func (c *conn) end(reason error) {
+// stop closes the connection for good: its tasks end.
+func (c *conn) stop(reason error) { c.shut(reason, false) }
+
+// shut closes the connection; the first call gives the reason. Its tasks are
+// aborted, or suspended if keep says so and ErrorRecoveryLevel allows it. failed
+// tells that this has ended the full feature phase without a logout. It may be
+// called by any goroutine that holds no lock.
+func (c *conn) shut(reason error, keep bool) (failed bool) {
 	c.mu.Lock()
 	if c.phase == phaseEnded {
 		c.mu.Unlock()
-		return
+		return false
 	}
+	failed = c.phase == phaseFullFeature
+	c.failed = failed && keep && reason != errLoggedOut
 	if c.phase != phaseLogout {
 		c.reason = reason
 	}
+	was, fence := c.phase, c.fence
 	c.phase = phaseEnded
-	c.abortTasks(func(*Task) bool { return true })
+	dm, held := c.dm, c.held
+	c.held = nil
+	if keep && failed && c.recovers() && !c.sess.over || c.suspends.Load() {
+		c.suspend(nil)
+	} else {
+		c.terminate(c.owns)
+	}
 	c.changed.Broadcast()
 	c.mu.Unlock()
 
+	if held != nil {
+		c.freeTask(held)
+	}
 	close(c.ending)
 	c.slotMu.Lock()
 	c.slotFreed.Broadcast()
 	c.slotMu.Unlock()
 	c.budget.close()
-	c.dm.Close() // an error of Close changes nothing: Receive reports the end
+	c.sending.close()
+	dm.Close() // an error of Close changes nothing: Receive reports the end
+	if c.suspends.Load() {
+		c.sess.orphan(c)
+	} else {
+		c.forgetAll()
+	}
+	if fence != nil && was >= phaseFullFeature {
+		c.sess.pass() // this connection acknowledges nothing any more
+	}
+	return failed
 }
+
+// owns tells whether t is one of the connection's tasks.
+func (c *conn) owns(t *Task) bool { return t.conn == c }
 
 // enter keeps finish waiting while a goroutine other than the connection's own
 // uses it. It fails once the connection is ending; otherwise the caller calls
@@ -249,16 +333,16 @@ var maxIdle = int32(max(2, runtime.GOMAXPROCS(0)))
 // serve receives and works until the connection has ended. The first goroutine,
 // Serve's own, stays; others leave when enough are waiting.
 func (c *conn) serve(first bool) {
+	if first {
+		c.waiting.Add(1)
+	}
 	for {
-		if c.waiting.Add(1) > maxIdle && !first {
-			c.waiting.Add(-1)
-			return
-		}
 		c.recvMu.Lock()
 		c.waiting.Add(-1)
 		t := c.receive()
 		if t != nil && c.waiting.Load() == 0 {
 			c.workers.Add(1)
+			c.waiting.Add(1) // from now on: it may take its time to start
 			go c.worker()
 		}
 		c.recvMu.Unlock()
@@ -266,6 +350,10 @@ func (c *conn) serve(first bool) {
 			return
 		}
 		t.run()
+		if c.waiting.Add(1) > maxIdle && !first {
+			c.waiting.Add(-1)
+			return
+		}
 	}
 }
 
@@ -279,6 +367,7 @@ func (c *conn) receive() *Task {
 		t := c.nextReady()
 		c.mu.Unlock()
 		if t != nil {
+			t.late = t.late || t.lapBegan != c.noticed
 			return t
 		}
 		n := &c.notice
@@ -293,11 +382,19 @@ func (c *conn) receive() *Task {
 			c.closing = true
 			continue
 		}
+		c.noticed = clock()
+		if d, ok := c.dm.(Deferrer); ok {
+			if p := d.Pending(); p != c.pending.Load() {
+				c.pending.Store(p)
+			}
+		}
 		if t := n.Task; t != nil {
+			t.lapAt(lun.PhaseReadWait, c.noticed)
 			c.mu.Lock()
 			t.state = taskRunning
 			c.mu.Unlock()
 			t.fetched, t.fetchErr = true, n.Err
+			c.received.Add(1)
 			return t
 		}
 		c.received.Add(1)
@@ -311,7 +408,7 @@ func (c *conn) receive() *Task {
 //
 // Preconditions: mu is held.
 func (c *conn) nextReady() *Task {
-	t := c.ready.pop()
+	t := c.ready.Pop()
 	if t != nil {
 		t.state = taskRunning
 	}
@@ -342,12 +439,11 @@ func init() { // a table that mentions conn's methods cannot be initialised in p
 	requests = [64]request{
 		pdu.NOPOut:      {take: (*Task).takeData, run: (*Task).runNOP},
 		pdu.SCSICommand: {take: (*Task).takeCommand, run: (*Task).runCommand, maxImmediate: maxImmediateCommands},
-		pdu.TaskMgmtReq: {run: (*Task).runTMF, maxImmediate: maxImmediateTMFs},
+		pdu.TaskMgmtReq: {take: (*Task).takeTMF, run: (*Task).runTMF, maxImmediate: maxImmediateTMFs},
 		pdu.TextReq:     {discovery: true, take: (*Task).takeData, run: (*Task).runText},
 		pdu.LogoutReq:   {discovery: true, run: (*Task).runLogout},
 		pdu.DataOut:     {direct: (*conn).dataOut},
-		// RFC 7143, section 11.16, at ErrorRecoveryLevel 0; RFC 7145, section 7.3.11.
-		pdu.SNACK: {direct: func(c *conn, n *Notice) error { return c.reject(n, pdu.RejectProtocolError, unasked) }},
+		pdu.SNACK:       {direct: (*conn).snack},
 		// RFC 7145, section 7.3.9.
 		pdu.LoginReq: {direct: func(c *conn, n *Notice) error { return c.reject(n, pdu.RejectProtocolError, inAnswer) }},
 	}
@@ -385,17 +481,22 @@ func (c *conn) dispatch(n *Notice) error {
 	case h.ITT() == pdu.ReservedTag:
 		if op == pdu.NOPOut && h.Immediate() { // no answer is wanted, or it is one
 			c.pong(h.TTT())
+			c.answered(h)
 			return nil
 		}
 		return c.reject(n, pdu.RejectInvalidField, unasked)
 	}
 	if c.sess.discovery {
-		c.dm.SetReceiveDeadline(time.Now().Add(c.node.opt.DiscoveryTimeout))
+		c.dm.SetReceiveDeadline(time.Now().Add(c.opt.DiscoveryTimeout))
 	}
 
 	t := c.newTask()
 	if t == nil {
 		return nil // the connection is ending
+	}
+	t.lapBegan = c.noticed
+	if !n.Begun.IsZero() {
+		t.lapBegan = n.Begun.Sub(epoch)
 	}
 	copy(t.req[:], n.BHS)
 	c.mu.Lock()
@@ -408,8 +509,9 @@ func (c *conn) dispatch(n *Notice) error {
 		}
 	}
 	if verdict == takeIt {
-		// Nobody else enters tasks, but an ABORT TASK may just have made this
-		// CmdSN count as received, or the connection may be ending.
+		// Meanwhile another connection may have entered a task with this tag, an
+		// ABORT TASK may have made this CmdSN count as received, or the connection
+		// may be ending.
 		c.mu.Lock()
 		if verdict, reason = c.judge(h, r); verdict == takeIt {
 			c.admit(t)
@@ -477,7 +579,7 @@ func (c *conn) judge(h pdu.BHS, r *request) (verdict, pdu.RejectReason) {
 }
 
 // admit enters t in the table of tasks and, as far as CmdSNs have come without
-// a gap, makes tasks ready.
+// a gap, makes tasks ready, those of other connections included.
 //
 // Preconditions: mu is held; judge has said takeIt.
 func (c *conn) admit(t *Task) {
@@ -512,21 +614,49 @@ func (c *conn) advance() {
 }
 
 // makeReady puts t in turn unless it waits for its CmdSN or for unsolicited
-// data.
+// data. Nobody may be about to look for ready tasks of another connection: such a
+// task begins at once.
 //
 // Preconditions: mu is held.
 func (c *conn) makeReady(t *Task) {
 	if t.needsSN || t.needsData {
 		return
 	}
+	c.arrange(t)
+	if t.conn != c {
+		t.conn.begin(t)
+		return
+	}
+	t.state = taskReady
+	c.ready.Push(t, &t.link)
+}
+
+// arrange gives t its place among the tasks of the session.
+//
+// Preconditions: mu is held.
+func (c *conn) arrange(t *Task) {
 	c.seq++
 	t.seq = c.seq
 	if t.isOrdered() {
 		c.ordered++
 	}
 	t.fenced = c.ordered > 0
-	t.state = taskReady
-	c.ready.push(t)
+	if t.isCommand() && c.order.enter(t) {
+		t.fenced = true
+	}
+}
+
+// begin runs t on a goroutine of its own.
+//
+// Preconditions: mu is held; either the connection has not ended, or the caller
+// is one of its workers.
+func (c *conn) begin(t *Task) {
+	t.state, t.late = taskRunning, true
+	c.workers.Add(1)
+	go func() {
+		defer c.workers.Done()
+		t.run()
+	}()
 }
 
 // runReady runs what has become ready while somebody else may be waiting in
@@ -534,12 +664,8 @@ func (c *conn) makeReady(t *Task) {
 func (c *conn) runReady() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for t := c.nextReady(); t != nil; t = c.nextReady() {
-		c.workers.Add(1) // the caller is a worker, so finish is still waiting
-		go func() {
-			defer c.workers.Done()
-			t.run()
-		}()
+	for t := c.ready.Pop(); t != nil; t = c.ready.Pop() {
+		c.begin(t)
 	}
 }
 
@@ -552,15 +678,25 @@ func (c *conn) leave(t *Task) {
 		return
 	}
 	c.tasks.remove(t)
+	if t.answered { // before, on another connection
+		t.state = taskFree
+		c.changed.Broadcast()
+		return
+	}
 	if t.immediate() {
 		c.immediate[t.header().Opcode()]--
-	} else if t.needsSN { // ahead of a gap: it counts as received, and ends there
-		c.win.slot(t.header().CmdSN()).task = nil
-	} else {
+	} else if t.needsSN {
+		// Ahead of a gap: it counts as received, and ends there. With its
+		// connection it is forgotten, and may come again (section 11.14).
+		*c.win.slot(t.header().CmdSN()) = windowSlot{received: c.phase == phaseFullFeature}
+	} else if !c.store.defers() {
 		c.win.ended()
 	}
 	if t.seq != 0 && t.isOrdered() {
 		c.ordered--
+	}
+	if t.seq != 0 && t.isCommand() {
+		c.order.leave(t)
 	}
 	t.state = taskFree
 	c.changed.Broadcast()
@@ -576,15 +712,58 @@ func (c *conn) respond(t *Task) {
 	if t.aborted.Load() {
 		c.drop(t)
 		c.mu.Unlock()
+		c.tellWindow()
 		return
 	}
+	if c.suspends.Load() && t.recoverable() {
+		t.finished = true
+		t.parkLocked()
+		c.mu.Unlock()
+		return
+	}
+	if c.fence != nil && c.hold(t) {
+		c.mu.Unlock()
+		c.sess.pass()
+		return
+	}
+	small := t.isCommand() && (t.header().Write() || t.off <= maxDeferredData)
 	c.leave(t)
 	err := c.sendStatus(t)
+	stays := err != nil && t.kept // once it is queued, t is not ours
 	c.mu.Unlock()
 	if err != nil {
-		c.freeTask(t)
+		if !stays {
+			c.freeTask(t)
+		}
 		c.end(fmt.Errorf("sending failed: %w", err))
 		return
+	}
+	if small {
+		c.flush()
+	} else {
+		c.dm.Flush()
+	}
+}
+
+// flush sends what the caller has queued for a command. If the next PDU has come already
+// and nobody receives, which the caller is about to do, it leaves that to who
+// answers the next one: one system call is enough for both. Should that one wait for its
+// backend, somebody else receives meanwhile, and before that waits for the initiator the
+// mover sends what is queued.
+func (c *conn) flush() {
+	if c.pending.Load() {
+		late, d := false, c.dm.(Deferrer)
+		c.recvMu.ifFree(func() {
+			if late = c.deferred < maxDeferred && d.Pending(); late {
+				c.deferred++
+				d.Defer()
+			} else {
+				c.deferred = 0
+			}
+		})
+		if late {
+			return
+		}
 	}
 	c.dm.Flush()
 }
@@ -593,6 +772,9 @@ func (c *conn) respond(t *Task) {
 //
 // Preconditions: mu is held; no data of t is on its way.
 func (c *conn) drop(t *Task) {
+	if t.cleared { // section 11.14.5
+		c.sess.nexus.ClearedByTransport(t.header().LUN())
+	}
 	c.leave(t)
 	c.discard(t)
 }
@@ -613,8 +795,21 @@ func (c *conn) discard(t *Task) {
 // Preconditions: mu is held.
 func (c *conn) sendStatus(t *Task) error {
 	c.stamp(t)
+	if t.snackTag != 0 && pdu.BHS(t.Header[:]).Opcode() == pdu.SCSIResponse {
+		pdu.BHS(t.Header[:]).SetSNACKTag(t.snackTag)
+	}
+	c.keep(t)
 	c.statSN++
-	return c.dm.SendControl(t)
+	err := c.dm.SendControl(t)
+	switch {
+	case err != nil && t.kept && t.isCommand() && c.recovers(): // sent, but lost
+		c.slotMu.Lock()
+		t.sending = false
+		c.slotMu.Unlock()
+	case err != nil:
+		c.unkeep(t)
+	}
+	return err
 }
 
 // stamp fills in the serial numbers and the data segment length.
@@ -634,24 +829,20 @@ func (c *conn) stampWindow(t *Task) {
 	h := pdu.BHS(t.Header[:])
 	h.SetExpCmdSN(c.win.exp)
 	h.SetMaxCmdSN(c.win.max)
+	c.win.told = c.win.max
 }
 
 // openWindow makes cmdSN the first one expected.
 func (c *conn) openWindow(cmdSN uint32) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.win.open(cmdSN, c.node.opt.QueueDepth)
-}
-
-func (c *conn) expCmdSN() uint32 {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.win.exp
+	c.win.open(cmdSN, c.opt.QueueDepth)
 }
 
 // newTask returns an empty slot. If all are in use it waits until the network
 // has taken a response; nil means that the connection is ending.
 func (c *conn) newTask() *Task {
+	late := false
 	c.slotMu.Lock()
 	for c.freeSlots == nil && c.slots == c.maxSlots {
 		select {
@@ -660,13 +851,42 @@ func (c *conn) newTask() *Task {
 			return nil
 		default:
 		}
+		if !late {
+			late = true
+			c.slotMu.Unlock()
+			c.dm.Flush() // what flush has deferred
+			c.slotMu.Lock()
+			continue
+		}
+		if c.store.on {
+			c.slotMu.Unlock()
+			freed := c.giveUpStatus()
+			c.slotMu.Lock()
+			if freed {
+				continue
+			}
+		}
 		c.slotFreed.Wait()
 	}
-	return c.takeSlot()
+	t := c.takeSlot()
+	t.late = late
+	return t
 }
 
-// tryTask is newTask without waiting.
+// tryTask is newTask without waiting, for goroutines that are not the connection's
+// own: before the full feature phase there are no slots for them.
 func (c *conn) tryTask() *Task {
+	c.mu.Lock()
+	ok := c.phase == phaseFullFeature
+	c.mu.Unlock()
+	if !ok {
+		return nil
+	}
+	return c.trySlot()
+}
+
+// trySlot is tryTask for a connection in the full feature phase.
+func (c *conn) trySlot() *Task {
 	c.slotMu.Lock()
 	if c.freeSlots == nil && c.slots == c.maxSlots {
 		c.slotMu.Unlock()
@@ -679,25 +899,27 @@ func (c *conn) tryTask() *Task {
 func (c *conn) takeSlot() *Task {
 	t := c.freeSlots
 	if t != nil {
-		c.freeSlots = t.next
+		c.freeSlots = t.nextFree
 	} else {
 		c.slots++
 	}
 	c.slotMu.Unlock()
 	if t == nil {
 		t = &Task{conn: c, Mover: c.dm.NewTask(), wake: make(chan struct{}, 1)}
+		t.cmd.Abort = &t.aborted
 	}
-	t.next = nil
+	t.nextFree = nil
 	c.node.stats.tasks.Add(1)
 	return t
 }
 
 // freeTask makes the slot of t free. It takes leaf locks only.
 func (c *conn) freeTask(t *Task) {
+	t.countSpent()
 	t.reset()
 	c.node.stats.tasks.Add(-1)
 	c.slotMu.Lock()
-	t.next = c.freeSlots
+	t.nextFree = c.freeSlots
 	c.freeSlots = t
 	c.slotMu.Unlock()
 	c.slotFreed.Signal()

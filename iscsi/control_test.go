@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"net"
 	"slices"
 	"strconv"
 	"strings"
@@ -23,9 +24,7 @@ func TestCmdSNWraps(t *testing.T) {
 	for range 8 {
 		tc.wantStatus(tc.command(pdu.FlagF, 0, testUnitReady, nil), 0)
 		tc.ping()
-		if tc.expCmdSN != tc.cmdSN || tc.maxCmdSN != tc.cmdSN+127 {
-			t.Fatalf("ExpCmdSN %#x, MaxCmdSN %#x", tc.expCmdSN, tc.maxCmdSN)
-		}
+		tc.wantOpenWindow()
 	}
 	h := tc.request(pdu.NOPOut, pdu.FlagF, true) // far outside the window
 	h.SetCmdSN(tc.cmdSN + 100000)
@@ -139,9 +138,7 @@ func TestFullWindow(t *testing.T) {
 	}
 	tc.m.releaseGets()
 	tc.wantAllGood(append(hs, immediate[:maxImmediateCommands]...))
-	if tc.maxCmdSN != tc.expCmdSN+127 {
-		t.Errorf("MaxCmdSN %d, ExpCmdSN %d", tc.maxCmdSN, tc.expCmdSN)
-	}
+	tc.wantOpenWindow()
 	if tc.m.slots > tc.m.full {
 		t.Errorf("%d task slots, %d announced", tc.m.slots, tc.m.full)
 	}
@@ -250,6 +247,64 @@ func TestKeepalive(t *testing.T) {
 	})
 }
 
+// An initiator that is busy is not silent: data that it sends or takes counts,
+// although no PDU of its own comes. When that ends, too, it is given up.
+func TestKeepaliveOfABusyInitiator(t *testing.T) {
+	const blocks = 2048
+	for _, tt := range []struct {
+		name  string
+		start func(tc *testConn) // makes work for 18 steps at least
+		step  func(m *fakeMover)
+	}{
+		{"receiving", func(tc *testConn) {
+			tc.m.mu.Lock()
+			tc.m.holdFlush = true
+			tc.m.mu.Unlock()
+			for range 20 {
+				h := tc.scsi(pdu.FlagF|pdu.FlagR, blocks*blockLen, read10(0, blocks))
+				tc.m.mu.Lock()
+				tc.m.sink[h.ITT()] = make([]byte, blocks*blockLen)
+				tc.m.mu.Unlock()
+				tc.write(h, nil)
+			}
+		}, func(m *fakeMover) { m.sendOne() }},
+		{"sending", func(tc *testConn) {
+			tc.m.mu.Lock()
+			tc.m.holdGets = true
+			tc.m.mu.Unlock()
+			for range 20 {
+				tc.command(pdu.FlagW, blocks*blockLen, write10(0, blocks), nil)
+			}
+		}, func(m *fakeMover) {
+			m.mu.Lock()
+			defer m.mu.Unlock()
+			m.endGet(m.gets[0], nil)
+		}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := newTestNode(t, func(o *Options) { o.NopInterval, o.NopTimeout = time.Second, 6*time.Second })
+				tc := n.connect().login()
+				tt.start(tc)
+				for range 18 {
+					time.Sleep(500 * time.Millisecond)
+					if tc.m.isClosed() {
+						t.Fatal("given up")
+					}
+					tt.step(tc.m)
+				}
+				begin := time.Now()
+				if err := tc.wait(); err == nil || !strings.Contains(err.Error(), "silent") {
+					t.Error(err)
+				}
+				if d := time.Since(begin); d < 7*time.Second || d > 8*time.Second {
+					t.Errorf("given up after %v of silence", d)
+				}
+			})
+		})
+	}
+}
+
 // ISCSI-7.4-4, ISER-8.1.2-5: nothing but answers in a discovery session, which
 // ends when it is idle.
 func TestDiscoveryIsQuiet(t *testing.T) {
@@ -316,23 +371,43 @@ func TestRejects(t *testing.T) {
 		tc.wantReject(pdu.RejectProtocolError, h)
 		tc.logout()
 	})
-	t.Run("ISER-8.1.2-1 ISER-8.1.2-2 two unexpected at most", func(t *testing.T) {
+	t.Run("ISER-8.1.2-1 ISER-8.1.2-2 ISER-8.1.2-7 two unexpected at most, the second is a ping", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
-		var h pdu.BHS
-		for range 10 {
-			h = tc.request(pdu.SNACK, pdu.FlagF, true)
-			h.SetITT(5)
-			tc.write(h, nil)
+		snacks := func(n int) (h pdu.BHS) {
+			for range n {
+				h = tc.request(pdu.SNACK, pdu.FlagF, true)
+				h.SetITT(5)
+				tc.write(h, nil)
+			}
+			return h
 		}
-		tc.wantReject(pdu.RejectProtocolError, h)
-		tc.wantReject(pdu.RejectProtocolError, h)
+		for range 3 {
+			h := snacks(10)
+			tc.wantReject(pdu.RejectProtocolError, h)
+			ping := tc.want(pdu.NOPIn)
+			if ping.h.ITT() != pdu.ReservedTag || ping.h.TTT() == pdu.ReservedTag {
+				t.Fatalf("%x", []byte(ping.h))
+			}
+			tc.wantNothing()
+			// The answer acknowledges both, and what was held back comes.
+			pong := tc.request(pdu.NOPOut, pdu.FlagF, true)
+			pong.SetITT(pdu.ReservedTag)
+			pong.SetTTT(ping.h.TTT())
+			tc.write(pong, nil)
+			tc.wantReject(pdu.RejectProtocolError, h)
+			tc.wantNothing()
+			tc.ping() // acknowledges that
+		}
+		// One alone asks for nothing.
+		tc.wantReject(pdu.RejectProtocolError, snacks(1))
 		tc.wantNothing()
-		tc.ping() // acknowledges both
-		h = tc.request(pdu.SNACK, pdu.FlagF, true)
-		tc.write(h, nil)
-		tc.wantReject(pdu.RejectProtocolError, h)
-		tc.logout()
+		tc.ping()
+		// Logout and the end of the connection with one held back.
+		tc.wantReject(pdu.RejectProtocolError, snacks(2))
+		tc.want(pdu.NOPIn)
+		tc.close()
+		tc.wait()
 	})
 }
 
@@ -346,7 +421,7 @@ func TestLogout(t *testing.T) {
 	for range 5 {
 		tc.command(writeF, 4096, write10(0, 8), nil)
 	}
-	n.eventually("GetDatas", func() bool { return tc.m.getting() == 5 })
+	tc.wantGets(5)
 	for _, c := range []struct {
 		reason byte
 		cid    uint16
@@ -427,15 +502,18 @@ func TestSendTargets(t *testing.T) {
 	}
 	n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:secret", Initiators: other, LUNs: n.inv})
 	n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:another", Initiators: all, LUNs: n.inv})
+	n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:group3", Initiators: all, LUNs: n.inv, PortalGroups: []uint16{3, 2}})
+	n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:group2", Initiators: all, LUNs: n.inv, PortalGroups: []uint16{2}}) // out of reach
 	addresses := []string{"TargetAddress=192.0.2.1:3260,1", "TargetAddress=[2001:db8::1]:3260,0", "TargetAddress=192.0.2.1:3261,3",
 		"TargetAddress=store.example:3260,4"}
 	one := append([]string{"TargetName=" + targetName}, addresses...)
-	both := append(append([]string{"TargetName=iqn.2026-11.io.example:another"}, addresses...), one...)
+	group3 := []string{"TargetName=iqn.2026-11.io.example:group3", "TargetAddress=192.0.2.1:3261,3"}
+	every := slices.Concat([]string{"TargetName=iqn.2026-11.io.example:another"}, addresses, group3, one)
 	rejected := []string{"SendTargets=Reject"}
 
 	tc := n.connect().discover()
 	for request, want := range map[string][]string{
-		"All": both, targetName: one, strings.ToUpper(targetName): one, "iqn.2026-11.io.example:secret": nil, "nobody": nil, "": rejected,
+		"All": every, "iqn.2026-11.io.example:group3": group3, "iqn.2026-11.io.example:group2": nil, targetName: one, strings.ToUpper(targetName): one, "iqn.2026-11.io.example:secret": nil, "nobody": nil, "": rejected,
 	} {
 		if got := tc.readText("SendTargets=" + request); !slices.Equal(got, want) {
 			t.Errorf("discovery of %q: %q, want %q", request, got, want)
@@ -455,6 +533,47 @@ func TestSendTargets(t *testing.T) {
 		}
 	}
 	tc.logout()
+}
+
+// ISCSI-13.8-1: what discovery answers for a portal, by where it listens and where
+// the initiator has reached us. It may be the portal itself.
+func TestTargetAddresses(t *testing.T) {
+	for _, tc := range []struct {
+		listen, local string
+		own           bool
+		want          string // "" is out of reach
+	}{
+		{"[2001:db8::1]:3260", "[2001:db8::1]:3260", true, "[2001:db8::1]:3260"},
+		{"[2001:db8::1]:3260", "192.0.2.1:3260", false, "[2001:db8::1]:3260"},
+		{"[2001:db8::1]:0", "192.0.2.1:3260", false, ""},
+		{"[::]:3261", "[2001:db8::7]:3260", false, "[2001:db8::7]:3261"},
+		{"[::]:3261", "192.0.2.1:3260", false, "192.0.2.1:3261"}, // which the kernel maps
+		{"0.0.0.0:3261", "[2001:db8::7]:3260", false, ""},
+		{"[::1]:3260", "[::1]:3261", false, "[::1]:3260"},
+		{"[::1]:3260", "[2001:db8::7]:3260", false, ""},
+		{"127.0.0.1:3260", "[::1]:3260", false, "127.0.0.1:3260"},
+		// Zones mean something on this machine only.
+		{"[fe80::1%eth0]:3260", "[fe80::1%eth0]:3260", true, "[fe80::1]:3260"},
+		{"[::]:3260", "[fe80::1%eth0]:3260", true, "[fe80::1]:3260"},
+		{"[::]:3261", "[fe80::1%eth0]:3260", false, "[fe80::1]:3261"},
+		{"[fe80::2%eth0]:3260", "[fe80::1%eth0]:3260", false, "[fe80::2]:3260"},
+		{"[fe80::2%eth1]:3260", "[fe80::1%eth0]:3260", false, ""},
+		{"[fe80::2%eth0]:3260", "[2001:db8::7]:3260", false, ""},
+		{"[fe80::2%eth0]:3260", "192.0.2.1:3260", false, ""},
+	} {
+		local, err := net.ResolveTCPAddr("tcp", tc.local)
+		if err != nil {
+			t.Fatal(err)
+		}
+		p := &Portal{PortalConfig: PortalConfig{Listen: tc.listen}}
+		own := p
+		if !tc.own {
+			own = &Portal{}
+		}
+		if got := strings.Join(p.addresses(own, local), " "); got != tc.want {
+			t.Errorf("portal %s, reached at %s: %q, want %q", tc.listen, tc.local, got, tc.want)
+		}
+	}
 }
 
 // ISCSI-C-5: many targets.
@@ -574,7 +693,7 @@ func TestText(t *testing.T) {
 // ISCSI-11.9-1, ISCSI-4.2.6-1: shutdown asks initiators to log out and does
 // not wait for ever for those who do not.
 func TestShutdown(t *testing.T) {
-	n := newTestNode(t)
+	n := newTestNode(t, func(o *Options) { o.ShutdownWait = time.Second })
 	polite := n.connect().login()
 	stubborn := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
 	discovery := n.connect(func(tc *testConn) { tc.isid[5] = 3 }).discover()
@@ -595,16 +714,21 @@ func TestShutdown(t *testing.T) {
 	late := n.connect(func(tc *testConn) { tc.isid[5] = 5 })
 	late.writeLogin(late.loginRequest(true, 1, 3), names...)
 	late.wantRefused(pdu.LoginUnavailable)
-	stubborn.want(pdu.AsyncMessage)
+	if p := stubborn.want(pdu.AsyncMessage); p.h.AsyncEvent() != pdu.AsyncLogoutRequest {
+		t.Errorf("%x %x", []byte(p.h), p.data)
+	}
 	for _, tc := range []*testConn{discovery, login} {
 		if err := tc.wait(); !errors.Is(err, errShutdown) {
 			t.Error(err)
 		}
 	}
+	if p := stubborn.want(pdu.AsyncMessage); p.h.AsyncEvent() != pdu.AsyncConnectionDropped {
+		t.Errorf("%x %x", []byte(p.h), p.data)
+	}
 	select {
 	case err := <-done:
 		t.Errorf("Shutdown returned %v with a task in the backend", err)
-	case <-time.After(300 * time.Millisecond):
+	case <-time.After(50 * time.Millisecond):
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
 	defer cancel()

@@ -120,11 +120,113 @@ type Canceler interface {
 	CancelData(t *Task) bool
 }
 
+// A Deferrer is a Datamover that knows whether a Flush can be put off, so that what has
+// come together is answered with one system call.
+type Deferrer interface {
+	// Pending tells whether a whole message has come that Receive has not looked at.
+	// Like Receive it belongs to the holder of the receive lock, or to who keeps that free
+	// meanwhile, and so does Defer.
+	Pending() bool
+
+	// Defer is instead of Flush: what is queued leaves with the next Flush, at the
+	// latest when Receive is about to wait for the peer.
+	Defer()
+}
+
 // A Renegotiator is a Datamover without RDMA, which has to be told when the
 // initiator declares another MaxRecvDataSegmentLength in the full feature phase.
 type Renegotiator interface {
 	SetMaxSendSegment(octets int)
 }
+
+// An Upgrader is a Datamover without RDMA whose connection can go on in RDMA mode
+// after the final Login Response (RFC 7145, section 5.1.2).
+type Upgrader interface {
+	// Upgrade hands over the connection when that Response has left, and what
+	// has been read from it since the last PDU. Nobody uses the mover then or
+	// later, except that until EnableDatamover has returned Close still closes
+	// the connection. An error is why the Response has not left.
+	Upgrade() (nc net.Conn, prefix []byte, err error)
+}
+
+// A StepUp allocates what it takes to go on in RDMA mode after a login that has
+// agreed on p (Allocate_Connection_Resources). tasks is how many task slots there
+// can be. An error refuses the login: out of resources.
+type StepUp func(p Params, tasks int) (EnableDatamover, error)
+
+// EnableDatamover waits until the initiator has begun RDMA mode on nc, and returns
+// the Datamover for the full feature phase. The stream goes on with prefix, which
+// has been read already. After an error, also that timeout is over, nc is closed.
+type EnableDatamover func(nc net.Conn, prefix []byte, timeout time.Duration) (Datamover, error)
+
+// A Repeater is a Datamover that can do what an ErrorRecoveryLevel above 0 takes
+// (RFC 7143, section 11.16). If login agrees on such a level it keeps what PutData
+// sends until Forget or Unbind, or until it has been acknowledged; it asks for
+// data again that was lost on the way; and SendControl may be called again for a
+// task whose PDU has left.
+type Repeater interface {
+	// Repeat queues once more the Data-In PDUs of t from DataSN begin on, or its
+	// R2T if that is unanswered: length of them, or all if length is 0. If begin is
+	// 0, too, these are all that are not acknowledged. ExpCmdSN and MaxCmdSN come
+	// from by.Header, and by.Sent is called when the last PDU has left, unless
+	// queued is false: then there was nothing to send. next is the DataSN or R2TSN
+	// that t goes on with. Errors are ErrNeverSent and ErrGivenUp.
+	Repeat(t, by *Task, begin, length uint32) (queued bool, next uint32, err error)
+
+	// Resegment queues once more all Data-In of t that is not acknowledged, in PDUs
+	// of the length that the initiator takes now (section 11.16.3); by as with
+	// Repeat. The error is ErrGivenUp.
+	//
+	// Preconditions: no data of t is queued.
+	Resegment(t, by *Task) (queued bool, err error)
+
+	// Acknowledge takes a DataACK: tag and lun are what a Data-In PDU came with,
+	// everything before DataSN next has been received. It returns false if no
+	// such PDU was sent.
+	Acknowledge(tag uint32, lun [8]byte, next uint32) bool
+
+	// Forget gives back the data that is kept of t.
+	Forget(t *Task)
+}
+
+// A Reassigner is a Datamover that can go on with a task of another connection,
+// which is what ErrorRecoveryLevel 2 takes (RFC 7143, section 7.2.2).
+type Reassigner interface {
+	// Detach is Unbind for a task that may be reassigned, and tells how far it was.
+	// The SCSI Response may have been sent. It may be called after Close.
+	Detach(t *Task) Progress
+
+	// Advertised ties to t what the initiator advertised with the TASK REASSIGN that
+	// Receive returned last, until Unbind. It belongs to the holder of the receive
+	// lock.
+	Advertised(t *Task)
+
+	// Rebind binds t, a task of another connection, with what was advertised with by.
+	// An inconsistent advertisement is an error, and t is not bound.
+	Rebind(t, by *Task, at Resumption) error
+}
+
+// Progress is how far the data of a task was. With RDMA it is all zero: iSCSI does
+// not see data being acknowledged.
+type Progress struct {
+	Next         uint32                 // DataSN of the next Data-In, or R2TSN of the next R2T
+	Acknowledged uint32                 // DataSN of the first Data-In that was not acknowledged
+	Offset       func(sn uint32) uint32 // Buffer Offset of the Data-In with that DataSN; 0 if it is not known. May be nil: 0
+}
+
+// A Resumption is where the data of a task goes on.
+type Resumption struct {
+	SN        uint32 // DataSN of the next Data-In, or R2TSN of the next R2T
+	Offset    uint32 // Buffer Offset of the next Data-In
+	Immediate uint32 // octets of immediate data that the command had
+	Done      bool   // nothing is going to move, and nothing has been advertised: only the status is sent
+}
+
+// Why a SNACK is rejected (RFC 7143, section 11.16).
+var (
+	ErrNeverSent = errors.New("never sent, or acknowledged")
+	ErrGivenUp   = errors.New("given up for lack of memory")
+)
 
 // A Notice is what Datamover.Receive found: a PDU if Task is nil, otherwise
 // the end of that Task's GetData.
@@ -132,6 +234,9 @@ type Notice struct {
 	BHS  []byte // 48 octets
 	AHS  []byte // whole AHS area, a multiple of 4 octets
 	Data []byte // data segment without padding
+	// Begun is when the BHS had come, if the rest of the PDU came later; zero: it did
+	// not, or that is not known.
+	Begun time.Time
 
 	// Reject, if not zero, is why the mover has discarded the PDU, which has no
 	// Data here. The connection goes on, and the core sends the Reject.

@@ -19,6 +19,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 const (
@@ -136,8 +137,11 @@ type fakeMover struct {
 	puts      [][2]int          // offset and length of each PutData that has left
 	getRanges [][2]int
 	flushes   int
+	flushing  bool
 	slots     int
-	full      int // tasks of EnterFullFeature
+	full      int          // tasks of EnterFullFeature
+	progress  Progress     // what Detach returns
+	resumed   []Resumption // what Rebind was told
 	bindErr   error
 	enterErr  error
 	violation []string
@@ -199,7 +203,11 @@ func (m *fakeMover) SetReceiveDeadline(t time.Time) error {
 		m.timer = nil
 	}
 	if !t.IsZero() {
-		m.timer = time.AfterFunc(time.Until(t), m.cond.Broadcast)
+		m.timer = time.AfterFunc(time.Until(t), func() {
+			m.mu.Lock() // or Receive, having seen that it is not yet time, would not hear
+			defer m.mu.Unlock()
+			m.cond.Broadcast()
+		})
 	}
 	return nil
 }
@@ -235,6 +243,36 @@ func (m *fakeMover) Unbind(t *Task) {
 		m.violation = append(m.violation, "Unbind with a GetData outstanding")
 	}
 	delete(m.bound, t)
+}
+
+func (m *fakeMover) Detach(t *Task) Progress {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.data[t] != nil {
+		m.violation = append(m.violation, "Detach with a GetData outstanding")
+	}
+	delete(m.bound, t)
+	return m.progress
+}
+
+func (m *fakeMover) Advertised(t *Task) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.bound[t] = t.Request().ITT()
+}
+
+func (m *fakeMover) Rebind(t, by *Task, at Resumption) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.bindErr != nil {
+		return m.bindErr
+	}
+	if _, ok := m.bound[by]; !ok && !at.Done {
+		m.violation = append(m.violation, "Rebind without Advertised")
+	}
+	m.bound[t] = t.Request().ITT()
+	m.resumed = append(m.resumed, at)
+	return nil
 }
 
 func (m *fakeMover) PutData(t *Task, off uint32, data []byte, b *Buffer) error {
@@ -321,6 +359,9 @@ func (m *fakeMover) SendControl(t *Task) error {
 	if m.closed {
 		return net.ErrClosed
 	}
+	if t.Mover != any(m) {
+		m.violation = append(m.violation, "a slot of another Datamover")
+	}
 	h := pdu.BHS(t.Header[:])
 	limit := m.maxSend
 	if h.Opcode() == pdu.LoginResp { // the last one follows EnterFullFeature
@@ -349,10 +390,29 @@ func (m *fakeMover) Flush() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.flushes++
+	if m.flushing { // who is doing it does it for all
+		return
+	}
+	m.flushing = true
 	for m.holdFlush && !m.closed {
 		m.cond.Wait()
 	}
 	m.drain()
+	m.flushing = false
+}
+
+// sendOne lets the network take one thing although it takes nothing. It tells
+// whether there was one.
+func (m *fakeMover) sendOne() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if len(m.queue) == 0 {
+		return false
+	}
+	f := m.queue[0]
+	m.queue = m.queue[1:]
+	f()
+	return true
 }
 
 func (m *fakeMover) drain() {
@@ -394,6 +454,12 @@ func (m *fakeMover) Close() error {
 	return nil
 }
 
+func (m *fakeMover) isClosed() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.closed
+}
+
 func (m *fakeMover) CloseWrite() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -411,31 +477,8 @@ type testNode struct {
 	portal *Portal
 	store  *memStore
 	inv    *lun.Inventory
-	log    *logBuffer
+	log    *testkit.Log
 	before int // goroutines
-}
-
-type logBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *logBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-// lines returns the lines that contain s.
-func (l *logBuffer) lines(s string) (found []string) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for line := range strings.Lines(l.b.String()) {
-		if strings.Contains(line, s) {
-			found = append(found, line)
-		}
-	}
-	return found
 }
 
 func newTestNode(tb testing.TB, change ...func(*Options)) *testNode {
@@ -445,9 +488,9 @@ func newTestNode(tb testing.TB, change ...func(*Options)) *testNode {
 
 func newStoreNode(tb testing.TB, store *memStore, change ...func(*Options)) *testNode {
 	tb.Helper()
-	log := &logBuffer{}
+	log := &testkit.Log{}
 	o := Options{
-		LogoutWait: 50 * time.Millisecond, ShutdownWait: 200 * time.Millisecond, ReinstatementWait: 2 * time.Second,
+		LogoutWait: 2 * time.Second, ShutdownWait: 200 * time.Millisecond, ReinstatementWait: 10 * time.Second,
 		NopInterval: -1, Logger: slog.New(slog.NewTextHandler(log, nil)),
 	}
 	for _, f := range change {
@@ -491,6 +534,7 @@ func (n *testNode) checkIdle() {
 		idle := s.Sessions == 0 && s.Connections == 0 && s.TasksInFlight == 0 && s.BuffersOut == 0 && s.BufferOctets == 0 &&
 			runtime.NumGoroutine() <= n.before
 		if idle {
+			n.checkCounts()
 			return
 		}
 		if time.Now().After(deadline) {
@@ -499,6 +543,27 @@ func (n *testNode) checkIdle() {
 			return
 		}
 		time.Sleep(time.Millisecond)
+	}
+}
+
+// checkCounts fails the test if a command counts as in flight that has ended, or if it
+// has ended with a status and what it took is not known.
+func (n *testNode) checkCounts() {
+	for _, t := range n.Targets() {
+		for _, e := range t.LUNs.Entries() {
+			latencies := e.Unit.Latencies()
+			for tr, c := range e.Unit.Counts() {
+				if c.InFlight != 0 {
+					n.tb.Errorf("%s, LUN %d: %d commands in flight by %v on an idle node", t.Name, e.LUN, c.InFlight, lun.Transport(tr))
+				}
+				ended := c.Commands[lun.KindRead] + c.Commands[lun.KindWrite] + c.Commands[lun.KindOther]
+				for p, l := range latencies[tr] {
+					if l.Count != ended && lun.Phase(p) != lun.PhaseReadWait || l.Count > ended {
+						n.tb.Errorf("%s, LUN %d: %v of %d commands by %v, of %d that have ended", t.Name, e.LUN, lun.Phase(p), l.Count, lun.Transport(tr), ended)
+					}
+				}
+			}
+		}
 	}
 }
 
@@ -647,6 +712,21 @@ func (tc *testConn) wantNothing() {
 	tc.tb.Helper()
 	if p := tc.next(20 * time.Millisecond); p != nil {
 		tc.tb.Fatalf("unexpected %v: %x %q", p.h.Opcode(), []byte(p.h), p.data)
+	}
+}
+
+// wantGets waits until so many GetDatas have not been done.
+func (tc *testConn) wantGets(n int) {
+	tc.tb.Helper()
+	tc.eventually(fmt.Sprintf("%d GetDatas", n), func() bool { return tc.m.getting() == n })
+}
+
+// wantOpenWindow wants that the target has told to expect the next command, and to take as many
+// as ever.
+func (tc *testConn) wantOpenWindow() {
+	tc.tb.Helper()
+	if tc.expCmdSN != tc.cmdSN || tc.maxCmdSN != tc.cmdSN+127 {
+		tc.tb.Errorf("the window is %d..%d, and the next command %d", tc.expCmdSN, tc.maxCmdSN, tc.cmdSN)
 	}
 }
 

@@ -34,6 +34,10 @@ type login struct {
 	auth   authenticator
 
 	parting []keys.Pair // what a refusal says beside its status
+
+	deadline time.Time // of the whole login
+	enable   EnableDatamover
+	enabling bool // login has succeeded on the byte stream
 }
 
 // login runs the login phase (RFC 7143, section 6.3) and writes the one line
@@ -42,7 +46,8 @@ type login struct {
 func (c *conn) login() error {
 	l := &login{conn: c}
 	defer func() { c.node.challenges.Delete(l.auth.challenge.Octets) }()
-	c.dm.SetReceiveDeadline(time.Now().Add(c.node.opt.LoginTimeout))
+	l.deadline = c.started.Add(c.opt.LoginTimeout)
+	c.dm.SetReceiveDeadline(l.deadline)
 	err := l.run()
 	l.logOutcome(err)
 	if err == nil {
@@ -53,7 +58,7 @@ func (c *conn) login() error {
 	var refusal *loginError
 	if errors.As(err, &refusal) && l.count > 0 {
 		if c.sess != nil { // the session is over before the initiator hears of it
-			c.sess.finish(c.node)
+			c.sess.leave(c)
 			c.sess = nil
 		}
 		var data []byte
@@ -70,42 +75,51 @@ func (c *conn) login() error {
 // linger waits until the initiator has closed the connection, or LogoutWait.
 func (c *conn) linger() {
 	c.halfClose()
-	c.dm.SetReceiveDeadline(time.Now().Add(c.node.opt.LogoutWait))
+	c.dm.SetReceiveDeadline(time.Now().Add(c.opt.LogoutWait))
 	for c.dm.Receive(&c.notice) == nil {
 	}
 }
 
-// logOutcome writes what became of a connection attempt.
+// logOutcome writes what became of a connection attempt, and counts it.
 func (l *login) logOutcome(err error) {
+	o := LoginOutcome{Transport: l.dm.Transport(), Accepted: err == nil}
 	level, outcome := slog.LevelInfo, "accepted"
-	attrs := make([]slog.Attr, 0, 10)
+	attrs := append(make([]slog.Attr, 0, 12), slog.String("event", "login"))
 	if err != nil {
 		level, outcome = slog.LevelWarn, "refused"
 	} else {
-		attrs = append(attrs, l.sess.attrs()...)
+		attrs = append(attrs, l.attrs()...)
 		if l.params.CHAPName != "" {
 			attrs = append(attrs, slog.String("user", l.params.CHAPName))
 		}
 	}
 	stage := l.stage.String()
-	if l.count == 0 {
+	switch {
+	case l.count == 0:
 		stage = "before login"
+	case err != nil && l.enabling:
+		stage = "mpa"
 	}
+	o.Stage = stage
 	attrs = append(attrs, slog.String("outcome", outcome), slog.String("stage", stage))
 	if err != nil {
 		attrs = append(attrs, slog.String("reason", err.Error()))
 		var refusal *loginError
 		if errors.As(err, &refusal) {
-			attrs = append(attrs, slog.String("status", refusal.status.String()))
+			o.Status = refusal.status.String()
+			attrs = append(attrs, slog.String("status", o.Status))
 		}
 	}
+	l.node.logins.count(o)
 	attrs = append(attrs, slog.String("initiator", l.key.initiator), slog.String("target", l.key.target),
 		slog.String("isid", fmt.Sprintf("%x", l.first.ISID)))
 	l.log.LogAttrs(context.Background(), level, "login", attrs...)
 }
 
-// run serves Login Requests until one ends the phase. A *loginError is to be
-// told to the initiator; any other error is the end of the connection.
+// run serves Login Requests until one ends the phase. Those that come before
+// the last one is answered, as they must not (section 6.3), wait their turn. A
+// *loginError is to be told to the initiator; any other error is the end of the
+// connection.
 func (l *login) run() error {
 	for {
 		if err := l.dm.Receive(&l.notice); err != nil {
@@ -168,7 +182,7 @@ func (l *login) check() error {
 	if l.count == 1 {
 		l.first, l.stage = *r, r.CSG
 		l.cid = r.CID
-		l.openWindow(r.CmdSN)
+		l.expectCmdSN()
 	}
 	f := &l.first
 	switch {
@@ -200,6 +214,7 @@ func (l *login) negotiate() error {
 	if l.neg == nil {
 		l.neg = l.newNegotiation()
 	}
+	keys.Arrange(pairs)
 	var answers []keys.Pair
 	securing := l.stage == pdu.SecurityNegotiation
 	for _, p := range pairs {
@@ -233,23 +248,45 @@ func (l *login) negotiate() error {
 	return nil
 }
 
+// continues returns the session that the first request names, which another
+// initiator may have, or nil.
+func (l *login) continues() *session {
+	l.node.mu.Lock()
+	defer l.node.mu.Unlock()
+	if s := l.node.sessions[l.first.TSIH]; s != nil && s.key.isid == l.first.ISID {
+		return s
+	}
+	return nil
+}
+
+// expectCmdSN makes the window what Login Responses say until the end of login.
+func (l *login) expectCmdSN() {
+	s := l.continues()
+	if s == nil {
+		l.openWindow(l.first.CmdSN)
+		return
+	}
+	s.mu.Lock()
+	exp, max := s.win.exp, s.win.max
+	s.mu.Unlock()
+	l.mu.Lock()
+	l.win.exp, l.win.max = exp, max
+	l.mu.Unlock()
+}
+
 func (l *login) newNegotiation() *keys.Negotiation {
-	if l.first.TSIH != 0 {
-		nd := l.node
-		nd.mu.Lock()
-		s := nd.sessions[l.first.TSIH]
-		nd.mu.Unlock()
-		if s != nil && s.key.isid == l.first.ISID {
-			return keys.NewJoin(l.limits(), s.conn.agreed())
-		}
+	if s := l.continues(); s != nil {
+		return keys.NewJoin(l.limits(), s.params)
 	}
 	return keys.NewLogin(l.limits())
 }
 
 // limits is what this connection may agree on.
 func (c *conn) limits() keys.Limits {
-	limits := c.node.opt.Limits
+	limits := c.opt.Limits
 	limits.RDMA = c.dm.RDMA()
+	_, upgrades := c.dm.(Upgrader)
+	limits.StepUp = upgrades && c.portal.StepUp != nil
 	return limits
 }
 
@@ -267,7 +304,7 @@ func (l *login) identify() error {
 	l.key = sessionKey{initiator: name, isid: l.first.ISID, tpgt: l.portal.TPGT}
 	if p.TargetName == "" {
 		l.key.portal = l.portal
-		return l.require(l.node.opt.DiscoveryAuth)
+		return l.require(l.opt.DiscoveryAuth)
 	}
 	if name, err = security.NormalizeName(p.TargetName); err != nil {
 		return &loginError{pdu.LoginNotFound, fmt.Errorf("TargetName: %w", err)}
@@ -276,11 +313,14 @@ func (l *login) identify() error {
 	if l.target = l.node.target(name); l.target == nil {
 		return refuse(pdu.LoginNotFound, "there is no such target")
 	}
+	if !l.target.servedBy(l.portal) {
+		return refuse(pdu.LoginNotFound, fmt.Sprintf("portal group %d does not lead to the target", l.portal.TPGT))
+	}
 	if !l.target.Initiators.Match(l.key.initiator) {
 		return refuse(pdu.LoginAuthorization, "initiator is not among those of the target")
 	}
 	if p.Discovery {
-		return l.require(l.node.opt.DiscoveryAuth)
+		return l.require(l.opt.DiscoveryAuth)
 	}
 	if to := l.target.Redirect; to.Address != "" { // before authentication: section 11.13.5
 		l.parting = []keys.Pair{{Key: "TargetAddress", Value: to.Address}}
@@ -325,40 +365,93 @@ func (l *login) answer() (done bool, err error) {
 	if err := l.respond(rsp, part); err != nil {
 		return false, err
 	}
+	if l.enable != nil {
+		if err := l.stepUp(); err != nil {
+			return false, err
+		}
+	}
 	return true, nil
 }
 
 // enterFullFeature makes the connection ready for what follows the final Login
 // Response.
 func (l *login) enterFullFeature() error {
+	if l.first.TSIH != 0 {
+		switch s := l.continues(); {
+		case s == nil:
+			return errNoSession
+		case !s.discovery && (s.params.RDMAExtensions && !l.dm.RDMA() && !l.limits().StepUp || !s.params.RDMAExtensions && l.dm.RDMA()):
+			return refuse(pdu.LoginCannotInclude, "iSER and TCP connections do not go together in a session")
+		}
+	}
 	p, err := l.neg.Finish()
 	if err != nil {
 		return keyError(err)
 	}
 	l.params = p
-	s, refusal := l.node.establish(l.conn, l.key, &l.first, l.target)
-	if refusal != nil {
+	if refusal := l.node.establish(l.conn, l.key, &l.first, l.target); refusal != nil {
 		return refusal
 	}
-	l.sess = s
-	if err := l.dm.EnterFullFeature(p, l.maxSlots); err != nil {
+	if joined := l.opt.Joined; joined != nil {
+		joined(l.sess.tsih, l.dm)
+	}
+	l.openStore()
+	if p.RDMAExtensions && !l.dm.RDMA() {
+		l.enable, err = l.portal.StepUp(p, l.maxSlots)
+	} else {
+		err = l.dm.EnterFullFeature(p, l.maxSlots)
+	}
+	if err != nil {
 		return &loginError{pdu.LoginOutOfResources, err}
 	}
 	switch {
 	case p.Discovery && l.dm.RDMA():
 		l.recvLimit = loginDataLength
-	case l.dm.RDMA():
+	case p.RDMAExtensions:
 		l.recvLimit = int(p.TargetRecvDataSegmentLength)
 	default:
-		l.recvLimit = int(l.node.opt.Limits.MaxRecvDataSegmentLength)
+		l.recvLimit = int(l.opt.Limits.MaxRecvDataSegmentLength)
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.phase == phaseEnded { // replaced by yet another login, or shut down
 		return &loginError{pdu.LoginUnavailable, l.reason}
 	}
-	l.phase = phaseFullFeature
+	if l.enable == nil {
+		l.phase = phaseFullFeature
+	}
+	l.acked = l.statSN + 1 // the final Login Response, which follows, is behind every fence
 	return nil
+}
+
+// stepUp goes on in RDMA mode: the final Login Response was the last PDU on the
+// byte stream (RFC 7145, section 5.1.2). Until it has succeeded nobody but login
+// sends on this connection, and end closes it through the Datamover of before.
+func (l *login) stepUp() error {
+	l.enabling = true
+	nc, prefix, err := l.dm.(Upgrader).Upgrade()
+	if err != nil {
+		return fmt.Errorf("sending failed: %w", err)
+	}
+	dm, err := l.enable(nc, prefix, time.Until(l.deadline))
+	l.mu.Lock()
+	ended := l.phase == phaseEnded
+	if err == nil && !ended {
+		l.dm = dm
+		l.setLog()
+		l.slotMu.Lock()
+		l.freeSlots, l.slots = nil, 0 // they were made for the other Datamover
+		l.slotMu.Unlock()
+		l.phase = phaseFullFeature
+	}
+	l.mu.Unlock()
+	if ended {
+		if err == nil {
+			dm.Close()
+		}
+		return l.endedBy()
+	}
+	return err
 }
 
 // respond sends a Login Response. The caller sets what differs from request to
@@ -386,13 +479,6 @@ func (l *login) respond(rsp pdu.LoginResponse, data []byte) error {
 	}
 	l.dm.Flush()
 	return nil
-}
-
-// agreed is what login agreed on, with later changes.
-func (c *conn) agreed() Params {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.params
 }
 
 // endedBy is why the connection is ending.

@@ -24,6 +24,7 @@ func (tc *testConn) wantRefused(status pdu.LoginStatus) {
 	if r.Transit || r.TSIH != 0 {
 		tc.tb.Fatalf("refusal %+v", r)
 	}
+	tc.close()
 	if err := tc.wait(); err == nil {
 		tc.tb.Fatal("Serve returned nil after a refusal")
 	}
@@ -68,11 +69,11 @@ func TestLoginOfLinux(t *testing.T) {
 		return s.Sessions == 1 && s.Connections == 1 && s.LoginsAccepted == 1
 	})
 	tc.logout()
-	if l := n.log.lines("msg=login"); len(l) != 1 || !strings.Contains(l[0], "outcome=accepted") || !strings.Contains(l[0], initiatorName) ||
+	if l := n.log.Lines("msg=login"); len(l) != 1 || !strings.Contains(l[0], "outcome=accepted") || !strings.Contains(l[0], initiatorName) ||
 		!strings.Contains(l[0], targetName) || !strings.Contains(l[0], "transport=fake") {
 		t.Errorf("log: %q", l)
 	}
-	if l := n.log.lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "reason=logout") {
+	if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "level=INFO") || !strings.Contains(l[0], "reason=logout") {
 		t.Errorf("log: %q", l)
 	}
 }
@@ -113,7 +114,7 @@ func TestLoginRefusals(t *testing.T) {
 			}
 			tc.writeLogin(r, c.pairs...)
 			tc.wantRefused(c.status)
-			l := n.log.lines("msg=login")
+			l := n.log.Lines("msg=login")
 			if len(l) != 1 || !strings.Contains(l[0], "outcome=refused") || !strings.Contains(l[0], c.status.String()) || !strings.Contains(l[0], "reason=") {
 				t.Errorf("log: %q", l)
 			}
@@ -267,7 +268,7 @@ func TestSessionReinstatement(t *testing.T) {
 	old := n.connect().login()
 	old.m.holdGets = true
 	old.command(0xa0, 4096, write10(0, 8), nil)
-	n.eventually("GetData", func() bool { return old.m.getting() == 1 })
+	old.wantGets(1)
 
 	tc := n.connect().login()
 	if err := old.wait(); !errors.Is(err, errReinstated) {
@@ -372,11 +373,21 @@ func TestLoginTimeout(t *testing.T) {
 			if d := time.Since(start); d != 15*time.Second {
 				t.Errorf("after %v", d)
 			}
-			if l := n.log.lines("outcome=refused"); len(l) != 1 {
+			if l := n.log.Lines("outcome=refused"); len(l) != 1 {
 				t.Errorf("log: %q", l)
 			}
 		})
 	}
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		start := time.Now()
+		if err := n.portal.ServeSince(start.Add(-10*time.Second), newFakeMover()); err == nil {
+			t.Error("no error")
+		}
+		if d := time.Since(start); d != 5*time.Second {
+			t.Errorf("after %v of the 5 s that were left", d)
+		}
+	})
 }
 
 // A connection that is closed before a PDU comes leaves a line, too.
@@ -387,7 +398,7 @@ func TestNoLogin(t *testing.T) {
 	if err := tc.wait(); !errors.Is(err, io.EOF) {
 		t.Error(err)
 	}
-	if l := n.log.lines(`stage="before login"`); len(l) != 1 {
+	if l := n.log.Lines(`stage="before login"`); len(l) != 1 {
 		t.Errorf("log: %q", l)
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"slices"
 	"strconv"
@@ -14,6 +15,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/keys"
+	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/security"
 )
@@ -42,12 +44,17 @@ type Options struct {
 	DiscoveryTimeout  time.Duration // between two requests of a discovery session; 60 s
 	NopInterval       time.Duration // silence after which a normal session is pinged; 15 s; negative: never
 	NopTimeout        time.Duration // silence after a ping that ends the connection; 30 s
+	AckWait           time.Duration // for acknowledgements, before what is kept for SNACKs is given up; 5 s
 	LogoutWait        time.Duration // for the initiator to close first after the last response; 2 s
 	ReinstatementWait time.Duration // for the tasks of a session that a login replaces; 10 s
 	ShutdownWait      time.Duration // for initiators to log out when the node shuts down; 3 s
 
 	// DiscoveryAuth, unless it is nil, authenticates initiators before discovery.
 	DiscoveryAuth *security.CHAP
+
+	// Joined, unless it is nil, hears of each connection that becomes one of a session,
+	// before its final Login Response. dm is what Serve was called with.
+	Joined func(tsih uint16, dm Datamover)
 
 	Limits keys.Limits  // what login may agree on; RDMA is set for each connection
 	Logger *slog.Logger // slog.Default()
@@ -69,6 +76,7 @@ func (o Options) complete() Options {
 	setDefault(&o.DiscoveryTimeout, 60*time.Second)
 	setDefault(&o.NopInterval, 15*time.Second)
 	setDefault(&o.NopTimeout, 30*time.Second)
+	setDefault(&o.AckWait, 5*time.Second)
 	setDefault(&o.LogoutWait, 2*time.Second)
 	setDefault(&o.ReinstatementWait, 10*time.Second)
 	setDefault(&o.ShutdownWait, 3*time.Second)
@@ -91,6 +99,8 @@ type TargetConfig struct {
 	Auth       *security.CHAP    // how they prove who they are; nil: they need not
 	Redirect   Redirect          // where they are sent instead, if its Address is not empty
 	LUNs       *lun.Inventory
+	// PortalGroups are the tags of those that lead to the target; empty: all.
+	PortalGroups []uint16
 }
 
 // A Redirect is where a target has moved to.
@@ -101,17 +111,23 @@ type Redirect struct {
 
 type target struct {
 	TargetConfig
+	order *order // of all that have, or had, the same LUNs
+}
+
+// servedBy tells whether the portal leads to t.
+func (t *target) servedBy(p *Portal) bool {
+	return len(t.PortalGroups) == 0 || slices.Contains(t.PortalGroups, p.TPGT)
 }
 
 // A PortalConfig describes a portal.
 type PortalConfig struct {
 	Listen    string   // host:port; an empty host or port 0 is known better per connection
 	Advertise []string // what discovery answers instead, host:port each
-	TPGT      uint16   // TargetPortalGroupTag
+	TPGT      uint16   // TargetPortalGroupTag; one that leads to a target is a port of its inventory
+	StepUp    StepUp   // to RDMA mode, on connections whose Datamover is an Upgrader; nil: not here
 }
 
-// A Portal is one listening address of a Node. All targets are reachable
-// through all portals.
+// A Portal is one listening address of a Node.
 type Portal struct {
 	PortalConfig
 	node *Node
@@ -119,9 +135,10 @@ type Portal struct {
 
 // A Node is an iSCSI target node: its targets, portals and sessions.
 type Node struct {
-	opt     Options
+	opt     atomic.Pointer[Options] // complete; a new value takes the place of the old one
 	buffers bufferPool
 	stats   counters
+	logins  loginCounts
 
 	challenges sync.Map // CHAP challenges, as strings, of the logins under way
 
@@ -129,8 +146,10 @@ type Node struct {
 	targets  []*target // ascending by name
 	portals  []*Portal
 	sessions map[uint16]*session // by TSIH
+	failed   atomic.Int32        // sessions that wait for a connection
 	lastTSIH uint16
-	conns    map[*conn]struct{} // from the first octet to the end of Serve
+	ended    [lun.Transports]lun.Latencies // of sessions that are not there any more
+	conns    map[*conn]struct{}            // from the first octet to the end of Serve
 	stopping bool
 }
 
@@ -154,11 +173,12 @@ type Stats struct {
 
 // NewNode makes a Node without targets and portals.
 func NewNode(o Options) *Node {
-	return &Node{
-		opt:      o.complete(),
+	nd := &Node{
 		sessions: make(map[uint16]*session),
 		conns:    make(map[*conn]struct{}),
 	}
+	nd.SetOptions(o)
+	return nd
 }
 
 // AddTarget adds a target. An error is about its name.
@@ -173,11 +193,17 @@ func (nd *Node) AddTarget(cfg TargetConfig) error {
 	cfg.Name = name
 	nd.mu.Lock()
 	defer nd.mu.Unlock()
-	i, taken := slices.BinarySearchFunc(nd.targets, name, func(t *target, name string) int { return strings.Compare(t.Name, name) })
+	i, taken := nd.searchTarget(name)
 	if taken {
 		return fmt.Errorf("target %q: name is used twice", name)
 	}
-	nd.targets = slices.Insert(slices.Clone(nd.targets), i, &target{cfg}) // sendTargets may be walking the old one
+	t := &target{cfg, newOrder()}
+	for _, s := range nd.sessions {
+		if s.target != nil && s.target.LUNs == cfg.LUNs { // of a target that is given back
+			t.order = s.target.order
+		}
+	}
+	nd.targets = slices.Insert(slices.Clone(nd.targets), i, t) // sendTargets may be walking the old one
 	return nil
 }
 
@@ -194,12 +220,18 @@ func (nd *Node) AddPortal(cfg PortalConfig) *Portal {
 func (nd *Node) target(name string) *target {
 	nd.mu.Lock()
 	defer nd.mu.Unlock()
-	for _, t := range nd.targets {
-		if t.Name == name {
-			return t
-		}
+	if i, ok := nd.searchTarget(name); ok {
+		return nd.targets[i]
 	}
 	return nil
+}
+
+// has tells whether t is a target now, and as it is.
+//
+// Preconditions: mu is held.
+func (nd *Node) has(t *target) bool {
+	i, ok := nd.searchTarget(t.Name)
+	return ok && nd.targets[i] == t
 }
 
 func (nd *Node) isStopping() bool {
@@ -228,10 +260,11 @@ var errShutdown = errors.New("target shuts down")
 
 // Shutdown ends everything: no more logins are accepted, the initiators of
 // normal sessions are asked to log out (Asynchronous Message 1, RFC 7143,
-// section 11.9.1), and those who have not done so after ShutdownWait are
-// disconnected. It returns nil when all Serve calls have ended, or the error of
+// section 11.9.1), and those who have not done so after ShutdownWait are told so
+// and disconnected. It returns nil when all Serve calls have ended, or the error of
 // ctx if that is done earlier.
 func (nd *Node) Shutdown(ctx context.Context) error {
+	wait := nd.opt.Load().ShutdownWait
 	nd.mu.Lock()
 	nd.stopping = true
 	conns := make([]*conn, 0, len(nd.conns))
@@ -242,36 +275,45 @@ func (nd *Node) Shutdown(ctx context.Context) error {
 
 	asked := conns[:0:0]
 	for _, c := range conns {
-		if c.askLogout(nd.opt.ShutdownWait) {
+		if c.askLogout(wait) {
 			asked = append(asked, c)
 		} else {
-			c.end(errShutdown)
+			c.stop(errShutdown)
 		}
 	}
-	grace := time.NewTimer(nd.opt.ShutdownWait)
+	grace := time.NewTimer(wait)
 	defer grace.Stop()
-	expired := false
+	late := false
 	for _, c := range asked {
-		if expired {
+		if late {
 			break
 		}
 		select {
 		case <-c.done:
 		case <-grace.C:
-			expired = true
+			late = true
 		case <-ctx.Done():
-			expired = true
+			late = true
 		}
 	}
 	for _, c := range conns {
-		c.end(errShutdown)
+		c.farewell(pdu.AsyncConnectionDropped, errShutdown) // section 11.9.1
 	}
 	for _, c := range conns {
 		select {
 		case <-c.done:
 		case <-ctx.Done():
+			for _, c := range conns {
+				c.end(errShutdown)
+			}
 			return ctx.Err()
 		}
+	}
+	nd.mu.Lock()
+	left := slices.Collect(maps.Values(nd.sessions)) // which wait for a connection
+	nd.mu.Unlock()
+	for _, s := range left {
+		s.end(errShutdown)
 	}
 	return nil
 }
@@ -296,6 +338,7 @@ func (p *Portal) addresses(own *Portal, local net.Addr) []string {
 	if err != nil || err2 != nil || port == 0 {
 		return nil
 	}
+	host, zone, _ := strings.Cut(host, "%")
 	there := net.ParseIP(host)
 	switch {
 	case host == "" || there != nil && there.IsUnspecified():
@@ -305,7 +348,8 @@ func (p *Portal) addresses(own *Portal, local net.Addr) []string {
 		return []string{hostPort(here.IP, port)}
 	case there == nil: // a name
 		return []string{p.Listen}
-	case ok && there.IsLoopback() && !here.IP.IsLoopback():
+	case ok && there.IsLoopback() && !here.IP.IsLoopback(),
+		there.To4() == nil && there.IsLinkLocalUnicast() && !(ok && here.IP.IsLinkLocalUnicast() && here.Zone == zone):
 		return nil // out of the initiator's reach
 	}
 	return []string{hostPort(there, port)}

@@ -2,7 +2,11 @@ package iscsi
 
 import (
 	"errors"
+	"fmt"
 	"log/slog"
+	"slices"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -19,19 +23,78 @@ type sessionKey struct {
 	portal    *Portal // of an unnamed discovery session; else nil
 }
 
-// A session is an I_T nexus, or a discovery session. With MaxConnections 1 and
-// ErrorRecoveryLevel 0 it lives as long as its one connection: there is nothing
-// that a later connection could take up.
+// What the connections of a session have in common. A connection begins with
+// one of its own, and a later connection of a session takes that of the session
+// before it enters the full feature phase.
+type shared struct {
+	mu      sync.Mutex
+	changed sync.Cond // on mu: a task has ended, the window or a phase has moved
+	win     window
+	tasks   taskTable
+	seq     uint64 // counts tasks as they become ready
+	ordered int    // tasks in execution that have the ORDERED attribute
+	order   *order // of the target; nil in a discovery session, which has no commands
+	fence   *fence // nil: TaskReporting=RFC3720; set before any connection is in the full feature phase
+}
+
+// newShared is for a session with that many tasks on each connection. Commands
+// share one window, so more connections do not bring many more tasks.
+func newShared(tasks int) *shared {
+	s := &shared{}
+	s.changed.L = &s.mu
+	s.tasks.init(tasks)
+	return s
+}
+
+// A sharedLock is the lock of the shared that a connection has at the time. It
+// guards that, too: it changes with the old and the new one locked.
+type sharedLock struct{ of atomic.Pointer[shared] }
+
+func (l *sharedLock) Lock() {
+	for {
+		s := l.of.Load()
+		s.mu.Lock()
+		if s == l.of.Load() {
+			return
+		}
+		s.mu.Unlock()
+	}
+}
+
+func (l *sharedLock) Unlock() { l.of.Load().mu.Unlock() }
+
+// join makes s what c shares.
+//
+// Preconditions: s.mu is held, or s is nobody else's; c has no tasks.
+func (c *conn) join(s *shared) {
+	if old := c.shared; old != nil {
+		old.mu.Lock()
+		defer old.mu.Unlock()
+	}
+	c.shared = s
+	c.mu.of.Store(s)
+}
+
+// A session is an I_T nexus, or a discovery session. It lives as long as one of
+// its connections, or as one can be recovered.
 type session struct {
+	*shared
+	node      *Node
 	key       sessionKey
 	tsih      uint16
-	user      string // CHAP_N of who opened it; empty without CHAP
+	params    Params // what the leading login agreed on
 	discovery bool
 	target    *target    // nil in an unnamed discovery session
 	nexus     *lun.Nexus // nil in a discovery session
-	conn      *conn
 	started   time.Time
 	done      chan struct{} // closed when the session and all of its tasks have ended
+
+	// Under mu:
+	conns    []*conn     // those in login that have found the session included
+	lost     []*lostConn // connections that can be recovered, or their tasks
+	over     bool        // nobody joins any more
+	finished bool
+	failed   bool // no connection is left, but some may come back
 }
 
 // A loginError refuses a login.
@@ -49,77 +112,145 @@ func refuse(status pdu.LoginStatus, reason string) *loginError {
 
 var errReinstated = errors.New("replaced by a new login of the same initiator port")
 
-// establish enters a session for c, or finds out that it cannot be (RFC 7143,
-// section 6.3.1):
+// establish finds or makes the session of c, whose login is about to succeed
+// (RFC 7143, section 6.3.1):
 //
 //	ISID       TSIH       CID
 //	new        0          any        new session
 //	new        not 0      any        020a
 //	existing   0          any        session reinstatement
-//	existing   existing   new        0206, MaxConnections is 1
+//	existing   existing   new        another connection; 0206 beyond MaxConnections
 //	existing   existing   existing   connection reinstatement
 //	existing   unknown    any        020a
 //
-// Both reinstatements end the old session with its connection and wait until
-// its tasks have ended. The second keeps TSIH and CmdSN.
-func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *target) (*session, *loginError) {
-	timeout := time.NewTimer(nd.opt.ReinstatementWait)
+// A reinstatement ends the old session, or the old connection, and waits until
+// its tasks have ended.
+func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *target) *loginError {
+	timeout := time.NewTimer(c.opt.ReinstatementWait)
 	defer timeout.Stop()
-	expCmdSN := req.CmdSN
-	continued := false
 	for {
 		nd.mu.Lock()
-		old := nd.find(key)
+		s := nd.find(key)
 		switch {
 		case nd.stopping:
 			nd.mu.Unlock()
-			return nil, &loginError{pdu.LoginUnavailable, errShutdown}
-		case old != nil && !old.discovery && old.user != c.params.CHAPName:
+			return &loginError{pdu.LoginUnavailable, errShutdown}
+		case t != nil && !nd.has(t):
+			// What has admitted the initiator holds no more.
+			nd.mu.Unlock()
+			return refuse(pdu.LoginUnavailable, "target was changed or removed during login")
+		case s != nil && !s.discovery && s.params.CHAPName != c.params.CHAPName:
 			// Section 9.2: who replaces or joins a session is who opened it. A
 			// discovery session has nothing to protect.
 			nd.mu.Unlock()
-			return nil, refuse(pdu.LoginAuthentication, "session of this initiator port belongs to another CHAP user")
-		case old != nil && req.TSIH != 0 && req.TSIH != old.tsih,
-			old == nil && req.TSIH != 0 && !continued,
-			old == nil && req.TSIH != 0 && nd.sessions[req.TSIH] != nil:
+			return refuse(pdu.LoginAuthentication, "session of this initiator port belongs to another CHAP user")
+		case req.TSIH != 0 && (s == nil || s.tsih != req.TSIH):
 			nd.mu.Unlock()
-			return nil, refuse(pdu.LoginNoSession, "TSIH names no session of this initiator port")
-		case old != nil && req.TSIH != 0 && old.conn.cid != req.CID:
+			return errNoSession
+		case req.TSIH != 0:
+			old, refusal := s.take(c)
 			nd.mu.Unlock()
-			return nil, refuse(pdu.LoginTooManyConnections, "a session has one connection only")
-		case old == nil:
-			s := &session{key: key, tsih: req.TSIH, user: c.params.CHAPName, discovery: c.params.Discovery, target: t, conn: c,
-				started: time.Now(), done: make(chan struct{})}
-			if s.tsih == 0 {
-				s.tsih = nd.newTSIH()
+			if old == nil {
+				return refusal
 			}
-			if s.tsih == 0 {
-				nd.mu.Unlock()
-				return nil, refuse(pdu.LoginOutOfResources, "all session handles are in use")
+			old.shut(errReinstated, true)
+			if refusal := c.awaitEnd(old.done, timeout.C); refusal != nil {
+				return refusal
 			}
-			if !s.discovery {
-				s.nexus = t.LUNs.NewNexus(lun.Port{InitiatorName: key.initiator, ISID: key.isid, TargetName: t.Name, TPGT: key.tpgt})
-				s.nexus.OnPreempt(s.abortUnit)
-			}
-			nd.sessions[s.tsih] = s
+			s.remove(req.CID, req.ExpStatSN)
+			return nil
+		case s == nil:
+			refusal := nd.open(c, key, t)
 			nd.mu.Unlock()
-			c.openWindow(expCmdSN)
-			return s, nil
+			return refusal
 		}
 		nd.mu.Unlock()
-
-		old.conn.end(errReinstated)
-		select {
-		case <-old.done:
-		case <-timeout.C:
-			return nil, refuse(pdu.LoginUnavailable, "tasks of the session to be replaced have not ended yet")
-		case <-c.ending:
-			return nil, refuse(pdu.LoginUnavailable, "connection was closed during reinstatement")
-		}
-		if req.TSIH != 0 {
-			expCmdSN, continued = old.conn.expCmdSN(), true
+		s.end(errReinstated)
+		if refusal := c.awaitEnd(s.done, timeout.C); refusal != nil {
+			return refusal
 		}
 	}
+}
+
+var errNoSession = refuse(pdu.LoginNoSession, "TSIH names no session of this initiator port")
+
+// awaitEnd waits until what c replaces has ended.
+func (c *conn) awaitEnd(done <-chan struct{}, timeout <-chan time.Time) *loginError {
+	select {
+	case <-done:
+		return nil
+	case <-timeout:
+		return refuse(pdu.LoginUnavailable, "tasks of what is to be replaced have not ended yet")
+	case <-c.ending:
+		return refuse(pdu.LoginUnavailable, "connection was closed during reinstatement")
+	}
+}
+
+// open makes a session with c as its leading connection.
+//
+// Preconditions: nd.mu is held.
+func (nd *Node) open(c *conn, key sessionKey, t *target) *loginError {
+	tsih := nd.newTSIH()
+	if tsih == 0 {
+		return refuse(pdu.LoginOutOfResources, "all session handles are in use")
+	}
+	s := &session{shared: c.shared, node: nd, key: key, tsih: tsih, params: c.params, discovery: c.params.Discovery,
+		target: t, conns: []*conn{c}, started: time.Now(), done: make(chan struct{})}
+	if !s.discovery {
+		s.nexus = t.LUNs.NewNexus(lun.Port{InitiatorName: key.initiator, ISID: key.isid, TargetName: t.Name, TPGT: key.tpgt})
+		s.nexus.SetProtocolLevel(c.params.ISCSIProtocolLevel)
+		if c.dm.RDMA() || c.params.RDMAExtensions {
+			s.nexus.SetTransport(lun.ISER)
+		}
+		s.nexus.OnPreempt(s.abortUnit)
+		s.nexus.OnEvent(s.reportEvent)
+	}
+	s.mu.Lock() // the connection may be ending
+	s.fence = newFence(c.params)
+	if t != nil {
+		s.order = t.order
+	}
+	s.mu.Unlock()
+	nd.sessions[tsih] = s
+	c.sess = s
+	return nil
+}
+
+// take makes c a connection of s. Where it has the CID of another one, old is
+// that, which the caller ends. Otherwise a refusal that is not nil tells why c
+// cannot join.
+//
+// Preconditions: nd.mu is held.
+func (s *session) take(c *conn) (old *conn, refusal *loginError) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	live := 0
+	for _, o := range s.conns {
+		if o.cid == c.cid {
+			old = o
+		} else {
+			live++
+		}
+	}
+	switch {
+	case s.over, s.discovery:
+		return nil, errNoSession
+	case live >= int(s.params.MaxConnections):
+		return nil, refuse(pdu.LoginTooManyConnections, fmt.Sprintf("session has its %d connections", s.params.MaxConnections))
+	}
+	for _, l := range s.lost {
+		if l.cid == c.cid && !l.removed {
+			old = l.conn
+		}
+	}
+	c.join(s.shared)
+	c.sess = s
+	s.conns = append(s.conns, c)
+	if s.failed {
+		s.failed = false
+		s.node.failed.Add(-1)
+	}
+	return old, nil
 }
 
 // find returns the session with that key, or nil.
@@ -147,27 +278,112 @@ func (nd *Node) newTSIH() uint16 {
 	return 0
 }
 
-// finish ends s after its connection and all of its tasks have ended.
-func (s *session) finish(nd *Node) {
+// leave takes c, of which nothing runs any more, out of s. It tells whether that
+// was the end of s.
+func (s *session) leave(c *conn) (last bool) {
+	s.mu.Lock()
+	s.conns = slices.DeleteFunc(s.conns, func(o *conn) bool { return o == c })
+	s.changed.Broadcast()
+	if len(s.conns) == 0 && len(s.lost) > 0 { // session failure: section 6.3.6
+		s.failed = true
+		if s.node.failed.Add(1) > maxFailedSessions {
+			s.closeLocked()
+		}
+	}
+	s.mu.Unlock()
+	return s.finishIdle()
+}
+
+// finishIdle ends s if nothing of it is left. It returns true to one caller only.
+func (s *session) finishIdle() bool {
+	s.mu.Lock()
+	idle := len(s.conns) == 0 && len(s.lost) == 0 && !s.finished
+	if idle {
+		s.over, s.finished = true, true
+		if s.failed {
+			s.failed = false
+			s.node.failed.Add(-1)
+		}
+	}
+	s.mu.Unlock()
+	if idle {
+		s.finish()
+	}
+	return idle
+}
+
+// finish ends s after its connections and all of its tasks have ended.
+func (s *session) finish() {
 	if s.nexus != nil {
 		s.nexus.Close()
 	}
+	nd := s.node
 	nd.mu.Lock()
 	delete(nd.sessions, s.tsih)
+	if s.nexus != nil {
+		took := s.nexus.Latencies()
+		nd.ended[s.nexus.Transport()].Add(&took)
+	}
 	nd.mu.Unlock()
 	nd.stats.sessionsEnded.Add(1)
 	close(s.done)
 }
 
-// neighbours are the connections of all sessions with the target of s, s
-// itself included.
-func (nd *Node) neighbours(s *session) []*conn {
+// close makes s take no more connections and returns those that it has. It is the
+// end of s if there are none.
+func (s *session) close(reason error) []*conn {
+	s.mu.Lock()
+	conns := s.closeLocked()
+	s.mu.Unlock()
+	if s.finishIdle() {
+		s.logEnd(s.node.opt.Load().Logger, slog.LevelInfo, reason.Error())
+	}
+	return conns
+}
+
+// Preconditions: mu is held.
+func (s *session) closeLocked() []*conn {
+	s.over = true
+	for len(s.lost) > 0 {
+		s.drop(s.lost[0])
+	}
+	return slices.Clone(s.conns)
+}
+
+// end closes all connections of s.
+func (s *session) end(reason error) {
+	for _, c := range s.close(reason) {
+		c.stop(reason)
+	}
+}
+
+var errConnectionLost = errors.New("another connection of the session has failed")
+
+// fail does what there is to do about a connection that has failed: it ends
+// the session (session recovery: RFC 7143, sections 7.1.4.4 and 7.14). The
+// initiator is told on the other connections.
+func (s *session) fail(failed *conn) {
+	for _, c := range s.close(errConnectionLost) {
+		if c != failed {
+			c.farewell(pdu.AsyncSessionDropped, errConnectionLost)
+		}
+	}
+}
+
+// neighbours are the other sessions with the target of s, but for those in
+// discovery.
+func (nd *Node) neighbours(s *session) []*session {
+	return slices.DeleteFunc(nd.sessionsWith(s.target), func(o *session) bool { return o == s || o.discovery })
+}
+
+// sessionsWith are the sessions with a target, as it is described now or was before.
+func (nd *Node) sessionsWith(t *target) []*session {
 	nd.mu.Lock()
 	defer nd.mu.Unlock()
-	var all []*conn
-	for _, o := range nd.sessions {
-		if o.target == s.target && o.nexus != nil {
-			all = append(all, o.conn)
+	var all []*session
+	for _, s := range nd.sessions {
+		if s.target != nil && s.target.LUNs == t.LUNs {
+			all = append(all, s)
 		}
 	}
 	return all
@@ -182,22 +398,15 @@ func (s *session) attrs() []slog.Attr {
 	return []slog.Attr{slog.String("session", kind), slog.Int("tsih", int(s.tsih))}
 }
 
+// attrs are the connection in a log line.
+func (c *conn) attrs() []slog.Attr { return append(c.sess.attrs(), slog.Int("cid", int(c.cid))) }
+
 // abortUnit ends the commands of s for a logical unit, but not except: what PREEMPT
 // AND ABORT does to the sessions that it preempts.
 func (s *session) abortUnit(field [8]byte, except *lun.Command) {
-	c := s.conn
 	match := func(t *Task) bool {
 		return t.isCommand() && &t.cmd != except && s.nexus.SameUnit(t.header().LUN(), field)
 	}
-	c.mu.Lock()
-	lost := c.tasks.any(match)
-	c.abortTasks(match)
-	c.mu.Unlock()
-	if lost && c.enter() {
-		go func() {
-			defer c.workers.Done()
-			c.sendNOPIn(false)
-		}()
-	}
-	c.stopped(match, false)
+	s.abort(match)
+	s.stopped(match, nil, false)
 }

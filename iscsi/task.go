@@ -6,6 +6,7 @@ import (
 	"math"
 	"sync/atomic"
 
+	"github.com/iser-target/iser-target/iscsi/fifo"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
 )
@@ -20,6 +21,8 @@ const (
 	taskReady              // in conn.ready
 	taskRunning            // a goroutine works on it
 	taskFetching           // a GetData is outstanding; no goroutine
+	taskHeld               // a fence holds its response back; no goroutine
+	taskParked             // its connection is lost; no goroutine, no mover
 )
 
 // maxResponseData is the longest data segment of a SCSI Response: SenseLength
@@ -45,32 +48,61 @@ type Task struct {
 	scratch [maxResponseData]byte // room for a short Segment
 	stash   []byte                // room for unsolicited data; kept when the slot is free
 
+	// For recovery; see statusStore. The first two are under conn.slotMu and false
+	// in a free slot.
+	stored       bool        // the PDU in Header has not been acknowledged
+	sending      bool        // it is the mover's
+	snackRefused atomic.Bool // data that was asked for again is no longer there
+
 	aborted atomic.Bool // set under conn.mu: no response, stop soon
 
-	// In the lists of conn (mu), of free slots (slotMu) and of budget.
-	next, nextByITT, nextWaiter *Task
-	wake                        chan struct{} // ends a wait for a Buffer; capacity 1
-	wants                       int           // octets that it waits for
-	granted                     bool
+	link                fifo.Link[Task] // in a taskQueue; under conn.mu
+	nextByITT, nextFree *Task           // in taskTable (conn.mu), of free slots (slotMu)
+
+	// Of quota.
+	waiter  fifo.Link[Task]
+	wake    chan struct{} // ends a wait for a quota; capacity 1
+	wants   int           // octets that it waits for
+	granted bool
 
 	taskVars
 }
 
 // taskVars is what is zero in a free slot.
 type taskVars struct {
+	watch // of the goroutine that has the task
+
 	// Under conn.mu.
 	state     taskState
 	seq       uint64 // order of becoming ready
+	stamp     uint64 // and among all sessions, if there are ORDERED commands
 	needsSN   bool   // waits for CmdSNs before its own
 	needsData bool   // waits for unsolicited Data-Out PDUs
 
+	// For recovery; see statusStore. Written under conn.mu.
+	kept     bool // the PDU in Header has a StatSN and may be asked for again
+	snackTag uint32
+
+	// For connection recovery, under conn.mu.
+	cleared    bool   // ended by a connection or session that goes, not by a function
+	finished   bool   // the command has ended, it remains to send data and status
+	answered   bool   // the status was sent before: the window has moved on
+	reassigned bool   // go on from resumeAt
+	resumeAt   uint64 // octets of data-in that need not be sent again
+	progress   Progress
+	ref        *Task // of TASK REASSIGN: goes on behind the response
+
 	// Of the goroutine that runs the task, or of the holder of recvMu before.
-	own     bool   // not a request: never in the table
-	unasked bool   // of own: counts as unexpected
-	bound   bool   // the mover has a binding
-	fenced  bool   // there are ORDERED tasks about, possibly this one
-	data    []byte // data segment of a Text Request or NOP-Out
-	refusal sense  // why the transport fails the command; zero: it does not
+	own     bool    // not a request: never in the table
+	unasked bool    // of own: counts as unexpected
+	snack   bool    // of own: serves the SNACK in req
+	gap     bool    // unsolicited data was lost; from there on it is asked for
+	bound   bool    // the mover has a binding
+	fenced  bool    // there are ORDERED tasks about, possibly this one
+	data    []byte  // data segment of a Text Request or NOP-Out
+	refusal sense   // why the transport fails the command; zero: it does not
+	isFence bool    // the response is one that others do not overtake
+	info    [3]byte // Additional Response Information of a task management function
 
 	// Data phase of a command. Offsets and lengths are octets.
 	begun       bool
@@ -98,6 +130,7 @@ var (
 	senseUnexpected  = sense{0x0b, 0x0c, 0x0c} // UNEXPECTED UNSOLICITED DATA
 	senseWrongAmount = sense{0x0b, 0x0c, 0x0d} // NOT ENOUGH UNSOLICITED DATA
 	senseLost        = sense{0x0b, 0x47, 0x05} // PROTOCOL SERVICE CRC ERROR
+	senseSNACK       = sense{0x0b, 0x11, 0x13} // READ ERROR - FAILED RETRANSMISSION REQUEST
 	senseAborted     = sense{0x0b, 0x00, 0x00} // never sent
 )
 
@@ -113,7 +146,14 @@ func (t *Task) Request() pdu.BHS { return t.header() }
 // Sent is called by the mover when Header and Segment have left, or when the
 // connection has ended. It takes no lock that is held while the mover is
 // called.
-func (t *Task) Sent() { t.conn.freeTask(t) }
+func (t *Task) Sent() {
+	if t.kept {
+		t.countSpent()
+		t.conn.keptSent(t)
+		return
+	}
+	t.conn.freeTask(t)
+}
 
 func (t *Task) header() pdu.BHS { return pdu.BHS(t.req[:]) }
 func (t *Task) immediate() bool { return t.header().Immediate() }
@@ -137,6 +177,7 @@ func (t *Task) expected() (out, in uint32) {
 func (t *Task) reset() {
 	t.taskVars = taskVars{}
 	t.aborted.Store(false)
+	t.snackRefused.Store(false)
 	t.Segment, t.cmd.CDB = nil, nil
 }
 
@@ -144,8 +185,13 @@ func (t *Task) reset() {
 // GetData.
 func (t *Task) run() {
 	switch {
+	case t.snack:
+		t.runSNACK()
 	case t.own:
 		t.conn.sendOwn(t)
+	case t.reassigned:
+		t.reassigned = false
+		t.goOn()
 	case t.fetched:
 		t.fetched = false
 		t.afterFetch()
@@ -262,6 +308,9 @@ func (c *conn) dataOut(n *Notice) error {
 	h := pdu.BHS(n.BHS)
 	c.mu.Lock()
 	t := c.tasks.find(h.ITT())
+	if t != nil && t.conn != c {
+		t = nil // data comes where the command came (section 4.2.2)
+	}
 	if t == nil || !t.needsData || h.TTT() != pdu.ReservedTag {
 		c.mu.Unlock()
 		reason := pdu.RejectProtocolError
@@ -272,10 +321,17 @@ func (c *conn) dataOut(n *Notice) error {
 	}
 	end := uint64(h.BufferOffset()) + uint64(len(n.Data))
 	var wrong pdu.RejectReason
+	if c.store.movers != nil && h.LUN() == t.header().LUN() && h.DataSN() != t.dataSN {
+		if pdu.Before(h.DataSN(), t.dataSN) { // a duplicate
+			c.mu.Unlock()
+			return nil
+		}
+		t.gap, t.dataSN = true, h.DataSN()
+	}
 	switch {
 	case h.LUN() != t.header().LUN(), h.DataSN() != t.dataSN: // sections 4.2.5.3 and 11.7.5
 		wrong = pdu.RejectProtocolError
-	case t.refusal != (sense{}): // whatever it is, it is not wanted
+	case t.refusal != (sense{}), t.gap: // whatever it is, it is not wanted
 	case h.BufferOffset() != t.arrived, end > uint64(t.unsolicited):
 		wrong = pdu.RejectInvalidField
 	default:
@@ -287,11 +343,10 @@ func (c *conn) dataOut(n *Notice) error {
 		t.refusal = senseWrongAmount
 	}
 	if h.Final() {
-		if t.refusal == (sense{}) && t.arrived != t.unsolicited { // section 4.2.5.2
+		if t.refusal == (sense{}) && !t.gap && t.arrived != t.unsolicited { // section 4.2.5.2
 			t.refusal = senseWrongAmount
 		}
-		t.needsData = false
-		c.makeReady(t)
+		c.endUnsolicited(t)
 	}
 	c.mu.Unlock()
 	if wrong != 0 {
@@ -300,40 +355,41 @@ func (c *conn) dataOut(n *Notice) error {
 	return nil
 }
 
+// endUnsolicited goes on with t when the last unsolicited Data-Out has come. From
+// where some was lost on, all is asked for: the R2T is a recovery R2T (RFC 7143,
+// section 7.8).
+//
+// Preconditions: mu is held.
+func (c *conn) endUnsolicited(t *Task) {
+	t.needsData = false
+	t.lap(lun.PhaseReadWait)
+	if t.gap {
+		t.unsolicited = t.arrived
+	}
+	c.makeReady(t)
+}
+
 // lostDataOut rejects a Data-Out PDU that the mover has discarded. Unsolicited
-// data that is lost fails its task once the last Data-Out has come (RFC 7143,
-// section 7.8); about solicited data the mover gives notice.
+// data that is lost is asked for, or at ErrorRecoveryLevel 0 fails its task, once
+// the last Data-Out has come (RFC 7143, section 7.8); solicited data is the
+// mover's.
 //
 // Preconditions: recvMu is held.
 func (c *conn) lostDataOut(n *Notice) error {
 	h := pdu.BHS(n.BHS)
 	c.mu.Lock()
-	if t := c.tasks.find(h.ITT()); t != nil && t.needsData && h.TTT() == pdu.ReservedTag {
-		t.refusal, t.dataSN = senseLost, h.DataSN()+1
+	if t := c.tasks.find(h.ITT()); t != nil && t.conn == c && t.needsData && h.TTT() == pdu.ReservedTag {
+		if t.dataSN = h.DataSN() + 1; c.store.movers != nil {
+			t.gap = true
+		} else {
+			t.refusal = senseLost
+		}
 		if h.Final() {
-			t.needsData = false
-			c.makeReady(t)
+			c.endUnsolicited(t)
 		}
 	}
 	c.mu.Unlock()
 	return c.reject(n, n.Reject, unasked)
-}
-
-// waitTurn waits until the tasks have ended that SAM's task attributes want to
-// see ended before t begins: all older ones if t is ORDERED, otherwise the older
-// ORDERED ones. It returns early if t is aborted.
-func (c *conn) waitTurn(t *Task) {
-	if t.header().Attr() == pdu.AttrHeadOfQueue {
-		return
-	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	blocks := func(u *Task) bool {
-		return u.seq != 0 && u.seq < t.seq && u.isCommand() && (t.isOrdered() || u.isOrdered())
-	}
-	for !t.aborted.Load() && c.tasks.any(blocks) {
-		c.changed.Wait()
-	}
 }
 
 // unplace gives back the Buffer of a task that is going to wait.
@@ -351,14 +407,19 @@ func (t *Task) runCommand() {
 	c := t.conn
 	if t.fenced {
 		t.unplace()
-		c.waitTurn(t)
+		t.late = true
+		if !c.waitTurn(t) {
+			t.abandon()
+			return
+		}
 	}
+	t.takeTurn()
 	if t.aborted.Load() {
 		t.abandon()
 		return
 	}
 	if r := t.refusal; r != (sense{}) {
-		t.cmd.Fail(r.key, r.asc, r.ascq)
+		c.sess.nexus.Refuse(&t.cmd, r.key, r.asc, r.ascq)
 		t.complete()
 		return
 	}
@@ -370,9 +431,11 @@ func (t *Task) runCommand() {
 	}
 	t.begun = true
 	switch {
-	case t.cmd.DataOut > 0 && in > 0, t.cmd.DataIn > 0 && out > 0:
+	case t.cmd.DataOut > 0 && in > 0:
 		// The initiator and the CDB do not agree on the direction. Without an
 		// expected length they merely disagree on how much there is: overflow.
+		// Data-in that goes nowhere does no harm, but what is to be written has
+		// to come from somewhere.
 		t.cmd.Fail(senseInvalidIU.key, senseInvalidIU.asc, senseInvalidIU.ascq)
 		t.complete()
 	case t.cmd.DataOut > 0:
@@ -399,7 +462,7 @@ func (t *Task) read() {
 			buf.Release()
 			break
 		}
-		if t.aborted.Load() {
+		if !t.enqueue(buf, n) || t.aborted.Load() {
 			buf.Release()
 			t.abandon()
 			return
@@ -415,7 +478,9 @@ func (t *Task) read() {
 		}
 		t.transfers++
 		if t.off += uint64(n); t.off < t.total {
+			t.lap(lun.PhaseBackend)
 			c.dm.Flush()
+			t.lap(lun.PhaseSend)
 		}
 	}
 	t.complete()
@@ -464,8 +529,11 @@ func (t *Task) fetch(have, n int) {
 	c := t.conn
 	t.piece = n
 	t.transfers++
+	if t.off > 0 { // else it has decoded the command, not more
+		t.lap(lun.PhaseBackend)
+	}
 	c.mu.Lock()
-	if t.aborted.Load() {
+	if t.aborted.Load() || c.suspends.Load() {
 		c.mu.Unlock()
 		t.abandon()
 		return
@@ -483,7 +551,7 @@ func (t *Task) fetch(have, n int) {
 		t.abandon()
 		return
 	}
-	c.dm.Flush()
+	c.flush()
 }
 
 // afterFetch goes on with a write when the rest of a piece is there.
@@ -498,7 +566,10 @@ func (t *Task) afterFetch() {
 	case t.fetchErr == ErrDataAmount:
 		t.failTransfer(senseWrongAmount)
 		return
-	case t.fetchErr != nil: // the connection is ending
+	case t.fetchErr != nil: // the connection is ending, perhaps nobody has noticed yet
+		if t.conn.recovers() {
+			t.conn.end(fmt.Errorf("connection failed: %w", t.fetchErr)) // so that t is parked
+		}
 		t.abandon()
 		return
 	}
@@ -532,33 +603,66 @@ func (t *Task) takeBuffer(n int) *Buffer {
 	if b := c.budget.try(n); b != nil {
 		return b
 	}
+	t.lap(lun.PhaseBackend)
+	defer t.lap(lun.PhaseReceive)
 	c.dm.Flush() // the Buffers on their way to the initiator are among those to wait for
+	c.wantAcks()
 	return c.budget.wait(t, n)
 }
 
-// abandon ends an aborted task without a response. What the logical unit was
-// given before stays; it does not begin anything now.
+// enqueue takes room for n octets of b that are about to be queued for sending. It
+// returns false if t was aborted while it waited for that.
+func (t *Task) enqueue(b *Buffer, n int) bool {
+	c := t.conn
+	if !c.sending.take(n) {
+		t.lap(lun.PhaseBackend)
+		defer t.lap(lun.PhaseSend)
+		c.dm.Flush() // what t itself has queued is among what it waits for
+		if !c.sending.wait(t, n) {
+			return false
+		}
+	}
+	b.room, b.queued = &c.sending, n
+	return true
+}
+
+// abandon ends an aborted task without a response, or parks one whose connection is
+// lost. What the logical unit was given before stays; it does not begin anything
+// now.
 func (t *Task) abandon() {
+	if t.park() {
+		return
+	}
 	c := t.conn
 	if t.begun {
 		t.cmd.Fail(senseAborted.key, senseAborted.asc, senseAborted.ascq)
 	}
-	t.endBegun()
+	t.endBegun(true)
 	c.mu.Lock()
+	stopped := t.aborted.Load() // and not ended by a connection that fails
 	c.drop(t)
 	c.mu.Unlock()
+	if stopped {
+		c.tellWindow()
+	}
 }
 
-// endBegun gives back what the data phase has taken.
-func (t *Task) endBegun() {
+// endBegun gives back what the data phase has taken, and counts the command. It
+// returns false if that has been done before.
+func (t *Task) endBegun(aborted bool) (counted bool) {
+	nexus := t.conn.sess.nexus
 	if t.begun {
 		t.begun = false
-		t.conn.sess.nexus.End(&t.cmd)
+		nexus.End(&t.cmd)
+	}
+	if t.isCommand() {
+		counted = nexus.Count(&t.cmd, t.off, aborted)
 	}
 	if t.buf != nil {
 		t.buf.Release()
 		t.buf = nil
 	}
+	return counted
 }
 
 // complete ends a command and responds (RFC 7143, section 11.4).
@@ -568,7 +672,14 @@ func (t *Task) complete() {
 		t.abandon()
 		return
 	}
-	t.endBegun()
+	if t.snackRefused.Load() && t.cmd.Status == statusGood {
+		t.cmd.Fail(senseSNACK.key, senseSNACK.asc, senseSNACK.ascq)
+	}
+	counted := t.endBegun(false)
+	if counted {
+		t.lap(lun.PhaseBackend)
+		t.counts = true
+	}
 	h := pdu.BHS(t.Header[:])
 	h.Reset(pdu.SCSIResponse, pdu.FlagF)
 	h.SetResponse(pdu.CommandCompleted)
@@ -578,7 +689,11 @@ func (t *Task) complete() {
 	if flag, n := t.residual(); n > 0 {
 		h.SetFlags(pdu.FlagF | flag)
 		h.SetResidual(n)
+		if counted {
+			c.sess.nexus.CountResidual(&t.cmd, flag == pdu.FlagOverflow)
+		}
 	}
+	t.isFence = c.fence != nil && t.needsFence()
 	if t.cmd.Status == statusCheckCondition {
 		n := copy(t.scratch[2:], t.cmd.Sense())
 		binary.BigEndian.PutUint16(t.scratch[:], uint16(n))
@@ -589,12 +704,15 @@ func (t *Task) complete() {
 
 // residual compares what the command transfers (SPDTL) with what the initiator
 // expects (EDTL): RFC 7143, section 11.4.5. A command that has failed transfers
-// what it had transferred until then.
+// what it had transferred until then, unless it is EDTL that it has failed for.
 func (t *Task) residual() (flag byte, n uint32) {
 	edtl := uint64(t.header().EDTL())
 	spdtl := max(t.cmd.DataOut, t.cmd.DataIn)
-	if t.cmd.Status != statusGood {
+	switch {
+	case t.cmd.Status != statusGood && !t.cmd.Overflow:
 		spdtl = t.off
+	case edtl > 0 && t.header().Write():
+		spdtl = t.cmd.DataOut // EDTL is about data-out, of which a READ takes none
 	}
 	switch {
 	case spdtl > edtl:
@@ -605,48 +723,8 @@ func (t *Task) residual() (flag byte, n uint32) {
 	return 0, 0
 }
 
-// A taskList is a queue of tasks, linked by next.
-type taskList struct{ head, tail *Task }
-
-func (l *taskList) push(t *Task) {
-	t.next = nil
-	if l.tail == nil {
-		l.head = t
-	} else {
-		l.tail.next = t
-	}
-	l.tail = t
-}
-
-func (l *taskList) pop() *Task {
-	t := l.head
-	if t != nil {
-		if l.head = t.next; l.head == nil {
-			l.tail = nil
-		}
-		t.next = nil
-	}
-	return t
-}
-
-func (l *taskList) remove(t *Task) {
-	var prev *Task
-	for u := l.head; u != nil; prev, u = u, u.next {
-		if u != t {
-			continue
-		}
-		if prev == nil {
-			l.head = t.next
-		} else {
-			prev.next = t.next
-		}
-		if l.tail == t {
-			l.tail = prev
-		}
-		t.next = nil
-		return
-	}
-}
+// A taskQueue is a queue of tasks.
+type taskQueue = fifo.Queue[Task]
 
 // A taskTable finds tasks by Initiator Task Tag. It is a hash table of fixed
 // size with chains, so that entering a task allocates nothing.

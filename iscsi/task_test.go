@@ -5,6 +5,8 @@ import (
 	"errors"
 	"math/rand/v2"
 	"slices"
+	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -130,33 +132,39 @@ func TestResiduals(t *testing.T) {
 		cdb      []byte
 		residual byte
 		n        uint32
+		status   byte
 	}{
-		{"read 8, expect 4", readF, 4 * blockLen, read10(0, 8), pdu.FlagOverflow, 4 * blockLen},
-		{"read 1, expect 200 octets", readF, 200, read10(0, 1), pdu.FlagOverflow, blockLen - 200},
-		{"read 1, expect 10000", readF, 10000, read10(0, 1), pdu.FlagUnderflow, 10000 - blockLen},
-		{"read 1, expect nothing", readF, 0, read10(0, 1), pdu.FlagOverflow, blockLen},
-		{"read 1, no R", pdu.FlagF, 0, read10(0, 1), pdu.FlagOverflow, blockLen},
-		{"write 1, expect nothing", writeF, 0, write10(0, 1), pdu.FlagOverflow, blockLen},
-		{"write 1, no W", pdu.FlagF, 0, write10(0, 1), pdu.FlagOverflow, blockLen},
-		{"write 2, expect 1", writeF, blockLen, write10(0, 2), pdu.FlagOverflow, blockLen},
-		{"write 1, expect 10000", writeF, 10000, write10(0, 1), pdu.FlagUnderflow, 10000 - blockLen},
-		{"no data, expect 512", readF, blockLen, testUnitReady, pdu.FlagUnderflow, blockLen},
-		{"no data, expect to write 512", writeF, blockLen, testUnitReady, pdu.FlagUnderflow, blockLen},
+		{"read 8, expect 4", readF, 4 * blockLen, read10(0, 8), pdu.FlagOverflow, 4 * blockLen, 0},
+		{"read 1, expect 200 octets", readF, 200, read10(0, 1), pdu.FlagOverflow, blockLen - 200, 0},
+		{"read 1, expect 10000", readF, 10000, read10(0, 1), pdu.FlagUnderflow, 10000 - blockLen, 0},
+		{"read 1, expect nothing", readF, 0, read10(0, 1), pdu.FlagOverflow, blockLen, 0},
+		{"read 1, no R", pdu.FlagF, 0, read10(0, 1), pdu.FlagOverflow, blockLen, 0},
+		{"read 1, expect to write 512", writeF, blockLen, read10(0, 1), pdu.FlagUnderflow, blockLen, 0},
+		{"write 1, expect nothing", writeF, 0, write10(0, 1), pdu.FlagOverflow, blockLen, 0},
+		{"write 1, no W", pdu.FlagF, 0, write10(0, 1), pdu.FlagOverflow, blockLen, 0},
+		{"write 2, expect 1", writeF, blockLen, write10(0, 2), pdu.FlagOverflow, blockLen, 0},
+		{"write 1, expect 10000", writeF, 10000, write10(0, 1), pdu.FlagUnderflow, 10000 - blockLen, 0},
+		{"write 1, expect 200 octets", writeF, 200, write10(0, 1), pdu.FlagOverflow, blockLen - 200, 2},
+		{"no data, expect 512", readF, blockLen, testUnitReady, pdu.FlagUnderflow, blockLen, 0},
+		{"no data, expect to write 512", writeF, blockLen, testUnitReady, pdu.FlagUnderflow, blockLen, 0},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			before := n.stored(0, 3*blockLen)
 			h := tc.command(c.flags, c.edtl, c.cdb, nil)
-			p := tc.wantStatus(h, 0)
+			p := tc.wantStatus(h, c.status)
 			wantResidual(t, p, c.residual, c.n)
 			if c.cdb[0] == 0x28 {
 				want := n.stored(0, 8*blockLen)[:min(int(c.edtl), int(c.cdb[8])*blockLen)]
+				if c.flags&pdu.FlagR == 0 {
+					want = nil
+				}
 				if got := tc.sinkOf(h); !bytes.HasPrefix(got, want) {
 					t.Error("wrong data")
 				}
 				return
 			}
 			// Only what the CDB says and only what was sent is written.
-			moved := min(int(c.edtl), int(c.cdb[min(8, len(c.cdb)-1)])*blockLen)
+			moved := min(int(c.edtl), int(c.cdb[min(8, len(c.cdb)-1)])*blockLen) / blockLen * blockLen
 			want := append(pattern(int(c.edtl), h.ITT())[:moved:moved], before[moved:]...)
 			if !bytes.Equal(n.stored(0, 3*blockLen), want) {
 				t.Errorf("wrong data after %d octets", moved)
@@ -189,7 +197,6 @@ func TestBadCommands(t *testing.T) {
 		{id: "ISCSI-11.3-4 bidirectional", flags: readF | pdu.FlagW, edtl: 512, cdb: read10(0, 1), ahs: ext, key: 5, asc: 0x0e, ascq: 3},
 		{id: "ISCSI-11-2 ATTR 5", flags: readF | 5, edtl: 512, cdb: read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
 		{id: "ISCSI-10.2-1 ATTR ACA", flags: readF | pdu.AttrACA, edtl: 512, cdb: read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
-		{id: "read with W", flags: writeF, edtl: 512, cdb: read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
 		{id: "write with R", flags: readF, edtl: 512, cdb: write10(0, 1), key: 5, asc: 0x0e, ascq: 3},
 		{id: "ISCSI-11.4-8 immediate data of a read", flags: readF, edtl: 512, cdb: read10(0, 1), immediate: 512, key: 0x0b, asc: 0x0c, ascq: 0x0c},
 		{id: "ISCSI-11.3-6 more than EDTL", flags: writeF, edtl: 512, cdb: write10(0, 1), immediate: 1024, key: 0x0b, asc: 0x0c, ascq: 0x0d},
@@ -303,9 +310,9 @@ func (tc *testConn) dataOutPDU(h pdu.BHS, final bool, sn, off uint32) pdu.BHS {
 }
 
 // unsolicitedNode allows unsolicited Data-Out.
-func unsolicitedNode(t *testing.T) *testNode {
+func unsolicitedNode(t *testing.T, change ...func(*Options)) *testNode {
 	no := false
-	return newTestNode(t, func(o *Options) { o.Limits = keys.Limits{InitialR2T: &no, FirstBurstLength: 32768} })
+	return newTestNode(t, append([]func(*Options){func(o *Options) { o.Limits = keys.Limits{InitialR2T: &no, FirstBurstLength: 32768} }}, change...)...)
 }
 
 // ISER-7.3.1-9, ISER-7.3.4-3, ISCSI-4.2.5-3, ISCSI-4.2.5-4, ISCSI-11.7-3,
@@ -457,8 +464,8 @@ func TestBadUnsolicitedData(t *testing.T) {
 // bound holds.
 func TestConnectionMemory(t *testing.T) {
 	n := newTestNode(t, func(o *Options) { o.ConnectionMemory, o.MaxTransferPiece = 1, 1 }) // one piece of 64 KiB
-	if n.opt.MaxTransferPiece != 65536 || n.opt.ConnectionMemory != 65536 {
-		t.Fatalf("%+v", n.opt)
+	if o := n.opt.Load(); o.MaxTransferPiece != 65536 || o.ConnectionMemory != 65536 {
+		t.Fatalf("%+v", o)
 	}
 	n.fill()
 	tc := n.connect().login()
@@ -550,7 +557,7 @@ func TestOrdered(t *testing.T) {
 	tc := n.connect().login()
 	tc.m.holdGets = true
 	first := tc.command(writeF|pdu.AttrSimple, 4096, write10(0, 8), nil)
-	n.eventually("GetData", func() bool { return tc.m.getting() == 1 })
+	tc.wantGets(1)
 	ordered := tc.command(writeF|pdu.AttrOrdered, 4096, write10(0, 8), nil)
 	last := tc.command(writeF|pdu.AttrSimple, 8192, write10(0, 16), make([]byte, 512))
 	tc.wantStatus(tc.command(pdu.FlagF|pdu.AttrHeadOfQueue, 0, testUnitReady, nil), 0)
@@ -565,6 +572,76 @@ func TestOrdered(t *testing.T) {
 	tc.logout()
 }
 
+// The task set is that of all initiators (TST 000b): ORDERED commands of one
+// session wait for the older ones of the others, which wait for them in turn.
+func TestOrderedAmongSessions(t *testing.T) {
+	n := newTestNode(t)
+	a := n.connect().login()
+	b := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
+	a.m.holdGets, b.m.holdGets = true, true
+	first := a.command(writeF|pdu.AttrSimple, 4096, write10(0, 8), nil)
+	a.wantGets(1)
+	ordered := b.command(writeF|pdu.AttrOrdered, 4096, write10(0, 8), nil)
+	second := b.command(writeF|pdu.AttrOrdered, 4096, write10(0, 8), nil)
+	b.ping() // both have come
+	last := a.command(pdu.FlagF|pdu.AttrSimple, 0, testUnitReady, nil)
+	a.wantStatus(a.command(pdu.FlagF|pdu.AttrHeadOfQueue, 0, testUnitReady, nil), 0)
+	a.wantNothing()
+	if b.m.getting() != 0 {
+		t.Error("an ORDERED command has overtaken one of another session")
+	}
+	a.m.releaseGets()
+	a.wantStatus(first, 0)
+	n.eventually("GetData of the ORDERED command", func() bool { return b.m.getting() == 1 })
+	a.wantNothing() // last is younger than both
+	b.m.releaseGets()
+	b.wantStatus(ordered, 0)
+	b.wantStatus(second, 0)
+	a.wantStatus(last, 0)
+
+	// Who waits can be aborted, and the end of a session ends the wait for it.
+	a.m.holdGets = true
+	a.command(writeF|pdu.AttrSimple, 4096, write10(0, 8), nil)
+	a.wantGets(1)
+	h := b.command(pdu.FlagF|pdu.AttrOrdered, 0, testUnitReady, nil)
+	b.wantNothing()
+	b.wantTMF(b.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
+	h = b.command(pdu.FlagF|pdu.AttrOrdered, 0, testUnitReady, nil)
+	b.wantNothing()
+	a.close()
+	a.wait()
+	b.wantStatus(h, 0)
+	if o := n.targets[0].order; o.tasks.Load() != 0 {
+		t.Errorf("%d ORDERED tasks are counted at the end", o.tasks.Load())
+	}
+	b.logout()
+}
+
+// Sessions that use all task attributes do not wait for one another for ever.
+func TestOrderedLoad(t *testing.T) {
+	n := newTestNode(t)
+	var wg sync.WaitGroup
+	for i := range 3 {
+		tc := n.connect(func(tc *testConn) { tc.isid[5] = byte(i) }).login()
+		wg.Go(func() {
+			rnd := rand.New(rand.NewPCG(1, uint64(i)))
+			for range 20 {
+				var hs []pdu.BHS
+				for range 30 {
+					flags, cdb, edtl := byte(pdu.FlagF), testUnitReady, uint32(0)
+					if rnd.IntN(2) == 0 {
+						flags, cdb, edtl = writeF, write10(rnd.Uint32N(8), 1), blockLen
+					}
+					hs = append(hs, tc.command(flags|byte(rnd.IntN(4)), edtl, cdb, make([]byte, edtl)))
+				}
+				tc.wantAllGood(hs)
+			}
+			tc.logout()
+		})
+	}
+	wg.Wait()
+}
+
 // A connection that ends in the middle of everything leaves nothing behind:
 // ISER-5.2.3.1-2, ISER-10.1.1.2-1, ISER-7.1-4.
 func TestConnectionLoss(t *testing.T) {
@@ -575,7 +652,7 @@ func TestConnectionLoss(t *testing.T) {
 	for range 10 {
 		tc.command(writeF, 65536, write10(0, 128), nil)
 	}
-	n.eventually("GetData", func() bool { return tc.m.getting() == 10 })
+	tc.wantGets(10)
 	open := n.store.shut()
 	for range 10 {
 		tc.command(readF, 65536, read10(0, 128), nil)
@@ -596,7 +673,7 @@ func TestConnectionLoss(t *testing.T) {
 	if !bytes.Equal(n.stored(0, 65536), before) {
 		t.Error("data of an unfinished write is on the medium")
 	}
-	if l := n.log.lines("session ended"); len(l) != 1 {
+	if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "level=WARN") {
 		t.Errorf("log: %q", l)
 	}
 }

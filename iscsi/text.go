@@ -181,11 +181,18 @@ func (c *conn) sendTargets(which string, answers []keys.Pair) []keys.Pair {
 		if !all && tg.Name != name || !tg.Initiators.Match(c.sess.key.initiator) {
 			continue
 		}
+		before := len(answers)
 		answers = append(answers, keys.Pair{Key: "TargetName", Value: tg.Name})
 		for _, p := range portals {
+			if !tg.servedBy(p) {
+				continue
+			}
 			for _, addr := range p.addresses(c.portal, c.dm.LocalAddr()) {
 				answers = append(answers, keys.Pair{Key: "TargetAddress", Value: addr + "," + strconv.Itoa(int(p.TPGT))})
 			}
+		}
+		if len(answers) == before+1 { // without an address it would be taken for a target at this one
+			answers = answers[:before]
 		}
 	}
 	return answers

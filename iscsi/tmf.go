@@ -2,25 +2,37 @@ package iscsi
 
 import (
 	"errors"
+	"slices"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 )
 
-// tmfs is what the target does about each task management function (RFC 7143,
-// section 11.5.1). A missing row is "function not supported": there is no ACA,
-// a cold reset would close everybody's connections, and the functions of RFC
-// 7144 need iSCSIProtocolLevel 2.
-var tmfs map[byte]func(t *Task) (response byte)
+// A tmf is a row of the table of task management functions.
+type tmf struct {
+	level uint8 // iSCSIProtocolLevel from which on there is this function
+	many  bool  // it may abort more than one task: section 4.2.3.2
+	run   func(t *Task) (response byte)
+	after func(c *conn) // once the response has been sent; may be nil
+}
+
+// tmfs is what the target does about each function (RFC 7143, section 11.5.1; RFC
+// 7144, section 6.3). A missing row is "function not supported": there is no ACA.
+var tmfs map[byte]tmf
 
 func init() { // as requests
-	tmfs = map[byte]func(*Task) byte{
-		pdu.AbortTask:        (*Task).abortTask,
-		pdu.AbortTaskSet:     (*Task).abortTaskSet,
-		pdu.ClearTaskSet:     (*Task).clearTaskSet,
-		pdu.LogicalUnitReset: (*Task).resetUnit,
-		pdu.TargetWarmReset:  (*Task).resetTarget,
-		pdu.TaskReassign:     func(*Task) byte { return pdu.ReassignNotSupported }, // section 7.2.2
+	tmfs = map[byte]tmf{
+		pdu.AbortTask:        {run: (*Task).abortTask},
+		pdu.AbortTaskSet:     {many: true, run: (*Task).abortTaskSet},
+		pdu.ClearTaskSet:     {many: true, run: (*Task).clearTaskSet},
+		pdu.LogicalUnitReset: {many: true, run: (*Task).resetUnit},
+		pdu.TargetWarmReset:  {many: true, run: (*Task).warmReset},
+		pdu.TargetColdReset:  {run: (*Task).coldReset, after: (*conn).endTarget},
+		pdu.TaskReassign:     {run: (*Task).reassign},
+		pdu.QueryTask:        {level: 2, run: (*Task).queryTask},
+		pdu.QueryTaskSet:     {level: 2, run: (*Task).queryTaskSet},
+		pdu.ITNexusReset:     {level: 2, run: (*Task).resetNexus, after: (*conn).dropNexus},
+		pdu.QueryAsyncEvent:  {level: 2, run: (*Task).queryAsyncEvent},
 	}
 }
 
@@ -28,63 +40,109 @@ func init() { // as requests
 // the tasks it covers have stopped: nothing of them will be sent, read or
 // written any more.
 func (t *Task) runTMF() {
+	c := t.conn
 	response := byte(pdu.FunctionNotSupported)
-	if f := tmfs[t.header().Function()]; f != nil {
-		response = f(t)
+	f, ok := tmfs[t.header().Function()]
+	if ok = ok && f.level <= c.params.ISCSIProtocolLevel; ok {
+		response = f.run(t)
 	}
 	h := pdu.BHS(t.Header[:])
 	h.Reset(pdu.TaskMgmtResp, pdu.FlagF)
 	h.SetResponse(response)
+	h.SetAdditionalInfo(t.info)
+	t.isFence = f.many
 	h.SetITT(t.header().ITT())
-	c := t.conn
+	if t.bound {
+		c.dm.Unbind(t)
+		t.bound = false
+	}
+	ref := t.ref
 	c.respond(t)
+	if ref != nil {
+		c.mu.Lock()
+		c.begin(ref)
+		c.mu.Unlock()
+	}
 	c.runReady() // the function may have closed a gap in the CmdSNs
+	if ok && f.after != nil && response == pdu.FunctionComplete {
+		f.after(c)
+	}
 }
 
-// abortTasks aborts what match selects. Tasks that have not begun end at once.
-// The others end when their goroutine, the backend or the mover notices; see
-// stopped.
+// abortTasks aborts what match selects, whichever its connection. Tasks that have
+// not begun end at once. The others end when their goroutine, the backend or the
+// mover notices; see stopped.
 //
 // Preconditions: mu is held.
-func (c *conn) abortTasks(match func(*Task) bool) {
-	c.tasks.each(func(t *Task) {
+func (s *shared) abortTasks(match func(*Task) bool) {
+	s.tasks.each(func(t *Task) {
 		if !match(t) {
 			return
 		}
 		t.aborted.Store(true)
-		switch t.state {
+		switch c := t.conn; t.state {
 		case taskReady:
-			c.ready.remove(t)
+			c.ready.Remove(&t.link)
 			c.drop(t)
 		case taskWaiting:
 			c.drop(t)
+		case taskHeld:
+			s.fence.queue.Remove(&t.link)
+			c.drop(t)
+		case taskParked:
+			c.dropParked(t)
 		default:
 			c.budget.cancel(t)
+			c.sending.cancel(t)
 		}
 	})
-	c.changed.Broadcast() // some may wait for their turn
+	s.changed.Broadcast() // some may wait for their turn
+	if s.order != nil {
+		s.order.moved() // and not only here
+	}
+}
+
+// terminate aborts what match selects as a connection or session that goes does it
+// (section 11.14.5).
+//
+// Preconditions: mu is held.
+func (s *shared) terminate(match func(*Task) bool) {
+	s.tasks.each(func(t *Task) {
+		if match(t) && t.isCommand() && !t.needsSN && !t.aborted.Load() {
+			t.cleared = true
+		}
+	})
+	s.abortTasks(match)
+}
+
+// takeTMF lets the mover keep what a TASK REASSIGN advertises.
+//
+// Preconditions: recvMu is held.
+func (t *Task) takeTMF(*Notice) error {
+	if dm, ok := t.conn.dm.(Reassigner); ok && t.header().Function() == pdu.TaskReassign {
+		dm.Advertised(t)
+		t.bound = true
+	}
+	return nil
 }
 
 var errCalledOff = errors.New("data of an aborted task was called off")
 
 // callOff ends the GetDatas of aborted tasks that match selects, as far as the
-// mover can do that. If it returns true the caller calls runReady.
+// mover can do that. That of a connection that has ended does it anyway.
 //
 // Preconditions: mu is held.
-func (c *conn) callOff(match func(*Task) bool) (some bool) {
-	dm, ok := c.dm.(Canceler)
-	if !ok {
-		return false
-	}
-	c.tasks.each(func(t *Task) {
-		if t.state == taskFetching && t.aborted.Load() && match(t) && dm.CancelData(t) {
-			t.state = taskRunning // it never waits in ready, where abortTasks would find it
+func (s *shared) callOff(match func(*Task) bool) {
+	s.tasks.each(func(t *Task) {
+		c := t.conn
+		if t.state != taskFetching || !t.aborted.Load() || !match(t) || c.phase == phaseEnded {
+			return
+		}
+		if dm, ok := c.dm.(Canceler); ok && dm.CancelData(t) {
 			t.fetched, t.fetchErr = true, errCalledOff
-			c.ready.push(t)
-			some = true
+			c.begin(t)
 		}
 	})
-	return some
 }
 
 // dataWait is how long an initiator that stops many tasks has to send the data
@@ -93,50 +151,72 @@ func (c *conn) callOff(match func(*Task) bool) (some bool) {
 const dataWait = 2 * time.Second
 
 // stopped waits until what match selects, of the tasks that were aborted, has
-// ended. With data false a task that waits for data of its initiator counts as
-// ended: what comes is dropped.
-func (c *conn) stopped(match func(*Task) bool, data bool) {
+// ended, or until by, on behalf of which that is, is aborted itself. With data
+// false a task that waits for data of its initiator counts as ended: what comes is
+// dropped.
+func (s *shared) stopped(match func(*Task) bool, by *Task, data bool) {
 	if data {
 		defer time.AfterFunc(dataWait, func() {
-			if !c.enter() {
-				return
-			}
-			defer c.workers.Done()
-			c.mu.Lock()
-			some := c.callOff(match)
-			c.mu.Unlock()
-			if some {
-				c.runReady()
-			}
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.callOff(match)
 		}).Stop()
 	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for c.tasks.any(func(t *Task) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for !by.isAborted() && s.tasks.any(func(t *Task) bool {
 		return t.aborted.Load() && match(t) && (data || t.state != taskFetching)
 	}) {
-		c.changed.Wait()
+		s.changed.Wait()
 	}
+}
+
+// isAborted is false for no task.
+func (t *Task) isAborted() bool { return t != nil && t.aborted.Load() }
+
+// abort aborts what match selects, on behalf of another session. Connections that
+// lose tasks are told about the room in the window, because no response of those
+// will.
+func (s *session) abort(match func(*Task) bool) (lost bool) {
+	var losers []*conn
+	s.mu.Lock()
+	s.tasks.each(func(t *Task) {
+		if match(t) && !slices.Contains(losers, t.conn) {
+			losers = append(losers, t.conn)
+		}
+	})
+	s.announce(match, nil)
+	s.abortTasks(match)
+	s.mu.Unlock()
+	if s.fence != nil {
+		s.pass() // responses that were held back may be gone
+	}
+	for _, c := range losers {
+		if c.enter() {
+			go func() { // its network may be slower than ours
+				defer c.workers.Done()
+				c.tellWindow()
+			}()
+		}
+	}
+	return len(losers) > 0
 }
 
 // abortTask is ABORT TASK (sections 7.11 and 11.6.1).
 func (t *Task) abortTask() byte {
+	if t.answerAgain() {
+		return pdu.FunctionComplete
+	}
 	c, req := t.conn, t.header()
 	tag := req.ReferencedTaskTag()
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	ref := c.tasks.find(tag)
 	switch {
-	case ref == nil:
-		sn := req.RefCmdSN()
-		if !c.win.contains(sn) || !pdu.Before(sn, req.CmdSN()) {
-			return pdu.TaskDoesNotExist // it has been answered, most likely
-		}
-		if c.win.accepts(sn) { // it never came: it counts as received
-			c.win.receive(sn, nil)
-			c.advance()
-		}
+	case ref == nil && c.countAsReceived(req):
 		return pdu.FunctionComplete
+	case ref == nil:
+		return pdu.TaskDoesNotExist // it has been answered, most likely
 	case !ref.isCommand():
 		return pdu.FunctionRejected
 	case ref.header().LUN() != req.LUN():
@@ -146,15 +226,28 @@ func (t *Task) abortTask() byte {
 	c.abortTasks(isRef)
 	// Its data is not waited for, unlike that of the tasks in a set (section
 	// 11.5.1).
-	if c.callOff(isRef) {
-		c.mu.Unlock()
-		c.runReady()
-		c.mu.Lock()
-	}
-	for c.tasks.find(tag) == ref && ref.aborted.Load() {
+	c.callOff(isRef)
+	for c.tasks.find(tag) == ref && ref.aborted.Load() && !t.aborted.Load() {
 		c.changed.Wait()
 	}
 	return pdu.FunctionComplete
+}
+
+// countAsReceived makes the command that the function f refers to count as
+// received if it may never have come (section 11.6.1). It returns false if
+// RefCmdSN is none that could still come.
+//
+// Preconditions: mu is held.
+func (c *conn) countAsReceived(f pdu.BHS) bool {
+	sn := f.RefCmdSN()
+	if !c.win.contains(sn) || !pdu.Before(sn, f.CmdSN()) {
+		return false
+	}
+	if c.win.accepts(sn) {
+		c.win.receive(sn, nil)
+		c.advance()
+	}
+	return true
 }
 
 // abortTaskSet is ABORT TASK SET: the tasks of this session on a logical unit.
@@ -164,10 +257,8 @@ func (t *Task) abortTaskSet() byte {
 		return pdu.LUNDoesNotExist
 	}
 	t.awaitEarlier()
-	c.mu.Lock()
-	c.abortTasks(t.before)
-	c.mu.Unlock()
-	c.stopped(t.before, true)
+	t.abortOwn(t.before)
+	t.awaitOwn(t.before)
 	return pdu.FunctionComplete
 }
 
@@ -194,17 +285,50 @@ func (t *Task) resetUnit() byte {
 	return pdu.FunctionComplete
 }
 
-// resetTarget is TARGET WARM RESET. Commands that are missing before it count
-// as received (section 4.2.3.3).
-func (t *Task) resetTarget() byte {
+// warmReset is TARGET WARM RESET.
+func (t *Task) warmReset() byte {
+	t.clearTarget()
+	t.conn.sess.nexus.ResetTarget()
+	return pdu.FunctionComplete
+}
+
+// coldReset is TARGET COLD RESET: a power-on event for the logical units. All
+// sessions with the target end behind the response; see endTarget. It takes an
+// initiator from which none of them is hidden.
+func (t *Task) coldReset() byte {
+	if !t.conn.sess.nexus.SeesAll() {
+		return pdu.FunctionNotAuthorized
+	}
+	t.clearTarget()
+	t.conn.sess.target.LUNs.PowerOn()
+	return pdu.FunctionComplete
+}
+
+var errColdReset = errors.New("an initiator has asked for TARGET COLD RESET")
+
+// endTarget closes all connections with the target of c (section 11.5.1). That of c
+// itself ends as after a logout, so that the response gets through.
+func (c *conn) endTarget() {
+	for _, s := range c.node.sessionsWith(c.sess.target) {
+		for _, o := range s.close(errColdReset) {
+			if o != c {
+				o.farewell(pdu.AsyncSessionDropped, errColdReset)
+			}
+		}
+	}
+	c.part(errColdReset)
+}
+
+// clearTarget ends all commands for the logical units that the initiator knows.
+// Those that are missing before the function count as received (section
+// 4.2.3.3).
+func (t *Task) clearTarget() {
 	c := t.conn
 	c.mu.Lock()
 	c.win.skip(t.header().CmdSN())
 	c.advance()
 	c.mu.Unlock()
-	t.clear(t.earlier, (*Task).isCommand)
-	c.sess.target.LUNs.ResetTarget(c.sess.nexus)
-	return pdu.FunctionComplete
+	t.clear(t.earlier, func(u *Task) bool { return u.isCommand() && c.sess.nexus.LUNExists(u.header().LUN()) })
 }
 
 // earlier selects the commands that the initiator sent before the function.
@@ -221,34 +345,45 @@ func (t *Task) sameUnit(u *Task) bool {
 func (t *Task) before(u *Task) bool { return t.earlier(u) && t.sameUnit(u) }
 
 // clear stops what own selects in this session and what others selects in the
-// other sessions with the target. A session that loses tasks is told about the
-// room in its window, because no response of them will.
+// other sessions with the target. Those that lose tasks hear of CLEAR TASK SET,
+// which unlike resets has no unit attention of its own.
 func (t *Task) clear(own, others func(*Task) bool) {
 	c := t.conn
 	neighbours := c.node.neighbours(c.sess)
-	for _, o := range neighbours {
-		match := others
-		if o == c {
-			match = own
-		}
-		o.mu.Lock()
-		lost := o.tasks.any(match)
-		o.abortTasks(match)
-		o.mu.Unlock()
-		if lost && o != c && o.enter() {
-			go func() { // its network may be slower than ours
-				defer o.workers.Done()
-				o.sendNOPIn(false)
-			}()
+	t.abortOwn(own)
+	for _, s := range neighbours {
+		if lost := s.abort(others); lost && t.header().Function() == pdu.ClearTaskSet {
+			s.nexus.CommandsCleared(t.header().LUN())
 		}
 	}
-	for _, o := range neighbours {
-		if o == c {
-			o.stopped(own, true)
-		} else {
-			o.stopped(others, false)
-		}
+	t.awaitOwn(own)
+	for _, s := range neighbours {
+		s.stopped(others, nil, false)
 	}
+}
+
+// abortOwn aborts what match selects in this session. With FastAbort the initiator
+// sends no more data for that where it has sent the function (section 4.2.3.4).
+func (t *Task) abortOwn(match func(*Task) bool) {
+	c := t.conn
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.sess.announce(match, c)
+	c.abortTasks(match)
+	if c.fence.isFast() {
+		c.callOff(func(u *Task) bool { return u.conn == c && match(u) })
+	}
+}
+
+// awaitOwn waits until what abortOwn has aborted has ended. With FastAbort the data
+// on other connections is not waited for.
+func (t *Task) awaitOwn(match func(*Task) bool) {
+	c := t.conn
+	if !c.fence.isFast() {
+		c.stopped(match, t, true)
+		return
+	}
+	c.stopped(func(u *Task) bool { return match(u) && (u.conn == c || u.state != taskFetching) }, t, true)
 }
 
 // awaitEarlier waits until all commands that the initiator sent before the

@@ -2,10 +2,13 @@ package iscsi
 
 import (
 	"bytes"
+	"encoding/binary"
+	"errors"
 	"testing"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun"
 )
 
 // ISCSI-11.6-1, ISCSI-7.11-2, ISCSI-11.5-2, ISER-3.1.9-1, ISCSI-10.7-1: ABORT
@@ -17,7 +20,7 @@ func TestAbortTask(t *testing.T) {
 		before := n.stored(0, 4096)
 		tc.m.holdGets = true
 		h := tc.command(writeF, 4096, write10(0, 8), nil)
-		n.eventually("GetData", func() bool { return tc.m.getting() == 1 })
+		tc.wantGets(1)
 		f := tc.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
 		tc.wantNothing()
 		tc.m.releaseGets()
@@ -27,8 +30,9 @@ func TestAbortTask(t *testing.T) {
 			t.Error("data of an aborted write is on the medium")
 		}
 		tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN()), pdu.TaskDoesNotExist)
-		if tc.maxCmdSN != tc.expCmdSN+127 {
-			t.Errorf("MaxCmdSN %d, ExpCmdSN %d", tc.maxCmdSN, tc.expCmdSN)
+		tc.wantOpenWindow()
+		if c := n.Sessions()[0].Counts; c.Aborted != 1 || c.Octets[lun.KindWrite] != 0 || c.InFlight != 0 {
+			t.Errorf("counts %+v", c)
 		}
 		tc.logout()
 	})
@@ -45,6 +49,25 @@ func TestAbortTask(t *testing.T) {
 		tc.wantNothing()
 		if len(tc.m.puts) != 0 {
 			t.Errorf("data of an aborted read was sent: %v", tc.m.puts)
+		}
+		tc.logout()
+	})
+	// What takes long stops between two steps.
+	t.Run("WRITE SAME in the backend", func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		open := n.store.shut()
+		cdb := [16]byte{0: 0x93}
+		binary.BigEndian.PutUint32(cdb[10:], storeLen/blockLen)
+		h := tc.command(writeF, blockLen, cdb[:], nil)
+		<-n.store.entered
+		f := tc.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
+		tc.wantNothing()
+		open()
+		tc.wantTMF(f, pdu.FunctionComplete)
+		tc.wantNothing()
+		if !bytes.Equal(n.stored(storeLen/blockLen-1, blockLen), make([]byte, blockLen)) {
+			t.Error("an aborted WRITE SAME went on to its end")
 		}
 		tc.logout()
 	})
@@ -77,9 +100,7 @@ func TestAbortTask(t *testing.T) {
 		tc.write(gap, nil)
 		tc.wantAllGood([]pdu.BHS{gap, next})
 		tc.wantNothing()
-		if tc.expCmdSN != tc.cmdSN || tc.maxCmdSN != tc.cmdSN+127 {
-			t.Errorf("ExpCmdSN %d, MaxCmdSN %d", tc.expCmdSN, tc.maxCmdSN)
-		}
+		tc.wantOpenWindow()
 		tc.logout()
 	})
 	t.Run("waiting for unsolicited data", func(t *testing.T) {
@@ -96,7 +117,7 @@ func TestAbortTask(t *testing.T) {
 		tc := n.connect().login()
 		tc.m.holdGets = true
 		first := tc.command(writeF, 4096, write10(0, 8), nil)
-		n.eventually("GetData", func() bool { return tc.m.getting() == 1 })
+		tc.wantGets(1)
 		h := tc.command(writeF|pdu.AttrOrdered, 4096, write10(0, 8), make([]byte, 512))
 		last := tc.command(pdu.FlagF|pdu.AttrSimple, 0, testUnitReady, nil)
 		f := tc.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
@@ -120,9 +141,7 @@ func TestAbortTask(t *testing.T) {
 		tc.write(gap, nil) // too late
 		tc.wantNothing()
 		tc.ping()
-		if tc.expCmdSN != tc.cmdSN || tc.maxCmdSN != tc.cmdSN+127 {
-			t.Errorf("ExpCmdSN %d, MaxCmdSN %d", tc.expCmdSN, tc.maxCmdSN)
-		}
+		tc.wantOpenWindow()
 		// Outside the window, or not before the function: it does not exist.
 		tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, 0x7777, tc.cmdSN), pdu.TaskDoesNotExist)
 		tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, 0x7777, tc.cmdSN-1), pdu.TaskDoesNotExist)
@@ -133,7 +152,7 @@ func TestAbortTask(t *testing.T) {
 		tc := n.connect().login()
 		tc.m.holdGets = true
 		h := tc.command(writeF, 4096, write10(0, 8), nil)
-		n.eventually("GetData", func() bool { return tc.m.getting() == 1 })
+		tc.wantGets(1)
 		f := tc.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
 		tc.wantNothing()
 		tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, f.ITT(), 0), pdu.FunctionRejected)
@@ -157,13 +176,12 @@ func TestTMFResponses(t *testing.T) {
 		{pdu.AbortTask, 0, pdu.TaskDoesNotExist},
 		{pdu.AbortTaskSet, 0, pdu.FunctionComplete},
 		{pdu.AbortTaskSet, 99, pdu.LUNDoesNotExist},
-		{pdu.ClearACA, 0, pdu.FunctionNotSupported},
+		{pdu.ClearACA, 0, pdu.FunctionNotSupported}, // ISCSI-10.2-1
 		{pdu.ClearTaskSet, 0, pdu.FunctionComplete},
 		{pdu.ClearTaskSet, 99, pdu.LUNDoesNotExist},
 		{pdu.LogicalUnitReset, 0, pdu.FunctionComplete},
 		{pdu.LogicalUnitReset, 99, pdu.LUNDoesNotExist},
 		{pdu.TargetWarmReset, 0, pdu.FunctionComplete},
-		{pdu.TargetColdReset, 0, pdu.FunctionNotSupported},
 		{pdu.TaskReassign, 0, pdu.ReassignNotSupported},
 		{pdu.QueryTask, 0, pdu.FunctionNotSupported},
 		{pdu.QueryAsyncEvent, 0, pdu.FunctionNotSupported},
@@ -241,7 +259,7 @@ func TestResetStopsOtherSessions(t *testing.T) {
 			other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
 			other.m.holdGets = true
 			fetching := other.command(writeF, 4096, write10(0, 8), nil)
-			n.eventually("GetData", func() bool { return other.m.getting() == 1 })
+			other.wantGets(1)
 			open := n.store.shut()
 			other.command(readF, 4096, read10(0, 8), nil)
 			tc.command(readF, 4096, read10(0, 8), nil)
@@ -249,32 +267,114 @@ func TestResetStopsOtherSessions(t *testing.T) {
 			<-n.store.entered
 			before := n.stored(0, 4096)
 			f := tc.tmf(function, [8]byte{}, pdu.ReservedTag, 0)
-			// The other session learns that there is room in its window again.
-			if p := other.want(pdu.NOPIn); p.h.ITT() != pdu.ReservedTag || p.h.TTT() != pdu.ReservedTag {
-				t.Errorf("%x", []byte(p.h))
-			}
 			tc.wantNothing()
 			open()
 			tc.wantTMF(f, pdu.FunctionComplete) // data still to come to the other session is not waited for
+			other.wantNothing()
 			other.m.releaseGets()
+			other.wantWindow()
 			other.wantNothing()
 			if !bytes.Equal(n.stored(0, 4096), before) {
 				t.Error("data of an aborted write is on the medium")
 			}
 			other.wantTMF(other.tmf(pdu.AbortTask, [8]byte{}, fetching.ITT(), fetching.CmdSN()), pdu.TaskDoesNotExist)
-			for _, c := range []*testConn{tc, other} { // ISCSI-11.5-5: unit attention elsewhere
-				for range 3 {
-					c.command(pdu.FlagF, 0, testUnitReady, nil)
-					if c.want(pdu.SCSIResponse).h.Status() == 0 {
-						break
-					}
+			for _, c := range []*testConn{tc, other} { // ISCSI-11.5-5: unit attentions
+				h := c.command(pdu.FlagF, 0, testUnitReady, nil)
+				switch {
+				case function != pdu.ClearTaskSet:
+					c.wantSense(h, 0x06, 0x29, 0x03)
+				case c == other:
+					c.wantSense(h, 0x06, 0x2f, 0x00) // COMMANDS CLEARED BY ANOTHER INITIATOR
+				default:
+					c.wantStatus(h, 0)
 				}
+				c.wantStatus(c.command(pdu.FlagF, 0, testUnitReady, nil), 0)
 				c.ping()
-				if c.expCmdSN != c.cmdSN || c.maxCmdSN != c.cmdSN+127 {
-					t.Errorf("ExpCmdSN %d, MaxCmdSN %d", c.expCmdSN, c.maxCmdSN)
-				}
+				c.wantOpenWindow()
 				c.logout()
 			}
+		})
+	}
+}
+
+// wantWindow wants a NOP-In that says how much room there is in the window, and
+// answers it.
+func (tc *testConn) wantWindow() {
+	tc.tb.Helper()
+	p := tc.want(pdu.NOPIn)
+	if p.h.ITT() != pdu.ReservedTag || (p.h.TTT() != pdu.ReservedTag) != tc.m.rdma || tc.expCmdSN != tc.cmdSN {
+		tc.tb.Fatalf("%x", []byte(p.h))
+	}
+	if tc.m.rdma {
+		h := tc.request(pdu.NOPOut, pdu.FlagF, true)
+		h.SetITT(pdu.ReservedTag)
+		h.SetTTT(p.h.TTT())
+		tc.write(h, nil)
+	}
+}
+
+// ISCSI-11.4-11: when tasks end without a response and nothing else is to be
+// sent, a NOP-In says that the window is open again, once all of them have ended
+// and as soon as the initiator has a buffer for it.
+func TestWindowNews(t *testing.T) {
+	for _, rdma := range []bool{true, false} {
+		t.Run(map[bool]string{true: "RDMA", false: "TCP"}[rdma], func(t *testing.T) {
+			n := newTestNode(t, func(o *Options) { o.QueueDepth = 4 })
+			tc := n.connect(func(tc *testConn) { tc.isid[5], tc.m.rdma = 2, rdma }).login()
+			other := n.connect(func(tc *testConn) { tc.m.rdma = rdma }).login()
+			for round := range 5 { // more than there are buffers
+				open := n.store.shut()
+				for range 4 {
+					other.command(readF, 4096, read10(0, 8), nil)
+					<-n.store.entered
+				}
+				f := tc.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
+				other.wantNothing()
+				open()
+				tc.wantTMF(f, pdu.FunctionComplete)
+				other.wantWindow()
+				if other.maxCmdSN != other.cmdSN+3 {
+					t.Fatalf("round %d: MaxCmdSN %d, CmdSN %d", round, other.maxCmdSN, other.cmdSN)
+				}
+				// A response that carries the news itself: no NOP-In.
+				for range 2 {
+					other.command(pdu.FlagF, 0, testUnitReady, nil)
+					other.want(pdu.SCSIResponse)
+				}
+				other.wantNothing()
+			}
+			if rdma {
+				// Both buffers are taken, by a Reject and a ping, and another Reject waits:
+				// the news comes when one is free.
+				open := n.store.shut()
+				other.command(readF, 4096, read10(0, 8), nil)
+				<-n.store.entered
+				h := other.request(pdu.SNACK, pdu.FlagF, true)
+				other.write(h, nil)
+				other.write(h, nil)
+				other.wantReject(pdu.RejectProtocolError, h)
+				ping := other.want(pdu.NOPIn)
+				f := tc.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
+				tc.wantNothing()
+				open()
+				tc.wantTMF(f, pdu.FunctionComplete)
+				other.wantNothing()
+				ack := other.request(pdu.NOPOut, pdu.FlagF, true)
+				ack.SetITT(pdu.ReservedTag)
+				ack.SetTTT(pdu.ReservedTag)
+				other.write(ack, nil)
+				other.wantWindow() // in the place of the first Reject
+				pong := other.request(pdu.NOPOut, pdu.FlagF, true)
+				pong.SetITT(pdu.ReservedTag)
+				pong.SetTTT(ping.h.TTT())
+				other.write(pong, nil)
+				other.wantReject(pdu.RejectProtocolError, h)
+				if other.maxCmdSN != other.cmdSN+3 {
+					t.Errorf("MaxCmdSN %d, CmdSN %d", other.maxCmdSN, other.cmdSN)
+				}
+			}
+			tc.logout()
+			other.logout()
 		})
 	}
 }
@@ -296,6 +396,37 @@ func TestWarmResetSkipsGap(t *testing.T) {
 	tc.logout()
 }
 
+// ISCSI-11.5-6, ISCSI-11.5-7, ISCSI-E-3, ISCSI-E-4: TARGET COLD RESET is
+// answered; then all connections with the target are closed, discovery included,
+// and whoever comes again hears of a power on.
+func TestColdReset(t *testing.T) {
+	n := newTestNode(t, func(o *Options) { o.LogoutWait = 20 * time.Millisecond })
+	tc := n.connect().login()
+	other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
+	discovery := n.connect(func(tc *testConn) { tc.isid[5] = 3 })
+	discovery.writeLogin(discovery.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery", "TargetName="+targetName)
+	discovery.wantLogin(pdu.LoginSuccess)
+	unnamed := n.connect(func(tc *testConn) { tc.isid[5] = 4 }).discover()
+	other.m.holdGets = true
+	before := n.stored(0, 4096)
+	other.command(writeF, 4096, write10(0, 8), nil)
+	other.wantGets(1)
+	tc.cmdSN += 5 // what is missing counts as received
+	f := tc.tmf(pdu.TargetColdReset, [8]byte{}, pdu.ReservedTag, 0)
+	tc.wantTMF(f, pdu.FunctionComplete)
+	for _, c := range []*testConn{tc, other, discovery} {
+		if err := c.wait(); !errors.Is(err, errColdReset) {
+			t.Errorf("ended with %v", err)
+		}
+	}
+	if !bytes.Equal(n.stored(0, 4096), before) {
+		t.Error("data of an aborted write is on the medium")
+	}
+	again := n.connect().login()
+	again.logout()
+	unnamed.logout() // it is not with this target
+}
+
 // A connection that ends while a function waits takes nothing down with it.
 func TestTMFAtTheEnd(t *testing.T) {
 	n := newTestNode(t)
@@ -305,7 +436,7 @@ func TestTMFAtTheEnd(t *testing.T) {
 	other.command(readF, 4096, read10(0, 8), nil)
 	tc.m.holdGets = true
 	tc.command(writeF, 4096, write10(0, 8), nil)
-	n.eventually("GetData", func() bool { return tc.m.getting() == 1 })
+	tc.wantGets(1)
 	<-n.store.entered
 	tc.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
 	tc.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
@@ -317,6 +448,55 @@ func TestTMFAtTheEnd(t *testing.T) {
 	time.Sleep(5 * time.Millisecond)
 	open()
 	tc.wait()
-	other.want(pdu.NOPIn)
+	other.wantWindow()
 	other.logout()
+}
+
+// ISCSI-11.5-6: a target reset is about the logical units that the initiator
+// knows; one that does not know all has no permission for TARGET COLD RESET.
+func TestMaskedReset(t *testing.T) {
+	n := newTestNode(t)
+	hidden := newMemStore()
+	u, err := lun.New(hidden, lun.Options{Identity: lun.Identity{NAA: [8]byte{0x3f}, Serial: "3f00000000000000"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const blind = "iqn.1993-08.org.debian:blind"
+	if err := n.inv.AddMasked(1, u, func(initiator string) lun.Access {
+		if initiator == blind {
+			return lun.NoAccess
+		}
+		return lun.ReadWrite
+	}); err != nil {
+		t.Fatal(err)
+	}
+	lun1 := [8]byte{1: 1}
+	on1 := func(tc *testConn, flags byte, edtl uint32, cdb []byte) pdu.BHS {
+		h := tc.scsi(flags, edtl, cdb)
+		h.SetLUN(lun1)
+		tc.write(h, nil)
+		return h
+	}
+	tc := n.connect()
+	tc.writeLogin(tc.loginRequest(true, 1, 3), append([]string{"InitiatorName=" + blind, "TargetName=" + targetName, "SessionType=Normal"}, linuxKeys...)...)
+	tc.loggedIn()
+	other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
+	other.wantSense(on1(other, pdu.FlagF, 0, testUnitReady), 0x06, 0x29, 0x00)
+	other.wantStatus(on1(other, pdu.FlagF, 0, testUnitReady), 0)
+
+	for _, function := range []byte{pdu.AbortTaskSet, pdu.ClearTaskSet, pdu.LogicalUnitReset} {
+		tc.wantTMF(tc.tmf(function, lun1, pdu.ReservedTag, 0), pdu.LUNDoesNotExist)
+	}
+	open := hidden.shut()
+	h := on1(other, readF, 4096, read10(0, 8))
+	<-hidden.entered
+	tc.wantTMF(tc.tmf(pdu.TargetColdReset, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionNotAuthorized)
+	tc.wantTMF(tc.tmf(pdu.TargetWarmReset, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionComplete)
+	open()
+	other.wantStatus(h, 0)
+	other.wantStatus(on1(other, pdu.FlagF, 0, testUnitReady), 0)
+	for _, c := range []*testConn{tc, other} {
+		c.wantSense(c.command(pdu.FlagF, 0, testUnitReady, nil), 0x06, 0x29, 0x03)
+		c.logout()
+	}
 }

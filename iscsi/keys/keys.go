@@ -39,6 +39,7 @@ type Params struct {
 	// RDMAExtensions: target to initiator, and initiator to target.
 	InitiatorRecvDataSegmentLength, TargetRecvDataSegmentLength uint32
 	TaggedBufferForSolicitedDataOnly, ISERHelloRequired         bool
+	TaggedBufferDeclared, ISERHelloDeclared                     bool   // the value above is no default
 	MaxOutstandingUnexpectedPDUs, MaxAHSLength                  uint32 // the initiator's; 0: no limit
 
 	TaskReporting      string
@@ -74,7 +75,11 @@ type Limits struct {
 	// agreed on, and there are no digests.
 	RDMA bool
 
-	// Digests allows CRC32C for headers and data on connections without RDMA.
+	// StepUp tells that the connection can become an iSER one after login:
+	// RDMAExtensions=Yes is agreed on unless there is a digest already.
+	StepUp bool
+
+	// Digests allows CRC32C for headers and data without RDMAExtensions.
 	Digests bool
 
 	// InitialR2T and ImmediateData are our own choice; nil means Yes. With
@@ -102,10 +107,11 @@ type Limits struct {
 	// MaxRecvDataSegmentLength is declared without RDMA; 262144.
 	MaxRecvDataSegmentLength uint32
 
-	// MaxConnections of a session; 1. open-iscsi fails the login otherwise.
+	// MaxConnections of a session; 1.
 	MaxConnections uint16
 
-	// ErrorRecoveryLevel; 0. open-iscsi fails the login otherwise.
+	// ErrorRecoveryLevel: at most that one; 0. The minimum of it and of what the
+	// initiator offers is agreed on: open-iscsi offers 0 and fails the login otherwise.
 	ErrorRecoveryLevel uint8
 
 	chap bool // RequireCHAP has been called

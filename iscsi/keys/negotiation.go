@@ -221,7 +221,7 @@ func (n *Negotiation) comesAgain(i int, s Stage) (bool, *Error) {
 // when answering a request of the operational stage. It is nothing that
 // open-iscsi does not know, because it fails the login over any such key.
 func (n *Negotiation) Declare(answers []Pair) []Pair {
-	if n.declared || n.text || n.limits.RDMA {
+	if n.declared || n.text || n.limits.RDMA || n.p.RDMAExtensions {
 		return answers
 	}
 	n.declared = true
@@ -250,6 +250,8 @@ func (n *Negotiation) Finish() (Params, error) {
 		n.err = textError("SessionType", "no connection joins a discovery session")
 	case n.limits.RDMA && !p.Discovery && !p.RDMAExtensions:
 		n.err = textError("RDMAExtensions", "Yes was not agreed on, and this connection carries nothing but iSER")
+	case p.RDMAExtensions && !n.limits.RDMA && !n.limits.StepUp:
+		n.err = textError("RDMAExtensions", "the session uses iSER, and this connection cannot")
 	case p.FirstBurstLength > p.MaxBurstLength && (p.ImmediateData || !p.InitialR2T):
 		n.err = textError("FirstBurstLength", "%d is more than MaxBurstLength, %d", p.FirstBurstLength, p.MaxBurstLength)
 	default:

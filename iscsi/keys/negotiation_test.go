@@ -99,6 +99,7 @@ func TestTable(t *testing.T) {
 // answer, "!" an error with the status behind it.
 func TestAnswers(t *testing.T) {
 	tcp, rdma, no := Limits{}, Limits{RDMA: true, Digests: true}, false
+	stepUp := Limits{StepUp: true, Digests: true}
 	for _, tc := range []struct {
 		id           string
 		l            Limits
@@ -153,8 +154,8 @@ func TestAnswers(t *testing.T) {
 		{"ISCSI-13.19-1", Limits{ErrorRecoveryLevel: 2}, Operational, "ErrorRecoveryLevel", "0>0 1>1 2>2"},
 		{"ISCSI-13.19-1", Limits{ErrorRecoveryLevel: 2}, Operational, "MaxOutstandingR2T", "1>1 2>1 16>1"},
 		{"ISCSI-6.2.2-1", tcp, Operational, "MaxRecvDataSegmentLength", "512> 16777215> 511>!0200 16777216>!0200 x>!0200"},
-		{"ISCSI-13.23-1", tcp, Operational, "TaskReporting", "RFC3720>RFC3720 FastAbort,ResponseFence,RFC3720>RFC3720 FastAbort>Reject"},
-		{"ISCSI-13.24-1", tcp, Operational, "iSCSIProtocolLevel", "0>0 1>1 2>1 31>1 32>Reject"},
+		{"ISCSI-13.23-1", tcp, Operational, "TaskReporting", "RFC3720>RFC3720 RFC3720,FastAbort>RFC3720 FastAbort,ResponseFence,RFC3720>FastAbort ResponseFence,RFC3720>ResponseFence Fast,RFC3720>RFC3720 Fast>Reject"},
+		{"ISCSI-13.24-1", tcp, Operational, "iSCSIProtocolLevel", "0>0 1>1 2>2 31>2 32>Reject"},
 		{"ISCSI-13.25-1", tcp, Operational, "IFMarker", "No>Reject Yes>Reject"},
 		{"ISCSI-13.25-1", tcp, Operational, "OFMarker", "No>Reject Yes>Reject"},
 		{"ISCSI-13.25-1", tcp, Operational, "IFMarkInt", "2048>Reject 1~65535>Reject"},
@@ -166,6 +167,9 @@ func TestAnswers(t *testing.T) {
 		{"ISER-6.3-1", rdma, Operational, "RDMAExtensions", "Yes>Yes No>No Maybe>Reject"},
 		{"ISER-6.3-2", tcp, Operational, "RDMAExtensions", "Yes>No No>No"},
 		{"ISER-5.1-2", rdma, Security, "RDMAExtensions", "Yes>!0200"},
+		{"ISER-6.3-1", stepUp, Operational, "RDMAExtensions", "Yes>Yes No>No Maybe>Reject"},
+		{"ISER-5.1-2", stepUp, Security, "RDMAExtensions", "Yes>!0200"},
+		{"ISCSI-6.2.1-1", stepUp, Operational, "HeaderDigest", "CRC32C,None>CRC32C"},
 		{"ISER-6.4-1", rdma, Operational, "TargetRecvDataSegmentLength", "512>512 8192>8192 16777215>8192 511>Reject 16777216>Reject"},
 		{"ISER-6.4-1", Limits{RDMA: true, TargetRecvDataSegmentLength: 65536}, Operational, "TargetRecvDataSegmentLength", "512>512 16777215>65536"},
 		{"ISER-6.5-1", rdma, Operational, "InitiatorRecvDataSegmentLength", "512>512 8192>8192 262144>8192 128>Reject 16777216>Reject"},
@@ -609,4 +613,63 @@ func TestLimits(t *testing.T) {
 	if err := (Limits{}).Validate(); err != nil {
 		t.Error(err)
 	}
+}
+
+// RFC 7145, sections 5.1 and 6.3: with RDMAExtensions=Yes there are no digests, on
+// no connection of the session, and nothing is declared that means nothing.
+func TestStepUp(t *testing.T) {
+	l := Limits{StepUp: true, Digests: true}
+	yes := Pair{"RDMAExtensions", "Yes"}
+	pairs := []Pair{{"HeaderDigest", "CRC32C,None"}, yes, {"SessionType", "Normal"}, {"DataDigest", "CRC32C"}}
+	Arrange(pairs)
+	if want := []Pair{{"SessionType", "Normal"}, yes, {"HeaderDigest", "CRC32C,None"}, {"DataDigest", "CRC32C"}}; !slices.Equal(pairs, want) {
+		t.Errorf("arranged: %q", pairs)
+	}
+	n := login(t, l)
+	if got := offer(t, n, Operational, pairs...); !slices.Equal(got, []Pair{yes, {"HeaderDigest", "None"}, {"DataDigest", "Reject"}}) {
+		t.Errorf("ISER-5.1-10: %q", got)
+	}
+	if got := n.Declare(nil); len(got) != 0 {
+		t.Errorf("ISER-6.2-1: declared %q", got)
+	}
+	p := finish(t, n)
+	if !p.RDMAExtensions || p.HeaderDigest || p.DataDigest || p.ISERHelloDeclared || p.TaggedBufferDeclared {
+		t.Errorf("%+v", p)
+	}
+	t.Run("ISER-5.1-8 ISER-5.1-10 another connection", func(t *testing.T) {
+		n := NewJoin(l, p)
+		if got := offer(t, n, Operational, append(names, Pair{"HeaderDigest", "CRC32C,None"})...); !slices.Equal(got, []Pair{{"HeaderDigest", "None"}}) {
+			t.Errorf("%q", got)
+		}
+		if p := finish(t, n); !p.RDMAExtensions || p.HeaderDigest {
+			t.Errorf("%+v", p)
+		}
+		n = NewJoin(Limits{}, p)
+		offer(t, n, Operational, names...)
+		_, err := n.Finish()
+		wantStatus(t, err, 0x0200) // a portal without iSER
+	})
+	t.Run("ISER-5.1-9 another connection of a session without iSER", func(t *testing.T) {
+		_, err := NewJoin(l, defaults).Offer(Operational, yes, nil)
+		wantStatus(t, err, 0x0200)
+	})
+	t.Run("ISER-5.1-10 a digest is there already", func(t *testing.T) {
+		for _, key := range []string{"HeaderDigest", "DataDigest"} {
+			n := login(t, l)
+			offer(t, n, Operational, Pair{key, "CRC32C"})
+			if got := offer(t, n, Operational, yes); !slices.Equal(got, []Pair{{"RDMAExtensions", "No"}}) {
+				t.Errorf("%s: %q", key, got)
+			}
+		}
+	})
+	t.Run("ISER-6.9-1 ISER-6.10-1 declared or by default", func(t *testing.T) {
+		for _, value := range []string{"Yes", "No"} {
+			n := login(t, l)
+			offer(t, n, Operational, yes, Pair{"iSERHelloRequired", value}, Pair{"TaggedBufferForSolicitedDataOnly", value})
+			p := finish(t, n)
+			if want := value == "Yes"; p.ISERHelloRequired != want || p.TaggedBufferForSolicitedDataOnly != want || !p.ISERHelloDeclared || !p.TaggedBufferDeclared {
+				t.Errorf("%s: %+v", value, p)
+			}
+		}
+	})
 }

@@ -131,8 +131,8 @@ func oneOf(list ...string) func(*Limits, *Params) value {
 	return func(*Limits, *Params) value { return value{list: list} }
 }
 
-func digests(l *Limits, _ *Params) value {
-	if l.Digests && !l.RDMA { // RFC 7145, section 6.1
+func digests(l *Limits, p *Params) value {
+	if l.Digests && !l.RDMA && !p.RDMAExtensions { // RFC 7145, section 6.1
 		return value{list: []string{"None", "CRC32C"}}
 	}
 	return value{list: []string{"None"}}
@@ -212,9 +212,9 @@ var table = []*key{
 			return value{n: uint64(l.ErrorRecoveryLevel)}
 		},
 		set: func(p *Params, v value) { p.ErrorRecoveryLevel = uint8(v.n) }},
-	{name: "TaskReporting", use: leading, discovery: ignored, kind: list, def: "RFC3720", result: first, own: oneOf("RFC3720"),
+	{name: "TaskReporting", use: leading, discovery: ignored, kind: list, def: "RFC3720", result: first, own: oneOf("FastAbort", "ResponseFence", "RFC3720"),
 		set: func(p *Params, v value) { p.TaskReporting = v.s }},
-	{name: "iSCSIProtocolLevel", use: leading, discovery: ignored, kind: number, hi: 31, def: "1", result: minimum, own: fixed(1),
+	{name: "iSCSIProtocolLevel", use: leading, discovery: ignored, kind: number, hi: 31, def: "1", result: minimum, own: fixed(2), // RFC 7144
 		set: func(p *Params, v value) { p.ISCSIProtocolLevel = uint8(v.n) }},
 
 	// Obsolete: RFC 7143, section 13.25.
@@ -223,10 +223,12 @@ var table = []*key{
 	{name: "IFMarkInt", use: initialize, flags: connection, kind: nothing},
 	{name: "OFMarkInt", use: initialize, flags: connection, kind: nothing},
 
-	// iSER: RFC 7145, section 6. They are negotiated without RDMA, too, and
-	// then have no effect.
+	// iSER: RFC 7145, section 6. They are negotiated without RDMAExtensions=Yes,
+	// too, and then have no effect.
 	{name: "RDMAExtensions", use: leading, discovery: irrelevant, kind: boolean, def: "No", result: and,
-		own: func(l *Limits, _ *Params) value { return value{b: l.RDMA} },
+		own: func(l *Limits, p *Params) value {
+			return value{b: l.RDMA || l.StepUp && !p.HeaderDigest && !p.DataDigest}
+		},
 		set: func(p *Params, v value) { p.RDMAExtensions = v.b }},
 	{name: "TargetRecvDataSegmentLength", use: initialize, flags: connection, kind: number, lo: 512, hi: maxLength, def: "8192", result: minimum,
 		own: func(l *Limits, _ *Params) value { return value{n: uint64(l.TargetRecvDataSegmentLength)} },
@@ -238,10 +240,11 @@ var table = []*key{
 		set: func(p *Params, v value) { p.MaxOutstandingUnexpectedPDUs = uint32(v.n) }},
 	{name: "MaxAHSLength", use: leading, flags: declared | orZero, kind: number, lo: 2, hi: 1<<32 - 1, def: "256",
 		set: func(p *Params, v value) { p.MaxAHSLength = uint32(v.n) }},
-	{name: "TaggedBufferForSolicitedDataOnly", use: leading, flags: declared, kind: boolean, def: "No",
-		set: func(p *Params, v value) { p.TaggedBufferForSolicitedDataOnly = v.b }},
-	{name: "iSERHelloRequired", use: leading, flags: declared, kind: boolean, def: "No",
-		set: func(p *Params, v value) { p.ISERHelloRequired = v.b }},
+	// The default of both is No; whether it was declared makes a difference.
+	{name: "TaggedBufferForSolicitedDataOnly", use: leading, flags: declared, kind: boolean,
+		set: func(p *Params, v value) { p.TaggedBufferForSolicitedDataOnly, p.TaggedBufferDeclared = v.b, true }},
+	{name: "iSERHelloRequired", use: leading, flags: declared, kind: boolean,
+		set: func(p *Params, v value) { p.ISERHelloRequired, p.ISERHelloDeclared = v.b, true }},
 }
 
 // byName finds the row of a key by its name.

@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"unicode/utf8"
@@ -158,4 +159,20 @@ func quote(s string) string {
 
 func textError(key, format string, args ...any) *Error {
 	return &Error{Status: statusInitiatorError, Key: key, Reason: fmt.Sprintf(format, args...)}
+}
+
+// Arrange puts the pairs of a request into the order in which a Negotiation wants
+// them: what is agreed on for a key can depend on SessionType and RDMAExtensions
+// (RFC 7145, section 6.3), but text has no order.
+func Arrange(pairs []Pair) {
+	rank := func(p Pair) int {
+		switch p.Key {
+		case "SessionType":
+			return 0
+		case "RDMAExtensions":
+			return 1
+		}
+		return 2
+	}
+	slices.SortStableFunc(pairs, func(a, b Pair) int { return rank(a) - rank(b) })
 }

@@ -24,10 +24,11 @@ const (
 )
 
 const (
-	opcodeMask  = 0x3f // of octet 0
-	immediate   = 0x40 // I bit of octet 0, requests only
-	cmdAttrMask = 0x07 // ATTR in octet 1 of a SCSI Command
-	pad         = 4    // on a byte stream a segment is padded to a multiple of this
+	opcodeMask    = 0x3f // of octet 0
+	immediate     = 0x40 // I bit of octet 0, requests only
+	cmdAttrMask   = 0x07 // ATTR in octet 1 of a SCSI Command
+	snackTypeMask = 0x0f // Type in octet 1 of a SNACK Request
+	pad           = 4    // on a byte stream a segment is padded to a multiple of this
 )
 
 // An Opcode is the low six bits of octet 0 (section 11.2.1.2).
@@ -139,6 +140,14 @@ const (
 	FunctionNotAuthorized = 6
 	FunctionSucceeded     = 7 // RFC 7144
 	FunctionRejected      = 255
+)
+
+// Types of a SNACK Request (section 11.16.1).
+const (
+	SNACKData    = 0 // Data/R2T
+	SNACKStatus  = 1
+	SNACKDataACK = 2
+	SNACKRData   = 3
 )
 
 // A RejectReason says why a PDU was rejected (section 11.17.1).
@@ -327,6 +336,7 @@ func (b BHS) SetResponse(v byte)       { b[2] = v }
 func (b BHS) Status() byte             { return b[3] }
 func (b BHS) SetStatus(v byte)         { b[3] = v }
 func (b BHS) SNACKTag() uint32         { return b.u32(20) }
+func (b BHS) SetSNACKTag(v uint32)     { b.put32(20, v) }
 func (b BHS) ExpDataSN() uint32        { return b.u32(36) }
 func (b BHS) SetExpDataSN(v uint32)    { b.put32(36, v) }
 func (b BHS) BidiResidual() uint32     { return b.u32(40) }
@@ -341,6 +351,12 @@ func (b BHS) ReferencedTaskTag() uint32     { return b.u32(20) }
 func (b BHS) SetReferencedTaskTag(v uint32) { b.put32(20, v) }
 func (b BHS) RefCmdSN() uint32              { return b.u32(32) }
 func (b BHS) SetRefCmdSN(v uint32)          { b.put32(32, v) }
+
+// Task Management Function Response: Additional Response Information (RFC 7144,
+// section 6.4.1).
+
+func (b BHS) AdditionalInfo() [3]byte     { return [3]byte(b[8:11]) }
+func (b BHS) SetAdditionalInfo(v [3]byte) { copy(b[8:11], v[:]) }
 
 // Data-Out, Data-In and R2T (sections 11.7 and 11.8).
 
@@ -362,6 +378,15 @@ func (b BHS) Time2Wait() uint16       { return b.u16(40) }
 func (b BHS) SetTime2Wait(v uint16)   { b.put16(40, v) }
 func (b BHS) Time2Retain() uint16     { return b.u16(42) }
 func (b BHS) SetTime2Retain(v uint16) { b.put16(42, v) }
+
+// SNACK Request (section 11.16). Its SNACK Tag has the place of the Target
+// Transfer Tag, as in a SCSI Response.
+
+func (b BHS) SNACKType() byte       { return b[1] & snackTypeMask }
+func (b BHS) BegRun() uint32        { return b.u32(40) }
+func (b BHS) SetBegRun(v uint32)    { b.put32(40, v) }
+func (b BHS) RunLength() uint32     { return b.u32(44) }
+func (b BHS) SetRunLength(v uint32) { b.put32(44, v) }
 
 // Reject (section 11.17).
 

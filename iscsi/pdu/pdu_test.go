@@ -6,18 +6,12 @@ import (
 	"encoding/hex"
 	"hash/crc32"
 	"reflect"
-	"strings"
 	"testing"
+
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-func unhex(t testing.TB, s string) []byte {
-	t.Helper()
-	b, err := hex.DecodeString(strings.Join(strings.Fields(s), ""))
-	if err != nil {
-		t.Fatal(err)
-	}
-	return b
-}
+var unhex = testkit.Unhex
 
 // digest is the CRC32C of b in the order in which RFC 7143, section 13.1,
 // puts it on the wire.
@@ -121,7 +115,7 @@ func setSNs(b BHS, stat, exp, maxCmd uint32) {
 func TestGolden(t *testing.T) {
 	for _, g := range golden {
 		t.Run(g.id, func(t *testing.T) {
-			want := unhex(t, g.wire)
+			want := unhex(g.wire)
 			got := bytes.Repeat([]byte{0xee}, BHSLen) // a setter must not leave old octets behind
 			g.build(got)
 			if !bytes.Equal(got, want) {
@@ -134,7 +128,7 @@ func TestGolden(t *testing.T) {
 	}
 	t.Run("V-ISCSI-6 sense data", func(t *testing.T) {
 		// RFC 7143, section 11.4.7: SenseLength, then fixed format sense 0b 0c/0c.
-		data := unhex(t, "0012 70000b000000000a000000000c0c00000000")
+		data := unhex("0012 70000b000000000a000000000c0c00000000")
 		if n := int(binary.BigEndian.Uint16(data)); n != len(data)-2 || len(data) != 20 {
 			t.Errorf("SenseLength %d in %d octets", n, len(data))
 		}
@@ -146,17 +140,17 @@ func TestGolden(t *testing.T) {
 
 // Getters read what a capture of each kind shows.
 func TestGetters(t *testing.T) {
-	cmd := BHS(unhex(t, golden[0].wire))
+	cmd := BHS(unhex(golden[0].wire))
 	if cmd.Opcode() != SCSICommand || cmd.Immediate() || !cmd.Final() || !cmd.Read() || cmd.Write() || cmd.Attr() != AttrUntagged ||
 		cmd.ITT() != 0x14000000 || cmd.EDTL() != 1024 || cmd.CmdSN() != 0x14 || cmd.ExpStatSN() != 0x18 ||
 		!bytes.Equal(cmd.CDB()[:10], []byte{0x28, 0, 0, 0, 0, 0, 0, 0, 2, 0}) {
 		t.Errorf("READ(10) read back as %x", []byte(cmd))
 	}
-	nop := BHS(unhex(t, golden[1].wire))
+	nop := BHS(unhex(golden[1].wire))
 	if nop.Opcode() != NOPOut || !nop.Immediate() || nop.TTT() != ReservedTag {
 		t.Errorf("NOP-Out read back as %x", []byte(nop))
 	}
-	r2t := BHS(unhex(t, golden[3].wire))
+	r2t := BHS(unhex(golden[3].wire))
 	if r2t.StatSN() != 0x30 || r2t.ExpCmdSN() != 0x21 || r2t.MaxCmdSN() != 0xa0 || r2t.DesiredDataTransferLength() != 65536 {
 		t.Errorf("R2T read back as %x", []byte(r2t))
 	}
@@ -167,11 +161,11 @@ func TestGetters(t *testing.T) {
 	if tmf.Function() != AbortTask || tmf.ReferencedTaskTag() != 7 || tmf.RefCmdSN() != 9 || binary.BigEndian.Uint32(tmf[32:]) != 9 {
 		t.Errorf("TMF read back as %x", []byte(tmf))
 	}
-	async := BHS(unhex(t, golden[9].wire))
+	async := BHS(unhex(golden[9].wire))
 	if async.AsyncEvent() != AsyncLogoutRequest || async.Parameter(3) != 3 || async.AsyncVCode() != 0 {
 		t.Errorf("Async Message read back as %x", []byte(async))
 	}
-	rej := BHS(unhex(t, golden[8].wire))
+	rej := BHS(unhex(golden[8].wire))
 	if rej.Reason() != RejectInvalidField || rej.DataSegmentLength() != 48 {
 		t.Errorf("Reject read back as %x", []byte(rej))
 	}
@@ -214,7 +208,7 @@ func TestLoginRoundTrip(t *testing.T) {
 		ISID: [6]byte{0x80, 1, 2, 3, 4, 5}, TSIH: 6, ITT: 7, CID: 8, CmdSN: 9, ExpStatSN: 10}
 	wire := req.Append([]byte{0xaa})
 	// RFC 7143, section 11.12.
-	want := unhex(t, `aa 43 81 01 02 00000000 800102030405 0006 00000007 0008 0000 00000009 0000000a
+	want := unhex(`aa 43 81 01 02 00000000 800102030405 0006 00000007 0008 0000 00000009 0000000a
 		00000000 00000000 00000000 00000000`)
 	if !bytes.Equal(wire, want) {
 		t.Errorf("wrote\n%x, want\n%x", wire, want)
@@ -242,7 +236,7 @@ func TestParseAHS(t *testing.T) {
 		cdb32[i] = byte(i)
 	}
 	long := AppendExtendedCDB(nil, cdb32)
-	if !bytes.Equal(long, unhex(t, "0011 01 00 101112131415161718191a1b1c1d1e1f")) {
+	if !bytes.Equal(long, unhex("0011 01 00 101112131415161718191a1b1c1d1e1f")) {
 		t.Fatalf("extended CDB of 32 octets: %x", long) // ISCSI-11.2-5: length field 17
 	}
 	for _, c := range []struct {
@@ -254,16 +248,16 @@ func TestParseAHS(t *testing.T) {
 		{"nothing", nil, Extensions{}, nil},
 		{"extended CDB", long, Extensions{CDB: cdb32[16:]}, nil},
 		{"17 octets, padded", AppendExtendedCDB(nil, cdb32[:17]), Extensions{CDB: []byte{16}}, nil},
-		{"bidirectional", unhex(t, "0005 02 00 00010000"), Extensions{Bidi: true, ReadLength: 65536}, nil},
+		{"bidirectional", unhex("0005 02 00 00010000"), Extensions{Bidi: true, ReadLength: 65536}, nil},
 		{"both", AppendBidiReadLength(bytes.Clone(long), 5), Extensions{CDB: cdb32[16:], Bidi: true, ReadLength: 5}, nil},
-		{"unknown type of length 0", unhex(t, "0000 3f 00 0005 02 00 00000009"), Extensions{Bidi: true, ReadLength: 9}, nil},
+		{"unknown type of length 0", unhex("0000 3f 00 0005 02 00 00000009"), Extensions{Bidi: true, ReadLength: 9}, nil},
 		{"all zeros", make([]byte, MaxAHS), Extensions{}, nil},
-		{"runs over", unhex(t, "0006 01 00 00000000"), Extensions{}, ErrAHSTruncated},
-		{"runs far over", unhex(t, "ffff 07 00"), Extensions{}, ErrAHSTruncated},
-		{"two octets", unhex(t, "0000"), Extensions{}, ErrAHSTruncated},
-		{"CDB of 16", unhex(t, "0001 01 00"), Extensions{}, ErrAHSCDB},
-		{"CDB of nothing", unhex(t, "0000 01 00"), Extensions{}, ErrAHSCDB},
-		{"short read length", unhex(t, "0004 02 00 00000100"), Extensions{}, ErrAHSBidi},
+		{"runs over", unhex("0006 01 00 00000000"), Extensions{}, ErrAHSTruncated},
+		{"runs far over", unhex("ffff 07 00"), Extensions{}, ErrAHSTruncated},
+		{"two octets", unhex("0000"), Extensions{}, ErrAHSTruncated},
+		{"CDB of 16", unhex("0001 01 00"), Extensions{}, ErrAHSCDB},
+		{"CDB of nothing", unhex("0000 01 00"), Extensions{}, ErrAHSCDB},
+		{"short read length", unhex("0004 02 00 00000100"), Extensions{}, ErrAHSBidi},
 		{"CDB twice", append(bytes.Clone(long), long...), Extensions{}, ErrAHSRepeated},
 		{"read length twice", AppendBidiReadLength(AppendBidiReadLength(nil, 1), 1), Extensions{}, ErrAHSRepeated},
 	} {
@@ -296,10 +290,10 @@ func TestNames(t *testing.T) {
 // a round trip.
 func FuzzBHS(f *testing.F) {
 	for _, g := range golden {
-		f.Add(unhex(f, g.wire))
+		f.Add(unhex(g.wire))
 	}
 	f.Add(LoginRequest{Transit: true, CSG: 1, NSG: 3}.Append(nil))
-	f.Add(append(unhex(f, golden[0].wire), unhex(f, "0011 01 00 101112131415161718191a1b1c1d1e1f")...))
+	f.Add(append(unhex(golden[0].wire), unhex("0011 01 00 101112131415161718191a1b1c1d1e1f")...))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		if len(b) < BHSLen || len(b) > BHSLen+MaxAHS {
 			return

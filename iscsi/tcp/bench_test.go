@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 )
 
@@ -31,18 +32,21 @@ var ioPaths = []struct {
 	write     bool
 	octets    int
 	solicited bool
+	level     uint8
 }{
-	{"READ/4KiB", false, 4 << 10, false},
-	{"READ/64KiB", false, 64 << 10, false},
-	{"WRITE/4KiB", true, 4 << 10, false},
-	{"WRITE/4KiB-R2T", true, 4 << 10, true},
-	{"WRITE/64KiB-R2T", true, 64 << 10, true},
+	{"READ/4KiB", false, 4 << 10, false, 0},
+	{"READ/64KiB", false, 64 << 10, false, 0},
+	{"READ/64KiB/ERL1", false, 64 << 10, false, 1},
+	{"WRITE/4KiB", true, 4 << 10, false, 0},
+	{"WRITE/4KiB-R2T", true, 4 << 10, true, 0},
+	{"WRITE/64KiB-R2T", true, 64 << 10, true, 0},
+	{"WRITE/64KiB-R2T/ERL1", true, 64 << 10, true, 1},
 }
 
 func newDriver(tb testing.TB, path int, digests bool) *driver {
 	p := ioPaths[path]
-	tg := startTarget(tb)
-	keys := []string{"MaxRecvDataSegmentLength=262144"}
+	tg := startTarget(tb, func(_ *target, o *iscsi.Options) { o.Limits.ErrorRecoveryLevel = p.level })
+	keys := []string{"MaxRecvDataSegmentLength=262144", fmt.Sprintf("ErrorRecoveryLevel=%d", p.level)}
 	d := &driver{tb: tb, solic: p.solicited}
 	if digests {
 		keys = append(keys, "HeaderDigest=CRC32C", "DataDigest=CRC32C")
@@ -111,6 +115,7 @@ func (d *driver) finish() {
 			h.SetTTT(ttt)
 			d.send(h, d.data)
 		case op == pdu.SCSIResponse && h.Status() == 0, op == pdu.DataIn && h.Flags()&pdu.FlagS != 0:
+			d.cmd.SetExpStatSN(h.StatSN() + 1)
 			return
 		case op != pdu.DataIn:
 			d.tb.Fatalf("%v: %x", op, []byte(h))

@@ -15,11 +15,19 @@
 // PutData, GetData and SendControl append to a queue. Of several goroutines in
 // Flush the first writes for all, gathering the queue into as few system calls as
 // it can. Data is referred to, not copied.
+//
+// # Recovery
+//
+// At an ErrorRecoveryLevel above 0 data that was sent is kept until it is
+// acknowledged, and Data-Out that got lost is asked for again. A wrong header digest
+// ends the connection at every level: nobody knows where the next PDU begins (RFC
+// 7143, section 7.8).
 package tcp
 
 import (
 	"fmt"
 	"net"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -45,9 +53,12 @@ type Options struct {
 // A Conn is an iSCSI connection of the target over TCP.
 type Conn struct {
 	nc      net.Conn
-	limit   int          // longest data segment in the full feature phase
-	maxSend atomic.Int32 // longest data segment that the initiator takes, octets
-	flush   func()       // Flush; made once
+	gather  buffersWriter // nc, or nil if it is none
+	limit   int           // longest data segment in the full feature phase
+	maxSend atomic.Int32  // longest data segment that the initiator takes, octets
+	flush   func()        // flushAside; made once
+	aside   sync.WaitGroup
+	held    atomic.Bool // what is queued leaves before Receive waits
 
 	rx receiver // of the goroutine in Receive
 	tx sender   // of the goroutine in Flush
@@ -58,6 +69,7 @@ type Conn struct {
 	free     list    // items that carried a Data-In or an R2T
 	mark     uint    // counts events that a status cannot be moved across; see collapses
 	burst    uint32  // MaxBurstLength, octets
+	recovers bool    // ErrorRecoveryLevel is above 0
 	digests  digests // in force from the first PDU that is not a Login Response
 	err      error   // why nothing more can be queued
 	deaf     error   // why Receive has ended: nobody would notice the end of a GetData
@@ -67,6 +79,12 @@ type Conn struct {
 	closed   bool
 }
 
+// A buffersWriter is a net.Conn that stands before a socket and wants its writev, which
+// net.Buffers has for the socket alone.
+type buffersWriter interface {
+	WriteBuffers(*net.Buffers) (int64, error)
+}
+
 // digests tells which are in use.
 type digests struct{ header, data bool }
 
@@ -74,6 +92,10 @@ var (
 	_ iscsi.Datamover    = (*Conn)(nil)
 	_ iscsi.Canceler     = (*Conn)(nil)
 	_ iscsi.Renegotiator = (*Conn)(nil)
+	_ iscsi.Upgrader     = (*Conn)(nil)
+	_ iscsi.Repeater     = (*Conn)(nil)
+	_ iscsi.Reassigner   = (*Conn)(nil)
+	_ iscsi.Deferrer     = (*Conn)(nil)
 )
 
 // task is the mover's state of a task slot. Conn.mu guards it.
@@ -86,22 +108,29 @@ type task struct {
 
 	// Data-In:
 	dataSN uint32 // of the next PDU
+	sent   uint32 // Buffer Offset behind the latest PutData
 	last   *item  // the latest PutData, if mark is still Conn.mark
 	mark   uint
+	keeping
 
 	// Data-Out. A GetData is a sequence of R2Ts, one outstanding at a time.
+	// Positions are octets of data.
 	getting  bool
 	placing  bool   // Receive is moving octets into data
 	quit     bool   // CancelData was called meanwhile
-	data     []byte // what is still to come
-	off      uint32 // Buffer Offset of data
-	asked    uint32 // how much of data the present R2T asks for, octets
+	data     []byte // of the GetData
+	base     uint32 // Buffer Offset of data
+	asked    uint32 // where the part begins that no R2T has asked for yet
+	at, end  uint32 // what is still to come for the present R2T
+	placeAt  uint32 // where the present Data-Out begins
+	r2tAt    uint32 // where the present R2T begins
 	r2tSN    uint32 // of the next R2T
-	ttt      uint32 // of the present R2T
+	ttt      uint32 // of the present R2T, or of the Data-In that want to be acknowledged
 	quitTTT  uint32 // ttt of the last R2T that was called off; its data is discarded
 	outSN    uint32 // DataSN of the next Data-Out
 	exp, max uint32 // ExpCmdSN and MaxCmdSN for R2Ts
 	err      error  // why the GetData fails when the present sequence is over
+	losses
 }
 
 // New returns the connection before login. nc belongs to it from then on.
@@ -111,7 +140,8 @@ func New(nc net.Conn, o Options) *Conn {
 	}
 	c := &Conn{nc: nc, limit: o.MaxRecvDataSegmentLength}
 	c.maxSend.Store(loginSegment)
-	c.flush = c.Flush
+	c.gather, _ = nc.(buffersWriter)
+	c.flush = c.flushAside
 	c.rx.init(o.Prefix)
 	c.tx.init()
 	return c
@@ -144,7 +174,7 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, tasks int) error {
 	c.maxSend.Store(int32(p.MaxRecvDataSegmentLength))
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.digests, c.burst = d, p.MaxBurstLength
+	c.digests, c.burst, c.recovers = d, p.MaxBurstLength, p.ErrorRecoveryLevel > 0
 	return nil
 }
 
@@ -170,7 +200,12 @@ func (c *Conn) Bind(it *iscsi.Task, _ uint32) error {
 	t, h := it.Mover.(*task), it.Request()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	t.t, t.itt, t.lun, t.r2tSN = it, h.ITT(), h.LUN(), 0
+	t.t, t.itt, t.lun, t.r2tSN, t.dataSN = it, h.ITT(), h.LUN(), 0, 0
+	if c.recovers {
+		t.keeping = keeping{}
+		t.ttt += 1 << indexBits
+	}
+	t.sent = 0
 	return nil
 }
 
@@ -179,7 +214,8 @@ func (c *Conn) Unbind(it *iscsi.Task) {
 	t := it.Mover.(*task)
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	t.dataSN, t.last = 0, nil
+	t.last = nil
+	c.release(t)
 }
 
 // PutData implements iscsi.Datamover by Data-In PDUs.
@@ -194,9 +230,13 @@ func (c *Conn) PutData(it *iscsi.Task, off uint32, data []byte, b *iscsi.Buffer)
 	i := c.newItem()
 	*i = item{op: pdu.DataIn, itt: t.itt, ttt: pdu.ReservedTag, sn: t.dataSN, off: off, expCmdSN: h.ExpCmdSN(), maxCmdSN: h.MaxCmdSN(),
 		data: data, buf: b, segment: segment, burst: c.burst}
+	if c.recovers {
+		c.keep(t, i)
+	}
 	t.dataSN += i.pdus()
+	t.sent = off + uint32(len(data))
 	t.last, t.mark = i, c.mark
-	c.queue.push(i)
+	c.queue.Push(i, &i.link)
 	return nil
 }
 
@@ -212,23 +252,41 @@ func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
 		return c.deaf
 	}
 	t.getting, t.quit, t.err = true, false, nil
-	t.data, t.off = data, off
+	t.data, t.base, t.asked = data, off, 0
+	t.losses = losses{}
 	t.exp, t.max = h.ExpCmdSN(), h.MaxCmdSN()
 	c.ask(t)
 	return nil
 }
 
-// ask queues an R2T for the data that t lacks, or for the first MaxBurstLength
-// octets of it (RFC 7143, section 11.8).
+// ask queues an R2T for what t has lost, or for the first MaxBurstLength octets of
+// what it has not asked for yet (RFC 7143, section 11.8).
 //
 // Preconditions: c.mu is held.
 func (c *Conn) ask(t *task) {
 	t.ttt += 1 << indexBits
-	t.asked, t.outSN = min(uint32(len(t.data)), c.burst), 0
-	i := c.newItem()
-	*i = item{op: pdu.R2T, itt: t.itt, ttt: t.ttt, lun: t.lun, sn: t.r2tSN, off: t.off, length: t.asked, expCmdSN: t.exp, maxCmdSN: t.max}
+	t.outSN = 0
+	if s, ok := t.losses.pop(); ok {
+		t.at, t.end = s.from, s.to
+	} else {
+		t.at = t.asked
+		t.end = t.at + min(uint32(len(t.data))-t.at, c.burst)
+		t.asked = t.end
+	}
+	t.r2tAt = t.at
 	t.r2tSN++
-	c.queue.push(i)
+	c.queueR2T(t)
+}
+
+// queueR2T queues the present R2T of t.
+//
+// Preconditions: c.mu is held.
+func (c *Conn) queueR2T(t *task) *item {
+	i := c.newItem()
+	*i = item{op: pdu.R2T, itt: t.itt, ttt: t.ttt, lun: t.lun, sn: t.r2tSN - 1, off: t.base + t.r2tAt, length: t.end - t.r2tAt,
+		expCmdSN: t.exp, maxCmdSN: t.max}
+	c.queue.Push(i, &i.link)
+	return i
 }
 
 // CancelData implements iscsi.Canceler. The R2T stays answered for: what still
@@ -258,13 +316,12 @@ func (c *Conn) SendControl(it *iscsi.Task) error {
 	}
 	t.t = it
 	if h.Opcode() == pdu.SCSIResponse {
-		h.SetExpDataSN(0)
-		if h.Response() == pdu.CommandCompleted {
+		if h.ExpDataSN() > 0 { // there was a data phase
 			h.SetExpDataSN(t.dataSN)
 		}
 		last := t.last
-		t.dataSN, t.last = 0, nil
-		if last != nil && t.mark == c.mark && collapses(it) {
+		t.last = nil
+		if last != nil && t.mark == c.mark && collapses(it) && !c.recovers {
 			last.task = t
 			c.mark++
 			return nil
@@ -272,16 +329,29 @@ func (c *Conn) SendControl(it *iscsi.Task) error {
 	}
 	c.mark++
 	t.send = item{op: h.Opcode(), task: t}
-	c.queue.push(&t.send)
+	c.queue.Push(&t.send, &t.send.link)
 	return nil
 }
 
 // collapses tells whether the status of a task may travel in its last Data-In
 // (RFC 7143, section 11.7.3). That Data-In must be queued still, and no PDU with a
-// StatSN may be queued behind it: then task.mark equals Conn.mark.
+// StatSN may be queued behind it: then task.mark equals Conn.mark. At an
+// ErrorRecoveryLevel above 0 it travels alone, so that what is repeated is either
+// data or a status.
 func collapses(it *iscsi.Task) bool {
 	h := pdu.BHS(it.Header[:])
 	return h.Response() == pdu.CommandCompleted && h.Status() == 0 && len(it.Segment) == 0
+}
+
+// Upgrade implements iscsi.Upgrader.
+func (c *Conn) Upgrade() (nc net.Conn, prefix []byte, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.err != nil {
+		return nil, nil, c.err
+	}
+	c.err = net.ErrClosed
+	return c.nc, slices.Clone(c.rx.win[c.rx.r:c.rx.w]), nil
 }
 
 // Close implements iscsi.Datamover.
@@ -316,7 +386,7 @@ func (c *Conn) abandon(err error) {
 	if c.err == nil {
 		c.err = err
 	}
-	lost := c.queue.take()
+	lost := c.queue.Take()
 	c.mark++
 	c.mu.Unlock()
 	c.done(lost)

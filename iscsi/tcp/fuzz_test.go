@@ -19,6 +19,7 @@ import (
 //	2  data digest
 //	4  InitialR2T=No
 //	8  MaxBurstLength 512
+//	16 ErrorRecoveryLevel 1
 //
 // The rest is what the initiator sends. Where it is a whole PDU, digests are put
 // right, so that what is behind them is tried, too.
@@ -26,6 +27,7 @@ func FuzzTCP(f *testing.F) {
 	no := false
 	tg := startTarget(f, func(_ *target, o *iscsi.Options) {
 		o.Limits.InitialR2T = &no
+		o.Limits.ErrorRecoveryLevel = 1
 		o.Limits.MaxRecvDataSegmentLength = 65536
 		o.LoginTimeout = patience
 	})
@@ -52,7 +54,29 @@ func FuzzTCP(f *testing.F) {
 	for range 5 {
 		reads = append(reads, whole(c.scsi(pdu.FlagR, read16(0, 4), 2048), nil)...)
 	}
-	for flags := range byte(16) {
+	// SNACKs of all types for a READ and a WRITE that are under way or answered.
+	snacks := append([]byte(nil), reads...)
+	h := c.scsi(pdu.FlagW, write16(0, 4), 2048)
+	snacks = append(snacks, whole(h, nil)...)
+	for kind := range byte(5) {
+		for _, run := range [][2]uint32{{0, 0}, {1, 1}, {0, 0xffffffff}, {7, 0}} {
+			for _, itt := range []uint32{h.ITT(), h.ITT() - 1, pdu.ReservedTag} {
+				for _, tag := range []uint32{pdu.ReservedTag, 1 << indexBits, 1<<indexBits | 2} {
+					s := make(pdu.BHS, pdu.BHSLen)
+					s.Reset(pdu.SNACK, pdu.FlagF|kind)
+					s.SetITT(itt)
+					s.SetTTT(tag)
+					s.SetBegRun(run[0])
+					s.SetRunLength(run[1])
+					snacks = append(snacks, whole(s, nil)...)
+				}
+			}
+		}
+	}
+	for _, flags := range []byte{0, 16, 19, 27} {
+		f.Add(append([]byte{flags}, snacks...))
+	}
+	for flags := range byte(32) {
 		f.Add(append([]byte{flags}, writes...))
 		f.Add(append([]byte{flags}, reads...))
 	}
@@ -75,6 +99,9 @@ func FuzzTCP(f *testing.F) {
 		if in[0]&8 != 0 {
 			keys = append(keys, "MaxBurstLength=512")
 			keys[3] = "FirstBurstLength=512"
+		}
+		if in[0]&16 != 0 {
+			keys = append(keys, "ErrorRecoveryLevel=1")
 		}
 		c := tg.connect(t)
 		defer c.nc.Close()

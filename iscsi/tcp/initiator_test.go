@@ -42,16 +42,47 @@ type target struct {
 	l      net.Listener
 	prefix int // octets that are read before New, as one does who looks what comes
 	opt    Options
+	wrap   func(net.Conn) net.Conn // what the target's end of a connection becomes; nil: nothing
 	wg     sync.WaitGroup
 }
 
-// A badStore fails reads from badFrom on.
+// A slowConn sends octets per second.
+type slowConn struct {
+	net.Conn
+	rate int
+}
+
+func (c slowConn) Write(b []byte) (int, error) {
+	time.Sleep(time.Duration(len(b)) * time.Second / time.Duration(c.rate))
+	return c.Conn.Write(b)
+}
+
+// A badStore fails reads from badFrom on. A gate makes reads wait.
 type badStore struct {
 	backend.Store
 	badFrom atomic.Int64 // octets; 0: none
+	gate    atomic.Pointer[gate]
 }
 
+// A gate makes reads wait from octet from on until it is opened.
+type gate struct {
+	from          int64
+	entered, gone chan struct{}
+}
+
+func (s *badStore) shut(from int64) *gate {
+	g := &gate{from, make(chan struct{}, 100), make(chan struct{})}
+	s.gate.Store(g)
+	return g
+}
+
+func (g *gate) open() { close(g.gone) }
+
 func (s *badStore) ReadAt(p []byte, off int64) error {
+	if g := s.gate.Load(); g != nil && off >= g.from {
+		g.entered <- struct{}{}
+		<-g.gone
+	}
 	if bad := s.badFrom.Load(); bad > 0 && off >= bad {
 		return errors.New("unreadable")
 	}
@@ -69,7 +100,7 @@ func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target
 	}
 	tg := &target{tb: tb, store: &badStore{Store: mem}}
 	o := iscsi.Options{
-		LogoutWait: 50 * time.Millisecond, ShutdownWait: time.Millisecond, NopInterval: -1,
+		LogoutWait: 2 * time.Second, ShutdownWait: time.Millisecond, NopInterval: -1,
 		Limits: keys.Limits{Digests: true}, Logger: slog.New(slog.DiscardHandler),
 	}
 	for _, f := range change {
@@ -133,13 +164,20 @@ func (tg *target) serve() {
 		tg.wg.Add(1)
 		go func() {
 			defer tg.wg.Done()
+			if tg.wrap != nil {
+				nc = tg.wrap(nc)
+			}
 			o := tg.opt
 			o.Prefix = make([]byte, tg.prefix)
 			if _, err := io.ReadFull(nc, o.Prefix); err != nil {
 				nc.Close()
 				return
 			}
-			tg.portal.Serve(New(nc, o))
+			c := New(nc, o)
+			if w, ok := nc.(*watcher); ok {
+				w.c = c
+			}
+			tg.portal.Serve(c)
 		}()
 	}
 }
@@ -161,8 +199,12 @@ type client struct {
 	itt           uint32
 	cmdSN, statSN uint32 // statSN: of the next status
 	statSeen      bool
+	acksLate      bool // ExpStatSN is acked, not what has come
+	acked         uint32
 	expCmdSN      uint32
 	maxCmdSN      uint32
+	isid          [6]byte
+	tsih, cid     uint16
 	limit         int // MaxRecvDataSegmentLength that we have declared
 }
 
@@ -207,12 +249,16 @@ func (c *client) login(pairs ...string) map[string]string {
 	if i := slices.IndexFunc(pairs, func(s string) bool { return strings.HasPrefix(s, "MaxRecvDataSegmentLength=") }); i >= 0 {
 		c.limit = atoi(strings.TrimPrefix(pairs[i], "MaxRecvDataSegmentLength="))
 	}
-	r := pdu.LoginRequest{Transit: true, CSG: 1, NSG: 3, ISID: newISID(), ITT: c.itt, CmdSN: c.cmdSN}
+	if c.tsih == 0 {
+		c.isid = newISID()
+	}
+	r := pdu.LoginRequest{Transit: true, CSG: 1, NSG: 3, ISID: c.isid, TSIH: c.tsih, CID: c.cid, ITT: c.itt, CmdSN: c.cmdSN}
 	c.send(r.Append(nil), []byte(text))
 	rsp := c.want(pdu.LoginResp)
 	if st := pdu.ParseLoginResponse(rsp.h).Status; st != 0 {
 		c.tb.Fatalf("login status %v", st)
 	}
+	c.tsih = pdu.ParseLoginResponse(rsp.h).TSIH
 	agreed := map[string]string{}
 	for pair := range strings.SplitSeq(string(rsp.data), "\x00") {
 		k, v, _ := strings.Cut(pair, "=")
@@ -423,8 +469,44 @@ func (c *client) scsi(flags byte, cdb []byte, edtl int) pdu.BHS {
 	h.SetEDTL(uint32(edtl))
 	h.SetCmdSN(c.cmdSN)
 	c.cmdSN++
-	h.SetExpStatSN(c.statSN)
+	h.SetExpStatSN(c.expStatSN())
 	h.SetCDB(cdb)
+	return h
+}
+
+// expStatSN acknowledges what has come, or what the test says.
+func (c *client) expStatSN() uint32 {
+	if c.acksLate {
+		return c.acked
+	}
+	return c.statSN
+}
+
+// text sends a Text Request.
+func (c *client) text(pairs string) pdu.BHS {
+	c.tb.Helper()
+	h := c.request(pdu.TextReq)
+	c.cmdSN++
+	c.send(h, []byte(pairs))
+	return h
+}
+
+// nopOut is an immediate NOP-Out that asks for an answer.
+func (c *client) nopOut() pdu.BHS {
+	h := c.request(pdu.NOPOut)
+	h.SetImmediate()
+	return h
+}
+
+// request is a Text Request or NOP-Out with the next CmdSN.
+func (c *client) request(op pdu.Opcode) pdu.BHS {
+	h := make(pdu.BHS, pdu.BHSLen)
+	h.Reset(op, pdu.FlagF)
+	c.itt++
+	h.SetITT(c.itt)
+	h.SetTTT(pdu.ReservedTag)
+	h.SetCmdSN(c.cmdSN)
+	h.SetExpStatSN(c.expStatSN())
 	return h
 }
 
@@ -471,11 +553,12 @@ func (c *client) readData(h pdu.BHS, burst int) (data []byte, pdus int, status p
 	sequence := 0
 	for {
 		p := c.any()
-		if p.h.Opcode() == pdu.SCSIResponse {
-			return data, pdus, p.h
+		op := p.h.Opcode()
+		if op != pdu.DataIn && op != pdu.SCSIResponse || p.h.ITT() != h.ITT() {
+			c.tb.Fatalf("%v with tag %#x", op, p.h.ITT())
 		}
-		if p.h.Opcode() != pdu.DataIn || p.h.ITT() != h.ITT() {
-			c.tb.Fatalf("%v with tag %#x", p.h.Opcode(), p.h.ITT())
+		if op == pdu.SCSIResponse {
+			return data, pdus, p.h
 		}
 		// ISCSI-4.2.2.4-1
 		if p.h.DataSN() != uint32(pdus) || p.h.BufferOffset() != uint32(len(data)) {

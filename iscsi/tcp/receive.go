@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"time"
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -35,6 +36,7 @@ type receiver struct {
 
 	win    []byte // window of the stream; win[r:w] is unread
 	r, w   int
+	rest   int  // octets of the present PDU from win[r] on, if its beginning has been taken out of win
 	thin   bool // long data is coming: read only headers into win
 	inside bool // part of the present PDU has been taken out of win
 
@@ -110,6 +112,12 @@ func (c *Conn) fail(err error) {
 // connection has ended.
 func (c *Conn) afterlife(n *iscsi.Notice) error {
 	c.mu.Lock()
+	closed := c.closed
+	c.mu.Unlock()
+	if closed {
+		c.aside.Wait() // nothing of a connection runs when it is over
+	}
+	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, t := range c.tasks {
 		if !t.getting {
@@ -140,6 +148,7 @@ func (c *Conn) fill(n int) error {
 		if rx.thin {
 			end = min(end, max(rx.r+n, rx.w+thinRead))
 		}
+		c.letGo()
 		m, err := c.nc.Read(rx.win[rx.w:end])
 		rx.w += m
 		switch {
@@ -151,6 +160,42 @@ func (c *Conn) fill(n int) error {
 		}
 	}
 	return nil
+}
+
+// Pending implements iscsi.Deferrer.
+func (c *Conn) Pending() bool {
+	rx := &c.rx
+	if rx.err != nil || rx.w-rx.r < pdu.BHSLen {
+		return false
+	}
+	h := pdu.BHS(rx.win[rx.r:])
+	size := h.DataSegmentLength()
+	n := pdu.BHSLen + h.TotalAHSLength() + size + c.tail(size)
+	if rx.digests.header {
+		n += digestLen
+	}
+	return rx.w-rx.r >= n
+}
+
+// Defer implements iscsi.Deferrer.
+func (c *Conn) Defer() { c.held.Store(true) }
+
+// letGo sends what Defer has kept back. Receive must not wait for the peer to take
+// data, which may wait for us to receive.
+func (c *Conn) letGo() {
+	if c.held.Load() {
+		c.held.Store(false)
+		c.aside.Add(1)
+		go c.flush()
+	}
+}
+
+// Unread tells a net.Conn, from within its Read, where in the stream PDUs begin: unread
+// are the last octets that it has returned, and the first rest octets of these and of
+// what follows belong to a PDU that began before them.
+func (c *Conn) Unread() (unread []byte, rest int) {
+	rx := &c.rx
+	return rx.win[rx.r:rx.w], rx.rest
 }
 
 // take returns the next n octets, which fill has read.
@@ -191,13 +236,18 @@ func (c *Conn) receivePDU(n *iscsi.Notice) (ok bool, err error) {
 	}
 	solicited := rx.fullFeature && h.Opcode() == pdu.DataOut && h.TTT() != pdu.ReservedTag
 	tail := c.tail(size)
-	if total := whole + size + tail; !solicited && total <= windowLen {
+	total := whole + size + tail
+	var begun time.Time
+	if !solicited && rx.w-rx.r < total {
+		begun = time.Now()
+	}
+	if !solicited && total <= windowLen {
 		// The usual PDU: it is looked at in place.
 		if err := c.fill(total); err != nil {
 			return false, err
 		}
 		b := rx.take(total)
-		*n = iscsi.Notice{BHS: b[:pdu.BHSLen:pdu.BHSLen], AHS: b[pdu.BHSLen:head:head], Data: b[whole:][:size:size]}
+		*n = iscsi.Notice{BHS: b[:pdu.BHSLen:pdu.BHSLen], AHS: b[pdu.BHSLen:head:head], Data: b[whole:][:size:size], Begun: begun}
 		if rx.digests.data && size > 0 {
 			end := total - digestLen
 			c.judge(n, updateDigest(0, b[whole:end]) == binary.LittleEndian.Uint32(b[end:]))
@@ -209,7 +259,8 @@ func (c *Conn) receivePDU(n *iscsi.Notice) (ok bool, err error) {
 	copy(rx.bhs[:], h)
 	rx.ahs = append(rx.ahs[:0], b[pdu.BHSLen:head]...)
 	rx.r += whole
-	*n = iscsi.Notice{BHS: rx.bhs[:], AHS: rx.ahs}
+	rx.rest = size + tail
+	*n = iscsi.Notice{BHS: rx.bhs[:], AHS: rx.ahs, Begun: begun}
 	if solicited {
 		return c.receiveData(n, size)
 	}
@@ -254,6 +305,7 @@ func (c *Conn) place(dst []byte) (good bool, err error) {
 			return false, err
 		}
 	}
+	c.letGo()
 	for len(dst) > 0 {
 		got := 0
 		if rx.r < rx.w {
@@ -269,11 +321,13 @@ func (c *Conn) place(dst []byte) (good bool, err error) {
 			crc = updateDigest(crc, dst[:got])
 		}
 		dst = dst[got:]
+		rx.rest -= got
 	}
 	if err := c.fill(tail); err != nil {
 		return false, err
 	}
 	b := rx.take(tail)
+	rx.rest = 0
 	if !rx.digests.data || size == 0 {
 		return true, nil
 	}
@@ -291,6 +345,7 @@ func (c *Conn) discard(n int) error {
 			return err
 		}
 		rx.r += k
+		rx.rest -= k
 		n -= k
 	}
 	return nil
@@ -334,26 +389,32 @@ func (c *Conn) route(h pdu.BHS, size int) (t *task, dst []byte, reason pdu.Rejec
 	}
 	switch {
 	case t != nil && t.getting && t.ttt == ttt:
-	case t != nil && t.quitTTT == ttt: // RFC 7143, section 10.7
+	case t != nil && t.quitTTT == ttt, // RFC 7143, section 10.7
+		t != nil && c.recovers && t.itt == h.ITT() && (t.ttt == ttt || t.hadTag(ttt)): // a duplicate
 		return nil, nil, 0
 	default:
 		return nil, nil, pdu.RejectInvalidField
 	}
+	sn, off := h.DataSN(), h.BufferOffset()-t.base
 	var why error
 	switch {
 	case t.err != nil: // rejected once is enough
 		return t, nil, 0
 	case h.ITT() != t.itt, h.LUN() != t.lun: // RFC 7143, section 4.2.5.3
 		reason, why = pdu.RejectProtocolError, iscsi.ErrDataAmount
-	case h.DataSN() != t.outSN: // RFC 7143, section 7.9
+	case c.recovers && pdu.Before(sn, t.outSN): // a duplicate
+		return nil, nil, 0
+	case sn != t.outSN && !c.recovers: // RFC 7143, section 7.9
 		reason, why = pdu.RejectProtocolError, iscsi.ErrDataLost
-	case h.BufferOffset() != t.off, uint32(size) > t.asked:
+	case off != t.at && (sn == t.outSN || off-t.at > t.end-t.at), uint32(size) > t.end-off:
 		reason, why = pdu.RejectInvalidField, iscsi.ErrDataAmount
-	case h.Final() && uint32(size) < t.asked: // RFC 7143, section 11.8
+	case h.Final() && uint32(size) < t.end-off: // RFC 7143, section 11.8
 		reason, why = pdu.RejectProtocolError, iscsi.ErrDataAmount
 	default:
-		t.placing = true
-		return t, t.data[:size:size], 0
+		t.losses.add(t.at, off) // what PDUs before this one had
+		t.outSN = sn
+		t.placing, t.placeAt = true, off
+		return t, t.data[off:][:size:size], 0
 	}
 	t.err = why
 	return t, nil, reason
@@ -364,20 +425,27 @@ func (c *Conn) route(h pdu.BHS, size int) (t *task, dst []byte, reason pdu.Rejec
 func (c *Conn) placed(t *task, octets int, good, final bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if t.placing {
+		t.at = t.placeAt + uint32(octets)
+	}
 	t.placing = false
 	t.outSN++
 	switch {
 	case t.quit:
 		t.err, t.quitTTT = errCalledOff, t.ttt
+	case !good && c.recovers:
+		t.losses.add(t.placeAt, t.at)
 	case !good:
 		t.err = iscsi.ErrDataLost
 	}
-	t.data, t.off, t.asked = t.data[octets:], t.off+uint32(octets), t.asked-uint32(octets)
-	if final && t.err == nil && len(t.data) > 0 {
-		t.err = c.err // nothing more can be asked for if that is not nil
+	whole := t.asked == uint32(len(t.data)) && t.losses.n == 0
+	if final && t.err == nil && !whole {
+		if t.err = c.err; t.losses.rounds > maxRecoveries { // c.err: nothing more can be asked for
+			t.err = iscsi.ErrDataLost
+		}
 	}
 	switch {
-	case t.quit, final && (t.err != nil || len(t.data) == 0):
+	case t.quit, final && (t.err != nil || whole):
 		t.getting, t.data = false, nil
 		c.rx.over = t
 	case final:
@@ -385,6 +453,7 @@ func (c *Conn) placed(t *task, octets int, good, final bool) {
 		if !c.flushing {
 			// Receive must not wait for the peer to take data, which may wait for
 			// us to receive.
+			c.aside.Add(1)
 			go c.flush()
 		}
 	}

@@ -7,6 +7,7 @@ import (
 	"net"
 
 	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/fifo"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 )
 
@@ -20,7 +21,7 @@ func updateDigest(crc uint32, p []byte) uint32 { return crc32.Update(crc, castag
 // An item is what leaves as one or more PDUs. Data-In and R2T items stand for
 // themselves: their task may be over before they leave.
 type item struct {
-	next *item
+	link fifo.Link[item]
 	op   pdu.Opcode
 
 	// task has the PDU of SendControl. For a Data-In it is nil, or the task whose
@@ -38,11 +39,21 @@ type item struct {
 	buf     *iscsi.Buffer
 	segment uint32 // longest data segment of a Data-In
 	burst   uint32 // longest sequence of them
+
+	// At an ErrorRecoveryLevel above 0:
+	recovers bool
+	repeated bool        // a copy of what has been sent
+	from, to uint32      // the part of data that is sent
+	count    uint32      // PDUs, of an item that is kept
+	before   uint32      // octets of Data-In before data since the last A bit
+	by       *iscsi.Task // its Sent is called when this has left
 }
 
 // cut is how long the Data-In is that starts at octet off of i.data.
-func (i *item) cut(off uint32) uint32 {
-	return min(i.segment, i.burst-off%i.burst, uint32(len(i.data))-off)
+func (i *item) cut(off uint32) uint32 { return cut(off, uint32(len(i.data)), i.segment, i.burst) }
+
+func cut(off, size, segment, burst uint32) uint32 {
+	return min(segment, burst-off%burst, size-off)
 }
 
 // pdus is how many Data-In PDUs i makes.
@@ -52,40 +63,14 @@ func (i *item) pdus() (n uint32) {
 	return size/i.burst*perBurst + (size%i.burst+i.segment-1)/i.segment
 }
 
-// list is a FIFO of items, linked through next.
-type list struct{ head, tail *item }
-
-func (l *list) push(i *item) {
-	i.next = nil
-	if l.tail == nil {
-		l.head = i
-	} else {
-		l.tail.next = i
-	}
-	l.tail = i
-}
-
-func (l *list) pop() *item {
-	i := l.head
-	if i != nil {
-		if l.head = i.next; l.head == nil {
-			l.tail = nil
-		}
-		i.next = nil
-	}
-	return i
-}
-
-func (l *list) take() (all list) {
-	all, *l = *l, list{}
-	return all
-}
+// A list is a queue of items.
+type list = fifo.Queue[item]
 
 // newItem returns an item for a Data-In or an R2T.
 //
 // Preconditions: c.mu is held.
 func (c *Conn) newItem() *item {
-	if i := c.free.pop(); i != nil {
+	if i := c.free.Pop(); i != nil {
 		return i
 	}
 	return &item{}
@@ -128,10 +113,13 @@ func (c *Conn) Flush() {
 	}
 	c.flushing = true
 	for {
-		batch := c.queue.take()
+		if c.held.Load() {
+			c.held.Store(false)
+		}
+		batch := c.queue.Take()
 		c.mark++
 		last := c.ending && !c.ended
-		if batch.head == nil && !last {
+		if batch.Empty() && !last {
 			break
 		}
 		c.ended = c.ended || last
@@ -152,32 +140,45 @@ func (c *Conn) Flush() {
 	c.flushing = false
 }
 
+// flushAside is Flush for a goroutine of its own.
+func (c *Conn) flushAside() {
+	defer c.aside.Done()
+	c.Flush()
+}
+
 // done gives back what the items refer to, and those that nobody owns.
 func (c *Conn) done(l list) {
 	var free list
-	for i := l.pop(); i != nil; i = l.pop() {
+	for i := l.Pop(); i != nil; i = l.Pop() {
 		t := i.task
+		by := i.by
 		if i.op == pdu.DataIn {
+			if i.recovers && !i.repeated { // others may keep it
+				i.buf.Sent()
+			}
 			i.buf.Release()
 		}
 		if i.op == pdu.DataIn || i.op == pdu.R2T {
-			i.buf, i.data, i.task = nil, nil, nil
-			free.push(i)
+			i.buf, i.data, i.task, i.by = nil, nil, nil, nil
+			free.Push(i, &i.link)
 		}
 		if t != nil {
 			t.t.Sent()
 		}
+		if by != nil {
+			by.Sent()
+		}
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for i := free.pop(); i != nil; i = free.pop() {
-		c.free.push(i)
+	for i := free.Pop(); i != nil; i = free.Pop() {
+		c.free.Push(i, &i.link)
 	}
 }
 
 // send writes a batch to the socket.
 func (c *Conn) send(batch list) error {
-	for i := batch.head; i != nil; i = i.next {
+	for i := range batch.All() {
 		var err error
 		switch i.op {
 		case pdu.DataIn:
@@ -197,9 +198,13 @@ func (c *Conn) send(batch list) error {
 // sendDataIn encodes data as Data-In PDUs (RFC 7143, section 11.7): sequences of
 // at most MaxBurstLength, each of which ends with F.
 func (c *Conn) sendDataIn(i *item) error {
-	s, size := &c.tx, uint32(len(i.data))
+	s, size, sn := &c.tx, uint32(len(i.data)), i.sn
+	off, last := uint32(0), size
+	if i.recovers {
+		off, last = i.from, i.to
+	}
 	s.advance(i.expCmdSN, i.maxCmdSN)
-	for off := uint32(0); off < size; {
+	for off < last {
 		n := i.cut(off)
 		h, err := c.header()
 		if err != nil {
@@ -213,7 +218,12 @@ func (c *Conn) sendDataIn(i *item) error {
 		h.Reset(pdu.DataIn, flags)
 		h.SetITT(i.itt)
 		h.SetTTT(pdu.ReservedTag)
-		h.SetDataSN(i.sn)
+		if i.recovers && i.wantsAck(end) {
+			h.SetFlags(pdu.FlagF | pdu.FlagA)
+			h.SetTTT(i.ttt)
+			h.SetLUN(i.lun)
+		}
+		h.SetDataSN(sn)
 		h.SetBufferOffset(i.off + off)
 		if end == size && i.task != nil {
 			rsp := pdu.BHS(i.task.t.Header[:])
@@ -226,7 +236,7 @@ func (c *Conn) sendDataIn(i *item) error {
 		h.SetExpCmdSN(s.expCmdSN)
 		h.SetMaxCmdSN(s.maxCmdSN)
 		c.trailer(h, i.data[off:end], s.digests)
-		i.sn++
+		sn++
 		off = end
 	}
 	return nil
@@ -272,11 +282,15 @@ func (c *Conn) sendControl(t *task) error {
 }
 
 // status takes note of a PDU that the core has numbered. The core numbers in the
-// order of SendControl, so these serial numbers are the latest.
+// order of SendControl, so these serial numbers are the latest, but for the StatSN
+// of a status that is repeated.
 func (s *sender) status(h pdu.BHS) {
-	s.statSN = h.StatSN()
+	next := h.StatSN()
 	if h.Opcode() != pdu.NOPIn || h.ITT() != pdu.ReservedTag { // RFC 7143, section 11.19.2
-		s.statSN++
+		next++
+	}
+	if pdu.Before(s.statSN, next) {
+		s.statSN = next
 	}
 	s.expCmdSN, s.maxCmdSN = h.ExpCmdSN(), h.MaxCmdSN()
 }
@@ -346,7 +360,11 @@ func (c *Conn) write() error {
 		_, err = c.nc.Write(s.iov[0])
 	default:
 		s.bufs = s.iov
-		_, err = s.bufs.WriteTo(c.nc)
+		if c.gather != nil {
+			_, err = c.gather.WriteBuffers(&s.bufs)
+		} else {
+			_, err = s.bufs.WriteTo(c.nc)
+		}
 	}
 	clear(s.iov)
 	s.slab, s.chunk, s.iov = s.slab[:0], 0, s.iov[:0]

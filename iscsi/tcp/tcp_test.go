@@ -133,14 +133,24 @@ func TestPhaseCollapse(t *testing.T) {
 		{"several pieces", 300, 300 * blockLen, 0, 0},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			h := c.scsi(pdu.FlagR, read16(0, tt.blocks), tt.edtl)
-			c.send(h, nil)
-			data, _, status := c.readData(h, 256<<10)
-			if status.Opcode() != pdu.DataIn || len(data) != min(tt.edtl, tt.blocks*blockLen) {
-				t.Fatalf("%v after %d octets", status.Opcode(), len(data))
-			}
-			if got := status.Flags() & (pdu.FlagOverflow | pdu.FlagUnderflow); got != tt.flags || status.Residual() != tt.residual {
-				t.Fatalf("flags %#x, residual %d", got, status.Residual())
+			// Data that somebody is sending already when the status comes has to go
+			// without it.
+			for try := 1; ; try++ {
+				h := c.scsi(pdu.FlagR, read16(0, tt.blocks), tt.edtl)
+				c.send(h, nil)
+				data, _, status := c.readData(h, 256<<10)
+				if status.Status() != 0 || len(data) != min(tt.edtl, tt.blocks*blockLen) {
+					t.Fatalf("status %#x after %d octets", status.Status(), len(data))
+				}
+				if got := status.Flags() & (pdu.FlagOverflow | pdu.FlagUnderflow); got != tt.flags || status.Residual() != tt.residual {
+					t.Fatalf("flags %#x, residual %d", got, status.Residual())
+				}
+				if status.Opcode() == pdu.DataIn {
+					break
+				}
+				if try == 100 {
+					t.Fatalf("the status is always in a %v", status.Opcode())
+				}
 			}
 		})
 	}
@@ -396,12 +406,7 @@ func TestDataDigestError(t *testing.T) {
 	t.Run("NOP-Out, also one longer than the window", func(t *testing.T) {
 		c := tg.login(t, "DataDigest=CRC32C")
 		for _, n := range []int{5, 100000} {
-			h := make(pdu.BHS, pdu.BHSLen)
-			h.Reset(pdu.NOPOut, pdu.FlagF)
-			h.SetImmediate()
-			h.SetITT(7)
-			h.SetTTT(pdu.ReservedTag)
-			h.SetCmdSN(c.cmdSN)
+			h := c.nopOut()
 			c.badData = true
 			c.send(h, random(n))
 			c.wantReject(pdu.RejectDataDigest, h)
@@ -541,17 +546,8 @@ func TestRenegotiation(t *testing.T) {
 	tg := startTarget(t)
 	c := tg.login(t, "MaxRecvDataSegmentLength=512")
 	for _, limit := range []int{512, 65536, 1024} {
-		h := make(pdu.BHS, pdu.BHSLen)
-		h.Reset(pdu.TextReq, pdu.FlagF)
-		c.itt++
-		h.SetITT(c.itt)
-		h.SetTTT(pdu.ReservedTag)
-		h.SetCmdSN(c.cmdSN)
-		c.cmdSN++
-		c.send(h, fmt.Appendf(nil, "MaxRecvDataSegmentLength=%d\x00", limit))
-		c.want(pdu.TextResp)
-		c.limit = limit
-		h = c.scsi(pdu.FlagR, read16(0, 256), 256*blockLen)
+		c.limitSegments(limit)
+		h := c.scsi(pdu.FlagR, read16(0, 256), 256*blockLen)
 		c.send(h, nil)
 		if _, pdus, _ := c.readData(h, 256<<10); pdus != 256*blockLen/limit {
 			t.Fatalf("%d Data-In with a limit of %d", pdus, limit)
@@ -722,6 +718,47 @@ func TestPeerThatDoesNotRead(t *testing.T) {
 	}
 }
 
+// The answer to a ping is ahead of data: however much was asked for and is in
+// memory, it waits for a few MiB at most.
+func TestPingUnderLoad(t *testing.T) {
+	const reads, each, rate = 40, 1 << 20, 64 << 20
+	tg := startTarget(t, func(tg *target, _ *iscsi.Options) {
+		tg.wrap = func(nc net.Conn) net.Conn { return slowConn{nc, rate} }
+	})
+	c := tg.login(t, "MaxRecvDataSegmentLength=262144")
+	for range reads {
+		c.send(c.scsi(pdu.FlagR, read16(0, each/blockLen), each), nil)
+	}
+	c.want(pdu.DataIn)
+	for end := time.Now().Add(patience); tg.node.Stats().BuffersOut < reads-12; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("%+v", tg.node.Stats())
+		}
+	}
+	c.send(c.nopOut(), nil)
+	sent := time.Now()
+	before, after, statuses := 0, 0, 0
+	var took time.Duration
+	for statuses < reads {
+		p := c.any()
+		switch {
+		case p.h.Opcode() == pdu.NOPIn:
+			took = time.Since(sent)
+		case took == 0:
+			before += len(p.data)
+		default:
+			after += len(p.data)
+		}
+		if p.h.Opcode() == pdu.SCSIResponse || p.h.Opcode() == pdu.DataIn && p.h.Flags()&pdu.FlagS != 0 {
+			statuses++
+		}
+	}
+	// 4 MiB at most were queued; what is in the buffers of TCP comes on top.
+	if took == 0 || before > 18<<20 || after < 18<<20 {
+		t.Errorf("answer after %v and %d octets; %d came after it", took, before, after)
+	}
+}
+
 // SendTargets over plain TCP (ISCSI-C-1).
 func TestDiscovery(t *testing.T) {
 	tg := startTarget(t)
@@ -742,6 +779,35 @@ func TestDiscovery(t *testing.T) {
 	c.nc.Close()
 }
 
+// ISCSI-7.12-2, ISCSI-6.4-3: nothing of a negotiation that fails in the full feature
+// phase is in force; an answer with F=1 asks for none.
+func TestFailedNegotiation(t *testing.T) {
+	tg := startTarget(t)
+	c := tg.login(t)
+	longest := func() (octets int) {
+		h := c.scsi(pdu.FlagR, read16(0, 32), 32*blockLen)
+		c.send(h, nil)
+		for {
+			p := c.any()
+			octets = max(octets, len(p.data))
+			if p.h.Opcode() == pdu.SCSIResponse || p.h.Flags()&pdu.FlagS != 0 {
+				return octets
+			}
+		}
+	}
+	c.wantReject(pdu.RejectProtocolError, c.text("MaxRecvDataSegmentLength=1024\x00MaxBurstLength=512\x00"))
+	if n := longest(); n != 8192 {
+		t.Errorf("Data-In of %d octets after a failure", n)
+	}
+	c.text("MaxRecvDataSegmentLength=1024\x00")
+	if p := c.want(pdu.TextResp); p.h.Flags() != pdu.FlagF || len(p.data) != 0 {
+		t.Errorf("%x %q", []byte(p.h), p.data)
+	}
+	if n := longest(); n != 1024 {
+		t.Errorf("Data-In of %d octets, agreed were 1024", n)
+	}
+}
+
 // A deadline that passes between PDUs, or within a header, loses nothing.
 func TestReceiveDeadline(t *testing.T) {
 	near, far := net.Pipe()
@@ -751,9 +817,10 @@ func TestReceiveDeadline(t *testing.T) {
 	h := make(pdu.BHS, pdu.BHSLen)
 	h.Reset(pdu.NOPOut, pdu.FlagF)
 	h.SetITT(5)
+	rest := make(chan struct{})
 	go func() {
 		far.Write(h[:13])
-		time.Sleep(20 * time.Millisecond)
+		<-rest
 		far.Write(h[13:])
 	}()
 	var n iscsi.Notice
@@ -767,9 +834,11 @@ func TestReceiveDeadline(t *testing.T) {
 		if !errors.Is(err, os.ErrDeadlineExceeded) || timeouts > 1000 {
 			t.Fatal(err)
 		}
-		timeouts++
+		if timeouts++; timeouts == 3 {
+			close(rest)
+		}
 	}
-	if timeouts == 0 || !bytes.Equal(n.BHS, h) {
+	if timeouts < 3 || !bytes.Equal(n.BHS, h) {
 		t.Fatalf("%d time-outs, %x", timeouts, n.BHS)
 	}
 	far.Close()
@@ -882,4 +951,41 @@ func TestSerialNumbersDoNotGoBack(t *testing.T) {
 			t.Errorf("%#x, %#x became %#x, %#x", tt.exp, tt.max, h.ExpCmdSN(), h.MaxCmdSN())
 		}
 	}
+}
+
+// ISER-5.1.2-11: the connection is handed over with what has been read behind the
+// last PDU.
+func TestUpgrade(t *testing.T) {
+	near, far := net.Pipe()
+	defer far.Close()
+	login := append(make([]byte, pdu.BHSLen), "abc"...)
+	login[0] = byte(pdu.LoginReq)
+	c := New(near, Options{Prefix: login})
+	var n iscsi.Notice
+	if err := c.Receive(&n); err != nil {
+		t.Fatal(err)
+	}
+	nc, prefix, err := c.Upgrade()
+	if nc != near || string(prefix) != "abc" || err != nil {
+		t.Errorf("%v, %q, %v", nc, prefix, err)
+	}
+	if _, _, err := c.Upgrade(); err == nil {
+		t.Error("a second Upgrade")
+	}
+	if err := c.Close(); err != nil {
+		t.Error(err)
+	}
+	if _, err := far.Read(make([]byte, 1)); err != io.EOF {
+		t.Errorf("Close before the hand-over is complete: %v", err)
+	}
+	t.Run("after a failure", func(t *testing.T) {
+		near, far := net.Pipe()
+		far.Close()
+		c := New(near, Options{})
+		c.abandon(io.ErrClosedPipe)
+		if _, _, err := c.Upgrade(); !errors.Is(err, io.ErrClosedPipe) {
+			t.Errorf("the final Login Response has not left: %v", err)
+		}
+		c.Close()
+	})
 }

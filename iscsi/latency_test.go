@@ -1,0 +1,300 @@
+package iscsi
+
+import (
+	"io"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun"
+)
+
+// stopClock makes the clock go on only when the test adds to what is returned. It is to
+// be called before the node is made.
+func stopClock(t *testing.T) *atomic.Int64 {
+	now, real := &atomic.Int64{}, clock
+	now.Store(int64(time.Hour))
+	clock = func() time.Duration { return time.Duration(now.Load()) }
+	t.Cleanup(func() { clock = real })
+	return now
+}
+
+// sums are what the commands so far have spent in each phase.
+func (n *testNode) sums() (d [lun.Phases]time.Duration) {
+	for _, l := range n.Latencies() {
+		for p := range d {
+			d[p] += l[p].Sum
+		}
+	}
+	return d
+}
+
+// received waits until so many PDUs have come since the login, which counts as some.
+func (tc *testConn) received(more uint64) func() {
+	before := tc.Sessions()[0].Conns[0].Received
+	return func() {
+		tc.eventually("PDUs", func() bool { return tc.Sessions()[0].Conns[0].Received >= before+more })
+	}
+}
+
+// stuck makes the network take nothing from now on, and returns what waits until so many
+// goroutines want to send.
+func (tc *testConn) stuck() (until func(flushes int)) {
+	tc.m.mu.Lock()
+	defer tc.m.mu.Unlock()
+	tc.m.holdFlush = true
+	before := tc.m.flushes
+	return func(flushes int) {
+		tc.eventually("flushes", func() bool {
+			tc.m.mu.Lock()
+			defer tc.m.mu.Unlock()
+			return tc.m.flushes == before+flushes
+		})
+	}
+}
+
+// Time is spent in the phase that waits, and in no other: the clock of the test stands
+// still otherwise.
+func TestPhases(t *testing.T) {
+	const (
+		second   = time.Second
+		receive  = lun.PhaseReceive
+		backend  = lun.PhaseBackend
+		readWait = lun.PhaseReadWait
+		send     = lun.PhaseSend
+	)
+	type spent = map[lun.Phase]time.Duration
+	small := func(o *Options) { o.ConnectionMemory, o.MaxTransferPiece = 1, 1 } // one piece at a time
+	for _, c := range []struct {
+		name   string
+		change []func(*Options)
+		run    func(tc *testConn, pass func(time.Duration)) // of a connection that has logged in, up to the end of all commands
+		want   spent
+	}{
+		{"nothing waits", nil, func(tc *testConn, _ func(time.Duration)) {
+			tc.wantStatus(tc.command(readF, 4096, read10(0, 8), nil), 0)
+			tc.wantStatus(tc.command(writeF, 4096, write10(0, 8), nil), 0)
+			tc.wantStatus(tc.command(writeF, 4096, write10(0, 8), make([]byte, 4096)), 0)
+		}, spent{}},
+		{"READ of a slow backend", nil, func(tc *testConn, pass func(time.Duration)) {
+			open := tc.store.shut()
+			h := tc.command(readF, 4096, read10(0, 8), nil)
+			<-tc.store.entered
+			pass(3 * second)
+			open()
+			tc.wantStatus(h, 0)
+		}, spent{backend: 3 * second}},
+		{"WRITE to a slow backend", nil, func(tc *testConn, pass func(time.Duration)) {
+			open := tc.store.shut()
+			h := tc.command(writeF, 4096, write10(0, 8), nil)
+			<-tc.store.entered
+			pass(3 * second)
+			open()
+			tc.wantStatus(h, 0)
+		}, spent{backend: 3 * second}},
+		{"READ that fails", nil, func(tc *testConn, pass func(time.Duration)) {
+			tc.store.mu.Lock()
+			tc.store.fail = io.ErrUnexpectedEOF
+			tc.store.mu.Unlock()
+			open := tc.store.shut()
+			h := tc.command(readF, 4096, read10(0, 8), nil)
+			<-tc.store.entered
+			pass(second)
+			open()
+			tc.wantStatus(h, 2)
+		}, spent{backend: second}},
+		{"data that is slow to come", nil, func(tc *testConn, pass func(time.Duration)) {
+			tc.m.holdGets = true
+			h := tc.command(writeF, 4096, write10(0, 8), make([]byte, 512))
+			tc.wantGets(1)
+			pass(2 * second)
+			tc.m.releaseGets()
+			tc.wantStatus(h, 0)
+		}, spent{readWait: 2 * second}},
+		{"data that is slow to come in each of 3 pieces", nil, func(tc *testConn, pass func(time.Duration)) {
+			tc.m.holdGets = true
+			h := tc.command(writeF, 3<<20, write10(0, 6144), nil)
+			for range 3 {
+				tc.wantGets(1)
+				pass(second)
+				tc.m.mu.Lock()
+				tc.m.endGet(tc.m.gets[0], nil)
+				tc.m.mu.Unlock()
+			}
+			tc.wantStatus(h, 0)
+		}, spent{readWait: 3 * second}},
+		{"unsolicited data that is slow to come", []func(*Options){func(o *Options) {
+			no := false
+			o.Limits.InitialR2T, o.Limits.FirstBurstLength = &no, 32768
+		}}, func(tc *testConn, pass func(time.Duration)) {
+			come := tc.received(1)
+			h := tc.scsi(pdu.FlagW, 4096, write10(0, 8))
+			tc.write(h, nil)
+			come()
+			pass(second)
+			tc.write(tc.dataOutPDU(h, true, 0, 0), make([]byte, 4096))
+			tc.wantStatus(h, 0)
+		}, spent{readWait: second}},
+		{"an initiator that is slow to take the response", nil, func(tc *testConn, pass func(time.Duration)) {
+			until := tc.stuck()
+			h := tc.command(readF, 4096, read10(0, 8), nil)
+			until(1)
+			pass(5 * second)
+			tc.takes()
+			tc.wantStatus(h, 0)
+		}, spent{send: 5 * second}},
+		{"an initiator that is slow to take the first of 2 pieces", nil, func(tc *testConn, pass func(time.Duration)) {
+			until := tc.stuck()
+			h := tc.command(readF, 2<<20, read10(0, 4096), nil)
+			until(1)
+			pass(second)
+			tc.takes()
+			tc.wantStatus(h, 0)
+		}, spent{send: second}},
+		{"READs that have to wait until the initiator takes others", nil, func(tc *testConn, pass func(time.Duration)) {
+			until := tc.stuck()
+			var hs []pdu.BHS
+			for range 6 { // of 1 MiB, of which 4 fit
+				hs = append(hs, tc.command(readF, 1<<20, read10(0, 2048), nil))
+			}
+			until(6)
+			pass(second)
+			tc.takes()
+			tc.wantAllGood(hs)
+		}, spent{send: 6 * second}},
+		{"CmdSN that is missing", nil, func(tc *testConn, pass func(time.Duration)) {
+			come := tc.received(1)
+			gap := tc.scsi(pdu.FlagF, 0, testUnitReady)
+			tc.command(writeF, 4096, write10(0, 8), nil)
+			come()
+			pass(second)
+			tc.write(gap, nil)
+			tc.want(pdu.SCSIResponse)
+			tc.want(pdu.SCSIResponse)
+		}, spent{receive: second}},
+		{"task slots that are all in use", nil, func(tc *testConn, pass func(time.Duration)) {
+			tc.stuck()
+			come := tc.received(uint64(tc.m.full) + 1)
+			for range tc.m.full {
+				tc.write(tc.request(pdu.NOPOut, pdu.FlagF, true), nil)
+			}
+			tc.command(pdu.FlagF, 0, testUnitReady, nil)
+			come()
+			pass(second)
+			tc.takes()
+			for range tc.m.full + 1 { // in any order
+				p := tc.next(patience)
+				if p == nil {
+					tc.tb.Fatal("no answer")
+				}
+				tc.expStatSN = p.h.StatSN() + 1
+			}
+		}, spent{receive: second}},
+		{"ORDERED command before", nil, func(tc *testConn, pass func(time.Duration)) {
+			open := tc.store.shut()
+			hs := []pdu.BHS{tc.command(readF|pdu.AttrOrdered, 4096, read10(0, 8), nil)}
+			<-tc.store.entered
+			hs = append(hs, tc.command(readF, 4096, read10(0, 8), nil))
+			tc.eventually("tasks", func() bool { return tc.Sessions()[0].Tasks == 2 })
+			pass(second)
+			open()
+			tc.wantAllGood(hs)
+		}, spent{receive: second, backend: second}},
+		{"memory that others have", []func(*Options){small}, func(tc *testConn, pass func(time.Duration)) {
+			open := tc.store.shut()
+			hs := []pdu.BHS{tc.command(readF, 65536, read10(0, 128), nil)}
+			<-tc.store.entered
+			hs = append(hs, tc.command(readF, 65536, read10(0, 128), nil))
+			tc.eventually("a wait for memory", tc.ours().budget.contended)
+			pass(second)
+			open()
+			tc.wantAllGood(hs)
+		}, spent{receive: second, backend: second}},
+		{"aborted", nil, func(tc *testConn, pass func(time.Duration)) {
+			tc.m.holdGets = true
+			h := tc.command(writeF, 4096, write10(0, 8), nil)
+			tc.wantGets(1)
+			f := tc.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
+			tc.eventually("abort", func() bool {
+				c := tc.ours()
+				c.mu.Lock()
+				defer c.mu.Unlock()
+				return c.tasks.any(func(t *Task) bool { return t.aborted.Load() })
+			})
+			pass(second)
+			tc.m.releaseGets()
+			tc.wantTMF(f, pdu.FunctionComplete)
+		}, spent{}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			now := stopClock(t)
+			n := newTestNode(t, c.change...)
+			tc := n.connect().login()
+			c.run(tc, func(d time.Duration) { now.Add(int64(d)) })
+			tc.logout()
+			n.checkIdle()
+			total := time.Duration(0)
+			got := n.sums()
+			for p, d := range got[:lun.PhaseTotal] {
+				total += d
+				if want := c.want[lun.Phase(p)]; d != want {
+					t.Errorf("%v: %v, want %v", lun.Phase(p), d, want)
+				}
+			}
+			if got[lun.PhaseTotal] != total {
+				t.Errorf("%v in all, %v in the phases", got[lun.PhaseTotal], total)
+			}
+		})
+	}
+}
+
+// ours is the target's end of the only connection.
+func (n *testNode) ours() (c *conn) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for c = range n.conns {
+	}
+	return c
+}
+
+// takes lets the network take what it was offered.
+func (tc *testConn) takes() {
+	tc.m.mu.Lock()
+	defer tc.m.mu.Unlock()
+	tc.m.holdFlush = false
+	tc.m.cond.Broadcast()
+}
+
+// A command that goes on on another connection counts once. The time between is part
+// of what it waited for.
+func TestPhasesOfReassignedCommands(t *testing.T) {
+	now := stopClock(t)
+	n := newTestNode(t, recovering)
+	a := n.leadRecovering()
+	b := a.join(1)
+	a.m.holdGets = true
+	h := a.on(b).command(writeF, 4096, write10(0, 8), nil)
+	a.wantGets(1)
+	now.Add(int64(time.Second))
+	a.close()
+	a.wantEnd(io.EOF)
+	b.on(a).hearOf(a)
+	b.recoverFrom(a, a.expStatSN)
+	now.Add(int64(2 * time.Second))
+	b.takeOver(a, h)
+	b.wantTMF(b.reassign(h), pdu.FunctionComplete)
+	b.wantStatus(h, 0)
+	s := n.Sessions()[0]
+	b.logout()
+	n.checkIdle()
+	d := n.sums()
+	if d[lun.PhaseReadWait] != 3*time.Second || d[lun.PhaseTotal] != 3*time.Second {
+		t.Errorf("%v", d)
+	}
+	c := s.Counts.Commands
+	ended := c[lun.KindRead] + c[lun.KindWrite] + c[lun.KindOther]
+	if all := n.Latencies()[lun.ISER][lun.PhaseTotal].Count; all != ended || s.Latencies[lun.PhaseTotal].Count != ended {
+		t.Errorf("%d commands took their time, %d those of the session; %d have ended", all, s.Latencies[lun.PhaseTotal].Count, ended)
+	}
+}

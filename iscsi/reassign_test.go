@@ -1,0 +1,702 @@
+package iscsi
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/iser-target/iser-target/iscsi/pdu"
+)
+
+// recovering allows ErrorRecoveryLevel 2.
+func recovering(o *Options) { o.Limits.MaxConnections, o.Limits.ErrorRecoveryLevel = 4, 2 }
+
+var recoveringKeys = append(without(linuxKeys, "MaxConnections", "ErrorRecoveryLevel", "DefaultTime2Retain"),
+	"MaxConnections=4", "ErrorRecoveryLevel=2", "DefaultTime2Retain=5")
+
+// leadRecovering opens a session at ErrorRecoveryLevel 2 that keeps what is lost for
+// 7 seconds.
+func (n *testNode) leadRecovering(change ...func(*testConn)) *testConn {
+	n.tb.Helper()
+	tc := n.connect(change...)
+	tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), recoveringKeys...)...)
+	return tc.loggedIn()
+}
+
+// fail is a connection that breaks, and what tc, another one, is told.
+func (tc *testConn) hearOf(lost *testConn) {
+	tc.tb.Helper()
+	p := tc.want(pdu.AsyncMessage)
+	if p.h.AsyncEvent() != pdu.AsyncConnectionDropped || [6]byte(p.h[38:44]) != [6]byte{0, byte(lost.cid), 0, 2, 0, 5} {
+		tc.tb.Fatalf("Asynchronous Message %x", []byte(p.h))
+	}
+}
+
+// recoverFrom logs lost out for recovery, with its ExpStatSN.
+func (tc *testConn) recoverFrom(lost *testConn, expStatSN uint32) {
+	tc.tb.Helper()
+	tc.wantLogout(tc.removal(lost, expStatSN), pdu.LogoutSuccess)
+}
+
+func (tc *testConn) removal(lost *testConn, expStatSN uint32) pdu.BHS {
+	h := tc.request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutForRecovery, true)
+	h.SetCID(lost.cid)
+	h.SetExpStatSN(expStatSN)
+	tc.write(h, nil)
+	return h
+}
+
+// takeOver makes the memory of h's data that of tc.
+func (tc *testConn) takeOver(from *testConn, h pdu.BHS) {
+	from.m.mu.Lock()
+	sink, source := from.m.sink[h.ITT()], from.m.source[h.ITT()]
+	from.m.mu.Unlock()
+	tc.m.mu.Lock()
+	defer tc.m.mu.Unlock()
+	tc.m.sink[h.ITT()], tc.m.source[h.ITT()] = make([]byte, len(sink)), source
+}
+
+// reassign sends TASK REASSIGN.
+func (tc *testConn) reassign(h pdu.BHS) pdu.BHS {
+	return tc.tmf(pdu.TaskReassign, [8]byte{}, h.ITT(), 0)
+}
+
+// ISCSI-7.2.2-2, ISCSI-11.14-2, ISCSI-8.2-1, ISER-10.2.2-1, ISER-10.2.2-3,
+// ISER-10.2.2-4, ISER-7.3.3-3, ISER-7.3.3-4: tasks in every state go on, on another
+// connection, after their own has failed and has been logged out for recovery.
+func TestReassign(t *testing.T) {
+	lose := func(t *testing.T) (n *testNode, a, b *testConn) {
+		n = newTestNode(t, recovering)
+		a = n.leadRecovering()
+		return n, a, a.join(1)
+	}
+	t.Run("READ in the backend", func(t *testing.T) {
+		n, a, b := lose(t)
+		n.fill()
+		open := n.store.shut()
+		h := a.on(b).command(readF, 2<<20, read10(0, 4096), nil)
+		<-n.store.entered
+		a.close()
+		b.on(a).hearOf(a)
+		b.wantTMF(b.reassign(h), pdu.TaskStillAllegiant) // nobody has logged it out
+		l := b.removal(a, a.expStatSN)
+		b.wantNothing()
+		open()
+		b.wantLogout(l, pdu.LogoutSuccess)
+		a.wantEnd(io.EOF)
+		b.takeOver(a, h)
+		b.wantTMF(b.reassign(h), pdu.FunctionComplete) // first, then the data
+		b.wantStatus(h, 0)
+		if !bytes.Equal(b.m.sink[h.ITT()], n.stored(0, 2<<20)) {
+			t.Error("wrong data")
+		}
+		f := b.request(pdu.TaskMgmtReq, pdu.FlagF|pdu.TaskReassign, true)
+		f.SetReferencedTaskTag(h.ITT())
+		f.SetExpStatSN(b.expStatSN - 1)
+		b.write(f, nil)
+		b.wantTMF(f, pdu.TaskStillAllegiant) // to us; the status is not acknowledged
+		b.wantTMF(b.reassign(h), pdu.TaskDoesNotExist)
+		b.wantOpenWindow()
+		b.logout()
+	})
+	t.Run("WRITE that waits for data", func(t *testing.T) {
+		n, a, b := lose(t)
+		a.m.holdGets = true
+		h := a.on(b).scsi(writeF, 8192, write10(0, 16))
+		data := pattern(8192, h.ITT())
+		a.write(h, data[:512])
+		a.wantGets(1)
+		a.m.progress = Progress{Next: 3} // R2TSN
+		a.close()
+		a.wantEnd(io.EOF)
+		b.on(a).hearOf(a)
+		b.recoverFrom(a, a.expStatSN)
+		b.takeOver(a, h)
+		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
+		b.wantStatus(h, 0)
+		if !bytes.Equal(n.stored(0, 8192), data) {
+			t.Error("wrong data on the medium")
+		}
+		if !slices.Equal(b.m.getRanges, [][2]int{{512, 8192 - 512}}) || !slices.Equal(b.m.resumed, []Resumption{{SN: 3, Immediate: 512}}) {
+			t.Errorf("fetched %v, %+v", b.m.getRanges, b.m.resumed)
+		}
+		b.logout()
+	})
+	t.Run("WRITE whose data fails before the connection", func(t *testing.T) {
+		_, a, b := lose(t)
+		a.m.holdGets = true
+		h := a.on(b).command(writeF, 4096, write10(0, 8), nil)
+		a.wantGets(1)
+		a.m.mu.Lock()
+		a.m.endGet(a.m.gets[0], errors.New("nothing can be asked for"))
+		a.m.mu.Unlock()
+		if err := a.wait(); err == nil {
+			t.Error("no reason")
+		}
+		b.on(a).hearOf(a)
+		b.recoverFrom(a, a.expStatSN)
+		b.takeOver(a, h)
+		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
+		b.wantStatus(h, 0)
+		b.logout()
+	})
+	t.Run("WRITE in its second piece", func(t *testing.T) {
+		n := newTestNode(t, recovering, func(o *Options) { o.MaxTransferPiece = 1 })
+		a := n.leadRecovering()
+		b := a.join(1)
+		h := a.on(b).scsi(writeF, 192<<10, write10(0, 384))
+		a.m.holdGets = true
+		a.write(h, nil)
+		a.wantGets(1)
+		a.m.mu.Lock()
+		a.m.endGet(a.m.gets[0], nil)
+		a.m.mu.Unlock()
+		a.wantGets(1)
+		a.close()
+		a.wantEnd(io.EOF)
+		b.on(a).hearOf(a)
+		b.recoverFrom(a, a.expStatSN)
+		b.takeOver(a, h)
+		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
+		b.wantStatus(h, 0)
+		if !bytes.Equal(n.stored(0, 192<<10), pattern(192<<10, h.ITT())) || b.m.getRanges[0] != [2]int{64 << 10, 64 << 10} {
+			t.Errorf("fetched %v", b.m.getRanges)
+		}
+		b.logout()
+	})
+	t.Run("unsolicited data under way", func(t *testing.T) {
+		n := unsolicitedNode(t, func(o *Options) { o.Limits.MaxConnections, o.Limits.ErrorRecoveryLevel = 4, 2 })
+		a := n.leadRecovering()
+		b := a.join(1)
+		h := a.on(b).scsi(pdu.FlagW, 4096, write10(0, 8))
+		data := pattern(4096, h.ITT())
+		a.write(h, data[:512])
+		a.write(a.dataOutPDU(h, false, 0, 512), data[512:1024])
+		a.ping()
+		a.close()
+		a.wantEnd(io.EOF)
+		b.on(a).hearOf(a)
+		b.recoverFrom(a, a.expStatSN)
+		b.takeOver(a, h)
+		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
+		b.wantStatus(h, 0)
+		if !bytes.Equal(n.stored(0, 4096), data) || !slices.Equal(b.m.getRanges, [][2]int{{1024, 3072}}) {
+			t.Errorf("fetched %v", b.m.getRanges)
+		}
+		b.logout()
+	})
+	t.Run("ORDERED that waits for its turn", func(t *testing.T) {
+		_, a, b := lose(t)
+		b.m.holdGets = true
+		first := b.command(writeF, 4096, write10(0, 8), nil)
+		b.wantGets(1)
+		h := a.on(b).command(readF|pdu.AttrOrdered, 4096, read10(0, 8), nil)
+		a.ping()
+		a.close()
+		a.wantEnd(io.EOF)
+		b.on(a).hearOf(a)
+		b.recoverFrom(a, a.expStatSN)
+		b.takeOver(a, h)
+		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
+		b.wantNothing() // it still is not its turn
+		b.m.releaseGets()
+		b.wantStatus(first, 0)
+		b.wantStatus(h, 0)
+		if !bytes.Equal(b.m.sink[h.ITT()], pattern(4096, first.ITT())) {
+			t.Error("wrong data")
+		}
+		b.logout()
+	})
+	t.Run("status that was not acknowledged", func(t *testing.T) {
+		n, a, b := lose(t)
+		n.fill()
+		a.on(b)
+		first := a.expStatSN
+		var sent []pdu.BHS
+		for _, h := range []pdu.BHS{a.scsi(writeF, 4096, write10(0, 8)), a.scsi(readF, 4096, read10(8, 8)), a.scsi(readF, 4096, read10(storeLen/blockLen, 8))} {
+			h.SetExpStatSN(first)
+			a.write(h, nil)
+			if p := a.want(pdu.SCSIResponse); p.h.ITT() != h.ITT() {
+				t.Fatalf("%x", []byte(p.h))
+			}
+			sent = append(sent, h)
+		}
+		w, r, bad := sent[0], sent[1], sent[2]
+		a.close()
+		a.wantEnd(io.EOF)
+		b.on(a).hearOf(a)
+		before := n.stored(0, 4096)
+		n.store.WriteAt(make([]byte, 4096), 0) // by somebody else
+		b.recoverFrom(a, first+1)
+		b.wantTMF(b.reassign(w), pdu.TaskDoesNotExist)
+		b.takeOver(a, r)
+		b.wantTMF(b.reassign(r), pdu.FunctionComplete)
+		b.wantStatus(r, 0)
+		if !bytes.Equal(b.m.sink[r.ITT()], n.stored(8, 4096)) {
+			t.Error("wrong data")
+		}
+		b.takeOver(a, bad)
+		b.wantTMF(b.reassign(bad), pdu.FunctionComplete)
+		b.wantSense(bad, 5, 0x21, 0)
+		if bytes.Equal(before, n.stored(0, 4096)) {
+			t.Error("a command was executed twice")
+		}
+		b.ping()
+		b.wantOpenWindow()
+		b.logout()
+	})
+	t.Run("write that was answered is not executed again", func(t *testing.T) {
+		n, a, b := lose(t)
+		w := a.on(b).command(writeF, 4096, write10(0, 8), nil)
+		expStatSN := a.expStatSN
+		a.wantStatus(w, 0)
+		a.close()
+		a.wantEnd(io.EOF)
+		b.on(a).hearOf(a)
+		n.store.WriteAt(make([]byte, 4096), 0)
+		b.recoverFrom(a, expStatSN)
+		b.takeOver(a, w)
+		b.wantTMF(b.reassign(w), pdu.FunctionComplete)
+		b.wantStatus(w, 0)
+		if !bytes.Equal(n.stored(0, 4096), make([]byte, 4096)) {
+			t.Error("a command was executed twice")
+		}
+		b.logout()
+	})
+	t.Run("twice", func(t *testing.T) {
+		n, a, b := lose(t)
+		c := b.join(2)
+		a.m.holdGets, b.m.holdGets = true, true
+		h := a.on(c).command(writeF, 4096, write10(0, 8), nil)
+		a.wantGets(1)
+		a.close()
+		a.wantEnd(io.EOF)
+		n.eventually("news", func() bool { return b.next(time.Millisecond) != nil || c.next(time.Millisecond) != nil })
+		b.statSeen, c.statSeen = false, false
+		b.on(a).recoverFrom(a, a.expStatSN)
+		b.takeOver(a, h)
+		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
+		b.wantGets(1)
+		b.close()
+		b.wantEnd(io.EOF)
+		c.on(b).hearOf(b)
+		c.recoverFrom(b, b.expStatSN)
+		c.takeOver(b, h)
+		c.wantTMF(c.reassign(h), pdu.FunctionComplete)
+		c.wantStatus(h, 0)
+		if !bytes.Equal(n.stored(0, 4096), pattern(4096, h.ITT())) {
+			t.Error("wrong data on the medium")
+		}
+		c.logout()
+	})
+	t.Run("advertisement that does not fit", func(t *testing.T) {
+		_, a, b := lose(t)
+		a.m.holdGets = true
+		h := a.on(b).command(writeF, 4096, write10(0, 8), nil)
+		a.wantGets(1)
+		a.close()
+		a.wantEnd(io.EOF)
+		b.on(a).hearOf(a)
+		b.recoverFrom(a, a.expStatSN)
+		b.m.mu.Lock()
+		b.m.bindErr = errors.New("no STag")
+		b.m.mu.Unlock()
+		b.wantTMF(b.reassign(h), pdu.FunctionRejected)
+		b.m.mu.Lock()
+		b.m.bindErr = nil
+		b.m.mu.Unlock()
+		b.takeOver(a, h)
+		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
+		b.wantStatus(h, 0)
+		b.logout()
+	})
+}
+
+// RFC 7143, section 11.5.1 (ISCSI-11.6-1): the status of a task that was answered on a
+// connection that has been logged out since, but not acknowledged, is sent again before
+// the response to ABORT TASK. Its data is not.
+func TestAbortAnswered(t *testing.T) {
+	n := newTestNode(t, recovering)
+	n.fill()
+	a := n.leadRecovering()
+	b := a.join(1)
+	a.on(b)
+	first := a.expStatSN
+	var sent []pdu.BHS
+	for _, h := range []pdu.BHS{a.scsi(readF, 512, read10(0, 1)), a.scsi(writeF, 4096, write10(0, 8)), a.scsi(readF, 4096, read10(8, 8)), a.scsi(readF, 4096, read10(storeLen/blockLen, 8))} {
+		h.SetExpStatSN(first)
+		a.write(h, nil)
+		if p := a.want(pdu.SCSIResponse); p.h.ITT() != h.ITT() {
+			t.Fatalf("%x", []byte(p.h))
+		}
+		sent = append(sent, h)
+	}
+	abort := func(h pdu.BHS, lun byte) pdu.BHS {
+		return b.tmf(pdu.AbortTask, [8]byte{1: lun}, h.ITT(), h.CmdSN())
+	}
+	acknowledged, w, r, bad := sent[0], sent[1], sent[2], sent[3]
+	f := a.request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTask, true)
+	f.SetReferencedTaskTag(w.ITT())
+	f.SetRefCmdSN(w.CmdSN())
+	f.SetExpStatSN(first)
+	a.write(f, nil)
+	a.wantTMF(f, pdu.TaskDoesNotExist) // the status is on its way; if it is lost, a SNACK asks for it
+	a.close()
+	a.wantEnd(io.EOF)
+	b.on(a).hearOf(a)
+	b.wantTMF(abort(w, 0), pdu.TaskDoesNotExist) // nobody has logged it out
+	before := n.stored(0, 4096)
+	n.store.WriteAt(make([]byte, 4096), 0) // by somebody else
+	b.recoverFrom(a, first+1)
+	b.wantTMF(abort(acknowledged, 0), pdu.TaskDoesNotExist)
+	b.wantTMF(abort(w, 1), pdu.TaskDoesNotExist) // of another LUN
+	for _, h := range []pdu.BHS{w, r} {
+		b.takeOver(a, h)
+		f := abort(h, 0)
+		b.wantStatus(h, 0)
+		b.wantTMF(f, pdu.FunctionComplete)
+	}
+	f = abort(bad, 0)
+	b.wantSense(bad, 5, 0x21, 0)
+	b.wantTMF(f, pdu.FunctionComplete)
+	if !bytes.Equal(b.m.sink[r.ITT()], make([]byte, 4096)) {
+		t.Error("data was sent again")
+	}
+	if bytes.Equal(before, n.stored(0, 4096)) {
+		t.Error("a command was executed twice")
+	}
+	b.ping()
+	b.wantTMF(abort(r, 0), pdu.TaskDoesNotExist)
+	b.wantOpenWindow()
+	b.logout()
+}
+
+// ISCSI-11.5-3 and the rest of the answers to TASK REASSIGN.
+func TestReassignAnswers(t *testing.T) {
+	n := newTestNode(t, recovering)
+	a := n.leadRecovering()
+	b := a.join(1)
+	a.m.holdGets = true
+	h := a.on(b).command(writeF, 4096, write10(0, 8), nil)
+	a.wantGets(1)
+	b.on(a).wantTMF(b.reassign(h), pdu.TaskStillAllegiant)
+	a.wantTMF(a.reassign(h), pdu.TaskStillAllegiant)
+	f := a.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
+	n.mu.Lock()
+	sess := n.sessions[a.tsih]
+	n.mu.Unlock()
+	n.eventually("abort", func() bool {
+		sess.mu.Lock()
+		defer sess.mu.Unlock()
+		return sess.tasks.find(h.ITT()).aborted.Load()
+	})
+	b.wantTMF(b.reassign(f), pdu.FunctionRejected)
+	a.m.releaseGets()
+	a.wantTMF(f, pdu.FunctionComplete)
+	b.wantTMF(b.reassign(h), pdu.TaskDoesNotExist)
+	b.logout()
+	a.wantEnd(nil)
+}
+
+// ISCSI-11.14-2: a connection is logged out for recovery on itself.
+func TestRecoveryLogoutOfItself(t *testing.T) {
+	n := newTestNode(t, recovering, func(o *Options) { o.MaxTransferPiece = 1 }) // 64 KiB
+	a := n.leadRecovering()
+	b := a.join(1)
+	a.m.holdGets = true
+	w := a.on(b).command(writeF, 4096, write10(0, 8), nil)
+	a.wantGets(1)
+	open := n.store.shut()
+	r := a.command(readF, 4096, read10(8, 8), nil)
+	<-n.store.entered
+	second := a.scsi(writeF, 192<<10, write10(16, 384))
+	a.write(second, nil)
+	a.wantGets(2)
+	gap := a.scsi(pdu.FlagF, 0, testUnitReady)
+	lost := a.command(pdu.FlagF, 0, testUnitReady, nil)
+	a.ping()
+	l := a.removal(a, a.expStatSN)
+	a.wantNothing()   // the READ has not stopped
+	a.m.releaseGets() // data that was asked for before may still come
+	open()
+	p := a.wantLogout(l, pdu.LogoutSuccess)
+	if [4]byte(p.h[40:44]) != [4]byte{0, 2, 0, 5} { // ISCSI-11.15-2
+		t.Errorf("%x", []byte(p.h))
+	}
+	a.wantNothing()
+	b.on(a).takeOver(a, r)
+	b.takeOver(a, w)
+	f := b.reassign(r)
+	a.close()
+	a.wantEnd(nil)
+	b.wantTMF(f, pdu.FunctionComplete)
+	b.wantStatus(r, 0)
+	b.wantTMF(b.reassign(w), pdu.FunctionComplete)
+	b.wantStatus(w, 0)
+	b.takeOver(a, second)
+	b.wantTMF(b.reassign(second), pdu.FunctionComplete)
+	b.wantStatus(second, 0)
+	if !bytes.Equal(n.stored(0, 4096), pattern(4096, w.ITT())) || !bytes.Equal(n.stored(16, 192<<10), pattern(192<<10, second.ITT())) {
+		t.Error("wrong data on the medium")
+	}
+	if got := b.m.getRanges[len(b.m.getRanges)-2:]; !slices.Equal(got, [][2]int{{64 << 10, 64 << 10}, {128 << 10, 64 << 10}}) {
+		t.Errorf("fetched %v", got) // nothing was asked for behind the logout
+	}
+	// What had not been acknowledged has never come.
+	b.wantTMF(b.reassign(lost), pdu.TaskDoesNotExist)
+	b.write(gap, nil)
+	b.wantStatus(gap, 0)
+	b.write(lost, nil)
+	b.wantStatus(lost, 0)
+	b.wantLogout(b.removal(a, 0), pdu.LogoutCIDNotFound)
+	b.logout()
+}
+
+// ISCSI-6.3.4-3, ISCSI-E-1, ISCSI-8.3.2-1 (N5, N7, N10): a session without
+// connections goes on with the next one, by connection reinstatement or with another
+// CID. Neither is a loss of the nexus.
+func TestSessionContinuation(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		cid  uint16
+	}{{"connection reinstatement", 0}, {"another CID", 5}} {
+		t.Run(c.name, func(t *testing.T) {
+			n := newTestNode(t, recovering)
+			a := n.leadRecovering()
+			a.m.holdGets = true
+			h := a.command(writeF, 4096, write10(0, 8), nil)
+			a.wantGets(1)
+			a.close()
+			a.wantEnd(io.EOF)
+			if s := n.Stats(); s.Sessions != 1 || s.Connections != 0 || len(n.log.Lines("session ended")) != 0 {
+				t.Errorf("%+v", s)
+			}
+			b := a.joinAs(c.cid)
+			b.wantLogin(pdu.LoginSuccess)
+			b.cmdSN = a.cmdSN
+			b.wantStatus(b.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+			if c.cid != a.cid {
+				b.wantTMF(b.reassign(h), pdu.TaskStillAllegiant)
+				b.recoverFrom(a, a.expStatSN)
+			}
+			b.takeOver(a, h)
+			b.wantTMF(b.reassign(h), pdu.FunctionComplete)
+			b.wantStatus(h, 0)
+			b.logout()
+		})
+	}
+	// A live connection that is replaced: the implicit logout is one for recovery.
+	t.Run("of a live connection", func(t *testing.T) {
+		n := newTestNode(t, recovering)
+		a := n.leadRecovering()
+		a.m.holdGets = true
+		h := a.command(writeF, 4096, write10(0, 8), nil)
+		a.wantGets(1)
+		b := a.joinAs(a.cid)
+		b.wantLogin(pdu.LoginSuccess)
+		a.wantEnd(errReinstated)
+		b.cmdSN = a.cmdSN
+		b.takeOver(a, h)
+		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
+		b.wantStatus(h, 0)
+		b.logout()
+	})
+}
+
+// ISCSI-6.3.5-3, ISCSI-6.3.5-4, ISCSI-E-1, ISCSI-8.2-1 (M1), ISCSI-8.3.2-1 (N6): what
+// nobody takes up ends after Time2Wait and Time2Retain.
+func TestConnectionStateTimeout(t *testing.T) {
+	t.Run("the session", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			n := newTestNode(t, recovering)
+			a := n.connect() // no commands: their goroutines would stop the clock
+			a.writeLogin(a.loginRequest(true, 1, 3), append(slices.Clone(names), recoveringKeys...)...)
+			r, _ := a.wantLogin(pdu.LoginSuccess)
+			a.tsih = r.TSIH
+			a.close()
+			a.wantEnd(io.EOF)
+			time.Sleep(7*time.Second - time.Millisecond)
+			if s := n.Stats(); s.Sessions != 1 {
+				t.Errorf("%+v", s)
+			}
+			time.Sleep(2 * time.Millisecond)
+			synctest.Wait()
+			if s := n.Stats(); s.Sessions != 0 {
+				t.Errorf("%+v", s)
+			}
+			if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "level=WARN") || !strings.Contains(l[0], "no connection came back within 7s") {
+				t.Errorf("log: %q", l)
+			}
+			a.joinAs(0).wantRefused(pdu.LoginNoSession)
+		})
+	})
+	for _, removed := range []bool{false, true} {
+		t.Run(map[bool]string{false: "ISCSI-11.14-5 b", true: "ISCSI-11.14-5 c"}[removed], func(t *testing.T) {
+			n := newTestNode(t, recovering)
+			a := n.leadRecovering()
+			b := a.join(1)
+			a.m.holdGets = true
+			h := a.on(b).command(writeF, 4096, write10(0, 8), nil)
+			a.wantGets(1)
+			a.close()
+			a.wantEnd(io.EOF)
+			b.on(a).hearOf(a)
+			if removed {
+				b.recoverFrom(a, a.expStatSN)
+			}
+			b.wantStatus(b.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+			n.mu.Lock()
+			s := n.sessions[a.tsih]
+			n.mu.Unlock()
+			s.mu.Lock()
+			l := s.lost[0]
+			s.mu.Unlock()
+			if !l.timer.Stop() {
+				t.Error("no time-out was coming")
+			}
+			s.expire(l)
+			b.clearedByTransport()
+			b.wantTMF(b.reassign(h), pdu.TaskDoesNotExist)
+			b.wantLogout(b.removal(a, 0), pdu.LogoutCIDNotFound)
+			b.wantOpenWindow()
+			b.logout()
+		})
+	}
+}
+
+// ISCSI-7.14-1, ISCSI-11.14-2: immediate commands, and commands that were not
+// acknowledged, do not survive.
+func TestWhatIsNotRecovered(t *testing.T) {
+	n := newTestNode(t, recovering)
+	a := n.leadRecovering()
+	b := a.join(1)
+	a.on(b).m.holdGets = true
+	i := a.scsi(writeF, 4096, write10(0, 8))
+	i.SetImmediate()
+	a.cmdSN--
+	a.write(i, nil)
+	a.wantGets(1)
+	gap := a.scsi(pdu.FlagF, 0, testUnitReady)
+	lost := a.command(pdu.FlagF, 0, testUnitReady, nil)
+	a.ping()
+	a.close()
+	a.wantEnd(io.EOF)
+	b.on(a).hearOf(a)
+	b.recoverFrom(a, a.expStatSN)
+	b.wantTMF(b.reassign(i), pdu.TaskDoesNotExist)
+	b.wantTMF(b.reassign(lost), pdu.TaskDoesNotExist)
+	b.write(gap, nil)
+	b.wantSense(gap, 6, 0x47, 0x7f) // of the immediate one
+	b.write(lost, nil)
+	b.wantStatus(lost, 0)
+	b.logout()
+}
+
+// What ends a lost connection, or a session that has none: ISCSI-11.14-1,
+// ISCSI-6.3.5-1, ISCSI-E-2, and task management.
+func TestEndOfLostConnection(t *testing.T) {
+	begin := func(t *testing.T, second bool) (n *testNode, a, b *testConn, h pdu.BHS) {
+		n = newTestNode(t, recovering)
+		a = n.leadRecovering()
+		if second {
+			b = a.join(1)
+			a.on(b)
+		}
+		a.m.holdGets = true
+		h = a.command(writeF, 4096, write10(0, 8), nil)
+		a.wantGets(1)
+		a.close()
+		a.wantEnd(io.EOF)
+		if second {
+			b.on(a).hearOf(a)
+		}
+		return n, a, b, h
+	}
+	t.Run("ABORT TASK", func(t *testing.T) {
+		_, a, b, h := begin(t, true)
+		b.recoverFrom(a, a.expStatSN)
+		b.wantTMF(b.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
+		b.wantTMF(b.reassign(h), pdu.TaskDoesNotExist)
+		b.wantStatus(b.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+		b.logout()
+	})
+	t.Run("LOGICAL UNIT RESET", func(t *testing.T) {
+		_, _, b, h := begin(t, true)
+		b.wantTMF(b.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionComplete)
+		b.wantTMF(b.reassign(h), pdu.TaskDoesNotExist)
+		b.logout()
+	})
+	t.Run("logout of the connection", func(t *testing.T) {
+		_, a, b, _ := begin(t, true)
+		b.wantLogout(b.logoutOf(pdu.LogoutCloseConnection, a.cid), pdu.LogoutSuccess)
+		b.clearedByTransport()
+		b.logout()
+	})
+	t.Run("logout of the session", func(t *testing.T) {
+		_, _, b, _ := begin(t, true)
+		b.logout()
+	})
+	t.Run("session reinstatement", func(t *testing.T) {
+		n, a, _, _ := begin(t, false)
+		b := n.leadRecovering()
+		if b.tsih == a.tsih {
+			t.Errorf("TSIH %d", b.tsih)
+		}
+		if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "level=INFO") || !strings.Contains(l[0], errReinstated.Error()) {
+			t.Errorf("log: %q", l)
+		}
+		b.logout()
+	})
+	t.Run("shutdown", func(t *testing.T) {
+		n, _, _, _ := begin(t, false)
+		if err := n.Shutdown(context.Background()); err != nil || n.Stats().Sessions != 0 {
+			t.Errorf("%v, %+v", err, n.Stats())
+		}
+	})
+	t.Run("too many sessions", func(t *testing.T) {
+		n, _, _, _ := begin(t, false)
+		n.failed.Store(maxFailedSessions)
+		b := n.leadRecovering(func(tc *testConn) { tc.isid[5]++ })
+		b.close()
+		b.wantEnd(io.EOF)
+		n.eventually("end of one session", func() bool { return n.Stats().Sessions == 1 })
+		n.failed.Store(1)
+		n.Shutdown(context.Background())
+	})
+	t.Run("cleanup fails", func(t *testing.T) {
+		n := newTestNode(t, recovering, func(o *Options) { o.ReinstatementWait = 20 * time.Millisecond })
+		a := n.leadRecovering()
+		b := a.join(1)
+		open := n.store.shut()
+		a.on(b).command(readF, 4096, read10(0, 8), nil)
+		<-n.store.entered
+		a.close()
+		b.on(a).hearOf(a)
+		b.wantLogout(b.removal(a, a.expStatSN), pdu.LogoutCleanupFailed)
+		open()
+		a.wantEnd(io.EOF)
+		b.recoverFrom(a, a.expStatSN)
+		b.logout()
+	})
+}
+
+// Below ErrorRecoveryLevel 2, and with Time2Retain 0, nothing is kept.
+func TestNoRecovery(t *testing.T) {
+	n := newTestNode(t, recovering)
+	a := n.connect()
+	a.writeLogin(a.loginRequest(true, 1, 3), append(append(slices.Clone(names), without(recoveringKeys, "DefaultTime2Retain")...), "DefaultTime2Retain=0")...)
+	a.loggedIn()
+	a.wantLogout(a.removal(a, 0), pdu.LogoutRecoveryNotSupported)
+	a.wantTMF(a.reassign(a.request(pdu.NOPOut, 0, true)), pdu.ReassignNotSupported)
+	a.close()
+	a.wantEnd(io.EOF)
+	if s := n.Stats(); s.Sessions != 0 {
+		t.Errorf("%+v", s)
+	}
+}

@@ -1,0 +1,66 @@
+package tcp
+
+import (
+	"bytes"
+	"testing"
+
+	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+)
+
+// Two TCP connections of one session, one of them with digests: commands come by
+// turns and are answered, data included, where they came. A gap that one of them
+// leaves is closed by the other.
+func TestTwoConnections(t *testing.T) {
+	tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.Limits.MaxConnections = 4 })
+	a := tg.login(t, "MaxConnections=2", "MaxBurstLength=32768", "FirstBurstLength=4096")
+	b := tg.connect(t)
+	b.isid, b.tsih, b.cid, b.cmdSN, b.itt = a.isid, a.tsih, 7, a.cmdSN, 0x9000
+	b.login("HeaderDigest=CRC32C", "DataDigest=CRC32C", "MaxRecvDataSegmentLength=4096")
+	if a.tsih != b.tsih || !b.header || a.header {
+		t.Fatalf("TSIH %d and %d, digests %t and %t", a.tsih, b.tsih, a.header, b.header)
+	}
+
+	data := make([]byte, 128<<10)
+	from, to := a, b
+	for i := range 6 {
+		for j := range data {
+			data[j] = byte(i + j>>9)
+		}
+		to.writeAll(0, data, 0, 4096, 32768)
+		from.cmdSN = to.cmdSN
+		if !bytes.Equal(from.read(0, len(data)/blockLen, 32768), data) {
+			t.Fatal("wrong data")
+		}
+		to.cmdSN = from.cmdSN
+		from, to = to, from
+	}
+
+	first, second := a, b
+	gap := first.scsi(pdu.FlagW, write16(0, 8), 4096)
+	second.cmdSN = first.cmdSN
+	held := second.scsi(pdu.FlagR, read16(0, 8), 4096)
+	second.send(held, nil)
+	first.send(gap, data[:4096])
+	if p := first.want(pdu.SCSIResponse); p.h.Status() != 0 {
+		t.Fatalf("%x", []byte(p.h))
+	}
+	if got, _, st := second.readData(held, 32768); st.Status() != 0 || len(got) != 4096 {
+		t.Fatalf("%d octets, status %d", len(got), st.Status())
+	}
+
+	// RFC 7143, section 11.14: the session goes on without one of them.
+	l := make(pdu.BHS, pdu.BHSLen)
+	l.Reset(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseConnection)
+	l.SetImmediate()
+	l.SetITT(0xf00)
+	l.SetCID(b.cid)
+	l.SetCmdSN(second.cmdSN)
+	b.send(l, nil)
+	if p := b.want(pdu.LogoutResp); p.h.Response() != pdu.LogoutSuccess {
+		t.Fatalf("%x", []byte(p.h))
+	}
+	b.wantClosed()
+	a.cmdSN = second.cmdSN
+	a.read(0, 8, 32768)
+}

@@ -1,0 +1,240 @@
+package tcp
+
+import (
+	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+)
+
+// What an ErrorRecoveryLevel above 0 takes (RFC 7143, sections 7.8, 7.9 and 11.16).
+
+// keeping is the Data-In of a task that may have to be sent again. Conn.mu guards
+// it.
+type keeping struct {
+	kept  list   // copies of the items, without gap up to task.dataSN
+	acked uint32 // DataSN before which all is acknowledged
+	since uint32 // octets since the last A bit
+}
+
+// keep makes i, which is about to be queued, one that can be sent again. Its Buffer
+// belongs to both the queue and the task from then on.
+//
+// Preconditions: c.mu is held.
+func (c *Conn) keep(t *task, i *item) {
+	size := uint32(len(i.data))
+	i.recovers, i.to, i.count = true, size, i.pdus()
+	i.ttt, i.lun, i.before = t.ttt, t.lun, t.since
+	switch {
+	case size >= i.burst:
+		t.since = size % i.burst
+	case t.since+size >= i.burst:
+		t.since = 0
+	default:
+		t.since += size
+	}
+	i.buf.Retain()
+	k := c.newItem()
+	*k = *i
+	t.kept.Push(k, &k.link)
+}
+
+// wantsAck tells whether the A bit is set in the PDU that ends at octet end of
+// i.data: where a sequence ends and at least MaxBurstLength octets have been sent
+// since the last one (RFC 7143, section 11.7.2).
+func (i *item) wantsAck(end uint32) bool {
+	size := uint32(len(i.data))
+	return end%i.burst == 0 || end == size && size < i.burst && i.before+size >= i.burst
+}
+
+// release gives back all that is kept of t.
+//
+// Preconditions: c.mu is held.
+func (c *Conn) release(t *task) { c.releaseTo(t, t.dataSN) }
+
+// releaseTo gives back the items of t all of whose PDUs come before sn.
+//
+// Preconditions: c.mu is held.
+func (c *Conn) releaseTo(t *task, sn uint32) {
+	for k := t.kept.Front(); k != nil && k.sn+k.count <= sn; k = t.kept.Front() {
+		t.kept.Pop()
+		k.buf.Release()
+		*k = item{}
+		c.free.Push(k, &k.link)
+	}
+}
+
+// seek is where the PDU with DataSN sn of a kept item begins, in octets of its
+// data; the end of the item counts, too.
+func (k *item) seek(sn uint32) (off uint32) {
+	off = k.from
+	for s := k.sn; s < sn; s++ {
+		off += k.cut(off)
+	}
+	return off
+}
+
+// Forget implements iscsi.Repeater.
+func (c *Conn) Forget(it *iscsi.Task) {
+	t := it.Mover.(*task)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.release(t)
+}
+
+// Acknowledge implements iscsi.Repeater. A tag that t had before is nothing new.
+func (c *Conn) Acknowledge(tag uint32, lun [8]byte, next uint32) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	n := int(tag & maxTasks)
+	if n >= len(c.tasks) {
+		return false
+	}
+	t := c.tasks[n]
+	switch {
+	case tag != t.ttt:
+		return t.hadTag(tag)
+	case lun != t.lun, next > t.dataSN:
+		return false
+	case next > t.acked:
+		t.acked = next
+		c.releaseTo(t, next)
+	}
+	return true
+}
+
+// hadTag tells whether t had the tag ttt before the present one.
+func (t *task) hadTag(ttt uint32) bool {
+	ago := (t.ttt - ttt) >> indexBits
+	return 0 < ago && ago <= t.ttt>>indexBits
+}
+
+// Repeat implements iscsi.Repeater.
+func (c *Conn) Repeat(it, by *iscsi.Task, begin, length uint32) (queued bool, next uint32, err error) {
+	t, h := it.Mover.(*task), pdu.BHS(by.Header[:])
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	first := t.acked
+	if t.r2tSN > 0 { // those before the present R2T are answered
+		if next, first = t.r2tSN, t.r2tSN; t.getting {
+			first--
+		}
+	} else {
+		next = t.dataSN
+	}
+	if begin == 0 && length == 0 {
+		begin = first
+	} else if begin < first || begin >= next || length > next-begin {
+		return false, next, iscsi.ErrNeverSent
+	}
+	end := begin + length
+	if length == 0 {
+		end = next
+	}
+	switch {
+	case begin == end:
+		return false, next, nil
+	case c.err != nil: // the connection is ending
+		return false, next, nil
+	case t.r2tSN > 0:
+		i := c.queueR2T(t)
+		i.expCmdSN, i.maxCmdSN, i.by = h.ExpCmdSN(), h.MaxCmdSN(), by
+		return true, next, nil
+	case t.kept.Empty(), begin < t.kept.Front().sn:
+		return false, next, iscsi.ErrGivenUp
+	}
+	var last *item
+	for k := range t.kept.All() {
+		if k.sn >= end {
+			break
+		}
+		if k.sn+k.count <= begin {
+			continue
+		}
+		i := c.repeat(k, h)
+		i.from, i.sn = k.seek(begin), max(k.sn, begin)
+		if end < k.sn+k.count {
+			i.to = k.seek(end)
+		}
+		last = i
+	}
+	last.by = by
+	return true, next, nil
+}
+
+// repeat queues a copy of k, which is kept. ExpCmdSN and MaxCmdSN are those of h.
+//
+// Preconditions: c.mu is held.
+func (c *Conn) repeat(k *item, h pdu.BHS) *item {
+	i := c.newItem()
+	*i = *k
+	i.repeated, i.expCmdSN, i.maxCmdSN = true, h.ExpCmdSN(), h.MaxCmdSN()
+	i.buf.Retain()
+	c.queue.Push(i, &i.link)
+	return i
+}
+
+// Resegment implements iscsi.Repeater. The A bits stay where they are.
+func (c *Conn) Resegment(it, by *iscsi.Task) (queued bool, err error) {
+	t, h := it.Mover.(*task), pdu.BHS(by.Header[:])
+	segment := uint32(c.maxSend.Load()) &^ 3
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case t.acked == t.dataSN, c.err != nil:
+		return false, nil
+	case t.kept.Empty(), t.kept.Front().sn > t.acked:
+		return false, iscsi.ErrGivenUp
+	}
+	sn := t.acked
+	var last *item
+	for k := range t.kept.All() {
+		k.from = k.seek(t.acked)
+		k.sn, k.segment, k.count = sn, segment, 0
+		for off := k.from; off < uint32(len(k.data)); off += k.cut(off) {
+			k.count++
+		}
+		sn += k.count
+		last = c.repeat(k, h)
+	}
+	t.dataSN = sn
+	last.by = by
+	return true, nil
+}
+
+// maxRecoveries bounds the recovery R2Ts of a GetData. Data that is lost again and
+// again fails its command.
+const maxRecoveries = 32
+
+// losses are the parts of a GetData's data that were lost, in ascending order. If
+// there are more than fit, the last one covers what is between.
+type losses struct {
+	spans  [8]span
+	n      int
+	rounds int // how many were asked for again
+}
+
+// A span is octets from to to-1 of a GetData's data.
+type span struct{ from, to uint32 }
+
+// add appends a span, which may be empty. It lies behind those that are there.
+func (l *losses) add(from, to uint32) {
+	switch {
+	case from == to:
+	case l.n > 0 && (l.spans[l.n-1].to == from || l.n == len(l.spans)):
+		l.spans[l.n-1].to = to
+	default:
+		l.spans[l.n] = span{from, to}
+		l.n++
+	}
+}
+
+// pop takes the first span.
+func (l *losses) pop() (s span, ok bool) {
+	if l.n == 0 {
+		return span{}, false
+	}
+	s = l.spans[0]
+	l.n--
+	l.rounds++
+	copy(l.spans[:], l.spans[1:])
+	return s, true
+}

@@ -1,0 +1,1091 @@
+package tcp
+
+import (
+	"bytes"
+	"fmt"
+	"net"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+)
+
+// level1 allows ErrorRecoveryLevel 1.
+func level1(_ *target, o *iscsi.Options) { o.Limits.ErrorRecoveryLevel = 1 }
+
+// hasty gives up soon what is not acknowledged.
+func hasty(_ *target, o *iscsi.Options) { o.AckWait = 200 * time.Millisecond }
+
+// login1 is login at ErrorRecoveryLevel 1 with all digests. From then on ack
+// acknowledges, and nothing else does.
+func (tg *target) login1(tb testing.TB, keys ...string) *client {
+	tb.Helper()
+	c := tg.login(tb, append([]string{"ErrorRecoveryLevel=1", "HeaderDigest=CRC32C", "DataDigest=CRC32C"}, keys...)...)
+	if !c.header || !c.data {
+		tb.Fatal("no digests")
+	}
+	c.acksLate = true
+	c.ack()
+	return c
+}
+
+func (c *client) snack(kind byte, itt, tag, begin, length uint32) pdu.BHS {
+	c.tb.Helper()
+	h := make(pdu.BHS, pdu.BHSLen)
+	h.Reset(pdu.SNACK, pdu.FlagF|kind)
+	h.SetITT(itt)
+	h.SetTTT(tag)
+	h.SetExpStatSN(c.acked)
+	h.SetBegRun(begin)
+	h.SetRunLength(length)
+	c.send(h, nil)
+	return h
+}
+
+// again is a PDU that is a copy of an earlier one: it is no new status.
+func (c *client) again() reply {
+	c.tb.Helper()
+	p, err := c.next()
+	if err != nil {
+		c.tb.Fatalf("no PDU: %v", err)
+	}
+	return p
+}
+
+// sameAgain wants a copy of p (ISCSI-11.16-2, ISCSI-11.4-10): only the fields about
+// commands are those of now.
+func (c *client) sameAgain(p reply) {
+	c.tb.Helper()
+	got := c.again()
+	h := bytes.Clone(got.h)
+	copy(h[28:36], p.h[28:36])
+	if got.h.Opcode() == pdu.R2T {
+		copy(h[24:28], p.h[24:28]) // StatSN
+	}
+	if !bytes.Equal(h, p.h) || !bytes.Equal(got.data, p.data) {
+		c.tb.Fatalf("a copy of\n%x %d octets is\n%x %d octets", []byte(p.h), len(p.data), []byte(got.h), len(got.data))
+	}
+	if got.h.ExpCmdSN() != c.expCmdSN || pdu.Before(got.h.MaxCmdSN(), c.maxCmdSN) {
+		c.tb.Fatalf("ExpCmdSN %d, MaxCmdSN %d are not those of now", got.h.ExpCmdSN(), got.h.MaxCmdSN())
+	}
+}
+
+// openRead sends a READ and returns what comes, the response last. The A bits are
+// checked (ISCSI-11.7-2), and so is that the status travels alone.
+func (c *client) openRead(octets, burst int) (cmd pdu.BHS, pdus []reply) {
+	c.tb.Helper()
+	h := c.scsi(pdu.FlagR, read16(0, octets/blockLen), octets)
+	c.send(h, nil)
+	since := 0
+	for {
+		p := c.any()
+		pdus = append(pdus, p)
+		if p.h.Opcode() == pdu.SCSIResponse {
+			return h, pdus
+		}
+		if p.h.Opcode() != pdu.DataIn || p.h.Flags()&pdu.FlagS != 0 || int(p.h.DataSN()) != len(pdus)-1 {
+			c.tb.Fatalf("%x", []byte(p.h))
+		}
+		since += len(p.data)
+		if asks := p.h.Flags()&pdu.FlagA != 0; asks != (p.h.TTT() != pdu.ReservedTag) || asks && (!p.h.Final() || since < burst) {
+			c.tb.Fatalf("A bit in %x after %d octets", []byte(p.h), since)
+		} else if asks {
+			since = 0
+		}
+	}
+}
+
+// ack acknowledges what has come, and takes what the target says about that.
+func (c *client) ack() {
+	c.tb.Helper()
+	c.acked = c.statSN
+	c.ping()
+	c.acked = c.statSN
+}
+
+// ping sends a NOP-Out and takes its answer.
+func (c *client) ping() reply {
+	c.tb.Helper()
+	h := c.nopOut()
+	c.send(h, []byte("ping"))
+	for {
+		p := c.any()
+		if p.h.Opcode() != pdu.NOPIn {
+			c.tb.Fatalf("%v instead of a NOP-In", p.h.Opcode())
+		}
+		if p.h.ITT() == h.ITT() {
+			return p
+		}
+	}
+}
+
+// ISCSI-11.16-1, ISCSI-11.16-2, ISCSI-11.4-10: all that has been sent is sent again
+// when a SNACK asks for it, as often as it does.
+func TestDataSNACK(t *testing.T) {
+	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.MaxTransferPiece = 64 << 10 })
+	for _, tt := range []struct {
+		name   string
+		keys   []string
+		octets int
+		burst  int
+	}{
+		{"one PDU", nil, 4096, 1 << 20},
+		{"several pieces", []string{"MaxBurstLength=262144"}, 200 << 10, 256 << 10},
+		{"bursts within a piece", []string{"MaxBurstLength=16384", "FirstBurstLength=16384"}, 100 << 10, 16 << 10},
+		{"bursts of no whole segments", []string{"MaxBurstLength=10000", "FirstBurstLength=512", "MaxRecvDataSegmentLength=3003"}, 150 << 10, 10000},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			c := tg.login1(t, tt.keys...)
+			cmd, pdus := c.openRead(tt.octets, tt.burst)
+			data, n := pdus[:len(pdus)-1], uint32(len(pdus)-1)
+			for _, run := range []struct{ begin, length uint32 }{{0, 0}, {0, 1}, {n - 1, 1}, {n / 2, 0}, {n / 3, n - n/3}, {n / 2, 1}} {
+				c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, run.begin, run.length)
+				end := run.begin + run.length
+				if run.length == 0 {
+					end = n
+				}
+				for _, p := range data[run.begin:end] {
+					c.sameAgain(p)
+				}
+			}
+			for range 3 {
+				c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, pdus[n].h.StatSN(), 1)
+				c.sameAgain(pdus[n])
+			}
+			c.quiet()
+			c.ack()
+		})
+	}
+}
+
+// ISCSI-11.16-3: what was never sent, or has been acknowledged, is a protocol error,
+// and the Reject tells the next number.
+func TestSNACKForNothing(t *testing.T) {
+	tg := startTarget(t, level1)
+	c := tg.login1(t, "MaxBurstLength=16384", "FirstBurstLength=16384")
+	cmd, pdus := c.openRead(64<<10, 16<<10)
+	status := pdus[len(pdus)-1].h
+	for _, tt := range []struct {
+		name          string
+		kind          byte
+		itt, tag      uint32
+		begin, length uint32
+		reason        pdu.RejectReason
+		next          uint32
+	}{
+		{"DataSN not sent", pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 8, 1, pdu.RejectProtocolError, 8},
+		{"DataSN not sent, all", pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 8, 0, pdu.RejectProtocolError, 8},
+		{"run too long", pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 7, 2, pdu.RejectProtocolError, 8},
+		{"run much too long", pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 7, 0xffffffff, pdu.RejectProtocolError, 8},
+		{"unknown task", pdu.SNACKData, 0xabcd, pdu.ReservedTag, 0, 0, pdu.RejectProtocolError, 0},
+		{"status not sent", pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, status.StatSN() + 100, 1, pdu.RejectProtocolError, 0},
+		{"status acknowledged", pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, c.acked - 1, 1, pdu.RejectProtocolError, 0},
+		{"more statuses than there are", pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, status.StatSN(), 100, pdu.RejectProtocolError, 0},
+		{"status with a tag", pdu.SNACKStatus, cmd.ITT(), pdu.ReservedTag, status.StatSN(), 1, pdu.RejectInvalidField, 0},
+		{"DataACK with an unknown tag", pdu.SNACKDataACK, pdu.ReservedTag, 0x77777777, 1, 0, pdu.RejectInvalidDataAck, 0},
+		{"DataACK with a slot that is not there", pdu.SNACKDataACK, pdu.ReservedTag, 0x7777fffe, 1, 0, pdu.RejectInvalidDataAck, 0},
+		{"DataACK for what was not sent", pdu.SNACKDataACK, pdu.ReservedTag, pdus[7].h.TTT(), 9, 0, pdu.RejectInvalidDataAck, 0},
+		{"DataACK with a run", pdu.SNACKDataACK, pdu.ReservedTag, pdus[7].h.TTT(), 1, 1, pdu.RejectInvalidField, 0},
+		{"DataACK with a task", pdu.SNACKDataACK, cmd.ITT(), pdus[7].h.TTT(), 1, 0, pdu.RejectInvalidField, 0},
+		{"R-Data without tag", pdu.SNACKRData, cmd.ITT(), 0, 0, 0, pdu.RejectInvalidField, 0},
+		{"R-Data with the reserved tag", pdu.SNACKRData, cmd.ITT(), pdu.ReservedTag, 0, 0, pdu.RejectInvalidField, 0},
+		{"R-Data with a run", pdu.SNACKRData, cmd.ITT(), 5, 1, 0, pdu.RejectInvalidField, 0},
+		{"R-Data for nothing", pdu.SNACKRData, 0xabcd, 5, 0, 0, pdu.RejectProtocolError, 0},
+		{"ISCSI-11-2 reserved type", 4, cmd.ITT(), pdu.ReservedTag, 0, 0, pdu.RejectProtocolError, 0},
+		{"ISCSI-11-2 another reserved type", 15, cmd.ITT(), pdu.ReservedTag, 0, 0, pdu.RejectProtocolError, 0},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			h := c.snack(tt.kind, tt.itt, tt.tag, tt.begin, tt.length)
+			p := c.any()
+			c.isReject(p, tt.reason, h)
+			if p.h.DataSN() != tt.next { // RFC 7143, section 11.17.2
+				t.Errorf("next is %d, want %d", p.h.DataSN(), tt.next)
+			}
+		})
+	}
+	t.Run("data acknowledged", func(t *testing.T) {
+		c.snack(pdu.SNACKDataACK, pdu.ReservedTag, pdus[3].h.TTT(), 4, 0)
+		c.quiet()
+		h := c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 3, 1)
+		c.wantReject(pdu.RejectProtocolError, h)
+		c.snack(pdu.SNACKDataACK, pdu.ReservedTag, pdus[1].h.TTT(), 2, 0) // no news
+		c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 0, 0)          // all that is not acknowledged
+		for _, p := range pdus[4:8] {
+			c.sameAgain(p)
+		}
+	})
+	t.Run("all acknowledged", func(t *testing.T) {
+		c.ack()
+		h := c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 4, 1)
+		c.wantReject(pdu.RejectProtocolError, h)
+		if n := tg.node.Stats().BuffersOut; n != 0 {
+			t.Errorf("%d Buffers are kept", n)
+		}
+	})
+}
+
+// ISCSI-11.16-1: a SNACK is a protocol error at ErrorRecoveryLevel 0, and nothing is
+// kept there (ISCSI-7.1.5-1).
+func TestSNACKAtLevel0(t *testing.T) {
+	tg := startTarget(t, level1)
+	c := tg.login(t)
+	h := c.scsi(pdu.FlagR, read16(0, 8), 8*blockLen)
+	c.send(h, nil)
+	c.readData(h, 256<<10)
+	for kind := range byte(5) {
+		c.wantReject(pdu.RejectProtocolError, c.snack(kind, h.ITT(), pdu.ReservedTag, 0, 0))
+	}
+	if s := tg.node.Stats(); s.BuffersOut != 0 || s.TasksInFlight > 1 {
+		t.Errorf("%+v", s)
+	}
+}
+
+// ISCSI-11.16-2, ISCSI-4.2.2.2-2: every numbered PDU is there until it is
+// acknowledged, then it is not.
+func TestStatusSNACK(t *testing.T) {
+	tg := startTarget(t, level1)
+	c := tg.login1(t)
+	var pdus []reply
+	pdus = append(pdus, c.ping())
+	c.send(c.scsi(0, make([]byte, 6), 0), nil)
+	pdus = append(pdus, c.want(pdu.SCSIResponse))
+	c.send(c.scsi(pdu.FlagR, read16(storeLen/blockLen, 1), blockLen), nil) // with sense
+	pdus = append(pdus, c.want(pdu.SCSIResponse))
+	c.tmf(pdu.AbortTask, 0x9999, c.cmdSN-1)
+	pdus = append(pdus, c.want(pdu.TaskMgmtResp))
+	c.text("SendTargets=\x00")
+	pdus = append(pdus, c.want(pdu.TextResp))
+	h := c.snack(pdu.SNACKData, 0x1234, pdu.ReservedTag, 0, 0)
+	rej := c.any()
+	c.isReject(rej, pdu.RejectProtocolError, h)
+	pdus = append(pdus, rej)
+
+	first := pdus[0].h.StatSN()
+	c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, first, 0)
+	for _, p := range pdus {
+		c.sameAgain(p)
+	}
+	for i, p := range pdus {
+		c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, first+uint32(i), 1)
+		c.sameAgain(p)
+	}
+	c.acked = first + 2
+	c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, 0, 0)
+	for _, p := range pdus[2:] {
+		c.sameAgain(p)
+	}
+	h = c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, first+1, 1)
+	c.wantReject(pdu.RejectProtocolError, h)
+	// The StatSN of what follows is not disturbed, nor that of an R2T (ISCSI-11.8-5).
+	_, r2t := c.openWrite(random(4096))
+	if r2t.StatSN() != c.statSN {
+		t.Errorf("R2T with StatSN %d, want %d", r2t.StatSN(), c.statSN)
+	}
+}
+
+// ISCSI-11.16-2: after an R-Data SNACK all data comes again in PDUs of the length
+// that the initiator takes now, and a Response with the SNACK Tag, which a Status
+// SNACK repeats.
+func TestRDataSNACK(t *testing.T) {
+	for _, acked := range []int{0, 4, 6} {
+		t.Run(fmt.Sprintf("%d acknowledged", acked), func(t *testing.T) {
+			tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.MaxTransferPiece = 64 << 10 })
+			c := tg.login1(t, "MaxBurstLength=32768", "FirstBurstLength=32768")
+			const octets = 100 << 10
+			cmd, pdus := c.openRead(octets, 32<<10)
+			status := pdus[len(pdus)-1]
+			var want []byte
+			for _, p := range pdus[acked : len(pdus)-1] {
+				want = append(want, p.data...)
+			}
+			if acked > 0 {
+				c.snack(pdu.SNACKDataACK, pdu.ReservedTag, pdus[3].h.TTT(), uint32(acked), 0)
+			}
+			c.limitSegments(2048)
+			for _, tag := range []uint32{77, 78} {
+				c.snack(pdu.SNACKRData, cmd.ITT(), tag, 0, 0)
+				var got []byte
+				sn := uint32(acked)
+				for {
+					p := c.again()
+					if p.h.Opcode() == pdu.SCSIResponse {
+						if p.h.SNACKTag() != tag || p.h.StatSN() != status.h.StatSN() || p.h.ExpDataSN() != sn || p.h.Status() != 0 {
+							t.Fatalf("Response %x", []byte(p.h))
+						}
+						c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, p.h.StatSN(), 1)
+						c.sameAgain(p)
+						break
+					}
+					if p.h.Opcode() != pdu.DataIn || p.h.DataSN() != sn || len(p.data) > 2048 || int(p.h.BufferOffset()) != acked*8192+len(got) {
+						t.Fatalf("%x", []byte(p.h))
+					}
+					sn++
+					got = append(got, p.data...)
+				}
+				if !bytes.Equal(got, want) {
+					t.Fatal("the data is not the same")
+				}
+				// These PDUs can be asked for in their turn.
+				c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, sn-1, 1)
+				if p := c.again(); !bytes.Equal(p.data, got[len(got)-len(p.data):]) || len(p.data) != 2048 {
+					t.Fatalf("%x", []byte(p.h))
+				}
+			}
+			c.ack()
+		})
+	}
+}
+
+// limitSegments declares another MaxRecvDataSegmentLength.
+func (c *client) limitSegments(octets int) {
+	c.tb.Helper()
+	c.text(fmt.Sprintf("MaxRecvDataSegmentLength=%d\x00", octets))
+	c.want(pdu.TextResp)
+	c.limit = octets
+}
+
+// SNACKs for a READ that goes on: what has come is sent again, the rest follows with
+// the numbers behind that (ISCSI-11.16-2).
+func TestSNACKWithinARead(t *testing.T) {
+	const octets, half = 256 << 10, 128 << 10
+	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.MaxTransferPiece = 64 << 10 })
+	if err := tg.store.WriteAt(random(octets), 0); err != nil {
+		t.Fatal(err)
+	}
+	c := tg.login1(t)
+	store := tg.store.shut(half)
+	h := c.scsi(pdu.FlagR, read16(0, octets/blockLen), octets)
+	c.send(h, nil)
+	var pdus []reply
+	for range half / 8192 {
+		pdus = append(pdus, c.want(pdu.DataIn))
+	}
+	<-store.entered
+	c.snack(pdu.SNACKData, h.ITT(), pdu.ReservedTag, 3, 2)
+	c.sameAgain(pdus[3])
+	c.sameAgain(pdus[4])
+	reject := c.snack(pdu.SNACKData, h.ITT(), pdu.ReservedTag, uint32(len(pdus)), 0)
+	c.wantReject(pdu.RejectProtocolError, reject)
+	c.limitSegments(4096)
+	c.snack(pdu.SNACKRData, h.ITT(), 9, 0, 0)
+	var got []byte
+	sn := uint32(0)
+	take := func() {
+		p := c.any()
+		if p.h.Opcode() != pdu.DataIn || p.h.DataSN() != sn || int(p.h.BufferOffset()) != len(got) || len(p.data) > 4096 {
+			t.Fatalf("%x", []byte(p.h))
+		}
+		sn++
+		got = append(got, p.data...)
+	}
+	for len(got) < half {
+		take()
+	}
+	c.quiet()
+	store.open()
+	for len(got) < octets {
+		take()
+	}
+	rsp := c.want(pdu.SCSIResponse)
+	if rsp.h.SNACKTag() != 9 || rsp.h.ExpDataSN() != sn || rsp.h.Status() != 0 || !bytes.Equal(got, tg.stored(0, octets)) {
+		t.Fatalf("%x", []byte(rsp.h))
+	}
+	c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, rsp.h.StatSN(), 1)
+	c.sameAgain(rsp)
+}
+
+// R-Data SNACKs while much else is on its way: the copies come without a gap and
+// after what was queued.
+func TestRDataUnderLoad(t *testing.T) {
+	const octets, reads = 1 << 20, 12
+	tg := startTarget(t, level1, func(tg *target, _ *iscsi.Options) {
+		tg.wrap = func(nc net.Conn) net.Conn { return slowConn{nc, 100 << 20} }
+	})
+	c := tg.login1(t, "MaxRecvDataSegmentLength=65536")
+	var tags []uint32
+	for range reads {
+		h := c.scsi(pdu.FlagR, read16(0, octets/blockLen), octets)
+		c.send(h, nil)
+		tags = append(tags, h.ITT())
+	}
+	c.want(pdu.DataIn)
+	for i := 0; i < reads; i += 3 {
+		c.snack(pdu.SNACKRData, tags[i], uint32(100+i), 0, 0)
+	}
+	tagged := map[uint32]bool{}
+	for len(tagged) < reads/3 {
+		p := c.again()
+		switch {
+		case p.h.Opcode() == pdu.SCSIResponse && p.h.Status() != 0, p.h.Opcode() == pdu.Reject:
+			t.Fatalf("%x", []byte(p.h))
+		case p.h.Opcode() == pdu.SCSIResponse && p.h.SNACKTag() != 0:
+			if p.h.ITT() != tags[p.h.SNACKTag()-100] || p.h.ExpDataSN() != octets/65536 {
+				t.Fatalf("%x", []byte(p.h))
+			}
+			tagged[p.h.SNACKTag()] = true
+		}
+	}
+}
+
+// A SNACK is about what its own connection has sent (ISCSI-11.16-3); another one of
+// the session has its own StatSNs, and tasks of its own.
+func TestSNACKOnAnotherConnection(t *testing.T) {
+	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.Limits.MaxConnections = 2 })
+	c := tg.login1(t, "MaxConnections=2", "MaxBurstLength=16384", "FirstBurstLength=16384")
+	other := tg.connect(t)
+	other.isid, other.tsih, other.cid, other.cmdSN, other.itt = c.isid, c.tsih, 1, c.cmdSN, 0x8000
+	other.login("HeaderDigest=CRC32C", "DataDigest=CRC32C")
+	other.acksLate = true
+	other.ack()
+	store := tg.store.shut(1 << 20)
+	defer store.open()
+	going := c.scsi(pdu.FlagR, read16(2048, 8), 4096)
+	c.send(going, nil)
+	<-store.entered
+	cmd, pdus := c.openRead(64<<10, 16<<10)
+	for _, h := range []pdu.BHS{cmd, going} {
+		other.wantReject(pdu.RejectProtocolError, other.snack(pdu.SNACKData, h.ITT(), pdu.ReservedTag, 0, 0))
+		other.wantReject(pdu.RejectProtocolError, other.snack(pdu.SNACKRData, h.ITT(), 5, 0, 0))
+	}
+	other.wantReject(pdu.RejectInvalidDataAck, other.snack(pdu.SNACKDataACK, pdu.ReservedTag, pdus[7].h.TTT(), 8, 0))
+	c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 7, 1)
+	c.sameAgain(pdus[7])
+}
+
+// A WRITE: an R2T that is not answered comes again, one that is does not
+// (ISCSI-11.16-3).
+func TestR2TSNACK(t *testing.T) {
+	tg := startTarget(t, level1)
+	c := tg.login1(t, "MaxBurstLength=8192", "FirstBurstLength=8192")
+	data := random(16384)
+	cmd, r2t := c.openWrite(data)
+	for _, run := range []uint32{0, 1} {
+		c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 0, run)
+		c.sameAgain(reply{h: r2t})
+	}
+	h := c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 1, 1)
+	if p := c.any(); p.h.DataSN() != 1 {
+		t.Errorf("next R2TSN %d", p.h.DataSN())
+	} else {
+		c.isReject(p, pdu.RejectProtocolError, h)
+	}
+	c.send(dataOut(cmd.ITT(), r2t, 0, 0, false), data[:4096])
+	c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 0, 0)
+	c.sameAgain(reply{h: r2t}) // as it was, although some data has come
+	c.send(dataOut(cmd.ITT(), r2t, 1, 4096, true), data[4096:8192])
+	second := c.want(pdu.R2T).h
+	c.wantReject(pdu.RejectProtocolError, c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 0, 1))
+	// Answers to the copies are duplicates: they do no harm (ISCSI-7.8-3).
+	c.answer(cmd, r2t, random(16384), 3000)
+	c.quiet()
+	c.answer(cmd, second, data, 3000)
+	if rsp := c.want(pdu.SCSIResponse); rsp.h.Status() != 0 || !bytes.Equal(tg.stored(0, 16384), data) {
+		t.Fatalf("response %x", []byte(rsp.h))
+	}
+	c.answer(cmd, second, random(16384), 3000)
+	c.quiet()
+	if !bytes.Equal(tg.stored(0, 16384), data) {
+		t.Fatal("a duplicate was written")
+	}
+}
+
+// ISCSI-7.8-3, ISCSI-7.8-2: Data-Out that is lost, by a wrong data digest or because
+// it does not come, is asked for again by a recovery R2T, and nothing else is.
+func TestRecoveryR2T(t *testing.T) {
+	const size, segment = 16384, 1024
+	type span struct{ from, to uint32 }
+	for _, tt := range []struct {
+		name    string
+		bad     []int // Data-Out with a wrong digest
+		missing []int // Data-Out that are not sent
+		want    []span
+	}{
+		{"first", []int{0}, nil, []span{{0, 1024}}},
+		{"middle", []int{7}, nil, []span{{7168, 8192}}},
+		{"last", []int{15}, nil, []span{{15360, 16384}}},
+		{"two that follow each other", []int{3, 4}, nil, []span{{3072, 5120}}},
+		{"two", []int{3, 9}, nil, []span{{3072, 4096}, {9216, 10240}}},
+		{"all", []int{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, nil, []span{{0, 16384}}},
+		{"missing", nil, []int{5}, []span{{5120, 6144}}},
+		{"missing first and two more", nil, []int{0, 5, 6}, []span{{0, 1024}, {5120, 7168}}},
+		{"missing behind a bad one", []int{4}, []int{5}, []span{{4096, 6144}}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			tg := startTarget(t, level1)
+			c := tg.login1(t, "MaxBurstLength=16384", "FirstBurstLength=16384")
+			data := random(2 * size)
+			cmd, r2t := c.openWrite(data)
+			has := func(all []int, i int) bool {
+				for _, n := range all {
+					if n == i {
+						return true
+					}
+				}
+				return false
+			}
+			for i := range size / segment {
+				if has(tt.missing, i) {
+					continue
+				}
+				h := dataOut(cmd.ITT(), r2t, uint32(i), uint32(i*segment), i == size/segment-1)
+				d := data[i*segment:][:segment]
+				if c.badData = has(tt.bad, i); c.badData {
+					d = random(segment)
+				}
+				bad := c.badData
+				c.send(h, d)
+				if bad && i < size/segment-1 {
+					c.wantReject(pdu.RejectDataDigest, h)
+				}
+			}
+			sn := uint32(1)
+			rejects := 0
+			if has(tt.bad, size/segment-1) {
+				rejects = 1
+			}
+			for _, s := range tt.want {
+				p := c.any()
+				for ; p.h.Opcode() == pdu.Reject && rejects > 0; rejects-- {
+					p = c.any()
+				}
+				h := p.h
+				if h.Opcode() != pdu.R2T || h.R2TSN() != sn || h.BufferOffset() != s.from || h.DesiredDataTransferLength() != s.to-s.from || h.TTT() == r2t.TTT() {
+					t.Fatalf("%x instead of an R2T for %v", []byte(h), s)
+				}
+				sn++
+				c.answer(cmd, h, data, 1000)
+			}
+			p := c.any()
+			for ; p.h.Opcode() == pdu.Reject && rejects > 0; rejects-- {
+				p = c.any()
+			}
+			if p.h.Opcode() != pdu.R2T || p.h.BufferOffset() != size || p.h.R2TSN() != sn {
+				t.Fatalf("%x instead of the second R2T", []byte(p.h))
+			}
+			c.answer(cmd, p.h, data, 1000)
+			for p = c.any(); p.h.Opcode() == pdu.Reject && rejects > 0; rejects-- {
+				p = c.any()
+			}
+			if p.h.Opcode() != pdu.SCSIResponse || p.h.Status() != 0 || !bytes.Equal(tg.stored(0, 2*size), data) {
+				t.Fatalf("response %x", []byte(p.h))
+			}
+		})
+	}
+	t.Run("lost again and again", func(t *testing.T) {
+		tg := startTarget(t, level1)
+		c := tg.login1(t)
+		before := tg.stored(0, 4096)
+		cmd, r2t := c.openWrite(random(4096))
+		rounds := 0
+		for {
+			h := dataOut(cmd.ITT(), r2t, 0, 0, true)
+			c.badData = true
+			c.send(h, random(4096))
+			a, b := c.any(), c.any()
+			if a.h.Opcode() == pdu.Reject {
+				a, b = b, a
+			}
+			c.isReject(b, pdu.RejectDataDigest, h)
+			if a.h.Opcode() == pdu.SCSIResponse {
+				c.wantSense(a, 0x0b, 0x47, 0x05)
+				break
+			}
+			if r2t = a.h; r2t.Opcode() != pdu.R2T || rounds > 100 {
+				t.Fatalf("%x", []byte(r2t))
+			}
+			rounds++
+		}
+		if rounds < 3 || !bytes.Equal(tg.stored(0, 4096), before) {
+			t.Errorf("%d rounds", rounds)
+		}
+	})
+	t.Run("duplicates", func(t *testing.T) {
+		tg := startTarget(t, level1)
+		c := tg.login1(t)
+		data := random(8192)
+		cmd, r2t := c.openWrite(data)
+		c.send(dataOut(cmd.ITT(), r2t, 0, 0, false), data[:4096])
+		c.send(dataOut(cmd.ITT(), r2t, 0, 0, false), random(4096))
+		c.send(dataOut(cmd.ITT(), r2t, 1, 4096, false), data[4096:6144])
+		c.send(dataOut(cmd.ITT(), r2t, 0, 0, true), random(4096))
+		c.send(dataOut(cmd.ITT(), r2t, 2, 6144, true), data[6144:])
+		if rsp := c.want(pdu.SCSIResponse); rsp.h.Status() != 0 || !bytes.Equal(tg.stored(0, 8192), data) {
+			t.Fatalf("response %x", []byte(rsp.h))
+		}
+	})
+	// What is not a loss is as wrong as at ErrorRecoveryLevel 0.
+	for _, tt := range []struct {
+		name        string
+		sn, off, n  int
+		final       bool
+		reason      pdu.RejectReason
+		wantNothing bool
+	}{
+		{"offset without gap", 1, 2048, 1024, false, pdu.RejectInvalidField, false},
+		{"offset before", 1, 0, 1024, false, pdu.RejectInvalidField, false},
+		{"gap, offset before", 3, 0, 1024, false, pdu.RejectInvalidField, false},
+		{"gap, offset beyond", 3, 9000, 1024, false, pdu.RejectInvalidField, false},
+		{"gap, too long", 3, 4096, 8192, false, pdu.RejectInvalidField, false},
+		{"F early", 1, 1024, 1024, true, pdu.RejectProtocolError, false},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			tg := startTarget(t, level1)
+			c := tg.login1(t)
+			data := random(8192)
+			cmd, r2t := c.openWrite(data)
+			c.send(dataOut(cmd.ITT(), r2t, 0, 0, false), data[:1024])
+			h := dataOut(cmd.ITT(), r2t, uint32(tt.sn), uint32(tt.off), tt.final)
+			c.send(h, random(tt.n))
+			var rsp reply
+			if tt.final {
+				rsp = c.wantRejectAndResponse(tt.reason, h)
+			} else {
+				c.wantReject(tt.reason, h)
+				c.send(dataOut(cmd.ITT(), r2t, 9, 2048, true), data[2048:])
+				rsp = c.want(pdu.SCSIResponse)
+			}
+			c.wantSense(rsp, 0x0b, 0x0c, 0x0d)
+		})
+	}
+}
+
+// ISCSI-7.8-3: unsolicited data that is lost is asked for.
+func TestLostUnsolicitedData(t *testing.T) {
+	no := false
+	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.Limits.InitialR2T = &no })
+	for _, tt := range []struct {
+		name      string
+		immediate int
+		lost      int // PDU of 1024 octets
+		missing   bool
+		size      int
+	}{
+		{"first, no immediate data", 0, 0, false, 4096},
+		{"first, immediate data", 1024, 0, false, 4096},
+		{"last", 1024, 2, false, 4096},
+		{"missing", 1024, 1, true, 4096},
+		{"more data than FirstBurstLength", 0, 1, false, 8192},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			c := tg.login1(t, "InitialR2T=No", "FirstBurstLength=4096")
+			data := random(tt.size)
+			h := c.scsi(pdu.FlagW, write16(0, tt.size/blockLen), tt.size)
+			h.SetFlags(h.Flags() &^ pdu.FlagF)
+			c.send(h, data[:tt.immediate])
+			rejects := 0
+			for i, off := 0, tt.immediate; off < 4096; i, off = i+1, off+1024 {
+				if i == tt.lost && tt.missing {
+					continue
+				}
+				if i == tt.lost {
+					c.badData, rejects = true, 1
+				}
+				c.send(dataOut(h.ITT(), nil, uint32(i), uint32(off), off == 3072), data[off:off+1024])
+			}
+			from := tt.immediate + tt.lost*1024
+			for {
+				p := c.any()
+				switch p.h.Opcode() {
+				case pdu.Reject:
+					rejects--
+				case pdu.R2T:
+					if int(p.h.BufferOffset()) != from || p.h.R2TSN() != 0 {
+						t.Fatalf("%x", []byte(p.h))
+					}
+					c.answer(h, p.h, data, 1000)
+				default:
+					if p.h.Opcode() != pdu.SCSIResponse || p.h.Status() != 0 || !bytes.Equal(tg.stored(0, tt.size), data) {
+						t.Fatalf("%x %x", []byte(p.h), p.data)
+					}
+					for ; rejects > 0; rejects-- { // which may be slower
+						c.want(pdu.Reject)
+					}
+					if rejects < 0 {
+						t.Error("a Reject too many")
+					}
+					return
+				}
+			}
+		})
+	}
+}
+
+// ISCSI-7.2.1-1: a command whose immediate data was bad comes again, and again; it is
+// executed once.
+func TestRetry(t *testing.T) {
+	tg := startTarget(t, level1)
+	c := tg.login1(t)
+	data := random(4096)
+	h := c.scsi(pdu.FlagW, write16(0, 8), 4096)
+	c.badData = true
+	c.send(h, data)
+	c.wantReject(pdu.RejectDataDigest, h)
+	c.send(h, data)
+	if rsp := c.want(pdu.SCSIResponse); rsp.h.Status() != 0 || !bytes.Equal(tg.stored(0, 4096), data) {
+		t.Fatalf("%x", []byte(rsp.h))
+	}
+	c.send(h, random(4096)) // answered, not acknowledged
+	c.quiet()
+	if !bytes.Equal(tg.stored(0, 4096), data) {
+		t.Fatal("executed twice")
+	}
+}
+
+// An initiator that acknowledges nothing is asked to, gets on nevertheless, and costs
+// a bounded amount of memory. What was given up for that cannot be asked for any more
+// (ISCSI-11.16-3, ISCSI-11.4-11, ISCSI-11.19-2).
+func TestNothingIsAcknowledged(t *testing.T) {
+	const memory, depth = 4 << 20, 4
+	for _, tt := range []struct {
+		name  string
+		count int
+		cmd   func(c *client) pdu.BHS
+	}{
+		{"memory", 6, func(c *client) pdu.BHS { return c.scsi(pdu.FlagR, read16(0, 2048), 1<<20) }},
+		{"window", 2*depth + 1, func(c *client) pdu.BHS { return c.scsi(0, make([]byte, 6), 0) }},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			tg := startTarget(t, level1, hasty, func(_ *target, o *iscsi.Options) { o.ConnectionMemory, o.QueueDepth = memory, depth })
+			c := tg.login1(t, "MaxRecvDataSegmentLength=262144")
+			pings := 0
+			for range tt.count {
+				for pdu.Before(c.maxCmdSN, c.cmdSN) { // the window is closed
+					pings += c.unasked(c.any())
+				}
+				h := tt.cmd(c)
+				c.send(h, nil)
+				for {
+					p := c.any()
+					if p.h.Opcode() == pdu.SCSIResponse {
+						if p.h.Status() != 0 || p.h.ITT() != h.ITT() {
+							t.Fatalf("%x", []byte(p.h))
+						}
+						break
+					}
+					if p.h.Opcode() != pdu.DataIn {
+						pings += c.unasked(p)
+					}
+				}
+				if s := tg.node.Stats(); s.BufferOctets > memory || s.TasksInFlight > 3*depth+2 {
+					t.Fatalf("%+v", s)
+				}
+			}
+			if pings == 0 {
+				t.Error("nobody asked for an acknowledgement")
+			}
+			h := c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, c.acked, 1)
+			p := c.any()
+			for ; p.h.Opcode() == pdu.NOPIn; p = c.any() {
+			}
+			c.isReject(p, pdu.RejectSNACK, h)
+		})
+	}
+}
+
+// An initiator that has nothing to send but answers pings, which acknowledge what it
+// has: READs for more than the memory there is come to their end (ISCSI-11.18-3).
+func TestPingsAcknowledge(t *testing.T) {
+	const reads, octets = 12, 1 << 20
+	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 4 << 20 })
+	c := tg.login1(t, "MaxRecvDataSegmentLength=262144")
+	for range reads {
+		c.send(c.scsi(pdu.FlagR, read16(0, octets/blockLen), octets), nil)
+	}
+	pongs := 0
+	for done := 0; done < reads; {
+		p := c.any()
+		switch {
+		case p.h.Opcode() == pdu.SCSIResponse && p.h.Status() == 0:
+			done++
+		case p.h.Opcode() == pdu.NOPIn && c.unasked(p) > 0:
+			pongs++
+			h := make(pdu.BHS, pdu.BHSLen)
+			h.Reset(pdu.NOPOut, pdu.FlagF)
+			h.SetImmediate()
+			h.SetITT(pdu.ReservedTag)
+			h.SetTTT(p.h.TTT())
+			h.SetCmdSN(c.cmdSN)
+			h.SetExpStatSN(c.statSN)
+			c.acked = c.statSN
+			c.send(h, nil)
+		case p.h.Opcode() != pdu.DataIn && p.h.Opcode() != pdu.NOPIn:
+			t.Fatalf("%x", []byte(p.h))
+		}
+		if n := tg.node.Stats().BufferOctets; n > 4<<20 {
+			t.Fatalf("%d octets", n)
+		}
+	}
+	if pongs == 0 {
+		t.Error("nobody asked for an acknowledgement")
+	}
+}
+
+// More immediate requests than there are slots, none of them acknowledged.
+func TestManyImmediateRequests(t *testing.T) {
+	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.QueueDepth = 4 })
+	c := tg.login1(t)
+	for range 300 {
+		c.ping()
+	}
+	if n := tg.node.Stats().TasksInFlight; n > 60 {
+		t.Errorf("%d slots in use", n)
+	}
+	h := c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, c.acked, 0)
+	c.wantReject(pdu.RejectSNACK, h)
+	last := c.ping()
+	c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, last.h.StatSN(), 0)
+	c.sameAgain(last)
+}
+
+// Long answers are kept as far as they fit into 1 MiB.
+func TestManyLongPings(t *testing.T) {
+	tg := startTarget(t, level1)
+	c := tg.login1(t, "MaxRecvDataSegmentLength=65536")
+	data := random(65536)
+	var pings []reply
+	for range 40 {
+		c.send(c.nopOut(), data)
+		pings = append(pings, c.want(pdu.NOPIn))
+	}
+	c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, pings[28].h.StatSN(), 0)
+	for _, p := range pings[28:] {
+		c.sameAgain(p)
+	}
+	c.wantReject(pdu.RejectSNACK, c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, pings[20].h.StatSN(), 1))
+}
+
+// unasked wants p to be a NOP-In of the target's own, and returns how many answers it
+// wants.
+func (c *client) unasked(p reply) int {
+	c.tb.Helper()
+	if p.h.Opcode() != pdu.NOPIn || p.h.ITT() != pdu.ReservedTag {
+		c.tb.Fatalf("%x", []byte(p.h))
+	}
+	if p.h.TTT() == pdu.ReservedTag {
+		return 0
+	}
+	return 1
+}
+
+// ISCSI-11.16-3: when data of a command that goes on was given up, a SNACK for it
+// is rejected, and the command fails.
+func TestDataGivenUp(t *testing.T) {
+	tg := startTarget(t, level1, hasty, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 1 << 20 })
+	c := tg.login1(t, "MaxRecvDataSegmentLength=262144", "MaxBurstLength=16776192")
+	const octets = 2 << 20
+	h := c.scsi(pdu.FlagR, read16(0, octets/blockLen), octets)
+	store := tg.store.shut(1 << 20)
+	c.send(h, nil)
+	for off := 0; off < 1<<20; {
+		p := c.any()
+		if p.h.Opcode() == pdu.DataIn {
+			if off += len(p.data); p.h.Flags()&pdu.FlagA != 0 && off < 1<<20 {
+				t.Errorf("A bit after %d octets", off)
+			}
+		}
+	}
+	<-store.entered // it has the memory that was given up
+	s := c.snack(pdu.SNACKData, h.ITT(), pdu.ReservedTag, 0, 1)
+	for {
+		p := c.any()
+		if p.h.Opcode() == pdu.NOPIn {
+			continue
+		}
+		c.isReject(p, pdu.RejectSNACK, s)
+		break
+	}
+	store.open()
+	for {
+		p := c.any()
+		if p.h.Opcode() == pdu.SCSIResponse {
+			c.wantSense(p, 0x0b, 0x11, 0x13)
+			break
+		}
+		if p.h.Opcode() != pdu.DataIn && p.h.Opcode() != pdu.NOPIn {
+			t.Fatalf("%x", []byte(p.h))
+		}
+	}
+}
+
+// Acknowledgements of data let a READ go on that needs more memory than there is,
+// and nothing is given up: what is not acknowledged can be asked for all the time.
+func TestDataACK(t *testing.T) {
+	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 2 << 20 })
+	c := tg.login1(t, "MaxRecvDataSegmentLength=262144", "MaxBurstLength=262144")
+	const octets = 12 << 20
+	h := c.scsi(pdu.FlagR, read16(0, octets/blockLen), octets)
+	c.send(h, nil)
+	var got []byte
+	next, copies, acks := uint32(0), 0, 0
+	asked := false
+	var last reply // with the A bit
+	for {
+		p := c.again()
+		if p.h.Opcode() == pdu.NOPIn {
+			continue
+		}
+		if p.h.Opcode() == pdu.SCSIResponse && p.h.Status() == 0 {
+			break
+		}
+		if p.h.Opcode() != pdu.DataIn {
+			t.Fatalf("%x", []byte(p.h))
+		}
+		if p.h.DataSN() < next { // the copy: all is there
+			c.snack(pdu.SNACKDataACK, pdu.ReservedTag, last.h.TTT(), last.h.DataSN()+1, 0)
+			asked = false
+			copies++
+			continue
+		}
+		next = p.h.DataSN() + 1
+		got = append(got, p.data...)
+		if p.h.Flags()&pdu.FlagA != 0 {
+			acks++
+			last = p
+			if !asked {
+				asked = true
+				c.snack(pdu.SNACKData, h.ITT(), pdu.ReservedTag, p.h.DataSN(), 1)
+			}
+		}
+	}
+	if acks != octets>>18 || copies == 0 || !bytes.Equal(got, tg.stored(0, octets)) {
+		t.Errorf("%d A bits, %d copies", acks, copies)
+	}
+}
+
+// All of it under load, from a stream whose PDUs get lost at random, on both sides:
+// what is read is what was written.
+func TestLossyStream(t *testing.T) {
+	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.MaxTransferPiece = 64 << 10 })
+	c := tg.login1(t, "MaxBurstLength=65536", "FirstBurstLength=65536")
+	want := random(256 << 10)
+	lose := func(n int) bool { return (n*2654435761>>7)%5 == 0 }
+	lost := 0
+	// Written with every fifth Data-Out spoiled.
+	h := c.scsi(pdu.FlagW, write16(0, len(want)/blockLen), len(want))
+	c.send(h, nil)
+	for n := 0; ; {
+		p := c.any()
+		if p.h.Opcode() == pdu.Reject {
+			continue
+		}
+		if p.h.Opcode() == pdu.SCSIResponse {
+			if p.h.Status() != 0 {
+				t.Fatalf("%x %x", []byte(p.h), p.data)
+			}
+			break
+		}
+		off, end := p.h.BufferOffset(), p.h.BufferOffset()+p.h.DesiredDataTransferLength()
+		for sn := uint32(0); off < end; sn++ {
+			k := min(4096, end-off)
+			d := dataOut(h.ITT(), p.h, sn, off, off+k == end)
+			if n++; lose(n) {
+				c.badData = true
+				lost++
+			}
+			c.send(d, want[off:off+k])
+			off += k
+		}
+	}
+	if lost == 0 || !bytes.Equal(tg.stored(0, len(want)), want) {
+		t.Fatalf("%d lost; what is stored is not what was written", lost)
+	}
+	// Read with every fifth Data-In lost, and asked for again.
+	h = c.scsi(pdu.FlagR, read16(0, len(want)/blockLen), len(want))
+	h.SetExpStatSN(c.acked)
+	c.send(h, nil)
+	got := make([]byte, len(want))
+	var holes []uint32
+	for n := 0; ; n++ {
+		p := c.any()
+		if p.h.Opcode() == pdu.Reject { // of a Data-Out, later than the Response
+			n--
+			continue
+		}
+		if p.h.Opcode() == pdu.SCSIResponse {
+			break
+		}
+		if lose(n) {
+			holes = append(holes, p.h.DataSN())
+			continue
+		}
+		copy(got[p.h.BufferOffset():], p.data)
+	}
+	for n := 0; len(holes) > 0; n++ {
+		c.snack(pdu.SNACKData, h.ITT(), pdu.ReservedTag, holes[0], 1)
+		p := c.again()
+		if p.h.DataSN() != holes[0] {
+			t.Fatalf("%x", []byte(p.h))
+		}
+		if !lose(n) {
+			copy(got[p.h.BufferOffset():], p.data)
+			holes = holes[1:]
+		}
+	}
+	if !bytes.Equal(got, want) {
+		t.Fatal("what is read is not what was written")
+	}
+	c.ack()
+}
+
+// wantData wants a Data-In, and before it NOP-Ins at most, which ask for
+// acknowledgements.
+func (c *client) wantData() {
+	c.tb.Helper()
+	p := c.any()
+	for p.h.Opcode() == pdu.NOPIn {
+		p = c.any()
+	}
+	if p.h.Opcode() != pdu.DataIn {
+		c.tb.Fatalf("%x", []byte(p.h))
+	}
+}
+
+// Connections end while something is kept, asked for, or waited for; startTarget
+// finds what is left.
+func TestLostConnectionsAtLevel1(t *testing.T) {
+	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 4 << 20 })
+	for name, f := range map[string]func(c *client){
+		"kept data": func(c *client) { c.openRead(1<<20, 1<<20) },
+		"waiting for acknowledgements": func(c *client) {
+			for range 20 {
+				c.send(c.scsi(pdu.FlagR, read16(0, 2048), 1<<20), nil)
+			}
+			c.wantData()
+		},
+		"SNACKs that nobody takes the answers of": func(c *client) {
+			cmd, _ := c.openRead(1<<20, 1<<20)
+			for range 200 {
+				c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 0, 0)
+				c.snack(pdu.SNACKRData, cmd.ITT(), 5, 0, 0)
+				c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, 0, 0)
+			}
+		},
+		"recovery R2T": func(c *client) {
+			cmd, r2t := c.openWrite(random(8192))
+			c.badData = true
+			c.send(dataOut(cmd.ITT(), r2t, 0, 0, true), random(8192))
+			c.any()
+		},
+		"ABORT TASK with kept data": func(c *client) {
+			h := c.scsi(pdu.FlagR, read16(0, 16384), 8<<20)
+			c.send(h, nil)
+			c.wantData()
+			c.tmf(pdu.AbortTask, h.ITT(), h.CmdSN())
+			for c.any().h.Opcode() != pdu.TaskMgmtResp {
+			}
+			s := c.snack(pdu.SNACKData, h.ITT(), pdu.ReservedTag, 0, 1)
+			p := c.any()
+			for p.h.Opcode() == pdu.NOPIn {
+				p = c.any()
+			}
+			c.isReject(p, pdu.RejectProtocolError, s)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := tg.login1(t, "MaxBurstLength=1048576")
+			f(c)
+			c.nc.Close()
+		})
+	}
+}
