@@ -2,18 +2,13 @@ package iser
 
 import (
 	"bytes"
-	"encoding/hex"
 	"strings"
 	"testing"
+
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-func unhex(s string) []byte {
-	b, err := hex.DecodeString(strings.ReplaceAll(s, " ", ""))
-	if err != nil {
-		panic(err)
-	}
-	return b
-}
+var unhex = testkit.Unhex
 
 // RFC 7145, section 9.2, with STags and Base Offsets as Linux has them.
 func TestHeaderGolden(t *testing.T) {

@@ -2,8 +2,9 @@
 // package iscsi on a stream of package rdma. SCSI data-in becomes RDMA Writes,
 // data-out RDMA Reads, and every other PDU a Send with an iSER header.
 //
-// It speaks iSER the way Linux does: MPA and RDMA mode from the first octet,
-// login PDUs in Sends, no Hello unless the initiator says one.
+// It speaks iSER the way Linux does, with MPA and RDMA mode from the first octet
+// and login PDUs in Sends (Accept), and the way of RFC 7145, section 5.1: login
+// on the byte stream, then RDMA mode on the same TCP connection (Allocate).
 package iser
 
 import (
@@ -16,6 +17,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/fifo"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/rdma/wire"
@@ -51,9 +53,14 @@ type Options struct {
 type Conn struct {
 	rc          *rdma.Conn
 	recvSegment int  // longest data segment of the initiator, octets
+	stepped     bool // login was on the byte stream
 	invalidates bool // the initiator takes Sends with Invalidate
 	phase       atomic.Int32
 	flush       func() // rc.Flush; made once
+
+	// A Write Base Offset names the first octet that is not sent unasked, not
+	// the first of all (RFC 7145, section 6.9).
+	solicitedOnly bool
 
 	// Of the receiving side:
 	ev         rdma.Event
@@ -63,14 +70,15 @@ type Conn struct {
 	heard      bool  // in this phase a message has come
 	hello      bool  // a Hello has come
 	needsHello bool  // it must be the next message
+	noHello    bool  // it may not come
 
 	mu          sync.Mutex
 	ord         int // RDMA Reads that may be outstanding
 	outstanding int
-	waiting     tasks // GetData that have to wait for ORD
-	lost        tasks // GetData that will not be answered
-	dead        bool  // Receive has seen the end
-	puts        *put  // free
+	waiting     fifo.Queue[task] // GetData that have to wait for ORD
+	lost        fifo.Queue[task] // GetData that will not be answered
+	dead        bool             // Receive has seen the end
+	puts        *put             // free
 }
 
 const (
@@ -79,43 +87,24 @@ const (
 	phaseFullFeature
 )
 
-var _ iscsi.Datamover = (*Conn)(nil)
+var (
+	_ iscsi.Datamover  = (*Conn)(nil)
+	_ iscsi.Reassigner = (*Conn)(nil)
+	_ iscsi.Deferrer   = (*Conn)(nil)
+)
 
 // task is the mover's state of a task slot.
 type task struct {
-	t           *iscsi.Task
-	remote      Header // Remote Mapping (RFC 7145, section 7.3.1)
-	unsolicited uint32
+	t      *iscsi.Task
+	remote Header // Remote Mapping (RFC 7145, section 7.3.1)
+	base   uint32 // Buffer Offset that the Write Base Offset stands for
 
 	send rdma.WorkRequest
 	head [headLen]byte // of send
 
 	get  rdma.WorkRequest
-	err  error // in lost
-	next *task // in waiting or lost
-}
-
-// tasks is a FIFO, linked through next.
-type tasks struct{ head, tail *task }
-
-func (l *tasks) push(t *task) {
-	t.next = nil
-	if l.tail == nil {
-		l.head = t
-	} else {
-		l.tail.next = t
-	}
-	l.tail = t
-}
-
-func (l *tasks) pop() *task {
-	t := l.head
-	if t != nil {
-		if l.head = t.next; l.head == nil {
-			l.tail = nil
-		}
-	}
-	return t
+	err  error           // in lost
+	link fifo.Link[task] // in waiting or lost
 }
 
 // put is a PutData on its way.
@@ -129,28 +118,65 @@ type put struct {
 // Accept answers the MPA Request on nc and returns the connection, in RDMA
 // mode and before login. After an error nc is closed.
 func Accept(ctx context.Context, nc net.Conn, o Options) (*Conn, error) {
-	if o.RecvDataSegmentLength == 0 {
-		o.RecvDataSegmentLength = 8192
-	}
-	o.RDMA.MaxSend = headLen + maxAHS + o.RecvDataSegmentLength + maxPad
-	// Without RDMA Reads there are no writes.
-	o.RDMA.MinORD = 1
+	o = o.complete()
 	c := &Conn{recvSegment: o.RecvDataSegmentLength}
-	rc, err := rdma.Respond(ctx, nc, o.RDMA, func(r *rdma.Request) rdma.Answer {
-		reply := [cmLen]byte{cmNoZBVA | cmNoInvalidate}
-		if len(r.Private) > 0 && r.Private[0]&cmNoInvalidate == 0 {
-			reply[0] = cmNoZBVA
-			c.invalidates = true
-		}
-		return rdma.Answer{Private: reply[:]}
-	})
+	rc, err := rdma.Respond(ctx, nc, o.RDMA, c.answer)
 	if err != nil {
 		nc.Close()
 		return nil, err
 	}
-	c.rc, c.ord, c.flush = rc, rc.ORD(), rc.Flush
+	c.start(rc)
 	return c, nil
 }
+
+// Allocate makes the resources for RDMA mode on a connection that has logged in
+// on the byte stream and agreed on p, before the initiator hears of that
+// (Allocate_Connection_Resources, RFC 7145, section 5.1.2). It is an iscsi.StepUp
+// but for the Options.
+func Allocate(o Options, p iscsi.Params, tasks int) (iscsi.EnableDatamover, error) {
+	o = o.complete()
+	c := &Conn{recvSegment: o.RecvDataSegmentLength, stepped: true}
+	if err := c.EnterFullFeature(p, tasks); err != nil {
+		return nil, err
+	}
+	r, err := rdma.NewResponder(o.RDMA)
+	if err != nil {
+		return nil, err
+	}
+	return func(nc net.Conn, prefix []byte, timeout time.Duration) (iscsi.Datamover, error) {
+		rc, err := r.Respond(context.Background(), nc, prefix, timeout, c.answer)
+		if err != nil {
+			nc.Close()
+			return nil, err
+		}
+		c.start(rc)
+		return c, nil
+	}, nil
+}
+
+// complete returns o with its defaults filled in, and what follows from them.
+func (o Options) complete() Options {
+	if o.RecvDataSegmentLength == 0 {
+		o.RecvDataSegmentLength = 8192
+	}
+	o.RDMA.MaxSend = headLen + maxAHS + o.RecvDataSegmentLength + maxPad
+	o.RDMA.MinORD = 1 // without RDMA Reads there are no writes
+	return o
+}
+
+// answer makes the private data of the MPA Reply, and notes what that of the
+// Request says.
+func (c *Conn) answer(r *rdma.Request) rdma.Answer {
+	reply := [cmLen]byte{cmNoZBVA | cmNoInvalidate}
+	if len(r.Private) > 0 && r.Private[0]&cmNoInvalidate == 0 {
+		reply[0] = cmNoZBVA
+		c.invalidates = true
+	}
+	return rdma.Answer{Private: reply[:]}
+}
+
+// start puts c on a stream in RDMA mode.
+func (c *Conn) start(rc *rdma.Conn) { c.rc, c.ord, c.flush = rc, rc.ORD(), rc.Flush }
 
 // Transport, LocalAddr, RemoteAddr and RDMA describe the connection.
 func (c *Conn) Transport() string    { return "iser" }
@@ -169,8 +195,12 @@ func (c *Conn) MaxSendSegment() int {
 	return loginSegment
 }
 
-// EnterFullFeature implements iscsi.Datamover. RDMA mode is on already, so
-// only what may be sent changes, and whether a Hello may or must come.
+// EnterFullFeature implements iscsi.Datamover. RDMA mode is on already, or about
+// to be, so only what may be sent changes, and whether a Hello may or must come.
+//
+// Linux and libiscsi, which log in in RDMA mode, behave as if they had declared
+// TaggedBufferForSolicitedDataOnly=Yes, without saying so; no initiator is known
+// that means the default, No, there. On the byte stream there are no such habits.
 func (c *Conn) EnterFullFeature(p iscsi.Params, _ int) error {
 	c.heard = false
 	if p.Discovery {
@@ -181,6 +211,8 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, _ int) error {
 		return fmt.Errorf("TargetRecvDataSegmentLength is %d, there is room for %d", n, c.recvSegment)
 	}
 	c.needsHello = p.ISERHelloRequired && !c.hello
+	c.noHello = p.ISERHelloDeclared && !p.ISERHelloRequired
+	c.solicitedOnly = p.TaggedBufferForSolicitedDataOnly || !p.TaggedBufferDeclared && !c.stepped
 	c.phase.Store(phaseFullFeature)
 	return nil
 }
@@ -197,6 +229,12 @@ func (c *Conn) CloseWrite() error { return c.rc.CloseWrite() }
 // Flush implements iscsi.Datamover.
 func (c *Conn) Flush() { c.rc.Flush() }
 
+// Pending implements iscsi.Deferrer.
+func (c *Conn) Pending() bool { return c.err == nil && c.rc.Pending() }
+
+// Defer implements iscsi.Deferrer.
+func (c *Conn) Defer() { c.rc.Defer() }
+
 // NewTask implements iscsi.Datamover.
 func (c *Conn) NewTask() any {
 	t := &task{}
@@ -210,19 +248,63 @@ func (c *Conn) Bind(it *iscsi.Task, unsolicited uint32) error {
 	var write, read uint32 // octets that RDMA is to move
 	switch edtl := c.bhs.EDTL(); {
 	case c.bhs.Write():
-		write = edtl - min(unsolicited, edtl)
+		if write = edtl - min(unsolicited, edtl); write > 0 && !c.solicitedOnly {
+			write = edtl
+		}
 	case c.bhs.Read():
 		read = edtl
 	}
 	if err := errors.Join(c.hdr.Write.check(write), c.hdr.Read.check(read)); err != nil {
 		return fmt.Errorf("%v: %w", c.bhs.Opcode(), err)
 	}
-	t.t, t.remote, t.unsolicited = it, c.hdr, unsolicited
+	t.t, t.remote, t.base = it, c.hdr, 0
+	if c.solicitedOnly {
+		t.base = unsolicited
+	}
 	return nil
 }
 
 // Unbind implements iscsi.Datamover.
 func (c *Conn) Unbind(it *iscsi.Task) { it.Mover.(*task).remote = Header{} }
+
+// Detach implements iscsi.Reassigner. The STags that the target had for the task are
+// invalid once its connection has ended (RFC 7145, section 7.3.3).
+func (c *Conn) Detach(it *iscsi.Task) iscsi.Progress {
+	c.Unbind(it)
+	return iscsi.Progress{}
+}
+
+// Advertised implements iscsi.Reassigner.
+func (c *Conn) Advertised(it *iscsi.Task) { it.Mover.(*task).remote = c.hdr }
+
+// Rebind implements iscsi.Reassigner: the Remote Mapping gets the STags and Base
+// Offsets of the TASK REASSIGN. A Write STag is for all data but the immediate one
+// (RFC 7145, section 10.2.2).
+func (c *Conn) Rebind(it, by *iscsi.Task, at iscsi.Resumption) error {
+	t, h, req := it.Mover.(*task), by.Mover.(*task).remote, it.Request()
+	if at.Done {
+		t.t, t.remote, t.base = it, Header{}, 0
+		return nil
+	}
+	var write, read uint32 // octets that RDMA may have to move
+	base := uint32(0)
+	switch edtl := req.EDTL(); {
+	case req.Write():
+		write = edtl - min(at.Immediate, edtl)
+		if c.solicitedOnly {
+			base = at.Immediate
+		} else if write > 0 {
+			write = edtl
+		}
+	case req.Read():
+		read = edtl
+	}
+	if err := errors.Join(h.Write.check(write), h.Read.check(read)); err != nil {
+		return fmt.Errorf("TASK REASSIGN: %w", err)
+	}
+	t.t, t.remote, t.base = it, h, base
+	return nil
+}
 
 // PutData implements iscsi.Datamover by an RDMA Write.
 func (c *Conn) PutData(it *iscsi.Task, off uint32, data []byte, b *iscsi.Buffer) error {
@@ -268,17 +350,14 @@ func (p *put) WorkDone(*rdma.WorkRequest, error) {
 	b.Release()
 }
 
-// GetData implements iscsi.Datamover by an RDMA Read. The Write Base Offset of
-// Linux and libiscsi names the first octet that is not sent unasked, which is
-// TaggedBufferForSolicitedDataOnly=Yes (RFC 7145, section 6.9) without saying
-// so; no initiator is known that reads the default the other way.
+// GetData implements iscsi.Datamover by an RDMA Read.
 func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
 	t := it.Mover.(*task)
 	r := t.remote.Write
 	if !r.Valid {
 		return errors.New("iser: no Write STag for this task")
 	}
-	t.get.Op, t.get.Data, t.get.STag, t.get.TO = rdma.Read, data, r.STag, r.Base+uint64(off-t.unsolicited)
+	t.get.Op, t.get.Data, t.get.STag, t.get.TO = rdma.Read, data, r.STag, r.Base+uint64(off-t.base)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	switch {
@@ -287,7 +366,7 @@ func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
 	case c.ord == 0: // RFC 7145, section 7.3.6
 		return errors.New("iser: the initiator takes in no RDMA Reads")
 	case c.outstanding >= c.ord:
-		c.waiting.push(t)
+		c.waiting.Push(t, &t.link)
 		return nil
 	}
 	return c.postRead(t)
@@ -310,13 +389,13 @@ func (c *Conn) readDone() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.outstanding--
-	t := c.waiting.pop()
+	t := c.waiting.Pop()
 	if t == nil {
 		return
 	}
 	if err := c.postRead(t); err != nil { // the connection has ended
 		t.err = err
-		c.lost.push(t)
+		c.lost.Push(t, &t.link)
 		return
 	}
 	// The caller receives: it must not wait for the peer to take data, which
@@ -406,6 +485,8 @@ func (c *Conn) message(n *iscsi.Notice) (ok bool, err error) {
 		return false, &FormatError{err}
 	case hello && !first:
 		return false, &FormatError{errors.New("iSER Hello is not the first message")}
+	case hello && c.noHello: // RFC 7145, section 5.1.3
+		return false, &FormatError{errors.New("iSERHelloRequired=No, and an iSER Hello came")}
 	case hello:
 		c.hello, c.needsHello = true, false
 		return false, c.helloReply(parseHello(b))
@@ -434,8 +515,8 @@ func (e *FormatError) Error() string { return "iSER format error: " + e.Err.Erro
 func (e *FormatError) Unwrap() error { return e.Err }
 
 // helloReply answers a Hello (RFC 7145, section 5.1.3), which also sets how
-// many RDMA Reads there may be. With Linux's order of things it is the first
-// message of the connection, or the first of the full feature phase.
+// many RDMA Reads there may be. It is the first message of the connection or,
+// after a login in RDMA mode, of the full feature phase.
 func (c *Conn) helloReply(h Hello) error {
 	r := HelloReply{MaxVer: protocolVersion, CurVer: protocolVersion}
 	c.mu.Lock()
@@ -461,9 +542,9 @@ func (c *Conn) end(err error) {
 	c.err = err
 	c.mu.Lock()
 	c.dead = true
-	for t := c.waiting.pop(); t != nil; t = c.waiting.pop() {
+	for t := c.waiting.Pop(); t != nil; t = c.waiting.Pop() {
 		t.err = err
-		c.lost.push(t)
+		c.lost.Push(t, &t.link)
 	}
 	c.mu.Unlock()
 	var fe *FormatError
@@ -479,7 +560,7 @@ func (c *Conn) end(err error) {
 // the peer has not answered by then end when the core has called Close.
 func (c *Conn) afterlife(n *iscsi.Notice) error {
 	c.mu.Lock()
-	t := c.lost.pop()
+	t := c.lost.Pop()
 	c.mu.Unlock()
 	if t != nil {
 		*n = iscsi.Notice{Task: t.t, Err: t.err}

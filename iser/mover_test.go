@@ -1,0 +1,102 @@
+package iser
+
+import (
+	"context"
+	"net"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/rdma"
+)
+
+// pair is a connection in the full feature phase, and its initiator.
+func pair(t *testing.T) (*Conn, *rdma.Conn) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	made := make(chan *rdma.Conn, 1)
+	go func() {
+		nc, err := net.Dial("tcp", l.Addr().String())
+		if err != nil {
+			made <- nil
+			return
+		}
+		rc, _, err := rdma.Initiate(context.Background(), nc, rdma.Options{})
+		if err != nil {
+			rc = nil
+		}
+		made <- rc
+	}()
+	nc, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := Accept(context.Background(), nc, Options{})
+	rc := <-made
+	if err != nil || rc == nil {
+		t.Fatal("startup: ", err)
+	}
+	t.Cleanup(func() { rc.Close(); c.Close() })
+	if err := c.EnterFullFeature(iscsi.Params{RDMAExtensions: true, TargetRecvDataSegmentLength: 8192}, 1); err != nil {
+		t.Fatal(err)
+	}
+	return c, rc
+}
+
+// Data moves for a task whose STags are known, and for no other.
+func TestUnknownTask(t *testing.T) {
+	c, _ := pair(t)
+	it := &iscsi.Task{Mover: c.NewTask()}
+	if err := c.PutData(it, 0, make([]byte, 512), nil); err == nil || !strings.Contains(err.Error(), "no Read STag") {
+		t.Errorf("ISER-7.3.5-2: %v", err)
+	}
+	if err := c.GetData(it, 0, make([]byte, 512)); err == nil || !strings.Contains(err.Error(), "no Write STag") {
+		t.Errorf("ISER-7.3.6-3: %v", err)
+	}
+	// Of a task that is over they are not known any more.
+	it.Mover.(*task).remote = Header{Write: Remote{Valid: true, STag: 1}, Read: Remote{Valid: true, STag: 2}}
+	c.Unbind(it)
+	if c.PutData(it, 0, make([]byte, 512), nil) == nil || c.GetData(it, 0, make([]byte, 512)) == nil {
+		t.Error("ISER-3.1.9-1: a task without binding moves data")
+	}
+}
+
+// Resources are allocated before there is a connection, and what was allocated
+// and is not used leaves nothing behind.
+func TestAllocate(t *testing.T) {
+	before := rdma.ReadStats()
+	p := iscsi.Params{RDMAExtensions: true, TargetRecvDataSegmentLength: 8192, ISERHelloRequired: true}
+	if _, err := Allocate(Options{}, p, 1); err != nil {
+		t.Fatal(err)
+	}
+	p.TargetRecvDataSegmentLength = 8193
+	if _, err := Allocate(Options{}, p, 1); err == nil {
+		t.Error("ISER-5.1.2-6: 8193 octets where there is room for 8192")
+	}
+	if _, err := Allocate(Options{RDMA: rdma.Options{IRD: -1}}, iscsi.Params{}, 1); err == nil {
+		t.Error("ISER-5.1.2-6: IRD -1")
+	}
+	if now := rdma.ReadStats(); now != before {
+		t.Errorf("ISER-3.1.5-1: %+v, was %+v", now, before)
+	}
+	enable, err := Allocate(Options{}, iscsi.Params{}, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	near, far := net.Pipe()
+	defer far.Close()
+	if _, err := enable(near, nil, 10*time.Millisecond); err == nil {
+		t.Error("enabled without an MPA Request")
+	}
+	if _, err := far.Read(make([]byte, 1)); err == nil {
+		t.Error("ISER-10.1.1.1-2: the connection is still open")
+	}
+	if now := rdma.ReadStats(); now != before {
+		t.Errorf("ISER-10.1.1.1-2: %+v, was %+v", now, before)
+	}
+}
