@@ -6,6 +6,7 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"slices"
 	"strings"
 	"syscall"
 
@@ -134,7 +135,7 @@ func readSecret(path string) (security.Secret, error) {
 	if !fi.Mode().IsRegular() {
 		return "", errors.New("is no regular file")
 	}
-	if err := checkMode(fi); err != nil {
+	if err := checkMode(fi.Mode()); err != nil {
 		return "", err
 	}
 	b, err := io.ReadAll(io.LimitReader(f, maxSecretFile+1))
@@ -152,19 +153,19 @@ func readSecret(path string) (security.Secret, error) {
 }
 
 // checkMode tells whether only the owner can read the file.
-func checkMode(fi fs.FileInfo) error {
-	if mode := fi.Mode().Perm(); mode&0o077 != 0 {
-		return fmt.Errorf("has secrets, but its mode is %#o; it must be 0600 or less", mode)
+func checkMode(mode fs.FileMode) error {
+	if mode := mode.Perm(); mode&0o077 != 0 {
+		return fmt.Errorf("has secrets, but its mode is %#o; it must be 0600 or less (chmod 600)", mode)
 	}
 	return nil
 }
 
-// checkFileMode tells whether the file that c has been read from may have the
-// secrets that c has.
-func (c *Config) checkFileMode(fi fs.FileInfo) error {
+// checkFileMode tells whether a file of that mode may have the secrets that c
+// has.
+func (c *Config) checkFileMode(mode fs.FileMode) error {
 	for _, s := range c.secrets() {
 		if s.file == "" {
-			return checkMode(fi)
+			return checkMode(mode)
 		}
 	}
 	return nil
@@ -237,7 +238,8 @@ func (c *Config) checkSecrets(errs *errorList) {
 
 // Warnings are about what is allowed, but better not done, each on one line: a
 // target that asks for no proof on a portal that others can reach (RFC 7143,
-// section 9), and a secret of two names (section 9.2.1).
+// section 9), metrics or a dashboard there, LUNs by initiator where a user can be any initiator, and a secret of
+// two names (section 9.2.1).
 func (c *Config) Warnings() []string {
 	var warnings []string
 	for i, t := range c.Targets {
@@ -245,10 +247,31 @@ func (c *Config) Warnings() []string {
 			continue
 		}
 		for j, p := range c.Portals {
+			if !t.ServedBy(p) {
+				continue
+			}
 			if addr, reason := parseAddress(p.Listen, true); reason != "" || !addr.loopback() {
 				warnings = append(warnings, fmt.Sprintf("targets[%d].auth: no authentication: whoever reaches portals[%d], %s, can log in to %s by the name of an initiator", i, j, p.Listen, t.Name))
 				break
 			}
+		}
+	}
+	for i, t := range c.Targets {
+		if t.Auth.Method != "chap" || !slices.ContainsFunc(t.LUNs, LUN.forSome) {
+			continue
+		}
+		for j, u := range t.Auth.Users {
+			if u.Initiator == "" {
+				warnings = append(warnings, index("targets", i, "auth", "users", j, "initiator")+": is not set: this user can take the name of any initiator, and so the LUNs of others")
+			}
+		}
+	}
+	for _, open := range []struct{ key, listen, shows string }{
+		{"metrics.listen", c.Metrics.Listen, "the names of targets and initiators"},
+		{"dashboard.listen", c.Dashboard.Listen, "sessions, LUNs and events"},
+	} {
+		if addr, reason := parseAddress(open.listen, true); open.listen != "" && reason == "" && !addr.loopback() {
+			warnings = append(warnings, fmt.Sprintf("%s: whoever reaches %s sees %s", open.key, open.listen, open.shows))
 		}
 	}
 	c.eachShared(func(first, again secretRef) {

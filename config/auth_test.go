@@ -166,11 +166,17 @@ func TestWarnings(t *testing.T) {
 		{`":3260"`, "", "", "targets[0].auth: no authentication"},
 		{"storage.example.com:3260", "method: none", "", "targets[0].auth: no authentication"},
 		{"127.0.0.1:3260\n  - listen: 192.0.2.1:3260", "", "", "whoever reaches portals[1], 192.0.2.1:3260,"},
+		{"127.0.0.1:3260\n  - listen: 192.0.2.1:3260\n    tpgt: 2", "", "    portal_groups: [1]", ""},
+		{"127.0.0.1:3260\n  - listen: 192.0.2.1:3260\n    tpgt: 2", "", "    portal_groups: [1, 2]", "whoever reaches portals[1], 192.0.2.1:3260,"},
 		{"192.0.2.1:3260", chap + "]", "", ""},
 		{"192.0.2.1:3260", "", "    redirect: {to: 192.0.2.2:3260}", ""},
 		{"192.0.2.1:3260", chap + ", {name: b, secret: aaaaaaaaaaaa}]", "", "targets[0].auth.users[1]: has the secret of targets[0].auth.users[0]"},
 		{"192.0.2.1:3260", chap + "]", "discovery_auth: {" + chap + "]}", ""}, // one initiator
 		{"192.0.2.1:3260", chap + "]", "discovery_auth: {method: chap, users: [{name: b, secret: aaaaaaaaaaaa}]}", "discovery_auth.users[0]: has the secret of targets[0].auth.users[0]"},
+		{"192.0.2.1:3260", chap + "]", "metrics: {listen: \"127.0.0.1:80\"}", ""},
+		{"192.0.2.1:3260", chap + "]", "metrics: {listen: \":80\"}", "metrics.listen: whoever reaches :80 sees"},
+		{"192.0.2.1:3260", chap + "]", "dashboard: {listen: \"[::1]:80\"}", ""},
+		{"192.0.2.1:3260", chap + "]", "dashboard: {listen: \":80\"}", "dashboard.listen: whoever reaches :80 sees"},
 	} {
 		in := strings.Replace(strings.Replace(secured, "127.0.0.1:3260", tc.listen, 1), "%", tc.auth, 1) + tc.more
 		c, err := load("f", []byte(in))
@@ -184,6 +190,27 @@ func TestWarnings(t *testing.T) {
 		}
 		if slices.ContainsFunc(got, func(s string) bool { return strings.Contains(s, "aaaa") }) {
 			t.Errorf("secret in %q", got)
+		}
+	}
+}
+
+// CHAP users that are tied to no initiator can be any, and LUN masking goes by
+// initiator.
+func TestWarningsOfMasks(t *testing.T) {
+	const users = "method: chap, users: [{name: a, secret: aaaaaaaaaaaa, initiator: \"*:a\"}, {name: b, secret: bbbbbbbbbbbb}]"
+	for lun, want := range map[string]bool{
+		"size: 1GiB":                         false,
+		"size: 1GiB, read_only: true":        false,
+		`size: 1GiB, initiators: ["*:a"]`:    true,
+		`size: 1GiB, read_only_for: ["*:b"]`: true,
+	} {
+		c, err := load("f", []byte(strings.Replace(strings.Replace(secured, "%", users, 1), "size: 1GiB", lun, 1)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := c.Warnings()
+		if !want && len(got) > 0 || want && (len(got) != 1 || !strings.HasPrefix(got[0], "targets[0].auth.users[1].initiator: is not set")) {
+			t.Errorf("%s: %q", lun, got)
 		}
 	}
 }

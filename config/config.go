@@ -6,6 +6,9 @@ package config
 import (
 	_ "embed"
 	"log/slog"
+	"math"
+	"os"
+	"path/filepath"
 	"slices"
 	"time"
 )
@@ -20,9 +23,17 @@ type Config struct {
 
 	DiscoveryAuth Auth `key:"discovery_auth"` // before discovery
 
-	StateDir string `key:"state_dir"` // holds the identities of the LUNs; empty: they last as long as the process
+	StateDir string `key:"state_dir"` // holds what is kept of LUNs; empty: identities last as long as the process
 	Debug    Debug  `key:"debug"`
 	Log      Log    `key:"log"`
+
+	Control   Control   `key:"control"`
+	Metrics   Metrics   `key:"metrics"`
+	Dashboard Dashboard `key:"dashboard"`
+
+	Watch bool `key:"watch"` // the file is applied when it changes
+
+	Drain time.Duration `key:"drain"` // what sessions have to log out when the target ends
 }
 
 // A Portal is an address to listen on.
@@ -31,7 +42,11 @@ type Portal struct {
 	Advertise []string `key:"advertise"` // host:port; what discovery answers instead of the accepted address
 	// Transports is what initiators may speak: iser, tcp; empty: both.
 	Transports []string `key:"transports"`
+	TPGT       int      `key:"tpgt"` // 1..65535: the tag of its portal group
 }
+
+// defaultTPGT is the TPGT of a portal, before it has been read.
+const defaultTPGT = 1
 
 // Serves tells whether initiators may speak this on the portal.
 func (p Portal) Serves(transport string) bool {
@@ -45,7 +60,26 @@ type Target struct {
 	Initiators []string `key:"initiators"` // security.Patterns: who may log in
 	Auth       Auth     `key:"auth"`
 	Redirect   Redirect `key:"redirect"`
-	LUNs       []LUN    `key:"luns"` // not needed with Redirect
+	LUNs       []LUN    `key:"luns"`
+	// PortalGroups are the tags of those that lead to the target; empty: all.
+	PortalGroups []int `key:"portal_groups"`
+}
+
+// ServedBy tells whether a portal leads to the target.
+func (t *Target) ServedBy(p Portal) bool {
+	return len(t.PortalGroups) == 0 || slices.Contains(t.PortalGroups, p.TPGT)
+}
+
+// TPGTs are the tags of the portal groups that lead to t, ascending.
+func (c *Config) TPGTs(t *Target) []uint16 {
+	var tags []uint16
+	for _, p := range c.Portals {
+		if t.ServedBy(p) {
+			tags = append(tags, uint16(p.TPGT))
+		}
+	}
+	slices.Sort(tags)
+	return slices.Compact(tags)
 }
 
 // A Redirect sends initiators elsewhere. Its zero value does not.
@@ -68,7 +102,13 @@ type LUN struct {
 	Sanitize     bool   `key:"sanitize"`      // initiators may erase all of it at once
 	Plugin       string `key:"plugin"`        // name of a registered gotgt store
 	Options      string `key:"options"`       // handed to that store
+
+	Initiators  []string `key:"initiators"`    // security.Patterns: who sees it; nil: all who may log in
+	ReadOnlyFor []string `key:"read_only_for"` // security.Patterns: who may only read
 }
+
+// forSome tells whether initiators differ in what they may do with the LUN.
+func (l LUN) forSome() bool { return len(l.Initiators) > 0 || len(l.ReadOnlyFor) > 0 }
 
 // Limits bound what peers can make the target do.
 type Limits struct {
@@ -79,6 +119,9 @@ type Limits struct {
 	NOPInterval      time.Duration `key:"nop_interval"`      // idle time before a NOP-In; 0: none
 	NOPTimeout       time.Duration `key:"nop_timeout"`       // for the answer to a NOP-In
 	MaxConnections   int           `key:"max_connections"`   // of all portals together
+
+	PerSession         int `key:"connections_per_session"` // highest MaxConnections that login agrees on
+	ErrorRecoveryLevel int `key:"error_recovery_level"`    // highest that login agrees on
 }
 
 // MPA is about the framing on TCP (RFC 5044).
@@ -89,6 +132,30 @@ type MPA struct {
 // Debug is the HTTP server with expvar and pprof.
 type Debug struct {
 	Listen string `key:"listen"` // host:port on the loopback; empty: no server
+}
+
+// Control is where the target takes orders.
+type Control struct {
+	Socket string     `key:"socket"` // path of a Unix socket; empty: none
+	Listen string     `key:"listen"` // host:port, with TLS; empty: none
+	TLS    ControlTLS `key:"tls"`    // for Listen
+}
+
+// ControlTLS are the paths of PEM files.
+type ControlTLS struct {
+	Cert     string `key:"cert"`      // of the target
+	Key      string `key:"key"`       // that belongs to Cert
+	ClientCA string `key:"client_ca"` // who has signed the certificates of clients
+}
+
+// Metrics is the HTTP server with metrics for Prometheus.
+type Metrics struct {
+	Listen string `key:"listen"` // host:port; empty: no server
+}
+
+// Dashboard is the HTTP server with a page for people.
+type Dashboard struct {
+	Listen string `key:"listen"` // host:port; empty: no server
 }
 
 // Log is what goes to standard error, and how.
@@ -102,6 +169,24 @@ func (l Log) SlogLevel() slog.Level { return levels[l.Level] }
 
 var levels = map[string]slog.Level{"debug": slog.LevelDebug, "info": slog.LevelInfo, "warn": slog.LevelWarn, "error": slog.LevelError}
 
+// DefaultSocket is the path of the control socket if nobody says otherwise. It is
+// in the directory for sockets of the user that runs the target; empty if the
+// user has none.
+func DefaultSocket() string {
+	const name = "iser-target.sock"
+	if os.Geteuid() == 0 {
+		return "/run/" + name
+	}
+	if dir := os.Getenv("XDG_RUNTIME_DIR"); filepath.IsAbs(dir) {
+		return filepath.Join(dir, name)
+	}
+	return ""
+}
+
+// ServiceSocket is the path of the control socket of packaging/systemd's service, which
+// runs as a user that has no directory of its own in /run but this.
+const ServiceSocket = "/run/iser-target/control.sock"
+
 // base is what a configuration is before anything has been read: all defaults
 // but those of list items.
 func base() Config {
@@ -114,17 +199,22 @@ func base() Config {
 			NOPInterval:      15 * time.Second,
 			NOPTimeout:       30 * time.Second,
 			MaxConnections:   1024,
+
+			PerSession:         8,
+			ErrorRecoveryLevel: 2,
 		},
 		// siw of Linux 6.1 takes a good CRC for a bad one when it comes in two
 		// pieces; it does not ask for CRCs, and works without.
 		MPA:      MPA{CRC: false},
 		StateDir: "/var/lib/iser-target",
 		Log:      Log{Level: "info", Format: "text"},
+		Control:  Control{Socket: DefaultSocket()},
+		Drain:    10 * time.Second,
 	}
 }
 
-// unset is the LUN id, before it has been read.
-const unset = -1
+// unset is the LUN id, before it has been read: none that anybody writes.
+const unset = math.MinInt
 
 // complete puts defaults into the items of lists, and names into the form in
 // which they are compared.

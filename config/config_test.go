@@ -3,6 +3,7 @@ package config
 import (
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -11,6 +12,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // good is a configuration of which the tests below replace a part.
@@ -30,7 +33,7 @@ func TestLoadStore(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := base()
-	want.Portals = []Portal{{Listen: "0.0.0.0:3260", Advertise: []string{"192.0.2.10:3260"}}}
+	want.Portals = []Portal{{Listen: "0.0.0.0:3260", Advertise: []string{"192.0.2.10:3260"}, TPGT: 1}}
 	want.Targets = []Target{{
 		Name:       "iqn.2026-11.io.example:store",
 		Initiators: []string{"iqn.1993-08.org.debian:*"},
@@ -52,7 +55,7 @@ func TestDefault(t *testing.T) {
 	}
 	want := base()
 	want.StateDir = ""
-	want.Portals = []Portal{{Listen: "127.0.0.1:3260"}}
+	want.Portals = []Portal{{Listen: "127.0.0.1:3260", TPGT: 1}}
 	want.Targets = []Target{{
 		Name:       "iqn.2026-11.io.github.iser-target:default",
 		Initiators: []string{"*"},
@@ -63,13 +66,28 @@ func TestDefault(t *testing.T) {
 	}
 }
 
+// ISCSI-15-1: a portal has the port that is written there, and what we write
+// ourselves is 3260, never 860.
 func TestExamples(t *testing.T) {
+	if c, err := load("f", []byte(strings.Replace(good, "127.0.0.1:3260", "127.0.0.1:860", 1))); err != nil || c.Portals[0].Listen != "127.0.0.1:860" {
+		t.Errorf("%+v, %v", c, err)
+	}
+	if c, err := Default(); err != nil || len(c.Portals) != 1 || !strings.HasSuffix(c.Portals[0].Listen, ":3260") {
+		t.Errorf("%+v, %v", c, err)
+	}
 	files, err := filepath.Glob("../examples/*.yaml")
-	if err != nil || len(files) < 6 {
+	if err != nil || len(files) < 7 {
 		t.Fatalf("%q, %v", files, err)
 	}
 	for _, f := range files {
-		_, err := Load(f)
+		c, err := Load(f)
+		if c != nil {
+			for _, p := range c.Portals {
+				if !strings.HasSuffix(p.Listen, ":3260") {
+					t.Errorf("%s listens on %s", f, p.Listen)
+				}
+			}
+		}
 		if filepath.Base(f) == "chap.yaml" { // all that is missing are the secrets
 			file := func(key, name string) string {
 				return f + ": " + key + ".secret_file: /etc/iser-target/" + name + ".secret: no such file or directory"
@@ -84,23 +102,61 @@ func TestExamples(t *testing.T) {
 	}
 }
 
+// What the keys of access.yaml say.
+func TestLoadAccess(t *testing.T) {
+	c, err := Load("../examples/access.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	cluster, images := &c.Targets[0], &c.Targets[1]
+	if got := c.TPGTs(cluster); !slices.Equal(got, []uint16{1, 2}) {
+		t.Errorf("groups of cluster: %d", got)
+	}
+	if got := c.TPGTs(images); !slices.Equal(got, []uint16{1}) || images.ServedBy(c.Portals[2]) || !images.ServedBy(c.Portals[1]) {
+		t.Errorf("groups of images: %d", got)
+	}
+	if l := cluster.LUNs[0]; !slices.Equal(l.Initiators, []string{"*:node1"}) || l.ReadOnlyFor != nil {
+		t.Errorf("%+v", l)
+	}
+	if l := cluster.LUNs[2]; !slices.Equal(l.ReadOnlyFor, []string{"*:backup"}) || l.Initiators != nil {
+		t.Errorf("%+v", l)
+	}
+}
+
 func TestEveryKey(t *testing.T) {
 	c, err := load("f", []byte(good+`
     alias: a b
-limits: {queue_depth: 1, connection_memory: 4194304, max_fpdu: 512, login_timeout: 1m30s, nop_interval: 0, nop_timeout: 1h, max_connections: 65536}
+limits: {queue_depth: 1, connection_memory: 4194304, max_fpdu: 512, login_timeout: 1m30s, nop_interval: 0, nop_timeout: 1h, max_connections: 65536, connections_per_session: 64, error_recovery_level: 0}
 mpa: {crc: on}
 state_dir: /tmp/x
 debug: {listen: "[::1]:6060"}
 log: {level: debug, format: json}
+watch: true
+drain: 0
+control: {socket: /tmp/s, listen: ":1", tls: {cert: c, key: k, client_ca: a}}
+metrics: {listen: "[::]:2"}
+dashboard: {listen: "[::]:3"}
 `))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := (Limits{1, 4 << 20, 512, 90 * time.Second, 0, time.Hour, 65536}); c.Limits != want {
+	if want := (Limits{1, 4 << 20, 512, 90 * time.Second, 0, time.Hour, 65536, 64, 0}); c.Limits != want {
 		t.Errorf("limits %+v, want %+v", c.Limits, want)
 	}
 	if !c.MPA.CRC || c.StateDir != "/tmp/x" || c.Debug.Listen != "[::1]:6060" || c.Log != (Log{"debug", "json"}) || c.Targets[0].Alias != "a b" {
 		t.Errorf("%+v", c)
+	}
+	if want := (Control{"/tmp/s", ":1", ControlTLS{"c", "k", "a"}}); c.Control != want {
+		t.Errorf("control %+v, want %+v", c.Control, want)
+	}
+	if c.Metrics.Listen != "[::]:2" {
+		t.Errorf("metrics %+v", c.Metrics)
+	}
+	if c.Dashboard.Listen != "[::]:3" {
+		t.Errorf("dashboard %+v", c.Dashboard)
+	}
+	if !c.Watch || c.Drain != 0 {
+		t.Errorf("watch %v, drain %v", c.Watch, c.Drain)
 	}
 	if c.Log.SlogLevel().String() != "DEBUG" {
 		t.Error(c.Log.SlogLevel())
@@ -163,6 +219,12 @@ func TestErrors(t *testing.T) {
 		{"no portal", [2]string{"portals:\n  - listen: 127.0.0.1:3260", "portals: []"}, []string{"f: portals: is required"}},
 		{"transports", [2]string{"listen: 127.0.0.1:3260", "listen: 127.0.0.1:3260\n    transports: [tcp, udp, tcp]"}, []string{
 			`f: portals[0].transports[1]: must be iser or tcp, not "udp"`, `f: portals[0].transports[2]: "tcp" is there twice`}},
+		{"tpgt", [2]string{"listen: 127.0.0.1:3260", "listen: 127.0.0.1:3260\n    tpgt: 0\n  - {listen: 127.0.0.1:3261, tpgt: 65536}\n  - {listen: 127.0.0.1:3262, tpgt: one}"}, []string{
+			"f: portals[2].tpgt: must be a whole number, not \"one\"", "f: portals[0].tpgt: must be 1 to 65535, not 0", "f: portals[1].tpgt: must be 1 to 65535, not 65536"}},
+		{"portal groups", [2]string{"initiators:", "portal_groups: [2, 1, 1, x]\n    initiators:"}, []string{
+			"f: targets[0].portal_groups[3]: must be a whole number, not \"x\"", "f: targets[0].portal_groups[0]: 2 is the tpgt of no portal", "f: targets[0].portal_groups[2]: 1 is there twice"}},
+		{"too many portal groups", [2]string{"  - listen: 127.0.0.1:3260\n", manyPortals(256)}, []string{"f: portals[255].tpgt: 256 makes more than 255 portal groups"}},
+		{"no portal group", [2]string{"initiators:", "portal_groups: []\n    initiators:"}, []string{"f: targets[0].portal_groups: is empty"}},
 		{"no listen", [2]string{"listen: 127.0.0.1:3260", "advertise: []"}, []string{"f: portals[0].listen: is required"}},
 		{"no port", [2]string{"127.0.0.1:3260", "127.0.0.1"}, []string{`f: portals[0].listen: "127.0.0.1" is not host:port`}},
 		{"port 65536", [2]string{"127.0.0.1:3260", "127.0.0.1:65536"}, []string{"f: portals[0].listen: \"127.0.0.1:65536\" has no port from 1 to 65535"}},
@@ -171,12 +233,15 @@ func TestErrors(t *testing.T) {
 		{"IPv6 without port", [2]string{"127.0.0.1:3260", `"[2001:db8::1]"`}, []string{"goes in brackets"}},
 		{"no address", [2]string{"127.0.0.1:3260", "127.0.0.256:3260"}, []string{"neither an IP address nor a DNS name"}},
 		{"no name", [2]string{"127.0.0.1:3260", "a_b:3260"}, []string{"neither an IP address nor a DNS name"}},
+		{"many keys", [2]string{"", "x: {" + manyKeys(maxKeys+1) + "}"}, []string{"f: yaml: line 9: a mapping has 257 keys, more than 256"}},
+		{"same portal, any port", [2]string{"127.0.0.1:3260", "\"[0::1]:0\"\n  - listen: \"[::1]:0\""}, []string{`f: portals[1].listen: "[::1]:0" is that of portals[0]: nothing would tell the two apart; give one of them a port, or another address`}},
 		{"same portal", [2]string{"127.0.0.1:3260", "\"[0::1]:3260\"\n  - listen: \"[::1]:3260\""}, []string{`f: portals[1].listen: "[::1]:3260" is what portals[0] listens on`}},
 		{"advertise nobody", [2]string{"127.0.0.1:3260", "127.0.0.1:3260\n    advertise: [0.0.0.0:3260, \"[::]:3260\", \":3260\", \"a:0\", \"[fe80::1%eth0]:3260\", b:1, B:1]"}, []string{
 			"f: portals[0].advertise[0]: \"0.0.0.0:3260\" is an address that nobody can reach", "f: portals[0].advertise[1]: \"[::]:3260\" is an address",
 			"f: portals[0].advertise[2]: \":3260\" has no host", "f: portals[0].advertise[3]: \"a:0\" has no port", "f: portals[0].advertise[4]: \"[fe80::1%eth0]:3260\" has a zone", "f: portals[0].advertise[6]: \"B:1\" is there twice"}},
 		// Targets.
-		{"no target", [2]string{good[strings.Index(good, "targets"):], "targets: []"}, []string{"f: targets: is required"}},
+		{"no targets", [2]string{good[strings.Index(good, "targets"):], "log: {}"}, []string{"f: targets: is required: what initiators log in to, or []"}},
+		{"targets without value", [2]string{good[strings.Index(good, "targets"):], "targets:"}, []string{"f: targets: must be a list"}},
 		{"no name", [2]string{"name: iqn.2026-11.io.example:store", "alias: a"}, []string{"f: targets[0].name: is required"}},
 		{"bad name", [2]string{"iqn.2026-11.io.example:store", "store"}, []string{`f: targets[0].name: iSCSI name "store" does not begin with`}},
 		{"same name", [2]string{"", "  - name: IQN.2026-11.io.example:STORE\n    initiators: [\"*\"]\n    luns: [" + lun + "]"}, []string{"f: targets[1].name: \"iqn.2026-11.io.example:store\" is the name of targets[0]"}},
@@ -210,11 +275,11 @@ func TestErrors(t *testing.T) {
 		{"redirect nowhere", [2]string{"initiators:", "redirect: {to: 0.0.0.0:3260}\n    initiators:"}, []string{`f: targets[0].redirect.to: "0.0.0.0:3260" is an address that nobody can reach`}},
 		{"redirect to itself", [2]string{"initiators:", "redirect: {to: 127.0.0.1:3260}\n    initiators:"}, []string{`f: targets[0].redirect.to: "127.0.0.1:3260" is portals[0]`}},
 		// LUNs.
-		{"no LUN", [2]string{"luns:\n      - " + lun, "luns: []"}, []string{"f: targets[0].luns: is required"}},
 		{"LUN is null", luns(""), []string{"f: targets[0].luns[0]: must be a map"}},
 		{"no id", luns("{backend: memory, size: 1GiB}"), []string{"f: targets[0].luns[0].id: is required"}},
 		{"id -2", luns("{id: -2, backend: memory, size: 1GiB}"), []string{"f: targets[0].luns[0].id: must be 0 to 16383, not -2"}},
 		{"id 16384", luns("{id: 16384, backend: memory, size: 1GiB}"), []string{"f: targets[0].luns[0].id: must be 0 to 16383, not 16384"}},
+		{"id -1", luns("{id: -1, backend: memory, size: 1GiB}"), []string{"f: targets[0].luns[0].id: must be 0 to 16383, not -1"}},
 		{"same id", luns(lun + "\n      - " + lun), []string{"f: targets[0].luns[1].id: 0 is the id of targets[0].luns[0]"}},
 		{"no backend", luns("{id: 0, size: 1GiB}"), []string{"f: targets[0].luns[0].backend: is required: one of block, file, gotgt, memory"}},
 		{"bad backend", luns("{id: 0, backend: nvme, size: 1GiB}"), []string{`f: targets[0].luns[0].backend: must be one of block, file, gotgt, memory, not "nvme"`}},
@@ -229,16 +294,33 @@ func TestErrors(t *testing.T) {
 		{"block size", luns("{id: 0, backend: memory, size: 1GiB, block_size: 1024}"), []string{"f: targets[0].luns[0].block_size: must be 512 or 4096, not 1024"}},
 		{"size is odd", luns("{id: 0, backend: memory, size: 1000}"), []string{"f: targets[0].luns[0].size: 1000 is not a multiple of the block size, 512"}},
 		{"size is odd for 4096", luns("{id: 0, backend: memory, size: 512, block_size: 4096}"), []string{"f: targets[0].luns[0].size: 512 is not a multiple of the block size, 4096"}},
+		{"LUN for nobody", luns("{id: 0, backend: memory, size: 1GiB, initiators: []}"), []string{"f: targets[0].luns[0].initiators: is empty: nobody would see the LUN"}},
+		{"LUN for whom", luns(`{id: 0, backend: memory, size: 1GiB, initiators: [host, "*"], read_only_for: ["*", ""]}`), []string{
+			"f: targets[0].luns[0].initiators[0]: iSCSI name", "f: targets[0].luns[0].read_only_for[1]: pattern is empty"}},
+		{"read_only twice", luns(`{id: 0, backend: memory, size: 1GiB, read_only: true, read_only_for: ["*"]}`), []string{"f: targets[0].luns[0].read_only_for: is there beside read_only"}},
 		{"same path", luns("{id: 0, backend: file, path: /a/../x, size: 1GiB}\n      - {id: 1, backend: block, path: /x}"), []string{`f: targets[0].luns[1].path: "/x" is the path of targets[0].luns[0]`}},
 		// The rest.
-		{"limits low", [2]string{"", "limits: {queue_depth: 0, connection_memory: 1MiB, max_fpdu: 511, login_timeout: 0, nop_interval: 1ms, nop_timeout: 0, max_connections: 0}"}, []string{
+		{"limits low", [2]string{"", "limits: {queue_depth: 0, connection_memory: 1MiB, max_fpdu: 511, login_timeout: 0, nop_interval: 1ms, nop_timeout: 0, max_connections: 0, connections_per_session: 0, error_recovery_level: -1}"}, []string{
 			"f: limits.queue_depth: must be 1 to 1024, not 0", "f: limits.max_fpdu: must be 512 to 64768, not 511", "f: limits.max_connections: must be 1 to 65536, not 0",
+			"f: limits.connections_per_session: must be 1 to 64, not 0", "f: limits.error_recovery_level: must be 0 to 2, not -1",
 			"f: limits.connection_memory: must be 4MiB to 64GiB, not 1MiB", "f: limits.login_timeout: must be 1s to 1h, not 0s", "f: limits.nop_interval: must be 1s to 1h, or 0, not 1ms", "f: limits.nop_timeout: must be 1s"}},
-		{"limits high", [2]string{"", "limits: {queue_depth: 1025, connection_memory: 65GiB, max_fpdu: 64769, login_timeout: 61m, nop_interval: 61m, nop_timeout: 61m, max_connections: 65537}"}, []string{
-			"f: limits.queue_depth", "f: limits.max_fpdu", "f: limits.max_connections", "f: limits.connection_memory", "f: limits.login_timeout", "f: limits.nop_interval", "f: limits.nop_timeout"}},
+		{"limits high", [2]string{"", "limits: {queue_depth: 1025, connection_memory: 65GiB, max_fpdu: 64769, login_timeout: 61m, nop_interval: 61m, nop_timeout: 61m, max_connections: 65537, connections_per_session: 65, error_recovery_level: 3}"}, []string{
+			"f: limits.queue_depth", "f: limits.max_fpdu", "f: limits.max_connections", "f: limits.connections_per_session", "f: limits.error_recovery_level", "f: limits.connection_memory", "f: limits.login_timeout", "f: limits.nop_interval", "f: limits.nop_timeout"}},
 		{"debug for all", [2]string{"", "debug: {listen: 0.0.0.0:6060}"}, []string{`f: debug.listen: "0.0.0.0:6060" is not on the loopback`}},
 		{"debug without host", [2]string{"", `debug: {listen: ":6060"}`}, []string{`f: debug.listen: ":6060" is not on the loopback`}},
 		{"debug is no address", [2]string{"", "debug: {listen: x}"}, []string{`f: debug.listen: "x" is not host:port`}},
+		{"control without TLS", [2]string{"", "control: {listen: 192.0.2.1:3261}"}, []string{
+			"f: control.tls.cert: is required with control.listen", "f: control.tls.key: is required", "f: control.tls.client_ca: is required"}},
+		{"control is no address", [2]string{"", "control: {listen: x, tls: {cert: c, key: k, client_ca: a}}"}, []string{`f: control.listen: "x" is not host:port`}},
+		{"control is a portal", [2]string{"", "control: {listen: \"127.0.0.1:3260\", tls: {cert: c, key: k, client_ca: a}}"}, []string{`f: control.listen: "127.0.0.1:3260" is what portals[0] listens on`}},
+		{"control is debug", [2]string{"", "debug: {listen: \"[::1]:1\"}\ncontrol: {listen: \"[0::1]:1\", tls: {cert: c, key: k, client_ca: a}}"}, []string{`f: control.listen: "[0::1]:1" is what debug listens on`}},
+		{"control socket", [2]string{"", "control: {socket: " + strings.Repeat("s", 108) + "}"}, []string{"f: control.socket: must be at most 107 octets"}},
+		{"metrics is no address", [2]string{"", "metrics: {listen: x}"}, []string{`f: metrics.listen: "x" is not host:port`}},
+		{"metrics is a portal", [2]string{"", "metrics: {listen: \"127.0.0.1:3260\"}"}, []string{`f: metrics.listen: "127.0.0.1:3260" is what portals[0] listens on`}},
+		{"dashboard is no address", [2]string{"", "dashboard: {listen: x}"}, []string{`f: dashboard.listen: "x" is not host:port`}},
+		{"dashboard is a portal", [2]string{"", "dashboard: {listen: \"127.0.0.1:3260\"}"}, []string{`f: dashboard.listen: "127.0.0.1:3260" is what portals[0] listens on`}},
+		{"drain is long", [2]string{"", "drain: 601s"}, []string{"f: drain: must be 0 to 10m, not 10m1s"}},
+		{"drain is negative", [2]string{"", "drain: -1s"}, []string{"f: drain: must be 0 to 10m, not -1s"}},
 		{"log format", [2]string{"", "log: {format: xml}"}, []string{`f: log.format: must be text or json, not "xml"`}},
 		{"no state_dir for a file", [2]string{lun, "{id: 0, backend: file, path: /x, size: 1GiB}\nstate_dir: \"\""}, []string{"f: state_dir: is empty, but targets[0].luns[0] outlives the process"}},
 	} {
@@ -257,6 +339,30 @@ func TestErrors(t *testing.T) {
 			}
 		})
 	}
+}
+
+func TestDefaultSocket(t *testing.T) {
+	want := "/run/iser-target.sock"
+	t.Setenv("XDG_RUNTIME_DIR", "/run/user/7")
+	if os.Geteuid() != 0 {
+		want = "/run/user/7/iser-target.sock"
+	}
+	if got := base().Control.Socket; got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+	t.Setenv("XDG_RUNTIME_DIR", "")
+	if got := base().Control.Socket; os.Geteuid() != 0 && got != "" {
+		t.Errorf("%q without a directory", got)
+	}
+}
+
+// manyPortals are n portals, each in a group of its own.
+func manyPortals(n int) string {
+	var b strings.Builder
+	for i := range n {
+		fmt.Fprintf(&b, "  - {listen: \"127.0.0.1:%d\", tpgt: %d}\n", 3260+i, 1+i)
+	}
+	return b.String()
 }
 
 // wantErrors compares the lines of err.
@@ -290,6 +396,7 @@ func TestEnvironment(t *testing.T) {
 		"ISER_TARGET_LOG_LEVEL":                "warn",
 		"ISER_TARGET_LOG_FORMAT":               "", // not set
 		"ISER_TARGET_REQUIRE_INTEROP":          "1",
+		"ISER_TARGET_CLIENT_TLS_CA":            "/etc/ca.pem",
 	} {
 		t.Setenv(name, val)
 	}
@@ -331,7 +438,7 @@ func TestLoadFile(t *testing.T) {
 		t.Error(err)
 	}
 	large := filepath.Join(dir, "large.yaml")
-	if err := os.WriteFile(large, []byte(strings.Repeat("#\n", maxFile/2+1)), 0o600); err != nil {
+	if err := os.WriteFile(large, []byte(strings.Repeat("#\n", MaxFile/2+1)), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := Load(large); err == nil || err.Error() != large+": is larger than 1MiB" {
@@ -402,7 +509,7 @@ func TestReference(t *testing.T) {
 		}
 	}
 	for _, name := range regexp.MustCompile(`ISER_TARGET_\w+`).FindAllString(doc, -1) {
-		if EnvNames()[name] == "" && !slices.Contains(envOfTests, name) {
+		if EnvNames()[name] == "" && !slices.Contains(envOfOthers, name) {
 			t.Errorf("docs/config.md names %s, which is not read", name)
 		}
 	}
@@ -413,6 +520,9 @@ func FuzzLoad(f *testing.F) {
 	f.Add(defaultYAML)
 	f.Add([]byte("portals: [{listen: \"[::1]:1\", advertise: [a:1]}]\nlimits: {nop_interval: 1h}\n"))
 	f.Add([]byte("a: &a [*a]\n---\n"))
+	f.Add([]byte("portals: [{listen: \":1\"}]\ntargets: []\n"))
+	f.Add([]byte("portals: [{listen: \":1\", tpgt: 65535}, {listen: \"[fe80::1%eth0]:1\"}]\n" + good[strings.Index(good, "targets"):] +
+		"    portal_groups: [1]\n  - luns: [{id: 1, backend: memory, size: 1MiB, initiators: [\"*\"], read_only_for: [\"?\"]}]\n"))
 	f.Add([]byte(good + "    auth: {method: chap, algorithms: [md5], users: [{name: a, secret: aaaaaaaaaaaa, initiator: \"*\", mutual: {name: t, secret: tttttttttttt}}]}\n" +
 		"    redirect: {to: a:1, permanent: true}\ndiscovery_auth: {method: chap, users: [{name: a, secret_file: /dev/null}]}\n"))
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -426,10 +536,84 @@ func FuzzLoad(f *testing.F) {
 		if err != nil {
 			return
 		}
-		for _, auth := range []Auth{c.DiscoveryAuth, c.Targets[0].Auth} {
+		auths := []Auth{c.DiscoveryAuth}
+		for _, target := range c.Targets {
+			auths = append(auths, target.Auth)
+		}
+		for _, auth := range auths {
 			if chap, err := auth.CHAP(); err != nil || (chap != nil) != (auth.Method == "chap") {
 				t.Fatalf("loaded, but %v, %v", chap, err)
 			}
 		}
 	})
+}
+
+func manyKeys(n int) string {
+	var keys []string
+	for i := range n {
+		keys = append(keys, fmt.Sprintf("k%d: 1", i))
+	}
+	return strings.Join(keys, ", ")
+}
+
+// Who makes the same mistake again and again is told so many times, soon.
+func TestManyErrors(t *testing.T) {
+	var luns []string
+	for i := range 10000 {
+		luns = append(luns, fmt.Sprintf("{id: %d, bckend: memory, size: 1}", i))
+	}
+	begin := time.Now()
+	_, err := load("f", []byte(strings.Replace(good, "{id: 0, backend: memory, size: 1GiB}", "\n      - "+strings.Join(luns, "\n      - "), 1)))
+	if err == nil {
+		t.Fatal("it is valid")
+	}
+	lines := strings.Split(err.Error(), "\n")
+	if len(lines) != maxErrors+1 || !strings.HasPrefix(lines[maxErrors], "f: and ") || !strings.HasSuffix(lines[maxErrors], " more errors") {
+		t.Errorf("%d lines, the last one %q", len(lines), lines[len(lines)-1])
+	}
+	if d := time.Since(begin); d > 30*time.Second {
+		t.Errorf("that took %v", d)
+	}
+}
+
+// What is no regular file is read if that comes to an end, and refused in one line if not.
+func TestReadFile(t *testing.T) {
+	dir := t.TempDir()
+	pipe := filepath.Join(dir, "pipe")
+	if err := unix.Mkfifo(pipe, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	large := filepath.Join(dir, "large")
+	if err := os.WriteFile(large, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Truncate(large, 1<<30); err != nil {
+		t.Fatal(err)
+	}
+	for path, want := range map[string]string{
+		dir: "is a directory", pipe: "is a pipe into which nobody writes", large: "is larger than 1MiB", "/dev/zero": "is larger than 1MiB",
+		filepath.Join(dir, "none"): "no such file or directory",
+	} {
+		for what, read := range map[string]func(string) error{
+			"ReadFile":     func(p string) error { _, err := ReadFile(p); return err },
+			"Load":         func(p string) error { _, err := Load(p); return err },
+			"OpenDocument": func(p string) error { _, err := OpenDocument(p); return err },
+		} {
+			if err := read(path); err == nil || err.Error() != path+": "+want {
+				t.Errorf("%s: %v, want %s: %s", what, err, path, want)
+			}
+		}
+	}
+	w, err := os.OpenFile(pipe, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		defer w.Close()
+		time.Sleep(20 * time.Millisecond)
+		io.WriteString(w, good)
+	}()
+	if c, err := Load(pipe); err != nil || len(c.Portals) != 1 {
+		t.Errorf("what somebody writes into a pipe: %v", err)
+	}
 }

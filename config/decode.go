@@ -18,7 +18,11 @@ type Error struct {
 	Source string // file name, or "environment"; empty in what Validate returns
 	Key    string // like targets[0].luns[1].size, or the name of a variable; empty: the source as a whole
 	Reason string
+
+	class error // for errors.Is; may be nil
 }
+
+func (e *Error) Unwrap() error { return e.class }
 
 func (e *Error) Error() string {
 	parts := []string{e.Source, e.Key, e.Reason}
@@ -164,8 +168,11 @@ func (d *decoder) decodeSlice(path string, in any, v reflect.Value) {
 	}
 	out := reflect.MakeSlice(v.Type(), len(list), len(list))
 	for i, item := range list {
-		if l, ok := out.Index(i).Addr().Interface().(*LUN); ok {
-			l.ID = unset
+		switch item := out.Index(i).Addr().Interface().(type) {
+		case *LUN:
+			item.ID = unset
+		case *Portal:
+			item.TPGT = defaultTPGT
 		}
 		d.decode(fmt.Sprintf("%s[%d]", path, i), item, out.Index(i))
 	}

@@ -2,62 +2,112 @@ package config
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"maps"
 	"os"
 	"reflect"
 	"slices"
 	"strings"
+	"syscall"
+	"time"
 
 	"github.com/spf13/viper"
+	"go.yaml.in/yaml/v3"
 
 	"github.com/iser-target/iser-target/security"
 )
 
 const (
 	envPrefix = "ISER_TARGET"
-	maxFile   = 1 << 20 // octets of a file: a bound, not a need
+	// MaxFile is how many octets a file may have: a bound, not a need.
+	MaxFile = 1 << 20
+
+	// maxKeys is how many keys a mapping may have, which is more than there are: the
+	// decoder compares each with each.
+	maxKeys = 256
+
+	defaultSource = "default configuration"
 )
 
-// envOfTests are variables with our prefix that the tests read; the target,
-// which inherits them there, does not.
-var envOfTests = []string{"ISER_TARGET_REQUIRE_INTEROP", "ISER_TARGET_VM_DIR"}
+// envOfOthers are variables with our prefix that the commands and the tests read; the
+// target, started from the same environment, leaves them alone.
+var envOfOthers = []string{
+	"ISER_TARGET_CLIENT_ADDRESS", "ISER_TARGET_CLIENT_TLS_CERT", "ISER_TARGET_CLIENT_TLS_KEY", "ISER_TARGET_CLIENT_TLS_CA",
+	"ISER_TARGET_REQUIRE_INTEROP", "ISER_TARGET_VM_DIR",
+}
 
 // Load reads the file at path and returns a configuration that is complete
 // and valid. The error joins one *Error for everything that is wrong: source,
 // key and reason, each on a line of its own.
 func Load(path string) (*Config, error) {
-	f, err := os.Open(path)
+	b, fi, err := readFile(path)
 	if err != nil {
 		return nil, &Error{Source: path, Reason: reasonOf(err)}
-	}
-	defer f.Close()
-	b, err := io.ReadAll(io.LimitReader(f, maxFile+1))
-	if err != nil {
-		return nil, &Error{Source: path, Reason: reasonOf(err)}
-	}
-	if len(b) > maxFile {
-		return nil, &Error{Source: path, Reason: fmt.Sprintf("is larger than %v", Size(maxFile))}
 	}
 	c, err := load(path, b)
 	if err != nil {
 		return nil, err
 	}
-	fi, err := f.Stat()
-	if err == nil {
-		err = c.checkFileMode(fi)
-	}
-	if err != nil {
-		return nil, &Error{Source: path, Reason: reasonOf(err)}
+	if err := c.checkFileMode(fi.Mode()); err != nil {
+		return nil, &Error{Source: path, Reason: err.Error()}
 	}
 	return c, nil
+}
+
+var (
+	errTooLarge = fmt.Errorf("is larger than %v", Size(MaxFile))
+	errNobody   = errors.New("is a pipe into which nobody writes")
+)
+
+// pipeWait bounds the wait for who writes into a pipe.
+const pipeWait = 10 * time.Second
+
+// ReadFile reads a file that may be a configuration: it is no larger than MaxFile, and
+// if it is a pipe somebody writes into it. The errors name the file.
+func ReadFile(path string) ([]byte, error) {
+	b, _, err := readFile(path)
+	if err != nil {
+		return nil, &Error{Source: path, Reason: reasonOf(err), class: err}
+	}
+	return b, nil
+}
+
+// readFile reads a whole file and tells what it is.
+func readFile(path string) ([]byte, fs.FileInfo, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // which waits for nobody to open a pipe
+	if err != nil {
+		return nil, nil, err
+	}
+	defer f.Close()
+	fi, err := f.Stat()
+	if err != nil {
+		return nil, nil, err
+	}
+	pipe := fi.Mode()&fs.ModeNamedPipe != 0
+	if pipe {
+		if err := f.SetReadDeadline(time.Now().Add(pipeWait)); err != nil {
+			return nil, nil, err
+		}
+	}
+	b, err := io.ReadAll(io.LimitReader(f, MaxFile+1))
+	switch {
+	case err != nil:
+		return nil, nil, err
+	case len(b) > MaxFile:
+		return nil, nil, errTooLarge
+	case pipe && len(b) == 0:
+		return nil, nil, errNobody
+	}
+	return b, fi, nil
 }
 
 // Default returns the configuration that is used when there is no file: one
 // LUN of memory, on the loopback, for any initiator. The environment counts
 // here, too.
-func Default() (*Config, error) { return load("default configuration", defaultYAML) }
+func Default() (*Config, error) { return load(defaultSource, defaultYAML) }
 
 // reasonOf drops the path from an error of package os: it is said already.
 func reasonOf(err error) string {
@@ -67,16 +117,25 @@ func reasonOf(err error) string {
 	return err.Error()
 }
 
+// oneLine is the text of an error on one line: a YAML decoder may report
+// several at a time.
+func oneLine(err error) string { return strings.Join(strings.Fields(err.Error()), " ") }
+
 // load does what Load says with the contents of a file.
 func load(source string, file []byte) (*Config, error) {
-	tree, err := parseYAML(file)
+	_, settings, err := parseYAML(file)
 	if err != nil {
-		// One line each: a YAML decoder may report several at a time.
-		return nil, &Error{Source: source, Reason: strings.Join(strings.Fields(err.Error()), " ")}
+		return nil, &Error{Source: source, Reason: oneLine(err)}
 	}
+	return configOf(source, settings)
+}
+
+// configOf makes a configuration of the settings in a file, which stay as they
+// are.
+func configOf(source string, settings map[string]any) (*Config, error) {
 	c := base()
 	var fromFile decoder
-	fromFile.decode("", tree, reflect.ValueOf(&c).Elem())
+	fromFile.decode("", settings, reflect.ValueOf(&c).Elem())
 
 	overrides, names, envErrs := readEnvironment()
 	fromEnv := decoder{text: true}
@@ -96,7 +155,11 @@ func load(source string, file []byte) (*Config, error) {
 		}
 	}
 	errs := fromFile.errs
-	for _, e := range c.check() {
+	var wrong errorList
+	if len(errs) <= maxErrors { // else nobody hears of them
+		wrong = c.check()
+	}
+	for _, e := range wrong {
 		switch name, ok := names[e.Key]; {
 		case ok && !slices.ContainsFunc(envErrs, func(o *Error) bool { return o.Key == name }):
 			envErrs = append(envErrs, &Error{Key: name, Reason: e.Reason})
@@ -124,22 +187,34 @@ func overlap(a, b string) bool {
 	return strings.HasPrefix(b, a) && (len(a) == len(b) || a == "" || b[len(a)] == '.' || b[len(a)] == '[')
 }
 
-// parseYAML decodes a document with viper's decoder. Viper's own tree of
-// settings is not used: it loses keys without a value and the case of others,
-// so that wrong keys would pass.
-func parseYAML(b []byte) (map[string]any, error) {
-	d, err := viper.NewCodecRegistry().Decoder("yaml")
-	if err != nil {
-		return nil, err
+// parseYAML parses a document to nodes and to the settings that they make. A
+// document without content is a node without content. Viper's own tree of
+// settings is not used: it loses keys without a value and the case of others, so
+// that wrong keys would pass.
+func parseYAML(b []byte) (*yaml.Node, map[string]any, error) {
+	var doc yaml.Node
+	if err := yaml.Unmarshal(b, &doc); err != nil {
+		return nil, nil, err
 	}
-	tree := map[string]any{}
-	if err := d.Decode(b, tree); err != nil {
-		return nil, err
+	var large error
+	walk(&doc, func(n *yaml.Node) {
+		if keys := len(n.Content) / 2; n.Kind == yaml.MappingNode && keys > maxKeys && large == nil {
+			large = fmt.Errorf("yaml: line %d: a mapping has %d keys, more than %d", n.Line, keys, maxKeys)
+		}
+	})
+	if large != nil {
+		return nil, nil, large
+	}
+	settings := map[string]any{}
+	if len(doc.Content) > 0 {
+		if err := doc.Decode(&settings); err != nil {
+			return nil, nil, err
+		}
 	}
 	if n := secondDocument(b); n > 0 {
-		return nil, fmt.Errorf("yaml: line %d: a second document begins", n)
+		return nil, nil, fmt.Errorf("yaml: line %d: a second document begins", n)
 	}
-	return tree, nil
+	return &doc, settings, nil
 }
 
 // secondDocument returns the number of the line that begins a document behind
@@ -201,7 +276,7 @@ func readEnvironment() (tree map[string]any, names map[string]string, errs error
 	}
 	for _, e := range os.Environ() {
 		name, _, _ := strings.Cut(e, "=")
-		if !strings.HasPrefix(name, envPrefix+"_") || slices.Contains(envOfTests, name) || known[name] != "" {
+		if !strings.HasPrefix(name, envPrefix+"_") || slices.Contains(envOfOthers, name) || known[name] != "" {
 			continue
 		}
 		errs.addf(name, "unknown variable%s", suggest(name, slices.Sorted(maps.Keys(known))))

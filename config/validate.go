@@ -2,6 +2,7 @@ package config
 
 import (
 	"errors"
+	"fmt"
 	"maps"
 	"net"
 	"net/netip"
@@ -34,6 +35,16 @@ var transports = []string{"iser", "tcp"}
 const (
 	maxLUN   = 16383 // flat space addressing: SAM-5, section 4.7
 	maxAlias = 255   // octets of a value: RFC 7143, section 6.1
+	// A tag is 16 bits (RFC 7143, section 13.9), and as a relative target port
+	// identifier not 0 (SPC-4, section 7.8.6.7).
+	maxTPGT = 65535
+	// maxGroups is how many target ports a target port group has room for (SPC-4,
+	// section 6.37).
+	maxGroups = 255
+	// maxSocket is the length of sun_path without its NUL (unix(7)).
+	maxSocket = 107
+	// maxDrain is a bound that service managers go along with.
+	maxDrain = 10 * time.Minute
 )
 
 // Validate tells everything that is wrong with c, as Errors without a source
@@ -41,11 +52,18 @@ const (
 // the machine.
 func (c *Config) Validate() error { return c.check().join() }
 
+// maxErrors is how many things are said to be wrong with a configuration: who has made
+// more mistakes than that has made the same one again and again.
+const maxErrors = 100
+
 // join is nil if there is no error.
 func (l errorList) join() error {
-	errs := make([]error, len(l))
-	for i, e := range l {
-		errs[i] = e
+	var errs []error
+	for _, e := range l[:min(len(l), maxErrors)] {
+		errs = append(errs, e)
+	}
+	if more := len(l) - maxErrors; more > 0 {
+		errs = append(errs, &Error{Source: l[0].Source, Reason: fmt.Sprintf("and %d more errors", more)})
 	}
 	return errors.Join(errs...)
 }
@@ -79,7 +97,61 @@ func (c *Config) check() errorList {
 	if c.Log.Format != "text" && c.Log.Format != "json" {
 		errs.addf("log.format", "must be text or json, not %q", c.Log.Format)
 	}
+	c.checkControl(&errs)
+	if c.Metrics.Listen != "" {
+		c.checkListener("metrics.listen", c.Metrics.Listen, &errs)
+	}
+	if c.Dashboard.Listen != "" {
+		c.checkListener("dashboard.listen", c.Dashboard.Listen, &errs)
+	}
+	if c.Drain < 0 || c.Drain > maxDrain {
+		errs.addf("drain", "must be 0 to %s, not %v", durationText(maxDrain), c.Drain)
+	}
 	return errs
+}
+
+func (c *Config) checkControl(errs *errorList) {
+	if s := c.Control.Socket; len(s) > maxSocket || strings.ContainsRune(s, 0) {
+		errs.addf("control.socket", "must be at most %d octets, none of them NUL", maxSocket)
+	}
+	if c.Control.Listen == "" {
+		return
+	}
+	c.checkListener("control.listen", c.Control.Listen, errs)
+	for _, f := range []struct{ key, path string }{
+		{"cert", c.Control.TLS.Cert},
+		{"key", c.Control.TLS.Key},
+		{"client_ca", c.Control.TLS.ClientCA},
+	} {
+		if f.path == "" {
+			errs.addf("control.tls."+f.key, "is required with control.listen: path of a PEM file")
+		}
+	}
+}
+
+// listeners are the addresses of everything that is not a portal, by key.
+func (c *Config) listeners() map[string]string {
+	return map[string]string{"debug.listen": c.Debug.Listen, "control.listen": c.Control.Listen, "dashboard.listen": c.Dashboard.Listen, "metrics.listen": c.Metrics.Listen}
+}
+
+// checkListener looks at an address to listen on that is not a portal.
+func (c *Config) checkListener(key, listen string, errs *errorList) {
+	addr, reason := parseAddress(listen, true)
+	if reason != "" {
+		errs.addf(key, "%s", reason)
+		return
+	}
+	others := c.listeners()
+	delete(others, key)
+	for i, p := range c.Portals {
+		others[index("portals", i)] = p.Listen
+	}
+	for _, name := range slices.Sorted(maps.Keys(others)) {
+		if other, reason := parseAddress(others[name], true); reason == "" && other == addr && addr.port != 0 {
+			errs.addf(key, "%q is what %s listens on", listen, strings.TrimSuffix(name, ".listen"))
+			return
+		}
+	}
 }
 
 func (c *Config) checkPortals(errs *errorList) {
@@ -87,11 +159,21 @@ func (c *Config) checkPortals(errs *errorList) {
 		errs.addf("portals", "is required: where to listen, like [{listen: 127.0.0.1:3260}]")
 	}
 	seen := map[address]string{}
+	groups := map[int]bool{}
 	for i, p := range c.Portals {
 		key := index("portals", i)
+		groups[p.TPGT] = true
+		switch {
+		case p.TPGT < 1 || p.TPGT > maxTPGT:
+			errs.addf(key+".tpgt", "must be 1 to %d, not %d", maxTPGT, p.TPGT)
+		case len(groups) > maxGroups:
+			errs.addf(key+".tpgt", "%d makes more than %d portal groups", p.TPGT, maxGroups)
+		}
 		if addr, reason := parseAddress(p.Listen, true); reason != "" {
 			errs.addf(key+".listen", "%s", reason)
-		} else if first, ok := seen[addr]; ok && addr.port != 0 {
+		} else if first, ok := seen[addr]; ok && addr.port == 0 {
+			errs.addf(key+".listen", "%q is that of %s: nothing would tell the two apart; give one of them a port, or another address", p.Listen, first)
+		} else if ok {
 			errs.addf(key+".listen", "%q is what %s listens on", p.Listen, first)
 		} else {
 			seen[addr] = key
@@ -120,8 +202,8 @@ func (c *Config) checkPortals(errs *errorList) {
 }
 
 func (c *Config) checkTargets(errs *errorList) {
-	if len(c.Targets) == 0 {
-		errs.addf("targets", "is required: at least one target")
+	if c.Targets == nil { // which could be a mistake, and would remove all of them
+		errs.addf("targets", "is required: what initiators log in to, or [] if there is nothing yet")
 	}
 	names := map[string]string{} // by normalised name: the key
 	paths := map[string]string{} // by path: the key
@@ -142,16 +224,20 @@ func (c *Config) checkTargets(errs *errorList) {
 		if len(t.Initiators) == 0 {
 			errs.addf(key+".initiators", `is required: who may log in; initiators: ["*"] admits anybody`)
 		}
-		for j, p := range t.Initiators {
-			if _, err := security.Compile([]string{p}); err != nil {
-				errs.addf(index(key+".initiators", j), "%v", err)
+		checkPatterns(key+".initiators", t.Initiators, errs)
+		if t.PortalGroups != nil && len(t.PortalGroups) == 0 {
+			errs.addf(key+".portal_groups", "is empty: no portal would lead to the target; without the key all do")
+		}
+		for j, tag := range t.PortalGroups {
+			switch key := index(key+".portal_groups", j); {
+			case slices.Contains(t.PortalGroups[:j], tag):
+				errs.addf(key, "%d is there twice", tag)
+			case !slices.ContainsFunc(c.Portals, func(p Portal) bool { return p.TPGT == tag }):
+				errs.addf(key, "%d is the tpgt of no portal", tag)
 			}
 		}
 		t.Auth.check(key+".auth", errs)
 		c.checkRedirect(key+".redirect", &t.Redirect, errs)
-		if len(t.LUNs) == 0 && t.Redirect.To == "" {
-			errs.addf(key+".luns", "is required: at least one LUN")
-		}
 		ids := map[int]string{}
 		for j, l := range t.LUNs {
 			key := index(key+".luns", j)
@@ -166,6 +252,7 @@ func (c *Config) checkTargets(errs *errorList) {
 				ids[l.ID] = key
 			}
 			l.check(key, errs)
+			l.checkAccess(key, errs)
 			if l.Path == "" {
 				continue
 			}
@@ -199,6 +286,26 @@ func (c *Config) checkRedirect(key string, r *Redirect, errs *errorList) {
 			}
 		}
 	}
+}
+
+func checkPatterns(key string, patterns []string, errs *errorList) {
+	for i, p := range patterns {
+		if _, err := security.Compile([]string{p}); err != nil {
+			errs.addf(index(key, i), "%v", err)
+		}
+	}
+}
+
+// checkAccess looks at who may do what.
+func (l *LUN) checkAccess(key string, errs *errorList) {
+	if l.Initiators != nil && len(l.Initiators) == 0 {
+		errs.addf(key+".initiators", "is empty: nobody would see the LUN; without the key all do who may log in")
+	}
+	checkPatterns(key+".initiators", l.Initiators, errs)
+	if l.ReadOnly && len(l.ReadOnlyFor) > 0 {
+		errs.addf(key+".read_only_for", "is there beside read_only, which is for everybody")
+	}
+	checkPatterns(key+".read_only_for", l.ReadOnlyFor, errs)
 }
 
 // check looks at what belongs to the backend.
@@ -254,6 +361,8 @@ func (l *Limits) check(errs *errorList) {
 		{"queue_depth", int64(l.QueueDepth), 1, 1024},
 		{"max_fpdu", int64(l.MaxFPDU), 512, 64768},
 		{"max_connections", int64(l.MaxConnections), 1, 65536},
+		{"connections_per_session", int64(l.PerSession), 1, 64},
+		{"error_recovery_level", int64(l.ErrorRecoveryLevel), 0, 2},
 	} {
 		if f.v < f.lo || f.v > f.hi {
 			errs.addf("limits."+f.key, "must be %d to %d, not %d", f.lo, f.hi, f.v)

@@ -1,0 +1,224 @@
+package config
+
+import (
+	"fmt"
+	"reflect"
+	"strings"
+
+	"go.yaml.in/yaml/v3"
+
+	"github.com/iser-target/iser-target/security"
+)
+
+// An Op is what a Change does.
+type Op int
+
+const (
+	Add Op = iota + 1
+	Remove
+	Update
+)
+
+var opNames = map[Op]string{Add: "add", Remove: "remove", Update: "update"}
+
+func (o Op) String() string { return opNames[o] }
+
+// MarshalText is for JSON.
+func (o Op) MarshalText() ([]byte, error) { return []byte(opNames[o]), nil }
+
+// UnmarshalText is for JSON.
+func (o *Op) UnmarshalText(b []byte) error {
+	for op, name := range opNames {
+		if name == string(b) {
+			*o = op
+			return nil
+		}
+	}
+	return fmt.Errorf("%q is none of add, remove, update", b)
+}
+
+// A Change is one difference between two configurations: an object that has
+// come or gone, or one key of an object that has another value.
+type Change struct {
+	Op     Op     `json:"op"`
+	Kind   string `json:"kind"` // portal, target, lun, or the key at the top of the file, like limits
+	Target string `json:"target,omitempty"`
+	LUN    int    `json:"lun"`
+	Portal string `json:"portal,omitempty"` // its listen
+	// Key is that of an Update, below the object: size, auth.users. It is empty
+	// if the key at the top is all there is, like state_dir.
+	Key string `json:"key,omitempty"`
+	// Old and New are values as they stand in YAML, on one line; of a target
+	// without its LUNs. They are empty where there is nothing, and both if what
+	// differs must not be shown.
+	Old string `json:"old,omitempty"`
+	New string `json:"new,omitempty"`
+}
+
+// Diff returns what makes next of old, in an order in which it can be done: what
+// goes makes room, by its address or path, for what comes, and portals, which
+// are the likeliest to fail, change before targets do. Targets are the same by
+// name, LUNs by target and id, portals by listen; their order does not count. A
+// target comes and goes with its LUNs, which are not named then.
+func Diff(old, next *Config) []Change {
+	var d differ
+	d.sections(old, next)
+
+	gone, come, kept := match(old.Portals, next.Portals, func(p Portal) string { return p.Listen })
+	for _, p := range gone {
+		d.add(Change{Op: Remove, Kind: "portal", Portal: p.Listen, Old: flow(*p)})
+	}
+	for _, p := range kept {
+		d.fields(Change{Kind: "portal", Portal: p[0].Listen}, "", *p[0], *p[1])
+	}
+	for _, p := range come {
+		d.add(Change{Op: Add, Kind: "portal", Portal: p.Listen, New: flow(*p)})
+	}
+	d.targets(old, next)
+	return d.list
+}
+
+type differ struct{ list []Change }
+
+func (d *differ) add(c Change) { d.list = append(d.list, c) }
+
+// sections compares what there is once.
+func (d *differ) sections(old, next *Config) {
+	a, b := reflect.ValueOf(*old), reflect.ValueOf(*next)
+	for i, kind := range keysOf(a.Type()) {
+		if kind != "portals" && kind != "targets" {
+			d.field(Change{Kind: kind}, "", a.Field(i), b.Field(i))
+		}
+	}
+}
+
+func (d *differ) targets(old, next *Config) {
+	byID := func(l LUN) int { return l.ID }
+	gone, come, kept := match(old.Targets, next.Targets, func(t Target) string { return t.Name })
+	type lunPairs struct {
+		target string
+		come   []*LUN
+		kept   [][2]*LUN
+	}
+	var pairs []lunPairs
+	for _, t := range kept {
+		away, new, stay := match(t[0].LUNs, t[1].LUNs, byID)
+		for _, l := range away {
+			d.add(Change{Op: Remove, Kind: "lun", Target: t[0].Name, LUN: l.ID, Old: flow(*l)})
+		}
+		pairs = append(pairs, lunPairs{t[0].Name, new, stay})
+	}
+	for _, t := range gone {
+		d.add(Change{Op: Remove, Kind: "target", Target: t.Name, Old: flow(withoutLUNs(*t))})
+	}
+	for _, t := range kept {
+		d.fields(Change{Kind: "target", Target: t[0].Name}, "", withoutLUNs(*t[0]), withoutLUNs(*t[1]))
+	}
+	for _, p := range pairs {
+		for _, l := range p.kept {
+			d.fields(Change{Kind: "lun", Target: p.target, LUN: l[0].ID}, "", *l[0], *l[1])
+		}
+	}
+	for _, t := range come {
+		d.add(Change{Op: Add, Kind: "target", Target: t.Name, New: flow(withoutLUNs(*t))})
+	}
+	for _, p := range pairs {
+		for _, l := range p.come {
+			d.add(Change{Op: Add, Kind: "lun", Target: p.target, LUN: l.ID, New: flow(*l)})
+		}
+	}
+}
+
+func withoutLUNs(t Target) Target {
+	t.LUNs = nil
+	return t
+}
+
+// match pairs the items of two lists that have the same name; the second of a
+// name goes with the second.
+func match[T any, K comparable](old, next []T, name func(T) K) (gone, come []*T, kept [][2]*T) {
+	places := map[K][]int{}
+	for j := range next {
+		places[name(next[j])] = append(places[name(next[j])], j)
+	}
+	taken := make([]bool, len(next))
+	for i := range old {
+		k := name(old[i])
+		if p := places[k]; len(p) > 0 {
+			kept = append(kept, [2]*T{&old[i], &next[p[0]]})
+			places[k], taken[p[0]] = p[1:], true
+		} else {
+			gone = append(gone, &old[i])
+		}
+	}
+	for j := range next {
+		if !taken[j] {
+			come = append(come, &next[j])
+		}
+	}
+	return gone, come, kept
+}
+
+// fields compares structs by their keys.
+func (d *differ) fields(c Change, path string, old, next any) {
+	d.field(c, path, reflect.ValueOf(old), reflect.ValueOf(next))
+}
+
+// field adds an Update for each key at or below path that differs.
+func (d *differ) field(c Change, path string, a, b reflect.Value) {
+	if a.Kind() == reflect.Struct {
+		for i, key := range keysOf(a.Type()) {
+			d.field(c, under(path, key), a.Field(i), b.Field(i))
+		}
+		return
+	}
+	if a.Kind() == reflect.Slice && a.Len() == 0 && b.Len() == 0 || reflect.DeepEqual(a.Interface(), b.Interface()) {
+		return
+	}
+	c.Op, c.Key = Update, path
+	if c.Old, c.New = valueText(a), valueText(b); c.Old == c.New {
+		c.Old, c.New = "", "" // a secret
+	}
+	d.add(c)
+}
+
+// valueText is a value as it stands in YAML, on one line; empty if there is
+// none.
+func valueText(v reflect.Value) string {
+	switch v.Kind() {
+	case reflect.String, reflect.Slice, reflect.Struct:
+		if v.IsZero() || v.Kind() == reflect.Slice && v.Len() == 0 {
+			return ""
+		}
+	}
+	return flow(v.Interface())
+}
+
+// hidden stands for a secret.
+const hidden = "********"
+
+// flow writes a value on one line, without secrets.
+func flow(v any) string {
+	if _, ok := v.(security.Secret); ok {
+		return hidden
+	}
+	n := writeNode(reflect.ValueOf(v))
+	if n.Kind != yaml.ScalarNode {
+		flowed(n)
+	}
+	walk(n, func(n *yaml.Node) {
+		if n.Kind != yaml.MappingNode {
+			return
+		}
+		for i := 0; i+1 < len(n.Content); i += 2 {
+			if n.Content[i].Value == "secret" {
+				n.Content[i+1] = &yaml.Node{Kind: yaml.ScalarNode, Value: hidden}
+			}
+		}
+	})
+	b, err := yaml.Marshal(n)
+	if err != nil {
+		return err.Error() // which no value that has been read ends in
+	}
+	return strings.TrimSuffix(string(b), "\n")
+}

@@ -1,0 +1,802 @@
+package config
+
+import (
+	"bytes"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"reflect"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"go.yaml.in/yaml/v3"
+
+	"github.com/iser-target/iser-target/security"
+)
+
+var (
+	// ErrNotFound is in errors about what is to be changed and is not there.
+	ErrNotFound = errors.New("not found")
+	// ErrExists is in errors about what is to be added and is there.
+	ErrExists = errors.New("exists")
+	// ErrShared is in errors about what stands in more than one place of the
+	// configuration, by anchor and alias, so that a change would be one of all.
+	ErrShared = errors.New("shared by an alias")
+)
+
+// A Document is a configuration file as people write it. Changes keep the
+// comments, the order and the layout of what they do not concern. A Document
+// that has been changed need not be valid: Config tells. Its methods must not be
+// called at the same time.
+type Document struct {
+	*version
+	source string
+
+	path string      // of the file; empty: none
+	read []byte      // what the file has, as far as is known; never changed in place
+	mode fs.FileMode // of the file; 0: none
+}
+
+// A version of a document stays as it is: an edit makes another one.
+type version struct {
+	text     []byte
+	tree     *yaml.Node
+	settings map[string]any
+	layout   layout
+	encoded  func() ([]byte, error) // tree, by layout
+}
+
+func parseVersion(text []byte) (*version, error) {
+	tree, settings, err := parseYAML(text)
+	if err != nil {
+		return nil, err
+	}
+	walk(tree, func(n *yaml.Node) {
+		if n.Tag == "!!merge" {
+			n.Tag = "" // which the encoder would write
+		}
+	})
+	l := layoutOf(tree)
+	return &version{text, tree, settings, l, sync.OnceValues(func() ([]byte, error) { return l.encode(tree) })}, nil
+}
+
+// OpenDocument reads the file at path. It fails if that is no YAML that Load
+// would read; whether it is a valid configuration is for Config to say.
+func OpenDocument(path string) (*Document, error) {
+	b, fi, err := readFile(path)
+	if err != nil {
+		return nil, &Error{Source: path, Reason: reasonOf(err)}
+	}
+	d, err := NewDocument(path, b)
+	if err != nil {
+		return nil, err
+	}
+	d.path, d.read, d.mode = path, d.text, fi.Mode()
+	return d, nil
+}
+
+// NewDocument makes a document of the contents of a file; errors name it by
+// source. Save does not know where to put it.
+func NewDocument(source string, b []byte) (*Document, error) {
+	if len(b) > MaxFile {
+		return nil, &Error{Source: source, Reason: errTooLarge.Error()}
+	}
+	v, err := parseVersion(bytes.Clone(b))
+	if err != nil {
+		return nil, &Error{Source: source, Reason: oneLine(err)}
+	}
+	return &Document{version: v, source: source}, nil
+}
+
+// DefaultDocument is the document of Default.
+func DefaultDocument() (*Document, error) { return NewDocument(defaultSource, defaultYAML) }
+
+// Clone returns a document that changes on its own.
+func (d *Document) Clone() *Document {
+	c := *d
+	return &c
+}
+
+// Bytes returns the text, which the caller must not change.
+func (d *Document) Bytes() []byte { return d.text }
+
+// Config returns the configuration, the environment counted in, or all that is
+// wrong with it: what Load would do with a file of this text.
+func (d *Document) Config() (*Config, error) {
+	c, err := configOf(d.source, d.settings)
+	if err != nil {
+		return nil, err
+	}
+	if d.path != "" {
+		if err := c.checkFileMode(d.mode); err != nil {
+			return nil, &Error{Source: d.source, Reason: err.Error()}
+		}
+	}
+	return c, nil
+}
+
+// AddTarget appends a target.
+func (d *Document) AddTarget(t Target) error {
+	return d.edit(func(e *editor) error {
+		if i, _ := e.findTarget(t.Name); i >= 0 {
+			return e.fail(ErrExists, index("targets", i), "is target %s already", t.Name)
+		}
+		return e.appendTo(e.root(), "", "targets", writeNode(reflect.ValueOf(t)))
+	})
+}
+
+// RemoveTarget removes a target with its LUNs.
+func (d *Document) RemoveTarget(name string) error {
+	return d.edit(func(e *editor) error {
+		i, err := e.findTarget(name)
+		if err != nil {
+			return err
+		}
+		return e.removeFrom(e.root(), "", "targets", i)
+	})
+}
+
+// SetTarget sets a key of a target, like alias or auth.method; value is what
+// stands behind the key in YAML, and the empty string removes the key.
+func (d *Document) SetTarget(name, key, value string) error {
+	return d.editTarget(name, func(e *editor, t *yaml.Node, path string) error {
+		return e.set(t, path, key, value, reflect.TypeFor[Target](), "name", "luns")
+	})
+}
+
+// AddLUN appends a LUN to a target.
+func (d *Document) AddLUN(target string, l LUN) error {
+	return d.editTarget(target, func(e *editor, t *yaml.Node, path string) error {
+		if j, _ := e.findLUN(t, path, l.ID); j >= 0 {
+			return e.fail(ErrExists, index(path+".luns", j), "is LUN %d already", l.ID)
+		}
+		return e.appendTo(t, path, "luns", writeNode(reflect.ValueOf(l)))
+	})
+}
+
+// RemoveLUN removes a LUN of a target.
+func (d *Document) RemoveLUN(target string, id int) error {
+	return d.editTarget(target, func(e *editor, t *yaml.Node, path string) error {
+		j, err := e.findLUN(t, path, id)
+		if err != nil {
+			return err
+		}
+		return e.removeFrom(t, path, "luns", j)
+	})
+}
+
+// SetLUN sets a key of a LUN, like size; value is as for SetTarget.
+func (d *Document) SetLUN(target string, id int, key, value string) error {
+	return d.editTarget(target, func(e *editor, t *yaml.Node, path string) error {
+		j, err := e.findLUN(t, path, id)
+		if err != nil {
+			return err
+		}
+		l, path, err := e.item(t, path, "luns", j)
+		if err != nil {
+			return err
+		}
+		return e.set(l, path, key, value, reflect.TypeFor[LUN](), "id")
+	})
+}
+
+// AddPortal appends a portal.
+func (d *Document) AddPortal(p Portal) error {
+	return d.edit(func(e *editor) error {
+		if i, _ := e.findPortal(p.Listen); i >= 0 {
+			return e.fail(ErrExists, index("portals", i), "listens on %s already", p.Listen)
+		}
+		return e.appendTo(e.root(), "", "portals", writeNode(reflect.ValueOf(p)))
+	})
+}
+
+// RemovePortal removes the portal that listens there.
+func (d *Document) RemovePortal(listen string) error {
+	return d.edit(func(e *editor) error {
+		i, err := e.findPortal(listen)
+		if err != nil {
+			return err
+		}
+		return e.removeFrom(e.root(), "", "portals", i)
+	})
+}
+
+// AllowInitiator appends a pattern to who may log in to a target.
+func (d *Document) AllowInitiator(target, pattern string) error {
+	return d.editTarget(target, func(e *editor, t *yaml.Node, path string) error {
+		if j, _ := e.findInitiator(t, path, pattern); j >= 0 {
+			return e.fail(ErrExists, index(path+".initiators", j), "is %q already", pattern)
+		}
+		return e.appendTo(t, path, "initiators", writeNode(reflect.ValueOf(pattern)))
+	})
+}
+
+// DenyInitiator removes a pattern, as it stands there, from who may log in to
+// a target. Other patterns may still admit the same initiators.
+func (d *Document) DenyInitiator(target, pattern string) error {
+	return d.editTarget(target, func(e *editor, t *yaml.Node, path string) error {
+		j, err := e.findInitiator(t, path, pattern)
+		if err != nil {
+			return err
+		}
+		return e.removeFrom(t, path, "initiators", j)
+	})
+}
+
+// edit does one change to the text by way of its tree.
+func (d *Document) edit(change func(*editor) error) error {
+	before, err := d.encoded()
+	if err != nil {
+		return &Error{Source: d.source, Reason: oneLine(err)}
+	}
+	e := &editor{source: d.source, doc: cloneTree(d.tree)}
+	if err := change(e); err != nil {
+		return err
+	}
+	after, err := d.layout.encode(e.doc)
+	if err != nil {
+		return &Error{Source: d.source, Reason: oneLine(err)}
+	}
+	for _, text := range splice(d.text, before, after) {
+		if len(text) > MaxFile {
+			return &Error{Source: d.source, Reason: "would become larger than " + Size(MaxFile).String()}
+		}
+		if v, err := parseVersion(text); err == nil && sameTree(v.tree, e.doc) {
+			d.version = v
+			return nil
+		}
+	}
+	return &Error{Source: d.source, Reason: "is written in a way that cannot be changed here: change it with an editor"}
+}
+
+// editTarget does one change to a target.
+func (d *Document) editTarget(name string, change func(e *editor, t *yaml.Node, path string) error) error {
+	return d.edit(func(e *editor) error {
+		t, path, err := e.target(name)
+		if err != nil {
+			return err
+		}
+		return change(e, t, path)
+	})
+}
+
+// An editor changes the tree of a document. Paths are keys as in errors.
+type editor struct {
+	source string
+	doc    *yaml.Node
+}
+
+func (e *editor) fail(class error, key, format string, args ...any) error {
+	return &Error{Source: e.source, Key: key, Reason: fmt.Sprintf(format, args...), class: class}
+}
+
+// root is the map that the document is.
+func (e *editor) root() *yaml.Node {
+	if len(e.doc.Content) == 0 {
+		e.doc.Kind = yaml.DocumentNode
+		e.doc.Content = []*yaml.Node{{Kind: yaml.MappingNode}}
+	}
+	root := e.doc.Content[0]
+	if root.Tag == "!!null" { // nothing but comments, or ---
+		*root = yaml.Node{Kind: yaml.MappingNode, HeadComment: root.HeadComment, LineComment: root.LineComment, FootComment: root.FootComment}
+	}
+	return root
+}
+
+// target is the map of a target, to be changed, and its path.
+func (e *editor) target(name string) (*yaml.Node, string, error) {
+	i, err := e.findTarget(name)
+	if err != nil {
+		return nil, "", err
+	}
+	return e.item(e.root(), "", "targets", i)
+}
+
+func (e *editor) findTarget(name string) (int, error) {
+	want := normalName(name)
+	return e.find(e.root(), "", "targets", "target "+name, func(n *yaml.Node) bool {
+		s, ok := scalarOf(n, "name")
+		return ok && normalName(s) == want
+	})
+}
+
+func (e *editor) findLUN(target *yaml.Node, path string, id int) (int, error) {
+	return e.find(target, path, "luns", "LUN "+strconv.Itoa(id), func(n *yaml.Node) bool {
+		s, ok := scalarOf(n, "id")
+		got, err := strconv.Atoi(s)
+		return ok && err == nil && got == id
+	})
+}
+
+func (e *editor) findPortal(listen string) (int, error) {
+	want, reason := parseAddress(listen, true)
+	return e.find(e.root(), "", "portals", "portal "+listen, func(n *yaml.Node) bool {
+		s, ok := scalarOf(n, "listen")
+		got, bad := parseAddress(s, true)
+		return ok && (s == listen || reason == "" && bad == "" && got == want)
+	})
+}
+
+func (e *editor) findInitiator(target *yaml.Node, path, pattern string) (int, error) {
+	return e.find(target, path, "initiators", strconv.Quote(pattern), func(n *yaml.Node) bool {
+		n = resolve(n)
+		return n.Kind == yaml.ScalarNode && strings.EqualFold(n.Value, pattern)
+	})
+}
+
+func normalName(name string) string {
+	if n, err := security.NormalizeName(name); err == nil {
+		return n
+	}
+	return name
+}
+
+// find returns the place, in the list behind a key, of the first item that is
+// wanted, or -1 and an ErrNotFound that calls it what.
+func (e *editor) find(m *yaml.Node, path, key, what string, wanted func(*yaml.Node) bool) (int, error) {
+	if list := lookup(m, key); list != nil {
+		if list = resolve(list); list.Kind == yaml.SequenceNode {
+			if i := slices.IndexFunc(list.Content, wanted); i >= 0 {
+				return i, nil
+			}
+		}
+	}
+	return -1, e.fail(ErrNotFound, under(path, key), "has no %s", what)
+}
+
+// list returns the list behind a key, to be changed. It is nil if there is
+// none.
+func (e *editor) list(m *yaml.Node, path, key string) (*yaml.Node, error) {
+	list := direct(m, key)
+	if list == nil {
+		if lookup(m, key) != nil {
+			return nil, e.fail(ErrShared, under(path, key), "comes from an alias by <<, and would change with it: change it with an editor")
+		}
+		return nil, nil
+	}
+	if err := e.own(list, under(path, key)); err != nil {
+		return nil, err
+	}
+	if list.Kind != yaml.SequenceNode && list.Tag != "!!null" {
+		return nil, e.fail(nil, under(path, key), "must be a list")
+	}
+	return list, nil
+}
+
+// item returns an item, which is a map, to be changed, and its path.
+func (e *editor) item(m *yaml.Node, path, key string, i int) (*yaml.Node, string, error) {
+	list, err := e.list(m, path, key)
+	if err != nil {
+		return nil, "", err
+	}
+	path = index(under(path, key), i)
+	n := list.Content[i]
+	return n, path, e.own(n, path)
+}
+
+// own tells whether n stands in one place only.
+func (e *editor) own(n *yaml.Node, path string) error {
+	if n.Kind == yaml.AliasNode {
+		return e.fail(ErrShared, path, "is an alias, *%s, and would change wherever that stands: change it with an editor", n.Value)
+	}
+	if n.Anchor != "" && uses(e.doc)[n] > 0 {
+		return e.fail(ErrShared, path, "has the anchor &%s, and would change wherever *%s stands: change it with an editor", n.Anchor, n.Anchor)
+	}
+	return nil
+}
+
+// free tells whether n and all in it can go: no alias elsewhere needs it.
+func (e *editor) free(n *yaml.Node, path string) error {
+	var err error
+	all, own := uses(e.doc), uses(n)
+	walk(n, func(a *yaml.Node) {
+		if err == nil && all[a] > own[a] {
+			err = e.fail(ErrShared, path, "has the anchor &%s, which *%s elsewhere needs: change it with an editor", a.Anchor, a.Anchor)
+		}
+	})
+	return err
+}
+
+// appendTo appends an item to the list behind a key, in the style of those
+// there.
+func (e *editor) appendTo(m *yaml.Node, path, key string, item *yaml.Node) error {
+	list, err := e.list(m, path, key)
+	if err != nil {
+		return err
+	}
+	if list == nil {
+		list = &yaml.Node{Kind: yaml.SequenceNode}
+		if item.Kind == yaml.ScalarNode {
+			list.Style = yaml.FlowStyle
+		}
+		m.Content = append(m.Content, &yaml.Node{Kind: yaml.ScalarNode, Value: key}, list)
+	}
+	if list.Tag == "!!null" {
+		*list = yaml.Node{Kind: yaml.SequenceNode, HeadComment: list.HeadComment, LineComment: list.LineComment, FootComment: list.FootComment}
+	}
+	if len(list.Content) == 0 && item.Kind == yaml.MappingNode {
+		list.Style = 0 // not [], which is how an empty list is written
+	}
+	if n := len(list.Content); n > 0 {
+		last := list.Content[n-1]
+		switch {
+		case item.Kind != yaml.MappingNode || last.Kind != yaml.MappingNode:
+		case last.Style&yaml.FlowStyle != 0:
+			flowed(item)
+		default:
+			item.Style = 0
+		}
+		// A comment below the last item would come between the two.
+		item.FootComment, last.FootComment = last.FootComment, ""
+	}
+	list.Content = append(list.Content, item)
+	if list.Style&yaml.FlowStyle != 0 {
+		flowed(list)
+	}
+	return nil
+}
+
+// removeFrom removes an item of the list behind a key. An empty list stays.
+func (e *editor) removeFrom(m *yaml.Node, path, key string, i int) error {
+	list, err := e.list(m, path, key)
+	if err != nil {
+		return err
+	}
+	if err := e.free(list.Content[i], index(under(path, key), i)); err != nil {
+		return err
+	}
+	list.Content = slices.Delete(list.Content, i, i+1)
+	if len(list.Content) == 0 {
+		list.Style = yaml.FlowStyle
+	}
+	return nil
+}
+
+// set sets a key of the map m, which is of type t, where key leads to nested
+// maps by dots. Keys that are fixed cannot be set.
+func (e *editor) set(m *yaml.Node, path, key, value string, t reflect.Type, fixed ...string) error {
+	if slices.Contains(fixed, key) {
+		return e.fail(nil, under(path, key), "cannot be set: remove the one and add another")
+	}
+	for {
+		first, rest, nested := strings.Cut(key, ".")
+		i := slices.Index(keysOf(t), first)
+		if i < 0 {
+			return e.fail(nil, under(path, first), "unknown key%s", suggest(first, keysOf(t)))
+		}
+		t = t.Field(i).Type
+		if !nested {
+			return e.setValue(m, path, first, value, t)
+		}
+		if t.Kind() != reflect.Struct {
+			return e.fail(nil, under(path, first), "has no keys of its own")
+		}
+		next := direct(m, first)
+		switch {
+		case next == nil && lookup(m, first) != nil:
+			return e.fail(ErrShared, under(path, first), "comes from an alias by <<, and would change with it: change it with an editor")
+		case next == nil && value == "":
+			return nil
+		case next == nil:
+			next = &yaml.Node{Kind: yaml.MappingNode, Style: yaml.FlowStyle}
+			m.Content = append(m.Content, &yaml.Node{Kind: yaml.ScalarNode, Value: first}, next)
+		}
+		if err := e.own(next, under(path, first)); err != nil {
+			return err
+		}
+		if next.Kind != yaml.MappingNode {
+			return e.fail(nil, under(path, first), "must be a map")
+		}
+		m, path, key = next, under(path, first), rest
+	}
+}
+
+// setValue sets a key of the map m itself.
+func (e *editor) setValue(m *yaml.Node, path, key, value string, t reflect.Type) error {
+	path = under(path, key)
+	i := directIndex(m, key)
+	if i >= 0 {
+		old := m.Content[i+1]
+		if old.Kind != yaml.AliasNode { // the alias itself stands here only
+			if err := e.free(old, path); err != nil {
+				return err
+			}
+		}
+	}
+	if value == "" {
+		if i < 0 && lookup(m, key) != nil {
+			return e.fail(ErrShared, path, "comes from an alias by <<: change it with an editor")
+		}
+		if i >= 0 {
+			m.Content = slices.Delete(m.Content, i, i+2)
+		}
+		return nil
+	}
+	n, err := valueNode(value, t)
+	if err != nil {
+		return e.fail(nil, path, "%v", err)
+	}
+	if m.Style&yaml.FlowStyle != 0 {
+		flowed(n)
+	}
+	if i < 0 {
+		m.Content = append(m.Content, &yaml.Node{Kind: yaml.ScalarNode, Value: key}, n)
+		return nil
+	}
+	old := m.Content[i+1]
+	n.HeadComment, n.LineComment, n.FootComment = old.HeadComment, old.LineComment, old.FootComment
+	m.Content[i+1] = n
+	return nil
+}
+
+// valueNode reads a value as it stands in YAML. Where a string is wanted, any
+// scalar is one.
+func valueNode(value string, t reflect.Type) (*yaml.Node, error) {
+	var doc yaml.Node
+	if err := yaml.Unmarshal([]byte(value), &doc); err != nil {
+		return nil, errors.New(oneLine(err))
+	}
+	if len(doc.Content) != 1 || secondDocument([]byte(value)) > 0 {
+		return nil, errors.New("is not one value")
+	}
+	n := doc.Content[0]
+	bad := false
+	walk(n, func(n *yaml.Node) {
+		bad = bad || n.Kind == yaml.AliasNode || n.Anchor != ""
+		n.HeadComment, n.LineComment, n.FootComment = "", "", ""
+	})
+	if bad {
+		return nil, errors.New("must not have anchors or aliases")
+	}
+	if n.Kind != yaml.ScalarNode {
+		flowed(n)
+	} else if t.Kind() == reflect.String && n.Tag != "!!str" {
+		return writeNode(reflect.ValueOf(n.Value)), nil
+	}
+	return n, nil
+}
+
+// under extends a path by a key.
+func under(path, key string) string {
+	if path == "" {
+		return key
+	}
+	return path + "." + key
+}
+
+// resolve follows an alias.
+func resolve(n *yaml.Node) *yaml.Node {
+	if n.Kind == yaml.AliasNode {
+		return n.Alias
+	}
+	return n
+}
+
+// directIndex returns the place of a key in the map itself; -1: it is not
+// there.
+func directIndex(m *yaml.Node, key string) int {
+	if m.Kind != yaml.MappingNode {
+		return -1
+	}
+	for i := 0; i+1 < len(m.Content); i += 2 {
+		if k := resolve(m.Content[i]); k.Kind == yaml.ScalarNode && k.Value == key {
+			return i
+		}
+	}
+	return -1
+}
+
+// direct returns the value of a key in the map itself; nil: it is not there.
+func direct(m *yaml.Node, key string) *yaml.Node {
+	if i := directIndex(m, key); i >= 0 {
+		return m.Content[i+1]
+	}
+	return nil
+}
+
+// lookup returns the value of a key in a map or what that merges in by <<; nil: it
+// is not there.
+func lookup(m *yaml.Node, key string) *yaml.Node { return lookupBelow(m, key, 8) }
+
+// lookupBelow looks into so many levels of <<.
+func lookupBelow(m *yaml.Node, key string, levels int) *yaml.Node {
+	m = resolve(m)
+	if n := direct(m, key); n != nil || m.Kind != yaml.MappingNode || levels == 0 {
+		return n
+	}
+	for i := 0; i+1 < len(m.Content); i += 2 {
+		if k := m.Content[i]; k.Value != "<<" || k.Tag != "" { // parseVersion has seen to that
+			continue
+		}
+		from := resolve(m.Content[i+1])
+		if from.Kind != yaml.SequenceNode {
+			return lookupBelow(from, key, levels-1)
+		}
+		for _, f := range from.Content {
+			if n := lookupBelow(f, key, levels-1); n != nil {
+				return n
+			}
+		}
+	}
+	return nil
+}
+
+// scalarOf returns the text of a scalar in a map.
+func scalarOf(m *yaml.Node, key string) (string, bool) {
+	n := lookup(m, key)
+	if n == nil {
+		return "", false
+	}
+	n = resolve(n)
+	return n.Value, n.Kind == yaml.ScalarNode
+}
+
+// walk calls f for n and all below it, not for what aliases stand for.
+func walk(n *yaml.Node, f func(*yaml.Node)) {
+	f(n)
+	for _, c := range n.Content {
+		walk(c, f)
+	}
+}
+
+// uses counts the aliases in n, by what they stand for.
+func uses(n *yaml.Node) map[*yaml.Node]int {
+	counts := map[*yaml.Node]int{}
+	walk(n, func(n *yaml.Node) {
+		if n.Alias != nil {
+			counts[n.Alias]++
+		}
+	})
+	return counts
+}
+
+// writeNode writes a value of a configuration by its key tags, without what has
+// its zero value or default.
+func writeNode(v reflect.Value) *yaml.Node {
+	plain := func(s string) *yaml.Node { return &yaml.Node{Kind: yaml.ScalarNode, Value: s} }
+	switch x := v.Interface().(type) {
+	case Size:
+		return plain(x.String())
+	case Switch:
+		return plain(x.String())
+	case time.Duration:
+		return plain(durationText(x))
+	case security.Secret:
+		return stringNode(secretText(x))
+	}
+	switch v.Kind() {
+	case reflect.String:
+		return stringNode(v.String())
+	case reflect.Slice:
+		n := &yaml.Node{Kind: yaml.SequenceNode}
+		if e := v.Type().Elem(); e.Kind() != reflect.Struct || v.Len() == 0 {
+			n.Style = yaml.FlowStyle
+		}
+		for i := range v.Len() {
+			item := writeNode(v.Index(i))
+			n.Content = append(n.Content, item)
+		}
+		return n
+	case reflect.Struct:
+		n := &yaml.Node{Kind: yaml.MappingNode}
+		switch v.Interface().(type) {
+		case LUN, User, Credential, Redirect:
+			n.Style = yaml.FlowStyle
+		}
+		for i, key := range keysOf(v.Type()) {
+			if f := v.Field(i); written(v, key, f) {
+				n.Content = append(n.Content, plain(key), writeNode(f))
+			}
+		}
+		if n.Style == yaml.FlowStyle {
+			flowed(n)
+		}
+		return n
+	}
+	return plain(fmt.Sprint(v.Interface()))
+}
+
+// written tells whether a field of a struct has to be said.
+func written(v reflect.Value, key string, f reflect.Value) bool {
+	switch in := v.Interface().(type) {
+	case LUN:
+		if key == "id" {
+			return true
+		}
+	case Portal:
+		if key == "tpgt" {
+			return in.TPGT != 0 && in.TPGT != defaultTPGT
+		}
+	case User:
+		if key == "secret" {
+			return in.SecretFile == "" && in.Secret != "" // which is read from that
+		}
+	case Credential:
+		if key == "secret" {
+			return in.SecretFile == "" && in.Secret != ""
+		}
+	}
+	if f.Kind() == reflect.Slice {
+		return !f.IsNil()
+	}
+	return !f.IsZero()
+}
+
+// flowed puts n, and so what is in it, on one line. The encoder would put
+// strings with a colon in single quotes there.
+func flowed(n *yaml.Node) {
+	walk(n, func(n *yaml.Node) {
+		if n.Kind != yaml.ScalarNode {
+			n.Style |= yaml.FlowStyle
+		} else if n.Style == 0 && n.ShortTag() == "!!str" && strings.Contains(n.Value, ":") {
+			n.Style = yaml.DoubleQuotedStyle
+		}
+	})
+}
+
+// stringNode is a string, in quotes where YAML would take it for something
+// else.
+func stringNode(s string) *yaml.Node {
+	n := &yaml.Node{Kind: yaml.ScalarNode, Tag: "!!str", Value: s}
+	// What YAML 1.1 takes for a boolean or a number of base 60, and what a flow
+	// list would take apart.
+	if s == "" || strings.ContainsAny(s, "*?&!%@`#,[]{}:\"'|>\\\t\r\n") && !plainAddress(s) || s != strings.TrimSpace(s) || !yamlString(s) {
+		n.Style = yaml.DoubleQuotedStyle
+	}
+	return n
+}
+
+// plainAddress tells whether s is a string with colons that needs no quotes: a
+// name like iqn.2026-11.io.example:store or an address like 192.0.2.1:3260.
+func plainAddress(s string) bool {
+	if strings.Trim(s, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.:-_/") != "" {
+		return false
+	}
+	if host, _, err := net.SplitHostPort(s); err == nil && strings.Trim(host, "0123456789") != "" {
+		return true
+	}
+	return strings.HasPrefix(s, "iqn.") && !strings.HasSuffix(s, ":")
+}
+
+// yamlString tells whether YAML takes s for a string when it has no quotes.
+func yamlString(s string) bool {
+	var v any
+	if yaml.Unmarshal([]byte(s), &v) != nil {
+		return false
+	}
+	if got, ok := v.(string); !ok || got != s {
+		return false
+	}
+	switch strings.ToLower(s) {
+	case "y", "yes", "n", "no", "on", "off":
+		return false
+	}
+	return true
+}
+
+// durationText leaves out what is zero: 2m, not 2m0s.
+func durationText(d time.Duration) string {
+	s := d.String()
+	if strings.HasSuffix(s, "m0s") {
+		s = strings.TrimSuffix(s, "0s")
+	}
+	if strings.HasSuffix(s, "h0m") {
+		s = strings.TrimSuffix(s, "0m")
+	}
+	return s
+}
+
+// secretText writes a secret so that it reads as it is.
+func secretText(s security.Secret) string {
+	if again, err := security.ParseSecret(string(s)); err == nil && again == s && strings.Trim(string(s), printable) == "" {
+		return string(s)
+	}
+	return "0x" + hex.EncodeToString([]byte(s))
+}
+
+const printable = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789!#$%&()*+,-./:;<=>?@[]^_{|}~"

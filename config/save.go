@@ -1,0 +1,308 @@
+package config
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+var (
+	// ErrChanged is in errors about a file that has been changed since it was
+	// read.
+	ErrChanged = errors.New("changed since it was read")
+	// ErrNoFile is in errors about a document that has no file.
+	ErrNoFile = errors.New("no file")
+)
+
+const (
+	// maxHistory is how many old versions of a file are kept.
+	maxHistory = 20
+	// lockWait bounds the wait for others that write a file in the same
+	// directory.
+	lockWait = 10 * time.Second
+	// maxTries is how often a file is written that somebody else keeps replacing.
+	maxTries = 10
+)
+
+// Save writes the document to the file that it was read from, unless that has
+// changed since: then the error is an ErrChanged. At any time, and after a loss
+// of power, the file has either all of the old text or all of the new one. The old
+// one is kept in FILE.history. A path that is a symbolic link stays one.
+//
+// Somebody who writes the file at the same time loses nothing: see replacement.
+//
+// If only the last step fails, the file has the new text, and the error says so:
+// it may have the old one again after a loss of power.
+func (d *Document) Save() error {
+	if d.path == "" {
+		return &Error{Source: d.source, Reason: "was not read from a file, and so cannot be saved", class: ErrNoFile}
+	}
+	return d.write(d.path, func(old []byte, absent bool) bool { return !absent && bytes.Equal(old, d.read) })
+}
+
+// SaveOver does what Save does, but to the file at path, which has to have the text old,
+// or need not be there. From then on it is the document's file.
+func (d *Document) SaveOver(path string, old []byte) error {
+	return d.write(path, func(b []byte, absent bool) bool { return absent || bytes.Equal(b, old) })
+}
+
+// SaveAs does what Save does, but to the file at path, whatever that has, and
+// which need not be there. From then on it is the document's file.
+func (d *Document) SaveAs(path string) error {
+	return d.write(path, func([]byte, bool) bool { return true })
+}
+
+// write does what Save says; expected tells whether the file may have that text, or be
+// absent.
+func (d *Document) write(path string, expected func(old []byte, absent bool) bool) error {
+	real, err := followLinks(path)
+	if err != nil {
+		return saveError(path, "", err)
+	}
+	unlock, err := lockDirectory(filepath.Dir(real))
+	if err != nil {
+		return saveError(path, "", err)
+	}
+	defer unlock()
+	if err := keepDisplaced(real); err != nil {
+		return saveError(path, "history: ", err)
+	}
+	for tries := 1; ; tries++ {
+		written, err := d.writeOnce(path, real, expected)
+		switch {
+		case errors.Is(err, errRaced) && tries < maxTries: // it is another file now
+			continue
+		case errors.Is(err, errRaced):
+			return errChanged(path)
+		case err != nil && written:
+			err = saveError(path, "is written, but may be lost with the power: ", err)
+		}
+		return err
+	}
+}
+
+// errRaced answers writeOnce when the file has become another one while it was looking.
+var errRaced = errors.New("has become another file")
+
+func errChanged(path string) error {
+	return &Error{Source: path, Reason: "has been changed by somebody else since it was read, and is left as it is", class: ErrChanged}
+}
+
+// writeOnce does what write says to the file at real, whose directory is locked. written
+// tells that it is done although there is an error.
+func (d *Document) writeOnce(path, real string, expected func(old []byte, absent bool) bool) (written bool, err error) {
+	old, fi, err := readFile(real)
+	absent := errors.Is(err, fs.ErrNotExist)
+	switch {
+	case err != nil && !absent:
+		return false, saveError(path, "", err)
+	case !expected(old, absent):
+		return false, errChanged(path)
+	case !absent && !fi.Mode().IsRegular():
+		return false, saveError(path, "", errors.New("is no regular file"))
+	}
+	mode := fs.FileMode(0o600)
+	if !absent {
+		mode = fi.Mode()
+	}
+	// An invalid document may be written, but not one whose secrets others can read.
+	if c, err := configOf(d.source, d.settings); err == nil {
+		if err := c.checkFileMode(mode); err != nil {
+			return false, saveError(path, "", err)
+		}
+	}
+	if absent || !bytes.Equal(old, d.text) {
+		history := ""
+		if !absent {
+			if history, err = keep(real+".history", old); err != nil {
+				return false, saveError(path, "history: ", err)
+			}
+		}
+		f := replacement{path: real, text: d.text, old: old, fi: fi, history: history}
+		written, err = f.replace(func(now []byte) bool { return expected(now, false) })
+		switch {
+		case errors.Is(err, errRaced):
+			return false, err
+		case errors.Is(err, ErrChanged):
+			return false, errChanged(path)
+		case err != nil && !written:
+			return false, saveError(path, "", err)
+		}
+	}
+	d.path, d.source, d.read, d.mode = path, path, d.text, mode
+	return written, err
+}
+
+// saveError names the file, and what was done with it.
+func saveError(path, what string, err error) error {
+	var link *os.LinkError
+	if errors.As(err, &link) {
+		err = fmt.Errorf("%s to %s: %w", link.Op, link.New, link.Err)
+	}
+	var pe *fs.PathError
+	if errors.As(err, &pe) && pe.Path != path {
+		return &Error{Source: path, Reason: what + pe.Error(), class: err}
+	}
+	return &Error{Source: path, Reason: what + reasonOf(err), class: err}
+}
+
+// followLinks returns the path of the file that path leads to, which need not be
+// there.
+func followLinks(path string) (string, error) {
+	for range 40 {
+		fi, err := os.Lstat(path)
+		if errors.Is(err, fs.ErrNotExist) || err == nil && fi.Mode()&fs.ModeSymlink == 0 {
+			return path, nil
+		}
+		if err != nil {
+			return "", err
+		}
+		next, err := os.Readlink(path)
+		if err != nil {
+			return "", err
+		}
+		if !filepath.IsAbs(next) {
+			// Not Join, which takes .. for the parent of a link.
+			next = filepath.Dir(path) + string(filepath.Separator) + next
+		}
+		path = next
+	}
+	return "", syscall.ELOOP
+}
+
+// lockDirectory keeps others that save a file in a directory from doing it at
+// the same time.
+func lockDirectory(dir string) (unlock func(), err error) {
+	f, err := os.Open(dir)
+	if err != nil {
+		return nil, err
+	}
+	for end := time.Now().Add(lockWait); ; time.Sleep(10 * time.Millisecond) {
+		err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		switch {
+		case err == nil:
+			return func() { f.Close() }, nil
+		case err != syscall.EWOULDBLOCK && err != syscall.EINTR:
+			f.Close()
+			return nil, &fs.PathError{Op: "lock", Path: dir, Err: err}
+		case time.Now().After(end):
+			f.Close()
+			return nil, fmt.Errorf("%s is locked by another process", dir)
+		}
+	}
+}
+
+func removeIfThere(path string) error {
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// writeSynced makes a file that is not there, and has it on stable storage. like
+// has its mode and owner; nil: 0600.
+func writeSynced(path string, b []byte, like fs.FileInfo) (err error) {
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	if like != nil {
+		mine, err := f.Stat()
+		if err != nil {
+			return err
+		}
+		if was := owner(like); was != owner(mine) {
+			if err := f.Chown(was[0], was[1]); err != nil {
+				return err
+			}
+		}
+		if err := f.Chmod(like.Mode().Perm()); err != nil {
+			return err
+		}
+	}
+	if _, err := f.Write(b); err != nil {
+		return err
+	}
+	return f.Sync()
+}
+
+// owner is the user and the group that a file belongs to.
+func owner(fi fs.FileInfo) [2]int {
+	st := fi.Sys().(*syscall.Stat_t)
+	return [2]int{int(st.Uid), int(st.Gid)}
+}
+
+func syncDirectory(path string) error {
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Sync(), f.Close())
+}
+
+// keep writes an old version of a file into a directory, as NNNN.yaml with the
+// next number, unless it is the newest there, and removes the oldest ones. It returns
+// the path of the version.
+func keep(dir string, b []byte) (path string, err error) {
+	switch err := os.Mkdir(dir, 0o700); {
+	case err == nil:
+		if err := syncDirectory(filepath.Dir(dir)); err != nil {
+			return "", err
+		}
+	case !errors.Is(err, fs.ErrExist):
+		return "", err
+	}
+	numbers, err := versions(dir)
+	if err != nil {
+		return "", err
+	}
+	next := 1
+	if n := len(numbers); n > 0 {
+		path := versionPath(dir, numbers[n-1])
+		newest, err := os.ReadFile(path)
+		if err == nil && bytes.Equal(newest, b) {
+			return path, nil
+		}
+		next = numbers[n-1] + 1
+	}
+	path = versionPath(dir, next)
+	if err := writeSynced(path, b, nil); err != nil {
+		return "", errors.Join(err, removeIfThere(path))
+	}
+	numbers = append(numbers, next)
+	for len(numbers) > maxHistory {
+		if err := removeIfThere(versionPath(dir, numbers[0])); err != nil {
+			return "", err
+		}
+		numbers = numbers[1:]
+	}
+	return path, syncDirectory(dir)
+}
+
+func versionPath(dir string, n int) string { return filepath.Join(dir, fmt.Sprintf("%04d.yaml", n)) }
+
+// versions are the numbers of the versions in a directory, ascending.
+func versions(dir string) ([]int, error) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	var numbers []int
+	for _, e := range entries {
+		digits, ok := strings.CutSuffix(e.Name(), ".yaml")
+		if n, err := strconv.Atoi(digits); ok && err == nil && n > 0 && filepath.Base(versionPath(dir, n)) == e.Name() {
+			numbers = append(numbers, n)
+		}
+	}
+	slices.Sort(numbers)
+	return numbers, nil
+}

@@ -1,0 +1,288 @@
+package config
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+)
+
+// saved is a file with good in it, and its document.
+func saved(t *testing.T, mode fs.FileMode) (string, *Document) {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "c.yaml")
+	if err := os.WriteFile(path, []byte(good), mode); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(path, mode); err != nil {
+		t.Fatal(err)
+	}
+	return path, openDocument(t, path)
+}
+
+func openDocument(t *testing.T, path string) *Document {
+	t.Helper()
+	d, err := OpenDocument(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+func setSize(t *testing.T, d *Document, size string) {
+	t.Helper()
+	if err := d.SetLUN("iqn.2026-11.io.example:store", 0, "size", size); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// wantFile compares a file, and what else is in its directory.
+func wantFile(t *testing.T, path, want string, others ...string) {
+	t.Helper()
+	if b, err := os.ReadFile(path); err != nil || string(b) != want {
+		t.Errorf("%s: %q, %v; want %q", path, b, err, want)
+	}
+	entries, err := os.ReadDir(filepath.Dir(path))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, e := range entries {
+		if e.Name() != filepath.Base(path) {
+			names = append(names, e.Name())
+		}
+	}
+	if strings.Join(names, " ") != strings.Join(others, " ") {
+		t.Errorf("beside %s there are %q, want %q", path, names, others)
+	}
+}
+
+func TestSave(t *testing.T) {
+	path, d := saved(t, 0o640)
+	if err := d.Save(); err != nil { // nothing to do
+		t.Fatal(err)
+	}
+	wantFile(t, path, good)
+	setSize(t, d, "2GiB")
+	two := strings.Replace(good, "1GiB", "2GiB", 1)
+	if err := os.WriteFile(filepath.Dir(path)+"/.c.yaml.new", []byte("of one that was killed"), 0o444); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Save(); err != nil {
+		t.Fatal(err)
+	}
+	wantFile(t, path, two, "c.yaml.history")
+	wantFile(t, path+".history/0001.yaml", good)
+	if fi, err := os.Stat(path); err != nil || fi.Mode() != 0o640 {
+		t.Errorf("mode %v, %v", fi.Mode(), err)
+	}
+	if fi, err := os.Stat(path + ".history/0001.yaml"); err != nil || fi.Mode() != 0o600 {
+		t.Errorf("mode %v, %v", fi.Mode(), err)
+	}
+	if got := string(openDocument(t, path).Bytes()); got != two {
+		t.Errorf("read again: %s", got)
+	}
+	setSize(t, d, "3GiB")
+	if err := d.Save(); err != nil { // again, by the same document
+		t.Fatal(err)
+	}
+	wantFile(t, path+".history/0002.yaml", two, "0001.yaml")
+}
+
+func TestSaveKeepsTheOwner(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("needs root: only root can give a file to somebody else")
+	}
+	path, d := saved(t, 0o600)
+	if err := os.Chown(path, 12, 34); err != nil {
+		t.Fatal(err)
+	}
+	setSize(t, d, "2GiB")
+	if err := d.Save(); err != nil {
+		t.Fatal(err)
+	}
+	fi, err := os.Stat(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := fmt.Sprint(owner(fi)); got != "[12 34]" || fi.Mode() != 0o600 {
+		t.Errorf("owner %s, mode %v", got, fi.Mode())
+	}
+}
+
+func TestHistoryIsBounded(t *testing.T) {
+	path, d := saved(t, 0o600)
+	for i := range maxHistory + 3 {
+		setSize(t, d, fmt.Sprintf("%dMiB", i+1))
+		if err := d.Save(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	numbers, err := versions(path + ".history")
+	if err != nil || len(numbers) != maxHistory || numbers[0] != 4 || numbers[maxHistory-1] != maxHistory+3 {
+		t.Errorf("%v, %v", numbers, err)
+	}
+}
+
+// What somebody else has written is not overwritten, by Save.
+func TestSaveChanged(t *testing.T) {
+	path, d := saved(t, 0o600)
+	other := strings.Replace(good, "1GiB", "7GiB", 1)
+	if err := os.WriteFile(path, []byte(other), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	setSize(t, d, "2GiB")
+	err := d.Save()
+	if !errors.Is(err, ErrChanged) || !strings.HasPrefix(err.Error(), path+": has been changed") {
+		t.Error(err)
+	}
+	wantFile(t, path, other)
+	if err := d.SaveAs(path); err != nil {
+		t.Fatal(err)
+	}
+	wantFile(t, path, strings.Replace(good, "1GiB", "2GiB", 1), "c.yaml.history")
+	wantFile(t, path+".history/0001.yaml", other)
+
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	setSize(t, d, "3GiB")
+	if err := d.Save(); !errors.Is(err, ErrChanged) {
+		t.Error(err)
+	}
+}
+
+func TestSaveFollowsLinks(t *testing.T) {
+	path, _ := saved(t, 0o600)
+	link := filepath.Join(t.TempDir(), "link.yaml")
+	if err := os.Symlink("../"+filepath.Base(filepath.Dir(path))+"/c.yaml", link+"2"); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink(link+"2", link); err != nil {
+		t.Fatal(err)
+	}
+	d := openDocument(t, link)
+	setSize(t, d, "2GiB")
+	if err := d.Save(); err != nil {
+		t.Fatal(err)
+	}
+	wantFile(t, path, strings.Replace(good, "1GiB", "2GiB", 1), "c.yaml.history")
+	for _, l := range []string{link, link + "2"} {
+		if fi, err := os.Lstat(l); err != nil || fi.Mode()&fs.ModeSymlink == 0 {
+			t.Errorf("%s: %v, %v", l, fi.Mode(), err)
+		}
+	}
+}
+
+// Nothing of a write that fails is left, and the error names the path.
+func TestSaveErrors(t *testing.T) {
+	d, err := DefaultDocument()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Save(); !errors.Is(err, ErrNoFile) || !strings.HasPrefix(err.Error(), "default configuration: ") {
+		t.Error(err)
+	}
+	missing := filepath.Join(t.TempDir(), "missing")
+	if err := d.SaveAs(missing + "/c.yaml"); err == nil || err.Error() != missing+"/c.yaml: open "+missing+": no such file or directory" {
+		t.Error(err)
+	}
+	if err := d.SaveAs(filepath.Dir(missing)); err == nil || err.Error() != filepath.Dir(missing)+": is a directory" {
+		t.Error(err)
+	}
+	loop := filepath.Join(t.TempDir(), "loop")
+	if err := os.Symlink(loop, loop); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.SaveAs(loop); err == nil || err.Error() != loop+": too many levels of symbolic links" {
+		t.Error(err)
+	}
+
+	path, d := saved(t, 0o600)
+	setSize(t, d, "2GiB")
+	if err := os.WriteFile(path+".history", nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Save(); err == nil || err.Error() != path+": history: open "+path+".history: not a directory" {
+		t.Error(err)
+	}
+	wantFile(t, path, good, "c.yaml.history")
+	if err := os.Remove(path + ".history"); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Mkdir(filepath.Dir(path)+"/.c.yaml.new", 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Dir(path)+"/.c.yaml.new/x", nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Save(); !errors.Is(err, syscall.ENOTEMPTY) || !strings.Contains(err.Error(), ".c.yaml.new: directory not empty") {
+		t.Error(err)
+	}
+	wantFile(t, path, good, ".c.yaml.new", "c.yaml.history")
+}
+
+// A file that others can read gets no secrets.
+func TestSaveSecrets(t *testing.T) {
+	path, d := saved(t, 0o644)
+	if err := d.SetTarget("iqn.2026-11.io.example:store", "auth", "{method: chap, users: [{name: h, secret: aaaaaaaaaaaa}]}"); err != nil {
+		t.Fatal(err)
+	}
+	const want = ": has secrets, but its mode is 0644; it must be 0600 or less (chmod 600)"
+	if _, err := d.Config(); err == nil || err.Error() != path+want {
+		t.Error(err)
+	}
+	if err := d.Save(); err == nil || err.Error() != path+want {
+		t.Error(err)
+	}
+	wantFile(t, path, good)
+	if err := d.SaveAs(path + "2"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := d.Config(); err != nil {
+		t.Error(err)
+	}
+	if fi, err := os.Stat(path + "2"); err != nil || fi.Mode() != 0o600 {
+		t.Errorf("mode %v, %v", fi.Mode(), err)
+	}
+}
+
+// Of those that save what they have made of the same text one wins at a time:
+// the others are told, and nothing is lost.
+func TestSaveAtTheSameTime(t *testing.T) {
+	path, _ := saved(t, 0o600)
+	const n = 8
+	results := make(chan error, n)
+	var docs []*Document
+	for i := range n {
+		d := openDocument(t, path)
+		setSize(t, d, fmt.Sprintf("%dMiB", i+1))
+		docs = append(docs, d)
+	}
+	for _, d := range docs {
+		go func() { results <- d.Save() }()
+	}
+	won := 0
+	for range n {
+		if err := <-results; err == nil {
+			won++
+		} else if !errors.Is(err, ErrChanged) {
+			t.Error(err)
+		}
+	}
+	if won != 1 {
+		t.Errorf("%d have won", won)
+	}
+	if c, err := Load(path); err != nil || c.Targets[0].LUNs[0].Size > n<<20 {
+		t.Errorf("%+v, %v", c, err)
+	}
+	wantFile(t, path+".history/0001.yaml", good)
+	entries, err := os.ReadDir(filepath.Dir(path))
+	if err != nil || len(entries) != 2 {
+		t.Errorf("%v, %v", entries, err)
+	}
+}
