@@ -4,8 +4,10 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"os/signal"
 	"runtime/debug"
@@ -13,6 +15,11 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/api"
+	"github.com/iser-target/iser-target/cmd/iser-target/cli"
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/dashboard"
+	"github.com/iser-target/iser-target/cmd/iser-target/systemd"
 	"github.com/iser-target/iser-target/config"
 )
 
@@ -20,24 +27,43 @@ import (
 var version = ""
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM)
-	defer stop()
-	if err := rootCommand(os.Stdout, os.Stderr).ExecuteContext(ctx); err != nil {
-		fmt.Fprintf(os.Stderr, "iser-target: %v\n", err)
-		os.Exit(1)
-	}
+	ctx := untilSignal()
+	err := rootCommand(os.Stdout, os.Stderr).ExecuteContext(ctx)
+	os.Exit(cli.Report(os.Stderr, err))
+}
+
+// untilSignal is a context that the first SIGINT or SIGTERM ends. The second one ends
+// the process at once.
+func untilSignal() context.Context {
+	ctx, cancel := context.WithCancel(context.Background())
+	signals := make(chan os.Signal, 2)
+	signal.Notify(signals, unix.SIGINT, unix.SIGTERM)
+	go func() {
+		<-signals
+		cancel()
+		s := (<-signals).(unix.Signal)
+		signal.Reset(s)
+		if os.Getpid() == 1 { // of a container: the kernel keeps it from dying of this
+			os.Exit(128 + int(s))
+		}
+		unix.Kill(os.Getpid(), s)
+	}()
+	return ctx
 }
 
 func rootCommand(out, errOut io.Writer) *cobra.Command {
 	root := &cobra.Command{
 		Use:           "iser-target",
 		Short:         "An iSER target in user space, with a software iWARP stack of its own",
+		Version:       versionString(),
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
+	root.SetVersionTemplate("{{.Name}} {{.Version}}\n")
 	root.SetOut(out)
 	root.SetErr(errOut)
-	root.AddCommand(serveCommand(), configCommand(), versionCommand())
+	root.AddCommand(serveCommand(), versionCommand())
+	cli.AddTo(root)
 	return root
 }
 
@@ -47,23 +73,43 @@ func serveCommand() *cobra.Command {
 		Use:   "serve [--config FILE]",
 		Short: "Serve the configured targets in the foreground until SIGTERM or SIGINT",
 		Long: `Serve the configured targets in the foreground until SIGTERM or SIGINT.
+SIGHUP has it read the file again and apply what differs, unless that would
+disturb sessions; "watch: true" in the file does so whenever it changes.
+
+The first SIGTERM has initiators log out, for which they have the time of "drain"
+in the file; the second one ends the process at once.
 
 Without --config there is one memory LUN of 1 GiB, for this machine only and
 for any initiator.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			cfg, err := load(path)
+			manager, err := systemd.FromEnvironment()
 			if err != nil {
 				return err
 			}
-			s, err := newServer(cfg, cmd.ErrOrStderr())
+			doc, err := open(path)
+			if err != nil {
+				return err
+			}
+			d, err := daemon.New(doc, daemon.Options{
+				LogTo: cmd.ErrOrStderr(), Path: path, Manager: manager, Version: versionString(),
+				Dashboard: func(d *daemon.Daemon, l net.Listener) func() { return dashboard.Serve(d, l) },
+			})
 			if err != nil {
 				return err
 			}
 			if path == "" {
-				fmt.Fprint(cmd.OutOrStdout(), s.invitation())
+				fmt.Fprint(cmd.OutOrStdout(), d.Invitation())
 			}
-			return s.run(cmd.Context())
+			end, err := api.Start(d, d.Effective().Control, d.Logger())
+			if err != nil {
+				ended, cancel := context.WithCancel(cmd.Context())
+				cancel()
+				return errors.Join(err, d.Run(ended)) // which closes what is open
+			}
+			context.AfterFunc(cmd.Context(), end)
+			defer end()
+			return d.Run(cmd.Context())
 		},
 	}
 	cmd.Flags().StringVarP(&path, "config", "c", "", "configuration file (YAML)")
@@ -71,36 +117,11 @@ for any initiator.`,
 	return cmd
 }
 
-func load(path string) (*config.Config, error) {
+func open(path string) (*config.Document, error) {
 	if path == "" {
-		return config.Default()
+		return config.DefaultDocument()
 	}
-	return config.Load(path)
-}
-
-func configCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "config", Short: "Work with configuration files"}
-	cmd.AddCommand(&cobra.Command{
-		Use:   "validate FILE",
-		Short: "Check a configuration file and say all that is wrong with it",
-		Args:  cobra.ExactArgs(1),
-		ValidArgsFunction: func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
-			return []string{"yaml", "yml"}, cobra.ShellCompDirectiveFilterFileExt
-		},
-		RunE: func(cmd *cobra.Command, args []string) error {
-			cfg, err := config.Load(args[0])
-			if err != nil {
-				return err
-			}
-			luns := 0
-			for _, t := range cfg.Targets {
-				luns += len(t.LUNs)
-			}
-			fmt.Fprintf(cmd.OutOrStdout(), "%s: valid: portals %d, targets %d, LUNs %d\n", args[0], len(cfg.Portals), len(cfg.Targets), luns)
-			return nil
-		},
-	})
-	return cmd
+	return config.OpenDocument(path)
 }
 
 func versionCommand() *cobra.Command {

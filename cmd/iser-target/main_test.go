@@ -60,6 +60,10 @@ targets:
     initiators: ["*"]
     luns: [{id: 0, backend: memory, size: 1MiB}]
 `)
+	open := write(t, "open.yaml", `
+portals: [{listen: "0.0.0.0:0"}]
+targets: [{name: "iqn.2026-11.io.example:store", initiators: ["*"]}]
+`)
 	bad := write(t, "bad.yaml", "portals: [{listen: nowhere}]\ntargts: []\n")
 	for _, tt := range []struct {
 		args      []string
@@ -67,11 +71,18 @@ targets:
 	}{
 		{args: []string{"version"}, out: "iser-target "},
 		{args: []string{"config", "validate", good}, out: "valid: portals 1, targets 1, LUNs 1"},
+		{args: []string{"config", "validate", open}, out: open + ": warning: targets[0].auth: no authentication"},
+		{args: []string{"config", "validate", open}, out: "valid: portals 1"},
 		{args: []string{"config", "validate", bad}, fail: "targts"},
 		{args: []string{"config", "validate", bad}, fail: "portals[0].listen"},
 		{args: []string{"config", "validate", "/does/not/exist.yaml"}, fail: "/does/not/exist.yaml"},
-		{args: []string{"config", "validate"}, fail: "accepts 1 arg"},
-		{args: []string{"serve", "more"}, fail: "unknown command"},
+		{args: []string{"config", "validate"}, fail: "wrong number of arguments, 0: use it as iser-target config validate FILE"},
+		{args: []string{"--version"}, out: "iser-target " + versionString() + "\n"},
+		{args: []string{"serve", "more"}, fail: "wrong number of arguments, 1: use it as iser-target serve [--config FILE]"},
+		{args: []string{"lun", "create"}, fail: "wrong number of arguments, 0: use it as iser-target lun create TARGET"},
+		{args: []string{"lun", "more"}, fail: `unknown command "more" for "iser-target lun"`},
+		{args: []string{"events", "--since", "20s"}, fail: `invalid argument "20s" for "--since" flag: is no whole number`},
+		{args: []string{"session", "kill", "1", "--reason"}, fail: "flag needs an argument"},
 		{args: []string{"serve", "--config", bad}, fail: "targts"},
 		{args: []string{"nonsense"}, fail: "unknown command"},
 		{args: []string{"completion", "bash"}, out: "iser-target"},
@@ -104,10 +115,8 @@ targets: [{name: "iqn.2026-11.io.example:store", initiators: ["*"], luns: [%s]}]
 	memory := "{id: 0, backend: memory, size: 1MiB}"
 	for _, tt := range []struct{ name, config, want string }{
 		{"port in use", config(taken.Addr().String(), memory, ""), "address already in use"},
-		{"missing file", config("127.0.0.1:0", "{id: 3, backend: block, path: /dev/no-such-disk}", ""), "LUN 3: "},
-		{"file of another size", config("127.0.0.1:0", "{id: 0, backend: file, path: "+write(t, "disk", "short")+", size: 1MiB}", ""), "disk"},
-		{"unknown plug-in", config("127.0.0.1:0", "{id: 0, backend: gotgt, plugin: nonsense, path: /tmp/x}", ""), "nonsense"},
 		{"debug port in use", config("127.0.0.1:0", memory, "debug: {listen: \""+taken.Addr().String()+"\"}"), "debug server"},
+		{"dashboard port in use", config("127.0.0.1:0", memory, "dashboard: {listen: \""+taken.Addr().String()+"\"}"), "dashboard " + taken.Addr().String() + ": listen tcp"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			ctx, cancel := context.WithCancel(context.Background())
@@ -136,12 +145,24 @@ type lockedBuffer struct {
 // start runs the program and waits until it serves.
 func start(t *testing.T, args ...string) *process {
 	t.Helper()
+	p := launch(t, exec.Command(executable(t), args...))
+	p.addr = p.wait(t, `msg=serving portal=(\S+)`)
+	return p
+}
+
+func executable(t *testing.T) string {
+	t.Helper()
 	exe, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.Command(exe, args...)
-	cmd.Env = append(os.Environ(), "BE_ISER_TARGET=1")
+	return exe
+}
+
+// launch runs the program.
+func launch(t *testing.T, cmd *exec.Cmd) *process {
+	t.Helper()
+	cmd.Env = append(cmd.Environ(), "BE_ISER_TARGET=1")
 	r, w := io.Pipe()
 	cmd.Stdout, cmd.Stderr = w, w
 	if err := cmd.Start(); err != nil {
@@ -173,8 +194,23 @@ func start(t *testing.T, args ...string) *process {
 		cmd.Wait()
 		w.Close()
 	})
-	p.addr = p.wait(t, `msg=serving portal=(\S+)`)
 	return p
+}
+
+// login logs in to a target, storeName unless o says another.
+func login(t *testing.T, addr string, o initiator.Options) *initiator.Session {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	if o.Target == "" {
+		o.Target = storeName
+	}
+	s, err := initiator.Login(ctx, addr, o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	return s
 }
 
 // wait returns the first group of the expression in a line of the output.
@@ -203,6 +239,7 @@ func TestServeUntilSIGTERM(t *testing.T) {
 	disk := filepath.Join(dir, "disk.img")
 	p := start(t, "serve", "--config", write(t, "c.yaml", fmt.Sprintf(`
 state_dir: %s/state
+drain: 1s
 portals: [{listen: "127.0.0.1:0"}]
 debug: {listen: "127.0.0.1:0"}
 targets:
@@ -212,13 +249,7 @@ targets:
 `, dir, disk)))
 	url := p.wait(t, `msg="debug server" url=(\S+)`)
 
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
-	defer cancel()
-	s, err := initiator.Login(ctx, p.addr, initiator.Options{Target: "iqn.2026-11.io.example:store"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer s.Close()
+	s := login(t, p.addr, initiator.Options{})
 	want := bytes.Repeat([]byte("0123456789abcdef"), 256)
 	w := &initiator.Command{CDB: initiator.Write16(8, 8), Out: want}
 	for w.Status = 2; w.Status != 0; { // the first meets a unit attention
@@ -277,7 +308,7 @@ func tcpLogin(addr, target string) (pdu.LoginStatus, error) {
 func TestTransports(t *testing.T) {
 	p := start(t, "serve", "--config", write(t, "c.yaml", `
 state_dir: ""
-portals: [{listen: "127.0.0.1:0"}, {listen: "127.0.0.1:0", transports: [iser]}, {listen: "127.0.0.1:0", transports: [tcp]}]
+portals: [{listen: "127.0.0.1:0"}, {listen: "127.0.0.2:0", transports: [iser]}, {listen: "127.0.0.3:0", transports: [tcp]}]
 targets:
   - name: iqn.2026-11.io.example:store
     initiators: ["*"]
@@ -306,7 +337,64 @@ targets:
 		} else {
 			p.wait(t, `(msg=login .*outcome=refused stage=portal .*the initiator speaks tcp)`)
 		}
+		// ISER-4.1-9, ISER-6.3-2: a login on the byte stream ends in iSER where both
+		// are served.
+		s, err = initiator.Login(ctx, addrs[i], initiator.Options{Target: "iqn.2026-11.io.example:store", ISID: [6]byte{7}, Stream: true, Hello: true})
+		if both := serves.iser && serves.tcp; (err == nil) != both {
+			t.Errorf("portal %d: login on the byte stream: %v", i, err)
+		}
+		switch {
+		case err == nil:
+			p.wait(t, `(msg=login transport=iser .*outcome=accepted .*isid=070000000000)`)
+			if err := s.Do(&initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 512)}); err != nil {
+				t.Error(err)
+			}
+			s.Close()
+		case serves.tcp:
+			if !strings.Contains(err.Error(), "RDMAExtensions=No") {
+				t.Errorf("portal %d: %v", i, err)
+			}
+			p.wait(t, `(msg=login transport=tcp .*outcome=accepted .*isid=070000000000)`)
+		}
 	}
+}
+
+// ISCSI-8.1.4-2: login_timeout counts from the first SYN to the full feature phase,
+// however an initiator divides it.
+func TestLoginTimeout(t *testing.T) {
+	p := start(t, "serve", "--config", write(t, "c.yaml", `
+state_dir: ""
+portals: [{listen: "127.0.0.1:0"}]
+limits: {login_timeout: 1s}
+targets: [{name: "iqn.2026-11.io.example:store", initiators: ["*"], luns: [{id: 0, backend: memory, size: 1MiB}]}]
+`))
+	ended := func() time.Duration {
+		begin := time.Now()
+		nc, err := net.Dial("tcp", p.addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer nc.Close()
+		time.Sleep(500 * time.Millisecond)
+		nc.Write([]byte("M"))
+		time.Sleep(300 * time.Millisecond)
+		nc.Write([]byte("PA ID Req Frame\x50\x02\x00\x08\x00\x80\x00\x01\x80\x00\x00\x00"))
+		io.Copy(io.Discard, nc)
+		return time.Since(begin)
+	}
+	for try := 1; ; try++ {
+		d := ended()
+		if d < 950*time.Millisecond {
+			t.Fatalf("the connection ended after %v", d)
+		}
+		if d < 1500*time.Millisecond { // that is a second from the first octet
+			break
+		}
+		if try == 5 { // a machine that has much to do can be late, but not always
+			t.Fatalf("the connection ended after %v", d)
+		}
+	}
+	p.wait(t, `(msg=login .*outcome=refused .*timeout)`)
 }
 
 // Every connection attempt leaves a line that says why it failed.
@@ -348,8 +436,7 @@ targets:
 	}
 }
 
-// A LUN keeps its identity over restarts, and a file that is made anew is
-// another disk.
+// A LUN keeps its identity over restarts, and a file that is empty is another disk.
 func TestIdentities(t *testing.T) {
 	dir := t.TempDir()
 	disk := filepath.Join(dir, "disk.img")
@@ -364,12 +451,7 @@ targets:
 	serials := func() (s [2]string) {
 		t.Helper()
 		p := start(t, "serve", "--config", cfg)
-		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
-		defer cancel()
-		ini, err := initiator.Login(ctx, p.addr, initiator.Options{Target: "iqn.2026-11.io.example:store"})
-		if err != nil {
-			t.Fatal(err)
-		}
+		ini := login(t, p.addr, initiator.Options{})
 		for lun := range s {
 			c := &initiator.Command{LUN: byte(lun), In: make([]byte, 64), CDB: [16]byte{0x12, 1, 0x80, 0, 64}}
 			if err := ini.Do(c); err != nil || c.Status != 0 {
@@ -386,11 +468,11 @@ targets:
 	if first != second || first[0] == first[1] || len(first[0]) != 16 {
 		t.Errorf("serials %q, after a restart %q", first, second)
 	}
-	if err := os.Remove(disk); err != nil {
+	if err := os.Truncate(disk, 0); err != nil {
 		t.Fatal(err)
 	}
 	if third := serials(); third[0] == first[0] || third[1] != first[1] {
-		t.Errorf("serials %q; with a new file %q", first, third)
+		t.Errorf("serials %q; with an empty file %q", first, third)
 	}
 }
 
@@ -405,13 +487,7 @@ targets:
     initiators: ["*"]
     luns: [{id: 7, backend: gotgt, plugin: file, path: `+disk+`}]
 `))
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
-	defer cancel()
-	s, err := initiator.Login(ctx, p.addr, initiator.Options{Target: "iqn.2026-11.io.example:store"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer s.Close()
+	s := login(t, p.addr, initiator.Options{})
 	want := bytes.Repeat([]byte("gotgt!"), 2048)[:8192]
 	w := &initiator.Command{LUN: 7, CDB: initiator.Write16(16, 16), Out: want}
 	for w.Status = 2; w.Status != 0; { // the first meets a unit attention
@@ -442,17 +518,9 @@ targets:
     initiators: ["*"]
     luns: [{id: 0, backend: memory, size: 1MiB}]
 `)
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
-	defer cancel()
 	login := func(p *process, n byte) *initiator.Session {
 		t.Helper()
-		s, err := initiator.Login(ctx, p.addr, initiator.Options{
-			Name: fmt.Sprintf("iqn.2026-11.io.github.iser-target:%d", n), ISID: [6]byte{0, 2, 0x3d, 0, 0, n}, Target: "iqn.2026-11.io.example:store"})
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { s.Close() })
-		return s
+		return login(t, p.addr, initiator.Options{Name: fmt.Sprintf("iqn.2026-11.io.github.iser-target:%d", n), ISID: [6]byte{0, 2, 0x3d, 0, 0, n}})
 	}
 	// do runs a command past unit attentions and returns its status.
 	do := func(s *initiator.Session, c *initiator.Command) byte {

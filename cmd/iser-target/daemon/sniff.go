@@ -1,6 +1,7 @@
-package main
+package daemon
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -27,7 +28,7 @@ const (
 
 // sniff waits for the first octet of a connection, leaves it there, and tells
 // by it what the initiator speaks.
-func sniff(nc net.Conn, timeout time.Duration) (transport, error) {
+func sniff(ctx context.Context, nc net.Conn, deadline time.Time) (transport, error) {
 	sc, ok := nc.(syscall.Conn)
 	if !ok {
 		return "", fmt.Errorf("%T is no socket", nc)
@@ -36,9 +37,10 @@ func sniff(nc net.Conn, timeout time.Duration) (transport, error) {
 	if err != nil {
 		return "", err
 	}
-	if err := nc.SetReadDeadline(time.Now().Add(timeout)); err != nil {
+	if err := nc.SetReadDeadline(deadline); err != nil {
 		return "", err
 	}
+	defer context.AfterFunc(ctx, func() { nc.SetReadDeadline(time.Unix(1, 0)) })()
 	var (
 		first [1]byte
 		n     int

@@ -1,7 +1,8 @@
-package main
+package daemon
 
 import (
 	"expvar"
+	"fmt"
 	"net"
 	"net/http"
 	"net/http/pprof"
@@ -9,29 +10,30 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/httpd"
 	"github.com/iser-target/iser-target/rdma"
 )
 
 // debugged is the server whose counts /debug/vars shows; expvar's names are
 // those of the process.
-var debugged atomic.Pointer[server]
+var debugged atomic.Pointer[Daemon]
 
 func init() {
 	expvar.Publish("iser_target", expvar.Func(func() any {
-		if s := debugged.Load(); s != nil {
-			return s.vars()
+		if d := debugged.Load(); d != nil {
+			return d.vars()
 		}
 		return nil
 	}))
 }
 
 // vars is what should be back where it was when all initiators are gone.
-func (s *server) vars() map[string]int64 {
-	st, rd := s.node.Stats(), rdma.ReadStats()
+func (d *Daemon) vars() map[string]int64 {
+	st, rd := d.node.Stats(), rdma.ReadStats()
 	return map[string]int64{
 		"sessions":        int64(st.Sessions),
 		"connections":     int64(st.Connections),
-		"tcp_connections": s.conns.Load(),
+		"tcp_connections": d.conns.Load(),
 		"tasks":           int64(st.TasksInFlight),
 		"buffers":         int64(st.BuffersOut),
 		"buffer_octets":   int64(st.BufferOctets),
@@ -43,12 +45,22 @@ func (s *server) vars() map[string]int64 {
 	}
 }
 
+const (
+	debugConnections = 16
+	// debugTime bounds the answers of the debug server, and with them the profiles and
+	// traces, for which net/http/pprof refuses more.
+	debugTime = 5 * time.Minute
+)
+
 // listenDebug starts the debug server: expvar at /debug/vars, pprof at
-// /debug/pprof/.
-func (s *server) listenDebug(addr string) error {
+// /debug/pprof/. Without an address there is none.
+func (d *Daemon) listenDebug(addr string) error {
+	if addr == "" {
+		return nil
+	}
 	l, err := net.Listen("tcp", addr)
 	if err != nil {
-		return err
+		return fmt.Errorf("debug server %s: %w", addr, err)
 	}
 	mux := http.NewServeMux()
 	mux.Handle("GET /debug/vars", expvar.Handler())
@@ -57,9 +69,17 @@ func (s *server) listenDebug(addr string) error {
 	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
 	mux.HandleFunc("GET /debug/pprof/symbol", pprof.Symbol)
 	mux.HandleFunc("GET /debug/pprof/trace", pprof.Trace)
-	s.debug = &http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second}
-	s.dbgAddr = l.Addr()
-	debugged.Store(s)
-	go s.debug.Serve(l)
+	d.debug = httpd.NewServer(mux, nil)
+	d.debug.WriteTimeout = debugTime
+	d.debugAddr = l.Addr()
+	debugged.Store(d)
+	go d.debug.Serve(httpd.Limit(l, debugConnections))
 	return nil
+}
+
+func (d *Daemon) closeDebug() {
+	if d.debug != nil {
+		d.debug.Close()
+		d.debug = nil
+	}
 }

@@ -1,0 +1,89 @@
+package api
+
+import (
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+
+	"go.yaml.in/yaml/v3"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/capture"
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/config"
+)
+
+type openAPIDocument struct {
+	Paths      map[string]map[string]yaml.Node
+	Components struct {
+		Schemas map[string]struct{ Properties map[string]yaml.Node }
+	}
+}
+
+func described(t *testing.T) *openAPIDocument {
+	var doc openAPIDocument
+	if err := yaml.Unmarshal(openAPI, &doc); err != nil {
+		t.Fatal(err)
+	}
+	return &doc
+}
+
+// Every route is in the document, and nothing else is.
+func TestOpenAPIRoutes(t *testing.T) {
+	var want, got []string
+	for _, r := range routes {
+		want = append(want, r.pattern)
+	}
+	for _, r := range streams {
+		want = append(want, r.pattern)
+	}
+	for path, methods := range described(t).Paths {
+		for m := range methods {
+			if m != "parameters" {
+				got = append(got, strings.ToUpper(m)+" "+path)
+			}
+		}
+	}
+	slices.Sort(want)
+	slices.Sort(got)
+	if !slices.Equal(got, want) {
+		t.Errorf("openapi.yaml has\n%s\nthe server has\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+}
+
+// The properties of each schema are the fields of its type.
+func TestOpenAPISchemas(t *testing.T) {
+	schemas := described(t).Components.Schemas
+	delete(schemas, "Values") // which has no fixed ones
+	for _, v := range []any{
+		Error{}, Target{}, LUN{}, Making{}, Progress{}, Portal{}, Pattern{}, Reservation{},
+		daemon.State{}, daemon.PortalState{}, daemon.TargetState{}, daemon.LUNState{}, daemon.ReservationState{}, daemon.RegistrationState{},
+		daemon.SessionState{}, daemon.CounterState{}, daemon.PhaseState{}, daemon.ConnectionState{}, daemon.Explanation{}, daemon.Rule{}, daemon.LUNView{}, daemon.Event{},
+		daemon.Plan{}, daemon.Step{}, config.Change{}, capture.Summary{},
+	} {
+		typ := reflect.TypeOf(v)
+		var want, got []string
+		for _, f := range reflect.VisibleFields(typ) {
+			if name, _, _ := strings.Cut(f.Tag.Get("json"), ","); name != "" {
+				want = append(want, name)
+			}
+		}
+		schema, ok := schemas[typ.Name()]
+		if !ok {
+			t.Errorf("there is no schema of %s", typ.Name())
+		}
+		for p := range schema.Properties {
+			got = append(got, p)
+		}
+		slices.Sort(want)
+		slices.Sort(got)
+		if !slices.Equal(got, want) {
+			t.Errorf("%s: openapi.yaml has %v, want %v", typ.Name(), got, want)
+		}
+		delete(schemas, typ.Name())
+	}
+	delete(schemas, "Done")
+	for name := range schemas {
+		t.Errorf("schema %s is of no type", name)
+	}
+}

@@ -1,0 +1,194 @@
+package api
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"time"
+
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/config"
+)
+
+// reportEvery is the time between two lines of progress; the end of a phase has its own.
+const reportEvery = 200 * time.Millisecond
+
+// errEnding stops what is being made, and captures.
+var errEnding = errors.New("the target ends")
+
+// addLUN adds a LUN, whose file may have to be made first. With progress the answer to
+// that is a Making on each line.
+func (s *Server) addLUN(w http.ResponseWriter, r *http.Request) { answerMaking(w, r, s.makeLUN) }
+
+// setLUN sets keys of a LUN, and with preallocate gives its file the space that it has
+// more then, as addLUN does.
+func (s *Server) setLUN(w http.ResponseWriter, r *http.Request) { answerMaking(w, r, s.growLUN) }
+
+// answerMaking answers what does may take long.
+func answerMaking(w http.ResponseWriter, r *http.Request, do func(*http.Request, *makingWriter) (any, error)) {
+	out := &makingWriter{w: w}
+	v, err := do(r, out)
+	switch {
+	case !out.begun && err != nil:
+		writeError(w, err)
+	case !out.begun:
+		writeJSON(w, http.StatusOK, v)
+	case err != nil:
+		out.line(Making{Error: errorOf(err)})
+	default:
+		plan, _ := v.(*daemon.Plan)
+		out.line(Making{Plan: plan})
+	}
+}
+
+func (s *Server) makeLUN(r *http.Request, out *makingWriter) (any, error) {
+	var l LUN
+	if err := body(r, &l); err != nil {
+		return nil, err
+	}
+	c, err := l.config()
+	if err != nil {
+		return nil, err
+	}
+	o, q, err := changeOptions(r, "progress")
+	if err != nil {
+		return nil, err
+	}
+	if err := flag(q, "progress", &out.wanted); err != nil {
+		return nil, err
+	}
+	edit := func(d *config.Document) (err error) {
+		if l.ID == nil {
+			if c.ID, err = freeLUN(d, name(r), s.d.Leaving(name(r))); err != nil {
+				return err
+			}
+		}
+		return d.AddLUN(name(r), c)
+	}
+	if !l.Preallocate && l.From == "" {
+		return s.changeWith(r, o, edit)
+	}
+	if l.Backend != "file" {
+		return nil, invalid("preallocate and from are for the backend file, not for %s", l.Backend)
+	}
+	file, err := s.d.NewMaking(backend.MakeConfig{
+		Path: l.Path, Size: int64(c.Size), BlockSize: uint32(c.BlockSize), Preallocate: l.Preallocate, From: l.From,
+	})
+	if err != nil {
+		return nil, err
+	}
+	defer file.Discard()
+	c.Size = config.Size(file.Size())
+	dry := o
+	dry.DryRun = true
+	if plan, err := s.changeWith(r, dry, edit); err != nil || o.DryRun { // what cannot be is not begun
+		return plan, err
+	}
+	if err := s.run(out, r, file.Run); err != nil {
+		return nil, err
+	}
+	o.File = file
+	return s.changeWith(r, o, edit)
+}
+
+func (s *Server) growLUN(r *http.Request, out *makingWriter) (any, error) {
+	id, err := lunID(r)
+	if err != nil {
+		return nil, err
+	}
+	o, q, err := changeOptions(r, "progress", "preallocate")
+	if err != nil {
+		return nil, err
+	}
+	var preallocate bool
+	if err := errors.Join(flag(q, "progress", &out.wanted), flag(q, "preallocate", &preallocate)); err != nil {
+		return nil, err
+	}
+	edit, err := editOf(r, func(d *config.Document, key, value string) error { return d.SetLUN(name(r), id, key, value) })
+	if err != nil {
+		return nil, err
+	}
+	var from int64
+	if preallocate {
+		l, err := s.findLUN(r)
+		if err != nil {
+			return nil, err
+		}
+		if l.Backend != "file" {
+			return nil, invalid("preallocate is for the backend file, not for %s", l.Backend)
+		}
+		from = l.Size
+	}
+	plan, err := s.changeWith(r, o, edit)
+	if err != nil || o.DryRun || !preallocate {
+		return plan, err
+	}
+	err = s.run(out, r, func(ctx context.Context, report func(backend.Progress)) error {
+		return s.d.Allocate(ctx, name(r), id, from, report)
+	})
+	if err != nil {
+		return nil, fmt.Errorf("the change is made, but the LUN has not all the space: %w", err)
+	}
+	return plan, nil
+}
+
+// run does what takes long, unless the client goes or the target ends before.
+func (s *Server) run(out *makingWriter, r *http.Request, do func(context.Context, func(backend.Progress)) error) error {
+	// Else the end of readTime would be taken for that of the client.
+	if err := http.NewResponseController(out.w).SetReadDeadline(time.Time{}); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancelCause(r.Context())
+	defer cancel(nil)
+	go func() {
+		select {
+		case <-s.ending:
+			cancel(errEnding)
+		case <-ctx.Done():
+		}
+	}()
+	return do(ctx, func(p backend.Progress) {
+		if err := out.progress(p); err != nil {
+			cancel(err)
+		}
+	})
+}
+
+// A makingWriter answers Makings, if they are wanted.
+type makingWriter struct {
+	w      http.ResponseWriter
+	wanted bool
+	begun  bool // something was written
+	last   time.Time
+}
+
+func (o *makingWriter) progress(p backend.Progress) error {
+	if !o.wanted || p.Done < p.Total && time.Since(o.last) < reportEvery {
+		return nil
+	}
+	o.last = time.Now()
+	return o.line(Making{Progress: &Progress{p.Phase, p.Done, p.Total}})
+}
+
+func (o *makingWriter) line(m Making) error {
+	b, err := json.Marshal(m)
+	if err != nil {
+		return err
+	}
+	if !o.begun {
+		o.begun = true
+		o.w.Header().Set("Content-Type", "application/jsonl")
+		o.w.Header().Set("X-Content-Type-Options", "nosniff")
+	}
+	control := http.NewResponseController(o.w)
+	if err := control.SetWriteDeadline(time.Now().Add(writeTime)); err != nil {
+		return err
+	}
+	if _, err := o.w.Write(append(b, '\n')); err != nil {
+		return err
+	}
+	return control.Flush()
+}

@@ -1,0 +1,508 @@
+package api
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/security"
+)
+
+func notFound(format string, a ...any) error {
+	return fmt.Errorf(format+": %w", append(a, daemon.ErrNotFound)...)
+}
+
+// name is that of the target in the path of r, in the form in which names are compared.
+func name(r *http.Request) string {
+	n := r.PathValue("target")
+	if normal, err := security.NormalizeName(n); err == nil {
+		return normal
+	}
+	return n
+}
+
+func lunID(r *http.Request) (int, error) {
+	id, err := strconv.Atoi(r.PathValue("lun"))
+	if err != nil {
+		return 0, invalid("LUN %q is no number", r.PathValue("lun"))
+	}
+	return id, nil
+}
+
+func tsih(r *http.Request) (uint16, error) {
+	n, err := strconv.ParseUint(r.PathValue("tsih"), 10, 16)
+	if err != nil {
+		return 0, invalid("TSIH %q is no number up to 65535", r.PathValue("tsih"))
+	}
+	return uint16(n), nil
+}
+
+func (s *Server) state(r *http.Request) (any, error) {
+	if _, err := query(r); err != nil {
+		return nil, err
+	}
+	return s.d.State(), nil
+}
+
+func (s *Server) targets(r *http.Request) (any, error) {
+	if _, err := query(r); err != nil {
+		return nil, err
+	}
+	targets := s.d.State().Targets
+	for i := range targets {
+		brief(targets[i].LUNs)
+	}
+	return targets, nil
+}
+
+// brief takes out what would make a list long: how long commands took.
+func brief(luns []daemon.LUNState) []daemon.LUNState {
+	for i := range luns {
+		luns[i].Counters.Latency = nil
+	}
+	return luns
+}
+
+func (s *Server) findTarget(name string) (*daemon.TargetState, error) {
+	for _, t := range s.d.State().Targets {
+		if t.Name == name {
+			return &t, nil
+		}
+	}
+	return nil, notFound("target %s", name)
+}
+
+func (s *Server) target(r *http.Request) (any, error) {
+	if _, err := query(r); err != nil {
+		return nil, err
+	}
+	t, err := s.findTarget(name(r))
+	if err != nil {
+		return nil, err
+	}
+	brief(t.LUNs)
+	return t, nil
+}
+
+func (s *Server) addTarget(r *http.Request) (any, error) {
+	var t Target
+	if err := body(r, &t); err != nil {
+		return nil, err
+	}
+	return s.change(r, func(d *config.Document) error { return d.AddTarget(t.config()) })
+}
+
+func (s *Server) setTarget(r *http.Request) (any, error) {
+	return s.set(r, func(d *config.Document, key, value string) error { return d.SetTarget(name(r), key, value) })
+}
+
+// set changes the keys in the body.
+func (s *Server) set(r *http.Request, set func(d *config.Document, key, value string) error) (any, error) {
+	edit, err := editOf(r, set)
+	if err != nil {
+		return nil, err
+	}
+	return s.change(r, edit)
+}
+
+// editOf is the edit that sets the keys in the body.
+func editOf(r *http.Request, set func(d *config.Document, key, value string) error) (func(*config.Document) error, error) {
+	var v Values
+	if err := body(r, &v); err != nil {
+		return nil, err
+	}
+	if len(v) == 0 {
+		return nil, invalid("body: there is no key to set")
+	}
+	return func(d *config.Document) error {
+		for _, k := range v.Keys() {
+			if err := set(d, k, v[k]); err != nil {
+				return err
+			}
+		}
+		return nil
+	}, nil
+}
+
+func (s *Server) removeTarget(r *http.Request) (any, error) {
+	v, err := s.change(r, func(d *config.Document) error { return d.RemoveTarget(name(r)) })
+	return s.removedBefore(r, -1, v, err)
+}
+
+func (s *Server) allow(r *http.Request) (any, error) {
+	var p Pattern
+	if err := body(r, &p); err != nil {
+		return nil, err
+	}
+	return s.change(r, func(d *config.Document) error {
+		if err := d.AllowInitiator(name(r), p.Pattern); !errors.Is(err, config.ErrExists) {
+			return err
+		}
+		return nil // it is allowed
+	})
+}
+
+func (s *Server) deny(r *http.Request) (any, error) {
+	o, q, err := changeOptions(r, "pattern")
+	if err != nil {
+		return nil, err
+	}
+	return s.changeWith(r, o, func(d *config.Document) error { return d.DenyInitiator(name(r), q.Get("pattern")) })
+}
+
+func (s *Server) luns(r *http.Request) (any, error) {
+	q, err := query(r, "target")
+	if err != nil {
+		return nil, err
+	}
+	list := []daemon.LUNState{}
+	if n := q.Get("target"); n != "" {
+		if normal, err := security.NormalizeName(n); err == nil {
+			n = normal
+		}
+		t, err := s.findTarget(n)
+		if err != nil {
+			return nil, err
+		}
+		return append(list, brief(t.LUNs)...), nil
+	}
+	for _, t := range s.d.State().Targets {
+		list = append(list, brief(t.LUNs)...)
+	}
+	return list, nil
+}
+
+func (s *Server) findLUN(r *http.Request) (*daemon.LUNState, error) {
+	id, err := lunID(r)
+	if err != nil {
+		return nil, err
+	}
+	t, err := s.findTarget(name(r))
+	if err != nil {
+		return nil, err
+	}
+	for _, l := range t.LUNs {
+		if l.ID == id && l.State != daemon.Draining {
+			return &l, nil
+		}
+	}
+	return nil, notFound("LUN %d of target %s", id, t.Name)
+}
+
+func (s *Server) lun(r *http.Request) (any, error) {
+	if _, err := query(r); err != nil {
+		return nil, err
+	}
+	return s.findLUN(r)
+}
+
+// removedBefore is the outcome of a removal, and if there was nothing to remove that of
+// cutting off, with now, what an earlier one still gives time to: a LUN, or if the number
+// is negative a target.
+func (s *Server) removedBefore(r *http.Request, id int, v any, err error) (any, error) {
+	if !errors.Is(err, config.ErrNotFound) {
+		return v, err
+	}
+	what, ending := "target "+name(r), s.d.IsLeaving(name(r), id)
+	if id >= 0 {
+		what = fmt.Sprintf("LUN %d of target %s", id, name(r))
+	}
+	o, _, err2 := changeOptions(r)
+	switch {
+	case err2 != nil || ending == "":
+		return v, err
+	case o.Now && !o.DryRun && s.d.CutOff(r.Context(), name(r), id):
+		return &daemon.Plan{Steps: []daemon.Step{}, Note: what + " was removed before, and is cut off now"}, nil
+	}
+	return nil, &Error{Code: NotFound, Message: fmt.Sprintf("%s was removed before: %s", what, ending), Hint: "wait for that, or cut it off with now"}
+}
+
+// freeLUN is the lowest number that no LUN of the target has, and none that is being
+// removed.
+func freeLUN(d *config.Document, target string, leaving []int) (int, error) {
+	cfg, err := d.Config()
+	if err != nil {
+		return 0, err
+	}
+	at := slices.IndexFunc(cfg.Targets, func(t config.Target) bool { return t.Name == target })
+	if at < 0 {
+		return 0, notFound("target %s", target)
+	}
+	taken := map[int]bool{}
+	for _, l := range cfg.Targets[at].LUNs {
+		taken[l.ID] = true
+	}
+	for _, id := range leaving {
+		taken[id] = true
+	}
+	id := 0
+	for taken[id] {
+		id++
+	}
+	return id, nil
+}
+
+func (s *Server) removeLUN(r *http.Request) (any, error) {
+	id, err := lunID(r)
+	if err != nil {
+		return nil, err
+	}
+	v, err := s.change(r, func(d *config.Document) error { return d.RemoveLUN(name(r), id) })
+	return s.removedBefore(r, id, v, err)
+}
+
+func (s *Server) reservations(r *http.Request) (any, error) {
+	if _, err := query(r); err != nil {
+		return nil, err
+	}
+	list := []Reservation{}
+	for _, t := range s.d.State().Targets {
+		for _, l := range t.LUNs {
+			if l.Reservation != nil && l.State != daemon.Draining {
+				list = append(list, Reservation{t.Name, l.ID, *l.Reservation})
+			}
+		}
+	}
+	return list, nil
+}
+
+// done is the answer to what has no plan.
+type done struct {
+	Done bool `json:"done"`
+}
+
+func (s *Server) clearReservation(r *http.Request) (any, error) {
+	id, err := lunID(r)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := query(r); err != nil {
+		return nil, err
+	}
+	return done{true}, s.d.ClearReservation(r.Context(), name(r), id)
+}
+
+func (s *Server) portals(r *http.Request) (any, error) {
+	if _, err := query(r); err != nil {
+		return nil, err
+	}
+	return s.d.State().Portals, nil
+}
+
+func (s *Server) addPortal(r *http.Request) (any, error) {
+	var p Portal
+	if err := body(r, &p); err != nil {
+		return nil, err
+	}
+	return s.change(r, func(d *config.Document) error { return d.AddPortal(p.config()) })
+}
+
+func (s *Server) removePortal(r *http.Request) (any, error) {
+	return s.change(r, func(d *config.Document) error { return d.RemovePortal(r.PathValue("portal")) })
+}
+
+func (s *Server) sessions(r *http.Request) (any, error) {
+	if _, err := query(r); err != nil {
+		return nil, err
+	}
+	list := s.d.State().Sessions
+	for i := range list {
+		list[i].Counters.Latency = nil
+	}
+	slices.SortFunc(list, func(a, b daemon.SessionState) int { return cmp.Compare(a.TSIH, b.TSIH) })
+	return list, nil
+}
+
+func (s *Server) session(r *http.Request) (any, error) {
+	id, err := tsih(r)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := query(r); err != nil {
+		return nil, err
+	}
+	for _, st := range s.d.State().Sessions {
+		if st.TSIH == id {
+			return st, nil
+		}
+	}
+	return nil, notFound("session %d", id)
+}
+
+// maxReason is the most octets that a reason can have.
+const maxReason = 255
+
+func (s *Server) killSession(r *http.Request) (any, error) {
+	id, err := tsih(r)
+	if err != nil {
+		return nil, err
+	}
+	q, err := query(r, "reason")
+	if err != nil {
+		return nil, err
+	}
+	if len(q.Get("reason")) > maxReason {
+		return nil, invalid("query: reason has more than %d octets", maxReason)
+	}
+	return done{true}, s.d.KillSession(r.Context(), id, q.Get("reason"))
+}
+
+// document reads a configuration. There may be parameters of the names more.
+func (s *Server) document(r *http.Request, more ...string) (*config.Document, daemon.ChangeOptions, url.Values, error) {
+	o, q, err := changeOptions(r, append(more, "source")...)
+	if err != nil {
+		return nil, o, nil, err
+	}
+	b, err := io.ReadAll(http.MaxBytesReader(nil, r.Body, maxDocument))
+	if err != nil {
+		return nil, o, nil, err
+	}
+	d, err := config.NewDocument(cmp.Or(q.Get("source"), "request"), b)
+	return d, o, q, err
+}
+
+func (s *Server) planConfig(r *http.Request) (any, error) {
+	d, o, _, err := s.document(r)
+	if err != nil {
+		return nil, err
+	}
+	o.DryRun = true
+	return s.apply(r, d, o, s.d.Apply)
+}
+
+func (s *Server) applyConfig(r *http.Request) (any, error) {
+	d, o, q, err := s.document(r, "own_file")
+	if err != nil {
+		return nil, err
+	}
+	own := false
+	if err := flag(q, "own_file", &own); err != nil {
+		return nil, err
+	}
+	if own {
+		return s.apply(r, d, o, s.d.ApplyOwn)
+	}
+	return s.apply(r, d, o, s.d.Apply)
+}
+
+func (s *Server) apply(r *http.Request, d *config.Document, o daemon.ChangeOptions,
+	apply func(context.Context, *config.Document, daemon.ChangeOptions) (*daemon.Plan, error)) (any, error) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), turnTime)
+	defer cancel()
+	return answer(apply(ctx, d, o))
+}
+
+func (s *Server) exportConfig(w http.ResponseWriter, r *http.Request) {
+	if _, err := query(r); err != nil {
+		writeError(w, err)
+		return
+	}
+	w.Header().Set("Content-Type", "application/yaml")
+	send(w, http.StatusOK, s.d.Document().Bytes())
+}
+
+func (s *Server) describe(w http.ResponseWriter, r *http.Request) {
+	if _, err := query(r); err != nil {
+		writeError(w, err)
+		return
+	}
+	w.Header().Set("Content-Type", "application/yaml")
+	send(w, http.StatusOK, openAPI)
+}
+
+func (s *Server) explain(r *http.Request) (any, error) {
+	q, err := query(r, "initiator", "target", "portal")
+	if err != nil {
+		return nil, err
+	}
+	for _, key := range []string{"initiator", "target"} {
+		if q.Get(key) == "" {
+			return nil, invalid("query: %s is required", key)
+		}
+	}
+	return s.d.Explain(q.Get("initiator"), q.Get("target"), q.Get("portal")), nil
+}
+
+// events answers lines of JSON, one for each event: those that there are, and with
+// follow those that come, until one side goes. Empty lines mean nothing.
+func (s *Server) events(w http.ResponseWriter, r *http.Request) {
+	q, err := query(r, "since", "follow")
+	var since uint64
+	if v := q.Get("since"); err == nil && v != "" {
+		if since, err = strconv.ParseUint(v, 10, 64); err != nil {
+			err = invalid("query: since must be the number of an event, not %q", v)
+		}
+	}
+	var follow bool
+	if err == nil {
+		err = flag(q, "follow", &follow)
+	}
+	if err != nil {
+		writeError(w, err)
+		return
+	}
+	w.Header().Set("Content-Type", "application/jsonl")
+	if !follow {
+		send(w, http.StatusOK, lines(s.d.Events(since)))
+		return
+	}
+	select {
+	case s.followers <- struct{}{}:
+		defer func() { <-s.followers }()
+	default:
+		writeError(w, &Error{Code: Busy, Message: fmt.Sprintf("%d clients follow the events, which is all that may", maxFollowers), Hint: "end one of them"})
+		return
+	}
+	s.follow(w, r, since)
+}
+
+func (s *Server) follow(w http.ResponseWriter, r *http.Request, since uint64) {
+	news, cancel := s.d.Subscribe()
+	defer cancel()
+	beat := time.NewTicker(heartbeat)
+	defer beat.Stop()
+	control := http.NewResponseController(w)
+	control.SetReadDeadline(time.Time{}) // the end of readTime would be taken for that of the client
+	next := []byte{}
+	for {
+		list := s.d.Events(since)
+		if len(list) > 0 {
+			since = list[len(list)-1].Number
+		}
+		control.SetWriteDeadline(time.Now().Add(writeTime))
+		if _, err := w.Write(append(next, lines(list)...)); err != nil || control.Flush() != nil {
+			return
+		}
+		next = nil
+		select {
+		case <-r.Context().Done():
+			return
+		case <-s.ending:
+			return
+		case <-news:
+		case <-beat.C:
+			next = []byte("\n")
+		}
+	}
+}
+
+func lines(list []daemon.Event) (b []byte) {
+	for _, e := range list {
+		line, err := json.Marshal(e)
+		if err != nil { // of values that are no JSON
+			line = fmt.Appendf(nil, `{"number":%d,"event":%q,"text":%q}`, e.Number, e.Event, err)
+		}
+		b = append(append(b, line...), '\n')
+	}
+	return b
+}

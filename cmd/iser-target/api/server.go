@@ -1,0 +1,358 @@
+package api
+
+import (
+	"context"
+	_ "embed"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/cmd/iser-target/capture"
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/httpd"
+	"github.com/iser-target/iser-target/config"
+)
+
+// What requests may take.
+const (
+	maxBody        = 64 << 10         // octets of a request in JSON
+	maxDocument    = config.MaxFile   // octets of a configuration
+	maxConnections = 128              // of a listener, at one time
+	maxFollowers   = 64               // event streams at one time
+	writeTime      = 30 * time.Second // of an answer, or of one event
+	idleTime       = 2 * time.Minute
+	// turnTime bounds the wait for changes that are under way; a change that has
+	// begun comes to its end.
+	turnTime = time.Minute
+	// heartbeat is after which time a silent event stream has an empty line, so
+	// that a reader that has gone is noticed.
+	heartbeat = 15 * time.Second
+)
+
+//go:embed openapi.yaml
+var openAPI []byte
+
+// A Server answers requests about a daemon.
+type Server struct {
+	d         *daemon.Daemon
+	http      *http.Server
+	ending    chan struct{} // closed when event streams are to end
+	followers chan struct{}
+}
+
+// A route is a method and path, and what answers there: a value that becomes JSON, or
+// an error.
+type route struct {
+	pattern string // of http.ServeMux
+	handle  func(*Server, *http.Request) (any, error)
+}
+
+var routes = []route{
+	{"GET /v1/state", (*Server).state},
+	{"GET /v1/targets", (*Server).targets},
+	{"POST /v1/targets", (*Server).addTarget},
+	{"GET /v1/targets/{target}", (*Server).target},
+	{"PATCH /v1/targets/{target}", (*Server).setTarget},
+	{"DELETE /v1/targets/{target}", (*Server).removeTarget},
+	{"POST /v1/targets/{target}/initiators", (*Server).allow},
+	{"DELETE /v1/targets/{target}/initiators", (*Server).deny},
+	{"GET /v1/luns", (*Server).luns},
+	{"GET /v1/targets/{target}/luns/{lun}", (*Server).lun},
+	{"DELETE /v1/targets/{target}/luns/{lun}", (*Server).removeLUN},
+	{"GET /v1/reservations", (*Server).reservations},
+	{"DELETE /v1/targets/{target}/luns/{lun}/reservation", (*Server).clearReservation},
+	{"GET /v1/portals", (*Server).portals},
+	{"POST /v1/portals", (*Server).addPortal},
+	{"DELETE /v1/portals/{portal}", (*Server).removePortal},
+	{"GET /v1/sessions", (*Server).sessions},
+	{"GET /v1/sessions/{tsih}", (*Server).session},
+	{"DELETE /v1/sessions/{tsih}", (*Server).killSession},
+	{"DELETE /v1/sessions/{tsih}/capture", (*Server).stopCapture},
+	{"POST /v1/config/plan", (*Server).planConfig},
+	{"POST /v1/config/apply", (*Server).applyConfig},
+	{"GET /v1/explain", (*Server).explain},
+}
+
+// streams are routes whose answers are not one value of JSON, or not always.
+var streams = []struct {
+	pattern string
+	handle  func(*Server, http.ResponseWriter, *http.Request)
+}{
+	{"POST /v1/targets/{target}/luns", (*Server).addLUN},
+	{"PATCH /v1/targets/{target}/luns/{lun}", (*Server).setLUN},
+	{"GET /v1/config", (*Server).exportConfig},
+	{"GET /v1/events", (*Server).events},
+	{"GET /v1/sessions/{tsih}/capture", (*Server).capture},
+	{"GET /v1/openapi.yaml", (*Server).describe},
+}
+
+// NewServer returns a server of d, which has to be ready before Serve is called.
+func NewServer(d *daemon.Daemon) *Server {
+	s := &Server{d: d, ending: make(chan struct{}), followers: make(chan struct{}, maxFollowers)}
+	mux := http.NewServeMux()
+	for _, r := range routes {
+		mux.HandleFunc(r.pattern, func(w http.ResponseWriter, req *http.Request) {
+			v, err := r.handle(s, req)
+			if err != nil {
+				writeError(w, err)
+				return
+			}
+			writeJSON(w, http.StatusOK, v)
+		})
+	}
+	for _, r := range streams {
+		mux.HandleFunc(r.pattern, func(w http.ResponseWriter, req *http.Request) { r.handle(s, w, req) })
+	}
+	s.http = httpd.NewServer(named(unknown(mux)), http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		writeError(w, &Error{Code: Busy, Message: httpd.TooMany(r).Error(), Hint: "end some, or try again"})
+	}))
+	s.http.IdleTimeout = idleTime
+	s.http.ErrorLog = slog.NewLogLogger(d.Logger().With("server", "control API").Handler(), slog.LevelWarn)
+	s.http.RegisterOnShutdown(func() { close(s.ending) })
+	return s
+}
+
+// Serve answers what comes in by l until Shutdown, which closes it.
+func (s *Server) Serve(l net.Listener) error {
+	if err := s.http.Serve(httpd.Limit(l, maxConnections)); !errors.Is(err, http.ErrServerClosed) {
+		return err
+	}
+	return nil
+}
+
+// Shutdown ends Serve. Requests that are being answered have until ctx ends.
+func (s *Server) Shutdown(ctx context.Context) error {
+	err := s.http.Shutdown(ctx)
+	if err != nil {
+		err = errors.Join(err, s.http.Close())
+	}
+	return err
+}
+
+// named lets h know who asks, for the log.
+func named(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		who := r.RemoteAddr // of a Unix socket: see peer
+		if r.TLS != nil && len(r.TLS.PeerCertificates) > 0 {
+			who = fmt.Sprintf("%s at %s", r.TLS.PeerCertificates[0].Subject, r.RemoteAddr)
+		}
+		h.ServeHTTP(w, r.WithContext(daemon.By(r.Context(), who)))
+	})
+}
+
+// unknown answers in JSON what mux has no route for.
+func unknown(mux *http.ServeMux) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		h, pattern := mux.Handler(r)
+		if pattern != "" {
+			mux.ServeHTTP(w, r)
+			return
+		}
+		var answer statusOnly
+		answer.header = w.Header()
+		h.ServeHTTP(&answer, r)
+		if answer.status == http.StatusMethodNotAllowed {
+			writeError(w, &Error{Code: Method, Message: fmt.Sprintf("%s is not for %s", r.URL.Path, r.Method), Hint: "it takes " + w.Header().Get("Allow")})
+			return
+		}
+		writeError(w, &Error{Code: NotFound, Message: "there is nothing at " + r.URL.Path, Hint: "GET /v1/openapi.yaml describes what there is"})
+	})
+}
+
+// statusOnly is a ResponseWriter that forgets the body.
+type statusOnly struct {
+	header http.Header
+	status int
+}
+
+func (s *statusOnly) Header() http.Header         { return s.header }
+func (s *statusOnly) WriteHeader(status int)      { s.status = status }
+func (s *statusOnly) Write(b []byte) (int, error) { return len(b), nil }
+
+func writeJSON(w http.ResponseWriter, status int, v any) {
+	b, err := json.Marshal(v)
+	if err != nil {
+		status, b = http.StatusInternalServerError, []byte(`{"error":"the answer is no JSON","code":"failed"}`)
+	}
+	w.Header().Set("Content-Type", "application/json")
+	send(w, status, append(b, '\n'))
+}
+
+// send answers, to readers that read.
+func send(w http.ResponseWriter, status int, b []byte) error {
+	http.NewResponseController(w).SetWriteDeadline(time.Now().Add(writeTime))
+	w.Header().Set("X-Content-Type-Options", "nosniff")
+	w.WriteHeader(status)
+	_, err := w.Write(b)
+	return err
+}
+
+func writeError(w http.ResponseWriter, err error) {
+	e := errorOf(err)
+	writeJSON(w, statuses[e.Code], e)
+}
+
+// errorOf says what is to be done about an error.
+func errorOf(err error) *Error {
+	var (
+		e       *Error
+		refused *daemon.ErrRefused
+		wrong   *config.Error
+		large   *http.MaxBytesError
+	)
+	switch {
+	case errors.As(err, &e):
+		return e
+	case errors.As(err, &refused):
+		return &Error{Code: Refused, Message: err.Error(), Needs: options(refused.Needs()), Plan: refused.Plan,
+			Hint: "look at the plan, and send the request again with " + strings.Join(options(refused.Needs()), " and ")}
+	case errors.Is(err, daemon.ErrNotFound), errors.Is(err, config.ErrNotFound):
+		return &Error{Code: NotFound, Message: err.Error(), Hint: "lists say what there is"}
+	case errors.Is(err, daemon.ErrMaking), errors.Is(err, daemon.ErrMakings):
+		return &Error{Code: Busy, Message: err.Error(), Hint: "try again when that has ended"}
+	case errors.Is(err, fs.ErrExist) && !errors.As(err, &wrong):
+		return &Error{Code: Exists, Message: err.Error(), Hint: "give another path, or leave out preallocate and from to use the file as it is"}
+	case errors.Is(err, backend.ErrNoSpace), errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):
+		return &Error{Code: Failed, Message: err.Error(), Hint: "make room on the file system"}
+	case errors.Is(err, capture.ErrTooMany), errors.Is(err, capture.ErrTaken):
+		return &Error{Code: Busy, Message: err.Error(), Hint: "end one: interrupt its command, or DELETE /v1/sessions/{tsih}/capture"}
+	case errors.Is(err, config.ErrExists):
+		return &Error{Code: Exists, Message: err.Error(), Hint: "change it, or remove it first"}
+	case errors.Is(err, daemon.ErrEdited):
+		return &Error{Code: Edited, Message: err.Error(), Hint: "look at the file with config plan, and then apply it"}
+	case errors.Is(err, daemon.ErrEnding):
+		return &Error{Code: Busy, Message: err.Error(), Hint: "nothing has changed; try again when it is back"}
+	case errors.Is(err, daemon.ErrLeaving):
+		return &Error{Code: Busy, Message: err.Error(), Hint: "wait for that, or cut it off: remove it again, with now"}
+	case errors.Is(err, daemon.ErrStuck):
+		return &Error{Code: Failed, Message: err.Error(), Hint: "see to what the store lies on: a server that is gone, or a device that is stuck"}
+	case errors.As(err, &large):
+		return &Error{Code: TooLarge, Message: fmt.Sprintf("the body has more than %d octets", large.Limit)}
+	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
+		return &Error{Code: Busy, Message: err.Error(), Hint: "try again"}
+	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EROFS):
+		return &Error{Code: Failed, Message: err.Error(), Hint: "the target has to be allowed to do it, as the user that it runs as; docs/service.md has what its unit takes away"}
+	case errors.As(err, &wrong), errors.Is(err, config.ErrShared):
+		return &Error{Code: Invalid, Message: err.Error(), Hint: "nothing has changed; docs/config.md describes all keys"}
+	case errors.Is(err, fs.ErrNotExist):
+		return &Error{Code: Failed, Message: err.Error(), Hint: "it has to be there, on the machine of the target"}
+	}
+	return &Error{Code: Failed, Message: err.Error()}
+}
+
+func invalid(format string, a ...any) *Error {
+	return &Error{Code: Invalid, Message: fmt.Sprintf(format, a...), Hint: "GET /v1/openapi.yaml describes the request"}
+}
+
+// body reads JSON of a request.
+func body(r *http.Request, v any) error {
+	d := json.NewDecoder(http.MaxBytesReader(nil, r.Body, maxBody))
+	d.DisallowUnknownFields()
+	err := d.Decode(v)
+	if err == nil {
+		if _, err = d.Token(); err == io.EOF {
+			return nil
+		} else if err == nil {
+			err = errors.New("there is more behind it")
+		}
+	}
+	var large *http.MaxBytesError
+	if errors.As(err, &large) {
+		return err
+	}
+	return invalid("body: %v", err)
+}
+
+// query reads parameters; each may be there once, and none that is not in known.
+func query(r *http.Request, known ...string) (url.Values, error) {
+	q, err := url.ParseQuery(r.URL.RawQuery)
+	if err != nil {
+		return nil, invalid("query: %v", err)
+	}
+	for k, v := range q {
+		if !slices.Contains(known, k) {
+			return nil, invalid("query: %s is unknown; there are: %s", k, strings.Join(known, ", "))
+		}
+		if len(v) != 1 {
+			return nil, invalid("query: %s is there %d times", k, len(v))
+		}
+	}
+	return q, nil
+}
+
+func flag(q url.Values, key string, to *bool) error {
+	v := q.Get(key)
+	if v == "" {
+		return nil
+	}
+	b, err := strconv.ParseBool(v)
+	if err != nil {
+		return invalid("query: %s must be true or false, not %q", key, v)
+	}
+	*to = b
+	return nil
+}
+
+// optionKeys are the keys of Options in a query.
+var optionKeys = []string{"dry_run", "disrupt", "allow_shrink", "now", "drain"}
+
+// changeOptions reads Options, beside which there may be parameters of the names more.
+func changeOptions(r *http.Request, more ...string) (o daemon.ChangeOptions, q url.Values, err error) {
+	if q, err = query(r, append(more, optionKeys...)...); err != nil {
+		return o, nil, err
+	}
+	for key, to := range map[string]*bool{"dry_run": &o.DryRun, "disrupt": &o.Disrupt, "allow_shrink": &o.AllowShrink, "now": &o.Now} {
+		if err := flag(q, key, to); err != nil {
+			return o, nil, err
+		}
+	}
+	if v := q.Get("drain"); v != "" {
+		if o.Drain, err = time.ParseDuration(v); err != nil || o.Drain <= 0 || o.Drain > maxDrain {
+			return o, nil, invalid("query: drain must be a time up to %v, like 10s, not %q", maxDrain, v)
+		}
+		if o.Now {
+			return o, nil, invalid("query: drain and now exclude each other")
+		}
+	}
+	return o, q, nil
+}
+
+// maxDrain is the longest time that what is removed can be given.
+const maxDrain = time.Hour
+
+// change makes a change, whose edit is what the request asks for.
+func (s *Server) change(r *http.Request, edit func(*config.Document) error) (any, error) {
+	o, _, err := changeOptions(r)
+	if err != nil {
+		return nil, err
+	}
+	return s.changeWith(r, o, edit)
+}
+
+func (s *Server) changeWith(r *http.Request, o daemon.ChangeOptions, edit func(*config.Document) error) (any, error) {
+	// A client that goes does not take its change along.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), turnTime)
+	defer cancel()
+	return answer(s.d.Change(ctx, edit, o))
+}
+
+// answer is a plan, or why there is none that was carried out.
+func answer(p *daemon.Plan, err error) (any, error) {
+	if err != nil {
+		return nil, err
+	}
+	return p, nil
+}

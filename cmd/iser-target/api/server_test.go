@@ -1,0 +1,331 @@
+package api
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/api/apitest"
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/tests/testkit"
+)
+
+const store = "iqn.2026-11.io.example:store"
+
+// serve runs a daemon without a file that takes orders as c says.
+func serve(t *testing.T, c config.Control, log io.Writer) *daemon.Daemon {
+	t.Helper()
+	doc, err := config.NewDocument("test", []byte(`
+state_dir: `+t.TempDir()+`
+portals: [{listen: "127.0.0.1:0"}]
+targets: [{name: "`+store+`", initiators: ["*"], luns: [{id: 0, backend: memory, size: 1MiB}]}]
+`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	d, err := daemon.New(doc, daemon.Options{LogTo: t.Output()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	end, err := Start(d, c, slog.New(slog.NewTextHandler(log, nil)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error)
+	go func() { done <- d.Run(ctx) }()
+	t.Cleanup(func() {
+		end()
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	return d
+}
+
+// What is wrong with a request is said in JSON, whatever it is.
+func TestErrors(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "s")
+	d := serve(t, config.Control{Socket: socket}, io.Discard)
+	c := NewClient(socket)
+	luns := targetPath(store) + "/luns"
+	for _, tc := range []struct {
+		method, path, body string
+		status             int
+		code               Code
+		says               string
+	}{
+		{"GET", "/", "", 404, NotFound, "nothing at /"},
+		{"GET", "/v1/none", "", 404, NotFound, "nothing at /v1/none"},
+		{"PUT", "/v1/targets", "", 405, Method, "not for PUT"},
+		{"GET", "/v1/targets?all=1", "", 400, Invalid, "all is unknown"},
+		{"GET", "/v1/luns?target=a&target=b", "", 400, Invalid, "2 times"},
+		{"GET", "/v1/targets?%zz", "", 400, Invalid, "query"},
+		{"GET", "/v1/targets/none", "", 404, NotFound, "none"},
+		{"GET", luns + "/9", "", 404, NotFound, "LUN 9"},
+		{"GET", luns + "/x", "", 400, Invalid, "no number"},
+		{"GET", "/v1/sessions/65536", "", 400, Invalid, "65535"},
+		{"GET", "/v1/sessions/1", "", 404, NotFound, "session 1"},
+		{"DELETE", "/v1/sessions/1?reason=" + strings.Repeat("a", 256), "", 400, Invalid, "255 octets"},
+		{"GET", "/v1/events?since=-1", "", 400, Invalid, "since"},
+		{"GET", "/v1/events?follow=perhaps", "", 400, Invalid, "true or false"},
+		{"GET", "/v1/explain?target=a", "", 400, Invalid, "initiator is required"},
+		{"POST", luns, "", 400, Invalid, "EOF"},
+		{"POST", luns, "{", 400, Invalid, "EOF"},
+		{"POST", luns, `{"backend": "memory"} {}`, 400, Invalid, "more behind it"},
+		{"POST", luns, `{"bakend": "memory"}`, 400, Invalid, "bakend"},
+		{"POST", luns, `{"id": 0, "backend": "memory", "size": "1MiB"}`, 409, Exists, "already"},
+		{"POST", luns, `{"backend": "memory", "size": "1 furlong"}`, 400, Invalid, "size"},
+		{"POST", luns, `{"backend": "none", "size": "1MiB"}`, 400, Invalid, "backend"},
+		{"POST", luns, `{"backend": "` + strings.Repeat("m", maxBody) + `"}`, 413, TooLarge, "65536 octets"},
+		{"POST", luns + "?drain=1s&now=true", `{"backend": "memory", "size": "1MiB"}`, 400, Invalid, "exclude"},
+		{"POST", luns, `{"backend": "memory", "size": "1MiB", "preallocate": true}`, 400, Invalid, "for the backend file"},
+		{"POST", luns + "?progress=perhaps", `{"backend": "memory", "size": "1MiB"}`, 400, Invalid, "true or false"},
+		{"POST", luns + "?progress=true", `{"backend": "file", "path": "/dev/null", "size": "1MiB", "preallocate": true}`, 409, Exists, "overwritten"},
+		{"POST", luns + "?drain=2h", `{"backend": "memory", "size": "1MiB"}`, 400, Invalid, "1h"},
+		{"PATCH", luns + "/0", `{}`, 400, Invalid, "no key"},
+		{"PATCH", luns + "/0", `{"size": "512KiB"}`, 409, Refused, "cuts off"},
+		{"POST", "/v1/config/apply", ":", 400, Invalid, "request"},
+		{"POST", "/v1/config/apply?own_file=perhaps", "portals: [{listen: '127.0.0.1:0'}]\ntargets: []", 400, Invalid, "true or false"},
+		{"POST", "/v1/config/apply?own_file=true", "portals: [{listen: '127.0.0.1:0'}]\ntargets: []", 404, NotFound, "without one"},
+		{"POST", "/v1/config/plan?own_file=true", "", 400, Invalid, "unknown"},
+		{"POST", "/v1/config/plan?source=mine", "portals: []", 400, Invalid, "mine: portals"},
+		{"POST", "/v1/config/plan", strings.Repeat("#", maxDocument+1), 413, TooLarge, "octets"},
+	} {
+		req, err := http.NewRequestWithContext(t.Context(), tc.method, "http://target"+tc.path, strings.NewReader(tc.body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		rsp, err := c.http.Do(req)
+		if err != nil {
+			t.Errorf("%s %.60s: %v", tc.method, tc.path, err)
+			continue
+		}
+		b, err := io.ReadAll(rsp.Body)
+		rsp.Body.Close()
+		var e Error
+		if err == nil {
+			err = json.Unmarshal(b, &e)
+		}
+		if err != nil || rsp.StatusCode != tc.status || e.Code != tc.code || !strings.Contains(e.Message, tc.says) {
+			t.Errorf("%s %.60s: status %d, %s, error %v; want %d, %s with %q", tc.method, tc.path, rsp.StatusCode, b, err, tc.status, tc.code, tc.says)
+		}
+	}
+	if luns := d.State().Targets[0].LUNs; len(luns) != 1 || luns[0].Size != 1<<20 {
+		t.Errorf("requests that failed have changed the LUNs: %+v", luns)
+	}
+	b, err := c.OpenAPI(t.Context())
+	if err != nil || !bytes.Equal(b, openAPI) {
+		t.Errorf("the description that is served: %d octets, error %v", len(b), err)
+	}
+}
+
+// A client hears how far the making of a file has come, if it wants to.
+func TestProgress(t *testing.T) {
+	dir := t.TempDir()
+	socket := filepath.Join(dir, "s")
+	serve(t, config.Control{Socket: socket}, io.Discard)
+	c := NewClient(socket)
+	l := LUN{Backend: "file", Path: filepath.Join(dir, "a"), Size: "1MiB", Preallocate: true}
+	var last Progress
+	plan, err := c.MakeLUN(t.Context(), store, l, Options{}, func(p Progress) { last = p })
+	if err != nil || len(plan.Steps) != 1 || !plan.Steps[0].Done || last != (Progress{"preallocating", 1 << 20, 1 << 20}) {
+		t.Errorf("plan %+v, error %v, progress %+v", plan, err, last)
+	}
+	l.From, l.Path, last = filepath.Join(dir, "none"), l.Path+"2", Progress{}
+	var e *Error
+	if _, err := c.MakeLUN(t.Context(), store, l, Options{}, func(p Progress) { last = p }); !errors.As(err, &e) || !strings.Contains(e.Message, "no such file") || last != (Progress{}) {
+		t.Errorf("error %v, progress %+v", err, last)
+	}
+	l.From = ""
+	if plan, err := c.MakeLUN(t.Context(), store, l, Options{DryRun: true}, func(p Progress) { last = p }); err != nil || plan.Steps[0].Done || last != (Progress{}) {
+		t.Errorf("plan %+v, error %v, progress %+v", plan, err, last)
+	}
+	if plan, err := c.AddLUN(t.Context(), store, l, Options{}); err != nil || !plan.Steps[0].Done {
+		t.Errorf("plan %+v, error %v", plan, err)
+	}
+}
+
+// The answer to a refusal names the options that are missing, and the plan.
+func TestRefusal(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "s")
+	serve(t, config.Control{Socket: socket}, io.Discard)
+	c := NewClient(socket)
+	_, err := c.SetLUN(t.Context(), store, 0, Values{"size": "512KiB"}, Options{})
+	var e *Error
+	if !errors.As(err, &e) || e.Code != Refused || len(e.Needs) != 1 || e.Needs[0] != "allow_shrink" || e.Plan == nil || len(e.Plan.Steps) != 1 {
+		t.Fatalf("answer %+v", err)
+	}
+	p, err := c.SetLUN(t.Context(), store, 0, Values{"size": "512KiB"}, Options{AllowShrink: true})
+	if err != nil || len(p.Steps) != 1 || !p.Steps[0].Done || p.Persisted || !strings.Contains(p.Note, "no configuration file") {
+		t.Errorf("plan %+v, error %v", p, err)
+	}
+}
+
+// A following client is told of what comes, and no more than maxFollowers are.
+func TestFollowers(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "s")
+	serve(t, config.Control{Socket: socket}, io.Discard)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	var followers []*http.Response
+	for i := range maxFollowers + 1 {
+		rsp, err := NewClient(socket).roundTrip(ctx, "GET", "/v1/events", map[string][]string{"follow": {"true"}}, "", nil)
+		var busy *Error
+		if (err == nil) != (i < maxFollowers) || err != nil && (!errors.As(err, &busy) || busy.Code != Busy || !strings.Contains(busy.Message, "64 clients follow the events")) {
+			t.Fatalf("follower %d: %+v", i, err)
+		}
+		if err == nil {
+			defer rsp.Body.Close()
+			followers = append(followers, rsp)
+		}
+	}
+	if _, err := NewClient(socket).AddLUN(t.Context(), store, LUN{Backend: "memory", Size: "1MiB"}, Options{}); err != nil {
+		t.Fatal(err)
+	}
+	for i, rsp := range followers {
+		d := json.NewDecoder(rsp.Body)
+		for n, kind := range []string{"service", "config"} {
+			var e daemon.Event
+			if err := d.Decode(&e); err != nil || e.Number != uint64(n)+1 || e.Event != kind {
+				t.Errorf("follower %d: event %+v, error %v", i, e, err)
+			}
+		}
+	}
+}
+
+// A connection too many is told so, as every other error is, and the others are served.
+func TestConnections(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "s")
+	serve(t, config.Control{Socket: socket}, io.Discard)
+	var open []net.Conn
+	for range maxConnections {
+		c, err := net.Dial("unix", socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		open = append(open, c)
+	}
+	_, err := NewClient(socket).State(t.Context())
+	var e *Error
+	if !errors.As(err, &e) || e.Code != Busy || !strings.Contains(e.Message, "128 connections are open") || e.Hint == "" {
+		t.Fatalf("error %+v", err)
+	}
+	open[0].Close()
+	for end := time.Now().Add(10 * time.Second); err != nil && time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
+		_, err = NewClient(socket).State(t.Context())
+	}
+	if err != nil {
+		t.Error(err)
+	}
+}
+
+// Over TCP only clients with a certificate of the authority are served.
+func TestMutualTLS(t *testing.T) {
+	ours, theirs := apitest.New(t), apitest.New(t)
+	ours.Server("server")
+	ours.Client("client")
+	theirs.Client("client")
+	var log testkit.Log
+	d := serve(t, config.Control{Listen: "127.0.0.1:0", TLS: config.ControlTLS{
+		Cert: ours.Path("server.pem"), Key: ours.Path("server.key"), ClientCA: ours.Path("ca.pem"),
+	}}, &log)
+	addr := regexp.MustCompile(`address=(\S+)`).FindStringSubmatch(log.String())
+	if addr == nil {
+		t.Fatalf("log %q", log.String())
+	}
+	get := func(of *apitest.Authority, version uint16) error {
+		pool := x509.NewCertPool()
+		pool.AddCert(ours.Cert)
+		o := &tls.Config{RootCAs: pool, MaxVersion: version}
+		if of != nil {
+			cert, err := tls.LoadX509KeyPair(of.Path("client.pem"), of.Path("client.key"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			o.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
+		}
+		c := http.Client{Transport: &http.Transport{TLSClientConfig: o, DisableKeepAlives: true}, Timeout: 20 * time.Second}
+		rsp, err := c.Get("https://" + addr[1] + "/v1/state")
+		if err != nil {
+			return err
+		}
+		defer rsp.Body.Close()
+		if rsp.StatusCode != http.StatusOK {
+			return fmt.Errorf("status %s", rsp.Status)
+		}
+		rsp, err = c.Post("https://"+addr[1]+"/v1/portals", "application/json", strings.NewReader(`{"listen": "127.0.0.2:0"}`))
+		if err != nil {
+			return err
+		}
+		if rsp.StatusCode != http.StatusOK {
+			err = fmt.Errorf("adding a portal: status %s", rsp.Status)
+		}
+		return errors.Join(err, rsp.Body.Close())
+	}
+	if err := get(ours, 0); err != nil {
+		t.Errorf("with our certificate: %v", err)
+	}
+	events := d.Events(0)
+	if by := fmt.Sprint(events[len(events)-1].Attrs["by"]); !regexp.MustCompile(`^CN=client at 127\.0\.0\.1:\d+$`).MatchString(by) {
+		t.Errorf("the change is by %q", by)
+	}
+	for name, err := range map[string]error{
+		"without a certificate":     get(nil, 0),
+		"with one of somebody else": get(theirs, 0),
+		"with our certificate, 1.2": get(ours, tls.VersionTLS12),
+	} {
+		if err == nil || !strings.Contains(err.Error(), "tls") {
+			t.Errorf("%s: error %v, want one of TLS", name, err)
+		}
+	}
+}
+
+// What the configuration asks for and cannot be had is an error; nothing is left.
+func TestStartFails(t *testing.T) {
+	dir := t.TempDir()
+	socket := filepath.Join(dir, "s")
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	a := apitest.New(t)
+	if err := os.WriteFile(filepath.Join(dir, "empty"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, tc := range []struct {
+		name string
+		c    config.Control
+		want string
+	}{
+		{"no directory", config.Control{Socket: filepath.Join(dir, "none", "s")}, "control.socket"},
+		{"no certificate", config.Control{Socket: socket, Listen: "127.0.0.1:0"}, "control.listen"},
+		{"no authority", config.Control{Socket: socket, Listen: "127.0.0.1:0", TLS: config.ControlTLS{Cert: a.Path("ca.pem"), Key: a.Path("ca.key"), ClientCA: filepath.Join(dir, "empty")}}, "no certificate in it"},
+		{"port in use", config.Control{Socket: socket, Listen: l.Addr().String(), TLS: config.ControlTLS{Cert: a.Path("ca.pem"), Key: a.Path("ca.key"), ClientCA: a.Path("ca.pem")}}, "address already in use"},
+	} {
+		if _, err := Start(nil, tc.c, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), tc.want) {
+			t.Errorf("%s: error %v, want %q", tc.name, err, tc.want)
+		}
+		if _, err := os.Lstat(socket); err == nil {
+			t.Errorf("%s: the socket is still there", tc.name)
+		}
+	}
+}

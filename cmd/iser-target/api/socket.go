@@ -1,0 +1,124 @@
+package api
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// ErrInUse answers Listen when another process serves on the socket.
+var ErrInUse = errors.New("another target serves on this socket")
+
+// A listener is a Unix socket that nobody else has as long as its lock is held.
+type listener struct {
+	*net.UnixListener
+	path  string
+	lock  *os.File
+	close sync.Once
+}
+
+// Listen makes a Unix socket that only its owner can connect to. One that a dead
+// process has left is replaced. ErrInUse: its process is alive. Anything else at path is
+// an error, and stays.
+func Listen(path string) (net.Listener, error) {
+	// Who has the lock owns the socket: a process that dies loses it with certainty,
+	// and two that start at once do not take the socket from each other.
+	lock, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	l, err := listen(path, lock)
+	if err != nil {
+		lock.Close()
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	return &listener{UnixListener: l, path: path, lock: lock}, nil
+}
+
+func listen(path string, lock *os.File) (*net.UnixListener, error) {
+	switch err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); {
+	case errors.Is(err, unix.EWOULDBLOCK):
+		return nil, ErrInUse
+	case err != nil:
+		return nil, err
+	}
+	fi, err := os.Lstat(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+	case err != nil:
+		return nil, err
+	case fi.Mode().Type() != fs.ModeSocket:
+		return nil, errors.New("is there already, and is no socket")
+	default:
+		if c, err := net.Dial("unix", path); err == nil { // of a process without our lock
+			c.Close()
+			return nil, ErrInUse
+		}
+		if err := os.Remove(path); err != nil {
+			return nil, err
+		}
+	}
+	// bind(2) gives the file the mode of the socket, less the umask: there is no
+	// moment at which others can connect.
+	lc := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
+		var err error
+		if err2 := c.Control(func(fd uintptr) { err = unix.Fchmod(int(fd), 0o600) }); err2 != nil {
+			return err2
+		}
+		return err
+	}}
+	l, err := lc.Listen(context.Background(), "unix", path)
+	if err != nil {
+		return nil, err
+	}
+	ul := l.(*net.UnixListener)
+	ul.SetUnlinkOnClose(false) // see close
+	return ul, nil
+}
+
+// Accept returns connections whose remote address is their process.
+func (l *listener) Accept() (net.Conn, error) {
+	c, err := l.AcceptUnix()
+	if err != nil {
+		return nil, err
+	}
+	return peer{c}, nil
+}
+
+// A peer is a connection of the socket.
+type peer struct{ *net.UnixConn }
+
+// A process is the address of a peer.
+type process string
+
+func (process) Network() string  { return "unix" }
+func (p process) String() string { return string(p) }
+
+// RemoteAddr says whose process has connected: that is the one part of an address
+// that clients of a Unix socket have.
+func (p peer) RemoteAddr() net.Addr {
+	var cred *unix.Ucred
+	raw, err := p.SyscallConn()
+	if err == nil {
+		err2 := raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
+		err = errors.Join(err, err2)
+	}
+	if err != nil {
+		return process("unknown process")
+	}
+	return process(fmt.Sprintf("uid %d, process %d", cred.Uid, cred.Pid))
+}
+
+// Close removes the socket before anybody else can have it.
+func (l *listener) Close() error {
+	err := net.ErrClosed
+	l.close.Do(func() { err = errors.Join(os.Remove(l.path), l.UnixListener.Close(), l.lock.Close()) })
+	return err
+}

@@ -1,0 +1,123 @@
+package api
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/httpd"
+	"github.com/iser-target/iser-target/config"
+)
+
+// envSocket is the variable that has control.socket.
+const envSocket = "ISER_TARGET_CONTROL_SOCKET"
+
+// endTime is what requests have to come to an end when the target does.
+const endTime = 5 * time.Second
+
+// Start serves d as c says, once it is ready, until end is called. It fails if c asks
+// for what cannot be had; only the socket that nobody asks for, because it is the
+// default, is done without: log says why.
+func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), err error) {
+	var listeners []net.Listener
+	fail := func(key string, err error) (func(), error) {
+		for _, l := range listeners {
+			l.Close()
+		}
+		return nil, fmt.Errorf("%s: %w", key, err)
+	}
+	if c.Socket != "" {
+		key := "control.socket"
+		if os.Getenv(envSocket) == c.Socket {
+			key += ", by " + envSocket // which counts more than the file
+		}
+		l, err := Listen(c.Socket)
+		switch {
+		case err == nil:
+			listeners = append(listeners, l)
+		case c.Socket == config.DefaultSocket():
+			log.Warn("target cannot be managed", "reason", err, "instead", anotherSocket(c.Socket))
+		case errors.Is(err, ErrInUse):
+			return fail(key, fmt.Errorf("%w: %s", err, anotherSocket(c.Socket)))
+		default:
+			return fail(key, err)
+		}
+	}
+	if c.Listen != "" {
+		l, err := listenTLS(c, log)
+		if err != nil {
+			return fail("control.listen", err)
+		}
+		listeners = append(listeners, l)
+	}
+	if len(listeners) == 0 && c.Socket == "" {
+		log.Info("target takes no orders", "reason", "control.socket is empty, and there is no control.listen")
+	}
+	s := NewServer(d)
+	stop := make(chan struct{})
+	var wg sync.WaitGroup
+	for _, l := range listeners {
+		log.Info("control API", "address", l.Addr())
+		wg.Go(func() {
+			select {
+			case <-d.Ready():
+			case <-stop:
+				l.Close()
+				return
+			}
+			if err := s.Serve(l); err != nil {
+				log.Error("control API has ended", "address", l.Addr(), "reason", err)
+			}
+		})
+	}
+	return sync.OnceFunc(func() {
+		close(stop)
+		ctx, cancel := context.WithTimeout(context.Background(), endTime)
+		defer cancel()
+		if err := s.Shutdown(ctx); err != nil {
+			log.Warn("requests of the control API were cut off", "reason", err)
+		}
+		wg.Wait()
+	}), nil
+}
+
+// anotherSocket is what to set for a second target on this machine.
+func anotherSocket(taken string) string {
+	return fmt.Sprintf("set control.socket in its configuration, or %s, to a path of its own, like %s, "+
+		"and give that to commands by --socket", envSocket, strings.TrimSuffix(taken, ".sock")+"-2.sock")
+}
+
+// listenTLS listens for clients that can prove who they are (RFC 8446, section 4.4).
+func listenTLS(c config.Control, log *slog.Logger) (net.Listener, error) {
+	cert, err := tls.LoadX509KeyPair(c.TLS.Cert, c.TLS.Key)
+	if err != nil {
+		return nil, err
+	}
+	b, err := os.ReadFile(c.TLS.ClientCA)
+	if err != nil {
+		return nil, err
+	}
+	pool := x509.NewCertPool()
+	if !pool.AppendCertsFromPEM(b) {
+		return nil, fmt.Errorf("%s: %w", c.TLS.ClientCA, errNoCertificate)
+	}
+	l, err := net.Listen("tcp", c.Listen)
+	if err != nil {
+		return nil, err
+	}
+	return httpd.TLS(l, &tls.Config{
+		Certificates: []tls.Certificate{cert},
+		ClientAuth:   tls.RequireAndVerifyClientCert,
+		ClientCAs:    pool,
+		MinVersion:   tls.VersionTLS13,
+	}, log), nil
+}

@@ -1,0 +1,587 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"io/fs"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/cmd/iser-target/cli"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/initiator"
+)
+
+// iserLua teaches tshark iSER over iWARP. Tests change the directory.
+var iserLua, _ = filepath.Abs("../../docs/iser.lua")
+
+// needTshark skips t, or fails it where ISER_TARGET_REQUIRE_INTEROP is 1, if there is no
+// tshark.
+func needTshark(t *testing.T) {
+	t.Helper()
+	if _, err := exec.LookPath("tshark"); err != nil {
+		backendtest.Unavailable(t, "%v (tests/interop/setup.sh installs it)", err)
+	}
+}
+
+// A recording is a capture by the command line.
+type recording struct {
+	file   string
+	cmd    *exec.Cmd
+	mu     sync.Mutex
+	stderr bytes.Buffer
+	begun  chan struct{}
+	ended  chan error
+}
+
+func (r *recording) Write(b []byte) (int, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	had := strings.Contains(r.stderr.String(), "capturing")
+	r.stderr.Write(b)
+	if !had && strings.Contains(r.stderr.String(), "capturing") {
+		close(r.begun)
+	}
+	return len(b), nil
+}
+
+func (r *recording) said() string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.stderr.String()
+}
+
+// record captures a session and returns when that has begun.
+func (s *station) record(t *testing.T, tsih uint16, args ...string) *recording {
+	t.Helper()
+	r := &recording{file: filepath.Join(t.TempDir(), "f.pcapng"), begun: make(chan struct{}), ended: make(chan error, 1)}
+	r.cmd = s.command(t, append([]string{"capture", "--session", fmt.Sprint(tsih), "-w", r.file}, args...)...)
+	r.cmd.Stderr = r
+	if err := r.cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	go func() { r.ended <- r.cmd.Wait() }()
+	t.Cleanup(func() { r.cmd.Process.Kill() })
+	select {
+	case <-r.begun:
+	case err := <-r.ended:
+		t.Fatalf("the capture does not begin: %v\n%s", err, r.said())
+	case <-time.After(20 * time.Second):
+		t.Fatal("the capture does not begin")
+	}
+	return r
+}
+
+// wait waits for the end of r, which has to be for that reason.
+func (r *recording) wait(t *testing.T, reason string) {
+	t.Helper()
+	select {
+	case err := <-r.ended:
+		if !regexp.MustCompile(`\d+ packets with \d+ octets, 0 octets lost; the file has \d+ octets; ended: ` + reason + `\n`).MatchString(r.said()) {
+			t.Errorf("%v, and it says\n%s", err, r.said())
+		}
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(30 * time.Second):
+		t.Fatalf("the capture does not end\n%s", r.said())
+	}
+	if fi, err := os.Stat(r.file); err != nil || fi.Mode() != 0o600 {
+		t.Errorf("the file: %v, %v", fi.Mode(), err)
+	}
+}
+
+// interrupt is ctrl-C.
+func (r *recording) interrupt(t *testing.T) {
+	t.Helper()
+	r.cmd.Process.Signal(os.Interrupt)
+	r.wait(t, "it was stopped")
+}
+
+func tshark(t *testing.T, file string, args ...string) string {
+	t.Helper()
+	// Two passes, because the first cannot know that a packet is part of an FPDU that
+	// ends in a later one. Heuristics may take iSER for RPC over RDMA.
+	cmd := exec.Command("tshark", append([]string{"-2", "-r", file, "-X", "lua_script:" + iserLua, "--disable-protocol", "rpcordma"}, args...)...)
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("%v: %v\n%s", cmd, err, stderr.String())
+	}
+	return string(out)
+}
+
+// seen are the values of fields in a file: "iscsi.opcode 0x01".
+func seen(t *testing.T, file string, args ...string) map[string]int {
+	t.Helper()
+	fields := []string{"tcp.stream", "iwarp_mpa.rev", "iwarp_rdma.opcode", "iser_iwarp.opcode", "iscsi.opcode", "frame.comment"}
+	args = append(args, "-T", "fields", "-E", "aggregator=|")
+	for _, f := range fields {
+		args = append(args, "-e", f)
+	}
+	found := map[string]int{}
+	for _, line := range strings.Split(tshark(t, file, args...), "\n") {
+		for i, values := range strings.Split(line, "\t") {
+			for _, v := range strings.Split(values, "|") {
+				if v != "" {
+					found[fields[i]+" "+v]++
+				}
+			}
+		}
+	}
+	return found
+}
+
+func wantSeen(t *testing.T, found map[string]int, want ...string) {
+	t.Helper()
+	for _, w := range want {
+		if found[w] == 0 {
+			t.Errorf("there is no packet with %s; there are %v", w, found)
+		}
+	}
+}
+
+// Of a capture of iSER this is what tshark must not find: what it does not understand.
+var misunderstood = []string{
+	"_ws.malformed",
+	"tcp.len > 0 && !iwarp_mpa && !tcp.reassembled_in",
+	"iwarp_mpa.fpdu && !iwarp_ddp_rdmap",
+	"iwarp_rdma.opcode >= 3 && iwarp_rdma.opcode <= 6 && !iser_iwarp && !iwarp_rdma.send.reassembled_in",
+	"iser_iwarp.opcode == 1 && !iscsi",
+	"iwarp_rdma.opcode == 7",
+	"tcp.checksum.status == 0",
+	"ip.checksum.status == 0",
+}
+
+var checksums = []string{"-o", "tcp.check_checksum:TRUE", "-o", "ip.check_checksum:TRUE"}
+
+// understood fails t unless tshark understands all of a capture of iSER, and finds its
+// CRCs right.
+func understood(t *testing.T, file string) {
+	t.Helper()
+	filter := "(" + strings.Join(misunderstood, ") || (") + ")"
+	if out := tshark(t, file, append(checksums, "-Y", filter)...); out != "" {
+		t.Errorf("tshark does not understand\n%s", out)
+	}
+	text := tshark(t, file, "-V", "-O", "iwarp_mpa")
+	if good, bad := strings.Count(text, "(Good CRC32)"), strings.Count(text, "Bad CRC32"); good < 10 || bad > 0 {
+		t.Errorf("CRCs: %d are good, %d are bad", good, bad)
+	}
+}
+
+// do writes and reads as many octets as sizes say.
+func do(t *testing.T, s *initiator.Session, sizes ...int) {
+	t.Helper()
+	s.Do(&initiator.Command{}) // takes the unit attention
+	for _, n := range sizes {
+		b := bytes.Repeat([]byte{byte(n >> 9), 2, 3}, n)[:n]
+		w := &initiator.Command{CDB: initiator.Write16(0, uint32(n/512)), Out: b}
+		r := &initiator.Command{CDB: initiator.Read16(0, uint32(n/512)), In: make([]byte, n)}
+		for _, c := range []*initiator.Command{w, r} {
+			if err := s.Do(c); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if w.Status != 0 || r.Status != 0 || !bytes.Equal(r.In, b) {
+			t.Fatal("other octets are read")
+		}
+	}
+}
+
+// manyConnections lets sessions have several.
+func manyConnections(text string) string { return "limits: {connections_per_session: 4}\n" + text }
+
+// A capture is what tshark decodes as MPA, DDP, RDMAP and iSCSI: one that begins with the
+// first command, and one that begins in the middle, under load; a connection that joins
+// the session meanwhile is in it with its login.
+func TestCapture(t *testing.T) {
+	needTshark(t)
+	s := newStation(t, manyConnections)
+	i := s.loginWith(t, initiator.Options{Connections: 2})
+	t.Run("before", func(t *testing.T) {
+		r := s.record(t, i.TSIH)
+		do(t, i, 512, 4096, 65536, 512<<10)
+		second := s.loginWith(t, initiator.Options{Join: i, CID: 1})
+		do(t, second, 512, 65536)
+		do(t, i, 512)
+		r.interrupt(t)
+		understood(t, r.file)
+		found := seen(t, r.file)
+		wantSeen(t, found,
+			"tcp.stream 0", "tcp.stream 1", "iwarp_mpa.rev 2", "iser_iwarp.opcode 1",
+			"iwarp_rdma.opcode 0x00", // RDMA Write
+			"iwarp_rdma.opcode 0x01", // RDMA Read Request
+			"iwarp_rdma.opcode 0x02", // RDMA Read Response
+			"iwarp_rdma.opcode 0x03", // Send
+			"iwarp_rdma.opcode 0x04", // Send with Invalidate
+			"iscsi.opcode 0x01",      // SCSI Command
+			"iscsi.opcode 0x21",      // SCSI Response
+		)
+		for what, n := range map[string]int{"iwarp_mpa.rev 2": 4, "iscsi.opcode 0x03": 2, "iscsi.opcode 0x23": 2} { // startup, Login Request, Login Response
+			if found[what] != n {
+				t.Errorf("%d packets with %s, want %d", found[what], what, n)
+			}
+		}
+		for c := range found {
+			if strings.HasPrefix(c, "frame.comment") {
+				t.Error(c)
+			}
+		}
+	})
+	t.Run("in the middle", func(t *testing.T) {
+		i := s.loginWith(t, initiator.Options{})
+		do(t, i, 512, 64<<10)
+		ctx, stop := context.WithCancel(t.Context())
+		defer stop()
+		var wg sync.WaitGroup
+		for range 4 {
+			wg.Go(func() {
+				w := &initiator.Command{CDB: initiator.Write16(0, 512), Out: make([]byte, 256<<10)}
+				r := &initiator.Command{CDB: initiator.Read16(0, 64), In: make([]byte, 32<<10)}
+				for ctx.Err() == nil {
+					for _, c := range []*initiator.Command{w, r} {
+						if err := i.Do(c); err != nil {
+							t.Error(err)
+							return
+						}
+					}
+					time.Sleep(10 * time.Millisecond)
+				}
+			})
+		}
+		r := s.record(t, i.TSIH)
+		time.Sleep(200 * time.Millisecond)
+		stop()
+		wg.Wait()
+		if err := i.Logout(t.Context()); err != nil {
+			t.Error(err)
+		}
+		r.wait(t, "the session has ended")
+		understood(t, r.file)
+		found := seen(t, r.file)
+		wantSeen(t, found, "iwarp_mpa.rev 2", "iscsi.opcode 0x03", "iwarp_rdma.opcode 0x00", "iwarp_rdma.opcode 0x02", "iscsi.opcode 0x01", "iscsi.opcode 0x21",
+			"iscsi.opcode 0x06", "iscsi.opcode 0x26") // Logout
+		if out := tshark(t, r.file, "-Y", "tcp.flags.fin == 1", "-T", "fields", "-e", "tcp.flags"); strings.Count(out, "\n") != 2 {
+			t.Errorf("ends of the connection: %q", out)
+		}
+	})
+	t.Run("step-up", func(t *testing.T) {
+		i := s.loginWith(t, initiator.Options{Stream: true})
+		r := s.record(t, i.TSIH, "--duration", "1s")
+		do(t, i, 512, 64<<10)
+		r.wait(t, "1s are over")
+		wantSeen(t, seen(t, r.file), "iwarp_mpa.rev 2", "iwarp_rdma.opcode 0x00", "iwarp_rdma.opcode 0x02", "iscsi.opcode 0x01", "iscsi.opcode 0x21")
+		// Of the login before MPA it has to be told.
+		_, port, _ := net.SplitHostPort(s.addr)
+		wantSeen(t, seen(t, r.file, "-d", "tcp.port=="+port+",iscsi"), "iscsi.opcode 0x03", "iscsi.opcode 0x23")
+	})
+}
+
+// A capture keeps to its limit, and can be piped.
+func TestCaptureLimit(t *testing.T) {
+	needTshark(t)
+	s := newStation(t)
+	i := s.login(t)
+	r := s.record(t, i.TSIH, "--max-size", "1MiB")
+	do(t, i, 512<<10, 512<<10, 512<<10)
+	r.wait(t, "the file has its limit of 1048576 octets")
+	if fi, err := os.Stat(r.file); err != nil || fi.Size() > 1<<20 || fi.Size() < 900<<10 {
+		t.Errorf("%v octets, %v", fi.Size(), err)
+	}
+	understood(t, r.file)
+
+	cmd := s.command(t, "capture", "--session", fmt.Sprint(i.TSIH), "-w", "-", "--duration", "1s")
+	pipe, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	reader := exec.Command("tshark", "-r", "-")
+	reader.Stdin = pipe
+	var out bytes.Buffer
+	reader.Stdout = &out
+	if err := errors.Join(cmd.Start(), reader.Start()); err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error, 1)
+	go func() { done <- errors.Join(reader.Wait(), cmd.Wait()) }()
+	for ended := false; !ended; {
+		do(t, i, 512)
+		select {
+		case err := <-done:
+			if err != nil {
+				t.Error(err)
+			}
+			ended = true
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+	for _, want := range []string{"MPA Request Frame", "MPA Reply Frame", "DDP/RDMA"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("no %q in\n%s", want, out.String())
+		}
+	}
+}
+
+// What goes wrong is said, and a file is whole even if the target is killed.
+func TestCaptureErrors(t *testing.T) {
+	s := newStation(t)
+	i := s.login(t)
+	id := fmt.Sprint(i.TSIH)
+	file := filepath.Join(t.TempDir(), "there")
+	s.says(t, cli.ExitUsage, "--session is required", "capture", "-w", file)
+	s.says(t, cli.ExitUsage, "-w is required", "capture", "--session", id)
+	s.says(t, cli.ExitUsage, "--max-size", "capture", "--session", id, "-w", file, "--max-size", "1KiB")
+	s.says(t, cli.ExitUsage, "--duration", "capture", "--session", id, "-w", file, "--duration", "-1s")
+	s.says(t, cli.ExitNotFound, "session 999", "capture", "--session", "999", "-w", file)
+	s.says(t, cli.ExitUnreachable, "no target answers", "capture", "--session", id, "-w", file, "--socket", filepath.Join(s.dir, "none"))
+	if _, err := os.Stat(file); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("a file is left: %v", err)
+	}
+	if err := os.WriteFile(file, []byte("mine"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	s.says(t, cli.ExitRefused, "add --force", "capture", "--session", id, "-w", file)
+	fifo := file + ".fifo"
+	if err := unix.Mkfifo(fifo, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s.says(t, cli.ExitError, "no regular file", "capture", "--session", id, "-w", fifo, "--force")
+	if fi, err := os.Lstat(fifo); err != nil || fi.Mode()&fs.ModeNamedPipe == 0 {
+		t.Errorf("what is no regular file was replaced: %v, %v", fi, err)
+	}
+	r := s.record(t, i.TSIH)
+	s.says(t, cli.ExitError, "is being captured already", "capture", "--session", id, "-w", file, "--force")
+	if b, err := os.ReadFile(file); err != nil || string(b) != "mine" {
+		t.Errorf("the file has %q, %v", b, err)
+	}
+	do(t, i, 4096)
+	r.interrupt(t)
+	s.says(t, cli.ExitOK, "ended: 100ms are over", "capture", "--session", id, "-w", file, "--force", "--duration", "100ms")
+	if fi, err := os.Stat(file); err != nil || fi.Mode() != 0o600 {
+		t.Errorf("the file: %v, %v", fi.Mode(), err)
+	}
+	s.says(t, cli.ExitOK, "capture: session is captured by=", "events")
+	s.says(t, cli.ExitOK, "capture: capture has ended by=", "events")
+
+	r = s.record(t, i.TSIH)
+	do(t, i, 4096)
+	s.cmd.Process.Signal(syscall.SIGTERM)
+	r.wait(t, "the target ends")
+}
+
+func TestCaptureOfKilledTarget(t *testing.T) {
+	needTshark(t)
+	s := newStation(t)
+	i := s.login(t)
+	r := s.record(t, i.TSIH)
+	do(t, i, 512<<10)
+	for end := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		if fi, err := os.Stat(r.file); err == nil && fi.Size() > 512<<10 {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatal("nothing comes")
+		}
+	}
+	s.cmd.Process.Kill()
+	err := <-r.ended
+	var exit *exec.ExitError
+	if !errors.As(err, &exit) || exit.ExitCode() != cli.ExitUnreachable || !strings.Contains(r.said(), "is whole as far as it goes") {
+		t.Errorf("%v, and it says\n%s", err, r.said())
+	}
+	understood(t, r.file)
+}
+
+// A tcpSession is an iSCSI session over TCP without and with digests.
+type tcpSession struct {
+	t       *testing.T
+	nc      net.Conn
+	digests bool
+	tsih    uint16
+	itt     uint32
+	cmdSN   uint32
+	statSN  uint32
+}
+
+func loginTCP(t *testing.T, addr string, digests bool) *tcpSession {
+	t.Helper()
+	nc, err := net.Dial("tcp", addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { nc.Close() })
+	nc.SetDeadline(time.Now().Add(time.Minute))
+	s := &tcpSession{t: t, nc: nc, cmdSN: 1}
+	text := "InitiatorName=" + hostName + "\x00TargetName=" + storeName + "\x00SessionType=Normal\x00InitialR2T=Yes\x00ImmediateData=Yes\x00MaxRecvDataSegmentLength=65536\x00"
+	if digests {
+		text += "HeaderDigest=CRC32C\x00DataDigest=CRC32C\x00"
+	}
+	h := pdu.BHS(pdu.LoginRequest{Transit: true, CSG: pdu.LoginOperationalNegotiation, NSG: pdu.FullFeaturePhase, ISID: [6]byte{0x80, 1, 2}, CmdSN: 1}.Append(nil))
+	s.send(h, []byte(text))
+	rsp, _ := s.receive()
+	if rsp.Opcode() != pdu.LoginResp || rsp[36] != 0 {
+		t.Fatalf("login: %x", []byte(rsp))
+	}
+	s.digests, s.tsih = digests, binary.BigEndian.Uint16(rsp[14:])
+	return s
+}
+
+func crc(b []byte) []byte {
+	return binary.LittleEndian.AppendUint32(nil, crc32.Checksum(b, crc32.MakeTable(crc32.Castagnoli)))
+}
+
+func (s *tcpSession) send(h pdu.BHS, data []byte) {
+	s.t.Helper()
+	h.SetDataSegmentLength(len(data))
+	b := append([]byte{}, h...)
+	if s.digests {
+		b = append(b, crc(h)...)
+	}
+	if len(data) > 0 {
+		data = append(data[:len(data):len(data)], make([]byte, pdu.Padded(len(data))-len(data))...)
+		b = append(b, data...)
+		if s.digests {
+			b = append(b, crc(data)...)
+		}
+	}
+	if _, err := s.nc.Write(b); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
+func (s *tcpSession) receive() (h pdu.BHS, data []byte) {
+	s.t.Helper()
+	read := func(n int) []byte {
+		b := make([]byte, n)
+		if _, err := io.ReadFull(s.nc, b); err != nil {
+			s.t.Fatal(err)
+		}
+		return b
+	}
+	h = read(pdu.BHSLen)
+	if s.digests {
+		read(4)
+	}
+	if n := h.DataSegmentLength(); n > 0 {
+		data = read(pdu.Padded(n))[:n]
+		if s.digests {
+			read(4)
+		}
+	}
+	if h.Opcode() != pdu.R2T {
+		s.statSN = h.StatSN() + 1
+	}
+	return h, data
+}
+
+// do writes or reads n octets, by R2Ts and Data-Ins.
+func (s *tcpSession) do(write bool, n int) {
+	s.t.Helper()
+	h := make(pdu.BHS, pdu.BHSLen)
+	cdb := initiator.Read16(0, uint32(n/512))
+	flag := byte(pdu.FlagR)
+	if write {
+		cdb, flag = initiator.Write16(0, uint32(n/512)), pdu.FlagW
+	}
+	h.Reset(pdu.SCSICommand, pdu.FlagF|flag|pdu.AttrSimple)
+	s.itt++
+	h.SetITT(s.itt)
+	h.SetEDTL(uint32(n))
+	h.SetCmdSN(s.cmdSN)
+	h.SetExpStatSN(s.statSN)
+	h.SetCDB(cdb[:])
+	s.cmdSN++
+	s.send(h, nil)
+	for {
+		rsp, _ := s.receive()
+		switch rsp.Opcode() {
+		case pdu.R2T:
+			const segment = 16 << 10
+			for sn, off := uint32(0), uint32(0); off < rsp.DesiredDataTransferLength(); sn++ {
+				part := min(segment, rsp.DesiredDataTransferLength()-off)
+				out := make(pdu.BHS, pdu.BHSLen)
+				flags := byte(0)
+				if off+part == rsp.DesiredDataTransferLength() {
+					flags = pdu.FlagF
+				}
+				out.Reset(pdu.DataOut, flags)
+				out.SetITT(s.itt)
+				out.SetTTT(rsp.TTT())
+				out.SetExpStatSN(s.statSN)
+				out.SetDataSN(sn)
+				out.SetBufferOffset(rsp.BufferOffset() + off)
+				s.send(out, make([]byte, part))
+				off += part
+			}
+		case pdu.SCSIResponse:
+			return
+		case pdu.DataIn:
+			if rsp.Flags()&pdu.FlagS != 0 {
+				return
+			}
+		default:
+			s.t.Fatalf("%x", []byte(rsp))
+		}
+	}
+}
+
+// A capture of a session over TCP is iSCSI to tshark, with digests and without, although
+// it begins in the middle.
+func TestCaptureTCP(t *testing.T) {
+	needTshark(t)
+	s := newStation(t)
+	_, port, _ := net.SplitHostPort(s.addr)
+	for _, digests := range []bool{false, true} {
+		t.Run(fmt.Sprintf("digests=%t", digests), func(t *testing.T) {
+			i := loginTCP(t, s.addr, digests)
+			for range 3 {
+				i.do(true, 64<<10)
+				i.do(false, 64<<10)
+			}
+			r := s.record(t, i.tsih)
+			for range 3 {
+				i.do(true, 256<<10)
+				i.do(false, 256<<10)
+				i.do(false, 512)
+			}
+			r.interrupt(t)
+			as := []string{"-d", "tcp.port==" + port + ",iscsi"}
+			found := seen(t, r.file, as...)
+			wantSeen(t, found,
+				"iscsi.opcode 0x03", "iscsi.opcode 0x23", // Login
+				"iscsi.opcode 0x01", "iscsi.opcode 0x21", // SCSI Command and Response
+				"iscsi.opcode 0x05", "iscsi.opcode 0x25", // Data-Out and Data-In
+				"iscsi.opcode 0x31", // R2T
+			)
+			if n := found["iscsi.opcode 0x05"]; n < 3*256/16 {
+				t.Errorf("%d Data-Out PDUs", n)
+			}
+			bad := "_ws.malformed || (tcp.len > 0 && !iscsi && !tcp.reassembled_in) || tcp.checksum.status == 0"
+			if out := tshark(t, r.file, append(append(as, checksums...), "-Y", bad)...); out != "" {
+				t.Errorf("tshark does not understand\n%s", out)
+			}
+			text := tshark(t, r.file, append(as, "-V", "-O", "iscsi")...)
+			good, wrong := strings.Count(text, "Good CRC32"), strings.Count(text, "Bad CRC32")
+			if wrong > 0 || digests != (good > 100) {
+				t.Errorf("digests: %d are good, %d are bad", good, wrong)
+			}
+		})
+	}
+}

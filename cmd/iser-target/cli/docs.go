@@ -1,0 +1,43 @@
+package cli
+
+import (
+	"os"
+	"path/filepath"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/cobra/doc"
+)
+
+// docs writes what packages install beside the program; people have no use for it.
+func docs() *cobra.Command {
+	return &cobra.Command{
+		Use: "docs DIR", Short: "Write man pages and shell completions below a directory", Hidden: true, Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error { return writeDocs(cmd.Root(), args[0]) },
+	}
+}
+
+// writeDocs writes DIR/man/*.1, with the date of SOURCE_DATE_EPOCH if that is set, and
+// DIR/completions, with the names that the shells look for.
+func writeDocs(root *cobra.Command, dir string) error {
+	man, completions := filepath.Join(dir, "man"), filepath.Join(dir, "completions")
+	for _, d := range []string{man, completions} {
+		if err := os.MkdirAll(d, 0o755); err != nil {
+			return err
+		}
+	}
+	root.DisableAutoGenTag = true
+	header := &doc.GenManHeader{Section: "1", Source: "iser-target", Manual: "iser-target"}
+	if err := doc.GenManTree(root, header, man); err != nil {
+		return err
+	}
+	for name, write := range map[string]func(path string) error{
+		"iser-target.bash": func(path string) error { return root.GenBashCompletionFileV2(path, true) },
+		"_iser-target":     root.GenZshCompletionFile,
+		"iser-target.fish": func(path string) error { return root.GenFishCompletionFile(path, true) },
+	} {
+		if err := write(filepath.Join(completions, name)); err != nil {
+			return err
+		}
+	}
+	return nil
+}

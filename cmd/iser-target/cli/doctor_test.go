@@ -1,0 +1,33 @@
+package cli
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+)
+
+// A disk that does not answer is a problem that is named, and doctor goes on.
+func TestDoctorStuck(t *testing.T) {
+	gate, was := make(chan struct{}), useOf
+	back := make(chan struct{})
+	useOf = func(path string) (fileUse, error) {
+		if path == "/dead" {
+			defer close(back)
+			<-gate
+		}
+		return was(path)
+	}
+	defer func() {
+		close(gate)
+		<-back
+		useOf = was
+	}()
+	list := checkSpace(&daemon.State{Targets: []daemon.TargetState{{LUNs: []daemon.LUNState{
+		{Backend: "memory"}, {Backend: "file", Path: "/none"}, {Backend: "file", Path: "/dead"}, {Backend: "file", Path: "/behind"},
+	}}}}, 50*time.Millisecond)
+	if len(list) != 1 || list[0].Severity != problem || list[0].About != "disk of /dead" || !strings.Contains(list[0].Text, "does not answer within 50ms") {
+		t.Errorf("findings %+v", list)
+	}
+}

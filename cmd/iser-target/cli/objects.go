@@ -1,0 +1,508 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/api"
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+)
+
+// list is a verb that shows something, with -o.
+func (p *program) list(v verb) *cobra.Command {
+	cmd := p.command(v)
+	p.outputFlag(cmd)
+	return cmd
+}
+
+func (p *program) target() *cobra.Command {
+	list := p.list(verb{use: "list", short: "List the targets", args: cobra.NoArgs,
+		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, _ []string) error {
+			targets, err := c.Targets(ctx)
+			if err != nil {
+				return err
+			}
+			return p.print(cmd.OutOrStdout(), targets, func(t *table) {
+				t.row("NAME", "ALIAS", "LUNS", "SESSIONS", "AUTH", "GROUPS", "INITIATORS")
+				for _, s := range targets {
+					t.row(s.Name, s.Alias, len(s.LUNs), len(s.Sessions), s.Auth, numbers(s.PortalGroups), strings.Join(s.Initiators, ","))
+				}
+			})
+		}})
+	var t api.Target
+	create := p.change(verb{use: "create NAME --initiator PATTERN...", short: "Create a target without LUNs", args: cobra.ExactArgs(1),
+		long: "Create a target without LUNs, for the initiators that match one of the patterns:\nnames in which * stands for any characters and ? for one.", complete: cobra.NoFileCompletions},
+		func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+			if len(t.Initiators) == 0 {
+				return nil, usage(cmd, "--initiator is required: who may log in; \"*\" is anybody")
+			}
+			t.Name = args[0]
+			return c.AddTarget(ctx, t, o)
+		})
+	f := create.Flags()
+	f.StringVar(&t.Alias, "alias", "", "name for people")
+	f.StringArrayVar(&t.Initiators, "initiator", nil, "pattern of initiators that may log in; can be given again")
+	f.IntSliceVar(&t.PortalGroups, "portal-group", nil, "tag of a portal group that leads to it; can be given again (default: all)")
+	remove := p.change(verb{use: "delete NAME", short: "Delete a target with its LUNs; files and devices stay", args: cobra.ExactArgs(1), complete: p.names(nil)},
+		func(ctx context.Context, _ *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+			return c.RemoveTarget(ctx, args[0], o)
+		})
+	return group("target", "Targets of the running daemon", list, create, remove)
+}
+
+func numbers[T int | uint16](list []T) string {
+	var s []string
+	for _, n := range list {
+		s = append(s, fmt.Sprint(n))
+	}
+	return strings.Join(s, ",")
+}
+
+func (p *program) lun() *cobra.Command {
+	list := p.list(verb{use: "list [TARGET]", short: "List the LUNs of all targets or of one", args: cobra.MaximumNArgs(1), complete: p.names(nil),
+		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string) error {
+			luns, err := c.LUNs(ctx, strings.Join(args, ""))
+			if err != nil {
+				return err
+			}
+			return p.print(cmd.OutOrStdout(), luns, func(t *table) {
+				t.row("TARGET", "LUN", "STATE", "SIZE", "BACKEND", "PATH", "ACCESS", "REASON")
+				for _, l := range luns {
+					t.row(l.Target, l.ID, l.State, size(l.Size), l.Backend, l.Path, access(&l), l.Reason)
+				}
+			})
+		}})
+	show := p.list(verb{use: "show TARGET LUN", short: "Show all about a LUN", args: cobra.ExactArgs(2), complete: p.names(luns),
+		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string) error {
+			target, id, err := lunArgs(cmd, args)
+			if err != nil {
+				return err
+			}
+			l, err := c.LUN(ctx, target, id)
+			if err != nil {
+				return err
+			}
+			return p.print(cmd.OutOrStdout(), l, func(t *table) { lunTable(t, &l) })
+		}})
+	return group("lun", "LUNs of the running daemon", list, show, p.createLUN(), p.deleteLUN(), p.resizeLUN(), p.setLUN())
+}
+
+func access(l *daemon.LUNState) string {
+	if l.ReadOnly {
+		return "ro"
+	}
+	return "rw"
+}
+
+func lunTable(t *table, l *daemon.LUNState) {
+	t.row("target", l.Target)
+	t.row("LUN", l.ID)
+	t.row("state", l.State)
+	if l.Reason != "" {
+		t.row("reason", l.Reason)
+	}
+	t.row("backend", l.Backend)
+	t.row("path", l.Path)
+	t.row("size", fmt.Sprintf("%s (%d octets)", size(l.Size), l.Size))
+	t.row("block size", l.BlockSize)
+	t.row("NAA", "naa."+l.NAA) // as Linux has it in wwid
+	t.row("read only", l.ReadOnly)
+	t.row("write through", l.WriteThrough)
+	t.row("removable", l.Removable)
+	t.row("sanitize", l.Sanitize)
+	t.row("initiators", all(l.Initiators))
+	t.row("read only for", strings.Join(l.ReadOnlyFor, ","))
+	counterRows(t, &l.Counters)
+	if r := l.Reservation; r != nil {
+		reservationRows(t, r)
+	}
+}
+
+func (p *program) createLUN() *cobra.Command {
+	var (
+		l  api.LUN
+		id int
+	)
+	cmd := p.change(verb{use: "create TARGET [--backend BACKEND] [--path PATH] [--size SIZE] [--preallocate] [--from FILE]", short: "Create a LUN", args: cobra.ExactArgs(1), complete: p.names(nil),
+		long: `Create a LUN. Initiators that are logged in hear of it (REPORTED LUNS DATA HAS
+CHANGED). A file that is not there is made, with the size given, and takes space
+as it is written to.
+
+With --preallocate it has all its space from the beginning; with --from it is a copy
+of a file or block device, which shares blocks with it where the file system can, and
+--size may be left out. Both make a file that must not be there before, and show how
+far they have come. Nothing stays of it when they are interrupted.`},
+		func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+			if cmd.Flags().Changed("id") {
+				l.ID = &id
+			}
+			if l.Path != "" && (l.Backend == "file" || l.Backend == "block") {
+				path, err := absolute(cmd, c, l.Path)
+				if err != nil {
+					return nil, err
+				}
+				l.Path = path
+			}
+			if !l.Preallocate && l.From == "" {
+				return c.AddLUN(ctx, args[0], l, o)
+			}
+			if l.Backend != "file" {
+				return nil, usage(cmd, "--preallocate and --from are for the backend file, not for %s", l.Backend)
+			}
+			if l.From == "" && l.Size == "" {
+				return nil, usage(cmd, "--preallocate wants --size: how much space the file is to have")
+			}
+			if l.From != "" {
+				from, err := absolute(cmd, c, l.From)
+				if err != nil {
+					return nil, err
+				}
+				l.From = from
+			}
+			bar := newBar(cmd.ErrOrStderr())
+			defer bar.end()
+			plan, err := c.MakeLUN(cmd.Context(), args[0], l, o, bar.show) // however long it takes
+			if err != nil && cmd.Context().Err() != nil {
+				err = &api.Error{Code: api.Failed, Message: "interrupted: nothing stays of " + l.Path + ", unless it was just complete",
+					Hint: "see iser-target lun list"}
+			}
+			return plan, err
+		})
+	f := cmd.Flags()
+	f.IntVar(&id, "id", 0, "its number (default: the first that is free)")
+	f.StringVar(&l.Backend, "backend", "file", "memory, file, block or gotgt")
+	f.StringVar(&l.Path, "path", "", "file or device")
+	f.StringVar(&l.Size, "size", "", "size, like 10GiB")
+	f.IntVar(&l.BlockSize, "block-size", 0, "octets of a block, 512 or 4096")
+	f.BoolVar(&l.ReadOnly, "read-only", false, "nobody may write")
+	f.BoolVar(&l.WriteThrough, "write-through", false, "answer writes when they are on stable storage")
+	f.BoolVar(&l.Removable, "removable", false, "the medium can be ejected")
+	f.BoolVar(&l.Sanitize, "sanitize", false, "initiators may erase all of it at once")
+	f.StringVar(&l.Plugin, "plugin", "", "name of a gotgt store")
+	f.StringVar(&l.Options, "options", "", "handed to that store")
+	f.StringArrayVar(&l.Initiators, "initiator", nil, "pattern of initiators that see it; can be given again (default: all)")
+	f.StringArrayVar(&l.ReadOnlyFor, "read-only-for", nil, "pattern of initiators that may only read; can be given again")
+	f.BoolVar(&l.Preallocate, "preallocate", false, "make the file with all its space")
+	f.StringVar(&l.From, "from", "", "make the file a copy of this file or block device")
+	cmd.MarkFlagFilename("path")
+	cmd.MarkFlagFilename("from")
+	cmd.RegisterFlagCompletionFunc("backend", cobra.FixedCompletions([]string{"memory", "file", "block", "gotgt"}, cobra.ShellCompDirectiveNoFileComp))
+	return cmd
+}
+
+func (p *program) deleteLUN() *cobra.Command {
+	return p.change(verb{use: "delete TARGET LUN", short: "Delete a LUN; its file or device stays", args: cobra.ExactArgs(2), complete: p.names(luns),
+		long: "Delete a LUN; its file or device stays. If a session sees it, say how it is to\nend: --drain lets commands that have begun finish, --now aborts them, also those\nof one that was deleted and still drains."},
+		func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+			target, id, err := lunArgs(cmd, args)
+			if err != nil {
+				return nil, err
+			}
+			return c.RemoveLUN(ctx, target, id, o)
+		})
+}
+
+func (p *program) resizeLUN() *cobra.Command {
+	var preallocate bool
+	cmd := p.change(verb{use: "resize TARGET LUN SIZE", short: "Give a LUN another size while it is in use", args: cobra.ExactArgs(3), complete: p.names(luns), shrinks: true,
+		long: `Give a LUN another size while it is in use. Initiators hear of it (CAPACITY DATA
+HAS CHANGED); Linux shows it after a rescan. A smaller size cuts off data and
+wants --allow-shrink.
+
+With --preallocate the LUN has the new size first, and its file all the space for that
+afterwards. Interrupted, or on a file system that is full, it has some of the space.`},
+		func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+			target, id, err := lunArgs(cmd, args)
+			if err != nil {
+				return nil, err
+			}
+			v := api.Values{"size": args[2]}
+			if !preallocate {
+				return c.SetLUN(ctx, target, id, v, o)
+			}
+			bar := newBar(cmd.ErrOrStderr())
+			defer bar.end()
+			plan, err := c.GrowLUN(cmd.Context(), target, id, v, o, bar.show) // however long it takes
+			if err != nil && cmd.Context().Err() != nil {
+				err = &api.Error{Code: api.Failed, Message: "interrupted: the LUN may have its new size, and not all the space",
+					Hint: "see iser-target lun show " + target + " " + args[1]}
+			}
+			return plan, err
+		})
+	cmd.Flags().BoolVar(&preallocate, "preallocate", false, "give the file all the space that the LUN has more then")
+	return cmd
+}
+
+func (p *program) setLUN() *cobra.Command {
+	return p.change(verb{use: "set TARGET LUN KEY=VALUE...", short: "Set keys of a LUN", args: cobra.MinimumNArgs(3), complete: p.names(luns), shrinks: true,
+		long: "Set keys of a LUN, all at once. Keys and values are those of luns in the\nconfiguration file: read_only=true, initiators='[\"iqn.2026-11.io.example:*\"]'."},
+		func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+			target, id, err := lunArgs(cmd, args)
+			if err != nil {
+				return nil, err
+			}
+			v := api.Values{}
+			for _, a := range args[2:] {
+				key, value, ok := strings.Cut(a, "=")
+				if !ok || key == "" {
+					return nil, usage(cmd, "%q is not KEY=VALUE", a)
+				}
+				if _, twice := v[key]; twice {
+					return nil, usage(cmd, "%s is there twice", key)
+				}
+				v[key] = value
+			}
+			return c.SetLUN(ctx, target, id, v, o)
+		})
+}
+
+func (p *program) portal() *cobra.Command {
+	list := p.list(verb{use: "list", short: "List the portals", args: cobra.NoArgs,
+		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, _ []string) error {
+			portals, err := c.Portals(ctx)
+			if err != nil {
+				return err
+			}
+			return p.print(cmd.OutOrStdout(), portals, func(t *table) {
+				t.row("LISTEN", "ADDRESS", "TPGT", "TRANSPORTS", "CONNECTIONS", "ADVERTISE")
+				for _, s := range portals {
+					t.row(s.Listen, s.Address, s.TPGT, strings.Join(s.Transports, ","), s.Connections, strings.Join(s.Advertise, ","))
+				}
+			})
+		}})
+	var po api.Portal
+	add := p.change(verb{use: "add ADDRESS", short: "Listen on another address, host:port", args: cobra.ExactArgs(1), complete: cobra.NoFileCompletions},
+		func(ctx context.Context, _ *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+			po.Listen = args[0]
+			return c.AddPortal(ctx, po, o)
+		})
+	f := add.Flags()
+	f.IntVar(&po.TPGT, "tpgt", 1, "tag of its portal group")
+	f.StringSliceVar(&po.Transports, "transport", nil, "iser, tcp (default: both)")
+	f.StringSliceVar(&po.Advertise, "advertise", nil, "address that discovery answers instead")
+	remove := p.change(verb{use: "remove ADDRESS", short: "Listen there no longer", args: cobra.ExactArgs(1),
+		complete: func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+			return p.ask(cmd, func(ctx context.Context, c *api.Client) (list []string) {
+				if len(args) > 0 {
+					return nil
+				}
+				portals, _ := c.Portals(ctx)
+				for _, s := range portals {
+					list = append(list, s.Listen)
+				}
+				return list
+			})
+		}},
+		func(ctx context.Context, _ *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+			return c.RemovePortal(ctx, args[0], o)
+		})
+	return group("portal", "Portals of the running daemon", list, add, remove)
+}
+
+func (p *program) session() *cobra.Command {
+	list := p.list(verb{use: "list", short: "List the sessions", args: cobra.NoArgs,
+		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, _ []string) error {
+			sessions, err := c.Sessions(ctx)
+			if err != nil {
+				return err
+			}
+			return p.print(cmd.OutOrStdout(), sessions, func(t *table) {
+				t.row("TSIH", "INITIATOR", "TARGET", "TRANSPORT", "CONNECTIONS", "FROM", "SINCE", "TASKS")
+				for _, s := range sessions {
+					from := ""
+					if len(s.Connections) > 0 {
+						from = s.Connections[0].Remote
+					}
+					target := s.Target
+					if s.Discovery {
+						target = "(discovery)"
+					}
+					t.row(s.TSIH, s.Initiator, target, s.Transport, len(s.Connections), from, s.Started.Local().Format(time.DateTime), s.Tasks)
+				}
+			})
+		}})
+	complete := func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+		return p.ask(cmd, func(ctx context.Context, c *api.Client) (list []string) {
+			if len(args) > 0 {
+				return nil
+			}
+			return sessions(ctx, c)
+		})
+	}
+	show := p.list(verb{use: "show TSIH", short: "Show all about a session", args: cobra.ExactArgs(1), complete: complete,
+		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string) error {
+			id, err := tsih(cmd, args[0])
+			if err != nil {
+				return err
+			}
+			s, err := c.Session(ctx, id)
+			if err != nil {
+				return err
+			}
+			return p.print(cmd.OutOrStdout(), s, func(t *table) { sessionTable(t, &s) })
+		}})
+	var reason string
+	kill := p.command(verb{use: "kill TSIH", short: "End a session; its initiator may log in again", args: cobra.ExactArgs(1), complete: complete,
+		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string) error {
+			id, err := tsih(cmd, args[0])
+			if err != nil {
+				return err
+			}
+			if err := c.KillSession(ctx, id, reason); err != nil {
+				return err
+			}
+			_, err = fmt.Fprintf(cmd.OutOrStdout(), "session %d has ended\n", id)
+			return err
+		}})
+	kill.Flags().StringVar(&reason, "reason", "", "for the log and the events")
+	return group("session", "Sessions of initiators", list, show, kill)
+}
+
+func tsih(cmd *cobra.Command, s string) (uint16, error) {
+	n, err := strconv.ParseUint(s, 10, 16)
+	if err != nil {
+		return 0, usage(cmd, "TSIH %q is no number up to 65535", s)
+	}
+	return uint16(n), nil
+}
+
+func sessionTable(t *table, s *daemon.SessionState) {
+	t.row("TSIH", s.TSIH)
+	t.row("initiator", s.Initiator)
+	t.row("ISID", s.ISID)
+	t.row("target", s.Target)
+	t.row("TPGT", s.TPGT)
+	t.row("discovery", s.Discovery)
+	t.row("transport", s.Transport)
+	t.row("CHAP user", s.User)
+	t.row("since", s.Started.Local().Format(time.RFC3339))
+	t.row("LUNs", numbers(s.LUNs))
+	t.row("tasks", s.Tasks)
+	counterRows(t, &s.Counters)
+	for _, k := range api.Values(s.Parameters).Keys() {
+		t.row(k, s.Parameters[k])
+	}
+	for _, c := range s.Connections {
+		t.row(fmt.Sprintf("connection %d", c.CID), fmt.Sprintf("%s from %s to %s since %s, %d PDUs", c.Transport, c.Remote, c.Local, c.Started.Local().Format(time.RFC3339), c.Received))
+	}
+}
+
+func counterRows(t *table, c *daemon.CounterState) {
+	t.row("commands", fmt.Sprintf("%d reads, %d writes, %d others, %d aborted, %d in flight", c.Reads, c.Writes, c.Others, c.Aborted, c.InFlight))
+	t.row("data", fmt.Sprintf("%d octets read, %d written", c.ReadBytes, c.WriteBytes))
+	t.row("errors", fmt.Sprintf("%d, and %d residuals", c.Errors, c.Residuals))
+	for _, p := range c.Latency {
+		t.row(strings.ReplaceAll(p.Phase, "_", " ")+" latency", fmt.Sprintf("p50 %s, p99 %s, mean %s", duration(p.P50), duration(p.P99), duration(p.Seconds/float64(p.Count))))
+	}
+}
+
+// duration is one in seconds for people: three digits of it. Below the first bound of the
+// histograms nothing is known of it.
+func duration(seconds float64) string {
+	d := time.Duration(seconds * float64(time.Second))
+	if d < time.Microsecond {
+		return "below 1µs"
+	}
+	return d.Round(time.Duration(math.Pow10(int(math.Log10(float64(d))) - 2))).String()
+}
+
+func (p *program) reservation() *cobra.Command {
+	show := p.list(verb{use: "show", short: "Show the reservations and registrations of all LUNs", args: cobra.NoArgs,
+		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, _ []string) error {
+			list, err := c.Reservations(ctx)
+			if err != nil {
+				return err
+			}
+			return p.print(cmd.OutOrStdout(), list, func(t *table) {
+				t.row("TARGET", "LUN", "TYPE", "HOLDER", "REGISTRATIONS", "GENERATION", "APTPL")
+				for _, r := range list {
+					t.row(r.Target, r.LUN, typeOf(&r.ReservationState), holder(&r.ReservationState), len(r.Registrations), r.Generation, r.APTPL)
+				}
+			})
+		}})
+	var yes bool
+	clearIt := p.command(verb{use: "clear TARGET LUN", short: "End all reservations of a LUN, and all registrations with it", args: cobra.ExactArgs(2), complete: p.names(luns),
+		long: "End all reservations of a LUN, and all registrations with it. A cluster relies on\nthem: whoever was kept out can write from then on, which is why it wants --disrupt.",
+		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string) error {
+			target, id, err := lunArgs(cmd, args)
+			if err != nil {
+				return err
+			}
+			if !yes {
+				list, err := c.Reservations(ctx)
+				if err != nil {
+					return err
+				}
+				if !slices.ContainsFunc(list, func(r api.Reservation) bool { return strings.EqualFold(r.Target, target) && r.LUN == id }) {
+					return &api.Error{Code: api.NotFound, Message: fmt.Sprintf("reservation of LUN %d of target %s: not found", id, target)}
+				}
+				return &api.Error{Code: api.Refused, Message: "refused, nothing has changed: whoever is kept out could write", Needs: []string{"disrupt"}}
+			}
+			if err := c.ClearReservation(ctx, target, id); err != nil {
+				return err
+			}
+			_, err = fmt.Fprintf(cmd.OutOrStdout(), "LUN %d of %s has neither reservations nor registrations\n", id, target)
+			return err
+		}})
+	clearIt.Flags().BoolVar(&yes, "disrupt", false, "let in those whom the reservation keeps out")
+	return group("reservation", "Reservations of LUNs", show, clearIt)
+}
+
+func typeOf(r *daemon.ReservationState) string {
+	switch {
+	case r.Legacy != "":
+		return "RESERVE"
+	case r.Type == "":
+		return "registered only"
+	}
+	return r.Type
+}
+
+func holder(r *daemon.ReservationState) string {
+	if r.Legacy != "" {
+		return r.Legacy
+	}
+	for _, reg := range r.Registrations {
+		if reg.Holder {
+			return reg.Initiator
+		}
+	}
+	return ""
+}
+
+func reservationRows(t *table, r *daemon.ReservationState) {
+	t.row("reservation", typeOf(r))
+	t.row("generation", r.Generation)
+	t.row("APTPL", r.APTPL)
+	for _, reg := range r.Registrations {
+		role := "registered"
+		if reg.Holder {
+			role = "holder"
+		}
+		t.row(role, fmt.Sprintf("%s through port %d with key %s", reg.Initiator, reg.TargetPort, reg.Key))
+	}
+}
+
+func (p *program) initiator() *cobra.Command {
+	patterns := p.names(func(ctx context.Context, c *api.Client, target string) []string {
+		t, _ := c.Target(ctx, target)
+		return t.Initiators
+	})
+	allow := p.change(verb{use: "allow TARGET PATTERN", short: "Let in initiators whose names match", args: cobra.ExactArgs(2), complete: p.names(nil)},
+		func(ctx context.Context, _ *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+			return c.Allow(ctx, args[0], args[1], o)
+		})
+	deny := p.change(verb{use: "deny TARGET PATTERN", short: "Take away a pattern that lets initiators in", args: cobra.ExactArgs(2), complete: patterns,
+		long: "Take away a pattern that lets initiators in, as target list shows it. Initiators\nthat no other pattern matches lose their sessions, which wants --disrupt."},
+		func(ctx context.Context, _ *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+			return c.Deny(ctx, args[0], args[1], o)
+		})
+	return group("initiator", "Who may log in to a target", allow, deny)
+}

@@ -1,0 +1,77 @@
+package cli
+
+import (
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/api"
+)
+
+// lineEvery is the time between two lines where there is no terminal.
+const lineEvery = 5 * time.Second
+
+// A bar shows how far long work has come: on a terminal in one line that changes, and
+// elsewhere in a line now and then.
+type bar struct {
+	w        io.Writer
+	terminal bool
+	now      func() time.Time
+	last     time.Time // of a line
+	phase    string
+	began    time.Time // of the phase
+	first    int64     // octets that were done then
+	drawn    bool      // the line of the terminal has something on it
+}
+
+func newBar(w io.Writer) *bar {
+	return &bar{w: w, terminal: isTerminal(w), now: time.Now, last: time.Now()}
+}
+
+func (b *bar) show(p api.Progress) {
+	now := b.now()
+	if p.Phase != b.phase {
+		b.end()
+		b.phase, b.began, b.first = p.Phase, now, p.Done
+	}
+	switch {
+	case b.terminal:
+		columns, _ := windowSize(b.w)
+		fmt.Fprintf(b.w, "\r%s\x1b[K", b.line(p, now, columns-1))
+		b.drawn = true
+	case now.Sub(b.last) >= lineEvery:
+		b.last = now
+		fmt.Fprintln(b.w, b.line(p, now, 0))
+	}
+}
+
+// end leaves the line.
+func (b *bar) end() {
+	if b.drawn {
+		b.drawn = false
+		fmt.Fprintln(b.w)
+	}
+}
+
+// line has a bar if there is room for one in so many columns.
+func (b *bar) line(p api.Progress, now time.Time, columns int) string {
+	share := 1.0
+	if p.Total > 0 {
+		share = min(max(float64(p.Done)/float64(p.Total), 0), 1)
+	}
+	numbers := fmt.Sprintf("%3.0f%% %s of %s", 100*share, rounded(p.Done), rounded(p.Total))
+	if t, n := now.Sub(b.began).Seconds(), float64(p.Done-b.first); t >= 1 && n > 0 {
+		numbers += fmt.Sprintf(", %s/s, %v left", rounded(int64(n/t)), time.Duration(float64(p.Total-p.Done)/n*t*float64(time.Second)).Round(time.Second))
+	}
+	text := p.Phase + " " + numbers
+	if columns <= 0 {
+		return text
+	}
+	if room := columns - len(text) - len("[] "); room >= 10 {
+		room = min(room, 40)
+		full := int(share * float64(room))
+		text = p.Phase + " [" + strings.Repeat("=", full) + strings.Repeat(" ", room-full) + "] " + numbers
+	}
+	return text[:min(len(text), columns)]
+}

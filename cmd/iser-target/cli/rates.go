@@ -1,0 +1,107 @@
+package cli
+
+import (
+	"cmp"
+	"slices"
+	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+)
+
+// A Frame is what has happened between two moments.
+type Frame struct {
+	Time     time.Time `json:"time"`    // of the second one
+	Seconds  float64   `json:"seconds"` // between them
+	Sessions []Load    `json:"sessions"`
+	LUNs     []Load    `json:"luns"`
+}
+
+// A Load is what commands of a session, or of a LUN, did in a Frame.
+type Load struct {
+	TSIH      uint16 `json:"tsih,omitempty"` // of a session
+	Initiator string `json:"initiator,omitempty"`
+	Transport string `json:"transport,omitempty"`
+	LUN       *int   `json:"lun,omitempty"`
+	Target    string `json:"target"`
+
+	daemon.Load
+}
+
+// A sample is a state, and when it was.
+type sample struct {
+	time  time.Time
+	state *daemon.State
+}
+
+type sessionKey struct {
+	tsih    uint16
+	started time.Time
+}
+
+type lunKey struct {
+	target, naa string
+	id          int
+}
+
+// frame is what has happened from before to now. A session or LUN that was not there
+// before began with nothing.
+func frame(before, now sample) Frame {
+	f := Frame{Time: now.time, Seconds: now.time.Sub(before.time).Seconds(), Sessions: []Load{}, LUNs: []Load{}}
+	was := map[any]*daemon.CounterState{}
+	for i := range before.state.Sessions {
+		s := &before.state.Sessions[i]
+		was[sessionKey{s.TSIH, s.Started}] = &s.Counters
+	}
+	for _, t := range before.state.Targets {
+		for i := range t.LUNs {
+			was[lunKey{t.Name, t.LUNs[i].NAA, t.LUNs[i].ID}] = &t.LUNs[i].Counters
+		}
+	}
+	fill := func(l Load, key any, c *daemon.CounterState) Load {
+		var t daemon.Tally
+		t.Add(was[key], c)
+		l.Load = t.Load(f.Seconds, now.state.LatencyBounds)
+		return l
+	}
+	for i := range now.state.Sessions {
+		if s := &now.state.Sessions[i]; !s.Discovery {
+			f.Sessions = append(f.Sessions, fill(Load{TSIH: s.TSIH, Initiator: s.Initiator, Transport: s.Transport, Target: s.Target}, sessionKey{s.TSIH, s.Started}, &s.Counters))
+		}
+	}
+	for _, t := range now.state.Targets {
+		for i := range t.LUNs {
+			l := &t.LUNs[i]
+			f.LUNs = append(f.LUNs, fill(Load{LUN: &l.ID, Target: t.Name}, lunKey{t.Name, l.NAA, l.ID}, &l.Counters))
+		}
+	}
+	return f
+}
+
+// orders are how Loads can be sorted, most first.
+var orders = []struct {
+	name string
+	by   func(*Load) float64
+}{
+	{"iops", func(l *Load) float64 { return l.IOPS }},
+	{"read", func(l *Load) float64 { return l.ReadBytes }},
+	{"write", func(l *Load) float64 { return l.WriteBytes }},
+	{"latency", func(l *Load) float64 { return deref(l.Average) }},
+	{"p99", func(l *Load) float64 { return deref(l.P99) }},
+	{"flight", func(l *Load) float64 { return float64(l.InFlight) }},
+	{"errors", func(l *Load) float64 { return float64(l.Errors) }},
+}
+
+func deref(v *float64) float64 {
+	if v == nil {
+		return -1
+	}
+	return *v
+}
+
+// sort puts those first that have most of what the order of that index is about. Those
+// with the same stay as the target has them.
+func (f *Frame) sort(order int) {
+	for _, list := range [][]Load{f.Sessions, f.LUNs} {
+		slices.SortStableFunc(list, func(a, b Load) int { return cmp.Compare(orders[order].by(&b), orders[order].by(&a)) })
+	}
+}

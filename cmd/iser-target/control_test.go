@@ -1,0 +1,667 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/cli"
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/tests/initiator"
+)
+
+const (
+	storeName = "iqn.2026-11.io.example:store"
+	hostName  = "iqn.2026-11.io.example:host"
+)
+
+// A station is a target in a process of its own, and where its commands find it.
+type station struct {
+	*process
+	dir, file, socket string
+}
+
+// newStation starts a target; edits change its configuration before.
+func newStation(t *testing.T, edits ...func(string) string) *station {
+	t.Helper()
+	s := &station{dir: t.TempDir()}
+	s.file, s.socket = filepath.Join(s.dir, "c.yaml"), filepath.Join(s.dir, "s")
+	text := fmt.Sprintf(`# of a test
+state_dir: %s/state
+control: {socket: %s}
+portals: [{listen: "127.0.0.1:0"}]
+targets:
+  - name: %s # the first
+    initiators: ["*"]
+    luns: [{id: 0, backend: memory, size: 1MiB}]
+`, s.dir, s.socket, storeName)
+	for _, edit := range edits {
+		text = edit(text)
+	}
+	if err := os.WriteFile(s.file, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if raceEnabled { // see run
+		s.environment(t)
+	}
+	s.process = start(t, "serve", "--config", s.file)
+	return s
+}
+
+// command is the program with a command line for s, in a process of its own.
+func (s *station) command(t *testing.T, args ...string) *exec.Cmd {
+	t.Helper()
+	exe, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(exe, args...)
+	cmd.Dir = s.dir
+	cmd.Env = append(os.Environ(), "BE_ISER_TARGET=1", "ISER_TARGET_CONTROL_SOCKET="+s.socket)
+	return cmd
+}
+
+// environment makes that of this process the one that command gives to others.
+func (s *station) environment(t *testing.T) {
+	t.Helper()
+	t.Setenv("ISER_TARGET_CONTROL_SOCKET", s.socket)
+	t.Chdir(s.dir)
+}
+
+// run runs a command line to its end. With the race detector, whose processes take a
+// second to start, it does so in this one.
+func (s *station) run(t *testing.T, args ...string) (out, errOut string, code int) {
+	t.Helper()
+	var stdout, stderr bytes.Buffer
+	if raceEnabled {
+		root := rootCommand(&stdout, &stderr)
+		root.SetArgs(args)
+		code = cli.Report(&stderr, root.ExecuteContext(t.Context()))
+		return stdout.String(), stderr.String(), code
+	}
+	cmd := s.command(t, args...)
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	var exit *exec.ExitError
+	if err := cmd.Run(); err != nil && !errors.As(err, &exit) {
+		t.Fatal(err)
+	}
+	return stdout.String(), stderr.String(), cmd.ProcessState.ExitCode()
+}
+
+// ok runs a command line that has to succeed.
+func (s *station) ok(t *testing.T, args ...string) string {
+	t.Helper()
+	out, errOut, code := s.run(t, args...)
+	if code != cli.ExitOK {
+		t.Fatalf("%v: exit code %d\n%s%s", args, code, out, errOut)
+	}
+	return out
+}
+
+// says runs a command line, and compares its exit code and what it says, on both
+// outputs.
+func (s *station) says(t *testing.T, code int, want string, args ...string) {
+	t.Helper()
+	out, errOut, got := s.run(t, args...)
+	if got != code || !strings.Contains(out+errOut, want) {
+		t.Errorf("%v: exit code %d, want %d with %q in\n%s%s", args, got, code, want, out, errOut)
+	}
+}
+
+func read[T any](t *testing.T, s *station, args ...string) (v T) {
+	t.Helper()
+	if err := json.Unmarshal([]byte(s.ok(t, append(args, "-o", "json")...)), &v); err != nil {
+		t.Fatalf("%v: %v", args, err)
+	}
+	return v
+}
+
+func (s *station) login(t *testing.T) *initiator.Session {
+	t.Helper()
+	return s.loginWith(t, initiator.Options{})
+}
+
+func (s *station) loginWith(t *testing.T, o initiator.Options) *initiator.Session {
+	t.Helper()
+	o.Name = hostName
+	return login(t, s.addr, o)
+}
+
+func (s *station) text(t *testing.T) string {
+	t.Helper()
+	b, err := os.ReadFile(s.file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b)
+}
+
+// Every verb, on the running program.
+func TestVerbs(t *testing.T) {
+	s := newStation(t)
+	const b = "iqn.2026-11.io.example:b"
+	image := filepath.Join(s.dir, "b.img")
+
+	t.Run("target", func(t *testing.T) {
+		s.says(t, cli.ExitUsage, "--initiator is required", "target", "create", b)
+		s.says(t, cli.ExitOK, "add target "+b+" (done)", "target", "create", b, "--initiator", hostName, "--alias", "second")
+		s.says(t, cli.ExitError, "already", "target", "create", b, "--initiator", "*")
+		s.says(t, cli.ExitError, "name", "target", "create", "no name", "--initiator", "*")
+		list := read[[]daemon.TargetState](t, s, "target", "list")
+		if len(list) != 2 || list[1].Name != b || list[1].Alias != "second" || !slices.Equal(list[1].Initiators, []string{hostName}) {
+			t.Errorf("targets %+v", list)
+		}
+		s.says(t, cli.ExitOK, "SESSIONS", "target", "list")
+		s.says(t, cli.ExitOK, "name: "+b, "target", "list", "-o", "yaml")
+	})
+	t.Run("lun", func(t *testing.T) {
+		s.says(t, cli.ExitNotFound, "target list", "lun", "create", "iqn.2026-11.io.example:none", "--backend", "memory", "--size", "1MiB")
+		s.says(t, cli.ExitError, "size", "lun", "create", b, "--path", image, "--size", "some")
+		s.says(t, cli.ExitOK, "add LUN 0 of "+b+" (done)", "lun", "create", b, "--path", "b.img", "--size", "1MiB")
+		s.says(t, cli.ExitOK, "add LUN 7", "lun", "create", b, "--id", "7", "--backend", "memory", "--size", "1MiB", "--dry-run")
+		s.says(t, cli.ExitOK, "add LUN 1", "lun", "create", b, "--backend", "memory", "--size", "1MiB")
+		if fi, err := os.Stat(image); err != nil || fi.Size() != 1<<20 {
+			t.Errorf("the file: %v, %v", fi, err)
+		}
+		s.says(t, cli.ExitOK, "1MiB -> 2MiB (done)", "lun", "resize", b, "0", "2MiB")
+		s.says(t, cli.ExitRefused, "--allow-shrink", "lun", "resize", b, "0", "1MiB")
+		if l := read[daemon.LUNState](t, s, "lun", "show", b, "0"); l.Size != 2<<20 || l.State != daemon.Ready || l.Path != image {
+			t.Errorf("LUN %+v", l)
+		}
+		s.says(t, cli.ExitOK, "(done)", "lun", "resize", b, "0", "1MiB", "--allow-shrink")
+		s.says(t, cli.ExitOK, "(done)", "lun", "set", b, "0", "read_only=true", "initiators=["+hostName+"]")
+		s.says(t, cli.ExitUsage, "KEY=VALUE", "lun", "set", b, "0", "read_only")
+		s.says(t, cli.ExitError, "nothing has changed", "lun", "set", b, "0", "reed_only=true")
+		if l := read[daemon.LUNState](t, s, "lun", "show", b, "0"); l.Size != 1<<20 || !l.ReadOnly || !slices.Equal(l.Initiators, []string{hostName}) {
+			t.Errorf("LUN %+v", l)
+		}
+		if n := len(read[[]daemon.LUNState](t, s, "lun", "list")); n != 3 {
+			t.Errorf("LUNs of all: %d, want 3", n)
+		}
+		if n := len(read[[]daemon.LUNState](t, s, "lun", "list", b)); n != 2 {
+			t.Errorf("LUNs of %s: %d, want 2", b, n)
+		}
+		s.says(t, cli.ExitOK, "block size", "lun", "show", b, "0")
+		s.says(t, cli.ExitOK, "naa."+read[daemon.LUNState](t, s, "lun", "show", b, "0").NAA, "lun", "show", b, "0")
+		s.says(t, cli.ExitUsage, "no number", "lun", "show", b, "x")
+		s.says(t, cli.ExitNotFound, "LUN 9", "lun", "show", b, "9")
+		s.says(t, cli.ExitOK, "remove LUN 1", "lun", "delete", b, "1")
+		s.says(t, cli.ExitNotFound, "LUN", "lun", "delete", b, "1")
+	})
+	t.Run("initiator", func(t *testing.T) {
+		s.says(t, cli.ExitOK, "(done)", "initiator", "allow", b, "iqn.2026-11.io.example:more.*")
+		s.says(t, cli.ExitOK, "nothing to do", "initiator", "allow", b, "iqn.2026-11.io.example:more.*")
+		s.says(t, cli.ExitOK, "(done)", "initiator", "deny", b, "iqn.2026-11.io.example:more.*")
+		s.says(t, cli.ExitNotFound, "more", "initiator", "deny", b, "iqn.2026-11.io.example:more.*")
+	})
+	t.Run("explain", func(t *testing.T) {
+		s.says(t, cli.ExitOK, "admitted", "explain", "--initiator", hostName, "--target", b)
+		s.says(t, cli.ExitError, "no pattern of the target matches", "explain", "--initiator", hostName+"2", "--target", b)
+		s.says(t, cli.ExitError, "iser-target initiator allow "+b+" "+hostName+"2 lets it in", "explain", "--initiator", hostName+"2", "--target", b)
+		s.says(t, cli.ExitError, "iser-target target list", "explain", "--initiator", hostName, "--target", b+"2")
+		s.says(t, cli.ExitUsage, "required", "explain", "--target", b)
+		if e := read[daemon.Explanation](t, s, "explain", "--initiator", hostName, "--target", b); !e.Admitted || len(e.LUNs) != 1 || e.LUNs[0].Access != "read only" {
+			t.Errorf("explanation %+v", e)
+		}
+	})
+	t.Run("completion", func(t *testing.T) {
+		s.says(t, cli.ExitOK, b, "__complete", "lun", "show", "iqn")
+		s.says(t, cli.ExitOK, "0\n", "__complete", "lun", "show", b, "")
+		s.says(t, cli.ExitOK, "127.0.0.1:0", "__complete", "portal", "remove", "")
+		s.says(t, cli.ExitOK, hostName, "__complete", "initiator", "deny", b, "")
+	})
+	t.Run("target delete", func(t *testing.T) {
+		s.says(t, cli.ExitOK, "remove target "+b, "target", "delete", b)
+		s.says(t, cli.ExitNotFound, b, "target", "delete", b)
+		if _, err := os.Stat(image); err != nil {
+			t.Errorf("the file went with its LUN: %v", err)
+		}
+	})
+	t.Run("portal", func(t *testing.T) {
+		const more = "127.0.0.2:0"
+		s.says(t, cli.ExitOK, "add portal "+more, "portal", "add", more, "--tpgt", "2", "--transport", "tcp")
+		list := read[[]daemon.PortalState](t, s, "portal", "list")
+		if len(list) != 2 || list[1].TPGT != 2 || !slices.Equal(list[1].Transports, []string{"tcp"}) {
+			t.Errorf("portals %+v", list)
+		}
+		s.says(t, cli.ExitError, "address already in use", "portal", "add", s.addr)
+		s.says(t, cli.ExitOK, "remove portal "+more, "portal", "remove", more)
+		s.says(t, cli.ExitNotFound, more, "portal", "remove", more)
+	})
+	t.Run("comments", func(t *testing.T) {
+		if got := s.text(t); !strings.HasPrefix(got, "# of a test\n") || !strings.Contains(got, storeName+" # the first\n") {
+			t.Errorf("the file has lost its comments:\n%s", got)
+		}
+	})
+}
+
+// The last target goes, too; a target without targets is managed, starts and tells
+// initiators of none.
+func TestNoTargets(t *testing.T) {
+	s := newStation(t)
+	s.says(t, cli.ExitOK, "remove target "+storeName+" (done)", "target", "delete", storeName)
+	if got := s.text(t); !strings.Contains(got, "targets: []") {
+		t.Errorf("the file:\n%s", got)
+	}
+	for range 2 { // as it is, and started anew
+		if list := read[[]daemon.TargetState](t, s, "target", "list"); len(list) != 0 {
+			t.Errorf("targets %+v", list)
+		}
+		d, err := initiator.Dial(t.Context(), "tcp", s.addr, initiator.Options{Name: hostName})
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = d.LogIn(nil)
+		found, err2 := d.SendTargets("All")
+		if d.Close(); err != nil || err2 != nil || len(found) != 0 {
+			t.Errorf("discovery: %v, errors %v and %v", found, err, err2)
+		}
+		if _, err := initiator.Login(t.Context(), s.addr, initiator.Options{Name: hostName, Target: storeName}); err == nil || !strings.Contains(err.Error(), "0203") {
+			t.Errorf("login: %v", err)
+		}
+		s.says(t, cli.ExitOK, "there are none", "doctor")
+		s.says(t, cli.ExitOK, "targets 0", "config", "validate", s.file)
+		s.cmd.Process.Signal(syscall.SIGTERM)
+		s.wait(t, `(msg=stopped)`)
+		s.process = start(t, "serve", "--config", s.file)
+	}
+	s.says(t, cli.ExitOK, "(done)", "target", "create", storeName, "--initiator", "*")
+	s.says(t, cli.ExitOK, "(done)", "lun", "create", storeName, "--backend", "memory", "--size", "1MiB")
+	s.login(t)
+	s.same(t, 1)
+}
+
+// What disturbs a session is refused, and done if that is meant.
+func TestVerbsUnderSession(t *testing.T) {
+	s := newStation(t)
+	session := s.login(t)
+	list := read[[]daemon.SessionState](t, s, "session", "list")
+	if len(list) != 1 || list[0].Initiator != hostName || list[0].Transport != "iser" {
+		t.Fatalf("sessions %+v", list)
+	}
+	id := fmt.Sprint(list[0].TSIH)
+	s.says(t, cli.ExitOK, hostName, "session", "show", id)
+	s.says(t, cli.ExitNotFound, "session 65535", "session", "show", "65535")
+	s.says(t, cli.ExitOK, id, "__complete", "session", "kill", "")
+
+	register := &initiator.Command{Out: make([]byte, 24)} // PERSISTENT RESERVE OUT, REGISTER
+	register.CDB[0], register.CDB[8], register.Out[15] = 0x5f, 24, 42
+	for register.Status = 2; register.Status != 0; { // the first meets a unit attention
+		if err := session.Do(register); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// All of that was counted: the commands with GOOD and that with the unit attention.
+	show := read[daemon.SessionState](t, s, "session", "show", id)
+	unit := read[daemon.LUNState](t, s, "lun", "show", storeName, "0")
+	if c := show.Counters; c.Others < 2 || c.Errors != 1 || c.Reads != 0 {
+		t.Errorf("session show: %+v", c)
+	}
+	if c := unit.Counters; c.Others < 2 || c.Errors != 1 || c.Reads != 0 {
+		t.Errorf("lun show: %+v", c)
+	}
+	s.says(t, cli.ExitOK, fmt.Sprintf("0 reads, 0 writes, %d others", show.Counters.Others), "session", "show", id)
+	s.says(t, cli.ExitOK, fmt.Sprintf("0 reads, 0 writes, %d others", unit.Counters.Others), "lun", "show", storeName, "0")
+	s.says(t, cli.ExitOK, "  others: ", "lun", "show", storeName, "0", "-o", "yaml")
+	// How long they took is told of one object, and a list stays short.
+	s.says(t, cli.ExitOK, "total latency", "session", "show", id)
+	s.says(t, cli.ExitOK, "total latency", "lun", "show", storeName, "0")
+	if len(show.Counters.Latency) == 0 || len(unit.Counters.Latency) == 0 {
+		t.Errorf("latencies of the session %+v, of the LUN %+v", show.Counters.Latency, unit.Counters.Latency)
+	}
+	for _, l := range read[[]daemon.LUNState](t, s, "lun", "list") {
+		if l.Counters.Others == 0 && l.ID == 0 || l.Counters.Latency != nil {
+			t.Errorf("lun list: %+v", l)
+		}
+	}
+	if l := read[[]daemon.SessionState](t, s, "session", "list"); l[0].Counters.Others == 0 || l[0].Counters.Latency != nil {
+		t.Errorf("session list: %+v", l)
+	}
+	if l := read[[]daemon.TargetState](t, s, "target", "list"); l[0].LUNs[0].Counters.Latency != nil {
+		t.Errorf("target list: %+v", l)
+	}
+
+	s.says(t, cli.ExitOK, "registered only", "reservation", "show")
+	s.says(t, cli.ExitOK, "0x000000000000002a", "reservation", "show", "-o", "yaml")
+	s.says(t, cli.ExitRefused, "--disrupt", "reservation", "clear", storeName, "0")
+	s.says(t, cli.ExitOK, "neither", "reservation", "clear", storeName, "0", "--disrupt")
+	s.says(t, cli.ExitNotFound, "reservation", "reservation", "clear", storeName, "0", "--disrupt")
+	s.says(t, cli.ExitNotFound, "reservation", "reservation", "clear", storeName, "0") // no flag is asked for in vain
+
+	before := s.text(t)
+	s.says(t, cli.ExitRefused, "--disrupt", "lun", "delete", storeName, "0")
+	if got := s.text(t); got != before {
+		t.Errorf("a change that was refused is in the file:\n%s", got)
+	}
+	s.ok(t, "initiator", "allow", storeName, "iqn.2026-11.io.example:other")
+	s.ok(t, "target", "create", storeName+"2", "--initiator", "*")
+	before = s.text(t)
+	s.says(t, cli.ExitRefused, hostName, "initiator", "deny", storeName, "*")
+	s.says(t, cli.ExitRefused, hostName, "target", "delete", storeName)
+	if got := s.text(t); got != before {
+		t.Errorf("a change that was refused is in the file:\n%s", got)
+	}
+	s.says(t, cli.ExitOK, "(done)", "lun", "create", storeName, "--backend", "memory", "--size", "1MiB")
+	s.says(t, cli.ExitOK, "(done)", "lun", "delete", storeName, "0", "--drain", "5s")
+	s.says(t, cli.ExitOK, "(done)", "lun", "delete", storeName, "1", "--now")
+	s.says(t, cli.ExitUsage, "exclude", "lun", "delete", storeName, "1", "--now", "--drain", "1s")
+
+	s.says(t, cli.ExitOK, "has ended", "session", "kill", id, "--reason", "a test")
+	select {
+	case <-session.Done():
+	case <-time.After(10 * time.Second):
+		t.Error("the session goes on")
+	}
+	s.says(t, cli.ExitNotFound, "session", "session", "kill", id)
+	s.says(t, cli.ExitOK, "a test", "events")
+}
+
+// config plan, apply and export.
+func TestVerbsConfig(t *testing.T) {
+	s := newStation(t)
+	s.says(t, cli.ExitOK, "valid", "config", "validate", s.file)
+	s.says(t, cli.ExitError, "input: portals", "config", "validate", "-") // which is empty
+	s.says(t, cli.ExitOK, "nothing to do", "config", "plan")
+	if got := s.ok(t, "config", "export"); got != s.text(t) {
+		t.Errorf("export is not the file:\n%s", got)
+	}
+	more := filepath.Join(s.dir, "more.yaml")
+	text := strings.Replace(s.text(t), "size: 1MiB}", "size: 1MiB}, {id: 5, backend: memory, size: 1MiB}", 1)
+	if err := os.WriteFile(more, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s.says(t, cli.ExitOK, "add LUN 5", "config", "plan", more)
+	if n := len(read[[]daemon.LUNState](t, s, "lun", "list")); n != 1 {
+		t.Errorf("a plan made LUNs: %d", n)
+	}
+	s.says(t, cli.ExitOK, "add LUN 5 of "+storeName+" (done)", "config", "apply", more)
+	s.says(t, cli.ExitOK, "nothing to do", "config", "apply", more)
+	if got := s.text(t); got != text {
+		t.Errorf("the file is not what was applied:\n%s", got)
+	}
+	session := s.login(t)
+	if err := os.WriteFile(s.file, []byte(strings.Replace(text, storeName, storeName+"2", 1)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s.says(t, cli.ExitError, "config apply", "lun", "create", storeName, "--backend", "memory", "--size", "1MiB") // edited
+	s.says(t, cli.ExitOK, "needs --disrupt", "config", "plan")
+	s.says(t, cli.ExitRefused, hostName, "config", "apply")
+	s.says(t, cli.ExitOK, "remove target "+storeName, "config", "apply", "--disrupt", "--now")
+	select {
+	case <-session.Done():
+	case <-time.After(10 * time.Second):
+		t.Error("the session goes on")
+	}
+	s.says(t, cli.ExitError, "portals", "config", "apply", "/dev/null")
+	s.says(t, cli.ExitError, "no such file", "config", "apply", "/does/not/exist")
+}
+
+// Without a target to ask, and with command lines that are wrong.
+func TestExitCodes(t *testing.T) {
+	s := &station{dir: t.TempDir()}
+	s.socket = filepath.Join(s.dir, "none")
+	if raceEnabled {
+		s.environment(t)
+	}
+	s.says(t, cli.ExitUnreachable, "--socket", "target", "list")
+	s.says(t, cli.ExitUnreachable, s.socket+"2", "target", "list", "--socket", s.socket+"2")
+	s.says(t, cli.ExitUsage, "--help", "nonsense")
+	s.says(t, cli.ExitUsage, "--help", "target", "nonsense")
+	s.says(t, cli.ExitUsage, "--help", "target")
+	s.says(t, cli.ExitUsage, "--help", "target", "list", "--nonsense")
+	s.says(t, cli.ExitUsage, "--help", "target", "delete")
+	s.says(t, cli.ExitUsage, "table, json or yaml", "target", "list", "-o", "xml")
+	s.says(t, cli.ExitOK, "5  no target answers", "exit-codes")
+}
+
+// events --follow has what happens, in order, and ends with the target.
+func TestFollow(t *testing.T) {
+	s := newStation(t)
+	cmd := s.command(t, "events", "--follow", "-o", "json")
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { cmd.Process.Kill(); cmd.Wait() })
+	s.ok(t, "lun", "create", storeName, "--backend", "memory", "--size", "1MiB")
+	d := json.NewDecoder(out)
+	var last uint64
+	for {
+		var e daemon.Event
+		if err := d.Decode(&e); err != nil {
+			t.Fatal(err)
+		}
+		if e.Number != last+1 {
+			t.Errorf("event %d follows %d", e.Number, last)
+		}
+		last = e.Number
+		if e.Event == "config" && strings.Contains(fmt.Sprint(e.Attrs["change"]), "adding LUN 1") {
+			if by := fmt.Sprint(e.Attrs["by"]); !regexp.MustCompile(fmt.Sprintf(`^uid %d, process \d+$`, os.Getuid())).MatchString(by) {
+				t.Errorf("the change is by %q", by)
+			}
+			break
+		}
+	}
+	if err := s.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	cmd.Wait()
+	if got := cmd.ProcessState.ExitCode(); got != cli.ExitUnreachable {
+		t.Errorf("exit code %d of one that follows a target that ends, want %d", got, cli.ExitUnreachable)
+	}
+	s.wait(t, `(msg=stopped)`)
+	if _, err := os.Lstat(s.socket); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the socket is still there: %v", err)
+	}
+}
+
+// While what was removed has time to end, other commands go on, and one of them can cut it
+// off.
+func TestDrainIsCutOff(t *testing.T) {
+	s := newStation(t)
+	disk := filepath.Join(s.dir, "disk.img")
+	s.ok(t, "target", "create", storeName+"2", "--initiator", "*")
+	s.ok(t, "lun", "create", storeName, "--path", disk, "--size", "1MiB")
+	session := s.login(t) // which does not log out
+	if err := session.Do(&initiator.Command{}); err != nil {
+		t.Fatal(err)
+	}
+	type outcome struct {
+		out, errOut string
+		code        int
+	}
+	deleted := make(chan outcome)
+	go func() {
+		out, errOut, code := s.run(t, "target", "delete", storeName, "--drain", "10m")
+		deleted <- outcome{out, errOut, code}
+	}()
+	for len(read[[]daemon.TargetState](t, s, "target", "list")) == 2 {
+		time.Sleep(10 * time.Millisecond)
+	}
+	s.ok(t, "lun", "create", storeName+"2", "--backend", "memory", "--size", "1MiB")
+	s.says(t, cli.ExitOK, "nothing to do", "config", "plan")
+	s.says(t, cli.ExitError, "was removed, and is still in use: the sessions of its target end", "lun", "create", storeName+"2", "--path", disk, "--size", "1MiB")
+	s.says(t, cli.ExitNotFound, "was removed before: ", "target", "delete", storeName)
+	s.says(t, cli.ExitOK, "was removed before, and is cut off now", "target", "delete", storeName, "--now")
+	select {
+	case o := <-deleted:
+		if o.code != cli.ExitOK || !strings.Contains(o.out, "(done)") {
+			t.Errorf("%+v", o)
+		}
+	case <-time.After(20 * time.Second):
+		t.Fatal("it still has time")
+	}
+	<-session.Done()
+	s.says(t, cli.ExitNotFound, storeName, "target", "delete", storeName, "--now")
+	s.ok(t, "lun", "create", storeName+"2", "--path", disk, "--size", "1MiB")
+}
+
+// A second target does not take the socket of the first.
+func TestSocketInUse(t *testing.T) {
+	s := newStation(t)
+	other := write(t, "other.yaml", strings.Replace(s.text(t), "/state", "/other", 1))
+	s.says(t, cli.ExitError, "control.socket, by ISER_TARGET_CONTROL_SOCKET: "+s.socket, "serve", "--config", other)
+	s.ok(t, "target", "list")
+}
+
+// Two command lines at once: what each has changed is there.
+func TestTwoAtOnce(t *testing.T) {
+	s := newStation(t)
+	const each = 8
+	var wg sync.WaitGroup
+	for range 2 {
+		wg.Go(func() {
+			for range each {
+				if out, errOut, code := s.run(t, "lun", "create", storeName, "--backend", "memory", "--size", "1MiB"); code != cli.ExitOK {
+					t.Errorf("exit code %d\n%s%s", code, out, errOut)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	s.same(t, 1+2*each)
+}
+
+// same compares the LUNs that run with those of the file, of which there are to be n.
+func (s *station) same(t *testing.T, n int) {
+	t.Helper()
+	cfg, err := config.Load(s.file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var want, got []int
+	for _, l := range cfg.Targets[0].LUNs {
+		want = append(want, l.ID)
+	}
+	for _, l := range read[[]daemon.LUNState](t, s, "lun", "list", storeName) {
+		if l.State != daemon.Ready {
+			t.Errorf("LUN %d is %s: %s", l.ID, l.State, l.Reason)
+		}
+		got = append(got, l.ID)
+	}
+	slices.Sort(want)
+	if len(want) != n || !slices.Equal(got, want) {
+		t.Errorf("LUNs %v run, and %v are in the file, want %d", got, want, n)
+	}
+}
+
+// kill -9 at any time of a change: what runs afterwards, and what the file says, is what
+// was before or what was asked for.
+func TestKilledWhileChanging(t *testing.T) {
+	s := newStation(t)
+	count := 1
+	for i := range 12 {
+		image := filepath.Join(s.dir, fmt.Sprintf("%d.img", i))
+		cmd := s.command(t, "lun", "create", storeName, "--path", image, "--size", "1MiB")
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(rand.N(60 * time.Millisecond))
+		s.cmd.Process.Kill()
+		s.cmd.Wait()
+		cmd.Wait()
+		answered := cmd.ProcessState.ExitCode() == cli.ExitOK
+		s.process = start(t, "serve", "--config", s.file)
+		cfg, err := config.Load(s.file)
+		if err != nil {
+			t.Fatalf("the file after kill -9: %v", err)
+		}
+		switch n := len(cfg.Targets[0].LUNs); {
+		case n == count+1:
+			count++
+		case n != count || answered:
+			t.Fatalf("%d LUNs after kill -9, %d before; answered: %v", n, count, answered)
+		}
+		s.same(t, count)
+	}
+}
+
+// doctor finds what is wrong, and nothing where nothing is.
+func TestDoctor(t *testing.T) {
+	s := newStation(t)
+	s.says(t, cli.ExitOK, "is what runs", "doctor")
+	if out := s.ok(t, "doctor"); strings.Contains(out, "problem") || strings.Contains(out, "warning") {
+		t.Errorf("a target that is well:\n%s", out)
+	}
+	s.ok(t, "target", "create", storeName+"2", "--initiator", "iqn.2026-11.io.example:other")
+	s.says(t, cli.ExitOK, "has no LUNs", "doctor")
+	s.ok(t, "lun", "create", storeName+"2", "--path", filepath.Join(s.dir, "huge.img"), "--size", "8TiB")
+	s.says(t, cli.ExitOK, "8.0 TiB more", "doctor")
+	for range 3 {
+		if _, err := initiator.Login(t.Context(), s.addr, initiator.Options{Name: hostName, Target: storeName + "2"}); err == nil {
+			t.Fatal("the login was not refused")
+		}
+	}
+	want := "explain --initiator " + hostName + " --target " + storeName + "2\n"
+	if out := s.ok(t, "doctor"); strings.Count(out, want) != 1 {
+		t.Errorf("the same refusal more than once:\n%s", out)
+	}
+	text := s.text(t)
+	for _, tc := range []struct {
+		text, want string
+		code       int
+	}{
+		{strings.Replace(text, `initiators: ["*"]`, `initiators: ["iqn.*"]`, 1), "edited and not applied", cli.ExitOK},
+		{"targts: []", "correct the file", cli.ExitError},
+	} {
+		if err := os.WriteFile(s.file, []byte(tc.text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		s.says(t, tc.code, tc.want, "doctor")
+	}
+
+	s = newStation(t, func(text string) string {
+		return strings.Replace(text, "1MiB}]", "1MiB}, {id: 1, backend: block, path: /dev/none-such}]", 1)
+	})
+	s.says(t, cli.ExitError, "is not ready", "doctor")
+	list := []cli.Finding{}
+	out, _, code := s.run(t, "doctor", "-o", "json")
+	if err := json.Unmarshal([]byte(out), &list); err != nil || code != cli.ExitError || !slices.ContainsFunc(list, func(f cli.Finding) bool { return f.About == "LUN 1 of "+storeName && f.Severity == "problem" }) {
+		t.Errorf("exit code %d, error %v, findings %+v", code, err, list)
+	}
+}
+
+// There is a man page for each command that people see, and completion for each shell.
+func TestDocs(t *testing.T) {
+	dir := t.TempDir()
+	if out, err := run(t, "docs", dir); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	for file, want := range map[string]string{
+		"man/iser-target.1":              "user space",
+		"man/iser-target-lun-resize.1":   "allow-shrink",
+		"man/iser-target-config-apply.1": "disrupt",
+		"man/iser-target-exit-codes.1":   "no target answers",
+		"completions/iser-target.bash":   "__start_iser-target",
+		"completions/_iser-target":       "#compdef iser-target",
+		"completions/iser-target.fish":   "complete -c iser-target",
+	} {
+		if b, err := os.ReadFile(filepath.Join(dir, file)); err != nil || !strings.Contains(string(b), want) {
+			t.Errorf("%s: %d octets, error %v, want %q in it", file, len(b), err, want)
+		}
+	}
+	for _, group := range rootCommand(nil, nil).Commands() {
+		for _, c := range append(group.Commands(), group) {
+			page := filepath.Join(dir, "man", strings.ReplaceAll(c.CommandPath(), " ", "-")+".1")
+			if _, err := os.Stat(page); (err == nil) == c.Hidden {
+				t.Errorf("%s: hidden is %v, and its page: %v", c.CommandPath(), c.Hidden, err)
+			}
+		}
+	}
+}

@@ -1,0 +1,27 @@
+package daemon
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/iser-target/iser-target/config"
+)
+
+// A program that has no dashboard does not pass over that one is asked for.
+func TestNoDashboard(t *testing.T) {
+	l := newLab(t)
+	l.more = "dashboard: {listen: \"127.0.0.1:0\"}"
+	if _, err := l.apply(ChangeOptions{}); err == nil || !strings.Contains(err.Error(), "this program has none") {
+		t.Errorf("change: %v", err)
+	}
+	if got := l.Effective().Dashboard.Listen; got != "" {
+		t.Errorf("dashboard.listen is %q", got)
+	}
+	doc, err := config.NewDocument("f", []byte(strings.Replace(l.text(), l.dir, t.TempDir(), 1)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := New(doc, Options{LogTo: t.Output()}); err == nil || !strings.Contains(err.Error(), "this program has none") {
+		t.Errorf("start: %v", err)
+	}
+}

@@ -1,0 +1,189 @@
+package daemon
+
+import (
+	"cmp"
+	"context"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+)
+
+// maxEvents of each kind are kept for those that ask later.
+const maxEvents = 1024
+
+// An Event is something that an auditor wants to know: a line of the log with the
+// attribute "event".
+type Event struct {
+	Number uint64         `json:"number"` // from 1, one more each time
+	Time   time.Time      `json:"time"`
+	Event  string         `json:"event"` // what kind
+	Level  string         `json:"level"`
+	Text   string         `json:"text"`
+	Attrs  map[string]any `json:"attrs"`
+}
+
+// events are the last ones of each kind, and those who want to have the next.
+type events struct {
+	mu    sync.Mutex
+	last  uint64
+	rings map[string]*ring // by kind
+	subs  map[chan struct{}]struct{}
+}
+
+// A ring has the last maxEvents of a kind: what an initiator can cause as often as it
+// wants, like refused logins, pushes out none of another kind.
+type ring struct {
+	list []Event // n%maxEvents is where the event stands before which there were n
+	n    int
+}
+
+func (r *ring) add(e Event) {
+	if len(r.list) < maxEvents {
+		r.list = append(r.list, e)
+	} else {
+		r.list[r.n%maxEvents] = e
+	}
+	r.n++
+}
+
+// since appends those with numbers above n to list, newest first.
+func (r *ring) since(list []Event, n uint64) []Event {
+	for i := range r.list {
+		e := r.list[(r.n-1-i)%maxEvents]
+		if e.Number <= n {
+			break
+		}
+		list = append(list, e)
+	}
+	return list
+}
+
+// kind is which ring e goes to. There is one for each kind of docs/cli.md, and refused
+// logins, which cost nobody anything, have one of their own.
+func (e *Event) kind() string {
+	if e.Event == "login" && e.Attrs["outcome"] == "refused" {
+		return "login refused"
+	}
+	return e.Event
+}
+
+// add makes e the next event.
+func (ev *events) add(e Event) {
+	ev.mu.Lock()
+	defer ev.mu.Unlock()
+	ev.last++
+	e.Number = ev.last
+	r := ev.rings[e.kind()]
+	if r == nil {
+		r = &ring{}
+		if ev.rings == nil {
+			ev.rings = map[string]*ring{}
+		}
+		ev.rings[e.kind()] = r
+	}
+	r.add(e)
+	for c := range ev.subs {
+		select {
+		case c <- struct{}{}:
+		default: // it knows already that there is something
+		}
+	}
+}
+
+// since are the events with numbers above n that are still known, by their numbers.
+func (ev *events) since(n uint64) []Event {
+	ev.mu.Lock()
+	defer ev.mu.Unlock()
+	var list []Event
+	for _, r := range ev.rings {
+		list = r.since(list, n)
+	}
+	slices.SortFunc(list, func(a, b Event) int { return cmp.Compare(a.Number, b.Number) })
+	return list
+}
+
+// Events are those with numbers above since that are still known, oldest first. A gap
+// in the numbers is what was forgotten.
+func (d *Daemon) Events(since uint64) []Event { return d.events.since(since) }
+
+// Subscribe returns a channel that has something in it whenever there may be new Events,
+// until cancel is called.
+func (d *Daemon) Subscribe() (news <-chan struct{}, cancel func()) {
+	ev := &d.events
+	c := make(chan struct{}, 1)
+	ev.mu.Lock()
+	defer ev.mu.Unlock()
+	if ev.subs == nil {
+		ev.subs = map[chan struct{}]struct{}{}
+	}
+	ev.subs[c] = struct{}{}
+	return c, func() {
+		ev.mu.Lock()
+		defer ev.mu.Unlock()
+		delete(ev.subs, c)
+	}
+}
+
+// eventKey is the attribute that makes a line of the log an event.
+const eventKey = "event"
+
+// byKey is the key of By in a context.
+type byKey struct{}
+
+// By returns a context for what who asks for: in the log, and in events, it has the
+// attribute "by".
+func By(ctx context.Context, who string) context.Context {
+	return context.WithValue(ctx, byKey{}, who)
+}
+
+// eventHandler passes records on, and makes events of those that have an event
+// attribute, whether or not the log is to show them.
+type eventHandler struct {
+	next   slog.Handler
+	events *events
+	attrs  []slog.Attr // of With, without groups: nobody uses them
+}
+
+func (h *eventHandler) Enabled(ctx context.Context, l slog.Level) bool {
+	return l >= slog.LevelInfo || h.next.Enabled(ctx, l)
+}
+
+func (h *eventHandler) Handle(ctx context.Context, r slog.Record) error {
+	if who, ok := ctx.Value(byKey{}).(string); ok {
+		r = r.Clone()
+		r.AddAttrs(slog.String("by", who))
+	}
+	e := Event{Time: r.Time, Level: r.Level.String(), Text: r.Message, Attrs: map[string]any{}}
+	put := func(a slog.Attr) bool {
+		v := a.Value.Resolve()
+		switch {
+		case a.Key == eventKey:
+			e.Event = v.String()
+		case v.Kind() == slog.KindInt64 || v.Kind() == slog.KindUint64 || v.Kind() == slog.KindBool:
+			e.Attrs[a.Key] = v.Any()
+		default:
+			e.Attrs[a.Key] = v.String()
+		}
+		return true
+	}
+	for _, a := range h.attrs {
+		put(a)
+	}
+	r.Attrs(put)
+	if e.Event != "" {
+		h.events.add(e)
+	}
+	if !h.next.Enabled(ctx, r.Level) {
+		return nil
+	}
+	return h.next.Handle(ctx, r)
+}
+
+func (h *eventHandler) WithAttrs(attrs []slog.Attr) slog.Handler {
+	return &eventHandler{h.next.WithAttrs(attrs), h.events, append(h.attrs[:len(h.attrs):len(h.attrs)], attrs...)}
+}
+
+func (h *eventHandler) WithGroup(name string) slog.Handler {
+	return &eventHandler{h.next.WithGroup(name), h.events, h.attrs}
+}

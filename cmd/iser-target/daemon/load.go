@@ -1,0 +1,108 @@
+package daemon
+
+import "slices"
+
+// A Load is what commands did between two States.
+type Load struct {
+	IOPS       float64 `json:"iops"` // commands that have ended with a status
+	ReadBytes  float64 `json:"read_bytes_per_second"`
+	WriteBytes float64 `json:"write_bytes_per_second"`
+	InFlight   int     `json:"in_flight"` // at the second moment
+	Errors     uint64  `json:"errors"`    // CHECK CONDITION, and commands that were aborted
+
+	// From a command's arrival to its status, in seconds; nil: none has ended, or the
+	// target does not tell.
+	Average *float64 `json:"latency_average,omitempty"`
+	P50     *float64 `json:"latency_p50,omitempty"`
+	P99     *float64 `json:"latency_p99,omitempty"` // the highest bound of all: it may be more
+}
+
+// A Tally is what was between two states of counters, or of several: its sum.
+type Tally struct {
+	commands, readBytes, writeBytes, errors uint64
+	inFlight                                int
+
+	timed   uint64 // commands
+	seconds float64
+	buckets []uint64
+}
+
+// Add adds what was between was and is. If was is nil, or of something that has begun
+// anew, it is all of is.
+func (t *Tally) Add(was, is *CounterState) {
+	if was == nil || is.Reads < was.Reads || is.Writes < was.Writes || is.Others < was.Others ||
+		is.ReadBytes < was.ReadBytes || is.WriteBytes < was.WriteBytes {
+		was = &CounterState{}
+	}
+	t.commands += is.Reads + is.Writes + is.Others - was.Reads - was.Writes - was.Others
+	t.readBytes += is.ReadBytes - was.ReadBytes
+	t.writeBytes += is.WriteBytes - was.WriteBytes
+	t.errors += is.Errors + is.Aborted - min(was.Errors+was.Aborted, is.Errors+is.Aborted)
+	t.inFlight += is.InFlight
+	before, now := total(was), total(is)
+	if now.Count <= before.Count {
+		return
+	}
+	t.timed += now.Count - before.Count
+	t.seconds += now.Seconds - before.Seconds
+	for i, n := range now.Buckets {
+		if i < len(before.Buckets) {
+			n -= min(n, before.Buckets[i])
+		}
+		if i == len(t.buckets) {
+			t.buckets = append(t.buckets, 0)
+		}
+		t.buckets[i] += n
+	}
+}
+
+// Load is what t is in a second, if it was in that many; bounds are those of the States.
+func (t *Tally) Load(seconds float64, bounds []float64) Load {
+	l := Load{InFlight: t.inFlight, Errors: t.errors}
+	if seconds > 0 {
+		l.IOPS, l.ReadBytes, l.WriteBytes = float64(t.commands)/seconds, float64(t.readBytes)/seconds, float64(t.writeBytes)/seconds
+	}
+	if t.timed > 0 {
+		average := t.seconds / float64(t.timed)
+		l.Average = &average
+		l.P50, l.P99 = quantile(0.5, bounds, t.buckets), quantile(0.99, bounds, t.buckets)
+	}
+	return l
+}
+
+// total is the phase that has all others in it.
+func total(c *CounterState) PhaseState {
+	i := slices.IndexFunc(c.Latency, func(p PhaseState) bool { return p.Phase == "total" })
+	if i < 0 {
+		return PhaseState{}
+	}
+	return c.Latency[i]
+}
+
+// quantile is the value that the share q of all is not above, as good as buckets tell:
+// within one it is taken for evenly spread, and behind the last bound for that. The bucket
+// of index i counts what is above bounds[i-1] and not above bounds[i]. It is nil if there
+// is nothing.
+func quantile(q float64, bounds []float64, buckets []uint64) *float64 {
+	var all, below uint64
+	for _, n := range buckets {
+		all += n
+	}
+	if all == 0 || len(bounds) == 0 {
+		return nil
+	}
+	rank := q * float64(all)
+	for i, n := range buckets[:min(len(buckets), len(bounds))] {
+		if float64(below+n) < rank || n == 0 {
+			below += n
+			continue
+		}
+		low := 0.0
+		if i > 0 {
+			low = bounds[i-1]
+		}
+		v := low + (bounds[i]-low)*(rank-float64(below))/float64(n)
+		return &v
+	}
+	return &bounds[len(bounds)-1]
+}

@@ -1,0 +1,88 @@
+package daemon
+
+import (
+	"math"
+	"testing"
+)
+
+func near(got, want float64) bool { return math.Abs(got-want) <= 1e-9*math.Abs(want) }
+
+func TestQuantile(t *testing.T) {
+	bounds := []float64{1, 2, 4}
+	for _, tc := range []struct {
+		q       float64
+		buckets []uint64
+		want    float64 // below 0: none
+	}{
+		{0.5, nil, -1},
+		{0.5, []uint64{0, 0, 0, 0}, -1},
+		{0.5, []uint64{10}, 0.5},
+		{0.99, []uint64{100}, 0.99},
+		{0.5, []uint64{0, 10}, 1.5},
+		{0.5, []uint64{5, 5}, 1},
+		{0.75, []uint64{2, 0, 2}, 3},
+		{0.99, []uint64{98, 0, 0, 2}, 4}, // above all bounds
+		{0.5, []uint64{0, 0, 0, 7}, 4},
+		{1, []uint64{3, 0, 0}, 1},
+	} {
+		got := quantile(tc.q, bounds, tc.buckets)
+		if (got == nil) != (tc.want < 0) || got != nil && !near(*got, tc.want) {
+			t.Errorf("%v of %v: %v, want %v", tc.q, tc.buckets, got, tc.want)
+		}
+	}
+	if quantile(0.5, nil, []uint64{1}) != nil {
+		t.Error("a latency without bounds")
+	}
+}
+
+// Sums of several are those of one that has done all of it; what has begun anew counts
+// from nothing, and so does what was not there before.
+func TestTally(t *testing.T) {
+	latency := func(seconds float64, buckets ...uint64) []PhaseState {
+		p := PhaseState{Phase: "total", Seconds: seconds, Buckets: buckets}
+		for _, n := range buckets {
+			p.Count += n
+		}
+		return []PhaseState{{Phase: "backend", Count: 1e6, Seconds: 1e6, Buckets: []uint64{1e6}}, p}
+	}
+	was := &CounterState{Reads: 100, Writes: 10, Others: 1, ReadBytes: 1000, WriteBytes: 500, Errors: 3, Aborted: 1, InFlight: 7, Latency: latency(1, 50, 50)}
+	is := &CounterState{Reads: 300, Writes: 20, Others: 1, ReadBytes: 5000, WriteBytes: 600, Errors: 4, Aborted: 3, InFlight: 2, Latency: latency(1.4, 50, 150, 90, 10)}
+	bounds := []float64{0.001, 0.002, 0.004}
+	for _, tc := range []struct {
+		name              string
+		pairs             [][2]*CounterState
+		iops, read, write float64
+		inFlight          int
+		errors            uint64
+		average, p50, p99 float64 // 0: there is none
+	}{
+		{"nothing", nil, 0, 0, 0, 0, 0, 0, 0, 0},
+		{"no change", [][2]*CounterState{{is, is}}, 0, 0, 0, 2, 0, 0, 0, 0},
+		{"a change", [][2]*CounterState{{was, is}}, 105, 2000, 50, 2, 3, 0.002, 0.002, 0.004},
+		{"new", [][2]*CounterState{{nil, is}}, 160.5, 2500, 300, 2, 7, 1.4 / 300, 1.0 / 600, 0.004},
+		{"anew", [][2]*CounterState{{is, was}}, 55.5, 500, 250, 7, 4, 0.01, 0.001, 0.00198},
+		{"two", [][2]*CounterState{{was, is}, {was, is}}, 210, 4000, 100, 4, 6, 0.002, 0.002, 0.004},
+	} {
+		var tally Tally
+		for _, p := range tc.pairs {
+			tally.Add(p[0], p[1])
+		}
+		l := tally.Load(2, bounds)
+		if !near(l.IOPS, tc.iops) || !near(l.ReadBytes, tc.read) || !near(l.WriteBytes, tc.write) || l.InFlight != tc.inFlight || l.Errors != tc.errors {
+			t.Errorf("%s: %+v", tc.name, l)
+		}
+		switch {
+		case tc.average == 0:
+			if l.Average != nil || l.P50 != nil || l.P99 != nil {
+				t.Errorf("%s: a latency of nothing: %+v", tc.name, l)
+			}
+		case l.Average == nil || l.P50 == nil || l.P99 == nil:
+			t.Errorf("%s: no latency", tc.name)
+		case !near(*l.Average, tc.average) || !near(*l.P50, tc.p50) || !near(*l.P99, tc.p99):
+			t.Errorf("%s: latencies %v, %v, %v", tc.name, *l.Average, *l.P50, *l.P99)
+		}
+		if at := tally.Load(0, bounds); at.IOPS != 0 || at.ReadBytes != 0 || at.WriteBytes != 0 {
+			t.Errorf("%s, in no time: %+v", tc.name, at)
+		}
+	}
+}

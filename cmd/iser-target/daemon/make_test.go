@@ -1,0 +1,165 @@
+package daemon
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/config"
+)
+
+// A change whose file was made leaves neither file nor LUN wherever it fails, and both
+// where it does not.
+func TestMakingOfFailedChange(t *testing.T) {
+	const most = 20
+	dir := t.TempDir()
+	d := serve(t, fmt.Sprintf("state_dir: %s/state\nportals: [{listen: \"127.0.0.1:0\"}]\ntargets: [{name: %s, initiators: [\"*\"]}]\n", dir, store))
+	l := config.LUN{ID: 1, Backend: "file", Path: filepath.Join(dir, "a"), Size: 1 << 20, BlockSize: 512}
+	for n := range most {
+		m, err := d.NewMaking(backend.MakeConfig{Path: l.Path, Size: int64(l.Size), Preallocate: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := m.Run(t.Context(), func(backend.Progress) {}); err != nil {
+			t.Fatal(err)
+		}
+		fault, left := errors.New("a test"), n
+		d.before = func(string) error {
+			if left--; left < 0 {
+				return fault
+			}
+			return nil
+		}
+		_, err = d.Change(t.Context(), func(doc *config.Document) error { return doc.AddLUN(store, l) }, ChangeOptions{File: m})
+		m.Discard()
+		_, missing := os.Lstat(l.Path)
+		luns := len(d.State().Targets[0].LUNs)
+		if err == nil {
+			if missing != nil || luns != 1 || n < 3 {
+				t.Errorf("%d LUNs, and the file: %v, after %d things", luns, missing, n)
+			}
+			return
+		}
+		if !errors.Is(err, fault) || !errors.Is(missing, fs.ErrNotExist) || luns != 0 {
+			t.Errorf("failing before %d: %v; %d LUNs, and the file: %v", n, err, luns, missing)
+		}
+	}
+	t.Errorf("a change does more than %d things", most)
+}
+
+// kill -9 before any of the things that the change does: the next process has the LUN with
+// all of the file, or no LUN. The file is whole or not there.
+func TestKilledAddingMade(t *testing.T) {
+	if n, err := strconv.Atoi(os.Getenv(dieAt)); err == nil {
+		dir := os.Getenv("DAEMON_TEST_FILE")
+		d := serveFile(t, dir+"/c.yaml", io.Discard)
+		addMade(t, d, dir, n)
+		return
+	}
+	const most = 20
+	seen := map[bool]int{}
+	for n := range most {
+		dir := t.TempDir()
+		path := filepath.Join(dir, "c.yaml")
+		text := fmt.Sprintf("state_dir: %s/state\nportals: [{listen: \"127.0.0.1:0\"}]\ntargets: [{name: %s, initiators: [\"*\"]}]\n", dir, store)
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		killed := runKilled(t, n, dir)
+		d := serveFile(t, path, io.Discard)
+		luns := d.State().Targets[0].LUNs
+		b, err := os.ReadFile(dir + "/a")
+		switch {
+		case errors.Is(err, fs.ErrNotExist) && len(luns) == 0 && killed:
+		case err != nil || !bytes.Equal(b, madeContent()):
+			t.Errorf("before %d: the file has %d octets, error %v", n, len(b), err)
+		case len(luns) == 1 && (luns[0].State != Ready || luns[0].Size != int64(len(b))), len(luns) == 0 && !killed:
+			t.Errorf("before %d: %+v", n, luns)
+		}
+		seen[len(luns) == 1]++
+		if !killed {
+			if seen[false] == 0 || seen[true] < 2 {
+				t.Errorf("%d ended without the LUN, %d with it: want both", seen[false], seen[true])
+			}
+			return
+		}
+	}
+	t.Errorf("a change does more than %d things", most)
+}
+
+func madeContent() []byte { return bytes.Repeat([]byte("made"), 256<<10) }
+
+// addMade adds a LUN on a file that was copied, and is killed before the n-th thing that
+// this does, if there are so many.
+func addMade(t *testing.T, d *Daemon, dir string, n int) {
+	if err := os.WriteFile(dir+"/from", madeContent(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	m, err := d.NewMaking(backend.MakeConfig{Path: dir + "/a", From: dir + "/from"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Discard()
+	if err := m.Run(t.Context(), func(backend.Progress) {}); err != nil {
+		t.Fatal(err)
+	}
+	d.before = func(string) error {
+		if n--; n < 0 {
+			unix.Kill(os.Getpid(), unix.SIGKILL)
+		}
+		return nil
+	}
+	l := config.LUN{ID: 1, Backend: "file", Path: m.Path(), Size: config.Size(m.Size()), BlockSize: 512}
+	if _, err := d.Change(t.Context(), func(doc *config.Document) error { return doc.AddLUN(store, l) }, ChangeOptions{File: m}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// No file is made twice at once, however it is called, and not too many are.
+func TestMakings(t *testing.T) {
+	dir, link := t.TempDir(), filepath.Join(t.TempDir(), "link")
+	if err := os.Symlink(dir, link); err != nil {
+		t.Fatal(err)
+	}
+	d := serve(t, "state_dir: \"\"\nportals: [{listen: \"127.0.0.1:0\"}]\ntargets: [{name: "+store+", initiators: [\"*\"]}]\n")
+	making := func(path string) (*Making, error) {
+		m, err := d.NewMaking(backend.MakeConfig{Path: path, Size: 1 << 20})
+		if err == nil {
+			t.Cleanup(m.Discard)
+		}
+		return m, err
+	}
+	first, err := making(dir + "/0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{dir + "/0", dir + "/../" + filepath.Base(dir) + "//0", link + "/0"} {
+		if _, err := making(path); !errors.Is(err, ErrMaking) {
+			t.Errorf("%s: %v, want ErrMaking", path, err)
+		}
+	}
+	for i := 1; i < maxMakings; i++ {
+		if _, err := making(fmt.Sprintf("%s/%d", dir, i)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := making(dir + "/more"); !errors.Is(err, ErrMakings) {
+		t.Errorf("%v, want ErrMakings", err)
+	}
+	first.Discard()
+	if _, err := d.NewMaking(backend.MakeConfig{Path: dir + "/wrong", Size: 1000}); err == nil || errors.Is(err, ErrMakings) {
+		t.Errorf("%v, want that the size is wrong", err)
+	}
+	if _, err := making(dir + "/0"); err != nil {
+		t.Errorf("when another has ended: %v", err)
+	}
+}

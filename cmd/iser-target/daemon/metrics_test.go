@@ -1,0 +1,370 @@
+package daemon
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"math"
+	"net"
+	"net/http"
+	"reflect"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/rdma"
+	"github.com/iser-target/iser-target/rdma/wire"
+	"github.com/iser-target/iser-target/tests/initiator"
+)
+
+// A scrape is what /metrics says: values by name and labels.
+type scrape map[string]float64
+
+func (l *lab) scrape() scrape {
+	l.t.Helper()
+	r, err := http.Get(fmt.Sprintf("http://%v/metrics", l.metricsAddr))
+	if err != nil {
+		l.t.Fatal(err)
+	}
+	defer r.Body.Close()
+	b, err := io.ReadAll(r.Body)
+	if err != nil || r.StatusCode != http.StatusOK {
+		l.t.Fatalf("%s, %v: %s", r.Status, err, b)
+	}
+	s := scrape{}
+	for line := range strings.Lines(string(b)) {
+		line = strings.TrimSpace(line)
+		if strings.HasPrefix(line, "#") {
+			continue
+		}
+		at := strings.LastIndexByte(line, ' ')
+		v, err := strconv.ParseFloat(line[at+1:], 64)
+		if err != nil {
+			l.t.Fatalf("%q: %v", line, err)
+		}
+		s[strings.TrimPrefix(line[:at], "iser_target_")] = v
+	}
+	return s
+}
+
+// with are how many series there are whose name and labels contain what.
+func (s scrape) with(what string) (n int) {
+	for k := range s {
+		if strings.Contains(k, what) {
+			n++
+		}
+	}
+	return n
+}
+
+func (s scrape) want(t *testing.T, what map[string]float64) {
+	t.Helper()
+	for k, v := range what {
+		if got, ok := s[k]; got != v || !ok {
+			t.Errorf("%s is %v (there: %t), want %v", k, got, ok, v)
+		}
+	}
+}
+
+func metricsLab(t *testing.T) *lab {
+	return newLab(t, func(l *lab) {
+		l.more = `metrics: {listen: "127.0.0.1:0"}`
+		l.initiators = fmt.Sprintf("%q", prefix+"h*")
+		l.luns = `{id: 0, backend: memory, size: 4MiB}, {id: 7, backend: memory, size: 1MiB, read_only: true}`
+	})
+}
+
+// What is counted adds up to what the initiators did.
+func TestMetricsAddUp(t *testing.T) {
+	l := metricsLab(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	domain := rdma.NewDomain() // of the initiator: its counts are ours, the other way round
+	s, err := initiator.Login(ctx, l.addr(), initiator.Options{Name: prefix + "h1", Target: store, RDMA: rdma.Options{Domain: domain}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	const writes, reads, size = 5, 7, 128 << 10
+	attentions(t, s, 0) // one UNIT ATTENTION and a GOOD
+	for i := range uint64(writes) {
+		if got := do(t, s, &initiator.Command{CDB: initiator.Write16(i*256, 256), Out: make([]byte, size)}); got != "" {
+			t.Fatal(got)
+		}
+	}
+	for i := range uint64(reads) {
+		if got := do(t, s, &initiator.Command{CDB: initiator.Read16(i*256, 256), In: make([]byte, size)}); got != "" {
+			t.Fatal(got)
+		}
+	}
+	// An underflow, and an LBA that there is not; then a LUN of which no byte may be written.
+	if got := do(t, s, &initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 4096)}); got != "" {
+		t.Fatal(got)
+	}
+	if got := do(t, s, &initiator.Command{CDB: initiator.Read16(1<<30, 1), In: make([]byte, 512)}); got != "5/21/00" {
+		t.Fatal(got)
+	}
+	attentions(t, s, 7)
+	if got := do(t, s, &initiator.Command{LUN: 7, CDB: initiator.Write16(0, 1), Out: make([]byte, 512)}); got != "7/27/00" {
+		t.Fatal(got)
+	}
+
+	// Another one comes by TCP, and two are not let in.
+	d, err := initiator.Dial(ctx, "tcp", l.addr(), initiator.Options{Name: prefix + "h2", Target: store})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	if err := d.LogIn(nil); err != nil {
+		t.Fatal(err)
+	}
+	cdb := initiator.Read16(0, 8)
+	if status, _, _, err := d.Do([8]byte{}, cdb[:], nil, 4096); status != 0 || err != nil { // which is sent again after a unit attention
+		t.Fatal(status, err)
+	}
+	if _, err := l.tryLogin("other", store); err == nil {
+		t.Fatal("an initiator that may not log in did")
+	}
+	if _, err := l.tryLogin("h3", prefix+"none"); err == nil {
+		t.Fatal("there is no such target")
+	}
+
+	iser := `{initiator="` + prefix + `h1",%starget="` + store + `",transport="iser",tsih="` + strconv.Itoa(int(s.TSIH)) + `"}`
+	session := func(op string) string { return fmt.Sprintf(iser, op) }
+	lun := func(id int, transport, more string) string {
+		return fmt.Sprintf(`{lun="%d",%starget="%s",transport="%s"}`, id, more, store, transport)
+	}
+	eventually(t, "connections that were refused are gone", func() bool { return l.Node().Stats().Connections == 2 })
+	got := l.scrape()
+	got.want(t, map[string]float64{
+		`lun_commands_total` + lun(0, "iser", `op="write",`):                writes,
+		`lun_commands_total` + lun(0, "iser", `op="read",`):                 reads + 2,
+		`lun_commands_total` + lun(0, "iser", `op="other",`):                2,
+		`lun_bytes_total` + lun(0, "iser", `op="write",`):                   writes * size,
+		`lun_bytes_total` + lun(0, "iser", `op="read",`):                    reads*size + 512,
+		`lun_residuals_total` + lun(0, "iser", `residual="underflow",`):     2,
+		`lun_residuals_total` + lun(0, "iser", `residual="overflow",`):      0,
+		`lun_errors_total` + lun(0, "iser", `sense_key="illegal_request",`): 1,
+		`lun_errors_total` + lun(0, "iser", `sense_key="unit_attention",`):  1,
+		`lun_errors_total` + lun(0, "iser", `sense_key="medium_error",`):    0,
+		`lun_errors_total` + lun(7, "iser", `sense_key="data_protect",`):    1,
+		`lun_commands_in_flight` + lun(0, "iser", ""):                       0,
+		`lun_commands_aborted_total` + lun(0, "iser", ""):                   0,
+		`lun_commands_total` + lun(0, "tcp", `op="read",`):                  2,
+		`lun_bytes_total` + lun(0, "tcp", `op="read",`):                     4096,
+		`lun_ready{lun="0",target="` + store + `"}`:                         1,
+		`lun_size_bytes{lun="0",target="` + store + `"}`:                    4 << 20,
+		`session_commands_total` + session(`op="write",`):                   writes + 1,
+		`session_commands_total` + session(`op="read",`):                    reads + 2,
+		`session_bytes_total` + session(`op="write",`):                      writes * size,
+		`session_bytes_total` + session(`op="read",`):                       reads*size + 512,
+		`session_errors_total` + session(""):                                4,
+		`session_residuals_total` + session(`residual="underflow",`):        3, // of LUN 7, too
+		`session_residuals_total` + session(`residual="overflow",`):         0,
+		`session_connections` + session(""):                                 1,
+		`session_tasks` + session(""):                                       0,
+		`sessions{target="` + store + `",transport="iser"}`:                 1,
+		`sessions{target="` + store + `",transport="tcp"}`:                  1,
+		`discovery_sessions`: 0,
+		`connections`:        2,
+		`logins_accepted_total{transport="iser"}`: 1,
+		`logins_accepted_total{transport="tcp"}`:  1,
+		refused(pdu.LoginAuthorization):           1,
+		refused(pdu.LoginNotFound):                1,
+		`rdma_streams`:                            2, // both ends are here
+		`rdma_crc_errors_total`:                   0,
+		`rdma_stag_faults_total`:                  0,
+	})
+	if used, limit := got["buffer_bytes"], got["buffer_limit_bytes"]; used > limit || limit != 2*64<<20 {
+		t.Errorf("%v of %v octets of buffers", used, limit)
+	}
+
+	// Each of these commands has been in each phase, but in read_wait only the WRITEs of
+	// 128 KiB. The initiator may have a response before it counts.
+	const commands = reads + 2 + writes + 1 + 4
+	duration := func(phase, transport string) string {
+		return fmt.Sprintf(`command_duration_seconds_count{phase="%s",transport="%s"}`, phase, transport)
+	}
+	eventually(t, "all responses have left", func() bool {
+		got = l.scrape()
+		return got[duration("total", "iser")] == commands && got[duration("total", "tcp")] == 2
+	})
+	got.want(t, map[string]float64{
+		duration("receive", "iser"):   commands,
+		duration("backend", "iser"):   commands,
+		duration("read_wait", "iser"): writes,
+		duration("send", "iser"):      commands,
+		duration("read_wait", "tcp"):  0,
+		`command_duration_seconds_bucket{phase="send",transport="iser",le="+Inf"}`:  commands,
+		`lun_command_duration_seconds_count` + lun(0, "iser", `phase="total",`):     reads + 2 + writes + 2,
+		`lun_command_duration_seconds_count` + lun(0, "iser", `phase="read_wait",`): writes,
+		`lun_command_duration_seconds_count` + lun(0, "tcp", `phase="total",`):      2,
+		`lun_command_duration_seconds_count` + lun(7, "iser", `phase="total",`):     3,
+		`session_command_duration_seconds_count` + session(`phase="total",`):        commands,
+		`session_command_duration_seconds_count` + session(`phase="read_wait",`):    writes,
+	})
+	if a, b := got.with(`session_command_duration_seconds`), 13*5+13*4; a != b {
+		t.Errorf("%d series of the latencies of sessions, want %d", a, b)
+	}
+	if a, b := got.with(`lun_command_duration_seconds`), (13*5 + 13*4 + 13*4); a != b {
+		t.Errorf("%d series of the latencies of LUNs, want %d", a, b)
+	}
+
+	// State says the same.
+	st := l.State()
+	counters := func(c CounterState) CounterState {
+		sum := 0.0
+		for _, p := range c.Latency {
+			want, in := c.Reads+c.Writes+c.Others, uint64(0)
+			for _, n := range p.Buckets {
+				in += n
+			}
+			if p.Phase == "read_wait" {
+				want = writes
+			}
+			if p.Count != want || in != want || len(p.Buckets) > len(st.LatencyBounds)+1 || p.P50 > p.P99 || p.Seconds <= 0 && p.Phase != "receive" {
+				t.Errorf("of %d commands %+v", want, p)
+			}
+			if sum += p.Seconds; p.Phase == "total" && math.Abs(sum-2*p.Seconds) > 1e-6 {
+				t.Errorf("%v in all, %v in the phases", p.Seconds, sum-p.Seconds)
+			}
+		}
+		if len(c.Latency) != 5 {
+			t.Errorf("latencies %+v", c.Latency)
+		}
+		c.Latency = nil
+		return c
+	}
+	if got, want := counters(st.Targets[0].LUNs[0].Counters), (CounterState{
+		Reads: reads + 4, Writes: writes, Others: 2, ReadBytes: reads*size + 512 + 4096, WriteBytes: writes * size, Errors: 3, Residuals: 3,
+	}); !reflect.DeepEqual(got, want) {
+		t.Errorf("LUN 0: %+v, want %+v", got, want)
+	}
+	i := slices.IndexFunc(st.Sessions, func(i SessionState) bool { return i.TSIH == s.TSIH })
+	if got, want := counters(st.Sessions[i].Counters), (CounterState{
+		Reads: reads + 2, Writes: writes + 1, Others: 4, ReadBytes: reads*size + 512, WriteBytes: writes * size, Errors: 4, Residuals: 3,
+	}); !reflect.DeepEqual(got, want) {
+		t.Errorf("session: %+v, want %+v", got, want)
+	}
+
+	// The RDMA path: the refused iSER logins had streams of their own, without RDMA.
+	n := domain.Counts()
+	got.want(t, map[string]float64{
+		`rdma_messages_total{direction="sent",op="write"}`:             float64(n.Received.Writes),
+		`rdma_messages_total{direction="sent",op="read_request"}`:      float64(n.Received.ReadRequests),
+		`rdma_messages_total{direction="received",op="read_response"}`: float64(n.Sent.ReadResponses),
+		`rdma_invalidations_total{direction="sent"}`:                   float64(n.Received.Invalidations),
+	})
+	if n.Received.Writes < reads || n.Received.ReadRequests < writes || n.Received.Invalidations == 0 || n.Received.FPDUs == 0 || n.Sent.FPDUs == 0 {
+		t.Errorf("the initiator counts %+v", n)
+	}
+
+	// A peer that names memory that is not its own is told so.
+	rc := s.Stream()
+	bad := rdma.WorkRequest{Op: rdma.Write, STag: 0x12345678, Data: make([]byte, 8)}
+	if err := rc.Post(&bad); err != nil {
+		t.Fatal(err)
+	}
+	rc.Flush()
+	<-s.Done()
+	eventually(t, "the session is over", func() bool { return l.scrape().with(session("")) == 0 })
+	code := wire.ReasonInvalidSTag
+	l.scrape().want(t, map[string]float64{
+		`rdma_stag_faults_total`: 1,
+		fmt.Sprintf(`rdma_terminates_total{code="1/1/00",direction="sent",reason="%s"}`, code.Text()): 1,
+		`sessions{target="` + store + `",transport="iser"}`:                                           0,
+		`sessions_finished_total`:                         1,
+		`lun_bytes_total` + lun(0, "iser", `op="write",`): writes * size,
+	})
+}
+
+func refused(s pdu.LoginStatus) string {
+	return fmt.Sprintf(`logins_refused_total{stage="operational",status="%v",transport="iser"}`, s)
+}
+
+// Sessions come and go, and what is said of them with them: a scrape is not longer
+// than it was.
+func TestMetricsOfSessionsEnd(t *testing.T) {
+	l := metricsLab(t)
+	churn := func(name string) {
+		s := l.login(name, store)
+		testUnitReady(t, s, 0)
+		if n := l.scrape().with(prefix + name); n == 0 {
+			t.Errorf("session of %s has no series", name)
+		}
+		if err := s.Logout(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		s.Close()
+		eventually(t, "the session is gone", func() bool { return l.Node().Stats().Sessions == 0 })
+	}
+	churn("h0")
+	before := l.scrape()
+	for i := range 20 {
+		churn(fmt.Sprintf("h%d", i+1))
+	}
+	after := l.scrape()
+	if n := after.with("initiator="); n != 0 {
+		t.Errorf("%d series of sessions that have ended", n)
+	}
+	if a, b := before.with("lun_")+before.with("logins_"), after.with("lun_")+after.with("logins_"); a != b {
+		t.Errorf("%d series after 21 sessions, %d after one", b, a)
+	}
+	after.want(t, map[string]float64{"sessions_finished_total": 21, `logins_accepted_total{transport="iser"}`: 21})
+}
+
+// A scrape is served under load, counters never go down, and the address can change.
+func TestMetricsUnderLoad(t *testing.T) {
+	l := metricsLab(t)
+	load(t, l.login("h1", store))
+	last := l.scrape()
+	for range 20 {
+		next := l.scrape()
+		for k, v := range last {
+			if strings.Contains(k, "_total") && next[k] < v {
+				t.Errorf("%s fell from %v to %v", k, v, next[k])
+			}
+		}
+		for k, v := range next {
+			if strings.Contains(k, "in_flight") && (v < 0 || v > 4) {
+				t.Errorf("%s is %v", k, v)
+			}
+		}
+		last = next
+	}
+	if v := last[`lun_bytes_total{lun="0",op="write",target="`+store+`",transport="iser"}`]; v == 0 {
+		t.Error("no load was counted")
+	}
+	l.more = ""
+	l.ok(ChangeOptions{})
+	if _, err := http.Get(fmt.Sprintf("http://%v/metrics", l.metricsAddr)); err == nil {
+		t.Error("metrics are served although the configuration has none")
+	}
+	l.more = `metrics: {listen: "127.0.0.1:0"}`
+	l.ok(ChangeOptions{})
+	l.scrape()
+}
+
+// A scrape too many is told so.
+func TestMetricsConnections(t *testing.T) {
+	l := metricsLab(t)
+	for range metricsConnections {
+		c, err := net.Dial("tcp", l.metricsAddr.String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+	}
+	c := http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 20 * time.Second}
+	rsp, err := c.Get("http://" + l.metricsAddr.String() + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer rsp.Body.Close()
+	if b, err := io.ReadAll(rsp.Body); err != nil || rsp.StatusCode != http.StatusServiceUnavailable || !strings.Contains(string(b), "32 connections are open") {
+		t.Errorf("status %s, %q, %v", rsp.Status, b, err)
+	}
+}

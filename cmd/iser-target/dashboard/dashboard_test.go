@@ -1,0 +1,521 @@
+package dashboard
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"math"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+)
+
+// A fake is a target that is what a test says.
+type fake struct {
+	mu     sync.Mutex
+	state  daemon.State
+	events []daemon.Event
+}
+
+func (f *fake) State() daemon.State {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.state
+}
+
+func (f *fake) Events(since uint64) []daemon.Event {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.DeleteFunc(slices.Clone(f.events), func(e daemon.Event) bool { return e.Number <= since })
+}
+
+// serve serves f on the loopback until the test ends.
+func serve(t *testing.T, f *fake) (url string) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(Serve(f, l))
+	return "http://" + l.Addr().String()
+}
+
+func request(t *testing.T, method, url, host string) (*http.Response, string) {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), method, url, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if host != "" {
+		req.Host = host
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return resp, string(b)
+}
+
+// secured fails t if an answer lacks what keeps a browser from doing more than it has to.
+func secured(t *testing.T, resp *http.Response) {
+	t.Helper()
+	csp := resp.Header.Get("Content-Security-Policy")
+	for _, want := range []string{"default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'", "frame-ancestors 'none'", "form-action 'none'", "base-uri 'none'"} {
+		if !slices.Contains(strings.Split(csp, "; "), want) {
+			t.Errorf("%s: no %q in the policy %q", resp.Status, want, csp)
+		}
+	}
+	if strings.Contains(csp, "unsafe") || strings.Contains(csp, "*") || strings.Contains(csp, "data:") {
+		t.Errorf("policy %q", csp)
+	}
+	for k, want := range map[string]string{
+		"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY",
+		"Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin",
+		"Access-Control-Allow-Origin": "",
+	} {
+		if got := resp.Header.Get(k); got != want {
+			t.Errorf("%s: %s is %q, want %q", resp.Status, k, got, want)
+		}
+	}
+}
+
+func TestAnswers(t *testing.T) {
+	url := serve(t, &fake{})
+	for _, tc := range []struct {
+		method, path string
+		status       int
+		kind         string
+	}{
+		{"GET", "/", 200, "text/html; charset=utf-8"},
+		{"HEAD", "/", 200, "text/html; charset=utf-8"},
+		{"GET", "/app.js", 200, "text/javascript; charset=utf-8"},
+		{"GET", "/style.css", 200, "text/css; charset=utf-8"},
+		{"GET", "/icon.svg", 200, "image/svg+xml"},
+		{"GET", "/api/state", 200, "application/json"},
+		{"HEAD", "/api/state", 200, "application/json"},
+		{"GET", "/index.html", 404, ""},
+		{"GET", "/page/", 404, ""},
+		{"GET", "/../dashboard.go", 404, ""},
+		{"GET", "/api", 404, ""},
+		{"POST", "/", 405, ""},
+		{"PUT", "/app.js", 405, ""},
+		{"DELETE", "/api/state", 405, ""},
+		{"PATCH", "/api/state", 405, ""},
+		{"OPTIONS", "/api/state", 405, ""},
+		{"TRACE", "/", 405, ""},
+	} {
+		t.Run(tc.method+" "+tc.path, func(t *testing.T) {
+			resp, body := request(t, tc.method, url+tc.path, "")
+			if resp.StatusCode != tc.status || tc.kind != "" && resp.Header.Get("Content-Type") != tc.kind {
+				t.Errorf("%s, %s", resp.Status, resp.Header.Get("Content-Type"))
+			}
+			if tc.status == 405 && resp.Header.Get("Allow") != "GET, HEAD" {
+				t.Errorf("Allow: %q", resp.Header.Get("Allow"))
+			}
+			if (tc.method == "HEAD") != (body == "") {
+				t.Errorf("%d octets of body", len(body))
+			}
+			secured(t, resp)
+		})
+	}
+	first, _ := request(t, "GET", url+"/app.js", "")
+	req, _ := http.NewRequestWithContext(t.Context(), "GET", url+"/app.js", nil)
+	req.Header.Set("If-None-Match", first.Header.Get("ETag"))
+	again, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	again.Body.Close()
+	if again.StatusCode != http.StatusNotModified {
+		t.Errorf("what the browser has: %s", again.Status)
+	}
+}
+
+// The page is what its policy allows: nothing in it is a script, a style or from elsewhere.
+func TestPage(t *testing.T) {
+	for name, never := range map[string]string{
+		"index.html": `(?i)<script(?:>|[^>]*[^>]>[^<])|<style|\sstyle=|\son\w+=|https?:|javascript:|(?:src|href)="[^"]*//`,
+		"app.js":     `innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|import\b|https?://(?:www\.w3\.org/2000/svg)?[^"w]|localStorage|document\.cookie`,
+		"style.css":  `(?i)@import|url\(|https?:`,
+	} {
+		b, err := files.ReadFile("page/" + name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if found := regexp.MustCompile(never).Find(b); found != nil {
+			t.Errorf("%s has %q", name, found)
+		}
+	}
+}
+
+// A name of others that leads to the loopback is none of this server's.
+func TestHost(t *testing.T) {
+	url := serve(t, &fake{})
+	for host, want := range map[string]int{
+		"localhost": 200, "LOCALHOST:80": 200, "127.0.0.1": 200, "127.0.0.1:9": 200, "[::1]": 200, "[::1]:80": 200,
+		"evil.example": 421, "evil.example:80": 421, "localhost.evil.example": 421, "127.0.0.1.evil.example": 421,
+	} {
+		resp, body := request(t, "GET", url+"/api/state", host)
+		if resp.StatusCode != want {
+			t.Errorf("%s: %s, want %d", host, resp.Status, want)
+		}
+		if want != 200 && strings.Contains(body, "sessions") {
+			t.Errorf("%s: %s", host, body)
+		}
+		secured(t, resp)
+	}
+	reached := guard(http.NotFoundHandler(), &net.TCPAddr{IP: net.IPv4(192, 0, 2, 1), Port: 80})
+	w := httptest.NewRecorder()
+	reached.ServeHTTP(w, httptest.NewRequest("GET", "http://storage.example/", nil))
+	if w.Code != http.StatusNotFound {
+		t.Errorf("by a name on another network: %d", w.Code)
+	}
+}
+
+// Who opens connections and says nothing takes no more than there may be.
+func TestConnections(t *testing.T) {
+	url := serve(t, &fake{})
+	addr := strings.TrimPrefix(url, "http://")
+	for range maxConnections {
+		c, err := net.Dial("tcp", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+	}
+	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	resp, err := client.Get(url + "/api/state")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	b, _ := io.ReadAll(resp.Body)
+	if resp.StatusCode != http.StatusServiceUnavailable || !strings.Contains(string(b), "64 connections are open") {
+		t.Errorf("%s: %s", resp.Status, b)
+	}
+	secured(t, resp)
+}
+
+func TestQuery(t *testing.T) {
+	for raw, want := range map[string]string{
+		"":                                  "",
+		"after=5":                           "",
+		"events=7":                          "",
+		"events=x":                          "query: events: ",
+		"after=-1":                          "query: after: ",
+		"after=1&after=2":                   "query: after is there 2 times",
+		"luns.rows=1000&sessions.rows=0":    "",
+		"luns.rows=1001":                    "query: luns.rows: not 0 to 1000",
+		"sessions.rows=-1":                  "query: sessions.rows: not 0 to 1000",
+		"sessions.rows=x":                   "query: sessions.rows: ",
+		"luns.sort=name&sessions.sort=iops": "",
+		"luns.sort=size":                    `query: luns.sort="size" is unknown`,
+		"luns.find=%00%ff&sessions.find=a":  "",
+		"targets.find=a":                    `query: targets.find="a" is unknown`,
+		"luns":                              `query: luns="" is unknown`,
+		"%zz":                               "query: invalid URL escape",
+	} {
+		_, err := parseQuery(raw)
+		if (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: %v, want %q", raw, err, want)
+		}
+	}
+	resp, body := request(t, "GET", serve(t, &fake{})+"/api/state?luns.rows=x", "")
+	if resp.StatusCode != http.StatusBadRequest || !strings.Contains(body, "luns.rows") {
+		t.Errorf("%s: %s", resp.Status, body)
+	}
+	secured(t, resp)
+}
+
+// Whatever is asked for, an answer stays within its bounds.
+func FuzzQuery(f *testing.F) {
+	for _, raw := range []string{"", "after=5&events=7", "luns.rows=1000&luns.sort=name&luns.find=a%20b", "sessions.rows=-1", "luns.rows=1001", "after=18446744073709551616", "%zz", "luns.rows=1&luns.rows=2"} {
+		f.Add(raw)
+	}
+	s := newSampler(many(3))
+	f.Fuzz(func(t *testing.T, raw string) {
+		q, err := parseQuery(raw)
+		if err != nil {
+			return
+		}
+		for _, l := range []list{q.sessions, q.luns} {
+			if l.rows < 0 || l.rows > maxRows || !slices.Contains(orders, l.sort) {
+				t.Errorf("%q: %+v", raw, l)
+			}
+		}
+		a := s.answer(q, nil)
+		if len(a.LUNs.Rows) > q.luns.rows || len(a.Sessions.Rows) > q.sessions.rows || a.LUNs.All != 3 || a.LUNs.Matching > 3 {
+			t.Errorf("%q: %d of %d LUNs, %d sessions", raw, len(a.LUNs.Rows), a.LUNs.Matching, len(a.Sessions.Rows))
+		}
+	})
+}
+
+// After end nothing listens and nothing runs.
+func TestEnd(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	end := Serve(&fake{}, l)
+	c, err := net.Dial("tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	end()
+	end()
+	c.SetReadDeadline(time.Now().Add(20 * time.Second))
+	if n, err := c.Read(make([]byte, 1)); n != 0 || err == nil {
+		t.Errorf("a connection that was open: %d octets, %v", n, err)
+	}
+	if c, err := net.Dial("tcp", l.Addr().String()); err == nil {
+		c.Close()
+		t.Error("it listens")
+	}
+}
+
+// clock tells a time from begin on that is an Interval later each time.
+func clock(begin time.Time) func() time.Time {
+	at := begin.Add(-Interval)
+	return func() time.Time {
+		at = at.Add(Interval)
+		return at
+	}
+}
+
+// latency are counters of n commands, each of which took up to the bound of index i.
+func latency(n uint64, i int) []daemon.PhaseState {
+	return []daemon.PhaseState{
+		{Phase: "backend", Count: n, Buckets: []uint64{n}},
+		{Phase: "total", Count: n, Buckets: append(make([]uint64, i), n)},
+	}
+}
+
+func near(got, want float64) bool { return math.Abs(got-want) <= 1e-9*math.Abs(want) }
+
+func check(t *testing.T, what string, l daemon.Load, iops, read, write float64) {
+	t.Helper()
+	if !near(l.IOPS, iops) || !near(l.ReadBytes, read) || !near(l.WriteBytes, write) {
+		t.Errorf("%s: %v/s, read %v/s, write %v/s, want %v, %v, %v", what, l.IOPS, l.ReadBytes, l.WriteBytes, iops, read, write)
+	}
+}
+
+// Rates are what was between two looks, of all that has gone on, begun or begun anew.
+func TestRates(t *testing.T) {
+	began := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
+	lun := func(id int, state string, c daemon.CounterState) daemon.LUNState {
+		return daemon.LUNState{Target: "t", ID: id, State: state, Counters: c}
+	}
+	session := func(tsih uint16, started time.Time, c daemon.CounterState) daemon.SessionState {
+		return daemon.SessionState{TSIH: tsih, Started: started, Tasks: 3, Counters: c}
+	}
+	f := &fake{state: daemon.State{
+		LatencyBounds: []float64{0.001, 0.002, 0.004},
+		Targets: []daemon.TargetState{{LUNs: []daemon.LUNState{
+			lun(0, daemon.Ready, daemon.CounterState{Reads: 100, ReadBytes: 1000, Latency: latency(100, 0)}),
+			lun(1, daemon.Ready, daemon.CounterState{Writes: 50, WriteBytes: 500}),
+		}}},
+		Sessions: []daemon.SessionState{session(1, began, daemon.CounterState{Reads: 100, ReadBytes: 1000})},
+	}}
+	s := &sampler{src: f, now: clock(began)}
+	s.sample()
+	a := s.answer(query{sessions: list{rows: 9}, luns: list{rows: 9}}, nil)
+	check(t, "the first look", a.Total, 0, 0, 0)
+	if len(a.Points) != 0 || len(a.LUNs.Rows) != 2 {
+		t.Errorf("the first look: %+v", a)
+	}
+
+	f.state.Targets = []daemon.TargetState{{LUNs: []daemon.LUNState{
+		lun(0, daemon.Ready, daemon.CounterState{Reads: 140, Others: 20, ReadBytes: 5000, InFlight: 2, Latency: []daemon.PhaseState{{Phase: "total", Count: 160, Buckets: []uint64{100, 60}}}}),
+		lun(1, daemon.Ready, daemon.CounterState{Writes: 10, WriteBytes: 100}),       // opened anew
+		lun(2, daemon.Ready, daemon.CounterState{Writes: 30, WriteBytes: 300}),       // new
+		lun(3, daemon.Draining, daemon.CounterState{Reads: 1e6, ReadBytes: 1 << 40}), // leaving
+	}}}
+	f.state.Sessions = []daemon.SessionState{
+		session(1, began.Add(time.Second), daemon.CounterState{Reads: 4, ReadBytes: 40}), // another one of that TSIH
+		session(2, began, daemon.CounterState{Writes: 8, WriteBytes: 80}),
+	}
+	s.sample()
+	a = s.answer(query{sessions: list{rows: 9, sort: "name"}, luns: list{rows: 9, sort: "name"}}, nil)
+	check(t, "all", a.Total, 50, 2000, 200)
+	if a.Total.InFlight != 2 || a.Total.P50 == nil || !near(*a.Total.P50, 0.0015) || a.Total.P99 == nil || !near(*a.Total.P99, 0.00199) {
+		t.Errorf("all: %+v", a.Total)
+	}
+	want := map[int][3]float64{0: {30, 2000, 0}, 1: {5, 0, 50}, 2: {15, 0, 150}, 3: {}}
+	for _, l := range a.LUNs.Rows {
+		check(t, fmt.Sprintf("LUN %d", l.ID), l.Load, want[l.ID][0], want[l.ID][1], want[l.ID][2])
+	}
+	for i, w := range [][3]float64{{2, 20, 0}, {4, 0, 40}} {
+		r := a.Sessions.Rows[i]
+		check(t, fmt.Sprintf("session %d", r.TSIH), r.Load, w[0], w[1], w[2])
+		if r.InFlight != 3 || r.P50 != nil {
+			t.Errorf("session %+v", r)
+		}
+	}
+	if len(a.LUNs.Rows) != 4 || len(a.Points) != 1 || a.Points[0].Number != 1 {
+		t.Errorf("%+v", a)
+	}
+}
+
+// The points of five minutes are kept, and those who have some get the others.
+func TestPoints(t *testing.T) {
+	s := &sampler{src: &fake{}, now: clock(time.Now())}
+	for range maxPoints + 10 {
+		s.sample()
+	}
+	for after, want := range map[uint64][2]uint64{0: {10, maxPoints}, 100: {101, 59}, 159: {0, 0}, 1000: {10, maxPoints}} {
+		p := s.answer(query{after: after}, nil).Points
+		if uint64(len(p)) != want[1] || len(p) > 0 && (p[0].Number != want[0] || p[len(p)-1].Number != 159) {
+			t.Errorf("after %d: %d points", after, len(p))
+		}
+	}
+}
+
+// many is a target with n LUNs, of which one is not ready, and 200 sessions.
+func many(n int) *fake {
+	f := &fake{state: daemon.State{LatencyBounds: []float64{1, 2}}}
+	t := daemon.TargetState{Name: "iqn.2026-11.io.example:many"}
+	for i := range n {
+		l := daemon.LUNState{Target: t.Name, ID: i, Backend: "file", State: daemon.Ready, Size: 1 << 30,
+			Counters: daemon.CounterState{Reads: uint64(i) * 1000, ReadBytes: uint64(n-i) << 30, Latency: latency(uint64(i), 1)}}
+		if i == n/2 {
+			l.State, l.Reason = daemon.NotReady, "it is away"
+		}
+		t.LUNs = append(t.LUNs, l)
+	}
+	for i := range 200 {
+		f.state.Sessions = append(f.state.Sessions, daemon.SessionState{TSIH: uint16(i), Target: t.Name, Initiator: fmt.Sprintf("iqn.2026-11.io.example:host%d", i)})
+	}
+	f.state.Targets = []daemon.TargetState{t}
+	return f
+}
+
+// With 1,000 LUNs an answer has those that were asked for, what is wrong before all else.
+func TestRows(t *testing.T) {
+	f := many(1000)
+	s := &sampler{src: f, now: clock(time.Now())}
+	load := f.state
+	f.state = daemon.State{}
+	s.sample()
+	f.state = load
+	s.sample()
+	for _, tc := range []struct {
+		raw      string
+		matching int
+		ids      []int
+	}{
+		{"luns.rows=3", 1000, []int{500, 999, 998}},
+		{"luns.rows=3&luns.sort=bytes", 1000, []int{500, 0, 1}},
+		{"luns.rows=3&luns.sort=name", 1000, []int{500, 0, 1}},
+		{"luns.rows=0", 1000, nil},
+		{"luns.find=NOT+READY", 1, []int{500}},
+		{"luns.find=away", 1, []int{500}},
+		{"luns.find=lun+99&luns.rows=2&luns.sort=name", 11, []int{99, 990}},
+		{"luns.find=nowhere", 0, nil},
+	} {
+		q, err := parseQuery(tc.raw)
+		if err != nil {
+			t.Fatal(err)
+		}
+		a := s.answer(q, nil)
+		var ids []int
+		for _, r := range a.LUNs.Rows {
+			ids = append(ids, r.ID)
+		}
+		if a.LUNs.All != 1000 || a.LUNs.Matching != tc.matching || !slices.Equal(ids, tc.ids) || a.NotReady != 1 {
+			t.Errorf("%s: %d of %d: %v, want %d: %v", tc.raw, a.LUNs.Matching, a.LUNs.All, ids, tc.matching, tc.ids)
+		}
+	}
+	q, _ := parseQuery("sessions.find=host19&sessions.sort=latency")
+	if a := s.answer(q, nil); a.Sessions.Matching != 11 || a.Sessions.All != 200 || len(a.Sessions.Rows) != 11 {
+		t.Errorf("%d of %d sessions, %d rows", a.Sessions.Matching, a.Sessions.All, len(a.Sessions.Rows))
+	}
+	q, _ = parseQuery("")
+	b, err := json.Marshal(s.answer(q, nil))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(b) > 24<<10 {
+		t.Errorf("an answer is of %d octets", len(b))
+	}
+}
+
+// The last events and refused logins come first, and there are not more than some.
+func TestEvents(t *testing.T) {
+	var events []daemon.Event
+	for i := range uint64(1024) {
+		e := daemon.Event{Number: i + 1, Event: "login", Attrs: map[string]any{"outcome": "accepted"}}
+		if i%10 == 0 {
+			e.Attrs["outcome"] = "refused"
+		}
+		events = append(events, e)
+	}
+	s := newSampler(&fake{state: daemon.State{Portals: []daemon.PortalState{}}})
+	a := s.answer(query{}, events)
+	if len(a.Events) != maxEvents || a.Events[0].Number != 1024 || len(a.Refused) != maxRefused || a.Refused[0].Number != 1021 || a.Refused[1].Number != 1011 {
+		t.Errorf("%d events, %d refusals", len(a.Events), len(a.Refused))
+	}
+	_, body := request(t, "GET", serve(t, &fake{events: events})+"/api/state?events=1020", "")
+	var got answer
+	if err := json.Unmarshal([]byte(body), &got); err != nil || len(got.Events) != 4 || len(got.Refused) != 1 {
+		t.Errorf("after event 1020: %v, %s", err, body)
+	}
+	b, err := json.Marshal(s.answer(query{}, nil))
+	if err != nil || strings.Contains(string(b), "null") {
+		t.Errorf("%v: %s", err, b)
+	}
+}
+
+func TestReservation(t *testing.T) {
+	two := []daemon.RegistrationState{{Initiator: "a"}, {Initiator: "b", Holder: true}}
+	for _, tc := range []struct {
+		r    *daemon.ReservationState
+		want string
+	}{
+		{nil, ""},
+		{&daemon.ReservationState{Legacy: "a"}, "RESERVE by a"},
+		{&daemon.ReservationState{Registrations: two[:1]}, "none, 1 registered"},
+		{&daemon.ReservationState{Type: "write exclusive", Registrations: two}, "write exclusive by b"},
+		{&daemon.ReservationState{Type: "write exclusive, all registrants", Registrations: append(two[1:2:2], two[1])}, "write exclusive, all registrants, 2 registered"},
+	} {
+		if got := reservation(tc.r); got != tc.want {
+			t.Errorf("%+v: %q, want %q", tc.r, got, tc.want)
+		}
+	}
+}
+
+// BenchmarkSample is what a look costs with 1,000 LUNs and 200 sessions, beside the State.
+func BenchmarkSample(b *testing.B) {
+	s := newSampler(many(1000))
+	s.now = clock(s.at)
+	for b.Loop() {
+		s.sample()
+	}
+}
+
+// BenchmarkAnswer is what each page costs every Interval.
+func BenchmarkAnswer(b *testing.B) {
+	s := newSampler(many(1000))
+	q, err := parseQuery("luns.find=lun")
+	if err != nil {
+		b.Fatal(err)
+	}
+	for b.Loop() {
+		if _, err := json.Marshal(s.answer(q, nil)); err != nil {
+			b.Fatal(err)
+		}
+	}
+}

@@ -1,0 +1,321 @@
+package dashboard
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+)
+
+const (
+	// Interval is how often the target is looked at.
+	Interval = 2 * time.Second
+	// maxPoints of the charts are kept: five minutes.
+	maxPoints = 150
+	// maxEvents and maxRefused of the last ones are shown.
+	maxEvents  = 100
+	maxRefused = 50
+)
+
+// A point is one of the charts.
+type point struct {
+	Number uint64    `json:"number"` // from 1, one more each time
+	Time   time.Time `json:"time"`
+	daemon.Load
+}
+
+type sessionRow struct {
+	TSIH        uint16    `json:"tsih"`
+	Initiator   string    `json:"initiator"`
+	Target      string    `json:"target,omitempty"`
+	Transport   string    `json:"transport"`
+	Discovery   bool      `json:"discovery,omitempty"`
+	LUNs        []int     `json:"luns"`
+	Connections int       `json:"connections"`
+	Remote      string    `json:"remote,omitempty"` // of the first connection
+	Started     time.Time `json:"started"`
+	daemon.Load
+}
+
+type lunRow struct {
+	Target      string `json:"target"`
+	ID          int    `json:"id"`
+	State       string `json:"state"`
+	Reason      string `json:"reason,omitempty"`
+	Size        int64  `json:"size"` // octets
+	Backend     string `json:"backend"`
+	ReadOnly    bool   `json:"read_only,omitempty"`
+	Reservation string `json:"reservation,omitempty"`
+	daemon.Load
+}
+
+// A table is the part of a list that was asked for.
+type table[T any] struct {
+	All      int `json:"all"`
+	Matching int `json:"matching"`
+	Rows     []T `json:"rows"`
+}
+
+// An answer is what the page shows.
+type answer struct {
+	Time     time.Time            `json:"time"` // of the sample
+	Interval float64              `json:"interval"`
+	Version  string               `json:"version,omitempty"`
+	Started  time.Time            `json:"started"`
+	Pending  []string             `json:"pending"`
+	Portals  []daemon.PortalState `json:"portals"`
+	Targets  int                  `json:"targets"`
+	NotReady int                  `json:"not_ready"` // LUNs
+	Total    daemon.Load          `json:"total"`
+	Points   []point              `json:"points"`
+	Sessions table[sessionRow]    `json:"sessions"`
+	LUNs     table[lunRow]        `json:"luns"`
+	Events   []daemon.Event       `json:"events"`  // the last one first
+	Refused  []daemon.Event       `json:"refused"` // logins, the last one first
+}
+
+// A sampler has what the target was like when it was last looked at.
+type sampler struct {
+	src Source
+	now func() time.Time
+
+	mu       sync.Mutex // held for moments, while what follows is read, or written by sample
+	at       time.Time
+	state    daemon.State
+	sessions []sessionRow
+	luns     []lunRow
+	points   []point
+}
+
+// newSampler returns one that has looked once.
+func newSampler(src Source) *sampler {
+	s := &sampler{src: src, now: time.Now}
+	s.sample()
+	return s
+}
+
+// run looks every Interval until stop is closed.
+func (s *sampler) run(stop <-chan struct{}) {
+	tick := time.NewTicker(Interval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-stop:
+			return
+		case <-tick.C:
+			s.sample()
+		}
+	}
+}
+
+type sessionKey struct {
+	tsih    uint16
+	started time.Time
+}
+
+type lunKey struct {
+	target string
+	id     int
+}
+
+// counters are those of a state by what they are about.
+func counters(st *daemon.State) (sessions map[sessionKey]*daemon.CounterState, luns map[lunKey]*daemon.CounterState) {
+	sessions, luns = map[sessionKey]*daemon.CounterState{}, map[lunKey]*daemon.CounterState{}
+	for i := range st.Sessions {
+		sessions[sessionKey{st.Sessions[i].TSIH, st.Sessions[i].Started}] = &st.Sessions[i].Counters
+	}
+	for i := range st.Targets {
+		for j := range st.Targets[i].LUNs {
+			if l := &st.Targets[i].LUNs[j]; l.State != daemon.Draining { // there may be a new one of that number
+				luns[lunKey{l.Target, l.ID}] = &l.Counters
+			}
+		}
+	}
+	return sessions, luns
+}
+
+// sample looks at the target. The first time nothing is known of what was before, and
+// all rates are 0.
+func (s *sampler) sample() {
+	st := s.src.State()
+	now := s.now() // behind it: it may have had to wait
+	seconds := now.Sub(s.at).Seconds()
+	first := s.at.IsZero() || seconds <= 0
+	oldSessions, oldLUNs := counters(&s.state)
+	var all daemon.Tally
+	sessions, luns := []sessionRow{}, []lunRow{}
+	for i := range st.Sessions {
+		c := &st.Sessions[i]
+		row := sessionRow{
+			TSIH: c.TSIH, Initiator: c.Initiator, Target: c.Target, Transport: c.Transport, Discovery: c.Discovery,
+			LUNs: c.LUNs, Connections: len(c.Connections), Started: c.Started, Load: daemon.Load{InFlight: c.Tasks},
+		}
+		if len(c.Connections) > 0 {
+			row.Remote = c.Connections[0].Remote
+		}
+		if !first {
+			var t daemon.Tally
+			t.Add(oldSessions[sessionKey{c.TSIH, c.Started}], &c.Counters)
+			row.Load = t.Load(seconds, st.LatencyBounds)
+			row.InFlight = c.Tasks
+		}
+		sessions = append(sessions, row)
+	}
+	for i := range st.Targets {
+		for j := range st.Targets[i].LUNs {
+			l := &st.Targets[i].LUNs[j]
+			row := lunRow{
+				Target: l.Target, ID: l.ID, State: l.State, Reason: l.Reason, Size: l.Size, Backend: l.Backend,
+				ReadOnly: l.ReadOnly, Reservation: reservation(l.Reservation), Load: daemon.Load{InFlight: l.Counters.InFlight},
+			}
+			if !first && l.State != daemon.Draining {
+				var t daemon.Tally
+				old := oldLUNs[lunKey{l.Target, l.ID}]
+				t.Add(old, &l.Counters)
+				all.Add(old, &l.Counters)
+				row.Load = t.Load(seconds, st.LatencyBounds)
+			}
+			luns = append(luns, row)
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.at, s.state, s.sessions, s.luns = now, st, sessions, luns
+	if first {
+		return
+	}
+	number := uint64(1)
+	if n := len(s.points); n > 0 {
+		number = s.points[n-1].Number + 1
+	}
+	if len(s.points) == maxPoints {
+		s.points = slices.Delete(s.points, 0, 1)
+	}
+	s.points = append(s.points, point{number, now, all.Load(seconds, st.LatencyBounds)})
+}
+
+// reservation is r in a few words.
+func reservation(r *daemon.ReservationState) string {
+	switch {
+	case r == nil:
+		return ""
+	case r.Legacy != "":
+		return "RESERVE by " + r.Legacy
+	case r.Type == "":
+		return fmt.Sprintf("none, %d registered", len(r.Registrations))
+	}
+	var holders []string
+	for _, reg := range r.Registrations {
+		if reg.Holder {
+			holders = append(holders, reg.Initiator)
+		}
+	}
+	if len(holders) != 1 {
+		return fmt.Sprintf("%s, %d registered", r.Type, len(r.Registrations))
+	}
+	return r.Type + " by " + holders[0]
+}
+
+// orders are what rows can be sorted by, the greatest first but for names.
+var orders = []string{"iops", "bytes", "latency", "name"}
+
+// answer is what q asks for.
+func (s *sampler) answer(q query, events []daemon.Event) *answer {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	a := &answer{
+		Time: s.at, Interval: Interval.Seconds(), Version: s.state.Version, Started: s.state.Started,
+		Pending: s.state.Pending, Portals: s.state.Portals, Targets: len(s.state.Targets),
+		Points: []point{}, Events: []daemon.Event{}, Refused: []daemon.Event{},
+	}
+	if a.Pending == nil {
+		a.Pending = []string{}
+	}
+	if n := len(s.points); n == 0 || q.after > s.points[n-1].Number {
+		q.after = 0 // it is a number of another sampler
+	}
+	for _, p := range s.points {
+		if p.Number > q.after {
+			a.Points = append(a.Points, p)
+		}
+		a.Total = p.Load // the last one
+	}
+	for i := range s.luns {
+		if s.luns[i].State == daemon.NotReady {
+			a.NotReady++
+		}
+	}
+	a.Sessions = selectRows(s.sessions, q.sessions, (*sessionRow).text, func(a, b *sessionRow) int {
+		return cmp.Or(byRates(q.sessions.sort, &a.Load, &b.Load), cmp.Compare(a.Initiator, b.Initiator), cmp.Compare(a.TSIH, b.TSIH))
+	})
+	a.LUNs = selectRows(s.luns, q.luns, (*lunRow).text, func(a, b *lunRow) int {
+		return cmp.Or(b.trouble()-a.trouble(), byRates(q.luns.sort, &a.Load, &b.Load), cmp.Compare(a.Target, b.Target), cmp.Compare(a.ID, b.ID))
+	})
+	for _, e := range slices.Backward(events) {
+		if len(a.Events) < maxEvents {
+			a.Events = append(a.Events, e)
+		}
+		if len(a.Refused) < maxRefused && e.Event == "login" && e.Attrs["outcome"] == "refused" {
+			a.Refused = append(a.Refused, e)
+		}
+	}
+	return a
+}
+
+// trouble is 1 for what comes first, whatever the order is.
+func (r *lunRow) trouble() int {
+	if r.State == daemon.Ready {
+		return 0
+	}
+	return 1
+}
+
+// text is what a row is found by.
+func (r *lunRow) text() string {
+	return fmt.Sprintf("%s lun %d %s %s %s %s", r.Target, r.ID, r.State, r.Reason, r.Backend, r.Reservation)
+}
+
+func (r *sessionRow) text() string {
+	return fmt.Sprintf("%d %s %s %s %s", r.TSIH, r.Initiator, r.Target, r.Transport, r.Remote)
+}
+
+// byRates compares by one of orders; 0 by name.
+func byRates(order string, a, b *daemon.Load) int {
+	switch order {
+	case "iops":
+		return cmp.Compare(b.IOPS, a.IOPS)
+	case "bytes":
+		return cmp.Compare(b.ReadBytes+b.WriteBytes, a.ReadBytes+a.WriteBytes)
+	case "latency":
+		return cmp.Compare(orZero(b.P99), orZero(a.P99))
+	}
+	return 0
+}
+
+func orZero(v *float64) float64 {
+	if v == nil {
+		return 0
+	}
+	return *v
+}
+
+// selectRows are the rows that l asks for.
+func selectRows[T any](all []T, l list, text func(*T) string, order func(a, b *T) int) table[T] {
+	t := table[T]{All: len(all), Rows: []T{}}
+	var match []*T
+	for i := range all {
+		if l.find == "" || strings.Contains(strings.ToLower(text(&all[i])), l.find) {
+			match = append(match, &all[i])
+		}
+	}
+	t.Matching = len(match)
+	slices.SortFunc(match, order)
+	for _, r := range match[:min(l.rows, len(match))] {
+		t.Rows = append(t.Rows, *r)
+	}
+	return t
+}

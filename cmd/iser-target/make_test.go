@@ -1,0 +1,264 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/cmd/iser-target/api"
+	"github.com/iser-target/iser-target/cmd/iser-target/cli"
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/tests/initiator"
+)
+
+// There is a file with all its space, and one with the content of another.
+func TestMakeLUN(t *testing.T) {
+	s := newStation(t)
+	content := bytes.Repeat([]byte("iser"), 5000)
+	if err := os.WriteFile(filepath.Join(s.dir, "from.img"), content, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	plan := read[daemon.Plan](t, s, "lun", "create", storeName, "--path", "a.img", "--size", "8MiB", "--preallocate")
+	if len(plan.Steps) != 1 || !plan.Steps[0].Done || !plan.Persisted {
+		t.Errorf("plan %+v", plan)
+	}
+	var st unix.Stat_t
+	if err := unix.Stat(filepath.Join(s.dir, "a.img"), &st); err != nil || st.Size != 8<<20 || st.Blocks*512 < st.Size {
+		t.Errorf("preallocated: %d octets, %d blocks of 512, error %v", st.Size, st.Blocks, err)
+	}
+	s.says(t, cli.ExitOK, "add LUN 2 of "+storeName+" (done)", "lun", "create", storeName, "--path", "b.img", "--from", "from.img")
+	s.says(t, cli.ExitOK, "add LUN 3 of "+storeName+" (done)", "lun", "create", storeName, "--path", "c.img", "--from", "from.img", "--size", "1MiB", "--preallocate")
+	s.says(t, cli.ExitOK, "add LUN 9 of "+storeName, "lun", "create", storeName, "--id", "9", "--path", "d.img", "--size", "1MiB", "--preallocate", "--dry-run")
+
+	s.says(t, cli.ExitOK, "8MiB -> 12MiB (done)", "lun", "resize", storeName, "1", "12MiB", "--preallocate")
+	s.says(t, cli.ExitOK, "12MiB -> 16MiB", "lun", "resize", storeName, "1", "16MiB", "--preallocate", "--dry-run")
+	if err := unix.Stat(filepath.Join(s.dir, "a.img"), &st); err != nil || st.Size != 12<<20 || st.Blocks*512 < st.Size {
+		t.Errorf("grown: %d octets, %d blocks of 512, error %v", st.Size, st.Blocks, err)
+	}
+	s.says(t, cli.ExitError, "for the backend file", "lun", "resize", storeName, "0", "2MiB", "--preallocate")
+	s.says(t, cli.ExitNotFound, "LUN 9", "lun", "resize", storeName, "9", "2MiB", "--preallocate")
+
+	session := s.login(t)
+	for lun, size := range map[byte]int64{2: 20480, 3: 1 << 20} {
+		if l := read[daemon.LUNState](t, s, "lun", "show", storeName, fmt.Sprint(lun)); l.Size != size || l.State != daemon.Ready {
+			t.Errorf("LUN %+v, want %d octets", l, size)
+		}
+		c := &initiator.Command{LUN: lun, In: make([]byte, 40*512)} // READ (10)
+		c.CDB[0], c.CDB[8] = 0x28, 40
+		for c.Status = 2; c.Status != 0; { // the first meets a unit attention
+			if err := session.Do(c); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if !bytes.Equal(c.In[:len(content)], content) || len(bytes.Trim(c.In[len(content):], "\x00")) > 0 {
+			t.Errorf("LUN %d has another content than the file", lun)
+		}
+	}
+	for _, tc := range []struct {
+		code int
+		want string
+		args string
+	}{
+		{cli.ExitError, "would be overwritten", "--path from.img --size 1MiB --preallocate"},
+		{cli.ExitError, "more than the size", "--path d.img --size 512 --from from.img"},
+		{cli.ExitError, "a target serves it", "--path d.img --from a.img"},
+		{cli.ExitError, "no such file", "--path d.img --from none.img"},
+		{cli.ExitError, "no such file", "--path none/d.img --size 1MiB --preallocate"},
+		{cli.ExitUsage, "wants --size", "--path d.img --preallocate"},
+		{cli.ExitError, "already", "--path d.img --from from.img --id 0"},
+		{cli.ExitUsage, "backend file", "--backend memory --size 1MiB --preallocate"},
+	} {
+		s.says(t, tc.code, tc.want, append([]string{"lun", "create", storeName}, strings.Fields(tc.args)...)...)
+	}
+	if _, err := os.Lstat(filepath.Join(s.dir, "d.img")); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("a file of a LUN that was refused: %v", err)
+	}
+	s.same(t, 4)
+}
+
+// slowly has a LUN made on a file that takes a second or so, and calls while with the
+// command as soon as the target has begun. It returns what the command has said.
+func (s *station) slowly(t *testing.T, path string, while func(*exec.Cmd)) (output string, code int) {
+	t.Helper()
+	cmd := s.command(t, "lun", "create", storeName, "--path", path, "--size", "1GiB", "--preallocate")
+	var out bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &out
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer cmd.Process.Kill()
+	s.wait(t, `(making a file).*path=`+path)
+	while(cmd)
+	cmd.Wait()
+	return out.String(), cmd.ProcessState.ExitCode()
+}
+
+// shared is a directory in memory, where space is not allocated in no time.
+func shared(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("/dev/shm", "iser-target-test")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	return dir
+}
+
+func empty(t *testing.T, dir string) bool {
+	t.Helper()
+	list, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(list) == 0
+}
+
+// On a terminal the command draws a bar there, and its output is that of other changes.
+func TestMakeLUNBar(t *testing.T) {
+	s, p := newStation(t), newTerminal(t, 80, 24)
+	var out bytes.Buffer
+	cmd := s.command(t, "lun", "create", storeName, "--path", filepath.Join(shared(t), "a"), "--size", "256MiB", "--preallocate", "-o", "json")
+	cmd.Stdout, cmd.Stderr = &out, p.tty
+	if err := cmd.Run(); err != nil {
+		t.Fatalf("%v: %s", err, p.text())
+	}
+	var plan daemon.Plan
+	if err := json.Unmarshal(out.Bytes(), &plan); err != nil || len(plan.Steps) != 1 {
+		t.Errorf("output %q: %v", out.String(), err)
+	}
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(5 * time.Millisecond) {
+		if bar := regexp.MustCompile(`^\rpreallocating \[=+ *\] .*% 128.0 MiB of 256.0 MiB\x1b\[K`); bar.MatchString(p.text()) && strings.HasSuffix(p.text(), "\n") {
+			return
+		}
+		if time.Now().After(end) {
+			t.Fatalf("terminal: %q", p.text())
+		}
+	}
+}
+
+// attempts bounds how often a test tries to come before the end of what takes a second.
+const attempts = 10
+
+// Changes go on while a file is made, which nobody else can make.
+func TestMakeLUNMeanwhile(t *testing.T) {
+	s, dir := newStation(t), shared(t)
+	c := api.NewClient(s.socket)
+	for i := range attempts {
+		path := filepath.Join(dir, fmt.Sprint(i))
+		meanwhile := false
+		output, code := s.slowly(t, path, func(*exec.Cmd) {
+			_, twice := c.AddLUN(t.Context(), storeName, api.LUN{Backend: "file", Path: path, Size: "1GiB", Preallocate: true}, api.Options{})
+			var e *api.Error
+			busy := errors.As(twice, &e) && e.Code == api.Busy && strings.Contains(e.Message, "somebody else is making this file")
+			if _, err := c.AddLUN(t.Context(), storeName, api.LUN{Backend: "memory", Size: "1MiB"}, api.Options{}); err != nil {
+				t.Error(err)
+			}
+			_, err := os.Lstat(path)
+			meanwhile = errors.Is(err, fs.ErrNotExist)
+			if meanwhile && !busy {
+				t.Errorf("the same file at the same time: %v", twice)
+			}
+		})
+		if code != cli.ExitOK {
+			t.Fatalf("exit code %d\n%s", code, output)
+		}
+		id := fmt.Sprint(2 * (i + 1))
+		s.says(t, cli.ExitOK, "remove LUN "+id, "lun", "delete", storeName, id)
+		os.Remove(path)
+		if meanwhile {
+			return
+		}
+	}
+	t.Error("no change was faster than 1 GiB")
+}
+
+// What is interrupted leaves nothing, whoever goes: the command, by a signal that it can
+// catch or not, or the target.
+func TestMakeLUNInterrupted(t *testing.T) {
+	s, dir, whole := newStation(t), shared(t), t
+	for name, tc := range map[string]struct {
+		signal syscall.Signal
+		target bool // gets it
+		says   string
+		code   int
+	}{
+		"SIGINT":            {unix.SIGINT, false, "interrupted: nothing stays", cli.ExitError},
+		"SIGKILL":           {unix.SIGKILL, false, "", -1},
+		"SIGKILL of target": {unix.SIGKILL, true, "went away", cli.ExitUnreachable},
+		"SIGTERM of target": {unix.SIGTERM, true, "the target ends", cli.ExitError},
+	} {
+		t.Run(name, func(t *testing.T) {
+			for i := range attempts {
+				if i == attempts-1 {
+					t.Fatal("no signal was faster than 1 GiB")
+				}
+				path := filepath.Join(dir, strings.ReplaceAll(name, " ", "-")+fmt.Sprint(i)) // the one before may be on its way out
+				output, code := s.slowly(t, path, func(cmd *exec.Cmd) {
+					victim := cmd
+					if tc.target {
+						victim = s.cmd
+					}
+					if err := victim.Process.Signal(tc.signal); err != nil {
+						t.Error(err)
+					}
+				})
+				if tc.target {
+					s.cmd.Wait()
+					if !empty(t, dir) && code != cli.ExitOK {
+						t.Error("the target has left something")
+					}
+					s.process = start(whole, "serve", "--config", s.file)
+				} else if code != cli.ExitOK {
+					s.wait(t, `(file was not made).*path=`+path)
+				}
+				if n := len(read[[]daemon.LUNState](t, s, "lun", "list", storeName)); code == cli.ExitOK || n == 2 { // too late
+					s.says(t, cli.ExitOK, "remove LUN 1", "lun", "delete", storeName, "1")
+					os.Remove(path)
+					continue
+				}
+				if code != tc.code || !strings.Contains(output, tc.says) {
+					t.Errorf("exit code %d, want %d with %q in\n%s", code, tc.code, tc.says, output)
+				}
+				for until := time.Now().Add(20 * time.Second); !empty(t, dir) && time.Now().Before(until); time.Sleep(10 * time.Millisecond) {
+				}
+				if !empty(t, dir) {
+					t.Error("something was left behind")
+				}
+				s.same(t, 1)
+				return
+			}
+		})
+	}
+}
+
+// A file system without room for the file is as empty afterwards as before.
+func TestMakeLUNNoSpace(t *testing.T) {
+	dir := backendtest.Mount(t, "none", "tmpfs", "size=4m")
+	s := newStation(t)
+	path := filepath.Join(dir, "a")
+	s.says(t, cli.ExitError, "medium is full: no space left on device", "lun", "create", storeName, "--path", path, "--size", "8MiB", "--preallocate")
+	s.says(t, cli.ExitError, "make room", "lun", "create", storeName, "--path", path, "--size", "8MiB", "--preallocate")
+	var st unix.Statfs_t
+	if err := unix.Statfs(dir, &st); err != nil || st.Bfree != st.Blocks || !empty(t, dir) {
+		t.Errorf("error %v, %d of %d blocks are free", err, st.Bfree, st.Blocks)
+	}
+	s.same(t, 1)
+	s.says(t, cli.ExitOK, "add LUN 1", "lun", "create", storeName, "--path", path, "--size", "2MiB", "--preallocate")
+	s.says(t, cli.ExitError, "the change is made, but the LUN has not all the space", "lun", "resize", storeName, "1", "8MiB", "--preallocate")
+	if l := read[daemon.LUNState](t, s, "lun", "show", storeName, "1"); l.Size != 8<<20 || l.State != daemon.Ready {
+		t.Errorf("LUN %+v, want that it has grown", l)
+	}
+}

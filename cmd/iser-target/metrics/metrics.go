@@ -1,0 +1,322 @@
+// Package metrics makes what the target counts readable for Prometheus. Nothing is
+// counted here: a scrape reads the counts that packages iscsi, lun and rdma keep.
+//
+// The label sets are bounded. Targets and LUNs are those of the configuration,
+// sessions those that there are, and all other labels have values of our own.
+package metrics
+
+import (
+	"fmt"
+	"net/http"
+	"strings"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/rdma"
+	"github.com/iser-target/iser-target/rdma/wire"
+)
+
+// Prefix begins the names of all metrics that are the target's own.
+const Prefix = "iser_target_"
+
+// A family is a metric with all values of its labels.
+type family struct {
+	name, help string
+	kind       prometheus.ValueType
+	labels     string // space separated
+	edges      []int  // of a histogram: the latency buckets whose bounds are exported
+	desc       *prometheus.Desc
+}
+
+const (
+	counter = prometheus.CounterValue
+	gauge   = prometheus.GaugeValue
+)
+
+// families are all of ours.
+var families []*family
+
+func newFamily(kind prometheus.ValueType, name, help, labels string) *family {
+	f := &family{name: Prefix + name, help: help, kind: kind, labels: labels}
+	f.desc = prometheus.NewDesc(f.name, help, strings.Fields(labels), nil)
+	families = append(families, f)
+	return f
+}
+
+// newHistogram is for latencies in seconds.
+func newHistogram(edges []int, name, help, labels string) *family {
+	f := newFamily(0, name, help, labels)
+	f.edges = edges
+	return f
+}
+
+// every is each step-th latency bucket from first to last. Four make a doubling.
+func every(first, step, last int) (list []int) {
+	for i := first; i <= last; i += step {
+		list = append(list, i)
+	}
+	return list
+}
+
+const (
+	ofLUN     = "target lun transport"
+	ofSession = "target initiator tsih transport"
+)
+
+var (
+	sessions         = newFamily(gauge, "sessions", "Sessions in full feature phase.", "target transport")
+	discovery        = newFamily(gauge, "discovery_sessions", "Discovery sessions.", "")
+	connections      = newFamily(gauge, "connections", "Connections, those in login included.", "")
+	sessionsFinished = newFamily(counter, "sessions_finished_total", "Sessions that have ended.", "")
+	logins           = newFamily(counter, "logins_accepted_total", "Connections whose login was accepted.", "transport")
+	refusals         = newFamily(counter, "logins_refused_total", "Connections that did not get through login, by the stage that login was in and the status that the initiator was told.", "transport stage status")
+	tasks            = newFamily(gauge, "tasks", "Task slots in use: requests, and PDUs on their way out.", "")
+	memory           = newFamily(gauge, "buffer_bytes", "Data buffers in use.", "")
+	memoryLimit      = newFamily(gauge, "buffer_limit_bytes", "What the data buffers of all connections are bounded by.", "")
+	buffers          = newFamily(gauge, "buffers", "Data buffers in use, in number.", "")
+
+	// For all commands together as fine as is useful. Of LUNs and of sessions there can be
+	// 1,000: each bound is four times the one before.
+	latencies = newHistogram(every(0, 2, lun.LatencyBuckets-2), "command_duration_seconds", "How long SCSI commands took, by phase.", "transport phase")
+
+	lunReady    = newFamily(gauge, "lun_ready", "1 if the medium can be used, else 0.", "target lun")
+	lunSize     = newFamily(gauge, "lun_size_bytes", "Capacity.", "target lun")
+	lunCommands = newFamily(counter, "lun_commands_total", "SCSI commands that have ended with a status.", ofLUN+" op")
+	lunOctets   = newFamily(counter, "lun_bytes_total", "Data of SCSI commands that was moved.", ofLUN+" op")
+	lunInFlight = newFamily(gauge, "lun_commands_in_flight", "SCSI commands that have begun and not ended: the queue depth.", ofLUN)
+	lunAborted  = newFamily(counter, "lun_commands_aborted_total", "SCSI commands that have ended without a status.", ofLUN)
+	lunErrors   = newFamily(counter, "lun_errors_total", "SCSI commands that have ended with CHECK CONDITION, by sense key.", ofLUN+" sense_key")
+	lunStatuses = newFamily(counter, "lun_other_statuses_total", "SCSI commands that have ended with neither GOOD nor CHECK CONDITION: RESERVATION CONFLICT.", ofLUN)
+	lunResidual = newFamily(counter, "lun_residuals_total", "SCSI commands with a residual count.", ofLUN+" residual")
+
+	lunLatencies = newHistogram(every(16, 8, 88), "lun_command_duration_seconds", "How long SCSI commands for a LUN took, by phase.", ofLUN+" phase")
+
+	sessionCommands    = newFamily(counter, "session_commands_total", "SCSI commands of the session that have ended with a status.", ofSession+" op")
+	sessionOctets      = newFamily(counter, "session_bytes_total", "Data of SCSI commands of the session that was moved.", ofSession+" op")
+	sessionTasks       = newFamily(gauge, "session_tasks", "Requests of the session that are not answered, those that wait for others included.", ofSession)
+	sessionErrors      = newFamily(counter, "session_errors_total", "SCSI commands of the session that have ended with CHECK CONDITION.", ofSession)
+	sessionAborted     = newFamily(counter, "session_commands_aborted_total", "SCSI commands of the session that have ended without a status.", ofSession)
+	sessionResidual    = newFamily(counter, "session_residuals_total", "SCSI commands of the session with a residual count.", ofSession+" residual")
+	sessionLatencies   = newHistogram(every(16, 8, 88), "session_command_duration_seconds", "How long SCSI commands of the session took, by phase.", ofSession+" phase")
+	sessionConnections = newFamily(gauge, "session_connections", "Connections of the session.", ofSession)
+	sessionMemory      = newFamily(gauge, "session_buffer_bytes", "Data buffers that the connections of the session use.", ofSession)
+	sessionMemoryLimit = newFamily(gauge, "session_buffer_limit_bytes", "What those are bounded by.", ofSession)
+
+	streams       = newFamily(gauge, "rdma_streams", "RDMA streams.", "")
+	stags         = newFamily(gauge, "rdma_stags", "STags that peers could use, among them sinks of RDMA Reads.", "")
+	fpdus         = newFamily(counter, "rdma_fpdus_total", "FPDUs.", "direction")
+	messages      = newFamily(counter, "rdma_messages_total", "RDMAP messages but for Terminates.", "direction op")
+	invalidations = newFamily(counter, "rdma_invalidations_total", "Sends with Invalidate.", "direction")
+	ordStalls     = newFamily(counter, "rdma_ord_stalls_total", "RDMA Reads that had to wait for an earlier one because of ORD.", "")
+	stagFaults    = newFamily(counter, "rdma_stag_faults_total", "Messages refused because of the STag or the tagged offset that they name.", "")
+	crcErrors     = newFamily(counter, "rdma_crc_errors_total", "FPDUs with a wrong CRC.", "")
+	terminates    = newFamily(counter, "rdma_terminates_total", "Terminates, by layer/type/code of RFC 5040, section 4.8.", "direction code reason")
+)
+
+// send makes one value of f.
+func (f *family) send(ch chan<- prometheus.Metric, v float64, labels ...string) {
+	ch <- prometheus.MustNewConstMetric(f.desc, f.kind, v, labels...)
+}
+
+// sendHistogram makes one histogram of f.
+func (f *family) sendHistogram(ch chan<- prometheus.Metric, l *lun.Latency, labels ...string) {
+	buckets, next, upTo := make(map[float64]uint64, len(f.edges)), 0, uint64(0)
+	for _, edge := range f.edges {
+		for ; next <= edge; next++ {
+			upTo += l.Buckets[next]
+		}
+		buckets[lun.LatencyBound(edge).Seconds()] = upTo
+	}
+	ch <- prometheus.MustNewConstHistogram(f.desc, l.Count, l.Sum.Seconds(), buckets, labels...)
+}
+
+// collector reads the counts of one target.
+type collector struct {
+	node   *iscsi.Node
+	domain *rdma.Domain
+}
+
+// Handler serves the metrics of a target in the formats of Prometheus, with those of
+// the Go runtime and of the process.
+func Handler(node *iscsi.Node, domain *rdma.Domain) http.Handler {
+	r := prometheus.NewRegistry()
+	r.MustRegister(&collector{node, domain}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	return promhttp.HandlerFor(r, promhttp.HandlerOpts{MaxRequestsInFlight: 4})
+}
+
+// Describe is that of prometheus.Collector.
+func (c *collector) Describe(ch chan<- *prometheus.Desc) {
+	for _, f := range families {
+		ch <- f.desc
+	}
+}
+
+// Collect is that of prometheus.Collector.
+func (c *collector) Collect(ch chan<- prometheus.Metric) {
+	c.collectNode(ch)
+	for _, t := range c.node.Targets() {
+		for _, e := range t.LUNs.Entries() {
+			collectLUN(ch, t.Name, e)
+		}
+	}
+	c.collectSessions(ch)
+	c.collectRDMA(ch)
+}
+
+func (c *collector) collectNode(ch chan<- prometheus.Metric) {
+	st := c.node.Stats()
+	connections.send(ch, float64(st.Connections))
+	sessionsFinished.send(ch, float64(st.SessionsFinished))
+	tasks.send(ch, float64(st.TasksInFlight))
+	buffers.send(ch, float64(st.BuffersOut))
+	used, limit := c.node.Memory()
+	memory.send(ch, float64(used))
+	memoryLimit.send(ch, float64(limit))
+	accepted := map[string]uint64{"tcp": 0, "iser": 0}
+	for o, n := range c.node.Logins() {
+		if o.Accepted { // in whatever stage
+			accepted[o.Transport] += n
+			continue
+		}
+		status := o.Status
+		if status == "" {
+			status = "none"
+		}
+		refusals.send(ch, float64(n), o.Transport, o.Stage, status)
+	}
+	for transport, n := range accepted {
+		logins.send(ch, float64(n), transport)
+	}
+	for transport, all := range c.node.Latencies() {
+		for phase := range all {
+			latencies.sendHistogram(ch, &all[phase], lun.Transport(transport).String(), lun.Phase(phase).String())
+		}
+	}
+}
+
+// senseKeys are the names of SPC-4, section 4.5.6.
+var senseKeys = [16]string{
+	"no_sense", "recovered_error", "not_ready", "medium_error", "hardware_error", "illegal_request", "unit_attention", "data_protect",
+	"blank_check", "vendor_specific", "copy_aborted", "aborted_command", "reserved", "volume_overflow", "miscompare", "completed",
+}
+
+// always are the sense keys that alerts ask for: they are there before the first one.
+var always = [16]bool{3: true, 4: true, 11: true}
+
+func collectLUN(ch chan<- prometheus.Metric, target string, e lun.Entry) {
+	id, ready := fmt.Sprint(e.LUN), 0.0
+	if e.Unit.Status() == "ready" {
+		ready = 1
+	}
+	lunReady.send(ch, ready, target, id)
+	size := e.Unit.Size()
+	if e.Unit.Absent() {
+		size = 0
+	}
+	lunSize.send(ch, float64(size), target, id)
+	for t, all := range e.Unit.Latencies() {
+		for phase := range all {
+			if all[phase].Count > 0 {
+				lunLatencies.sendHistogram(ch, &all[phase], target, id, lun.Transport(t).String(), lun.Phase(phase).String())
+			}
+		}
+	}
+	for t, n := range e.Unit.Counts() {
+		of := []string{target, id, lun.Transport(t).String()}
+		with := func(last string) []string { return append(of[:3:3], last) }
+		for k := range lun.Kinds {
+			lunCommands.send(ch, float64(n.Commands[k]), with(k.String())...)
+			lunOctets.send(ch, float64(n.Octets[k]), with(k.String())...)
+		}
+		lunInFlight.send(ch, float64(n.InFlight), of...)
+		lunAborted.send(ch, float64(n.Aborted), of...)
+		lunStatuses.send(ch, float64(n.OtherStatuses), of...)
+		lunResidual.send(ch, float64(n.Underflows), with("underflow")...)
+		lunResidual.send(ch, float64(n.Overflows), with("overflow")...)
+		for key, errs := range n.CheckConditions {
+			if errs > 0 || always[key] {
+				lunErrors.send(ch, float64(errs), with(senseKeys[key])...)
+			}
+		}
+	}
+}
+
+func (c *collector) collectSessions(ch chan<- prometheus.Metric) {
+	type key struct{ target, transport string }
+	count, discoveries := map[key]int{}, 0
+	for _, t := range c.node.Targets() {
+		for tr := range lun.Transports {
+			count[key{t.Name, tr.String()}] = 0
+		}
+	}
+	for _, s := range c.node.Sessions() {
+		if s.Discovery {
+			discoveries++
+			continue
+		}
+		transport := s.Transport.String()
+		count[key{s.Target, transport}]++
+		of := []string{s.Target, s.Initiator, fmt.Sprint(s.TSIH), transport}
+		with := func(last string) []string { return append(of[:4:4], last) }
+		for k := range lun.Kinds {
+			sessionCommands.send(ch, float64(s.Counts.Commands[k]), with(k.String())...)
+			sessionOctets.send(ch, float64(s.Counts.Octets[k]), with(k.String())...)
+		}
+		if s.Latencies != nil {
+			for phase := range s.Latencies {
+				if l := &s.Latencies[phase]; l.Count > 0 {
+					sessionLatencies.sendHistogram(ch, l, with(lun.Phase(phase).String())...)
+				}
+			}
+		}
+		used, limit := 0, 0
+		for i := range s.Conns {
+			used, limit = used+s.Conns[i].Memory, limit+s.Conns[i].MemoryLimit
+		}
+		sessionTasks.send(ch, float64(s.Tasks), of...)
+		sessionErrors.send(ch, float64(s.Counts.Failed()), of...)
+		sessionAborted.send(ch, float64(s.Counts.Aborted), of...)
+		sessionResidual.send(ch, float64(s.Counts.Underflows), with("underflow")...)
+		sessionResidual.send(ch, float64(s.Counts.Overflows), with("overflow")...)
+		sessionConnections.send(ch, float64(len(s.Conns)), of...)
+		sessionMemory.send(ch, float64(used), of...)
+		sessionMemoryLimit.send(ch, float64(limit), of...)
+	}
+	discovery.send(ch, float64(discoveries))
+	for k, n := range count {
+		sessions.send(ch, float64(n), k.target, k.transport)
+	}
+}
+
+func (c *collector) collectRDMA(ch chan<- prometheus.Metric) {
+	live := rdma.ReadStats()
+	streams.send(ch, float64(live.Conns))
+	stags.send(ch, float64(live.STags))
+	n := c.domain.Counts()
+	for _, d := range []struct {
+		name       string
+		m          *rdma.Messages
+		terminates map[wire.Reason]uint64
+	}{{"sent", &n.Sent, n.TerminatesSent}, {"received", &n.Received, n.TerminatesReceived}} {
+		fpdus.send(ch, float64(d.m.FPDUs), d.name)
+		messages.send(ch, float64(d.m.Writes), d.name, "write")
+		messages.send(ch, float64(d.m.ReadRequests), d.name, "read_request")
+		messages.send(ch, float64(d.m.ReadResponses), d.name, "read_response")
+		messages.send(ch, float64(d.m.Sends), d.name, "send")
+		invalidations.send(ch, float64(d.m.Invalidations), d.name)
+		for r, times := range d.terminates {
+			code, reason := "unknown", "unknown"
+			if r != rdma.Unknown {
+				code, reason = fmt.Sprintf("%d/%d/%02x", r.Layer, r.EType, r.Code), r.Text()
+			}
+			terminates.send(ch, float64(times), d.name, code, reason)
+		}
+	}
+	ordStalls.send(ch, float64(n.ORDStalls))
+	stagFaults.send(ch, float64(n.STagFaults))
+	crcErrors.send(ch, float64(n.CRCErrors))
+}

@@ -1,0 +1,40 @@
+package main
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/iser-target/iser-target/backend/backendtest"
+)
+
+// The units are right as systemd sees them, and leave the service little.
+func TestUnits(t *testing.T) {
+	analyze, err := exec.LookPath("systemd-analyze")
+	if err != nil {
+		backendtest.Unavailable(t, "%v (tests/interop/setup.sh installs it)", err)
+	}
+	dir := t.TempDir()
+	var units []string
+	for _, name := range []string{"iser-target.service", "iser-target.socket"} {
+		b, err := os.ReadFile(filepath.Join("../../packaging/systemd", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		// The program has to be there.
+		text := strings.ReplaceAll(string(b), "/usr/bin/iser-target", executable(t))
+		units = append(units, filepath.Join(dir, name))
+		if err := os.WriteFile(units[len(units)-1], []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if out, err := exec.Command(analyze, append([]string{"verify", "--man=no"}, units...)...).CombinedOutput(); err != nil || len(out) > 0 {
+		t.Errorf("systemd-analyze verify: %v\n%s", err, out)
+	}
+	// It is low: addresses, AF_UNIX and /proc/sys are what it is left.
+	if out, err := exec.Command(analyze, "security", "--offline=true", "--threshold=15", units[0]).CombinedOutput(); err != nil {
+		t.Errorf("systemd-analyze security: %v\n%s", err, out)
+	}
+}

@@ -1,0 +1,366 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/initiator"
+)
+
+const serviceTarget = "iqn.2026-11.io.example:store"
+
+// serviceConfig is a configuration of a memory LUN with these portals.
+func serviceConfig(t *testing.T, more string, portals ...string) string {
+	t.Helper()
+	return write(t, "c.yaml", fmt.Sprintf(`
+state_dir: ""
+control: {socket: ""}
+portals: [{listen: "%s"}]
+targets:
+  - name: %s
+    initiators: ["*"]
+    luns: [{id: 0, backend: memory, size: 1MiB}]
+%s`, strings.Join(portals, `"}, {listen: "`), serviceTarget, more))
+}
+
+// A manager is a service manager as the program sees it.
+type manager struct {
+	conn  *net.UnixConn
+	env   []string
+	files []*os.File
+}
+
+func newManager(t *testing.T, env ...string) *manager {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "notify")
+	conn, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	return &manager{conn: conn, env: append(env, "NOTIFY_SOCKET="+path)}
+}
+
+// open opens a socket that is passed, and returns its address.
+func (m *manager) open(t *testing.T, addr string) string {
+	t.Helper()
+	var lc net.ListenConfig
+	lc.SetMultipathTCP(false) // as managers do
+	l, err := lc.Listen(context.Background(), "tcp", addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	f, err := l.(*net.TCPListener).File()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { f.Close() })
+	m.files = append(m.files, f)
+	return l.Addr().String()
+}
+
+// start runs the program. The shell is there because LISTEN_PID has to be known before
+// the program is.
+func (m *manager) start(t *testing.T, config string) *process {
+	t.Helper()
+	cmd := exec.Command("sh", "-c", `LISTEN_PID=$$ WATCHDOG_PID=$$ exec "$0" "$@"`, executable(t), "serve", "--config", config)
+	cmd.ExtraFiles = m.files
+	cmd.Env = append(os.Environ(), m.env...)
+	if len(m.files) > 0 {
+		cmd.Env = append(cmd.Env, "LISTEN_FDS="+strconv.Itoa(len(m.files)))
+	}
+	return launch(t, cmd)
+}
+
+// next is the next notification with that assignment; others are passed over.
+func (m *manager) next(t *testing.T, assignment string) map[string]string {
+	t.Helper()
+	m.conn.SetReadDeadline(time.Now().Add(20 * time.Second))
+	var seen []string
+	buf := make([]byte, 1<<16)
+	for {
+		n, err := m.conn.Read(buf)
+		if err != nil {
+			t.Fatalf("no %s, %v; there were %q", assignment, err, seen)
+		}
+		seen = append(seen, string(buf[:n]))
+		got := map[string]string{}
+		found := false
+		for line := range strings.SplitSeq(string(buf[:n]), "\n") {
+			key, value, _ := strings.Cut(line, "=")
+			got[key] = value
+			found = found || strings.HasPrefix(line, assignment)
+		}
+		if found {
+			return got
+		}
+	}
+}
+
+func monotonic(t *testing.T) int64 {
+	t.Helper()
+	var now unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
+		t.Fatal(err)
+	}
+	return now.Nano() / 1000
+}
+
+func logIn(t *testing.T, addr string) *initiator.Session {
+	t.Helper()
+	s := login(t, addr, initiator.Options{Target: serviceTarget})
+	// Only who has shown that it has buffers for what it has not asked for is asked to log
+	// out. Whether this is the unit attention does not matter.
+	if err := s.Do(&initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 512)}); err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// What sd_notify(3) asks of a service: READY when it serves, a status, RELOADING with
+// the time around SIGHUP, pings for the watchdog, STOPPING.
+func TestNotifications(t *testing.T) {
+	m := newManager(t, "WATCHDOG_USEC=300000")
+	missing := filepath.Join(t.TempDir(), "absent", "disk.img")
+	config := write(t, "c.yaml", fmt.Sprintf(`
+state_dir: %s
+control: {socket: ""}
+drain: 1s
+portals: [{listen: "127.0.0.1:0"}]
+targets:
+  - name: %s
+    initiators: ["*"]
+    luns: [{id: 0, backend: memory, size: 1MiB}, {id: 1, backend: file, path: %s, size: 1MiB}]
+`, t.TempDir(), serviceTarget, missing))
+	p := m.start(t, config)
+	ready := m.next(t, "READY=1")
+	if s := ready["STATUS"]; !strings.HasPrefix(s, "serving: sessions 0, targets 1, LUNs 2, not ready 1: LUN 1 of "+serviceTarget) || !strings.Contains(s, missing) {
+		t.Errorf("status when ready: %q", s)
+	}
+	p.addr = p.wait(t, `msg=serving portal=(\S+)`)
+	for range 3 {
+		m.next(t, "WATCHDOG=1")
+	}
+	s := logIn(t, p.addr)
+	m.next(t, "STATUS=serving: sessions 1,")
+
+	before := monotonic(t)
+	if err := p.cmd.Process.Signal(syscall.SIGHUP); err != nil {
+		t.Fatal(err)
+	}
+	got := m.next(t, "RELOADING=1")
+	if at, err := strconv.ParseInt(got["MONOTONIC_USEC"], 10, 64); err != nil || at < before || at > monotonic(t) {
+		t.Errorf("MONOTONIC_USEC=%s, sent after %d", got["MONOTONIC_USEC"], before)
+	}
+	m.next(t, "READY=1")
+	p.wait(t, `(configuration read again)`)
+
+	if err := p.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	got = m.next(t, "STOPPING=1")
+	// drain, the end of the sessions, and what stores take.
+	if got["EXTEND_TIMEOUT_USEC"] != "58000000" || got["STATUS"] != "stopping: sessions 1, asked to log out within 1s" {
+		t.Errorf("at the end: %q", got)
+	}
+	m.next(t, "WATCHDOG=1") // it is watched to the end
+	s.Close()
+	if err := p.cmd.Wait(); err != nil {
+		t.Error(err)
+	}
+}
+
+// A process that is started for nobody to hear does as ever: variables of another
+// process are not for it.
+func TestVariablesOfAnother(t *testing.T) {
+	cmd := exec.Command(executable(t), "serve", "--config", serviceConfig(t, "", "127.0.0.1:0"))
+	cmd.Env = append(os.Environ(), "LISTEN_PID=1", "LISTEN_FDS=7", "WATCHDOG_PID=1", "WATCHDOG_USEC=x")
+	p := launch(t, cmd)
+	p.wait(t, `msg=serving portal=(\S+)`)
+}
+
+// Sockets that are passed become the portals on the same address, by whatever name, and
+// a portal without one is opened.
+func TestSocketActivation(t *testing.T) {
+	m := newManager(t, "LISTEN_FDNAMES=one:two")
+	second, first := m.open(t, "127.0.0.1:0"), m.open(t, "[::]:0")
+	_, port, err := net.SplitHostPort(first)
+	if err != nil {
+		t.Fatal(err)
+	}
+	config := serviceConfig(t, "drain: 1s", "0.0.0.0:"+port, second, "127.0.0.1:0")
+	// Who connects before the target is there waits for it.
+	nc, err := net.Dial("tcp", second)
+	if err != nil {
+		t.Fatal(err)
+	}
+	nc.Close()
+	p := m.start(t, config)
+	m.next(t, "READY=1")
+	var addrs []string
+	for range 3 {
+		addrs = append(addrs, p.wait(t, `msg=serving portal=(\S+)`))
+	}
+	if addrs[0] != "[::]:"+port || addrs[1] != second {
+		t.Errorf("portals are on %v, the sockets on %s and %s", addrs, first, second)
+	}
+	for _, addr := range []string{"127.0.0.1:" + port, second, addrs[2]} {
+		logIn(t, addr).Close()
+	}
+
+	// A portal on a socket that was passed cannot go while the manager has it.
+	text, err := os.ReadFile(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(config, []byte(strings.Replace(string(text), `{listen: "`+second+`"}, `, "", 1)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.cmd.Process.Signal(syscall.SIGHUP); err != nil {
+		t.Fatal(err)
+	}
+	p.wait(t, `(its socket belongs to the service manager)`)
+	m.next(t, "READY=1")
+	logIn(t, second).Close()
+}
+
+// What was passed and cannot be served is an error that names it.
+func TestSocketActivationRefused(t *testing.T) {
+	udp := func(t *testing.T, m *manager) {
+		c, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		f, err := c.File()
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { f.Close() })
+		m.files = append(m.files, f)
+	}
+	stream := func(t *testing.T, m *manager) {
+		l, err := net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(t.TempDir(), "s"), Net: "unix"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+		f, err := l.File()
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { f.Close() })
+		m.files = append(m.files, f)
+	}
+	mptcp := func(t *testing.T, m *manager) {
+		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, unix.IPPROTO_MPTCP)
+		if err == nil {
+			err = unix.Listen(fd, 1)
+		}
+		if err != nil {
+			backendtest.Unavailable(t, "no Multipath TCP in this kernel: %v", err)
+		}
+		f := os.NewFile(uintptr(fd), "")
+		t.Cleanup(func() { f.Close() })
+		m.files = append(m.files, f)
+	}
+	tcp := func(t *testing.T, m *manager) { m.open(t, "127.0.0.1:0") }
+	for _, tt := range []struct {
+		name string
+		env  string
+		open func(*testing.T, *manager)
+		want string
+	}{
+		{"no portal", "LISTEN_FDNAMES=extra", tcp, `(sockets of the service manager that no portal listens on: 127.0.0.1:\d+ .extra.)`},
+		{"MPTCP", "A=", mptcp, `(its protocol is number 262)`},
+		{"UDP", "A=", udp, `(socket "unknown", descriptor 3, is not one that listens on TCP)`},
+		{"Unix", "A=", stream, `(socket "unknown", descriptor 3, is not one that listens on TCP: its protocol is number 0)`},
+		{"names", "LISTEN_FDNAMES=a:b", tcp, `(LISTEN_FDNAMES is "a:b", want 1 names)`},
+		{"watchdog", "WATCHDOG_USEC=-1", tcp, `(WATCHDOG_USEC is "-1", want microseconds)`},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			m := newManager(t, tt.env)
+			tt.open(t, m)
+			p := m.start(t, serviceConfig(t, "", "127.0.0.1:0"))
+			p.wait(t, tt.want)
+			var exit *exec.ExitError
+			if err := p.cmd.Wait(); !errors.As(err, &exit) || exit.ExitCode() != 1 {
+				t.Errorf("exit: %v", err)
+			}
+		})
+	}
+	t.Run("NOTIFY_SOCKET", func(t *testing.T) {
+		m := &manager{env: []string{"NOTIFY_SOCKET=vsock:2:1"}}
+		m.start(t, serviceConfig(t, "", "127.0.0.1:0")).wait(t, `(NOTIFY_SOCKET is "vsock:2:1", want an absolute path)`)
+	})
+}
+
+// ISCSI-11.9-1: SIGTERM has initiators log out, and waits for "drain" at most.
+func TestDrain(t *testing.T) {
+	for _, tt := range []struct {
+		name, drain    string
+		logout, second bool
+		least, most    time.Duration
+		exit           string
+	}{
+		{"logs out", "10m", true, false, 0, time.Minute, ""},
+		{"stays", "1s", false, false, time.Second, time.Minute, ""},
+		{"second SIGTERM", "10m", false, true, 0, time.Minute, "signal: terminated"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			p := start(t, "serve", "--config", serviceConfig(t, "drain: "+tt.drain, "127.0.0.1:0"))
+			s := logIn(t, p.addr)
+			// Nor does a connection on which nothing comes keep it.
+			nc, err := net.Dial("tcp", p.addr)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer nc.Close()
+			began := time.Now()
+			if err := p.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+				t.Fatal(err)
+			}
+			ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+			defer cancel()
+			for asked := false; !asked; {
+				got, err := s.Next(ctx)
+				if err != nil {
+					t.Fatalf("no request to log out: %v", err)
+				}
+				asked = got.BHS.Opcode() == pdu.AsyncMessage
+			}
+			if tt.logout {
+				if err := s.Logout(ctx); err != nil {
+					t.Error(err)
+				}
+			}
+			if tt.second {
+				if err := p.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+					t.Fatal(err)
+				}
+			}
+			exit := ""
+			if err := p.cmd.Wait(); err != nil {
+				exit = err.Error()
+			}
+			if took := time.Since(began); exit != tt.exit || took < tt.least || took > tt.most {
+				t.Errorf("ended after %v with %q, want %v to %v and %q\n%s", took, exit, tt.least, tt.most, tt.exit, p.output.all.String())
+			}
+		})
+	}
+}
