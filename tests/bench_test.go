@@ -2,14 +2,16 @@ package tests
 
 import (
 	"fmt"
+	"net"
 	"testing"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/capture"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/tests/initiator"
 )
 
 // BenchmarkIO is the way of a READ and of a WRITE, initiator included, over
-// loopback to a memory LUN. allocs/op counts both ends.
+// loopback to a memory LUN. allocs/op counts both ends. Connections can be captured, and are not.
 func BenchmarkIO(b *testing.B) {
 	for _, crc := range []bool{true, false} {
 		for _, kib := range []int{4, 64, 1024} {
@@ -27,7 +29,8 @@ func BenchmarkIO(b *testing.B) {
 
 func benchmarkIO(b *testing.B, write bool, size, depth int, crc bool) {
 	o := rdma.Options{NoCRC: !crc}
-	tg := startTarget(b, targetOptions{rdma: o})
+	tapped := func(nc net.Conn) net.Conn { return capture.NewHub().Tap(nc.(*net.TCPConn)) } // as the daemon has it
+	tg := startTarget(b, targetOptions{rdma: o, wrap: tapped})
 	s := tg.login(b, initiator.Options{RDMA: o})
 	blocks := uint32(size / 512)
 	cmds := make([]*initiator.Command, depth)

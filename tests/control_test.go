@@ -3,11 +3,14 @@ package tests
 import (
 	"bytes"
 	"context"
+	"fmt"
+	"net"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma"
@@ -54,7 +57,7 @@ func TestNOPOut(t *testing.T) {
 // The target pings, and gives up when nothing comes back.
 func TestKeepalive(t *testing.T) {
 	t.Run("ISER-7.3.6-12 ISER-8.1.2-3 ISER-8.1.2-4 ISER-8.1.1.2-2 answered", func(t *testing.T) {
-		tg := startTarget(t, targetOptions{node: iscsi.Options{NopInterval: 5 * time.Millisecond, NopTimeout: 300 * time.Millisecond}})
+		tg := startTarget(t, targetOptions{node: iscsi.Options{NopInterval: 5 * time.Millisecond, NopTimeout: 700 * time.Millisecond}})
 		p := tg.dial(t, initiator.Options{Target: targetName})
 		p.login()
 		p.pong = true
@@ -81,8 +84,20 @@ func TestKeepalive(t *testing.T) {
 }
 
 func TestRejects(t *testing.T) {
-	tg := startTarget(t, targetOptions{})
-	p := tg.rawLogin(t, initiator.Options{}, 0)
+	for level := range uint8(2) { // ISER-10.2-1: both are one and the same with RDMA
+		t.Run(fmt.Sprintf("ErrorRecoveryLevel %d", level), func(t *testing.T) {
+			tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: keys.Limits{ErrorRecoveryLevel: level}}})
+			p := tg.rawLogin(t, initiator.Options{Keys: []string{fmt.Sprintf("ErrorRecoveryLevel=%d", level)}}, 0)
+			testRejects(t, tg, p)
+			if s := tg.node.Stats(); s.BuffersOut != 0 || s.TasksInFlight > 1 { // nothing is kept
+				t.Errorf("%+v", s)
+			}
+			p.logout()
+		})
+	}
+}
+
+func testRejects(t *testing.T, tg *target, p *raw) {
 	for _, tt := range []struct {
 		id     string
 		op     pdu.Opcode
@@ -124,7 +139,6 @@ func TestRejects(t *testing.T) {
 			t.Error("ISER-7.3.4-4: unsolicited data is on the medium")
 		}
 	})
-	p.logout()
 }
 
 func TestLogout(t *testing.T) {
@@ -151,7 +165,7 @@ func TestLogout(t *testing.T) {
 		tg.waitIdle(t)
 	})
 	t.Run("ISER-5.2.2-3 ISER-5.2.2-4 ISER-3.2.4-2 the target closes in the end", func(t *testing.T) {
-		tg := startTarget(t, targetOptions{node: iscsi.Options{LogoutWait: 20 * time.Millisecond}})
+		tg := startTarget(t, targetOptions{})
 		p := tg.rawLogin(t, initiator.Options{})
 		logout(p)
 		p.wantEOF()
@@ -187,7 +201,7 @@ func TestLoginCycles(t *testing.T) {
 			}
 		}
 		tg.waitIdle(t)
-		if n := len(tg.log.lines("reason=logout")); n != 100 {
+		if n := len(tg.log.Lines("reason=logout")); n != 100 {
 			t.Errorf("%d logouts in the log", n)
 		}
 	})
@@ -293,6 +307,59 @@ func TestSlowReader(t *testing.T) {
 		}
 		p.logout()
 	})
+}
+
+// A slowConn sends octets per second.
+type slowConn struct {
+	net.Conn
+	rate int
+}
+
+func (c slowConn) Write(b []byte) (int, error) {
+	time.Sleep(time.Duration(len(b)) * time.Second / time.Duration(c.rate))
+	return c.Conn.Write(b)
+}
+
+// The answer to a ping is ahead of data: however much was asked for and is in
+// memory, it waits for a few MiB at most.
+func TestPingUnderLoad(t *testing.T) {
+	const reads, each, rate = 40, 1 << 20, 64 << 20
+	tg := startTarget(t, targetOptions{wrap: func(nc net.Conn) net.Conn { return slowConn{nc, rate} }})
+	p := tg.rawLogin(t, initiator.Options{}, 0)
+	var b []byte
+	for i := range reads {
+		cdb := initiator.Read16(0, each/512)
+		b = append(b, p.message(pduBytes(sink(wire.STag(i+1), p.o.BaseOffset), p.scsi(pdu.FlagR, each, cdb[:]), nil))...)
+	}
+	p.write(b)
+	p.next()
+	eventually(t, "data in memory", func() bool { return tg.node.Stats().BuffersOut >= reads-12 })
+	ping := p.request(pdu.NOPOut, pdu.FlagF, true)
+	ping.SetTTT(pdu.ReservedTag)
+	p.write(p.message(pduBytes(iser.Header{}, ping, nil)))
+	sent := time.Now()
+	before, after, responses := 0, 0, 0
+	var took time.Duration
+	for responses < reads {
+		m := p.next()
+		switch {
+		case m.op == wire.OpWrite && took == 0:
+			before += len(m.payload)
+		case m.op == wire.OpWrite:
+			after += len(m.payload)
+		case m.bhs.Opcode() == pdu.SCSIResponse && m.bhs.Status() == 0:
+			responses++
+		case m.bhs.Opcode() == pdu.NOPIn:
+			took = time.Since(sent)
+		default:
+			t.Fatalf("%v % x", m.op, m.payload)
+		}
+	}
+	// 4 MiB at most were queued; what is in the buffers of TCP comes on top.
+	if took == 0 || before > 18<<20 || after < 18<<20 {
+		t.Errorf("answer after %v and %d octets; %d came after it", took, before, after)
+	}
+	p.logout()
 }
 
 // Shutdown asks initiators to log out, once they have shown that they have
@@ -431,7 +498,7 @@ func TestFormatErrors(t *testing.T) {
 		}
 		p.sendRaw(nop(p, asIs, 8193, 0))
 		p.wantEnd()
-		eventually(t, "the reason in the log", func() bool { return len(tg.log.lines("data segment of 8193 octets")) == 1 })
+		eventually(t, "the reason in the log", func() bool { return len(tg.log.Lines("data segment of 8193 octets")) == 1 })
 	})
 	t.Run("ISER-10.1.2.1-1 ISER-10.1.2.1-2 longer than any PDU", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{})
@@ -451,4 +518,65 @@ func TestFormatErrors(t *testing.T) {
 		}
 		p.logout()
 	})
+}
+
+// ISER-8.1.1.1-2: each request has one answer, of its kind, and nothing else
+// follows, for which the initiator would have no buffer. A Reject stands in before
+// a task is active.
+func TestOneAnswerEach(t *testing.T) {
+	tg := startTarget(t, targetOptions{})
+	p := tg.rawLogin(t, initiator.Options{}, 0)
+	read, write := initiator.Read16(0, 8), initiator.Write16(0, 8)
+	for _, tt := range []struct {
+		name string
+		send func() pdu.BHS
+		want pdu.Opcode
+	}{
+		{"SCSI Command", func() pdu.BHS { h := p.scsi(0, 0, nil); p.send(iser.Header{}, h, nil); return h }, pdu.SCSIResponse},
+		{"READ", func() pdu.BHS { h := p.scsi(pdu.FlagR, 4096, read[:]); p.send(sink(1, 0), h, nil); return h }, pdu.SCSIResponse},
+		{"WRITE", func() pdu.BHS {
+			h := p.scsi(pdu.FlagW, 4096, write[:])
+			p.send(source(1, 0), h, nil)
+			p.answer(p.wantRead(), make([]byte, 4096))
+			return h
+		}, pdu.SCSIResponse},
+		{"CHECK CONDITION", func() pdu.BHS { h := p.scsi(0, 0, []byte{0xff}); p.send(iser.Header{}, h, nil); return h }, pdu.SCSIResponse},
+		{"TMF", func() pdu.BHS { return p.tmf(pdu.AbortTask, 0, 0x1234, p.cmdSN) }, pdu.TaskMgmtResp},
+		{"Text", func() pdu.BHS {
+			h := p.request(pdu.TextReq, pdu.FlagF, false)
+			h.SetTTT(pdu.ReservedTag)
+			p.send(iser.Header{}, h, []byte("SendTargets=\x00"))
+			return h
+		}, pdu.TextResp},
+		{"ping", func() pdu.BHS {
+			h := p.request(pdu.NOPOut, pdu.FlagF, false)
+			h.SetTTT(pdu.ReservedTag)
+			p.send(iser.Header{}, h, []byte("data"))
+			return h
+		}, pdu.NOPIn},
+		{"an opcode that is not supported", func() pdu.BHS { h := p.request(0x1c, pdu.FlagF, true); p.send(iser.Header{}, h, nil); return h }, pdu.Reject},
+		{"Logout", func() pdu.BHS {
+			h := p.request(pdu.LogoutReq, pdu.FlagF, true)
+			p.send(iser.Header{}, h, nil)
+			return h
+		}, pdu.LogoutResp},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			p.t = t
+			h := tt.send()
+			m := p.next()
+			for m.op == wire.OpWrite {
+				m = p.next()
+			}
+			if m.bhs == nil || m.bhs.Opcode() != tt.want || tt.want != pdu.Reject && m.bhs.ITT() != h.ITT() {
+				t.Fatalf("%v % x", m.op, m.payload)
+			}
+			if tt.want != pdu.LogoutResp {
+				p.ping() // is answered next
+			}
+		})
+	}
+	p.t = t
+	p.nc.(*net.TCPConn).CloseWrite()
+	p.wantEOF() // nothing behind the Logout Response
 }

@@ -50,7 +50,7 @@ func TestResiduals(t *testing.T) {
 	const blocks = 2
 	for _, tt := range []struct {
 		edtl     uint32
-		moved    int
+		moved    int // of a READ
 		flags    byte
 		residual uint32
 	}{
@@ -87,6 +87,10 @@ func TestResiduals(t *testing.T) {
 				h := p.scsi(pdu.FlagW, tt.edtl, cdb[:])
 				data := random(tt.moved)
 				p.send(source(6, p.o.BaseOffset), h, data[:immediate])
+				if tt.moved%512 != 0 { // a part of a block is not written
+					check(p.wantStatus(h, 2))
+					return
+				}
 				if rest := data[immediate:]; len(rest) > 0 {
 					r := p.wantRead()
 					if r.Size != uint32(len(rest)) || r.SrcSTag != 6 || r.SrcTO != p.o.BaseOffset {

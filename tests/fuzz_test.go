@@ -27,7 +27,8 @@ func script(messages ...[]byte) (b []byte) {
 // FuzzSession sends arbitrary iSER messages to a session in the full feature
 // phase. RDMA Reads are answered with zeros. Whatever comes, the connection
 // ends soon after the initiator has closed its side, nothing is left of it, and
-// another session is not disturbed.
+// a session with another target is not disturbed. (One with the same target can be:
+// by a reservation, START STOP UNIT, TARGET COLD RESET.)
 func FuzzSession(f *testing.F) {
 	r := &raw{cmdSN: 1, o: initiator.Options{}.Complete()}
 	cmd := func(flags byte, edtl uint32, cdb [16]byte) pdu.BHS { return r.scsi(flags, edtl, cdb[:]) }
@@ -50,10 +51,24 @@ func FuzzSession(f *testing.F) {
 	f.Add(script(make([]byte, 76)))
 	f.Add(script(tur, pduBytes(both, r.request(pdu.SNACK, pdu.FlagF, true), nil), pduBytes(both, r.request(pdu.DataOut, pdu.FlagF, true), make([]byte, 64))))
 
+	// What sessions with the same target feel.
+	r = &raw{cmdSN: 1, o: r.o}
+	tur = pduBytes(both, cmd(0, 0, [16]byte{}), nil)
+	stop := pduBytes(both, cmd(0, 0, [16]byte{0: 0x1b}), nil)
+	start := pduBytes(both, cmd(0, 0, [16]byte{0: 0x1b, 4: 1}), nil) // for those who come after it
+	cold := r.request(pdu.TaskMgmtReq, pdu.FlagF|pdu.TargetColdReset, true)
+	f.Add(script(tur, stop, start, pduBytes(iser.Header{}, cold, nil)))
+	r = &raw{cmdSN: 2, o: r.o}
+	f.Add(script(tur, // PERSISTENT RESERVE OUT: REGISTER, RESERVE with type Exclusive Access
+		pduBytes(both, cmd(pdu.FlagW, 24, [16]byte{0: 0x5f, 8: 24}), []byte{15: 1, 23: 0}),
+		pduBytes(both, cmd(pdu.FlagW, 24, [16]byte{0: 0x5f, 1: 1, 2: 3, 8: 24}), []byte{7: 1, 23: 0})))
+
 	tg := startTarget(f, targetOptions{quiet: true, node: iscsi.Options{
 		QueueDepth: 16, LogoutWait: time.Second, ConnectionMemory: 1 << 20, MaxTransferPiece: 64 << 10,
 	}})
-	s, err := initiator.Login(testContext(f), tg.addr, initiator.Options{Target: targetName, ISID: [6]byte{9}})
+	const other = targetName + ":other"
+	tg.addTarget(f, other, 1)
+	s, err := initiator.Login(testContext(f), tg.addr, initiator.Options{Target: other, ISID: [6]byte{9}})
 	if err != nil {
 		f.Fatal(err)
 	}

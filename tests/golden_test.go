@@ -47,7 +47,7 @@ func TestGoldenIO(t *testing.T) {
 			t.Fatalf("V-ISER-9:\n% x, want\n% x", m.fpdu, rsp)
 		}
 	})
-	t.Run("V-ISER-10 ISER-7.3.6-5 ISER-7.3.6-7 ISER-7.3.6-8 ISER-7.3.6-9 ISER-7.3.6-10", func(t *testing.T) {
+	t.Run("V-ISER-10 ISER-7.3.6-2 ISER-7.3.6-5 ISER-7.3.6-7 ISER-7.3.6-8 ISER-7.3.6-9 ISER-7.3.6-10", func(t *testing.T) {
 		p.t = t
 		cdb := initiator.Write16(0, 8)
 		p.cmdSN = 0x15

@@ -1,7 +1,6 @@
 package tests
 
 import (
-	"bytes"
 	"context"
 	"log/slog"
 	"net"
@@ -13,17 +12,19 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/tcp"
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/security"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 const targetName = "iqn.2026-11.io.example:store"
 
 // patience is how long a test waits for what must come.
-const patience = 20 * time.Second
+const patience = time.Minute
 
 // A target is the whole of it in this process, on a loopback port.
 type target struct {
@@ -31,6 +32,8 @@ type target struct {
 	addr  string
 	store *gateStore // of LUN 0
 	log   *logBuffer
+
+	inventories []*lun.Inventory
 
 	l  net.Listener
 	wg sync.WaitGroup
@@ -40,9 +43,21 @@ type targetOptions struct {
 	node   iscsi.Options
 	rdma   rdma.Options
 	portal iscsi.PortalConfig
-	quiet  bool // nothing is logged
-	luns   int  // default 1; each has 64 MiB of memory and blocks of 512 octets
+	stream stream
+	tap    *tap                    // sees what the Datamover of the one connection does
+	quiet  bool                    // nothing is logged
+	wrap   func(net.Conn) net.Conn // what the target's end of a connection becomes; nil: nothing
+	luns   int                     // default 1; each has 64 MiB of memory and blocks of 512 octets
 }
+
+// A stream tells how the connections of a target begin.
+type stream uint8
+
+const (
+	rdmaFirst  stream = iota // with MPA
+	loginFirst               // with login on the byte stream, then MPA
+	noRDMA                   // the same, but iSER is not possible
+)
 
 // startTarget serves LUNs to initiators named iqn.2026-11.io.github.* until
 // the test ends, and then checks that nothing is left behind.
@@ -61,20 +76,99 @@ func startTarget(t testing.TB, o targetOptions) *target {
 	}
 	o.node.Logger = slog.New(slog.NewTextHandler(tg.log, &slog.HandlerOptions{Level: level}))
 	if o.node.LogoutWait == 0 {
-		o.node.LogoutWait = 200 * time.Millisecond
+		o.node.LogoutWait = 2 * time.Second
 	}
 	if o.node.ShutdownWait == 0 {
 		o.node.ShutdownWait = time.Millisecond
 	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	tg.node, tg.addr, tg.l = iscsi.NewNode(o.node), l.Addr().String(), l
+	tg.store = tg.addTarget(t, targetName, max(o.luns, 1))
+	o.portal.Listen, o.portal.TPGT = tg.addr, 1
+	if o.stream == loginFirst {
+		o.portal.StepUp = func(p iscsi.Params, tasks int) (iscsi.EnableDatamover, error) {
+			return iser.Allocate(iser.Options{RDMA: o.rdma}, p, tasks)
+		}
+	}
+	portal := tg.node.AddPortal(o.portal)
+	tg.wg.Add(1)
+	go func() {
+		defer tg.wg.Done()
+		for {
+			nc, err := l.Accept()
+			if err != nil {
+				return
+			}
+			tg.wg.Add(1)
+			go func() {
+				defer tg.wg.Done()
+				if o.wrap != nil {
+					nc = o.wrap(nc)
+				}
+				if o.stream != rdmaFirst {
+					portal.Serve(tcp.New(nc, tcp.Options{}))
+					return
+				}
+				dm, err := iser.Accept(context.Background(), nc, iser.Options{RDMA: o.rdma})
+				if err != nil {
+					return
+				}
+				defer dm.Close()
+				if o.tap != nil {
+					portal.Serve(o.tap.on(dm))
+					return
+				}
+				portal.Serve(dm)
+			}()
+		}
+	}()
+	t.Cleanup(func() {
+		l.Close()
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		defer cancel()
+		if err := tg.node.Shutdown(ctx); err != nil {
+			t.Errorf("shutdown: %v", err)
+		}
+		tg.wg.Wait()
+		if !tg.idle() {
+			t.Errorf("left behind: %+v", tg.node.Stats())
+		}
+		for _, inv := range tg.inventories {
+			if err := inv.Close(); err != nil {
+				t.Errorf("closing the LUN: %v", err)
+			}
+		}
+		for end := time.Now().Add(patience); ; time.Sleep(time.Millisecond) {
+			now, n := rdma.ReadStats(), runtime.NumGoroutine()
+			if now == before && (n <= goroutines || fuzzing) { // fuzzing starts goroutines of its own
+				break
+			}
+			if time.Now().After(end) {
+				buf := make([]byte, 1<<20)
+				t.Errorf("left behind: %+v, was %+v; %d goroutines, were %d\n%s", now, before, n, goroutines, buf[:runtime.Stack(buf, true)])
+				break
+			}
+		}
+	})
+	return tg
+}
+
+// addTarget makes a target with LUNs of 64 MiB and returns the store of LUN 0.
+func (tg *target) addTarget(t testing.TB, name string, luns int) (first *gateStore) {
+	t.Helper()
 	inv := lun.NewInventory()
-	for i := range max(o.luns, 1) {
+	tg.inventories = append(tg.inventories, inv)
+	for i := range luns {
 		s, err := backend.OpenMemory(backend.MemoryConfig{Size: 64 << 20, BlockSize: 512})
 		if err != nil {
 			t.Fatal(err)
 		}
 		store := &gateStore{Store: s}
 		if i == 0 {
-			tg.store = store
+			first = store
 		}
 		id, err := lun.Ephemeral().Get("test")
 		if err != nil {
@@ -92,63 +186,10 @@ func startTarget(t testing.TB, o targetOptions) *target {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
+	if err := tg.node.AddTarget(iscsi.TargetConfig{Name: name, Initiators: who, LUNs: inv}); err != nil {
 		t.Fatal(err)
 	}
-	tg.node, tg.addr, tg.l = iscsi.NewNode(o.node), l.Addr().String(), l
-	if err := tg.node.AddTarget(iscsi.TargetConfig{Name: targetName, Initiators: who, LUNs: inv}); err != nil {
-		t.Fatal(err)
-	}
-	o.portal.Listen, o.portal.TPGT = tg.addr, 1
-	portal := tg.node.AddPortal(o.portal)
-	tg.wg.Add(1)
-	go func() {
-		defer tg.wg.Done()
-		for {
-			nc, err := l.Accept()
-			if err != nil {
-				return
-			}
-			tg.wg.Add(1)
-			go func() {
-				defer tg.wg.Done()
-				dm, err := iser.Accept(context.Background(), nc, iser.Options{RDMA: o.rdma})
-				if err != nil {
-					return
-				}
-				defer dm.Close()
-				portal.Serve(dm)
-			}()
-		}
-	}()
-	t.Cleanup(func() {
-		l.Close()
-		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
-		defer cancel()
-		if err := tg.node.Shutdown(ctx); err != nil {
-			t.Errorf("shutdown: %v", err)
-		}
-		tg.wg.Wait()
-		if !tg.idle() {
-			t.Errorf("left behind: %+v", tg.node.Stats())
-		}
-		if err := inv.Close(); err != nil {
-			t.Errorf("closing the LUN: %v", err)
-		}
-		for end := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
-			now, n := rdma.ReadStats(), runtime.NumGoroutine()
-			if now == before && (n <= goroutines || fuzzing) { // fuzzing starts goroutines of its own
-				break
-			}
-			if time.Now().After(end) {
-				buf := make([]byte, 1<<20)
-				t.Errorf("left behind: %+v, was %+v; %d goroutines, were %d\n%s", now, before, n, goroutines, buf[:runtime.Stack(buf, true)])
-				break
-			}
-		}
-	})
-	return tg
+	return first
 }
 
 // login opens a session to tg that the test closes at its end.
@@ -244,28 +285,13 @@ func (tg *target) stored(t testing.TB, lba, octets int) []byte {
 
 // A logBuffer is what the target logs, for the test and for its output.
 type logBuffer struct {
-	t  testing.TB
-	mu sync.Mutex
-	b  bytes.Buffer
+	t testing.TB
+	testkit.Log
 }
 
 func (l *logBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
 	l.t.Output().Write(p)
-	return l.b.Write(p)
-}
-
-// lines are those that contain s.
-func (l *logBuffer) lines(s string) (found []string) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for line := range strings.Lines(l.b.String()) {
-		if strings.Contains(line, s) {
-			found = append(found, line)
-		}
-	}
-	return found
+	return l.Log.Write(p)
 }
 
 // wantLine waits for one line with msg that contains all of parts.
@@ -273,7 +299,7 @@ func (l *logBuffer) wantLine(msg string, parts ...string) {
 	l.t.Helper()
 	var lines []string
 	eventually(l.t, "a log line "+msg, func() bool {
-		lines = l.lines("msg=" + msg + " ")
+		lines = l.Lines("msg=" + msg + " ")
 		return len(lines) > 0
 	})
 	if len(lines) > 1 {

@@ -18,27 +18,30 @@ const module = "github.com/iser-target/iser-target"
 // one that lies deepest counts. Imports point one way, so nothing but cmd knows
 // all, and iscsi knows nothing of rdma.
 var mayImport = map[string][]string{
-	"cmd":        {"config", "security", "iser", "iscsi", "lun", "backend", "rdma", "github.com/spf13/cobra", "golang.org/x/sys"},
-	"iser":       {"iscsi", "rdma"},
-	"iscsi":      {"iscsi/pdu", "iscsi/keys", "lun", "security"},
-	"iscsi/pdu":  {},
-	"iscsi/keys": {},
-	"iscsi/tcp":  {"iscsi", "iscsi/pdu"},
-	"lun":        {"backend"},
-	"rdma":       {"rdma/wire", "golang.org/x/sys"},
-	"rdma/wire":  {},
-	"backend":    {"backend", "golang.org/x/sys"},
+	"cmd":                     {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "github.com/spf13/cobra", "go.yaml.in/yaml/v3", "golang.org/x/sys"},
+	"cmd/iser-target/capture": {},
+	"cmd/iser-target/metrics": {"iscsi", "lun", "rdma", "github.com/prometheus/client_golang", "go.yaml.in/yaml/v3"},
+	"iser":                    {"iscsi", "rdma"},
+	"iscsi":                   {"iscsi/fifo", "iscsi/pdu", "iscsi/keys", "lun", "security"},
+	"iscsi/fifo":              {},
+	"iscsi/pdu":               {},
+	"iscsi/keys":              {},
+	"iscsi/tcp":               {"iscsi", "iscsi/fifo", "iscsi/pdu"},
+	"lun":                     {"backend"},
+	"rdma":                    {"rdma/wire", "golang.org/x/sys"},
+	"rdma/wire":               {},
+	"backend":                 {"backend", "golang.org/x/sys"},
 	// gotgt logs by logrus.
 	"backend/gotgt": {"backend", "github.com/gostor/gotgt", "github.com/sirupsen/logrus"},
 	"security":      {},
-	"config":        {"security", "github.com/spf13/viper"},
-	"tests":         {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "tests", "golang.org/x/sys"},
+	"config":        {"security", "github.com/spf13/viper", "go.yaml.in/yaml/v3", "golang.org/x/sys"},
+	"tests":         {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "tests", "golang.org/x/sys", "github.com/chromedp"},
 }
 
-// Tests may import, beside that, the suite that every store has to pass, what
-// the packages below import (a unit needs a store), and those of the program an
-// initiator.
-var testsMayImport = map[string][]string{"": {"backend/backendtest"}, "cmd": {"tests/initiator"}}
+// Tests may import, beside that, what they have in common, the suite that every store
+// has to pass, what the packages below import (a unit needs a store), and those of the
+// program an initiator.
+var testsMayImport = map[string][]string{"": {"backend/backendtest", "tests/testkit"}, "cmd": {"tests/initiator"}}
 
 // TestImports reads the files itself, whatever their build tags: what another
 // process reads would be unknown to the cache of test results.
@@ -115,6 +118,8 @@ func TestImportRule(t *testing.T) {
 		{"iscsi", "iscsi/keys", false, true},
 		{"iscsi/keys", "iscsi/pdu", false, false},
 		{"iscsi/keys", "security", false, false},
+		{"iscsi/fifo", "iscsi", false, false},
+		{"rdma", "iscsi/fifo", false, false},
 		{"lun", "backend", false, true},
 		{"lun", "backend/gotgt", false, true},
 		{"lun", "iscsi", false, false},
@@ -132,6 +137,8 @@ func TestImportRule(t *testing.T) {
 		{"iscsi", "cmd/iser-target", false, false},
 		{"tests", "rdma", true, true},
 		{"rdma", "tests/initiator", true, false},
+		{"rdma", "tests/testkit", true, true},
+		{"rdma", "tests/testkit", false, false},
 	} {
 		if got := allowed(module+"/"+tc.from, module+"/"+tc.to, tc.test); got != tc.ok {
 			t.Errorf("%s imports %s (test: %v): allowed is %v, want %v", tc.from, tc.to, tc.test, got, tc.ok)

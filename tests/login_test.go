@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/keys"
@@ -21,6 +22,7 @@ func TestLoginAnswers(t *testing.T) {
 	t.Run("ISER-5.1-1 ISER-5.1-3 ISER-5.1-7 ISER-6.3-5 ISER-6-1", func(t *testing.T) {
 		s := tg.login(t, initiator.Options{})
 		want := []keys.Pair{
+			{Key: "RDMAExtensions", Value: "Yes"}, // decided first: section 6.3
 			{Key: "DefaultTime2Wait", Value: "2"}, {Key: "DefaultTime2Retain", Value: "0"},
 			{Key: "IFMarker", Value: "Reject"}, {Key: "OFMarker", Value: "Reject"}, // ISER-6.6-1
 			{Key: "ErrorRecoveryLevel", Value: "0"}, // ISER-10.2-1
@@ -30,7 +32,6 @@ func TestLoginAnswers(t *testing.T) {
 			{Key: "MaxConnections", Value: "1"},
 			{Key: "DataPDUInOrder", Value: "Yes"}, {Key: "DataSequenceInOrder", Value: "Yes"},
 			{Key: "InitiatorRecvDataSegmentLength", Value: "8192"}, {Key: "TargetRecvDataSegmentLength", Value: "8192"}, // ISER-6.4-1, ISER-6.5-1
-			{Key: "RDMAExtensions", Value: "Yes"},
 			{Key: "TargetPortalGroupTag", Value: "1"}, // L11: nothing else is volunteered
 		}
 		if !slices.Equal(s.Keys, want) {
@@ -200,7 +201,7 @@ func TestRefusals(t *testing.T) {
 			limits: keys.Limits{TargetRecvDataSegmentLength: 16384}, status: pdu.LoginOutOfResources, log: []string{"there is room for 8192"}},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
-			tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: tt.limits}})
+			tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: tt.limits, LogoutWait: 200 * time.Millisecond}})
 			p := tg.dial(t, initiator.Options{Target: targetName})
 			bhs, _ := p.o.LoginRequest()
 			p.send(iser.Header{}, bhs, tt.text)
@@ -293,15 +294,18 @@ func TestHello(t *testing.T) {
 		p.ping()
 		p.logout()
 	})
-	for _, key := range []string{"iSERHelloRequired=Yes", "iSERHelloRequired=No"} {
-		t.Run("ISER-6.10-2 ISER-5.1.3-4 ISER-10.1.3.4-2 "+key, func(t *testing.T) {
-			p := tg.rawLogin(t, initiator.Options{Keys: []string{key}})
-			p.sendRaw(hello(10, 1, 4))
-			p.wantHelloReply("30aa0004")
-			p.ping()
-			p.logout()
-		})
-	}
+	t.Run("ISER-6.10-2 ISER-5.1.3-4 iSERHelloRequired=Yes", func(t *testing.T) {
+		p := tg.rawLogin(t, initiator.Options{Keys: []string{"iSERHelloRequired=Yes"}})
+		p.sendRaw(hello(10, 1, 4))
+		p.wantHelloReply("30aa0004")
+		p.ping()
+		p.logout()
+	})
+	t.Run("ISER-5.1.2-10 ISER-10.1.3.4-2 iSERHelloRequired=No", func(t *testing.T) {
+		p := tg.rawLogin(t, initiator.Options{Keys: []string{"iSERHelloRequired=No"}})
+		p.sendRaw(hello(10, 10, 4))
+		p.wantTerminate(wire.ReasonLocalCatastrophic)
+	})
 	t.Run("ISER-5.1.3-1 ISER-10.1.3.4-1 none where it is required", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{Keys: []string{"iSERHelloRequired=Yes"}})
 		h := p.request(pdu.NOPOut, pdu.FlagF, true)
@@ -338,7 +342,7 @@ func TestHello(t *testing.T) {
 		}
 		p.writeCommand(8, 8)
 		p.wantEnd()
-		eventually(t, "the reason in the log", func() bool { return len(tg.log.lines("takes in no RDMA Reads")) == 1 })
+		eventually(t, "the reason in the log", func() bool { return len(tg.log.Lines("takes in no RDMA Reads")) == 1 })
 	})
 	t.Run("ISER-6.10-3 ISER-5.1.1-8 no HelloReply unasked", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{})

@@ -85,7 +85,7 @@ func TestConnectionLoss(t *testing.T) {
 		end    func(p *raw, r wire.ReadRequest)
 		reason string
 	}{
-		{"ISER-10.1.1.2-1 ISER-4.2-1 ISER-5.2.3.2-3 RST", func(p *raw, _ wire.ReadRequest) { p.reset() }, "connection failed"},
+		{"ISER-10.1.1-1 ISER-10.1.1.2-1 ISER-4.2-1 ISER-5.2.3.2-3 RST", func(p *raw, _ wire.ReadRequest) { p.reset() }, "connection failed"},
 		{"ISER-5.2.3.2-1 ISER-5.2.3.2-3 ISER-3.2.4-1 ISER-5.2.3.2-2 FIN", func(p *raw, _ wire.ReadRequest) { p.nc.Close() }, "initiator closed the connection"},
 		{"half a FIN", func(p *raw, _ wire.ReadRequest) { p.nc.(*net.TCPConn).CloseWrite() }, "initiator closed the connection"},
 		{"ISER-7.1-4 ISER-3.1.7-1 inside a Read Response", func(p *raw, r wire.ReadRequest) {
@@ -215,7 +215,7 @@ func TestLoginTimeout(t *testing.T) {
 // The initiator's own engine sees the end, too.
 func TestTargetCloses(t *testing.T) {
 	t.Run("ISER-4.1-10", func(t *testing.T) {
-		tg := startTarget(t, targetOptions{})
+		tg := startTarget(t, targetOptions{node: iscsi.Options{LogoutWait: 200 * time.Millisecond}})
 		s := tg.login(t, initiator.Options{RDMA: rdma.Options{IRD: 4}})
 		do(t, s, &initiator.Command{})
 		if err := tg.node.Shutdown(testContext(t)); err != nil {

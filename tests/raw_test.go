@@ -3,12 +3,10 @@ package tests
 import (
 	"bytes"
 	"encoding/binary"
-	"encoding/hex"
 	"errors"
 	"io"
 	"net"
 	"os"
-	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -17,21 +15,10 @@ import (
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-// unhex decodes hexadecimal octets; blanks and // comments are left out.
-func unhex(s string) []byte {
-	var clean strings.Builder
-	for line := range strings.Lines(s) {
-		line, _, _ = strings.Cut(line, "//")
-		clean.WriteString(strings.Join(strings.Fields(line), ""))
-	}
-	b, err := hex.DecodeString(clean.String())
-	if err != nil {
-		panic(err)
-	}
-	return b
-}
+var unhex = testkit.Unhex
 
 // A raw is an initiator without an RDMA engine: it sends FPDUs, and the test
 // sees every FPDU of the target and answers RDMA Reads when it wants to.
@@ -66,35 +53,59 @@ type message struct {
 // dial connects and exchanges startup frames as ib_iser over siw does.
 func (tg *target) dial(t testing.TB, o initiator.Options) *raw {
 	t.Helper()
+	p := tg.dialStream(t, o)
+	p.startMPA()
+	return p
+}
+
+// dialStream connects.
+func (tg *target) dialStream(t testing.TB, o initiator.Options) *raw {
+	t.Helper()
 	nc, err := net.Dial("tcp", tg.addr)
 	if err != nil {
 		t.Fatal(err)
 	}
 	nc.SetDeadline(time.Now().Add(patience))
 	t.Cleanup(func() { nc.Close() })
-	p := &raw{t: t, nc: nc, o: o.Complete(), sendMSN: 1, recvMSN: 1, readMSN: 1}
+	return &raw{t: t, nc: nc, o: o.Complete(), sendMSN: 1, recvMSN: 1, readMSN: 1}
+}
+
+// mpaRequest is what ib_iser over siw sends, with CRCs.
+func (p *raw) mpaRequest() []byte {
+	p.t.Helper()
 	ird := uint16(128)
-	if o.RDMA.IRD != 0 {
-		ird = uint16(o.RDMA.IRD)
+	if p.o.RDMA.IRD != 0 {
+		ird = uint16(p.o.RDMA.IRD)
 	}
 	req := wire.Startup{Rev: 2, CRC: true, Enhanced: true, Depths: wire.Depths{IRD: ird, ORD: 1}, Private: []byte{0x80, 0, 0, 0}}
-	if o.NoInvalidate {
+	if p.o.NoInvalidate {
 		req.Private[0] |= 0x40
 	}
 	b, err := req.Append(nil)
 	if err != nil {
-		t.Fatal(err)
+		p.t.Fatal(err)
 	}
-	p.write(b)
+	return b
+}
+
+// startMPA exchanges startup frames.
+func (p *raw) startMPA() {
+	p.t.Helper()
+	p.write(p.mpaRequest())
+	p.wantReply()
+}
+
+// wantReply takes the MPA Reply.
+func (p *raw) wantReply() {
+	p.t.Helper()
 	f, n, err := wire.ParseStartup(p.read(wire.StartupLen), true)
 	if err != nil {
-		t.Fatal(err)
+		p.t.Fatal(err)
 	}
 	f.SetPrivate(p.read(n))
 	if p.reply = f; f.Reject {
-		t.Fatal("rejected")
+		p.t.Fatal("rejected")
 	}
-	return p
 }
 
 // rawLogin connects and logs in; unit attentions of the LUNs are taken.

@@ -218,21 +218,18 @@ func TestReset(t *testing.T) {
 			if err := tg.store.Store.Zero(0, 1<<20); err != nil {
 				t.Fatal(err)
 			}
-			// b is told of the room in its window; its tasks will never be answered.
-			m := b.want(pdu.NOPIn)
-			if m.bhs.ITT() != pdu.ReservedTag || m.bhs.TTT() != pdu.ReservedTag || len(m.payload) != 76 {
-				t.Errorf("% x", m.payload)
-			}
 			for _, r := range others {
 				b.answer(r, random(4096))
 			}
+			// b is told of the room in its window; its tasks will never be answered.
+			b.answerPing(b.want(pdu.NOPIn))
 			h := b.scsi(0, 0, nil)
 			b.send(iser.Header{}, h, nil)
 			b.wantSense(h, 0x06, 0x29, 0x03)
 			tg.untouched(t, 2)
-			h = a.scsi(0, 0, nil) // no unit attention for the one who has reset
+			h = a.scsi(0, 0, nil) // the one who has reset hears of it, too
 			a.send(iser.Header{}, h, nil)
-			a.wantStatus(h, 0)
+			a.wantSense(h, 0x06, 0x29, 0x03)
 			for _, p := range []*raw{a, b} {
 				hs, reads := p.held(1)
 				p.answer(reads[0], make([]byte, 4096))
@@ -240,6 +237,44 @@ func TestReset(t *testing.T) {
 				p.logout()
 			}
 		})
+	}
+}
+
+// ISCSI-4.2.3.4-2, ISCSI-4.2.3.4-3: over iSER a FastAbort session that loses tasks is
+// told once for the logical unit; the buffers of its writes are in use until the RDMA
+// Reads have ended, which the target cannot call off.
+func TestFastAbort(t *testing.T) {
+	tg := startTarget(t, targetOptions{})
+	fast := []string{"TaskReporting=FastAbort"}
+	a := tg.rawLogin(t, initiator.Options{Keys: fast}, 0)
+	b := tg.rawLogin(t, initiator.Options{ISID: [6]byte{1}, Keys: fast}, 0)
+	_, reads := b.held(2)
+	a.wantTMF(a.tmf(pdu.LogicalUnitReset, 0, pdu.ReservedTag, 0), pdu.FunctionComplete)
+	m := b.want(pdu.AsyncMessage)
+	if m.bhs.AsyncEvent() != pdu.AsyncTaskTermination || m.bhs.LUN() != [8]byte{} || m.bhs.ITT() != pdu.ReservedTag || len(m.payload) != 76 {
+		t.Fatalf("% x", m.payload)
+	}
+	h := b.request(pdu.NOPOut, pdu.FlagF, true)
+	h.SetITT(pdu.ReservedTag)
+	h.SetTTT(pdu.ReservedTag)
+	b.send(iser.Header{}, h, nil)
+	b.ping()
+	if n := tg.node.Stats().BuffersOut; n != 2 {
+		t.Errorf("%d buffers in use with two RDMA Reads outstanding", n)
+	}
+	for _, r := range reads {
+		b.answer(r, random(4096))
+	}
+	b.answerPing(b.want(pdu.NOPIn))
+	if n := tg.node.Stats().BuffersOut; n != 0 {
+		t.Errorf("%d buffers in use", n)
+	}
+	tg.untouched(t, 2)
+	for _, p := range []*raw{a, b} {
+		h := p.scsi(0, 0, nil)
+		p.send(iser.Header{}, h, nil)
+		p.wantSense(h, 0x06, 0x29, 0x03)
+		p.logout()
 	}
 }
 
@@ -251,7 +286,6 @@ func TestOtherFunctions(t *testing.T) {
 		function, lun, response byte
 	}{
 		{pdu.TaskReassign, 0, pdu.ReassignNotSupported},
-		{pdu.TargetColdReset, 0, pdu.FunctionNotSupported},
 		{pdu.ClearACA, 0, pdu.FunctionNotSupported},
 		{pdu.QueryTask, 0, pdu.FunctionNotSupported},
 		{pdu.LogicalUnitReset, 7, pdu.LUNDoesNotExist},

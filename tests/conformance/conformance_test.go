@@ -10,23 +10,27 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
-	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/backend/backendtest"
+	_ "github.com/iser-target/iser-target/cmd/iser-target/cli" // go test must not take a result of another program for today's
+	"github.com/iser-target/iser-target/tests/conformance/cu"
 	"github.com/iser-target/iser-target/tests/interop/harness"
 )
 
-const (
-	suite   = "iscsi-test-cu"
-	limit   = 60 * time.Second // for one test
-	results = "../../docs/conformance.md"
-	iqn     = "iqn.2026-11.io.example:conformance"
-)
+const iqn = "iqn.2026-11.io.example:conformance"
 
-var update = flag.Bool("update", false, "write the table to "+results)
+var table = cu.Table{
+	File:    "../../docs/conformance.md",
+	Begin:   "<!-- begin of the table -->",
+	End:     "<!-- end of the table -->",
+	Command: "make conformance",
+}
+
+var update = flag.Bool("update", false, "write the table to "+table.File)
 
 func TestMain(m *testing.M) {
 	code := m.Run()
@@ -34,179 +38,110 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// An outcome is what became of one test.
-type outcome struct {
-	result string // pass, fail, skip or hang
-	reason string
-}
-
-func TestSuite(t *testing.T) {
-	need(t, suite)
-	d := harness.Start(t, `
-  - name: `+iqn+`
-    initiators: ["*"]
-    luns:
+// luns are the logical units for the tests, by what these need. The one of Huge
+// is a target of its own: its test resets that, and takes so long that others run
+// meanwhile. An empty memory LUN stays empty when zeros are written to it.
+const luns = `
       - {id: 0, backend: memory, size: 100MiB, removable: true, sanitize: true}
       - {id: 1, backend: memory, size: 100MiB, read_only: true}
-`)
-	url := fmt.Sprintf("iscsi://127.0.0.1:%d/%s/", d.Port, iqn)
-	tests := list(t)
-	was := read(t, results)
-	got := make(map[string]outcome, len(tests))
-	for _, name := range tests {
-		got[name] = run(name, url)
-		if o := got[name]; was[name] == "pass" && o.result != "pass" {
-			t.Logf("%s: %s: %s; once more", name, o.result, o.reason) // some tests depend on time
-			got[name] = run(name, url)
+      - {id: 2, backend: file, path: %s, size: 100MiB}
+      - {id: 3, backend: memory, size: 1GiB}
+`
+
+func TestSuite(t *testing.T) {
+	need(t, cu.Program)
+	target := func(luns string) string {
+		d := harness.Start(t, "\n  - name: "+iqn+"\n    initiators: [\"*\"]\n    luns:"+luns)
+		return fmt.Sprintf("iscsi://127.0.0.1:%d/%s/", d.Port, iqn)
+	}
+	url := target(fmt.Sprintf(luns, filepath.Join(t.TempDir(), "coarse")))
+	devices := map[cu.Medium]string{
+		cu.Plain:    url + "0",
+		cu.ReadOnly: url + "1",
+		cu.Coarse:   url + "2",
+		cu.Large:    url + "3",
+		cu.Huge:     target("\n      - {id: 0, backend: memory, size: 768GiB, sanitize: true}") + "0",
+	}
+	out, err := exec.Command(cu.Program, "-l").Output()
+	if err != nil {
+		t.Fatalf("%s -l: %v", cu.Program, err)
+	}
+	names, err := cu.Names(string(out))
+	if err != nil {
+		t.Fatal(err)
+	}
+	was, err := table.Read()
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	var mu sync.Mutex
+	got := make(map[string]cu.Outcome, len(names)) // guarded by mu
+	try := func(name string) {
+		c := cu.Of(name)
+		o := run(c, devices[c.Medium])
+		// Some tests depend on time, like PreventAllow.ITNexusLoss: it closes a
+		// connection, and the target has to know before a command of another one.
+		for tries := 1; was[name].Result == cu.Pass && o.Result != cu.Pass && tries < 4; tries++ {
+			t.Logf("%s: %s: %s; once more", name, o.Result, o.Reason)
+			o = run(c, devices[c.Medium])
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		got[name] = o
+	}
+	var wg sync.WaitGroup
+	for _, name := range names {
+		if cu.Of(name).Medium == cu.Huge {
+			wg.Go(func() { try(name) })
 		}
 	}
-	text := table(tests, got)
+	for _, name := range names {
+		if cu.Of(name).Medium != cu.Huge {
+			try(name)
+		}
+	}
+	wg.Wait()
+
 	if *update {
-		if err := write(results, text); err != nil {
+		if err := table.Write(names, got); err != nil {
 			t.Fatal(err)
 		}
 	}
-	t.Log(summary(got))
-	for _, name := range tests {
-		if o := got[name]; was[name] == "pass" && o.result != "pass" {
-			t.Errorf("%s passed before: now %s: %s", name, o.result, o.reason)
-		} else if o.result == "hang" {
+	t.Log(cu.Summary(got))
+	for _, name := range names {
+		if o := got[name]; was[name].Result == cu.Pass && o.Result != cu.Pass {
+			t.Errorf("%s passed before: now %s: %s", name, o.Result, o.Reason)
+		} else if o.Result == cu.Hang {
 			t.Errorf("%s hangs", name)
 		}
 	}
+}
+
+// run runs one test in a process of its own.
+func run(c cu.Case, device string) cu.Outcome {
+	ctx, cancel := context.WithTimeout(context.Background(), c.Limit)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, cu.Program, c.Args(device)...)
+	cmd.WaitDelay = time.Second
+	out, err := cmd.CombinedOutput()
+	if ctx.Err() != nil {
+		return c.TimedOut()
+	}
+	o := c.Parse(string(out))
+	if o.Result == cu.Fail && err != nil { // the exit code alone says less than the output
+		o.Reason += fmt.Sprintf(" (%v)", err)
+	}
+	return o
 }
 
 // need skips, or where the tests are required fails, a test whose peer is not
 // installed.
 func need(t *testing.T, program string) {
 	t.Helper()
-	_, err := exec.LookPath(program)
-	switch {
-	case err == nil:
-	case os.Getenv("ISER_TARGET_REQUIRE_INTEROP") == "1":
-		t.Fatalf("%v: install libiscsi-bin, or run tests/interop/setup.sh", err)
-	default:
-		t.Skipf("%v: install libiscsi-bin, or run tests/interop/setup.sh", err)
+	if _, err := exec.LookPath(program); err != nil {
+		backendtest.Unavailable(t, "%v: install libiscsi-bin, or run tests/interop/setup.sh", err)
 	}
-}
-
-// list returns the names of all tests, SUITE.TEST.
-func list(t *testing.T) (names []string) {
-	out, err := exec.Command(suite, "-l").Output()
-	if err != nil {
-		t.Fatalf("%s -l: %v", suite, err)
-	}
-	for line := range strings.Lines(string(out)) {
-		if f := strings.Split(strings.TrimSpace(line), "."); len(f) == 3 && f[0] == "ALL" {
-			names = append(names, f[1]+"."+f[2])
-		}
-	}
-	if len(names) < 200 {
-		t.Fatalf("%s lists only %d tests", suite, len(names))
-	}
-	return names
-}
-
-// verdict is what CUnit prints of a test: what the test said, and the word.
-// Before and after it the suite speaks of clearing reservations.
-var verdict = regexp.MustCompile(`(?s)\n  Test: \S+ \.\.\.(.*?)(passed|FAILED)`)
-
-// remark is a line of a test about what it could not do, or what was wrong.
-var remark = regexp.MustCompile(`\[(SKIPPED|WRONG)\] (.*)`)
-
-// run runs one test in a process of its own, against the LUN that it is about;
-// those of several paths get the same LUN by a second session.
-func run(name, url string) outcome {
-	args := []string{"-d", "-S", "-t", "ALL." + name}
-	switch {
-	case strings.HasPrefix(name, "ReadOnly."):
-		args = append(args, url+"1")
-	case strings.HasPrefix(name, "Multipath"):
-		args = append(args, url+"0", url+"0")
-	default:
-		args = append(args, url+"0")
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), limit)
-	defer cancel()
-	cmd := exec.CommandContext(ctx, suite, args...)
-	cmd.WaitDelay = time.Second
-	out, err := cmd.CombinedOutput()
-	if ctx.Err() != nil {
-		return outcome{"hang", fmt.Sprintf("no end within %v", limit)}
-	}
-	m := verdict.FindStringSubmatch(strings.ReplaceAll(string(out), "[FAILED]", "[WRONG]"))
-	if m == nil {
-		return outcome{"fail", fmt.Sprintf("no verdict: %v", err)}
-	}
-	reason := ""
-	said := remark.FindStringSubmatch(m[1])
-	if said != nil {
-		reason = strings.TrimSpace(said[2])
-	}
-	switch {
-	case m[2] == "FAILED":
-		return outcome{"fail", reason}
-	case said != nil && said[1] == "SKIPPED":
-		return outcome{"skip", reason}
-	}
-	return outcome{"pass", ""}
-}
-
-func summary(got map[string]outcome) string {
-	n := map[string]int{}
-	for _, o := range got {
-		n[o.result]++
-	}
-	return fmt.Sprintf("%d tests: %d pass, %d fail, %d skip, %d hang", len(got), n["pass"], n["fail"], n["skip"], n["hang"])
-}
-
-// table is the text for docs/conformance.md between its marks.
-func table(tests []string, got map[string]outcome) string {
-	var b strings.Builder
-	fmt.Fprintf(&b, "%s, on %s by `make conformance`.\n\n| test | result | reason |\n|---|---|---|\n", summary(got), time.Now().Format(time.DateOnly))
-	for _, name := range tests {
-		o := got[name]
-		fmt.Fprintf(&b, "| %s | %s | %s |\n", name, o.result, strings.ReplaceAll(o.reason, "|", "/"))
-	}
-	return b.String()
-}
-
-const (
-	begin = "<!-- begin of the table -->\n"
-	end   = "<!-- end of the table -->\n"
-)
-
-// write replaces the table in a file.
-func write(file, text string) error {
-	b, err := os.ReadFile(file)
-	if err != nil {
-		return err
-	}
-	head, rest, ok := strings.Cut(string(b), begin)
-	_, tail, ok2 := strings.Cut(rest, end)
-	if !ok || !ok2 {
-		return fmt.Errorf("%s has no marks for the table", file)
-	}
-	return os.WriteFile(filepath.Clean(file), []byte(head+begin+text+end+tail), 0o644)
-}
-
-// read returns the results in the table of a file.
-func read(t *testing.T, file string) map[string]string {
-	b, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	was := map[string]string{}
-	for line := range strings.Lines(string(b)) {
-		f := strings.Split(line, " | ")
-		if len(f) >= 2 && slices.Contains([]string{"pass", "fail", "skip", "hang"}, f[1]) {
-			was[strings.TrimPrefix(f[0], "| ")] = f[1]
-		}
-	}
-	if len(was) == 0 {
-		t.Fatalf("%s has no results", file)
-	}
-	return was
 }
 
 // libiscsi proves who it is by CHAP, or is refused.

@@ -17,7 +17,8 @@ type Command struct {
 	In  []byte // memory for data-in
 	Out []byte // data-out
 	// EDTL is the expected data transfer length; default len(In) or len(Out).
-	EDTL uint32
+	EDTL    uint32
+	Ordered bool // the ORDERED attribute instead of SIMPLE
 	// Immediate is how many octets of Out go with the command.
 	Immediate int
 
@@ -33,6 +34,7 @@ type Command struct {
 	wr     rdma.WorkRequest
 	region rdma.Region
 	done   chan struct{}
+	sent   chan struct{} // wr is ours again, which may be later than the answer to it
 	sense  [252]byte
 }
 
@@ -47,21 +49,31 @@ func (s *Session) Do(c *Command) error {
 // Wait waits for the end of a command that was started.
 func (c *Command) Wait() error {
 	<-c.done
+	<-c.sent
 	return c.Err
 }
+
+// WorkDone is that of rdma.Completer.
+func (c *Command) WorkDone(*rdma.WorkRequest, error) { c.sent <- struct{}{} }
 
 // Start sends c when the command window allows it.
 func (s *Session) Start(c *Command) error {
 	if c.done == nil {
-		c.done = make(chan struct{}, 1)
+		c.done, c.sent = make(chan struct{}, 1), make(chan struct{}, 1)
 	}
 	c.Status, c.Flags, c.Residual, c.Sense, c.Invalidated, c.Err = 0, 0, 0, nil, false, nil
+	if c.Immediate > s.maxSend {
+		return fmt.Errorf("%d octets of immediate data, the target takes %d", c.Immediate, s.maxSend)
+	}
 	bhs := pdu.BHS(c.head[iser.HeaderLen:])
 	edtl := c.EDTL
 	if edtl == 0 {
 		edtl = uint32(len(c.In) + len(c.Out))
 	}
 	flags := byte(pdu.FlagF | pdu.AttrSimple)
+	if c.Ordered {
+		flags = pdu.FlagF | pdu.AttrOrdered
+	}
 	var h iser.Header
 	switch {
 	case len(c.In) > 0:
@@ -70,6 +82,9 @@ func (s *Session) Start(c *Command) error {
 	case len(c.Out) > 0:
 		flags |= pdu.FlagW
 		if rest := c.Out[c.Immediate:]; len(rest) > 0 {
+			if !s.o.solicitedOnly() {
+				rest = c.Out
+			}
 			h.Write = iser.Remote{Valid: true, STag: s.rc.Register(&c.region, rest, s.o.BaseOffset, rdma.RemoteRead), Base: s.o.BaseOffset}
 		}
 	}
@@ -96,7 +111,7 @@ func (s *Session) Start(c *Command) error {
 	bhs.SetExpStatSN(s.statSN)
 	s.cmdSN++
 	s.cmds[c.itt] = c
-	c.wr = rdma.WorkRequest{Op: rdma.Send, Head: c.head[:], Data: c.Out[:c.Immediate]}
+	c.wr = rdma.WorkRequest{Op: rdma.Send, Head: c.head[:], Data: c.Out[:c.Immediate], Done: c}
 	err := s.rc.Post(&c.wr)
 	if err != nil {
 		delete(s.cmds, c.itt)

@@ -1,13 +1,19 @@
 // Package initiator is an iSER initiator for tests and benchmarks: it logs in
-// as Linux does, runs SCSI commands, and lets a test send whatever it wants
+// as Linux does, or on the byte stream as RFC 7145 describes it, runs SCSI commands, and lets a test send whatever it wants
 // and see what comes back. It is no part of the target.
 package initiator
 
 import (
+	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"net"
+	"slices"
+	"strconv"
+	"strings"
 	"sync"
 
 	"github.com/iser-target/iser-target/iscsi/keys"
@@ -21,12 +27,25 @@ type Options struct {
 	Name   string   // InitiatorName; default iqn.2026-11.io.github.iser-target:initiator
 	Target string   // TargetName; empty: a discovery session
 	ISID   [6]byte  // default 00023d000001
-	Keys   []string // further "key=value" of the first Login Request, behind Linux's
+	Keys   []string // further "key=value" of the first Login Request, behind Linux's; ErrorRecoveryLevel and the like instead of its
 	RDMA   rdma.Options
 	// NoInvalidate tells the target not to use Send with Invalidate.
 	NoInvalidate bool
 	// CmdSN is the first one; default 1.
 	CmdSN uint32
+	// Stream makes the login one on the byte stream, before MPA startup (RFC
+	// 7145, section 5.1).
+	Stream bool
+	// Hello declares iSERHelloRequired=Yes and makes an iSER Hello the first
+	// message after login.
+	Hello bool
+	// Connections is what MaxConnections offers; default 1.
+	Connections int
+	// Recovery offers ErrorRecoveryLevel 2 and Time2Retain 20.
+	Recovery bool
+	// Join makes the connection one of that session, with this CID.
+	Join *Session
+	CID  uint16
 	// BaseOffset is where the tagged offsets of advertised memory start;
 	// default a number like Linux's kernel addresses.
 	BaseOffset uint64
@@ -42,10 +61,12 @@ type PDU struct {
 
 // A Session is one connection in full feature phase or on its way there.
 type Session struct {
-	rc   *rdma.Conn
+	nc   net.Conn
+	rc   *rdma.Conn // nil before MPA startup
 	o    Options
 	TSIH uint16
 	Keys []keys.Pair // the target's answers during login
+	ORD  uint16      // iSER-ORD of the HelloReply
 
 	// Other receives every PDU that is no SCSI Response, and every SCSI
 	// Response that nobody waits for.
@@ -53,14 +74,24 @@ type Session struct {
 	done  chan struct{} // closed when the connection has ended
 	err   error         // why; valid when done is closed
 
+	// The longest data segments that login has agreed on, in octets: of a PDU to
+	// the target, and of one from it (RFC 7145, section 6.2).
+	maxSend, maxRecv int
+
+	*numbers
+	statSN uint32 // ExpStatSN
+	cmds   map[uint32]*Command
+	ended  bool
+}
+
+// numbers are what the connections of a session have in common. mu guards all of
+// the connections.
+type numbers struct {
 	mu       sync.Mutex
-	room     sync.Cond // MaxCmdSN has moved, or the connection has ended
+	room     sync.Cond // MaxCmdSN has moved, or a connection has ended
 	cmdSN    uint32    // of the next command
 	maxCmdSN uint32
-	statSN   uint32 // ExpStatSN
 	itt      uint32
-	cmds     map[uint32]*Command
-	ended    bool
 }
 
 // LoginError is a refusal of the login.
@@ -68,7 +99,8 @@ type LoginError struct{ Status pdu.LoginStatus }
 
 func (e *LoginError) Error() string { return fmt.Sprintf("login refused: %v", e.Status) }
 
-// Connect starts MPA on a new connection to addr.
+// Connect makes a new connection to addr and, unless login is to be on the byte
+// stream, starts MPA on it.
 func Connect(ctx context.Context, addr string, o Options) (*Session, error) {
 	var d net.Dialer
 	nc, err := d.DialContext(ctx, "tcp", addr)
@@ -76,21 +108,35 @@ func Connect(ctx context.Context, addr string, o Options) (*Session, error) {
 		return nil, err
 	}
 	o = o.Complete()
+	s := &Session{nc: nc, o: o, Other: make(chan PDU, 256), done: make(chan struct{}), cmds: map[uint32]*Command{}}
+	if o.Join != nil {
+		s.numbers, s.TSIH = o.Join.numbers, o.Join.TSIH
+	} else {
+		s.numbers = &numbers{cmdSN: o.CmdSN}
+		s.room.L = &s.mu
+	}
+	if !o.Stream {
+		if err := s.startRDMA(ctx); err != nil {
+			return nil, err
+		}
+	}
+	return s, nil
+}
+
+// startRDMA is MPA startup. After an error the connection is closed.
+func (s *Session) startRDMA(ctx context.Context) (err error) {
 	flags := byte(0x80)
-	if o.NoInvalidate {
+	if s.o.NoInvalidate {
 		flags |= 0x40
 	}
-	o.RDMA.Private = []byte{flags, 0, 0, 0}
-	if o.RDMA.MaxSend == 0 {
-		o.RDMA.MaxSend = 28 + 48 + 8192
+	s.o.RDMA.Private = []byte{flags, 0, 0, 0}
+	if s.o.RDMA.MaxSend == 0 {
+		s.o.RDMA.MaxSend = 28 + 48 + 8192
 	}
-	rc, _, err := rdma.Initiate(ctx, nc, o.RDMA)
-	if err != nil {
-		return nil, err
+	if s.rc, _, err = rdma.Initiate(ctx, s.nc, s.o.RDMA); err != nil {
+		s.nc.Close()
 	}
-	s := &Session{rc: rc, o: o, Other: make(chan PDU, 256), done: make(chan struct{}), cmdSN: o.CmdSN, cmds: map[uint32]*Command{}}
-	s.room.L = &s.mu
-	return s, nil
+	return err
 }
 
 // Complete returns o with defaults in place of zeros.
@@ -101,6 +147,9 @@ func (o Options) Complete() Options {
 	if o.ISID == [6]byte{} {
 		o.ISID = [6]byte{0, 2, 0x3d, 0, 0, 1}
 	}
+	if o.Connections == 0 {
+		o.Connections = 1
+	}
 	if o.CmdSN == 0 {
 		o.CmdSN = 1
 	}
@@ -110,13 +159,21 @@ func (o Options) Complete() Options {
 	return o
 }
 
+// solicitedOnly tells whether only memory that has to be asked for is advertised
+// (TaggedBufferForSolicitedDataOnly; RFC 7145, section 6.9). Unless the key is
+// among Keys that goes for logins in RDMA mode, as Linux does it.
+func (o *Options) solicitedOnly() bool {
+	const key = "TaggedBufferForSolicitedDataOnly="
+	return slices.Contains(o.Keys, key+"Yes") || !o.Stream && !slices.Contains(o.Keys, key+"No")
+}
+
 // Login connects and logs in.
 func Login(ctx context.Context, addr string, o Options) (*Session, error) {
 	s, err := Connect(ctx, addr, o)
 	if err != nil {
 		return nil, err
 	}
-	if err := s.Login(); err != nil {
+	if err := s.Login(ctx); err != nil {
 		s.Close()
 		return nil, err
 	}
@@ -134,6 +191,9 @@ var linuxNormalKeys = []string{
 	"TargetRecvDataSegmentLength=8192", "RDMAExtensions=Yes",
 }
 
+// joiningKeys are those of them that a connection has which joins a session.
+var joiningKeys = []string{"InitiatorRecvDataSegmentLength=262144", "TargetRecvDataSegmentLength=8192"}
+
 // LoginRequest is the one Login Request of a login in one exchange.
 func (o Options) LoginRequest() (bhs pdu.BHS, data []byte) {
 	text := []string{"InitiatorName=" + o.Name, "InitiatorAlias=test"}
@@ -142,27 +202,51 @@ func (o Options) LoginRequest() (bhs pdu.BHS, data []byte) {
 	} else {
 		text = append(text, "TargetName="+o.Target, "SessionType=Normal")
 	}
-	text = append(text, linuxKeys...)
-	if o.Target != "" {
-		text = append(text, linuxNormalKeys...)
+	switch {
+	case o.Join != nil:
+		text = append(text, joiningKeys...)
+	case o.Target != "":
+		text = append(append(text, linuxKeys...), linuxNormalKeys...)
+		i := slices.Index(text, "MaxConnections=1")
+		text[i] = fmt.Sprintf("MaxConnections=%d", o.Connections)
+		if o.Recovery {
+			text[slices.Index(text, "ErrorRecoveryLevel=0")] = "ErrorRecoveryLevel=2"
+			text[slices.Index(text, "DefaultTime2Retain=0")] = "DefaultTime2Retain=20"
+		}
+	default:
+		text = append(text, linuxKeys...)
 	}
+	text = slices.DeleteFunc(text, func(kv string) bool {
+		key, _, _ := strings.Cut(kv, "=")
+		return slices.Contains(linuxKeys, kv) && slices.ContainsFunc(o.Keys, func(own string) bool { return strings.HasPrefix(own, key+"=") })
+	})
 	text = append(text, o.Keys...)
+	if o.Hello {
+		text = append(text, "iSERHelloRequired=Yes")
+	}
 	for _, kv := range text {
 		data = append(append(data, kv...), 0)
 	}
-	req := pdu.LoginRequest{Transit: true, CSG: pdu.LoginOperationalNegotiation, NSG: pdu.FullFeaturePhase, ISID: o.ISID, CmdSN: o.CmdSN}
+	req := pdu.LoginRequest{Transit: true, CSG: pdu.LoginOperationalNegotiation, NSG: pdu.FullFeaturePhase, ISID: o.ISID, CmdSN: o.CmdSN, CID: o.CID}
+	if o.Join != nil {
+		req.TSIH, req.CmdSN = o.Join.TSIH, o.Join.nextCmdSN()
+	}
 	bhs = req.Append(nil)
 	bhs.SetDataSegmentLength(len(data))
 	return bhs, data
 }
 
-// Login runs the login phase in one exchange and starts to receive.
-func (s *Session) Login() error {
+// Login runs the login phase in one exchange, enters RDMA mode if that was on the
+// byte stream, and starts to receive. ctx is for MPA startup.
+func (s *Session) Login(ctx context.Context) error {
 	bhs, data := s.o.LoginRequest()
-	if err := s.Send(iser.Header{}, bhs, data); err != nil {
-		return err
+	var p PDU
+	var err error
+	if s.o.Stream {
+		p, err = s.exchange(bhs, data)
+	} else if err = s.Send(iser.Header{}, bhs, data); err == nil {
+		p, err = s.Receive()
 	}
-	p, err := s.Receive()
 	if err != nil {
 		return err
 	}
@@ -179,9 +263,75 @@ func (s *Session) Login() error {
 	if s.Keys, err = keys.ParseText(p.Data); err != nil {
 		return err
 	}
-	s.TSIH, s.cmdSN, s.maxCmdSN, s.statSN = rsp.TSIH, rsp.ExpCmdSN, rsp.MaxCmdSN, rsp.StatSN+1
+	s.mu.Lock()
+	s.TSIH, s.statSN = rsp.TSIH, rsp.StatSN+1
+	if s.o.Join == nil {
+		s.cmdSN, s.maxCmdSN = rsp.ExpCmdSN, rsp.MaxCmdSN
+	}
+	s.mu.Unlock()
+	s.maxSend, s.maxRecv = s.length("TargetRecvDataSegmentLength"), s.length("InitiatorRecvDataSegmentLength")
+	if s.o.Stream {
+		if s.o.Join == nil && s.Key("RDMAExtensions") != "Yes" {
+			return fmt.Errorf("RDMAExtensions=%s, there will be no RDMA mode", s.Key("RDMAExtensions"))
+		}
+		if err := s.startRDMA(ctx); err != nil {
+			return err
+		}
+	}
+	if s.o.Hello {
+		if err := s.hello(); err != nil {
+			return err
+		}
+	}
 	go s.serve()
 	return nil
+}
+
+// exchange sends a PDU on the byte stream and takes the answer. Of the stream
+// nothing behind the answer is read.
+func (s *Session) exchange(bhs pdu.BHS, data []byte) (p PDU, err error) {
+	pad := make([]byte, pdu.Padded(len(data))-len(data))
+	if _, err := s.nc.Write(slices.Concat(bhs, data, pad)); err != nil {
+		return p, err
+	}
+	p.BHS = make(pdu.BHS, pdu.BHSLen)
+	if _, err := io.ReadFull(s.nc, p.BHS); err != nil {
+		return p, err
+	}
+	n := p.BHS.DataSegmentLength()
+	p.Data = make([]byte, pdu.Padded(n))
+	_, err = io.ReadFull(s.nc, p.Data)
+	p.Len, p.Data = pdu.BHSLen+len(p.Data), p.Data[:n]
+	return p, err
+}
+
+// hello is the iSER Hello exchange (RFC 7145, section 5.1.3). iSER-IRD is what
+// MPA startup said.
+func (s *Session) hello() error {
+	b := make([]byte, iser.HeaderLen)
+	iser.Hello{MaxVer: 10, MinVer: 10, IRD: uint16(s.rc.IRD())}.Put(b)
+	if err := s.SendRaw(b, nil); err != nil {
+		return err
+	}
+	var ev rdma.Event
+	if err := s.rc.Receive(&ev); err != nil {
+		return err
+	}
+	want := make([]byte, iser.HeaderLen)
+	if len(ev.Data) == len(want) {
+		s.ORD = binary.BigEndian.Uint16(ev.Data[2:])
+	}
+	iser.HelloReply{MaxVer: 10, CurVer: 10, ORD: s.ORD}.Put(want)
+	if !bytes.Equal(ev.Data, want) || int(s.ORD) > s.rc.IRD() {
+		return fmt.Errorf("% x is no HelloReply that can be accepted", ev.Data)
+	}
+	return nil
+}
+
+func (n *numbers) nextCmdSN() uint32 {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.cmdSN
 }
 
 // Key is the target's answer to a key, or "".
@@ -192,6 +342,14 @@ func (s *Session) Key(name string) string {
 		}
 	}
 	return ""
+}
+
+// length is the target's answer to the key of a length, or its default.
+func (s *Session) length(name string) int {
+	if n, err := strconv.Atoi(s.Key(name)); err == nil {
+		return n
+	}
+	return 8192
 }
 
 // Stream is the RDMAP stream below.
@@ -286,8 +444,10 @@ func (s *Session) dispatch(ev *rdma.Event) error {
 	}
 	bhs := pdu.BHS(b[iser.HeaderLen:headLen])
 	switch op := bhs.Opcode(); {
-	case s.o.Target != "" && len(b) > headLen+128: // longer than what ib_iser posts
+	case s.o.Target != "" && len(b) > headLen+min(s.maxRecv, 128): // longer than what ib_iser posts
 		return fmt.Errorf("%v of %d octets", op, len(b))
+	case ev.Invalidates && s.o.NoInvalidate:
+		return fmt.Errorf("%v with Invalidate", op)
 	case (op == pdu.TaskMgmtResp || op == pdu.LogoutResp) && len(b) != headLen:
 		return fmt.Errorf("%v of %d octets instead of %d", op, len(b), headLen)
 	}
@@ -371,12 +531,56 @@ func (s *Session) Next(ctx context.Context) (PDU, error) {
 	}
 }
 
+// ErrAborted is the end of a command that Abort has ended.
+var ErrAborted = errors.New("command was aborted")
+
+// Abort ends c by ABORT TASK, after which the target cannot reach its memory any
+// more, and returns the response of the function. A c that ends by itself
+// meanwhile has its own end. Other PDUs that the target sends are lost.
+func (s *Session) Abort(ctx context.Context, c *Command) (response byte, err error) {
+	var b [48]byte
+	r := pdu.BHS(b[:])
+	r.Reset(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTask)
+	r.SetImmediate()
+	r.SetITT(s.NewITT())
+	r.SetLUN([8]byte{1: c.LUN})
+	r.SetReferencedTaskTag(c.itt)
+	r.SetRefCmdSN(pdu.BHS(c.head[iser.HeaderLen:]).CmdSN())
+	if err := s.Control(r, nil); err != nil {
+		return 0, err
+	}
+	for {
+		p, err := s.Next(ctx)
+		if err != nil {
+			return 0, err
+		}
+		if p.BHS.Opcode() != pdu.TaskMgmtResp || p.BHS.ITT() != r.ITT() {
+			continue
+		}
+		s.mu.Lock()
+		open := s.cmds[c.itt] == c
+		if open {
+			delete(s.cmds, c.itt)
+		}
+		s.mu.Unlock()
+		if open {
+			c.finish(s, ErrAborted)
+		}
+		return p.BHS.Response(), nil
+	}
+}
+
 // Done is closed when the connection has ended; Err tells why.
 func (s *Session) Done() <-chan struct{} { return s.done }
 func (s *Session) Err() error            { <-s.done; return s.err }
 
 // Close drops the connection.
-func (s *Session) Close() error { return s.rc.Close() }
+func (s *Session) Close() error {
+	if s.rc == nil {
+		return s.nc.Close()
+	}
+	return s.rc.Close()
+}
 
 // Logout ends the session in an orderly way.
 func (s *Session) Logout(ctx context.Context) error {

@@ -153,7 +153,7 @@ d=$(disk %[1]s %[2]d)
 mkfs.ext4 -q -F $d
 mkdir -p /mnt
 mount $d /mnt
-head -c 20M /dev/urandom >/mnt/big
+head -c 10M /dev/urandom >/mnt/big
 for n in {1..50}; do echo file $n >/mnt/$n; done
 rm /mnt/{10..20}
 (cd /mnt && find . -type f -exec sha256sum {} +) >/run/sums
@@ -197,9 +197,9 @@ func TestFio(t *testing.T) {
 			v.Run(t, script(d, fmt.Sprintf(`
 fio --ioengine=libaio --direct=1 --filename=$(disk %s %d) --iodepth=32 --rw=randrw \
 	--verify=crc32c --verify_fatal=1 --randrepeat=0 --output-format=terse --terse-version=3 \
-	--name=4k --bs=4k --size=16m --stonewall \
-	--name=64k --bs=64k --size=32m --stonewall \
-	--name=1m --bs=1m --size=64m --stonewall`, iqn, id)), long)
+	--name=4k --bs=4k --size=8m --stonewall \
+	--name=64k --bs=64k --size=16m --stonewall \
+	--name=1m --bs=1m --size=32m --stonewall`, iqn, id)), long)
 		})
 	}
 	v.Run(t, script(d, "logout "+iqn), quick)
@@ -226,7 +226,7 @@ func TestUnmergedSegments(t *testing.T) {
 ethtool -K eth0 gro off
 discover $PORTAL
 login $PORTAL %s
-fio --ioengine=libaio --direct=1 --filename=$(disk %[1]s 0) --iodepth=4 --rw=randrw --bs=512k --size=64m \
+fio --ioengine=libaio --direct=1 --filename=$(disk %[1]s 0) --iodepth=4 --rw=randrw --bs=512k --size=32m \
 	--verify=crc32c --verify_fatal=1 --randrepeat=0 --output-format=terse --terse-version=3 --name=unmerged
 logout %[1]s`, iqn)), long)
 }
@@ -447,7 +447,7 @@ mv /run/capture.pcap %[3]s/`, d.Port, iqn, vm.Files)), long)
 	if out, err := exec.Command("cp", filepath.Join(v.Files(), "capture.pcap"), capture).CombinedOutput(); err != nil {
 		t.Fatalf("cp: %v: %s", err, out)
 	}
-	seen := dissect(t, capture, 3) // discovery, ib_iser, libiscsi
+	seen := dissect(t, capture, 3, 0) // discovery, ib_iser, libiscsi
 	for _, want := range []string{
 		"iwarp_mpa.rev 2",
 		"iwarp_rdma.opcode 0x00", // RDMA Write
@@ -481,12 +481,13 @@ var misunderstood = []struct{ filter, what string }{
 }
 
 // dissect fails t if tshark does not understand all of a capture. It returns
-// the values of some fields that occur in it: "iscsi.opcode 0x01".
-func dissect(t *testing.T, capture string, connections int) map[string]bool {
+// the values of some fields that occur in it: "iscsi.opcode 0x01". The first frames and
+// the last, so many each, may belong to messages whose rest the capture does not have.
+func dissect(t *testing.T, capture string, connections, edge int) map[string]bool {
 	t.Helper()
 	streams := strings.Fields(tshark(t, capture, "tcp.flags.syn == 1 && tcp.flags.ack == 0", "tcp.stream"))
-	if len(streams) != connections {
-		t.Fatalf("the capture has %d TCP connections, want %d", len(streams), connections)
+	if len(streams) < connections { // discovery may have been repeated: see heard
+		t.Fatalf("the capture has %d TCP connections, want %d at least", len(streams), connections)
 	}
 	var any []string
 	for _, m := range misunderstood {
@@ -501,9 +502,11 @@ func dissect(t *testing.T, capture string, connections int) map[string]bool {
 		if out, err := cmd.CombinedOutput(); err != nil {
 			t.Fatalf("%v: %v\n%s", cmd, err, out)
 		}
-		if tshark(t, one, strings.Join(any, " || "), "frame.number") != "" {
+		frames := strings.Count(tshark(t, one, "frame", "frame.number"), "\n")
+		whole := fmt.Sprintf("frame.number > %d && frame.number <= %d && ", edge, frames-edge)
+		if tshark(t, one, whole+"("+strings.Join(any, " || ")+")", "frame.number") != "" {
 			for _, m := range misunderstood {
-				if frames := tshark(t, one, m.filter, "frame.number"); frames != "" {
+				if frames := tshark(t, one, whole+m.filter, "frame.number"); frames != "" {
 					t.Errorf("connection %s: %s: frames %s", stream, m.what, strings.Join(strings.Fields(frames), ", "))
 				}
 			}
@@ -526,7 +529,7 @@ func tshark(t *testing.T, capture, filter string, fields ...string) string {
 	t.Helper()
 	// Two passes, because the first cannot know that a frame is part of an FPDU
 	// that ends in a later one. Heuristics take iSER for RPC over RDMA.
-	cmd := exec.Command("tshark", "-2", "-r", capture, "-X", "lua_script:iser.lua", "--disable-protocol", "rpcordma",
+	cmd := exec.Command("tshark", "-2", "-r", capture, "-X", "lua_script:../../docs/iser.lua", "--disable-protocol", "rpcordma",
 		"-Y", filter, "-T", "fields")
 	for _, f := range fields {
 		cmd.Args = append(cmd.Args, "-e", f)

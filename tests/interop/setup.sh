@@ -13,6 +13,7 @@
 #   KERNEL-HASH/initrd.img      busybox, the modules for the root, guest/init
 #   KERNEL-HASH/lib/modules/    Debian's modules, and siw.ko, built here:
 #                               Debian leaves CONFIG_RDMA_SIW off
+#   KERNEL-HASH/seccomp.json    the filter that container engines set by default
 #
 # Nothing of the kernel is installed on the machine itself, and no daemon is
 # started on it.
@@ -26,7 +27,7 @@ dir=${ISER_TARGET_VM_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/iser-target/vm}
 packages=(
 	qemu-system-x86 busybox-static cpio kmod xz-utils util-linux
 	open-iscsi rdma-core libibverbs1 ibverbs-providers ibverbs-utils libiscsi-bin
-	fio e2fsprogs sg3-utils iproute2 ethtool tcpdump tshark
+	chromium fio e2fsprogs btrfs-progs sg3-utils sdparm multipath-tools udev systemd crun iproute2 ethtool tcpdump tshark
 	make gcc-12 bc flex bison libelf1
 )
 
@@ -78,7 +79,7 @@ name_of() {
 }
 
 whole() {
-	[ -s "$1/vmlinuz" ] && [ -s "$1/initrd.img" ] && [ -e "$1/done" ] &&
+	[ -s "$1/vmlinuz" ] && [ -s "$1/initrd.img" ] && [ -s "$1/seccomp.json" ] && [ -e "$1/done" ] &&
 		compgen -G "$1/lib/modules/*/extra/siw.ko" >/dev/null
 }
 
@@ -184,7 +185,7 @@ mkdir "$out"
 step="downloading $image $version, its headers and its source"
 say "$step"
 cd "$build"
-apt download \
+apt download golang-github-containers-common \
 	"$image=$version" \
 	"linux-headers-$release=$version" \
 	"linux-headers-$abi-common=$version" \
@@ -196,6 +197,11 @@ say "$step"
 quietly dpkg-deb -x "$build/${image}_"*.deb "$build/image"
 mv "$build/image/boot/vmlinuz-$release" "$out/vmlinuz"
 mv "$build/image/lib" "$out/lib"
+
+# The package would have the network plugins of an engine installed.
+step="unpacking seccomp.json"
+quietly dpkg-deb -x "$build"/golang-github-containers-common_*.deb "$build/containers"
+mv "$build/containers/usr/share/containers/seccomp.json" "$out/"
 
 step="unpacking the kernel headers"
 say "$step"

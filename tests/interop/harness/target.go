@@ -3,7 +3,6 @@
 package harness
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -13,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -22,6 +22,7 @@ import (
 
 	"github.com/iser-target/iser-target/tests/interop/proc"
 	"github.com/iser-target/iser-target/tests/interop/vm"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 const (
@@ -63,6 +64,29 @@ func build() (string, error) {
 	return b.name, b.err
 }
 
+// environment is that of this process without what belongs to tests: the target
+// refuses variables that look like its own and are not.
+func environment(more ...string) []string {
+	ours := slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "ISER_TARGET_") })
+	return append(ours, more...)
+}
+
+// Copy copies cmd/iser-target to a file that can be executed.
+func Copy(t testing.TB, file string) {
+	t.Helper()
+	name, err := build()
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(file, b, 0o755); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // Cleanup removes what the tests of this process shared. TestMain calls it.
 func Cleanup() {
 	if binary.dir != "" {
@@ -70,15 +94,33 @@ func Cleanup() {
 	}
 }
 
-// A Target is an iser-target that listens on 127.0.0.1 and tells the guest of a
-// vm.VM to come there.
-type Target struct {
-	Port int
+// A Config is what a test wants of a target.
+type Config struct {
+	Targets string   // value of the config key "targets" in YAML, not indented
+	Portals []Portal // nil: one, as its zero value
+	More    string   // further keys of the config file
+}
 
-	config string // file name
-	debug  int    // port of the debug endpoint
-	log    log
-	run    *run // nil when it does not run
+// A Portal is one of a target.
+type Portal struct {
+	Host  string // "", which is 127.0.0.1, or ::1
+	TPGT  int    // 0: as the target chooses
+	Proxy *Proxy // where initiators are told to go, if not to the portal itself
+}
+
+// A Target is an iser-target that listens on the loopback and tells the guest of
+// a vm.VM to come there.
+type Target struct {
+	Port int // of the first portal
+
+	listen  []string // addresses of the portals
+	addrs   []string // the same as the guest must call them
+	config  string   // file name
+	debug   int      // port of the debug endpoint
+	metrics int      // port of the metrics endpoint
+	socket  string   // where it takes orders
+	log     testkit.Log
+	run     *run // nil when it does not run
 }
 
 // A run is one process.
@@ -88,25 +130,53 @@ type run struct {
 	err    error
 }
 
-// Start starts a target that lives as long as t. targets is the value of the
-// config key "targets" in YAML, not indented.
+// Start starts a target with one portal that lives as long as t. targets is as
+// in Config.
 func Start(t testing.TB, targets string) *Target {
 	t.Helper()
-	ports, err := freePorts(2)
+	return Config{Targets: targets}.Start(t)
+}
+
+// Start starts a target that lives as long as t.
+func (c Config) Start(t testing.TB) *Target {
+	t.Helper()
+	if c.Portals == nil {
+		c.Portals = make([]Portal, 1)
+	}
+	ports, err := freePorts(len(c.Portals) + 2)
 	if err != nil {
 		t.Fatal(err)
 	}
 	dir := t.TempDir()
-	d := &Target{Port: ports[0], debug: ports[1], config: filepath.Join(dir, "iser-target.yaml")}
+	d := &Target{
+		Port: ports[0], debug: ports[len(c.Portals)], metrics: ports[len(c.Portals)+1],
+		config: filepath.Join(dir, "iser-target.yaml"), socket: filepath.Join(dir, "control"),
+	}
+	portals := ""
+	for i, p := range c.Portals {
+		host, guest := "127.0.0.1", vm.HostAddr
+		if p.Host == "::1" {
+			host, guest = p.Host, vm.HostAddr6
+		}
+		listen, addr := hostPort(host, ports[i]), hostPort(guest, ports[i])
+		if p.Proxy != nil {
+			p.Proxy.to, addr = listen, p.Proxy.Addr()
+		}
+		d.listen, d.addrs = append(d.listen, listen), append(d.addrs, addr)
+		portals += fmt.Sprintf("  - listen: %q\n    advertise: [%q]\n", listen, addr)
+		if p.TPGT != 0 {
+			portals += fmt.Sprintf("    tpgt: %d\n", p.TPGT)
+		}
+	}
 	config := fmt.Sprintf(`portals:
-  - listen: 127.0.0.1:%d
-    advertise: [%q]
-targets:
+%stargets:
 %s
 state_dir: %s
+control: {socket: %s}
 debug: {listen: 127.0.0.1:%d}
+metrics: {listen: 127.0.0.1:%d}
 log: {level: debug, format: text}
-`, d.Port, d.Addr(), strings.Trim(targets, "\n"), filepath.Join(dir, "state"), d.debug)
+%s`, portals, strings.Trim(c.Targets, "\n"), filepath.Join(dir, "state"), d.socket, d.debug, d.metrics, strings.TrimPrefix(c.More, "\n"))
 	if err := os.WriteFile(d.config, []byte(config), 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -120,7 +190,7 @@ log: {level: debug, format: text}
 			}
 		}
 		if t.Failed() {
-			t.Logf("the target's config:\n%s\nthe end of its log:\n%s", config, d.log.end())
+			t.Logf("the target's config:\n%s\nthe end of its log:\n%s", config, d.logEnd())
 		}
 	})
 	d.Start(t)
@@ -141,11 +211,16 @@ func freePorts(n int) (ports []int, err error) {
 	return ports, nil
 }
 
-// Addr is the portal as the guest must call it.
-func (d *Target) Addr() string { return net.JoinHostPort(vm.HostAddr, strconv.Itoa(d.Port)) }
+func hostPort(host string, port int) string { return net.JoinHostPort(host, strconv.Itoa(port)) }
+
+// Addr is the first portal as the guest must call it.
+func (d *Target) Addr() string { return d.addrs[0] }
+
+// Addrs are the portals as the guest must call them.
+func (d *Target) Addrs() []string { return d.addrs }
 
 // Start starts the process, for the first time or again, and waits until its
-// portal accepts connections.
+// portals accept connections. They all listen by the time that one accepts.
 func (d *Target) Start(t testing.TB) {
 	t.Helper()
 	if d.run != nil {
@@ -156,6 +231,7 @@ func (d *Target) Start(t testing.TB) {
 		t.Fatal(err)
 	}
 	r := &run{cmd: exec.Command(name, "serve", "--config", d.config), exited: make(chan struct{})}
+	r.cmd.Env = environment()
 	r.cmd.Stdout, r.cmd.Stderr = &d.log, &d.log
 	if err := proc.Start(r.cmd); err != nil {
 		t.Fatal(err)
@@ -165,9 +241,8 @@ func (d *Target) Start(t testing.TB) {
 		r.err = r.cmd.Wait()
 		close(r.exited)
 	}()
-	addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(d.Port))
 	for begun := time.Now(); ; time.Sleep(50 * time.Millisecond) {
-		c, err := net.Dial("tcp", addr)
+		c, err := net.Dial("tcp", d.listen[0])
 		if err == nil {
 			c.Close()
 			return
@@ -305,29 +380,11 @@ func (d *Target) AwaitVars(t testing.TB, want map[string]float64, limit time.Dur
 }
 
 // Log returns what the target has printed, in all its runs.
-func (d *Target) Log() string { return d.log.all() }
+func (d *Target) Log() string { return d.log.String() }
 
-// A log keeps what a process prints.
-type log struct {
-	mu  sync.Mutex
-	buf bytes.Buffer
-}
-
-func (l *log) Write(b []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.buf.Write(b)
-}
-
-func (l *log) all() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.buf.String()
-}
-
-// end returns the last lines.
-func (l *log) end() string {
+// logEnd returns the last lines of that.
+func (d *Target) logEnd() string {
 	const lines = 100
-	all := strings.SplitAfter(l.all(), "\n")
+	all := strings.SplitAfter(d.Log(), "\n")
 	return strings.Join(all[max(len(all)-lines, 0):], "")
 }

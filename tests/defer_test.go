@@ -1,0 +1,80 @@
+package tests
+
+import (
+	"net"
+	"runtime"
+	"sync/atomic"
+	"testing"
+
+	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
+)
+
+// Commands that have come together are answered together, and so is data asked for. On one
+// processor they come so.
+func TestAnswersShareAWrite(t *testing.T) {
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
+	const rounds, commands = 20, 16
+	for _, tt := range []struct {
+		name  string
+		write bool
+		most  int64 // system calls; a WRITE takes two messages
+	}{{"READ", false, rounds * commands / 2}, {"WRITE", true, rounds * commands}} {
+		t.Run(tt.name, func(t *testing.T) {
+			var writes atomic.Int64
+			tg := startTarget(t, targetOptions{wrap: func(nc net.Conn) net.Conn { return testkit.WriteCounter{Conn: nc, Writes: &writes} }})
+			s := tg.login(t, initiator.Options{})
+			var cmds [commands]initiator.Command
+			for i := range cmds {
+				if tt.write {
+					cmds[i].CDB, cmds[i].Out = initiator.Write16(0, 1), random(512)
+				} else {
+					cmds[i].CDB, cmds[i].In = initiator.Read16(0, 1), make([]byte, 512)
+				}
+			}
+			do(t, s, &cmds[0])
+			writes.Store(0)
+			for range rounds {
+				for i := range cmds {
+					if err := s.Start(&cmds[i]); err != nil {
+						t.Fatal(err)
+					}
+				}
+				for i := range cmds {
+					if err := cmds[i].Wait(); err != nil || cmds[i].Status != 0 {
+						t.Fatal(err, cmds[i].Status)
+					}
+				}
+			}
+			if n := writes.Load(); n > tt.most {
+				t.Errorf("%d commands took %d system calls", rounds*commands, n)
+			}
+		})
+	}
+}
+
+// An answer does not wait for a command behind it that waits for its store.
+func TestAnswerBeforeASlowCommand(t *testing.T) {
+	tg := startTarget(t, targetOptions{luns: 2})
+	s := tg.login(t, initiator.Options{})
+	for _, lun := range []byte{0, 1} {
+		do(t, s, &initiator.Command{LUN: lun, CDB: initiator.Read16(0, 1), In: make([]byte, 512)})
+	}
+	for range 50 {
+		open := tg.store.shut()
+		quick := &initiator.Command{LUN: 1, CDB: initiator.Read16(0, 1), In: make([]byte, 512)}
+		slow := &initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 512)}
+		for _, c := range []*initiator.Command{quick, slow} {
+			if err := s.Start(c); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := quick.Wait(); err != nil || quick.Status != 0 {
+			t.Fatal(err, quick.Status)
+		}
+		open()
+		if err := slow.Wait(); err != nil || slow.Status != 0 {
+			t.Fatal(err, slow.Status)
+		}
+	}
+}

@@ -1,0 +1,73 @@
+// Package testkit has what the tests of several packages need.
+package testkit
+
+import (
+	"bytes"
+	"encoding/hex"
+	"fmt"
+	"net"
+	"strings"
+	"sync"
+	"sync/atomic"
+)
+
+// Unhex decodes hexadecimal octets. Blanks are left out, and comments from # or // to
+// the end of a line. It panics if there is anything else.
+func Unhex(s string) []byte {
+	var digits strings.Builder
+	for line := range strings.Lines(s) {
+		line, _, _ = strings.Cut(line, "#")
+		line, _, _ = strings.Cut(line, "//")
+		digits.WriteString(strings.Join(strings.Fields(line), ""))
+	}
+	b, err := hex.DecodeString(digits.String())
+	if err != nil {
+		panic(fmt.Sprintf("%q: %v", s, err))
+	}
+	return b
+}
+
+// A Log has what was written to it, while that goes on. The zero value is empty.
+type Log struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *Log) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *Log) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
+}
+
+// Lines are those that contain s.
+func (l *Log) Lines(s string) (found []string) {
+	for line := range strings.Lines(l.String()) {
+		if strings.Contains(line, s) {
+			found = append(found, line)
+		}
+	}
+	return found
+}
+
+// A WriteCounter is a connection, with the writev of a socket, that counts the system
+// calls that write to it.
+type WriteCounter struct {
+	net.Conn
+	Writes *atomic.Int64
+}
+
+func (c WriteCounter) Write(b []byte) (int, error) {
+	c.Writes.Add(1)
+	return c.Conn.Write(b)
+}
+
+func (c WriteCounter) WriteBuffers(b *net.Buffers) (int64, error) {
+	c.Writes.Add(1)
+	return b.WriteTo(c.Conn)
+}
