@@ -15,6 +15,9 @@ COPY --from=build --chown=65532:65532 /out/state /var/lib/iser-target
 USER 65532:65532
 VOLUME /var/lib/iser-target
 EXPOSE 3260
+# On the volume: the root file system may be read-only.
+ENV ISER_TARGET_CONTROL_SOCKET=/var/lib/iser-target/control.sock
+HEALTHCHECK --interval=30s --timeout=5s --start-period=10s CMD ["/iser-target", "portal", "list"]
 ENTRYPOINT ["/iser-target"]
 # The configuration is mounted; examples/nat.yaml shows what advertise is for
 # when the port is forwarded.

@@ -13,9 +13,12 @@ TEST_TIMEOUT ?= 10m
 INTEROP_TIMEOUT ?= 30m
 
 INTEROP := ./tests/interop
-# All packages but the tests that boot a virtual machine: these want the
-# machine to themselves.
-UNIT = $$($(GO) list ./... | grep -v '/tests/interop$$')
+CONFORMANCE := ./tests/conformance
+# All packages but the tests of a program that is built without the race detector, of
+# which those of INTEROP want the machine to themselves.
+CHECK = $$($(GO) list ./... | grep -vE '/tests/(interop|conformance)$$')
+# The suite waits for a minute, so that it begins first.
+UNIT = $(CONFORMANCE) $(CHECK)
 
 .NOTPARALLEL:
 
@@ -34,7 +37,7 @@ check: ## what every change has to pass: format, vet, staticcheck, modules, test
 	$(GO) vet -tags invariants ./...
 	$(GO) tool staticcheck ./...
 	$(GO) mod tidy -diff
-	$(GO) test -race -tags invariants -timeout $(TEST_TIMEOUT) $(UNIT)
+	$(GO) test -race -tags invariants -timeout $(TEST_TIMEOUT) $(CHECK)
 
 .PHONY: test
 test: setup unit interop ## all tests; the one command for a newcomer
@@ -59,7 +62,7 @@ interop: ## tests against the Linux initiator in a virtual machine; says why it 
 
 .PHONY: conformance
 conformance: ## libiscsi's suite over iSCSI/TCP; writes docs/conformance.md
-	$(GO) test -v -count 1 ./tests/conformance -update
+	$(GO) test -v -count 1 $(CONFORMANCE) -update
 
 .PHONY: bench
 bench: ## benchmarks
@@ -71,6 +74,10 @@ fuzz: ## every fuzz target for FUZZTIME
 	@grep -rEn --include='*_test.go' '^func Fuzz[A-Za-z0-9_]*\(' . | \
 	sed -E 's|^(.*)/[^/]+:[0-9]+:func (Fuzz[A-Za-z0-9_]*)\(.*|\1 \2|' | sort -u | \
 	GO=$(GO) xargs -P 2 -L 1 sh -c '.ci/fuzz $$0 $$1 $(FUZZTIME)'
+
+.PHONY: docs
+docs: build ## man pages and shell completions, in bin/man and bin/completions
+	bin/iser-target docs bin
 
 .PHONY: clean
 clean:
