@@ -118,6 +118,8 @@ type conn struct {
 
 	text textExchange // owned by that Text Request
 
+	telling sync.Mutex // held by who tells about the window; before mu
+
 	slotMu    sync.Mutex // a leaf
 	slotFreed sync.Cond  // on slotMu
 	freeSlots *Task      // linked by nextFree

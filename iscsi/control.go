@@ -187,8 +187,11 @@ func (c *conn) windowNews() bool {
 
 // tellWindow sends a NOP-In if there is news about MaxCmdSN that nothing else
 // will carry: to be called when tasks have ended without a response. With RDMA an
-// answer is wanted, because it frees the receive buffer.
+// answer is wanted, because it frees the receive buffer. Tasks that end at the same
+// time say it once.
 func (c *conn) tellWindow() {
+	c.telling.Lock()
+	defer c.telling.Unlock()
 	c.mu.Lock()
 	news := c.windowNews()
 	c.mu.Unlock()
