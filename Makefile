@@ -19,6 +19,8 @@ CONFORMANCE := ./tests/conformance
 CHECK = $$($(GO) list ./... | grep -vE '/tests/(interop|conformance)$$')
 # The suite waits for a minute, so that it begins first.
 UNIT = $(CONFORMANCE) $(CHECK)
+# Runs tests, with a second try for one that fails.
+TRY = GO=$(GO) .ci/test
 
 .NOTPARALLEL:
 
@@ -37,7 +39,7 @@ check: ## what every change has to pass: format, vet, staticcheck, modules, test
 	$(GO) vet -tags invariants ./...
 	$(GO) tool staticcheck ./...
 	$(GO) mod tidy -diff
-	$(GO) test -race -tags invariants -timeout $(TEST_TIMEOUT) $(CHECK)
+	$(TRY) pkgname-and-test-fails "$(CHECK)" -race -tags invariants -timeout $(TEST_TIMEOUT)
 
 .PHONY: test
 test: setup unit interop ## all tests; the one command for a newcomer
@@ -54,11 +56,11 @@ setup:
 
 .PHONY: unit
 unit: ## tests without a virtual machine
-	$(GO) test -timeout $(TEST_TIMEOUT) $(UNIT)
+	$(TRY) pkgname-and-test-fails "$(UNIT)" -timeout $(TEST_TIMEOUT)
 
 .PHONY: interop
 interop: ## tests against the Linux initiator in a virtual machine; says why it skips one
-	$(GO) test -v -count 1 -timeout $(INTEROP_TIMEOUT) $(INTEROP)
+	$(TRY) standard-verbose $(INTEROP) -count 1 -timeout $(INTEROP_TIMEOUT)
 
 .PHONY: conformance
 conformance: ## libiscsi's suite over iSCSI/TCP; writes docs/conformance.md

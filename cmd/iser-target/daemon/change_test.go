@@ -187,11 +187,13 @@ func load(t *testing.T, s *initiator.Session) {
 	t.Helper()
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
-	var rounds int
+	begun := make(chan struct{}) // the first round is over
+	begin := sync.OnceFunc(func() { close(begun) })
 	wg.Go(func() {
+		defer begin()
 		w := &initiator.Command{CDB: initiator.Write16(1024, 8), Out: make([]byte, 4096)}
 		r := &initiator.Command{CDB: initiator.Read16(1024, 8), In: make([]byte, 4096)}
-		for ; ; rounds++ {
+		for rounds := 0; ; rounds++ {
 			select {
 			case <-stop:
 				return
@@ -220,15 +222,14 @@ func load(t *testing.T, s *initiator.Session) {
 				t.Error("what was read is not what was written")
 				return
 			}
+			begin()
 		}
 	})
 	t.Cleanup(func() {
 		close(stop)
 		wg.Wait()
-		if rounds == 0 {
-			t.Error("there was no load")
-		}
 	})
+	<-begun
 }
 
 // eventually waits until f holds.
