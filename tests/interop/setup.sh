@@ -141,7 +141,7 @@ cleanup() {
 trap cleanup EXIT
 
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
-apt() { quietly apt-get -q -y -o APT::Sandbox::User=root -o DPkg::Lock::Timeout=300 "$@"; }
+apt() { quietly apt-get -q -y -o Acquire::Retries=5 -o APT::Sandbox::User=root -o DPkg::Lock::Timeout=300 "$@"; }
 
 step="apt-get update"
 say "$step"
