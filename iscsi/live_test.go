@@ -204,7 +204,7 @@ func TestJoined(t *testing.T) {
 	var mu sync.Mutex
 	joined := map[Datamover]uint16{}
 	n := newTestNode(t, several(4), func(o *Options) {
-		o.Joined = func(tsih uint16, dm Datamover) {
+		o.Joined = func(tsih uint16, _ bool, dm Datamover) {
 			mu.Lock()
 			defer mu.Unlock()
 			joined[dm] = tsih

@@ -393,7 +393,7 @@ func (l *login) enterFullFeature() error {
 		return refusal
 	}
 	if joined := l.opt.Joined; joined != nil {
-		joined(l.sess.tsih, l.dm)
+		joined(l.sess.tsih, p.Discovery, l.dm)
 	}
 	l.openStore()
 	if p.RDMAExtensions && !l.dm.RDMA() {

@@ -54,7 +54,7 @@ type Options struct {
 
 	// Joined, unless it is nil, hears of each connection that becomes one of a session,
 	// before its final Login Response. dm is what Serve was called with.
-	Joined func(tsih uint16, dm Datamover)
+	Joined func(tsih uint16, discovery bool, dm Datamover)
 
 	Limits keys.Limits  // what login may agree on; RDMA is set for each connection
 	Logger *slog.Logger // slog.Default()

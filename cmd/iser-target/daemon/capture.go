@@ -31,10 +31,15 @@ func (d *Daemon) stepUp(params iscsi.Params, tasks int) (iscsi.EnableDatamover, 
 	}, nil
 }
 
-// joined tells the captures about a connection of a session.
-func (d *Daemon) joined(tsih uint16, dm iscsi.Datamover) {
+// joined tells the captures about a connection of a session, which has come to stay
+// unless that is discovery.
+func (d *Daemon) joined(tsih uint16, discovery bool, dm iscsi.Datamover) {
 	if nc, ok := d.taps.Load(dm); ok {
-		d.captures.Join(nc.(*capture.Conn), tsih)
+		nc := nc.(*capture.Conn)
+		d.captures.Join(nc, tsih)
+		if !discovery {
+			d.newcomers.remove(nc)
+		}
 	}
 }
 

@@ -82,8 +82,9 @@ type Daemon struct {
 	captures *capture.Hub
 	taps     sync.Map // *capture.Conn by the iscsi.Datamover on it
 
-	conns atomic.Int64 // TCP connections
-	wg    sync.WaitGroup
+	conns     atomic.Int64 // TCP connections
+	newcomers newcomers    // some of them
+	wg        sync.WaitGroup
 
 	ids           *lun.Identities
 	reservations  *lun.Reservations

@@ -148,16 +148,27 @@ func (d *Daemon) acceptLoop(ctx context.Context, p *portal) {
 			continue
 		}
 		if n, most := d.conns.Add(1), d.limits.Load().MaxConnections; n > int64(most) {
-			d.refused(nc, "limit", fmt.Errorf("limits.max_connections is %d", most))
-			d.conns.Add(-1)
-			nc.Close()
-			continue
+			old := d.newcomers.giveWay()
+			if old == nil {
+				d.refused(nc, "limit", fmt.Errorf("limits.max_connections is %d", most))
+				d.conns.Add(-1)
+				nc.Close()
+				continue
+			}
+			d.refused(old, "limit", fmt.Errorf("limits.max_connections is %d, and this one had not logged in: %w", most, errGaveWay))
+			d.conns.Add(-1) // its place is taken, even before it has ended
 		}
 		d.wg.Add(1)
+		tap := d.captures.Tap(nc.(*net.TCPConn))
+		ctx, end := d.newcomers.add(ctx, tap)
 		go func() {
 			defer d.wg.Done()
-			defer d.conns.Add(-1)
-			d.serve(ctx, p.cur.Load(), d.captures.Tap(nc.(*net.TCPConn)))
+			defer end(nil)
+			d.serve(ctx, p.cur.Load(), tap)
+			d.newcomers.remove(tap)
+			if context.Cause(ctx) != errGaveWay {
+				d.conns.Add(-1)
+			}
 		}()
 	}
 }
@@ -172,7 +183,9 @@ func (d *Daemon) serve(ctx context.Context, p *servedPortal, nc *capture.Conn) {
 	}
 	dm, stage, err := d.mover(ctx, p, nc, accepted.Add(d.limits.Load().LoginTimeout))
 	if err != nil {
-		d.refused(nc, stage, err)
+		if context.Cause(ctx) != errGaveWay { // which is known already
+			d.refused(nc, stage, err)
+		}
 		nc.Close()
 		return
 	}

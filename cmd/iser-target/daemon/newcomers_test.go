@@ -1,0 +1,91 @@
+package daemon
+
+import (
+	"errors"
+	"net"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/tests/initiator"
+)
+
+// However many connect and do not log in, an initiator can; those who have logged in
+// stay, and when all have there is no place for another.
+func TestNewcomersGiveWay(t *testing.T) {
+	l := newLab(t, func(l *lab) { l.more = "limits: {max_connections: 4, login_timeout: 10m}" })
+	sessions := []*initiator.Session{l.login("first", store)}
+	var strangers []net.Conn
+	stranger := func(says string) {
+		t.Helper()
+		nc, err := net.Dial("tcp", l.addr())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { nc.Close() })
+		if _, err := nc.Write([]byte(says)); err != nil {
+			t.Fatal(err)
+		}
+		strangers = append(strangers, nc)
+	}
+	wantGone := func(n int) {
+		t.Helper()
+		for ; n > 0; n-- {
+			nc := strangers[0]
+			strangers = strangers[1:]
+			nc.SetReadDeadline(time.Now().Add(10 * time.Second))
+			if _, err := nc.Read(make([]byte, 1)); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+				t.Errorf("connection of a stranger: %v", err)
+			}
+		}
+	}
+	for _, says := range []string{
+		"",           // no first octet
+		"MPA ID Req", // in MPA startup
+		"\x43",       // in a Login Request
+		"", "", "", "",
+	} {
+		stranger(says)
+	}
+	wantGone(4) // there were three places
+	discovery, err := initiator.Login(t.Context(), l.addr(), initiator.Options{Name: prefix + "finds"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer discovery.Close()
+	wantGone(1)
+	stranger("")
+	wantGone(1)
+	sessions = append(sessions, l.login("second", store))
+	wantGone(1)
+	sessions = append(sessions, l.login("third", store)) // in the place of discovery
+	if p, err := discovery.Next(t.Context()); err == nil {
+		t.Errorf("discovery session gets %v", p)
+	}
+	fourth := l.login("fourth", store)
+	wantGone(1)
+
+	if s, err := l.tryLogin("fifth", store); err == nil {
+		s.Close()
+		t.Error("there is a place for a fifth session")
+	}
+	for _, s := range append(sessions, fourth) {
+		if got := do(t, s, &initiator.Command{}); got != "" && !strings.HasPrefix(got, "6/29/") {
+			t.Errorf("TEST UNIT READY: %s", got)
+		}
+	}
+	fourth.Close()
+	eventually(t, "a place is free", func() bool { return l.conns.Load() == 3 })
+	l.login("fifth", store)
+
+	gaveWay := 0
+	for _, e := range l.Events(0) {
+		if reason, _ := e.Attrs["reason"].(string); strings.Contains(reason, "limits.max_connections is 4, and this one had not logged in") {
+			gaveWay++
+		}
+	}
+	if gaveWay != 9 { // discovery, and eight strangers
+		t.Errorf("%d connections gave way by their events", gaveWay)
+	}
+}
