@@ -660,6 +660,7 @@ func TestText(t *testing.T) {
 		"ISCSI-6.4-5 key repeated":     {"InitiatorAlias=a", "InitiatorAlias=b"},
 		"ISCSI-6.4-6 leading-only key": {"MaxBurstLength=512"},
 		"ISCSI-6.1-3 no text at all":   {"nothing"},
+		"SendTargets repeated":         {"SendTargets=", "SendTargets="}, // the answer would grow with each
 	} {
 		t.Run(id, func(t *testing.T) {
 			h := req(pdu.FlagF, 0, pdu.ReservedTag)

@@ -139,8 +139,13 @@ func (c *conn) answerText(x *textExchange) ([]byte, error) {
 	}
 	var out []byte
 	var answers []keys.Pair
+	asked := false
 	for _, p := range pairs {
 		if p.Key == "SendTargets" {
+			if asked { // of a text full of them the answer would be very long
+				return nil, errText(pdu.RejectProtocolError)
+			}
+			asked = true
 			answers = c.sendTargets(p.Value, answers)
 			continue
 		}
