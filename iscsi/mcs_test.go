@@ -477,6 +477,29 @@ func TestConnectionReinstatement(t *testing.T) {
 		a.on(b).clearedByTransport()
 		a.logout()
 	})
+	// A login that is itself replaced while it waits leaves its wait to who replaces it.
+	t.Run("twice, whose tasks do not end", func(t *testing.T) {
+		n := newTestNode(t, several(2))
+		a := n.lead()
+		b := a.join(1)
+		open := n.store.shut()
+		b.on(a).command(writeF, 4096, write10(0, 8), pattern(4096, 1))
+		<-n.store.entered
+		c := b.joinAs(1)
+		n.eventually("the old connection ends", b.m.isClosed)
+		d := b.joinAs(1)
+		if err := c.wait(); err == nil {
+			t.Error("a login that was replaced has succeeded")
+		}
+		d.wantNothing()
+		open()
+		d.wantLogin(pdu.LoginSuccess)
+		b.wantEnd(errReinstated)
+		d.cmdSN = b.cmdSN
+		d.clearedByTransport()
+		d.logout()
+		a.wantEnd(nil)
+	})
 }
 
 // ISCSI-6.3.5-1, ISCSI-E-2: a session reinstatement ends all connections of the

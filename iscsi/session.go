@@ -150,14 +150,20 @@ func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *tar
 		case req.TSIH != 0:
 			old, refusal := s.take(c)
 			nd.mu.Unlock()
-			if old == nil {
+			if refusal != nil {
 				return refusal
 			}
-			old.shut(errReinstated, true)
-			if refusal := c.awaitEnd(old.done, timeout.C); refusal != nil {
-				return refusal
+			for _, o := range old {
+				o.shut(errReinstated, true)
 			}
-			s.remove(req.CID, req.ExpStatSN)
+			for _, o := range old {
+				if refusal := c.awaitEnd(o.done, timeout.C); refusal != nil {
+					return refusal
+				}
+			}
+			if len(old) > 0 {
+				s.remove(req.CID, req.ExpStatSN)
+			}
 			return nil
 		case s == nil:
 			refusal := nd.open(c, key, t)
@@ -216,18 +222,18 @@ func (nd *Node) open(c *conn, key sessionKey, t *target) *loginError {
 	return nil
 }
 
-// take makes c a connection of s. Where it has the CID of another one, old is
-// that, which the caller ends. Otherwise a refusal that is not nil tells why c
-// cannot join.
+// take makes c a connection of s. old are those with the same CID, which the caller ends:
+// besides a connection, logins that are waiting for its end. A refusal that is not nil
+// tells why c cannot join.
 //
 // Preconditions: nd.mu is held.
-func (s *session) take(c *conn) (old *conn, refusal *loginError) {
+func (s *session) take(c *conn) (old []*conn, refusal *loginError) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	live := 0
 	for _, o := range s.conns {
 		if o.cid == c.cid {
-			old = o
+			old = append(old, o)
 		} else {
 			live++
 		}
@@ -240,7 +246,7 @@ func (s *session) take(c *conn) (old *conn, refusal *loginError) {
 	}
 	for _, l := range s.lost {
 		if l.cid == c.cid && !l.removed {
-			old = l.conn
+			old = append(old, l.conn)
 		}
 	}
 	c.join(s.shared)
