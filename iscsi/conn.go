@@ -144,12 +144,16 @@ type unexpected struct {
 	ttt    uint32 // of a NOP-In, acknowledged by the answer, too; else ReservedTag
 }
 
+// maxSlots is how many task slots a connection has whose session may have that many
+// commands in flight.
+func maxSlots(depth int) int { return depth + immediateSlots + ownSlots }
+
 func newConn(p *Portal, dm Datamover) *conn {
 	nd, opt := p.node, p.node.opt.Load()
 	c := &conn{
 		node: nd, opt: opt, portal: p, dm: dm, piece: opt.MaxTransferPiece,
 		recvLimit: loginDataLength,
-		maxSlots:  opt.QueueDepth + immediateSlots + ownSlots,
+		maxSlots:  maxSlots(opt.QueueDepth),
 		ending:    make(chan struct{}),
 		done:      make(chan struct{}),
 	}

@@ -202,6 +202,32 @@ func TestConnectionsShareTheWindow(t *testing.T) {
 	a.wantEnd(nil)
 }
 
+// What a session may have in flight was agreed on when it began. A connection that joins
+// when the options say less has the slots for it: with fewer, commands that wait for data
+// would keep that from being received.
+func TestQueueDepthOfASession(t *testing.T) {
+	n := newTestNode(t, several(2))
+	a := n.lead()
+	o := *n.opt.Load()
+	o.QueueDepth = 1
+	n.SetOptions(o)
+	b := a.join(1)
+	b.m.holdGets = true
+	var all []pdu.BHS
+	for range 128 {
+		all = append(all, b.command(writeF, 4096, write10(0, 8), nil))
+	}
+	b.wantGets(len(all))
+	b.m.releaseGets()
+	for range all {
+		if p := b.want(pdu.SCSIResponse); p.h.Status() != 0 {
+			t.Errorf("SCSI Response %x", []byte(p.h))
+		}
+	}
+	b.logout()
+	a.wantEnd(nil)
+}
+
 // Task management reaches the tasks of all connections of the session.
 func TestTMFAcrossConnections(t *testing.T) {
 	n := newTestNode(t, several(4))

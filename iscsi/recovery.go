@@ -56,17 +56,18 @@ func (l *login) openStore() {
 	if !ok || l.params.ErrorRecoveryLevel == 0 {
 		return
 	}
-	l.slotMu.Lock()
-	l.maxSlots += l.opt.QueueDepth
-	slots := l.maxSlots
-	l.slotMu.Unlock()
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	depth := l.win.depth
+	l.slotMu.Lock()
+	l.maxSlots += depth
+	slots := l.maxSlots
+	l.slotMu.Unlock()
 	l.store = statusStore{
 		on: true, movers: r,
 		ring:  make([]*Task, 1<<bits.Len(uint(slots-1))),
 		first: l.statSN + 1, // behind the final Login Response
-		limit: l.opt.QueueDepth,
+		limit: depth,
 	}
 }
 

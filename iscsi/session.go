@@ -222,9 +222,9 @@ func (nd *Node) open(c *conn, key sessionKey, t *target) *loginError {
 	return nil
 }
 
-// take makes c a connection of s. old are those with the same CID, which the caller ends:
-// besides a connection, logins that are waiting for its end. A refusal that is not nil
-// tells why c cannot join.
+// take makes c a connection of s, with the slots for what the session may have in
+// flight. old are those with the same CID, which the caller ends: besides a connection,
+// logins that are waiting for its end. A refusal that is not nil tells why c cannot join.
 //
 // Preconditions: nd.mu is held.
 func (s *session) take(c *conn) (old []*conn, refusal *loginError) {
@@ -249,6 +249,9 @@ func (s *session) take(c *conn) (old []*conn, refusal *loginError) {
 			old = append(old, l.conn)
 		}
 	}
+	c.slotMu.Lock()
+	c.maxSlots = maxSlots(s.win.depth)
+	c.slotMu.Unlock()
 	c.join(s.shared)
 	c.sess = s
 	s.conns = append(s.conns, c)

@@ -16,6 +16,7 @@ import (
 type window struct {
 	exp, max uint32
 	told     uint32       // the last MaxCmdSN that a PDU has carried
+	depth    int          // commands in flight at most
 	slots    []windowSlot // by the low bits of CmdSN
 }
 
@@ -28,7 +29,7 @@ type windowSlot struct {
 
 // open makes cmdSN the first one expected.
 func (w *window) open(cmdSN uint32, depth int) {
-	w.exp, w.max = cmdSN, cmdSN+uint32(depth)-1
+	w.exp, w.max, w.depth = cmdSN, cmdSN+uint32(depth)-1, depth
 	w.told = w.max // the Login Response carries it
 	// A power of two, so that the slots follow each other where CmdSN wraps.
 	w.slots = make([]windowSlot, 1<<bits.Len(uint(depth-1)))
