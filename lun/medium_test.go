@@ -122,3 +122,26 @@ func TestPreventRemoval(t *testing.T) {
 	fixed := newRig(t, setup{})
 	wantSense(t, fixed.run(prevent, nil), 0x5, 0x20, 0x00)
 }
+
+// SPC-4, section 5.13.11.2.6 h: who is preempted with PREEMPT AND ABORT prevents nothing
+// any more, as if it had allowed the removal; with PREEMPT it still does.
+func TestPreemptedAllowsRemoval(t *testing.T) {
+	for sa, prevented := range map[byte]bool{prPreempt: true, prPreemptAndAbort: false} {
+		r := newPRRig(t, setup{opt: Options{Removable: true}}).registered()
+		r.ok(r.a, prReserve, writeExclusiveRO, prList(keyA, 0, 0))
+		wantGood(t, "PREVENT", r.on(r.a, prevent, nil))
+		r.ok(r.c, sa, writeExclusiveRO, prList(keyC, keyA, 0))
+		if res := r.on(r.c, eject, nil); prevented {
+			wantSense(t, res, 0x5, 0x53, 0x02)
+		} else {
+			wantGood(t, "eject", res)
+		}
+
+		// Who is not preempted goes on preventing it.
+		r = newPRRig(t, setup{opt: Options{Removable: true}}).registered()
+		r.ok(r.a, prReserve, writeExclusiveRO, prList(keyA, 0, 0))
+		wantGood(t, "PREVENT", r.on(r.b, prevent, nil))
+		r.ok(r.c, sa, writeExclusiveRO, prList(keyC, keyA, 0))
+		wantSense(t, r.on(r.c, eject, nil), 0x5, 0x53, 0x02)
+	}
+}

@@ -440,6 +440,11 @@ func consumePROut(u *Unit, c *Command, p []byte, _ uint64) bool {
 			(*abort)(EncodeLUN(l.id), c)
 		}
 	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	for _, l := range stop {
+		l.prevents = false // the medium may be removed as far as it is up to them (SPC-4, section 5.13.11.2.6)
+	}
 	return true
 }
 
