@@ -300,7 +300,7 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 		note(n)
 	}
 	if to := s.to.unit; to.writeThrough() {
-		if err := to.store.Sync(); err != nil {
+		if err := to.sync(); err != nil {
 			c.logTrouble(err)
 			return c.failCopy(condThirdPartyFailure, i)
 		}

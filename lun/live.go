@@ -156,11 +156,24 @@ func (u *Unit) Detach() backend.Store {
 // open a store anew is neither a loss of power nor a reset: registrations and persistent
 // reservations remain (SPC-4, section 5.13.5), and so do the mode parameters and the states
 // of target port groups that initiators have set and not saved. Who has disabled the cache,
-// above all, counts on that. The old unit, which has been replaced, takes no more
-// reservations.
+// above all, counts on that. A sync that has failed, the one when the old store closed
+// included, is as final as in the store: what was written before may be lost. The old unit,
+// which has been replaced, takes no more reservations. An absent unit hands all of that on.
 func (u *Unit) Succeed(old *Unit) {
-	if u.opt.Identity != old.opt.Identity || old.Absent() {
+	if old.Absent() {
+		old = old.before
+	}
+	if old == nil || u.opt.Identity != old.opt.Identity {
 		return
+	}
+	if u.Absent() {
+		u.before = old
+		return
+	}
+	if old.unsynced.Load() {
+		u.opt.Logger.Error("syncs go on to fail: what was written before the store was opened anew may be lost", "event", "medium",
+			"naa", u.opt.Identity.Serial)
+		u.unsynced.Store(true)
 	}
 	r := &old.reservations
 	r.mu.Lock()

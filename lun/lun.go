@@ -61,6 +61,8 @@ type Unit struct {
 	gone        atomic.Bool   // the unit has been taken away from its initiators, and its commands end
 	replaced    atomic.Bool   // another unit has its place: see Inventory.Replace
 	detached    atomic.Bool   // another unit has the store: see Detach
+	unsynced    atomic.Bool   // a sync has failed at or before the end of the store: see Succeed
+	before      *Unit         // of an absent unit: whose successor it is
 	has         flags         // which optional rows of the command set
 	mode        atomic.Uint32 // modeWCE, modeSWP: those that are set
 	modeDefault uint32
@@ -179,10 +181,22 @@ func (u *Unit) Grow() (grown bool, err error) {
 	return true, nil
 }
 
+// sync is that of the store, and like it fails once one has failed.
+func (u *Unit) sync() error {
+	if u.unsynced.Load() {
+		return backend.ErrUnsynced
+	}
+	return u.store.Sync()
+}
+
 // Close ends a sanitize, syncs and closes the store.
 func (u *Unit) Close() error {
 	u.sanitizer.close()
-	return u.store.Close()
+	err := u.store.Close()
+	if err != nil && !errors.Is(err, backend.ErrClosed) {
+		u.unsynced.Store(true)
+	}
+	return err
 }
 
 // An Inventory is the logical units of one SCSI target device, which all of its

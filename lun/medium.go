@@ -61,7 +61,7 @@ func endStartStop(u *Unit, c *Command) {
 	case b&start != 0:
 		u.stopped.Store(false)
 	default:
-		if err := u.store.Sync(); err != nil {
+		if err := u.sync(); err != nil {
 			c.failWrite(err)
 			return
 		}
@@ -73,7 +73,7 @@ func endStartStop(u *Unit, c *Command) {
 // moveMedium loads or ejects the medium.
 func (u *Unit) moveMedium(c *Command, load bool) {
 	if !load {
-		if err := u.store.Sync(); err != nil {
+		if err := u.sync(); err != nil {
 			c.failWrite(err)
 			return
 		}

@@ -351,7 +351,7 @@ func (u *Unit) setModes(touched, set uint32) error {
 	u.mode.Store(now)
 	u.ranges.admit(^stripeSet(0))
 	if old&^now&modeWCE != 0 || now&^old&modeSWP != 0 {
-		return u.store.Sync()
+		return u.sync()
 	}
 	return nil
 }

@@ -113,6 +113,9 @@ func (u *Unit) writeLocked(p []byte, pos int64, durable bool) error {
 		return err
 	}
 	if u.writeThrough() || u.cached() && durable {
+		if u.unsynced.Load() {
+			return backend.ErrUnsynced
+		}
 		return u.store.WriteDurable(p, pos)
 	}
 	return u.store.WriteAt(p, pos)
@@ -137,7 +140,7 @@ func beginRead(u *Unit, c *Command) bool {
 	if wantsFUA(c.CDB) && u.cached() {
 		// FUA asks for what is on the medium, and that it is not older than
 		// what the cache has (SBC-3, section 5.8).
-		if err := u.store.Sync(); err != nil {
+		if err := u.sync(); err != nil {
 			return c.failWrite(err)
 		}
 	}
@@ -180,7 +183,7 @@ func beginSync(u *Unit, c *Command) bool {
 // endSync syncs the whole store, whatever the range, and before the status also
 // if IMMED allows it later: a failure could not be reported otherwise.
 func endSync(u *Unit, c *Command) {
-	if err := u.store.Sync(); err != nil {
+	if err := u.sync(); err != nil {
 		c.failWrite(err)
 	}
 }
@@ -356,7 +359,7 @@ func endWriteSame(u *Unit, c *Command) {
 		err = u.repeat(c, block, pos, n)
 	}
 	if err == nil && u.writeThrough() {
-		err = u.store.Sync()
+		err = u.sync()
 	}
 	if err != nil {
 		c.failWrite(err)
@@ -474,7 +477,7 @@ func consumeUnmap(u *Unit, c *Command, p []byte, _ uint64) bool {
 		}
 	}
 	if u.writeThrough() {
-		if err := u.store.Sync(); err != nil {
+		if err := u.sync(); err != nil {
 			return c.failWrite(err)
 		}
 	}

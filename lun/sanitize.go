@@ -135,7 +135,7 @@ func (u *Unit) overwrite(block []byte, pass, passes int) error {
 			return err
 		}
 	}
-	return u.store.Sync()
+	return u.sync()
 }
 
 // erase writes zeros to what takes space, before it is given back where that
@@ -157,13 +157,13 @@ func (u *Unit) erase() error {
 		}
 		off += n
 	}
-	if err := u.store.Sync(); err != nil || !u.isThin() {
+	if err := u.sync(); err != nil || !u.isThin() {
 		return err
 	}
 	if err := u.store.Discard(0, size); err != nil {
 		return err
 	}
-	return u.store.Sync()
+	return u.sync()
 }
 
 // step notes how far a sanitize is, and ends it when the unit is being closed.

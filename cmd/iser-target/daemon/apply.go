@@ -657,6 +657,7 @@ func (c *change) takeBack(r *removal) error {
 		if l, err = d.openOrWait(c.lasting(), d.waits.store, r.t, r.l.LUN); err != nil {
 			return err
 		}
+		l.unit.Succeed(r.l.unit)
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -807,6 +808,7 @@ func (c *change) replace(t *servedTarget, next config.LUN) error {
 			if l, err = d.notReady(t, old.LUN, old.fresh, nil, failed); err != nil {
 				return errors.Join(failed, err)
 			}
+			l.unit.Succeed(old.unit)
 		}
 		t.inventory.Replace(uint16(next.ID), l.unit)
 		d.mu.Lock()

@@ -13,10 +13,12 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
@@ -1376,5 +1378,139 @@ func TestBusyLUNIsOpenedAnew(t *testing.T) {
 	}
 	if got := do(t, s, r); got != "" {
 		t.Errorf("READ: %s", got)
+	}
+}
+
+// What was written and not synced when a sync has failed may be lost: no later sync may
+// succeed, whatever is done to the LUN meanwhile. When the store of it closes it syncs as well.
+func TestFailedSyncOutlivesReplacement(t *testing.T) {
+	for _, tt := range []struct {
+		name string
+		fail []backendtest.Op
+	}{
+		{"a SYNCHRONIZE CACHE has failed", []backendtest.Op{backendtest.Sync, backendtest.Close}}, // which is final
+		{"closing fails", []backendtest.Op{backendtest.Close}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			l := newLab(t)
+			opened := 0
+			l.openStore = func(c *config.LUN) (backend.Store, error) {
+				st, err := l.openBackend(c)
+				if opened++; err != nil || opened > 1 {
+					return st, err
+				}
+				f := &backendtest.Faulty{Store: st}
+				closed := false
+				f.Hook(func(op backendtest.Op, _, _ int64) error {
+					if !slices.Contains(tt.fail, op) || closed {
+						return nil
+					}
+					closed = op == backendtest.Close // once
+					return syscall.EIO
+				})
+				return f, nil
+			}
+			luns := func(more string) {
+				l.luns = `{id: 0, backend: memory, size: 4MiB}, ` + l.disk(1, "disk.img", more)
+			}
+			luns("")
+			l.ok(ChangeOptions{})
+			s := l.login("host1", store)
+			attentions(t, s, 1)
+			write := &initiator.Command{LUN: 1, CDB: initiator.Write16(0, 1), Out: make([]byte, 512)}
+			if got := do(t, s, write); got != "" {
+				t.Fatalf("WRITE: %s", got)
+			}
+			flush := &initiator.Command{LUN: 1, CDB: [16]byte{0: 0x35}} // SYNCHRONIZE CACHE(10)
+			if tt.fail[0] == backendtest.Sync {
+				if got := do(t, s, flush); got != "3/0c/00" {
+					t.Fatalf("SYNCHRONIZE CACHE: %s", got)
+				}
+			}
+			luns(", removable: true")
+			if _, err := l.apply(ChangeOptions{Disrupt: true}); !errors.Is(err, syscall.EIO) {
+				t.Fatalf("the change whose store does not close: %v", err)
+			}
+			for range 2 { // the change was taken back; then it is made
+				if got := attentions(t, s, 1); got != "28/00" {
+					t.Errorf("LUN 1: %s", got)
+				}
+				if got := do(t, s, write); got != "" {
+					t.Errorf("WRITE: %s", got)
+				}
+				write.CDB[1] = 0x08 // FUA
+				for _, c := range []*initiator.Command{flush, write} {
+					if got := do(t, s, c); got != "4/0c/00" {
+						t.Errorf("%#x: %q, want a hardware error", c.CDB[0], got)
+					}
+				}
+				write.CDB[1] = 0
+				l.ok(ChangeOptions{Disrupt: true})
+			}
+		})
+	}
+}
+
+// A change that fails gives the LUN back as it was: to open its store anew is no loss of
+// power then either, also if that succeeds only later.
+func TestReservationsAcrossFailedChange(t *testing.T) {
+	for _, tt := range []struct {
+		name string
+		luns func(l *lab) string
+		fail int // openings of the LUN as it was, before one succeeds
+		back string
+	}{
+		{"replacement", func(l *lab) string { return l.disk(1, "disk.img", ", removable: true") }, 0, "28/00"},
+		{"replacement that is not ready in between", func(l *lab) string { return l.disk(1, "disk.img", ", removable: true") }, 1, "28/00"},
+		{"removal", func(l *lab) string { return l.disk(2, "disk.img", "") + ", " + l.disk(3, "other.img", "") }, 0, "29/00"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			l := newLab(t)
+			fail := 0
+			l.openStore = func(c *config.LUN) (backend.Store, error) {
+				switch {
+				case c.ID == 3:
+					return nil, syscall.EIO
+				case c.Removable:
+					fail = tt.fail
+					return nil, syscall.EIO
+				case fail > 0:
+					fail--
+					return nil, syscall.EIO
+				}
+				return l.openBackend(c)
+			}
+			first := `{id: 0, backend: memory, size: 4MiB}, `
+			l.luns = first + l.disk(1, "disk.img", "")
+			l.ok(ChangeOptions{})
+			holder, fenced := l.login("holder", store), l.login("fenced", store)
+			for _, s := range []*initiator.Session{holder, fenced} {
+				attentions(t, s, 1)
+			}
+			for sa := range byte(2) { // REGISTER, RESERVE: Write Exclusive - Registrants Only
+				list := make([]byte, 24)
+				list[7+8*(1-sa)] = 7
+				if got := do(t, holder, &initiator.Command{LUN: 1, CDB: [16]byte{0: 0x5f, 1: sa, 2: 5, 8: 24}, Out: list}); got != "" {
+					t.Fatalf("PERSISTENT RESERVE OUT %d: %s", sa, got)
+				}
+			}
+			l.luns = first + tt.luns(l)
+			if _, err := l.apply(ChangeOptions{Disrupt: true, Now: true}); !errors.Is(err, syscall.EIO) {
+				t.Fatal(err)
+			}
+			eventually(t, "LUN 1 is back", func() bool { return l.State().Targets[0].LUNs[1].State == Ready })
+			for _, s := range []*initiator.Session{holder, fenced} {
+				if got := attentions(t, s, 1); !strings.HasPrefix(got, tt.back) {
+					t.Errorf("LUN 1: %s, want %s", got, tt.back)
+				}
+			}
+			w := &initiator.Command{LUN: 1, CDB: initiator.Write16(0, 1), Out: make([]byte, 512)}
+			if got := do(t, fenced, w); got != "status 0x18" {
+				t.Errorf("WRITE of who is kept out: %q", got)
+			}
+			if got := do(t, holder, w); got != "" {
+				t.Errorf("WRITE of the holder: %s", got)
+			}
+		})
 	}
 }
