@@ -389,7 +389,14 @@ func (d *disk) Extent(off int64) (mapped bool, n int64, err error) {
 	case err == unix.EINVAL, err == unix.EOPNOTSUPP:
 		return true, left, nil
 	case err == unix.ENXIO: // no data from off on
-		return d.hole(off, left)
+		end, err := d.fd.seek(0, io.SeekEnd)
+		switch {
+		case err != nil:
+			return false, 0, fmt.Errorf("look for the end of %s: %w", d.path, err)
+		case end <= off: // somebody else has made the file shorter, which ReadAt will meet
+			return true, left, nil
+		}
+		return d.hole(off, min(end-off, left))
 	case err != nil:
 		return false, 0, fmt.Errorf("look for data in %s at %d: %w", d.path, off, err)
 	case data > off:

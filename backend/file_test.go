@@ -603,6 +603,26 @@ func TestFileErrors(t *testing.T) {
 	}
 }
 
+// Behind the end of a file that somebody else has made shorter there is no hole, which would
+// read as zeros: what copies only data is to meet the error that ReadAt has.
+func TestExtentOfShortenedFile(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "lun.img")
+	s := openFile(t, backend.FileConfig{Path: path, Size: 1 << 20})
+	if err := os.Truncate(path, 256<<10); err != nil {
+		t.Fatal(err)
+	}
+	for off := int64(0); off < 1<<20; {
+		mapped, n, err := backend.Extent(s, off)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if want := off >= 256<<10; mapped != want || !want && off+n > 256<<10 {
+			t.Errorf("%d octets at %d: mapped %t", n, off, mapped)
+		}
+		off += n
+	}
+}
+
 func TestFileNoSpace(t *testing.T) {
 	dir := backendtest.Mount(t, "none", "tmpfs", "size=1m")
 	s := openFile(t, backend.FileConfig{Path: filepath.Join(dir, "lun.img"), Size: 16 << 20})
