@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -167,6 +168,11 @@ func TestSanitizeInProgress(t *testing.T) {
 	in := r.good("03 00 0000 ff 00", nil)
 	if want := unhex("70 00 02 00000000 0a 00000000 04 1b 00 80"); !bytes.Equal(in[:16], want) {
 		t.Errorf("REQUEST SENSE: % x", in)
+	}
+	// SPC-4, section 4.5.2.4: in descriptor format the progress has a descriptor.
+	desc := r.good("03 01 0000 ff 00", nil)
+	if want := slices.Concat(unhex("72 02 04 1b 000000 08  02 06 0000 80"), in[16:18], []byte{0}); !bytes.Equal(desc, want) {
+		t.Errorf("REQUEST SENSE with DESC: % x, want % x", desc, want)
 	}
 	r.nexus.ResetUnit([8]byte{})
 	for _, n := range []*Nexus{r.nexus, other} {

@@ -105,7 +105,12 @@ func (s *sense) put(b []byte) []byte {
 	clear(b)
 	if s.descType {
 		b[0], b[1], b[2], b[3] = 0x72, s.key, s.asc, s.ascq
-		return b[:8]
+		if s.field == noField {
+			return b[:8]
+		}
+		b[7], b[8], b[9] = 8, 0x02, 6 // a sense key specific descriptor
+		s.putSpecific(b[12:])
+		return b[:16]
 	}
 	b[0], b[2], b[7] = 0x70, s.key, senseLen-8
 	binary.BigEndian.PutUint32(b[8:], s.command)
@@ -115,16 +120,21 @@ func (s *sense) put(b []byte) []byte {
 		binary.BigEndian.PutUint32(b[3:], s.info)
 	}
 	if s.field != noField {
-		b[15] = 0x80 // SKSV
-		if !s.inList && !s.progress {
-			b[15] |= 0x40 // C/D
-		}
-		if s.bit != noField {
-			b[15] |= 0x08 | byte(s.bit) // BPV
-		}
-		binary.BigEndian.PutUint16(b[16:], uint16(s.field))
+		s.putSpecific(b[15:])
 	}
 	return b
+}
+
+// putSpecific encodes the sense key specific data, which is field, into three octets of b.
+func (s *sense) putSpecific(b []byte) {
+	b[0] = 0x80 // SKSV
+	if !s.inList && !s.progress {
+		b[0] |= 0x40 // C/D
+	}
+	if s.bit != noField {
+		b[0] |= 0x08 | byte(s.bit) // BPV
+	}
+	binary.BigEndian.PutUint16(b[1:], uint16(s.field))
 }
 
 // fail ends c with CHECK CONDITION and returns false.
