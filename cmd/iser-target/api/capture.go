@@ -156,7 +156,7 @@ func (k *Capture) Copy(w io.Writer) (sum capture.Summary, err error) {
 	case errors.As(err, &write):
 		return sum, write.Err
 	case err != nil:
-		return sum, k.c.unreached(err)
+		return sum, k.c.unreached(http.MethodGet, err)
 	}
 	if err := json.Unmarshal([]byte(k.resp.Trailer.Get(summaryTrailer)), &sum); err != nil {
 		return sum, &Error{Code: Failed, Message: fmt.Sprintf("the target at %s does not say how the capture ended: %v", k.c.where, err)}

@@ -85,7 +85,7 @@ func (c *Client) roundTrip(ctx context.Context, method, path string, q url.Value
 	}
 	resp, err := c.http.Do(req)
 	if err != nil {
-		return nil, c.unreached(err)
+		return nil, c.unreached(method, err)
 	}
 	if resp.StatusCode == http.StatusOK {
 		return resp, nil
@@ -99,8 +99,19 @@ func (c *Client) roundTrip(ctx context.Context, method, path string, q url.Value
 	return nil, e
 }
 
-// unreached is why there was no answer.
-func (c *Client) unreached(err error) error {
+// unreached is why there was no answer to a request of that method.
+func (c *Client) unreached(method string, err error) error {
+	hint := "whether a change was made is not known: look when it is back"
+	if method == http.MethodGet {
+		hint = "nothing was to change: see whether it still runs"
+	}
+	if errors.Is(err, context.Canceled) {
+		e := &Error{Code: Failed, Message: "interrupted before the target at " + c.where + " answered"}
+		if method != http.MethodGet {
+			e.Hint = "whether a change was made is not known: see what there is"
+		}
+		return e
+	}
 	if c.tls != nil {
 		if e := c.tls.explain(c.where, err); e != nil {
 			return e
@@ -113,7 +124,7 @@ func (c *Client) unreached(err error) error {
 			return &Error{Code: Unreached, Message: fmt.Sprintf("not allowed to use %s: %v", c.where, err),
 				Hint: "it is for the user that the target runs as, and for root"}
 		}
-		hint := "start it with iser-target serve, or say by --socket where it is (control.socket in its configuration)"
+		hint = "start it with iser-target serve, or say by --socket where it is (control.socket in its configuration)"
 		if c.tls != nil {
 			hint = "start it with iser-target serve, or say by --address where it is (control.listen in its configuration)"
 		}
@@ -123,8 +134,10 @@ func (c *Client) unreached(err error) error {
 	if errors.As(err, &ue) {
 		err = ue.Err
 	}
-	return &Error{Code: Unreached, Message: fmt.Sprintf("the target at %s went away before it answered: %v", c.where, err),
-		Hint: "whether a change was made is not known: look when it is back"}
+	if errors.Is(err, context.DeadlineExceeded) {
+		return &Error{Code: Unreached, Message: "the target at " + c.where + " has not answered in time", Hint: hint}
+	}
+	return &Error{Code: Unreached, Message: fmt.Sprintf("the target at %s went away before it answered: %v", c.where, err), Hint: hint}
 }
 
 // call sends v, if it is not nil, as JSON and reads the answer into to.
@@ -145,14 +158,14 @@ func (c *Client) send(ctx context.Context, method, path string, q url.Values, co
 		return err
 	}
 	defer resp.Body.Close()
-	return c.decode(resp.Body, to)
+	return c.decode(method, resp.Body, to)
 }
 
-// decode reads an answer.
-func (c *Client) decode(r io.Reader, to any) error {
+// decode reads an answer to a request of that method.
+func (c *Client) decode(method string, r io.Reader, to any) error {
 	b, err := io.ReadAll(io.LimitReader(r, maxAnswer))
 	if err != nil {
-		return c.unreached(err)
+		return c.unreached(method, err)
 	}
 	if err := json.Unmarshal(b, to); err != nil {
 		return &Error{Code: Failed, Message: fmt.Sprintf("answer of the target at %s: %v", c.where, err)}
@@ -268,10 +281,10 @@ func (c *Client) making(ctx context.Context, method, path string, q url.Values, 
 	defer resp.Body.Close()
 	if resp.Header.Get("Content-Type") != "application/jsonl" { // it took no time
 		p := &daemon.Plan{}
-		return p, c.decode(resp.Body, p)
+		return p, c.decode(method, resp.Body, p)
 	}
 	var plan *daemon.Plan
-	if err := c.lines(ctx, resp.Body, func(line []byte) error {
+	if err := c.lines(ctx, method, resp.Body, func(line []byte) error {
 		var m Making
 		switch err := json.Unmarshal(line, &m); {
 		case err != nil:
@@ -288,7 +301,7 @@ func (c *Client) making(ctx context.Context, method, path string, q url.Values, 
 		return nil, err
 	}
 	if plan == nil {
-		return nil, c.unreached(cmp.Or(ctx.Err(), io.ErrUnexpectedEOF))
+		return nil, c.unreached(method, cmp.Or(ctx.Err(), io.ErrUnexpectedEOF))
 	}
 	return plan, nil
 }
@@ -392,7 +405,7 @@ func (c *Client) text(ctx context.Context, path string) ([]byte, error) {
 	defer resp.Body.Close()
 	b, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
 	if err != nil {
-		return nil, c.unreached(err)
+		return nil, c.unreached(http.MethodGet, err)
 	}
 	return b, nil
 }
@@ -415,7 +428,7 @@ func (c *Client) Events(ctx context.Context, since uint64, follow bool, each fun
 		return err
 	}
 	defer resp.Body.Close()
-	return c.lines(ctx, resp.Body, func(line []byte) error {
+	return c.lines(ctx, http.MethodGet, resp.Body, func(line []byte) error {
 		var e daemon.Event
 		if err := json.Unmarshal(line, &e); err != nil {
 			return &Error{Code: Failed, Message: fmt.Sprintf("event: %v", err)}
@@ -424,8 +437,9 @@ func (c *Client) Events(ctx context.Context, since uint64, follow bool, each fun
 	})
 }
 
-// lines calls each with the lines that have something in them, until ctx ends.
-func (c *Client) lines(ctx context.Context, r io.Reader, each func(line []byte) error) error {
+// lines calls each with the lines that have something in them, of the answer to a request
+// of that method, until ctx ends.
+func (c *Client) lines(ctx context.Context, method string, r io.Reader, each func(line []byte) error) error {
 	lines := bufio.NewScanner(r)
 	lines.Buffer(nil, maxLine)
 	for lines.Scan() {
@@ -437,7 +451,7 @@ func (c *Client) lines(ctx context.Context, r io.Reader, each func(line []byte) 
 		}
 	}
 	if err := lines.Err(); err != nil && ctx.Err() == nil {
-		return c.unreached(err)
+		return c.unreached(method, err)
 	}
 	return nil
 }

@@ -1,9 +1,12 @@
 package api
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
+	"net/http"
 	"net/url"
 	"os"
 	"strings"
@@ -46,10 +49,33 @@ func TestUnreached(t *testing.T) {
 		unix.ENOENT:       "no target answers on /run/s.sock",
 		unix.ECONNREFUSED: "no target answers on /run/s.sock",
 	} {
-		got := c.unreached(&url.Error{Op: "Get", URL: "http://x", Err: &net.OpError{Op: "dial", Net: "unix", Err: os.NewSyscallError("connect", err)}})
+		got := c.unreached(http.MethodGet, &url.Error{Op: "Get", URL: "http://x", Err: &net.OpError{Op: "dial", Net: "unix", Err: os.NewSyscallError("connect", err)}})
 		var e *Error
 		if !errors.As(got, &e) || e.Code != Unreached || !strings.HasPrefix(e.Message, want) {
 			t.Errorf("%v: %v, want %q", err, got, want)
+		}
+	}
+}
+
+// TestUnanswered tells an interrupted command from a target that is gone, and only what
+// would have changed something leaves open whether it has.
+func TestUnanswered(t *testing.T) {
+	c := NewClient("/run/s.sock")
+	for _, tc := range []struct {
+		err  error
+		code Code
+		want string
+	}{
+		{context.Canceled, Failed, "interrupted before the target at /run/s.sock answered"},
+		{context.DeadlineExceeded, Unreached, "the target at /run/s.sock has not answered in time"},
+		{io.ErrUnexpectedEOF, Unreached, "the target at /run/s.sock went away before it answered: unexpected EOF"},
+	} {
+		for _, method := range []string{http.MethodGet, http.MethodPost, http.MethodPatch, http.MethodDelete} {
+			var e *Error
+			got := c.unreached(method, &url.Error{Op: method, URL: "http://x", Err: tc.err})
+			if !errors.As(got, &e) || e.Code != tc.code || e.Message != tc.want || strings.Contains(e.Hint, "is not known") != (method != http.MethodGet) {
+				t.Errorf("%s, %v: %+v, want %q", method, tc.err, got, tc.want)
+			}
 		}
 	}
 }

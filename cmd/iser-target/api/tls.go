@@ -120,7 +120,7 @@ func (t *clientTLS) explain(address string, err error) *Error {
 			address, invalid.Cert.NotBefore.Format(time.RFC3339), invalid.Cert.NotAfter.Format(time.RFC3339))
 	case errors.As(err, &invalid):
 		return fail("see control.tls.cert", "the certificate of the target at %s: %v", address, invalid)
-	case errors.As(err, &record):
+	case errors.As(err, &record), errors.Is(err, http.ErrSchemeMismatch):
 		return fail("--address wants what control.listen says", "what listens at %s does not speak TLS", address)
 	}
 	alert, ok := alertOf(err)
