@@ -814,6 +814,9 @@ func (c *change) replace(t *servedTarget, next config.LUN) error {
 		d.mu.Lock()
 		t.luns[next.ID] = l
 		d.mu.Unlock()
+		if old.fault != nil { // it was not ready before
+			failed = nil
+		}
 		return errors.Join(failed, t.inventory.SetMask(uint16(next.ID), mustMask(old.LUN)))
 	})
 	ctx, cancel := context.WithTimeout(c.ctx, c.turnDrain())

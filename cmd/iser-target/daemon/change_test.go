@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"reflect"
 	"regexp"
 	"slices"
 	"strings"
@@ -943,6 +944,37 @@ targets: [{name: %s, initiators: ["*"], luns: [{id: 0, backend: file, path: %s/d
 			t.Errorf("%+v; the NAA was %s", l, naa)
 		}
 	})
+}
+
+// A change of a LUN that is not ready, which fails because of that, leaves it as it was, and
+// says so.
+func TestChangeNotReady(t *testing.T) {
+	var disk string
+	with := func(lun string) string {
+		return `{id: 0, backend: memory, size: 4MiB}, {id: 1, backend: file, ` + lun + `}`
+	}
+	l := newLab(t, func(l *lab) {
+		disk = filepath.Join(l.dir, "mnt", "disk.img")
+		l.luns = with(`path: ` + disk + `, size: 1MiB`)
+	})
+	before := l.State().Targets[0].LUNs[1]
+	if before.State != NotReady {
+		t.Fatalf("LUN %+v", before)
+	}
+	for _, lun := range []string{`path: ` + disk + `, size: 2MiB`, `path: ` + disk + `, size: 1MiB, read_only: true`, `path: ` + disk + `.2, size: 1MiB`} {
+		l.luns = with(lun)
+		_, err := l.apply(ChangeOptions{Disrupt: true})
+		if err == nil || !strings.HasPrefix(err.Error(), "everything is as before: ") {
+			t.Errorf("%s: %v", lun, err)
+		}
+		if after := l.State().Targets[0].LUNs[1]; !reflect.DeepEqual(after, before) {
+			t.Errorf("%s: LUN %+v, was %+v", lun, after, before)
+		}
+	}
+	if err := os.Mkdir(filepath.Dir(disk), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the LUN is ready", func() bool { return l.State().Targets[0].LUNs[1].State == Ready })
 }
 
 // A LUN that is created where one had been has a file and an identity of its own.
