@@ -608,7 +608,7 @@ func TestDoctor(t *testing.T) {
 			t.Fatal("the login was not refused")
 		}
 	}
-	want := "explain --initiator " + hostName + " --target " + storeName + "2\n"
+	want := "explain --initiator " + hostName + " --target " + storeName + "2 --portal " + s.addr + "\n"
 	if out := s.ok(t, "doctor"); strings.Count(out, want) != 1 {
 		t.Errorf("the same refusal more than once:\n%s", out)
 	}

@@ -242,6 +242,9 @@ func checkLogins(ctx context.Context, c *api.Client) (list []Finding, err error)
 		hint := ""
 		if i, t := text("initiator"), text("target"); i != "" && t != "" {
 			hint = fmt.Sprintf("iser-target explain --initiator %s --target %s", i, t)
+			if at := text("local"); at != "" { // another portal may lead to the target
+				hint += " --portal " + at
+			}
 		}
 		this := refusal{text("initiator"), text("target"), text("reason")}
 		if at := slices.Index(last, this); at >= 0 {

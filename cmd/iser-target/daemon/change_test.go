@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -1075,6 +1076,23 @@ func TestExplain(t *testing.T) {
 		}
 		if got := strings.Join(luns, " "); r.luns != "" && got != r.luns {
 			t.Errorf("%s: LUNs %s, want %s", r.name, got, r.luns)
+		}
+	}
+}
+
+// A portal on all addresses is the one at each of them.
+func TestExplainWildcard(t *testing.T) {
+	l := newLab(t, func(l *lab) { l.portals = `{listen: "0.0.0.0:0"}` })
+	_, port, err := net.SplitHostPort(l.addr())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for portal, admitted := range map[string]bool{
+		"0.0.0.0:0": true, "0.0.0.0:" + port: true, "127.0.0.1:" + port: true, "192.0.2.7:" + port: true,
+		"127.0.0.1:1": false, "127.0.0.1": false,
+	} {
+		if e := l.Explain(prefix+"host", store, portal); e.Admitted != admitted {
+			t.Errorf("portal %s: %+v", portal, e)
 		}
 	}
 }

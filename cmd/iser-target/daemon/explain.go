@@ -2,6 +2,8 @@ package daemon
 
 import (
 	"fmt"
+	"net"
+	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
@@ -13,7 +15,7 @@ import (
 )
 
 // Explain tells whether the initiator of that name would be let in to the target by way
-// of the portal (as it is configured, or where it listens; empty: the first that leads
+// of the portal (as it is configured, or where it is reached; empty: the first that leads
 // there), and what decides it. It knows nothing of secrets: a login that gets as far as
 // CHAP is told to have to prove who it is.
 func (d *Daemon) Explain(initiator, target, portal string) Explanation {
@@ -58,7 +60,7 @@ func (e *explaining) run(d *Daemon, initiator, target, by string) bool {
 	e.rule("target", true, 0, "%s is served", tname)
 	i := slices.IndexFunc(d.portals, func(p *portal) bool {
 		cur := p.cur.Load()
-		return by == "" && t.ServedBy(cur.cfg) || by != "" && (cur.cfg.Listen == by || p.l.Addr().String() == by)
+		return by == "" && t.ServedBy(cur.cfg) || by != "" && (cur.cfg.Listen == by || p.l.Addr().String() == by || covers(p.l.Addr(), by))
 	})
 	if i < 0 {
 		if by == "" {
@@ -94,6 +96,13 @@ func (e *explaining) run(d *Daemon, initiator, target, by string) bool {
 		e.LUNs = append(e.LUNs, view(&t.LUNs[i], name))
 	}
 	return true
+}
+
+// covers tells whether who listens on all addresses is reached at that one.
+func covers(listen net.Addr, address string) bool {
+	at, err := netip.ParseAddrPort(address)
+	l, ok := listen.(*net.TCPAddr)
+	return err == nil && ok && l.IP.IsUnspecified() && l.Port == int(at.Port()) && (l.IP.To4() == nil || at.Addr().Unmap().Is4())
 }
 
 // chap looks for a CHAP user that the initiator can be.
