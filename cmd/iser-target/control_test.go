@@ -238,8 +238,19 @@ func TestVerbs(t *testing.T) {
 			t.Errorf("portals %+v", list)
 		}
 		s.says(t, cli.ExitError, "address already in use", "portal", "add", s.addr)
+		s.says(t, cli.ExitUsage, "--tpgt must be", "portal", "add", "127.0.0.3:0", "--tpgt", "0")
+		s.says(t, cli.ExitError, "must be 1 to 65535, not -5", "portal", "add", "127.0.0.3:0", "--tpgt", "-5")
+		s.says(t, cli.ExitUsage, "--transport is empty", "portal", "add", "127.0.0.3:0", "--transport", "")
 		s.says(t, cli.ExitOK, "remove portal "+more, "portal", "remove", more)
 		s.says(t, cli.ExitNotFound, more, "portal", "remove", more)
+	})
+	t.Run("nothing said", func(t *testing.T) {
+		s.says(t, cli.ExitUsage, "argument 1 is empty", "lun", "list", "")
+		s.says(t, cli.ExitUsage, "argument 1 is empty", "initiator", "deny", "", "*")
+		s.says(t, cli.ExitUsage, "argument 2 is empty", "initiator", "deny", storeName, "")
+		s.says(t, cli.ExitUsage, "unknown command", "completion", "bsh")
+		s.says(t, cli.ExitUsage, "wants a command", "completion")
+		s.says(t, cli.ExitOK, "__start_iser-target", "completion", "bash")
 	})
 	t.Run("comments", func(t *testing.T) {
 		if got := s.text(t); !strings.HasPrefix(got, "# of a test\n") || !strings.Contains(got, storeName+" # the first\n") {

@@ -4,6 +4,7 @@
 package api
 
 import (
+	"cmp"
 	"fmt"
 	"net/http"
 	"slices"
@@ -141,7 +142,7 @@ type Portal struct {
 }
 
 func (p *Portal) config() config.Portal {
-	return config.Portal{Listen: p.Listen, Advertise: p.Advertise, Transports: p.Transports, TPGT: max(p.TPGT, 1)}
+	return config.Portal{Listen: p.Listen, Advertise: p.Advertise, Transports: p.Transports, TPGT: cmp.Or(p.TPGT, 1)}
 }
 
 // Values are keys of a LUN or target and what they are to be, as in YAML.

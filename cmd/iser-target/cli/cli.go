@@ -146,6 +146,10 @@ func AddTo(root *cobra.Command) {
 		},
 	}, docs())
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error { return &usageError{cmd, flagError(err)} })
+	root.InitDefaultCompletionCmd() // which would answer what it does not know with its help, to be sourced
+	if c, _, err := root.Find([]string{"completion"}); err == nil {
+		c.RunE = wantsCommand
+	}
 	typeArgs(root)
 }
 
@@ -176,6 +180,9 @@ func typeArgs(cmd *cobra.Command) {
 		cmd.Args = func(cmd *cobra.Command, args []string) error {
 			switch err := check(cmd, args); {
 			case err == nil:
+				if i := slices.Index(args, ""); i >= 0 { // of a script with a variable that is not set
+					return usage(cmd, "argument %d is empty", i+1)
+				}
 				return nil
 			case cmd.HasSubCommands():
 				return &usageError{cmd, err}
@@ -191,11 +198,13 @@ func typeArgs(cmd *cobra.Command) {
 
 // group is a command that has others.
 func group(use, short string, commands ...*cobra.Command) *cobra.Command {
-	g := &cobra.Command{Use: use, Short: short, Args: cobra.NoArgs, RunE: func(cmd *cobra.Command, _ []string) error {
-		return usage(cmd, "%s wants a command", cmd.CommandPath())
-	}}
+	g := &cobra.Command{Use: use, Short: short, Args: cobra.NoArgs, RunE: wantsCommand}
 	g.AddCommand(commands...)
 	return g
+}
+
+func wantsCommand(cmd *cobra.Command, _ []string) error {
+	return usage(cmd, "%s wants a command", cmd.CommandPath())
 }
 
 // whereFlags are those that say where the target is.

@@ -279,7 +279,13 @@ func (p *program) portal() *cobra.Command {
 		}})
 	var po api.Portal
 	add := p.change(verb{use: "add ADDRESS", short: "Listen on another address, host:port", args: cobra.ExactArgs(1), complete: cobra.NoFileCompletions},
-		func(ctx context.Context, _ *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+		func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+			switch {
+			case po.TPGT == 0: // which the API takes for 1
+				return nil, usage(cmd, "--tpgt must be 1 to 65535, not 0")
+			case cmd.Flags().Changed("transport") && len(po.Transports) == 0: // and for both
+				return nil, usage(cmd, "--transport is empty: iser or tcp; without it, both")
+			}
 			po.Listen = args[0]
 			return c.AddPortal(ctx, po, o)
 		})
