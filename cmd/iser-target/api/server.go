@@ -248,7 +248,7 @@ func errorOf(err error) *Error {
 	case errors.As(err, &wrong), errors.Is(err, config.ErrShared):
 		return &Error{Code: Invalid, Message: err.Error(), Hint: "nothing has changed; docs/config.md describes all keys"}
 	case errors.Is(err, fs.ErrNotExist):
-		return &Error{Code: Failed, Message: err.Error(), Hint: "it has to be there, on the machine of the target"}
+		return &Error{Code: Failed, Message: err.Error(), Hint: "it, or the directory that it is to be in, has to be there, on the machine of the target"}
 	}
 	return &Error{Code: Failed, Message: err.Error()}
 }

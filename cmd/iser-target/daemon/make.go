@@ -74,6 +74,9 @@ func (m *Making) Run(ctx context.Context, report func(backend.Progress)) error {
 	log := m.d.log.With("path", m.Path(), "octets", m.Size())
 	log.InfoContext(ctx, "making a file", eventKey, "lun")
 	err := m.Making.Run(ctx, report)
+	if errors.Is(err, context.Canceled) {
+		err = fmt.Errorf("whoever has asked for it is gone: %w", err)
+	}
 	if err != nil {
 		log.WarnContext(ctx, "file was not made", eventKey, "lun", "reason", err)
 	}
