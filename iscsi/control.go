@@ -232,6 +232,7 @@ func (c *conn) sendNOPIn(ping bool) {
 func (c *conn) keepalive() {
 	if c.sess.discovery {
 		c.dm.SetReceiveDeadline(time.Now().Add(c.opt.DiscoveryTimeout))
+		c.watchDiscovery()
 		return
 	}
 	c.dm.SetReceiveDeadline(time.Time{})
@@ -260,6 +261,27 @@ func (c *conn) keepalive() {
 		c.setTimer(wait, tick)
 	}
 	c.setTimer(c.opt.NopInterval, tick)
+}
+
+// watchDiscovery ends a discovery session from which nothing comes although nobody waits
+// for it: an initiator that takes no answers has used up the slots.
+func (c *conn) watchDiscovery() {
+	heard := ^uint64(0) // c.received at the last tick
+	var tick func()
+	tick = func() {
+		if !c.enter() {
+			return
+		}
+		defer c.workers.Done()
+		now := c.received.Load()
+		if now == heard {
+			c.end(fmt.Errorf("initiator has taken no answer for %v", c.opt.DiscoveryTimeout))
+			return
+		}
+		heard = now
+		c.setTimer(c.opt.DiscoveryTimeout, tick)
+	}
+	c.setTimer(c.opt.DiscoveryTimeout, tick)
 }
 
 // setTimer replaces the connection's timer, but not that of lastTimer.

@@ -324,6 +324,29 @@ func TestDiscoveryIsQuiet(t *testing.T) {
 	})
 }
 
+// A discovery session ends, too, when its initiator asks and takes no answers.
+func TestDiscoveryThatDoesNotRead(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().discover()
+		tc.m.mu.Lock()
+		tc.m.holdFlush = true
+		tc.m.mu.Unlock()
+		for range 1000 {
+			tc.write(tc.request(pdu.TextReq, pdu.FlagF, true), text("SendTargets=All"))
+		}
+		time.Sleep(2*time.Minute + time.Second)
+		synctest.Wait()
+		if !tc.m.isClosed() {
+			t.Error("still there")
+			tc.m.Close()
+		}
+		if err := tc.wait(); err == nil {
+			t.Error("no error")
+		}
+	})
+}
+
 // ISCSI-4.3-1, ISCSI-11.16-1, ISER-7.3.9-4, ISER-7.3.11-3, ISCSI-11.2-2,
 // ISCSI-4.2.4-3, ISCSI-11.2-1: what is rejected.
 func TestRejects(t *testing.T) {

@@ -477,9 +477,16 @@ func (l *login) respond(rsp pdu.LoginResponse, data []byte) error {
 		l.freeTask(t)
 		return fmt.Errorf("sending failed: %w", err)
 	}
-	l.dm.Flush()
+	dm := l.dm // the receive deadline does not bound sending
+	late := time.AfterFunc(max(time.Until(l.deadline), 0)+l.opt.LogoutWait, func() { dm.Close() })
+	dm.Flush()
+	if !late.Stop() {
+		return errNotTaken
+	}
 	return nil
 }
+
+var errNotTaken = errors.New("initiator does not take the Login Response")
 
 // endedBy is why the connection is ending.
 func (c *conn) endedBy() error {

@@ -388,6 +388,27 @@ func TestLoginTimeout(t *testing.T) {
 			t.Errorf("after %v of the 5 s that were left", d)
 		}
 	})
+	// An initiator that takes no answer has no more time.
+	for _, pairs := range [][]string{names, {"InitiatorName=" + initiatorName, "TargetName=iqn.2026-11.io.example:none"}} {
+		synctest.Test(t, func(t *testing.T) {
+			n := newTestNode(t)
+			start := time.Now()
+			tc := n.connect(func(tc *testConn) { tc.m.holdFlush = true })
+			tc.writeLogin(tc.loginRequest(false, 1, 0), pairs...)
+			time.Sleep(20 * time.Second)
+			synctest.Wait()
+			if !tc.m.isClosed() {
+				t.Errorf("still there after %v", time.Since(start))
+				tc.m.Close()
+			}
+			if err := tc.wait(); err == nil {
+				t.Error("no error")
+			}
+			if l := n.log.Lines("outcome=refused"); len(l) != 1 {
+				t.Errorf("log: %q", l)
+			}
+		})
+	}
 }
 
 // A connection that is closed before a PDU comes leaves a line, too.
