@@ -109,6 +109,7 @@ type conn struct {
 	unexpected []unexpected
 	held       *Task  // an unexpected PDU that waits for the initiator to take others
 	ping       uint32 // TTT of the last NOP-In that asked for an answer
+	telling    bool   // a goroutine is in tellWindow
 	store      statusStore
 
 	acked        uint32 // highest ExpStatSN of the initiator; only with a fence
@@ -117,8 +118,6 @@ type conn struct {
 	textBusy bool // a Text Request is being answered
 
 	text textExchange // owned by that Text Request
-
-	telling sync.Mutex // held by who tells about the window; before mu
 
 	slotMu    sync.Mutex // a leaf
 	slotFreed sync.Cond  // on slotMu

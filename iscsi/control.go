@@ -188,25 +188,44 @@ func (c *conn) windowNews() bool {
 // tellWindow sends a NOP-In if there is news about MaxCmdSN that nothing else
 // will carry: to be called when tasks have ended without a response. With RDMA an
 // answer is wanted, because it frees the receive buffer. Tasks that end at the same
-// time say it once.
+// time say it once: who is here already, and may wait for the network, says it for all.
 func (c *conn) tellWindow() {
-	c.telling.Lock()
-	defer c.telling.Unlock()
 	c.mu.Lock()
-	news := c.windowNews()
-	c.mu.Unlock()
-	if news {
-		c.sendNOPIn(c.dm.RDMA())
+	defer c.mu.Unlock()
+	if c.telling {
+		return
 	}
+	c.telling = true
+	for c.windowNews() {
+		news := c.win.max
+		c.mu.Unlock()
+		sent := c.sendNOPIn(c.dm.RDMA())
+		c.mu.Lock()
+		if !sent && news == c.win.max {
+			break
+		}
+	}
+	c.telling = false
+}
+
+// tellWindowAside is tellWindow on another goroutine: the network may be slow.
+func (c *conn) tellWindowAside() {
+	if !c.enter() {
+		return
+	}
+	go func() {
+		defer c.workers.Done()
+		c.tellWindow()
+	}()
 }
 
 // sendNOPIn sends a NOP-In that nobody asked for (RFC 7143, section 11.19): a
 // ping, or news about MaxCmdSN. Without a free slot, or if the initiator could
-// not take it, it is not sent.
-func (c *conn) sendNOPIn(ping bool) {
+// not take it, it is not sent, and the result is false.
+func (c *conn) sendNOPIn(ping bool) bool {
 	t := c.tryTask()
 	if t == nil {
-		return
+		return false
 	}
 	h := pdu.BHS(t.Header[:])
 	h.Reset(pdu.NOPIn, pdu.FlagF)
@@ -221,7 +240,7 @@ func (c *conn) sendNOPIn(ping bool) {
 		c.mu.Unlock()
 	}
 	t.own, t.unasked = true, true
-	c.sendOwn(t)
+	return c.sendOwn(t)
 }
 
 // keepalive pings the initiator of a normal session when nothing has come from

@@ -192,12 +192,7 @@ func (s *session) abort(match func(*Task) bool) (lost bool) {
 		s.pass() // responses that were held back may be gone
 	}
 	for _, c := range losers {
-		if c.enter() {
-			go func() { // its network may be slower than ours
-				defer c.workers.Done()
-				c.tellWindow()
-			}()
-		}
+		c.tellWindowAside()
 	}
 	return len(losers) > 0
 }

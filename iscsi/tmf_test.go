@@ -379,6 +379,55 @@ func TestWindowNews(t *testing.T) {
 	}
 }
 
+// While the network keeps the news no other goroutine waits to tell it, and what they had to
+// tell is told when the network goes on.
+func TestWindowNewsOnSlowNetwork(t *testing.T) {
+	n := newTestNode(t)
+	tc := n.connect(func(tc *testConn) { tc.m.rdma = false }).login()
+	var c *conn
+	for c = range n.conns {
+	}
+	hold := func(on bool) {
+		tc.m.mu.Lock()
+		defer tc.m.mu.Unlock()
+		tc.m.holdFlush = on
+		tc.m.cond.Broadcast()
+	}
+	end := func() <-chan struct{} { // a command that ends without a response
+		c.mu.Lock()
+		c.win.ended()
+		c.mu.Unlock()
+		told := make(chan struct{})
+		go func() {
+			c.tellWindow()
+			close(told)
+		}()
+		return told
+	}
+	hold(true)
+	flushes := func() int {
+		tc.m.mu.Lock()
+		defer tc.m.mu.Unlock()
+		return tc.m.flushes
+	}
+	before := flushes()
+	first := end()
+	n.eventually("a NOP-In waits for the network", func() bool { return flushes() > before })
+	select {
+	case <-end():
+	case <-time.After(patience):
+		t.Error("another goroutine waits for the network")
+	}
+	hold(false)
+	<-first
+	was := tc.maxCmdSN
+	for tc.maxCmdSN != was+2 {
+		tc.want(pdu.NOPIn)
+	}
+	tc.wantNothing()
+	tc.logout()
+}
+
 // ISCSI-4.2.3.3-4: before a target reset missing commands count as received.
 func TestWarmResetSkipsGap(t *testing.T) {
 	n := newTestNode(t)
