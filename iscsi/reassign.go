@@ -201,6 +201,9 @@ func (s *session) expire(l *lostConn) {
 		s.drop(l)
 	}
 	s.mu.Unlock()
+	if c := s.anyConn(); c != nil {
+		c.tellWindowAside()
+	}
 	if s.finishIdle() {
 		s.logEnd(s.node.opt.Load().Logger, slog.LevelWarn, fmt.Sprintf("no connection came back within %v", s.retain()))
 	}

@@ -561,6 +561,8 @@ func TestConnectionStateTimeout(t *testing.T) {
 				t.Error("no time-out was coming")
 			}
 			s.expire(l)
+			b.want(pdu.NOPIn) // an initiator with nothing left of its window would wait for ever
+			b.wantOpenWindow()
 			b.clearedByTransport()
 			b.wantTMF(b.reassign(h), pdu.TaskDoesNotExist)
 			b.wantLogout(b.removal(a, 0), pdu.LogoutCIDNotFound)
