@@ -445,7 +445,7 @@ func init() { // a table that mentions conn's methods cannot be initialised in p
 		pdu.NOPOut:      {take: (*Task).takeData, run: (*Task).runNOP},
 		pdu.SCSICommand: {take: (*Task).takeCommand, run: (*Task).runCommand, maxImmediate: maxImmediateCommands},
 		pdu.TaskMgmtReq: {take: (*Task).takeTMF, run: (*Task).runTMF, maxImmediate: maxImmediateTMFs},
-		pdu.TextReq:     {discovery: true, take: (*Task).takeData, run: (*Task).runText},
+		pdu.TextReq:     {discovery: true, take: (*Task).takeText, run: (*Task).runText},
 		pdu.LogoutReq:   {discovery: true, run: (*Task).runLogout},
 		pdu.DataOut:     {direct: (*conn).dataOut},
 		pdu.SNACK:       {direct: (*conn).snack},

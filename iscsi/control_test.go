@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"net"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -602,20 +603,26 @@ func TestTargetAddresses(t *testing.T) {
 // ISCSI-C-5: many targets.
 func TestSendManyTargets(t *testing.T) {
 	n := newTestNode(t)
-	all, err := security.Compile([]string{"*"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	for i := range 500 {
-		if err := n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:t" + strconv.Itoa(i), Initiators: all, LUNs: n.inv}); err != nil {
-			t.Fatal(err)
-		}
-	}
+	n.addTargets(500)
 	tc := n.connect().discover()
 	if got := tc.readText("SendTargets=All"); len(got) != 2*501 {
 		t.Errorf("%d lines", len(got))
 	}
 	tc.logout()
+}
+
+// addTargets adds so many targets.
+func (n *testNode) addTargets(count int) {
+	n.tb.Helper()
+	all, err := security.Compile([]string{"*"})
+	if err != nil {
+		n.tb.Fatal(err)
+	}
+	for i := range count {
+		if err := n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:t" + strconv.Itoa(i), Initiators: all, LUNs: n.inv}); err != nil {
+			n.tb.Fatal(err)
+		}
+	}
 }
 
 // ISCSI-6.2-1, ISCSI-6.2-2, ISCSI-6.2-3, ISCSI-6.2-4, ISCSI-6.4-1, ISCSI-6.4-4,
@@ -712,6 +719,50 @@ func TestText(t *testing.T) {
 	})
 	tc.ping()
 	tc.logout()
+}
+
+// What was asked does not stay in memory, nor does the rest of a long answer, while
+// answers wait for an initiator that takes none: that would be some 40 MB for each
+// connection of a stranger.
+func TestTextOfWhoDoesNotRead(t *testing.T) {
+	n := newTestNode(t)
+	n.addTargets(1000)
+	tc := n.connect(func(tc *testConn) { tc.m.rdma = false }).discover()
+	heap := func() uint64 {
+		var m runtime.MemStats
+		runtime.GC()
+		runtime.ReadMemStats(&m)
+		return m.HeapAlloc
+	}
+	for name, data := range map[string][]byte{
+		"too long":    make([]byte, 256<<10),
+		"long answer": text("SendTargets=All"),
+	} {
+		tc.m.mu.Lock()
+		tc.m.holdFlush, tc.m.maxSend = true, 512
+		tc.m.mu.Unlock()
+		before := heap()
+		for i := range tc.m.full {
+			h := tc.request(pdu.TextReq, pdu.FlagF, true)
+			h.SetTTT(pdu.ReservedTag)
+			h.SetDataSegmentLength(len(data))
+			tc.m.mu.Lock()
+			tc.m.in = append(tc.m.in, Notice{BHS: h, Data: data})
+			tc.m.cond.Broadcast()
+			tc.m.mu.Unlock()
+			n.eventually("the answer waits", func() bool { return n.Stats().TasksInFlight == i+1 && n.Sessions()[0].Tasks == 0 })
+		}
+		if more := int(heap() - before); more > 4<<20 {
+			t.Errorf("%s: %d octets for %d requests of %d", name, more, tc.m.full, len(data))
+		}
+		tc.m.mu.Lock()
+		tc.m.holdFlush = false
+		tc.m.cond.Broadcast()
+		tc.m.mu.Unlock()
+		for range tc.m.full {
+			tc.next(patience)
+		}
+	}
 }
 
 // ISCSI-11.9-1, ISCSI-4.2.6-1: shutdown asks initiators to log out and does

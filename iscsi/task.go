@@ -1,12 +1,14 @@
 package iscsi
 
 import (
+	"bytes"
 	"encoding/binary"
 	"fmt"
 	"math"
 	"sync/atomic"
 
 	"github.com/iser-target/iser-target/iscsi/fifo"
+	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
 )
@@ -200,11 +202,16 @@ func (t *Task) run() {
 	}
 }
 
-// takeData keeps the data segment of a request that is not a command.
+// takeData keeps the data segment of a ping.
 func (t *Task) takeData(n *Notice) error {
-	if len(n.Data) > 0 {
-		t.data = append([]byte(nil), n.Data...)
-	}
+	t.data = bytes.Clone(n.Data)
+	return nil
+}
+
+// takeText keeps the data segment of a Text Request, and of one that is too long no more
+// than shows that.
+func (t *Task) takeText(n *Notice) error {
+	t.data = bytes.Clone(n.Data[:min(len(n.Data), keys.MaxText+1)])
 	return nil
 }
 

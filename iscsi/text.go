@@ -1,6 +1,7 @@
 package iscsi
 
 import (
+	"bytes"
 	"cmp"
 	"errors"
 	"strconv"
@@ -39,6 +40,7 @@ func (t *Task) runText() {
 	}
 	x := &c.text
 	answer, final, cont, err := c.textAnswer(t)
+	t.data = nil // the answer may have to wait for the network
 	var reject errText
 	h := pdu.BHS(t.Header[:])
 	switch {
@@ -127,7 +129,7 @@ func (c *conn) textAnswer(t *Task) (answer []byte, final, cont bool, err error) 
 func (c *conn) cutText() (part []byte, more bool) {
 	x := &c.text
 	n := min(len(x.out), c.dm.MaxSendSegment())
-	part, x.out = x.out[:n:n], x.out[n:]
+	part, x.out = bytes.Clone(x.out[:n]), x.out[n:] // a part does not keep the rest when that is forgotten
 	return part, len(x.out) > 0
 }
 
