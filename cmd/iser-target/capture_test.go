@@ -409,6 +409,28 @@ func TestCaptureOfKilledTarget(t *testing.T) {
 	understood(t, r.file)
 }
 
+// A file that can have no more, as on a full file system, is whole.
+func TestCaptureIntoFull(t *testing.T) {
+	needTshark(t)
+	s := newStation(t)
+	i := s.login(t)
+	r := s.record(t, i.TSIH)
+	const room = 300_001
+	if err := unix.Prlimit(r.cmd.Process.Pid, unix.RLIMIT_FSIZE, &unix.Rlimit{Cur: room, Max: room}, nil); err != nil {
+		t.Fatal(err)
+	}
+	do(t, i, 512<<10)
+	err := <-r.ended
+	var exit *exec.ExitError
+	if !errors.As(err, &exit) || exit.ExitCode() != cli.ExitError || !strings.Contains(r.said(), "is whole as far as it goes") || !strings.Contains(r.said(), "file too large") {
+		t.Errorf("%v, and it says\n%s", err, r.said())
+	}
+	if fi, err := os.Stat(r.file); err != nil || fi.Size() > room || !strings.Contains(r.said(), fmt.Sprintf("the file has %d octets", fi.Size())) {
+		t.Errorf("the file: %v, %v", fi.Size(), err)
+	}
+	understood(t, r.file)
+}
+
 // A tcpSession is an iSCSI session over TCP without and with digests.
 type tcpSession struct {
 	t       *testing.T

@@ -147,8 +147,8 @@ func (c *Client) StopCapture(ctx context.Context, tsih uint16) error {
 func (k *Capture) Close() error { return k.resp.Body.Close() }
 
 // Copy writes the file to w until the capture ends, and returns what became of it.
-// When the target goes away before, or w fails, what has been written is a file, too: it
-// consists of whole blocks.
+// When the target goes away before, or w fails, the octets that are counted are a file, too:
+// they are whole blocks.
 func (k *Capture) Copy(w io.Writer) (sum capture.Summary, err error) {
 	sum.Size, err = capture.CopyBlocks(w, k.resp.Body)
 	var write *capture.WriteError

@@ -836,8 +836,11 @@ func TestCopyBlocks(t *testing.T) {
 		}
 	}
 	var full *WriteError
-	if _, err := CopyBlocks(failing{}, bytes.NewReader(file.Bytes())); !errors.As(err, &full) {
-		t.Error(err)
+	for n := range file.Len() {
+		written, err := CopyBlocks(&failing{n}, bytes.NewReader(file.Bytes()))
+		if !errors.As(err, &full) || !ends[int(written)] || written > int64(n) || written < int64(n-100) {
+			t.Errorf("there is room for %d octets, %d are counted: %v", n, written, err)
+		}
 	}
 }
 
@@ -853,9 +856,17 @@ func (f *file2) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-type failing struct{}
+// failing takes so many octets.
+type failing struct{ room int }
 
-func (failing) Write([]byte) (int, error) { return 0, io.ErrShortWrite }
+func (f *failing) Write(b []byte) (int, error) {
+	n := min(len(b), f.room)
+	f.room -= n
+	if n < len(b) {
+		return n, io.ErrShortWrite
+	}
+	return n, nil
+}
 
 func FuzzCopyBlocks(f *testing.F) {
 	f.Add([]byte("\x0a\x0d\x0d\x0a\x0c\x00\x00\x00\x0c\x00\x00\x00\x06\x00\x00\x00\x10\x00"))

@@ -17,8 +17,9 @@ func (e *WriteError) Error() string { return e.Err.Error() }
 func (e *WriteError) Unwrap() error { return e.Err }
 
 // CopyBlocks copies a file from r to w, whole blocks only: if r ends anywhere, or fails,
-// w has a file nevertheless. It returns how many octets w has taken, and an error unless
-// r has ended behind a block.
+// w has a file nevertheless. It returns how many octets the blocks have that w has taken,
+// behind which w may have the begin of one more if it fails, and an error unless r has
+// ended behind a block.
 func CopyBlocks(w io.Writer, r io.Reader) (written int64, err error) {
 	b := make([]byte, 0, maxBlock+flushLen)
 	for {
@@ -27,10 +28,11 @@ func CopyBlocks(w io.Writer, r io.Reader) (written int64, err error) {
 		whole, wrong := blocks(b)
 		if whole > 0 {
 			n, err := w.Write(b[:whole])
-			written += int64(n)
 			if err != nil {
-				return written, &WriteError{err}
+				whole, _ = blocks(b[:n])
+				return written + int64(whole), &WriteError{err}
 			}
+			written += int64(n)
 			b = b[:copy(b, b[whole:])]
 		}
 		switch {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"strconv"
 	"time"
@@ -135,7 +134,10 @@ func (p *program) record(cmd *cobra.Command, id uint16, max int64, duration time
 		time.AfterFunc(partingTime, cancel)
 	})()
 	sum, err := k.Copy(w)
-	if file, ok := w.(io.Closer); ok && name != "-" {
+	if file, ok := w.(*os.File); ok && name != "-" {
+		if err != nil { // what is full has taken a part of a packet
+			err = errors.Join(err, file.Truncate(sum.Size))
+		}
 		err = errors.Join(err, file.Close())
 	}
 	if err != nil {
