@@ -82,7 +82,7 @@ func OpenFile(c FileConfig) (s Store, created bool, err error) {
 	switch err := retry(func() error { return unix.Flock(fd, lock|unix.LOCK_NB) }); err {
 	case nil:
 	case unix.EWOULDBLOCK:
-		return fail(errors.New("is locked: another target serves it; stop that one, or give this LUN a file of its own"))
+		return fail(errors.New("is locked: another target serves it, or another LUN by another name; stop that one, or give this LUN a file of its own"))
 	default:
 		return fail(fmt.Errorf("lock: %w", err))
 	}
@@ -105,8 +105,7 @@ func OpenFile(c FileConfig) (s Store, created bool, err error) {
 		}
 		created, info.Size = true, c.Size
 	case c.Size != 0 && kst.Size != c.Size:
-		return fail(fmt.Errorf("has %d octets, but %d are configured: configure its size, or none to take the file's, "+
-			"or change the file's with truncate(1)", kst.Size, c.Size))
+		return fail(fmt.Errorf("has %d octets, but %d are configured: configure its size, or change the file's with truncate(1)", kst.Size, c.Size))
 	case kst.Size == 0:
 		return fail(errors.New("is empty: configure the size that it is to have"))
 	case kst.Size%int64(c.BlockSize) != 0:
