@@ -177,6 +177,11 @@ func (m *Making) Run(ctx context.Context, report func(Progress)) error {
 }
 
 func (m *Making) run(ctx context.Context, report func(Progress)) error {
+	if m.c.Preallocate {
+		if err := CheckRoom(filepath.Dir(m.c.Path), m.c.Size); err != nil {
+			return err
+		}
+	}
 	if err := m.open(); err != nil {
 		return err
 	}
@@ -207,6 +212,20 @@ func (m *Making) run(ctx context.Context, report func(Progress)) error {
 		return err
 	}
 	return retry(func() error { return unix.Fsync(m.fd) })
+}
+
+// CheckRoom fails with ErrNoSpace if the file system that path is on has not so many octets
+// free: to find out by taking them would leave none to others, and they stay with a file
+// that is there. A file system that does not say passes.
+func CheckRoom(path string, octets int64) error {
+	var fs unix.Statfs_t
+	if err := retry(func() error { return unix.Statfs(path, &fs) }); err != nil || fs.Blocks == 0 || fs.Frsize <= 0 {
+		return nil
+	}
+	if uint64(octets)/uint64(fs.Frsize) > fs.Bavail {
+		return fmt.Errorf("%w: %d octets more are wanted, and %d are free", ErrNoSpace, octets, int64(fs.Bavail)*fs.Frsize)
+	}
+	return nil
 }
 
 // open makes the file, without a name if that can be.

@@ -249,7 +249,7 @@ func TestMakeLUNNoSpace(t *testing.T) {
 	dir := backendtest.Mount(t, "none", "tmpfs", "size=4m")
 	s := newStation(t)
 	path := filepath.Join(dir, "a")
-	s.says(t, cli.ExitError, "medium is full: no space left on device", "lun", "create", storeName, "--path", path, "--size", "8MiB", "--preallocate")
+	s.says(t, cli.ExitError, "medium is full: 8388608 octets more are wanted, and 4194304 are free", "lun", "create", storeName, "--path", path, "--size", "8MiB", "--preallocate")
 	s.says(t, cli.ExitError, "make room", "lun", "create", storeName, "--path", path, "--size", "8MiB", "--preallocate")
 	var st unix.Statfs_t
 	if err := unix.Statfs(dir, &st); err != nil || st.Bfree != st.Blocks || !empty(t, dir) {
@@ -257,8 +257,26 @@ func TestMakeLUNNoSpace(t *testing.T) {
 	}
 	s.same(t, 1)
 	s.says(t, cli.ExitOK, "add LUN 1", "lun", "create", storeName, "--path", path, "--size", "2MiB", "--preallocate")
-	s.says(t, cli.ExitError, "the change is made, but the LUN has not all the space", "lun", "resize", storeName, "1", "8MiB", "--preallocate")
-	if l := read[daemon.LUNState](t, s, "lun", "show", storeName, "1"); l.Size != 8<<20 || l.State != daemon.Ready {
+	for _, want := range []string{"nothing has changed: " + path + ": medium is full", "make room"} {
+		s.says(t, cli.ExitError, want, "lun", "resize", storeName, "1", "8MiB", "--preallocate")
+	}
+	s.says(t, cli.ExitRefused, "--allow-shrink", "lun", "resize", storeName, "1", "1MiB", "--preallocate")
+	if err := unix.Statfs(dir, &st); err != nil || st.Bfree != st.Blocks/2 {
+		t.Errorf("error %v, %d of %d blocks are free, want half of them", err, st.Bfree, st.Blocks)
+	}
+	if l := read[daemon.LUNState](t, s, "lun", "show", storeName, "1"); l.Size != 2<<20 || l.State != daemon.Ready {
+		t.Errorf("LUN %+v, want that it is as before", l)
+	}
+	s.says(t, cli.ExitOK, "2MiB -> 4MiB (done)", "lun", "resize", storeName, "1", "4MiB", "--preallocate")
+}
+
+// A LUN that has grown stays so where its file cannot have the space.
+func TestGrowLUNWithoutSpace(t *testing.T) {
+	dir := backendtest.Mount(t, backendtest.MakeFS(t, "ext2", 16<<20, "-q"), "ext2", "") // which does not know fallocate(2)
+	s := newStation(t)
+	s.ok(t, "lun", "create", storeName, "--path", filepath.Join(dir, "a"), "--size", "2MiB")
+	s.says(t, cli.ExitError, "the change is made, but the LUN has not all the space", "lun", "resize", storeName, "1", "4MiB", "--preallocate")
+	if l := read[daemon.LUNState](t, s, "lun", "show", storeName, "1"); l.Size != 4<<20 || l.State != daemon.Ready {
 		t.Errorf("LUN %+v, want that it has grown", l)
 	}
 }

@@ -121,6 +121,15 @@ func (s *Server) growLUN(r *http.Request, out *makingWriter) (any, error) {
 			return nil, invalid("preallocate is for the backend file, not for %s", l.Backend)
 		}
 		from = l.Size
+		dry := o
+		dry.DryRun = true
+		plan, err := s.changeWith(r, dry, edit)
+		if err != nil || o.DryRun {
+			return plan, err
+		}
+		if err := roomFor(plan, l); err != nil {
+			return nil, err
+		}
 	}
 	plan, err := s.changeWith(r, o, edit)
 	if err != nil || o.DryRun || !preallocate {
@@ -133,6 +142,21 @@ func (s *Server) growLUN(r *http.Request, out *makingWriter) (any, error) {
 		return nil, fmt.Errorf("the change is made, but the LUN has not all the space: %w", err)
 	}
 	return plan, nil
+}
+
+// roomFor fails if there is none for what the plan has the LUN grow by.
+func roomFor(v any, l *daemon.LUNState) error {
+	plan, _ := v.(*daemon.Plan)
+	for _, step := range plan.Steps {
+		size, err := config.ParseSize(step.Change.New)
+		if err != nil || step.Change.Key != "size" || int64(size) < l.Size {
+			continue
+		}
+		if err := backend.CheckRoom(l.Path, int64(size)-l.Size); err != nil {
+			return fmt.Errorf("nothing has changed: %s: %w", l.Path, err)
+		}
+	}
+	return nil
 }
 
 // run does what takes long, unless the client goes or the target ends before.
