@@ -802,14 +802,18 @@ func (c *change) replace(t *servedTarget, next config.LUN) error {
 	t.inventory.Replace(uint16(next.ID), between)
 	c.undoing(func() error {
 		t.inventory.Replace(uint16(next.ID), between)
-		l, failed := c.reopen(t, t.luns[next.ID], old.LUN)
+		last := t.luns[next.ID]
+		l, failed := c.openAnew(t, last, old.LUN)
 		if failed != nil { // it is tried again
 			var err error
 			if l, err = d.notReady(t, old.LUN, old.fresh, nil, failed); err != nil {
 				return errors.Join(failed, err)
 			}
-			l.unit.Succeed(old.unit)
 		}
+		if last.unit.Identity() != old.unit.Identity() { // it was to be another disk
+			last = old
+		}
+		l.unit.Succeed(last.unit)
 		t.inventory.Replace(uint16(next.ID), l.unit)
 		d.mu.Lock()
 		t.luns[next.ID] = l

@@ -1512,6 +1512,7 @@ func TestReservationsAcrossFailedChange(t *testing.T) {
 	}{
 		{"replacement", func(l *lab) string { return l.disk(1, "disk.img", ", removable: true") }, 0, "28/00"},
 		{"replacement that is not ready in between", func(l *lab) string { return l.disk(1, "disk.img", ", removable: true") }, 1, "28/00"},
+		{"another file", func(l *lab) string { return l.disk(1, "new.img", "") + ", " + l.disk(3, "other.img", "") }, 0, "28/00"},
 		{"removal", func(l *lab) string { return l.disk(2, "disk.img", "") + ", " + l.disk(3, "other.img", "") }, 0, "29/00"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
