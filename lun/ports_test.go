@@ -131,8 +131,12 @@ func TestReservationsOfTargetPorts(t *testing.T) {
 	t.Run("SPEC_I_PT and ALL_TG_PT", func(t *testing.T) {
 		r, a2 := newPortsRig(t, Options{})
 		r.ok(r.c, prRegister, 0, prList(0, keyC, 0))
-		r.ok(r.a, prRegister, 0, portList(0, keyA, 0x04, unhex(transportIDC)))
-		r.wantKeys(keyA, keyA, keyA, keyC) // c keeps what it has, and gets the other port
+		list := portList(0, keyA, 0x04, unhex(transportIDC))
+		wantListBit(t, r.out(a2, prRegister, 0, list), 28, noField) // c is registered with one of the target ports
+		r.wantKeys(keyC)
+		r.ok(r.c, prRegister, 0, prList(keyC, 0, 0))
+		r.ok(a2, prRegister, 0, list)
+		r.wantKeys(keyA, keyA, keyA, keyA)
 		r.ok(a2, prReserve, 3, prList(keyA, 0, 0))
 	})
 	t.Run("SPEC_I_PT", func(t *testing.T) {
@@ -153,11 +157,18 @@ func TestReservationsOfTargetPorts(t *testing.T) {
 		absent[19] = 3
 		wantListBit(t, r.out(r.a, prRegisterAndMove, 0, absent), 18, noField)
 		wantListBit(t, r.out(r.a, prRegisterAndMove, 0, moveList(keyA, keyB, 0, idA)), 24, noField) // to itself
-		other := moveList(keyA, keyB, 0, idA)
+		own := moveList(keyA, keyB, 0, idA)
+		own[18], own[19] = 1, 2
+		wantListBit(t, r.out(r.a, prRegisterAndMove, 0, own), 24, noField) // nor through another target port
+		other := moveList(keyA, keyB, 0, unhex(transportIDC))
 		other[18], other[19] = 1, 2
 		r.ok(r.a, prRegisterAndMove, 0, other)
 		wantConflict(t, "WRITE(10) after the move", write(r, r.a))
-		wantGood(t, "WRITE(10) of the new holder", write(r, a2))
+		wantConflict(t, "WRITE(10) through the same target port", write(r, a2))
+		wantConflict(t, "WRITE(10) through another target port", write(r, r.c))
+		p := portC
+		p.TPGT = 0x0102
+		wantGood(t, "WRITE(10) of the new holder", write(r, r.enter(p)))
 		r.wantKeys(keyA, keyB)
 	})
 }

@@ -358,6 +358,7 @@ type prOut struct {
 	allTgPt bool
 	aptpl   bool
 	ports   []initiatorPort // that TransportIDs name
+	portsAt []int           // where in the parameter list each of them is named
 
 	unreg      bool
 	targetPort uint16 // RELATIVE TARGET PORT IDENTIFIER
@@ -493,7 +494,9 @@ func (o *prOut) parse(p []byte) bool {
 		if len(ports) == 0 || id.device && sa == prRegisterAndMove {
 			return o.failList(at)
 		}
-		o.ports = append(o.ports, ports...)
+		for _, p := range ports {
+			o.ports, o.portsAt = append(o.ports, p), append(o.portsAt, at)
+		}
 		at += n
 	}
 	return true
@@ -575,6 +578,13 @@ func (o *prOut) register() bool {
 		return o.failListBit(prFlags, specIPTBit)
 	case i < 0 && o.saKey == 0:
 		return true
+	}
+	for j, p := range o.ports { // table 67, note b
+		for _, target := range targets {
+			if s.find(nexusName{p, target}) >= 0 {
+				return o.failList(o.portsAt[j])
+			}
+		}
 	}
 	s.aptpl = o.aptpl
 	if o.saKey == 0 {
@@ -704,8 +714,10 @@ func (o *prOut) registerAndMove() bool {
 	switch {
 	case prTypes[s.typ].all:
 		return o.conflict()
-	case !s.holds(o.from):
+	case s.typ == 0:
 		return o.failCDB(1, 4)
+	case !s.holds(o.from):
+		return o.conflict()
 	case o.saKey == 0:
 		return o.failList(8)
 	case !slices.Contains(o.nexus.targets(), o.targetPort):
@@ -714,7 +726,7 @@ func (o *prOut) registerAndMove() bool {
 		return o.failList(prMovePortLen)
 	}
 	to := nexusName{o.ports[0], o.targetPort}
-	if to == o.from {
+	if to.initiator == o.from.initiator { // whatever the target port
 		return o.failList(prMovePortLen + 4)
 	}
 	s.aptpl = o.aptpl

@@ -212,8 +212,8 @@ var passes = map[string]string{
 	"LOG SENSE":                         "AAAAA",
 	"PREVENT ALLOW MEDIUM REMOVAL":      "AAAAA", // rowCDB has PREVENT 0
 	"REPORT TARGET PORT GROUPS":         "AAAAA",
-	"RECEIVE COPY STATUS(LID1)":         "ACAAC",
-	"RECEIVE COPY OPERATING PARAMETERS": "ACAAC",
+	"RECEIVE COPY STATUS(LID1)":         "AAAAA",
+	"RECEIVE COPY OPERATING PARAMETERS": "AAAAA",
 }
 
 // always are the commands that meet no RESERVATION CONFLICT before they have
@@ -677,7 +677,7 @@ func TestRegisterAndMove(t *testing.T) {
 	r.ok(r.b, prRelease, 8, prList(keyB, 0, 0))
 	r.wantAttention(r.a, reservationsReleased)
 	r.ok(r.b, prReserve, 1, prList(keyB, 0, 0))
-	wantField(t, move(moveList(keyA, keyC, 0, idC)), 1, 4) // not the holder
+	wantConflict(t, "who does not hold the reservation", move(moveList(keyA, keyC, 0, idC)))
 	r.ok(r.b, prRelease, 1, prList(keyB, 0, 0))
 	r.ok(r.a, prReserve, 1, prList(keyA, 0, 0))
 	wantListBit(t, move(moveList(keyA, 0, 0, idC)), 8, noField)
@@ -716,11 +716,13 @@ func TestSpecIPT(t *testing.T) {
 		r.ok(r.b, prRegister, 0, prList(0, keyB, 0))
 		r.wantKeys(keyA, keyA, keyA, keyB)
 	})
-	t.Run("who is registered keeps the key", func(t *testing.T) {
+	t.Run("who is registered", func(t *testing.T) { // SPC-4, table 67, note b
 		r := newPRRig(t, setup{})
 		r.ok(r.b, prRegister, 0, prList(0, keyB, 0))
-		r.ok(r.a, prRegister, 0, portList(0, keyA, 0, idB, idC))
-		r.wantKeys(keyA, keyA, keyB)
+		wantListBit(t, r.out(r.a, prRegister, 0, portList(0, keyA, 0, idC, idB)), 28+len(idC), noField)
+		r.wantKeys(keyB)
+		wantListBit(t, r.out(r.c, prRegister, 0, portList(0, keyC, 0, deviceID(portA.InitiatorName))), 28, noField)
+		r.wantKeys(keyB)
 	})
 	t.Run("device", func(t *testing.T) {
 		r := newPRRig(t, setup{})
