@@ -67,7 +67,7 @@ func (u *Unit) beginExtent(c *Command, most uint64) bool {
 	c.lba, c.count = extent(c.CDB)
 	switch {
 	case !u.within(c.lba, c.count) || c.lba == u.blocks.Load():
-		return c.fail(condLBARange)
+		return c.failRange(c.lba)
 	case c.count > most>>u.shift:
 		return c.failCDB(lengthOctet(c.CDB), noField)
 	}
@@ -79,7 +79,7 @@ func (u *Unit) beginExtent(c *Command, most uint64) bool {
 func (u *Unit) toEnd(c *Command) bool {
 	blocks := u.blocks.Load()
 	if c.lba >= blocks {
-		return c.fail(condLBARange)
+		return c.failRange(c.lba)
 	}
 	c.count = blocks - c.lba
 	return true
@@ -464,15 +464,15 @@ func consumeUnmap(u *Unit, c *Command, p []byte, _ uint64) bool {
 	for i := 0; i < len(descs); i += unmapDesc {
 		lba, count := be.Uint64(descs[i:]), uint64(be.Uint32(descs[i+8:]))
 		if !u.within(lba, count) {
-			return c.fail(condLBARange)
+			return c.failRange(lba)
 		}
 		if total += count; total > uint64(maxUnmap)>>u.shift {
 			return c.failList(unmapHeader + i + 8)
 		}
 	}
 	for i := 0; i < len(descs); i += unmapDesc {
-		lba, count := be.Uint64(descs[i:]), uint64(be.Uint32(descs[i+8:]))
-		if err := u.inSteps(c, int64(lba<<u.shift), int64(count<<u.shift), u.store.Discard); err != nil {
+		c.lba, c.count = be.Uint64(descs[i:]), uint64(be.Uint32(descs[i+8:]))
+		if err := u.inSteps(c, u.at(c, 0), int64(c.count<<u.shift), u.store.Discard); err != nil {
 			return c.failWrite(err)
 		}
 	}

@@ -2,6 +2,7 @@ package lun
 
 import (
 	"bytes"
+	"encoding/binary"
 	"fmt"
 	"math"
 	"slices"
@@ -10,6 +11,37 @@ import (
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
 )
+
+// SBC-4, section 4.18.1: the first LBA that there is not is INFORMATION, if four octets
+// have room for it.
+func TestFirstInvalidLBA(t *testing.T) {
+	r := newRig(t, setup{size: 1 << 20}) // 2048 blocks
+	descriptors := unhex("0026 0020 00000000  0000000000000000 00000008 00000000  00000000000007ff 00000002 00000000")
+	for _, tt := range []struct {
+		cdb  string
+		out  []byte
+		want uint64
+	}{
+		{extentCDB(0x28, 0, 2047, 2), nil, 2048},
+		{extentCDB(0x88, 0, 0, 4096), nil, 2048},
+		{extentCDB(0x8a, 0, 5000, 1), make([]byte, 512), 5000},
+		{extentCDB(0x35, 0, 2048, 0), nil, 2048},
+		{extentCDB(0x93, 0, 0xffffffff, 1), make([]byte, 512), 0xffffffff},
+		{extentCDB(0x88, 0, 1<<32, 1), nil, 1 << 32},
+		{extentCDB(0x88, 0, 1<<64-1, 2), nil, 1<<64 - 1},
+		{"42 00 00000000 00 0028 00", descriptors, 2048},
+		{"9e 12 0000000000000900 00000018 00 00", nil, 0x900},
+	} {
+		want := unhex("70 00 05 00000000 0a 00000000 21 00 00 000000")
+		if tt.want < 1<<32 {
+			want[0] |= 0x80 // VALID
+			binary.BigEndian.PutUint32(want[3:], uint32(tt.want))
+		}
+		if res := r.run(tt.cdb, tt.out); !bytes.Equal(res.sense, want) {
+			t.Errorf("%s: sense % x, want % x", tt.cdb, res.sense, want)
+		}
+	}
+}
 
 // extentCDB is a medium access CDB with an operation code of any group, flags
 // in octet 1 where there is room for them.

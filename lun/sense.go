@@ -3,6 +3,7 @@ package lun
 import (
 	"encoding/binary"
 	"errors"
+	"math"
 
 	"github.com/iser-target/iser-target/backend"
 )
@@ -152,6 +153,13 @@ func (c *Command) failList(octet int) bool {
 	return c.failSense(sense{cond: condListField, field: octet, bit: noField, inList: true})
 }
 
+// failRange is fail for blocks from lba on that are not all on the unit. The first that is
+// not is INFORMATION (SBC-4, section 4.18.1), if fixed format has room for it.
+func (c *Command) failRange(lba uint64) bool {
+	first := max(lba, c.unit.blocks.Load())
+	return c.failSense(sense{cond: condLBARange, field: noField, bit: noField, infoOK: first <= math.MaxUint32, info: uint32(first)})
+}
+
 // failSense is fail with more to say.
 func (c *Command) failSense(s sense) bool {
 	c.Status = statusCheckCondition
@@ -178,7 +186,7 @@ func (c *Command) failWrite(err error) bool {
 	case errors.Is(err, backend.ErrClosed):
 		return c.failClosed()
 	case errors.Is(err, backend.ErrRange):
-		return c.fail(condLBARange) // the unit was made smaller meanwhile
+		return c.failRange(c.lba) // the unit was made smaller meanwhile
 	}
 	return c.fail(condWriteError)
 }
@@ -189,7 +197,7 @@ func (c *Command) failRead(err error) bool {
 	case errors.Is(err, backend.ErrClosed):
 		return c.failClosed()
 	case errors.Is(err, backend.ErrRange):
-		return c.fail(condLBARange)
+		return c.failRange(c.lba)
 	}
 	return c.fail(condReadError)
 }

@@ -22,7 +22,7 @@ func getLBAStatus(u *Unit, c *Command) bool {
 	lba, allocation := be.Uint64(c.CDB[2:]), be.Uint32(c.CDB[10:])
 	blocks := u.blocks.Load()
 	if lba >= blocks {
-		return c.fail(condLBARange)
+		return c.failRange(lba)
 	}
 	b := c.zeroed(lbaStatusHeader)
 	// One descriptor more than there is room for would not be seen.
