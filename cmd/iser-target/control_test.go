@@ -206,6 +206,8 @@ func TestVerbs(t *testing.T) {
 		s.says(t, cli.ExitOK, "nothing to do", "initiator", "allow", b, "iqn.2026-11.io.example:more.*")
 		s.says(t, cli.ExitOK, "(done)", "initiator", "deny", b, "iqn.2026-11.io.example:more.*")
 		s.says(t, cli.ExitNotFound, "more", "initiator", "deny", b, "iqn.2026-11.io.example:more.*")
+		s.says(t, cli.ExitError, "allow another pattern first, or delete the target", "initiator", "deny", b, hostName)
+		s.says(t, cli.ExitNotFound, "no target", "initiator", "deny", b+"2", hostName)
 	})
 	t.Run("explain", func(t *testing.T) {
 		s.says(t, cli.ExitOK, "admitted", "explain", "--initiator", hostName, "--target", b)
@@ -243,6 +245,7 @@ func TestVerbs(t *testing.T) {
 		s.says(t, cli.ExitUsage, "--transport is empty", "portal", "add", "127.0.0.3:0", "--transport", "")
 		s.says(t, cli.ExitOK, "remove portal "+more, "portal", "remove", more)
 		s.says(t, cli.ExitNotFound, more, "portal", "remove", more)
+		s.says(t, cli.ExitError, "add another one first", "portal", "remove", "127.0.0.1:0")
 	})
 	t.Run("nothing said", func(t *testing.T) {
 		s.says(t, cli.ExitUsage, "argument 1 is empty", "lun", "list", "")

@@ -157,7 +157,31 @@ func (s *Server) deny(r *http.Request) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	return s.changeWith(r, o, func(d *config.Document) error { return d.DenyInitiator(name(r), q.Get("pattern")) })
+	return s.changeWith(r, o, func(d *config.Document) error {
+		only, err := isOnly(d, func(cfg *config.Config) int {
+			i := slices.IndexFunc(cfg.Targets, func(t config.Target) bool { return t.Name == name(r) })
+			if i < 0 {
+				return 0
+			}
+			return len(cfg.Targets[i].Initiators)
+		}, func() error { return d.DenyInitiator(name(r), q.Get("pattern")) })
+		if only {
+			return invalid("%q is all that lets anybody in to %s: allow another pattern first, or delete the target", q.Get("pattern"), name(r))
+		}
+		return err
+	})
+}
+
+// isOnly makes an edit that takes something away, and tells whether that was the last one
+// of what count counts and cannot do without.
+func isOnly(d *config.Document, count func(*config.Config) int, remove func() error) (bool, error) {
+	cfg, err := d.Config()
+	if err != nil {
+		return false, err
+	}
+	n := count(cfg)
+	err = remove()
+	return err == nil && n == 1, err
 }
 
 func (s *Server) luns(r *http.Request) (any, error) {
@@ -308,7 +332,13 @@ func (s *Server) addPortal(r *http.Request) (any, error) {
 }
 
 func (s *Server) removePortal(r *http.Request) (any, error) {
-	return s.change(r, func(d *config.Document) error { return d.RemovePortal(r.PathValue("portal")) })
+	return s.change(r, func(d *config.Document) error {
+		only, err := isOnly(d, func(cfg *config.Config) int { return len(cfg.Portals) }, func() error { return d.RemovePortal(r.PathValue("portal")) })
+		if only {
+			return invalid("%s is the only portal: one has to stay, so add another one first", r.PathValue("portal"))
+		}
+		return err
+	})
 }
 
 func (s *Server) sessions(r *http.Request) (any, error) {

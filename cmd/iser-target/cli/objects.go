@@ -214,7 +214,8 @@ func (p *program) resizeLUN() *cobra.Command {
 	cmd := p.change(verb{use: "resize TARGET LUN SIZE", short: "Give a LUN another size while it is in use", args: cobra.ExactArgs(3), complete: p.names(luns), shrinks: true,
 		long: `Give a LUN another size while it is in use. Initiators hear of it (CAPACITY DATA
 HAS CHANGED); Linux shows it after a rescan. A smaller size cuts off data and
-wants --allow-shrink.
+wants --allow-shrink. A block device has a size of its own: extend that, and send the
+target SIGHUP, which has it look again.
 
 With --preallocate the LUN has the new size first, and its file all the space for that
 afterwards. Interrupted, or on a file system that is full, it has some of the space.`},
