@@ -106,7 +106,7 @@ func hintOf(e *api.Error) string {
 		}
 		return "see more with --dry-run; " + hint
 	case api.NotFound:
-		return "see iser-target target list, lun list, portal list or session list for what there is"
+		return "see iser-target target list, lun list, portal list, session list or reservation show for what there is"
 	case api.Invalid:
 		if strings.HasPrefix(e.Message, "query: ") { // of a flag
 			return "nothing has changed"
