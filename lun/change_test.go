@@ -11,6 +11,44 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 )
 
+// REPORT LUNS takes away no unit attention about a change that it does not tell of.
+func TestReportLUNsBesideChanges(t *testing.T) {
+	r := newRig(t, setup{})
+	const units, last = 4000, 5000
+	for id := range uint16(units) {
+		if err := r.inv.Add(id+1, r.unit); err != nil {
+			t.Fatal(err)
+		}
+	}
+	report := func() []byte {
+		var c Command
+		return do(r.nexus, &c, [8]byte{}, "a0 00 00 000000 00010000 00 00", nil, all).in
+	}
+	stale := 0
+	for round := range 1000 {
+		report()
+		lists := make(chan []byte)
+		go func() { lists <- report() }()
+		if round%2 == 0 {
+			if err := r.inv.Add(last, r.unit); err != nil {
+				t.Fatal(err)
+			}
+		} else {
+			r.inv.Remove(last)
+		}
+		if list := <-lists; len(list) == 8+8*len(r.nexus.list()) {
+			continue
+		}
+		stale++
+		for _, l := range r.nexus.list() {
+			if l.due.Load()&(1<<attentionLUNs) == 0 {
+				t.Fatalf("round %d: LUN %d: the list that was reported is an old one, and nobody says so", round, l.id)
+			}
+		}
+	}
+	t.Logf("%d reports of the list as it had been", stale)
+}
+
 // Logical units come and go while initiators are there (SPC-4, section 6.33, and
 // SAM-5, section 4.7.1): all of them hear of it once for each of their units, until
 // they ask with REPORT LUNS, and once by event.

@@ -217,8 +217,12 @@ func reportLUNs(_ *Unit, c *Command) bool {
 	b := append(c.buf[:0], 0, 0, 0, 0, 0, 0, 0, 0)
 	switch c.CDB[2] {
 	case 0x00, 0x02:
+		// It hears of them now. What changes from here on is in the list that is
+		// looked at then, or raises the attention again.
 		for _, l := range c.nexus.list() {
-			l.due.And(^uint32(1 << attentionLUNs)) // it hears of them now
+			l.due.And(^uint32(1 << attentionLUNs))
+		}
+		for _, l := range c.nexus.list() {
 			f := EncodeLUN(l.id)
 			b = append(b, f[:]...)
 		}
