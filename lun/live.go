@@ -243,13 +243,13 @@ func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 		was.leave()
 		l := &itl{nexus: n, id: id, unit: u}
 		l.readOnly.Store(was.readOnly.Load())
+		l.due.Store(was.due.Load())
 		u.mu.Lock()
 		u.seen[l] = struct{}{}
 		u.mu.Unlock()
 		next := slices.Clone(list)
 		next[at] = l
 		n.luns.Store(&next)
-		l.due.Store(was.due.Load())
 		l.raise(attentionMedium)
 		if u.modeNews {
 			l.raise(attentionMode)

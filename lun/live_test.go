@@ -470,3 +470,46 @@ func TestToEndOfSmallerUnit(t *testing.T) {
 		t.Errorf("%v, %d, %v", mapped, n, err)
 	}
 }
+
+// What becomes due for a nexus as soon as the new unit knows of it is not lost to what it had
+// to hear of the old one.
+func TestReplaceLosesNoAttention(t *testing.T) {
+	r := newRig(t, setup{})
+	for i := range 200 {
+		p := testPort
+		p.InitiatorName = fmt.Sprintf("iqn.2026-11.io.example:%d", i)
+		r.inv.NewNexus(p)
+	}
+	for range 100 {
+		u := newRig(t, setup{}).unit
+		told := map[*itl]bool{}
+		replaced, ended := make(chan struct{}), make(chan struct{})
+		go func() {
+			defer close(ended)
+			for {
+				u.mu.Lock()
+				for l := range u.seen {
+					if !told[l] && l.nexus.inv == r.inv {
+						told[l] = true
+						l.raise(attentionReservationsPreempted)
+					}
+				}
+				u.mu.Unlock()
+				select {
+				case <-replaced:
+					return
+				default:
+				}
+			}
+		}()
+		r.inv.Replace(0, u)
+		close(replaced)
+		<-ended
+		for l := range told {
+			if l.due.Load()&(1<<attentionReservationsPreempted) == 0 {
+				t.Fatal("a unit attention was lost")
+			}
+			l.due.Store(0)
+		}
+	}
+}
