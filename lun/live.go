@@ -240,7 +240,11 @@ func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 			continue
 		}
 		was := list[at]
-		was.leave()
+		if old.Absent() {
+			was.leave()
+		} else {
+			old.dropReserve(n) // it stays in old.seen: a PREEMPT AND ABORT may be under way
+		}
 		l := &itl{nexus: n, id: id, unit: u}
 		l.readOnly.Store(was.readOnly.Load())
 		l.due.Store(was.due.Load())

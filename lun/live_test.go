@@ -513,3 +513,28 @@ func TestReplaceLosesNoAttention(t *testing.T) {
 		}
 	}
 }
+
+// PREEMPT AND ABORT that has begun with a unit which is replaced then still ends the commands
+// of the preempted, which go on with that unit as well, and lets them hear of it.
+func TestPreemptAndAbortBesideReplace(t *testing.T) {
+	r := newPRRig(t, setup{}).registered()
+	r.ok(r.a, prReserve, writeExclusiveRO, prList(keyA, 0, 0))
+	var ended []string
+	r.a.OnPreempt(func(lun [8]byte, _ *Command) { ended = append(ended, fmt.Sprintf("%x", lun)) })
+	list := prList(keyC, keyA, 0)
+	c := Command{CDB: append(unhex("5f 05 05 0000 00000018 00"), make([]byte, 6)...)}
+	if !r.c.Begin(&c) {
+		t.Fatalf("PREEMPT AND ABORT: sense % x", c.Sense())
+	}
+	next := newRig(t, setup{}).unit
+	r.inv.Replace(0, next)
+	r.c.Consume(&c, list, 0)
+	if r.c.End(&c); c.Status != statusGood {
+		t.Fatalf("PREEMPT AND ABORT: status %#x, sense % x", c.Status, c.Sense())
+	}
+	if !slices.Equal(ended, []string{"0000000000000000"}) {
+		t.Errorf("commands were ended for %q", ended)
+	}
+	wantSense(t, r.on(r.a, "00", nil), 0x6, 0x28, 0x00)
+	wantSense(t, r.on(r.a, "00", nil), 0x6, 0x2a, registrationsPreempted)
+}

@@ -426,6 +426,9 @@ func consumePROut(u *Unit, c *Command, p []byte, _ uint64) bool {
 		for _, n := range o.notices {
 			if n.nexus == l.nexus.name {
 				l.raise(n.attention)
+				if now := l.nexus.find(EncodeLUN(l.id)); now != nil && now != l { // u has been replaced
+					now.raise(n.attention)
+				}
 			}
 		}
 		if c.row.sa == prPreemptAndAbort && slices.Contains(o.preempted, l.nexus.name) {
