@@ -311,10 +311,10 @@ func (inv *Inventory) show(n *Nexus, i int) *itl {
 
 // leave ends what a nexus has with a unit: the other half of show.
 func (l *itl) leave() {
-	l.unit.dropReserve(l.nexus)
 	l.unit.mu.Lock()
-	defer l.unit.mu.Unlock()
 	delete(l.unit.seen, l)
+	l.unit.mu.Unlock()
+	l.unit.dropReserve(l.nexus) // behind that: see Unit.reserve
 }
 
 // Units are the logical units in the order of their LUNs.

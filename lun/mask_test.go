@@ -167,3 +167,19 @@ func TestMaskedCopy(t *testing.T) {
 		s.want(r.copy(copyList(0x21, 0, []string{cscdZero, cscdOne}, []string{blocks(0, 1, 1, 0, 0)})))
 	}
 }
+
+// A RESERVE that has begun when a mask takes the unit away reserves nothing: nobody would
+// ever end that.
+func TestReserveBesideMask(t *testing.T) {
+	r := newPRRig(t, setup{})
+	c := Command{CDB: append(unhex("16 00 0000 00 00"), make([]byte, 10)...)}
+	if !r.c.Begin(&c) {
+		t.Fatalf("RESERVE(6): sense % x", c.Sense())
+	}
+	if err := r.inv.SetMask(0, maskFor(":c", NoAccess)); err != nil {
+		t.Fatal(err)
+	}
+	r.c.End(&c)
+	wantSense(t, result{status: c.Status, sense: c.Sense()}, 0x5, 0x25, 0x00)
+	wantGood(t, "WRITE(10)", r.on(r.a, "2a 00 00000000 00 0001 00", make([]byte, 512)))
+}

@@ -177,6 +177,14 @@ func (u *Unit) reserve(c *Command) (changed bool) {
 	}
 	r.legacy = c.nexus
 	r.publish()
+	u.mu.Lock()
+	_, seen := u.seen[c.itl]
+	u.mu.Unlock()
+	if !seen { // since Begin, and dropReserve may not have found anything
+		r.legacy = nil
+		r.publish()
+		return c.fail(condNoLUN)
+	}
 	return true
 }
 
