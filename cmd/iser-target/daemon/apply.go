@@ -126,21 +126,44 @@ func (d *Daemon) takeTurn(ctx context.Context) error {
 
 func (d *Daemon) endTurn() { <-d.turn }
 
-// checkEdited fails with ErrEdited if the file says something else than the document.
+// checkEdited fails with ErrEdited if the file says something else than the document. It
+// may be the turn of another change, which has written to the file already, or comes to
+// its end meanwhile.
 func (d *Daemon) checkEdited() error {
 	if d.path == "" {
 		return nil
 	}
-	b, err := config.ReadFile(d.path)
-	switch {
-	case errors.Is(err, fs.ErrNotExist):
-		return nil // it is written again
-	case err != nil:
-		return err
-	case !bytes.Equal(b, d.Document().Bytes()):
-		return d.edited()
+	doc, next := d.documents()
+	for {
+		b, err := config.ReadFile(d.path)
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+			return nil // it is written again
+		case err != nil:
+			return err
+		case bytes.Equal(b, doc.Bytes()), next != nil && bytes.Equal(b, next.Bytes()):
+			return nil
+		}
+		was, wasNext := doc, next
+		if doc, next = d.documents(); doc == was && next == wasNext {
+			return d.edited()
+		}
 	}
-	return nil
+}
+
+// documents are the one that runs and the one that the change whose turn it is makes run,
+// or nil.
+func (d *Daemon) documents() (doc, next *config.Document) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.doc, d.next
+}
+
+// becoming notes the document that a change makes run; nil: none any more.
+func (d *Daemon) becoming(next *config.Document) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.next = next
 }
 
 func (d *Daemon) edited() error {
@@ -165,6 +188,8 @@ func (d *Daemon) become(ctx context.Context, next *config.Document, from origin,
 		return nil, plan, err
 	}
 	c := &change{d: d, ctx: ctx, o: o, plan: plan, cfg: cfg}
+	d.becoming(next)
+	defer d.becoming(nil)
 	err = d.save(next, from) // from here on a start comes to what is new
 	saved := err == nil
 	if saved {

@@ -978,6 +978,54 @@ func TestChangeNotReady(t *testing.T) {
 	eventually(t, "the LUN is ready", func() bool { return l.State().Targets[0].LUNs[1].State == Ready })
 }
 
+// Who looks while somebody else's change is made does not take what that has written for an
+// edit by hand, also when it is undone; an edit by hand is still one.
+func TestDryRunDuringChange(t *testing.T) {
+	l := newLab(t)
+	look := func() error {
+		_, err := l.Change(t.Context(), func(d *config.Document) error { return d.AllowInitiator(store, prefix+"x") }, ChangeOptions{DryRun: true})
+		return err
+	}
+	failed := errors.New("by a test")
+	for _, want := range []error{nil, failed} {
+		steps := 0
+		l.before = func(string) error { // "save", a step, "paths"
+			steps++
+			if err := look(); err != nil {
+				t.Errorf("step %d: %v", steps, err)
+			}
+			if steps == 3 {
+				return want
+			}
+			return nil
+		}
+		l.initiators += `, "` + prefix + `y"`
+		if _, err := l.apply(ChangeOptions{}); !errors.Is(err, want) || steps != 3 {
+			t.Fatalf("after %d steps: %v, want %v", steps, err, want)
+		}
+		if err := look(); err != nil {
+			t.Errorf("behind it: %v", err)
+		}
+	}
+	l.before = func(what string) error {
+		if what == "save" {
+			return nil
+		}
+		if err := os.WriteFile(l.path, []byte(l.text()+"# by hand\n"), 0o600); err != nil {
+			t.Error(err)
+		}
+		if err := look(); !errors.Is(err, ErrEdited) {
+			t.Errorf("an edit by hand: %v", err)
+		}
+		return nil
+	}
+	l.initiators = `"` + prefix + `z"`
+	l.ok(ChangeOptions{})
+	if err := look(); !errors.Is(err, ErrEdited) {
+		t.Errorf("an edit by hand, behind the change: %v", err)
+	}
+}
+
 // A LUN that is created where one had been has a file and an identity of its own.
 func TestRecreate(t *testing.T) {
 	l := newLab(t)

@@ -96,7 +96,8 @@ type Daemon struct {
 	// alone may write what follows.
 	turn    chan struct{}
 	doc     *config.Document
-	running context.Context // of Run; nil before
+	next    *config.Document // what the change whose turn it is makes of doc; else nil
+	running context.Context  // of Run; nil before
 
 	ended     context.Context // ends when Run is about to
 	end       context.CancelFunc
