@@ -84,6 +84,9 @@ func (d *Daemon) change(ctx context.Context, o ChangeOptions, from origin, next 
 		}
 		d.mu.Lock()
 		defer d.mu.Unlock()
+		if from == ofElsewhere && d.next != nil && bytes.Equal(doc.Bytes(), d.next.Bytes()) {
+			return &Plan{Steps: []Step{}}, nil // it is being made: nothing is left to do
+		}
 		return d.plan(cfg), nil
 	}
 	if err := d.takeTurn(ctx); err != nil {

@@ -994,6 +994,9 @@ func TestDryRunDuringChange(t *testing.T) {
 			if err := look(); err != nil {
 				t.Errorf("step %d: %v", steps, err)
 			}
+			if p, err := l.apply(ChangeOptions{DryRun: true}); err != nil || len(p.Steps) != 0 {
+				t.Errorf("step %d: what is being made would do %+v, %v", steps, p, err)
+			}
 			if steps == 3 {
 				return want
 			}
