@@ -46,6 +46,7 @@ type Conn struct {
 	unread   func() ([]byte, int) // of who reads; see Unread
 	on       atomic.Bool          // the head is not complete, or there is a capture
 	closed   bool                 // guarded by hub.mu
+	aborted  atomic.Pointer[error]
 
 	mu     sync.Mutex
 	head   head
@@ -108,6 +109,11 @@ func (c *Conn) Read(p []byte) (int, error) {
 		c.read(p[:n], err)
 	}
 	c.received += uint64(n)
+	if err != nil {
+		if reason := c.aborted.Load(); reason != nil {
+			err = *reason
+		}
+	}
 	return n, err
 }
 
@@ -149,6 +155,12 @@ func (c *Conn) Close() error {
 	}
 	c.hub.leave(c)
 	return c.Conn.Close()
+}
+
+// Abort closes c, for which Read gives the reason from then on.
+func (c *Conn) Abort(reason error) {
+	c.aborted.Store(&reason)
+	c.Close()
 }
 
 // read records what Read returns.

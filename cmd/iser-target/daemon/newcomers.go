@@ -3,9 +3,10 @@ package daemon
 import (
 	"context"
 	"errors"
-	"net"
 	"slices"
 	"sync"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/capture"
 )
 
 // errGaveWay is why a newcomer ends whose place another connection has taken.
@@ -21,13 +22,13 @@ type newcomers struct {
 }
 
 type newcomer struct {
-	nc  net.Conn
+	nc  *capture.Conn
 	end context.CancelCauseFunc
 }
 
 // add takes nc up, which is to be removed when it ends; end is for then, too. The
-// context ends with errGaveWay when nc gives way.
-func (n *newcomers) add(ctx context.Context, nc net.Conn) (_ context.Context, end context.CancelCauseFunc) {
+// context ends when nc gives way.
+func (n *newcomers) add(ctx context.Context, nc *capture.Conn) (_ context.Context, end context.CancelCauseFunc) {
 	ctx, end = context.WithCancelCause(ctx)
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -36,7 +37,7 @@ func (n *newcomers) add(ctx context.Context, nc net.Conn) (_ context.Context, en
 }
 
 // remove is for a connection that has logged in, or has ended.
-func (n *newcomers) remove(nc net.Conn) {
+func (n *newcomers) remove(nc *capture.Conn) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if i := slices.IndexFunc(n.list, func(c newcomer) bool { return c.nc == nc }); i >= 0 {
@@ -44,17 +45,17 @@ func (n *newcomers) remove(nc net.Conn) {
 	}
 }
 
-// giveWay closes the connection that has been a newcomer longest, and returns it; nil:
-// there is none.
-func (n *newcomers) giveWay() net.Conn {
+// giveWay ends the connection that has been a newcomer longest, for that reason. Without
+// one the result is false.
+func (n *newcomers) giveWay(reason error) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if len(n.list) == 0 {
-		return nil
+		return false
 	}
 	c := n.list[0]
 	n.list = slices.Delete(n.list, 0, 1)
-	c.end(errGaveWay)
-	c.nc.Close()
-	return c.nc
+	c.end(reason)
+	c.nc.Abort(reason)
+	return true
 }

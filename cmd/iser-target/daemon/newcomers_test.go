@@ -79,13 +79,20 @@ func TestNewcomersGiveWay(t *testing.T) {
 	eventually(t, "a place is free", func() bool { return l.conns.Load() == 3 })
 	l.login("fifth", store)
 
-	gaveWay := 0
-	for _, e := range l.Events(0) {
-		if reason, _ := e.Attrs["reason"].(string); strings.Contains(reason, "limits.max_connections is 4, and this one had not logged in") {
-			gaveWay++
+	// Each has one event that tells why.
+	eventually(t, "events of discovery, which ended, and of eight strangers", func() bool {
+		gaveWay, ended := 0, 0
+		for _, e := range l.Events(0) {
+			switch reason, _ := e.Attrs["reason"].(string); {
+			case strings.Contains(reason, "limits.max_connections is 4, and this one had not logged in"):
+				gaveWay++
+			case e.Attrs["outcome"] == "refused" || e.Text == "session ended":
+				ended++
+			}
 		}
-	}
-	if gaveWay != 9 { // discovery, and eight strangers
-		t.Errorf("%d connections gave way by their events", gaveWay)
-	}
+		if ended != 2 { // the fifth, and the fourth
+			t.Errorf("%d other ends", ended)
+		}
+		return gaveWay == 9
+	})
 }

@@ -148,15 +148,14 @@ func (d *Daemon) acceptLoop(ctx context.Context, p *portal) {
 			continue
 		}
 		if n, most := d.conns.Add(1), d.limits.Load().MaxConnections; n > int64(most) {
-			old := d.newcomers.giveWay()
-			if old == nil {
-				d.refused(nc, "limit", fmt.Errorf("limits.max_connections is %d", most))
-				d.conns.Add(-1)
+			limit := fmt.Errorf("limits.max_connections is %d", most)
+			gaveWay := d.newcomers.giveWay(fmt.Errorf("%w, and this one had not logged in: %w", limit, errGaveWay))
+			d.conns.Add(-1) // that place is taken, even before its connection has ended
+			if !gaveWay {
+				d.refused(nc, "limit", limit)
 				nc.Close()
 				continue
 			}
-			d.refused(old, "limit", fmt.Errorf("limits.max_connections is %d, and this one had not logged in: %w", most, errGaveWay))
-			d.conns.Add(-1) // its place is taken, even before it has ended
 		}
 		d.wg.Add(1)
 		tap := d.captures.Tap(nc.(*net.TCPConn))
@@ -166,7 +165,7 @@ func (d *Daemon) acceptLoop(ctx context.Context, p *portal) {
 			defer end(nil)
 			d.serve(ctx, p.cur.Load(), tap)
 			d.newcomers.remove(tap)
-			if context.Cause(ctx) != errGaveWay {
+			if !errors.Is(context.Cause(ctx), errGaveWay) {
 				d.conns.Add(-1)
 			}
 		}()
@@ -183,9 +182,10 @@ func (d *Daemon) serve(ctx context.Context, p *servedPortal, nc *capture.Conn) {
 	}
 	dm, stage, err := d.mover(ctx, p, nc, accepted.Add(d.limits.Load().LoginTimeout))
 	if err != nil {
-		if context.Cause(ctx) != errGaveWay { // which is known already
-			d.refused(nc, stage, err)
+		if cause := context.Cause(ctx); errors.Is(cause, errGaveWay) {
+			err = cause
 		}
+		d.refused(nc, stage, err)
 		nc.Close()
 		return
 	}
