@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/iser-target/iser-target/rdma/wire"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // tcpPair returns both ends of a TCP connection over loopback.
@@ -175,32 +176,11 @@ func TestCountsStayBounded(t *testing.T) {
 	}
 }
 
-// A watcher sees what is read from a connection, and where Unread says that FPDUs begin.
-type watcher struct {
-	net.Conn
-	c            *Conn // nil during startup
-	got          []byte
-	begins       map[int]bool
-	ahead, later int // how often there were unread octets, and rest was not 0
-}
-
-func (w *watcher) Read(p []byte) (int, error) {
-	n, err := w.Conn.Read(p)
-	if w.c != nil && n > 0 {
-		unread, rest := w.c.Unread()
-		w.begins[len(w.got)-len(unread)+rest] = true
-		w.ahead += min(len(unread), 1)
-		w.later += min(rest, 1)
-	}
-	w.got = append(w.got, p[:n]...)
-	return n, err
-}
-
 // Wherever Unread says that an FPDU begins, one does: among short ones, long ones, and
 // those whose payload goes straight to its place.
 func TestUnread(t *testing.T) {
 	a, b := tcpPair(t)
-	w := &watcher{Conn: b, begins: map[int]bool{}}
+	w := &testkit.Watcher{Conn: b, Begins: map[int]bool{}}
 	accepted := make(chan *Conn, 1)
 	o := Options{MaxSend: 100 << 10}
 	go func() {
@@ -214,7 +194,7 @@ func TestUnread(t *testing.T) {
 	}
 	defer r.Close()
 	defer i.Close()
-	w.c = r
+	w.Unread = r.Unread
 	go func() { // the initiator serves RDMA Reads by receiving
 		var ev Event
 		for i.Receive(&ev) == nil {
@@ -242,20 +222,20 @@ func TestUnread(t *testing.T) {
 		}
 	}
 	begins := map[int]bool{}
-	at := wire.StartupLen + int(w.got[wire.StartupLen-1]) // PD_Length ends the frame's fixed part
-	for at < len(w.got) {
+	at := wire.StartupLen + int(w.Got[wire.StartupLen-1]) // PD_Length ends the frame's fixed part
+	for at < len(w.Got) {
 		begins[at] = true
-		n := int(w.got[at])<<8 | int(w.got[at+1])
+		n := int(w.Got[at])<<8 | int(w.Got[at+1])
 		at += wire.LengthLen + n + wire.Pad(n) + wire.CRCLen
 	}
 	begins[at] = true
-	for at := range w.begins {
+	for at := range w.Begins {
 		if !begins[at] {
 			t.Errorf("octet %d is no beginning", at)
 		}
 	}
-	if len(w.begins) < rounds || w.ahead < rounds || w.later < rounds {
-		t.Errorf("%d beginnings, %d with octets unread, %d with a rest", len(w.begins), w.ahead, w.later)
+	if len(w.Begins) < rounds || w.Ahead < rounds || w.Later < rounds {
+		t.Errorf("%d beginnings, %d with octets unread, %d with a rest", len(w.Begins), w.Ahead, w.Later)
 	}
 
 	// Behind a fault nobody knows.

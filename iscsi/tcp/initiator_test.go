@@ -23,6 +23,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 const (
@@ -174,8 +175,8 @@ func (tg *target) serve() {
 				return
 			}
 			c := New(nc, o)
-			if w, ok := nc.(*watcher); ok {
-				w.c = c
+			if w, ok := nc.(*testkit.Watcher); ok {
+				w.Unread = c.Unread
 			}
 			tg.portal.Serve(c)
 		}()

@@ -71,3 +71,25 @@ func (c WriteCounter) WriteBuffers(b *net.Buffers) (int64, error) {
 	c.Writes.Add(1)
 	return b.WriteTo(c.Conn)
 }
+
+// A Watcher sees what is read from a connection, and where Unread, which is of who reads,
+// says that PDUs begin.
+type Watcher struct {
+	net.Conn
+	Unread       func() (unread []byte, rest int) // nil: not yet
+	Got          []byte
+	Begins       map[int]bool
+	Ahead, Later int // how often there were unread octets, and rest was not 0
+}
+
+func (w *Watcher) Read(p []byte) (int, error) {
+	n, err := w.Conn.Read(p)
+	if w.Unread != nil && n > 0 {
+		unread, rest := w.Unread()
+		w.Begins[len(w.Got)-len(unread)+rest] = true
+		w.Ahead += min(len(unread), 1)
+		w.Later += min(rest, 1)
+	}
+	w.Got = append(w.Got, p[:n]...)
+	return n, err
+}

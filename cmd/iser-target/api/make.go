@@ -127,7 +127,7 @@ func (s *Server) growLUN(r *http.Request, out *makingWriter) (any, error) {
 		if err != nil || o.DryRun {
 			return plan, err
 		}
-		if err := roomFor(plan, l); err != nil {
+		if err := roomFor(plan.(*daemon.Plan), l); err != nil {
 			return nil, err
 		}
 	}
@@ -145,8 +145,7 @@ func (s *Server) growLUN(r *http.Request, out *makingWriter) (any, error) {
 }
 
 // roomFor fails if there is none for what the plan has the LUN grow by.
-func roomFor(v any, l *daemon.LUNState) error {
-	plan, _ := v.(*daemon.Plan)
+func roomFor(plan *daemon.Plan, l *daemon.LUNState) error {
 	for _, step := range plan.Steps {
 		size, err := config.ParseSize(step.Change.New)
 		if err != nil || step.Change.Key != "size" || int64(size) < l.Size {
