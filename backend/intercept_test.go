@@ -34,10 +34,10 @@ func Intercept(s Store, h *Hooks) {
 	}
 }
 
-// InterceptMaking is NewMaking with h below; named: the file system knows no files
+// InterceptBuilder is NewFileBuilder with h below; named: the file system knows no files
 // without names.
-func InterceptMaking(c MakeConfig, h *Hooks, named bool) (*Making, error) {
-	return newMaking(c, makeHooks{func(f osFile) osFile { return &hookedFile{f, h, 0} }, named})
+func InterceptBuilder(c BuildConfig, h *Hooks, named bool) (*FileBuilder, error) {
+	return newFileBuilder(c, buildHooks{func(f osFile) osFile { return &hookedFile{f, h, 0} }, named})
 }
 
 type hookedFile struct {

@@ -56,7 +56,7 @@ func TestOpenAPISchemas(t *testing.T) {
 	schemas := described(t).Components.Schemas
 	delete(schemas, "Values") // which has no fixed ones
 	for _, v := range []any{
-		Error{}, Target{}, LUN{}, Making{}, Progress{}, Portal{}, Pattern{}, Reservation{},
+		Error{}, Target{}, LUN{}, ChangeUpdate{}, Progress{}, Portal{}, Pattern{}, Reservation{},
 		daemon.State{}, daemon.PortalState{}, daemon.TargetState{}, daemon.LUNState{}, daemon.ReservationState{}, daemon.RegistrationState{},
 		daemon.SessionState{}, daemon.CounterState{}, daemon.PhaseState{}, daemon.ConnectionState{}, daemon.Explanation{}, daemon.Rule{}, daemon.LUNView{}, daemon.Event{},
 		daemon.Plan{}, daemon.Step{}, config.Change{}, capture.Summary{},

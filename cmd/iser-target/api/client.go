@@ -24,7 +24,7 @@ const (
 	// maxAnswer bounds what a client keeps of an answer, in octets: the state of
 	// 16384 LUNs has less.
 	maxAnswer = 64 << 20
-	maxLine   = 1 << 20 // octets of one event, or of one Making
+	maxLine   = 1 << 20 // octets of one event, or of one ChangeUpdate
 )
 
 // A Client asks a target. Its errors are *Error.
@@ -255,7 +255,7 @@ func (c *Client) AddLUN(ctx context.Context, target string, l LUN, o Options) (*
 // MakeLUN is AddLUN for a LUN whose file takes time to make. It tells each how far that
 // has come; when ctx ends, what there is of it is removed.
 func (c *Client) MakeLUN(ctx context.Context, target string, l LUN, o Options, each func(Progress)) (*daemon.Plan, error) {
-	return c.making(ctx, http.MethodPost, targetPath(target)+"/luns", o.values(), l, each)
+	return c.follow(ctx, http.MethodPost, targetPath(target)+"/luns", o.values(), l, each)
 }
 
 // GrowLUN is SetLUN that gives the file of the LUN the space that it has more then. It
@@ -264,11 +264,11 @@ func (c *Client) MakeLUN(ctx context.Context, target string, l LUN, o Options, e
 func (c *Client) GrowLUN(ctx context.Context, target string, id int, v Values, o Options, each func(Progress)) (*daemon.Plan, error) {
 	q := o.values()
 	q.Set("preallocate", "true")
-	return c.making(ctx, http.MethodPatch, lunPath(target, id), q, v, each)
+	return c.follow(ctx, http.MethodPatch, lunPath(target, id), q, v, each)
 }
 
-// making asks for a change that can take long.
-func (c *Client) making(ctx context.Context, method, path string, q url.Values, v any, each func(Progress)) (*daemon.Plan, error) {
+// follow asks for a change that can take long.
+func (c *Client) follow(ctx context.Context, method, path string, q url.Values, v any, each func(Progress)) (*daemon.Plan, error) {
 	b, err := json.Marshal(v)
 	if err != nil {
 		return nil, &Error{Code: Invalid, Message: err.Error()}
@@ -285,7 +285,7 @@ func (c *Client) making(ctx context.Context, method, path string, q url.Values, 
 	}
 	var plan *daemon.Plan
 	if err := c.lines(ctx, method, resp.Body, func(line []byte) error {
-		var m Making
+		var m ChangeUpdate
 		switch err := json.Unmarshal(line, &m); {
 		case err != nil:
 			return &Error{Code: Failed, Message: fmt.Sprintf("progress: %v", err)}

@@ -221,7 +221,7 @@ func errorOf(err error) *Error {
 			Hint: "look at the plan, and send the request again with " + strings.Join(options(refused.Needs()), " and ")}
 	case errors.Is(err, daemon.ErrNotFound), errors.Is(err, config.ErrNotFound):
 		return &Error{Code: NotFound, Message: err.Error(), Hint: "lists say what there is"}
-	case errors.Is(err, daemon.ErrMaking), errors.Is(err, daemon.ErrMakings):
+	case errors.Is(err, daemon.ErrBuilding), errors.Is(err, daemon.ErrManyBuilds):
 		return &Error{Code: Busy, Message: err.Error(), Hint: "try again when that has ended"}
 	case errors.Is(err, fs.ErrExist) && !errors.As(err, &wrong):
 		return &Error{Code: Exists, Message: err.Error(), Hint: "give another path, or leave out preallocate and from to use the file as it is"}

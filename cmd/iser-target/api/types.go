@@ -98,9 +98,9 @@ type LUN struct {
 	From        string `json:"from,omitempty"`        // file or block device that it is a copy of
 }
 
-// A Making is a line of the answer to one who wants to hear how far the making of a LUN
+// A ChangeUpdate is a line of the answer to one who wants to hear how far the making of a LUN
 // has come. The last one has the plan or the error.
-type Making struct {
+type ChangeUpdate struct {
 	Progress *Progress    `json:"progress,omitempty"`
 	Plan     *daemon.Plan `json:"plan,omitempty"`
 	Error    *Error       `json:"error,omitempty"`

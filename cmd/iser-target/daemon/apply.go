@@ -265,7 +265,7 @@ func (d *Daemon) prepare(ctx context.Context, plan *Plan, cfg *config.Config) er
 
 // publish gives the file for a LUN its name, before the configuration can have that: a
 // start that found no file there would make an empty one.
-func (d *Daemon) publish(ctx context.Context, file *Making) error {
+func (d *Daemon) publish(ctx context.Context, file *FileBuilder) error {
 	if file == nil {
 		return nil
 	}

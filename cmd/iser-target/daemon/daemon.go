@@ -112,7 +112,7 @@ type Daemon struct {
 	targets []*servedTarget
 	leaving []*removal      // what nobody sees any more and has not ended yet
 	parting []*partings     // sessions that end because of changes
-	makings map[string]bool // files that are being made, by path
+	builds  map[string]bool // files that are being made, by path
 
 	planned   shrinks // that the change is about to make
 	overgrown shrinks // files that may be larger than they are to be: see mayOutgrow
@@ -152,7 +152,7 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 		turn:     make(chan struct{}, 1),
 		before:   func(string) error { return nil },
 		manager:  o.Manager,
-		makings:  map[string]bool{},
+		builds:   map[string]bool{},
 		captures: capture.NewHub(),
 	}
 	if d.manager == nil {

@@ -20,7 +20,7 @@ type ChangeOptions struct {
 	Now         bool          // they have no time at all
 	// File is for a LUN that the change adds, and has been made; nil: there is none. It
 	// is there after a change that succeeds.
-	File *Making
+	File *FileBuilder
 }
 
 // DefaultDrain is how long what is removed may take to come to an end.

@@ -20,16 +20,16 @@ const reportEvery = 200 * time.Millisecond
 var errEnding = errors.New("the target ends")
 
 // addLUN adds a LUN, whose file may have to be made first. With progress the answer to
-// that is a Making on each line.
-func (s *Server) addLUN(w http.ResponseWriter, r *http.Request) { answerMaking(w, r, s.makeLUN) }
+// that is a ChangeUpdate on each line.
+func (s *Server) addLUN(w http.ResponseWriter, r *http.Request) { answerUpdates(w, r, s.makeLUN) }
 
 // setLUN sets keys of a LUN, and with preallocate gives its file the space that it has
 // more then, as addLUN does.
-func (s *Server) setLUN(w http.ResponseWriter, r *http.Request) { answerMaking(w, r, s.growLUN) }
+func (s *Server) setLUN(w http.ResponseWriter, r *http.Request) { answerUpdates(w, r, s.growLUN) }
 
-// answerMaking answers what does may take long.
-func answerMaking(w http.ResponseWriter, r *http.Request, do func(*http.Request, *makingWriter) (any, error)) {
-	out := &makingWriter{w: w}
+// answerUpdates answers what does may take long.
+func answerUpdates(w http.ResponseWriter, r *http.Request, do func(*http.Request, *updateWriter) (any, error)) {
+	out := &updateWriter{w: w}
 	v, err := do(r, out)
 	switch {
 	case !out.begun && err != nil:
@@ -37,14 +37,14 @@ func answerMaking(w http.ResponseWriter, r *http.Request, do func(*http.Request,
 	case !out.begun:
 		writeJSON(w, http.StatusOK, v)
 	case err != nil:
-		out.line(Making{Error: errorOf(err)})
+		out.line(ChangeUpdate{Error: errorOf(err)})
 	default:
 		plan, _ := v.(*daemon.Plan)
-		out.line(Making{Plan: plan})
+		out.line(ChangeUpdate{Plan: plan})
 	}
 }
 
-func (s *Server) makeLUN(r *http.Request, out *makingWriter) (any, error) {
+func (s *Server) makeLUN(r *http.Request, out *updateWriter) (any, error) {
 	var l LUN
 	if err := body(r, &l); err != nil {
 		return nil, err
@@ -74,27 +74,27 @@ func (s *Server) makeLUN(r *http.Request, out *makingWriter) (any, error) {
 	if l.Backend != "file" {
 		return nil, invalid("preallocate and from are for the backend file, not for %s", l.Backend)
 	}
-	file, err := s.d.NewMaking(backend.MakeConfig{
+	file, err := s.d.NewFileBuilder(backend.BuildConfig{
 		Path: l.Path, Size: int64(c.Size), BlockSize: uint32(c.BlockSize), Preallocate: l.Preallocate, From: l.From,
 	})
 	if err != nil {
 		return nil, err
 	}
-	defer file.Discard()
+	defer file.Abort()
 	c.Size = config.Size(file.Size())
 	dry := o
 	dry.DryRun = true
 	if plan, err := s.changeWith(r, dry, edit); err != nil || o.DryRun { // what cannot be is not begun
 		return plan, err
 	}
-	if err := s.run(out, r, file.Run); err != nil {
+	if err := s.run(out, r, file.Build); err != nil {
 		return nil, err
 	}
 	o.File = file
 	return s.changeWith(r, o, edit)
 }
 
-func (s *Server) growLUN(r *http.Request, out *makingWriter) (any, error) {
+func (s *Server) growLUN(r *http.Request, out *updateWriter) (any, error) {
 	id, err := lunID(r)
 	if err != nil {
 		return nil, err
@@ -159,7 +159,7 @@ func roomFor(plan *daemon.Plan, l *daemon.LUNState) error {
 }
 
 // run does what takes long, unless the client goes or the target ends before.
-func (s *Server) run(out *makingWriter, r *http.Request, do func(context.Context, func(backend.Progress)) error) error {
+func (s *Server) run(out *updateWriter, r *http.Request, do func(context.Context, func(backend.Progress)) error) error {
 	// Else the end of readTime would be taken for that of the client.
 	if err := http.NewResponseController(out.w).SetReadDeadline(time.Time{}); err != nil {
 		return err
@@ -180,23 +180,23 @@ func (s *Server) run(out *makingWriter, r *http.Request, do func(context.Context
 	})
 }
 
-// A makingWriter answers Makings, if they are wanted.
-type makingWriter struct {
+// A updateWriter answers ChangeUpdates, if they are wanted.
+type updateWriter struct {
 	w      http.ResponseWriter
 	wanted bool
 	begun  bool // something was written
 	last   time.Time
 }
 
-func (o *makingWriter) progress(p backend.Progress) error {
+func (o *updateWriter) progress(p backend.Progress) error {
 	if !o.wanted || p.Done < p.Total && time.Since(o.last) < reportEvery {
 		return nil
 	}
 	o.last = time.Now()
-	return o.line(Making{Progress: &Progress{p.Phase, p.Done, p.Total}})
+	return o.line(ChangeUpdate{Progress: &Progress{p.Phase, p.Done, p.Total}})
 }
 
-func (o *makingWriter) line(m Making) error {
+func (o *updateWriter) line(m ChangeUpdate) error {
 	b, err := json.Marshal(m)
 	if err != nil {
 		return err

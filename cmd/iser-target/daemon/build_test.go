@@ -19,17 +19,17 @@ import (
 
 // A change whose file was made leaves neither file nor LUN wherever it fails, and both
 // where it does not.
-func TestMakingOfFailedChange(t *testing.T) {
+func TestBuildOfFailedChange(t *testing.T) {
 	const most = 20
 	dir := t.TempDir()
 	d := serve(t, fmt.Sprintf("state_dir: %s/state\nportals: [{listen: \"127.0.0.1:0\"}]\ntargets: [{name: %s, initiators: [\"*\"]}]\n", dir, store))
 	l := config.LUN{ID: 1, Backend: "file", Path: filepath.Join(dir, "a"), Size: 1 << 20, BlockSize: 512}
 	for n := range most {
-		m, err := d.NewMaking(backend.MakeConfig{Path: l.Path, Size: int64(l.Size), Preallocate: true})
+		m, err := d.NewFileBuilder(backend.BuildConfig{Path: l.Path, Size: int64(l.Size), Preallocate: true})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := m.Run(t.Context(), func(backend.Progress) {}); err != nil {
+		if err := m.Build(t.Context(), func(backend.Progress) {}); err != nil {
 			t.Fatal(err)
 		}
 		fault, left := errors.New("a test"), n
@@ -40,7 +40,7 @@ func TestMakingOfFailedChange(t *testing.T) {
 			return nil
 		}
 		_, err = d.Change(t.Context(), func(doc *config.Document) error { return doc.AddLUN(store, l) }, ChangeOptions{File: m})
-		m.Discard()
+		m.Abort()
 		_, missing := os.Lstat(l.Path)
 		luns := len(d.State().Targets[0].LUNs)
 		if err == nil {
@@ -104,12 +104,12 @@ func addMade(t *testing.T, d *Daemon, dir string, n int) {
 	if err := os.WriteFile(dir+"/from", madeContent(), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	m, err := d.NewMaking(backend.MakeConfig{Path: dir + "/a", From: dir + "/from"})
+	m, err := d.NewFileBuilder(backend.BuildConfig{Path: dir + "/a", From: dir + "/from"})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer m.Discard()
-	if err := m.Run(t.Context(), func(backend.Progress) {}); err != nil {
+	defer m.Abort()
+	if err := m.Build(t.Context(), func(backend.Progress) {}); err != nil {
 		t.Fatal(err)
 	}
 	d.before = func(string) error {
@@ -125,41 +125,41 @@ func addMade(t *testing.T, d *Daemon, dir string, n int) {
 }
 
 // No file is made twice at once, however it is called, and not too many are.
-func TestMakings(t *testing.T) {
+func TestBuilds(t *testing.T) {
 	dir, link := t.TempDir(), filepath.Join(t.TempDir(), "link")
 	if err := os.Symlink(dir, link); err != nil {
 		t.Fatal(err)
 	}
 	d := serve(t, "state_dir: \"\"\nportals: [{listen: \"127.0.0.1:0\"}]\ntargets: [{name: "+store+", initiators: [\"*\"]}]\n")
-	making := func(path string) (*Making, error) {
-		m, err := d.NewMaking(backend.MakeConfig{Path: path, Size: 1 << 20})
+	build := func(path string) (*FileBuilder, error) {
+		m, err := d.NewFileBuilder(backend.BuildConfig{Path: path, Size: 1 << 20})
 		if err == nil {
-			t.Cleanup(m.Discard)
+			t.Cleanup(m.Abort)
 		}
 		return m, err
 	}
-	first, err := making(dir + "/0")
+	first, err := build(dir + "/0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, path := range []string{dir + "/0", dir + "/../" + filepath.Base(dir) + "//0", link + "/0"} {
-		if _, err := making(path); !errors.Is(err, ErrMaking) {
-			t.Errorf("%s: %v, want ErrMaking", path, err)
+		if _, err := build(path); !errors.Is(err, ErrBuilding) {
+			t.Errorf("%s: %v, want ErrBuilding", path, err)
 		}
 	}
-	for i := 1; i < maxMakings; i++ {
-		if _, err := making(fmt.Sprintf("%s/%d", dir, i)); err != nil {
+	for i := 1; i < maxBuilds; i++ {
+		if _, err := build(fmt.Sprintf("%s/%d", dir, i)); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if _, err := making(dir + "/more"); !errors.Is(err, ErrMakings) {
-		t.Errorf("%v, want ErrMakings", err)
+	if _, err := build(dir + "/more"); !errors.Is(err, ErrManyBuilds) {
+		t.Errorf("%v, want ErrManyBuilds", err)
 	}
-	first.Discard()
-	if _, err := d.NewMaking(backend.MakeConfig{Path: dir + "/wrong", Size: 1000}); err == nil || errors.Is(err, ErrMakings) {
+	first.Abort()
+	if _, err := d.NewFileBuilder(backend.BuildConfig{Path: dir + "/wrong", Size: 1000}); err == nil || errors.Is(err, ErrManyBuilds) {
 		t.Errorf("%v, want that the size is wrong", err)
 	}
-	if _, err := making(dir + "/0"); err != nil {
+	if _, err := build(dir + "/0"); err != nil {
 		t.Errorf("when another has ended: %v", err)
 	}
 }

@@ -20,18 +20,18 @@ import (
 func ignore(backend.Progress) {}
 
 // makeFile makes a file to the end.
-func makeFile(t *testing.T, c backend.MakeConfig, h *backend.Hooks, named bool) {
+func makeFile(t *testing.T, c backend.BuildConfig, h *backend.Hooks, named bool) {
 	t.Helper()
-	m, err := backend.InterceptMaking(c, h, named)
+	m, err := backend.InterceptBuilder(c, h, named)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() {
-		if err := m.Discard(); err != nil {
+		if err := m.Abort(); err != nil {
 			t.Error(err)
 		}
 	}()
-	if err := m.Run(t.Context(), ignore); err != nil {
+	if err := m.Build(t.Context(), ignore); err != nil {
 		t.Fatal(err)
 	}
 	if err := m.Publish(); err != nil {
@@ -85,7 +85,7 @@ func sparse(t *testing.T, path string) []byte {
 }
 
 // What is made, in all ways in which it can be.
-func TestMaking(t *testing.T) {
+func TestBuild(t *testing.T) {
 	const size = 12 << 20
 	refuse := func(errno unix.Errno) func(uint32) error { return func(uint32) error { return errno } }
 	noCopy := func(int64) (int64, error) { return 0, unix.EXDEV }
@@ -110,7 +110,7 @@ func TestMaking(t *testing.T) {
 			t.Run(tc.name+map[bool]string{true: ", named"}[named], func(t *testing.T) {
 				dir := t.TempDir()
 				want, other := make([]byte, size), t.TempDir()
-				c := backend.MakeConfig{Path: filepath.Join(dir, "a"), Size: tc.size, Preallocate: tc.preallocate}
+				c := backend.BuildConfig{Path: filepath.Join(dir, "a"), Size: tc.size, Preallocate: tc.preallocate}
 				if tc.from {
 					c.From = filepath.Join(other, "from")
 					copy(want, sparse(t, c.From))
@@ -140,9 +140,9 @@ func TestMaking(t *testing.T) {
 }
 
 // Of what is not completed nothing stays, and somebody else's file does.
-func TestMakingEndsEarly(t *testing.T) {
+func TestBuildEndsEarly(t *testing.T) {
 	dir := t.TempDir()
-	c := backend.MakeConfig{Path: filepath.Join(dir, "a"), Size: 8 << 20, Preallocate: true}
+	c := backend.BuildConfig{Path: filepath.Join(dir, "a"), Size: 8 << 20, Preallocate: true}
 	for _, named := range []bool{false, true} {
 		wrote := 0
 		full := &backend.Hooks{
@@ -154,25 +154,25 @@ func TestMakingEndsEarly(t *testing.T) {
 				return below(p, off, flags)
 			},
 		}
-		m, err := backend.InterceptMaking(c, full, named)
+		m, err := backend.InterceptBuilder(c, full, named)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := m.Run(t.Context(), ignore); !errors.Is(err, backend.ErrNoSpace) || !strings.Contains(err.Error(), c.Path) {
+		if err := m.Build(t.Context(), ignore); !errors.Is(err, backend.ErrNoSpace) || !strings.Contains(err.Error(), c.Path) {
 			t.Errorf("named %v: %v, want ErrNoSpace", named, err)
 		}
-		if err := m.Discard(); err != nil || names(t, dir) != "" {
+		if err := m.Abort(); err != nil || names(t, dir) != "" {
 			t.Errorf("named %v: error %v, left behind: %s", named, err, names(t, dir))
 		}
 
 		enough := errors.New("enough")
 		ctx, cancel := context.WithCancelCause(t.Context())
-		m, err = backend.InterceptMaking(c, &backend.Hooks{Fallocate: full.Fallocate}, named)
+		m, err = backend.InterceptBuilder(c, &backend.Hooks{Fallocate: full.Fallocate}, named)
 		if err != nil {
 			t.Fatal(err)
 		}
 		var last backend.Progress
-		err = m.Run(ctx, func(p backend.Progress) {
+		err = m.Build(ctx, func(p backend.Progress) {
 			if last = p; p.Done >= 2<<20 {
 				cancel(enough)
 			}
@@ -180,15 +180,15 @@ func TestMakingEndsEarly(t *testing.T) {
 		if !errors.Is(err, enough) || last.Phase != backend.Zeroing || last.Total != c.Size || last.Done >= c.Size/2 {
 			t.Errorf("named %v: %v after %+v, want the cause soon after 2 MiB", named, err, last)
 		}
-		if err := m.Discard(); err != nil || names(t, dir) != "" {
+		if err := m.Abort(); err != nil || names(t, dir) != "" {
 			t.Errorf("named %v: error %v, left behind: %s", named, err, names(t, dir))
 		}
 
-		m, err = backend.InterceptMaking(c, &backend.Hooks{}, named)
+		m, err = backend.InterceptBuilder(c, &backend.Hooks{}, named)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := m.Run(t.Context(), ignore); err != nil {
+		if err := m.Build(t.Context(), ignore); err != nil {
 			t.Fatal(err)
 		}
 		if err := os.WriteFile(c.Path, []byte("mine"), 0o600); err != nil {
@@ -197,26 +197,26 @@ func TestMakingEndsEarly(t *testing.T) {
 		if err := m.Publish(); !errors.Is(err, fs.ErrExist) {
 			t.Errorf("named %v: a name that is taken: %v", named, err)
 		}
-		m.Discard()
+		m.Abort()
 		if b, err := os.ReadFile(c.Path); string(b) != "mine" || names(t, dir) != "a" {
 			t.Errorf("named %v: somebody else's file has %q, error %v; in the directory: %s", named, b, err, names(t, dir))
 		}
 		os.Remove(c.Path)
 
-		m, err = backend.InterceptMaking(c, &backend.Hooks{}, named)
+		m, err = backend.InterceptBuilder(c, &backend.Hooks{}, named)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := errors.Join(m.Run(t.Context(), ignore), m.Publish(), m.Discard()); err != nil || names(t, dir) != "" {
+		if err := errors.Join(m.Build(t.Context(), ignore), m.Publish(), m.Abort()); err != nil || names(t, dir) != "" {
 			t.Errorf("named %v: published and discarded: error %v, left behind: %s", named, err, names(t, dir))
 		}
 	}
 }
 
 // What a process that was killed has left is removed, and what a living one has is not.
-func TestMakingPart(t *testing.T) {
+func TestBuildPart(t *testing.T) {
 	dir := t.TempDir()
-	c := backend.MakeConfig{Path: filepath.Join(dir, "a"), Size: 1 << 20}
+	c := backend.BuildConfig{Path: filepath.Join(dir, "a"), Size: 1 << 20}
 	part, other := filepath.Join(dir, ".a.part"), filepath.Join(dir, "other")
 	if err := os.WriteFile(part, []byte("half"), 0o600); err != nil {
 		t.Fatal(err)
@@ -230,20 +230,20 @@ func TestMakingPart(t *testing.T) {
 	}
 	os.Remove(c.Path)
 
-	first, err := backend.InterceptMaking(c, &backend.Hooks{}, true)
+	first, err := backend.InterceptBuilder(c, &backend.Hooks{}, true)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer first.Discard()
-	if err := first.Run(t.Context(), ignore); err != nil {
+	defer first.Abort()
+	if err := first.Build(t.Context(), ignore); err != nil {
 		t.Fatal(err)
 	}
-	second, err := backend.InterceptMaking(c, &backend.Hooks{}, true)
+	second, err := backend.InterceptBuilder(c, &backend.Hooks{}, true)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer second.Discard()
-	if err := second.Run(t.Context(), ignore); err == nil || !strings.Contains(err.Error(), "another process") {
+	defer second.Abort()
+	if err := second.Build(t.Context(), ignore); err == nil || !strings.Contains(err.Error(), "another process") {
 		t.Errorf("two at once: %v", err)
 	}
 	if err := first.Publish(); err != nil {
@@ -251,7 +251,7 @@ func TestMakingPart(t *testing.T) {
 	}
 }
 
-func TestMakingRefused(t *testing.T) {
+func TestBuildRefused(t *testing.T) {
 	dir := t.TempDir()
 	path := func(name string) string { return filepath.Join(dir, name) }
 	sparse(t, path("from"))
@@ -262,53 +262,53 @@ func TestMakingRefused(t *testing.T) {
 	}
 	openFile(t, backend.FileConfig{Path: path("served")})
 	for _, tc := range []struct {
-		c    backend.MakeConfig
+		c    backend.BuildConfig
 		want string
 	}{
-		{backend.MakeConfig{Path: path("from"), Size: 1 << 20}, "would be overwritten"},
-		{backend.MakeConfig{Path: path("a"), Size: 1000}, "size"},
-		{backend.MakeConfig{Path: path("a"), Size: 1 << 20, From: path("from")}, "has 8388708 octets, which are more than the size 1048576"},
-		{backend.MakeConfig{Path: path("a"), From: path("none")}, path("none") + ": no such file"},
-		{backend.MakeConfig{Path: path("a"), From: path("empty")}, "is empty"},
-		{backend.MakeConfig{Path: path("a"), From: path("served")}, "a target serves it"},
-		{backend.MakeConfig{Path: path("a"), From: dir}, "neither a regular file nor"},
-		{backend.MakeConfig{Path: path("a"), From: "/dev/zero"}, "neither a regular file nor"},
+		{backend.BuildConfig{Path: path("from"), Size: 1 << 20}, "would be overwritten"},
+		{backend.BuildConfig{Path: path("a"), Size: 1000}, "size"},
+		{backend.BuildConfig{Path: path("a"), Size: 1 << 20, From: path("from")}, "has 8388708 octets, which are more than the size 1048576"},
+		{backend.BuildConfig{Path: path("a"), From: path("none")}, path("none") + ": no such file"},
+		{backend.BuildConfig{Path: path("a"), From: path("empty")}, "is empty"},
+		{backend.BuildConfig{Path: path("a"), From: path("served")}, "a target serves it"},
+		{backend.BuildConfig{Path: path("a"), From: dir}, "neither a regular file nor"},
+		{backend.BuildConfig{Path: path("a"), From: "/dev/zero"}, "neither a regular file nor"},
 	} {
-		m, err := backend.NewMaking(tc.c)
+		m, err := backend.NewFileBuilder(tc.c)
 		if err == nil {
-			m.Discard()
+			m.Abort()
 		}
 		if err == nil || !strings.Contains(err.Error(), tc.want) {
 			t.Errorf("%+v: %v, want %q", tc.c, err, tc.want)
 		}
 	}
-	m, err := backend.NewMaking(backend.MakeConfig{Path: path("none/a"), Size: 1 << 20})
+	m, err := backend.NewFileBuilder(backend.BuildConfig{Path: path("none/a"), Size: 1 << 20})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer m.Discard()
-	if err := m.Run(t.Context(), ignore); !errors.Is(err, fs.ErrNotExist) {
+	defer m.Abort()
+	if err := m.Build(t.Context(), ignore); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("a directory that is not there: %v", err)
 	}
 }
 
 // A file system that is full is one before anything is there.
-func TestMakingNoSpace(t *testing.T) {
+func TestBuildNoSpace(t *testing.T) {
 	dir := backendtest.Mount(t, "none", "tmpfs", "size=1m")
 	from := filepath.Join(t.TempDir(), "from")
 	if err := os.WriteFile(from, bytes.Repeat([]byte{1}, 2<<20), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	for _, c := range []backend.MakeConfig{{Size: 2 << 20, Preallocate: true}, {From: from}} {
+	for _, c := range []backend.BuildConfig{{Size: 2 << 20, Preallocate: true}, {From: from}} {
 		c.Path = filepath.Join(dir, "a")
-		m, err := backend.NewMaking(c)
+		m, err := backend.NewFileBuilder(c)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := m.Run(t.Context(), ignore); !errors.Is(err, backend.ErrNoSpace) {
+		if err := m.Build(t.Context(), ignore); !errors.Is(err, backend.ErrNoSpace) {
 			t.Errorf("%+v: %v, want ErrNoSpace", c, err)
 		}
-		m.Discard()
+		m.Abort()
 		var st unix.Statfs_t
 		if err := unix.Statfs(dir, &st); err != nil || st.Bfree != st.Blocks || names(t, dir) != "" {
 			t.Errorf("%+v: error %v, %d of %d blocks are free, in the directory: %s", c, err, st.Bfree, st.Blocks, names(t, dir))
@@ -318,7 +318,7 @@ func TestMakingNoSpace(t *testing.T) {
 
 // Where the file system can, a copy shares its blocks with what it was made from: copies
 // that the file system has no room for otherwise. One that is preallocated does not.
-func TestMakingShares(t *testing.T) {
+func TestBuildShares(t *testing.T) {
 	dir := backendtest.Mount(t, backendtest.MakeFS(t, "btrfs", 48<<20, "-q", "--mixed"), "btrfs", "")
 	path := func(name string) string { return filepath.Join(dir, name) }
 	const size = 24 << 20
@@ -340,13 +340,13 @@ func TestMakingShares(t *testing.T) {
 				t.Fatal(err)
 			}
 			for _, name := range []string{"a", "b"} {
-				m, err := backend.NewMaking(backend.MakeConfig{Path: path(name), From: from, Size: tc.grown})
+				m, err := backend.NewFileBuilder(backend.BuildConfig{Path: path(name), From: from, Size: tc.grown})
 				if err != nil {
 					t.Fatal(err)
 				}
-				defer m.Discard()
+				defer m.Abort()
 				var said []backend.Progress
-				if err := m.Run(t.Context(), func(p backend.Progress) { said = append(said, p) }); err != nil {
+				if err := m.Build(t.Context(), func(p backend.Progress) { said = append(said, p) }); err != nil {
 					t.Fatal(err)
 				}
 				if last := (backend.Progress{Phase: backend.Copying, Done: tc.size, Total: tc.size}); said[len(said)-1] != last || len(said) > tc.steps {
@@ -356,12 +356,12 @@ func TestMakingShares(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			m, err := backend.NewMaking(backend.MakeConfig{Path: path("c"), From: from, Preallocate: true})
+			m, err := backend.NewFileBuilder(backend.BuildConfig{Path: path("c"), From: from, Preallocate: true})
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer m.Discard()
-			if err := m.Run(t.Context(), ignore); !errors.Is(err, backend.ErrNoSpace) {
+			defer m.Abort()
+			if err := m.Build(t.Context(), ignore); !errors.Is(err, backend.ErrNoSpace) {
 				t.Errorf("with space of its own: %v, want ErrNoSpace", err)
 			}
 			// Who writes to a copy changes nothing else.
@@ -381,11 +381,11 @@ func TestMakingShares(t *testing.T) {
 }
 
 // A block device is copied without its zeros, and not while somebody writes to it.
-func TestMakingFromDevice(t *testing.T) {
+func TestBuildFromDevice(t *testing.T) {
 	want := make([]byte, 4<<20)
 	copy(want[1<<20:], bytes.Repeat([]byte{7}, 4096))
 	dev, _ := backendtest.LoopDevice(t, want, 512, false)
-	c := backend.MakeConfig{Path: filepath.Join(t.TempDir(), "a"), From: dev}
+	c := backend.BuildConfig{Path: filepath.Join(t.TempDir(), "a"), From: dev}
 	makeFile(t, c, &backend.Hooks{}, false)
 	if got, err := os.ReadFile(c.Path); err != nil || !bytes.Equal(got, want) {
 		t.Errorf("%d octets, error %v", len(got), err)
@@ -394,7 +394,7 @@ func TestMakingFromDevice(t *testing.T) {
 		t.Errorf("%d octets are allocated for zeros", st.Blocks*512)
 	}
 	openBlock(t, backend.BlockConfig{Path: dev})
-	if _, err := backend.NewMaking(backend.MakeConfig{Path: c.Path + "2", From: dev}); err == nil || !strings.Contains(err.Error(), "in use") {
+	if _, err := backend.NewFileBuilder(backend.BuildConfig{Path: c.Path + "2", From: dev}); err == nil || !strings.Contains(err.Error(), "in use") {
 		t.Errorf("a device that is served: %v", err)
 	}
 }

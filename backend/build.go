@@ -13,9 +13,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// MakeConfig describes a file that is to be made with more than its size. The zero
+// BuildConfig describes a file that is to be made with more than its size. The zero
 // value of a field other than Path means its default.
-type MakeConfig struct {
+type BuildConfig struct {
 	Path string // of the file, which must not be there
 	// Size in octets, a multiple of BlockSize. Default: that of From, rounded up.
 	Size      int64
@@ -27,40 +27,40 @@ type MakeConfig struct {
 	From string
 }
 
-// A Progress is how far a Making has come in its present phase, in octets.
+// A Progress is how far a FileBuilder has come in its present phase, in octets.
 type Progress struct {
 	Phase       string // one of those below
 	Done, Total int64
 }
 
-// What a Making does.
+// What a FileBuilder does.
 const (
 	Preallocating = "preallocating"
 	Zeroing       = "zeroing" // where the file system cannot preallocate
 	Copying       = "copying"
 )
 
-// A Making is a file that is not there before it is whole. Until Publish it has no
+// A FileBuilder is a file that is not there before it is whole. Until Publish it has no
 // name, so that the end of the process leaves nothing of it; on a file system that
-// knows no such files (O_TMPFILE) it is called .NAME.part, and the next Making of the
+// knows no such files (O_TMPFILE) it is called .NAME.part, and the next FileBuilder of the
 // same Path removes what is left.
-type Making struct {
-	c      MakeConfig
-	source *makeSource // nil: there is none
-	fd     int         // -1: there is none
-	part   string      // its name so far; empty: it has none
-	itself os.FileInfo // of what Publish has given its name
-	hooks  makeHooks
+type FileBuilder struct {
+	c      BuildConfig
+	source *buildSource // nil: there is none
+	fd     int          // -1: there is none
+	part   string       // its name so far; empty: it has none
+	itself os.FileInfo  // of what Publish has given its name
+	hooks  buildHooks
 }
 
-// makeHooks are what tests put in the place of the kernel.
-type makeHooks struct {
+// buildHooks are what tests put in the place of the kernel.
+type buildHooks struct {
 	wrap  func(osFile) osFile
 	named bool // the file system knows no files without names
 }
 
-// A makeSource is what is copied.
-type makeSource struct {
+// A buildSource is what is copied.
+type buildSource struct {
 	path    string
 	fd      int
 	regular bool
@@ -78,15 +78,15 @@ const (
 	flushEvery = 256 << 20
 )
 
-// NewMaking checks c and opens what is to be copied, which nobody may be writing to.
-// Nothing is made before Run. The caller has to call Discard in any case.
-func NewMaking(c MakeConfig) (*Making, error) { return newMaking(c, makeHooks{}) }
+// NewFileBuilder checks c and opens what is to be copied, which nobody may be writing to.
+// Nothing is made before Build. The caller has to call Abort in any case.
+func NewFileBuilder(c BuildConfig) (*FileBuilder, error) { return newFileBuilder(c, buildHooks{}) }
 
-func newMaking(c MakeConfig, hooks makeHooks) (*Making, error) {
+func newFileBuilder(c BuildConfig, hooks buildHooks) (*FileBuilder, error) {
 	if c.BlockSize == 0 {
 		c.BlockSize = defaultBlockSize
 	}
-	m := &Making{c: c, fd: -1, hooks: hooks}
+	b := &FileBuilder{c: c, fd: -1, hooks: hooks}
 	if _, err := os.Lstat(c.Path); err == nil {
 		return nil, fmt.Errorf("%s: %w: it would be overwritten", c.Path, fs.ErrExist)
 	}
@@ -95,26 +95,26 @@ func newMaking(c MakeConfig, hooks makeHooks) (*Making, error) {
 		if err != nil {
 			return nil, fmt.Errorf("copy from %s: %w", c.From, err)
 		}
-		m.source = source
+		b.source = source
 		switch {
 		case c.Size == 0:
 			mask := int64(c.BlockSize) - 1
-			m.c.Size = (source.size + mask) &^ mask
+			b.c.Size = (source.size + mask) &^ mask
 		case c.Size < source.size:
-			m.Discard()
+			b.Abort()
 			return nil, fmt.Errorf("copy from %s: it has %d octets, which are more than the size %d", c.From, source.size, c.Size)
 		}
 	}
-	if err := (Info{Size: m.c.Size, BlockSize: c.BlockSize, PhysicalBlockSize: c.BlockSize}).Validate(); err != nil {
-		m.Discard()
+	if err := (Info{Size: b.c.Size, BlockSize: c.BlockSize, PhysicalBlockSize: c.BlockSize}).Validate(); err != nil {
+		b.Abort()
 		return nil, fmt.Errorf("%s: %w", c.Path, err)
 	}
-	return m, nil
+	return b, nil
 }
 
 // openSource opens what is to be copied, and keeps others from writing to it: by
 // flock(2), which file stores respect, and O_EXCL, as block stores and mounts do.
-func openSource(path string) (*makeSource, error) {
+func openSource(path string) (*buildSource, error) {
 	st, err := os.Stat(path)
 	if err != nil {
 		return nil, errors.Unwrap(err) // the path is said already
@@ -127,7 +127,7 @@ func openSource(path string) (*makeSource, error) {
 	default:
 		return nil, errors.New("is neither a regular file nor a block device")
 	}
-	s := &makeSource{path: path, regular: regular}
+	s := &buildSource{path: path, regular: regular}
 	err = retry(func() (err error) {
 		s.fd, err = unix.Open(path, flags, 0)
 		return err
@@ -158,60 +158,60 @@ func openSource(path string) (*makeSource, error) {
 }
 
 // Size is how many octets the file will have.
-func (m *Making) Size() int64 { return m.c.Size }
+func (b *FileBuilder) Size() int64 { return b.c.Size }
 
 // Path is where the file will be.
-func (m *Making) Path() string { return m.c.Path }
+func (b *FileBuilder) Path() string { return b.c.Path }
 
-// Run makes the file, and calls report often from the same goroutine. When ctx ends it
+// Build makes the file, and calls report often from the same goroutine. When ctx ends it
 // stops soon, with the cause. ErrNoSpace: the file system has no room for it.
-func (m *Making) Run(ctx context.Context, report func(Progress)) error {
-	err := m.run(ctx, report)
+func (b *FileBuilder) Build(ctx context.Context, report func(Progress)) error {
+	err := b.build(ctx, report)
 	switch {
 	case err == nil:
 		return nil
 	case isNoSpace(err):
 		err = fmt.Errorf("%w: %w", ErrNoSpace, err)
 	}
-	return fmt.Errorf("make %s: %w", m.c.Path, err)
+	return fmt.Errorf("make %s: %w", b.c.Path, err)
 }
 
-func (m *Making) run(ctx context.Context, report func(Progress)) error {
-	if m.c.Preallocate {
-		if err := CheckRoom(filepath.Dir(m.c.Path), m.c.Size); err != nil {
+func (b *FileBuilder) build(ctx context.Context, report func(Progress)) error {
+	if b.c.Preallocate {
+		if err := CheckRoom(filepath.Dir(b.c.Path), b.c.Size); err != nil {
 			return err
 		}
 	}
-	if err := m.open(); err != nil {
+	if err := b.open(); err != nil {
 		return err
 	}
-	var f osFile = sysFile(m.fd)
-	if m.hooks.wrap != nil {
-		f = m.hooks.wrap(f)
+	var f osFile = sysFile(b.fd)
+	if b.hooks.wrap != nil {
+		f = b.hooks.wrap(f)
 	}
-	if err := f.truncate(m.c.Size); err != nil {
+	if err := f.truncate(b.c.Size); err != nil {
 		return err
 	}
-	w := &makeWork{ctx: ctx, f: f, report: report}
+	w := &buildWork{ctx: ctx, f: f, report: report}
 	allocated := false
-	if m.c.Preallocate {
+	if b.c.Preallocate {
 		var err error
-		if allocated, err = w.allocate(m.c.Size); err != nil {
+		if allocated, err = w.allocate(b.c.Size); err != nil {
 			return err
 		}
 	}
 	var err error
-	switch full := m.c.Preallocate && !allocated; {
-	case m.source != nil:
-		err = w.copy(m.source, m.c.Size, m.c.Preallocate, full)
+	switch full := b.c.Preallocate && !allocated; {
+	case b.source != nil:
+		err = w.copy(b.source, b.c.Size, b.c.Preallocate, full)
 	case full:
-		w.Progress = Progress{Phase: Zeroing, Total: m.c.Size}
-		err = w.zero(0, m.c.Size)
+		w.Progress = Progress{Phase: Zeroing, Total: b.c.Size}
+		err = w.zero(0, b.c.Size)
 	}
 	if err != nil {
 		return err
 	}
-	return retry(func() error { return unix.Fsync(m.fd) })
+	return retry(func() error { return unix.Fsync(b.fd) })
 }
 
 // CheckRoom fails with ErrNoSpace if the file system that path is on has not so many octets
@@ -229,18 +229,18 @@ func CheckRoom(path string, octets int64) error {
 }
 
 // open makes the file, without a name if that can be.
-func (m *Making) open() error {
-	dir, name := filepath.Split(m.c.Path)
+func (b *FileBuilder) open() error {
+	dir, name := filepath.Split(b.c.Path)
 	if dir == "" {
 		dir = "."
 	}
 	const flags = unix.O_RDWR | unix.O_CLOEXEC
-	if !m.hooks.named {
+	if !b.hooks.named {
 		fd, err := unix.Open(dir, flags|unix.O_TMPFILE, 0o600)
 		switch err {
 		case nil:
 			if _, err := os.Stat(descriptorPath(fd)); err == nil { // Publish needs that
-				m.fd = fd
+				b.fd = fd
 				return nil
 			}
 			unix.Close(fd)
@@ -262,22 +262,22 @@ func (m *Making) open() error {
 			return &fs.PathError{Op: "make", Path: part, Err: err}
 		}
 		if err := lockPart(part, fd); err == nil {
-			m.fd, m.part = fd, part
+			b.fd, b.part = fd, part
 			return nil
 		}
 		unix.Close(fd)
 	}
-	return fmt.Errorf("%s: %w", part, errMaking)
+	return fmt.Errorf("%s: %w", part, errBuilding)
 }
 
-var errMaking = errors.New("another process is making this file")
+var errBuilding = errors.New("another process is making this file")
 
-// lockPart locks what a Making has open, which no other may have removed before.
+// lockPart locks what a FileBuilder has open, which no other may have removed before.
 func lockPart(part string, fd int) error {
 	var open, there unix.Stat_t
 	if unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB) != nil || unix.Fstat(fd, &open) != nil || unix.Lstat(part, &there) != nil ||
 		open.Ino != there.Ino || open.Dev != there.Dev {
-		return errMaking
+		return errBuilding
 	}
 	return nil
 }
@@ -303,66 +303,66 @@ func descriptorPath(fd int) string { return "/proc/self/fd/" + strconv.Itoa(fd) 
 
 // Publish gives the file its name. fs.ErrExist: somebody else has taken that meanwhile.
 // On success name and content are on stable storage, and the file is closed.
-func (m *Making) Publish() error {
-	err := m.link()
+func (b *FileBuilder) Publish() error {
+	err := b.link()
 	if err != nil {
-		return &fs.PathError{Op: "name the new file", Path: m.c.Path, Err: err}
+		return &fs.PathError{Op: "name the new file", Path: b.c.Path, Err: err}
 	}
-	m.part = ""
-	if m.itself, err = os.Lstat(m.c.Path); err == nil {
-		err = syncDir(m.c.Path)
+	b.part = ""
+	if b.itself, err = os.Lstat(b.c.Path); err == nil {
+		err = syncDir(b.c.Path)
 	}
-	m.close()
+	b.close()
 	return err
 }
 
-func (m *Making) link() error {
-	if m.part == "" {
-		return unix.Linkat(unix.AT_FDCWD, descriptorPath(m.fd), unix.AT_FDCWD, m.c.Path, unix.AT_SYMLINK_FOLLOW)
+func (b *FileBuilder) link() error {
+	if b.part == "" {
+		return unix.Linkat(unix.AT_FDCWD, descriptorPath(b.fd), unix.AT_FDCWD, b.c.Path, unix.AT_SYMLINK_FOLLOW)
 	}
-	err := unix.Renameat2(unix.AT_FDCWD, m.part, unix.AT_FDCWD, m.c.Path, unix.RENAME_NOREPLACE)
+	err := unix.Renameat2(unix.AT_FDCWD, b.part, unix.AT_FDCWD, b.c.Path, unix.RENAME_NOREPLACE)
 	if err != unix.EINVAL && err != unix.ENOSYS {
 		return err
 	}
-	if err := unix.Link(m.part, m.c.Path); err != nil { // NFS
+	if err := unix.Link(b.part, b.c.Path); err != nil { // NFS
 		return err
 	}
-	return unix.Unlink(m.part)
+	return unix.Unlink(b.part)
 }
 
-// Discard removes the file, published or not, unless Keep was called, and closes all.
-func (m *Making) Discard() error {
+// Abort removes the file, published or not, unless Keep was called, and closes all.
+func (b *FileBuilder) Abort() error {
 	var err error
-	if m.part != "" {
-		err = os.Remove(m.part)
-		m.part = ""
+	if b.part != "" {
+		err = os.Remove(b.part)
+		b.part = ""
 	}
-	if m.itself != nil {
-		if fi, err2 := os.Lstat(m.c.Path); err2 == nil && os.SameFile(fi, m.itself) {
-			err = os.Remove(m.c.Path)
+	if b.itself != nil {
+		if fi, err2 := os.Lstat(b.c.Path); err2 == nil && os.SameFile(fi, b.itself) {
+			err = os.Remove(b.c.Path)
 		}
-		m.itself = nil
+		b.itself = nil
 	}
-	m.close()
+	b.close()
 	return err
 }
 
-// Keep has Discard leave a file that is published.
-func (m *Making) Keep() { m.itself = nil }
+// Keep has Abort leave a file that is published.
+func (b *FileBuilder) Keep() { b.itself = nil }
 
-func (m *Making) close() {
-	if m.fd >= 0 {
-		unix.Close(m.fd)
-		m.fd = -1
+func (b *FileBuilder) close() {
+	if b.fd >= 0 {
+		unix.Close(b.fd)
+		b.fd = -1
 	}
-	if m.source != nil {
-		unix.Close(m.source.fd)
-		m.source = nil
+	if b.source != nil {
+		unix.Close(b.source.fd)
+		b.source = nil
 	}
 }
 
-// makeWork is what Run does with the file.
-type makeWork struct {
+// buildWork is what Build does with the file.
+type buildWork struct {
 	Progress
 	ctx     context.Context
 	f       osFile
@@ -372,7 +372,7 @@ type makeWork struct {
 }
 
 // done counts n more octets, of which written are new on the file.
-func (w *makeWork) done(n, written int64) error {
+func (w *buildWork) done(n, written int64) error {
 	w.Done += n
 	if w.unsaved += written; w.unsaved >= flushEvery {
 		w.unsaved = 0
@@ -388,7 +388,7 @@ func (w *makeWork) done(n, written int64) error {
 }
 
 // allocate allocates all blocks of a file; false: the file system cannot do that.
-func (w *makeWork) allocate(size int64) (bool, error) {
+func (w *buildWork) allocate(size int64) (bool, error) {
 	w.Progress = Progress{Phase: Preallocating, Total: size}
 	for w.Done < size {
 		n := min(size-w.Done, allocateStep)
@@ -407,7 +407,7 @@ func (w *makeWork) allocate(size int64) (bool, error) {
 }
 
 // zero writes zeros to [off, end).
-func (w *makeWork) zero(off, end int64) error {
+func (w *buildWork) zero(off, end int64) error {
 	for off < end {
 		n := min(end-off, int64(len(zeros)))
 		if err := writeAll(w.f, zeros[:n], off, 0); err != nil {
@@ -424,7 +424,7 @@ func (w *makeWork) zero(off, end int64) error {
 // copy copies all of s to the begin of the file, which has size octets and reads as
 // zeros. own: it is to share no blocks with s. full: zeros are written where s has
 // holes, and behind it.
-func (w *makeWork) copy(s *makeSource, size int64, own, full bool) error {
+func (w *buildWork) copy(s *buildSource, size int64, own, full bool) error {
 	w.Progress = Progress{Phase: Copying, Total: s.size}
 	if full {
 		w.Total = size
@@ -472,7 +472,7 @@ func dataOf(f osFile, off, size int64) (data, end int64) {
 }
 
 // copyData copies [off, end) of src to the same place.
-func (w *makeWork) copyData(src sysFile, off, end int64, own, full bool) error {
+func (w *buildWork) copyData(src sysFile, off, end int64, own, full bool) error {
 	for !own && off < end {
 		n, err := w.f.copyFrom(off, src, off, min(end-off, copyStep))
 		switch err {
