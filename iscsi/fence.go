@@ -39,24 +39,6 @@ func newFence(p Params) *fence {
 // isFast tells whether the session has agreed on FastAbort; f may be nil.
 func (f *fence) isFast() bool { return f != nil && f.fastAbort }
 
-// What tells the responses that SCSI wants fenced (SPC-4).
-const (
-	persistentOut    = 0x5f
-	preemptAndAbort  = 0x05
-	keyUnitAttention = 0x06
-)
-
-// needsFence tells whether the response to a command is one of those of section
-// 4.2.2.3.4: PREEMPT AND ABORT, or a unit attention, whatever that is about. There
-// is no ACA.
-func (t *Task) needsFence() bool {
-	if s := t.cmd.Sense(); s != nil {
-		return s[2]&0x0f == keyUnitAttention // fixed format
-	}
-	cdb := t.cmd.CDB
-	return cdb[0] == persistentOut && cdb[1]&0x1f == preemptAndAbort
-}
-
 // parties are the connections on which responses are sent and acknowledged. After a
 // logout nothing is.
 //

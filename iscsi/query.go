@@ -56,16 +56,16 @@ func (t *Task) queryAsyncEvent() byte {
 	if !nexus.LUNExists(field) {
 		return pdu.LUNDoesNotExist
 	}
-	key, asc, ascq, pending := nexus.PendingAttention(field)
+	first, pending := nexus.PendingAttention(field)
 	switch pending {
 	case 0:
 		return pdu.FunctionComplete
 	case 1:
-		key |= one
+		first.Key |= one
 	default:
-		key |= more
+		first.Key |= more
 	}
-	t.info = [3]byte{key, asc, ascq}
+	t.info = [3]byte{first.Key, first.ASC, first.ASCQ}
 	return pdu.FunctionSucceeded
 }
 

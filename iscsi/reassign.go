@@ -145,7 +145,7 @@ func (t *Task) detach() {
 func (c *conn) dropParked(t *Task) {
 	if t.begun {
 		t.begun = false
-		t.cmd.Fail(senseAborted.key, senseAborted.asc, senseAborted.ascq)
+		t.cmd.Fail(senseAborted)
 		c.sess.nexus.End(&t.cmd) // of a command that has failed: nothing happens
 	}
 	if t.isCommand() {
@@ -490,7 +490,7 @@ func (t *Task) goOn() {
 		t.lap(waited)
 	}
 	switch {
-	case t.finished && (t.cmd.Status != statusGood || t.cmd.DataIn == 0):
+	case t.finished && (t.cmd.Status != lun.StatusGood || t.cmd.DataIn == 0):
 		t.complete()
 	case t.finished:
 		t.off = t.resumeAt

@@ -95,16 +95,16 @@ type taskVars struct {
 	ref        *Task // of TASK REASSIGN: goes on behind the response
 
 	// Of the goroutine that runs the task, or of the holder of recvMu before.
-	own     bool    // not a request: never in the table
-	unasked bool    // of own: counts as unexpected
-	snack   bool    // of own: serves the SNACK in req
-	gap     bool    // unsolicited data was lost; from there on it is asked for
-	bound   bool    // the mover has a binding
-	fenced  bool    // there are ORDERED tasks about, possibly this one
-	data    []byte  // data segment of a Text Request or NOP-Out
-	refusal sense   // why the transport fails the command; zero: it does not
-	isFence bool    // the response is one that others do not overtake
-	info    [3]byte // Additional Response Information of a task management function
+	own     bool      // not a request: never in the table
+	unasked bool      // of own: counts as unexpected
+	snack   bool      // of own: serves the SNACK in req
+	gap     bool      // unsolicited data was lost; from there on it is asked for
+	bound   bool      // the mover has a binding
+	fenced  bool      // there are ORDERED tasks about, possibly this one
+	data    []byte    // data segment of a Text Request or NOP-Out
+	refusal lun.Sense // why the transport fails the command; zero: it does not
+	isFence bool      // the response is one that others do not overtake
+	info    [3]byte   // Additional Response Information of a task management function
 
 	// Data phase of a command. Offsets and lengths are octets.
 	begun       bool
@@ -121,25 +121,16 @@ type taskVars struct {
 	transfers   uint32 // PutData and GetData calls
 }
 
-// sense is a sense key with ASC and ASCQ.
-type sense struct{ key, asc, ascq byte }
-
 // What iSCSI itself reports by CHECK CONDITION (RFC 7143, section 11.4.7.2;
 // the first is SPC's INVALID FIELD IN COMMAND INFORMATION UNIT). It is preferred
 // to Reject for commands: Linux does not complete a command that is rejected.
 var (
-	senseInvalidIU   = sense{0x05, 0x0e, 0x03}
-	senseUnexpected  = sense{0x0b, 0x0c, 0x0c} // UNEXPECTED UNSOLICITED DATA
-	senseWrongAmount = sense{0x0b, 0x0c, 0x0d} // NOT ENOUGH UNSOLICITED DATA
-	senseLost        = sense{0x0b, 0x47, 0x05} // PROTOCOL SERVICE CRC ERROR
-	senseSNACK       = sense{0x0b, 0x11, 0x13} // READ ERROR - FAILED RETRANSMISSION REQUEST
-	senseAborted     = sense{0x0b, 0x00, 0x00} // never sent
-)
-
-// SAM status codes.
-const (
-	statusGood           = 0x00
-	statusCheckCondition = 0x02
+	senseInvalidIU   = lun.Sense{Key: 0x05, ASC: 0x0e, ASCQ: 0x03}
+	senseUnexpected  = lun.Sense{Key: 0x0b, ASC: 0x0c, ASCQ: 0x0c} // UNEXPECTED UNSOLICITED DATA
+	senseWrongAmount = lun.Sense{Key: 0x0b, ASC: 0x0c, ASCQ: 0x0d} // NOT ENOUGH UNSOLICITED DATA
+	senseLost        = lun.Sense{Key: 0x0b, ASC: 0x47, ASCQ: 0x05} // PROTOCOL SERVICE CRC ERROR
+	senseSNACK       = lun.Sense{Key: 0x0b, ASC: 0x11, ASCQ: 0x13} // READ ERROR - FAILED RETRANSMISSION REQUEST
+	senseAborted     = lun.Sense{Key: 0x0b, ASC: 0x00, ASCQ: 0x00} // never sent
 )
 
 // Request is the BHS of the request that t serves.
@@ -252,7 +243,7 @@ func (t *Task) takeCommand(n *Notice) error {
 			t.unsolicited, t.needsData = burst, true
 		}
 	}
-	if t.refusal != (sense{}) {
+	if t.refusal != (lun.Sense{}) {
 		// Unsolicited Data-Out that follows must be waited for (section 7.3):
 		// the initiator may use the tag again as soon as it has the response.
 		t.needsData = !h.Final() && h.Write() && !c.params.InitialR2T
@@ -338,7 +329,7 @@ func (c *conn) dataOut(n *Notice) error {
 	switch {
 	case h.LUN() != t.header().LUN(), h.DataSN() != t.dataSN: // sections 4.2.5.3 and 11.7.5
 		wrong = pdu.RejectProtocolError
-	case t.refusal != (sense{}), t.gap: // whatever it is, it is not wanted
+	case t.refusal != (lun.Sense{}), t.gap: // whatever it is, it is not wanted
 	case h.BufferOffset() != t.arrived, end > uint64(t.unsolicited):
 		wrong = pdu.RejectInvalidField
 	default:
@@ -350,7 +341,7 @@ func (c *conn) dataOut(n *Notice) error {
 		t.refusal = senseWrongAmount
 	}
 	if h.Final() {
-		if t.refusal == (sense{}) && !t.gap && t.arrived != t.unsolicited { // section 4.2.5.2
+		if t.refusal == (lun.Sense{}) && !t.gap && t.arrived != t.unsolicited { // section 4.2.5.2
 			t.refusal = senseWrongAmount
 		}
 		c.endUnsolicited(t)
@@ -425,8 +416,8 @@ func (t *Task) runCommand() {
 		t.abandon()
 		return
 	}
-	if r := t.refusal; r != (sense{}) {
-		c.sess.nexus.Refuse(&t.cmd, r.key, r.asc, r.ascq)
+	if r := t.refusal; r != (lun.Sense{}) {
+		c.sess.nexus.Refuse(&t.cmd, r)
 		t.complete()
 		return
 	}
@@ -443,7 +434,7 @@ func (t *Task) runCommand() {
 		// expected length they merely disagree on how much there is: overflow.
 		// Data-in that goes nowhere does no harm, but what is to be written has
 		// to come from somewhere.
-		t.cmd.Fail(senseInvalidIU.key, senseInvalidIU.asc, senseInvalidIU.ascq)
+		t.cmd.Fail(senseInvalidIU)
 		t.complete()
 	case t.cmd.DataOut > 0:
 		t.total = min(t.cmd.DataOut, uint64(out))
@@ -588,8 +579,8 @@ func (t *Task) afterFetch() {
 }
 
 // failTransfer ends a command whose data did not come as it was asked for.
-func (t *Task) failTransfer(s sense) {
-	t.cmd.Fail(s.key, s.asc, s.ascq)
+func (t *Task) failTransfer(s lun.Sense) {
+	t.cmd.Fail(s)
 	t.complete()
 }
 
@@ -642,7 +633,7 @@ func (t *Task) abandon() {
 	}
 	c := t.conn
 	if t.begun {
-		t.cmd.Fail(senseAborted.key, senseAborted.asc, senseAborted.ascq)
+		t.cmd.Fail(senseAborted)
 	}
 	t.endBegun(true)
 	c.mu.Lock()
@@ -679,8 +670,8 @@ func (t *Task) complete() {
 		t.abandon()
 		return
 	}
-	if t.snackRefused.Load() && t.cmd.Status == statusGood {
-		t.cmd.Fail(senseSNACK.key, senseSNACK.asc, senseSNACK.ascq)
+	if t.snackRefused.Load() && t.cmd.Status == lun.StatusGood {
+		t.cmd.Fail(senseSNACK)
 	}
 	counted := t.endBegun(false)
 	if counted {
@@ -700,8 +691,8 @@ func (t *Task) complete() {
 			c.sess.nexus.CountResidual(&t.cmd, flag == pdu.FlagOverflow)
 		}
 	}
-	t.isFence = c.fence != nil && t.needsFence()
-	if t.cmd.Status == statusCheckCondition {
+	t.isFence = c.fence != nil && t.cmd.Fenced()
+	if t.cmd.Status == lun.StatusCheckCondition {
 		n := copy(t.scratch[2:], t.cmd.Sense())
 		binary.BigEndian.PutUint16(t.scratch[:], uint16(n))
 		t.Segment = t.scratch[:2+n]
@@ -716,7 +707,7 @@ func (t *Task) residual() (flag byte, n uint32) {
 	edtl := uint64(t.header().EDTL())
 	spdtl := max(t.cmd.DataOut, t.cmd.DataIn)
 	switch {
-	case t.cmd.Status != statusGood && !t.cmd.Overflow:
+	case t.cmd.Status != lun.StatusGood && !t.cmd.Overflow:
 		spdtl = t.off
 	case edtl > 0 && t.header().Write():
 		spdtl = t.cmd.DataOut // EDTL is about data-out, of which a READ takes none

@@ -162,9 +162,9 @@ func (c *Command) begun() {
 }
 
 // Refuse ends c with CHECK CONDITION on behalf of the transport, instead of Begin.
-func (n *Nexus) Refuse(c *Command, key, asc, ascq byte) {
+func (n *Nexus) Refuse(c *Command, s Sense) {
 	c.identify(n)
-	c.Fail(key, asc, ascq)
+	c.Fail(s)
 }
 
 // identify finds out what c, which comes from n, is about.
@@ -213,8 +213,8 @@ func (c *common) count(kind Kind, octets uint64, aborted bool) {
 func (r *rare) failed(c *Command) {
 	if c.Status == statusCheckCondition && len(c.sense) == senseLen {
 		k := cond{c.sense[2] & 0x0f, c.sense[12], c.sense[13]} // fixed format
-		r.checkConditions[k.key].Add(1)
-		if k.key == keyMediumError && k != condSanitizeFailed {
+		r.checkConditions[k.Key].Add(1)
+		if k.Key == keyMediumError && k != condSanitizeFailed {
 			r.mediumErrors[c.row.kind()].Add(1)
 		}
 	} else {

@@ -59,7 +59,7 @@ func TestCounts(t *testing.T) {
 	want.Commands[KindRead], want.CheckConditions[keyIllegalRequest] = 2, 1
 	check("READ behind the end", r.counted(r.nexus, &r.c, "28007fffffff00000200", nil, false))
 
-	r.nexus.Refuse(&r.c, keyAbortedCommand, 0x0c, 0x0d)
+	r.nexus.Refuse(&r.c, Sense{keyAbortedCommand, 0x0c, 0x0d})
 	r.nexus.Count(&r.c, 0, false)
 	want.Commands[KindRead], want.CheckConditions[keyAbortedCommand] = 3, 1
 	check("refused READ", r.unit.Counts()[TCP])

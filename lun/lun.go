@@ -527,17 +527,16 @@ func (l *itl) takeAttention() (k cond, ok bool) {
 
 // PendingAttention returns the unit attention that the next command for the LUN
 // field would meet, and how many there are in all. It does not take it away.
-func (n *Nexus) PendingAttention(lun [8]byte) (key, asc, ascq byte, pending int) {
+func (n *Nexus) PendingAttention(lun [8]byte) (first Sense, pending int) {
 	l := n.find(lun)
 	if l == nil {
-		return 0, 0, 0, 0
+		return Sense{}, 0
 	}
 	due := l.due.Load()
 	if due == 0 {
-		return 0, 0, 0, 0
+		return Sense{}, 0
 	}
-	k := attentions[bits.TrailingZeros32(due)]
-	return k.key, k.asc, k.ascq, bits.OnesCount32(due)
+	return attentions[bits.TrailingZeros32(due)], bits.OnesCount32(due)
 }
 
 // find returns the logical unit that a LUN field addresses, or nil.
@@ -780,11 +779,21 @@ func (n *Nexus) End(c *Command) {
 // else nil. It is valid until the next Begin.
 func (c *Command) Sense() []byte { return c.sense }
 
+// Fenced reports whether the transport has to keep the order between the response to c and other
+// responses: c is PREEMPT AND ABORT, or reports a unit attention (RFC 7143, section 4.2.2.3.4; the
+// target has no ACA). It may be called once c has ended.
+func (c *Command) Fenced() bool {
+	if c.sense != nil {
+		return c.sense[2]&0x0f == keyUnitAttention // fixed format
+	}
+	return c.CDB[0] == 0x5f && c.CDB[1]&0x1f == prPreemptAndAbort
+}
+
 // Fail ends c with CHECK CONDITION on behalf of the transport, before or after
 // Begin.
-func (c *Command) Fail(key, asc, ascq byte) {
+func (c *Command) Fail(s Sense) {
 	c.DataOut, c.DataIn, c.Overflow = 0, 0, false
-	c.fail(cond{key, asc, ascq})
+	c.fail(s)
 }
 
 // report makes b, cut to the allocation length, the data-in of c.

@@ -545,7 +545,7 @@ func TestCommandReuse(t *testing.T) {
 	for _, before := range cdbs {
 		for _, s := range cdbs {
 			r.run(before.cdb, before.out)
-			r.c.Fail(0x0b, 0x0c, 0x0d) // as a transport does whose data was wrong
+			r.c.Fail(Sense{0x0b, 0x0c, 0x0d}) // as a transport does whose data was wrong
 			got, want := r.run(s.cdb, s.out), fresh(s.cdb, s.out)
 			if fmt.Sprint(got) != fmt.Sprint(want) {
 				t.Errorf("%s after %s:\n%v, a fresh Command gives\n%v", s.cdb, before.cdb, got, want)
@@ -566,14 +566,14 @@ func TestFail(t *testing.T) {
 		}
 	}
 	var c Command
-	c.Fail(0x0b, 0x0c, 0x0d)
+	c.Fail(Sense{0x0b, 0x0c, 0x0d})
 	check(&c)
 
 	c.CDB = append(unhex("2a 00 00000000 00 0002 00"), make([]byte, 6)...)
 	if !r.nexus.Begin(&c) || !r.nexus.Consume(&c, pattern(512, 1), 0) {
 		t.Fatal("WRITE(10) has failed")
 	}
-	c.Fail(0x0b, 0x0c, 0x0d)
+	c.Fail(Sense{0x0b, 0x0c, 0x0d})
 	if r.nexus.Consume(&c, pattern(512, 1), 512) || r.nexus.Produce(&c, make([]byte, 512), 0) {
 		t.Error("a failed command goes on")
 	}

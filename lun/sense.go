@@ -8,10 +8,13 @@ import (
 	"github.com/iser-target/iser-target/backend"
 )
 
-// SAM status codes that are used.
+// SAM status codes.
 const (
-	statusGood           = 0x00
-	statusCheckCondition = 0x02
+	StatusGood           = 0x00
+	StatusCheckCondition = 0x02
+
+	statusGood           = StatusGood
+	statusCheckCondition = StatusCheckCondition
 )
 
 // Sense keys (SPC-4, section 4.5.6).
@@ -28,9 +31,10 @@ const (
 	keyMiscompare     = 0x0e
 )
 
-// A cond is what sense data says: sense key, additional sense code and
-// qualifier.
-type cond struct{ key, asc, ascq byte }
+// A Sense is the core of sense data: the sense key, the additional sense code, and its qualifier.
+type Sense struct{ Key, ASC, ASCQ byte }
+
+type cond = Sense
 
 var (
 	condNone                       = cond{keyNoSense, 0x00, 0x00}
@@ -105,7 +109,7 @@ func (s *sense) put(b []byte) []byte {
 	b = b[:senseLen]
 	clear(b)
 	if s.descType {
-		b[0], b[1], b[2], b[3] = 0x72, s.key, s.asc, s.ascq
+		b[0], b[1], b[2], b[3] = 0x72, s.Key, s.ASC, s.ASCQ
 		if s.field == noField {
 			return b[:8]
 		}
@@ -113,9 +117,9 @@ func (s *sense) put(b []byte) []byte {
 		s.putSpecific(b[12:])
 		return b[:16]
 	}
-	b[0], b[2], b[7] = 0x70, s.key, senseLen-8
+	b[0], b[2], b[7] = 0x70, s.Key, senseLen-8
 	binary.BigEndian.PutUint32(b[8:], s.command)
-	b[12], b[13] = s.asc, s.ascq
+	b[12], b[13] = s.ASC, s.ASCQ
 	if s.infoOK {
 		b[0] |= 0x80
 		binary.BigEndian.PutUint32(b[3:], s.info)
