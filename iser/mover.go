@@ -63,20 +63,20 @@ type Conn struct {
 	solicitedOnly bool
 
 	// Of the receiving side:
-	ev         rdma.Event
-	hdr        Header // of the PDU that Receive returned last
-	bhs        pdu.BHS
-	err        error // why the connection has ended
-	heard      bool  // in this phase a message has come
-	hello      bool  // a Hello has come
-	needsHello bool  // it must be the next message
-	noHello    bool  // it may not come
+	ev          rdma.Event
+	hdr         Header // of the PDU that Receive returned last
+	bhs         pdu.BHS
+	err         error // why the connection has ended
+	peerStarted bool  // in this phase a message has come
+	hello       bool  // a Hello has come
+	needsHello  bool  // it must be the next message
+	noHello     bool  // it may not come
 
 	mu          sync.Mutex
 	ord         int // RDMA Reads that may be outstanding
 	outstanding int
 	waiting     fifo.Queue[task] // GetData that have to wait for ORD
-	lost        fifo.Queue[task] // GetData that will not be answered
+	flushed     fifo.Queue[task] // GetData that will not be answered
 	dead        bool             // Receive has seen the end
 	puts        *put             // free
 }
@@ -202,7 +202,7 @@ func (c *Conn) MaxSendSegment() int {
 // TaggedBufferForSolicitedDataOnly=Yes, without saying so; no initiator is known
 // that means the default, No, there. On the byte stream there are no such habits.
 func (c *Conn) EnterFullFeature(p iscsi.Params, _ int) error {
-	c.heard = false
+	c.peerStarted = false
 	if p.Discovery {
 		c.phase.Store(phaseDiscovery)
 		return nil
@@ -395,7 +395,7 @@ func (c *Conn) readDone() {
 	}
 	if err := c.postRead(t); err != nil { // the connection has ended
 		t.err = err
-		c.lost.Push(t, &t.link)
+		c.flushed.Push(t, &t.link)
 		return
 	}
 	// The caller receives: it must not wait for the peer to take data, which
@@ -454,8 +454,8 @@ func (c *Conn) Receive(n *iscsi.Notice) error {
 			return nil
 		}
 		if err == nil {
-			var pdu bool
-			if pdu, err = c.message(n); pdu {
+			var ok bool
+			if ok, err = c.message(n); ok {
 				return nil
 			}
 		} else if isTimeout(err) {
@@ -465,7 +465,7 @@ func (c *Conn) Receive(n *iscsi.Notice) error {
 			c.end(err)
 		}
 	}
-	return c.afterlife(n)
+	return c.drainReads(n)
 }
 
 func isTimeout(err error) bool {
@@ -477,8 +477,8 @@ func isTimeout(err error) bool {
 // message takes a Send apart. ok means that n describes a PDU.
 func (c *Conn) message(n *iscsi.Notice) (ok bool, err error) {
 	b := c.ev.Data
-	first := !c.heard
-	c.heard = true
+	first := !c.peerStarted
+	c.peerStarted = true
 	h, hello, err := ParseHeader(b)
 	switch {
 	case err != nil:
@@ -537,14 +537,14 @@ func (c *Conn) helloReply(h Hello) error {
 }
 
 // end notes why the connection has ended, and tells the peer if that is its
-// fault and the stream below has not done so. The rest is left to afterlife.
+// fault and the stream below has not done so. The rest is left to drainReads.
 func (c *Conn) end(err error) {
 	c.err = err
 	c.mu.Lock()
 	c.dead = true
 	for t := c.waiting.Pop(); t != nil; t = c.waiting.Pop() {
 		t.err = err
-		c.lost.Push(t, &t.link)
+		c.flushed.Push(t, &t.link)
 	}
 	c.mu.Unlock()
 	var fe *FormatError
@@ -554,13 +554,13 @@ func (c *Conn) end(err error) {
 	c.rc.SetReceiveDeadline(time.Now().Add(drainTime))
 }
 
-// afterlife notifies every GetData that was outstanding, then returns why the
+// drainReads notifies every GetData that was outstanding, then returns why the
 // connection has ended. It hears the peer out: closing a socket with unread data
 // resets the connection, and the reset could overtake a Terminate. Reads that
 // the peer has not answered by then end when the core has called Close.
-func (c *Conn) afterlife(n *iscsi.Notice) error {
+func (c *Conn) drainReads(n *iscsi.Notice) error {
 	c.mu.Lock()
-	t := c.lost.Pop()
+	t := c.flushed.Pop()
 	c.mu.Unlock()
 	if t != nil {
 		*n = iscsi.Notice{Task: t.t, Err: t.err}

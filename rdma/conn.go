@@ -51,36 +51,36 @@ type Conn struct {
 	rx     receiver
 	tx     sender
 
-	// heard: the first FPDU has come. Until then a Responder may not send
+	// peerStarted: the first FPDU has come. Until then a Responder may not send
 	// (RFC 5044, section 7.1.2).
-	heard   atomic.Bool
-	rtrSend bool         // the first FPDU may be an empty Send as RTR
-	rtr     *WorkRequest // our own RTR, which is nobody's completion
+	peerStarted atomic.Bool
+	rtrSend     bool         // the first FPDU may be an empty Send as RTR
+	rtr         *WorkRequest // our own RTR, which is nobody's completion
 
 	// mu guards what the sending and the receiving side share.
-	mu       sync.Mutex
-	queue    list   // posted, not yet taken by a Flush
-	due      list   // Read Responses, not yet taken by a Flush
-	reads    list   // RDMA Reads that wait for their Response, in order
-	nreads   int    // len of reads
-	lost     list   // Reads that will not be answered; Receive returns them
-	err      error  // why nothing more can be posted
-	readErr  error  // why no Read can be posted
-	ending   bool   // our direction ends behind queue and due
-	farewell []byte // FPDU of the Terminate that is its end, if any
-	parting  wire.Reason
-	ended    bool // it has ended
-	broken   bool // a write has failed
-	dead     bool // abandon has been called
-	flushing bool // a goroutine is in Flush
-	answers  list // free Read Responses
-	requests list // free stand-ins for Reads
-	closed   bool
+	mu              sync.Mutex
+	queue           list   // posted, not yet taken by a Flush
+	due             list   // Read Responses, not yet taken by a Flush
+	reads           list   // RDMA Reads that wait for their Response, in order
+	nreads          int    // len of reads
+	flushed         list   // Reads that will not be answered; Receive returns them
+	err             error  // why nothing more can be posted
+	readErr         error  // why no Read can be posted
+	ending          bool   // our direction ends behind queue and due
+	terminateFPDU   []byte // FPDU of the Terminate that is its end, if any
+	terminateReason wire.Reason
+	ended           bool // it has ended
+	broken          bool // a write has failed
+	dead            bool // abandon has been called
+	flushing        bool // a goroutine is in Flush
+	answers         list // free Read Responses
+	requests        list // free stand-ins for Reads
+	closed          bool
 
 	// The goroutine that flushes for Receive; it is started when needed.
-	wake chan struct{} // has room for one
-	gone chan struct{} // closed by Close
-	held atomic.Bool   // what is queued leaves before Receive waits
+	wake     chan struct{} // has room for one
+	gone     chan struct{} // closed by Close
+	deferred atomic.Bool   // what is queued leaves before Receive waits
 
 	aside sync.WaitGroup // the goroutine of flushAside
 
@@ -233,24 +233,24 @@ func (c *Conn) abandon(err error) {
 		c.err = err
 	}
 	err = c.err
-	c.loseReads(err)
+	c.flushReads(err)
 	dead, due := c.queue.take(), c.due.take()
 	c.mu.Unlock()
 	c.finish(dead, err)
 	c.finish(due, err)
 }
 
-// loseReads leaves the Reads that are not sent to Receive, and takes no more.
+// flushReads leaves the Reads that are not sent to Receive, and takes no more.
 //
 // Preconditions: c.mu is held.
-func (c *Conn) loseReads(err error) {
+func (c *Conn) flushReads(err error) {
 	if c.readErr == nil {
 		c.readErr = err
 	}
 	queue := c.queue.take()
 	for wr := queue.pop(); wr != nil; wr = queue.pop() {
 		if wr.Op == Read {
-			c.lost.push(wr)
+			c.flushed.push(wr)
 		} else {
 			c.queue.push(wr)
 		}

@@ -168,7 +168,7 @@ func bufferConn(o Options, markers int) *Conn {
 	}
 	c := allocate(o)
 	c.attach(&bufferNet{in: bytes.NewReader(nil)}, nil, o.IRD, o.ORD, !o.NoCRC, markers&2 != 0)
-	c.heard.Store(true)
+	c.peerStarted.Store(true)
 	return c
 }
 

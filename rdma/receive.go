@@ -121,21 +121,21 @@ func (c *Conn) Receive(ev *Event) error {
 			return nil
 		}
 	}
-	return c.afterlife(ev)
+	return c.drainReads(ev)
 }
 
-// afterlife returns the Reads that will not be answered, then why. When Close has been
+// drainReads returns the Reads that will not be answered, then why. When Close has been
 // called nothing of the Conn runs after that.
-func (c *Conn) afterlife(ev *Event) error {
+func (c *Conn) drainReads(ev *Event) error {
 	c.mu.Lock()
 	for wr := c.reads.pop(); wr != nil; wr = c.reads.pop() {
 		c.nreads--
 		liveSTags.Add(-1)
 		if wr != c.rtr {
-			c.lost.push(wr)
+			c.flushed.push(wr)
 		}
 	}
-	wr, closed := c.lost.pop(), c.closed
+	wr, closed := c.flushed.pop(), c.closed
 	c.mu.Unlock()
 	if wr == nil {
 		if closed {
@@ -176,7 +176,7 @@ func (c *Conn) fail(err error) {
 		// nothing.
 		rx.failed = err
 		c.mu.Lock()
-		c.loseReads(errUnanswered)
+		c.flushReads(errUnanswered)
 		c.mu.Unlock()
 		c.flushAside() // what was behind those Reads
 		return
@@ -245,7 +245,7 @@ func (rx *receiver) fill(c *Conn, n int) error {
 		if rx.thin {
 			end = min(end, max(rx.r+n, rx.w+thinRead))
 		}
-		c.letGo()
+		c.flushDeferred()
 		m, err := c.nc.Read(rx.win[rx.w:end])
 		rx.w += m
 		if m > 0 || err == nil {
@@ -276,12 +276,12 @@ func (c *Conn) Pending() bool {
 
 // Defer is instead of Flush while there is something Pending: what is queued leaves with the
 // next Flush, at the latest when Receive is about to wait for the peer.
-func (c *Conn) Defer() { c.held.Store(true) }
+func (c *Conn) Defer() { c.deferred.Store(true) }
 
-// letGo sends what Defer has kept back.
-func (c *Conn) letGo() {
-	if c.held.Load() {
-		c.held.Store(false)
+// flushDeferred sends what Defer has kept back.
+func (c *Conn) flushDeferred() {
+	if c.deferred.Load() {
+		c.deferred.Store(false)
 		c.flushAside()
 	}
 }
@@ -317,8 +317,8 @@ func (c *Conn) receiveFPDU(ev *Event) (done bool, err error) {
 // verified notes that an FPDU of the peer has passed its CRC. From the first
 // one on a Responder may send.
 func (c *Conn) verified() {
-	if !c.heard.Load() {
-		c.heard.Store(true)
+	if !c.peerStarted.Load() {
+		c.peerStarted.Store(true)
 		c.flushAside() // what the ULP posted early
 	}
 }
@@ -345,7 +345,7 @@ func (c *Conn) place(ev *Event, ulpdu []byte) (done bool, err error) {
 func (c *Conn) receiveLong(ev *Event, total int) (done bool, err error) {
 	rx := &c.rx
 	seg := &rx.seg
-	c.letGo()
+	c.flushDeferred()
 	const headers = wire.LengthLen + wire.UntaggedLen + wire.ReadRequestLen
 	if err := rx.fill(c, headers); err != nil {
 		return false, err

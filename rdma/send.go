@@ -122,8 +122,8 @@ const (
 
 	// remeasure is after how many flushes the segment size is looked up again.
 	remeasure = 64
-	// farewellTime is how long a Terminate may take.
-	farewellTime = 2 * time.Second
+	// terminateTime is how long a Terminate may take.
+	terminateTime = 2 * time.Second
 )
 
 func (s *sender) init() {
@@ -200,19 +200,19 @@ func (c *Conn) Flush() {
 		}
 		c.mu.Lock()
 		c.broken = c.broken || err != nil
-		farewell, why := c.farewell, c.parting
-		if c.broken || !c.heard.Load() {
-			farewell = nil // there is no place in the stream for it
+		terminate, why := c.terminateFPDU, c.terminateReason
+		if c.broken || !c.peerStarted.Load() {
+			terminate = nil // there is no place in the stream for it
 		}
 		c.mu.Unlock()
 		if err != nil {
 			c.abandon(err)
 			// The peer may have said why: let Receive hear it, but not wait
 			// for it.
-			c.SetReceiveDeadline(time.Now().Add(farewellTime))
+			c.SetReceiveDeadline(time.Now().Add(terminateTime))
 		}
 		if last {
-			c.sayGoodbye(farewell, why)
+			c.sendEnd(terminate, why)
 		}
 		c.mu.Lock()
 	}
@@ -249,11 +249,11 @@ func (c *Conn) flushAside() {
 //
 // Preconditions: c.mu is held.
 func (c *Conn) takeBatch() (batch list) {
-	if !c.heard.Load() {
+	if !c.peerStarted.Load() {
 		return batch
 	}
-	if c.held.Load() {
-		c.held.Store(false)
+	if c.deferred.Load() {
+		c.deferred.Store(false)
 	}
 	batch = c.due.take()
 	for wr := c.queue.head; wr != nil; wr = c.queue.head {
@@ -497,20 +497,20 @@ func (c *Conn) end(terminate []byte, why wire.Reason) {
 		c.err = ErrClosed
 	}
 	c.ending = true
-	if c.farewell == nil {
-		c.farewell, c.parting = terminate, why
+	if c.terminateFPDU == nil {
+		c.terminateFPDU, c.terminateReason = terminate, why
 	}
 	c.mu.Unlock()
 	c.Flush()
 }
 
-// sayGoodbye ends our direction of the TCP connection.
-func (c *Conn) sayGoodbye(farewell []byte, why wire.Reason) {
-	if c.markersOut && farewell != nil {
-		farewell, c.tx.grid = c.tx.grid.AppendFPDU(nil, farewell, c.crc)
+// sendEnd ends our direction of the TCP connection.
+func (c *Conn) sendEnd(terminate []byte, why wire.Reason) {
+	if c.markersOut && terminate != nil {
+		terminate, c.tx.grid = c.tx.grid.AppendFPDU(nil, terminate, c.crc)
 	}
-	if farewell != nil {
-		if _, err := c.nc.Write(farewell); err == nil {
+	if terminate != nil {
+		if _, err := c.nc.Write(terminate); err == nil {
 			c.counts.sent.fpdus.Add(1)
 			c.opt.Domain.counts.terminateSent(why)
 		}
@@ -541,6 +541,6 @@ func (c *Conn) terminate(why *StreamError, ddp []byte, segment int, read []byte)
 	wire.PutCRC(b[len(b)-4:], crc)
 
 	c.abandon(why)
-	c.nc.SetWriteDeadline(time.Now().Add(farewellTime))
+	c.nc.SetWriteDeadline(time.Now().Add(terminateTime))
 	c.end(b, t.Reason)
 }

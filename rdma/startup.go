@@ -296,7 +296,7 @@ func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
 	c := allocate(o)
 	c.attach(nc, nil, o.IRD, o.ORD, f.CRC || req.CRC, f.Markers)
 	c.initiator = true
-	c.heard.Store(true) // an Initiator may send at once
+	c.peerStarted.Store(true) // an Initiator may send at once
 	c.peer = Request{Private: f.Private, Rev: f.Rev, CRC: f.CRC, Markers: f.Markers, Enhanced: f.Enhanced, Depths: f.Depths}
 	if !f.Enhanced {
 		return c, f.Private, nil

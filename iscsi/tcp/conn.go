@@ -52,13 +52,13 @@ type Options struct {
 
 // A Conn is an iSCSI connection of the target over TCP.
 type Conn struct {
-	nc      net.Conn
-	gather  buffersWriter // nc, or nil if it is none
-	limit   int           // longest data segment in the full feature phase
-	maxSend atomic.Int32  // longest data segment that the initiator takes, octets
-	flush   func()        // flushAside; made once
-	aside   sync.WaitGroup
-	held    atomic.Bool // what is queued leaves before Receive waits
+	nc       net.Conn
+	gather   buffersWriter // nc, or nil if it is none
+	limit    int           // longest data segment in the full feature phase
+	maxSend  atomic.Int32  // longest data segment that the initiator takes, octets
+	flush    func()        // flushAside; made once
+	aside    sync.WaitGroup
+	deferred atomic.Bool // what is queued leaves before Receive waits
 
 	rx receiver // of the goroutine in Receive
 	tx sender   // of the goroutine in Flush
@@ -72,7 +72,7 @@ type Conn struct {
 	recovers bool    // ErrorRecoveryLevel is above 0
 	digests  digests // in force from the first PDU that is not a Login Response
 	err      error   // why nothing more can be queued
-	deaf     error   // why Receive has ended: nobody would notice the end of a GetData
+	recvErr  error   // why Receive has ended: nobody would notice the end of a GetData
 	ending   bool    // our direction of the stream ends behind the queue
 	ended    bool    // it has ended
 	flushing bool    // a goroutine is in Flush
@@ -248,8 +248,8 @@ func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
 	switch {
 	case c.err != nil:
 		return c.err
-	case c.deaf != nil:
-		return c.deaf
+	case c.recvErr != nil:
+		return c.recvErr
 	}
 	t.getting, t.quit, t.err = true, false, nil
 	t.data, t.base, t.asked = data, off, 0

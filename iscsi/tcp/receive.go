@@ -88,7 +88,7 @@ func (c *Conn) Receive(n *iscsi.Notice) error {
 			c.fail(err)
 		}
 	}
-	return c.afterlife(n)
+	return c.drainGets(n)
 }
 
 // fail ends receiving.
@@ -102,15 +102,15 @@ func (c *Conn) fail(err error) {
 	case c.err != nil && !errors.Is(c.err, net.ErrClosed): // Flush has closed nc
 		err = c.err
 	}
-	rx.err, c.deaf = err, err
+	rx.err, c.recvErr = err, err
 	if err == io.EOF {
-		c.deaf = errUnanswered
+		c.recvErr = errUnanswered
 	}
 }
 
-// afterlife notifies every GetData that was outstanding, then returns why the
+// drainGets notifies every GetData that was outstanding, then returns why the
 // connection has ended.
-func (c *Conn) afterlife(n *iscsi.Notice) error {
+func (c *Conn) drainGets(n *iscsi.Notice) error {
 	c.mu.Lock()
 	closed := c.closed
 	c.mu.Unlock()
@@ -124,7 +124,7 @@ func (c *Conn) afterlife(n *iscsi.Notice) error {
 			continue
 		}
 		t.getting, t.placing, t.data = false, false, nil
-		*n = iscsi.Notice{Task: t.t, Err: c.deaf}
+		*n = iscsi.Notice{Task: t.t, Err: c.recvErr}
 		return nil
 	}
 	return c.rx.err
@@ -148,7 +148,7 @@ func (c *Conn) fill(n int) error {
 		if rx.thin {
 			end = min(end, max(rx.r+n, rx.w+thinRead))
 		}
-		c.letGo()
+		c.flushDeferred()
 		m, err := c.nc.Read(rx.win[rx.w:end])
 		rx.w += m
 		switch {
@@ -178,13 +178,13 @@ func (c *Conn) Pending() bool {
 }
 
 // Defer implements iscsi.Deferrer.
-func (c *Conn) Defer() { c.held.Store(true) }
+func (c *Conn) Defer() { c.deferred.Store(true) }
 
-// letGo sends what Defer has kept back. Receive must not wait for the peer to take
+// flushDeferred sends what Defer has kept back. Receive must not wait for the peer to take
 // data, which may wait for us to receive.
-func (c *Conn) letGo() {
-	if c.held.Load() {
-		c.held.Store(false)
+func (c *Conn) flushDeferred() {
+	if c.deferred.Load() {
+		c.deferred.Store(false)
 		c.aside.Add(1)
 		go c.flush()
 	}
@@ -305,7 +305,7 @@ func (c *Conn) place(dst []byte) (good bool, err error) {
 			return false, err
 		}
 	}
-	c.letGo()
+	c.flushDeferred()
 	for len(dst) > 0 {
 		got := 0
 		if rx.r < rx.w {

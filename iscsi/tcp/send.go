@@ -113,8 +113,8 @@ func (c *Conn) Flush() {
 	}
 	c.flushing = true
 	for {
-		if c.held.Load() {
-			c.held.Store(false)
+		if c.deferred.Load() {
+			c.deferred.Store(false)
 		}
 		batch := c.queue.Take()
 		c.mark++
