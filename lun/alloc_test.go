@@ -34,7 +34,7 @@ func (t *transfer) run(n *Nexus, piece int) bool {
 		}
 	}
 	n.End(&t.c)
-	return ok && t.c.Status == statusGood
+	return ok && t.c.Status == StatusGood
 }
 
 // READ and WRITE allocate nothing, also when they fail.

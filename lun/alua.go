@@ -22,7 +22,7 @@ const (
 // time, so that no command meets one.
 var accessStates = [...]struct {
 	name   string
-	cond   cond
+	cond   Sense
 	served flags // commands with any of these
 }{
 	activeOptimized:    {"active/optimized", condNone, 0},
@@ -38,7 +38,7 @@ var accessStates = [...]struct {
 type portGroups map[uint16]accessState
 
 // obstacle is condNone, or what commands with these flags meet on the target port.
-func (g portGroups) obstacle(port uint16, class flags) cond {
+func (g portGroups) obstacle(port uint16, class flags) Sense {
 	s := &accessStates[g[port]]
 	if class&s.served != 0 {
 		return condNone
@@ -47,7 +47,7 @@ func (g portGroups) obstacle(port uint16, class flags) cond {
 }
 
 // obstacle is that of the unit.
-func (u *Unit) obstacle(n *Nexus, class flags) cond {
+func (u *Unit) obstacle(n *Nexus, class flags) Sense {
 	if g := u.access.Load(); g != nil {
 		return g.obstacle(n.port.TPGT, class)
 	}

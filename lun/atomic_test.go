@@ -31,7 +31,7 @@ func TestCompareAndWrite(t *testing.T) {
 			wrong := bytes.Clone(instead)
 			wrong[at] ^= 0x40
 			res := r.run(extentCDB(0x89, flags, lba, count), slices.Concat(wrong, old))
-			if res.status != statusCheckCondition {
+			if res.status != StatusCheckCondition {
 				t.Fatalf("a difference at %d was not found", at)
 			}
 			// VALID, MISCOMPARE, INFORMATION: the offset of the first octet that
@@ -41,7 +41,7 @@ func TestCompareAndWrite(t *testing.T) {
 		}
 	}
 	r := newRig(t, setup{})
-	if res := r.run(extentCDB(0x89, 0, 5, 0), nil); res.status != statusGood || res.dataOut != 0 {
+	if res := r.run(extentCDB(0x89, 0, 5, 0), nil); res.status != StatusGood || res.dataOut != 0 {
 		t.Errorf("no blocks: %v", res)
 	}
 	wantSense(t, r.run(extentCDB(0x89, 0, 2047, 2), nil), 0x5, 0x21, 0x00)
@@ -80,7 +80,7 @@ func TestCompareAndWriteIsAtomic(t *testing.T) {
 						return
 					}
 					res := do(n, &c, [8]byte{}, extentCDB(0x89, 0, lba, 2), slices.Concat(counter(v), counter(v+1)), all)
-					done = res.status == statusGood
+					done = res.status == StatusGood
 				}
 			}
 		})
@@ -115,7 +115,7 @@ func TestRangeIsKept(t *testing.T) {
 			})
 			var wg sync.WaitGroup
 			wg.Go(func() {
-				if res := r.run(cdb, make([]byte, 1024)); res.status != statusGood {
+				if res := r.run(cdb, make([]byte, 1024)); res.status != StatusGood {
 					t.Errorf("%s: sense % x", name, res.sense)
 				}
 			})
@@ -178,7 +178,7 @@ func TestOrWrite(t *testing.T) {
 	if !bytes.Equal(r.good(extentCDB(0x88, 0, 2, count+2), nil), slices.Concat(make([]byte, 512), want, make([]byte, 512))) {
 		t.Error("the medium is not the OR of what was there and what came")
 	}
-	if res := r.run(extentCDB(0x8b, 0, 0, 0), nil); res.status != statusGood || res.dataOut != 0 {
+	if res := r.run(extentCDB(0x8b, 0, 0, 0), nil); res.status != StatusGood || res.dataOut != 0 {
 		t.Errorf("no blocks: %v", res)
 	}
 	wantField(t, r.run(extentCDB(0x8b, 0x40, 0, 1), nil), 1, 6) // ORPROTECT
@@ -209,7 +209,7 @@ func TestWriteAtomic(t *testing.T) {
 
 	r.good(extentCDB(0x9c, 0, 7, count), data)
 	wantOctets(t, r.good(extentCDB(0x88, 0, 7, count), nil), data)
-	if res := r.run(extentCDB(0x9c, 0, 7, 0), nil); res.status != statusGood || res.dataOut != 0 {
+	if res := r.run(extentCDB(0x9c, 0, 7, 0), nil); res.status != StatusGood || res.dataOut != 0 {
 		t.Errorf("no blocks: %v", res)
 	}
 	wantSense(t, r.run(extentCDB(0x9c, 0, 2047, 2), nil), 0x5, 0x21, 0x00)
@@ -248,7 +248,7 @@ func TestWriteAndVerify(t *testing.T) {
 		})
 		r.good(extentCDB(op, 0, 0, 16), make([]byte, 8192)) // nothing is compared
 		res := r.run(extentCDB(op, 0x02, 0, 16), make([]byte, 8192))
-		if res.status != statusCheckCondition {
+		if res.status != StatusCheckCondition {
 			t.Fatal("a difference was not found")
 		}
 		wantOctets(t, res.sense, unhex(fmt.Sprintf("f0 00 0e %08x 0a 00000000 1d 00 00 000000", 4096+9)))
@@ -272,7 +272,7 @@ func TestPrefetch(t *testing.T) {
 		{extentCDB(0x34, 0, 8, 0), 8 * 512, 2040 * 512},
 		{extentCDB(0x90, 0, 0, 0), 0, 1 << 20},
 	} {
-		if res := r.run(s.cdb, nil); res.status != statusGood || res.dataOut|res.dataIn != 0 || off != s.off || n != s.n {
+		if res := r.run(s.cdb, nil); res.status != StatusGood || res.dataOut|res.dataIn != 0 || off != s.off || n != s.n {
 			t.Errorf("%s: %v, %d octets at %d", s.cdb, res, n, off)
 		}
 	}

@@ -108,7 +108,7 @@ func TestWindowsClusterArbitration(t *testing.T) {
 		wg.Go(func() {
 			var c Command
 			list := prList(key, keyA, 0)
-			won[i] = do(n, &c, [8]byte{}, "5f 04 05 0000 00000018 00", list, all).status == statusGood
+			won[i] = do(n, &c, [8]byte{}, "5f 04 05 0000 00000018 00", list, all).status == StatusGood
 		})
 	}
 	wg.Wait()

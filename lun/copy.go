@@ -257,8 +257,8 @@ func (c *Command) parseSegment(d []byte, i int, units []*itl) (s segment, ok boo
 }
 
 // failCopy is fail for segment descriptor number i.
-func (c *Command) failCopy(k cond, i int) bool {
-	return c.failSense(sense{cond: k, field: noField, bit: noField, command: uint32(i)})
+func (c *Command) failCopy(k Sense, i int) bool {
+	return c.failSense(senseData{Sense: k, field: noField, bit: noField, command: uint32(i)})
 }
 
 // maxCopyStep is how many octets are copied at a time: then a command finds out

@@ -66,7 +66,7 @@ func (r *copyRig) read(lun byte, lba, count uint64) []byte {
 func wantCopyAborted(t testing.TB, res result, asc, ascq byte, segment int) {
 	t.Helper()
 	want := unhex(fmt.Sprintf("70 00 0a 00000000 0a %08x %02x %02x 00 000000", segment, asc, ascq))
-	if res.status != statusCheckCondition || !bytes.Equal(res.sense, want) {
+	if res.status != StatusCheckCondition || !bytes.Equal(res.sense, want) {
 		t.Fatalf("status %#x, sense % x, want % x", res.status, res.sense, want)
 	}
 }
@@ -104,7 +104,7 @@ func TestExtendedCopy(t *testing.T) {
 	wantOctets(t, r.read(0, 0, 1), data[:512])
 	wantField(t, do(r.nexus, &r.c, [8]byte{}, "84 00 00 00000000000000 000000ff 00 00", nil, all), 2, noField)
 	wantGood(t, "nothing to do", r.copy(copyList(0, 2, nil, nil)))
-	if res := do(r.nexus, &r.c, [8]byte{}, "83 00 0000000000000000 00000000 00 00", nil, all); res.status != statusGood || res.dataOut != 0 {
+	if res := do(r.nexus, &r.c, [8]byte{}, "83 00 0000000000000000 00000000 00 00", nil, all); res.status != StatusGood || res.dataOut != 0 {
 		t.Errorf("PARAMETER LIST LENGTH 0: %v", res)
 	}
 	wantField(t, do(r.nexus, &r.c, [8]byte{}, "83 00 0000000000000000 00010001 00 00", nil, all), 10, noField)
@@ -410,7 +410,7 @@ func TestExtendedCopyBothWays(t *testing.T) {
 			var c Command
 			list := unhex(copyList(0, 3, []string{cscdZero, cscdOne}, []string{blocks(i%2, 1-i%2, 4096, 0, 0)}))
 			for range 50 {
-				if res := do(r.nexus, &c, [8]byte{}, fmt.Sprintf("83 00 0000000000000000 %08x 00 00", len(list)), list, all); res.status != statusGood {
+				if res := do(r.nexus, &c, [8]byte{}, fmt.Sprintf("83 00 0000000000000000 %08x 00 00", len(list)), list, all); res.status != StatusGood {
 					t.Errorf("EXTENDED COPY: sense % x", res.sense)
 				}
 			}

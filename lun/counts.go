@@ -123,9 +123,6 @@ type nexusCounts struct {
 	latencies latencies
 }
 
-// nexuses counts those that were made.
-var nexuses atomic.Uint32
-
 // SetTransport tells what the nexus is counted as, TCP unless it is called. To be
 // called before the first command.
 func (n *Nexus) SetTransport(t Transport) { n.transport = t }
@@ -161,22 +158,6 @@ func (c *Command) begun() {
 	}
 }
 
-// Refuse ends c with CHECK CONDITION on behalf of the transport, instead of Begin.
-func (n *Nexus) Refuse(c *Command, s Sense) {
-	c.identify(n)
-	c.Fail(s)
-}
-
-// identify finds out what c, which comes from n, is about.
-func (c *Command) identify(n *Nexus) {
-	c.nexus, c.itl, c.unit = n, n.find(c.LUN), nil
-	if c.itl != nil {
-		c.unit = c.itl.unit
-	}
-	c.row = lookup(c.CDB)
-	c.begun()
-}
-
 // Count counts the end of c, of whose data so many octets were moved; it has no status
 // if it was aborted. It returns false if c has been counted before, or has not begun.
 func (n *Nexus) Count(c *Command, octets uint64, aborted bool) bool {
@@ -189,7 +170,7 @@ func (n *Nexus) Count(c *Command, octets uint64, aborted bool) bool {
 	if c.unit != nil {
 		c.unit.counts[n.transport].shards[n.shard].count(kind, octets, aborted)
 	}
-	if aborted || c.Status == statusGood {
+	if aborted || c.Status == StatusGood {
 		return true
 	}
 	n.counts.failed(c)
@@ -211,8 +192,8 @@ func (c *common) count(kind Kind, octets uint64, aborted bool) {
 }
 
 func (r *rare) failed(c *Command) {
-	if c.Status == statusCheckCondition && len(c.sense) == senseLen {
-		k := cond{c.sense[2] & 0x0f, c.sense[12], c.sense[13]} // fixed format
+	if c.Status == StatusCheckCondition && len(c.sense) == senseLen {
+		k := Sense{c.sense[2] & 0x0f, c.sense[12], c.sense[13]} // fixed format
 		r.checkConditions[k.Key].Add(1)
 		if k.Key == keyMediumError && k != condSanitizeFailed {
 			r.mediumErrors[c.row.kind()].Add(1)
@@ -237,21 +218,4 @@ func (r *rare) residual(overflow bool) {
 	} else {
 		r.underflows.Add(1)
 	}
-}
-
-// An Entry is a logical unit of an Inventory.
-type Entry struct {
-	LUN  uint16
-	Unit *Unit
-}
-
-// Entries are all logical units in the order of their LUNs.
-func (inv *Inventory) Entries() []Entry {
-	inv.mu.RLock()
-	defer inv.mu.RUnlock()
-	list := make([]Entry, len(inv.ids))
-	for i, id := range inv.ids {
-		list[i] = Entry{id, inv.units[i]}
-	}
-	return list
 }

@@ -153,7 +153,7 @@ func fuzzRun(t *testing.T, r *rig, lun [8]byte, cdb, data []byte, edtl uint32, r
 			} else {
 				ok = n.Produce(c, buf[off:off+k], off)
 			}
-			if !ok && c.Status == statusGood {
+			if !ok && c.Status == StatusGood {
 				t.Fatal("stopped without an error")
 			}
 			off += k
@@ -167,7 +167,7 @@ func fuzzRun(t *testing.T, r *rig, lun [8]byte, cdb, data []byte, edtl uint32, r
 func checkSense(t *testing.T, c *Command, began bool) {
 	s := c.Sense()
 	switch c.Status {
-	case statusGood:
+	case StatusGood:
 		if !began || s != nil {
 			t.Fatalf("GOOD, but began is %v, and sense % x", began, s)
 		}
@@ -175,7 +175,7 @@ func checkSense(t *testing.T, c *Command, began bool) {
 		if c.row == nil || c.row.op != 0x5f || s != nil { // no other initiator has reserved anything
 			t.Fatalf("RESERVATION CONFLICT, sense % x", s)
 		}
-	case statusCheckCondition:
+	case StatusCheckCondition:
 		if len(s) != senseLen || s[0]&0x7f != 0x70 || int(s[7]) != senseLen-8 {
 			t.Fatalf("sense % x is malformed", s)
 		}

@@ -439,7 +439,7 @@ func TestDetach(t *testing.T) {
 			store := r.unit.Detach()
 			r.a.Consume(&c, tt.data, 0)
 			r.a.End(&c)
-			if c.Status != statusCheckCondition {
+			if c.Status != StatusCheckCondition {
 				t.Errorf("status %#x", c.Status)
 			}
 			got := make([]byte, 512)
@@ -529,7 +529,7 @@ func TestPreemptAndAbortBesideReplace(t *testing.T) {
 	next := newRig(t, setup{}).unit
 	r.inv.Replace(0, next)
 	r.c.Consume(&c, list, 0)
-	if r.c.End(&c); c.Status != statusGood {
+	if r.c.End(&c); c.Status != StatusGood {
 		t.Fatalf("PREEMPT AND ABORT: status %#x, sense % x", c.Status, c.Sense())
 	}
 	if !slices.Equal(ended, []string{"0000000000000000"}) {

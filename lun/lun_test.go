@@ -197,7 +197,7 @@ func wantConflict(t testing.TB, what string, res result) {
 
 func wantGood(t testing.TB, what string, res result) {
 	t.Helper()
-	if res.status != statusGood || res.sense != nil {
+	if res.status != StatusGood || res.sense != nil {
 		t.Fatalf("%s: status %#x, sense % x; want GOOD", what, res.status, res.sense)
 	}
 }
@@ -216,7 +216,7 @@ func wantSense(t testing.TB, res result, key, asc, ascq byte) {
 			clear(got[3:7])
 		}
 	}
-	if res.status != statusCheckCondition || !bytes.Equal(got, want) {
+	if res.status != StatusCheckCondition || !bytes.Equal(got, want) {
 		t.Fatalf("status %#x, sense % x; want CHECK CONDITION, %x/%02x/%02x", res.status, res.sense, key, asc, ascq)
 	}
 }
@@ -595,7 +595,7 @@ func TestConcurrency(t *testing.T) {
 				n := r.inv.NewNexus(testPort)
 				var c Command
 				lun := [8]byte{0, byte(g & 1)}
-				if res := do(n, &c, lun, "00", nil, all); res.status != statusCheckCondition || res.sense[2] != keyUnitAttention {
+				if res := do(n, &c, lun, "00", nil, all); res.status != StatusCheckCondition || res.sense[2] != keyUnitAttention {
 					t.Errorf("the first command of a nexus: %v", res)
 				}
 				for _, cdb := range []string{"28 00 00000000 00 0010 00", "2a 08 00000000 00 0010 00", "a0 00 00 000000 000000ff 00 00", "2f 00 00000000 00 0010 00"} {

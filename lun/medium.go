@@ -1,7 +1,7 @@
 package lun
 
 // readiness is condNone, or why there is no access to the medium.
-func (u *Unit) readiness() cond {
+func (u *Unit) readiness() Sense {
 	switch {
 	case u.ejected.Load():
 		return condNoMedium
@@ -14,7 +14,7 @@ func (u *Unit) readiness() cond {
 }
 
 // protection is condNone, or why the initiator can write nothing.
-func (l *itl) protection() cond {
+func (l *itl) protection() Sense {
 	switch {
 	case l.readOnly.Load(), l.unit.readOnly:
 		return condWriteProtected

@@ -903,7 +903,7 @@ func TestLegacyReserve(t *testing.T) {
 // wantReset takes the unit attention of a reset, if there is one.
 func (r *prRig) wantReset(n *Nexus) {
 	r.t.Helper()
-	if res := r.on(n, "00", nil); res.status != statusGood {
+	if res := r.on(n, "00", nil); res.status != StatusGood {
 		wantSense(r.t, res, 0x6, 0x29, 0x03)
 	}
 }
@@ -1011,10 +1011,10 @@ func TestNoAllocationWithReservation(t *testing.T) {
 	r.ok(r.a, prReserve, 5, prList(keyA, 0, 0))
 	other := r.enter(Port{InitiatorName: "iqn.2026-11.io.example:other", TargetName: testPort.TargetName, TPGT: 1})
 	for _, n := range []*Nexus{r.a, r.b, r.c} {
-		check(n, 0x88, statusGood)
-		check(n, 0x8a, statusGood)
+		check(n, 0x88, StatusGood)
+		check(n, 0x8a, StatusGood)
 	}
-	check(other, 0x88, statusGood)
+	check(other, 0x88, StatusGood)
 	r.ok(r.a, prRelease, 5, prList(keyA, 0, 0))
 	if r.unit.reservations.fence.Load() != nil {
 		t.Error("a reservation that has gone makes commands look closer")
@@ -1353,7 +1353,7 @@ func TestReservationRaces(t *testing.T) {
 			out := func(n *Nexus, sa, typ byte, list []byte) byte {
 				for {
 					res := do(n, &c, [8]byte{}, fmt.Sprintf("5f %02x %02x 0000 00000018 00", sa, typ), list, all)
-					if res.status != statusCheckCondition || res.sense[2] != keyUnitAttention {
+					if res.status != StatusCheckCondition || res.sense[2] != keyUnitAttention {
 						return res.status
 					}
 				}
@@ -1362,7 +1362,7 @@ func TestReservationRaces(t *testing.T) {
 				n := r.inv.NewNexus(p)
 				n.OnPreempt(func([8]byte, *Command) {})
 				out(n, prRegisterAndIgnore, 0, prList(0, key, byte(i&1)))
-				if out(n, prReserve, 3, prList(key, 0, 0)) == statusGood {
+				if out(n, prReserve, 3, prList(key, 0, 0)) == StatusGood {
 					alone := inside.TryLock()
 					if !alone && !preempting.Load() {
 						t.Error("two holders at once")
@@ -1437,10 +1437,10 @@ func FuzzPersistentReserveOut(f *testing.F) {
 			s := &r.unit.reservations.persistent
 			before := *s
 			res := r.out(n, sa, typ, list)
-			if res.status != statusGood && fmt.Sprint(before) != fmt.Sprint(*s) {
+			if res.status != StatusGood && fmt.Sprint(before) != fmt.Sprint(*s) {
 				t.Fatalf("status %#x, but %+v has become %+v", res.status, before, *s)
 			}
-			if res.status == statusCheckCondition && res.sense[2] != keyIllegalRequest && res.sense[2] != keyUnitAttention {
+			if res.status == StatusCheckCondition && res.sense[2] != keyIllegalRequest && res.sense[2] != keyUnitAttention {
 				t.Fatalf("sense % x", res.sense)
 			}
 			checkState(t, r)
@@ -1492,7 +1492,7 @@ func checkState(t *testing.T, r *prRig) {
 		r.on(n, "03 00 0000 12 00", nil)
 		may := s.typ == 0 || s.holds(n.name) || prTypes[s.typ].registrants && s.find(n.name) >= 0
 		res := r.on(n, "0a 000000 01 00", make([]byte, 512))
-		if may != (res.status == statusGood) || !may && res.status != statusReservationConflict {
+		if may != (res.status == StatusGood) || !may && res.status != statusReservationConflict {
 			t.Fatalf("WRITE(6) of %s: status %#x, with %+v", n.name, res.status, s)
 		}
 	}

@@ -302,7 +302,7 @@ func (u *Unit) compare(c *Command, p []byte, pos int64, base uint64) bool {
 			for part[i] == want[i] {
 				i++
 			}
-			return c.failSense(sense{cond: condMiscompare, field: noField, bit: noField, infoOK: true, info: uint32(base) + uint32(done+i)})
+			return c.failSense(senseData{Sense: condMiscompare, field: noField, bit: noField, infoOK: true, info: uint32(base) + uint32(done+i)})
 		}
 		done += len(part)
 	}

@@ -145,7 +145,7 @@ func TestTransferLimits(t *testing.T) {
 	for _, op := range []byte{0xa8, 0x88, 0xaa, 0x8a, 0x8f, 0xaf, 0xae, 0x8e, 0x8b} {
 		wantField(t, r.run(extentCDB(op, 0, 0, most+1), nil), lengthOctet([]byte{op}), noField)
 	}
-	if res := do(r.nexus, &r.c, [8]byte{}, extentCDB(0x88, 0, 1, most), nil, 512); res.status != statusGood || res.dataIn != 32<<20 {
+	if res := do(r.nexus, &r.c, [8]byte{}, extentCDB(0x88, 0, 1, most), nil, 512); res.status != StatusGood || res.dataIn != 32<<20 {
 		t.Errorf("the longest READ: %v", res)
 	}
 	const mostSame = 256<<20/512 - 8
@@ -169,7 +169,7 @@ func TestTransferLimits(t *testing.T) {
 	r.good(extentCDB(0x90, 0, 0, 4<<30/512), nil) // neither has PRE-FETCH
 
 	wantField(t, r.run(extentCDB(0x89, 0, 0, 65), nil), 13, noField)
-	if res := do(r.nexus, &r.c, [8]byte{}, extentCDB(0x89, 0, 0, 64), make([]byte, 64<<10), all); res.status != statusGood || res.dataOut != 64<<10 {
+	if res := do(r.nexus, &r.c, [8]byte{}, extentCDB(0x89, 0, 0, 64), make([]byte, 64<<10), all); res.status != StatusGood || res.dataOut != 64<<10 {
 		t.Errorf("the longest COMPARE AND WRITE: %v", res)
 	}
 	wantField(t, r.run(extentCDB(0x9c, 0, 0, 2049), nil), 12, noField)
@@ -433,7 +433,7 @@ func TestUnmap(t *testing.T) {
 	copy(list, unhex("1006 1000"))
 	r.good(fmt.Sprintf("42 00 00000000 00 %04x 00", len(list)), list)
 
-	if res := r.run("42 00 00000000 00 0000 00", nil); res.status != statusGood || res.dataOut != 0 {
+	if res := r.run("42 00 00000000 00 0000 00", nil); res.status != StatusGood || res.dataOut != 0 {
 		t.Errorf("PARAMETER LIST LENGTH 0: %v", res)
 	}
 	wantField(t, r.run("42 01 00000000 00 0000 00", nil), 1, 0) // ANCHOR
@@ -459,7 +459,7 @@ func TestVerify(t *testing.T) {
 		}
 		for _, at := range []int{0, 4095, 4096, 150 * 512, 300*512 - 1} {
 			res := r.run(extentCDB(op, 0x02, 5, 300), wrong(at))
-			if res.status != statusCheckCondition {
+			if res.status != StatusCheckCondition {
 				t.Fatalf("a difference at %d was not found", at)
 			}
 			wantOctets(t, res.sense, unhex(fmt.Sprintf("f0 00 0e %08x 0a 00000000 1d 00 00 000000", at)))
@@ -471,12 +471,12 @@ func TestVerify(t *testing.T) {
 			t.Errorf("DataOut %d, want 512", res.dataOut)
 		}
 		res = r.run(extentCDB(op, 0x06, 400, 101), data[:512])
-		if res.status != statusCheckCondition {
+		if res.status != StatusCheckCondition {
 			t.Fatal("BYTCHK 11b: a difference was not found")
 		}
 		// Block 500 is zeros, and data does not begin with one.
 		wantOctets(t, res.sense, unhex(fmt.Sprintf("f0 00 0e %08x 0a 00000000 1d 00 00 000000", 100*512)))
-		if res := r.run(extentCDB(op, 0x06, 400, 0), nil); res.status != statusGood || res.dataOut != 0 {
+		if res := r.run(extentCDB(op, 0x06, 400, 0), nil); res.status != StatusGood || res.dataOut != 0 {
 			t.Errorf("BYTCHK 11b of no blocks: %v", res)
 		}
 		wantField(t, r.run(extentCDB(op, 0x04, 5, 1), nil), 1, 2) // BYTCHK 10b is reserved

@@ -352,6 +352,6 @@ func (u *Unit) barred() error {
 func (u *Unit) isSanitizing() bool { return u.sanitizer.state.Load() == sanitizeRunning }
 
 // sanitizing is the sense data of a command that meets a running sanitize.
-func (u *Unit) sanitizing() sense {
-	return sense{cond: condSanitizing, field: int(min(u.sanitizer.progress.Load(), 0xffff)), bit: noField, progress: true}
+func (u *Unit) sanitizing() senseData {
+	return senseData{Sense: condSanitizing, field: int(min(u.sanitizer.progress.Load(), 0xffff)), bit: noField, progress: true}
 }

@@ -180,7 +180,7 @@ func TestSanitizeInProgress(t *testing.T) {
 	}
 	check(r.nexus)
 	release()
-	until(t, "end of the sanitize", func() bool { return r.run("00", nil).status == statusGood })
+	until(t, "end of the sanitize", func() bool { return r.run("00", nil).status == StatusGood })
 	wantOctets(t, r.good(extentCDB(0x88, 0, 0, 1), nil), bytes.Repeat([]byte{0x5a}, 512))
 }
 
@@ -199,11 +199,11 @@ func TestSanitizeOvertakesWrite(t *testing.T) {
 		t.Error("a write goes on while the medium is being sanitized")
 	}
 	other.End(&c)
-	if c.Status != statusCheckCondition || !bytes.Equal(c.Sense()[2:3], []byte{2}) || c.Sense()[13] != 0x1b {
+	if c.Status != StatusCheckCondition || !bytes.Equal(c.Sense()[2:3], []byte{2}) || c.Sense()[13] != 0x1b {
 		t.Errorf("status %#x, sense % x", c.Status, c.Sense())
 	}
 	release()
-	until(t, "end of the sanitize", func() bool { return r.run("00", nil).status == statusGood })
+	until(t, "end of the sanitize", func() bool { return r.run("00", nil).status == StatusGood })
 	wantOctets(t, r.good(extentCDB(0x88, 0, 0, 16), nil), make([]byte, 8192))
 }
 
@@ -277,7 +277,7 @@ func TestSanitizeAborted(t *testing.T) {
 	abort.Store(false)
 	wantSense(t, r.run("00", nil), 0x2, 0x04, 0x1b)
 	release()
-	until(t, "end of the sanitize", func() bool { return r.run("00", nil).status == statusGood })
+	until(t, "end of the sanitize", func() bool { return r.run("00", nil).status == StatusGood })
 	abort.Store(true)
 	wantSense(t, r.run(blockErase, nil), 0xb, 0x00, 0x00)
 	abort.Store(false)

@@ -12,9 +12,6 @@ import (
 const (
 	StatusGood           = 0x00
 	StatusCheckCondition = 0x02
-
-	statusGood           = StatusGood
-	statusCheckCondition = StatusCheckCondition
 )
 
 // Sense keys (SPC-4, section 4.5.6).
@@ -34,65 +31,63 @@ const (
 // A Sense is the core of sense data: the sense key, the additional sense code, and its qualifier.
 type Sense struct{ Key, ASC, ASCQ byte }
 
-type cond = Sense
-
 var (
-	condNone                       = cond{keyNoSense, 0x00, 0x00}
-	condNotReadyStopped            = cond{keyNotReady, 0x04, 0x02}      // INITIALIZING COMMAND REQUIRED
-	condBecomingReady              = cond{keyNotReady, 0x04, 0x01}      // IN PROCESS OF BECOMING READY
-	condNoStore                    = cond{keyNotReady, 0x04, 0x03}      // MANUAL INTERVENTION REQUIRED
-	condStandby                    = cond{keyNotReady, 0x04, 0x0b}      // TARGET PORT IN STANDBY STATE
-	condUnavailable                = cond{keyNotReady, 0x04, 0x0c}      // TARGET PORT IN UNAVAILABLE STATE
-	condAccessChanged              = cond{keyUnitAttention, 0x2a, 0x06} // ASYMMETRIC ACCESS STATE CHANGED
-	condSanitizing                 = cond{keyNotReady, 0x04, 0x1b}      // SANITIZE IN PROGRESS
-	condSanitizeFailed             = cond{keyMediumError, 0x31, 0x03}   // SANITIZE COMMAND FAILED
-	condNoMedium                   = cond{keyNotReady, 0x3a, 0x02}      // MEDIUM NOT PRESENT - TRAY OPEN
-	condWriteError                 = cond{keyMediumError, 0x0c, 0x00}
-	condReadError                  = cond{keyMediumError, 0x11, 0x00} // UNRECOVERED READ ERROR
-	condUnsynced                   = cond{keyHardwareError, 0x0c, 0x00}
-	condInternal                   = cond{keyHardwareError, 0x44, 0x00}
-	condTooLittle                  = cond{keyIllegalRequest, 0x0e, 0x03} // INVALID FIELD IN COMMAND INFORMATION UNIT
-	condListLength                 = cond{keyIllegalRequest, 0x1a, 0x00} // PARAMETER LIST LENGTH ERROR
-	condOpcode                     = cond{keyIllegalRequest, 0x20, 0x00}
-	condLBARange                   = cond{keyIllegalRequest, 0x21, 0x00}
-	condCDBField                   = cond{keyIllegalRequest, 0x24, 0x00}
-	condNoLUN                      = cond{keyIllegalRequest, 0x25, 0x00}
-	condListField                  = cond{keyIllegalRequest, 0x26, 0x00}
-	condNoSavedPages               = cond{keyIllegalRequest, 0x39, 0x00}
-	condRemovalPrevented           = cond{keyIllegalRequest, 0x53, 0x02} // MEDIUM REMOVAL PREVENTED
-	condWriteProtected             = cond{keyDataProtect, 0x27, 0x00}
-	condSoftwareProtected          = cond{keyDataProtect, 0x27, 0x02} // LOGICAL UNIT SOFTWARE WRITE PROTECTED
-	condSpace                      = cond{keyDataProtect, 0x27, 0x07} // SPACE ALLOCATION FAILED WRITE PROTECT
-	condAborted                    = cond{keyAbortedCommand, 0x00, 0x00}
-	condMiscompare                 = cond{keyMiscompare, 0x1d, 0x00}
-	condPowerOn                    = cond{keyUnitAttention, 0x29, 0x00}
-	condReset                      = cond{keyUnitAttention, 0x29, 0x03} // BUS DEVICE RESET FUNCTION OCCURRED
-	condClearedByTransport         = cond{keyUnitAttention, 0x47, 0x7f} // SOME COMMANDS CLEARED BY ISCSI PROTOCOL EVENT
-	condOperationInProgress        = cond{keyIllegalRequest, 0x00, 0x16}
-	condTooManyCSCDs               = cond{keyIllegalRequest, 0x26, 0x06} // TOO MANY TARGET DESCRIPTORS
-	condCSCDType                   = cond{keyIllegalRequest, 0x26, 0x07} // UNSUPPORTED TARGET DESCRIPTOR TYPE CODE
-	condTooManySegments            = cond{keyIllegalRequest, 0x26, 0x08} // TOO MANY SEGMENT DESCRIPTORS
-	condSegmentType                = cond{keyIllegalRequest, 0x26, 0x09} // UNSUPPORTED SEGMENT DESCRIPTOR TYPE CODE
-	condInlineData                 = cond{keyIllegalRequest, 0x26, 0x0b} // INLINE DATA LENGTH EXCEEDED
-	condCopyAborted                = cond{keyCopyAborted, 0x00, 0x00}
-	condUnreachableCopyTarget      = cond{keyCopyAborted, 0x08, 0x04}
-	condThirdPartyFailure          = cond{keyCopyAborted, 0x0d, 0x01}   // THIRD PARTY DEVICE FAILURE
-	condCopyTargetNotReachable     = cond{keyCopyAborted, 0x0d, 0x02}   // COPY TARGET DEVICE NOT REACHABLE
-	condInexactSegment             = cond{keyCopyAborted, 0x26, 0x0a}   // UNEXPECTED INEXACT SEGMENT
-	condMediumChanged              = cond{keyUnitAttention, 0x28, 0x00} // NOT READY TO READY CHANGE
-	condModeChanged                = cond{keyUnitAttention, 0x2a, 0x01} // MODE PARAMETERS CHANGED
-	condCapacityChanged            = cond{keyUnitAttention, 0x2a, 0x09} // CAPACITY DATA HAS CHANGED
-	condLUNsChanged                = cond{keyUnitAttention, 0x3f, 0x0e} // REPORTED LUNS DATA HAS CHANGED
-	condCleared                    = cond{keyUnitAttention, 0x2f, 0x00} // COMMANDS CLEARED BY ANOTHER INITIATOR
+	condNone                       = Sense{keyNoSense, 0x00, 0x00}
+	condNotReadyStopped            = Sense{keyNotReady, 0x04, 0x02}      // INITIALIZING COMMAND REQUIRED
+	condBecomingReady              = Sense{keyNotReady, 0x04, 0x01}      // IN PROCESS OF BECOMING READY
+	condNoStore                    = Sense{keyNotReady, 0x04, 0x03}      // MANUAL INTERVENTION REQUIRED
+	condStandby                    = Sense{keyNotReady, 0x04, 0x0b}      // TARGET PORT IN STANDBY STATE
+	condUnavailable                = Sense{keyNotReady, 0x04, 0x0c}      // TARGET PORT IN UNAVAILABLE STATE
+	condAccessChanged              = Sense{keyUnitAttention, 0x2a, 0x06} // ASYMMETRIC ACCESS STATE CHANGED
+	condSanitizing                 = Sense{keyNotReady, 0x04, 0x1b}      // SANITIZE IN PROGRESS
+	condSanitizeFailed             = Sense{keyMediumError, 0x31, 0x03}   // SANITIZE COMMAND FAILED
+	condNoMedium                   = Sense{keyNotReady, 0x3a, 0x02}      // MEDIUM NOT PRESENT - TRAY OPEN
+	condWriteError                 = Sense{keyMediumError, 0x0c, 0x00}
+	condReadError                  = Sense{keyMediumError, 0x11, 0x00} // UNRECOVERED READ ERROR
+	condUnsynced                   = Sense{keyHardwareError, 0x0c, 0x00}
+	condInternal                   = Sense{keyHardwareError, 0x44, 0x00}
+	condTooLittle                  = Sense{keyIllegalRequest, 0x0e, 0x03} // INVALID FIELD IN COMMAND INFORMATION UNIT
+	condListLength                 = Sense{keyIllegalRequest, 0x1a, 0x00} // PARAMETER LIST LENGTH ERROR
+	condOpcode                     = Sense{keyIllegalRequest, 0x20, 0x00}
+	condLBARange                   = Sense{keyIllegalRequest, 0x21, 0x00}
+	condCDBField                   = Sense{keyIllegalRequest, 0x24, 0x00}
+	condNoLUN                      = Sense{keyIllegalRequest, 0x25, 0x00}
+	condListField                  = Sense{keyIllegalRequest, 0x26, 0x00}
+	condNoSavedPages               = Sense{keyIllegalRequest, 0x39, 0x00}
+	condRemovalPrevented           = Sense{keyIllegalRequest, 0x53, 0x02} // MEDIUM REMOVAL PREVENTED
+	condWriteProtected             = Sense{keyDataProtect, 0x27, 0x00}
+	condSoftwareProtected          = Sense{keyDataProtect, 0x27, 0x02} // LOGICAL UNIT SOFTWARE WRITE PROTECTED
+	condSpace                      = Sense{keyDataProtect, 0x27, 0x07} // SPACE ALLOCATION FAILED WRITE PROTECT
+	condAborted                    = Sense{keyAbortedCommand, 0x00, 0x00}
+	condMiscompare                 = Sense{keyMiscompare, 0x1d, 0x00}
+	condPowerOn                    = Sense{keyUnitAttention, 0x29, 0x00}
+	condReset                      = Sense{keyUnitAttention, 0x29, 0x03} // BUS DEVICE RESET FUNCTION OCCURRED
+	condClearedByTransport         = Sense{keyUnitAttention, 0x47, 0x7f} // SOME COMMANDS CLEARED BY ISCSI PROTOCOL EVENT
+	condOperationInProgress        = Sense{keyIllegalRequest, 0x00, 0x16}
+	condTooManyCSCDs               = Sense{keyIllegalRequest, 0x26, 0x06} // TOO MANY TARGET DESCRIPTORS
+	condCSCDType                   = Sense{keyIllegalRequest, 0x26, 0x07} // UNSUPPORTED TARGET DESCRIPTOR TYPE CODE
+	condTooManySegments            = Sense{keyIllegalRequest, 0x26, 0x08} // TOO MANY SEGMENT DESCRIPTORS
+	condSegmentType                = Sense{keyIllegalRequest, 0x26, 0x09} // UNSUPPORTED SEGMENT DESCRIPTOR TYPE CODE
+	condInlineData                 = Sense{keyIllegalRequest, 0x26, 0x0b} // INLINE DATA LENGTH EXCEEDED
+	condCopyAborted                = Sense{keyCopyAborted, 0x00, 0x00}
+	condUnreachableCopyTarget      = Sense{keyCopyAborted, 0x08, 0x04}
+	condThirdPartyFailure          = Sense{keyCopyAborted, 0x0d, 0x01}   // THIRD PARTY DEVICE FAILURE
+	condCopyTargetNotReachable     = Sense{keyCopyAborted, 0x0d, 0x02}   // COPY TARGET DEVICE NOT REACHABLE
+	condInexactSegment             = Sense{keyCopyAborted, 0x26, 0x0a}   // UNEXPECTED INEXACT SEGMENT
+	condMediumChanged              = Sense{keyUnitAttention, 0x28, 0x00} // NOT READY TO READY CHANGE
+	condModeChanged                = Sense{keyUnitAttention, 0x2a, 0x01} // MODE PARAMETERS CHANGED
+	condCapacityChanged            = Sense{keyUnitAttention, 0x2a, 0x09} // CAPACITY DATA HAS CHANGED
+	condLUNsChanged                = Sense{keyUnitAttention, 0x3f, 0x0e} // REPORTED LUNS DATA HAS CHANGED
+	condCleared                    = Sense{keyUnitAttention, 0x2f, 0x00} // COMMANDS CLEARED BY ANOTHER INITIATOR
 	noField                    int = -1
 )
 
 // senseLen is the size in octets of fixed format sense data.
 const senseLen = 18
 
-// sense is the sense data of a command before it is encoded.
-type sense struct {
-	cond
+// senseData is the sense data of a command before it is encoded.
+type senseData struct {
+	Sense
 	field    int    // offset of the octet in the CDB or parameter list that is wrong, or noField
 	bit      int    // the most significant bit of the field that is wrong, or noField
 	inList   bool   // field is in the parameter list
@@ -105,7 +100,7 @@ type sense struct {
 
 // put encodes s into b, which it fills, and returns how much that is: fixed
 // format (SPC-4, section 4.5.3), or descriptor format (4.5.2).
-func (s *sense) put(b []byte) []byte {
+func (s *senseData) put(b []byte) []byte {
 	b = b[:senseLen]
 	clear(b)
 	if s.descType {
@@ -131,7 +126,7 @@ func (s *sense) put(b []byte) []byte {
 }
 
 // putSpecific encodes the sense key specific data, which is field, into three octets of b.
-func (s *sense) putSpecific(b []byte) {
+func (s *senseData) putSpecific(b []byte) {
 	b[0] = 0x80 // SKSV
 	if !s.inList && !s.progress {
 		b[0] |= 0x40 // C/D
@@ -143,30 +138,30 @@ func (s *sense) putSpecific(b []byte) {
 }
 
 // fail ends c with CHECK CONDITION and returns false.
-func (c *Command) fail(k cond) bool {
-	return c.failSense(sense{cond: k, field: noField, bit: noField})
+func (c *Command) fail(k Sense) bool {
+	return c.failSense(senseData{Sense: k, field: noField, bit: noField})
 }
 
 // failCDB is fail for a field of the CDB that begins in octet, at bit.
 func (c *Command) failCDB(octet, bit int) bool {
-	return c.failSense(sense{cond: condCDBField, field: octet, bit: bit})
+	return c.failSense(senseData{Sense: condCDBField, field: octet, bit: bit})
 }
 
 // failList is fail for a field of the parameter list.
 func (c *Command) failList(octet int) bool {
-	return c.failSense(sense{cond: condListField, field: octet, bit: noField, inList: true})
+	return c.failSense(senseData{Sense: condListField, field: octet, bit: noField, inList: true})
 }
 
 // failRange is fail for blocks from lba on that are not all on the unit. The first that is
 // not is INFORMATION (SBC-4, section 4.18.1), if fixed format has room for it.
 func (c *Command) failRange(lba uint64) bool {
 	first := max(lba, c.unit.blocks.Load())
-	return c.failSense(sense{cond: condLBARange, field: noField, bit: noField, infoOK: first <= math.MaxUint32, info: uint32(first)})
+	return c.failSense(senseData{Sense: condLBARange, field: noField, bit: noField, infoOK: first <= math.MaxUint32, info: uint32(first)})
 }
 
 // failSense is fail with more to say.
-func (c *Command) failSense(s sense) bool {
-	c.Status = statusCheckCondition
+func (c *Command) failSense(s senseData) bool {
+	c.Status = StatusCheckCondition
 	c.failed = true
 	c.sense = s.put(c.senseBuf[:])
 	return false
@@ -216,4 +211,26 @@ func (c *Command) failClosed() bool {
 		return c.fail(condBecomingReady)
 	}
 	return c.fail(condInternal)
+}
+
+// requestSense is REQUEST SENSE (SPC-4, section 6.39): it returns a unit
+// attention that waits, or the state of the unit.
+func requestSense(u *Unit, c *Command) bool {
+	s := senseData{Sense: condNone, field: noField, bit: noField, descType: c.CDB[1]&1 != 0}
+	if u == nil {
+		s.Sense = condNoLUN
+	} else if k, ok := c.itl.takeAttention(); ok {
+		s.Sense = k
+	} else if u.sanitizer.state.Load() == sanitizeRunning {
+		descType := s.descType
+		s = u.sanitizing()
+		s.descType = descType
+	} else if k := u.obstacle(c.nexus, 0); k != condNone {
+		s.Sense = k
+	} else if u.Absent() {
+		s.Sense = u.absent
+	} else {
+		s.Sense = u.readiness()
+	}
+	return c.report(s.put(c.zeroed(senseLen)), uint32(c.CDB[4]))
 }

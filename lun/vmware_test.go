@@ -40,7 +40,7 @@ func TestVMwareATS(t *testing.T) {
 		wg.Go(func() {
 			var c Command
 			switch res := do(n, &c, [8]byte{}, lock, slices.Concat(free, owned(byte(host), 0)), all); {
-			case res.status == statusGood:
+			case res.status == StatusGood:
 				won[host] = true
 			case res.sense[2] != keyMiscompare:
 				t.Errorf("host %d: sense % x", host, res.sense)
@@ -62,13 +62,13 @@ func TestVMwareATS(t *testing.T) {
 	stale[77] ^= 1
 	res := r.run(lock, slices.Concat(stale, free))
 	want := unhex("f0 00 0e 0000004d 0a 00000000 1d 00 00 000000") // MISCOMPARE at octet 77
-	if res.status != statusCheckCondition || !bytes.Equal(res.sense, want) {
+	if res.status != StatusCheckCondition || !bytes.Equal(res.sense, want) {
 		t.Errorf("status %#x, sense % x, want % x", res.status, res.sense, want)
 	}
 	r.good(lock, slices.Concat(owned(byte(owner), 3), free))
 
 	// An initiator that mistakes what it sends gets no lock: both images have to come.
-	if res := r.run(lock, free); res.status != statusCheckCondition {
+	if res := r.run(lock, free); res.status != StatusCheckCondition {
 		t.Errorf("half of the data-out: status %#x", res.status)
 	}
 	// A reservation of somebody else is what ESXi 4 used instead.

@@ -97,7 +97,7 @@ const sanitizeGolden = `{
 // beginning, and a failure stays one.
 func TestSanitizeSurvives(t *testing.T) {
 	const idle = "{\n  \"version\": 1,\n  \"units\": []\n}\n"
-	ready := func(r *rig) func() bool { return func() bool { return r.run("00", nil).status == statusGood } }
+	ready := func(r *rig) func() bool { return func() bool { return r.run("00", nil).status == StatusGood } }
 	for _, x := range []struct {
 		name, cdb, list string
 		op              backendtest.Op

@@ -1,0 +1,119 @@
+package lun
+
+import "math/bits"
+
+const (
+	attentionPowerOn = iota
+	attentionReset
+	attentionClearedByTransport
+	attentionMedium
+	attentionMode
+	attentionCapacity
+	attentionLUNs
+	attentionAccess
+	attentionCleared
+	attentionReservationsPreempted
+	attentionReservationsReleased
+	attentionRegistrationsPreempted
+)
+
+// attentions are the unit attentions there are; the first is reported first.
+var attentions = [...]Sense{
+	attentionPowerOn:                condPowerOn,
+	attentionReset:                  condReset,
+	attentionClearedByTransport:     condClearedByTransport,
+	attentionMedium:                 condMediumChanged,
+	attentionMode:                   condModeChanged,
+	attentionCapacity:               condCapacityChanged,
+	attentionLUNs:                   condLUNsChanged,
+	attentionAccess:                 condAccessChanged,
+	attentionCleared:                condCleared,
+	attentionReservationsPreempted:  condReservationsPreempted,
+	attentionReservationsReleased:   condReservationsReleased,
+	attentionRegistrationsPreempted: condRegistrationsPreempted,
+}
+
+// reported are the attentions about what initiators keep in mind of a unit, which
+// may be wrong now although they have nothing to ask it: see OnEvent.
+// Of attentionLUNs, which all units of a nexus have at the same time, one is enough:
+// see changeList.
+const reported = 1<<attentionMedium | 1<<attentionMode | 1<<attentionCapacity
+
+// raise makes a unit attention due. One that is due already changes nothing.
+func (l *itl) raise(attention int) {
+	if l.due.Or(1<<attention)&(1<<attention) == 0 && reported&(1<<attention) != 0 {
+		l.report(attention)
+	}
+}
+
+func (l *itl) report(attention int) {
+	if f := l.nexus.event.Load(); f != nil {
+		s := senseData{Sense: attentions[attention], field: noField, bit: noField}
+		(*f)(EncodeLUN(l.id), s.put(make([]byte, senseLen)))
+	}
+}
+
+// OnEvent makes report hear of a unit attention as soon as it is due, if what it is
+// about should not wait for the initiator's next command. The attention remains
+// due. report must neither wait nor call the nexus.
+func (n *Nexus) OnEvent(report func(lun [8]byte, sense []byte)) { n.event.Store(&report) }
+
+// takeAttention returns the first unit attention that is due, which then is no
+// longer.
+func (l *itl) takeAttention() (k Sense, ok bool) {
+	for {
+		due := l.due.Load()
+		if due == 0 {
+			return k, false
+		}
+		if l.due.CompareAndSwap(due, due&(due-1)) {
+			return attentions[bits.TrailingZeros32(due)], true
+		}
+	}
+}
+
+// PendingAttention returns the unit attention that the next command for the LUN
+// field would meet, and how many there are in all. It does not take it away.
+func (n *Nexus) PendingAttention(lun [8]byte) (first Sense, pending int) {
+	l := n.find(lun)
+	if l == nil {
+		return Sense{}, 0
+	}
+	due := l.due.Load()
+	if due == 0 {
+		return Sense{}, 0
+	}
+	return attentions[bits.TrailingZeros32(due)], bits.OnesCount32(due)
+}
+
+// raise lets all nexuses but by, which may be nil, hear of an attention.
+func (u *Unit) raise(attention int, by *Nexus) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.raiseLocked(attention, by)
+}
+
+// Preconditions: mu is held.
+func (u *Unit) raiseLocked(attention int, by *Nexus) {
+	for l := range u.seen {
+		if l.nexus != by {
+			l.raise(attention)
+		}
+	}
+}
+
+// CommandsCleared lets n hear that another nexus has ended commands of it for
+// the logical unit (SAM-5, section 5.8.6, with TAS 0).
+func (n *Nexus) CommandsCleared(lun [8]byte) {
+	if l := n.find(lun); l != nil {
+		l.raise(attentionCleared)
+	}
+}
+
+// ClearedByTransport makes the next command for the unit meet a unit attention:
+// SOME COMMANDS CLEARED BY ISCSI PROTOCOL EVENT (RFC 7143, section 11.14.5).
+func (n *Nexus) ClearedByTransport(lun [8]byte) {
+	if l := n.find(lun); l != nil {
+		l.raise(attentionClearedByTransport)
+	}
+}

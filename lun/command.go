@@ -1,0 +1,196 @@
+package lun
+
+import "sync/atomic"
+
+// MaxParameterList is the longest parameter list of a command, in octets.
+const MaxParameterList = 65536
+
+// A Command is one SCSI command from CDB to status. Its owner uses it again
+// and again, which allocates nothing.
+type Command struct {
+	// Set by the caller before Begin.
+	LUN [8]byte // LUN field of the PDU
+	CDB []byte  // 16 octets, or more with an extended CDB; not changed until End
+	// Expected is how many octets of data-out the initiator means to send; 0
+	// if it does not say. With more than they take, commands that could do harm
+	// by a misunderstanding fail.
+	Expected uint64
+	// Abort, unless it is nil, becomes true when the command is to stop soon: it
+	// then begins nothing more, and its status is told to nobody.
+	Abort *atomic.Bool
+
+	// Set by Begin: how many octets the command transfers (SPDTL).
+	DataOut, DataIn uint64
+	// Whole: DataOut is a parameter list, which Consume gets in one piece.
+	Whole bool
+	// Overflow: the command has failed because Expected is less than it takes.
+	Overflow bool
+
+	Status byte // valid when Begin has returned false, or after End
+
+	row     *command
+	nexus   *Nexus
+	itl     *itl // nil if there is no such logical unit; so is unit
+	unit    *Unit
+	counted bool // as one in flight
+	failed  bool
+	lba     uint64
+	count   uint64 // blocks
+	arrived uint64 // octets of data-out
+	whole   []byte // data-out of WRITE ATOMIC
+	same    []byte // DataIn of a command that reports something
+
+	sense    []byte
+	senseBuf [senseLen]byte
+	buf      []byte // memory of same; kept
+}
+
+// Begin decodes the CDB and checks all that can be checked without data. If
+// it returns false the command has ended, with Status and Sense.
+func (n *Nexus) Begin(c *Command) bool {
+	c.DataOut, c.DataIn, c.Whole, c.Overflow, c.Status = 0, 0, false, false, StatusGood
+	c.failed, c.lba, c.count, c.arrived, c.same, c.sense = false, 0, 0, 0, nil, nil
+	c.whole = nil
+	c.identify(n)
+	row := c.row
+	if c.itl == nil && (row == nil || row.flags&absentLUN == 0) {
+		return c.fail(condNoLUN)
+	}
+	if row == nil || row.flags&keepAttention == 0 {
+		if k, ok := c.itl.takeAttention(); ok {
+			return c.fail(k)
+		}
+	}
+	if c.unit != nil && c.unit.absent != condNone && row != nil && row.flags&absentLUN == 0 {
+		return c.fail(c.unit.absent) // an optional command, too: nobody knows what the store can do
+	}
+	if row == nil || !c.unit.supports(row) {
+		return c.failRow()
+	}
+	if c.unit != nil {
+		if k := c.unit.obstacle(n, row.flags); k != condNone {
+			return c.fail(k)
+		}
+		if f := c.unit.reservations.fence.Load(); f != nil && f.keepsOut(c) {
+			return c.conflict()
+		}
+	}
+	if octet, bit, ok := row.reserved(c.CDB); !ok {
+		return c.failCDB(octet, bit)
+	}
+	if row.flags&absentLUN == 0 && c.unit.sanitizer.state.Load() == sanitizeRunning {
+		return c.failSense(c.unit.sanitizing())
+	}
+	if row.flags&medium != 0 {
+		k := c.unit.readiness()
+		if k != condNone && (k != condSanitizeFailed || row.flags&sanitizes == 0) {
+			return c.fail(k)
+		}
+	}
+	if row.flags&writes != 0 {
+		if k := c.itl.protection(); k != condNone {
+			return c.fail(k)
+		}
+	}
+	if !row.begin(c.unit, c) {
+		return false
+	}
+	if row.flags&exactData != 0 && c.Expected > c.DataOut {
+		return c.failCDB(lengthOctet(c.CDB), noField)
+	}
+	return true
+}
+
+// identify finds out what c, which comes from n, is about.
+func (c *Command) identify(n *Nexus) {
+	c.nexus, c.itl, c.unit = n, n.find(c.LUN), nil
+	if c.itl != nil {
+		c.unit = c.itl.unit
+	}
+	c.row = lookup(c.CDB)
+	c.begun()
+}
+
+// Consume takes the data-out that starts at off. The pieces of a command come
+// in order; all but the last are multiples of 4096 octets. It returns false
+// when the command has failed and wants no more.
+func (n *Nexus) Consume(c *Command, p []byte, off uint64) bool {
+	if c.failed {
+		return false
+	}
+	c.arrived = off + uint64(len(p))
+	if c.Whole && c.arrived < c.DataOut {
+		return c.fail(condTooLittle)
+	}
+	return c.row.consume(c.unit, c, p, off)
+}
+
+// Produce fills p with the data-in that starts at off, under the same rules;
+// the last piece may end within a block.
+func (n *Nexus) Produce(c *Command, p []byte, off uint64) bool {
+	if c.failed {
+		return false
+	}
+	if c.row.produce != nil {
+		return c.row.produce(c.unit, c, p, off)
+	}
+	copy(p, c.same[off:])
+	return true
+}
+
+// End is called after the data, also if that was cut short because the
+// initiator expected less. Status and Sense are valid then.
+func (n *Nexus) End(c *Command) {
+	switch {
+	case c.failed:
+	case c.row.flags&allData != 0 && c.arrived < c.DataOut:
+		c.fail(condTooLittle)
+	case c.row.end != nil:
+		c.row.end(c.unit, c)
+	}
+}
+
+// Refuse ends c with CHECK CONDITION on behalf of the transport, instead of Begin.
+func (n *Nexus) Refuse(c *Command, s Sense) {
+	c.identify(n)
+	c.Fail(s)
+}
+
+// Fail ends c with CHECK CONDITION on behalf of the transport, before or after
+// Begin.
+func (c *Command) Fail(s Sense) {
+	c.DataOut, c.DataIn, c.Overflow = 0, 0, false
+	c.fail(s)
+}
+
+// Sense is the sense data of a command that has ended with CHECK CONDITION,
+// else nil. It is valid until the next Begin.
+func (c *Command) Sense() []byte { return c.sense }
+
+// Fenced reports whether the transport has to keep the order between the response to c and other
+// responses: c is PREEMPT AND ABORT, or reports a unit attention (RFC 7143, section 4.2.2.3.4; the
+// target has no ACA). It may be called once c has ended.
+func (c *Command) Fenced() bool {
+	if c.sense != nil {
+		return c.sense[2]&0x0f == keyUnitAttention // fixed format
+	}
+	return c.CDB[0] == 0x5f && c.CDB[1]&0x1f == prPreemptAndAbort
+}
+
+// report makes b, cut to the allocation length, the data-in of c.
+func (c *Command) report(b []byte, allocation uint32) bool {
+	c.buf = b[:0]
+	c.same = b[:min(len(b), int(allocation))]
+	c.DataIn = uint64(len(c.same))
+	return true
+}
+
+// zeroed is memory of n octets, all 0, for report.
+func (c *Command) zeroed(n int) []byte {
+	if cap(c.buf) < n {
+		c.buf = make([]byte, n)
+	}
+	b := c.buf[:n]
+	clear(b)
+	return b
+}

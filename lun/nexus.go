@@ -1,0 +1,198 @@
+package lun
+
+import (
+	"cmp"
+	"sort"
+	"strings"
+	"sync/atomic"
+)
+
+// Port names both ends of an I_T nexus. A portal group is a target port (RFC
+// 7143, section 4.4.2), and its tag is the relative target port identifier.
+type Port struct {
+	InitiatorName string
+	ISID          [6]byte
+	TargetName    string
+	TPGT          uint16 // one of those of the inventory
+}
+
+// A Nexus is the relation between an initiator port and a target port (I_T
+// nexus).
+type Nexus struct {
+	inv       *Inventory
+	port      Port
+	name      nexusName
+	luns      atomic.Pointer[[]*itl] // ascending by id; a new slice takes its place
+	blind     atomic.Bool            // there are more, which a mask hides
+	level     uint8                  // iSCSIProtocolLevel
+	transport Transport
+	shard     uint8 // of the counts of units
+	counts    *nexusCounts
+	abort     atomic.Pointer[func(lun [8]byte, except *Command)]
+	event     atomic.Pointer[func(lun [8]byte, sense []byte)]
+}
+
+// An itl is a logical unit as one initiator port sees it (I_T_L nexus).
+type itl struct {
+	nexus    *Nexus
+	id       uint16
+	unit     *Unit
+	readOnly atomic.Bool   // the mask says so
+	due      atomic.Uint32 // bit i: the initiator has not heard of attentions[i]
+
+	prevents bool // guarded by unit.mu: the medium must not be removed
+	copies   copies
+}
+
+// nexuses counts those that were made.
+var nexuses atomic.Uint32
+
+// NewNexus makes a nexus with the units that the masks let the initiator see. The
+// first command for each of them meets a unit attention: POWER ON, RESET, OR BUS
+// DEVICE RESET OCCURRED.
+func (inv *Inventory) NewNexus(p Port) *Nexus {
+	inv.mu.Lock()
+	defer inv.mu.Unlock()
+	n := &Nexus{
+		inv: inv, port: p, level: 1,
+		shard: uint8(nexuses.Add(1) % countShards), counts: &nexusCounts{},
+		name: nexusName{initiatorPort{strings.ToLower(p.InitiatorName), p.ISID}, p.TPGT},
+	}
+	var list []*itl
+	for i := range inv.units {
+		if l := inv.show(n, i); l != nil {
+			list = append(list, l)
+		}
+	}
+	n.luns.Store(&list)
+	inv.nexuses[n] = struct{}{}
+	return n
+}
+
+// Close ends the nexus, and what it has reserved with RESERVE. Registrations and
+// persistent reservations remain.
+func (n *Nexus) Close() {
+	n.inv.mu.Lock()
+	delete(n.inv.nexuses, n) // its list changes no more
+	n.inv.mu.Unlock()
+	for _, l := range n.list() {
+		l.leave()
+	}
+}
+
+// leave ends what a nexus has with a unit: the other half of show.
+func (l *itl) leave() {
+	l.unit.mu.Lock()
+	delete(l.unit.seen, l)
+	l.unit.mu.Unlock()
+	l.unit.dropReserve(l.nexus) // behind that: see Unit.reserve
+}
+
+// list is the logical units that the initiator sees, ascending by id.
+func (n *Nexus) list() []*itl { return *n.luns.Load() }
+
+// changeList makes list the logical units that the initiator sees. It hears of that
+// by all of them, and by Asynchronous Message once.
+//
+// Preconditions: the mu of the inventory is held.
+func (n *Nexus) changeList(list []*itl) {
+	n.luns.Store(&list)
+	for i, l := range list {
+		l.raise(attentionLUNs)
+		if i == 0 {
+			l.report(attentionLUNs)
+		}
+	}
+}
+
+// search is where in list the LUN is, or is to be.
+func (n *Nexus) search(id uint16) int {
+	list := n.list()
+	return sort.Search(len(list), func(i int) bool { return list[i].id >= id })
+}
+
+// find returns the logical unit that a LUN field addresses, or nil.
+func (n *Nexus) find(lun [8]byte) *itl {
+	id, ok := decodeLUN(lun)
+	if !ok {
+		return nil
+	}
+	list := n.list()
+	i, ok := sort.Find(len(list), func(i int) int { return cmp.Compare(id, list[i].id) })
+	if !ok {
+		return nil
+	}
+	return list[i]
+}
+
+// LUNs are those that the initiator sees, ascending.
+func (n *Nexus) LUNs() []uint16 {
+	list := n.list()
+	ids := make([]uint16, len(list))
+	for i, l := range list {
+		ids[i] = l.id
+	}
+	return ids
+}
+
+// LUNExists tells whether the LUN field addresses a logical unit.
+func (n *Nexus) LUNExists(lun [8]byte) bool { return n.find(lun) != nil }
+
+// SameUnit tells whether both LUN fields address the same logical unit.
+func (n *Nexus) SameUnit(a, b [8]byte) bool {
+	l, m := n.find(a), n.find(b)
+	return l != nil && m != nil && l.unit == m.unit
+}
+
+// SeesAll tells whether no mask hides a logical unit from the initiator.
+func (n *Nexus) SeesAll() bool { return !n.blind.Load() }
+
+// targets are the relative identifiers of all target ports, ascending.
+func (n *Nexus) targets() []uint16 { return *n.inv.ports.Load() }
+
+// SetProtocolLevel tells what iSCSIProtocolLevel the session has agreed on, 1 unless
+// it is called: with 2 there are more task management functions. To be called
+// before the first command.
+func (n *Nexus) SetProtocolLevel(level uint8) { n.level = level }
+
+// ResetUnit is the effect of LOGICAL UNIT RESET beyond the end of the tasks:
+// a stopped unit is started, mode parameters have their saved values, the
+// medium may be removed, a RESERVE ends, and all nexuses hear of it (SAM-5,
+// section 6.3.3: the one that asked, too).
+func (n *Nexus) ResetUnit(lun [8]byte) {
+	if l := n.find(lun); l != nil {
+		l.unit.reset(attentionReset)
+	}
+}
+
+// ResetTarget is ResetUnit for all logical units that the initiator knows (RFC
+// 7143, section 11.5.1).
+func (n *Nexus) ResetTarget() {
+	for _, l := range n.list() {
+		l.unit.reset(attentionReset)
+	}
+}
+
+// decodeLUN is the LUN that a LUN field addresses: peripheral device addressing
+// on bus 0 or flat space addressing, on one level (SAM-5, section 4.7).
+func decodeLUN(f [8]byte) (id uint16, ok bool) {
+	if [6]byte(f[2:]) != [6]byte{} {
+		return 0, false
+	}
+	switch f[0] >> 6 {
+	case 0:
+		return uint16(f[1]), f[0] == 0
+	case 1:
+		return uint16(f[0]&0x3f)<<8 | uint16(f[1]), true
+	}
+	return 0, false
+}
+
+// EncodeLUN is the LUN field of a PDU that addresses a LUN (SAM-5, section 4.7);
+// small LUNs get the older form.
+func EncodeLUN(id uint16) (f [8]byte) {
+	if f[0], f[1] = byte(id>>8), byte(id); id > 0xff {
+		f[0] |= 1 << 6
+	}
+	return f
+}

@@ -1,0 +1,443 @@
+package lun
+
+import (
+	"encoding/binary"
+	"slices"
+)
+
+// Service actions of PERSISTENT RESERVE IN and OUT.
+const (
+	prReadKeys           = 0x00
+	prReadReservation    = 0x01
+	prReportCapabilities = 0x02
+	prReadFullStatus     = 0x03
+
+	prRegister          = 0x00
+	prReserve           = 0x01
+	prRelease           = 0x02
+	prClear             = 0x03
+	prPreempt           = 0x04
+	prPreemptAndAbort   = 0x05
+	prRegisterAndIgnore = 0x06
+	prRegisterAndMove   = 0x07
+)
+
+// prOuts are the service actions of PERSISTENT RESERVE OUT (SPC-4, section
+// 6.16.2). Who is not registered, or gives another key, meets RESERVATION
+// CONFLICT, except that apply checks that itself where anyone is set.
+var prOuts = [...]struct {
+	apply  func(*prOut) bool
+	anyone bool
+	counts bool // in PRGENERATION
+	aptpl  int  // octet with the APTPL bit, or 0 if there is none
+}{
+	prRegister:          {(*prOut).register, true, true, prFlags},
+	prReserve:           {(*prOut).reserve, false, false, 0},
+	prRelease:           {(*prOut).release, false, false, 0},
+	prClear:             {(*prOut).clear, false, true, 0},
+	prPreempt:           {(*prOut).preempt, false, true, 0},
+	prPreemptAndAbort:   {(*prOut).preempt, false, true, 0},
+	prRegisterAndIgnore: {(*prOut).register, true, true, prFlags},
+	prRegisterAndMove:   {(*prOut).registerAndMove, false, true, prMoveFlags},
+}
+
+// A prOut is a PERSISTENT RESERVE OUT command, and what becomes of it.
+type prOut struct {
+	*Command
+	from    nexusName
+	key     uint64 // RESERVATION KEY
+	saKey   uint64 // SERVICE ACTION RESERVATION KEY
+	specIPT bool
+	allTgPt bool
+	aptpl   bool
+	ports   []initiatorPort // that TransportIDs name
+	portsAt []int           // where in the parameter list each of them is named
+
+	unreg      bool
+	targetPort uint16 // RELATIVE TARGET PORT IDENTIFIER
+
+	state     prState // of the unit; apply changes it
+	notices   []notice
+	preempted []nexusName // lost their registration to PREEMPT
+}
+
+// A notice is a unit attention for an I_T nexus.
+type notice struct {
+	nexus     nexusName
+	attention int
+}
+
+// notify has a unit attention for all of them but the one that this command
+// comes from.
+func (o *prOut) notify(nexuses []nexusName, attention int) {
+	for _, n := range nexuses {
+		if n != o.from {
+			o.notices = append(o.notices, notice{n, attention})
+		}
+	}
+}
+
+// Offsets in the parameter list, and bits of its flags (SPC-4, sections 6.16.3
+// and 6.16.4).
+const (
+	prListLen  = 24 // without TransportIDs
+	prFlags    = 20 // SPEC_I_PT, ALL_TG_PT and APTPL
+	prPortsLen = 24 // with SPEC_I_PT; TransportIDs follow
+
+	// REGISTER AND MOVE
+	prMoveFlags   = 17 // UNREG and APTPL
+	prMovePort    = 18 // RELATIVE TARGET PORT IDENTIFIER
+	prMovePortLen = 20 // a TransportID follows
+
+	specIPTBit, allTgPtBit, unregBit, aptplBit = 3, 2, 1, 0
+)
+
+func beginPROut(u *Unit, c *Command) bool {
+	n := binary.BigEndian.Uint32(c.CDB[5:])
+	switch {
+	case u.reservations.reservedByReserve():
+		return c.conflict()
+	case n < prListLen || n > MaxParameterList:
+		return c.fail(condListLength)
+	}
+	c.DataOut, c.Whole = uint64(n), true
+	return true
+}
+
+// consumePROut takes the parameter list of PERSISTENT RESERVE OUT and obeys it.
+func consumePROut(u *Unit, c *Command, p []byte, _ uint64) bool {
+	be := binary.BigEndian
+	o := prOut{Command: c, from: c.nexus.name, key: be.Uint64(p), saKey: be.Uint64(p[8:])}
+	if !o.parse(p) || !o.execute() {
+		return false
+	}
+	u.opt.Logger.Info("persistent reservation changed", "event", "reservation", "target", c.nexus.port.TargetName, "lun", c.itl.id,
+		"command", c.row.name, "initiator", o.from.initiator.String(), "tpgt", o.from.target)
+	u.mu.Lock()
+	var stop []*itl
+	for l := range u.seen {
+		for _, n := range o.notices {
+			if n.nexus == l.nexus.name {
+				l.raise(n.attention)
+				if now := l.nexus.find(EncodeLUN(l.id)); now != nil && now != l { // u has been replaced
+					now.raise(n.attention)
+				}
+			}
+		}
+		if c.row.sa == prPreemptAndAbort && slices.Contains(o.preempted, l.nexus.name) {
+			stop = append(stop, l)
+		}
+	}
+	u.mu.Unlock()
+	if c.row.sa == prPreemptAndAbort {
+		u.endCopies()
+	}
+	for _, l := range stop {
+		if abort := l.nexus.abort.Load(); abort != nil {
+			(*abort)(EncodeLUN(l.id), c)
+		}
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	for _, l := range stop {
+		l.prevents = false // the medium may be removed as far as it is up to them (SPC-4, section 5.13.11.2.6)
+	}
+	return true
+}
+
+// parse decodes the rest of the parameter list.
+func (o *prOut) parse(p []byte) bool {
+	sa := o.row.sa
+	lengthAt := 0
+	o.specIPT = sa != prRegisterAndMove && p[prFlags]>>specIPTBit&1 != 0
+	switch {
+	case sa == prRegisterAndMove:
+		lengthAt = prMovePortLen
+	case o.specIPT && sa != prRegister:
+		return o.failListBit(prFlags, specIPTBit)
+	case o.specIPT:
+		lengthAt = prPortsLen
+	case len(p) != prListLen:
+		return o.fail(condListLength)
+	}
+	o.allTgPt = sa != prRegisterAndMove && p[prFlags]>>allTgPtBit&1 != 0
+	if sa == prRegisterAndMove {
+		o.unreg = p[prMoveFlags]>>unregBit&1 != 0
+		o.targetPort = binary.BigEndian.Uint16(p[prMovePort:])
+	}
+	if at := prOuts[sa].aptpl; at != 0 {
+		o.aptpl = p[at]>>aptplBit&1 != 0
+		if o.aptpl && o.unit.opt.Reservations == nil {
+			return o.failListBit(at, aptplBit)
+		}
+	}
+	if lengthAt == 0 {
+		return true
+	}
+	at := lengthAt + 4
+	if len(p) < at || uint64(binary.BigEndian.Uint32(p[lengthAt:])) != uint64(len(p)-at) {
+		return o.fail(condListLength)
+	}
+	for at < len(p) {
+		id, n, wrong := parseTransportID(p[at:])
+		if wrong != noField {
+			return o.failList(at + wrong)
+		}
+		ports := []initiatorPort{id.port}
+		if id.device {
+			ports = o.unit.portsOf(id.port.name)
+		}
+		if len(ports) == 0 || id.device && sa == prRegisterAndMove {
+			return o.failList(at)
+		}
+		for _, p := range ports {
+			o.ports, o.portsAt = append(o.ports, p), append(o.portsAt, at)
+		}
+		at += n
+	}
+	return true
+}
+
+// portsOf are the ports of an initiator that are logged in: a unit knows of no
+// others.
+func (u *Unit) portsOf(initiator string) (ports []initiatorPort) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	for l := range u.seen {
+		if p := l.nexus.name.initiator; p.name == initiator && !slices.Contains(ports, p) {
+			ports = append(ports, p)
+		}
+	}
+	return ports
+}
+
+// execute changes the state of the unit. What is to survive the loss of power is
+// on stable storage before it is in force.
+func (o *prOut) execute() bool {
+	r, row := &o.unit.reservations, &prOuts[o.row.sa]
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	o.state = r.persistent
+	i := o.state.find(o.from)
+	if r.over {
+		return o.failClosed()
+	}
+	if r.legacy != nil || !row.anyone && (i < 0 || o.state.registrations[i].key != o.key) {
+		return o.conflict()
+	}
+	if !row.apply(o) {
+		return false
+	}
+	if row.counts {
+		o.state.generation++
+	}
+	if kept := o.unit.opt.Reservations; kept != nil {
+		if err := kept.save(o.unit.opt.Identity.Serial, &o.state); err != nil {
+			o.unit.logUnkept(err)
+			return o.fail(condInternal)
+		}
+	}
+	r.persistent = o.state
+	r.publish()
+	return true
+}
+
+// put registers a nexus with the key of the service action.
+func (o *prOut) put(n nexusName) bool {
+	o.state.put(registration{n, o.saKey, o.allTgPt})
+	if len(o.state.registrations) > maxRegistrations {
+		return o.fail(condNoRegistration)
+	}
+	return true
+}
+
+// register is REGISTER and REGISTER AND IGNORE EXISTING KEY (SPC-4, section
+// 5.13.7).
+func (o *prOut) register() bool {
+	s := &o.state
+	i, existing := s.find(o.from), uint64(0)
+	if i >= 0 {
+		existing = s.registrations[i].key
+	}
+	targets := []uint16{o.from.target}
+	if o.allTgPt { // as if the command came through all of them
+		targets = o.nexus.targets()
+	}
+	own := func(r registration) bool {
+		return r.nexus.initiator == o.from.initiator && slices.Contains(targets, r.nexus.target)
+	}
+	strange := func(r registration) bool { return own(r) && r.key != o.key }
+	switch {
+	case o.row.sa == prRegister && (o.key != existing || slices.ContainsFunc(s.registrations, strange)):
+		return o.conflict()
+	case i >= 0 && o.specIPT:
+		return o.failListBit(prFlags, specIPTBit)
+	case i < 0 && o.saKey == 0:
+		return true
+	}
+	for j, p := range o.ports { // table 67, note b
+		for _, target := range targets {
+			if s.find(nexusName{p, target}) >= 0 {
+				return o.failList(o.portsAt[j])
+			}
+		}
+	}
+	s.aptpl = o.aptpl
+	if o.saKey == 0 {
+		o.unregister(own)
+		return true
+	}
+	for _, target := range targets {
+		if !o.put(nexusName{o.from.initiator, target}) {
+			return false
+		}
+		for _, p := range o.ports {
+			if n := (nexusName{p, target}); s.find(n) < 0 && !o.put(n) {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// unregister takes away the initiator's own registrations, and the reservation if
+// that leaves no holder (SPC-4, section 5.13.11.2.3).
+func (o *prOut) unregister(own func(registration) bool) {
+	s := &o.state
+	was := s.typ
+	s.remove(own)
+	if s.typ == 0 && prTypes[was].registrants {
+		o.notify(s.nexuses(), attentionReservationsReleased)
+	}
+}
+
+// reserve is RESERVE (SPC-4, section 5.13.9).
+func (o *prOut) reserve() bool {
+	s := &o.state
+	if s.typ == 0 {
+		return o.establish()
+	}
+	if !o.checkType() {
+		return false
+	}
+	if !s.holds(o.from) || s.typ != o.CDB[2] {
+		return o.conflict()
+	}
+	return true
+}
+
+// checkType checks SCOPE, which has to be the logical unit, and TYPE.
+func (o *prOut) checkType() bool {
+	switch scope, typ := o.CDB[2]>>4, o.CDB[2]&0x0f; {
+	case scope != 0:
+		return o.failCDB(2, 7)
+	case !prTypes[typ].valid:
+		return o.failCDB(2, 3)
+	}
+	return true
+}
+
+// establish makes a reservation for this nexus.
+func (o *prOut) establish() bool {
+	if !o.checkType() {
+		return false
+	}
+	o.state.release()
+	o.state.typ = o.CDB[2]
+	if !prTypes[o.state.typ].all {
+		o.state.holder = o.from
+	}
+	return true
+}
+
+// release is RELEASE (SPC-4, section 5.13.11.2.2). From a nexus that holds no
+// reservation it is GOOD and does nothing.
+func (o *prOut) release() bool {
+	s := &o.state
+	switch {
+	case !s.holds(o.from):
+		return true
+	case o.CDB[2] != s.typ: // SCOPE and TYPE
+		return o.fail(condInvalidRelease)
+	case prTypes[s.typ].registrants:
+		o.notify(s.nexuses(), attentionReservationsReleased)
+	}
+	s.release()
+	return true
+}
+
+// clear is CLEAR (SPC-4, section 5.13.11.2.7).
+func (o *prOut) clear() bool {
+	o.notify(o.state.remove(func(registration) bool { return true }), attentionReservationsPreempted)
+	return true
+}
+
+// preempt is PREEMPT and PREEMPT AND ABORT (SPC-4, sections 5.13.11.2.4 to
+// 5.13.11.2.6). It takes away the registrations with the key of the service
+// action. If that is the holder's, or 0 where all registrants are holders, it
+// takes over the reservation; then this nexus stays registered in any case.
+func (o *prOut) preempt() bool {
+	s := &o.state
+	all := prTypes[s.typ].all
+	victim := func(r registration) bool { return r.key == o.saKey }
+	isHolder := func(r registration) bool { return s.holds(r.nexus) && victim(r) }
+	takeOver := all && o.saKey == 0 || !all && slices.ContainsFunc(s.registrations, isHolder)
+	switch {
+	case o.saKey == 0 && s.typ != 0 && !all:
+		return o.failList(8)
+	case !takeOver && !slices.ContainsFunc(s.registrations, victim):
+		return o.conflict()
+	case !takeOver:
+		o.preempted = s.remove(victim)
+		o.notify(o.preempted, attentionRegistrationsPreempted)
+		return true
+	}
+	was := s.typ
+	o.preempted = s.remove(func(r registration) bool { return r.nexus != o.from && (all || victim(r)) })
+	if !o.establish() {
+		return false
+	}
+	o.notify(o.preempted, attentionRegistrationsPreempted)
+	if s.typ != was {
+		o.notify(s.nexuses(), attentionReservationsReleased)
+	}
+	return true
+}
+
+// registerAndMove is REGISTER AND MOVE (SPC-4, section 5.13.8).
+func (o *prOut) registerAndMove() bool {
+	s := &o.state
+	switch {
+	case prTypes[s.typ].all:
+		return o.conflict()
+	case s.typ == 0:
+		return o.failCDB(1, 4)
+	case !s.holds(o.from):
+		return o.conflict()
+	case o.saKey == 0:
+		return o.failList(8)
+	case !slices.Contains(o.nexus.targets(), o.targetPort):
+		return o.failList(prMovePort)
+	case len(o.ports) != 1:
+		return o.failList(prMovePortLen)
+	}
+	to := nexusName{o.ports[0], o.targetPort}
+	if to.initiator == o.from.initiator { // whatever the target port
+		return o.failList(prMovePortLen + 4)
+	}
+	s.aptpl = o.aptpl
+	if !o.put(to) {
+		return false
+	}
+	s.holder = to
+	if o.unreg {
+		s.remove(func(r registration) bool { return r.nexus == o.from })
+	}
+	return true
+}
+
+// failListBit is failList for a bit.
+func (c *Command) failListBit(octet, bit int) bool {
+	c.failSense(senseData{Sense: condListField, field: octet, bit: bit, inList: true})
+	return false
+}

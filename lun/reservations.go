@@ -1,0 +1,160 @@
+package lun
+
+import (
+	"fmt"
+	"strconv"
+)
+
+// Reservations keeps the persistent reservations that are to survive the loss
+// of power (APTPL), those of all logical units in one file. It may be used by
+// several goroutines at once.
+type Reservations struct{ *keeper[unitEntry] }
+
+var reservationsKind = recordKind[unitEntry]{name: "reservations", version: 2, upgrade: upgradeReservations}
+
+// unitEntry is what is kept of a unit.
+type unitEntry struct {
+	NAA           string              `json:"naa"`  // Identity.Serial
+	Type          byte                `json:"type"` // 0: no reservation
+	Registrations []registrationEntry `json:"registrations"`
+}
+
+type registrationEntry struct {
+	Initiator      string `json:"initiator"`   // initiator port
+	TargetPort     uint16 `json:"target_port"` // relative target port identifier
+	Key            string `json:"key"`         // 0x and 16 hex digits
+	AllTargetPorts bool   `json:"all_target_ports"`
+	Holder         bool   `json:"holder"` // false of all where all registrants are
+}
+
+// reservationsState1 is the file of version 1, when there was one target port,
+// with the relative identifier 1.
+type reservationsState1 struct {
+	Version int          `json:"version"`
+	Units   []unitEntry1 `json:"units"`
+}
+
+type unitEntry1 struct {
+	NAA           string `json:"naa"`
+	Type          byte   `json:"type"`
+	Holder        string `json:"holder"` // initiator port; empty without one, or if all registrants are
+	Registrations []struct {
+		Initiator      string `json:"initiator"`
+		Key            string `json:"key"`
+		AllTargetPorts bool   `json:"all_target_ports"`
+	} `json:"registrations"`
+}
+
+// upgradeReservations is the upgrade of the kind.
+func upgradeReservations(b []byte) (units []unitEntry, written any, err error) {
+	var s reservationsState1
+	if err := decodeState(b, 1, &s); err != nil || s.Units == nil {
+		return nil, nil, err
+	}
+	units = make([]unitEntry, len(s.Units))
+	for i, old := range s.Units {
+		e := unitEntry{NAA: old.NAA, Type: old.Type, Registrations: make([]registrationEntry, len(old.Registrations))}
+		held := old.Holder == ""
+		for j, r := range old.Registrations {
+			holder := r.Initiator == old.Holder
+			e.Registrations[j] = registrationEntry{r.Initiator, 1, r.Key, r.AllTargetPorts, holder}
+			held = held || holder
+		}
+		if !held {
+			return nil, nil, fmt.Errorf("units[%d]: holder %.300q is not registered", i, old.Holder)
+		}
+		units[i] = e
+	}
+	return units, &s, nil
+}
+
+// OpenReservations opens the file at path, as OpenIdentities does. A file that
+// is not wholly as Reservations has written it is an error and stays as it is:
+// without its reservations two nodes of a cluster might write to one disk.
+func OpenReservations(path string) (*Reservations, error) {
+	k, err := openKeeper(reservationsKind, path)
+	if err != nil {
+		return nil, err
+	}
+	return &Reservations{k}, nil
+}
+
+// load returns what was kept of the unit with that NAA.
+func (r *Reservations) load(naa string) (prState, error) {
+	e, ok, err := r.get(naa)
+	if !ok {
+		return prState{}, err
+	}
+	return e.decode()
+}
+
+// save keeps s for the unit with that NAA or, if it is not to survive the loss
+// of power, nothing. When it returns nil that is on stable storage.
+func (r *Reservations) save(naa string, s *prState) (err error) {
+	if s.aptpl && len(s.registrations) > 0 {
+		_, err = r.put(encodeUnit(naa, s))
+	} else {
+		_, err = r.remove(naa)
+	}
+	return err
+}
+
+func encodeUnit(naa string, s *prState) unitEntry {
+	e := unitEntry{NAA: naa, Type: s.typ, Registrations: make([]registrationEntry, len(s.registrations))}
+	for i, r := range s.registrations {
+		e.Registrations[i] = registrationEntry{
+			r.nexus.initiator.String(), r.nexus.target, fmt.Sprintf("0x%016x", r.key), r.allTargetPorts, r.nexus == s.holder,
+		}
+	}
+	return e
+}
+
+func (e unitEntry) unit() string { return e.NAA }
+
+func (e unitEntry) check() error {
+	_, err := e.decode()
+	return err
+}
+
+// decode is the reverse of encodeUnit. All that a unit could not have got into
+// is an error.
+func (e unitEntry) decode() (s prState, err error) {
+	if n := len(e.Registrations); n == 0 || n > maxRegistrations {
+		return s, fmt.Errorf("%d registrations, want 1 to %d", n, maxRegistrations)
+	}
+	s.aptpl = true
+	holders := 0
+	for i, entry := range e.Registrations {
+		r := registration{allTargetPorts: entry.AllTargetPorts}
+		var ok bool
+		if r.nexus.initiator, ok = parseInitiatorPort(entry.Initiator); !ok || r.nexus.initiator.String() != entry.Initiator {
+			return s, fmt.Errorf("registrations[%d]: %.300q is no initiator port", i, entry.Initiator)
+		}
+		if r.nexus.target = entry.TargetPort; entry.TargetPort == 0 {
+			return s, fmt.Errorf("registrations[%d]: target port 0, want 1 to 65535", i)
+		}
+		if r.key, err = strconv.ParseUint(entry.Key, 0, 64); err != nil || r.key == 0 || fmt.Sprintf("0x%016x", r.key) != entry.Key {
+			return s, fmt.Errorf("registrations[%d]: key %.40q: want 0x and 16 lower-case hex digits, not all of them 0", i, entry.Key)
+		}
+		if s.find(r.nexus) >= 0 {
+			return s, fmt.Errorf("registrations[%d]: %s is there twice", i, r.nexus)
+		}
+		s.registrations = append(s.registrations, r)
+		if entry.Holder {
+			s.holder = r.nexus
+			holders++
+		}
+	}
+	if e.Type != 0 && (int(e.Type) >= len(prTypes) || !prTypes[e.Type].valid) {
+		return s, fmt.Errorf("type %d: there is no such persistent reservation", e.Type)
+	}
+	s.typ = e.Type
+	want := 1
+	if e.Type == 0 || prTypes[e.Type].all {
+		want = 0
+	}
+	if holders != want {
+		return s, fmt.Errorf("%d registrations with holder, want %d for a reservation of type %d", holders, want, e.Type)
+	}
+	return s, nil
+}
