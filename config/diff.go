@@ -1,6 +1,7 @@
 package config
 
 import (
+	"cmp"
 	"fmt"
 	"reflect"
 	"strings"
@@ -10,9 +11,10 @@ import (
 	"github.com/iser-target/iser-target/security"
 )
 
-// An Op is what a Change does.
+// An Op is what a Change does to an object or key.
 type Op int
 
+// What a Change does.
 const (
 	Add Op = iota + 1
 	Remove
@@ -23,10 +25,10 @@ var opNames = map[Op]string{Add: "add", Remove: "remove", Update: "update"}
 
 func (o Op) String() string { return opNames[o] }
 
-// MarshalText is for JSON.
+// MarshalText implements encoding.TextMarshaler.
 func (o Op) MarshalText() ([]byte, error) { return []byte(opNames[o]), nil }
 
-// UnmarshalText is for JSON.
+// UnmarshalText implements encoding.TextUnmarshaler.
 func (o *Op) UnmarshalText(b []byte) error {
 	for op, name := range opNames {
 		if name == string(b) {
@@ -34,25 +36,71 @@ func (o *Op) UnmarshalText(b []byte) error {
 			return nil
 		}
 	}
-	return fmt.Errorf("%q is none of add, remove, update", b)
+	return fmt.Errorf("%q is not add, remove or update", b)
 }
 
-// A Change is one difference between two configurations: an object that has
-// come or gone, or one key of an object that has another value.
+// The Kinds of Changes: objects that can come and go, and the keys at the top of the file.
+const (
+	KindPortal        = "portal"
+	KindTarget        = "target"
+	KindLUN           = "lun"
+	KindLimits        = "limits"
+	KindMPA           = "mpa"
+	KindDiscoveryAuth = "discovery_auth"
+	KindStateDir      = "state_dir"
+	KindDebug         = "debug"
+	KindLog           = "log"
+	KindControl       = "control"
+	KindMetrics       = "metrics"
+	KindDashboard     = "dashboard"
+	KindWatch         = "watch"
+	KindDrain         = "drain"
+)
+
+// A Change is one difference between two configurations: an object that is added or
+// removed, or one key with another value.
 type Change struct {
 	Op     Op     `json:"op"`
-	Kind   string `json:"kind"` // portal, target, lun, or the key at the top of the file, like limits
-	Target string `json:"target,omitempty"`
+	Kind   string `json:"kind"`             // one of the constants
+	Target string `json:"target,omitempty"` // name of the target; of a LUN, too
 	LUN    int    `json:"lun"`
-	Portal string `json:"portal,omitempty"` // its listen
-	// Key is that of an Update, below the object: size, auth.users. It is empty
-	// if the key at the top is all there is, like state_dir.
+	Portal string `json:"portal,omitempty"` // its listen address
+	// Key is the key that an Update changes, below the object: size, auth.users. It is
+	// empty for a key at the top of the file that has one value, like state_dir.
 	Key string `json:"key,omitempty"`
-	// Old and New are values as they stand in YAML, on one line; of a target
-	// without its LUNs. They are empty where there is nothing, and both if what
-	// differs must not be shown.
+	// Old and New are values as YAML on one line; those of a target leave its LUNs out.
+	// Each is empty if there is no value. Both are empty if the difference is a secret.
 	Old string `json:"old,omitempty"`
 	New string `json:"new,omitempty"`
+}
+
+// Object names what c changes, like "LUN 0 of iqn.2026-11.io.example:store".
+func (c Change) Object() string {
+	switch c.Kind {
+	case KindPortal:
+		return "portal " + c.Portal
+	case KindTarget:
+		return "target " + c.Target
+	case KindLUN:
+		return fmt.Sprintf("LUN %d of %s", c.LUN, c.Target)
+	}
+	return c.Kind
+}
+
+// String puts c into words, like "set size of LUN 0 of iqn.2026-11.io.example:store:
+// 1GiB -> 2GiB".
+func (c Change) String() string {
+	if c.Op != Update {
+		return c.Op.String() + " " + c.Object()
+	}
+	what := c.Object()
+	if c.Key != "" {
+		what = c.Key + " of " + what
+	}
+	if c.Old == "" && c.New == "" {
+		return "set " + what
+	}
+	return fmt.Sprintf("set %s: %s -> %s", what, cmp.Or(c.Old, "none"), cmp.Or(c.New, "none"))
 }
 
 // Diff returns what makes next of old, in an order in which it can be done: what
@@ -66,13 +114,13 @@ func Diff(old, next *Config) []Change {
 
 	gone, come, kept := match(old.Portals, next.Portals, func(p Portal) string { return p.Listen })
 	for _, p := range gone {
-		d.add(Change{Op: Remove, Kind: "portal", Portal: p.Listen, Old: flow(*p)})
+		d.add(Change{Op: Remove, Kind: KindPortal, Portal: p.Listen, Old: flow(*p)})
 	}
 	for _, p := range kept {
-		d.fields(Change{Kind: "portal", Portal: p[0].Listen}, "", *p[0], *p[1])
+		d.fields(Change{Kind: KindPortal, Portal: p[0].Listen}, "", *p[0], *p[1])
 	}
 	for _, p := range come {
-		d.add(Change{Op: Add, Kind: "portal", Portal: p.Listen, New: flow(*p)})
+		d.add(Change{Op: Add, Kind: KindPortal, Portal: p.Listen, New: flow(*p)})
 	}
 	d.targets(old, next)
 	return d.list
@@ -104,27 +152,27 @@ func (d *differ) targets(old, next *Config) {
 	for _, t := range kept {
 		away, new, stay := match(t[0].LUNs, t[1].LUNs, byID)
 		for _, l := range away {
-			d.add(Change{Op: Remove, Kind: "lun", Target: t[0].Name, LUN: l.ID, Old: flow(*l)})
+			d.add(Change{Op: Remove, Kind: KindLUN, Target: t[0].Name, LUN: l.ID, Old: flow(*l)})
 		}
 		pairs = append(pairs, lunPairs{t[0].Name, new, stay})
 	}
 	for _, t := range gone {
-		d.add(Change{Op: Remove, Kind: "target", Target: t.Name, Old: flow(withoutLUNs(*t))})
+		d.add(Change{Op: Remove, Kind: KindTarget, Target: t.Name, Old: flow(withoutLUNs(*t))})
 	}
 	for _, t := range kept {
-		d.fields(Change{Kind: "target", Target: t[0].Name}, "", withoutLUNs(*t[0]), withoutLUNs(*t[1]))
+		d.fields(Change{Kind: KindTarget, Target: t[0].Name}, "", withoutLUNs(*t[0]), withoutLUNs(*t[1]))
 	}
 	for _, p := range pairs {
 		for _, l := range p.kept {
-			d.fields(Change{Kind: "lun", Target: p.target, LUN: l[0].ID}, "", *l[0], *l[1])
+			d.fields(Change{Kind: KindLUN, Target: p.target, LUN: l[0].ID}, "", *l[0], *l[1])
 		}
 	}
 	for _, t := range come {
-		d.add(Change{Op: Add, Kind: "target", Target: t.Name, New: flow(withoutLUNs(*t))})
+		d.add(Change{Op: Add, Kind: KindTarget, Target: t.Name, New: flow(withoutLUNs(*t))})
 	}
 	for _, p := range pairs {
 		for _, l := range p.come {
-			d.add(Change{Op: Add, Kind: "lun", Target: p.target, LUN: l.ID, New: flow(*l)})
+			d.add(Change{Op: Add, Kind: KindLUN, Target: p.target, LUN: l.ID, New: flow(*l)})
 		}
 	}
 }

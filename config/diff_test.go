@@ -100,6 +100,33 @@ func TestDiff(t *testing.T) {
 	}
 }
 
+// Every key at the top of the file has a Kind, and every kind of change a text.
+func TestChangeInWords(t *testing.T) {
+	const target = "iqn.2026-11.io.example:a"
+	for _, tc := range []struct {
+		change Change
+		want   string
+	}{
+		{Change{Op: Add, Kind: KindPortal, Portal: "[::1]:3260", New: "{}"}, "add portal [::1]:3260"},
+		{Change{Op: Remove, Kind: KindTarget, Target: target, Old: "{}"}, "remove target " + target},
+		{Change{Op: Remove, Kind: KindLUN, Target: target, LUN: 7}, "remove LUN 7 of " + target},
+		{Change{Op: Update, Kind: KindLUN, Target: target, Key: "size", Old: "1GiB", New: "2GiB"}, "set size of LUN 0 of " + target + ": 1GiB -> 2GiB"},
+		{Change{Op: Update, Kind: KindTarget, Target: target, Key: "alias", New: "a"}, "set alias of target " + target + ": none -> a"},
+		{Change{Op: Update, Kind: KindTarget, Target: target, Key: "auth.users"}, "set auth.users of target " + target},
+		{Change{Op: Update, Kind: KindStateDir, Old: "/x"}, "set state_dir: /x -> none"},
+		{Change{Op: Update, Kind: KindLimits, Key: "queue_depth", Old: "1", New: "2"}, "set queue_depth of limits: 1 -> 2"},
+	} {
+		if got := tc.change.String(); got != tc.want {
+			t.Errorf("%q, want %q", got, tc.want)
+		}
+	}
+	kinds := []string{"portals", "targets", KindLimits, KindMPA, KindDiscoveryAuth, KindStateDir, KindDebug, KindLog,
+		KindControl, KindMetrics, KindDashboard, KindWatch, KindDrain}
+	if got := keysOf(reflect.TypeFor[Config]()); !slices.Equal(got, kinds) {
+		t.Errorf("keys %q, kinds %q", got, kinds)
+	}
+}
+
 // apply does a change to a document; next has what it adds.
 func apply(d *Document, c Change, next *Config) error {
 	t := slices.IndexFunc(next.Targets, func(t Target) bool { return t.Name == c.Target })
