@@ -26,7 +26,7 @@ TRY = GO=$(GO) .ci/test
 
 .PHONY: help
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 14
 
 .PHONY: build
 build: ## bin/iser-target, a static binary
@@ -61,6 +61,10 @@ unit: ## tests without a virtual machine
 .PHONY: interop
 interop: ## tests against the Linux initiator in a virtual machine; says why it skips one
 	$(TRY) standard-verbose $(INTEROP) -count 1 -timeout $(INTEROP_TIMEOUT)
+
+.PHONY: requirements
+requirements: ## which rows of docs/requirements the tests quote
+	@$(GO) test -count 1 -v -run '^TestRequirementCoverage$$' ./tests | sed -n '/^table/,/^total/p'
 
 .PHONY: conformance
 conformance: ## libiscsi's suite over iSCSI/TCP; writes docs/conformance.md

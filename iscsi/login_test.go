@@ -371,7 +371,7 @@ func TestLoginTimeout(t *testing.T) {
 				t.Error("no error")
 			}
 			if d := time.Since(start); d != 15*time.Second {
-				t.Errorf("after %v", d)
+				t.Errorf("MPA-7.1.2-26: after %v", d)
 			}
 			if l := n.log.Lines("outcome=refused"); len(l) != 1 {
 				t.Errorf("log: %q", l)

@@ -1,0 +1,130 @@
+package tests
+
+import (
+	"fmt"
+	"io/fs"
+	"maps"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// requirement is a row of a table in docs/requirements.
+type requirement struct {
+	table, id string
+	reason    string // why no test quotes the row; "" if one has to
+	test      string // a test that quotes the row, or ""
+}
+
+var (
+	requirementID  = regexp.MustCompile(`\b(?:(?:MPA2?|DDP|RDMAP|ISER|ISCSI|SEC|RPCRDMA|BRPC)-[0-9A-E][0-9A-E.]*|V-[A-Z0-9]+)-[0-9]+\b`)
+	requirementRow = regexp.MustCompile(`(?m)^\| (\S+) \|[^|\n]*\|[^|\n]*\|[^|\n]*\|([^|\n]*)\|$`)
+)
+
+// readRequirements parses the tables of docs/requirements, by id, and notes which rows
+// the Go files quote. Each fault that it finds on the way is a line of faults.
+func readRequirements(t *testing.T) (rows map[string]*requirement, faults []string) {
+	t.Helper()
+	rows = map[string]*requirement{}
+	err := filepath.WalkDir("../docs/requirements", func(path string, _ fs.DirEntry, err error) error {
+		if err != nil || !strings.HasSuffix(path, ".md") || filepath.Base(path) == "README.md" {
+			return err
+		}
+		text, err := os.ReadFile(path)
+		for _, row := range requirementRow.FindAllStringSubmatch(string(text), -1) {
+			id := row[1]
+			switch {
+			case requirementID.FindString(id) != id: // the head of the table
+			case rows[id] != nil:
+				faults = append(faults, fmt.Sprintf("%s: %s is defined twice", path, id))
+			default:
+				rows[id] = &requirement{table: filepath.Base(path), id: id, reason: strings.TrimSpace(row[2])}
+			}
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = filepath.WalkDir("..", func(path string, d fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case d.IsDir() && path != ".." && strings.HasPrefix(d.Name(), "."):
+			return fs.SkipDir
+		case d.IsDir() || !strings.HasSuffix(path, ".go"):
+			return nil
+		}
+		text, err := os.ReadFile(path)
+		for _, id := range requirementID.FindAllString(string(text), -1) {
+			switch r := rows[id]; {
+			case r == nil && !slices.Contains(families, family(id)): // its table has not been written
+			case r == nil:
+				faults = append(faults, fmt.Sprintf("%s: %s is not defined in docs/requirements", path, id))
+			case strings.HasSuffix(path, "_test.go"):
+				r.test = path
+			}
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return rows, faults
+}
+
+// TestRequirements checks that docs/requirements defines each id that the code quotes,
+// and that each row has either a test that quotes it or a reason why none does.
+func TestRequirements(t *testing.T) {
+	rows, faults := readRequirements(t)
+	for _, r := range rows {
+		switch {
+		case r.test == "" && r.reason == "":
+			faults = append(faults, fmt.Sprintf("%s: no test quotes %s, and its last column gives no reason", r.table, r.id))
+		case r.test != "" && r.reason != "":
+			faults = append(faults, fmt.Sprintf("%s: %s quotes %s, so its last column has to be empty", r.table, r.test, r.id))
+		}
+	}
+	slices.Sort(faults)
+	for _, fault := range faults {
+		t.Error(fault)
+	}
+}
+
+// TestRequirementCoverage prints the table of `make requirements` under -v.
+func TestRequirementCoverage(t *testing.T) {
+	if !testing.Verbose() {
+		t.Skip("without -v there is nothing to print")
+	}
+	rows, _ := readRequirements(t)
+	total, quoted, reasons := map[string]int{}, map[string]int{}, map[string]int{}
+	for _, r := range rows {
+		for _, table := range []string{r.table, "total"} {
+			total[table]++
+			if r.test != "" {
+				quoted[table]++
+			}
+			if r.reason != "" {
+				reasons[table]++
+			}
+		}
+	}
+	fmt.Printf("%-12s %6s %7s %12s %8s\n", "table", "rows", "quoted", "with reason", "percent")
+	for _, table := range slices.Sorted(maps.Keys(total)) {
+		fmt.Printf("%-12s %6d %7d %12d %7d%%\n", table, total[table], quoted[table], reasons[table], quoted[table]*100/total[table])
+	}
+}
+
+// families are the prefixes of the tables that are there.
+var families = []string{"MPA", "MPA2"}
+
+func family(id string) string {
+	parts := strings.Split(id, "-")
+	if parts[0] == "V" {
+		return parts[1]
+	}
+	return parts[0]
+}
