@@ -41,6 +41,7 @@ type Faulty struct {
 	mu    sync.Mutex
 	errs  [numOps]error
 	hook  func(op Op, off, n int64) error
+	gate  *Gate
 	calls [numOps]int
 }
 
@@ -71,8 +72,9 @@ func (f *Faulty) Calls(op Op) int {
 func (f *Faulty) call(op Op, off, n int64) error {
 	f.mu.Lock()
 	f.calls[op]++
-	err, hook := f.errs[op], f.hook
+	err, hook, gate := f.errs[op], f.hook, f.gate
 	f.mu.Unlock()
+	gate.pass(op, off)
 	if err != nil || hook == nil {
 		return err
 	}
