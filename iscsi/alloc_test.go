@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // A loopMover is a Datamover that feeds the core one command after the other
@@ -142,15 +143,15 @@ var loopPaths = []struct {
 	name      string
 	flags     byte
 	edtl      uint32
-	cdb       []byte
+	cdb       [16]byte
 	immediate int
 }{
-	{"TEST UNIT READY", pdu.FlagF, 0, testUnitReady, 0},
-	{"READ 4 KiB", readF, 4096, read10(0, 8), 0},
-	{"WRITE 4 KiB immediate", writeF, 4096, write10(0, 8), 4096},
-	{"WRITE 4 KiB fetched", writeF, 4096, write10(0, 8), 0},
-	{"WRITE 64 KiB with 8 KiB immediate", writeF, 65536, write10(0, 128), 8192},
-	{"READ 4 MiB in pieces", readF, 4 << 20, read10(0, 8192), 0},
+	{"TEST UNIT READY", pdu.FlagF, 0, cdb.TestUnitReady, 0},
+	{"READ 4 KiB", readF, 4096, cdb.Read10(0, 8), 0},
+	{"WRITE 4 KiB immediate", writeF, 4096, cdb.Write10(0, 8), 4096},
+	{"WRITE 4 KiB fetched", writeF, 4096, cdb.Write10(0, 8), 0},
+	{"WRITE 64 KiB with 8 KiB immediate", writeF, 65536, cdb.Write10(0, 128), 8192},
+	{"READ 4 MiB in pieces", readF, 4 << 20, cdb.Read10(0, 8192), 0},
 }
 
 // loop runs f with a mover that has logged in, for each path.
@@ -167,7 +168,7 @@ func loop(tb testing.TB, i int, f func(m *loopMover)) {
 	h.Reset(pdu.SCSICommand, p.flags)
 	h.SetITT(1)
 	h.SetEDTL(p.edtl)
-	h.SetCDB(p.cdb)
+	h.SetCDB(p.cdb[:])
 	h.SetDataSegmentLength(p.immediate)
 	m.data = make([]byte, p.immediate)
 	m.mu.Unlock()

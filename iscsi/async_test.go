@@ -11,6 +11,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // wantAsync wants an Asynchronous Message with these octets 36 to 43 and LUN field
@@ -78,7 +79,7 @@ func TestColdResetIsAnnounced(t *testing.T) {
 func TestSCSIEvent(t *testing.T) {
 	n := newTestNode(t)
 	const name = "iqn.2026-11.io.example:jukebox"
-	u, err := lun.New(newMemStore(), lun.Options{Identity: lun.Identity{NAA: [8]byte{0x30, 7: 9}, Serial: "3000000000000009"}, Removable: true})
+	u, err := lun.New(newStore(t), lun.Options{Identity: lun.Identity{NAA: [8]byte{0x30, 7: 9}, Serial: "3000000000000009"}, Removable: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -94,8 +95,8 @@ func TestSCSIEvent(t *testing.T) {
 		t.Fatal(err)
 	}
 	field := [8]byte{0x41, 0x2c} // flat space addressing
-	command := func(tc *testConn, cdb ...byte) pdu.BHS {
-		h := tc.scsi(pdu.FlagF, 0, cdb)
+	command := func(tc *testConn, block [16]byte) pdu.BHS {
+		h := tc.scsi(pdu.FlagF, 0, block)
 		h.SetLUN(field)
 		tc.write(h, nil)
 		return h
@@ -105,13 +106,13 @@ func TestSCSIEvent(t *testing.T) {
 		tc.writeLogin(tc.loginRequest(true, 1, 3), slices.Concat(without(names, "TargetName"), []string{"TargetName=" + name}, linuxKeys)...)
 		r, _ := tc.wantLogin(pdu.LoginSuccess)
 		tc.tsih = r.TSIH
-		tc.wantSense(command(tc, 0), 6, 0x29, 0)
+		tc.wantSense(command(tc, cdb.TestUnitReady), 6, 0x29, 0)
 		return tc
 	}
 	change := func(tc *testConn) {
 		t.Helper()
-		tc.wantStatus(command(tc, 0x1b, 0, 0, 0, 2), 0) // eject
-		tc.wantStatus(command(tc, 0x1b, 0, 0, 0, 3), 0) // load
+		tc.wantStatus(command(tc, [16]byte{0x1b, 0, 0, 0, 2}), 0) // eject
+		tc.wantStatus(command(tc, [16]byte{0x1b, 0, 0, 0, 3}), 0) // load
 	}
 	tc, other := login(1), login(2)
 	for range 3 {
@@ -124,24 +125,24 @@ func TestSCSIEvent(t *testing.T) {
 		}
 		change(tc)
 		other.wantNothing()
-		other.wantSense(command(other, 0), 6, 0x28, 0)
-		other.wantStatus(command(other, 0), 0)
+		other.wantSense(command(other, cdb.TestUnitReady), 6, 0x28, 0)
+		other.wantStatus(command(other, cdb.TestUnitReady), 0)
 	}
 	tc.wantNothing() // who has done it knows
 	// ISER-8.1.2-1: an initiator without a buffer for it is not told.
 	for range maxUnexpected {
-		other.write(other.request(pdu.SNACK, pdu.FlagF, true), nil)
+		other.write(other.Request(pdu.SNACK, pdu.FlagF, true), nil)
 	}
 	other.want(pdu.Reject)
 	ping := other.want(pdu.NOPIn) // ISER-8.1.2-7: the second Reject is held back
 	change(tc)
 	other.wantNothing()
-	ack := other.request(pdu.NOPOut, pdu.FlagF, true) // wants no answer
+	ack := other.Request(pdu.NOPOut, pdu.FlagF, true) // wants no answer
 	ack.SetITT(pdu.ReservedTag)
 	ack.SetTTT(ping.h.TTT())
 	other.write(ack, nil)
 	other.want(pdu.Reject)
-	other.wantSense(command(other, 0), 6, 0x28, 0)
+	other.wantSense(command(other, cdb.TestUnitReady), 6, 0x28, 0)
 	tc.logout()
 	other.logout()
 }

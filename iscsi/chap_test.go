@@ -478,7 +478,7 @@ func FuzzCHAP(f *testing.F) {
 	f.Add([]byte(line(0x87, "InitialR2T=No")))
 	f.Add([]byte(line(0x80, "CHAP_R_A=") + line(0, "CHAP_R=")))
 
-	store, auth := newMemStore(), chap(f, "store")
+	store, auth := newStore(f), chap(f, "store")
 	f.Fuzz(func(t *testing.T, in []byte) {
 		n := newStoreNode(t, store, func(o *Options) { o.LogoutWait, o.DiscoveryAuth = time.Millisecond, auth })
 		n.require(func(cfg *TargetConfig) { cfg.Auth = auth })

@@ -15,20 +15,22 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // ISCSI-4.2.2.1-1, ISCSI-4.2.2.1-2, ISCSI-4.2.2.1-7: serial numbers wrap, and
 // immediate requests do not count.
 func TestCmdSNWraps(t *testing.T) {
 	n := newTestNode(t)
-	tc := n.connect(func(tc *testConn) { tc.cmdSN = 0xfffffffe }).login()
+	tc := n.connect(func(tc *testConn) { tc.CmdSN = 0xfffffffe }).login()
 	for range 8 {
-		tc.wantStatus(tc.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+		tc.wantStatus(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 		tc.ping()
 		tc.wantOpenWindow()
 	}
-	h := tc.request(pdu.NOPOut, pdu.FlagF, true) // far outside the window
-	h.SetCmdSN(tc.cmdSN + 100000)
+	h := tc.Request(pdu.NOPOut, pdu.FlagF, true) // far outside the window
+	h.SetCmdSN(tc.CmdSN + 100000)
 	tc.write(h, nil)
 	tc.want(pdu.NOPIn)
 	tc.logout()
@@ -39,21 +41,21 @@ func TestCmdSNWraps(t *testing.T) {
 func TestCmdSNOrder(t *testing.T) {
 	n := newTestNode(t)
 	tc := n.connect().login()
-	gap := tc.scsi(pdu.FlagF, 0, testUnitReady)
-	second := tc.scsi(writeF, 4096, write10(0, 8))
+	gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+	second := tc.scsi(writeF, 4096, cdb.Write10(0, 8))
 	tc.write(second, pattern(4096, second.ITT()))
 	tc.write(second, pattern(4096, second.ITT())) // a retry: the tag is looked at first
-	third := tc.command(pdu.FlagF, 0, testUnitReady, nil)
+	third := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 	again := bytes.Clone(third) // another tag, the same CmdSN while the gap is open
 	pdu.BHS(again).SetITT(0x999)
 	tc.write(again, nil)
-	old := tc.scsi(pdu.FlagF, 0, testUnitReady)
+	old := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
 	old.SetCmdSN(gap.CmdSN() - 1)
 	tc.write(old, nil)
-	beyond := tc.scsi(pdu.FlagF, 0, testUnitReady)
+	beyond := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
 	beyond.SetCmdSN(tc.maxCmdSN + 1)
 	tc.write(beyond, nil)
-	tc.cmdSN -= 2
+	tc.CmdSN -= 2
 	tc.wantNothing()
 	tc.ping()
 	if tc.expCmdSN != gap.CmdSN() {
@@ -62,8 +64,8 @@ func TestCmdSNOrder(t *testing.T) {
 	tc.write(gap, nil)
 	tc.wantAllGood([]pdu.BHS{gap, second, third})
 	tc.wantNothing()
-	if tc.expCmdSN != tc.cmdSN {
-		t.Errorf("ExpCmdSN %d instead of %d", tc.expCmdSN, tc.cmdSN)
+	if tc.expCmdSN != tc.CmdSN {
+		t.Errorf("ExpCmdSN %d instead of %d", tc.expCmdSN, tc.CmdSN)
 	}
 	tc.logout()
 }
@@ -73,23 +75,23 @@ func TestTagInUse(t *testing.T) {
 	n := newTestNode(t)
 	tc := n.connect().login()
 	tc.m.holdGets = true
-	h := tc.command(writeF, 4096, write10(0, 8), nil)
+	h := tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
 	twin := bytes.Clone(h)
-	pdu.BHS(twin).SetCmdSN(tc.cmdSN)
+	pdu.BHS(twin).SetCmdSN(tc.CmdSN)
 	tc.write(twin, nil)
 	tc.wantReject(pdu.RejectTaskInProgress, twin)
-	nop := tc.request(pdu.NOPOut, pdu.FlagF, true)
+	nop := tc.Request(pdu.NOPOut, pdu.FlagF, true)
 	nop.SetITT(h.ITT())
 	tc.write(nop, nil)
 	tc.wantReject(pdu.RejectTaskInProgress, nop)
-	reserved := tc.scsi(pdu.FlagF, 0, testUnitReady)
+	reserved := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
 	reserved.SetITT(pdu.ReservedTag)
-	tc.cmdSN--
+	tc.CmdSN--
 	tc.write(reserved, nil)
 	tc.wantReject(pdu.RejectInvalidField, reserved)
 	tc.m.releaseGets()
 	tc.wantStatus(h, 0)
-	if tc.expCmdSN != tc.cmdSN { // ISCSI-7.3-2
+	if tc.expCmdSN != tc.CmdSN { // ISCSI-7.3-2
 		t.Errorf("a rejected command counts in ExpCmdSN %d", tc.expCmdSN)
 	}
 	tc.logout()
@@ -103,18 +105,18 @@ func TestFullWindow(t *testing.T) {
 	tc.m.holdGets = true
 	var hs []pdu.BHS
 	for range 128 {
-		hs = append(hs, tc.command(writeF, 4096, write10(0, 8), nil))
+		hs = append(hs, tc.command(writeF, 4096, cdb.Write10(0, 8), nil))
 	}
-	n.eventually("all GetDatas", func() bool { return tc.m.getting() == 128 })
+	testkit.Eventually(n.tb, "all GetDatas", func() bool { return tc.m.getting() == 128 })
 	tc.ping()
 	if tc.maxCmdSN != tc.expCmdSN-1 { // ISCSI-4.2.2.1-5
 		t.Errorf("MaxCmdSN %d, ExpCmdSN %d", tc.maxCmdSN, tc.expCmdSN)
 	}
-	tc.command(pdu.FlagF, 0, testUnitReady, nil) // outside the window: ignored
-	tc.cmdSN--
-	tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, 0x7777, tc.cmdSN-200), pdu.TaskDoesNotExist)
+	tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil) // outside the window: ignored
+	tc.CmdSN--
+	tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, 0x7777, tc.CmdSN-200), pdu.TaskDoesNotExist)
 	for range 100 {
-		tc.write(tc.request(pdu.NOPOut, pdu.FlagF, true), nil)
+		tc.write(tc.Request(pdu.NOPOut, pdu.FlagF, true), nil)
 	}
 	for range 100 {
 		tc.want(pdu.NOPIn)
@@ -123,9 +125,9 @@ func TestFullWindow(t *testing.T) {
 	var immediate []pdu.BHS
 	rejected := 0
 	for range 2 * maxImmediateCommands {
-		h := tc.scsi(writeF, 4096, write10(0, 8))
+		h := tc.scsi(writeF, 4096, cdb.Write10(0, 8))
 		h.SetImmediate()
-		tc.cmdSN--
+		tc.CmdSN--
 		tc.write(h, nil)
 		immediate = append(immediate, h)
 	}
@@ -155,9 +157,9 @@ func TestBackPressure(t *testing.T) {
 	tc.m.holdFlush = true
 	tc.m.mu.Unlock()
 	for range 1000 {
-		tc.write(tc.request(pdu.NOPOut, pdu.FlagF, true), make([]byte, 64))
+		tc.write(tc.Request(pdu.NOPOut, pdu.FlagF, true), make([]byte, 64))
 	}
-	n.eventually("all slots in use", func() bool { return n.Stats().TasksInFlight == tc.m.full })
+	testkit.Eventually(n.tb, "all slots in use", func() bool { return n.Stats().TasksInFlight == tc.m.full })
 	time.Sleep(5 * time.Millisecond)
 	if s := n.Stats(); s.TasksInFlight != tc.m.full {
 		t.Errorf("%+v", s)
@@ -174,9 +176,9 @@ func TestBackPressure(t *testing.T) {
 	tc.m.holdFlush = true
 	tc.m.mu.Unlock()
 	for range 1000 {
-		tc.write(tc.request(pdu.NOPOut, pdu.FlagF, true), nil)
+		tc.write(tc.Request(pdu.NOPOut, pdu.FlagF, true), nil)
 	}
-	n.eventually("all slots in use", func() bool { return n.Stats().TasksInFlight == tc.m.full })
+	testkit.Eventually(n.tb, "all slots in use", func() bool { return n.Stats().TasksInFlight == tc.m.full })
 	tc.m.Close()
 	if err := tc.wait(); err == nil {
 		t.Error("no error")
@@ -188,7 +190,7 @@ func TestNOPOut(t *testing.T) {
 	n := newTestNode(t)
 	tc := n.connect().login()
 	for _, size := range []int{0, 1, 100, 128, 8192} {
-		h := tc.request(pdu.NOPOut, pdu.FlagF, size%2 == 0)
+		h := tc.Request(pdu.NOPOut, pdu.FlagF, size%2 == 0)
 		h.SetTTT(pdu.ReservedTag)
 		h.SetLUN([8]byte{1: 0})
 		tc.write(h, pattern(size, 1))
@@ -197,15 +199,15 @@ func TestNOPOut(t *testing.T) {
 			t.Errorf("%d octets: %x %x", size, []byte(p.h), p.data)
 		}
 	}
-	h := tc.request(pdu.NOPOut, pdu.FlagF, true)
+	h := tc.Request(pdu.NOPOut, pdu.FlagF, true)
 	h.SetITT(pdu.ReservedTag)
 	for _, ttt := range []uint32{pdu.ReservedTag, 5} { // ISCSI-11.18-3: an unknown tag is ignored
 		h.SetTTT(ttt)
 		tc.write(h, nil)
 	}
 	tc.wantNothing()
-	h = tc.request(pdu.NOPOut, pdu.FlagF, false)
-	tc.cmdSN--
+	h = tc.Request(pdu.NOPOut, pdu.FlagF, false)
+	tc.CmdSN--
 	h.SetITT(pdu.ReservedTag)
 	tc.write(h, nil)
 	tc.wantReject(pdu.RejectInvalidField, h)
@@ -231,10 +233,10 @@ func TestKeepalive(t *testing.T) {
 			if d := time.Since(start); d < 15*time.Second || d > 45*time.Second {
 				t.Errorf("ping after %v", d)
 			}
-			h := tc.request(pdu.NOPOut, pdu.FlagF, true)
+			h := tc.Request(pdu.NOPOut, pdu.FlagF, true)
 			h.SetITT(pdu.ReservedTag)
 			h.SetTTT(p.h.TTT())
-			h.SetExpStatSN(tc.expStatSN - 1) // ISER-8.1.2-3: the answer alone retires it
+			h.SetExpStatSN(tc.ExpStatSN - 1) // ISER-8.1.2-3: the answer alone retires it
 			tc.write(h, nil)
 		}
 		tc.want(pdu.NOPIn)
@@ -262,7 +264,7 @@ func TestKeepaliveOfABusyInitiator(t *testing.T) {
 			tc.m.holdFlush = true
 			tc.m.mu.Unlock()
 			for range 20 {
-				h := tc.scsi(pdu.FlagF|pdu.FlagR, blocks*blockLen, read10(0, blocks))
+				h := tc.scsi(pdu.FlagF|pdu.FlagR, blocks*blockLen, cdb.Read10(0, blocks))
 				tc.m.mu.Lock()
 				tc.m.sink[h.ITT()] = make([]byte, blocks*blockLen)
 				tc.m.mu.Unlock()
@@ -274,7 +276,7 @@ func TestKeepaliveOfABusyInitiator(t *testing.T) {
 			tc.m.holdGets = true
 			tc.m.mu.Unlock()
 			for range 20 {
-				tc.command(pdu.FlagW, blocks*blockLen, write10(0, blocks), nil)
+				tc.command(pdu.FlagW, blocks*blockLen, cdb.Write10(0, blocks), nil)
 			}
 		}, func(m *fakeMover) {
 			m.mu.Lock()
@@ -334,7 +336,7 @@ func TestDiscoveryThatDoesNotRead(t *testing.T) {
 		tc.m.holdFlush = true
 		tc.m.mu.Unlock()
 		for range 1000 {
-			tc.write(tc.request(pdu.TextReq, pdu.FlagF, true), text("SendTargets=All"))
+			tc.write(tc.Request(pdu.TextReq, pdu.FlagF, true), text("SendTargets=All"))
 		}
 		time.Sleep(2*time.Minute + time.Second)
 		synctest.Wait()
@@ -369,27 +371,27 @@ func TestRejects(t *testing.T) {
 			{pdu.Reject, pdu.FlagF, pdu.RejectProtocolError},
 			{pdu.LogoutReq, pdu.FlagF | 3, pdu.RejectProtocolError}, // ISCSI-11-2
 		} {
-			h := tc.request(c.op, c.flags, true)
+			h := tc.Request(c.op, c.flags, true)
 			tc.write(h, nil)
 			tc.wantReject(c.reason, h)
 		}
-		tc.wantStatus(tc.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+		tc.wantStatus(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 		tc.logout()
 	})
 	t.Run("discovery session", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().discover()
 		for _, h := range []pdu.BHS{
-			tc.request(pdu.SCSICommand, pdu.FlagF, true), tc.request(pdu.TaskMgmtReq, pdu.FlagF|pdu.TargetWarmReset, true),
-			tc.request(pdu.NOPOut, pdu.FlagF, true),
+			tc.Request(pdu.SCSICommand, pdu.FlagF, true), tc.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.TargetWarmReset, true),
+			tc.Request(pdu.NOPOut, pdu.FlagF, true),
 		} {
 			tc.write(h, nil)
 			tc.wantReject(pdu.RejectNotSupported, h)
 		}
-		h := tc.request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseConnection, true)
+		h := tc.Request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseConnection, true)
 		tc.write(h, nil)
 		tc.wantReject(pdu.RejectProtocolError, h)
-		h = tc.request(pdu.TextReq, pdu.FlagF, true)
+		h = tc.Request(pdu.TextReq, pdu.FlagF, true)
 		h.SetTTT(pdu.ReservedTag)
 		tc.write(h, text("MaxRecvDataSegmentLength=512"))
 		tc.wantReject(pdu.RejectProtocolError, h)
@@ -400,7 +402,7 @@ func TestRejects(t *testing.T) {
 		tc := n.connect().login()
 		snacks := func(n int) (h pdu.BHS) {
 			for range n {
-				h = tc.request(pdu.SNACK, pdu.FlagF, true)
+				h = tc.Request(pdu.SNACK, pdu.FlagF, true)
 				h.SetITT(5)
 				tc.write(h, nil)
 			}
@@ -415,7 +417,7 @@ func TestRejects(t *testing.T) {
 			}
 			tc.wantNothing()
 			// The answer acknowledges both, and what was held back comes.
-			pong := tc.request(pdu.NOPOut, pdu.FlagF, true)
+			pong := tc.Request(pdu.NOPOut, pdu.FlagF, true)
 			pong.SetITT(pdu.ReservedTag)
 			pong.SetTTT(ping.h.TTT())
 			tc.write(pong, nil)
@@ -443,7 +445,7 @@ func TestLogout(t *testing.T) {
 	tc := n.connect().login()
 	tc.m.holdGets = true
 	for range 5 {
-		tc.command(writeF, 4096, write10(0, 8), nil)
+		tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
 	}
 	tc.wantGets(5)
 	for _, c := range []struct {
@@ -454,14 +456,14 @@ func TestLogout(t *testing.T) {
 		{pdu.LogoutForRecovery, 0, pdu.LogoutRecoveryNotSupported}, // ISCSI-11.14-2
 		{pdu.LogoutCloseConnection, 77, pdu.LogoutCIDNotFound},     // ISCSI-11.14-4
 	} {
-		h := tc.request(pdu.LogoutReq, pdu.FlagF|c.reason, true)
+		h := tc.Request(pdu.LogoutReq, pdu.FlagF|c.reason, true)
 		h.SetCID(c.cid)
 		tc.write(h, nil)
 		if p := tc.want(pdu.LogoutResp); p.h.Response() != c.want {
 			t.Errorf("reason %d: response %d", c.reason, p.h.Response())
 		}
 	}
-	h := tc.request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseConnection, true)
+	h := tc.Request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseConnection, true)
 	tc.write(h, nil)
 	tc.wantNothing() // RDMA Reads are outstanding
 	tc.m.releaseGets()
@@ -469,7 +471,7 @@ func TestLogout(t *testing.T) {
 	if p.h.Response() != 0 || p.h.Time2Wait() != 2 || p.h.Time2Retain() != 0 {
 		t.Errorf("Logout Response %x", []byte(p.h))
 	}
-	tc.command(pdu.FlagF, 0, testUnitReady, nil) // ignored
+	tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil) // ignored
 	if err := tc.wait(); err != nil {
 		t.Errorf("Serve after logout: %v", err)
 	}
@@ -481,7 +483,7 @@ func TestLogout(t *testing.T) {
 // readText runs a text exchange to its end.
 func (tc *testConn) readText(request ...string) []string {
 	tc.tb.Helper()
-	h := tc.request(pdu.TextReq, pdu.FlagF, false)
+	h := tc.Request(pdu.TextReq, pdu.FlagF, false)
 	h.SetTTT(pdu.ReservedTag)
 	itt := h.ITT()
 	tc.write(h, text(request...))
@@ -499,7 +501,7 @@ func (tc *testConn) readText(request ...string) []string {
 			}
 			return strings.Split(strings.TrimSuffix(string(all), "\x00"), "\x00")
 		}
-		h = tc.request(pdu.TextReq, pdu.FlagF, false)
+		h = tc.Request(pdu.TextReq, pdu.FlagF, false)
 		h.SetITT(itt)
 		h.SetTTT(p.h.TTT())
 		tc.write(h, nil)
@@ -631,7 +633,7 @@ func TestText(t *testing.T) {
 	n := newTestNode(t)
 	tc := n.connect().login()
 	req := func(flags byte, itt, ttt uint32) pdu.BHS {
-		h := tc.request(pdu.TextReq, flags, true)
+		h := tc.Request(pdu.TextReq, flags, true)
 		if itt != 0 {
 			h.SetITT(itt)
 		}
@@ -702,11 +704,11 @@ func TestText(t *testing.T) {
 		h := req(pdu.FlagC, 0, pdu.ReservedTag)
 		for range 3 {
 			tc.write(h, bytes.Repeat([]byte{'x'}, 8192))
-			p := tc.next(patience)
+			p := tc.next(testkit.Patience)
 			if p == nil {
 				t.Fatal("no answer")
 			}
-			tc.expStatSN = p.h.StatSN() + 1
+			tc.ExpStatSN = p.h.StatSN() + 1
 			if p.h.Opcode() == pdu.Reject {
 				if p.h.Reason() != pdu.RejectOutOfResources {
 					t.Errorf("reason %#x", p.h.Reason())
@@ -743,14 +745,14 @@ func TestTextOfWhoDoesNotRead(t *testing.T) {
 		tc.m.mu.Unlock()
 		before := heap()
 		for i := range tc.m.full {
-			h := tc.request(pdu.TextReq, pdu.FlagF, true)
+			h := tc.Request(pdu.TextReq, pdu.FlagF, true)
 			h.SetTTT(pdu.ReservedTag)
 			h.SetDataSegmentLength(len(data))
 			tc.m.mu.Lock()
 			tc.m.in = append(tc.m.in, Notice{BHS: h, Data: data})
 			tc.m.cond.Broadcast()
 			tc.m.mu.Unlock()
-			n.eventually("the answer waits", func() bool { return n.Stats().TasksInFlight == i+1 && n.Sessions()[0].Tasks == 0 })
+			testkit.Eventually(n.tb, "the answer waits", func() bool { return n.Stats().TasksInFlight == i+1 && n.Sessions()[0].Tasks == 0 })
 		}
 		if more := int(heap() - before); more > 4<<20 {
 			t.Errorf("%s: %d octets for %d requests of %d", name, more, tc.m.full, len(data))
@@ -760,7 +762,7 @@ func TestTextOfWhoDoesNotRead(t *testing.T) {
 		tc.m.cond.Broadcast()
 		tc.m.mu.Unlock()
 		for range tc.m.full {
-			tc.next(patience)
+			tc.next(testkit.Patience)
 		}
 	}
 }
@@ -775,9 +777,9 @@ func TestShutdown(t *testing.T) {
 	login := n.connect(func(tc *testConn) { tc.isid[5] = 4 })
 	login.writeLogin(login.loginRequest(false, 1, 0), names...)
 	login.wantLogin(pdu.LoginSuccess)
-	open := n.store.shut()
-	stubborn.command(readF, 4096, read10(0, 8), nil)
-	<-n.store.entered
+	gate := n.store.Shut()
+	stubborn.command(readF, 4096, cdb.Read10(0, 8), nil)
+	<-gate.Entered
 
 	done := make(chan error, 1)
 	go func() { done <- n.Shutdown(context.Background()) }()
@@ -810,7 +812,7 @@ func TestShutdown(t *testing.T) {
 	if err := n.Shutdown(ctx); !errors.Is(err, context.DeadlineExceeded) {
 		t.Error(err)
 	}
-	open()
+	gate.Open()
 	if err := <-done; err != nil {
 		t.Error(err)
 	}

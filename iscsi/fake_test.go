@@ -16,10 +16,13 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/security"
 	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
+	"github.com/iser-target/iser-target/tests/testkit/header"
 )
 
 const (
@@ -29,80 +32,15 @@ const (
 	targetName    = "iqn.2026-11.io.example:store"
 )
 
-// patience is how long a test waits for what must come.
-const patience = 2 * time.Minute
-
-// A memStore is the medium of the tests. A gate makes reads and writes wait.
-type memStore struct {
-	mu      sync.Mutex
-	b       []byte
-	gate    chan struct{} // closed: open; nil: open
-	entered chan struct{} // gets a token for each call that waits at the gate
-	fail    error
-}
-
-func newMemStore() *memStore { return &memStore{b: make([]byte, storeLen)} }
-
-// shut makes calls wait until open is called.
-func (s *memStore) shut() (open func()) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	gate := make(chan struct{})
-	s.gate, s.entered = gate, make(chan struct{}, 1000)
-	return sync.OnceFunc(func() {
-		s.mu.Lock()
-		s.gate = nil
-		s.mu.Unlock()
-		close(gate)
-	})
-}
-
-func (s *memStore) pass() error {
-	s.mu.Lock()
-	gate, entered, err := s.gate, s.entered, s.fail
-	s.mu.Unlock()
-	if gate != nil {
-		entered <- struct{}{}
-		<-gate
+// newStore returns the medium of a LUN in tests.
+func newStore(tb testing.TB) *backendtest.Faulty {
+	tb.Helper()
+	m, err := backend.OpenMemory(backend.MemoryConfig{Size: storeLen, BlockSize: blockLen})
+	if err != nil {
+		tb.Fatal(err)
 	}
-	return err
+	return &backendtest.Faulty{Store: m}
 }
-
-func (s *memStore) Info() backend.Info {
-	return backend.Info{Size: storeLen, BlockSize: blockLen, PhysicalBlockSize: blockLen}
-}
-
-func (s *memStore) ReadAt(p []byte, off int64) error {
-	if err := s.pass(); err != nil {
-		return err
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if off < 0 || off+int64(len(p)) > storeLen {
-		return backend.ErrRange
-	}
-	copy(p, s.b[off:])
-	return nil
-}
-
-func (s *memStore) WriteAt(p []byte, off int64) error {
-	if err := s.pass(); err != nil {
-		return err
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if off < 0 || off+int64(len(p)) > storeLen {
-		return backend.ErrRange
-	}
-	copy(s.b[off:], p)
-	return nil
-}
-
-func (s *memStore) WriteDurable(p []byte, off int64) error { return s.WriteAt(p, off) }
-func (s *memStore) Sync() error                            { return nil }
-func (s *memStore) Discard(off, n int64) error             { return s.Zero(off, n) }
-func (s *memStore) Zero(off, n int64) error                { return s.WriteAt(make([]byte, n), off) }
-func (s *memStore) Close() error                           { return nil }
 
 // A sentPDU is what the target has sent.
 type sentPDU struct {
@@ -475,7 +413,7 @@ type testNode struct {
 	*Node
 	tb     testing.TB
 	portal *Portal
-	store  *memStore
+	store  *backendtest.Faulty
 	inv    *lun.Inventory
 	log    *testkit.Log
 	before int // goroutines
@@ -483,10 +421,10 @@ type testNode struct {
 
 func newTestNode(tb testing.TB, change ...func(*Options)) *testNode {
 	tb.Helper()
-	return newStoreNode(tb, newMemStore(), change...)
+	return newStoreNode(tb, newStore(tb), change...)
 }
 
-func newStoreNode(tb testing.TB, store *memStore, change ...func(*Options)) *testNode {
+func newStoreNode(tb testing.TB, store *backendtest.Faulty, change ...func(*Options)) *testNode {
 	tb.Helper()
 	log := &testkit.Log{}
 	o := Options{
@@ -528,22 +466,12 @@ func newInventory(tb testing.TB, stores ...backend.Store) *lun.Inventory {
 
 // checkIdle fails the test if anything is left of its connections.
 func (n *testNode) checkIdle() {
-	deadline := time.Now().Add(patience)
-	for {
+	testkit.Eventually(n.tb, "an idle node, without goroutines", func() bool {
 		s := n.Stats()
-		idle := s.Sessions == 0 && s.Connections == 0 && s.TasksInFlight == 0 && s.BuffersOut == 0 && s.BufferOctets == 0 &&
+		return s.Sessions == 0 && s.Connections == 0 && s.TasksInFlight == 0 && s.BuffersOut == 0 && s.BufferOctets == 0 &&
 			runtime.NumGoroutine() <= n.before
-		if idle {
-			n.checkCounts()
-			return
-		}
-		if time.Now().After(deadline) {
-			buf := make([]byte, 1<<16)
-			n.tb.Errorf("left behind: %+v, %d goroutines instead of %d\n%s", s, runtime.NumGoroutine(), n.before, buf[:runtime.Stack(buf, true)])
-			return
-		}
-		time.Sleep(time.Millisecond)
-	}
+	})
+	n.checkCounts()
 }
 
 // checkCounts fails the test if a command counts as in flight that has ended, or if it
@@ -573,18 +501,16 @@ type testConn struct {
 	m         *fakeMover
 	isid      [6]byte
 	cid, tsih uint16
-	itt       uint32
-	cmdSN     uint32
-	expStatSN uint32
-	expCmdSN  uint32 // as last told by the target
-	maxCmdSN  uint32
-	statSeen  bool
-	result    chan error
+	header.Numbers
+	expCmdSN uint32 // as last told by the target
+	maxCmdSN uint32
+	statSeen bool
+	result   chan error
 }
 
 // connect starts a connection; login comes later.
 func (n *testNode) connect(change ...func(*testConn)) *testConn {
-	tc := &testConn{testNode: n, m: newFakeMover(), isid: [6]byte{0, 2, 0x3d, 0, 0, 1}, cmdSN: 1, itt: 0x100, result: make(chan error, 1)}
+	tc := &testConn{testNode: n, m: newFakeMover(), isid: [6]byte{0, 2, 0x3d, 0, 0, 1}, Numbers: header.Numbers{CmdSN: 1, ITT: 0x100}, result: make(chan error, 1)}
 	for _, f := range change {
 		f(tc)
 	}
@@ -647,9 +573,8 @@ func (tc *testConn) wait() error {
 			tc.tb.Errorf("%d tasks are still bound", len(tc.m.bound))
 		}
 		return err
-	case <-time.After(patience):
-		buf := make([]byte, 1<<16)
-		tc.tb.Fatalf("Serve has not returned\n%s", buf[:runtime.Stack(buf, true)])
+	case <-time.After(testkit.Patience):
+		tc.tb.Fatalf("Serve has not returned\n%s", testkit.Stacks())
 		return nil
 	}
 }
@@ -681,7 +606,7 @@ func (tc *testConn) next(d time.Duration) *sentPDU {
 // want returns the next PDU, which must be an op, and checks its serial numbers.
 func (tc *testConn) want(op pdu.Opcode) *sentPDU {
 	tc.tb.Helper()
-	p := tc.next(patience)
+	p := tc.next(testkit.Patience)
 	if p == nil {
 		tc.tb.Fatalf("no %v", op)
 	}
@@ -693,11 +618,11 @@ func (tc *testConn) want(op pdu.Opcode) *sentPDU {
 	}
 	// ISCSI-4.2.2.2-1: StatSN is gapless, whatever the PDU; ISCSI-11.19-3: an
 	// unsolicited NOP-In does not advance it.
-	if tc.statSeen && p.h.StatSN() != tc.expStatSN {
-		tc.tb.Fatalf("%v with StatSN %d instead of %d", op, p.h.StatSN(), tc.expStatSN)
+	if tc.statSeen && p.h.StatSN() != tc.ExpStatSN {
+		tc.tb.Fatalf("%v with StatSN %d instead of %d", op, p.h.StatSN(), tc.ExpStatSN)
 	}
 	if !(op == pdu.NOPIn && p.h.ITT() == pdu.ReservedTag) {
-		tc.statSeen, tc.expStatSN = true, p.h.StatSN()+1
+		tc.statSeen, tc.ExpStatSN = true, p.h.StatSN()+1
 	}
 	tc.expCmdSN, tc.maxCmdSN = p.h.ExpCmdSN(), p.h.MaxCmdSN()
 	// ISCSI-4.2.2.1-5: MaxCmdSN is never below ExpCmdSN - 1.
@@ -718,15 +643,15 @@ func (tc *testConn) wantNothing() {
 // wantGets waits until so many GetDatas have not been done.
 func (tc *testConn) wantGets(n int) {
 	tc.tb.Helper()
-	tc.eventually(fmt.Sprintf("%d GetDatas", n), func() bool { return tc.m.getting() == n })
+	testkit.Eventually(tc.tb, fmt.Sprintf("%d GetDatas", n), func() bool { return tc.m.getting() == n })
 }
 
 // wantOpenWindow wants that the target has told to expect the next command, and to take as many
 // as ever.
 func (tc *testConn) wantOpenWindow() {
 	tc.tb.Helper()
-	if tc.expCmdSN != tc.cmdSN || tc.maxCmdSN != tc.cmdSN+127 {
-		tc.tb.Errorf("the window is %d..%d, and the next command %d", tc.expCmdSN, tc.maxCmdSN, tc.cmdSN)
+	if tc.expCmdSN != tc.CmdSN || tc.maxCmdSN != tc.CmdSN+127 {
+		tc.tb.Errorf("the window is %d..%d, and the next command %d", tc.expCmdSN, tc.maxCmdSN, tc.CmdSN)
 	}
 }
 
@@ -743,7 +668,7 @@ func (tc *testConn) wantReject(reason pdu.RejectReason, h pdu.BHS) {
 // loginRequest is a Login Request of this connection.
 func (tc *testConn) loginRequest(transit bool, csg, nsg pdu.Stage) pdu.LoginRequest {
 	return pdu.LoginRequest{Transit: transit, CSG: csg, NSG: nsg, ISID: tc.isid, TSIH: tc.tsih, CID: tc.cid,
-		ITT: 0x10, CmdSN: tc.cmdSN, ExpStatSN: tc.expStatSN}
+		ITT: 0x10, CmdSN: tc.CmdSN, ExpStatSN: tc.ExpStatSN}
 }
 
 func (tc *testConn) writeLogin(r pdu.LoginRequest, pairs ...string) {
@@ -781,7 +706,7 @@ func (tc *testConn) loggedIn() *testConn {
 	}
 	tc.tsih = r.TSIH
 	for range 3 {
-		tc.command(pdu.FlagF, 0, testUnitReady, nil)
+		tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 		if tc.want(pdu.SCSIResponse).h.Status() == 0 {
 			return tc
 		}
@@ -800,38 +725,11 @@ func (tc *testConn) discover() *testConn {
 	return tc
 }
 
-var testUnitReady = []byte{0}
-
-// rw10 is a READ(10) or WRITE(10).
-func rw10(op byte, lba uint32, blocks uint16) []byte {
-	return binary.BigEndian.AppendUint16(append(binary.BigEndian.AppendUint32([]byte{op, 0}, lba), 0), blocks)
-}
-
-func read10(lba uint32, blocks uint16) []byte  { return rw10(0x28, lba, blocks) }
-func write10(lba uint32, blocks uint16) []byte { return rw10(0x2a, lba, blocks) }
-
-// request is the header of a request with the next tag and CmdSN, which it uses
-// up unless the request is immediate.
-func (tc *testConn) request(op pdu.Opcode, flags byte, immediate bool) pdu.BHS {
-	h := make(pdu.BHS, pdu.BHSLen)
-	h.Reset(op, flags)
-	tc.itt++
-	h.SetITT(tc.itt)
-	h.SetCmdSN(tc.cmdSN)
-	h.SetExpStatSN(tc.expStatSN)
-	if immediate {
-		h.SetImmediate()
-	} else {
-		tc.cmdSN++
-	}
-	return h
-}
-
 // scsi is a SCSI Command with memory for its data.
-func (tc *testConn) scsi(flags byte, edtl uint32, cdb []byte) pdu.BHS {
-	h := tc.request(pdu.SCSICommand, flags, false)
+func (tc *testConn) scsi(flags byte, edtl uint32, block [16]byte) pdu.BHS {
+	h := tc.Request(pdu.SCSICommand, flags, false)
 	h.SetEDTL(edtl)
-	h.SetCDB(cdb)
+	h.SetCDB(block[:])
 	tc.m.mu.Lock()
 	defer tc.m.mu.Unlock()
 	tc.m.sink[h.ITT()] = make([]byte, edtl)
@@ -849,8 +747,8 @@ func pattern(n int, itt uint32) []byte {
 }
 
 // command sends a SCSI Command and returns its header.
-func (tc *testConn) command(flags byte, edtl uint32, cdb, immediate []byte) pdu.BHS {
-	h := tc.scsi(flags, edtl, cdb)
+func (tc *testConn) command(flags byte, edtl uint32, block [16]byte, immediate []byte) pdu.BHS {
+	h := tc.scsi(flags, edtl, block)
 	tc.write(h, immediate)
 	return h
 }
@@ -890,7 +788,7 @@ func wantResidual(tb testing.TB, p *sentPDU, flag byte, n uint32) {
 // ping sends an immediate NOP-Out and wants its answer: the connection lives.
 func (tc *testConn) ping() {
 	tc.tb.Helper()
-	h := tc.request(pdu.NOPOut, pdu.FlagF, true)
+	h := tc.Request(pdu.NOPOut, pdu.FlagF, true)
 	h.SetTTT(pdu.ReservedTag)
 	tc.write(h, nil)
 	p := tc.want(pdu.NOPIn)
@@ -901,7 +799,7 @@ func (tc *testConn) ping() {
 
 // tmf sends an immediate task management function.
 func (tc *testConn) tmf(function byte, lun [8]byte, rtt, refCmdSN uint32) pdu.BHS {
-	h := tc.request(pdu.TaskMgmtReq, pdu.FlagF|function, true)
+	h := tc.Request(pdu.TaskMgmtReq, pdu.FlagF|function, true)
 	h.SetLUN(lun)
 	h.SetReferencedTaskTag(rtt)
 	h.SetRefCmdSN(refCmdSN)
@@ -922,13 +820,13 @@ func (tc *testConn) wantTMF(h pdu.BHS, response byte) {
 // logout logs out and wants the end.
 func (tc *testConn) logout() {
 	tc.tb.Helper()
-	h := tc.request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseSession, true)
+	h := tc.Request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseSession, true)
 	tc.write(h, nil)
 	if p := tc.want(pdu.LogoutResp); p.h.Response() != pdu.LogoutSuccess || p.h.ITT() != h.ITT() || len(p.data) != 0 {
 		tc.tb.Fatalf("Logout Response %x", []byte(p.h))
 	}
 	if !tc.m.rdma { // ISCSI-11.14-3
-		tc.eventually("FIN", func() bool {
+		testkit.Eventually(tc.tb, "FIN", func() bool {
 			tc.m.mu.Lock()
 			defer tc.m.mu.Unlock()
 			return tc.m.finSent
@@ -940,18 +838,6 @@ func (tc *testConn) logout() {
 	}
 }
 
-// eventually waits until f holds.
-func (n *testNode) eventually(what string, f func() bool) {
-	n.tb.Helper()
-	deadline := time.Now().Add(patience)
-	for !f() {
-		if time.Now().After(deadline) {
-			n.tb.Fatalf("never: %s", what)
-		}
-		time.Sleep(time.Millisecond)
-	}
-}
-
 // getting tells how many GetDatas are outstanding.
 func (m *fakeMover) getting() int {
 	m.mu.Lock()
@@ -959,7 +845,4 @@ func (m *fakeMover) getting() int {
 	return len(m.gets)
 }
 
-var (
-	_ Datamover     = (*fakeMover)(nil)
-	_ backend.Store = (*memStore)(nil)
-)
+var _ Datamover = (*fakeMover)(nil)

@@ -9,6 +9,8 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // leadReporting opens a session of several connections with a TaskReporting.
@@ -21,13 +23,13 @@ func (n *testNode) leadReporting(reporting string, change ...func(*testConn)) *t
 		n.tb.Fatalf("answers %q", answers)
 	}
 	tc.tsih = r.TSIH
-	tc.wantSense(tc.command(pdu.FlagF, 0, testUnitReady, nil), 6, 0x29, 0)
+	tc.wantSense(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x29, 0)
 	return tc
 }
 
 // ack acknowledges all that tc has got, in a NOP-Out that is no ping.
 func (tc *testConn) ack() {
-	h := tc.request(pdu.NOPOut, pdu.FlagF, true)
+	h := tc.Request(pdu.NOPOut, pdu.FlagF, true)
 	h.SetITT(pdu.ReservedTag)
 	h.SetTTT(pdu.ReservedTag)
 	tc.write(h, nil)
@@ -50,40 +52,40 @@ func TestResponseFence(t *testing.T) {
 			n := newTestNode(t, several(4))
 			a := n.leadReporting(reporting)
 			b := a.join(1)
-			b.wantStatus(b.command(pdu.FlagF, 0, testUnitReady, nil), 0) // not acknowledged
+			b.wantStatus(b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0) // not acknowledged
 			a.on(b)
 			f := a.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
 			b.wantAsked()
 			a.wantNothing()
 			// What is not a response of SCSI does not wait, nor acknowledge too much.
-			h := a.request(pdu.NOPOut, pdu.FlagF, true)
+			h := a.Request(pdu.NOPOut, pdu.FlagF, true)
 			h.SetTTT(pdu.ReservedTag)
 			a.write(h, nil)
 			a.want(pdu.NOPIn)
 			a.ack()
 			a.wantNothing()
-			b.expStatSN--
+			b.ExpStatSN--
 			b.ack()
-			b.expStatSN++
+			b.ExpStatSN++
 			a.wantNothing()
 			b.ack()
 			a.wantTMF(f, pdu.FunctionComplete)
 			a.wantAsked()
 			// Responses behind the fence, in order, on both connections.
-			first := b.on(a).command(pdu.FlagF, 0, testUnitReady, nil)
-			n.eventually("it has been carried out", func() bool { return held(n) == 1 })
-			second := a.on(b).command(pdu.FlagF, 0, testUnitReady, nil) // acknowledges the TMF Response
+			first := b.on(a).command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
+			testkit.Eventually(n.tb, "it has been carried out", func() bool { return held(n) == 1 })
+			second := a.on(b).command(pdu.FlagF, 0, cdb.TestUnitReady, nil) // acknowledges the TMF Response
 			b.wantStatus(first, 0)
 			a.wantStatus(second, 0)
 			// Without a fence nothing waits.
-			third := b.on(a).command(pdu.FlagF, 0, testUnitReady, nil)
+			third := b.on(a).command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 			b.wantStatus(third, 0)
 			b.wantNothing()
 			// A tag is in use as long as its response is held.
 			a.on(b)
 			f = a.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
 			b.wantAsked()
-			h = a.request(pdu.NOPOut, pdu.FlagF, true)
+			h = a.Request(pdu.NOPOut, pdu.FlagF, true)
 			h.SetITT(f.ITT())
 			a.write(h, nil)
 			a.wantReject(pdu.RejectTaskInProgress, h)
@@ -127,12 +129,12 @@ func TestFenceWithoutConnections(t *testing.T) {
 	n := newTestNode(t, several(4))
 	a := n.leadReporting(responseFence)
 	f := a.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
-	a.expStatSN -= 2
+	a.ExpStatSN -= 2
 	a.wantTMFUnacknowledged(f)
 	b := a.join(1)
 	c := a.on(b).join(2)
-	b.cmdSN, a.cmdSN = c.cmdSN, c.cmdSN
-	b.wantStatus(b.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+	b.CmdSN, a.CmdSN = c.CmdSN, c.CmdSN
+	b.wantStatus(b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 	f = a.on(b).tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
 	b.wantAsked()
 	c.wantAsked()
@@ -143,11 +145,11 @@ func TestFenceWithoutConnections(t *testing.T) {
 	a.until(out)
 	b.wantEnd(errLoggedOut)
 	// The fenced response is not acknowledged, but its connection goes.
-	h := c.on(a).command(pdu.FlagF, 0, testUnitReady, nil)
-	n.eventually("held", func() bool { return held(n) == 1 })
+	h := c.on(a).command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
+	testkit.Eventually(n.tb, "held", func() bool { return held(n) == 1 })
 	l := c.logoutOf(pdu.LogoutCloseConnection, a.cid)
 	a.wantEnd(errLoggedOut)
-	got := map[uint32]bool{c.next(patience).h.ITT(): true, c.next(patience).h.ITT(): true}
+	got := map[uint32]bool{c.next(testkit.Patience).h.ITT(): true, c.next(testkit.Patience).h.ITT(): true}
 	if !got[h.ITT()] || !got[l.ITT()] {
 		t.Errorf("answers to %v", got)
 	}
@@ -173,7 +175,7 @@ func TestFenceCases(t *testing.T) {
 		// not acknowledged.
 		run func(n *testNode, a, other *testConn) (h pdu.BHS)
 	}{
-		{"ABORT TASK", false, func(_ *testNode, a, _ *testConn) pdu.BHS { return a.tmf(pdu.AbortTask, [8]byte{}, 0x7777, a.cmdSN-1) }},
+		{"ABORT TASK", false, func(_ *testNode, a, _ *testConn) pdu.BHS { return a.tmf(pdu.AbortTask, [8]byte{}, 0x7777, a.CmdSN-1) }},
 		{"b) ABORT TASK SET", true, func(_ *testNode, a, _ *testConn) pdu.BHS {
 			return a.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
 		}},
@@ -188,14 +190,14 @@ func TestFenceCases(t *testing.T) {
 		}},
 		{"a) unit attention", true, func(_ *testNode, a, other *testConn) pdu.BHS {
 			other.wantTMF(other.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionComplete)
-			return a.command(pdu.FlagF, 0, testUnitReady, nil)
+			return a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 		}},
-		{"another CHECK CONDITION", false, func(_ *testNode, a, _ *testConn) pdu.BHS { return a.command(pdu.FlagF, 0, []byte{0xff}, nil) }},
+		{"another CHECK CONDITION", false, func(_ *testNode, a, _ *testConn) pdu.BHS { return a.command(pdu.FlagF, 0, [16]byte{0xff}, nil) }},
 		{"f) PREEMPT AND ABORT", true, func(n *testNode, a, _ *testConn) pdu.BHS {
-			return a.command(writeF, 24, []byte{0x5f, 5, 1, 8: 24}, register(1))
+			return a.command(writeF, 24, [16]byte{0x5f, 5, 1, 8: 24}, register(1))
 		}},
 		{"PREEMPT", false, func(n *testNode, a, _ *testConn) pdu.BHS {
-			return a.command(writeF, 24, []byte{0x5f, 4, 1, 8: 24}, register(1))
+			return a.command(writeF, 24, [16]byte{0x5f, 4, 1, 8: 24}, register(1))
 		}},
 	} {
 		t.Run(c.what, func(t *testing.T) {
@@ -204,7 +206,7 @@ func TestFenceCases(t *testing.T) {
 			b := a.join(1)
 			other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
 			// A registration, for PREEMPT; it is what b does not acknowledge.
-			b.wantStatus(b.command(writeF, 24, []byte{0x5f, 0, 0, 8: 24}, []byte{15: 1, 23: 0}), 0)
+			b.wantStatus(b.command(writeF, 24, [16]byte{0x5f, 0, 0, 8: 24}, []byte{15: 1, 23: 0}), 0)
 			h := c.run(n, a.on(b), other)
 			op := pdu.SCSIResponse
 			if h.Opcode() == pdu.TaskMgmtReq {
@@ -233,11 +235,11 @@ func TestAbortOfHeldResponse(t *testing.T) {
 	n := newTestNode(t, several(4))
 	a := n.leadReporting(responseFence)
 	b := a.join(1)
-	b.wantStatus(b.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+	b.wantStatus(b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 	f := a.on(b).tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
 	b.wantAsked()
-	h := a.command(pdu.FlagF, 0, testUnitReady, nil)
-	n.eventually("held", func() bool { return held(n) == 2 })
+	h := a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
+	testkit.Eventually(n.tb, "held", func() bool { return held(n) == 2 })
 	g := a.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
 	a.wantNothing()
 	b.ack()
@@ -272,7 +274,7 @@ func (tc *testConn) wantTerminations(luns ...byte) {
 
 // answerTermination is the NOP-Out that answers a message about a LUN.
 func (tc *testConn) answerTermination(lun byte) {
-	h := tc.request(pdu.NOPOut, pdu.FlagF, true)
+	h := tc.Request(pdu.NOPOut, pdu.FlagF, true)
 	h.SetLUN([8]byte{1: lun})
 	h.SetITT(pdu.ReservedTag)
 	h.SetTTT(pdu.ReservedTag)
@@ -286,7 +288,7 @@ func TestTerminations(t *testing.T) {
 	for _, issuing := range []string{"RFC3720", fastAbort} {
 		t.Run(issuing+" issues", func(t *testing.T) {
 			n := newTestNode(t, several(4))
-			u, err := lun.New(newMemStore(), lun.Options{Identity: lun.Identity{NAA: [8]byte{0x30, 7: 9}, Serial: "3000000000000009"}})
+			u, err := lun.New(newStore(t), lun.Options{Identity: lun.Identity{NAA: [8]byte{0x30, 7: 9}, Serial: "3000000000000009"}})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -294,14 +296,14 @@ func TestTerminations(t *testing.T) {
 				t.Fatal(err)
 			}
 			write := func(tc *testConn, lun byte) {
-				h := tc.scsi(writeF, 4096, write10(0, 8))
+				h := tc.scsi(writeF, 4096, cdb.Write10(0, 8))
 				h.SetLUN([8]byte{1: lun})
 				tc.write(h, nil)
 			}
 			// A session of two connections that has met all unit attentions.
 			session := func(last byte, reporting string) (a, b *testConn) {
 				a = n.leadReporting(reporting, func(tc *testConn) { tc.isid[5], tc.m.holdGets = last, true })
-				h := a.scsi(pdu.FlagF, 0, testUnitReady)
+				h := a.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
 				h.SetLUN([8]byte{1: 1})
 				a.write(h, nil)
 				a.wantSense(h, 6, 0x29, 0)
@@ -318,7 +320,7 @@ func TestTerminations(t *testing.T) {
 				write(p[0], 0)
 				write(p[0], 1)
 				write(p[1].on(p[0]), 0)
-				n.eventually("GetDatas", func() bool { return p[0].m.getting() == 3 && p[1].m.getting() == 1 })
+				testkit.Eventually(n.tb, "GetDatas", func() bool { return p[0].m.getting() == 3 && p[1].m.getting() == 1 })
 			}
 			reset := a.on(b).tmf(pdu.TargetWarmReset, [8]byte{}, pdu.ReservedTag, 0)
 			c.wantTerminations(0, 1)
@@ -366,7 +368,7 @@ func TestTerminations(t *testing.T) {
 func TestTerminationsWaitForBuffers(t *testing.T) {
 	n := newTestNode(t, several(4))
 	for id := range uint16(4) {
-		u, err := lun.New(newMemStore(), lun.Options{Identity: lun.Identity{NAA: [8]byte{0x30, 7: byte(id) + 9}, Serial: "300000000000000" + string(rune('A'+id))}})
+		u, err := lun.New(newStore(t), lun.Options{Identity: lun.Identity{NAA: [8]byte{0x30, 7: byte(id) + 9}, Serial: "300000000000000" + string(rune('A'+id))}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -377,11 +379,11 @@ func TestTerminationsWaitForBuffers(t *testing.T) {
 	a := n.connect().login()
 	c := n.leadReporting(fastAbort, func(tc *testConn) { tc.isid[5], tc.m.holdGets = 2, true })
 	for lun := range byte(5) {
-		h := c.scsi(pdu.FlagF, 0, testUnitReady)
+		h := c.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
 		h.SetLUN([8]byte{1: lun})
 		c.write(h, nil)
 		c.want(pdu.SCSIResponse)
-		h = c.scsi(writeF, 4096, write10(0, 8))
+		h = c.scsi(writeF, 4096, cdb.Write10(0, 8))
 		h.SetLUN([8]byte{1: lun})
 		c.write(h, nil)
 	}
@@ -416,9 +418,9 @@ func TestFencesUnderLoad(t *testing.T) {
 	acked := map[*testConn]uint32{}  // ExpStatSN as last told to the target
 	behind := map[*testConn]uint32{} // ExpStatSN that acknowledges the last response of SCSI
 	for _, tc := range conns {
-		tc.cmdSN = c.cmdSN
+		tc.CmdSN = c.CmdSN
 		tc.ack()
-		acked[tc], behind[tc] = tc.expStatSN, tc.expStatSN
+		acked[tc], behind[tc] = tc.ExpStatSN, tc.ExpStatSN
 	}
 	r := rand.New(rand.NewPCG(1, 2))
 	type request struct {
@@ -440,10 +442,10 @@ func TestFencesUnderLoad(t *testing.T) {
 			if p.h.Opcode() == pdu.NOPIn {
 				continue
 			}
-			if p.h.StatSN() != tc.expStatSN {
-				t.Fatalf("StatSN %d instead of %d", p.h.StatSN(), tc.expStatSN)
+			if p.h.StatSN() != tc.ExpStatSN {
+				t.Fatalf("StatSN %d instead of %d", p.h.StatSN(), tc.ExpStatSN)
 			}
-			tc.expStatSN++
+			tc.ExpStatSN++
 			if p.h.Opcode() == pdu.AsyncMessage {
 				if p.h.AsyncEvent() != pdu.AsyncTaskTermination {
 					t.Fatalf("%x", []byte(p.h))
@@ -456,7 +458,7 @@ func TestFencesUnderLoad(t *testing.T) {
 			}
 			delete(open, p.h.ITT())
 			before := behind[tc]
-			behind[tc] = tc.expStatSN
+			behind[tc] = tc.ExpStatSN
 			if req.function == 0 {
 				continue
 			}
@@ -472,13 +474,13 @@ func TestFencesUnderLoad(t *testing.T) {
 	}
 	ack := func(tc *testConn) {
 		tc.ack()
-		if acked[tc] = tc.expStatSN; fenced == tc {
+		if acked[tc] = tc.ExpStatSN; fenced == tc {
 			fenced = nil
 		}
 	}
 	last := a
 	settle := func() {
-		n.eventually("everything is answered", func() bool {
+		testkit.Eventually(n.tb, "everything is answered", func() bool {
 			for _, tc := range conns {
 				take(tc)
 				ack(tc.on(last))
@@ -493,11 +495,11 @@ func TestFencesUnderLoad(t *testing.T) {
 		case x == 0 && functions() < 4: // of 8 on a connection
 			h := tc.tmf([]byte{pdu.AbortTaskSet, pdu.ClearTaskSet}[r.IntN(2)], [8]byte{}, pdu.ReservedTag, 0)
 			open[h.ITT()] = request{h.Function(), i}
-			acked[tc] = tc.expStatSN
+			acked[tc] = tc.ExpStatSN
 		case x < 10 && len(open) < 100:
-			h := tc.command(pdu.FlagF, 0, testUnitReady, nil)
+			h := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 			open[h.ITT()] = request{0, i}
-			acked[tc] = tc.expStatSN
+			acked[tc] = tc.ExpStatSN
 		default:
 			ack(tc)
 		}

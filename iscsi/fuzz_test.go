@@ -56,7 +56,7 @@ func FuzzSession(f *testing.F) {
 	f.Add(join(0, read, step(pdu.LogoutReq|0x40, pdu.FlagF, 0, 6, 0, 0, 0, 0), read))
 	f.Add(join(0, step(pdu.SCSICommand, writeF|pdu.AttrOrdered, 0, 1, 0x2a, 8, 4096, 0), write, read))
 
-	store := newMemStore()
+	store := newStore(f)
 	f.Fuzz(func(t *testing.T, in []byte) {
 		if len(in) == 0 || len(in) > 1+64*stepLen {
 			return
@@ -129,15 +129,15 @@ func (tc *testConn) writeStep(s []byte) {
 	if s[8] == 0xff && s[9] == 0xff {
 		h.SetTTT(pdu.ReservedTag)
 	}
-	h.SetCmdSN(tc.cmdSN + uint32(s[2]&7))
+	h.SetCmdSN(tc.CmdSN + uint32(s[2]&7))
 	if s[2]&8 != 0 {
-		h.SetCmdSN(tc.cmdSN - uint32(s[2]&7))
+		h.SetCmdSN(tc.CmdSN - uint32(s[2]&7))
 	}
 	h.SetExpStatSN(uint32(s[2] >> 4))
 	if h.Opcode() == pdu.SCSICommand {
 		h.SetCDB([]byte{s[5], 0, 0, 0, 0, s[6], 0, 0, s[7], 0})
 	} else {
-		h.SetRefCmdSN(tc.cmdSN + uint32(int8(s[6])))
+		h.SetRefCmdSN(tc.CmdSN + uint32(int8(s[6])))
 		h.SetDataSN(uint32(s[12]))
 		h.SetBufferOffset(uint32(s[13]) * 512)
 	}
@@ -148,7 +148,7 @@ func (tc *testConn) writeStep(s []byte) {
 		h.SetEDTL(h.EDTL() & 0xffff) // as much as the memory below
 	}
 	if !h.Immediate() && s[2]&15 == 0 {
-		tc.cmdSN++
+		tc.CmdSN++
 	}
 	tc.m.mu.Lock()
 	if len(tc.m.sink[h.ITT()]) < 1<<16 { // the login has used some tags, with less memory

@@ -8,6 +8,8 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // stopClock makes the clock go on only when the test adds to what is returned. It is to
@@ -34,7 +36,7 @@ func (n *testNode) sums() (d [lun.Phases]time.Duration) {
 func (tc *testConn) received(more uint64) func() {
 	before := tc.Sessions()[0].Conns[0].Received
 	return func() {
-		tc.eventually("PDUs", func() bool { return tc.Sessions()[0].Conns[0].Received >= before+more })
+		testkit.Eventually(tc.tb, "PDUs", func() bool { return tc.Sessions()[0].Conns[0].Received >= before+more })
 	}
 }
 
@@ -46,7 +48,7 @@ func (tc *testConn) stuck() (until func(flushes int)) {
 	tc.m.holdFlush = true
 	before := tc.m.flushes
 	return func(flushes int) {
-		tc.eventually("flushes", func() bool {
+		testkit.Eventually(tc.tb, "flushes", func() bool {
 			tc.m.mu.Lock()
 			defer tc.m.mu.Unlock()
 			return tc.m.flushes == before+flushes
@@ -73,40 +75,38 @@ func TestPhases(t *testing.T) {
 		want   spent
 	}{
 		{"nothing waits", nil, func(tc *testConn, _ func(time.Duration)) {
-			tc.wantStatus(tc.command(readF, 4096, read10(0, 8), nil), 0)
-			tc.wantStatus(tc.command(writeF, 4096, write10(0, 8), nil), 0)
-			tc.wantStatus(tc.command(writeF, 4096, write10(0, 8), make([]byte, 4096)), 0)
+			tc.wantStatus(tc.command(readF, 4096, cdb.Read10(0, 8), nil), 0)
+			tc.wantStatus(tc.command(writeF, 4096, cdb.Write10(0, 8), nil), 0)
+			tc.wantStatus(tc.command(writeF, 4096, cdb.Write10(0, 8), make([]byte, 4096)), 0)
 		}, spent{}},
 		{"READ of a slow backend", nil, func(tc *testConn, pass func(time.Duration)) {
-			open := tc.store.shut()
-			h := tc.command(readF, 4096, read10(0, 8), nil)
-			<-tc.store.entered
+			gate := tc.store.Shut()
+			h := tc.command(readF, 4096, cdb.Read10(0, 8), nil)
+			<-gate.Entered
 			pass(3 * second)
-			open()
+			gate.Open()
 			tc.wantStatus(h, 0)
 		}, spent{backend: 3 * second}},
 		{"WRITE to a slow backend", nil, func(tc *testConn, pass func(time.Duration)) {
-			open := tc.store.shut()
-			h := tc.command(writeF, 4096, write10(0, 8), nil)
-			<-tc.store.entered
+			gate := tc.store.Shut()
+			h := tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
+			<-gate.Entered
 			pass(3 * second)
-			open()
+			gate.Open()
 			tc.wantStatus(h, 0)
 		}, spent{backend: 3 * second}},
 		{"READ that fails", nil, func(tc *testConn, pass func(time.Duration)) {
-			tc.store.mu.Lock()
-			tc.store.fail = io.ErrUnexpectedEOF
-			tc.store.mu.Unlock()
-			open := tc.store.shut()
-			h := tc.command(readF, 4096, read10(0, 8), nil)
-			<-tc.store.entered
+			tc.store.FailIO(io.ErrUnexpectedEOF)
+			gate := tc.store.Shut()
+			h := tc.command(readF, 4096, cdb.Read10(0, 8), nil)
+			<-gate.Entered
 			pass(second)
-			open()
+			gate.Open()
 			tc.wantStatus(h, 2)
 		}, spent{backend: second}},
 		{"data that is slow to come", nil, func(tc *testConn, pass func(time.Duration)) {
 			tc.m.holdGets = true
-			h := tc.command(writeF, 4096, write10(0, 8), make([]byte, 512))
+			h := tc.command(writeF, 4096, cdb.Write10(0, 8), make([]byte, 512))
 			tc.wantGets(1)
 			pass(2 * second)
 			tc.m.releaseGets()
@@ -114,7 +114,7 @@ func TestPhases(t *testing.T) {
 		}, spent{readWait: 2 * second}},
 		{"data that is slow to come in each of 3 pieces", nil, func(tc *testConn, pass func(time.Duration)) {
 			tc.m.holdGets = true
-			h := tc.command(writeF, 3<<20, write10(0, 6144), nil)
+			h := tc.command(writeF, 3<<20, cdb.Write10(0, 6144), nil)
 			for range 3 {
 				tc.wantGets(1)
 				pass(second)
@@ -129,7 +129,7 @@ func TestPhases(t *testing.T) {
 			o.Limits.InitialR2T, o.Limits.FirstBurstLength = &no, 32768
 		}}, func(tc *testConn, pass func(time.Duration)) {
 			come := tc.received(1)
-			h := tc.scsi(pdu.FlagW, 4096, write10(0, 8))
+			h := tc.scsi(pdu.FlagW, 4096, cdb.Write10(0, 8))
 			tc.write(h, nil)
 			come()
 			pass(second)
@@ -138,7 +138,7 @@ func TestPhases(t *testing.T) {
 		}, spent{readWait: second}},
 		{"an initiator that is slow to take the response", nil, func(tc *testConn, pass func(time.Duration)) {
 			until := tc.stuck()
-			h := tc.command(readF, 4096, read10(0, 8), nil)
+			h := tc.command(readF, 4096, cdb.Read10(0, 8), nil)
 			until(1)
 			pass(5 * second)
 			tc.takes()
@@ -146,7 +146,7 @@ func TestPhases(t *testing.T) {
 		}, spent{send: 5 * second}},
 		{"an initiator that is slow to take the first of 2 pieces", nil, func(tc *testConn, pass func(time.Duration)) {
 			until := tc.stuck()
-			h := tc.command(readF, 2<<20, read10(0, 4096), nil)
+			h := tc.command(readF, 2<<20, cdb.Read10(0, 4096), nil)
 			until(1)
 			pass(second)
 			tc.takes()
@@ -156,7 +156,7 @@ func TestPhases(t *testing.T) {
 			until := tc.stuck()
 			var hs []pdu.BHS
 			for range 6 { // of 1 MiB, of which 4 fit
-				hs = append(hs, tc.command(readF, 1<<20, read10(0, 2048), nil))
+				hs = append(hs, tc.command(readF, 1<<20, cdb.Read10(0, 2048), nil))
 			}
 			until(6)
 			pass(second)
@@ -165,8 +165,8 @@ func TestPhases(t *testing.T) {
 		}, spent{send: 6 * second}},
 		{"CmdSN that is missing", nil, func(tc *testConn, pass func(time.Duration)) {
 			come := tc.received(1)
-			gap := tc.scsi(pdu.FlagF, 0, testUnitReady)
-			tc.command(writeF, 4096, write10(0, 8), nil)
+			gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+			tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
 			come()
 			pass(second)
 			tc.write(gap, nil)
@@ -177,46 +177,46 @@ func TestPhases(t *testing.T) {
 			tc.stuck()
 			come := tc.received(uint64(tc.m.full) + 1)
 			for range tc.m.full {
-				tc.write(tc.request(pdu.NOPOut, pdu.FlagF, true), nil)
+				tc.write(tc.Request(pdu.NOPOut, pdu.FlagF, true), nil)
 			}
-			tc.command(pdu.FlagF, 0, testUnitReady, nil)
+			tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 			come()
 			pass(second)
 			tc.takes()
 			for range tc.m.full + 1 { // in any order
-				p := tc.next(patience)
+				p := tc.next(testkit.Patience)
 				if p == nil {
 					tc.tb.Fatal("no answer")
 				}
-				tc.expStatSN = p.h.StatSN() + 1
+				tc.ExpStatSN = p.h.StatSN() + 1
 			}
 		}, spent{receive: second}},
 		{"ORDERED command before", nil, func(tc *testConn, pass func(time.Duration)) {
-			open := tc.store.shut()
-			hs := []pdu.BHS{tc.command(readF|pdu.AttrOrdered, 4096, read10(0, 8), nil)}
-			<-tc.store.entered
-			hs = append(hs, tc.command(readF, 4096, read10(0, 8), nil))
-			tc.eventually("tasks", func() bool { return tc.Sessions()[0].Tasks == 2 })
+			gate := tc.store.Shut()
+			hs := []pdu.BHS{tc.command(readF|pdu.AttrOrdered, 4096, cdb.Read10(0, 8), nil)}
+			<-gate.Entered
+			hs = append(hs, tc.command(readF, 4096, cdb.Read10(0, 8), nil))
+			testkit.Eventually(tc.tb, "tasks", func() bool { return tc.Sessions()[0].Tasks == 2 })
 			pass(second)
-			open()
+			gate.Open()
 			tc.wantAllGood(hs)
 		}, spent{receive: second, backend: second}},
 		{"memory that others have", []func(*Options){small}, func(tc *testConn, pass func(time.Duration)) {
-			open := tc.store.shut()
-			hs := []pdu.BHS{tc.command(readF, 65536, read10(0, 128), nil)}
-			<-tc.store.entered
-			hs = append(hs, tc.command(readF, 65536, read10(0, 128), nil))
-			tc.eventually("a wait for memory", tc.ours().budget.contended)
+			gate := tc.store.Shut()
+			hs := []pdu.BHS{tc.command(readF, 65536, cdb.Read10(0, 128), nil)}
+			<-gate.Entered
+			hs = append(hs, tc.command(readF, 65536, cdb.Read10(0, 128), nil))
+			testkit.Eventually(tc.tb, "a wait for memory", tc.ours().budget.contended)
 			pass(second)
-			open()
+			gate.Open()
 			tc.wantAllGood(hs)
 		}, spent{receive: second, backend: second}},
 		{"aborted", nil, func(tc *testConn, pass func(time.Duration)) {
 			tc.m.holdGets = true
-			h := tc.command(writeF, 4096, write10(0, 8), nil)
+			h := tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
 			tc.wantGets(1)
 			f := tc.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
-			tc.eventually("abort", func() bool {
+			testkit.Eventually(tc.tb, "abort", func() bool {
 				c := tc.ours()
 				c.mu.Lock()
 				defer c.mu.Unlock()
@@ -274,13 +274,13 @@ func TestPhasesOfReassignedCommands(t *testing.T) {
 	a := n.leadRecovering()
 	b := a.join(1)
 	a.m.holdGets = true
-	h := a.on(b).command(writeF, 4096, write10(0, 8), nil)
+	h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
 	a.wantGets(1)
 	now.Add(int64(time.Second))
 	a.close()
 	a.wantEnd(io.EOF)
 	b.on(a).hearOf(a)
-	b.recoverFrom(a, a.expStatSN)
+	b.recoverFrom(a, a.ExpStatSN)
 	now.Add(int64(2 * time.Second))
 	b.takeOver(a, h)
 	b.wantTMF(b.reassign(h), pdu.FunctionComplete)

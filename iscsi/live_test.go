@@ -10,6 +10,8 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // ISCSI-11.9-1, ISCSI-11.9-3: the initiator of a session that is to end is asked to log
@@ -135,7 +137,7 @@ func TestUpdateTarget(t *testing.T) {
 			t.Errorf("a target that is not there: %v", err)
 		}
 	}
-	if err := n.UpdateTarget(TargetConfig{Name: targetName, LUNs: newInventory(t, newMemStore())}); err == nil {
+	if err := n.UpdateTarget(TargetConfig{Name: targetName, LUNs: newInventory(t, newStore(t))}); err == nil {
 		t.Error("another inventory")
 	}
 }
@@ -153,9 +155,9 @@ func (tc *testConn) session(t *testing.T) *session {
 func TestDrain(t *testing.T) {
 	n := newTestNode(t)
 	tc := n.connect().login()
-	open := n.store.shut()
-	h := tc.command(readF, 512, read10(0, 1), nil)
-	n.eventually("the command is running", func() bool { s, err := n.Session(tc.tsih); return err == nil && s.Tasks == 1 })
+	gate := n.store.Shut()
+	h := tc.command(readF, 512, cdb.Read10(0, 1), nil)
+	testkit.Eventually(n.tb, "the command is running", func() bool { s, err := n.Session(tc.tsih); return err == nil && s.Tasks == 1 })
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
 	if left, err := n.Drain(ctx, n.inv, 0); left != 1 || !errors.Is(err, context.DeadlineExceeded) {
@@ -175,7 +177,7 @@ func TestDrain(t *testing.T) {
 		t.Fatalf("it has not waited: %v", err)
 	default:
 	}
-	open()
+	gate.Open()
 	if err := <-done; err != nil {
 		t.Error(err)
 	}

@@ -14,6 +14,8 @@ import (
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // wantRefused wants a refusal and the end of the connection: ISCSI-7.12-1,
@@ -47,7 +49,7 @@ func without(pairs []string, keys ...string) []string {
 func TestLoginOfLinux(t *testing.T) {
 	n := newTestNode(t)
 	tc := n.connect()
-	tc.cmdSN = 0x1234
+	tc.CmdSN = 0x1234
 	tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
 	p := tc.want(pdu.LoginResp)
 	r := pdu.ParseLoginResponse(p.h)
@@ -64,7 +66,7 @@ func TestLoginOfLinux(t *testing.T) {
 	if tc.m.full != 128+immediateSlots+ownSlots {
 		t.Errorf("EnterFullFeature with %d tasks", tc.m.full)
 	}
-	n.eventually("Stats", func() bool {
+	testkit.Eventually(n.tb, "Stats", func() bool {
 		s := n.Stats()
 		return s.Sessions == 1 && s.Connections == 1 && s.LoginsAccepted == 1
 	})
@@ -152,12 +154,12 @@ func TestLoginRefusals(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
 		tc.wantLogin(pdu.LoginSuccess)
-		tc.write(tc.request(pdu.NOPOut, pdu.FlagF, true), nil)
+		tc.write(tc.Request(pdu.NOPOut, pdu.FlagF, true), nil)
 		tc.wantRefused(pdu.LoginInvalidRequest)
 	})
 	t.Run("ISCSI-4.2.4-1 SCSI Command first", func(t *testing.T) {
 		tc := newTestNode(t).connect()
-		tc.command(pdu.FlagF, 0, testUnitReady, nil)
+		tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 		if err := tc.wait(); err == nil || tc.next(0) != nil {
 			t.Errorf("%v, or an answer", err)
 		}
@@ -267,7 +269,7 @@ func TestSessionReinstatement(t *testing.T) {
 	n := newTestNode(t)
 	old := n.connect().login()
 	old.m.holdGets = true
-	old.command(0xa0, 4096, write10(0, 8), nil)
+	old.command(0xa0, 4096, cdb.Write10(0, 8), nil)
 	old.wantGets(1)
 
 	tc := n.connect().login()
@@ -297,13 +299,13 @@ func TestSessionReinstatement(t *testing.T) {
 func TestReinstatementIsBounded(t *testing.T) {
 	n := newTestNode(t, func(o *Options) { o.ReinstatementWait = 50 * time.Millisecond })
 	old := n.connect().login()
-	open := n.store.shut()
-	old.command(0xc0, 4096, read10(0, 8), nil)
-	<-n.store.entered
+	gate := n.store.Shut()
+	old.command(0xc0, 4096, cdb.Read10(0, 8), nil)
+	<-gate.Entered
 	tc := n.connect()
 	tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
 	tc.wantRefused(pdu.LoginUnavailable)
-	open()
+	gate.Open()
 	if err := old.wait(); !errors.Is(err, errReinstated) {
 		t.Error(err)
 	}
@@ -315,7 +317,7 @@ func TestLoginToExistingSession(t *testing.T) {
 	n := newTestNode(t)
 	old := n.connect().login()
 	for range 5 {
-		old.wantStatus(old.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+		old.wantStatus(old.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 	}
 
 	all := append(slices.Clone(names), linuxKeys...)
@@ -342,7 +344,7 @@ func TestLoginToExistingSession(t *testing.T) {
 	})
 	old.ping() // none of them has touched it
 	t.Run("same CID", func(t *testing.T) {
-		tc := n.connect(func(tc *testConn) { tc.tsih, tc.cmdSN = old.tsih, old.cmdSN })
+		tc := n.connect(func(tc *testConn) { tc.tsih, tc.CmdSN = old.tsih, old.CmdSN })
 		tc.tb = t
 		tc.writeLogin(tc.loginRequest(true, 1, 3), leading...)
 		tc.loggedIn()

@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // several allows a session that many connections.
@@ -37,7 +39,7 @@ func (n *testNode) lead(change ...func(*testConn)) *testConn {
 // joinAs begins a connection of the session of tc with another CID.
 func (tc *testConn) joinAs(cid uint16, change ...func(*testConn)) *testConn {
 	o := tc.connect(append([]func(*testConn){func(o *testConn) {
-		o.isid, o.tsih, o.cid, o.cmdSN, o.itt = tc.isid, tc.tsih, cid, tc.cmdSN, 0x1000*uint32(cid+1)
+		o.isid, o.tsih, o.cid, o.CmdSN, o.ITT = tc.isid, tc.tsih, cid, tc.CmdSN, 0x1000*uint32(cid+1)
 	}}, change...)...)
 	o.writeLogin(o.loginRequest(true, 1, 3), append(slices.Clone(names), joiningKeys...)...)
 	return o
@@ -52,13 +54,13 @@ func (tc *testConn) join(cid uint16, change ...func(*testConn)) *testConn {
 	if o.tsih != tsih {
 		tc.tb.Fatalf("TSIH %d became %d", tsih, o.tsih)
 	}
-	tc.cmdSN = o.cmdSN
+	tc.CmdSN = o.CmdSN
 	return o
 }
 
 // on makes the next command of the session one of tc; from had the last one.
 func (tc *testConn) on(from *testConn) *testConn {
-	tc.cmdSN = from.cmdSN
+	tc.CmdSN = from.CmdSN
 	return tc
 }
 
@@ -72,7 +74,7 @@ func (tc *testConn) wantEnd(is error) {
 
 // logoutOf sends a Logout Request.
 func (tc *testConn) logoutOf(reason byte, cid uint16) pdu.BHS {
-	h := tc.request(pdu.LogoutReq, pdu.FlagF|reason, true)
+	h := tc.Request(pdu.LogoutReq, pdu.FlagF|reason, true)
 	h.SetCID(cid)
 	tc.write(h, nil)
 	return h
@@ -91,8 +93,8 @@ func (tc *testConn) wantLogout(h pdu.BHS, response byte) *sentPDU {
 // only one.
 func (tc *testConn) clearedByTransport() {
 	tc.tb.Helper()
-	tc.wantSense(tc.command(pdu.FlagF, 0, testUnitReady, nil), 6, 0x47, 0x7f)
-	tc.wantStatus(tc.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+	tc.wantSense(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x47, 0x7f)
+	tc.wantStatus(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 }
 
 // Two connections have one CmdSN window and a StatSN each; a command is answered
@@ -107,12 +109,12 @@ func TestConnectionsOfASession(t *testing.T) {
 	from, to := a, b
 	for range 20 {
 		to.on(from)
-		h := to.command(writeF, 4096, write10(8, 8), nil)
+		h := to.command(writeF, 4096, cdb.Write10(8, 8), nil)
 		to.wantStatus(h, 0)
 		if got := n.stored(8, 4096); !bytes.Equal(got, pattern(4096, h.ITT())) {
 			t.Fatal("wrong data")
 		}
-		r := to.command(readF, 4096, read10(8, 8), nil)
+		r := to.command(readF, 4096, cdb.Read10(8, 8), nil)
 		to.wantStatus(r, 0)
 		if !bytes.Equal(to.m.sink[r.ITT()], pattern(4096, h.ITT())) {
 			t.Fatal("wrong data")
@@ -122,8 +124,8 @@ func TestConnectionsOfASession(t *testing.T) {
 
 	t.Run("ISCSI-4.2.2.1-3 ISCSI-4.2.2.1-4 gap closed by the other connection", func(t *testing.T) {
 		a.on(from)
-		gap := a.scsi(pdu.FlagF, 0, testUnitReady)
-		held := []pdu.BHS{b.on(a).command(readF, 4096, read10(8, 8), nil), b.command(writeF, 4096, write10(16, 8), nil)}
+		gap := a.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+		held := []pdu.BHS{b.on(a).command(readF, 4096, cdb.Read10(8, 8), nil), b.command(writeF, 4096, cdb.Write10(16, 8), nil)}
 		a.on(b)
 		b.wantNothing()
 		if b.ping(); b.expCmdSN != gap.CmdSN() {
@@ -135,8 +137,8 @@ func TestConnectionsOfASession(t *testing.T) {
 		a.wantNothing()
 	})
 	t.Run("ISCSI-7.2.1-1 ISCSI-4.2.2.1-10 retry on the other connection", func(t *testing.T) {
-		gap := a.scsi(pdu.FlagF, 0, testUnitReady)
-		h := a.command(pdu.FlagF, 0, testUnitReady, nil)
+		gap := a.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+		h := a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 		a.ping() // it has come
 		b.on(a).write(h, nil)
 		other := bytes.Clone(h)
@@ -177,22 +179,22 @@ func TestConnectionsShareTheWindow(t *testing.T) {
 	n := newTestNode(t, several(4), func(o *Options) { o.QueueDepth = 3 })
 	a := n.lead()
 	b := a.join(1)
-	open := n.store.shut()
-	first := a.command(readF, 4096, read10(0, 8), nil)
-	<-n.store.entered
-	ordered := b.on(a).command(readF|pdu.AttrOrdered, 4096, read10(0, 8), nil)
-	last := a.on(b).command(readF|pdu.AttrSimple, 4096, read10(0, 8), nil)
+	gate := n.store.Shut()
+	first := a.command(readF, 4096, cdb.Read10(0, 8), nil)
+	<-gate.Entered
+	ordered := b.on(a).command(readF|pdu.AttrOrdered, 4096, cdb.Read10(0, 8), nil)
+	last := a.on(b).command(readF|pdu.AttrSimple, 4096, cdb.Read10(0, 8), nil)
 	a.ping() // it has come
 	b.on(a).ping()
 	if b.maxCmdSN != b.expCmdSN-1 {
 		t.Errorf("MaxCmdSN %d, ExpCmdSN %d with a full queue", b.maxCmdSN, b.expCmdSN)
 	}
-	beyond := b.command(pdu.FlagF, 0, testUnitReady, nil)
+	beyond := b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 	b.wantNothing()
-	if len(n.store.entered) != 0 {
+	if len(gate.Entered) != 0 {
 		t.Error("a task has overtaken an ORDERED one, or the ORDERED one others")
 	}
-	open()
+	gate.Open()
 	a.wantStatus(first, 0)
 	b.wantStatus(ordered, 0)
 	a.wantStatus(last, 0)
@@ -215,7 +217,7 @@ func TestQueueDepthOfASession(t *testing.T) {
 	b.m.holdGets = true
 	var all []pdu.BHS
 	for range 128 {
-		all = append(all, b.command(writeF, 4096, write10(0, 8), nil))
+		all = append(all, b.command(writeF, 4096, cdb.Write10(0, 8), nil))
 	}
 	b.wantGets(len(all))
 	b.m.releaseGets()
@@ -235,7 +237,7 @@ func TestTMFAcrossConnections(t *testing.T) {
 	b := a.join(1)
 	t.Run("ABORT TASK", func(t *testing.T) {
 		a.m.holdGets = true
-		h := a.on(b).command(writeF, 4096, write10(0, 8), nil)
+		h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
 		a.wantGets(1)
 		f := b.on(a).tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
 		b.wantNothing()
@@ -244,38 +246,38 @@ func TestTMFAcrossConnections(t *testing.T) {
 		a.wantNothing()
 	})
 	t.Run("ISCSI-7.11-1 ABORT TASK closes a gap", func(t *testing.T) {
-		gap := a.scsi(pdu.FlagF, 0, testUnitReady)
-		h := a.command(pdu.FlagF, 0, testUnitReady, nil)
+		gap := a.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+		h := a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 		a.ping()
 		b.on(a).wantTMF(b.tmf(pdu.AbortTask, [8]byte{}, gap.ITT(), gap.CmdSN()), pdu.FunctionComplete)
 		a.wantStatus(h, 0)
 	})
 	for _, f := range []byte{pdu.AbortTaskSet, pdu.ClearTaskSet, pdu.LogicalUnitReset, pdu.TargetWarmReset} {
-		open := n.store.shut()
-		h := a.command(readF, 4096, read10(0, 8), nil)
-		<-n.store.entered
+		gate := n.store.Shut()
+		h := a.command(readF, 4096, cdb.Read10(0, 8), nil)
+		<-gate.Entered
 		r := b.on(a).tmf(f, [8]byte{}, pdu.ReservedTag, 0)
 		b.wantNothing()
-		open()
+		gate.Open()
 		b.wantTMF(r, pdu.FunctionComplete)
 		a.wantNothing()
 		if b.expCmdSN != h.CmdSN()+1 || b.maxCmdSN != b.expCmdSN+127 {
 			t.Errorf("window %d..%d after function %d", b.expCmdSN, b.maxCmdSN, f)
 		}
 		if f == pdu.LogicalUnitReset || f == pdu.TargetWarmReset {
-			a.wantSense(a.command(pdu.FlagF, 0, testUnitReady, nil), 6, 0x29, 0x03)
+			a.wantSense(a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x29, 0x03)
 		}
 	}
 	t.Run("on behalf of a connection that ends", func(t *testing.T) {
-		open := n.store.shut()
-		defer open()
-		h := a.command(readF, 4096, read10(0, 8), nil)
-		<-n.store.entered
+		gate := n.store.Shut()
+		defer gate.Open()
+		h := a.command(readF, 4096, cdb.Read10(0, 8), nil)
+		<-gate.Entered
 		b.on(a).tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
 		n.mu.Lock()
 		sess := n.sessions[a.tsih]
 		n.mu.Unlock()
-		n.eventually("abort", func() bool {
+		testkit.Eventually(n.tb, "abort", func() bool {
 			sess.mu.Lock()
 			defer sess.mu.Unlock()
 			return sess.tasks.find(h.ITT()).aborted.Load()
@@ -283,7 +285,7 @@ func TestTMFAcrossConnections(t *testing.T) {
 		l := a.logoutOf(pdu.LogoutCloseConnection, b.cid)
 		a.wantLogout(l, pdu.LogoutSuccess) // although the command has not stopped
 		b.wantEnd(errLoggedOut)
-		open()
+		gate.Open()
 		a.want(pdu.NOPIn) // room in the window, of the command that was aborted
 	})
 	a.logout()
@@ -294,7 +296,7 @@ func TestDataOutOnAnotherConnection(t *testing.T) {
 	n := unsolicitedNode(t, func(o *Options) { o.Limits.MaxConnections = 4 })
 	a := n.lead()
 	b := a.join(1)
-	h := a.scsi(pdu.FlagW, 4096, write10(0, 8))
+	h := a.scsi(pdu.FlagW, 4096, cdb.Write10(0, 8))
 	a.write(h, nil)
 	a.ping()
 	d := a.dataOutPDU(h, true, 0, 0)
@@ -320,13 +322,13 @@ func TestLogoutOfOneConnection(t *testing.T) {
 			a := n.lead()
 			b := a.join(1)
 			b.m.holdGets = true
-			survives := b.on(a).command(writeF, 4096, write10(0, 8), nil)
+			survives := b.on(a).command(writeF, 4096, cdb.Write10(0, 8), nil)
 			b.wantGets(1)
-			open := n.store.shut()
-			a.on(b).command(readF, 4096, read10(0, 8), nil)
-			<-n.store.entered
-			gap := a.scsi(pdu.FlagF, 0, testUnitReady)
-			lost := a.command(pdu.FlagF, 0, testUnitReady, nil)
+			gate := n.store.Shut()
+			a.on(b).command(readF, 4096, cdb.Read10(0, 8), nil)
+			<-gate.Entered
+			gap := a.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+			lost := a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 			b.on(a)
 			a.ping() // so that it has been taken
 
@@ -336,7 +338,7 @@ func TestLogoutOfOneConnection(t *testing.T) {
 			}
 			l := by.logoutOf(pdu.LogoutCloseConnection, a.cid)
 			by.wantNothing()
-			open()
+			gate.Open()
 			by.wantLogout(l, pdu.LogoutSuccess)
 			if c.other {
 				a.wantEnd(errLoggedOut)
@@ -378,23 +380,23 @@ func TestDeathOfOneConnection(t *testing.T) {
 	c.m.mu.Lock()
 	c.m.holdFlush = true // an initiator that does not read
 	c.m.mu.Unlock()
-	open := n.store.shut()
-	b.on(c).command(readF, 4096, read10(0, 8), nil)
-	<-n.store.entered
+	gate := n.store.Shut()
+	b.on(c).command(readF, 4096, cdb.Read10(0, 8), nil)
+	<-gate.Entered
 	a.close()
 	a.wantEnd(io.EOF)
 	p := b.want(pdu.AsyncMessage)
 	if p.h.AsyncEvent() != pdu.AsyncSessionDropped || p.h.ITT() != pdu.ReservedTag {
 		t.Errorf("%x", []byte(p.h))
 	}
-	open()
+	gate.Open()
 	b.close()
 	b.wantEnd(errConnectionLost)
 	if b.next(0) != nil {
 		t.Error("an answer of a session that has ended")
 	}
 	c.wantEnd(errConnectionLost)
-	n.eventually("end of the session", func() bool { return n.Stats().Sessions == 0 })
+	testkit.Eventually(n.tb, "end of the session", func() bool { return n.Stats().Sessions == 0 })
 	joining := b.joinAs(3)
 	joining.wantRefused(pdu.LoginNoSession)
 }
@@ -433,15 +435,15 @@ func TestJoiningLoginTellsWindow(t *testing.T) {
 	n := newTestNode(t, several(2))
 	a := n.lead()
 	for range 5 {
-		a.wantStatus(a.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+		a.wantStatus(a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 	}
-	b := n.connect(func(tc *testConn) { tc.tsih, tc.cid, tc.cmdSN = a.tsih, 1, a.cmdSN+3 })
+	b := n.connect(func(tc *testConn) { tc.tsih, tc.cid, tc.CmdSN = a.tsih, 1, a.CmdSN+3 })
 	b.writeLogin(b.loginRequest(false, 1, 0), names...)
 	b.wantLogin(pdu.LoginSuccess)
-	if b.expCmdSN != a.cmdSN || b.maxCmdSN != a.cmdSN+127 {
-		t.Errorf("ExpCmdSN %d, MaxCmdSN %d; the session expects %d", b.expCmdSN, b.maxCmdSN, a.cmdSN)
+	if b.expCmdSN != a.CmdSN || b.maxCmdSN != a.CmdSN+127 {
+		t.Errorf("ExpCmdSN %d, MaxCmdSN %d; the session expects %d", b.expCmdSN, b.maxCmdSN, a.CmdSN)
 	}
-	b.cmdSN = a.cmdSN
+	b.CmdSN = a.CmdSN
 	b.writeLogin(b.loginRequest(true, 1, 3), joiningKeys...)
 	b.loggedIn()
 	b.logout()
@@ -457,12 +459,12 @@ func TestConnectionReinstatement(t *testing.T) {
 		a := n.lead()
 		b := a.join(1)
 		b.m.holdGets = true
-		survives := b.on(a).command(writeF, 4096, write10(0, 8), nil)
+		survives := b.on(a).command(writeF, 4096, cdb.Write10(0, 8), nil)
 		a.on(b).m.holdGets = true
-		a.command(writeF, 4096, write10(8, 8), nil)
-		n.eventually("GetData", func() bool { return a.m.getting() == 1 && b.m.getting() == 1 })
+		a.command(writeF, 4096, cdb.Write10(8, 8), nil)
+		testkit.Eventually(n.tb, "GetData", func() bool { return a.m.getting() == 1 && b.m.getting() == 1 })
 		c := a.joinAs(a.cid)
-		c.itt = 0x9000
+		c.ITT = 0x9000
 		c.wantLogin(pdu.LoginSuccess)
 		a.wantEnd(errReinstated)
 		c.clearedByTransport()
@@ -478,7 +480,7 @@ func TestConnectionReinstatement(t *testing.T) {
 		n := newTestNode(t)
 		a := n.connect().login()
 		a.m.holdGets = true
-		a.command(writeF, 4096, write10(8, 8), nil)
+		a.command(writeF, 4096, cdb.Write10(8, 8), nil)
 		a.wantGets(1)
 		c := a.joinAs(a.cid)
 		c.wantLogin(pdu.LoginSuccess)
@@ -493,12 +495,12 @@ func TestConnectionReinstatement(t *testing.T) {
 		n := newTestNode(t, several(2), func(o *Options) { o.ReinstatementWait = 50 * time.Millisecond })
 		a := n.lead()
 		b := a.join(1)
-		open := n.store.shut()
-		b.on(a).command(readF, 4096, read10(0, 8), nil)
-		<-n.store.entered
+		gate := n.store.Shut()
+		b.on(a).command(readF, 4096, cdb.Read10(0, 8), nil)
+		<-gate.Entered
 		c := b.joinAs(1)
 		c.wantRefused(pdu.LoginUnavailable)
-		open()
+		gate.Open()
 		b.wantEnd(errReinstated)
 		a.on(b).clearedByTransport()
 		a.logout()
@@ -508,20 +510,20 @@ func TestConnectionReinstatement(t *testing.T) {
 		n := newTestNode(t, several(2))
 		a := n.lead()
 		b := a.join(1)
-		open := n.store.shut()
-		b.on(a).command(writeF, 4096, write10(0, 8), pattern(4096, 1))
-		<-n.store.entered
+		gate := n.store.Shut()
+		b.on(a).command(writeF, 4096, cdb.Write10(0, 8), pattern(4096, 1))
+		<-gate.Entered
 		c := b.joinAs(1)
-		n.eventually("the old connection ends", b.m.isClosed)
+		testkit.Eventually(n.tb, "the old connection ends", b.m.isClosed)
 		d := b.joinAs(1)
 		if err := c.wait(); err == nil {
 			t.Error("a login that was replaced has succeeded")
 		}
 		d.wantNothing()
-		open()
+		gate.Open()
 		d.wantLogin(pdu.LoginSuccess)
 		b.wantEnd(errReinstated)
-		d.cmdSN = b.cmdSN
+		d.CmdSN = b.CmdSN
 		d.clearedByTransport()
 		d.logout()
 		a.wantEnd(nil)
@@ -534,13 +536,13 @@ func TestReinstatementOfSeveralConnections(t *testing.T) {
 	n := newTestNode(t, several(4))
 	a := n.lead()
 	b := a.join(1)
-	open := n.store.shut()
-	b.on(a).command(readF, 4096, read10(0, 8), nil)
-	<-n.store.entered
-	c := n.connect(func(tc *testConn) { tc.cmdSN = 77 })
+	gate := n.store.Shut()
+	b.on(a).command(readF, 4096, cdb.Read10(0, 8), nil)
+	<-gate.Entered
+	c := n.connect(func(tc *testConn) { tc.CmdSN = 77 })
 	c.writeLogin(c.loginRequest(true, 1, 3), append(slices.Clone(names), leadingKeys...)...)
 	c.wantNothing()
-	open()
+	gate.Open()
 	c.loggedIn()
 	a.wantEnd(errReinstated)
 	b.wantEnd(errReinstated)
@@ -582,17 +584,17 @@ func TestAbortOfSeveralConnections(t *testing.T) {
 	a := n.lead()
 	b := a.join(1)
 	other := n.connect(func(tc *testConn) { tc.isid[5]++ }).login()
-	open := n.store.shut()
+	gate := n.store.Shut()
 	for _, tc := range []*testConn{a, b} {
 		tc.on(map[*testConn]*testConn{a: b, b: a}[tc])
-		tc.command(readF, 4096, read10(0, 8), nil)
-		<-n.store.entered
+		tc.command(readF, 4096, cdb.Read10(0, 8), nil)
+		<-gate.Entered
 	}
 	f := other.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
 	a.wantNothing()
 	b.wantNothing()
-	open()
-	n.eventually("news about the window", func() bool { // on the one or the other
+	gate.Open()
+	testkit.Eventually(n.tb, "news about the window", func() bool { // on the one or the other
 		for _, tc := range []*testConn{a, b} {
 			if p := tc.next(time.Millisecond); p != nil {
 				if p.h.Opcode() != pdu.NOPIn || p.h.ITT() != pdu.ReservedTag || p.h.MaxCmdSN() != p.h.ExpCmdSN()+127 {
@@ -604,7 +606,7 @@ func TestAbortOfSeveralConnections(t *testing.T) {
 		return false
 	})
 	other.wantTMF(f, pdu.FunctionComplete)
-	a.wantSense(a.on(b).command(pdu.FlagF, 0, testUnitReady, nil), 6, 0x29, 0x03)
+	a.wantSense(a.on(b).command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x29, 0x03)
 	b.on(a).logout()
 	a.wantEnd(nil)
 	other.logout()

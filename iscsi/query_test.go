@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // loginLevel logs in as Linux would, had it iSCSIProtocolLevel, and leaves the unit
@@ -38,11 +40,11 @@ var noInfo [3]byte
 func (tc *testConn) until(h pdu.BHS) *sentPDU {
 	tc.tb.Helper()
 	for {
-		p := tc.next(patience)
+		p := tc.next(testkit.Patience)
 		if p == nil {
 			tc.tb.Fatalf("no answer to %x", []byte(h))
 		}
-		tc.statSeen, tc.expStatSN = true, p.h.StatSN()+1
+		tc.statSeen, tc.ExpStatSN = true, p.h.StatSN()+1
 		if p.h.ITT() == h.ITT() {
 			return p
 		}
@@ -66,12 +68,12 @@ func TestFunctionsOfLevel2(t *testing.T) {
 func TestQueryTask(t *testing.T) {
 	n := newTestNode(t)
 	tc := n.connect().loginLevel("2")
-	tc.wantSense(tc.command(pdu.FlagF, 0, testUnitReady, nil), 6, 0x29, 0)
+	tc.wantSense(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x29, 0)
 	tc.m.holdGets = true
-	h := tc.command(writeF, 4096, write10(0, 8), nil)
+	h := tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
 	tc.wantGets(1)
-	gap := tc.scsi(pdu.FlagF, 0, testUnitReady)
-	ahead := tc.command(pdu.FlagF, 0, testUnitReady, nil)
+	gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+	ahead := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 	for _, c := range []struct {
 		what          string
 		lun           byte
@@ -81,8 +83,8 @@ func TestQueryTask(t *testing.T) {
 		{"present", 0, h.ITT(), h.CmdSN(), pdu.FunctionSucceeded},
 		{"present, behind a gap", 0, ahead.ITT(), ahead.CmdSN(), pdu.FunctionSucceeded},
 		{"another LUN's", 1, h.ITT(), h.CmdSN(), pdu.LUNDoesNotExist},
-		{"answered long ago", 0, 0x7777, tc.cmdSN - 50, pdu.FunctionComplete},
-		{"to come", 0, 0x7777, tc.cmdSN, pdu.FunctionComplete},
+		{"answered long ago", 0, 0x7777, tc.CmdSN - 50, pdu.FunctionComplete},
+		{"to come", 0, 0x7777, tc.CmdSN, pdu.FunctionComplete},
 	} {
 		t.Log(c.what)
 		tc.wantInfo(tc.tmf(pdu.QueryTask, [8]byte{1: c.lun}, c.rtt, c.refCmdSN), c.want, noInfo)
@@ -99,7 +101,7 @@ func TestQueryTask(t *testing.T) {
 		t.Errorf("%x", []byte(p.h))
 	}
 	tc.m.releaseGets()
-	if p := tc.until(reset); p.h.Response() != pdu.FunctionComplete || p.h.ExpCmdSN() != tc.cmdSN {
+	if p := tc.until(reset); p.h.Response() != pdu.FunctionComplete || p.h.ExpCmdSN() != tc.CmdSN {
 		t.Errorf("%x", []byte(p.h))
 	}
 	// Aborted and gone: section 6.4.2.
@@ -112,14 +114,14 @@ func TestQueryTaskSet(t *testing.T) {
 	n := newTestNode(t)
 	tc := n.connect().loginLevel("2")
 	other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).loginLevel("2")
-	tc.wantSense(tc.command(pdu.FlagF, 0, testUnitReady, nil), 6, 0x29, 0)
+	tc.wantSense(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x29, 0)
 	query := func(c *testConn, want byte) {
 		t.Helper()
 		c.wantInfo(c.tmf(pdu.QueryTaskSet, [8]byte{}, pdu.ReservedTag, 0), want, noInfo)
 	}
 	query(tc, pdu.FunctionComplete)
 	tc.m.holdGets = true
-	h := tc.command(writeF, 4096, write10(0, 8), nil)
+	h := tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
 	tc.wantGets(1)
 	query(tc, pdu.FunctionSucceeded)
 	query(other, pdu.FunctionComplete) // of another nexus
@@ -142,12 +144,12 @@ func TestQueryAsyncEvent(t *testing.T) {
 	// UADE DEPTH and SENSE KEY, ASC, ASCQ: one, POWER ON.
 	query(pdu.FunctionSucceeded, [3]byte{0x16, 0x29, 0x00})
 	query(pdu.FunctionSucceeded, [3]byte{0x16, 0x29, 0x00}) // asking does not take it away
-	other.wantSense(other.command(pdu.FlagF, 0, testUnitReady, nil), 6, 0x29, 0)
+	other.wantSense(other.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x29, 0)
 	other.wantTMF(other.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionComplete)
 	query(pdu.FunctionSucceeded, [3]byte{0x26, 0x29, 0x00}) // more than one
-	tc.wantSense(tc.command(pdu.FlagF, 0, testUnitReady, nil), 6, 0x29, 0)
+	tc.wantSense(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x29, 0)
 	query(pdu.FunctionSucceeded, [3]byte{0x16, 0x29, 0x03})
-	tc.wantSense(tc.command(pdu.FlagF, 0, testUnitReady, nil), 6, 0x29, 3)
+	tc.wantSense(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x29, 3)
 	query(pdu.FunctionComplete, noInfo)
 	tc.wantInfo(tc.tmf(pdu.QueryAsyncEvent, [8]byte{1: 9}, pdu.ReservedTag, 0), pdu.LUNDoesNotExist, noInfo)
 	tc.logout()
@@ -160,13 +162,13 @@ func TestITNexusReset(t *testing.T) {
 	n := newTestNode(t)
 	tc := n.connect().loginLevel("2")
 	other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
-	tc.wantSense(tc.command(pdu.FlagF, 0, testUnitReady, nil), 6, 0x29, 0)
-	tc.wantStatus(tc.command(pdu.FlagF, 0, []byte{0x16}, nil), 0) // RESERVE(6)
+	tc.wantSense(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x29, 0)
+	tc.wantStatus(tc.command(pdu.FlagF, 0, [16]byte{0x16}, nil), 0) // RESERVE(6)
 	before := n.stored(0, 4096)
 	tc.m.holdGets, other.m.holdGets = true, true
-	tc.command(writeF, 4096, write10(0, 8), nil)
+	tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
 	tc.wantGets(1)
-	tc.cmdSN += 3 // these never come
+	tc.CmdSN += 3 // these never come
 	f := tc.tmf(pdu.ITNexusReset, [8]byte{}, pdu.ReservedTag, 0)
 	tc.wantNothing() // the data is on its way
 	tc.m.releaseGets()
@@ -181,12 +183,12 @@ func TestITNexusReset(t *testing.T) {
 		t.Error("data of an aborted write is on the medium")
 	}
 	// Nexus loss: the reservation is gone at once. The other nexus is not touched.
-	h := other.command(writeF, 4096, write10(0, 8), nil)
+	h := other.command(writeF, 4096, cdb.Write10(0, 8), nil)
 	other.wantGets(1)
 	other.m.releaseGets()
 	other.wantStatus(h, 0)
 	again := n.connect().loginLevel("2")
-	if p := again.wantStatus(again.command(pdu.FlagF, 0, testUnitReady, nil), 2); len(p.data) < 20 || p.data[4] != 6 || p.data[14] != 0x29 {
+	if p := again.wantStatus(again.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 2); len(p.data) < 20 || p.data[4] != 6 || p.data[14] != 0x29 {
 		t.Errorf("sense %x", p.data)
 	}
 	again.logout()
@@ -206,13 +208,13 @@ func TestInquiryOfLevel(t *testing.T) {
 		"2": {0x62, [2]byte{0x04, 0x07}}, // QTS; QAES, QTSS, ITNRS
 	} {
 		tc := n.connect().loginLevel(level)
-		tc.wantSense(tc.command(pdu.FlagF, 0, testUnitReady, nil), 6, 0x29, 0)
-		h := tc.command(readF, 96, []byte{0x12, 0, 0, 0, 96, 0}, nil)
+		tc.wantSense(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x29, 0)
+		h := tc.command(readF, 96, [16]byte{0x12, 0, 0, 0, 96, 0}, nil)
 		tc.wantStatus(h, 0)
 		if d := tc.sinkOf(h)[58:74]; !bytes.Contains(d, []byte{0x09, want.descriptor}) || bytes.Count(d, []byte{0x09}) != 1 {
 			t.Errorf("level %s: version descriptors %x", level, d)
 		}
-		h = tc.command(readF, 4, []byte{0xa3, 0x0d, 0, 0, 0, 0, 0, 0, 0, 4}, nil)
+		h = tc.command(readF, 4, [16]byte{0xa3, 0x0d, 0, 0, 0, 0, 0, 0, 0, 4}, nil)
 		tc.wantStatus(h, 0)
 		if f := tc.sinkOf(h); f[0]&0x04 != want.functions[0] || f[1] != want.functions[1] {
 			t.Errorf("level %s: functions %x", level, f)
@@ -230,7 +232,7 @@ func TestQueriesOfASession(t *testing.T) {
 	a.loggedIn()
 	b := a.join(1)
 	b.m.holdGets = true
-	b.command(writeF, 4096, write10(0, 8), nil)
+	b.command(writeF, 4096, cdb.Write10(0, 8), nil)
 	b.wantGets(1)
 	a.on(b).wantInfo(a.tmf(pdu.QueryTaskSet, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionSucceeded, noInfo)
 	f := a.tmf(pdu.ITNexusReset, [8]byte{}, pdu.ReservedTag, 0)

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // recovering allows ErrorRecoveryLevel 2.
@@ -45,7 +47,7 @@ func (tc *testConn) recoverFrom(lost *testConn, expStatSN uint32) {
 }
 
 func (tc *testConn) removal(lost *testConn, expStatSN uint32) pdu.BHS {
-	h := tc.request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutForRecovery, true)
+	h := tc.Request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutForRecovery, true)
 	h.SetCID(lost.cid)
 	h.SetExpStatSN(expStatSN)
 	tc.write(h, nil)
@@ -79,15 +81,15 @@ func TestReassign(t *testing.T) {
 	t.Run("READ in the backend", func(t *testing.T) {
 		n, a, b := lose(t)
 		n.fill()
-		open := n.store.shut()
-		h := a.on(b).command(readF, 2<<20, read10(0, 4096), nil)
-		<-n.store.entered
+		gate := n.store.Shut()
+		h := a.on(b).command(readF, 2<<20, cdb.Read10(0, 4096), nil)
+		<-gate.Entered
 		a.close()
 		b.on(a).hearOf(a)
 		b.wantTMF(b.reassign(h), pdu.TaskStillAllegiant) // nobody has logged it out
-		l := b.removal(a, a.expStatSN)
+		l := b.removal(a, a.ExpStatSN)
 		b.wantNothing()
-		open()
+		gate.Open()
 		b.wantLogout(l, pdu.LogoutSuccess)
 		a.wantEnd(io.EOF)
 		b.takeOver(a, h)
@@ -96,9 +98,9 @@ func TestReassign(t *testing.T) {
 		if !bytes.Equal(b.m.sink[h.ITT()], n.stored(0, 2<<20)) {
 			t.Error("wrong data")
 		}
-		f := b.request(pdu.TaskMgmtReq, pdu.FlagF|pdu.TaskReassign, true)
+		f := b.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.TaskReassign, true)
 		f.SetReferencedTaskTag(h.ITT())
-		f.SetExpStatSN(b.expStatSN - 1)
+		f.SetExpStatSN(b.ExpStatSN - 1)
 		b.write(f, nil)
 		b.wantTMF(f, pdu.TaskStillAllegiant) // to us; the status is not acknowledged
 		b.wantTMF(b.reassign(h), pdu.TaskDoesNotExist)
@@ -108,7 +110,7 @@ func TestReassign(t *testing.T) {
 	t.Run("WRITE that waits for data", func(t *testing.T) {
 		n, a, b := lose(t)
 		a.m.holdGets = true
-		h := a.on(b).scsi(writeF, 8192, write10(0, 16))
+		h := a.on(b).scsi(writeF, 8192, cdb.Write10(0, 16))
 		data := pattern(8192, h.ITT())
 		a.write(h, data[:512])
 		a.wantGets(1)
@@ -116,7 +118,7 @@ func TestReassign(t *testing.T) {
 		a.close()
 		a.wantEnd(io.EOF)
 		b.on(a).hearOf(a)
-		b.recoverFrom(a, a.expStatSN)
+		b.recoverFrom(a, a.ExpStatSN)
 		b.takeOver(a, h)
 		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
 		b.wantStatus(h, 0)
@@ -131,7 +133,7 @@ func TestReassign(t *testing.T) {
 	t.Run("WRITE whose data fails before the connection", func(t *testing.T) {
 		_, a, b := lose(t)
 		a.m.holdGets = true
-		h := a.on(b).command(writeF, 4096, write10(0, 8), nil)
+		h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
 		a.wantGets(1)
 		a.m.mu.Lock()
 		a.m.endGet(a.m.gets[0], errors.New("nothing can be asked for"))
@@ -140,7 +142,7 @@ func TestReassign(t *testing.T) {
 			t.Error("no reason")
 		}
 		b.on(a).hearOf(a)
-		b.recoverFrom(a, a.expStatSN)
+		b.recoverFrom(a, a.ExpStatSN)
 		b.takeOver(a, h)
 		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
 		b.wantStatus(h, 0)
@@ -150,7 +152,7 @@ func TestReassign(t *testing.T) {
 		n := newTestNode(t, recovering, func(o *Options) { o.MaxTransferPiece = 1 })
 		a := n.leadRecovering()
 		b := a.join(1)
-		h := a.on(b).scsi(writeF, 192<<10, write10(0, 384))
+		h := a.on(b).scsi(writeF, 192<<10, cdb.Write10(0, 384))
 		a.m.holdGets = true
 		a.write(h, nil)
 		a.wantGets(1)
@@ -161,7 +163,7 @@ func TestReassign(t *testing.T) {
 		a.close()
 		a.wantEnd(io.EOF)
 		b.on(a).hearOf(a)
-		b.recoverFrom(a, a.expStatSN)
+		b.recoverFrom(a, a.ExpStatSN)
 		b.takeOver(a, h)
 		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
 		b.wantStatus(h, 0)
@@ -174,7 +176,7 @@ func TestReassign(t *testing.T) {
 		n := unsolicitedNode(t, func(o *Options) { o.Limits.MaxConnections, o.Limits.ErrorRecoveryLevel = 4, 2 })
 		a := n.leadRecovering()
 		b := a.join(1)
-		h := a.on(b).scsi(pdu.FlagW, 4096, write10(0, 8))
+		h := a.on(b).scsi(pdu.FlagW, 4096, cdb.Write10(0, 8))
 		data := pattern(4096, h.ITT())
 		a.write(h, data[:512])
 		a.write(a.dataOutPDU(h, false, 0, 512), data[512:1024])
@@ -182,7 +184,7 @@ func TestReassign(t *testing.T) {
 		a.close()
 		a.wantEnd(io.EOF)
 		b.on(a).hearOf(a)
-		b.recoverFrom(a, a.expStatSN)
+		b.recoverFrom(a, a.ExpStatSN)
 		b.takeOver(a, h)
 		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
 		b.wantStatus(h, 0)
@@ -194,14 +196,14 @@ func TestReassign(t *testing.T) {
 	t.Run("ORDERED that waits for its turn", func(t *testing.T) {
 		_, a, b := lose(t)
 		b.m.holdGets = true
-		first := b.command(writeF, 4096, write10(0, 8), nil)
+		first := b.command(writeF, 4096, cdb.Write10(0, 8), nil)
 		b.wantGets(1)
-		h := a.on(b).command(readF|pdu.AttrOrdered, 4096, read10(0, 8), nil)
+		h := a.on(b).command(readF|pdu.AttrOrdered, 4096, cdb.Read10(0, 8), nil)
 		a.ping()
 		a.close()
 		a.wantEnd(io.EOF)
 		b.on(a).hearOf(a)
-		b.recoverFrom(a, a.expStatSN)
+		b.recoverFrom(a, a.ExpStatSN)
 		b.takeOver(a, h)
 		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
 		b.wantNothing() // it still is not its turn
@@ -217,9 +219,9 @@ func TestReassign(t *testing.T) {
 		n, a, b := lose(t)
 		n.fill()
 		a.on(b)
-		first := a.expStatSN
+		first := a.ExpStatSN
 		var sent []pdu.BHS
-		for _, h := range []pdu.BHS{a.scsi(writeF, 4096, write10(0, 8)), a.scsi(readF, 4096, read10(8, 8)), a.scsi(readF, 4096, read10(storeLen/blockLen, 8))} {
+		for _, h := range []pdu.BHS{a.scsi(writeF, 4096, cdb.Write10(0, 8)), a.scsi(readF, 4096, cdb.Read10(8, 8)), a.scsi(readF, 4096, cdb.Read10(storeLen/blockLen, 8))} {
 			h.SetExpStatSN(first)
 			a.write(h, nil)
 			if p := a.want(pdu.SCSIResponse); p.h.ITT() != h.ITT() {
@@ -253,8 +255,8 @@ func TestReassign(t *testing.T) {
 	})
 	t.Run("write that was answered is not executed again", func(t *testing.T) {
 		n, a, b := lose(t)
-		w := a.on(b).command(writeF, 4096, write10(0, 8), nil)
-		expStatSN := a.expStatSN
+		w := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
+		expStatSN := a.ExpStatSN
 		a.wantStatus(w, 0)
 		a.close()
 		a.wantEnd(io.EOF)
@@ -273,20 +275,20 @@ func TestReassign(t *testing.T) {
 		n, a, b := lose(t)
 		c := b.join(2)
 		a.m.holdGets, b.m.holdGets = true, true
-		h := a.on(c).command(writeF, 4096, write10(0, 8), nil)
+		h := a.on(c).command(writeF, 4096, cdb.Write10(0, 8), nil)
 		a.wantGets(1)
 		a.close()
 		a.wantEnd(io.EOF)
-		n.eventually("news", func() bool { return b.next(time.Millisecond) != nil || c.next(time.Millisecond) != nil })
+		testkit.Eventually(n.tb, "news", func() bool { return b.next(time.Millisecond) != nil || c.next(time.Millisecond) != nil })
 		b.statSeen, c.statSeen = false, false
-		b.on(a).recoverFrom(a, a.expStatSN)
+		b.on(a).recoverFrom(a, a.ExpStatSN)
 		b.takeOver(a, h)
 		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
 		b.wantGets(1)
 		b.close()
 		b.wantEnd(io.EOF)
 		c.on(b).hearOf(b)
-		c.recoverFrom(b, b.expStatSN)
+		c.recoverFrom(b, b.ExpStatSN)
 		c.takeOver(b, h)
 		c.wantTMF(c.reassign(h), pdu.FunctionComplete)
 		c.wantStatus(h, 0)
@@ -298,12 +300,12 @@ func TestReassign(t *testing.T) {
 	t.Run("advertisement that does not fit", func(t *testing.T) {
 		_, a, b := lose(t)
 		a.m.holdGets = true
-		h := a.on(b).command(writeF, 4096, write10(0, 8), nil)
+		h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
 		a.wantGets(1)
 		a.close()
 		a.wantEnd(io.EOF)
 		b.on(a).hearOf(a)
-		b.recoverFrom(a, a.expStatSN)
+		b.recoverFrom(a, a.ExpStatSN)
 		b.m.mu.Lock()
 		b.m.bindErr = errors.New("no STag")
 		b.m.mu.Unlock()
@@ -327,9 +329,9 @@ func TestAbortAnswered(t *testing.T) {
 	a := n.leadRecovering()
 	b := a.join(1)
 	a.on(b)
-	first := a.expStatSN
+	first := a.ExpStatSN
 	var sent []pdu.BHS
-	for _, h := range []pdu.BHS{a.scsi(readF, 512, read10(0, 1)), a.scsi(writeF, 4096, write10(0, 8)), a.scsi(readF, 4096, read10(8, 8)), a.scsi(readF, 4096, read10(storeLen/blockLen, 8))} {
+	for _, h := range []pdu.BHS{a.scsi(readF, 512, cdb.Read10(0, 1)), a.scsi(writeF, 4096, cdb.Write10(0, 8)), a.scsi(readF, 4096, cdb.Read10(8, 8)), a.scsi(readF, 4096, cdb.Read10(storeLen/blockLen, 8))} {
 		h.SetExpStatSN(first)
 		a.write(h, nil)
 		if p := a.want(pdu.SCSIResponse); p.h.ITT() != h.ITT() {
@@ -341,7 +343,7 @@ func TestAbortAnswered(t *testing.T) {
 		return b.tmf(pdu.AbortTask, [8]byte{1: lun}, h.ITT(), h.CmdSN())
 	}
 	acknowledged, w, r, bad := sent[0], sent[1], sent[2], sent[3]
-	f := a.request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTask, true)
+	f := a.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTask, true)
 	f.SetReferencedTaskTag(w.ITT())
 	f.SetRefCmdSN(w.CmdSN())
 	f.SetExpStatSN(first)
@@ -383,7 +385,7 @@ func TestReassignAnswers(t *testing.T) {
 	a := n.leadRecovering()
 	b := a.join(1)
 	a.m.holdGets = true
-	h := a.on(b).command(writeF, 4096, write10(0, 8), nil)
+	h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
 	a.wantGets(1)
 	b.on(a).wantTMF(b.reassign(h), pdu.TaskStillAllegiant)
 	a.wantTMF(a.reassign(h), pdu.TaskStillAllegiant)
@@ -391,7 +393,7 @@ func TestReassignAnswers(t *testing.T) {
 	n.mu.Lock()
 	sess := n.sessions[a.tsih]
 	n.mu.Unlock()
-	n.eventually("abort", func() bool {
+	testkit.Eventually(n.tb, "abort", func() bool {
 		sess.mu.Lock()
 		defer sess.mu.Unlock()
 		return sess.tasks.find(h.ITT()).aborted.Load()
@@ -410,21 +412,21 @@ func TestRecoveryLogoutOfItself(t *testing.T) {
 	a := n.leadRecovering()
 	b := a.join(1)
 	a.m.holdGets = true
-	w := a.on(b).command(writeF, 4096, write10(0, 8), nil)
+	w := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
 	a.wantGets(1)
-	open := n.store.shut()
-	r := a.command(readF, 4096, read10(8, 8), nil)
-	<-n.store.entered
-	second := a.scsi(writeF, 192<<10, write10(16, 384))
+	gate := n.store.Shut()
+	r := a.command(readF, 4096, cdb.Read10(8, 8), nil)
+	<-gate.Entered
+	second := a.scsi(writeF, 192<<10, cdb.Write10(16, 384))
 	a.write(second, nil)
 	a.wantGets(2)
-	gap := a.scsi(pdu.FlagF, 0, testUnitReady)
-	lost := a.command(pdu.FlagF, 0, testUnitReady, nil)
+	gap := a.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+	lost := a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 	a.ping()
-	l := a.removal(a, a.expStatSN)
+	l := a.removal(a, a.ExpStatSN)
 	a.wantNothing()   // the READ has not stopped
 	a.m.releaseGets() // data that was asked for before may still come
-	open()
+	gate.Open()
 	p := a.wantLogout(l, pdu.LogoutSuccess)
 	if [4]byte(p.h[40:44]) != [4]byte{0, 2, 0, 5} { // ISCSI-11.15-2
 		t.Errorf("%x", []byte(p.h))
@@ -470,7 +472,7 @@ func TestSessionContinuation(t *testing.T) {
 			n := newTestNode(t, recovering)
 			a := n.leadRecovering()
 			a.m.holdGets = true
-			h := a.command(writeF, 4096, write10(0, 8), nil)
+			h := a.command(writeF, 4096, cdb.Write10(0, 8), nil)
 			a.wantGets(1)
 			a.close()
 			a.wantEnd(io.EOF)
@@ -479,11 +481,11 @@ func TestSessionContinuation(t *testing.T) {
 			}
 			b := a.joinAs(c.cid)
 			b.wantLogin(pdu.LoginSuccess)
-			b.cmdSN = a.cmdSN
-			b.wantStatus(b.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+			b.CmdSN = a.CmdSN
+			b.wantStatus(b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 			if c.cid != a.cid {
 				b.wantTMF(b.reassign(h), pdu.TaskStillAllegiant)
-				b.recoverFrom(a, a.expStatSN)
+				b.recoverFrom(a, a.ExpStatSN)
 			}
 			b.takeOver(a, h)
 			b.wantTMF(b.reassign(h), pdu.FunctionComplete)
@@ -496,12 +498,12 @@ func TestSessionContinuation(t *testing.T) {
 		n := newTestNode(t, recovering)
 		a := n.leadRecovering()
 		a.m.holdGets = true
-		h := a.command(writeF, 4096, write10(0, 8), nil)
+		h := a.command(writeF, 4096, cdb.Write10(0, 8), nil)
 		a.wantGets(1)
 		b := a.joinAs(a.cid)
 		b.wantLogin(pdu.LoginSuccess)
 		a.wantEnd(errReinstated)
-		b.cmdSN = a.cmdSN
+		b.CmdSN = a.CmdSN
 		b.takeOver(a, h)
 		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
 		b.wantStatus(h, 0)
@@ -542,15 +544,15 @@ func TestConnectionStateTimeout(t *testing.T) {
 			a := n.leadRecovering()
 			b := a.join(1)
 			a.m.holdGets = true
-			h := a.on(b).command(writeF, 4096, write10(0, 8), nil)
+			h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
 			a.wantGets(1)
 			a.close()
 			a.wantEnd(io.EOF)
 			b.on(a).hearOf(a)
 			if removed {
-				b.recoverFrom(a, a.expStatSN)
+				b.recoverFrom(a, a.ExpStatSN)
 			}
-			b.wantStatus(b.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+			b.wantStatus(b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 			n.mu.Lock()
 			s := n.sessions[a.tsih]
 			n.mu.Unlock()
@@ -579,18 +581,18 @@ func TestWhatIsNotRecovered(t *testing.T) {
 	a := n.leadRecovering()
 	b := a.join(1)
 	a.on(b).m.holdGets = true
-	i := a.scsi(writeF, 4096, write10(0, 8))
+	i := a.scsi(writeF, 4096, cdb.Write10(0, 8))
 	i.SetImmediate()
-	a.cmdSN--
+	a.CmdSN--
 	a.write(i, nil)
 	a.wantGets(1)
-	gap := a.scsi(pdu.FlagF, 0, testUnitReady)
-	lost := a.command(pdu.FlagF, 0, testUnitReady, nil)
+	gap := a.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+	lost := a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 	a.ping()
 	a.close()
 	a.wantEnd(io.EOF)
 	b.on(a).hearOf(a)
-	b.recoverFrom(a, a.expStatSN)
+	b.recoverFrom(a, a.ExpStatSN)
 	b.wantTMF(b.reassign(i), pdu.TaskDoesNotExist)
 	b.wantTMF(b.reassign(lost), pdu.TaskDoesNotExist)
 	b.write(gap, nil)
@@ -611,7 +613,7 @@ func TestEndOfLostConnection(t *testing.T) {
 			a.on(b)
 		}
 		a.m.holdGets = true
-		h = a.command(writeF, 4096, write10(0, 8), nil)
+		h = a.command(writeF, 4096, cdb.Write10(0, 8), nil)
 		a.wantGets(1)
 		a.close()
 		a.wantEnd(io.EOF)
@@ -622,10 +624,10 @@ func TestEndOfLostConnection(t *testing.T) {
 	}
 	t.Run("ABORT TASK", func(t *testing.T) {
 		_, a, b, h := begin(t, true)
-		b.recoverFrom(a, a.expStatSN)
+		b.recoverFrom(a, a.ExpStatSN)
 		b.wantTMF(b.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
 		b.wantTMF(b.reassign(h), pdu.TaskDoesNotExist)
-		b.wantStatus(b.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+		b.wantStatus(b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 		b.logout()
 	})
 	t.Run("LOGICAL UNIT RESET", func(t *testing.T) {
@@ -667,7 +669,7 @@ func TestEndOfLostConnection(t *testing.T) {
 		b := n.leadRecovering(func(tc *testConn) { tc.isid[5]++ })
 		b.close()
 		b.wantEnd(io.EOF)
-		n.eventually("end of one session", func() bool { return n.Stats().Sessions == 1 })
+		testkit.Eventually(n.tb, "end of one session", func() bool { return n.Stats().Sessions == 1 })
 		n.failed.Store(1)
 		n.Shutdown(context.Background())
 	})
@@ -675,15 +677,15 @@ func TestEndOfLostConnection(t *testing.T) {
 		n := newTestNode(t, recovering, func(o *Options) { o.ReinstatementWait = 20 * time.Millisecond })
 		a := n.leadRecovering()
 		b := a.join(1)
-		open := n.store.shut()
-		a.on(b).command(readF, 4096, read10(0, 8), nil)
-		<-n.store.entered
+		gate := n.store.Shut()
+		a.on(b).command(readF, 4096, cdb.Read10(0, 8), nil)
+		<-gate.Entered
 		a.close()
 		b.on(a).hearOf(a)
-		b.wantLogout(b.removal(a, a.expStatSN), pdu.LogoutCleanupFailed)
-		open()
+		b.wantLogout(b.removal(a, a.ExpStatSN), pdu.LogoutCleanupFailed)
+		gate.Open()
 		a.wantEnd(io.EOF)
-		b.recoverFrom(a, a.expStatSN)
+		b.recoverFrom(a, a.ExpStatSN)
 		b.logout()
 	})
 }
@@ -695,7 +697,7 @@ func TestNoRecovery(t *testing.T) {
 	a.writeLogin(a.loginRequest(true, 1, 3), append(append(slices.Clone(names), without(recoveringKeys, "DefaultTime2Retain")...), "DefaultTime2Retain=0")...)
 	a.loggedIn()
 	a.wantLogout(a.removal(a, 0), pdu.LogoutRecoveryNotSupported)
-	a.wantTMF(a.reassign(a.request(pdu.NOPOut, 0, true)), pdu.ReassignNotSupported)
+	a.wantTMF(a.reassign(a.Request(pdu.NOPOut, 0, true)), pdu.ReassignNotSupported)
 	a.close()
 	a.wantEnd(io.EOF)
 	if s := n.Stats(); s.Sessions != 0 {

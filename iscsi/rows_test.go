@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // ISCSI-11.12-4: an ISID is six octets that are compared, whatever its type
@@ -74,7 +76,7 @@ func TestDiscoveryErrorRecoveryLevel(t *testing.T) {
 		if _, answers := tc.wantLogin(pdu.LoginSuccess); !slices.Contains(answers, "ErrorRecoveryLevel=0") {
 			t.Errorf("%q answered with %q", pairs, answers)
 		}
-		h := tc.request(pdu.SNACK, pdu.FlagF, true)
+		h := tc.Request(pdu.SNACK, pdu.FlagF, true)
 		tc.write(h, nil)
 		if p := tc.want(pdu.Reject); p.h.Reason() != pdu.RejectProtocolError && p.h.Reason() != pdu.RejectNotSupported {
 			t.Errorf("SNACK in discovery: %x", []byte(p.h))
@@ -88,38 +90,36 @@ func TestDiscoveryErrorRecoveryLevel(t *testing.T) {
 func TestResponseCode(t *testing.T) {
 	n := newTestNode(t)
 	tc := n.connect().login()
-	failing := func(what string, flags byte, edtl uint32, cdb, data []byte, field [8]byte, key, asc, ascq byte) {
+	failing := func(what string, flags byte, edtl uint32, block [16]byte, data []byte, field [8]byte, key, asc, ascq byte) {
 		t.Helper()
 		t.Log(what)
-		h := tc.scsi(flags, edtl, cdb)
+		h := tc.scsi(flags, edtl, block)
 		h.SetLUN(field)
 		tc.write(h, data)
 		tc.wantSense(h, key, asc, ascq) // which looks at the response code
 	}
 	var lun0 [8]byte
-	failing("no such logical unit", pdu.FlagF, 0, testUnitReady, nil, [8]byte{1: 9}, 5, 0x25, 0)
-	failing("no such command", pdu.FlagF, 0, []byte{0xff}, nil, lun0, 5, 0x20, 0)
-	failing("beyond the end", readF, 512, read10(storeLen/blockLen, 1), nil, lun0, 5, 0x21, 0)
-	failing("wrong direction", readF, 512, write10(0, 1), nil, lun0, 5, 0x0e, 3)
-	failing("both directions", pdu.FlagF|pdu.FlagR|pdu.FlagW, 512, read10(0, 1), nil, lun0, 5, 0x0e, 3)
-	failing("more data than expected", writeF, 512, write10(0, 1), make([]byte, 1024), lun0, 0xb, 0x0c, 0x0d)
-	n.store.mu.Lock()
-	n.store.fail = errors.New("broken")
-	n.store.mu.Unlock()
-	failing("medium error of a read", readF, 512, read10(0, 1), nil, lun0, 3, 0x11, 0)
-	failing("medium error of a write", writeF, 512, write10(0, 1), make([]byte, 512), lun0, 3, 0x0c, 0)
+	failing("no such logical unit", pdu.FlagF, 0, cdb.TestUnitReady, nil, [8]byte{1: 9}, 5, 0x25, 0)
+	failing("no such command", pdu.FlagF, 0, [16]byte{0xff}, nil, lun0, 5, 0x20, 0)
+	failing("beyond the end", readF, 512, cdb.Read10(storeLen/blockLen, 1), nil, lun0, 5, 0x21, 0)
+	failing("wrong direction", readF, 512, cdb.Write10(0, 1), nil, lun0, 5, 0x0e, 3)
+	failing("both directions", pdu.FlagF|pdu.FlagR|pdu.FlagW, 512, cdb.Read10(0, 1), nil, lun0, 5, 0x0e, 3)
+	failing("more data than expected", writeF, 512, cdb.Write10(0, 1), make([]byte, 1024), lun0, 0xb, 0x0c, 0x0d)
+	n.store.FailIO(errors.New("broken"))
+	failing("medium error of a read", readF, 512, cdb.Read10(0, 1), nil, lun0, 3, 0x11, 0)
+	failing("medium error of a write", writeF, 512, cdb.Write10(0, 1), make([]byte, 512), lun0, 3, 0x0c, 0)
 	tc.logout()
 }
 
 // ISCSI-11.9-2: an initiator that was asked to log out may go on until it does:
 // its commands are served, not rejected.
 func TestCommandsAfterLogoutRequest(t *testing.T) {
-	n := newTestNode(t, func(o *Options) { o.ShutdownWait = patience })
+	n := newTestNode(t, func(o *Options) { o.ShutdownWait = testkit.Patience })
 	tc := n.connect().login()
 	done := make(chan error, 1)
 	go func() { done <- n.Shutdown(context.Background()) }()
 	tc.want(pdu.AsyncMessage)
-	h := tc.command(writeF, 4096, write10(8, 8), pattern(4096, 7))
+	h := tc.command(writeF, 4096, cdb.Write10(8, 8), pattern(4096, 7))
 	tc.wantStatus(h, 0)
 	if !bytes.Equal(n.stored(8, 4096), pattern(4096, 7)) {
 		t.Error("the medium has something else")
@@ -130,7 +130,7 @@ func TestCommandsAfterLogoutRequest(t *testing.T) {
 		if err != nil {
 			t.Error(err)
 		}
-	case <-time.After(patience):
+	case <-time.After(testkit.Patience):
 		t.Error("Shutdown has not returned")
 	}
 }

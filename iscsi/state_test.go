@@ -7,6 +7,8 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // A connState is a state of RFC 7143, section 8.1.1. LOGOUT_REQUESTED is LOGGED_IN
@@ -121,16 +123,17 @@ func TestConnectionStates(t *testing.T) {
 			n := newTestNode(t, recovering)
 			a := n.leadRecovering()
 			e := &env{testNode: n, a: a, b: a.join(1)}
-			e.open = n.store.shut()
+			gate := n.store.Shut()
+			e.open = gate.Open
 			defer e.open()
-			a.on(e.b).command(readF, 4096, read10(0, 8), nil)
-			<-n.store.entered
+			a.on(e.b).command(readF, 4096, cdb.Read10(0, 8), nil)
+			<-gate.Entered
 			if got := n.stateOf(a.tsih, a.cid); got != loggedIn { // T5
 				t.Fatalf("%s after login", got)
 			}
 			for _, s := range c.steps {
 				s.event(e)
-				n.eventually(s.name+" to "+string(s.after), func() bool { return n.stateOf(a.tsih, a.cid) == s.after })
+				testkit.Eventually(n.tb, s.name+" to "+string(s.after), func() bool { return n.stateOf(a.tsih, a.cid) == s.after })
 			}
 			e.open()
 			e.a.close()

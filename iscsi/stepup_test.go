@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
+	"github.com/iser-target/iser-target/tests/testkit/header"
 )
 
 // A streamMover is a fakeMover without RDMA that can be upgraded.
@@ -38,7 +40,7 @@ func newStepUp(t *testing.T, change ...func(*stepUp)) *stepUp {
 	for _, f := range change {
 		f(s)
 	}
-	s.testConn = &testConn{testNode: n, m: s.stream, isid: [6]byte{0, 2, 0x3d, 0, 0, 1}, cmdSN: 1, itt: 0x100, result: make(chan error, 1)}
+	s.testConn = &testConn{testNode: n, m: s.stream, isid: [6]byte{0, 2, 0x3d, 0, 0, 1}, Numbers: header.Numbers{CmdSN: 1, ITT: 0x100}, result: make(chan error, 1)}
 	note := func(call string) {
 		s.stream.mu.Lock()
 		defer s.stream.mu.Unlock()
@@ -101,7 +103,7 @@ func TestStepUp(t *testing.T) {
 		after := *s.testConn
 		after.m = s.rdma
 		for range 2 { // unit attentions
-			after.command(pdu.FlagF, 0, testUnitReady, nil)
+			after.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 			after.want(pdu.SCSIResponse)
 		}
 		s.stream.mu.Lock()
@@ -165,7 +167,7 @@ func TestStepUp(t *testing.T) {
 	}
 	t.Run("ISER-6.3-2 ISER-3.3-2 not at this portal", func(t *testing.T) {
 		n := newTestNode(t)
-		tc := &testConn{testNode: n, m: newFakeMover(), isid: [6]byte{1}, cmdSN: 1, result: make(chan error, 1)}
+		tc := &testConn{testNode: n, m: newFakeMover(), isid: [6]byte{1}, Numbers: header.Numbers{CmdSN: 1}, result: make(chan error, 1)}
 		tc.m.rdma = false
 		go func() { tc.result <- n.portal.Serve(&streamMover{fakeMover: tc.m}) }()
 		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)

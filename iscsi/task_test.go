@@ -13,6 +13,8 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 const (
@@ -29,16 +31,18 @@ func (tc *testConn) sinkOf(h pdu.BHS) []byte {
 
 // stored is what the medium has at a block.
 func (n *testNode) stored(lba, octets int) []byte {
-	n.store.mu.Lock()
-	defer n.store.mu.Unlock()
-	return bytes.Clone(n.store.b[lba*blockLen:][:octets])
+	b := make([]byte, octets)
+	if err := n.store.Store.ReadAt(b, int64(lba)*blockLen); err != nil {
+		n.tb.Fatal(err)
+	}
+	return b
 }
 
 // fill gives the medium a pattern.
 func (n *testNode) fill() {
-	n.store.mu.Lock()
-	defer n.store.mu.Unlock()
-	copy(n.store.b, pattern(storeLen, 99))
+	if err := n.store.Store.WriteAt(pattern(storeLen, 99), 0); err != nil {
+		n.tb.Fatal(err)
+	}
 }
 
 // ISER-1.5.3-1, ISER-3.3-5, ISER-7.3.2-2, ISER-7.3.2-10, ISER-9.5.2-2: a read
@@ -53,7 +57,7 @@ func TestRead(t *testing.T) {
 		flushes := tc.m.flushes
 		tc.m.mu.Unlock()
 		size := blocks * blockLen
-		h := tc.command(readF, uint32(size), read10(3, uint16(blocks)), nil)
+		h := tc.command(readF, uint32(size), cdb.Read10(3, uint16(blocks)), nil)
 		p := tc.wantStatus(h, 0)
 		wantResidual(t, p, 0, 0)
 		if !bytes.Equal(tc.sinkOf(h), n.stored(3, size)) {
@@ -100,7 +104,7 @@ func TestWrite(t *testing.T) {
 		tc.m.getRanges = nil
 		tc.m.mu.Unlock()
 		size := c.blocks * blockLen
-		h := tc.scsi(writeF, uint32(size), write10(7, uint16(c.blocks)))
+		h := tc.scsi(writeF, uint32(size), cdb.Write10(7, uint16(c.blocks)))
 		tc.write(h, pattern(size, h.ITT())[:c.immediate])
 		p := tc.wantStatus(h, 0)
 		wantResidual(t, p, 0, 0)
@@ -129,24 +133,24 @@ func TestResiduals(t *testing.T) {
 		name     string
 		flags    byte
 		edtl     uint32
-		cdb      []byte
+		cdb      [16]byte
 		residual byte
 		n        uint32
 		status   byte
 	}{
-		{"read 8, expect 4", readF, 4 * blockLen, read10(0, 8), pdu.FlagOverflow, 4 * blockLen, 0},
-		{"read 1, expect 200 octets", readF, 200, read10(0, 1), pdu.FlagOverflow, blockLen - 200, 0},
-		{"read 1, expect 10000", readF, 10000, read10(0, 1), pdu.FlagUnderflow, 10000 - blockLen, 0},
-		{"read 1, expect nothing", readF, 0, read10(0, 1), pdu.FlagOverflow, blockLen, 0},
-		{"read 1, no R", pdu.FlagF, 0, read10(0, 1), pdu.FlagOverflow, blockLen, 0},
-		{"read 1, expect to write 512", writeF, blockLen, read10(0, 1), pdu.FlagUnderflow, blockLen, 0},
-		{"write 1, expect nothing", writeF, 0, write10(0, 1), pdu.FlagOverflow, blockLen, 0},
-		{"write 1, no W", pdu.FlagF, 0, write10(0, 1), pdu.FlagOverflow, blockLen, 0},
-		{"write 2, expect 1", writeF, blockLen, write10(0, 2), pdu.FlagOverflow, blockLen, 0},
-		{"write 1, expect 10000", writeF, 10000, write10(0, 1), pdu.FlagUnderflow, 10000 - blockLen, 0},
-		{"write 1, expect 200 octets", writeF, 200, write10(0, 1), pdu.FlagOverflow, blockLen - 200, 2},
-		{"no data, expect 512", readF, blockLen, testUnitReady, pdu.FlagUnderflow, blockLen, 0},
-		{"no data, expect to write 512", writeF, blockLen, testUnitReady, pdu.FlagUnderflow, blockLen, 0},
+		{"read 8, expect 4", readF, 4 * blockLen, cdb.Read10(0, 8), pdu.FlagOverflow, 4 * blockLen, 0},
+		{"read 1, expect 200 octets", readF, 200, cdb.Read10(0, 1), pdu.FlagOverflow, blockLen - 200, 0},
+		{"read 1, expect 10000", readF, 10000, cdb.Read10(0, 1), pdu.FlagUnderflow, 10000 - blockLen, 0},
+		{"read 1, expect nothing", readF, 0, cdb.Read10(0, 1), pdu.FlagOverflow, blockLen, 0},
+		{"read 1, no R", pdu.FlagF, 0, cdb.Read10(0, 1), pdu.FlagOverflow, blockLen, 0},
+		{"read 1, expect to write 512", writeF, blockLen, cdb.Read10(0, 1), pdu.FlagUnderflow, blockLen, 0},
+		{"write 1, expect nothing", writeF, 0, cdb.Write10(0, 1), pdu.FlagOverflow, blockLen, 0},
+		{"write 1, no W", pdu.FlagF, 0, cdb.Write10(0, 1), pdu.FlagOverflow, blockLen, 0},
+		{"write 2, expect 1", writeF, blockLen, cdb.Write10(0, 2), pdu.FlagOverflow, blockLen, 0},
+		{"write 1, expect 10000", writeF, 10000, cdb.Write10(0, 1), pdu.FlagUnderflow, 10000 - blockLen, 0},
+		{"write 1, expect 200 octets", writeF, 200, cdb.Write10(0, 1), pdu.FlagOverflow, blockLen - 200, 2},
+		{"no data, expect 512", readF, blockLen, cdb.TestUnitReady, pdu.FlagUnderflow, blockLen, 0},
+		{"no data, expect to write 512", writeF, blockLen, cdb.TestUnitReady, pdu.FlagUnderflow, blockLen, 0},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			before := n.stored(0, 3*blockLen)
@@ -164,7 +168,7 @@ func TestResiduals(t *testing.T) {
 				return
 			}
 			// Only what the CDB says and only what was sent is written.
-			moved := min(int(c.edtl), int(c.cdb[min(8, len(c.cdb)-1)])*blockLen) / blockLen * blockLen
+			moved := min(int(c.edtl), int(c.cdb[8])*blockLen) / blockLen * blockLen
 			want := append(pattern(int(c.edtl), h.ITT())[:moved:moved], before[moved:]...)
 			if !bytes.Equal(n.stored(0, 3*blockLen), want) {
 				t.Errorf("wrong data after %d octets", moved)
@@ -184,26 +188,26 @@ func TestBadCommands(t *testing.T) {
 		id               string
 		flags            byte
 		edtl             uint32
-		cdb              []byte
+		cdb              [16]byte
 		immediate        int
 		ahs              []byte
 		key, asc, ascq   byte
 		attr             byte
 		unsupportedCheck bool
 	}{
-		{id: "ISCSI-11.3-1 neither W nor F", flags: pdu.FlagR, edtl: 512, cdb: read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
-		{id: "ISCSI-11.3-2 length without R and W", flags: pdu.FlagF, edtl: 512, cdb: read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
-		{id: "ISCSI-11.3-4 R and W", flags: readF | pdu.FlagW, edtl: 512, cdb: read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
-		{id: "ISCSI-11.3-4 bidirectional", flags: readF | pdu.FlagW, edtl: 512, cdb: read10(0, 1), ahs: ext, key: 5, asc: 0x0e, ascq: 3},
-		{id: "ISCSI-11-2 ATTR 5", flags: readF | 5, edtl: 512, cdb: read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
-		{id: "ISCSI-10.2-1 ATTR ACA", flags: readF | pdu.AttrACA, edtl: 512, cdb: read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
-		{id: "write with R", flags: readF, edtl: 512, cdb: write10(0, 1), key: 5, asc: 0x0e, ascq: 3},
-		{id: "ISCSI-11.4-8 immediate data of a read", flags: readF, edtl: 512, cdb: read10(0, 1), immediate: 512, key: 0x0b, asc: 0x0c, ascq: 0x0c},
-		{id: "ISCSI-11.3-6 more than EDTL", flags: writeF, edtl: 512, cdb: write10(0, 1), immediate: 1024, key: 0x0b, asc: 0x0c, ascq: 0x0d},
-		{id: "unknown LUN", flags: readF, edtl: 512, cdb: read10(0, 1), key: 5, asc: 0x25, ascq: 0, unsupportedCheck: true},
-		{id: "beyond the medium", flags: readF, edtl: 512, cdb: read10(storeLen/blockLen, 1), key: 5, asc: 0x21, ascq: 0},
-		{id: "ISCSI-11.4-2 write beyond the medium", flags: writeF, edtl: 65536, cdb: write10(storeLen/blockLen, 128), immediate: 8192, key: 5, asc: 0x21, ascq: 0},
-		{id: "unknown command", flags: pdu.FlagF, cdb: []byte{0xff}, key: 5, asc: 0x20, ascq: 0},
+		{id: "ISCSI-11.3-1 neither W nor F", flags: pdu.FlagR, edtl: 512, cdb: cdb.Read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
+		{id: "ISCSI-11.3-2 length without R and W", flags: pdu.FlagF, edtl: 512, cdb: cdb.Read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
+		{id: "ISCSI-11.3-4 R and W", flags: readF | pdu.FlagW, edtl: 512, cdb: cdb.Read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
+		{id: "ISCSI-11.3-4 bidirectional", flags: readF | pdu.FlagW, edtl: 512, cdb: cdb.Read10(0, 1), ahs: ext, key: 5, asc: 0x0e, ascq: 3},
+		{id: "ISCSI-11-2 ATTR 5", flags: readF | 5, edtl: 512, cdb: cdb.Read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
+		{id: "ISCSI-10.2-1 ATTR ACA", flags: readF | pdu.AttrACA, edtl: 512, cdb: cdb.Read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
+		{id: "write with R", flags: readF, edtl: 512, cdb: cdb.Write10(0, 1), key: 5, asc: 0x0e, ascq: 3},
+		{id: "ISCSI-11.4-8 immediate data of a read", flags: readF, edtl: 512, cdb: cdb.Read10(0, 1), immediate: 512, key: 0x0b, asc: 0x0c, ascq: 0x0c},
+		{id: "ISCSI-11.3-6 more than EDTL", flags: writeF, edtl: 512, cdb: cdb.Write10(0, 1), immediate: 1024, key: 0x0b, asc: 0x0c, ascq: 0x0d},
+		{id: "unknown LUN", flags: readF, edtl: 512, cdb: cdb.Read10(0, 1), key: 5, asc: 0x25, ascq: 0, unsupportedCheck: true},
+		{id: "beyond the medium", flags: readF, edtl: 512, cdb: cdb.Read10(storeLen/blockLen, 1), key: 5, asc: 0x21, ascq: 0},
+		{id: "ISCSI-11.4-2 write beyond the medium", flags: writeF, edtl: 65536, cdb: cdb.Write10(storeLen/blockLen, 128), immediate: 8192, key: 5, asc: 0x21, ascq: 0},
+		{id: "unknown command", flags: pdu.FlagF, cdb: [16]byte{0xff}, key: 5, asc: 0x20, ascq: 0},
 	} {
 		t.Run(c.id, func(t *testing.T) {
 			h := tc.scsi(c.flags, c.edtl, c.cdb)
@@ -215,33 +219,29 @@ func TestBadCommands(t *testing.T) {
 			if c.edtl > 0 && len(tc.m.puts)+len(tc.m.getRanges) != 0 {
 				t.Errorf("moved %v %v", tc.m.puts, tc.m.getRanges)
 			}
-			tc.wantStatus(tc.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+			tc.wantStatus(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 		})
 	}
 	t.Run("ISER-7.3.1-11 nothing advertised", func(t *testing.T) {
 		tc.m.mu.Lock()
 		tc.m.bindErr = errors.New("no sink")
 		tc.m.mu.Unlock()
-		h := tc.command(readF, 512, read10(0, 1), nil)
+		h := tc.command(readF, 512, cdb.Read10(0, 1), nil)
 		tc.wantSense(h, 5, 0x0e, 3)
 		tc.m.mu.Lock()
 		tc.m.bindErr = nil
 		tc.m.mu.Unlock()
 	})
 	t.Run("failing medium", func(t *testing.T) {
-		n.store.mu.Lock()
-		n.store.fail = errors.New("bad sector")
-		n.store.mu.Unlock()
-		for _, h := range []pdu.BHS{tc.command(readF, 3<<20, read10(0, 6144), nil), tc.command(writeF, 3<<20, write10(0, 6144), nil)} {
+		n.store.FailIO(errors.New("bad sector"))
+		for _, h := range []pdu.BHS{tc.command(readF, 3<<20, cdb.Read10(0, 6144), nil), tc.command(writeF, 3<<20, cdb.Write10(0, 6144), nil)} {
 			p := tc.want(pdu.SCSIResponse)
 			if p.h.ITT() != h.ITT() && p.h.Status() != 2 {
 				t.Errorf("%x", []byte(p.h))
 			}
 			wantResidual(t, p, pdu.FlagUnderflow, 3<<20) // ISCSI-11.4-1
 		}
-		n.store.mu.Lock()
-		n.store.fail = nil
-		n.store.mu.Unlock()
+		n.store.FailIO(nil)
 	})
 	tc.logout()
 }
@@ -250,14 +250,14 @@ func TestBadCommands(t *testing.T) {
 // does not know it), and the AHS area is checked.
 func TestExtendedCDB(t *testing.T) {
 	tc := newTestNode(t).connect().login()
-	cdb := make([]byte, 32)
-	cdb[0] = 0x7f
-	h := tc.scsi(pdu.FlagF, 0, cdb[:16])
-	tc.writeAHS(h, pdu.AppendExtendedCDB(nil, cdb), nil)
+	long := make([]byte, 32)
+	long[0] = 0x7f
+	h := tc.scsi(pdu.FlagF, 0, [16]byte{0x7f})
+	tc.writeAHS(h, pdu.AppendExtendedCDB(nil, long), nil)
 	tc.wantSense(h, 5, 0x20, 0)
 
 	// ISCSI-7.7-1: an AHS that runs over ends the connection.
-	tc.writeAHS(tc.scsi(pdu.FlagF, 0, cdb[:16]), []byte{0, 200, 1, 0}, nil)
+	tc.writeAHS(tc.scsi(pdu.FlagF, 0, [16]byte{0x7f}), []byte{0, 200, 1, 0}, nil)
 	if err := tc.wait(); !errors.Is(err, pdu.ErrAHSTruncated) {
 		t.Error(err)
 	}
@@ -281,7 +281,7 @@ func TestFormatErrors(t *testing.T) {
 	} {
 		t.Run(c.id, func(t *testing.T) {
 			tc := newTestNode(t).connect().login()
-			h := tc.scsi(writeF, 65536, write10(0, 128))
+			h := tc.scsi(writeF, 65536, cdb.Write10(0, 128))
 			tc.m.mu.Lock()
 			tc.m.in = append(tc.m.in, c.notice(bytes.Clone(h)))
 			tc.m.cond.Broadcast()
@@ -303,7 +303,7 @@ func (tc *testConn) dataOutPDU(h pdu.BHS, final bool, sn, off uint32) pdu.BHS {
 	d.SetLUN(h.LUN())
 	d.SetITT(h.ITT())
 	d.SetTTT(pdu.ReservedTag)
-	d.SetExpStatSN(tc.expStatSN)
+	d.SetExpStatSN(tc.ExpStatSN)
 	d.SetDataSN(sn)
 	d.SetBufferOffset(off)
 	return d
@@ -332,7 +332,7 @@ func TestUnsolicitedData(t *testing.T) {
 		burst := min(size, 32768)
 		var ws []*write
 		for i := range 2 {
-			h := tc.scsi(pdu.FlagW, uint32(size), write10(uint32(i)*1000, uint16(size/blockLen)))
+			h := tc.scsi(pdu.FlagW, uint32(size), cdb.Write10(uint32(i)*1000, uint16(size/blockLen)))
 			w := &write{h: h, all: pattern(size, h.ITT()), sent: rnd.IntN(min(burst, 8193))}
 			tc.write(h, w.all[:w.sent])
 			ws = append(ws, w)
@@ -367,7 +367,7 @@ func TestUnsolicitedData(t *testing.T) {
 // front, where the order is not prescribed. Their StatSNs change places, too.
 func (tc *testConn) sortSent(op pdu.Opcode, n int) {
 	tc.tb.Helper()
-	tc.eventually("PDUs of the target", func() bool {
+	testkit.Eventually(tc.tb, "PDUs of the target", func() bool {
 		tc.m.mu.Lock()
 		defer tc.m.mu.Unlock()
 		return len(tc.m.sent) >= n
@@ -403,7 +403,7 @@ func TestBadUnsolicitedData(t *testing.T) {
 		t.Run(c.id, func(t *testing.T) {
 			n := unsolicitedNode(t)
 			tc := n.connect().login()
-			h := tc.scsi(pdu.FlagW, 4096, write10(0, 8))
+			h := tc.scsi(pdu.FlagW, 4096, cdb.Write10(0, 8))
 			tc.write(h, make([]byte, 512))
 			d := tc.dataOutPDU(h, true, 0, 512)
 			data := c.change(d)
@@ -421,13 +421,13 @@ func TestBadUnsolicitedData(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		tc.m.holdGets = true
-		h := tc.command(writeF, 4096, write10(0, 8), nil)
+		h := tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
 		d := tc.dataOutPDU(h, true, 0, 0)
 		d.SetTTT(5)
 		tc.write(d, make([]byte, 512))
 		tc.wantReject(pdu.RejectProtocolError, d)
 		d = tc.dataOutPDU(h, true, 0, 0) // not allowed with InitialR2T=Yes
-		d.SetExpStatSN(tc.expStatSN)
+		d.SetExpStatSN(tc.ExpStatSN)
 		tc.write(d, make([]byte, 512))
 		tc.wantReject(pdu.RejectProtocolError, d)
 		tc.m.releaseGets()
@@ -436,7 +436,7 @@ func TestBadUnsolicitedData(t *testing.T) {
 	})
 	t.Run("without a task", func(t *testing.T) {
 		tc := newTestNode(t).connect().login()
-		d := tc.dataOutPDU(tc.request(pdu.SCSICommand, 0, true), true, 0, 0)
+		d := tc.dataOutPDU(tc.Request(pdu.SCSICommand, 0, true), true, 0, 0)
 		tc.write(d, make([]byte, 512))
 		tc.wantReject(pdu.RejectInvalidField, d)
 		tc.logout()
@@ -444,7 +444,7 @@ func TestBadUnsolicitedData(t *testing.T) {
 	t.Run("ISCSI-11.3-5 F=0 with InitialR2T=Yes", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
-		h := tc.scsi(pdu.FlagW, 4096, write10(0, 8))
+		h := tc.scsi(pdu.FlagW, 4096, cdb.Write10(0, 8))
 		tc.write(h, pattern(4096, h.ITT()))
 		tc.wantStatus(h, 0)
 		tc.logout()
@@ -452,9 +452,9 @@ func TestBadUnsolicitedData(t *testing.T) {
 	t.Run("ISCSI-13.11-1 ImmediateData=No", func(t *testing.T) {
 		no := false
 		tc := newTestNode(t, func(o *Options) { o.Limits.ImmediateData = &no }).connect().login()
-		h := tc.command(writeF, 4096, write10(0, 8), make([]byte, 512))
+		h := tc.command(writeF, 4096, cdb.Write10(0, 8), make([]byte, 512))
 		tc.wantSense(h, 0x0b, 0x0c, 0x0c)
-		h = tc.command(writeF, 4096, write10(0, 8), nil)
+		h = tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
 		tc.wantStatus(h, 0)
 		tc.logout()
 	})
@@ -485,9 +485,9 @@ func TestConnectionMemory(t *testing.T) {
 	var hs []pdu.BHS
 	for i := range 60 {
 		if i%2 == 0 {
-			hs = append(hs, tc.command(readF, 200*blockLen, read10(uint32(i), 200), nil))
+			hs = append(hs, tc.command(readF, 200*blockLen, cdb.Read10(uint32(i), 200), nil))
 		} else {
-			hs = append(hs, tc.command(writeF, 200*blockLen, write10(4000, 200), make([]byte, 4096)))
+			hs = append(hs, tc.command(writeF, 200*blockLen, cdb.Write10(4000, 200), make([]byte, 4096)))
 		}
 	}
 	for range hs {
@@ -516,13 +516,14 @@ func TestManyTasks(t *testing.T) {
 		var hs [2][]pdu.BHS // writes, then the same places are read
 		for i := range 60 {
 			blocks := 1 + rnd.IntN(64)
-			h := tc.scsi(writeF, uint32(blocks*blockLen), write10(uint32(i)*100, uint16(blocks)))
+			h := tc.scsi(writeF, uint32(blocks*blockLen), cdb.Write10(uint32(i)*100, uint16(blocks)))
 			tc.write(h, pattern(blocks*blockLen, h.ITT())[:min(blocks*blockLen, rnd.IntN(8192))])
 			hs[0] = append(hs[0], h)
 		}
 		tc.wantAllGood(hs[0])
-		for _, w := range hs[0] {
-			hs[1] = append(hs[1], tc.command(readF, w.EDTL(), append([]byte{0x28}, w.CDB()[1:10]...), nil))
+		for i, w := range hs[0] {
+			read := cdb.Read10(uint32(i)*100, uint16(w.EDTL()/blockLen))
+			hs[1] = append(hs[1], tc.command(readF, w.EDTL(), read, nil))
 		}
 		tc.wantAllGood(hs[1])
 		for i, r := range hs[1] {
@@ -556,11 +557,11 @@ func TestOrdered(t *testing.T) {
 	n := newTestNode(t)
 	tc := n.connect().login()
 	tc.m.holdGets = true
-	first := tc.command(writeF|pdu.AttrSimple, 4096, write10(0, 8), nil)
+	first := tc.command(writeF|pdu.AttrSimple, 4096, cdb.Write10(0, 8), nil)
 	tc.wantGets(1)
-	ordered := tc.command(writeF|pdu.AttrOrdered, 4096, write10(0, 8), nil)
-	last := tc.command(writeF|pdu.AttrSimple, 8192, write10(0, 16), make([]byte, 512))
-	tc.wantStatus(tc.command(pdu.FlagF|pdu.AttrHeadOfQueue, 0, testUnitReady, nil), 0)
+	ordered := tc.command(writeF|pdu.AttrOrdered, 4096, cdb.Write10(0, 8), nil)
+	last := tc.command(writeF|pdu.AttrSimple, 8192, cdb.Write10(0, 16), make([]byte, 512))
+	tc.wantStatus(tc.command(pdu.FlagF|pdu.AttrHeadOfQueue, 0, cdb.TestUnitReady, nil), 0)
 	tc.wantNothing()
 	if got := tc.m.getting(); got != 1 {
 		t.Errorf("%d GetDatas before the ORDERED command", got)
@@ -579,20 +580,20 @@ func TestOrderedAmongSessions(t *testing.T) {
 	a := n.connect().login()
 	b := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
 	a.m.holdGets, b.m.holdGets = true, true
-	first := a.command(writeF|pdu.AttrSimple, 4096, write10(0, 8), nil)
+	first := a.command(writeF|pdu.AttrSimple, 4096, cdb.Write10(0, 8), nil)
 	a.wantGets(1)
-	ordered := b.command(writeF|pdu.AttrOrdered, 4096, write10(0, 8), nil)
-	second := b.command(writeF|pdu.AttrOrdered, 4096, write10(0, 8), nil)
+	ordered := b.command(writeF|pdu.AttrOrdered, 4096, cdb.Write10(0, 8), nil)
+	second := b.command(writeF|pdu.AttrOrdered, 4096, cdb.Write10(0, 8), nil)
 	b.ping() // both have come
-	last := a.command(pdu.FlagF|pdu.AttrSimple, 0, testUnitReady, nil)
-	a.wantStatus(a.command(pdu.FlagF|pdu.AttrHeadOfQueue, 0, testUnitReady, nil), 0)
+	last := a.command(pdu.FlagF|pdu.AttrSimple, 0, cdb.TestUnitReady, nil)
+	a.wantStatus(a.command(pdu.FlagF|pdu.AttrHeadOfQueue, 0, cdb.TestUnitReady, nil), 0)
 	a.wantNothing()
 	if b.m.getting() != 0 {
 		t.Error("an ORDERED command has overtaken one of another session")
 	}
 	a.m.releaseGets()
 	a.wantStatus(first, 0)
-	n.eventually("GetData of the ORDERED command", func() bool { return b.m.getting() == 1 })
+	testkit.Eventually(n.tb, "GetData of the ORDERED command", func() bool { return b.m.getting() == 1 })
 	a.wantNothing() // last is younger than both
 	b.m.releaseGets()
 	b.wantStatus(ordered, 0)
@@ -601,12 +602,12 @@ func TestOrderedAmongSessions(t *testing.T) {
 
 	// Who waits can be aborted, and the end of a session ends the wait for it.
 	a.m.holdGets = true
-	a.command(writeF|pdu.AttrSimple, 4096, write10(0, 8), nil)
+	a.command(writeF|pdu.AttrSimple, 4096, cdb.Write10(0, 8), nil)
 	a.wantGets(1)
-	h := b.command(pdu.FlagF|pdu.AttrOrdered, 0, testUnitReady, nil)
+	h := b.command(pdu.FlagF|pdu.AttrOrdered, 0, cdb.TestUnitReady, nil)
 	b.wantNothing()
 	b.wantTMF(b.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
-	h = b.command(pdu.FlagF|pdu.AttrOrdered, 0, testUnitReady, nil)
+	h = b.command(pdu.FlagF|pdu.AttrOrdered, 0, cdb.TestUnitReady, nil)
 	b.wantNothing()
 	a.close()
 	a.wait()
@@ -628,11 +629,11 @@ func TestOrderedLoad(t *testing.T) {
 			for range 20 {
 				var hs []pdu.BHS
 				for range 30 {
-					flags, cdb, edtl := byte(pdu.FlagF), testUnitReady, uint32(0)
+					flags, block, edtl := byte(pdu.FlagF), cdb.TestUnitReady, uint32(0)
 					if rnd.IntN(2) == 0 {
-						flags, cdb, edtl = writeF, write10(rnd.Uint32N(8), 1), blockLen
+						flags, block, edtl = writeF, cdb.Write10(rnd.Uint32N(8), 1), blockLen
 					}
-					hs = append(hs, tc.command(flags|byte(rnd.IntN(4)), edtl, cdb, make([]byte, edtl)))
+					hs = append(hs, tc.command(flags|byte(rnd.IntN(4)), edtl, block, make([]byte, edtl)))
 				}
 				tc.wantAllGood(hs)
 			}
@@ -650,23 +651,23 @@ func TestConnectionLoss(t *testing.T) {
 	before := n.stored(0, 65536)
 	tc.m.holdGets = true
 	for range 10 {
-		tc.command(writeF, 65536, write10(0, 128), nil)
+		tc.command(writeF, 65536, cdb.Write10(0, 128), nil)
 	}
 	tc.wantGets(10)
-	open := n.store.shut()
+	gate := n.store.Shut()
 	for range 10 {
-		tc.command(readF, 65536, read10(0, 128), nil)
+		tc.command(readF, 65536, cdb.Read10(0, 128), nil)
 	}
 	for range 10 {
-		<-n.store.entered
+		<-gate.Entered
 	}
-	tc.cmdSN += 3 // a gap: these wait
+	tc.CmdSN += 3 // a gap: these wait
 	for range 10 {
-		tc.command(writeF, 65536, write10(0, 128), make([]byte, 8192))
+		tc.command(writeF, 65536, cdb.Write10(0, 128), make([]byte, 8192))
 	}
 	tc.close()
 	time.Sleep(10 * time.Millisecond)
-	open()
+	gate.Open()
 	if err := tc.wait(); !errors.Is(err, errPeerClosed) {
 		t.Error(err)
 	}
@@ -683,18 +684,18 @@ func TestConnectionLoss(t *testing.T) {
 func TestReportResiduals(t *testing.T) {
 	n := newTestNode(t)
 	tc := n.connect().login()
-	h := tc.command(readF, 255, []byte{0x12, 0, 0, 0, 255}, nil)
+	h := tc.command(readF, 255, [16]byte{0x12, 0, 0, 0, 255}, nil)
 	p := tc.wantStatus(h, 0)
 	length := 5 + uint32(tc.sinkOf(h)[4]) // ADDITIONAL LENGTH
 	if length < 36 || length >= 255 {
 		t.Fatalf("INQUIRY data of %d octets", length)
 	}
 	wantResidual(t, p, pdu.FlagUnderflow, 255-length)
-	h = tc.command(readF, 36, []byte{0x12, 0, 0, 0, 36}, nil)
+	h = tc.command(readF, 36, [16]byte{0x12, 0, 0, 0, 36}, nil)
 	wantResidual(t, tc.wantStatus(h, 0), 0, 0)
-	h = tc.command(readF, 16, []byte{0xa0, 9: 16, 11: 0}, nil) // REPORT LUNS
+	h = tc.command(readF, 16, [16]byte{0xa0, 9: 16, 11: 0}, nil) // REPORT LUNS
 	wantResidual(t, tc.wantStatus(h, 0), 0, 0)
-	h = tc.command(readF, 64, []byte{0xa0, 9: 64, 11: 0}, nil)
+	h = tc.command(readF, 64, [16]byte{0xa0, 9: 64, 11: 0}, nil)
 	wantResidual(t, tc.wantStatus(h, 0), pdu.FlagUnderflow, 48)
 	tc.logout()
 }
@@ -704,7 +705,7 @@ func TestReportResiduals(t *testing.T) {
 func TestReservedBits(t *testing.T) {
 	n := newTestNode(t)
 	tc := n.connect().login()
-	h := tc.scsi(readF|0x18, 4096, read10(0, 8))
+	h := tc.scsi(readF|0x18, 4096, cdb.Read10(0, 8))
 	h[0] |= 0x80
 	h[2], h[3] = 0xff, 0xff
 	tc.write(h, nil)
@@ -715,7 +716,7 @@ func TestReservedBits(t *testing.T) {
 		}
 	}
 	// ISCSI-11.5-8: a function with data and a tag that it does not need.
-	f := tc.request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTaskSet, true)
+	f := tc.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTaskSet, true)
 	f.SetReferencedTaskTag(5)
 	tc.write(f, []byte{1, 2, 3})
 	tc.wantTMF(f, pdu.FunctionComplete)
@@ -730,13 +731,13 @@ func TestWithoutRDMA(t *testing.T) {
 	tc := n.connect(func(tc *testConn) { tc.m.rdma = false })
 	tc.writeLogin(tc.loginRequest(true, 1, 3), append(without(linuxKeys, "RDMAExtensions", "TargetRecvDataSegmentLength", "InitiatorRecvDataSegmentLength"), names...)...)
 	tc.loggedIn()
-	h := tc.scsi(writeF, 65536, write10(0, 128))
+	h := tc.scsi(writeF, 65536, cdb.Write10(0, 128))
 	tc.write(h, pattern(65536, h.ITT())) // FirstBurstLength in one segment
 	tc.wantStatus(h, 0)
 	if !bytes.Equal(n.stored(0, 65536), pattern(65536, h.ITT())) {
 		t.Error("wrong data")
 	}
-	h = tc.command(readF, 65536, read10(0, 128), nil)
+	h = tc.command(readF, 65536, cdb.Read10(0, 128), nil)
 	tc.wantStatus(h, 0)
 	if !bytes.Equal(tc.sinkOf(h), n.stored(0, 65536)) {
 		t.Error("wrong data")

@@ -2,13 +2,14 @@ package iscsi
 
 import (
 	"bytes"
-	"encoding/binary"
 	"errors"
 	"testing"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // ISCSI-11.6-1, ISCSI-7.11-2, ISCSI-11.5-2, ISER-3.1.9-1, ISCSI-10.7-1: ABORT
@@ -19,7 +20,7 @@ func TestAbortTask(t *testing.T) {
 		tc := n.connect().login()
 		before := n.stored(0, 4096)
 		tc.m.holdGets = true
-		h := tc.command(writeF, 4096, write10(0, 8), nil)
+		h := tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
 		tc.wantGets(1)
 		f := tc.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
 		tc.wantNothing()
@@ -39,12 +40,12 @@ func TestAbortTask(t *testing.T) {
 	t.Run("in the backend", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
-		open := n.store.shut()
-		h := tc.command(readF, 3<<20, read10(0, 6144), nil)
-		<-n.store.entered
+		gate := n.store.Shut()
+		h := tc.command(readF, 3<<20, cdb.Read10(0, 6144), nil)
+		<-gate.Entered
 		f := tc.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
 		tc.wantNothing()
-		open()
+		gate.Open()
 		tc.wantTMF(f, pdu.FunctionComplete)
 		tc.wantNothing()
 		if len(tc.m.puts) != 0 {
@@ -56,14 +57,12 @@ func TestAbortTask(t *testing.T) {
 	t.Run("WRITE SAME in the backend", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
-		open := n.store.shut()
-		cdb := [16]byte{0: 0x93}
-		binary.BigEndian.PutUint32(cdb[10:], storeLen/blockLen)
-		h := tc.command(writeF, blockLen, cdb[:], nil)
-		<-n.store.entered
+		gate := n.store.Shut()
+		h := tc.command(writeF, blockLen, cdb.RW16(0x93, 0, storeLen/blockLen), nil)
+		<-gate.Entered
 		f := tc.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
 		tc.wantNothing()
-		open()
+		gate.Open()
 		tc.wantTMF(f, pdu.FunctionComplete)
 		tc.wantNothing()
 		if !bytes.Equal(n.stored(storeLen/blockLen-1, blockLen), make([]byte, blockLen)) {
@@ -74,18 +73,18 @@ func TestAbortTask(t *testing.T) {
 	t.Run("waiting for memory", func(t *testing.T) {
 		n := newTestNode(t, func(o *Options) { o.ConnectionMemory = 1; o.MaxTransferPiece = 1 })
 		tc := n.connect().login()
-		open := n.store.shut()
-		first := tc.command(readF, 65536, read10(0, 128), nil)
-		<-n.store.entered
+		gate := n.store.Shut()
+		first := tc.command(readF, 65536, cdb.Read10(0, 128), nil)
+		<-gate.Entered
 		var waiting []pdu.BHS
 		for range 3 {
-			waiting = append(waiting, tc.command(readF, 65536, read10(0, 128), nil))
+			waiting = append(waiting, tc.command(readF, 65536, cdb.Read10(0, 128), nil))
 		}
 		time.Sleep(5 * time.Millisecond)
 		for _, i := range []int{1, 0} { // at once, whatever the others do
 			tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, waiting[i].ITT(), waiting[i].CmdSN()), pdu.FunctionComplete)
 		}
-		open()
+		gate.Open()
 		tc.wantAllGood([]pdu.BHS{first, waiting[2]})
 		tc.wantNothing()
 		tc.logout()
@@ -93,9 +92,9 @@ func TestAbortTask(t *testing.T) {
 	t.Run("waiting for CmdSN", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
-		gap := tc.scsi(pdu.FlagF, 0, testUnitReady)
-		h := tc.command(writeF, 4096, write10(0, 8), make([]byte, 4096))
-		next := tc.command(pdu.FlagF, 0, testUnitReady, nil)
+		gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+		h := tc.command(writeF, 4096, cdb.Write10(0, 8), make([]byte, 4096))
+		next := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 		tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
 		tc.write(gap, nil)
 		tc.wantAllGood([]pdu.BHS{gap, next})
@@ -106,7 +105,7 @@ func TestAbortTask(t *testing.T) {
 	t.Run("waiting for unsolicited data", func(t *testing.T) {
 		n := unsolicitedNode(t)
 		tc := n.connect().login()
-		h := tc.scsi(pdu.FlagW, 4096, write10(0, 8))
+		h := tc.scsi(pdu.FlagW, 4096, cdb.Write10(0, 8))
 		tc.write(h, make([]byte, 512))
 		tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
 		tc.wantNothing()
@@ -116,10 +115,10 @@ func TestAbortTask(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		tc.m.holdGets = true
-		first := tc.command(writeF, 4096, write10(0, 8), nil)
+		first := tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
 		tc.wantGets(1)
-		h := tc.command(writeF|pdu.AttrOrdered, 4096, write10(0, 8), make([]byte, 512))
-		last := tc.command(pdu.FlagF|pdu.AttrSimple, 0, testUnitReady, nil)
+		h := tc.command(writeF|pdu.AttrOrdered, 4096, cdb.Write10(0, 8), make([]byte, 512))
+		last := tc.command(pdu.FlagF|pdu.AttrSimple, 0, cdb.TestUnitReady, nil)
 		f := tc.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
 		tc.sortSent(pdu.TaskMgmtResp, 2)
 		tc.wantTMF(f, pdu.FunctionComplete)
@@ -131,8 +130,8 @@ func TestAbortTask(t *testing.T) {
 	t.Run("ISCSI-7.11-1 never received", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
-		gap := tc.scsi(pdu.FlagF, 0, testUnitReady)
-		next := tc.command(pdu.FlagF, 0, testUnitReady, nil)
+		gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+		next := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 		tc.wantNothing()
 		f := tc.tmf(pdu.AbortTask, [8]byte{}, gap.ITT(), gap.CmdSN())
 		tc.sortSent(pdu.TaskMgmtResp, 2)
@@ -143,15 +142,15 @@ func TestAbortTask(t *testing.T) {
 		tc.ping()
 		tc.wantOpenWindow()
 		// Outside the window, or not before the function: it does not exist.
-		tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, 0x7777, tc.cmdSN), pdu.TaskDoesNotExist)
-		tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, 0x7777, tc.cmdSN-1), pdu.TaskDoesNotExist)
+		tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, 0x7777, tc.CmdSN), pdu.TaskDoesNotExist)
+		tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, 0x7777, tc.CmdSN-1), pdu.TaskDoesNotExist)
 		tc.logout()
 	})
 	t.Run("ISCSI-11.5-3 not on a function", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		tc.m.holdGets = true
-		h := tc.command(writeF, 4096, write10(0, 8), nil)
+		h := tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
 		tc.wantGets(1)
 		f := tc.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
 		tc.wantNothing()
@@ -189,7 +188,7 @@ func TestTMFResponses(t *testing.T) {
 		{13, 0, pdu.FunctionNotSupported},
 		{127, 0, pdu.FunctionNotSupported},
 	} {
-		tc.wantTMF(tc.tmf(c.function, [8]byte{1: c.lun}, pdu.ReservedTag, tc.cmdSN-1), c.want)
+		tc.wantTMF(tc.tmf(c.function, [8]byte{1: c.lun}, pdu.ReservedTag, tc.CmdSN-1), c.want)
 	}
 	tc.logout()
 }
@@ -203,12 +202,12 @@ func TestAbortTaskSet(t *testing.T) {
 	other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
 	tc.m.holdGets, other.m.holdGets = true, true
 	for range 32 {
-		tc.command(writeF, 4096, write10(0, 8), nil)
+		tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
 	}
-	spared := other.command(writeF, 4096, write10(0, 8), nil)
-	n.eventually("GetDatas", func() bool { return tc.m.getting() == 32 && other.m.getting() == 1 })
+	spared := other.command(writeF, 4096, cdb.Write10(0, 8), nil)
+	testkit.Eventually(n.tb, "GetDatas", func() bool { return tc.m.getting() == 32 && other.m.getting() == 1 })
 	f := tc.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
-	later := tc.command(pdu.FlagF, 0, testUnitReady, nil)
+	later := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 	tc.wantStatus(later, 0) // CmdSN of the function marks its scope
 	tc.wantNothing()
 	tc.m.releaseGets()
@@ -225,19 +224,19 @@ func TestAbortTaskSet(t *testing.T) {
 func TestAbortTaskSetWaitsForEarlier(t *testing.T) {
 	n := newTestNode(t)
 	tc := n.connect().login()
-	gap := tc.scsi(pdu.FlagF, 0, testUnitReady)
-	h := tc.command(pdu.FlagF, 0, testUnitReady, nil)
+	gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+	h := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 	f := tc.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
 	tc.wantNothing()
 	tc.write(gap, nil)
 	// The gap's command and the one behind may be answered or aborted; the
 	// function's response comes last.
 	for {
-		r := tc.next(patience)
+		r := tc.next(testkit.Patience)
 		if r == nil {
 			t.Fatal("no TMF Response")
 		}
-		tc.expStatSN = r.h.StatSN() + 1
+		tc.ExpStatSN = r.h.StatSN() + 1
 		if r.h.Opcode() == pdu.TaskMgmtResp {
 			if r.h.ITT() != f.ITT() || r.h.Response() != 0 || r.h.ExpCmdSN() != h.CmdSN()+1 {
 				t.Errorf("%x", []byte(r.h))
@@ -258,17 +257,17 @@ func TestResetStopsOtherSessions(t *testing.T) {
 			tc := n.connect().login()
 			other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
 			other.m.holdGets = true
-			fetching := other.command(writeF, 4096, write10(0, 8), nil)
+			fetching := other.command(writeF, 4096, cdb.Write10(0, 8), nil)
 			other.wantGets(1)
-			open := n.store.shut()
-			other.command(readF, 4096, read10(0, 8), nil)
-			tc.command(readF, 4096, read10(0, 8), nil)
-			<-n.store.entered
-			<-n.store.entered
+			gate := n.store.Shut()
+			other.command(readF, 4096, cdb.Read10(0, 8), nil)
+			tc.command(readF, 4096, cdb.Read10(0, 8), nil)
+			<-gate.Entered
+			<-gate.Entered
 			before := n.stored(0, 4096)
 			f := tc.tmf(function, [8]byte{}, pdu.ReservedTag, 0)
 			tc.wantNothing()
-			open()
+			gate.Open()
 			tc.wantTMF(f, pdu.FunctionComplete) // data still to come to the other session is not waited for
 			other.wantNothing()
 			other.m.releaseGets()
@@ -279,7 +278,7 @@ func TestResetStopsOtherSessions(t *testing.T) {
 			}
 			other.wantTMF(other.tmf(pdu.AbortTask, [8]byte{}, fetching.ITT(), fetching.CmdSN()), pdu.TaskDoesNotExist)
 			for _, c := range []*testConn{tc, other} { // ISCSI-11.5-5: unit attentions
-				h := c.command(pdu.FlagF, 0, testUnitReady, nil)
+				h := c.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 				switch {
 				case function != pdu.ClearTaskSet:
 					c.wantSense(h, 0x06, 0x29, 0x03)
@@ -288,7 +287,7 @@ func TestResetStopsOtherSessions(t *testing.T) {
 				default:
 					c.wantStatus(h, 0)
 				}
-				c.wantStatus(c.command(pdu.FlagF, 0, testUnitReady, nil), 0)
+				c.wantStatus(c.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 				c.ping()
 				c.wantOpenWindow()
 				c.logout()
@@ -302,11 +301,11 @@ func TestResetStopsOtherSessions(t *testing.T) {
 func (tc *testConn) wantWindow() {
 	tc.tb.Helper()
 	p := tc.want(pdu.NOPIn)
-	if p.h.ITT() != pdu.ReservedTag || (p.h.TTT() != pdu.ReservedTag) != tc.m.rdma || tc.expCmdSN != tc.cmdSN {
+	if p.h.ITT() != pdu.ReservedTag || (p.h.TTT() != pdu.ReservedTag) != tc.m.rdma || tc.expCmdSN != tc.CmdSN {
 		tc.tb.Fatalf("%x", []byte(p.h))
 	}
 	if tc.m.rdma {
-		h := tc.request(pdu.NOPOut, pdu.FlagF, true)
+		h := tc.Request(pdu.NOPOut, pdu.FlagF, true)
 		h.SetITT(pdu.ReservedTag)
 		h.SetTTT(p.h.TTT())
 		tc.write(h, nil)
@@ -323,22 +322,22 @@ func TestWindowNews(t *testing.T) {
 			tc := n.connect(func(tc *testConn) { tc.isid[5], tc.m.rdma = 2, rdma }).login()
 			other := n.connect(func(tc *testConn) { tc.m.rdma = rdma }).login()
 			for round := range 5 { // more than there are buffers
-				open := n.store.shut()
+				gate := n.store.Shut()
 				for range 4 {
-					other.command(readF, 4096, read10(0, 8), nil)
-					<-n.store.entered
+					other.command(readF, 4096, cdb.Read10(0, 8), nil)
+					<-gate.Entered
 				}
 				f := tc.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
 				other.wantNothing()
-				open()
+				gate.Open()
 				tc.wantTMF(f, pdu.FunctionComplete)
 				other.wantWindow()
-				if other.maxCmdSN != other.cmdSN+3 {
-					t.Fatalf("round %d: MaxCmdSN %d, CmdSN %d", round, other.maxCmdSN, other.cmdSN)
+				if other.maxCmdSN != other.CmdSN+3 {
+					t.Fatalf("round %d: MaxCmdSN %d, CmdSN %d", round, other.maxCmdSN, other.CmdSN)
 				}
 				// A response that carries the news itself: no NOP-In.
 				for range 2 {
-					other.command(pdu.FlagF, 0, testUnitReady, nil)
+					other.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 					other.want(pdu.SCSIResponse)
 				}
 				other.wantNothing()
@@ -346,31 +345,31 @@ func TestWindowNews(t *testing.T) {
 			if rdma {
 				// Both buffers are taken, by a Reject and a ping, and another Reject waits:
 				// the news comes when one is free.
-				open := n.store.shut()
-				other.command(readF, 4096, read10(0, 8), nil)
-				<-n.store.entered
-				h := other.request(pdu.SNACK, pdu.FlagF, true)
+				gate := n.store.Shut()
+				other.command(readF, 4096, cdb.Read10(0, 8), nil)
+				<-gate.Entered
+				h := other.Request(pdu.SNACK, pdu.FlagF, true)
 				other.write(h, nil)
 				other.write(h, nil)
 				other.wantReject(pdu.RejectProtocolError, h)
 				ping := other.want(pdu.NOPIn)
 				f := tc.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
 				tc.wantNothing()
-				open()
+				gate.Open()
 				tc.wantTMF(f, pdu.FunctionComplete)
 				other.wantNothing()
-				ack := other.request(pdu.NOPOut, pdu.FlagF, true)
+				ack := other.Request(pdu.NOPOut, pdu.FlagF, true)
 				ack.SetITT(pdu.ReservedTag)
 				ack.SetTTT(pdu.ReservedTag)
 				other.write(ack, nil)
 				other.wantWindow() // in the place of the first Reject
-				pong := other.request(pdu.NOPOut, pdu.FlagF, true)
+				pong := other.Request(pdu.NOPOut, pdu.FlagF, true)
 				pong.SetITT(pdu.ReservedTag)
 				pong.SetTTT(ping.h.TTT())
 				other.write(pong, nil)
 				other.wantReject(pdu.RejectProtocolError, h)
-				if other.maxCmdSN != other.cmdSN+3 {
-					t.Errorf("MaxCmdSN %d, CmdSN %d", other.maxCmdSN, other.cmdSN)
+				if other.maxCmdSN != other.CmdSN+3 {
+					t.Errorf("MaxCmdSN %d, CmdSN %d", other.maxCmdSN, other.CmdSN)
 				}
 			}
 			tc.logout()
@@ -412,10 +411,10 @@ func TestWindowNewsOnSlowNetwork(t *testing.T) {
 	}
 	before := flushes()
 	first := end()
-	n.eventually("a NOP-In waits for the network", func() bool { return flushes() > before })
+	testkit.Eventually(n.tb, "a NOP-In waits for the network", func() bool { return flushes() > before })
 	select {
 	case <-end():
-	case <-time.After(patience):
+	case <-time.After(testkit.Patience):
 		t.Error("another goroutine waits for the network")
 	}
 	hold(false)
@@ -432,13 +431,13 @@ func TestWindowNewsOnSlowNetwork(t *testing.T) {
 func TestWarmResetSkipsGap(t *testing.T) {
 	n := newTestNode(t)
 	tc := n.connect().login()
-	tc.cmdSN += 5
-	tc.command(writeF, 4096, write10(0, 8), make([]byte, 4096))
-	tc.cmdSN += 2
+	tc.CmdSN += 5
+	tc.command(writeF, 4096, cdb.Write10(0, 8), make([]byte, 4096))
+	tc.CmdSN += 2
 	f := tc.tmf(pdu.TargetWarmReset, [8]byte{}, pdu.ReservedTag, 0)
 	p := tc.want(pdu.TaskMgmtResp)
-	if p.h.ITT() != f.ITT() || tc.expCmdSN != tc.cmdSN || tc.maxCmdSN != tc.cmdSN+127 {
-		t.Errorf("ExpCmdSN %d instead of %d, MaxCmdSN %d", tc.expCmdSN, tc.cmdSN, tc.maxCmdSN)
+	if p.h.ITT() != f.ITT() || tc.expCmdSN != tc.CmdSN || tc.maxCmdSN != tc.CmdSN+127 {
+		t.Errorf("ExpCmdSN %d instead of %d, MaxCmdSN %d", tc.expCmdSN, tc.CmdSN, tc.maxCmdSN)
 	}
 	tc.wantNothing() // nor the one that waited
 	tc.ping()
@@ -458,9 +457,9 @@ func TestColdReset(t *testing.T) {
 	unnamed := n.connect(func(tc *testConn) { tc.isid[5] = 4 }).discover()
 	other.m.holdGets = true
 	before := n.stored(0, 4096)
-	other.command(writeF, 4096, write10(0, 8), nil)
+	other.command(writeF, 4096, cdb.Write10(0, 8), nil)
 	other.wantGets(1)
-	tc.cmdSN += 5 // what is missing counts as received
+	tc.CmdSN += 5 // what is missing counts as received
 	f := tc.tmf(pdu.TargetColdReset, [8]byte{}, pdu.ReservedTag, 0)
 	tc.wantTMF(f, pdu.FunctionComplete)
 	for _, c := range []*testConn{tc, other, discovery} {
@@ -481,21 +480,21 @@ func TestTMFAtTheEnd(t *testing.T) {
 	n := newTestNode(t)
 	tc := n.connect().login()
 	other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
-	open := n.store.shut()
-	other.command(readF, 4096, read10(0, 8), nil)
+	gate := n.store.Shut()
+	other.command(readF, 4096, cdb.Read10(0, 8), nil)
 	tc.m.holdGets = true
-	tc.command(writeF, 4096, write10(0, 8), nil)
+	tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
 	tc.wantGets(1)
-	<-n.store.entered
+	<-gate.Entered
 	tc.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
 	tc.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
-	gap := tc.request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTaskSet, true)
-	gap.SetCmdSN(tc.cmdSN + 3)
+	gap := tc.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTaskSet, true)
+	gap.SetCmdSN(tc.CmdSN + 3)
 	tc.write(gap, nil)
 	time.Sleep(5 * time.Millisecond)
 	tc.close()
 	time.Sleep(5 * time.Millisecond)
-	open()
+	gate.Open()
 	tc.wait()
 	other.wantWindow()
 	other.logout()
@@ -505,7 +504,7 @@ func TestTMFAtTheEnd(t *testing.T) {
 // knows; one that does not know all has no permission for TARGET COLD RESET.
 func TestMaskedReset(t *testing.T) {
 	n := newTestNode(t)
-	hidden := newMemStore()
+	hidden := newStore(t)
 	u, err := lun.New(hidden, lun.Options{Identity: lun.Identity{NAA: [8]byte{0x3f}, Serial: "3f00000000000000"}})
 	if err != nil {
 		t.Fatal(err)
@@ -520,8 +519,8 @@ func TestMaskedReset(t *testing.T) {
 		t.Fatal(err)
 	}
 	lun1 := [8]byte{1: 1}
-	on1 := func(tc *testConn, flags byte, edtl uint32, cdb []byte) pdu.BHS {
-		h := tc.scsi(flags, edtl, cdb)
+	on1 := func(tc *testConn, flags byte, edtl uint32, block [16]byte) pdu.BHS {
+		h := tc.scsi(flags, edtl, block)
 		h.SetLUN(lun1)
 		tc.write(h, nil)
 		return h
@@ -530,22 +529,22 @@ func TestMaskedReset(t *testing.T) {
 	tc.writeLogin(tc.loginRequest(true, 1, 3), append([]string{"InitiatorName=" + blind, "TargetName=" + targetName, "SessionType=Normal"}, linuxKeys...)...)
 	tc.loggedIn()
 	other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
-	other.wantSense(on1(other, pdu.FlagF, 0, testUnitReady), 0x06, 0x29, 0x00)
-	other.wantStatus(on1(other, pdu.FlagF, 0, testUnitReady), 0)
+	other.wantSense(on1(other, pdu.FlagF, 0, cdb.TestUnitReady), 0x06, 0x29, 0x00)
+	other.wantStatus(on1(other, pdu.FlagF, 0, cdb.TestUnitReady), 0)
 
 	for _, function := range []byte{pdu.AbortTaskSet, pdu.ClearTaskSet, pdu.LogicalUnitReset} {
 		tc.wantTMF(tc.tmf(function, lun1, pdu.ReservedTag, 0), pdu.LUNDoesNotExist)
 	}
-	open := hidden.shut()
-	h := on1(other, readF, 4096, read10(0, 8))
-	<-hidden.entered
+	gate := hidden.Shut()
+	h := on1(other, readF, 4096, cdb.Read10(0, 8))
+	<-gate.Entered
 	tc.wantTMF(tc.tmf(pdu.TargetColdReset, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionNotAuthorized)
 	tc.wantTMF(tc.tmf(pdu.TargetWarmReset, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionComplete)
-	open()
+	gate.Open()
 	other.wantStatus(h, 0)
-	other.wantStatus(on1(other, pdu.FlagF, 0, testUnitReady), 0)
+	other.wantStatus(on1(other, pdu.FlagF, 0, cdb.TestUnitReady), 0)
 	for _, c := range []*testConn{tc, other} {
-		c.wantSense(c.command(pdu.FlagF, 0, testUnitReady, nil), 0x06, 0x29, 0x03)
+		c.wantSense(c.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0x06, 0x29, 0x03)
 		c.logout()
 	}
 }

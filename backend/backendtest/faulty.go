@@ -52,6 +52,17 @@ func (f *Faulty) Fail(op Op, err error) {
 	f.errs[op] = err
 }
 
+// data are the calls that read or change what the Store has.
+var data = []Op{ReadAt, WriteAt, WriteDurable, Discard, Zero}
+
+// FailIO makes every later ReadAt, WriteAt, WriteDurable, Discard and Zero fail with err, or
+// succeed again with nil.
+func (f *Faulty) FailIO(err error) {
+	for _, op := range data {
+		f.Fail(op, err)
+	}
+}
+
 // Hook makes h run, without a lock held, before every later call that Fail has
 // not chosen, with the range of the call in octets (0, 0 for Sync and Close).
 // The call fails with what h returns unless that is nil. h may block, to hold

@@ -18,7 +18,7 @@ type Gate struct {
 	once    sync.Once
 }
 
-// Shut makes every later call of ops, of all reads and writes if there are none, wait until
+// Shut makes every later call of ops, of all that FailIO names if there are none, wait until
 // the gate that it returns is opened. It replaces an earlier gate, which still holds the calls
 // that have reached it.
 func (f *Faulty) Shut(ops ...Op) *Gate { return f.ShutFrom(0, ops...) }
@@ -26,7 +26,7 @@ func (f *Faulty) Shut(ops ...Op) *Gate { return f.ShutFrom(0, ops...) }
 // ShutFrom is like Shut for calls whose range begins at or after byte from.
 func (f *Faulty) ShutFrom(from int64, ops ...Op) *Gate {
 	if len(ops) == 0 {
-		ops = []Op{ReadAt, WriteAt, WriteDurable, Discard, Zero}
+		ops = data
 	}
 	entered := make(chan struct{}, 1000)
 	g := &Gate{Entered: entered, ops: ops, from: from, entered: entered, opened: make(chan struct{})}

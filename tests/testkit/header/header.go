@@ -1,5 +1,5 @@
-// Package request numbers the requests of the initiators that tests write.
-package request
+// Package header numbers the requests of the initiators that tests write.
+package header
 
 import "github.com/iser-target/iser-target/iscsi/pdu"
 
