@@ -160,7 +160,7 @@ func loop(tb testing.TB, i int, f func(m *loopMover)) {
 	m := &loopMover{login: text(append(slices.Clone(names), linuxKeys...)...), full: make(chan struct{})}
 	m.cond.L = &m.mu
 	result := make(chan error, 1)
-	go func() { result <- n.portal.Serve(m) }()
+	go func() { result <- n.portal.Serve(m, ServeOptions{}) }()
 	<-m.full
 	p := loopPaths[i]
 	h := pdu.BHS(m.cmd[:])

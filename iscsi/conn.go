@@ -1,11 +1,9 @@
 package iscsi
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -71,12 +69,12 @@ const (
 // the holder of recvMu waits for the peer in Receive, and in newTask for task
 // slots that the network is about to free.
 type conn struct {
-	node   *Node
-	opt    *Options // of the node, when the connection began
-	portal *Portal
-	dm     Datamover
-	log    *slog.Logger
-	piece  int // octets of data moved at once
+	node         *Node
+	opt          *Options // of the node, when the connection began
+	portal       *Portal
+	dm           Datamover
+	serveOptions ServeOptions
+	piece        int // octets of data moved at once
 
 	// Set by login, read-only from then on.
 	params    Params
@@ -94,8 +92,8 @@ type conn struct {
 
 	waiting atomic.Int32 // goroutines that want recvMu
 	workers sync.WaitGroup
-	worker  func() // what a new goroutine runs; made once
-	started time.Time
+	worker  func()    // what a new goroutine runs; made once
+	started time.Time // when the target accepted the connection
 
 	mu sharedLock // that of shared
 	*shared
@@ -156,7 +154,6 @@ func newConn(p *Portal, dm Datamover) *conn {
 		ending:    make(chan struct{}),
 		done:      make(chan struct{}),
 	}
-	c.setLog()
 	c.join(newShared(c.maxSlots))
 	c.slotFreed.L = &c.slotMu
 	c.recvMu.init()
@@ -169,21 +166,24 @@ func newConn(p *Portal, dm Datamover) *conn {
 	return c
 }
 
-// setLog makes the log that says which connection this is.
-func (c *conn) setLog() {
-	c.log = c.opt.Logger.With("transport", c.dm.Transport(), "remote", c.dm.RemoteAddr().String(), "local", c.dm.LocalAddr().String())
+// ServeOptions say more about one connection. The zero value of a field means its default.
+type ServeOptions struct {
+	// Accepted is when the target accepted the connection. LoginTimeout counts from there. The
+	// default is when Serve is called.
+	Accepted time.Time
+
+	// Joined, unless it is nil, is called when the connection becomes one of a session, before its
+	// initiator gets the final Login Response.
+	Joined func(tsih uint16, discovery bool)
 }
 
-// Serve runs one connection from login to its end and closes dm. It returns nil
-// after a logout or the end of a discovery session, otherwise why the
-// connection ended or the login was refused.
-func (p *Portal) Serve(dm Datamover) error { return p.ServeSince(time.Now(), dm) }
-
-// ServeSince is Serve for a connection that was accepted at that time, from which
-// LoginTimeout counts.
-func (p *Portal) ServeSince(accepted time.Time, dm Datamover) error {
+// Serve runs one connection from login to its end and closes dm. It returns nil after a logout or
+// the end of a discovery session. Otherwise the error says why the connection ended or the login
+// was refused.
+func (p *Portal) Serve(dm Datamover, o ServeOptions) error {
+	setDefault(&o.Accepted, time.Now())
 	c := newConn(p, dm)
-	c.started = accepted
+	c.serveOptions, c.started = o, o.Accepted
 	nd := p.node
 	nd.mu.Lock()
 	nd.conns[c] = struct{}{}
@@ -202,29 +202,8 @@ func (p *Portal) ServeSince(accepted time.Time, dm Datamover) error {
 	}
 	c.keepalive()
 	c.serve(true)
-	c.logEnd(c.finish())
+	c.reportEnd(c.finish())
 	return c.reason
-}
-
-// logEnd writes the one line about the end of a session, or of one of its
-// connections: a warning, if nobody wanted it.
-func (c *conn) logEnd(last bool) {
-	why, level := "logout", slog.LevelInfo
-	if c.failed && !c.sess.discovery {
-		level = slog.LevelWarn
-	}
-	if c.reason != nil {
-		why = c.reason.Error()
-	} else if c.sess.discovery {
-		why = "discovery done"
-	}
-	if last {
-		c.sess.logEnd(c.log, level, why)
-		return
-	}
-	c.log.LogAttrs(context.Background(), level, "connection ended", append(c.attrs(),
-		slog.String("event", "session"), slog.String("initiator", c.sess.key.initiator), slog.String("target", c.sess.key.target),
-		slog.String("reason", why), slog.Duration("duration", time.Since(c.started).Round(time.Millisecond)))...)
 }
 
 // finish waits until nothing of the connection runs and frees what it had. It

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -506,15 +507,18 @@ type testConn struct {
 	maxCmdSN uint32
 	statSeen bool
 	result   chan error
+	joined   *atomic.Uint32 // the TSIH that ServeOptions.Joined was told
 }
 
 // connect starts a connection; login comes later.
 func (n *testNode) connect(change ...func(*testConn)) *testConn {
-	tc := &testConn{testNode: n, m: newFakeMover(), isid: [6]byte{0, 2, 0x3d, 0, 0, 1}, Numbers: header.Numbers{CmdSN: 1, ITT: 0x100}, result: make(chan error, 1)}
+	tc := &testConn{testNode: n, m: newFakeMover(), isid: [6]byte{0, 2, 0x3d, 0, 0, 1}, Numbers: header.Numbers{CmdSN: 1, ITT: 0x100}, result: make(chan error, 1), joined: &atomic.Uint32{}}
 	for _, f := range change {
 		f(tc)
 	}
-	go func() { tc.result <- n.portal.Serve(tc.m) }()
+	go func() {
+		tc.result <- n.portal.Serve(tc.m, ServeOptions{Joined: func(tsih uint16, _ bool) { tc.joined.Store(uint32(tsih)) }})
+	}()
 	n.tb.Cleanup(func() { tc.m.Close() }) // before checkIdle
 	return tc
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"slices"
-	"sync"
 	"testing"
 	"time"
 
@@ -203,20 +202,8 @@ func TestSetOptions(t *testing.T) {
 // Joined hears of each connection of a session before its initiator knows that it is one,
 // and SessionEnd of the last one.
 func TestJoined(t *testing.T) {
-	var mu sync.Mutex
-	joined := map[Datamover]uint16{}
-	n := newTestNode(t, several(4), func(o *Options) {
-		o.Joined = func(tsih uint16, _ bool, dm Datamover) {
-			mu.Lock()
-			defer mu.Unlock()
-			joined[dm] = tsih
-		}
-	})
-	of := func(tc *testConn) uint16 {
-		mu.Lock()
-		defer mu.Unlock()
-		return joined[tc.m]
-	}
+	n := newTestNode(t, several(4))
+	of := func(tc *testConn) uint16 { return uint16(tc.joined.Load()) }
 	tc := n.lead()
 	refused := n.connect()
 	refused.writeLogin(refused.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "TargetName=iqn.2026-11.io.example:none")

@@ -1,10 +1,8 @@
 package iscsi
 
 import (
-	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/keys"
@@ -49,7 +47,7 @@ func (c *conn) login() error {
 	l.deadline = c.started.Add(c.opt.LoginTimeout)
 	c.dm.SetReceiveDeadline(l.deadline)
 	err := l.run()
-	l.logOutcome(err)
+	l.reportLogin(err)
 	if err == nil {
 		c.node.stats.accepted.Add(1)
 		return nil
@@ -78,42 +76,6 @@ func (c *conn) linger() {
 	c.dm.SetReceiveDeadline(time.Now().Add(c.opt.LogoutWait))
 	for c.dm.Receive(&c.notice) == nil {
 	}
-}
-
-// logOutcome writes what became of a connection attempt, and counts it.
-func (l *login) logOutcome(err error) {
-	o := LoginOutcome{Transport: l.dm.Transport(), Accepted: err == nil}
-	level, outcome := slog.LevelInfo, "accepted"
-	attrs := append(make([]slog.Attr, 0, 12), slog.String("event", "login"))
-	if err != nil {
-		level, outcome = slog.LevelWarn, "refused"
-	} else {
-		attrs = append(attrs, l.attrs()...)
-		if l.params.CHAPName != "" {
-			attrs = append(attrs, slog.String("user", l.params.CHAPName))
-		}
-	}
-	stage := l.stage.String()
-	switch {
-	case l.count == 0:
-		stage = "before login"
-	case err != nil && l.enabling:
-		stage = "mpa"
-	}
-	o.Stage = stage
-	attrs = append(attrs, slog.String("outcome", outcome), slog.String("stage", stage))
-	if err != nil {
-		attrs = append(attrs, slog.String("reason", err.Error()))
-		var refusal *loginError
-		if errors.As(err, &refusal) {
-			o.Status = refusal.status.String()
-			attrs = append(attrs, slog.String("status", o.Status))
-		}
-	}
-	l.node.logins.count(o)
-	attrs = append(attrs, slog.String("initiator", l.key.initiator), slog.String("target", l.key.target),
-		slog.String("isid", fmt.Sprintf("%x", l.first.ISID)))
-	l.log.LogAttrs(context.Background(), level, "login", attrs...)
 }
 
 // run serves Login Requests until one ends the phase. Those that come before
@@ -392,8 +354,8 @@ func (l *login) enterFullFeature() error {
 	if refusal := l.node.establish(l.conn, l.key, &l.first, l.target); refusal != nil {
 		return refusal
 	}
-	if joined := l.opt.Joined; joined != nil {
-		joined(l.sess.tsih, p.Discovery, l.dm)
+	if joined := l.serveOptions.Joined; joined != nil {
+		joined(l.sess.tsih, p.Discovery)
 	}
 	l.openStore()
 	if p.RDMAExtensions && !l.dm.RDMA() {
@@ -438,7 +400,6 @@ func (l *login) stepUp() error {
 	ended := l.phase == phaseEnded
 	if err == nil && !ended {
 		l.dm = dm
-		l.setLog()
 		l.slotMu.Lock()
 		l.freeSlots, l.slots = nil, 0 // they were made for the other Datamover
 		l.slotMu.Unlock()

@@ -383,7 +383,7 @@ func TestLoginTimeout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		start := time.Now()
-		if err := n.portal.ServeSince(start.Add(-10*time.Second), newFakeMover()); err == nil {
+		if err := n.portal.Serve(newFakeMover(), ServeOptions{Accepted: start.Add(-10 * time.Second)}); err == nil {
 			t.Error("no error")
 		}
 		if d := time.Since(start); d != 5*time.Second {

@@ -52,12 +52,9 @@ type Options struct {
 	// DiscoveryAuth, unless it is nil, authenticates initiators before discovery.
 	DiscoveryAuth *security.CHAP
 
-	// Joined, unless it is nil, hears of each connection that becomes one of a session,
-	// before its final Login Response. dm is what Serve was called with.
-	Joined func(tsih uint16, discovery bool, dm Datamover)
-
 	Limits keys.Limits  // what login may agree on; RDMA is set for each connection
-	Logger *slog.Logger // slog.Default()
+	Logger *slog.Logger // for Events that are nil; slog.Default()
+	Events Events       // nil: Logger gets a line for each event
 }
 
 // setDefault replaces the zero value.
@@ -81,6 +78,9 @@ func (o Options) complete() Options {
 	setDefault(&o.ReinstatementWait, 10*time.Second)
 	setDefault(&o.ShutdownWait, 3*time.Second)
 	setDefault(&o.Logger, slog.Default())
+	if o.Events == nil {
+		o.Events = logEvents{o.Logger}
+	}
 	setDefault(&o.Limits.FirstBurstLength, 65536)
 	setDefault(&o.Limits.MaxRecvDataSegmentLength, 262144)
 

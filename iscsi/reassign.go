@@ -1,9 +1,7 @@
 package iscsi
 
 import (
-	"context"
 	"fmt"
-	"log/slog"
 	"slices"
 	"time"
 
@@ -205,7 +203,7 @@ func (s *session) expire(l *lostConn) {
 		c.tellWindowAside()
 	}
 	if s.finishIdle() {
-		s.logEnd(s.node.opt.Load().Logger, slog.LevelWarn, fmt.Sprintf("no connection came back within %v", s.retain()))
+		s.reportEnd(ConnAddr{}, fmt.Sprintf("no connection came back within %v", s.retain()), true)
 	}
 }
 
@@ -504,11 +502,4 @@ func (t *Task) goOn() {
 		t.off = t.resumeAt
 		t.read()
 	}
-}
-
-// logEnd writes the one line about the end of the session.
-func (s *session) logEnd(log *slog.Logger, level slog.Level, reason string) {
-	log.LogAttrs(context.Background(), level, "session ended", append(s.attrs(),
-		slog.String("event", "session"), slog.String("initiator", s.key.initiator), slog.String("target", s.key.target),
-		slog.String("reason", reason), slog.Duration("duration", time.Since(s.started).Round(time.Millisecond)))...)
 }

@@ -3,7 +3,6 @@ package iscsi
 import (
 	"errors"
 	"fmt"
-	"log/slog"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -345,7 +344,7 @@ func (s *session) close(reason error) []*conn {
 	conns := s.closeLocked()
 	s.mu.Unlock()
 	if s.finishIdle() {
-		s.logEnd(s.node.opt.Load().Logger, slog.LevelInfo, reason.Error())
+		s.reportEnd(ConnAddr{}, reason.Error(), false)
 	}
 	return conns
 }
@@ -397,18 +396,6 @@ func (nd *Node) sessionsWith(t *target) []*session {
 	}
 	return all
 }
-
-// attrs are the session in a log line.
-func (s *session) attrs() []slog.Attr {
-	kind := "normal"
-	if s.discovery {
-		kind = "discovery"
-	}
-	return []slog.Attr{slog.String("session", kind), slog.Int("tsih", int(s.tsih))}
-}
-
-// attrs are the connection in a log line.
-func (c *conn) attrs() []slog.Attr { return append(c.sess.attrs(), slog.Int("cid", int(c.cid))) }
 
 // abortUnit ends the commands of s for a logical unit, but not except: what PREEMPT
 // AND ABORT does to the sessions that it preempts.

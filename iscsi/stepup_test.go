@@ -66,7 +66,7 @@ func newStepUp(t *testing.T, change ...func(*stepUp)) *stepUp {
 		note("upgrade")
 		return nil, []byte("prefix"), s.upgrade
 	}}
-	go func() { s.result <- n.portal.Serve(m) }()
+	go func() { s.result <- n.portal.Serve(m, ServeOptions{}) }()
 	t.Cleanup(func() { s.stream.Close(); s.rdma.Close() })
 	s.writeLogin(s.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
 	return s
@@ -169,7 +169,7 @@ func TestStepUp(t *testing.T) {
 		n := newTestNode(t)
 		tc := &testConn{testNode: n, m: newFakeMover(), isid: [6]byte{1}, Numbers: header.Numbers{CmdSN: 1}, result: make(chan error, 1)}
 		tc.m.rdma = false
-		go func() { tc.result <- n.portal.Serve(&streamMover{fakeMover: tc.m}) }()
+		go func() { tc.result <- n.portal.Serve(&streamMover{fakeMover: tc.m}, ServeOptions{}) }()
 		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
 		if _, answers := tc.wantLogin(pdu.LoginSuccess); !slices.Contains(answers, "RDMAExtensions=No") {
 			t.Errorf("%q", answers)

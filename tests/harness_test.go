@@ -109,7 +109,7 @@ func startTarget(t testing.TB, o targetOptions) *target {
 					nc = o.wrap(nc)
 				}
 				if o.stream != rdmaFirst {
-					portal.Serve(tcp.New(nc, tcp.Options{}))
+					portal.Serve(tcp.New(nc, tcp.Options{}), iscsi.ServeOptions{})
 					return
 				}
 				dm, err := iser.Accept(context.Background(), nc, iser.Options{RDMA: o.rdma})
@@ -118,10 +118,10 @@ func startTarget(t testing.TB, o targetOptions) *target {
 				}
 				defer dm.Close()
 				if o.tap != nil {
-					portal.Serve(o.tap.on(dm))
+					portal.Serve(o.tap.on(dm), iscsi.ServeOptions{})
 					return
 				}
-				portal.Serve(dm)
+				portal.Serve(dm, iscsi.ServeOptions{})
 			}()
 		}
 	}()

@@ -178,7 +178,7 @@ func (tg *target) serve() {
 			if w, ok := nc.(*testkit.Watcher); ok {
 				w.Unread = c.Unread
 			}
-			tg.portal.Serve(c)
+			tg.portal.Serve(c, iscsi.ServeOptions{})
 		}()
 	}
 }

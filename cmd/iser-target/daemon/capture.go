@@ -31,15 +31,12 @@ func (d *Daemon) stepUp(params iscsi.Params, tasks int) (iscsi.EnableDatamover, 
 	}, nil
 }
 
-// joined tells the captures about a connection of a session, which has come to stay
-// unless that is discovery.
-func (d *Daemon) joined(tsih uint16, discovery bool, dm iscsi.Datamover) {
-	if nc, ok := d.taps.Load(dm); ok {
-		nc := nc.(*capture.Conn)
-		d.captures.Join(nc, tsih)
-		if !discovery {
-			d.newcomers.remove(nc)
-		}
+// joined tells the captures that nc belongs to a session. Such a connection is no newcomer any
+// longer, except in discovery.
+func (d *Daemon) joined(nc *capture.Conn, tsih uint16, discovery bool) {
+	d.captures.Join(nc, tsih)
+	if !discovery {
+		d.newcomers.remove(nc)
 	}
 }
 

@@ -80,7 +80,6 @@ type Daemon struct {
 	ready   chan struct{}
 
 	captures *capture.Hub
-	taps     sync.Map // *capture.Conn by the iscsi.Datamover on it
 
 	conns     atomic.Int64 // TCP connections
 	newcomers newcomers    // some of them
@@ -214,8 +213,7 @@ func (d *Daemon) nodeOptions(cfg *config.Config) (iscsi.Options, error) {
 			MaxConnections:     uint16(cfg.Limits.PerSession),
 			ErrorRecoveryLevel: uint8(cfg.Limits.ErrorRecoveryLevel),
 		},
-		Joined: d.joined,
-		Logger: d.log,
+		Events: nodeEvents{d.log},
 	}, nil
 }
 

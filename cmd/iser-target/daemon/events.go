@@ -7,6 +7,8 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"github.com/iser-target/iser-target/iscsi"
 )
 
 // maxEvents of each kind are kept for those that ask later.
@@ -127,6 +129,22 @@ func (d *Daemon) Subscribe() (news <-chan struct{}, cancel func()) {
 
 // eventKey is the attribute that makes a line of the log an event.
 const eventKey = "event"
+
+// nodeEvents implements iscsi.Events: each event is a line of the log and an Event.
+type nodeEvents struct{ log *slog.Logger }
+
+// Login records the outcome of a connection attempt.
+func (n nodeEvents) Login(e iscsi.LoginEvent) { e.Log(n.log, slog.String(eventKey, "login")) }
+
+// ConnectionEnded records the end of a connection whose session goes on.
+func (n nodeEvents) ConnectionEnded(e iscsi.ConnectionEndedEvent) {
+	e.Log(n.log, slog.String(eventKey, "session"))
+}
+
+// SessionEnded records the end of a session.
+func (n nodeEvents) SessionEnded(e iscsi.SessionEndedEvent) {
+	e.Log(n.log, slog.String(eventKey, "session"))
+}
 
 // byKey is the key of By in a context.
 type byKey struct{}

@@ -190,9 +190,10 @@ func (d *Daemon) serve(ctx context.Context, p *servedPortal, nc *capture.Conn) {
 		return
 	}
 	defer dm.Close()
-	d.taps.Store(dm, nc)
-	defer d.taps.Delete(dm)
-	p.ServeSince(accepted, dm) // which logs the outcome
+	p.Serve(dm, iscsi.ServeOptions{ // which logs the outcome
+		Accepted: accepted,
+		Joined:   func(tsih uint16, discovery bool) { d.joined(nc, tsih, discovery) },
+	})
 }
 
 // mover finds out what the initiator speaks, which the portal has to allow, and

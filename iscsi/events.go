@@ -1,0 +1,192 @@
+package iscsi
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"time"
+)
+
+// Events is told what an operator audits. Its methods return soon and do not call the Node.
+type Events interface {
+	Login(LoginEvent)                     // a connection attempt has ended: accepted or refused
+	ConnectionEnded(ConnectionEndedEvent) // the session goes on
+	SessionEnded(SessionEndedEvent)
+}
+
+// A ConnAddr says which connection an event is about.
+type ConnAddr struct {
+	Transport     string // of the Datamover: "iser" or "tcp"
+	Remote, Local net.Addr
+}
+
+// A SessionName says which session an event is about.
+type SessionName struct {
+	TSIH              uint16
+	Discovery         bool
+	Initiator, Target string // normalised iSCSI names; Target is empty in an unnamed discovery session
+}
+
+// A LoginEvent is the outcome of one connection attempt.
+type LoginEvent struct {
+	LoginOutcome
+	ConnAddr
+	Session SessionName // of a refused login only the names, as far as the initiator has sent them
+	ISID    [6]byte
+	CID     uint16
+	User    string // that CHAP has authenticated; may be empty
+	Err     error  // why the login was refused
+}
+
+// A ConnectionEndedEvent is the end of a connection whose session goes on.
+type ConnectionEndedEvent struct {
+	ConnAddr
+	Session SessionName
+	CID     uint16
+	Reason  string
+	Failed  bool          // neither side ended it on purpose
+	Lasted  time.Duration // since the target accepted the connection
+}
+
+// A SessionEndedEvent is the end of a session and of its last connection.
+type SessionEndedEvent struct {
+	ConnAddr // of the last connection; zero if that ended earlier
+	Session  SessionName
+	Reason   string
+	Failed   bool          // neither side ended it on purpose
+	Lasted   time.Duration // since login
+}
+
+// Log writes e as one line with the attributes extra: a warning if the login was refused.
+func (e LoginEvent) Log(l *slog.Logger, extra ...slog.Attr) {
+	level, outcome := slog.LevelInfo, "accepted"
+	attrs := append(e.ConnAddr.attrs(), extra...)
+	if e.Err != nil {
+		level, outcome = slog.LevelWarn, "refused"
+	} else {
+		attrs = append(append(attrs, e.Session.handle()...), slog.Int("cid", int(e.CID)))
+		if e.User != "" {
+			attrs = append(attrs, slog.String("user", e.User))
+		}
+	}
+	attrs = append(attrs, slog.String("outcome", outcome), slog.String("stage", e.Stage))
+	if e.Err != nil {
+		attrs = append(attrs, slog.String("reason", e.Err.Error()))
+		if e.Status != "" {
+			attrs = append(attrs, slog.String("status", e.Status))
+		}
+	}
+	attrs = append(append(attrs, e.Session.names()...), slog.String("isid", fmt.Sprintf("%x", e.ISID)))
+	l.LogAttrs(context.Background(), level, "login", attrs...)
+}
+
+// Log writes e as one line with the attributes extra: a warning if the connection failed.
+func (e ConnectionEndedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
+	attrs := append(e.ConnAddr.attrs(), e.Session.handle()...)
+	attrs = append(append(attrs, slog.Int("cid", int(e.CID))), extra...)
+	logEnd(l, "connection ended", e.Failed, append(attrs, e.Session.names()...), e.Reason, e.Lasted)
+}
+
+// Log writes e as one line with the attributes extra: a warning if the session failed.
+func (e SessionEndedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
+	attrs := append(append(e.ConnAddr.attrs(), e.Session.handle()...), extra...)
+	logEnd(l, "session ended", e.Failed, append(attrs, e.Session.names()...), e.Reason, e.Lasted)
+}
+
+func logEnd(l *slog.Logger, text string, failed bool, attrs []slog.Attr, reason string, lasted time.Duration) {
+	level := slog.LevelInfo
+	if failed {
+		level = slog.LevelWarn
+	}
+	l.LogAttrs(context.Background(), level, text,
+		append(attrs, slog.String("reason", reason), slog.Duration("duration", lasted.Round(time.Millisecond)))...)
+}
+
+func (a ConnAddr) attrs() []slog.Attr {
+	attrs := make([]slog.Attr, 0, 14) // as many as the longest line has
+	if a.Transport == "" {
+		return attrs
+	}
+	return append(attrs, slog.String("transport", a.Transport),
+		slog.String("remote", a.Remote.String()), slog.String("local", a.Local.String()))
+}
+
+func (n SessionName) handle() []slog.Attr {
+	kind := "normal"
+	if n.Discovery {
+		kind = "discovery"
+	}
+	return []slog.Attr{slog.String("session", kind), slog.Int("tsih", int(n.TSIH))}
+}
+
+func (n SessionName) names() []slog.Attr {
+	return []slog.Attr{slog.String("initiator", n.Initiator), slog.String("target", n.Target)}
+}
+
+// logEvents implements Events for Options that have none: it only writes the lines.
+type logEvents struct{ log *slog.Logger }
+
+func (e logEvents) Login(ev LoginEvent)                     { ev.Log(e.log) }
+func (e logEvents) ConnectionEnded(ev ConnectionEndedEvent) { ev.Log(e.log) }
+func (e logEvents) SessionEnded(ev SessionEndedEvent)       { ev.Log(e.log) }
+
+// addr returns how events name c.
+func (c *conn) addr() ConnAddr {
+	return ConnAddr{c.dm.Transport(), c.dm.RemoteAddr(), c.dm.LocalAddr()}
+}
+
+// name returns how events name s.
+func (s *session) name() SessionName {
+	return SessionName{s.tsih, s.discovery, s.key.initiator, s.key.target}
+}
+
+// reportLogin counts the outcome of the login and reports it.
+func (l *login) reportLogin(err error) {
+	e := LoginEvent{
+		LoginOutcome: LoginOutcome{Transport: l.dm.Transport(), Accepted: err == nil, Stage: l.stage.String()},
+		ConnAddr:     l.addr(), Session: SessionName{Initiator: l.key.initiator, Target: l.key.target},
+		ISID: l.first.ISID, CID: l.cid, User: l.params.CHAPName, Err: err,
+	}
+	switch {
+	case l.count == 0:
+		e.Stage = "before login"
+	case err != nil && l.enabling:
+		e.Stage = "mpa"
+	}
+	if err == nil {
+		e.Session = l.sess.name()
+	}
+	var refusal *loginError
+	if errors.As(err, &refusal) {
+		e.Status = refusal.status.String()
+	}
+	l.node.logins.count(e.LoginOutcome)
+	l.opt.Events.Login(e)
+}
+
+// reportEnd reports the end of c, or of its session if c was the last connection.
+func (c *conn) reportEnd(last bool) {
+	s, reason := c.sess, "logout"
+	if c.reason != nil {
+		reason = c.reason.Error()
+	} else if s.discovery {
+		reason = "discovery done"
+	}
+	failed := c.failed && !s.discovery
+	if last {
+		s.reportEnd(c.addr(), reason, failed)
+		return
+	}
+	c.opt.Events.ConnectionEnded(ConnectionEndedEvent{
+		ConnAddr: c.addr(), Session: s.name(), CID: c.cid, Reason: reason, Failed: failed, Lasted: time.Since(c.started),
+	})
+}
+
+// reportEnd reports the end of s. addr names the last connection if s ended with it.
+func (s *session) reportEnd(addr ConnAddr, reason string, failed bool) {
+	s.node.opt.Load().Events.SessionEnded(SessionEndedEvent{
+		ConnAddr: addr, Session: s.name(), Reason: reason, Failed: failed, Lasted: time.Since(s.started),
+	})
+}
