@@ -45,7 +45,7 @@ var refusals = []struct {
 		"1101c000 0010 c140 00000100 000000000000100f"},
 	{"DDP-7.1-12 TO behind the end", []string{"c140 00000100 0000000000001011 01"}, wire.ReasonBounds,
 		"1101c000 000f c140 00000100 0000000000001011"},
-	{"DDP-7.2-5 DDP-8.2-2 DDP-8.2-4 DDP-8.3.1-2 DDP-8.3-3 RDMAP-8.1.1-2 STag of another stream", []string{"c140 00000400 0000000000001000 01"}, wire.ReasonStream,
+	{"DDP-7.2-5 DDP-8.2-2 DDP-8.2-3 DDP-8.2-4 DDP-8.3.1-2 DDP-8.3-3 RDMAP-8.1.1-2 STag of another stream", []string{"c140 00000400 0000000000001000 01"}, wire.ReasonStream,
 		"1102c000 000f c140 00000400 0000000000001000"},
 	{"DDP-7.2-6 DDP-7.1-14 TO wrap", []string{"c140 00000100 fffffffffffffffc 0102030405060708"}, wire.ReasonWrap,
 		"1103c000 0016 c140 00000100 fffffffffffffffc"},

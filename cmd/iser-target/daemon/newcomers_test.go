@@ -68,7 +68,7 @@ func TestNewcomersGiveWay(t *testing.T) {
 
 	if s, err := l.tryLogin("fifth", store); err == nil {
 		s.Close()
-		t.Error("there is a place for a fifth session")
+		t.Error("DDP-8.3.2-2, RDMAP-8.1.2-2: there is a place for a fifth session")
 	}
 	for _, s := range append(sessions, fourth) {
 		if got := do(t, s, &initiator.Command{}); got != "" && !strings.HasPrefix(got, "6/29/") {
