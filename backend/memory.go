@@ -153,9 +153,6 @@ func (m *Memory) makeLeaf(off int64) *leaf {
 	return p.Load()
 }
 
-// Used tells how many octets of memory the data takes: a multiple of 64 KiB.
-func (m *Memory) Used() int64 { return m.used.Load() }
-
 // ReadAt implements Store. It does not allocate.
 func (m *Memory) ReadAt(p []byte, off int64) error {
 	if err := m.check(off, int64(len(p))); err != nil {
@@ -236,7 +233,7 @@ func (m *Memory) Extent(off int64) (mapped bool, n int64, err error) {
 	return mapped, min(end, size) - off, nil
 }
 
-// Usage implements Gauge with the memory of the data.
+// Usage implements Gauge: used is the memory that the data takes, a multiple of 64 KiB.
 func (m *Memory) Usage() (used, free int64, err error) {
 	if m.closed.Load() {
 		return 0, 0, ErrClosed

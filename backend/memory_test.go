@@ -59,8 +59,8 @@ func TestMemoryUsed(t *testing.T) {
 		if err != nil {
 			t.Fatalf("%s: %v", what, err)
 		}
-		if m.Used() != want {
-			t.Errorf("after %s: %d octets used, want %d", what, m.Used(), want)
+		if used, _, err := m.Usage(); err != nil || used != want {
+			t.Errorf("after %s: %d bytes used, error %v; want %d", what, used, err, want)
 		}
 	}
 	size, full := m.Info().Size, bytes.Repeat([]byte{0xa5}, 4*page)
@@ -80,7 +80,9 @@ func TestMemoryUsed(t *testing.T) {
 	step("discarding all", 0, m.Discard(0, size))
 	step("discarding again", 0, m.Discard(0, size))
 	step("writing", 5*page, m.WriteAt(full, 1))
-	step("closing", 0, m.Close())
+	if err := m.Close(); err != nil {
+		t.Fatal(err)
+	}
 
 	// The last page is given back although it lies partly behind the end.
 	m = openMemory(t, backend.MemoryConfig{Size: page + 512})
@@ -100,8 +102,8 @@ func TestMemoryLimit(t *testing.T) {
 	if err := m.WriteAt(p[:1], 1<<20); !errors.Is(err, backend.ErrNoSpace) {
 		t.Errorf("a third page: %v, want ErrNoSpace", err)
 	}
-	if m.Used() != 2*page {
-		t.Errorf("%d octets used, want %d", m.Used(), 2*page)
+	if used, _, err := m.Usage(); err != nil || used != 2*page {
+		t.Errorf("%d bytes used, error %v; want %d", used, err, 2*page)
 	}
 	if err := m.WriteAt(p, page/2); err != nil {
 		t.Errorf("rewriting: %v", err)

@@ -49,7 +49,7 @@ func TestLoadStore(t *testing.T) {
 }
 
 func TestDefault(t *testing.T) {
-	c, err := Default()
+	c, err := load(defaultSource, defaultYAML)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -72,7 +72,7 @@ func TestExamples(t *testing.T) {
 	if c, err := load("f", []byte(strings.Replace(good, "127.0.0.1:3260", "127.0.0.1:860", 1))); err != nil || c.Portals[0].Listen != "127.0.0.1:860" {
 		t.Errorf("%+v, %v", c, err)
 	}
-	if c, err := Default(); err != nil || len(c.Portals) != 1 || !strings.HasSuffix(c.Portals[0].Listen, ":3260") {
+	if c, err := load(defaultSource, defaultYAML); err != nil || len(c.Portals) != 1 || !strings.HasSuffix(c.Portals[0].Listen, ":3260") {
 		t.Errorf("%+v, %v", c, err)
 	}
 	files, err := filepath.Glob("../examples/*.yaml")

@@ -37,9 +37,7 @@ type Document struct {
 	*version
 	source string
 
-	path string      // of the file; empty: none
-	read []byte      // what the file has, as far as is known; never changed in place
-	mode fs.FileMode // of the file; 0: none
+	mode fs.FileMode // of its file; 0: it has none
 }
 
 // A version of a document stays as it is: an edit makes another one.
@@ -76,12 +74,11 @@ func OpenDocument(path string) (*Document, error) {
 	if err != nil {
 		return nil, err
 	}
-	d.path, d.read, d.mode = path, d.text, fi.Mode()
+	d.mode = fi.Mode()
 	return d, nil
 }
 
-// NewDocument makes a document of the contents of a file; errors name it by
-// source. Save does not know where to put it.
+// NewDocument makes a document of text; errors name it by source.
 func NewDocument(source string, b []byte) (*Document, error) {
 	if len(b) > MaxFile {
 		return nil, &Error{Source: source, Reason: errTooLarge.Error()}
@@ -93,7 +90,8 @@ func NewDocument(source string, b []byte) (*Document, error) {
 	return &Document{version: v, source: source}, nil
 }
 
-// DefaultDocument is the document of Default.
+// DefaultDocument returns the document that is used when there is no file: one memory LUN
+// on the loopback address, for any initiator.
 func DefaultDocument() (*Document, error) { return NewDocument(defaultSource, defaultYAML) }
 
 // Clone returns a document that changes on its own.
@@ -112,10 +110,8 @@ func (d *Document) Config() (*Config, error) {
 	if err != nil {
 		return nil, err
 	}
-	if d.path != "" {
-		if err := c.checkFileMode(d.mode); err != nil {
-			return nil, &Error{Source: d.source, Reason: err.Error()}
-		}
+	if err := c.checkFileMode(d.mode); err != nil {
+		return nil, &Error{Source: d.source, Reason: err.Error()}
 	}
 	return c, nil
 }

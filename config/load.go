@@ -104,11 +104,6 @@ func readFile(path string) ([]byte, fs.FileInfo, error) {
 	return b, fi, nil
 }
 
-// Default returns the configuration that is used when there is no file: one
-// LUN of memory, on the loopback, for any initiator. The environment counts
-// here, too.
-func Default() (*Config, error) { return load(defaultSource, defaultYAML) }
-
 // reasonOf drops the path from an error of package os: it is said already.
 func reasonOf(err error) string {
 	if e, ok := err.(*os.PathError); ok {

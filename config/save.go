@@ -14,13 +14,8 @@ import (
 	"time"
 )
 
-var (
-	// ErrChanged is in errors about a file that has been changed since it was
-	// read.
-	ErrChanged = errors.New("changed since it was read")
-	// ErrNoFile is in errors about a document that has no file.
-	ErrNoFile = errors.New("no file")
-)
+// ErrChanged reports that another process has changed a file since it was read.
+var ErrChanged = errors.New("changed since it was read")
 
 const (
 	// maxHistory is how many old versions of a file are kept.
@@ -32,35 +27,25 @@ const (
 	maxTries = 10
 )
 
-// Save writes the document to the file that it was read from, unless that has
-// changed since: then the error is an ErrChanged. At any time, and after a loss
-// of power, the file has either all of the old text or all of the new one. The old
-// one is kept in FILE.history. A path that is a symbolic link stays one.
+// SaveOver writes the document to the file at path, if that has the text old or is absent;
+// otherwise it fails with ErrChanged. From then on that file is the document's. At any
+// time, and after a loss of power, the file has either all of its old text or all of the
+// new one. FILE.history keeps the old one. A path that is a symbolic link stays one.
 //
-// Somebody who writes the file at the same time loses nothing: see replacement.
+// If another process writes the file at the same time, no text is lost: see replacement.
 //
-// If only the last step fails, the file has the new text, and the error says so:
-// it may have the old one again after a loss of power.
-func (d *Document) Save() error {
-	if d.path == "" {
-		return &Error{Source: d.source, Reason: "was not read from a file, and so cannot be saved", class: ErrNoFile}
-	}
-	return d.write(d.path, func(old []byte, absent bool) bool { return !absent && bytes.Equal(old, d.read) })
-}
-
-// SaveOver does what Save does, but to the file at path, which has to have the text old,
-// or need not be there. From then on it is the document's file.
+// If only the last step fails, the file has the new text and the error says so: the old
+// text may return after a loss of power.
 func (d *Document) SaveOver(path string, old []byte) error {
 	return d.write(path, func(b []byte, absent bool) bool { return absent || bytes.Equal(b, old) })
 }
 
-// SaveAs does what Save does, but to the file at path, whatever that has, and
-// which need not be there. From then on it is the document's file.
+// SaveAs writes the document to the file at path like SaveOver, whatever that file has.
 func (d *Document) SaveAs(path string) error {
 	return d.write(path, func([]byte, bool) bool { return true })
 }
 
-// write does what Save says; expected tells whether the file may have that text, or be
+// write does what SaveOver says; expected reports whether the file may have that text, or be
 // absent.
 func (d *Document) write(path string, expected func(old []byte, absent bool) bool) error {
 	real, err := followLinks(path)
@@ -137,7 +122,7 @@ func (d *Document) writeOnce(path, real string, expected func(old []byte, absent
 			return false, saveError(path, "", err)
 		}
 	}
-	d.path, d.source, d.read, d.mode = path, path, d.text, mode
+	d.source, d.mode = path, mode
 	return written, err
 }
 

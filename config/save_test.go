@@ -11,8 +11,24 @@ import (
 	"testing"
 )
 
-// saved is a file with good in it, and its document.
-func saved(t *testing.T, mode fs.FileMode) (string, *Document) {
+// An openFile is a document that an editor has read from a file and saves there, unless
+// the file has another text by then.
+type openFile struct {
+	*Document
+	path string
+	read []byte
+}
+
+func (f *openFile) Save() error {
+	err := f.SaveOver(f.path, f.read)
+	if err == nil {
+		f.read = f.Bytes()
+	}
+	return err
+}
+
+// saved makes a file with the text good and opens it.
+func saved(t *testing.T, mode fs.FileMode) (string, *openFile) {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "c.yaml")
 	if err := os.WriteFile(path, []byte(good), mode); err != nil {
@@ -24,16 +40,16 @@ func saved(t *testing.T, mode fs.FileMode) (string, *Document) {
 	return path, openDocument(t, path)
 }
 
-func openDocument(t *testing.T, path string) *Document {
+func openDocument(t *testing.T, path string) *openFile {
 	t.Helper()
 	d, err := OpenDocument(path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return d
+	return &openFile{d, path, d.Bytes()}
 }
 
-func setSize(t *testing.T, d *Document, size string) {
+func setSize(t *testing.T, d *openFile, size string) {
 	t.Helper()
 	if err := d.SetLUN("iqn.2026-11.io.example:store", 0, "size", size); err != nil {
 		t.Fatal(err)
@@ -146,14 +162,6 @@ func TestSaveChanged(t *testing.T) {
 	}
 	wantFile(t, path, strings.Replace(good, "1GiB", "2GiB", 1), "c.yaml.history")
 	wantFile(t, path+".history/0001.yaml", other)
-
-	if err := os.Remove(path); err != nil {
-		t.Fatal(err)
-	}
-	setSize(t, d, "3GiB")
-	if err := d.Save(); !errors.Is(err, ErrChanged) {
-		t.Error(err)
-	}
 }
 
 func TestSaveFollowsLinks(t *testing.T) {
@@ -184,9 +192,6 @@ func TestSaveErrors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := d.Save(); !errors.Is(err, ErrNoFile) || !strings.HasPrefix(err.Error(), "default configuration: ") {
-		t.Error(err)
-	}
 	missing := filepath.Join(t.TempDir(), "missing")
 	if err := d.SaveAs(missing + "/c.yaml"); err == nil || err.Error() != missing+"/c.yaml: open "+missing+": no such file or directory" {
 		t.Error(err)
@@ -202,12 +207,12 @@ func TestSaveErrors(t *testing.T) {
 		t.Error(err)
 	}
 
-	path, d := saved(t, 0o600)
-	setSize(t, d, "2GiB")
+	path, f := saved(t, 0o600)
+	setSize(t, f, "2GiB")
 	if err := os.WriteFile(path+".history", nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.Save(); err == nil || err.Error() != path+": history: open "+path+".history: not a directory" {
+	if err := f.Save(); err == nil || err.Error() != path+": history: open "+path+".history: not a directory" {
 		t.Error(err)
 	}
 	wantFile(t, path, good, "c.yaml.history")
@@ -220,7 +225,7 @@ func TestSaveErrors(t *testing.T) {
 	if err := os.WriteFile(filepath.Dir(path)+"/.c.yaml.new/x", nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.Save(); !errors.Is(err, syscall.ENOTEMPTY) || !strings.Contains(err.Error(), ".c.yaml.new: directory not empty") {
+	if err := f.Save(); !errors.Is(err, syscall.ENOTEMPTY) || !strings.Contains(err.Error(), ".c.yaml.new: directory not empty") {
 		t.Error(err)
 	}
 	wantFile(t, path, good, ".c.yaml.new", "c.yaml.history")
@@ -257,7 +262,7 @@ func TestSaveAtTheSameTime(t *testing.T) {
 	path, _ := saved(t, 0o600)
 	const n = 8
 	results := make(chan error, n)
-	var docs []*Document
+	var docs []*openFile
 	for i := range n {
 		d := openDocument(t, path)
 		setSize(t, d, fmt.Sprintf("%dMiB", i+1))

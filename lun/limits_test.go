@@ -27,7 +27,13 @@ func TestProvisioningIsTrue(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			return m, m.(*backend.Memory).Used
+			return m, func() int64 {
+				used, _, err := backend.Usage(m)
+				if err != nil {
+					t.Error(err)
+				}
+				return used
+			}
 		}, true},
 		{"file", func(t *testing.T) (backend.Store, func() int64) {
 			path := filepath.Join(t.TempDir(), "lun.img")

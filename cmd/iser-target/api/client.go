@@ -211,11 +211,6 @@ func (c *Client) AddTarget(ctx context.Context, t Target, o Options) (*daemon.Pl
 	return c.change(ctx, http.MethodPost, "/v1/targets", o.values(), t)
 }
 
-// SetTarget sets keys of a target.
-func (c *Client) SetTarget(ctx context.Context, name string, v Values, o Options) (*daemon.Plan, error) {
-	return c.change(ctx, http.MethodPatch, targetPath(name), o.values(), v)
-}
-
 // RemoveTarget removes a target with its LUNs; files stay.
 func (c *Client) RemoveTarget(ctx context.Context, name string, o Options) (*daemon.Plan, error) {
 	return c.change(ctx, http.MethodDelete, targetPath(name), o.values(), nil)
@@ -390,11 +385,6 @@ func (c *Client) document(ctx context.Context, path, source string, document []b
 // Export is the configuration that runs, as YAML.
 func (c *Client) Export(ctx context.Context) ([]byte, error) {
 	return c.text(ctx, "/v1/config")
-}
-
-// OpenAPI is the description of the API, as YAML.
-func (c *Client) OpenAPI(ctx context.Context) ([]byte, error) {
-	return c.text(ctx, "/v1/openapi.yaml")
 }
 
 func (c *Client) text(ctx context.Context, path string) ([]byte, error) {

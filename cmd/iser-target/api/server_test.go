@@ -130,7 +130,7 @@ func TestErrors(t *testing.T) {
 	if luns := d.State().Targets[0].LUNs; len(luns) != 1 || luns[0].Size != 1<<20 {
 		t.Errorf("requests that failed have changed the LUNs: %+v", luns)
 	}
-	b, err := c.OpenAPI(t.Context())
+	b, err := c.text(t.Context(), "/v1/openapi.yaml")
 	if err != nil || !bytes.Equal(b, openAPI) {
 		t.Errorf("the description that is served: %d octets, error %v", len(b), err)
 	}
