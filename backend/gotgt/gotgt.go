@@ -1,12 +1,11 @@
+//go:build !nogotgt
+
 // Package gotgt serves the backing stores of github.com/gostor/gotgt as
 // backend.Stores.
 //
 // What is taken from gotgt is the plug-in contract, api.BackingStore with
 // api.UnmapBlockDescriptor, and the registry behind scsi.NewBackingStore. None
-// of its SCSI engine, its LUN maps or its iSCSI daemon runs. Importing the
-// registry's package also runs the init function of gotgt/pkg/config: it looks
-// for the home directory, in $HOME or, without that, by running getent(1) or a
-// shell; whether it finds one makes no difference here.
+// of its SCSI engine, its LUN maps or its iSCSI daemon runs.
 //
 // gotgt's own file store registers as "file" through the import below; a
 // program that imports other plug-ins can open those. The null store that comes
@@ -46,6 +45,7 @@ import (
 	"github.com/sirupsen/logrus"
 
 	"github.com/iser-target/iser-target/backend"
+	_ "github.com/iser-target/iser-target/backend/gotgt/gostorenv" // before gotgt
 )
 
 // Config describes a store of gotgt. The zero value of a field other than

@@ -1,3 +1,5 @@
+//go:build !nogotgt
+
 package gotgt_test
 
 import (
