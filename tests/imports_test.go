@@ -18,20 +18,23 @@ const module = "github.com/iser-target/iser-target"
 // one that lies deepest counts. Imports point one way, so nothing but cmd knows
 // all, and iscsi knows nothing of rdma.
 var mayImport = map[string][]string{
-	"cmd":                     {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "github.com/spf13/cobra", "go.yaml.in/yaml/v3", "golang.org/x/sys"},
-	"cmd/iser-target/capture": {},
-	"cmd/iser-target/metrics": {"iscsi", "lun", "rdma", "github.com/prometheus/client_golang", "go.yaml.in/yaml/v3"},
-	"iser":                    {"iscsi", "rdma"},
-	"iscsi":                   {"iscsi/fifo", "iscsi/pdu", "iscsi/keys", "lun", "security"},
-	"iscsi/fifo":              {},
-	"iscsi/pdu":               {},
-	"iscsi/keys":              {},
-	"iscsi/tcp":               {"iscsi", "iscsi/fifo", "iscsi/pdu", "lun/invariant"},
-	"lun":                     {"backend", "lun/invariant"},
-	"lun/invariant":           {},
-	"rdma":                    {"rdma/wire", "golang.org/x/sys"},
-	"rdma/wire":               {},
-	"backend":                 {"backend", "golang.org/x/sys"},
+	"cmd": {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "github.com/spf13/cobra", "go.yaml.in/yaml/v3", "golang.org/x/sys"},
+	// A client of the control API does not need the target.
+	"cmd/iser-target/api/client": {"cmd/iser-target/schema", "cmd/iser-target/capture"},
+	"cmd/iser-target/schema":     {"config"},
+	"cmd/iser-target/capture":    {},
+	"cmd/iser-target/metrics":    {"iscsi", "lun", "rdma", "github.com/prometheus/client_golang", "go.yaml.in/yaml/v3"},
+	"iser":                       {"iscsi", "rdma"},
+	"iscsi":                      {"iscsi/fifo", "iscsi/pdu", "iscsi/keys", "lun", "security"},
+	"iscsi/fifo":                 {},
+	"iscsi/pdu":                  {},
+	"iscsi/keys":                 {},
+	"iscsi/tcp":                  {"iscsi", "iscsi/fifo", "iscsi/pdu", "lun/invariant"},
+	"lun":                        {"backend", "lun/invariant"},
+	"lun/invariant":              {},
+	"rdma":                       {"rdma/wire", "golang.org/x/sys"},
+	"rdma/wire":                  {},
+	"backend":                    {"backend", "golang.org/x/sys"},
 	// gotgt logs by logrus.
 	"backend/gotgt": {"backend", "github.com/gostor/gotgt", "github.com/sirupsen/logrus"},
 	// Go initializes it before gotgt, so it imports nothing that takes longer to be ready.
@@ -101,6 +104,11 @@ func TestImportRule(t *testing.T) {
 		test, ok bool
 	}{
 		{"cmd/iser-target", "rdma", false, true},
+		{"cmd/iser-target/api/client", "cmd/iser-target/schema", false, true},
+		{"cmd/iser-target/api/client", "cmd/iser-target/daemon", false, false},
+		{"cmd/iser-target/api/client", "iscsi", false, false},
+		{"cmd/iser-target/schema", "cmd/iser-target/daemon", false, false},
+		{"cmd/iser-target/schema", "lun", false, false},
 		{"iser", "iscsi/pdu", false, true},
 		{"iser", "rdma/wire", false, true},
 		{"iser", "backend", false, false},

@@ -14,7 +14,7 @@ import (
 
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 // What is no configuration is refused, in one line that names it and says why, and
@@ -90,13 +90,13 @@ func TestFileUnderneath(t *testing.T) {
 	}
 	refused := func(t *testing.T, want string) {
 		t.Helper()
-		before := len(read[[]daemon.LUNState](t, s, "lun", "list"))
+		before := len(read[[]schema.LUNState](t, s, "lun", "list"))
 		s.says(t, cli.ExitError, want, create...)
 		if err := s.cmd.Process.Signal(syscall.SIGHUP); err != nil {
 			t.Fatal(err)
 		}
 		s.wait(t, `(configuration is as before.*because=SIGHUP)`)
-		if got := len(read[[]daemon.LUNState](t, s, "lun", "list")); got != before {
+		if got := len(read[[]schema.LUNState](t, s, "lun", "list")); got != before {
 			t.Errorf("%d LUNs, want %d", got, before)
 		}
 	}

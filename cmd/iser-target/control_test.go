@@ -18,7 +18,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/initiator"
 )
@@ -160,7 +160,7 @@ func TestVerbs(t *testing.T) {
 		s.says(t, cli.ExitOK, "add target "+b+" (done)", "target", "create", b, "--initiator", hostName, "--alias", "second")
 		s.says(t, cli.ExitError, "already", "target", "create", b, "--initiator", "*")
 		s.says(t, cli.ExitError, "name", "target", "create", "no name", "--initiator", "*")
-		list := read[[]daemon.TargetState](t, s, "target", "list")
+		list := read[[]schema.TargetState](t, s, "target", "list")
 		if len(list) != 2 || list[1].Name != b || list[1].Alias != "second" || !slices.Equal(list[1].Initiators, []string{hostName}) {
 			t.Errorf("targets %+v", list)
 		}
@@ -178,24 +178,24 @@ func TestVerbs(t *testing.T) {
 		}
 		s.says(t, cli.ExitOK, "1MiB -> 2MiB (done)", "lun", "resize", b, "0", "2MiB")
 		s.says(t, cli.ExitRefused, "--allow-shrink", "lun", "resize", b, "0", "1MiB")
-		if l := read[daemon.LUNState](t, s, "lun", "show", b, "0"); l.Size != 2<<20 || l.State != daemon.Ready || l.Path != image {
+		if l := read[schema.LUNState](t, s, "lun", "show", b, "0"); l.Size != 2<<20 || l.State != schema.Ready || l.Path != image {
 			t.Errorf("LUN %+v", l)
 		}
 		s.says(t, cli.ExitOK, "(done)", "lun", "resize", b, "0", "1MiB", "--allow-shrink")
 		s.says(t, cli.ExitOK, "(done)", "lun", "set", b, "0", "read_only=true", "initiators=["+hostName+"]")
 		s.says(t, cli.ExitUsage, "KEY=VALUE", "lun", "set", b, "0", "read_only")
 		s.says(t, cli.ExitError, "nothing has changed", "lun", "set", b, "0", "reed_only=true")
-		if l := read[daemon.LUNState](t, s, "lun", "show", b, "0"); l.Size != 1<<20 || !l.ReadOnly || !slices.Equal(l.Initiators, []string{hostName}) {
+		if l := read[schema.LUNState](t, s, "lun", "show", b, "0"); l.Size != 1<<20 || !l.ReadOnly || !slices.Equal(l.Initiators, []string{hostName}) {
 			t.Errorf("LUN %+v", l)
 		}
-		if n := len(read[[]daemon.LUNState](t, s, "lun", "list")); n != 3 {
+		if n := len(read[[]schema.LUNState](t, s, "lun", "list")); n != 3 {
 			t.Errorf("LUNs of all: %d, want 3", n)
 		}
-		if n := len(read[[]daemon.LUNState](t, s, "lun", "list", b)); n != 2 {
+		if n := len(read[[]schema.LUNState](t, s, "lun", "list", b)); n != 2 {
 			t.Errorf("LUNs of %s: %d, want 2", b, n)
 		}
 		s.says(t, cli.ExitOK, "block size", "lun", "show", b, "0")
-		s.says(t, cli.ExitOK, "naa."+read[daemon.LUNState](t, s, "lun", "show", b, "0").NAA, "lun", "show", b, "0")
+		s.says(t, cli.ExitOK, "naa."+read[schema.LUNState](t, s, "lun", "show", b, "0").NAA, "lun", "show", b, "0")
 		s.says(t, cli.ExitUsage, "no number", "lun", "show", b, "x")
 		s.says(t, cli.ExitNotFound, "LUN 9", "lun", "show", b, "9")
 		s.says(t, cli.ExitOK, "remove LUN 1", "lun", "delete", b, "1")
@@ -215,7 +215,7 @@ func TestVerbs(t *testing.T) {
 		s.says(t, cli.ExitError, "iser-target initiator allow "+b+" "+hostName+"2 lets it in", "explain", "--initiator", hostName+"2", "--target", b)
 		s.says(t, cli.ExitError, "iser-target target list", "explain", "--initiator", hostName, "--target", b+"2")
 		s.says(t, cli.ExitUsage, "required", "explain", "--target", b)
-		if e := read[daemon.Explanation](t, s, "explain", "--initiator", hostName, "--target", b); !e.Admitted || len(e.LUNs) != 1 || e.LUNs[0].Access != "read only" {
+		if e := read[schema.Explanation](t, s, "explain", "--initiator", hostName, "--target", b); !e.Admitted || len(e.LUNs) != 1 || e.LUNs[0].Access != "read only" {
 			t.Errorf("explanation %+v", e)
 		}
 	})
@@ -235,7 +235,7 @@ func TestVerbs(t *testing.T) {
 	t.Run("portal", func(t *testing.T) {
 		const more = "127.0.0.2:0"
 		s.says(t, cli.ExitOK, "add portal "+more, "portal", "add", more, "--tpgt", "2", "--transport", "tcp")
-		list := read[[]daemon.PortalState](t, s, "portal", "list")
+		list := read[[]schema.PortalState](t, s, "portal", "list")
 		if len(list) != 2 || list[1].TPGT != 2 || !slices.Equal(list[1].Transports, []string{"tcp"}) {
 			t.Errorf("portals %+v", list)
 		}
@@ -271,7 +271,7 @@ func TestNoTargets(t *testing.T) {
 		t.Errorf("the file:\n%s", got)
 	}
 	for range 2 { // as it is, and started anew
-		if list := read[[]daemon.TargetState](t, s, "target", "list"); len(list) != 0 {
+		if list := read[[]schema.TargetState](t, s, "target", "list"); len(list) != 0 {
 			t.Errorf("targets %+v", list)
 		}
 		d, err := initiator.Dial(t.Context(), "tcp", s.addr, initiator.Options{Name: hostName})
@@ -302,7 +302,7 @@ func TestNoTargets(t *testing.T) {
 func TestVerbsUnderSession(t *testing.T) {
 	s := newStation(t)
 	session := s.login(t)
-	list := read[[]daemon.SessionState](t, s, "session", "list")
+	list := read[[]schema.SessionState](t, s, "session", "list")
 	if len(list) != 1 || list[0].Initiator != hostName || list[0].Transport != "iser" {
 		t.Fatalf("sessions %+v", list)
 	}
@@ -319,8 +319,8 @@ func TestVerbsUnderSession(t *testing.T) {
 		}
 	}
 	// All of that was counted: the commands with GOOD and that with the unit attention.
-	show := read[daemon.SessionState](t, s, "session", "show", id)
-	unit := read[daemon.LUNState](t, s, "lun", "show", storeName, "0")
+	show := read[schema.SessionState](t, s, "session", "show", id)
+	unit := read[schema.LUNState](t, s, "lun", "show", storeName, "0")
 	if c := show.Counters; c.Others < 2 || c.Errors != 1 || c.Reads != 0 {
 		t.Errorf("session show: %+v", c)
 	}
@@ -336,15 +336,15 @@ func TestVerbsUnderSession(t *testing.T) {
 	if len(show.Counters.Latency) == 0 || len(unit.Counters.Latency) == 0 {
 		t.Errorf("latencies of the session %+v, of the LUN %+v", show.Counters.Latency, unit.Counters.Latency)
 	}
-	for _, l := range read[[]daemon.LUNState](t, s, "lun", "list") {
+	for _, l := range read[[]schema.LUNState](t, s, "lun", "list") {
 		if l.Counters.Others == 0 && l.ID == 0 || l.Counters.Latency != nil {
 			t.Errorf("lun list: %+v", l)
 		}
 	}
-	if l := read[[]daemon.SessionState](t, s, "session", "list"); l[0].Counters.Others == 0 || l[0].Counters.Latency != nil {
+	if l := read[[]schema.SessionState](t, s, "session", "list"); l[0].Counters.Others == 0 || l[0].Counters.Latency != nil {
 		t.Errorf("session list: %+v", l)
 	}
-	if l := read[[]daemon.TargetState](t, s, "target", "list"); l[0].LUNs[0].Counters.Latency != nil {
+	if l := read[[]schema.TargetState](t, s, "target", "list"); l[0].LUNs[0].Counters.Latency != nil {
 		t.Errorf("target list: %+v", l)
 	}
 
@@ -398,7 +398,7 @@ func TestVerbsConfig(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.says(t, cli.ExitOK, "add LUN 5", "config", "plan", more)
-	if n := len(read[[]daemon.LUNState](t, s, "lun", "list")); n != 1 {
+	if n := len(read[[]schema.LUNState](t, s, "lun", "list")); n != 1 {
 		t.Errorf("a plan made LUNs: %d", n)
 	}
 	s.says(t, cli.ExitOK, "add LUN 5 of "+storeName+" (done)", "config", "apply", more)
@@ -457,7 +457,7 @@ func TestFollow(t *testing.T) {
 	d := json.NewDecoder(out)
 	var last uint64
 	for {
-		var e daemon.Event
+		var e schema.Event
 		if err := d.Decode(&e); err != nil {
 			t.Fatal(err)
 		}
@@ -505,7 +505,7 @@ func TestDrainIsCutOff(t *testing.T) {
 		out, errOut, code := s.run(t, "target", "delete", storeName, "--drain", "10m")
 		deleted <- outcome{out, errOut, code}
 	}()
-	for len(read[[]daemon.TargetState](t, s, "target", "list")) == 2 {
+	for len(read[[]schema.TargetState](t, s, "target", "list")) == 2 {
 		time.Sleep(10 * time.Millisecond)
 	}
 	s.ok(t, "lun", "create", storeName+"2", "--backend", "memory", "--size", "1MiB")
@@ -563,8 +563,8 @@ func (s *station) same(t *testing.T, n int) {
 	for _, l := range cfg.Targets[0].LUNs {
 		want = append(want, l.ID)
 	}
-	for _, l := range read[[]daemon.LUNState](t, s, "lun", "list", storeName) {
-		if l.State != daemon.Ready {
+	for _, l := range read[[]schema.LUNState](t, s, "lun", "list", storeName) {
+		if l.State != schema.Ready {
 			t.Errorf("LUN %d is %s: %s", l.ID, l.State, l.Reason)
 		}
 		got = append(got, l.ID)

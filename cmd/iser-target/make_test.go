@@ -18,9 +18,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/backend/backendtest"
-	"github.com/iser-target/iser-target/cmd/iser-target/api"
+	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/tests/initiator"
 )
 
@@ -31,7 +31,7 @@ func TestMakeLUN(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(s.dir, "from.img"), content, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	plan := read[daemon.Plan](t, s, "lun", "create", storeName, "--path", "a.img", "--size", "8MiB", "--preallocate")
+	plan := read[schema.Plan](t, s, "lun", "create", storeName, "--path", "a.img", "--size", "8MiB", "--preallocate")
 	if len(plan.Steps) != 1 || !plan.Steps[0].Done || !plan.Persisted {
 		t.Errorf("plan %+v", plan)
 	}
@@ -53,7 +53,7 @@ func TestMakeLUN(t *testing.T) {
 
 	session := s.login(t)
 	for lun, size := range map[byte]int64{2: 20480, 3: 1 << 20} {
-		if l := read[daemon.LUNState](t, s, "lun", "show", storeName, fmt.Sprint(lun)); l.Size != size || l.State != daemon.Ready {
+		if l := read[schema.LUNState](t, s, "lun", "show", storeName, fmt.Sprint(lun)); l.Size != size || l.State != schema.Ready {
 			t.Errorf("LUN %+v, want %d octets", l, size)
 		}
 		c := &initiator.Command{LUN: lun, In: make([]byte, 40*512)} // READ (10)
@@ -135,7 +135,7 @@ func TestMakeLUNBar(t *testing.T) {
 	if err := cmd.Run(); err != nil {
 		t.Fatalf("%v: %s", err, p.text())
 	}
-	var plan daemon.Plan
+	var plan schema.Plan
 	if err := json.Unmarshal(out.Bytes(), &plan); err != nil || len(plan.Steps) != 1 {
 		t.Errorf("output %q: %v", out.String(), err)
 	}
@@ -155,15 +155,15 @@ const attempts = 10
 // Changes go on while a file is made, which nobody else can make.
 func TestMakeLUNMeanwhile(t *testing.T) {
 	s, dir := newStation(t), shared(t)
-	c := api.NewClient(s.socket)
+	c := client.New(s.socket)
 	for i := range attempts {
 		path := filepath.Join(dir, fmt.Sprint(i))
 		meanwhile := false
 		output, code := s.slowly(t, path, func(*exec.Cmd) {
-			_, twice := c.AddLUN(t.Context(), storeName, api.LUN{Backend: "file", Path: path, Size: "1GiB", Preallocate: true}, api.Options{})
-			var e *api.Error
-			busy := errors.As(twice, &e) && e.Code == api.Busy && strings.Contains(e.Message, "somebody else is making this file")
-			if _, err := c.AddLUN(t.Context(), storeName, api.LUN{Backend: "memory", Size: "1MiB"}, api.Options{}); err != nil {
+			_, twice := c.AddLUN(t.Context(), storeName, schema.LUN{Backend: "file", Path: path, Size: "1GiB", Preallocate: true}, schema.Options{})
+			var e *schema.Error
+			busy := errors.As(twice, &e) && e.Code == schema.Busy && strings.Contains(e.Message, "somebody else is making this file")
+			if _, err := c.AddLUN(t.Context(), storeName, schema.LUN{Backend: "memory", Size: "1MiB"}, schema.Options{}); err != nil {
 				t.Error(err)
 			}
 			_, err := os.Lstat(path)
@@ -224,7 +224,7 @@ func TestMakeLUNInterrupted(t *testing.T) {
 				} else if code != cli.ExitOK {
 					s.wait(t, `(file was not made).*path=`+path)
 				}
-				if n := len(read[[]daemon.LUNState](t, s, "lun", "list", storeName)); code == cli.ExitOK || n == 2 { // too late
+				if n := len(read[[]schema.LUNState](t, s, "lun", "list", storeName)); code == cli.ExitOK || n == 2 { // too late
 					s.says(t, cli.ExitOK, "remove LUN 1", "lun", "delete", storeName, "1")
 					os.Remove(path)
 					continue
@@ -264,7 +264,7 @@ func TestMakeLUNNoSpace(t *testing.T) {
 	if err := unix.Statfs(dir, &st); err != nil || st.Bfree != st.Blocks/2 {
 		t.Errorf("error %v, %d of %d blocks are free, want half of them", err, st.Bfree, st.Blocks)
 	}
-	if l := read[daemon.LUNState](t, s, "lun", "show", storeName, "1"); l.Size != 2<<20 || l.State != daemon.Ready {
+	if l := read[schema.LUNState](t, s, "lun", "show", storeName, "1"); l.Size != 2<<20 || l.State != schema.Ready {
 		t.Errorf("LUN %+v, want that it is as before", l)
 	}
 	s.says(t, cli.ExitOK, "2MiB -> 4MiB (done)", "lun", "resize", storeName, "1", "4MiB", "--preallocate")
@@ -276,7 +276,7 @@ func TestGrowLUNWithoutSpace(t *testing.T) {
 	s := newStation(t)
 	s.ok(t, "lun", "create", storeName, "--path", filepath.Join(dir, "a"), "--size", "2MiB")
 	s.says(t, cli.ExitError, "the change is made, but the LUN has not all the space", "lun", "resize", storeName, "1", "4MiB", "--preallocate")
-	if l := read[daemon.LUNState](t, s, "lun", "show", storeName, "1"); l.Size != 4<<20 || l.State != daemon.Ready {
+	if l := read[schema.LUNState](t, s, "lun", "show", storeName, "1"); l.Size != 4<<20 || l.State != schema.Ready {
 		t.Errorf("LUN %+v, want that it has grown", l)
 	}
 }

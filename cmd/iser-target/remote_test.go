@@ -12,7 +12,7 @@ import (
 
 	"github.com/iser-target/iser-target/cmd/iser-target/api/apitest"
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 // listensTLS has a configuration serve the control API over TCP, by the certificate NAME.
@@ -76,7 +76,7 @@ func TestRemote(t *testing.T) {
 	if b, err := os.ReadFile(file); err != nil || len(b) < 1000 { // the login
 		t.Errorf("a capture of %d octets: %v", len(b), err)
 	}
-	if n := len(read[[]daemon.LUNState](t, s, "lun", "list")); n != 3 {
+	if n := len(read[[]schema.LUNState](t, s, "lun", "list")); n != 3 {
 		t.Errorf("%d LUNs, want 3", n)
 	}
 	s.says(t, cli.ExitUsage, "name a FILE", "config", "plan")

@@ -18,7 +18,7 @@ import (
 	"github.com/chromedp/cdproto/runtime"
 	"github.com/chromedp/chromedp"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/interop/harness"
 )
@@ -422,7 +422,7 @@ func (s *shown) narrow(t *testing.T) {
 
 // A session that is killed goes from the page.
 func (s *shown) kill(t *testing.T) {
-	for _, one := range harness.Ask[[]daemon.SessionState](t, s.Target, "session", "list") {
+	for _, one := range harness.Ask[[]schema.SessionState](t, s.Target, "session", "list") {
 		if one.Transport == "iser" {
 			s.ending.Store(true)
 			s.Manage(t, "session", "kill", strconv.Itoa(int(one.TSIH)), "--reason", "of a test")

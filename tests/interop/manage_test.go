@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/tests/interop/harness"
 	"github.com/iser-target/iser-target/tests/interop/vm"
 )
@@ -54,17 +54,17 @@ func TestManage(t *testing.T) {
 		}
 	}
 	// session is the only session with a target.
-	session := func(t *testing.T, target string) daemon.SessionState {
+	session := func(t *testing.T, target string) schema.SessionState {
 		t.Helper()
-		sessions := harness.Ask[[]daemon.SessionState](t, d, "session", "list")
-		sessions = slices.DeleteFunc(sessions, func(s daemon.SessionState) bool { return s.Target != target })
+		sessions := harness.Ask[[]schema.SessionState](t, d, "session", "list")
+		sessions = slices.DeleteFunc(sessions, func(s schema.SessionState) bool { return s.Target != target })
 		if len(sessions) != 1 || len(sessions[0].Connections) != 1 || sessions[0].Transport != "iser" {
 			t.Fatalf("sessions with %s: %+v, want one over iSER", target, sessions)
 		}
 		return sessions[0]
 	}
 	// same fails t if the session is not as it was, or has done nothing since.
-	same := func(t *testing.T, was daemon.SessionState) {
+	same := func(t *testing.T, was schema.SessionState) {
 		t.Helper()
 		is := session(t, was.Target)
 		a, b := was.Connections[0], is.Connections[0]
@@ -144,7 +144,7 @@ done`)
 			if took := time.Since(from); took > del.most {
 				t.Errorf("it has taken %v, want at most %v", took, del.most)
 			}
-			for _, l := range harness.Ask[[]daemon.LUNState](t, d, "lun", "list", main) {
+			for _, l := range harness.Ask[[]schema.LUNState](t, d, "lun", "list", main) {
 				if fmt.Sprint(l.ID) == del.lun {
 					t.Errorf("there still is %+v", l)
 				}
@@ -176,7 +176,7 @@ dmesg --clear
 			t.Fatal(err)
 		}
 		named := fmt.Sprintf("session %d of %s", out.TSIH, initiatorName)
-		plan := harness.Ask[daemon.Plan](t, d, "config", "plan", file)
+		plan := harness.Ask[schema.Plan](t, d, "config", "plan", file)
 		if len(plan.Steps) != 1 || plan.Steps[0].Change.Target != other || !slices.Equal(plan.Steps[0].Disturbs, []string{named}) {
 			t.Errorf("the plan is %+v, want one step that disturbs %s", plan, named)
 		}
@@ -184,13 +184,13 @@ dmesg --clear
 		run(t, "await works")
 		same(t, was)
 		session(t, other)
-		plan = harness.Ask[daemon.Plan](t, d, "config", "apply", file, "--disrupt", "--drain", "3s")
+		plan = harness.Ask[schema.Plan](t, d, "config", "apply", file, "--disrupt", "--drain", "3s")
 		if len(plan.Steps) != 1 || !plan.Steps[0].Done || !plan.Persisted {
 			t.Errorf("what was done is %+v", plan)
 		}
 		run(t, "await works")
 		same(t, was)
-		if n := len(harness.Ask[[]daemon.SessionState](t, d, "session", "list")); n != 1 {
+		if n := len(harness.Ask[[]schema.SessionState](t, d, "session", "list")); n != 1 {
 			t.Errorf("there are %d sessions, want 1", n)
 		}
 		if got, err := os.ReadFile(d.ConfigFile()); err != nil || string(got) != next {
@@ -272,12 +272,12 @@ test $(</run/fio.status) = 0
 			"lun":     `{lun="0",op="%s",target="` + main + `",transport="iser"}`,
 			"session": fmt.Sprintf(`{initiator="%s",op="%%s",target="%s",transport="iser",tsih="%d"}`, initiatorName, main, session(t, main).TSIH),
 		}
-		before, was := d.Metrics(t), harness.Ask[daemon.LUNState](t, d, "lun", "show", main, "0").Counters
+		before, was := d.Metrics(t), harness.Ask[schema.LUNState](t, d, "lun", "show", main, "0").Counters
 		run(t, `
 echo 2 >/sys/block/$disk/queue/nomerges
 fio --ioengine=libaio --direct=1 --filename=/dev/$disk --iodepth=16 --rw=randrw --bs=64k --size=16m \
 	--randrepeat=0 --output-format=json --output=`+vm.Files+`/fio.json --name=metrics`)
-		after, is := d.Metrics(t), harness.Ask[daemon.LUNState](t, d, "lun", "show", main, "0").Counters
+		after, is := d.Metrics(t), harness.Ask[schema.LUNState](t, d, "lun", "show", main, "0").Counters
 		b, err := os.ReadFile(filepath.Join(v.Files(), "fio.json"))
 		if err != nil {
 			t.Fatal(err)

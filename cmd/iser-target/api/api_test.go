@@ -9,7 +9,7 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/capture"
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
 
@@ -56,10 +56,10 @@ func TestOpenAPISchemas(t *testing.T) {
 	schemas := described(t).Components.Schemas
 	delete(schemas, "Values") // which has no fixed ones
 	for _, v := range []any{
-		Error{}, Target{}, LUN{}, ChangeUpdate{}, Progress{}, Portal{}, Pattern{}, Reservation{},
-		daemon.State{}, daemon.PortalState{}, daemon.TargetState{}, daemon.LUNState{}, daemon.ReservationState{}, daemon.RegistrationState{},
-		daemon.SessionState{}, daemon.CounterState{}, daemon.PhaseState{}, daemon.ConnectionState{}, daemon.Explanation{}, daemon.Rule{}, daemon.LUNView{}, daemon.Event{},
-		daemon.Plan{}, daemon.Step{}, config.Change{}, capture.Summary{},
+		schema.Error{}, schema.Target{}, schema.LUN{}, schema.ChangeUpdate{}, schema.Progress{}, schema.Portal{}, schema.Pattern{}, schema.Reservation{},
+		schema.State{}, schema.PortalState{}, schema.TargetState{}, schema.LUNState{}, schema.ReservationState{}, schema.RegistrationState{},
+		schema.SessionState{}, schema.CounterState{}, schema.PhaseState{}, schema.ConnectionState{}, schema.Explanation{}, schema.Rule{}, schema.LUNView{}, schema.Event{},
+		schema.Plan{}, schema.Step{}, config.Change{}, capture.Summary{},
 	} {
 		typ := reflect.TypeOf(v)
 		var want, got []string

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
 
@@ -37,19 +37,19 @@ func answerUpdates(w http.ResponseWriter, r *http.Request, do func(*http.Request
 	case !out.begun:
 		writeJSON(w, http.StatusOK, v)
 	case err != nil:
-		out.line(ChangeUpdate{Error: errorOf(err)})
+		out.line(schema.ChangeUpdate{Error: errorOf(err)})
 	default:
-		plan, _ := v.(*daemon.Plan)
-		out.line(ChangeUpdate{Plan: plan})
+		plan, _ := v.(*schema.Plan)
+		out.line(schema.ChangeUpdate{Plan: plan})
 	}
 }
 
 func (s *Server) makeLUN(r *http.Request, out *updateWriter) (any, error) {
-	var l LUN
+	var l schema.LUN
 	if err := body(r, &l); err != nil {
 		return nil, err
 	}
-	c, err := l.config()
+	c, err := lunConfig(&l)
 	if err != nil {
 		return nil, err
 	}
@@ -127,7 +127,7 @@ func (s *Server) growLUN(r *http.Request, out *updateWriter) (any, error) {
 		if err != nil || o.DryRun {
 			return plan, err
 		}
-		if err := roomFor(plan.(*daemon.Plan), l); err != nil {
+		if err := roomFor(plan.(*schema.Plan), l); err != nil {
 			return nil, err
 		}
 	}
@@ -145,7 +145,7 @@ func (s *Server) growLUN(r *http.Request, out *updateWriter) (any, error) {
 }
 
 // roomFor fails if there is none for what the plan has the LUN grow by.
-func roomFor(plan *daemon.Plan, l *daemon.LUNState) error {
+func roomFor(plan *schema.Plan, l *schema.LUNState) error {
 	for _, step := range plan.Steps {
 		size, err := config.ParseSize(step.Change.New)
 		if err != nil || step.Change.Key != "size" || int64(size) < l.Size {
@@ -193,10 +193,10 @@ func (o *updateWriter) progress(p backend.Progress) error {
 		return nil
 	}
 	o.last = time.Now()
-	return o.line(ChangeUpdate{Progress: &Progress{p.Phase, p.Done, p.Total}})
+	return o.line(schema.ChangeUpdate{Progress: &schema.Progress{Phase: p.Phase, Done: p.Done, Total: p.Total}})
 }
 
-func (o *updateWriter) line(m ChangeUpdate) error {
+func (o *updateWriter) line(m schema.ChangeUpdate) error {
 	b, err := json.Marshal(m)
 	if err != nil {
 		return err

@@ -4,21 +4,17 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"io"
 	"net/http"
-	"net/url"
 	"strconv"
 	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/capture"
 	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 const (
-	// summaryTrailer is behind the file of a capture: a capture.Summary as JSON.
-	summaryTrailer = "Capture-Summary"
-
 	defaultCapture = 64 << 20 // octets of the file
 	maxCapture     = 1 << 40
 	// maxCaptureTime is the longest that a capture can be bounded by.
@@ -55,7 +51,7 @@ func (s *Server) capture(w http.ResponseWriter, r *http.Request) {
 		}
 	}()
 	w.Header().Set("Content-Type", "application/octet-stream")
-	w.Header().Set("Trailer", summaryTrailer)
+	w.Header().Set("Trailer", schema.SummaryTrailer)
 	control := http.NewResponseController(w)
 	control.SetReadDeadline(time.Time{}) // the end of readTime would be taken for that of the client
 	sum, err := run(ctx, &patient{w, control})
@@ -64,7 +60,7 @@ func (s *Server) capture(w http.ResponseWriter, r *http.Request) {
 	}
 	b, err := json.Marshal(sum)
 	if err == nil {
-		w.Header().Set(summaryTrailer, string(b))
+		w.Header().Set(schema.SummaryTrailer, string(b))
 	}
 }
 
@@ -110,56 +106,5 @@ func (s *Server) stopCapture(r *http.Request) (any, error) {
 	if _, err := query(r); err != nil {
 		return nil, err
 	}
-	return done{true}, s.d.StopCapture(id)
-}
-
-func capturePath(tsih uint16) string { return fmt.Sprintf("/v1/sessions/%d/capture", tsih) }
-
-// A Capture is a pcapng file that is on its way.
-type Capture struct {
-	c    *Client
-	resp *http.Response
-}
-
-// Capture begins to record a session. The file has at most max octets and records for at
-// most the duration; 0 is the default of the target.
-func (c *Client) Capture(ctx context.Context, tsih uint16, max int64, duration time.Duration) (*Capture, error) {
-	q := url.Values{}
-	if max != 0 {
-		q.Set("max", strconv.FormatInt(max, 10))
-	}
-	if duration != 0 {
-		q.Set("duration", duration.String())
-	}
-	resp, err := c.roundTrip(ctx, http.MethodGet, capturePath(tsih), q, "", nil)
-	if err != nil {
-		return nil, err
-	}
-	return &Capture{c, resp}, nil
-}
-
-// StopCapture ends the capture of a session.
-func (c *Client) StopCapture(ctx context.Context, tsih uint16) error {
-	return c.call(ctx, http.MethodDelete, capturePath(tsih), nil, nil, &done{})
-}
-
-// Close lets go of what was not written.
-func (k *Capture) Close() error { return k.resp.Body.Close() }
-
-// Copy writes the file to w until the capture ends, and returns what became of it.
-// When the target goes away before, or w fails, the octets that are counted are a file, too:
-// they are whole blocks.
-func (k *Capture) Copy(w io.Writer) (sum capture.Summary, err error) {
-	sum.Size, err = capture.CopyBlocks(w, k.resp.Body)
-	var write *capture.WriteError
-	switch {
-	case errors.As(err, &write):
-		return sum, write.Err
-	case err != nil:
-		return sum, k.c.unreached(http.MethodGet, err)
-	}
-	if err := json.Unmarshal([]byte(k.resp.Trailer.Get(summaryTrailer)), &sum); err != nil {
-		return sum, &Error{Code: Failed, Message: fmt.Sprintf("the target at %s does not say how the capture ended: %v", k.c.where, err)}
-	}
-	return sum, nil
+	return schema.Done{Done: true}, s.d.StopCapture(id)
 }

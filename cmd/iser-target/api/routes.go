@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/security"
 )
@@ -66,14 +67,14 @@ func (s *Server) targets(r *http.Request) (any, error) {
 }
 
 // brief takes out what would make a list long: how long commands took.
-func brief(luns []daemon.LUNState) []daemon.LUNState {
+func brief(luns []schema.LUNState) []schema.LUNState {
 	for i := range luns {
 		luns[i].Counters.Latency = nil
 	}
 	return luns
 }
 
-func (s *Server) findTarget(name string) (*daemon.TargetState, error) {
+func (s *Server) findTarget(name string) (*schema.TargetState, error) {
 	for _, t := range s.d.State().Targets {
 		if t.Name == name {
 			return &t, nil
@@ -95,11 +96,11 @@ func (s *Server) target(r *http.Request) (any, error) {
 }
 
 func (s *Server) addTarget(r *http.Request) (any, error) {
-	var t Target
+	var t schema.Target
 	if err := body(r, &t); err != nil {
 		return nil, err
 	}
-	return s.change(r, func(d *config.Document) error { return d.AddTarget(t.config()) })
+	return s.change(r, func(d *config.Document) error { return d.AddTarget(targetConfig(&t)) })
 }
 
 func (s *Server) setTarget(r *http.Request) (any, error) {
@@ -117,7 +118,7 @@ func (s *Server) set(r *http.Request, set func(d *config.Document, key, value st
 
 // editOf is the edit that sets the keys in the body.
 func editOf(r *http.Request, set func(d *config.Document, key, value string) error) (func(*config.Document) error, error) {
-	var v Values
+	var v schema.Values
 	if err := body(r, &v); err != nil {
 		return nil, err
 	}
@@ -140,7 +141,7 @@ func (s *Server) removeTarget(r *http.Request) (any, error) {
 }
 
 func (s *Server) allow(r *http.Request) (any, error) {
-	var p Pattern
+	var p schema.Pattern
 	if err := body(r, &p); err != nil {
 		return nil, err
 	}
@@ -189,7 +190,7 @@ func (s *Server) luns(r *http.Request) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	list := []daemon.LUNState{}
+	list := []schema.LUNState{}
 	if n := q.Get("target"); n != "" {
 		if normal, err := security.NormalizeName(n); err == nil {
 			n = normal
@@ -206,7 +207,7 @@ func (s *Server) luns(r *http.Request) (any, error) {
 	return list, nil
 }
 
-func (s *Server) findLUN(r *http.Request) (*daemon.LUNState, error) {
+func (s *Server) findLUN(r *http.Request) (*schema.LUNState, error) {
 	id, err := lunID(r)
 	if err != nil {
 		return nil, err
@@ -216,7 +217,7 @@ func (s *Server) findLUN(r *http.Request) (*daemon.LUNState, error) {
 		return nil, err
 	}
 	for _, l := range t.LUNs {
-		if l.ID == id && l.State != daemon.Draining {
+		if l.ID == id && l.State != schema.Draining {
 			return &l, nil
 		}
 	}
@@ -246,9 +247,9 @@ func (s *Server) removedBefore(r *http.Request, id int, v any, err error) (any, 
 	case err2 != nil || ending == "":
 		return v, err
 	case o.Now && !o.DryRun && s.d.CutOff(r.Context(), name(r), id):
-		return &daemon.Plan{Steps: []daemon.Step{}, Note: what + " was removed before, and is cut off now"}, nil
+		return &schema.Plan{Steps: []schema.Step{}, Note: what + " was removed before, and is cut off now"}, nil
 	}
-	return nil, &Error{Code: NotFound, Message: fmt.Sprintf("%s was removed before: %s", what, ending), Hint: "wait for that, or cut it off with now"}
+	return nil, &schema.Error{Code: schema.NotFound, Message: fmt.Sprintf("%s was removed before: %s", what, ending), Hint: "wait for that, or cut it off with now"}
 }
 
 // freeLUN is the lowest number that no LUN of the target has, and none that is being
@@ -289,20 +290,15 @@ func (s *Server) reservations(r *http.Request) (any, error) {
 	if _, err := query(r); err != nil {
 		return nil, err
 	}
-	list := []Reservation{}
+	list := []schema.Reservation{}
 	for _, t := range s.d.State().Targets {
 		for _, l := range t.LUNs {
-			if l.Reservation != nil && l.State != daemon.Draining {
-				list = append(list, Reservation{t.Name, l.ID, *l.Reservation})
+			if l.Reservation != nil && l.State != schema.Draining {
+				list = append(list, schema.Reservation{Target: t.Name, LUN: l.ID, ReservationState: *l.Reservation})
 			}
 		}
 	}
 	return list, nil
-}
-
-// done is the answer to what has no plan.
-type done struct {
-	Done bool `json:"done"`
 }
 
 func (s *Server) clearReservation(r *http.Request) (any, error) {
@@ -313,7 +309,7 @@ func (s *Server) clearReservation(r *http.Request) (any, error) {
 	if _, err := query(r); err != nil {
 		return nil, err
 	}
-	return done{true}, s.d.ClearReservation(r.Context(), name(r), id)
+	return schema.Done{Done: true}, s.d.ClearReservation(r.Context(), name(r), id)
 }
 
 func (s *Server) portals(r *http.Request) (any, error) {
@@ -324,11 +320,11 @@ func (s *Server) portals(r *http.Request) (any, error) {
 }
 
 func (s *Server) addPortal(r *http.Request) (any, error) {
-	var p Portal
+	var p schema.Portal
 	if err := body(r, &p); err != nil {
 		return nil, err
 	}
-	return s.change(r, func(d *config.Document) error { return d.AddPortal(p.config()) })
+	return s.change(r, func(d *config.Document) error { return d.AddPortal(portalConfig(&p)) })
 }
 
 func (s *Server) removePortal(r *http.Request) (any, error) {
@@ -349,7 +345,7 @@ func (s *Server) sessions(r *http.Request) (any, error) {
 	for i := range list {
 		list[i].Counters.Latency = nil
 	}
-	slices.SortFunc(list, func(a, b daemon.SessionState) int { return cmp.Compare(a.TSIH, b.TSIH) })
+	slices.SortFunc(list, func(a, b schema.SessionState) int { return cmp.Compare(a.TSIH, b.TSIH) })
 	return list, nil
 }
 
@@ -384,7 +380,7 @@ func (s *Server) killSession(r *http.Request) (any, error) {
 	if len(q.Get("reason")) > maxReason {
 		return nil, invalid("query: reason has more than %d octets", maxReason)
 	}
-	return done{true}, s.d.KillSession(r.Context(), id, q.Get("reason"))
+	return schema.Done{Done: true}, s.d.KillSession(r.Context(), id, q.Get("reason"))
 }
 
 // document reads a configuration. There may be parameters of the names more.
@@ -426,7 +422,7 @@ func (s *Server) applyConfig(r *http.Request) (any, error) {
 }
 
 func (s *Server) apply(r *http.Request, d *config.Document, o daemon.ChangeOptions,
-	apply func(context.Context, *config.Document, daemon.ChangeOptions) (*daemon.Plan, error)) (any, error) {
+	apply func(context.Context, *config.Document, daemon.ChangeOptions) (*schema.Plan, error)) (any, error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), turnTime)
 	defer cancel()
 	return answer(apply(ctx, d, o))
@@ -490,7 +486,7 @@ func (s *Server) events(w http.ResponseWriter, r *http.Request) {
 	case s.followers <- struct{}{}:
 		defer func() { <-s.followers }()
 	default:
-		writeError(w, &Error{Code: Busy, Message: fmt.Sprintf("%d clients follow the events, which is all that may", maxFollowers), Hint: "end one of them"})
+		writeError(w, &schema.Error{Code: schema.Busy, Message: fmt.Sprintf("%d clients follow the events, which is all that may", maxFollowers), Hint: "end one of them"})
 		return
 	}
 	s.follow(w, r, since)
@@ -526,7 +522,7 @@ func (s *Server) follow(w http.ResponseWriter, r *http.Request, since uint64) {
 	}
 }
 
-func lines(list []daemon.Event) (b []byte) {
+func lines(list []schema.Event) (b []byte) {
 	for _, e := range list {
 		line, err := json.Marshal(e)
 		if err != nil { // of values that are no JSON

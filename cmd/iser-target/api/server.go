@@ -1,3 +1,6 @@
+// Package api serves the management of a running target: JSON over HTTP on a Unix
+// socket, or with TLS on a TCP address, as openapi.yaml describes it. Package client
+// asks it, and package schema has the types that both use.
 package api
 
 import (
@@ -23,6 +26,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/capture"
 	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
 	"github.com/iser-target/iser-target/cmd/iser-target/httpd"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
 
@@ -117,7 +121,7 @@ func NewServer(d *daemon.Daemon) *Server {
 		mux.HandleFunc(r.pattern, func(w http.ResponseWriter, req *http.Request) { r.handle(s, w, req) })
 	}
 	s.http = httpd.NewServer(named(unknown(mux)), http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		writeError(w, &Error{Code: Busy, Message: httpd.TooMany(r).Error(), Hint: "end some, or try again"})
+		writeError(w, &schema.Error{Code: schema.Busy, Message: httpd.TooMany(r).Error(), Hint: "end some, or try again"})
 	}))
 	s.http.IdleTimeout = idleTime
 	s.http.ErrorLog = slog.NewLogLogger(d.Logger().With("server", "control API").Handler(), slog.LevelWarn)
@@ -165,10 +169,10 @@ func unknown(mux *http.ServeMux) http.Handler {
 		answer.header = w.Header()
 		h.ServeHTTP(&answer, r)
 		if answer.status == http.StatusMethodNotAllowed {
-			writeError(w, &Error{Code: Method, Message: fmt.Sprintf("%s is not for %s", r.URL.Path, r.Method), Hint: "it takes " + w.Header().Get("Allow")})
+			writeError(w, &schema.Error{Code: schema.Method, Message: fmt.Sprintf("%s is not for %s", r.URL.Path, r.Method), Hint: "it takes " + w.Header().Get("Allow")})
 			return
 		}
-		writeError(w, &Error{Code: NotFound, Message: "there is nothing at " + r.URL.Path, Hint: "GET /v1/openapi.yaml describes what there is"})
+		writeError(w, &schema.Error{Code: schema.NotFound, Message: "there is nothing at " + r.URL.Path, Hint: "GET /v1/openapi.yaml describes what there is"})
 	})
 }
 
@@ -206,9 +210,9 @@ func writeError(w http.ResponseWriter, err error) {
 }
 
 // errorOf says what is to be done about an error.
-func errorOf(err error) *Error {
+func errorOf(err error) *schema.Error {
 	var (
-		e       *Error
+		e       *schema.Error
 		refused *daemon.ErrRefused
 		wrong   *config.Error
 		large   *http.MaxBytesError
@@ -217,44 +221,44 @@ func errorOf(err error) *Error {
 	case errors.As(err, &e):
 		return e
 	case errors.As(err, &refused):
-		return &Error{Code: Refused, Message: err.Error(), Needs: options(refused.Needs()), Plan: refused.Plan,
-			Hint: "look at the plan, and send the request again with " + strings.Join(options(refused.Needs()), " and ")}
+		return &schema.Error{Code: schema.Refused, Message: err.Error(), Needs: refused.Needs().Options(), Plan: refused.Plan,
+			Hint: "look at the plan, and send the request again with " + strings.Join(refused.Needs().Options(), " and ")}
 	case errors.Is(err, daemon.ErrNotFound), errors.Is(err, config.ErrNotFound):
-		return &Error{Code: NotFound, Message: err.Error(), Hint: "lists say what there is"}
+		return &schema.Error{Code: schema.NotFound, Message: err.Error(), Hint: "lists say what there is"}
 	case errors.Is(err, daemon.ErrBuilding), errors.Is(err, daemon.ErrManyBuilds):
-		return &Error{Code: Busy, Message: err.Error(), Hint: "try again when that has ended"}
+		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "try again when that has ended"}
 	case errors.Is(err, fs.ErrExist) && !errors.As(err, &wrong):
-		return &Error{Code: Exists, Message: err.Error(), Hint: "give another path, or leave out preallocate and from to use the file as it is"}
+		return &schema.Error{Code: schema.Exists, Message: err.Error(), Hint: "give another path, or leave out preallocate and from to use the file as it is"}
 	case errors.Is(err, backend.ErrNoSpace), errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):
-		return &Error{Code: Failed, Message: err.Error(), Hint: "make room on the file system"}
+		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "make room on the file system"}
 	case errors.Is(err, capture.ErrTooMany), errors.Is(err, capture.ErrTaken):
-		return &Error{Code: Busy, Message: err.Error(), Hint: "end one: interrupt its command, or DELETE /v1/sessions/{tsih}/capture"}
+		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "end one: interrupt its command, or DELETE /v1/sessions/{tsih}/capture"}
 	case errors.Is(err, config.ErrExists):
-		return &Error{Code: Exists, Message: err.Error(), Hint: "change it, or remove it first"}
+		return &schema.Error{Code: schema.Exists, Message: err.Error(), Hint: "change it, or remove it first"}
 	case errors.Is(err, daemon.ErrEdited):
-		return &Error{Code: Edited, Message: err.Error(), Hint: "look at the file with config plan, and then apply it"}
+		return &schema.Error{Code: schema.Edited, Message: err.Error(), Hint: "look at the file with config plan, and then apply it"}
 	case errors.Is(err, daemon.ErrEnding):
-		return &Error{Code: Busy, Message: err.Error(), Hint: "nothing has changed; try again when it is back"}
+		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "nothing has changed; try again when it is back"}
 	case errors.Is(err, daemon.ErrLeaving):
-		return &Error{Code: Busy, Message: err.Error(), Hint: "wait for that, or cut it off: remove it again, with now"}
+		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "wait for that, or cut it off: remove it again, with now"}
 	case errors.Is(err, daemon.ErrStuck):
-		return &Error{Code: Failed, Message: err.Error(), Hint: "see to what the store lies on: a server that is gone, or a device that is stuck"}
+		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "see to what the store lies on: a server that is gone, or a device that is stuck"}
 	case errors.As(err, &large):
-		return &Error{Code: TooLarge, Message: fmt.Sprintf("the body has more than %d octets", large.Limit)}
+		return &schema.Error{Code: schema.TooLarge, Message: fmt.Sprintf("the body has more than %d octets", large.Limit)}
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
-		return &Error{Code: Busy, Message: err.Error(), Hint: "try again"}
+		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "try again"}
 	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EROFS):
-		return &Error{Code: Failed, Message: err.Error(), Hint: "the target has to be allowed to do it, as the user that it runs as; docs/service.md has what its unit takes away"}
+		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "the target has to be allowed to do it, as the user that it runs as; docs/service.md has what its unit takes away"}
 	case errors.As(err, &wrong), errors.Is(err, config.ErrShared):
-		return &Error{Code: Invalid, Message: err.Error(), Hint: "nothing has changed; docs/config.md describes all keys"}
+		return &schema.Error{Code: schema.Invalid, Message: err.Error(), Hint: "nothing has changed; docs/config.md describes all keys"}
 	case errors.Is(err, fs.ErrNotExist):
-		return &Error{Code: Failed, Message: err.Error(), Hint: "it, or the directory that it is to be in, has to be there, on the machine of the target"}
+		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "it, or the directory that it is to be in, has to be there, on the machine of the target"}
 	}
-	return &Error{Code: Failed, Message: err.Error()}
+	return &schema.Error{Code: schema.Failed, Message: err.Error()}
 }
 
-func invalid(format string, a ...any) *Error {
-	return &Error{Code: Invalid, Message: fmt.Sprintf(format, a...), Hint: "GET /v1/openapi.yaml describes the request"}
+func invalid(format string, a ...any) *schema.Error {
+	return &schema.Error{Code: schema.Invalid, Message: fmt.Sprintf(format, a...), Hint: "GET /v1/openapi.yaml describes the request"}
 }
 
 // body reads JSON of a request.
@@ -350,7 +354,7 @@ func (s *Server) changeWith(r *http.Request, o daemon.ChangeOptions, edit func(*
 }
 
 // answer is a plan, or why there is none that was carried out.
-func answer(p *daemon.Plan, err error) (any, error) {
+func answer(p *schema.Plan, err error) (any, error) {
 	if err != nil {
 		return nil, err
 	}

@@ -20,7 +20,9 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/api/apitest"
+	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
 	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/testkit"
 )
@@ -59,67 +61,74 @@ targets: [{name: "`+store+`", initiators: ["*"], luns: [{id: 0, backend: memory,
 	return d
 }
 
+// overSocket returns an HTTP client whose requests all go to a Unix socket.
+func overSocket(path string) *http.Client {
+	return &http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "unix", path)
+	}}}
+}
+
 // What is wrong with a request is said in JSON, whatever it is.
 func TestErrors(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "s")
 	d := serve(t, config.Control{Socket: socket}, io.Discard)
-	c := NewClient(socket)
-	luns := targetPath(store) + "/luns"
+	c := overSocket(socket)
+	luns := "/v1/targets/" + store + "/luns"
 	for _, tc := range []struct {
 		method, path, body string
 		status             int
-		code               Code
+		code               schema.Code
 		says               string
 	}{
-		{"GET", "/", "", 404, NotFound, "nothing at /"},
-		{"GET", "/v1/none", "", 404, NotFound, "nothing at /v1/none"},
-		{"PUT", "/v1/targets", "", 405, Method, "not for PUT"},
-		{"GET", "/v1/targets?all=1", "", 400, Invalid, "all is unknown"},
-		{"GET", "/v1/luns?target=a&target=b", "", 400, Invalid, "2 times"},
-		{"GET", "/v1/targets?%zz", "", 400, Invalid, "query"},
-		{"GET", "/v1/targets/none", "", 404, NotFound, "none"},
-		{"GET", luns + "/9", "", 404, NotFound, "LUN 9"},
-		{"GET", luns + "/x", "", 400, Invalid, "no number"},
-		{"GET", "/v1/sessions/65536", "", 400, Invalid, "65535"},
-		{"GET", "/v1/sessions/1", "", 404, NotFound, "session 1"},
-		{"DELETE", "/v1/sessions/1?reason=" + strings.Repeat("a", 256), "", 400, Invalid, "255 octets"},
-		{"GET", "/v1/events?since=-1", "", 400, Invalid, "since"},
-		{"GET", "/v1/events?follow=perhaps", "", 400, Invalid, "true or false"},
-		{"GET", "/v1/explain?target=a", "", 400, Invalid, "initiator is required"},
-		{"POST", luns, "", 400, Invalid, "EOF"},
-		{"POST", luns, "{", 400, Invalid, "EOF"},
-		{"POST", luns, `{"backend": "memory"} {}`, 400, Invalid, "more behind it"},
-		{"POST", luns, `{"bakend": "memory"}`, 400, Invalid, "bakend"},
-		{"POST", luns, `{"id": 0, "backend": "memory", "size": "1MiB"}`, 409, Exists, "already"},
-		{"POST", luns, `{"backend": "memory", "size": "1 furlong"}`, 400, Invalid, "size"},
-		{"POST", luns, `{"backend": "none", "size": "1MiB"}`, 400, Invalid, "backend"},
-		{"POST", luns, `{"backend": "` + strings.Repeat("m", maxBody) + `"}`, 413, TooLarge, "65536 octets"},
-		{"POST", luns + "?drain=1s&now=true", `{"backend": "memory", "size": "1MiB"}`, 400, Invalid, "exclude"},
-		{"POST", luns, `{"backend": "memory", "size": "1MiB", "preallocate": true}`, 400, Invalid, "for the backend file"},
-		{"POST", luns + "?progress=perhaps", `{"backend": "memory", "size": "1MiB"}`, 400, Invalid, "true or false"},
-		{"POST", luns + "?progress=true", `{"backend": "file", "path": "/dev/null", "size": "1MiB", "preallocate": true}`, 409, Exists, "overwritten"},
-		{"POST", luns + "?drain=2h", `{"backend": "memory", "size": "1MiB"}`, 400, Invalid, "1h"},
-		{"PATCH", luns + "/0", `{}`, 400, Invalid, "no key"},
-		{"PATCH", luns + "/0", `{"size": "512KiB"}`, 409, Refused, "cuts off"},
-		{"POST", "/v1/config/apply", ":", 400, Invalid, "request"},
-		{"POST", "/v1/config/apply?own_file=perhaps", "portals: [{listen: '127.0.0.1:0'}]\ntargets: []", 400, Invalid, "true or false"},
-		{"POST", "/v1/config/apply?own_file=true", "portals: [{listen: '127.0.0.1:0'}]\ntargets: []", 404, NotFound, "without one"},
-		{"POST", "/v1/config/plan?own_file=true", "", 400, Invalid, "unknown"},
-		{"POST", "/v1/config/plan?source=mine", "portals: []", 400, Invalid, "mine: portals"},
-		{"POST", "/v1/config/plan", strings.Repeat("#", maxDocument+1), 413, TooLarge, "octets"},
+		{"GET", "/", "", 404, schema.NotFound, "nothing at /"},
+		{"GET", "/v1/none", "", 404, schema.NotFound, "nothing at /v1/none"},
+		{"PUT", "/v1/targets", "", 405, schema.Method, "not for PUT"},
+		{"GET", "/v1/targets?all=1", "", 400, schema.Invalid, "all is unknown"},
+		{"GET", "/v1/luns?target=a&target=b", "", 400, schema.Invalid, "2 times"},
+		{"GET", "/v1/targets?%zz", "", 400, schema.Invalid, "query"},
+		{"GET", "/v1/targets/none", "", 404, schema.NotFound, "none"},
+		{"GET", luns + "/9", "", 404, schema.NotFound, "LUN 9"},
+		{"GET", luns + "/x", "", 400, schema.Invalid, "no number"},
+		{"GET", "/v1/sessions/65536", "", 400, schema.Invalid, "65535"},
+		{"GET", "/v1/sessions/1", "", 404, schema.NotFound, "session 1"},
+		{"DELETE", "/v1/sessions/1?reason=" + strings.Repeat("a", 256), "", 400, schema.Invalid, "255 octets"},
+		{"GET", "/v1/events?since=-1", "", 400, schema.Invalid, "since"},
+		{"GET", "/v1/events?follow=perhaps", "", 400, schema.Invalid, "true or false"},
+		{"GET", "/v1/explain?target=a", "", 400, schema.Invalid, "initiator is required"},
+		{"POST", luns, "", 400, schema.Invalid, "EOF"},
+		{"POST", luns, "{", 400, schema.Invalid, "EOF"},
+		{"POST", luns, `{"backend": "memory"} {}`, 400, schema.Invalid, "more behind it"},
+		{"POST", luns, `{"bakend": "memory"}`, 400, schema.Invalid, "bakend"},
+		{"POST", luns, `{"id": 0, "backend": "memory", "size": "1MiB"}`, 409, schema.Exists, "already"},
+		{"POST", luns, `{"backend": "memory", "size": "1 furlong"}`, 400, schema.Invalid, "size"},
+		{"POST", luns, `{"backend": "none", "size": "1MiB"}`, 400, schema.Invalid, "backend"},
+		{"POST", luns, `{"backend": "` + strings.Repeat("m", maxBody) + `"}`, 413, schema.TooLarge, "65536 octets"},
+		{"POST", luns + "?drain=1s&now=true", `{"backend": "memory", "size": "1MiB"}`, 400, schema.Invalid, "exclude"},
+		{"POST", luns, `{"backend": "memory", "size": "1MiB", "preallocate": true}`, 400, schema.Invalid, "for the backend file"},
+		{"POST", luns + "?progress=perhaps", `{"backend": "memory", "size": "1MiB"}`, 400, schema.Invalid, "true or false"},
+		{"POST", luns + "?progress=true", `{"backend": "file", "path": "/dev/null", "size": "1MiB", "preallocate": true}`, 409, schema.Exists, "overwritten"},
+		{"POST", luns + "?drain=2h", `{"backend": "memory", "size": "1MiB"}`, 400, schema.Invalid, "1h"},
+		{"PATCH", luns + "/0", `{}`, 400, schema.Invalid, "no key"},
+		{"PATCH", luns + "/0", `{"size": "512KiB"}`, 409, schema.Refused, "cuts off"},
+		{"POST", "/v1/config/apply", ":", 400, schema.Invalid, "request"},
+		{"POST", "/v1/config/apply?own_file=perhaps", "portals: [{listen: '127.0.0.1:0'}]\ntargets: []", 400, schema.Invalid, "true or false"},
+		{"POST", "/v1/config/apply?own_file=true", "portals: [{listen: '127.0.0.1:0'}]\ntargets: []", 404, schema.NotFound, "without one"},
+		{"POST", "/v1/config/plan?own_file=true", "", 400, schema.Invalid, "unknown"},
+		{"POST", "/v1/config/plan?source=mine", "portals: []", 400, schema.Invalid, "mine: portals"},
+		{"POST", "/v1/config/plan", strings.Repeat("#", maxDocument+1), 413, schema.TooLarge, "octets"},
 	} {
 		req, err := http.NewRequestWithContext(t.Context(), tc.method, "http://target"+tc.path, strings.NewReader(tc.body))
 		if err != nil {
 			t.Fatal(err)
 		}
-		rsp, err := c.http.Do(req)
+		rsp, err := c.Do(req)
 		if err != nil {
 			t.Errorf("%s %.60s: %v", tc.method, tc.path, err)
 			continue
 		}
 		b, err := io.ReadAll(rsp.Body)
 		rsp.Body.Close()
-		var e Error
+		var e schema.Error
 		if err == nil {
 			err = json.Unmarshal(b, &e)
 		}
@@ -130,7 +139,12 @@ func TestErrors(t *testing.T) {
 	if luns := d.State().Targets[0].LUNs; len(luns) != 1 || luns[0].Size != 1<<20 {
 		t.Errorf("requests that failed have changed the LUNs: %+v", luns)
 	}
-	b, err := c.text(t.Context(), "/v1/openapi.yaml")
+	var b []byte
+	rsp, err := c.Get("http://target/v1/openapi.yaml")
+	if err == nil {
+		b, err = io.ReadAll(rsp.Body)
+		rsp.Body.Close()
+	}
 	if err != nil || !bytes.Equal(b, openAPI) {
 		t.Errorf("the description that is served: %d octets, error %v", len(b), err)
 	}
@@ -141,23 +155,23 @@ func TestProgress(t *testing.T) {
 	dir := t.TempDir()
 	socket := filepath.Join(dir, "s")
 	serve(t, config.Control{Socket: socket}, io.Discard)
-	c := NewClient(socket)
-	l := LUN{Backend: "file", Path: filepath.Join(dir, "a"), Size: "1MiB", Preallocate: true}
-	var last Progress
-	plan, err := c.MakeLUN(t.Context(), store, l, Options{}, func(p Progress) { last = p })
-	if err != nil || len(plan.Steps) != 1 || !plan.Steps[0].Done || last != (Progress{"preallocating", 1 << 20, 1 << 20}) {
+	c := client.New(socket)
+	l := schema.LUN{Backend: "file", Path: filepath.Join(dir, "a"), Size: "1MiB", Preallocate: true}
+	var last schema.Progress
+	plan, err := c.MakeLUN(t.Context(), store, l, schema.Options{}, func(p schema.Progress) { last = p })
+	if err != nil || len(plan.Steps) != 1 || !plan.Steps[0].Done || last != (schema.Progress{Phase: "preallocating", Done: 1 << 20, Total: 1 << 20}) {
 		t.Errorf("plan %+v, error %v, progress %+v", plan, err, last)
 	}
-	l.From, l.Path, last = filepath.Join(dir, "none"), l.Path+"2", Progress{}
-	var e *Error
-	if _, err := c.MakeLUN(t.Context(), store, l, Options{}, func(p Progress) { last = p }); !errors.As(err, &e) || !strings.Contains(e.Message, "no such file") || last != (Progress{}) {
+	l.From, l.Path, last = filepath.Join(dir, "none"), l.Path+"2", schema.Progress{}
+	var e *schema.Error
+	if _, err := c.MakeLUN(t.Context(), store, l, schema.Options{}, func(p schema.Progress) { last = p }); !errors.As(err, &e) || !strings.Contains(e.Message, "no such file") || last != (schema.Progress{}) {
 		t.Errorf("error %v, progress %+v", err, last)
 	}
 	l.From = ""
-	if plan, err := c.MakeLUN(t.Context(), store, l, Options{DryRun: true}, func(p Progress) { last = p }); err != nil || plan.Steps[0].Done || last != (Progress{}) {
+	if plan, err := c.MakeLUN(t.Context(), store, l, schema.Options{DryRun: true}, func(p schema.Progress) { last = p }); err != nil || plan.Steps[0].Done || last != (schema.Progress{}) {
 		t.Errorf("plan %+v, error %v, progress %+v", plan, err, last)
 	}
-	if plan, err := c.AddLUN(t.Context(), store, l, Options{}); err != nil || !plan.Steps[0].Done {
+	if plan, err := c.AddLUN(t.Context(), store, l, schema.Options{}); err != nil || !plan.Steps[0].Done {
 		t.Errorf("plan %+v, error %v", plan, err)
 	}
 }
@@ -166,13 +180,13 @@ func TestProgress(t *testing.T) {
 func TestRefusal(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "s")
 	serve(t, config.Control{Socket: socket}, io.Discard)
-	c := NewClient(socket)
-	_, err := c.SetLUN(t.Context(), store, 0, Values{"size": "512KiB"}, Options{})
-	var e *Error
-	if !errors.As(err, &e) || e.Code != Refused || len(e.Needs) != 1 || e.Needs[0] != "allow_shrink" || e.Plan == nil || len(e.Plan.Steps) != 1 {
+	c := client.New(socket)
+	_, err := c.SetLUN(t.Context(), store, 0, schema.Values{"size": "512KiB"}, schema.Options{})
+	var e *schema.Error
+	if !errors.As(err, &e) || e.Code != schema.Refused || len(e.Needs) != 1 || e.Needs[0] != "allow_shrink" || e.Plan == nil || len(e.Plan.Steps) != 1 {
 		t.Fatalf("answer %+v", err)
 	}
-	p, err := c.SetLUN(t.Context(), store, 0, Values{"size": "512KiB"}, Options{AllowShrink: true})
+	p, err := c.SetLUN(t.Context(), store, 0, schema.Values{"size": "512KiB"}, schema.Options{AllowShrink: true})
 	if err != nil || len(p.Steps) != 1 || !p.Steps[0].Done || p.Persisted || !strings.Contains(p.Note, "no configuration file") {
 		t.Errorf("plan %+v, error %v", p, err)
 	}
@@ -186,23 +200,31 @@ func TestFollowers(t *testing.T) {
 	defer cancel()
 	var followers []*http.Response
 	for i := range maxFollowers + 1 {
-		rsp, err := NewClient(socket).roundTrip(ctx, "GET", "/v1/events", map[string][]string{"follow": {"true"}}, "", nil)
-		var busy *Error
-		if (err == nil) != (i < maxFollowers) || err != nil && (!errors.As(err, &busy) || busy.Code != Busy || !strings.Contains(busy.Message, "64 clients follow the events")) {
-			t.Fatalf("follower %d: %+v", i, err)
+		req, err := http.NewRequestWithContext(ctx, "GET", "http://target/v1/events?follow=true", nil)
+		if err != nil {
+			t.Fatal(err)
 		}
-		if err == nil {
-			defer rsp.Body.Close()
+		rsp, err := overSocket(socket).Do(req)
+		if err != nil {
+			t.Fatalf("follower %d: %v", i, err)
+		}
+		defer rsp.Body.Close()
+		if i < maxFollowers {
 			followers = append(followers, rsp)
+			continue
+		}
+		var busy schema.Error
+		if err := json.NewDecoder(rsp.Body).Decode(&busy); err != nil || busy.Code != schema.Busy || !strings.Contains(busy.Message, "64 clients follow the events") {
+			t.Fatalf("follower %d: %+v, error %v", i, busy, err)
 		}
 	}
-	if _, err := NewClient(socket).AddLUN(t.Context(), store, LUN{Backend: "memory", Size: "1MiB"}, Options{}); err != nil {
+	if _, err := client.New(socket).AddLUN(t.Context(), store, schema.LUN{Backend: "memory", Size: "1MiB"}, schema.Options{}); err != nil {
 		t.Fatal(err)
 	}
 	for i, rsp := range followers {
 		d := json.NewDecoder(rsp.Body)
 		for n, kind := range []string{"service", "config"} {
-			var e daemon.Event
+			var e schema.Event
 			if err := d.Decode(&e); err != nil || e.Number != uint64(n)+1 || e.Event != kind {
 				t.Errorf("follower %d: event %+v, error %v", i, e, err)
 			}
@@ -223,14 +245,14 @@ func TestConnections(t *testing.T) {
 		defer c.Close()
 		open = append(open, c)
 	}
-	_, err := NewClient(socket).State(t.Context())
-	var e *Error
-	if !errors.As(err, &e) || e.Code != Busy || !strings.Contains(e.Message, "128 connections are open") || e.Hint == "" {
+	_, err := client.New(socket).State(t.Context())
+	var e *schema.Error
+	if !errors.As(err, &e) || e.Code != schema.Busy || !strings.Contains(e.Message, "128 connections are open") || e.Hint == "" {
 		t.Fatalf("error %+v", err)
 	}
 	open[0].Close()
 	for end := time.Now().Add(10 * time.Second); err != nil && time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
-		_, err = NewClient(socket).State(t.Context())
+		_, err = client.New(socket).State(t.Context())
 	}
 	if err != nil {
 		t.Error(err)

@@ -108,7 +108,7 @@ func listenTLS(c config.Control, log *slog.Logger) (net.Listener, error) {
 	}
 	pool := x509.NewCertPool()
 	if !pool.AppendCertsFromPEM(b) {
-		return nil, fmt.Errorf("%s: %w", c.TLS.ClientCA, errNoCertificate)
+		return nil, fmt.Errorf("%s: there is no certificate in it", c.TLS.ClientCA)
 	}
 	l, err := net.Listen("tcp", c.Listen)
 	if err != nil {

@@ -10,8 +10,9 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/api"
+	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
 	"github.com/iser-target/iser-target/cmd/iser-target/capture"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
 
@@ -74,7 +75,7 @@ the login, CHAP responses included. docs/cli.md says how tshark reads it.`,
 }
 
 // sessions completes TSIHs.
-func sessions(ctx context.Context, c *api.Client) (list []string) {
+func sessions(ctx context.Context, c *client.Client) (list []string) {
 	found, _ := c.Sessions(ctx)
 	for _, s := range found {
 		list = append(list, cobra.CompletionWithDesc(strconv.Itoa(int(s.TSIH)), s.Initiator))
@@ -89,7 +90,7 @@ func (p *program) record(cmd *cobra.Command, id uint16, max int64, duration time
 		case !fi.Mode().IsRegular(): // a device would be gone for all
 			return fmt.Errorf("%s is there already, and no regular file: give another name, or - for standard output", name)
 		case !force:
-			return &api.Error{Code: api.Refused, Message: "refused: " + name + " is there already, and would be replaced", Needs: []string{"force"}}
+			return &schema.Error{Code: schema.Refused, Message: "refused: " + name + " is there already, and would be replaced", Needs: []string{"force"}}
 		}
 	}
 	w := cmd.OutOrStdout()

@@ -17,8 +17,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/api"
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
 
@@ -63,7 +63,7 @@ func Report(w io.Writer, err error) int {
 	fmt.Fprintf(w, "iser-target: %v\n", err)
 	var (
 		u *usageError
-		e *api.Error
+		e *schema.Error
 	)
 	switch {
 	case errors.As(err, &u):
@@ -79,20 +79,20 @@ func Report(w io.Writer, err error) int {
 		fmt.Fprintln(w, hint)
 	}
 	switch e.Code {
-	case api.Refused:
+	case schema.Refused:
 		return ExitRefused
-	case api.NotFound:
+	case schema.NotFound:
 		return ExitNotFound
-	case api.Unreached:
+	case schema.Unreached:
 		return ExitUnreachable
 	}
 	return ExitError
 }
 
 // hintOf says what to do next, in terms of the command line.
-func hintOf(e *api.Error) string {
+func hintOf(e *schema.Error) string {
 	switch e.Code {
-	case api.Refused:
+	case schema.Refused:
 		var flags []string
 		for _, n := range e.Needs {
 			flags = append(flags, "--"+strings.ReplaceAll(n, "_", "-"))
@@ -105,14 +105,14 @@ func hintOf(e *api.Error) string {
 			hint += "; --drain TIME or --now say how long what is removed has to end, and imply --disrupt"
 		}
 		return "see more with --dry-run; " + hint
-	case api.NotFound:
+	case schema.NotFound:
 		return "see iser-target target list, lun list, portal list, session list or reservation show for what there is"
-	case api.Invalid:
+	case schema.Invalid:
 		if strings.HasPrefix(e.Message, "query: ") { // of a flag
 			return "nothing has changed"
 		}
 		return "nothing has changed; see docs/config.md for all keys"
-	case api.Edited:
+	case schema.Edited:
 		return "see iser-target config plan for what was edited, and then iser-target config apply"
 	}
 	return e.Hint
@@ -125,7 +125,7 @@ const timeLimit = 2 * time.Minute
 type program struct {
 	socket  string
 	address string
-	tls     api.TLSFiles
+	tls     client.TLSFiles
 	output  string
 }
 
@@ -240,7 +240,7 @@ func (p *program) files() []tlsFile {
 
 // client is one of the target that flags name, or else variables. A flag counts more
 // than a variable, and an address more than a socket.
-func (p *program) client(cmd *cobra.Command) (*api.Client, error) {
+func (p *program) client(cmd *cobra.Command) (*client.Client, error) {
 	if p.socket != "" && p.address != "" {
 		return nil, usage(cmd, "--socket and --address exclude each other")
 	}
@@ -251,10 +251,10 @@ func (p *program) client(cmd *cobra.Command) (*api.Client, error) {
 	if address == "" {
 		socket := cmp.Or(p.socket, os.Getenv(envSocket), localSocket())
 		if socket == "" {
-			return nil, &api.Error{Code: api.Unreached, Message: "where the target is is not known: without XDG_RUNTIME_DIR there is no default",
+			return nil, &schema.Error{Code: schema.Unreached, Message: "where the target is is not known: without XDG_RUNTIME_DIR there is no default",
 				Hint: "say by --socket where it is (control.socket in its configuration)"}
 		}
-		return api.NewClient(socket), nil
+		return client.New(socket), nil
 	}
 	for _, f := range p.files() {
 		if *f.to == "" {
@@ -264,7 +264,7 @@ func (p *program) client(cmd *cobra.Command) (*api.Client, error) {
 			return nil, usage(cmd, "a target at an address wants --%s: PEM file with %s", f.flag, f.what)
 		}
 	}
-	return api.NewTLSClient(address, p.tls)
+	return client.NewTLS(address, p.tls)
 }
 
 // localSocket is where a target of this user is, or else the one of the service.
@@ -287,7 +287,7 @@ type verb struct {
 	args             cobra.PositionalArgs
 	complete         cobra.CompletionFunc
 	shrinks          bool // it may make a LUN smaller
-	run              func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string) error
+	run              func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) error
 }
 
 func (p *program) command(v verb) *cobra.Command {
@@ -309,9 +309,9 @@ func (p *program) command(v verb) *cobra.Command {
 }
 
 // change is a verb that changes something, with its flags.
-func (p *program) change(v verb, change func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error)) *cobra.Command {
-	var o api.Options
-	v.run = func(_ context.Context, cmd *cobra.Command, c *api.Client, args []string) error {
+func (p *program) change(v verb, change func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error)) *cobra.Command {
+	var o schema.Options
+	v.run = func(_ context.Context, cmd *cobra.Command, c *client.Client, args []string) error {
 		if o.Now && o.Drain != 0 {
 			return usage(cmd, "--now and --drain exclude each other")
 		}
@@ -344,7 +344,7 @@ func (p *program) change(v verb, change func(ctx context.Context, cmd *cobra.Com
 
 // absolute is a path for the target, which need not run in the same directory as the
 // command, nor on the same machine.
-func absolute(cmd *cobra.Command, c *api.Client, path string) (string, error) {
+func absolute(cmd *cobra.Command, c *client.Client, path string) (string, error) {
 	if c.Remote() && !filepath.IsAbs(path) {
 		return "", usage(cmd, "%s: the target may be on another machine: give the whole path there", path)
 	}
@@ -362,9 +362,9 @@ func lunArgs(cmd *cobra.Command, args []string) (target string, id int, err erro
 
 // names completes the first argument by names of targets, and the second by what second
 // offers.
-func (p *program) names(second func(ctx context.Context, c *api.Client, target string) []string) cobra.CompletionFunc {
+func (p *program) names(second func(ctx context.Context, c *client.Client, target string) []string) cobra.CompletionFunc {
 	return func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
-		return p.ask(cmd, func(ctx context.Context, c *api.Client) (list []string) {
+		return p.ask(cmd, func(ctx context.Context, c *client.Client) (list []string) {
 			switch {
 			case len(args) == 0:
 				targets, _ := c.Targets(ctx)
@@ -382,7 +382,7 @@ func (p *program) names(second func(ctx context.Context, c *api.Client, target s
 // completeTime is how long a shell waits for a target that does not answer.
 const completeTime = 2 * time.Second
 
-func (p *program) ask(cmd *cobra.Command, list func(context.Context, *api.Client) []string) ([]string, cobra.ShellCompDirective) {
+func (p *program) ask(cmd *cobra.Command, list func(context.Context, *client.Client) []string) ([]string, cobra.ShellCompDirective) {
 	ctx, cancel := context.WithTimeout(context.Background(), completeTime)
 	defer cancel()
 	c, err := p.client(cmd)
@@ -393,7 +393,7 @@ func (p *program) ask(cmd *cobra.Command, list func(context.Context, *api.Client
 }
 
 // luns completes numbers of LUNs.
-func luns(ctx context.Context, c *api.Client, target string) (list []string) {
+func luns(ctx context.Context, c *client.Client, target string) (list []string) {
 	found, _ := c.LUNs(ctx, target)
 	for _, l := range found {
 		list = append(list, strconv.Itoa(l.ID))

@@ -13,8 +13,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/api"
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
 
@@ -49,7 +49,7 @@ func (p *program) config() *cobra.Command {
 	}
 	plan := p.list(verb{use: "plan [FILE]", short: "Say what applying a file would do, and whom it would disturb", args: cobra.MaximumNArgs(1), complete: yamlFiles,
 		long: "Say what applying a file would do, and which sessions and LUNs it would disturb.\nWithout FILE it is the one that the target was started with. - is the input.",
-		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string) error {
+		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) error {
 			source, b, err := readDocument(ctx, cmd, c, args)
 			if err != nil {
 				return err
@@ -65,7 +65,7 @@ func (p *program) config() *cobra.Command {
 stays as it is. Its text becomes that of the file that the target was started
 with, of which earlier versions are kept beside it. Without FILE it is that file
 itself, after it was edited. - is the input.`},
-		func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+		func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			source, b, err := readDocument(ctx, cmd, c, args)
 			if err != nil {
 				return nil, err
@@ -76,7 +76,7 @@ itself, after it was edited. - is the input.`},
 			return c.Apply(ctx, source, b, o)
 		})
 	export := p.command(verb{use: "export", short: "Write the configuration that runs, secrets included", args: cobra.NoArgs,
-		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, _ []string) error {
+		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
 			b, err := c.Export(ctx)
 			if err != nil {
 				return err
@@ -115,7 +115,7 @@ func load(cmd *cobra.Command, path string) (source string, cfg *config.Config, e
 }
 
 // readDocument is the document that a command line names, and what to call it.
-func readDocument(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string) (source string, b []byte, err error) {
+func readDocument(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) (source string, b []byte, err error) {
 	if len(args) == 1 && args[0] == "-" {
 		return readInput(cmd)
 	}
@@ -154,12 +154,12 @@ func (p *program) events() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			err = c.Events(cmd.Context(), since, follow, func(e daemon.Event) error { return p.event(w, e) })
+			err = c.Events(cmd.Context(), since, follow, func(e schema.Event) error { return p.event(w, e) })
 			if cmd.Context().Err() != nil {
 				return nil // it was interrupted, which is how following ends
 			}
 			if err == nil && follow {
-				err = &api.Error{Code: api.Unreached, Message: "the target has ended", Hint: "start it, and follow again"}
+				err = &schema.Error{Code: schema.Unreached, Message: "the target has ended", Hint: "start it, and follow again"}
 			}
 			return err
 		},
@@ -170,7 +170,7 @@ func (p *program) events() *cobra.Command {
 	return cmd
 }
 
-func (p *program) event(w io.Writer, e daemon.Event) error {
+func (p *program) event(w io.Writer, e schema.Event) error {
 	switch p.output {
 	case "json":
 		return json.NewEncoder(w).Encode(e)
@@ -185,7 +185,7 @@ func (p *program) event(w io.Writer, e daemon.Event) error {
 }
 
 // eventLine is an event for people. What an attribute says nothing with is left out.
-func eventLine(e *daemon.Event) string {
+func eventLine(e *schema.Event) string {
 	var attrs []string
 	for k, v := range e.Attrs {
 		text := fmt.Sprint(v)
@@ -211,7 +211,7 @@ func (p *program) explain() *cobra.Command {
 	var initiator, target, portal string
 	cmd := p.list(verb{use: "explain --initiator IQN --target IQN [--portal ADDRESS]", short: "Say whether a login would be let in, and why", args: cobra.NoArgs,
 		long: "Say whether a login would be let in, why, and what it would find. It exits with 1\nif it would not be.",
-		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, _ []string) error {
+		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
 			if initiator == "" || target == "" {
 				return usage(cmd, "--initiator and --target are required")
 			}
@@ -246,7 +246,7 @@ var remedies = map[string]string{
 	"authentication": "auth.users of the target says who may be which initiator",
 }
 
-func explanationTable(t *table, e *daemon.Explanation, initiator, target string) {
+func explanationTable(t *table, e *schema.Explanation, initiator, target string) {
 	answer := "admitted"
 	if !e.Admitted {
 		answer = "refused"

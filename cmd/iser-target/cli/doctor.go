@@ -11,8 +11,8 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/api"
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
 
@@ -39,7 +39,7 @@ func (p *program) doctor() *cobra.Command {
 are not ready, targets that nobody can reach, disks that will be full, logins that
 were refused. It changes nothing, and exits with 1 if there are problems; warnings
 are none. Disks are looked at where it runs, which should be where the target does.`,
-		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, _ []string) error {
+		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
 			st, err := c.State(ctx)
 			if err != nil {
 				return err
@@ -81,7 +81,7 @@ are none. Disks are looked at where it runs, which should be where the target do
 }
 
 // checkFile compares the file with what runs.
-func checkFile(ctx context.Context, c *api.Client, st *daemon.State) []Finding {
+func checkFile(ctx context.Context, c *client.Client, st *schema.State) []Finding {
 	const about = "configuration"
 	if st.Config == "" {
 		return []Finding{{warning, about, "there is no file: changes last as long as the process", "start it with --config"}}
@@ -115,7 +115,7 @@ func elsewhere(about string) Finding {
 }
 
 // checkTargets looks for LUNs that do not work and targets that cannot be used.
-func checkTargets(st *daemon.State) (list []Finding) {
+func checkTargets(st *schema.State) (list []Finding) {
 	if len(st.Targets) == 0 {
 		list = append(list, Finding{warning, "targets", "there are none", "iser-target target create"})
 	}
@@ -129,7 +129,7 @@ func checkTargets(st *daemon.State) (list []Finding) {
 			list = append(list, Finding{warning, about, "has no LUNs", "iser-target lun create " + t.Name})
 		}
 		for _, l := range t.LUNs {
-			if l.State == daemon.NotReady {
+			if l.State == schema.NotReady {
 				list = append(list, Finding{problem, fmt.Sprintf("LUN %d of %s", l.ID, t.Name), "is not ready: " + l.Reason, "it is tried again; put right what it lacks"})
 			}
 		}
@@ -164,7 +164,7 @@ const spaceTime = 3 * time.Second
 
 // checkSpace looks for file systems that cannot take all that LUNs on them may still
 // write, and for such as do not answer.
-func checkSpace(st *daemon.State, most time.Duration) (list []Finding) {
+func checkSpace(st *schema.State, most time.Duration) (list []Finding) {
 	type disk struct {
 		free, wanted int64 // octets
 		path         string
@@ -226,10 +226,10 @@ const maxRefused = 5
 
 // checkLogins finds the last logins that were refused, of those from the same initiator for
 // the same reason one.
-func checkLogins(ctx context.Context, c *api.Client) (list []Finding, err error) {
+func checkLogins(ctx context.Context, c *client.Client) (list []Finding, err error) {
 	type refusal struct{ initiator, target, reason string }
 	var last []refusal // of list
-	err = c.Events(ctx, 0, false, func(e daemon.Event) error {
+	err = c.Events(ctx, 0, false, func(e schema.Event) error {
 		if e.Event != "login" || e.Attrs["outcome"] != "refused" {
 			return nil
 		}

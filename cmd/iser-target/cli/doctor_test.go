@@ -5,7 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 // A disk that does not answer is a problem that is named, and doctor goes on.
@@ -24,7 +24,7 @@ func TestDoctorStuck(t *testing.T) {
 		<-back
 		useOf = was
 	}()
-	list := checkSpace(&daemon.State{Targets: []daemon.TargetState{{LUNs: []daemon.LUNState{
+	list := checkSpace(&schema.State{Targets: []schema.TargetState{{LUNs: []schema.LUNState{
 		{Backend: "memory"}, {Backend: "file", Path: "/none"}, {Backend: "file", Path: "/dead"}, {Backend: "file", Path: "/behind"},
 	}}}}, 50*time.Millisecond)
 	if len(list) != 1 || list[0].Severity != problem || list[0].About != "disk of /dead" || !strings.Contains(list[0].Text, "does not answer within 50ms") {

@@ -11,8 +11,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/api"
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 // list is a verb that shows something, with -o.
@@ -24,7 +24,7 @@ func (p *program) list(v verb) *cobra.Command {
 
 func (p *program) target() *cobra.Command {
 	list := p.list(verb{use: "list", short: "List the targets", args: cobra.NoArgs,
-		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, _ []string) error {
+		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
 			targets, err := c.Targets(ctx)
 			if err != nil {
 				return err
@@ -36,10 +36,10 @@ func (p *program) target() *cobra.Command {
 				}
 			})
 		}})
-	var t api.Target
+	var t schema.Target
 	create := p.change(verb{use: "create NAME --initiator PATTERN...", short: "Create a target without LUNs", args: cobra.ExactArgs(1),
 		long: "Create a target without LUNs, for the initiators that match one of the patterns:\nnames in which * stands for any characters and ? for one.", complete: cobra.NoFileCompletions},
-		func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+		func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			if len(t.Initiators) == 0 {
 				return nil, usage(cmd, "--initiator is required: who may log in; \"*\" is anybody")
 			}
@@ -51,7 +51,7 @@ func (p *program) target() *cobra.Command {
 	f.StringArrayVar(&t.Initiators, "initiator", nil, "pattern of initiators that may log in; can be given again")
 	f.IntSliceVar(&t.PortalGroups, "portal-group", nil, "tag of a portal group that leads to it; can be given again (default: all)")
 	remove := p.change(verb{use: "delete NAME", short: "Delete a target with its LUNs; files and devices stay", args: cobra.ExactArgs(1), complete: p.names(nil)},
-		func(ctx context.Context, _ *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+		func(ctx context.Context, _ *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			return c.RemoveTarget(ctx, args[0], o)
 		})
 	return group("target", "Targets of the running daemon", list, create, remove)
@@ -67,7 +67,7 @@ func numbers[T int | uint16](list []T) string {
 
 func (p *program) lun() *cobra.Command {
 	list := p.list(verb{use: "list [TARGET]", short: "List the LUNs of all targets or of one", args: cobra.MaximumNArgs(1), complete: p.names(nil),
-		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string) error {
+		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) error {
 			luns, err := c.LUNs(ctx, strings.Join(args, ""))
 			if err != nil {
 				return err
@@ -80,7 +80,7 @@ func (p *program) lun() *cobra.Command {
 			})
 		}})
 	show := p.list(verb{use: "show TARGET LUN", short: "Show all about a LUN", args: cobra.ExactArgs(2), complete: p.names(luns),
-		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string) error {
+		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) error {
 			target, id, err := lunArgs(cmd, args)
 			if err != nil {
 				return err
@@ -94,14 +94,14 @@ func (p *program) lun() *cobra.Command {
 	return group("lun", "LUNs of the running daemon", list, show, p.createLUN(), p.deleteLUN(), p.resizeLUN(), p.setLUN())
 }
 
-func access(l *daemon.LUNState) string {
+func access(l *schema.LUNState) string {
 	if l.ReadOnly {
 		return "ro"
 	}
 	return "rw"
 }
 
-func lunTable(t *table, l *daemon.LUNState) {
+func lunTable(t *table, l *schema.LUNState) {
 	t.row("target", l.Target)
 	t.row("LUN", l.ID)
 	t.row("state", l.State)
@@ -127,7 +127,7 @@ func lunTable(t *table, l *daemon.LUNState) {
 
 func (p *program) createLUN() *cobra.Command {
 	var (
-		l  api.LUN
+		l  schema.LUN
 		id int
 	)
 	cmd := p.change(verb{use: "create TARGET [--backend BACKEND] [--path PATH] [--size SIZE] [--preallocate] [--from FILE]", short: "Create a LUN", args: cobra.ExactArgs(1), complete: p.names(nil),
@@ -139,7 +139,7 @@ With --preallocate it has all its space from the beginning; with --from it is a 
 of a file or block device, which shares blocks with it where the file system can, and
 --size may be left out. Both make a file that must not be there before, and show how
 far they have come. Nothing stays of it when they are interrupted.`},
-		func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+		func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			if cmd.Flags().Changed("id") {
 				l.ID = &id
 			}
@@ -170,7 +170,7 @@ far they have come. Nothing stays of it when they are interrupted.`},
 			defer bar.end()
 			plan, err := c.MakeLUN(cmd.Context(), args[0], l, o, bar.show) // however long it takes
 			if err != nil && cmd.Context().Err() != nil {
-				err = &api.Error{Code: api.Failed, Message: "interrupted: nothing stays of " + l.Path + ", unless it was just complete",
+				err = &schema.Error{Code: schema.Failed, Message: "interrupted: nothing stays of " + l.Path + ", unless it was just complete",
 					Hint: "see iser-target lun list"}
 			}
 			return plan, err
@@ -200,7 +200,7 @@ far they have come. Nothing stays of it when they are interrupted.`},
 func (p *program) deleteLUN() *cobra.Command {
 	return p.change(verb{use: "delete TARGET LUN", short: "Delete a LUN; its file or device stays", args: cobra.ExactArgs(2), complete: p.names(luns),
 		long: "Delete a LUN; its file or device stays. If a session sees it, say how it is to\nend: --drain lets commands that have begun finish, --now aborts them, also those\nof one that was deleted and still drains."},
-		func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+		func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			target, id, err := lunArgs(cmd, args)
 			if err != nil {
 				return nil, err
@@ -219,12 +219,12 @@ target SIGHUP, which has it look again.
 
 With --preallocate the LUN has the new size first, and its file all the space for that
 afterwards. Interrupted, or on a file system that is full, it has some of the space.`},
-		func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+		func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			target, id, err := lunArgs(cmd, args)
 			if err != nil {
 				return nil, err
 			}
-			v := api.Values{"size": args[2]}
+			v := schema.Values{"size": args[2]}
 			if !preallocate {
 				return c.SetLUN(ctx, target, id, v, o)
 			}
@@ -232,7 +232,7 @@ afterwards. Interrupted, or on a file system that is full, it has some of the sp
 			defer bar.end()
 			plan, err := c.GrowLUN(cmd.Context(), target, id, v, o, bar.show) // however long it takes
 			if err != nil && cmd.Context().Err() != nil {
-				err = &api.Error{Code: api.Failed, Message: "interrupted: the LUN may have its new size, and not all the space",
+				err = &schema.Error{Code: schema.Failed, Message: "interrupted: the LUN may have its new size, and not all the space",
 					Hint: "see iser-target lun show " + target + " " + args[1]}
 			}
 			return plan, err
@@ -244,12 +244,12 @@ afterwards. Interrupted, or on a file system that is full, it has some of the sp
 func (p *program) setLUN() *cobra.Command {
 	return p.change(verb{use: "set TARGET LUN KEY=VALUE...", short: "Set keys of a LUN", args: cobra.MinimumNArgs(3), complete: p.names(luns), shrinks: true,
 		long: "Set keys of a LUN, all at once. Keys and values are those of luns in the\nconfiguration file: read_only=true, initiators='[\"iqn.2026-11.io.example:*\"]'."},
-		func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+		func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			target, id, err := lunArgs(cmd, args)
 			if err != nil {
 				return nil, err
 			}
-			v := api.Values{}
+			v := schema.Values{}
 			for _, a := range args[2:] {
 				key, value, ok := strings.Cut(a, "=")
 				if !ok || key == "" {
@@ -266,7 +266,7 @@ func (p *program) setLUN() *cobra.Command {
 
 func (p *program) portal() *cobra.Command {
 	list := p.list(verb{use: "list", short: "List the portals", args: cobra.NoArgs,
-		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, _ []string) error {
+		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
 			portals, err := c.Portals(ctx)
 			if err != nil {
 				return err
@@ -278,9 +278,9 @@ func (p *program) portal() *cobra.Command {
 				}
 			})
 		}})
-	var po api.Portal
+	var po schema.Portal
 	add := p.change(verb{use: "add ADDRESS", short: "Listen on another address, host:port", args: cobra.ExactArgs(1), complete: cobra.NoFileCompletions},
-		func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+		func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			switch {
 			case po.TPGT == 0: // which the API takes for 1
 				return nil, usage(cmd, "--tpgt must be 1 to 65535, not 0")
@@ -296,7 +296,7 @@ func (p *program) portal() *cobra.Command {
 	f.StringSliceVar(&po.Advertise, "advertise", nil, "address that discovery answers instead")
 	remove := p.change(verb{use: "remove ADDRESS", short: "Listen there no longer", args: cobra.ExactArgs(1),
 		complete: func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
-			return p.ask(cmd, func(ctx context.Context, c *api.Client) (list []string) {
+			return p.ask(cmd, func(ctx context.Context, c *client.Client) (list []string) {
 				if len(args) > 0 {
 					return nil
 				}
@@ -307,7 +307,7 @@ func (p *program) portal() *cobra.Command {
 				return list
 			})
 		}},
-		func(ctx context.Context, _ *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+		func(ctx context.Context, _ *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			return c.RemovePortal(ctx, args[0], o)
 		})
 	return group("portal", "Portals of the running daemon", list, add, remove)
@@ -315,7 +315,7 @@ func (p *program) portal() *cobra.Command {
 
 func (p *program) session() *cobra.Command {
 	list := p.list(verb{use: "list", short: "List the sessions", args: cobra.NoArgs,
-		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, _ []string) error {
+		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
 			sessions, err := c.Sessions(ctx)
 			if err != nil {
 				return err
@@ -336,7 +336,7 @@ func (p *program) session() *cobra.Command {
 			})
 		}})
 	complete := func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
-		return p.ask(cmd, func(ctx context.Context, c *api.Client) (list []string) {
+		return p.ask(cmd, func(ctx context.Context, c *client.Client) (list []string) {
 			if len(args) > 0 {
 				return nil
 			}
@@ -344,7 +344,7 @@ func (p *program) session() *cobra.Command {
 		})
 	}
 	show := p.list(verb{use: "show TSIH", short: "Show all about a session", args: cobra.ExactArgs(1), complete: complete,
-		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string) error {
+		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) error {
 			id, err := tsih(cmd, args[0])
 			if err != nil {
 				return err
@@ -357,7 +357,7 @@ func (p *program) session() *cobra.Command {
 		}})
 	var reason string
 	kill := p.command(verb{use: "kill TSIH", short: "End a session; its initiator may log in again", args: cobra.ExactArgs(1), complete: complete,
-		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string) error {
+		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) error {
 			id, err := tsih(cmd, args[0])
 			if err != nil {
 				return err
@@ -380,7 +380,7 @@ func tsih(cmd *cobra.Command, s string) (uint16, error) {
 	return uint16(n), nil
 }
 
-func sessionTable(t *table, s *daemon.SessionState) {
+func sessionTable(t *table, s *schema.SessionState) {
 	t.row("TSIH", s.TSIH)
 	t.row("initiator", s.Initiator)
 	t.row("ISID", s.ISID)
@@ -393,7 +393,7 @@ func sessionTable(t *table, s *daemon.SessionState) {
 	t.row("LUNs", numbers(s.LUNs))
 	t.row("tasks", s.Tasks)
 	counterRows(t, &s.Counters)
-	for _, k := range api.Values(s.Parameters).Keys() {
+	for _, k := range schema.Values(s.Parameters).Keys() {
 		t.row(k, s.Parameters[k])
 	}
 	for _, c := range s.Connections {
@@ -401,7 +401,7 @@ func sessionTable(t *table, s *daemon.SessionState) {
 	}
 }
 
-func counterRows(t *table, c *daemon.CounterState) {
+func counterRows(t *table, c *schema.CounterState) {
 	t.row("commands", fmt.Sprintf("%d reads, %d writes, %d others, %d aborted, %d in flight", c.Reads, c.Writes, c.Others, c.Aborted, c.InFlight))
 	t.row("data", fmt.Sprintf("%d octets read, %d written", c.ReadBytes, c.WriteBytes))
 	t.row("errors", fmt.Sprintf("%d, and %d residuals", c.Errors, c.Residuals))
@@ -422,7 +422,7 @@ func duration(seconds float64) string {
 
 func (p *program) reservation() *cobra.Command {
 	show := p.list(verb{use: "show", short: "Show the reservations and registrations of all LUNs", args: cobra.NoArgs,
-		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, _ []string) error {
+		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
 			list, err := c.Reservations(ctx)
 			if err != nil {
 				return err
@@ -437,7 +437,7 @@ func (p *program) reservation() *cobra.Command {
 	var yes bool
 	clearIt := p.command(verb{use: "clear TARGET LUN", short: "End all reservations of a LUN, and all registrations with it", args: cobra.ExactArgs(2), complete: p.names(luns),
 		long: "End all reservations of a LUN, and all registrations with it. A cluster relies on\nthem: whoever was kept out can write from then on, which is why it wants --disrupt.",
-		run: func(ctx context.Context, cmd *cobra.Command, c *api.Client, args []string) error {
+		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) error {
 			target, id, err := lunArgs(cmd, args)
 			if err != nil {
 				return err
@@ -447,10 +447,10 @@ func (p *program) reservation() *cobra.Command {
 				if err != nil {
 					return err
 				}
-				if !slices.ContainsFunc(list, func(r api.Reservation) bool { return strings.EqualFold(r.Target, target) && r.LUN == id }) {
-					return &api.Error{Code: api.NotFound, Message: fmt.Sprintf("reservation of LUN %d of target %s: not found", id, target)}
+				if !slices.ContainsFunc(list, func(r schema.Reservation) bool { return strings.EqualFold(r.Target, target) && r.LUN == id }) {
+					return &schema.Error{Code: schema.NotFound, Message: fmt.Sprintf("reservation of LUN %d of target %s: not found", id, target)}
 				}
-				return &api.Error{Code: api.Refused, Message: "refused, nothing has changed: whoever is kept out could write", Needs: []string{"disrupt"}}
+				return &schema.Error{Code: schema.Refused, Message: "refused, nothing has changed: whoever is kept out could write", Needs: []string{"disrupt"}}
 			}
 			if err := c.ClearReservation(ctx, target, id); err != nil {
 				return err
@@ -462,7 +462,7 @@ func (p *program) reservation() *cobra.Command {
 	return group("reservation", "Reservations of LUNs", show, clearIt)
 }
 
-func typeOf(r *daemon.ReservationState) string {
+func typeOf(r *schema.ReservationState) string {
 	switch {
 	case r.Legacy != "":
 		return "RESERVE"
@@ -472,7 +472,7 @@ func typeOf(r *daemon.ReservationState) string {
 	return r.Type
 }
 
-func holder(r *daemon.ReservationState) string {
+func holder(r *schema.ReservationState) string {
 	if r.Legacy != "" {
 		return r.Legacy
 	}
@@ -484,7 +484,7 @@ func holder(r *daemon.ReservationState) string {
 	return ""
 }
 
-func reservationRows(t *table, r *daemon.ReservationState) {
+func reservationRows(t *table, r *schema.ReservationState) {
 	t.row("reservation", typeOf(r))
 	t.row("generation", r.Generation)
 	t.row("APTPL", r.APTPL)
@@ -498,17 +498,17 @@ func reservationRows(t *table, r *daemon.ReservationState) {
 }
 
 func (p *program) initiator() *cobra.Command {
-	patterns := p.names(func(ctx context.Context, c *api.Client, target string) []string {
+	patterns := p.names(func(ctx context.Context, c *client.Client, target string) []string {
 		t, _ := c.Target(ctx, target)
 		return t.Initiators
 	})
 	allow := p.change(verb{use: "allow TARGET PATTERN", short: "Let in initiators whose names match", args: cobra.ExactArgs(2), complete: p.names(nil)},
-		func(ctx context.Context, _ *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+		func(ctx context.Context, _ *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			return c.Allow(ctx, args[0], args[1], o)
 		})
 	deny := p.change(verb{use: "deny TARGET PATTERN", short: "Take away a pattern that lets initiators in", args: cobra.ExactArgs(2), complete: patterns,
 		long: "Take away a pattern that lets initiators in, as target list shows it. Initiators\nthat no other pattern matches lose their sessions, which wants --disrupt."},
-		func(ctx context.Context, _ *cobra.Command, c *api.Client, args []string, o api.Options) (*daemon.Plan, error) {
+		func(ctx context.Context, _ *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			return c.Deny(ctx, args[0], args[1], o)
 		})
 	return group("initiator", "Who may log in to a target", allow, deny)

@@ -13,7 +13,7 @@ import (
 	"github.com/spf13/cobra"
 	"go.yaml.in/yaml/v3"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
 
@@ -127,7 +127,7 @@ func all(list []string) string {
 }
 
 // stepText is a step in words.
-func stepText(s *daemon.Step) string {
+func stepText(s *schema.Step) string {
 	c, object := s.Change, s.Change.Kind
 	switch c.Kind {
 	case "target":
@@ -154,7 +154,7 @@ func stepText(s *daemon.Step) string {
 	return text
 }
 
-func planTable(t *table, p *daemon.Plan, dry bool) {
+func planTable(t *table, p *schema.Plan, dry bool) {
 	if len(p.Steps) == 0 {
 		t.line("nothing to do")
 	}

@@ -7,7 +7,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 func TestPrintable(t *testing.T) {
@@ -60,7 +60,7 @@ func TestDuration(t *testing.T) {
 // TestEventLine: sizes are whole numbers, and what has come from JSON as a number does not
 // look like one of a programmer.
 func TestEventLine(t *testing.T) {
-	var e daemon.Event
+	var e schema.Event
 	if err := json.Unmarshal([]byte(`{"number":7,"time":"2026-11-21T20:09:37Z","level":"INFO","event":"lun","text":"LUN ready",
 		"attrs":{"octets":1073741824,"share":0.5,"target":"","why":"a\nb c","ready":true}}`), &e); err != nil {
 		t.Fatal(err)

@@ -6,7 +6,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/api"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 // lineEvery is the time between two lines where there is no terminal.
@@ -29,7 +29,7 @@ func newBar(w io.Writer) *bar {
 	return &bar{w: w, terminal: isTerminal(w), now: time.Now, last: time.Now()}
 }
 
-func (b *bar) show(p api.Progress) {
+func (b *bar) show(p schema.Progress) {
 	now := b.now()
 	if p.Phase != b.phase {
 		b.end()
@@ -55,7 +55,7 @@ func (b *bar) end() {
 }
 
 // line has a bar if there is room for one in so many columns.
-func (b *bar) line(p api.Progress, now time.Time, columns int) string {
+func (b *bar) line(p schema.Progress, now time.Time, columns int) string {
 	share := 1.0
 	if p.Total > 0 {
 		share = min(max(float64(p.Done)/float64(p.Total), 0), 1)

@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/api"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 const gib = 1 << 30
@@ -18,7 +18,7 @@ func TestBarLines(t *testing.T) {
 	now := b.last
 	b.now = func() time.Time { return now }
 	for i := range int64(120) { // 12 s
-		b.show(api.Progress{Phase: "copying", Done: i << 20, Total: 200 << 20})
+		b.show(schema.Progress{Phase: "copying", Done: i << 20, Total: 200 << 20})
 		now = now.Add(100 * time.Millisecond)
 	}
 	b.end()
@@ -33,8 +33,8 @@ func TestBarTerminal(t *testing.T) {
 	var out bytes.Buffer
 	b := newBar(&out)
 	b.terminal = true
-	b.show(api.Progress{Phase: "preallocating", Done: gib, Total: 2 * gib})
-	b.show(api.Progress{Phase: "copying", Done: 0, Total: gib})
+	b.show(schema.Progress{Phase: "preallocating", Done: gib, Total: 2 * gib})
+	b.show(schema.Progress{Phase: "copying", Done: 0, Total: gib})
 	b.end()
 	b.end()
 	lines := strings.Split(out.String(), "\n")
@@ -46,7 +46,7 @@ func TestBarTerminal(t *testing.T) {
 			t.Errorf("line %q", lines[i])
 		}
 	}
-	for _, p := range []api.Progress{{}, {Phase: "zeroing", Done: 3, Total: 0}, {Phase: "copying", Done: 2 * gib, Total: gib}, {Phase: "preallocating", Done: gib, Total: 2 * gib}} {
+	for _, p := range []schema.Progress{{}, {Phase: "zeroing", Done: 3, Total: 0}, {Phase: "copying", Done: 2 * gib, Total: gib}, {Phase: "preallocating", Done: gib, Total: 2 * gib}} {
 		for columns := 1; columns < 120; columns++ {
 			line := b.line(p, b.began.Add(time.Minute), columns)
 			if len(line) > columns || columns > 90 && p.Total > 0 && !strings.Contains(line, "[=") {

@@ -5,7 +5,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 // A Frame is what has happened between two moments.
@@ -24,13 +24,13 @@ type Load struct {
 	LUN       *int   `json:"lun,omitempty"`
 	Target    string `json:"target"`
 
-	daemon.Load
+	schema.Load
 }
 
 // A sample is a state, and when it was.
 type sample struct {
 	time  time.Time
-	state *daemon.State
+	state *schema.State
 }
 
 type sessionKey struct {
@@ -47,7 +47,7 @@ type lunKey struct {
 // before began with nothing.
 func frame(before, now sample) Frame {
 	f := Frame{Time: now.time, Seconds: now.time.Sub(before.time).Seconds(), Sessions: []Load{}, LUNs: []Load{}}
-	was := map[any]*daemon.CounterState{}
+	was := map[any]*schema.CounterState{}
 	for i := range before.state.Sessions {
 		s := &before.state.Sessions[i]
 		was[sessionKey{s.TSIH, s.Started}] = &s.Counters
@@ -57,8 +57,8 @@ func frame(before, now sample) Frame {
 			was[lunKey{t.Name, t.LUNs[i].NAA, t.LUNs[i].ID}] = &t.LUNs[i].Counters
 		}
 	}
-	fill := func(l Load, key any, c *daemon.CounterState) Load {
-		var t daemon.Tally
+	fill := func(l Load, key any, c *schema.CounterState) Load {
+		var t schema.Tally
 		t.Add(was[key], c)
 		l.Load = t.Load(f.Seconds, now.state.LatencyBounds)
 		return l

@@ -17,7 +17,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/api"
+	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
 )
 
 // Bounds of the time between two frames.
@@ -29,7 +29,7 @@ const (
 // top shows the load of sessions and LUNs.
 type top struct {
 	p        *program
-	c        *api.Client
+	c        *client.Client
 	interval time.Duration
 	count    int // frames; 0: until it is interrupted
 	order    int // index in orders

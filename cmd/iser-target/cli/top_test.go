@@ -7,33 +7,33 @@ import (
 	"testing"
 	"time"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 // latency is the phase of a whole command, and one that is not to be looked at.
-func latency(seconds float64, buckets ...uint64) []daemon.PhaseState {
+func latency(seconds float64, buckets ...uint64) []schema.PhaseState {
 	var n uint64
 	for _, b := range buckets {
 		n += b
 	}
-	return []daemon.PhaseState{{Phase: "backend", Count: 5, Seconds: 1}, {Phase: "total", Count: n, Seconds: seconds, Buckets: buckets}}
+	return []schema.PhaseState{{Phase: "backend", Count: 5, Seconds: 1}, {Phase: "total", Count: n, Seconds: seconds, Buckets: buckets}}
 }
 
 // What a frame says is what the counters of two states differ by.
 func TestFrame(t *testing.T) {
 	began := time.Date(2026, 11, 21, 19, 0, 0, 0, time.UTC)
-	session := func(tsih uint16, started time.Time, c daemon.CounterState) daemon.SessionState {
-		return daemon.SessionState{TSIH: tsih, Started: started, Initiator: "i", Target: "t", Transport: "tcp", Counters: c}
+	session := func(tsih uint16, started time.Time, c schema.CounterState) schema.SessionState {
+		return schema.SessionState{TSIH: tsih, Started: started, Initiator: "i", Target: "t", Transport: "tcp", Counters: c}
 	}
-	state := func(luns []daemon.LUNState, sessions ...daemon.SessionState) *daemon.State {
-		return &daemon.State{Targets: []daemon.TargetState{{Name: "t", LUNs: luns}}, Sessions: sessions, LatencyBounds: []float64{0.001, 0.002, 0.004}}
+	state := func(luns []schema.LUNState, sessions ...schema.SessionState) *schema.State {
+		return &schema.State{Targets: []schema.TargetState{{Name: "t", LUNs: luns}}, Sessions: sessions, LatencyBounds: []float64{0.001, 0.002, 0.004}}
 	}
-	c := daemon.CounterState{Reads: 100, Writes: 10, Others: 1, ReadBytes: 1000, WriteBytes: 500, Errors: 3, Aborted: 1, InFlight: 7, Latency: latency(1, 50, 50)}
-	more := daemon.CounterState{Reads: 300, Writes: 20, Others: 1, ReadBytes: 5000, WriteBytes: 600, Errors: 4, Aborted: 3, InFlight: 2, Latency: latency(1.4, 50, 150, 90, 10)}
-	a := sample{began, state([]daemon.LUNState{{ID: 0, NAA: "x", Counters: c}, {ID: 1, NAA: "y", Counters: c}},
-		session(1, began, c), session(2, began, c), session(3, began, c), daemon.SessionState{TSIH: 9, Discovery: true})}
-	b := sample{began.Add(2 * time.Second), state([]daemon.LUNState{{ID: 0, NAA: "x", Counters: more}, {ID: 1, NAA: "new", Counters: more}},
-		session(1, began, more), session(2, began, c), session(3, began.Add(time.Second), daemon.CounterState{}), daemon.SessionState{TSIH: 9, Discovery: true})}
+	c := schema.CounterState{Reads: 100, Writes: 10, Others: 1, ReadBytes: 1000, WriteBytes: 500, Errors: 3, Aborted: 1, InFlight: 7, Latency: latency(1, 50, 50)}
+	more := schema.CounterState{Reads: 300, Writes: 20, Others: 1, ReadBytes: 5000, WriteBytes: 600, Errors: 4, Aborted: 3, InFlight: 2, Latency: latency(1.4, 50, 150, 90, 10)}
+	a := sample{began, state([]schema.LUNState{{ID: 0, NAA: "x", Counters: c}, {ID: 1, NAA: "y", Counters: c}},
+		session(1, began, c), session(2, began, c), session(3, began, c), schema.SessionState{TSIH: 9, Discovery: true})}
+	b := sample{began.Add(2 * time.Second), state([]schema.LUNState{{ID: 0, NAA: "x", Counters: more}, {ID: 1, NAA: "new", Counters: more}},
+		session(1, began, more), session(2, began, c), session(3, began.Add(time.Second), schema.CounterState{}), schema.SessionState{TSIH: 9, Discovery: true})}
 	f := frame(a, b)
 	if len(f.Sessions) != 3 || len(f.LUNs) != 2 || f.Seconds != 2 {
 		t.Fatalf("%+v", f)

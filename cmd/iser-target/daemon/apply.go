@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/lun"
@@ -20,7 +21,7 @@ import (
 // outcome is no valid configuration, nothing has changed. An ErrRefused tells which
 // option is missing. ctx bounds the wait for other changes; a change that has begun comes
 // to its end, whose parts are bounded.
-func (d *Daemon) Change(ctx context.Context, edit func(*config.Document) error, o ChangeOptions) (*Plan, error) {
+func (d *Daemon) Change(ctx context.Context, edit func(*config.Document) error, o ChangeOptions) (*schema.Plan, error) {
 	return d.change(ctx, o, ofRunning, func() (*config.Document, error) {
 		if err := d.checkEdited(); err != nil {
 			return nil, err
@@ -32,14 +33,14 @@ func (d *Daemon) Change(ctx context.Context, edit func(*config.Document) error, 
 
 // Apply makes the document true, which takes the place of the one there is. What it
 // has in common with that stays as it is.
-func (d *Daemon) Apply(ctx context.Context, doc *config.Document, o ChangeOptions) (*Plan, error) {
+func (d *Daemon) Apply(ctx context.Context, doc *config.Document, o ChangeOptions) (*schema.Plan, error) {
 	return d.change(ctx, o, ofElsewhere, func() (*config.Document, error) { return doc, nil })
 }
 
 // ApplyOwn is Apply of a document that is the text of the file. It fails with ErrEdited if
 // the file says something else when the change has its turn: what was changed meanwhile is
 // not taken back.
-func (d *Daemon) ApplyOwn(ctx context.Context, doc *config.Document, o ChangeOptions) (*Plan, error) {
+func (d *Daemon) ApplyOwn(ctx context.Context, doc *config.Document, o ChangeOptions) (*schema.Plan, error) {
 	if d.path == "" {
 		return nil, fmt.Errorf("file of the target, which was started without one: %w", ErrNotFound)
 	}
@@ -72,7 +73,7 @@ const (
 // change makes what next returns true, or with DryRun says what that would be, which waits
 // for nobody. from tells what the file may say. What is removed ends behind the change,
 // while others are made.
-func (d *Daemon) change(ctx context.Context, o ChangeOptions, from origin, next func() (*config.Document, error)) (*Plan, error) {
+func (d *Daemon) change(ctx context.Context, o ChangeOptions, from origin, next func() (*config.Document, error)) (*schema.Plan, error) {
 	if o.DryRun {
 		doc, err := next()
 		if err != nil {
@@ -85,7 +86,7 @@ func (d *Daemon) change(ctx context.Context, o ChangeOptions, from origin, next 
 		d.mu.Lock()
 		defer d.mu.Unlock()
 		if from == ofElsewhere && d.next != nil && bytes.Equal(doc.Bytes(), d.next.Bytes()) {
-			return &Plan{Steps: []Step{}}, nil // it is being made: nothing is left to do
+			return &schema.Plan{Steps: []schema.Step{}}, nil // it is being made: nothing is left to do
 		}
 		return d.plan(cfg), nil
 	}
@@ -101,13 +102,13 @@ func (d *Daemon) change(ctx context.Context, o ChangeOptions, from origin, next 
 	}
 	defer d.finishing.Done()
 	c.finish()
-	plan.note(d.path == "", c.notes)
+	note(plan, d.path == "", c.notes)
 	return plan, nil
 }
 
 // commit makes what next returns true, but for what c.finish ends, behind which the caller
 // has to call finishing.Done. It is the caller's turn, which ends.
-func (d *Daemon) commit(ctx context.Context, o ChangeOptions, from origin, next func() (*config.Document, error)) (*change, *Plan, error) {
+func (d *Daemon) commit(ctx context.Context, o ChangeOptions, from origin, next func() (*config.Document, error)) (*change, *schema.Plan, error) {
 	defer d.endTurn()
 	doc, err := next()
 	if err != nil {
@@ -174,13 +175,13 @@ func (d *Daemon) edited() error {
 }
 
 // become makes next true, but for what is to end. It is the caller's turn.
-func (d *Daemon) become(ctx context.Context, next *config.Document, from origin, o ChangeOptions) (*change, *Plan, error) {
+func (d *Daemon) become(ctx context.Context, next *config.Document, from origin, o ChangeOptions) (*change, *schema.Plan, error) {
 	cfg, err := next.Config()
 	if err != nil {
 		return nil, nil, err
 	}
 	plan := d.plan(cfg)
-	if err := plan.allowed(o); err != nil {
+	if err := allowed(plan, o); err != nil {
 		d.log.WarnContext(ctx, "change refused", eventKey, "config", "reason", err)
 		return nil, plan, err
 	}
@@ -211,7 +212,7 @@ func (d *Daemon) become(ctx context.Context, next *config.Document, from origin,
 		o.File.Keep()
 	}
 	d.mu.Lock()
-	d.doc, d.cfg, d.pending = next, d.effective(cfg), plan.pending()
+	d.doc, d.cfg, d.pending = next, d.effective(cfg), pending(plan)
 	d.mu.Unlock()
 	plan.Persisted = d.path != ""
 	for i := range plan.Steps {
@@ -232,7 +233,7 @@ func (d *Daemon) become(ctx context.Context, next *config.Document, from origin,
 // the one that had lain on a file of that name.
 //
 // It fails if that needs what an earlier change has removed and what has not ended yet.
-func (d *Daemon) prepare(ctx context.Context, plan *Plan, cfg *config.Config) error {
+func (d *Daemon) prepare(ctx context.Context, plan *schema.Plan, cfg *config.Config) error {
 	for _, s := range plan.Steps {
 		for _, l := range opened(s.Change, cfg) {
 			if err := d.isFree(s.Change.Target, &l, s.Change.Op == config.Add); err != nil {
@@ -337,7 +338,7 @@ func (d *Daemon) restore(next *config.Document, from origin, saved bool) error {
 }
 
 // pending are the steps that wait for a restart.
-func (p *Plan) pending() (list []config.Change) {
+func pending(p *schema.Plan) (list []config.Change) {
 	for _, s := range p.Steps {
 		if s.Restart {
 			list = append(list, s.Change)
@@ -346,7 +347,7 @@ func (p *Plan) pending() (list []config.Change) {
 	return list
 }
 
-func (p *Plan) note(volatile bool, notes []string) {
+func note(p *schema.Plan, volatile bool, notes []string) {
 	if volatile && len(p.Steps) > 0 {
 		notes = append(notes, "there is no configuration file: this lasts as long as the process")
 	}
@@ -376,7 +377,7 @@ type change struct {
 	d     *Daemon
 	ctx   context.Context
 	o     ChangeOptions
-	plan  *Plan
+	plan  *schema.Plan
 	cfg   *config.Config
 	undo  []func() error
 	notes []string

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
 
@@ -82,7 +83,7 @@ func TestKilledAddingMade(t *testing.T) {
 		case errors.Is(err, fs.ErrNotExist) && len(luns) == 0 && killed:
 		case err != nil || !bytes.Equal(b, madeContent()):
 			t.Errorf("before %d: the file has %d octets, error %v", n, len(b), err)
-		case len(luns) == 1 && (luns[0].State != Ready || luns[0].Size != int64(len(b))), len(luns) == 0 && !killed:
+		case len(luns) == 1 && (luns[0].State != schema.Ready || luns[0].Size != int64(len(b))), len(luns) == 0 && !killed:
 			t.Errorf("before %d: %+v", n, luns)
 		}
 		seen[len(luns) == 1]++

@@ -21,6 +21,7 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
@@ -86,13 +87,13 @@ func (l *lab) doc() *config.Document {
 }
 
 // apply applies what the fields make.
-func (l *lab) apply(o ChangeOptions) (*Plan, error) {
+func (l *lab) apply(o ChangeOptions) (*schema.Plan, error) {
 	l.t.Helper()
 	return l.Apply(l.t.Context(), l.doc(), o)
 }
 
 // ok is apply, which succeeds.
-func (l *lab) ok(o ChangeOptions) *Plan {
+func (l *lab) ok(o ChangeOptions) *schema.Plan {
 	l.t.Helper()
 	p, err := l.apply(o)
 	if err != nil {
@@ -280,7 +281,7 @@ func TestLUNs(t *testing.T) {
 	disk := filepath.Join(l.dir, "disk.img")
 	zero := `{id: 0, backend: memory, size: 4MiB}`
 	one := func(more string) string { return zero + `, {id: 1, backend: file, path: ` + disk + `, ` + more + `}` }
-	plan := func(p *Plan, steps int, disruptive, shrinks bool, disturbs string) {
+	plan := func(p *schema.Plan, steps int, disruptive, shrinks bool, disturbs string) {
 		t.Helper()
 		if len(p.Steps) != steps {
 			t.Fatalf("steps %+v, want %d", p.Steps, steps)
@@ -316,7 +317,7 @@ func TestLUNs(t *testing.T) {
 	l.luns = one("size: 2MiB")
 	p, err := l.apply(ChangeOptions{Disrupt: true})
 	var refused *ErrRefused
-	if !errors.As(err, &refused) || !slices.Equal(refused.Needs(), []string{"--allow-shrink"}) || !strings.Contains(err.Error(), "cuts off data") {
+	if !errors.As(err, &refused) || !slices.Equal(refused.Needs().Flags(), []string{"--allow-shrink"}) || !strings.Contains(err.Error(), "cuts off data") {
 		t.Fatalf("a LUN was cut off: %v", err)
 	}
 	plan(p, 1, false, true, `session \d+ of .*host1;LUN 1 of target .*store|session \d+ of .*;session \d+ of .*;LUN 1 of target .*store`)
@@ -333,7 +334,7 @@ func TestLUNs(t *testing.T) {
 
 	l.luns = one("size: 2MiB, read_only: true")
 	_, err = l.apply(ChangeOptions{AllowShrink: true})
-	if !errors.As(err, &refused) || !slices.Equal(refused.Needs(), []string{"--disrupt"}) {
+	if !errors.As(err, &refused) || !slices.Equal(refused.Needs().Flags(), []string{"--disrupt"}) {
 		t.Fatalf("a LUN was opened anew: %v", err)
 	}
 	if p, err = l.apply(ChangeOptions{DryRun: true}); err != nil {
@@ -459,7 +460,7 @@ func TestRemoveLUN(t *testing.T) {
 				t.Errorf("the command: %v, %s; want %s", err, outcome(r), tt.want)
 			}
 			eventually(t, "nothing is draining", func() bool {
-				return !slices.ContainsFunc(l.State().Targets[0].LUNs, func(s LUNState) bool { return s.State == Draining })
+				return !slices.ContainsFunc(l.State().Targets[0].LUNs, func(s schema.LUNState) bool { return s.State == schema.Draining })
 			})
 		})
 	}
@@ -619,7 +620,7 @@ func TestSettings(t *testing.T) {
 	l.more = "log: {format: json}\ncontrol: {socket: /nowhere/s}\ndrain: 1s"
 	for range 2 {
 		p := l.ok(ChangeOptions{})
-		if i := slices.IndexFunc(p.Steps, func(s Step) bool { return s.Restart }); i < 0 || p.Steps[i].Done || p.Steps[i].Change.Key != "format" ||
+		if i := slices.IndexFunc(p.Steps, func(s schema.Step) bool { return s.Restart }); i < 0 || p.Steps[i].Done || p.Steps[i].Change.Key != "format" ||
 			!strings.Contains(p.Note, "takes effect when the target is started again") {
 			t.Errorf("plan %+v", p)
 		}
@@ -634,7 +635,7 @@ func (l *lab) snapshot() string {
 	l.t.Helper()
 	st := l.State()
 	for i := range st.Sessions {
-		st.Sessions[i].Tasks, st.Sessions[i].Counters = 0, CounterState{}
+		st.Sessions[i].Tasks, st.Sessions[i].Counters = 0, schema.CounterState{}
 		for j := range st.Sessions[i].Connections {
 			st.Sessions[i].Connections[j].Received = 0
 		}
@@ -646,10 +647,10 @@ func (l *lab) snapshot() string {
 	}
 	for _, target := range st.Targets {
 		for i := range target.LUNs {
-			target.LUNs[i].Counters = CounterState{}
+			target.LUNs[i].Counters = schema.CounterState{}
 		}
 	}
-	slices.SortFunc(st.Targets, func(a, b TargetState) int { return strings.Compare(a.Name, b.Name) })
+	slices.SortFunc(st.Targets, func(a, b schema.TargetState) int { return strings.Compare(a.Name, b.Name) })
 	b, err := json.MarshalIndent(st, "", " ")
 	if err != nil {
 		l.t.Fatal(err)
@@ -887,7 +888,7 @@ targets:
 			if got := do(t, s, inquiry); got != "" || string(inquiry.In[4:20]) != st.NAA {
 				t.Errorf("LUN %d: INQUIRY: %s, % x", lun, got, inquiry.In)
 			}
-			if st.State != NotReady || !strings.Contains(st.Reason, reason) {
+			if st.State != schema.NotReady || !strings.Contains(st.Reason, reason) {
 				t.Errorf("LUN %d: %+v", lun, st)
 			}
 		}
@@ -900,7 +901,7 @@ targets:
 		if err := os.Rename(disk, link); err != nil {
 			t.Fatal(err)
 		}
-		eventually(t, "LUN 1 is ready", func() bool { return l.State().Targets[0].LUNs[1].State == Ready })
+		eventually(t, "LUN 1 is ready", func() bool { return l.State().Targets[0].LUNs[1].State == schema.Ready })
 		if got := attentions(t, s, 1); got != "28/00" || capacity(t, s, 1) != 1<<20 {
 			t.Errorf("LUN 1 when it is there: %s", got)
 		}
@@ -932,7 +933,7 @@ targets: [{name: %s, initiators: ["*"], luns: [{id: 0, backend: file, path: %s/d
 	var naa string
 	t.Run("without its directory", func(t *testing.T) {
 		l := serveFile(t, path).State().Targets[0].LUNs[0]
-		if l.State != NotReady {
+		if l.State != schema.NotReady {
 			t.Errorf("%+v", l)
 		}
 		naa = l.NAA
@@ -941,7 +942,7 @@ targets: [{name: %s, initiators: ["*"], luns: [{id: 0, backend: file, path: %s/d
 		t.Fatal(err)
 	}
 	t.Run("with it", func(t *testing.T) {
-		if l := serveFile(t, path).State().Targets[0].LUNs[0]; l.State != Ready || l.NAA != naa {
+		if l := serveFile(t, path).State().Targets[0].LUNs[0]; l.State != schema.Ready || l.NAA != naa {
 			t.Errorf("%+v; the NAA was %s", l, naa)
 		}
 	})
@@ -959,7 +960,7 @@ func TestChangeNotReady(t *testing.T) {
 		l.luns = with(`path: ` + disk + `, size: 1MiB`)
 	})
 	before := l.State().Targets[0].LUNs[1]
-	if before.State != NotReady {
+	if before.State != schema.NotReady {
 		t.Fatalf("LUN %+v", before)
 	}
 	for _, lun := range []string{`path: ` + disk + `, size: 2MiB`, `path: ` + disk + `, size: 1MiB, read_only: true`, `path: ` + disk + `.2, size: 1MiB`} {
@@ -975,7 +976,7 @@ func TestChangeNotReady(t *testing.T) {
 	if err := os.Mkdir(filepath.Dir(disk), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the LUN is ready", func() bool { return l.State().Targets[0].LUNs[1].State == Ready })
+	eventually(t, "the LUN is ready", func() bool { return l.State().Targets[0].LUNs[1].State == schema.Ready })
 }
 
 // Who looks while somebody else's change is made does not take what that has written for an
@@ -1155,7 +1156,7 @@ func TestKillSession(t *testing.T) {
 	news, cancel := l.Subscribe()
 	defer cancel()
 	s := l.login("victim", store)
-	i := slices.IndexFunc(l.State().Sessions, func(s SessionState) bool { return s.Initiator == prefix+"victim" })
+	i := slices.IndexFunc(l.State().Sessions, func(s schema.SessionState) bool { return s.Initiator == prefix+"victim" })
 	if err := l.KillSession(t.Context(), l.State().Sessions[i].TSIH, "by a test"); err != nil {
 		t.Fatal(err)
 	}
@@ -1169,7 +1170,7 @@ func TestKillSession(t *testing.T) {
 	}
 	<-news
 	eventually(t, "its end is an event", func() bool {
-		return slices.ContainsFunc(l.Events(0), func(e Event) bool {
+		return slices.ContainsFunc(l.Events(0), func(e schema.Event) bool {
 			return e.Text == "session ended" && e.Attrs["reason"] == "by a test" && e.Attrs["initiator"] == prefix+"victim"
 		})
 	})
@@ -1355,7 +1356,7 @@ func TestCutShort(t *testing.T) {
 				l.luns += ", {id: 1, backend: file, path: " + disk + ", size: " + tt.configured + "}"
 			})
 			st := l.State().Targets[0].LUNs[1]
-			if (st.State == Ready) != (tt.want > 0) {
+			if (st.State == schema.Ready) != (tt.want > 0) {
 				t.Errorf("LUN 1: %+v", st)
 			}
 			if fi, err := os.Stat(disk); err != nil || fi.Size() != max(tt.want, -tt.want) {
@@ -1375,9 +1376,9 @@ func TestRefusalIsShort(t *testing.T) {
 	for i := range 1000 {
 		all = append(all, fmt.Sprintf("session %d", i))
 	}
-	p := &Plan{Steps: []Step{{Change: config.Change{Op: config.Remove, Kind: "target", Target: store}, Disruptive: true, Disturbs: all}}}
+	p := &schema.Plan{Steps: []schema.Step{{Change: config.Change{Op: config.Remove, Kind: "target", Target: store}, Disruptive: true, Disturbs: all}}}
 	var refused *ErrRefused
-	if err := p.allowed(ChangeOptions{}); !errors.As(err, &refused) || !strings.Contains(err.Error(), "session 7 and 992 more (") || len(refused.Plan.Steps[0].Disturbs) != 1000 {
+	if err := allowed(p, ChangeOptions{}); !errors.As(err, &refused) || !strings.Contains(err.Error(), "session 7 and 992 more (") || len(refused.Plan.Steps[0].Disturbs) != 1000 {
 		t.Errorf("error %v", err)
 	}
 }
@@ -1454,7 +1455,7 @@ func TestBusyLUNIsOpenedAnew(t *testing.T) {
 	}
 	<-slow.begun
 	luns(", removable: true")
-	done := make(chan *Plan)
+	done := make(chan *schema.Plan)
 	go func() { done <- l.ok(ChangeOptions{Disrupt: true, Drain: 1500 * time.Millisecond}) }()
 	eventually(t, "LUN 1 is being opened", func() bool {
 		switch got := testUnitReady(t, s, 1); got {
@@ -1600,7 +1601,7 @@ func TestReservationsAcrossFailedChange(t *testing.T) {
 			if _, err := l.apply(ChangeOptions{Disrupt: true, Now: true}); !errors.Is(err, syscall.EIO) {
 				t.Fatal(err)
 			}
-			eventually(t, "LUN 1 is back", func() bool { return l.State().Targets[0].LUNs[1].State == Ready })
+			eventually(t, "LUN 1 is back", func() bool { return l.State().Targets[0].LUNs[1].State == schema.Ready })
 			for _, s := range []*initiator.Session{holder, fenced} {
 				if got := attentions(t, s, 1); !strings.HasPrefix(got, tt.back) {
 					t.Errorf("LUN 1: %s, want %s", got, tt.back)

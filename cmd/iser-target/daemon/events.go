@@ -6,24 +6,13 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
-	"time"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/iscsi"
 )
 
 // maxEvents of each kind are kept for those that ask later.
 const maxEvents = 1024
-
-// An Event is something that an auditor wants to know: a line of the log with the
-// attribute "event".
-type Event struct {
-	Number uint64         `json:"number"` // from 1, one more each time
-	Time   time.Time      `json:"time"`
-	Event  string         `json:"event"` // what kind
-	Level  string         `json:"level"`
-	Text   string         `json:"text"`
-	Attrs  map[string]any `json:"attrs"`
-}
 
 // events are the last ones of each kind, and those who want to have the next.
 type events struct {
@@ -36,11 +25,11 @@ type events struct {
 // A ring has the last maxEvents of a kind: what an initiator can cause as often as it
 // wants, like refused logins, pushes out none of another kind.
 type ring struct {
-	list []Event // n%maxEvents is where the event stands before which there were n
+	list []schema.Event // n%maxEvents is where the event stands before which there were n
 	n    int
 }
 
-func (r *ring) add(e Event) {
+func (r *ring) add(e schema.Event) {
 	if len(r.list) < maxEvents {
 		r.list = append(r.list, e)
 	} else {
@@ -50,7 +39,7 @@ func (r *ring) add(e Event) {
 }
 
 // since appends those with numbers above n to list, newest first.
-func (r *ring) since(list []Event, n uint64) []Event {
+func (r *ring) since(list []schema.Event, n uint64) []schema.Event {
 	for i := range r.list {
 		e := r.list[(r.n-1-i)%maxEvents]
 		if e.Number <= n {
@@ -61,9 +50,9 @@ func (r *ring) since(list []Event, n uint64) []Event {
 	return list
 }
 
-// kind is which ring e goes to. There is one for each kind of docs/cli.md, and refused
+// kindOf returns the ring of e. There is one for each kind of docs/cli.md, and refused
 // logins, which cost nobody anything, have one of their own.
-func (e *Event) kind() string {
+func kindOf(e *schema.Event) string {
 	if e.Event == "login" && e.Attrs["outcome"] == "refused" {
 		return "login refused"
 	}
@@ -71,18 +60,18 @@ func (e *Event) kind() string {
 }
 
 // add makes e the next event.
-func (ev *events) add(e Event) {
+func (ev *events) add(e schema.Event) {
 	ev.mu.Lock()
 	defer ev.mu.Unlock()
 	ev.last++
 	e.Number = ev.last
-	r := ev.rings[e.kind()]
+	r := ev.rings[kindOf(&e)]
 	if r == nil {
 		r = &ring{}
 		if ev.rings == nil {
 			ev.rings = map[string]*ring{}
 		}
-		ev.rings[e.kind()] = r
+		ev.rings[kindOf(&e)] = r
 	}
 	r.add(e)
 	for c := range ev.subs {
@@ -94,20 +83,20 @@ func (ev *events) add(e Event) {
 }
 
 // since are the events with numbers above n that are still known, by their numbers.
-func (ev *events) since(n uint64) []Event {
+func (ev *events) since(n uint64) []schema.Event {
 	ev.mu.Lock()
 	defer ev.mu.Unlock()
-	var list []Event
+	var list []schema.Event
 	for _, r := range ev.rings {
 		list = r.since(list, n)
 	}
-	slices.SortFunc(list, func(a, b Event) int { return cmp.Compare(a.Number, b.Number) })
+	slices.SortFunc(list, func(a, b schema.Event) int { return cmp.Compare(a.Number, b.Number) })
 	return list
 }
 
 // Events are those with numbers above since that are still known, oldest first. A gap
 // in the numbers is what was forgotten.
-func (d *Daemon) Events(since uint64) []Event { return d.events.since(since) }
+func (d *Daemon) Events(since uint64) []schema.Event { return d.events.since(since) }
 
 // Subscribe returns a channel that has something in it whenever there may be new Events,
 // until cancel is called.
@@ -172,7 +161,7 @@ func (h *eventHandler) Handle(ctx context.Context, r slog.Record) error {
 		r = r.Clone()
 		r.AddAttrs(slog.String("by", who))
 	}
-	e := Event{Time: r.Time, Level: r.Level.String(), Text: r.Message, Attrs: map[string]any{}}
+	e := schema.Event{Time: r.Time, Level: r.Level.String(), Text: r.Message, Attrs: map[string]any{}}
 	put := func(a slog.Attr) bool {
 		v := a.Value.Resolve()
 		switch {

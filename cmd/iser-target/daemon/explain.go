@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
@@ -18,10 +19,10 @@ import (
 // of the portal (as it is configured, or where it is reached; empty: the first that leads
 // there), and what decides it. It knows nothing of secrets: a login that gets as far as
 // CHAP is told to have to prove who it is.
-func (d *Daemon) Explain(initiator, target, portal string) Explanation {
+func (d *Daemon) Explain(initiator, target, portal string) schema.Explanation {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	e := &explaining{cfg: d.cfg, Explanation: Explanation{Rules: []Rule{}}}
+	e := &explaining{cfg: d.cfg, Explanation: schema.Explanation{Rules: []schema.Rule{}}}
 	if e.run(d, initiator, target, portal) {
 		e.Admitted, e.Status = true, pdu.LoginSuccess.String()
 	}
@@ -29,13 +30,13 @@ func (d *Daemon) Explain(initiator, target, portal string) Explanation {
 }
 
 type explaining struct {
-	Explanation
+	schema.Explanation
 	cfg *config.Config
 }
 
 // rule notes what came of a rule; when it has not passed, that is the status.
 func (e *explaining) rule(name string, passed bool, status pdu.LoginStatus, why string, a ...any) bool {
-	e.Rules = append(e.Rules, Rule{name, passed, fmt.Sprintf(why, a...)})
+	e.Rules = append(e.Rules, schema.Rule{Rule: name, Passed: passed, Why: fmt.Sprintf(why, a...)})
 	if !passed {
 		e.Status = status.String()
 	}
@@ -123,22 +124,22 @@ func (e *explaining) chap(a *config.Auth, initiator string) bool {
 }
 
 // view is what the initiator would find.
-func view(l *config.LUN, initiator string) LUNView {
+func view(l *config.LUN, initiator string) schema.LUNView {
 	matching := func(patterns []string) string {
 		if i := slices.IndexFunc(patterns, func(p string) bool { return matches(p, initiator) }); i >= 0 {
 			return patterns[i]
 		}
 		return ""
 	}
-	v := LUNView{ID: l.ID, Access: "read and write", Why: "it is for all who may log in"}
+	v := schema.LUNView{ID: l.ID, Access: "read and write", Why: "it is for all who may log in"}
 	if p := matching(l.Initiators); p != "" {
 		v.Why = fmt.Sprintf("initiators: %q matches", p)
 	}
 	switch mustMask(*l)(initiator) {
 	case lun.NoAccess:
-		return LUNView{l.ID, "none", "initiators: none matches of " + list(l.Initiators)}
+		return schema.LUNView{ID: l.ID, Access: "none", Why: "initiators: none matches of " + list(l.Initiators)}
 	case lun.ReadOnly:
-		return LUNView{l.ID, "read only", fmt.Sprintf("read_only_for: %q matches", matching(l.ReadOnlyFor))}
+		return schema.LUNView{ID: l.ID, Access: "read only", Why: fmt.Sprintf("read_only_for: %q matches", matching(l.ReadOnlyFor))}
 	}
 	if l.ReadOnly {
 		v.Access, v.Why = "read only", "read_only is set"

@@ -57,7 +57,7 @@ func (d *Daemon) reload(ctx context.Context, why string) {
 	switch {
 	case errors.As(err, &refused):
 		d.log.Error("configuration is as before", eventKey, "config", "because", why, "reason", err,
-			"allow", strings.Join(append([]string{"iser-target config apply", d.path}, refused.Needs()...), " "))
+			"allow", strings.Join(append([]string{"iser-target config apply", d.path}, refused.Needs().Flags()...), " "))
 	case err != nil:
 		d.log.Error("configuration is as before", eventKey, "config", "because", why, "reason", err)
 	default:

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
 
@@ -58,7 +59,7 @@ func TestKilledBetweenSteps(t *testing.T) {
 		}
 		seen[isNew]++
 		for _, l := range d.State().Targets[0].LUNs {
-			if c := lunOf(targetOf(d.Effective(), store), l.ID); c == nil || l.State != Ready || l.Size != int64(c.Size) {
+			if c := lunOf(targetOf(d.Effective(), store), l.ID); c == nil || l.State != schema.Ready || l.Size != int64(c.Size) {
 				t.Errorf("before %d: LUN %d is %s (%s) with %d octets; configured: %+v", n, l.ID, l.State, l.Reason, l.Size, c)
 			}
 		}

@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/lun"
 )
 
@@ -29,7 +30,7 @@ func TestPercentiles(t *testing.T) {
 	short.Buckets[0], short.Count = 10, 10
 
 	got := phases(&l)
-	want := []PhaseState{
+	want := []schema.PhaseState{
 		{Phase: "receive", Count: 10, P50: 0.512e-6, P99: 1.014e-6},
 		{Phase: "backend", Count: 1000, Seconds: 20.4, P50: 100e-6, P99: 1},
 		{Phase: "send", Count: 3, P50: 30, P99: 30}, // above all bounds

@@ -8,14 +8,15 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/initiator"
 )
 
 // removing removes with a long drain, and returns the outcome when that has ended.
-func (l *lab) removing(edit func(*config.Document) error) <-chan *Plan {
+func (l *lab) removing(edit func(*config.Document) error) <-chan *schema.Plan {
 	l.t.Helper()
-	done := make(chan *Plan, 1)
+	done := make(chan *schema.Plan, 1)
 	go func() {
 		p, err := l.Change(l.t.Context(), edit, ChangeOptions{Disrupt: true, Drain: time.Minute})
 		if err != nil {
@@ -57,7 +58,7 @@ func TestDrainAside(t *testing.T) {
 			}
 			eventually(t, "the command hangs", func() bool { return h.count("read "+disk) == 1 })
 			removed := l.removing(func(d *config.Document) error { return d.RemoveLUN(store, 1) })
-			eventually(t, "LUN 1 drains", func() bool { return l.lunState(1).State == Draining })
+			eventually(t, "LUN 1 drains", func() bool { return l.lunState(1).State == schema.Draining })
 			if st := l.lunState(1); !strings.Contains(st.Reason, "it was removed: it drains until ") {
 				t.Errorf("LUN 1: %+v", st)
 			}
@@ -147,7 +148,7 @@ func TestDrainTargetAside(t *testing.T) {
 		t.Errorf("LUNs %v", got)
 	}
 	l.ok(ChangeOptions{})
-	if got := l.State().Targets[1].LUNs; len(got) != 1 || got[0].State != Ready {
+	if got := l.State().Targets[1].LUNs; len(got) != 1 || got[0].State != schema.Ready {
 		t.Errorf("LUNs %+v", got)
 	}
 }

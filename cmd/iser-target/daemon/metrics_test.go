@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/rdma/wire"
@@ -215,7 +216,7 @@ func TestMetricsAddUp(t *testing.T) {
 
 	// State says the same.
 	st := l.State()
-	counters := func(c CounterState) CounterState {
+	counters := func(c schema.CounterState) schema.CounterState {
 		sum := 0.0
 		for _, p := range c.Latency {
 			want, in := c.Reads+c.Writes+c.Others, uint64(0)
@@ -238,13 +239,13 @@ func TestMetricsAddUp(t *testing.T) {
 		c.Latency = nil
 		return c
 	}
-	if got, want := counters(st.Targets[0].LUNs[0].Counters), (CounterState{
+	if got, want := counters(st.Targets[0].LUNs[0].Counters), (schema.CounterState{
 		Reads: reads + 4, Writes: writes, Others: 2, ReadBytes: reads*size + 512 + 4096, WriteBytes: writes * size, Errors: 3, Residuals: 3,
 	}); !reflect.DeepEqual(got, want) {
 		t.Errorf("LUN 0: %+v, want %+v", got, want)
 	}
-	i := slices.IndexFunc(st.Sessions, func(i SessionState) bool { return i.TSIH == s.TSIH })
-	if got, want := counters(st.Sessions[i].Counters), (CounterState{
+	i := slices.IndexFunc(st.Sessions, func(i schema.SessionState) bool { return i.TSIH == s.TSIH })
+	if got, want := counters(st.Sessions[i].Counters), (schema.CounterState{
 		Reads: reads + 2, Writes: writes + 1, Others: 4, ReadBytes: reads*size + 512, WriteBytes: writes * size, Errors: 4, Residuals: 3,
 	}); !reflect.DeepEqual(got, want) {
 		t.Errorf("session: %+v, want %+v", got, want)

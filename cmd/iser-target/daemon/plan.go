@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
 )
@@ -23,9 +24,6 @@ type ChangeOptions struct {
 	File *FileBuilder
 }
 
-// DefaultDrain is how long what is removed may take to come to an end.
-const DefaultDrain = 10 * time.Second
-
 // drain is the time that things have to end.
 func (o ChangeOptions) drain() time.Duration {
 	switch {
@@ -34,44 +32,17 @@ func (o ChangeOptions) drain() time.Duration {
 	case o.Drain > 0:
 		return o.Drain
 	}
-	return DefaultDrain
+	return schema.DefaultDrain
 }
 
-// A Plan is what a change does, and how far it has come.
-type Plan struct {
-	Steps     []Step `json:"steps"`
-	Persisted bool   `json:"persisted"`      // the configuration file says so, too
-	Note      string `json:"note,omitempty"` // what else there is to know
-}
-
-// A Step is one difference between what runs and what is to run.
-type Step struct {
-	Change     config.Change `json:"change"`
-	Disturbs   []string      `json:"disturbs,omitempty"` // sessions and LUNs, each as a short sentence
-	Disruptive bool          `json:"disruptive"`         // needs Disrupt
-	Shrinks    bool          `json:"shrinks"`            // needs AllowShrink
-	Restart    bool          `json:"restart"`            // takes effect at the next start of the target
-	Done       bool          `json:"done"`
-}
-
-// ErrRefused answers a change that would do harm it was not allowed to do. Nothing
-// has changed.
+// ErrRefused answers a change that requires options which it lacks. Nothing was
+// changed.
 type ErrRefused struct {
-	Plan *Plan
+	Plan *schema.Plan // with those reasons alone that the options do not cover
 }
 
-// Needs are the options that are missing, by their names on the command line.
-func (e *ErrRefused) Needs() (flags []string) {
-	for _, s := range e.Plan.Steps {
-		if s.Disruptive && !slices.Contains(flags, "--disrupt") {
-			flags = append(flags, "--disrupt")
-		}
-		if s.Shrinks && !slices.Contains(flags, "--allow-shrink") {
-			flags = append(flags, "--allow-shrink")
-		}
-	}
-	return flags
-}
+// Needs returns the missing options.
+func (e *ErrRefused) Needs() schema.Needs { return e.Plan.Needs() }
 
 func (e *ErrRefused) Error() string {
 	var reasons []string
@@ -83,7 +54,7 @@ func (e *ErrRefused) Error() string {
 			reasons = append(reasons, describe(s.Change)+" disturbs "+some(s.Disturbs, ", "))
 		}
 	}
-	return fmt.Sprintf("refused, nothing has changed: %s (allowed by %s)", some(reasons, "; "), strings.Join(e.Needs(), " "))
+	return fmt.Sprintf("refused, nothing has changed: %s (allowed by %s)", some(reasons, "; "), strings.Join(e.Needs().Flags(), " "))
 }
 
 // some joins the first of list and says how many more there are: an error is a line.
@@ -95,18 +66,18 @@ func some(list []string, sep string) string {
 	return fmt.Sprintf("%s and %d more", strings.Join(list[:most], sep), len(list)-most)
 }
 
-// allowed is the plan as the options allow it, or an ErrRefused.
-func (p *Plan) allowed(o ChangeOptions) error {
+// allowed returns an ErrRefused if o lacks an option that p requires.
+func allowed(p *schema.Plan, o ChangeOptions) error {
 	for _, s := range p.Steps {
 		if s.Disruptive && !o.Disrupt || s.Shrinks && !o.AllowShrink {
-			return &ErrRefused{p.without(o)}
+			return &ErrRefused{without(p, o)}
 		}
 	}
 	return nil
 }
 
-// without is p with only those reasons to refuse it that o leaves.
-func (p *Plan) without(o ChangeOptions) *Plan {
+// without returns p with only those reasons to refuse it that o does not cover.
+func without(p *schema.Plan, o ChangeOptions) *schema.Plan {
 	c := *p
 	c.Steps = slices.Clone(p.Steps)
 	for i := range c.Steps {
@@ -182,11 +153,11 @@ var (
 
 // plan is how to get from what runs to cfg, and whom that disturbs. It is the caller's
 // turn.
-func (d *Daemon) plan(cfg *config.Config) *Plan {
-	p := &Plan{Steps: []Step{}}
+func (d *Daemon) plan(cfg *config.Config) *schema.Plan {
+	p := &schema.Plan{Steps: []schema.Step{}}
 	sessions := d.node.Sessions()
 	for _, ch := range config.Diff(d.cfg, cfg) {
-		s := Step{Change: ch, Restart: restarts(ch)}
+		s := schema.Step{Change: ch, Restart: restarts(ch)}
 		var hit func(*iscsi.SessionInfo) bool
 		switch ch.Kind {
 		case kindTarget:
@@ -208,7 +179,7 @@ func (d *Daemon) plan(cfg *config.Config) *Plan {
 		p.Steps = append(p.Steps, s)
 	}
 	// What cuts off data comes last: nothing behind it can fail and want it back.
-	slices.SortStableFunc(p.Steps, func(a, b Step) int {
+	slices.SortStableFunc(p.Steps, func(a, b schema.Step) int {
 		switch {
 		case a.Shrinks == b.Shrinks:
 			return 0

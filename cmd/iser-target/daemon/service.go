@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/cmd/iser-target/systemd"
 )
 
@@ -119,7 +120,7 @@ func (d *Daemon) status() string {
 				reason = l.fault.Error()
 			} else if err != nil {
 				reason = err.Error()
-			} else if reason == Ready {
+			} else if reason == schema.Ready {
 				continue
 			}
 			notReady = append(notReady, fmt.Sprintf("LUN %d of %s: %s", id, t.name, cut(reason, 200)))

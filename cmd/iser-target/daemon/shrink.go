@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
 
@@ -22,7 +23,7 @@ const shrinkFile = "shrink.json"
 type shrinks map[string]int64
 
 // planned are the files that a plan cuts off.
-func planned(p *Plan, cfg *config.Config) shrinks {
+func planned(p *schema.Plan, cfg *config.Config) shrinks {
 	s := shrinks{}
 	for _, st := range p.Steps {
 		if l := lunOf(targetOf(cfg, st.Change.Target), st.Change.LUN); st.Shrinks && l != nil && l.Backend == "file" {

@@ -7,149 +7,12 @@ import (
 	"maps"
 	"path/filepath"
 	"slices"
-	"time"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/lun"
 )
-
-// A State is what runs at one time.
-type State struct {
-	Version  string         `json:"version,omitempty"` // of the program
-	Started  time.Time      `json:"started"`
-	Config   string         `json:"config,omitempty"`  // path of the file; empty: changes last as long as the process
-	Pending  []string       `json:"pending,omitempty"` // what waits for a restart
-	Portals  []PortalState  `json:"portals"`
-	Targets  []TargetState  `json:"targets"`
-	Sessions []SessionState `json:"sessions"`
-	// LatencyBounds are the upper bounds of the buckets of all PhaseStates, in seconds, ascending.
-	LatencyBounds []float64 `json:"latency_bounds,omitempty"`
-}
-
-// A PortalState is a portal.
-type PortalState struct {
-	Listen      string   `json:"listen"`  // as configured
-	Address     string   `json:"address"` // where it listens
-	TPGT        int      `json:"tpgt"`
-	Advertise   []string `json:"advertise,omitempty"`
-	Transports  []string `json:"transports"`
-	Connections int      `json:"connections"` // of sessions
-}
-
-// A TargetState is a target.
-type TargetState struct {
-	Name         string     `json:"name"`
-	Alias        string     `json:"alias,omitempty"`
-	Initiators   []string   `json:"initiators,omitempty"`
-	Auth         string     `json:"auth"` // none or chap
-	Redirect     string     `json:"redirect,omitempty"`
-	PortalGroups []int      `json:"portal_groups"` // those that lead to it
-	LUNs         []LUNState `json:"luns"`
-	Sessions     []uint16   `json:"sessions,omitempty"` // TSIHs
-}
-
-// What a LUN is.
-const (
-	Ready    = "ready"
-	NotReady = "not ready"
-	Draining = "draining" // nobody sees it any more, and what has begun ends
-)
-
-// A LUNState is a LUN of a target.
-type LUNState struct {
-	Target       string            `json:"target"`
-	ID           int               `json:"id"`
-	Backend      string            `json:"backend"`
-	Path         string            `json:"path,omitempty"`
-	Size         int64             `json:"size"` // octets; 0 when it is not known
-	BlockSize    int               `json:"block_size"`
-	NAA          string            `json:"naa"` // also the serial number
-	State        string            `json:"state"`
-	Reason       string            `json:"reason,omitempty"` // why it is not ready
-	ReadOnly     bool              `json:"read_only"`
-	WriteThrough bool              `json:"write_through"`
-	Removable    bool              `json:"removable"`
-	Sanitize     bool              `json:"sanitize"`
-	Initiators   []string          `json:"initiators,omitempty"`    // who sees it; empty: all
-	ReadOnlyFor  []string          `json:"read_only_for,omitempty"` // who may only read
-	Counters     CounterState      `json:"counters"`
-	Reservation  *ReservationState `json:"reservation,omitempty"` // or registrations; nil: there are none
-}
-
-// A ReservationState is who has registered with a LUN and who has reserved it.
-type ReservationState struct {
-	Type          string              `json:"type,omitempty"` // empty: registrations only
-	Generation    uint32              `json:"generation"`
-	APTPL         bool                `json:"aptpl"` // survives a restart
-	Registrations []RegistrationState `json:"registrations,omitempty"`
-	Legacy        string              `json:"legacy,omitempty"` // initiator port that has it by RESERVE
-}
-
-// A RegistrationState is a registration.
-type RegistrationState struct {
-	Initiator  string `json:"initiator"` // initiator port
-	TargetPort int    `json:"target_port"`
-	Key        string `json:"key"` // 0x and 16 hex digits
-	Holder     bool   `json:"holder"`
-}
-
-// A SessionState is a session.
-type SessionState struct {
-	TSIH        uint16            `json:"tsih"`
-	Initiator   string            `json:"initiator"`
-	ISID        string            `json:"isid"`
-	Target      string            `json:"target,omitempty"`
-	TPGT        int               `json:"tpgt"`
-	Discovery   bool              `json:"discovery"`
-	Transport   string            `json:"transport"`      // iser or tcp
-	User        string            `json:"user,omitempty"` // CHAP name
-	Started     time.Time         `json:"started"`
-	LUNs        []int             `json:"luns"`
-	Tasks       int               `json:"tasks"` // requests that are not answered yet
-	Counters    CounterState      `json:"counters"`
-	Parameters  map[string]string `json:"parameters"`
-	Connections []ConnectionState `json:"connections"`
-}
-
-// A ConnectionState is a connection of a session.
-type ConnectionState struct {
-	CID       int       `json:"cid"`
-	Transport string    `json:"transport"`
-	Remote    string    `json:"remote"`
-	Local     string    `json:"local"`
-	Started   time.Time `json:"started"`
-	Received  uint64    `json:"received"` // PDUs
-}
-
-// A CounterState is what has become of the SCSI commands of a session, or of a LUN since
-// it was opened. Two of them tell what was between.
-type CounterState struct {
-	Reads      uint64       `json:"reads"` // commands that have ended with a status
-	Writes     uint64       `json:"writes"`
-	Others     uint64       `json:"others"`
-	ReadBytes  uint64       `json:"read_bytes"` // data that was moved
-	WriteBytes uint64       `json:"write_bytes"`
-	Errors     uint64       `json:"errors"`    // commands that have ended with CHECK CONDITION
-	Aborted    uint64       `json:"aborted"`   // and without a status
-	Residuals  uint64       `json:"residuals"` // and with a residual count
-	InFlight   int          `json:"in_flight"`
-	Latency    []PhaseState `json:"latency,omitempty"`
-}
-
-// A PhaseState is how long those commands took for a phase whose responses have left. In
-// read_wait there are those only that waited for data.
-type PhaseState struct {
-	Phase   string  `json:"phase"` // receive, backend, read_wait, send or total
-	Count   uint64  `json:"count"`
-	Seconds float64 `json:"seconds"` // the sum
-	P50     float64 `json:"p50"`     // of all so far, in seconds; estimated from Buckets
-	P99     float64 `json:"p99"`
-	// Buckets are how many took up to the bound of that index in State.LatencyBounds and
-	// longer than the one before; one more is for those above all bounds. Zeros at the
-	// end are left out.
-	Buckets []uint64 `json:"buckets,omitempty"`
-}
 
 // reservationTypes are the names of persistent reservation types (SPC-4, section
 // 5.13.4).
@@ -162,45 +25,23 @@ var reservationTypes = map[byte]string{
 	8: "exclusive access, all registrants",
 }
 
-// An Explanation is whether an initiator would be let in, and why.
-type Explanation struct {
-	Admitted bool      `json:"admitted"`
-	Status   string    `json:"status"` // of the Login Response
-	Rules    []Rule    `json:"rules"`  // in the order in which a login meets them, up to the one that decides
-	LUNs     []LUNView `json:"luns,omitempty"`
-}
-
-// A Rule is one thing that is looked at during login.
-type Rule struct {
-	Rule   string `json:"rule"`
-	Passed bool   `json:"passed"`
-	Why    string `json:"why"`
-}
-
-// A LUNView is what the initiator would find behind a LUN.
-type LUNView struct {
-	ID     int    `json:"id"`
-	Access string `json:"access"` // "read and write", "read only" or "none"
-	Why    string `json:"why"`
-}
-
 func sessionName(tsih uint16, initiator string) string {
 	return fmt.Sprintf("session %d of %s", tsih, initiator)
 }
 
 // State is what runs now.
-func (d *Daemon) State() State {
+func (d *Daemon) State() schema.State {
 	sessions := d.node.Sessions()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	st := State{Version: d.version, Started: d.started, Config: absolute(d.path), Portals: []PortalState{}, Targets: []TargetState{}, Sessions: []SessionState{},
+	st := schema.State{Version: d.version, Started: d.started, Config: absolute(d.path), Portals: []schema.PortalState{}, Targets: []schema.TargetState{}, Sessions: []schema.SessionState{},
 		LatencyBounds: latencyBounds}
 	for _, ch := range d.pending {
 		st.Pending = append(st.Pending, describe(ch))
 	}
 	for _, p := range d.portals {
 		cur := p.cur.Load()
-		ps := PortalState{Listen: cur.cfg.Listen, Address: p.l.Addr().String(), TPGT: cur.cfg.TPGT, Advertise: cur.cfg.Advertise}
+		ps := schema.PortalState{Listen: cur.cfg.Listen, Address: p.l.Addr().String(), TPGT: cur.cfg.TPGT, Advertise: cur.cfg.Advertise}
 		for _, tr := range []transport{transportISER, transportTCP} {
 			if cur.cfg.Serves(string(tr)) {
 				ps.Transports = append(ps.Transports, string(tr))
@@ -229,8 +70,8 @@ func absolute(path string) string {
 }
 
 // Preconditions: mu is held.
-func (d *Daemon) targetState(t *servedTarget, sessions []iscsi.SessionInfo) TargetState {
-	ts := TargetState{Name: t.name, Auth: "none", LUNs: []LUNState{}, PortalGroups: []int{}}
+func (d *Daemon) targetState(t *servedTarget, sessions []iscsi.SessionInfo) schema.TargetState {
+	ts := schema.TargetState{Name: t.name, Auth: "none", LUNs: []schema.LUNState{}, PortalGroups: []int{}}
 	if c := targetOf(d.cfg, t.name); c != nil { // it is not in there while it is being added
 		ts.Alias, ts.Initiators, ts.Redirect = c.Alias, c.Initiators, c.Redirect.To
 		if c.Auth.Method == "chap" {
@@ -242,9 +83,9 @@ func (d *Daemon) targetState(t *servedTarget, sessions []iscsi.SessionInfo) Targ
 	}
 	for _, id := range slices.Sorted(maps.Keys(t.luns)) {
 		l := lunState(t.name, t.luns[id])
-		if l.State == Ready {
+		if l.State == schema.Ready {
 			if err := d.calls.stuck(storeKey(t.name, &t.luns[id].LUN)); err != nil {
-				l.State, l.Reason = NotReady, err.Error()
+				l.State, l.Reason = schema.NotReady, err.Error()
 			}
 		}
 		ts.LUNs = append(ts.LUNs, l)
@@ -252,7 +93,7 @@ func (d *Daemon) targetState(t *servedTarget, sessions []iscsi.SessionInfo) Targ
 	for _, r := range d.leaving {
 		if r.t == t {
 			l := lunState(t.name, r.l)
-			l.State, l.Reason = Draining, "it was removed: "+r.describe()
+			l.State, l.Reason = schema.Draining, "it was removed: "+r.describe()
 			ts.LUNs = append(ts.LUNs, l)
 		}
 	}
@@ -264,43 +105,43 @@ func (d *Daemon) targetState(t *servedTarget, sessions []iscsi.SessionInfo) Targ
 	return ts
 }
 
-func lunState(target string, l *servedLUN) LUNState {
+func lunState(target string, l *servedLUN) schema.LUNState {
 	info := l.unit.Info()
-	s := LUNState{
+	s := schema.LUNState{
 		Target: target, ID: l.ID, Backend: l.Backend, Path: l.Path, Size: info.Size, BlockSize: int(info.BlockSize),
-		NAA: l.unit.Identity().Serial, State: Ready,
+		NAA: l.unit.Identity().Serial, State: schema.Ready,
 		ReadOnly: l.ReadOnly || info.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Sanitize: l.Sanitize,
 		Initiators: l.Initiators, ReadOnlyFor: l.ReadOnlyFor,
 	}
 	for _, n := range l.unit.Counts() {
-		s.Counters.add(&n)
+		addCounts(&s.Counters, &n)
 	}
 	latencies := l.unit.Latencies()
 	latencies[lun.TCP].Add(&latencies[lun.ISER])
 	s.Counters.Latency = phases(&latencies[lun.TCP])
 	switch status := l.unit.Status(); {
 	case l.fault != nil:
-		s.State, s.Reason, s.Size = NotReady, l.fault.Error(), int64(l.Size)
+		s.State, s.Reason, s.Size = schema.NotReady, l.fault.Error(), int64(l.Size)
 	case l.unit.Absent():
-		s.State, s.Reason, s.Size = NotReady, "it is being opened anew", int64(l.Size)
-	case status != Ready:
-		s.State, s.Reason = NotReady, status
+		s.State, s.Reason, s.Size = schema.NotReady, "it is being opened anew", int64(l.Size)
+	case status != schema.Ready:
+		s.State, s.Reason = schema.NotReady, status
 	}
 	if r := l.unit.Reservation(); len(r.Registrations) > 0 || r.Legacy != "" {
-		s.Reservation = &ReservationState{Type: reservationTypes[r.Type], Generation: r.Generation, APTPL: r.APTPL, Legacy: r.Legacy}
+		s.Reservation = &schema.ReservationState{Type: reservationTypes[r.Type], Generation: r.Generation, APTPL: r.APTPL, Legacy: r.Legacy}
 		for _, reg := range r.Registrations {
 			s.Reservation.Registrations = append(s.Reservation.Registrations,
-				RegistrationState{reg.Initiator, int(reg.TargetPort), fmt.Sprintf("%#016x", reg.Key), reg.Holder})
+				schema.RegistrationState{Initiator: reg.Initiator, TargetPort: int(reg.TargetPort), Key: fmt.Sprintf("%#016x", reg.Key), Holder: reg.Holder})
 		}
 	}
 	return s
 }
 
-func sessionState(s *iscsi.SessionInfo) SessionState {
+func sessionState(s *iscsi.SessionInfo) schema.SessionState {
 	p := &s.Params
-	st := SessionState{
+	st := schema.SessionState{
 		TSIH: s.TSIH, Initiator: s.Initiator, ISID: hex.EncodeToString(s.ISID[:]), Target: s.Target, TPGT: int(s.TPGT),
-		Discovery: s.Discovery, User: p.CHAPName, Started: s.Started, Tasks: s.Tasks, LUNs: []int{}, Connections: []ConnectionState{},
+		Discovery: s.Discovery, User: p.CHAPName, Started: s.Started, Tasks: s.Tasks, LUNs: []int{}, Connections: []schema.ConnectionState{},
 		Parameters: map[string]string{
 			"ErrorRecoveryLevel": fmt.Sprint(p.ErrorRecoveryLevel),
 			"MaxConnections":     fmt.Sprint(p.MaxConnections),
@@ -313,7 +154,7 @@ func sessionState(s *iscsi.SessionInfo) SessionState {
 			"iSCSIProtocolLevel": fmt.Sprint(p.ISCSIProtocolLevel),
 		},
 	}
-	st.Counters.add(&s.Counts)
+	addCounts(&st.Counters, &s.Counts)
 	if s.Latencies != nil {
 		st.Counters.Latency = phases(s.Latencies)
 	}
@@ -322,12 +163,14 @@ func sessionState(s *iscsi.SessionInfo) SessionState {
 	}
 	for _, c := range s.Conns {
 		st.Transport = c.Transport
-		st.Connections = append(st.Connections, ConnectionState{int(c.CID), c.Transport, c.Remote.String(), c.Local.String(), c.Started, c.Received})
+		st.Connections = append(st.Connections, schema.ConnectionState{
+			CID: int(c.CID), Transport: c.Transport, Remote: c.Remote.String(), Local: c.Local.String(), Started: c.Started, Received: c.Received,
+		})
 	}
 	return st
 }
 
-func (c *CounterState) add(n *lun.Counts) {
+func addCounts(c *schema.CounterState, n *lun.Counts) {
 	c.Reads += n.Commands[lun.KindRead]
 	c.Writes += n.Commands[lun.KindWrite]
 	c.Others += n.Commands[lun.KindOther]
@@ -348,7 +191,7 @@ var latencyBounds = func() (bounds []float64) {
 }()
 
 // phases are those that commands were in.
-func phases(l *lun.Latencies) (list []PhaseState) {
+func phases(l *lun.Latencies) (list []schema.PhaseState) {
 	for p := range l {
 		if l[p].Count == 0 {
 			continue
@@ -357,9 +200,9 @@ func phases(l *lun.Latencies) (list []PhaseState) {
 		for buckets[len(buckets)-1] == 0 {
 			buckets = buckets[:len(buckets)-1]
 		}
-		list = append(list, PhaseState{
+		list = append(list, schema.PhaseState{
 			Phase: lun.Phase(p).String(), Count: l[p].Count, Seconds: l[p].Sum.Seconds(),
-			P50: *quantile(0.5, latencyBounds, buckets), P99: *quantile(0.99, latencyBounds, buckets), Buckets: slices.Clone(buckets),
+			P50: *schema.Quantile(0.5, latencyBounds, buckets), P99: *schema.Quantile(0.99, latencyBounds, buckets), Buckets: slices.Clone(buckets),
 		})
 	}
 	return list

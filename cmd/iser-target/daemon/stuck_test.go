@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/initiator"
 )
@@ -178,12 +179,12 @@ func (l *lab) serves(s *initiator.Session) {
 	})
 }
 
-func (l *lab) lunState(id int) LUNState {
+func (l *lab) lunState(id int) schema.LUNState {
 	l.t.Helper()
 	luns := l.State().Targets[0].LUNs
-	i := slices.IndexFunc(luns, func(s LUNState) bool { return s.ID == id })
+	i := slices.IndexFunc(luns, func(s schema.LUNState) bool { return s.ID == id })
 	if i < 0 {
-		return LUNState{}
+		return schema.LUNState{}
 	}
 	return luns[i]
 }
@@ -216,7 +217,7 @@ func TestStuckStart(t *testing.T) {
 		l.serves(s)
 		time.Sleep(300 * time.Millisecond) // in which it is looked after
 	}
-	if st := l.lunState(1); st.State != NotReady || !strings.Contains(st.Reason, "does not answer: opening it has not come to an end since") {
+	if st := l.lunState(1); st.State != schema.NotReady || !strings.Contains(st.Reason, "does not answer: opening it has not come to an end since") {
 		t.Errorf("LUN 1: %+v", st)
 	}
 	if got := l.status(); !strings.Contains(got, "does not answer") {
@@ -226,7 +227,7 @@ func TestStuckStart(t *testing.T) {
 		t.Errorf("the store was asked %d times", n)
 	}
 	free()
-	eventually(t, "LUN 1 is ready", func() bool { return l.lunState(1).State == Ready })
+	eventually(t, "LUN 1 is ready", func() bool { return l.lunState(1).State == schema.Ready })
 	if got := attentions(t, s, 1); !strings.Contains(got, "28/00") || capacity(t, s, 1) != 1<<20 {
 		t.Errorf("LUN 1 when it is there: %s", got)
 	}
@@ -248,7 +249,7 @@ func TestStuckStartRemoved(t *testing.T) {
 	zero := `{id: 0, backend: memory, size: 4MiB}`
 	l.luns = zero + "," + l.disk(1, "other", "")
 	inTime(t, "another file for the LUN", func() { l.ok(ChangeOptions{}) })
-	if st := l.lunState(1); st.State != Ready {
+	if st := l.lunState(1); st.State != schema.Ready {
 		t.Errorf("LUN 1: %+v", st)
 	}
 	l.luns = zero
@@ -345,14 +346,14 @@ func TestStuckMany(t *testing.T) {
 	if got := attentions(t, s, 0); got != "29/00" {
 		t.Errorf("LUN 0: %s", got)
 	}
-	if st := l.lunState(testWaits.most + 5); st.State != NotReady || !strings.Contains(st.Reason, "64 others that do not answer") {
+	if st := l.lunState(testWaits.most + 5); st.State != schema.NotReady || !strings.Contains(st.Reason, "64 others that do not answer") {
 		t.Errorf("the last one: %+v", st)
 	}
 	for _, f := range frees {
 		f()
 	}
 	eventually(t, "all are ready", func() bool {
-		return !slices.ContainsFunc(l.State().Targets[0].LUNs, func(s LUNState) bool { return s.State != Ready })
+		return !slices.ContainsFunc(l.State().Targets[0].LUNs, func(s schema.LUNState) bool { return s.State != schema.Ready })
 	})
 }
 
@@ -382,10 +383,10 @@ func TestStuckResize(t *testing.T) {
 	}
 	eventually(t, "LUN 1 says why it is not ready", func() bool {
 		st := l.lunState(1)
-		return st.State == NotReady && strings.Contains(st.Reason, "giving it 2097152 octets has not come to an end")
+		return st.State == schema.NotReady && strings.Contains(st.Reason, "giving it 2097152 octets has not come to an end")
 	})
 	free()
-	eventually(t, "LUN 1 is ready", func() bool { return l.lunState(1).State == Ready })
+	eventually(t, "LUN 1 is ready", func() bool { return l.lunState(1).State == schema.Ready })
 	attentions(t, s, 1)
 	if got := capacity(t, s, 1); got != 1<<20 {
 		t.Errorf("LUN 1 has %d octets", got)
@@ -434,7 +435,7 @@ func TestStuckClose(t *testing.T) {
 	}
 	free()
 	eventually(t, "nothing is draining", func() bool {
-		return !slices.ContainsFunc(l.State().Targets[0].LUNs, func(s LUNState) bool { return s.State == Draining })
+		return !slices.ContainsFunc(l.State().Targets[0].LUNs, func(s schema.LUNState) bool { return s.State == schema.Draining })
 	})
 	l.luns += "," + l.disk(2, "one", "")
 	l.ok(ChangeOptions{})
@@ -459,11 +460,11 @@ func TestStuckReplace(t *testing.T) {
 				}
 			})
 			l.serves(s)
-			if st := l.lunState(1); st.State != NotReady || !strings.Contains(st.Reason, "does not answer") || st.WriteThrough {
+			if st := l.lunState(1); st.State != schema.NotReady || !strings.Contains(st.Reason, "does not answer") || st.WriteThrough {
 				t.Errorf("LUN 1: %+v", st)
 			}
 			free()
-			eventually(t, "LUN 1 is ready", func() bool { return l.lunState(1).State == Ready })
+			eventually(t, "LUN 1 is ready", func() bool { return l.lunState(1).State == schema.Ready })
 			if got := attentions(t, s, 1); !strings.Contains(got, "28/00") {
 				t.Errorf("LUN 1: %s", got)
 			}

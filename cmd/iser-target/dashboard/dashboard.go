@@ -25,6 +25,7 @@ import (
 
 	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
 	"github.com/iser-target/iser-target/cmd/iser-target/httpd"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 // What readers may take.
@@ -39,8 +40,8 @@ var files embed.FS
 
 // A Source is the target that is shown.
 type Source interface {
-	State() daemon.State
-	Events(since uint64) []daemon.Event
+	State() schema.State
+	Events(since uint64) []schema.Event
 }
 
 var _ Source = (*daemon.Daemon)(nil)

@@ -15,26 +15,26 @@ import (
 	"testing"
 	"time"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 // A fake is a target that is what a test says.
 type fake struct {
 	mu     sync.Mutex
-	state  daemon.State
-	events []daemon.Event
+	state  schema.State
+	events []schema.Event
 }
 
-func (f *fake) State() daemon.State {
+func (f *fake) State() schema.State {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.state
 }
 
-func (f *fake) Events(since uint64) []daemon.Event {
+func (f *fake) Events(since uint64) []schema.Event {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return slices.DeleteFunc(slices.Clone(f.events), func(e daemon.Event) bool { return e.Number <= since })
+	return slices.DeleteFunc(slices.Clone(f.events), func(e schema.Event) bool { return e.Number <= since })
 }
 
 // serve serves f on the loopback until the test ends.
@@ -297,8 +297,8 @@ func clock(begin time.Time) func() time.Time {
 }
 
 // latency are counters of n commands, each of which took up to the bound of index i.
-func latency(n uint64, i int) []daemon.PhaseState {
-	return []daemon.PhaseState{
+func latency(n uint64, i int) []schema.PhaseState {
+	return []schema.PhaseState{
 		{Phase: "backend", Count: n, Buckets: []uint64{n}},
 		{Phase: "total", Count: n, Buckets: append(make([]uint64, i), n)},
 	}
@@ -306,7 +306,7 @@ func latency(n uint64, i int) []daemon.PhaseState {
 
 func near(got, want float64) bool { return math.Abs(got-want) <= 1e-9*math.Abs(want) }
 
-func check(t *testing.T, what string, l daemon.Load, iops, read, write float64) {
+func check(t *testing.T, what string, l schema.Load, iops, read, write float64) {
 	t.Helper()
 	if !near(l.IOPS, iops) || !near(l.ReadBytes, read) || !near(l.WriteBytes, write) {
 		t.Errorf("%s: %v/s, read %v/s, write %v/s, want %v, %v, %v", what, l.IOPS, l.ReadBytes, l.WriteBytes, iops, read, write)
@@ -316,19 +316,19 @@ func check(t *testing.T, what string, l daemon.Load, iops, read, write float64) 
 // Rates are what was between two looks, of all that has gone on, begun or begun anew.
 func TestRates(t *testing.T) {
 	began := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
-	lun := func(id int, state string, c daemon.CounterState) daemon.LUNState {
-		return daemon.LUNState{Target: "t", ID: id, State: state, Counters: c}
+	lun := func(id int, state string, c schema.CounterState) schema.LUNState {
+		return schema.LUNState{Target: "t", ID: id, State: state, Counters: c}
 	}
-	session := func(tsih uint16, started time.Time, c daemon.CounterState) daemon.SessionState {
-		return daemon.SessionState{TSIH: tsih, Started: started, Tasks: 3, Counters: c}
+	session := func(tsih uint16, started time.Time, c schema.CounterState) schema.SessionState {
+		return schema.SessionState{TSIH: tsih, Started: started, Tasks: 3, Counters: c}
 	}
-	f := &fake{state: daemon.State{
+	f := &fake{state: schema.State{
 		LatencyBounds: []float64{0.001, 0.002, 0.004},
-		Targets: []daemon.TargetState{{LUNs: []daemon.LUNState{
-			lun(0, daemon.Ready, daemon.CounterState{Reads: 100, ReadBytes: 1000, Latency: latency(100, 0)}),
-			lun(1, daemon.Ready, daemon.CounterState{Writes: 50, WriteBytes: 500}),
+		Targets: []schema.TargetState{{LUNs: []schema.LUNState{
+			lun(0, schema.Ready, schema.CounterState{Reads: 100, ReadBytes: 1000, Latency: latency(100, 0)}),
+			lun(1, schema.Ready, schema.CounterState{Writes: 50, WriteBytes: 500}),
 		}}},
-		Sessions: []daemon.SessionState{session(1, began, daemon.CounterState{Reads: 100, ReadBytes: 1000})},
+		Sessions: []schema.SessionState{session(1, began, schema.CounterState{Reads: 100, ReadBytes: 1000})},
 	}}
 	s := &sampler{src: f, now: clock(began)}
 	s.sample()
@@ -338,15 +338,15 @@ func TestRates(t *testing.T) {
 		t.Errorf("the first look: %+v", a)
 	}
 
-	f.state.Targets = []daemon.TargetState{{LUNs: []daemon.LUNState{
-		lun(0, daemon.Ready, daemon.CounterState{Reads: 140, Others: 20, ReadBytes: 5000, InFlight: 2, Latency: []daemon.PhaseState{{Phase: "total", Count: 160, Buckets: []uint64{100, 60}}}}),
-		lun(1, daemon.Ready, daemon.CounterState{Writes: 10, WriteBytes: 100}),       // opened anew
-		lun(2, daemon.Ready, daemon.CounterState{Writes: 30, WriteBytes: 300}),       // new
-		lun(3, daemon.Draining, daemon.CounterState{Reads: 1e6, ReadBytes: 1 << 40}), // leaving
+	f.state.Targets = []schema.TargetState{{LUNs: []schema.LUNState{
+		lun(0, schema.Ready, schema.CounterState{Reads: 140, Others: 20, ReadBytes: 5000, InFlight: 2, Latency: []schema.PhaseState{{Phase: "total", Count: 160, Buckets: []uint64{100, 60}}}}),
+		lun(1, schema.Ready, schema.CounterState{Writes: 10, WriteBytes: 100}),       // opened anew
+		lun(2, schema.Ready, schema.CounterState{Writes: 30, WriteBytes: 300}),       // new
+		lun(3, schema.Draining, schema.CounterState{Reads: 1e6, ReadBytes: 1 << 40}), // leaving
 	}}}
-	f.state.Sessions = []daemon.SessionState{
-		session(1, began.Add(time.Second), daemon.CounterState{Reads: 4, ReadBytes: 40}), // another one of that TSIH
-		session(2, began, daemon.CounterState{Writes: 8, WriteBytes: 80}),
+	f.state.Sessions = []schema.SessionState{
+		session(1, began.Add(time.Second), schema.CounterState{Reads: 4, ReadBytes: 40}), // another one of that TSIH
+		session(2, began, schema.CounterState{Writes: 8, WriteBytes: 80}),
 	}
 	s.sample()
 	a = s.answer(query{sessions: list{rows: 9, sort: "name"}, luns: list{rows: 9, sort: "name"}}, nil)
@@ -386,20 +386,20 @@ func TestPoints(t *testing.T) {
 
 // many is a target with n LUNs, of which one is not ready, and 200 sessions.
 func many(n int) *fake {
-	f := &fake{state: daemon.State{LatencyBounds: []float64{1, 2}}}
-	t := daemon.TargetState{Name: "iqn.2026-11.io.example:many"}
+	f := &fake{state: schema.State{LatencyBounds: []float64{1, 2}}}
+	t := schema.TargetState{Name: "iqn.2026-11.io.example:many"}
 	for i := range n {
-		l := daemon.LUNState{Target: t.Name, ID: i, Backend: "file", State: daemon.Ready, Size: 1 << 30,
-			Counters: daemon.CounterState{Reads: uint64(i) * 1000, ReadBytes: uint64(n-i) << 30, Latency: latency(uint64(i), 1)}}
+		l := schema.LUNState{Target: t.Name, ID: i, Backend: "file", State: schema.Ready, Size: 1 << 30,
+			Counters: schema.CounterState{Reads: uint64(i) * 1000, ReadBytes: uint64(n-i) << 30, Latency: latency(uint64(i), 1)}}
 		if i == n/2 {
-			l.State, l.Reason = daemon.NotReady, "it is away"
+			l.State, l.Reason = schema.NotReady, "it is away"
 		}
 		t.LUNs = append(t.LUNs, l)
 	}
 	for i := range 200 {
-		f.state.Sessions = append(f.state.Sessions, daemon.SessionState{TSIH: uint16(i), Target: t.Name, Initiator: fmt.Sprintf("iqn.2026-11.io.example:host%d", i)})
+		f.state.Sessions = append(f.state.Sessions, schema.SessionState{TSIH: uint16(i), Target: t.Name, Initiator: fmt.Sprintf("iqn.2026-11.io.example:host%d", i)})
 	}
-	f.state.Targets = []daemon.TargetState{t}
+	f.state.Targets = []schema.TargetState{t}
 	return f
 }
 
@@ -408,7 +408,7 @@ func TestRows(t *testing.T) {
 	f := many(1000)
 	s := &sampler{src: f, now: clock(time.Now())}
 	load := f.state
-	f.state = daemon.State{}
+	f.state = schema.State{}
 	s.sample()
 	f.state = load
 	s.sample()
@@ -455,15 +455,15 @@ func TestRows(t *testing.T) {
 
 // The last events and refused logins come first, and there are not more than some.
 func TestEvents(t *testing.T) {
-	var events []daemon.Event
+	var events []schema.Event
 	for i := range uint64(1024) {
-		e := daemon.Event{Number: i + 1, Event: "login", Attrs: map[string]any{"outcome": "accepted"}}
+		e := schema.Event{Number: i + 1, Event: "login", Attrs: map[string]any{"outcome": "accepted"}}
 		if i%10 == 0 {
 			e.Attrs["outcome"] = "refused"
 		}
 		events = append(events, e)
 	}
-	s := newSampler(&fake{state: daemon.State{Portals: []daemon.PortalState{}}})
+	s := newSampler(&fake{state: schema.State{Portals: []schema.PortalState{}}})
 	a := s.answer(query{}, events)
 	if len(a.Events) != maxEvents || a.Events[0].Number != 1024 || len(a.Refused) != maxRefused || a.Refused[0].Number != 1021 || a.Refused[1].Number != 1011 {
 		t.Errorf("%d events, %d refusals", len(a.Events), len(a.Refused))
@@ -480,16 +480,16 @@ func TestEvents(t *testing.T) {
 }
 
 func TestReservation(t *testing.T) {
-	two := []daemon.RegistrationState{{Initiator: "a"}, {Initiator: "b", Holder: true}}
+	two := []schema.RegistrationState{{Initiator: "a"}, {Initiator: "b", Holder: true}}
 	for _, tc := range []struct {
-		r    *daemon.ReservationState
+		r    *schema.ReservationState
 		want string
 	}{
 		{nil, ""},
-		{&daemon.ReservationState{Legacy: "a"}, "RESERVE by a"},
-		{&daemon.ReservationState{Registrations: two[:1]}, "none, 1 registered"},
-		{&daemon.ReservationState{Type: "write exclusive", Registrations: two}, "write exclusive by b"},
-		{&daemon.ReservationState{Type: "write exclusive, all registrants", Registrations: append(two[1:2:2], two[1])}, "write exclusive, all registrants, 2 registered"},
+		{&schema.ReservationState{Legacy: "a"}, "RESERVE by a"},
+		{&schema.ReservationState{Registrations: two[:1]}, "none, 1 registered"},
+		{&schema.ReservationState{Type: "write exclusive", Registrations: two}, "write exclusive by b"},
+		{&schema.ReservationState{Type: "write exclusive, all registrants", Registrations: append(two[1:2:2], two[1])}, "write exclusive, all registrants, 2 registered"},
 	} {
 		if got := reservation(tc.r); got != tc.want {
 			t.Errorf("%+v: %q, want %q", tc.r, got, tc.want)

@@ -8,7 +8,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 const (
@@ -25,7 +25,7 @@ const (
 type point struct {
 	Number uint64    `json:"number"` // from 1, one more each time
 	Time   time.Time `json:"time"`
-	daemon.Load
+	schema.Load
 }
 
 type sessionRow struct {
@@ -38,7 +38,7 @@ type sessionRow struct {
 	Connections int       `json:"connections"`
 	Remote      string    `json:"remote,omitempty"` // of the first connection
 	Started     time.Time `json:"started"`
-	daemon.Load
+	schema.Load
 }
 
 type lunRow struct {
@@ -50,7 +50,7 @@ type lunRow struct {
 	Backend     string `json:"backend"`
 	ReadOnly    bool   `json:"read_only,omitempty"`
 	Reservation string `json:"reservation,omitempty"`
-	daemon.Load
+	schema.Load
 }
 
 // A table is the part of a list that was asked for.
@@ -67,15 +67,15 @@ type answer struct {
 	Version  string               `json:"version,omitempty"`
 	Started  time.Time            `json:"started"`
 	Pending  []string             `json:"pending"`
-	Portals  []daemon.PortalState `json:"portals"`
+	Portals  []schema.PortalState `json:"portals"`
 	Targets  int                  `json:"targets"`
 	NotReady int                  `json:"not_ready"` // LUNs
-	Total    daemon.Load          `json:"total"`
+	Total    schema.Load          `json:"total"`
 	Points   []point              `json:"points"`
 	Sessions table[sessionRow]    `json:"sessions"`
 	LUNs     table[lunRow]        `json:"luns"`
-	Events   []daemon.Event       `json:"events"`  // the last one first
-	Refused  []daemon.Event       `json:"refused"` // logins, the last one first
+	Events   []schema.Event       `json:"events"`  // the last one first
+	Refused  []schema.Event       `json:"refused"` // logins, the last one first
 }
 
 // A sampler has what the target was like when it was last looked at.
@@ -85,7 +85,7 @@ type sampler struct {
 
 	mu       sync.Mutex // held for moments, while what follows is read, or written by sample
 	at       time.Time
-	state    daemon.State
+	state    schema.State
 	sessions []sessionRow
 	luns     []lunRow
 	points   []point
@@ -123,14 +123,14 @@ type lunKey struct {
 }
 
 // counters are those of a state by what they are about.
-func counters(st *daemon.State) (sessions map[sessionKey]*daemon.CounterState, luns map[lunKey]*daemon.CounterState) {
-	sessions, luns = map[sessionKey]*daemon.CounterState{}, map[lunKey]*daemon.CounterState{}
+func counters(st *schema.State) (sessions map[sessionKey]*schema.CounterState, luns map[lunKey]*schema.CounterState) {
+	sessions, luns = map[sessionKey]*schema.CounterState{}, map[lunKey]*schema.CounterState{}
 	for i := range st.Sessions {
 		sessions[sessionKey{st.Sessions[i].TSIH, st.Sessions[i].Started}] = &st.Sessions[i].Counters
 	}
 	for i := range st.Targets {
 		for j := range st.Targets[i].LUNs {
-			if l := &st.Targets[i].LUNs[j]; l.State != daemon.Draining { // there may be a new one of that number
+			if l := &st.Targets[i].LUNs[j]; l.State != schema.Draining { // there may be a new one of that number
 				luns[lunKey{l.Target, l.ID}] = &l.Counters
 			}
 		}
@@ -146,19 +146,19 @@ func (s *sampler) sample() {
 	seconds := now.Sub(s.at).Seconds()
 	first := s.at.IsZero() || seconds <= 0
 	oldSessions, oldLUNs := counters(&s.state)
-	var all daemon.Tally
+	var all schema.Tally
 	sessions, luns := []sessionRow{}, []lunRow{}
 	for i := range st.Sessions {
 		c := &st.Sessions[i]
 		row := sessionRow{
 			TSIH: c.TSIH, Initiator: c.Initiator, Target: c.Target, Transport: c.Transport, Discovery: c.Discovery,
-			LUNs: c.LUNs, Connections: len(c.Connections), Started: c.Started, Load: daemon.Load{InFlight: c.Tasks},
+			LUNs: c.LUNs, Connections: len(c.Connections), Started: c.Started, Load: schema.Load{InFlight: c.Tasks},
 		}
 		if len(c.Connections) > 0 {
 			row.Remote = c.Connections[0].Remote
 		}
 		if !first {
-			var t daemon.Tally
+			var t schema.Tally
 			t.Add(oldSessions[sessionKey{c.TSIH, c.Started}], &c.Counters)
 			row.Load = t.Load(seconds, st.LatencyBounds)
 			row.InFlight = c.Tasks
@@ -170,10 +170,10 @@ func (s *sampler) sample() {
 			l := &st.Targets[i].LUNs[j]
 			row := lunRow{
 				Target: l.Target, ID: l.ID, State: l.State, Reason: l.Reason, Size: l.Size, Backend: l.Backend,
-				ReadOnly: l.ReadOnly, Reservation: reservation(l.Reservation), Load: daemon.Load{InFlight: l.Counters.InFlight},
+				ReadOnly: l.ReadOnly, Reservation: reservation(l.Reservation), Load: schema.Load{InFlight: l.Counters.InFlight},
 			}
-			if !first && l.State != daemon.Draining {
-				var t daemon.Tally
+			if !first && l.State != schema.Draining {
+				var t schema.Tally
 				old := oldLUNs[lunKey{l.Target, l.ID}]
 				t.Add(old, &l.Counters)
 				all.Add(old, &l.Counters)
@@ -199,7 +199,7 @@ func (s *sampler) sample() {
 }
 
 // reservation is r in a few words.
-func reservation(r *daemon.ReservationState) string {
+func reservation(r *schema.ReservationState) string {
 	switch {
 	case r == nil:
 		return ""
@@ -224,13 +224,13 @@ func reservation(r *daemon.ReservationState) string {
 var orders = []string{"iops", "bytes", "latency", "name"}
 
 // answer is what q asks for.
-func (s *sampler) answer(q query, events []daemon.Event) *answer {
+func (s *sampler) answer(q query, events []schema.Event) *answer {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	a := &answer{
 		Time: s.at, Interval: Interval.Seconds(), Version: s.state.Version, Started: s.state.Started,
 		Pending: s.state.Pending, Portals: s.state.Portals, Targets: len(s.state.Targets),
-		Points: []point{}, Events: []daemon.Event{}, Refused: []daemon.Event{},
+		Points: []point{}, Events: []schema.Event{}, Refused: []schema.Event{},
 	}
 	if a.Pending == nil {
 		a.Pending = []string{}
@@ -245,7 +245,7 @@ func (s *sampler) answer(q query, events []daemon.Event) *answer {
 		a.Total = p.Load // the last one
 	}
 	for i := range s.luns {
-		if s.luns[i].State == daemon.NotReady {
+		if s.luns[i].State == schema.NotReady {
 			a.NotReady++
 		}
 	}
@@ -268,7 +268,7 @@ func (s *sampler) answer(q query, events []daemon.Event) *answer {
 
 // trouble is 1 for what comes first, whatever the order is.
 func (r *lunRow) trouble() int {
-	if r.State == daemon.Ready {
+	if r.State == schema.Ready {
 		return 0
 	}
 	return 1
@@ -284,7 +284,7 @@ func (r *sessionRow) text() string {
 }
 
 // byRates compares by one of orders; 0 by name.
-func byRates(order string, a, b *daemon.Load) int {
+func byRates(order string, a, b *schema.Load) int {
 	switch order {
 	case "iops":
 		return cmp.Compare(b.IOPS, a.IOPS)

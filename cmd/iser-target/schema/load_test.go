@@ -1,4 +1,4 @@
-package daemon
+package schema
 
 import (
 	"math"
@@ -25,12 +25,12 @@ func TestQuantile(t *testing.T) {
 		{0.5, []uint64{0, 0, 0, 7}, 4},
 		{1, []uint64{3, 0, 0}, 1},
 	} {
-		got := quantile(tc.q, bounds, tc.buckets)
+		got := Quantile(tc.q, bounds, tc.buckets)
 		if (got == nil) != (tc.want < 0) || got != nil && !near(*got, tc.want) {
 			t.Errorf("%v of %v: %v, want %v", tc.q, tc.buckets, got, tc.want)
 		}
 	}
-	if quantile(0.5, nil, []uint64{1}) != nil {
+	if Quantile(0.5, nil, []uint64{1}) != nil {
 		t.Error("a latency without bounds")
 	}
 }

@@ -1,23 +1,23 @@
-package daemon
+package schema
 
 import "slices"
 
-// A Load is what commands did between two States.
+// A Load is the activity between two States.
 type Load struct {
-	IOPS       float64 `json:"iops"` // commands that have ended with a status
+	IOPS       float64 `json:"iops"` // commands that ended with a status
 	ReadBytes  float64 `json:"read_bytes_per_second"`
 	WriteBytes float64 `json:"write_bytes_per_second"`
-	InFlight   int     `json:"in_flight"` // at the second moment
-	Errors     uint64  `json:"errors"`    // CHECK CONDITION, and commands that were aborted
+	InFlight   int     `json:"in_flight"` // in the second State
+	Errors     uint64  `json:"errors"`    // commands that were aborted or ended with CHECK CONDITION
 
-	// From a command's arrival to its status, in seconds; nil: none has ended, or the
-	// target does not tell.
+	// Seconds from a command's arrival to its status; nil: no command ended, or the
+	// target does not measure it.
 	Average *float64 `json:"latency_average,omitempty"`
 	P50     *float64 `json:"latency_p50,omitempty"`
-	P99     *float64 `json:"latency_p99,omitempty"` // the highest bound of all: it may be more
+	P99     *float64 `json:"latency_p99,omitempty"` // may be more if it is the highest bound
 }
 
-// A Tally is what was between two states of counters, or of several: its sum.
+// A Tally sums up the activity between two CounterStates of one or more objects.
 type Tally struct {
 	commands, readBytes, writeBytes, errors uint64
 	inFlight                                int
@@ -27,8 +27,8 @@ type Tally struct {
 	buckets []uint64
 }
 
-// Add adds what was between was and is. If was is nil, or of something that has begun
-// anew, it is all of is.
+// Add adds the activity between was and is. If was is nil, or larger than is because
+// the object was opened again, Add adds all of is.
 func (t *Tally) Add(was, is *CounterState) {
 	if was == nil || is.Reads < was.Reads || is.Writes < was.Writes || is.Others < was.Others ||
 		is.ReadBytes < was.ReadBytes || is.WriteBytes < was.WriteBytes {
@@ -56,7 +56,7 @@ func (t *Tally) Add(was, is *CounterState) {
 	}
 }
 
-// Load is what t is in a second, if it was in that many; bounds are those of the States.
+// Load returns t per second for a period of that many seconds. bounds is State.LatencyBounds.
 func (t *Tally) Load(seconds float64, bounds []float64) Load {
 	l := Load{InFlight: t.inFlight, Errors: t.errors}
 	if seconds > 0 {
@@ -65,12 +65,12 @@ func (t *Tally) Load(seconds float64, bounds []float64) Load {
 	if t.timed > 0 {
 		average := t.seconds / float64(t.timed)
 		l.Average = &average
-		l.P50, l.P99 = quantile(0.5, bounds, t.buckets), quantile(0.99, bounds, t.buckets)
+		l.P50, l.P99 = Quantile(0.5, bounds, t.buckets), Quantile(0.99, bounds, t.buckets)
 	}
 	return l
 }
 
-// total is the phase that has all others in it.
+// total returns the phase that contains all others.
 func total(c *CounterState) PhaseState {
 	i := slices.IndexFunc(c.Latency, func(p PhaseState) bool { return p.Phase == "total" })
 	if i < 0 {
@@ -79,11 +79,10 @@ func total(c *CounterState) PhaseState {
 	return c.Latency[i]
 }
 
-// quantile is the value that the share q of all is not above, as good as buckets tell:
-// within one it is taken for evenly spread, and behind the last bound for that. The bucket
-// of index i counts what is above bounds[i-1] and not above bounds[i]. It is nil if there
-// is nothing.
-func quantile(q float64, bounds []float64, buckets []uint64) *float64 {
+// Quantile estimates the value that a share q of all values does not exceed, or returns
+// nil without values. buckets[i] counts the values above bounds[i-1] up to bounds[i]. A
+// bucket counts as evenly filled, and values above the last bound as equal to it.
+func Quantile(q float64, bounds []float64, buckets []uint64) *float64 {
 	var all, below uint64
 	for _, n := range buckets {
 		all += n

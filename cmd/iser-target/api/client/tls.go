@@ -1,4 +1,4 @@
-package api
+package client
 
 import (
 	"context"
@@ -11,6 +11,8 @@ import (
 	"net/http"
 	"os"
 	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 // TLSFiles are the PEM files of a client.
@@ -25,18 +27,18 @@ type clientTLS struct {
 	config *tls.Config
 }
 
-// NewTLSClient returns a client of the target that serves on a TCP address, host:port,
+// NewTLS returns a client of the target that serves on a TCP address, host:port,
 // by TLS 1.3. The error names the file that is of no use.
-func NewTLSClient(address string, files TLSFiles) (*Client, error) {
+func NewTLS(address string, files TLSFiles) (*Client, error) {
 	host, port, err := net.SplitHostPort(address)
 	if err == nil && (host == "" || port == "") {
 		err = errors.New("want host:port")
 	}
 	if err != nil {
-		return nil, &Error{Code: Failed, Message: fmt.Sprintf("address %q: %v", address, err), Hint: "--address wants host:port"}
+		return nil, &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("address %q: %v", address, err), Hint: "--address wants host:port"}
 	}
 	unusable := func(file string, err error) error {
-		return &Error{Code: Failed, Message: fmt.Sprintf("%s: %v", file, err), Hint: "nothing was asked"}
+		return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("%s: %v", file, err), Hint: "nothing was asked"}
 	}
 	for _, file := range []string{files.Cert, files.Key} { // LoadX509KeyPair does not say which it is about
 		if _, err := os.ReadFile(file); err != nil {
@@ -94,9 +96,9 @@ const (
 )
 
 // explain is what is wrong between client and target, or nil if it is not TLS.
-func (t *clientTLS) explain(address string, err error) *Error {
-	fail := func(hint, format string, a ...any) *Error {
-		return &Error{Code: Unreached, Message: fmt.Sprintf(format, a...), Hint: hint}
+func (t *clientTLS) explain(address string, err error) *schema.Error {
+	fail := func(hint, format string, a ...any) *schema.Error {
+		return &schema.Error{Code: schema.Unreached, Message: fmt.Sprintf(format, a...), Hint: hint}
 	}
 	var (
 		authority x509.UnknownAuthorityError

@@ -1,4 +1,6 @@
-package api
+// Package client asks a running target through its control API: JSON over HTTP,
+// as openapi.yaml of package api describes it.
+package client
 
 import (
 	"bufio"
@@ -16,7 +18,8 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/capture"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 const (
@@ -24,7 +27,9 @@ const (
 	// maxAnswer bounds what a client keeps of an answer, in octets: the state of
 	// 16384 LUNs has less.
 	maxAnswer = 64 << 20
-	maxLine   = 1 << 20 // octets of one event, or of one ChangeUpdate
+	maxLine   = 1 << 20 // bytes of one event, or of one ChangeUpdate
+	// idleTime is less than the server's, so that no request meets a closed connection.
+	idleTime = time.Minute
 )
 
 // A Client asks a target. Its errors are *Error.
@@ -34,8 +39,8 @@ type Client struct {
 	http  http.Client
 }
 
-// NewClient returns a client of the target that serves on the Unix socket.
-func NewClient(socket string) *Client {
+// New returns a client of the target that serves on the Unix socket.
+func New(socket string) *Client {
 	dialer := net.Dialer{Timeout: dialTime}
 	return newClient(socket, &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 		return dialer.DialContext(ctx, "unix", socket)
@@ -45,7 +50,7 @@ func NewClient(socket string) *Client {
 func newClient(where string, t *http.Transport) *Client {
 	t.DisableCompression = true
 	t.MaxIdleConns = 1
-	t.IdleConnTimeout = idleTime / 2 // before the server's
+	t.IdleConnTimeout = idleTime
 	return &Client{where: where, http: http.Client{Transport: t}}
 }
 
@@ -53,8 +58,8 @@ func newClient(where string, t *http.Transport) *Client {
 // then.
 func (c *Client) Remote() bool { return c.tls != nil }
 
-// values are o as a query.
-func (o Options) values() url.Values {
+// values returns o as a query.
+func values(o schema.Options) url.Values {
 	q := url.Values{}
 	for key, on := range map[string]bool{"dry_run": o.DryRun, "disrupt": o.Disrupt, "allow_shrink": o.AllowShrink, "now": o.Now} {
 		if on {
@@ -78,7 +83,7 @@ func (c *Client) roundTrip(ctx context.Context, method, path string, q url.Value
 	}
 	req, err := http.NewRequestWithContext(ctx, method, u, bytes.NewReader(body))
 	if err != nil {
-		return nil, &Error{Code: Invalid, Message: err.Error()}
+		return nil, &schema.Error{Code: schema.Invalid, Message: err.Error()}
 	}
 	if body != nil {
 		req.Header.Set("Content-Type", content)
@@ -92,9 +97,9 @@ func (c *Client) roundTrip(ctx context.Context, method, path string, q url.Value
 	}
 	defer resp.Body.Close()
 	b, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
-	e := &Error{}
+	e := &schema.Error{}
 	if err != nil || json.Unmarshal(b, e) != nil || e.Code == "" {
-		return nil, &Error{Code: Failed, Message: fmt.Sprintf("%s: %s, which is no answer of a target", c.where, resp.Status)}
+		return nil, &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("%s: %s, which is no answer of a target", c.where, resp.Status)}
 	}
 	return nil, e
 }
@@ -106,7 +111,7 @@ func (c *Client) unreached(method string, err error) error {
 		hint = "nothing was to change: see whether it still runs"
 	}
 	if errors.Is(err, context.Canceled) {
-		e := &Error{Code: Failed, Message: "interrupted before the target at " + c.where + " answered"}
+		e := &schema.Error{Code: schema.Failed, Message: "interrupted before the target at " + c.where + " answered"}
 		if method != http.MethodGet {
 			e.Hint = "whether a change was made is not known: see what there is"
 		}
@@ -121,23 +126,23 @@ func (c *Client) unreached(method string, err error) error {
 	if errors.As(err, &op) && op.Op == "dial" {
 		err = op.Err
 		if c.tls == nil && errors.Is(err, fs.ErrPermission) {
-			return &Error{Code: Unreached, Message: fmt.Sprintf("not allowed to use %s: %v", c.where, err),
+			return &schema.Error{Code: schema.Unreached, Message: fmt.Sprintf("not allowed to use %s: %v", c.where, err),
 				Hint: "it is for the user that the target runs as, and for root"}
 		}
 		hint = "start it with iser-target serve, or say by --socket where it is (control.socket in its configuration)"
 		if c.tls != nil {
 			hint = "start it with iser-target serve, or say by --address where it is (control.listen in its configuration)"
 		}
-		return &Error{Code: Unreached, Message: fmt.Sprintf("no target answers on %s: %v", c.where, err), Hint: hint}
+		return &schema.Error{Code: schema.Unreached, Message: fmt.Sprintf("no target answers on %s: %v", c.where, err), Hint: hint}
 	}
 	var ue *url.Error
 	if errors.As(err, &ue) {
 		err = ue.Err
 	}
 	if errors.Is(err, context.DeadlineExceeded) {
-		return &Error{Code: Unreached, Message: "the target at " + c.where + " has not answered in time", Hint: hint}
+		return &schema.Error{Code: schema.Unreached, Message: "the target at " + c.where + " has not answered in time", Hint: hint}
 	}
-	return &Error{Code: Unreached, Message: fmt.Sprintf("the target at %s went away before it answered: %v", c.where, err), Hint: hint}
+	return &schema.Error{Code: schema.Unreached, Message: fmt.Sprintf("the target at %s went away before it answered: %v", c.where, err), Hint: hint}
 }
 
 // call sends v, if it is not nil, as JSON and reads the answer into to.
@@ -146,7 +151,7 @@ func (c *Client) call(ctx context.Context, method, path string, q url.Values, v,
 	if v != nil {
 		var err error
 		if b, err = json.Marshal(v); err != nil {
-			return &Error{Code: Invalid, Message: err.Error()}
+			return &schema.Error{Code: schema.Invalid, Message: err.Error()}
 		}
 	}
 	return c.send(ctx, method, path, q, "application/json", b, to)
@@ -168,7 +173,7 @@ func (c *Client) decode(method string, r io.Reader, to any) error {
 		return c.unreached(method, err)
 	}
 	if err := json.Unmarshal(b, to); err != nil {
-		return &Error{Code: Failed, Message: fmt.Sprintf("answer of the target at %s: %v", c.where, err)}
+		return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("answer of the target at %s: %v", c.where, err)}
 	}
 	return nil
 }
@@ -179,8 +184,8 @@ func get[T any](ctx context.Context, c *Client, path string, q url.Values) (v T,
 }
 
 // change asks for a change and returns what became of it.
-func (c *Client) change(ctx context.Context, method, path string, q url.Values, v any) (*daemon.Plan, error) {
-	p := &daemon.Plan{}
+func (c *Client) change(ctx context.Context, method, path string, q url.Values, v any) (*schema.Plan, error) {
+	p := &schema.Plan{}
 	if err := c.call(ctx, method, path, q, v, p); err != nil {
 		return nil, err
 	}
@@ -192,81 +197,81 @@ func targetPath(target string) string { return "/v1/targets/" + url.PathEscape(t
 func lunPath(target string, id int) string { return targetPath(target) + "/luns/" + strconv.Itoa(id) }
 
 // State is all that runs.
-func (c *Client) State(ctx context.Context) (daemon.State, error) {
-	return get[daemon.State](ctx, c, "/v1/state", nil)
+func (c *Client) State(ctx context.Context) (schema.State, error) {
+	return get[schema.State](ctx, c, "/v1/state", nil)
 }
 
 // Targets are all.
-func (c *Client) Targets(ctx context.Context) ([]daemon.TargetState, error) {
-	return get[[]daemon.TargetState](ctx, c, "/v1/targets", nil)
+func (c *Client) Targets(ctx context.Context) ([]schema.TargetState, error) {
+	return get[[]schema.TargetState](ctx, c, "/v1/targets", nil)
 }
 
 // Target is that of this name.
-func (c *Client) Target(ctx context.Context, name string) (daemon.TargetState, error) {
-	return get[daemon.TargetState](ctx, c, targetPath(name), nil)
+func (c *Client) Target(ctx context.Context, name string) (schema.TargetState, error) {
+	return get[schema.TargetState](ctx, c, targetPath(name), nil)
 }
 
 // AddTarget adds a target without LUNs.
-func (c *Client) AddTarget(ctx context.Context, t Target, o Options) (*daemon.Plan, error) {
-	return c.change(ctx, http.MethodPost, "/v1/targets", o.values(), t)
+func (c *Client) AddTarget(ctx context.Context, t schema.Target, o schema.Options) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodPost, "/v1/targets", values(o), t)
 }
 
 // RemoveTarget removes a target with its LUNs; files stay.
-func (c *Client) RemoveTarget(ctx context.Context, name string, o Options) (*daemon.Plan, error) {
-	return c.change(ctx, http.MethodDelete, targetPath(name), o.values(), nil)
+func (c *Client) RemoveTarget(ctx context.Context, name string, o schema.Options) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodDelete, targetPath(name), values(o), nil)
 }
 
 // Allow lets initiators in that match the pattern.
-func (c *Client) Allow(ctx context.Context, target, pattern string, o Options) (*daemon.Plan, error) {
-	return c.change(ctx, http.MethodPost, targetPath(target)+"/initiators", o.values(), Pattern{pattern})
+func (c *Client) Allow(ctx context.Context, target, pattern string, o schema.Options) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodPost, targetPath(target)+"/initiators", values(o), schema.Pattern{Pattern: pattern})
 }
 
 // Deny takes the pattern from those that let initiators in.
-func (c *Client) Deny(ctx context.Context, target, pattern string, o Options) (*daemon.Plan, error) {
-	q := o.values()
+func (c *Client) Deny(ctx context.Context, target, pattern string, o schema.Options) (*schema.Plan, error) {
+	q := values(o)
 	q.Set("pattern", pattern)
 	return c.change(ctx, http.MethodDelete, targetPath(target)+"/initiators", q, nil)
 }
 
 // LUNs are those of a target, or all if its name is empty.
-func (c *Client) LUNs(ctx context.Context, target string) ([]daemon.LUNState, error) {
+func (c *Client) LUNs(ctx context.Context, target string) ([]schema.LUNState, error) {
 	q := url.Values{}
 	if target != "" {
 		q.Set("target", target)
 	}
-	return get[[]daemon.LUNState](ctx, c, "/v1/luns", q)
+	return get[[]schema.LUNState](ctx, c, "/v1/luns", q)
 }
 
 // LUN is one of a target.
-func (c *Client) LUN(ctx context.Context, target string, id int) (daemon.LUNState, error) {
-	return get[daemon.LUNState](ctx, c, lunPath(target, id), nil)
+func (c *Client) LUN(ctx context.Context, target string, id int) (schema.LUNState, error) {
+	return get[schema.LUNState](ctx, c, lunPath(target, id), nil)
 }
 
 // AddLUN adds a LUN; the plan has its number.
-func (c *Client) AddLUN(ctx context.Context, target string, l LUN, o Options) (*daemon.Plan, error) {
-	return c.change(ctx, http.MethodPost, targetPath(target)+"/luns", o.values(), l)
+func (c *Client) AddLUN(ctx context.Context, target string, l schema.LUN, o schema.Options) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodPost, targetPath(target)+"/luns", values(o), l)
 }
 
 // MakeLUN is AddLUN for a LUN whose file takes time to make. It tells each how far that
 // has come; when ctx ends, what there is of it is removed.
-func (c *Client) MakeLUN(ctx context.Context, target string, l LUN, o Options, each func(Progress)) (*daemon.Plan, error) {
-	return c.follow(ctx, http.MethodPost, targetPath(target)+"/luns", o.values(), l, each)
+func (c *Client) MakeLUN(ctx context.Context, target string, l schema.LUN, o schema.Options, each func(schema.Progress)) (*schema.Plan, error) {
+	return c.follow(ctx, http.MethodPost, targetPath(target)+"/luns", values(o), l, each)
 }
 
 // GrowLUN is SetLUN that gives the file of the LUN the space that it has more then. It
 // tells each how far that has come; when ctx ends, the LUN has its new size and some of
 // the space.
-func (c *Client) GrowLUN(ctx context.Context, target string, id int, v Values, o Options, each func(Progress)) (*daemon.Plan, error) {
-	q := o.values()
+func (c *Client) GrowLUN(ctx context.Context, target string, id int, v schema.Values, o schema.Options, each func(schema.Progress)) (*schema.Plan, error) {
+	q := values(o)
 	q.Set("preallocate", "true")
 	return c.follow(ctx, http.MethodPatch, lunPath(target, id), q, v, each)
 }
 
 // follow asks for a change that can take long.
-func (c *Client) follow(ctx context.Context, method, path string, q url.Values, v any, each func(Progress)) (*daemon.Plan, error) {
+func (c *Client) follow(ctx context.Context, method, path string, q url.Values, v any, each func(schema.Progress)) (*schema.Plan, error) {
 	b, err := json.Marshal(v)
 	if err != nil {
-		return nil, &Error{Code: Invalid, Message: err.Error()}
+		return nil, &schema.Error{Code: schema.Invalid, Message: err.Error()}
 	}
 	q.Set("progress", "true")
 	resp, err := c.roundTrip(ctx, method, path, q, "application/json", b)
@@ -275,15 +280,15 @@ func (c *Client) follow(ctx context.Context, method, path string, q url.Values, 
 	}
 	defer resp.Body.Close()
 	if resp.Header.Get("Content-Type") != "application/jsonl" { // it took no time
-		p := &daemon.Plan{}
+		p := &schema.Plan{}
 		return p, c.decode(method, resp.Body, p)
 	}
-	var plan *daemon.Plan
+	var plan *schema.Plan
 	if err := c.lines(ctx, method, resp.Body, func(line []byte) error {
-		var m ChangeUpdate
+		var m schema.ChangeUpdate
 		switch err := json.Unmarshal(line, &m); {
 		case err != nil:
-			return &Error{Code: Failed, Message: fmt.Sprintf("progress: %v", err)}
+			return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("progress: %v", err)}
 		case m.Error != nil:
 			return m.Error
 		case m.Progress != nil:
@@ -302,48 +307,48 @@ func (c *Client) follow(ctx context.Context, method, path string, q url.Values, 
 }
 
 // SetLUN sets keys of a LUN; "size" among them resizes it.
-func (c *Client) SetLUN(ctx context.Context, target string, id int, v Values, o Options) (*daemon.Plan, error) {
-	return c.change(ctx, http.MethodPatch, lunPath(target, id), o.values(), v)
+func (c *Client) SetLUN(ctx context.Context, target string, id int, v schema.Values, o schema.Options) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodPatch, lunPath(target, id), values(o), v)
 }
 
 // RemoveLUN removes a LUN; its file stays.
-func (c *Client) RemoveLUN(ctx context.Context, target string, id int, o Options) (*daemon.Plan, error) {
-	return c.change(ctx, http.MethodDelete, lunPath(target, id), o.values(), nil)
+func (c *Client) RemoveLUN(ctx context.Context, target string, id int, o schema.Options) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodDelete, lunPath(target, id), values(o), nil)
 }
 
 // Reservations are those of all LUNs.
-func (c *Client) Reservations(ctx context.Context) ([]Reservation, error) {
-	return get[[]Reservation](ctx, c, "/v1/reservations", nil)
+func (c *Client) Reservations(ctx context.Context) ([]schema.Reservation, error) {
+	return get[[]schema.Reservation](ctx, c, "/v1/reservations", nil)
 }
 
 // ClearReservation ends all reservations of, and registrations with, a LUN.
 func (c *Client) ClearReservation(ctx context.Context, target string, id int) error {
-	return c.call(ctx, http.MethodDelete, lunPath(target, id)+"/reservation", nil, nil, &done{})
+	return c.call(ctx, http.MethodDelete, lunPath(target, id)+"/reservation", nil, nil, &schema.Done{})
 }
 
 // Portals are all.
-func (c *Client) Portals(ctx context.Context) ([]daemon.PortalState, error) {
-	return get[[]daemon.PortalState](ctx, c, "/v1/portals", nil)
+func (c *Client) Portals(ctx context.Context) ([]schema.PortalState, error) {
+	return get[[]schema.PortalState](ctx, c, "/v1/portals", nil)
 }
 
 // AddPortal adds a portal.
-func (c *Client) AddPortal(ctx context.Context, p Portal, o Options) (*daemon.Plan, error) {
-	return c.change(ctx, http.MethodPost, "/v1/portals", o.values(), p)
+func (c *Client) AddPortal(ctx context.Context, p schema.Portal, o schema.Options) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodPost, "/v1/portals", values(o), p)
 }
 
 // RemovePortal removes the portal that is configured with this address.
-func (c *Client) RemovePortal(ctx context.Context, listen string, o Options) (*daemon.Plan, error) {
-	return c.change(ctx, http.MethodDelete, "/v1/portals/"+url.PathEscape(listen), o.values(), nil)
+func (c *Client) RemovePortal(ctx context.Context, listen string, o schema.Options) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodDelete, "/v1/portals/"+url.PathEscape(listen), values(o), nil)
 }
 
 // Sessions are all, by TSIH.
-func (c *Client) Sessions(ctx context.Context) ([]daemon.SessionState, error) {
-	return get[[]daemon.SessionState](ctx, c, "/v1/sessions", nil)
+func (c *Client) Sessions(ctx context.Context) ([]schema.SessionState, error) {
+	return get[[]schema.SessionState](ctx, c, "/v1/sessions", nil)
 }
 
 // Session is the one with this TSIH.
-func (c *Client) Session(ctx context.Context, tsih uint16) (daemon.SessionState, error) {
-	return get[daemon.SessionState](ctx, c, fmt.Sprintf("/v1/sessions/%d", tsih), nil)
+func (c *Client) Session(ctx context.Context, tsih uint16) (schema.SessionState, error) {
+	return get[schema.SessionState](ctx, c, fmt.Sprintf("/v1/sessions/%d", tsih), nil)
 }
 
 // KillSession ends a session; the reason, which may be empty, goes to the log.
@@ -352,30 +357,30 @@ func (c *Client) KillSession(ctx context.Context, tsih uint16, reason string) er
 	if reason != "" {
 		q.Set("reason", reason)
 	}
-	return c.call(ctx, http.MethodDelete, fmt.Sprintf("/v1/sessions/%d", tsih), q, nil, &done{})
+	return c.call(ctx, http.MethodDelete, fmt.Sprintf("/v1/sessions/%d", tsih), q, nil, &schema.Done{})
 }
 
 // Plan tells what Apply of the document would do; errors in it are about source.
-func (c *Client) Plan(ctx context.Context, source string, document []byte) (*daemon.Plan, error) {
+func (c *Client) Plan(ctx context.Context, source string, document []byte) (*schema.Plan, error) {
 	return c.document(ctx, "/v1/config/plan", source, document, url.Values{})
 }
 
 // Apply makes the document the configuration.
-func (c *Client) Apply(ctx context.Context, source string, document []byte, o Options) (*daemon.Plan, error) {
-	return c.document(ctx, "/v1/config/apply", source, document, o.values())
+func (c *Client) Apply(ctx context.Context, source string, document []byte, o schema.Options) (*schema.Plan, error) {
+	return c.document(ctx, "/v1/config/apply", source, document, values(o))
 }
 
 // ApplyOwn is Apply of the text of the file of the target. It fails with code Edited if the
 // file has another text by then.
-func (c *Client) ApplyOwn(ctx context.Context, source string, document []byte, o Options) (*daemon.Plan, error) {
-	q := o.values()
+func (c *Client) ApplyOwn(ctx context.Context, source string, document []byte, o schema.Options) (*schema.Plan, error) {
+	q := values(o)
 	q.Set("own_file", "true")
 	return c.document(ctx, "/v1/config/apply", source, document, q)
 }
 
-func (c *Client) document(ctx context.Context, path, source string, document []byte, q url.Values) (*daemon.Plan, error) {
+func (c *Client) document(ctx context.Context, path, source string, document []byte, q url.Values) (*schema.Plan, error) {
 	q.Set("source", source)
-	p := &daemon.Plan{}
+	p := &schema.Plan{}
 	if err := c.send(ctx, http.MethodPost, path, q, "application/yaml", append([]byte{}, document...), p); err != nil {
 		return nil, err
 	}
@@ -401,17 +406,17 @@ func (c *Client) text(ctx context.Context, path string) ([]byte, error) {
 }
 
 // Explain tells whether an initiator would be let in; portal may be empty.
-func (c *Client) Explain(ctx context.Context, initiator, target, portal string) (daemon.Explanation, error) {
+func (c *Client) Explain(ctx context.Context, initiator, target, portal string) (schema.Explanation, error) {
 	q := url.Values{"initiator": {initiator}, "target": {target}}
 	if portal != "" {
 		q.Set("portal", portal)
 	}
-	return get[daemon.Explanation](ctx, c, "/v1/explain", q)
+	return get[schema.Explanation](ctx, c, "/v1/explain", q)
 }
 
 // Events calls each with the events whose numbers are above since, and with follow with
 // those that come, until that fails, ctx ends, or the target does.
-func (c *Client) Events(ctx context.Context, since uint64, follow bool, each func(daemon.Event) error) error {
+func (c *Client) Events(ctx context.Context, since uint64, follow bool, each func(schema.Event) error) error {
 	q := url.Values{"since": {strconv.FormatUint(since, 10)}, "follow": {strconv.FormatBool(follow)}}
 	resp, err := c.roundTrip(ctx, http.MethodGet, "/v1/events", q, "", nil)
 	if err != nil {
@@ -419,9 +424,9 @@ func (c *Client) Events(ctx context.Context, since uint64, follow bool, each fun
 	}
 	defer resp.Body.Close()
 	return c.lines(ctx, http.MethodGet, resp.Body, func(line []byte) error {
-		var e daemon.Event
+		var e schema.Event
 		if err := json.Unmarshal(line, &e); err != nil {
-			return &Error{Code: Failed, Message: fmt.Sprintf("event: %v", err)}
+			return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("event: %v", err)}
 		}
 		return each(e)
 	})
@@ -444,4 +449,55 @@ func (c *Client) lines(ctx context.Context, method string, r io.Reader, each fun
 		return c.unreached(method, err)
 	}
 	return nil
+}
+
+func capturePath(tsih uint16) string { return fmt.Sprintf("/v1/sessions/%d/capture", tsih) }
+
+// A Capture is a pcapng file that is on its way.
+type Capture struct {
+	c    *Client
+	resp *http.Response
+}
+
+// Capture begins to record a session. The file has at most max octets and records for at
+// most the duration; 0 is the default of the target.
+func (c *Client) Capture(ctx context.Context, tsih uint16, max int64, duration time.Duration) (*Capture, error) {
+	q := url.Values{}
+	if max != 0 {
+		q.Set("max", strconv.FormatInt(max, 10))
+	}
+	if duration != 0 {
+		q.Set("duration", duration.String())
+	}
+	resp, err := c.roundTrip(ctx, http.MethodGet, capturePath(tsih), q, "", nil)
+	if err != nil {
+		return nil, err
+	}
+	return &Capture{c, resp}, nil
+}
+
+// StopCapture ends the capture of a session.
+func (c *Client) StopCapture(ctx context.Context, tsih uint16) error {
+	return c.call(ctx, http.MethodDelete, capturePath(tsih), nil, nil, &schema.Done{})
+}
+
+// Close lets go of what was not written.
+func (k *Capture) Close() error { return k.resp.Body.Close() }
+
+// Copy writes the file to w until the capture ends, and returns what became of it.
+// When the target goes away before, or w fails, the octets that are counted are a file, too:
+// they are whole blocks.
+func (k *Capture) Copy(w io.Writer) (sum capture.Summary, err error) {
+	sum.Size, err = capture.CopyBlocks(w, k.resp.Body)
+	var write *capture.WriteError
+	switch {
+	case errors.As(err, &write):
+		return sum, write.Err
+	case err != nil:
+		return sum, k.c.unreached(http.MethodGet, err)
+	}
+	if err := json.Unmarshal([]byte(k.resp.Trailer.Get(schema.SummaryTrailer)), &sum); err != nil {
+		return sum, &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("the target at %s does not say how the capture ended: %v", k.c.where, err)}
+	}
+	return sum, nil
 }

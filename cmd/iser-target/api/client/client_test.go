@@ -1,0 +1,55 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"golang.org/x/sys/unix"
+)
+
+// TestUnreached tells a socket that nobody serves from one that the user may not use.
+func TestUnreached(t *testing.T) {
+	c := New("/run/s.sock")
+	for err, want := range map[error]string{
+		unix.EACCES:       "not allowed to use /run/s.sock",
+		unix.ENOENT:       "no target answers on /run/s.sock",
+		unix.ECONNREFUSED: "no target answers on /run/s.sock",
+	} {
+		got := c.unreached(http.MethodGet, &url.Error{Op: "Get", URL: "http://x", Err: &net.OpError{Op: "dial", Net: "unix", Err: os.NewSyscallError("connect", err)}})
+		var e *schema.Error
+		if !errors.As(got, &e) || e.Code != schema.Unreached || !strings.HasPrefix(e.Message, want) {
+			t.Errorf("%v: %v, want %q", err, got, want)
+		}
+	}
+}
+
+// TestUnanswered tells an interrupted command from a target that is gone, and only what
+// would have changed something leaves open whether it has.
+func TestUnanswered(t *testing.T) {
+	c := New("/run/s.sock")
+	for _, tc := range []struct {
+		err  error
+		code schema.Code
+		want string
+	}{
+		{context.Canceled, schema.Failed, "interrupted before the target at /run/s.sock answered"},
+		{context.DeadlineExceeded, schema.Unreached, "the target at /run/s.sock has not answered in time"},
+		{io.ErrUnexpectedEOF, schema.Unreached, "the target at /run/s.sock went away before it answered: unexpected EOF"},
+	} {
+		for _, method := range []string{http.MethodGet, http.MethodPost, http.MethodPatch, http.MethodDelete} {
+			var e *schema.Error
+			got := c.unreached(method, &url.Error{Op: method, URL: "http://x", Err: tc.err})
+			if !errors.As(got, &e) || e.Code != tc.code || e.Message != tc.want || strings.Contains(e.Hint, "is not known") != (method != http.MethodGet) {
+				t.Errorf("%s, %v: %+v, want %q", method, tc.err, got, tc.want)
+			}
+		}
+	}
+}

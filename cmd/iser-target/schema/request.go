@@ -1,0 +1,90 @@
+package schema
+
+import "slices"
+
+// A Target is the body of a request that adds a target.
+type Target struct {
+	Name         string   `json:"name"`
+	Alias        string   `json:"alias,omitempty"`
+	Initiators   []string `json:"initiators"` // patterns
+	PortalGroups []int    `json:"portal_groups,omitempty"`
+}
+
+// A LUN is the body of a request that adds a LUN. Its fields are the keys of the
+// configuration.
+type LUN struct {
+	ID           *int     `json:"id,omitempty"` // nil: the first free number
+	Backend      string   `json:"backend"`
+	Path         string   `json:"path,omitempty"`
+	Size         string   `json:"size,omitempty"` // like 10GiB
+	BlockSize    int      `json:"block_size,omitempty"`
+	ReadOnly     bool     `json:"read_only,omitempty"`
+	WriteThrough bool     `json:"write_through,omitempty"`
+	Removable    bool     `json:"removable,omitempty"`
+	Sanitize     bool     `json:"sanitize,omitempty"`
+	Plugin       string   `json:"plugin,omitempty"`
+	Options      string   `json:"options,omitempty"`
+	Initiators   []string `json:"initiators,omitempty"`
+	ReadOnlyFor  []string `json:"read_only_for,omitempty"`
+
+	// Preallocate and From let the target create the file, which must not exist.
+	Preallocate bool   `json:"preallocate,omitempty"` // allocate all its blocks
+	From        string `json:"from,omitempty"`        // file or block device to copy
+}
+
+// A ChangeUpdate is one line of the answer to a request that creates or extends a file.
+// The last line has the plan or the error.
+type ChangeUpdate struct {
+	Progress *Progress `json:"progress,omitempty"`
+	Plan     *Plan     `json:"plan,omitempty"`
+	Error    *Error    `json:"error,omitempty"`
+}
+
+// A Progress says how much of a file is complete.
+type Progress struct {
+	Phase string `json:"phase"` // preallocating, zeroing or copying
+	Done  int64  `json:"done"`  // bytes
+	Total int64  `json:"total"`
+}
+
+// A Portal is the body of a request that adds a portal.
+type Portal struct {
+	Listen     string   `json:"listen"`
+	Advertise  []string `json:"advertise,omitempty"`
+	Transports []string `json:"transports,omitempty"`
+	TPGT       int      `json:"tpgt,omitempty"` // 0: 1
+}
+
+// Values are the new values of keys of a LUN or target, as in YAML.
+type Values map[string]string
+
+// Keys returns the keys of v in the order in which the target sets them.
+func (v Values) Keys() []string {
+	var keys []string
+	for k := range v {
+		keys = append(keys, k)
+	}
+	slices.Sort(keys)
+	return keys
+}
+
+// A Pattern is the body of a request that adds a pattern of initiator names.
+type Pattern struct {
+	Pattern string `json:"pattern"`
+}
+
+// A Reservation is the ReservationState of a LUN in a list.
+type Reservation struct {
+	Target string `json:"target"`
+	LUN    int    `json:"lun"`
+	ReservationState
+}
+
+// Done answers a request that has no plan.
+type Done struct {
+	Done bool `json:"done"`
+}
+
+// SummaryTrailer is the HTTP trailer that follows the file of a capture. It has a
+// capture.Summary as JSON.
+const SummaryTrailer = "Capture-Summary"

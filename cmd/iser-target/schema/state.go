@@ -1,0 +1,176 @@
+// Package schema defines what a target and its clients exchange as JSON: its
+// state, plans, events, requests and errors. It imports nothing of the target.
+package schema
+
+import (
+	"time"
+)
+
+// A State is a snapshot of a running target.
+type State struct {
+	Version  string         `json:"version,omitempty"` // of the program
+	Started  time.Time      `json:"started"`
+	Config   string         `json:"config,omitempty"`  // path of the configuration file; empty: changes last until the process exits
+	Pending  []string       `json:"pending,omitempty"` // changes that take effect at the next start
+	Portals  []PortalState  `json:"portals"`
+	Targets  []TargetState  `json:"targets"`
+	Sessions []SessionState `json:"sessions"`
+	// LatencyBounds are the upper bounds of the buckets of each PhaseState, in seconds, ascending.
+	LatencyBounds []float64 `json:"latency_bounds,omitempty"`
+}
+
+// A PortalState describes a portal.
+type PortalState struct {
+	Listen      string   `json:"listen"`  // as configured
+	Address     string   `json:"address"` // that the socket is bound to
+	TPGT        int      `json:"tpgt"`    // portal group
+	Advertise   []string `json:"advertise,omitempty"`
+	Transports  []string `json:"transports"`
+	Connections int      `json:"connections"` // of sessions
+}
+
+// A TargetState describes a target.
+type TargetState struct {
+	Name         string     `json:"name"`
+	Alias        string     `json:"alias,omitempty"`
+	Initiators   []string   `json:"initiators,omitempty"`
+	Auth         string     `json:"auth"` // none or chap
+	Redirect     string     `json:"redirect,omitempty"`
+	PortalGroups []int      `json:"portal_groups"` // whose portals serve the target
+	LUNs         []LUNState `json:"luns"`
+	Sessions     []uint16   `json:"sessions,omitempty"` // TSIHs
+}
+
+// Values of LUNState.State.
+const (
+	Ready    = "ready"
+	NotReady = "not ready"
+	Draining = "draining" // removed: initiators no longer see it, and its last commands end
+)
+
+// A LUNState describes a LUN of a target.
+type LUNState struct {
+	Target       string            `json:"target"`
+	ID           int               `json:"id"`
+	Backend      string            `json:"backend"`
+	Path         string            `json:"path,omitempty"`
+	Size         int64             `json:"size"` // bytes; 0: unknown
+	BlockSize    int               `json:"block_size"`
+	NAA          string            `json:"naa"` // also the serial number
+	State        string            `json:"state"`
+	Reason       string            `json:"reason,omitempty"` // why State is not Ready
+	ReadOnly     bool              `json:"read_only"`
+	WriteThrough bool              `json:"write_through"`
+	Removable    bool              `json:"removable"`
+	Sanitize     bool              `json:"sanitize"`
+	Initiators   []string          `json:"initiators,omitempty"`    // that see the LUN; empty: all
+	ReadOnlyFor  []string          `json:"read_only_for,omitempty"` // initiators that may only read
+	Counters     CounterState      `json:"counters"`
+	Reservation  *ReservationState `json:"reservation,omitempty"` // nil: no reservation and no registration
+}
+
+// A ReservationState describes the reservation of a LUN and the registrations with it.
+type ReservationState struct {
+	Type          string              `json:"type,omitempty"` // of the persistent reservation; empty: registrations only
+	Generation    uint32              `json:"generation"`
+	APTPL         bool                `json:"aptpl"` // survives a restart
+	Registrations []RegistrationState `json:"registrations,omitempty"`
+	Legacy        string              `json:"legacy,omitempty"` // initiator port that holds a RESERVE
+}
+
+// A RegistrationState describes a registration.
+type RegistrationState struct {
+	Initiator  string `json:"initiator"` // initiator port
+	TargetPort int    `json:"target_port"`
+	Key        string `json:"key"` // 0x and 16 hex digits
+	Holder     bool   `json:"holder"`
+}
+
+// A SessionState describes a session.
+type SessionState struct {
+	TSIH        uint16            `json:"tsih"`
+	Initiator   string            `json:"initiator"`
+	ISID        string            `json:"isid"`
+	Target      string            `json:"target,omitempty"`
+	TPGT        int               `json:"tpgt"`
+	Discovery   bool              `json:"discovery"`
+	Transport   string            `json:"transport"`      // iser or tcp
+	User        string            `json:"user,omitempty"` // CHAP name
+	Started     time.Time         `json:"started"`
+	LUNs        []int             `json:"luns"`
+	Tasks       int               `json:"tasks"` // in progress
+	Counters    CounterState      `json:"counters"`
+	Parameters  map[string]string `json:"parameters"`
+	Connections []ConnectionState `json:"connections"`
+}
+
+// A ConnectionState describes a connection of a session.
+type ConnectionState struct {
+	CID       int       `json:"cid"`
+	Transport string    `json:"transport"`
+	Remote    string    `json:"remote"`
+	Local     string    `json:"local"`
+	Started   time.Time `json:"started"`
+	Received  uint64    `json:"received"` // PDUs
+}
+
+// A CounterState counts the SCSI commands of a session, or of a LUN since it was
+// opened. The difference of two CounterStates describes the time between them.
+type CounterState struct {
+	Reads      uint64       `json:"reads"` // commands that ended with a status
+	Writes     uint64       `json:"writes"`
+	Others     uint64       `json:"others"`
+	ReadBytes  uint64       `json:"read_bytes"` // data that was moved
+	WriteBytes uint64       `json:"write_bytes"`
+	Errors     uint64       `json:"errors"`    // commands that ended with CHECK CONDITION
+	Aborted    uint64       `json:"aborted"`   // commands that ended without a status
+	Residuals  uint64       `json:"residuals"` // commands that ended with a residual count
+	InFlight   int          `json:"in_flight"`
+	Latency    []PhaseState `json:"latency,omitempty"`
+}
+
+// A PhaseState describes how long commands whose response was sent spent in one
+// phase. Phase read_wait counts only commands that waited for data.
+type PhaseState struct {
+	Phase   string  `json:"phase"` // receive, backend, read_wait, send or total
+	Count   uint64  `json:"count"`
+	Seconds float64 `json:"seconds"` // sum over all commands
+	P50     float64 `json:"p50"`     // seconds, over all commands so far; estimated from Buckets
+	P99     float64 `json:"p99"`
+	// Buckets[i] counts the commands that took at most State.LatencyBounds[i], and
+	// longer than the bound before. One more bucket counts those above all bounds.
+	// Zeros at the end are left out.
+	Buckets []uint64 `json:"buckets,omitempty"`
+}
+
+// An Explanation says whether a target would admit an initiator, and why.
+type Explanation struct {
+	Admitted bool      `json:"admitted"`
+	Status   string    `json:"status"` // of the Login Response
+	Rules    []Rule    `json:"rules"`  // in the order of a login, up to the rule that decides
+	LUNs     []LUNView `json:"luns,omitempty"`
+}
+
+// A Rule is one check of a login.
+type Rule struct {
+	Rule   string `json:"rule"`
+	Passed bool   `json:"passed"`
+	Why    string `json:"why"`
+}
+
+// A LUNView describes a LUN as one initiator sees it.
+type LUNView struct {
+	ID     int    `json:"id"`
+	Access string `json:"access"` // "read and write", "read only" or "none"
+	Why    string `json:"why"`
+}
+
+// An Event is an entry of the target's log that an auditor needs.
+type Event struct {
+	Number uint64         `json:"number"` // from 1, without gaps
+	Time   time.Time      `json:"time"`
+	Event  string         `json:"event"` // the kind, like login or config
+	Level  string         `json:"level"`
+	Text   string         `json:"text"`
+	Attrs  map[string]any `json:"attrs"`
+}
