@@ -52,6 +52,7 @@ var proseUnfinished = []string{
 	"backend/gotgt",
 	"cmd/iser-target",
 	"cmd/iser-target/api",
+	"cmd/iser-target/api/client",
 	"cmd/iser-target/capture",
 	"cmd/iser-target/cli",
 	"cmd/iser-target/daemon",

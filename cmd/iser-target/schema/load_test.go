@@ -7,7 +7,7 @@ import (
 
 func near(got, want float64) bool { return math.Abs(got-want) <= 1e-9*math.Abs(want) }
 
-func TestQuantile(t *testing.T) {
+func TestQuantileOfBuckets(t *testing.T) {
 	bounds := []float64{1, 2, 4}
 	for _, tc := range []struct {
 		q       float64
@@ -35,9 +35,9 @@ func TestQuantile(t *testing.T) {
 	}
 }
 
-// Sums of several are those of one that has done all of it; what has begun anew counts
-// from nothing, and so does what was not there before.
-func TestTally(t *testing.T) {
+// The sum of several objects equals one object that did it all. A new object, and one
+// that was opened again, count from zero.
+func TestTallySumsSeveralObjects(t *testing.T) {
 	latency := func(seconds float64, buckets ...uint64) []PhaseState {
 		p := PhaseState{Phase: "total", Seconds: seconds, Buckets: buckets}
 		for _, n := range buckets {
@@ -54,13 +54,13 @@ func TestTally(t *testing.T) {
 		iops, read, write float64
 		inFlight          int
 		errors            uint64
-		average, p50, p99 float64 // 0: there is none
+		average, p50, p99 float64 // 0: no latency
 	}{
 		{"nothing", nil, 0, 0, 0, 0, 0, 0, 0, 0},
 		{"no change", [][2]*CounterState{{is, is}}, 0, 0, 0, 2, 0, 0, 0, 0},
 		{"a change", [][2]*CounterState{{was, is}}, 105, 2000, 50, 2, 3, 0.002, 0.002, 0.004},
 		{"new", [][2]*CounterState{{nil, is}}, 160.5, 2500, 300, 2, 7, 1.4 / 300, 1.0 / 600, 0.004},
-		{"anew", [][2]*CounterState{{is, was}}, 55.5, 500, 250, 7, 4, 0.01, 0.001, 0.00198},
+		{"opened again", [][2]*CounterState{{is, was}}, 55.5, 500, 250, 7, 4, 0.01, 0.001, 0.00198},
 		{"two", [][2]*CounterState{{was, is}, {was, is}}, 210, 4000, 100, 4, 6, 0.002, 0.002, 0.004},
 	} {
 		var tally Tally
