@@ -8,6 +8,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/capture"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // BenchmarkIO is the way of a READ and of a WRITE, initiator included, over
@@ -38,12 +39,12 @@ func benchmarkIO(b *testing.B, write bool, size, depth int, crc bool) {
 		c := &initiator.Command{}
 		lba := uint64(i) * uint64(blocks)
 		if write {
-			c.CDB, c.Out = initiator.Write16(lba, blocks), make([]byte, size)
+			c.CDB, c.Out = cdb.Write16(lba, blocks), make([]byte, size)
 			c.Out[0] = 1
 		} else {
-			c.CDB, c.In = initiator.Read16(lba, blocks), make([]byte, size)
+			c.CDB, c.In = cdb.Read16(lba, blocks), make([]byte, size)
 		}
-		do(b, s, &initiator.Command{CDB: initiator.Write16(lba, blocks), Out: random(size)})
+		do(b, s, &initiator.Command{CDB: cdb.Write16(lba, blocks), Out: random(size)})
 		do(b, s, c)
 		cmds[i] = c
 	}

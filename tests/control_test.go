@@ -16,6 +16,8 @@ import (
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 func TestNOPOut(t *testing.T) {
@@ -32,20 +34,20 @@ func TestNOPOut(t *testing.T) {
 		t.Run(tt.id, func(t *testing.T) {
 			p.t = t
 			data := random(tt.sent)
-			h := p.request(pdu.NOPOut, pdu.FlagF, true)
+			h := p.Request(pdu.NOPOut, pdu.FlagF, true)
 			h.SetTTT(pdu.ReservedTag)
 			h.SetLUN([8]byte{1: 3})
 			p.send(iser.Header{}, h, data)
 			m := p.want(pdu.NOPIn)
 			if len(m.payload) != 76+tt.back || !bytes.Equal(m.data, data[:tt.back]) || m.bhs.ITT() != h.ITT() || m.bhs.TTT() != pdu.ReservedTag ||
-				m.bhs.LUN() != h.LUN() || m.bhs.ExpCmdSN() != p.cmdSN || m.op != wire.OpSend {
+				m.bhs.LUN() != h.LUN() || m.bhs.ExpCmdSN() != p.CmdSN || m.op != wire.OpSend {
 				t.Errorf("%v % x", m.op, m.payload)
 			}
 		})
 	}
 	t.Run("ITT ffffffff is not answered", func(t *testing.T) {
 		p.t = t
-		h := p.request(pdu.NOPOut, pdu.FlagF, true)
+		h := p.Request(pdu.NOPOut, pdu.FlagF, true)
 		h.SetITT(pdu.ReservedTag)
 		h.SetTTT(pdu.ReservedTag)
 		p.send(iser.Header{}, h, nil)
@@ -114,7 +116,7 @@ func testRejects(t *testing.T, tg *target, p *raw) {
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			p.t = t
-			h := p.request(tt.op, tt.flags, true)
+			h := p.Request(tt.op, tt.flags, true)
 			p.send(iser.Header{}, h, nil)
 			p.wantReject(h, tt.reason)
 			p.ping()
@@ -124,7 +126,7 @@ func testRejects(t *testing.T, tg *target, p *raw) {
 		p.t = t
 		w := p.writeCommand(0, 8)
 		read := p.wantRead()
-		h := p.request(pdu.DataOut, pdu.FlagF, true)
+		h := p.Request(pdu.DataOut, pdu.FlagF, true)
 		h.SetITT(w.ITT())
 		h.SetTTT(pdu.ReservedTag)
 		p.send(iser.Header{}, h, random(512))
@@ -143,7 +145,7 @@ func testRejects(t *testing.T, tg *target, p *raw) {
 
 func TestLogout(t *testing.T) {
 	logout := func(p *raw) {
-		h := p.request(pdu.LogoutReq, pdu.FlagF, true)
+		h := p.Request(pdu.LogoutReq, pdu.FlagF, true)
 		p.send(iser.Header{}, h, nil)
 		m := p.want(pdu.LogoutResp)
 		if m.bhs.ITT() != h.ITT() || m.bhs.Response() != 0 || len(m.payload) != 76 || m.op != wire.OpSend || m.bhs.Time2Wait() != 2 || m.bhs.Time2Retain() != 0 {
@@ -154,7 +156,7 @@ func TestLogout(t *testing.T) {
 		tg := startTarget(t, targetOptions{node: iscsi.Options{LogoutWait: time.Hour}})
 		p := tg.rawLogin(t, initiator.Options{})
 		logout(p)
-		h := p.request(pdu.NOPOut, pdu.FlagF, true) // is not served any more
+		h := p.Request(pdu.NOPOut, pdu.FlagF, true) // is not served any more
 		p.send(iser.Header{}, h, nil)
 		if tg.node.Stats().Connections != 1 {
 			t.Error("the target did not wait")
@@ -176,7 +178,7 @@ func TestLogout(t *testing.T) {
 		attempts(t, func() bool {
 			p := tg.rawLogin(t, initiator.Options{}, 0)
 			hs, reads := p.held(2)
-			h := p.request(pdu.LogoutReq, pdu.FlagF, true)
+			h := p.Request(pdu.LogoutReq, pdu.FlagF, true)
 			p.send(iser.Header{}, h, nil)
 			stopped := tg.ending(p, h, pdu.LogoutResp, hs, reads)
 			p.nc.Close()
@@ -195,7 +197,7 @@ func TestLoginCycles(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			do(t, s, &initiator.Command{CDB: initiator.Write16(0, 8), Out: random(4096)})
+			do(t, s, &initiator.Command{CDB: cdb.Write16(0, 8), Out: random(4096)})
 			if err := s.Logout(testContext(t)); err != nil {
 				t.Fatal(err)
 			}
@@ -214,8 +216,8 @@ func TestWindow(t *testing.T) {
 		tg := startTarget(t, targetOptions{node: iscsi.Options{QueueDepth: depth}})
 		other := tg.login(t, initiator.Options{ISID: [6]byte{1}})
 		p := tg.rawLogin(t, initiator.Options{}, 0)
-		if p.maxCmdSN != p.cmdSN+depth-1 {
-			t.Fatalf("CmdSN %d, MaxCmdSN %d", p.cmdSN, p.maxCmdSN)
+		if p.maxCmdSN != p.CmdSN+depth-1 {
+			t.Fatalf("CmdSN %d, MaxCmdSN %d", p.CmdSN, p.maxCmdSN)
 		}
 		var hs []pdu.BHS
 		for range depth {
@@ -228,12 +230,12 @@ func TestWindow(t *testing.T) {
 		for range 3 * depth { // too much
 			p.writeCommand(0, 1)
 		}
-		p.cmdSN -= 3 * depth
+		p.CmdSN -= 3 * depth
 		again := make(pdu.BHS, pdu.BHSLen) // a repetition
 		copy(again, hs[0])
 		p.send(source(wire.STag(hs[0].ITT()<<8), p.o.BaseOffset), again, nil)
 		p.ping()
-		do(t, other, &initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 512)})
+		do(t, other, &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)})
 		for _, r := range reads {
 			p.answer(r, make([]byte, 512))
 		}
@@ -247,8 +249,8 @@ func TestWindow(t *testing.T) {
 			}
 		}
 		p.ping()
-		if p.maxCmdSN != p.cmdSN+depth-1 {
-			t.Errorf("CmdSN %d, MaxCmdSN %d", p.cmdSN, p.maxCmdSN)
+		if p.maxCmdSN != p.CmdSN+depth-1 {
+			t.Errorf("CmdSN %d, MaxCmdSN %d", p.CmdSN, p.maxCmdSN)
 		}
 		p.logout()
 	})
@@ -264,19 +266,19 @@ func TestSlowReader(t *testing.T) {
 		// 128 READs of 1 MiB, none of which it receives, and pings.
 		var b []byte
 		for i := range 128 {
-			cdb := initiator.Read16(0, 2048)
-			b = append(b, p.message(pduBytes(sink(wire.STag(i+1), p.o.BaseOffset), p.scsi(pdu.FlagR, 1<<20, cdb[:]), nil))...)
-			ping := p.request(pdu.NOPOut, pdu.FlagF, true)
+			block := cdb.Read16(0, 2048)
+			b = append(b, p.message(pduBytes(sink(wire.STag(i+1), p.o.BaseOffset), p.scsi(pdu.FlagR, 1<<20, block), nil))...)
+			ping := p.Request(pdu.NOPOut, pdu.FlagF, true)
 			ping.SetTTT(pdu.ReservedTag)
 			b = append(b, p.message(pduBytes(iser.Header{}, ping, nil))...)
 		}
 		p.write(b)
-		eventually(t, "buffers in use", func() bool { return tg.node.Stats().BufferOctets >= memory })
+		testkit.Eventually(t, "buffers in use", func() bool { return tg.node.Stats().BufferOctets >= memory })
 		s := tg.login(t, initiator.Options{ISID: [6]byte{1}})
 		for range 20 {
 			want := random(1 << 20)
-			r := &initiator.Command{CDB: initiator.Read16(0, 2048), In: make([]byte, len(want))}
-			do(t, s, &initiator.Command{CDB: initiator.Write16(0, 2048), Out: want})
+			r := &initiator.Command{CDB: cdb.Read16(0, 2048), In: make([]byte, len(want))}
+			do(t, s, &initiator.Command{CDB: cdb.Write16(0, 2048), Out: want})
 			do(t, s, r)
 			if !bytes.Equal(r.In, want) {
 				t.Fatal("what is read is not what was written")
@@ -328,13 +330,13 @@ func TestPingUnderLoad(t *testing.T) {
 	p := tg.rawLogin(t, initiator.Options{}, 0)
 	var b []byte
 	for i := range reads {
-		cdb := initiator.Read16(0, each/512)
-		b = append(b, p.message(pduBytes(sink(wire.STag(i+1), p.o.BaseOffset), p.scsi(pdu.FlagR, each, cdb[:]), nil))...)
+		block := cdb.Read16(0, each/512)
+		b = append(b, p.message(pduBytes(sink(wire.STag(i+1), p.o.BaseOffset), p.scsi(pdu.FlagR, each, block), nil))...)
 	}
 	p.write(b)
 	p.next()
-	eventually(t, "data in memory", func() bool { return tg.node.Stats().BuffersOut >= reads-12 })
-	ping := p.request(pdu.NOPOut, pdu.FlagF, true)
+	testkit.Eventually(t, "data in memory", func() bool { return tg.node.Stats().BuffersOut >= reads-12 })
+	ping := p.Request(pdu.NOPOut, pdu.FlagF, true)
 	ping.SetTTT(pdu.ReservedTag)
 	p.write(p.message(pduBytes(iser.Header{}, ping, nil)))
 	sent := time.Now()
@@ -407,7 +409,7 @@ func TestSendVariants(t *testing.T) {
 	t.Run("ISER-11-4 ISER-4.1-7 an STag of nobody", func(t *testing.T) {
 		tg := startTarget(t, targetOptions{})
 		p := tg.rawLogin(t, initiator.Options{}, 0)
-		u := untagged(wire.OpSendInvalidate, p.sendMSN, pduBytes(iser.Header{}, p.request(pdu.NOPOut, pdu.FlagF, true), nil))
+		u := untagged(wire.OpSendInvalidate, p.sendMSN, pduBytes(iser.Header{}, p.Request(pdu.NOPOut, pdu.FlagF, true), nil))
 		copy(u[2:], unhex("12345678"))
 		p.write(fpdu(u))
 		p.wantTerminate(wire.ReasonNotInvalidated)
@@ -439,7 +441,7 @@ func TestFormatErrors(t *testing.T) {
 	tg := startTarget(t, targetOptions{})
 	other := tg.login(t, initiator.Options{ISID: [6]byte{1}})
 	nop := func(p *raw, change func(pdu.BHS), data int, behind int) []byte {
-		h := p.request(pdu.NOPOut, pdu.FlagF, true)
+		h := p.Request(pdu.NOPOut, pdu.FlagF, true)
 		h.SetTTT(pdu.ReservedTag)
 		b := pduBytes(iser.Header{}, h, make([]byte, data))
 		change(b[28:76])
@@ -469,7 +471,7 @@ func TestFormatErrors(t *testing.T) {
 			p.wantRead() // which is never answered
 			p.sendRaw(tt.msg(p))
 			p.wantTerminate(wire.ReasonLocalCatastrophic)
-			do(t, other, &initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 512)})
+			do(t, other, &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)})
 		})
 	}
 	t.Run("3.2 pads of 0 to 3 octets", func(t *testing.T) {
@@ -498,7 +500,7 @@ func TestFormatErrors(t *testing.T) {
 		}
 		p.sendRaw(nop(p, asIs, 8193, 0))
 		p.wantEnd()
-		eventually(t, "the reason in the log", func() bool { return len(tg.log.Lines("data segment of 8193 octets")) == 1 })
+		testkit.Eventually(t, "the reason in the log", func() bool { return len(tg.log.Lines("data segment of 8193 octets")) == 1 })
 	})
 	t.Run("ISER-10.1.2.1-1 ISER-10.1.2.1-2 longer than any PDU", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{})
@@ -507,7 +509,7 @@ func TestFormatErrors(t *testing.T) {
 	})
 	t.Run("ISER-4.1-6 ISER-3.2.1-1 the longest PDU", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{})
-		h := p.request(pdu.NOPOut, pdu.FlagF, true)
+		h := p.Request(pdu.NOPOut, pdu.FlagF, true)
 		h.SetTTT(pdu.ReservedTag)
 		b := pduBytes(iser.Header{}, h, bytes.Repeat([]byte{7}, 8189))
 		pdu.BHS(b[28:76]).SetTotalAHSLength(256)
@@ -526,37 +528,37 @@ func TestFormatErrors(t *testing.T) {
 func TestOneAnswerEach(t *testing.T) {
 	tg := startTarget(t, targetOptions{})
 	p := tg.rawLogin(t, initiator.Options{}, 0)
-	read, write := initiator.Read16(0, 8), initiator.Write16(0, 8)
+	read, write := cdb.Read16(0, 8), cdb.Write16(0, 8)
 	for _, tt := range []struct {
 		name string
 		send func() pdu.BHS
 		want pdu.Opcode
 	}{
-		{"SCSI Command", func() pdu.BHS { h := p.scsi(0, 0, nil); p.send(iser.Header{}, h, nil); return h }, pdu.SCSIResponse},
-		{"READ", func() pdu.BHS { h := p.scsi(pdu.FlagR, 4096, read[:]); p.send(sink(1, 0), h, nil); return h }, pdu.SCSIResponse},
+		{"SCSI Command", func() pdu.BHS { h := p.scsi(0, 0, cdb.TestUnitReady); p.send(iser.Header{}, h, nil); return h }, pdu.SCSIResponse},
+		{"READ", func() pdu.BHS { h := p.scsi(pdu.FlagR, 4096, read); p.send(sink(1, 0), h, nil); return h }, pdu.SCSIResponse},
 		{"WRITE", func() pdu.BHS {
-			h := p.scsi(pdu.FlagW, 4096, write[:])
+			h := p.scsi(pdu.FlagW, 4096, write)
 			p.send(source(1, 0), h, nil)
 			p.answer(p.wantRead(), make([]byte, 4096))
 			return h
 		}, pdu.SCSIResponse},
-		{"CHECK CONDITION", func() pdu.BHS { h := p.scsi(0, 0, []byte{0xff}); p.send(iser.Header{}, h, nil); return h }, pdu.SCSIResponse},
-		{"TMF", func() pdu.BHS { return p.tmf(pdu.AbortTask, 0, 0x1234, p.cmdSN) }, pdu.TaskMgmtResp},
+		{"CHECK CONDITION", func() pdu.BHS { h := p.scsi(0, 0, [16]byte{0xff}); p.send(iser.Header{}, h, nil); return h }, pdu.SCSIResponse},
+		{"TMF", func() pdu.BHS { return p.tmf(pdu.AbortTask, 0, 0x1234, p.CmdSN) }, pdu.TaskMgmtResp},
 		{"Text", func() pdu.BHS {
-			h := p.request(pdu.TextReq, pdu.FlagF, false)
+			h := p.Request(pdu.TextReq, pdu.FlagF, false)
 			h.SetTTT(pdu.ReservedTag)
 			p.send(iser.Header{}, h, []byte("SendTargets=\x00"))
 			return h
 		}, pdu.TextResp},
 		{"ping", func() pdu.BHS {
-			h := p.request(pdu.NOPOut, pdu.FlagF, false)
+			h := p.Request(pdu.NOPOut, pdu.FlagF, false)
 			h.SetTTT(pdu.ReservedTag)
 			p.send(iser.Header{}, h, []byte("data"))
 			return h
 		}, pdu.NOPIn},
-		{"an opcode that is not supported", func() pdu.BHS { h := p.request(0x1c, pdu.FlagF, true); p.send(iser.Header{}, h, nil); return h }, pdu.Reject},
+		{"an opcode that is not supported", func() pdu.BHS { h := p.Request(0x1c, pdu.FlagF, true); p.send(iser.Header{}, h, nil); return h }, pdu.Reject},
 		{"Logout", func() pdu.BHS {
-			h := p.request(pdu.LogoutReq, pdu.FlagF, true)
+			h := p.Request(pdu.LogoutReq, pdu.FlagF, true)
 			p.send(iser.Header{}, h, nil)
 			return h
 		}, pdu.LogoutResp},

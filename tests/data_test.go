@@ -12,6 +12,7 @@ import (
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // sense keys and codes of commands that the transport refuses
@@ -68,8 +69,8 @@ func TestResiduals(t *testing.T) {
 		}
 		t.Run(fmt.Sprintf("READ of 1024 with EDTL %d", tt.edtl), func(t *testing.T) {
 			p.t = t
-			cdb := initiator.Read16(0, blocks)
-			h := p.scsi(pdu.FlagR, tt.edtl, cdb[:])
+			block := cdb.Read16(0, blocks)
+			h := p.scsi(pdu.FlagR, tt.edtl, block)
 			p.send(sink(5, p.o.BaseOffset), h, nil)
 			data, m := p.readData(h, 5, p.o.BaseOffset, 0)
 			if !bytes.Equal(data, medium[:tt.moved]) {
@@ -83,8 +84,8 @@ func TestResiduals(t *testing.T) {
 			}
 			t.Run(fmt.Sprintf("WRITE of 1024 with EDTL %d, %d immediate", tt.edtl, immediate), func(t *testing.T) {
 				p.t = t
-				cdb := initiator.Write16(4, blocks)
-				h := p.scsi(pdu.FlagW, tt.edtl, cdb[:])
+				block := cdb.Write16(4, blocks)
+				h := p.scsi(pdu.FlagW, tt.edtl, block)
 				data := random(tt.moved)
 				p.send(source(6, p.o.BaseOffset), h, data[:immediate])
 				if tt.moved%512 != 0 { // a part of a block is not written
@@ -148,11 +149,11 @@ func TestBadCommands(t *testing.T) {
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			p := tt.tg.rawLogin(t, initiator.Options{}, 0)
-			cdb, flags := initiator.Read16(0, 8), byte(pdu.FlagR)
+			block, flags := cdb.Read16(0, 8), byte(pdu.FlagR)
 			if tt.write {
-				cdb, flags = initiator.Write16(0, 8), pdu.FlagW
+				block, flags = cdb.Write16(0, 8), pdu.FlagW
 			}
-			h := p.scsi(flags, tt.edtl, cdb[:])
+			h := p.scsi(flags, tt.edtl, block)
 			b := pduBytes(iser.Header{}, h, random(tt.immediate))
 			copy(b, tt.header)
 			p.sendRaw(b)
@@ -164,7 +165,7 @@ func TestBadCommands(t *testing.T) {
 	}
 	t.Run("ISER-9.5.3-1 bidirectional", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{}, 0)
-		h := p.scsi(pdu.FlagR|pdu.FlagW, 512, nil)
+		h := p.scsi(pdu.FlagR|pdu.FlagW, 512, cdb.TestUnitReady)
 		p.send(iser.Header{Read: iser.Remote{Valid: true, STag: 1}, Write: iser.Remote{Valid: true, STag: 2}}, h, nil)
 		p.wantSense(h, illegalRequest, 0x0e, 0x03)
 		p.logout()
@@ -173,20 +174,20 @@ func TestBadCommands(t *testing.T) {
 	// the STag of a command that had its slot before.
 	t.Run("ISER-3.1.9-2 ISER-7.3.2-6 L9 the STag of another command", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{}, 0)
-		p.cmdSN++ // a gap
-		cdb := initiator.Read16(0, 1)
-		h := p.scsi(pdu.FlagR, 512, cdb[:])
+		p.CmdSN++ // a gap
+		block := cdb.Read16(0, 1)
+		h := p.scsi(pdu.FlagR, 512, block)
 		p.send(iser.Header{Write: iser.Remote{Valid: true, STag: 77}}, h, nil) // not what a READ needs
 		p.wantTMF(p.tmf(pdu.AbortTask, 0, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
-		p.cmdSN -= 2
-		h = p.scsi(0, 0, nil)
+		p.CmdSN -= 2
+		h = p.scsi(0, 0, cdb.TestUnitReady)
 		p.send(iser.Header{}, h, nil)
 		p.wantStatus(h, 0)
-		p.cmdSN++
+		p.CmdSN++
 		const n = 16
 		var msgs [][]byte
 		for range n {
-			msgs = append(msgs, pduBytes(iser.Header{}, p.scsi(pdu.FlagR|pdu.FlagW, 512, nil), nil))
+			msgs = append(msgs, pduBytes(iser.Header{}, p.scsi(pdu.FlagR|pdu.FlagW, 512, cdb.TestUnitReady), nil))
 		}
 		for i := range msgs { // the first CmdSN last: each has a slot of its own
 			p.sendRaw(msgs[n-1-i])
@@ -209,9 +210,9 @@ func TestBaseOffsets(t *testing.T) {
 			o := initiator.Options{}
 			p := tg.rawLogin(t, o, 0)
 			want := random(n)
-			cdb := initiator.Write16(0, n/512)
+			block := cdb.Write16(0, n/512)
 			const imm = 4096
-			h := p.scsi(pdu.FlagW, n, cdb[:])
+			h := p.scsi(pdu.FlagW, n, block)
 			p.send(source(0, base), h, want[:imm])
 			for off := imm; off < n; {
 				r := p.wantRead()
@@ -222,8 +223,8 @@ func TestBaseOffsets(t *testing.T) {
 				off += int(r.Size)
 			}
 			p.wantStatus(h, 0)
-			cdb = initiator.Read16(0, n/512)
-			h = p.scsi(pdu.FlagR, n, cdb[:])
+			block = cdb.Read16(0, n/512)
+			h = p.scsi(pdu.FlagR, n, block)
 			p.send(sink(0, base), h, nil)
 			if got, _ := p.readData(h, 0, base, 0); !bytes.Equal(got, want) {
 				t.Error("what is read is not what was written")
@@ -241,8 +242,8 @@ func TestPieces(t *testing.T) {
 		tg := startTarget(t, targetOptions{node: iscsi.Options{MaxTransferPiece: piece, ConnectionMemory: piece}})
 		p := tg.rawLogin(t, initiator.Options{}, 0)
 		want := random(n)
-		cdb := initiator.Write16(0, n/512)
-		h := p.scsi(pdu.FlagW, n, cdb[:])
+		block := cdb.Write16(0, n/512)
+		h := p.scsi(pdu.FlagW, n, block)
 		p.send(source(4, p.o.BaseOffset), h, nil)
 		for off := 0; off < n; off += piece {
 			r := p.wantRead()
@@ -253,8 +254,8 @@ func TestPieces(t *testing.T) {
 			p.answer(r, want[off:][:piece])
 		}
 		p.wantStatus(h, 0)
-		cdb = initiator.Read16(0, n/512)
-		h = p.scsi(pdu.FlagR, n, cdb[:])
+		block = cdb.Read16(0, n/512)
+		h = p.scsi(pdu.FlagR, n, block)
 		p.send(sink(4, p.o.BaseOffset), h, nil)
 		if got, _ := p.readData(h, 4, p.o.BaseOffset, 0); !bytes.Equal(got, want) {
 			t.Error("what is read is not what was written")
@@ -286,12 +287,12 @@ func TestORD(t *testing.T) {
 			} else if int(p.reply.Depths.ORD) != tt.want {
 				t.Fatalf("L30: %+v", p.reply.Depths)
 			}
-			h := p.scsi(0, 0, nil)
+			h := p.scsi(0, 0, cdb.TestUnitReady)
 			p.send(iser.Header{}, h, nil)
 			p.wantStatus(h, 0x02)
 
 			const n = 32
-			base := p.cmdSN
+			base := p.CmdSN
 			want := make([][]byte, n)
 			itts := map[uint32]int{}
 			for i := range n {
@@ -324,7 +325,7 @@ func TestORD(t *testing.T) {
 				pending = pending[1:]
 				p.answer(r, want[itts[uint32(r.SrcSTag)>>8]])
 			}
-			if p.cmdSN != base+n || asked != n {
+			if p.CmdSN != base+n || asked != n {
 				t.Errorf("%d Reads", asked)
 			}
 			for i := range n {
@@ -341,7 +342,7 @@ func TestORD(t *testing.T) {
 // but no RDMA Read Request.
 func pingAmongResponses(p *raw, done *int) {
 	p.t.Helper()
-	h := p.request(pdu.NOPOut, pdu.FlagF, true)
+	h := p.Request(pdu.NOPOut, pdu.FlagF, true)
 	h.SetTTT(pdu.ReservedTag)
 	p.send(iser.Header{}, h, nil)
 	for {
@@ -415,14 +416,14 @@ func TestUnsolicitedData(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{}, 0)
 		const n, burst = 32 << 10, 20480
 		want := random(n)
-		cdb := initiator.Write16(0, n/512)
-		h := p.scsi(pdu.FlagW, n, cdb[:])
+		block := cdb.Write16(0, n/512)
+		h := p.scsi(pdu.FlagW, n, block)
 		h.SetFlags(h.Flags() &^ pdu.FlagF)
 		p.send(source(8, p.o.BaseOffset), h, want[:4000])
 		sn := uint32(0)
 		for off := 4000; off < burst; sn++ {
 			end := min(off+8192, burst)
-			d := p.request(pdu.DataOut, 0, true)
+			d := p.Request(pdu.DataOut, 0, true)
 			d[0] = byte(pdu.DataOut)
 			d.SetITT(h.ITT())
 			d.SetTTT(pdu.ReservedTag)
@@ -445,10 +446,10 @@ func TestUnsolicitedData(t *testing.T) {
 			t.Error("other octets are stored")
 		}
 		// ISER-10.1.4.3-1: a gap in DataSN is no sequence error but a protocol error.
-		h = p.scsi(pdu.FlagW, n, cdb[:])
+		h = p.scsi(pdu.FlagW, n, block)
 		h.SetFlags(h.Flags() &^ pdu.FlagF)
 		p.send(source(8, p.o.BaseOffset), h, want[:4000])
-		d := p.request(pdu.DataOut, pdu.FlagF, true)
+		d := p.Request(pdu.DataOut, pdu.FlagF, true)
 		d.SetITT(h.ITT())
 		d.SetTTT(pdu.ReservedTag)
 		d.SetDataSN(1)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // Commands that have come together are answered together, and so is data asked for. On one
@@ -27,9 +28,9 @@ func TestAnswersShareAWrite(t *testing.T) {
 			var cmds [commands]initiator.Command
 			for i := range cmds {
 				if tt.write {
-					cmds[i].CDB, cmds[i].Out = initiator.Write16(0, 1), random(512)
+					cmds[i].CDB, cmds[i].Out = cdb.Write16(0, 1), random(512)
 				} else {
-					cmds[i].CDB, cmds[i].In = initiator.Read16(0, 1), make([]byte, 512)
+					cmds[i].CDB, cmds[i].In = cdb.Read16(0, 1), make([]byte, 512)
 				}
 			}
 			do(t, s, &cmds[0])
@@ -58,12 +59,12 @@ func TestAnswerBeforeASlowCommand(t *testing.T) {
 	tg := startTarget(t, targetOptions{luns: 2})
 	s := tg.login(t, initiator.Options{})
 	for _, lun := range []byte{0, 1} {
-		do(t, s, &initiator.Command{LUN: lun, CDB: initiator.Read16(0, 1), In: make([]byte, 512)})
+		do(t, s, &initiator.Command{LUN: lun, CDB: cdb.Read16(0, 1), In: make([]byte, 512)})
 	}
 	for range 50 {
-		open := tg.store.shut()
-		quick := &initiator.Command{LUN: 1, CDB: initiator.Read16(0, 1), In: make([]byte, 512)}
-		slow := &initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 512)}
+		gate := tg.store.Shut()
+		quick := &initiator.Command{LUN: 1, CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
+		slow := &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
 		for _, c := range []*initiator.Command{quick, slow} {
 			if err := s.Start(c); err != nil {
 				t.Fatal(err)
@@ -72,7 +73,7 @@ func TestAnswerBeforeASlowCommand(t *testing.T) {
 		if err := quick.Wait(); err != nil || quick.Status != 0 {
 			t.Fatal(err, quick.Status)
 		}
-		open()
+		gate.Open()
 		if err := slow.Wait(); err != nil || slow.Status != 0 {
 			t.Fatal(err, slow.Status)
 		}

@@ -13,6 +13,9 @@ import (
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
+	"github.com/iser-target/iser-target/tests/testkit/header"
 )
 
 // script joins messages into the input of FuzzSession: each has its length, two
@@ -30,35 +33,35 @@ func script(messages ...[]byte) (b []byte) {
 // a session with another target is not disturbed. (One with the same target can be:
 // by a reservation, START STOP UNIT, TARGET COLD RESET.)
 func FuzzSession(f *testing.F) {
-	r := &raw{cmdSN: 1, o: initiator.Options{}.Complete()}
-	cmd := func(flags byte, edtl uint32, cdb [16]byte) pdu.BHS { return r.scsi(flags, edtl, cdb[:]) }
+	r := &raw{Numbers: header.Numbers{CmdSN: 1}, o: initiator.Options{}.Complete()}
+	cmd := func(flags byte, edtl uint32, block [16]byte) pdu.BHS { return r.scsi(flags, edtl, block) }
 	both := iser.Header{Read: iser.Remote{Valid: true, STag: 1, Base: 1 << 63}, Write: iser.Remote{Valid: true, STag: 2, Base: 1<<64 - 4096}}
 	tur := pduBytes(both, cmd(0, 0, [16]byte{}), nil)
-	read := pduBytes(both, cmd(pdu.FlagR, 4096, initiator.Read16(0, 8)), nil)
-	write := pduBytes(both, cmd(pdu.FlagW, 4096, initiator.Write16(0, 8)), make([]byte, 512))
-	abort := r.request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTask, true)
-	abort.SetReferencedTaskTag(r.itt - 1)
-	reset := r.request(pdu.TaskMgmtReq, pdu.FlagF|pdu.TargetWarmReset, true)
-	text := r.request(pdu.TextReq, pdu.FlagF, true)
+	read := pduBytes(both, cmd(pdu.FlagR, 4096, cdb.Read16(0, 8)), nil)
+	write := pduBytes(both, cmd(pdu.FlagW, 4096, cdb.Write16(0, 8)), make([]byte, 512))
+	abort := r.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTask, true)
+	abort.SetReferencedTaskTag(r.ITT - 1)
+	reset := r.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.TargetWarmReset, true)
+	text := r.Request(pdu.TextReq, pdu.FlagF, true)
 	text.SetTTT(pdu.ReservedTag)
-	logout := r.request(pdu.LogoutReq, pdu.FlagF, true)
-	nop := r.request(pdu.NOPOut, pdu.FlagF, true)
+	logout := r.Request(pdu.LogoutReq, pdu.FlagF, true)
+	nop := r.Request(pdu.NOPOut, pdu.FlagF, true)
 	f.Add(script(tur, read, write))
 	f.Add(script(tur, write, pduBytes(iser.Header{}, abort, nil), write))
 	f.Add(script(tur, write, pduBytes(iser.Header{}, reset, nil), pduBytes(iser.Header{}, logout, nil)))
 	f.Add(script(pduBytes(iser.Header{}, text, []byte("SendTargets=\x00")), pduBytes(iser.Header{}, nop, make([]byte, 300))))
 	f.Add(script(hello(10, 10, 0), tur, write))
 	f.Add(script(make([]byte, 76)))
-	f.Add(script(tur, pduBytes(both, r.request(pdu.SNACK, pdu.FlagF, true), nil), pduBytes(both, r.request(pdu.DataOut, pdu.FlagF, true), make([]byte, 64))))
+	f.Add(script(tur, pduBytes(both, r.Request(pdu.SNACK, pdu.FlagF, true), nil), pduBytes(both, r.Request(pdu.DataOut, pdu.FlagF, true), make([]byte, 64))))
 
 	// What sessions with the same target feel.
-	r = &raw{cmdSN: 1, o: r.o}
+	r = &raw{Numbers: header.Numbers{CmdSN: 1}, o: r.o}
 	tur = pduBytes(both, cmd(0, 0, [16]byte{}), nil)
 	stop := pduBytes(both, cmd(0, 0, [16]byte{0: 0x1b}), nil)
 	start := pduBytes(both, cmd(0, 0, [16]byte{0: 0x1b, 4: 1}), nil) // for those who come after it
-	cold := r.request(pdu.TaskMgmtReq, pdu.FlagF|pdu.TargetColdReset, true)
+	cold := r.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.TargetColdReset, true)
 	f.Add(script(tur, stop, start, pduBytes(iser.Header{}, cold, nil)))
-	r = &raw{cmdSN: 2, o: r.o}
+	r = &raw{Numbers: header.Numbers{CmdSN: 2}, o: r.o}
 	f.Add(script(tur, // PERSISTENT RESERVE OUT: REGISTER, RESERVE with type Exclusive Access
 		pduBytes(both, cmd(pdu.FlagW, 24, [16]byte{0: 0x5f, 8: 24}), []byte{15: 1, 23: 0}),
 		pduBytes(both, cmd(pdu.FlagW, 24, [16]byte{0: 0x5f, 1: 1, 2: 3, 8: 24}), []byte{7: 1, 23: 0})))
@@ -76,7 +79,7 @@ func FuzzSession(f *testing.F) {
 		s.Close()
 		<-s.Done()
 	})
-	probe := &initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 512)}
+	probe := &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
 	settled := rdma.ReadStats()
 
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -96,7 +99,7 @@ func FuzzSession(f *testing.F) {
 			t.Fatal("the connection does not end")
 		}
 		p.nc.Close()
-		eventually(t, "the end of the session", func() bool {
+		testkit.Eventually(t, "the end of the session", func() bool {
 			st := tg.node.Stats()
 			return st.Connections == 1 && st.TasksInFlight == 0 && st.BuffersOut == 0 && rdma.ReadStats() == settled
 		})

@@ -8,6 +8,7 @@ import (
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // Commands and their answers as octets on the wire (RFC 7143, appendix A, in
@@ -49,9 +50,9 @@ func TestGoldenIO(t *testing.T) {
 	})
 	t.Run("V-ISER-10 ISER-7.3.6-2 ISER-7.3.6-5 ISER-7.3.6-7 ISER-7.3.6-8 ISER-7.3.6-9 ISER-7.3.6-10", func(t *testing.T) {
 		p.t = t
-		cdb := initiator.Write16(0, 8)
-		p.cmdSN = 0x15
-		h := p.scsi(pdu.FlagW, 4096, cdb[:])
+		block := cdb.Write16(0, 8)
+		p.CmdSN = 0x15
+		h := p.scsi(pdu.FlagW, 4096, block)
 		p.send(source(0x0004d202, 0xffff888012346000), h, nil)
 		m := p.next()
 		sinkSTag := m.read.SinkSTag

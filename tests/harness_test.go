@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/tcp"
 	"github.com/iser-target/iser-target/iser"
@@ -23,14 +24,11 @@ import (
 
 const targetName = "iqn.2026-11.io.example:store"
 
-// patience is how long a test waits for what must come.
-const patience = time.Minute
-
 // A target is the whole of it in this process, on a loopback port.
 type target struct {
 	node  *iscsi.Node
 	addr  string
-	store *gateStore // of LUN 0
+	store *backendtest.Faulty // of LUN 0
 	log   *logBuffer
 
 	inventories []*lun.Inventory
@@ -127,7 +125,7 @@ func startTarget(t testing.TB, o targetOptions) *target {
 	}()
 	t.Cleanup(func() {
 		l.Close()
-		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		ctx, cancel := context.WithTimeout(context.Background(), testkit.Patience)
 		defer cancel()
 		if err := tg.node.Shutdown(ctx); err != nil {
 			t.Errorf("shutdown: %v", err)
@@ -141,23 +139,15 @@ func startTarget(t testing.TB, o targetOptions) *target {
 				t.Errorf("closing the LUN: %v", err)
 			}
 		}
-		for end := time.Now().Add(patience); ; time.Sleep(time.Millisecond) {
-			now, n := rdma.ReadStats(), runtime.NumGoroutine()
-			if now == before && (n <= goroutines || fuzzing) { // fuzzing starts goroutines of its own
-				break
-			}
-			if time.Now().After(end) {
-				buf := make([]byte, 1<<20)
-				t.Errorf("left behind: %+v, was %+v; %d goroutines, were %d\n%s", now, before, n, goroutines, buf[:runtime.Stack(buf, true)])
-				break
-			}
-		}
+		testkit.Eventually(t, "no more STags and goroutines than before", func() bool {
+			return rdma.ReadStats() == before && (fuzzing || runtime.NumGoroutine() <= goroutines) // fuzzing starts its own
+		})
 	})
 	return tg
 }
 
 // addTarget makes a target with LUNs of 64 MiB and returns the store of LUN 0.
-func (tg *target) addTarget(t testing.TB, name string, luns int) (first *gateStore) {
+func (tg *target) addTarget(t testing.TB, name string, luns int) (first *backendtest.Faulty) {
 	t.Helper()
 	inv := lun.NewInventory()
 	tg.inventories = append(tg.inventories, inv)
@@ -166,7 +156,7 @@ func (tg *target) addTarget(t testing.TB, name string, luns int) (first *gateSto
 		if err != nil {
 			t.Fatal(err)
 		}
-		store := &gateStore{Store: s}
+		store := &backendtest.Faulty{Store: s}
 		if i == 0 {
 			first = store
 		}
@@ -218,59 +208,7 @@ func (tg *target) idle() bool {
 // waitIdle waits until nothing of any connection is left.
 func (tg *target) waitIdle(t testing.TB) {
 	t.Helper()
-	eventually(t, "an idle target", tg.idle)
-}
-
-// eventually waits for what no event tells of.
-func eventually(t testing.TB, what string, f func() bool) {
-	t.Helper()
-	for end := time.Now().Add(patience); !f(); time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("waited in vain for %s", what)
-		}
-	}
-}
-
-// A gateStore can make reads and writes wait.
-type gateStore struct {
-	backend.Store
-	mu      sync.Mutex
-	gate    chan struct{} // nil: open
-	entered chan struct{} // a token for every call that waits
-}
-
-// shut makes calls wait until open is called.
-func (s *gateStore) shut() (open func()) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	gate := make(chan struct{})
-	s.gate, s.entered = gate, make(chan struct{}, 1000)
-	return sync.OnceFunc(func() {
-		s.mu.Lock()
-		s.gate = nil
-		s.mu.Unlock()
-		close(gate)
-	})
-}
-
-func (s *gateStore) pass() {
-	s.mu.Lock()
-	gate, entered := s.gate, s.entered
-	s.mu.Unlock()
-	if gate != nil {
-		entered <- struct{}{}
-		<-gate
-	}
-}
-
-func (s *gateStore) ReadAt(p []byte, off int64) error {
-	s.pass()
-	return s.Store.ReadAt(p, off)
-}
-
-func (s *gateStore) WriteAt(p []byte, off int64) error {
-	s.pass()
-	return s.Store.WriteAt(p, off)
+	testkit.Eventually(t, "an idle target", tg.idle)
 }
 
 // stored is what lies on LUN 0 from block lba on.
@@ -298,7 +236,7 @@ func (l *logBuffer) Write(p []byte) (int, error) {
 func (l *logBuffer) wantLine(msg string, parts ...string) {
 	l.t.Helper()
 	var lines []string
-	eventually(l.t, "a log line "+msg, func() bool {
+	testkit.Eventually(l.t, "a log line "+msg, func() bool {
 		lines = l.Lines("msg=" + msg + " ")
 		return len(lines) > 0
 	})
@@ -313,7 +251,7 @@ func (l *logBuffer) wantLine(msg string, parts ...string) {
 }
 
 func testContext(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	ctx, cancel := context.WithTimeout(context.Background(), testkit.Patience)
 	t.Cleanup(cancel)
 	return ctx
 }

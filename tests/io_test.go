@@ -12,6 +12,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 func random(n int) []byte {
@@ -42,9 +43,9 @@ func TestReadAndWrite(t *testing.T) {
 			for _, blocks := range []uint32{1, 8, 16, 17, 128, 1024, 8192} {
 				for _, immediate := range []int{0, 512, 8192} {
 					want := random(int(blocks) * 512)
-					w := &initiator.Command{CDB: initiator.Write16(uint64(blocks), blocks), Out: want, Immediate: min(immediate, len(want))}
+					w := &initiator.Command{CDB: cdb.Write16(uint64(blocks), blocks), Out: want, Immediate: min(immediate, len(want))}
 					do(t, s, w)
-					r := &initiator.Command{CDB: initiator.Read16(uint64(blocks), blocks), In: make([]byte, len(want))}
+					r := &initiator.Command{CDB: cdb.Read16(uint64(blocks), blocks), In: make([]byte, len(want))}
 					do(t, s, r)
 					if !bytes.Equal(r.In, want) {
 						t.Fatalf("%d blocks, %d octets immediate: what is read is not what was written", blocks, immediate)
@@ -77,8 +78,8 @@ func TestConcurrentSessions(t *testing.T) {
 				lba := uint64((i*depth + j) * blocks)
 				w, r := &initiator.Command{}, &initiator.Command{}
 				for range rounds {
-					w.CDB, w.Out, w.Immediate = initiator.Write16(lba, blocks), random(blocks*512), 8192*(j%2)
-					r.CDB, r.In = initiator.Read16(lba, blocks), make([]byte, blocks*512)
+					w.CDB, w.Out, w.Immediate = cdb.Write16(lba, blocks), random(blocks*512), 8192*(j%2)
+					r.CDB, r.In = cdb.Read16(lba, blocks), make([]byte, blocks*512)
 					if err := errors.Join(s.Do(w), s.Do(r)); err != nil || w.Status != 0 || r.Status != 0 || !bytes.Equal(r.In, w.Out) {
 						errs <- fmt.Errorf("session %d, LBA %d: %v, status %x and %x", i, lba, err, w.Status, r.Status)
 						return

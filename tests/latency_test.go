@@ -8,6 +8,8 @@ import (
 
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // A lagConn is the target's end of a connection on a slow network: what comes is late,
@@ -39,22 +41,22 @@ func TestLatencies(t *testing.T) {
 	spent := func(run func()) (d [lun.Phases]time.Duration) {
 		t.Helper()
 		counted := func() lun.Latencies { return *tg.node.Sessions()[0].Latencies }
-		eventually(t, "earlier responses have left", func() bool {
+		testkit.Eventually(t, "earlier responses have left", func() bool {
 			c := tg.node.Sessions()[0].Counts.Commands
 			commands = c[lun.KindRead] + c[lun.KindWrite] + c[lun.KindOther]
 			return counted()[lun.PhaseTotal].Count == commands
 		})
 		before := counted()
 		run()
-		eventually(t, "the response has left", func() bool { return counted()[lun.PhaseTotal].Count == commands+1 })
+		testkit.Eventually(t, "the response has left", func() bool { return counted()[lun.PhaseTotal].Count == commands+1 })
 		after := counted()
 		for p := range d {
 			d[p] = after[p].Sum - before[p].Sum
 		}
 		return d
 	}
-	read := &initiator.Command{CDB: initiator.Read16(0, 8), In: make([]byte, 4096)}
-	write := &initiator.Command{CDB: initiator.Write16(0, 256), Out: make([]byte, 128<<10)}
+	read := &initiator.Command{CDB: cdb.Read16(0, 8), In: make([]byte, 4096)}
+	write := &initiator.Command{CDB: cdb.Write16(0, 256), Out: make([]byte, 128<<10)}
 	do(t, s, read) // which takes the unit attention
 	for _, c := range []struct {
 		name  string
@@ -62,13 +64,13 @@ func TestLatencies(t *testing.T) {
 		run   func()
 	}{
 		{"slow store", lun.PhaseBackend, func() {
-			open := tg.store.shut()
+			gate := tg.store.Shut()
 			if err := s.Start(read); err != nil {
 				t.Fatal(err)
 			}
-			<-tg.store.entered
+			<-gate.Entered
 			time.Sleep(lag)
-			open()
+			gate.Open()
 			if err := read.Wait(); err != nil || read.Status != 0 {
 				t.Error(err, read.Status)
 			}

@@ -14,6 +14,8 @@ import (
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // What ib_iser and libiscsi get for what they offer.
@@ -53,7 +55,7 @@ func TestLoginAnswers(t *testing.T) {
 			if got := s.Key(key); got != tt.want {
 				t.Errorf("answer %q, want %q", got, tt.want)
 			}
-			do(t, s, &initiator.Command{CDB: initiator.Read16(0, 8), In: make([]byte, 4096)})
+			do(t, s, &initiator.Command{CDB: cdb.Read16(0, 8), In: make([]byte, 4096)})
 		})
 	}
 	t.Run("ISER-5.1-5 ISER-6.3-1 discovery", func(t *testing.T) {
@@ -100,8 +102,8 @@ func TestPrivateData(t *testing.T) {
 			if p.reply.Depths.IRD != 1 || p.reply.Depths.ORD != 32 {
 				t.Errorf("ISER-5.1.2-4 ISER-5.1.2-5 ISER-5.1.1-2 ISER-5.1.1-5: %+v", p.reply.Depths)
 			}
-			cdb := initiator.Read16(0, 1)
-			h := p.scsi(pdu.FlagR, 512, cdb[:])
+			block := cdb.Read16(0, 1)
+			h := p.scsi(pdu.FlagR, 512, block)
 			p.send(sink(7, p.o.BaseOffset), h, nil)
 			if m := p.next(); m.op != wire.OpWrite {
 				t.Fatalf("ISER-3.3-5 ISER-3.3-6 ISER-7.3.2-2 ISER-7.3.2-10 ISER-7.3.5-13: %v", m.op)
@@ -110,13 +112,13 @@ func TestPrivateData(t *testing.T) {
 			if want := wire.STag(7); m.op != tt.op || m.op.Invalidates() && m.untag.Invalidate != want || !m.op.Invalidates() && m.untag.Invalidate != 0 {
 				t.Errorf("ISER-1.5.2-2 ISER-1.5.2-3 ISER-7.3.2-4: %v of %#x", m.op, m.untag.Invalidate)
 			}
-			h = p.scsi(0, 0, nil)
+			h = p.scsi(0, 0, cdb.TestUnitReady)
 			p.send(iser.Header{}, h, nil)
 			if m := p.wantStatus(h, 0); m.op != wire.OpSend || m.untag.Invalidate != 0 {
 				t.Errorf("ISER-7.3.2-3: %v of %#x", m.op, m.untag.Invalidate)
 			}
 			// STag 0, as ib_iser has it for memory that is not there.
-			h = p.scsi(pdu.FlagW, 512, nil)
+			h = p.scsi(pdu.FlagW, 512, cdb.TestUnitReady)
 			p.send(source(0, 0), h, nil)
 			if m := p.wantStatus(h, 0); m.op != wire.OpSend {
 				t.Errorf("L2: %v of STag 0", m.op)
@@ -152,7 +154,7 @@ func TestDiscovery(t *testing.T) {
 				if p.full {
 					offer = "SendTargets=\x00"
 				}
-				h := p.request(pdu.TextReq, pdu.FlagF, false)
+				h := p.Request(pdu.TextReq, pdu.FlagF, false)
 				h.SetTTT(pdu.ReservedTag)
 				p.send(iser.Header{}, h, []byte(offer))
 				// ISER-6.5-2, L4: in a normal session in parts of 128 octets.
@@ -164,7 +166,7 @@ func TestDiscovery(t *testing.T) {
 						break
 					}
 					ttt := m.bhs.TTT()
-					h2 := p.request(pdu.TextReq, pdu.FlagF, false)
+					h2 := p.Request(pdu.TextReq, pdu.FlagF, false)
 					h2.SetITT(h.ITT())
 					h2.SetTTT(ttt)
 					p.send(iser.Header{}, h2, nil)
@@ -308,7 +310,7 @@ func TestHello(t *testing.T) {
 	})
 	t.Run("ISER-5.1.3-1 ISER-10.1.3.4-1 none where it is required", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{Keys: []string{"iSERHelloRequired=Yes"}})
-		h := p.request(pdu.NOPOut, pdu.FlagF, true)
+		h := p.Request(pdu.NOPOut, pdu.FlagF, true)
 		p.send(iser.Header{}, h, nil)
 		p.wantTerminate(wire.ReasonLocalCatastrophic)
 	})
@@ -329,11 +331,11 @@ func TestHello(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{})
 		p.sendRaw(hello(10, 10, 0))
 		p.wantHelloReply("30aa0000")
-		h := p.scsi(0, 0, nil)
+		h := p.scsi(0, 0, cdb.TestUnitReady)
 		p.send(iser.Header{}, h, nil)
 		p.wantStatus(h, 0x02) // unit attention
-		cdb := initiator.Write16(0, 1)
-		h = p.scsi(pdu.FlagW, 512, cdb[:])
+		block := cdb.Write16(0, 1)
+		h = p.scsi(pdu.FlagW, 512, block)
 		data := random(512)
 		p.send(iser.Header{}, h, data)
 		p.wantStatus(h, 0)
@@ -342,7 +344,7 @@ func TestHello(t *testing.T) {
 		}
 		p.writeCommand(8, 8)
 		p.wantEnd()
-		eventually(t, "the reason in the log", func() bool { return len(tg.log.Lines("takes in no RDMA Reads")) == 1 })
+		testkit.Eventually(t, "the reason in the log", func() bool { return len(tg.log.Lines("takes in no RDMA Reads")) == 1 })
 	})
 	t.Run("ISER-6.10-3 ISER-5.1.1-8 no HelloReply unasked", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{})

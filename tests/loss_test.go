@@ -12,6 +12,8 @@ import (
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // The same initiator port logs in again while its commands are under way: the
@@ -38,7 +40,7 @@ func TestReinstatement(t *testing.T) {
 		p.wantEnd()
 		tg.untouched(t, 32)
 		want := random(4096)
-		do(t, s, &initiator.Command{CDB: initiator.Write16(0, 8), Out: want})
+		do(t, s, &initiator.Command{CDB: cdb.Write16(0, 8), Out: want})
 		if !bytes.Equal(tg.stored(t, 0, 4096), want) {
 			t.Error("the new session cannot write")
 		}
@@ -46,15 +48,15 @@ func TestReinstatement(t *testing.T) {
 	t.Run("in the backend", func(t *testing.T) {
 		tg := startTarget(t, targetOptions{})
 		p := tg.rawLogin(t, initiator.Options{}, 0)
-		open := tg.store.shut()
-		defer open()
+		gate := tg.store.Shut()
+		defer gate.Open()
 		const n = 32
 		for i := range n {
-			cdb := initiator.Read16(uint64(8*i), 8)
-			p.send(sink(wire.STag(i+1), 0), p.scsi(pdu.FlagR, 4096, cdb[:]), nil)
+			block := cdb.Read16(uint64(8*i), 8)
+			p.send(sink(wire.STag(i+1), 0), p.scsi(pdu.FlagR, 4096, block), nil)
 		}
 		for range n {
-			<-tg.store.entered
+			<-gate.Entered
 		}
 		second := make(chan *raw)
 		go func() {
@@ -68,7 +70,7 @@ func TestReinstatement(t *testing.T) {
 		if st := tg.node.Stats(); st.LoginsAccepted != 1 {
 			t.Errorf("the new session begins while tasks of the old one run: %+v", st)
 		}
-		open()
+		gate.Open()
 		if rsp := pdu.ParseLoginResponse(q.want(pdu.LoginResp).bhs); rsp.Status != 0 {
 			t.Errorf("%+v", rsp)
 		}
@@ -118,7 +120,7 @@ func TestConnectionLoss(t *testing.T) {
 			for range 3 {
 				p.wantRead()
 			}
-			eventually(t, "all commands under way", func() bool { return tg.node.Stats().BuffersOut == n })
+			testkit.Eventually(t, "all commands under way", func() bool { return tg.node.Stats().BuffersOut == n })
 			tt.end(p, first)
 			tg.log.wantLine(`"session ended"`, tt.reason)
 			tg.waitIdle(t)
@@ -131,21 +133,21 @@ func TestConnectionLoss(t *testing.T) {
 		tg := startTarget(t, targetOptions{})
 		streams := rdma.ReadStats().Conns
 		p := tg.rawLogin(t, initiator.Options{}, 0)
-		open := tg.store.shut()
-		defer open()
+		gate := tg.store.Shut()
+		defer gate.Open()
 		for i := range n {
-			cdb := initiator.Read16(0, 8)
-			p.send(sink(wire.STag(i+1), 0), p.scsi(pdu.FlagR, 4096, cdb[:]), nil)
+			block := cdb.Read16(0, 8)
+			p.send(sink(wire.STag(i+1), 0), p.scsi(pdu.FlagR, 4096, block), nil)
 		}
 		for range n {
-			<-tg.store.entered
+			<-gate.Entered
 		}
 		p.reset()
-		eventually(t, "the end of the stream", func() bool { return rdma.ReadStats().Conns == streams })
+		testkit.Eventually(t, "the end of the stream", func() bool { return rdma.ReadStats().Conns == streams })
 		if st := tg.node.Stats(); st.Sessions != 1 || st.TasksInFlight < n {
 			t.Errorf("the session ends before its tasks: %+v", st)
 		}
-		open()
+		gate.Open()
 		tg.log.wantLine(`"session ended"`, "connection failed")
 		tg.waitIdle(t)
 	})
@@ -153,10 +155,10 @@ func TestConnectionLoss(t *testing.T) {
 		tg := startTarget(t, targetOptions{node: iscsi.Options{ConnectionMemory: 4 << 20}})
 		p := tg.rawLogin(t, initiator.Options{}, 0)
 		for i := range n {
-			cdb := initiator.Read16(0, 2048)
-			p.send(sink(wire.STag(i+1), 0), p.scsi(pdu.FlagR, 1<<20, cdb[:]), nil)
+			block := cdb.Read16(0, 2048)
+			p.send(sink(wire.STag(i+1), 0), p.scsi(pdu.FlagR, 1<<20, block), nil)
 		}
-		eventually(t, "buffers in use", func() bool { return tg.node.Stats().BufferOctets >= 4<<20 })
+		testkit.Eventually(t, "buffers in use", func() bool { return tg.node.Stats().BufferOctets >= 4<<20 })
 		p.reset()
 		tg.log.wantLine(`"session ended"`) // whether reading or writing sees it first
 		tg.waitIdle(t)
@@ -173,8 +175,8 @@ func TestChurn(t *testing.T) {
 	wg.Add(1)
 	go func() {
 		defer wg.Done()
-		w := &initiator.Command{CDB: initiator.Write16(8192, 512), Out: random(256 << 10)}
-		r := &initiator.Command{CDB: initiator.Read16(8192, 512), In: make([]byte, 256<<10)}
+		w := &initiator.Command{CDB: cdb.Write16(8192, 512), Out: random(256 << 10)}
+		r := &initiator.Command{CDB: cdb.Read16(8192, 512), In: make([]byte, 256<<10)}
 		for {
 			select {
 			case <-stop:

@@ -10,6 +10,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // Two iSER connections of one session share its CmdSN window, whatever the order
@@ -26,12 +27,12 @@ func TestTwoISERConnections(t *testing.T) {
 	if !errors.As(err, &refused) || refused.Status != pdu.LoginTooManyConnections {
 		t.Errorf("third connection: %v", err)
 	}
-	do(t, b, &initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 512)})
+	do(t, b, &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)})
 	var wg sync.WaitGroup
 	for i, s := range []*initiator.Session{a, b, a, b} {
 		wg.Go(func() {
-			w := &initiator.Command{CDB: initiator.Write16(uint64(i)*1024, 256), Out: random(128 << 10)}
-			r := &initiator.Command{CDB: initiator.Read16(uint64(i)*1024, 256), In: make([]byte, 128<<10)}
+			w := &initiator.Command{CDB: cdb.Write16(uint64(i)*1024, 256), Out: random(128 << 10)}
+			r := &initiator.Command{CDB: cdb.Read16(uint64(i)*1024, 256), In: make([]byte, 128<<10)}
 			for range 50 {
 				for _, c := range []*initiator.Command{w, r} {
 					if err := s.Do(c); err != nil || c.Status != 0 {

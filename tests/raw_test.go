@@ -16,6 +16,8 @@ import (
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
+	"github.com/iser-target/iser-target/tests/testkit/header"
 )
 
 var unhex = testkit.Unhex
@@ -33,8 +35,8 @@ type raw struct {
 	full             bool   // full feature phase of a normal session
 	pong             bool   // the target's pings are answered and not returned
 
-	itt, cmdSN, statSN uint32
-	maxCmdSN           uint32
+	header.Numbers
+	maxCmdSN uint32
 }
 
 // A message is one DDP segment of the target.
@@ -65,7 +67,7 @@ func (tg *target) dialStream(t testing.TB, o initiator.Options) *raw {
 	if err != nil {
 		t.Fatal(err)
 	}
-	nc.SetDeadline(time.Now().Add(patience))
+	nc.SetDeadline(time.Now().Add(testkit.Patience))
 	t.Cleanup(func() { nc.Close() })
 	return &raw{t: t, nc: nc, o: o.Complete(), sendMSN: 1, recvMSN: 1, readMSN: 1}
 }
@@ -115,7 +117,7 @@ func (tg *target) rawLogin(t testing.TB, o initiator.Options, luns ...byte) *raw
 	p := tg.dial(t, o)
 	p.login()
 	for _, l := range luns {
-		h := p.scsi(0, 0, nil)
+		h := p.scsi(0, 0, cdb.TestUnitReady)
 		h.SetLUN([8]byte{1: l})
 		p.send(iser.Header{}, h, nil)
 		p.wantStatus(h, 0x02)
@@ -215,10 +217,10 @@ func (p *raw) tryNext() (*message, error) {
 
 func (p *raw) answerPing(m *message) {
 	p.t.Helper()
-	if m.bhs.ITT() != pdu.ReservedTag || m.bhs.TTT() == pdu.ReservedTag || len(m.payload) != 76 || m.bhs.StatSN() != p.statSN {
+	if m.bhs.ITT() != pdu.ReservedTag || m.bhs.TTT() == pdu.ReservedTag || len(m.payload) != 76 || m.bhs.StatSN() != p.ExpStatSN {
 		p.t.Fatalf("ping % x", m.payload)
 	}
-	h := p.request(pdu.NOPOut, pdu.FlagF, true)
+	h := p.Request(pdu.NOPOut, pdu.FlagF, true)
 	h.SetITT(pdu.ReservedTag)
 	h.SetTTT(m.bhs.TTT())
 	p.send(iser.Header{}, h, nil)
@@ -291,10 +293,10 @@ func (p *raw) parse(m *message) {
 		p.t.Fatalf("%v of %d octets; ib_iser has room for 204", op, len(m.payload))
 	}
 	if op != pdu.LoginResp && (op != pdu.NOPIn || m.bhs.ITT() != pdu.ReservedTag) {
-		if m.bhs.StatSN() != p.statSN {
-			p.t.Fatalf("%v with StatSN %d, due is %d", op, m.bhs.StatSN(), p.statSN)
+		if m.bhs.StatSN() != p.ExpStatSN {
+			p.t.Fatalf("%v with StatSN %d, due is %d", op, m.bhs.StatSN(), p.ExpStatSN)
 		}
-		p.statSN++
+		p.ExpStatSN++
 	}
 	if op != pdu.LoginResp {
 		p.maxCmdSN = m.bhs.MaxCmdSN()
@@ -382,39 +384,23 @@ func (p *raw) answer(r wire.ReadRequest, data []byte) {
 func (p *raw) login() string {
 	p.t.Helper()
 	bhs, data := p.o.LoginRequest()
-	p.cmdSN = p.o.CmdSN
+	p.CmdSN = p.o.CmdSN
 	p.send(iser.Header{}, bhs, data)
 	m := p.want(pdu.LoginResp)
 	rsp := pdu.ParseLoginResponse(m.bhs)
 	if rsp.Status != 0 || !rsp.Transit || rsp.NSG != pdu.FullFeaturePhase {
 		p.t.Fatalf("%+v", rsp)
 	}
-	p.cmdSN, p.maxCmdSN, p.statSN = rsp.ExpCmdSN, rsp.MaxCmdSN, rsp.StatSN+1
+	p.CmdSN, p.maxCmdSN, p.ExpStatSN = rsp.ExpCmdSN, rsp.MaxCmdSN, rsp.StatSN+1
 	p.full = p.o.Target != ""
 	return string(m.data)
 }
 
-// request makes a request; unless it is immediate it takes the next CmdSN.
-func (p *raw) request(op pdu.Opcode, flags byte, immediate bool) pdu.BHS {
-	h := make(pdu.BHS, pdu.BHSLen)
-	h.Reset(op, flags)
-	p.itt++
-	h.SetITT(p.itt)
-	h.SetCmdSN(p.cmdSN)
-	h.SetExpStatSN(p.statSN)
-	if immediate {
-		h.SetImmediate()
-	} else {
-		p.cmdSN++
-	}
-	return h
-}
-
 // scsi makes a SCSI Command to LUN 0.
-func (p *raw) scsi(flags byte, edtl uint32, cdb []byte) pdu.BHS {
-	h := p.request(pdu.SCSICommand, flags|pdu.FlagF|pdu.AttrSimple, false)
+func (p *raw) scsi(flags byte, edtl uint32, block [16]byte) pdu.BHS {
+	h := p.Request(pdu.SCSICommand, flags|pdu.FlagF|pdu.AttrSimple, false)
 	h.SetEDTL(edtl)
-	h.SetCDB(cdb)
+	h.SetCDB(block[:])
 	return h
 }
 
@@ -430,8 +416,8 @@ func source(stag wire.STag, base uint64) iser.Header {
 // writeCommand starts a WRITE of blocks to LUN 0 without immediate data.
 func (p *raw) writeCommand(lba uint64, blocks uint32) pdu.BHS {
 	p.t.Helper()
-	cdb := initiator.Write16(lba, blocks)
-	h := p.scsi(pdu.FlagW, blocks*512, cdb[:])
+	block := cdb.Write16(lba, blocks)
+	h := p.scsi(pdu.FlagW, blocks*512, block)
 	p.send(source(wire.STag(h.ITT()<<8), p.o.BaseOffset), h, nil)
 	return h
 }
@@ -458,7 +444,7 @@ func (p *raw) wantSense(h pdu.BHS, key, asc, ascq byte) *message {
 // ping is a NOP-Out and its answer. Nothing else may come in between.
 func (p *raw) ping() {
 	p.t.Helper()
-	h := p.request(pdu.NOPOut, pdu.FlagF, true)
+	h := p.Request(pdu.NOPOut, pdu.FlagF, true)
 	h.SetTTT(pdu.ReservedTag)
 	p.send(iser.Header{}, h, nil)
 	m := p.want(pdu.NOPIn)
@@ -469,7 +455,7 @@ func (p *raw) ping() {
 
 func (p *raw) tmf(function byte, lun byte, rtt, refCmdSN uint32) pdu.BHS {
 	p.t.Helper()
-	h := p.request(pdu.TaskMgmtReq, pdu.FlagF|function, true)
+	h := p.Request(pdu.TaskMgmtReq, pdu.FlagF|function, true)
 	h.SetLUN([8]byte{1: lun})
 	h.SetReferencedTaskTag(rtt)
 	h.SetRefCmdSN(refCmdSN)
@@ -497,7 +483,7 @@ func (p *raw) wantReject(h pdu.BHS, reason pdu.RejectReason) {
 // logout logs out, and closes first as Linux does.
 func (p *raw) logout() {
 	p.t.Helper()
-	h := p.request(pdu.LogoutReq, pdu.FlagF, true)
+	h := p.Request(pdu.LogoutReq, pdu.FlagF, true)
 	p.send(iser.Header{}, h, nil)
 	m := p.want(pdu.LogoutResp)
 	if m.bhs.ITT() != h.ITT() || m.bhs.Response() != 0 || len(m.payload) != 76 || m.op != wire.OpSend {

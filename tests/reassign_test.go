@@ -10,6 +10,7 @@ import (
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // ISER-10.2.2-1, ISER-10.2.2-2, ISER-10.2.2-3, ISER-10.2.2-4, ISER-10.2.2-5, ISER-10.2.2-6,
@@ -24,20 +25,20 @@ func TestReassignOverISER(t *testing.T) {
 		t.Fatalf("ErrorRecoveryLevel=%s", got)
 	}
 	b := tg.login(t, initiator.Options{Join: a, CID: 1})
-	do(t, b, &initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 512)})
+	do(t, b, &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)})
 	const octets, immediate = 256 << 10, 4096
 	old := random(octets)
-	do(t, a, &initiator.Command{CDB: initiator.Write16(0, octets/512), Out: old})
+	do(t, a, &initiator.Command{CDB: cdb.Write16(0, octets/512), Out: old})
 
-	open := tg.store.shut()
-	defer open()
-	r := &initiator.Command{CDB: initiator.Read16(0, octets/512), In: make([]byte, octets)}
+	gate := tg.store.Shut()
+	defer gate.Open()
+	r := &initiator.Command{CDB: cdb.Read16(0, octets/512), In: make([]byte, octets)}
 	if err := a.Start(r); err != nil {
 		t.Fatal(err)
 	}
-	<-tg.store.entered
+	<-gate.Entered
 	// A WRITE that waits until the READ has ended: nothing of it is fetched before.
-	w := &initiator.Command{CDB: initiator.Write16(4096, octets/512), Out: random(octets), Immediate: immediate, Ordered: true}
+	w := &initiator.Command{CDB: cdb.Write16(4096, octets/512), Out: random(octets), Immediate: immediate, Ordered: true}
 	if err := a.Start(w); err != nil {
 		t.Fatal(err)
 	}
@@ -52,7 +53,7 @@ func TestReassignOverISER(t *testing.T) {
 	if p := next(t, b, pdu.AsyncMessage); p.BHS.AsyncEvent() != pdu.AsyncConnectionDropped {
 		t.Errorf("%x", []byte(p.BHS))
 	}
-	open()
+	gate.Open()
 	if err := b.Control(request(pdu.LogoutReq, pdu.LogoutForRecovery, b.NewITT()), nil); err != nil { // CID 0
 		t.Fatal(err)
 	}
@@ -87,7 +88,7 @@ func TestReassignOverISER(t *testing.T) {
 	if !bytes.Equal(got, old) {
 		t.Error("wrong data read")
 	}
-	back := &initiator.Command{CDB: initiator.Read16(4096, octets/512), In: make([]byte, octets)}
+	back := &initiator.Command{CDB: cdb.Read16(4096, octets/512), In: make([]byte, octets)}
 	do(t, b, back)
 	if !bytes.Equal(back.In, w.Out) {
 		t.Error("wrong data written")
@@ -110,8 +111,8 @@ func TestAbortAnswered(t *testing.T) {
 	tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: keys.Limits{MaxConnections: 2, ErrorRecoveryLevel: 2}}})
 	a := tg.login(t, initiator.Options{Connections: 2, Recovery: true})
 	b := tg.login(t, initiator.Options{Join: a, CID: 1})
-	do(t, b, &initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 512)})
-	r := &initiator.Command{CDB: initiator.Read16(0, 8), In: make([]byte, 4096)}
+	do(t, b, &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)})
+	r := &initiator.Command{CDB: cdb.Read16(0, 8), In: make([]byte, 4096)}
 	do(t, a, r)
 	a.Close()
 	<-a.Done()
@@ -144,20 +145,20 @@ func TestReassignUnderLoad(t *testing.T) {
 	for round := range uint16(10) {
 		a := tg.login(t, initiator.Options{Connections: 2, Recovery: true, ISID: [6]byte{0x80, 5: byte(round)}})
 		b := tg.login(t, initiator.Options{Join: a, CID: 1, ISID: [6]byte{0x80, 5: byte(round)}})
-		do(t, b, &initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 512)})
+		do(t, b, &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)})
 		const n, octets = 24, 64 << 10
 		var cmds [n]*initiator.Command
 		for i := range cmds {
 			lba := uint64(i) * octets / 512
-			cmds[i] = &initiator.Command{CDB: initiator.Write16(lba, octets/512), Out: random(octets)}
+			cmds[i] = &initiator.Command{CDB: cdb.Write16(lba, octets/512), Out: random(octets)}
 			do(t, a, cmds[i])
 		}
 		var reads [n]*initiator.Command
 		for i := range reads {
 			lba := uint64(i) * octets / 512
-			reads[i] = &initiator.Command{CDB: initiator.Read16(lba, octets/512), In: make([]byte, octets)}
+			reads[i] = &initiator.Command{CDB: cdb.Read16(lba, octets/512), In: make([]byte, octets)}
 			if i%2 == 1 {
-				reads[i] = &initiator.Command{CDB: initiator.Write16(lba, octets/512), Out: random(octets)}
+				reads[i] = &initiator.Command{CDB: cdb.Write16(lba, octets/512), Out: random(octets)}
 				copy(cmds[i].Out, reads[i].Out)
 			}
 			if err := a.Start(reads[i]); err != nil {

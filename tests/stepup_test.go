@@ -20,6 +20,9 @@ import (
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
+	"github.com/iser-target/iser-target/tests/testkit/header"
 )
 
 // streamPDU is a PDU on the byte stream.
@@ -55,7 +58,7 @@ func (p *raw) streamLoggedIn() string {
 	if rsp.Status != 0 || !rsp.Transit || rsp.NSG != pdu.FullFeaturePhase {
 		p.t.Fatalf("%+v", rsp)
 	}
-	p.cmdSN, p.maxCmdSN, p.statSN, p.full = rsp.ExpCmdSN, rsp.MaxCmdSN, rsp.StatSN+1, true
+	p.CmdSN, p.maxCmdSN, p.ExpStatSN, p.full = rsp.ExpCmdSN, rsp.MaxCmdSN, rsp.StatSN+1, true
 	return string(data)
 }
 
@@ -79,7 +82,7 @@ func (p *raw) wantSilence(when string) {
 	if n, err := p.nc.Read(b[:]); n != 0 || !errors.Is(err, os.ErrDeadlineExceeded) {
 		p.t.Fatalf("%s: % x, %v", when, b[:n], err)
 	}
-	p.nc.SetReadDeadline(time.Now().Add(patience))
+	p.nc.SetReadDeadline(time.Now().Add(testkit.Patience))
 }
 
 // The whole of it as octets (RFC 7145, sections 5.1 and 9; RFC 5044, section 7.1.3).
@@ -138,8 +141,8 @@ func TestStepUpOctets(t *testing.T) {
 		30aa0020 000000000000000000000000000000000000000000000000 // V-ISER-6: HelloReply, iSER-ORD 32`); !bytes.Equal(m.fpdu, reply) {
 		t.Fatalf("ISER-5.1.2-9 ISER-5.1.3-3: % x, want\n% x", m.fpdu, reply)
 	}
-	p.sendMSN, p.statSN, p.cmdSN, p.full = 2, 1, 0x12, true
-	h := p.scsi(0, 0, nil)
+	p.sendMSN, p.ExpStatSN, p.CmdSN, p.full = 2, 1, 0x12, true
+	h := p.scsi(0, 0, cdb.TestUnitReady)
 	p.send(iser.Header{}, h, nil)
 	p.wantStatus(h, 0x02) // unit attention
 	p.ping()
@@ -162,7 +165,7 @@ func TestStepUpOctets(t *testing.T) {
 		00000001 00000000 00000000`); !bytes.Equal(m.fpdu, rsp) {
 		t.Fatalf("V-ISER-9:\n% x, want\n% x", m.fpdu, rsp)
 	}
-	p.cmdSN++
+	p.CmdSN++
 	p.logout()
 	tg.log.wantLine("login", "transport=iser", "outcome=accepted", "session=normal")
 	tg.log.wantLine(`"session ended"`, "transport=iser", "reason=logout")
@@ -196,9 +199,9 @@ func TestStepUpReadAndWrite(t *testing.T) {
 			for _, blocks := range []uint32{1, 17, 1024, 8192} {
 				for _, immediate := range []int{0, 512, 8192} {
 					want := random(int(blocks) * 512)
-					w := &initiator.Command{CDB: initiator.Write16(uint64(blocks), blocks), Out: want, Immediate: min(immediate, len(want))}
+					w := &initiator.Command{CDB: cdb.Write16(uint64(blocks), blocks), Out: want, Immediate: min(immediate, len(want))}
 					do(t, s, w)
-					r := &initiator.Command{CDB: initiator.Read16(uint64(blocks), blocks), In: make([]byte, len(want))}
+					r := &initiator.Command{CDB: cdb.Read16(uint64(blocks), blocks), In: make([]byte, len(want))}
 					do(t, s, r)
 					if !bytes.Equal(r.In, want) {
 						t.Fatalf("%d blocks, %d octets immediate: what is read is not what was written", blocks, immediate)
@@ -241,13 +244,13 @@ func TestWriteBaseOffset(t *testing.T) {
 			} else {
 				p = tg.rawLogin(t, o)
 			}
-			h := p.scsi(0, 0, nil)
+			h := p.scsi(0, 0, cdb.TestUnitReady)
 			p.send(iser.Header{}, h, nil)
 			p.wantStatus(h, 0x02) // unit attention
 			data := random(2048)
-			cdb := initiator.Write16(0, 4)
+			block := cdb.Write16(0, 4)
 			write := func(base uint64) pdu.BHS {
-				h := p.scsi(pdu.FlagW, 2048, cdb[:])
+				h := p.scsi(pdu.FlagW, 2048, block)
 				p.send(source(6, base), h, data[:512])
 				return h
 			}
@@ -274,21 +277,21 @@ func TestWriteBaseOffset(t *testing.T) {
 // plainIO is a ping, a WRITE with R2T and a READ with Data-In on the byte stream.
 func (p *raw) plainIO() {
 	p.t.Helper()
-	h := p.request(pdu.NOPOut, pdu.FlagF, true)
+	h := p.Request(pdu.NOPOut, pdu.FlagF, true)
 	h.SetTTT(pdu.ReservedTag)
 	p.write(streamPDU(h, []byte("ping")))
 	if _, data := p.wantStream(pdu.NOPIn); string(data) != "ping" {
 		p.t.Fatalf("%q", data)
 	}
-	h = p.scsi(0, 0, nil)
+	h = p.scsi(0, 0, cdb.TestUnitReady)
 	p.write(streamPDU(h, nil))
 	p.wantStream(pdu.SCSIResponse) // unit attention
 	want := random(1024)
-	cdb := initiator.Write16(0, 2)
-	h = p.scsi(pdu.FlagW, 1024, cdb[:])
+	block := cdb.Write16(0, 2)
+	h = p.scsi(pdu.FlagW, 1024, block)
 	p.write(streamPDU(h, want[:512]))
 	r2t, _ := p.wantStream(pdu.R2T)
-	out := p.request(pdu.DataOut, pdu.FlagF, true)
+	out := p.Request(pdu.DataOut, pdu.FlagF, true)
 	out[0] = byte(pdu.DataOut)
 	out.SetITT(h.ITT())
 	out.SetTTT(r2t.TTT())
@@ -297,8 +300,8 @@ func (p *raw) plainIO() {
 	if rsp, _ := p.wantStream(pdu.SCSIResponse); rsp.Status() != 0 {
 		p.t.Fatalf("WRITE: status %#x", rsp.Status())
 	}
-	cdb = initiator.Read16(0, 2)
-	h = p.scsi(pdu.FlagR, 1024, cdb[:])
+	block = cdb.Read16(0, 2)
+	h = p.scsi(pdu.FlagR, 1024, block)
 	p.write(streamPDU(h, nil))
 	in, data := p.wantStream(pdu.DataIn)
 	if !bytes.Equal(data, want) || in.ITT() != h.ITT() {
@@ -365,14 +368,14 @@ func TestStepUpNegotiation(t *testing.T) {
 			switch {
 			case tt.iser:
 				p.startMPA()
-				h := p.scsi(0, 0, nil)
+				h := p.scsi(0, 0, cdb.TestUnitReady)
 				p.send(iser.Header{}, h, nil)
 				p.wantStatus(h, 0x02)
 				p.ping() // ISER-5.1-10: no digest behind the PDU
 				p.logout()
 				tg.log.wantLine("login", "transport=iser")
 			case strings.Contains(tt.answers[0], "CRC32C"):
-				h := p.request(pdu.NOPOut, pdu.FlagF, true)
+				h := p.Request(pdu.NOPOut, pdu.FlagF, true)
 				h.SetTTT(pdu.ReservedTag)
 				p.write(binary.LittleEndian.AppendUint32(streamPDU(h, nil), wire.UpdateCRC(0, h)))
 				rsp, _ := p.wantStream(pdu.NOPIn)
@@ -394,7 +397,7 @@ func TestStepUpNegotiation(t *testing.T) {
 		if got := p.streamLoggedIn(); !strings.Contains(got, "RDMAExtensions=Irrelevant\x00") {
 			t.Errorf("%q", got)
 		}
-		h := p.request(pdu.TextReq, pdu.FlagF, false)
+		h := p.Request(pdu.TextReq, pdu.FlagF, false)
 		h.SetTTT(pdu.ReservedTag)
 		p.write(streamPDU(h, []byte("SendTargets=All\x00")))
 		if _, data := p.wantStream(pdu.TextResp); !strings.Contains(string(data), targetName) {
@@ -427,7 +430,7 @@ func TestStepUpNegotiation(t *testing.T) {
 			t.Errorf("%+v, was %+v", now, settled)
 		}
 		p.startMPA()
-		h := p.scsi(0, 0, nil)
+		h := p.scsi(0, 0, cdb.TestUnitReady)
 		p.send(iser.Header{}, h, nil)
 		p.wantStatus(h, 0x02)
 		p.logout()
@@ -441,8 +444,8 @@ func TestStepUpIsAtomic(t *testing.T) {
 	start := func(t *testing.T) (p *raw, login, request, ping []byte) {
 		p = tg.dialStream(t, initiator.Options{Target: targetName, CmdSN: 7})
 		login, request = streamPDU(p.o.LoginRequest()), p.mpaRequest()
-		p.cmdSN = 7
-		h := p.request(pdu.NOPOut, pdu.FlagF, true)
+		p.CmdSN = 7
+		h := p.Request(pdu.NOPOut, pdu.FlagF, true)
 		h.SetTTT(pdu.ReservedTag)
 		return p, login, request, p.message(pduBytes(iser.Header{}, h, nil))
 	}
@@ -511,8 +514,8 @@ func TestStepUpWrongSequence(t *testing.T) {
 	send := func(b []byte) func(*raw) { return func(p *raw) { p.write(b) } }
 	message := func(b []byte) func(*raw) { return func(p *raw) { p.startMPA(); p.sendRaw(b) } }
 	ping := func() []byte {
-		p := &raw{o: initiator.Options{}.Complete(), cmdSN: 1}
-		h := p.request(pdu.NOPOut, pdu.FlagF, true)
+		p := &raw{o: initiator.Options{}.Complete(), Numbers: header.Numbers{CmdSN: 1}}
+		h := p.Request(pdu.NOPOut, pdu.FlagF, true)
 		h.SetTTT(pdu.ReservedTag)
 		return pduBytes(iser.Header{}, h, nil)
 	}()
@@ -567,11 +570,11 @@ func TestStepUpWrongSequence(t *testing.T) {
 			tg := startTarget(t, targetOptions{stream: loginFirst})
 			p := tg.dialStream(t, initiator.Options{Target: targetName, Keys: tt.keys})
 			p.streamLogin()
-			p.statSN = 1
+			p.ExpStatSN = 1
 			tt.do(p)
 			if tt.end != nil {
 				tt.end(p)
-				p.nc.SetDeadline(time.Now().Add(patience))
+				p.nc.SetDeadline(time.Now().Add(testkit.Patience))
 				io.Copy(io.Discard, p.nc) // ends: the target closes
 			}
 			if tt.line == "login" {
@@ -629,7 +632,7 @@ func TestStepUpTimeout(t *testing.T) {
 		}
 		took := time.Since(begin)
 		for _, c := range cases {
-			eventually(t, "the end in the log", func() bool { return len(tg.log.Lines(c.octet)) == 1 })
+			testkit.Eventually(t, "the end in the log", func() bool { return len(tg.log.Lines(c.octet)) == 1 })
 			for _, part := range []string{"msg=login ", "stage=mpa ", "i/o timeout"} {
 				if line := tg.log.Lines(c.octet)[0]; !strings.Contains(line, part) {
 					t.Errorf("no %q in the line\n%s", part, line)
@@ -658,20 +661,20 @@ func TestStepUpOfAnotherConnection(t *testing.T) {
 		p.write(streamPDU(req.Append(nil), []byte(text+key+"MaxConnections=2\x00")))
 		bhs, _ := p.wantStream(pdu.LoginResp)
 		rsp := pdu.ParseLoginResponse(bhs)
-		p.cmdSN, p.statSN, p.full = 1, 1, true
+		p.CmdSN, p.ExpStatSN, p.full = 1, 1, true
 		return p, func(offers ...string) (*raw, pdu.LoginResponse, string) {
 			q := tg.dialStream(t, initiator.Options{})
 			req.TSIH, req.CID = rsp.TSIH, 1
 			q.write(streamPDU(req.Append(nil), []byte(text+strings.Join(offers, ""))))
 			bhs, answers := q.wantStream(pdu.LoginResp)
-			q.cmdSN, q.statSN, q.full = 1, 1, true
+			q.CmdSN, q.ExpStatSN, q.full = 1, 1, true
 			return q, pdu.ParseLoginResponse(bhs), string(answers)
 		}
 	}
 	t.Run("ISER-5.1-8 ISER-5.1-10 iSER", func(t *testing.T) {
 		p, join := lead(t, "RDMAExtensions=Yes\x00")
 		p.startMPA()
-		h := p.scsi(0, 0, nil)
+		h := p.scsi(0, 0, cdb.TestUnitReady)
 		p.send(iser.Header{}, h, nil)
 		p.wantStatus(h, 0x02) // unit attention
 		q, rsp, answers := join("HeaderDigest=CRC32C,None\x00")
@@ -679,14 +682,14 @@ func TestStepUpOfAnotherConnection(t *testing.T) {
 			t.Fatalf("%+v, %q", rsp, answers)
 		}
 		q.startMPA()
-		q.cmdSN = p.cmdSN
-		cdb := initiator.Write16(0, 1)
+		q.CmdSN = p.CmdSN
+		block := cdb.Write16(0, 1)
 		data := random(512)
-		h = q.scsi(pdu.FlagW, 512, cdb[:])
+		h = q.scsi(pdu.FlagW, 512, block)
 		q.send(source(9, q.o.BaseOffset), h, nil)
 		q.answer(q.wantRead(), data)
 		q.wantStatus(h, 0)
-		p.cmdSN = q.cmdSN
+		p.CmdSN = q.CmdSN
 		p.ping()
 		if !bytes.Equal(tg.stored(t, 0, 512), data) {
 			t.Error("other octets are stored")
@@ -728,7 +731,7 @@ func TestStepUpLengths(t *testing.T) {
 	}
 	p.startMPA()
 	for _, octets := range []int{512, 513} {
-		h := p.request(pdu.NOPOut, pdu.FlagF, true)
+		h := p.Request(pdu.NOPOut, pdu.FlagF, true)
 		h.SetTTT(pdu.ReservedTag)
 		p.send(iser.Header{}, h, make([]byte, octets))
 		if octets == 512 {
@@ -778,8 +781,8 @@ func TestStepUpInterrupted(t *testing.T) {
 		p.streamLogin()
 		q := tg.stepUp(t, initiator.Options{})
 		p.wantEnd()
-		eventually(t, "the log", func() bool { return len(tg.log.Lines("replaced by a new login")) == 1 })
-		h := q.scsi(0, 0, nil)
+		testkit.Eventually(t, "the log", func() bool { return len(tg.log.Lines("replaced by a new login")) == 1 })
+		h := q.scsi(0, 0, cdb.TestUnitReady)
 		q.send(iser.Header{}, h, nil)
 		q.wantStatus(h, 0x02)
 		q.logout()
@@ -807,7 +810,7 @@ func TestStepUpInterrupted(t *testing.T) {
 				for range 10 {
 					s, err := initiator.Login(testContext(t), tg.addr, initiator.Options{Target: targetName, Stream: true})
 					if err == nil { // replaced by another one at any time
-						s.Do(&initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 512)})
+						s.Do(&initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)})
 						s.Close()
 						<-s.Done()
 					}
@@ -819,7 +822,7 @@ func TestStepUpInterrupted(t *testing.T) {
 		}
 		tg.waitIdle(t)
 		s := tg.login(t, initiator.Options{Stream: true})
-		do(t, s, &initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 512)})
+		do(t, s, &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)})
 	})
 }
 
@@ -828,14 +831,14 @@ func TestStepUpInterrupted(t *testing.T) {
 // has closed its side, and nothing is left of it.
 func FuzzStepUp(f *testing.F) {
 	tg := startTarget(f, targetOptions{quiet: true, stream: loginFirst, node: iscsi.Options{QueueDepth: 16, LogoutWait: time.Second, ConnectionMemory: 1 << 20, MaxTransferPiece: 64 << 10}})
-	p := &raw{t: f, o: initiator.Options{}.Complete(), cmdSN: 1, sendMSN: 1}
+	p := &raw{t: f, o: initiator.Options{}.Complete(), Numbers: header.Numbers{CmdSN: 1}, sendMSN: 1}
 	request := p.mpaRequest()
-	nop := p.request(pdu.NOPOut, pdu.FlagF, true)
+	nop := p.Request(pdu.NOPOut, pdu.FlagF, true)
 	nop.SetTTT(pdu.ReservedTag)
-	cdb := initiator.Read16(0, 8)
+	block := cdb.Read16(0, 8)
 	greet := p.message(hello(10, 10, 4))
 	ping := p.message(pduBytes(iser.Header{}, nop, nil))
-	read := p.message(pduBytes(sink(1, 1<<63), p.scsi(pdu.FlagR, 4096, cdb[:]), nil))
+	read := p.message(pduBytes(sink(1, 1<<63), p.scsi(pdu.FlagR, 4096, block), nil))
 	f.Add(false, request, greet)
 	f.Add(true, slices.Concat(request, greet, ping, read), []byte{})
 	f.Add(false, []byte{}, request)
@@ -861,6 +864,6 @@ func FuzzStepUp(f *testing.F) {
 			t.Fatal("the connection does not end")
 		}
 		p.nc.Close()
-		eventually(t, "the end of the session", func() bool { return tg.idle() && rdma.ReadStats() == settled })
+		testkit.Eventually(t, "the end of the session", func() bool { return tg.idle() && rdma.ReadStats() == settled })
 	})
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // A tap sees the operational primitives that pass between the iSCSI core and an
@@ -108,13 +109,13 @@ func TestPrimitives(t *testing.T) {
 	const pieces, size = 8, 8 * 64 << 10
 	want := random(size)
 	do(t, s, &initiator.Command{}) // takes the unit attention
-	do(t, s, &initiator.Command{CDB: initiator.Write16(0, size/512), Out: want})
-	r := &initiator.Command{CDB: initiator.Read16(0, size/512), In: make([]byte, size)}
+	do(t, s, &initiator.Command{CDB: cdb.Write16(0, size/512), Out: want})
+	r := &initiator.Command{CDB: cdb.Read16(0, size/512), In: make([]byte, size)}
 	do(t, s, r)
 	if !bytes.Equal(r.In, want) {
 		t.Error("other octets are read")
 	}
-	bad := &initiator.Command{CDB: initiator.Read16(0, size/512), In: make([]byte, 512), EDTL: 512} // EDTL is too small: no more than that
+	bad := &initiator.Command{CDB: cdb.Read16(0, size/512), In: make([]byte, 512), EDTL: 512} // EDTL is too small: no more than that
 	if err := s.Do(bad); err != nil {
 		t.Error(err)
 	}
@@ -161,7 +162,7 @@ func TestEveryPDUIsPassedUp(t *testing.T) {
 	var sent []string
 	var octets []byte
 	for i := range 40 {
-		h := p.request(pdu.NOPOut, pdu.FlagF, i%2 == 0)
+		h := p.Request(pdu.NOPOut, pdu.FlagF, i%2 == 0)
 		h.SetTTT(pdu.ReservedTag)
 		var ahs []byte
 		if i%3 == 0 {

@@ -9,6 +9,7 @@ import (
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // held starts n WRITEs of 4 KiB, the i-th to block 8*i, and leaves their RDMA
@@ -119,15 +120,15 @@ func TestAbortTask(t *testing.T) {
 		tg := startTarget(t, targetOptions{})
 		p := tg.rawLogin(t, initiator.Options{}, 0)
 		attempts(t, func() bool {
-			open := tg.store.shut()
-			defer open()
-			cdb := initiator.Read16(0, 8)
-			h := p.scsi(pdu.FlagR, 4096, cdb[:])
+			gate := tg.store.Shut()
+			defer gate.Open()
+			block := cdb.Read16(0, 8)
+			h := p.scsi(pdu.FlagR, 4096, block)
 			p.send(sink(1, 0), h, nil)
-			<-tg.store.entered
+			<-gate.Entered
 			f := p.tmf(pdu.AbortTask, 0, h.ITT(), h.CmdSN())
 			p.ping()
-			open()
+			gate.Open()
 			responded := false
 			m := p.next()
 			for ; m.bhs == nil || m.bhs.Opcode() != pdu.TaskMgmtResp; m = p.next() {
@@ -181,8 +182,8 @@ func TestAbortTaskSet(t *testing.T) {
 	attempts(t, func() bool {
 		own, reads := p.held(n)
 		// A task on the other LUN and one of another session go on.
-		cdb := initiator.Write16(0, 1)
-		h := p.scsi(pdu.FlagW, 512, cdb[:])
+		block := cdb.Write16(0, 1)
+		h := p.scsi(pdu.FlagW, 512, block)
 		h.SetLUN([8]byte{1: 1})
 		p.send(source(9, 0), h, nil)
 		onOther := p.wantRead()
@@ -223,11 +224,11 @@ func TestReset(t *testing.T) {
 			}
 			// b is told of the room in its window; its tasks will never be answered.
 			b.answerPing(b.want(pdu.NOPIn))
-			h := b.scsi(0, 0, nil)
+			h := b.scsi(0, 0, cdb.TestUnitReady)
 			b.send(iser.Header{}, h, nil)
 			b.wantSense(h, 0x06, 0x29, 0x03)
 			tg.untouched(t, 2)
-			h = a.scsi(0, 0, nil) // the one who has reset hears of it, too
+			h = a.scsi(0, 0, cdb.TestUnitReady) // the one who has reset hears of it, too
 			a.send(iser.Header{}, h, nil)
 			a.wantSense(h, 0x06, 0x29, 0x03)
 			for _, p := range []*raw{a, b} {
@@ -254,7 +255,7 @@ func TestFastAbort(t *testing.T) {
 	if m.bhs.AsyncEvent() != pdu.AsyncTaskTermination || m.bhs.LUN() != [8]byte{} || m.bhs.ITT() != pdu.ReservedTag || len(m.payload) != 76 {
 		t.Fatalf("% x", m.payload)
 	}
-	h := b.request(pdu.NOPOut, pdu.FlagF, true)
+	h := b.Request(pdu.NOPOut, pdu.FlagF, true)
 	h.SetITT(pdu.ReservedTag)
 	h.SetTTT(pdu.ReservedTag)
 	b.send(iser.Header{}, h, nil)
@@ -271,7 +272,7 @@ func TestFastAbort(t *testing.T) {
 	}
 	tg.untouched(t, 2)
 	for _, p := range []*raw{a, b} {
-		h := p.scsi(0, 0, nil)
+		h := p.scsi(0, 0, cdb.TestUnitReady)
 		p.send(iser.Header{}, h, nil)
 		p.wantSense(h, 0x06, 0x29, 0x03)
 		p.logout()

@@ -26,6 +26,8 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
+	"github.com/iser-target/iser-target/tests/testkit/header"
 )
 
 // iserLua teaches tshark iSER over iWARP. Tests change the directory.
@@ -192,8 +194,8 @@ func do(t *testing.T, s *initiator.Session, sizes ...int) {
 	s.Do(&initiator.Command{}) // takes the unit attention
 	for _, n := range sizes {
 		b := bytes.Repeat([]byte{byte(n >> 9), 2, 3}, n)[:n]
-		w := &initiator.Command{CDB: initiator.Write16(0, uint32(n/512)), Out: b}
-		r := &initiator.Command{CDB: initiator.Read16(0, uint32(n/512)), In: make([]byte, n)}
+		w := &initiator.Command{CDB: cdb.Write16(0, uint32(n/512)), Out: b}
+		r := &initiator.Command{CDB: cdb.Read16(0, uint32(n/512)), In: make([]byte, n)}
 		for _, c := range []*initiator.Command{w, r} {
 			if err := s.Do(c); err != nil {
 				t.Fatal(err)
@@ -253,8 +255,8 @@ func TestCapture(t *testing.T) {
 		var wg sync.WaitGroup
 		for range 4 {
 			wg.Go(func() {
-				w := &initiator.Command{CDB: initiator.Write16(0, 512), Out: make([]byte, 256<<10)}
-				r := &initiator.Command{CDB: initiator.Read16(0, 64), In: make([]byte, 32<<10)}
+				w := &initiator.Command{CDB: cdb.Write16(0, 512), Out: make([]byte, 256<<10)}
+				r := &initiator.Command{CDB: cdb.Read16(0, 64), In: make([]byte, 32<<10)}
 				for ctx.Err() == nil {
 					for _, c := range []*initiator.Command{w, r} {
 						if err := i.Do(c); err != nil {
@@ -437,9 +439,7 @@ type tcpSession struct {
 	nc      net.Conn
 	digests bool
 	tsih    uint16
-	itt     uint32
-	cmdSN   uint32
-	statSN  uint32
+	header.Numbers
 }
 
 func loginTCP(t *testing.T, addr string, digests bool) *tcpSession {
@@ -450,7 +450,7 @@ func loginTCP(t *testing.T, addr string, digests bool) *tcpSession {
 	}
 	t.Cleanup(func() { nc.Close() })
 	nc.SetDeadline(time.Now().Add(time.Minute))
-	s := &tcpSession{t: t, nc: nc, cmdSN: 1}
+	s := &tcpSession{t: t, nc: nc, Numbers: header.Numbers{CmdSN: 1}}
 	text := "InitiatorName=" + hostName + "\x00TargetName=" + storeName + "\x00SessionType=Normal\x00InitialR2T=Yes\x00ImmediateData=Yes\x00MaxRecvDataSegmentLength=65536\x00"
 	if digests {
 		text += "HeaderDigest=CRC32C\x00DataDigest=CRC32C\x00"
@@ -508,7 +508,7 @@ func (s *tcpSession) receive() (h pdu.BHS, data []byte) {
 		}
 	}
 	if h.Opcode() != pdu.R2T {
-		s.statSN = h.StatSN() + 1
+		s.ExpStatSN = h.StatSN() + 1
 	}
 	return h, data
 }
@@ -516,20 +516,13 @@ func (s *tcpSession) receive() (h pdu.BHS, data []byte) {
 // do writes or reads n octets, by R2Ts and Data-Ins.
 func (s *tcpSession) do(write bool, n int) {
 	s.t.Helper()
-	h := make(pdu.BHS, pdu.BHSLen)
-	cdb := initiator.Read16(0, uint32(n/512))
-	flag := byte(pdu.FlagR)
+	block, flag := cdb.Read16(0, uint32(n/512)), byte(pdu.FlagR)
 	if write {
-		cdb, flag = initiator.Write16(0, uint32(n/512)), pdu.FlagW
+		block, flag = cdb.Write16(0, uint32(n/512)), pdu.FlagW
 	}
-	h.Reset(pdu.SCSICommand, pdu.FlagF|flag|pdu.AttrSimple)
-	s.itt++
-	h.SetITT(s.itt)
+	h := s.Request(pdu.SCSICommand, pdu.FlagF|flag|pdu.AttrSimple, false)
 	h.SetEDTL(uint32(n))
-	h.SetCmdSN(s.cmdSN)
-	h.SetExpStatSN(s.statSN)
-	h.SetCDB(cdb[:])
-	s.cmdSN++
+	h.SetCDB(block[:])
 	s.send(h, nil)
 	for {
 		rsp, _ := s.receive()
@@ -544,9 +537,9 @@ func (s *tcpSession) do(write bool, n int) {
 					flags = pdu.FlagF
 				}
 				out.Reset(pdu.DataOut, flags)
-				out.SetITT(s.itt)
+				out.SetITT(s.ITT)
 				out.SetTTT(rsp.TTT())
-				out.SetExpStatSN(s.statSN)
+				out.SetExpStatSN(s.ExpStatSN)
 				out.SetDataSN(sn)
 				out.SetBufferOffset(rsp.BufferOffset() + off)
 				s.send(out, make([]byte, part))

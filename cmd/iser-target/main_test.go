@@ -20,6 +20,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // TestMain lets the test binary be the program itself, so that signals and exit
@@ -251,7 +252,7 @@ targets:
 
 	s := login(t, p.addr, initiator.Options{})
 	want := bytes.Repeat([]byte("0123456789abcdef"), 256)
-	w := &initiator.Command{CDB: initiator.Write16(8, 8), Out: want}
+	w := &initiator.Command{CDB: cdb.Write16(8, 8), Out: want}
 	for w.Status = 2; w.Status != 0; { // the first meets a unit attention
 		if err := s.Do(w); err != nil {
 			t.Fatal(err)
@@ -346,7 +347,7 @@ targets:
 		switch {
 		case err == nil:
 			p.wait(t, `(msg=login transport=iser .*outcome=accepted .*isid=070000000000)`)
-			if err := s.Do(&initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 512)}); err != nil {
+			if err := s.Do(&initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}); err != nil {
 				t.Error(err)
 			}
 			s.Close()
@@ -489,14 +490,14 @@ targets:
 `))
 	s := login(t, p.addr, initiator.Options{})
 	want := bytes.Repeat([]byte("gotgt!"), 2048)[:8192]
-	w := &initiator.Command{LUN: 7, CDB: initiator.Write16(16, 16), Out: want}
+	w := &initiator.Command{LUN: 7, CDB: cdb.Write16(16, 16), Out: want}
 	for w.Status = 2; w.Status != 0; { // the first meets a unit attention
 		if err := s.Do(w); err != nil {
 			t.Fatal(err)
 		}
 	}
 	sync := &initiator.Command{LUN: 7, CDB: [16]byte{0x35}}
-	r := &initiator.Command{LUN: 7, CDB: initiator.Read16(16, 16), In: make([]byte, len(want))}
+	r := &initiator.Command{LUN: 7, CDB: cdb.Read16(16, 16), In: make([]byte, len(want))}
 	for _, c := range []*initiator.Command{sync, r} {
 		if err := s.Do(c); err != nil || c.Status != 0 {
 			t.Fatalf("CDB %x: %v, status %#x", c.CDB, err, c.Status)
@@ -545,7 +546,7 @@ targets:
 	}
 	const register, reserve, preemptAndAbort, exclusiveAccess = 0, 1, 5, 3
 	write := func() *initiator.Command {
-		return &initiator.Command{CDB: initiator.Write16(0, 1), Out: make([]byte, 512)}
+		return &initiator.Command{CDB: cdb.Write16(0, 1), Out: make([]byte, 512)}
 	}
 
 	p := start(t, "serve", "--config", cfg)

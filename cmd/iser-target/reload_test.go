@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // SIGHUP: what differs is applied, and initiators hear of it. What is wrong with
@@ -79,7 +80,7 @@ targets:
 	if c := do(0, 64, 0xa0, 0, 0, 0, 0, 0, 0, 0, 0, 64); !bytes.Equal(c.In[:24], []byte{3: 24, 17: 1, 23: 0}) {
 		t.Errorf("REPORT LUNS: % x", c.In[:24])
 	}
-	w := &initiator.Command{CDB: initiator.Write16(4096, 1), Out: bytes.Repeat([]byte{7}, 512)}
+	w := &initiator.Command{CDB: cdb.Write16(4096, 1), Out: bytes.Repeat([]byte{7}, 512)}
 	if err := s.Do(w); err != nil || w.Status != 0 {
 		t.Errorf("WRITE(16) where nothing was before: %v, status %#x", err, w.Status)
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 const serviceTarget = "iqn.2026-11.io.example:store"
@@ -126,7 +127,7 @@ func logIn(t *testing.T, addr string) *initiator.Session {
 	s := login(t, addr, initiator.Options{Target: serviceTarget})
 	// Only who has shown that it has buffers for what it has not asked for is asked to log
 	// out. Whether this is the unit attention does not matter.
-	if err := s.Do(&initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 512)}); err != nil {
+	if err := s.Do(&initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}); err != nil {
 		t.Fatal(err)
 	}
 	return s

@@ -10,6 +10,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // A driver is an initiator that allocates nothing: it keeps up to depth commands
@@ -55,9 +56,9 @@ func newDriver(tb testing.TB, path int, digests bool) *driver {
 	d.c = tg.login(tb, keys...)
 	d.r = bufio.NewReaderSize(d.c.nc, 256<<10)
 	if p.write {
-		d.cmd, d.data = d.c.scsi(pdu.FlagW, write16(0, p.octets/blockLen), p.octets), random(p.octets)
+		d.cmd, d.data = d.c.scsi(pdu.FlagW, cdb.Write16(0, uint32(p.octets/blockLen)), p.octets), random(p.octets)
 	} else {
-		d.cmd = d.c.scsi(pdu.FlagR, read16(0, p.octets/blockLen), p.octets)
+		d.cmd = d.c.scsi(pdu.FlagR, cdb.Read16(0, uint32(p.octets/blockLen)), p.octets)
 	}
 	return d
 }

@@ -6,9 +6,11 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // Commands that have come together are answered together. On one processor they come so.
@@ -27,9 +29,9 @@ func TestAnswersShareAWrite(t *testing.T) {
 				var b []byte
 				for range commands {
 					if write {
-						b = append(b, c.encode(c.scsi(pdu.FlagW, write16(0, 1), blockLen), nil, random(blockLen))...)
+						b = append(b, c.encode(c.scsi(pdu.FlagW, cdb.Write16(0, 1), blockLen), nil, random(blockLen))...)
 					} else {
-						b = append(b, c.encode(c.scsi(pdu.FlagR, read16(0, 1), blockLen), nil, nil)...)
+						b = append(b, c.encode(c.scsi(pdu.FlagR, cdb.Read16(0, 1), blockLen), nil, nil)...)
 					}
 				}
 				c.write(b)
@@ -56,12 +58,12 @@ func TestAnswerBeforeASlowCommand(t *testing.T) {
 	tg := startTarget(t)
 	c := tg.login(t)
 	for range 50 {
-		g := tg.store.shut(100 * blockLen)
-		quick, slow := c.scsi(pdu.FlagR, read16(0, 1), blockLen), c.scsi(pdu.FlagR, read16(100, 1), blockLen)
+		gate := tg.store.ShutFrom(100*blockLen, backendtest.ReadAt)
+		quick, slow := c.scsi(pdu.FlagR, cdb.Read16(0, 1), blockLen), c.scsi(pdu.FlagR, cdb.Read16(100, 1), blockLen)
 		c.write(append(c.encode(quick, nil, nil), c.encode(slow, nil, nil)...))
 		c.readData(quick, blockLen)
-		<-g.entered
-		g.open()
+		<-gate.Entered
+		gate.Open()
 		c.readData(slow, blockLen)
 	}
 }

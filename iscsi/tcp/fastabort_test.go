@@ -2,10 +2,13 @@ package tcp
 
 import (
 	"bytes"
+	"fmt"
 	"testing"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // ISCSI-4.2.3.4-1, ISCSI-4.2.3.4-2: with FastAbort a function does not wait for data.
@@ -20,11 +23,7 @@ func TestFastAbort(t *testing.T) {
 	cmd, r2t := d.openWrite(data)
 	buffers := func(want int) {
 		t.Helper()
-		for end := time.Now().Add(patience); tg.node.Stats().BuffersOut != want; time.Sleep(time.Millisecond) {
-			if time.Now().After(end) {
-				t.Fatalf("%d buffers in use, want %d", tg.node.Stats().BuffersOut, want)
-			}
-		}
+		testkit.Eventually(t, fmt.Sprint(want, " buffers in use"), func() bool { return tg.node.Stats().BuffersOut == want })
 	}
 	buffers(2)
 	start := time.Now()
@@ -45,7 +44,7 @@ func TestFastAbort(t *testing.T) {
 		h.SetLUN([8]byte{1: lun})
 		h.SetITT(pdu.ReservedTag)
 		h.SetTTT(pdu.ReservedTag)
-		h.SetCmdSN(d.cmdSN)
+		h.SetCmdSN(d.CmdSN)
 		h.SetExpStatSN(expStatSN)
 		d.send(h, nil)
 	}
@@ -62,7 +61,7 @@ func TestFastAbort(t *testing.T) {
 	nop(0, p.h.StatSN()+1) // once more: nothing happens
 	d.quiet()
 	for _, x := range []*client{c, d} {
-		x.wantSense(x.command(0, make([]byte, 6), 0), 0x06, 0x29, 0x03)
+		x.wantSense(x.command(0, cdb.TestUnitReady, 0), 0x06, 0x29, 0x03)
 	}
 	if !bytes.Equal(tg.stored(0, 16384), before) {
 		t.Error("an aborted command has written")

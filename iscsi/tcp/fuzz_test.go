@@ -10,6 +10,9 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
+	"github.com/iser-target/iser-target/tests/testkit/header"
 )
 
 // FuzzTCP: whatever an initiator says after login, the target neither panics nor
@@ -29,34 +32,34 @@ func FuzzTCP(f *testing.F) {
 		o.Limits.InitialR2T = &no
 		o.Limits.ErrorRecoveryLevel = 1
 		o.Limits.MaxRecvDataSegmentLength = 65536
-		o.LoginTimeout = patience
+		o.LoginTimeout = testkit.Patience
 	})
-	c := &client{tb: f, itt: 0x100, cmdSN: firstCmdSN}
+	c := &client{tb: f, Numbers: header.Numbers{ITT: 0x100, CmdSN: firstCmdSN}}
 	whole := func(h pdu.BHS, data []byte) []byte {
 		b := c.encode(h, nil, data)
 		return append(b, make([]byte, pdu.Padded(len(b))-len(b))...)
 	}
 	var writes, reads []byte
 	for range 5 { // the first ones get the unit attention
-		h := c.scsi(pdu.FlagW, write16(0, 4), 2048)
+		h := c.scsi(pdu.FlagW, cdb.Write16(0, 4), 2048)
 		writes = append(writes, whole(h, nil)...)
 		for slot := range uint32(4) {
 			d := dataOut(h.ITT(), nil, 0, 0, true)
 			d.SetTTT(1<<indexBits | slot)
 			writes = append(writes, whole(d, make([]byte, 2048))...)
 		}
-		h = c.scsi(pdu.FlagW, write16(0, 4), 2048)
+		h = c.scsi(pdu.FlagW, cdb.Write16(0, 4), 2048)
 		h.SetFlags(h.Flags() &^ pdu.FlagF)
 		writes = append(writes, whole(h, make([]byte, 512))...)
 		writes = append(writes, whole(dataOut(h.ITT(), nil, 0, 512, true), make([]byte, 1536))...)
 	}
-	c.itt, c.cmdSN = 0x100, firstCmdSN
+	c.ITT, c.CmdSN = 0x100, firstCmdSN
 	for range 5 {
-		reads = append(reads, whole(c.scsi(pdu.FlagR, read16(0, 4), 2048), nil)...)
+		reads = append(reads, whole(c.scsi(pdu.FlagR, cdb.Read16(0, 4), 2048), nil)...)
 	}
 	// SNACKs of all types for a READ and a WRITE that are under way or answered.
 	snacks := append([]byte(nil), reads...)
-	h := c.scsi(pdu.FlagW, write16(0, 4), 2048)
+	h := c.scsi(pdu.FlagW, cdb.Write16(0, 4), 2048)
 	snacks = append(snacks, whole(h, nil)...)
 	for kind := range byte(5) {
 		for _, run := range [][2]uint32{{0, 0}, {1, 1}, {0, 0xffffffff}, {7, 0}} {
@@ -127,19 +130,14 @@ func FuzzTCP(f *testing.F) {
 			}
 			c.nc.(*net.TCPConn).CloseWrite()
 		}()
-		c.nc.SetReadDeadline(time.Now().Add(patience))
+		c.nc.SetReadDeadline(time.Now().Add(testkit.Patience))
 		if _, err := io.Copy(io.Discard, c.nc); errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Fatal("the target does not end the connection")
 		}
 		c.nc.Close()
-		for end := time.Now().Add(patience); ; time.Sleep(100 * time.Microsecond) {
+		testkit.Eventually(t, "nothing is left of the connection", func() bool {
 			s := tg.node.Stats()
-			if s.Connections+s.Sessions+s.TasksInFlight+s.BuffersOut == 0 {
-				break
-			}
-			if time.Now().After(end) {
-				t.Fatalf("left behind: %+v", s)
-			}
-		}
+			return s.Connections+s.Sessions+s.TasksInFlight+s.BuffersOut == 0
+		})
 	})
 }

@@ -18,19 +18,21 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/security"
 	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
+	"github.com/iser-target/iser-target/tests/testkit/header"
 )
 
 const (
 	blockLen   = 512
 	storeLen   = 16 << 20
 	targetName = "iqn.2026-11.io.example:store"
-	patience   = 20 * time.Second
 	firstCmdSN = 0xfffffff0 // ISCSI-4.2.2.1-1: it wraps soon
 )
 
@@ -39,7 +41,7 @@ type target struct {
 	tb     testing.TB
 	node   *iscsi.Node
 	portal *iscsi.Portal
-	store  *badStore
+	store  *backendtest.Faulty
 	l      net.Listener
 	prefix int // octets that are read before New, as one does who looks what comes
 	opt    Options
@@ -58,38 +60,6 @@ func (c slowConn) Write(b []byte) (int, error) {
 	return c.Conn.Write(b)
 }
 
-// A badStore fails reads from badFrom on. A gate makes reads wait.
-type badStore struct {
-	backend.Store
-	badFrom atomic.Int64 // octets; 0: none
-	gate    atomic.Pointer[gate]
-}
-
-// A gate makes reads wait from octet from on until it is opened.
-type gate struct {
-	from          int64
-	entered, gone chan struct{}
-}
-
-func (s *badStore) shut(from int64) *gate {
-	g := &gate{from, make(chan struct{}, 100), make(chan struct{})}
-	s.gate.Store(g)
-	return g
-}
-
-func (g *gate) open() { close(g.gone) }
-
-func (s *badStore) ReadAt(p []byte, off int64) error {
-	if g := s.gate.Load(); g != nil && off >= g.from {
-		g.entered <- struct{}{}
-		<-g.gone
-	}
-	if bad := s.badFrom.Load(); bad > 0 && off >= bad {
-		return errors.New("unreadable")
-	}
-	return s.Store.ReadAt(p, off)
-}
-
 // startTarget serves until the test ends, and then checks that nothing is left.
 func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target {
 	tb.Helper()
@@ -99,7 +69,7 @@ func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target
 	if err != nil {
 		tb.Fatal(err)
 	}
-	tg := &target{tb: tb, store: &badStore{Store: mem}}
+	tg := &target{tb: tb, store: &backendtest.Faulty{Store: mem}}
 	o := iscsi.Options{
 		LogoutWait: 2 * time.Second, ShutdownWait: time.Millisecond, NopInterval: -1,
 		Limits: keys.Limits{Digests: true}, Logger: slog.New(slog.DiscardHandler),
@@ -136,7 +106,7 @@ func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target
 	go tg.serve()
 	tb.Cleanup(func() {
 		tg.l.Close()
-		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		ctx, cancel := context.WithTimeout(context.Background(), testkit.Patience)
 		defer cancel()
 		if err := tg.node.Shutdown(ctx); err != nil {
 			tb.Errorf("shutdown: %v", err)
@@ -145,12 +115,9 @@ func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target
 		if s := tg.node.Stats(); s.Sessions+s.Connections+s.TasksInFlight+s.BuffersOut+s.BufferOctets != 0 {
 			tb.Errorf("left behind: %+v", s)
 		}
-		for end := time.Now().Add(patience); runtime.NumGoroutine() > goroutines && !fuzzing; time.Sleep(time.Millisecond) {
-			if time.Now().After(end) {
-				buf := make([]byte, 1<<16)
-				tb.Fatalf("%d goroutines instead of %d\n%s", runtime.NumGoroutine(), goroutines, buf[:runtime.Stack(buf, true)])
-			}
-		}
+		testkit.Eventually(tb, "no more goroutines than before", func() bool {
+			return fuzzing || runtime.NumGoroutine() <= goroutines
+		})
 	})
 	return tg
 }
@@ -191,22 +158,21 @@ func digest(b []byte) []byte {
 // A client is a scripted initiator: it sends what it is told to, and checks what
 // is always true about the target's PDUs.
 type client struct {
-	tb            testing.TB
-	nc            net.Conn
-	chunk         int // octets per write; 0: whole PDUs
-	header, data  bool
-	badHeader     bool // the next header digest is wrong
-	badData       bool // the next data digest is wrong
-	itt           uint32
-	cmdSN, statSN uint32 // statSN: of the next status
-	statSeen      bool
-	acksLate      bool // ExpStatSN is acked, not what has come
-	acked         uint32
-	expCmdSN      uint32
-	maxCmdSN      uint32
-	isid          [6]byte
-	tsih, cid     uint16
-	limit         int // MaxRecvDataSegmentLength that we have declared
+	tb             testing.TB
+	nc             net.Conn
+	chunk          int // octets per write; 0: whole PDUs
+	header, data   bool
+	badHeader      bool   // the next header digest is wrong
+	badData        bool   // the next data digest is wrong
+	header.Numbers        // ExpStatSN follows statSN, unless acksLate
+	statSN         uint32 // of the next status
+	statSeen       bool
+	acksLate       bool // the test sets ExpStatSN
+	expCmdSN       uint32
+	maxCmdSN       uint32
+	isid           [6]byte
+	tsih, cid      uint16
+	limit          int // MaxRecvDataSegmentLength that we have declared
 }
 
 // A reply is a PDU of the target.
@@ -222,7 +188,7 @@ func (tg *target) connect(tb testing.TB) *client {
 		tb.Fatal(err)
 	}
 	tb.Cleanup(func() { nc.Close() })
-	return &client{tb: tb, nc: nc, itt: 0x100, cmdSN: firstCmdSN, limit: 8192}
+	return &client{tb: tb, nc: nc, Numbers: header.Numbers{ITT: 0x100, CmdSN: firstCmdSN}, limit: 8192}
 }
 
 // login opens a normal session and takes the unit attention of its first
@@ -233,7 +199,7 @@ func (tg *target) login(tb testing.TB, keys ...string) *client {
 	c := tg.connect(tb)
 	c.login(keys...)
 	for range 3 {
-		if rsp := c.command(0, make([]byte, 6), 0); rsp.h.Status() == 0 {
+		if rsp := c.command(0, cdb.TestUnitReady, 0); rsp.h.Status() == 0 {
 			return c
 		}
 	}
@@ -253,7 +219,7 @@ func (c *client) login(pairs ...string) map[string]string {
 	if c.tsih == 0 {
 		c.isid = newISID()
 	}
-	r := pdu.LoginRequest{Transit: true, CSG: 1, NSG: 3, ISID: c.isid, TSIH: c.tsih, CID: c.cid, ITT: c.itt, CmdSN: c.cmdSN}
+	r := pdu.LoginRequest{Transit: true, CSG: 1, NSG: 3, ISID: c.isid, TSIH: c.tsih, CID: c.cid, ITT: c.ITT, CmdSN: c.CmdSN}
 	c.send(r.Append(nil), []byte(text))
 	rsp := c.want(pdu.LoginResp)
 	if st := pdu.ParseLoginResponse(rsp.h).Status; st != 0 {
@@ -327,7 +293,7 @@ func (c *client) write(b []byte) {
 
 // next reads a PDU; an error is how the stream ends.
 func (c *client) next() (reply, error) {
-	c.nc.SetReadDeadline(time.Now().Add(patience))
+	c.nc.SetReadDeadline(time.Now().Add(testkit.Patience))
 	b := make([]byte, pdu.BHSLen)
 	if _, err := io.ReadFull(c.nc, b); err != nil {
 		return reply{}, err
@@ -390,6 +356,9 @@ func (c *client) any() reply {
 		if op != pdu.R2T && (op != pdu.NOPIn || h.ITT() != pdu.ReservedTag) {
 			c.statSN++
 		}
+	}
+	if !c.acksLate {
+		c.ExpStatSN = c.statSN
 	}
 	// ISCSI-4.2.2.1-5, and neither goes back.
 	if op == pdu.LoginResp {
@@ -462,72 +431,35 @@ func (c *client) wantSense(p reply, key, asc, ascq byte) {
 }
 
 // scsi is the header of a SCSI Command with a new tag and CmdSN.
-func (c *client) scsi(flags byte, cdb []byte, edtl int) pdu.BHS {
-	h := make(pdu.BHS, pdu.BHSLen)
-	h.Reset(pdu.SCSICommand, pdu.FlagF|flags|pdu.AttrSimple)
-	c.itt++
-	h.SetITT(c.itt)
+func (c *client) scsi(flags byte, block [16]byte, edtl int) pdu.BHS {
+	h := c.Request(pdu.SCSICommand, pdu.FlagF|flags|pdu.AttrSimple, false)
 	h.SetEDTL(uint32(edtl))
-	h.SetCmdSN(c.cmdSN)
-	c.cmdSN++
-	h.SetExpStatSN(c.expStatSN())
-	h.SetCDB(cdb)
+	h.SetCDB(block[:])
 	return h
-}
-
-// expStatSN acknowledges what has come, or what the test says.
-func (c *client) expStatSN() uint32 {
-	if c.acksLate {
-		return c.acked
-	}
-	return c.statSN
 }
 
 // text sends a Text Request.
 func (c *client) text(pairs string) pdu.BHS {
 	c.tb.Helper()
-	h := c.request(pdu.TextReq)
-	c.cmdSN++
+	h := c.Request(pdu.TextReq, pdu.FlagF, false)
+	h.SetTTT(pdu.ReservedTag)
 	c.send(h, []byte(pairs))
 	return h
 }
 
 // nopOut is an immediate NOP-Out that asks for an answer.
 func (c *client) nopOut() pdu.BHS {
-	h := c.request(pdu.NOPOut)
-	h.SetImmediate()
-	return h
-}
-
-// request is a Text Request or NOP-Out with the next CmdSN.
-func (c *client) request(op pdu.Opcode) pdu.BHS {
-	h := make(pdu.BHS, pdu.BHSLen)
-	h.Reset(op, pdu.FlagF)
-	c.itt++
-	h.SetITT(c.itt)
+	h := c.Request(pdu.NOPOut, pdu.FlagF, true)
 	h.SetTTT(pdu.ReservedTag)
-	h.SetCmdSN(c.cmdSN)
-	h.SetExpStatSN(c.expStatSN())
 	return h
 }
 
 // command runs a command without data and returns the SCSI Response.
-func (c *client) command(flags byte, cdb []byte, edtl int) reply {
+func (c *client) command(flags byte, block [16]byte, edtl int) reply {
 	c.tb.Helper()
-	c.send(c.scsi(flags, cdb, edtl), nil)
+	c.send(c.scsi(flags, block, edtl), nil)
 	return c.want(pdu.SCSIResponse)
 }
-
-func cdb16(op byte, lba, blocks int) []byte {
-	b := make([]byte, 16)
-	b[0] = op
-	binary.BigEndian.PutUint64(b[2:], uint64(lba))
-	binary.BigEndian.PutUint32(b[10:], uint32(blocks))
-	return b
-}
-
-func read16(lba, blocks int) []byte  { return cdb16(0x88, lba, blocks) }
-func write16(lba, blocks int) []byte { return cdb16(0x8a, lba, blocks) }
 
 // dataOut is a Data-Out PDU for an R2T, or an unsolicited one if that is nil.
 func dataOut(itt uint32, r2t pdu.BHS, sn, off uint32, final bool) pdu.BHS {
@@ -590,7 +522,7 @@ func (c *client) readData(h pdu.BHS, burst int) (data []byte, pdus int, status p
 // read runs a READ that must succeed.
 func (c *client) read(lba, blocks, burst int) []byte {
 	c.tb.Helper()
-	h := c.scsi(pdu.FlagR, read16(lba, blocks), blocks*blockLen)
+	h := c.scsi(pdu.FlagR, cdb.Read16(uint64(lba), uint32(blocks)), blocks*blockLen)
 	c.send(h, nil)
 	data, _, status := c.readData(h, burst)
 	if status.Status() != 0 || len(data) != blocks*blockLen {
@@ -603,7 +535,7 @@ func (c *client) read(lba, blocks, burst int) []byte {
 // PDUs of at most segment octets, up to the SCSI Response.
 func (c *client) writeData(lba int, data []byte, immediate, segment, burst int) (rsp reply, r2ts int) {
 	c.tb.Helper()
-	h := c.scsi(pdu.FlagW, write16(lba, len(data)/blockLen), len(data))
+	h := c.scsi(pdu.FlagW, cdb.Write16(uint64(lba), uint32(len(data)/blockLen)), len(data))
 	c.send(h, data[:immediate])
 	off := immediate
 	for {

@@ -4,8 +4,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // Over TCP, what a command waits for shows in the phase that it belongs to.
@@ -17,24 +20,24 @@ func TestLatencies(t *testing.T) {
 		run   func(tg *target, c *client) (response pdu.BHS) // of one command
 	}{
 		{"slow store", lun.PhaseBackend, func(tg *target, c *client) pdu.BHS {
-			g := tg.store.shut(0)
-			h := c.scsi(pdu.FlagR, read16(0, 8), 4096)
+			gate := tg.store.Shut(backendtest.ReadAt)
+			h := c.scsi(pdu.FlagR, cdb.Read16(0, 8), 4096)
 			c.send(h, nil)
-			<-g.entered
+			<-gate.Entered
 			time.Sleep(lag)
-			g.open()
+			gate.Open()
 			_, _, status := c.readData(h, 1<<20)
 			return status
 		}},
 		{"immediate data that comes late", lun.PhaseReceive, func(_ *target, c *client) pdu.BHS {
-			b := c.encode(c.scsi(pdu.FlagW, write16(0, 8), 4096), nil, random(4096))
+			b := c.encode(c.scsi(pdu.FlagW, cdb.Write16(0, 8), 4096), nil, random(4096))
 			c.write(b[:pdu.BHSLen+100])
 			time.Sleep(lag)
 			c.write(b[pdu.BHSLen+100:])
 			return c.want(pdu.SCSIResponse).h
 		}},
 		{"immediate data that comes late and is longer than the window", lun.PhaseReceive, func(_ *target, c *client) pdu.BHS {
-			b := c.encode(c.scsi(pdu.FlagW, write16(0, 128), 64<<10), nil, random(64<<10))
+			b := c.encode(c.scsi(pdu.FlagW, cdb.Write16(0, 128), 64<<10), nil, random(64<<10))
 			c.write(b[:pdu.BHSLen])
 			time.Sleep(lag)
 			c.write(b[pdu.BHSLen:])
@@ -48,7 +51,7 @@ func TestLatencies(t *testing.T) {
 			return c.want(pdu.SCSIResponse).h
 		}},
 		{"data that is taken late", lun.PhaseSend, func(_ *target, c *client) pdu.BHS {
-			h := c.scsi(pdu.FlagR, read16(0, storeLen/blockLen), storeLen) // more than TCP has buffers for
+			h := c.scsi(pdu.FlagR, cdb.Read16(0, storeLen/blockLen), storeLen) // more than TCP has buffers for
 			c.send(h, nil)
 			time.Sleep(4 * lag) // part of it goes by until they are full
 			_, _, status := c.readData(h, 1<<20)
@@ -59,21 +62,20 @@ func TestLatencies(t *testing.T) {
 			tg := startTarget(t)
 			cl := tg.login(t, "MaxBurstLength=1048576", "FirstBurstLength=65536", "MaxRecvDataSegmentLength=262144")
 			counted := func() lun.Latencies { return tg.node.Latencies()[lun.TCP] }
-			eventually := func(f func() bool) {
+			responses := func(n uint64) (l lun.Latencies) {
 				t.Helper()
-				for end := time.Now().Add(patience); !f(); time.Sleep(time.Millisecond) {
-					if time.Now().After(end) {
-						t.Fatal("a response does not count")
-					}
-				}
+				testkit.Eventually(t, "a response counts", func() bool {
+					l = counted()
+					return l[lun.PhaseTotal].Count == n
+				})
+				return l
 			}
 			for try := uint64(1); ; try++ {
-				var before, after lun.Latencies
-				eventually(func() bool { before = counted(); return before[lun.PhaseTotal].Count == 1+try }) // with those of login, which are 2
+				before := responses(1 + try) // with those of login, which are 2
 				if rsp := c.run(tg, cl); rsp.Status() != 0 {
 					t.Fatalf("status %#x", rsp.Status())
 				}
-				eventually(func() bool { after = counted(); return after[lun.PhaseTotal].Count == 2+try })
+				after := responses(2 + try)
 				took := func(p lun.Phase) time.Duration { return after[p].Sum - before[p].Sum }
 				sum, longer := time.Duration(0), false
 				for p := range lun.PhaseTotal {

@@ -6,6 +6,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // Two TCP connections of one session, one of them with digests: commands come by
@@ -15,7 +16,7 @@ func TestTwoConnections(t *testing.T) {
 	tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.Limits.MaxConnections = 4 })
 	a := tg.login(t, "MaxConnections=2", "MaxBurstLength=32768", "FirstBurstLength=4096")
 	b := tg.connect(t)
-	b.isid, b.tsih, b.cid, b.cmdSN, b.itt = a.isid, a.tsih, 7, a.cmdSN, 0x9000
+	b.isid, b.tsih, b.cid, b.CmdSN, b.ITT = a.isid, a.tsih, 7, a.CmdSN, 0x9000
 	b.login("HeaderDigest=CRC32C", "DataDigest=CRC32C", "MaxRecvDataSegmentLength=4096")
 	if a.tsih != b.tsih || !b.header || a.header {
 		t.Fatalf("TSIH %d and %d, digests %t and %t", a.tsih, b.tsih, a.header, b.header)
@@ -28,18 +29,18 @@ func TestTwoConnections(t *testing.T) {
 			data[j] = byte(i + j>>9)
 		}
 		to.writeAll(0, data, 0, 4096, 32768)
-		from.cmdSN = to.cmdSN
+		from.CmdSN = to.CmdSN
 		if !bytes.Equal(from.read(0, len(data)/blockLen, 32768), data) {
 			t.Fatal("wrong data")
 		}
-		to.cmdSN = from.cmdSN
+		to.CmdSN = from.CmdSN
 		from, to = to, from
 	}
 
 	first, second := a, b
-	gap := first.scsi(pdu.FlagW, write16(0, 8), 4096)
-	second.cmdSN = first.cmdSN
-	held := second.scsi(pdu.FlagR, read16(0, 8), 4096)
+	gap := first.scsi(pdu.FlagW, cdb.Write16(0, 8), 4096)
+	second.CmdSN = first.CmdSN
+	held := second.scsi(pdu.FlagR, cdb.Read16(0, 8), 4096)
 	second.send(held, nil)
 	first.send(gap, data[:4096])
 	if p := first.want(pdu.SCSIResponse); p.h.Status() != 0 {
@@ -55,12 +56,12 @@ func TestTwoConnections(t *testing.T) {
 	l.SetImmediate()
 	l.SetITT(0xf00)
 	l.SetCID(b.cid)
-	l.SetCmdSN(second.cmdSN)
+	l.SetCmdSN(second.CmdSN)
 	b.send(l, nil)
 	if p := b.want(pdu.LogoutResp); p.h.Response() != pdu.LogoutSuccess {
 		t.Fatalf("%x", []byte(p.h))
 	}
 	b.wantClosed()
-	a.cmdSN = second.cmdSN
+	a.CmdSN = second.CmdSN
 	a.read(0, 8, 32768)
 }

@@ -6,6 +6,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // recovering is a session at ErrorRecoveryLevel 2 with two connections.
@@ -14,21 +15,14 @@ func recovering(t *testing.T, keys ...string) (tg *target, a, b *client) {
 	tg = startTarget(t, func(_ *target, o *iscsi.Options) { o.Limits.MaxConnections, o.Limits.ErrorRecoveryLevel = 4, 2 })
 	a = tg.login(t, append(keys, "MaxConnections=4", "ErrorRecoveryLevel=2", "MaxBurstLength=16384", "FirstBurstLength=4096")...)
 	b = tg.connect(t)
-	b.isid, b.tsih, b.cid, b.cmdSN, b.itt = a.isid, a.tsih, 1, a.cmdSN, 0x9000
+	b.isid, b.tsih, b.cid, b.CmdSN, b.ITT = a.isid, a.tsih, 1, a.CmdSN, 0x9000
 	b.login("HeaderDigest=CRC32C", "DataDigest=CRC32C", "MaxRecvDataSegmentLength=4096")
 	return tg, a, b
 }
 
 // immediate is an immediate request with a new tag.
 func (c *client) immediate(op pdu.Opcode, flags byte) pdu.BHS {
-	h := make(pdu.BHS, pdu.BHSLen)
-	h.Reset(op, pdu.FlagF|flags)
-	h.SetImmediate()
-	c.itt++
-	h.SetITT(c.itt)
-	h.SetCmdSN(c.cmdSN)
-	h.SetExpStatSN(c.statSN)
-	return h
+	return c.Request(op, pdu.FlagF|flags, true)
 }
 
 // past is the next PDU that is no Asynchronous Message: news of a connection that was
@@ -59,7 +53,7 @@ func (c *client) recover(lost *client, h pdu.BHS, expStatSN, expDataSN uint32) {
 func (c *client) logOut(lost *client, expStatSN uint32) {
 	c.tb.Helper()
 	lost.nc.Close()
-	c.cmdSN = lost.cmdSN
+	c.CmdSN = lost.CmdSN
 	l := c.immediate(pdu.LogoutReq, pdu.LogoutForRecovery)
 	l.SetCID(lost.cid)
 	l.SetExpStatSN(expStatSN)
@@ -85,7 +79,7 @@ func TestReassignRead(t *testing.T) {
 				data[i] = byte(i*3 + i>>8)
 			}
 			a.writeAll(0, data, 0, 4096, 16384)
-			h := a.scsi(pdu.FlagR, read16(0, 128), len(data))
+			h := a.scsi(pdu.FlagR, cdb.Read16(0, 128), len(data))
 			a.send(h, nil)
 			expStatSN := a.statSN
 			for i := range 8 { // of 8192 octets
@@ -125,7 +119,7 @@ func TestReassignRead(t *testing.T) {
 // the ExpDataSN that it had.
 func TestAbortAnswered(t *testing.T) {
 	_, a, b := recovering(t)
-	h := a.scsi(pdu.FlagR, read16(0, 128), 64<<10)
+	h := a.scsi(pdu.FlagR, cdb.Read16(0, 128), 64<<10)
 	a.send(h, nil)
 	expStatSN := a.statSN
 	for range 8 {
@@ -153,7 +147,7 @@ func TestReassignWrite(t *testing.T) {
 	for i := range data {
 		data[i] = byte(i*5 + i>>8)
 	}
-	h := a.scsi(pdu.FlagW, write16(64, 128), len(data))
+	h := a.scsi(pdu.FlagW, cdb.Write16(64, 128), len(data))
 	a.send(h, data[:4096])
 	r2t := a.want(pdu.R2T)
 	a.answer(h, r2t.h, data, 4096)

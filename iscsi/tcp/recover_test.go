@@ -7,8 +7,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // level1 allows ErrorRecoveryLevel 1.
@@ -36,7 +38,7 @@ func (c *client) snack(kind byte, itt, tag, begin, length uint32) pdu.BHS {
 	h.Reset(pdu.SNACK, pdu.FlagF|kind)
 	h.SetITT(itt)
 	h.SetTTT(tag)
-	h.SetExpStatSN(c.acked)
+	h.SetExpStatSN(c.ExpStatSN)
 	h.SetBegRun(begin)
 	h.SetRunLength(length)
 	c.send(h, nil)
@@ -75,7 +77,7 @@ func (c *client) sameAgain(p reply) {
 // checked (ISCSI-11.7-2), and so is that the status travels alone.
 func (c *client) openRead(octets, burst int) (cmd pdu.BHS, pdus []reply) {
 	c.tb.Helper()
-	h := c.scsi(pdu.FlagR, read16(0, octets/blockLen), octets)
+	h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(octets/blockLen)), octets)
 	c.send(h, nil)
 	since := 0
 	for {
@@ -99,9 +101,9 @@ func (c *client) openRead(octets, burst int) (cmd pdu.BHS, pdus []reply) {
 // ack acknowledges what has come, and takes what the target says about that.
 func (c *client) ack() {
 	c.tb.Helper()
-	c.acked = c.statSN
+	c.ExpStatSN = c.statSN
 	c.ping()
-	c.acked = c.statSN
+	c.ExpStatSN = c.statSN
 }
 
 // ping sends a NOP-Out and takes its answer.
@@ -180,7 +182,7 @@ func TestSNACKForNothing(t *testing.T) {
 		{"run much too long", pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 7, 0xffffffff, pdu.RejectProtocolError, 8},
 		{"unknown task", pdu.SNACKData, 0xabcd, pdu.ReservedTag, 0, 0, pdu.RejectProtocolError, 0},
 		{"status not sent", pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, status.StatSN() + 100, 1, pdu.RejectProtocolError, 0},
-		{"status acknowledged", pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, c.acked - 1, 1, pdu.RejectProtocolError, 0},
+		{"status acknowledged", pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, c.ExpStatSN - 1, 1, pdu.RejectProtocolError, 0},
 		{"more statuses than there are", pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, status.StatSN(), 100, pdu.RejectProtocolError, 0},
 		{"status with a tag", pdu.SNACKStatus, cmd.ITT(), pdu.ReservedTag, status.StatSN(), 1, pdu.RejectInvalidField, 0},
 		{"DataACK with an unknown tag", pdu.SNACKDataACK, pdu.ReservedTag, 0x77777777, 1, 0, pdu.RejectInvalidDataAck, 0},
@@ -230,7 +232,7 @@ func TestSNACKForNothing(t *testing.T) {
 func TestSNACKAtLevel0(t *testing.T) {
 	tg := startTarget(t, level1)
 	c := tg.login(t)
-	h := c.scsi(pdu.FlagR, read16(0, 8), 8*blockLen)
+	h := c.scsi(pdu.FlagR, cdb.Read16(0, 8), 8*blockLen)
 	c.send(h, nil)
 	c.readData(h, 256<<10)
 	for kind := range byte(5) {
@@ -248,11 +250,11 @@ func TestStatusSNACK(t *testing.T) {
 	c := tg.login1(t)
 	var pdus []reply
 	pdus = append(pdus, c.ping())
-	c.send(c.scsi(0, make([]byte, 6), 0), nil)
+	c.send(c.scsi(0, cdb.TestUnitReady, 0), nil)
 	pdus = append(pdus, c.want(pdu.SCSIResponse))
-	c.send(c.scsi(pdu.FlagR, read16(storeLen/blockLen, 1), blockLen), nil) // with sense
+	c.send(c.scsi(pdu.FlagR, cdb.Read16(storeLen/blockLen, 1), blockLen), nil) // with sense
 	pdus = append(pdus, c.want(pdu.SCSIResponse))
-	c.tmf(pdu.AbortTask, 0x9999, c.cmdSN-1)
+	c.tmf(pdu.AbortTask, 0x9999, c.CmdSN-1)
 	pdus = append(pdus, c.want(pdu.TaskMgmtResp))
 	c.text("SendTargets=\x00")
 	pdus = append(pdus, c.want(pdu.TextResp))
@@ -270,7 +272,7 @@ func TestStatusSNACK(t *testing.T) {
 		c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, first+uint32(i), 1)
 		c.sameAgain(p)
 	}
-	c.acked = first + 2
+	c.ExpStatSN = first + 2
 	c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, 0, 0)
 	for _, p := range pdus[2:] {
 		c.sameAgain(p)
@@ -354,14 +356,14 @@ func TestSNACKWithinARead(t *testing.T) {
 		t.Fatal(err)
 	}
 	c := tg.login1(t)
-	store := tg.store.shut(half)
-	h := c.scsi(pdu.FlagR, read16(0, octets/blockLen), octets)
+	gate := tg.store.ShutFrom(half, backendtest.ReadAt)
+	h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(octets/blockLen)), octets)
 	c.send(h, nil)
 	var pdus []reply
 	for range half / 8192 {
 		pdus = append(pdus, c.want(pdu.DataIn))
 	}
-	<-store.entered
+	<-gate.Entered
 	c.snack(pdu.SNACKData, h.ITT(), pdu.ReservedTag, 3, 2)
 	c.sameAgain(pdus[3])
 	c.sameAgain(pdus[4])
@@ -383,7 +385,7 @@ func TestSNACKWithinARead(t *testing.T) {
 		take()
 	}
 	c.quiet()
-	store.open()
+	gate.Open()
 	for len(got) < octets {
 		take()
 	}
@@ -405,7 +407,7 @@ func TestRDataUnderLoad(t *testing.T) {
 	c := tg.login1(t, "MaxRecvDataSegmentLength=65536")
 	var tags []uint32
 	for range reads {
-		h := c.scsi(pdu.FlagR, read16(0, octets/blockLen), octets)
+		h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(octets/blockLen)), octets)
 		c.send(h, nil)
 		tags = append(tags, h.ITT())
 	}
@@ -434,15 +436,15 @@ func TestSNACKOnAnotherConnection(t *testing.T) {
 	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.Limits.MaxConnections = 2 })
 	c := tg.login1(t, "MaxConnections=2", "MaxBurstLength=16384", "FirstBurstLength=16384")
 	other := tg.connect(t)
-	other.isid, other.tsih, other.cid, other.cmdSN, other.itt = c.isid, c.tsih, 1, c.cmdSN, 0x8000
+	other.isid, other.tsih, other.cid, other.CmdSN, other.ITT = c.isid, c.tsih, 1, c.CmdSN, 0x8000
 	other.login("HeaderDigest=CRC32C", "DataDigest=CRC32C")
 	other.acksLate = true
 	other.ack()
-	store := tg.store.shut(1 << 20)
-	defer store.open()
-	going := c.scsi(pdu.FlagR, read16(2048, 8), 4096)
+	gate := tg.store.ShutFrom(1<<20, backendtest.ReadAt)
+	defer gate.Open()
+	going := c.scsi(pdu.FlagR, cdb.Read16(2048, 8), 4096)
 	c.send(going, nil)
-	<-store.entered
+	<-gate.Entered
 	cmd, pdus := c.openRead(64<<10, 16<<10)
 	for _, h := range []pdu.BHS{cmd, going} {
 		other.wantReject(pdu.RejectProtocolError, other.snack(pdu.SNACKData, h.ITT(), pdu.ReservedTag, 0, 0))
@@ -670,7 +672,7 @@ func TestLostUnsolicitedData(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			c := tg.login1(t, "InitialR2T=No", "FirstBurstLength=4096")
 			data := random(tt.size)
-			h := c.scsi(pdu.FlagW, write16(0, tt.size/blockLen), tt.size)
+			h := c.scsi(pdu.FlagW, cdb.Write16(0, uint32(tt.size/blockLen)), tt.size)
 			h.SetFlags(h.Flags() &^ pdu.FlagF)
 			c.send(h, data[:tt.immediate])
 			rejects := 0
@@ -717,7 +719,7 @@ func TestRetry(t *testing.T) {
 	tg := startTarget(t, level1)
 	c := tg.login1(t)
 	data := random(4096)
-	h := c.scsi(pdu.FlagW, write16(0, 8), 4096)
+	h := c.scsi(pdu.FlagW, cdb.Write16(0, 8), 4096)
 	c.badData = true
 	c.send(h, data)
 	c.wantReject(pdu.RejectDataDigest, h)
@@ -742,15 +744,15 @@ func TestNothingIsAcknowledged(t *testing.T) {
 		count int
 		cmd   func(c *client) pdu.BHS
 	}{
-		{"memory", 6, func(c *client) pdu.BHS { return c.scsi(pdu.FlagR, read16(0, 2048), 1<<20) }},
-		{"window", 2*depth + 1, func(c *client) pdu.BHS { return c.scsi(0, make([]byte, 6), 0) }},
+		{"memory", 6, func(c *client) pdu.BHS { return c.scsi(pdu.FlagR, cdb.Read16(0, 2048), 1<<20) }},
+		{"window", 2*depth + 1, func(c *client) pdu.BHS { return c.scsi(0, cdb.TestUnitReady, 0) }},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			tg := startTarget(t, level1, hasty, func(_ *target, o *iscsi.Options) { o.ConnectionMemory, o.QueueDepth = memory, depth })
 			c := tg.login1(t, "MaxRecvDataSegmentLength=262144")
 			pings := 0
 			for range tt.count {
-				for pdu.Before(c.maxCmdSN, c.cmdSN) { // the window is closed
+				for pdu.Before(c.maxCmdSN, c.CmdSN) { // the window is closed
 					pings += c.unasked(c.any())
 				}
 				h := tt.cmd(c)
@@ -774,7 +776,7 @@ func TestNothingIsAcknowledged(t *testing.T) {
 			if pings == 0 {
 				t.Error("nobody asked for an acknowledgement")
 			}
-			h := c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, c.acked, 1)
+			h := c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, c.ExpStatSN, 1)
 			p := c.any()
 			for ; p.h.Opcode() == pdu.NOPIn; p = c.any() {
 			}
@@ -790,7 +792,7 @@ func TestPingsAcknowledge(t *testing.T) {
 	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 4 << 20 })
 	c := tg.login1(t, "MaxRecvDataSegmentLength=262144")
 	for range reads {
-		c.send(c.scsi(pdu.FlagR, read16(0, octets/blockLen), octets), nil)
+		c.send(c.scsi(pdu.FlagR, cdb.Read16(0, uint32(octets/blockLen)), octets), nil)
 	}
 	pongs := 0
 	for done := 0; done < reads; {
@@ -805,9 +807,9 @@ func TestPingsAcknowledge(t *testing.T) {
 			h.SetImmediate()
 			h.SetITT(pdu.ReservedTag)
 			h.SetTTT(p.h.TTT())
-			h.SetCmdSN(c.cmdSN)
+			h.SetCmdSN(c.CmdSN)
 			h.SetExpStatSN(c.statSN)
-			c.acked = c.statSN
+			c.ExpStatSN = c.statSN
 			c.send(h, nil)
 		case p.h.Opcode() != pdu.DataIn && p.h.Opcode() != pdu.NOPIn:
 			t.Fatalf("%x", []byte(p.h))
@@ -831,7 +833,7 @@ func TestManyImmediateRequests(t *testing.T) {
 	if n := tg.node.Stats().TasksInFlight; n > 60 {
 		t.Errorf("%d slots in use", n)
 	}
-	h := c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, c.acked, 0)
+	h := c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, c.ExpStatSN, 0)
 	c.wantReject(pdu.RejectSNACK, h)
 	last := c.ping()
 	c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, last.h.StatSN(), 0)
@@ -874,8 +876,8 @@ func TestDataGivenUp(t *testing.T) {
 	tg := startTarget(t, level1, hasty, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 1 << 20 })
 	c := tg.login1(t, "MaxRecvDataSegmentLength=262144", "MaxBurstLength=16776192")
 	const octets = 2 << 20
-	h := c.scsi(pdu.FlagR, read16(0, octets/blockLen), octets)
-	store := tg.store.shut(1 << 20)
+	h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(octets/blockLen)), octets)
+	gate := tg.store.ShutFrom(1<<20, backendtest.ReadAt)
 	c.send(h, nil)
 	for off := 0; off < 1<<20; {
 		p := c.any()
@@ -885,7 +887,7 @@ func TestDataGivenUp(t *testing.T) {
 			}
 		}
 	}
-	<-store.entered // it has the memory that was given up
+	<-gate.Entered // it has the memory that was given up
 	s := c.snack(pdu.SNACKData, h.ITT(), pdu.ReservedTag, 0, 1)
 	for {
 		p := c.any()
@@ -895,7 +897,7 @@ func TestDataGivenUp(t *testing.T) {
 		c.isReject(p, pdu.RejectSNACK, s)
 		break
 	}
-	store.open()
+	gate.Open()
 	for {
 		p := c.any()
 		if p.h.Opcode() == pdu.SCSIResponse {
@@ -914,7 +916,7 @@ func TestDataACK(t *testing.T) {
 	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 2 << 20 })
 	c := tg.login1(t, "MaxRecvDataSegmentLength=262144", "MaxBurstLength=262144")
 	const octets = 12 << 20
-	h := c.scsi(pdu.FlagR, read16(0, octets/blockLen), octets)
+	h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(octets/blockLen)), octets)
 	c.send(h, nil)
 	var got []byte
 	next, copies, acks := uint32(0), 0, 0
@@ -962,7 +964,7 @@ func TestLossyStream(t *testing.T) {
 	lose := func(n int) bool { return (n*2654435761>>7)%5 == 0 }
 	lost := 0
 	// Written with every fifth Data-Out spoiled.
-	h := c.scsi(pdu.FlagW, write16(0, len(want)/blockLen), len(want))
+	h := c.scsi(pdu.FlagW, cdb.Write16(0, uint32(len(want)/blockLen)), len(want))
 	c.send(h, nil)
 	for n := 0; ; {
 		p := c.any()
@@ -991,8 +993,8 @@ func TestLossyStream(t *testing.T) {
 		t.Fatalf("%d lost; what is stored is not what was written", lost)
 	}
 	// Read with every fifth Data-In lost, and asked for again.
-	h = c.scsi(pdu.FlagR, read16(0, len(want)/blockLen), len(want))
-	h.SetExpStatSN(c.acked)
+	h = c.scsi(pdu.FlagR, cdb.Read16(0, uint32(len(want)/blockLen)), len(want))
+	h.SetExpStatSN(c.ExpStatSN)
 	c.send(h, nil)
 	got := make([]byte, len(want))
 	var holes []uint32
@@ -1049,7 +1051,7 @@ func TestLostConnectionsAtLevel1(t *testing.T) {
 		"kept data": func(c *client) { c.openRead(1<<20, 1<<20) },
 		"waiting for acknowledgements": func(c *client) {
 			for range 20 {
-				c.send(c.scsi(pdu.FlagR, read16(0, 2048), 1<<20), nil)
+				c.send(c.scsi(pdu.FlagR, cdb.Read16(0, 2048), 1<<20), nil)
 			}
 			c.wantData()
 		},
@@ -1068,7 +1070,7 @@ func TestLostConnectionsAtLevel1(t *testing.T) {
 			c.any()
 		},
 		"ABORT TASK with kept data": func(c *client) {
-			h := c.scsi(pdu.FlagR, read16(0, 16384), 8<<20)
+			h := c.scsi(pdu.FlagR, cdb.Read16(0, 16384), 8<<20)
 			c.send(h, nil)
 			c.wantData()
 			c.tmf(pdu.AbortTask, h.ITT(), h.CmdSN())

@@ -15,8 +15,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 func random(n int) []byte {
@@ -136,7 +139,7 @@ func TestPhaseCollapse(t *testing.T) {
 			// Data that somebody is sending already when the status comes has to go
 			// without it.
 			for try := 1; ; try++ {
-				h := c.scsi(pdu.FlagR, read16(0, tt.blocks), tt.edtl)
+				h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(tt.blocks)), tt.edtl)
 				c.send(h, nil)
 				data, _, status := c.readData(h, 256<<10)
 				if status.Status() != 0 || len(data) != min(tt.edtl, tt.blocks*blockLen) {
@@ -155,17 +158,22 @@ func TestPhaseCollapse(t *testing.T) {
 		})
 	}
 	t.Run("no data", func(t *testing.T) { // ISCSI-11.3-3
-		rsp := c.command(pdu.FlagR, read16(0, 1), 0)
+		rsp := c.command(pdu.FlagR, cdb.Read16(0, 1), 0)
 		if rsp.h.Status() != 0 || rsp.h.Flags()&pdu.FlagOverflow == 0 || rsp.h.Residual() != blockLen || rsp.h.ExpDataSN() != 0 {
 			t.Fatalf("response %x", []byte(rsp.h))
 		}
 	})
 	t.Run("CHECK CONDITION", func(t *testing.T) {
-		c.wantSense(c.command(pdu.FlagR, read16(storeLen/blockLen, 1), blockLen), 0x05, 0x21, 0)
+		c.wantSense(c.command(pdu.FlagR, cdb.Read16(storeLen/blockLen, 1), blockLen), 0x05, 0x21, 0)
 	})
 	t.Run("ISCSI-11.4-9 error behind data", func(t *testing.T) {
-		tg.store.badFrom.Store(128 << 10)
-		h := c.scsi(pdu.FlagR, read16(0, 512), 512*blockLen)
+		tg.store.Hook(func(op backendtest.Op, off, _ int64) error {
+			if op == backendtest.ReadAt && off >= 128<<10 {
+				return errors.New("unreadable")
+			}
+			return nil
+		})
+		h := c.scsi(pdu.FlagR, cdb.Read16(0, 512), 512*blockLen)
 		c.send(h, nil)
 		data, pdus, status := c.readData(h, 256<<10)
 		if status.Opcode() != pdu.SCSIResponse || status.Status() != 2 || len(data) != 128<<10 {
@@ -195,10 +203,10 @@ func TestManyCommands(t *testing.T) {
 		for i := range depth {
 			m := &command{write: (i+round)%2 == 0, data: random(blocks * blockLen)}
 			if m.write {
-				m.h = c.scsi(pdu.FlagW, write16(i*blocks, blocks), len(m.data))
+				m.h = c.scsi(pdu.FlagW, cdb.Write16(uint64(i*blocks), uint32(blocks)), len(m.data))
 			} else {
 				m.data = tg.stored(i*blocks, len(m.data))
-				m.h = c.scsi(pdu.FlagR, read16(i*blocks, blocks), len(m.data))
+				m.h = c.scsi(pdu.FlagR, cdb.Read16(uint64(i*blocks), uint32(blocks)), len(m.data))
 			}
 			open[m.h.ITT()] = m
 			out = append(out, c.encode(m.h, nil, nil)...)
@@ -246,7 +254,7 @@ func (c *client) quiet() {
 // openWrite sends a WRITE of two bursts and returns it with its first R2T.
 func (c *client) openWrite(data []byte) (cmd, r2t pdu.BHS) {
 	c.tb.Helper()
-	h := c.scsi(pdu.FlagW, write16(0, len(data)/blockLen), len(data))
+	h := c.scsi(pdu.FlagW, cdb.Write16(0, uint32(len(data)/blockLen)), len(data))
 	c.send(h, nil)
 	return h, c.want(pdu.R2T).h
 }
@@ -351,22 +359,22 @@ func TestHeaderDigestError(t *testing.T) {
 		c := tg.connect(t)
 		c.login("HeaderDigest=CRC32C")
 		c.header = false
-		c.send(c.scsi(0, make([]byte, 6), 0), nil)
-		c.send(c.scsi(0, make([]byte, 6), 0), nil)
+		c.send(c.scsi(0, cdb.TestUnitReady, 0), nil)
+		c.send(c.scsi(0, cdb.TestUnitReady, 0), nil)
 		c.wantClosed()
 	})
 	t.Run("command", func(t *testing.T) {
 		c := tg.login(t, "HeaderDigest=CRC32C")
 		c.badHeader = true
-		c.send(c.scsi(0, make([]byte, 6), 0), nil)
+		c.send(c.scsi(0, cdb.TestUnitReady, 0), nil)
 		c.wantClosed()
 	})
 	t.Run("AHS", func(t *testing.T) {
 		c := tg.login(t, "HeaderDigest=CRC32C")
 		ahs := pdu.AppendExtendedCDB(nil, make([]byte, 32))
-		c.write(c.encode(c.scsi(0, make([]byte, 16), 0), ahs, nil))
+		c.write(c.encode(c.scsi(0, cdb.TestUnitReady, 0), ahs, nil))
 		c.want(pdu.SCSIResponse)
-		b := c.encode(c.scsi(0, make([]byte, 16), 0), ahs, nil)
+		b := c.encode(c.scsi(0, cdb.TestUnitReady, 0), ahs, nil)
 		b[60] ^= 1
 		c.write(b)
 		c.wantClosed()
@@ -390,7 +398,7 @@ func TestDataDigestError(t *testing.T) {
 		c := tg.login(t, "DataDigest=CRC32C")
 		data := random(4096)
 		for _, n := range []int{512, 1024, 4096} {
-			h := c.scsi(pdu.FlagW, write16(0, n/blockLen), n)
+			h := c.scsi(pdu.FlagW, cdb.Write16(0, uint32(n/blockLen)), n)
 			c.badData = true
 			c.send(h, data[:n])
 			c.wantReject(pdu.RejectDataDigest, h)
@@ -421,7 +429,7 @@ func TestDataDigestError(t *testing.T) {
 		c := tg.login(t, "DataDigest=CRC32C", "InitialR2T=No", "FirstBurstLength=4096")
 		before := tg.stored(0, 4096)
 		for _, last := range []bool{false, true} {
-			h := c.scsi(pdu.FlagW, write16(0, 8), 4096)
+			h := c.scsi(pdu.FlagW, cdb.Write16(0, 8), 4096)
 			h.SetFlags(h.Flags() &^ pdu.FlagF)
 			c.send(h, random(1024))
 			d := dataOut(h.ITT(), nil, 0, 1024, last)
@@ -456,8 +464,8 @@ func TestUnsolicitedData(t *testing.T) {
 	c := tg.login(t, "InitialR2T=No", "FirstBurstLength=8192", "HeaderDigest=CRC32C")
 	for _, size := range []int{8192, 20480} {
 		a, b := random(size), random(size)
-		ha := c.scsi(pdu.FlagW, write16(0, size/blockLen), size)
-		hb := c.scsi(pdu.FlagW, write16(100, size/blockLen), size)
+		ha := c.scsi(pdu.FlagW, cdb.Write16(0, uint32(size/blockLen)), size)
+		hb := c.scsi(pdu.FlagW, cdb.Write16(100, uint32(size/blockLen)), size)
 		for _, h := range []pdu.BHS{ha, hb} {
 			h.SetFlags(h.Flags() &^ pdu.FlagF)
 		}
@@ -489,7 +497,7 @@ func TestUnsolicitedData(t *testing.T) {
 		}
 	}
 	t.Run("too little", func(t *testing.T) { // ISCSI-11.4-8
-		h := c.scsi(pdu.FlagW, write16(0, 16), 8192)
+		h := c.scsi(pdu.FlagW, cdb.Write16(0, 16), 8192)
 		h.SetFlags(h.Flags() &^ pdu.FlagF)
 		c.send(h, nil)
 		c.send(dataOut(h.ITT(), nil, 0, 0, true), random(512))
@@ -513,12 +521,12 @@ func TestFormatErrors(t *testing.T) {
 	})
 	t.Run("AHS that runs over", func(t *testing.T) {
 		c := tg.login(t)
-		c.write(c.encode(c.scsi(0, make([]byte, 6), 0), []byte{0xff, 0xff, 1, 0}, nil))
+		c.write(c.encode(c.scsi(0, cdb.TestUnitReady, 0), []byte{0xff, 0xff, 1, 0}, nil))
 		c.wantClosed()
 	})
 	t.Run("ISCSI-4.2.4-1 no Login Request first", func(t *testing.T) {
 		c := tg.connect(t)
-		c.send(c.scsi(0, make([]byte, 6), 0), nil)
+		c.send(c.scsi(0, cdb.TestUnitReady, 0), nil)
 		c.wantClosed()
 	})
 	t.Run("ISCSI-6.3-2 Login Request of 8193 octets", func(t *testing.T) {
@@ -547,7 +555,7 @@ func TestRenegotiation(t *testing.T) {
 	c := tg.login(t, "MaxRecvDataSegmentLength=512")
 	for _, limit := range []int{512, 65536, 1024} {
 		c.limitSegments(limit)
-		h := c.scsi(pdu.FlagR, read16(0, 256), 256*blockLen)
+		h := c.scsi(pdu.FlagR, cdb.Read16(0, 256), 256*blockLen)
 		c.send(h, nil)
 		if _, pdus, _ := c.readData(h, 256<<10); pdus != 256*blockLen/limit {
 			t.Fatalf("%d Data-In with a limit of %d", pdus, limit)
@@ -558,14 +566,9 @@ func TestRenegotiation(t *testing.T) {
 // tmf sends an immediate task management function.
 func (c *client) tmf(function byte, rtt, refCmdSN uint32) {
 	c.tb.Helper()
-	h := make(pdu.BHS, pdu.BHSLen)
-	h.Reset(pdu.TaskMgmtReq, pdu.FlagF|function)
-	h.SetImmediate()
-	c.itt++
-	h.SetITT(c.itt)
+	h := c.Request(pdu.TaskMgmtReq, pdu.FlagF|function, true)
 	h.SetReferencedTaskTag(rtt)
 	h.SetRefCmdSN(refCmdSN)
-	h.SetCmdSN(c.cmdSN)
 	c.send(h, nil)
 }
 
@@ -605,7 +608,7 @@ func TestAbortWithOpenR2T(t *testing.T) {
 		if p := c.want(pdu.NOPIn); p.h.ITT() != pdu.ReservedTag { // about the window
 			t.Fatalf("%x", []byte(p.h))
 		}
-		c.wantSense(c.command(0, make([]byte, 6), 0), 0x06, 0x29, 0x03)
+		c.wantSense(c.command(0, cdb.TestUnitReady, 0), 0x06, 0x29, 0x03)
 	})
 	t.Run("ISCSI-4.2.3.3-2 ABORT TASK SET waits for the data", func(t *testing.T) {
 		c := tg.login(t)
@@ -647,7 +650,7 @@ func TestAbortWithOpenR2T(t *testing.T) {
 		h.Reset(pdu.LogoutReq, pdu.FlagF)
 		h.SetImmediate()
 		h.SetITT(1)
-		h.SetCmdSN(c.cmdSN)
+		h.SetCmdSN(c.CmdSN)
 		c.send(h, nil)
 		if p := c.want(pdu.LogoutResp); p.h.Response() != pdu.LogoutSuccess {
 			t.Fatalf("response %d", p.h.Response())
@@ -684,7 +687,7 @@ func TestLostConnections(t *testing.T) {
 		}},
 		{"reads that nobody takes", func(c *client) {
 			for range 30 {
-				c.send(c.scsi(pdu.FlagR, read16(0, 8192), 8192*blockLen), nil)
+				c.send(c.scsi(pdu.FlagR, cdb.Read16(0, 8192), 8192*blockLen), nil)
 			}
 			time.Sleep(50 * time.Millisecond)
 		}},
@@ -708,7 +711,7 @@ func TestPeerThatDoesNotRead(t *testing.T) {
 	tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 1 << 20 })
 	stuck, c := tg.login(t), tg.login(t)
 	for range 20 {
-		stuck.send(stuck.scsi(pdu.FlagR, read16(0, 8192), 8192*blockLen), nil)
+		stuck.send(stuck.scsi(pdu.FlagR, cdb.Read16(0, 8192), 8192*blockLen), nil)
 	}
 	for range 20 {
 		c.read(0, 1024, 256<<10)
@@ -727,14 +730,10 @@ func TestPingUnderLoad(t *testing.T) {
 	})
 	c := tg.login(t, "MaxRecvDataSegmentLength=262144")
 	for range reads {
-		c.send(c.scsi(pdu.FlagR, read16(0, each/blockLen), each), nil)
+		c.send(c.scsi(pdu.FlagR, cdb.Read16(0, uint32(each/blockLen)), each), nil)
 	}
 	c.want(pdu.DataIn)
-	for end := time.Now().Add(patience); tg.node.Stats().BuffersOut < reads-12; time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("%+v", tg.node.Stats())
-		}
-	}
+	testkit.Eventually(t, "most READs have their data", func() bool { return tg.node.Stats().BuffersOut >= reads-12 })
 	c.send(c.nopOut(), nil)
 	sent := time.Now()
 	before, after, statuses := 0, 0, 0
@@ -785,7 +784,7 @@ func TestFailedNegotiation(t *testing.T) {
 	tg := startTarget(t)
 	c := tg.login(t)
 	longest := func() (octets int) {
-		h := c.scsi(pdu.FlagR, read16(0, 32), 32*blockLen)
+		h := c.scsi(pdu.FlagR, cdb.Read16(0, 32), 32*blockLen)
 		c.send(h, nil)
 		for {
 			p := c.any()

@@ -158,15 +158,3 @@ func (c *Command) response(s *Session, bhs pdu.BHS, data []byte, ev *rdma.Event)
 	c.finish(s, nil)
 	return nil
 }
-
-// CDB builders for what tests use most; lba and n count blocks.
-
-func Read16(lba uint64, n uint32) (cdb [16]byte)  { return rw16(0x88, lba, n) }
-func Write16(lba uint64, n uint32) (cdb [16]byte) { return rw16(0x8a, lba, n) }
-
-func rw16(op byte, lba uint64, n uint32) (cdb [16]byte) {
-	cdb[0] = op
-	binary.BigEndian.PutUint64(cdb[2:], lba)
-	binary.BigEndian.PutUint32(cdb[10:], n)
-	return cdb
-}

@@ -16,6 +16,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma"
+	"github.com/iser-target/iser-target/tests/testkit/header"
 )
 
 // A Dialog is an initiator that does one thing at a time, the same over iSER and
@@ -26,13 +27,11 @@ type Dialog struct {
 	Keys   []keys.Pair       // the target's answers during login
 	Mutual bool              // the target has proved who it is
 
-	link   link
-	ctx    context.Context
-	stop   func() bool // context.AfterFunc
-	o      Options
-	itt    uint32
-	cmdSN  uint32
-	statSN uint32 // ExpStatSN
+	link link
+	ctx  context.Context
+	stop func() bool // context.AfterFunc
+	o    Options
+	n    header.Numbers
 }
 
 // A link carries PDUs. Memory for data-in and data-out of the command is
@@ -63,7 +62,7 @@ type CHAP struct {
 // iSER, if the target wants that, too (RFC 7145, section 5.1).
 func Dial(ctx context.Context, transport, addr string, o Options) (*Dialog, error) {
 	d := &Dialog{o: o.Complete(), ctx: ctx}
-	d.cmdSN = d.o.CmdSN
+	d.n.CmdSN = d.o.CmdSN
 	switch transport {
 	case "iser":
 		s, err := Connect(ctx, addr, o)
@@ -125,7 +124,7 @@ func (d *Dialog) login(csg, nsg pdu.Stage, text ...string) (map[string]string, e
 	for _, kv := range text {
 		data = append(append(data, kv...), 0)
 	}
-	req := pdu.LoginRequest{Transit: nsg != csg, CSG: csg, NSG: nsg, ISID: d.o.ISID, CmdSN: d.cmdSN, ExpStatSN: d.statSN}
+	req := pdu.LoginRequest{Transit: nsg != csg, CSG: csg, NSG: nsg, ISID: d.o.ISID, CmdSN: d.n.CmdSN, ExpStatSN: d.n.ExpStatSN}
 	bhs := pdu.BHS(req.Append(nil))
 	bhs.SetDataSegmentLength(len(data))
 	if err := d.link.send(bhs, data); err != nil {
@@ -139,7 +138,7 @@ func (d *Dialog) login(csg, nsg pdu.Stage, text ...string) (map[string]string, e
 		return nil, fmt.Errorf("%v where a Login Response is due", p.BHS.Opcode())
 	}
 	d.Login = pdu.ParseLoginResponse(p.BHS)
-	d.statSN = d.Login.StatSN + 1
+	d.n.ExpStatSN = d.Login.StatSN + 1
 	pairs, err := keys.ParseText(p.Data)
 	if err != nil {
 		return nil, err
@@ -205,22 +204,6 @@ func (d *Dialog) authenticate(names []string, auth *CHAP) error {
 	return nil
 }
 
-// request is the header of a request in the full feature phase.
-func (d *Dialog) request(op pdu.Opcode, flags byte, immediate bool) pdu.BHS {
-	bhs := make(pdu.BHS, 48)
-	bhs.Reset(op, flags)
-	d.itt++
-	bhs.SetITT(d.itt)
-	bhs.SetCmdSN(d.cmdSN)
-	bhs.SetExpStatSN(d.statSN)
-	if immediate {
-		bhs.SetImmediate()
-	} else {
-		d.cmdSN++
-	}
-	return bhs
-}
-
 // want takes the answer to a request.
 func (d *Dialog) want(op pdu.Opcode, itt uint32) (PDU, error) {
 	p, err := d.link.receive()
@@ -230,14 +213,14 @@ func (d *Dialog) want(op pdu.Opcode, itt uint32) (PDU, error) {
 	if p.BHS.Opcode() != op || p.BHS.ITT() != itt {
 		return p, fmt.Errorf("%v of task %#x where %v of %#x is due", p.BHS.Opcode(), p.BHS.ITT(), op, itt)
 	}
-	d.statSN = p.BHS.StatSN() + 1
+	d.n.ExpStatSN = p.BHS.StatSN() + 1
 	return p, nil
 }
 
 // SendTargets is the answer to SendTargets=which.
 func (d *Dialog) SendTargets(which string) ([]keys.Pair, error) {
 	var text []byte
-	h := d.request(pdu.TextReq, pdu.FlagF, false)
+	h := d.n.Request(pdu.TextReq, pdu.FlagF, false)
 	itt, ttt, data := h.ITT(), uint32(pdu.ReservedTag), []byte("SendTargets="+which+"\x00")
 	for {
 		h.SetITT(itt)
@@ -254,13 +237,13 @@ func (d *Dialog) SendTargets(which string) ([]keys.Pair, error) {
 			return keys.ParseText(text)
 		}
 		ttt, data = p.BHS.TTT(), nil
-		h = d.request(pdu.TextReq, pdu.FlagF, false)
+		h = d.n.Request(pdu.TextReq, pdu.FlagF, false)
 	}
 }
 
 // TMF runs a task management function and returns the response code.
 func (d *Dialog) TMF(function byte, lun [8]byte) (byte, error) {
-	h := d.request(pdu.TaskMgmtReq, pdu.FlagF|function, true)
+	h := d.n.Request(pdu.TaskMgmtReq, pdu.FlagF|function, true)
 	h.SetLUN(lun)
 	h.SetReferencedTaskTag(pdu.ReservedTag)
 	if err := d.link.send(h, nil); err != nil {
@@ -285,7 +268,7 @@ func (d *Dialog) Do(lun [8]byte, cdb, out []byte, in int) (status byte, sense, d
 		case len(out) > 0:
 			flags |= pdu.FlagW
 		}
-		h := d.request(pdu.SCSICommand, flags, false)
+		h := d.n.Request(pdu.SCSICommand, flags, false)
 		h.SetLUN(lun)
 		h.SetEDTL(uint32(in + len(out)))
 		h.SetCDB(append(cdb[:len(cdb):len(cdb)], make([]byte, 16-len(cdb))...))
@@ -294,7 +277,7 @@ func (d *Dialog) Do(lun [8]byte, cdb, out []byte, in int) (status byte, sense, d
 		if err != nil {
 			return 0, nil, nil, err
 		}
-		d.statSN = p.BHS.StatSN() + 1
+		d.n.ExpStatSN = p.BHS.StatSN() + 1
 		if in > 0 && p.BHS.Flags()&pdu.FlagUnderflow != 0 {
 			n = in - int(p.BHS.Residual())
 		}

@@ -17,9 +17,9 @@ import (
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/rdma/wire"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
-
-const patience = 20 * time.Second
 
 // A script is a target that does what a test says.
 type script struct {
@@ -46,7 +46,7 @@ func start(t *testing.T, o Options) *script {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	ctx, cancel := context.WithTimeout(context.Background(), testkit.Patience)
 	tg := &script{t: t, ctx: ctx, login: make(chan outcome, 1)}
 	o.Target = "iqn.2026-11.io.example:script"
 	go func() {
@@ -56,7 +56,7 @@ func start(t *testing.T, o Options) *script {
 	if tg.nc, err = l.Accept(); err != nil {
 		t.Fatal(err)
 	}
-	tg.nc.SetDeadline(time.Now().Add(patience))
+	tg.nc.SetDeadline(time.Now().Add(testkit.Patience))
 	t.Cleanup(func() {
 		cancel()
 		tg.nc.Close()
@@ -84,7 +84,7 @@ func (tg *script) silence(when string) {
 	if n, err := tg.nc.Read(b[:]); n != 0 || !errors.Is(err, os.ErrDeadlineExceeded) {
 		tg.t.Fatalf("%s: % x, %v", when, b[:n], err)
 	}
-	tg.nc.SetReadDeadline(time.Now().Add(patience))
+	tg.nc.SetReadDeadline(time.Now().Add(testkit.Patience))
 }
 
 // end sees the end of the stream, and nothing before it.
@@ -140,7 +140,7 @@ func (tg *script) startMPA() {
 		tg.t.Fatal(err)
 	}
 	tg.rc = rc
-	rc.SetReceiveDeadline(time.Now().Add(patience))
+	rc.SetReceiveDeadline(time.Now().Add(testkit.Patience))
 }
 
 // full is the way to the full feature phase on the byte stream.
@@ -319,7 +319,7 @@ func TestMemoryOfCommands(t *testing.T) {
 	t.Run("ISER-7.3.1-2 ISER-7.3.1-3 ISER-9.5.1-1 unsolicited data", func(t *testing.T) {
 		tg, s := full(t, Options{Keys: []string{"TaggedBufferForSolicitedDataOnly=Yes"}})
 		out := bytes.Repeat([]byte{1, 2, 3, 4}, 512)
-		c := &Command{CDB: Write16(0, 4), Out: out, Immediate: 512}
+		c := &Command{CDB: cdb.Write16(0, 4), Out: out, Immediate: 512}
 		if err := s.Start(c); err != nil {
 			t.Fatal(err)
 		}
@@ -338,7 +338,7 @@ func TestMemoryOfCommands(t *testing.T) {
 			t.Error(err, c.Invalidated)
 		}
 		// ISER-1.5.1-1, ISER-9.2-5: nothing is advertised that nobody has to ask for.
-		if err := s.Start(&Command{CDB: Write16(0, 1), Out: out[:512], Immediate: 512}); err != nil {
+		if err := s.Start(&Command{CDB: cdb.Write16(0, 1), Out: out[:512], Immediate: 512}); err != nil {
 			t.Fatal(err)
 		}
 		if h, _, _ := tg.want(pdu.SCSICommand); h.Write.Valid || h.Read.Valid {
@@ -353,7 +353,7 @@ func TestMemoryOfCommands(t *testing.T) {
 			var hs [2]iser.Header
 			var itts [2]uint32
 			for i := range cs {
-				cs[i] = &Command{CDB: Read16(0, 1), In: make([]byte, 512)}
+				cs[i] = &Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
 				if err := s.Start(cs[i]); err != nil {
 					t.Fatal(err)
 				}
@@ -384,7 +384,7 @@ func TestMemoryOfCommands(t *testing.T) {
 	}
 	t.Run("ISER-1.5.1-6 another STag is invalidated", func(t *testing.T) {
 		tg, s := full(t, Options{})
-		c, other := &Command{CDB: Read16(0, 1), In: make([]byte, 512)}, &Command{CDB: Read16(0, 1), In: make([]byte, 512)}
+		c, other := &Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}, &Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
 		s.Start(c)
 		s.Start(other)
 		_, bhs, _ := tg.want(pdu.SCSICommand)
@@ -399,7 +399,7 @@ func TestMemoryOfCommands(t *testing.T) {
 		if tg.request.Private[0] != 0xc0 {
 			t.Errorf("% x", tg.request.Private)
 		}
-		c := &Command{CDB: Read16(0, 1), In: make([]byte, 512)}
+		c := &Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
 		s.Start(c)
 		h, bhs, _ := tg.want(pdu.SCSICommand)
 		tg.answer(pdu.SCSIResponse, bhs.ITT(), h.Read.STag)
@@ -409,7 +409,7 @@ func TestMemoryOfCommands(t *testing.T) {
 	})
 	t.Run("ISER-1.5.1-5 ISER-8.3.2-1 abort", func(t *testing.T) {
 		tg, s := full(t, Options{})
-		c := &Command{CDB: Read16(0, 1), In: make([]byte, 512)}
+		c := &Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
 		if err := s.Start(c); err != nil {
 			t.Fatal(err)
 		}
@@ -436,7 +436,7 @@ func TestMemoryOfCommands(t *testing.T) {
 		}
 		tg.refused(h.Read.STag, h.Read.Base)
 	})
-	for end := time.Now().Add(patience); rdma.ReadStats().STags != settled; time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(testkit.Patience); rdma.ReadStats().STags != settled; time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatalf("%d STags are left, were %d", rdma.ReadStats().STags, settled)
 		}
@@ -448,10 +448,10 @@ func TestMemoryOfCommands(t *testing.T) {
 func TestDataSegmentLengths(t *testing.T) {
 	keys := []string{"TargetRecvDataSegmentLength=1024", "InitiatorRecvDataSegmentLength=64"}
 	tg, s := full(t, Options{}, keys...)
-	if err := s.Start(&Command{CDB: Write16(0, 4), Out: make([]byte, 2048), Immediate: 1025}); err == nil {
+	if err := s.Start(&Command{CDB: cdb.Write16(0, 4), Out: make([]byte, 2048), Immediate: 1025}); err == nil {
 		t.Error("ISER-6.2-3: 1025 octets leave")
 	}
-	c := &Command{CDB: Write16(0, 4), Out: make([]byte, 2048), Immediate: 1024}
+	c := &Command{CDB: cdb.Write16(0, 4), Out: make([]byte, 2048), Immediate: 1024}
 	if err := s.Start(c); err != nil {
 		t.Fatal(err)
 	}
@@ -470,7 +470,7 @@ func TestDataSegmentLengths(t *testing.T) {
 // ISER-5.2.1-2, ISER-5.2.1-3: logout.
 func TestWholeSession(t *testing.T) {
 	tg, s := full(t, Options{})
-	for _, c := range []*Command{{}, {CDB: Read16(0, 8), In: make([]byte, 4096)}, {CDB: Write16(0, 8), Out: make([]byte, 4096), Immediate: 512}} {
+	for _, c := range []*Command{{}, {CDB: cdb.Read16(0, 8), In: make([]byte, 4096)}, {CDB: cdb.Write16(0, 8), Out: make([]byte, 4096), Immediate: 512}} {
 		if err := s.Start(c); err != nil {
 			t.Fatal(err)
 		}

@@ -21,6 +21,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/interop/harness"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 const dashboardTarget = "iqn.2026-11.io.example:shown"
@@ -154,8 +155,8 @@ func (s *shown) loadISER(t *testing.T, name string) {
 			}
 		}
 	}
-	out := &initiator.Command{CDB: initiator.Write16(0, blocks), Out: make([]byte, blocks*512)}
-	in := &initiator.Command{CDB: initiator.Read16(0, 2*blocks), In: make([]byte, 2*blocks*512)}
+	out := &initiator.Command{CDB: cdb.Write16(0, blocks), Out: make([]byte, blocks*512)}
+	in := &initiator.Command{CDB: cdb.Read16(0, 2*blocks), In: make([]byte, 2*blocks*512)}
 	s.load(t, func() error {
 		out.LUN = 1 - out.LUN
 		if err := session.Do(out); err != nil || out.Status != 0 {
@@ -184,7 +185,7 @@ func (s *shown) loadTCP(t *testing.T, name string) {
 		t.Fatal(err)
 	}
 	const blocks = 16
-	cdb := initiator.Read16(0, blocks)
+	cdb := cdb.Read16(0, blocks)
 	s.load(t, func() error {
 		status, _, data, err := d.Do([8]byte{}, cdb[:], nil, blocks*512)
 		if err != nil || status != 0 {

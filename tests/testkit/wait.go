@@ -14,7 +14,9 @@ const Patience = 2 * time.Minute
 // Patience. It is for conditions that no channel reports.
 func Eventually(t testing.TB, what string, f func() bool) {
 	t.Helper()
-	for end := time.Now().Add(Patience); !f(); time.Sleep(time.Millisecond) {
+	end := time.Now().Add(Patience)
+	for pause := 50 * time.Microsecond; !f(); pause = min(2*pause, 2*time.Millisecond) {
+		time.Sleep(pause)
 		if time.Now().After(end) {
 			t.Fatalf("not within %v: %s\n%s", Patience, what, Stacks())
 		}

@@ -25,6 +25,7 @@ import (
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 const (
@@ -196,8 +197,8 @@ func load(t *testing.T, s *initiator.Session) {
 	begin := sync.OnceFunc(func() { close(begun) })
 	wg.Go(func() {
 		defer begin()
-		w := &initiator.Command{CDB: initiator.Write16(1024, 8), Out: make([]byte, 4096)}
-		r := &initiator.Command{CDB: initiator.Read16(1024, 8), In: make([]byte, 4096)}
+		w := &initiator.Command{CDB: cdb.Write16(1024, 8), Out: make([]byte, 4096)}
+		r := &initiator.Command{CDB: cdb.Read16(1024, 8), In: make([]byte, 4096)}
 		for rounds := 0; ; rounds++ {
 			select {
 			case <-stop:
@@ -309,7 +310,7 @@ func TestLUNs(t *testing.T) {
 	if fi, err := os.Stat(disk); err != nil || fi.Size() != 3<<20 {
 		t.Errorf("the file: %v, %v", fi, err)
 	}
-	w := &initiator.Command{LUN: 1, CDB: initiator.Write16(4096, 1), Out: bytes.Repeat([]byte{7}, 512)}
+	w := &initiator.Command{LUN: 1, CDB: cdb.Write16(4096, 1), Out: bytes.Repeat([]byte{7}, 512)}
 	if got := do(t, s, w); got != "" {
 		t.Errorf("WRITE behind the old end: %s", got)
 	}
@@ -345,7 +346,7 @@ func TestLUNs(t *testing.T) {
 	if got := attentions(t, s, 1); got != "28/00 2a/01" { // MEDIUM MAY HAVE CHANGED, MODE PARAMETERS CHANGED: WP
 		t.Errorf("LUN 1 after it is read only: %s", got)
 	}
-	w.CDB = initiator.Write16(0, 1)
+	w.CDB = cdb.Write16(0, 1)
 	if got := do(t, s, w); got != "7/27/00" {
 		t.Errorf("WRITE to what is read only: %s", got)
 	}
@@ -432,7 +433,7 @@ func TestRemoveLUN(t *testing.T) {
 			l.luns = `{id: 0, backend: memory, size: 4MiB}, {id: 2, backend: memory, size: 1MiB}, {id: 1, backend: memory, size: 1MiB, read_only: true}`
 			l.ok(ChangeOptions{})
 			attentions(t, s, 2)
-			r := &initiator.Command{LUN: 2, CDB: initiator.Read16(0, 1), In: make([]byte, 512)}
+			r := &initiator.Command{LUN: 2, CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
 			if err := s.Start(r); err != nil {
 				t.Fatal(err)
 			}
@@ -533,7 +534,7 @@ func TestTargets(t *testing.T) {
 		removed <- time.Since(begin)
 	}()
 	eventually(t, "the target is gone", func() bool { return len(l.State().Targets) == 1 })
-	w := &initiator.Command{CDB: initiator.Write16(0, 1), Out: make([]byte, 512)}
+	w := &initiator.Command{CDB: cdb.Write16(0, 1), Out: make([]byte, 512)}
 	if got := do(t, a, w); got != "" {
 		t.Errorf("WRITE before the logout: %s", got)
 	}
@@ -674,7 +675,7 @@ func TestFailure(t *testing.T) {
 	s := l.login("stays", store)
 	load(t, s)
 	gone := l.login("gone", prefix+"second")
-	w := &initiator.Command{LUN: 1, CDB: initiator.Write16(0, 1), Out: bytes.Repeat([]byte{7}, 512)}
+	w := &initiator.Command{LUN: 1, CDB: cdb.Write16(0, 1), Out: bytes.Repeat([]byte{7}, 512)}
 	attentions(t, s, 1)
 	if got := do(t, s, w); got != "" {
 		t.Fatal(got)
@@ -720,7 +721,7 @@ func TestFailure(t *testing.T) {
 			t.Errorf("after a failure of %s there is a difference: %+v, %v", what, p, err)
 		}
 		attentions(t, s, 1)
-		r := &initiator.Command{LUN: 1, CDB: initiator.Read16(0, 1), In: make([]byte, 512)}
+		r := &initiator.Command{LUN: 1, CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
 		if got := do(t, s, r); got != "" || !bytes.Equal(r.In, w.Out) {
 			t.Errorf("after a failure of %s: LUN 1: %s, or its data is lost", what, got)
 		}
@@ -1194,7 +1195,7 @@ func TestClearReservation(t *testing.T) {
 	if got := pr(a, 1, 3, 1, 0); got != "" { // Exclusive Access
 		t.Fatal(got)
 	}
-	r := &initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 512)}
+	r := &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
 	if got := do(t, b, r); got != "status 0x18" {
 		t.Fatalf("READ of the other one: %s", got)
 	}
@@ -1416,7 +1417,7 @@ func TestReservationsAcrossReplacement(t *testing.T) {
 						t.Errorf("with %q: %s", more, got)
 					}
 				}
-				w := &initiator.Command{CDB: initiator.Write16(0, 1), Out: make([]byte, 512)}
+				w := &initiator.Command{CDB: cdb.Write16(0, 1), Out: make([]byte, 512)}
 				if got := do(t, fenced, w); got != "status 0x18" {
 					t.Errorf("with %q: WRITE of who is kept out: %q", more, got)
 				}
@@ -1449,7 +1450,7 @@ func TestBusyLUNIsOpenedAnew(t *testing.T) {
 	l.ok(ChangeOptions{})
 	s := l.login("host1", store)
 	attentions(t, s, 1)
-	r := &initiator.Command{LUN: 1, CDB: initiator.Read16(0, 1), In: make([]byte, 512)}
+	r := &initiator.Command{LUN: 1, CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
 	if err := s.Start(r); err != nil {
 		t.Fatal(err)
 	}
@@ -1519,7 +1520,7 @@ func TestFailedSyncOutlivesReplacement(t *testing.T) {
 			l.ok(ChangeOptions{})
 			s := l.login("host1", store)
 			attentions(t, s, 1)
-			write := &initiator.Command{LUN: 1, CDB: initiator.Write16(0, 1), Out: make([]byte, 512)}
+			write := &initiator.Command{LUN: 1, CDB: cdb.Write16(0, 1), Out: make([]byte, 512)}
 			if got := do(t, s, write); got != "" {
 				t.Fatalf("WRITE: %s", got)
 			}
@@ -1607,7 +1608,7 @@ func TestReservationsAcrossFailedChange(t *testing.T) {
 					t.Errorf("LUN 1: %s, want %s", got, tt.back)
 				}
 			}
-			w := &initiator.Command{LUN: 1, CDB: initiator.Write16(0, 1), Out: make([]byte, 512)}
+			w := &initiator.Command{LUN: 1, CDB: cdb.Write16(0, 1), Out: make([]byte, 512)}
 			if got := do(t, fenced, w); got != "status 0x18" {
 				t.Errorf("WRITE of who is kept out: %q", got)
 			}

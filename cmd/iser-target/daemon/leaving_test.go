@@ -11,6 +11,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // removing removes with a long drain, and returns the outcome when that has ended.
@@ -52,7 +53,7 @@ func TestDrainAside(t *testing.T) {
 			disk := filepath.Join(l.dir, "one")
 			free := h.hang("read " + disk)
 			defer free()
-			r := &initiator.Command{LUN: 1, CDB: initiator.Read16(0, 1), In: make([]byte, 512)}
+			r := &initiator.Command{LUN: 1, CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
 			if err := s.Start(r); err != nil {
 				t.Fatal(err)
 			}
@@ -122,7 +123,7 @@ func TestDrainTargetAside(t *testing.T) {
 	removed := l.removing(func(d *config.Document) error { return d.RemoveTarget(second) })
 	eventually(t, "the target has gone", func() bool { return len(l.State().Targets) == 1 })
 	l.serves(s)
-	w := &initiator.Command{LUN: 5, CDB: initiator.Write16(0, 1), Out: make([]byte, 512)}
+	w := &initiator.Command{LUN: 5, CDB: cdb.Write16(0, 1), Out: make([]byte, 512)}
 	if got := do(t, gone, w); got != "" { // it may have something to write
 		t.Errorf("WRITE of who has time to log out: %s", got)
 	}

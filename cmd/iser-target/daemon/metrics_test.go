@@ -19,6 +19,7 @@ import (
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // A scrape is what /metrics says: values by name and labels.
@@ -92,24 +93,24 @@ func TestMetricsAddUp(t *testing.T) {
 	const writes, reads, size = 5, 7, 128 << 10
 	attentions(t, s, 0) // one UNIT ATTENTION and a GOOD
 	for i := range uint64(writes) {
-		if got := do(t, s, &initiator.Command{CDB: initiator.Write16(i*256, 256), Out: make([]byte, size)}); got != "" {
+		if got := do(t, s, &initiator.Command{CDB: cdb.Write16(i*256, 256), Out: make([]byte, size)}); got != "" {
 			t.Fatal(got)
 		}
 	}
 	for i := range uint64(reads) {
-		if got := do(t, s, &initiator.Command{CDB: initiator.Read16(i*256, 256), In: make([]byte, size)}); got != "" {
+		if got := do(t, s, &initiator.Command{CDB: cdb.Read16(i*256, 256), In: make([]byte, size)}); got != "" {
 			t.Fatal(got)
 		}
 	}
 	// An underflow, and an LBA that there is not; then a LUN of which no byte may be written.
-	if got := do(t, s, &initiator.Command{CDB: initiator.Read16(0, 1), In: make([]byte, 4096)}); got != "" {
+	if got := do(t, s, &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 4096)}); got != "" {
 		t.Fatal(got)
 	}
-	if got := do(t, s, &initiator.Command{CDB: initiator.Read16(1<<30, 1), In: make([]byte, 512)}); got != "5/21/00" {
+	if got := do(t, s, &initiator.Command{CDB: cdb.Read16(1<<30, 1), In: make([]byte, 512)}); got != "5/21/00" {
 		t.Fatal(got)
 	}
 	attentions(t, s, 7)
-	if got := do(t, s, &initiator.Command{LUN: 7, CDB: initiator.Write16(0, 1), Out: make([]byte, 512)}); got != "7/27/00" {
+	if got := do(t, s, &initiator.Command{LUN: 7, CDB: cdb.Write16(0, 1), Out: make([]byte, 512)}); got != "7/27/00" {
 		t.Fatal(got)
 	}
 
@@ -122,7 +123,7 @@ func TestMetricsAddUp(t *testing.T) {
 	if err := d.LogIn(nil); err != nil {
 		t.Fatal(err)
 	}
-	cdb := initiator.Read16(0, 8)
+	cdb := cdb.Read16(0, 8)
 	if status, _, _, err := d.Do([8]byte{}, cdb[:], nil, 4096); status != 0 || err != nil { // which is sent again after a unit attention
 		t.Fatal(status, err)
 	}

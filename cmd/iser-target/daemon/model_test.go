@@ -18,6 +18,7 @@ import (
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // Initiators that change blocks of their own in every way there is, by both transports,
@@ -263,7 +264,7 @@ func again(outcome string) bool {
 // have not succeeded were to write.
 func (w *modelWorker) verify(unsure ...*modelChange) bool {
 	for w.connect() {
-		got, data, err := w.do(initiator.Read16(w.lba(0), modelBlocks), nil, modelBlocks*512)
+		got, data, err := w.do(cdb.Read16(w.lba(0), modelBlocks), nil, modelBlocks*512)
 		switch {
 		case err != nil:
 			continue
@@ -376,7 +377,7 @@ func (w *modelWorker) batch() bool {
 // writing is a WRITE of n blocks.
 func (w *modelWorker) writing(at, n int) *modelChange {
 	w.number++
-	c := &modelChange{name: fmt.Sprintf("WRITE of %d to %d", n, at), cdb: initiator.Write16(w.lba(at), uint32(n)), out: make([]byte, n*512), at: at, will: make([]uint64, n)}
+	c := &modelChange{name: fmt.Sprintf("WRITE of %d to %d", n, at), cdb: cdb.Write16(w.lba(at), uint32(n)), out: make([]byte, n*512), at: at, will: make([]uint64, n)}
 	for i := range c.will {
 		c.will[i] = w.number
 	}
