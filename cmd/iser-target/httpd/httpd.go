@@ -1,6 +1,6 @@
-// Package httpd keeps what the target serves by HTTP within bounds: of connections, of
-// the time that a peer may take, and of what it may send. Who has nothing to prove
-// cannot take from those who have.
+// Package httpd bounds the HTTP servers of the target: the number of connections, the time
+// that a peer may take, and the size of its requests. Clients that have not authenticated
+// cannot use up the connections of those that have.
 package httpd
 
 import (
@@ -14,20 +14,20 @@ import (
 )
 
 const (
-	// excess connections, beyond those that are answered, are told that there are too
-	// many; further ones are closed.
+	// excess is how many connections beyond the limit get the answer that there are too
+	// many. Further ones are closed.
 	excess = 16
 
 	headerTime = 5 * time.Second
 	readTime   = 30 * time.Second // of a request
 	idleTime   = 2 * time.Minute
-	maxHeader  = 64 << 10 // octets
+	maxHeader  = 64 << 10 // bytes
 )
 
-// NewServer returns a server of h with bounds for all that has none in http.Server, but
-// for the time of an answer: that is for h to bound, or for the caller by WriteTimeout.
-// What comes by a connection that Limit has found to be one too many is answered by
-// busy, or if that is nil by 503 and a line of text.
+// NewServer returns a server of h with bounds for everything that http.Server leaves
+// unbounded, except the time of an answer, which h bounds, or the caller by WriteTimeout.
+// Requests on connections beyond the limit of Limit go to busy, or, if that is nil, get
+// status 503 and a line of text.
 func NewServer(h, busy http.Handler) *http.Server {
 	if busy == nil {
 		busy = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -46,8 +46,8 @@ func NewServer(h, busy http.Handler) *http.Server {
 			busy.ServeHTTP(w, r)
 		}),
 		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
-			if l := limitedOf(c); l != nil && l.most > 0 {
-				return context.WithValue(ctx, tooMany{}, l.most)
+			if l := limitedOf(c); l != nil && l.max > 0 {
+				return context.WithValue(ctx, tooMany{}, l.max)
 			}
 			return ctx
 		},
@@ -58,40 +58,39 @@ func NewServer(h, busy http.Handler) *http.Server {
 	}
 }
 
-// tooMany is the key of a context that has the number of connections that are allowed.
+// tooMany is the key of the limit in the context of an excess connection.
 type tooMany struct{}
 
-// TooMany is why a request is not answered because of how many connections there are, or
-// nil.
+// TooMany returns an error if the request came by a connection beyond the limit, else nil.
 func TooMany(r *http.Request) error {
-	if most, ok := r.Context().Value(tooMany{}).(int); ok {
-		return fmt.Errorf("%d connections are open, which is all that may be", most)
+	if max, ok := r.Context().Value(tooMany{}).(int); ok {
+		return fmt.Errorf("%d connections are open, the most that are allowed", max)
 	}
 	return nil
 }
 
-// Limit has no more than most connections of l open at one time, and some that are to be
-// told so: see NewServer.
-func Limit(l net.Listener, most int) net.Listener {
-	return &limiter{Listener: l, most: most}
+// Limit bounds the connections of l that are open at one time to max, plus a few that only
+// get the answer that there are too many: see NewServer.
+func Limit(l net.Listener, max int) net.Listener {
+	return &limiter{Listener: l, max: max}
 }
 
 type limiter struct {
 	net.Listener
-	most int
+	max int
 
 	mu   sync.Mutex
 	open int
 }
 
-// limited is a connection that counts.
+// A limited is a connection that a limiter counts.
 type limited struct {
 	net.Conn
-	most  int    // 0: it is none too many
-	leave func() // nil: it does not count yet
+	max   int    // the limit that it exceeds, or 0
+	leave func() // nil: it is not counted yet
 }
 
-// Accept is that of net.Listener.
+// Accept implements net.Listener.
 func (l *limiter) Accept() (net.Conn, error) {
 	for {
 		c, err := l.Listener.Accept()
@@ -100,11 +99,11 @@ func (l *limiter) Accept() (net.Conn, error) {
 		}
 		l.mu.Lock()
 		n := l.open + 1
-		if n <= l.most+excess {
+		if n <= l.max+excess {
 			l.open = n
 		}
 		l.mu.Unlock()
-		if n > l.most+excess {
+		if n > l.max+excess {
 			c.Close()
 			continue
 		}
@@ -114,14 +113,15 @@ func (l *limiter) Accept() (net.Conn, error) {
 			c = lc
 		}
 		lc.leave = sync.OnceFunc(l.leave)
-		if n > l.most {
-			lc.most = l.most
+		if n > l.max {
+			lc.max = l.max
 		}
 		return c, nil
 	}
 }
 
-// limitedOf is c, or what c is TLS over, or nil. http.Server has to see that it is TLS.
+// limitedOf returns c, or the connection below c if c is TLS, or nil. It is not the outer
+// one, because http.Server must see a *tls.Conn.
 func limitedOf(c net.Conn) *limited {
 	if t, ok := c.(*tls.Conn); ok {
 		c = t.NetConn()
@@ -136,7 +136,7 @@ func (l *limiter) leave() {
 	l.open--
 }
 
-// Close is that of net.Conn.
+// Close implements net.Conn.
 func (c *limited) Close() error {
 	if c.leave != nil {
 		defer c.leave()

@@ -9,10 +9,12 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-// serve answers "ok" to all that Limit lets through.
-func serve(t *testing.T, most int, edit ...func(*http.Server)) (addr string) {
+// serve starts a server with that limit of connections. It answers "ok".
+func serve(t *testing.T, limit int, edit ...func(*http.Server)) (addr string) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -28,7 +30,7 @@ func serve(t *testing.T, most int, edit ...func(*http.Server)) (addr string) {
 	for _, f := range edit {
 		f(s)
 	}
-	go s.Serve(Limit(l, most))
+	go s.Serve(Limit(l, limit))
 	t.Cleanup(func() { s.Close() })
 	return l.Addr().String()
 }
@@ -44,7 +46,7 @@ func dial(t *testing.T, addr string) net.Conn {
 	return c
 }
 
-// ask sends a request and returns the answer with its body; with an error there is none.
+// ask sends a request and returns the answer with its body.
 func ask(c net.Conn) (*http.Response, string, error) {
 	if _, err := io.WriteString(c, "GET / HTTP/1.1\r\nHost: target\r\n\r\n"); err != nil {
 		return nil, "", err
@@ -57,13 +59,13 @@ func ask(c net.Conn) (*http.Response, string, error) {
 	return rsp, string(b), err
 }
 
-// One connection too many is told so, a whole crowd of them is closed, and when one of
-// those that are open ends there is room for another one.
-func TestLimit(t *testing.T) {
-	const most = 3
-	addr := serve(t, most)
+// A connection beyond the limit is told so, a crowd of them is closed, and the end of an
+// open connection makes room for another.
+func TestConnectionsBeyondTheLimitAreRefused(t *testing.T) {
+	const limit = 3
+	addr := serve(t, limit)
 	var open []net.Conn
-	for i := range most {
+	for i := range limit {
 		c := dial(t, addr)
 		open = append(open, c)
 		if _, text, err := ask(c); err != nil || text != "ok" {
@@ -76,7 +78,7 @@ func TestLimit(t *testing.T) {
 	}
 	began := time.Now()
 	var crowd []net.Conn
-	for range excess + 4 { // which say nothing
+	for range excess + 4 { // all silent
 		crowd = append(crowd, dial(t, addr))
 	}
 	closed := make(chan struct{}, len(crowd))
@@ -87,7 +89,7 @@ func TestLimit(t *testing.T) {
 			closed <- struct{}{}
 		})
 	}
-	for range 4 { // at once; the others have their time
+	for range 4 { // at once; the others after headerTime
 		<-closed
 	}
 	if d := time.Since(began); d >= headerTime {
@@ -98,21 +100,17 @@ func TestLimit(t *testing.T) {
 	}
 	wg.Wait()
 	if _, text, err := ask(open[1]); err != nil || text != "ok" {
-		t.Errorf("one of those that were there before: %q, %v", text, err)
+		t.Errorf("an open connection: %q, %v", text, err)
 	}
 	open[0].Close()
-	for end := time.Now().Add(headerTime + 10*time.Second); ; time.Sleep(20 * time.Millisecond) {
-		if _, text, err := ask(dial(t, addr)); err == nil && text == "ok" {
-			return
-		}
-		if time.Now().After(end) {
-			t.Fatal("there is no room again")
-		}
-	}
+	testkit.Eventually(t, "a new connection is served", func() bool {
+		_, text, err := ask(dial(t, addr))
+		return err == nil && text == "ok"
+	})
 }
 
-// Who begins something and does not go on is disconnected.
-func TestTimes(t *testing.T) {
+// A client that stops in the middle of something is disconnected.
+func TestStalledClientIsDisconnected(t *testing.T) {
 	addr := serve(t, 9, func(s *http.Server) {
 		s.ReadHeaderTimeout, s.ReadTimeout, s.IdleTimeout = 100*time.Millisecond, 300*time.Millisecond, 100*time.Millisecond
 	})
@@ -139,7 +137,7 @@ func TestTimes(t *testing.T) {
 }
 
 // A header that is too large is refused.
-func TestHeader(t *testing.T) {
+func TestLargeHeaderIsRefused(t *testing.T) {
 	c := dial(t, serve(t, 9))
 	go io.WriteString(c, "GET / HTTP/1.1\r\nHost: target\r\nX: "+strings.Repeat("x", 2*maxHeader)+"\r\n\r\n")
 	rsp, err := http.ReadResponse(bufio.NewReader(c), nil)

@@ -13,30 +13,30 @@ import (
 )
 
 const (
-	// handshakeTime is how long a client may take to prove who it is.
+	// handshakeTime bounds the TLS handshake of a client.
 	handshakeTime = 5 * time.Second
-	// maxHandshakes is how many may be about to at one time, and peerHandshakes how many
-	// of them may come from one address.
+	// maxHandshakes bounds the handshakes at one time, and peerHandshakes those from one
+	// address.
 	maxHandshakes  = 32
 	peerHandshakes = 8
-	// acceptPause is the time between two attempts to accept when there are no file
-	// descriptors.
+	// acceptPause is the time between two attempts to accept when the process is out of
+	// file descriptors.
 	acceptPause = 100 * time.Millisecond
-	// reportEvery is how often refusals leave a line in the log at most.
+	// reportEvery is the shortest time between two log lines about refusals.
 	reportEvery = time.Second
 )
 
-// TLS accepts the connections of l whose clients are what c asks for. Those that have not
-// proved it yet count on their own, all together and by address: they cannot keep others
-// from being accepted. Those that could not are named in the log.
+// TLS returns a listener for the connections of l whose TLS handshake with configuration c
+// succeeds. Handshakes in progress have limits of their own, in all and by address, so that
+// silent clients do not keep others out. Failed ones are logged.
 func TLS(l net.Listener, c *tls.Config, log *slog.Logger) net.Listener {
 	return listenTLS(l, c, log, handshakeTime)
 }
 
-func listenTLS(l net.Listener, c *tls.Config, log *slog.Logger, most time.Duration) net.Listener {
+func listenTLS(l net.Listener, c *tls.Config, log *slog.Logger, timeout time.Duration) net.Listener {
 	ctx, cancel := context.WithCancel(context.Background())
 	t := &tlsListener{
-		Listener: l, config: c, log: log, most: most, ctx: ctx, cancel: cancel,
+		Listener: l, config: c, log: log, timeout: timeout, ctx: ctx, cancel: cancel,
 		proved: make(chan net.Conn), waiting: map[netip.Addr]int{},
 	}
 	go t.acceptLoop()
@@ -45,12 +45,12 @@ func listenTLS(l net.Listener, c *tls.Config, log *slog.Logger, most time.Durati
 
 type tlsListener struct {
 	net.Listener
-	config *tls.Config
-	log    *slog.Logger
-	most   time.Duration   // of a handshake
-	ctx    context.Context // ends with Close
-	cancel func()
-	proved chan net.Conn
+	config  *tls.Config
+	log     *slog.Logger
+	timeout time.Duration   // of a handshake
+	ctx     context.Context // ends with Close
+	cancel  func()
+	proved  chan net.Conn
 
 	mu       sync.Mutex
 	waiting  map[netip.Addr]int // handshakes by address
@@ -59,7 +59,7 @@ type tlsListener struct {
 	silent   int // refusals since then
 }
 
-// Accept is that of net.Listener: a connection whose handshake is over.
+// Accept implements net.Listener. It returns connections whose handshake has succeeded.
 func (t *tlsListener) Accept() (net.Conn, error) {
 	select {
 	case c := <-t.proved:
@@ -69,7 +69,7 @@ func (t *tlsListener) Accept() (net.Conn, error) {
 	}
 }
 
-// Close is that of net.Listener. It ends the handshakes.
+// Close implements net.Listener. It ends the handshakes in progress.
 func (t *tlsListener) Close() error {
 	t.cancel()
 	return t.Listener.Close()
@@ -81,7 +81,7 @@ func (t *tlsListener) acceptLoop() {
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err != nil { // out of file descriptors, most likely: some may be closed soon
+		if err != nil { // probably out of file descriptors; some may be closed soon
 			t.refused("", err)
 			select {
 			case <-t.ctx.Done():
@@ -108,15 +108,15 @@ func peer(c net.Conn) netip.Addr {
 	return a.Addr().Unmap().WithZone("")
 }
 
-// enter counts a handshake, or says why there must not be another one.
+// enter counts a handshake, or returns why no further one is allowed.
 func (t *tlsListener) enter(from netip.Addr) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	switch {
 	case t.all >= maxHandshakes:
-		return fmt.Errorf("%d clients have not proved who they are yet, which is all that may be", t.all)
+		return fmt.Errorf("%d TLS handshakes are in progress, the most that are allowed", t.all)
 	case t.waiting[from] >= peerHandshakes:
-		return fmt.Errorf("%d connections of this address have not proved whose they are yet, which is all that may be", t.waiting[from])
+		return fmt.Errorf("%d TLS handshakes of this address are in progress, the most that are allowed", t.waiting[from])
 	}
 	t.all++
 	t.waiting[from]++
@@ -132,15 +132,15 @@ func (t *tlsListener) leave(from netip.Addr) {
 	}
 }
 
-// handshake passes the connection on when its client has proved who it is.
+// handshake authenticates the client of c and hands the connection to Accept.
 func (t *tlsListener) handshake(c net.Conn, from netip.Addr) {
 	defer t.leave(from)
-	ctx, cancel := context.WithTimeout(t.ctx, t.most)
+	ctx, cancel := context.WithTimeout(t.ctx, t.timeout)
 	defer cancel()
 	tc := tls.Server(&limited{Conn: c}, t.config) // see Limit
 	if err := tc.HandshakeContext(ctx); err != nil {
 		if ctx.Err() == context.DeadlineExceeded {
-			err = fmt.Errorf("the handshake was not over within %v", t.most)
+			err = fmt.Errorf("the handshake took longer than %v", t.timeout)
 		}
 		t.refused(c.RemoteAddr().String(), err)
 		c.Close()
@@ -153,8 +153,8 @@ func (t *tlsListener) handshake(c net.Conn, from netip.Addr) {
 	}
 }
 
-// refused leaves a line about a client that was not let in, unless there was one just
-// now: those who try have no use of the disk that the log is on.
+// refused logs that a client was refused, unless it logged a refusal just before: clients
+// must not be able to fill the disk of the log.
 func (t *tlsListener) refused(remote string, reason error) {
 	if t.ctx.Err() != nil {
 		return

@@ -19,7 +19,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-// certificate makes one that signs itself, for both ends.
+// certificate returns a certificate that signs itself, for both ends.
 func certificate(t *testing.T) (tls.Certificate, *x509.CertPool) {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -42,120 +42,122 @@ func certificate(t *testing.T) (tls.Certificate, *x509.CertPool) {
 	return tls.Certificate{Certificate: [][]byte{b}, PrivateKey: key}, pool
 }
 
-// Who has not proved who it is holds so many connections, for so long, and takes none from
-// those who have.
-func TestUnproved(t *testing.T) {
-	for _, tt := range []struct {
-		name    string
-		time    time.Duration // of a handshake
-		silence bool          // the peers wait for the end of it
-	}{
-		{"many", time.Hour, false},
-		{"slow", time.Second, true},
-	} {
-		t.Run(tt.name, func(t *testing.T) {
-			cert, pool := certificate(t)
-			l, err := net.Listen("tcp", "127.0.0.1:0")
+// A tlsServer answers "ok" to clients that have a certificate.
+type tlsServer struct {
+	listener *tlsListener
+	addr     string
+	log      testkit.Log
+	cert     tls.Certificate
+	pool     *x509.CertPool
+}
+
+func serveTLS(t *testing.T, timeout time.Duration) *tlsServer {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &tlsServer{addr: l.Addr().String()}
+	s.cert, s.pool = certificate(t)
+	c := &tls.Config{Certificates: []tls.Certificate{s.cert}, ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: s.pool}
+	s.listener = listenTLS(l, c, slog.New(slog.NewTextHandler(&s.log, nil)), timeout).(*tlsListener)
+	server := NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { io.WriteString(w, "ok") }), nil)
+	go server.Serve(Limit(s.listener, 9))
+	t.Cleanup(func() { server.Close() })
+	return s
+}
+
+// inProgress waits until n handshakes are in progress. One that succeeded may still count
+// for a moment.
+func (s *tlsServer) inProgress(t *testing.T, n int) {
+	t.Helper()
+	testkit.Eventually(t, fmt.Sprint(n, " handshakes are in progress"), func() bool {
+		s.listener.mu.Lock()
+		defer s.listener.mu.Unlock()
+		return s.listener.all == n
+	})
+}
+
+// dialer returns a dialer from 127.0.0.from.
+func dialer(from byte) *net.Dialer {
+	return &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, from)}}
+}
+
+// get asks the server from 127.0.0.from, with a certificate.
+func (s *tlsServer) get(from byte) error {
+	c := http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{
+		DialContext: dialer(from).DialContext, DisableKeepAlives: true,
+		TLSClientConfig: &tls.Config{RootCAs: s.pool, Certificates: []tls.Certificate{s.cert}},
+	}}
+	rsp, err := c.Get("https://" + s.addr)
+	if err != nil {
+		return err
+	}
+	defer rsp.Body.Close()
+	if rsp.StatusCode != http.StatusOK {
+		return fmt.Errorf("status %s", rsp.Status)
+	}
+	return nil
+}
+
+// A client that does not finish its handshake is disconnected.
+func TestSlowHandshakeIsEnded(t *testing.T) {
+	s := serveTLS(t, time.Second)
+	var silent []net.Conn
+	for range peerHandshakes {
+		silent = append(silent, dial(t, s.addr))
+	}
+	for i, c := range silent {
+		if n, err := io.Copy(io.Discard, c); err != nil || n > 0 {
+			t.Errorf("silent connection %d: %d bytes, %v; want its end", i, n, err)
+		}
+	}
+	if err := s.get(1); err != nil {
+		t.Errorf("after their end: %v", err)
+	}
+	if got := s.log.String(); !strings.Contains(got, "handshake took longer than 1s") {
+		t.Errorf("log %q", got)
+	}
+}
+
+// Handshakes in progress are limited, by address and in all, and those of one address keep
+// no other address out.
+func TestHandshakesAreLimited(t *testing.T) {
+	s := serveTLS(t, time.Hour)
+	if err := s.get(1); err != nil {
+		t.Fatalf("before: %v", err)
+	}
+	s.inProgress(t, 0)
+	var silent []net.Conn
+	for range peerHandshakes {
+		silent = append(silent, dial(t, s.addr))
+	}
+	if _, err := io.Copy(io.Discard, dial(t, s.addr)); err != nil && !strings.Contains(err.Error(), "reset") {
+		t.Errorf("one more of that address: %v", err)
+	}
+	if err := s.get(2); err != nil {
+		t.Errorf("from another address: %v", err)
+	}
+	s.inProgress(t, len(silent))
+	for from := byte(3); len(silent) < maxHandshakes; from++ {
+		for range peerHandshakes {
+			c, err := dialer(from).Dial("tcp", s.addr)
 			if err != nil {
 				t.Fatal(err)
 			}
-			var log testkit.Log
-			s := NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { io.WriteString(w, "ok") }), nil)
-			listener := listenTLS(l, &tls.Config{Certificates: []tls.Certificate{cert}, ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: pool},
-				slog.New(slog.NewTextHandler(&log, nil)), tt.time).(*tlsListener)
-			go s.Serve(Limit(listener, 9))
-			// Who has been served may count for a moment yet.
-			underWay := func(n int) {
-				t.Helper()
-				for end := time.Now().Add(20 * time.Second); ; time.Sleep(time.Millisecond) {
-					listener.mu.Lock()
-					all := listener.all
-					listener.mu.Unlock()
-					if all == n {
-						return
-					}
-					if time.Now().After(end) {
-						t.Fatalf("%d handshakes are under way, want %d", all, n)
-					}
-				}
-			}
-			defer s.Close()
-			addr := l.Addr().String()
-			get := func(from byte) error {
-				d := &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, from)}}
-				c := http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{
-					DialContext: d.DialContext, DisableKeepAlives: true,
-					TLSClientConfig: &tls.Config{RootCAs: pool, Certificates: []tls.Certificate{cert}},
-				}}
-				rsp, err := c.Get("https://" + addr)
-				if err != nil {
-					return err
-				}
-				defer rsp.Body.Close()
-				if rsp.StatusCode != http.StatusOK {
-					return fmt.Errorf("status %s", rsp.Status)
-				}
-				return nil
-			}
-			if err := get(1); err != nil {
-				t.Fatalf("before: %v", err)
-			}
-			underWay(0)
-			var silent []net.Conn
-			for range peerHandshakes {
-				silent = append(silent, dial(t, addr))
-			}
-			if tt.silence {
-				for i, c := range silent {
-					if n, err := io.Copy(io.Discard, c); err != nil || n > 0 {
-						t.Errorf("silent connection %d: %d octets, %v; want its end", i, n, err)
-					}
-				}
-				if err := get(1); err != nil {
-					t.Errorf("when they have gone: %v", err)
-				}
-				if got := log.String(); !strings.Contains(got, "handshake was not over within 1s") {
-					t.Errorf("log %q", got)
-				}
-				return
-			}
-			if _, err := io.Copy(io.Discard, dial(t, addr)); err != nil && !strings.Contains(err.Error(), "reset") {
-				t.Errorf("one more of that address: %v", err)
-			}
-			if err := get(2); err != nil {
-				t.Errorf("from another address: %v", err)
-			}
-			underWay(len(silent))
-			for from := byte(3); len(silent) < maxHandshakes; from++ {
-				for range peerHandshakes {
-					d := &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, from)}}
-					c, err := d.Dial("tcp", addr)
-					if err != nil {
-						t.Fatal(err)
-					}
-					defer c.Close()
-					silent = append(silent, c)
-				}
-			}
-			underWay(maxHandshakes)
-			if err := get(2); err == nil {
-				t.Error("there are more handshakes than may be")
-			}
-			for _, c := range silent {
-				c.Close()
-			}
-			for end := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
-				err := get(1)
-				if err == nil {
-					break
-				}
-				if time.Now().After(end) {
-					t.Fatalf("when they have gone: %v", err)
-				}
-			}
-			if got := log.String(); !strings.Contains(got, "8 connections of this address have not proved") {
-				t.Errorf("log %q", got)
-			}
-		})
+			defer c.Close()
+			silent = append(silent, c)
+		}
+	}
+	s.inProgress(t, maxHandshakes)
+	if err := s.get(2); err == nil {
+		t.Error("more handshakes than allowed")
+	}
+	for _, c := range silent {
+		c.Close()
+	}
+	testkit.Eventually(t, "a client is served after their end", func() bool { return s.get(1) == nil })
+	if got := s.log.String(); !strings.Contains(got, "8 TLS handshakes of this address are in progress") {
+		t.Errorf("log %q", got)
 	}
 }

@@ -1,8 +1,8 @@
-// Package metrics makes what the target counts readable for Prometheus. Nothing is
-// counted here: a scrape reads the counts that packages iscsi, lun and rdma keep.
+// Package metrics exports the counters of the target to Prometheus. It counts nothing: a
+// scrape reads the counters of packages iscsi, lun and rdma.
 //
-// The label sets are bounded. Targets and LUNs are those of the configuration,
-// sessions those that there are, and all other labels have values of our own.
+// The label sets are bounded. Targets and LUNs come from the configuration, session labels
+// exist as long as the session, and all other labels have a fixed set of values.
 package metrics
 
 import (
@@ -20,10 +20,11 @@ import (
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
-// Prefix begins the names of all metrics that are the target's own.
+// Prefix begins the names of all metrics of the target, unlike those of the Go runtime and
+// of the process.
 const Prefix = "iser_target_"
 
-// A family is a metric with all values of its labels.
+// A family is a metric for all values of its labels.
 type family struct {
 	name, help string
 	kind       prometheus.ValueType
@@ -37,9 +38,10 @@ const (
 	gauge   = prometheus.GaugeValue
 )
 
-// families are all of ours.
+// families lists the metrics of the target.
 var families []*family
 
+// newFamily adds a metric to families.
 func newFamily(kind prometheus.ValueType, name, help, labels string) *family {
 	f := &family{name: Prefix + name, help: help, kind: kind, labels: labels}
 	f.desc = prometheus.NewDesc(f.name, help, strings.Fields(labels), nil)
@@ -47,14 +49,14 @@ func newFamily(kind prometheus.ValueType, name, help, labels string) *family {
 	return f
 }
 
-// newHistogram is for latencies in seconds.
+// newHistogram adds a histogram of latencies in seconds to families.
 func newHistogram(edges []int, name, help, labels string) *family {
 	f := newFamily(0, name, help, labels)
 	f.edges = edges
 	return f
 }
 
-// every is each step-th latency bucket from first to last. Four make a doubling.
+// every returns each step-th latency bucket from first to last. Four buckets double the time.
 func every(first, step, last int) (list []int) {
 	for i := first; i <= last; i += step {
 		list = append(list, i)
@@ -70,59 +72,59 @@ const (
 var (
 	sessions         = newFamily(gauge, "sessions", "Sessions in full feature phase.", "target transport")
 	discovery        = newFamily(gauge, "discovery_sessions", "Discovery sessions.", "")
-	connections      = newFamily(gauge, "connections", "Connections, those in login included.", "")
-	sessionsFinished = newFamily(counter, "sessions_finished_total", "Sessions that have ended.", "")
+	connections      = newFamily(gauge, "connections", "Connections, including those in login.", "")
+	sessionsFinished = newFamily(counter, "sessions_finished_total", "Sessions that ended.", "")
 	logins           = newFamily(counter, "logins_accepted_total", "Connections whose login was accepted.", "transport")
-	refusals         = newFamily(counter, "logins_refused_total", "Connections that did not get through login, by the stage that login was in and the status that the initiator was told.", "transport stage status")
-	tasks            = newFamily(gauge, "tasks", "Task slots in use: requests, and PDUs on their way out.", "")
-	memory           = newFamily(gauge, "buffer_bytes", "Data buffers in use.", "")
-	memoryLimit      = newFamily(gauge, "buffer_limit_bytes", "What the data buffers of all connections are bounded by.", "")
-	buffers          = newFamily(gauge, "buffers", "Data buffers in use, in number.", "")
+	refusals         = newFamily(counter, "logins_refused_total", "Connections whose login was refused or failed, by the stage of the login and the status sent to the initiator.", "transport stage status")
+	tasks            = newFamily(gauge, "tasks", "Task slots in use, by requests and by PDUs being sent.", "")
+	memory           = newFamily(gauge, "buffer_bytes", "Memory of data buffers in use.", "")
+	memoryLimit      = newFamily(gauge, "buffer_limit_bytes", "Limit of the memory of data buffers, for all connections together.", "")
+	buffers          = newFamily(gauge, "buffers", "Number of data buffers in use.", "")
 
-	// For all commands together as fine as is useful. Of LUNs and of sessions there can be
-	// 1,000: each bound is four times the one before.
-	latencies = newHistogram(every(0, 2, lun.LatencyBuckets-2), "command_duration_seconds", "How long SCSI commands took, by phase.", "transport phase")
+	// The histogram of all commands together is fine. Those of LUNs and sessions, of which
+	// a target may have 1,000, are coarse: each bound is four times the one before.
+	latencies = newHistogram(every(0, 2, lun.LatencyBuckets-2), "command_duration_seconds", "Duration of SCSI commands, by phase.", "transport phase")
 
-	lunReady    = newFamily(gauge, "lun_ready", "1 if the medium can be used, else 0.", "target lun")
-	lunSize     = newFamily(gauge, "lun_size_bytes", "Capacity.", "target lun")
-	lunCommands = newFamily(counter, "lun_commands_total", "SCSI commands that have ended with a status.", ofLUN+" op")
-	lunOctets   = newFamily(counter, "lun_bytes_total", "Data of SCSI commands that was moved.", ofLUN+" op")
-	lunInFlight = newFamily(gauge, "lun_commands_in_flight", "SCSI commands that have begun and not ended: the queue depth.", ofLUN)
-	lunAborted  = newFamily(counter, "lun_commands_aborted_total", "SCSI commands that have ended without a status.", ofLUN)
-	lunErrors   = newFamily(counter, "lun_errors_total", "SCSI commands that have ended with CHECK CONDITION, by sense key.", ofLUN+" sense_key")
-	lunStatuses = newFamily(counter, "lun_other_statuses_total", "SCSI commands that have ended with neither GOOD nor CHECK CONDITION: RESERVATION CONFLICT.", ofLUN)
+	lunReady    = newFamily(gauge, "lun_ready", "1 if the LUN is ready, else 0.", "target lun")
+	lunSize     = newFamily(gauge, "lun_size_bytes", "Capacity of the LUN.", "target lun")
+	lunCommands = newFamily(counter, "lun_commands_total", "SCSI commands that ended with a status.", ofLUN+" op")
+	lunBytes   = newFamily(counter, "lun_bytes_total", "Data transferred by SCSI commands.", ofLUN+" op")
+	lunInFlight = newFamily(gauge, "lun_commands_in_flight", "SCSI commands in progress, which is the queue depth.", ofLUN)
+	lunAborted  = newFamily(counter, "lun_commands_aborted_total", "SCSI commands that were aborted and ended without a status.", ofLUN)
+	lunErrors   = newFamily(counter, "lun_errors_total", "SCSI commands that ended with CHECK CONDITION, by sense key.", ofLUN+" sense_key")
+	lunStatuses = newFamily(counter, "lun_other_statuses_total", "SCSI commands that ended with RESERVATION CONFLICT or another status than GOOD and CHECK CONDITION.", ofLUN)
 	lunResidual = newFamily(counter, "lun_residuals_total", "SCSI commands with a residual count.", ofLUN+" residual")
 
-	lunLatencies = newHistogram(every(16, 8, 88), "lun_command_duration_seconds", "How long SCSI commands for a LUN took, by phase.", ofLUN+" phase")
+	lunLatencies = newHistogram(every(16, 8, 88), "lun_command_duration_seconds", "Duration of SCSI commands for the LUN, by phase.", ofLUN+" phase")
 
-	sessionCommands    = newFamily(counter, "session_commands_total", "SCSI commands of the session that have ended with a status.", ofSession+" op")
-	sessionOctets      = newFamily(counter, "session_bytes_total", "Data of SCSI commands of the session that was moved.", ofSession+" op")
-	sessionTasks       = newFamily(gauge, "session_tasks", "Requests of the session that are not answered, those that wait for others included.", ofSession)
-	sessionErrors      = newFamily(counter, "session_errors_total", "SCSI commands of the session that have ended with CHECK CONDITION.", ofSession)
-	sessionAborted     = newFamily(counter, "session_commands_aborted_total", "SCSI commands of the session that have ended without a status.", ofSession)
+	sessionCommands    = newFamily(counter, "session_commands_total", "SCSI commands of the session that ended with a status.", ofSession+" op")
+	sessionBytes      = newFamily(counter, "session_bytes_total", "Data transferred by SCSI commands of the session.", ofSession+" op")
+	sessionTasks       = newFamily(gauge, "session_tasks", "Unanswered requests of the session, including those that wait for others.", ofSession)
+	sessionErrors      = newFamily(counter, "session_errors_total", "SCSI commands of the session that ended with CHECK CONDITION.", ofSession)
+	sessionAborted     = newFamily(counter, "session_commands_aborted_total", "SCSI commands of the session that were aborted and ended without a status.", ofSession)
 	sessionResidual    = newFamily(counter, "session_residuals_total", "SCSI commands of the session with a residual count.", ofSession+" residual")
-	sessionLatencies   = newHistogram(every(16, 8, 88), "session_command_duration_seconds", "How long SCSI commands of the session took, by phase.", ofSession+" phase")
+	sessionLatencies   = newHistogram(every(16, 8, 88), "session_command_duration_seconds", "Duration of SCSI commands of the session, by phase.", ofSession+" phase")
 	sessionConnections = newFamily(gauge, "session_connections", "Connections of the session.", ofSession)
-	sessionMemory      = newFamily(gauge, "session_buffer_bytes", "Data buffers that the connections of the session use.", ofSession)
-	sessionMemoryLimit = newFamily(gauge, "session_buffer_limit_bytes", "What those are bounded by.", ofSession)
+	sessionMemory      = newFamily(gauge, "session_buffer_bytes", "Memory of data buffers that the connections of the session use.", ofSession)
+	sessionMemoryLimit = newFamily(gauge, "session_buffer_limit_bytes", "Limit of the memory of data buffers for the connections of the session.", ofSession)
 
 	streams       = newFamily(gauge, "rdma_streams", "RDMA streams.", "")
-	stags         = newFamily(gauge, "rdma_stags", "STags that peers could use, among them sinks of RDMA Reads.", "")
-	fpdus         = newFamily(counter, "rdma_fpdus_total", "FPDUs.", "direction")
-	messages      = newFamily(counter, "rdma_messages_total", "RDMAP messages but for Terminates.", "direction op")
+	stags         = newFamily(gauge, "rdma_stags", "STags that are valid for peers, including the sinks of RDMA Reads.", "")
+	fpdus         = newFamily(counter, "rdma_fpdus_total", "FPDUs sent or received.", "direction")
+	messages      = newFamily(counter, "rdma_messages_total", "RDMAP messages except Terminates.", "direction op")
 	invalidations = newFamily(counter, "rdma_invalidations_total", "Sends with Invalidate.", "direction")
-	ordStalls     = newFamily(counter, "rdma_ord_stalls_total", "RDMA Reads that had to wait for an earlier one because of ORD.", "")
-	stagFaults    = newFamily(counter, "rdma_stag_faults_total", "Messages refused because of the STag or the tagged offset that they name.", "")
+	ordStalls     = newFamily(counter, "rdma_ord_stalls_total", "RDMA Reads that waited for an earlier one because of ORD.", "")
+	stagFaults    = newFamily(counter, "rdma_stag_faults_total", "Messages refused because of their STag or tagged offset.", "")
 	crcErrors     = newFamily(counter, "rdma_crc_errors_total", "FPDUs with a wrong CRC.", "")
 	terminates    = newFamily(counter, "rdma_terminates_total", "Terminates, by layer/type/code of RFC 5040, section 4.8.", "direction code reason")
 )
 
-// send makes one value of f.
+// send sends one value of f.
 func (f *family) send(ch chan<- prometheus.Metric, v float64, labels ...string) {
 	ch <- prometheus.MustNewConstMetric(f.desc, f.kind, v, labels...)
 }
 
-// sendHistogram makes one histogram of f.
+// sendHistogram sends one histogram of f.
 func (f *family) sendHistogram(ch chan<- prometheus.Metric, l *lun.Latency, labels ...string) {
 	buckets, next, upTo := make(map[float64]uint64, len(f.edges)), 0, uint64(0)
 	for _, edge := range f.edges {
@@ -134,28 +136,28 @@ func (f *family) sendHistogram(ch chan<- prometheus.Metric, l *lun.Latency, labe
 	ch <- prometheus.MustNewConstHistogram(f.desc, l.Count, l.Sum.Seconds(), buckets, labels...)
 }
 
-// collector reads the counts of one target.
+// A collector reads the counters of one target.
 type collector struct {
 	node   *iscsi.Node
 	domain *rdma.Domain
 }
 
-// Handler serves the metrics of a target in the formats of Prometheus, with those of
-// the Go runtime and of the process.
+// Handler returns a handler that serves the metrics of a target, of the Go runtime and of
+// the process in the formats of Prometheus.
 func Handler(node *iscsi.Node, domain *rdma.Domain) http.Handler {
 	r := prometheus.NewRegistry()
 	r.MustRegister(&collector{node, domain}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return promhttp.HandlerFor(r, promhttp.HandlerOpts{MaxRequestsInFlight: 4})
 }
 
-// Describe is that of prometheus.Collector.
+// Describe implements prometheus.Collector.
 func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, f := range families {
 		ch <- f.desc
 	}
 }
 
-// Collect is that of prometheus.Collector.
+// Collect implements prometheus.Collector.
 func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	c.collectNode(ch)
 	for _, t := range c.node.Targets() {
@@ -198,13 +200,13 @@ func (c *collector) collectNode(ch chan<- prometheus.Metric) {
 	}
 }
 
-// senseKeys are the names of SPC-4, section 4.5.6.
+// senseKeys has the names of SPC-4, section 4.5.6.
 var senseKeys = [16]string{
 	"no_sense", "recovered_error", "not_ready", "medium_error", "hardware_error", "illegal_request", "unit_attention", "data_protect",
 	"blank_check", "vendor_specific", "copy_aborted", "aborted_command", "reserved", "volume_overflow", "miscompare", "completed",
 }
 
-// always are the sense keys that alerts ask for: they are there before the first one.
+// always marks the sense keys that alerts use. They are exported before their first error.
 var always = [16]bool{3: true, 4: true, 11: true}
 
 func collectLUN(ch chan<- prometheus.Metric, target string, e lun.Entry) {
@@ -230,7 +232,7 @@ func collectLUN(ch chan<- prometheus.Metric, target string, e lun.Entry) {
 		with := func(last string) []string { return append(of[:3:3], last) }
 		for k := range lun.Kinds {
 			lunCommands.send(ch, float64(n.Commands[k]), with(k.String())...)
-			lunOctets.send(ch, float64(n.Octets[k]), with(k.String())...)
+			lunBytes.send(ch, float64(n.Octets[k]), with(k.String())...)
 		}
 		lunInFlight.send(ch, float64(n.InFlight), of...)
 		lunAborted.send(ch, float64(n.Aborted), of...)
@@ -264,7 +266,7 @@ func (c *collector) collectSessions(ch chan<- prometheus.Metric) {
 		with := func(last string) []string { return append(of[:4:4], last) }
 		for k := range lun.Kinds {
 			sessionCommands.send(ch, float64(s.Counts.Commands[k]), with(k.String())...)
-			sessionOctets.send(ch, float64(s.Counts.Octets[k]), with(k.String())...)
+			sessionBytes.send(ch, float64(s.Counts.Octets[k]), with(k.String())...)
 		}
 		if s.Latencies != nil {
 			for phase := range s.Latencies {

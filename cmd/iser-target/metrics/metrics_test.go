@@ -23,8 +23,8 @@ import (
 
 const docs = "../../../docs"
 
-// TestDocumented compares the table of docs/metrics.md with what is registered.
-func TestDocumented(t *testing.T) {
+// The table of docs/metrics.md has each metric, and no other.
+func TestEachMetricIsDocumented(t *testing.T) {
 	b, err := os.ReadFile(filepath.Join(docs, "metrics.md"))
 	if err != nil {
 		t.Fatal(err)
@@ -50,14 +50,13 @@ func TestDocumented(t *testing.T) {
 	}
 	for _, row := range got {
 		if !slices.Contains(want, row) {
-			t.Errorf("there is no such metric:\n%s", row)
+			t.Errorf("unknown metric:\n%s", row)
 		}
 	}
 }
 
-// TestNames holds metrics to the naming rules of Prometheus: counters, and nothing
-// else, end in _total.
-func TestNames(t *testing.T) {
+// Names follow the rules of Prometheus: counters, and only counters, end in _total.
+func TestNamesFollowPrometheus(t *testing.T) {
 	seen := map[string]bool{}
 	for _, f := range families {
 		if seen[f.name] || strings.HasSuffix(f.name, "_total") != (f.kind == counter) || !strings.HasSuffix(f.help, ".") {
@@ -67,9 +66,9 @@ func TestNames(t *testing.T) {
 	}
 }
 
-// Of a target that nobody has come to everything can be collected, and it is consistent:
-// Gather fails for what is there twice, and for what was not described.
-func TestCollectOfAnIdleNode(t *testing.T) {
+// An idle target can be scraped, and its metrics are consistent: Gather fails for duplicates
+// and for metrics that are not described.
+func TestIdleTargetCanBeScraped(t *testing.T) {
 	node := iscsi.NewNode(iscsi.Options{})
 	if err := node.AddTarget(iscsi.TargetConfig{Name: "iqn.2026-11.io.example:a", LUNs: lun.NewInventory()}); err != nil {
 		t.Fatal(err)
@@ -87,16 +86,15 @@ func TestCollectOfAnIdleNode(t *testing.T) {
 		names[f.GetName()] = true
 	}
 	for _, f := range families {
-		// What is about a LUN, a session, a refusal or a Terminate is there when that is.
+		// Metrics about a LUN, a session, a refusal or a Terminate exist with their subject.
 		depends := strings.Contains(f.labels, "lun") || strings.Contains(f.labels, "tsih") || f == refusals || f == terminates
 		if names[f.name] == depends {
-			t.Errorf("%s: there: %t", f.name, names[f.name])
+			t.Errorf("%s: exported: %t", f.name, names[f.name])
 		}
 	}
 }
 
-// expressions are the strings below a value of a JSON or YAML file whose key is expr or
-// query.
+// expressions returns the strings in a JSON or YAML document whose key is expr or query.
 func expressions(v any) (list []string) {
 	switch v := v.(type) {
 	case []any:
@@ -120,7 +118,7 @@ var (
 	groupOf  = regexp.MustCompile(`\bby \(([^)]*)\)`)
 )
 
-// unknown are the metrics and the labels of an expression that there are not.
+// unknown returns the metrics and labels of an expression that the target does not export.
 func unknown(expr string) (bad []string) {
 	labels := []string{"instance"} // Prometheus's own
 	for _, m := range metricOf.FindAllStringSubmatch(expr, -1) {
@@ -155,8 +153,8 @@ func unknown(expr string) (bad []string) {
 	return bad
 }
 
-// The dashboard and the alert rules ask for metrics and labels that there are.
-func TestExpressions(t *testing.T) {
+// The Grafana dashboard and the alert rules use only metrics and labels that exist.
+func TestExpressionsUseKnownMetrics(t *testing.T) {
 	for name, decode := range map[string]func([]byte, any) error{"grafana-dashboard.json": json.Unmarshal, "alerts.yaml": yaml.Unmarshal} {
 		b, err := os.ReadFile(filepath.Join(docs, name))
 		if err != nil {
@@ -170,7 +168,7 @@ func TestExpressions(t *testing.T) {
 		for _, expr := range expressions(v) {
 			used += len(metricOf.FindAllString(expr, -1))
 			if bad := unknown(expr); bad != nil {
-				t.Errorf("%s: %s: there is no %q", name, expr, bad)
+				t.Errorf("%s: %s: unknown %q", name, expr, bad)
 			}
 		}
 		if used < 9 || used != strings.Count(string(b), Prefix) {
@@ -185,7 +183,7 @@ func TestExpressions(t *testing.T) {
 	}
 }
 
-// BenchmarkScrape is a scrape of 1,000 LUNs that are all in use over one transport.
+// BenchmarkScrape scrapes 1,000 LUNs that are all in use over one transport.
 func BenchmarkScrape(b *testing.B) {
 	inv := lun.NewInventory()
 	defer inv.Close()
@@ -224,6 +222,6 @@ func BenchmarkScrape(b *testing.B) {
 			}
 		}
 		b.ReportMetric(float64(lines), "series")
-		b.ReportMetric(float64(w.Body.Len()), "octets")
+		b.ReportMetric(float64(w.Body.Len()), "bytes")
 	}
 }
