@@ -303,7 +303,7 @@ func TestCaptureLimit(t *testing.T) {
 	i := s.login(t)
 	r := s.record(t, i.TSIH, "--max-size", "1MiB")
 	do(t, i, 512<<10, 512<<10, 512<<10)
-	r.wait(t, "the file has its limit of 1048576 octets")
+	r.wait(t, "the file has reached its limit of 1048576 bytes")
 	if fi, err := os.Stat(r.file); err != nil || fi.Size() > 1<<20 || fi.Size() < 900<<10 {
 		t.Errorf("%v octets, %v", fi.Size(), err)
 	}
@@ -369,7 +369,7 @@ func TestCaptureErrors(t *testing.T) {
 		t.Errorf("what is no regular file was replaced: %v, %v", fi, err)
 	}
 	r := s.record(t, i.TSIH)
-	s.says(t, cli.ExitError, "is being captured already", "capture", "--session", id, "-w", file, "--force")
+	s.says(t, cli.ExitError, "a capture of the session is already running", "capture", "--session", id, "-w", file, "--force")
 	if b, err := os.ReadFile(file); err != nil || string(b) != "mine" {
 		t.Errorf("the file has %q, %v", b, err)
 	}

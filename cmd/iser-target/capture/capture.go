@@ -12,27 +12,27 @@ import (
 )
 
 const (
-	// MaxCaptures is how many there may be at one time.
+	// MaxCaptures is how many captures may run at one time.
 	MaxCaptures = 4
-	// MinSize is the least that a file may be bounded by, in octets.
+	// MinSize is the smallest limit of a file, in bytes.
 	MinSize = 64 << 10
 
-	// bufferLen is half of the memory of a capture, in octets: one buffer is filled while
+	// bufferLen is half of the memory of a capture, in bytes: one buffer is filled while
 	// the other is written.
 	bufferLen = 8 << 20
-	// maxFlows is how many connections a capture can have: a session that loses and makes
-	// them all the time is not worth more memory.
+	// maxFlows bounds the connections of a capture, so that a session that reconnects all
+	// the time does not take more memory.
 	maxFlows = 4096
 	// statisticsLen is reserved for the end of a file.
 	statisticsLen = 1 << 10
-	// maxReason is how much of a reason goes into the file.
+	// maxReason bounds the reason that goes into the file, in bytes.
 	maxReason = 512
 )
 
-// Why there is no capture.
+// Start returns these errors.
 var (
-	ErrTooMany = fmt.Errorf("%d captures are under way, which is all that may", MaxCaptures)
-	ErrTaken   = errors.New("the session is being captured already")
+	ErrTooMany = fmt.Errorf("%d captures are running, the most that are possible", MaxCaptures)
+	ErrTaken   = errors.New("a capture of the session is already running")
 )
 
 // A kind of record.
@@ -44,16 +44,16 @@ const (
 	end            // of a direction
 )
 
-// A record is what is known of octets that have passed.
+// A record describes bytes that passed through a connection.
 type record struct {
 	kind kind
 	dir  direction
 	flow uint32
 	time int64  // Unix time in ns
-	pos  uint64 // of the first octet in its direction
+	pos  uint64 // of the first byte in its direction
 }
 
-// A record is followed by its octets:
+// The bytes follow their record:
 //
 //	kind 1, direction 1, reserved 2, flow 4, time 8, pos 8, length 4
 const recordLen = 28
@@ -66,47 +66,48 @@ func (r *record) append(b []byte, n int) []byte {
 	return le.AppendUint32(b, uint32(n))
 }
 
-func parse(b []byte) (r record, octets, rest []byte) {
+func parse(b []byte) (r record, payload, rest []byte) {
 	r = record{kind: kind(b[0]), dir: direction(b[1]), flow: le.Uint32(b[4:]), time: int64(le.Uint64(b[8:])), pos: le.Uint64(b[16:])}
 	n := recordLen + int(le.Uint32(b[24:]))
 	return r, b[recordLen:n], b[n:]
 }
 
-// A Capture is that of one session.
+// A Capture records one session.
 type Capture struct {
 	hub  *Hub
 	tsih uint16
 	stop context.CancelCauseFunc
 	ctx  context.Context
 
-	more chan struct{} // has something in it when filling is not empty
+	more chan struct{} // holds a value when filling is not empty
 
 	mu      sync.Mutex
 	filling []byte  // records
 	joined  []*flow // since the last take
 	nflows  uint32
 	dropped uint64 // records, or parts of them, that did not fit
-	tails   uint64 // lost octets behind which nothing came
+	tails   uint64 // lost bytes that no record followed
 
 	// Of Run:
-	file       file
-	max        int64
-	flows      map[uint32]*flow
-	header     []byte
-	lostOctets uint64
-	sum        Summary
+	file      *file
+	max       int64
+	flows     map[uint32]*flow
+	buf       []byte // one packet
+	lostBytes uint64
+	sum       Summary
 }
 
-// A Summary is what became of a capture.
+// A Summary is the result of a capture.
 type Summary struct {
 	Packets uint64 `json:"packets"` // in the file
-	Octets  uint64 `json:"octets"`  // of the streams
-	Lost    uint64 `json:"lost"`    // octets that are missing: who reads was too slow
-	Size    int64  `json:"size"`    // of the file, octets
-	Reason  string `json:"reason"`  // why it has ended
+	Octets  uint64 `json:"octets"`  // bytes of the streams
+	Lost    uint64 `json:"lost"`    // bytes that are missing because the reader was too slow
+	Size    int64  `json:"size"`    // of the file, in bytes
+	Reason  string `json:"reason"`  // why the capture ended
 }
 
-// put takes what passes, or as much of it as fits, and returns how much that is.
+// put appends a record of parts to the buffer, or of as much of them as fits, and returns
+// how many bytes fit.
 func (k *Capture) put(r record, parts ...[]byte) (n int) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -132,14 +133,14 @@ func (k *Capture) put(r record, parts ...[]byte) (n int) {
 	return min(want, room)
 }
 
-// lose counts octets that did not fit and behind which nothing came.
+// lose counts bytes that did not fit and that no record followed.
 func (k *Capture) lose(n uint64) {
 	k.mu.Lock()
 	k.tails += n
 	k.mu.Unlock()
 }
 
-// add makes a flow, and returns its number.
+// add creates a flow and returns its number.
 func (k *Capture) add(initiator, target net.Addr) (number uint32, ok bool) {
 	from, to := addrPort(initiator), addrPort(target)
 	k.mu.Lock()
@@ -161,7 +162,7 @@ func addrPort(a net.Addr) netip.AddrPort {
 	return netip.AddrPortFrom(p.Addr().Unmap(), p.Port())
 }
 
-// take returns what is in the buffer and gives it another one.
+// take returns the buffer and replaces it with an empty one.
 func (k *Capture) take(empty []byte) (full []byte) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -173,21 +174,21 @@ func (k *Capture) take(empty []byte) (full []byte) {
 	return full
 }
 
-// Stop has Run end with that reason.
+// Stop ends Run, which returns the reason in its Summary.
 func (k *Capture) Stop(reason error) { k.stop(reason) }
 
-// errFull is the reason when there is no room for more.
-func errFull(max int64) error { return fmt.Errorf("the file has its limit of %d octets", max) }
+// errFull returns the reason of a capture whose file has reached its limit.
+func errFull(max int64) error { return fmt.Errorf("the file has reached its limit of %d bytes", max) }
 
-// Run writes the file, of at most max octets, until ctx ends, whose cause is the reason;
-// until Stop is called; or until w fails, which is the error. The application, name and
-// description are for people. It is to be called once.
+// Run writes the file, of at most max bytes, to w. It returns when ctx ends, whose cause is
+// the reason in the Summary, when Stop is called, when the file is full, or when w fails.
+// Only in the last case it returns an error, which is that of w. The file names the
+// application, and the session by name and description. Run must be called exactly once.
 func (k *Capture) Run(ctx context.Context, w io.Writer, max int64, application, name, description string) (Summary, error) {
 	defer k.hub.end(k)
 	defer context.AfterFunc(ctx, func() { k.stop(context.Cause(ctx)) })()
-	start := time.Now().UnixNano()
-	k.file, k.max, k.flows = file{w: w}, max, map[uint32]*flow{}
-	k.file.header(application, name, description)
+	start := time.Now()
+	k.file, k.max, k.flows = newFile(w, application, name, description), max, map[uint32]*flow{}
 	k.file.flush()
 	other := make([]byte, 0, bufferLen)
 	for last := false; !last && k.file.err == nil; {
@@ -195,12 +196,12 @@ func (k *Capture) Run(ctx context.Context, w io.Writer, max int64, application, 
 		case <-k.more:
 		case <-k.ctx.Done():
 			last = true
-			k.hub.end(k) // nothing comes any more
+			k.hub.end(k) // no record follows
 		}
 		full := k.take(other)
 		for b := full; len(b) > 0 && k.file.err == nil; {
-			r, octets, rest := parse(b)
-			if !k.packets(&r, octets) {
+			r, payload, rest := parse(b)
+			if !k.packets(&r, payload) {
 				k.stop(errFull(max))
 				last = true
 				break
@@ -212,20 +213,21 @@ func (k *Capture) Run(ctx context.Context, w io.Writer, max int64, application, 
 	}
 	k.hub.end(k)
 	k.mu.Lock()
-	k.sum.Lost = k.lostOctets + k.tails
+	k.sum.Lost = k.lostBytes + k.tails
 	dropped := k.dropped
 	k.mu.Unlock()
 	if k.file.err != nil {
 		k.stop(k.file.err)
 	}
 	k.sum.Reason = context.Cause(k.ctx).Error()
-	k.file.statistics(start, time.Now().UnixNano(), k.sum.Packets, dropped, fmt.Sprintf("octets lost: %d; ended: %s", k.sum.Lost, k.sum.Reason[:min(len(k.sum.Reason), maxReason)]))
+	k.file.statistics(start, time.Now(), k.sum.Packets, dropped,
+		fmt.Sprintf("bytes lost: %d; ended: %s", k.sum.Lost, k.sum.Reason[:min(len(k.sum.Reason), maxReason)]))
 	k.file.flush()
-	k.sum.Size = k.file.size
+	k.sum.Size = k.file.size()
 	return k.sum, k.file.err
 }
 
-// A Hub knows the connections of sessions, and the captures.
+// A Hub knows the connections of all sessions, and the captures.
 type Hub struct {
 	mu       sync.Mutex
 	conns    map[*Conn]uint16 // TSIHs
@@ -242,7 +244,7 @@ func (h *Hub) Tap(nc *net.TCPConn) *Conn {
 	return c
 }
 
-// Join makes c a connection of the session.
+// Join assigns c to the session, whose capture, if one is running, records c from then on.
 func (h *Hub) Join(c *Conn, tsih uint16) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -263,8 +265,8 @@ func (h *Hub) leave(c *Conn) {
 	c.detach()
 }
 
-// Start begins to capture a session: all of its connections, and those that join it. Run
-// has to be called.
+// Start begins to record all connections of a session and those that join it. The caller
+// must call Run. The error is ErrTaken or ErrTooMany.
 func (h *Hub) Start(tsih uint16) (*Capture, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -292,7 +294,7 @@ func (h *Hub) Find(tsih uint16) *Capture {
 	return h.captures[tsih]
 }
 
-// end takes k out.
+// end removes k and detaches its connections. It does nothing the second time.
 func (h *Hub) end(k *Capture) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -13,14 +13,17 @@ import (
 	"runtime/debug"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
+
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // patience is how long a test waits for what must come.
 const patience = 20 * time.Second
 
-// A pair is both ends of a connection over loopback: the target's is tapped.
+// A pair is the two ends of a connection over loopback. The target's end is tapped.
 type pair struct {
 	hub       *Hub
 	target    *Conn
@@ -47,7 +50,7 @@ func newPair(tb testing.TB, hub *Hub, addr string) *pair {
 	return p
 }
 
-// send has the initiator send octets, which the target reads.
+// send sends b from the initiator and reads it at the target.
 func (p *pair) send(tb testing.TB, b []byte) {
 	tb.Helper()
 	go p.initiator.Write(b)
@@ -56,7 +59,7 @@ func (p *pair) send(tb testing.TB, b []byte) {
 	}
 }
 
-// answer has the target write parts at once, which the initiator reads.
+// answer writes parts at the target with one call and reads them at the initiator.
 func (p *pair) answer(tb testing.TB, parts ...[]byte) {
 	tb.Helper()
 	n := size(parts)
@@ -85,7 +88,7 @@ func random(n int) []byte {
 	return b
 }
 
-// A run is a capture under way.
+// A run is a capture that is running.
 type run struct {
 	k    *Capture
 	out  bytes.Buffer
@@ -126,12 +129,12 @@ func (r *run) stop(tb testing.TB) []packet {
 	}
 	list := packets(tb, r.out.Bytes())
 	if int64(r.out.Len()) != r.sum.Size || uint64(len(list)) != r.sum.Packets {
-		tb.Errorf("%d octets with %d packets, the summary is %+v", r.out.Len(), len(list), r.sum)
+		tb.Errorf("%d bytes with %d packets, the summary is %+v", r.out.Len(), len(list), r.sum)
 	}
 	return list
 }
 
-// A packet as it is in a file. Its checksums are right.
+// A packet is what a file says about a packet. Its checksums are right.
 type packet struct {
 	from, to netip.AddrPort
 	seq, ack uint32
@@ -142,13 +145,26 @@ type packet struct {
 	time     time.Time
 }
 
-// packets reads a file, and insists on its form.
+// Numbers of draft-ietf-opsawg-pcapng: types of blocks, codes of options, flags.
+const (
+	sectionHeader       = 0x0a0d0d0a
+	interfaceBlock      = 1
+	interfaceStatistics = 5
+	enhancedPacket      = 6
+
+	optEnd     = 0
+	optComment = 1
+	epbFlags   = 2
+	inbound    = 1
+)
+
+// packets reads a file and checks its form.
 func packets(tb testing.TB, b []byte) (list []packet) {
 	tb.Helper()
 	for kinds := ""; len(b) > 0; {
 		kind, n := le.Uint32(b), int(le.Uint32(b[4:]))
 		if n%4 != 0 || n > len(b) || le.Uint32(b[n-4:]) != uint32(n) {
-			tb.Fatalf("block of type %#x with %d octets, %d are there", kind, n, len(b))
+			tb.Fatalf("block of type %#x with %d bytes, of which the file has %d", kind, n, len(b))
 		}
 		body := b[8 : n-4]
 		b = b[n:]
@@ -193,14 +209,14 @@ func parsePacket(tb testing.TB, b []byte) (p packet) {
 	var src, dst netip.Addr
 	if ip[0]>>4 == 4 {
 		if int(binary.BigEndian.Uint16(ip[2:])) != len(ip) || ip[0] != 0x45 || onesSum(ip[:20]) != 0xffff {
-			tb.Fatalf("IPv4 header %x of %d octets, sum %#x", ip[:20], len(ip), onesSum(ip[:20]))
+			tb.Fatalf("IPv4 header %x of %d bytes, sum %#x", ip[:20], len(ip), onesSum(ip[:20]))
 		}
 		src, _ = netip.AddrFromSlice(ip[12:16])
 		dst, _ = netip.AddrFromSlice(ip[16:20])
 		tcp, pseudo = ip[20:], append([]byte{}, ip[12:20]...)
 	} else {
 		if int(binary.BigEndian.Uint16(ip[4:])) != len(ip)-40 || ip[0] != 0x60 || ip[6] != 6 {
-			tb.Fatalf("IPv6 header %x of %d octets", ip[:40], len(ip))
+			tb.Fatalf("IPv6 header %x of %d bytes", ip[:40], len(ip))
 		}
 		src, _ = netip.AddrFromSlice(ip[8:24])
 		dst, _ = netip.AddrFromSlice(ip[24:40])
@@ -218,7 +234,7 @@ func parsePacket(tb testing.TB, b []byte) (p packet) {
 	return p
 }
 
-// onesSum is the one's complement sum of RFC 1071, the slow way.
+// onesSum returns the one's complement sum of RFC 1071, computed the slow way.
 func onesSum(b []byte) uint32 {
 	var sum uint32
 	for i, o := range b {
@@ -232,16 +248,16 @@ func onesSum(b []byte) uint32 {
 	return sum
 }
 
-// A side is what one end of a flow sent, put together again.
+// A side is the stream that one end of a flow sent.
 type side struct {
-	octets []byte
-	next   uint32
-	begun  bool
-	gaps   []uint32 // octets that were missing
-	fin    bool
+	data  []byte
+	next  uint32
+	begun bool
+	gaps  []uint32 // lengths in bytes
+	fin   bool
 }
 
-// reassemble puts streams together: by sender.
+// reassemble returns the streams of a file by sender.
 func reassemble(tb testing.TB, list []packet) map[netip.AddrPort]*side {
 	tb.Helper()
 	sides := map[netip.AddrPort]*side{}
@@ -255,7 +271,7 @@ func reassemble(tb testing.TB, list []packet) map[netip.AddrPort]*side {
 		s, o := get(p.from), get(p.to)
 		if p.flags&syn != 0 {
 			if len(p.payload) != 0 {
-				tb.Fatalf("packet %d: SYN with octets", i)
+				tb.Fatalf("packet %d: SYN with data", i)
 			}
 			*s = side{next: p.seq + 1, begun: true}
 			continue
@@ -269,13 +285,13 @@ func reassemble(tb testing.TB, list []packet) map[netip.AddrPort]*side {
 			}
 			s.gaps = append(s.gaps, gap)
 			if p.comment == "" {
-				tb.Errorf("packet %d: nothing is said about the gap of %d octets", i, gap)
+				tb.Errorf("packet %d: no comment about the gap of %d bytes", i, gap)
 			}
 		}
 		if s.fin {
-			tb.Fatalf("packet %d is behind the end", i)
+			tb.Fatalf("packet %d follows the end", i)
 		}
-		s.octets = append(s.octets, p.payload...)
+		s.data = append(s.data, p.payload...)
 		s.next = p.seq + uint32(len(p.payload))
 		if p.flags&fin != 0 {
 			s.fin = true
@@ -287,9 +303,9 @@ func reassemble(tb testing.TB, list []packet) map[netip.AddrPort]*side {
 
 func addr(a net.Addr) netip.AddrPort { return addrPort(a) }
 
-// What a capture has from the beginning of a connection is exactly what passes, in
-// packets of a TCP connection that opens and closes.
-func TestStreams(t *testing.T) {
+// A capture from the beginning of a connection has exactly the bytes that pass, in packets
+// of a TCP connection that opens and closes.
+func TestCaptureHasExactlyWhatPasses(t *testing.T) {
 	for _, host := range []string{"127.0.0.1:0", "[::1]:0"} {
 		t.Run(host, func(t *testing.T) {
 			p := newPair(t, NewHub(), host)
@@ -300,7 +316,7 @@ func TestStreams(t *testing.T) {
 				p.send(t, request)
 				p.answer(t, answer[:n], answer[n:n+1], answer[n+1:])
 			}
-			pass(48) // this is in the head
+			pass(48) // into the head
 			p.hub.Join(p.target, 1)
 			r := start(t, p.hub, 1, 64<<20, nil)
 			for _, n := range []int{1, 2, 100, maxSegment - 1, maxSegment, maxSegment + 1, 300_001} {
@@ -323,8 +339,8 @@ func TestStreams(t *testing.T) {
 				want []byte
 			}{{"initiator", p.initiator.LocalAddr(), in}, {"target", p.initiator.RemoteAddr(), out}} {
 				got := sides[addr(s.of)]
-				if !bytes.Equal(got.octets, s.want) || len(got.gaps) != 0 || !got.fin {
-					t.Errorf("%s: %d octets, want these %d; gaps %v, end %t", s.name, len(got.octets), len(s.want), got.gaps, got.fin)
+				if !bytes.Equal(got.data, s.want) || len(got.gaps) != 0 || !got.fin {
+					t.Errorf("%s: %d bytes, want these %d; gaps %v, end %t", s.name, len(got.data), len(s.want), got.gaps, got.fin)
 				}
 			}
 			for i, pkt := range list {
@@ -343,20 +359,20 @@ func TestStreams(t *testing.T) {
 	}
 }
 
-// A unit stands for a PDU: its length in four octets, and that many more.
+// unit returns a stand-in for a PDU: n in four bytes, and n bytes.
 func unit(n int) []byte {
 	b := random(4 + n)
 	binary.BigEndian.PutUint32(b, uint32(n))
 	return b
 }
 
-// units walks through b, and returns what is behind the last whole one.
+// units parses the units of b and returns what follows the last whole one.
 func units(tb testing.TB, b []byte) (rest []byte) {
 	tb.Helper()
 	for len(b) >= 4 {
 		n := int(binary.BigEndian.Uint32(b))
 		if n > maxUnit {
-			tb.Fatalf("a unit of %d octets: it does not begin here", n)
+			tb.Fatalf("a unit of %d bytes: it does not begin here", n)
 		}
 		if 4+n > len(b) {
 			break
@@ -368,7 +384,7 @@ func units(tb testing.TB, b []byte) (rest []byte) {
 
 const maxUnit = 100_000
 
-// anyLength is that of a unit: most are shorter than the window of a reader, some are not.
+// anyLength returns a length for unit. Most are shorter than the window of a reader.
 func anyLength() int {
 	if rand.IntN(8) == 0 {
 		return rand.IntN(maxUnit)
@@ -376,13 +392,13 @@ func anyLength() int {
 	return rand.IntN(5000)
 }
 
-// A reader takes units from a Conn, through a window as the movers do.
+// A reader reads units from a Conn through a window, as the Datamovers do.
 type reader struct {
-	c      *Conn
-	win    []byte
-	r, w   int
-	rest   int
-	octets int // taken
+	c    *Conn
+	win  []byte
+	r, w int
+	rest int
+	read atomic.Int64 // bytes of whole units
 }
 
 func newReader(c *Conn) *reader {
@@ -410,7 +426,7 @@ func (r *reader) unit() error {
 		return err
 	}
 	n := int(binary.BigEndian.Uint32(r.win[r.r:]))
-	r.octets += 4 + n
+	defer r.read.Add(int64(4 + n))
 	if 4+n <= len(r.win) {
 		err := r.fill(4 + n)
 		r.r += 4 + n
@@ -431,70 +447,83 @@ func (r *reader) unit() error {
 	return nil
 }
 
-// A capture that begins in the middle has the beginning of the connection, and goes on
-// with a unit in both directions, wherever the reader is at the time.
-func TestInTheMiddle(t *testing.T) {
+// exchange sends units of any length from the initiator, in pieces that end anywhere, and
+// has the target answer each, until stop is closed. It returns when both ends have shut
+// down.
+func exchange(p *pair, r *reader, stop chan struct{}) {
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for b := []byte{}; ; {
+			for len(b) < maxUnit {
+				b = append(b, unit(anyLength())...)
+			}
+			n := rand.IntN(maxUnit)
+			select {
+			case <-stop:
+				n = len(b)
+				defer p.initiator.CloseWrite()
+			default:
+			}
+			if _, err := p.initiator.Write(b[:n]); err != nil || n == len(b) {
+				return
+			}
+			b = b[n:]
+		}
+	})
+	wg.Go(func() {
+		for r.unit() == nil {
+			if _, err := p.target.Write(unit(rand.IntN(200))); err != nil {
+				return
+			}
+		}
+		p.target.CloseWrite()
+	})
+	wg.Go(func() { io.Copy(io.Discard, p.initiator) })
+	wg.Wait()
+}
+
+// A capture that begins in the middle has the beginning of the connection, and continues
+// with a whole unit in both directions, wherever the reader is at that time.
+func TestCaptureInTheMiddleBeginsWithAUnit(t *testing.T) {
 	for range 30 {
 		p := newPair(t, NewHub(), "127.0.0.1:0")
 		p.hub.Join(p.target, 9)
 		first, answer := unit(40), unit(30) // the login
 		p.send(t, first)
 		p.answer(t, answer)
-		r := newReader(p.target)
-		var wg sync.WaitGroup
-		stop := make(chan struct{})
-		wg.Go(func() { // the initiator sends
-			for b := []byte{}; ; { // in pieces that end anywhere
-				for len(b) < maxUnit {
-					b = append(b, unit(anyLength())...)
-				}
-				n := rand.IntN(maxUnit)
-				select {
-				case <-stop:
-					n = len(b)
-					defer p.initiator.CloseWrite()
-				default:
-				}
-				if _, err := p.initiator.Write(b[:n]); err != nil || n == len(b) {
-					return
-				}
-				b = b[n:]
-			}
-		})
-		wg.Go(func() { // the target reads and answers
-			for r.unit() == nil {
-				if _, err := p.target.Write(unit(rand.IntN(200))); err != nil {
-					return
-				}
-			}
-			p.target.CloseWrite()
-		})
-		wg.Go(func() { io.Copy(io.Discard, p.initiator) })
-		time.Sleep(time.Duration(rand.IntN(10_000)) * time.Microsecond)
+		r, stop, done := newReader(p.target), make(chan struct{}), make(chan struct{})
+		go func() {
+			defer close(done)
+			exchange(p, r, stop)
+		}()
+		until := func(n int64) {
+			testkit.Eventually(t, "the target reads", func() bool { return r.read.Load() >= n })
+		}
+		until(rand.Int64N(5 << 20))
 		k := start(t, p.hub, 9, 1<<30, nil)
-		time.Sleep(5 * time.Millisecond)
+		until(r.read.Load() + 2<<20)
 		close(stop)
-		wg.Wait()
+		<-done
 		list := k.stop(t)
 		sides := reassemble(t, list)
 		in, out := sides[addr(p.initiator.LocalAddr())], sides[addr(p.initiator.RemoteAddr())]
-		if in == nil || len(in.octets) < len(first) || !bytes.Equal(in.octets[:len(first)], first) || len(out.octets) < len(answer) || !bytes.Equal(out.octets[:len(answer)], answer) {
-			t.Fatal("the beginning is not there")
+		if in == nil || !bytes.HasPrefix(in.data, first) || !bytes.HasPrefix(out.data, answer) {
+			t.Fatal("the capture lacks the beginning")
 		}
 		if len(in.gaps)+len(out.gaps) > 2 && k.sum.Lost == 0 { // else the machine was too slow
 			t.Errorf("gaps %v and %v, lost %d", in.gaps, out.gaps, k.sum.Lost)
 		}
 		for _, a := range []net.Addr{p.initiator.LocalAddr(), p.initiator.RemoteAddr()} {
-			parts := behindGaps(list, addr(a))
+			parts := afterGaps(list, addr(a))
 			if rest := units(t, parts[len(parts)-1]); len(rest) > 0 && k.sum.Lost == 0 {
-				t.Errorf("%v: %d octets behind the last unit", a, len(rest))
+				t.Errorf("%v: %d bytes after the last unit", a, len(rest))
 			}
 		}
 	}
 }
 
-// behindGaps are the octets of a side behind each gap, up to the next one.
-func behindGaps(list []packet, of netip.AddrPort) (parts [][]byte) {
+// afterGaps returns what a side sent after each gap, up to the next one.
+func afterGaps(list []packet, of netip.AddrPort) (parts [][]byte) {
 	next := uint32(0)
 	for _, p := range list {
 		if p.from != of {
@@ -509,7 +538,7 @@ func behindGaps(list []packet, of netip.AddrPort) (parts [][]byte) {
 	return parts
 }
 
-// A stalled is a writer that waits until it is let go.
+// A stalled is a Writer that waits until let is closed.
 type stalled struct {
 	bytes.Buffer
 	once    sync.Once
@@ -523,9 +552,9 @@ func (s *stalled) Write(b []byte) (int, error) {
 	return s.Buffer.Write(b)
 }
 
-// Who does not read the capture loses part of it, and holds up nobody: memory stays
-// what it is, what is lost is counted and shown, and what follows begins with a unit.
-func TestSlowReader(t *testing.T) {
+// A slow reader of a capture loses a part of it and delays nobody. Memory stays bounded,
+// lost bytes are counted and shown, and what follows begins with a unit.
+func TestSlowReaderLosesCountedBytes(t *testing.T) {
 	p := newPair(t, NewHub(), "127.0.0.1:0")
 	p.hub.Join(p.target, 2)
 	r := newReader(p.target)
@@ -553,7 +582,7 @@ func TestSlowReader(t *testing.T) {
 	<-w.waiting
 	pass(5 * bufferLen)
 	if n := cap(k.k.filling); n != bufferLen {
-		t.Errorf("the buffer has grown to %d octets", n)
+		t.Errorf("the buffer has grown to %d bytes", n)
 	}
 	close(w.let)
 	before := received
@@ -566,7 +595,7 @@ func TestSlowReader(t *testing.T) {
 			break
 		}
 		if time.Now().After(end) {
-			t.Fatal("recording does not go on")
+			t.Fatal("recording does not continue")
 		}
 	}
 	pass(1 << 20)
@@ -575,15 +604,15 @@ func TestSlowReader(t *testing.T) {
 	list := packets(t, w.Bytes())
 	sides := reassemble(t, list)
 	in, out := sides[addr(p.initiator.LocalAddr())], sides[addr(p.initiator.RemoteAddr())]
-	missing := received + sent - len(in.octets) - len(out.octets)
-	if k.sum.Lost != uint64(missing) || missing < 2*bufferLen || k.sum.Octets != uint64(len(in.octets)+len(out.octets)) {
-		t.Errorf("%d octets are missing, the summary is %+v", missing, k.sum)
+	missing := received + sent - len(in.data) - len(out.data)
+	if k.sum.Lost != uint64(missing) || missing < 2*bufferLen || k.sum.Octets != uint64(len(in.data)+len(out.data)) {
+		t.Errorf("%d bytes are missing, the summary is %+v", missing, k.sum)
 	}
 	if received-before < 1<<20 || len(in.gaps) == 0 {
 		t.Errorf("gaps %v", in.gaps)
 	}
 	for _, of := range []net.Addr{p.initiator.LocalAddr(), p.initiator.RemoteAddr()} {
-		for _, part := range behindGaps(list, addr(of)) {
+		for _, part := range afterGaps(list, addr(of)) {
 			units(t, part)
 		}
 	}
@@ -594,12 +623,12 @@ func TestSlowReader(t *testing.T) {
 		}
 	}
 	if shown != len(in.gaps)+len(out.gaps) {
-		t.Errorf("%d gaps are explained, there are %v and %v", shown, in.gaps, out.gaps)
+		t.Errorf("%d comments for the gaps %v and %v", shown, in.gaps, out.gaps)
 	}
 }
 
-// What comes last and is lost counts, too.
-func TestLostAtTheEnd(t *testing.T) {
+// Lost bytes that no record follows are counted, too.
+func TestBytesLostAtTheEndAreCounted(t *testing.T) {
 	p := newPair(t, NewHub(), "127.0.0.1:0")
 	p.hub.Join(p.target, 2)
 	w := &stalled{waiting: make(chan struct{}), let: make(chan struct{})}
@@ -614,19 +643,19 @@ func TestLostAtTheEnd(t *testing.T) {
 	close(w.let)
 	<-k.done
 	if k.sum.Octets+k.sum.Lost != uint64(n) || k.sum.Lost < bufferLen {
-		t.Errorf("%d octets have passed, the summary is %+v", n, k.sum)
+		t.Errorf("%d bytes have passed, the summary is %+v", n, k.sum)
 	}
 }
 
-// A file keeps to its limit, and is whole.
-func TestLimit(t *testing.T) {
+// A file does not exceed its limit, and is whole.
+func TestFileStaysBelowItsLimit(t *testing.T) {
 	for _, max := range []int64{MinSize, MinSize + 1, 100_000, 1 << 20} {
 		p := newPair(t, NewHub(), "127.0.0.1:0")
 		p.hub.Join(p.target, 3)
 		k := start(t, p.hub, 3, max, nil)
 		for done := false; !done; {
 			n := 4000
-			if max < 1<<20 { // so that the last one comes close
+			if max < 1<<20 { // so that the last packet comes close
 				n = 1 + rand.IntN(40)
 			}
 			p.answer(t, random(n))
@@ -638,14 +667,14 @@ func TestLimit(t *testing.T) {
 		}
 		packets(t, k.out.Bytes())
 		if n := int64(k.out.Len()); n > max || n < max-6000-statisticsLen || k.err != nil || !strings.Contains(k.sum.Reason, fmt.Sprint("limit of ", max)) {
-			t.Errorf("limit %d: %d octets, %+v, %v", max, n, k.sum, k.err)
+			t.Errorf("limit %d: %d bytes, %+v, %v", max, n, k.sum, k.err)
 		}
 	}
 }
 
-// Connections that join later are in the capture from their first octet, and those of
-// other sessions are not. What has left is let go.
-func TestJoin(t *testing.T) {
+// A capture has the connections that join later from their first byte, and none of other
+// sessions. The hub forgets closed connections.
+func TestJoinedConnectionIsCapturedFromItsFirstByte(t *testing.T) {
 	h := NewHub()
 	first, other := newPair(t, h, "127.0.0.1:0"), newPair(t, h, "127.0.0.1:0")
 	h.Join(first.target, 1)
@@ -663,19 +692,19 @@ func TestJoin(t *testing.T) {
 	h.Join(gone.target, 1)
 	sides := reassemble(t, k.stop(t))
 	for _, want := range []struct {
-		of     net.Addr
-		octets string
+		of   net.Addr
+		data string
 	}{
 		{first.initiator.LocalAddr(), "one"},
 		{late.initiator.LocalAddr(), "login, command"},
 		{late.initiator.RemoteAddr(), "welcome"},
 	} {
-		if s := sides[addr(want.of)]; s == nil || string(s.octets) != want.octets {
-			t.Errorf("%v: %+v, want %s", want.of, s, want.octets)
+		if s := sides[addr(want.of)]; s == nil || string(s.data) != want.data {
+			t.Errorf("%v: %+v, want %s", want.of, s, want.data)
 		}
 	}
 	if sides[addr(other.initiator.LocalAddr())] != nil {
-		t.Error("there is something of another session")
+		t.Error("the capture has data of another session")
 	}
 	first.target.Close()
 	other.target.Close()
@@ -685,8 +714,8 @@ func TestJoin(t *testing.T) {
 	}
 }
 
-// There is one capture of a session, and a few of all.
-func TestHowMany(t *testing.T) {
+// A session has at most one capture, and all sessions together MaxCaptures.
+func TestNumberOfCapturesIsBounded(t *testing.T) {
 	h := NewHub()
 	var all []*run
 	for i := range MaxCaptures {
@@ -711,8 +740,8 @@ func TestHowMany(t *testing.T) {
 	}
 }
 
-// A writer that fails ends the capture, and the error says so.
-func TestWriterFails(t *testing.T) {
+// Run returns the error of its Writer.
+func TestFailedWriterEndsTheCapture(t *testing.T) {
 	h := NewHub()
 	r, w := io.Pipe()
 	r.CloseWithError(io.ErrClosedPipe)
@@ -723,9 +752,8 @@ func TestWriterFails(t *testing.T) {
 	}
 }
 
-// Recording costs nothing when there is nothing to record: no allocation, and not even a
-// lock.
-func TestOff(t *testing.T) {
+// Recording costs nothing when nothing is to be recorded: no allocation and no lock.
+func TestIdleTapCostsNothing(t *testing.T) {
 	p := newPair(t, NewHub(), "127.0.0.1:0")
 	p.hub.Join(p.target, 1)
 	p.send(t, random(headLen+1))
@@ -733,9 +761,9 @@ func TestOff(t *testing.T) {
 	idle := func(when string) {
 		t.Helper()
 		if p.target.on.Load() {
-			t.Fatalf("%s: something is recorded", when)
+			t.Fatalf("%s: the tap is on", when)
 		}
-		p.target.mu.Lock() // who wants it would wait for ever
+		p.target.mu.Lock() // a caller that locks it would block
 		defer p.target.mu.Unlock()
 		b, a, c := make([]byte, 1000), make([]byte, 2000), net.Buffers{}
 		backing := make(net.Buffers, 2)
@@ -760,8 +788,8 @@ func TestOff(t *testing.T) {
 	idle("after")
 }
 
-// The sequence numbers of far away octets are still ahead, and on the grid of Markers.
-func TestFarAway(t *testing.T) {
+// The sequence number after a large gap is still ahead, and on the grid of Markers.
+func TestLargeGapKeepsSequenceNumbersAhead(t *testing.T) {
 	for _, tt := range []struct {
 		from, to uint64
 		jump     uint32
@@ -776,13 +804,13 @@ func TestFarAway(t *testing.T) {
 	}
 }
 
-// Blocks by the octets of draft-ietf-opsawg-pcapng, sections 4.1, 4.2, 4.3 and 4.6.
-func TestBlocks(t *testing.T) {
+// Blocks have the bytes of draft-ietf-opsawg-pcapng, sections 4.1, 4.2, 4.3 and 4.6.
+func TestBlocksAreThoseOfTheFormat(t *testing.T) {
 	var out bytes.Buffer
-	f := file{w: &out}
-	f.header("app", "if0", "what")
-	f.packet(0x0102030405060708, toInitiator, []byte{0x45, 1, 2}, []byte{3, 4}, "why")
-	f.statistics(1, 0x1_0000_0002, 7, 3, "end")
+	f := newFile(&out, "app", "if0", "what")
+	f.packet(0x0102030405060708, toInitiator, []byte{0x45, 1, 2, 3, 4}, "why")
+	before := f.size()
+	f.statistics(time.Unix(0, 1), time.Unix(0, 0x1_0000_0002), 7, 3, "end")
 	f.flush()
 	want := "" +
 		// Section Header Block: type, length, magic, version 1.0, section length -1,
@@ -806,13 +834,13 @@ func TestBlocks(t *testing.T) {
 	if got := out.String(); got != want {
 		t.Errorf("%x, want\n%x", got, want)
 	}
-	if f.size != int64(len(want)) || packetLen(5, 3) != 0x3c || packetLen(4, 0) != 0x30 {
-		t.Errorf("%d octets are counted; packets of %d and %d", f.size, packetLen(5, 3), packetLen(4, 0))
+	if f.size() != int64(len(want)) || before != f.size()-0x54 || packetLen(5, 3) != 0x3c || packetLen(4, 0) != 0x30 {
+		t.Errorf("%d bytes are counted, %d before the statistics; packets of %d and %d", f.size(), before, packetLen(5, 3), packetLen(4, 0))
 	}
 }
 
-// Wherever a file is cut off, what is copied of it is whole blocks.
-func TestCopyBlocks(t *testing.T) {
+// CopyBlocks writes whole blocks only, wherever the file is cut off.
+func TestCopyBlocksWritesWholeBlocks(t *testing.T) {
 	var file bytes.Buffer
 	ends := map[int]bool{0: true}
 	for _, n := range []uint32{12, 28, 100} {
@@ -823,31 +851,31 @@ func TestCopyBlocks(t *testing.T) {
 	}
 	for n := range file.Len() + 1 {
 		var out bytes.Buffer
-		written, err := CopyBlocks(&out, io.LimitReader(&file2{file.Bytes()}, int64(n)))
+		written, err := CopyBlocks(&out, io.LimitReader(&trickle{file.Bytes()}, int64(n)))
 		if !ends[out.Len()] || written != int64(out.Len()) || (err == nil) != ends[n] || ends[n] && out.Len() != n {
-			t.Errorf("of %d octets %d are copied, %d counted: %v", n, out.Len(), written, err)
+			t.Errorf("of %d bytes %d are copied, %d counted: %v", n, out.Len(), written, err)
 		}
 	}
 	for _, n := range []uint32{0, 8, 13, maxBlock + 4} {
 		b := make([]byte, 16)
 		le.PutUint32(b[4:], n)
 		if _, err := CopyBlocks(io.Discard, bytes.NewReader(b)); !errors.Is(err, errNoBlock) {
-			t.Errorf("block of %d octets: %v", n, err)
+			t.Errorf("block of %d bytes: %v", n, err)
 		}
 	}
 	var full *WriteError
 	for n := range file.Len() {
 		written, err := CopyBlocks(&failing{n}, bytes.NewReader(file.Bytes()))
 		if !errors.As(err, &full) || !ends[int(written)] || written > int64(n) || written < int64(n-100) {
-			t.Errorf("there is room for %d octets, %d are counted: %v", n, written, err)
+			t.Errorf("room for %d bytes, %d are counted: %v", n, written, err)
 		}
 	}
 }
 
-// file2 gives a few octets at a time.
-type file2 struct{ b []byte }
+// A trickle is a Reader that returns a few bytes at a time.
+type trickle struct{ b []byte }
 
-func (f *file2) Read(p []byte) (int, error) {
+func (f *trickle) Read(p []byte) (int, error) {
 	n := copy(p[:min(len(p), 5)], f.b)
 	f.b = f.b[n:]
 	if n == 0 {
@@ -856,7 +884,7 @@ func (f *file2) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// failing takes so many octets.
+// A failing is a Writer that takes room bytes.
 type failing struct{ room int }
 
 func (f *failing) Write(b []byte) (int, error) {
@@ -874,7 +902,7 @@ func FuzzCopyBlocks(f *testing.F) {
 		var out bytes.Buffer
 		n, err := CopyBlocks(&out, bytes.NewReader(b))
 		if int(n) != out.Len() || !bytes.HasPrefix(b, out.Bytes()) || err == nil && out.Len() != len(b) {
-			t.Errorf("%d octets of %d, %v", n, len(b), err)
+			t.Errorf("%d bytes of %d, %v", n, len(b), err)
 		}
 	})
 }

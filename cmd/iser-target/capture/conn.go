@@ -1,14 +1,13 @@
-// Package capture records what passes through the sockets of a session, and writes it
-// as packets that Wireshark reads.
+// Package capture records the traffic of a session at its sockets and writes it as packets
+// that Wireshark reads.
 //
-// Each connection is a Conn, which counts octets and, when a Capture wants them, copies
-// them into a buffer of limited size. What does not fit is lost and counted: the sender
-// and receiver of the connection never wait for who reads the capture.
+// Each connection is a Conn. While a Capture of its session runs, a Conn copies its bytes
+// into a buffer of limited size. Bytes that do not fit are lost and counted: a slow reader
+// of the capture never delays the connection.
 //
-// A capture can begin in the middle of a connection. So that it is understood even so,
-// a Conn keeps the first octets of both directions, in which login and MPA startup
-// agree on what follows; and what is recorded behind a gap begins where a PDU or FPDU
-// begins, which Unread knows.
+// A capture can begin in the middle of a connection. Wireshark needs the login and the MPA
+// startup to decode the rest, so a Conn keeps the first bytes of both directions. After a
+// gap, recording continues where a PDU or FPDU begins, which Unread tells.
 package capture
 
 import (
@@ -20,7 +19,7 @@ import (
 	"time"
 )
 
-// headLen is how many octets of each direction a Conn keeps: startup frames and a login
+// headLen bounds the bytes that a Conn keeps of each direction. Startup frames and a login
 // with CHAP have less.
 const headLen = 4 << 10
 
@@ -34,35 +33,36 @@ const (
 
 func (d direction) other() direction { return 1 - d }
 
-// A Conn is a connection whose octets can be recorded. It is the net.Conn that the
-// movers are given.
+// A Conn is a connection whose bytes can be recorded. The Datamovers use it as their
+// net.Conn.
 type Conn struct {
-	// Conn is a *net.TCPConn; embedded as such it would hand out methods that pass by.
+	// Conn is a *net.TCPConn. Embedded with that type, it would promote methods that
+	// bypass the recording.
 	net.Conn
 	hub *Hub
 
-	received uint64               // octets; of who reads
-	sent     uint64               // octets; of who writes
-	unread   func() ([]byte, int) // of who reads; see Unread
-	on       atomic.Bool          // the head is not complete, or there is a capture
+	received uint64               // bytes; for the reader only
+	sent     uint64               // bytes; for the writer only
+	unread   func() ([]byte, int) // for the reader only; see Unread
+	on       atomic.Bool          // the head is incomplete, or a capture is running
 	closed   bool                 // guarded by hub.mu
 	aborted  atomic.Pointer[error]
 
 	mu     sync.Mutex
 	head   head
-	to     *Capture  // nil: there is none
-	flow   uint32    // the name of this connection in it
-	next   [2]uint64 // what it has of each direction ends here
-	passed [2]uint64 // and what it should have ends here
-	live   [2]bool   // it has something that was not in the head
+	to     *Capture  // nil: no capture
+	flow   uint32    // number of this connection in it
+	next   [2]uint64 // end of what it has, by direction
+	passed [2]uint64 // end of what it should have
+	live   [2]bool   // it has bytes that were not in the head
 }
 
-// head is how a connection began, as long as that is complete.
+// A head is the beginning of a connection.
 type head struct {
-	octets []byte // of both directions, in the order of chunks
+	bytes  []byte // of both directions, in the order of chunks
 	chunks []chunk
-	n      [2]int // octets of each direction
-	whole  bool   // nothing is added any more
+	n      [2]int // bytes of each direction
+	whole  bool   // add ignores what follows
 }
 
 type chunk struct {
@@ -71,14 +71,14 @@ type chunk struct {
 	time int64 // Unix time in ns
 }
 
-// add appends what passes, unless that is too much.
+// add appends what passes. If that is too much, the head stays as it is from then on.
 func (h *head) add(d direction, now int64, parts ...[]byte) {
 	n := size(parts)
 	if h.whole = h.whole || h.n[d]+n > headLen; h.whole || n == 0 {
 		return
 	}
 	for _, p := range parts {
-		h.octets = append(h.octets, p...)
+		h.bytes = append(h.bytes, p...)
 	}
 	h.n[d] += n
 	if last := len(h.chunks) - 1; last >= 0 && h.chunks[last].dir == d {
@@ -95,11 +95,10 @@ func size(parts [][]byte) (n int) {
 	return n
 }
 
-// Unread has the reader of c tell, when Read calls f, where its PDUs begin: unread are
-// the last octets that Read has returned, and the first rest octets of these and of what
-// follows belong to a PDU that began before them. Without f, which can be nil, that is
-// not known, and what is received behind a gap is not recorded. It is for who reads to
-// call.
+// Unread sets the function by which Read asks its caller where a PDU begins. f returns the
+// last bytes that Read returned and that the caller has not consumed, and how many of
+// these and of the following bytes belong to a PDU that began before. If f is nil, bytes
+// received after a gap are not recorded. Only the goroutine that reads c may call Unread.
 func (c *Conn) Unread(f func() (unread []byte, rest int)) { c.unread = f }
 
 // Read implements net.Conn.
@@ -127,7 +126,7 @@ func (c *Conn) Write(p []byte) (int, error) {
 	return n, err
 }
 
-// WriteBuffers is what b.WriteTo(c) should be: one system call for all.
+// WriteBuffers writes b with one system call, which b.WriteTo(c) would not do.
 func (c *Conn) WriteBuffers(b *net.Buffers) (int64, error) {
 	if c.on.Load() {
 		c.written(*b...)
@@ -137,7 +136,7 @@ func (c *Conn) WriteBuffers(b *net.Buffers) (int64, error) {
 	return n, err
 }
 
-// CloseWrite ends our direction of the stream.
+// CloseWrite shuts down the writing side of the connection.
 func (c *Conn) CloseWrite() error {
 	if c.on.Load() {
 		c.ended(toInitiator)
@@ -157,13 +156,13 @@ func (c *Conn) Close() error {
 	return c.Conn.Close()
 }
 
-// Abort closes c, for which Read gives the reason from then on.
+// Abort closes c. Read returns the reason from then on.
 func (c *Conn) Abort(reason error) {
 	c.aborted.Store(&reason)
 	c.Close()
 }
 
-// read records what Read returns.
+// read records the result of a Read.
 func (c *Conn) read(p []byte, err error) {
 	if len(p) > 0 {
 		c.mu.Lock()
@@ -180,10 +179,9 @@ func (c *Conn) read(p []byte, err error) {
 	}
 }
 
-// receive gives the capture what was received at c.received. Behind a gap that begins with
-// a PDU.
+// receive records p, which was received at c.received. After a gap, it begins with a PDU.
 //
-// Preconditions: mu is held, and the caller is who reads.
+// Preconditions: c.mu is held, and the caller is the goroutine that reads.
 func (c *Conn) receive(now int64, p []byte) {
 	pos, end, next := c.received, c.received+uint64(len(p)), &c.next[toTarget]
 	c.passed[toTarget] = end
@@ -208,33 +206,33 @@ func (c *Conn) receive(now int64, p []byte) {
 	}
 }
 
-// written records what Write is about to write. That is before it has left, because the
-// answer must not come before it.
+// written records what Write is about to write. It must precede the write, because the
+// answer of the peer must not be recorded first.
 func (c *Conn) written(parts ...[]byte) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	now := time.Now().UnixNano()
 	c.head.add(toInitiator, now, parts...)
 	if c.to != nil {
-		pos := max(c.sent, c.next[toInitiator]) // of the last write TCP may not have taken all
+		pos := max(c.sent, c.next[toInitiator]) // TCP may have taken only a part of the last write
 		c.put(toInitiator, pos, now, parts...)
 		c.passed[toInitiator] = pos + uint64(size(parts))
 	}
 	c.settle()
 }
 
-// put gives the capture octets from pos on, as many as it takes.
+// put records the bytes from pos on, as many as the capture takes.
 //
-// Preconditions: mu is held.
+// Preconditions: c.mu is held.
 func (c *Conn) put(d direction, pos uint64, now int64, parts ...[]byte) {
 	if n := c.to.put(record{kind: data, dir: d, flow: c.flow, time: now, pos: pos}, parts...); n > 0 {
 		c.next[d], c.live[d] = pos+uint64(n), true
 	}
 }
 
-// settle makes recording cost nothing again when there is nothing to record.
+// settle turns recording off if no capture runs and the head is complete.
 //
-// Preconditions: mu is held.
+// Preconditions: c.mu is held.
 func (c *Conn) settle() {
 	if c.to == nil && c.head.whole {
 		c.on.Store(false)
@@ -250,7 +248,7 @@ func (c *Conn) ended(d direction) {
 	}
 }
 
-// attach has k record c from now on, beginning with the head.
+// attach records c in k from now on, beginning with the head.
 func (c *Conn) attach(k *Capture) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -260,7 +258,7 @@ func (c *Conn) attach(k *Capture) {
 	}
 	c.to, c.flow = k, flow
 	c.next, c.passed, c.live = [2]uint64{}, [2]uint64{}, [2]bool{}
-	b := c.head.octets
+	b := c.head.bytes
 	for _, h := range c.head.chunks {
 		n := k.put(record{kind: beginning, dir: h.dir, flow: flow, time: h.time, pos: c.next[h.dir]}, b[:h.n])
 		c.next[h.dir] += uint64(n)
@@ -271,7 +269,7 @@ func (c *Conn) attach(k *Capture) {
 	c.on.Store(true)
 }
 
-// detach ends what attach has begun.
+// detach ends the recording that attach began.
 func (c *Conn) detach() {
 	c.mu.Lock()
 	defer c.mu.Unlock()

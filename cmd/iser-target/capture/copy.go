@@ -6,20 +6,23 @@ import (
 	"io"
 )
 
-// maxBlock bounds the blocks that CopyBlocks takes, in octets: no packet has more than 64
+// maxBlock bounds the blocks that CopyBlocks takes, in bytes. No packet has more than 64
 // KiB.
 const maxBlock = 1 << 20
 
-// A WriteError is what CopyBlocks could not write.
+// A WriteError is an error of the Writer of CopyBlocks.
 type WriteError struct{ Err error }
 
+// Error implements error.
 func (e *WriteError) Error() string { return e.Err.Error() }
+
+// Unwrap returns the error of the Writer.
 func (e *WriteError) Unwrap() error { return e.Err }
 
-// CopyBlocks copies a file from r to w, whole blocks only: if r ends anywhere, or fails,
-// w has a file nevertheless. It returns how many octets the blocks have that w has taken,
-// behind which w may have the begin of one more if it fails, and an error unless r has
-// ended behind a block.
+// CopyBlocks copies a pcapng file from r to w. It writes whole blocks only, so that w has a
+// valid file wherever r ends or fails. It returns the length in bytes of the blocks that w
+// has taken; if w fails, it may have the beginning of one more block. The error is a
+// *WriteError if w fails. It is nil only if r ends at the end of a block.
 func CopyBlocks(w io.Writer, r io.Reader) (written int64, err error) {
 	b := make([]byte, 0, maxBlock+flushLen)
 	for {
@@ -48,14 +51,14 @@ func CopyBlocks(w io.Writer, r io.Reader) (written int64, err error) {
 	}
 }
 
-var errNoBlock = errors.New("what comes is no pcapng")
+var errNoBlock = errors.New("the data is not pcapng")
 
-// blocks is how many octets of b are whole blocks.
+// blocks returns the length of the whole blocks that b begins with, in bytes.
 func blocks(b []byte) (n int, err error) {
 	for len(b)-n >= 8 {
 		l := le.Uint32(b[n+4:])
 		if l < 12 || l > maxBlock || l%4 != 0 {
-			return n, fmt.Errorf("%w: a block of %d octets", errNoBlock, l)
+			return n, fmt.Errorf("%w: a block of %d bytes", errNoBlock, l)
 		}
 		if int(l) > len(b)-n {
 			break

@@ -5,26 +5,26 @@ import "encoding/binary"
 // MPA's startup frames and FPDUs (RFC 5044, sections 7.1.1 and 4.1).
 const (
 	startupLen  = 20   // without private data
-	keyLen      = 16   // with which they begin
-	markersFlag = 0x80 // of octet 16: who sends this wants Markers in what it receives
+	keyLen      = 16   // of the key, their first field
+	markersFlag = 0x80 // of byte 16: the sender requires Markers in what it receives
 )
 
 var keys = [2]string{toTarget: "MPA ID Req Frame", toInitiator: "MPA ID Rep Frame"}
 
 // A framing knows where the FPDUs of a stream begin, so that each gets packets of its
-// own: where one Send of several FPDUs ends and another one begins in the same packet,
-// Wireshark loses the beginning. Of a stream that is none of MPA, or has Markers, it
-// knows nothing.
+// own: if a Send of several FPDUs ends and another one begins in the same packet,
+// Wireshark misses that beginning. A framing does not cut a stream that is not MPA or has
+// Markers.
 type framing struct {
 	mpa     bool
 	markers bool
-	rest    uint64 // octets up to the next FPDU
-	half    bool   // the first octet of an FPDU, which is high, has passed
+	rest    uint64 // bytes up to the next FPDU
+	half    bool   // only the first byte of an FPDU, high, has passed
 	high    byte
 }
 
-// begin looks at the first octets of a stream, and returns whether they ask for Markers
-// in the other direction.
+// begin examines the first bytes of a stream and reports whether they ask for Markers in
+// the other direction.
 func (f *framing) begin(d direction, b []byte) (markers bool) {
 	if len(b) < startupLen || string(b[:keyLen]) != keys[d] {
 		return false
@@ -33,11 +33,10 @@ func (f *framing) begin(d direction, b []byte) (markers bool) {
 	return b[keyLen]&markersFlag != 0
 }
 
-// resume goes on behind a gap, where an FPDU begins.
+// resume continues after a gap, where an FPDU begins.
 func (f *framing) resume() { f.rest, f.half = 0, false }
 
-// next returns how many octets of b, of which there is at least one, go into the next
-// packet.
+// next returns how many bytes of b, which is not empty, go into the next packet.
 func (f *framing) next(b []byte) int {
 	switch {
 	case !f.mpa || f.markers:
@@ -56,8 +55,8 @@ func (f *framing) next(b []byte) int {
 	return n
 }
 
-// fpduLen is the length of an FPDU that begins with these octets: the ULPDU with its
-// length, padded to words of 4 octets, and the CRC.
+// fpduLen returns the length of an FPDU that begins with these bytes: the ULPDU with its
+// length field, padded to words of 4 bytes, and the CRC.
 func fpduLen(high, low byte) uint64 {
 	n := 2 + uint64(high)<<8 + uint64(low)
 	return (n+3)&^3 + 4

@@ -8,13 +8,13 @@ import (
 	"testing"
 )
 
-// startup is a frame of MPA's startup (RFC 5044, section 7.1.1).
+// startup returns a frame of MPA's startup (RFC 5044, section 7.1.1).
 func startup(d direction, flags byte, private int) []byte {
 	b := append([]byte(keys[d]), flags, 2, byte(private>>8), byte(private))
 	return append(b, random(private)...)
 }
 
-// fpdu is one with a ULPDU of n octets.
+// fpdu returns an FPDU with a ULPDU of n bytes.
 func fpdu(n int) []byte {
 	b := append(binary.BigEndian.AppendUint16(nil, uint16(n)), random(n)...)
 	b = append(b, make([]byte, -len(b)&3)...) // padding
@@ -22,7 +22,7 @@ func fpdu(n int) []byte {
 }
 
 // A capture has each FPDU in a packet of its own.
-func TestFPDUs(t *testing.T) {
+func TestEachFPDUIsAPacket(t *testing.T) {
 	p := newPair(t, NewHub(), "127.0.0.1:0")
 	request, reply := startup(toTarget, 0, 24), startup(toInitiator, 0, 4)
 	p.send(t, request)
@@ -57,7 +57,7 @@ func TestFPDUs(t *testing.T) {
 	}
 	for d := range want {
 		if !slices.EqualFunc(got[d], want[d], bytes.Equal) {
-			t.Errorf("direction %d: packets of %v octets, want %v", d, lengths(got[d]), lengths(want[d]))
+			t.Errorf("direction %d: packets of %v bytes, want %v", d, lengths(got[d]), lengths(want[d]))
 		}
 	}
 }
@@ -69,8 +69,8 @@ func lengths(list [][]byte) (n []int) {
 	return n
 }
 
-// Each FPDU begins a packet, however the octets come.
-func TestFraming(t *testing.T) {
+// Each FPDU begins a packet, in whatever pieces the bytes come.
+func TestFramingFindsEachFPDU(t *testing.T) {
 	stream, want := startup(toTarget, 0x40, 5), []int{0} // CRC
 	for _, n := range []int{0, 1, 2, 3, 4, 5, 255, 256, 1450, 16398, 0xffff} {
 		want = append(want, len(stream))
@@ -96,7 +96,7 @@ func TestFraming(t *testing.T) {
 			got := cuts(&framing{}, stream, most)
 			for _, at := range want {
 				if _, ok := slices.BinarySearch(got, at); !ok {
-					t.Fatalf("chunks of up to %d octets: no packet begins at %d, an FPDU does", most, at)
+					t.Fatalf("chunks of up to %d bytes: no packet begins at %d, where an FPDU does", most, at)
 				}
 			}
 		}
@@ -114,12 +114,12 @@ func TestFraming(t *testing.T) {
 	f.next(stream[want[5]:][:1])
 	f.resume()
 	if n := f.next(stream[want[7]:]); n != want[8]-want[7] {
-		t.Errorf("behind a gap the first packet has %d octets, want %d", n, want[8]-want[7])
+		t.Errorf("after a gap the first packet has %d bytes, want %d", n, want[8]-want[7])
 	}
 }
 
-// What is not MPA, or has Markers in it, is not cut.
-func TestNoFraming(t *testing.T) {
+// Framing does not cut a stream that is not MPA or has Markers.
+func TestFramingLeavesOtherStreams(t *testing.T) {
 	for _, tt := range []struct {
 		name    string
 		first   []byte

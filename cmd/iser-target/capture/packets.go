@@ -8,17 +8,17 @@ import (
 )
 
 const (
-	// maxSegment is how many octets of a stream a packet has at most: what fits into an
-	// IPv4 packet, whose length is of 16 bits.
+	// maxSegment bounds the bytes of a stream in one packet: the length of an IPv4 packet
+	// has 16 bits.
 	maxSegment = 63 << 10
-	// maxGap is how far a sequence number jumps at most. It has 32 bits, and what is
-	// more than half of them ahead would be taken for a repetition.
+	// maxGap bounds the jump of a sequence number. It has 32 bits, and Wireshark takes a
+	// number that is more than half of that range ahead for a retransmission.
 	maxGap = 1 << 30
-	// markerGrid is the distance of MPA's Markers (RFC 5044, section 4.3), to which
-	// maxGap is true.
+	// markerGrid is the distance of MPA's Markers (RFC 5044, section 4.3). maxGap is a
+	// multiple of it.
 	markerGrid = 512
 
-	windowScale = 14 // RFC 7323, section 2.3: nobody is ever out of window
+	windowScale = 14 // RFC 7323, section 2.3: no segment is ever out of window
 	window      = 1<<16 - 1
 )
 
@@ -31,8 +31,8 @@ const (
 	ack
 )
 
-// A flow is a connection in a file: a TCP connection that begins with a handshake which
-// nobody has seen, but which is understood.
+// A flow is a TCP connection in a file. It begins with an invented handshake, so that
+// Wireshark follows its streams.
 type flow struct {
 	initiator, target netip.AddrPort
 	open              bool // the handshake has been written
@@ -42,15 +42,15 @@ type flow struct {
 
 // A stream is one direction of a flow.
 type stream struct {
-	pos   uint64 // octets up to here
-	seq   uint32 // the sequence number of the next one
-	live  bool   // what was captured has begun
+	pos   uint64 // of the next byte
+	seq   uint32 // its sequence number
+	live  bool   // a byte after the head was written
 	ended bool
 	framing
 }
 
-// newFlow returns the flow of that number. The sequence numbers differ from flow to
-// flow, so that a port that is used again makes no repetition.
+// newFlow returns the flow with that number. The sequence numbers differ from flow to
+// flow, so that Wireshark does not take a reused port for a retransmission.
 func newFlow(number uint32, initiator, target netip.AddrPort) *flow {
 	f := &flow{initiator: initiator, target: target}
 	for d := range f.streams {
@@ -59,7 +59,7 @@ func newFlow(number uint32, initiator, target netip.AddrPort) *flow {
 	return f
 }
 
-// skip goes on at pos, and returns how many octets are missing before.
+// skip continues the stream at pos and returns how many bytes before it are missing.
 func (s *stream) skip(pos uint64) (gap uint64) {
 	gap = pos - s.pos
 	jump := gap
@@ -70,7 +70,8 @@ func (s *stream) skip(pos uint64) (gap uint64) {
 	return gap
 }
 
-// header appends the IP and TCP headers of a packet of f, whose payload follows.
+// header appends the IP and TCP headers of a packet of f with that payload. Package layers
+// could do it, but its checksum of two bytes a step would halve the speed of a capture.
 func (f *flow) header(b []byte, d direction, flags byte, payload []byte) []byte {
 	from, to := f.initiator, f.target
 	if d == toInitiator {
@@ -124,8 +125,8 @@ const (
 	hops          = 64
 )
 
-// add adds b, in which only the end may have an odd length, to an Internet checksum
-// (RFC 1071). The sum of 64 bits is folded by checksum.
+// add adds b to an Internet checksum (RFC 1071), eight bytes a step. Only the last b of a
+// sum may have an odd length. checksum folds the result.
 func add(sum uint64, b []byte) uint64 {
 	var carry uint64
 	for ; len(b) >= 8; b = b[8:] {
@@ -144,9 +145,8 @@ func checksum(sum uint64) uint16 {
 	return ^uint16(sum)
 }
 
-// packets writes a record as packets. It returns false if they would be more than most
-// octets of file.
-func (k *Capture) packets(r *record, octets []byte) bool {
+// packets writes a record as packets. It returns false if the file would exceed its limit.
+func (k *Capture) packets(r *record, payload []byte) bool {
 	f := k.flows[r.flow]
 	if f == nil {
 		return true
@@ -177,39 +177,39 @@ func (k *Capture) packets(r *record, octets []byte) bool {
 		s.seq++
 		return true
 	}
-	if r.pos == 0 && s.begin(r.dir, octets) {
+	if r.pos == 0 && s.begin(r.dir, payload) {
 		f.streams[r.dir.other()].markers = true
 	}
 	comment := ""
 	if gap := s.skip(r.pos); gap > 0 {
 		s.resume()
 		if s.live {
-			comment = fmt.Sprintf("%d octets before this are lost: the capture was not read fast enough", gap)
-			k.lostOctets += gap
+			comment = fmt.Sprintf("%d bytes before this packet are lost: the capture was not read fast enough", gap)
+			k.lostBytes += gap
 		} else {
-			comment = fmt.Sprintf("the capture of this direction begins here; %d octets before it had passed", gap)
+			comment = fmt.Sprintf("the capture of this direction begins here; %d bytes passed before", gap)
 		}
 	}
 	s.live = s.live || r.kind == data
-	for len(octets) > 0 {
-		n := s.next(octets[:min(len(octets), maxSegment)])
-		if !k.packet(f, r.dir, psh|ack, r.time, octets[:n], comment) {
+	for len(payload) > 0 {
+		n := s.next(payload[:min(len(payload), maxSegment)])
+		if !k.packet(f, r.dir, psh|ack, r.time, payload[:n], comment) {
 			return false
 		}
 		k.sum.Octets += uint64(n)
 		s.pos, s.seq = s.pos+uint64(n), s.seq+uint32(n)
-		octets, comment = octets[n:], ""
+		payload, comment = payload[n:], ""
 	}
 	return true
 }
 
-// packet writes one packet, if there is room for it.
+// packet writes one packet and returns true, or returns false if the file has no room.
 func (k *Capture) packet(f *flow, d direction, flags byte, time int64, payload []byte, comment string) bool {
-	k.header = f.header(k.header[:0], d, flags, payload)
-	if k.file.size+packetLen(len(k.header)+len(payload), len(comment))+statisticsLen > k.max {
+	k.buf = append(f.header(k.buf[:0], d, flags, payload), payload...)
+	if k.file.size()+packetLen(len(k.buf), len(comment))+statisticsLen > k.max {
 		return false
 	}
-	k.file.packet(time, d, k.header, payload, comment)
+	k.file.packet(time, d, k.buf, comment)
 	k.sum.Packets++
 	return true
 }

@@ -88,7 +88,7 @@ var (
 	lunReady    = newFamily(gauge, "lun_ready", "1 if the LUN is ready, else 0.", "target lun")
 	lunSize     = newFamily(gauge, "lun_size_bytes", "Capacity of the LUN.", "target lun")
 	lunCommands = newFamily(counter, "lun_commands_total", "SCSI commands that ended with a status.", ofLUN+" op")
-	lunBytes   = newFamily(counter, "lun_bytes_total", "Data transferred by SCSI commands.", ofLUN+" op")
+	lunBytes    = newFamily(counter, "lun_bytes_total", "Data transferred by SCSI commands.", ofLUN+" op")
 	lunInFlight = newFamily(gauge, "lun_commands_in_flight", "SCSI commands in progress, which is the queue depth.", ofLUN)
 	lunAborted  = newFamily(counter, "lun_commands_aborted_total", "SCSI commands that were aborted and ended without a status.", ofLUN)
 	lunErrors   = newFamily(counter, "lun_errors_total", "SCSI commands that ended with CHECK CONDITION, by sense key.", ofLUN+" sense_key")
@@ -98,7 +98,7 @@ var (
 	lunLatencies = newHistogram(every(16, 8, 88), "lun_command_duration_seconds", "Duration of SCSI commands for the LUN, by phase.", ofLUN+" phase")
 
 	sessionCommands    = newFamily(counter, "session_commands_total", "SCSI commands of the session that ended with a status.", ofSession+" op")
-	sessionBytes      = newFamily(counter, "session_bytes_total", "Data transferred by SCSI commands of the session.", ofSession+" op")
+	sessionBytes       = newFamily(counter, "session_bytes_total", "Data transferred by SCSI commands of the session.", ofSession+" op")
 	sessionTasks       = newFamily(gauge, "session_tasks", "Unanswered requests of the session, including those that wait for others.", ofSession)
 	sessionErrors      = newFamily(counter, "session_errors_total", "SCSI commands of the session that ended with CHECK CONDITION.", ofSession)
 	sessionAborted     = newFamily(counter, "session_commands_aborted_total", "SCSI commands of the session that were aborted and ended without a status.", ofSession)
