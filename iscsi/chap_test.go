@@ -199,7 +199,7 @@ func TestMutualCHAP(t *testing.T) {
 			}
 			want := "0x" + hex.EncodeToString(p.response(storeSecret, "42", challenge))
 			if last["CHAP_N"] != "store" || last["CHAP_R"] != want {
-				t.Errorf("%q, want CHAP_R=%s", last, want)
+				t.Errorf("ISCSI-4.2.4-4: %q, want CHAP_R=%s", last, want)
 			}
 			p.writeLogin(p.loginRequest(true, 1, 3), linuxKeys...)
 			p.loggedIn().logout()

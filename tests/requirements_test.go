@@ -119,7 +119,7 @@ func TestRequirementCoverage(t *testing.T) {
 }
 
 // families are the prefixes of the tables that are there.
-var families = []string{"MPA", "MPA2", "DDP", "RDMAP", "ISER"}
+var families = []string{"MPA", "MPA2", "DDP", "RDMAP", "ISER", "ISCSI"}
 
 func family(id string) string {
 	parts := strings.Split(id, "-")
