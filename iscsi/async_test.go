@@ -10,6 +10,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/security"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
@@ -79,7 +80,7 @@ func TestColdResetIsAnnounced(t *testing.T) {
 func TestSCSIEvent(t *testing.T) {
 	n := newTestNode(t)
 	const name = "iqn.2026-11.io.example:jukebox"
-	u, err := lun.New(newStore(t), lun.Options{Identity: lun.Identity{NAA: [8]byte{0x30, 7: 9}, Serial: "3000000000000009"}, Removable: true})
+	u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: 9}, Serial: "3000000000000009"}, Removable: true})
 	if err != nil {
 		t.Fatal(err)
 	}

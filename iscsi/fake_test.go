@@ -20,6 +20,7 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/security"
 	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
@@ -454,7 +455,7 @@ func newInventory(tb testing.TB, stores ...backend.Store) *lun.Inventory {
 	tb.Helper()
 	inv := lun.NewInventory()
 	for i, s := range stores {
-		u, err := lun.New(s, lun.Options{Identity: lun.Identity{NAA: [8]byte{0x30, 7: byte(i)}, Serial: "300000000000000" + string(rune('0'+i))}})
+		u, err := lun.New(s, lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: byte(i)}, Serial: "300000000000000" + string(rune('0'+i))}})
 		if err != nil {
 			tb.Fatal(err)
 		}

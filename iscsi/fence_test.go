@@ -9,6 +9,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
@@ -288,7 +289,7 @@ func TestTerminations(t *testing.T) {
 	for _, issuing := range []string{"RFC3720", fastAbort} {
 		t.Run(issuing+" issues", func(t *testing.T) {
 			n := newTestNode(t, several(4))
-			u, err := lun.New(newStore(t), lun.Options{Identity: lun.Identity{NAA: [8]byte{0x30, 7: 9}, Serial: "3000000000000009"}})
+			u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: 9}, Serial: "3000000000000009"}})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -368,7 +369,7 @@ func TestTerminations(t *testing.T) {
 func TestTerminationsWaitForBuffers(t *testing.T) {
 	n := newTestNode(t, several(4))
 	for id := range uint16(4) {
-		u, err := lun.New(newStore(t), lun.Options{Identity: lun.Identity{NAA: [8]byte{0x30, 7: byte(id) + 9}, Serial: "300000000000000" + string(rune('A'+id))}})
+		u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: byte(id) + 9}, Serial: "300000000000000" + string(rune('A'+id))}})
 		if err != nil {
 			t.Fatal(err)
 		}

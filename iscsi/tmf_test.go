@@ -8,6 +8,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
@@ -505,7 +506,7 @@ func TestTMFAtTheEnd(t *testing.T) {
 func TestMaskedReset(t *testing.T) {
 	n := newTestNode(t)
 	hidden := newStore(t)
-	u, err := lun.New(hidden, lun.Options{Identity: lun.Identity{NAA: [8]byte{0x3f}, Serial: "3f00000000000000"}})
+	u, err := lun.New(hidden, lun.Options{Identity: state.Identity{NAA: [8]byte{0x3f}, Serial: "3f00000000000000"}})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -127,11 +127,11 @@ func TestPortGroupsLast(t *testing.T) {
 	r, _ := newPortsRig(t, Options{Settings: s})
 	wantGood(t, "SET TARGET PORT GROUPS", r.setGroups(r.a, "03 00 0102 01 00 0001"))
 	wantSense(t, r.on(r.b, "00", nil), 0x6, 0x2a, 0x06)
-	s.file.fsync = func(*os.File) error { return errors.New("injected") }
+	s.SetSync(func(*os.File) error { return errors.New("injected") })
 	wantSense(t, r.setGroups(r.a, "00 00 0102"), 0x4, 0x44, 0x00)
 	r.wantGroups(r.a, "0101", "0301")
 	wantGood(t, "no unit attention for no change", r.on(r.b, "00", nil))
-	s.file.fsync = (*os.File).Sync
+	s.SetSync(nil)
 	wantGood(t, "a saved page beside it", r.on(r.a, "15 11 0000 00 00", nil))
 	if err := s.Close(); err != nil {
 		t.Fatal(err)

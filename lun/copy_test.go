@@ -14,6 +14,7 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/lun/state"
 )
 
 // A copyRig is a rig with another unit of 2 MiB, LUN 1.
@@ -28,7 +29,7 @@ func newCopyRig(t *testing.T, one, two setup) *copyRig {
 	r := &copyRig{rig: newRig(t, one)}
 	two.size = 2 << 20
 	r.other = newRig(t, two)
-	r.other.unit.opt.Identity = Identity{NAA: [8]byte{0x3f, 7: 0xee}, Serial: "3f000000000000ee"}
+	r.other.unit.opt.Identity = state.Identity{NAA: [8]byte{0x3f, 7: 0xee}, Serial: "3f000000000000ee"}
 	r.add(1, r.other.unit)
 	r.nexus = r.login()
 	return r
@@ -284,7 +285,7 @@ func TestExtendedCopyFiles(t *testing.T) {
 	const size = 64 << 20
 	inv := NewInventory()
 	t.Cleanup(func() { inv.Close() })
-	for i, id := range []Identity{testIdentity, {NAA: [8]byte{0x3f, 7: 0xee}, Serial: "3f000000000000ee"}} {
+	for i, id := range []state.Identity{testIdentity, {NAA: [8]byte{0x3f, 7: 0xee}, Serial: "3f000000000000ee"}} {
 		store, _, err := backend.OpenFile(backend.FileConfig{Path: filepath.Join(t.TempDir(), "lun.img"), Size: size})
 		if err != nil {
 			t.Fatal(err)

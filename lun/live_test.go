@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/lun/state"
 )
 
 // A unit whose store is absent says who it is and is NOT READY; the unit that takes its
@@ -245,11 +246,11 @@ func TestClearReservation(t *testing.T) {
 	if info.Type != 3 || !info.APTPL || len(info.Registrations) != 1 || !info.Registrations[0].Holder || info.Registrations[0].Key != 5 {
 		t.Fatalf("%+v", info)
 	}
-	kept.file.fsync = func(*os.File) error { return errors.New("injected") }
+	kept.SetSync(func(*os.File) error { return errors.New("injected") })
 	if cleared, err := r.unit.ClearReservation(); err == nil || cleared || r.unit.Reservation().Type != 3 {
 		t.Errorf("a failure of the file: %v, %v", cleared, err)
 	}
-	kept.file.fsync = (*os.File).Sync
+	kept.SetSync(nil)
 	if cleared, err := r.unit.ClearReservation(); err != nil || !cleared {
 		t.Errorf("%v, %v", cleared, err)
 	}
@@ -325,7 +326,7 @@ func TestAllocate(t *testing.T) {
 // it has so afterwards, whether or not APTPL says that it is kept (SPC-4, section 5.13.5),
 // and the unit of before takes no more of that.
 func TestSucceed(t *testing.T) {
-	next := func(r *prRig, id Identity) *Unit {
+	next := func(r *prRig, id state.Identity) *Unit {
 		t.Helper()
 		u, err := New(r.unit.Detach(), Options{Identity: id})
 		if err != nil {

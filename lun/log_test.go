@@ -26,14 +26,14 @@ func TestUnkeptIsLogged(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer kept.Close()
-			kept.file.fsync = fail
+			kept.SetSync(fail)
 			r := newPRRig(t, setup{opt: Options{Reservations: kept, Logger: log}})
 			wantSense(t, r.out(r.a, prRegister, 0, prList(0, keyA, 0x01)), 0x4, 0x44, 0x00)
 		},
 		"settings": func(path string, log *slog.Logger) {
 			kept := openSettings(t, path)
 			defer kept.Close()
-			kept.file.fsync = fail
+			kept.SetSync(fail)
 			s := saving(kept)
 			s.opt.Logger = log
 			wantSense(t, newRig(t, s).save("00 00 00 00"+cachingOff), 0x4, 0x44, 0x00)
@@ -44,7 +44,7 @@ func TestUnkeptIsLogged(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer kept.Close()
-			kept.file.fsync = fail
+			kept.SetSync(fail)
 			r := newRig(t, setup{opt: Options{Sanitize: true, Sanitizations: kept, Logger: log}})
 			wantSense(t, r.run(blockErase, nil), 0x4, 0x44, 0x00)
 		},

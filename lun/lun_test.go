@@ -11,13 +11,14 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // testPort and testIdentity are what the golden octets name.
 var (
 	testPort     = Port{InitiatorName: "iqn.2026-11.io.example:host", TargetName: "iqn.2026-11.io.example:store", TPGT: 1}
-	testIdentity = Identity{NAA: [8]byte{0x30, 1, 2, 3, 4, 5, 6, 7}, Serial: "3001020304050607"}
+	testIdentity = state.Identity{NAA: [8]byte{0x30, 1, 2, 3, 4, 5, 6, 7}, Serial: "3001020304050607"}
 )
 
 // A setup describes a rig. The zero value of a field means its default.

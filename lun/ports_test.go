@@ -105,7 +105,7 @@ func TestReservationsOfTargetPorts(t *testing.T) {
 		}
 
 		// Both are there after a restart, and the same one holds.
-		k.held.file.lock.Close()
+		k.held.Close()
 		var err error
 		if k.held, err = OpenReservations(k.path); err != nil {
 			t.Fatal(err)

@@ -3,14 +3,16 @@ package lun
 import (
 	"fmt"
 	"strconv"
+
+	"github.com/iser-target/iser-target/lun/state"
 )
 
 // Reservations keeps the persistent reservations that are to survive the loss
 // of power (APTPL), those of all logical units in one file. It may be used by
 // several goroutines at once.
-type Reservations struct{ *keeper[unitEntry] }
+type Reservations struct{ *state.Keeper[unitEntry] }
 
-var reservationsKind = recordKind[unitEntry]{name: "reservations", version: 2, upgrade: upgradeReservations}
+var reservationsKind = state.Kind[unitEntry]{Name: "reservations", Version: 2, Upgrade: upgradeReservations}
 
 // unitEntry is what is kept of a unit.
 type unitEntry struct {
@@ -48,7 +50,7 @@ type unitEntry1 struct {
 // upgradeReservations is the upgrade of the kind.
 func upgradeReservations(b []byte) (units []unitEntry, written any, err error) {
 	var s reservationsState1
-	if err := decodeState(b, 1, &s); err != nil || s.Units == nil {
+	if err := state.Decode(b, 1, &s); err != nil || s.Units == nil {
 		return nil, nil, err
 	}
 	units = make([]unitEntry, len(s.Units))
@@ -72,7 +74,7 @@ func upgradeReservations(b []byte) (units []unitEntry, written any, err error) {
 // is not wholly as Reservations has written it is an error and stays as it is:
 // without its reservations two nodes of a cluster might write to one disk.
 func OpenReservations(path string) (*Reservations, error) {
-	k, err := openKeeper(reservationsKind, path)
+	k, err := state.OpenKeeper(reservationsKind, path)
 	if err != nil {
 		return nil, err
 	}
@@ -81,7 +83,7 @@ func OpenReservations(path string) (*Reservations, error) {
 
 // load returns what was kept of the unit with that NAA.
 func (r *Reservations) load(naa string) (prState, error) {
-	e, ok, err := r.get(naa)
+	e, ok, err := r.Get(naa)
 	if !ok {
 		return prState{}, err
 	}
@@ -92,9 +94,9 @@ func (r *Reservations) load(naa string) (prState, error) {
 // of power, nothing. When it returns nil that is on stable storage.
 func (r *Reservations) save(naa string, s *prState) (err error) {
 	if s.aptpl && len(s.registrations) > 0 {
-		_, err = r.put(encodeUnit(naa, s))
+		_, err = r.Put(encodeUnit(naa, s))
 	} else {
-		_, err = r.remove(naa)
+		_, err = r.Remove(naa)
 	}
 	return err
 }
@@ -109,9 +111,9 @@ func encodeUnit(naa string, s *prState) unitEntry {
 	return e
 }
 
-func (e unitEntry) unit() string { return e.NAA }
+func (e unitEntry) Unit() string { return e.NAA }
 
-func (e unitEntry) check() error {
+func (e unitEntry) Check() error {
 	_, err := e.decode()
 	return err
 }

@@ -14,6 +14,7 @@ import (
 	"testing"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/lun/state"
 )
 
 // Initiator ports of the tests: two of one initiator, one of another.
@@ -1039,7 +1040,7 @@ func newKeeping(t testing.TB) *keeping {
 func (k *keeping) start() *prRig {
 	k.t.Helper()
 	if k.held != nil {
-		k.held.file.lock.Close() // what the kernel does for a process that is killed
+		k.held.Close()
 	}
 	var err error
 	if k.held, err = OpenReservations(k.path); err != nil {
@@ -1126,7 +1127,7 @@ func TestReservationsFileVersion1(t *testing.T) {
 		`0x0000000000000007`:                  `0x7`,
 	} {
 		damaged := strings.Replace(reservationsGolden1, old, wrong, 1)
-		if s, err := reservationsKind.decode([]byte(damaged)); damaged == reservationsGolden1 || err == nil {
+		if s, err := reservationsKind.Decode([]byte(damaged)); damaged == reservationsGolden1 || err == nil {
 			t.Errorf("%s was taken for %+v", wrong, s)
 		}
 	}
@@ -1200,7 +1201,7 @@ func TestAPTPL(t *testing.T) {
 			t.Errorf("the file is\n%s", got)
 		}
 		// A second unit does not disturb the first.
-		id := Identity{NAA: [8]byte{0x3f}, Serial: "3f00000000000000"}
+		id := state.Identity{NAA: [8]byte{0x3f}, Serial: "3f00000000000000"}
 		m, err := backend.OpenMemory(backend.MemoryConfig{Size: 1 << 20})
 		if err != nil {
 			t.Fatal(err)
@@ -1231,12 +1232,12 @@ func TestReservationsCannotBeStored(t *testing.T) {
 	r.ok(r.a, prRegister, 0, prList(0, keyA, 0x01))
 	before := r.generation()
 	for _, name := range []string{"reservations.json.tmp", "."} {
-		k.held.file.fsync = func(f *os.File) error {
+		k.held.SetSync(func(f *os.File) error {
 			if f.Name() == filepath.Join(filepath.Dir(k.path), name) {
 				return errors.New("injected")
 			}
 			return f.Sync()
-		}
+		})
 		wantSense(t, r.out(r.c, prRegister, 0, prList(0, keyC, 0x01)), 0x4, 0x44, 0x00)
 		wantSense(t, r.out(r.a, prReserve, 1, prList(keyA, 0, 0)), 0x4, 0x44, 0x00)
 		wantSense(t, r.out(r.a, prRegister, 0, prList(keyA, keyB, 1)), 0x4, 0x44, 0x00)
@@ -1247,7 +1248,7 @@ func TestReservationsCannotBeStored(t *testing.T) {
 	if r.generation() != before {
 		t.Error("PRGENERATION has changed")
 	}
-	k.held.file.fsync = (*os.File).Sync
+	k.held.SetSync(nil)
 	r.ok(r.a, prReserve, 1, prList(keyA, 0, 0))
 	r = k.start()
 	r.wantKeys(keyA)
@@ -1256,14 +1257,14 @@ func TestReservationsCannotBeStored(t *testing.T) {
 	// What a failure has left in the file is not there after the next success.
 	u := newKeeping(t)
 	r2 := u.start()
-	u.held.file.fsync = func(f *os.File) error {
+	u.held.SetSync(func(f *os.File) error {
 		if f.Name() == filepath.Dir(u.path) {
 			return errors.New("injected")
 		}
 		return f.Sync()
-	}
+	})
 	wantSense(t, r2.out(r2.c, prRegister, 0, prList(0, keyC, 0x01)), 0x4, 0x44, 0x00)
-	u.held.file.fsync = (*os.File).Sync
+	u.held.SetSync(nil)
 	r2.ok(r2.a, prRegister, 0, prList(0, keyA, 0))
 	u.start().wantKeys()
 
@@ -1329,7 +1330,7 @@ func TestOpenReservationsRefuses(t *testing.T) {
 		})
 	}
 	for n := range len(reservationsGolden) - 1 {
-		if _, err := reservationsKind.decode([]byte(reservationsGolden[:n])); err == nil {
+		if _, err := reservationsKind.Decode([]byte(reservationsGolden[:n])); err == nil {
 			t.Fatalf("the first %d octets were accepted", n)
 		}
 	}
@@ -1412,12 +1413,12 @@ func FuzzPersistentReserveOut(f *testing.F) {
 			return
 		}
 		k := newKeeping(t)
-		k.held = &Reservations{newKeeper(reservationsKind)}
-		k.held.file.path = k.path
-		k.held.file.fsync = func(*os.File) error { return nil }
-		if err := os.MkdirAll(filepath.Dir(k.path), 0o700); err != nil {
+		var err error
+		if k.held, err = OpenReservations(k.path); err != nil {
 			t.Fatal(err)
 		}
+		defer k.held.Close()
+		k.held.SetSync(func(*os.File) error { return nil })
 		var opt Options
 		if keep {
 			opt.Reservations = k.held
@@ -1455,7 +1456,7 @@ func FuzzPersistentReserveOut(f *testing.F) {
 					t.Fatalf("kept is %+v, %v; want %+v", got, err, want)
 				}
 				if b, err := os.ReadFile(k.path); err == nil {
-					if _, err := reservationsKind.decode(b); err != nil {
+					if _, err := reservationsKind.Decode(b); err != nil {
 						t.Fatalf("the file %v:\n%s", err, b)
 					}
 				}
@@ -1524,16 +1525,26 @@ func FuzzReservationsFile(f *testing.F) {
 	f.Add([]byte(reservationsGolden))
 	f.Add([]byte(reservationsGolden1))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		s, err := reservationsKind.decode(b)
+		s, err := reservationsKind.Decode(b)
 		if err != nil {
 			return
 		}
-		again, err := encodeState(s)
+		again, err := reservationsKind.Encode(s)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if s2, err := reservationsKind.decode(again); err != nil || fmt.Sprint(s2) != fmt.Sprint(s) {
+		if s2, err := reservationsKind.Decode(again); err != nil || fmt.Sprint(s2) != fmt.Sprint(s) {
 			t.Fatalf("%+v came back as %+v, %v", s, s2, err)
 		}
 	})
+}
+
+// content returns what is in a file.
+func content(t testing.TB, path string) string {
+	t.Helper()
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b)
 }

@@ -3,15 +3,17 @@ package lun
 import (
 	"encoding/hex"
 	"fmt"
+
+	"github.com/iser-target/iser-target/lun/state"
 )
 
 // Sanitizations keeps which logical units are being sanitized, or have failed
 // to be, all in one file: what has begun goes on when the process starts again,
 // and nobody gets to a medium that is half erased. It may be used by several
 // goroutines at once.
-type Sanitizations struct{ *keeper[sanitizeEntry] }
+type Sanitizations struct{ *state.Keeper[sanitizeEntry] }
 
-var sanitizationsKind = recordKind[sanitizeEntry]{name: "sanitizations", version: 1}
+var sanitizationsKind = state.Kind[sanitizeEntry]{Name: "sanitizations", Version: 1}
 
 // sanitizeEntry is kept of a unit that is not idle.
 type sanitizeEntry struct {
@@ -26,7 +28,7 @@ type sanitizeEntry struct {
 
 // OpenSanitizations opens the file at path, as OpenReservations does.
 func OpenSanitizations(path string) (*Sanitizations, error) {
-	k, err := openKeeper(sanitizationsKind, path)
+	k, err := state.OpenKeeper(sanitizationsKind, path)
 	if err != nil {
 		return nil, err
 	}
@@ -35,7 +37,7 @@ func OpenSanitizations(path string) (*Sanitizations, error) {
 
 // load returns what was kept of the unit with that NAA, or nil.
 func (k *Sanitizations) load(naa string) (job *sanitizeJob, failed bool, err error) {
-	e, ok, err := k.get(naa)
+	e, ok, err := k.Get(naa)
 	if ok {
 		job, err = e.decode()
 	}
@@ -46,18 +48,18 @@ func (k *Sanitizations) load(naa string) (job *sanitizeJob, failed bool, err err
 // has. It returns what put does.
 func (k *Sanitizations) save(naa string, job *sanitizeJob, failed bool) (unsure bool, err error) {
 	if job == nil {
-		return k.remove(naa)
+		return k.Remove(naa)
 	}
-	return k.put(encodeJob(naa, job, failed))
+	return k.Put(encodeJob(naa, job, failed))
 }
 
 func encodeJob(naa string, j *sanitizeJob, failed bool) sanitizeEntry {
 	return sanitizeEntry{naa, j.action, j.unrestricted, failed, j.passes, j.invert, hex.EncodeToString(j.pattern)}
 }
 
-func (e sanitizeEntry) unit() string { return e.NAA }
+func (e sanitizeEntry) Unit() string { return e.NAA }
 
-func (e sanitizeEntry) check() error {
+func (e sanitizeEntry) Check() error {
 	_, err := e.decode()
 	return err
 }

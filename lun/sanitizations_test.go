@@ -42,7 +42,7 @@ func (undead) Close() error { return nil }
 func (s *sanitizing) start(opt Options, change func(*backendtest.Faulty)) *rig {
 	s.t.Helper()
 	if s.kept != nil {
-		s.kept.file.lock.Close() // what the kernel does for a process that is killed
+		s.kept.Close()
 	}
 	var err error
 	if s.kept, err = OpenSanitizations(s.path); err != nil {
@@ -188,12 +188,12 @@ func TestSanitizeSurvives(t *testing.T) {
 // What cannot be kept does not begin, and what cannot be forgotten has failed.
 func TestSanitizationsCannotBeStored(t *testing.T) {
 	failing := func(s *sanitizing, name string) {
-		s.kept.file.fsync = func(f *os.File) error {
+		s.kept.SetSync(func(f *os.File) error {
 			if f.Name() == filepath.Join(filepath.Dir(s.path), name) {
 				return errors.New("injected")
 			}
 			return f.Sync()
-		}
+		})
 	}
 	s := newSanitizing(t)
 	r := s.start(Options{Sanitize: true}, nil)
@@ -238,7 +238,7 @@ func TestOpenSanitizationsRefuses(t *testing.T) {
 	if _, err := New(newRig(t, setup{}).store, Options{Sanitizations: s.kept}); err == nil {
 		t.Error("a unit without identity was accepted")
 	}
-	if _, err := sanitizationsKind.decode([]byte(sanitizeGolden)); err != nil {
+	if _, err := sanitizationsKind.Decode([]byte(sanitizeGolden)); err != nil {
 		t.Fatal(err)
 	}
 	for name, x := range map[string]struct{ old, new, want string }{
@@ -259,7 +259,7 @@ func TestOpenSanitizationsRefuses(t *testing.T) {
 		"nothing at all": {sanitizeGolden, "", "empty"},
 	} {
 		damaged := strings.Replace(sanitizeGolden, x.old, x.new, 1)
-		if _, err := sanitizationsKind.decode([]byte(damaged)); damaged == sanitizeGolden || err == nil || !strings.Contains(err.Error(), x.want) {
+		if _, err := sanitizationsKind.Decode([]byte(damaged)); damaged == sanitizeGolden || err == nil || !strings.Contains(err.Error(), x.want) {
 			t.Errorf("%s: %v, want %q in it", name, err, x.want)
 			continue
 		}

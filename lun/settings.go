@@ -3,14 +3,16 @@ package lun
 import (
 	"errors"
 	"fmt"
+
+	"github.com/iser-target/iser-target/lun/state"
 )
 
 // Settings keeps what initiators have set for good in logical units: saved mode
 // pages, and the states of target port groups. Those of all units are in one file.
 // It may be used by several goroutines at once.
-type Settings struct{ *keeper[settingsEntry] }
+type Settings struct{ *state.Keeper[settingsEntry] }
 
-var settingsKind = recordKind[settingsEntry]{name: "settings", version: 1}
+var settingsKind = state.Kind[settingsEntry]{Name: "settings", Version: 1}
 
 // settingsEntry is what is kept of a unit.
 type settingsEntry struct {
@@ -29,9 +31,9 @@ type portGroupEntry struct {
 	State string `json:"state"` // of accessStates
 }
 
-func (e settingsEntry) unit() string { return e.NAA }
+func (e settingsEntry) Unit() string { return e.NAA }
 
-func (e settingsEntry) check() error {
+func (e settingsEntry) Check() error {
 	if e.PortGroups == nil {
 		return errors.New("port_groups is null, want a list")
 	}
@@ -59,7 +61,7 @@ func (g portGroupEntry) state() (s accessState, ok bool) {
 // not wholly as Settings has written it is an error and stays as it is: without
 // it a unit that was write protected would not be.
 func OpenSettings(path string) (*Settings, error) {
-	k, err := openKeeper(settingsKind, path)
+	k, err := state.OpenKeeper(settingsKind, path)
 	if err != nil {
 		return nil, err
 	}
@@ -68,7 +70,7 @@ func OpenSettings(path string) (*Settings, error) {
 
 // load returns what is kept of the unit with that NAA.
 func (s *Settings) load(naa string) (settingsEntry, error) {
-	e, ok, err := s.get(naa)
+	e, ok, err := s.Get(naa)
 	if !ok && err == nil {
 		e = settingsEntry{NAA: naa, PortGroups: []portGroupEntry{}}
 	}
@@ -105,7 +107,7 @@ func (u *Unit) keep(e settingsEntry) error {
 	if u.opt.Settings == nil {
 		return nil
 	}
-	if _, err := u.opt.Settings.put(e); err != nil {
+	if _, err := u.opt.Settings.Put(e); err != nil {
 		u.logUnkept(err)
 		return err
 	}

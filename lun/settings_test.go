@@ -113,11 +113,11 @@ func TestPagesCannotBeSaved(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "settings.json")
 	s := openSettings(t, path)
 	r := newRig(t, saving(s))
-	s.file.fsync = func(*os.File) error { return errors.New("injected") }
+	s.SetSync(func(*os.File) error { return errors.New("injected") })
 	wantSense(t, r.save("00 00 00 00"+cachingOff), 0x4, 0x44, 0x00)
 	wantSense(t, r.save(""), 0x4, 0x44, 0x00)
 	r.wantCaching(cachingOn, cachingOn)
-	s.file.fsync = (*os.File).Sync
+	s.SetSync(nil)
 	if err := errors.Join(s.Close(), s.Close()); err != nil {
 		t.Error(err)
 	}

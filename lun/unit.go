@@ -10,11 +10,12 @@ import (
 	"sync/atomic"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/lun/state"
 )
 
 // Options of a logical unit. The zero value of a field means its default.
 type Options struct {
-	Identity     Identity
+	Identity     state.Identity
 	ReadOnly     bool   // in addition to what the store says
 	WriteThrough bool   // every write is durable before its status, and no initiator can change that
 	Removable    bool   // the medium can be ejected and loaded
@@ -143,7 +144,7 @@ func (u *Unit) Info() backend.Info {
 }
 
 // Identity is who the unit is.
-func (u *Unit) Identity() Identity { return u.opt.Identity }
+func (u *Unit) Identity() state.Identity { return u.opt.Identity }
 
 // Status is "ready", or why the medium cannot be used, in a few words.
 func (u *Unit) Status() string {

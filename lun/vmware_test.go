@@ -10,6 +10,7 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/lun/state"
 )
 
 // What ESXi asks of a disk before it leaves work to it, and the commands as it
@@ -84,7 +85,7 @@ func TestVMwareXCOPY(t *testing.T) {
 	const mib = 1 << 20
 	r := newCopyRig(t, setup{size: 16 * mib}, setup{})
 	target := newRig(t, setup{size: 16 * mib})
-	target.unit.opt.Identity = Identity{NAA: [8]byte{0x3f, 7: 0xaa}, Serial: "3f000000000000aa"}
+	target.unit.opt.Identity = state.Identity{NAA: [8]byte{0x3f, 7: 0xaa}, Serial: "3f000000000000aa"}
 	r.add(2, target.unit)
 	r.nexus = r.login()
 	if in := r.good("12 00 00 00ff 00", nil); in[5]&0x08 == 0 {

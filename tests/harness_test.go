@@ -16,6 +16,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/tcp"
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/security"
 	"github.com/iser-target/iser-target/tests/initiator"
@@ -160,7 +161,7 @@ func (tg *target) addTarget(t testing.TB, name string, luns int) (first *backend
 		if i == 0 {
 			first = store
 		}
-		id, err := lun.Ephemeral().Get("test")
+		id, err := state.Ephemeral().Get("test")
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -23,6 +23,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/security"
 	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
@@ -79,7 +80,7 @@ func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target
 	}
 	tg.opt.MaxRecvDataSegmentLength = int(o.Limits.MaxRecvDataSegmentLength)
 	inv := lun.NewInventory()
-	id, err := lun.Ephemeral().Get("test")
+	id, err := state.Ephemeral().Get("test")
 	if err != nil {
 		tb.Fatal(err)
 	}

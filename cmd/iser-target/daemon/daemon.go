@@ -31,6 +31,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/security"
 )
@@ -85,11 +86,11 @@ type Daemon struct {
 	newcomers newcomers    // some of them
 	wg        sync.WaitGroup
 
-	ids           *lun.Identities
+	ids           *state.Identities
 	reservations  *lun.Reservations
 	settings      *lun.Settings
 	sanitizations *lun.Sanitizations
-	shrinks       shrinks // of an earlier process, which has not come to them
+	shrinks       shrinks
 
 	// turn has room for one: who has put something there is changing things, and
 	// alone may write what follows.
@@ -112,11 +113,6 @@ type Daemon struct {
 	leaving []*removal      // what nobody sees any more and has not ended yet
 	parting []*partings     // sessions that end because of changes
 	builds  map[string]bool // files that are being made, by path
-
-	planned   shrinks // that the change is about to make
-	overgrown shrinks // files that may be larger than they are to be: see mayOutgrow
-
-	shrinking sync.Mutex // held while shrinkFile is written; before mu
 
 	debug     *http.Server
 	debugAddr net.Addr

@@ -4,27 +4,112 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io/fs"
 	"maps"
-	"os"
 	"path/filepath"
+	"sync"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/lun/state"
 )
 
-// shrinkFile, in the state directory, has the files that a change is about to cut off,
-// with the sizes that they are to have. It is there from before the configuration says
-// so until that is done. So are files that are being extended, with the sizes before. A start finds there that a file which is larger than
-// configured is not a mistake, but what the end of the process has left undone.
+// shrinkFile, in the state directory, lists the files that a change is about to cut off,
+// with their new sizes, and the files that a change is extending, with their old sizes. A
+// file larger than configured is then no mistake for the next start: the end of the process
+// interrupted a change. shrinkFile exists only while it lists something.
 const shrinkFile = "shrink.json"
 
-// shrinks are sizes in octets by path.
-type shrinks map[string]int64
+// sizes are sizes in bytes by path.
+type sizes map[string]int64
 
-// planned are the files that a plan cuts off.
-func planned(p *schema.Plan, cfg *config.Config) shrinks {
-	s := shrinks{}
+// shrinkState is the content of shrinkFile.
+type shrinkState struct {
+	Version int   `json:"version"`
+	Files   sizes `json:"files"`
+}
+
+var (
+	shrinkFormat = state.Format[shrinkState]{
+		Name: "shrinks", Version: 1, Check: (*shrinkState).check,
+		Upgrades: map[int]func([]byte) (shrinkState, any, error){0: upgradeShrinks},
+	}
+	noShrinks = shrinkState{1, sizes{}}
+)
+
+func (s *shrinkState) check() error {
+	if s.Files == nil {
+		return errors.New("is damaged: the member files is not an object")
+	}
+	return nil
+}
+
+// upgradeShrinks reads the file of programs that wrote no version: only the sizes.
+func upgradeShrinks(b []byte) (shrinkState, any, error) {
+	s := shrinkState{Version: 1}
+	if err := json.Unmarshal(b, &s.Files); err != nil {
+		return s, nil, fmt.Errorf("is damaged: %w", err)
+	}
+	return s, &s.Files, nil
+}
+
+// shrinks has what is in shrinkFile, and why.
+type shrinks struct {
+	writing sync.Mutex                   // held while the file is written; before mu
+	doc     *state.Document[shrinkState] // guarded by writing; nil without a state directory
+
+	mu        sync.Mutex
+	left      sizes // that an earlier process left and this one did not come to
+	planned   sizes // that the change in progress is about to cut off
+	overgrown sizes // that may be larger than they are to be: see mayOutgrow
+}
+
+// open opens the file and reads what an earlier process left.
+func (s *shrinks) open(dir string) error {
+	doc, err := state.Open(shrinkFormat, filepath.Join(dir, shrinkFile), noShrinks)
+	if err != nil {
+		return err
+	}
+	s.writing.Lock()
+	s.doc = doc
+	s.writing.Unlock()
+	s.mu.Lock()
+	s.left = doc.State().Files
+	s.mu.Unlock()
+	return nil
+}
+
+// close closes the file, if there is one.
+func (s *shrinks) close() error {
+	s.writing.Lock()
+	defer s.writing.Unlock()
+	if s.doc == nil {
+		return nil
+	}
+	return s.doc.Close()
+}
+
+// store writes the file, or removes it if it would list nothing.
+func (s *shrinks) store() error {
+	s.writing.Lock()
+	defer s.writing.Unlock()
+	if s.doc == nil {
+		return nil
+	}
+	all := sizes{}
+	s.mu.Lock()
+	for _, of := range []sizes{s.left, s.overgrown, s.planned} {
+		maps.Copy(all, of)
+	}
+	s.mu.Unlock()
+	if len(all) == 0 {
+		return s.doc.Remove(noShrinks)
+	}
+	return s.doc.Replace(shrinkState{1, all})
+}
+
+// planned returns the files that a plan cuts off.
+func planned(p *schema.Plan, cfg *config.Config) sizes {
+	s := sizes{}
 	for _, st := range p.Steps {
 		if l := lunOf(targetOf(cfg, st.Change.Target), st.Change.LUN); st.Shrinks && l != nil && l.Backend == "file" {
 			s[l.Path] = int64(l.Size)
@@ -33,121 +118,60 @@ func planned(p *schema.Plan, cfg *config.Config) shrinks {
 	return s
 }
 
-// readShrinks reads what an earlier process has left.
-func readShrinks(dir string) (shrinks, error) {
-	path := filepath.Join(dir, shrinkFile)
-	b, err := os.ReadFile(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
-	var s shrinks
-	if err == nil {
-		err = json.Unmarshal(b, &s)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("state_dir: %s: %w", path, err)
-	}
-	return s, nil
+// keepShrinks stores s as what the change in progress is about to cut off.
+func (d *Daemon) keepShrinks(s sizes) error {
+	d.shrinks.mu.Lock()
+	d.shrinks.planned = s
+	d.shrinks.mu.Unlock()
+	return d.shrinks.store()
 }
 
-// keepShrinks makes s what a start finds of the change.
-func (d *Daemon) keepShrinks(s shrinks) error {
-	d.mu.Lock()
-	d.planned = s
-	d.mu.Unlock()
-	return d.writeShrinks()
-}
-
-// writeShrinks has a start find what the change is about to cut off, what an earlier
-// process has left, and what may be too large; with none there is no file.
-func (d *Daemon) writeShrinks() error {
-	dir := d.Effective().StateDir
-	if dir == "" {
-		return nil
-	}
-	d.shrinking.Lock()
-	defer d.shrinking.Unlock()
-	s := shrinks{}
-	d.mu.Lock()
-	for _, of := range []shrinks{d.shrinks, d.overgrown, d.planned} {
-		maps.Copy(s, of)
-	}
-	d.mu.Unlock()
-	path := filepath.Join(dir, shrinkFile)
-	if len(s) == 0 {
-		err := os.Remove(path)
-		switch {
-		case errors.Is(err, fs.ErrNotExist):
-			return nil
-		case err != nil:
-			return err
-		}
-		return syncPath(dir)
-	}
-	b, err := json.MarshalIndent(s, "", "  ")
-	if err != nil {
-		return err
-	}
-	if err := os.WriteFile(path+".tmp", append(b, '\n'), 0o600); err != nil {
-		return err
-	}
-	if err := errors.Join(syncPath(path+".tmp"), os.Rename(path+".tmp", path)); err != nil {
-		return err
-	}
-	return syncPath(dir)
-}
-
-// mayOutgrow has a start find, as long as that is so, that the file may be larger than size,
-// although it is to have that: it is being extended, and a store that hangs may do so when
-// the change has long failed. It may be anybody's turn.
+// mayOutgrow stores that the file may be larger than size, its configured size, because
+// it is being extended. With so false it forgets that. A store that hangs may extend the
+// file long after the change failed, so the caller need not hold the turn.
 func (d *Daemon) mayOutgrow(path string, size int64, so bool) error {
-	d.mu.Lock()
-	_, was := d.overgrown[path]
-	if d.overgrown == nil {
-		d.overgrown = shrinks{}
+	s := &d.shrinks
+	s.mu.Lock()
+	_, was := s.overgrown[path]
+	if s.overgrown == nil {
+		s.overgrown = sizes{}
 	}
-	if delete(d.overgrown, path); so {
-		d.overgrown[path] = size
+	if delete(s.overgrown, path); so {
+		s.overgrown[path] = size
 	}
-	d.mu.Unlock()
+	s.mu.Unlock()
 	if !was && !so {
 		return nil
 	}
-	return d.writeShrinks()
+	return s.store()
 }
 
-// syncPath has a file, or the names in a directory, on stable storage.
-func syncPath(path string) error {
-	f, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	return errors.Join(f.Sync(), f.Close())
-}
-
-// shrinksTo is the size that an earlier process was about to give the file, or 0.
+// shrinksTo returns the size that an earlier process was about to give the file, or 0.
 func (d *Daemon) shrinksTo(path string) int64 {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return d.shrinks[path]
+	d.shrinks.mu.Lock()
+	defer d.shrinks.mu.Unlock()
+	return d.shrinks.left[path]
 }
 
-// forgetShrinks drops what the start has found and is done, or was never to be. A file
-// that is missing waits for its LUN to be ready.
+// forgetShrinks forgets what an earlier process left and the start has finished, or found
+// not necessary. It keeps what a LUN needs whose file is missing.
 //
 // It is the caller's turn.
 func (d *Daemon) forgetShrinks() error {
-	waits := shrinks{}
+	waits := sizes{}
+	s := &d.shrinks
 	d.mu.Lock()
-	none := len(d.shrinks) == 0
+	s.mu.Lock()
+	none := len(s.left) == 0
 	for _, t := range d.targets {
 		for _, l := range t.luns {
-			if size, ok := d.shrinks[l.Path]; ok && l.fault != nil {
+			if size, ok := s.left[l.Path]; ok && l.fault != nil {
 				waits[l.Path] = size
 			}
 		}
 	}
-	d.shrinks = waits
+	s.left = waits
+	s.mu.Unlock()
 	d.mu.Unlock()
 	if none {
 		return nil

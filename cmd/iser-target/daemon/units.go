@@ -16,6 +16,7 @@ import (
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/security"
 )
 
@@ -87,17 +88,17 @@ func (t *servedTarget) add(l *servedLUN) error {
 // openState opens the files of the state directory; with an empty name there are
 // none.
 func (d *Daemon) openState(dir string) (err error) {
-	d.ids = lun.Ephemeral()
+	d.ids = state.Ephemeral()
 	if dir == "" {
 		return nil
 	}
-	ids, err := lun.OpenIdentities(filepath.Join(dir, identitiesFile))
+	ids, err := state.OpenIdentities(filepath.Join(dir, identitiesFile))
 	if err != nil {
 		return fmt.Errorf("state_dir: %w", err)
 	}
 	d.ids = ids
-	if d.shrinks, err = readShrinks(dir); err != nil {
-		return err
+	if err := d.shrinks.open(dir); err != nil {
+		return fmt.Errorf("state_dir: %w", err)
 	}
 	if d.reservations, err = lun.OpenReservations(filepath.Join(dir, reservationsFile)); err != nil {
 		return fmt.Errorf("state_dir: %w", err)
@@ -251,7 +252,7 @@ func (d *Daemon) openUnit(target string, l *config.LUN, fresh bool, open func(*c
 	return unit, nil
 }
 
-func (d *Daemon) unitOptions(l *config.LUN, id lun.Identity) lun.Options {
+func (d *Daemon) unitOptions(l *config.LUN, id state.Identity) lun.Options {
 	return lun.Options{
 		Identity: id, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Sanitize: l.Sanitize,
 		Reservations: d.reservations, Settings: d.settings, Sanitizations: d.sanitizations, Logger: d.log,
@@ -381,6 +382,7 @@ func (d *Daemon) closeState() error {
 	if d.ids != nil {
 		errs = append(errs, d.ids.Close())
 	}
+	errs = append(errs, d.shrinks.close())
 	if d.reservations != nil {
 		errs = append(errs, d.reservations.Close())
 	}

@@ -1,4 +1,4 @@
-package lun
+package state
 
 import (
 	"bufio"
@@ -62,7 +62,7 @@ func reopen(t testing.TB, ids *Identities) *Identities {
 	if err := ids.Close(); err != nil {
 		t.Fatal(err)
 	}
-	return openIdentities(t, ids.path)
+	return openIdentities(t, ids.doc.file.path)
 }
 
 func must(t testing.TB, f func(string) (Identity, error), key string) Identity {
@@ -165,19 +165,19 @@ func TestIdentitiesFileVersion1(t *testing.T) {
 	if got := content(t, path); got != identitiesGolden {
 		t.Errorf("reading has changed the file to\n%s", got)
 	}
-	if got, err := encodeState(ids.state); err != nil || string(got) != identitiesGolden {
+	if got, err := encode(ids.doc.state); err != nil || string(got) != identitiesGolden {
 		t.Errorf("written again it is\n%s%v", got, err)
 	}
 }
 
 // Other white space and escapes say the same.
 func TestIdentitiesFileFormatted(t *testing.T) {
-	want, err := decodeIdentities([]byte(identitiesGolden))
+	want, err := identitiesFormat.decode([]byte(identitiesGolden))
 	if err != nil {
 		t.Fatal(err)
 	}
 	b := strings.NewReplacer("\n", "", "  ", "\t", "é", `\u00e9`, "<", `\u003c`, "/", `\/`).Replace(identitiesGolden)
-	got, err := decodeIdentities([]byte(b))
+	got, err := identitiesFormat.decode([]byte(b))
 	if err != nil || !slices.Equal(got.Identities, want.Identities) || !slices.Equal(got.Retired, want.Retired) {
 		t.Errorf("got %v, %v; want %v", got, err, want)
 	}
@@ -186,7 +186,7 @@ func TestIdentitiesFileFormatted(t *testing.T) {
 func TestRenew(t *testing.T) {
 	ids := openIdentities(t, filepath.Join(t.TempDir(), "identities.json"))
 	two := must(t, ids.Get, keyTwo)
-	had := []Identity{must(t, ids.Renew, keyOne)} // there was none to retire
+	had := []Identity{must(t, ids.Renew, keyOne)} // none existed to retire
 	for range 5 {
 		id := must(t, ids.Renew, keyOne)
 		if slices.Contains(had, id) {
@@ -208,8 +208,8 @@ func TestRenew(t *testing.T) {
 	for _, id := range had[:len(had)-1] {
 		retired = append(retired, identityEntry{Key: keyOne, NAA: id.Serial})
 	}
-	if !slices.Equal(ids.state.Retired, retired) {
-		t.Errorf("retired are %v, want %v", ids.state.Retired, retired)
+	if !slices.Equal(ids.doc.state.Retired, retired) {
+		t.Errorf("retired are %v, want %v", ids.doc.state.Retired, retired)
 	}
 }
 
@@ -229,14 +229,14 @@ func TestIdentitiesAreNeverReused(t *testing.T) {
 		t.Errorf("renewed identity is %s, want %s", got, want)
 	}
 
-	before := content(t, ids.path)
+	before := content(t, ids.doc.file.path)
 	ids.random = constReader(2)
 	_, err := ids.Get("third")
-	wantError(t, err, ids.path, "100 identities", "taken")
+	wantError(t, err, ids.doc.file.path, "100 identities", "taken")
 	ids.random = strings.NewReader("short")
 	_, err = ids.Get("third")
-	wantError(t, err, ids.path, "random", io.ErrUnexpectedEOF.Error())
-	if got := content(t, ids.path); got != before {
+	wantError(t, err, ids.doc.file.path, "random", io.ErrUnexpectedEOF.Error())
+	if got := content(t, ids.doc.file.path); got != before {
 		t.Errorf("the file has become\n%s", got)
 	}
 }
@@ -307,7 +307,7 @@ func TestIdentitiesBadKey(t *testing.T) {
 	} {
 		for _, f := range []func(string) (Identity, error){ids.Get, ids.Renew} {
 			id, err := f(key)
-			wantError(t, err, ids.path, reason)
+			wantError(t, err, ids.doc.file.path, reason)
 			if id != (Identity{}) {
 				t.Errorf("an error and %v", id)
 			}
@@ -425,7 +425,7 @@ func TestIdentitiesSurviveKill(t *testing.T) {
 		c.Wait()
 
 		ids := openIdentities(t, path)
-		for _, e := range ids.state.Retired {
+		for _, e := range ids.doc.state.Retired {
 			delete(retired, e.NAA)
 		}
 		// The last Renew may have been stored but not said.
@@ -536,7 +536,7 @@ func TestIdentitiesNoRegularFile(t *testing.T) {
 	}
 	for _, name := range []string{"directory", "link", "zero"} {
 		_, err := OpenIdentities(filepath.Join(dir, name))
-		wantError(t, err, filepath.Join(dir, name), "no regular file")
+		wantError(t, err, filepath.Join(dir, name), "not a regular file")
 		// And the lock is free again.
 		f, err := lockFile(filepath.Join(dir, name) + ".lock")
 		if err != nil {
@@ -549,25 +549,25 @@ func TestIdentitiesNoRegularFile(t *testing.T) {
 // badIdentities are files that are refused, and what the error says.
 var badIdentities = []struct{ name, content, reason string }{
 	{"empty", "", "is empty"},
-	{"not JSON", "hello", "damaged at octet 1 of 5"},
-	{"zeros after a power failure", strings.Repeat("\x00", 100), "damaged at octet 1 of 100"},
+	{"not JSON", "hello", "damaged at byte 1 of 5"},
+	{"zeros after a power failure", strings.Repeat("\x00", 100), "damaged at byte 1 of 100"},
 	{"other JSON", "[]", "damaged"},
 	{"null", "null", "has no version"},
 	{"empty object", "{}", "has no version"},
-	{"something behind", identitiesGolden + "{}", "damaged at octet"},
+	{"something behind", identitiesGolden + "{}", "damaged at byte"},
 	{"invalid UTF-8", strings.Replace(identitiesGolden, "é", "\xe9", 1), "not valid UTF-8"},
-	{"later version", `{"version": 2, "volumes": []}`, "has version 2, but this program knows version 1 only"},
+	{"later version", `{"version": 2, "volumes": []}`, "has version 2, but this program knows only version 1"},
 	{"version 0", strings.Replace(identitiesGolden, "1", "0", 1), "has version 0"},
 	{"version text", strings.Replace(identitiesGolden, "1", `"1"`, 1), "string"},
 	{"version fraction", strings.Replace(identitiesGolden, "1", "1.5", 1), "1.5"},
 	{"version null", strings.Replace(identitiesGolden, "1", "null", 1), "has no version"},
-	{"version twice", strings.Replace(identitiesGolden, "{", `{"version": 1,`, 1), "version before octet 26, where identities belongs"},
+	{"version twice", strings.Replace(identitiesGolden, "{", `{"version": 1,`, 1), "version before byte 26, where identities belongs"},
 	{"unknown member", strings.Replace(identitiesGolden, "{", `{"comment": "x",`, 1), `unknown field "comment"`},
-	{"member in other case", strings.Replace(identitiesGolden, "retired", "Retired", 1), "Retired before octet"},
+	{"member in other case", strings.Replace(identitiesGolden, "retired", "Retired", 1), "Retired before byte"},
 	{"no identities", `{"version": 1, "retired": []}`, "want the members identities and retired"},
 	{"identities null", `{"version": 1, "identities": null, "retired": []}`, "want the members identities and retired, both lists"},
 	{"retired null", `{"version": 1, "identities": [], "retired": null}`, "want the members identities and retired, both lists"},
-	{"other order", `{"version": 1, "retired": [], "identities": []}`, "retired before octet 24, where identities belongs"},
+	{"other order", `{"version": 1, "retired": [], "identities": []}`, "retired before byte 24, where identities belongs"},
 	{"key null", `{"version": 1, "identities": [{"key": null, "naa": "3000000000000001"}], "retired": []}`, "identities[0]: the key is empty"},
 	{"long key", strings.Replace(identitiesGolden, "/dev/sdb", strings.Repeat("x", maxIdentityKey), 1), "limit of 8192"},
 	{"no retired", `{"version": 1, "identities": []}`, "want the members identities and retired"},
@@ -586,7 +586,7 @@ var badIdentities = []struct{ name, content, reason string }{
 	{"same naa", strings.Replace(identitiesGolden, "3fedcba987654321", "3000000000000001", 1), "identities[1]: naa 3000000000000001 is there twice"},
 	{"retired naa in use", strings.Replace(identitiesGolden, "3fffffffffffffff", "3000000000000001", 1), "retired[0]: naa 3000000000000001 is there twice"},
 	{"same key", strings.Replace(identitiesGolden, "store/0/file:/var/lib/<é>.img", "store/1/block:/dev/sdb", 1), "identities[1]: key \"" + keyTwo + "\" is there twice"},
-	{"too long", identitiesGolden + strings.Repeat(" ", maxStateFile), "limit of 16777216 octets"},
+	{"too long", identitiesGolden + strings.Repeat(" ", maxFile), "limit of 16777216 bytes"},
 }
 
 func TestIdentitiesBadFile(t *testing.T) {
@@ -621,14 +621,14 @@ func TestIdentitiesBadFile(t *testing.T) {
 func TestIdentitiesFull(t *testing.T) {
 	ids := openIdentities(t, filepath.Join(t.TempDir(), "identities.json"))
 	one := must(t, ids.Get, keyOne)
-	before := content(t, ids.path)
+	before := content(t, ids.doc.file.path)
 	long := strings.Repeat("x", maxIdentityKey)
-	for i := range maxStateFile / maxIdentityKey {
-		ids.state.Retired = append(ids.state.Retired, identityEntry{Key: long, NAA: fmt.Sprintf("3%015x", i)})
+	for i := range maxFile / maxIdentityKey {
+		ids.doc.state.Retired = append(ids.doc.state.Retired, identityEntry{Key: long, NAA: fmt.Sprintf("3%015x", i)})
 	}
 	for _, f := range []func(string) (Identity, error){ids.Get, ids.Renew} {
 		id, err := f(keyTwo)
-		wantError(t, err, ids.path, keyTwo, "limit of 16777216")
+		wantError(t, err, ids.doc.file.path, keyTwo, "limit of 16777216")
 		if id != (Identity{}) {
 			t.Errorf("an error and %v", id)
 		}
@@ -636,7 +636,7 @@ func TestIdentitiesFull(t *testing.T) {
 	if got := must(t, ids.Get, keyOne); got != one {
 		t.Errorf("%s has become %v, was %v", keyOne, got, one)
 	}
-	if got := content(t, ids.path); got != before {
+	if got := content(t, ids.doc.file.path); got != before {
 		t.Errorf("the file has become %.200q", got)
 	}
 }
@@ -644,7 +644,7 @@ func TestIdentitiesFull(t *testing.T) {
 func TestIdentitiesTruncated(t *testing.T) {
 	whole := strings.TrimSpace(identitiesGolden)
 	for n := range len(whole) {
-		if s, err := decodeIdentities([]byte(whole[:n])); err == nil {
+		if s, err := identitiesFormat.decode([]byte(whole[:n])); err == nil {
 			t.Errorf("the first %d of %d octets are read as %v", n, len(whole), s)
 		}
 	}
@@ -655,8 +655,8 @@ func TestIdentitiesWriteFails(t *testing.T) {
 	errInjected := errors.New("injected: input/output error")
 	failFor := func(name string) func(ids *Identities) error {
 		return func(ids *Identities) error {
-			ids.fsync = func(f *os.File) error {
-				if f.Name() == filepath.Join(filepath.Dir(ids.path), name) {
+			ids.doc.file.fsync = func(f *os.File) error {
+				if f.Name() == filepath.Join(filepath.Dir(ids.doc.file.path), name) {
 					return errInjected
 				}
 				return f.Sync()
@@ -674,15 +674,19 @@ func TestIdentitiesWriteFails(t *testing.T) {
 		renamed bool
 	}{
 		{
-			name:   "directory is away",
-			damage: func(ids *Identities) error { return os.Rename(filepath.Dir(ids.path), filepath.Dir(ids.path)+"~") },
-			repair: func(ids *Identities) error { return os.Rename(filepath.Dir(ids.path)+"~", filepath.Dir(ids.path)) },
+			name: "directory is away",
+			damage: func(ids *Identities) error {
+				return os.Rename(filepath.Dir(ids.doc.file.path), filepath.Dir(ids.doc.file.path)+"~")
+			},
+			repair: func(ids *Identities) error {
+				return os.Rename(filepath.Dir(ids.doc.file.path)+"~", filepath.Dir(ids.doc.file.path))
+			},
 			reason: "no such file",
 		},
 		{
 			name:   "name of the temporary file is taken",
-			damage: func(ids *Identities) error { return os.MkdirAll(ids.path+".tmp/x", 0o700) },
-			repair: func(ids *Identities) error { return os.RemoveAll(ids.path + ".tmp") },
+			damage: func(ids *Identities) error { return os.MkdirAll(ids.doc.file.path+".tmp/x", 0o700) },
+			repair: func(ids *Identities) error { return os.RemoveAll(ids.doc.file.path + ".tmp") },
 			reason: "not empty",
 		},
 		{
@@ -693,13 +697,13 @@ func TestIdentitiesWriteFails(t *testing.T) {
 		{
 			name: "rename",
 			damage: func(ids *Identities) error {
-				return errors.Join(os.Rename(ids.path, ids.path+"~"), os.MkdirAll(ids.path+"/x", 0o700))
+				return errors.Join(os.Rename(ids.doc.file.path, ids.doc.file.path+"~"), os.MkdirAll(ids.doc.file.path+"/x", 0o700))
 			},
 			repair: func(ids *Identities) error {
-				return errors.Join(os.RemoveAll(ids.path), os.Rename(ids.path+"~", ids.path))
+				return errors.Join(os.RemoveAll(ids.doc.file.path), os.Rename(ids.doc.file.path+"~", ids.doc.file.path))
 			},
 			reason: "rename",
-			// Not really, but who can tell.
+			// It has not, but nobody knows that.
 			renamed: true,
 		},
 		{
@@ -712,7 +716,7 @@ func TestIdentitiesWriteFails(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			ids := openIdentities(t, filepath.Join(t.TempDir(), "state", "identities.json"))
 			one := must(t, ids.Get, keyOne)
-			before := content(t, ids.path)
+			before := content(t, ids.doc.file.path)
 			if err := tc.damage(ids); err != nil {
 				t.Fatal(err)
 			}
@@ -725,7 +729,7 @@ func TestIdentitiesWriteFails(t *testing.T) {
 					func() (Identity, error) { return ids.Renew(keyOne) },
 				} {
 					id, err := f()
-					wantError(t, err, ids.path, tc.reason)
+					wantError(t, err, ids.doc.file.path, tc.reason)
 					if id != (Identity{}) {
 						t.Errorf("an error and %v", id)
 					}
@@ -734,7 +738,7 @@ func TestIdentitiesWriteFails(t *testing.T) {
 				// disk may have another for the key.
 				id, err := ids.Get(keyOne)
 				if tc.renamed {
-					wantError(t, err, ids.path, tc.reason)
+					wantError(t, err, ids.doc.file.path, tc.reason)
 				} else if err != nil || id != one {
 					t.Errorf("Get = %v, %v; want %v", id, err, one)
 				}
@@ -744,15 +748,15 @@ func TestIdentitiesWriteFails(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			ids.fsync = (*os.File).Sync
-			if _, err := os.Lstat(ids.path + ".tmp"); !errors.Is(err, fs.ErrNotExist) {
+			ids.doc.file.fsync = (*os.File).Sync
+			if _, err := os.Lstat(ids.doc.file.path + ".tmp"); !errors.Is(err, fs.ErrNotExist) {
 				t.Errorf("the temporary file is still there: %v", err)
 			}
 
 			if got := must(t, ids.Get, keyOne); got != one {
 				t.Errorf("%s has become %v, was %v", keyOne, got, one)
 			}
-			if got := content(t, ids.path); got != before {
+			if got := content(t, ids.doc.file.path); got != before {
 				t.Errorf("the file has become\n%swas\n%s", got, before)
 			}
 			two := must(t, ids.Get, keyTwo)
@@ -761,8 +765,8 @@ func TestIdentitiesWriteFails(t *testing.T) {
 			}
 			ids = reopen(t, ids)
 			want := []identityEntry{{Key: keyOne, NAA: one.Serial}, {Key: keyTwo, NAA: two.Serial}}
-			if !slices.Equal(ids.state.Identities, want) || len(ids.state.Retired) != 0 {
-				t.Errorf("stored are %v, want %v", ids.state, want)
+			if !slices.Equal(ids.doc.state.Identities, want) || len(ids.doc.state.Retired) != 0 {
+				t.Errorf("stored are %v, want %v", ids.doc.state, want)
 			}
 		})
 	}
@@ -786,14 +790,14 @@ func TestOpenIdentitiesSyncFails(t *testing.T) {
 	}
 	for _, name := range []string{path, filepath.Dir(path)} {
 		ids := Ephemeral()
-		ids.path = path
-		ids.fsync = func(f *os.File) error {
+		ids.doc.file.path = path
+		ids.doc.file.fsync = func(f *os.File) error {
 			if f.Name() == name {
 				return errors.New("injected")
 			}
 			return nil
 		}
-		wantError(t, ids.load(), "injected")
+		wantError(t, ids.doc.load(), "injected")
 	}
 	err := makeDirectory(filepath.Join(t.TempDir(), "a", "b"), func(*os.File) error { return errors.New("injected") })
 	wantError(t, err, "injected")
@@ -820,7 +824,7 @@ func TestIdentitiesSyncOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	ids := openIdentities(t, filepath.Join(dir, "identities.json"))
-	ids.fsync = fsync
+	ids.doc.file.fsync = fsync
 	must(t, ids.Get, keyOne)
 	must(t, ids.Get, keyOne) // writes nothing
 	want := []string{".", "a", "a/b/identities.json.tmp", "a/b (file is there)"}
@@ -872,7 +876,7 @@ func TestIdentitiesConcurrently(t *testing.T) {
 	if len(seen) != keys+workers {
 		t.Errorf("%d different identities, want %d", len(seen), keys+workers)
 	}
-	if n := len(ids.state.Retired); n != workers-1 {
+	if n := len(ids.doc.state.Retired); n != workers-1 {
 		t.Errorf("%d are retired, want %d", n, workers-1)
 	}
 }
@@ -885,7 +889,7 @@ func FuzzIdentitiesFile(f *testing.F) {
 		}
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {
-		s, err := decodeIdentities(b)
+		s, err := identitiesFormat.decode(b)
 		if err != nil {
 			if s.Identities != nil || s.Retired != nil {
 				t.Fatalf("an error and %v", s)
@@ -895,7 +899,7 @@ func FuzzIdentitiesFile(f *testing.F) {
 		// What is read holds what Get and Renew rely on.
 		naas, keys := map[string]bool{}, map[string]bool{}
 		for _, e := range slices.Concat(s.Identities, s.Retired) {
-			id, err := parseIdentity(e.NAA)
+			id, err := ParseIdentity(e.NAA)
 			if err != nil || id.NAA[0]>>4 != naaLocal || hex.EncodeToString(id.NAA[:]) != e.NAA || naas[e.NAA] || e.Key == "" {
 				t.Fatalf("entry %v, %v", e, err)
 			}
@@ -907,11 +911,11 @@ func FuzzIdentitiesFile(f *testing.F) {
 			}
 			keys[e.Key] = true
 		}
-		again, err := encodeState(s)
+		again, err := encode(s)
 		if err != nil {
 			t.Fatal(err)
 		}
-		s2, err := decodeIdentities(again)
+		s2, err := identitiesFormat.decode(again)
 		if err != nil || s2.Version != s.Version || !slices.Equal(s2.Identities, s.Identities) || !slices.Equal(s2.Retired, s.Retired) {
 			t.Fatalf("%v came back as %v, %v", s, s2, err)
 		}
@@ -931,12 +935,12 @@ func TestMakeIdentities(t *testing.T) {
 		t.Fatal(err)
 	}
 	syncs := 0
-	ids.fsync = func(*os.File) error { syncs++; return errors.New("injected") }
+	ids.doc.file.fsync = func(*os.File) error { syncs++; return errors.New("injected") }
 	if err := ids.Make([]string{"b"}); err == nil || ids.Known("b") {
 		t.Errorf("a failure: %v", err)
 	}
 	syncs = 0
-	ids.fsync = func(f *os.File) error { syncs++; return f.Sync() }
+	ids.doc.file.fsync = func(f *os.File) error { syncs++; return f.Sync() }
 	if err := ids.Make([]string{"a", "b", "c", "b"}); err != nil || syncs != 2 {
 		t.Errorf("%v, %d syncs", err, syncs)
 	}
@@ -958,7 +962,7 @@ func TestMakeIdentities(t *testing.T) {
 	}
 }
 
-// What was promised is not Known before it was asked for with a medium, and stays the
+// A promised identity is not Known before Get returns it, and stays the
 // same.
 func TestPromisedIdentity(t *testing.T) {
 	ids := openIdentities(t, filepath.Join(t.TempDir(), "identities.json"))
@@ -976,11 +980,11 @@ func TestPromisedIdentity(t *testing.T) {
 	if got := must(t, ids.Promise, keyTwo); got != known || !ids.Known(keyTwo) {
 		t.Errorf("%v is %v after a promise", known, got)
 	}
-	ids.fsync = func(*os.File) error { return errors.New("injected") }
+	ids.doc.file.fsync = func(*os.File) error { return errors.New("injected") }
 	if _, err := ids.Get(keyOne); err == nil || ids.Known(keyOne) {
 		t.Errorf("error %v; known: %t", err, ids.Known(keyOne))
 	}
-	ids.fsync = (*os.File).Sync
+	ids.doc.file.fsync = (*os.File).Sync
 	if got := must(t, ids.Get, keyOne); got != want {
 		t.Errorf("%v was promised, but it is %v", want, got)
 	}
@@ -991,7 +995,7 @@ func TestPromisedIdentity(t *testing.T) {
 	if next := must(t, ids.Renew, keyOne); next == want || !ids.Known(keyOne) {
 		t.Errorf("renewed: %v", next)
 	}
-	if strings.Contains(content(t, ids.path), "promised") {
-		t.Errorf("the file is\n%s", content(t, ids.path))
+	if strings.Contains(content(t, ids.doc.file.path), "promised") {
+		t.Errorf("the file is\n%s", content(t, ids.doc.file.path))
 	}
 }

@@ -1,0 +1,258 @@
+// Package state keeps small states in files that survive the process and a power
+// failure: the identities of logical units, a record for each logical unit, and
+// documents of other shapes.
+//
+// All files have one format: JSON with a version, mode 0600, replaced as a whole
+// and synced before the change counts. A lock keeps a second process out. A file
+// that this package could not have written is an error and stays as it is. A
+// Document is one such file, a Keeper is a Document with a record for each
+// logical unit, and Identities is a Document with their names.
+package state
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"unicode/utf8"
+)
+
+// A Format describes the files that have a state of type S. S is a struct that
+// encodes the version as the member "version".
+type Format[S any] struct {
+	Name    string // what the file is about, for errors
+	Version int
+	// Check returns what this program could not have written; nil checks nothing.
+	Check func(*S) error
+	// Upgrades read files of other versions, 0 for files without one. Each
+	// returns the state in the present version, and what is written in b.
+	Upgrades map[int]func(b []byte) (s S, written any, err error)
+}
+
+// A Document is a file with a state of type S. Its owner has the lock that
+// guards it.
+type Document[S any] struct {
+	format Format[S]
+	file   file // without a path nothing is stored
+	closed bool
+	state  S
+}
+
+// newDocument returns a document that is stored nowhere.
+func newDocument[S any](format Format[S], initial S) *Document[S] {
+	return &Document[S]{format: format, file: file{fsync: (*os.File).Sync}, state: initial}
+}
+
+// Open opens the file at path, which has the state initial while it does not
+// exist. Missing directories are created with mode 0700. A file that is not
+// wholly as a Document has written it is an error and stays as it is.
+//
+// Until Close the file path.lock is locked (flock(2)), and Open refuses the same
+// path.
+func Open[S any](format Format[S], path string, initial S) (*Document[S], error) {
+	d := newDocument(format, initial)
+	if path == "" {
+		return nil, fmt.Errorf("%s: the path of the file is empty", format.Name)
+	}
+	if err := d.file.open(path); err != nil {
+		return nil, d.wrap(err)
+	}
+	if err := d.load(); err != nil {
+		d.file.unlock()
+		return nil, d.wrap(err)
+	}
+	return d, nil
+}
+
+// load reads the file, if it exists.
+func (d *Document[S]) load() error {
+	b, err := d.file.read()
+	if b == nil || err != nil {
+		return err
+	}
+	s, err := d.format.decode(b)
+	if err == nil {
+		d.state = s
+	}
+	return err
+}
+
+// Close releases the file for others. Changes fail from then on with
+// fs.ErrClosed.
+func (d *Document[S]) Close() error {
+	if d.closed {
+		return nil
+	}
+	d.closed = true
+	if err := d.file.unlock(); err != nil {
+		return d.wrap(err)
+	}
+	return nil
+}
+
+// State returns the state. The caller must not change what it refers to.
+func (d *Document[S]) State() S { return d.state }
+
+// Replace stores s as the new state. s is on stable storage when Replace returns
+// nil. After an error the old state counts.
+func (d *Document[S]) Replace(s S) error {
+	if err := d.replace(s); err != nil {
+		return d.wrap(err)
+	}
+	return nil
+}
+
+// replace does what Replace does, without the name of the file in errors.
+func (d *Document[S]) replace(s S) error {
+	if d.closed {
+		return fs.ErrClosed
+	}
+	if d.file.path != "" {
+		b, err := encode(s)
+		if err != nil {
+			return err
+		}
+		if err := d.file.replace(b); err != nil {
+			return err
+		}
+	}
+	d.state = s
+	return nil
+}
+
+// Remove removes the file. s is the state that it has while it does not exist.
+func (d *Document[S]) Remove(s S) error {
+	if d.closed {
+		return d.wrap(fs.ErrClosed)
+	}
+	if err := d.file.remove(); err != nil {
+		return d.wrap(err)
+	}
+	d.state = s
+	return nil
+}
+
+// wrap adds the name of the file to err.
+func (d *Document[S]) wrap(err error) error {
+	if d.file.path == "" {
+		return fmt.Errorf("ephemeral %s: %w", d.format.Name, err)
+	}
+	return fmt.Errorf("%s %s: %w", d.format.Name, d.file.path, err)
+}
+
+// decode reads a file. It refuses what Decode, sameTokens and the format refuse.
+func (f *Format[S]) decode(b []byte) (s S, err error) {
+	var written any = &s // what is in b
+	version, err := versionOf(b)
+	upgrade := f.Upgrades[version]
+	if (err == nil || errors.Is(err, errNoVersion)) && upgrade != nil && (version != 0) == (err == nil) {
+		s, written, err = upgrade(b)
+	} else {
+		err = Decode(b, f.Version, &s)
+	}
+	if err == nil && f.Check != nil {
+		err = f.Check(&s)
+	}
+	if err == nil {
+		if err = sameTokens(b, written); err != nil {
+			err = fmt.Errorf("is damaged: %w", err)
+		}
+	}
+	if err != nil {
+		var none S
+		return none, err
+	}
+	return s, nil
+}
+
+// encode returns s as JSON. It refuses what Decode would refuse for its length.
+func encode(s any) ([]byte, error) {
+	var b bytes.Buffer
+	e := json.NewEncoder(&b)
+	e.SetEscapeHTML(false)
+	e.SetIndent("", "  ")
+	if err := e.Encode(s); err != nil {
+		return nil, err
+	}
+	if b.Len() > maxFile {
+		return nil, fmt.Errorf("the file would have %d bytes, more than the limit of %d", b.Len(), maxFile)
+	}
+	return b.Bytes(), nil
+}
+
+// Decode fills *s from JSON with that version. It refuses unknown members;
+// sameTokens finds what is left.
+func Decode(b []byte, version int, s any) error {
+	got, err := versionOf(b)
+	switch {
+	case err != nil:
+		return err
+	case got != version:
+		return fmt.Errorf("has version %d, but this program knows only version %d", got, version)
+	}
+	return decodeMembers(b, s)
+}
+
+func decodeMembers(b []byte, s any) error {
+	d := json.NewDecoder(bytes.NewReader(b))
+	d.DisallowUnknownFields()
+	if err := d.Decode(s); err != nil {
+		return fmt.Errorf("is damaged: %w", err)
+	}
+	return nil
+}
+
+var errNoVersion = errors.New("has no version")
+
+// versionOf returns the version of a file, which decides what else may be there.
+func versionOf(b []byte) (int, error) {
+	switch {
+	case len(b) == 0:
+		return 0, errors.New("is empty")
+	case len(b) > maxFile:
+		return 0, fmt.Errorf("is longer than the limit of %d bytes", maxFile)
+	case !utf8.Valid(b):
+		return 0, errors.New("is not valid UTF-8")
+	}
+	var v struct{ Version *int }
+	if err := json.Unmarshal(b, &v); err != nil {
+		if syntax, ok := errors.AsType[*json.SyntaxError](err); ok {
+			return 0, fmt.Errorf("is damaged at byte %d of %d: %w", syntax.Offset, len(b), err)
+		}
+		return 0, fmt.Errorf("is damaged: %w", err)
+	}
+	if v.Version == nil {
+		return 0, errNoVersion
+	}
+	return *v.Version, nil
+}
+
+// sameTokens checks that b says s and nothing else. White space is free, and so
+// is how a string is escaped. Package json is lenient: of a repeated member it
+// takes the last, it ignores case and order, and it accepts null for a value.
+func sameTokens(b []byte, s any) error {
+	canonical, err := json.Marshal(s)
+	if err != nil {
+		return err
+	}
+	got, want := json.NewDecoder(bytes.NewReader(b)), json.NewDecoder(bytes.NewReader(canonical))
+	for {
+		w, err := want.Token()
+		if err == io.EOF {
+			return nil // b is one JSON value: it is at its end as well
+		}
+		if err != nil {
+			return err
+		}
+		g, err := got.Token()
+		if err != nil {
+			return err
+		}
+		if g != w {
+			return fmt.Errorf("%v before byte %d, where %v belongs", g, got.InputOffset(), w)
+		}
+	}
+}

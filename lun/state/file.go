@@ -1,0 +1,189 @@
+package state
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"syscall"
+)
+
+// maxFile is the longest file, in bytes: it has room for some hundred thousand
+// entries.
+const maxFile = 16 << 20
+
+// A file is a small file that is only replaced as a whole: new content goes to
+// path.tmp, which is synced and renamed, and then the directory is synced. After
+// a crash the file has the old content or the new one.
+type file struct {
+	path  string
+	lock  *os.File
+	fsync func(*os.File) error // tests let it fail
+	// unsure: a replacement failed in or after its rename. The file has the old
+	// content or the new one, and a power failure may decide which.
+	unsure bool
+}
+
+// open creates the missing directories of path, with mode 0700, and locks
+// path.lock (flock(2)) until unlock. It refuses a path that is locked already.
+func (f *file) open(path string) (err error) {
+	f.path = path
+	if err := makeDirectory(filepath.Dir(path), f.fsync); err != nil {
+		return err
+	}
+	f.lock, err = lockFile(path + ".lock")
+	return err
+}
+
+// unlock releases the lock. The lock file stays: if it were removed, one process
+// could lock it while another creates and locks its successor.
+func (f *file) unlock() error {
+	if f.lock == nil {
+		return nil
+	}
+	return f.lock.Close()
+}
+
+// read returns the content, or nil if the file does not exist.
+func (f *file) read() ([]byte, error) {
+	st, err := os.Lstat(f.path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil, nil
+	case err != nil:
+		return nil, err
+	case !st.Mode().IsRegular():
+		// A link too: the rename would replace it, not the file it points to.
+		return nil, fmt.Errorf("is not a regular file (%s)", st.Mode().Type())
+	}
+	file, err := os.OpenFile(f.path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer file.Close()
+	b, err := io.ReadAll(io.LimitReader(file, maxFile+1))
+	if err != nil {
+		return nil, err
+	}
+	// The process that wrote this may have been killed before its last sync.
+	if err := f.fsync(file); err != nil {
+		return nil, err
+	}
+	return b, syncDir(filepath.Dir(f.path), f.fsync)
+}
+
+// replace writes b as the new content, with mode 0600. b is on stable storage
+// when replace returns nil.
+func (f *file) replace(b []byte) error {
+	tmp := f.path + ".tmp"
+	// A process that was killed may have left one, with any owner and mode.
+	if err := removeIfThere(tmp); err != nil {
+		return err
+	}
+	if err := f.write(tmp, b); err != nil {
+		os.Remove(tmp)
+		return err
+	}
+	f.unsure = true
+	if err := os.Rename(tmp, f.path); err != nil {
+		os.Remove(tmp)
+		return err
+	}
+	if err := syncDir(filepath.Dir(f.path), f.fsync); err != nil {
+		return err
+	}
+	f.unsure = false
+	return nil
+}
+
+// remove removes the file, if it exists, so that a power failure does not bring it
+// back.
+func (f *file) remove() error {
+	switch err := os.Remove(f.path); {
+	case errors.Is(err, fs.ErrNotExist) && !f.unsure:
+		return nil
+	case err != nil && !errors.Is(err, fs.ErrNotExist):
+		return err
+	}
+	f.unsure = true
+	if err := syncDir(filepath.Dir(f.path), f.fsync); err != nil {
+		return err
+	}
+	f.unsure = false
+	return nil
+}
+
+// write creates a file with mode 0600 and content b, and syncs it.
+func (f *file) write(path string, b []byte) error {
+	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	if _, err = file.Write(b); err == nil {
+		err = f.fsync(file)
+	}
+	return errors.Join(err, file.Close())
+}
+
+// lockFile creates the file if it is missing and locks it until it is closed.
+func lockFile(path string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	for {
+		err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if err != syscall.EINTR {
+			break
+		}
+	}
+	switch err {
+	case nil:
+		return f, nil
+	case syscall.EWOULDBLOCK:
+		err = fmt.Errorf("in use: %s is locked by another target; stop that target, or give this one another directory", path)
+	default:
+		err = fmt.Errorf("lock %s: %w", path, err)
+	}
+	f.Close()
+	return nil, err
+}
+
+// makeDirectory creates dir and the missing directories above it, with mode 0700,
+// so that they survive a power failure. It does not notice that dir is something
+// else than a directory.
+func makeDirectory(dir string, fsync func(*os.File) error) error {
+	err := os.Mkdir(dir, 0o700)
+	if errors.Is(err, fs.ErrNotExist) && filepath.Dir(dir) != dir {
+		if err := makeDirectory(filepath.Dir(dir), fsync); err != nil {
+			return err
+		}
+		err = os.Mkdir(dir, 0o700)
+	}
+	switch {
+	case err == nil:
+		return syncDir(filepath.Dir(dir), fsync)
+	case errors.Is(err, fs.ErrExist):
+		return nil
+	}
+	return err
+}
+
+func removeIfThere(path string) error {
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// syncDir makes the names in a directory durable. Packages backend and config have
+// such a function of their own: they may not import this one.
+func syncDir(dir string, fsync func(*os.File) error) error {
+	f, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(fsync(f), f.Close())
+}

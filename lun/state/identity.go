@@ -1,0 +1,300 @@
+package state
+
+import (
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"slices"
+	"sync"
+	"unicode/utf8"
+
+	"github.com/iser-target/iser-target/lun/invariant"
+)
+
+const (
+	naaLocal = 0x3 // NAA 3h: locally assigned (SPC-4, NAA Locally Assigned designator format)
+
+	identitiesVersion = 1
+	maxIdentityKey    = 8 << 10 // bytes: an iSCSI name and the longest path have room
+
+	// Of 60 random bits the first try is as good as certain: only a random
+	// source that repeats itself needs all of them.
+	identityTries = 100
+)
+
+// An Identity is the permanent name of a logical unit.
+type Identity struct {
+	NAA    [8]byte // NAA 3h, then 60 random bits
+	Serial string  // the 16 lower-case hex digits of NAA
+}
+
+// ParseIdentity returns the Identity with that serial.
+func ParseIdentity(serial string) (id Identity, err error) {
+	b, err := hex.DecodeString(serial)
+	if err != nil || len(b) != len(id.NAA) || b[0]>>4 != naaLocal || hex.EncodeToString(b) != serial {
+		return id, fmt.Errorf("naa %.40q: want the digit 3 and 15 more lower-case hex digits", serial)
+	}
+	return Identity{[8]byte(b), serial}, nil
+}
+
+// Identities remembers the Identity of every logical unit that ever existed. Several
+// goroutines may use it at once.
+//
+// An identity is on stable storage before a method returns it. While the file is
+// unsure, the methods first store the state again.
+type Identities struct {
+	random io.Reader
+
+	mu  sync.Mutex
+	doc *Document[identityState] // guarded by mu
+}
+
+// identityState is the content of the file, with the members in this order. A value
+// of it does not change; a new one takes its place.
+type identityState struct {
+	Version    int             `json:"version"`
+	Identities []identityEntry `json:"identities"` // one for each key
+	Retired    []identityEntry `json:"retired"`    // oldest first; never handed out again
+}
+
+type identityEntry struct {
+	Key string `json:"key"`
+	NAA string `json:"naa"` // Identity.Serial
+	// Promised marks a key whose medium has never existed.
+	Promised bool `json:"promised,omitempty"`
+}
+
+var identitiesFormat = Format[identityState]{
+	Name: "identities", Version: identitiesVersion, Check: (*identityState).check,
+}
+
+func noIdentities() identityState {
+	return identityState{identitiesVersion, []identityEntry{}, []identityEntry{}}
+}
+
+// Ephemeral returns Identities that last as long as the process.
+func Ephemeral() *Identities {
+	return &Identities{random: rand.Reader, doc: newDocument(identitiesFormat, noIdentities())}
+}
+
+// OpenIdentities opens the Identities in the file at path, as Open does. The file is
+// created with the first identity. A damaged file is an error because new
+// identities would make all initiators take known logical units for others.
+func OpenIdentities(path string) (*Identities, error) {
+	doc, err := Open(identitiesFormat, path, noIdentities())
+	if err != nil {
+		return nil, err
+	}
+	return &Identities{random: rand.Reader, doc: doc}, nil
+}
+
+// Close releases the file for others. Get and Renew fail from then on.
+func (ids *Identities) Close() error {
+	ids.mu.Lock()
+	defer ids.mu.Unlock()
+	return ids.doc.Close()
+}
+
+// Get returns the permanent identity of the key, whose medium exists, and creates it on
+// first use. The key is UTF-8 text of 1 to 8192 bytes.
+func (ids *Identities) Get(key string) (Identity, error) {
+	return ids.identity(key, false, false)
+}
+
+// Promise returns what Get does for a key whose medium may not exist: it does not make
+// the key Known.
+func (ids *Identities) Promise(key string) (Identity, error) {
+	return ids.identity(key, false, true)
+}
+
+// Renew gives the key, whose medium was just created again, a new identity. It retires
+// the old identity, which never names anything again. If Renew fails, the key keeps
+// the old one.
+func (ids *Identities) Renew(key string) (Identity, error) {
+	return ids.identity(key, true, false)
+}
+
+// Known reports whether the key has an identity that Get, Renew or Make returned: its
+// medium existed.
+func (ids *Identities) Known(key string) bool {
+	ids.mu.Lock()
+	defer ids.mu.Unlock()
+	i := ids.doc.state.index(key)
+	return i >= 0 && !ids.doc.state.Identities[i].Promised
+}
+
+// Make gives those of the keys an identity that have none, all with one change of the
+// file. After an error it has given none.
+func (ids *Identities) Make(keys []string) error {
+	ids.mu.Lock()
+	defer ids.mu.Unlock()
+	next, known := ids.doc.state, map[string]bool{}
+	for _, e := range next.Identities {
+		known[e.Key] = true
+	}
+	next.Identities = slices.Clone(next.Identities)
+	for _, key := range keys {
+		if known[key] {
+			continue
+		}
+		known[key] = true
+		id, err := ids.unused(&next)
+		if err == nil {
+			err = checkIdentityKey(key)
+		}
+		if err != nil {
+			return ids.doc.wrap(err)
+		}
+		next.Identities = append(next.Identities, identityEntry{Key: key, NAA: id.Serial})
+	}
+	if len(next.Identities) == len(ids.doc.state.Identities) {
+		return nil
+	}
+	return ids.doc.Replace(next)
+}
+
+// Forget retires the identity of the key, if it has one, so that the next Get creates
+// another. It is for a medium that was removed.
+func (ids *Identities) Forget(key string) error {
+	ids.mu.Lock()
+	defer ids.mu.Unlock()
+	next := ids.doc.state
+	i := next.index(key)
+	if i < 0 {
+		return nil
+	}
+	next.retire(i)
+	next.Identities = slices.Delete(slices.Clone(next.Identities), i, i+1)
+	return ids.doc.Replace(next)
+}
+
+// index returns where the identity of the key is, or -1.
+func (s *identityState) index(key string) int {
+	return slices.IndexFunc(s.Identities, func(e identityEntry) bool { return e.Key == key })
+}
+
+// retire adds the identity of entry i to those that are never handed out again.
+func (s *identityState) retire(i int) {
+	s.Retired = append(slices.Clone(s.Retired), identityEntry{Key: s.Identities[i].Key, NAA: s.Identities[i].NAA})
+}
+
+func (ids *Identities) identity(key string, renew, promise bool) (Identity, error) {
+	ids.mu.Lock()
+	defer ids.mu.Unlock()
+	id, err := ids.identityLocked(key, renew, promise)
+	if err != nil {
+		return Identity{}, ids.doc.wrap(err)
+	}
+	return id, nil
+}
+
+// identityLocked returns the identity of the key, as Get, Renew and Promise say.
+//
+// Preconditions: ids.mu is held.
+func (ids *Identities) identityLocked(key string, renew, promise bool) (id Identity, err error) {
+	invariant.Held(&ids.mu)
+	if ids.doc.closed {
+		return id, fs.ErrClosed
+	}
+	if err := checkIdentityKey(key); err != nil {
+		return id, err
+	}
+
+	next := ids.doc.state
+	i := next.index(key)
+	if i >= 0 && !renew {
+		exists := next.Identities[i].Promised && !promise
+		if exists {
+			next.Identities = slices.Clone(next.Identities)
+			next.Identities[i].Promised = false
+		}
+		if exists || ids.doc.file.unsure {
+			if err := ids.doc.replace(next); err != nil {
+				return id, err
+			}
+		}
+		return ParseIdentity(next.Identities[i].NAA)
+	}
+
+	if id, err = ids.unused(&next); err != nil {
+		return id, err
+	}
+	e := identityEntry{key, id.Serial, promise}
+	if i < 0 {
+		next.Identities = append(slices.Clone(next.Identities), e)
+	} else {
+		next.retire(i)
+		next.Identities = slices.Clone(next.Identities)
+		next.Identities[i] = e
+	}
+	if err := ids.doc.replace(next); err != nil {
+		return id, fmt.Errorf("store the new identity of %s: %w", key, err)
+	}
+	return id, nil
+}
+
+func checkIdentityKey(key string) error {
+	switch {
+	case key == "":
+		return errors.New("the key is empty")
+	case len(key) > maxIdentityKey:
+		return fmt.Errorf("key %.40q… has %d bytes, more than the limit of %d", key, len(key), maxIdentityKey)
+	case !utf8.ValidString(key):
+		// JSON would store a replacement character, for other keys too.
+		return fmt.Errorf("key %q is not valid UTF-8", key)
+	}
+	return nil
+}
+
+// unused returns an identity that is not in s, for a logical unit that never existed.
+//
+// Preconditions: ids.mu is held.
+func (ids *Identities) unused(s *identityState) (id Identity, err error) {
+	invariant.Held(&ids.mu)
+	for range identityTries {
+		if _, err := io.ReadFull(ids.random, id.NAA[:]); err != nil {
+			return id, fmt.Errorf("read random bytes: %w", err)
+		}
+		id.NAA[0] = naaLocal<<4 | id.NAA[0]&0x0f
+		id.Serial = hex.EncodeToString(id.NAA[:])
+		taken := func(e identityEntry) bool { return e.NAA == id.Serial }
+		if !slices.ContainsFunc(s.Identities, taken) && !slices.ContainsFunc(s.Retired, taken) {
+			return id, nil
+		}
+	}
+	return id, fmt.Errorf("the random source gave %d identities in a row that are taken", identityTries)
+}
+
+// check refuses keys and NAAs that are bad or there twice.
+func (s *identityState) check() error {
+	if s.Identities == nil || s.Retired == nil {
+		return errors.New("is damaged: want the members identities and retired, both lists")
+	}
+	keys, naas := map[string]bool{}, map[string]bool{}
+	for _, l := range []struct {
+		name    string
+		entries []identityEntry
+		current bool
+	}{{"identities", s.Identities, true}, {"retired", s.Retired, false}} {
+		for i, e := range l.entries {
+			_, err := ParseIdentity(e.NAA)
+			if err == nil {
+				err = checkIdentityKey(e.Key)
+			}
+			switch {
+			case err != nil:
+				return fmt.Errorf("%s[%d]: %w", l.name, i, err)
+			case naas[e.NAA]:
+				return fmt.Errorf("%s[%d]: naa %s is there twice", l.name, i, e.NAA)
+			case l.current && keys[e.Key]:
+				return fmt.Errorf("%s[%d]: key %q is there twice", l.name, i, e.Key)
+			}
+			naas[e.NAA] = true
+			keys[e.Key] = true
+		}
+	}
+	return nil
+}
