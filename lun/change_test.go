@@ -9,6 +9,7 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // REPORT LUNS takes away no unit attention about a change that it does not tell of.
@@ -220,7 +221,7 @@ func TestGrow(t *testing.T) {
 		t.Errorf("grown %t, error %v while being sanitized", grown, err)
 	}
 	release()
-	until(t, "end of the sanitize", func() bool { return r.run("00", nil).status == StatusGood })
+	testkit.Eventually(t, "end of the sanitize", func() bool { return r.run("00", nil).status == StatusGood })
 	wantOctets(t, r.good(extentCDB(0x28, 0, 6143, 1), nil), bytes.Repeat([]byte{0x5a}, 512))
 	grow(true)
 

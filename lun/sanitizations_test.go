@@ -12,6 +12,7 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // sanitizing is a medium that lasts, a unit on it, and a way to start both anew
@@ -118,7 +119,7 @@ func TestSanitizeSurvives(t *testing.T) {
 
 			// It goes on, also where SANITIZE is not allowed any more.
 			r = s.start(Options{}, func(f *backendtest.Faulty) { f.Hook(func(backendtest.Op, int64, int64) error { return nil }) })
-			until(t, "end of the sanitize", ready(r))
+			testkit.Eventually(t, "end of the sanitize", ready(r))
 			want := make([]byte, 4<<20)
 			if x.list != "" {
 				want = bytes.Repeat(unhex("01020304"), 1<<20)
@@ -148,7 +149,7 @@ func TestSanitizeSurvives(t *testing.T) {
 		})
 		wantSense(t, r.run(extentCDB(0x88, 0, 0, 1), nil), 0x2, 0x04, 0x1b)
 		close(let)
-		until(t, "end of the sanitize", ready(r))
+		testkit.Eventually(t, "end of the sanitize", ready(r))
 	})
 	t.Run("read-only now", func(t *testing.T) {
 		s := newSanitizing(t)
@@ -158,7 +159,7 @@ func TestSanitizeSurvives(t *testing.T) {
 		r = s.start(Options{ReadOnly: true}, nil)
 		wantSense(t, r.run(extentCDB(0x88, 0, 0, 1), nil), 0x3, 0x31, 0x03)
 		r = s.start(Options{}, nil)
-		until(t, "end of the sanitize", ready(r))
+		testkit.Eventually(t, "end of the sanitize", ready(r))
 		wantOctets(t, r.good(extentCDB(0x88, 0, 0, 1), nil), make([]byte, 512))
 	})
 	t.Run("failed", func(t *testing.T) {

@@ -9,9 +9,9 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 const blockErase = "48 02 0000000000 0000 00"
@@ -113,30 +113,10 @@ func testErase(t *testing.T, cdb string) {
 	wantOctets(t, r.good("9e 12 0000000000000000 00001000 00 00", nil), unhex("00000014 00000000 0000000000000000 80000000 01 000000"))
 }
 
-// hold makes the next call of op on the store wait until release is called.
+// hold makes calls of op on the store wait until release is called.
 func (r *rig) hold(op backendtest.Op) (held <-chan struct{}, release func()) {
-	h, let := make(chan struct{}), make(chan struct{})
-	var once sync.Once
-	r.store.Hook(func(o backendtest.Op, _, _ int64) error {
-		if o == op {
-			once.Do(func() {
-				close(h)
-				<-let
-			})
-		}
-		return nil
-	})
-	return h, func() { close(let) }
-}
-
-// until waits for a condition that another goroutine brings about.
-func until(t testing.TB, what string, f func() bool) {
-	t.Helper()
-	for end := time.Now().Add(10 * time.Second); !f(); time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("%s: not within 10 s", what)
-		}
-	}
+	g := r.store.Shut(op)
+	return g.Entered, g.Open
 }
 
 // SBC-3, section 4.11.3: while it runs, all commands but INQUIRY, REPORT LUNS
@@ -180,7 +160,7 @@ func TestSanitizeInProgress(t *testing.T) {
 	}
 	check(r.nexus)
 	release()
-	until(t, "end of the sanitize", func() bool { return r.run("00", nil).status == StatusGood })
+	testkit.Eventually(t, "end of the sanitize", func() bool { return r.run("00", nil).status == StatusGood })
 	wantOctets(t, r.good(extentCDB(0x88, 0, 0, 1), nil), bytes.Repeat([]byte{0x5a}, 512))
 }
 
@@ -203,7 +183,7 @@ func TestSanitizeOvertakesWrite(t *testing.T) {
 		t.Errorf("status %#x, sense % x", c.Status, c.Sense())
 	}
 	release()
-	until(t, "end of the sanitize", func() bool { return r.run("00", nil).status == StatusGood })
+	testkit.Eventually(t, "end of the sanitize", func() bool { return r.run("00", nil).status == StatusGood })
 	wantOctets(t, r.good(extentCDB(0x88, 0, 0, 16), nil), make([]byte, 8192))
 }
 
@@ -252,7 +232,7 @@ func TestSanitizeEndsWithUnit(t *testing.T) {
 	<-held
 	closed := make(chan error)
 	go func() { closed <- r.unit.Close() }()
-	until(t, "Close", r.unit.sanitizer.stop.Load)
+	testkit.Eventually(t, "Close", r.unit.sanitizer.stop.Load)
 	release()
 	if err := <-closed; err != nil {
 		t.Error(err)
@@ -277,7 +257,7 @@ func TestSanitizeAborted(t *testing.T) {
 	abort.Store(false)
 	wantSense(t, r.run("00", nil), 0x2, 0x04, 0x1b)
 	release()
-	until(t, "end of the sanitize", func() bool { return r.run("00", nil).status == StatusGood })
+	testkit.Eventually(t, "end of the sanitize", func() bool { return r.run("00", nil).status == StatusGood })
 	abort.Store(true)
 	wantSense(t, r.run(blockErase, nil), 0xb, 0x00, 0x00)
 	abort.Store(false)

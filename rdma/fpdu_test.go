@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/rdma/wire"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 const (
@@ -653,7 +654,7 @@ func TestNoDelay(t *testing.T) {
 func TestLargestFPDU(t *testing.T) {
 	for _, n := range []int{64768, 65474, 65535} {
 		p, c := responder(t, Options{MaxSend: 1 << 16})
-		p.nc.SetDeadline(time.Now().Add(patience))
+		p.nc.SetDeadline(time.Now().Add(testkit.Patience))
 		msg := random(n - wire.UntaggedLen)
 		go p.write(frame(append(unhex(send1), msg...)))
 		if ev := receive(t, c); !bytes.Equal(ev.Data, msg) {

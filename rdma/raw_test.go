@@ -14,8 +14,6 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-const patience = 30 * time.Second // how long a test waits for what must come
-
 var unhex = testkit.Unhex
 
 // A rawPeer is the other end of a Conn: it knows startup frames and FPDUs as
@@ -35,7 +33,7 @@ const (
 // rawPair connects a rawPeer to nothing yet; nc is for the Conn.
 func rawPair(t testing.TB) (p *rawPeer, nc net.Conn) {
 	a, b := tcpPair(t)
-	a.SetDeadline(time.Now().Add(patience))
+	a.SetDeadline(time.Now().Add(testkit.Patience))
 	return &rawPeer{t: t, nc: a, crc: true}, b
 }
 
@@ -224,7 +222,7 @@ func (p *rawPeer) silent(why string) {
 	if n != 0 || !isTimeout(err) {
 		p.t.Fatalf("%s: read %d octets, %v", why, n, err)
 	}
-	p.nc.SetReadDeadline(time.Now().Add(patience))
+	p.nc.SetReadDeadline(time.Now().Add(testkit.Patience))
 }
 
 func isTimeout(err error) bool {
@@ -281,7 +279,7 @@ func next(t testing.TB, ch <-chan outcome) outcome {
 	select {
 	case o := <-ch:
 		return o
-	case <-time.After(patience):
+	case <-time.After(testkit.Patience):
 		t.Fatal("nothing was received")
 		panic("unreachable")
 	}

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/rdma/wire"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 var all = RTR{true, true, true}
@@ -398,7 +399,7 @@ func TestStartupTimeout(t *testing.T) {
 	const limit = 50 * time.Millisecond
 	check := func(err error, began time.Time) {
 		t.Helper()
-		if !errors.Is(err, os.ErrDeadlineExceeded) || time.Since(began) > patience/2 {
+		if !errors.Is(err, os.ErrDeadlineExceeded) || time.Since(began) > testkit.Patience/2 {
 			t.Fatalf("after %v: %v", time.Since(began), err)
 		}
 	}
@@ -630,7 +631,7 @@ func TestResponderPrefix(t *testing.T) {
 			t.Fatal(err)
 		}
 		p.write(stream[n:])
-		c, err := r.Respond(context.Background(), nc, stream[:n], patience, func(*Request) Answer { return Answer{} })
+		c, err := r.Respond(context.Background(), nc, stream[:n], testkit.Patience, func(*Request) Answer { return Answer{} })
 		if err != nil {
 			t.Fatalf("%d octets read ahead: %v", n, err)
 		}
@@ -651,7 +652,7 @@ func TestResponderPrefix(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := r.Respond(context.Background(), nc, make([]byte, windowLen+1), patience, nil); err == nil {
+		if _, err := r.Respond(context.Background(), nc, make([]byte, windowLen+1), testkit.Patience, nil); err == nil {
 			t.Error("65537 octets read ahead are taken")
 		}
 		if n, err := p.nc.Read(make([]byte, 1)); n != 0 || err == nil {

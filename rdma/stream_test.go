@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/rdma/wire"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // DDP-4.1-1, DDP-4.1-2, DDP-4.1-3, DDP-4.1-4, DDP-4.1-5, DDP-4.1-6, DDP-4.1-7,
@@ -462,7 +463,7 @@ func TestFullSocketsBothWays(t *testing.T) {
 	for _, c := range []*Conn{a, b} {
 		told.Add(1)
 		c.Flush()
-		c.SetReceiveDeadline(time.Now().Add(patience))
+		c.SetReceiveDeadline(time.Now().Add(testkit.Patience))
 		wg.Go(func() {
 			for range 3 { // two Reads and the Send behind all
 				if err := c.Receive(new(Event)); err != nil {
@@ -673,14 +674,14 @@ func TestNothingIsLost(t *testing.T) {
 				if err := c.Receive(&ev); err == nil || !final {
 					t.Fatalf("after the final error: %+v", ev)
 				}
-				waitFor(t, func() bool { mu.Lock(); defer mu.Unlock(); return once(done) })
+				testkit.Eventually(t, "every WorkRequest has come back once", func() bool { mu.Lock(); defer mu.Unlock(); return once(done) })
 				if !once(reads) {
 					t.Fatalf("Reads returned: %v", reads)
 				}
 			})
 		}
 	}
-	waitFor(t, func() bool { return runtime.NumGoroutine() <= goroutines && ReadStats() == before })
+	testkit.Eventually(t, "no more goroutines and memory than before", func() bool { return runtime.NumGoroutine() <= goroutines && ReadStats() == before })
 }
 
 func once(counts map[*WorkRequest]int) bool {
@@ -690,17 +691,6 @@ func once(counts map[*WorkRequest]int) bool {
 		}
 	}
 	return true
-}
-
-// waitFor waits for what other goroutines are about to do.
-func waitFor(t testing.TB, done func() bool) {
-	t.Helper()
-	for end := time.Now().Add(patience); !done(); runtime.Gosched() {
-		if time.Now().After(end) {
-			buf := make([]byte, 1<<16)
-			t.Fatalf("still waiting; %+v\n%s", ReadStats(), buf[:runtime.Stack(buf, true)])
-		}
-	}
 }
 
 // DDP-8.3-1, DDP-8.3.1-6, RDMAP-8.1.1-6: after Deregister not one octet changes, while a
@@ -715,7 +705,7 @@ func TestDeregisterDuringWrite(t *testing.T) {
 		events := serve(c)
 		p.write(f[:part])
 		if part > 10000 {
-			waitFor(t, func() bool { c.mem.mu.Lock(); defer c.mem.mu.Unlock(); return r.busy > 0 })
+			testkit.Eventually(t, "data is being placed", func() bool { c.mem.mu.Lock(); defer c.mem.mu.Unlock(); return r.busy > 0 })
 		}
 		c.Deregister(r)
 		before := bytes.Clone(buf)
@@ -778,7 +768,7 @@ func TestDeregisterDuringRead(t *testing.T) {
 		back := make(chan struct{})
 		go func() { c.Deregister(r); clear(buf); close(back) }()
 		if stall {
-			waitFor(t, func() bool { c.mem.mu.Lock(); defer c.mem.mu.Unlock(); return r.waiting })
+			testkit.Eventually(t, "Deregister waits", func() bool { c.mem.mu.Lock(); defer c.mem.mu.Unlock(); return r.waiting })
 			c.Close()
 			<-back
 			next(t, events)

@@ -26,6 +26,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 	"github.com/iser-target/iser-target/tests/testkit/header"
 )
@@ -394,14 +395,10 @@ func TestCaptureOfKilledTarget(t *testing.T) {
 	i := s.login(t)
 	r := s.record(t, i.TSIH)
 	do(t, i, 512<<10)
-	for end := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
-		if fi, err := os.Stat(r.file); err == nil && fi.Size() > 512<<10 {
-			break
-		}
-		if time.Now().After(end) {
-			t.Fatal("nothing comes")
-		}
-	}
+	testkit.Eventually(t, "packets in the file", func() bool {
+		fi, err := os.Stat(r.file)
+		return err == nil && fi.Size() > 512<<10
+	})
 	s.cmd.Process.Kill()
 	err := <-r.ended
 	var exit *exec.ExitError

@@ -13,7 +13,6 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -22,6 +21,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // There is a file with all its space, and one with the content of another.
@@ -139,14 +139,10 @@ func TestMakeLUNBar(t *testing.T) {
 	if err := json.Unmarshal(out.Bytes(), &plan); err != nil || len(plan.Steps) != 1 {
 		t.Errorf("output %q: %v", out.String(), err)
 	}
-	for end := time.Now().Add(10 * time.Second); ; time.Sleep(5 * time.Millisecond) {
-		if bar := regexp.MustCompile(`^\rpreallocating \[=+ *\] .*% 128.0 MiB of 256.0 MiB\x1b\[K`); bar.MatchString(p.text()) && strings.HasSuffix(p.text(), "\n") {
-			return
-		}
-		if time.Now().After(end) {
-			t.Fatalf("terminal: %q", p.text())
-		}
-	}
+	bar := regexp.MustCompile(`^\rpreallocating \[=+ *\] .*% 128.0 MiB of 256.0 MiB\x1b\[K`)
+	testkit.Eventually(t, "a progress bar on the terminal", func() bool {
+		return bar.MatchString(p.text()) && strings.HasSuffix(p.text(), "\n")
+	})
 }
 
 // attempts bounds how often a test tries to come before the end of what takes a second.
@@ -232,11 +228,7 @@ func TestMakeLUNInterrupted(t *testing.T) {
 				if code != tc.code || !strings.Contains(output, tc.says) {
 					t.Errorf("exit code %d, want %d with %q in\n%s", code, tc.code, tc.says, output)
 				}
-				for until := time.Now().Add(20 * time.Second); !empty(t, dir) && time.Now().Before(until); time.Sleep(10 * time.Millisecond) {
-				}
-				if !empty(t, dir) {
-					t.Error("something was left behind")
-				}
+				testkit.Eventually(t, "nothing is left in the directory", func() bool { return empty(t, dir) })
 				s.same(t, 1)
 				return
 			}

@@ -15,6 +15,7 @@ import (
 
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // load reads and writes 4 KiB at a time until the test ends.
@@ -253,15 +254,10 @@ func TestTopTerminal(t *testing.T) {
 			if p.settings(t) != before {
 				t.Error("the terminal is not what it was")
 			}
-			for end := time.Now().Add(10 * time.Second); ; time.Sleep(5 * time.Millisecond) {
+			testkit.Eventually(t, fmt.Sprintf("the other screen is left, and then comes %q", tc.says), func() bool {
 				_, rest, left := strings.Cut(p.text(), "\x1b[?25h\x1b[?1049l")
-				if left && strings.Contains(rest, tc.says) {
-					break
-				}
-				if time.Now().After(end) {
-					t.Fatalf("the other screen was not left, or %q not said: %q", tc.says, p.text())
-				}
-			}
+				return left && strings.Contains(rest, tc.says)
+			})
 		})
 	}
 }

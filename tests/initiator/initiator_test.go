@@ -436,11 +436,7 @@ func TestMemoryOfCommands(t *testing.T) {
 		}
 		tg.refused(h.Read.STag, h.Read.Base)
 	})
-	for end := time.Now().Add(testkit.Patience); rdma.ReadStats().STags != settled; time.Sleep(time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("%d STags are left, were %d", rdma.ReadStats().STags, settled)
-		}
-	}
+	testkit.Eventually(t, "no more STags than before", func() bool { return rdma.ReadStats().STags == settled })
 }
 
 // TargetRecvDataSegmentLength bounds what the initiator sends, and

@@ -251,12 +251,10 @@ func TestConnections(t *testing.T) {
 		t.Fatalf("error %+v", err)
 	}
 	open[0].Close()
-	for end := time.Now().Add(10 * time.Second); err != nil && time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
-		_, err = client.New(socket).State(t.Context())
-	}
-	if err != nil {
-		t.Error(err)
-	}
+	testkit.Eventually(t, "room for another connection", func() bool {
+		_, err := client.New(socket).State(t.Context())
+		return err == nil
+	})
 }
 
 // Over TCP only clients with a certificate of the authority are served.

@@ -20,9 +20,6 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-// patience is how long a test waits for what must come.
-const patience = 20 * time.Second
-
 // A pair is the two ends of a connection over loopback. The target's end is tapped.
 type pair struct {
 	hub       *Hub
@@ -121,7 +118,7 @@ func (r *run) stop(tb testing.TB) []packet {
 	r.k.Stop(errors.New("enough"))
 	select {
 	case <-r.done:
-	case <-time.After(patience):
+	case <-time.After(testkit.Patience):
 		tb.Fatal("the capture does not end")
 	}
 	if r.err != nil {
@@ -586,18 +583,12 @@ func TestSlowReaderLosesCountedBytes(t *testing.T) {
 	}
 	close(w.let)
 	before := received
-	for end := time.Now().Add(patience); ; {
+	testkit.Eventually(t, "recording continues", func() bool {
 		pass(maxUnit)
 		p.target.mu.Lock()
-		up := p.target.next[toTarget] == p.target.received
-		p.target.mu.Unlock()
-		if up {
-			break
-		}
-		if time.Now().After(end) {
-			t.Fatal("recording does not continue")
-		}
-	}
+		defer p.target.mu.Unlock()
+		return p.target.next[toTarget] == p.target.received
+	})
 	pass(1 << 20)
 	k.k.Stop(errors.New("enough"))
 	<-k.done

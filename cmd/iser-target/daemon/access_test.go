@@ -428,11 +428,9 @@ func TestNodeArchitectureIsNotLogged(t *testing.T) {
 		if got := valueOf(d, "X#NodeArchitecture"); got != "" {
 			t.Errorf("%s: X#NodeArchitecture=%s", transport, got)
 		}
-		for !strings.Contains(log.String(), "msg=login transport="+transport) { // behind the answer
-			if time.Sleep(time.Millisecond); ctx.Err() != nil {
-				t.Fatalf("no line about the login in\n%s", log.String())
-			}
-		}
+		testkit.Eventually(t, "a line about the login", func() bool { // written after the answer
+			return strings.Contains(log.String(), "msg=login transport="+transport)
+		})
 		if strings.Contains(log.String(), "Unheard") {
 			t.Errorf("the log is\n%s", log.String())
 		}

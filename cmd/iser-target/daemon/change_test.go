@@ -25,6 +25,7 @@ import (
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -238,16 +239,6 @@ func load(t *testing.T, s *initiator.Session) {
 	<-begun
 }
 
-// eventually waits until f holds.
-func eventually(t *testing.T, what string, f func() bool) {
-	t.Helper()
-	for end := time.Now().Add(10 * time.Second); !f(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("not within 10 s: %s", what)
-		}
-	}
-}
-
 // Nothing differs: there is nothing to do, and the file stays as it is.
 func TestApplyUnchanged(t *testing.T) {
 	l := newLab(t)
@@ -391,19 +382,6 @@ func backendOpen(path string, size int64) (backend.Store, error) {
 	return s, err
 }
 
-// A slowStore does not answer reads before it is told to, nor closes while it has some.
-type slowStore struct {
-	backend.Store
-	begun   chan struct{}
-	release chan struct{}
-}
-
-func (s *slowStore) ReadAt(p []byte, off int64) error {
-	s.begun <- struct{}{}
-	<-s.release
-	return s.Store.ReadAt(p, off)
-}
-
 // A LUN that is removed drains, or is cut off, and either way that ends.
 func TestRemoveLUN(t *testing.T) {
 	for _, tt := range []struct {
@@ -420,7 +398,8 @@ func TestRemoveLUN(t *testing.T) {
 		{"now", ChangeOptions{Now: true, Drain: time.Minute}, 0, "5/25/00", 0, 30 * time.Second, ""},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			slow := &slowStore{begun: make(chan struct{}, 9), release: make(chan struct{})}
+			slow := &backendtest.Faulty{}
+			gate := slow.Shut(backendtest.ReadAt)
 			l := newLab(t, func(l *lab) { l.luns += `, {id: 1, backend: memory, size: 1MiB, read_only: true}` })
 			s := l.login("host1", store)
 			load(t, l.login("other", store))
@@ -437,10 +416,10 @@ func TestRemoveLUN(t *testing.T) {
 			if err := s.Start(r); err != nil {
 				t.Fatal(err)
 			}
-			<-slow.begun
+			<-gate.Entered
 			begin := time.Now()
 			if tt.release > 0 {
-				time.AfterFunc(tt.release, func() { close(slow.release) })
+				time.AfterFunc(tt.release, gate.Open)
 			}
 			l.luns = `{id: 0, backend: memory, size: 4MiB}, {id: 1, backend: memory, size: 1MiB, read_only: true}`
 			tt.o.Disrupt = true
@@ -455,12 +434,12 @@ func TestRemoveLUN(t *testing.T) {
 				t.Errorf("the LUN that was removed: %s", got)
 			}
 			if tt.release == 0 {
-				close(slow.release)
+				gate.Open()
 			}
 			if err := r.Wait(); err != nil || outcome(r) != tt.want {
 				t.Errorf("the command: %v, %s; want %s", err, outcome(r), tt.want)
 			}
-			eventually(t, "nothing is draining", func() bool {
+			testkit.Eventually(t, "nothing is draining", func() bool {
 				return !slices.ContainsFunc(l.State().Targets[0].LUNs, func(s schema.LUNState) bool { return s.State == schema.Draining })
 			})
 		})
@@ -533,7 +512,7 @@ func TestTargets(t *testing.T) {
 		l.ok(ChangeOptions{Disrupt: true, Drain: time.Minute})
 		removed <- time.Since(begin)
 	}()
-	eventually(t, "the target is gone", func() bool { return len(l.State().Targets) == 1 })
+	testkit.Eventually(t, "the target is gone", func() bool { return len(l.State().Targets) == 1 })
 	w := &initiator.Command{CDB: cdb.Write16(0, 1), Out: make([]byte, 512)}
 	if got := do(t, a, w); got != "" {
 		t.Errorf("WRITE before the logout: %s", got)
@@ -902,7 +881,7 @@ targets:
 		if err := os.Rename(disk, link); err != nil {
 			t.Fatal(err)
 		}
-		eventually(t, "LUN 1 is ready", func() bool { return l.State().Targets[0].LUNs[1].State == schema.Ready })
+		testkit.Eventually(t, "LUN 1 is ready", func() bool { return l.State().Targets[0].LUNs[1].State == schema.Ready })
 		if got := attentions(t, s, 1); got != "28/00" || capacity(t, s, 1) != 1<<20 {
 			t.Errorf("LUN 1 when it is there: %s", got)
 		}
@@ -977,7 +956,7 @@ func TestChangeNotReady(t *testing.T) {
 	if err := os.Mkdir(filepath.Dir(disk), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the LUN is ready", func() bool { return l.State().Targets[0].LUNs[1].State == schema.Ready })
+	testkit.Eventually(t, "the LUN is ready", func() bool { return l.State().Targets[0].LUNs[1].State == schema.Ready })
 }
 
 // Who looks while somebody else's change is made does not take what that has written for an
@@ -1170,7 +1149,7 @@ func TestKillSession(t *testing.T) {
 		t.Errorf("no such session: %v", err)
 	}
 	<-news
-	eventually(t, "its end is an event", func() bool {
+	testkit.Eventually(t, "its end is an event", func() bool {
 		return slices.ContainsFunc(l.Events(0), func(e schema.Event) bool {
 			return e.Text == "session ended" && e.Attrs["reason"] == "by a test" && e.Attrs["initiator"] == prefix+"victim"
 		})
@@ -1237,10 +1216,10 @@ func TestWatch(t *testing.T) {
 	if err := os.Rename(tmp, l.path); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "LUN 1", func() bool { return len(l.State().Targets[0].LUNs) == 2 })
+	testkit.Eventually(t, "LUN 1", func() bool { return len(l.State().Targets[0].LUNs) == 2 })
 	l.luns += `, {id: 2, backend: memory, size: 1MiB}`
 	l.write()
-	eventually(t, "LUN 2", func() bool { return len(l.State().Targets[0].LUNs) == 3 })
+	testkit.Eventually(t, "LUN 2", func() bool { return len(l.State().Targets[0].LUNs) == 3 })
 }
 
 // SIGHUP reads the file when it is its turn, and so does not take back what a change
@@ -1433,7 +1412,8 @@ func TestReservationsAcrossReplacement(t *testing.T) {
 // What meets a LUN that is opened anew is told to try again: an initiator that has a file
 // system on it does so.
 func TestBusyLUNIsOpenedAnew(t *testing.T) {
-	slow := &slowStore{begun: make(chan struct{}, 9), release: make(chan struct{})}
+	slow := &backendtest.Faulty{}
+	gate := slow.Shut(backendtest.ReadAt)
 	l := newLab(t)
 	l.openStore = func(c *config.LUN) (backend.Store, error) {
 		st, err := l.openBackend(c)
@@ -1454,11 +1434,11 @@ func TestBusyLUNIsOpenedAnew(t *testing.T) {
 	if err := s.Start(r); err != nil {
 		t.Fatal(err)
 	}
-	<-slow.begun
+	<-gate.Entered
 	luns(", removable: true")
 	done := make(chan *schema.Plan)
 	go func() { done <- l.ok(ChangeOptions{Disrupt: true, Drain: 1500 * time.Millisecond}) }()
-	eventually(t, "LUN 1 is being opened", func() bool {
+	testkit.Eventually(t, "LUN 1 is being opened", func() bool {
 		switch got := testUnitReady(t, s, 1); got {
 		case "":
 		case "6/28/00":
@@ -1472,7 +1452,7 @@ func TestBusyLUNIsOpenedAnew(t *testing.T) {
 	if p := <-done; !strings.Contains(p.Note, "1 commands for LUN 1 were cut off") {
 		t.Errorf("note %q", p.Note)
 	}
-	close(slow.release)
+	gate.Open()
 	if err := r.Wait(); err != nil || outcome(r) != "2/04/01" {
 		t.Errorf("the command that was cut off: %v, %s", err, outcome(r))
 	}
@@ -1602,7 +1582,7 @@ func TestReservationsAcrossFailedChange(t *testing.T) {
 			if _, err := l.apply(ChangeOptions{Disrupt: true, Now: true}); !errors.Is(err, syscall.EIO) {
 				t.Fatal(err)
 			}
-			eventually(t, "LUN 1 is back", func() bool { return l.State().Targets[0].LUNs[1].State == schema.Ready })
+			testkit.Eventually(t, "LUN 1 is back", func() bool { return l.State().Targets[0].LUNs[1].State == schema.Ready })
 			for _, s := range []*initiator.Session{holder, fenced} {
 				if got := attentions(t, s, 1); !strings.HasPrefix(got, tt.back) {
 					t.Errorf("LUN 1: %s, want %s", got, tt.back)

@@ -11,6 +11,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -57,9 +58,9 @@ func TestDrainAside(t *testing.T) {
 			if err := s.Start(r); err != nil {
 				t.Fatal(err)
 			}
-			eventually(t, "the command hangs", func() bool { return h.count("read "+disk) == 1 })
+			testkit.Eventually(t, "the command hangs", func() bool { return h.count("read "+disk) == 1 })
 			removed := l.removing(func(d *config.Document) error { return d.RemoveLUN(store, 1) })
-			eventually(t, "LUN 1 drains", func() bool { return l.lunState(1).State == schema.Draining })
+			testkit.Eventually(t, "LUN 1 drains", func() bool { return l.lunState(1).State == schema.Draining })
 			if st := l.lunState(1); !strings.Contains(st.Reason, "it was removed: it drains until ") {
 				t.Errorf("LUN 1: %+v", st)
 			}
@@ -98,7 +99,7 @@ func TestDrainAside(t *testing.T) {
 			if l.CutOff(t.Context(), store, 1) {
 				t.Error("there is something left to cut off")
 			}
-			eventually(t, "nothing is draining", func() bool { return l.lunState(1).State == "" })
+			testkit.Eventually(t, "nothing is draining", func() bool { return l.lunState(1).State == "" })
 			l.luns = zero
 			l.ok(ChangeOptions{})
 			if got := attentions(t, s, 1); !strings.HasPrefix(got, "29/00") {
@@ -121,7 +122,7 @@ func TestDrainTargetAside(t *testing.T) {
 	gone := l.login("host2", second) // and does not log out
 	attentions(t, gone, 5)
 	removed := l.removing(func(d *config.Document) error { return d.RemoveTarget(second) })
-	eventually(t, "the target has gone", func() bool { return len(l.State().Targets) == 1 })
+	testkit.Eventually(t, "the target has gone", func() bool { return len(l.State().Targets) == 1 })
 	l.serves(s)
 	w := &initiator.Command{LUN: 5, CDB: cdb.Write16(0, 1), Out: make([]byte, 512)}
 	if got := do(t, gone, w); got != "" { // it may have something to write

@@ -19,6 +19,7 @@ import (
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -139,7 +140,7 @@ func TestMetricsAddUp(t *testing.T) {
 	lun := func(id int, transport, more string) string {
 		return fmt.Sprintf(`{lun="%d",%starget="%s",transport="%s"}`, id, more, store, transport)
 	}
-	eventually(t, "connections that were refused are gone", func() bool { return l.Node().Stats().Connections == 2 })
+	testkit.Eventually(t, "connections that were refused are gone", func() bool { return l.Node().Stats().Connections == 2 })
 	got := l.scrape()
 	got.want(t, map[string]float64{
 		`lun_commands_total` + lun(0, "iser", `op="write",`):                writes,
@@ -190,7 +191,7 @@ func TestMetricsAddUp(t *testing.T) {
 	duration := func(phase, transport string) string {
 		return fmt.Sprintf(`command_duration_seconds_count{phase="%s",transport="%s"}`, phase, transport)
 	}
-	eventually(t, "all responses have left", func() bool {
+	testkit.Eventually(t, "all responses have left", func() bool {
 		got = l.scrape()
 		return got[duration("total", "iser")] == commands && got[duration("total", "tcp")] == 2
 	})
@@ -272,7 +273,7 @@ func TestMetricsAddUp(t *testing.T) {
 	}
 	rc.Flush()
 	<-s.Done()
-	eventually(t, "the session is over", func() bool { return l.scrape().with(session("")) == 0 })
+	testkit.Eventually(t, "the session is over", func() bool { return l.scrape().with(session("")) == 0 })
 	code := wire.ReasonInvalidSTag
 	l.scrape().want(t, map[string]float64{
 		`rdma_stag_faults_total`: 1,
@@ -301,7 +302,7 @@ func TestMetricsOfSessionsEnd(t *testing.T) {
 			t.Fatal(err)
 		}
 		s.Close()
-		eventually(t, "the session is gone", func() bool { return l.Node().Stats().Sessions == 0 })
+		testkit.Eventually(t, "the session is gone", func() bool { return l.Node().Stats().Sessions == 0 })
 	}
 	churn("h0")
 	before := l.scrape()

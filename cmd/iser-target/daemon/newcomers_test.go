@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // However many connect and do not log in, an initiator can; those who have logged in
@@ -76,11 +77,11 @@ func TestNewcomersGiveWay(t *testing.T) {
 		}
 	}
 	fourth.Close()
-	eventually(t, "a place is free", func() bool { return l.conns.Load() == 3 })
+	testkit.Eventually(t, "a place is free", func() bool { return l.conns.Load() == 3 })
 	l.login("fifth", store)
 
 	// Each has one event that tells why.
-	eventually(t, "events of discovery, which ended, and of eight strangers", func() bool {
+	testkit.Eventually(t, "events of discovery, which ended, and of eight strangers", func() bool {
 		gaveWay, ended := 0, 0
 		for _, e := range l.Events(0) {
 			switch reason, _ := e.Attrs["reason"].(string); {

@@ -15,6 +15,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // A hanger makes stores that hang where it is told to, like those on a server that is
@@ -133,7 +134,7 @@ func newHangingLab(t *testing.T, w waits, before func(*hanger), o ...func(*lab))
 		}
 		h.gates = nil
 		h.mu.Unlock()
-		eventually(t, "no store is asked any more", func() bool {
+		testkit.Eventually(t, "no store is asked any more", func() bool {
 			d.calls.mu.Lock()
 			defer d.calls.mu.Unlock()
 			return len(d.calls.under) == 0
@@ -227,7 +228,7 @@ func TestStuckStart(t *testing.T) {
 		t.Errorf("the store was asked %d times", n)
 	}
 	free()
-	eventually(t, "LUN 1 is ready", func() bool { return l.lunState(1).State == schema.Ready })
+	testkit.Eventually(t, "LUN 1 is ready", func() bool { return l.lunState(1).State == schema.Ready })
 	if got := attentions(t, s, 1); !strings.Contains(got, "28/00") || capacity(t, s, 1) != 1<<20 {
 		t.Errorf("LUN 1 when it is there: %s", got)
 	}
@@ -261,7 +262,7 @@ func TestStuckStartRemoved(t *testing.T) {
 		}
 	})
 	free()
-	eventually(t, "the first file is back", func() bool {
+	testkit.Eventually(t, "the first file is back", func() bool {
 		_, err := l.apply(ChangeOptions{})
 		if err != nil && !errors.Is(err, ErrStuck) { // which a loaded machine may make it be once more
 			t.Fatal(err)
@@ -314,7 +315,7 @@ func TestStuckCreate(t *testing.T) {
 	}
 	l.calls.mu.Unlock()
 	free()
-	eventually(t, "the store is closed", func() bool { return l.calls.about(disk) == nil })
+	testkit.Eventually(t, "the store is closed", func() bool { return l.calls.about(disk) == nil })
 	l.luns = zero + "," + l.disk(1, "one", "")
 	l.ok(ChangeOptions{})
 	if got := attentions(t, s, 1); !strings.HasPrefix(got, "29/00") {
@@ -352,7 +353,7 @@ func TestStuckMany(t *testing.T) {
 	for _, f := range frees {
 		f()
 	}
-	eventually(t, "all are ready", func() bool {
+	testkit.Eventually(t, "all are ready", func() bool {
 		return !slices.ContainsFunc(l.State().Targets[0].LUNs, func(s schema.LUNState) bool { return s.State != schema.Ready })
 	})
 }
@@ -381,12 +382,12 @@ func TestStuckResize(t *testing.T) {
 	if b, err := os.ReadFile(left); err != nil || !strings.Contains(string(b), `"`+disk+`": 1048576`) {
 		t.Errorf("%s: %s, %v", left, b, err)
 	}
-	eventually(t, "LUN 1 says why it is not ready", func() bool {
+	testkit.Eventually(t, "LUN 1 says why it is not ready", func() bool {
 		st := l.lunState(1)
 		return st.State == schema.NotReady && strings.Contains(st.Reason, "giving it 2097152 octets has not come to an end")
 	})
 	free()
-	eventually(t, "LUN 1 is ready", func() bool { return l.lunState(1).State == schema.Ready })
+	testkit.Eventually(t, "LUN 1 is ready", func() bool { return l.lunState(1).State == schema.Ready })
 	attentions(t, s, 1)
 	if got := capacity(t, s, 1); got != 1<<20 {
 		t.Errorf("LUN 1 has %d octets", got)
@@ -394,7 +395,7 @@ func TestStuckResize(t *testing.T) {
 	if fi, err := os.Stat(disk); err != nil || fi.Size() != 1<<20 {
 		t.Errorf("the file: %v, %v", fi, err)
 	}
-	eventually(t, "there is nothing left to do", func() bool {
+	testkit.Eventually(t, "there is nothing left to do", func() bool {
 		_, err := os.Stat(left)
 		return errors.Is(err, os.ErrNotExist)
 	})
@@ -434,7 +435,7 @@ func TestStuckClose(t *testing.T) {
 		t.Errorf("LUN 1: %s", got)
 	}
 	free()
-	eventually(t, "nothing is draining", func() bool {
+	testkit.Eventually(t, "nothing is draining", func() bool {
 		return !slices.ContainsFunc(l.State().Targets[0].LUNs, func(s schema.LUNState) bool { return s.State == schema.Draining })
 	})
 	l.luns += "," + l.disk(2, "one", "")
@@ -464,7 +465,7 @@ func TestStuckReplace(t *testing.T) {
 				t.Errorf("LUN 1: %+v", st)
 			}
 			free()
-			eventually(t, "LUN 1 is ready", func() bool { return l.lunState(1).State == schema.Ready })
+			testkit.Eventually(t, "LUN 1 is ready", func() bool { return l.lunState(1).State == schema.Ready })
 			if got := attentions(t, s, 1); !strings.Contains(got, "28/00") {
 				t.Errorf("LUN 1: %s", got)
 			}
@@ -502,7 +503,7 @@ func TestStuckGrow(t *testing.T) {
 		t.Errorf("LUN 2 has %d octets", got)
 	}
 	free()
-	eventually(t, "LUN 1 has grown", func() bool { return l.lunState(1).Size == 2<<20 })
+	testkit.Eventually(t, "LUN 1 has grown", func() bool { return l.lunState(1).Size == 2<<20 })
 }
 
 // At the end what hangs is named, and the others are synchronized and closed.
@@ -561,7 +562,7 @@ func TestStuckEndOfChange(t *testing.T) {
 		_, err := l.Apply(t.Context(), doc, ChangeOptions{})
 		failed <- err
 	}()
-	eventually(t, "the change hangs", func() bool { return h.count("open "+disk) == 1 })
+	testkit.Eventually(t, "the change hangs", func() bool { return h.count("open "+disk) == 1 })
 	inTime(t, "the end", func() {
 		if err := end(); err != nil {
 			t.Error(err)
@@ -571,7 +572,7 @@ func TestStuckEndOfChange(t *testing.T) {
 		t.Errorf("error %v", err)
 	}
 	free()
-	eventually(t, "the store has answered", func() bool { return l.calls.about(disk) == nil })
+	testkit.Eventually(t, "the store has answered", func() bool { return l.calls.about(disk) == nil })
 	if b, err := os.ReadFile(l.path); err != nil || strings.Contains(string(b), disk) {
 		t.Errorf("the file says\n%s%v", b, err)
 	}
