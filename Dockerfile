@@ -8,17 +8,16 @@ ARG VERSION=
 RUN CGO_ENABLED=0 go build -trimpath -ldflags "-s -w -X main.version=${VERSION}" -o /out/iser-target ./cmd/iser-target \
  && mkdir -p /out/state
 
-# Nothing but the binary and a directory that its user may write to.
+# Only the binary, and a directory that its user may write to.
 FROM scratch
 COPY --from=build /out/iser-target /iser-target
 COPY --from=build --chown=65532:65532 /out/state /var/lib/iser-target
 USER 65532:65532
 VOLUME /var/lib/iser-target
 EXPOSE 3260
-# On the volume: the root file system may be read-only.
+# On the volume, because the root file system may be read-only.
 ENV ISER_TARGET_CONTROL_SOCKET=/var/lib/iser-target/control.sock
 HEALTHCHECK --interval=30s --timeout=5s --start-period=10s CMD ["/iser-target", "portal", "list"]
 ENTRYPOINT ["/iser-target"]
-# The configuration is mounted; examples/nat.yaml shows what advertise is for
-# when the port is forwarded.
+# Mount the configuration. examples/nat.yaml shows advertise for a forwarded port.
 CMD ["serve", "--config", "/etc/iser-target/config.yaml"]

@@ -1,6 +1,6 @@
--- Teaches tshark iSER over iWARP: Wireshark dissects iSER over InfiniBand only.
--- What a Send carries is iSER's header (RFC 7145, section 9.2) and, in a
--- control-type PDU, an iSCSI PDU, which goes to Wireshark's own dissector.
+-- Adds iSER over iWARP to Wireshark, which dissects iSER only over InfiniBand.
+-- A Send carries the iSER header (RFC 7145, section 9.2). In a control-type PDU an
+-- iSCSI PDU follows, which goes to Wireshark's own dissector.
 
 local iser = Proto("iser_iwarp", "iSCSI Extensions for RDMA (iWARP)")
 local f = iser.fields
@@ -17,7 +17,7 @@ local header = 28
 local iscsi = Dissector.get("iscsi")
 
 -- The iSCSI dissector claims the TCP connection for itself, as if it were iSCSI
--- over TCP. This one takes the claim over and leaves the connection to MPA.
+-- over TCP. This protocol takes the claim over and leaves the connection to MPA.
 local release = Proto("iser_iwarp_tcp", "TCP connection of iSER")
 function release.dissector() return 0 end
 
@@ -37,8 +37,7 @@ function iser.dissector(tvb, pinfo, tree)
 	return tvb:len()
 end
 
--- Only what came in one of the four Sends (RFC 5040, section 4.3: 3 to 6) is
--- iSER's; the rest is data.
+-- Only the four Sends (RFC 5040, section 4.3: 3 to 6) carry iSER; the rest is data.
 local rdmap_opcode = Field.new("iwarp_rdma.opcode")
 
 iser:register_heuristic("iwarp_ddp_rdmap", function(tvb, pinfo, tree)
