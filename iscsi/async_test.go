@@ -6,6 +6,7 @@ import (
 	"errors"
 	"slices"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -30,7 +31,7 @@ func (tc *testConn) wantAsync(event string, lun [8]byte) *sentPDU {
 // is told before its connection is dropped. One that does not read is dropped, too.
 func TestShutdownIsAnnounced(t *testing.T) {
 	for _, rdma := range []bool{true, false} {
-		t.Run(map[bool]string{true: "RDMA", false: "TCP"}[rdma], func(t *testing.T) {
+		bubble(t, map[bool]string{true: "RDMA", false: "TCP"}[rdma], func(t *testing.T) {
 			n := newTestNode(t, func(o *Options) { o.LogoutWait = 100 * time.Millisecond })
 			tc := n.connect(func(tc *testConn) { tc.m.rdma, tc.cid = rdma, 0x0708 }).login()
 			deaf := n.connect(func(tc *testConn) { tc.m.rdma, tc.isid[5] = rdma, 2 }).login()
@@ -61,89 +62,93 @@ func TestShutdownIsAnnounced(t *testing.T) {
 
 // ISCSI-11.9-3: event 3 goes to the sessions that a cold reset of another one ends.
 func TestColdResetIsAnnounced(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	other := n.connect(func(tc *testConn) { tc.isid[5], tc.cid = 2, 5 }).login()
-	f := tc.tmf(pdu.TargetColdReset, [8]byte{}, pdu.ReservedTag, 0)
-	tc.wantTMF(f, pdu.FunctionComplete)
-	other.wantAsync("\x03\x00\x00\x00\x00\x02\x00\x00", [8]byte{})
-	for _, c := range []*testConn{tc, other} {
-		c.close()
-		if err := c.wait(); !errors.Is(err, errColdReset) {
-			t.Error(err)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		other := n.connect(func(tc *testConn) { tc.isid[5], tc.cid = 2, 5 }).login()
+		f := tc.tmf(pdu.TargetColdReset, [8]byte{}, pdu.ReservedTag, 0)
+		tc.wantTMF(f, pdu.FunctionComplete)
+		other.wantAsync("\x03\x00\x00\x00\x00\x02\x00\x00", [8]byte{})
+		for _, c := range []*testConn{tc, other} {
+			c.close()
+			if err := c.wait(); !errors.Is(err, errColdReset) {
+				t.Error(err)
+			}
 		}
-	}
+	})
 }
 
 // Event 0: another initiator has changed the medium. The unit attention stays for
 // the next command, and an attention that is still due is not reported again.
 func TestSCSIEvent(t *testing.T) {
-	n := newTestNode(t)
-	const name = "iqn.2026-11.io.example:jukebox"
-	u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: 9}, Serial: "3000000000000009"}, Removable: true})
-	if err != nil {
-		t.Fatal(err)
-	}
-	inv := lun.NewInventory()
-	if err := inv.Add(300, u); err != nil {
-		t.Fatal(err)
-	}
-	all, err := security.Compile([]string{"*"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := n.AddTarget(TargetConfig{Name: name, Initiators: all, LUNs: inv}); err != nil {
-		t.Fatal(err)
-	}
-	field := [8]byte{0x41, 0x2c} // flat space addressing
-	command := func(tc *testConn, block [16]byte) pdu.BHS {
-		h := tc.scsi(pdu.FlagF, 0, block)
-		h.SetLUN(field)
-		tc.write(h, nil)
-		return h
-	}
-	login := func(last byte) *testConn {
-		tc := n.connect(func(tc *testConn) { tc.isid[5] = last })
-		tc.writeLogin(tc.loginRequest(true, 1, 3), slices.Concat(without(names, "TargetName"), []string{"TargetName=" + name}, linuxKeys)...)
-		r, _ := tc.wantLogin(pdu.LoginSuccess)
-		tc.tsih = r.TSIH
-		tc.wantSense(command(tc, cdb.TestUnitReady), 6, 0x29, 0)
-		return tc
-	}
-	change := func(tc *testConn) {
-		t.Helper()
-		tc.wantStatus(command(tc, [16]byte{0x1b, 0, 0, 0, 2}), 0) // eject
-		tc.wantStatus(command(tc, [16]byte{0x1b, 0, 0, 0, 3}), 0) // load
-	}
-	tc, other := login(1), login(2)
-	for range 3 {
-		change(tc)
-		p := other.wantAsync("\x00\x00\x00\x00\x00\x00\x00\x00", field)
-		// SenseLength, fixed format, UNIT ATTENTION, NOT READY TO READY CHANGE.
-		want := []byte{0, 18, 0x70, 0, 6, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x28, 0, 0, 0, 0, 0}
-		if !bytes.Equal(p.data, want) {
-			t.Fatalf("data %x, want %x", p.data, want)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		const name = "iqn.2026-11.io.example:jukebox"
+		u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: 9}, Serial: "3000000000000009"}, Removable: true})
+		if err != nil {
+			t.Fatal(err)
 		}
+		inv := lun.NewInventory()
+		if err := inv.Add(300, u); err != nil {
+			t.Fatal(err)
+		}
+		all, err := security.Compile([]string{"*"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := n.AddTarget(TargetConfig{Name: name, Initiators: all, LUNs: inv}); err != nil {
+			t.Fatal(err)
+		}
+		field := [8]byte{0x41, 0x2c} // flat space addressing
+		command := func(tc *testConn, block [16]byte) pdu.BHS {
+			h := tc.scsi(pdu.FlagF, 0, block)
+			h.SetLUN(field)
+			tc.write(h, nil)
+			return h
+		}
+		login := func(last byte) *testConn {
+			tc := n.connect(func(tc *testConn) { tc.isid[5] = last })
+			tc.writeLogin(tc.loginRequest(true, 1, 3), slices.Concat(without(names, "TargetName"), []string{"TargetName=" + name}, linuxKeys)...)
+			r, _ := tc.wantLogin(pdu.LoginSuccess)
+			tc.tsih = r.TSIH
+			tc.wantSense(command(tc, cdb.TestUnitReady), 6, 0x29, 0)
+			return tc
+		}
+		change := func(tc *testConn) {
+			t.Helper()
+			tc.wantStatus(command(tc, [16]byte{0x1b, 0, 0, 0, 2}), 0) // eject
+			tc.wantStatus(command(tc, [16]byte{0x1b, 0, 0, 0, 3}), 0) // load
+		}
+		tc, other := login(1), login(2)
+		for range 3 {
+			change(tc)
+			p := other.wantAsync("\x00\x00\x00\x00\x00\x00\x00\x00", field)
+			// SenseLength, fixed format, UNIT ATTENTION, NOT READY TO READY CHANGE.
+			want := []byte{0, 18, 0x70, 0, 6, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x28, 0, 0, 0, 0, 0}
+			if !bytes.Equal(p.data, want) {
+				t.Fatalf("data %x, want %x", p.data, want)
+			}
+			change(tc)
+			other.wantNothing()
+			other.wantSense(command(other, cdb.TestUnitReady), 6, 0x28, 0)
+			other.wantStatus(command(other, cdb.TestUnitReady), 0)
+		}
+		tc.wantNothing() // who has done it knows
+		// ISER-8.1.2-1: an initiator without a buffer for it is not told.
+		for range maxUnexpected {
+			other.write(other.Request(pdu.SNACK, pdu.FlagF, true), nil)
+		}
+		other.want(pdu.Reject)
+		ping := other.want(pdu.NOPIn) // ISER-8.1.2-7: the second Reject is held back
 		change(tc)
 		other.wantNothing()
+		ack := other.Request(pdu.NOPOut, pdu.FlagF, true) // wants no answer
+		ack.SetITT(pdu.ReservedTag)
+		ack.SetTTT(ping.h.TTT())
+		other.write(ack, nil)
+		other.want(pdu.Reject)
 		other.wantSense(command(other, cdb.TestUnitReady), 6, 0x28, 0)
-		other.wantStatus(command(other, cdb.TestUnitReady), 0)
-	}
-	tc.wantNothing() // who has done it knows
-	// ISER-8.1.2-1: an initiator without a buffer for it is not told.
-	for range maxUnexpected {
-		other.write(other.Request(pdu.SNACK, pdu.FlagF, true), nil)
-	}
-	other.want(pdu.Reject)
-	ping := other.want(pdu.NOPIn) // ISER-8.1.2-7: the second Reject is held back
-	change(tc)
-	other.wantNothing()
-	ack := other.Request(pdu.NOPOut, pdu.FlagF, true) // wants no answer
-	ack.SetITT(pdu.ReservedTag)
-	ack.SetTTT(ping.h.TTT())
-	other.write(ack, nil)
-	other.want(pdu.Reject)
-	other.wantSense(command(other, cdb.TestUnitReady), 6, 0x28, 0)
-	tc.logout()
-	other.logout()
+		tc.logout()
+		other.logout()
+	})
 }

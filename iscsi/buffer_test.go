@@ -2,6 +2,7 @@ package iscsi
 
 import (
 	"testing"
+	"testing/synctest"
 	"time"
 )
 
@@ -20,112 +21,116 @@ func TestBufferClasses(t *testing.T) {
 // Waiters are served in order of arrival, and one who wants little does not
 // overtake one who wants much.
 func TestBudgetIsFair(t *testing.T) {
-	g := newBudget(64 << 10)
-	all := g.try(64 << 10)
-	if all == nil || g.try(1) != nil {
-		t.Fatal("budget of 64 KiB")
-	}
-	got := make(chan int, 3)
-	bufs := make([]*Buffer, 3)
-	for i, n := range []int{32 << 10, 64 << 10, 4096} {
-		w := waiter()
-		go func() {
-			bufs[i] = g.wait(w, n)
-			got <- i
-		}()
-		for { // until it waits
-			g.mu.Lock()
-			waits := g.last() == w
-			g.mu.Unlock()
-			if waits {
-				break
-			}
-			time.Sleep(time.Millisecond)
+	synctest.Test(t, func(t *testing.T) {
+		g := newBudget(64 << 10)
+		all := g.try(64 << 10)
+		if all == nil || g.try(1) != nil {
+			t.Fatal("budget of 64 KiB")
 		}
-	}
-	all.Release()
-	if i := <-got; i != 0 {
-		t.Fatalf("waiter %d first", i)
-	}
-	if g.try(4096) != nil {
-		t.Error("try overtakes those who wait")
-	}
-	select {
-	case i := <-got:
-		t.Fatalf("waiter %d without memory", i)
-	case <-time.After(10 * time.Millisecond):
-	}
-	bufs[0].Release()
-	if i := <-got; i != 1 {
-		t.Fatalf("waiter %d second", i)
-	}
-	bufs[1].Release()
-	<-got
-	bufs[2].Release()
-	if g.free != 64<<10 || g.pool.out.Load() != 0 || g.pool.octets.Load() != 0 {
-		t.Errorf("free %d, out %d", g.free, g.pool.out.Load())
-	}
+		got := make(chan int, 3)
+		bufs := make([]*Buffer, 3)
+		for i, n := range []int{32 << 10, 64 << 10, 4096} {
+			w := waiter()
+			go func() {
+				bufs[i] = g.wait(w, n)
+				got <- i
+			}()
+			for { // until it waits
+				g.mu.Lock()
+				waits := g.last() == w
+				g.mu.Unlock()
+				if waits {
+					break
+				}
+				time.Sleep(time.Millisecond)
+			}
+		}
+		all.Release()
+		if i := <-got; i != 0 {
+			t.Fatalf("waiter %d first", i)
+		}
+		if g.try(4096) != nil {
+			t.Error("try overtakes those who wait")
+		}
+		select {
+		case i := <-got:
+			t.Fatalf("waiter %d without memory", i)
+		case <-time.After(10 * time.Millisecond):
+		}
+		bufs[0].Release()
+		if i := <-got; i != 1 {
+			t.Fatalf("waiter %d second", i)
+		}
+		bufs[1].Release()
+		<-got
+		bufs[2].Release()
+		if g.free != 64<<10 || g.pool.out.Load() != 0 || g.pool.octets.Load() != 0 {
+			t.Errorf("free %d, out %d", g.free, g.pool.out.Load())
+		}
+	})
 }
 
 // A cancelled waiter leaves, and those behind it get what they want.
 func TestBudgetCancel(t *testing.T) {
-	g := newBudget(8192)
-	half := g.try(4096)
-	first, second, third := waiter(), waiter(), waiter()
-	type result struct {
-		t *Task
-		b *Buffer
-	}
-	got := make(chan result, 3)
-	for _, w := range []struct {
-		t *Task
-		n int
-	}{{first, 8192}, {second, 4096}, {third, 8192}} {
-		go func() { got <- result{w.t, g.wait(w.t, w.n)} }()
-		for {
-			g.mu.Lock()
-			waits := g.last() == w.t
-			g.mu.Unlock()
-			if waits {
-				break
+	synctest.Test(t, func(t *testing.T) {
+		g := newBudget(8192)
+		half := g.try(4096)
+		first, second, third := waiter(), waiter(), waiter()
+		type result struct {
+			t *Task
+			b *Buffer
+		}
+		got := make(chan result, 3)
+		for _, w := range []struct {
+			t *Task
+			n int
+		}{{first, 8192}, {second, 4096}, {third, 8192}} {
+			go func() { got <- result{w.t, g.wait(w.t, w.n)} }()
+			for {
+				g.mu.Lock()
+				waits := g.last() == w.t
+				g.mu.Unlock()
+				if waits {
+					break
+				}
+				time.Sleep(time.Millisecond)
 			}
-			time.Sleep(time.Millisecond)
 		}
-	}
-	first.aborted.Store(true)
-	g.cancel(first)
-	g.cancel(waiter()) // does not wait: nothing happens
-	var second2 *Buffer
-	for range 2 {
-		r := <-got
-		if r.t == first && r.b != nil || r.t == second && r.b == nil || r.t == third {
-			t.Fatalf("%p got %v", r.t, r.b)
+		first.aborted.Store(true)
+		g.cancel(first)
+		g.cancel(waiter()) // does not wait: nothing happens
+		var second2 *Buffer
+		for range 2 {
+			r := <-got
+			if r.t == first && r.b != nil || r.t == second && r.b == nil || r.t == third {
+				t.Fatalf("%p got %v", r.t, r.b)
+			}
+			if r.t == second {
+				second2 = r.b
+			}
 		}
-		if r.t == second {
-			second2 = r.b
+		if b := g.wait(first, 1); b != nil {
+			t.Error("an aborted task got a Buffer")
 		}
-	}
-	if b := g.wait(first, 1); b != nil {
-		t.Error("an aborted task got a Buffer")
-	}
-	g.close()
-	if r := <-got; r.t != third || r.b != nil {
-		t.Errorf("%p got %v after close", r.t, r.b)
-	}
-	if g.try(1) != nil || g.wait(waiter(), 1) != nil {
-		t.Error("Buffer from a closed budget")
-	}
-	half.Release()
-	second2.Release()
-	if g.pool.out.Load() != 0 {
-		t.Errorf("%d out", g.pool.out.Load())
-	}
-	defer func() {
-		if recover() == nil {
-			t.Error("second Release did not panic")
+		g.close()
+		if r := <-got; r.t != third || r.b != nil {
+			t.Errorf("%p got %v after close", r.t, r.b)
 		}
-	}()
-	half.Release()
+		if g.try(1) != nil || g.wait(waiter(), 1) != nil {
+			t.Error("Buffer from a closed budget")
+		}
+		half.Release()
+		second2.Release()
+		if g.pool.out.Load() != 0 {
+			t.Errorf("%d out", g.pool.out.Load())
+		}
+		defer func() {
+			if recover() == nil {
+				t.Error("second Release did not panic")
+			}
+		}()
+		half.Release()
+	})
 }
 
 func TestTaskTable(t *testing.T) {

@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -172,7 +173,7 @@ func TestCHAP(t *testing.T) {
 		{"unknown algorithms are skipped", nil, []string{"AuthMethod=CHAP", "CHAP_A=99,0x05,261", "T CHAP_N=alice CHAP_R=%alice"}, "5"},
 		{"user for any initiator", nil, []string{"AuthMethod=CHAP", "CHAP_A=5", "T CHAP_N=bob CHAP_R=%bob"}, "5"},
 	} {
-		t.Run(c.id, func(t *testing.T) {
+		bubble(t, c.id, func(t *testing.T) {
 			n := newCHAPNode(t, chap(t, "", c.algorithms...))
 			p := n.connect().chapPeer()
 			if last := p.authenticate(c.requests...); p.algorithm != c.algorithm || last["CHAP_N"] != "" || last["CHAP_R"] != "" {
@@ -189,22 +190,24 @@ func TestCHAP(t *testing.T) {
 
 // ISCSI-12.1.3-4, SEC-3723.2.1-1: the target proves who it is.
 func TestMutualCHAP(t *testing.T) {
-	for algorithm := range hashes {
-		for _, theirs := range []string{"0x000102030405060708090a0b0c0d0e0f", "0bAAECAwQFBgcICQoLDA0ODw==", "0x" + strings.Repeat("ab", 1024)} {
-			p := newCHAPNode(t, chap(t, "store")).connect().chapPeer()
-			last := p.authenticate("AuthMethod=CHAP", "CHAP_A="+algorithm, "T CHAP_N=alice CHAP_R=%alice CHAP_I=42 CHAP_C="+theirs)
-			challenge := theirs
-			if strings.HasPrefix(theirs, "0b") {
-				challenge = "0x000102030405060708090a0b0c0d0e0f" // V-ISCSI-15
+	synctest.Test(t, func(t *testing.T) {
+		for algorithm := range hashes {
+			for _, theirs := range []string{"0x000102030405060708090a0b0c0d0e0f", "0bAAECAwQFBgcICQoLDA0ODw==", "0x" + strings.Repeat("ab", 1024)} {
+				p := newCHAPNode(t, chap(t, "store")).connect().chapPeer()
+				last := p.authenticate("AuthMethod=CHAP", "CHAP_A="+algorithm, "T CHAP_N=alice CHAP_R=%alice CHAP_I=42 CHAP_C="+theirs)
+				challenge := theirs
+				if strings.HasPrefix(theirs, "0b") {
+					challenge = "0x000102030405060708090a0b0c0d0e0f" // V-ISCSI-15
+				}
+				want := "0x" + hex.EncodeToString(p.response(storeSecret, "42", challenge))
+				if last["CHAP_N"] != "store" || last["CHAP_R"] != want {
+					t.Errorf("ISCSI-4.2.4-4: %q, want CHAP_R=%s", last, want)
+				}
+				p.writeLogin(p.loginRequest(true, 1, 3), linuxKeys...)
+				p.loggedIn().logout()
 			}
-			want := "0x" + hex.EncodeToString(p.response(storeSecret, "42", challenge))
-			if last["CHAP_N"] != "store" || last["CHAP_R"] != want {
-				t.Errorf("ISCSI-4.2.4-4: %q, want CHAP_R=%s", last, want)
-			}
-			p.writeLogin(p.loginRequest(true, 1, 3), linuxKeys...)
-			p.loggedIn().logout()
 		}
-	}
+	})
 }
 
 // Every way to get CHAP wrong has its status, ends the connection, and gets no
@@ -250,7 +253,7 @@ func TestCHAPRefusals(t *testing.T) {
 		{"SEC-7143.9.2.1-7 secret of the target", response + "T CHAP_N=alice CHAP_R=%store", pdu.LoginAuthentication},
 		{"SEC-7143.9.2.1-9 our own challenge", response + "T CHAP_N=alice CHAP_R=%alice CHAP_I=1 CHAP_C=@", pdu.LoginAuthentication},
 	} {
-		t.Run(c.id, func(t *testing.T) {
+		bubble(t, c.id, func(t *testing.T) {
 			n := newCHAPNode(t, chap(t, "store"))
 			p := n.connect().chapPeer()
 			requests := strings.Split(c.requests, ";")
@@ -277,7 +280,7 @@ func TestCHAPRefusals(t *testing.T) {
 			}
 		})
 	}
-	t.Run("ISCSI-6.3.2-1 answer", func(t *testing.T) {
+	bubble(t, "ISCSI-6.3.2-1 answer", func(t *testing.T) {
 		p := newCHAPNode(t, chap(t, "store")).connect().chapPeer()
 		p.say("T AuthMethod=SRP,None")
 		if _, answers := p.wantLogin(pdu.LoginAuthentication); !slices.Equal(answers, []string{"AuthMethod=Reject"}) {
@@ -295,18 +298,18 @@ func TestCHAPRefusals(t *testing.T) {
 			t.Errorf("%s\nwant %s", got, want)
 		}
 	})
-	t.Run("ISCSI-6.3.1-2 no security stage", func(t *testing.T) {
+	bubble(t, "ISCSI-6.3.1-2 no security stage", func(t *testing.T) {
 		tc := newCHAPNode(t, chap(t, "")).connect()
 		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
 		tc.wantRefused(pdu.LoginAuthentication)
 	})
-	t.Run("ISCSI-12.1.3-4 no target secret", func(t *testing.T) {
+	bubble(t, "ISCSI-12.1.3-4 no target secret", func(t *testing.T) {
 		p := newCHAPNode(t, chap(t, "")).connect().chapPeer()
 		p.authenticateUntilResponse()
 		p.say("T CHAP_N=alice CHAP_R=%alice CHAP_I=1 CHAP_C=0x01")
 		p.wantRefused(pdu.LoginAuthentication)
 	})
-	t.Run("ISCSI-9.2-4 user of another initiator", func(t *testing.T) {
+	bubble(t, "ISCSI-9.2-4 user of another initiator", func(t *testing.T) {
 		n := newCHAPNode(t, chap(t, ""))
 		for user, status := range map[string]pdu.LoginStatus{"alice": pdu.LoginAuthentication, "bob": pdu.LoginSuccess} {
 			p := n.connect().chapPeer()
@@ -330,139 +333,149 @@ func (p *chapPeer) authenticateUntilResponse() {
 // SEC-7143.9.2.1-10: the challenge of another connection is refused as long as
 // that connection may still answer it.
 func TestReflectionAcrossConnections(t *testing.T) {
-	n := newCHAPNode(t, chap(t, "store"))
-	first := n.connect().chapPeer()
-	first.authenticateUntilResponse()
+	synctest.Test(t, func(t *testing.T) {
+		n := newCHAPNode(t, chap(t, "store"))
+		first := n.connect().chapPeer()
+		first.authenticateUntilResponse()
 
-	second := n.connect(func(tc *testConn) { tc.isid[5]++ }).chapPeer()
-	second.authenticateUntilResponse()
-	second.say("T CHAP_N=alice CHAP_R=%alice CHAP_I=" + first.id + " CHAP_C=" + first.challenge)
-	second.wantRefused(pdu.LoginAuthentication)
+		second := n.connect(func(tc *testConn) { tc.isid[5]++ }).chapPeer()
+		second.authenticateUntilResponse()
+		second.say("T CHAP_N=alice CHAP_R=%alice CHAP_I=" + first.id + " CHAP_C=" + first.challenge)
+		second.wantRefused(pdu.LoginAuthentication)
 
-	first.close()
-	first.wait()
-	third := n.connect().chapPeer()
-	third.authenticate("AuthMethod=CHAP", "CHAP_A=5", "T CHAP_N=alice CHAP_R=%alice CHAP_I="+first.id+" CHAP_C="+first.challenge)
-	third.writeLogin(third.loginRequest(true, 1, 3), linuxKeys...)
-	third.loggedIn().logout()
-	n.challenges.Range(func(c, _ any) bool {
-		t.Errorf("challenge %x is still known", c)
-		return true
+		first.close()
+		first.wait()
+		third := n.connect().chapPeer()
+		third.authenticate("AuthMethod=CHAP", "CHAP_A=5", "T CHAP_N=alice CHAP_R=%alice CHAP_I="+first.id+" CHAP_C="+first.challenge)
+		third.writeLogin(third.loginRequest(true, 1, 3), linuxKeys...)
+		third.loggedIn().logout()
+		n.challenges.Range(func(c, _ any) bool {
+			t.Errorf("challenge %x is still known", c)
+			return true
+		})
 	})
 }
 
 // ISCSI-9.2-5: a session is replaced and joined by its own CHAP user only.
 func TestSessionOfAnotherUser(t *testing.T) {
-	n := newCHAPNode(t, chap(t, ""))
-	enter := func(user string, tsih uint16) *chapPeer {
-		p := n.connect(func(tc *testConn) { tc.tsih = tsih }).chapPeer()
-		p.authenticate("AuthMethod=CHAP", "CHAP_A=5", "T CHAP_N="+user+" CHAP_R=%"+user)
-		pairs := linuxKeys
-		if tsih != 0 {
-			pairs = []string{"InitiatorRecvDataSegmentLength=8192"}
+	synctest.Test(t, func(t *testing.T) {
+		n := newCHAPNode(t, chap(t, ""))
+		enter := func(user string, tsih uint16) *chapPeer {
+			p := n.connect(func(tc *testConn) { tc.tsih = tsih }).chapPeer()
+			p.authenticate("AuthMethod=CHAP", "CHAP_A=5", "T CHAP_N="+user+" CHAP_R=%"+user)
+			pairs := linuxKeys
+			if tsih != 0 {
+				pairs = []string{"InitiatorRecvDataSegmentLength=8192"}
+			}
+			p.writeLogin(p.loginRequest(true, 1, 3), pairs...)
+			return p
 		}
-		p.writeLogin(p.loginRequest(true, 1, 3), pairs...)
-		return p
-	}
-	old := enter("alice", 0)
-	old.loggedIn()
-	enter("bob", 0).wantRefused(pdu.LoginAuthentication)
-	enter("bob", old.tsih).wantRefused(pdu.LoginAuthentication)
+		old := enter("alice", 0)
+		old.loggedIn()
+		enter("bob", 0).wantRefused(pdu.LoginAuthentication)
+		enter("bob", old.tsih).wantRefused(pdu.LoginAuthentication)
 
-	named := n.connect() // authenticated by nobody
-	named.writeLogin(named.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery", "TargetName="+targetName)
-	named.wantRefused(pdu.LoginAuthentication)
+		named := n.connect() // authenticated by nobody
+		named.writeLogin(named.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery", "TargetName="+targetName)
+		named.wantRefused(pdu.LoginAuthentication)
 
-	old.ping()
-	again := enter("alice", 0)
-	again.loggedIn()
-	if err := old.wait(); err != errReinstated {
-		t.Error(err)
-	}
-	again.logout()
+		old.ping()
+		again := enter("alice", 0)
+		again.loggedIn()
+		if err := old.wait(); err != errReinstated {
+			t.Error(err)
+		}
+		again.logout()
+	})
 }
 
 // A target that asks nobody who it is does as before, whatever is offered.
 func TestCHAPWithoutAuth(t *testing.T) {
-	for request, status := range map[string]pdu.LoginStatus{
-		"T AuthMethod=CHAP,None": pdu.LoginSuccess, "T": pdu.LoginSuccess,
-		"T AuthMethod=CHAP": pdu.LoginAuthentication, "T CHAP_A=5": pdu.LoginInitiatorError, "T AuthMethod=None CHAP_N=alice": pdu.LoginInitiatorError,
-	} {
-		p := newTestNode(t).connect().chapPeer()
-		p.say(request)
-		if r, _ := p.wantLogin(status); r.Transit != (status == pdu.LoginSuccess) {
-			t.Errorf("%q: %+v", request, r)
+	synctest.Test(t, func(t *testing.T) {
+		for request, status := range map[string]pdu.LoginStatus{
+			"T AuthMethod=CHAP,None": pdu.LoginSuccess, "T": pdu.LoginSuccess,
+			"T AuthMethod=CHAP": pdu.LoginAuthentication, "T CHAP_A=5": pdu.LoginInitiatorError, "T AuthMethod=None CHAP_N=alice": pdu.LoginInitiatorError,
+		} {
+			p := newTestNode(t).connect().chapPeer()
+			p.say(request)
+			if r, _ := p.wantLogin(status); r.Transit != (status == pdu.LoginSuccess) {
+				t.Errorf("%q: %+v", request, r)
+			}
 		}
-	}
+	})
 }
 
 // ISCSI-12.1-1: discovery has users of its own; those of the target do not
 // count, and the other way round.
 func TestDiscoveryCHAP(t *testing.T) {
-	n := newTestNode(t, func(o *Options) { o.DiscoveryAuth = chap(t, "store") })
-	for _, named := range []bool{false, true} {
-		first := []string{"InitiatorName=" + initiatorName, "SessionType=Discovery"}
-		if named {
-			first = append(first, "TargetName="+targetName)
-		}
-		tc := n.connect()
-		tc.writeLogin(tc.loginRequest(true, 1, 3), first...)
-		tc.wantRefused(pdu.LoginAuthentication)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, func(o *Options) { o.DiscoveryAuth = chap(t, "store") })
+		for _, named := range []bool{false, true} {
+			first := []string{"InitiatorName=" + initiatorName, "SessionType=Discovery"}
+			if named {
+				first = append(first, "TargetName="+targetName)
+			}
+			tc := n.connect()
+			tc.writeLogin(tc.loginRequest(true, 1, 3), first...)
+			tc.wantRefused(pdu.LoginAuthentication)
 
-		p := n.connect().chapPeer()
-		p.first = first
-		last := p.authenticate("AuthMethod=CHAP", "CHAP_A=5", "T CHAP_N=alice CHAP_R=%alice CHAP_I=7 CHAP_C=0x0102")
-		if last["CHAP_N"] != "store" {
-			t.Errorf("%q", last)
+			p := n.connect().chapPeer()
+			p.first = first
+			last := p.authenticate("AuthMethod=CHAP", "CHAP_A=5", "T CHAP_N=alice CHAP_R=%alice CHAP_I=7 CHAP_C=0x0102")
+			if last["CHAP_N"] != "store" {
+				t.Errorf("%q", last)
+			}
+			p.writeLogin(p.loginRequest(true, 1, 3))
+			p.wantLogin(pdu.LoginSuccess)
+			p.close()
+			if err := p.wait(); err != nil {
+				t.Error(err)
+			}
 		}
-		p.writeLogin(p.loginRequest(true, 1, 3))
-		p.wantLogin(pdu.LoginSuccess)
-		p.close()
-		if err := p.wait(); err != nil {
-			t.Error(err)
-		}
-	}
-	n.connect().login().logout()
+		n.connect().login().logout()
 
-	n = newCHAPNode(t, chap(t, "")) // only the target asks
-	d := n.connect().discover()
-	d.close()
-	d.wait()
+		n = newCHAPNode(t, chap(t, "")) // only the target asks
+		d := n.connect().discover()
+		d.close()
+		d.wait()
+	})
 }
 
 // ISCSI-11.13-3, ISCSI-13.8-1: a target that has moved says where to, without a
 // portal group tag, before it authenticates anybody.
 func TestRedirect(t *testing.T) {
-	for _, c := range []struct {
-		to     Redirect
-		status pdu.LoginStatus
-	}{
-		{Redirect{Address: "192.0.2.9:3261"}, pdu.LoginMovedTemporarily},
-		{Redirect{Address: "[2001:db8::1]:3260", Permanent: true}, pdu.LoginMovedPermanently},
-	} {
-		n := newCHAPNode(t, chap(t, "")).require(func(cfg *TargetConfig) { cfg.Redirect = c.to })
-		for _, stage := range []pdu.Stage{0, 1} {
-			tc := n.connect()
-			tc.writeLogin(tc.loginRequest(true, stage, 3), names...)
-			r, answers := tc.wantLogin(c.status)
-			if r.Transit || !slices.Equal(answers, []string{"TargetAddress=" + c.to.Address}) {
-				t.Errorf("%+v %q", r, answers)
+	synctest.Test(t, func(t *testing.T) {
+		for _, c := range []struct {
+			to     Redirect
+			status pdu.LoginStatus
+		}{
+			{Redirect{Address: "192.0.2.9:3261"}, pdu.LoginMovedTemporarily},
+			{Redirect{Address: "[2001:db8::1]:3260", Permanent: true}, pdu.LoginMovedPermanently},
+		} {
+			n := newCHAPNode(t, chap(t, "")).require(func(cfg *TargetConfig) { cfg.Redirect = c.to })
+			for _, stage := range []pdu.Stage{0, 1} {
+				tc := n.connect()
+				tc.writeLogin(tc.loginRequest(true, stage, 3), names...)
+				r, answers := tc.wantLogin(c.status)
+				if r.Transit || !slices.Equal(answers, []string{"TargetAddress=" + c.to.Address}) {
+					t.Errorf("%+v %q", r, answers)
+				}
+				if stage > 0 || c.to.Permanent {
+					tc.close() // else the target ends it
+				}
+				if tc.wait() == nil { // ISCSI-11.13-4
+					t.Error("no error")
+				}
 			}
-			if stage > 0 || c.to.Permanent {
-				tc.close() // else the target ends it
-			}
-			if tc.wait() == nil { // ISCSI-11.13-4
-				t.Error("no error")
-			}
-		}
-		d := n.connect().discover() // the target is still to be found here
-		d.close()
-		d.wait()
+			d := n.connect().discover() // the target is still to be found here
+			d.close()
+			d.wait()
 
-		tc := n.connect() // who may not log in is not told where to
-		tc.writeLogin(tc.loginRequest(true, 1, 3), append(without(names, "InitiatorName"), "InitiatorName=iqn.2001-04.com.example:x")...)
-		tc.wantRefused(pdu.LoginAuthorization)
-	}
+			tc := n.connect() // who may not log in is not told where to
+			tc.writeLogin(tc.loginRequest(true, 1, 3), append(without(names, "InitiatorName"), "InitiatorName=iqn.2001-04.com.example:x")...)
+			tc.wantRefused(pdu.LoginAuthorization)
+		}
+	})
 }
 
 // FuzzCHAP says anything in the login of a target with CHAP: lines of text, each
@@ -514,14 +527,16 @@ func FuzzCHAP(f *testing.F) {
 // Names may be as long as open-iscsi has them, secrets may be any octets:
 // SEC-7143.9.2.1-2.
 func TestCHAPExtremes(t *testing.T) {
-	name, secret := strings.Repeat("n", security.MaxCHAPName), strings.Repeat("\x00", security.MaxSecret)
-	secrets["zeros"] = secret
-	defer delete(secrets, "zeros")
-	c, err := security.NewCHAP(security.CHAPConfig{Algorithms: []security.CHAPAlgorithm{security.CHAPMD5},
-		Users: []security.CHAPUser{{CHAPIdentity: security.CHAPIdentity{Name: name, Secret: security.Secret(secret)}}}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	p := newCHAPNode(t, c).connect().chapPeer()
-	p.authenticate("AuthMethod=CHAP", "CHAP_A=5", fmt.Sprintf("T CHAP_N=%s CHAP_R=%%zeros", name))
+	synctest.Test(t, func(t *testing.T) {
+		name, secret := strings.Repeat("n", security.MaxCHAPName), strings.Repeat("\x00", security.MaxSecret)
+		secrets["zeros"] = secret
+		defer delete(secrets, "zeros")
+		c, err := security.NewCHAP(security.CHAPConfig{Algorithms: []security.CHAPAlgorithm{security.CHAPMD5},
+			Users: []security.CHAPUser{{CHAPIdentity: security.CHAPIdentity{Name: name, Secret: security.Secret(secret)}}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		p := newCHAPNode(t, c).connect().chapPeer()
+		p.authenticate("AuthMethod=CHAP", "CHAP_A=5", fmt.Sprintf("T CHAP_N=%s CHAP_R=%%zeros", name))
+	})
 }

@@ -22,196 +22,208 @@ import (
 // ISCSI-4.2.2.1-1, ISCSI-4.2.2.1-2, ISCSI-4.2.2.1-7: serial numbers wrap, and
 // immediate requests do not count.
 func TestCmdSNWraps(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect(func(tc *testConn) { tc.CmdSN = 0xfffffffe }).login()
-	for range 8 {
-		tc.wantStatus(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
-		tc.ping()
-		tc.wantOpenWindow()
-	}
-	h := tc.Request(pdu.NOPOut, pdu.FlagF, true) // far outside the window
-	h.SetCmdSN(tc.CmdSN + 100000)
-	tc.write(h, nil)
-	tc.want(pdu.NOPIn)
-	tc.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect(func(tc *testConn) { tc.CmdSN = 0xfffffffe }).login()
+		for range 8 {
+			tc.wantStatus(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
+			tc.ping()
+			tc.wantOpenWindow()
+		}
+		h := tc.Request(pdu.NOPOut, pdu.FlagF, true) // far outside the window
+		h.SetCmdSN(tc.CmdSN + 100000)
+		tc.write(h, nil)
+		tc.want(pdu.NOPIn)
+		tc.logout()
+	})
 }
 
 // ISCSI-4.2.2.1-3, ISCSI-4.2.2.1-4, ISCSI-4.2.2.1-6, ISCSI-4.2.2.1-10,
 // ISER-10.2.1-1, ISCSI-7.2.1-1.
 func TestCmdSNOrder(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
-	second := tc.scsi(writeF, 4096, cdb.Write10(0, 8))
-	tc.write(second, pattern(4096, second.ITT()))
-	tc.write(second, pattern(4096, second.ITT())) // a retry: the tag is looked at first
-	third := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
-	again := bytes.Clone(third) // another tag, the same CmdSN while the gap is open
-	pdu.BHS(again).SetITT(0x999)
-	tc.write(again, nil)
-	old := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
-	old.SetCmdSN(gap.CmdSN() - 1)
-	tc.write(old, nil)
-	beyond := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
-	beyond.SetCmdSN(tc.maxCmdSN + 1)
-	tc.write(beyond, nil)
-	tc.CmdSN -= 2
-	tc.wantNothing()
-	tc.ping()
-	if tc.expCmdSN != gap.CmdSN() {
-		t.Errorf("ExpCmdSN %d passed the gap at %d", tc.expCmdSN, gap.CmdSN())
-	}
-	tc.write(gap, nil)
-	tc.wantAllGood([]pdu.BHS{gap, second, third})
-	tc.wantNothing()
-	if tc.expCmdSN != tc.CmdSN {
-		t.Errorf("ExpCmdSN %d instead of %d", tc.expCmdSN, tc.CmdSN)
-	}
-	tc.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+		second := tc.scsi(writeF, 4096, cdb.Write10(0, 8))
+		tc.write(second, pattern(4096, second.ITT()))
+		tc.write(second, pattern(4096, second.ITT())) // a retry: the tag is looked at first
+		third := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
+		again := bytes.Clone(third) // another tag, the same CmdSN while the gap is open
+		pdu.BHS(again).SetITT(0x999)
+		tc.write(again, nil)
+		old := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+		old.SetCmdSN(gap.CmdSN() - 1)
+		tc.write(old, nil)
+		beyond := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+		beyond.SetCmdSN(tc.maxCmdSN + 1)
+		tc.write(beyond, nil)
+		tc.CmdSN -= 2
+		tc.wantNothing()
+		tc.ping()
+		if tc.expCmdSN != gap.CmdSN() {
+			t.Errorf("ExpCmdSN %d passed the gap at %d", tc.expCmdSN, gap.CmdSN())
+		}
+		tc.write(gap, nil)
+		tc.wantAllGood([]pdu.BHS{gap, second, third})
+		tc.wantNothing()
+		if tc.expCmdSN != tc.CmdSN {
+			t.Errorf("ExpCmdSN %d instead of %d", tc.expCmdSN, tc.CmdSN)
+		}
+		tc.logout()
+	})
 }
 
 // ISCSI-11.2-3: a tag in use is refused.
 func TestTagInUse(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	tc.m.holdGets = true
-	h := tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
-	twin := bytes.Clone(h)
-	pdu.BHS(twin).SetCmdSN(tc.CmdSN)
-	tc.write(twin, nil)
-	tc.wantReject(pdu.RejectTaskInProgress, twin)
-	nop := tc.Request(pdu.NOPOut, pdu.FlagF, true)
-	nop.SetITT(h.ITT())
-	tc.write(nop, nil)
-	tc.wantReject(pdu.RejectTaskInProgress, nop)
-	reserved := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
-	reserved.SetITT(pdu.ReservedTag)
-	tc.CmdSN--
-	tc.write(reserved, nil)
-	tc.wantReject(pdu.RejectInvalidField, reserved)
-	tc.m.releaseGets()
-	tc.wantStatus(h, 0)
-	if tc.expCmdSN != tc.CmdSN { // ISCSI-7.3-2
-		t.Errorf("a rejected command counts in ExpCmdSN %d", tc.expCmdSN)
-	}
-	tc.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		tc.m.holdGets = true
+		h := tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
+		twin := bytes.Clone(h)
+		pdu.BHS(twin).SetCmdSN(tc.CmdSN)
+		tc.write(twin, nil)
+		tc.wantReject(pdu.RejectTaskInProgress, twin)
+		nop := tc.Request(pdu.NOPOut, pdu.FlagF, true)
+		nop.SetITT(h.ITT())
+		tc.write(nop, nil)
+		tc.wantReject(pdu.RejectTaskInProgress, nop)
+		reserved := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+		reserved.SetITT(pdu.ReservedTag)
+		tc.CmdSN--
+		tc.write(reserved, nil)
+		tc.wantReject(pdu.RejectInvalidField, reserved)
+		tc.m.releaseGets()
+		tc.wantStatus(h, 0)
+		if tc.expCmdSN != tc.CmdSN { // ISCSI-7.3-2
+			t.Errorf("a rejected command counts in ExpCmdSN %d", tc.expCmdSN)
+		}
+		tc.logout()
+	})
 }
 
 // ISCSI-4.2.2.1-8, ISCSI-4.2.2.1-9, ISER-8.1-1, ISER-8.1.1.2-2, ISER-8.1.1.3-1: the whole
 // window is in use and a flood of immediate requests comes: each is answered.
 func TestFullWindow(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	tc.m.holdGets = true
-	var hs []pdu.BHS
-	for range 128 {
-		hs = append(hs, tc.command(writeF, 4096, cdb.Write10(0, 8), nil))
-	}
-	testkit.Eventually(n.tb, "all GetDatas", func() bool { return tc.m.getting() == 128 })
-	tc.ping()
-	if tc.maxCmdSN != tc.expCmdSN-1 { // ISCSI-4.2.2.1-5
-		t.Errorf("MaxCmdSN %d, ExpCmdSN %d", tc.maxCmdSN, tc.expCmdSN)
-	}
-	tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil) // outside the window: ignored
-	tc.CmdSN--
-	tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, 0x7777, tc.CmdSN-200), pdu.TaskDoesNotExist)
-	for range 100 {
-		tc.write(tc.Request(pdu.NOPOut, pdu.FlagF, true), nil)
-	}
-	for range 100 {
-		tc.want(pdu.NOPIn)
-	}
-	// Immediate commands that stay are limited.
-	var immediate []pdu.BHS
-	rejected := 0
-	for range 2 * maxImmediateCommands {
-		h := tc.scsi(writeF, 4096, cdb.Write10(0, 8))
-		h.SetImmediate()
-		tc.CmdSN--
-		tc.write(h, nil)
-		immediate = append(immediate, h)
-	}
-	for range maxImmediateCommands {
-		if p := tc.want(pdu.Reject); p.h.Reason() == pdu.RejectTooManyImmediate {
-			rejected++
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		tc.m.holdGets = true
+		var hs []pdu.BHS
+		for range 128 {
+			hs = append(hs, tc.command(writeF, 4096, cdb.Write10(0, 8), nil))
 		}
-	}
-	if rejected != maxImmediateCommands {
-		t.Errorf("%d of %d rejected", rejected, len(immediate))
-	}
-	tc.m.releaseGets()
-	tc.wantAllGood(append(hs, immediate[:maxImmediateCommands]...))
-	tc.wantOpenWindow()
-	if tc.m.slots > tc.m.full {
-		t.Errorf("%d task slots, %d announced", tc.m.slots, tc.m.full)
-	}
-	tc.logout()
+		testkit.Eventually(n.tb, "all GetDatas", func() bool { return tc.m.getting() == 128 })
+		tc.ping()
+		if tc.maxCmdSN != tc.expCmdSN-1 { // ISCSI-4.2.2.1-5
+			t.Errorf("MaxCmdSN %d, ExpCmdSN %d", tc.maxCmdSN, tc.expCmdSN)
+		}
+		tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil) // outside the window: ignored
+		tc.CmdSN--
+		tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, 0x7777, tc.CmdSN-200), pdu.TaskDoesNotExist)
+		for range 100 {
+			tc.write(tc.Request(pdu.NOPOut, pdu.FlagF, true), nil)
+		}
+		for range 100 {
+			tc.want(pdu.NOPIn)
+		}
+		// Immediate commands that stay are limited.
+		var immediate []pdu.BHS
+		rejected := 0
+		for range 2 * maxImmediateCommands {
+			h := tc.scsi(writeF, 4096, cdb.Write10(0, 8))
+			h.SetImmediate()
+			tc.CmdSN--
+			tc.write(h, nil)
+			immediate = append(immediate, h)
+		}
+		for range maxImmediateCommands {
+			if p := tc.want(pdu.Reject); p.h.Reason() == pdu.RejectTooManyImmediate {
+				rejected++
+			}
+		}
+		if rejected != maxImmediateCommands {
+			t.Errorf("%d of %d rejected", rejected, len(immediate))
+		}
+		tc.m.releaseGets()
+		tc.wantAllGood(append(hs, immediate[:maxImmediateCommands]...))
+		tc.wantOpenWindow()
+		if tc.m.slots > tc.m.full {
+			t.Errorf("%d task slots, %d announced", tc.m.slots, tc.m.full)
+		}
+		tc.logout()
+	})
 }
 
 // A peer that takes no answers stops being read, and costs no more than its
 // slots.
 func TestBackPressure(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	tc.m.mu.Lock()
-	tc.m.holdFlush = true
-	tc.m.mu.Unlock()
-	for range 1000 {
-		tc.write(tc.Request(pdu.NOPOut, pdu.FlagF, true), make([]byte, 64))
-	}
-	testkit.Eventually(n.tb, "all slots in use", func() bool { return n.Stats().TasksInFlight == tc.m.full })
-	time.Sleep(5 * time.Millisecond)
-	if s := n.Stats(); s.TasksInFlight != tc.m.full {
-		t.Errorf("%+v", s)
-	}
-	tc.m.mu.Lock()
-	tc.m.holdFlush = false
-	tc.m.cond.Broadcast()
-	tc.m.mu.Unlock()
-	for range 1000 {
-		tc.want(pdu.NOPIn)
-	}
-	// And once more, but it goes away instead.
-	tc.m.mu.Lock()
-	tc.m.holdFlush = true
-	tc.m.mu.Unlock()
-	for range 1000 {
-		tc.write(tc.Request(pdu.NOPOut, pdu.FlagF, true), nil)
-	}
-	testkit.Eventually(n.tb, "all slots in use", func() bool { return n.Stats().TasksInFlight == tc.m.full })
-	tc.m.Close()
-	if err := tc.wait(); err == nil {
-		t.Error("no error")
-	}
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		tc.m.mu.Lock()
+		tc.m.holdFlush = true
+		tc.m.mu.Unlock()
+		for range 1000 {
+			tc.write(tc.Request(pdu.NOPOut, pdu.FlagF, true), make([]byte, 64))
+		}
+		testkit.Eventually(n.tb, "all slots in use", func() bool { return n.Stats().TasksInFlight == tc.m.full })
+		time.Sleep(5 * time.Millisecond)
+		if s := n.Stats(); s.TasksInFlight != tc.m.full {
+			t.Errorf("%+v", s)
+		}
+		tc.m.mu.Lock()
+		tc.m.holdFlush = false
+		tc.m.cond.Broadcast()
+		tc.m.mu.Unlock()
+		for range 1000 {
+			tc.want(pdu.NOPIn)
+		}
+		// And once more, but it goes away instead.
+		tc.m.mu.Lock()
+		tc.m.holdFlush = true
+		tc.m.mu.Unlock()
+		for range 1000 {
+			tc.write(tc.Request(pdu.NOPOut, pdu.FlagF, true), nil)
+		}
+		testkit.Eventually(n.tb, "all slots in use", func() bool { return n.Stats().TasksInFlight == tc.m.full })
+		tc.m.Close()
+		if err := tc.wait(); err == nil {
+			t.Error("no error")
+		}
+	})
 }
 
 // ISCSI-11.18-1, ISCSI-11.18-2, ISCSI-11.19-1, ISER-6.2-4: pings.
 func TestNOPOut(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	for _, size := range []int{0, 1, 100, 128, 8192} {
-		h := tc.Request(pdu.NOPOut, pdu.FlagF, size%2 == 0)
-		h.SetTTT(pdu.ReservedTag)
-		h.SetLUN([8]byte{1: 0})
-		tc.write(h, pattern(size, 1))
-		p := tc.want(pdu.NOPIn)
-		if p.h.ITT() != h.ITT() || p.h.TTT() != pdu.ReservedTag || !bytes.Equal(p.data, pattern(size, 1)[:min(size, 128)]) {
-			t.Errorf("%d octets: %x %x", size, []byte(p.h), p.data)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		for _, size := range []int{0, 1, 100, 128, 8192} {
+			h := tc.Request(pdu.NOPOut, pdu.FlagF, size%2 == 0)
+			h.SetTTT(pdu.ReservedTag)
+			h.SetLUN([8]byte{1: 0})
+			tc.write(h, pattern(size, 1))
+			p := tc.want(pdu.NOPIn)
+			if p.h.ITT() != h.ITT() || p.h.TTT() != pdu.ReservedTag || !bytes.Equal(p.data, pattern(size, 1)[:min(size, 128)]) {
+				t.Errorf("%d octets: %x %x", size, []byte(p.h), p.data)
+			}
 		}
-	}
-	h := tc.Request(pdu.NOPOut, pdu.FlagF, true)
-	h.SetITT(pdu.ReservedTag)
-	for _, ttt := range []uint32{pdu.ReservedTag, 5} { // ISCSI-11.18-3: an unknown tag is ignored
-		h.SetTTT(ttt)
+		h := tc.Request(pdu.NOPOut, pdu.FlagF, true)
+		h.SetITT(pdu.ReservedTag)
+		for _, ttt := range []uint32{pdu.ReservedTag, 5} { // ISCSI-11.18-3: an unknown tag is ignored
+			h.SetTTT(ttt)
+			tc.write(h, nil)
+		}
+		tc.wantNothing()
+		h = tc.Request(pdu.NOPOut, pdu.FlagF, false)
+		tc.CmdSN--
+		h.SetITT(pdu.ReservedTag)
 		tc.write(h, nil)
-	}
-	tc.wantNothing()
-	h = tc.Request(pdu.NOPOut, pdu.FlagF, false)
-	tc.CmdSN--
-	h.SetITT(pdu.ReservedTag)
-	tc.write(h, nil)
-	tc.wantReject(pdu.RejectInvalidField, h)
-	tc.logout()
+		tc.wantReject(pdu.RejectInvalidField, h)
+		tc.logout()
+	})
 }
 
 // ISCSI-11.19-2, ISCSI-11.19-3, ISER-8.1.2-3, ISER-8.1.2-4: the target pings an
@@ -353,7 +365,7 @@ func TestDiscoveryThatDoesNotRead(t *testing.T) {
 // ISCSI-4.3-1, ISCSI-11.16-1, ISER-7.3.9-4, ISER-7.3.11-3, ISCSI-11.2-2,
 // ISCSI-4.2.4-3, ISCSI-11.2-1: what is rejected.
 func TestRejects(t *testing.T) {
-	t.Run("normal session", func(t *testing.T) {
+	bubble(t, "normal session", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		for _, c := range []struct {
@@ -378,7 +390,7 @@ func TestRejects(t *testing.T) {
 		tc.wantStatus(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 		tc.logout()
 	})
-	t.Run("discovery session", func(t *testing.T) {
+	bubble(t, "discovery session", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().discover()
 		for _, h := range []pdu.BHS{
@@ -397,7 +409,7 @@ func TestRejects(t *testing.T) {
 		tc.wantReject(pdu.RejectProtocolError, h)
 		tc.logout()
 	})
-	t.Run("ISER-8.1.2-1 ISER-8.1.2-2 ISER-8.1.2-7 two unexpected at most, the second is a ping", func(t *testing.T) {
+	bubble(t, "ISER-8.1.2-1 ISER-8.1.2-2 ISER-8.1.2-7 two unexpected at most, the second is a ping", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		snacks := func(n int) (h pdu.BHS) {
@@ -441,43 +453,45 @@ func TestRejects(t *testing.T) {
 // logout stops all tasks; the connection is closed even if the initiator does
 // not do it.
 func TestLogout(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	tc.m.holdGets = true
-	for range 5 {
-		tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
-	}
-	tc.wantGets(5)
-	for _, c := range []struct {
-		reason byte
-		cid    uint16
-		want   byte
-	}{
-		{pdu.LogoutForRecovery, 0, pdu.LogoutRecoveryNotSupported}, // ISCSI-11.14-2
-		{pdu.LogoutCloseConnection, 77, pdu.LogoutCIDNotFound},     // ISCSI-11.14-4
-	} {
-		h := tc.Request(pdu.LogoutReq, pdu.FlagF|c.reason, true)
-		h.SetCID(c.cid)
-		tc.write(h, nil)
-		if p := tc.want(pdu.LogoutResp); p.h.Response() != c.want {
-			t.Errorf("reason %d: response %d", c.reason, p.h.Response())
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		tc.m.holdGets = true
+		for range 5 {
+			tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
 		}
-	}
-	h := tc.Request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseConnection, true)
-	tc.write(h, nil)
-	tc.wantNothing() // RDMA Reads are outstanding
-	tc.m.releaseGets()
-	p := tc.want(pdu.LogoutResp)
-	if p.h.Response() != 0 || p.h.Time2Wait() != 2 || p.h.Time2Retain() != 0 {
-		t.Errorf("Logout Response %x", []byte(p.h))
-	}
-	tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil) // ignored
-	if err := tc.wait(); err != nil {
-		t.Errorf("Serve after logout: %v", err)
-	}
-	if tc.next(0) != nil {
-		t.Error("PDU after the Logout Response")
-	}
+		tc.wantGets(5)
+		for _, c := range []struct {
+			reason byte
+			cid    uint16
+			want   byte
+		}{
+			{pdu.LogoutForRecovery, 0, pdu.LogoutRecoveryNotSupported}, // ISCSI-11.14-2
+			{pdu.LogoutCloseConnection, 77, pdu.LogoutCIDNotFound},     // ISCSI-11.14-4
+		} {
+			h := tc.Request(pdu.LogoutReq, pdu.FlagF|c.reason, true)
+			h.SetCID(c.cid)
+			tc.write(h, nil)
+			if p := tc.want(pdu.LogoutResp); p.h.Response() != c.want {
+				t.Errorf("reason %d: response %d", c.reason, p.h.Response())
+			}
+		}
+		h := tc.Request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseConnection, true)
+		tc.write(h, nil)
+		tc.wantNothing() // RDMA Reads are outstanding
+		tc.m.releaseGets()
+		p := tc.want(pdu.LogoutResp)
+		if p.h.Response() != 0 || p.h.Time2Wait() != 2 || p.h.Time2Retain() != 0 {
+			t.Errorf("Logout Response %x", []byte(p.h))
+		}
+		tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil) // ignored
+		if err := tc.wait(); err != nil {
+			t.Errorf("Serve after logout: %v", err)
+		}
+		if tc.next(0) != nil {
+			t.Error("PDU after the Logout Response")
+		}
+	})
 }
 
 // readText runs a text exchange to its end.
@@ -511,54 +525,56 @@ func (tc *testConn) readText(request ...string) []string {
 // ISCSI-C-1, ISCSI-C-2, ISCSI-C-3, ISCSI-C-4, ISCSI-13.8-1, ISCSI-13.9-1:
 // discovery.
 func TestSendTargets(t *testing.T) {
-	n := newTestNode(t)
-	n.AddPortal(PortalConfig{Listen: "[2001:db8::1]:3260", TPGT: 0})
-	n.AddPortal(PortalConfig{Listen: "127.0.0.1:3260", TPGT: 2}) // out of reach
-	n.AddPortal(PortalConfig{Listen: "[fe80::1]:0", TPGT: 2})
-	n.AddPortal(PortalConfig{Listen: "nonsense", TPGT: 2})
-	n.AddPortal(PortalConfig{Listen: ":3261", TPGT: 3})                                                    // everywhere
-	n.AddPortal(PortalConfig{Listen: "10.0.0.1:3260", Advertise: []string{"store.example:3260"}, TPGT: 4}) // behind NAT
-	other, err := security.Compile([]string{"iqn.2001-04.com.example:*"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	all, err := security.Compile([]string{"*"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:secret", Initiators: other, LUNs: n.inv})
-	n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:another", Initiators: all, LUNs: n.inv})
-	n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:group3", Initiators: all, LUNs: n.inv, PortalGroups: []uint16{3, 2}})
-	n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:group2", Initiators: all, LUNs: n.inv, PortalGroups: []uint16{2}}) // out of reach
-	addresses := []string{"TargetAddress=192.0.2.1:3260,1", "TargetAddress=[2001:db8::1]:3260,0", "TargetAddress=192.0.2.1:3261,3",
-		"TargetAddress=store.example:3260,4"}
-	one := append([]string{"TargetName=" + targetName}, addresses...)
-	group3 := []string{"TargetName=iqn.2026-11.io.example:group3", "TargetAddress=192.0.2.1:3261,3"}
-	every := slices.Concat([]string{"TargetName=iqn.2026-11.io.example:another"}, addresses, group3, one)
-	rejected := []string{"SendTargets=Reject"}
-
-	tc := n.connect().discover()
-	for request, want := range map[string][]string{
-		"All": every, "iqn.2026-11.io.example:group3": group3, "iqn.2026-11.io.example:group2": nil, targetName: one, strings.ToUpper(targetName): one, "iqn.2026-11.io.example:secret": nil, "nobody": nil, "": rejected,
-	} {
-		if got := tc.readText("SendTargets=" + request); !slices.Equal(got, want) {
-			t.Errorf("discovery of %q: %q, want %q", request, got, want)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		n.AddPortal(PortalConfig{Listen: "[2001:db8::1]:3260", TPGT: 0})
+		n.AddPortal(PortalConfig{Listen: "127.0.0.1:3260", TPGT: 2}) // out of reach
+		n.AddPortal(PortalConfig{Listen: "[fe80::1]:0", TPGT: 2})
+		n.AddPortal(PortalConfig{Listen: "nonsense", TPGT: 2})
+		n.AddPortal(PortalConfig{Listen: ":3261", TPGT: 3})                                                    // everywhere
+		n.AddPortal(PortalConfig{Listen: "10.0.0.1:3260", Advertise: []string{"store.example:3260"}, TPGT: 4}) // behind NAT
+		other, err := security.Compile([]string{"iqn.2001-04.com.example:*"})
+		if err != nil {
+			t.Fatal(err)
 		}
-	}
-	tc.close() // ISER-5.2.3.2-1: no logout, and yet a normal end
-	if err := tc.wait(); err != nil {
-		t.Errorf("end of discovery: %v", err)
-	}
-
-	tc = n.connect().login()
-	for request, want := range map[string][]string{
-		"": one, targetName: one, "All": rejected, "iqn.2026-11.io.example:another": rejected,
-	} { // in parts of 128 octets
-		if got := tc.readText("SendTargets=" + request); !slices.Equal(got, want) {
-			t.Errorf("normal session, %q: %q, want %q", request, got, want)
+		all, err := security.Compile([]string{"*"})
+		if err != nil {
+			t.Fatal(err)
 		}
-	}
-	tc.logout()
+		n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:secret", Initiators: other, LUNs: n.inv})
+		n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:another", Initiators: all, LUNs: n.inv})
+		n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:group3", Initiators: all, LUNs: n.inv, PortalGroups: []uint16{3, 2}})
+		n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:group2", Initiators: all, LUNs: n.inv, PortalGroups: []uint16{2}}) // out of reach
+		addresses := []string{"TargetAddress=192.0.2.1:3260,1", "TargetAddress=[2001:db8::1]:3260,0", "TargetAddress=192.0.2.1:3261,3",
+			"TargetAddress=store.example:3260,4"}
+		one := append([]string{"TargetName=" + targetName}, addresses...)
+		group3 := []string{"TargetName=iqn.2026-11.io.example:group3", "TargetAddress=192.0.2.1:3261,3"}
+		every := slices.Concat([]string{"TargetName=iqn.2026-11.io.example:another"}, addresses, group3, one)
+		rejected := []string{"SendTargets=Reject"}
+
+		tc := n.connect().discover()
+		for request, want := range map[string][]string{
+			"All": every, "iqn.2026-11.io.example:group3": group3, "iqn.2026-11.io.example:group2": nil, targetName: one, strings.ToUpper(targetName): one, "iqn.2026-11.io.example:secret": nil, "nobody": nil, "": rejected,
+		} {
+			if got := tc.readText("SendTargets=" + request); !slices.Equal(got, want) {
+				t.Errorf("discovery of %q: %q, want %q", request, got, want)
+			}
+		}
+		tc.close() // ISER-5.2.3.2-1: no logout, and yet a normal end
+		if err := tc.wait(); err != nil {
+			t.Errorf("end of discovery: %v", err)
+		}
+
+		tc = n.connect().login()
+		for request, want := range map[string][]string{
+			"": one, targetName: one, "All": rejected, "iqn.2026-11.io.example:another": rejected,
+		} { // in parts of 128 octets
+			if got := tc.readText("SendTargets=" + request); !slices.Equal(got, want) {
+				t.Errorf("normal session, %q: %q, want %q", request, got, want)
+			}
+		}
+		tc.logout()
+	})
 }
 
 // ISCSI-13.8-1: what discovery answers for a portal, by where it listens and where
@@ -604,13 +620,15 @@ func TestTargetAddresses(t *testing.T) {
 
 // ISCSI-C-5: many targets.
 func TestSendManyTargets(t *testing.T) {
-	n := newTestNode(t)
-	n.addTargets(500)
-	tc := n.connect().discover()
-	if got := tc.readText("SendTargets=All"); len(got) != 2*501 {
-		t.Errorf("%d lines", len(got))
-	}
-	tc.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		n.addTargets(500)
+		tc := n.connect().discover()
+		if got := tc.readText("SendTargets=All"); len(got) != 2*501 {
+			t.Errorf("%d lines", len(got))
+		}
+		tc.logout()
+	})
 }
 
 // addTargets adds so many targets.
@@ -727,98 +745,102 @@ func TestText(t *testing.T) {
 // answers wait for an initiator that takes none: that would be some 40 MB for each
 // connection of a stranger.
 func TestTextOfWhoDoesNotRead(t *testing.T) {
-	n := newTestNode(t)
-	n.addTargets(1000)
-	tc := n.connect(func(tc *testConn) { tc.m.rdma = false }).discover()
-	heap := func() uint64 {
-		var m runtime.MemStats
-		runtime.GC()
-		runtime.ReadMemStats(&m)
-		return m.HeapAlloc
-	}
-	for name, data := range map[string][]byte{
-		"too long":    make([]byte, 256<<10),
-		"long answer": text("SendTargets=All"),
-	} {
-		tc.m.mu.Lock()
-		tc.m.holdFlush, tc.m.maxSend = true, 512
-		tc.m.mu.Unlock()
-		before := heap()
-		for i := range tc.m.full {
-			h := tc.Request(pdu.TextReq, pdu.FlagF, true)
-			h.SetTTT(pdu.ReservedTag)
-			h.SetDataSegmentLength(len(data))
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		n.addTargets(1000)
+		tc := n.connect(func(tc *testConn) { tc.m.rdma = false }).discover()
+		heap := func() uint64 {
+			var m runtime.MemStats
+			runtime.GC()
+			runtime.ReadMemStats(&m)
+			return m.HeapAlloc
+		}
+		for name, data := range map[string][]byte{
+			"too long":    make([]byte, 256<<10),
+			"long answer": text("SendTargets=All"),
+		} {
 			tc.m.mu.Lock()
-			tc.m.in = append(tc.m.in, Notice{BHS: h, Data: data})
+			tc.m.holdFlush, tc.m.maxSend = true, 512
+			tc.m.mu.Unlock()
+			before := heap()
+			for i := range tc.m.full {
+				h := tc.Request(pdu.TextReq, pdu.FlagF, true)
+				h.SetTTT(pdu.ReservedTag)
+				h.SetDataSegmentLength(len(data))
+				tc.m.mu.Lock()
+				tc.m.in = append(tc.m.in, Notice{BHS: h, Data: data})
+				tc.m.cond.Broadcast()
+				tc.m.mu.Unlock()
+				testkit.Eventually(n.tb, "the answer waits", func() bool { return n.Stats().TasksInFlight == i+1 && n.Sessions()[0].Tasks == 0 })
+			}
+			if more := int(heap() - before); more > 4<<20 {
+				t.Errorf("%s: %d octets for %d requests of %d", name, more, tc.m.full, len(data))
+			}
+			tc.m.mu.Lock()
+			tc.m.holdFlush = false
 			tc.m.cond.Broadcast()
 			tc.m.mu.Unlock()
-			testkit.Eventually(n.tb, "the answer waits", func() bool { return n.Stats().TasksInFlight == i+1 && n.Sessions()[0].Tasks == 0 })
+			for range tc.m.full {
+				tc.next(testkit.Patience)
+			}
 		}
-		if more := int(heap() - before); more > 4<<20 {
-			t.Errorf("%s: %d octets for %d requests of %d", name, more, tc.m.full, len(data))
-		}
-		tc.m.mu.Lock()
-		tc.m.holdFlush = false
-		tc.m.cond.Broadcast()
-		tc.m.mu.Unlock()
-		for range tc.m.full {
-			tc.next(testkit.Patience)
-		}
-	}
+	})
 }
 
 // ISCSI-11.9-1, ISCSI-4.2.6-1: shutdown asks initiators to log out and does
 // not wait for ever for those who do not.
 func TestShutdown(t *testing.T) {
-	n := newTestNode(t, func(o *Options) { o.ShutdownWait = time.Second })
-	polite := n.connect().login()
-	stubborn := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
-	discovery := n.connect(func(tc *testConn) { tc.isid[5] = 3 }).discover()
-	login := n.connect(func(tc *testConn) { tc.isid[5] = 4 })
-	login.writeLogin(login.loginRequest(false, 1, 0), names...)
-	login.wantLogin(pdu.LoginSuccess)
-	gate := n.store.Shut()
-	stubborn.command(readF, 4096, cdb.Read10(0, 8), nil)
-	<-gate.Entered
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, func(o *Options) { o.ShutdownWait = time.Second })
+		polite := n.connect().login()
+		stubborn := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
+		discovery := n.connect(func(tc *testConn) { tc.isid[5] = 3 }).discover()
+		login := n.connect(func(tc *testConn) { tc.isid[5] = 4 })
+		login.writeLogin(login.loginRequest(false, 1, 0), names...)
+		login.wantLogin(pdu.LoginSuccess)
+		gate := n.store.Shut()
+		stubborn.command(readF, 4096, cdb.Read10(0, 8), nil)
+		<-gate.Entered
 
-	done := make(chan error, 1)
-	go func() { done <- n.Shutdown(context.Background()) }()
-	p := polite.want(pdu.AsyncMessage)
-	if p.h.AsyncEvent() != pdu.AsyncLogoutRequest || p.h.ITT() != pdu.ReservedTag || p.h.Parameter(3) == 0 || len(p.data) != 0 {
-		t.Errorf("%x %x", []byte(p.h), p.data)
-	}
-	polite.logout()
-	late := n.connect(func(tc *testConn) { tc.isid[5] = 5 })
-	late.writeLogin(late.loginRequest(true, 1, 3), names...)
-	late.wantRefused(pdu.LoginUnavailable)
-	if p := stubborn.want(pdu.AsyncMessage); p.h.AsyncEvent() != pdu.AsyncLogoutRequest {
-		t.Errorf("%x %x", []byte(p.h), p.data)
-	}
-	for _, tc := range []*testConn{discovery, login} {
-		if err := tc.wait(); !errors.Is(err, errShutdown) {
+		done := make(chan error, 1)
+		go func() { done <- n.Shutdown(context.Background()) }()
+		p := polite.want(pdu.AsyncMessage)
+		if p.h.AsyncEvent() != pdu.AsyncLogoutRequest || p.h.ITT() != pdu.ReservedTag || p.h.Parameter(3) == 0 || len(p.data) != 0 {
+			t.Errorf("%x %x", []byte(p.h), p.data)
+		}
+		polite.logout()
+		late := n.connect(func(tc *testConn) { tc.isid[5] = 5 })
+		late.writeLogin(late.loginRequest(true, 1, 3), names...)
+		late.wantRefused(pdu.LoginUnavailable)
+		if p := stubborn.want(pdu.AsyncMessage); p.h.AsyncEvent() != pdu.AsyncLogoutRequest {
+			t.Errorf("%x %x", []byte(p.h), p.data)
+		}
+		for _, tc := range []*testConn{discovery, login} {
+			if err := tc.wait(); !errors.Is(err, errShutdown) {
+				t.Error(err)
+			}
+		}
+		if p := stubborn.want(pdu.AsyncMessage); p.h.AsyncEvent() != pdu.AsyncConnectionDropped {
+			t.Errorf("%x %x", []byte(p.h), p.data)
+		}
+		select {
+		case err := <-done:
+			t.Errorf("Shutdown returned %v with a task in the backend", err)
+		case <-time.After(50 * time.Millisecond):
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
+		defer cancel()
+		if err := n.Shutdown(ctx); !errors.Is(err, context.DeadlineExceeded) {
 			t.Error(err)
 		}
-	}
-	if p := stubborn.want(pdu.AsyncMessage); p.h.AsyncEvent() != pdu.AsyncConnectionDropped {
-		t.Errorf("%x %x", []byte(p.h), p.data)
-	}
-	select {
-	case err := <-done:
-		t.Errorf("Shutdown returned %v with a task in the backend", err)
-	case <-time.After(50 * time.Millisecond):
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
-	defer cancel()
-	if err := n.Shutdown(ctx); !errors.Is(err, context.DeadlineExceeded) {
-		t.Error(err)
-	}
-	gate.Open()
-	if err := <-done; err != nil {
-		t.Error(err)
-	}
-	if err := stubborn.wait(); !errors.Is(err, errShutdown) {
-		t.Error(err)
-	}
+		gate.Open()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		if err := stubborn.wait(); !errors.Is(err, errShutdown) {
+			t.Error(err)
+		}
+	})
 }
 
 // The window alone: every CmdSN once, in order, whatever comes.

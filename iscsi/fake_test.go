@@ -14,6 +14,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
@@ -448,6 +449,13 @@ func newStoreNode(tb testing.TB, store *backendtest.Faulty, change ...func(*Opti
 	n.portal = n.AddPortal(PortalConfig{Listen: "0.0.0.0:3260", TPGT: 1})
 	tb.Cleanup(n.checkIdle)
 	return n
+}
+
+// bubble runs a subtest in a bubble of testing/synctest. The clock of a bubble moves only while
+// all of its goroutines wait, so a test that expects nothing to happen need not wait for it.
+func bubble(t *testing.T, name string, f func(t *testing.T)) {
+	t.Helper()
+	t.Run(name, func(t *testing.T) { synctest.Test(t, f) })
 }
 
 // newInventory makes LUN 0 of each store, LUN 1 of the second and so on.

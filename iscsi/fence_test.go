@@ -5,6 +5,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -49,7 +50,7 @@ func (tc *testConn) wantAsked() {
 // it has been acknowledged on all connections, and others wait for it.
 func TestResponseFence(t *testing.T) {
 	for _, reporting := range []string{responseFence, fastAbort} {
-		t.Run(reporting, func(t *testing.T) {
+		bubble(t, reporting, func(t *testing.T) {
 			n := newTestNode(t, several(4))
 			a := n.leadReporting(reporting)
 			b := a.join(1)
@@ -127,35 +128,37 @@ func held(n *testNode) (responses int) {
 // A connection that ends has acknowledged all that it ever will, and a session with
 // one connection needs no fences (section 4.2.2.3.3, a).
 func TestFenceWithoutConnections(t *testing.T) {
-	n := newTestNode(t, several(4))
-	a := n.leadReporting(responseFence)
-	f := a.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
-	a.ExpStatSN -= 2
-	a.wantTMFUnacknowledged(f)
-	b := a.join(1)
-	c := a.on(b).join(2)
-	b.CmdSN, a.CmdSN = c.CmdSN, c.CmdSN
-	b.wantStatus(b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
-	f = a.on(b).tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
-	b.wantAsked()
-	c.wantAsked()
-	c.ack()
-	a.wantNothing()
-	out := a.logoutOf(pdu.LogoutCloseConnection, b.cid)
-	a.wantTMF(f, pdu.FunctionComplete)
-	a.until(out)
-	b.wantEnd(errLoggedOut)
-	// The fenced response is not acknowledged, but its connection goes.
-	h := c.on(a).command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
-	testkit.Eventually(n.tb, "held", func() bool { return held(n) == 1 })
-	l := c.logoutOf(pdu.LogoutCloseConnection, a.cid)
-	a.wantEnd(errLoggedOut)
-	got := map[uint32]bool{c.next(testkit.Patience).h.ITT(): true, c.next(testkit.Patience).h.ITT(): true}
-	if !got[h.ITT()] || !got[l.ITT()] {
-		t.Errorf("answers to %v", got)
-	}
-	c.statSeen = false
-	c.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, several(4))
+		a := n.leadReporting(responseFence)
+		f := a.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
+		a.ExpStatSN -= 2
+		a.wantTMFUnacknowledged(f)
+		b := a.join(1)
+		c := a.on(b).join(2)
+		b.CmdSN, a.CmdSN = c.CmdSN, c.CmdSN
+		b.wantStatus(b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
+		f = a.on(b).tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
+		b.wantAsked()
+		c.wantAsked()
+		c.ack()
+		a.wantNothing()
+		out := a.logoutOf(pdu.LogoutCloseConnection, b.cid)
+		a.wantTMF(f, pdu.FunctionComplete)
+		a.until(out)
+		b.wantEnd(errLoggedOut)
+		// The fenced response is not acknowledged, but its connection goes.
+		h := c.on(a).command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
+		testkit.Eventually(n.tb, "held", func() bool { return held(n) == 1 })
+		l := c.logoutOf(pdu.LogoutCloseConnection, a.cid)
+		a.wantEnd(errLoggedOut)
+		got := map[uint32]bool{c.next(testkit.Patience).h.ITT(): true, c.next(testkit.Patience).h.ITT(): true}
+		if !got[h.ITT()] || !got[l.ITT()] {
+			t.Errorf("answers to %v", got)
+		}
+		c.statSeen = false
+		c.logout()
+	})
 }
 
 // wantTMFUnacknowledged wants a TMF Response whose StatSN is not looked at.
@@ -201,7 +204,7 @@ func TestFenceCases(t *testing.T) {
 			return a.command(writeF, 24, [16]byte{0x5f, 4, 1, 8: 24}, register(1))
 		}},
 	} {
-		t.Run(c.what, func(t *testing.T) {
+		bubble(t, c.what, func(t *testing.T) {
 			n := newTestNode(t, several(4))
 			a := n.leadReporting(responseFence)
 			b := a.join(1)
@@ -233,24 +236,26 @@ func TestFenceCases(t *testing.T) {
 
 // An ABORT TASK takes a response that is held, and the queue goes on.
 func TestAbortOfHeldResponse(t *testing.T) {
-	n := newTestNode(t, several(4))
-	a := n.leadReporting(responseFence)
-	b := a.join(1)
-	b.wantStatus(b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
-	f := a.on(b).tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
-	b.wantAsked()
-	h := a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
-	testkit.Eventually(n.tb, "held", func() bool { return held(n) == 2 })
-	g := a.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
-	a.wantNothing()
-	b.ack()
-	a.wantTMF(f, pdu.FunctionComplete)
-	a.wantAsked()
-	a.ack()
-	a.wantTMF(g, pdu.FunctionComplete)
-	a.wantNothing()
-	a.wantOpenWindow()
-	a.logoutBoth(b)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, several(4))
+		a := n.leadReporting(responseFence)
+		b := a.join(1)
+		b.wantStatus(b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
+		f := a.on(b).tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
+		b.wantAsked()
+		h := a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
+		testkit.Eventually(n.tb, "held", func() bool { return held(n) == 2 })
+		g := a.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
+		a.wantNothing()
+		b.ack()
+		a.wantTMF(f, pdu.FunctionComplete)
+		a.wantAsked()
+		a.ack()
+		a.wantTMF(g, pdu.FunctionComplete)
+		a.wantNothing()
+		a.wantOpenWindow()
+		a.logoutBoth(b)
+	})
 }
 
 // wantTerminations wants Asynchronous Messages with event 5 about these LUNs, in any
@@ -287,7 +292,7 @@ func (tc *testConn) answerTermination(lun byte) {
 // FastAbort was agreed on; but not the connection where the function came.
 func TestTerminations(t *testing.T) {
 	for _, issuing := range []string{"RFC3720", fastAbort} {
-		t.Run(issuing+" issues", func(t *testing.T) {
+		bubble(t, issuing+" issues", func(t *testing.T) {
 			n := newTestNode(t, several(4))
 			u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: 9}, Serial: "3000000000000009"}})
 			if err != nil {
@@ -367,160 +372,164 @@ func TestTerminations(t *testing.T) {
 // An initiator over RDMA has a buffer for one message beside that for a ping: the
 // others come when it has acknowledged that.
 func TestTerminationsWaitForBuffers(t *testing.T) {
-	n := newTestNode(t, several(4))
-	for id := range uint16(4) {
-		u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: byte(id) + 9}, Serial: "300000000000000" + string(rune('A'+id))}})
-		if err != nil {
-			t.Fatal(err)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, several(4))
+		for id := range uint16(4) {
+			u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: byte(id) + 9}, Serial: "300000000000000" + string(rune('A'+id))}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := n.inv.Add(id+1, u); err != nil {
+				t.Fatal(err)
+			}
 		}
-		if err := n.inv.Add(id+1, u); err != nil {
-			t.Fatal(err)
+		a := n.connect().login()
+		c := n.leadReporting(fastAbort, func(tc *testConn) { tc.isid[5], tc.m.holdGets = 2, true })
+		for lun := range byte(5) {
+			h := c.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+			h.SetLUN([8]byte{1: lun})
+			c.write(h, nil)
+			c.want(pdu.SCSIResponse)
+			h = c.scsi(writeF, 4096, cdb.Write10(0, 8))
+			h.SetLUN([8]byte{1: lun})
+			c.write(h, nil)
 		}
-	}
-	a := n.connect().login()
-	c := n.leadReporting(fastAbort, func(tc *testConn) { tc.isid[5], tc.m.holdGets = 2, true })
-	for lun := range byte(5) {
-		h := c.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
-		h.SetLUN([8]byte{1: lun})
-		c.write(h, nil)
-		c.want(pdu.SCSIResponse)
-		h = c.scsi(writeF, 4096, cdb.Write10(0, 8))
-		h.SetLUN([8]byte{1: lun})
-		c.write(h, nil)
-	}
-	c.wantGets(5)
-	f := a.tmf(pdu.TargetWarmReset, [8]byte{}, pdu.ReservedTag, 0)
-	var told []byte
-	for range 5 {
-		told = append(told, c.want(pdu.AsyncMessage).h[9])
+		c.wantGets(5)
+		f := a.tmf(pdu.TargetWarmReset, [8]byte{}, pdu.ReservedTag, 0)
+		var told []byte
+		for range 5 {
+			told = append(told, c.want(pdu.AsyncMessage).h[9])
+			c.wantNothing()
+			c.answerTermination(told[len(told)-1])
+		}
 		c.wantNothing()
-		c.answerTermination(told[len(told)-1])
-	}
-	c.wantNothing()
-	slices.Sort(told)
-	if !slices.Equal(told, []byte{0, 1, 2, 3, 4}) {
-		t.Errorf("told of LUNs %v", told)
-	}
-	a.wantTMF(f, pdu.FunctionComplete)
-	a.logout()
-	c.m.releaseGets()
-	c.wantWindow()
-	c.logout()
+		slices.Sort(told)
+		if !slices.Equal(told, []byte{0, 1, 2, 3, 4}) {
+			t.Errorf("told of LUNs %v", told)
+		}
+		a.wantTMF(f, pdu.FunctionComplete)
+		a.logout()
+		c.m.releaseGets()
+		c.wantWindow()
+		c.logout()
+	})
 }
 
 // Many commands, functions that abort them, and an initiator that acknowledges when it
 // likes: nothing is lost, and no response overtakes a fenced one, on three connections.
 func TestFencesUnderLoad(t *testing.T) {
-	n := newTestNode(t, several(4))
-	a := n.leadReporting(fastAbort)
-	b := a.join(1)
-	c := b.join(2)
-	conns := []*testConn{a, b, c}
-	acked := map[*testConn]uint32{}  // ExpStatSN as last told to the target
-	behind := map[*testConn]uint32{} // ExpStatSN that acknowledges the last response of SCSI
-	for _, tc := range conns {
-		tc.CmdSN = c.CmdSN
-		tc.ack()
-		acked[tc], behind[tc] = tc.ExpStatSN, tc.ExpStatSN
-	}
-	r := rand.New(rand.NewPCG(1, 2))
-	type request struct {
-		function byte // 0: a command
-		n        int  // of the requests
-	}
-	open := map[uint32]request{} // by ITT
-	var fenced *testConn         // where the last fenced response came that is not acknowledged
-	functions := func() (k int) {
-		for _, o := range open {
-			if o.function != 0 {
-				k++
-			}
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, several(4))
+		a := n.leadReporting(fastAbort)
+		b := a.join(1)
+		c := b.join(2)
+		conns := []*testConn{a, b, c}
+		acked := map[*testConn]uint32{}  // ExpStatSN as last told to the target
+		behind := map[*testConn]uint32{} // ExpStatSN that acknowledges the last response of SCSI
+		for _, tc := range conns {
+			tc.CmdSN = c.CmdSN
+			tc.ack()
+			acked[tc], behind[tc] = tc.ExpStatSN, tc.ExpStatSN
 		}
-		return k
-	}
-	take := func(tc *testConn) {
-		for p := tc.next(0); p != nil; p = tc.next(0) {
-			if p.h.Opcode() == pdu.NOPIn {
-				continue
-			}
-			if p.h.StatSN() != tc.ExpStatSN {
-				t.Fatalf("StatSN %d instead of %d", p.h.StatSN(), tc.ExpStatSN)
-			}
-			tc.ExpStatSN++
-			if p.h.Opcode() == pdu.AsyncMessage {
-				if p.h.AsyncEvent() != pdu.AsyncTaskTermination {
-					t.Fatalf("%x", []byte(p.h))
-				}
-				continue
-			}
-			req, ok := open[p.h.ITT()]
-			if !ok || fenced != nil {
-				t.Fatalf("%x, or it overtakes a fenced response (%v)", []byte(p.h), fenced != nil)
-			}
-			delete(open, p.h.ITT())
-			before := behind[tc]
-			behind[tc] = tc.ExpStatSN
-			if req.function == 0 {
-				continue
-			}
-			fenced = tc
-			// Nothing comes any more of the commands before (ISCSI-11.5-2).
-			maps.DeleteFunc(open, func(_ uint32, o request) bool { return o.function == 0 && o.n < req.n })
-			for _, o := range conns {
-				if o != tc && pdu.Before(acked[o], behind[o]) || o == tc && pdu.Before(acked[o], before) {
-					t.Fatalf("fenced response although CID %d has acknowledged up to %d of %d only", o.cid, acked[o], behind[o])
+		r := rand.New(rand.NewPCG(1, 2))
+		type request struct {
+			function byte // 0: a command
+			n        int  // of the requests
+		}
+		open := map[uint32]request{} // by ITT
+		var fenced *testConn         // where the last fenced response came that is not acknowledged
+		functions := func() (k int) {
+			for _, o := range open {
+				if o.function != 0 {
+					k++
 				}
 			}
+			return k
 		}
-	}
-	ack := func(tc *testConn) {
-		tc.ack()
-		if acked[tc] = tc.ExpStatSN; fenced == tc {
-			fenced = nil
-		}
-	}
-	last := a
-	settle := func() {
-		testkit.Eventually(n.tb, "everything is answered", func() bool {
-			for _, tc := range conns {
-				take(tc)
-				ack(tc.on(last))
+		take := func(tc *testConn) {
+			for p := tc.next(0); p != nil; p = tc.next(0) {
+				if p.h.Opcode() == pdu.NOPIn {
+					continue
+				}
+				if p.h.StatSN() != tc.ExpStatSN {
+					t.Fatalf("StatSN %d instead of %d", p.h.StatSN(), tc.ExpStatSN)
+				}
+				tc.ExpStatSN++
+				if p.h.Opcode() == pdu.AsyncMessage {
+					if p.h.AsyncEvent() != pdu.AsyncTaskTermination {
+						t.Fatalf("%x", []byte(p.h))
+					}
+					continue
+				}
+				req, ok := open[p.h.ITT()]
+				if !ok || fenced != nil {
+					t.Fatalf("%x, or it overtakes a fenced response (%v)", []byte(p.h), fenced != nil)
+				}
+				delete(open, p.h.ITT())
+				before := behind[tc]
+				behind[tc] = tc.ExpStatSN
+				if req.function == 0 {
+					continue
+				}
+				fenced = tc
+				// Nothing comes any more of the commands before (ISCSI-11.5-2).
+				maps.DeleteFunc(open, func(_ uint32, o request) bool { return o.function == 0 && o.n < req.n })
+				for _, o := range conns {
+					if o != tc && pdu.Before(acked[o], behind[o]) || o == tc && pdu.Before(acked[o], before) {
+						t.Fatalf("fenced response although CID %d has acknowledged up to %d of %d only", o.cid, acked[o], behind[o])
+					}
+				}
 			}
-			return len(open) == 0
-		})
-	}
-	for i := range 800 {
-		tc := conns[r.IntN(3)].on(last)
-		last = tc
-		switch x := r.IntN(20); {
-		case x == 0 && functions() < 4: // of 8 on a connection
-			h := tc.tmf([]byte{pdu.AbortTaskSet, pdu.ClearTaskSet}[r.IntN(2)], [8]byte{}, pdu.ReservedTag, 0)
-			open[h.ITT()] = request{h.Function(), i}
-			acked[tc] = tc.ExpStatSN
-		case x < 10 && len(open) < 100:
-			h := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
-			open[h.ITT()] = request{0, i}
-			acked[tc] = tc.ExpStatSN
-		default:
-			ack(tc)
 		}
-		if fenced == tc {
-			fenced = nil // every request acknowledges
+		ack := func(tc *testConn) {
+			tc.ack()
+			if acked[tc] = tc.ExpStatSN; fenced == tc {
+				fenced = nil
+			}
 		}
-		if r.IntN(8) == 0 {
-			time.Sleep(200 * time.Microsecond) // there may be something to take then
+		last := a
+		settle := func() {
+			testkit.Eventually(n.tb, "everything is answered", func() bool {
+				for _, tc := range conns {
+					take(tc)
+					ack(tc.on(last))
+				}
+				return len(open) == 0
+			})
 		}
-		take(tc)
-		if i%50 == 49 {
-			settle()
+		for i := range 800 {
+			tc := conns[r.IntN(3)].on(last)
+			last = tc
+			switch x := r.IntN(20); {
+			case x == 0 && functions() < 4: // of 8 on a connection
+				h := tc.tmf([]byte{pdu.AbortTaskSet, pdu.ClearTaskSet}[r.IntN(2)], [8]byte{}, pdu.ReservedTag, 0)
+				open[h.ITT()] = request{h.Function(), i}
+				acked[tc] = tc.ExpStatSN
+			case x < 10 && len(open) < 100:
+				h := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
+				open[h.ITT()] = request{0, i}
+				acked[tc] = tc.ExpStatSN
+			default:
+				ack(tc)
+			}
+			if fenced == tc {
+				fenced = nil // every request acknowledges
+			}
+			if r.IntN(8) == 0 {
+				time.Sleep(200 * time.Microsecond) // there may be something to take then
+			}
+			take(tc)
+			if i%50 == 49 {
+				settle()
+			}
 		}
-	}
-	settle()
-	out := a.on(last).logoutOf(pdu.LogoutCloseSession, 0)
-	a.statSeen = false
-	a.until(out)
-	a.close()
-	for _, tc := range conns {
-		tc.wantEnd(nil)
-	}
+		settle()
+		out := a.on(last).logoutOf(pdu.LogoutCloseSession, 0)
+		a.statSeen = false
+		a.until(out)
+		a.close()
+		for _, tc := range conns {
+			tc.wantEnd(nil)
+		}
+	})
 }

@@ -4,6 +4,7 @@ import (
 	"io"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -227,7 +228,7 @@ func TestPhases(t *testing.T) {
 			tc.wantTMF(f, pdu.FunctionComplete)
 		}, spent{}},
 	} {
-		t.Run(c.name, func(t *testing.T) {
+		bubble(t, c.name, func(t *testing.T) {
 			now := stopClock(t)
 			n := newTestNode(t, c.change...)
 			tc := n.connect().login()
@@ -269,32 +270,34 @@ func (tc *testConn) takes() {
 // A command that goes on on another connection counts once. The time between is part
 // of what it waited for.
 func TestPhasesOfReassignedCommands(t *testing.T) {
-	now := stopClock(t)
-	n := newTestNode(t, recovering)
-	a := n.leadRecovering()
-	b := a.join(1)
-	a.m.holdGets = true
-	h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
-	a.wantGets(1)
-	now.Add(int64(time.Second))
-	a.close()
-	a.wantEnd(io.EOF)
-	b.on(a).hearOf(a)
-	b.recoverFrom(a, a.ExpStatSN)
-	now.Add(int64(2 * time.Second))
-	b.takeOver(a, h)
-	b.wantTMF(b.reassign(h), pdu.FunctionComplete)
-	b.wantStatus(h, 0)
-	s := n.Sessions()[0]
-	b.logout()
-	n.checkIdle()
-	d := n.sums()
-	if d[lun.PhaseReadWait] != 3*time.Second || d[lun.PhaseTotal] != 3*time.Second {
-		t.Errorf("%v", d)
-	}
-	c := s.Counts.Commands
-	ended := c[lun.KindRead] + c[lun.KindWrite] + c[lun.KindOther]
-	if all := n.Latencies()[lun.ISER][lun.PhaseTotal].Count; all != ended || s.Latencies[lun.PhaseTotal].Count != ended {
-		t.Errorf("%d commands took their time, %d those of the session; %d have ended", all, s.Latencies[lun.PhaseTotal].Count, ended)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		now := stopClock(t)
+		n := newTestNode(t, recovering)
+		a := n.leadRecovering()
+		b := a.join(1)
+		a.m.holdGets = true
+		h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
+		a.wantGets(1)
+		now.Add(int64(time.Second))
+		a.close()
+		a.wantEnd(io.EOF)
+		b.on(a).hearOf(a)
+		b.recoverFrom(a, a.ExpStatSN)
+		now.Add(int64(2 * time.Second))
+		b.takeOver(a, h)
+		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
+		b.wantStatus(h, 0)
+		s := n.Sessions()[0]
+		b.logout()
+		n.checkIdle()
+		d := n.sums()
+		if d[lun.PhaseReadWait] != 3*time.Second || d[lun.PhaseTotal] != 3*time.Second {
+			t.Errorf("%v", d)
+		}
+		c := s.Counts.Commands
+		ended := c[lun.KindRead] + c[lun.KindWrite] + c[lun.KindOther]
+		if all := n.Latencies()[lun.ISER][lun.PhaseTotal].Count; all != ended || s.Latencies[lun.PhaseTotal].Count != ended {
+			t.Errorf("%d commands took their time, %d those of the session; %d have ended", all, s.Latencies[lun.PhaseTotal].Count, ended)
+		}
+	})
 }

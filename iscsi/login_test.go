@@ -47,37 +47,39 @@ func without(pairs []string, keys ...string) []string {
 // ISER-5.1-3, ISER-5.1-7: what Linux offers in its first and only request is
 // answered with the final response.
 func TestLoginOfLinux(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect()
-	tc.CmdSN = 0x1234
-	tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
-	p := tc.want(pdu.LoginResp)
-	r := pdu.ParseLoginResponse(p.h)
-	if !r.Transit || r.CSG != 1 || r.NSG != 3 || r.TSIH == 0 || r.ExpCmdSN != 0x1234 || r.MaxCmdSN != 0x1234+127 {
-		t.Errorf("%+v", r)
-	}
-	answers := strings.Split(strings.TrimSuffix(string(p.data), "\x00"), "\x00")
-	for _, want := range []string{"TargetPortalGroupTag=1", "TargetAlias=store", "RDMAExtensions=Yes", "InitialR2T=Yes", "ImmediateData=Yes",
-		"ErrorRecoveryLevel=0", "MaxConnections=1", "TargetRecvDataSegmentLength=8192"} {
-		if !slices.Contains(answers, want) {
-			t.Errorf("no %s in %q", want, answers)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect()
+		tc.CmdSN = 0x1234
+		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
+		p := tc.want(pdu.LoginResp)
+		r := pdu.ParseLoginResponse(p.h)
+		if !r.Transit || r.CSG != 1 || r.NSG != 3 || r.TSIH == 0 || r.ExpCmdSN != 0x1234 || r.MaxCmdSN != 0x1234+127 {
+			t.Errorf("%+v", r)
 		}
-	}
-	if tc.m.full != 128+immediateSlots+ownSlots {
-		t.Errorf("EnterFullFeature with %d tasks", tc.m.full)
-	}
-	testkit.Eventually(n.tb, "Stats", func() bool {
-		s := n.Stats()
-		return s.Sessions == 1 && s.Connections == 1 && s.LoginsAccepted == 1
+		answers := strings.Split(strings.TrimSuffix(string(p.data), "\x00"), "\x00")
+		for _, want := range []string{"TargetPortalGroupTag=1", "TargetAlias=store", "RDMAExtensions=Yes", "InitialR2T=Yes", "ImmediateData=Yes",
+			"ErrorRecoveryLevel=0", "MaxConnections=1", "TargetRecvDataSegmentLength=8192"} {
+			if !slices.Contains(answers, want) {
+				t.Errorf("no %s in %q", want, answers)
+			}
+		}
+		if tc.m.full != 128+immediateSlots+ownSlots {
+			t.Errorf("EnterFullFeature with %d tasks", tc.m.full)
+		}
+		testkit.Eventually(n.tb, "Stats", func() bool {
+			s := n.Stats()
+			return s.Sessions == 1 && s.Connections == 1 && s.LoginsAccepted == 1
+		})
+		tc.logout()
+		if l := n.log.Lines("msg=login"); len(l) != 1 || !strings.Contains(l[0], "outcome=accepted") || !strings.Contains(l[0], initiatorName) ||
+			!strings.Contains(l[0], targetName) || !strings.Contains(l[0], "transport=fake") {
+			t.Errorf("log: %q", l)
+		}
+		if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "level=INFO") || !strings.Contains(l[0], "reason=logout") {
+			t.Errorf("log: %q", l)
+		}
 	})
-	tc.logout()
-	if l := n.log.Lines("msg=login"); len(l) != 1 || !strings.Contains(l[0], "outcome=accepted") || !strings.Contains(l[0], initiatorName) ||
-		!strings.Contains(l[0], targetName) || !strings.Contains(l[0], "transport=fake") {
-		t.Errorf("log: %q", l)
-	}
-	if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "level=INFO") || !strings.Contains(l[0], "reason=logout") {
-		t.Errorf("log: %q", l)
-	}
 }
 
 // Each refusal has its status and leaves one line in the log.
@@ -107,7 +109,7 @@ func TestLoginRefusals(t *testing.T) {
 		{"ISCSI-6.3-4 security key", pdu.LoginInitiatorError, nil, append(slices.Clone(names), "CHAP_A=5")},
 		{"ISER-3.3-2 no RDMAExtensions", pdu.LoginInitiatorError, nil, names},
 	} {
-		t.Run(c.id, func(t *testing.T) {
+		bubble(t, c.id, func(t *testing.T) {
 			n := newTestNode(t)
 			tc := n.connect()
 			r := tc.loginRequest(true, 1, 3)
@@ -122,20 +124,20 @@ func TestLoginRefusals(t *testing.T) {
 			}
 		})
 	}
-	t.Run("ISCSI-6.3-2 8193 octets", func(t *testing.T) {
+	bubble(t, "ISCSI-6.3-2 8193 octets", func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.write(tc.loginRequest(false, 1, 0).Append(nil), text(names...))
 		tc.wantLogin(pdu.LoginSuccess)
 		tc.write(tc.loginRequest(false, 1, 0).Append(nil), make([]byte, 8193))
 		tc.wantRefused(pdu.LoginInitiatorError)
 	})
-	t.Run("ISER-10.1.3.1-3 no resources", func(t *testing.T) {
+	bubble(t, "ISER-10.1.3.1-3 no resources", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect(func(tc *testConn) { tc.m.enterErr = errors.New("no memory") })
 		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
 		tc.wantRefused(pdu.LoginOutOfResources)
 	})
-	t.Run("ISCSI-11.12-2 changed CID", func(t *testing.T) {
+	bubble(t, "ISCSI-11.12-2 changed CID", func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
 		tc.wantLogin(pdu.LoginSuccess)
@@ -143,28 +145,28 @@ func TestLoginRefusals(t *testing.T) {
 		tc.writeLogin(tc.loginRequest(true, 1, 3), linuxKeys...)
 		tc.wantRefused(pdu.LoginInitiatorError)
 	})
-	t.Run("ISCSI-6.3-3 back to security", func(t *testing.T) {
+	bubble(t, "ISCSI-6.3-3 back to security", func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
 		tc.wantLogin(pdu.LoginSuccess)
 		tc.writeLogin(tc.loginRequest(true, 0, 1), "AuthMethod=None")
 		tc.wantRefused(pdu.LoginInitiatorError)
 	})
-	t.Run("ISCSI-4.2.4-2 NOP-Out as second PDU", func(t *testing.T) {
+	bubble(t, "ISCSI-4.2.4-2 NOP-Out as second PDU", func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
 		tc.wantLogin(pdu.LoginSuccess)
 		tc.write(tc.Request(pdu.NOPOut, pdu.FlagF, true), nil)
 		tc.wantRefused(pdu.LoginInvalidRequest)
 	})
-	t.Run("ISCSI-4.2.4-1 SCSI Command first", func(t *testing.T) {
+	bubble(t, "ISCSI-4.2.4-1 SCSI Command first", func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 		if err := tc.wait(); err == nil || tc.next(0) != nil {
 			t.Errorf("%v, or an answer", err)
 		}
 	})
-	t.Run("requests without end", func(t *testing.T) {
+	bubble(t, "requests without end", func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
 		tc.wantLogin(pdu.LoginSuccess)
@@ -175,7 +177,7 @@ func TestLoginRefusals(t *testing.T) {
 		tc.writeLogin(tc.loginRequest(false, 1, 0))
 		tc.wantRefused(pdu.LoginInitiatorError)
 	})
-	t.Run("ISCSI-6.1-5 text without end", func(t *testing.T) {
+	bubble(t, "ISCSI-6.1-5 text without end", func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		r := tc.loginRequest(false, 1, 0)
 		r.Continue = true
@@ -191,7 +193,7 @@ func TestLoginRefusals(t *testing.T) {
 // ISCSI-6.3-5, ISCSI-6.3-8, ISCSI-6.3.2-3, ISCSI-6.2-12: stages and many
 // exchanges.
 func TestLoginStages(t *testing.T) {
-	t.Run("security, operational, full feature", func(t *testing.T) {
+	bubble(t, "security, operational, full feature", func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(true, 0, 1), append(slices.Clone(names), "AuthMethod=CHAP,None")...)
 		r, answers := tc.wantLogin(pdu.LoginSuccess)
@@ -208,18 +210,18 @@ func TestLoginStages(t *testing.T) {
 		tc.writeLogin(tc.loginRequest(true, 1, 3))
 		tc.loggedIn().logout()
 	})
-	t.Run("ISCSI-9.2-2 only CHAP offered", func(t *testing.T) {
+	bubble(t, "ISCSI-9.2-2 only CHAP offered", func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(true, 0, 1), append(slices.Clone(names), "AuthMethod=CHAP")...)
 		tc.wantRefused(pdu.LoginAuthentication)
 	})
-	t.Run("ISCSI-6.3.2-3 security to full feature", func(t *testing.T) {
+	bubble(t, "ISCSI-6.3.2-3 security to full feature", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect(func(tc *testConn) { tc.m.rdma = false })
 		tc.writeLogin(tc.loginRequest(true, 0, 3), append(slices.Clone(names), "AuthMethod=None")...)
 		tc.loggedIn().logout()
 	})
-	t.Run("ISCSI-6.1-2 pairs split at every octet", func(t *testing.T) {
+	bubble(t, "ISCSI-6.1-2 pairs split at every octet", func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		all := text(append(slices.Clone(names), linuxKeys...)...)
 		r := tc.loginRequest(false, 1, 0)
@@ -234,7 +236,7 @@ func TestLoginStages(t *testing.T) {
 		tc.write(tc.loginRequest(true, 1, 3).Append(nil), all)
 		tc.loggedIn().logout()
 	})
-	t.Run("ISCSI-11.13-5 long answer", func(t *testing.T) {
+	bubble(t, "ISCSI-11.13-5 long answer", func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		var many []string
 		for i := range 700 {
@@ -266,49 +268,53 @@ func TestLoginStages(t *testing.T) {
 // ISCSI-6.3.5-1, ISCSI-4.4.3-1: a login with the key of a session and TSIH 0
 // ends the old one before the final response, with its tasks.
 func TestSessionReinstatement(t *testing.T) {
-	n := newTestNode(t)
-	old := n.connect().login()
-	old.m.holdGets = true
-	old.command(0xa0, 4096, cdb.Write10(0, 8), nil)
-	old.wantGets(1)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		old := n.connect().login()
+		old.m.holdGets = true
+		old.command(0xa0, 4096, cdb.Write10(0, 8), nil)
+		old.wantGets(1)
 
-	tc := n.connect().login()
-	if err := old.wait(); !errors.Is(err, errReinstated) {
-		t.Errorf("old session ended with %v", err)
-	}
-	if old.next(0) != nil {
-		t.Error("response of a task of the old session")
-	}
-	if tc.tsih == old.tsih {
-		t.Errorf("both have TSIH %d", tc.tsih)
-	}
-	if s := n.Stats(); s.Sessions != 1 {
-		t.Errorf("%+v", s)
-	}
-	// Another initiator port is another session.
-	other := n.connect(func(tc *testConn) { tc.isid[5]++ }).login()
-	if s := n.Stats(); s.Sessions != 2 || other.tsih == tc.tsih {
-		t.Errorf("%+v", s)
-	}
-	tc.ping()
-	tc.logout()
-	other.logout()
+		tc := n.connect().login()
+		if err := old.wait(); !errors.Is(err, errReinstated) {
+			t.Errorf("old session ended with %v", err)
+		}
+		if old.next(0) != nil {
+			t.Error("response of a task of the old session")
+		}
+		if tc.tsih == old.tsih {
+			t.Errorf("both have TSIH %d", tc.tsih)
+		}
+		if s := n.Stats(); s.Sessions != 1 {
+			t.Errorf("%+v", s)
+		}
+		// Another initiator port is another session.
+		other := n.connect(func(tc *testConn) { tc.isid[5]++ }).login()
+		if s := n.Stats(); s.Sessions != 2 || other.tsih == tc.tsih {
+			t.Errorf("%+v", s)
+		}
+		tc.ping()
+		tc.logout()
+		other.logout()
+	})
 }
 
 // A backend that does not return holds up a reinstatement for a bounded time.
 func TestReinstatementIsBounded(t *testing.T) {
-	n := newTestNode(t, func(o *Options) { o.ReinstatementWait = 50 * time.Millisecond })
-	old := n.connect().login()
-	gate := n.store.Shut()
-	old.command(0xc0, 4096, cdb.Read10(0, 8), nil)
-	<-gate.Entered
-	tc := n.connect()
-	tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
-	tc.wantRefused(pdu.LoginUnavailable)
-	gate.Open()
-	if err := old.wait(); !errors.Is(err, errReinstated) {
-		t.Error(err)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, func(o *Options) { o.ReinstatementWait = 50 * time.Millisecond })
+		old := n.connect().login()
+		gate := n.store.Shut()
+		old.command(0xc0, 4096, cdb.Read10(0, 8), nil)
+		<-gate.Entered
+		tc := n.connect()
+		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
+		tc.wantRefused(pdu.LoginUnavailable)
+		gate.Open()
+		if err := old.wait(); !errors.Is(err, errReinstated) {
+			t.Error(err)
+		}
+	})
 }
 
 // ISCSI-6.3.1-1, ISCSI-6.3.4-1, ISCSI-6.3.4-3: the rows of the ISID, TSIH, CID
@@ -415,69 +421,77 @@ func TestLoginTimeout(t *testing.T) {
 
 // A connection that is closed before a PDU comes leaves a line, too.
 func TestNoLogin(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect()
-	tc.close()
-	if err := tc.wait(); !errors.Is(err, io.EOF) {
-		t.Error(err)
-	}
-	if l := n.log.Lines(`stage="before login"`); len(l) != 1 {
-		t.Errorf("log: %q", l)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect()
+		tc.close()
+		if err := tc.wait(); !errors.Is(err, io.EOF) {
+			t.Error(err)
+		}
+		if l := n.log.Lines(`stage="before login"`); len(l) != 1 {
+			t.Errorf("log: %q", l)
+		}
+	})
 }
 
 // ISCSI-7.4-2, ISCSI-7.4-3: unnamed discovery sessions replace each other on
 // one portal; a named one obeys the rule for normal sessions.
 func TestDiscoveryReinstatement(t *testing.T) {
-	n := newTestNode(t)
-	first := n.connect().discover()
-	normal := n.connect().login() // same ISID, but no discovery
-	second := n.connect().discover()
-	if err := first.wait(); !errors.Is(err, errReinstated) {
-		t.Error(err)
-	}
-	named := n.connect(func(tc *testConn) { tc.isid[5] = 9 })
-	named.writeLogin(named.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery", "TargetName="+targetName)
-	named.wantLogin(pdu.LoginSuccess)
-	replacing := n.connect(func(tc *testConn) { tc.isid[5] = 9 }).login()
-	if err := named.wait(); !errors.Is(err, errReinstated) {
-		t.Error(err)
-	}
-	replacing.logout()
-	normal.logout()
-	second.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		first := n.connect().discover()
+		normal := n.connect().login() // same ISID, but no discovery
+		second := n.connect().discover()
+		if err := first.wait(); !errors.Is(err, errReinstated) {
+			t.Error(err)
+		}
+		named := n.connect(func(tc *testConn) { tc.isid[5] = 9 })
+		named.writeLogin(named.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery", "TargetName="+targetName)
+		named.wantLogin(pdu.LoginSuccess)
+		replacing := n.connect(func(tc *testConn) { tc.isid[5] = 9 }).login()
+		if err := named.wait(); !errors.Is(err, errReinstated) {
+			t.Error(err)
+		}
+		replacing.logout()
+		normal.logout()
+		second.logout()
+	})
 }
 
 // Names are compared after preparation: ISCSI-4.2.7-3.
 func TestNamesArePrepared(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect()
-	tc.writeLogin(tc.loginRequest(true, 1, 3), append([]string{"InitiatorName=" + strings.ToUpper(initiatorName), "TargetName=" + strings.ToUpper(targetName)}, linuxKeys...)...)
-	tc.loggedIn().logout()
-	if err := n.AddTarget(TargetConfig{Name: strings.ToUpper(targetName), LUNs: n.inv}); err == nil {
-		t.Error("second target of the same name")
-	}
-	if err := n.AddTarget(TargetConfig{Name: "store", LUNs: n.inv}); err == nil {
-		t.Error("name that is none")
-	}
-	if err := n.AddTarget(TargetConfig{Name: targetName + "x", Initiators: security.Patterns{}}); err == nil {
-		t.Error("target without LUNs")
-	}
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect()
+		tc.writeLogin(tc.loginRequest(true, 1, 3), append([]string{"InitiatorName=" + strings.ToUpper(initiatorName), "TargetName=" + strings.ToUpper(targetName)}, linuxKeys...)...)
+		tc.loggedIn().logout()
+		if err := n.AddTarget(TargetConfig{Name: strings.ToUpper(targetName), LUNs: n.inv}); err == nil {
+			t.Error("second target of the same name")
+		}
+		if err := n.AddTarget(TargetConfig{Name: "store", LUNs: n.inv}); err == nil {
+			t.Error("name that is none")
+		}
+		if err := n.AddTarget(TargetConfig{Name: targetName + "x", Initiators: security.Patterns{}}); err == nil {
+			t.Error("target without LUNs")
+		}
+	})
 }
 
 // TSIHs wrap around zero and skip what is in use: ISCSI-11.13-1.
 func TestTSIH(t *testing.T) {
-	n := NewNode(Options{})
-	n.lastTSIH = 0xfffe
-	n.sessions[0xffff] = &session{}
-	n.sessions[1] = &session{}
-	if got := n.newTSIH(); got != 2 {
-		t.Errorf("TSIH %d", got)
-	}
-	for i := range 1 << 16 {
-		n.sessions[uint16(i)] = &session{}
-	}
-	if got := n.newTSIH(); got != 0 {
-		t.Errorf("TSIH %d", got)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		n := NewNode(Options{})
+		n.lastTSIH = 0xfffe
+		n.sessions[0xffff] = &session{}
+		n.sessions[1] = &session{}
+		if got := n.newTSIH(); got != 2 {
+			t.Errorf("TSIH %d", got)
+		}
+		for i := range 1 << 16 {
+			n.sessions[uint16(i)] = &session{}
+		}
+		if got := n.newTSIH(); got != 0 {
+			t.Errorf("TSIH %d", got)
+		}
+	})
 }

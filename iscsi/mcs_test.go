@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -176,58 +177,62 @@ func TestConnectionsOfASession(t *testing.T) {
 // Commands in flight are never more than the queue depth, however many
 // connections there are; ORDERED holds across them.
 func TestConnectionsShareTheWindow(t *testing.T) {
-	n := newTestNode(t, several(4), func(o *Options) { o.QueueDepth = 3 })
-	a := n.lead()
-	b := a.join(1)
-	gate := n.store.Shut()
-	first := a.command(readF, 4096, cdb.Read10(0, 8), nil)
-	<-gate.Entered
-	ordered := b.on(a).command(readF|pdu.AttrOrdered, 4096, cdb.Read10(0, 8), nil)
-	last := a.on(b).command(readF|pdu.AttrSimple, 4096, cdb.Read10(0, 8), nil)
-	a.ping() // it has come
-	b.on(a).ping()
-	if b.maxCmdSN != b.expCmdSN-1 {
-		t.Errorf("MaxCmdSN %d, ExpCmdSN %d with a full queue", b.maxCmdSN, b.expCmdSN)
-	}
-	beyond := b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
-	b.wantNothing()
-	if len(gate.Entered) != 0 {
-		t.Error("a task has overtaken an ORDERED one, or the ORDERED one others")
-	}
-	gate.Open()
-	a.wantStatus(first, 0)
-	b.wantStatus(ordered, 0)
-	a.wantStatus(last, 0)
-	b.write(beyond, nil)
-	b.wantStatus(beyond, 0)
-	b.logout()
-	a.wantEnd(nil)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, several(4), func(o *Options) { o.QueueDepth = 3 })
+		a := n.lead()
+		b := a.join(1)
+		gate := n.store.Shut()
+		first := a.command(readF, 4096, cdb.Read10(0, 8), nil)
+		<-gate.Entered
+		ordered := b.on(a).command(readF|pdu.AttrOrdered, 4096, cdb.Read10(0, 8), nil)
+		last := a.on(b).command(readF|pdu.AttrSimple, 4096, cdb.Read10(0, 8), nil)
+		a.ping() // it has come
+		b.on(a).ping()
+		if b.maxCmdSN != b.expCmdSN-1 {
+			t.Errorf("MaxCmdSN %d, ExpCmdSN %d with a full queue", b.maxCmdSN, b.expCmdSN)
+		}
+		beyond := b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
+		b.wantNothing()
+		if len(gate.Entered) != 0 {
+			t.Error("a task has overtaken an ORDERED one, or the ORDERED one others")
+		}
+		gate.Open()
+		a.wantStatus(first, 0)
+		b.wantStatus(ordered, 0)
+		a.wantStatus(last, 0)
+		b.write(beyond, nil)
+		b.wantStatus(beyond, 0)
+		b.logout()
+		a.wantEnd(nil)
+	})
 }
 
 // What a session may have in flight was agreed on when it began. A connection that joins
 // when the options say less has the slots for it: with fewer, commands that wait for data
 // would keep that from being received.
 func TestQueueDepthOfASession(t *testing.T) {
-	n := newTestNode(t, several(2))
-	a := n.lead()
-	o := *n.opt.Load()
-	o.QueueDepth = 1
-	n.SetOptions(o)
-	b := a.join(1)
-	b.m.holdGets = true
-	var all []pdu.BHS
-	for range 128 {
-		all = append(all, b.command(writeF, 4096, cdb.Write10(0, 8), nil))
-	}
-	b.wantGets(len(all))
-	b.m.releaseGets()
-	for range all {
-		if p := b.want(pdu.SCSIResponse); p.h.Status() != 0 {
-			t.Errorf("SCSI Response %x", []byte(p.h))
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, several(2))
+		a := n.lead()
+		o := *n.opt.Load()
+		o.QueueDepth = 1
+		n.SetOptions(o)
+		b := a.join(1)
+		b.m.holdGets = true
+		var all []pdu.BHS
+		for range 128 {
+			all = append(all, b.command(writeF, 4096, cdb.Write10(0, 8), nil))
 		}
-	}
-	b.logout()
-	a.wantEnd(nil)
+		b.wantGets(len(all))
+		b.m.releaseGets()
+		for range all {
+			if p := b.want(pdu.SCSIResponse); p.h.Status() != 0 {
+				t.Errorf("SCSI Response %x", []byte(p.h))
+			}
+		}
+		b.logout()
+		a.wantEnd(nil)
+	})
 }
 
 // Task management reaches the tasks of all connections of the session.
@@ -293,20 +298,22 @@ func TestTMFAcrossConnections(t *testing.T) {
 
 // Unsolicited data comes where its command came.
 func TestDataOutOnAnotherConnection(t *testing.T) {
-	n := unsolicitedNode(t, func(o *Options) { o.Limits.MaxConnections = 4 })
-	a := n.lead()
-	b := a.join(1)
-	h := a.scsi(pdu.FlagW, 4096, cdb.Write10(0, 8))
-	a.write(h, nil)
-	a.ping()
-	d := a.dataOutPDU(h, true, 0, 0)
-	b.write(d, make([]byte, 4096))
-	b.wantReject(pdu.RejectInvalidField, d)
-	a.wantNothing()
-	a.write(d, pattern(4096, h.ITT()))
-	a.wantStatus(h, 0)
-	b.on(a).logout()
-	a.wantEnd(nil)
+	synctest.Test(t, func(t *testing.T) {
+		n := unsolicitedNode(t, func(o *Options) { o.Limits.MaxConnections = 4 })
+		a := n.lead()
+		b := a.join(1)
+		h := a.scsi(pdu.FlagW, 4096, cdb.Write10(0, 8))
+		a.write(h, nil)
+		a.ping()
+		d := a.dataOutPDU(h, true, 0, 0)
+		b.write(d, make([]byte, 4096))
+		b.wantReject(pdu.RejectInvalidField, d)
+		a.wantNothing()
+		a.write(d, pattern(4096, h.ITT()))
+		a.wantStatus(h, 0)
+		b.on(a).logout()
+		a.wantEnd(nil)
+	})
 }
 
 // ISCSI-11.14-1, ISCSI-11.14-4, ISCSI-11.14-5, ISCSI-6.3.5-2: a logout that
@@ -317,7 +324,7 @@ func TestLogoutOfOneConnection(t *testing.T) {
 		name  string
 		other bool
 	}{{"its own", false}, {"another", true}} {
-		t.Run(c.name, func(t *testing.T) {
+		bubble(t, c.name, func(t *testing.T) {
 			n := newTestNode(t, several(4))
 			a := n.lead()
 			b := a.join(1)
@@ -373,88 +380,94 @@ func TestLogoutOfOneConnection(t *testing.T) {
 // ISCSI-7.1.4-1, ISCSI-7.14-1, ISCSI-6.3.5-2: at ErrorRecoveryLevel 0 a connection
 // that fails takes its session along; the others are told.
 func TestDeathOfOneConnection(t *testing.T) {
-	n := newTestNode(t, several(4), func(o *Options) { o.LogoutWait = 200 * time.Millisecond })
-	a := n.lead()
-	b := a.join(1)
-	c := b.join(2)
-	c.m.mu.Lock()
-	c.m.holdFlush = true // an initiator that does not read
-	c.m.mu.Unlock()
-	gate := n.store.Shut()
-	b.on(c).command(readF, 4096, cdb.Read10(0, 8), nil)
-	<-gate.Entered
-	a.close()
-	a.wantEnd(io.EOF)
-	p := b.want(pdu.AsyncMessage)
-	if p.h.AsyncEvent() != pdu.AsyncSessionDropped || p.h.ITT() != pdu.ReservedTag {
-		t.Errorf("%x", []byte(p.h))
-	}
-	gate.Open()
-	b.close()
-	b.wantEnd(errConnectionLost)
-	if b.next(0) != nil {
-		t.Error("an answer of a session that has ended")
-	}
-	c.wantEnd(errConnectionLost)
-	testkit.Eventually(n.tb, "end of the session", func() bool { return n.Stats().Sessions == 0 })
-	joining := b.joinAs(3)
-	joining.wantRefused(pdu.LoginNoSession)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, several(4), func(o *Options) { o.LogoutWait = 200 * time.Millisecond })
+		a := n.lead()
+		b := a.join(1)
+		c := b.join(2)
+		c.m.mu.Lock()
+		c.m.holdFlush = true // an initiator that does not read
+		c.m.mu.Unlock()
+		gate := n.store.Shut()
+		b.on(c).command(readF, 4096, cdb.Read10(0, 8), nil)
+		<-gate.Entered
+		a.close()
+		a.wantEnd(io.EOF)
+		p := b.want(pdu.AsyncMessage)
+		if p.h.AsyncEvent() != pdu.AsyncSessionDropped || p.h.ITT() != pdu.ReservedTag {
+			t.Errorf("%x", []byte(p.h))
+		}
+		gate.Open()
+		b.close()
+		b.wantEnd(errConnectionLost)
+		if b.next(0) != nil {
+			t.Error("an answer of a session that has ended")
+		}
+		c.wantEnd(errConnectionLost)
+		testkit.Eventually(n.tb, "end of the session", func() bool { return n.Stats().Sessions == 0 })
+		joining := b.joinAs(3)
+		joining.wantRefused(pdu.LoginNoSession)
+	})
 }
 
 // ISCSI-6.3.1-1: who does not get into a session.
 func TestJoinRefused(t *testing.T) {
-	n := newTestNode(t, several(2))
-	a := n.lead()
-	b := a.join(1)
-	a.joinAs(2).wantRefused(pdu.LoginTooManyConnections)
-	a.joinAs(2, func(tc *testConn) { tc.isid[5]++ }).wantRefused(pdu.LoginNoSession)
-	a.joinAs(2, func(tc *testConn) { tc.tsih++ }).wantRefused(pdu.LoginNoSession)
-	a.joinAs(0, func(tc *testConn) { tc.m.rdma = false }).wantRefused(pdu.LoginCannotInclude)
-	d := n.connect().discover()
-	j := n.connect(func(tc *testConn) { tc.isid, tc.tsih, tc.cid = d.isid, d.tsih, 1 })
-	j.writeLogin(j.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery")
-	j.wantRefused(pdu.LoginInitiatorError)
-	d.logout()
-	leading := n.connect(func(tc *testConn) { tc.tsih, tc.cid = a.tsih, 1 })
-	leading.writeLogin(leading.loginRequest(true, 1, 3), append(slices.Clone(names), "MaxConnections=4")...)
-	leading.wantRefused(pdu.LoginInitiatorError)
-	noRoom := a.connect(func(tc *testConn) { tc.tsih, tc.cid, tc.m.enterErr = a.tsih, 1, errors.New("no memory") })
-	noRoom.writeLogin(noRoom.loginRequest(true, 1, 3), append(slices.Clone(names), joiningKeys...)...)
-	noRoom.wantRefused(pdu.LoginOutOfResources) // having replaced b
-	b.wantEnd(errReinstated)
-	b = a.join(1)
-	b.on(a).logout()
-	a.wantEnd(nil)
-	if l := n.log.Lines("session ended"); len(l) != 2 {
-		t.Errorf("log: %q", l)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, several(2))
+		a := n.lead()
+		b := a.join(1)
+		a.joinAs(2).wantRefused(pdu.LoginTooManyConnections)
+		a.joinAs(2, func(tc *testConn) { tc.isid[5]++ }).wantRefused(pdu.LoginNoSession)
+		a.joinAs(2, func(tc *testConn) { tc.tsih++ }).wantRefused(pdu.LoginNoSession)
+		a.joinAs(0, func(tc *testConn) { tc.m.rdma = false }).wantRefused(pdu.LoginCannotInclude)
+		d := n.connect().discover()
+		j := n.connect(func(tc *testConn) { tc.isid, tc.tsih, tc.cid = d.isid, d.tsih, 1 })
+		j.writeLogin(j.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery")
+		j.wantRefused(pdu.LoginInitiatorError)
+		d.logout()
+		leading := n.connect(func(tc *testConn) { tc.tsih, tc.cid = a.tsih, 1 })
+		leading.writeLogin(leading.loginRequest(true, 1, 3), append(slices.Clone(names), "MaxConnections=4")...)
+		leading.wantRefused(pdu.LoginInitiatorError)
+		noRoom := a.connect(func(tc *testConn) { tc.tsih, tc.cid, tc.m.enterErr = a.tsih, 1, errors.New("no memory") })
+		noRoom.writeLogin(noRoom.loginRequest(true, 1, 3), append(slices.Clone(names), joiningKeys...)...)
+		noRoom.wantRefused(pdu.LoginOutOfResources) // having replaced b
+		b.wantEnd(errReinstated)
+		b = a.join(1)
+		b.on(a).logout()
+		a.wantEnd(nil)
+		if l := n.log.Lines("session ended"); len(l) != 2 {
+			t.Errorf("log: %q", l)
+		}
+	})
 }
 
 // Login Responses to a joining connection speak of the session's window.
 func TestJoiningLoginTellsWindow(t *testing.T) {
-	n := newTestNode(t, several(2))
-	a := n.lead()
-	for range 5 {
-		a.wantStatus(a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
-	}
-	b := n.connect(func(tc *testConn) { tc.tsih, tc.cid, tc.CmdSN = a.tsih, 1, a.CmdSN+3 })
-	b.writeLogin(b.loginRequest(false, 1, 0), names...)
-	b.wantLogin(pdu.LoginSuccess)
-	if b.expCmdSN != a.CmdSN || b.maxCmdSN != a.CmdSN+127 {
-		t.Errorf("ExpCmdSN %d, MaxCmdSN %d; the session expects %d", b.expCmdSN, b.maxCmdSN, a.CmdSN)
-	}
-	b.CmdSN = a.CmdSN
-	b.writeLogin(b.loginRequest(true, 1, 3), joiningKeys...)
-	b.loggedIn()
-	b.logout()
-	a.wantEnd(nil)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, several(2))
+		a := n.lead()
+		for range 5 {
+			a.wantStatus(a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
+		}
+		b := n.connect(func(tc *testConn) { tc.tsih, tc.cid, tc.CmdSN = a.tsih, 1, a.CmdSN+3 })
+		b.writeLogin(b.loginRequest(false, 1, 0), names...)
+		b.wantLogin(pdu.LoginSuccess)
+		if b.expCmdSN != a.CmdSN || b.maxCmdSN != a.CmdSN+127 {
+			t.Errorf("ExpCmdSN %d, MaxCmdSN %d; the session expects %d", b.expCmdSN, b.maxCmdSN, a.CmdSN)
+		}
+		b.CmdSN = a.CmdSN
+		b.writeLogin(b.loginRequest(true, 1, 3), joiningKeys...)
+		b.loggedIn()
+		b.logout()
+		a.wantEnd(nil)
+	})
 }
 
 // ISCSI-6.3.4-1, ISCSI-6.3.4-2, ISCSI-6.3.4-3: a login with the TSIH and CID of a
 // connection replaces that one. The session goes on; the tasks of the old
 // connection do not.
 func TestConnectionReinstatement(t *testing.T) {
-	t.Run("one of two", func(t *testing.T) {
+	bubble(t, "one of two", func(t *testing.T) {
 		n := newTestNode(t, several(2))
 		a := n.lead()
 		b := a.join(1)
@@ -476,7 +489,7 @@ func TestConnectionReinstatement(t *testing.T) {
 		b.logout()
 		c.wantEnd(nil)
 	})
-	t.Run("the only one", func(t *testing.T) {
+	bubble(t, "the only one", func(t *testing.T) {
 		n := newTestNode(t)
 		a := n.connect().login()
 		a.m.holdGets = true
@@ -491,7 +504,7 @@ func TestConnectionReinstatement(t *testing.T) {
 			t.Errorf("log: %q", l)
 		}
 	})
-	t.Run("whose tasks do not end", func(t *testing.T) {
+	bubble(t, "whose tasks do not end", func(t *testing.T) {
 		n := newTestNode(t, several(2), func(o *Options) { o.ReinstatementWait = 50 * time.Millisecond })
 		a := n.lead()
 		b := a.join(1)
@@ -506,7 +519,7 @@ func TestConnectionReinstatement(t *testing.T) {
 		a.logout()
 	})
 	// A login that is itself replaced while it waits leaves its wait to who replaces it.
-	t.Run("twice, whose tasks do not end", func(t *testing.T) {
+	bubble(t, "twice, whose tasks do not end", func(t *testing.T) {
 		n := newTestNode(t, several(2))
 		a := n.lead()
 		b := a.join(1)
@@ -533,81 +546,87 @@ func TestConnectionReinstatement(t *testing.T) {
 // ISCSI-6.3.5-1, ISCSI-E-2: a session reinstatement ends all connections of the
 // old session, and nothing of it is left.
 func TestReinstatementOfSeveralConnections(t *testing.T) {
-	n := newTestNode(t, several(4))
-	a := n.lead()
-	b := a.join(1)
-	gate := n.store.Shut()
-	b.on(a).command(readF, 4096, cdb.Read10(0, 8), nil)
-	<-gate.Entered
-	c := n.connect(func(tc *testConn) { tc.CmdSN = 77 })
-	c.writeLogin(c.loginRequest(true, 1, 3), append(slices.Clone(names), leadingKeys...)...)
-	c.wantNothing()
-	gate.Open()
-	c.loggedIn()
-	a.wantEnd(errReinstated)
-	b.wantEnd(errReinstated)
-	if c.tsih == a.tsih || n.Stats().Sessions != 1 {
-		t.Errorf("TSIH %d, %+v", c.tsih, n.Stats())
-	}
-	c.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, several(4))
+		a := n.lead()
+		b := a.join(1)
+		gate := n.store.Shut()
+		b.on(a).command(readF, 4096, cdb.Read10(0, 8), nil)
+		<-gate.Entered
+		c := n.connect(func(tc *testConn) { tc.CmdSN = 77 })
+		c.writeLogin(c.loginRequest(true, 1, 3), append(slices.Clone(names), leadingKeys...)...)
+		c.wantNothing()
+		gate.Open()
+		c.loggedIn()
+		a.wantEnd(errReinstated)
+		b.wantEnd(errReinstated)
+		if c.tsih == a.tsih || n.Stats().Sessions != 1 {
+			t.Errorf("TSIH %d, %+v", c.tsih, n.Stats())
+		}
+		c.logout()
+	})
 }
 
 // All connections of a session are asked to log out when the node shuts down.
 func TestShutdownOfSeveralConnections(t *testing.T) {
-	n := newTestNode(t, several(4), func(o *Options) { o.ShutdownWait = time.Second })
-	a := n.lead()
-	b := a.join(1)
-	down := make(chan error, 1)
-	go func() { down <- n.Shutdown(context.Background()) }()
-	for _, tc := range []*testConn{a, b} {
-		if p := tc.want(pdu.AsyncMessage); p.h.AsyncEvent() != pdu.AsyncLogoutRequest {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, several(4), func(o *Options) { o.ShutdownWait = time.Second })
+		a := n.lead()
+		b := a.join(1)
+		down := make(chan error, 1)
+		go func() { down <- n.Shutdown(context.Background()) }()
+		for _, tc := range []*testConn{a, b} {
+			if p := tc.want(pdu.AsyncMessage); p.h.AsyncEvent() != pdu.AsyncLogoutRequest {
+				t.Errorf("%x", []byte(p.h))
+			}
+		}
+		a.wantLogout(a.logoutOf(pdu.LogoutCloseConnection, a.cid), pdu.LogoutSuccess)
+		a.close()
+		a.wantEnd(nil)
+		if p := b.want(pdu.AsyncMessage); p.h.AsyncEvent() != pdu.AsyncConnectionDropped {
 			t.Errorf("%x", []byte(p.h))
 		}
-	}
-	a.wantLogout(a.logoutOf(pdu.LogoutCloseConnection, a.cid), pdu.LogoutSuccess)
-	a.close()
-	a.wantEnd(nil)
-	if p := b.want(pdu.AsyncMessage); p.h.AsyncEvent() != pdu.AsyncConnectionDropped {
-		t.Errorf("%x", []byte(p.h))
-	}
-	b.close()
-	b.wantEnd(errShutdown)
-	if err := <-down; err != nil {
-		t.Error(err)
-	}
+		b.close()
+		b.wantEnd(errShutdown)
+		if err := <-down; err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 // PREEMPT AND ABORT, seen from the session that it hits, and resets of other
 // sessions reach all connections.
 func TestAbortOfSeveralConnections(t *testing.T) {
-	n := newTestNode(t, several(4))
-	a := n.lead()
-	b := a.join(1)
-	other := n.connect(func(tc *testConn) { tc.isid[5]++ }).login()
-	gate := n.store.Shut()
-	for _, tc := range []*testConn{a, b} {
-		tc.on(map[*testConn]*testConn{a: b, b: a}[tc])
-		tc.command(readF, 4096, cdb.Read10(0, 8), nil)
-		<-gate.Entered
-	}
-	f := other.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
-	a.wantNothing()
-	b.wantNothing()
-	gate.Open()
-	testkit.Eventually(n.tb, "news about the window", func() bool { // on the one or the other
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, several(4))
+		a := n.lead()
+		b := a.join(1)
+		other := n.connect(func(tc *testConn) { tc.isid[5]++ }).login()
+		gate := n.store.Shut()
 		for _, tc := range []*testConn{a, b} {
-			if p := tc.next(time.Millisecond); p != nil {
-				if p.h.Opcode() != pdu.NOPIn || p.h.ITT() != pdu.ReservedTag || p.h.MaxCmdSN() != p.h.ExpCmdSN()+127 {
-					t.Fatalf("%x", []byte(p.h))
-				}
-				return true
-			}
+			tc.on(map[*testConn]*testConn{a: b, b: a}[tc])
+			tc.command(readF, 4096, cdb.Read10(0, 8), nil)
+			<-gate.Entered
 		}
-		return false
+		f := other.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
+		a.wantNothing()
+		b.wantNothing()
+		gate.Open()
+		testkit.Eventually(n.tb, "news about the window", func() bool { // on the one or the other
+			for _, tc := range []*testConn{a, b} {
+				if p := tc.next(time.Millisecond); p != nil {
+					if p.h.Opcode() != pdu.NOPIn || p.h.ITT() != pdu.ReservedTag || p.h.MaxCmdSN() != p.h.ExpCmdSN()+127 {
+						t.Fatalf("%x", []byte(p.h))
+					}
+					return true
+				}
+			}
+			return false
+		})
+		other.wantTMF(f, pdu.FunctionComplete)
+		a.wantSense(a.on(b).command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x29, 0x03)
+		b.on(a).logout()
+		a.wantEnd(nil)
+		other.logout()
 	})
-	other.wantTMF(f, pdu.FunctionComplete)
-	a.wantSense(a.on(b).command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x29, 0x03)
-	b.on(a).logout()
-	a.wantEnd(nil)
-	other.logout()
 }

@@ -324,140 +324,146 @@ func TestReassign(t *testing.T) {
 // connection that has been logged out since, but not acknowledged, is sent again before
 // the response to ABORT TASK. Its data is not.
 func TestAbortAnswered(t *testing.T) {
-	n := newTestNode(t, recovering)
-	n.fill()
-	a := n.leadRecovering()
-	b := a.join(1)
-	a.on(b)
-	first := a.ExpStatSN
-	var sent []pdu.BHS
-	for _, h := range []pdu.BHS{a.scsi(readF, 512, cdb.Read10(0, 1)), a.scsi(writeF, 4096, cdb.Write10(0, 8)), a.scsi(readF, 4096, cdb.Read10(8, 8)), a.scsi(readF, 4096, cdb.Read10(storeLen/blockLen, 8))} {
-		h.SetExpStatSN(first)
-		a.write(h, nil)
-		if p := a.want(pdu.SCSIResponse); p.h.ITT() != h.ITT() {
-			t.Fatalf("%x", []byte(p.h))
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, recovering)
+		n.fill()
+		a := n.leadRecovering()
+		b := a.join(1)
+		a.on(b)
+		first := a.ExpStatSN
+		var sent []pdu.BHS
+		for _, h := range []pdu.BHS{a.scsi(readF, 512, cdb.Read10(0, 1)), a.scsi(writeF, 4096, cdb.Write10(0, 8)), a.scsi(readF, 4096, cdb.Read10(8, 8)), a.scsi(readF, 4096, cdb.Read10(storeLen/blockLen, 8))} {
+			h.SetExpStatSN(first)
+			a.write(h, nil)
+			if p := a.want(pdu.SCSIResponse); p.h.ITT() != h.ITT() {
+				t.Fatalf("%x", []byte(p.h))
+			}
+			sent = append(sent, h)
 		}
-		sent = append(sent, h)
-	}
-	abort := func(h pdu.BHS, lun byte) pdu.BHS {
-		return b.tmf(pdu.AbortTask, [8]byte{1: lun}, h.ITT(), h.CmdSN())
-	}
-	acknowledged, w, r, bad := sent[0], sent[1], sent[2], sent[3]
-	f := a.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTask, true)
-	f.SetReferencedTaskTag(w.ITT())
-	f.SetRefCmdSN(w.CmdSN())
-	f.SetExpStatSN(first)
-	a.write(f, nil)
-	a.wantTMF(f, pdu.TaskDoesNotExist) // the status is on its way; if it is lost, a SNACK asks for it
-	a.close()
-	a.wantEnd(io.EOF)
-	b.on(a).hearOf(a)
-	b.wantTMF(abort(w, 0), pdu.TaskDoesNotExist) // nobody has logged it out
-	before := n.stored(0, 4096)
-	n.store.WriteAt(make([]byte, 4096), 0) // by somebody else
-	b.recoverFrom(a, first+1)
-	b.wantTMF(abort(acknowledged, 0), pdu.TaskDoesNotExist)
-	b.wantTMF(abort(w, 1), pdu.TaskDoesNotExist) // of another LUN
-	for _, h := range []pdu.BHS{w, r} {
-		b.takeOver(a, h)
-		f := abort(h, 0)
-		b.wantStatus(h, 0)
+		abort := func(h pdu.BHS, lun byte) pdu.BHS {
+			return b.tmf(pdu.AbortTask, [8]byte{1: lun}, h.ITT(), h.CmdSN())
+		}
+		acknowledged, w, r, bad := sent[0], sent[1], sent[2], sent[3]
+		f := a.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTask, true)
+		f.SetReferencedTaskTag(w.ITT())
+		f.SetRefCmdSN(w.CmdSN())
+		f.SetExpStatSN(first)
+		a.write(f, nil)
+		a.wantTMF(f, pdu.TaskDoesNotExist) // the status is on its way; if it is lost, a SNACK asks for it
+		a.close()
+		a.wantEnd(io.EOF)
+		b.on(a).hearOf(a)
+		b.wantTMF(abort(w, 0), pdu.TaskDoesNotExist) // nobody has logged it out
+		before := n.stored(0, 4096)
+		n.store.WriteAt(make([]byte, 4096), 0) // by somebody else
+		b.recoverFrom(a, first+1)
+		b.wantTMF(abort(acknowledged, 0), pdu.TaskDoesNotExist)
+		b.wantTMF(abort(w, 1), pdu.TaskDoesNotExist) // of another LUN
+		for _, h := range []pdu.BHS{w, r} {
+			b.takeOver(a, h)
+			f := abort(h, 0)
+			b.wantStatus(h, 0)
+			b.wantTMF(f, pdu.FunctionComplete)
+		}
+		f = abort(bad, 0)
+		b.wantSense(bad, 5, 0x21, 0)
 		b.wantTMF(f, pdu.FunctionComplete)
-	}
-	f = abort(bad, 0)
-	b.wantSense(bad, 5, 0x21, 0)
-	b.wantTMF(f, pdu.FunctionComplete)
-	if !bytes.Equal(b.m.sink[r.ITT()], make([]byte, 4096)) {
-		t.Error("data was sent again")
-	}
-	if bytes.Equal(before, n.stored(0, 4096)) {
-		t.Error("a command was executed twice")
-	}
-	b.ping()
-	b.wantTMF(abort(r, 0), pdu.TaskDoesNotExist)
-	b.wantOpenWindow()
-	b.logout()
+		if !bytes.Equal(b.m.sink[r.ITT()], make([]byte, 4096)) {
+			t.Error("data was sent again")
+		}
+		if bytes.Equal(before, n.stored(0, 4096)) {
+			t.Error("a command was executed twice")
+		}
+		b.ping()
+		b.wantTMF(abort(r, 0), pdu.TaskDoesNotExist)
+		b.wantOpenWindow()
+		b.logout()
+	})
 }
 
 // ISCSI-11.5-3 and the rest of the answers to TASK REASSIGN.
 func TestReassignAnswers(t *testing.T) {
-	n := newTestNode(t, recovering)
-	a := n.leadRecovering()
-	b := a.join(1)
-	a.m.holdGets = true
-	h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
-	a.wantGets(1)
-	b.on(a).wantTMF(b.reassign(h), pdu.TaskStillAllegiant)
-	a.wantTMF(a.reassign(h), pdu.TaskStillAllegiant)
-	f := a.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
-	n.mu.Lock()
-	sess := n.sessions[a.tsih]
-	n.mu.Unlock()
-	testkit.Eventually(n.tb, "abort", func() bool {
-		sess.mu.Lock()
-		defer sess.mu.Unlock()
-		return sess.tasks.find(h.ITT()).aborted.Load()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, recovering)
+		a := n.leadRecovering()
+		b := a.join(1)
+		a.m.holdGets = true
+		h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
+		a.wantGets(1)
+		b.on(a).wantTMF(b.reassign(h), pdu.TaskStillAllegiant)
+		a.wantTMF(a.reassign(h), pdu.TaskStillAllegiant)
+		f := a.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN())
+		n.mu.Lock()
+		sess := n.sessions[a.tsih]
+		n.mu.Unlock()
+		testkit.Eventually(n.tb, "abort", func() bool {
+			sess.mu.Lock()
+			defer sess.mu.Unlock()
+			return sess.tasks.find(h.ITT()).aborted.Load()
+		})
+		b.wantTMF(b.reassign(f), pdu.FunctionRejected)
+		a.m.releaseGets()
+		a.wantTMF(f, pdu.FunctionComplete)
+		b.wantTMF(b.reassign(h), pdu.TaskDoesNotExist)
+		b.logout()
+		a.wantEnd(nil)
 	})
-	b.wantTMF(b.reassign(f), pdu.FunctionRejected)
-	a.m.releaseGets()
-	a.wantTMF(f, pdu.FunctionComplete)
-	b.wantTMF(b.reassign(h), pdu.TaskDoesNotExist)
-	b.logout()
-	a.wantEnd(nil)
 }
 
 // ISCSI-11.14-2: a connection is logged out for recovery on itself.
 func TestRecoveryLogoutOfItself(t *testing.T) {
-	n := newTestNode(t, recovering, func(o *Options) { o.MaxTransferPiece = 1 }) // 64 KiB
-	a := n.leadRecovering()
-	b := a.join(1)
-	a.m.holdGets = true
-	w := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
-	a.wantGets(1)
-	gate := n.store.Shut()
-	r := a.command(readF, 4096, cdb.Read10(8, 8), nil)
-	<-gate.Entered
-	second := a.scsi(writeF, 192<<10, cdb.Write10(16, 384))
-	a.write(second, nil)
-	a.wantGets(2)
-	gap := a.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
-	lost := a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
-	a.ping()
-	l := a.removal(a, a.ExpStatSN)
-	a.wantNothing()   // the READ has not stopped
-	a.m.releaseGets() // data that was asked for before may still come
-	gate.Open()
-	p := a.wantLogout(l, pdu.LogoutSuccess)
-	if [4]byte(p.h[40:44]) != [4]byte{0, 2, 0, 5} { // ISCSI-11.15-2
-		t.Errorf("%x", []byte(p.h))
-	}
-	a.wantNothing()
-	b.on(a).takeOver(a, r)
-	b.takeOver(a, w)
-	f := b.reassign(r)
-	a.close()
-	a.wantEnd(nil)
-	b.wantTMF(f, pdu.FunctionComplete)
-	b.wantStatus(r, 0)
-	b.wantTMF(b.reassign(w), pdu.FunctionComplete)
-	b.wantStatus(w, 0)
-	b.takeOver(a, second)
-	b.wantTMF(b.reassign(second), pdu.FunctionComplete)
-	b.wantStatus(second, 0)
-	if !bytes.Equal(n.stored(0, 4096), pattern(4096, w.ITT())) || !bytes.Equal(n.stored(16, 192<<10), pattern(192<<10, second.ITT())) {
-		t.Error("wrong data on the medium")
-	}
-	if got := b.m.getRanges[len(b.m.getRanges)-2:]; !slices.Equal(got, [][2]int{{64 << 10, 64 << 10}, {128 << 10, 64 << 10}}) {
-		t.Errorf("fetched %v", got) // nothing was asked for behind the logout
-	}
-	// What had not been acknowledged has never come.
-	b.wantTMF(b.reassign(lost), pdu.TaskDoesNotExist)
-	b.write(gap, nil)
-	b.wantStatus(gap, 0)
-	b.write(lost, nil)
-	b.wantStatus(lost, 0)
-	b.wantLogout(b.removal(a, 0), pdu.LogoutCIDNotFound)
-	b.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, recovering, func(o *Options) { o.MaxTransferPiece = 1 }) // 64 KiB
+		a := n.leadRecovering()
+		b := a.join(1)
+		a.m.holdGets = true
+		w := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
+		a.wantGets(1)
+		gate := n.store.Shut()
+		r := a.command(readF, 4096, cdb.Read10(8, 8), nil)
+		<-gate.Entered
+		second := a.scsi(writeF, 192<<10, cdb.Write10(16, 384))
+		a.write(second, nil)
+		a.wantGets(2)
+		gap := a.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+		lost := a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
+		a.ping()
+		l := a.removal(a, a.ExpStatSN)
+		a.wantNothing()   // the READ has not stopped
+		a.m.releaseGets() // data that was asked for before may still come
+		gate.Open()
+		p := a.wantLogout(l, pdu.LogoutSuccess)
+		if [4]byte(p.h[40:44]) != [4]byte{0, 2, 0, 5} { // ISCSI-11.15-2
+			t.Errorf("%x", []byte(p.h))
+		}
+		a.wantNothing()
+		b.on(a).takeOver(a, r)
+		b.takeOver(a, w)
+		f := b.reassign(r)
+		a.close()
+		a.wantEnd(nil)
+		b.wantTMF(f, pdu.FunctionComplete)
+		b.wantStatus(r, 0)
+		b.wantTMF(b.reassign(w), pdu.FunctionComplete)
+		b.wantStatus(w, 0)
+		b.takeOver(a, second)
+		b.wantTMF(b.reassign(second), pdu.FunctionComplete)
+		b.wantStatus(second, 0)
+		if !bytes.Equal(n.stored(0, 4096), pattern(4096, w.ITT())) || !bytes.Equal(n.stored(16, 192<<10), pattern(192<<10, second.ITT())) {
+			t.Error("wrong data on the medium")
+		}
+		if got := b.m.getRanges[len(b.m.getRanges)-2:]; !slices.Equal(got, [][2]int{{64 << 10, 64 << 10}, {128 << 10, 64 << 10}}) {
+			t.Errorf("fetched %v", got) // nothing was asked for behind the logout
+		}
+		// What had not been acknowledged has never come.
+		b.wantTMF(b.reassign(lost), pdu.TaskDoesNotExist)
+		b.write(gap, nil)
+		b.wantStatus(gap, 0)
+		b.write(lost, nil)
+		b.wantStatus(lost, 0)
+		b.wantLogout(b.removal(a, 0), pdu.LogoutCIDNotFound)
+		b.logout()
+	})
 }
 
 // ISCSI-6.3.4-3, ISCSI-E-1, ISCSI-8.3.2-1 (N5, N7, N10): a session without
@@ -468,7 +474,7 @@ func TestSessionContinuation(t *testing.T) {
 		name string
 		cid  uint16
 	}{{"connection reinstatement", 0}, {"another CID", 5}} {
-		t.Run(c.name, func(t *testing.T) {
+		bubble(t, c.name, func(t *testing.T) {
 			n := newTestNode(t, recovering)
 			a := n.leadRecovering()
 			a.m.holdGets = true
@@ -494,7 +500,7 @@ func TestSessionContinuation(t *testing.T) {
 		})
 	}
 	// A live connection that is replaced: the implicit logout is one for recovery.
-	t.Run("of a live connection", func(t *testing.T) {
+	bubble(t, "of a live connection", func(t *testing.T) {
 		n := newTestNode(t, recovering)
 		a := n.leadRecovering()
 		a.m.holdGets = true
@@ -577,29 +583,31 @@ func TestConnectionStateTimeout(t *testing.T) {
 // ISCSI-7.14-1, ISCSI-11.14-2: immediate commands, and commands that were not
 // acknowledged, do not survive.
 func TestWhatIsNotRecovered(t *testing.T) {
-	n := newTestNode(t, recovering)
-	a := n.leadRecovering()
-	b := a.join(1)
-	a.on(b).m.holdGets = true
-	i := a.scsi(writeF, 4096, cdb.Write10(0, 8))
-	i.SetImmediate()
-	a.CmdSN--
-	a.write(i, nil)
-	a.wantGets(1)
-	gap := a.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
-	lost := a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
-	a.ping()
-	a.close()
-	a.wantEnd(io.EOF)
-	b.on(a).hearOf(a)
-	b.recoverFrom(a, a.ExpStatSN)
-	b.wantTMF(b.reassign(i), pdu.TaskDoesNotExist)
-	b.wantTMF(b.reassign(lost), pdu.TaskDoesNotExist)
-	b.write(gap, nil)
-	b.wantSense(gap, 6, 0x47, 0x7f) // of the immediate one
-	b.write(lost, nil)
-	b.wantStatus(lost, 0)
-	b.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, recovering)
+		a := n.leadRecovering()
+		b := a.join(1)
+		a.on(b).m.holdGets = true
+		i := a.scsi(writeF, 4096, cdb.Write10(0, 8))
+		i.SetImmediate()
+		a.CmdSN--
+		a.write(i, nil)
+		a.wantGets(1)
+		gap := a.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+		lost := a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
+		a.ping()
+		a.close()
+		a.wantEnd(io.EOF)
+		b.on(a).hearOf(a)
+		b.recoverFrom(a, a.ExpStatSN)
+		b.wantTMF(b.reassign(i), pdu.TaskDoesNotExist)
+		b.wantTMF(b.reassign(lost), pdu.TaskDoesNotExist)
+		b.write(gap, nil)
+		b.wantSense(gap, 6, 0x47, 0x7f) // of the immediate one
+		b.write(lost, nil)
+		b.wantStatus(lost, 0)
+		b.logout()
+	})
 }
 
 // What ends a lost connection, or a session that has none: ISCSI-11.14-1,
@@ -692,15 +700,17 @@ func TestEndOfLostConnection(t *testing.T) {
 
 // Below ErrorRecoveryLevel 2, and with Time2Retain 0, nothing is kept.
 func TestNoRecovery(t *testing.T) {
-	n := newTestNode(t, recovering)
-	a := n.connect()
-	a.writeLogin(a.loginRequest(true, 1, 3), append(append(slices.Clone(names), without(recoveringKeys, "DefaultTime2Retain")...), "DefaultTime2Retain=0")...)
-	a.loggedIn()
-	a.wantLogout(a.removal(a, 0), pdu.LogoutRecoveryNotSupported)
-	a.wantTMF(a.reassign(a.Request(pdu.NOPOut, 0, true)), pdu.ReassignNotSupported)
-	a.close()
-	a.wantEnd(io.EOF)
-	if s := n.Stats(); s.Sessions != 0 {
-		t.Errorf("%+v", s)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, recovering)
+		a := n.connect()
+		a.writeLogin(a.loginRequest(true, 1, 3), append(append(slices.Clone(names), without(recoveringKeys, "DefaultTime2Retain")...), "DefaultTime2Retain=0")...)
+		a.loggedIn()
+		a.wantLogout(a.removal(a, 0), pdu.LogoutRecoveryNotSupported)
+		a.wantTMF(a.reassign(a.Request(pdu.NOPOut, 0, true)), pdu.ReassignNotSupported)
+		a.close()
+		a.wantEnd(io.EOF)
+		if s := n.Stats(); s.Sessions != 0 {
+			t.Errorf("%+v", s)
+		}
+	})
 }

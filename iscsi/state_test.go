@@ -119,7 +119,7 @@ func TestConnectionStates(t *testing.T) {
 		// with it.
 		{"failure during logout", []step{{"T9", logout, inLogout}, {"T17, M4", func(e *env) { fail(e); end(e) }, free}}},
 	} {
-		t.Run(c.name, func(t *testing.T) {
+		bubble(t, c.name, func(t *testing.T) {
 			n := newTestNode(t, recovering)
 			a := n.leadRecovering()
 			e := &env{testNode: n, a: a, b: a.join(1)}

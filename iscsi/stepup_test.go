@@ -74,7 +74,7 @@ func newStepUp(t *testing.T, change ...func(*stepUp)) *stepUp {
 
 // The steps of RFC 7145, section 5.1.2, in their order.
 func TestStepUp(t *testing.T) {
-	t.Run("ISER-5.1.2-1 ISER-5.1.2-7 ISER-3.1.6-1", func(t *testing.T) {
+	bubble(t, "ISER-5.1.2-1 ISER-5.1.2-7 ISER-3.1.6-1", func(t *testing.T) {
 		s := newStepUp(t)
 		<-s.entered
 		want := []string{"allocate", "upgrade after a PDU", "enable with prefix after a PDU"}
@@ -128,7 +128,7 @@ func TestStepUp(t *testing.T) {
 		{id: "the final Login Response has not left", upgrade: errors.New("no room")},
 		{id: "ISER-10.1.1.1-2 no MPA", enable: errors.New("no room")},
 	} {
-		t.Run(tt.id, func(t *testing.T) {
+		bubble(t, tt.id, func(t *testing.T) {
 			s := newStepUp(t, func(s *stepUp) { s.allocate, s.upgrade, s.enable = tt.allocate, tt.upgrade, tt.enable })
 			close(s.leave)
 			s.wantLogin(tt.status)
@@ -142,7 +142,7 @@ func TestStepUp(t *testing.T) {
 		})
 	}
 	for _, enable := range []error{nil, net.ErrClosed} {
-		t.Run("ended by another login before RDMA mode", func(t *testing.T) {
+		bubble(t, "ended by another login before RDMA mode", func(t *testing.T) {
 			s := newStepUp(t, func(s *stepUp) { s.enable = enable })
 			<-s.entered
 			s.wantLogin(pdu.LoginSuccess)
@@ -165,7 +165,7 @@ func TestStepUp(t *testing.T) {
 			tc.wait()
 		})
 	}
-	t.Run("ISER-6.3-2 ISER-3.3-2 not at this portal", func(t *testing.T) {
+	bubble(t, "ISER-6.3-2 ISER-3.3-2 not at this portal", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := &testConn{testNode: n, m: newFakeMover(), isid: [6]byte{1}, Numbers: header.Numbers{CmdSN: 1}, result: make(chan error, 1)}
 		tc.m.rdma = false

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/keys"
@@ -48,79 +49,83 @@ func (n *testNode) fill() {
 // ISER-1.5.3-1, ISER-3.3-5, ISER-7.3.2-2, ISER-7.3.2-10, ISER-9.5.2-2: a read
 // goes in pieces, in order, and ends with a response of its own.
 func TestRead(t *testing.T) {
-	n := newTestNode(t)
-	n.fill()
-	tc := n.connect().login()
-	for _, blocks := range []int{1, 8, 9, 2048, 2049, 5000} {
-		tc.m.mu.Lock()
-		tc.m.puts = nil
-		flushes := tc.m.flushes
-		tc.m.mu.Unlock()
-		size := blocks * blockLen
-		h := tc.command(readF, uint32(size), cdb.Read10(3, uint16(blocks)), nil)
-		p := tc.wantStatus(h, 0)
-		wantResidual(t, p, 0, 0)
-		if !bytes.Equal(tc.sinkOf(h), n.stored(3, size)) {
-			t.Errorf("%d blocks: wrong data", blocks)
-		}
-		pieces := (size + 1<<20 - 1) >> 20
-		tc.m.mu.Lock()
-		if len(tc.m.puts) != pieces || tc.m.flushes-flushes != pieces {
-			t.Errorf("%d blocks: PutData %v in %d Flushes", blocks, tc.m.puts, tc.m.flushes-flushes)
-		}
-		for i, p := range tc.m.puts {
-			if p[0] != i<<20 {
-				t.Errorf("%d blocks: PutData %v", blocks, tc.m.puts)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		n.fill()
+		tc := n.connect().login()
+		for _, blocks := range []int{1, 8, 9, 2048, 2049, 5000} {
+			tc.m.mu.Lock()
+			tc.m.puts = nil
+			flushes := tc.m.flushes
+			tc.m.mu.Unlock()
+			size := blocks * blockLen
+			h := tc.command(readF, uint32(size), cdb.Read10(3, uint16(blocks)), nil)
+			p := tc.wantStatus(h, 0)
+			wantResidual(t, p, 0, 0)
+			if !bytes.Equal(tc.sinkOf(h), n.stored(3, size)) {
+				t.Errorf("%d blocks: wrong data", blocks)
+			}
+			pieces := (size + 1<<20 - 1) >> 20
+			tc.m.mu.Lock()
+			if len(tc.m.puts) != pieces || tc.m.flushes-flushes != pieces {
+				t.Errorf("%d blocks: PutData %v in %d Flushes", blocks, tc.m.puts, tc.m.flushes-flushes)
+			}
+			for i, p := range tc.m.puts {
+				if p[0] != i<<20 {
+					t.Errorf("%d blocks: PutData %v", blocks, tc.m.puts)
+				}
+			}
+			tc.m.mu.Unlock()
+			if p.h.ExpDataSN() != uint32(pieces) { // ISCSI-11.4-9
+				t.Errorf("%d blocks: ExpDataSN %d", blocks, p.h.ExpDataSN())
 			}
 		}
-		tc.m.mu.Unlock()
-		if p.h.ExpDataSN() != uint32(pieces) { // ISCSI-11.4-9
-			t.Errorf("%d blocks: ExpDataSN %d", blocks, p.h.ExpDataSN())
-		}
-	}
-	tc.logout()
+		tc.logout()
+	})
 }
 
 // ISER-1.5.1-1, ISER-1.5.4-1, ISER-9.5.1-1, ISER-9.5.1-4, ISCSI-4.2.5-5: what
 // is not there as immediate data is fetched, once and in order.
 func TestWrite(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	for _, c := range []struct {
-		blocks, immediate int
-		gets              [][2]int
-	}{
-		{1, 512, nil},
-		{8, 4096, nil},
-		{16, 8192, nil},
-		{8, 0, [][2]int{{0, 4096}}},
-		{8, 512, [][2]int{{512, 3584}}},
-		{8, 4095, [][2]int{{4095, 1}}},
-		{128, 8192, [][2]int{{8192, 65536 - 8192}}},
-		{2048, 8192, [][2]int{{8192, 1<<20 - 8192}}},
-		{5000, 8192, [][2]int{{8192, 1<<20 - 8192}, {1 << 20, 1 << 20}, {2 << 20, 5000*512 - 2<<20}}},
-	} {
-		tc.m.mu.Lock()
-		tc.m.getRanges = nil
-		tc.m.mu.Unlock()
-		size := c.blocks * blockLen
-		h := tc.scsi(writeF, uint32(size), cdb.Write10(7, uint16(c.blocks)))
-		tc.write(h, pattern(size, h.ITT())[:c.immediate])
-		p := tc.wantStatus(h, 0)
-		wantResidual(t, p, 0, 0)
-		if !bytes.Equal(n.stored(7, size), pattern(size, h.ITT())) {
-			t.Errorf("%d blocks, %d immediate: wrong data", c.blocks, c.immediate)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		for _, c := range []struct {
+			blocks, immediate int
+			gets              [][2]int
+		}{
+			{1, 512, nil},
+			{8, 4096, nil},
+			{16, 8192, nil},
+			{8, 0, [][2]int{{0, 4096}}},
+			{8, 512, [][2]int{{512, 3584}}},
+			{8, 4095, [][2]int{{4095, 1}}},
+			{128, 8192, [][2]int{{8192, 65536 - 8192}}},
+			{2048, 8192, [][2]int{{8192, 1<<20 - 8192}}},
+			{5000, 8192, [][2]int{{8192, 1<<20 - 8192}, {1 << 20, 1 << 20}, {2 << 20, 5000*512 - 2<<20}}},
+		} {
+			tc.m.mu.Lock()
+			tc.m.getRanges = nil
+			tc.m.mu.Unlock()
+			size := c.blocks * blockLen
+			h := tc.scsi(writeF, uint32(size), cdb.Write10(7, uint16(c.blocks)))
+			tc.write(h, pattern(size, h.ITT())[:c.immediate])
+			p := tc.wantStatus(h, 0)
+			wantResidual(t, p, 0, 0)
+			if !bytes.Equal(n.stored(7, size), pattern(size, h.ITT())) {
+				t.Errorf("%d blocks, %d immediate: wrong data", c.blocks, c.immediate)
+			}
+			tc.m.mu.Lock()
+			if !slices.Equal(tc.m.getRanges, c.gets) || tc.m.unsol[h.ITT()] != uint32(c.immediate) {
+				t.Errorf("%d blocks, %d immediate: fetched %v, unsolicited %d", c.blocks, c.immediate, tc.m.getRanges, tc.m.unsol[h.ITT()])
+			}
+			tc.m.mu.Unlock()
+			if p.h.ExpDataSN() != uint32(len(c.gets)) {
+				t.Errorf("ExpDataSN %d", p.h.ExpDataSN())
+			}
 		}
-		tc.m.mu.Lock()
-		if !slices.Equal(tc.m.getRanges, c.gets) || tc.m.unsol[h.ITT()] != uint32(c.immediate) {
-			t.Errorf("%d blocks, %d immediate: fetched %v, unsolicited %d", c.blocks, c.immediate, tc.m.getRanges, tc.m.unsol[h.ITT()])
-		}
-		tc.m.mu.Unlock()
-		if p.h.ExpDataSN() != uint32(len(c.gets)) {
-			t.Errorf("ExpDataSN %d", p.h.ExpDataSN())
-		}
-	}
-	tc.logout()
+		tc.logout()
+	})
 }
 
 // ISCSI-11.4-4, ISCSI-11.4-5, ISCSI-11.3-3, ISER-1.5.1-2: residuals both ways;
@@ -249,18 +254,20 @@ func TestBadCommands(t *testing.T) {
 // ISCSI-11.2-5, ISER-7.3-1: a CDB of 32 octets reaches the logical unit (which
 // does not know it), and the AHS area is checked.
 func TestExtendedCDB(t *testing.T) {
-	tc := newTestNode(t).connect().login()
-	long := make([]byte, 32)
-	long[0] = 0x7f
-	h := tc.scsi(pdu.FlagF, 0, [16]byte{0x7f})
-	tc.writeAHS(h, pdu.AppendExtendedCDB(nil, long), nil)
-	tc.wantSense(h, 5, 0x20, 0)
+	synctest.Test(t, func(t *testing.T) {
+		tc := newTestNode(t).connect().login()
+		long := make([]byte, 32)
+		long[0] = 0x7f
+		h := tc.scsi(pdu.FlagF, 0, [16]byte{0x7f})
+		tc.writeAHS(h, pdu.AppendExtendedCDB(nil, long), nil)
+		tc.wantSense(h, 5, 0x20, 0)
 
-	// ISCSI-7.7-1: an AHS that runs over ends the connection.
-	tc.writeAHS(tc.scsi(pdu.FlagF, 0, [16]byte{0x7f}), []byte{0, 200, 1, 0}, nil)
-	if err := tc.wait(); !errors.Is(err, pdu.ErrAHSTruncated) {
-		t.Error(err)
-	}
+		// ISCSI-7.7-1: an AHS that runs over ends the connection.
+		tc.writeAHS(tc.scsi(pdu.FlagF, 0, [16]byte{0x7f}), []byte{0, 200, 1, 0}, nil)
+		if err := tc.wait(); !errors.Is(err, pdu.ErrAHSTruncated) {
+			t.Error(err)
+		}
+	})
 }
 
 // ISCSI-11.2-2, ISCSI-11.2-1, ISCSI-7.7-1, ISER-10.1.4.1-1, ISER-6.4-2: format
@@ -279,7 +286,7 @@ func TestFormatErrors(t *testing.T) {
 			return Notice{BHS: h, Data: make([]byte, 8193)}
 		}},
 	} {
-		t.Run(c.id, func(t *testing.T) {
+		bubble(t, c.id, func(t *testing.T) {
 			tc := newTestNode(t).connect().login()
 			h := tc.scsi(writeF, 65536, cdb.Write10(0, 128))
 			tc.m.mu.Lock()
@@ -318,49 +325,51 @@ func unsolicitedNode(t *testing.T, change ...func(*Options)) *testNode {
 // ISER-7.3.1-9, ISER-7.3.4-3, ISCSI-4.2.5-3, ISCSI-4.2.5-4, ISCSI-11.7-3,
 // ISCSI-13.10-1: unsolicited Data-Out in any cut, of interleaved commands.
 func TestUnsolicitedData(t *testing.T) {
-	n := unsolicitedNode(t)
-	tc := n.connect().login()
-	type write struct {
-		h    pdu.BHS
-		all  []byte
-		sn   uint32
-		sent int
-	}
-	rnd := rand.New(rand.NewPCG(1, 2))
-	for range 30 {
-		size := (1 + rnd.IntN(160)) * blockLen
-		burst := min(size, 32768)
-		var ws []*write
-		for i := range 2 {
-			h := tc.scsi(pdu.FlagW, uint32(size), cdb.Write10(uint32(i)*1000, uint16(size/blockLen)))
-			w := &write{h: h, all: pattern(size, h.ITT()), sent: rnd.IntN(min(burst, 8193))}
-			tc.write(h, w.all[:w.sent])
-			ws = append(ws, w)
+	synctest.Test(t, func(t *testing.T) {
+		n := unsolicitedNode(t)
+		tc := n.connect().login()
+		type write struct {
+			h    pdu.BHS
+			all  []byte
+			sn   uint32
+			sent int
 		}
-		for _, w := range ws {
-			for last := false; !last; {
-				m := min(rnd.IntN(8193), burst-w.sent) // also zero octets
-				last = w.sent+m == burst
-				tc.write(tc.dataOutPDU(w.h, last, w.sn, uint32(w.sent)), w.all[w.sent:w.sent+m])
-				w.sent += m
-				w.sn++
+		rnd := rand.New(rand.NewPCG(1, 2))
+		for range 30 {
+			size := (1 + rnd.IntN(160)) * blockLen
+			burst := min(size, 32768)
+			var ws []*write
+			for i := range 2 {
+				h := tc.scsi(pdu.FlagW, uint32(size), cdb.Write10(uint32(i)*1000, uint16(size/blockLen)))
+				w := &write{h: h, all: pattern(size, h.ITT()), sent: rnd.IntN(min(burst, 8193))}
+				tc.write(h, w.all[:w.sent])
+				ws = append(ws, w)
+			}
+			for _, w := range ws {
+				for last := false; !last; {
+					m := min(rnd.IntN(8193), burst-w.sent) // also zero octets
+					last = w.sent+m == burst
+					tc.write(tc.dataOutPDU(w.h, last, w.sn, uint32(w.sent)), w.all[w.sent:w.sent+m])
+					w.sent += m
+					w.sn++
+				}
+			}
+			for range ws {
+				if p := tc.want(pdu.SCSIResponse); p.h.Status() != 0 {
+					t.Fatalf("%x %x", []byte(p.h), p.data)
+				}
+			}
+			for i, w := range ws {
+				if !bytes.Equal(n.stored(i*1000, size), w.all) {
+					t.Fatalf("%d octets: wrong data", size)
+				}
+				if got := tc.m.unsol[w.h.ITT()]; got != uint32(burst) {
+					t.Fatalf("Bind with %d unsolicited octets of %d", got, burst)
+				}
 			}
 		}
-		for range ws {
-			if p := tc.want(pdu.SCSIResponse); p.h.Status() != 0 {
-				t.Fatalf("%x %x", []byte(p.h), p.data)
-			}
-		}
-		for i, w := range ws {
-			if !bytes.Equal(n.stored(i*1000, size), w.all) {
-				t.Fatalf("%d octets: wrong data", size)
-			}
-			if got := tc.m.unsol[w.h.ITT()]; got != uint32(burst) {
-				t.Fatalf("Bind with %d unsolicited octets of %d", got, burst)
-			}
-		}
-	}
-	tc.logout()
+		tc.logout()
+	})
 }
 
 // sortSent waits until the target has sent n PDUs and puts the first op in
@@ -400,7 +409,7 @@ func TestBadUnsolicitedData(t *testing.T) {
 		{"ISER-10.1.4.3-1 DataSN gap", func(d pdu.BHS) int { d.SetDataSN(3); return 512 }, pdu.RejectProtocolError},
 		{"ISCSI-4.2.5-3 too little", func(d pdu.BHS) int { return 512 }, 0},
 	} {
-		t.Run(c.id, func(t *testing.T) {
+		bubble(t, c.id, func(t *testing.T) {
 			n := unsolicitedNode(t)
 			tc := n.connect().login()
 			h := tc.scsi(pdu.FlagW, 4096, cdb.Write10(0, 8))
@@ -417,7 +426,7 @@ func TestBadUnsolicitedData(t *testing.T) {
 			tc.logout()
 		})
 	}
-	t.Run("ISER-7.3.4-4 solicited", func(t *testing.T) {
+	bubble(t, "ISER-7.3.4-4 solicited", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		tc.m.holdGets = true
@@ -434,14 +443,14 @@ func TestBadUnsolicitedData(t *testing.T) {
 		tc.wantStatus(h, 0)
 		tc.logout()
 	})
-	t.Run("without a task", func(t *testing.T) {
+	bubble(t, "without a task", func(t *testing.T) {
 		tc := newTestNode(t).connect().login()
 		d := tc.dataOutPDU(tc.Request(pdu.SCSICommand, 0, true), true, 0, 0)
 		tc.write(d, make([]byte, 512))
 		tc.wantReject(pdu.RejectInvalidField, d)
 		tc.logout()
 	})
-	t.Run("ISCSI-11.3-5 F=0 with InitialR2T=Yes", func(t *testing.T) {
+	bubble(t, "ISCSI-11.3-5 F=0 with InitialR2T=Yes", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		h := tc.scsi(pdu.FlagW, 4096, cdb.Write10(0, 8))
@@ -449,7 +458,7 @@ func TestBadUnsolicitedData(t *testing.T) {
 		tc.wantStatus(h, 0)
 		tc.logout()
 	})
-	t.Run("ISCSI-13.11-1 ImmediateData=No", func(t *testing.T) {
+	bubble(t, "ISCSI-13.11-1 ImmediateData=No", func(t *testing.T) {
 		no := false
 		tc := newTestNode(t, func(o *Options) { o.Limits.ImmediateData = &no }).connect().login()
 		h := tc.command(writeF, 4096, cdb.Write10(0, 8), make([]byte, 512))
@@ -463,76 +472,80 @@ func TestBadUnsolicitedData(t *testing.T) {
 // ISER-9.5.1-3: with its memory used up a connection gets slow, not stuck; the
 // bound holds.
 func TestConnectionMemory(t *testing.T) {
-	n := newTestNode(t, func(o *Options) { o.ConnectionMemory, o.MaxTransferPiece = 1, 1 }) // one piece of 64 KiB
-	if o := n.opt.Load(); o.MaxTransferPiece != 65536 || o.ConnectionMemory != 65536 {
-		t.Fatalf("%+v", o)
-	}
-	n.fill()
-	tc := n.connect().login()
-	var over atomic.Int64
-	stop := make(chan struct{})
-	go func() {
-		for {
-			select {
-			case <-stop:
-				return
-			default:
-				over.Store(max(over.Load(), int64(n.Stats().BufferOctets)))
-				time.Sleep(10 * time.Microsecond)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, func(o *Options) { o.ConnectionMemory, o.MaxTransferPiece = 1, 1 }) // one piece of 64 KiB
+		if o := n.opt.Load(); o.MaxTransferPiece != 65536 || o.ConnectionMemory != 65536 {
+			t.Fatalf("%+v", o)
+		}
+		n.fill()
+		tc := n.connect().login()
+		var over atomic.Int64
+		stop := make(chan struct{})
+		go func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+					over.Store(max(over.Load(), int64(n.Stats().BufferOctets)))
+					time.Sleep(10 * time.Microsecond)
+				}
+			}
+		}()
+		var hs []pdu.BHS
+		for i := range 60 {
+			if i%2 == 0 {
+				hs = append(hs, tc.command(readF, 200*blockLen, cdb.Read10(uint32(i), 200), nil))
+			} else {
+				hs = append(hs, tc.command(writeF, 200*blockLen, cdb.Write10(4000, 200), make([]byte, 4096)))
 			}
 		}
-	}()
-	var hs []pdu.BHS
-	for i := range 60 {
-		if i%2 == 0 {
-			hs = append(hs, tc.command(readF, 200*blockLen, cdb.Read10(uint32(i), 200), nil))
-		} else {
-			hs = append(hs, tc.command(writeF, 200*blockLen, cdb.Write10(4000, 200), make([]byte, 4096)))
+		for range hs {
+			if p := tc.want(pdu.SCSIResponse); p.h.Status() != 0 {
+				t.Fatalf("%x %x", []byte(p.h), p.data)
+			}
 		}
-	}
-	for range hs {
-		if p := tc.want(pdu.SCSIResponse); p.h.Status() != 0 {
-			t.Fatalf("%x %x", []byte(p.h), p.data)
+		close(stop)
+		if over.Load() > 65536 {
+			t.Errorf("%d octets of buffers", over.Load())
 		}
-	}
-	close(stop)
-	if over.Load() > 65536 {
-		t.Errorf("%d octets of buffers", over.Load())
-	}
-	for i, h := range hs {
-		if i%2 == 0 && !bytes.Equal(tc.sinkOf(h), n.stored(i, 200*blockLen)) {
-			t.Errorf("read %d: wrong data", i)
+		for i, h := range hs {
+			if i%2 == 0 && !bytes.Equal(tc.sinkOf(h), n.stored(i, 200*blockLen)) {
+				t.Errorf("read %d: wrong data", i)
+			}
 		}
-	}
-	tc.logout()
+		tc.logout()
+	})
 }
 
 // A mix of everything at once ends with the right data everywhere.
 func TestManyTasks(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	rnd := rand.New(rand.NewPCG(3, 4))
-	for range 20 {
-		var hs [2][]pdu.BHS // writes, then the same places are read
-		for i := range 60 {
-			blocks := 1 + rnd.IntN(64)
-			h := tc.scsi(writeF, uint32(blocks*blockLen), cdb.Write10(uint32(i)*100, uint16(blocks)))
-			tc.write(h, pattern(blocks*blockLen, h.ITT())[:min(blocks*blockLen, rnd.IntN(8192))])
-			hs[0] = append(hs[0], h)
-		}
-		tc.wantAllGood(hs[0])
-		for i, w := range hs[0] {
-			read := cdb.Read10(uint32(i)*100, uint16(w.EDTL()/blockLen))
-			hs[1] = append(hs[1], tc.command(readF, w.EDTL(), read, nil))
-		}
-		tc.wantAllGood(hs[1])
-		for i, r := range hs[1] {
-			if !bytes.Equal(tc.sinkOf(r), pattern(int(r.EDTL()), hs[0][i].ITT())) {
-				t.Fatalf("command %d read back something else", i)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		rnd := rand.New(rand.NewPCG(3, 4))
+		for range 20 {
+			var hs [2][]pdu.BHS // writes, then the same places are read
+			for i := range 60 {
+				blocks := 1 + rnd.IntN(64)
+				h := tc.scsi(writeF, uint32(blocks*blockLen), cdb.Write10(uint32(i)*100, uint16(blocks)))
+				tc.write(h, pattern(blocks*blockLen, h.ITT())[:min(blocks*blockLen, rnd.IntN(8192))])
+				hs[0] = append(hs[0], h)
+			}
+			tc.wantAllGood(hs[0])
+			for i, w := range hs[0] {
+				read := cdb.Read10(uint32(i)*100, uint16(w.EDTL()/blockLen))
+				hs[1] = append(hs[1], tc.command(readF, w.EDTL(), read, nil))
+			}
+			tc.wantAllGood(hs[1])
+			for i, r := range hs[1] {
+				if !bytes.Equal(tc.sinkOf(r), pattern(int(r.EDTL()), hs[0][i].ITT())) {
+					t.Fatalf("command %d read back something else", i)
+				}
 			}
 		}
-	}
-	tc.logout()
+		tc.logout()
+	})
 }
 
 // wantAllGood wants one response with GOOD for each command, in any order.
@@ -554,193 +567,207 @@ func (tc *testConn) wantAllGood(hs []pdu.BHS) {
 // Commands with the ORDERED attribute begin after all older ones have ended and
 // before all younger ones begin (SAM); HEAD OF QUEUE does not wait.
 func TestOrdered(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	tc.m.holdGets = true
-	first := tc.command(writeF|pdu.AttrSimple, 4096, cdb.Write10(0, 8), nil)
-	tc.wantGets(1)
-	ordered := tc.command(writeF|pdu.AttrOrdered, 4096, cdb.Write10(0, 8), nil)
-	last := tc.command(writeF|pdu.AttrSimple, 8192, cdb.Write10(0, 16), make([]byte, 512))
-	tc.wantStatus(tc.command(pdu.FlagF|pdu.AttrHeadOfQueue, 0, cdb.TestUnitReady, nil), 0)
-	tc.wantNothing()
-	if got := tc.m.getting(); got != 1 {
-		t.Errorf("%d GetDatas before the ORDERED command", got)
-	}
-	tc.m.releaseGets()
-	tc.wantStatus(first, 0)
-	tc.wantStatus(ordered, 0)
-	tc.wantStatus(last, 0)
-	tc.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		tc.m.holdGets = true
+		first := tc.command(writeF|pdu.AttrSimple, 4096, cdb.Write10(0, 8), nil)
+		tc.wantGets(1)
+		ordered := tc.command(writeF|pdu.AttrOrdered, 4096, cdb.Write10(0, 8), nil)
+		last := tc.command(writeF|pdu.AttrSimple, 8192, cdb.Write10(0, 16), make([]byte, 512))
+		tc.wantStatus(tc.command(pdu.FlagF|pdu.AttrHeadOfQueue, 0, cdb.TestUnitReady, nil), 0)
+		tc.wantNothing()
+		if got := tc.m.getting(); got != 1 {
+			t.Errorf("%d GetDatas before the ORDERED command", got)
+		}
+		tc.m.releaseGets()
+		tc.wantStatus(first, 0)
+		tc.wantStatus(ordered, 0)
+		tc.wantStatus(last, 0)
+		tc.logout()
+	})
 }
 
 // The task set is that of all initiators (TST 000b): ORDERED commands of one
 // session wait for the older ones of the others, which wait for them in turn.
 func TestOrderedAmongSessions(t *testing.T) {
-	n := newTestNode(t)
-	a := n.connect().login()
-	b := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
-	a.m.holdGets, b.m.holdGets = true, true
-	first := a.command(writeF|pdu.AttrSimple, 4096, cdb.Write10(0, 8), nil)
-	a.wantGets(1)
-	ordered := b.command(writeF|pdu.AttrOrdered, 4096, cdb.Write10(0, 8), nil)
-	second := b.command(writeF|pdu.AttrOrdered, 4096, cdb.Write10(0, 8), nil)
-	b.ping() // both have come
-	last := a.command(pdu.FlagF|pdu.AttrSimple, 0, cdb.TestUnitReady, nil)
-	a.wantStatus(a.command(pdu.FlagF|pdu.AttrHeadOfQueue, 0, cdb.TestUnitReady, nil), 0)
-	a.wantNothing()
-	if b.m.getting() != 0 {
-		t.Error("an ORDERED command has overtaken one of another session")
-	}
-	a.m.releaseGets()
-	a.wantStatus(first, 0)
-	testkit.Eventually(n.tb, "GetData of the ORDERED command", func() bool { return b.m.getting() == 1 })
-	a.wantNothing() // last is younger than both
-	b.m.releaseGets()
-	b.wantStatus(ordered, 0)
-	b.wantStatus(second, 0)
-	a.wantStatus(last, 0)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		a := n.connect().login()
+		b := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
+		a.m.holdGets, b.m.holdGets = true, true
+		first := a.command(writeF|pdu.AttrSimple, 4096, cdb.Write10(0, 8), nil)
+		a.wantGets(1)
+		ordered := b.command(writeF|pdu.AttrOrdered, 4096, cdb.Write10(0, 8), nil)
+		second := b.command(writeF|pdu.AttrOrdered, 4096, cdb.Write10(0, 8), nil)
+		b.ping() // both have come
+		last := a.command(pdu.FlagF|pdu.AttrSimple, 0, cdb.TestUnitReady, nil)
+		a.wantStatus(a.command(pdu.FlagF|pdu.AttrHeadOfQueue, 0, cdb.TestUnitReady, nil), 0)
+		a.wantNothing()
+		if b.m.getting() != 0 {
+			t.Error("an ORDERED command has overtaken one of another session")
+		}
+		a.m.releaseGets()
+		a.wantStatus(first, 0)
+		testkit.Eventually(n.tb, "GetData of the ORDERED command", func() bool { return b.m.getting() == 1 })
+		a.wantNothing() // last is younger than both
+		b.m.releaseGets()
+		b.wantStatus(ordered, 0)
+		b.wantStatus(second, 0)
+		a.wantStatus(last, 0)
 
-	// Who waits can be aborted, and the end of a session ends the wait for it.
-	a.m.holdGets = true
-	a.command(writeF|pdu.AttrSimple, 4096, cdb.Write10(0, 8), nil)
-	a.wantGets(1)
-	h := b.command(pdu.FlagF|pdu.AttrOrdered, 0, cdb.TestUnitReady, nil)
-	b.wantNothing()
-	b.wantTMF(b.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
-	h = b.command(pdu.FlagF|pdu.AttrOrdered, 0, cdb.TestUnitReady, nil)
-	b.wantNothing()
-	a.close()
-	a.wait()
-	b.wantStatus(h, 0)
-	if o := n.targets[0].order; o.tasks.Load() != 0 {
-		t.Errorf("%d ORDERED tasks are counted at the end", o.tasks.Load())
-	}
-	b.logout()
+		// Who waits can be aborted, and the end of a session ends the wait for it.
+		a.m.holdGets = true
+		a.command(writeF|pdu.AttrSimple, 4096, cdb.Write10(0, 8), nil)
+		a.wantGets(1)
+		h := b.command(pdu.FlagF|pdu.AttrOrdered, 0, cdb.TestUnitReady, nil)
+		b.wantNothing()
+		b.wantTMF(b.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
+		h = b.command(pdu.FlagF|pdu.AttrOrdered, 0, cdb.TestUnitReady, nil)
+		b.wantNothing()
+		a.close()
+		a.wait()
+		b.wantStatus(h, 0)
+		if o := n.targets[0].order; o.tasks.Load() != 0 {
+			t.Errorf("%d ORDERED tasks are counted at the end", o.tasks.Load())
+		}
+		b.logout()
+	})
 }
 
 // Sessions that use all task attributes do not wait for one another for ever.
 func TestOrderedLoad(t *testing.T) {
-	n := newTestNode(t)
-	var wg sync.WaitGroup
-	for i := range 3 {
-		tc := n.connect(func(tc *testConn) { tc.isid[5] = byte(i) }).login()
-		wg.Go(func() {
-			rnd := rand.New(rand.NewPCG(1, uint64(i)))
-			for range 20 {
-				var hs []pdu.BHS
-				for range 30 {
-					flags, block, edtl := byte(pdu.FlagF), cdb.TestUnitReady, uint32(0)
-					if rnd.IntN(2) == 0 {
-						flags, block, edtl = writeF, cdb.Write10(rnd.Uint32N(8), 1), blockLen
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		var wg sync.WaitGroup
+		for i := range 3 {
+			tc := n.connect(func(tc *testConn) { tc.isid[5] = byte(i) }).login()
+			wg.Go(func() {
+				rnd := rand.New(rand.NewPCG(1, uint64(i)))
+				for range 20 {
+					var hs []pdu.BHS
+					for range 30 {
+						flags, block, edtl := byte(pdu.FlagF), cdb.TestUnitReady, uint32(0)
+						if rnd.IntN(2) == 0 {
+							flags, block, edtl = writeF, cdb.Write10(rnd.Uint32N(8), 1), blockLen
+						}
+						hs = append(hs, tc.command(flags|byte(rnd.IntN(4)), edtl, block, make([]byte, edtl)))
 					}
-					hs = append(hs, tc.command(flags|byte(rnd.IntN(4)), edtl, block, make([]byte, edtl)))
+					tc.wantAllGood(hs)
 				}
-				tc.wantAllGood(hs)
-			}
-			tc.logout()
-		})
-	}
-	wg.Wait()
+				tc.logout()
+			})
+		}
+		wg.Wait()
+	})
 }
 
 // A connection that ends in the middle of everything leaves nothing behind:
 // ISER-5.2.3.1-2, ISER-10.1.1.2-1, ISER-7.1-4.
 func TestConnectionLoss(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	before := n.stored(0, 65536)
-	tc.m.holdGets = true
-	for range 10 {
-		tc.command(writeF, 65536, cdb.Write10(0, 128), nil)
-	}
-	tc.wantGets(10)
-	gate := n.store.Shut()
-	for range 10 {
-		tc.command(readF, 65536, cdb.Read10(0, 128), nil)
-	}
-	for range 10 {
-		<-gate.Entered
-	}
-	tc.CmdSN += 3 // a gap: these wait
-	for range 10 {
-		tc.command(writeF, 65536, cdb.Write10(0, 128), make([]byte, 8192))
-	}
-	tc.close()
-	time.Sleep(10 * time.Millisecond)
-	gate.Open()
-	if err := tc.wait(); !errors.Is(err, errPeerClosed) {
-		t.Error(err)
-	}
-	if !bytes.Equal(n.stored(0, 65536), before) {
-		t.Error("data of an unfinished write is on the medium")
-	}
-	if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "level=WARN") {
-		t.Errorf("log: %q", l)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		before := n.stored(0, 65536)
+		tc.m.holdGets = true
+		for range 10 {
+			tc.command(writeF, 65536, cdb.Write10(0, 128), nil)
+		}
+		tc.wantGets(10)
+		gate := n.store.Shut()
+		for range 10 {
+			tc.command(readF, 65536, cdb.Read10(0, 128), nil)
+		}
+		for range 10 {
+			<-gate.Entered
+		}
+		tc.CmdSN += 3 // a gap: these wait
+		for range 10 {
+			tc.command(writeF, 65536, cdb.Write10(0, 128), make([]byte, 8192))
+		}
+		tc.close()
+		time.Sleep(10 * time.Millisecond)
+		gate.Open()
+		if err := tc.wait(); !errors.Is(err, errPeerClosed) {
+			t.Error(err)
+		}
+		if !bytes.Equal(n.stored(0, 65536), before) {
+			t.Error("data of an unfinished write is on the medium")
+		}
+		if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "level=WARN") {
+			t.Errorf("log: %q", l)
+		}
+	})
 }
 
 // ISCSI-11.4-5, ISCSI-11.4-6: what a command reports is cut by its ALLOCATION
 // LENGTH before it is compared with EDTL.
 func TestReportResiduals(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	h := tc.command(readF, 255, [16]byte{0x12, 0, 0, 0, 255}, nil)
-	p := tc.wantStatus(h, 0)
-	length := 5 + uint32(tc.sinkOf(h)[4]) // ADDITIONAL LENGTH
-	if length < 36 || length >= 255 {
-		t.Fatalf("INQUIRY data of %d octets", length)
-	}
-	wantResidual(t, p, pdu.FlagUnderflow, 255-length)
-	h = tc.command(readF, 36, [16]byte{0x12, 0, 0, 0, 36}, nil)
-	wantResidual(t, tc.wantStatus(h, 0), 0, 0)
-	h = tc.command(readF, 16, [16]byte{0xa0, 9: 16, 11: 0}, nil) // REPORT LUNS
-	wantResidual(t, tc.wantStatus(h, 0), 0, 0)
-	h = tc.command(readF, 64, [16]byte{0xa0, 9: 64, 11: 0}, nil)
-	wantResidual(t, tc.wantStatus(h, 0), pdu.FlagUnderflow, 48)
-	tc.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		h := tc.command(readF, 255, [16]byte{0x12, 0, 0, 0, 255}, nil)
+		p := tc.wantStatus(h, 0)
+		length := 5 + uint32(tc.sinkOf(h)[4]) // ADDITIONAL LENGTH
+		if length < 36 || length >= 255 {
+			t.Fatalf("INQUIRY data of %d octets", length)
+		}
+		wantResidual(t, p, pdu.FlagUnderflow, 255-length)
+		h = tc.command(readF, 36, [16]byte{0x12, 0, 0, 0, 36}, nil)
+		wantResidual(t, tc.wantStatus(h, 0), 0, 0)
+		h = tc.command(readF, 16, [16]byte{0xa0, 9: 16, 11: 0}, nil) // REPORT LUNS
+		wantResidual(t, tc.wantStatus(h, 0), 0, 0)
+		h = tc.command(readF, 64, [16]byte{0xa0, 9: 64, 11: 0}, nil)
+		wantResidual(t, tc.wantStatus(h, 0), pdu.FlagUnderflow, 48)
+		tc.logout()
+	})
 }
 
 // ISCSI-11-1, ISCSI-7.10-1, ISCSI-7144.5.1-1: reserved bits of a request, and
 // PRI, change nothing; ours are zero.
 func TestReservedBits(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	h := tc.scsi(readF|0x18, 4096, cdb.Read10(0, 8))
-	h[0] |= 0x80
-	h[2], h[3] = 0xff, 0xff
-	tc.write(h, nil)
-	p := tc.wantStatus(h, 0)
-	for i, b := range p.h[8:16] { // Status Qualifier and the rest of the word
-		if b != 0 {
-			t.Errorf("octet %d is %#x", 8+i, b)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		h := tc.scsi(readF|0x18, 4096, cdb.Read10(0, 8))
+		h[0] |= 0x80
+		h[2], h[3] = 0xff, 0xff
+		tc.write(h, nil)
+		p := tc.wantStatus(h, 0)
+		for i, b := range p.h[8:16] { // Status Qualifier and the rest of the word
+			if b != 0 {
+				t.Errorf("octet %d is %#x", 8+i, b)
+			}
 		}
-	}
-	// ISCSI-11.5-8: a function with data and a tag that it does not need.
-	f := tc.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTaskSet, true)
-	f.SetReferencedTaskTag(5)
-	tc.write(f, []byte{1, 2, 3})
-	tc.wantTMF(f, pdu.FunctionComplete)
-	tc.logout()
+		// ISCSI-11.5-8: a function with data and a tag that it does not need.
+		f := tc.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTaskSet, true)
+		f.SetReferencedTaskTag(5)
+		tc.write(f, []byte{1, 2, 3})
+		tc.wantTMF(f, pdu.FunctionComplete)
+		tc.logout()
+	})
 }
 
 // The core serves a mover without RDMA, too: data segments as long as declared,
 // and our side of the connection is closed after the last word (ISCSI-11.14-3).
 func TestWithoutRDMA(t *testing.T) {
-	n := newTestNode(t)
-	n.fill()
-	tc := n.connect(func(tc *testConn) { tc.m.rdma = false })
-	tc.writeLogin(tc.loginRequest(true, 1, 3), append(without(linuxKeys, "RDMAExtensions", "TargetRecvDataSegmentLength", "InitiatorRecvDataSegmentLength"), names...)...)
-	tc.loggedIn()
-	h := tc.scsi(writeF, 65536, cdb.Write10(0, 128))
-	tc.write(h, pattern(65536, h.ITT())) // FirstBurstLength in one segment
-	tc.wantStatus(h, 0)
-	if !bytes.Equal(n.stored(0, 65536), pattern(65536, h.ITT())) {
-		t.Error("wrong data")
-	}
-	h = tc.command(readF, 65536, cdb.Read10(0, 128), nil)
-	tc.wantStatus(h, 0)
-	if !bytes.Equal(tc.sinkOf(h), n.stored(0, 65536)) {
-		t.Error("wrong data")
-	}
-	tc.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		n.fill()
+		tc := n.connect(func(tc *testConn) { tc.m.rdma = false })
+		tc.writeLogin(tc.loginRequest(true, 1, 3), append(without(linuxKeys, "RDMAExtensions", "TargetRecvDataSegmentLength", "InitiatorRecvDataSegmentLength"), names...)...)
+		tc.loggedIn()
+		h := tc.scsi(writeF, 65536, cdb.Write10(0, 128))
+		tc.write(h, pattern(65536, h.ITT())) // FirstBurstLength in one segment
+		tc.wantStatus(h, 0)
+		if !bytes.Equal(n.stored(0, 65536), pattern(65536, h.ITT())) {
+			t.Error("wrong data")
+		}
+		h = tc.command(readF, 65536, cdb.Read10(0, 128), nil)
+		tc.wantStatus(h, 0)
+		if !bytes.Equal(tc.sinkOf(h), n.stored(0, 65536)) {
+			t.Error("wrong data")
+		}
+		tc.logout()
+	})
 }

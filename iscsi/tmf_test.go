@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -16,7 +17,7 @@ import (
 // ISCSI-11.6-1, ISCSI-7.11-2, ISCSI-11.5-2, ISER-3.1.9-1, ISCSI-10.7-1: ABORT
 // TASK waits until the task has stopped; its data is dropped.
 func TestAbortTask(t *testing.T) {
-	t.Run("GetData outstanding", func(t *testing.T) {
+	bubble(t, "GetData outstanding", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		before := n.stored(0, 4096)
@@ -38,7 +39,7 @@ func TestAbortTask(t *testing.T) {
 		}
 		tc.logout()
 	})
-	t.Run("in the backend", func(t *testing.T) {
+	bubble(t, "in the backend", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		gate := n.store.Shut()
@@ -55,7 +56,7 @@ func TestAbortTask(t *testing.T) {
 		tc.logout()
 	})
 	// What takes long stops between two steps.
-	t.Run("WRITE SAME in the backend", func(t *testing.T) {
+	bubble(t, "WRITE SAME in the backend", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		gate := n.store.Shut()
@@ -71,7 +72,7 @@ func TestAbortTask(t *testing.T) {
 		}
 		tc.logout()
 	})
-	t.Run("waiting for memory", func(t *testing.T) {
+	bubble(t, "waiting for memory", func(t *testing.T) {
 		n := newTestNode(t, func(o *Options) { o.ConnectionMemory = 1; o.MaxTransferPiece = 1 })
 		tc := n.connect().login()
 		gate := n.store.Shut()
@@ -90,7 +91,7 @@ func TestAbortTask(t *testing.T) {
 		tc.wantNothing()
 		tc.logout()
 	})
-	t.Run("waiting for CmdSN", func(t *testing.T) {
+	bubble(t, "waiting for CmdSN", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
@@ -103,7 +104,7 @@ func TestAbortTask(t *testing.T) {
 		tc.wantOpenWindow()
 		tc.logout()
 	})
-	t.Run("waiting for unsolicited data", func(t *testing.T) {
+	bubble(t, "waiting for unsolicited data", func(t *testing.T) {
 		n := unsolicitedNode(t)
 		tc := n.connect().login()
 		h := tc.scsi(pdu.FlagW, 4096, cdb.Write10(0, 8))
@@ -112,7 +113,7 @@ func TestAbortTask(t *testing.T) {
 		tc.wantNothing()
 		tc.logout()
 	})
-	t.Run("waiting for its turn", func(t *testing.T) {
+	bubble(t, "waiting for its turn", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		tc.m.holdGets = true
@@ -128,7 +129,7 @@ func TestAbortTask(t *testing.T) {
 		tc.wantStatus(first, 0)
 		tc.logout()
 	})
-	t.Run("ISCSI-7.11-1 never received", func(t *testing.T) {
+	bubble(t, "ISCSI-7.11-1 never received", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
@@ -147,7 +148,7 @@ func TestAbortTask(t *testing.T) {
 		tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, 0x7777, tc.CmdSN-1), pdu.TaskDoesNotExist)
 		tc.logout()
 	})
-	t.Run("ISCSI-11.5-3 not on a function", func(t *testing.T) {
+	bubble(t, "ISCSI-11.5-3 not on a function", func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		tc.m.holdGets = true
@@ -166,94 +167,100 @@ func TestAbortTask(t *testing.T) {
 // ISCSI-11.5-1, ISCSI-7.2.2-1, ISCSI-11.6-2, ISCSI-11.6-3, ISCSI-7144.4.1-1:
 // every function is answered.
 func TestTMFResponses(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	for _, c := range []struct {
-		function byte
-		lun      byte
-		want     byte
-	}{
-		{pdu.AbortTask, 0, pdu.TaskDoesNotExist},
-		{pdu.AbortTaskSet, 0, pdu.FunctionComplete},
-		{pdu.AbortTaskSet, 99, pdu.LUNDoesNotExist},
-		{pdu.ClearACA, 0, pdu.FunctionNotSupported}, // ISCSI-10.2-1
-		{pdu.ClearTaskSet, 0, pdu.FunctionComplete},
-		{pdu.ClearTaskSet, 99, pdu.LUNDoesNotExist},
-		{pdu.LogicalUnitReset, 0, pdu.FunctionComplete},
-		{pdu.LogicalUnitReset, 99, pdu.LUNDoesNotExist},
-		{pdu.TargetWarmReset, 0, pdu.FunctionComplete},
-		{pdu.TaskReassign, 0, pdu.ReassignNotSupported},
-		{pdu.QueryTask, 0, pdu.FunctionNotSupported},
-		{pdu.QueryAsyncEvent, 0, pdu.FunctionNotSupported},
-		{0, 0, pdu.FunctionNotSupported},
-		{13, 0, pdu.FunctionNotSupported},
-		{127, 0, pdu.FunctionNotSupported},
-	} {
-		tc.wantTMF(tc.tmf(c.function, [8]byte{1: c.lun}, pdu.ReservedTag, tc.CmdSN-1), c.want)
-	}
-	tc.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		for _, c := range []struct {
+			function byte
+			lun      byte
+			want     byte
+		}{
+			{pdu.AbortTask, 0, pdu.TaskDoesNotExist},
+			{pdu.AbortTaskSet, 0, pdu.FunctionComplete},
+			{pdu.AbortTaskSet, 99, pdu.LUNDoesNotExist},
+			{pdu.ClearACA, 0, pdu.FunctionNotSupported}, // ISCSI-10.2-1
+			{pdu.ClearTaskSet, 0, pdu.FunctionComplete},
+			{pdu.ClearTaskSet, 99, pdu.LUNDoesNotExist},
+			{pdu.LogicalUnitReset, 0, pdu.FunctionComplete},
+			{pdu.LogicalUnitReset, 99, pdu.LUNDoesNotExist},
+			{pdu.TargetWarmReset, 0, pdu.FunctionComplete},
+			{pdu.TaskReassign, 0, pdu.ReassignNotSupported},
+			{pdu.QueryTask, 0, pdu.FunctionNotSupported},
+			{pdu.QueryAsyncEvent, 0, pdu.FunctionNotSupported},
+			{0, 0, pdu.FunctionNotSupported},
+			{13, 0, pdu.FunctionNotSupported},
+			{127, 0, pdu.FunctionNotSupported},
+		} {
+			tc.wantTMF(tc.tmf(c.function, [8]byte{1: c.lun}, pdu.ReservedTag, tc.CmdSN-1), c.want)
+		}
+		tc.logout()
+	})
 }
 
 // ISCSI-11.5-4, ISCSI-4.2.2.1-12, ISCSI-4.2.2.3-1, ISCSI-4.2.3.3-1,
 // ISCSI-4.2.3.3-2: ABORT TASK SET stops the tasks of this session on one LUN
 // that were sent before it.
 func TestAbortTaskSet(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
-	tc.m.holdGets, other.m.holdGets = true, true
-	for range 32 {
-		tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
-	}
-	spared := other.command(writeF, 4096, cdb.Write10(0, 8), nil)
-	testkit.Eventually(n.tb, "GetDatas", func() bool { return tc.m.getting() == 32 && other.m.getting() == 1 })
-	f := tc.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
-	later := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
-	tc.wantStatus(later, 0) // CmdSN of the function marks its scope
-	tc.wantNothing()
-	tc.m.releaseGets()
-	tc.wantTMF(f, pdu.FunctionComplete)
-	tc.wantNothing()
-	other.m.releaseGets()
-	other.wantStatus(spared, 0)
-	tc.logout()
-	other.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
+		tc.m.holdGets, other.m.holdGets = true, true
+		for range 32 {
+			tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
+		}
+		spared := other.command(writeF, 4096, cdb.Write10(0, 8), nil)
+		testkit.Eventually(n.tb, "GetDatas", func() bool { return tc.m.getting() == 32 && other.m.getting() == 1 })
+		f := tc.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
+		later := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
+		tc.wantStatus(later, 0) // CmdSN of the function marks its scope
+		tc.wantNothing()
+		tc.m.releaseGets()
+		tc.wantTMF(f, pdu.FunctionComplete)
+		tc.wantNothing()
+		other.m.releaseGets()
+		other.wantStatus(spared, 0)
+		tc.logout()
+		other.logout()
+	})
 }
 
 // ISCSI-4.2.3.3-3: the function waits for commands sent before it that have not
 // come.
 func TestAbortTaskSetWaitsForEarlier(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
-	h := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
-	f := tc.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
-	tc.wantNothing()
-	tc.write(gap, nil)
-	// The gap's command and the one behind may be answered or aborted; the
-	// function's response comes last.
-	for {
-		r := tc.next(testkit.Patience)
-		if r == nil {
-			t.Fatal("no TMF Response")
-		}
-		tc.ExpStatSN = r.h.StatSN() + 1
-		if r.h.Opcode() == pdu.TaskMgmtResp {
-			if r.h.ITT() != f.ITT() || r.h.Response() != 0 || r.h.ExpCmdSN() != h.CmdSN()+1 {
-				t.Errorf("%x", []byte(r.h))
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
+		h := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
+		f := tc.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
+		tc.wantNothing()
+		tc.write(gap, nil)
+		// The gap's command and the one behind may be answered or aborted; the
+		// function's response comes last.
+		for {
+			r := tc.next(testkit.Patience)
+			if r == nil {
+				t.Fatal("no TMF Response")
 			}
-			break
+			tc.ExpStatSN = r.h.StatSN() + 1
+			if r.h.Opcode() == pdu.TaskMgmtResp {
+				if r.h.ITT() != f.ITT() || r.h.Response() != 0 || r.h.ExpCmdSN() != h.CmdSN()+1 {
+					t.Errorf("%x", []byte(r.h))
+				}
+				break
+			}
 		}
-	}
-	tc.wantNothing()
-	tc.logout()
+		tc.wantNothing()
+		tc.logout()
+	})
 }
 
 // ISCSI-11.5-5, ISCSI-4.2.3.3-5, ISCSI-4.2.3.3-6, ISCSI-E-3: LOGICAL UNIT RESET
 // stops the tasks of all sessions, and CLEAR TASK SET does.
 func TestResetStopsOtherSessions(t *testing.T) {
 	for name, function := range map[string]byte{"LOGICAL UNIT RESET": pdu.LogicalUnitReset, "CLEAR TASK SET": pdu.ClearTaskSet, "TARGET WARM RESET": pdu.TargetWarmReset} {
-		t.Run(name, func(t *testing.T) {
+		bubble(t, name, func(t *testing.T) {
 			n := newTestNode(t)
 			tc := n.connect().login()
 			other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
@@ -318,7 +325,7 @@ func (tc *testConn) wantWindow() {
 // and as soon as the initiator has a buffer for it.
 func TestWindowNews(t *testing.T) {
 	for _, rdma := range []bool{true, false} {
-		t.Run(map[bool]string{true: "RDMA", false: "TCP"}[rdma], func(t *testing.T) {
+		bubble(t, map[bool]string{true: "RDMA", false: "TCP"}[rdma], func(t *testing.T) {
 			n := newTestNode(t, func(o *Options) { o.QueueDepth = 4 })
 			tc := n.connect(func(tc *testConn) { tc.isid[5], tc.m.rdma = 2, rdma }).login()
 			other := n.connect(func(tc *testConn) { tc.m.rdma = rdma }).login()
@@ -382,170 +389,180 @@ func TestWindowNews(t *testing.T) {
 // While the network keeps the news no other goroutine waits to tell it, and what they had to
 // tell is told when the network goes on.
 func TestWindowNewsOnSlowNetwork(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect(func(tc *testConn) { tc.m.rdma = false }).login()
-	var c *conn
-	for c = range n.conns {
-	}
-	hold := func(on bool) {
-		tc.m.mu.Lock()
-		defer tc.m.mu.Unlock()
-		tc.m.holdFlush = on
-		tc.m.cond.Broadcast()
-	}
-	end := func() <-chan struct{} { // a command that ends without a response
-		c.mu.Lock()
-		c.win.ended()
-		c.mu.Unlock()
-		told := make(chan struct{})
-		go func() {
-			c.tellWindow()
-			close(told)
-		}()
-		return told
-	}
-	hold(true)
-	flushes := func() int {
-		tc.m.mu.Lock()
-		defer tc.m.mu.Unlock()
-		return tc.m.flushes
-	}
-	before := flushes()
-	first := end()
-	testkit.Eventually(n.tb, "a NOP-In waits for the network", func() bool { return flushes() > before })
-	select {
-	case <-end():
-	case <-time.After(testkit.Patience):
-		t.Error("another goroutine waits for the network")
-	}
-	hold(false)
-	<-first
-	was := tc.maxCmdSN
-	for tc.maxCmdSN != was+2 {
-		tc.want(pdu.NOPIn)
-	}
-	tc.wantNothing()
-	tc.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect(func(tc *testConn) { tc.m.rdma = false }).login()
+		var c *conn
+		for c = range n.conns {
+		}
+		hold := func(on bool) {
+			tc.m.mu.Lock()
+			defer tc.m.mu.Unlock()
+			tc.m.holdFlush = on
+			tc.m.cond.Broadcast()
+		}
+		end := func() <-chan struct{} { // a command that ends without a response
+			c.mu.Lock()
+			c.win.ended()
+			c.mu.Unlock()
+			told := make(chan struct{})
+			go func() {
+				c.tellWindow()
+				close(told)
+			}()
+			return told
+		}
+		hold(true)
+		flushes := func() int {
+			tc.m.mu.Lock()
+			defer tc.m.mu.Unlock()
+			return tc.m.flushes
+		}
+		before := flushes()
+		first := end()
+		testkit.Eventually(n.tb, "a NOP-In waits for the network", func() bool { return flushes() > before })
+		select {
+		case <-end():
+		case <-time.After(testkit.Patience):
+			t.Error("another goroutine waits for the network")
+		}
+		hold(false)
+		<-first
+		was := tc.maxCmdSN
+		for tc.maxCmdSN != was+2 {
+			tc.want(pdu.NOPIn)
+		}
+		tc.wantNothing()
+		tc.logout()
+	})
 }
 
 // ISCSI-4.2.3.3-4: before a target reset missing commands count as received.
 func TestWarmResetSkipsGap(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	tc.CmdSN += 5
-	tc.command(writeF, 4096, cdb.Write10(0, 8), make([]byte, 4096))
-	tc.CmdSN += 2
-	f := tc.tmf(pdu.TargetWarmReset, [8]byte{}, pdu.ReservedTag, 0)
-	p := tc.want(pdu.TaskMgmtResp)
-	if p.h.ITT() != f.ITT() || tc.expCmdSN != tc.CmdSN || tc.maxCmdSN != tc.CmdSN+127 {
-		t.Errorf("ExpCmdSN %d instead of %d, MaxCmdSN %d", tc.expCmdSN, tc.CmdSN, tc.maxCmdSN)
-	}
-	tc.wantNothing() // nor the one that waited
-	tc.ping()
-	tc.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		tc.CmdSN += 5
+		tc.command(writeF, 4096, cdb.Write10(0, 8), make([]byte, 4096))
+		tc.CmdSN += 2
+		f := tc.tmf(pdu.TargetWarmReset, [8]byte{}, pdu.ReservedTag, 0)
+		p := tc.want(pdu.TaskMgmtResp)
+		if p.h.ITT() != f.ITT() || tc.expCmdSN != tc.CmdSN || tc.maxCmdSN != tc.CmdSN+127 {
+			t.Errorf("ExpCmdSN %d instead of %d, MaxCmdSN %d", tc.expCmdSN, tc.CmdSN, tc.maxCmdSN)
+		}
+		tc.wantNothing() // nor the one that waited
+		tc.ping()
+		tc.logout()
+	})
 }
 
 // ISCSI-11.5-6, ISCSI-11.5-7, ISCSI-E-3, ISCSI-E-4: TARGET COLD RESET is
 // answered; then all connections with the target are closed, discovery included,
 // and whoever comes again hears of a power on.
 func TestColdReset(t *testing.T) {
-	n := newTestNode(t, func(o *Options) { o.LogoutWait = 20 * time.Millisecond })
-	tc := n.connect().login()
-	other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
-	discovery := n.connect(func(tc *testConn) { tc.isid[5] = 3 })
-	discovery.writeLogin(discovery.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery", "TargetName="+targetName)
-	discovery.wantLogin(pdu.LoginSuccess)
-	unnamed := n.connect(func(tc *testConn) { tc.isid[5] = 4 }).discover()
-	other.m.holdGets = true
-	before := n.stored(0, 4096)
-	other.command(writeF, 4096, cdb.Write10(0, 8), nil)
-	other.wantGets(1)
-	tc.CmdSN += 5 // what is missing counts as received
-	f := tc.tmf(pdu.TargetColdReset, [8]byte{}, pdu.ReservedTag, 0)
-	tc.wantTMF(f, pdu.FunctionComplete)
-	for _, c := range []*testConn{tc, other, discovery} {
-		if err := c.wait(); !errors.Is(err, errColdReset) {
-			t.Errorf("ended with %v", err)
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, func(o *Options) { o.LogoutWait = 20 * time.Millisecond })
+		tc := n.connect().login()
+		other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
+		discovery := n.connect(func(tc *testConn) { tc.isid[5] = 3 })
+		discovery.writeLogin(discovery.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery", "TargetName="+targetName)
+		discovery.wantLogin(pdu.LoginSuccess)
+		unnamed := n.connect(func(tc *testConn) { tc.isid[5] = 4 }).discover()
+		other.m.holdGets = true
+		before := n.stored(0, 4096)
+		other.command(writeF, 4096, cdb.Write10(0, 8), nil)
+		other.wantGets(1)
+		tc.CmdSN += 5 // what is missing counts as received
+		f := tc.tmf(pdu.TargetColdReset, [8]byte{}, pdu.ReservedTag, 0)
+		tc.wantTMF(f, pdu.FunctionComplete)
+		for _, c := range []*testConn{tc, other, discovery} {
+			if err := c.wait(); !errors.Is(err, errColdReset) {
+				t.Errorf("ended with %v", err)
+			}
 		}
-	}
-	if !bytes.Equal(n.stored(0, 4096), before) {
-		t.Error("data of an aborted write is on the medium")
-	}
-	again := n.connect().login()
-	again.logout()
-	unnamed.logout() // it is not with this target
+		if !bytes.Equal(n.stored(0, 4096), before) {
+			t.Error("data of an aborted write is on the medium")
+		}
+		again := n.connect().login()
+		again.logout()
+		unnamed.logout() // it is not with this target
+	})
 }
 
 // A connection that ends while a function waits takes nothing down with it.
 func TestTMFAtTheEnd(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
-	gate := n.store.Shut()
-	other.command(readF, 4096, cdb.Read10(0, 8), nil)
-	tc.m.holdGets = true
-	tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
-	tc.wantGets(1)
-	<-gate.Entered
-	tc.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
-	tc.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
-	gap := tc.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTaskSet, true)
-	gap.SetCmdSN(tc.CmdSN + 3)
-	tc.write(gap, nil)
-	time.Sleep(5 * time.Millisecond)
-	tc.close()
-	time.Sleep(5 * time.Millisecond)
-	gate.Open()
-	tc.wait()
-	other.wantWindow()
-	other.logout()
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
+		gate := n.store.Shut()
+		other.command(readF, 4096, cdb.Read10(0, 8), nil)
+		tc.m.holdGets = true
+		tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
+		tc.wantGets(1)
+		<-gate.Entered
+		tc.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
+		tc.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
+		gap := tc.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTaskSet, true)
+		gap.SetCmdSN(tc.CmdSN + 3)
+		tc.write(gap, nil)
+		time.Sleep(5 * time.Millisecond)
+		tc.close()
+		time.Sleep(5 * time.Millisecond)
+		gate.Open()
+		tc.wait()
+		other.wantWindow()
+		other.logout()
+	})
 }
 
 // ISCSI-11.5-6: a target reset is about the logical units that the initiator
 // knows; one that does not know all has no permission for TARGET COLD RESET.
 func TestMaskedReset(t *testing.T) {
-	n := newTestNode(t)
-	hidden := newStore(t)
-	u, err := lun.New(hidden, lun.Options{Identity: state.Identity{NAA: [8]byte{0x3f}, Serial: "3f00000000000000"}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	const blind = "iqn.1993-08.org.debian:blind"
-	if err := n.inv.AddMasked(1, u, func(initiator string) lun.Access {
-		if initiator == blind {
-			return lun.NoAccess
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		hidden := newStore(t)
+		u, err := lun.New(hidden, lun.Options{Identity: state.Identity{NAA: [8]byte{0x3f}, Serial: "3f00000000000000"}})
+		if err != nil {
+			t.Fatal(err)
 		}
-		return lun.ReadWrite
-	}); err != nil {
-		t.Fatal(err)
-	}
-	lun1 := [8]byte{1: 1}
-	on1 := func(tc *testConn, flags byte, edtl uint32, block [16]byte) pdu.BHS {
-		h := tc.scsi(flags, edtl, block)
-		h.SetLUN(lun1)
-		tc.write(h, nil)
-		return h
-	}
-	tc := n.connect()
-	tc.writeLogin(tc.loginRequest(true, 1, 3), append([]string{"InitiatorName=" + blind, "TargetName=" + targetName, "SessionType=Normal"}, linuxKeys...)...)
-	tc.loggedIn()
-	other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
-	other.wantSense(on1(other, pdu.FlagF, 0, cdb.TestUnitReady), 0x06, 0x29, 0x00)
-	other.wantStatus(on1(other, pdu.FlagF, 0, cdb.TestUnitReady), 0)
+		const blind = "iqn.1993-08.org.debian:blind"
+		if err := n.inv.AddMasked(1, u, func(initiator string) lun.Access {
+			if initiator == blind {
+				return lun.NoAccess
+			}
+			return lun.ReadWrite
+		}); err != nil {
+			t.Fatal(err)
+		}
+		lun1 := [8]byte{1: 1}
+		on1 := func(tc *testConn, flags byte, edtl uint32, block [16]byte) pdu.BHS {
+			h := tc.scsi(flags, edtl, block)
+			h.SetLUN(lun1)
+			tc.write(h, nil)
+			return h
+		}
+		tc := n.connect()
+		tc.writeLogin(tc.loginRequest(true, 1, 3), append([]string{"InitiatorName=" + blind, "TargetName=" + targetName, "SessionType=Normal"}, linuxKeys...)...)
+		tc.loggedIn()
+		other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
+		other.wantSense(on1(other, pdu.FlagF, 0, cdb.TestUnitReady), 0x06, 0x29, 0x00)
+		other.wantStatus(on1(other, pdu.FlagF, 0, cdb.TestUnitReady), 0)
 
-	for _, function := range []byte{pdu.AbortTaskSet, pdu.ClearTaskSet, pdu.LogicalUnitReset} {
-		tc.wantTMF(tc.tmf(function, lun1, pdu.ReservedTag, 0), pdu.LUNDoesNotExist)
-	}
-	gate := hidden.Shut()
-	h := on1(other, readF, 4096, cdb.Read10(0, 8))
-	<-gate.Entered
-	tc.wantTMF(tc.tmf(pdu.TargetColdReset, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionNotAuthorized)
-	tc.wantTMF(tc.tmf(pdu.TargetWarmReset, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionComplete)
-	gate.Open()
-	other.wantStatus(h, 0)
-	other.wantStatus(on1(other, pdu.FlagF, 0, cdb.TestUnitReady), 0)
-	for _, c := range []*testConn{tc, other} {
-		c.wantSense(c.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0x06, 0x29, 0x03)
-		c.logout()
-	}
+		for _, function := range []byte{pdu.AbortTaskSet, pdu.ClearTaskSet, pdu.LogicalUnitReset} {
+			tc.wantTMF(tc.tmf(function, lun1, pdu.ReservedTag, 0), pdu.LUNDoesNotExist)
+		}
+		gate := hidden.Shut()
+		h := on1(other, readF, 4096, cdb.Read10(0, 8))
+		<-gate.Entered
+		tc.wantTMF(tc.tmf(pdu.TargetColdReset, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionNotAuthorized)
+		tc.wantTMF(tc.tmf(pdu.TargetWarmReset, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionComplete)
+		gate.Open()
+		other.wantStatus(h, 0)
+		other.wantStatus(on1(other, pdu.FlagF, 0, cdb.TestUnitReady), 0)
+		for _, c := range []*testConn{tc, other} {
+			c.wantSense(c.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0x06, 0x29, 0x03)
+			c.logout()
+		}
+	})
 }
