@@ -27,7 +27,7 @@ func TestUnkeptIsLogged(t *testing.T) {
 			}
 			defer kept.Close()
 			kept.SetSync(fail)
-			r := newPRRig(t, setup{opt: Options{Reservations: kept, Logger: log}})
+			r := newPRRig(t, setup{opt: Options{Reservations: kept, Events: logEvents{log}}})
 			wantSense(t, r.out(r.a, prRegister, 0, prList(0, keyA, 0x01)), 0x4, 0x44, 0x00)
 		},
 		"settings": func(path string, log *slog.Logger) {
@@ -35,7 +35,7 @@ func TestUnkeptIsLogged(t *testing.T) {
 			defer kept.Close()
 			kept.SetSync(fail)
 			s := saving(kept)
-			s.opt.Logger = log
+			s.opt.Events = logEvents{log}
 			wantSense(t, newRig(t, s).save("00 00 00 00"+cachingOff), 0x4, 0x44, 0x00)
 		},
 		"sanitizations": func(path string, log *slog.Logger) {
@@ -45,7 +45,7 @@ func TestUnkeptIsLogged(t *testing.T) {
 			}
 			defer kept.Close()
 			kept.SetSync(fail)
-			r := newRig(t, setup{opt: Options{Sanitize: true, Sanitizations: kept, Logger: log}})
+			r := newRig(t, setup{opt: Options{Sanitize: true, Sanitizations: kept, Events: logEvents{log}}})
 			wantSense(t, r.run(blockErase, nil), 0x4, 0x44, 0x00)
 		},
 	} {
@@ -54,7 +54,7 @@ func TestUnkeptIsLogged(t *testing.T) {
 			var b bytes.Buffer
 			refuse(path, slog.New(slog.NewTextHandler(&b, nil)))
 			line := b.String()
-			if strings.Count(line, "\n") != 1 || !strings.Contains(line, `msg="state not stored" event=medium naa=3001020304050607 reason=`) ||
+			if strings.Count(line, "\n") != 1 || !strings.Contains(line, `msg="state not stored" naa=3001020304050607 reason=`) ||
 				!strings.Contains(line, path) || !strings.Contains(line, "injected") {
 				t.Errorf("the log is %q", line)
 			}
@@ -66,10 +66,10 @@ func TestUnkeptIsLogged(t *testing.T) {
 // for, but not one for each command.
 func TestTroubleIsLogged(t *testing.T) {
 	var b bytes.Buffer
-	r := newRig(t, setup{opt: Options{Logger: slog.New(slog.NewTextHandler(&b, nil))}})
+	r := newRig(t, setup{opt: Options{Events: logEvents{slog.New(slog.NewTextHandler(&b, nil))}}})
 	wantLine := func(want string) {
 		t.Helper()
-		if !regexp.MustCompile(`^time=\S+ level=ERROR msg="store has failed" event=medium ` + want + `\n$`).MatchString(b.String()) {
+		if !regexp.MustCompile(`^time=\S+ level=ERROR msg="store has failed" ` + want + `\n$`).MatchString(b.String()) {
 			t.Errorf("the log is %q, want %s", b.String(), want)
 		}
 		b.Reset()
@@ -89,7 +89,7 @@ func TestTroubleIsLogged(t *testing.T) {
 // So does one that fails EXTENDED COPY, but not a unit that does not let it in.
 func TestCopyTroubleIsLogged(t *testing.T) {
 	var b bytes.Buffer
-	r := newCopyRig(t, setup{opt: Options{Logger: slog.New(slog.NewTextHandler(&b, nil))}}, setup{info: volatile})
+	r := newCopyRig(t, setup{opt: Options{Events: logEvents{slog.New(slog.NewTextHandler(&b, nil))}}}, setup{info: volatile})
 	fail := func(what, want string) {
 		t.Helper()
 		wantCopyAborted(t, r.copy(copyList(0, 3, []string{cscdZero, cscdOne}, []string{blocks(0, 1, 8, 0, 0)})), 0x0d, 0x01, 0)
@@ -100,7 +100,7 @@ func TestCopyTroubleIsLogged(t *testing.T) {
 		r.unit.trouble.last.Store(0)
 	}
 	line := func(reason string) string {
-		return `^time=\S+ level=ERROR msg="store has failed" event=medium target=\S+ lun=0 initiator=\S+ command="EXTENDED COPY.*" lba=0 blocks=0 reason="` + reason + `" not_logged=0\n$`
+		return `^time=\S+ level=ERROR msg="store has failed" target=\S+ lun=0 initiator=\S+ command="EXTENDED COPY.*" lba=0 blocks=0 reason="` + reason + `" not_logged=0\n$`
 	}
 	r.good(extentCDB(0x8a, 0, 0, 8), pattern(4096, 1))
 	r.other.store.Fail(backendtest.WriteAt, syscall.EIO)
@@ -116,7 +116,7 @@ func TestCopyTroubleIsLogged(t *testing.T) {
 // Reservations by RESERVE leave a line whenever they change.
 func TestReserveIsLogged(t *testing.T) {
 	var b bytes.Buffer
-	r := newRig(t, setup{opt: Options{Logger: slog.New(slog.NewTextHandler(&b, nil))}})
+	r := newRig(t, setup{opt: Options{Events: logEvents{slog.New(slog.NewTextHandler(&b, nil))}}})
 	other := r.login()
 	for _, step := range []struct {
 		do   func()

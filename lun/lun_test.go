@@ -72,8 +72,8 @@ func newRig(t testing.TB, s setup) *rig {
 		s.info(&info)
 	}
 	s.opt.Identity = testIdentity
-	if s.opt.Logger == nil {
-		s.opt.Logger = slog.New(slog.DiscardHandler)
+	if s.opt.Events == nil {
+		s.opt.Events = logEvents{slog.New(slog.DiscardHandler)}
 	}
 	if r.unit, err = New(describedStore{r.store, info}, s.opt); err != nil {
 		t.Fatal(err)

@@ -111,8 +111,10 @@ func consumePROut(u *Unit, c *Command, p []byte, _ uint64) bool {
 	if !o.parse(p) || !o.execute() {
 		return false
 	}
-	u.opt.Logger.Info("persistent reservation changed", "event", "reservation", "target", c.nexus.port.TargetName, "lun", c.itl.id,
-		"command", c.row.name, "initiator", o.from.initiator.String(), "tpgt", o.from.target)
+	u.opt.Events.ReservationChanged(ReservationChangedEvent{
+		Target: c.nexus.port.TargetName, LUN: c.itl.id, Command: c.row.name,
+		Initiator: o.from.initiator.String(), TPGT: o.from.target,
+	})
 	u.mu.Lock()
 	var stop []*itl
 	for l := range u.seen {
@@ -233,7 +235,7 @@ func (o *prOut) execute() bool {
 	}
 	if kept := o.unit.opt.Reservations; kept != nil {
 		if err := kept.save(o.unit.opt.Identity.Serial, &o.state); err != nil {
-			o.unit.logUnkept(err)
+			o.unit.notStored(err)
 			return o.fail(condInternal)
 		}
 	}

@@ -141,20 +141,21 @@ func (u *Unit) dropReserve(n *Nexus) {
 	r.legacy = nil
 	r.publish()
 	r.mu.Unlock()
-	u.opt.Logger.Info("reservation ended", "event", "reservation", "target", had.port.TargetName, "naa", u.opt.Identity.Serial, "initiator", had.port.InitiatorName)
+	u.opt.Events.ReservationEnded(ReservationEndedEvent{had.port.TargetName, u.opt.Identity.Serial, had.port.InitiatorName})
 }
 
-// logReserve says that RESERVE or RELEASE has changed something.
-func (c *Command) logReserve() {
-	c.unit.opt.Logger.Info("reservation changed", "event", "reservation", "target", c.nexus.port.TargetName, "lun", c.itl.id,
-		"command", c.row.name, "initiator", c.nexus.port.InitiatorName)
+// reservationChanged reports that RESERVE or RELEASE changed something.
+func (c *Command) reservationChanged() {
+	c.unit.opt.Events.ReservationChanged(ReservationChangedEvent{
+		Target: c.nexus.port.TargetName, LUN: c.itl.id, Command: c.row.name, Initiator: c.nexus.port.InitiatorName,
+	})
 }
 
 // endReserve is RESERVE(6) and RESERVE(10) of the whole unit for this initiator
 // (SPC-2, sections 7.21 and 7.22).
 func endReserve(u *Unit, c *Command) {
 	if u.reserve(c) {
-		c.logReserve()
+		c.reservationChanged()
 	}
 }
 
@@ -191,7 +192,7 @@ func (u *Unit) reserve(c *Command) (changed bool) {
 // what somebody else has reserved it takes nothing, which is no error.
 func endRelease(u *Unit, c *Command) {
 	if u.release(c) {
-		c.logReserve()
+		c.reservationChanged()
 	}
 }
 

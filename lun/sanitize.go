@@ -210,7 +210,7 @@ func (u *Unit) sanitize(c *Command, job *sanitizeJob) bool {
 		s.mu.Unlock()
 		return c.fail(k)
 	}
-	u.opt.Logger.Warn("sanitize begins", "event", "medium", "naa", u.opt.Identity.Serial, "action", job.action, "initiator", c.nexus.port.InitiatorName)
+	u.sanitizeEvent(SanitizeEvent{Stage: SanitizeBegun, Action: job.action, Initiator: c.nexus.port.InitiatorName})
 	done := u.startSanitize(job)
 	s.mu.Unlock()
 	if c.CDB[1]&sanitizeImmed != 0 {
@@ -258,18 +258,24 @@ func (u *Unit) endSanitize(job *sanitizeJob, err error) uint32 {
 	switch {
 	case err == nil:
 		if _, err := u.keepSanitize(nil, false); err == nil {
-			u.opt.Logger.Info("sanitize done", "event", "medium", "naa", u.opt.Identity.Serial)
+			u.sanitizeEvent(SanitizeEvent{Stage: SanitizeDone})
 			return sanitizeIdle
 		}
 		// The next start would erase what is written from now on.
 	case errors.Is(err, backend.ErrClosed):
-		u.opt.Logger.Warn("sanitize interrupted", "event", "medium", "naa", u.opt.Identity.Serial)
+		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeInterrupted})
 	default:
-		u.opt.Logger.Error("sanitize failed", "event", "medium", "naa", u.opt.Identity.Serial, "reason", err)
+		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeFailed, Err: err})
 		// If this fails too, the next start begins anew, which is as good.
 		u.keepSanitize(job, true)
 	}
 	return sanitizeFailed
+}
+
+// sanitizeEvent reports e about u.
+func (u *Unit) sanitizeEvent(e SanitizeEvent) {
+	e.Serial = u.opt.Identity.Serial
+	u.opt.Events.Sanitize(e)
 }
 
 // keepSanitize is Sanitizations.save, if there are any.
@@ -278,7 +284,7 @@ func (u *Unit) keepSanitize(job *sanitizeJob, failed bool) (unsure bool, err err
 		return false, nil
 	}
 	if unsure, err = u.opt.Sanitizations.save(u.opt.Identity.Serial, job, failed); err != nil {
-		u.logUnkept(err)
+		u.notStored(err)
 	}
 	return unsure, err
 }
@@ -297,11 +303,11 @@ func (u *Unit) resumeSanitize() error {
 		return err
 	case job == nil:
 	case failed || u.readOnly:
-		u.opt.Logger.Error("sanitize has failed, or cannot go on where nothing can be written", "event", "medium", "naa", u.opt.Identity.Serial)
+		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeStuck})
 		u.sanitizer.unrestricted = job.unrestricted
 		u.sanitizer.state.Store(sanitizeFailed)
 	default:
-		u.opt.Logger.Warn("sanitize begins anew", "event", "medium", "naa", u.opt.Identity.Serial, "action", job.action)
+		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeRestarted, Action: job.action})
 		u.startSanitize(job)
 	}
 	return nil

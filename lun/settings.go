@@ -108,7 +108,7 @@ func (u *Unit) keep(e settingsEntry) error {
 		return nil
 	}
 	if _, err := u.opt.Settings.Put(e); err != nil {
-		u.logUnkept(err)
+		u.notStored(err)
 		return err
 	}
 	u.kept = e

@@ -39,7 +39,8 @@ func (c *Command) logTrouble(err error) {
 		u.trouble.unsaid.Add(1)
 		return
 	}
-	u.opt.Logger.Error("store has failed", "event", "medium", "target", c.nexus.port.TargetName, "lun", c.itl.id,
-		"initiator", c.nexus.port.InitiatorName, "command", c.row.name, "lba", c.lba, "blocks", c.count, "reason", err,
-		"not_logged", u.trouble.unsaid.Swap(0))
+	u.opt.Events.StoreFailed(StoreFailedEvent{
+		Target: c.nexus.port.TargetName, LUN: c.itl.id, Initiator: c.nexus.port.InitiatorName,
+		Command: c.row.name, LBA: c.lba, Blocks: c.count, Err: err, Suppressed: u.trouble.unsaid.Swap(0),
+	})
 }

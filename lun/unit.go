@@ -32,7 +32,7 @@ type Options struct {
 	// Sanitizations keeps what SANITIZE has begun; nil: the end of the process
 	// ends it, which is right if the medium ends with it.
 	Sanitizations *Sanitizations
-	Logger        *slog.Logger // slog.Default()
+	Events        Events // nil: only lines in the log of slog.Default()
 }
 
 // A Unit is a logical unit: a device server and the store below it.
@@ -91,8 +91,8 @@ func New(s backend.Store, o Options) (*Unit, error) {
 			return nil, fmt.Errorf("%s %q: want at most %d printable ASCII characters", f.what, *f.v, f.n)
 		}
 	}
-	if o.Logger == nil {
-		o.Logger = slog.Default()
+	if o.Events == nil {
+		o.Events = logEvents{slog.Default()}
 	}
 	info := s.Info()
 	if err := info.Validate(); err != nil {
@@ -271,10 +271,9 @@ func (u *Unit) reset(attention int) {
 	u.raiseLocked(attention, nil)
 }
 
-// logUnkept says why a state file has not been replaced. The initiator, whose command
-// has failed, is told nothing about files.
-func (u *Unit) logUnkept(err error) {
-	u.opt.Logger.Error("state not stored", "event", "medium", "naa", u.opt.Identity.Serial, "reason", err)
+// notStored reports that a state file could not be replaced.
+func (u *Unit) notStored(err error) {
+	u.opt.Events.StateNotStored(StateNotStoredEvent{u.opt.Identity.Serial, err})
 }
 
 // Succeed makes u, which nobody knows yet, the successor of a unit of the same identity. To
@@ -296,8 +295,7 @@ func (u *Unit) Succeed(old *Unit) {
 		return
 	}
 	if old.unsynced.Load() {
-		u.opt.Logger.Error("syncs go on to fail: what was written before the store was opened anew may be lost", "event", "medium",
-			"naa", u.opt.Identity.Serial)
+		u.opt.Events.SyncsFail(SyncsFailEvent{u.opt.Identity.Serial})
 		u.unsynced.Store(true)
 	}
 	r := &old.reservations

@@ -9,6 +9,7 @@ import (
 
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/lun"
 )
 
 // maxEvents of each kind are kept for those that ask later.
@@ -134,6 +135,33 @@ func (n nodeEvents) ConnectionEnded(e iscsi.ConnectionEndedEvent) {
 func (n nodeEvents) SessionEnded(e iscsi.SessionEndedEvent) {
 	e.Log(n.log, slog.String(eventKey, "session"))
 }
+
+// Kinds of events about logical units.
+var (
+	reservationEvent = slog.String(eventKey, "reservation")
+	mediumEvent      = slog.String(eventKey, "medium")
+)
+
+// unitEvents implements lun.Events: each event is a line of the log and an Event.
+type unitEvents struct{ log *slog.Logger }
+
+// ReservationChanged records a command that changed reservations.
+func (u unitEvents) ReservationChanged(e lun.ReservationChangedEvent) { e.Log(u.log, reservationEvent) }
+
+// ReservationEnded records the end of a reservation by RESERVE.
+func (u unitEvents) ReservationEnded(e lun.ReservationEndedEvent) { e.Log(u.log, reservationEvent) }
+
+// StoreFailed records a command that the store could not execute.
+func (u unitEvents) StoreFailed(e lun.StoreFailedEvent) { e.Log(u.log, mediumEvent) }
+
+// SyncsFail records that a LUN inherits a failed sync.
+func (u unitEvents) SyncsFail(e lun.SyncsFailEvent) { e.Log(u.log, mediumEvent) }
+
+// StateNotStored records that a state file could not be replaced.
+func (u unitEvents) StateNotStored(e lun.StateNotStoredEvent) { e.Log(u.log, mediumEvent) }
+
+// Sanitize records a step of a SANITIZE.
+func (u unitEvents) Sanitize(e lun.SanitizeEvent) { e.Log(u.log, mediumEvent) }
 
 // byKey is the key of By in a context.
 type byKey struct{}

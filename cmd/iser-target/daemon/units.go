@@ -255,7 +255,7 @@ func (d *Daemon) openUnit(target string, l *config.LUN, fresh bool, open func(*c
 func (d *Daemon) unitOptions(l *config.LUN, id state.Identity) lun.Options {
 	return lun.Options{
 		Identity: id, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Sanitize: l.Sanitize,
-		Reservations: d.reservations, Settings: d.settings, Sanitizations: d.sanitizations, Logger: d.log,
+		Reservations: d.reservations, Settings: d.settings, Sanitizations: d.sanitizations, Events: unitEvents{d.log},
 	}
 }
 

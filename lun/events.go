@@ -1,0 +1,152 @@
+package lun
+
+import (
+	"context"
+	"log/slog"
+)
+
+// Events receives what an operator audits. Its methods return soon and do not call
+// the Unit.
+type Events interface {
+	ReservationChanged(ReservationChangedEvent)
+	ReservationEnded(ReservationEndedEvent)
+	StoreFailed(StoreFailedEvent)
+	SyncsFail(SyncsFailEvent)
+	StateNotStored(StateNotStoredEvent)
+	Sanitize(SanitizeEvent)
+}
+
+// A ReservationChangedEvent is a command that changed reservations or registrations.
+type ReservationChangedEvent struct {
+	Target    string
+	LUN       uint16
+	Command   string // its name
+	Initiator string // of PERSISTENT RESERVE OUT the initiator port, of RESERVE and RELEASE the iSCSI name
+	// TPGT is the target port of PERSISTENT RESERVE OUT; 0: the command was RESERVE
+	// or RELEASE.
+	TPGT uint16
+}
+
+// A ReservationEndedEvent is the end of a reservation by RESERVE with its nexus, or
+// by a reset.
+type ReservationEndedEvent struct {
+	Target, Serial, Initiator string
+}
+
+// A StoreFailedEvent is a command that the store could not execute.
+type StoreFailedEvent struct {
+	Target      string
+	LUN         uint16
+	Initiator   string
+	Command     string // its name
+	LBA, Blocks uint64
+	Err         error
+	// Suppressed counts failures since the last event: there is at most one event
+	// a second for a unit.
+	Suppressed uint64
+}
+
+// A SyncsFailEvent is a unit that inherits a failed sync: all its syncs fail.
+type SyncsFailEvent struct{ Serial string }
+
+// A StateNotStoredEvent is a state file that could not be replaced. The command
+// failed, and its initiator knows nothing about files.
+type StateNotStoredEvent struct {
+	Serial string
+	Err    error
+}
+
+// A SanitizeStage is what happened to a SANITIZE.
+type SanitizeStage int
+
+const (
+	SanitizeBegun       SanitizeStage = iota // an initiator sent the command
+	SanitizeRestarted                        // the end of a process interrupted it
+	SanitizeDone                             // the medium is erased
+	SanitizeInterrupted                      // the unit was closed
+	SanitizeFailed                           // Err has the reason
+	SanitizeStuck                            // at its start, the unit found one that failed, or cannot continue one
+)
+
+// A SanitizeEvent is a step of a SANITIZE of a unit.
+type SanitizeEvent struct {
+	Stage     SanitizeStage
+	Serial    string
+	Action    byte   // service action; of SanitizeBegun and SanitizeRestarted
+	Initiator string // of SanitizeBegun
+	Err       error  // of SanitizeFailed
+}
+
+// Log writes e as one line that begins with the attributes extra.
+func (e ReservationChangedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
+	text := "reservation changed"
+	attrs := append(extra, slog.String("target", e.Target), slog.Uint64("lun", uint64(e.LUN)),
+		slog.String("command", e.Command), slog.String("initiator", e.Initiator))
+	if e.TPGT != 0 {
+		text = "persistent " + text
+		attrs = append(attrs, slog.Uint64("tpgt", uint64(e.TPGT)))
+	}
+	l.LogAttrs(context.Background(), slog.LevelInfo, text, attrs...)
+}
+
+// Log writes e as one line that begins with the attributes extra.
+func (e ReservationEndedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
+	l.LogAttrs(context.Background(), slog.LevelInfo, "reservation ended",
+		append(extra, slog.String("target", e.Target), slog.String("naa", e.Serial), slog.String("initiator", e.Initiator))...)
+}
+
+// Log writes e as one line that begins with the attributes extra.
+func (e StoreFailedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
+	l.LogAttrs(context.Background(), slog.LevelError, "store has failed", append(extra,
+		slog.String("target", e.Target), slog.Uint64("lun", uint64(e.LUN)), slog.String("initiator", e.Initiator),
+		slog.String("command", e.Command), slog.Uint64("lba", e.LBA), slog.Uint64("blocks", e.Blocks),
+		slog.Any("reason", e.Err), slog.Uint64("not_logged", e.Suppressed))...)
+}
+
+// Log writes e as one line that begins with the attributes extra.
+func (e SyncsFailEvent) Log(l *slog.Logger, extra ...slog.Attr) {
+	l.LogAttrs(context.Background(), slog.LevelError,
+		"syncs keep failing: data written before the store was reopened may be lost",
+		append(extra, slog.String("naa", e.Serial))...)
+}
+
+// Log writes e as one line that begins with the attributes extra.
+func (e StateNotStoredEvent) Log(l *slog.Logger, extra ...slog.Attr) {
+	l.LogAttrs(context.Background(), slog.LevelError, "state not stored",
+		append(extra, slog.String("naa", e.Serial), slog.Any("reason", e.Err))...)
+}
+
+// Log writes e as one line that begins with the attributes extra.
+func (e SanitizeEvent) Log(l *slog.Logger, extra ...slog.Attr) {
+	line := [...]struct {
+		level slog.Level
+		text  string
+	}{
+		SanitizeBegun:       {slog.LevelWarn, "sanitize begins"},
+		SanitizeRestarted:   {slog.LevelWarn, "sanitize restarts"},
+		SanitizeDone:        {slog.LevelInfo, "sanitize done"},
+		SanitizeInterrupted: {slog.LevelWarn, "sanitize interrupted"},
+		SanitizeFailed:      {slog.LevelError, "sanitize failed"},
+		SanitizeStuck:       {slog.LevelError, "sanitize has failed, or cannot continue because the unit is read-only"},
+	}[e.Stage]
+	attrs := append(extra, slog.String("naa", e.Serial))
+	switch e.Stage {
+	case SanitizeBegun:
+		attrs = append(attrs, slog.Uint64("action", uint64(e.Action)), slog.String("initiator", e.Initiator))
+	case SanitizeRestarted:
+		attrs = append(attrs, slog.Uint64("action", uint64(e.Action)))
+	case SanitizeFailed:
+		attrs = append(attrs, slog.Any("reason", e.Err))
+	}
+	l.LogAttrs(context.Background(), line.level, line.text, attrs...)
+}
+
+// logEvents implements Events for Options that have none: it only writes the lines.
+type logEvents struct{ log *slog.Logger }
+
+func (l logEvents) ReservationChanged(e ReservationChangedEvent) { e.Log(l.log) }
+func (l logEvents) ReservationEnded(e ReservationEndedEvent)     { e.Log(l.log) }
+func (l logEvents) StoreFailed(e StoreFailedEvent)               { e.Log(l.log) }
+func (l logEvents) SyncsFail(e SyncsFailEvent)                   { e.Log(l.log) }
+func (l logEvents) StateNotStored(e StateNotStoredEvent)         { e.Log(l.log) }
+func (l logEvents) Sanitize(e SanitizeEvent)                     { e.Log(l.log) }
