@@ -162,7 +162,7 @@ func TestWarnings(t *testing.T) {
 		{"127.0.0.1:3260", "", "", ""},
 		{`"[::1]:3260"`, "", "", ""},
 		{"localhost:3260", "", "", ""},
-		{"0.0.0.0:3260", "", "", "targets[0].auth: no authentication: whoever reaches portals[0], 0.0.0.0:3260,"},
+		{"0.0.0.0:3260", "", "", "targets[0].auth: no authentication: whoever reaches portals[0], 0.0.0.0:3260,"}, // SEC-3723.2.1-2
 		{`":3260"`, "", "", "targets[0].auth: no authentication"},
 		{"storage.example.com:3260", "method: none", "", "targets[0].auth: no authentication"},
 		{"127.0.0.1:3260\n  - listen: 192.0.2.1:3260", "", "", "whoever reaches portals[1], 192.0.2.1:3260,"},

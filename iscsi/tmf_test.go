@@ -285,7 +285,7 @@ func TestResetStopsOtherSessions(t *testing.T) {
 				t.Error("data of an aborted write is on the medium")
 			}
 			other.wantTMF(other.tmf(pdu.AbortTask, [8]byte{}, fetching.ITT(), fetching.CmdSN()), pdu.TaskDoesNotExist)
-			for _, c := range []*testConn{tc, other} { // ISCSI-11.5-5: unit attentions
+			for _, c := range []*testConn{tc, other} { // ISCSI-11.5-5, SEC-7143.9.5-1: unit attentions
 				h := c.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 				switch {
 				case function != pdu.ClearTaskSet:

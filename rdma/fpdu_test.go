@@ -128,7 +128,7 @@ func TestEveryFlipIsSeen(t *testing.T) {
 				err := c.Receive(&ev)
 				asFault(t, err, wire.ReasonCRC, false)
 				if n < 1000 && !bytes.Equal(buf, make([]byte, n)) {
-					t.Fatal("a short segment was placed before its CRC was checked")
+					t.Fatal("SEC-5042.5.1-2: a short segment was placed before its CRC was checked")
 				}
 				c.Close()
 			}
@@ -611,7 +611,7 @@ func TestMULPDUFollowsTCP(t *testing.T) {
 			t.Fatal(err)
 		}
 		if n := c.mulpdu(); n != tt.mulpdu {
-			t.Fatalf("EMSS %d: MULPDU %d", tt.emss, n)
+			t.Fatalf("SEC-3723.5.6-1: EMSS %d: MULPDU %d", tt.emss, n)
 		}
 		for range remeasure {
 			post(t, c, &WorkRequest{Op: Write})

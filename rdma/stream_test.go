@@ -264,7 +264,7 @@ func TestEmptyRead(t *testing.T) {
 	wr := &WorkRequest{Op: Read, STag: 1}
 	post(t, c, wr)
 	p.fpdu()
-	p.send("c142 deadbeef 1111111111111111")
+	p.send("c142 deadbeef 1111111111111111") // SEC-5042.6.3.5-2
 	if ev := receive(t, c); ev.Read != wr || ev.Err != nil {
 		t.Fatalf("%+v", ev)
 	}
@@ -371,7 +371,7 @@ func TestIRD(t *testing.T) {
 				p.fpdu()
 			}
 			p.silent("RDMAP-5.2-1: one Response for a Request")
-			for range 2*ird + 1 {
+			for range 2*ird + 1 { // SEC-5042.6.4.3-6, SEC-5042.6.4.3-7, SEC-5042.A-2
 				request(len(big))
 			}
 			asFault(t, next(t, events).err, wire.ReasonNoBuffer, false)
@@ -714,7 +714,7 @@ func TestDeregisterDuringWrite(t *testing.T) {
 		p.nc.Close()
 		asFault(t, next(t, events).err, wire.ReasonInvalidSTag, false)
 		if !bytes.Equal(buf, before) {
-			t.Fatalf("%d octets of the Write had come: memory changed after Deregister", part)
+			t.Fatalf("SEC-5042.6.2.2-2: %d octets of the Write had come: memory changed after Deregister", part)
 		}
 	}
 }
@@ -802,7 +802,7 @@ func TestSTags(t *testing.T) {
 	}
 	for b, k := range ones {
 		if k < n*48/100 || k > n*52/100 {
-			t.Errorf("bit %d is set in %d of %d STags", b, k, n)
+			t.Errorf("SEC-5042.6.1.1-4: bit %d is set in %d of %d STags", b, k, n)
 		}
 	}
 	for i := range regions {
@@ -829,7 +829,7 @@ func TestOtherDomain(t *testing.T) {
 	p.nc.Close()
 	next(t, events)
 	if !bytes.Equal(buf, make([]byte, 4)) {
-		t.Fatal("written")
+		t.Fatal("SEC-5042.6.1.1-2: written")
 	}
 }
 
@@ -847,7 +847,7 @@ func TestBackPressure(t *testing.T) {
 	written := make(chan struct{})
 	go func() { p.write(stream); close(written) }()
 	q.send(send1)
-	receive(t, d)
+	receive(t, d) // SEC-5042.6.4.3-4, SEC-5042.6.4.6-1
 	select {
 	case <-written:
 		t.Fatal("30 MB fit into the sockets; send more")

@@ -259,7 +259,7 @@ func TestWindow(t *testing.T) {
 // All that the window and the unexpected PDUs allow may come at once; a peer
 // that does not read its answers costs a bounded amount of memory.
 func TestSlowReader(t *testing.T) {
-	t.Run("ISER-8.1-3 ISER-8.1.1.3-1", func(t *testing.T) {
+	t.Run("ISER-8.1-3 ISER-8.1.1.3-1 SEC-5042.6.4.1-1", func(t *testing.T) {
 		const memory = 4 << 20
 		tg := startTarget(t, targetOptions{node: iscsi.Options{ConnectionMemory: memory}})
 		p := tg.rawLogin(t, initiator.Options{}, 0)

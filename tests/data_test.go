@@ -2,6 +2,7 @@ package tests
 
 import (
 	"bytes"
+	"encoding/binary"
 	"fmt"
 	"math"
 	"testing"
@@ -74,7 +75,7 @@ func TestResiduals(t *testing.T) {
 			p.send(sink(5, p.o.BaseOffset), h, nil)
 			data, m := p.readData(h, 5, p.o.BaseOffset, 0)
 			if !bytes.Equal(data, medium[:tt.moved]) {
-				t.Errorf("ISER-7.3.5-6: %d octets", len(data))
+				t.Errorf("ISER-7.3.5-6 SEC-5042.6.3.2-2: %d octets", len(data))
 			}
 			check(m)
 		})
@@ -374,7 +375,7 @@ func TestRDMAByInitiator(t *testing.T) {
 		{"ISER-1.5.3-2 RDMA Write to any STag", func(p *raw, r wire.ReadRequest) []byte {
 			return fpdu(tagged(wire.OpWrite, true, 0x1234, 0, random(4096)))
 		}, wire.ReasonInvalidSTag},
-		{"ISER-1.5.4-2 ISER-8.3.2-3 RDMA Read of the sink of a Read", func(p *raw, r wire.ReadRequest) []byte {
+		{"ISER-1.5.4-2 ISER-8.3.2-3 SEC-5042.6.3.1-1 RDMA Read of the sink of a Read", func(p *raw, r wire.ReadRequest) []byte {
 			b := make([]byte, wire.ReadRequestLen)
 			wire.ReadRequest{SinkSTag: 1, Size: 4096, SrcSTag: r.SinkSTag, SrcTO: r.SinkTO}.Put(b)
 			return fpdu(untagged(wire.OpReadRequest, 1, b))
@@ -382,9 +383,14 @@ func TestRDMAByInitiator(t *testing.T) {
 		{"ISER-8.3.1-3 Response to another STag", func(p *raw, r wire.ReadRequest) []byte {
 			return fpdu(tagged(wire.OpReadResponse, true, r.SinkSTag+1, r.SinkTO, random(4096)))
 		}, wire.ReasonInvalidSTag},
-		{"Response beyond the sink", func(p *raw, r wire.ReadRequest) []byte {
+		{"SEC-5042.6.2.1-2 SEC-5042.6.3.4-1 Response beyond the sink", func(p *raw, r wire.ReadRequest) []byte {
 			return fpdu(tagged(wire.OpReadResponse, true, r.SinkSTag, r.SinkTO, random(4097)))
 		}, wire.ReasonBounds},
+		{"SEC-5042.6.4.5-2 invalidation of the sink of a Read", func(p *raw, r wire.ReadRequest) []byte {
+			u := untagged(wire.OpSendInvalidate, p.sendMSN, pduBytes(iser.Header{}, p.Request(pdu.NOPOut, pdu.FlagF, true), nil))
+			binary.BigEndian.PutUint32(u[2:], uint32(r.SinkSTag))
+			return fpdu(u)
+		}, wire.ReasonNotInvalidated},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			tg := startTarget(t, targetOptions{})
@@ -396,7 +402,7 @@ func TestRDMAByInitiator(t *testing.T) {
 			tg.untouched(t, 1)
 		})
 	}
-	t.Run("ISER-8.3.2-2 ISER-11-5 a second Response", func(t *testing.T) {
+	t.Run("ISER-8.3.2-2 ISER-11-5 SEC-5042.6.2.2-1 SEC-5042.6.2.2-3 a second Response", func(t *testing.T) {
 		tg := startTarget(t, targetOptions{})
 		p := tg.rawLogin(t, initiator.Options{}, 0)
 		hs, reads := p.held(1)

@@ -256,7 +256,7 @@ func TestRefusals(t *testing.T) {
 
 // Nothing but login buffers is there before login has succeeded.
 func TestNoBuffersBeforeLogin(t *testing.T) {
-	t.Run("ISER-5.1.2-2 ISER-5.1.2-3 ISER-11-3", func(t *testing.T) {
+	t.Run("ISER-5.1.2-2 ISER-5.1.2-3 ISER-11-3 SEC-5042.6.4.2-2", func(t *testing.T) {
 		tg := startTarget(t, targetOptions{})
 		for range 50 {
 			p := tg.dial(t, initiator.Options{Target: targetName})

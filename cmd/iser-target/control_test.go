@@ -239,7 +239,7 @@ func TestVerbs(t *testing.T) {
 		if len(list) != 2 || list[1].TPGT != 2 || !slices.Equal(list[1].Transports, []string{"tcp"}) {
 			t.Errorf("portals %+v", list)
 		}
-		s.says(t, cli.ExitError, "address already in use", "portal", "add", s.addr)
+		s.says(t, cli.ExitError, "address already in use", "portal", "add", s.addr) // SEC-3723.5.8-1
 		s.says(t, cli.ExitUsage, "--tpgt must be", "portal", "add", "127.0.0.3:0", "--tpgt", "0")
 		s.says(t, cli.ExitError, "must be 1 to 65535, not -5", "portal", "add", "127.0.0.3:0", "--tpgt", "-5")
 		s.says(t, cli.ExitUsage, "--transport is empty", "portal", "add", "127.0.0.3:0", "--transport", "")

@@ -241,6 +241,7 @@ done
 	none := strings.Repeat("0", 16)
 	want := strings.Join([]string{
 		"Uid " + four(id[1]), "Gid " + four(id[2]), "Groups " + id[2],
+		// SEC-5042.6.5-1
 		"CapPrm " + none, "CapEff " + none, "CapBnd " + none, "CapAmb " + none, "NoNewPrivs 1", "Seccomp 2", id[0],
 		"700 iser-target:iser-target /var/lib/iser-target",
 		"700 iser-target:iser-target /run/iser-target",

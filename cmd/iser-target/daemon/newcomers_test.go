@@ -62,18 +62,18 @@ func TestNewcomersGiveWay(t *testing.T) {
 	wantGone(1)
 	sessions = append(sessions, l.login("third", store)) // in the place of discovery
 	if p, err := discovery.Next(t.Context()); err == nil {
-		t.Errorf("discovery session gets %v", p)
+		t.Errorf("SEC-5042.6.4.2-1: discovery session gets %v", p)
 	}
 	fourth := l.login("fourth", store)
 	wantGone(1)
 
 	if s, err := l.tryLogin("fifth", store); err == nil {
 		s.Close()
-		t.Error("DDP-8.3.2-2, RDMAP-8.1.2-2: there is a place for a fifth session")
+		t.Error("DDP-8.3.2-2, RDMAP-8.1.2-2, SEC-5042.3-1: there is a place for a fifth session")
 	}
 	for _, s := range append(sessions, fourth) {
 		if got := do(t, s, &initiator.Command{}); got != "" && !strings.HasPrefix(got, "6/29/") {
-			t.Errorf("TEST UNIT READY: %s", got)
+			t.Errorf("SEC-5042.6.4.1-2: TEST UNIT READY: %s", got)
 		}
 	}
 	fourth.Close()
