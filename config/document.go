@@ -11,7 +11,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	"go.yaml.in/yaml/v3"
@@ -46,7 +45,6 @@ type version struct {
 	tree     *yaml.Node
 	settings map[string]any
 	layout   layout
-	encoded  func() ([]byte, error) // tree, by layout
 }
 
 func parseVersion(text []byte) (*version, error) {
@@ -59,8 +57,7 @@ func parseVersion(text []byte) (*version, error) {
 			n.Tag = "" // which the encoder would write
 		}
 	})
-	l := layoutOf(tree)
-	return &version{text, tree, settings, l, sync.OnceValues(func() ([]byte, error) { return l.encode(tree) })}, nil
+	return &version{text, tree, settings, layoutOf(tree)}, nil
 }
 
 // OpenDocument reads the file at path. It fails if that is no YAML that Load
@@ -226,19 +223,15 @@ func (d *Document) DenyInitiator(target, pattern string) error {
 
 // edit does one change to the text by way of its tree.
 func (d *Document) edit(change func(*editor) error) error {
-	before, err := d.encoded()
-	if err != nil {
-		return &Error{Source: d.source, Reason: oneLine(err)}
-	}
 	e := &editor{source: d.source, doc: cloneTree(d.tree)}
 	if err := change(e); err != nil {
 		return err
 	}
-	after, err := d.layout.encode(e.doc)
-	if err != nil {
-		return &Error{Source: d.source, Reason: oneLine(err)}
+	if sameTree(d.tree, e.doc) {
+		return nil
 	}
-	for _, text := range splice(d.text, before, after) {
+	for _, text := range splice(d.text, d.tree, e.doc, d.layout) {
+		text := text()
 		if len(text) > MaxFile {
 			return &Error{Source: d.source, Reason: "would become larger than " + Size(MaxFile).String()}
 		}
@@ -427,8 +420,6 @@ func (e *editor) appendTo(m *yaml.Node, path, key string, item *yaml.Node) error
 		default:
 			item.Style = 0
 		}
-		// A comment below the last item would come between the two.
-		item.FootComment, last.FootComment = last.FootComment, ""
 	}
 	list.Content = append(list.Content, item)
 	if list.Style&yaml.FlowStyle != 0 {

@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"slices"
+	"strings"
 	"testing"
 )
 
@@ -106,6 +107,47 @@ func tryEdit(t *testing.T, r *rand.Rand, d *Document) {
 	}
 	if !reflect.DeepEqual(got, want) {
 		t.Fatalf("%s: %+v\nwant %+v\n%s\nwas\n%s", e.name, got, want, d.Bytes(), text)
+	}
+}
+
+// An edit leaves all lines alone except those of the entry that it changes.
+func TestEditsKeepOtherLines(t *testing.T) {
+	for seed := range uint64(200) {
+		r := rand.New(rand.NewPCG(seed, 5))
+		d := mustDocument(t, commented)
+		for range 4 {
+			c, err := d.Config()
+			if err != nil {
+				break // the last portal or pattern is gone
+			}
+			old := slices.Collect(strings.Lines(string(d.Bytes())))
+			e := randomEdit(r, c)
+			if err := e.doc(d); errors.Is(err, ErrExists) {
+				continue
+			} else if err != nil {
+				t.Fatalf("%s: %v\n%s", e.name, err, d.Bytes())
+			}
+			next := slices.Collect(strings.Lines(string(d.Bytes())))
+			head, tail, least := 0, 0, min(len(old), len(next))
+			for head < least && old[head] == next[head] {
+				head++
+			}
+			for tail < least-head && old[len(old)-1-tail] == next[len(next)-1-tail] {
+				tail++
+			}
+			gone, come := len(old)-head-tail, len(next)-head-tail
+			emptied := come == 1 && strings.HasSuffix(next[head], ": []\n")
+			ok := gone <= 3 && come <= 3 // a value, which may be a block list
+			switch {
+			case strings.HasPrefix(e.name, "Add"):
+				ok = gone == 0 || strings.HasSuffix(old[head], ": []\n")
+			case strings.HasPrefix(e.name, "Remove"):
+				ok = come == 0 || emptied
+			}
+			if !ok {
+				t.Errorf("%s replaced %d lines by %d:\n%s\nwas\n%s", e.name, gone, come, strings.Join(next, ""), strings.Join(old, ""))
+			}
+		}
 	}
 }
 

@@ -2,6 +2,7 @@ package config
 
 import (
 	"bytes"
+	"math"
 	"slices"
 
 	"go.yaml.in/yaml/v3"
@@ -79,10 +80,10 @@ func layoutOf(doc *yaml.Node) layout {
 	return l
 }
 
-// encode writes a tree in the layout.
-func (l layout) encode(doc *yaml.Node) (out []byte, err error) {
+// encode writes a tree in the layout; nil: it cannot be written.
+func (l layout) encode(doc *yaml.Node) []byte {
 	if len(doc.Content) == 0 {
-		return nil, nil
+		return nil
 	}
 	var b bytes.Buffer
 	enc := yaml.NewEncoder(&b)
@@ -90,161 +91,162 @@ func (l layout) encode(doc *yaml.Node) (out []byte, err error) {
 	if l.compact {
 		enc.CompactSeqIndent()
 	}
-	if err := enc.Encode(doc); err != nil {
-		return nil, err
+	if enc.Encode(doc) != nil || enc.Close() != nil {
+		return nil
 	}
-	if err := enc.Close(); err != nil {
-		return nil, err
-	}
-	return b.Bytes(), nil
+	return b.Bytes()
 }
 
-// splice makes in text the change that leads from before to after: the
-// encodings of the tree of text and of the changed tree. An encoding has its own
-// idea of blank lines, of the space ahead of comments and of breaks in a list:
-// what the change does not concern keeps that of the text. The candidates are
-// ordered by how much they keep; the last one is after itself. It is for the
-// caller to parse them.
-func splice(text, before, after []byte) [][]byte {
-	t, b, a := lines(text), lines(before), lines(after)
-	at := align(t, b)
-
-	// Lines that are the same at the front and at the end of before and after.
-	head := 0
-	for head < min(len(a), len(b)) && bytes.Equal(a[head], b[head]) {
-		head++
+// splice returns texts for the tree next, which one edit has made of old, the tree of text.
+// The encoder has its own idea of blank lines, of spaces before comments and of line breaks
+// in flow lists. So each text but the last encodes only one entry of a block map or list, and
+// has the other lines as they are. The first text changes the fewest lines. A text can be
+// wrong where YAML is written in unusual ways: the caller parses it and compares the trees.
+func splice(text []byte, old, next *yaml.Node, l layout) []func() []byte {
+	s := splicer{slices.Collect(bytes.Lines(text)), l}
+	limit := len(s.lines)
+	texts := []func() []byte{func() []byte { return s.layout.encode(next) }}
+	if len(old.Content) == 0 || old.Content[0].Tag == "!!null" { // nothing but comments
+		return append([]func() []byte{func() []byte {
+			return s.replaceLines(limit, limit, nil, s.encode(yaml.MappingNode, next.Content[0].Content, 0))
+		}}, texts...)
 	}
-	tail := 0
-	for tail < min(len(a), len(b))-head && bytes.Equal(a[len(a)-1-tail], b[len(b)-1-tail]) {
-		tail++
-	}
-	if head == len(a) && head == len(b) {
-		return [][]byte{text}
-	}
-	// The text has to have them, too, line by line.
-	for head > 0 && at[head-1] < 0 {
-		head--
-	}
-	for tail > 0 && at[len(b)-tail] < 0 {
-		tail--
-	}
-	middle := slices.Clone(a[head : len(a)-tail])
-	from, to := 0, len(t) // the lines of text that middle replaces
-	if head > 0 {
-		from = at[head-1] + 1
-	}
-	if tail > 0 {
-		to = at[len(b)-tail]
-	}
-	shift := 0
-	if head+tail == len(b) { // nothing goes; blank lines stay behind what comes
-		if head > 0 || tail == 0 {
-			if head == 0 {
-				from = to
-			}
-			to = from
-		} else {
-			from = to
+	o, n := old.Content[0], next.Content[0]
+	for o.Kind == n.Kind && len(o.Content) > 0 && (o.Style|n.Style)&yaml.FlowStyle == 0 {
+		size := 1 // nodes of an entry
+		if o.Kind == yaml.MappingNode {
+			size = 2
 		}
-		if head > 0 {
-			shift = indentOf(t[from-1]) - indentOf(b[head-1])
+		i := 0 // first node of the entry that differs
+		for i < min(len(o.Content), len(n.Content)) && slices.EqualFunc(o.Content[i:i+size], n.Content[i:i+size], sameTree) {
+			i += size
 		}
-	} else {
-		// Blank lines and the like around what goes stay.
-		if first := at[head]; first >= 0 {
-			shift = indentOf(t[first]) - indentOf(b[head])
+		m, entry, after := o, n.Content[i:min(i+size, len(n.Content))], limit
+		if i+size < len(o.Content) {
+			after = o.Content[i+size].Line - 1
 		}
-		for from < to && blank(t[from]) {
-			from++
-		}
-		for to > from && blank(t[to-1]) {
-			to--
-		}
-		if len(middle) == 0 && from > 0 && to < len(t) && blank(t[to]) &&
-			(blank(t[from-1]) || indentOf(t[from-1]) < indentOf(t[from])) {
-			to++ // one blank line is enough, and none ahead of what is now the first
-		}
-	}
-	if len(t) > 0 && bytes.HasSuffix(t[0], []byte("\r\n")) {
-		for i, l := range middle {
-			middle[i] = slices.Concat(bytes.TrimSuffix(l, []byte("\n")), []byte("\r\n"))
-		}
-	}
-	var out [][]byte
-	for _, s := range slices.Compact([]int{shift, 0}) {
-		var buf bytes.Buffer
-		buf.Write(bytes.Join(t[:from], nil))
-		if from > 0 && !bytes.HasSuffix(t[from-1], []byte("\n")) {
-			buf.WriteByte('\n')
-		}
-		for _, l := range middle {
-			buf.Write(indent(l, s))
-		}
-		buf.Write(bytes.Join(t[to:], nil))
-		out = append(out, buf.Bytes())
-	}
-	return append(out, after)
-}
-
-// lines splits b behind each line end.
-func lines(b []byte) [][]byte { return slices.Collect(bytes.Lines(b)) }
-
-// align returns for each line of b the place of the same line in t, but for
-// spaces; -1: there is none. Places ascend.
-func align(t, b [][]byte) []int {
-	at := make([]int, len(b))
-	for j := range at {
-		at[j] = -1
-	}
-	bare := func(lines [][]byte) []string {
-		out := make([]string, len(lines))
-		for i, l := range lines {
-			out[i] = string(bytes.Join(bytes.Fields(l), nil))
-		}
-		return out
-	}
-	bt, bb := bare(t), bare(b)
-	for i, j := 0, 0; i < len(t) && j < len(b); {
 		switch {
-		case bt[i] == bb[j]:
-			if bt[i] != "" {
-				at[j] = i
-			}
-			i, j = i+1, j+1
-		case bt[i] == "":
-			i++
-		case bb[j] == "":
-			j++
+		case i == len(o.Content):
+			texts = append(texts, func() []byte { return s.appendEntry(m, len(m.Content)-size, entry, after) })
+		case len(o.Content) > len(n.Content):
+			texts = append(texts, func() []byte { return s.removeEntry(m, i, after) })
 		default:
-			i, j = meet(bt, bb, i, j)
+			texts = append(texts, func() []byte { return s.replaceEntry(m, i, entry, after) })
+			o, n, limit = o.Content[i+size-1], n.Content[i+size-1], after
+			continue
 		}
+		break
 	}
-	return at
+	slices.Reverse(texts)
+	return texts
 }
 
-// meet returns the next places where lines are the same again, if there are
-// any not far behind.
-func meet(t, b []string, i, j int) (int, int) {
-	const far = 200
-	for d := 1; d <= far; d++ {
-		for k := range d + 1 {
-			if x, y := i+d-k, j+k; x < len(t) && y < len(b) && t[x] == b[y] && t[x] != "" {
-				return x, y
-			}
+// A splicer makes texts of other lines. A node i of a map or list o begins an entry, and limit
+// is the line of the entry that follows. Lines count from 0.
+type splicer struct {
+	lines  [][]byte
+	layout layout
+}
+
+// start returns the line and the indentation of an entry; ok reports whether the line has
+// that place.
+func (s *splicer) start(o *yaml.Node, i int) (line, indent int, ok bool) {
+	line, indent = o.Content[i].Line-1, o.Content[i].Column-1
+	if line < 0 || line >= len(s.lines) || indent > len(s.lines[line]) {
+		return 0, 0, false
+	}
+	if o.Kind == yaml.SequenceNode {
+		indent = bytes.LastIndexByte(s.lines[line][:indent], '-')
+	}
+	return line, indent, indent >= 0
+}
+
+// end returns the line after an entry. Blank lines and comments that follow are not part of
+// the entry, except comments that are indented deeper than deep.
+func (s *splicer) end(line, limit, deep int) int {
+	end := limit
+	for end > line+1 && (blank(s.lines[end-1]) || comment(s.lines[end-1])) {
+		end--
+	}
+	for end < limit && comment(s.lines[end]) && indentOf(s.lines[end]) > deep {
+		end++
+	}
+	return end
+}
+
+// appendEntry appends an entry after the last one, which is at i.
+func (s *splicer) appendEntry(o *yaml.Node, i int, entry []*yaml.Node, limit int) []byte {
+	line, indent, ok := s.start(o, i)
+	if !ok {
+		return nil
+	}
+	end := s.end(line, limit, indent)
+	return s.replaceLines(end, end, nil, s.encode(o.Kind, entry, indent))
+}
+
+func (s *splicer) replaceEntry(o *yaml.Node, i int, entry []*yaml.Node, limit int) []byte {
+	line, indent, ok := s.start(o, i)
+	if !ok {
+		return nil
+	}
+	text := s.encode(o.Kind, entry, indent)
+	head := s.lines[line][:indent] // has the dash of the list item that a map is
+	return s.replaceLines(line, s.end(line, limit, math.MaxInt), head, text[min(indent, len(text)):])
+}
+
+// removeEntry removes an entry with the comments above it.
+func (s *splicer) removeEntry(o *yaml.Node, i, limit int) []byte {
+	line, indent, ok := s.start(o, i)
+	if !ok {
+		return nil
+	}
+	end := s.end(line, limit, indent)
+	for line > 0 && comment(s.lines[line-1]) && indentOf(s.lines[line-1]) == indent {
+		line--
+	}
+	// One blank line is enough, and there is none before what is now the first entry.
+	if line > 0 && end < len(s.lines) && blank(s.lines[end]) && (blank(s.lines[line-1]) || indentOf(s.lines[line-1]) < indent) {
+		end++
+	}
+	return s.replaceLines(line, end, nil, nil)
+}
+
+// replaceLines returns the text with head and text instead of the lines [from, to).
+func (s *splicer) replaceLines(from, to int, head, text []byte) []byte {
+	if len(s.lines) > 0 && bytes.HasSuffix(s.lines[0], []byte("\r\n")) {
+		text = bytes.ReplaceAll(text, []byte("\n"), []byte("\r\n"))
+	}
+	before := bytes.Join(s.lines[:from], nil)
+	if from > 0 && !bytes.HasSuffix(before, []byte("\n")) {
+		before = append(before, '\n')
+	}
+	return slices.Concat(before, head, text, bytes.Join(s.lines[to:], nil))
+}
+
+// encode encodes an entry of a collection, without the comments around it.
+func (s *splicer) encode(kind yaml.Kind, entry []*yaml.Node, indent int) []byte {
+	doc := cloneTree(&yaml.Node{Kind: yaml.DocumentNode, Content: []*yaml.Node{{Kind: kind, Content: entry}}})
+	for n := doc.Content[0]; len(n.Content) > 0; n = n.Content[0] {
+		n.Content[0].HeadComment = ""
+	}
+	for n := doc.Content[0]; len(n.Content) > 0; n = n.Content[len(n.Content)-1] {
+		for _, last := range n.Content[max(len(n.Content)-2, 0):] {
+			last.FootComment = ""
 		}
 	}
-	return len(t), len(b)
+	var out []byte
+	for line := range bytes.Lines(s.layout.encode(doc)) {
+		if !blank(line) {
+			out = append(out, bytes.Repeat([]byte(" "), indent)...)
+		}
+		out = append(out, line...)
+	}
+	return out
 }
 
 func blank(line []byte) bool { return len(bytes.TrimSpace(line)) == 0 }
 
+func comment(line []byte) bool { return bytes.HasPrefix(bytes.TrimSpace(line), []byte("#")) }
+
 // indentOf counts the spaces that a line begins with.
 func indentOf(line []byte) int { return len(line) - len(bytes.TrimLeft(line, " ")) }
-
-// indent moves a line to the right, or left as far as it goes.
-func indent(line []byte, by int) []byte {
-	if by >= 0 {
-		return append(bytes.Repeat([]byte(" "), by), line...)
-	}
-	return line[min(-by, indentOf(line)):]
-}
