@@ -20,9 +20,9 @@ const module = "github.com/iser-target/iser-target"
 var mayImport = map[string][]string{
 	"cmd": {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "github.com/spf13/cobra", "go.yaml.in/yaml/v3", "golang.org/x/sys"},
 	// A client of the control API does not need the target.
-	"cmd/iser-target/api/client": {"cmd/iser-target/schema", "cmd/iser-target/capture"},
+	"cmd/iser-target/api/client": {"cmd/iser-target/schema"},
 	"cmd/iser-target/schema":     {"config"},
-	"cmd/iser-target/capture":    {"github.com/gopacket/gopacket"},
+	"cmd/iser-target/capture":    {"cmd/iser-target/schema", "github.com/gopacket/gopacket"},
 	"cmd/iser-target/metrics":    {"iscsi", "lun", "rdma", "github.com/prometheus/client_golang", "go.yaml.in/yaml/v3"},
 	"iser":                       {"iscsi", "rdma"},
 	"iscsi":                      {"iscsi/fifo", "iscsi/pdu", "iscsi/keys", "lun", "security"},

@@ -40,8 +40,8 @@ var avoided = []struct{ pattern, instead string }{
 }
 
 // octetsAllowed lists the directories that describe wire formats in the words of
-// the RFCs.
-var octetsAllowed = []string{"docs/requirements", "rdma/wire", "iscsi/pdu"}
+// the RFCs, and that of openapi.yaml, where octets is the name of a field.
+var octetsAllowed = []string{"docs/requirements", "rdma/wire", "iscsi/pdu", "cmd/iser-target/api"}
 
 // proseUnfinished lists the directories whose prose has avoided words left. A
 // directory leaves the list when it has none.
@@ -51,8 +51,6 @@ var proseUnfinished = []string{
 	"backend/backendtest",
 	"backend/gotgt",
 	"cmd/iser-target",
-	"cmd/iser-target/api",
-	"cmd/iser-target/api/client",
 	"cmd/iser-target/cli",
 	"cmd/iser-target/daemon",
 	"cmd/iser-target/dashboard",

@@ -184,7 +184,7 @@ func TestVerbs(t *testing.T) {
 		s.says(t, cli.ExitOK, "(done)", "lun", "resize", b, "0", "1MiB", "--allow-shrink")
 		s.says(t, cli.ExitOK, "(done)", "lun", "set", b, "0", "read_only=true", "initiators=["+hostName+"]")
 		s.says(t, cli.ExitUsage, "KEY=VALUE", "lun", "set", b, "0", "read_only")
-		s.says(t, cli.ExitError, "nothing has changed", "lun", "set", b, "0", "reed_only=true")
+		s.says(t, cli.ExitError, "nothing was changed", "lun", "set", b, "0", "reed_only=true")
 		if l := read[schema.LUNState](t, s, "lun", "show", b, "0"); l.Size != 1<<20 || !l.ReadOnly || !slices.Equal(l.Initiators, []string{hostName}) {
 			t.Errorf("LUN %+v", l)
 		}
@@ -512,7 +512,7 @@ func TestDrainIsCutOff(t *testing.T) {
 	s.says(t, cli.ExitOK, "nothing to do", "config", "plan")
 	s.says(t, cli.ExitError, "was removed, and is still in use: the sessions of its target end", "lun", "create", storeName+"2", "--path", disk, "--size", "1MiB")
 	s.says(t, cli.ExitNotFound, "was removed before: ", "target", "delete", storeName)
-	s.says(t, cli.ExitOK, "was removed before, and is cut off now", "target", "delete", storeName, "--now")
+	s.says(t, cli.ExitOK, "was removed before; its commands are aborted now", "target", "delete", storeName, "--now")
 	select {
 	case o := <-deleted:
 		if o.code != cli.ExitOK || !strings.Contains(o.out, "(done)") {

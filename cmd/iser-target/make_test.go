@@ -48,7 +48,7 @@ func TestMakeLUN(t *testing.T) {
 	if err := unix.Stat(filepath.Join(s.dir, "a.img"), &st); err != nil || st.Size != 12<<20 || st.Blocks*512 < st.Size {
 		t.Errorf("grown: %d octets, %d blocks of 512, error %v", st.Size, st.Blocks, err)
 	}
-	s.says(t, cli.ExitError, "for the backend file", "lun", "resize", storeName, "0", "2MiB", "--preallocate")
+	s.says(t, cli.ExitError, "the backend file", "lun", "resize", storeName, "0", "2MiB", "--preallocate")
 	s.says(t, cli.ExitNotFound, "LUN 9", "lun", "resize", storeName, "9", "2MiB", "--preallocate")
 
 	session := s.login(t)
@@ -193,7 +193,7 @@ func TestMakeLUNInterrupted(t *testing.T) {
 	}{
 		"SIGINT":            {unix.SIGINT, false, "interrupted: nothing stays", cli.ExitError},
 		"SIGKILL":           {unix.SIGKILL, false, "", -1},
-		"SIGKILL of target": {unix.SIGKILL, true, "went away", cli.ExitUnreachable},
+		"SIGKILL of target": {unix.SIGKILL, true, "ended before it answered", cli.ExitUnreachable},
 		"SIGTERM of target": {unix.SIGTERM, true, "the target ends", cli.ExitError},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -242,14 +242,14 @@ func TestMakeLUNNoSpace(t *testing.T) {
 	s := newStation(t)
 	path := filepath.Join(dir, "a")
 	s.says(t, cli.ExitError, "medium is full: 8388608 octets more are wanted, and 4194304 are free", "lun", "create", storeName, "--path", path, "--size", "8MiB", "--preallocate")
-	s.says(t, cli.ExitError, "make room", "lun", "create", storeName, "--path", path, "--size", "8MiB", "--preallocate")
+	s.says(t, cli.ExitError, "free space", "lun", "create", storeName, "--path", path, "--size", "8MiB", "--preallocate")
 	var st unix.Statfs_t
 	if err := unix.Statfs(dir, &st); err != nil || st.Bfree != st.Blocks || !empty(t, dir) {
 		t.Errorf("error %v, %d of %d blocks are free", err, st.Bfree, st.Blocks)
 	}
 	s.same(t, 1)
 	s.says(t, cli.ExitOK, "add LUN 1", "lun", "create", storeName, "--path", path, "--size", "2MiB", "--preallocate")
-	for _, want := range []string{"nothing has changed: " + path + ": medium is full", "make room"} {
+	for _, want := range []string{"nothing was changed: " + path + ": medium is full", "free space"} {
 		s.says(t, cli.ExitError, want, "lun", "resize", storeName, "1", "8MiB", "--preallocate")
 	}
 	s.says(t, cli.ExitRefused, "--allow-shrink", "lun", "resize", storeName, "1", "1MiB", "--preallocate")
@@ -267,7 +267,7 @@ func TestGrowLUNWithoutSpace(t *testing.T) {
 	dir := backendtest.Mount(t, backendtest.MakeFS(t, "ext2", 16<<20, "-q"), "ext2", "") // which does not know fallocate(2)
 	s := newStation(t)
 	s.ok(t, "lun", "create", storeName, "--path", filepath.Join(dir, "a"), "--size", "2MiB")
-	s.says(t, cli.ExitError, "the change is made, but the LUN has not all the space", "lun", "resize", storeName, "1", "4MiB", "--preallocate")
+	s.says(t, cli.ExitError, "the LUN has its new size, but not all its space is allocated", "lun", "resize", storeName, "1", "4MiB", "--preallocate")
 	if l := read[schema.LUNState](t, s, "lun", "show", storeName, "1"); l.Size != 4<<20 || l.State != schema.Ready {
 		t.Errorf("LUN %+v, want that it has grown", l)
 	}

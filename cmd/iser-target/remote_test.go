@@ -15,7 +15,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
-// listensTLS has a configuration serve the control API over TCP, by the certificate NAME.
+// listensTLS adds the control API over TCP to a configuration, with the certificate name.
 func listensTLS(of *apitest.Authority, name string) func(string) string {
 	return func(text string) string {
 		return strings.Replace(text, "control: {", fmt.Sprintf("control: {listen: '127.0.0.1:0', tls: {cert: %s, key: %s, client_ca: %s}, ",
@@ -23,13 +23,13 @@ func listensTLS(of *apitest.Authority, name string) func(string) string {
 	}
 }
 
-// controlAddress is where s serves the control API over TCP.
+// controlAddress returns the TCP address of the control API of s.
 func (s *station) controlAddress(t *testing.T) string {
 	t.Helper()
 	return s.wait(t, `msg="control API" address=(127\S+)`)
 }
 
-// newRemote is newStation of a target that takes orders at the address, too.
+// newRemote starts a station whose control API is also at the TCP address.
 func newRemote(t *testing.T, of *apitest.Authority, name string) (*station, string) {
 	t.Helper()
 	var address string
@@ -45,8 +45,8 @@ func newRemote(t *testing.T, of *apitest.Authority, name string) (*station, stri
 	return s, address
 }
 
-// The commands ask a target on another machine, as this one could be.
-func TestRemote(t *testing.T) {
+// All commands work over TCP, as with a target on another machine.
+func TestCommandsOverTCP(t *testing.T) {
 	ca := apitest.New(t)
 	ca.Server("server")
 	ca.Client("client")
@@ -63,7 +63,7 @@ func TestRemote(t *testing.T) {
 	}
 	s.says(t, cli.ExitOK, storeName, "target", "list", "--socket", s.socket)
 	socket := s.socket
-	s.socket = "/nowhere" // from here on by the variables
+	s.socket = "/nowhere" // from here on, the variables count
 	s.says(t, cli.ExitOK, storeName, "target", "list")
 	s.says(t, cli.ExitOK, storeName, "__complete", "lun", "show", "iqn")
 	s.says(t, cli.ExitUsage, "another machine", "lun", "create", storeName, "--path", "a.img", "--size", "1MiB")
@@ -74,7 +74,7 @@ func TestRemote(t *testing.T) {
 	file := filepath.Join(s.dir, "f.pcapng")
 	s.says(t, cli.ExitOK, "ended: 100ms are over", "capture", "--session", fmt.Sprint(s.login(t).TSIH), "-w", file, "--duration", "100ms")
 	if b, err := os.ReadFile(file); err != nil || len(b) < 1000 { // the login
-		t.Errorf("a capture of %d octets: %v", len(b), err)
+		t.Errorf("a capture of %d bytes: %v", len(b), err)
 	}
 	if n := len(read[[]schema.LUNState](t, s, "lun", "list")); n != 3 {
 		t.Errorf("%d LUNs, want 3", n)
@@ -84,12 +84,12 @@ func TestRemote(t *testing.T) {
 	s.says(t, cli.ExitOK, "nothing to do", "config", "plan", s.file)
 	s.says(t, cli.ExitOK, "run doctor there", "doctor")
 	s.says(t, cli.ExitOK, "CN=client", "events")
-	s.says(t, cli.ExitOK, "valid", "config", "validate", s.file) // the variables are not the target's
+	s.says(t, cli.ExitOK, "valid", "config", "validate", s.file) // the target does not read the variables
 	s.socket = socket
 }
 
-// What keeps a command from a target over TCP is said, and by which file.
-func TestRemoteRefused(t *testing.T) {
+// The error says why a command cannot reach a target over TCP, and names the file.
+func TestErrorsOverTCPNameTheFile(t *testing.T) {
 	ours, theirs := apitest.New(t), apitest.New(t)
 	past := x509.Certificate{NotBefore: time.Now().Add(-2 * time.Hour), NotAfter: time.Now().Add(-time.Hour)}
 	for _, a := range []*apitest.Authority{ours, theirs} {
@@ -138,19 +138,19 @@ func TestRemoteRefused(t *testing.T) {
 		want                   string
 	}{
 		{"as it should be", address, client, key, ca, cli.ExitOK, storeName},
-		{"another CA of the target", address, client, key, theirs.Path("ca.pem"), cli.ExitUnreachable, "is not signed by any of " + theirs.Path("ca.pem")},
-		{"the CA of the system", address, client, key, "", cli.ExitUnreachable, "is not signed by any of the certificates of the system"},
-		{"another CA of the client", address, theirs.Path("client.pem"), theirs.Path("client.key"), ca, cli.ExitUnreachable, "does not know who has signed " + theirs.Path("client.pem")},
-		{"a client of the past", address, ours.Path("old.pem"), ours.Path("old.key"), ca, cli.ExitUnreachable, "does not take " + ours.Path("old.pem") + ", which is not valid now: " + past.NotBefore.UTC().Format("2006-01-02T15:04")},
-		{"no certificate for clients", address, ours.Path("server.pem"), ours.Path("server.key"), ca, cli.ExitUnreachable, "does not take " + ours.Path("server.pem")},
+		{"another CA of the target", address, client, key, theirs.Path("ca.pem"), cli.ExitUnreachable, "is not signed by an authority in " + theirs.Path("ca.pem")},
+		{"the CA of the system", address, client, key, "", cli.ExitUnreachable, "is not signed by an authority in the certificates of the system"},
+		{"another CA of the client", address, theirs.Path("client.pem"), theirs.Path("client.key"), ca, cli.ExitUnreachable, "does not know the authority that signed " + theirs.Path("client.pem")},
+		{"a client of the past", address, ours.Path("old.pem"), ours.Path("old.key"), ca, cli.ExitUnreachable, "refuses " + ours.Path("old.pem") + ", which is not valid now: " + past.NotBefore.UTC().Format("2006-01-02T15:04")},
+		{"no certificate for clients", address, ours.Path("server.pem"), ours.Path("server.key"), ca, cli.ExitUnreachable, "refuses " + ours.Path("server.pem")},
 		{"a target of the past", expiredAddress, client, key, ca, cli.ExitUnreachable, "is not valid now"},
-		{"a target of another name", otherAddress, client, key, ca, cli.ExitUnreachable, "is for another"},
+		{"a target of another name", otherAddress, client, key, ca, cli.ExitUnreachable, "is for another name"},
 		{"no TLS", plain.Addr().String(), client, key, ca, cli.ExitUnreachable, "does not speak TLS"},
 		{"nobody", nobody.Addr().String(), client, key, ca, cli.ExitUnreachable, "connection refused"},
 		{"no port", "127.0.0.1", client, key, ca, cli.ExitError, "missing port"},
 		{"no file", address, client, key + "2", ca, cli.ExitError, key + "2: no such file"},
 		{"no CA file", address, client, key, ca + "2", cli.ExitError, ca + "2: no such file"},
-		{"an empty CA file", address, client, key, empty, cli.ExitError, empty + ": there is no certificate in it"},
+		{"an empty CA file", address, client, key, empty, cli.ExitError, empty + ": the file has no certificate"},
 		{"an empty certificate", address, empty, key, ca, cli.ExitError, empty + " with " + key},
 		{"the key of another", address, client, ours.Path("old.key"), ca, cli.ExitError, "does not match"},
 	} {

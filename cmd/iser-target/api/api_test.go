@@ -8,7 +8,6 @@ import (
 
 	"go.yaml.in/yaml/v3"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/capture"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
@@ -28,8 +27,8 @@ func described(t *testing.T) *openAPIDocument {
 	return &doc
 }
 
-// Every route is in the document, and nothing else is.
-func TestOpenAPIRoutes(t *testing.T) {
+// openapi.yaml has each route, and no other.
+func TestOpenAPIHasEachRoute(t *testing.T) {
 	var want, got []string
 	for _, r := range routes {
 		want = append(want, r.pattern)
@@ -51,15 +50,15 @@ func TestOpenAPIRoutes(t *testing.T) {
 	}
 }
 
-// The properties of each schema are the fields of its type.
-func TestOpenAPISchemas(t *testing.T) {
+// Each schema of openapi.yaml has the fields of its type.
+func TestOpenAPISchemasAreThoseOfTheTypes(t *testing.T) {
 	schemas := described(t).Components.Schemas
-	delete(schemas, "Values") // which has no fixed ones
+	delete(schemas, "Values") // its properties are free
 	for _, v := range []any{
 		schema.Error{}, schema.Target{}, schema.LUN{}, schema.ChangeUpdate{}, schema.Progress{}, schema.Portal{}, schema.Pattern{}, schema.Reservation{},
 		schema.State{}, schema.PortalState{}, schema.TargetState{}, schema.LUNState{}, schema.ReservationState{}, schema.RegistrationState{},
 		schema.SessionState{}, schema.CounterState{}, schema.PhaseState{}, schema.ConnectionState{}, schema.Explanation{}, schema.Rule{}, schema.LUNView{}, schema.Event{},
-		schema.Plan{}, schema.Step{}, config.Change{}, capture.Summary{},
+		schema.Plan{}, schema.Step{}, config.Change{}, schema.Summary{},
 	} {
 		typ := reflect.TypeOf(v)
 		var want, got []string
@@ -70,7 +69,7 @@ func TestOpenAPISchemas(t *testing.T) {
 		}
 		schema, ok := schemas[typ.Name()]
 		if !ok {
-			t.Errorf("there is no schema of %s", typ.Name())
+			t.Errorf("no schema of %s", typ.Name())
 		}
 		for p := range schema.Properties {
 			got = append(got, p)
@@ -84,6 +83,6 @@ func TestOpenAPISchemas(t *testing.T) {
 	}
 	delete(schemas, "Done")
 	for name := range schemas {
-		t.Errorf("schema %s is of no type", name)
+		t.Errorf("schema %s without a type", name)
 	}
 }

@@ -16,18 +16,18 @@ import (
 // reportEvery is the time between two lines of progress; the end of a phase has its own.
 const reportEvery = 200 * time.Millisecond
 
-// errEnding stops what is being made, and captures.
+// errEnding is the reason why file builds and captures stop.
 var errEnding = errors.New("the target ends")
 
-// addLUN adds a LUN, whose file may have to be made first. With progress the answer to
-// that is a ChangeUpdate on each line.
+// addLUN adds a LUN, and builds its file first if the request asks for that. With progress,
+// the answer to that has a ChangeUpdate on each line.
 func (s *Server) addLUN(w http.ResponseWriter, r *http.Request) { answerUpdates(w, r, s.makeLUN) }
 
-// setLUN sets keys of a LUN, and with preallocate gives its file the space that it has
-// more then, as addLUN does.
+// setLUN sets keys of a LUN, and with preallocate then allocates the space of its file. It
+// answers like addLUN.
 func (s *Server) setLUN(w http.ResponseWriter, r *http.Request) { answerUpdates(w, r, s.growLUN) }
 
-// answerUpdates answers what does may take long.
+// answerUpdates answers with the result of do, and with its updates if it writes any.
 func answerUpdates(w http.ResponseWriter, r *http.Request, do func(*http.Request, *updateWriter) (any, error)) {
 	out := &updateWriter{w: w}
 	v, err := do(r, out)
@@ -72,7 +72,7 @@ func (s *Server) makeLUN(r *http.Request, out *updateWriter) (any, error) {
 		return s.changeWith(r, o, edit)
 	}
 	if l.Backend != "file" {
-		return nil, invalid("preallocate and from are for the backend file, not for %s", l.Backend)
+		return nil, invalid("preallocate and from require the backend file, not %s", l.Backend)
 	}
 	file, err := s.d.NewFileBuilder(backend.BuildConfig{
 		Path: l.Path, Size: int64(c.Size), BlockSize: uint32(c.BlockSize), Preallocate: l.Preallocate, From: l.From,
@@ -84,7 +84,7 @@ func (s *Server) makeLUN(r *http.Request, out *updateWriter) (any, error) {
 	c.Size = config.Size(file.Size())
 	dry := o
 	dry.DryRun = true
-	if plan, err := s.changeWith(r, dry, edit); err != nil || o.DryRun { // what cannot be is not begun
+	if plan, err := s.changeWith(r, dry, edit); err != nil || o.DryRun { // refused before the long work
 		return plan, err
 	}
 	if err := s.run(out, r, file.Build); err != nil {
@@ -118,7 +118,7 @@ func (s *Server) growLUN(r *http.Request, out *updateWriter) (any, error) {
 			return nil, err
 		}
 		if l.Backend != "file" {
-			return nil, invalid("preallocate is for the backend file, not for %s", l.Backend)
+			return nil, invalid("preallocate requires the backend file, not %s", l.Backend)
 		}
 		from = l.Size
 		dry := o
@@ -139,12 +139,12 @@ func (s *Server) growLUN(r *http.Request, out *updateWriter) (any, error) {
 		return s.d.Allocate(ctx, name(r), id, from, report)
 	})
 	if err != nil {
-		return nil, fmt.Errorf("the change is made, but the LUN has not all the space: %w", err)
+		return nil, fmt.Errorf("the LUN has its new size, but not all its space is allocated: %w", err)
 	}
 	return plan, nil
 }
 
-// roomFor fails if there is none for what the plan has the LUN grow by.
+// roomFor returns an error if the file system lacks the space by which the plan extends l.
 func roomFor(plan *schema.Plan, l *schema.LUNState) error {
 	for _, step := range plan.Steps {
 		size, err := config.ParseSize(step.Change.New)
@@ -152,15 +152,15 @@ func roomFor(plan *schema.Plan, l *schema.LUNState) error {
 			continue
 		}
 		if err := backend.CheckRoom(l.Path, int64(size)-l.Size); err != nil {
-			return fmt.Errorf("nothing has changed: %s: %w", l.Path, err)
+			return fmt.Errorf("nothing was changed: %s: %w", l.Path, err)
 		}
 	}
 	return nil
 }
 
-// run does what takes long, unless the client goes or the target ends before.
+// run calls do, and cancels it if the client goes away or the target ends.
 func (s *Server) run(out *updateWriter, r *http.Request, do func(context.Context, func(backend.Progress)) error) error {
-	// Else the end of readTime would be taken for that of the client.
+	// Else the read deadline would look like the end of the client.
 	if err := http.NewResponseController(out.w).SetReadDeadline(time.Time{}); err != nil {
 		return err
 	}
@@ -180,7 +180,7 @@ func (s *Server) run(out *updateWriter, r *http.Request, do func(context.Context
 	})
 }
 
-// A updateWriter answers ChangeUpdates, if they are wanted.
+// An updateWriter writes the ChangeUpdates of an answer, if the request asks for them.
 type updateWriter struct {
 	w      http.ResponseWriter
 	wanted bool

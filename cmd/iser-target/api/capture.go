@@ -15,15 +15,15 @@ import (
 )
 
 const (
-	defaultCapture = 64 << 20 // octets of the file
+	defaultCapture = 64 << 20 // bytes of the file
 	maxCapture     = 1 << 40
-	// maxCaptureTime is the longest that a capture can be bounded by.
+	// maxCaptureTime bounds the parameter duration.
 	maxCaptureTime = 30 * 24 * time.Hour
 )
 
-var errGone = errors.New("its client has gone")
+var errGone = errors.New("the client is gone")
 
-// capture answers a pcapng file that grows until the capture ends.
+// capture answers with a pcapng file that grows until the capture ends.
 func (s *Server) capture(w http.ResponseWriter, r *http.Request) {
 	o, err := captureOptions(r)
 	var id uint16
@@ -53,10 +53,10 @@ func (s *Server) capture(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "application/octet-stream")
 	w.Header().Set("Trailer", schema.SummaryTrailer)
 	control := http.NewResponseController(w)
-	control.SetReadDeadline(time.Time{}) // the end of readTime would be taken for that of the client
+	control.SetReadDeadline(time.Time{}) // else the read deadline would look like the end of the client
 	sum, err := run(ctx, &patient{w, control})
 	if err != nil {
-		panic(http.ErrAbortHandler) // the client must not take it for the end
+		panic(http.ErrAbortHandler) // so that the client knows that the file is incomplete
 	}
 	b, err := json.Marshal(sum)
 	if err == nil {
@@ -72,7 +72,7 @@ func captureOptions(r *http.Request) (o daemon.CaptureOptions, err error) {
 	}
 	if v := q.Get("max"); v != "" {
 		if o.Max, err = strconv.ParseInt(v, 10, 64); err != nil || o.Max < capture.MinSize || o.Max > maxCapture {
-			return o, invalid("query: max must be a number of octets from %d to %d, not %q", capture.MinSize, maxCapture, v)
+			return o, invalid("query: max must be a number of bytes from %d to %d, not %q", capture.MinSize, maxCapture, v)
 		}
 	}
 	if v := q.Get("duration"); v != "" {
@@ -83,7 +83,7 @@ func captureOptions(r *http.Request) (o daemon.CaptureOptions, err error) {
 	return o, nil
 }
 
-// patient writes to a client that takes what it gets within writeTime.
+// A patient is a Writer to a client that must read each write within writeTime.
 type patient struct {
 	w       io.Writer
 	control *http.ResponseController

@@ -9,7 +9,7 @@ import (
 	"github.com/iser-target/iser-target/config"
 )
 
-// statuses are the HTTP status codes of errors (RFC 9110, section 15).
+// statuses has the HTTP status codes of errors (RFC 9110, section 15).
 var statuses = map[schema.Code]int{
 	schema.Invalid:  http.StatusBadRequest,
 	schema.NotFound: http.StatusNotFound,
@@ -28,7 +28,7 @@ func targetConfig(t *schema.Target) config.Target {
 }
 
 // lunConfig converts the body of a request to the configuration of a LUN. Without an
-// ID in the body, the caller has to choose one.
+// ID in the body, the caller must choose one.
 func lunConfig(l *schema.LUN) (config.LUN, error) {
 	c := config.LUN{
 		Backend: l.Backend, Path: l.Path, BlockSize: l.BlockSize, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough,

@@ -23,7 +23,7 @@ func notFound(format string, a ...any) error {
 	return fmt.Errorf(format+": %w", append(a, daemon.ErrNotFound)...)
 }
 
-// name is that of the target in the path of r, in the form in which names are compared.
+// name returns the target in the path of r, normalized for comparison.
 func name(r *http.Request) string {
 	n := r.PathValue("target")
 	if normal, err := security.NormalizeName(n); err == nil {
@@ -35,7 +35,7 @@ func name(r *http.Request) string {
 func lunID(r *http.Request) (int, error) {
 	id, err := strconv.Atoi(r.PathValue("lun"))
 	if err != nil {
-		return 0, invalid("LUN %q is no number", r.PathValue("lun"))
+		return 0, invalid("LUN %q is not a number", r.PathValue("lun"))
 	}
 	return id, nil
 }
@@ -43,7 +43,7 @@ func lunID(r *http.Request) (int, error) {
 func tsih(r *http.Request) (uint16, error) {
 	n, err := strconv.ParseUint(r.PathValue("tsih"), 10, 16)
 	if err != nil {
-		return 0, invalid("TSIH %q is no number up to 65535", r.PathValue("tsih"))
+		return 0, invalid("TSIH %q is not a number up to 65535", r.PathValue("tsih"))
 	}
 	return uint16(n), nil
 }
@@ -66,7 +66,7 @@ func (s *Server) targets(r *http.Request) (any, error) {
 	return targets, nil
 }
 
-// brief takes out what would make a list long: how long commands took.
+// brief removes the latencies, which would make a list long.
 func brief(luns []schema.LUNState) []schema.LUNState {
 	for i := range luns {
 		luns[i].Counters.Latency = nil
@@ -107,7 +107,7 @@ func (s *Server) setTarget(r *http.Request) (any, error) {
 	return s.set(r, func(d *config.Document, key, value string) error { return d.SetTarget(name(r), key, value) })
 }
 
-// set changes the keys in the body.
+// set changes the keys that the body of r has.
 func (s *Server) set(r *http.Request, set func(d *config.Document, key, value string) error) (any, error) {
 	edit, err := editOf(r, set)
 	if err != nil {
@@ -116,14 +116,14 @@ func (s *Server) set(r *http.Request, set func(d *config.Document, key, value st
 	return s.change(r, edit)
 }
 
-// editOf is the edit that sets the keys in the body.
+// editOf returns the edit that sets the keys in the body of r.
 func editOf(r *http.Request, set func(d *config.Document, key, value string) error) (func(*config.Document) error, error) {
 	var v schema.Values
 	if err := body(r, &v); err != nil {
 		return nil, err
 	}
 	if len(v) == 0 {
-		return nil, invalid("body: there is no key to set")
+		return nil, invalid("body: no key to set")
 	}
 	return func(d *config.Document) error {
 		for _, k := range v.Keys() {
@@ -149,7 +149,7 @@ func (s *Server) allow(r *http.Request) (any, error) {
 		if err := d.AllowInitiator(name(r), p.Pattern); !errors.Is(err, config.ErrExists) {
 			return err
 		}
-		return nil // it is allowed
+		return nil // the pattern is there
 	})
 }
 
@@ -167,14 +167,14 @@ func (s *Server) deny(r *http.Request) (any, error) {
 			return len(cfg.Targets[i].Initiators)
 		}, func() error { return d.DenyInitiator(name(r), q.Get("pattern")) })
 		if only {
-			return invalid("%q is all that lets anybody in to %s: allow another pattern first, or delete the target", q.Get("pattern"), name(r))
+			return invalid("%q is the only pattern of %s: allow another one first, or delete the target", q.Get("pattern"), name(r))
 		}
 		return err
 	})
 }
 
-// isOnly makes an edit that takes something away, and tells whether that was the last one
-// of what count counts and cannot do without.
+// isOnly calls remove, and reports whether it removed the last of the objects that count
+// counts, of which the configuration needs one.
 func isOnly(d *config.Document, count func(*config.Config) int, remove func() error) (bool, error) {
 	cfg, err := d.Config()
 	if err != nil {
@@ -231,9 +231,9 @@ func (s *Server) lun(r *http.Request) (any, error) {
 	return s.findLUN(r)
 }
 
-// removedBefore is the outcome of a removal, and if there was nothing to remove that of
-// cutting off, with now, what an earlier one still gives time to: a LUN, or if the number
-// is negative a target.
+// removedBefore returns the result of a removal, v and err. If the object was removed
+// before and still drains, it ends that with the option now. id is the number of a LUN, or
+// negative for a target.
 func (s *Server) removedBefore(r *http.Request, id int, v any, err error) (any, error) {
 	if !errors.Is(err, config.ErrNotFound) {
 		return v, err
@@ -247,13 +247,13 @@ func (s *Server) removedBefore(r *http.Request, id int, v any, err error) (any, 
 	case err2 != nil || ending == "":
 		return v, err
 	case o.Now && !o.DryRun && s.d.CutOff(r.Context(), name(r), id):
-		return &schema.Plan{Steps: []schema.Step{}, Note: what + " was removed before, and is cut off now"}, nil
+		return &schema.Plan{Steps: []schema.Step{}, Note: what + " was removed before; its commands are aborted now"}, nil
 	}
-	return nil, &schema.Error{Code: schema.NotFound, Message: fmt.Sprintf("%s was removed before: %s", what, ending), Hint: "wait for that, or cut it off with now"}
+	return nil, &schema.Error{Code: schema.NotFound, Message: fmt.Sprintf("%s was removed before: %s", what, ending), Hint: "wait until the removal is complete, or end it with now"}
 }
 
-// freeLUN is the lowest number that no LUN of the target has, and none that is being
-// removed.
+// freeLUN returns the lowest number that no LUN of the target has, including those that
+// are being removed.
 func freeLUN(d *config.Document, target string, leaving []int) (int, error) {
 	cfg, err := d.Config()
 	if err != nil {
@@ -331,7 +331,7 @@ func (s *Server) removePortal(r *http.Request) (any, error) {
 	return s.change(r, func(d *config.Document) error {
 		only, err := isOnly(d, func(cfg *config.Config) int { return len(cfg.Portals) }, func() error { return d.RemovePortal(r.PathValue("portal")) })
 		if only {
-			return invalid("%s is the only portal: one has to stay, so add another one first", r.PathValue("portal"))
+			return invalid("%s is the only portal: add another one first", r.PathValue("portal"))
 		}
 		return err
 	})
@@ -365,7 +365,7 @@ func (s *Server) session(r *http.Request) (any, error) {
 	return nil, notFound("session %d", id)
 }
 
-// maxReason is the most octets that a reason can have.
+// maxReason bounds the reason of killSession, in bytes.
 const maxReason = 255
 
 func (s *Server) killSession(r *http.Request) (any, error) {
@@ -378,12 +378,13 @@ func (s *Server) killSession(r *http.Request) (any, error) {
 		return nil, err
 	}
 	if len(q.Get("reason")) > maxReason {
-		return nil, invalid("query: reason has more than %d octets", maxReason)
+		return nil, invalid("query: reason has more than %d bytes", maxReason)
 	}
 	return schema.Done{Done: true}, s.d.KillSession(r.Context(), id, q.Get("reason"))
 }
 
-// document reads a configuration. There may be parameters of the names more.
+// document returns the configuration in the body of r, and the Options. r may have the
+// parameters more, too.
 func (s *Server) document(r *http.Request, more ...string) (*config.Document, daemon.ChangeOptions, url.Values, error) {
 	o, q, err := changeOptions(r, append(more, "source")...)
 	if err != nil {
@@ -459,8 +460,8 @@ func (s *Server) explain(r *http.Request) (any, error) {
 	return s.d.Explain(q.Get("initiator"), q.Get("target"), q.Get("portal")), nil
 }
 
-// events answers lines of JSON, one for each event: those that there are, and with
-// follow those that come, until one side goes. Empty lines mean nothing.
+// events answers one line of JSON for each stored event, and with follow continues with new
+// ones until one side goes away. Empty lines are heartbeats.
 func (s *Server) events(w http.ResponseWriter, r *http.Request) {
 	q, err := query(r, "since", "follow")
 	var since uint64
@@ -486,7 +487,7 @@ func (s *Server) events(w http.ResponseWriter, r *http.Request) {
 	case s.followers <- struct{}{}:
 		defer func() { <-s.followers }()
 	default:
-		writeError(w, &schema.Error{Code: schema.Busy, Message: fmt.Sprintf("%d clients follow the events, which is all that may", maxFollowers), Hint: "end one of them"})
+		writeError(w, &schema.Error{Code: schema.Busy, Message: fmt.Sprintf("%d clients follow the events, the most that are allowed", maxFollowers), Hint: "end one of them"})
 		return
 	}
 	s.follow(w, r, since)
@@ -498,7 +499,7 @@ func (s *Server) follow(w http.ResponseWriter, r *http.Request, since uint64) {
 	beat := time.NewTicker(heartbeat)
 	defer beat.Stop()
 	control := http.NewResponseController(w)
-	control.SetReadDeadline(time.Time{}) // the end of readTime would be taken for that of the client
+	control.SetReadDeadline(time.Time{}) // else the read deadline would look like the end of the client
 	next := []byte{}
 	for {
 		list := s.d.Events(since)
@@ -525,7 +526,7 @@ func (s *Server) follow(w http.ResponseWriter, r *http.Request, since uint64) {
 func lines(list []schema.Event) (b []byte) {
 	for _, e := range list {
 		line, err := json.Marshal(e)
-		if err != nil { // of values that are no JSON
+		if err != nil { // a value that JSON does not have
 			line = fmt.Appendf(nil, `{"number":%d,"event":%q,"text":%q}`, e.Number, e.Event, err)
 		}
 		b = append(append(b, line...), '\n')

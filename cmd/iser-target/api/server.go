@@ -1,6 +1,6 @@
-// Package api serves the management of a running target: JSON over HTTP on a Unix
-// socket, or with TLS on a TCP address, as openapi.yaml describes it. Package client
-// asks it, and package schema has the types that both use.
+// Package api serves the control API of a running target: JSON over HTTP on a Unix socket,
+// or with TLS on a TCP address. openapi.yaml describes it. Package client has the client,
+// package schema the types that both use.
 package api
 
 import (
@@ -30,40 +30,39 @@ import (
 	"github.com/iser-target/iser-target/config"
 )
 
-// What requests may take.
+// Limits of requests.
 const (
-	maxBody        = 64 << 10         // octets of a request in JSON
-	maxDocument    = config.MaxFile   // octets of a configuration
+	maxBody        = 64 << 10         // bytes of a request in JSON
+	maxDocument    = config.MaxFile   // bytes of a configuration
 	maxConnections = 128              // of a listener, at one time
 	maxFollowers   = 64               // event streams at one time
 	writeTime      = 30 * time.Second // of an answer, or of one event
 	idleTime       = 2 * time.Minute
-	// turnTime bounds the wait for changes that are under way; a change that has
-	// begun comes to its end.
+	// turnTime bounds the wait for other changes. A change that has begun is completed.
 	turnTime = time.Minute
-	// heartbeat is after which time a silent event stream has an empty line, so
-	// that a reader that has gone is noticed.
+	// heartbeat is the interval of empty lines on a silent event stream, which reveal
+	// that the reader is gone.
 	heartbeat = 15 * time.Second
 )
 
 //go:embed openapi.yaml
 var openAPI []byte
 
-// A Server answers requests about a daemon.
+// A Server answers the requests of the control API of one daemon.
 type Server struct {
 	d         *daemon.Daemon
 	http      *http.Server
-	ending    chan struct{} // closed when event streams are to end
+	ending    chan struct{} // closed to end streams
 	followers chan struct{}
 }
 
-// A route is a method and path, and what answers there: a value that becomes JSON, or
-// an error.
+// A route maps a method and path to its handler, whose result becomes JSON.
 type route struct {
 	pattern string // of http.ServeMux
 	handle  func(*Server, *http.Request) (any, error)
 }
 
+// routes lists the routes that answer one value of JSON.
 var routes = []route{
 	{"GET /v1/state", (*Server).state},
 	{"GET /v1/targets", (*Server).targets},
@@ -90,7 +89,7 @@ var routes = []route{
 	{"GET /v1/explain", (*Server).explain},
 }
 
-// streams are routes whose answers are not one value of JSON, or not always.
+// streams lists the routes that may answer something else.
 var streams = []struct {
 	pattern string
 	handle  func(*Server, http.ResponseWriter, *http.Request)
@@ -103,7 +102,7 @@ var streams = []struct {
 	{"GET /v1/openapi.yaml", (*Server).describe},
 }
 
-// NewServer returns a server of d, which has to be ready before Serve is called.
+// NewServer returns a server of d. d must be ready before the first request.
 func NewServer(d *daemon.Daemon) *Server {
 	s := &Server{d: d, ending: make(chan struct{}), followers: make(chan struct{}, maxFollowers)}
 	mux := http.NewServeMux()
@@ -121,7 +120,7 @@ func NewServer(d *daemon.Daemon) *Server {
 		mux.HandleFunc(r.pattern, func(w http.ResponseWriter, req *http.Request) { r.handle(s, w, req) })
 	}
 	s.http = httpd.NewServer(named(unknown(mux)), http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		writeError(w, &schema.Error{Code: schema.Busy, Message: httpd.TooMany(r).Error(), Hint: "end some, or try again"})
+		writeError(w, &schema.Error{Code: schema.Busy, Message: httpd.TooMany(r).Error(), Hint: "close some of them, or try again"})
 	}))
 	s.http.IdleTimeout = idleTime
 	s.http.ErrorLog = slog.NewLogLogger(d.Logger().With("server", "control API").Handler(), slog.LevelWarn)
@@ -129,7 +128,7 @@ func NewServer(d *daemon.Daemon) *Server {
 	return s
 }
 
-// Serve answers what comes in by l until Shutdown, which closes it.
+// Serve answers the requests of the connections of l until Shutdown, which closes l.
 func (s *Server) Serve(l net.Listener) error {
 	if err := s.http.Serve(httpd.Limit(l, maxConnections)); !errors.Is(err, http.ErrServerClosed) {
 		return err
@@ -137,7 +136,7 @@ func (s *Server) Serve(l net.Listener) error {
 	return nil
 }
 
-// Shutdown ends Serve. Requests that are being answered have until ctx ends.
+// Shutdown ends Serve. It waits for requests in progress until ctx ends.
 func (s *Server) Shutdown(ctx context.Context) error {
 	err := s.http.Shutdown(ctx)
 	if err != nil {
@@ -146,10 +145,10 @@ func (s *Server) Shutdown(ctx context.Context) error {
 	return err
 }
 
-// named lets h know who asks, for the log.
+// named passes the name of the client to h, for the log.
 func named(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		who := r.RemoteAddr // of a Unix socket: see peer
+		who := r.RemoteAddr // see peer for that of a Unix socket
 		if r.TLS != nil && len(r.TLS.PeerCertificates) > 0 {
 			who = fmt.Sprintf("%s at %s", r.TLS.PeerCertificates[0].Subject, r.RemoteAddr)
 		}
@@ -157,7 +156,7 @@ func named(h http.Handler) http.Handler {
 	})
 }
 
-// unknown answers in JSON what mux has no route for.
+// unknown answers requests for which mux has no route, in JSON.
 func unknown(mux *http.ServeMux) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		h, pattern := mux.Handler(r)
@@ -169,14 +168,14 @@ func unknown(mux *http.ServeMux) http.Handler {
 		answer.header = w.Header()
 		h.ServeHTTP(&answer, r)
 		if answer.status == http.StatusMethodNotAllowed {
-			writeError(w, &schema.Error{Code: schema.Method, Message: fmt.Sprintf("%s is not for %s", r.URL.Path, r.Method), Hint: "it takes " + w.Header().Get("Allow")})
+			writeError(w, &schema.Error{Code: schema.Method, Message: fmt.Sprintf("%s does not support %s", r.URL.Path, r.Method), Hint: "use " + w.Header().Get("Allow")})
 			return
 		}
-		writeError(w, &schema.Error{Code: schema.NotFound, Message: "there is nothing at " + r.URL.Path, Hint: "GET /v1/openapi.yaml describes what there is"})
+		writeError(w, &schema.Error{Code: schema.NotFound, Message: r.URL.Path + ": no such path", Hint: "GET /v1/openapi.yaml describes all paths"})
 	})
 }
 
-// statusOnly is a ResponseWriter that forgets the body.
+// A statusOnly is a ResponseWriter that discards the body.
 type statusOnly struct {
 	header http.Header
 	status int
@@ -189,13 +188,13 @@ func (s *statusOnly) Write(b []byte) (int, error) { return len(b), nil }
 func writeJSON(w http.ResponseWriter, status int, v any) {
 	b, err := json.Marshal(v)
 	if err != nil {
-		status, b = http.StatusInternalServerError, []byte(`{"error":"the answer is no JSON","code":"failed"}`)
+		status, b = http.StatusInternalServerError, []byte(`{"error":"the answer cannot be encoded as JSON","code":"failed"}`)
 	}
 	w.Header().Set("Content-Type", "application/json")
 	send(w, status, append(b, '\n'))
 }
 
-// send answers, to readers that read.
+// send sends an answer to a client that must read it within writeTime.
 func send(w http.ResponseWriter, status int, b []byte) error {
 	http.NewResponseController(w).SetWriteDeadline(time.Now().Add(writeTime))
 	w.Header().Set("X-Content-Type-Options", "nosniff")
@@ -209,7 +208,7 @@ func writeError(w http.ResponseWriter, err error) {
 	writeJSON(w, statuses[e.Code], e)
 }
 
-// errorOf says what is to be done about an error.
+// errorOf returns err with its code and a hint what to do next.
 func errorOf(err error) *schema.Error {
 	var (
 		e       *schema.Error
@@ -222,37 +221,37 @@ func errorOf(err error) *schema.Error {
 		return e
 	case errors.As(err, &refused):
 		return &schema.Error{Code: schema.Refused, Message: err.Error(), Needs: refused.Needs().Options(), Plan: refused.Plan,
-			Hint: "look at the plan, and send the request again with " + strings.Join(refused.Needs().Options(), " and ")}
+			Hint: "check the plan, and repeat the request with " + strings.Join(refused.Needs().Options(), " and ")}
 	case errors.Is(err, daemon.ErrNotFound), errors.Is(err, config.ErrNotFound):
-		return &schema.Error{Code: schema.NotFound, Message: err.Error(), Hint: "lists say what there is"}
+		return &schema.Error{Code: schema.NotFound, Message: err.Error(), Hint: "GET the list to see what exists"}
 	case errors.Is(err, daemon.ErrBuilding), errors.Is(err, daemon.ErrManyBuilds):
-		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "try again when that has ended"}
+		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "try again when that is done"}
 	case errors.Is(err, fs.ErrExist) && !errors.As(err, &wrong):
-		return &schema.Error{Code: schema.Exists, Message: err.Error(), Hint: "give another path, or leave out preallocate and from to use the file as it is"}
+		return &schema.Error{Code: schema.Exists, Message: err.Error(), Hint: "choose another path, or leave out preallocate and from to use the file as it is"}
 	case errors.Is(err, backend.ErrNoSpace), errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):
-		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "make room on the file system"}
+		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "free space on the file system"}
 	case errors.Is(err, capture.ErrTooMany), errors.Is(err, capture.ErrTaken):
 		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "end one: interrupt its command, or DELETE /v1/sessions/{tsih}/capture"}
 	case errors.Is(err, config.ErrExists):
 		return &schema.Error{Code: schema.Exists, Message: err.Error(), Hint: "change it, or remove it first"}
 	case errors.Is(err, daemon.ErrEdited):
-		return &schema.Error{Code: schema.Edited, Message: err.Error(), Hint: "look at the file with config plan, and then apply it"}
+		return &schema.Error{Code: schema.Edited, Message: err.Error(), Hint: "check the file with config plan, and then apply it"}
 	case errors.Is(err, daemon.ErrEnding):
-		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "nothing has changed; try again when it is back"}
+		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "nothing was changed; try again when the target is back"}
 	case errors.Is(err, daemon.ErrLeaving):
-		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "wait for that, or cut it off: remove it again, with now"}
+		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "wait until the removal is complete, or end it: remove it again with now"}
 	case errors.Is(err, daemon.ErrStuck):
-		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "see to what the store lies on: a server that is gone, or a device that is stuck"}
+		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "check the server or device that the backend is on"}
 	case errors.As(err, &large):
-		return &schema.Error{Code: schema.TooLarge, Message: fmt.Sprintf("the body has more than %d octets", large.Limit)}
+		return &schema.Error{Code: schema.TooLarge, Message: fmt.Sprintf("the body has more than %d bytes", large.Limit)}
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
 		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "try again"}
 	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EROFS):
-		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "the target has to be allowed to do it, as the user that it runs as; docs/service.md has what its unit takes away"}
+		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "the user that the target runs as needs the permission; docs/service.md lists what its systemd unit forbids"}
 	case errors.As(err, &wrong), errors.Is(err, config.ErrShared):
-		return &schema.Error{Code: schema.Invalid, Message: err.Error(), Hint: "nothing has changed; docs/config.md describes all keys"}
+		return &schema.Error{Code: schema.Invalid, Message: err.Error(), Hint: "nothing was changed; docs/config.md describes all keys"}
 	case errors.Is(err, fs.ErrNotExist):
-		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "it, or the directory that it is to be in, has to be there, on the machine of the target"}
+		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "the file, or the directory for it, must exist on the machine of the target"}
 	}
 	return &schema.Error{Code: schema.Failed, Message: err.Error()}
 }
@@ -261,7 +260,7 @@ func invalid(format string, a ...any) *schema.Error {
 	return &schema.Error{Code: schema.Invalid, Message: fmt.Sprintf(format, a...), Hint: "GET /v1/openapi.yaml describes the request"}
 }
 
-// body reads JSON of a request.
+// body decodes the JSON of a request into v.
 func body(r *http.Request, v any) error {
 	d := json.NewDecoder(http.MaxBytesReader(nil, r.Body, maxBody))
 	d.DisallowUnknownFields()
@@ -270,7 +269,7 @@ func body(r *http.Request, v any) error {
 		if _, err = d.Token(); err == io.EOF {
 			return nil
 		} else if err == nil {
-			err = errors.New("there is more behind it")
+			err = errors.New("data after the JSON value")
 		}
 	}
 	var large *http.MaxBytesError
@@ -280,7 +279,7 @@ func body(r *http.Request, v any) error {
 	return invalid("body: %v", err)
 }
 
-// query reads parameters; each may be there once, and none that is not in known.
+// query returns the parameters of a request. Each must be in known and appear once.
 func query(r *http.Request, known ...string) (url.Values, error) {
 	q, err := url.ParseQuery(r.URL.RawQuery)
 	if err != nil {
@@ -288,10 +287,10 @@ func query(r *http.Request, known ...string) (url.Values, error) {
 	}
 	for k, v := range q {
 		if !slices.Contains(known, k) {
-			return nil, invalid("query: %s is unknown; there are: %s", k, strings.Join(known, ", "))
+			return nil, invalid("query: %s is unknown; known are: %s", k, strings.Join(known, ", "))
 		}
 		if len(v) != 1 {
-			return nil, invalid("query: %s is there %d times", k, len(v))
+			return nil, invalid("query: %s is given %d times", k, len(v))
 		}
 	}
 	return q, nil
@@ -310,10 +309,10 @@ func flag(q url.Values, key string, to *bool) error {
 	return nil
 }
 
-// optionKeys are the keys of Options in a query.
+// optionKeys lists the keys of Options in a query.
 var optionKeys = []string{"dry_run", "disrupt", "allow_shrink", "now", "drain"}
 
-// changeOptions reads Options, beside which there may be parameters of the names more.
+// changeOptions returns the Options of a request, which may have the parameters more, too.
 func changeOptions(r *http.Request, more ...string) (o daemon.ChangeOptions, q url.Values, err error) {
 	if q, err = query(r, append(more, optionKeys...)...); err != nil {
 		return o, nil, err
@@ -334,10 +333,10 @@ func changeOptions(r *http.Request, more ...string) (o daemon.ChangeOptions, q u
 	return o, q, nil
 }
 
-// maxDrain is the longest time that what is removed can be given.
+// maxDrain bounds Options.Drain.
 const maxDrain = time.Hour
 
-// change makes a change, whose edit is what the request asks for.
+// change changes the configuration by edit, with the Options of the request.
 func (s *Server) change(r *http.Request, edit func(*config.Document) error) (any, error) {
 	o, _, err := changeOptions(r)
 	if err != nil {
@@ -347,13 +346,13 @@ func (s *Server) change(r *http.Request, edit func(*config.Document) error) (any
 }
 
 func (s *Server) changeWith(r *http.Request, o daemon.ChangeOptions, edit func(*config.Document) error) (any, error) {
-	// A client that goes does not take its change along.
+	// The change continues if its client goes away.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), turnTime)
 	defer cancel()
 	return answer(s.d.Change(ctx, edit, o))
 }
 
-// answer is a plan, or why there is none that was carried out.
+// answer returns p as an interface value that is nil on an error.
 func answer(p *schema.Plan, err error) (any, error) {
 	if err != nil {
 		return nil, err

@@ -29,7 +29,8 @@ import (
 
 const store = "iqn.2026-11.io.example:store"
 
-// serve runs a daemon without a file that takes orders as c says.
+// serve runs a daemon without a configuration file, and its control API on the addresses
+// of c.
 func serve(t *testing.T, c config.Control, log io.Writer) *daemon.Daemon {
 	t.Helper()
 	doc, err := config.NewDocument("test", []byte(`
@@ -68,8 +69,8 @@ func overSocket(path string) *http.Client {
 	}}}
 }
 
-// What is wrong with a request is said in JSON, whatever it is.
-func TestErrors(t *testing.T) {
+// Each wrong request gets an error in JSON with its status, code and message.
+func TestWrongRequestsAreAnsweredInJSON(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "s")
 	d := serve(t, config.Control{Socket: socket}, io.Discard)
 	c := overSocket(socket)
@@ -80,31 +81,31 @@ func TestErrors(t *testing.T) {
 		code               schema.Code
 		says               string
 	}{
-		{"GET", "/", "", 404, schema.NotFound, "nothing at /"},
-		{"GET", "/v1/none", "", 404, schema.NotFound, "nothing at /v1/none"},
-		{"PUT", "/v1/targets", "", 405, schema.Method, "not for PUT"},
+		{"GET", "/", "", 404, schema.NotFound, "/: no such path"},
+		{"GET", "/v1/none", "", 404, schema.NotFound, "/v1/none: no such path"},
+		{"PUT", "/v1/targets", "", 405, schema.Method, "does not support PUT"},
 		{"GET", "/v1/targets?all=1", "", 400, schema.Invalid, "all is unknown"},
-		{"GET", "/v1/luns?target=a&target=b", "", 400, schema.Invalid, "2 times"},
+		{"GET", "/v1/luns?target=a&target=b", "", 400, schema.Invalid, "given 2 times"},
 		{"GET", "/v1/targets?%zz", "", 400, schema.Invalid, "query"},
 		{"GET", "/v1/targets/none", "", 404, schema.NotFound, "none"},
 		{"GET", luns + "/9", "", 404, schema.NotFound, "LUN 9"},
-		{"GET", luns + "/x", "", 400, schema.Invalid, "no number"},
+		{"GET", luns + "/x", "", 400, schema.Invalid, "is not a number"},
 		{"GET", "/v1/sessions/65536", "", 400, schema.Invalid, "65535"},
 		{"GET", "/v1/sessions/1", "", 404, schema.NotFound, "session 1"},
-		{"DELETE", "/v1/sessions/1?reason=" + strings.Repeat("a", 256), "", 400, schema.Invalid, "255 octets"},
+		{"DELETE", "/v1/sessions/1?reason=" + strings.Repeat("a", 256), "", 400, schema.Invalid, "255 bytes"},
 		{"GET", "/v1/events?since=-1", "", 400, schema.Invalid, "since"},
 		{"GET", "/v1/events?follow=perhaps", "", 400, schema.Invalid, "true or false"},
 		{"GET", "/v1/explain?target=a", "", 400, schema.Invalid, "initiator is required"},
 		{"POST", luns, "", 400, schema.Invalid, "EOF"},
 		{"POST", luns, "{", 400, schema.Invalid, "EOF"},
-		{"POST", luns, `{"backend": "memory"} {}`, 400, schema.Invalid, "more behind it"},
+		{"POST", luns, `{"backend": "memory"} {}`, 400, schema.Invalid, "data after"},
 		{"POST", luns, `{"bakend": "memory"}`, 400, schema.Invalid, "bakend"},
 		{"POST", luns, `{"id": 0, "backend": "memory", "size": "1MiB"}`, 409, schema.Exists, "already"},
 		{"POST", luns, `{"backend": "memory", "size": "1 furlong"}`, 400, schema.Invalid, "size"},
 		{"POST", luns, `{"backend": "none", "size": "1MiB"}`, 400, schema.Invalid, "backend"},
-		{"POST", luns, `{"backend": "` + strings.Repeat("m", maxBody) + `"}`, 413, schema.TooLarge, "65536 octets"},
+		{"POST", luns, `{"backend": "` + strings.Repeat("m", maxBody) + `"}`, 413, schema.TooLarge, "65536 bytes"},
 		{"POST", luns + "?drain=1s&now=true", `{"backend": "memory", "size": "1MiB"}`, 400, schema.Invalid, "exclude"},
-		{"POST", luns, `{"backend": "memory", "size": "1MiB", "preallocate": true}`, 400, schema.Invalid, "for the backend file"},
+		{"POST", luns, `{"backend": "memory", "size": "1MiB", "preallocate": true}`, 400, schema.Invalid, "require the backend file"},
 		{"POST", luns + "?progress=perhaps", `{"backend": "memory", "size": "1MiB"}`, 400, schema.Invalid, "true or false"},
 		{"POST", luns + "?progress=true", `{"backend": "file", "path": "/dev/null", "size": "1MiB", "preallocate": true}`, 409, schema.Exists, "overwritten"},
 		{"POST", luns + "?drain=2h", `{"backend": "memory", "size": "1MiB"}`, 400, schema.Invalid, "1h"},
@@ -115,7 +116,7 @@ func TestErrors(t *testing.T) {
 		{"POST", "/v1/config/apply?own_file=true", "portals: [{listen: '127.0.0.1:0'}]\ntargets: []", 404, schema.NotFound, "without one"},
 		{"POST", "/v1/config/plan?own_file=true", "", 400, schema.Invalid, "unknown"},
 		{"POST", "/v1/config/plan?source=mine", "portals: []", 400, schema.Invalid, "mine: portals"},
-		{"POST", "/v1/config/plan", strings.Repeat("#", maxDocument+1), 413, schema.TooLarge, "octets"},
+		{"POST", "/v1/config/plan", strings.Repeat("#", maxDocument+1), 413, schema.TooLarge, "bytes"},
 	} {
 		req, err := http.NewRequestWithContext(t.Context(), tc.method, "http://target"+tc.path, strings.NewReader(tc.body))
 		if err != nil {
@@ -137,7 +138,7 @@ func TestErrors(t *testing.T) {
 		}
 	}
 	if luns := d.State().Targets[0].LUNs; len(luns) != 1 || luns[0].Size != 1<<20 {
-		t.Errorf("requests that failed have changed the LUNs: %+v", luns)
+		t.Errorf("failed requests changed the LUNs: %+v", luns)
 	}
 	var b []byte
 	rsp, err := c.Get("http://target/v1/openapi.yaml")
@@ -146,12 +147,12 @@ func TestErrors(t *testing.T) {
 		rsp.Body.Close()
 	}
 	if err != nil || !bytes.Equal(b, openAPI) {
-		t.Errorf("the description that is served: %d octets, error %v", len(b), err)
+		t.Errorf("the description that is served: %d bytes, error %v", len(b), err)
 	}
 }
 
-// A client hears how far the making of a file has come, if it wants to.
-func TestProgress(t *testing.T) {
+// A client can follow the progress of creating a file.
+func TestProgressOfAFile(t *testing.T) {
 	dir := t.TempDir()
 	socket := filepath.Join(dir, "s")
 	serve(t, config.Control{Socket: socket}, io.Discard)
@@ -176,8 +177,8 @@ func TestProgress(t *testing.T) {
 	}
 }
 
-// The answer to a refusal names the options that are missing, and the plan.
-func TestRefusal(t *testing.T) {
+// A refusal has the missing options and the plan.
+func TestRefusalNamesTheMissingOptions(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "s")
 	serve(t, config.Control{Socket: socket}, io.Discard)
 	c := client.New(socket)
@@ -192,8 +193,8 @@ func TestRefusal(t *testing.T) {
 	}
 }
 
-// A following client is told of what comes, and no more than maxFollowers are.
-func TestFollowers(t *testing.T) {
+// Clients that follow the events get new ones, and their number is limited.
+func TestFollowersGetNewEvents(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "s")
 	serve(t, config.Control{Socket: socket}, io.Discard)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -232,8 +233,9 @@ func TestFollowers(t *testing.T) {
 	}
 }
 
-// A connection too many is told so, as every other error is, and the others are served.
-func TestConnections(t *testing.T) {
+// A connection beyond the limit gets an error like any other. The end of an open one makes
+// room.
+func TestConnectionsAreLimited(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "s")
 	serve(t, config.Control{Socket: socket}, io.Discard)
 	var open []net.Conn
@@ -257,8 +259,8 @@ func TestConnections(t *testing.T) {
 	})
 }
 
-// Over TCP only clients with a certificate of the authority are served.
-func TestMutualTLS(t *testing.T) {
+// Over TCP, only clients with a certificate of the authority are served.
+func TestTLSRequiresACertificateOfTheClient(t *testing.T) {
 	ours, theirs := apitest.New(t), apitest.New(t)
 	ours.Server("server")
 	ours.Client("client")
@@ -308,9 +310,9 @@ func TestMutualTLS(t *testing.T) {
 		t.Errorf("the change is by %q", by)
 	}
 	for name, err := range map[string]error{
-		"without a certificate":     get(nil, 0),
-		"with one of somebody else": get(theirs, 0),
-		"with our certificate, 1.2": get(ours, tls.VersionTLS12),
+		"without a certificate":          get(nil, 0),
+		"with that of another authority": get(theirs, 0),
+		"with our certificate, 1.2":      get(ours, tls.VersionTLS12),
 	} {
 		if err == nil || !strings.Contains(err.Error(), "tls") {
 			t.Errorf("%s: error %v, want one of TLS", name, err)
@@ -318,8 +320,8 @@ func TestMutualTLS(t *testing.T) {
 	}
 }
 
-// What the configuration asks for and cannot be had is an error; nothing is left.
-func TestStartFails(t *testing.T) {
+// Start fails if it cannot listen as configured, and leaves nothing behind.
+func TestStartFailsWithoutItsAddresses(t *testing.T) {
 	dir := t.TempDir()
 	socket := filepath.Join(dir, "s")
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -338,7 +340,7 @@ func TestStartFails(t *testing.T) {
 	}{
 		{"no directory", config.Control{Socket: filepath.Join(dir, "none", "s")}, "control.socket"},
 		{"no certificate", config.Control{Socket: socket, Listen: "127.0.0.1:0"}, "control.listen"},
-		{"no authority", config.Control{Socket: socket, Listen: "127.0.0.1:0", TLS: config.ControlTLS{Cert: a.Path("ca.pem"), Key: a.Path("ca.key"), ClientCA: filepath.Join(dir, "empty")}}, "no certificate in it"},
+		{"no authority", config.Control{Socket: socket, Listen: "127.0.0.1:0", TLS: config.ControlTLS{Cert: a.Path("ca.pem"), Key: a.Path("ca.key"), ClientCA: filepath.Join(dir, "empty")}}, "the file has no certificate"},
 		{"port in use", config.Control{Socket: socket, Listen: l.Addr().String(), TLS: config.ControlTLS{Cert: a.Path("ca.pem"), Key: a.Path("ca.key"), ClientCA: a.Path("ca.pem")}}, "address already in use"},
 	} {
 		if _, err := Start(nil, tc.c, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), tc.want) {

@@ -13,10 +13,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrInUse answers Listen when another process serves on the socket.
+// ErrInUse is the error of Listen when another process serves on the socket.
 var ErrInUse = errors.New("another target serves on this socket")
 
-// A listener is a Unix socket that nobody else has as long as its lock is held.
+// A listener is a Unix socket and the lock that reserves it.
 type listener struct {
 	*net.UnixListener
 	path  string
@@ -24,12 +24,12 @@ type listener struct {
 	close sync.Once
 }
 
-// Listen makes a Unix socket that only its owner can connect to. One that a dead
-// process has left is replaced. ErrInUse: its process is alive. Anything else at path is
-// an error, and stays.
+// Listen creates a Unix socket that only its owner can connect to. It replaces the socket of
+// a dead process. If that process is alive, the error is ErrInUse. Any other file at path
+// is an error, and stays.
 func Listen(path string) (net.Listener, error) {
-	// Who has the lock owns the socket: a process that dies loses it with certainty,
-	// and two that start at once do not take the socket from each other.
+	// The holder of the lock owns the socket. A process that dies loses the lock, and two
+	// that start at once cannot take the socket from each other.
 	lock, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
 	if err != nil {
 		return nil, err
@@ -55,7 +55,7 @@ func listen(path string, lock *os.File) (*net.UnixListener, error) {
 	case err != nil:
 		return nil, err
 	case fi.Mode().Type() != fs.ModeSocket:
-		return nil, errors.New("is there already, and is no socket")
+		return nil, errors.New("file exists and is not a socket")
 	default:
 		if c, err := net.Dial("unix", path); err == nil { // of a process without our lock
 			c.Close()
@@ -65,8 +65,8 @@ func listen(path string, lock *os.File) (*net.UnixListener, error) {
 			return nil, err
 		}
 	}
-	// bind(2) gives the file the mode of the socket, less the umask: there is no
-	// moment at which others can connect.
+	// bind(2) gives the file the mode of the socket, less the umask, so at no moment can
+	// others connect.
 	lc := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		var err error
 		if err2 := c.Control(func(fd uintptr) { err = unix.Fchmod(int(fd), 0o600) }); err2 != nil {
@@ -83,7 +83,7 @@ func listen(path string, lock *os.File) (*net.UnixListener, error) {
 	return ul, nil
 }
 
-// Accept returns connections whose remote address is their process.
+// Accept implements net.Listener. The remote address of a connection is its process.
 func (l *listener) Accept() (net.Conn, error) {
 	c, err := l.AcceptUnix()
 	if err != nil {
@@ -101,8 +101,8 @@ type process string
 func (process) Network() string  { return "unix" }
 func (p process) String() string { return string(p) }
 
-// RemoteAddr says whose process has connected: that is the one part of an address
-// that clients of a Unix socket have.
+// RemoteAddr returns the process at the other end. Clients of a Unix socket have no other
+// address.
 func (p peer) RemoteAddr() net.Addr {
 	var cred *unix.Ucred
 	raw, err := p.SyscallConn()
@@ -116,7 +116,7 @@ func (p peer) RemoteAddr() net.Addr {
 	return process(fmt.Sprintf("uid %d, process %d", cred.Uid, cred.Pid))
 }
 
-// Close removes the socket before anybody else can have it.
+// Close implements net.Listener. It removes the socket before it releases the lock.
 func (l *listener) Close() error {
 	err := net.ErrClosed
 	l.close.Do(func() { err = errors.Join(os.Remove(l.path), l.UnixListener.Close(), l.lock.Close()) })

@@ -14,7 +14,8 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-func TestListen(t *testing.T) {
+// A socket belongs to one process, and only its owner can connect.
+func TestSocketHasOneOwner(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
 	l, err := Listen(path)
 	if err != nil {
@@ -40,8 +41,8 @@ func TestListen(t *testing.T) {
 	}
 }
 
-// What a dead process has left is replaced.
-func TestListenStale(t *testing.T) {
+// The socket of a dead process is replaced.
+func TestStaleSocketIsReplaced(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
 	dead, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
 	if err != nil {
@@ -62,23 +63,23 @@ func TestListenStale(t *testing.T) {
 	}
 }
 
-// What is no socket stays.
-func TestListenOnFile(t *testing.T) {
+// A file that is not a socket stays.
+func TestListenKeepsAFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
 	if err := os.WriteFile(path, []byte("precious"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Listen(path); err == nil || !strings.Contains(err.Error(), "no socket") {
-		t.Errorf("error %v, want that it is no socket", err)
+	if _, err := Listen(path); err == nil || !strings.Contains(err.Error(), "not a socket") {
+		t.Errorf("error %v, want that it is not a socket", err)
 	}
 	if b, err := os.ReadFile(path); string(b) != "precious" {
 		t.Errorf("the file has %q, error %v", b, err)
 	}
 }
 
-// Two targets want the same socket: the second one says what to set, and where nobody
-// has asked for that socket it serves without.
-func TestSocketOfAnother(t *testing.T) {
+// A target whose socket is in use says what to set. If the socket is only the default, it
+// serves without.
+func TestSocketInUseNamesTheSettings(t *testing.T) {
 	taken := func(path, text string) {
 		t.Helper()
 		want := "set control.socket in its configuration, or ISER_TARGET_CONTROL_SOCKET, to a path of its own, like " + strings.TrimSuffix(path, ".sock") + "-2.sock"

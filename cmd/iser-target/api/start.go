@@ -18,15 +18,15 @@ import (
 	"github.com/iser-target/iser-target/config"
 )
 
-// envSocket is the variable that has control.socket.
+// envSocket is the environment variable that overrides control.socket.
 const envSocket = "ISER_TARGET_CONTROL_SOCKET"
 
-// endTime is what requests have to come to an end when the target does.
+// endTime bounds the wait for requests in progress when the target ends.
 const endTime = 5 * time.Second
 
-// Start serves d as c says, once it is ready, until end is called. It fails if c asks
-// for what cannot be had; only the socket that nobody asks for, because it is the
-// default, is done without: log says why.
+// Start serves the control API of d on the addresses of c, from when d is ready until end is
+// called. It returns an error if it cannot listen on one of them. If only the default
+// socket cannot be used, it logs that and continues without.
 func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), err error) {
 	var listeners []net.Listener
 	fail := func(key string, err error) (func(), error) {
@@ -38,7 +38,7 @@ func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), er
 	if c.Socket != "" {
 		key := "control.socket"
 		if os.Getenv(envSocket) == c.Socket {
-			key += ", by " + envSocket // which counts more than the file
+			key += ", by " + envSocket // which overrides the file
 		}
 		l, err := Listen(c.Socket)
 		switch {
@@ -60,7 +60,7 @@ func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), er
 		listeners = append(listeners, l)
 	}
 	if len(listeners) == 0 && c.Socket == "" {
-		log.Info("target takes no orders", "reason", "control.socket is empty, and there is no control.listen")
+		log.Info("control API is off", "reason", "neither control.socket nor control.listen is set")
 	}
 	s := NewServer(d)
 	stop := make(chan struct{})
@@ -75,7 +75,7 @@ func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), er
 				return
 			}
 			if err := s.Serve(l); err != nil {
-				log.Error("control API has ended", "address", l.Addr(), "reason", err)
+				log.Error("control API ended", "address", l.Addr(), "reason", err)
 			}
 		})
 	}
@@ -90,13 +90,13 @@ func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), er
 	}), nil
 }
 
-// anotherSocket is what to set for a second target on this machine.
+// anotherSocket returns how to configure a second target on this machine.
 func anotherSocket(taken string) string {
 	return fmt.Sprintf("set control.socket in its configuration, or %s, to a path of its own, like %s, "+
-		"and give that to commands by --socket", envSocket, strings.TrimSuffix(taken, ".sock")+"-2.sock")
+		"and give it to the commands with --socket", envSocket, strings.TrimSuffix(taken, ".sock")+"-2.sock")
 }
 
-// listenTLS listens for clients that can prove who they are (RFC 8446, section 4.4).
+// listenTLS listens for clients that authenticate with a certificate (RFC 8446, section 4.4).
 func listenTLS(c config.Control, log *slog.Logger) (net.Listener, error) {
 	cert, err := tls.LoadX509KeyPair(c.TLS.Cert, c.TLS.Key)
 	if err != nil {
@@ -108,7 +108,7 @@ func listenTLS(c config.Control, log *slog.Logger) (net.Listener, error) {
 	}
 	pool := x509.NewCertPool()
 	if !pool.AppendCertsFromPEM(b) {
-		return nil, fmt.Errorf("%s: there is no certificate in it", c.TLS.ClientCA)
+		return nil, fmt.Errorf("%s: the file has no certificate", c.TLS.ClientCA)
 	}
 	l, err := net.Listen("tcp", c.Listen)
 	if err != nil {

@@ -9,6 +9,8 @@ import (
 	"net/netip"
 	"sync"
 	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 const (
@@ -94,16 +96,7 @@ type Capture struct {
 	flows     map[uint32]*flow
 	buf       []byte // one packet
 	lostBytes uint64
-	sum       Summary
-}
-
-// A Summary is the result of a capture.
-type Summary struct {
-	Packets uint64 `json:"packets"` // in the file
-	Octets  uint64 `json:"octets"`  // bytes of the streams
-	Lost    uint64 `json:"lost"`    // bytes that are missing because the reader was too slow
-	Size    int64  `json:"size"`    // of the file, in bytes
-	Reason  string `json:"reason"`  // why the capture ended
+	sum       schema.Summary
 }
 
 // put appends a record of parts to the buffer, or of as much of them as fits, and returns
@@ -184,7 +177,7 @@ func errFull(max int64) error { return fmt.Errorf("the file has reached its limi
 // the reason in the Summary, when Stop is called, when the file is full, or when w fails.
 // Only in the last case it returns an error, which is that of w. The file names the
 // application, and the session by name and description. Run must be called exactly once.
-func (k *Capture) Run(ctx context.Context, w io.Writer, max int64, application, name, description string) (Summary, error) {
+func (k *Capture) Run(ctx context.Context, w io.Writer, max int64, application, name, description string) (schema.Summary, error) {
 	defer k.hub.end(k)
 	defer context.AfterFunc(ctx, func() { k.stop(context.Cause(ctx)) })()
 	start := time.Now()

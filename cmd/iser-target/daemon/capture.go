@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/capture"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma"
@@ -56,7 +57,7 @@ var (
 // Capture begins to record a session; by says who wants that. What it returns writes the
 // file until the capture ends: with the session, at a limit, by StopCapture, or with ctx,
 // whose cause is the reason. It has to be called.
-func (d *Daemon) Capture(by context.Context, tsih uint16, o CaptureOptions) (func(ctx context.Context, w io.Writer) (capture.Summary, error), error) {
+func (d *Daemon) Capture(by context.Context, tsih uint16, o CaptureOptions) (func(ctx context.Context, w io.Writer) (schema.Summary, error), error) {
 	info, err := d.node.Session(tsih)
 	if err != nil {
 		return nil, fmt.Errorf("session %d: %w", tsih, ErrNotFound)
@@ -67,7 +68,7 @@ func (d *Daemon) Capture(by context.Context, tsih uint16, o CaptureOptions) (fun
 	}
 	log := d.log.With(eventKey, "capture", "tsih", tsih, "initiator", info.Initiator, "target", info.Target)
 	log.InfoContext(by, "session is captured")
-	return func(ctx context.Context, w io.Writer) (capture.Summary, error) {
+	return func(ctx context.Context, w io.Writer) (schema.Summary, error) {
 		if end, err := d.node.SessionEnd(tsih); err != nil {
 			k.Stop(errSessionEnded)
 		} else {

@@ -85,6 +85,15 @@ type Done struct {
 	Done bool `json:"done"`
 }
 
-// SummaryTrailer is the HTTP trailer that follows the file of a capture. It has a
-// capture.Summary as JSON.
+// SummaryTrailer is the HTTP trailer that follows the file of a capture. It has a Summary
+// as JSON.
 const SummaryTrailer = "Capture-Summary"
+
+// A Summary is the result of a capture.
+type Summary struct {
+	Packets uint64 `json:"packets"` // in the file
+	Octets  uint64 `json:"octets"`  // bytes of the streams
+	Lost    uint64 `json:"lost"`    // bytes that are missing because the reader was too slow
+	Size    int64  `json:"size"`    // of the file, in bytes
+	Reason  string `json:"reason"`  // why the capture ended
+}

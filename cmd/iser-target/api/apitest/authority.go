@@ -16,8 +16,8 @@ import (
 	"time"
 )
 
-// An Authority signs certificates. What it has signed is in a directory, each as
-// NAME.pem with NAME.key; its own are ca.pem and ca.key.
+// An Authority signs certificates and writes each with its key to NAME.pem and NAME.key in
+// a directory. Its own are ca.pem and ca.key.
 type Authority struct {
 	Cert *x509.Certificate
 	t    testing.TB
@@ -25,26 +25,26 @@ type Authority struct {
 	key  *ecdsa.PrivateKey
 }
 
-// New makes an authority for the time of a test.
+// New returns an authority for the time of a test.
 func New(t testing.TB) *Authority {
 	a := &Authority{t: t, dir: t.TempDir()}
 	a.Cert, a.key = a.sign("ca", &x509.Certificate{IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign})
 	return a
 }
 
-// Sign completes c with what it does not say, for an hour before and after now, and
-// signs it.
+// Sign fills in the fields that c lacks, signs c and writes the files. By default, a
+// certificate is valid from an hour ago for two hours.
 func (a *Authority) Sign(name string, c *x509.Certificate) {
 	a.t.Helper()
 	a.sign(name, c)
 }
 
-// Server signs the certificate of a target on 127.0.0.1.
+// Server signs a certificate for a target on 127.0.0.1.
 func (a *Authority) Server(name string) {
 	a.Sign(name, &x509.Certificate{IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}})
 }
 
-// Client signs the certificate of a client.
+// Client signs a certificate for a client.
 func (a *Authority) Client(name string) {
 	a.Sign(name, &x509.Certificate{ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}})
 }
@@ -83,5 +83,5 @@ func (a *Authority) sign(name string, c *x509.Certificate) (*x509.Certificate, *
 	return cert, key
 }
 
-// Path is that of a file that Sign has made.
+// Path returns the path of a file that Sign wrote.
 func (a *Authority) Path(file string) string { return filepath.Join(a.dir, file) }

@@ -1,5 +1,5 @@
-// Package client asks a running target through its control API: JSON over HTTP,
-// as openapi.yaml of package api describes it.
+// Package client manages a running target through its control API: JSON over HTTP, as
+// openapi.yaml of package api describes it.
 package client
 
 import (
@@ -18,28 +18,28 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/capture"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
 const (
 	dialTime = 5 * time.Second
-	// maxAnswer bounds what a client keeps of an answer, in octets: the state of
-	// 16384 LUNs has less.
+	// maxAnswer bounds an answer, in bytes. The state of 16384 LUNs has less.
 	maxAnswer = 64 << 20
 	maxLine   = 1 << 20 // bytes of one event, or of one ChangeUpdate
 	// idleTime is less than the server's, so that no request meets a closed connection.
 	idleTime = time.Minute
 )
 
-// A Client asks a target. Its errors are *Error.
+// A Client sends requests to one target. Its errors are *schema.Error, except those of
+// callbacks and Writers of the caller.
 type Client struct {
 	where string     // path of the socket, or host:port
-	tls   *clientTLS // nil: the target is asked by its socket
+	tls   *clientTLS // nil: where is a socket
 	http  http.Client
 }
 
-// New returns a client of the target that serves on the Unix socket.
+// New returns a client of the target that serves on the Unix socket. It does not connect
+// before the first request.
 func New(socket string) *Client {
 	dialer := net.Dialer{Timeout: dialTime}
 	return newClient(socket, &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
@@ -54,8 +54,8 @@ func newClient(where string, t *http.Transport) *Client {
 	return &Client{where: where, http: http.Client{Transport: t}}
 }
 
-// Remote tells whether the target may be on another machine: paths mean nothing here
-// then.
+// Remote reports whether the target may run on another machine, where paths mean other
+// files.
 func (c *Client) Remote() bool { return c.tls != nil }
 
 // values returns o as a query.
@@ -72,7 +72,7 @@ func values(o schema.Options) url.Values {
 	return q
 }
 
-// roundTrip sends a request and returns the answer if that is a good one.
+// roundTrip sends a request and returns its answer, or the error that the target answers.
 func (c *Client) roundTrip(ctx context.Context, method, path string, q url.Values, content string, body []byte) (*http.Response, error) {
 	u := "http://iser-target" + path
 	if c.tls != nil {
@@ -99,21 +99,21 @@ func (c *Client) roundTrip(ctx context.Context, method, path string, q url.Value
 	b, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
 	e := &schema.Error{}
 	if err != nil || json.Unmarshal(b, e) != nil || e.Code == "" {
-		return nil, &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("%s: %s, which is no answer of a target", c.where, resp.Status)}
+		return nil, &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("%s: %s, which is not the answer of a target", c.where, resp.Status)}
 	}
 	return nil, e
 }
 
-// unreached is why there was no answer to a request of that method.
+// unreached returns the error of a request of that method that got no answer because of err.
 func (c *Client) unreached(method string, err error) error {
-	hint := "whether a change was made is not known: look when it is back"
+	hint := "the change may have been made; check when the target is back"
 	if method == http.MethodGet {
-		hint = "nothing was to change: see whether it still runs"
+		hint = "check whether the target still runs"
 	}
 	if errors.Is(err, context.Canceled) {
 		e := &schema.Error{Code: schema.Failed, Message: "interrupted before the target at " + c.where + " answered"}
 		if method != http.MethodGet {
-			e.Hint = "whether a change was made is not known: see what there is"
+			e.Hint = "the change may have been made; check with list or show"
 		}
 		return e
 	}
@@ -126,12 +126,12 @@ func (c *Client) unreached(method string, err error) error {
 	if errors.As(err, &op) && op.Op == "dial" {
 		err = op.Err
 		if c.tls == nil && errors.Is(err, fs.ErrPermission) {
-			return &schema.Error{Code: schema.Unreached, Message: fmt.Sprintf("not allowed to use %s: %v", c.where, err),
-				Hint: "it is for the user that the target runs as, and for root"}
+			return &schema.Error{Code: schema.Unreached, Message: fmt.Sprintf("no access to %s: %v", c.where, err),
+				Hint: "only the user that the target runs as, and root, may use the socket"}
 		}
-		hint = "start it with iser-target serve, or say by --socket where it is (control.socket in its configuration)"
+		hint = "start it with iser-target serve, or name its socket with --socket (control.socket in its configuration)"
 		if c.tls != nil {
-			hint = "start it with iser-target serve, or say by --address where it is (control.listen in its configuration)"
+			hint = "start it with iser-target serve, or name its address with --address (control.listen in its configuration)"
 		}
 		return &schema.Error{Code: schema.Unreached, Message: fmt.Sprintf("no target answers on %s: %v", c.where, err), Hint: hint}
 	}
@@ -140,12 +140,12 @@ func (c *Client) unreached(method string, err error) error {
 		err = ue.Err
 	}
 	if errors.Is(err, context.DeadlineExceeded) {
-		return &schema.Error{Code: schema.Unreached, Message: "the target at " + c.where + " has not answered in time", Hint: hint}
+		return &schema.Error{Code: schema.Unreached, Message: "the target at " + c.where + " did not answer in time", Hint: hint}
 	}
-	return &schema.Error{Code: schema.Unreached, Message: fmt.Sprintf("the target at %s went away before it answered: %v", c.where, err), Hint: hint}
+	return &schema.Error{Code: schema.Unreached, Message: fmt.Sprintf("the connection to the target at %s ended before it answered: %v", c.where, err), Hint: hint}
 }
 
-// call sends v, if it is not nil, as JSON and reads the answer into to.
+// call sends v as JSON, unless it is nil, and decodes the answer into to.
 func (c *Client) call(ctx context.Context, method, path string, q url.Values, v, to any) error {
 	var b []byte
 	if v != nil {
@@ -166,7 +166,7 @@ func (c *Client) send(ctx context.Context, method, path string, q url.Values, co
 	return c.decode(method, resp.Body, to)
 }
 
-// decode reads an answer to a request of that method.
+// decode decodes the answer to a request of that method.
 func (c *Client) decode(method string, r io.Reader, to any) error {
 	b, err := io.ReadAll(io.LimitReader(r, maxAnswer))
 	if err != nil {
@@ -183,7 +183,7 @@ func get[T any](ctx context.Context, c *Client, path string, q url.Values) (v T,
 	return v, err
 }
 
-// change asks for a change and returns what became of it.
+// change requests a change and returns the plan that was carried out.
 func (c *Client) change(ctx context.Context, method, path string, q url.Values, v any) (*schema.Plan, error) {
 	p := &schema.Plan{}
 	if err := c.call(ctx, method, path, q, v, p); err != nil {
@@ -196,44 +196,45 @@ func targetPath(target string) string { return "/v1/targets/" + url.PathEscape(t
 
 func lunPath(target string, id int) string { return targetPath(target) + "/luns/" + strconv.Itoa(id) }
 
-// State is all that runs.
+// State returns the state of the target, with portals, targets, LUNs and sessions.
 func (c *Client) State(ctx context.Context) (schema.State, error) {
 	return get[schema.State](ctx, c, "/v1/state", nil)
 }
 
-// Targets are all.
+// Targets returns all targets.
 func (c *Client) Targets(ctx context.Context) ([]schema.TargetState, error) {
 	return get[[]schema.TargetState](ctx, c, "/v1/targets", nil)
 }
 
-// Target is that of this name.
+// Target returns the target with that name.
 func (c *Client) Target(ctx context.Context, name string) (schema.TargetState, error) {
 	return get[schema.TargetState](ctx, c, targetPath(name), nil)
 }
 
-// AddTarget adds a target without LUNs.
+// AddTarget adds a target without LUNs and returns the plan that was carried out.
 func (c *Client) AddTarget(ctx context.Context, t schema.Target, o schema.Options) (*schema.Plan, error) {
 	return c.change(ctx, http.MethodPost, "/v1/targets", values(o), t)
 }
 
-// RemoveTarget removes a target with its LUNs; files stay.
+// RemoveTarget removes a target with its LUNs. Their files and devices stay.
 func (c *Client) RemoveTarget(ctx context.Context, name string, o schema.Options) (*schema.Plan, error) {
 	return c.change(ctx, http.MethodDelete, targetPath(name), values(o), nil)
 }
 
-// Allow lets initiators in that match the pattern.
+// Allow adds a pattern of initiators that may log in to the target.
 func (c *Client) Allow(ctx context.Context, target, pattern string, o schema.Options) (*schema.Plan, error) {
 	return c.change(ctx, http.MethodPost, targetPath(target)+"/initiators", values(o), schema.Pattern{Pattern: pattern})
 }
 
-// Deny takes the pattern from those that let initiators in.
+// Deny removes a pattern that Allow or the configuration file added.
 func (c *Client) Deny(ctx context.Context, target, pattern string, o schema.Options) (*schema.Plan, error) {
 	q := values(o)
 	q.Set("pattern", pattern)
 	return c.change(ctx, http.MethodDelete, targetPath(target)+"/initiators", q, nil)
 }
 
-// LUNs are those of a target, or all if its name is empty.
+// LUNs returns the LUNs of a target, or of all targets if its name is empty. Their counters
+// have no latencies.
 func (c *Client) LUNs(ctx context.Context, target string) ([]schema.LUNState, error) {
 	q := url.Values{}
 	if target != "" {
@@ -242,32 +243,31 @@ func (c *Client) LUNs(ctx context.Context, target string) ([]schema.LUNState, er
 	return get[[]schema.LUNState](ctx, c, "/v1/luns", q)
 }
 
-// LUN is one of a target.
+// LUN returns one LUN of a target.
 func (c *Client) LUN(ctx context.Context, target string, id int) (schema.LUNState, error) {
 	return get[schema.LUNState](ctx, c, lunPath(target, id), nil)
 }
 
-// AddLUN adds a LUN; the plan has its number.
+// AddLUN adds a LUN. The plan has its number.
 func (c *Client) AddLUN(ctx context.Context, target string, l schema.LUN, o schema.Options) (*schema.Plan, error) {
 	return c.change(ctx, http.MethodPost, targetPath(target)+"/luns", values(o), l)
 }
 
-// MakeLUN is AddLUN for a LUN whose file takes time to make. It tells each how far that
-// has come; when ctx ends, what there is of it is removed.
+// MakeLUN adds a LUN whose file takes time to create. It calls each with the progress. If
+// ctx ends before the file is complete, the target removes the file.
 func (c *Client) MakeLUN(ctx context.Context, target string, l schema.LUN, o schema.Options, each func(schema.Progress)) (*schema.Plan, error) {
 	return c.follow(ctx, http.MethodPost, targetPath(target)+"/luns", values(o), l, each)
 }
 
-// GrowLUN is SetLUN that gives the file of the LUN the space that it has more then. It
-// tells each how far that has come; when ctx ends, the LUN has its new size and some of
-// the space.
+// GrowLUN sets keys of a LUN and then allocates the space of its file. It calls each with
+// the progress. If ctx ends before that, the LUN has its new size and some of the space.
 func (c *Client) GrowLUN(ctx context.Context, target string, id int, v schema.Values, o schema.Options, each func(schema.Progress)) (*schema.Plan, error) {
 	q := values(o)
 	q.Set("preallocate", "true")
 	return c.follow(ctx, http.MethodPatch, lunPath(target, id), q, v, each)
 }
 
-// follow asks for a change that can take long.
+// follow requests a change that may take long.
 func (c *Client) follow(ctx context.Context, method, path string, q url.Values, v any, each func(schema.Progress)) (*schema.Plan, error) {
 	b, err := json.Marshal(v)
 	if err != nil {
@@ -306,27 +306,27 @@ func (c *Client) follow(ctx context.Context, method, path string, q url.Values, 
 	return plan, nil
 }
 
-// SetLUN sets keys of a LUN; "size" among them resizes it.
+// SetLUN sets keys of a LUN. The key "size" resizes it.
 func (c *Client) SetLUN(ctx context.Context, target string, id int, v schema.Values, o schema.Options) (*schema.Plan, error) {
 	return c.change(ctx, http.MethodPatch, lunPath(target, id), values(o), v)
 }
 
-// RemoveLUN removes a LUN; its file stays.
+// RemoveLUN removes a LUN. Its file or device stays.
 func (c *Client) RemoveLUN(ctx context.Context, target string, id int, o schema.Options) (*schema.Plan, error) {
 	return c.change(ctx, http.MethodDelete, lunPath(target, id), values(o), nil)
 }
 
-// Reservations are those of all LUNs.
+// Reservations returns the reservations and registrations of all LUNs.
 func (c *Client) Reservations(ctx context.Context) ([]schema.Reservation, error) {
 	return get[[]schema.Reservation](ctx, c, "/v1/reservations", nil)
 }
 
-// ClearReservation ends all reservations of, and registrations with, a LUN.
+// ClearReservation removes all reservations and registrations of a LUN.
 func (c *Client) ClearReservation(ctx context.Context, target string, id int) error {
 	return c.call(ctx, http.MethodDelete, lunPath(target, id)+"/reservation", nil, nil, &schema.Done{})
 }
 
-// Portals are all.
+// Portals returns all portals.
 func (c *Client) Portals(ctx context.Context) ([]schema.PortalState, error) {
 	return get[[]schema.PortalState](ctx, c, "/v1/portals", nil)
 }
@@ -336,22 +336,24 @@ func (c *Client) AddPortal(ctx context.Context, p schema.Portal, o schema.Option
 	return c.change(ctx, http.MethodPost, "/v1/portals", values(o), p)
 }
 
-// RemovePortal removes the portal that is configured with this address.
+// RemovePortal removes the portal whose configured address is listen.
 func (c *Client) RemovePortal(ctx context.Context, listen string, o schema.Options) (*schema.Plan, error) {
 	return c.change(ctx, http.MethodDelete, "/v1/portals/"+url.PathEscape(listen), values(o), nil)
 }
 
-// Sessions are all, by TSIH.
+// Sessions returns all sessions in the order of their TSIHs. Their counters have no
+// latencies.
 func (c *Client) Sessions(ctx context.Context) ([]schema.SessionState, error) {
 	return get[[]schema.SessionState](ctx, c, "/v1/sessions", nil)
 }
 
-// Session is the one with this TSIH.
+// Session returns the session with that TSIH.
 func (c *Client) Session(ctx context.Context, tsih uint16) (schema.SessionState, error) {
 	return get[schema.SessionState](ctx, c, fmt.Sprintf("/v1/sessions/%d", tsih), nil)
 }
 
-// KillSession ends a session; the reason, which may be empty, goes to the log.
+// KillSession ends a session. The reason, which may be empty, goes to the log. The initiator
+// may log in again.
 func (c *Client) KillSession(ctx context.Context, tsih uint16, reason string) error {
 	q := url.Values{}
 	if reason != "" {
@@ -360,18 +362,19 @@ func (c *Client) KillSession(ctx context.Context, tsih uint16, reason string) er
 	return c.call(ctx, http.MethodDelete, fmt.Sprintf("/v1/sessions/%d", tsih), q, nil, &schema.Done{})
 }
 
-// Plan tells what Apply of the document would do; errors in it are about source.
+// Plan returns what Apply of the document would do. Errors name the document by source.
 func (c *Client) Plan(ctx context.Context, source string, document []byte) (*schema.Plan, error) {
 	return c.document(ctx, "/v1/config/plan", source, document, url.Values{})
 }
 
-// Apply makes the document the configuration.
+// Apply makes the document the running configuration, and writes it to the configuration
+// file.
 func (c *Client) Apply(ctx context.Context, source string, document []byte, o schema.Options) (*schema.Plan, error) {
 	return c.document(ctx, "/v1/config/apply", source, document, values(o))
 }
 
-// ApplyOwn is Apply of the text of the file of the target. It fails with code Edited if the
-// file has another text by then.
+// ApplyOwn applies the text of the target's own configuration file. It fails with code
+// Edited if the file has another text by then.
 func (c *Client) ApplyOwn(ctx context.Context, source string, document []byte, o schema.Options) (*schema.Plan, error) {
 	q := values(o)
 	q.Set("own_file", "true")
@@ -387,7 +390,7 @@ func (c *Client) document(ctx context.Context, path, source string, document []b
 	return p, nil
 }
 
-// Export is the configuration that runs, as YAML.
+// Export returns the running configuration as YAML, secrets included.
 func (c *Client) Export(ctx context.Context) ([]byte, error) {
 	return c.text(ctx, "/v1/config")
 }
@@ -405,7 +408,8 @@ func (c *Client) text(ctx context.Context, path string) ([]byte, error) {
 	return b, nil
 }
 
-// Explain tells whether an initiator would be let in; portal may be empty.
+// Explain returns whether an initiator could log in to a target, and why. portal may be
+// empty.
 func (c *Client) Explain(ctx context.Context, initiator, target, portal string) (schema.Explanation, error) {
 	q := url.Values{"initiator": {initiator}, "target": {target}}
 	if portal != "" {
@@ -414,8 +418,8 @@ func (c *Client) Explain(ctx context.Context, initiator, target, portal string) 
 	return get[schema.Explanation](ctx, c, "/v1/explain", q)
 }
 
-// Events calls each with the events whose numbers are above since, and with follow with
-// those that come, until that fails, ctx ends, or the target does.
+// Events calls each with the events whose numbers are above since. With follow, it
+// continues with new events until each fails, ctx ends, or the target ends.
 func (c *Client) Events(ctx context.Context, since uint64, follow bool, each func(schema.Event) error) error {
 	q := url.Values{"since": {strconv.FormatUint(since, 10)}, "follow": {strconv.FormatBool(follow)}}
 	resp, err := c.roundTrip(ctx, http.MethodGet, "/v1/events", q, "", nil)
@@ -432,14 +436,14 @@ func (c *Client) Events(ctx context.Context, since uint64, follow bool, each fun
 	})
 }
 
-// lines calls each with the lines that have something in them, of the answer to a request
-// of that method, until ctx ends.
+// lines calls each with the lines of an answer to a request of that method, until ctx ends.
+// Empty lines only show that the target is alive.
 func (c *Client) lines(ctx context.Context, method string, r io.Reader, each func(line []byte) error) error {
 	lines := bufio.NewScanner(r)
 	lines.Buffer(nil, maxLine)
 	for lines.Scan() {
 		if len(lines.Bytes()) == 0 {
-			continue // the target is alive
+			continue
 		}
 		if err := each(lines.Bytes()); err != nil {
 			return err
@@ -453,14 +457,14 @@ func (c *Client) lines(ctx context.Context, method string, r io.Reader, each fun
 
 func capturePath(tsih uint16) string { return fmt.Sprintf("/v1/sessions/%d/capture", tsih) }
 
-// A Capture is a pcapng file that is on its way.
+// A Capture is the answer to a request that records a session: a growing pcapng file.
 type Capture struct {
 	c    *Client
 	resp *http.Response
 }
 
-// Capture begins to record a session. The file has at most max octets and records for at
-// most the duration; 0 is the default of the target.
+// Capture begins to record a session. It ends when the file has max bytes, or after the
+// duration; 0 means the default of the target. The caller must call Close.
 func (c *Client) Capture(ctx context.Context, tsih uint16, max int64, duration time.Duration) (*Capture, error) {
 	q := url.Values{}
 	if max != 0 {
@@ -481,23 +485,22 @@ func (c *Client) StopCapture(ctx context.Context, tsih uint16) error {
 	return c.call(ctx, http.MethodDelete, capturePath(tsih), nil, nil, &schema.Done{})
 }
 
-// Close lets go of what was not written.
+// Close ends the capture and discards what Copy has not written.
 func (k *Capture) Close() error { return k.resp.Body.Close() }
 
-// Copy writes the file to w until the capture ends, and returns what became of it.
-// When the target goes away before, or w fails, the octets that are counted are a file, too:
-// they are whole blocks.
-func (k *Capture) Copy(w io.Writer) (sum capture.Summary, err error) {
-	sum.Size, err = capture.CopyBlocks(w, k.resp.Body)
-	var write *capture.WriteError
+// Copy writes the file to w until the capture ends, and returns its summary. If the target
+// ends before, or w fails, the first Size bytes of w are a valid file.
+func (k *Capture) Copy(w io.Writer) (sum schema.Summary, err error) {
+	sum.Size, err = copyBlocks(w, k.resp.Body)
+	var write *writeError
 	switch {
 	case errors.As(err, &write):
-		return sum, write.Err
+		return sum, write.error
 	case err != nil:
 		return sum, k.c.unreached(http.MethodGet, err)
 	}
 	if err := json.Unmarshal([]byte(k.resp.Trailer.Get(schema.SummaryTrailer)), &sum); err != nil {
-		return sum, &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("the target at %s does not say how the capture ended: %v", k.c.where, err)}
+		return sum, &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("the target at %s did not report how the capture ended: %v", k.c.where, err)}
 	}
 	return sum, nil
 }

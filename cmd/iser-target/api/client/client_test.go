@@ -15,11 +15,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestUnreached tells a socket that nobody serves from one that the user may not use.
-func TestUnreached(t *testing.T) {
+// The error tells a socket that nobody serves from one that the user may not use.
+func TestErrorOfASocket(t *testing.T) {
 	c := New("/run/s.sock")
 	for err, want := range map[error]string{
-		unix.EACCES:       "not allowed to use /run/s.sock",
+		unix.EACCES:       "no access to /run/s.sock",
 		unix.ENOENT:       "no target answers on /run/s.sock",
 		unix.ECONNREFUSED: "no target answers on /run/s.sock",
 	} {
@@ -31,9 +31,9 @@ func TestUnreached(t *testing.T) {
 	}
 }
 
-// TestUnanswered tells an interrupted command from a target that is gone, and only what
-// would have changed something leaves open whether it has.
-func TestUnanswered(t *testing.T) {
+// The error tells an interrupted command from a target that is gone. Only requests that
+// change something leave open whether they did.
+func TestErrorWithoutAnAnswer(t *testing.T) {
 	c := New("/run/s.sock")
 	for _, tc := range []struct {
 		err  error
@@ -41,13 +41,13 @@ func TestUnanswered(t *testing.T) {
 		want string
 	}{
 		{context.Canceled, schema.Failed, "interrupted before the target at /run/s.sock answered"},
-		{context.DeadlineExceeded, schema.Unreached, "the target at /run/s.sock has not answered in time"},
-		{io.ErrUnexpectedEOF, schema.Unreached, "the target at /run/s.sock went away before it answered: unexpected EOF"},
+		{context.DeadlineExceeded, schema.Unreached, "the target at /run/s.sock did not answer in time"},
+		{io.ErrUnexpectedEOF, schema.Unreached, "the connection to the target at /run/s.sock ended before it answered: unexpected EOF"},
 	} {
 		for _, method := range []string{http.MethodGet, http.MethodPost, http.MethodPatch, http.MethodDelete} {
 			var e *schema.Error
 			got := c.unreached(method, &url.Error{Op: method, URL: "http://x", Err: tc.err})
-			if !errors.As(got, &e) || e.Code != tc.code || e.Message != tc.want || strings.Contains(e.Hint, "is not known") != (method != http.MethodGet) {
+			if !errors.As(got, &e) || e.Code != tc.code || e.Message != tc.want || strings.Contains(e.Hint, "may have been made") != (method != http.MethodGet) {
 				t.Errorf("%s, %v: %+v, want %q", method, tc.err, got, tc.want)
 			}
 		}

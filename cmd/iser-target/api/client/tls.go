@@ -15,32 +15,32 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
-// TLSFiles are the PEM files of a client.
+// TLSFiles names the PEM files of a client.
 type TLSFiles struct {
-	Cert, Key string // what it proves who it is by
-	CA        string // certificates of those who sign for targets; empty: those of the system
+	Cert, Key string // of the client
+	CA        string // certificates that sign those of targets; empty: those of the system
 }
 
-// clientTLS is how a client and a target prove who they are.
+// A clientTLS authenticates client and target to each other.
 type clientTLS struct {
 	files  TLSFiles
 	config *tls.Config
 }
 
-// NewTLS returns a client of the target that serves on a TCP address, host:port,
-// by TLS 1.3. The error names the file that is of no use.
+// NewTLS returns a client of the target that serves on a TCP address, host:port, with TLS
+// 1.3. It does not connect before the first request. An error about a file names it.
 func NewTLS(address string, files TLSFiles) (*Client, error) {
 	host, port, err := net.SplitHostPort(address)
 	if err == nil && (host == "" || port == "") {
-		err = errors.New("want host:port")
+		err = errors.New("not host:port")
 	}
 	if err != nil {
-		return nil, &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("address %q: %v", address, err), Hint: "--address wants host:port"}
+		return nil, &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("address %q: %v", address, err), Hint: "give --address as host:port"}
 	}
 	unusable := func(file string, err error) error {
-		return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("%s: %v", file, err), Hint: "nothing was asked"}
+		return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("%s: %v", file, err), Hint: "nothing was sent to the target"}
 	}
-	for _, file := range []string{files.Cert, files.Key} { // LoadX509KeyPair does not say which it is about
+	for _, file := range []string{files.Cert, files.Key} { // LoadX509KeyPair does not name the file in its error
 		if _, err := os.ReadFile(file); err != nil {
 			return nil, unusable(file, reasonOf(err))
 		}
@@ -52,7 +52,8 @@ func NewTLS(address string, files TLSFiles) (*Client, error) {
 	t := &clientTLS{files: files, config: &tls.Config{
 		ServerName: host,
 		MinVersion: tls.VersionTLS13,
-		// Whoever the target says it trusts: its refusal says more than our silence.
+		// Send it whatever authorities the target names: the alert of the target says more
+		// than a missing certificate.
 		GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil },
 	}}
 	if files.CA != "" {
@@ -75,9 +76,9 @@ func NewTLS(address string, files TLSFiles) (*Client, error) {
 	return c, nil
 }
 
-var errNoCertificate = errors.New("there is no certificate in it")
+var errNoCertificate = errors.New("the file has no certificate")
 
-// reasonOf is err without the path that is said beside it.
+// reasonOf returns err without its path, which the message names already.
 func reasonOf(err error) error {
 	var path *os.PathError
 	if errors.As(err, &path) {
@@ -86,7 +87,7 @@ func reasonOf(err error) error {
 	return err
 }
 
-// Alerts by which a target turns a client away (RFC 8446, section 6.2).
+// Alerts by which a target refuses a client (RFC 8446, section 6.2).
 const (
 	alertBadCertificate      tls.AlertError = 42
 	alertCertificateExpired  tls.AlertError = 45
@@ -95,7 +96,8 @@ const (
 	alertCertificateRequired tls.AlertError = 116
 )
 
-// explain is what is wrong between client and target, or nil if it is not TLS.
+// explain returns the error of a TLS handshake in terms of the options of client and
+// target, or nil if err is not about TLS.
 func (t *clientTLS) explain(address string, err error) *schema.Error {
 	fail := func(hint, format string, a ...any) *schema.Error {
 		return &schema.Error{Code: schema.Unreached, Message: fmt.Sprintf(format, a...), Hint: hint}
@@ -112,18 +114,18 @@ func (t *clientTLS) explain(address string, err error) *schema.Error {
 	}
 	switch {
 	case errors.As(err, &authority):
-		return fail("--tls-ca wants the certificate of those who have signed control.tls.cert",
-			"the certificate of the target at %s is not signed by any of %s", address, ca)
+		return fail("give the certificate of the authority that signed control.tls.cert with --tls-ca",
+			"the certificate of the target at %s is not signed by an authority in %s", address, ca)
 	case errors.As(err, &hostname):
-		return fail("--address wants a name or IP address that is in control.tls.cert",
-			"the certificate of the target at %s is for another: %v", address, hostname)
+		return fail("give --address a name or IP address that control.tls.cert has",
+			"the certificate of the target at %s is for another name: %v", address, hostname)
 	case errors.As(err, &invalid) && invalid.Reason == x509.Expired:
-		return fail("look at the clocks of both, and at control.tls.cert", "the certificate of the target at %s is not valid now: %s to %s",
+		return fail("check the clocks of both machines, and control.tls.cert", "the certificate of the target at %s is not valid now: %s to %s",
 			address, invalid.Cert.NotBefore.Format(time.RFC3339), invalid.Cert.NotAfter.Format(time.RFC3339))
 	case errors.As(err, &invalid):
-		return fail("see control.tls.cert", "the certificate of the target at %s: %v", address, invalid)
+		return fail("check control.tls.cert", "the certificate of the target at %s: %v", address, invalid)
 	case errors.As(err, &record), errors.Is(err, http.ErrSchemeMismatch):
-		return fail("--address wants what control.listen says", "what listens at %s does not speak TLS", address)
+		return fail("give --address the address of control.listen", "the server at %s does not speak TLS", address)
 	}
 	alert, ok := alertOf(err)
 	if !ok {
@@ -131,31 +133,31 @@ func (t *clientTLS) explain(address string, err error) *schema.Error {
 		if errors.Is(err, context.Canceled) || errors.As(err, &op) && op.Op == "dial" {
 			return nil
 		}
-		// A target refuses after the client has done its part, and what it says of that
-		// can get lost behind a request that it does not read.
+		// A target refuses after the client has completed its handshake. Its alert can get
+		// lost if it closes the connection without reading the request.
 		if alert, ok = t.verdict(address); !ok {
 			return nil
 		}
 	}
-	const clientCA = "control.tls.client_ca has to have the certificate of those who have signed it"
+	const clientCA = "control.tls.client_ca must have the certificate of the authority that signed it"
 	switch alert {
 	case alertUnknownCA:
-		return fail(clientCA, "the target at %s does not know who has signed %s", address, t.files.Cert)
+		return fail(clientCA, "the target at %s does not know the authority that signed %s", address, t.files.Cert)
 	case alertCertificateExpired:
-		return fail("look at the clocks of both, and have it signed anew", "the target at %s does not take %s, which is not valid now: %s",
+		return fail("check the clocks of both machines, or renew the certificate", "the target at %s refuses %s, which is not valid now: %s",
 			address, t.files.Cert, t.validity())
 	case alertBadCertificate:
-		return fail(clientCA+", and to be for clients", "the target at %s does not take %s", address, t.files.Cert)
+		return fail(clientCA+", and the certificate must be for clients", "the target at %s refuses %s", address, t.files.Cert)
 	case alertCertificateRequired:
-		return fail("say by --tls-cert and --tls-key", "the target at %s wants a certificate", address)
+		return fail("give one with --tls-cert and --tls-key", "the target at %s requires a certificate", address)
 	case alertProtocolVersion:
-		return fail("--address wants what control.listen says", "what listens at %s does not speak TLS 1.3", address)
+		return fail("give --address the address of control.listen", "the server at %s does not speak TLS 1.3", address)
 	}
-	return fail("the log of the target may say more", "the target at %s refuses: %v", address, alert)
+	return fail("the log of the target may have the reason", "the target at %s refuses the connection: %v", address, alert)
 }
 
-// alertOf is the alert that the other side has sent, for which package tls has a type
-// that it does not export, with the text of one that it does.
+// alertOf returns the alert that the other side sent. Package tls does not export the type
+// of that error, so alertOf compares its text.
 func alertOf(err error) (tls.AlertError, bool) {
 	var op *net.OpError
 	if !errors.As(err, &op) || op.Op != "remote error" {
@@ -169,7 +171,7 @@ func alertOf(err error) (tls.AlertError, bool) {
 	return 0, false
 }
 
-// verdict is the alert that answers a client which says nothing.
+// verdict returns the alert that the target sends to a client which sends nothing.
 func (t *clientTLS) verdict(address string) (tls.AlertError, bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), dialTime)
 	defer cancel()
@@ -182,14 +184,14 @@ func (t *clientTLS) verdict(address string) (tls.AlertError, bool) {
 	return alertOf(err)
 }
 
-// verdictTime is what a target has to turn a client away, however busy it is.
+// verdictTime bounds the wait for that alert. It allows for a busy target.
 const verdictTime = 5 * time.Second
 
-// validity is when the certificate of the client is valid.
+// validity returns the time for which the certificate of the client is valid.
 func (t *clientTLS) validity() string {
 	cert, err := t.config.GetClientCertificate(nil)
 	if err != nil || cert.Leaf == nil {
-		return "see when it is"
+		return "unknown"
 	}
 	return cert.Leaf.NotBefore.Format(time.RFC3339) + " to " + cert.Leaf.NotAfter.Format(time.RFC3339)
 }

@@ -1,30 +1,28 @@
-package capture
+package client
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
 )
 
-// maxBlock bounds the blocks that CopyBlocks takes, in bytes. No packet has more than 64
-// KiB.
+// maxBlock bounds the blocks of a pcapng file that copyBlocks takes, in bytes. No packet
+// has more than 64 KiB.
 const maxBlock = 1 << 20
 
-// A WriteError is an error of the Writer of CopyBlocks.
-type WriteError struct{ Err error }
+// bufferLen is the size of the buffer of copyBlocks beyond one block, in bytes.
+const bufferLen = 256 << 10
 
-// Error implements error.
-func (e *WriteError) Error() string { return e.Err.Error() }
+// A writeError is an error of the Writer of copyBlocks.
+type writeError struct{ error }
 
-// Unwrap returns the error of the Writer.
-func (e *WriteError) Unwrap() error { return e.Err }
-
-// CopyBlocks copies a pcapng file from r to w. It writes whole blocks only, so that w has a
+// copyBlocks copies a pcapng file from r to w. It writes whole blocks only, so that w has a
 // valid file wherever r ends or fails. It returns the length in bytes of the blocks that w
 // has taken; if w fails, it may have the beginning of one more block. The error is a
-// *WriteError if w fails. It is nil only if r ends at the end of a block.
-func CopyBlocks(w io.Writer, r io.Reader) (written int64, err error) {
-	b := make([]byte, 0, maxBlock+flushLen)
+// *writeError if w fails. It is nil only if r ends at the end of a block.
+func copyBlocks(w io.Writer, r io.Reader) (written int64, err error) {
+	b := make([]byte, 0, maxBlock+bufferLen)
 	for {
 		n, err := r.Read(b[len(b):cap(b)])
 		b = b[:len(b)+n]
@@ -33,7 +31,7 @@ func CopyBlocks(w io.Writer, r io.Reader) (written int64, err error) {
 			n, err := w.Write(b[:whole])
 			if err != nil {
 				whole, _ = blocks(b[:n])
-				return written + int64(whole), &WriteError{err}
+				return written + int64(whole), &writeError{err}
 			}
 			written += int64(n)
 			b = b[:copy(b, b[whole:])]
@@ -56,7 +54,7 @@ var errNoBlock = errors.New("the data is not pcapng")
 // blocks returns the length of the whole blocks that b begins with, in bytes.
 func blocks(b []byte) (n int, err error) {
 	for len(b)-n >= 8 {
-		l := le.Uint32(b[n+4:])
+		l := binary.LittleEndian.Uint32(b[n+4:])
 		if l < 12 || l > maxBlock || l%4 != 0 {
 			return n, fmt.Errorf("%w: a block of %d bytes", errNoBlock, l)
 		}
