@@ -3,7 +3,6 @@ package iscsi
 import (
 	"testing"
 	"testing/synctest"
-	"time"
 )
 
 func newBudget(octets int) *budget { return &budget{pool: &bufferPool{}, quota: quota{free: octets}} }
@@ -35,14 +34,9 @@ func TestBudgetIsFair(t *testing.T) {
 				bufs[i] = g.wait(w, n)
 				got <- i
 			}()
-			for { // until it waits
-				g.mu.Lock()
-				waits := g.last() == w
-				g.mu.Unlock()
-				if waits {
-					break
-				}
-				time.Sleep(time.Millisecond)
+			synctest.Wait()
+			if g.last() != w {
+				t.Fatalf("waiter %d does not wait", i)
 			}
 		}
 		all.Release()
@@ -52,10 +46,9 @@ func TestBudgetIsFair(t *testing.T) {
 		if g.try(4096) != nil {
 			t.Error("try overtakes those who wait")
 		}
-		select {
-		case i := <-got:
-			t.Fatalf("waiter %d without memory", i)
-		case <-time.After(10 * time.Millisecond):
+		synctest.Wait()
+		if len(got) != 0 {
+			t.Fatalf("waiter %d without memory", <-got)
 		}
 		bufs[0].Release()
 		if i := <-got; i != 1 {
@@ -86,14 +79,9 @@ func TestBudgetCancel(t *testing.T) {
 			n int
 		}{{first, 8192}, {second, 4096}, {third, 8192}} {
 			go func() { got <- result{w.t, g.wait(w.t, w.n)} }()
-			for {
-				g.mu.Lock()
-				waits := g.last() == w.t
-				g.mu.Unlock()
-				if waits {
-					break
-				}
-				time.Sleep(time.Millisecond)
+			synctest.Wait()
+			if g.last() != w.t {
+				t.Fatalf("%p does not wait", w.t)
 			}
 		}
 		first.aborted.Store(true)

@@ -169,7 +169,7 @@ func TestBackPressure(t *testing.T) {
 			tc.write(tc.Request(pdu.NOPOut, pdu.FlagF, true), make([]byte, 64))
 		}
 		testkit.Eventually(n.tb, "all slots in use", func() bool { return n.Stats().TasksInFlight == tc.m.full })
-		time.Sleep(5 * time.Millisecond)
+		synctest.Wait()
 		if s := n.Stats(); s.TasksInFlight != tc.m.full {
 			t.Errorf("%+v", s)
 		}
@@ -296,26 +296,24 @@ func TestKeepaliveOfABusyInitiator(t *testing.T) {
 			m.endGet(m.gets[0], nil)
 		}},
 	} {
-		t.Run(tt.name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
-				n := newTestNode(t, func(o *Options) { o.NopInterval, o.NopTimeout = time.Second, 6*time.Second })
-				tc := n.connect().login()
-				tt.start(tc)
-				for range 18 {
-					time.Sleep(500 * time.Millisecond)
-					if tc.m.isClosed() {
-						t.Fatal("given up")
-					}
-					tt.step(tc.m)
+		bubble(t, tt.name, func(t *testing.T) {
+			n := newTestNode(t, func(o *Options) { o.NopInterval, o.NopTimeout = time.Second, 6*time.Second })
+			tc := n.connect().login()
+			tt.start(tc)
+			for range 18 {
+				time.Sleep(500 * time.Millisecond) // of the clock of the bubble
+				if tc.m.isClosed() {
+					t.Fatal("given up")
 				}
-				begin := time.Now()
-				if err := tc.wait(); err == nil || !strings.Contains(err.Error(), "silent") {
-					t.Error(err)
-				}
-				if d := time.Since(begin); d < 7*time.Second || d > 8*time.Second {
-					t.Errorf("given up after %v of silence", d)
-				}
-			})
+				tt.step(tc.m)
+			}
+			begin := time.Now()
+			if err := tc.wait(); err == nil || !strings.Contains(err.Error(), "silent") {
+				t.Error(err)
+			}
+			if d := time.Since(begin); d < 7*time.Second || d > 8*time.Second {
+				t.Errorf("given up after %v of silence", d)
+			}
 		})
 	}
 }
@@ -648,22 +646,28 @@ func (n *testNode) addTargets(count int) {
 // ISCSI-6.2-1, ISCSI-6.2-2, ISCSI-6.2-3, ISCSI-6.2-4, ISCSI-6.4-1, ISCSI-6.4-4,
 // ISCSI-6.4-5, ISCSI-6.4-6, ISCSI-11.10-1, ISCSI-11.10-2, ISCSI-11.11-2.
 func TestText(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
-	req := func(flags byte, itt, ttt uint32) pdu.BHS {
-		h := tc.Request(pdu.TextReq, flags, true)
-		if itt != 0 {
-			h.SetITT(itt)
-		}
-		h.SetTTT(ttt)
-		return h
+	type request = func(flags byte, itt, ttt uint32) pdu.BHS
+	exchange := func(name string, f func(t *testing.T, tc *testConn, req request)) {
+		bubble(t, name, func(t *testing.T) {
+			tc := newTestNode(t).connect().login()
+			f(t, tc, func(flags byte, itt, ttt uint32) pdu.BHS {
+				h := tc.Request(pdu.TextReq, flags, true)
+				if itt != 0 {
+					h.SetITT(itt)
+				}
+				h.SetTTT(ttt)
+				return h
+			})
+			tc.ping() // the connection has survived
+			tc.logout()
+		})
 	}
-	t.Run("ISCSI-6.2-1 F and C", func(t *testing.T) {
+	exchange("ISCSI-6.2-1 F and C", func(t *testing.T, tc *testConn, req request) {
 		h := req(pdu.FlagF|pdu.FlagC, 0, pdu.ReservedTag)
 		tc.write(h, text("SendTargets="))
 		tc.wantReject(pdu.RejectProtocolError, h)
 	})
-	t.Run("ISCSI-6.2-2 request in two parts", func(t *testing.T) {
+	exchange("ISCSI-6.2-2 request in two parts", func(t *testing.T, tc *testConn, req request) {
 		h := req(pdu.FlagC, 0, pdu.ReservedTag)
 		tc.write(h, []byte("Initia"))
 		p := tc.want(pdu.TextResp)
@@ -688,7 +692,7 @@ func TestText(t *testing.T) {
 			t.Fatalf("%x %q", []byte(p.h), p.data)
 		}
 	})
-	t.Run("ISCSI-6.4-4 begins again", func(t *testing.T) {
+	exchange("ISCSI-6.4-4 begins again", func(t *testing.T, tc *testConn, req request) {
 		h := req(pdu.FlagF, 0, pdu.ReservedTag)
 		var long []string
 		for i := range 50 {
@@ -712,13 +716,13 @@ func TestText(t *testing.T) {
 		"ISCSI-6.1-3 no text at all":   {"nothing"},
 		"SendTargets repeated":         {"SendTargets=", "SendTargets="}, // the answer would grow with each
 	} {
-		t.Run(id, func(t *testing.T) {
+		exchange(id, func(t *testing.T, tc *testConn, req request) {
 			h := req(pdu.FlagF, 0, pdu.ReservedTag)
 			tc.write(h, text(pairs...))
 			tc.wantReject(pdu.RejectProtocolError, h)
 		})
 	}
-	t.Run("ISCSI-11.11-2 text without end", func(t *testing.T) {
+	exchange("ISCSI-11.11-2 text without end", func(t *testing.T, tc *testConn, req request) {
 		h := req(pdu.FlagC, 0, pdu.ReservedTag)
 		for range 3 {
 			tc.write(h, bytes.Repeat([]byte{'x'}, 8192))
@@ -737,8 +741,6 @@ func TestText(t *testing.T) {
 		}
 		t.Error("more than MaxText was taken")
 	})
-	tc.ping()
-	tc.logout()
 }
 
 // What was asked does not stay in memory, nor does the rest of a long answer, while

@@ -645,10 +645,14 @@ func (tc *testConn) want(op pdu.Opcode) *sentPDU {
 	return p
 }
 
-// wantNothing fails if the target sends anything within a moment.
+// wantNothing fails if the target has sent anything, or is about to. It needs a bubble.
 func (tc *testConn) wantNothing() {
 	tc.tb.Helper()
-	if p := tc.next(20 * time.Millisecond); p != nil {
+	synctest.Wait()
+	tc.m.mu.Lock()
+	defer tc.m.mu.Unlock()
+	if len(tc.m.sent) > 0 {
+		p := tc.m.sent[0]
 		tc.tb.Fatalf("unexpected %v: %x %q", p.h.Opcode(), []byte(p.h), p.data)
 	}
 }

@@ -6,7 +6,6 @@ import (
 	"slices"
 	"testing"
 	"testing/synctest"
-	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
@@ -516,7 +515,7 @@ func TestFencesUnderLoad(t *testing.T) {
 				fenced = nil // every request acknowledges
 			}
 			if r.IntN(8) == 0 {
-				time.Sleep(200 * time.Microsecond) // there may be something to take then
+				synctest.Wait() // there may be something to take then
 			}
 			take(tc)
 			if i%50 == 49 {

@@ -176,7 +176,7 @@ func TestDrain(t *testing.T) {
 			_, err := n.Drain(t.Context(), n.inv, 0)
 			done <- err
 		}()
-		time.Sleep(10 * time.Millisecond)
+		synctest.Wait()
 		select {
 		case err := <-done:
 			t.Fatalf("it has not waited: %v", err)

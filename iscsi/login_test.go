@@ -320,38 +320,42 @@ func TestReinstatementIsBounded(t *testing.T) {
 // ISCSI-6.3.1-1, ISCSI-6.3.4-1, ISCSI-6.3.4-3: the rows of the ISID, TSIH, CID
 // table with an existing session.
 func TestLoginToExistingSession(t *testing.T) {
-	n := newTestNode(t)
-	old := n.connect().login()
-	for range 5 {
-		old.wantStatus(old.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
+	begin := func(t *testing.T) (*testNode, *testConn) {
+		n := newTestNode(t)
+		old := n.connect().login()
+		for range 5 {
+			old.wantStatus(old.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
+		}
+		return n, old
 	}
-
 	all := append(slices.Clone(names), linuxKeys...)
 	leading := without(all, "DefaultTime2Wait", "DefaultTime2Retain", "ErrorRecoveryLevel", "InitialR2T", "ImmediateData", "MaxBurstLength",
 		"FirstBurstLength", "MaxOutstandingR2T", "MaxConnections", "DataPDUInOrder", "DataSequenceInOrder", "RDMAExtensions")
 
-	t.Run("other CID", func(t *testing.T) {
+	bubble(t, "other CID", func(t *testing.T) {
+		n, old := begin(t)
 		tc := n.connect(func(tc *testConn) { tc.tsih, tc.cid = old.tsih, 5 })
-		tc.tb = t
 		tc.writeLogin(tc.loginRequest(true, 1, 3), leading...)
 		tc.wantRefused(pdu.LoginTooManyConnections)
+		old.ping() // that has not touched it
 	})
-	t.Run("other TSIH", func(t *testing.T) {
+	bubble(t, "other TSIH", func(t *testing.T) {
+		n, old := begin(t)
 		tc := n.connect(func(tc *testConn) { tc.tsih = old.tsih + 1 })
-		tc.tb = t
 		tc.writeLogin(tc.loginRequest(true, 1, 3), all...)
 		tc.wantRefused(pdu.LoginNoSession)
+		old.ping()
 	})
-	t.Run("ISCSI-13-1 leading-only key", func(t *testing.T) {
+	bubble(t, "ISCSI-13-1 leading-only key", func(t *testing.T) {
+		n, old := begin(t)
 		tc := n.connect(func(tc *testConn) { tc.tsih = old.tsih })
-		tc.tb = t
 		tc.writeLogin(tc.loginRequest(true, 1, 3), all...)
 		tc.wantRefused(pdu.LoginInitiatorError)
+		old.ping()
 	})
-	old.ping() // none of them has touched it
-	t.Run("same CID", func(t *testing.T) {
+	bubble(t, "same CID", func(t *testing.T) {
+		n, old := begin(t)
 		tc := n.connect(func(tc *testConn) { tc.tsih, tc.CmdSN = old.tsih, old.CmdSN })
-		tc.tb = t
 		tc.writeLogin(tc.loginRequest(true, 1, 3), leading...)
 		tc.loggedIn()
 		if err := old.wait(); !errors.Is(err, errReinstated) {

@@ -101,30 +101,44 @@ func (tc *testConn) clearedByTransport() {
 // Two connections have one CmdSN window and a StatSN each; a command is answered
 // where it came.
 func TestConnectionsOfASession(t *testing.T) {
-	n := newTestNode(t, several(4))
-	a := n.lead()
-	b := a.join(1)
-	if s := n.Stats(); s.Sessions != 1 || s.Connections != 2 {
-		t.Fatalf("%+v", s)
+	begin := func(t *testing.T) (n *testNode, a, b *testConn) {
+		n = newTestNode(t, several(4))
+		a = n.lead()
+		return n, a, a.join(1)
 	}
-	from, to := a, b
-	for range 20 {
-		to.on(from)
-		h := to.command(writeF, 4096, cdb.Write10(8, 8), nil)
-		to.wantStatus(h, 0)
-		if got := n.stored(8, 4096); !bytes.Equal(got, pattern(4096, h.ITT())) {
-			t.Fatal("wrong data")
+	bubble(t, "commands by turns, until logout", func(t *testing.T) {
+		n, a, b := begin(t)
+		if s := n.Stats(); s.Sessions != 1 || s.Connections != 2 {
+			t.Fatalf("%+v", s)
 		}
-		r := to.command(readF, 4096, cdb.Read10(8, 8), nil)
-		to.wantStatus(r, 0)
-		if !bytes.Equal(to.m.sink[r.ITT()], pattern(4096, h.ITT())) {
-			t.Fatal("wrong data")
+		from, to := a, b
+		for range 20 {
+			to.on(from)
+			h := to.command(writeF, 4096, cdb.Write10(8, 8), nil)
+			to.wantStatus(h, 0)
+			if got := n.stored(8, 4096); !bytes.Equal(got, pattern(4096, h.ITT())) {
+				t.Fatal("wrong data")
+			}
+			r := to.command(readF, 4096, cdb.Read10(8, 8), nil)
+			to.wantStatus(r, 0)
+			if !bytes.Equal(to.m.sink[r.ITT()], pattern(4096, h.ITT())) {
+				t.Fatal("wrong data")
+			}
+			from, to = to, from
 		}
-		from, to = to, from
-	}
-
-	t.Run("ISCSI-4.2.2.1-3 ISCSI-4.2.2.1-4 gap closed by the other connection", func(t *testing.T) {
-		a.on(from)
+		b.on(from)
+		b.logout()
+		a.wantEnd(nil)
+		if l := n.log.Lines("connection ended"); len(l) != 1 || !strings.Contains(l[0], "reason=logout") {
+			t.Errorf("log: %q", l)
+		}
+		if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "reason=logout") {
+			t.Errorf("log: %q", l)
+		}
+	})
+	bubble(t, "ISCSI-4.2.2.1-3 ISCSI-4.2.2.1-4 gap closed by the other connection", func(t *testing.T) {
+		_, a, b := begin(t)
+		a.on(b)
 		gap := a.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
 		held := []pdu.BHS{b.on(a).command(readF, 4096, cdb.Read10(8, 8), nil), b.command(writeF, 4096, cdb.Write10(16, 8), nil)}
 		a.on(b)
@@ -137,7 +151,9 @@ func TestConnectionsOfASession(t *testing.T) {
 		b.wantAllGood(held)
 		a.wantNothing()
 	})
-	t.Run("ISCSI-7.2.1-1 ISCSI-4.2.2.1-10 retry on the other connection", func(t *testing.T) {
+	bubble(t, "ISCSI-7.2.1-1 ISCSI-4.2.2.1-10 retry on the other connection", func(t *testing.T) {
+		_, a, b := begin(t)
+		a.on(b)
 		gap := a.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
 		h := a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 		a.ping() // it has come
@@ -153,7 +169,9 @@ func TestConnectionsOfASession(t *testing.T) {
 		b.wantNothing()
 		a.wantNothing()
 	})
-	t.Run("ISCSI-4.2.2.1-5 one window", func(t *testing.T) {
+	bubble(t, "ISCSI-4.2.2.1-5 one window", func(t *testing.T) {
+		_, a, b := begin(t)
+		b.on(a)
 		a.ping()
 		b.ping()
 		if a.expCmdSN != b.expCmdSN || a.maxCmdSN != b.maxCmdSN || a.maxCmdSN != a.expCmdSN+127 {
@@ -163,15 +181,6 @@ func TestConnectionsOfASession(t *testing.T) {
 			t.Error("EnterFullFeature was not called")
 		}
 	})
-	b.on(a)
-	b.logout()
-	a.wantEnd(nil)
-	if l := n.log.Lines("connection ended"); len(l) != 1 || !strings.Contains(l[0], "reason=logout") {
-		t.Errorf("log: %q", l)
-	}
-	if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "reason=logout") {
-		t.Errorf("log: %q", l)
-	}
 }
 
 // Commands in flight are never more than the queue depth, however many
@@ -237,10 +246,13 @@ func TestQueueDepthOfASession(t *testing.T) {
 
 // Task management reaches the tasks of all connections of the session.
 func TestTMFAcrossConnections(t *testing.T) {
-	n := newTestNode(t, several(4))
-	a := n.lead()
-	b := a.join(1)
-	t.Run("ABORT TASK", func(t *testing.T) {
+	begin := func(t *testing.T) (n *testNode, a, b *testConn) {
+		n = newTestNode(t, several(4))
+		a = n.lead()
+		return n, a, a.join(1)
+	}
+	bubble(t, "ABORT TASK", func(t *testing.T) {
+		_, a, b := begin(t)
 		a.m.holdGets = true
 		h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
 		a.wantGets(1)
@@ -250,30 +262,38 @@ func TestTMFAcrossConnections(t *testing.T) {
 		b.wantTMF(f, pdu.FunctionComplete)
 		a.wantNothing()
 	})
-	t.Run("ISCSI-7.11-1 ABORT TASK closes a gap", func(t *testing.T) {
+	bubble(t, "ISCSI-7.11-1 ABORT TASK closes a gap", func(t *testing.T) {
+		_, a, b := begin(t)
+		a.on(b)
 		gap := a.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
 		h := a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 		a.ping()
 		b.on(a).wantTMF(b.tmf(pdu.AbortTask, [8]byte{}, gap.ITT(), gap.CmdSN()), pdu.FunctionComplete)
 		a.wantStatus(h, 0)
 	})
-	for _, f := range []byte{pdu.AbortTaskSet, pdu.ClearTaskSet, pdu.LogicalUnitReset, pdu.TargetWarmReset} {
-		gate := n.store.Shut()
-		h := a.command(readF, 4096, cdb.Read10(0, 8), nil)
-		<-gate.Entered
-		r := b.on(a).tmf(f, [8]byte{}, pdu.ReservedTag, 0)
-		b.wantNothing()
-		gate.Open()
-		b.wantTMF(r, pdu.FunctionComplete)
-		a.wantNothing()
-		if b.expCmdSN != h.CmdSN()+1 || b.maxCmdSN != b.expCmdSN+127 {
-			t.Errorf("window %d..%d after function %d", b.expCmdSN, b.maxCmdSN, f)
+	bubble(t, "functions about all tasks", func(t *testing.T) {
+		n, a, b := begin(t)
+		a.on(b)
+		for _, f := range []byte{pdu.AbortTaskSet, pdu.ClearTaskSet, pdu.LogicalUnitReset, pdu.TargetWarmReset} {
+			gate := n.store.Shut()
+			h := a.command(readF, 4096, cdb.Read10(0, 8), nil)
+			<-gate.Entered
+			r := b.on(a).tmf(f, [8]byte{}, pdu.ReservedTag, 0)
+			b.wantNothing()
+			gate.Open()
+			b.wantTMF(r, pdu.FunctionComplete)
+			a.wantNothing()
+			if b.expCmdSN != h.CmdSN()+1 || b.maxCmdSN != b.expCmdSN+127 {
+				t.Errorf("window %d..%d after function %d", b.expCmdSN, b.maxCmdSN, f)
+			}
+			if f == pdu.LogicalUnitReset || f == pdu.TargetWarmReset {
+				a.wantSense(a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x29, 0x03)
+			}
 		}
-		if f == pdu.LogicalUnitReset || f == pdu.TargetWarmReset {
-			a.wantSense(a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x29, 0x03)
-		}
-	}
-	t.Run("on behalf of a connection that ends", func(t *testing.T) {
+	})
+	bubble(t, "on behalf of a connection that ends", func(t *testing.T) {
+		n, a, b := begin(t)
+		a.on(b)
 		gate := n.store.Shut()
 		defer gate.Open()
 		h := a.command(readF, 4096, cdb.Read10(0, 8), nil)
@@ -292,8 +312,8 @@ func TestTMFAcrossConnections(t *testing.T) {
 		b.wantEnd(errLoggedOut)
 		gate.Open()
 		a.want(pdu.NOPIn) // room in the window, of the command that was aborted
+		a.logout()
 	})
-	a.logout()
 }
 
 // Unsolicited data comes where its command came.

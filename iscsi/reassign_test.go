@@ -78,7 +78,7 @@ func TestReassign(t *testing.T) {
 		a = n.leadRecovering()
 		return n, a, a.join(1)
 	}
-	t.Run("READ in the backend", func(t *testing.T) {
+	bubble(t, "READ in the backend", func(t *testing.T) {
 		n, a, b := lose(t)
 		n.fill()
 		gate := n.store.Shut()
@@ -107,7 +107,7 @@ func TestReassign(t *testing.T) {
 		b.wantOpenWindow()
 		b.logout()
 	})
-	t.Run("WRITE that waits for data", func(t *testing.T) {
+	bubble(t, "WRITE that waits for data", func(t *testing.T) {
 		n, a, b := lose(t)
 		a.m.holdGets = true
 		h := a.on(b).scsi(writeF, 8192, cdb.Write10(0, 16))
@@ -130,7 +130,7 @@ func TestReassign(t *testing.T) {
 		}
 		b.logout()
 	})
-	t.Run("WRITE whose data fails before the connection", func(t *testing.T) {
+	bubble(t, "WRITE whose data fails before the connection", func(t *testing.T) {
 		_, a, b := lose(t)
 		a.m.holdGets = true
 		h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
@@ -148,7 +148,7 @@ func TestReassign(t *testing.T) {
 		b.wantStatus(h, 0)
 		b.logout()
 	})
-	t.Run("WRITE in its second piece", func(t *testing.T) {
+	bubble(t, "WRITE in its second piece", func(t *testing.T) {
 		n := newTestNode(t, recovering, func(o *Options) { o.MaxTransferPiece = 1 })
 		a := n.leadRecovering()
 		b := a.join(1)
@@ -172,7 +172,7 @@ func TestReassign(t *testing.T) {
 		}
 		b.logout()
 	})
-	t.Run("unsolicited data under way", func(t *testing.T) {
+	bubble(t, "unsolicited data under way", func(t *testing.T) {
 		n := unsolicitedNode(t, func(o *Options) { o.Limits.MaxConnections, o.Limits.ErrorRecoveryLevel = 4, 2 })
 		a := n.leadRecovering()
 		b := a.join(1)
@@ -193,7 +193,7 @@ func TestReassign(t *testing.T) {
 		}
 		b.logout()
 	})
-	t.Run("ORDERED that waits for its turn", func(t *testing.T) {
+	bubble(t, "ORDERED that waits for its turn", func(t *testing.T) {
 		_, a, b := lose(t)
 		b.m.holdGets = true
 		first := b.command(writeF, 4096, cdb.Write10(0, 8), nil)
@@ -215,7 +215,7 @@ func TestReassign(t *testing.T) {
 		}
 		b.logout()
 	})
-	t.Run("status that was not acknowledged", func(t *testing.T) {
+	bubble(t, "status that was not acknowledged", func(t *testing.T) {
 		n, a, b := lose(t)
 		n.fill()
 		a.on(b)
@@ -253,7 +253,7 @@ func TestReassign(t *testing.T) {
 		b.wantOpenWindow()
 		b.logout()
 	})
-	t.Run("write that was answered is not executed again", func(t *testing.T) {
+	bubble(t, "write that was answered is not executed again", func(t *testing.T) {
 		n, a, b := lose(t)
 		w := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
 		expStatSN := a.ExpStatSN
@@ -271,7 +271,7 @@ func TestReassign(t *testing.T) {
 		}
 		b.logout()
 	})
-	t.Run("twice", func(t *testing.T) {
+	bubble(t, "twice", func(t *testing.T) {
 		n, a, b := lose(t)
 		c := b.join(2)
 		a.m.holdGets, b.m.holdGets = true, true
@@ -297,7 +297,7 @@ func TestReassign(t *testing.T) {
 		}
 		c.logout()
 	})
-	t.Run("advertisement that does not fit", func(t *testing.T) {
+	bubble(t, "advertisement that does not fit", func(t *testing.T) {
 		_, a, b := lose(t)
 		a.m.holdGets = true
 		h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
@@ -520,32 +520,30 @@ func TestSessionContinuation(t *testing.T) {
 // ISCSI-6.3.5-3, ISCSI-6.3.5-4, ISCSI-E-1, ISCSI-8.2-1 (M1), ISCSI-8.3.2-1 (N6): what
 // nobody takes up ends after Time2Wait and Time2Retain.
 func TestConnectionStateTimeout(t *testing.T) {
-	t.Run("the session", func(t *testing.T) {
-		synctest.Test(t, func(t *testing.T) {
-			n := newTestNode(t, recovering)
-			a := n.connect() // no commands: their goroutines would stop the clock
-			a.writeLogin(a.loginRequest(true, 1, 3), append(slices.Clone(names), recoveringKeys...)...)
-			r, _ := a.wantLogin(pdu.LoginSuccess)
-			a.tsih = r.TSIH
-			a.close()
-			a.wantEnd(io.EOF)
-			time.Sleep(7*time.Second - time.Millisecond)
-			if s := n.Stats(); s.Sessions != 1 {
-				t.Errorf("%+v", s)
-			}
-			time.Sleep(2 * time.Millisecond)
-			synctest.Wait()
-			if s := n.Stats(); s.Sessions != 0 {
-				t.Errorf("%+v", s)
-			}
-			if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "level=WARN") || !strings.Contains(l[0], "no connection came back within 7s") {
-				t.Errorf("log: %q", l)
-			}
-			a.joinAs(0).wantRefused(pdu.LoginNoSession)
-		})
+	bubble(t, "the session", func(t *testing.T) {
+		n := newTestNode(t, recovering)
+		a := n.connect()
+		a.writeLogin(a.loginRequest(true, 1, 3), append(slices.Clone(names), recoveringKeys...)...)
+		r, _ := a.wantLogin(pdu.LoginSuccess)
+		a.tsih = r.TSIH
+		a.close()
+		a.wantEnd(io.EOF)
+		time.Sleep(7*time.Second - time.Millisecond)
+		if s := n.Stats(); s.Sessions != 1 {
+			t.Errorf("%+v", s)
+		}
+		time.Sleep(2 * time.Millisecond)
+		synctest.Wait()
+		if s := n.Stats(); s.Sessions != 0 {
+			t.Errorf("%+v", s)
+		}
+		if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "level=WARN") || !strings.Contains(l[0], "no connection came back within 7s") {
+			t.Errorf("log: %q", l)
+		}
+		a.joinAs(0).wantRefused(pdu.LoginNoSession)
 	})
 	for _, removed := range []bool{false, true} {
-		t.Run(map[bool]string{false: "ISCSI-11.14-5 b", true: "ISCSI-11.14-5 c"}[removed], func(t *testing.T) {
+		bubble(t, map[bool]string{false: "ISCSI-11.14-5 b", true: "ISCSI-11.14-5 c"}[removed], func(t *testing.T) {
 			n := newTestNode(t, recovering)
 			a := n.leadRecovering()
 			b := a.join(1)
@@ -630,7 +628,7 @@ func TestEndOfLostConnection(t *testing.T) {
 		}
 		return n, a, b, h
 	}
-	t.Run("ABORT TASK", func(t *testing.T) {
+	bubble(t, "ABORT TASK", func(t *testing.T) {
 		_, a, b, h := begin(t, true)
 		b.recoverFrom(a, a.ExpStatSN)
 		b.wantTMF(b.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
@@ -638,23 +636,23 @@ func TestEndOfLostConnection(t *testing.T) {
 		b.wantStatus(b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 		b.logout()
 	})
-	t.Run("LOGICAL UNIT RESET", func(t *testing.T) {
+	bubble(t, "LOGICAL UNIT RESET", func(t *testing.T) {
 		_, _, b, h := begin(t, true)
 		b.wantTMF(b.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionComplete)
 		b.wantTMF(b.reassign(h), pdu.TaskDoesNotExist)
 		b.logout()
 	})
-	t.Run("logout of the connection", func(t *testing.T) {
+	bubble(t, "logout of the connection", func(t *testing.T) {
 		_, a, b, _ := begin(t, true)
 		b.wantLogout(b.logoutOf(pdu.LogoutCloseConnection, a.cid), pdu.LogoutSuccess)
 		b.clearedByTransport()
 		b.logout()
 	})
-	t.Run("logout of the session", func(t *testing.T) {
+	bubble(t, "logout of the session", func(t *testing.T) {
 		_, _, b, _ := begin(t, true)
 		b.logout()
 	})
-	t.Run("session reinstatement", func(t *testing.T) {
+	bubble(t, "session reinstatement", func(t *testing.T) {
 		n, a, _, _ := begin(t, false)
 		b := n.leadRecovering()
 		if b.tsih == a.tsih {
@@ -665,13 +663,13 @@ func TestEndOfLostConnection(t *testing.T) {
 		}
 		b.logout()
 	})
-	t.Run("shutdown", func(t *testing.T) {
+	bubble(t, "shutdown", func(t *testing.T) {
 		n, _, _, _ := begin(t, false)
 		if err := n.Shutdown(context.Background()); err != nil || n.Stats().Sessions != 0 {
 			t.Errorf("%v, %+v", err, n.Stats())
 		}
 	})
-	t.Run("too many sessions", func(t *testing.T) {
+	bubble(t, "too many sessions", func(t *testing.T) {
 		n, _, _, _ := begin(t, false)
 		n.failed.Store(maxFailedSessions)
 		b := n.leadRecovering(func(tc *testConn) { tc.isid[5]++ })
@@ -681,7 +679,7 @@ func TestEndOfLostConnection(t *testing.T) {
 		n.failed.Store(1)
 		n.Shutdown(context.Background())
 	})
-	t.Run("cleanup fails", func(t *testing.T) {
+	bubble(t, "cleanup fails", func(t *testing.T) {
 		n := newTestNode(t, recovering, func(o *Options) { o.ReinstatementWait = 20 * time.Millisecond })
 		a := n.leadRecovering()
 		b := a.join(1)

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -148,11 +149,10 @@ func TestStepUp(t *testing.T) {
 			s.wantLogin(pdu.LoginSuccess)
 			tc := s.connect()
 			tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
-			for s.stream.mu.Lock(); !s.stream.closed; s.stream.mu.Lock() {
-				s.stream.mu.Unlock()
-				time.Sleep(time.Millisecond)
+			synctest.Wait()
+			if !s.stream.isClosed() {
+				t.Error("the other login has not closed the connection")
 			}
-			s.stream.mu.Unlock()
 			close(s.leave)
 			if err := s.wait(); !errors.Is(err, errReinstated) {
 				t.Error(err)

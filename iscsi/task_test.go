@@ -7,11 +7,10 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
-	"time"
 
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/testkit"
@@ -131,9 +130,6 @@ func TestWrite(t *testing.T) {
 // ISCSI-11.4-4, ISCSI-11.4-5, ISCSI-11.3-3, ISER-1.5.1-2: residuals both ways;
 // never more data than the initiator expects.
 func TestResiduals(t *testing.T) {
-	n := newTestNode(t)
-	n.fill()
-	tc := n.connect().login()
 	for _, c := range []struct {
 		name     string
 		flags    byte
@@ -157,7 +153,11 @@ func TestResiduals(t *testing.T) {
 		{"no data, expect 512", readF, blockLen, cdb.TestUnitReady, pdu.FlagUnderflow, blockLen, 0},
 		{"no data, expect to write 512", writeF, blockLen, cdb.TestUnitReady, pdu.FlagUnderflow, blockLen, 0},
 	} {
-		t.Run(c.name, func(t *testing.T) {
+		bubble(t, c.name, func(t *testing.T) {
+			n := newTestNode(t)
+			n.fill()
+			tc := n.connect().login()
+			defer tc.logout()
 			before := n.stored(0, 3*blockLen)
 			h := tc.command(c.flags, c.edtl, c.cdb, nil)
 			p := tc.wantStatus(h, c.status)
@@ -180,14 +180,11 @@ func TestResiduals(t *testing.T) {
 			}
 		})
 	}
-	tc.logout()
 }
 
 // What is wrong with a command is answered by CHECK CONDITION, its data is not
 // moved, and the next command finds nothing left behind.
 func TestBadCommands(t *testing.T) {
-	n := newTestNode(t)
-	tc := n.connect().login()
 	ext := pdu.AppendBidiReadLength(nil, 512)
 	for _, c := range []struct {
 		id               string
@@ -214,7 +211,9 @@ func TestBadCommands(t *testing.T) {
 		{id: "ISCSI-11.4-2 write beyond the medium", flags: writeF, edtl: 65536, cdb: cdb.Write10(storeLen/blockLen, 128), immediate: 8192, key: 5, asc: 0x21, ascq: 0},
 		{id: "unknown command", flags: pdu.FlagF, cdb: [16]byte{0xff}, key: 5, asc: 0x20, ascq: 0},
 	} {
-		t.Run(c.id, func(t *testing.T) {
+		bubble(t, c.id, func(t *testing.T) {
+			tc := newTestNode(t).connect().login()
+			defer tc.logout()
 			h := tc.scsi(c.flags, c.edtl, c.cdb)
 			if c.unsupportedCheck {
 				h.SetLUN([8]byte{1: 99})
@@ -227,7 +226,9 @@ func TestBadCommands(t *testing.T) {
 			tc.wantStatus(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 		})
 	}
-	t.Run("ISER-7.3.1-11 nothing advertised", func(t *testing.T) {
+	bubble(t, "ISER-7.3.1-11 nothing advertised", func(t *testing.T) {
+		tc := newTestNode(t).connect().login()
+		defer tc.logout()
 		tc.m.mu.Lock()
 		tc.m.bindErr = errors.New("no sink")
 		tc.m.mu.Unlock()
@@ -237,7 +238,10 @@ func TestBadCommands(t *testing.T) {
 		tc.m.bindErr = nil
 		tc.m.mu.Unlock()
 	})
-	t.Run("failing medium", func(t *testing.T) {
+	bubble(t, "failing medium", func(t *testing.T) {
+		n := newTestNode(t)
+		tc := n.connect().login()
+		defer tc.logout()
 		n.store.FailIO(errors.New("bad sector"))
 		for _, h := range []pdu.BHS{tc.command(readF, 3<<20, cdb.Read10(0, 6144), nil), tc.command(writeF, 3<<20, cdb.Write10(0, 6144), nil)} {
 			p := tc.want(pdu.SCSIResponse)
@@ -248,7 +252,6 @@ func TestBadCommands(t *testing.T) {
 		}
 		n.store.FailIO(nil)
 	})
-	tc.logout()
 }
 
 // ISCSI-11.2-5, ISER-7.3-1: a CDB of 32 octets reaches the logical unit (which
@@ -479,19 +482,14 @@ func TestConnectionMemory(t *testing.T) {
 		}
 		n.fill()
 		tc := n.connect().login()
-		var over atomic.Int64
-		stop := make(chan struct{})
-		go func() {
-			for {
-				select {
-				case <-stop:
-					return
-				default:
-					over.Store(max(over.Load(), int64(n.Stats().BufferOctets)))
-					time.Sleep(10 * time.Microsecond)
-				}
-			}
-		}()
+		var mu sync.Mutex
+		most := 0
+		n.store.Hook(func(backendtest.Op, int64, int64) error {
+			mu.Lock()
+			defer mu.Unlock()
+			most = max(most, n.Stats().BufferOctets)
+			return nil
+		})
 		var hs []pdu.BHS
 		for i := range 60 {
 			if i%2 == 0 {
@@ -505,10 +503,11 @@ func TestConnectionMemory(t *testing.T) {
 				t.Fatalf("%x %x", []byte(p.h), p.data)
 			}
 		}
-		close(stop)
-		if over.Load() > 65536 {
-			t.Errorf("%d octets of buffers", over.Load())
+		mu.Lock()
+		if most == 0 || most > 65536 {
+			t.Errorf("buffers of %d bytes, want at most 65536", most)
 		}
+		mu.Unlock()
 		for i, h := range hs {
 			if i%2 == 0 && !bytes.Equal(tc.sinkOf(h), n.stored(i, 200*blockLen)) {
 				t.Errorf("read %d: wrong data", i)
@@ -686,7 +685,7 @@ func TestConnectionLoss(t *testing.T) {
 			tc.command(writeF, 65536, cdb.Write10(0, 128), make([]byte, 8192))
 		}
 		tc.close()
-		time.Sleep(10 * time.Millisecond)
+		synctest.Wait()
 		gate.Open()
 		if err := tc.wait(); !errors.Is(err, errPeerClosed) {
 			t.Error(err)

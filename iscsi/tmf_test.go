@@ -82,7 +82,7 @@ func TestAbortTask(t *testing.T) {
 		for range 3 {
 			waiting = append(waiting, tc.command(readF, 65536, cdb.Read10(0, 128), nil))
 		}
-		time.Sleep(5 * time.Millisecond)
+		synctest.Wait()
 		for _, i := range []int{1, 0} { // at once, whatever the others do
 			tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, waiting[i].ITT(), waiting[i].CmdSN()), pdu.FunctionComplete)
 		}
@@ -506,9 +506,9 @@ func TestTMFAtTheEnd(t *testing.T) {
 		gap := tc.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTaskSet, true)
 		gap.SetCmdSN(tc.CmdSN + 3)
 		tc.write(gap, nil)
-		time.Sleep(5 * time.Millisecond)
+		synctest.Wait()
 		tc.close()
-		time.Sleep(5 * time.Millisecond)
+		synctest.Wait()
 		gate.Open()
 		tc.wait()
 		other.wantWindow()
