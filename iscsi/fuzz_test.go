@@ -3,8 +3,10 @@ package iscsi
 import (
 	"encoding/binary"
 	"testing"
+	"testing/synctest"
 	"time"
 
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 )
 
@@ -58,65 +60,69 @@ func FuzzSession(f *testing.F) {
 
 	store := newStore(f)
 	f.Fuzz(func(t *testing.T, in []byte) {
-		if len(in) == 0 || len(in) > 1+64*stepLen {
-			return
+		if len(in) > 0 && len(in) <= 1+64*stepLen {
+			synctest.Test(t, func(t *testing.T) { fuzzSession(t, store, in) })
 		}
-		no := false
-		n := newStoreNode(t, store, func(o *Options) {
-			o.QueueDepth, o.LogoutWait = 8, time.Millisecond
-			o.ConnectionMemory, o.MaxTransferPiece = 1, 1
-			if in[0]&3 == 1 {
-				o.Limits.InitialR2T = &no
-				o.Limits.FirstBurstLength = 16384
-			}
-		})
-		tc := n.connect()
-		if in[0]&3 == 2 {
-			tc.discover()
-		} else {
-			tc.login()
-		}
-		for steps := in[1:]; len(steps) >= stepLen; steps = steps[stepLen:] {
-			s := steps[:stepLen]
-			tc.m.mu.Lock()
-			switch s[0] {
-			case stepHoldGets:
-				tc.m.holdGets = true
-			case stepReleaseGets:
-				tc.m.mu.Unlock()
-				tc.m.releaseGets()
-				tc.m.mu.Lock()
-			case stepHoldFlush:
-				tc.m.holdFlush = true
-			case stepFreeFlush:
-				tc.m.holdFlush = false
-				tc.m.cond.Broadcast()
-			case stepBindFails:
-				tc.m.bindErr = nil
-				if s[1]&1 != 0 {
-					tc.m.bindErr = errPeerClosed
-				}
-			case stepPause:
-				tc.m.mu.Unlock()
-				time.Sleep(50 * time.Microsecond)
-				tc.m.mu.Lock()
-			default:
-				tc.m.mu.Unlock()
-				tc.writeStep(s)
-				tc.m.mu.Lock()
-			}
-			tc.m.mu.Unlock()
-		}
-		if in[0]&4 != 0 {
-			tc.m.Close()
-		}
-		tc.m.mu.Lock()
-		tc.m.holdFlush = false
-		tc.m.cond.Broadcast()
-		tc.m.mu.Unlock()
-		tc.close()
-		tc.wait()
 	})
+}
+
+// fuzzSession runs the steps of in on a session.
+func fuzzSession(t *testing.T, store *backendtest.Faulty, in []byte) {
+	no := false
+	n := newStoreNode(t, store, func(o *Options) {
+		o.QueueDepth, o.LogoutWait = 8, time.Millisecond
+		o.ConnectionMemory, o.MaxTransferPiece = 1, 1
+		if in[0]&3 == 1 {
+			o.Limits.InitialR2T = &no
+			o.Limits.FirstBurstLength = 16384
+		}
+	})
+	tc := n.connect()
+	if in[0]&3 == 2 {
+		tc.discover()
+	} else {
+		tc.login()
+	}
+	for steps := in[1:]; len(steps) >= stepLen; steps = steps[stepLen:] {
+		s := steps[:stepLen]
+		tc.m.mu.Lock()
+		switch s[0] {
+		case stepHoldGets:
+			tc.m.holdGets = true
+		case stepReleaseGets:
+			tc.m.mu.Unlock()
+			tc.m.releaseGets()
+			tc.m.mu.Lock()
+		case stepHoldFlush:
+			tc.m.holdFlush = true
+		case stepFreeFlush:
+			tc.m.holdFlush = false
+			tc.m.cond.Broadcast()
+		case stepBindFails:
+			tc.m.bindErr = nil
+			if s[1]&1 != 0 {
+				tc.m.bindErr = errPeerClosed
+			}
+		case stepPause:
+			tc.m.mu.Unlock()
+			synctest.Wait()
+			tc.m.mu.Lock()
+		default:
+			tc.m.mu.Unlock()
+			tc.writeStep(s)
+			tc.m.mu.Lock()
+		}
+		tc.m.mu.Unlock()
+	}
+	if in[0]&4 != 0 {
+		tc.m.Close()
+	}
+	tc.m.mu.Lock()
+	tc.m.holdFlush = false
+	tc.m.cond.Broadcast()
+	tc.m.mu.Unlock()
+	tc.close()
+	tc.wait()
 }
 
 // writeStep sends the PDU of a step.
