@@ -1,10 +1,5 @@
 package lun
 
-const (
-	opCompareAndWrite = 0x89
-	opWriteAtomic16   = 0x9c
-)
-
 // maxCompareWrite is the longest COMPARE AND WRITE, in octets: both halves of
 // its data-out come in one piece.
 const maxCompareWrite = MaxParameterList / 2

@@ -174,7 +174,7 @@ func (c *Command) Fenced() bool {
 	if c.sense != nil {
 		return c.sense[2]&0x0f == keyUnitAttention // fixed format
 	}
-	return c.CDB[0] == 0x5f && c.CDB[1]&0x1f == prPreemptAndAbort
+	return c.CDB[0] == opPROut && c.CDB[1]&saMask == prPreemptAndAbort
 }
 
 // report makes b, cut to the allocation length, the data-in of c.

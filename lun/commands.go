@@ -2,29 +2,70 @@ package lun
 
 import (
 	"math/bits"
+	"slices"
+)
+
+// Operation codes that other places name, too.
+const (
+	opModeSelect6     = 0x15
+	opModeSense6      = 0x1a
+	opStartStop       = 0x1b
+	opPreventAllow    = 0x1e
+	opPRIn            = 0x5e
+	opPROut           = 0x5f
+	opExtendedCopy    = 0x83
+	opReceiveCopy     = 0x84
+	opRead16          = 0x88
+	opCompareAndWrite = 0x89
+	opWrite16         = 0x8a
+	opWriteAtomic16   = 0x9c
 )
 
 // A command is a row of the command set.
 type command struct {
 	op    byte
-	sa    int16 // service action, or noSA
+	hasSA bool // sa, the service action, is part of the operation code
+	sa    byte
 	name  string
 	flags flags
-	// usage is the CDB USAGE DATA of REPORT SUPPORTED OPERATION CODES behind
-	// the operation code: bits that are looked at. All others must be 0. Its
-	// length gives that of the CDB.
+	// usage is the CDB USAGE DATA of REPORT SUPPORTED OPERATION CODES after the
+	// operation code: the bits that the command evaluates. All others must be 0.
+	// Its length gives that of the CDB.
 	usage string
+	// allowedByCDB, if not nil, reports whether a persistent reservation of somebody
+	// else lets this CDB pass (SBC-3, commands allowed in the presence of various
+	// reservations).
+	allowedByCDB func(cdb []byte) bool
+	phases
+}
 
+// Phases are what a command does, in this order. Those that are nil do nothing.
+type phases struct {
 	begin   func(*Unit, *Command) bool                 // checks the CDB, says how much data there is
 	consume func(*Unit, *Command, []byte, uint64) bool // data-out
 	produce func(*Unit, *Command, []byte, uint64) bool // data-in that begin has not reported
 	end     func(*Unit, *Command)
 }
 
+// Phases that several rows share.
+var (
+	read           = phases{begin: beginRead, produce: produceRead}
+	write          = phases{begin: beginWrite, consume: consumeWrite}
+	writeAndVerify = phases{begin: beginWrite, consume: consumeWriteVerify, end: endVerify}
+	writeSame      = phases{begin: beginWriteSame, consume: consumeWriteSame, end: endWriteSame}
+	verify         = phases{begin: beginVerify, consume: consumeVerify, end: endVerify}
+	prefetch       = phases{begin: beginSync, end: endPrefetch}
+	synchronize    = phases{begin: beginSync, end: endSync}
+	modeSelect     = phases{begin: beginModeSelect, consume: consumeModeSelect, end: endModeSelect}
+	reserveUnit    = phases{begin: noData, end: endReserve}
+	releaseUnit    = phases{begin: noData, end: endRelease}
+	erase          = phases{begin: noData, end: endErase}
+)
+
 type flags uint16
 
 const (
-	absentLUN     flags = 1 << iota // served where there is no logical unit
+	absentLUN     flags = 1 << iota // served where the LUN does not exist
 	keepAttention                   // does not fail because of a unit attention (SAM-5, section 5.14)
 	medium                          // needs a started unit
 	writes                          // changes the medium
@@ -32,90 +73,154 @@ const (
 	allData                         // of no use with a part of its data-out
 	atomicWrite                     // only where the store has atomic writes
 	removable                       // only where the medium can be removed
-	sanitizes                       // only where that is allowed; a sanitize that has failed is no obstacle
-	reads                           // passes reservations that keep out writers only
+	sanitizes                       // only where sanitizing is allowed; a failed sanitize is no obstacle
+	reads                           // passes reservations that keep out only writers
 	anyPersistent                   // passes all persistent reservations
 	anyReserve                      // passes a RESERVE of somebody else
 	exactData                       // of no use with more data-out than it takes
-	anyAccess                       // served in all asymmetric access states; so is what is absentLUN
+	anyAccess                       // served in all asymmetric access states; so is a command with absentLUN
 	inStandby                       // served in standby (SPC-4, section 5.11.2.5)
 )
 
 // optional are the flags of rows that some units do not have.
 const optional = thin | atomicWrite | removable | sanitizes
 
-const noSA = -1
+// Parts of the usage of several rows.
+const (
+	lba8     = "\xff\xff\xff\xff\xff\xff\xff\xff"
+	range10  = "\xff\xff\xff\xff\x1f\xff\xff\x00" // LBA, GROUP NUMBER, length, CONTROL
+	range12  = "\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00"
+	range16  = lba8 + "\xff\xff\xff\xff\x1f\x00"
+	report12 = "\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00" // length, CONTROL
+	copy16   = "\x00\x00\x00\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00"
+	none6    = "\x00\x00\x00\x00\x00"
+	none10   = "\x00\x00\x00\x00\x00\x00\x00\x00\x00"
+)
 
 // commands is the whole command set. A missing row is INVALID COMMAND
 // OPERATION CODE; REPORT SUPPORTED OPERATION CODES reads the same rows.
-var commands = []command{
-	{0x00, noSA, "TEST UNIT READY", medium | anyPersistent, "\x00\x00\x00\x00\x00", noData, nil, nil, nil},
-	{0x03, noSA, "REQUEST SENSE", absentLUN | keepAttention | anyPersistent | anyReserve, "\x01\x00\x00\xff\x00", requestSense, nil, nil, nil},
-	{0x08, noSA, "READ(6)", medium | reads, "\x1f\xff\xff\xff\x00", beginRead, nil, produceRead, nil},
-	{0x0a, noSA, "WRITE(6)", medium | writes, "\x1f\xff\xff\xff\x00", beginWrite, consumeWrite, nil, nil},
-	{0x12, noSA, "INQUIRY", absentLUN | keepAttention | anyPersistent | anyReserve, "\x01\xff\xff\xff\x00", inquiry, nil, nil, nil},
-	{0x15, noSA, "MODE SELECT(6)", allData | inStandby, "\x11\x00\x00\xff\x00", beginModeSelect, consumeModeSelect, nil, endModeSelect},
-	{0x16, noSA, "RESERVE(6)", anyPersistent, "\x00\x00\x00\x00\x00", noData, nil, nil, endReserve},
-	{0x17, noSA, "RELEASE(6)", anyPersistent | anyReserve, "\x00\x00\x00\x00\x00", noData, nil, nil, endRelease},
-	{0x1a, noSA, "MODE SENSE(6)", reads | inStandby, "\x08\xff\xff\xff\x00", modeSense, nil, nil, nil},
-	{0x1b, noSA, "START STOP UNIT", 0, "\x01\x00\x0f\xf7\x00", startStop, nil, nil, endStartStop},
-	{0x1e, noSA, "PREVENT ALLOW MEDIUM REMOVAL", removable, "\x00\x00\x00\x01\x00", noData, nil, nil, endPreventAllow},
-	{0x25, noSA, "READ CAPACITY(10)", medium | anyPersistent | inStandby, "\x00\xff\xff\xff\xff\x00\x00\x01\x00", readCapacity10, nil, nil, nil},
-	{0x28, noSA, "READ(10)", medium | reads, "\x18\xff\xff\xff\xff\x1f\xff\xff\x00", beginRead, nil, produceRead, nil},
-	{0x2a, noSA, "WRITE(10)", medium | writes, "\x18\xff\xff\xff\xff\x1f\xff\xff\x00", beginWrite, consumeWrite, nil, nil},
-	{0x2e, noSA, "WRITE AND VERIFY(10)", medium | writes, "\x12\xff\xff\xff\xff\x1f\xff\xff\x00", beginWrite, consumeWriteVerify, nil, endVerify},
-	{0x2f, noSA, "VERIFY(10)", medium | allData | reads, "\x16\xff\xff\xff\xff\x1f\xff\xff\x00", beginVerify, consumeVerify, nil, endVerify},
-	{0x34, noSA, "PRE-FETCH(10)", medium | reads, "\x02\xff\xff\xff\xff\x1f\xff\xff\x00", beginSync, nil, nil, endPrefetch},
-	{0x35, noSA, "SYNCHRONIZE CACHE(10)", medium, "\x06\xff\xff\xff\xff\x1f\xff\xff\x00", beginSync, nil, nil, endSync},
-	{0x37, noSA, "READ DEFECT DATA(10)", medium | reads, "\x00\x1f\x00\x00\x00\x00\xff\xff\x00", readDefectData10, nil, nil, nil},
-	{0x41, noSA, "WRITE SAME(10)", medium | writes | allData | exactData, "\x08\xff\xff\xff\xff\x1f\xff\xff\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
-	{0x42, noSA, "UNMAP", medium | writes | thin | allData, "\x00\x00\x00\x00\x00\x1f\xff\xff\x00", beginUnmap, consumeUnmap, nil, nil},
-	{0x48, sanitizeOverwrite, "SANITIZE OVERWRITE", medium | writes | sanitizes | allData, "\xbf\x00\x00\x00\x00\x00\xff\xff\x00", beginOverwrite, consumeOverwrite, nil, nil},
-	{0x48, sanitizeBlockErase, "SANITIZE BLOCK ERASE", medium | writes | sanitizes | thin, "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", noData, nil, nil, endErase},
-	{0x48, sanitizeCryptoErase, "SANITIZE CRYPTOGRAPHIC ERASE", medium | writes | sanitizes, "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", noData, nil, nil, endErase},
-	{0x48, sanitizeExitFailureMode, "SANITIZE EXIT FAILURE MODE", sanitizes, "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", noData, nil, nil, endExitFailureMode},
-	{0x4d, noSA, "LOG SENSE", anyPersistent | anyReserve | inStandby, "\x00\xff\xff\x00\xff\xff\xff\xff\x00", logSense, nil, nil, nil},
-	{0x55, noSA, "MODE SELECT(10)", allData | inStandby, "\x11\x00\x00\x00\x00\x00\xff\xff\x00", beginModeSelect, consumeModeSelect, nil, endModeSelect},
-	{0x56, noSA, "RESERVE(10)", anyPersistent, "\x00\x00\x00\x00\x00\x00\x00\x00\x00", noData, nil, nil, endReserve},
-	{0x57, noSA, "RELEASE(10)", anyPersistent | anyReserve, "\x00\x00\x00\x00\x00\x00\x00\x00\x00", noData, nil, nil, endRelease},
-	{0x5a, noSA, "MODE SENSE(10)", reads | inStandby, "\x18\xff\xff\x00\x00\x00\xff\xff\x00", modeSense, nil, nil, nil},
-	{0x5e, prReadKeys, "PERSISTENT RESERVE IN, READ KEYS", anyPersistent | anyReserve | inStandby, "\x1f\x00\x00\x00\x00\x00\xff\xff\x00", beginPRIn, nil, nil, nil},
-	{0x5e, prReadReservation, "PERSISTENT RESERVE IN, READ RESERVATION", anyPersistent | anyReserve | inStandby, "\x1f\x00\x00\x00\x00\x00\xff\xff\x00", beginPRIn, nil, nil, nil},
-	{0x5e, prReportCapabilities, "PERSISTENT RESERVE IN, REPORT CAPABILITIES", anyPersistent | anyReserve | inStandby, "\x1f\x00\x00\x00\x00\x00\xff\xff\x00", prCapabilities, nil, nil, nil},
-	{0x5e, prReadFullStatus, "PERSISTENT RESERVE IN, READ FULL STATUS", anyPersistent | anyReserve | inStandby, "\x1f\x00\x00\x00\x00\x00\xff\xff\x00", beginPRIn, nil, nil, nil},
-	{0x5f, prRegister, "PERSISTENT RESERVE OUT, REGISTER", anyPersistent | anyReserve | allData | inStandby, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
-	{0x5f, prReserve, "PERSISTENT RESERVE OUT, RESERVE", anyPersistent | anyReserve | allData | inStandby, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
-	{0x5f, prRelease, "PERSISTENT RESERVE OUT, RELEASE", anyPersistent | anyReserve | allData | inStandby, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
-	{0x5f, prClear, "PERSISTENT RESERVE OUT, CLEAR", anyPersistent | anyReserve | allData | inStandby, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
-	{0x5f, prPreempt, "PERSISTENT RESERVE OUT, PREEMPT", anyPersistent | anyReserve | allData | inStandby, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
-	{0x5f, prPreemptAndAbort, "PERSISTENT RESERVE OUT, PREEMPT AND ABORT", anyPersistent | anyReserve | allData | inStandby, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
-	{0x5f, prRegisterAndIgnore, "PERSISTENT RESERVE OUT, REGISTER AND IGNORE EXISTING KEY", anyPersistent | anyReserve | allData | inStandby, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
-	{0x5f, prRegisterAndMove, "PERSISTENT RESERVE OUT, REGISTER AND MOVE", anyPersistent | anyReserve | allData | inStandby, "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", beginPROut, consumePROut, nil, nil},
-	{0x83, 0x00, "EXTENDED COPY(LID1)", allData, "\x1f\x00\x00\x00\x00\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00", beginExtendedCopy, consumeExtendedCopy, nil, nil},
-	{0x84, 0x00, "RECEIVE COPY STATUS(LID1)", anyPersistent, "\x1f\xff\x00\x00\x00\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00", receiveCopyStatus, nil, nil, nil},
-	{0x84, 0x03, "RECEIVE COPY OPERATING PARAMETERS", anyPersistent, "\x1f\xff\x00\x00\x00\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00", receiveCopyParameters, nil, nil, nil},
-	{0x88, noSA, "READ(16)", medium | reads, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginRead, nil, produceRead, nil},
-	{opCompareAndWrite, noSA, "COMPARE AND WRITE", medium | writes | allData | exactData, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00\x00\xff\x1f\x00", beginCompareAndWrite, consumeCompareAndWrite, nil, nil},
-	{0x8a, noSA, "WRITE(16)", medium | writes, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeWrite, nil, nil},
-	{0x8b, noSA, "ORWRITE(16)", medium | writes, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeOrWrite, nil, nil},
-	{0x8e, noSA, "WRITE AND VERIFY(16)", medium | writes, "\x12\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeWriteVerify, nil, endVerify},
-	{0x8f, noSA, "VERIFY(16)", medium | allData | reads, "\x16\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginVerify, consumeVerify, nil, endVerify},
-	{0x90, noSA, "PRE-FETCH(16)", medium | reads, "\x02\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginSync, nil, nil, endPrefetch},
-	{0x91, noSA, "SYNCHRONIZE CACHE(16)", medium, "\x06\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginSync, nil, nil, endSync},
-	{0x93, noSA, "WRITE SAME(16)", medium | writes | allData | exactData, "\x09\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWriteSame, consumeWriteSame, nil, endWriteSame},
-	{opWriteAtomic16, noSA, "WRITE ATOMIC(16)", medium | writes | allData | atomicWrite, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00\xff\xff\x1f\x00", beginWriteAtomic, consumeWriteAtomic, nil, endWriteAtomic},
-	{0x9e, 0x10, "READ CAPACITY(16)", medium | anyPersistent | inStandby, "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x00", readCapacity16, nil, nil, nil},
-	{0x9e, 0x12, "GET LBA STATUS", medium | reads, "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00", getLBAStatus, nil, nil, nil},
-	{0xa0, noSA, "REPORT LUNS", absentLUN | keepAttention | anyPersistent | anyReserve, "\x00\xff\x00\x00\x00\xff\xff\xff\xff\x00\x00", reportLUNs, nil, nil, nil},
-	{0xa3, 0x0a, "REPORT TARGET PORT GROUPS", anyPersistent | anyReserve | anyAccess, "\x3f\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00", reportPortGroups, nil, nil, nil},
-	{0xa3, 0x0c, "REPORT SUPPORTED OPERATION CODES", reads | inStandby, "\x1f\x87\xff\xff\xff\xff\xff\xff\xff\x00\x00", reportOpcodes, nil, nil, nil},
-	{0xa3, 0x0d, "REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS", reads | inStandby, "\x1f\x80\x00\x00\x00\xff\xff\xff\xff\x00\x00", reportTMFs, nil, nil, nil},
-	{0xa4, 0x0a, "SET TARGET PORT GROUPS", anyAccess | allData, "\x1f\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00", beginSetPortGroups, consumeSetPortGroups, nil, nil},
-	{0xa8, noSA, "READ(12)", medium | reads, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginRead, nil, produceRead, nil},
-	{0xaa, noSA, "WRITE(12)", medium | writes, "\x18\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeWrite, nil, nil},
-	{0xae, noSA, "WRITE AND VERIFY(12)", medium | writes, "\x12\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginWrite, consumeWriteVerify, nil, endVerify},
-	{0xaf, noSA, "VERIFY(12)", medium | allData | reads, "\x16\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00", beginVerify, consumeVerify, nil, endVerify},
-	{0xb7, noSA, "READ DEFECT DATA(12)", medium | reads, "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00", readDefectData12, nil, nil, nil},
+var commands = slices.Concat([]command{
+	{op: 0x00, name: "TEST UNIT READY", flags: medium | anyPersistent, usage: none6, phases: phases{begin: noData}},
+	{op: 0x03, name: "REQUEST SENSE", flags: absentLUN | keepAttention | anyPersistent | anyReserve,
+		usage: "\x01\x00\x00\xff\x00", phases: phases{begin: requestSense}},
+	{op: 0x08, name: "READ(6)", flags: medium | reads, usage: "\x1f\xff\xff\xff\x00", phases: read},
+	{op: 0x0a, name: "WRITE(6)", flags: medium | writes, usage: "\x1f\xff\xff\xff\x00", phases: write},
+	{op: 0x12, name: "INQUIRY", flags: absentLUN | keepAttention | anyPersistent | anyReserve,
+		usage: "\x01\xff\xff\xff\x00", phases: phases{begin: inquiry}},
+	{op: opModeSelect6, name: "MODE SELECT(6)", flags: allData | inStandby,
+		usage: "\x11\x00\x00\xff\x00", phases: modeSelect},
+	{op: 0x16, name: "RESERVE(6)", flags: anyPersistent, usage: none6, phases: reserveUnit},
+	{op: 0x17, name: "RELEASE(6)", flags: anyPersistent | anyReserve, usage: none6, phases: releaseUnit},
+	{op: opModeSense6, name: "MODE SENSE(6)", flags: reads | inStandby,
+		usage: "\x08\xff\xff\xff\x00", phases: phases{begin: modeSense}},
+	{op: opStartStop, name: "START STOP UNIT",
+		usage: "\x01\x00\x0f\xf7\x00", allowedByCDB: startsOnly, phases: phases{begin: startStop, end: endStartStop}},
+	{op: opPreventAllow, name: "PREVENT ALLOW MEDIUM REMOVAL", flags: removable, usage: "\x00\x00\x00\x01\x00",
+		allowedByCDB: allowsRemoval, phases: phases{begin: noData, end: endPreventAllow}},
+	{op: 0x25, name: "READ CAPACITY(10)", flags: medium | anyPersistent | inStandby,
+		usage: "\x00\xff\xff\xff\xff\x00\x00\x01\x00", phases: phases{begin: readCapacity10}},
+	{op: 0x28, name: "READ(10)", flags: medium | reads, usage: "\x18" + range10, phases: read},
+	{op: 0x2a, name: "WRITE(10)", flags: medium | writes, usage: "\x18" + range10, phases: write},
+	{op: 0x2e, name: "WRITE AND VERIFY(10)", flags: medium | writes, usage: "\x12" + range10, phases: writeAndVerify},
+	{op: 0x2f, name: "VERIFY(10)", flags: medium | allData | reads, usage: "\x16" + range10, phases: verify},
+	{op: 0x34, name: "PRE-FETCH(10)", flags: medium | reads, usage: "\x02" + range10, phases: prefetch},
+	{op: 0x35, name: "SYNCHRONIZE CACHE(10)", flags: medium, usage: "\x06" + range10, phases: synchronize},
+	{op: 0x37, name: "READ DEFECT DATA(10)", flags: medium | reads,
+		usage: "\x00\x1f\x00\x00\x00\x00\xff\xff\x00", phases: phases{begin: readDefectData10}},
+	{op: 0x41, name: "WRITE SAME(10)", flags: medium | writes | allData | exactData,
+		usage: "\x08" + range10, phases: writeSame},
+	{op: 0x42, name: "UNMAP", flags: medium | writes | thin | allData,
+		usage: "\x00\x00\x00\x00\x00\x1f\xff\xff\x00", phases: phases{begin: beginUnmap, consume: consumeUnmap}},
+	{op: 0x48, hasSA: true, sa: sanitizeOverwrite, name: "SANITIZE OVERWRITE", flags: medium | writes | sanitizes | allData,
+		usage: "\xbf\x00\x00\x00\x00\x00\xff\xff\x00", phases: phases{begin: beginOverwrite, consume: consumeOverwrite}},
+	{op: 0x48, hasSA: true, sa: sanitizeBlockErase, name: "SANITIZE BLOCK ERASE",
+		flags: medium | writes | sanitizes | thin, usage: "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", phases: erase},
+	{op: 0x48, hasSA: true, sa: sanitizeCryptoErase, name: "SANITIZE CRYPTOGRAPHIC ERASE",
+		flags: medium | writes | sanitizes, usage: "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", phases: erase},
+	{op: 0x48, hasSA: true, sa: sanitizeExitFailureMode, name: "SANITIZE EXIT FAILURE MODE", flags: sanitizes,
+		usage: "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", phases: phases{begin: noData, end: endExitFailureMode}},
+	{op: 0x4d, name: "LOG SENSE", flags: anyPersistent | anyReserve | inStandby,
+		usage: "\x00\xff\xff\x00\xff\xff\xff\xff\x00", phases: phases{begin: logSense}},
+	{op: 0x55, name: "MODE SELECT(10)", flags: allData | inStandby,
+		usage: "\x11\x00\x00\x00\x00\x00\xff\xff\x00", phases: modeSelect},
+	{op: 0x56, name: "RESERVE(10)", flags: anyPersistent, usage: none10, phases: reserveUnit},
+	{op: 0x57, name: "RELEASE(10)", flags: anyPersistent | anyReserve, usage: none10, phases: releaseUnit},
+	{op: 0x5a, name: "MODE SENSE(10)", flags: reads | inStandby,
+		usage: "\x18\xff\xff\x00\x00\x00\xff\xff\x00", phases: phases{begin: modeSense}},
+	{op: opExtendedCopy, hasSA: true, sa: 0x00, name: "EXTENDED COPY(LID1)", flags: allData,
+		usage: "\x1f\x00" + copy16, phases: phases{begin: beginExtendedCopy, consume: consumeExtendedCopy}},
+	{op: opReceiveCopy, hasSA: true, sa: 0x00, name: "RECEIVE COPY STATUS(LID1)", flags: anyPersistent,
+		usage: "\x1f\xff" + copy16, phases: phases{begin: receiveCopyStatus}},
+	{op: opReceiveCopy, hasSA: true, sa: 0x03, name: "RECEIVE COPY OPERATING PARAMETERS", flags: anyPersistent,
+		usage: "\x1f\xff" + copy16, phases: phases{begin: receiveCopyParameters}},
+	{op: opRead16, name: "READ(16)", flags: medium | reads, usage: "\x18" + range16, phases: read},
+	{op: opCompareAndWrite, name: "COMPARE AND WRITE", flags: medium | writes | allData | exactData,
+		usage:  "\x18" + lba8 + "\x00\x00\x00\xff\x1f\x00",
+		phases: phases{begin: beginCompareAndWrite, consume: consumeCompareAndWrite}},
+	{op: opWrite16, name: "WRITE(16)", flags: medium | writes, usage: "\x18" + range16, phases: write},
+	{op: 0x8b, name: "ORWRITE(16)", flags: medium | writes,
+		usage: "\x18" + range16, phases: phases{begin: beginWrite, consume: consumeOrWrite}},
+	{op: 0x8e, name: "WRITE AND VERIFY(16)", flags: medium | writes, usage: "\x12" + range16, phases: writeAndVerify},
+	{op: 0x8f, name: "VERIFY(16)", flags: medium | allData | reads, usage: "\x16" + range16, phases: verify},
+	{op: 0x90, name: "PRE-FETCH(16)", flags: medium | reads, usage: "\x02" + range16, phases: prefetch},
+	{op: 0x91, name: "SYNCHRONIZE CACHE(16)", flags: medium, usage: "\x06" + range16, phases: synchronize},
+	{op: 0x93, name: "WRITE SAME(16)", flags: medium | writes | allData | exactData,
+		usage: "\x09" + range16, phases: writeSame},
+	{op: opWriteAtomic16, name: "WRITE ATOMIC(16)", flags: medium | writes | allData | atomicWrite,
+		usage:  "\x18" + lba8 + "\x00\x00\xff\xff\x1f\x00",
+		phases: phases{begin: beginWriteAtomic, consume: consumeWriteAtomic, end: endWriteAtomic}},
+	{op: 0x9e, hasSA: true, sa: 0x10, name: "READ CAPACITY(16)", flags: medium | anyPersistent | inStandby,
+		usage: "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x00", phases: phases{begin: readCapacity16}},
+	{op: 0x9e, hasSA: true, sa: 0x12, name: "GET LBA STATUS", flags: medium | reads,
+		usage: "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00", phases: phases{begin: getLBAStatus}},
+	{op: 0xa0, name: "REPORT LUNS", flags: absentLUN | keepAttention | anyPersistent | anyReserve,
+		usage: "\x00\xff\x00\x00\x00\xff\xff\xff\xff\x00\x00", phases: phases{begin: reportLUNs}},
+	{op: 0xa3, hasSA: true, sa: 0x0a, name: "REPORT TARGET PORT GROUPS", flags: anyPersistent | anyReserve | anyAccess,
+		usage: "\x3f" + report12, phases: phases{begin: reportPortGroups}},
+	{op: 0xa3, hasSA: true, sa: 0x0c, name: "REPORT SUPPORTED OPERATION CODES", flags: reads | inStandby,
+		usage: "\x1f\x87\xff\xff\xff\xff\xff\xff\xff\x00\x00", phases: phases{begin: reportOpcodes}},
+	{op: 0xa3, hasSA: true, sa: 0x0d, name: "REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS", flags: reads | inStandby,
+		usage: "\x1f\x80\x00\x00\x00\xff\xff\xff\xff\x00\x00", phases: phases{begin: reportTMFs}},
+	{op: 0xa4, hasSA: true, sa: 0x0a, name: "SET TARGET PORT GROUPS", flags: anyAccess | allData,
+		usage: "\x1f" + report12, phases: phases{begin: beginSetPortGroups, consume: consumeSetPortGroups}},
+	{op: 0xa8, name: "READ(12)", flags: medium | reads, usage: "\x18" + range12, phases: read},
+	{op: 0xaa, name: "WRITE(12)", flags: medium | writes, usage: "\x18" + range12, phases: write},
+	{op: 0xae, name: "WRITE AND VERIFY(12)", flags: medium | writes, usage: "\x12" + range12, phases: writeAndVerify},
+	{op: 0xaf, name: "VERIFY(12)", flags: medium | allData | reads, usage: "\x16" + range12, phases: verify},
+	{op: 0xb7, name: "READ DEFECT DATA(12)", flags: medium | reads,
+		usage: "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00", phases: phases{begin: readDefectData12}},
+}, persistentReserveIn(), persistentReserveOut())
+
+// persistentReserveIn returns the rows of PERSISTENT RESERVE IN.
+func persistentReserveIn() (rows []command) {
+	for sa, action := range []struct {
+		name  string
+		begin func(*Unit, *Command) bool
+	}{
+		prReadKeys:           {"READ KEYS", beginPRIn},
+		prReadReservation:    {"READ RESERVATION", beginPRIn},
+		prReportCapabilities: {"REPORT CAPABILITIES", prCapabilities},
+		prReadFullStatus:     {"READ FULL STATUS", beginPRIn},
+	} {
+		rows = append(rows, command{
+			op: opPRIn, hasSA: true, sa: byte(sa), name: "PERSISTENT RESERVE IN, " + action.name,
+			flags: anyPersistent | anyReserve | inStandby,
+			usage: "\x1f\x00\x00\x00\x00\x00\xff\xff\x00", phases: phases{begin: action.begin},
+		})
+	}
+	return rows
+}
+
+// persistentReserveOut returns the rows of PERSISTENT RESERVE OUT.
+func persistentReserveOut() (rows []command) {
+	for sa := range prOuts {
+		rows = append(rows, command{
+			op: opPROut, hasSA: true, sa: byte(sa), name: "PERSISTENT RESERVE OUT, " + prOuts[sa].name,
+			flags: anyPersistent | anyReserve | allData | inStandby,
+			usage: "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", phases: phases{begin: beginPROut, consume: consumePROut},
+		})
+	}
+	return rows
 }
 
 // byOpcode finds the rows of an operation code. It is filled by init, because
@@ -134,7 +239,7 @@ const saMask = 0x1f // SERVICE ACTION in octet 1
 // lookup finds the row of a CDB of at least 16 octets, or nil.
 func lookup(cdb []byte) *command {
 	for _, row := range byOpcode[cdb[0]] {
-		if row.sa == noSA || row.sa == int16(cdb[1]&saMask) {
+		if !row.hasSA || row.sa == cdb[1]&saMask {
 			return row
 		}
 	}
@@ -144,7 +249,7 @@ func lookup(cdb []byte) *command {
 // failRow ends a command for which there is no row that applies to the unit.
 func (c *Command) failRow() bool {
 	for _, row := range byOpcode[c.CDB[0]] {
-		if row.sa != noSA && c.unit.supports(row) {
+		if row.hasSA && c.unit.supports(row) {
 			return c.failCDB(1, 4) // unknown service action
 		}
 	}

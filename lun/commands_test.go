@@ -16,7 +16,7 @@ func TestTable(t *testing.T) {
 		if row.cdbLen() != want {
 			t.Errorf("%s: CDB of %d octets, want %d", row.name, row.cdbLen(), want)
 		}
-		if row.sa != noSA && row.usage[0]&saMask != saMask {
+		if row.hasSA && row.usage[0]&saMask != saMask {
 			t.Errorf("%s: usage %#x of octet 1, want that of a service action", row.name, row.usage[0])
 		}
 		if row.begin == nil {
@@ -27,8 +27,8 @@ func TestTable(t *testing.T) {
 		}
 		cdb := make([]byte, 16)
 		cdb[0] = row.op
-		if row.sa != noSA {
-			cdb[1] = byte(row.sa)
+		if row.hasSA {
+			cdb[1] = row.sa
 		}
 		if lookup(cdb) != row {
 			t.Errorf("%s cannot be found", row.name)

@@ -317,7 +317,7 @@ func (c *Command) copyStep(s segment, p []byte, off, n int64, overlap bool) (don
 	switch {
 	case c.aborted():
 		return 0, false, errAborted
-	case !c.mayUse(s.from, 0x88), !c.mayUse(s.to, 0x8a): // as READ(16) and WRITE(16) could
+	case !c.mayUse(s.from, opRead16), !c.mayUse(s.to, opWrite16):
 		return 0, false, nil
 	case n == 0:
 	case overlap:
@@ -459,7 +459,7 @@ func receiveCopyParameters(_ *Unit, c *Command) bool {
 func appendThirdPartyCopy(_ *Unit, _ *Nexus, b []byte) []byte {
 	be := binary.BigEndian
 	b = append(b, 0x00, 0x01, 0, 8, // Supported Commands
-		7, 0x83, 1, 0x00, 0x84, 2, 0x00, 0x03)
+		7, opExtendedCopy, 1, 0x00, opReceiveCopy, 2, 0x00, 0x03)
 	parameters := [32]byte{1: 0x04, 3: 28} // Parameter Data
 	be.PutUint16(parameters[8:], maxCSCDs)
 	be.PutUint16(parameters[10:], maxSegments)

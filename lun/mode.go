@@ -112,7 +112,6 @@ const (
 	longLBA          = 0x01
 	shortDesc        = 8
 	longDesc         = 16
-	opModeSense6     = 0x1a
 	modeHeader6Len   = 4
 	modeHeader10Len  = 8
 	maxShortCapacity = 1<<32 - 1
@@ -195,9 +194,8 @@ func modeSense(u *Unit, c *Command) bool {
 }
 
 const (
-	opModeSelect6 = 0x15
-	pf            = 0x10
-	sp            = 0x01
+	pf = 0x10
+	sp = 0x01
 )
 
 func beginModeSelect(u *Unit, c *Command) bool {

@@ -26,19 +26,20 @@ const (
 // 6.16.2). Who is not registered, or gives another key, meets RESERVATION
 // CONFLICT, except that apply checks that itself where anyone is set.
 var prOuts = [...]struct {
+	name   string
 	apply  func(*prOut) bool
 	anyone bool
 	counts bool // in PRGENERATION
 	aptpl  int  // octet with the APTPL bit, or 0 if there is none
 }{
-	prRegister:          {(*prOut).register, true, true, prFlags},
-	prReserve:           {(*prOut).reserve, false, false, 0},
-	prRelease:           {(*prOut).release, false, false, 0},
-	prClear:             {(*prOut).clear, false, true, 0},
-	prPreempt:           {(*prOut).preempt, false, true, 0},
-	prPreemptAndAbort:   {(*prOut).preempt, false, true, 0},
-	prRegisterAndIgnore: {(*prOut).register, true, true, prFlags},
-	prRegisterAndMove:   {(*prOut).registerAndMove, false, true, prMoveFlags},
+	prRegister:          {"REGISTER", (*prOut).register, true, true, prFlags},
+	prReserve:           {"RESERVE", (*prOut).reserve, false, false, 0},
+	prRelease:           {"RELEASE", (*prOut).release, false, false, 0},
+	prClear:             {"CLEAR", (*prOut).clear, false, true, 0},
+	prPreempt:           {"PREEMPT", (*prOut).preempt, false, true, 0},
+	prPreemptAndAbort:   {"PREEMPT AND ABORT", (*prOut).preempt, false, true, 0},
+	prRegisterAndIgnore: {"REGISTER AND IGNORE EXISTING KEY", (*prOut).register, true, true, prFlags},
+	prRegisterAndMove:   {"REGISTER AND MOVE", (*prOut).registerAndMove, false, true, prMoveFlags},
 }
 
 // A prOut is a PERSISTENT RESERVE OUT command, and what becomes of it.

@@ -78,21 +78,19 @@ func (r *reservations) losePower() {
 	r.publish()
 }
 
-// harmless are commands that a persistent reservation lets pass depending on
-// the CDB, by operation code (SBC-3, commands allowed in the presence of
-// various reservations).
-var harmless = map[byte]func(cdb []byte) bool{
-	0x1b: func(cdb []byte) bool { return cdb[4]&0xf1 == 0x01 }, // START STOP UNIT: START, POWER CONDITION 0
-	0x1e: func(cdb []byte) bool { return cdb[4]&0x03 == 0 },    // PREVENT ALLOW MEDIUM REMOVAL: PREVENT 0
-}
+// startsOnly is the allowedByCDB of START STOP UNIT: START, and POWER CONDITION 0.
+func startsOnly(cdb []byte) bool { return cdb[4]&0xf1 == 0x01 }
+
+// allowsRemoval is the allowedByCDB of PREVENT ALLOW MEDIUM REMOVAL: PREVENT 0.
+func allowsRemoval(cdb []byte) bool { return cdb[4]&0x03 == 0 }
 
 // keepsOut tells whether c is RESERVATION CONFLICT.
 func (f *fence) keepsOut(c *Command) bool {
 	if !f.excludes(c.nexus, c.row.flags) {
 		return false
 	}
-	pass := harmless[c.row.op]
-	return f.legacy != nil || pass == nil || !pass(c.CDB)
+	allowed := c.row.allowedByCDB
+	return f.legacy != nil || allowed == nil || !allowed(c.CDB)
 }
 
 // excludes tells whether the reservation keeps commands with these flags out if
