@@ -37,7 +37,6 @@ import (
 // other methods may be called at any time.
 type Conn struct {
 	nc         net.Conn
-	gather     buffersWriter   // nc, or nil if it is none
 	raw        syscall.RawConn // nil if nc is no socket
 	opt        Options
 	peer       Request // what the peer's startup frame said
@@ -91,12 +90,6 @@ type Conn struct {
 	interrupt bool
 }
 
-// A buffersWriter is a net.Conn that stands before a socket and wants its writev, which
-// net.Buffers has for the socket alone.
-type buffersWriter interface {
-	WriteBuffers(*net.Buffers) (int64, error)
-}
-
 var liveConns atomic.Int64
 
 // Stats counts what lives in the process.
@@ -112,7 +105,7 @@ func ReadStats() Stats { return Stats{Conns: liveConns.Load(), STags: liveSTags.
 func allocate(o Options) *Conn {
 	c := &Conn{opt: o, counts: o.Domain.counts.shard(), wake: make(chan struct{}, 1), gone: make(chan struct{})}
 	c.mem.init()
-	c.rx.init(o.MaxSend, o.Markers)
+	c.rx.init(c.read, o.MaxSend, o.Markers)
 	c.tx.init()
 	// A peer may ask again as soon as a Response has reached it, and then that
 	// is still in the batch that Flush is sending: IRD of them in the batch and
@@ -126,17 +119,17 @@ func allocate(o Options) *Conn {
 }
 
 // attach gives c its connection, and what startup has agreed on. prefix, at most
-// windowLen octets, is what has been read from nc behind the startup frame.
+// llp.WindowLen bytes, is what has been read from nc behind the startup frame.
 func (c *Conn) attach(nc net.Conn, prefix []byte, ird, ord int, crc, markersOut bool) {
 	c.nc, c.ird, c.ord, c.crc, c.markersOut = nc, ird, ord, crc, markersOut
-	c.gather, _ = nc.(buffersWriter)
+	c.tx.out.SetConn(nc)
 	if sc, ok := nc.(syscall.Conn); ok {
 		c.raw, _ = sc.SyscallConn()
 	}
 	for range 2 * (c.opt.IRD - ird) {
 		c.answers.pop()
 	}
-	c.rx.w = copy(c.rx.win, prefix)
+	c.rx.win.Preload(prefix)
 	c.opt.Domain.add(c)
 	liveConns.Add(1)
 }

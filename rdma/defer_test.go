@@ -4,13 +4,15 @@ import (
 	"runtime"
 	"testing"
 	"time"
+
+	"github.com/iser-target/iser-target/rdma/llp"
 )
 
 // What Defer has kept back leaves before Receive waits for the peer, whatever the FPDU
 // was that is pending, and whether Receive has returned for it or not.
 func TestDefer(t *testing.T) {
 	const send1, send2, send3, emptyWrite = "4143 00000000 00000000 00000001 00000000", "4143 00000000 00000000 00000002 00000000", "4143 00000000 00000000 00000003 00000000", "c140 00000001 0000000000000000"
-	long := frame(append(unhex("c140 00000001 0000000000000000"), make([]byte, longSegment+1)...))
+	long := frame(append(unhex("c140 00000001 0000000000000000"), make([]byte, llp.LongData+1)...))
 	for _, tt := range []struct {
 		name   string
 		behind []byte // comes together with the first Send
@@ -26,7 +28,7 @@ func TestDefer(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			p, c := responder(t, Options{})
-			expose(c, 1, make([]byte, 2*longSegment), 0, RemoteWrite)
+			expose(c, 1, make([]byte, 2*llp.LongData), 0, RemoteWrite)
 			// The first FPDU sends what was kept back until then.
 			if err := c.Post(&WorkRequest{Op: Send}); err != nil {
 				t.Fatal(err)

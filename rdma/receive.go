@@ -9,6 +9,7 @@ import (
 	"os"
 	"time"
 
+	"github.com/iser-target/iser-target/rdma/llp"
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
@@ -31,10 +32,7 @@ type Event struct {
 
 // receiver is the state of the goroutine that is in Receive.
 type receiver struct {
-	win  []byte // window of the stream; win[r:w] is unread
-	r, w int
-	rest int  // octets of the present FPDU from win[r] on, if its beginning has been taken out of win
-	thin bool // long segments are coming: read only headers into win
+	win llp.Window
 
 	asm     []byte // a Send in pieces; MaxSend octets, made when first needed
 	asmLen  int
@@ -73,29 +71,21 @@ type segment struct {
 func (s *segment) payload() int { return s.length - s.hlen }
 
 const (
-	windowLen = 64 << 10
-	// longSegment is the payload in octets from which on a segment is read
-	// straight into its buffer. Below, one more copy is cheaper than one
-	// more system call.
-	longSegment = 8 << 10
-	// thinRead is how much is read at once while long segments come: enough
-	// for headers and small messages, little enough to copy.
-	thinRead = 2 << 10
 	// drainTime and drainLen bound how long and how much is still read after
 	// a Terminate, so that no TCP reset overtakes it.
 	drainTime = time.Second
 	drainLen  = 16 << 20
 )
 
-func (rx *receiver) init(maxSend int, markers bool) {
-	rx.win = make([]byte, windowLen)
+func (rx *receiver) init(read func([]byte) (int, error), maxSend int, markers bool) {
+	rx.win.Init(read, nil)
 	rx.maxSend = maxSend
 	rx.sendMSN, rx.readMSN = 1, 1
 	rx.markers = markers
 }
 
 var (
-	errTruncated  = fmt.Errorf("the stream ends inside a message: %w", io.ErrUnexpectedEOF)
+	errRevoked    = errors.New("the memory of this message was deregistered")
 	errUnanswered = fmt.Errorf("the peer has ended its direction of the stream: %w", io.ErrUnexpectedEOF)
 )
 
@@ -111,7 +101,7 @@ func (c *Conn) Receive(ev *Event) error {
 		if err != nil {
 			// Between FPDUs, and while only the window has part of one, a
 			// time-out has lost nothing.
-			if errors.Is(err, os.ErrDeadlineExceeded) && rx.seg.hlen == 0 && len(rx.marked) == 0 && !c.writeFailed() {
+			if errors.Is(err, os.ErrDeadlineExceeded) && !rx.win.Inside && len(rx.marked) == 0 && !c.writeFailed() {
 				return err
 			}
 			c.fail(err)
@@ -182,7 +172,7 @@ func (c *Conn) fail(err error) {
 		return
 	default:
 		if err == io.EOF {
-			err = errTruncated
+			err = llp.ErrTruncated
 		}
 		if txErr != nil && txErr != ErrClosed {
 			err = errors.Join(err, txErr)
@@ -211,9 +201,9 @@ func (c *Conn) refuse(why *StreamError) {
 // Closing a socket with unread data would reset the connection, and the reset
 // could overtake the Terminate (RFC 5040, section 6.2.1).
 func (c *Conn) drain() {
-	c.rx.r, c.rx.w, c.rx.rest = 0, 0, math.MaxInt // see Unread: nobody knows where FPDUs begin now
+	c.rx.win.Lose()
 	c.nc.SetReadDeadline(time.Now().Add(drainTime))
-	io.CopyBuffer(struct{ io.Writer }{io.Discard}, io.LimitReader(c.nc, drainLen), c.rx.win)
+	io.Copy(io.Discard, io.LimitReader(c.nc, drainLen))
 }
 
 // Unread tells a net.Conn, from within its Read, where in the stream FPDUs begin:
@@ -225,53 +215,35 @@ func (c *Conn) Unread() (unread []byte, rest int) {
 	if len(rx.marked) > 0 { // with Markers in between it is not known
 		return nil, math.MaxInt
 	}
-	return rx.win[rx.r:rx.w], rx.rest
+	return rx.win.Unread()
 }
 
-// fill reads until the window holds n unread octets; n is at most windowLen.
-// io.EOF means that the stream has ended between two FPDUs.
-func (rx *receiver) fill(c *Conn, n int) error {
-	if rx.w-rx.r >= n {
-		return nil
-	}
-	if rx.r == rx.w {
-		rx.r, rx.w = 0, 0
-	} else if len(rx.win)-rx.r < max(n, thinRead) {
-		rx.w = copy(rx.win, rx.win[rx.r:rx.w])
-		rx.r = 0
-	}
-	for rx.w-rx.r < n {
-		end := len(rx.win)
-		if rx.thin {
-			end = min(end, max(rx.r+n, rx.w+thinRead))
+// read reads for the window. What Defer has kept back leaves first, because Receive
+// may have to wait. A Deregister interrupts it: errRevoked if the memory of the
+// present segment is gone, otherwise it reads again.
+func (c *Conn) read(p []byte) (n int, err error) {
+	c.flushDeferred()
+	for {
+		n, err = c.nc.Read(p)
+		if n > 0 || err == nil || !c.interrupted(err) {
+			return n, err
 		}
-		c.flushDeferred()
-		m, err := c.nc.Read(rx.win[rx.w:end])
-		rx.w += m
-		if m > 0 || err == nil {
-			continue
-		}
-		switch {
-		case c.interrupted(err):
-		case err == io.EOF && (rx.w > rx.r || rx.seg.hlen > 0):
-			return errTruncated
-		default:
-			return err
+		if r := c.rx.seg.region; r != nil && c.mem.revoked(r) {
+			return 0, errRevoked
 		}
 	}
-	return nil
 }
 
 // Pending tells whether a whole FPDU, and not a long one, has come that Receive has not looked
 // at. Like Receive it is for one goroutine at a time.
 func (c *Conn) Pending() bool {
 	rx := &c.rx
-	b := rx.win[rx.r:rx.w]
+	b := rx.win.Peek(rx.win.Len())
 	if rx.failed != nil || rx.markers || len(b) < wire.LengthLen {
 		return false
 	}
 	n := int(b[0])<<8 | int(b[1])
-	return n <= longSegment && len(b) >= wire.LengthLen+n+wire.Pad(n)+wire.CRCLen
+	return n <= llp.LongData && len(b) >= wire.LengthLen+n+wire.Pad(n)+wire.CRCLen
 }
 
 // Defer is instead of Flush while there is something Pending: what is queued leaves with the
@@ -291,23 +263,23 @@ func (c *Conn) receiveFPDU(ev *Event) (done bool, err error) {
 	rx := &c.rx
 	seg := &rx.seg
 	*seg = segment{}
+	rx.win.Inside = false
 	if rx.markers {
 		return c.receiveMarked(ev)
 	}
-	if err := rx.fill(c, wire.LengthLen); err != nil {
+	if err := rx.win.Fill(wire.LengthLen); err != nil {
 		return false, err
 	}
-	b := rx.win[rx.r:]
+	b := rx.win.Peek(wire.LengthLen)
 	seg.length = int(b[0])<<8 | int(b[1])
 	total := wire.LengthLen + seg.length + wire.Pad(seg.length) + wire.CRCLen
-	if seg.length > longSegment {
+	if seg.length > llp.LongData {
 		return c.receiveLong(ev, total)
 	}
-	if err := rx.fill(c, total); err != nil {
+	if err := rx.win.Fill(total); err != nil {
 		return false, err
 	}
-	b = rx.win[rx.r:][:total]
-	rx.r += total
+	b = rx.win.Take(total)
 	if c.crc && wire.UpdateCRC(0, b[:total-wire.CRCLen]) != wire.CRC(b[total-wire.CRCLen:]) {
 		return false, fault(wire.ReasonCRC, "FPDU of %d octets", total)
 	}
@@ -335,7 +307,7 @@ func (c *Conn) place(ev *Event, ulpdu []byte) (done bool, err error) {
 		copy(seg.dst, payload)
 		c.unuse()
 	}
-	c.rx.thin = false
+	c.rx.win.Thin = false
 	return c.deliver(ev, payload)
 }
 
@@ -347,56 +319,42 @@ func (c *Conn) receiveLong(ev *Event, total int) (done bool, err error) {
 	seg := &rx.seg
 	c.flushDeferred()
 	const headers = wire.LengthLen + wire.UntaggedLen + wire.ReadRequestLen
-	if err := rx.fill(c, headers); err != nil {
+	if err := rx.win.Fill(headers); err != nil {
 		return false, err
 	}
-	routeErr := c.route(rx.win[rx.r+wire.LengthLen:][:headers-wire.LengthLen])
+	routeErr := c.route(rx.win.Peek(headers)[wire.LengthLen:])
 	if routeErr != nil {
 		// With CRCs on, whether the header can be trusted shows at the end.
 		return false, c.judge(routeErr, total)
 	}
 	n := wire.LengthLen + seg.hlen
 	crc := uint32(0)
+	header := rx.win.TakeHeader(n, total-n)
 	if c.crc {
-		crc = wire.UpdateCRC(0, rx.win[rx.r:rx.r+n])
+		crc = wire.UpdateCRC(0, header)
 	}
-	rx.r += n
-	rx.rest = total - n
+	rx.win.Inside = true
+	tail := wire.Pad(seg.length) + wire.CRCLen
 	for dst := seg.dst; len(dst) > 0; {
-		got := 0
-		if rx.r < rx.w {
-			got = copy(dst, rx.win[rx.r:rx.w])
-			rx.r += got
-		} else if got, err = c.nc.Read(dst); err != nil && got == 0 {
-			if err == io.EOF {
-				err = errTruncated
+		got, err := rx.win.Read(dst)
+		if got == 0 && err != nil {
+			c.unuse()
+			if err == errRevoked { // the rest goes nowhere
+				err = c.judge(fault(wire.ReasonInvalidSTag, "STag %#x was revoked", seg.tagged.STag), len(dst)+tail)
 			}
-			if !c.interrupted(err) {
-				c.unuse()
-				return false, err
-			}
-			if seg.region != nil && c.mem.revoked(seg.region) {
-				// The memory has been taken back; the rest goes nowhere.
-				c.unuse()
-				return false, c.judge(fault(wire.ReasonInvalidSTag, "STag %#x was revoked", seg.tagged.STag), len(dst)+wire.Pad(seg.length)+wire.CRCLen)
-			}
-			continue
+			return false, err
 		}
 		if c.crc {
 			crc = wire.UpdateCRC(crc, dst[:got])
 		}
 		dst = dst[got:]
-		rx.rest -= got
 	}
 	c.unuse()
-	rx.thin = true
-	tail := wire.Pad(seg.length) + wire.CRCLen
-	if err := rx.fill(c, tail); err != nil {
+	rx.win.Thin = true
+	if err := rx.win.Fill(tail); err != nil {
 		return false, err
 	}
-	b := rx.win[rx.r:][:tail]
-	rx.r += tail
-	rx.rest = 0
+	b := rx.win.TakeTrailer(tail)
 	if c.crc && wire.UpdateCRC(crc, b[:tail-wire.CRCLen]) != wire.CRC(b[tail-wire.CRCLen:]) {
 		return false, fault(wire.ReasonCRC, "FPDU of %d octets", total)
 	}
@@ -411,20 +369,17 @@ func (c *Conn) judge(found error, n int) error {
 	whole := rx.seg.dst == nil
 	crc := uint32(0)
 	for n > wire.CRCLen {
-		k := min(n-wire.CRCLen, windowLen/2)
-		if err := rx.fill(c, k); err != nil {
+		k := min(n-wire.CRCLen, llp.WindowLen/2)
+		if err := rx.win.Fill(k); err != nil {
 			return found
 		}
-		crc = wire.UpdateCRC(crc, rx.win[rx.r:rx.r+k])
-		rx.r += k
+		crc = wire.UpdateCRC(crc, rx.win.Take(k))
 		n -= k
 	}
-	if err := rx.fill(c, wire.CRCLen); err != nil {
+	if err := rx.win.Fill(wire.CRCLen); err != nil {
 		return found
 	}
-	bad := c.crc && whole && crc != wire.CRC(rx.win[rx.r:])
-	rx.r += wire.CRCLen
-	if bad {
+	if b := rx.win.Take(wire.CRCLen); c.crc && whole && crc != wire.CRC(b) {
 		return fault(wire.ReasonCRC, "FPDU with a header that makes no sense")
 	}
 	c.verified()
@@ -440,10 +395,10 @@ func (c *Conn) receiveMarked(ev *Event) (done bool, err error) {
 	take := func(n int) error {
 		for n > 0 {
 			if rx.grid == 0 {
-				if err := rx.fill(c, wire.MarkerLen); err != nil {
+				if err := rx.win.Fill(wire.MarkerLen); err != nil {
 					return err
 				}
-				m := rx.win[rx.r:][:wire.MarkerLen]
+				m := rx.win.Take(wire.MarkerLen)
 				if len(rx.marked) == 0 {
 					header = wire.MarkerLen
 				}
@@ -452,16 +407,15 @@ func (c *Conn) receiveMarked(ev *Event) (done bool, err error) {
 					err = fault(wire.ReasonMarker, "FPDUPTR %d, the FPDU started %d octets before", wire.MarkerPointer(m), want)
 				}
 				rx.marked = append(rx.marked, m...)
-				rx.r += wire.MarkerLen
 				rx.grid = rx.grid.Advance(wire.MarkerLen)
 			}
 			k := min(n, rx.grid.Next())
-			if err := rx.fill(c, k); err != nil {
+			if err := rx.win.Fill(k); err != nil {
 				return err
 			}
-			rx.marked = append(rx.marked, rx.win[rx.r:rx.r+k]...)
-			rx.plain = append(rx.plain, rx.win[rx.r:rx.r+k]...)
-			rx.r += k
+			b := rx.win.Take(k)
+			rx.marked = append(rx.marked, b...)
+			rx.plain = append(rx.plain, b...)
 			rx.grid = rx.grid.Advance(k)
 			n -= k
 		}
@@ -472,11 +426,10 @@ func (c *Conn) receiveMarked(ev *Event) (done bool, err error) {
 	}
 	seg := &rx.seg
 	seg.length = int(rx.plain[0])<<8 | int(rx.plain[1])
-	seg.hlen = 1 // inside an FPDU: the end of the stream is no orderly one
+	rx.win.Inside = true
 	if ioErr := take(seg.length + wire.Pad(seg.length) + wire.CRCLen); ioErr != nil {
 		return false, ioErr
 	}
-	seg.hlen = 0
 	n := len(rx.marked) - wire.CRCLen
 	if c.crc && wire.UpdateCRC(0, rx.marked[:n]) != wire.CRC(rx.marked[n:]) {
 		return false, fault(wire.ReasonCRC, "FPDU of %d octets", len(rx.marked))
@@ -597,7 +550,7 @@ func (c *Conn) routeSend(seg *segment) *StreamError {
 	case n > rx.maxSend-rx.asmLen:
 		return fault(wire.ReasonTooLong, "Send of more than %d octets", rx.maxSend)
 	}
-	if h.MO == 0 && seg.last && seg.length <= longSegment {
+	if h.MO == 0 && seg.last && seg.length <= llp.LongData {
 		return nil // the whole message: it is looked at in place
 	}
 	if rx.asm == nil {

@@ -2,9 +2,9 @@ package rdma
 
 import (
 	"fmt"
-	"net"
 	"time"
 
+	"github.com/iser-target/iser-target/rdma/llp"
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
@@ -99,13 +99,7 @@ type sender struct {
 	mulpdu           int
 	flushes          uint
 
-	// What is encoded but not yet written. slab holds headers, PADs, CRCs
-	// and short payloads; iov refers to it and to long payloads.
-	slab  []byte
-	chunk int // where the part of slab starts that iov does not refer to yet
-	long  int // octets of long payloads
-	iov   [][]byte
-	bufs  net.Buffers
+	out llp.Gather // what is encoded and not yet written
 
 	grid   wire.MarkerGrid
 	plain  []byte // one FPDU without Markers
@@ -113,12 +107,9 @@ type sender struct {
 }
 
 const (
-	slabLen = 32 << 10
-	iovLen  = 512
 	// writeLen is how many octets of long payloads go out at once: few enough
 	// to be still in the cache, from their CRC, when TCP copies them.
-	writeLen  = 128 << 10
-	copyBelow = 1024 // octets: shorter payloads are copied behind their header
+	writeLen = 128 << 10
 
 	// remeasure is after how many flushes the segment size is looked up again.
 	remeasure = 64
@@ -128,8 +119,7 @@ const (
 
 func (s *sender) init() {
 	s.sendMSN, s.readMSN = 1, 1
-	s.slab = make([]byte, 0, slabLen)
-	s.iov = make([][]byte, 0, iovLen+2)
+	s.out.Init()
 }
 
 // Post appends wr to the send queue; Flush sends it. Operations are sent in
@@ -395,51 +385,50 @@ func (c *Conn) segments(wr *WorkRequest, hlen int, put func(b []byte, off int, l
 // FPDU.
 func (c *Conn) header(n int) ([]byte, error) {
 	s := &c.tx
-	const most = wire.LengthLen + wire.UntaggedLen + wire.ReadRequestLen + 2*copyBelow + 3 + wire.CRCLen
-	if cap(s.slab)-len(s.slab) < most || len(s.iov)+2 > iovLen || s.long >= writeLen {
+	const most = wire.LengthLen + wire.UntaggedLen + wire.ReadRequestLen + 2*llp.CopyBelow + 3 + wire.CRCLen
+	if !s.out.Room(most) || s.out.Long() >= writeLen {
 		if err := c.write(); err != nil {
 			return nil, err
 		}
 	}
-	s.slab = append(s.slab, byte(n>>8), byte(n))
-	return s.slab[len(s.slab):cap(s.slab)], nil
+	b := append(s.out.Slab, byte(n>>8), byte(n))
+	s.out.Slab = b
+	return b[len(b):cap(b)], nil
 }
 
 // trailer ends the FPDU that header has begun: the DDP header of hlen octets
 // is in the slab; head and data are the payload, which is copied or referred
 // to, then come PAD and CRC.
 func (c *Conn) trailer(hlen int, head, data []byte) error {
-	s := &c.tx
+	out := &c.tx.out
 	c.counts.sent.fpdus.Add(1)
-	start := len(s.slab) - wire.LengthLen
-	s.slab = s.slab[:len(s.slab)+hlen]
-	s.slab = append(s.slab, head...) // a Send's head is a PDU header
+	start := len(out.Slab) - wire.LengthLen
+	out.Slab = out.Slab[:len(out.Slab)+hlen]
+	out.Slab = append(out.Slab, head...) // a Send's head is a PDU header
 	pad := wire.Pad(hlen + len(head) + len(data))
 	if c.markersOut {
 		return c.trailerMarked(start, data, pad)
 	}
-	short := len(data) < copyBelow
+	short := len(data) < llp.CopyBelow
 	if short {
-		s.slab = append(s.slab, data...)
+		out.Slab = append(out.Slab, data...)
 	}
 	var crc uint32
 	if c.crc {
-		crc = wire.UpdateCRC(0, s.slab[start:])
+		crc = wire.UpdateCRC(0, out.Slab[start:])
 	}
 	if !short {
-		s.iov = append(s.iov, s.slab[s.chunk:], data)
-		s.chunk = len(s.slab)
-		s.long += len(data)
+		out.Refer(data)
 		if c.crc {
 			crc = wire.UpdateCRC(crc, data)
 		}
 	}
-	s.slab = append(s.slab, zeros[:pad]...)
+	out.Slab = append(out.Slab, zeros[:pad]...)
 	if c.crc {
 		crc = wire.UpdateCRC(crc, zeros[:pad])
 	}
-	s.slab = append(s.slab, 0, 0, 0, 0)
-	wire.PutCRC(s.slab[len(s.slab)-wire.CRCLen:], crc)
+	out.Slab = append(out.Slab, 0, 0, 0, 0)
+	wire.PutCRC(out.Slab[len(out.Slab)-wire.CRCLen:], crc)
 	return nil
 }
 
@@ -449,11 +438,11 @@ var zeros [3]byte
 // together and written by itself.
 func (c *Conn) trailerMarked(start int, data []byte, pad int) error {
 	s := &c.tx
-	s.plain = append(s.plain[:0], s.slab[start:]...)
+	s.plain = append(s.plain[:0], s.out.Slab[start:]...)
 	s.plain = append(s.plain, data...)
 	s.plain = append(s.plain, zeros[:pad]...)
 	s.plain = append(s.plain, 0, 0, 0, 0)
-	s.slab, s.chunk = s.slab[:0], 0
+	s.out.Reset()
 	s.marked, s.grid = s.grid.AppendFPDU(s.marked[:0], s.plain, c.crc)
 	if _, err := c.nc.Write(s.marked); err != nil {
 		return fmt.Errorf("%w: %w", errWriting, err)
@@ -463,27 +452,7 @@ func (c *Conn) trailerMarked(start int, data []byte, pad int) error {
 
 // write hands what is encoded to TCP.
 func (c *Conn) write() error {
-	s := &c.tx
-	if s.chunk < len(s.slab) {
-		s.iov = append(s.iov, s.slab[s.chunk:])
-	}
-	var err error
-	switch len(s.iov) {
-	case 0:
-		return nil
-	case 1:
-		_, err = c.nc.Write(s.iov[0])
-	default:
-		s.bufs = s.iov
-		if c.gather != nil {
-			_, err = c.gather.WriteBuffers(&s.bufs)
-		} else {
-			_, err = s.bufs.WriteTo(c.nc)
-		}
-		clear(s.iov)
-	}
-	s.slab, s.chunk, s.iov, s.long = s.slab[:0], 0, s.iov[:0], 0
-	if err != nil {
+	if err := c.tx.out.Flush(); err != nil {
 		return fmt.Errorf("%w: %w", errWriting, err)
 	}
 	return nil

@@ -10,6 +10,7 @@ import (
 	"net"
 	"time"
 
+	"github.com/iser-target/iser-target/rdma/llp"
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
@@ -161,9 +162,9 @@ func NewResponder(o Options) (*Responder, error) {
 // exchange of startup frames; Options.StartupTimeout does not. It can be called
 // once.
 func (r *Responder) Respond(ctx context.Context, nc net.Conn, prefix []byte, timeout time.Duration, answer func(*Request) Answer) (*Conn, error) {
-	if len(prefix) > windowLen {
+	if len(prefix) > llp.WindowLen {
 		nc.Close()
-		return nil, fmt.Errorf("rdma: %d octets read ahead, %d are possible", len(prefix), windowLen)
+		return nil, fmt.Errorf("rdma: %d octets read ahead, %d are possible", len(prefix), llp.WindowLen)
 	}
 	var c *Conn
 	rejected := false

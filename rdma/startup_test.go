@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/rdma/llp"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/testkit"
 )
@@ -652,7 +653,7 @@ func TestResponderPrefix(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := r.Respond(context.Background(), nc, make([]byte, windowLen+1), testkit.Patience, nil); err == nil {
+		if _, err := r.Respond(context.Background(), nc, make([]byte, llp.WindowLen+1), testkit.Patience, nil); err == nil {
 			t.Error("65537 octets read ahead are taken")
 		}
 		if n, err := p.nc.Read(make([]byte, 1)); n != 0 || err == nil {

@@ -53,10 +53,9 @@ type Options struct {
 // A Conn is an iSCSI connection of the target over TCP.
 type Conn struct {
 	nc       net.Conn
-	gather   buffersWriter // nc, or nil if it is none
-	limit    int           // longest data segment in the full feature phase
-	maxSend  atomic.Int32  // longest data segment that the initiator takes, octets
-	flush    func()        // flushAside; made once
+	limit    int          // longest data segment in the full feature phase
+	maxSend  atomic.Int32 // longest data segment that the initiator takes, octets
+	flush    func()       // flushAside; made once
 	aside    sync.WaitGroup
 	deferred atomic.Bool // what is queued leaves before Receive waits
 
@@ -77,12 +76,6 @@ type Conn struct {
 	ended    bool    // it has ended
 	flushing bool    // a goroutine is in Flush
 	closed   bool
-}
-
-// A buffersWriter is a net.Conn that stands before a socket and wants its writev, which
-// net.Buffers has for the socket alone.
-type buffersWriter interface {
-	WriteBuffers(*net.Buffers) (int64, error)
 }
 
 // digests tells which are in use.
@@ -140,10 +133,11 @@ func New(nc net.Conn, o Options) *Conn {
 	}
 	c := &Conn{nc: nc, limit: o.MaxRecvDataSegmentLength}
 	c.maxSend.Store(loginSegment)
-	c.gather, _ = nc.(buffersWriter)
 	c.flush = c.flushAside
-	c.rx.init(o.Prefix)
-	c.tx.init()
+	c.rx.limit = loginLimit
+	c.rx.win.Init(c.read, o.Prefix)
+	c.tx.out.Init()
+	c.tx.out.SetConn(nc)
 	return c
 }
 
@@ -351,7 +345,7 @@ func (c *Conn) Upgrade() (nc net.Conn, prefix []byte, err error) {
 		return nil, nil, c.err
 	}
 	c.err = net.ErrClosed
-	return c.nc, slices.Clone(c.rx.win[c.rx.r:c.rx.w]), nil
+	return c.nc, slices.Clone(c.rx.win.Peek(c.rx.win.Len())), nil
 }
 
 // Close implements iscsi.Datamover.

@@ -11,21 +11,14 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/rdma/llp"
 )
 
 const (
-	windowLen = 64 << 10
 	// loginLimit is the longest data segment, in octets, that is read during
 	// login. 8192 are allowed; what is a little longer is left to the core, which
 	// refuses the login.
 	loginLimit = 16 << 10
-	// longData is the data segment in octets from which on solicited data is read
-	// straight to where it belongs. Below, one more copy is cheaper than one more
-	// system call.
-	longData = 8 << 10
-	// thinRead is how much is read at once while long data comes: enough for
-	// headers and small PDUs, little enough to copy.
-	thinRead = 2 << 10
 )
 
 // receiver is the state of the goroutine that is in Receive.
@@ -34,24 +27,13 @@ type receiver struct {
 	fullFeature bool
 	limit       int // longest data segment, octets
 
-	win    []byte // window of the stream; win[r:w] is unread
-	r, w   int
-	rest   int  // octets of the present PDU from win[r] on, if its beginning has been taken out of win
-	thin   bool // long data is coming: read only headers into win
-	inside bool // part of the present PDU has been taken out of win
-
+	win llp.Window
 	bhs [pdu.BHSLen]byte // of a PDU that does not stay in win
 	ahs []byte
 	big []byte // a data segment that is longer than win; limit and padding, made when first needed
 
 	over *task // its GetData has ended, the Notice is due
 	err  error // what Receive returns when all GetDatas have been notified; over is nil then
-}
-
-func (rx *receiver) init(prefix []byte) {
-	rx.limit = loginLimit
-	rx.win = make([]byte, max(windowLen, len(prefix)))
-	rx.w = copy(rx.win, prefix)
 }
 
 // A FormatError is a PDU after which the stream makes no sense any more. It ends
@@ -62,7 +44,6 @@ func (e *FormatError) Error() string { return "iSCSI format error: " + e.Reason 
 
 var (
 	errHeaderDigest = &FormatError{"header digest is wrong"}
-	errTruncated    = fmt.Errorf("the stream ends inside a PDU: %w", io.ErrUnexpectedEOF)
 	errUnanswered   = fmt.Errorf("the initiator has ended its direction of the stream: %w", io.ErrUnexpectedEOF)
 	errCalledOff    = errors.New("the data was called off")
 )
@@ -82,7 +63,7 @@ func (c *Conn) Receive(n *iscsi.Notice) error {
 		case ok:
 			return nil
 		case err == nil:
-		case errors.Is(err, os.ErrDeadlineExceeded) && !rx.inside:
+		case errors.Is(err, os.ErrDeadlineExceeded) && !rx.win.Inside:
 			return err
 		default:
 			c.fail(err)
@@ -130,51 +111,26 @@ func (c *Conn) drainGets(n *iscsi.Notice) error {
 	return c.rx.err
 }
 
-// fill reads until the window holds n unread octets; n is at most windowLen.
-// io.EOF means that the stream has ended between two PDUs.
-func (c *Conn) fill(n int) error {
-	rx := &c.rx
-	if rx.w-rx.r >= n {
-		return nil
-	}
-	if rx.r == rx.w {
-		rx.r, rx.w = 0, 0
-	} else if len(rx.win)-rx.r < max(n, thinRead) {
-		rx.w = copy(rx.win, rx.win[rx.r:rx.w])
-		rx.r = 0
-	}
-	for rx.w-rx.r < n {
-		end := len(rx.win)
-		if rx.thin {
-			end = min(end, max(rx.r+n, rx.w+thinRead))
-		}
-		c.flushDeferred()
-		m, err := c.nc.Read(rx.win[rx.w:end])
-		rx.w += m
-		switch {
-		case m > 0 || err == nil:
-		case err == io.EOF && (rx.inside || rx.w > rx.r):
-			return errTruncated
-		default:
-			return err
-		}
-	}
-	return nil
+// read reads for the window. What Defer has kept back leaves first, because Receive
+// may have to wait.
+func (c *Conn) read(p []byte) (int, error) {
+	c.flushDeferred()
+	return c.nc.Read(p)
 }
 
 // Pending implements iscsi.Deferrer.
 func (c *Conn) Pending() bool {
 	rx := &c.rx
-	if rx.err != nil || rx.w-rx.r < pdu.BHSLen {
+	if rx.err != nil || rx.win.Len() < pdu.BHSLen {
 		return false
 	}
-	h := pdu.BHS(rx.win[rx.r:])
+	h := pdu.BHS(rx.win.Peek(pdu.BHSLen))
 	size := h.DataSegmentLength()
 	n := pdu.BHSLen + h.TotalAHSLength() + size + c.tail(size)
 	if rx.digests.header {
 		n += digestLen
 	}
-	return rx.w-rx.r >= n
+	return rx.win.Len() >= n
 }
 
 // Defer implements iscsi.Deferrer.
@@ -194,15 +150,7 @@ func (c *Conn) flushDeferred() {
 // are the last octets that it has returned, and the first rest octets of these and of
 // what follows belong to a PDU that began before them.
 func (c *Conn) Unread() (unread []byte, rest int) {
-	rx := &c.rx
-	return rx.win[rx.r:rx.w], rx.rest
-}
-
-// take returns the next n octets, which fill has read.
-func (rx *receiver) take(n int) []byte {
-	b := rx.win[rx.r:][:n:n]
-	rx.r += n
-	return b
+	return c.rx.win.Unread()
 }
 
 // receivePDU takes one PDU from the stream (RFC 7143, section 11.2):
@@ -213,19 +161,19 @@ func (rx *receiver) take(n int) []byte {
 // one, is in the window nothing is taken out of there.
 func (c *Conn) receivePDU(n *iscsi.Notice) (ok bool, err error) {
 	rx := &c.rx
-	rx.inside = false
-	if err := c.fill(pdu.BHSLen); err != nil {
+	rx.win.Inside = false
+	if err := rx.win.Fill(pdu.BHSLen); err != nil {
 		return false, err
 	}
-	head := pdu.BHSLen + pdu.BHS(rx.win[rx.r:]).TotalAHSLength()
+	head := pdu.BHSLen + pdu.BHS(rx.win.Peek(pdu.BHSLen)).TotalAHSLength()
 	whole := head
 	if rx.digests.header {
 		whole += digestLen
 	}
-	if err := c.fill(whole); err != nil {
+	if err := rx.win.Fill(whole); err != nil {
 		return false, err
 	}
-	b := rx.win[rx.r:][:whole]
+	b := rx.win.Peek(whole)
 	h := pdu.BHS(b[:pdu.BHSLen:pdu.BHSLen])
 	if rx.digests.header && updateDigest(0, b[:head]) != binary.LittleEndian.Uint32(b[head:]) {
 		return false, errHeaderDigest
@@ -238,28 +186,27 @@ func (c *Conn) receivePDU(n *iscsi.Notice) (ok bool, err error) {
 	tail := c.tail(size)
 	total := whole + size + tail
 	var begun time.Time
-	if !solicited && rx.w-rx.r < total {
+	if !solicited && rx.win.Len() < total {
 		begun = time.Now()
 	}
-	if !solicited && total <= windowLen {
+	if !solicited && total <= llp.WindowLen {
 		// The usual PDU: it is looked at in place.
-		if err := c.fill(total); err != nil {
+		if err := rx.win.Fill(total); err != nil {
 			return false, err
 		}
-		b := rx.take(total)
+		b := rx.win.Take(total)
 		*n = iscsi.Notice{BHS: b[:pdu.BHSLen:pdu.BHSLen], AHS: b[pdu.BHSLen:head:head], Data: b[whole:][:size:size], Begun: begun}
 		if rx.digests.data && size > 0 {
 			end := total - digestLen
 			c.judge(n, updateDigest(0, b[whole:end]) == binary.LittleEndian.Uint32(b[end:]))
 		}
-		rx.thin = false
+		rx.win.Thin = false
 		return true, nil
 	}
-	rx.inside = true
+	rx.win.Inside = true
 	copy(rx.bhs[:], h)
 	rx.ahs = append(rx.ahs[:0], b[pdu.BHSLen:head]...)
-	rx.r += whole
-	rx.rest = size + tail
+	rx.win.TakeHeader(whole, size+tail)
 	*n = iscsi.Notice{BHS: rx.bhs[:], AHS: rx.ahs, Begun: begun}
 	if solicited {
 		return c.receiveData(n, size)
@@ -299,56 +246,32 @@ func (c *Conn) place(dst []byte) (good bool, err error) {
 	size := len(dst)
 	tail := c.tail(size)
 	crc := uint32(0)
-	rx.thin = size > longData
-	if !rx.thin {
-		if err := c.fill(size + tail); err != nil {
+	rx.win.Thin = size > llp.LongData
+	if !rx.win.Thin {
+		if err := rx.win.Fill(size + tail); err != nil {
 			return false, err
 		}
 	}
 	c.flushDeferred()
 	for len(dst) > 0 {
-		got := 0
-		if rx.r < rx.w {
-			got = copy(dst, rx.win[rx.r:rx.w])
-			rx.r += got
-		} else if got, err = c.nc.Read(dst); got == 0 && err != nil {
-			if err == io.EOF {
-				err = errTruncated
-			}
+		got, err := rx.win.Read(dst)
+		if got == 0 && err != nil {
 			return false, err
 		}
 		if rx.digests.data {
 			crc = updateDigest(crc, dst[:got])
 		}
 		dst = dst[got:]
-		rx.rest -= got
 	}
-	if err := c.fill(tail); err != nil {
+	if err := rx.win.Fill(tail); err != nil {
 		return false, err
 	}
-	b := rx.take(tail)
-	rx.rest = 0
+	b := rx.win.TakeTrailer(tail)
 	if !rx.digests.data || size == 0 {
 		return true, nil
 	}
 	pad, digest := b[:tail-digestLen], b[tail-digestLen:]
 	return updateDigest(crc, pad) == binary.LittleEndian.Uint32(digest), nil
-}
-
-// discard takes n octets from the stream.
-func (c *Conn) discard(n int) error {
-	rx := &c.rx
-	rx.thin = false
-	for n > 0 {
-		k := min(n, windowLen/2)
-		if err := c.fill(k); err != nil {
-			return err
-		}
-		rx.r += k
-		rx.rest -= k
-		n -= k
-	}
-	return nil
 }
 
 // receiveData takes a solicited Data-Out whose header is n.BHS and whose data
@@ -362,7 +285,7 @@ func (c *Conn) receiveData(n *iscsi.Notice, size int) (ok bool, err error) {
 	if dst != nil {
 		good, err = c.place(dst)
 	} else {
-		err = c.discard(size + c.tail(size))
+		err = c.rx.win.Skip(size + c.tail(size))
 	}
 	if err != nil {
 		return false, err

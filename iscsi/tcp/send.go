@@ -4,11 +4,11 @@ import (
 	"encoding/binary"
 	"fmt"
 	"hash/crc32"
-	"net"
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/fifo"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/rdma/llp"
 )
 
 const digestLen = 4
@@ -84,23 +84,7 @@ type sender struct {
 	// and the latest ExpCmdSN and MaxCmdSN that were sent.
 	statSN, expCmdSN, maxCmdSN uint32
 
-	// What is encoded but not yet written. slab holds headers, digests, padding
-	// and short data; iov refers to it and to long data.
-	slab  []byte
-	chunk int // where the part of slab starts that iov does not refer to yet
-	iov   [][]byte
-	bufs  net.Buffers
-}
-
-const (
-	slabLen   = 32 << 10
-	iovLen    = 512
-	copyBelow = 1024 // octets: shorter data is copied behind its header
-)
-
-func (s *sender) init() {
-	s.slab = make([]byte, 0, slabLen)
-	s.iov = make([][]byte, 0, iovLen+2)
+	out llp.Gather // what is encoded and not yet written
 }
 
 // Flush implements iscsi.Datamover. It waits until TCP has taken what the queue
@@ -192,7 +176,7 @@ func (c *Conn) send(batch list) error {
 			return err
 		}
 	}
-	return c.write()
+	return c.tx.out.Flush()
 }
 
 // sendDataIn encodes data as Data-In PDUs (RFC 7143, section 11.7): sequences of
@@ -308,16 +292,16 @@ func (s *sender) advance(expCmdSN, maxCmdSN uint32) {
 
 // header starts a PDU and returns its BHS in the slab. trailer ends the PDU.
 func (c *Conn) header() (pdu.BHS, error) {
-	s := &c.tx
-	const most = pdu.BHSLen + copyBelow + 3 + 2*digestLen
-	if cap(s.slab)-len(s.slab) < most || len(s.iov)+2 > iovLen {
-		if err := c.write(); err != nil {
+	out := &c.tx.out
+	const most = pdu.BHSLen + llp.CopyBelow + 3 + 2*digestLen
+	if !out.Room(most) {
+		if err := out.Flush(); err != nil {
 			return nil, err
 		}
 	}
-	n := len(s.slab)
-	s.slab = s.slab[:n+pdu.BHSLen]
-	return pdu.BHS(s.slab[n:]), nil
+	n := len(out.Slab)
+	out.Slab = out.Slab[:n+pdu.BHSLen]
+	return pdu.BHS(out.Slab[n:]), nil
 }
 
 var zeros [3]byte
@@ -325,48 +309,22 @@ var zeros [3]byte
 // trailer ends the PDU that header has begun: digests, and the data segment,
 // which is copied or referred to.
 func (c *Conn) trailer(h pdu.BHS, data []byte, d digests) {
-	s := &c.tx
+	out := &c.tx.out
 	h.SetDataSegmentLength(len(data))
 	if d.header {
-		s.slab = binary.LittleEndian.AppendUint32(s.slab, updateDigest(0, h))
+		out.Slab = binary.LittleEndian.AppendUint32(out.Slab, updateDigest(0, h))
 	}
 	if len(data) == 0 {
 		return
 	}
-	if len(data) < copyBelow {
-		s.slab = append(s.slab, data...)
+	if len(data) < llp.CopyBelow {
+		out.Slab = append(out.Slab, data...)
 	} else {
-		s.iov = append(s.iov, s.slab[s.chunk:], data)
-		s.chunk = len(s.slab)
+		out.Refer(data)
 	}
 	pad := zeros[:pdu.Padded(len(data))-len(data)]
-	s.slab = append(s.slab, pad...)
+	out.Slab = append(out.Slab, pad...)
 	if d.data {
-		s.slab = binary.LittleEndian.AppendUint32(s.slab, updateDigest(updateDigest(0, data), pad))
+		out.Slab = binary.LittleEndian.AppendUint32(out.Slab, updateDigest(updateDigest(0, data), pad))
 	}
-}
-
-// write hands what is encoded to TCP.
-func (c *Conn) write() error {
-	s := &c.tx
-	if s.chunk < len(s.slab) {
-		s.iov = append(s.iov, s.slab[s.chunk:])
-	}
-	var err error
-	switch len(s.iov) {
-	case 0:
-		return nil
-	case 1:
-		_, err = c.nc.Write(s.iov[0])
-	default:
-		s.bufs = s.iov
-		if c.gather != nil {
-			_, err = c.gather.WriteBuffers(&s.bufs)
-		} else {
-			_, err = s.bufs.WriteTo(c.nc)
-		}
-	}
-	clear(s.iov)
-	s.slab, s.chunk, s.iov = s.slab[:0], 0, s.iov[:0]
-	return err
 }

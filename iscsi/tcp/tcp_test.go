@@ -95,7 +95,7 @@ func TestDigestVectors(t *testing.T) {
 			}
 			// On the way out: a PDU whose data segment is b without its padding.
 			c := &Conn{}
-			c.tx.init()
+			c.tx.out.Init()
 			h, _ := c.header()
 			h.Reset(pdu.NOPIn, pdu.FlagF)
 			n := len(b)
@@ -103,15 +103,15 @@ func TestDigestVectors(t *testing.T) {
 				n = 5
 			}
 			c.trailer(h, b[:n], digests{data: true})
-			if got := hex.EncodeToString(c.tx.slab[pdu.BHSLen+len(b):]); got != v.want {
+			if got := hex.EncodeToString(c.tx.out.Slab[pdu.BHSLen+len(b):]); got != v.want {
 				t.Errorf("data digest %s, want %s", got, v.want)
 			}
 			if len(b) == pdu.BHSLen {
 				h, _ := c.header()
 				copy(h, b)
-				at := len(c.tx.slab)
+				at := len(c.tx.out.Slab)
 				c.trailer(h, nil, digests{header: true, data: true})
-				if got := hex.EncodeToString(c.tx.slab[at:]); got != v.want { // no data digest without data
+				if got := hex.EncodeToString(c.tx.out.Slab[at:]); got != v.want { // no data digest without data
 					t.Errorf("header digest %s, want %s", got, v.want)
 				}
 			}
@@ -929,7 +929,7 @@ func TestNegotiation(t *testing.T) {
 // do not go back behind those of a PDU that was faster, also where they wrap.
 func TestSerialNumbersDoNotGoBack(t *testing.T) {
 	c := &Conn{}
-	c.tx.init()
+	c.tx.out.Init()
 	login := make(pdu.BHS, pdu.BHSLen)
 	login.Reset(pdu.LoginResp, pdu.FlagT)
 	login.SetExpCmdSN(0xffffffe0)
@@ -942,11 +942,11 @@ func TestSerialNumbersDoNotGoBack(t *testing.T) {
 		{0xffffffff, 0x11, 1, 0x11},
 		{2, 9, 2, 0x11},
 	} {
-		at := len(c.tx.slab)
+		at := len(c.tx.out.Slab)
 		if err := c.sendR2T(&item{expCmdSN: tt.exp, maxCmdSN: tt.max}); err != nil {
 			t.Fatal(err)
 		}
-		if h := pdu.BHS(c.tx.slab[at:]); h.ExpCmdSN() != tt.wantExp || h.MaxCmdSN() != tt.wantMax {
+		if h := pdu.BHS(c.tx.out.Slab[at:]); h.ExpCmdSN() != tt.wantExp || h.MaxCmdSN() != tt.wantMax {
 			t.Errorf("%#x, %#x became %#x, %#x", tt.exp, tt.max, h.ExpCmdSN(), h.MaxCmdSN())
 		}
 	}

@@ -1,0 +1,88 @@
+package llp
+
+import "net"
+
+const (
+	slabLen = 32 << 10
+	iovLen  = 512
+
+	// CopyBelow is the number of bytes below which data is copied to the Slab:
+	// that is cheaper than one more entry for writev.
+	CopyBelow = 1024
+)
+
+// A Gather collects what is to be written, so that many messages leave in one
+// system call. It belongs to one goroutine at a time.
+type Gather struct {
+	// Slab holds headers, trailers and short data. Append to it, but never more
+	// than Room has promised.
+	Slab []byte
+
+	nc    net.Conn
+	vec   buffersWriter // nc, or nil if it does not implement that
+	chunk int           // Slab[chunk:] is not in iov yet
+	long  int           // bytes of data in iov
+	iov   [][]byte      // parts of Slab and data, in the order of the stream
+	bufs  net.Buffers   // iov while it is written
+}
+
+// A buffersWriter is a net.Conn that wraps a socket and forwards to its writev.
+// net.Buffers itself uses writev for the sockets of package net only.
+type buffersWriter interface {
+	WriteBuffers(*net.Buffers) (int64, error)
+}
+
+// Init allocates the Gather.
+func (g *Gather) Init() {
+	g.Slab = make([]byte, 0, slabLen)
+	g.iov = make([][]byte, 0, iovLen+2)
+}
+
+// SetConn sets what Flush writes to.
+func (g *Gather) SetConn(nc net.Conn) {
+	g.nc = nc
+	g.vec, _ = nc.(buffersWriter)
+}
+
+// Room reports whether n bytes and one call of Refer fit before a Flush.
+func (g *Gather) Room(n int) bool {
+	return cap(g.Slab)-len(g.Slab) >= n && len(g.iov)+2 <= iovLen
+}
+
+// Refer adds data after the Slab without copying it. data must not change until
+// Flush has returned.
+func (g *Gather) Refer(data []byte) {
+	g.iov = append(g.iov, g.Slab[g.chunk:], data)
+	g.chunk = len(g.Slab)
+	g.long += len(data)
+}
+
+// Long returns how many bytes Refer has added.
+func (g *Gather) Long() int { return g.long }
+
+// Flush writes what has been collected, and waits until TCP has taken it.
+func (g *Gather) Flush() error {
+	if g.chunk < len(g.Slab) {
+		g.iov = append(g.iov, g.Slab[g.chunk:])
+	}
+	var err error
+	switch len(g.iov) {
+	case 0:
+		return nil
+	case 1:
+		_, err = g.nc.Write(g.iov[0])
+	default:
+		g.bufs = g.iov
+		if g.vec != nil {
+			_, err = g.vec.WriteBuffers(&g.bufs)
+		} else {
+			_, err = g.bufs.WriteTo(g.nc)
+		}
+	}
+	clear(g.iov)
+	g.Reset()
+	return err
+}
+
+// Reset forgets what has been collected.
+func (g *Gather) Reset() { g.Slab, g.chunk, g.iov, g.long = g.Slab[:0], 0, g.iov[:0], 0 }

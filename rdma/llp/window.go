@@ -1,0 +1,157 @@
+// Package llp reads and writes the byte stream below a protocol of messages. RFC
+// 5040 calls that stream the LLP, the lower layer protocol; it is a TCP
+// connection.
+//
+// A Window reads: it holds what has come and is not consumed, and moves long data
+// from the socket straight to where it belongs. A Gather writes: it collects
+// headers and data, and hands them to the socket in few system calls.
+package llp
+
+import (
+	"fmt"
+	"io"
+	"math"
+)
+
+const (
+	// WindowLen is the size of a Window in bytes, unless a longer prefix came.
+	WindowLen = 64 << 10
+
+	// LongData is the number of bytes of payload above which data is read straight
+	// to where it belongs. Below, one more copy is cheaper than one more system call.
+	LongData = 8 << 10
+
+	// thinRead is the number of bytes that are read at once while long data comes:
+	// enough for headers and small messages, little enough to copy.
+	thinRead = 2 << 10
+)
+
+// ErrTruncated reports a stream that ends inside a message.
+var ErrTruncated = fmt.Errorf("the stream ends inside a message: %w", io.ErrUnexpectedEOF)
+
+// A Window is the part of a stream that has been read and not consumed. It belongs
+// to one goroutine at a time.
+type Window struct {
+	// Thin says that long data is coming: Fill reads little more than it has to, so
+	// that the data is still in the socket when Read wants it.
+	Thin bool
+	// Inside says that the message has begun although the Window holds nothing of
+	// it. The end of the stream is then ErrTruncated and not io.EOF.
+	Inside bool
+
+	read func([]byte) (int, error)
+	buf  []byte // buf[r:w] is unread
+	r, w int
+	rest int // bytes of the present message after its header, see Unread
+}
+
+// Init allocates the Window and starts it with prefix, which has been read already.
+// All else comes from read, which is like the Read of an io.Reader.
+func (w *Window) Init(read func([]byte) (int, error), prefix []byte) {
+	w.read = read
+	w.buf = make([]byte, max(WindowLen, len(prefix)))
+	w.Preload(prefix)
+}
+
+// Preload puts prefix, at most WindowLen bytes, into an empty Window.
+func (w *Window) Preload(prefix []byte) { w.w = copy(w.buf, prefix) }
+
+// Len returns how many bytes Peek and Take can return without a Fill.
+func (w *Window) Len() int { return w.w - w.r }
+
+// Peek returns the next n bytes, which Fill has read. They stay valid until the next
+// Fill or Read.
+func (w *Window) Peek(n int) []byte { return w.buf[w.r:][:n:n] }
+
+// Take is Peek and consumes the bytes.
+func (w *Window) Take(n int) []byte {
+	b := w.buf[w.r:][:n:n]
+	w.r += n
+	return b
+}
+
+// TakeHeader is Take for the header of a message of which rest more bytes follow.
+// Read and Skip count them down.
+func (w *Window) TakeHeader(n, rest int) []byte {
+	w.rest = rest
+	return w.Take(n)
+}
+
+// TakeTrailer is Take for the last bytes of a message.
+func (w *Window) TakeTrailer(n int) []byte {
+	w.rest = 0
+	return w.Take(n)
+}
+
+// Fill reads until Peek and Take can return n bytes; n is at most WindowLen. io.EOF
+// means that the stream has ended between two messages.
+func (w *Window) Fill(n int) error {
+	if w.w-w.r >= n {
+		return nil
+	}
+	return w.fill(n)
+}
+
+func (w *Window) fill(n int) error {
+	if w.r == w.w {
+		w.r, w.w = 0, 0
+	} else if len(w.buf)-w.r < max(n, thinRead) {
+		w.w = copy(w.buf, w.buf[w.r:w.w])
+		w.r = 0
+	}
+	for w.w-w.r < n {
+		end := len(w.buf)
+		if w.Thin {
+			end = min(end, max(w.r+n, w.w+thinRead))
+		}
+		m, err := w.read(w.buf[w.w:end])
+		w.w += m
+		switch {
+		case m > 0 || err == nil:
+		case err == io.EOF && (w.Inside || w.w > w.r):
+			return ErrTruncated
+		default:
+			return err
+		}
+	}
+	return nil
+}
+
+// Read moves bytes of the present message to p: those of the Window, or if it is
+// empty what one read returns. It implements io.Reader.
+func (w *Window) Read(p []byte) (n int, err error) {
+	if w.r < w.w {
+		n = copy(p, w.buf[w.r:w.w])
+		w.r += n
+	} else if n, err = w.read(p); n > 0 {
+		err = nil
+	} else if err == io.EOF {
+		err = ErrTruncated
+	}
+	w.rest -= n
+	return n, err
+}
+
+// Skip consumes n bytes of the present message.
+func (w *Window) Skip(n int) error {
+	w.Thin = false
+	for n > 0 {
+		k := min(n, WindowLen/2)
+		if err := w.Fill(k); err != nil {
+			return err
+		}
+		w.r += k
+		w.rest -= k
+		n -= k
+	}
+	return nil
+}
+
+// Lose forgets what is unread. Where messages begin is not known from then on.
+func (w *Window) Lose() { w.r, w.w, w.rest = 0, 0, math.MaxInt }
+
+// Unread says where messages begin, for a net.Conn that asks from within its Read:
+// unread are the last bytes that it has returned. The first rest bytes, of these and
+// of what follows them, belong to a message whose header has been consumed. rest is
+// math.MaxInt if that is not known.
+func (w *Window) Unread() (unread []byte, rest int) { return w.buf[w.r:w.w], w.rest }
