@@ -7,8 +7,8 @@ import (
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
-// HeaderLen is the size in octets of the iSER header in front of every PDU
-// (RFC 7145, section 9.2). The 12-octet header of RFC 5046 is not supported;
+// HeaderLen is the size in bytes of the iSER header before every PDU (RFC 7145,
+// section 9.2). The 12-byte header of RFC 5046 is not supported;
 // no initiator is known to send it.
 const HeaderLen = 28
 
@@ -22,8 +22,8 @@ const (
 	flagRSV = 0x04
 	flagREJ = 0x01
 
-	// protocolVersion is what sections 9.3 and 9.4 demand; the figures of
-	// appendix B show version 1, which a Hello may therefore say, too.
+	// protocolVersion is the version of sections 9.3 and 9.4. The figures of
+	// appendix B show version 1, so a Hello may offer that, too.
 	protocolVersion    = 10
 	protocolVersionOld = 1
 )
@@ -35,16 +35,16 @@ type Remote struct {
 	Base  uint64    // Base Offset: a tagged offset, often a kernel address
 }
 
-// check tells whether r can be the source or sink of n octets: their tagged
-// offsets must not pass 2^64.
+// check returns an error if r cannot be the source or sink of n bytes: their tagged
+// offsets must not exceed 2^64.
 func (r *Remote) check(n uint32) error {
 	switch {
 	case n == 0:
 		return nil
 	case !r.Valid:
-		return fmt.Errorf("no STag for %d octets", n)
+		return fmt.Errorf("no STag for %d bytes", n)
 	case r.Base+uint64(n-1) < r.Base:
-		return fmt.Errorf("%d octets from Base Offset %#x pass 2^64", n, r.Base)
+		return fmt.Errorf("%d bytes from Base Offset %#x exceed 2^64", n, r.Base)
 	}
 	return nil
 }
@@ -83,18 +83,18 @@ func (r *Remote) parse(b []byte) {
 	*r = Remote{true, wire.STag(binary.BigEndian.Uint32(b)), binary.BigEndian.Uint64(b[4:])}
 }
 
-// ParseHeader decodes the header that the message b starts with. hello tells
-// that it is a Hello instead, and that h is not valid. Reserved bits, and the
-// fields of an STag that is not valid, are ignored.
+// ParseHeader decodes the header that the message b starts with. hello says that b is
+// a Hello instead, and h is not valid. ParseHeader ignores reserved bits and the fields
+// of an STag that is not valid.
 func ParseHeader(b []byte) (h Header, hello bool, err error) {
 	if len(b) < HeaderLen {
-		return h, false, fmt.Errorf("iSER message of %d octets", len(b))
+		return h, false, fmt.Errorf("iSER message of %d bytes", len(b))
 	}
 	switch msg := b[0] >> 4; msg {
 	case msgControl:
 	case msgHello:
 		if len(b) != HeaderLen {
-			return h, false, fmt.Errorf("iSER Hello of %d octets", len(b))
+			return h, false, fmt.Errorf("iSER Hello of %d bytes", len(b))
 		}
 		return h, true, nil
 	default:
@@ -112,7 +112,7 @@ func ParseHeader(b []byte) (h Header, hello bool, err error) {
 // Hello is the iSER Hello Message (RFC 7145, section 9.3).
 type Hello struct {
 	MaxVer, MinVer uint8
-	IRD            uint16 // iSER-IRD: RDMA Reads that the initiator takes in
+	IRD            uint16 // iSER-IRD: RDMA Reads that the initiator accepts
 }
 
 // Put encodes h into b[:HeaderLen].
@@ -126,7 +126,7 @@ func parseHello(b []byte) Hello {
 	return Hello{b[1] >> 4, b[1] & 0x0f, binary.BigEndian.Uint16(b[2:])}
 }
 
-// speaks tells whether the versions of a Hello include one of ours.
+// speaks reports whether the versions of a Hello include one of ours.
 func (h Hello) speaks() bool {
 	within := func(v uint8) bool { return h.MinVer <= v && v <= h.MaxVer }
 	return within(protocolVersion) || within(protocolVersionOld)
@@ -136,7 +136,7 @@ func (h Hello) speaks() bool {
 type HelloReply struct {
 	Reject         bool
 	MaxVer, CurVer uint8
-	ORD            uint16 // iSER-ORD: RDMA Reads that the target will use
+	ORD            uint16 // iSER-ORD: RDMA Reads that the target uses
 }
 
 // Put encodes r into b[:HeaderLen].
@@ -149,8 +149,8 @@ func (r HelloReply) Put(b []byte) {
 	binary.BigEndian.PutUint16(b[2:], r.ORD)
 }
 
-// The private data of the MPA frames of Linux: one octet of flags and three
-// of zeros. Both ends set what they do not do.
+// The private data of the MPA frames of Linux: one byte of flags and three of zeros.
+// Each end sets the flags of what it cannot do.
 const (
 	cmLen          = 4
 	cmNoZBVA       = 0x80 // no zero-based virtual addresses: Base Offsets count

@@ -37,7 +37,7 @@ func TestHeaderGolden(t *testing.T) {
 			}
 			for i := range want {
 				if _, _, err := ParseHeader(want[:i]); err == nil {
-					t.Errorf("a prefix of %d octets was accepted", i)
+					t.Errorf("a prefix of %d bytes was accepted", i)
 				}
 			}
 		})
@@ -78,7 +78,7 @@ func TestHelloGolden(t *testing.T) {
 		t.Errorf("ISER-9.3-4: %+v", h)
 	}
 	if _, hello, err := ParseHeader(append(b, 0)); err == nil || hello {
-		t.Error("ISER-9.3-1: a Hello of 29 octets was accepted")
+		t.Error("ISER-9.3-1: a Hello of 29 bytes was accepted")
 	}
 	HelloReply{MaxVer: 10, CurVer: 10, ORD: 16}.Put(b)
 	if want := unhex("30aa0010" + strings.Repeat("00", 24)); !bytes.Equal(b, want) {

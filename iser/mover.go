@@ -1,10 +1,11 @@
-// Package iser carries iSCSI over RDMA (RFC 7145): it is the Datamover of
-// package iscsi on a stream of package rdma. SCSI data-in becomes RDMA Writes,
-// data-out RDMA Reads, and every other PDU a Send with an iSER header.
+// Package iser carries iSCSI over RDMA (RFC 7145). Its Conn is the Datamover of package
+// iscsi on a stream of package rdma. SCSI data-in becomes RDMA Writes, data-out RDMA
+// Reads, and every other PDU a Send with an iSER header.
 //
-// It speaks iSER the way Linux does, with MPA and RDMA mode from the first octet
-// and login PDUs in Sends (Accept), and the way of RFC 7145, section 5.1: login
-// on the byte stream, then RDMA mode on the same TCP connection (Allocate).
+// A connection starts in one of two ways. Accept is for Linux initiators, which use MPA
+// and RDMA mode from the first byte and log in with Sends. Allocate is for the step-up
+// of RFC 7145, section 5.1: login on the byte stream, then RDMA mode on the same TCP
+// connection.
 package iser
 
 import (
@@ -19,6 +20,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/fifo"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun/invariant"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/rdma/wire"
 )
@@ -27,9 +29,9 @@ const (
 	bhsLen  = 48
 	headLen = HeaderLen + bhsLen
 
-	// Linux ib_iser and libiscsi post receives of 28+48+128 octets once login
-	// is over, whatever InitiatorRecvDataSegmentLength says, and of 28+48+8192
-	// before and in discovery. open-iscsi wants login text below 8192.
+	// Linux ib_iser and libiscsi post receives of 28+48+128 bytes once login
+	// is over, whatever InitiatorRecvDataSegmentLength says, and of 28+48+8192 before
+	// that and in discovery. open-iscsi requires login text shorter than 8192 bytes.
 	fullFeatureSegment = 128
 	loginSegment       = 8188
 
@@ -37,47 +39,48 @@ const (
 	maxAHS = 256
 	maxPad = 3
 
-	// drainTime is how long a peer that has been told of its error is heard.
+	// drainTime limits how long the target reads after it has told the peer of an error.
 	drainTime = time.Second
 )
 
-// Options of an iSER connection.
+// Options configures an iSER connection.
 type Options struct {
+	// RDMA configures the stream. MaxSend and MinORD are overridden.
 	RDMA rdma.Options
-	// RecvDataSegmentLength is the longest data segment that is received, in
-	// octets: TargetRecvDataSegmentLength. Default 8192.
+	// RecvDataSegmentLength is the TargetRecvDataSegmentLength: the longest data
+	// segment that the target receives, in bytes. Default 8192.
 	RecvDataSegmentLength int
 }
 
 // A Conn is an iSER connection of the target.
 type Conn struct {
 	rc          *rdma.Conn
-	recvSegment int  // longest data segment of the initiator, octets
+	recvSegment int  // longest data segment of the initiator, bytes
 	stepped     bool // login was on the byte stream
 	invalidates bool // the initiator takes Sends with Invalidate
 	phase       atomic.Int32
-	flush       func() // rc.Flush; made once
+	flush       func() // rc.Flush, allocated once
 
-	// A Write Base Offset names the first octet that is not sent unasked, not
-	// the first of all (RFC 7145, section 6.9).
+	// solicitedOnly says that a Write Base Offset names the first byte after the
+	// unsolicited data, not the first byte of all (RFC 7145, section 6.9).
 	solicitedOnly bool
 
-	// Of the receiving side:
+	// For the goroutine in Receive:
 	ev          rdma.Event
 	hdr         Header // of the PDU that Receive returned last
 	bhs         pdu.BHS
 	err         error // why the connection has ended
-	peerStarted bool  // in this phase a message has come
+	peerStarted bool  // a message has come in this phase
 	hello       bool  // a Hello has come
-	needsHello  bool  // it must be the next message
-	noHello     bool  // it may not come
+	needsHello  bool  // a Hello must be the next message
+	noHello     bool  // a Hello must not come
 
 	mu          sync.Mutex
 	ord         int // RDMA Reads that may be outstanding
 	outstanding int
-	waiting     fifo.Queue[task] // GetData that have to wait for ORD
-	flushed     fifo.Queue[task] // GetData that will not be answered
-	dead        bool             // Receive has seen the end
+	waiting     fifo.Queue[task] // GetDatas that wait because ORD Reads are outstanding
+	flushed     fifo.Queue[task] // GetDatas that nobody will answer
+	dead        bool             // the connection has ended
 	puts        *put             // free
 }
 
@@ -97,17 +100,17 @@ var (
 type task struct {
 	t      *iscsi.Task
 	remote Header // Remote Mapping (RFC 7145, section 7.3.1)
-	base   uint32 // Buffer Offset that the Write Base Offset stands for
+	base   uint32 // Buffer Offset that the Write Base Offset corresponds to
 
 	send rdma.WorkRequest
 	head [headLen]byte // of send
 
 	get  rdma.WorkRequest
-	err  error           // in lost
-	link fifo.Link[task] // in waiting or lost
+	err  error           // in flushed: why
+	link fifo.Link[task] // in waiting or flushed
 }
 
-// put is a PutData on its way.
+// put is a PutData that is being sent.
 type put struct {
 	c    *Conn
 	wr   rdma.WorkRequest
@@ -115,8 +118,8 @@ type put struct {
 	next *put
 }
 
-// Accept answers the MPA Request on nc and returns the connection, in RDMA
-// mode and before login. After an error nc is closed.
+// Accept answers the MPA Request on nc. It returns the connection in RDMA mode, before
+// login. After an error nc is closed.
 func Accept(ctx context.Context, nc net.Conn, o Options) (*Conn, error) {
 	o = o.complete()
 	c := &Conn{recvSegment: o.RecvDataSegmentLength}
@@ -129,10 +132,10 @@ func Accept(ctx context.Context, nc net.Conn, o Options) (*Conn, error) {
 	return c, nil
 }
 
-// Allocate makes the resources for RDMA mode on a connection that has logged in
-// on the byte stream and agreed on p, before the initiator hears of that
-// (Allocate_Connection_Resources, RFC 7145, section 5.1.2). It is an iscsi.StepUp
-// but for the Options.
+// Allocate allocates the resources for RDMA mode, for a connection that logs in on the
+// byte stream with the parameters p. It runs before the final Login Response
+// (Allocate_Connection_Resources, RFC 7145, section 5.1.2). Except for the Options it
+// is an iscsi.StepUp.
 func Allocate(o Options, p iscsi.Params, tasks int) (iscsi.EnableDatamover, error) {
 	o = o.complete()
 	c := &Conn{recvSegment: o.RecvDataSegmentLength, stepped: true}
@@ -154,7 +157,7 @@ func Allocate(o Options, p iscsi.Params, tasks int) (iscsi.EnableDatamover, erro
 	}, nil
 }
 
-// complete returns o with its defaults filled in, and what follows from them.
+// complete returns o with its defaults filled in, and the limits that follow from them.
 func (o Options) complete() Options {
 	if o.RecvDataSegmentLength == 0 {
 		o.RecvDataSegmentLength = 8192
@@ -164,8 +167,7 @@ func (o Options) complete() Options {
 	return o
 }
 
-// answer makes the private data of the MPA Reply, and notes what that of the
-// Request says.
+// answer returns the private data of the MPA Reply, and notes that of the Request.
 func (c *Conn) answer(r *rdma.Request) rdma.Answer {
 	reply := [cmLen]byte{cmNoZBVA | cmNoInvalidate}
 	if len(r.Private) > 0 && r.Private[0]&cmNoInvalidate == 0 {
@@ -175,16 +177,22 @@ func (c *Conn) answer(r *rdma.Request) rdma.Answer {
 	return rdma.Answer{Private: reply[:]}
 }
 
-// start puts c on a stream in RDMA mode.
+// start gives c its stream in RDMA mode.
 func (c *Conn) start(rc *rdma.Conn) { c.rc, c.ord, c.flush = rc, rc.ORD(), rc.Flush }
 
-// Transport, LocalAddr, RemoteAddr and RDMA describe the connection.
-func (c *Conn) Transport() string    { return "iser" }
-func (c *Conn) LocalAddr() net.Addr  { return c.rc.LocalAddr() }
-func (c *Conn) RemoteAddr() net.Addr { return c.rc.RemoteAddr() }
-func (c *Conn) RDMA() bool           { return true }
+// Transport implements iscsi.Datamover.
+func (c *Conn) Transport() string { return "iser" }
 
-// Stream is the RDMAP stream below.
+// LocalAddr implements iscsi.Datamover.
+func (c *Conn) LocalAddr() net.Addr { return c.rc.LocalAddr() }
+
+// RemoteAddr implements iscsi.Datamover.
+func (c *Conn) RemoteAddr() net.Addr { return c.rc.RemoteAddr() }
+
+// RDMA implements iscsi.Datamover.
+func (c *Conn) RDMA() bool { return true }
+
+// Stream returns the RDMAP stream that carries the connection.
 func (c *Conn) Stream() *rdma.Conn { return c.rc }
 
 // MaxSendSegment implements iscsi.Datamover.
@@ -195,12 +203,13 @@ func (c *Conn) MaxSendSegment() int {
 	return loginSegment
 }
 
-// EnterFullFeature implements iscsi.Datamover. RDMA mode is on already, or about
-// to be, so only what may be sent changes, and whether a Hello may or must come.
+// EnterFullFeature implements iscsi.Datamover. It decides how long data segments may be,
+// and whether a Hello may or must come.
 //
-// Linux and libiscsi, which log in in RDMA mode, behave as if they had declared
-// TaggedBufferForSolicitedDataOnly=Yes, without saying so; no initiator is known
-// that means the default, No, there. On the byte stream there are no such habits.
+// Linux and libiscsi log in in RDMA mode and do not declare
+// TaggedBufferForSolicitedDataOnly, but behave as if they had declared Yes. No initiator
+// is known that logs in that way and means the default, No. After a login on the byte
+// stream the default holds.
 func (c *Conn) EnterFullFeature(p iscsi.Params, _ int) error {
 	c.peerStarted = false
 	if p.Discovery {
@@ -208,7 +217,7 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, _ int) error {
 		return nil
 	}
 	if n := int(p.TargetRecvDataSegmentLength); n > c.recvSegment {
-		return fmt.Errorf("TargetRecvDataSegmentLength is %d, there is room for %d", n, c.recvSegment)
+		return fmt.Errorf("TargetRecvDataSegmentLength is %d, more than the limit of %d", n, c.recvSegment)
 	}
 	c.needsHello = p.ISERHelloRequired && !c.hello
 	c.noHello = p.ISERHelloDeclared && !p.ISERHelloRequired
@@ -242,10 +251,10 @@ func (c *Conn) NewTask() any {
 	return t
 }
 
-// Bind implements iscsi.Datamover: it creates the Remote Mapping.
+// Bind implements iscsi.Datamover. It creates the Remote Mapping.
 func (c *Conn) Bind(it *iscsi.Task, unsolicited uint32) error {
 	t := it.Mover.(*task)
-	var write, read uint32 // octets that RDMA is to move
+	var write, read uint32 // bytes that RDMA moves
 	switch edtl := c.bhs.EDTL(); {
 	case c.bhs.Write():
 		if write = edtl - min(unsolicited, edtl); write > 0 && !c.solicitedOnly {
@@ -267,8 +276,8 @@ func (c *Conn) Bind(it *iscsi.Task, unsolicited uint32) error {
 // Unbind implements iscsi.Datamover.
 func (c *Conn) Unbind(it *iscsi.Task) { it.Mover.(*task).remote = Header{} }
 
-// Detach implements iscsi.Reassigner. The STags that the target had for the task are
-// invalid once its connection has ended (RFC 7145, section 7.3.3).
+// Detach implements iscsi.Reassigner. The STags of the task become invalid with the end
+// of its connection (RFC 7145, section 7.3.3).
 func (c *Conn) Detach(it *iscsi.Task) iscsi.Progress {
 	c.Unbind(it)
 	return iscsi.Progress{}
@@ -277,16 +286,16 @@ func (c *Conn) Detach(it *iscsi.Task) iscsi.Progress {
 // Advertised implements iscsi.Reassigner.
 func (c *Conn) Advertised(it *iscsi.Task) { it.Mover.(*task).remote = c.hdr }
 
-// Rebind implements iscsi.Reassigner: the Remote Mapping gets the STags and Base
-// Offsets of the TASK REASSIGN. A Write STag is for all data but the immediate one
-// (RFC 7145, section 10.2.2).
+// Rebind implements iscsi.Reassigner. The Remote Mapping gets the STags and Base Offsets
+// of the TASK REASSIGN. Its Write STag covers all data except the immediate data (RFC
+// 7145, section 10.2.2).
 func (c *Conn) Rebind(it, by *iscsi.Task, at iscsi.Resumption) error {
 	t, h, req := it.Mover.(*task), by.Mover.(*task).remote, it.Request()
 	if at.Done {
 		t.t, t.remote, t.base = it, Header{}, 0
 		return nil
 	}
-	var write, read uint32 // octets that RDMA may have to move
+	var write, read uint32 // bytes that RDMA may have to move
 	base := uint32(0)
 	switch edtl := req.EDTL(); {
 	case req.Write():
@@ -311,7 +320,7 @@ func (c *Conn) PutData(it *iscsi.Task, off uint32, data []byte, b *iscsi.Buffer)
 	t := it.Mover.(*task)
 	r := t.remote.Read
 	if !r.Valid {
-		return errors.New("iser: no Read STag for this task")
+		return errors.New("the command has no Read STag")
 	}
 	p := c.takePut()
 	p.b = b
@@ -323,6 +332,7 @@ func (c *Conn) PutData(it *iscsi.Task, off uint32, data []byte, b *iscsi.Buffer)
 	return nil
 }
 
+// takePut returns a free put, or a new one.
 func (c *Conn) takePut() *put {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -336,6 +346,7 @@ func (c *Conn) takePut() *put {
 	return p
 }
 
+// givePut makes p free.
 func (c *Conn) givePut(p *put) {
 	p.b, p.wr.Data = nil, nil
 	c.mu.Lock()
@@ -343,7 +354,7 @@ func (c *Conn) givePut(p *put) {
 	p.next, c.puts = c.puts, p
 }
 
-// WorkDone implements rdma.Completer: the data has left.
+// WorkDone implements rdma.Completer. The data has left.
 func (p *put) WorkDone(*rdma.WorkRequest, error) {
 	b := p.b
 	p.c.givePut(p)
@@ -355,7 +366,7 @@ func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
 	t := it.Mover.(*task)
 	r := t.remote.Write
 	if !r.Valid {
-		return errors.New("iser: no Write STag for this task")
+		return errors.New("the command has no Write STag")
 	}
 	t.get.Op, t.get.Data, t.get.STag, t.get.TO = rdma.Read, data, r.STag, r.Base+uint64(off-t.base)
 	c.mu.Lock()
@@ -364,7 +375,7 @@ func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
 	case c.dead:
 		return net.ErrClosed
 	case c.ord == 0: // RFC 7145, section 7.3.6
-		return errors.New("iser: the initiator takes in no RDMA Reads")
+		return errors.New("the initiator accepts no RDMA Reads")
 	case c.outstanding >= c.ord:
 		c.waiting.Push(t, &t.link)
 		return nil
@@ -372,11 +383,13 @@ func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
 	return c.postRead(t)
 }
 
-// postRead asks for the data of t. More than ORD allows is never posted: in the
-// send queue it would hold up what comes behind it.
+// postRead posts the RDMA Read of t. A Read that exceeds ORD would hold up everything
+// after it in the send queue.
 //
-// Preconditions: c.mu is held; ORD allows it.
+// Preconditions: c.mu is held; ORD allows one more Read.
 func (c *Conn) postRead(t *task) error {
+	invariant.Held(&c.mu)
+	invariant.Check(c.outstanding < c.ord, "iser: %d RDMA Reads outstanding, ORD is %d", c.outstanding, c.ord)
 	if err := c.rc.Post(&t.get); err != nil {
 		return err
 	}
@@ -384,7 +397,7 @@ func (c *Conn) postRead(t *task) error {
 	return nil
 }
 
-// readDone makes room for the next RDMA Read, and asks for it.
+// readDone notes the end of an RDMA Read, and posts the next one that waits.
 func (c *Conn) readDone() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -398,14 +411,14 @@ func (c *Conn) readDone() {
 		c.flushed.Push(t, &t.link)
 		return
 	}
-	// The caller receives: it must not wait for the peer to take data, which
-	// may wait for us to receive.
+	// Not in this goroutine, which receives: it must not wait for the peer to take
+	// data, because the peer may wait for us to receive.
 	go c.flush()
 }
 
-// SendControl implements iscsi.Datamover by a Send, or for the SCSI Response
-// of a command that advertised an STag by a Send with Invalidate (RFC 7145,
-// section 7.3.2), if the initiator takes that.
+// SendControl implements iscsi.Datamover by a Send. The SCSI Response of a command that
+// advertised an STag leaves in a Send with Invalidate (RFC 7145, section 7.3.2), if the
+// initiator supports that.
 func (c *Conn) SendControl(it *iscsi.Task) error {
 	t := it.Mover.(*task)
 	t.t = it
@@ -419,17 +432,16 @@ func (c *Conn) SendControl(it *iscsi.Task) error {
 			wr.Op, wr.STag = rdma.SendInvalidate, stag
 		}
 		t.remote = Header{}
-	case pdu.LoginResp, pdu.TextResp: // padded, as those of other targets are
+	case pdu.LoginResp, pdu.TextResp: // padded, as other targets do
 		n := len(it.Segment)
 		wr.Data = append(it.Segment[:n:n], make([]byte, pdu.Padded(n)-n)...)
 	}
 	return c.rc.Post(wr)
 }
 
-// toInvalidate is the STag for the initiator to invalidate, or 0: the read STag
-// if there is one, else the write STag (RFC 7145, section 7.3.2). STag 0 is left
-// alone: ib_iser advertises it where EDTL exceeds a buffer that it has not
-// registered.
+// toInvalidate returns the STag that the initiator shall invalidate, or 0: the Read STag
+// if there is one, else the Write STag (RFC 7145, section 7.3.2). It never invalidates
+// STag 0, which ib_iser advertises if EDTL exceeds a buffer that it has not registered.
 func (h *Header) toInvalidate() rdma.STag {
 	if h.Read.Valid {
 		return h.Read.STag
@@ -437,7 +449,7 @@ func (h *Header) toInvalidate() rdma.STag {
 	return h.Write.STag
 }
 
-// WorkDone implements rdma.Completer: the PDU has left. Reads end in Receive.
+// WorkDone implements rdma.Completer. The PDU has left. Reads end in Receive.
 func (t *task) WorkDone(*rdma.WorkRequest, error) {
 	t.send.Data = nil
 	t.t.Sent()
@@ -468,13 +480,14 @@ func (c *Conn) Receive(n *iscsi.Notice) error {
 	return c.drainReads(n)
 }
 
+// isTimeout reports whether err is that of the receive deadline.
 func isTimeout(err error) bool {
 	var ne net.Error
 	var se *rdma.StreamError
 	return !errors.As(err, &se) && errors.As(err, &ne) && ne.Timeout()
 }
 
-// message takes a Send apart. ok means that n describes a PDU.
+// message handles a Send. ok says that n describes a PDU.
 func (c *Conn) message(n *iscsi.Notice) (ok bool, err error) {
 	b := c.ev.Data
 	first := !c.peerStarted
@@ -486,37 +499,40 @@ func (c *Conn) message(n *iscsi.Notice) (ok bool, err error) {
 	case hello && !first:
 		return false, &FormatError{errors.New("iSER Hello is not the first message")}
 	case hello && c.noHello: // RFC 7145, section 5.1.3
-		return false, &FormatError{errors.New("iSERHelloRequired=No, and an iSER Hello came")}
+		return false, &FormatError{errors.New("iSER Hello came although iSERHelloRequired=No")}
 	case hello:
 		c.hello, c.needsHello = true, false
 		return false, c.helloReply(parseHello(b))
 	case c.needsHello:
-		return false, &FormatError{errors.New("iSERHelloRequired=Yes, and no iSER Hello came")}
+		return false, &FormatError{errors.New("no iSER Hello came although iSERHelloRequired=Yes")}
 	case len(b) < headLen:
-		return false, &FormatError{fmt.Errorf("iSCSI PDU of %d octets", len(b)-HeaderLen)}
+		return false, &FormatError{fmt.Errorf("iSCSI PDU of %d bytes", len(b)-HeaderLen)}
 	}
 	bhs := pdu.BHS(b[HeaderLen:headLen:headLen])
 	rest := b[headLen:]
 	ahs, data := bhs.TotalAHSLength(), bhs.DataSegmentLength()
 	// Login and Text PDUs of Linux are padded, immediate data is not.
 	if extra := len(rest) - ahs - data; extra < 0 || extra > pdu.Padded(data)-data {
-		return false, &FormatError{fmt.Errorf("%v of %d octets announces %d of AHS and %d of data", bhs.Opcode(), len(b)-HeaderLen, ahs, data)}
+		return false, &FormatError{fmt.Errorf("%v of %d bytes announces %d of AHS and %d of data", bhs.Opcode(), len(b)-HeaderLen, ahs, data)}
 	}
 	c.hdr, c.bhs = h, bhs
 	*n = iscsi.Notice{BHS: bhs, AHS: rest[:ahs:ahs], Data: rest[ahs:][:data:data]}
 	return true, nil
 }
 
-// A FormatError is an iSER format or protocol error. It ends the connection,
-// and the peer is told by a Terminate (RFC 7145, sections 10.1.3.3 and 10.1.3.4).
+// A FormatError is an iSER format or protocol error. It ends the connection by a
+// Terminate (RFC 7145, sections 10.1.3.3 and 10.1.3.4).
 type FormatError struct{ Err error }
 
+// Error implements error.
 func (e *FormatError) Error() string { return "iSER format error: " + e.Err.Error() }
+
+// Unwrap returns e.Err.
 func (e *FormatError) Unwrap() error { return e.Err }
 
-// helloReply answers a Hello (RFC 7145, section 5.1.3), which also sets how
-// many RDMA Reads there may be. It is the first message of the connection or,
-// after a login in RDMA mode, of the full feature phase.
+// helloReply answers a Hello (RFC 7145, section 5.1.3), which limits the RDMA Reads of
+// the target. The Hello is the first message of the connection or, after a login in
+// RDMA mode, of the full feature phase.
 func (c *Conn) helloReply(h Hello) error {
 	r := HelloReply{MaxVer: protocolVersion, CurVer: protocolVersion}
 	c.mu.Lock()
@@ -529,15 +545,15 @@ func (c *Conn) helloReply(h Hello) error {
 	if err := c.rc.Post(&rdma.WorkRequest{Op: rdma.Send, Head: b}); err != nil {
 		return err
 	}
-	c.rc.Flush() // 28 octets, once or twice: TCP takes them
+	c.rc.Flush() // 28 bytes, once or twice: TCP has room for them
 	if r.Reject {
 		return &FormatError{fmt.Errorf("iSER Hello with versions %d..%d and iSER-IRD %d is not acceptable", h.MinVer, h.MaxVer, h.IRD)}
 	}
 	return nil
 }
 
-// end notes why the connection has ended, and tells the peer if that is its
-// fault and the stream below has not done so. The rest is left to drainReads.
+// end notes why the connection has ended. It tells the peer if the peer is at fault and
+// the stream has not told it. drainReads does the rest.
 func (c *Conn) end(err error) {
 	c.err = err
 	c.mu.Lock()
@@ -554,10 +570,10 @@ func (c *Conn) end(err error) {
 	c.rc.SetReceiveDeadline(time.Now().Add(drainTime))
 }
 
-// drainReads notifies every GetData that was outstanding, then returns why the
-// connection has ended. It hears the peer out: closing a socket with unread data
-// resets the connection, and the reset could overtake a Terminate. Reads that
-// the peer has not answered by then end when the core has called Close.
+// drainReads returns a Notice for every outstanding GetData, then why the connection has
+// ended. It reads what the peer still sends: to close a socket with unread data resets
+// the connection, and the reset could overtake a Terminate. Reads that the peer does not
+// answer in that time end when the core calls Close.
 func (c *Conn) drainReads(n *iscsi.Notice) error {
 	c.mu.Lock()
 	t := c.flushed.Pop()

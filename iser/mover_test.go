@@ -76,7 +76,7 @@ func TestAllocate(t *testing.T) {
 	}
 	p.TargetRecvDataSegmentLength = 8193
 	if _, err := Allocate(Options{}, p, 1); err == nil {
-		t.Error("ISER-5.1.2-6: 8193 octets where there is room for 8192")
+		t.Error("ISER-5.1.2-6: 8193 bytes where there is room for 8192")
 	}
 	if _, err := Allocate(Options{RDMA: rdma.Options{IRD: -1}}, iscsi.Params{}, 1); err == nil {
 		t.Error("ISER-5.1.2-6: IRD -1")

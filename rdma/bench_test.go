@@ -21,7 +21,7 @@ func (w windowed) WorkDone(wr *WorkRequest, err error) {
 	w <- wr
 }
 
-// BenchmarkRawTCP is the ceiling for BenchmarkWrite: the same octets through
+// BenchmarkRawTCP is the ceiling for BenchmarkWrite: the same bytes through
 // net.Conn, each Read of the receiver as large as each Write.
 func BenchmarkRawTCP(b *testing.B) {
 	for _, size := range sizes {
@@ -184,7 +184,8 @@ func TestNoAllocations(t *testing.T) {
 	var to, from Region
 	sink := i.Register(&to, make([]byte, 256<<10), 0, RemoteWrite)
 	source := i.Register(&from, make([]byte, 256<<10), 0, RemoteRead)
-	answer := &WorkRequest{Op: SendSE, Head: make([]byte, 76)}
+	answered := make(windowed, 1)
+	answer := &WorkRequest{Op: SendSE, Head: make([]byte, 76), Done: answered}
 	go func() { // the initiator answers a Send by a Send
 		var ev Event
 		for i.Receive(&ev) == nil {
@@ -192,6 +193,7 @@ func TestNoAllocations(t *testing.T) {
 				return
 			}
 			i.Flush()
+			<-answered
 		}
 	}()
 	done := make(windowed, 2)
@@ -219,7 +221,7 @@ func TestNoAllocations(t *testing.T) {
 			step()
 		}
 		if a := testing.AllocsPerRun(remeasure-1, step); a != 0 {
-			t.Errorf("%d octets: %v allocations", n, a)
+			t.Errorf("%d bytes: %v allocations", n, a)
 		}
 	}
 }

@@ -1,21 +1,39 @@
 // Package rdma is an iWARP engine in user space: RDMAP (RFC 5040) over DDP
-// (RFC 5041) over MPA (RFC 5044, RFC 6581) over a TCP connection, as either
-// end of it.
+// (RFC 5041) over MPA (RFC 5044, RFC 6581) over a TCP connection. It implements
+// both the Initiator and the Responder.
+//
+// # Starting
+//
+// Respond and Initiate exchange the MPA startup frames and return a Conn. A
+// protocol that starts on the byte stream and changes to RDMA later allocates
+// the stream first, with NewResponder.
 //
 // # Receiving
 //
-// Conn.Receive is the whole receive side: it reads the socket, checks and
-// places segments, and returns when the peer's Send or the answer to a posted
-// Read is complete. It is called by one goroutine at a time, and as long as
-// nobody calls it, TCP holds the peer back. That replaces posted receive
-// buffers: no Send can arrive without a buffer (RFC 5041, section 7.1, allows
-// it), and a connection's memory is known beforehand.
+// Conn.Receive is the whole receive side. It reads the socket, checks and places
+// segments, and returns when a Send of the peer or the answer to a posted Read is
+// complete. One goroutine at a time calls it. While nobody calls it, TCP holds the
+// peer back. That replaces posted receive buffers: no Send can arrive without a
+// buffer (RFC 5041, section 7.1, allows it), and the memory of a connection has a
+// limit that is known in advance.
 //
 // # Sending
 //
-// Post puts a WorkRequest into the send queue and never waits; Flush sends
-// what the queue holds. Of several goroutines in Flush the first sends for
-// all, gathering the queue into as few system calls as it can.
+// Post puts a WorkRequest into the send queue and never waits. Flush sends what
+// the queue holds. If several goroutines call Flush, the first one sends for all,
+// in as few system calls as it can.
+//
+// # Memory
+//
+// Register gives the peer access to a buffer under a new STag, for RDMA Reads, RDMA
+// Writes or both. Deregister takes the access back and waits until nothing uses the
+// buffer.
+//
+// # Endings
+//
+// A message that breaks a rule ends the stream: the peer gets a Terminate and
+// Receive returns a *StreamError. Before Receive returns its final error it returns
+// every posted Read, and every other WorkRequest goes back through its Done.
 package rdma
 
 import (
@@ -33,8 +51,8 @@ import (
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
-// A Conn is one RDMAP stream. Receive belongs to one goroutine at a time; all
-// other methods may be called at any time.
+// A Conn is one RDMAP stream. Receive, Pending and Unread belong to one goroutine at
+// a time. All other methods may be called at any time.
 type Conn struct {
 	nc         net.Conn
 	raw        syscall.RawConn // nil if nc is no socket
@@ -50,25 +68,25 @@ type Conn struct {
 	rx     receiver
 	tx     sender
 
-	// peerStarted: the first FPDU has come. Until then a Responder may not send
-	// (RFC 5044, section 7.1.2).
+	// peerStarted says that the first FPDU has come. Until then a Responder must not
+	// send (RFC 5044, section 7.1.2).
 	peerStarted atomic.Bool
 	rtrSend     bool         // the first FPDU may be an empty Send as RTR
-	rtr         *WorkRequest // our own RTR, which is nobody's completion
+	rtr         *WorkRequest // our own RTR; Receive does not return it
 
 	// mu guards what the sending and the receiving side share.
 	mu              sync.Mutex
-	queue           list   // posted, not yet taken by a Flush
-	due             list   // Read Responses, not yet taken by a Flush
+	queue           list   // posted, not taken by a Flush yet
+	due             list   // Read Responses, not taken by a Flush yet
 	reads           list   // RDMA Reads that wait for their Response, in order
 	nreads          int    // len of reads
-	flushed         list   // Reads that will not be answered; Receive returns them
+	flushed         list   // Reads that nobody will answer; Receive returns them
 	err             error  // why nothing more can be posted
 	readErr         error  // why no Read can be posted
-	ending          bool   // our direction ends behind queue and due
-	terminateFPDU   []byte // FPDU of the Terminate that is its end, if any
+	ending          bool   // our direction ends after queue and due
+	terminateFPDU   []byte // the last FPDU of our direction, a Terminate; or nil
 	terminateReason wire.Reason
-	ended           bool // it has ended
+	ended           bool // our direction of the stream has ended
 	broken          bool // a write has failed
 	dead            bool // abandon has been called
 	flushing        bool // a goroutine is in Flush
@@ -76,15 +94,15 @@ type Conn struct {
 	requests        list // free stand-ins for Reads
 	closed          bool
 
-	// The goroutine that flushes for Receive; it is started when needed.
+	// The goroutine that flushes for Receive, started when first needed.
 	wake     chan struct{} // has room for one
 	gone     chan struct{} // closed by Close
-	deferred atomic.Bool   // what is queued leaves before Receive waits
+	deferred atomic.Bool   // Defer was called: Flush before Receive waits
 
-	aside sync.WaitGroup // the goroutine of flushAside
+	aside sync.WaitGroup // that goroutine
 
-	// dmu guards the receive deadline and whether a Deregister has put it
-	// into the past to make the reader look up.
+	// dmu guards the receive deadline. interrupt says that a Deregister has put the
+	// deadline of the socket into the past, to interrupt the reader.
 	dmu       sync.Mutex
 	deadline  time.Time
 	interrupt bool
@@ -92,24 +110,24 @@ type Conn struct {
 
 var liveConns atomic.Int64
 
-// Stats counts what lives in the process.
+// Stats counts what exists in the process.
 type Stats struct {
-	Conns int64 // streams that are not closed
-	STags int64 // STags that a peer could use, among them sinks of RDMA Reads
+	Conns int64 // open streams
+	STags int64 // STags that a peer can use, including the sinks of RDMA Reads
 }
 
 // ReadStats returns the current counts.
 func ReadStats() Stats { return Stats{Conns: liveConns.Load(), STags: liveSTags.Load()} }
 
-// allocate returns a stream with all of its memory, but without a connection.
+// allocate returns a stream with all of its memory, before it has a connection.
 func allocate(o Options) *Conn {
 	c := &Conn{opt: o, counts: o.Domain.counts.shard(), wake: make(chan struct{}, 1), gone: make(chan struct{})}
 	c.mem.init()
 	c.rx.init(c.read, o.MaxSend, o.Markers)
 	c.tx.init()
-	// A peer may ask again as soon as a Response has reached it, and then that
-	// is still in the batch that Flush is sending: IRD of them in the batch and
-	// IRD behind it are no fault.
+	// A peer may send its next Read Request as soon as a Response has arrived, when
+	// that Response is still in the batch that Flush is sending. So IRD Responses
+	// in the batch and IRD more in the queue are no fault.
 	answers := make([]WorkRequest, 2*o.IRD)
 	for i := range answers {
 		answers[i].Op = readResponse
@@ -118,8 +136,8 @@ func allocate(o Options) *Conn {
 	return c
 }
 
-// attach gives c its connection, and what startup has agreed on. prefix, at most
-// llp.WindowLen bytes, is what has been read from nc behind the startup frame.
+// attach gives c its connection and the result of the startup. prefix is what was
+// read from nc after the startup frame, at most llp.WindowLen bytes.
 func (c *Conn) attach(nc net.Conn, prefix []byte, ird, ord int, crc, markersOut bool) {
 	c.nc, c.ird, c.ord, c.crc, c.markersOut = nc, ird, ord, crc, markersOut
 	c.tx.out.SetConn(nc)
@@ -134,32 +152,37 @@ func (c *Conn) attach(nc net.Conn, prefix []byte, ird, ord int, crc, markersOut 
 	liveConns.Add(1)
 }
 
-// Peer is what the peer's startup frame said.
+// Peer returns the content of the peer's startup frame.
 func (c *Conn) Peer() *Request { return &c.peer }
 
-// IRD and ORD are the depths in force.
+// IRD returns how many RDMA Read Requests of the peer may be unanswered.
 func (c *Conn) IRD() int { return c.ird }
+
+// ORD returns how many RDMA Read Requests of ours may be unanswered.
 func (c *Conn) ORD() int { return c.ord }
 
-// CRC tells whether FPDUs carry CRCs.
+// CRC reports whether FPDUs carry CRCs.
 func (c *Conn) CRC() bool { return c.crc }
 
-func (c *Conn) LocalAddr() net.Addr  { return c.nc.LocalAddr() }
+// LocalAddr returns the local address of the TCP connection.
+func (c *Conn) LocalAddr() net.Addr { return c.nc.LocalAddr() }
+
+// RemoteAddr returns the peer's address of the TCP connection.
 func (c *Conn) RemoteAddr() net.Addr { return c.nc.RemoteAddr() }
 
-// SetReceiveDeadline bounds Receive; the zero time means no bound. After a
-// time-out Receive may be called again.
+// SetReceiveDeadline limits how long Receive waits. The zero time means no limit.
+// After a time-out Receive may be called again.
 func (c *Conn) SetReceiveDeadline(t time.Time) error {
 	c.dmu.Lock()
 	defer c.dmu.Unlock()
 	c.deadline = t
 	if c.interrupt {
-		return nil // interrupted does it
+		return nil // interrupted sets the deadline
 	}
 	return c.nc.SetReadDeadline(t)
 }
 
-// interruptRead makes a Receive that waits for the socket look up.
+// interruptRead interrupts a Receive that waits for the socket.
 func (c *Conn) interruptRead() {
 	c.dmu.Lock()
 	defer c.dmu.Unlock()
@@ -167,8 +190,8 @@ func (c *Conn) interruptRead() {
 	c.nc.SetReadDeadline(time.Unix(1, 0))
 }
 
-// interrupted tells whether err is no time-out but the work of interruptRead,
-// which it undoes.
+// interrupted reports whether err comes from interruptRead and not from the
+// caller's deadline. It restores that deadline.
 func (c *Conn) interrupted(err error) bool {
 	if !errors.Is(err, os.ErrDeadlineExceeded) {
 		return false
@@ -183,9 +206,8 @@ func (c *Conn) interrupted(err error) bool {
 	return was
 }
 
-// Close ends the stream at once. Everything in the send queue is done with
-// ErrClosed; Receive returns the Reads that are not answered, and then an
-// error.
+// Close ends the stream at once. Every WorkRequest in the send queue is done with
+// ErrClosed. Receive returns the Reads without an answer, and then an error.
 func (c *Conn) Close() error {
 	c.mu.Lock()
 	if c.closed {
@@ -203,22 +225,22 @@ func (c *Conn) Close() error {
 	return err
 }
 
-// CloseWrite sends what the queue holds and then ends our direction of the
-// stream (RFC 5041, section 6.2.1): what is posted later fails. It does not
-// wait for Reads that ORD holds up; the end comes behind them.
+// CloseWrite sends what the queue holds and then ends our direction of the stream
+// (RFC 5041, section 6.2.1). A later Post fails. CloseWrite does not wait for Reads
+// that ORD holds up; the end follows them.
 func (c *Conn) CloseWrite() error {
 	c.end(nil, wire.Reason{})
 	return nil
 }
 
-// Terminate ends the stream because of a failure on this side that no message
-// of the peer has caused. The peer is told reason and nothing else (RFC 5040,
-// section 7.1); why is what a later Post returns.
+// Terminate ends the stream because of a local failure that no message of the peer
+// has caused. The Terminate carries only reason (RFC 5040, section 7.1). A later
+// Post returns why.
 func (c *Conn) Terminate(reason wire.Reason, why error) {
 	c.terminate(&StreamError{Reason: reason, Err: why}, nil, 0, nil)
 }
 
-// abandon fails what is posted and what will be.
+// abandon fails every WorkRequest that is in the queue and every later Post.
 func (c *Conn) abandon(err error) {
 	c.mu.Lock()
 	c.dead = true
@@ -233,10 +255,11 @@ func (c *Conn) abandon(err error) {
 	c.finish(due, err)
 }
 
-// flushReads leaves the Reads that are not sent to Receive, and takes no more.
+// flushReads moves the queued Reads to flushed, and lets Post refuse Reads with err.
 //
 // Preconditions: c.mu is held.
 func (c *Conn) flushReads(err error) {
+	held(&c.mu)
 	if c.readErr == nil {
 		c.readErr = err
 	}
@@ -250,8 +273,8 @@ func (c *Conn) flushReads(err error) {
 	}
 }
 
-// emss is the effective segment size of the TCP connection in octets, or 0 if
-// nc does not tell.
+// emss returns the effective segment size of the TCP connection in bytes, or 0 if
+// nc is no socket.
 func (c *Conn) emss() (n int) {
 	if c.raw == nil {
 		return 0
@@ -262,7 +285,7 @@ func (c *Conn) emss() (n int) {
 	return n
 }
 
-// mulpdu is the size in octets of the largest ULPDU to send.
+// mulpdu returns the size in bytes of the largest ULPDU to send.
 func (c *Conn) mulpdu() int {
 	emss := c.emss()
 	if emss <= 0 {
@@ -271,9 +294,10 @@ func (c *Conn) mulpdu() int {
 	return max(min(wire.MULPDU(emss, c.markersOut), c.opt.MaxULPDU), wire.MinMULPDU)
 }
 
+// String returns the protocol and both addresses.
 func (c *Conn) String() string {
 	return fmt.Sprintf("iWARP %v-%v", c.LocalAddr(), c.RemoteAddr())
 }
 
-// STag names a tagged buffer.
+// STag names a tagged buffer: memory that a peer can reach.
 type STag = wire.STag

@@ -103,7 +103,7 @@ func TestOperations(t *testing.T) {
 				post(t, i, &WorkRequest{Op: SendSE, Head: msg[:n/3], Data: msg[n/3:]})
 				var ev Event
 				if err := r.Receive(&ev); err != nil || !bytes.Equal(ev.Data, msg) || !ev.Solicited {
-					t.Fatalf("Send of %d octets: %d came, %v", n, len(ev.Data), err)
+					t.Fatalf("Send of %d bytes: %d came, %v", n, len(ev.Data), err)
 				}
 			}
 			source, sink := random(1<<20), make([]byte, 1<<20)
@@ -117,7 +117,7 @@ func TestOperations(t *testing.T) {
 				post(t, r, wr)
 				var ev Event
 				if err := r.Receive(&ev); err != nil || ev.Read != wr || ev.Err != nil || !bytes.Equal(got, source[len(source)-n:]) {
-					t.Fatalf("Read of %d octets: %v, %v", n, ev.Err, err)
+					t.Fatalf("Read of %d bytes: %v, %v", n, ev.Err, err)
 				}
 				want := random(n)
 				done := make(sent, 1)
@@ -129,7 +129,7 @@ func TestOperations(t *testing.T) {
 					t.Fatal(err)
 				}
 				if ev := <-events; string(ev.Data) != "written" || !bytes.Equal(sink[:n], want) {
-					t.Fatalf("Write of %d octets did not arrive before the Send behind it", n)
+					t.Fatalf("Write of %d bytes did not arrive before the Send behind it", n)
 				}
 			}
 			post(t, r, &WorkRequest{Op: SendInvalidate, STag: toSTag})
@@ -231,11 +231,11 @@ func TestUnread(t *testing.T) {
 	begins[at] = true
 	for at := range w.Begins {
 		if !begins[at] {
-			t.Errorf("octet %d is no beginning", at)
+			t.Errorf("byte %d is no beginning", at)
 		}
 	}
 	if len(w.Begins) < rounds || w.Ahead < rounds || w.Later < rounds {
-		t.Errorf("%d beginnings, %d with octets unread, %d with a rest", len(w.Begins), w.Ahead, w.Later)
+		t.Errorf("%d beginnings, %d with bytes unread, %d with a rest", len(w.Begins), w.Ahead, w.Later)
 	}
 
 	// Behind a fault nobody knows.
@@ -245,6 +245,6 @@ func TestUnread(t *testing.T) {
 	a.(*net.TCPConn).CloseWrite()
 	asFault(t, r.Receive(&ev), wire.ReasonCRC, false)
 	if unread, rest := r.Unread(); len(unread) > 0 || rest != math.MaxInt {
-		t.Errorf("%d octets unread, %d belong to an FPDU", len(unread), rest)
+		t.Errorf("%d bytes unread, %d belong to an FPDU", len(unread), rest)
 	}
 }

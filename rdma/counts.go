@@ -8,32 +8,32 @@ import (
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
-// Messages count RDMAP messages of one direction.
+// Messages counts the RDMAP messages of one direction.
 type Messages struct {
 	FPDUs         uint64 // all DDP segments
 	Writes        uint64 // RDMA Writes
 	ReadRequests  uint64
 	ReadResponses uint64
 	Sends         uint64 // of all four kinds
-	Invalidations uint64 // Sends with Invalidate among them
+	Invalidations uint64 // Sends with Invalidate, also counted in Sends
 }
 
-// Counts are what the streams of a Domain have done.
+// Counts counts what the streams of a Domain have done.
 type Counts struct {
 	Sent, Received Messages
-	ORDStalls      uint64 // RDMA Reads that had to wait for an earlier one
-	CRCErrors      uint64 // FPDUs
-	STagFaults     uint64 // segments and invalidations that name memory the peer may not use so
-	// Terminates by what they say. What the vocabulary does not know, peers can say
-	// it, is the Reason Unknown.
+	ORDStalls      uint64 // RDMA Reads that waited because ORD Reads were unanswered
+	CRCErrors      uint64 // FPDUs with a wrong CRC
+	STagFaults     uint64 // segments and invalidations that name memory the peer must not use
+	// Terminates by Reason. A Terminate with a Reason that the RFCs do not define
+	// counts as Unknown.
 	TerminatesSent, TerminatesReceived map[wire.Reason]uint64
 }
 
-// Unknown stands for Reasons that RFC 5040 and its companions do not have.
+// Unknown stands for every Reason that RFC 5040 and its companions do not define.
 var Unknown = wire.Reason{Layer: 0xff, EType: 0xff, Code: 0xff}
 
-// direction are the counts of one goroutine at a time: that which sends, or that
-// which receives.
+// direction counts for one goroutine at a time: the one that sends or the one that
+// receives.
 type direction struct {
 	fpdus, writes, readRequests, readResponses, sends, invalidations atomic.Uint64
 	_                                                                [128 - 6*8]byte
@@ -66,13 +66,13 @@ func (d *direction) message(op wire.Opcode) {
 	}
 }
 
-// countShards is how many places a Domain has for the same count, so that the cores
-// that serve its streams do not take a cache line from each other.
+// countShards is the number of shards of each count. Streams use different shards,
+// so that the cores that serve them do not fight over one cache line.
 const countShards = 16
 
 type countShard struct{ sent, received direction }
 
-// domainCounts are the counts of a Domain. A stream uses one shard.
+// domainCounts counts for a Domain. A stream uses one shard.
 type domainCounts struct {
 	shards    [countShards]countShard
 	next      atomic.Uint32
@@ -80,13 +80,13 @@ type domainCounts struct {
 	crcErrors atomic.Uint64
 	faults    atomic.Uint64
 
-	mu             sync.Mutex // of what a stream counts once
+	mu             sync.Mutex // guards what a stream counts once
 	sent, received map[wire.Reason]uint64
 }
 
 func (d *domainCounts) shard() *countShard { return &d.shards[d.next.Add(1)%countShards] }
 
-// Counts are those since the Domain was made, with the streams that have ended.
+// Counts returns the counts since NewDomain, including streams that have ended.
 func (d *Domain) Counts() (c Counts) {
 	n := &d.counts
 	for i := range n.shards {
@@ -116,7 +116,7 @@ func (d *domainCounts) terminate(in *map[wire.Reason]uint64, r wire.Reason) {
 	(*in)[r]++
 }
 
-// fault counts what the peer is refused for.
+// fault counts why a message of the peer was refused.
 func (d *domainCounts) fault(r wire.Reason) {
 	switch r {
 	case wire.ReasonCRC:

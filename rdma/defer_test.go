@@ -23,7 +23,7 @@ func TestDefer(t *testing.T) {
 		{"a segment that is no event, and a long one begins", append(frame(unhex(emptyWrite)), long[:100]...), true},
 		{"nothing", nil, false},
 		{"half a length", []byte{0}, false},
-		{"a Send but for its last octet", frame(unhex(send3))[:23], false},
+		{"a Send but for its last byte", frame(unhex(send3))[:23], false},
 		{"a long segment begins", long[:100], false},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

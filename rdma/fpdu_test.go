@@ -96,7 +96,7 @@ func TestCRCStaysOn(t *testing.T) {
 	asFault(t, next(t, events).err, wire.ReasonCRC, false)
 }
 
-// MPA-4.1-6, MPA-4.4-18, MPA-6-3, MPA-6-5: every flipped octet of an FPDU, of
+// MPA-4.1-6, MPA-4.4-18, MPA-6-3, MPA-6-5: every flipped byte of an FPDU, of
 // a short one and of one that is placed as it comes, is code 2, and what is
 // behind it is not looked at.
 func TestEveryFlipIsSeen(t *testing.T) {
@@ -120,7 +120,7 @@ func TestEveryFlipIsSeen(t *testing.T) {
 				expose(c, 0x100, buf, 0, RemoteWrite)
 				bad := slices.Clone(good)
 				bad[i] ^= mask
-				// ULPDU_Length may have grown: more octets follow, none of them
+				// ULPDU_Length may have grown: more bytes follow, none of them
 				// with a good CRC behind it.
 				stream := append(bad, bytes.Repeat([]byte{0x55}, 70000)...)
 				c.nc.(*bufferNet).in = bytes.NewReader(stream)
@@ -137,7 +137,7 @@ func TestEveryFlipIsSeen(t *testing.T) {
 }
 
 // bufferNet is a net.Conn that reads from in, in pieces of at most chunk
-// octets, and keeps what is written.
+// bytes, and keeps what is written.
 type bufferNet struct {
 	in    *bytes.Reader
 	chunk func() int
@@ -247,7 +247,7 @@ func drinkUp(t testing.TB, stream []byte, sends [][]byte, memory []byte, markers
 	for i, want := range sends {
 		var ev Event
 		if err := c.Receive(&ev); err != nil || !bytes.Equal(ev.Data, want) {
-			t.Fatalf("Send %d of %d octets: %d came, %v", i, len(want), len(ev.Data), err)
+			t.Fatalf("Send %d of %d bytes: %d came, %v", i, len(want), len(ev.Data), err)
 		}
 	}
 	var ev Event
@@ -351,7 +351,7 @@ func TestSentStream(t *testing.T) {
 				for off := 0; ; {
 					u := p.fpdu()
 					if len(u) > c.mulpdu() {
-						t.Fatalf("MPA-3-3: ULPDU of %d octets", len(u))
+						t.Fatalf("MPA-3-3: ULPDU of %d bytes", len(u))
 					}
 					h, hlen := make([]byte, wire.UntaggedLen), wire.TaggedLen
 					if i%2 == 0 {
@@ -367,10 +367,10 @@ func TestSentStream(t *testing.T) {
 						wire.Untagged{Last: last, ULP: 0x43, MSN: msn, MO: uint32(off)}.Put(h)
 					}
 					if !bytes.Equal(u[:hlen], h[:hlen]) || !bytes.Equal(u[hlen:], msg[off:off+len(u)-hlen]) {
-						t.Fatalf("message %d of %d octets at %d: header %x, want %x", i, len(msg), off, u[:hlen], h[:hlen])
+						t.Fatalf("message %d of %d bytes at %d: header %x, want %x", i, len(msg), off, u[:hlen], h[:hlen])
 					}
 					if !last && len(u) != c.mulpdu() {
-						t.Fatalf("MPA-4.5-5: ULPDU of %d octets in the middle of a message", len(u))
+						t.Fatalf("MPA-4.5-5: ULPDU of %d bytes in the middle of a message", len(u))
 					}
 					if off += len(u) - hlen; last {
 						break
@@ -385,7 +385,7 @@ func TestSentStream(t *testing.T) {
 // peer reads what was written.
 func (b *bufferNet) peer() net.Conn { return &bufferNet{in: bytes.NewReader(b.out.Bytes())} }
 
-// DDP-5.2-7, DDP-5.2-9 and the examples of RFC 5041: 2048 octets, MULPDU 1500.
+// DDP-5.2-7, DDP-5.2-9 and the examples of RFC 5041: 2048 bytes, MULPDU 1500.
 func TestSegmentationExamples(t *testing.T) {
 	c := bufferConn(Options{MaxULPDU: 1500}, 0)
 	defer c.Close()
@@ -404,7 +404,7 @@ func TestSegmentationExamples(t *testing.T) {
 		{"c140 00000007 00000000000045ce", msg[1486:]},
 	} {
 		if u := p.fpdu(); !bytes.Equal(u, append(unhex(want.header), want.payload...)) {
-			t.Fatalf("%d octets with header %x, want %s", len(u), u[:18], want.header)
+			t.Fatalf("%d bytes with header %x, want %s", len(u), u[:18], want.header)
 		}
 	}
 }
@@ -446,7 +446,7 @@ func TestGoldenStreams(t *testing.T) {
 			in.nc.(*bufferNet).in = bytes.NewReader(out)
 			for _, n := range tt.sizes {
 				if ev := receive(t, in); len(ev.Data) != n {
-					t.Fatalf("MPA-4.4-17: %d octets came", len(ev.Data))
+					t.Fatalf("MPA-4.4-17: %d bytes came", len(ev.Data))
 				}
 			}
 		})
@@ -531,7 +531,7 @@ func TestIgnoredBits(t *testing.T) {
 		b = append(append(b, u...), bytes.Repeat([]byte{0xff}, wire.Pad(len(u)))...)
 		p.write(sealed(b))
 		if ev := receive(t, c); string(ev.Data) != strings.Repeat("a", n) {
-			t.Fatalf("%d octets: %+v", n, ev)
+			t.Fatalf("%d bytes: %+v", n, ev)
 		}
 		post(t, c, &WorkRequest{Op: Send, Data: u})
 		p.fpdu() // checks PAD
@@ -579,7 +579,7 @@ func TestMULPDUIsThatOfTCP(t *testing.T) {
 	for off := 0; off < 5000; {
 		u := p.fpdu()
 		if off += len(u) - wire.UntaggedLen; len(u) != want && off != 5000 {
-			t.Fatalf("ULPDU of %d octets, MULPDU %d", len(u), want)
+			t.Fatalf("ULPDU of %d bytes, MULPDU %d", len(u), want)
 		}
 	}
 }
@@ -594,7 +594,7 @@ func (s anotherSocket) Control(f func(fd uintptr)) error { f(uintptr(s.fd)); ret
 
 // MPA-4.5-3, MPA-4.5-6, DDP-3-1, DDP-3-2, MPA-A.1-2: a new segment size counts for
 // messages that are sent after it has been noticed, which takes up to
-// remeasure batches; and MPA-4.5-7: one of 88 octets, the least that Linux
+// remeasure batches; and MPA-4.5-7: one of 88 bytes, the least that Linux
 // knows, makes no MULPDU below 128.
 func TestMULPDUFollowsTCP(t *testing.T) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM, 0)
@@ -621,7 +621,7 @@ func TestMULPDUFollowsTCP(t *testing.T) {
 		for off := 0; off < 10000; {
 			u := p.fpdu()
 			if off += len(u) - wire.TaggedLen; len(u) != tt.mulpdu && off != 10000 {
-				t.Fatalf("EMSS %d: ULPDU of %d octets", tt.emss, len(u))
+				t.Fatalf("EMSS %d: ULPDU of %d bytes", tt.emss, len(u))
 			}
 		}
 	}
@@ -658,7 +658,7 @@ func TestLargestFPDU(t *testing.T) {
 		msg := random(n - wire.UntaggedLen)
 		go p.write(frame(append(unhex(send1), msg...)))
 		if ev := receive(t, c); !bytes.Equal(ev.Data, msg) {
-			t.Fatalf("ULPDU of %d octets: %d came", n, len(ev.Data))
+			t.Fatalf("ULPDU of %d bytes: %d came", n, len(ev.Data))
 		}
 		if cap(c.rx.asm) != 1<<16 {
 			t.Fatal("the receiver has grown")
@@ -676,12 +676,12 @@ func TestReceiveTimeout(t *testing.T) {
 			c.SetReceiveDeadline(time.Now().Add(5 * time.Millisecond))
 			var ev Event
 			if err := c.Receive(&ev); !os.IsTimeout(err) {
-				t.Fatalf("%d octets: %v", part, err)
+				t.Fatalf("%d bytes: %v", part, err)
 			}
 			c.SetReceiveDeadline(time.Time{})
 			p.write(stream[part:])
 			if ev := receive(t, c); len(ev.Data) != n {
-				t.Fatalf("%d octets before the time-out: %d came", part, len(ev.Data))
+				t.Fatalf("%d bytes before the time-out: %d came", part, len(ev.Data))
 			}
 			// DDP-6.2.1-6: so it is after our direction has ended.
 			c.CloseWrite()

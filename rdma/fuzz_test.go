@@ -8,7 +8,7 @@ import (
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
-// FuzzStream: arbitrary octets after startup end in an error that says why,
+// FuzzStream: arbitrary bytes after startup end in an error that says why,
 // in bounded memory, with nothing written outside of what was opened.
 // MPA-9.1-2, MPA2-12-1, DDP-8.3.1-3, RDMAP-8.1.1-3.
 func FuzzStream(f *testing.F) {
@@ -56,7 +56,7 @@ func FuzzStream(f *testing.F) {
 			if ev.Read != nil {
 				reads++
 			} else if len(ev.Data) > 1000 {
-				t.Fatalf("a Send of %d octets", len(ev.Data))
+				t.Fatalf("a Send of %d bytes", len(ev.Data))
 			}
 			if events > len(stream)/wire.UntaggedLen+1 {
 				t.Fatal("more events than the stream has messages")
@@ -99,7 +99,7 @@ func FuzzFPDUStream(f *testing.F) {
 	})
 }
 
-// FuzzReply: arbitrary octets where a Reply is due.
+// FuzzReply: arbitrary bytes where a Reply is due.
 func FuzzReply(f *testing.F) {
 	f.Add(unhex(repKey+"50020008 00010020 80000000"), true)
 	f.Add(unhex(repKey+"40010000"), false)
@@ -114,7 +114,7 @@ func FuzzReply(f *testing.F) {
 		c, private, err := Initiate(t.Context(), nc, Options{Rev: rev, PeerToPeer: enhanced})
 		if err == nil {
 			if len(private) > wire.MaxPrivateData || c.ORD() > defaultDepth || c.IRD() > defaultDepth {
-				t.Fatalf("ORD %d, IRD %d, %d octets of private data", c.ORD(), c.IRD(), len(private))
+				t.Fatalf("ORD %d, IRD %d, %d bytes of private data", c.ORD(), c.IRD(), len(private))
 			}
 			c.Close()
 		}

@@ -17,9 +17,9 @@ const (
 	RemoteWrite                    // be the sink of an RDMA Write
 )
 
-// A Domain is a protection domain: the streams in it know of each other, so
-// that use of an STag of another stream can be told from an STag that never
-// was. An STag is valid for one stream only, whatever the domain.
+// A Domain is a protection domain. Its streams know of each other, so an STag of
+// another stream can be distinguished from an STag that never existed. An STag is
+// valid for one stream only, whatever the Domain.
 type Domain struct {
 	mu    sync.Mutex
 	conns map[*Conn]struct{}
@@ -27,7 +27,7 @@ type Domain struct {
 	counts domainCounts
 }
 
-// NewDomain makes a protection domain.
+// NewDomain returns an empty protection domain.
 func NewDomain() *Domain { return &Domain{conns: map[*Conn]struct{}{}} }
 
 func (d *Domain) add(c *Conn) {
@@ -42,7 +42,7 @@ func (d *Domain) remove(c *Conn) {
 	delete(d.conns, c)
 }
 
-// knows tells whether stag belongs to another stream of the domain.
+// knows reports whether stag belongs to another stream of the domain.
 func (d *Domain) knows(stag wire.STag, not *Conn) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -54,8 +54,8 @@ func (d *Domain) knows(stag wire.STag, not *Conn) bool {
 	return false
 }
 
-// A Region is memory that the peer of one stream can reach by an STag. The
-// caller owns the Region and may use it again after Deregister.
+// A Region is memory that the peer of one stream can reach by an STag. The caller
+// owns the Region and may register it again after Deregister.
 type Region struct {
 	buf    []byte
 	base   uint64
@@ -68,10 +68,10 @@ type Region struct {
 	waiting bool // a Deregister waits for busy to become 0
 }
 
-// STag is the name of the Region at the peer.
+// STag returns the name that the peer uses for the Region.
 func (r *Region) STag() wire.STag { return r.stag }
 
-// memory is the STags of one stream.
+// memory holds the STags of one stream.
 type memory struct {
 	mu      sync.Mutex
 	idle    sync.Cond // a Region's busy count has become 0
@@ -89,11 +89,12 @@ func (m *memory) init() {
 	m.idle.L = &m.mu
 }
 
-// newSTag draws an STag that cannot be predicted (RFC 5040, section 8.1.1):
-// 32 bits of ChaCha8 with a seed of the kernel's, never 0, none that is valid.
+// newSTag draws an STag that nobody can predict (RFC 5040, section 8.1.1): 32 bits of
+// ChaCha8 with a seed from the kernel. It is never 0 and not in use.
 //
-// Preconditions: mu is held.
+// Preconditions: m.mu is held.
 func (m *memory) newSTag(taken func(wire.STag) bool) wire.STag {
+	held(&m.mu)
 	for {
 		s := wire.STag(m.rng.Uint64())
 		if s != 0 && m.regions[s] == nil && (taken == nil || !taken(s)) {
@@ -108,8 +109,8 @@ func (m *memory) find(stag wire.STag) *Region {
 	return m.regions[stag]
 }
 
-// Register opens buf to the peer: its first octet has the tagged offset base.
-// base+len(buf) must not pass 2^64.
+// Register gives the peer access to buf and returns the STag. The first byte has the
+// tagged offset base; base+len(buf) must not exceed 2^64.
 func (c *Conn) Register(r *Region, buf []byte, base uint64, access Access) wire.STag {
 	m := &c.mem
 	m.mu.Lock()
@@ -120,9 +121,9 @@ func (c *Conn) Register(r *Region, buf []byte, base uint64, access Access) wire.
 	return r.stag
 }
 
-// Deregister closes a Region. When it returns neither the peer nor this side
-// touches the memory any more. It waits for an RDMA Read Response that is
-// being sent, and takes a placement that is in progress away from its buffer.
+// Deregister takes the access to a Region back. When it returns, neither the peer nor
+// this side uses the memory. It waits for an RDMA Read Response that is being sent,
+// and interrupts a placement that is in progress.
 func (c *Conn) Deregister(r *Region) {
 	m := &c.mem
 	m.mu.Lock()
@@ -137,10 +138,11 @@ func (c *Conn) Deregister(r *Region) {
 	r.buf = nil
 }
 
-// invalidate makes the STag unknown.
+// invalidate removes the STag of r.
 //
-// Preconditions: mu is held.
+// Preconditions: m.mu is held.
 func (m *memory) invalidate(r *Region) {
+	held(&m.mu)
 	if r.valid {
 		r.valid = false
 		delete(m.regions, r.stag)
@@ -148,7 +150,7 @@ func (m *memory) invalidate(r *Region) {
 	}
 }
 
-// release ends a use that began in use.
+// release ends an access that use has begun.
 func (m *memory) release(r *Region) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -157,7 +159,7 @@ func (m *memory) release(r *Region) {
 	}
 }
 
-// revoked tells that a Deregister wants the Region back.
+// revoked reports whether a Deregister or the peer has invalidated the Region.
 func (m *memory) revoked(r *Region) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -169,14 +171,13 @@ func (m *memory) revoked(r *Region) bool {
 type useReasons struct{ stag, stream, access, wrap, bounds wire.Reason }
 
 var (
-	// DDP has no code for missing rights; an STag that may not be used this
-	// way is as good as invalid.
+	// DDP has no code for a missing right, so such an STag counts as invalid.
 	writeReasons = useReasons{wire.ReasonInvalidSTag, wire.ReasonStream, wire.ReasonInvalidSTag, wire.ReasonWrap, wire.ReasonBounds}
 	readReasons  = useReasons{wire.ReasonReadInvalidSTag, wire.ReasonReadStream, wire.ReasonReadAccess, wire.ReasonReadWrap, wire.ReasonReadBounds}
 )
 
-// use checks an access of n octets at to and returns the memory, which stays
-// in use until release.
+// use checks an access of n bytes at the tagged offset to. It returns the memory,
+// which stays in use until release.
 func (c *Conn) use(stag wire.STag, to, n uint64, want Access, why *useReasons) (*Region, []byte, *StreamError) {
 	m := &c.mem
 	m.mu.Lock()
@@ -193,15 +194,16 @@ func (c *Conn) use(stag wire.STag, to, n uint64, want Access, why *useReasons) (
 	case r.access&want == 0:
 		return nil, nil, fault(why.access, "STag %#x does not allow it, TO %#x", stag, to)
 	case to+n < to:
-		return nil, nil, fault(why.wrap, "STag %#x, %d octets at TO %#x", stag, n, to)
+		return nil, nil, fault(why.wrap, "STag %#x, %d bytes at TO %#x", stag, n, to)
 	case to < r.base || to-r.base > uint64(len(r.buf)) || n > uint64(len(r.buf))-(to-r.base):
-		return nil, nil, fault(why.bounds, "STag %#x, %d octets at TO %#x, it has %d at %#x", stag, n, to, len(r.buf), r.base)
+		return nil, nil, fault(why.bounds, "STag %#x, %d bytes at TO %#x, it has %d at %#x", stag, n, to, len(r.buf), r.base)
 	}
 	r.busy++
 	return r, r.buf[to-r.base:][:n:n], nil
 }
 
-// invalidateRemote serves a Send with Invalidate (RFC 5040, section 5.3).
+// invalidateRemote invalidates the STag of a Send with Invalidate (RFC 5040, section
+// 5.3).
 func (c *Conn) invalidateRemote(stag wire.STag) *StreamError {
 	m := &c.mem
 	m.mu.Lock()

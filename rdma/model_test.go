@@ -14,7 +14,7 @@ import (
 // like at each Send, and what the Reads bring, in order.
 type plan struct {
 	posts []*WorkRequest
-	sends []Event  // with the octets of Data
+	sends []Event  // with the bytes of Data
 	sinks []uint32 // CRC32 of the memory that is written to, at each Send
 	reads [][]byte
 }
@@ -115,14 +115,14 @@ func follow(c *Conn, ours, theirs *plan, sink []byte) error {
 		}
 		if ev.Read != nil {
 			if ev.Err != nil || !bytes.Equal(ev.Read.Data, ours.reads[reads]) {
-				return fmt.Errorf("Read %d: %v, %d octets, not what was expected", reads, ev.Err, len(ev.Read.Data))
+				return fmt.Errorf("Read %d: %v, %d bytes, not what was expected", reads, ev.Err, len(ev.Read.Data))
 			}
 			reads++
 			continue
 		}
 		want := theirs.sends[sends]
 		if !bytes.Equal(ev.Data, want.Data) || ev.Solicited != want.Solicited || ev.Invalidates != want.Invalidates || ev.Invalidated != want.Invalidated {
-			return fmt.Errorf("Send %d: %d octets, %+v", sends, len(want.Data), ev)
+			return fmt.Errorf("Send %d: %d bytes, %+v", sends, len(want.Data), ev)
 		}
 		if crc32.ChecksumIEEE(sink) != theirs.sinks[sends] {
 			return fmt.Errorf("Send %d: the memory is not that of the Writes in front of it", sends)

@@ -17,7 +17,7 @@ import (
 var unhex = testkit.Unhex
 
 // A rawPeer is the other end of a Conn: it knows startup frames and FPDUs as
-// octets, and nothing of the engine but wire.
+// bytes, and nothing of the engine but wire.
 type rawPeer struct {
 	t       testing.TB
 	nc      net.Conn
@@ -209,7 +209,7 @@ func (p *rawPeer) wantTerminate(header string) {
 func (p *rawPeer) wantEOF() {
 	p.t.Helper()
 	if n, err := p.nc.Read(make([]byte, 1)); n != 0 || err != io.EOF {
-		p.t.Fatalf("RDMAP-5.4-8: read %d octets, %v, where the stream should end", n, err)
+		p.t.Fatalf("RDMAP-5.4-8: read %d bytes, %v, where the stream should end", n, err)
 	}
 }
 
@@ -220,7 +220,7 @@ func (p *rawPeer) silent(why string) {
 	p.nc.SetReadDeadline(time.Now().Add(5 * time.Millisecond))
 	n, err := p.nc.Read(make([]byte, 1))
 	if n != 0 || !isTimeout(err) {
-		p.t.Fatalf("%s: read %d octets, %v", why, n, err)
+		p.t.Fatalf("%s: read %d bytes, %v", why, n, err)
 	}
 	p.nc.SetReadDeadline(time.Now().Add(testkit.Patience))
 }

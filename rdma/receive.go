@@ -13,19 +13,18 @@ import (
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
-// An Event is what Receive returns: a Send of the peer, or the end of a Read
-// that was posted here.
+// An Event is what Receive returns: a Send of the peer, or the end of a posted Read.
 type Event struct {
-	// Read is the work request that has ended, or nil for a Send. Err is nil
-	// if all of its memory has been filled.
+	// Read is the work request that is complete, or nil for a Send.
 	Read *WorkRequest
-	Err  error
+	// Err is nil if the Read has filled all of its memory.
+	Err error
 
-	// Data is the message of a Send. It is on loan until the next Receive.
+	// Data is the message of a Send. It is valid until the next Receive.
 	Data []byte
-	// Solicited tells that the peer asked for an event (RFC 5040, section
-	// 5.3). Invalidated is the STag that the Send has invalidated here.
-	Solicited   bool
+	// Solicited says that the peer asked for an event (RFC 5040, section 5.3).
+	Solicited bool
+	// Invalidates says that the Send has invalidated an STag, Invalidated.
 	Invalidates bool
 	Invalidated wire.STag
 }
@@ -34,7 +33,7 @@ type Event struct {
 type receiver struct {
 	win llp.Window
 
-	asm     []byte // a Send in pieces; MaxSend octets, made when first needed
+	asm     []byte // a Send of several segments; maxSend bytes, allocated when first needed
 	asmLen  int
 	maxSend int
 	sendMSN uint32 // expected on queue 0
@@ -42,16 +41,17 @@ type receiver struct {
 
 	seg  segment
 	hdr  [wire.UntaggedLen + wire.ReadRequestLen]byte
-	fpdu uint64 // count
+	fpdu uint64 // FPDUs so far
 
-	flusher bool // the goroutine of flushAside runs
+	flusher bool // the goroutine of flushAside is running
 
+	// For receiveMarked only:
 	markers bool
 	grid    wire.MarkerGrid
-	marked  []byte
-	plain   []byte
+	marked  []byte // the present FPDU as it came
+	plain   []byte // the present FPDU without its Markers
 
-	failed error // what Receive returns when all Reads are given back
+	failed error // what Receive returns after all Reads
 }
 
 // segment is the FPDU that is being received.
@@ -63,7 +63,7 @@ type segment struct {
 	hlen   int    // DDP header
 	length int    // ULPDU_Length
 	hdr    []byte // copy of the DDP header, and of a Read Request, for a Terminate
-	dst    []byte // where the payload goes; nil: it is looked at in place
+	dst    []byte // where the payload goes; nil: it stays in the window
 	region *Region
 	read   *WorkRequest
 }
@@ -71,12 +71,13 @@ type segment struct {
 func (s *segment) payload() int { return s.length - s.hlen }
 
 const (
-	// drainTime and drainLen bound how long and how much is still read after
-	// a Terminate, so that no TCP reset overtakes it.
+	// drainTime and drainLen limit for how long and how much drain reads after a
+	// Terminate, so that no TCP reset overtakes it.
 	drainTime = time.Second
 	drainLen  = 16 << 20
 )
 
+// init allocates the memory of the receiver, which gets its bytes from read.
 func (rx *receiver) init(read func([]byte) (int, error), maxSend int, markers bool) {
 	rx.win.Init(read, nil)
 	rx.maxSend = maxSend
@@ -86,21 +87,21 @@ func (rx *receiver) init(read func([]byte) (int, error), maxSend int, markers bo
 
 var (
 	errRevoked    = errors.New("the memory of this message was deregistered")
-	errUnanswered = fmt.Errorf("the peer has ended its direction of the stream: %w", io.ErrUnexpectedEOF)
+	errUnanswered = fmt.Errorf("the peer has closed its direction of the stream: %w", io.ErrUnexpectedEOF)
 )
 
-// Receive waits for the next Send of the peer or the end of a posted Read,
-// and places RDMA data meanwhile. io.EOF is the peer's orderly end of the
-// stream. A *StreamError is the end of the stream by a Terminate, ours or the
-// peer's. After any other error than a time-out the stream has ended, too:
-// before it is returned, every Read that was posted has been.
+// Receive waits for the next Send of the peer or the end of a posted Read, and
+// meanwhile places RDMA data. It returns io.EOF if the peer closed the stream between
+// two messages, and a *StreamError if a Terminate ended it, ours or the peer's. After
+// every error except a time-out the stream has ended. Receive returns every posted
+// Read before such an error.
 func (c *Conn) Receive(ev *Event) error {
 	rx := &c.rx
 	for rx.failed == nil {
 		done, err := c.receiveFPDU(ev)
 		if err != nil {
-			// Between FPDUs, and while only the window has part of one, a
-			// time-out has lost nothing.
+			// Between FPDUs, and while the window holds all that has come of one, a
+			// time-out loses nothing.
 			if errors.Is(err, os.ErrDeadlineExceeded) && !rx.win.Inside && len(rx.marked) == 0 && !c.writeFailed() {
 				return err
 			}
@@ -114,8 +115,9 @@ func (c *Conn) Receive(ev *Event) error {
 	return c.drainReads(ev)
 }
 
-// drainReads returns the Reads that will not be answered, then why. When Close has been
-// called nothing of the Conn runs after that.
+// drainReads returns each Read that nobody will answer, then why the stream ended.
+// After Close it waits for the goroutine of flushAside, so that nothing of the Conn
+// runs when its caller is told of the end.
 func (c *Conn) drainReads(ev *Event) error {
 	c.mu.Lock()
 	for wr := c.reads.pop(); wr != nil; wr = c.reads.pop() {
@@ -133,6 +135,7 @@ func (c *Conn) drainReads(ev *Event) error {
 		}
 		return c.rx.failed
 	}
+	wr.posted = false
 	*ev = Event{Read: wr, Err: c.rx.failed}
 	if ev.Err == io.EOF {
 		ev.Err = errUnanswered
@@ -140,13 +143,14 @@ func (c *Conn) drainReads(ev *Event) error {
 	return nil
 }
 
+// writeFailed reports whether a write to the socket has failed.
 func (c *Conn) writeFailed() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.broken
 }
 
-// fail ends the stream, telling the peer why if it is the peer's fault.
+// fail ends the stream because of err. If it is the peer's fault, fail tells the peer.
 func (c *Conn) fail(err error) {
 	rx := &c.rx
 	c.mu.Lock()
@@ -162,13 +166,12 @@ func (c *Conn) fail(err error) {
 			c.drain()
 		}
 	case err == io.EOF && rx.asmLen == 0:
-		// A peer that has only closed its half still hears us, but answers
-		// nothing.
+		// A peer that has closed its direction still receives, but answers nothing.
 		rx.failed = err
 		c.mu.Lock()
 		c.flushReads(errUnanswered)
 		c.mu.Unlock()
-		c.flushAside() // what was behind those Reads
+		c.flushAside() // what those Reads held up
 		return
 	default:
 		if err == io.EOF {
@@ -183,7 +186,7 @@ func (c *Conn) fail(err error) {
 	c.abandon(err)
 }
 
-// refuse terminates the stream because of the segment that is being received.
+// refuse terminates the stream because of the segment in c.rx.seg.
 func (c *Conn) refuse(why *StreamError) {
 	c.opt.Domain.counts.fault(why.Reason)
 	seg := &c.rx.seg
@@ -197,30 +200,28 @@ func (c *Conn) refuse(why *StreamError) {
 	c.terminate(why, ddp, seg.length, read)
 }
 
-// drain reads what the peer had sent before our Terminate could reach it.
-// Closing a socket with unread data would reset the connection, and the reset
-// could overtake the Terminate (RFC 5040, section 6.2.1).
+// drain reads what the peer sent before our Terminate could reach it. To close a
+// socket with unread data resets the connection, and the reset could overtake the
+// Terminate (RFC 5040, section 6.2.1).
 func (c *Conn) drain() {
 	c.rx.win.Lose()
 	c.nc.SetReadDeadline(time.Now().Add(drainTime))
 	io.Copy(io.Discard, io.LimitReader(c.nc, drainLen))
 }
 
-// Unread tells a net.Conn, from within its Read, where in the stream FPDUs begin:
-// unread are the last octets that it has returned, and the first rest octets of
-// these and of what follows belong to an FPDU that began before them; math.MaxInt: that
-// is not known.
+// Unread says where FPDUs begin, as llp.Window.Unread does, for a net.Conn that calls
+// it from within its Read. In the middle of an FPDU with Markers that is not known.
 func (c *Conn) Unread() (unread []byte, rest int) {
 	rx := &c.rx
-	if len(rx.marked) > 0 { // with Markers in between it is not known
+	if len(rx.marked) > 0 {
 		return nil, math.MaxInt
 	}
 	return rx.win.Unread()
 }
 
-// read reads for the window. What Defer has kept back leaves first, because Receive
-// may have to wait. A Deregister interrupts it: errRevoked if the memory of the
-// present segment is gone, otherwise it reads again.
+// read reads from the socket for the window. It first sends what Defer kept back,
+// because it may have to wait. A Deregister interrupts it. Then it returns errRevoked
+// if the memory of the present segment is gone, and reads again otherwise.
 func (c *Conn) read(p []byte) (n int, err error) {
 	c.flushDeferred()
 	for {
@@ -234,8 +235,8 @@ func (c *Conn) read(p []byte) (n int, err error) {
 	}
 }
 
-// Pending tells whether a whole FPDU, and not a long one, has come that Receive has not looked
-// at. Like Receive it is for one goroutine at a time.
+// Pending reports whether the next FPDU is short and has come as a whole, so that
+// Receive would not wait. Only the goroutine that calls Receive may call it.
 func (c *Conn) Pending() bool {
 	rx := &c.rx
 	b := rx.win.Peek(rx.win.Len())
@@ -246,11 +247,11 @@ func (c *Conn) Pending() bool {
 	return n <= llp.LongData && len(b) >= wire.LengthLen+n+wire.Pad(n)+wire.CRCLen
 }
 
-// Defer is instead of Flush while there is something Pending: what is queued leaves with the
-// next Flush, at the latest when Receive is about to wait for the peer.
+// Defer replaces a Flush while an FPDU is Pending. What is queued leaves with the next
+// Flush, or before Receive waits for the peer.
 func (c *Conn) Defer() { c.deferred.Store(true) }
 
-// flushDeferred sends what Defer has kept back.
+// flushDeferred sends what Defer kept back.
 func (c *Conn) flushDeferred() {
 	if c.deferred.Load() {
 		c.deferred.Store(false)
@@ -258,7 +259,7 @@ func (c *Conn) flushDeferred() {
 	}
 }
 
-// receiveFPDU takes one FPDU from the stream. done means that ev is filled.
+// receiveFPDU receives one FPDU. done says that it filled ev.
 func (c *Conn) receiveFPDU(ev *Event) (done bool, err error) {
 	rx := &c.rx
 	seg := &rx.seg
@@ -281,21 +282,21 @@ func (c *Conn) receiveFPDU(ev *Event) (done bool, err error) {
 	}
 	b = rx.win.Take(total)
 	if c.crc && wire.UpdateCRC(0, b[:total-wire.CRCLen]) != wire.CRC(b[total-wire.CRCLen:]) {
-		return false, fault(wire.ReasonCRC, "FPDU of %d octets", total)
+		return false, fault(wire.ReasonCRC, "FPDU of %d bytes", total)
 	}
 	return c.place(ev, b[wire.LengthLen:][:seg.length])
 }
 
-// verified notes that an FPDU of the peer has passed its CRC. From the first
-// one on a Responder may send.
+// verified notes that an FPDU of the peer has passed its CRC. After the first one a
+// Responder may send.
 func (c *Conn) verified() {
 	if !c.peerStarted.Load() {
 		c.peerStarted.Store(true)
-		c.flushAside() // what the ULP posted early
+		c.flushAside() // what the ULP has posted so far
 	}
 }
 
-// place handles a whole ULPDU that has been verified.
+// place handles a whole ULPDU after its CRC was checked.
 func (c *Conn) place(ev *Event, ulpdu []byte) (done bool, err error) {
 	c.verified()
 	seg := &c.rx.seg
@@ -311,9 +312,9 @@ func (c *Conn) place(ev *Event, ulpdu []byte) (done bool, err error) {
 	return c.deliver(ev, payload)
 }
 
-// receiveLong takes an FPDU with a long payload: as soon as the header has
-// told where the payload belongs, it is read to there. The CRC comes last:
-// placing may run ahead of it, delivery does not.
+// receiveLong receives an FPDU with a long payload. It reads the header first, and
+// then the payload straight to its destination. The CRC comes last: placing may run
+// ahead of it, delivery does not.
 func (c *Conn) receiveLong(ev *Event, total int) (done bool, err error) {
 	rx := &c.rx
 	seg := &rx.seg
@@ -324,7 +325,7 @@ func (c *Conn) receiveLong(ev *Event, total int) (done bool, err error) {
 	}
 	routeErr := c.route(rx.win.Peek(headers)[wire.LengthLen:])
 	if routeErr != nil {
-		// With CRCs on, whether the header can be trusted shows at the end.
+		// If CRCs are on, the end of the FPDU shows whether to trust the header.
 		return false, c.judge(routeErr, total)
 	}
 	n := wire.LengthLen + seg.hlen
@@ -356,14 +357,14 @@ func (c *Conn) receiveLong(ev *Event, total int) (done bool, err error) {
 	}
 	b := rx.win.TakeTrailer(tail)
 	if c.crc && wire.UpdateCRC(crc, b[:tail-wire.CRCLen]) != wire.CRC(b[tail-wire.CRCLen:]) {
-		return false, fault(wire.ReasonCRC, "FPDU of %d octets", total)
+		return false, fault(wire.ReasonCRC, "FPDU of %d bytes", total)
 	}
 	c.verified()
 	return c.deliver(ev, seg.dst)
 }
 
-// judge reads the last n octets of an FPDU whose header was found wrong, or
-// whose memory is gone, so that a CRC error is told as what it is.
+// judge reads the last n bytes of an FPDU whose header is wrong or whose memory is
+// gone. It returns a CRC error if there is one, and found otherwise.
 func (c *Conn) judge(found error, n int) error {
 	rx := &c.rx
 	whole := rx.seg.dst == nil
@@ -380,14 +381,15 @@ func (c *Conn) judge(found error, n int) error {
 		return found
 	}
 	if b := rx.win.Take(wire.CRCLen); c.crc && whole && crc != wire.CRC(b) {
-		return fault(wire.ReasonCRC, "FPDU with a header that makes no sense")
+		return fault(wire.ReasonCRC, "FPDU with an invalid header")
 	}
 	c.verified()
 	return found
 }
 
-// receiveMarked takes an FPDU from a stream with Markers. It is put together
-// in a buffer first; the CRC covers the Markers, DDP does not see them.
+// receiveMarked receives an FPDU from a stream with Markers. It assembles the FPDU in
+// a buffer first. The CRC covers the Markers, DDP does not see them. It serves
+// conformance only, see Options.Markers.
 func (c *Conn) receiveMarked(ev *Event) (done bool, err error) {
 	rx := &c.rx
 	rx.marked, rx.plain = rx.marked[:0], rx.plain[:0]
@@ -404,7 +406,7 @@ func (c *Conn) receiveMarked(ev *Event) (done bool, err error) {
 				}
 				want := max(len(rx.marked)-header, 0)
 				if wire.MarkerPointer(m) != want {
-					err = fault(wire.ReasonMarker, "FPDUPTR %d, the FPDU started %d octets before", wire.MarkerPointer(m), want)
+					err = fault(wire.ReasonMarker, "FPDUPTR %d, the FPDU started %d bytes before", wire.MarkerPointer(m), want)
 				}
 				rx.marked = append(rx.marked, m...)
 				rx.grid = rx.grid.Advance(wire.MarkerLen)
@@ -432,7 +434,7 @@ func (c *Conn) receiveMarked(ev *Event) (done bool, err error) {
 	}
 	n := len(rx.marked) - wire.CRCLen
 	if c.crc && wire.UpdateCRC(0, rx.marked[:n]) != wire.CRC(rx.marked[n:]) {
-		return false, fault(wire.ReasonCRC, "FPDU of %d octets", len(rx.marked))
+		return false, fault(wire.ReasonCRC, "FPDU of %d bytes", len(rx.marked))
 	}
 	if err != nil {
 		return false, err
@@ -440,14 +442,14 @@ func (c *Conn) receiveMarked(ev *Event) (done bool, err error) {
 	return c.place(ev, rx.plain[wire.LengthLen:][:seg.length])
 }
 
-// route decodes and checks the headers of a segment (RFC 5041, section 7.1;
-// RFC 5040, section 7.2) and finds out where its payload goes. b is the ULPDU
-// or at least the headers of a long one. Nothing changes but rx.seg and, for
-// a tagged buffer, its use count, which unuse gives back.
+// route decodes and checks the headers of a segment (RFC 5041, section 7.1; RFC 5040,
+// section 7.2), and finds the destination of its payload. b is the ULPDU or at least
+// the headers of a long one. route changes only rx.seg and the use count of a tagged
+// buffer; unuse decrements that.
 func (c *Conn) route(b []byte) error {
 	seg := &c.rx.seg
 	if seg.length < wire.TaggedLen || !wire.IsTagged(b) && seg.length < wire.UntaggedLen {
-		return fault(wire.ReasonMarker, "ULPDU of %d octets", seg.length)
+		return fault(wire.ReasonMarker, "ULPDU of %d bytes", seg.length)
 	}
 	tagged := wire.IsTagged(b)
 	seg.hlen = wire.UntaggedLen
@@ -457,9 +459,9 @@ func (c *Conn) route(b []byte) error {
 	seg.hdr = append(c.rx.hdr[:0], b[:seg.hlen]...)
 	if !wire.VersionOK(b) {
 		if tagged {
-			return fault(wire.ReasonTaggedVersion, "control octet %#02x", b[0])
+			return fault(wire.ReasonTaggedVersion, "control byte %#02x", b[0])
 		}
-		return fault(wire.ReasonUntaggedVersion, "control octet %#02x", b[0])
+		return fault(wire.ReasonUntaggedVersion, "control byte %#02x", b[0])
 	}
 	if tagged {
 		seg.tagged, _ = wire.ParseTagged(b)
@@ -473,7 +475,7 @@ func (c *Conn) route(b []byte) error {
 	}
 	var ok bool
 	if seg.op, ok = wire.ParseControl(b[1]); !ok {
-		return fault(wire.ReasonRDMAPVersion, "control octet %#02x", b[1])
+		return fault(wire.ReasonRDMAPVersion, "control byte %#02x", b[1])
 	}
 	if seg.op == wire.OpTerminate {
 		return c.routeTerminate(seg, tagged)
@@ -498,15 +500,16 @@ func (c *Conn) route(b []byte) error {
 	return nil
 }
 
+// routeWrite finds the tagged buffer of an RDMA Write.
 func (c *Conn) routeWrite(seg *segment) (why *StreamError) {
 	if seg.payload() == 0 {
-		return nil // STag and TO are not looked at: RFC 5041, section 7.1
+		return nil // STag and TO do not matter: RFC 5041, section 7.1
 	}
 	seg.region, seg.dst, why = c.use(seg.tagged.STag, seg.tagged.TO, uint64(seg.payload()), RemoteWrite, &writeReasons)
 	return why
 }
 
-// unuse ends the use of memory that route has begun.
+// unuse ends the use of the memory that route has found.
 func (c *Conn) unuse() {
 	if seg := &c.rx.seg; seg.region != nil {
 		c.mem.release(seg.region)
@@ -514,8 +517,8 @@ func (c *Conn) unuse() {
 	}
 }
 
-// routeReadResponse checks a Response against the oldest Read, which is the
-// only one it can belong to (RFC 5040, section 5.2.2).
+// routeReadResponse checks a Response against the oldest Read: Responses come in the
+// order of the Requests (RFC 5040, section 5.2.2).
 func (c *Conn) routeReadResponse(seg *segment) *StreamError {
 	c.mu.Lock()
 	wr := c.reads.head
@@ -523,35 +526,37 @@ func (c *Conn) routeReadResponse(seg *segment) *StreamError {
 	n, h := uint64(seg.payload()), &seg.tagged
 	switch {
 	case wr == nil:
-		return fault(wire.ReasonOpcode, "RDMA Read Response that nobody asked for")
+		return fault(wire.ReasonOpcode, "RDMA Read Response without a Request")
 	case n == 0 && len(wr.Data) == 0 && seg.last:
-		// STag and TO are not looked at: RFC 5041, section 5.2.
+		// STag and TO do not matter: RFC 5041, section 5.2.
 	case h.STag != wr.sink:
-		return fault(wire.ReasonInvalidSTag, "Read Response to STag %#x, due is %#x", h.STag, wr.sink)
+		return fault(wire.ReasonInvalidSTag, "Read Response to STag %#x, expected %#x", h.STag, wr.sink)
 	case h.TO+n < h.TO:
-		return fault(wire.ReasonWrap, "Read Response of %d octets at TO %#x", n, h.TO)
+		return fault(wire.ReasonWrap, "Read Response of %d bytes at TO %#x", n, h.TO)
 	case h.TO != wr.got || n > uint64(len(wr.Data))-wr.got:
-		return fault(wire.ReasonBounds, "Read Response of %d octets at TO %#x, due are %d at %#x", n, h.TO, uint64(len(wr.Data))-wr.got, wr.got)
+		return fault(wire.ReasonBounds, "Read Response of %d bytes at TO %#x, expected %d at %#x", n, h.TO, uint64(len(wr.Data))-wr.got, wr.got)
 	case seg.last && wr.got+n != uint64(len(wr.Data)):
-		return fault(wire.ReasonBounds, "Read Response ends after %d of %d octets", wr.got+n, len(wr.Data))
+		return fault(wire.ReasonBounds, "Read Response ends after %d of %d bytes", wr.got+n, len(wr.Data))
 	}
 	seg.read, seg.dst = wr, wr.Data[wr.got:][:n:n]
 	return nil
 }
 
+// routeSend checks the sequence of a Send. Its payload stays in the window if it is
+// short and the Send has one segment.
 func (c *Conn) routeSend(seg *segment) *StreamError {
 	rx, h := &c.rx, &seg.untag
 	n := seg.payload()
 	switch {
 	case h.MSN != rx.sendMSN:
-		return fault(wire.ReasonMSN, "Send with MSN %d, due is %d", h.MSN, rx.sendMSN)
+		return fault(wire.ReasonMSN, "Send with MSN %d, expected %d", h.MSN, rx.sendMSN)
 	case uint64(h.MO) != uint64(rx.asmLen):
-		return fault(wire.ReasonMO, "Send with MO %d, due is %d", h.MO, rx.asmLen)
+		return fault(wire.ReasonMO, "Send with MO %d, expected %d", h.MO, rx.asmLen)
 	case n > rx.maxSend-rx.asmLen:
-		return fault(wire.ReasonTooLong, "Send of more than %d octets", rx.maxSend)
+		return fault(wire.ReasonTooLong, "Send of more than %d bytes", rx.maxSend)
 	}
 	if h.MO == 0 && seg.last && seg.length <= llp.LongData {
-		return nil // the whole message: it is looked at in place
+		return nil
 	}
 	if rx.asm == nil {
 		rx.asm = make([]byte, rx.maxSend)
@@ -560,39 +565,40 @@ func (c *Conn) routeSend(seg *segment) *StreamError {
 	return nil
 }
 
+// routeReadRequest checks the sequence and the size of a Read Request.
 func (c *Conn) routeReadRequest(seg *segment, b []byte) *StreamError {
 	rx, h := &c.rx, &seg.untag
 	switch {
 	case h.MSN != rx.readMSN:
-		return fault(wire.ReasonMSN, "Read Request with MSN %d, due is %d", h.MSN, rx.readMSN)
+		return fault(wire.ReasonMSN, "Read Request with MSN %d, expected %d", h.MSN, rx.readMSN)
 	case h.MO != 0:
 		return fault(wire.ReasonMO, "Read Request with MO %d", h.MO)
 	case seg.payload() > wire.ReadRequestLen:
-		return fault(wire.ReasonTooLong, "Read Request of %d octets", seg.payload())
+		return fault(wire.ReasonTooLong, "Read Request of %d bytes", seg.payload())
 	case seg.payload() < wire.ReadRequestLen || !seg.last:
-		return fault(wire.ReasonOpcode, "Read Request of %d octets, last segment: %t", seg.payload(), seg.last)
+		return fault(wire.ReasonOpcode, "Read Request of %d bytes, last segment: %t", seg.payload(), seg.last)
 	}
 	seg.hdr = append(seg.hdr, b[seg.hlen:][:wire.ReadRequestLen]...)
 	return nil
 }
 
-// routeTerminate checks a Terminate. After a bad one the peer is gone, too,
-// whatever it wanted to say, and there is no answer to a Terminate (RFC 5040,
-// section 5.4).
+// routeTerminate checks a Terminate. A bad one ends the stream, too, and nothing
+// answers a Terminate (RFC 5040, section 5.4).
 func (c *Conn) routeTerminate(seg *segment, tagged bool) error {
 	h := &seg.untag
 	if tagged || h.QN != wire.QNTerminate || h.MSN != 1 || h.MO != 0 || !seg.last || seg.payload() > wire.MaxTerminateLen+64 {
-		return badTerminate(fmt.Errorf("tagged %t, queue %d, MSN %d, MO %d, %d octets", tagged, h.QN, h.MSN, h.MO, seg.payload()))
+		return badTerminate(fmt.Errorf("tagged %t, queue %d, MSN %d, MO %d, %d bytes", tagged, h.QN, h.MSN, h.MO, seg.payload()))
 	}
 	return nil
 }
 
+// badTerminate returns the error for a Terminate that breaks the rules.
 func badTerminate(err error) *StreamError {
 	return &StreamError{Reason: wire.ReasonOperation, Remote: true, Err: fmt.Errorf("bad Terminate: %w", err)}
 }
 
-// deliver does what a segment means once it has been verified and placed.
-// payload is the ULPDU behind the DDP header.
+// deliver acts on a segment after it was verified and placed. payload is the ULPDU
+// after the DDP header.
 func (c *Conn) deliver(ev *Event, payload []byte) (done bool, err error) {
 	rx, seg := &c.rx, &c.rx.seg
 	first := rx.fpdu == 0
@@ -639,6 +645,7 @@ func (c *Conn) deliver(ev *Event, payload []byte) (done bool, err error) {
 	return true, nil
 }
 
+// deliverRead counts a segment of a Read Response, and fills ev after the last one.
 func (c *Conn) deliverRead(ev *Event, seg *segment) (done bool) {
 	wr := seg.read
 	wr.got += uint64(len(seg.dst))
@@ -657,6 +664,7 @@ func (c *Conn) deliverRead(ev *Event, seg *segment) (done bool) {
 	if wr == c.rtr {
 		return false
 	}
+	wr.posted = false
 	*ev = Event{Read: wr}
 	return true
 }
@@ -672,7 +680,7 @@ func (c *Conn) answerRead(payload []byte) error {
 	wr := c.answers.pop()
 	c.mu.Unlock()
 	if wr == nil {
-		return fault(wire.ReasonNoBuffer, "more than %d RDMA Reads at once", c.ird)
+		return fault(wire.ReasonNoBuffer, "more than %d unanswered RDMA Read Requests", c.ird)
 	}
 	wr.STag, wr.TO, wr.region, wr.Data = r.SinkSTag, r.SinkTO, nil, nil
 	if r.Size > 0 {

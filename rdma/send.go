@@ -8,9 +8,10 @@ import (
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
-// Op is what a WorkRequest does.
+// An Op is the operation of a WorkRequest.
 type Op uint8
 
+// Operations of RDMAP (RFC 5040, section 5). SE stands for "with Solicited Event".
 const (
 	Send Op = iota + 1
 	SendInvalidate
@@ -19,7 +20,7 @@ const (
 	Write
 	Read
 	readResponse
-	readRequest // stand-in for a Read in a batch
+	readRequest // represents a Read in a batch
 )
 
 var opcodeOf = [...]wire.Opcode{
@@ -33,38 +34,41 @@ var opcodeOf = [...]wire.Opcode{
 	readRequest:      wire.OpReadRequest,
 }
 
-// A WorkRequest is one RDMAP operation. From Post until it is done it, and
-// the memory it names, belong to the Conn. It can be used again and again.
+// A WorkRequest is one RDMAP operation. From Post until it is done, it and the memory
+// that it names belong to the Conn. Then it can be posted again.
 type WorkRequest struct {
 	Op Op
-	// Head and Data are the message of a Send or Write, in this order; Head is
-	// meant to be short and is copied. For a Read, Data is the memory it
-	// fills and Head is not used.
+	// Head and Data are the message of a Send or Write, in this order. Head should be
+	// short: it is copied. A Read fills Data and does not use Head.
 	Head, Data []byte
-	// STag and TO name the peer's memory of a Write or Read. For a Send with
-	// Invalidate, STag is what the peer shall invalidate.
+	// STag and TO name the peer's memory of a Write or Read. In a Send with
+	// Invalidate, STag is the one that the peer shall invalidate.
 	STag wire.STag
 	TO   uint64
-	// Done, if not nil, is told when a Send or Write no longer needs its
-	// memory: it has been handed to TCP, or (err) will not be sent. That says
-	// nothing about the peer. The end of a Read is an Event instead.
+	// Done, if not nil, is called when a Send or Write no longer needs its memory: TCP
+	// has taken it, or (with an error) it will not be sent. That says nothing about
+	// the peer. The end of a Read is an Event instead.
 	Done Completer
 
+	posted bool // between Post and its end; kept in builds with the tag "invariants"
 	next   *WorkRequest
 	sink   wire.STag // of a Read
-	stalls bool      // a Read has been counted as one that ORD holds up
-	got    uint64    // octets of Data that the Response has filled; of a readRequest, how many to ask for
+	stalls bool      // the Read is counted in ORDStalls
+	got    uint64    // bytes of Data that the Response has filled; size of a readRequest
 	region *Region   // of a readResponse
 }
 
-// A Completer takes back a WorkRequest. WorkDone must not wait.
+// A Completer receives a WorkRequest when it is done.
 type Completer interface {
+	// WorkDone must not wait. err is nil if the message was sent.
 	WorkDone(wr *WorkRequest, err error)
 }
 
 func (wr *WorkRequest) size() int { return len(wr.Head) + len(wr.Data) }
 
-// list is a FIFO of work requests, linked through next.
+// list is a FIFO of work requests, linked through next. It is an iscsi/fifo without its
+// second pointer; a package for both would have to lie below rdma and iscsi, and there
+// is no such place for 30 lines.
 type list struct{ head, tail *WorkRequest }
 
 func (l *list) push(wr *WorkRequest) {
@@ -107,27 +111,31 @@ type sender struct {
 }
 
 const (
-	// writeLen is how many octets of long payloads go out at once: few enough
-	// to be still in the cache, from their CRC, when TCP copies them.
+	// writeLen limits the bytes of long payloads in one write: few enough to be still
+	// in the cache, where the CRC has brought them, when TCP copies them.
 	writeLen = 128 << 10
 
-	// remeasure is after how many flushes the segment size is looked up again.
+	// remeasure is the number of flushes after which send reads the segment size again.
 	remeasure = 64
-	// terminateTime is how long a Terminate may take.
+	// terminateTime limits how long it may take to send a Terminate.
 	terminateTime = 2 * time.Second
 )
 
+// init allocates the memory of the sender.
 func (s *sender) init() {
 	s.sendMSN, s.readMSN = 1, 1
 	s.out.Init()
 }
 
-// Post appends wr to the send queue; Flush sends it. Operations are sent in
-// the order of Post. A Read that would exceed ORD holds up what is behind it
-// until an earlier one is answered. An error means that wr was not taken.
+// Post appends wr to the send queue, from which Flush sends it. Operations leave in the
+// order of Post. A Read that would exceed ORD holds up what follows it until an earlier
+// Read is answered. After an error wr is not in the queue.
 func (c *Conn) Post(wr *WorkRequest) error {
 	if uint64(wr.size()) > 1<<32-1 {
 		return errTooBig
+	}
+	if invariants && wr.posted {
+		panic("rdma: Post of a WorkRequest that is not done")
 	}
 	wr.got, wr.stalls = 0, false
 	if wr.Op == Read {
@@ -146,11 +154,12 @@ func (c *Conn) Post(wr *WorkRequest) error {
 	case wr.Op == Read && c.readErr != nil:
 		return c.readErr
 	}
+	wr.posted = invariants
 	c.queue.push(wr)
 	return nil
 }
 
-// readPending tells whether stag is the sink of a Read that was posted.
+// readPending reports whether stag is the sink of a Read without an answer.
 func (c *Conn) readPending(stag wire.STag) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -164,10 +173,9 @@ func (c *Conn) readPending(stag wire.STag) bool {
 	return false
 }
 
-// Flush sends what the queue holds, and waits until TCP has taken it. If
-// another goroutine is doing that it returns at once, and the other one sends
-// this, too. A Responder keeps everything back until the peer has sent its
-// first FPDU.
+// Flush sends what the queue holds, and waits until TCP has taken it. If another
+// goroutine is in Flush, that one sends everything and this call returns at once. A
+// Responder keeps everything back until the peer has sent its first FPDU.
 func (c *Conn) Flush() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -192,13 +200,12 @@ func (c *Conn) Flush() {
 		c.broken = c.broken || err != nil
 		terminate, why := c.terminateFPDU, c.terminateReason
 		if c.broken || !c.peerStarted.Load() {
-			terminate = nil // there is no place in the stream for it
+			terminate = nil // the stream has no place for it
 		}
 		c.mu.Unlock()
 		if err != nil {
 			c.abandon(err)
-			// The peer may have said why: let Receive hear it, but not wait
-			// for it.
+			// The peer may have sent the reason. Receive may read it, but not wait long.
 			c.SetReceiveDeadline(time.Now().Add(terminateTime))
 		}
 		if last {
@@ -209,8 +216,9 @@ func (c *Conn) Flush() {
 	c.flushing = false
 }
 
-// flushAside has another goroutine flush. Receive must not wait for the peer
-// to take data: two ends that do so wait for each other.
+// flushAside lets another goroutine call Flush, and starts it when first needed.
+// Receive must not wait for the peer to take data: two ends that did so would wait for
+// each other.
 func (c *Conn) flushAside() {
 	if !c.rx.flusher {
 		c.rx.flusher = true
@@ -231,14 +239,15 @@ func (c *Conn) flushAside() {
 	}
 }
 
-// takeBatch detaches what may be sent now: the Read Responses, which nothing
-// of ours may hold up, and what is posted, up to a Read that has to wait for
-// an earlier one. The Reads among it count as outstanding from here on,
-// because their Responses may come at once; and because they may then be in
-// other hands before the batch is done, a stand-in carries the Request.
+// takeBatch removes from the queues what may be sent now: all Read Responses, which
+// nothing of ours may hold up, and what was posted, up to a Read that exceeds ORD. The
+// Reads in it count as outstanding from now on, because their Responses may come at
+// once. Their owners may then reuse them before the batch is done, so a readRequest
+// represents each in the batch.
 //
 // Preconditions: c.mu is held.
 func (c *Conn) takeBatch() (batch list) {
+	held(&c.mu)
 	if !c.peerStarted.Load() {
 		return batch
 	}
@@ -271,7 +280,7 @@ func (c *Conn) takeBatch() (batch list) {
 	return batch
 }
 
-// finish gives work requests back to who posted them.
+// finish returns work requests to their owners.
 func (c *Conn) finish(l list, err error) {
 	for wr := l.pop(); wr != nil; wr = l.pop() {
 		switch wr.Op {
@@ -288,6 +297,7 @@ func (c *Conn) finish(l list, err error) {
 			c.answers.push(wr)
 			c.mu.Unlock()
 		default:
+			wr.posted = false
 			if wr.Done != nil {
 				wr.Done.WorkDone(wr, err)
 			}
@@ -357,8 +367,8 @@ func (c *Conn) sendReadRequest(wr *WorkRequest) error {
 	return c.trailer(n, nil, nil)
 }
 
-// segments cuts the message of wr into DDP segments of at most one MULPDU;
-// put encodes the header for the payload at off.
+// segments cuts the message of wr into DDP segments of at most one MULPDU. put encodes
+// the header of the segment whose payload begins at off.
 func (c *Conn) segments(wr *WorkRequest, hlen int, put func(b []byte, off int, last bool)) error {
 	size, most := wr.size(), c.tx.mulpdu-hlen
 	head, data := wr.Head, wr.Data
@@ -380,9 +390,8 @@ func (c *Conn) segments(wr *WorkRequest, hlen int, put func(b []byte, off int, l
 	}
 }
 
-// header starts an FPDU for a ULPDU of n octets: it makes room in the slab,
-// writes ULPDU_Length and returns where the DDP header goes. trailer ends the
-// FPDU.
+// header starts an FPDU for a ULPDU of n bytes: it makes room, writes ULPDU_Length and
+// returns the place of the DDP header. trailer ends the FPDU.
 func (c *Conn) header(n int) ([]byte, error) {
 	s := &c.tx
 	const most = wire.LengthLen + wire.UntaggedLen + wire.ReadRequestLen + 2*llp.CopyBelow + 3 + wire.CRCLen
@@ -396,9 +405,8 @@ func (c *Conn) header(n int) ([]byte, error) {
 	return b[len(b):cap(b)], nil
 }
 
-// trailer ends the FPDU that header has begun: the DDP header of hlen octets
-// is in the slab; head and data are the payload, which is copied or referred
-// to, then come PAD and CRC.
+// trailer ends the FPDU that header has started, after the caller has written the DDP
+// header of hlen bytes. It adds the payload, head and data, then PAD and CRC.
 func (c *Conn) trailer(hlen int, head, data []byte) error {
 	out := &c.tx.out
 	c.counts.sent.fpdus.Add(1)
@@ -434,8 +442,8 @@ func (c *Conn) trailer(hlen int, head, data []byte) error {
 
 var zeros [3]byte
 
-// trailerMarked is trailer for a peer that wants Markers: the FPDU is put
-// together and written by itself.
+// trailerMarked ends an FPDU for a peer that wants Markers. It assembles the FPDU and
+// writes it at once.
 func (c *Conn) trailerMarked(start int, data []byte, pad int) error {
 	s := &c.tx
 	s.plain = append(s.plain[:0], s.out.Slab[start:]...)
@@ -450,7 +458,7 @@ func (c *Conn) trailerMarked(start int, data []byte, pad int) error {
 	return nil
 }
 
-// write hands what is encoded to TCP.
+// write writes what is encoded to the socket.
 func (c *Conn) write() error {
 	if err := c.tx.out.Flush(); err != nil {
 		return fmt.Errorf("%w: %w", errWriting, err)
@@ -458,8 +466,8 @@ func (c *Conn) write() error {
 	return nil
 }
 
-// end makes the end of our direction of the stream follow what is queued, with
-// the FPDU of a Terminate, which says why, or without. The first Terminate counts.
+// end ends our direction of the stream after what is queued. terminate, if not nil, is
+// the FPDU of a Terminate with the Reason why, and comes last. The first one counts.
 func (c *Conn) end(terminate []byte, why wire.Reason) {
 	c.mu.Lock()
 	if c.err == nil {
@@ -473,7 +481,7 @@ func (c *Conn) end(terminate []byte, why wire.Reason) {
 	c.Flush()
 }
 
-// sendEnd ends our direction of the TCP connection.
+// sendEnd sends the Terminate, if any, and ends our direction of the TCP connection.
 func (c *Conn) sendEnd(terminate []byte, why wire.Reason) {
 	if c.markersOut && terminate != nil {
 		terminate, c.tx.grid = c.tx.grid.AppendFPDU(nil, terminate, c.crc)
@@ -489,8 +497,8 @@ func (c *Conn) sendEnd(terminate []byte, why wire.Reason) {
 	}
 }
 
-// terminate ends the stream with a Terminate (RFC 5040, section 5.4), the last
-// message that is sent. ddp, segment and read describe the refused message.
+// terminate ends the stream with a Terminate (RFC 5040, section 5.4), which is our last
+// message. ddp, segment and read describe the refused message.
 func (c *Conn) terminate(why *StreamError, ddp []byte, segment int, read []byte) {
 	t := wire.Terminate{Reason: why.Reason, DDP: ddp, Segment: uint16(segment), ReadRequest: read}
 	if why.Reason.Layer == wire.LayerLLP || why.Reason.Layer == wire.LayerRDMAP && why.Reason.EType == 0 {

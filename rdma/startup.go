@@ -14,31 +14,32 @@ import (
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
-// Options of a stream. The zero value of a field means its default.
+// Options configures a stream. The zero value of a field means its default.
 type Options struct {
-	// IRD is how many RDMA Read Requests of the peer may be unanswered, ORD
-	// how many of ours; both are upper limits for what startup agrees on.
-	// Default 32, at most 16382.
+	// IRD limits how many RDMA Read Requests of the peer may be unanswered, ORD how
+	// many of ours. Both are upper limits for what startup agrees on. Default 32, at
+	// most 16382.
 	IRD, ORD int
-	// MinORD rejects, as a Responder, a peer that takes in fewer Read
-	// Requests than this.
+	// MinORD makes a Responder reject a peer that accepts fewer Read Requests.
 	MinORD int
-	// MaxSend is the longest Send that is accepted, in octets. Default 16384.
-	// It is also the memory a Conn sets aside for a Send in pieces.
+	// MaxSend is the longest Send that the Conn accepts, in bytes. Default 16384.
+	// The Conn needs as much memory to assemble a Send of several segments.
 	MaxSend int
-	// MaxULPDU caps the ULPDUs that are sent, in octets, below what the
-	// segment size of the TCP connection gives. Default and at most 64768.
+	// MaxULPDU limits the ULPDUs that are sent, in bytes. The segment size of the TCP
+	// connection limits them, too. Default and at most 64768.
 	MaxULPDU int
-	// NoCRC asks for no CRCs; they are left out only if the peer does not ask
-	// either. RFC 5044, section 4.4, allows it where something else protects
+	// NoCRC does not ask for CRCs. They are left out if the peer does not ask for
+	// them, either. RFC 5044, section 4.4, allows that where something else protects
 	// the data end to end as well as a CRC32c does.
 	NoCRC bool
-	// Markers asks the peer to send Markers (RFC 5044, section 4.3). They
-	// are of no use on a TCP socket and siw refuses them.
+	// Markers asks the peer to send Markers (RFC 5044, section 4.3). They are of no
+	// use on a TCP socket, siw refuses them, and the target never sets this. The
+	// option, and with it the receiver of Markers, exists for conformance: tests use
+	// it to check that Markers that are sent can be received.
 	Markers bool
-	// StartupTimeout bounds the exchange of startup frames. Default 10 s.
+	// StartupTimeout limits the exchange of startup frames. Default 10 s.
 	StartupTimeout time.Duration
-	// Domain is the protection domain. Default: one of its own.
+	// Domain is the protection domain. Default: a new one.
 	Domain *Domain
 
 	// RTR restricts the ready-to-receive messages that are offered or
@@ -46,9 +47,9 @@ type Options struct {
 	// all three.
 	RTR RTR
 
-	// For an Initiator: the private data of the Request (at most 512 octets,
-	// 508 in revision 2), the revision (1 or 2, default 2), and whether to
-	// ask for the peer-to-peer model.
+	// Private, Rev and PeerToPeer are for an Initiator: the private data of the
+	// Request (at most 512 bytes, 508 in revision 2), the revision (1 or 2, default
+	// 2), and whether to ask for the peer-to-peer model.
 	Private    []byte
 	Rev        uint8
 	PeerToPeer bool
@@ -111,26 +112,26 @@ func (o Options) complete() (Options, error) {
 	return o, nil
 }
 
-// A Request is what an Initiator asked for.
+// A Request is the content of an Initiator's startup frame.
 type Request struct {
 	Private  []byte
 	Rev      uint8
 	CRC      bool
 	Markers  bool
-	Enhanced bool        // RFC 6581: Depths is there
+	Enhanced bool        // RFC 6581: the frame has Depths
 	Depths   wire.Depths // as the Initiator sees them
 }
 
-// An Answer is what the ULP replies to a Request.
+// An Answer is the reply of the ULP to a Request.
 type Answer struct {
-	Private []byte // at most 512 octets, 508 in an enhanced Reply
-	Reject  error  // if not nil, the Reply says so
+	Private []byte // at most 512 bytes, 508 in an enhanced Reply
+	Reject  error  // if not nil, the Reply rejects the connection
 }
 
-// Respond is the Responder's side of MPA startup: it waits for the Request,
-// asks the ULP through answer, and sends the Reply. After an error the TCP
-// connection is closed, except after a reject: then it is the caller's to
-// close (RFC 5044, section 7.1.2), and the error is the ULP's.
+// Respond performs MPA startup as the Responder: it waits for the Request, asks the
+// ULP through answer, and sends the Reply. After an error the TCP connection is
+// closed. After a reject the error is the ULP's, and the caller closes the TCP
+// connection (RFC 5044, section 7.1.2).
 func Respond(ctx context.Context, nc net.Conn, o Options, answer func(*Request) Answer) (*Conn, error) {
 	o, err := o.complete()
 	if err != nil {
@@ -140,12 +141,12 @@ func Respond(ctx context.Context, nc net.Conn, o Options, answer func(*Request) 
 	return r.Respond(ctx, nc, nil, o.StartupTimeout, answer)
 }
 
-// A Responder has the memory of a stream that is to come, for a ULP that talks
-// in streaming mode first and must know that there will be one before it agrees
-// to that (RFC 5044, section 7.1.3).
+// A Responder holds the memory of a future stream. It is for a ULP that starts in
+// streaming mode, and has to allocate the stream before it agrees to RDMA mode (RFC
+// 5044, section 7.1.3).
 type Responder struct {
 	o Options
-	c *Conn // nil: made when the Request has come
+	c *Conn // nil: allocated when the Request has come
 }
 
 // NewResponder allocates a stream.
@@ -157,14 +158,13 @@ func NewResponder(o Options) (*Responder, error) {
 	return &Responder{o, allocate(o)}, nil
 }
 
-// Respond is like the function of that name. The stream of nc begins with
-// prefix, which the ULP has already read, at most 64 KiB. timeout bounds the
-// exchange of startup frames; Options.StartupTimeout does not. It can be called
-// once.
+// Respond performs MPA startup like the function Respond, once. The stream of nc
+// begins with prefix, at most 64 KiB, which the ULP has already read. timeout limits
+// the exchange of startup frames instead of Options.StartupTimeout.
 func (r *Responder) Respond(ctx context.Context, nc net.Conn, prefix []byte, timeout time.Duration, answer func(*Request) Answer) (*Conn, error) {
 	if len(prefix) > llp.WindowLen {
 		nc.Close()
-		return nil, fmt.Errorf("rdma: %d octets read ahead, %d are possible", len(prefix), llp.WindowLen)
+		return nil, fmt.Errorf("rdma: %d bytes were read before the startup, the limit is %d", len(prefix), llp.WindowLen)
 	}
 	var c *Conn
 	rejected := false
@@ -175,8 +175,8 @@ func (r *Responder) Respond(ctx context.Context, nc net.Conn, prefix []byte, tim
 	return established(nc, c, rejected, err)
 }
 
-// established ends a startup: after an error nothing is left but, after a
-// reject, the TCP connection.
+// established ends a startup. After an error it closes everything, except the TCP
+// connection after a reject.
 func established(nc net.Conn, c *Conn, rejected bool, err error) (*Conn, error) {
 	if err == nil {
 		return c, nil
@@ -211,7 +211,7 @@ func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader, answer func(*Requ
 		}
 	}
 	if ord < o.MinORD {
-		reject = fmt.Errorf("the initiator takes in %d RDMA Reads, %d are needed", f.Depths.IRD, o.MinORD)
+		reject = fmt.Errorf("the initiator accepts %d RDMA Reads, %d are required", f.Depths.IRD, o.MinORD)
 		reply.Depths = wire.Depths{ORD: uint16(o.MinORD)}
 	} else {
 		a := answer(req)
@@ -230,9 +230,9 @@ func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader, answer func(*Requ
 	return c, false, writeStartup(nc, &reply)
 }
 
-// replyDepths is the Responder's rule of RFC 6581, section 9: ORD within the
-// Initiator's IRD; IRD what the Initiator wants to use if that is within our
-// own limit, which is what the Initiator is told otherwise.
+// replyDepths computes the depths of the Reply (RFC 6581, section 9). ORD stays
+// within the Initiator's IRD. IRD is the Initiator's ORD or our own limit, whichever
+// is less.
 func replyDepths(req wire.Depths, o Options) (d wire.Depths) {
 	if d.ORD = min(req.IRD, uint16(o.ORD)); req.IRD == wire.NoDepth {
 		d.ORD = wire.NoDepth
@@ -255,10 +255,9 @@ func replyDepths(req wire.Depths, o Options) (d wire.Depths) {
 	return d
 }
 
-// Initiate is the Initiator's side of MPA startup. It returns the stream and
-// the private data of the Reply. After an error the TCP connection is closed,
-// except after a *RejectedError: then it is the caller's to close (RFC 5044,
-// section 7.1.2).
+// Initiate performs MPA startup as the Initiator. It returns the stream and the
+// private data of the Reply. After an error the TCP connection is closed. After a
+// *RejectedError the caller closes it (RFC 5044, section 7.1.2).
 func Initiate(ctx context.Context, nc net.Conn, o Options) (c *Conn, private []byte, err error) {
 	if o, err = o.complete(); err != nil {
 		return nil, nil, err
@@ -306,7 +305,7 @@ func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
 		c.ord = min(c.ord, int(f.Depths.IRD))
 	}
 	if f.Depths.ORD != wire.NoDepth && int(f.Depths.ORD) > o.IRD {
-		err := fault(wire.ReasonIRD, "the responder wants %d RDMA Reads, %d are possible here", f.Depths.ORD, o.IRD)
+		err := fault(wire.ReasonIRD, "the responder uses %d RDMA Reads, the local limit is %d", f.Depths.ORD, o.IRD)
 		c.terminate(err, nil, 0, nil)
 		return c, nil, err
 	}
@@ -316,9 +315,8 @@ func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
 	return c, f.Private, nil
 }
 
-// sendRTR sends one of the agreed ready-to-receive messages (RFC 6581,
-// section 9.2). The STag of an empty tagged message is not looked at, but
-// some adapters refuse 0.
+// sendRTR sends one of the agreed ready-to-receive messages (RFC 6581, section 9.2).
+// A receiver ignores the STag of an empty tagged message, but some adapters refuse 0.
 func (c *Conn) sendRTR(d wire.Depths) error {
 	wr := &WorkRequest{}
 	switch {
@@ -329,7 +327,7 @@ func (c *Conn) sendRTR(d wire.Depths) error {
 	case d.SendRTR && c.opt.RTR.Send:
 		wr.Op = Send
 	default:
-		err := fault(wire.ReasonRTR, "none of the responder's ready-to-receive messages is possible here")
+		err := fault(wire.ReasonRTR, "the responder accepts no ready-to-receive message that can be sent")
 		c.terminate(err, nil, 0, nil)
 		return err
 	}
@@ -341,7 +339,7 @@ func (c *Conn) sendRTR(d wire.Depths) error {
 	return nil
 }
 
-// bounded runs f with a deadline on nc and closes nc when ctx ends.
+// bounded runs f with a deadline on nc, and closes nc if ctx ends first.
 func bounded(ctx context.Context, nc net.Conn, d time.Duration, f func() error) error {
 	if err := nc.SetDeadline(time.Now().Add(d)); err != nil {
 		return err
@@ -357,12 +355,11 @@ func bounded(ctx context.Context, nc net.Conn, d time.Duration, f func() error) 
 	return err
 }
 
-// readStartup reads exactly one startup frame; what follows it in the stream
-// is left there.
+// readStartup reads exactly one startup frame, and no byte after it.
 func readStartup(nc io.Reader, reply bool) (f wire.Startup, err error) {
 	var fixed [wire.StartupLen]byte
 	if n, err := io.ReadFull(nc, fixed[:]); err != nil {
-		return f, fault(wire.ReasonStartup, "after %d octets of an MPA startup frame: %w", n, err)
+		return f, fault(wire.ReasonStartup, "after %d bytes of an MPA startup frame: %w", n, err)
 	}
 	f, n, err := wire.ParseStartup(fixed[:], reply)
 	if err != nil {
@@ -370,7 +367,7 @@ func readStartup(nc io.Reader, reply bool) (f wire.Startup, err error) {
 	}
 	private := make([]byte, n)
 	if m, err := io.ReadFull(nc, private); err != nil {
-		return f, fault(wire.ReasonStartup, "after %d of %d octets of private data: %w", m, n, err)
+		return f, fault(wire.ReasonStartup, "after %d of %d bytes of private data: %w", m, n, err)
 	}
 	f.SetPrivate(private)
 	return f, nil

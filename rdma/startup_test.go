@@ -23,8 +23,8 @@ import (
 
 var all = RTR{true, true, true}
 
-// TestReply is the Responder's side of startup: Request and Reply, octet by
-// octet (RFC 5044, section 7.1; RFC 6581, sections 6, 9 and 10).
+// TestReply is the Responder's side of startup: Request and Reply, byte by
+// byte (RFC 5044, section 7.1; RFC 6581, sections 6, 9 and 10).
 func TestReply(t *testing.T) {
 	iser := Answer{Private: []byte{0x80, 0, 0, 0}}
 	for _, tt := range []struct {
@@ -93,16 +93,16 @@ func TestBadRequest(t *testing.T) {
 		"MPA-7.1.1-14 Rev 3 MPA2-10-8":       reqKey + "40030000",
 		"MPA-7.1.1-15 Rev 255":               reqKey + "40ff0000",
 		"MPA2-6-2 S with Rev 1":              reqKey + "50010004 00040001",
-		"MPA2-6-8 S with 0 octets":           reqKey + "50020000",
-		"MPA2-6-8 S with 1 octet":            reqKey + "50020001 00",
-		"MPA2-6-8 S with 3 octets":           reqKey + "50020003 000000",
+		"MPA2-6-8 S with 0 bytes":            reqKey + "50020000",
+		"MPA2-6-8 S with 1 byte":             reqKey + "50020001 00",
+		"MPA2-6-8 S with 3 bytes":            reqKey + "50020003 000000",
 		"MPA-7.1.1-19 MPA-7.1.2-22 513":      reqKey + "40010201",
 		"MPA2-9-2 513 enhanced":              reqKey + "50020201",
 	}
 	for i := range 16 {
 		k := unhex(reqKey)
 		k[i] ^= 0x20
-		cases[fmt.Sprintf("MPA-7.1.1-2 key octet %d", i)] = hex.EncodeToString(k) + "40010000"
+		cases[fmt.Sprintf("MPA-7.1.1-2 key byte %d", i)] = hex.EncodeToString(k) + "40010000"
 	}
 	for name, request := range cases {
 		t.Run(name, func(t *testing.T) {
@@ -113,13 +113,13 @@ func TestBadRequest(t *testing.T) {
 			if c != nil {
 				t.Error("a Conn and an error")
 			}
-			// Unread octets make this a reset; either end will do, but no Reply.
+			// Unread bytes make this a reset; either end will do, but no Reply.
 			if n, err := p.nc.Read(make([]byte, 1)); n != 0 || isTimeout(err) {
-				t.Fatalf("read %d octets, %v", n, err)
+				t.Fatalf("read %d bytes, %v", n, err)
 			}
 		})
 	}
-	t.Run("MPA-7.1.1-19 10 of 20 octets of private data", func(t *testing.T) {
+	t.Run("MPA-7.1.1-19 10 of 20 bytes of private data", func(t *testing.T) {
 		p, nc := rawPair(t)
 		p.write(unhex(reqKey + "40010014 00010203040506070809"))
 		p.nc.(*net.TCPConn).CloseWrite()
@@ -147,12 +147,12 @@ func TestRequestReachesTheULP(t *testing.T) {
 		{"MPA2-9-3", reqKey + "10020008 00800001 80000000", Request{Private: unhex("80000000"), Rev: 2, Enhanced: true, Depths: wire.Depths{IRD: 128, ORD: 1}}},
 		{"MPA2-9-4", reqKey + "90020004 bffe7ffe", Request{Private: []byte{}, Rev: 2, Markers: true, Enhanced: true,
 			Depths: wire.Depths{PeerToPeer: true, ReadRTR: true, IRD: 0x3ffe, ORD: 0x3ffe}}},
-		{"MPA-7.1.2-23 512 octets", reqKey + "00010200 00000000" + big, Request{Private: unhex("00000000" + big), Rev: 1}},
-		{"MPA2-9-2 508 octets", reqKey + "10020200 00000000" + big, Request{Private: unhex(big), Rev: 2, Enhanced: true}},
+		{"MPA-7.1.2-23 512 bytes", reqKey + "00010200 00000000" + big, Request{Private: unhex("00000000" + big), Rev: 1}},
+		{"MPA2-9-2 508 bytes", reqKey + "10020200 00000000" + big, Request{Private: unhex(big), Rev: 2, Enhanced: true}},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			p, nc := rawPair(t)
-			// Octets behind the Request belong to the FPDU stream.
+			// Bytes behind the Request belong to the FPDU stream.
 			p.write(append(unhex(tt.request), frame(unhex("4143 00000000 00000000 00000001 00000000 77"))...))
 			c, err := Respond(context.Background(), nc, Options{MaxSend: 8}, func(r *Request) Answer {
 				if !reflect.DeepEqual(*r, tt.want) {
@@ -166,7 +166,7 @@ func TestRequestReachesTheULP(t *testing.T) {
 			}
 			defer c.Close()
 			if ev := receive(t, c); string(ev.Data) != "w" {
-				t.Error("the octets behind the Request are lost")
+				t.Error("the bytes behind the Request are lost")
 			}
 			if !reflect.DeepEqual(*c.Peer(), tt.want) {
 				t.Errorf("Peer is %+v", c.Peer())
@@ -213,7 +213,7 @@ func TestReject(t *testing.T) {
 	}
 }
 
-// TestRequest is the Initiator's side: the Request, octet by octet.
+// TestRequest is the Initiator's side: the Request, byte by byte.
 func TestRequest(t *testing.T) {
 	for _, tt := range []struct {
 		id, request string
@@ -377,11 +377,11 @@ func TestOwnPrivateData(t *testing.T) {
 			if err := <-errs; !errors.Is(err, wire.ErrPrivateData) {
 				t.Fatalf("%+v: %v", tt, err)
 			}
-			p.wantEOF() // before any octet
+			p.wantEOF() // before any byte
 			continue
 		}
 		if n := len(p.startupFrame()); n != wire.StartupLen+512 { // MPA-7.1.1-17
-			t.Fatalf("frame of %d octets", n)
+			t.Fatalf("frame of %d bytes", n)
 		}
 		p.nc.Close()
 		<-errs
@@ -404,17 +404,17 @@ func TestStartupTimeout(t *testing.T) {
 			t.Fatalf("after %v: %v", time.Since(began), err)
 		}
 	}
-	for _, octets := range []int{0, 1, 19, 20, 25} {
+	for _, n := range []int{0, 1, 19, 20, 25} {
 		for drip := range 2 {
 			p, nc := rawPair(t)
 			frame := unhex(reqKey + "4001000a 01020304050607080900")
 			stop := make(chan struct{})
 			go func() {
 				if drip == 0 {
-					p.nc.Write(frame[:octets])
+					p.nc.Write(frame[:n])
 					return
 				}
-				for i := 0; i < octets; i++ { // never complete within the limit
+				for i := 0; i < n; i++ { // never complete within the limit
 					p.nc.Write(frame[i : i+1])
 					select {
 					case <-stop:
@@ -591,8 +591,8 @@ func TestRTROfTheResponder(t *testing.T) {
 	})
 }
 
-// MPA-7.1-3, MPA-7.1-4, MPA-4.3-10, MPA-7.1.5-1, MPA-7.1.5-2: MPA may start behind octets
-// of another kind, none of which it takes, and counts from its own first octet.
+// MPA-7.1-3, MPA-7.1-4, MPA-4.3-10, MPA-7.1.5-1, MPA-7.1.5-2: MPA may start behind bytes
+// of another kind, none of which it takes, and counts from its own first byte.
 func TestStartLater(t *testing.T) {
 	p, nc := rawPair(t)
 	p.write(append([]byte("eleven octs"), unhex(reqKey+"c0010000")...))
@@ -619,7 +619,7 @@ func TestStartLater(t *testing.T) {
 	next(t, events)
 }
 
-// Octets that the ULP has read ahead, in streaming mode, are the beginning of the
+// Bytes that the ULP has read ahead, in streaming mode, are the beginning of the
 // stream: the Request, and FPDUs behind it (RFC 5044, section 7.1.3).
 func TestResponderPrefix(t *testing.T) {
 	stream := unhex(reqKey + "50020004 00040001" + // then a Send of "w", MSN 1
@@ -634,13 +634,13 @@ func TestResponderPrefix(t *testing.T) {
 		p.write(stream[n:])
 		c, err := r.Respond(context.Background(), nc, stream[:n], testkit.Patience, func(*Request) Answer { return Answer{} })
 		if err != nil {
-			t.Fatalf("%d octets read ahead: %v", n, err)
+			t.Fatalf("%d bytes read ahead: %v", n, err)
 		}
 		if reply := p.startupFrame(); !bytes.Equal(reply, unhex(repKey+"50020004 00010004")) {
 			t.Fatalf("Reply %x", reply)
 		}
 		if ev := receive(t, c); string(ev.Data) != "w" {
-			t.Fatalf("%d octets read ahead: Send of %x", n, ev.Data)
+			t.Fatalf("%d bytes read ahead: Send of %x", n, ev.Data)
 		}
 		if c.IRD() != 1 || c.ORD() != 4 {
 			t.Fatalf("IRD %d, ORD %d", c.IRD(), c.ORD())
@@ -654,7 +654,7 @@ func TestResponderPrefix(t *testing.T) {
 			t.Fatal(err)
 		}
 		if _, err := r.Respond(context.Background(), nc, make([]byte, llp.WindowLen+1), testkit.Patience, nil); err == nil {
-			t.Error("65537 octets read ahead are taken")
+			t.Error("65537 bytes read ahead are taken")
 		}
 		if n, err := p.nc.Read(make([]byte, 1)); n != 0 || err == nil {
 			t.Error("the connection is still open")

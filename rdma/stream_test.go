@@ -90,8 +90,8 @@ func TestOperationsOnTheWire(t *testing.T) {
 			}
 		}
 	})
-	t.Run("DDP-5.2-3 2^32 octets", func(t *testing.T) {
-		// The size check looks at lengths only: the octets are never touched.
+	t.Run("DDP-5.2-3 2^32 bytes", func(t *testing.T) {
+		// The size check looks at lengths only: the bytes are never touched.
 		huge := hugeSlice(t, 1<<32)
 		if err := c.Post(&WorkRequest{Op: Send, Data: huge}); !errors.Is(err, errTooBig) {
 			t.Fatal(err)
@@ -141,7 +141,7 @@ func TestMessagesFromTheWire(t *testing.T) {
 	// Empty Writes: STag and TO mean nothing. DDP-5.2-11, DDP-5.2-12.
 	p.send("c140 deadbeef ffffffffffffffff", "8140 00000000 0000000000000000", "4145 00000100 00000000 00000002 00000000")
 	told(Event{Solicited: true})
-	// Last octet; overlapping Writes; a hole in a message (DDP-5.2-13).
+	// Last byte; overlapping Writes; a hole in a message (DDP-5.2-13).
 	p.send("c140 00000100 ffff88800000100f 5a", "8140 00000100 ffff888000001000 4141", "c140 00000100 ffff888000001008 42", "4143 00000100 00000000 00000003 00000000")
 	told(Event{})
 	if string(mem) != "AAXY4567B9abcdeZ" {
@@ -159,7 +159,7 @@ func TestMessagesFromTheWire(t *testing.T) {
 	}
 	p.send("0145 00000000 00000000 00000004 00000002", "4145 00000000 00000000 00000004 00000002"+strings.Repeat("63", 62))
 	told(Event{Data: []byte("ab" + strings.Repeat("c", 62)), Solicited: true})
-	// Reads: in order, of nothing from nowhere, to the last octet.
+	// Reads: in order, of nothing from nowhere, to the last byte.
 	p.send(readRequestHex("00000001", "00000002", "00000010", "00000100", "ffff888000001000"),
 		readRequestHex("00000001", "00000003", "00000000", "deadbeef", "ffffffffffffffff"),
 		readRequestHex("00000001", "00000004", "00000001", "00000100", "ffff88800000100f"))
@@ -194,7 +194,7 @@ func TestReadResponseSegments(t *testing.T) {
 
 // RDMAP-3.2-8, RDMAP-5.2.2-4, RDMAP-5.2.2-5, RDMAP-5.2.2-6, RDMAP-5.2.2-8,
 // RDMAP-5.5-7, RDMAP-5.5-16, RDMAP-5.5-18, DDP-4.2-8, DDP-4.2-9, RDMAP-7.2-1:
-// the requester's side of a Read of 8 octets with SinkSTag 0x11111111.
+// the requester's side of a Read of 8 bytes with SinkSTag 0x11111111.
 func TestReadResponses(t *testing.T) {
 	const at = "c142 11111111"
 	const more = "8142 11111111"
@@ -429,7 +429,7 @@ func TestReadAfterWrite(t *testing.T) {
 		a.Post(&WorkRequest{Op: Write, Data: data, STag: stag})
 		post(t, a, read)
 		if ev := receive(t, a); ev.Read != read || ev.Err != nil || !bytes.Equal(read.Data, data) {
-			t.Fatalf("%v, or other octets", ev.Err)
+			t.Fatalf("%v, or other bytes", ev.Err)
 		}
 	}
 }
@@ -585,7 +585,7 @@ func TestCloseWrite(t *testing.T) {
 	}
 	for i := range 100 {
 		if u := p.fpdu(); len(u) != 18+i {
-			t.Fatalf("Send %d: ULPDU of %d octets", i, len(u))
+			t.Fatalf("Send %d: ULPDU of %d bytes", i, len(u))
 		}
 	}
 	for i := range 2 {
@@ -693,7 +693,7 @@ func once(counts map[*WorkRequest]int) bool {
 	return true
 }
 
-// DDP-8.3-1, DDP-8.3.1-6, RDMAP-8.1.1-6: after Deregister not one octet changes, while a
+// DDP-8.3-1, DDP-8.3.1-6, RDMAP-8.1.1-6: after Deregister not one byte changes, while a
 // long Write is coming in and its sender stalls, sends on, or does both.
 func TestDeregisterDuringWrite(t *testing.T) {
 	const size = 60000
@@ -714,7 +714,7 @@ func TestDeregisterDuringWrite(t *testing.T) {
 		p.nc.Close()
 		asFault(t, next(t, events).err, wire.ReasonInvalidSTag, false)
 		if !bytes.Equal(buf, before) {
-			t.Fatalf("SEC-5042.6.2.2-2: %d octets of the Write had come: memory changed after Deregister", part)
+			t.Fatalf("SEC-5042.6.2.2-2: %d bytes of the Write had come: memory changed after Deregister", part)
 		}
 	}
 }

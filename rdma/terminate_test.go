@@ -17,7 +17,7 @@ import (
 // 5041, section 7; RFC 5044, section 8).
 //
 // The Conn has MaxSend 64 and IRD 2, expects MSN 1 on every queue, and has
-// these STags, each of 16 octets from TO 0x1000 on: 0x100 for reading and
+// these STags, each of 16 bytes from TO 0x1000 on: 0x100 for reading and
 // writing, 0x200 for reading, 0x300 for writing. 0x400 is of another stream of
 // the same domain, 0x500 has been revoked.
 var refusals = []struct {
@@ -29,7 +29,7 @@ var refusals = []struct {
 	// MPA
 	{"MPA-8-5 ULPDU shorter than a tagged header", []string{"c140 00000100 00000000000010"}, wire.ReasonMarker, "20030000"},
 	{"DDP-4.4-1 ULPDU shorter than an untagged header", []string{"4143 00000000 00000000 00000001 000000"}, wire.ReasonMarker, "20030000"},
-	{"DDP-4.4-1 ULPDU of 1 octet", []string{"41"}, wire.ReasonMarker, "20030000"},
+	{"DDP-4.4-1 ULPDU of 1 byte", []string{"41"}, wire.ReasonMarker, "20030000"},
 	{"DDP-4.4-1 empty ULPDU", []string{""}, wire.ReasonMarker, "20030000"},
 
 	// DDP, tagged
@@ -39,9 +39,9 @@ var refusals = []struct {
 		"1100c000 0010 c140 00000500 0000000000001000"},
 	{"DDP-7.1-11 DDP-8.3.1-5 RDMAP-8.1.1-5 RDMAP-3.2-11 Write to a read-only STag", []string{"c140 00000200 0000000000001000 0102"}, wire.ReasonInvalidSTag,
 		"1100c000 0010 c140 00000200 0000000000001000"},
-	{"DDP-7.2-4 DDP-7.1-12 one octet below", []string{"8140 00000100 0000000000000fff 0102"}, wire.ReasonBounds,
+	{"DDP-7.2-4 DDP-7.1-12 one byte below", []string{"8140 00000100 0000000000000fff 0102"}, wire.ReasonBounds,
 		"1101c000 0010 8140 00000100 0000000000000fff"},
-	{"DDP-7.2-4 DDP-7.1-13 DDP-7.1-15 DDP-8.1-1 DDP-8.3.1-3 RDMAP-8.1.1-3 SEC-5042.6.2.1-1 one octet beyond", []string{"c140 00000100 000000000000100f 0102"}, wire.ReasonBounds,
+	{"DDP-7.2-4 DDP-7.1-13 DDP-7.1-15 DDP-8.1-1 DDP-8.3.1-3 RDMAP-8.1.1-3 SEC-5042.6.2.1-1 one byte beyond", []string{"c140 00000100 000000000000100f 0102"}, wire.ReasonBounds,
 		"1101c000 0010 c140 00000100 000000000000100f"},
 	{"DDP-7.1-12 TO behind the end", []string{"c140 00000100 0000000000001011 01"}, wire.ReasonBounds,
 		"1101c000 000f c140 00000100 0000000000001011"},
@@ -69,9 +69,9 @@ var refusals = []struct {
 		"1204c000 0013 4143 00000000 00000000 00000001 00000041"},
 	{"DDP-7.1-8 MO near 2^32", []string{"0143 00000000 00000000 00000001 00000000 0102", "4143 00000000 00000000 00000001 ffffffff 0102"}, wire.ReasonMO,
 		"1204c000 0014 4143 00000000 00000000 00000001 ffffffff"},
-	{"DDP-7.2-12 DDP-7.1-8 RDMAP-5.3-4 RDMAP-3.2-4 RDMAP-5.3-7 Send of 65 octets", []string{"4143 00000000 00000000 00000001 00000000" + strings.Repeat("ab", 65)}, wire.ReasonTooLong,
+	{"DDP-7.2-12 DDP-7.1-8 RDMAP-5.3-4 RDMAP-3.2-4 RDMAP-5.3-7 Send of 65 bytes", []string{"4143 00000000 00000000 00000001 00000000" + strings.Repeat("ab", 65)}, wire.ReasonTooLong,
 		"1205c000 0053 4143 00000000 00000000 00000001 00000000"},
-	{"DDP-7.2-12 Send of 64 + 1 octets", []string{"0143 00000000 00000000 00000001 00000000" + strings.Repeat("ab", 64), "4143 00000000 00000000 00000001 00000040 ab"}, wire.ReasonTooLong,
+	{"DDP-7.2-12 Send of 64 + 1 bytes", []string{"0143 00000000 00000000 00000001 00000000" + strings.Repeat("ab", 64), "4143 00000000 00000000 00000001 00000040 ab"}, wire.ReasonTooLong,
 		"1205c000 0013 4143 00000000 00000000 00000001 00000040"},
 	{"DDP-7.2-13 DV 0, untagged", []string{"4043 00000000 00000000 00000001 00000000"}, wire.ReasonUntaggedVersion,
 		"1206c000 0012 4043 00000000 00000000 00000001 00000000"},
@@ -111,7 +111,7 @@ var refusals = []struct {
 	// RDMAP, protection: Read Requests, whose header comes back, too
 	{"RDMAP-4.8-17 RDMAP-7.2-7 RDMAP-7.1-4 RDMAP-5.2.1-13 RDMAP-5.2.1-5 RDMAP-4.8-14 invalid SrcSTag", []string{readRequestHex("00000001", "00000001", "00000010", "deadbeef", "0000000000001000")}, wire.ReasonReadInvalidSTag,
 		"0100e000 002e" + readRequestHex("00000001", "00000001", "00000010", "deadbeef", "0000000000001000")},
-	{"RDMAP-4.8-18 RDMAP-7.2-10 RDMAP-3.2-10 one octet too many", []string{readRequestHex("00000001", "00000001", "00000011", "00000100", "0000000000001000")}, wire.ReasonReadBounds,
+	{"RDMAP-4.8-18 RDMAP-7.2-10 RDMAP-3.2-10 one byte too many", []string{readRequestHex("00000001", "00000001", "00000011", "00000100", "0000000000001000")}, wire.ReasonReadBounds,
 		"0101e000 002e" + readRequestHex("00000001", "00000001", "00000011", "00000100", "0000000000001000")},
 	{"RDMAP-7.2-9 SrcTO below", []string{readRequestHex("00000001", "00000001", "00000001", "00000100", "0000000000000fff")}, wire.ReasonReadBounds,
 		"0101e000 002e" + readRequestHex("00000001", "00000001", "00000001", "00000100", "0000000000000fff")},
@@ -137,8 +137,8 @@ func readRequestHex(qn, msn, size, stag, to string) string {
 
 // RDMAP-6.2.1-1, RDMAP-7.1-1, DDP-7.2-1, DDP-7-1, DDP-7.1-16, RDMAP-4.8-1,
 // RDMAP-4.8-2, RDMAP-4.8-3, RDMAP-4.8-4, RDMAP-4.8-5, RDMAP-4.8-6, RDMAP-4.8-9,
-// RDMAP-4.8-10, RDMAP-4.8-11, RDMAP-3.1-7: the Terminate of each refusal, octet
-// by octet. DDP-7.1-17, MPA-8-10: a good Send behind the bad message does not
+// RDMAP-4.8-10, RDMAP-4.8-11, RDMAP-3.1-7: the Terminate of each refusal, byte
+// by byte. DDP-7.1-17, MPA-8-10: a good Send behind the bad message does not
 // arrive. DDP-7.1-18, RDMAP-5.4-8, DDP-6.2.2-5: the Terminate is the last thing
 // sent. DDP-6.2-1, DDP-6.2.2-6, MPA-8-11: TCP stays open until the ULP closes
 // it. RDMAP-7-3, DDP-3-8, DDP-3-9, RDMAP-7-2: nothing can be posted afterwards.
@@ -354,14 +354,14 @@ func TestEndOfStream(t *testing.T) {
 	half := frame(unhex("0143 00000000 00000000 00000001 00000000 0102"))
 	long := frame(append(unhex("c140 00000100 0000000000000000"), make([]byte, 20000)...))
 	for _, tt := range []struct {
-		name   string
-		octets []byte
-		want   error
+		name string
+		raw  []byte
+		want error
 	}{
 		{"between FPDUs", nil, io.EOF},
 		{"MPA-6-7 in ULPDU_Length", send[:1], io.ErrUnexpectedEOF},
 		{"MPA-6-7 in the header", send[:10], io.ErrUnexpectedEOF},
-		{"MPA-6-7 before the last octet", send[:len(send)-1], io.ErrUnexpectedEOF},
+		{"MPA-6-7 before the last byte", send[:len(send)-1], io.ErrUnexpectedEOF},
 		{"between segments of a Send", half, io.ErrUnexpectedEOF},
 		{"in a long payload", long[:10000], io.ErrUnexpectedEOF},
 		{"in the CRC of a long FPDU", long[:len(long)-2], io.ErrUnexpectedEOF},
@@ -370,7 +370,7 @@ func TestEndOfStream(t *testing.T) {
 			p, c := responder(t, Options{})
 			var buf [20000]byte
 			expose(c, 0x100, buf[:], 0, RemoteWrite)
-			p.write(tt.octets)
+			p.write(tt.raw)
 			p.nc.(*net.TCPConn).CloseWrite()
 			var ev Event
 			err := c.Receive(&ev)

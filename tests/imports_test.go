@@ -24,7 +24,7 @@ var mayImport = map[string][]string{
 	"cmd/iser-target/schema":     {"config"},
 	"cmd/iser-target/capture":    {"cmd/iser-target/schema", "github.com/gopacket/gopacket"},
 	"cmd/iser-target/metrics":    {"iscsi", "lun", "rdma", "github.com/prometheus/client_golang", "go.yaml.in/yaml/v3"},
-	"iser":                       {"iscsi", "rdma"},
+	"iser":                       {"iscsi", "lun/invariant", "rdma"},
 	"iscsi":                      {"iscsi/fifo", "iscsi/pdu", "iscsi/keys", "lun", "security"},
 	"iscsi/fifo":                 {"lun/invariant"},
 	"iscsi/pdu":                  {},

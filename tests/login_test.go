@@ -200,7 +200,7 @@ func TestRefusals(t *testing.T) {
 		{id: "ISER-6.7-1 1", text: text(name, "TargetName="+targetName, "MaxOutstandingUnexpectedPDUs=1"), status: pdu.LoginInitiatorError, log: []string{"MaxOutstandingUnexpectedPDUs"}},
 		{id: "ISER-3.3-3 ISER-5.1.2-6 ISER-10.1.3.1-2 ISER-10.1.3.1-3 ISER-10.1.3.1-4 ISER-10.1.4.6-1",
 			text:   text(name, "TargetName="+targetName, "TargetRecvDataSegmentLength=16384", "RDMAExtensions=Yes"),
-			limits: keys.Limits{TargetRecvDataSegmentLength: 16384}, status: pdu.LoginOutOfResources, log: []string{"there is room for 8192"}},
+			limits: keys.Limits{TargetRecvDataSegmentLength: 16384}, status: pdu.LoginOutOfResources, log: []string{"more than the limit of 8192"}},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: tt.limits, LogoutWait: 200 * time.Millisecond}})
@@ -344,7 +344,7 @@ func TestHello(t *testing.T) {
 		}
 		p.writeCommand(8, 8)
 		p.wantEnd()
-		testkit.Eventually(t, "the reason in the log", func() bool { return len(tg.log.Lines("takes in no RDMA Reads")) == 1 })
+		testkit.Eventually(t, "the reason in the log", func() bool { return len(tg.log.Lines("accepts no RDMA Reads")) == 1 })
 	})
 	t.Run("ISER-6.10-3 ISER-5.1.1-8 no HelloReply unasked", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{})

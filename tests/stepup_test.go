@@ -546,9 +546,9 @@ func TestStepUpWrongSequence(t *testing.T) {
 			if f, n, err := wire.ParseStartup(p.read(wire.StartupLen), true); err != nil || !f.Reject || len(p.read(n)) != n {
 				p.t.Errorf("Reply %+v, %v", f, err)
 			}
-		}, "login", []string{"stage=mpa", "takes in 0 RDMA Reads"}},
-		{"ISER-10.1.1.1-2 closed before the MPA Request", nil, func(p *raw) { p.nc.(*net.TCPConn).CloseWrite() }, none, "login", []string{"stage=mpa", "after 0 octets of an MPA startup frame"}},
-		{"ISER-10.1.1.1-2 closed within the MPA Request", nil, func(p *raw) { p.write([]byte(key)[:7]); p.nc.(*net.TCPConn).CloseWrite() }, none, "login", []string{"stage=mpa", "after 7 octets"}},
+		}, "login", []string{"stage=mpa", "accepts 0 RDMA Reads"}},
+		{"ISER-10.1.1.1-2 closed before the MPA Request", nil, func(p *raw) { p.nc.(*net.TCPConn).CloseWrite() }, none, "login", []string{"stage=mpa", "after 0 bytes of an MPA startup frame"}},
+		{"ISER-10.1.1.1-2 closed within the MPA Request", nil, func(p *raw) { p.write([]byte(key)[:7]); p.nc.(*net.TCPConn).CloseWrite() }, none, "login", []string{"stage=mpa", "after 7 bytes"}},
 		{"ISER-10.1.1.1-2 reset", nil, func(p *raw) { p.write([]byte(key)[:7]); p.reset() }, nil, "login", []string{"stage=mpa", "reset"}},
 		// From then on it is a session.
 		{"closed after the MPA Request", nil, func(p *raw) { p.startMPA(); p.nc.(*net.TCPConn).CloseWrite() }, none, `"session ended"`, []string{"initiator closed the connection"}},
@@ -563,7 +563,7 @@ func TestStepUpWrongSequence(t *testing.T) {
 			p.sendRaw(hello(10, 10, 4))
 		}, terminate, `"session ended"`, []string{"not the first message"}},
 		{"ISER-5.1.3-7 ISER-10.1.3.2-1 no common version", []string{"iSERHelloRequired=Yes"}, func(p *raw) { p.startMPA(); p.sendRaw(hello(11, 11, 4)); p.wantHelloReply("31aa0004") }, terminate, `"session ended"`, []string{"versions 11..11"}},
-		{"ISER-9.3-1 a long Hello", []string{"iSERHelloRequired=Yes"}, message(append(hello(10, 10, 4), 0)), terminate, `"session ended"`, []string{"Hello of 29 octets"}},
+		{"ISER-9.3-1 a long Hello", []string{"iSERHelloRequired=Yes"}, message(append(hello(10, 10, 4), 0)), terminate, `"session ended"`, []string{"Hello of 29 bytes"}},
 		{"a HelloReply", nil, message(append([]byte{0x30, 0xaa}, make([]byte, 26)...)), terminate, `"session ended"`, []string{"opcode 3"}},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
@@ -607,9 +607,9 @@ func TestStepUpTimeout(t *testing.T) {
 		sent  int
 		octet string
 	}{
-		{0, "after 0 octets"},
-		{10, "after 10 octets"},                     // half a frame
-		{20, "after 0 of 8 octets of private data"}, // none of it
+		{0, "after 0 bytes"},
+		{10, "after 10 bytes"},                     // half a frame
+		{20, "after 0 of 8 bytes of private data"}, // none of it
 	}
 	soon := func() bool {
 		tg := startTarget(t, targetOptions{stream: loginFirst, node: iscsi.Options{LoginTimeout: timeout}})
@@ -754,7 +754,7 @@ func TestStepUpRefusals(t *testing.T) {
 	}{
 		{"ISER-10.1.4.6-2 no such target", initiator.Options{Target: "iqn.2026-11.io.example:nothing"}, keys.Limits{}, pdu.LoginNotFound, "no such target"},
 		{"ISER-5.1.2-1 ISER-5.1.2-7 ISER-3.3-3 ISER-10.1.3.1-2 ISER-10.1.3.1-3 ISER-10.1.3.1-4 no resources", initiator.Options{Target: targetName, Keys: []string{"MaxAHSLength=0"}},
-			keys.Limits{TargetRecvDataSegmentLength: 16384}, pdu.LoginOutOfResources, "there is room for 8192"},
+			keys.Limits{TargetRecvDataSegmentLength: 16384}, pdu.LoginOutOfResources, "more than the limit of 8192"},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			tg := startTarget(t, targetOptions{stream: loginFirst, node: iscsi.Options{Limits: tt.limits}})

@@ -1,23 +1,27 @@
-// Package fifo has a queue whose elements bring their links along, so that
+// Package fifo provides a queue whose elements contain their own links, so that
 // queueing allocates nothing.
 package fifo
 
-import "iter"
+import (
+	"iter"
 
-// A Link is the place of a T in a Queue, one at a time. It is part of that T.
+	"github.com/iser-target/iser-target/lun/invariant"
+)
+
+// A Link is the place of a T in a Queue. It is a field of that T and can be in one Queue
+// at a time.
 type Link[T any] struct {
 	next *Link[T]
-	of   *T
+	of   *T // nil: the Link is in no Queue
 }
 
-// A Queue is a FIFO; the zero value is empty. Whoever uses it sees to it that
-// nobody else does.
+// A Queue is a FIFO. The zero value is empty. It is not safe for concurrent use.
 type Queue[T any] struct{ head, tail *Link[T] }
 
-// Empty tells whether there is nothing in q.
+// Empty reports whether q has no elements.
 func (q *Queue[T]) Empty() bool { return q.head == nil }
 
-// Front returns the oldest element, or nil.
+// Front returns the oldest element, or nil if q is empty.
 func (q *Queue[T]) Front() *T {
 	if q.head == nil {
 		return nil
@@ -25,7 +29,7 @@ func (q *Queue[T]) Front() *T {
 	return q.head.of
 }
 
-// All goes through the elements, the oldest first.
+// All returns an iterator over the elements, the oldest first.
 func (q *Queue[T]) All() iter.Seq[*T] {
 	return func(yield func(*T) bool) {
 		for l := q.head; l != nil && yield(l.of); l = l.next {
@@ -33,8 +37,9 @@ func (q *Queue[T]) All() iter.Seq[*T] {
 	}
 }
 
-// Push appends t, which has the link l; l is in no Queue.
+// Push appends t, whose Link is l. l must not be in a Queue.
 func (q *Queue[T]) Push(t *T, l *Link[T]) {
+	invariant.Check(l.of == nil, "fifo: Push of a Link that is in a Queue")
 	l.next, l.of = nil, t
 	if q.tail == nil {
 		q.head = l
@@ -44,7 +49,7 @@ func (q *Queue[T]) Push(t *T, l *Link[T]) {
 	q.tail = l
 }
 
-// Pop takes the oldest element out, and returns it, or nil.
+// Pop removes and returns the oldest element, or returns nil if q is empty.
 func (q *Queue[T]) Pop() *T {
 	l := q.head
 	if l == nil {
@@ -53,17 +58,18 @@ func (q *Queue[T]) Pop() *T {
 	if q.head = l.next; q.head == nil {
 		q.tail = nil
 	}
-	l.next = nil
-	return l.of
+	t := l.of
+	l.next, l.of = nil, nil
+	return t
 }
 
-// Take empties q, and returns what was in it.
+// Take empties q and returns its elements as another Queue.
 func (q *Queue[T]) Take() (all Queue[T]) {
 	all, *q = *q, Queue[T]{}
 	return all
 }
 
-// Remove takes the element with the link l out, and tells whether it was in q.
+// Remove removes the element whose Link is l, and reports whether it was in q.
 func (q *Queue[T]) Remove(l *Link[T]) bool {
 	var before *Link[T]
 	for m := q.head; m != nil; before, m = m, m.next {
@@ -78,7 +84,7 @@ func (q *Queue[T]) Remove(l *Link[T]) bool {
 		if q.tail == l {
 			q.tail = before
 		}
-		l.next = nil
+		l.next, l.of = nil, nil
 		return true
 	}
 	return false

@@ -13,7 +13,7 @@ import "fmt"
 
 // Params is what a login agreed on. It is built once by a Negotiation and
 // travels by value from then on, so that a running connection cannot see it
-// change. Lengths are octets.
+// change. Lengths are bytes.
 type Params struct {
 	InitiatorName, InitiatorAlias, TargetName string // as they came, not normalised
 
@@ -69,7 +69,7 @@ func (s Stage) String() string {
 }
 
 // Limits is what this target is ready to agree on. The zero value of a field
-// means its default. Lengths are octets.
+// means its default. Lengths are bytes.
 type Limits struct {
 	// RDMA tells that the connection is an iSER one: RDMAExtensions=Yes is
 	// agreed on, and there are no digests.
@@ -83,7 +83,7 @@ type Limits struct {
 	Digests bool
 
 	// InitialR2T and ImmediateData are our own choice; nil means Yes. With
-	// InitialR2T=No an initiator may send FirstBurstLength octets per command
+	// InitialR2T=No an initiator may send FirstBurstLength bytes per command
 	// before it is asked: with ib_iser that is 32 Sends for each of 113
 	// commands, all of which need a receive buffer.
 	InitialR2T, ImmediateData *bool
@@ -119,7 +119,7 @@ type Limits struct {
 
 const maxLength = 1<<24 - 1 // of bursts and data segments: RFC 7143, sections 13.12 to 13.14
 
-// Validate tells whether all limits lie where the keys themselves allow them.
+// Validate reports whether all limits lie where the keys themselves allow them.
 // A Negotiation with other limits fails every offer.
 func (l Limits) Validate() error {
 	l = l.complete()

@@ -16,7 +16,7 @@ type Negotiation struct {
 
 	seen    []seen              // by row of table
 	unknown map[string]struct{} // keys not understood
-	octets  int                 // of text
+	size    int                 // of text
 
 	firstDone, declared bool
 	err                 error
@@ -75,7 +75,7 @@ func newNegotiation(l Limits, p Params) *Negotiation {
 func (n *Negotiation) Params() Params { return n.p }
 
 // FirstRequest is to be called when all of the first Login Request has been
-// offered. It tells whether the names are there that every login begins with
+// offered. It reports whether the names are there that every login begins with
 // (RFC 7143, section 4.2.7.1); from then on these, and the session type,
 // cannot change.
 func (n *Negotiation) FirstRequest() error {
@@ -110,8 +110,8 @@ func (n *Negotiation) Offer(s Stage, p Pair, answers []Pair) ([]Pair, error) {
 func (n *Negotiation) offer(s Stage, p Pair, answers []Pair) ([]Pair, *Error) {
 	answer := func(v string) []Pair { return append(answers, Pair{p.Key, v}) }
 
-	if n.octets += len(p.Key) + len(p.Value) + 2; n.octets > MaxText {
-		return answers, textError("", "negotiation is longer than %d octets", MaxText)
+	if n.size += len(p.Key) + len(p.Value) + 2; n.size > MaxText {
+		return answers, textError("", "negotiation is longer than %d bytes", MaxText)
 	}
 	i, ok := byName[p.Key]
 	if !ok {
@@ -140,7 +140,7 @@ func (n *Negotiation) offer(s Stage, p Pair, answers []Pair) ([]Pair, *Error) {
 		return answers, textError(k.name, "%s is no offer", quote(p.Value))
 	}
 	if !k.kind.long && len(p.Value) > maxValue {
-		return answers, textError(k.name, "value is longer than %d octets", maxValue)
+		return answers, textError(k.name, "value is longer than %d bytes", maxValue)
 	}
 	if k.discovery == irrelevant && n.p.Discovery {
 		return answer("Irrelevant"), nil
@@ -260,7 +260,7 @@ func (n *Negotiation) Finish() (Params, error) {
 	return Params{}, n.err
 }
 
-// isReserved tells whether v is one of the words that only answer (RFC 7143,
+// isReserved reports whether v is one of the words that only answer (RFC 7143,
 // section 6.2). The fourth, None, is a legitimate offer.
 func isReserved(v string) bool {
 	return v == "Reject" || v == "Irrelevant" || v == "NotUnderstood"

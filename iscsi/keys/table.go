@@ -51,11 +51,11 @@ type value struct {
 
 // A kind is the syntax of a value.
 type kind struct {
-	// parse tells whether s is admissible for k.
+	// parse reports whether s is admissible for k.
 	parse  func(k *key, s string) (value, bool)
 	format func(v value) string
 	picks  bool // the result is one of a list, in value.s
-	long   bool // may have more than maxValue octets
+	long   bool // may have more than maxValue bytes
 }
 
 var (

@@ -12,13 +12,13 @@ import (
 )
 
 const (
-	// MaxText bounds the text of one negotiation, in octets. RFC 7143,
+	// MaxText bounds the text of one negotiation, in bytes. RFC 7143,
 	// section 6.1, asks for 8192 at least.
 	MaxText = 16384
 
-	maxKey   = 63  // octets of a key-name: RFC 7143, section 6.1
-	maxValue = 255 // octets of a simple-value: RFC 7143, section 6.1
-	maxName  = 223 // octets of an iSCSI name: RFC 7143, section 4.2.7.1
+	maxKey   = 63  // bytes of a key-name: RFC 7143, section 6.1
+	maxValue = 255 // bytes of a simple-value: RFC 7143, section 6.1
+	maxName  = 223 // bytes of an iSCSI name: RFC 7143, section 4.2.7.1
 )
 
 // A Pair is one key=value.
@@ -33,7 +33,7 @@ func ParseText(b []byte) ([]Pair, error) {
 		return nil, nil
 	}
 	if len(b) > MaxText {
-		return nil, textError("", "text of %d octets is longer than %d", len(b), MaxText)
+		return nil, textError("", "text of %d bytes is longer than %d", len(b), MaxText)
 	}
 	if b[len(b)-1] != 0 {
 		return nil, textError("", "last key=value is not followed by NUL")
@@ -82,17 +82,17 @@ func ParseNumber(s string) (n uint64, ok bool) {
 	return n, err == nil
 }
 
-// MaxBinary bounds a binary-value, in octets (RFC 7143, section 12.1.3).
+// MaxBinary bounds a binary-value, in bytes (RFC 7143, section 12.1.3).
 const MaxBinary = 1024
 
 var (
 	errBinary     = errors.New("value is neither a hex-constant nor a base64-constant")
-	errLongBinary = fmt.Errorf("value is longer than %d octets", MaxBinary)
+	errLongBinary = fmt.Errorf("value is longer than %d bytes", MaxBinary)
 )
 
 // ParseBinary takes a binary-value whose length the key does not say (RFC 7143,
-// section 6.1): a hex-constant or a base64-constant of 1 to MaxBinary octets. Of
-// an odd number of hexadecimal digits the first one is an octet.
+// section 6.1): a hex-constant or a base64-constant of 1 to MaxBinary bytes. Of
+// an odd number of hexadecimal digits the first one is an byte.
 func ParseBinary(s string) ([]byte, error) {
 	if len(s) < 3 || s[0] != '0' {
 		return nil, errBinary
@@ -132,7 +132,7 @@ func checkKey(key string) string {
 		return "is empty"
 	}
 	if len(key) > maxKey {
-		return fmt.Sprintf("is longer than %d octets", maxKey)
+		return fmt.Sprintf("is longer than %d bytes", maxKey)
 	}
 	if !isLetter(key[0]) {
 		return "does not begin with a letter"

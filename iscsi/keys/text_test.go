@@ -52,7 +52,7 @@ func TestParseTextRefuses(t *testing.T) {
 				t.Fatalf("ParseText = %q, %v; want status 0200 and %q", got, err, tc.reason)
 			}
 			if len(err.Error()) > 200 {
-				t.Errorf("error of %d octets", len(err.Error()))
+				t.Errorf("error of %d bytes", len(err.Error()))
 			}
 		})
 	}
@@ -65,12 +65,12 @@ func TestEveryPrefix(t *testing.T) {
 	for i := 1; i < len(whole); i++ {
 		pairs, err := ParseText([]byte(whole[:i]))
 		if (err == nil) != (whole[i-1] == 0) {
-			t.Errorf("prefix of %d octets: %q, %v", i, pairs, err)
+			t.Errorf("prefix of %d bytes: %q, %v", i, pairs, err)
 		}
 	}
 }
 
-// ISCSI-6.1-5: 8192 octets of key data are accepted.
+// ISCSI-6.1-5: 8192 bytes of key data are accepted.
 func TestTextOf8192Octets(t *testing.T) {
 	b := []byte{}
 	for i := 0; len(b) < 8192-80; i++ {

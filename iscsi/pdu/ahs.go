@@ -14,8 +14,8 @@ const (
 // Format errors of the AHS area. They end the connection (section 7.7).
 var (
 	ErrAHSTruncated = errors.New("additional header segment is longer than the AHS area")
-	ErrAHSCDB       = errors.New("extended CDB is shorter than 17 octets")
-	ErrAHSBidi      = errors.New("bidirectional read length does not have 5 octets")
+	ErrAHSCDB       = errors.New("extended CDB is shorter than 17 bytes")
+	ErrAHSBidi      = errors.New("bidirectional read length does not have 5 bytes")
 	ErrAHSRepeated  = errors.New("additional header segment is repeated")
 )
 
@@ -23,9 +23,9 @@ const ahsHeader = 3 // AHSLength and AHSType, which AHSLength does not count
 
 // Extensions is what the AHS area of a SCSI Command adds to its BHS.
 type Extensions struct {
-	CDB        []byte // octets 16 and up of the CDB: a view of the area; nil without an extended CDB
+	CDB        []byte // bytes 16 and up of the CDB: a view of the area; nil without an extended CDB
 	Bidi       bool   // ReadLength was given
-	ReadLength uint32 // Bidirectional Read Expected Data Transfer Length, octets
+	ReadLength uint32 // Bidirectional Read Expected Data Transfer Length, bytes
 }
 
 // ParseAHS decodes the AHS area of a PDU: segments of
@@ -33,10 +33,10 @@ type Extensions struct {
 //	+---------------+---------------+---------------+---------------+
 //	| AHSLength                     | AHSType       | AHS-Specific  |
 //	+---------------+---------------+---------------+---------------+
-//	: AHS-Specific, padded to a multiple of 4 octets                :
+//	: AHS-Specific, padded to a multiple of 4 bytes                :
 //
 // AHSLength counts AHS-Specific without padding. Segments of unknown type are
-// skipped. Every segment takes at least 4 octets off the area, so a length of
+// skipped. Every segment takes at least 4 bytes off the area, so a length of
 // zero cannot make it loop.
 func ParseAHS(area []byte) (x Extensions, err error) {
 	for len(area) > 0 {
@@ -50,7 +50,7 @@ func ParseAHS(area []byte) (x Extensions, err error) {
 		}
 		specific := area[ahsHeader : ahsHeader+n]
 		switch area[2] {
-		case AHSExtendedCDB: // a reserved octet, then octet 16 of the CDB
+		case AHSExtendedCDB: // a reserved byte, then byte 16 of the CDB
 			if n < 2 {
 				return Extensions{}, ErrAHSCDB
 			}
@@ -58,7 +58,7 @@ func ParseAHS(area []byte) (x Extensions, err error) {
 				return Extensions{}, ErrAHSRepeated
 			}
 			x.CDB = specific[1:]
-		case AHSBidiReadLength: // a reserved octet, then the length
+		case AHSBidiReadLength: // a reserved byte, then the length
 			if n != 5 {
 				return Extensions{}, ErrAHSBidi
 			}
@@ -72,7 +72,7 @@ func ParseAHS(area []byte) (x Extensions, err error) {
 	return x, nil
 }
 
-// AppendExtendedCDB appends the AHS that carries the octets of cdb behind the
+// AppendExtendedCDB appends the AHS that carries the bytes of cdb behind the
 // first 16. The caller has seen that there are any, and at most MaxCDB in all.
 func AppendExtendedCDB(dst, cdb []byte) []byte {
 	rest := cdb[CDBLen:]

@@ -44,7 +44,7 @@ func ParseLoginRequest(b BHS) LoginRequest {
 	}
 }
 
-// Append appends the 48 octets of the request to dst. The I bit is set: Login
+// Append appends the 48 bytes of the request to dst. The I bit is set: Login
 // Requests are always immediate.
 func (r LoginRequest) Append(dst []byte) []byte {
 	n := len(dst)
@@ -75,7 +75,7 @@ type LoginResponse struct {
 	DataSegmentLength          int
 }
 
-// Put writes the response over the 48 octets of b.
+// Put writes the response over the 48 bytes of b.
 func (r LoginResponse) Put(b BHS) {
 	b.Reset(LoginResp, loginFlags(r.Transit, r.Continue, r.CSG, r.NSG))
 	b.SetDataSegmentLength(r.DataSegmentLength)

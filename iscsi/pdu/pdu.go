@@ -1,7 +1,7 @@
 // Package pdu encodes and decodes iSCSI PDU headers (RFC 7143, section 11).
 // It knows no connection and does no I/O.
 //
-// A Basic Header Segment is handled as a view: type BHS is the 48 octets
+// A Basic Header Segment is handled as a view: type BHS is the 48 bytes
 // themselves, with a getter and a setter for every field. Fields that share an
 // offset because different PDUs use it differently have one accessor each,
 // under the name the standard gives to them. Whoever reads a field has looked
@@ -13,25 +13,25 @@ import (
 	"fmt"
 )
 
-// Lengths in octets, and values that stand for nothing.
+// Lengths in bytes, and values that stand for nothing.
 const (
 	BHSLen      = 48
-	CDBLen      = 16          // CDB octets in the BHS of a SCSI Command
+	CDBLen      = 16          // CDB bytes in the BHS of a SCSI Command
 	MaxData     = 1<<24 - 1   // DataSegmentLength is a 24-bit field
-	MaxAHS      = 255 * 4     // TotalAHSLength counts 4-octet words in 8 bits
+	MaxAHS      = 255 * 4     // TotalAHSLength counts 4-byte words in 8 bits
 	MaxCDB      = MaxAHS + 12 // longest CDB that the BHS and one AHS can carry
 	ReservedTag = 0xffff_ffff // ITT or TTT that names nothing
 )
 
 const (
-	opcodeMask    = 0x3f // of octet 0
-	immediate     = 0x40 // I bit of octet 0, requests only
-	cmdAttrMask   = 0x07 // ATTR in octet 1 of a SCSI Command
-	snackTypeMask = 0x0f // Type in octet 1 of a SNACK Request
+	opcodeMask    = 0x3f // of byte 0
+	immediate     = 0x40 // I bit of byte 0, requests only
+	cmdAttrMask   = 0x07 // ATTR in byte 1 of a SCSI Command
+	snackTypeMask = 0x0f // Type in byte 1 of a SNACK Request
 	pad           = 4    // on a byte stream a segment is padded to a multiple of this
 )
 
-// An Opcode is the low six bits of octet 0 (section 11.2.1.2).
+// An Opcode is the low six bits of byte 0 (section 11.2.1.2).
 type Opcode byte
 
 // Opcodes of the initiator and, from 0x20, of the target.
@@ -74,10 +74,10 @@ func (o Opcode) String() string {
 	return fmt.Sprintf("opcode 0x%02x", byte(o))
 }
 
-// FromTarget tells whether the opcode belongs to the target's set.
+// FromTarget reports whether the opcode belongs to the target's set.
 func (o Opcode) FromTarget() bool { return o&targetOpcodes != 0 }
 
-// Bits of octet 1. F has one place in all PDUs; the others depend on the
+// Bits of byte 1. F has one place in all PDUs; the others depend on the
 // opcode.
 const (
 	FlagF = 0x80 // final
@@ -192,7 +192,7 @@ const (
 	AsyncTaskTermination   = 5
 )
 
-// A LoginStatus is Status-Class (high octet) and Status-Detail of a Login
+// A LoginStatus is Status-Class (high byte) and Status-Detail of a Login
 // Response (section 11.13.5).
 type LoginStatus uint16
 
@@ -237,15 +237,15 @@ func (s LoginStatus) String() string {
 	return fmt.Sprintf("login status 0x%04x", uint16(s))
 }
 
-// Before tells whether serial number a comes before b (RFC 1982, 32 bits).
+// Before reports whether serial number a comes before b (RFC 1982, 32 bits).
 // Numbers that are 2^31 apart do not compare: false both ways.
 func Before(a, b uint32) bool { return b-a-1 < 1<<31-1 }
 
-// Padded is n rounded up to the multiple of 4 octets that segments occupy on
+// Padded is n rounded up to the multiple of 4 bytes that segments occupy on
 // a byte stream.
 func Padded(n int) int { return (n + pad - 1) &^ (pad - 1) }
 
-// BHS is a Basic Header Segment: 48 octets, big-endian.
+// BHS is a Basic Header Segment: 48 bytes, big-endian.
 //
 //	 0               1               2               3
 //	+-+-+-----------+-+-------------+---------------+---------------+
@@ -264,7 +264,7 @@ func Padded(n int) int { return (n + pad - 1) &^ (pad - 1) }
 //	:                                                               :
 //	+---------------+---------------+---------------+---------------+
 //
-// The accessors panic if b is shorter than 48 octets, as any index beyond a
+// The accessors panic if b is shorter than 48 bytes, as any index beyond a
 // slice does: framing has seen to that.
 type BHS []byte
 
@@ -273,7 +273,7 @@ func (b BHS) u32(off int) uint32      { return binary.BigEndian.Uint32(b[off:]) 
 func (b BHS) put16(off int, v uint16) { binary.BigEndian.PutUint16(b[off:], v) }
 func (b BHS) put32(off int, v uint32) { binary.BigEndian.PutUint32(b[off:], v) }
 
-// Reset makes b a PDU of the given opcode and octet 1 with all other fields 0.
+// Reset makes b a PDU of the given opcode and byte 1 with all other fields 0.
 func (b BHS) Reset(o Opcode, octet1 byte) {
 	clear(b[:BHSLen])
 	b[0], b[1] = byte(o), octet1
@@ -288,7 +288,7 @@ func (b BHS) Flags() byte            { return b[1] }
 func (b BHS) SetFlags(octet1 byte)   { b[1] = octet1 }
 func (b BHS) Final() bool            { return b[1]&FlagF != 0 }
 func (b BHS) Continue() bool         { return b[1]&FlagC != 0 }
-func (b BHS) TotalAHSLength() int    { return int(b[4]) * 4 } // octets
+func (b BHS) TotalAHSLength() int    { return int(b[4]) * 4 } // bytes
 func (b BHS) DataSegmentLength() int { return int(b.u32(4) & MaxData) }
 func (b BHS) ITT() uint32            { return b.u32(16) }
 func (b BHS) SetITT(v uint32)        { b.put32(16, v) }
@@ -297,10 +297,10 @@ func (b BHS) SetTTT(v uint32)        { b.put32(20, v) }
 func (b BHS) LUN() (l [8]byte)       { return [8]byte(b[8:16]) }
 func (b BHS) SetLUN(l [8]byte)       { copy(b[8:16], l[:]) }
 
-// SetTotalAHSLength takes octets, a multiple of 4 up to MaxAHS.
-func (b BHS) SetTotalAHSLength(octets int) { b[4] = byte(octets / 4) }
+// SetTotalAHSLength takes bytes, a multiple of 4 up to MaxAHS.
+func (b BHS) SetTotalAHSLength(n int) { b[4] = byte(n / 4) }
 
-// SetDataSegmentLength takes octets without padding, at most MaxData.
+// SetDataSegmentLength takes bytes without padding, at most MaxData.
 func (b BHS) SetDataSegmentLength(n int) { b.put32(4, b.u32(4)&^MaxData|uint32(n)&MaxData) }
 
 // Serial numbers: the initiator's PDUs carry CmdSN and ExpStatSN, the target's
@@ -318,7 +318,7 @@ func (b BHS) MaxCmdSN() uint32      { return b.u32(32) }
 func (b BHS) SetMaxCmdSN(v uint32)  { b.put32(32, v) }
 
 // SCSI Command (section 11.3). EDTL is the Expected Data Transfer Length in
-// octets.
+// bytes.
 
 func (b BHS) Read() bool        { return b[1]&FlagR != 0 }
 func (b BHS) Write() bool       { return b[1]&FlagW != 0 }

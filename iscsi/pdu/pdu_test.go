@@ -116,7 +116,7 @@ func TestGolden(t *testing.T) {
 	for _, g := range golden {
 		t.Run(g.id, func(t *testing.T) {
 			want := unhex(g.wire)
-			got := bytes.Repeat([]byte{0xee}, BHSLen) // a setter must not leave old octets behind
+			got := bytes.Repeat([]byte{0xee}, BHSLen) // a setter must not leave old bytes behind
 			g.build(got)
 			if !bytes.Equal(got, want) {
 				t.Errorf("built\n%x, want\n%x", got, want)
@@ -130,7 +130,7 @@ func TestGolden(t *testing.T) {
 		// RFC 7143, section 11.4.7: SenseLength, then fixed format sense 0b 0c/0c.
 		data := unhex("0012 70000b000000000a000000000c0c00000000")
 		if n := int(binary.BigEndian.Uint16(data)); n != len(data)-2 || len(data) != 20 {
-			t.Errorf("SenseLength %d in %d octets", n, len(data))
+			t.Errorf("SenseLength %d in %d bytes", n, len(data))
 		}
 		if d := hex.EncodeToString(digest(data)); d != "3a726959" {
 			t.Errorf("data digest %s", d)
@@ -237,7 +237,7 @@ func TestParseAHS(t *testing.T) {
 	}
 	long := AppendExtendedCDB(nil, cdb32)
 	if !bytes.Equal(long, unhex("0011 01 00 101112131415161718191a1b1c1d1e1f")) {
-		t.Fatalf("extended CDB of 32 octets: %x", long) // ISCSI-11.2-5: length field 17
+		t.Fatalf("extended CDB of 32 bytes: %x", long) // ISCSI-11.2-5: length field 17
 	}
 	for _, c := range []struct {
 		name string
@@ -247,14 +247,14 @@ func TestParseAHS(t *testing.T) {
 	}{
 		{"nothing", nil, Extensions{}, nil},
 		{"extended CDB", long, Extensions{CDB: cdb32[16:]}, nil},
-		{"17 octets, padded", AppendExtendedCDB(nil, cdb32[:17]), Extensions{CDB: []byte{16}}, nil},
+		{"17 bytes, padded", AppendExtendedCDB(nil, cdb32[:17]), Extensions{CDB: []byte{16}}, nil},
 		{"bidirectional", unhex("0005 02 00 00010000"), Extensions{Bidi: true, ReadLength: 65536}, nil},
 		{"both", AppendBidiReadLength(bytes.Clone(long), 5), Extensions{CDB: cdb32[16:], Bidi: true, ReadLength: 5}, nil},
 		{"unknown type of length 0", unhex("0000 3f 00 0005 02 00 00000009"), Extensions{Bidi: true, ReadLength: 9}, nil},
 		{"all zeros", make([]byte, MaxAHS), Extensions{}, nil},
 		{"runs over", unhex("0006 01 00 00000000"), Extensions{}, ErrAHSTruncated},
 		{"runs far over", unhex("ffff 07 00"), Extensions{}, ErrAHSTruncated},
-		{"two octets", unhex("0000"), Extensions{}, ErrAHSTruncated},
+		{"two bytes", unhex("0000"), Extensions{}, ErrAHSTruncated},
 		{"CDB of 16", unhex("0001 01 00"), Extensions{}, ErrAHSCDB},
 		{"CDB of nothing", unhex("0000 01 00"), Extensions{}, ErrAHSCDB},
 		{"short read length", unhex("0004 02 00 00000100"), Extensions{}, ErrAHSBidi},
@@ -325,7 +325,7 @@ func FuzzBHS(f *testing.F) {
 		if x.CDB != nil {
 			cdb := append(bytes.Clone(h.CDB()), x.CDB...)
 			if len(cdb) > MaxCDB {
-				t.Fatalf("CDB of %d octets", len(cdb))
+				t.Fatalf("CDB of %d bytes", len(cdb))
 			}
 			if y, err := ParseAHS(AppendExtendedCDB(nil, cdb)); err != nil || !bytes.Equal(y.CDB, x.CDB) {
 				t.Fatalf("%x came back as %x, %v", x.CDB, y.CDB, err)

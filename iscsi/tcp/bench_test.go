@@ -24,14 +24,14 @@ type driver struct {
 	solic  bool   // data goes in one Data-Out per R2T
 	out    []byte // that PDU
 	head   [pdu.BHSLen]byte
-	digest int // octets behind a header, and behind data
+	digest int // bytes behind a header, and behind data
 }
 
 // ioPaths are the ways of a command that are measured, and must not allocate.
 var ioPaths = []struct {
 	name      string
 	write     bool
-	octets    int
+	size      int
 	solicited bool
 	level     uint8
 }{
@@ -56,9 +56,9 @@ func newDriver(tb testing.TB, path int, digests bool) *driver {
 	d.c = tg.login(tb, keys...)
 	d.r = bufio.NewReaderSize(d.c.nc, 256<<10)
 	if p.write {
-		d.cmd, d.data = d.c.scsi(pdu.FlagW, cdb.Write16(0, uint32(p.octets/blockLen)), p.octets), random(p.octets)
+		d.cmd, d.data = d.c.scsi(pdu.FlagW, cdb.Write16(0, uint32(p.size/blockLen)), p.size), random(p.size)
 	} else {
-		d.cmd = d.c.scsi(pdu.FlagR, cdb.Read16(0, uint32(p.octets/blockLen)), p.octets)
+		d.cmd = d.c.scsi(pdu.FlagR, cdb.Read16(0, uint32(p.size/blockLen)), p.size)
 	}
 	return d
 }
@@ -156,7 +156,7 @@ func BenchmarkIO(b *testing.B) {
 				b.Run(fmt.Sprintf("%s/QD%d/digests=%t", p.name, depth, digests), func(b *testing.B) {
 					d := newDriver(b, i, digests)
 					d.c.nc.SetReadDeadline(time.Time{})
-					b.SetBytes(int64(p.octets))
+					b.SetBytes(int64(p.size))
 					b.ReportAllocs()
 					b.ResetTimer()
 					for i := range b.N {

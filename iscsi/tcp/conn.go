@@ -1,27 +1,26 @@
-// Package tcp carries iSCSI over plain TCP (RFC 7143): it is the Datamover of
-// package iscsi on a net.Conn. SCSI data-in becomes Data-In PDUs, data-out is
-// asked for by R2Ts and comes in solicited Data-Out PDUs; header and data digests
-// are checked and made here. Every other PDU goes to the core as it is, and comes
-// from there.
+// Package tcp carries iSCSI over plain TCP (RFC 7143). Its Conn is the Datamover of
+// package iscsi on a net.Conn. SCSI data-in becomes Data-In PDUs. R2Ts ask for data-out,
+// which comes in solicited Data-Out PDUs. The Conn checks and computes header and data
+// digests. Every other PDU passes unchanged between the core and the initiator.
 //
 // # Receiving
 //
-// Conn.Receive is the whole receive side: one goroutine at a time reads the
-// socket, and a long Data-Out is read straight into the memory of its task. As
-// long as nobody calls it, TCP holds the peer back.
+// Conn.Receive is the whole receive side. One goroutine at a time calls it and reads the
+// socket; a long Data-Out goes straight into the memory of its task. While nobody calls
+// it, TCP holds the initiator back.
 //
 // # Sending
 //
-// PutData, GetData and SendControl append to a queue. Of several goroutines in
-// Flush the first writes for all, gathering the queue into as few system calls as
-// it can. Data is referred to, not copied.
+// PutData, GetData and SendControl append to a queue. If several goroutines call Flush,
+// the first one writes for all, in as few system calls as it can. It does not copy long
+// data.
 //
 // # Recovery
 //
-// At an ErrorRecoveryLevel above 0 data that was sent is kept until it is
-// acknowledged, and Data-Out that got lost is asked for again. A wrong header digest
-// ends the connection at every level: nobody knows where the next PDU begins (RFC
-// 7143, section 7.8).
+// At an ErrorRecoveryLevel above 0 the Conn keeps sent data until the initiator has
+// acknowledged it, and asks again for lost Data-Out. A wrong header digest ends the
+// connection at every level, because nobody knows where the next PDU begins (RFC 7143,
+// section 7.8).
 package tcp
 
 import (
@@ -34,51 +33,51 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
-// loginSegment is the longest data segment, in octets, that we send during login
-// (RFC 7143, section 13.12).
+// loginSegment is the longest data segment, in bytes, that the target sends during
+// login (RFC 7143, section 13.12).
 const loginSegment = 8192
 
-// Options of a connection.
+// Options configures a connection.
 type Options struct {
-	// Prefix is what the caller has already read from the connection.
+	// Prefix holds the bytes that the caller has already read from the connection.
 	Prefix []byte
-	// MaxRecvDataSegmentLength is what the target declares, in octets: longer
-	// data segments end the connection. Default 262144, which is also that of
-	// keys.Limits.
+	// MaxRecvDataSegmentLength is the value that the target declares, in bytes. Longer
+	// data segments end the connection. Default 262144, like that of keys.Limits.
 	MaxRecvDataSegmentLength int
 }
 
 // A Conn is an iSCSI connection of the target over TCP.
 type Conn struct {
 	nc       net.Conn
-	limit    int          // longest data segment in the full feature phase
-	maxSend  atomic.Int32 // longest data segment that the initiator takes, octets
-	flush    func()       // flushAside; made once
+	limit    int          // longest data segment that we receive in the full feature phase
+	maxSend  atomic.Int32 // longest data segment that the initiator accepts, bytes
+	flush    func()       // flushAside, allocated once
 	aside    sync.WaitGroup
-	deferred atomic.Bool // what is queued leaves before Receive waits
+	deferred atomic.Bool // Defer was called: Flush before Receive waits
 
-	rx receiver // of the goroutine in Receive
-	tx sender   // of the goroutine in Flush
+	rx receiver // for the goroutine in Receive
+	tx sender   // for the goroutine in Flush
 
 	mu       sync.Mutex
 	tasks    []*task // by the low half of the Target Transfer Tag
 	queue    list
 	free     list    // items that carried a Data-In or an R2T
-	mark     uint    // counts events that a status cannot be moved across; see collapses
-	burst    uint32  // MaxBurstLength, octets
+	mark     uint    // counts events that no status may be moved across; see collapses
+	burst    uint32  // MaxBurstLength, bytes
 	recovers bool    // ErrorRecoveryLevel is above 0
-	digests  digests // in force from the first PDU that is not a Login Response
+	digests  digests // for every PDU except Login Responses
 	err      error   // why nothing more can be queued
-	recvErr  error   // why Receive has ended: nobody would notice the end of a GetData
-	ending   bool    // our direction of the stream ends behind the queue
-	ended    bool    // it has ended
+	recvErr  error   // why Receive has ended, and with it every GetData
+	ending   bool    // our direction of the stream ends after the queue
+	ended    bool    // our direction of the stream has ended
 	flushing bool    // a goroutine is in Flush
 	closed   bool
 }
 
-// digests tells which are in use.
+// digests says which digests are in use.
 type digests struct{ header, data bool }
 
 var (
@@ -91,7 +90,7 @@ var (
 	_ iscsi.Deferrer     = (*Conn)(nil)
 )
 
-// task is the mover's state of a task slot. Conn.mu guards it.
+// task is the state of a task slot in the Conn. Conn.mu guards it.
 type task struct {
 	t   *iscsi.Task
 	itt uint32
@@ -101,32 +100,32 @@ type task struct {
 
 	// Data-In:
 	dataSN uint32 // of the next PDU
-	sent   uint32 // Buffer Offset behind the latest PutData
+	sent   uint32 // Buffer Offset after the latest PutData
 	last   *item  // the latest PutData, if mark is still Conn.mark
 	mark   uint
 	keeping
 
-	// Data-Out. A GetData is a sequence of R2Ts, one outstanding at a time.
-	// Positions are octets of data.
+	// Data-Out. A GetData is a sequence of R2Ts, one outstanding at a time. Positions
+	// are bytes from the start of data.
 	getting  bool
-	placing  bool   // Receive is moving octets into data
-	quit     bool   // CancelData was called meanwhile
+	placing  bool   // Receive is reading into data
+	quit     bool   // CancelData was called during that
 	data     []byte // of the GetData
 	base     uint32 // Buffer Offset of data
-	asked    uint32 // where the part begins that no R2T has asked for yet
-	at, end  uint32 // what is still to come for the present R2T
-	placeAt  uint32 // where the present Data-Out begins
-	r2tAt    uint32 // where the present R2T begins
+	asked    uint32 // no R2T has asked for data from here on
+	at, end  uint32 // the rest of the present R2T
+	placeAt  uint32 // start of the present Data-Out
+	r2tAt    uint32 // start of the present R2T
 	r2tSN    uint32 // of the next R2T
-	ttt      uint32 // of the present R2T, or of the Data-In that want to be acknowledged
-	quitTTT  uint32 // ttt of the last R2T that was called off; its data is discarded
+	ttt      uint32 // of the present R2T, or of Data-In with the A bit
+	quitTTT  uint32 // ttt of the last canceled R2T, whose data is discarded
 	outSN    uint32 // DataSN of the next Data-Out
 	exp, max uint32 // ExpCmdSN and MaxCmdSN for R2Ts
 	err      error  // why the GetData fails when the present sequence is over
 	losses
 }
 
-// New returns the connection before login. nc belongs to it from then on.
+// New returns a connection before login. nc belongs to it from now on.
 func New(nc net.Conn, o Options) *Conn {
 	if o.MaxRecvDataSegmentLength == 0 {
 		o.MaxRecvDataSegmentLength = 262144
@@ -141,27 +140,32 @@ func New(nc net.Conn, o Options) *Conn {
 	return c
 }
 
-// Transport, LocalAddr, RemoteAddr and RDMA describe the connection.
-func (c *Conn) Transport() string    { return "tcp" }
-func (c *Conn) LocalAddr() net.Addr  { return c.nc.LocalAddr() }
+// Transport implements iscsi.Datamover.
+func (c *Conn) Transport() string { return "tcp" }
+
+// LocalAddr implements iscsi.Datamover.
+func (c *Conn) LocalAddr() net.Addr { return c.nc.LocalAddr() }
+
+// RemoteAddr implements iscsi.Datamover.
 func (c *Conn) RemoteAddr() net.Addr { return c.nc.RemoteAddr() }
-func (c *Conn) RDMA() bool           { return false }
+
+// RDMA implements iscsi.Datamover.
+func (c *Conn) RDMA() bool { return false }
 
 // MaxSendSegment implements iscsi.Datamover.
 func (c *Conn) MaxSendSegment() int { return int(c.maxSend.Load()) }
 
-// SetMaxSendSegment implements iscsi.Renegotiator. PutData from now on keeps to
-// it.
-func (c *Conn) SetMaxSendSegment(octets int) { c.maxSend.Store(int32(octets)) }
+// SetMaxSendSegment implements iscsi.Renegotiator. It applies to every later PutData.
+func (c *Conn) SetMaxSendSegment(n int) { c.maxSend.Store(int32(n)) }
 
 // SetReceiveDeadline implements iscsi.Datamover.
 func (c *Conn) SetReceiveDeadline(t time.Time) error { return c.nc.SetReadDeadline(t) }
 
-// EnterFullFeature implements iscsi.Datamover. The final Login Response is still
-// without digests, like all of them.
+// EnterFullFeature implements iscsi.Datamover. The final Login Response has no digests,
+// like all Login Responses.
 func (c *Conn) EnterFullFeature(p iscsi.Params, tasks int) error {
 	if tasks > maxTasks {
-		return fmt.Errorf("%d tasks, Target Transfer Tags are made for %d", tasks, maxTasks)
+		return fmt.Errorf("%d tasks are more than the %d that a Target Transfer Tag can name", tasks, maxTasks)
 	}
 	d := digests{header: p.HeaderDigest, data: p.DataDigest}
 	c.rx.digests, c.rx.fullFeature, c.rx.limit = d, true, c.limit
@@ -172,9 +176,9 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, tasks int) error {
 	return nil
 }
 
-// A Target Transfer Tag is the index of a task and, above it, a count of its
-// R2Ts, so that an answer to an earlier R2T is found out. The index is never
-// ffff, and the tag never pdu.ReservedTag.
+// A Target Transfer Tag consists of the index of a task and, above it, a count of its
+// R2Ts. The count identifies answers to an earlier R2T. The index is never ffff, so the
+// tag is never pdu.ReservedTag.
 const (
 	indexBits = 16
 	maxTasks  = 1<<indexBits - 1
@@ -203,7 +207,7 @@ func (c *Conn) Bind(it *iscsi.Task, _ uint32) error {
 	return nil
 }
 
-// Unbind implements iscsi.Datamover. What is queued does not refer to the task.
+// Unbind implements iscsi.Datamover. Queued items do not refer to the task.
 func (c *Conn) Unbind(it *iscsi.Task) {
 	t := it.Mover.(*task)
 	c.mu.Lock()
@@ -253,11 +257,12 @@ func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
 	return nil
 }
 
-// ask queues an R2T for what t has lost, or for the first MaxBurstLength octets of
-// what it has not asked for yet (RFC 7143, section 11.8).
+// ask queues the next R2T of t, for lost data or for at most MaxBurstLength bytes that
+// no R2T has asked for yet (RFC 7143, section 11.8).
 //
 // Preconditions: c.mu is held.
 func (c *Conn) ask(t *task) {
+	invariant.Held(&c.mu)
 	t.ttt += 1 << indexBits
 	t.outSN = 0
 	if s, ok := t.losses.pop(); ok {
@@ -276,6 +281,7 @@ func (c *Conn) ask(t *task) {
 //
 // Preconditions: c.mu is held.
 func (c *Conn) queueR2T(t *task) *item {
+	invariant.Held(&c.mu)
 	i := c.newItem()
 	*i = item{op: pdu.R2T, itt: t.itt, ttt: t.ttt, lun: t.lun, sn: t.r2tSN - 1, off: t.base + t.r2tAt, length: t.end - t.r2tAt,
 		expCmdSN: t.exp, maxCmdSN: t.max}
@@ -283,8 +289,7 @@ func (c *Conn) queueR2T(t *task) *item {
 	return i
 }
 
-// CancelData implements iscsi.Canceler. The R2T stays answered for: what still
-// comes for it is discarded.
+// CancelData implements iscsi.Canceler. Data that still comes for the R2T is discarded.
 func (c *Conn) CancelData(it *iscsi.Task) bool {
 	t := it.Mover.(*task)
 	c.mu.Lock()
@@ -292,7 +297,7 @@ func (c *Conn) CancelData(it *iscsi.Task) bool {
 	switch {
 	case !t.getting: // the Notice is on its way
 		return false
-	case t.placing: // it comes at the end of this PDU
+	case t.placing: // the Notice comes at the end of this PDU
 		t.quit = true
 		return false
 	}
@@ -327,11 +332,10 @@ func (c *Conn) SendControl(it *iscsi.Task) error {
 	return nil
 }
 
-// collapses tells whether the status of a task may travel in its last Data-In
-// (RFC 7143, section 11.7.3). That Data-In must be queued still, and no PDU with a
-// StatSN may be queued behind it: then task.mark equals Conn.mark. At an
-// ErrorRecoveryLevel above 0 it travels alone, so that what is repeated is either
-// data or a status.
+// collapses reports whether the status of a task may travel in its last Data-In (RFC
+// 7143, section 11.7.3). Two more conditions are the caller's. The Data-In is still in
+// the queue, and no PDU with a StatSN follows it: then task.mark equals Conn.mark. The
+// ErrorRecoveryLevel is 0: above, a PDU that is repeated is either data or a status.
 func collapses(it *iscsi.Task) bool {
 	h := pdu.BHS(it.Header[:])
 	return h.Response() == pdu.CommandCompleted && h.Status() == 0 && len(it.Segment) == 0
@@ -374,7 +378,7 @@ func (c *Conn) CloseWrite() error {
 	return nil
 }
 
-// abandon fails what is queued and what will be.
+// abandon drops what is queued, and lets later calls fail with err.
 func (c *Conn) abandon(err error) {
 	c.mu.Lock()
 	if c.err == nil {

@@ -16,7 +16,7 @@ import (
 )
 
 // FuzzTCP: whatever an initiator says after login, the target neither panics nor
-// hangs, and keeps nothing. The first octet chooses what login agrees on:
+// hangs, and keeps nothing. The first byte chooses what login agrees on:
 //
 //	1  header digest
 //	2  data digest

@@ -44,13 +44,13 @@ type target struct {
 	portal *iscsi.Portal
 	store  *backendtest.Faulty
 	l      net.Listener
-	prefix int // octets that are read before New, as one does who looks what comes
+	prefix int // bytes that are read before New, as one does who looks what comes
 	opt    Options
 	wrap   func(net.Conn) net.Conn // what the target's end of a connection becomes; nil: nothing
 	wg     sync.WaitGroup
 }
 
-// A slowConn sends octets per second.
+// A slowConn sends bytes per second.
 type slowConn struct {
 	net.Conn
 	rate int
@@ -161,7 +161,7 @@ func digest(b []byte) []byte {
 type client struct {
 	tb             testing.TB
 	nc             net.Conn
-	chunk          int // octets per write; 0: whole PDUs
+	chunk          int // bytes per write; 0: whole PDUs
 	header, data   bool
 	badHeader      bool   // the next header digest is wrong
 	badData        bool   // the next data digest is wrong
@@ -342,7 +342,7 @@ func (c *client) any() reply {
 	}
 	h, op := p.h, p.h.Opcode()
 	if len(p.data) > c.limit { // ISCSI-11.7-1
-		c.tb.Fatalf("%v with %d octets of data, declared were %d", op, len(p.data), c.limit)
+		c.tb.Fatalf("%v with %d bytes of data, declared were %d", op, len(p.data), c.limit)
 	}
 	if op == pdu.LoginResp && h[36] != 0 {
 		return p
@@ -506,10 +506,10 @@ func (c *client) readData(h pdu.BHS, burst int) (data []byte, pdus int, status p
 		pdus++
 		data = append(data, p.data...)
 		if len(p.data)%4 != 0 && flags&pdu.FlagF == 0 { // RFC 7143, section 11.7.7
-			c.tb.Fatalf("Data-In of %d octets within a sequence", len(p.data))
+			c.tb.Fatalf("Data-In of %d bytes within a sequence", len(p.data))
 		}
 		if sequence += len(p.data); sequence > burst { // ISCSI-11.7-1
-			c.tb.Fatalf("sequence of %d octets, MaxBurstLength is %d", sequence, burst)
+			c.tb.Fatalf("sequence of %d bytes, MaxBurstLength is %d", sequence, burst)
 		}
 		if flags&pdu.FlagF != 0 {
 			sequence = 0
@@ -527,13 +527,13 @@ func (c *client) read(lba, blocks, burst int) []byte {
 	c.send(h, nil)
 	data, _, status := c.readData(h, burst)
 	if status.Status() != 0 || len(data) != blocks*blockLen {
-		c.tb.Fatalf("status %#x after %d octets", status.Status(), len(data))
+		c.tb.Fatalf("status %#x after %d bytes", status.Status(), len(data))
 	}
 	return data
 }
 
-// writeData sends a WRITE with immediate octets of data and answers its R2Ts with
-// PDUs of at most segment octets, up to the SCSI Response.
+// writeData sends a WRITE with immediate bytes of data and answers its R2Ts with
+// PDUs of at most segment bytes, up to the SCSI Response.
 func (c *client) writeData(lba int, data []byte, immediate, segment, burst int) (rsp reply, r2ts int) {
 	c.tb.Helper()
 	h := c.scsi(pdu.FlagW, cdb.Write16(uint64(lba), uint32(len(data)/blockLen)), len(data))
@@ -582,9 +582,9 @@ func (c *client) writeAll(lba int, data []byte, immediate, segment, burst int) (
 }
 
 // stored is what lies on the LUN from block lba on.
-func (tg *target) stored(lba, octets int) []byte {
+func (tg *target) stored(lba, size int) []byte {
 	tg.tb.Helper()
-	b := make([]byte, octets)
+	b := make([]byte, size)
 	if err := tg.store.Store.ReadAt(b, int64(lba)*blockLen); err != nil {
 		tg.tb.Fatal(err)
 	}

@@ -47,7 +47,7 @@ func TestTwoConnections(t *testing.T) {
 		t.Fatalf("%x", []byte(p.h))
 	}
 	if got, _, st := second.readData(held, 32768); st.Status() != 0 || len(got) != 4096 {
-		t.Fatalf("%d octets, status %d", len(got), st.Status())
+		t.Fatalf("%d bytes, status %d", len(got), st.Status())
 	}
 
 	// RFC 7143, section 11.14: the session goes on without one of them.

@@ -2,16 +2,16 @@ package tcp
 
 import "github.com/iser-target/iser-target/iscsi"
 
-// What ErrorRecoveryLevel 2 takes (RFC 7143, section 7.2.2).
+// This file is for ErrorRecoveryLevel 2 (RFC 7143, section 7.2.2).
 
 // A stretch is the Data-In PDUs of one PutData that have not been acknowledged.
 type stretch struct {
-	sn, count            uint32 // DataSN of the first one, and how many
-	off, from            uint32 // Buffer Offset of the data, and where in it they begin
-	size, segment, burst uint32 // octets
+	sn, count            uint32 // DataSN of the first PDU, and number of PDUs
+	off, from            uint32 // Buffer Offset of the data, and position of the first PDU in it
+	size, segment, burst uint32 // bytes
 }
 
-// Detach implements iscsi.Reassigner. The Buffers go back: the core can produce the
+// Detach implements iscsi.Reassigner. It releases the Buffers: the core can produce the
 // data again.
 func (c *Conn) Detach(it *iscsi.Task) iscsi.Progress {
 	t := it.Mover.(*task)
@@ -41,11 +41,11 @@ func (c *Conn) Detach(it *iscsi.Task) iscsi.Progress {
 			}
 			return k.off + off
 		}
-		return 0 // given up
+		return 0 // no longer kept
 	}}
 }
 
-// Advertised implements iscsi.Reassigner: on TCP nothing is.
+// Advertised implements iscsi.Reassigner. TCP advertises nothing.
 func (c *Conn) Advertised(*iscsi.Task) {}
 
 // Rebind implements iscsi.Reassigner.

@@ -82,7 +82,7 @@ func TestReassignRead(t *testing.T) {
 			h := a.scsi(pdu.FlagR, cdb.Read16(0, 128), len(data))
 			a.send(h, nil)
 			expStatSN := a.statSN
-			for i := range 8 { // of 8192 octets
+			for i := range 8 { // of 8192 bytes
 				if p := a.any(); p.h.Opcode() != pdu.DataIn || p.h.DataSN() != uint32(i) {
 					t.Fatalf("%x", []byte(p.h))
 				}

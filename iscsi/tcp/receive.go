@@ -15,9 +15,9 @@ import (
 )
 
 const (
-	// loginLimit is the longest data segment, in octets, that is read during
-	// login. 8192 are allowed; what is a little longer is left to the core, which
-	// refuses the login.
+	// loginLimit is the longest data segment, in bytes, that is received during login.
+	// The limit of the RFC is 8192. If a segment is a little longer, the core refuses
+	// the login.
 	loginLimit = 16 << 10
 )
 
@@ -25,31 +25,32 @@ const (
 type receiver struct {
 	digests     digests
 	fullFeature bool
-	limit       int // longest data segment, octets
+	limit       int // longest data segment, bytes
 
 	win llp.Window
 	bhs [pdu.BHSLen]byte // of a PDU that does not stay in win
 	ahs []byte
-	big []byte // a data segment that is longer than win; limit and padding, made when first needed
+	big []byte // a data segment that is longer than win; allocated when first needed
 
-	over *task // its GetData has ended, the Notice is due
-	err  error // what Receive returns when all GetDatas have been notified; over is nil then
+	over *task // its GetData has ended; Receive returns the Notice next
+	err  error // what Receive returns after the Notices of all GetDatas; over is nil then
 }
 
-// A FormatError is a PDU after which the stream makes no sense any more. It ends
-// the connection, and the peer is not told (RFC 7143, sections 7.7 and 7.8).
+// A FormatError reports a PDU after which nobody knows where the next one begins. It
+// ends the connection without a word to the initiator (RFC 7143, sections 7.7 and 7.8).
 type FormatError struct{ Reason string }
 
+// Error implements error.
 func (e *FormatError) Error() string { return "iSCSI format error: " + e.Reason }
 
 var (
 	errHeaderDigest = &FormatError{"header digest is wrong"}
-	errUnanswered   = fmt.Errorf("the initiator has ended its direction of the stream: %w", io.ErrUnexpectedEOF)
-	errCalledOff    = errors.New("the data was called off")
+	errUnanswered   = fmt.Errorf("the initiator has closed its direction of the stream: %w", io.ErrUnexpectedEOF)
+	errCalledOff    = errors.New("the target canceled the transfer")
 )
 
-// Receive implements iscsi.Datamover. After a time-out between two PDUs it may be
-// called again.
+// Receive implements iscsi.Datamover. After a time-out between two PDUs it may be called
+// again.
 func (c *Conn) Receive(n *iscsi.Notice) error {
 	rx := &c.rx
 	for rx.err == nil {
@@ -89,14 +90,14 @@ func (c *Conn) fail(err error) {
 	}
 }
 
-// drainGets notifies every GetData that was outstanding, then returns why the
-// connection has ended.
+// drainGets returns a Notice for every outstanding GetData, then why the connection has
+// ended.
 func (c *Conn) drainGets(n *iscsi.Notice) error {
 	c.mu.Lock()
 	closed := c.closed
 	c.mu.Unlock()
 	if closed {
-		c.aside.Wait() // nothing of a connection runs when it is over
+		c.aside.Wait() // nothing of a connection runs after its end
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -111,8 +112,8 @@ func (c *Conn) drainGets(n *iscsi.Notice) error {
 	return c.rx.err
 }
 
-// read reads for the window. What Defer has kept back leaves first, because Receive
-// may have to wait.
+// read reads from the socket for the window. It first sends what Defer kept back,
+// because it may have to wait.
 func (c *Conn) read(p []byte) (int, error) {
 	c.flushDeferred()
 	return c.nc.Read(p)
@@ -136,8 +137,8 @@ func (c *Conn) Pending() bool {
 // Defer implements iscsi.Deferrer.
 func (c *Conn) Defer() { c.deferred.Store(true) }
 
-// flushDeferred sends what Defer has kept back. Receive must not wait for the peer to take
-// data, which may wait for us to receive.
+// flushDeferred sends what Defer kept back, in another goroutine: Receive must not wait
+// for the peer to take data, because the peer may wait for us to receive.
 func (c *Conn) flushDeferred() {
 	if c.deferred.Load() {
 		c.deferred.Store(false)
@@ -146,19 +147,18 @@ func (c *Conn) flushDeferred() {
 	}
 }
 
-// Unread tells a net.Conn, from within its Read, where in the stream PDUs begin: unread
-// are the last octets that it has returned, and the first rest octets of these and of
-// what follows belong to a PDU that began before them.
+// Unread says where PDUs begin, as llp.Window.Unread does, for a net.Conn that calls it
+// from within its Read.
 func (c *Conn) Unread() (unread []byte, rest int) {
 	return c.rx.win.Unread()
 }
 
-// receivePDU takes one PDU from the stream (RFC 7143, section 11.2):
+// receivePDU receives one PDU (RFC 7143, section 11.2):
 //
 //	BHS  AHS  header digest  data segment  padding  data digest
 //
-// ok means that n describes it. Until the whole PDU, or the header of a longer
-// one, is in the window nothing is taken out of there.
+// ok says that n describes it. receivePDU consumes nothing before the window holds the
+// whole PDU, or the header of a longer one, so that a time-out loses nothing.
 func (c *Conn) receivePDU(n *iscsi.Notice) (ok bool, err error) {
 	rx := &c.rx
 	rx.win.Inside = false
@@ -180,7 +180,7 @@ func (c *Conn) receivePDU(n *iscsi.Notice) (ok bool, err error) {
 	}
 	size := h.DataSegmentLength()
 	if size > rx.limit {
-		return false, &FormatError{fmt.Sprintf("%v with a data segment of %d octets, more than %d", h.Opcode(), size, rx.limit)}
+		return false, &FormatError{fmt.Sprintf("%v with a data segment of %d bytes, more than %d", h.Opcode(), size, rx.limit)}
 	}
 	solicited := rx.fullFeature && h.Opcode() == pdu.DataOut && h.TTT() != pdu.ReservedTag
 	tail := c.tail(size)
@@ -190,7 +190,7 @@ func (c *Conn) receivePDU(n *iscsi.Notice) (ok bool, err error) {
 		begun = time.Now()
 	}
 	if !solicited && total <= llp.WindowLen {
-		// The usual PDU: it is looked at in place.
+		// The usual PDU stays in the window.
 		if err := rx.win.Fill(total); err != nil {
 			return false, err
 		}
@@ -223,7 +223,7 @@ func (c *Conn) receivePDU(n *iscsi.Notice) (ok bool, err error) {
 	return true, nil
 }
 
-// tail is how long padding and data digest are behind size octets of data.
+// tail returns the length of padding and data digest after size bytes of data.
 func (c *Conn) tail(size int) int {
 	n := pdu.Padded(size) - size
 	if size > 0 && c.rx.digests.data {
@@ -232,15 +232,17 @@ func (c *Conn) tail(size int) int {
 	return n
 }
 
-// judge has a PDU rejected whose data digest is wrong (RFC 7143, section 7.8).
+// judge lets the core reject the PDU if its data digest is wrong (RFC 7143, section
+// 7.8).
 func (c *Conn) judge(n *iscsi.Notice, good bool) {
 	if !good {
 		n.Data, n.Reject = nil, pdu.RejectDataDigest
 	}
 }
 
-// place moves a data segment from the stream to dst, and takes what is behind it.
-// It tells whether the data digest is right; placing runs ahead of that.
+// place moves a data segment from the stream to dst, and consumes padding and digest.
+// It reports whether the data digest is right, which shows only after the data is in
+// dst.
 func (c *Conn) place(dst []byte) (good bool, err error) {
 	rx := &c.rx
 	size := len(dst)
@@ -274,10 +276,10 @@ func (c *Conn) place(dst []byte) (good bool, err error) {
 	return updateDigest(crc, pad) == binary.LittleEndian.Uint32(digest), nil
 }
 
-// receiveData takes a solicited Data-Out whose header is n.BHS and whose data
-// segment of size octets follows. ok means that n describes a PDU to be rejected.
-// A GetData that fails ends with the sequence: the initiator must be done with
-// the R2T when it sees the response (RFC 7143, sections 7.3 and 7.8).
+// receiveData receives the data segment of a solicited Data-Out, size bytes; n.BHS is
+// its header. ok says that n describes a PDU that the core rejects. A GetData that fails
+// ends with its sequence: the initiator must be done with the R2T when it sees the
+// response (RFC 7143, sections 7.3 and 7.8).
 func (c *Conn) receiveData(n *iscsi.Notice, size int) (ok bool, err error) {
 	h := pdu.BHS(n.BHS)
 	t, dst, reason := c.route(h, size)
@@ -300,9 +302,9 @@ func (c *Conn) receiveData(n *iscsi.Notice, size int) (ok bool, err error) {
 	return reason != 0, nil
 }
 
-// route finds the task of a solicited Data-Out and where its data goes; that is
-// nil if it goes nowhere. A PDU that does not fit into its sequence is rejected,
-// and its GetData fails.
+// route finds the task of a solicited Data-Out and the destination of its data, nil if
+// the data is discarded. A PDU that does not fit into its sequence is rejected, and its
+// GetData fails.
 func (c *Conn) route(h pdu.BHS, size int) (t *task, dst []byte, reason pdu.RejectReason) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -321,7 +323,7 @@ func (c *Conn) route(h pdu.BHS, size int) (t *task, dst []byte, reason pdu.Rejec
 	sn, off := h.DataSN(), h.BufferOffset()-t.base
 	var why error
 	switch {
-	case t.err != nil: // rejected once is enough
+	case t.err != nil: // one Reject is enough
 		return t, nil, 0
 	case h.ITT() != t.itt, h.LUN() != t.lun: // RFC 7143, section 4.2.5.3
 		reason, why = pdu.RejectProtocolError, iscsi.ErrDataAmount
@@ -334,7 +336,7 @@ func (c *Conn) route(h pdu.BHS, size int) (t *task, dst []byte, reason pdu.Rejec
 	case h.Final() && uint32(size) < t.end-off: // RFC 7143, section 11.8
 		reason, why = pdu.RejectProtocolError, iscsi.ErrDataAmount
 	default:
-		t.losses.add(t.at, off) // what PDUs before this one had
+		t.losses.add(t.at, off) // what was in PDUs that did not come
 		t.outSN = sn
 		t.placing, t.placeAt = true, off
 		return t, t.data[off:][:size:size], 0
@@ -343,13 +345,13 @@ func (c *Conn) route(h pdu.BHS, size int) (t *task, dst []byte, reason pdu.Rejec
 	return t, nil, reason
 }
 
-// placed goes on with the GetData of t after a Data-Out: octets of its data have
-// come, and final tells whether that was all for the R2T.
-func (c *Conn) placed(t *task, octets int, good, final bool) {
+// placed continues the GetData of t after a Data-Out with n bytes. final says that it
+// was the last one for the R2T.
+func (c *Conn) placed(t *task, n int, good, final bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if t.placing {
-		t.at = t.placeAt + uint32(octets)
+		t.at = t.placeAt + uint32(n)
 	}
 	t.placing = false
 	t.outSN++
@@ -363,7 +365,7 @@ func (c *Conn) placed(t *task, octets int, good, final bool) {
 	}
 	whole := t.asked == uint32(len(t.data)) && t.losses.n == 0
 	if final && t.err == nil && !whole {
-		if t.err = c.err; t.losses.rounds > maxRecoveries { // c.err: nothing more can be asked for
+		if t.err = c.err; t.losses.rounds > maxRecoveries { // c.err: no R2T can be sent
 			t.err = iscsi.ErrDataLost
 		}
 	}
@@ -374,8 +376,7 @@ func (c *Conn) placed(t *task, octets int, good, final bool) {
 	case final:
 		c.ask(t)
 		if !c.flushing {
-			// Receive must not wait for the peer to take data, which may wait for
-			// us to receive.
+			// Not in this goroutine, see flushDeferred.
 			c.aside.Add(1)
 			go c.flush()
 		}

@@ -2,24 +2,26 @@ package tcp
 
 import (
 	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/fifo"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
-// What an ErrorRecoveryLevel above 0 takes (RFC 7143, sections 7.8, 7.9 and 11.16).
+// This file is for an ErrorRecoveryLevel above 0 (RFC 7143, sections 7.8, 7.9 and 11.16).
 
-// keeping is the Data-In of a task that may have to be sent again. Conn.mu guards
-// it.
+// keeping holds the Data-In of a task that may have to be sent again. Conn.mu guards it.
 type keeping struct {
-	kept  list   // copies of the items, without gap up to task.dataSN
-	acked uint32 // DataSN before which all is acknowledged
-	since uint32 // octets since the last A bit
+	kept  list   // copies of the items, without a gap before task.dataSN
+	acked uint32 // all Data-In before this DataSN is acknowledged
+	since uint32 // bytes since the last A bit
 }
 
-// keep makes i, which is about to be queued, one that can be sent again. Its Buffer
-// belongs to both the queue and the task from then on.
+// keep keeps a copy of i, which is about to be queued, so that it can be sent again. The
+// queue and the task share the Buffer from now on.
 //
 // Preconditions: c.mu is held.
 func (c *Conn) keep(t *task, i *item) {
+	invariant.Held(&c.mu)
 	size := uint32(len(i.data))
 	i.recovers, i.to, i.count = true, size, i.pdus()
 	i.ttt, i.lun, i.before = t.ttt, t.lun, t.since
@@ -37,23 +39,24 @@ func (c *Conn) keep(t *task, i *item) {
 	t.kept.Push(k, &k.link)
 }
 
-// wantsAck tells whether the A bit is set in the PDU that ends at octet end of
-// i.data: where a sequence ends and at least MaxBurstLength octets have been sent
-// since the last one (RFC 7143, section 11.7.2).
+// wantsAck reports whether the PDU that ends at byte end of i.data has the A bit set:
+// where a sequence ends, if at least MaxBurstLength bytes were sent since the last A bit
+// (RFC 7143, section 11.7.2).
 func (i *item) wantsAck(end uint32) bool {
 	size := uint32(len(i.data))
 	return end%i.burst == 0 || end == size && size < i.burst && i.before+size >= i.burst
 }
 
-// release gives back all that is kept of t.
+// release releases everything that is kept of t.
 //
 // Preconditions: c.mu is held.
 func (c *Conn) release(t *task) { c.releaseTo(t, t.dataSN) }
 
-// releaseTo gives back the items of t all of whose PDUs come before sn.
+// releaseTo releases the kept items of t whose PDUs all come before sn.
 //
 // Preconditions: c.mu is held.
 func (c *Conn) releaseTo(t *task, sn uint32) {
+	invariant.Held(&c.mu)
 	for k := t.kept.Front(); k != nil && k.sn+k.count <= sn; k = t.kept.Front() {
 		t.kept.Pop()
 		k.buf.Release()
@@ -62,8 +65,8 @@ func (c *Conn) releaseTo(t *task, sn uint32) {
 	}
 }
 
-// seek is where the PDU with DataSN sn of a kept item begins, in octets of its
-// data; the end of the item counts, too.
+// seek returns the position in k.data where the PDU with DataSN sn begins. sn may be the
+// one after the last PDU.
 func (k *item) seek(sn uint32) (off uint32) {
 	off = k.from
 	for s := k.sn; s < sn; s++ {
@@ -80,7 +83,7 @@ func (c *Conn) Forget(it *iscsi.Task) {
 	c.release(t)
 }
 
-// Acknowledge implements iscsi.Repeater. A tag that t had before is nothing new.
+// Acknowledge implements iscsi.Repeater. A tag that the task had before changes nothing.
 func (c *Conn) Acknowledge(tag uint32, lun [8]byte, next uint32) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -101,7 +104,7 @@ func (c *Conn) Acknowledge(tag uint32, lun [8]byte, next uint32) bool {
 	return true
 }
 
-// hadTag tells whether t had the tag ttt before the present one.
+// hadTag reports whether ttt is an earlier tag of t.
 func (t *task) hadTag(ttt uint32) bool {
 	ago := (t.ttt - ttt) >> indexBits
 	return 0 < ago && ago <= t.ttt>>indexBits
@@ -113,7 +116,7 @@ func (c *Conn) Repeat(it, by *iscsi.Task, begin, length uint32) (queued bool, ne
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	first := t.acked
-	if t.r2tSN > 0 { // those before the present R2T are answered
+	if t.r2tSN > 0 { // all before the present R2T are answered
 		if next, first = t.r2tSN, t.r2tSN; t.getting {
 			first--
 		}
@@ -160,12 +163,14 @@ func (c *Conn) Repeat(it, by *iscsi.Task, begin, length uint32) (queued bool, ne
 	return true, next, nil
 }
 
-// repeat queues a copy of k, which is kept. ExpCmdSN and MaxCmdSN are those of h.
+// repeat queues a copy of the kept item k, with the ExpCmdSN and MaxCmdSN of h.
 //
 // Preconditions: c.mu is held.
 func (c *Conn) repeat(k *item, h pdu.BHS) *item {
+	invariant.Held(&c.mu)
 	i := c.newItem()
 	*i = *k
+	i.link = fifo.Link[item]{}
 	i.repeated, i.expCmdSN, i.maxCmdSN = true, h.ExpCmdSN(), h.MaxCmdSN()
 	i.buf.Retain()
 	c.queue.Push(i, &i.link)
@@ -200,22 +205,22 @@ func (c *Conn) Resegment(it, by *iscsi.Task) (queued bool, err error) {
 	return true, nil
 }
 
-// maxRecoveries bounds the recovery R2Ts of a GetData. Data that is lost again and
-// again fails its command.
+// maxRecoveries limits the recovery R2Ts of a GetData. If more are needed, its command
+// fails.
 const maxRecoveries = 32
 
-// losses are the parts of a GetData's data that were lost, in ascending order. If
-// there are more than fit, the last one covers what is between.
+// losses holds the lost parts of the data of a GetData, in ascending order. If they do
+// not fit, the last one covers several and what is between them.
 type losses struct {
 	spans  [8]span
 	n      int
-	rounds int // how many were asked for again
+	rounds int // recovery R2Ts so far
 }
 
-// A span is octets from to to-1 of a GetData's data.
+// A span is the bytes from to to-1 of the data of a GetData.
 type span struct{ from, to uint32 }
 
-// add appends a span, which may be empty. It lies behind those that are there.
+// add appends a span, which may be empty. It must follow the present ones.
 func (l *losses) add(from, to uint32) {
 	switch {
 	case from == to:
@@ -227,7 +232,7 @@ func (l *losses) add(from, to uint32) {
 	}
 }
 
-// pop takes the first span.
+// pop removes the first span.
 func (l *losses) pop() (s span, ok bool) {
 	if l.n == 0 {
 		return span{}, false

@@ -66,7 +66,7 @@ func (c *client) sameAgain(p reply) {
 		copy(h[24:28], p.h[24:28]) // StatSN
 	}
 	if !bytes.Equal(h, p.h) || !bytes.Equal(got.data, p.data) {
-		c.tb.Fatalf("a copy of\n%x %d octets is\n%x %d octets", []byte(p.h), len(p.data), []byte(got.h), len(got.data))
+		c.tb.Fatalf("a copy of\n%x %d bytes is\n%x %d bytes", []byte(p.h), len(p.data), []byte(got.h), len(got.data))
 	}
 	if got.h.ExpCmdSN() != c.expCmdSN || pdu.Before(got.h.MaxCmdSN(), c.maxCmdSN) {
 		c.tb.Fatalf("ExpCmdSN %d, MaxCmdSN %d are not those of now", got.h.ExpCmdSN(), got.h.MaxCmdSN())
@@ -75,9 +75,9 @@ func (c *client) sameAgain(p reply) {
 
 // openRead sends a READ and returns what comes, the response last. The A bits are
 // checked (ISCSI-11.7-2), and so is that the status travels alone.
-func (c *client) openRead(octets, burst int) (cmd pdu.BHS, pdus []reply) {
+func (c *client) openRead(size, burst int) (cmd pdu.BHS, pdus []reply) {
 	c.tb.Helper()
-	h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(octets/blockLen)), octets)
+	h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(size/blockLen)), size)
 	c.send(h, nil)
 	since := 0
 	for {
@@ -91,7 +91,7 @@ func (c *client) openRead(octets, burst int) (cmd pdu.BHS, pdus []reply) {
 		}
 		since += len(p.data)
 		if asks := p.h.Flags()&pdu.FlagA != 0; asks != (p.h.TTT() != pdu.ReservedTag) || asks && (!p.h.Final() || since < burst) {
-			c.tb.Fatalf("A bit in %x after %d octets", []byte(p.h), since)
+			c.tb.Fatalf("A bit in %x after %d bytes", []byte(p.h), since)
 		} else if asks {
 			since = 0
 		}
@@ -127,10 +127,10 @@ func (c *client) ping() reply {
 func TestDataSNACK(t *testing.T) {
 	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.MaxTransferPiece = 64 << 10 })
 	for _, tt := range []struct {
-		name   string
-		keys   []string
-		octets int
-		burst  int
+		name  string
+		keys  []string
+		size  int
+		burst int
 	}{
 		{"one PDU", nil, 4096, 1 << 20},
 		{"several pieces", []string{"MaxBurstLength=262144"}, 200 << 10, 256 << 10},
@@ -139,7 +139,7 @@ func TestDataSNACK(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			c := tg.login1(t, tt.keys...)
-			cmd, pdus := c.openRead(tt.octets, tt.burst)
+			cmd, pdus := c.openRead(tt.size, tt.burst)
 			data, n := pdus[:len(pdus)-1], uint32(len(pdus)-1)
 			for _, run := range []struct{ begin, length uint32 }{{0, 0}, {0, 1}, {n - 1, 1}, {n / 2, 0}, {n / 3, n - n/3}, {n / 2, 1}} {
 				c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, run.begin, run.length)
@@ -294,8 +294,8 @@ func TestRDataSNACK(t *testing.T) {
 		t.Run(fmt.Sprintf("%d acknowledged", acked), func(t *testing.T) {
 			tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.MaxTransferPiece = 64 << 10 })
 			c := tg.login1(t, "MaxBurstLength=32768", "FirstBurstLength=32768")
-			const octets = 100 << 10
-			cmd, pdus := c.openRead(octets, 32<<10)
+			const size = 100 << 10
+			cmd, pdus := c.openRead(size, 32<<10)
 			status := pdus[len(pdus)-1]
 			var want []byte
 			for _, p := range pdus[acked : len(pdus)-1] {
@@ -340,24 +340,24 @@ func TestRDataSNACK(t *testing.T) {
 }
 
 // limitSegments declares another MaxRecvDataSegmentLength.
-func (c *client) limitSegments(octets int) {
+func (c *client) limitSegments(size int) {
 	c.tb.Helper()
-	c.text(fmt.Sprintf("MaxRecvDataSegmentLength=%d\x00", octets))
+	c.text(fmt.Sprintf("MaxRecvDataSegmentLength=%d\x00", size))
 	c.want(pdu.TextResp)
-	c.limit = octets
+	c.limit = size
 }
 
 // SNACKs for a READ that goes on: what has come is sent again, the rest follows with
 // the numbers behind that (ISCSI-11.16-2).
 func TestSNACKWithinARead(t *testing.T) {
-	const octets, half = 256 << 10, 128 << 10
+	const size, half = 256 << 10, 128 << 10
 	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.MaxTransferPiece = 64 << 10 })
-	if err := tg.store.WriteAt(random(octets), 0); err != nil {
+	if err := tg.store.WriteAt(random(size), 0); err != nil {
 		t.Fatal(err)
 	}
 	c := tg.login1(t)
 	gate := tg.store.ShutFrom(half, backendtest.ReadAt)
-	h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(octets/blockLen)), octets)
+	h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(size/blockLen)), size)
 	c.send(h, nil)
 	var pdus []reply
 	for range half / 8192 {
@@ -386,11 +386,11 @@ func TestSNACKWithinARead(t *testing.T) {
 	}
 	c.quiet()
 	gate.Open()
-	for len(got) < octets {
+	for len(got) < size {
 		take()
 	}
 	rsp := c.want(pdu.SCSIResponse)
-	if rsp.h.SNACKTag() != 9 || rsp.h.ExpDataSN() != sn || rsp.h.Status() != 0 || !bytes.Equal(got, tg.stored(0, octets)) {
+	if rsp.h.SNACKTag() != 9 || rsp.h.ExpDataSN() != sn || rsp.h.Status() != 0 || !bytes.Equal(got, tg.stored(0, size)) {
 		t.Fatalf("%x", []byte(rsp.h))
 	}
 	c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, rsp.h.StatSN(), 1)
@@ -400,14 +400,14 @@ func TestSNACKWithinARead(t *testing.T) {
 // R-Data SNACKs while much else is on its way: the copies come without a gap and
 // after what was queued.
 func TestRDataUnderLoad(t *testing.T) {
-	const octets, reads = 1 << 20, 12
+	const size, reads = 1 << 20, 12
 	tg := startTarget(t, level1, func(tg *target, _ *iscsi.Options) {
 		tg.wrap = func(nc net.Conn) net.Conn { return slowConn{nc, 100 << 20} }
 	})
 	c := tg.login1(t, "MaxRecvDataSegmentLength=65536")
 	var tags []uint32
 	for range reads {
-		h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(octets/blockLen)), octets)
+		h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(size/blockLen)), size)
 		c.send(h, nil)
 		tags = append(tags, h.ITT())
 	}
@@ -422,7 +422,7 @@ func TestRDataUnderLoad(t *testing.T) {
 		case p.h.Opcode() == pdu.SCSIResponse && p.h.Status() != 0, p.h.Opcode() == pdu.Reject:
 			t.Fatalf("%x", []byte(p.h))
 		case p.h.Opcode() == pdu.SCSIResponse && p.h.SNACKTag() != 0:
-			if p.h.ITT() != tags[p.h.SNACKTag()-100] || p.h.ExpDataSN() != octets/65536 {
+			if p.h.ITT() != tags[p.h.SNACKTag()-100] || p.h.ExpDataSN() != size/65536 {
 				t.Fatalf("%x", []byte(p.h))
 			}
 			tagged[p.h.SNACKTag()] = true
@@ -659,7 +659,7 @@ func TestLostUnsolicitedData(t *testing.T) {
 	for _, tt := range []struct {
 		name      string
 		immediate int
-		lost      int // PDU of 1024 octets
+		lost      int // PDU of 1024 bytes
 		missing   bool
 		size      int
 	}{
@@ -788,11 +788,11 @@ func TestNothingIsAcknowledged(t *testing.T) {
 // An initiator that has nothing to send but answers pings, which acknowledge what it
 // has: READs for more than the memory there is come to their end (ISCSI-11.18-3).
 func TestPingsAcknowledge(t *testing.T) {
-	const reads, octets = 12, 1 << 20
+	const reads, size = 12, 1 << 20
 	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 4 << 20 })
 	c := tg.login1(t, "MaxRecvDataSegmentLength=262144")
 	for range reads {
-		c.send(c.scsi(pdu.FlagR, cdb.Read16(0, uint32(octets/blockLen)), octets), nil)
+		c.send(c.scsi(pdu.FlagR, cdb.Read16(0, uint32(size/blockLen)), size), nil)
 	}
 	pongs := 0
 	for done := 0; done < reads; {
@@ -815,7 +815,7 @@ func TestPingsAcknowledge(t *testing.T) {
 			t.Fatalf("%x", []byte(p.h))
 		}
 		if n := tg.node.Stats().BufferOctets; n > 4<<20 {
-			t.Fatalf("%d octets", n)
+			t.Fatalf("%d bytes", n)
 		}
 	}
 	if pongs == 0 {
@@ -875,15 +875,15 @@ func (c *client) unasked(p reply) int {
 func TestDataGivenUp(t *testing.T) {
 	tg := startTarget(t, level1, hasty, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 1 << 20 })
 	c := tg.login1(t, "MaxRecvDataSegmentLength=262144", "MaxBurstLength=16776192")
-	const octets = 2 << 20
-	h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(octets/blockLen)), octets)
+	const size = 2 << 20
+	h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(size/blockLen)), size)
 	gate := tg.store.ShutFrom(1<<20, backendtest.ReadAt)
 	c.send(h, nil)
 	for off := 0; off < 1<<20; {
 		p := c.any()
 		if p.h.Opcode() == pdu.DataIn {
 			if off += len(p.data); p.h.Flags()&pdu.FlagA != 0 && off < 1<<20 {
-				t.Errorf("A bit after %d octets", off)
+				t.Errorf("A bit after %d bytes", off)
 			}
 		}
 	}
@@ -915,8 +915,8 @@ func TestDataGivenUp(t *testing.T) {
 func TestDataACK(t *testing.T) {
 	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 2 << 20 })
 	c := tg.login1(t, "MaxRecvDataSegmentLength=262144", "MaxBurstLength=262144")
-	const octets = 12 << 20
-	h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(octets/blockLen)), octets)
+	const size = 12 << 20
+	h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(size/blockLen)), size)
 	c.send(h, nil)
 	var got []byte
 	next, copies, acks := uint32(0), 0, 0
@@ -950,7 +950,7 @@ func TestDataACK(t *testing.T) {
 			}
 		}
 	}
-	if acks != octets>>18 || copies == 0 || !bytes.Equal(got, tg.stored(0, octets)) {
+	if acks != size>>18 || copies == 0 || !bytes.Equal(got, tg.stored(0, size)) {
 		t.Errorf("%d A bits, %d copies", acks, copies)
 	}
 }

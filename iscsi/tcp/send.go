@@ -8,6 +8,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/fifo"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun/invariant"
 	"github.com/iser-target/iser-target/rdma/llp"
 )
 
@@ -15,17 +16,17 @@ const digestLen = 4
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// updateDigest adds p to a CRC32C that started as 0 (RFC 7143, section 13.1).
+// updateDigest returns crc extended by p. A CRC32C starts as 0 (RFC 7143, section 13.1).
 func updateDigest(crc uint32, p []byte) uint32 { return crc32.Update(crc, castagnoli, p) }
 
-// An item is what leaves as one or more PDUs. Data-In and R2T items stand for
-// themselves: their task may be over before they leave.
+// An item is queued data or a PDU; it leaves as one or more PDUs. Data-In and R2T items
+// hold all they need, because their task may be over before they leave.
 type item struct {
 	link fifo.Link[item]
 	op   pdu.Opcode
 
-	// task has the PDU of SendControl. For a Data-In it is nil, or the task whose
-	// SCSI Response goes with the last PDU.
+	// task has the PDU of SendControl. In a Data-In it is nil, or the task whose SCSI
+	// Response travels in the last PDU.
 	task *task
 
 	itt, ttt           uint32
@@ -42,21 +43,22 @@ type item struct {
 
 	// At an ErrorRecoveryLevel above 0:
 	recovers bool
-	repeated bool        // a copy of what has been sent
-	from, to uint32      // the part of data that is sent
-	count    uint32      // PDUs, of an item that is kept
-	before   uint32      // octets of Data-In before data since the last A bit
-	by       *iscsi.Task // its Sent is called when this has left
+	repeated bool        // a copy of a sent item
+	from, to uint32      // the part of data to send
+	count    uint32      // PDUs of a kept item
+	before   uint32      // bytes of Data-In before data since the last A bit
+	by       *iscsi.Task // the core learns by its Sent that this has left
 }
 
-// cut is how long the Data-In is that starts at octet off of i.data.
+// cut returns the length of the Data-In that starts at byte off of i.data.
 func (i *item) cut(off uint32) uint32 { return cut(off, uint32(len(i.data)), i.segment, i.burst) }
 
+// cut returns the length of the Data-In that starts at byte off of size bytes.
 func cut(off, size, segment, burst uint32) uint32 {
 	return min(segment, burst-off%burst, size-off)
 }
 
-// pdus is how many Data-In PDUs i makes.
+// pdus returns how many Data-In PDUs i needs.
 func (i *item) pdus() (n uint32) {
 	perBurst := (i.burst-1)/i.segment + 1
 	size := uint32(len(i.data))
@@ -70,6 +72,7 @@ type list = fifo.Queue[item]
 //
 // Preconditions: c.mu is held.
 func (c *Conn) newItem() *item {
+	invariant.Held(&c.mu)
 	if i := c.free.Pop(); i != nil {
 		return i
 	}
@@ -80,15 +83,14 @@ func (c *Conn) newItem() *item {
 type sender struct {
 	digests digests
 
-	// The serial numbers that the stream has come to: StatSN of the next status,
-	// and the latest ExpCmdSN and MaxCmdSN that were sent.
+	// The StatSN of the next status, and the latest ExpCmdSN and MaxCmdSN that were
+	// sent.
 	statSN, expCmdSN, maxCmdSN uint32
 
 	out llp.Gather // what is encoded and not yet written
 }
 
-// Flush implements iscsi.Datamover. It waits until TCP has taken what the queue
-// holds.
+// Flush implements iscsi.Datamover. It waits until TCP has taken what the queue holds.
 func (c *Conn) Flush() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -111,7 +113,7 @@ func (c *Conn) Flush() {
 		c.mu.Unlock()
 		if err := c.send(batch); err != nil {
 			c.abandon(fmt.Errorf("sending: %w", err))
-			c.nc.Close() // Receive need not wait for a peer that does not hear us
+			c.nc.Close() // Receive must not wait for a peer that cannot get our answers
 		}
 		c.done(batch)
 		if last {
@@ -124,13 +126,13 @@ func (c *Conn) Flush() {
 	c.flushing = false
 }
 
-// flushAside is Flush for a goroutine of its own.
+// flushAside calls Flush in a goroutine of its own.
 func (c *Conn) flushAside() {
 	defer c.aside.Done()
 	c.Flush()
 }
 
-// done gives back what the items refer to, and those that nobody owns.
+// done releases what the items refer to, and the items that no task owns.
 func (c *Conn) done(l list) {
 	var free list
 	for i := l.Pop(); i != nil; i = l.Pop() {
@@ -179,8 +181,8 @@ func (c *Conn) send(batch list) error {
 	return c.tx.out.Flush()
 }
 
-// sendDataIn encodes data as Data-In PDUs (RFC 7143, section 11.7): sequences of
-// at most MaxBurstLength, each of which ends with F.
+// sendDataIn encodes data as Data-In PDUs (RFC 7143, section 11.7), in sequences of at
+// most MaxBurstLength bytes. The last PDU of each has F set.
 func (c *Conn) sendDataIn(i *item) error {
 	s, size, sn := &c.tx, uint32(len(i.data)), i.sn
 	off, last := uint32(0), size
@@ -257,7 +259,7 @@ func (c *Conn) sendControl(t *task) error {
 	}
 	copy(h, t.t.Header[:])
 	d := c.tx.digests
-	if h.Opcode() == pdu.LoginResp { // the last one comes before they are in force
+	if h.Opcode() == pdu.LoginResp { // they start after the last one
 		d = digests{}
 	}
 	c.tx.status(h)
@@ -265,8 +267,8 @@ func (c *Conn) sendControl(t *task) error {
 	return nil
 }
 
-// status takes note of a PDU that the core has numbered. The core numbers in the
-// order of SendControl, so these serial numbers are the latest, but for the StatSN
+// status notes the serial numbers of a PDU that the core has numbered. The core numbers
+// PDUs in the order of SendControl, so these are the latest ones, except for the StatSN
 // of a status that is repeated.
 func (s *sender) status(h pdu.BHS) {
 	next := h.StatSN()
@@ -279,8 +281,8 @@ func (s *sender) status(h pdu.BHS) {
 	s.expCmdSN, s.maxCmdSN = h.ExpCmdSN(), h.MaxCmdSN()
 }
 
-// advance takes the serial numbers of when data was queued. A PDU with later ones
-// may have been faster.
+// advance notes the serial numbers from the time when data was queued. A PDU with later
+// ones may have left before.
 func (s *sender) advance(expCmdSN, maxCmdSN uint32) {
 	if pdu.Before(s.expCmdSN, expCmdSN) {
 		s.expCmdSN = expCmdSN
@@ -290,7 +292,7 @@ func (s *sender) advance(expCmdSN, maxCmdSN uint32) {
 	}
 }
 
-// header starts a PDU and returns its BHS in the slab. trailer ends the PDU.
+// header starts a PDU and returns its BHS. trailer ends the PDU.
 func (c *Conn) header() (pdu.BHS, error) {
 	out := &c.tx.out
 	const most = pdu.BHSLen + llp.CopyBelow + 3 + 2*digestLen
@@ -306,8 +308,7 @@ func (c *Conn) header() (pdu.BHS, error) {
 
 var zeros [3]byte
 
-// trailer ends the PDU that header has begun: digests, and the data segment,
-// which is copied or referred to.
+// trailer ends the PDU that header has started. It adds the data segment and digests.
 func (c *Conn) trailer(h pdu.BHS, data []byte, d digests) {
 	out := &c.tx.out
 	h.SetDataSegmentLength(len(data))

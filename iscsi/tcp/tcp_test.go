@@ -49,7 +49,7 @@ func TestReadAndWrite(t *testing.T) {
 		{name: "bursts of no whole segments", keys: []string{"MaxBurstLength=10000", "FirstBurstLength=512", "MaxRecvDataSegmentLength=3003", "DataDigest=CRC32C"}, data: true, segment: 4999, burst: 10000},
 		{name: "large", keys: []string{"MaxBurstLength=16776192", "MaxRecvDataSegmentLength=16777215"}, segment: 262144, burst: 1 << 20},
 		{name: "stream in pieces", keys: []string{"HeaderDigest=CRC32C", "DataDigest=CRC32C"}, header: true, data: true, segment: 20000, burst: 256 << 10, chunk: 1461},
-		{name: "prefix of 8 octets", segment: 65536, burst: 256 << 10, prefix: 8},
+		{name: "prefix of 8 bytes", segment: 65536, burst: 256 << 10, prefix: 8},
 		{name: "prefix longer than a header", segment: 65536, burst: 256 << 10, prefix: 60},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -64,7 +64,7 @@ func TestReadAndWrite(t *testing.T) {
 					want := random(blocks * blockLen)
 					r2ts := c.writeAll(blocks, want, immediate, tt.segment, tt.burst)
 					if pieces := (len(want) + 1<<20 - 1) >> 20; r2ts > len(want)/tt.burst+pieces+1 {
-						t.Errorf("%d R2Ts for %d octets", r2ts, len(want))
+						t.Errorf("%d R2Ts for %d bytes", r2ts, len(want))
 					}
 					if !bytes.Equal(tg.stored(blocks, len(want)), want) {
 						t.Fatalf("%d blocks: what is stored is not what was written", blocks)
@@ -80,16 +80,16 @@ func TestReadAndWrite(t *testing.T) {
 
 // ISCSI-11.2-6: the digests of RFC 7143, and of vectors made elsewhere.
 func TestDigestVectors(t *testing.T) {
-	for _, v := range []struct{ id, octets, want string }{
+	for _, v := range []struct{ id, data, want string }{
 		{"V-ISCSI-1", "01c00000 00000000 00000000 00000000 14000000 00000400 00000014 00000018 28000000 00000000 02000000 00000000", "563a96d9"},
 		{"V-ISCSI-12", hex.EncodeToString([]byte("SendTargets=All\x00")), "b4e313bf"},
 		{"V-ISCSI-13", "aabbccddee000000", "397413d0"},
 		// RFC 7143, appendix A.4.
-		{"32 octets of 0", strings.Repeat("00", 32), "aa36918a"},
-		{"32 octets of ff", strings.Repeat("ff", 32), "43aba862"},
+		{"32 bytes of 0", strings.Repeat("00", 32), "aa36918a"},
+		{"32 bytes of ff", strings.Repeat("ff", 32), "43aba862"},
 	} {
 		t.Run(v.id, func(t *testing.T) {
-			b, err := hex.DecodeString(strings.ReplaceAll(v.octets, " ", ""))
+			b, err := hex.DecodeString(strings.ReplaceAll(v.data, " ", ""))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -143,7 +143,7 @@ func TestPhaseCollapse(t *testing.T) {
 				c.send(h, nil)
 				data, _, status := c.readData(h, 256<<10)
 				if status.Status() != 0 || len(data) != min(tt.edtl, tt.blocks*blockLen) {
-					t.Fatalf("status %#x after %d octets", status.Status(), len(data))
+					t.Fatalf("status %#x after %d bytes", status.Status(), len(data))
 				}
 				if got := status.Flags() & (pdu.FlagOverflow | pdu.FlagUnderflow); got != tt.flags || status.Residual() != tt.residual {
 					t.Fatalf("flags %#x, residual %d", got, status.Residual())
@@ -177,7 +177,7 @@ func TestPhaseCollapse(t *testing.T) {
 		c.send(h, nil)
 		data, pdus, status := c.readData(h, 256<<10)
 		if status.Opcode() != pdu.SCSIResponse || status.Status() != 2 || len(data) != 128<<10 {
-			t.Fatalf("%v with status %d after %d octets", status.Opcode(), status.Status(), len(data))
+			t.Fatalf("%v with status %d after %d bytes", status.Opcode(), status.Status(), len(data))
 		}
 		if pdus != 16 || status.ExpDataSN() != 16 {
 			t.Fatalf("%d Data-In, ExpDataSN %d", pdus, status.ExpDataSN())
@@ -247,7 +247,7 @@ func (c *client) quiet() {
 	c.nc.SetReadDeadline(time.Now().Add(30 * time.Millisecond))
 	var b [1]byte
 	if n, err := c.nc.Read(b[:]); n > 0 || !errors.Is(err, os.ErrDeadlineExceeded) {
-		c.tb.Fatalf("%d octets, %v", n, err)
+		c.tb.Fatalf("%d bytes, %v", n, err)
 	}
 }
 
@@ -267,7 +267,7 @@ func TestOneR2TAtATime(t *testing.T) {
 	data := random(16384)
 	cmd, r2t := c.openWrite(data)
 	if r2t.DesiredDataTransferLength() != 8192 {
-		t.Fatalf("R2T for %d octets", r2t.DesiredDataTransferLength())
+		t.Fatalf("R2T for %d bytes", r2t.DesiredDataTransferLength())
 	}
 	c.send(dataOut(cmd.ITT(), r2t, 0, 0, false), nil)
 	c.send(dataOut(cmd.ITT(), r2t, 1, 0, false), data[:4096])
@@ -291,7 +291,7 @@ func TestOneR2TAtATime(t *testing.T) {
 func TestBadDataOut(t *testing.T) {
 	for _, tt := range []struct {
 		name      string
-		bad       func(h pdu.BHS) (octets int)
+		bad       func(h pdu.BHS) (size int)
 		digest    bool // the data digest is wrong
 		reason    pdu.RejectReason
 		asc, ascq byte
@@ -529,7 +529,7 @@ func TestFormatErrors(t *testing.T) {
 		c.send(c.scsi(0, cdb.TestUnitReady, 0), nil)
 		c.wantClosed()
 	})
-	t.Run("ISCSI-6.3-2 Login Request of 8193 octets", func(t *testing.T) {
+	t.Run("ISCSI-6.3-2 Login Request of 8193 bytes", func(t *testing.T) {
 		c := tg.connect(t)
 		r := pdu.LoginRequest{CSG: 1, ISID: newISID()}
 		c.send(r.Append(nil), []byte("InitiatorName=iqn.2026-11.io.github:test\x00TargetName="+targetName+"\x00"))
@@ -717,7 +717,7 @@ func TestPeerThatDoesNotRead(t *testing.T) {
 		c.read(0, 1024, 256<<10)
 	}
 	if n := tg.node.Stats().BufferOctets; n > 2<<20 {
-		t.Errorf("%d octets of buffers", n)
+		t.Errorf("%d bytes of buffers", n)
 	}
 }
 
@@ -754,7 +754,7 @@ func TestPingUnderLoad(t *testing.T) {
 	}
 	// 4 MiB at most were queued; what is in the buffers of TCP comes on top.
 	if took == 0 || before > 18<<20 || after < 18<<20 {
-		t.Errorf("answer after %v and %d octets; %d came after it", took, before, after)
+		t.Errorf("answer after %v and %d bytes; %d came after it", took, before, after)
 	}
 }
 
@@ -783,27 +783,27 @@ func TestDiscovery(t *testing.T) {
 func TestFailedNegotiation(t *testing.T) {
 	tg := startTarget(t)
 	c := tg.login(t)
-	longest := func() (octets int) {
+	longest := func() (size int) {
 		h := c.scsi(pdu.FlagR, cdb.Read16(0, 32), 32*blockLen)
 		c.send(h, nil)
 		for {
 			p := c.any()
-			octets = max(octets, len(p.data))
+			size = max(size, len(p.data))
 			if p.h.Opcode() == pdu.SCSIResponse || p.h.Flags()&pdu.FlagS != 0 {
-				return octets
+				return size
 			}
 		}
 	}
 	c.wantReject(pdu.RejectProtocolError, c.text("MaxRecvDataSegmentLength=1024\x00MaxBurstLength=512\x00"))
 	if n := longest(); n != 8192 {
-		t.Errorf("Data-In of %d octets after a failure", n)
+		t.Errorf("Data-In of %d bytes after a failure", n)
 	}
 	c.text("MaxRecvDataSegmentLength=1024\x00")
 	if p := c.want(pdu.TextResp); p.h.Flags() != pdu.FlagF || len(p.data) != 0 {
 		t.Errorf("%x %q", []byte(p.h), p.data)
 	}
 	if n := longest(); n != 1024 {
-		t.Errorf("Data-In of %d octets, agreed were 1024", n)
+		t.Errorf("Data-In of %d bytes, agreed were 1024", n)
 	}
 }
 
@@ -884,6 +884,8 @@ func TestTargetTransferTags(t *testing.T) {
 		last = c.NewTask().(*task)
 	}
 	c.burst = 512
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	seen := map[uint32]bool{}
 	for range 1 << 16 {
 		last.data = make([]byte, 1)

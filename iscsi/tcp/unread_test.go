@@ -52,11 +52,11 @@ func TestUnread(t *testing.T) {
 		begins[at] = true
 		for at := range w.Begins {
 			if !begins[at] {
-				t.Errorf("octet %d is no beginning", at)
+				t.Errorf("byte %d is no beginning", at)
 			}
 		}
 		if len(w.Begins) < 100 || w.Ahead < 20 || w.Later < 100 {
-			t.Errorf("%d beginnings, %d with octets unread, %d with a rest", len(w.Begins), w.Ahead, w.Later)
+			t.Errorf("%d beginnings, %d with bytes unread, %d with a rest", len(w.Begins), w.Ahead, w.Later)
 		}
 	}
 }

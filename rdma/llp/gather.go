@@ -78,8 +78,8 @@ func (g *Gather) Flush() error {
 		} else {
 			_, err = g.bufs.WriteTo(g.nc)
 		}
+		clear(g.iov) // do not keep the data alive
 	}
-	clear(g.iov)
 	g.Reset()
 	return err
 }

@@ -63,21 +63,22 @@ func (w *Window) Len() int { return w.w - w.r }
 // Fill or Read.
 func (w *Window) Peek(n int) []byte { return w.buf[w.r:][:n:n] }
 
-// Take is Peek and consumes the bytes.
+// Take returns and consumes the next n bytes, which Fill has read. They stay valid like
+// those of Peek.
 func (w *Window) Take(n int) []byte {
 	b := w.buf[w.r:][:n:n]
 	w.r += n
 	return b
 }
 
-// TakeHeader is Take for the header of a message of which rest more bytes follow.
-// Read and Skip count them down.
+// TakeHeader takes the header of a message of which rest more bytes follow. Read and
+// Skip count them down.
 func (w *Window) TakeHeader(n, rest int) []byte {
 	w.rest = rest
 	return w.Take(n)
 }
 
-// TakeTrailer is Take for the last bytes of a message.
+// TakeTrailer takes the last bytes of a message.
 func (w *Window) TakeTrailer(n int) []byte {
 	w.rest = 0
 	return w.Take(n)

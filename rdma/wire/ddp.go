@@ -2,7 +2,7 @@ package wire
 
 import "errors"
 
-// Header sizes in octets (RFC 5041, sections 4.2 and 4.3).
+// Header sizes in bytes (RFC 5041, sections 4.2 and 4.3).
 const (
 	TaggedLen   = 14
 	UntaggedLen = 18
@@ -22,13 +22,13 @@ const (
 	ddpVersion  = 1
 )
 
-// ErrShort answers a buffer that ends inside the header.
+// ErrShort reports a buffer that ends inside the header.
 var ErrShort = errors.New("segment shorter than its header")
 
-// IsTagged tells whether the DDP header that b starts with has T set.
+// IsTagged reports whether the DDP header that b starts with has T set.
 func IsTagged(b []byte) bool { return b[0]&ctrlTagged != 0 }
 
-// VersionOK tells whether the DDP version of the header is 1.
+// VersionOK reports whether the DDP version of the header is 1.
 func VersionOK(b []byte) bool { return b[0]&ctrlVersion == ddpVersion }
 
 // Tagged is the header of a tagged DDP segment (RFC 5041, section 4.2).
@@ -55,8 +55,8 @@ func (h Tagged) Put(b []byte) {
 	be.PutUint64(b[6:], h.TO)
 }
 
-// ParseTagged decodes the tagged header that b starts with. The caller has
-// looked at T and DV. The reserved bits are not checked on receipt.
+// ParseTagged decodes the tagged header that b starts with. The caller has checked T
+// and DV. ParseTagged ignores the reserved bits.
 func ParseTagged(b []byte) (h Tagged, err error) {
 	if len(b) < TaggedLen {
 		return h, ErrShort
@@ -78,7 +78,7 @@ func ParseTagged(b []byte) (h Tagged, err error) {
 type Untagged struct {
 	Last       bool
 	ULP        byte
-	Invalidate STag // the other four octets of RsvdULP
+	Invalidate STag // the other four bytes of RsvdULP
 	QN         uint32
 	MSN        uint32
 	MO         uint32
@@ -97,8 +97,7 @@ func (h Untagged) Put(b []byte) {
 	be.PutUint32(b[14:], h.MO)
 }
 
-// ParseUntagged decodes the untagged header that b starts with, as
-// ParseTagged does.
+// ParseUntagged decodes the untagged header that b starts with, like ParseTagged.
 func ParseUntagged(b []byte) (h Untagged, err error) {
 	if len(b) < UntaggedLen {
 		return h, ErrShort

@@ -5,7 +5,7 @@ import (
 	"hash/crc32"
 )
 
-// FPDU sizes in octets (RFC 5044, sections 3 and 4).
+// FPDU sizes in bytes (RFC 5044, sections 3 and 4).
 const (
 	LengthLen      = 2 // ULPDU_Length
 	CRCLen         = 4
@@ -17,22 +17,22 @@ const (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// UpdateCRC adds p to a CRC32c that started as 0 (RFC 5044, section 4.4).
+// UpdateCRC returns crc extended by p. A CRC32c starts as 0 (RFC 5044, section 4.4).
 func UpdateCRC(crc uint32, p []byte) uint32 { return crc32.Update(crc, castagnoli, p) }
 
-// PutCRC writes crc into the CRC field b[:4]. MPA uses the octet order of
-// iSCSI digests: least significant octet first.
+// PutCRC writes crc into the CRC field b[:4]. MPA uses the byte order of
+// iSCSI digests: least significant byte first.
 func PutCRC(b []byte, crc uint32) { binary.LittleEndian.PutUint32(b, crc) }
 
-// CRC reads the CRC field b[:4].
+// CRC returns the CRC field b[:4].
 func CRC(b []byte) uint32 { return binary.LittleEndian.Uint32(b) }
 
-// Pad is the number of PAD octets behind a ULPDU of n octets: it brings
+// Pad returns the number of PAD bytes after a ULPDU of n bytes. They bring
 // ULPDU_Length, ULPDU and PAD to a multiple of 4.
 func Pad(n int) int { return -(LengthLen + n) & 3 }
 
-// MULPDU is the largest ULPDU for an effective TCP segment size of emss
-// octets, so that an FPDU fills a segment (RFC 5044, section 4.5).
+// MULPDU returns the size of the largest ULPDU for an effective TCP segment size of
+// emss bytes, so that an FPDU fills a segment (RFC 5044, section 4.5).
 func MULPDU(emss int, markers bool) int {
 	over := LengthLen + CRCLen + emss%4
 	if markers {
@@ -41,16 +41,16 @@ func MULPDU(emss int, markers bool) int {
 	return min(max(emss-over, MinMULPDU), MaxULPDU)
 }
 
-// A MarkerGrid knows where in a half-connection Markers stand: in front of the
-// first FPDU and every 512 octets from there, Markers included (RFC 5044,
-// section 4.3). Its value is the stream position modulo 512.
+// A MarkerGrid is a position in a half-connection with Markers, modulo 512. Markers
+// stand before the first FPDU and every 512 bytes from there, Markers included (RFC
+// 5044, section 4.3).
 type MarkerGrid int
 
-// AppendFPDU appends to dst the FPDU whose octets without Markers are fpdu
-// (ULPDU_Length through CRC field), puts Markers where the grid wants them,
-// and computes the CRC, which covers them. It returns the grid behind it.
+// AppendFPDU appends an FPDU to dst. fpdu holds its bytes without Markers, from
+// ULPDU_Length to the CRC field. AppendFPDU inserts the Markers and computes the CRC,
+// which covers them. It returns the grid after the FPDU.
 func (g MarkerGrid) AppendFPDU(dst, fpdu []byte, withCRC bool) ([]byte, MarkerGrid) {
-	start := len(dst) // where CRC coverage starts: a Marker right in front counts
+	start := len(dst) // the CRC starts here, and covers a Marker right before the FPDU
 	header := start   // where ULPDU_Length is
 	pos := int(g)
 	body := fpdu[:len(fpdu)-CRCLen]
@@ -85,8 +85,8 @@ func (g MarkerGrid) AppendFPDU(dst, fpdu []byte, withCRC bool) ([]byte, MarkerGr
 	return dst, MarkerGrid((pos + CRCLen) % MarkerInterval)
 }
 
-// Next is how many octets may be read from the position of the grid before
-// the next Marker stands in the way; 0 means that one is next.
+// Next returns how many bytes come before the next Marker. 0 means that the Marker is
+// next.
 func (g MarkerGrid) Next() int {
 	if g == 0 {
 		return 0
@@ -94,9 +94,9 @@ func (g MarkerGrid) Next() int {
 	return MarkerInterval - int(g)
 }
 
-// Advance is the grid n octets further.
+// Advance returns the grid n bytes later.
 func (g MarkerGrid) Advance(n int) MarkerGrid { return (g + MarkerGrid(n)) % MarkerInterval }
 
-// MarkerPointer reads FPDUPTR from a Marker. The two low bits are taken as
-// zero (RFC 5044, section 4.2); the CRC covers them as they came.
+// MarkerPointer returns the FPDUPTR of a Marker. The two low bits count as zero (RFC
+// 5044, section 4.2), but the CRC covers them as they came.
 func MarkerPointer(b []byte) int { return int(be.Uint16(b[2:]) &^ 3) }

@@ -5,11 +5,11 @@ import (
 	"fmt"
 )
 
-// Sizes in octets and limits of MPA startup frames (RFC 5044, section 7.1.1).
+// Sizes in bytes and limits of MPA startup frames (RFC 5044, section 7.1.1).
 const (
 	StartupLen     = 20  // fixed part of a Request or Reply Frame
 	MaxPrivateData = 512 // PD_Length
-	EnhancedLen    = 4   // RFC 6581, section 9: in front of the private data
+	EnhancedLen    = 4   // RFC 6581, section 9: before the private data
 	NoDepth        = 0x3fff
 )
 
@@ -29,8 +29,8 @@ const (
 	depthMask     = 0x3fff
 )
 
-// What is wrong with a startup frame. All of them are MPA error code 4: the
-// TCP connection is closed at once (RFC 5044, section 8).
+// Errors of startup frames. All of them are MPA error code 4 and close the TCP
+// connection at once (RFC 5044, section 8).
 var (
 	ErrKey         = errors.New("not an MPA startup frame (bad key)")
 	ErrRequestKey  = errors.New("MPA Request where a Reply is due (both ends are initiators)")
@@ -52,29 +52,28 @@ type Startup struct {
 	CRC      bool // C: the sender wants CRCs
 	Reject   bool // R, in a Reply
 	Rev      uint8
-	Enhanced bool // S: Depths is there
+	Enhanced bool // S: the frame has Depths
 	Depths   Depths
-	Private  []byte // the ULP's private data, behind Depths
+	Private  []byte // the ULP's private data, after Depths
 }
 
-// Depths is the enhanced data of RFC 6581, section 9. IRD and ORD are counts
-// of RDMA Read Requests as the sender of the frame sees them; NoDepth leaves
-// the value to the ULPs.
+// Depths is the enhanced data of RFC 6581, section 9. IRD and ORD count RDMA Read
+// Requests from the view of the frame's sender. NoDepth leaves the value to the ULPs.
 type Depths struct {
 	PeerToPeer                 bool // A
 	SendRTR, WriteRTR, ReadRTR bool // B, C, D
 	IRD, ORD                   uint16
 }
 
-// Append encodes f. len(f.Private) is at most MaxPrivateData, less
-// EnhancedLen in an enhanced frame; more is ErrPrivateData.
+// Append appends f to b. It returns ErrPrivateData if f.Private is longer than
+// MaxPrivateData, or than MaxPrivateData-EnhancedLen in an enhanced frame.
 func (f *Startup) Append(b []byte) ([]byte, error) {
 	n := len(f.Private)
 	if f.Enhanced {
 		n += EnhancedLen
 	}
 	if n > MaxPrivateData {
-		return b, fmt.Errorf("%w: %d octets", ErrPrivateData, n)
+		return b, fmt.Errorf("%w: %d bytes", ErrPrivateData, n)
 	}
 	key, flags := requestKey, byte(0)
 	if f.Reply {
@@ -114,9 +113,9 @@ func (d Depths) append(b []byte) []byte {
 	return be.AppendUint16(be.AppendUint16(b, w0), w1)
 }
 
-// ParseStartup decodes the fixed part of a frame, which is b[:StartupLen], and
-// tells how many octets of private data follow; they go to SetPrivate. reply
-// says which of the two keys is due. Reserved bits are not checked.
+// ParseStartup decodes the fixed part of a frame, b[:StartupLen]. It returns how many
+// bytes of private data follow, which go to SetPrivate. reply selects which of the two
+// keys is expected. ParseStartup ignores reserved bits.
 func ParseStartup(b []byte, reply bool) (f Startup, private int, err error) {
 	if len(b) < StartupLen {
 		return f, 0, ErrKey
@@ -145,14 +144,15 @@ func ParseStartup(b []byte, reply bool) (f Startup, private int, err error) {
 	case f.Enhanced && f.Rev < 2:
 		return f, 0, fmt.Errorf("%w: enhanced data needs revision 2, frame has %d", ErrRevision, f.Rev)
 	case private > MaxPrivateData:
-		return f, 0, fmt.Errorf("%w: %d octets, %d allowed", ErrPrivateData, private, MaxPrivateData)
+		return f, 0, fmt.Errorf("%w: %d bytes, %d allowed", ErrPrivateData, private, MaxPrivateData)
 	case f.Enhanced && private < EnhancedLen:
-		return f, 0, fmt.Errorf("%w: %d octets cannot hold the enhanced data", ErrPrivateData, private)
+		return f, 0, fmt.Errorf("%w: %d bytes cannot hold the enhanced data", ErrPrivateData, private)
 	}
 	return f, private, nil
 }
 
-// SetPrivate takes the octets that follow the fixed part. f keeps a slice of b.
+// SetPrivate sets Depths and Private from the bytes after the fixed part. f keeps a
+// slice of b.
 func (f *Startup) SetPrivate(b []byte) {
 	if f.Enhanced {
 		w0, w1 := be.Uint16(b), be.Uint16(b[2:])

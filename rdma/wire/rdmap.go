@@ -16,7 +16,7 @@ const (
 	OpTerminate
 )
 
-// opcodes is Figure 4: which DDP model and queue an operation uses.
+// opcodes is Figure 4: the DDP model and the queue of each operation.
 var opcodes = [16]struct {
 	name       string
 	tagged     bool
@@ -33,6 +33,7 @@ var opcodes = [16]struct {
 	OpTerminate:        {name: "Terminate", qn: QNTerminate},
 }
 
+// String returns the name that RFC 5040 gives to o.
 func (o Opcode) String() string {
 	if o.Valid() {
 		return opcodes[o].name
@@ -40,31 +41,31 @@ func (o Opcode) String() string {
 	return fmt.Sprintf("reserved opcode %d", byte(o))
 }
 
-// Valid tells whether o is defined by RFC 5040.
+// Valid reports whether RFC 5040 defines o.
 func (o Opcode) Valid() bool { return o < 16 && opcodes[o].name != "" }
 
-// Tagged tells whether o uses the tagged buffer model.
+// Tagged reports whether o uses the tagged buffer model.
 func (o Opcode) Tagged() bool { return opcodes[o].tagged }
 
-// QN is the queue of an untagged operation.
+// QN returns the queue of an untagged operation.
 func (o Opcode) QN() uint32 { return opcodes[o].qn }
 
-// Invalidates tells whether the header carries an STag to invalidate.
+// Invalidates reports whether the header carries an STag to invalidate.
 func (o Opcode) Invalidates() bool { return opcodes[o].invalidate }
 
-// Solicited tells whether o is one of the two Sends with Solicited Event.
+// Solicited reports whether o is one of the two Sends with Solicited Event.
 func (o Opcode) Solicited() bool { return o == OpSendSE || o == OpSendSEInvalidate }
 
 const rdmapVersion = 0x40 // RV = 01b
 
-// Control is the RDMAP control octet of o (RFC 5040, section 4.1).
+// Control returns the RDMAP control byte of o (RFC 5040, section 4.1).
 func (o Opcode) Control() byte { return rdmapVersion | byte(o) }
 
-// ParseControl splits an RDMAP control octet; ok is false if the version is
-// not 1. The reserved bits are not checked.
+// ParseControl returns the opcode of an RDMAP control byte. ok is false if the version
+// is not 1. ParseControl ignores the reserved bits.
 func ParseControl(b byte) (o Opcode, ok bool) { return Opcode(b & 0x0f), b&0xc0 == rdmapVersion }
 
-// ReadRequestLen is the size of the RDMA Read Request header in octets.
+// ReadRequestLen is the size of the RDMA Read Request header in bytes.
 const ReadRequestLen = 28
 
 // ReadRequest is the RDMA Read Request header (RFC 5040, section 4.4).
@@ -76,7 +77,7 @@ const ReadRequestLen = 28
 type ReadRequest struct {
 	SinkSTag STag
 	SinkTO   uint64
-	Size     uint32 // octets
+	Size     uint32 // bytes
 	SrcSTag  STag
 	SrcTO    uint64
 }
@@ -90,10 +91,10 @@ func (r ReadRequest) Put(b []byte) {
 	be.PutUint64(b[20:], r.SrcTO)
 }
 
-// ParseReadRequest decodes b, which is the whole message.
+// ParseReadRequest decodes b, the whole message.
 func ParseReadRequest(b []byte) (r ReadRequest, err error) {
 	if len(b) != ReadRequestLen {
-		return r, fmt.Errorf("RDMA Read Request header of %d octets", len(b))
+		return r, fmt.Errorf("RDMA Read Request header of %d bytes", len(b))
 	}
 	return ReadRequest{
 		SinkSTag: STag(be.Uint32(b[0:])),

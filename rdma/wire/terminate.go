@@ -12,12 +12,12 @@ const (
 	LayerLLP   = 2
 )
 
-// A Reason says why a stream ended: the layer that saw the error, its type and
-// its code (RFC 5040, section 4.8, Figure 9). Reasons are comparable.
+// A Reason is why a stream ended: the layer that saw the error, the type and the code
+// (RFC 5040, section 4.8, Figure 9). Reasons are comparable.
 type Reason struct{ Layer, EType, Code uint8 }
 
-// The vocabulary: RFC 5040 Figure 9, RFC 5041 section 7.2, RFC 5044 section 8,
-// RFC 6581 section 8.
+// The Reasons of RFC 5040 Figure 9, RFC 5041 section 7.2, RFC 5044 section 8 and RFC
+// 6581 section 8.
 var (
 	ReasonLocalCatastrophic = Reason{0, 0, 0x00}
 	ReasonReadInvalidSTag   = Reason{0, 1, 0x00}
@@ -92,13 +92,12 @@ var reasonText = map[Reason]string{
 	ReasonRTR:               "MPA: no matching RTR",
 }
 
-// Canonical is the Reason of the vocabulary that r means; known tells whether there
-// is one.
+// Canonical returns the Reason above that r means. known is false if no RFC defines r.
 func (r Reason) Canonical() (k Reason, known bool) {
 	k = r
 	switch {
 	case r.Layer == LayerRDMAP && r.EType == 0:
-		k.Code = 0 // no code is defined for it
+		k.Code = 0 // it has no codes
 	case r.Layer == LayerLLP:
 		k.EType = 0 // some adapters say 3
 	}
@@ -106,12 +105,13 @@ func (r Reason) Canonical() (k Reason, known bool) {
 	return k, known
 }
 
-// Text is what the vocabulary says of r, or nothing.
+// Text returns the meaning of r, or "" if no RFC defines r.
 func (r Reason) Text() string {
 	k, _ := r.Canonical()
 	return reasonText[k]
 }
 
+// String returns the meaning of r, or its numbers if no RFC defines r.
 func (r Reason) String() string {
 	k, _ := r.Canonical()
 	if s, ok := reasonText[k]; ok {
@@ -120,7 +120,7 @@ func (r Reason) String() string {
 	return fmt.Sprintf("unknown reason %d/%d/%02x", r.Layer, r.EType, r.Code)
 }
 
-// MaxTerminateLen is the size of the largest Terminate header in octets.
+// MaxTerminateLen is the size of the largest Terminate header in bytes.
 const MaxTerminateLen = 4 + 2 + UntaggedLen + ReadRequestLen
 
 const (
@@ -129,7 +129,7 @@ const (
 	hdrctRDMAP  = 0x20 // R
 )
 
-// A Terminate is the Terminate header (RFC 5040, section 4.8).
+// A Terminate is the header of a Terminate message (RFC 5040, section 4.8).
 //
 //	0       1      2       4                    6             20 or 24
 //	+-------+------+-------+--------------------+-------------+---------------+
@@ -137,19 +137,18 @@ const (
 //	+-------+------+-------+--------------------+-------------+---------------+
 type Terminate struct {
 	Reason Reason
-	// Segment is the length in octets of the DDP segment that was refused,
-	// header included, and DDP its header; DDP is nil if there is none.
+	// Segment is the length in bytes of the refused DDP segment, including its
+	// header. DDP is that header, or nil.
 	Segment uint16
-	DDP     []byte // 14 or 18 octets
-	// ReadRequest is the header of the RDMA Read Request that was refused,
-	// or nil.
-	ReadRequest []byte // 28 octets
-	// Swapped: the header came in the bit order of siw on little-endian
-	// machines, which is not that of the RFC.
+	DDP     []byte // 14 or 18 bytes
+	// ReadRequest is the header of the refused RDMA Read Request, or nil.
+	ReadRequest []byte // 28 bytes
+	// Swapped says that the header came in the bit order of siw on little-endian
+	// machines, which differs from the RFC.
 	Swapped bool
 }
 
-// Append encodes t in whole octets: there are no masks to get wrong.
+// Append appends t to b.
 func (t *Terminate) Append(b []byte) []byte {
 	var ct byte
 	if t.DDP != nil {
@@ -166,15 +165,15 @@ func (t *Terminate) Append(b []byte) []byte {
 	return append(b, t.ReadRequest...)
 }
 
-// ErrTerminate answers a Terminate header that is cut short.
+// ErrTerminate reports a truncated Terminate header.
 var ErrTerminate = errors.New("truncated Terminate header")
 
-// ParseTerminate decodes b, which is the whole message. Octets behind what
-// HdrCt announces are ignored. t keeps slices of b.
+// ParseTerminate decodes b, the whole message. It ignores the bytes after those that
+// HdrCt announces. t keeps slices of b.
 //
-// siw fills the header through bit-fields, so on little-endian machines the
-// nibbles of the first octet and the bits of HdrCt come mirrored. The RFC's
-// reading is preferred where it makes sense.
+// siw fills the header through bit-fields, so on little-endian machines the nibbles of
+// the first byte and the bits of HdrCt come mirrored. ParseTerminate reads the RFC's
+// order unless only the mirrored one is valid.
 func ParseTerminate(b []byte) (t Terminate, err error) {
 	if len(b) < 4 {
 		return t, ErrTerminate

@@ -51,7 +51,7 @@ func TestStartupGolden(t *testing.T) {
 			}
 			f, n, err := ParseStartup(want, tt.frame.Reply)
 			if err != nil || n != len(want)-StartupLen {
-				t.Fatalf("ParseStartup: %d octets follow, %v", n, err)
+				t.Fatalf("ParseStartup: %d bytes follow, %v", n, err)
 			}
 			f.SetPrivate(want[StartupLen:])
 			again, err := f.Append(nil)
@@ -60,7 +60,7 @@ func TestStartupGolden(t *testing.T) {
 			}
 			for i := range StartupLen {
 				if _, _, err := ParseStartup(want[:i], tt.frame.Reply); err == nil {
-					t.Fatalf("a prefix of %d octets was accepted", i)
+					t.Fatalf("a prefix of %d bytes was accepted", i)
 				}
 			}
 		})
@@ -80,7 +80,7 @@ func TestStartupRefused(t *testing.T) {
 		{"MPA-7.1.1-15 revision 255", reqKey + "00ff0000", false, ErrRevision},
 		{"MPA2-6-2 enhanced revision 1", reqKey + "10010004", false, ErrRevision},
 		{"MPA-7.1.1-19 MPA-7.1.2-22 private data 513", reqKey + "00010201", false, ErrPrivateData},
-		{"MPA2-6-8 enhanced with 3 octets", reqKey + "10020003", false, ErrPrivateData},
+		{"MPA2-6-8 enhanced with 3 bytes", reqKey + "10020003", false, ErrPrivateData},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			if _, _, err := ParseStartup(unhex(tt.wire), tt.reply); !errors.Is(err, tt.want) {
@@ -93,7 +93,7 @@ func TestStartupRefused(t *testing.T) {
 			b := unhex(reqKey + "00010000")
 			b[i] ^= 0x20
 			if _, _, err := ParseStartup(b, false); !errors.Is(err, ErrKey) {
-				t.Fatalf("octet %d: %v", i, err)
+				t.Fatalf("byte %d: %v", i, err)
 			}
 		}
 	})
@@ -106,7 +106,7 @@ func TestStartupRefused(t *testing.T) {
 	t.Run("MPA-7.1.1-21 MPA2-9-2 too much private data is not sent", func(t *testing.T) {
 		for _, f := range []Startup{{Rev: 1, Private: make([]byte, 513)}, {Rev: 2, Enhanced: true, Private: make([]byte, 509)}} {
 			if _, err := f.Append(nil); !errors.Is(err, ErrPrivateData) {
-				t.Errorf("%d octets: %v", len(f.Private), err)
+				t.Errorf("%d bytes: %v", len(f.Private), err)
 			}
 		}
 	})
@@ -141,7 +141,7 @@ func TestCRC(t *testing.T) {
 }
 
 // send is the FPDU, without Markers and CRC, of an untagged Send of n zero
-// octets.
+// bytes.
 func send(msn uint32, n int) []byte {
 	l := UntaggedLen + n
 	b := make([]byte, LengthLen+l+Pad(l)+CRCLen)
@@ -165,7 +165,7 @@ func TestMarkedFPDUGolden(t *testing.T) {
 	}
 	got, g = MarkerGrid(0).AppendFPDU(nil, send(1, 464), true)
 	if want := unhex("a01ee4fd"); !bytes.HasSuffix(got, want) || len(got) != 492 {
-		t.Errorf("V-MPA-2: %d octets, CRC %x", len(got), got[len(got)-4:])
+		t.Errorf("V-MPA-2: %d bytes, CRC %x", len(got), got[len(got)-4:])
 	}
 	got, g = g.AppendFPDU(nil, send(2, 24), true)
 	if !bytes.Equal(got, fig6) || g != (492+52)%512 {
@@ -173,11 +173,11 @@ func TestMarkedFPDUGolden(t *testing.T) {
 	}
 	got, _ = MarkerGrid(0).AppendFPDU(nil, send(1, 506-UntaggedLen), true)
 	if len(got) != 520 || !bytes.Equal(got[512:], unhex("000001fc38cf64e8")) {
-		t.Errorf("V-MPA-3 (MPA-4.4-14): %d octets, %x", len(got), got[512:])
+		t.Errorf("V-MPA-3 (MPA-4.4-14): %d bytes, %x", len(got), got[512:])
 	}
 	got, g = MarkerGrid(0).AppendFPDU(nil, send(1, 502-UntaggedLen), true)
 	if len(got) != 512 || g != 0 || !bytes.HasSuffix(got, unhex("a09bb55b")) {
-		t.Errorf("V-MPA-4 first: %d octets, grid %d, %x", len(got), g, got[508:])
+		t.Errorf("V-MPA-4 first: %d bytes, grid %d, %x", len(got), g, got[508:])
 	}
 	got, _ = g.AppendFPDU(nil, send(2, 24), true)
 	if !bytes.HasPrefix(got, unhex("00000000002a4143")) || !bytes.HasSuffix(got, unhex("cc08199e")) {
@@ -185,7 +185,7 @@ func TestMarkedFPDUGolden(t *testing.T) {
 	}
 	got, _ = MarkerGrid(0).AppendFPDU(nil, send(1, 1442-UntaggedLen), true)
 	if len(got) != 1460 || !bytes.HasSuffix(got, unhex("c4c7dc02")) {
-		t.Errorf("V-MPA-5: %d octets, CRC %x", len(got), got[len(got)-4:])
+		t.Errorf("V-MPA-5: %d bytes, CRC %x", len(got), got[len(got)-4:])
 	}
 	for pos, ptr := range map[int]int{0: 0, 512: 508, 1024: 1020} {
 		if p := MarkerPointer(got[pos:]); p != ptr {
@@ -210,7 +210,7 @@ func TestMULPDU(t *testing.T) {
 func TestPad(t *testing.T) {
 	for n := 1; n <= 8; n++ {
 		if p := Pad(n); p != (4-(2+n)%4)%4 {
-			t.Errorf("ULPDU of %d octets: %d PAD octets", n, p)
+			t.Errorf("ULPDU of %d bytes: %d PAD bytes", n, p)
 		}
 	}
 }
@@ -306,15 +306,15 @@ func TestDDPAndRDMAPGolden(t *testing.T) {
 	}
 	for n := range ReadRequestLen + 4 {
 		if _, err := ParseReadRequest(make([]byte, n)); (err == nil) != (n == ReadRequestLen) {
-			t.Errorf("Read Request header of %d octets: %v", n, err)
+			t.Errorf("Read Request header of %d bytes: %v", n, err)
 		}
 	}
 	for n := range UntaggedLen {
 		if _, err := ParseUntagged(make([]byte, n)); err == nil {
-			t.Errorf("untagged header of %d octets was accepted", n)
+			t.Errorf("untagged header of %d bytes was accepted", n)
 		}
 		if _, err := ParseTagged(make([]byte, n)); n < TaggedLen && err == nil {
-			t.Errorf("tagged header of %d octets was accepted", n)
+			t.Errorf("tagged header of %d bytes was accepted", n)
 		}
 	}
 }
@@ -379,7 +379,7 @@ func TestParseTerminate(t *testing.T) {
 			}
 			for i := range b {
 				if _, err := ParseTerminate(b[:i]); err == nil && i < len(b) && (i < 4 || tt.ddp > 0) {
-					t.Errorf("a prefix of %d octets was accepted", i)
+					t.Errorf("a prefix of %d bytes was accepted", i)
 				}
 			}
 		})

@@ -1,0 +1,5 @@
+//go:build invariants
+
+package rdma
+
+const invariants = true
