@@ -209,7 +209,7 @@ func (c *Conn) drain() {
 	io.Copy(io.Discard, io.LimitReader(c.nc, drainLen))
 }
 
-// Unread says where FPDUs begin, as llp.Window.Unread does, for a net.Conn that calls
+// Unread reports where FPDUs begin, as llp.Window.Unread does, to a net.Conn that calls
 // it from within its Read. In the middle of an FPDU with Markers that is not known.
 func (c *Conn) Unread() (unread []byte, rest int) {
 	rx := &c.rx

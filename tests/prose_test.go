@@ -59,7 +59,6 @@ var proseUnfinished = []string{
 	"config",
 	"examples",
 	"iscsi",
-	"iscsi/fifo",
 	"iscsi/keys",
 	"iscsi/pdu",
 	"iscsi/tcp",

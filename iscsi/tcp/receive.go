@@ -147,7 +147,7 @@ func (c *Conn) flushDeferred() {
 	}
 }
 
-// Unread says where PDUs begin, as llp.Window.Unread does, for a net.Conn that calls it
+// Unread reports where PDUs begin, as llp.Window.Unread does, to a net.Conn that calls it
 // from within its Read.
 func (c *Conn) Unread() (unread []byte, rest int) {
 	return c.rx.win.Unread()

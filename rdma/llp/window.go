@@ -33,7 +33,7 @@ var ErrTruncated = fmt.Errorf("the stream ends inside a message: %w", io.ErrUnex
 // to one goroutine at a time.
 type Window struct {
 	// Thin says that long data is coming: Fill reads little more than it has to, so
-	// that the data is still in the socket when Read wants it.
+	// that the data is still in the socket when Read is called.
 	Thin bool
 	// Inside says that the message has begun although the Window holds nothing of
 	// it. The end of the stream is then ErrTruncated and not io.EOF.
@@ -151,7 +151,7 @@ func (w *Window) Skip(n int) error {
 // Lose forgets what is unread. Where messages begin is not known from then on.
 func (w *Window) Lose() { w.r, w.w, w.rest = 0, 0, math.MaxInt }
 
-// Unread says where messages begin, for a net.Conn that asks from within its Read:
+// Unread reports where messages begin, to a net.Conn that asks from within its Read:
 // unread are the last bytes that it has returned. The first rest bytes, of these and
 // of what follows them, belong to a message whose header has been consumed. rest is
 // math.MaxInt if that is not known.
