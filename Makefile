@@ -11,6 +11,8 @@ BENCH ?= .
 FUZZTIME ?= 30s
 TEST_TIMEOUT ?= 10m
 INTEROP_TIMEOUT ?= 30m
+SOAK_RUNS ?= 20
+SOAK_TIMEOUT ?= 30m
 
 INTEROP := ./tests/interop
 CONFORMANCE := ./tests/conformance
@@ -19,8 +21,9 @@ CONFORMANCE := ./tests/conformance
 CHECK = $$($(GO) list ./... | grep -vE '/tests/(interop|conformance)$$')
 # The suite waits for a minute, so that it begins first.
 UNIT = $(CONFORMANCE) $(CHECK)
-# Runs tests, with a second try for one that fails.
-TRY = GO=$(GO) .ci/test
+SOAK_PACKAGES = $(UNIT)
+# Runs each test once. A test that fails is mended.
+GOTESTSUM = $(GO) tool gotestsum --format pkgname-and-test-fails
 
 .NOTPARALLEL:
 
@@ -39,7 +42,7 @@ check: ## what every change has to pass: format, vet, staticcheck, modules, test
 	$(GO) vet -tags invariants ./...
 	$(GO) tool staticcheck ./...
 	$(GO) mod tidy -diff
-	$(TRY) pkgname-and-test-fails "$(CHECK)" -race -tags invariants -timeout $(TEST_TIMEOUT)
+	$(GOTESTSUM) --packages="$(CHECK)" -- -race -tags invariants -timeout $(TEST_TIMEOUT)
 
 .PHONY: test
 test: setup unit interop ## all tests; the one command for a newcomer
@@ -56,11 +59,15 @@ setup:
 
 .PHONY: unit
 unit: ## tests without a virtual machine
-	$(TRY) pkgname-and-test-fails "$(UNIT)" -timeout $(TEST_TIMEOUT)
+	$(GOTESTSUM) --packages="$(UNIT)" -- -timeout $(TEST_TIMEOUT)
+
+.PHONY: soak
+soak: ## all unit tests SOAK_RUNS times on a busy machine, and a summary
+	GO=$(GO) .ci/soak $(SOAK_RUNS) "$(SOAK_PACKAGES)" -timeout $(SOAK_TIMEOUT)
 
 .PHONY: interop
 interop: ## tests against the Linux initiator in a virtual machine; says why it skips one
-	$(TRY) standard-verbose $(INTEROP) -count 1 -timeout $(INTEROP_TIMEOUT)
+	GO=$(GO) .ci/interop $(INTEROP) -count 1 -timeout $(INTEROP_TIMEOUT)
 
 .PHONY: requirements
 requirements: ## which rows of docs/requirements the tests quote
