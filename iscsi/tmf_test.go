@@ -34,7 +34,7 @@ func TestAbortTask(t *testing.T) {
 		}
 		tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN()), pdu.TaskDoesNotExist)
 		tc.wantOpenWindow()
-		if c := n.Sessions()[0].Counts; c.Aborted != 1 || c.Octets[lun.KindWrite] != 0 || c.InFlight != 0 {
+		if c := n.Sessions()[0].Counts; c.Aborted != 1 || c.Bytes[lun.KindWrite] != 0 || c.InFlight != 0 {
 			t.Errorf("counts %+v", c)
 		}
 		tc.logout()

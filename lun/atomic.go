@@ -99,7 +99,7 @@ func endWriteAtomic(u *Unit, c *Command) {
 		// there is nothing left to do, and the error says that the blocks
 		// cannot be relied on.
 		if storeFailed(err) && u.store.WriteAt(old, pos) != nil {
-			c.logTrouble(err)
+			c.reportStoreError(err)
 			c.fail(condWriteError)
 			return
 		}

@@ -108,7 +108,7 @@ func (c *Command) identify(n *Nexus) {
 		c.unit = c.itl.unit
 	}
 	c.row = lookup(c.CDB)
-	c.begun()
+	c.countBegun()
 }
 
 // Consume takes the data-out that starts at off. The pieces of a command come

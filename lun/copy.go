@@ -288,7 +288,7 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 		case err == errAborted:
 			return c.fail(condAborted)
 		case err != nil:
-			c.logTrouble(err)
+			c.reportStoreError(err)
 			fallthrough
 		case !ok:
 			return c.failCopy(condThirdPartyFailure, i)
@@ -301,7 +301,7 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 	}
 	if to := s.to.unit; to.writeThrough() {
 		if err := to.sync(); err != nil {
-			c.logTrouble(err)
+			c.reportStoreError(err)
 			return c.failCopy(condThirdPartyFailure, i)
 		}
 	}

@@ -42,7 +42,7 @@ func (row *command) kind() Kind {
 type Counts struct {
 	InFlight        int64         // have begun and not ended
 	Commands        [Kinds]uint64 // have ended with a status
-	Octets          [Kinds]uint64 // data that was moved
+	Bytes           [Kinds]uint64 // data that was moved
 	Aborted         uint64        // commands that have ended without a status
 	CheckConditions [16]uint64    // by sense key
 	MediumErrors    [Kinds]uint64 // of these what the store could not read or write, by what the command is
@@ -80,7 +80,7 @@ func (c *common) addTo(sum *Counts) {
 	for k := range Kinds {
 		n := c.commands[k].Load()
 		sum.Commands[k] += n
-		sum.Octets[k] += c.octets[k].Load()
+		sum.Bytes[k] += c.octets[k].Load()
 		ended += n
 	}
 	sum.Aborted += aborted
@@ -148,8 +148,8 @@ func (n *Nexus) Counts() (c Counts) {
 	return c
 }
 
-// begun counts c, whose unit is known, as one in flight.
-func (c *Command) begun() {
+// countBegun counts c, whose unit is known, as one in flight.
+func (c *Command) countBegun() {
 	c.counted = true
 	n := c.nexus
 	n.counts.begun.Add(1)

@@ -46,15 +46,15 @@ func TestCounts(t *testing.T) {
 			t.Errorf("%s: nexus %+v, want %+v", what, n, want)
 		}
 	}
-	want.Commands[KindWrite], want.Octets[KindWrite] = 1, 1024
+	want.Commands[KindWrite], want.Bytes[KindWrite] = 1, 1024
 	check("WRITE", r.counted(r.nexus, &r.c, write, block, false))
-	want.Commands[KindRead], want.Octets[KindRead] = 1, 1024
+	want.Commands[KindRead], want.Bytes[KindRead] = 1, 1024
 	check("READ", r.counted(r.nexus, &r.c, read, nil, false))
-	want.Aborted, want.Octets[KindRead] = 1, 2048
+	want.Aborted, want.Bytes[KindRead] = 1, 2048
 	check("aborted READ", r.counted(r.nexus, &r.c, read, nil, true))
 	list := make([]byte, 24)
 	list[1], list[3] = 22, 16
-	want.Commands[KindOther], want.Octets[KindOther] = 1, 24
+	want.Commands[KindOther], want.Bytes[KindOther] = 1, 24
 	check("UNMAP", r.counted(r.nexus, &r.c, unmap, list, false))
 	want.Commands[KindRead], want.CheckConditions[keyIllegalRequest] = 2, 1
 	check("READ behind the end", r.counted(r.nexus, &r.c, "28007fffffff00000200", nil, false))
@@ -115,7 +115,7 @@ func TestCountsOfManyNexuses(t *testing.T) {
 		}
 	}
 	wg.Wait()
-	if n := r.unit.Counts()[TCP]; n.Commands[KindRead] != nexuses*commands || n.Octets[KindRead] != nexuses*commands*512 || n.InFlight != 0 {
+	if n := r.unit.Counts()[TCP]; n.Commands[KindRead] != nexuses*commands || n.Bytes[KindRead] != nexuses*commands*512 || n.InFlight != 0 {
 		t.Errorf("%+v", n)
 	}
 }

@@ -159,7 +159,7 @@ func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 		next[at] = l
 		n.luns.Store(&next)
 		l.raise(attentionMedium)
-		if u.modeNews {
+		if u.modeChanged {
 			l.raise(attentionMode)
 		}
 	}
@@ -188,7 +188,7 @@ func (inv *Inventory) SetMask(id uint16, m Mask) error {
 		switch {
 		case seen && access == NoAccess:
 			list[at].leave()
-			n.blind.Store(true)
+			n.hidesSome.Store(true)
 			n.changeList(slices.Delete(slices.Clone(list), at, at+1))
 		case seen:
 			if was := list[at].readOnly.Swap(access == ReadOnly); was != (access == ReadOnly) {
@@ -212,7 +212,7 @@ func (inv *Inventory) show(n *Nexus, i int) *itl {
 		access = mask(n.name.initiator.name)
 	}
 	if access == NoAccess {
-		n.blind.Store(true)
+		n.hidesSome.Store(true)
 		return nil
 	}
 	u := inv.units[i]

@@ -332,7 +332,7 @@ func TestSucceed(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		u.Succeed(r.unit)
+		u.InheritFrom(r.unit)
 		r.inv.Replace(0, u)
 		for _, n := range []*Nexus{r.a, r.b, r.c, r.see} {
 			wantSense(t, r.on(n, "00", nil), 0x6, 0x28, 0x00)
@@ -382,7 +382,7 @@ func TestSucceed(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			u.Succeed(old)
+			u.InheritFrom(old)
 			r.inv.Replace(0, u)
 			wantSense(t, r.on(r.a, "00", nil), 0x6, 0x28, 0x00)
 			if i > 0 { // the WP bit, the same, and the cache

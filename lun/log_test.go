@@ -79,7 +79,7 @@ func TestTroubleIsLogged(t *testing.T) {
 		wantSense(t, r.run(extentCDB(0x88, 0, 7, 2), nil), 0x3, 0x11, 0x00)
 	}
 	wantLine(`target=\S+ lun=0 initiator=\S+ command=READ\(16\) lba=7 blocks=2 reason="input/output error" not_logged=0`)
-	r.unit.trouble.last.Add(-int64(troubleInterval))
+	r.unit.storeErrors.last.Add(-int64(storeErrorInterval))
 	r.store.Fail(backendtest.ReadAt, nil)
 	r.store.Fail(backendtest.WriteAt, backend.ErrNoSpace)
 	wantSense(t, r.run(extentCDB(0x8a, 0, 7, 1), make([]byte, 512)), 0x7, 0x27, 0x07)
@@ -97,7 +97,7 @@ func TestCopyTroubleIsLogged(t *testing.T) {
 			t.Errorf("%s: the log is %q, want %s", what, b.String(), want)
 		}
 		b.Reset()
-		r.unit.trouble.last.Store(0)
+		r.unit.storeErrors.last.Store(0)
 	}
 	line := func(reason string) string {
 		return `^time=\S+ level=ERROR msg="store has failed" target=\S+ lun=0 initiator=\S+ command="EXTENDED COPY.*" lba=0 blocks=0 reason="` + reason + `" not_logged=0\n$`

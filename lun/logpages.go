@@ -50,7 +50,7 @@ func (u *Unit) counted() (sum Counts) {
 	for _, c := range u.Counts() {
 		for k := range Kinds {
 			sum.Commands[k] += c.Commands[k]
-			sum.Octets[k] += c.Octets[k]
+			sum.Bytes[k] += c.Bytes[k]
 			sum.MediumErrors[k] += c.MediumErrors[k]
 		}
 	}
@@ -62,7 +62,7 @@ func (u *Unit) counted() (sum Counts) {
 func (u *Unit) appendErrorCounters(b []byte, kind Kind) []byte {
 	const bytesProcessed, uncorrected = 0x0005, 0x0006
 	sum := u.counted()
-	b = appendLogCounters(b, bytesProcessed, sum.Octets[kind])
+	b = appendLogCounters(b, bytesProcessed, sum.Bytes[kind])
 	return appendLogCounters(b, uncorrected, sum.MediumErrors[kind])
 }
 
@@ -73,7 +73,7 @@ func (u *Unit) appendStatistics(b []byte) []byte {
 	const access, idle, interval = 0x0001, 0x0002, 0x0003
 	sum := u.counted()
 	b = appendLogCounters(b, access, sum.Commands[KindRead], sum.Commands[KindWrite],
-		sum.Octets[KindWrite]>>u.shift, sum.Octets[KindRead]>>u.shift, 0, 0, 0, 0)
+		sum.Bytes[KindWrite]>>u.shift, sum.Bytes[KindRead]>>u.shift, 0, 0, 0, 0)
 	b = appendLogCounters(b, idle, 0)
 	return append(b, 0, interval, logList, 8,
 		0, 0, 0, 3, // the interval is 10^-3 s

@@ -23,7 +23,7 @@ type Nexus struct {
 	port      Port
 	name      nexusName
 	luns      atomic.Pointer[[]*itl] // ascending by id; a new slice takes its place
-	blind     atomic.Bool            // there are more, which a mask hides
+	hidesSome atomic.Bool            // there are more, which a mask hides
 	level     uint8                  // iSCSIProtocolLevel
 	transport Transport
 	shard     uint8 // of the counts of units
@@ -145,7 +145,7 @@ func (n *Nexus) SameUnit(a, b [8]byte) bool {
 }
 
 // SeesAll tells whether no mask hides a logical unit from the initiator.
-func (n *Nexus) SeesAll() bool { return !n.blind.Load() }
+func (n *Nexus) SeesAll() bool { return !n.hidesSome.Load() }
 
 // targets are the relative identifiers of all target ports, ascending.
 func (n *Nexus) targets() []uint16 { return *n.inv.ports.Load() }

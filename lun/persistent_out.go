@@ -222,7 +222,7 @@ func (o *prOut) execute() bool {
 	defer r.mu.Unlock()
 	o.state = r.persistent
 	i := o.state.find(o.from)
-	if r.over {
+	if r.handedOver {
 		return o.failClosed()
 	}
 	if r.legacy != nil || !row.anyone && (i < 0 || o.state.registrations[i].key != o.key) {

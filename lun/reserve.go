@@ -24,7 +24,7 @@ type reservations struct {
 	mu         sync.Mutex // guards what follows; is held while that is stored
 	persistent prState
 	legacy     *Nexus // has the unit to itself by RESERVE
-	over       bool   // another unit has them now: see Succeed
+	handedOver bool   // another unit has them now: see Succeed
 }
 
 // A fence is a reservation as commands meet it. It is not changed; a new one

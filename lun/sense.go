@@ -170,7 +170,7 @@ func (c *Command) failSense(s senseData) bool {
 // failWrite reports that the store could not change the medium, failRead that
 // it could not read it.
 func (c *Command) failWrite(err error) bool {
-	c.logTrouble(err)
+	c.reportStoreError(err)
 	switch {
 	case errors.Is(err, errAborted):
 		return c.fail(condAborted)
@@ -191,7 +191,7 @@ func (c *Command) failWrite(err error) bool {
 }
 
 func (c *Command) failRead(err error) bool {
-	c.logTrouble(err)
+	c.reportStoreError(err)
 	switch {
 	case errors.Is(err, backend.ErrClosed):
 		return c.failClosed()

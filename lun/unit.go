@@ -48,13 +48,13 @@ type Unit struct {
 	replaced    atomic.Bool   // another unit has its place: see Inventory.Replace
 	detached    atomic.Bool   // another unit has the store: see Detach
 	unsynced    atomic.Bool   // a sync has failed at or before the end of the store: see Succeed
-	before      *Unit         // of an absent unit: whose successor it is
+	predecessor *Unit         // of an absent unit: whose successor it is
 	has         flags         // which optional rows of the command set
 	mode        atomic.Uint32 // modeWCE, modeSWP: those that are set
 	modeDefault uint32
 	modeMutable uint32 // bits that MODE SELECT can change
 	modeSaved   atomic.Uint32
-	modeNews    bool                       // the mode parameters, or the WP bit, differ from those of the unit before
+	modeChanged bool                       // the mode parameters, or the WP bit, differ from those of the unit before
 	access      atomic.Pointer[portGroups] // nil: no state has been set
 	stopped     atomic.Bool
 	ejected     atomic.Bool // set and reset with mu held
@@ -63,7 +63,7 @@ type Unit struct {
 	number      uint64       // in the order of New, for who takes two of them
 	sanitizer   sanitizer
 	counts      unitCounts
-	trouble     trouble
+	storeErrors storeErrorLog
 
 	reservations reservations
 
@@ -276,22 +276,22 @@ func (u *Unit) notStored(err error) {
 	u.opt.Events.StateNotStored(StateNotStoredEvent{u.opt.Identity.Serial, err})
 }
 
-// Succeed makes u, which nobody knows yet, the successor of a unit of the same identity. To
+// InheritFrom makes u, which nobody knows yet, the successor of a unit of the same identity. To
 // open a store anew is neither a loss of power nor a reset: registrations and persistent
 // reservations remain (SPC-4, section 5.13.5), and so do the mode parameters and the states
 // of target port groups that initiators have set and not saved. Who has disabled the cache,
 // above all, counts on that. A sync that has failed, the one when the old store closed
 // included, is as final as in the store: what was written before may be lost. The old unit,
 // which has been replaced, takes no more reservations. An absent unit hands all of that on.
-func (u *Unit) Succeed(old *Unit) {
+func (u *Unit) InheritFrom(old *Unit) {
 	if old.Absent() {
-		old = old.before
+		old = old.predecessor
 	}
 	if old == nil || u.opt.Identity != old.opt.Identity {
 		return
 	}
 	if u.Absent() {
-		u.before = old
+		u.predecessor = old
 		return
 	}
 	if old.unsynced.Load() {
@@ -301,7 +301,7 @@ func (u *Unit) Succeed(old *Unit) {
 	r := &old.reservations
 	r.mu.Lock()
 	s := r.persistent
-	r.over = true
+	r.handedOver = true
 	r.mu.Unlock()
 	next := &u.reservations
 	next.mu.Lock()
@@ -311,7 +311,7 @@ func (u *Unit) Succeed(old *Unit) {
 
 	both, was := u.modeMutable&old.modeMutable, old.mode.Load()
 	u.mode.Store(u.mode.Load()&^both | was&both)
-	u.modeNews = u.mode.Load() != was || u.readOnly != old.readOnly
+	u.modeChanged = u.mode.Load() != was || u.readOnly != old.readOnly
 	u.access.Store(old.access.Load())
 }
 

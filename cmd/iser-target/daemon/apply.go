@@ -686,7 +686,7 @@ func (c *change) takeBack(r *removal) error {
 		if l, err = d.openOrWait(c.lasting(), d.waits.store, r.t, r.l.LUN); err != nil {
 			return err
 		}
-		l.unit.Succeed(r.l.unit)
+		l.unit.InheritFrom(r.l.unit)
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -842,7 +842,7 @@ func (c *change) replace(t *servedTarget, next config.LUN) error {
 		if last.unit.Identity() != old.unit.Identity() { // it was to be another disk
 			last = old
 		}
-		l.unit.Succeed(last.unit)
+		l.unit.InheritFrom(last.unit)
 		t.inventory.Replace(uint16(next.ID), l.unit)
 		d.mu.Lock()
 		t.luns[next.ID] = l
@@ -890,7 +890,7 @@ func mustMask(l config.LUN) lun.Mask {
 func (c *change) reopen(t *servedTarget, l *servedLUN, next config.LUN) (*servedLUN, error) {
 	anew, err := c.openAnew(t, l, next)
 	if err == nil {
-		anew.unit.Succeed(l.unit)
+		anew.unit.InheritFrom(l.unit)
 	}
 	return anew, err
 }

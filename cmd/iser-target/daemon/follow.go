@@ -215,7 +215,7 @@ func (d *Daemon) retry(ctx context.Context, t *servedTarget, l *servedLUN) {
 		l.again = time.Now().Add(l.wait)
 		return
 	}
-	c.unit.Succeed(l.unit)
+	c.unit.InheritFrom(l.unit)
 	d.mu.Lock()
 	t.luns[l.ID] = &servedLUN{LUN: l.LUN, unit: c.unit}
 	d.mu.Unlock()

@@ -174,8 +174,8 @@ func addCounts(c *schema.CounterState, n *lun.Counts) {
 	c.Reads += n.Commands[lun.KindRead]
 	c.Writes += n.Commands[lun.KindWrite]
 	c.Others += n.Commands[lun.KindOther]
-	c.ReadBytes += n.Octets[lun.KindRead]
-	c.WriteBytes += n.Octets[lun.KindWrite]
+	c.ReadBytes += n.Bytes[lun.KindRead]
+	c.WriteBytes += n.Bytes[lun.KindWrite]
 	c.Errors += n.Failed()
 	c.Aborted += n.Aborted
 	c.Residuals += n.Underflows + n.Overflows

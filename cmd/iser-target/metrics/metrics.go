@@ -232,7 +232,7 @@ func collectLUN(ch chan<- prometheus.Metric, target string, e lun.Entry) {
 		with := func(last string) []string { return append(of[:3:3], last) }
 		for k := range lun.Kinds {
 			lunCommands.send(ch, float64(n.Commands[k]), with(k.String())...)
-			lunBytes.send(ch, float64(n.Octets[k]), with(k.String())...)
+			lunBytes.send(ch, float64(n.Bytes[k]), with(k.String())...)
 		}
 		lunInFlight.send(ch, float64(n.InFlight), of...)
 		lunAborted.send(ch, float64(n.Aborted), of...)
@@ -266,7 +266,7 @@ func (c *collector) collectSessions(ch chan<- prometheus.Metric) {
 		with := func(last string) []string { return append(of[:4:4], last) }
 		for k := range lun.Kinds {
 			sessionCommands.send(ch, float64(s.Counts.Commands[k]), with(k.String())...)
-			sessionBytes.send(ch, float64(s.Counts.Octets[k]), with(k.String())...)
+			sessionBytes.send(ch, float64(s.Counts.Bytes[k]), with(k.String())...)
 		}
 		if s.Latencies != nil {
 			for phase := range s.Latencies {
