@@ -163,7 +163,7 @@ done`)
 // does not notice.
 func (m *management) delete(t *testing.T, lun string, most time.Duration, how ...string) {
 	args := []string{"lun", "delete", managed, lun}
-	m.refused(t, "--drain TIME or --now", args...)
+	m.refused(t, "--drain", args...)
 	m.run(t, "used $gone"+lun)
 	from := time.Now()
 	m.d.Manage(t, append(args, how...)...)
