@@ -69,16 +69,18 @@ func (tc *testConn) reassign(h pdu.BHS) pdu.BHS {
 	return tc.tmf(pdu.TaskReassign, [8]byte{}, h.ITT(), 0)
 }
 
-// ISCSI-7.2.2-2, ISCSI-11.14-2, ISCSI-8.2-1, ISER-10.2.2-1, ISER-10.2.2-3,
-// ISER-10.2.2-4, ISER-7.3.3-3, ISER-7.3.3-4: tasks in every state go on, on another
-// connection, after their own has failed and has been logged out for recovery.
-func TestReassign(t *testing.T) {
-	lose := func(t *testing.T) (n *testNode, a, b *testConn) {
-		n = newTestNode(t, recovering)
-		a = n.leadRecovering()
-		return n, a, a.join(1)
-	}
-	bubble(t, "READ in the backend", func(t *testing.T) {
+// lose returns two connections of a session at ErrorRecoveryLevel 2. The tests drop a and
+// reassign its tasks to b, after they have logged a out for recovery.
+func lose(t *testing.T) (n *testNode, a, b *testConn) {
+	n = newTestNode(t, recovering)
+	a = n.leadRecovering()
+	return n, a, a.join(1)
+}
+
+// The new connection gets all data of a READ that was in the backend (ISER-10.2.2-1,
+// ISER-10.2.2-3), after the TMF Response (ISCSI-7.2.2-2). ExpDataSN is 0 (ISER-7.3.3-3).
+func TestReassignedReadSendsItsDataOnTheNewConnection(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n, a, b := lose(t)
 		n.fill()
 		gate := n.store.Shut()
@@ -107,7 +109,12 @@ func TestReassign(t *testing.T) {
 		b.wantOpenWindow()
 		b.logout()
 	})
-	bubble(t, "WRITE that waits for data", func(t *testing.T) {
+}
+
+// The target fetches the data that it has not received (ISER-10.2.2-4), with the mapping of
+// the Referenced Task Tag (ISER-7.3.3-4).
+func TestReassignedWriteFetchesTheRestOfItsData(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n, a, b := lose(t)
 		a.m.holdGets = true
 		h := a.on(b).scsi(writeF, 8192, cdb.Write10(0, 16))
@@ -130,7 +137,11 @@ func TestReassign(t *testing.T) {
 		}
 		b.logout()
 	})
-	bubble(t, "WRITE whose data fails before the connection", func(t *testing.T) {
+}
+
+// A transfer that fails before the connection does is repeated.
+func TestReassignedWriteFetchesDataThatFailed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		_, a, b := lose(t)
 		a.m.holdGets = true
 		h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
@@ -148,7 +159,11 @@ func TestReassign(t *testing.T) {
 		b.wantStatus(h, 0)
 		b.logout()
 	})
-	bubble(t, "WRITE in its second piece", func(t *testing.T) {
+}
+
+// Pieces that are on the medium are not fetched again.
+func TestReassignedWriteContinuesWithItsPiece(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t, recovering, func(o *Options) { o.MaxTransferPiece = 1 })
 		a := n.leadRecovering()
 		b := a.join(1)
@@ -172,7 +187,11 @@ func TestReassign(t *testing.T) {
 		}
 		b.logout()
 	})
-	bubble(t, "unsolicited data under way", func(t *testing.T) {
+}
+
+// Unsolicited data that has not come is fetched.
+func TestReassignedWriteFetchesUnsolicitedData(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := unsolicitedNode(t, func(o *Options) { o.Limits.MaxConnections, o.Limits.ErrorRecoveryLevel = 4, 2 })
 		a := n.leadRecovering()
 		b := a.join(1)
@@ -193,7 +212,11 @@ func TestReassign(t *testing.T) {
 		}
 		b.logout()
 	})
-	bubble(t, "ORDERED that waits for its turn", func(t *testing.T) {
+}
+
+// An ORDERED task waits for its turn after it was reassigned, too.
+func TestReassignedOrderedTaskWaitsForItsTurn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		_, a, b := lose(t)
 		b.m.holdGets = true
 		first := b.command(writeF, 4096, cdb.Write10(0, 8), nil)
@@ -215,7 +238,12 @@ func TestReassign(t *testing.T) {
 		}
 		b.logout()
 	})
-	bubble(t, "status that was not acknowledged", func(t *testing.T) {
+}
+
+// A status that was not acknowledged is sent again; the data of a READ is produced again
+// (ISCSI-11.14-2, ISCSI-8.2-1).
+func TestReassignedTaskRepeatsItsStatus(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n, a, b := lose(t)
 		n.fill()
 		a.on(b)
@@ -253,7 +281,11 @@ func TestReassign(t *testing.T) {
 		b.wantOpenWindow()
 		b.logout()
 	})
-	bubble(t, "write that was answered is not executed again", func(t *testing.T) {
+}
+
+// A WRITE that was answered is not executed again.
+func TestReassignedWriteIsNotExecutedTwice(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n, a, b := lose(t)
 		w := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
 		expStatSN := a.ExpStatSN
@@ -271,7 +303,11 @@ func TestReassign(t *testing.T) {
 		}
 		b.logout()
 	})
-	bubble(t, "twice", func(t *testing.T) {
+}
+
+// A task survives the failure of its second connection, too.
+func TestTaskIsReassignedTwice(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n, a, b := lose(t)
 		c := b.join(2)
 		a.m.holdGets, b.m.holdGets = true, true
@@ -297,7 +333,11 @@ func TestReassign(t *testing.T) {
 		}
 		c.logout()
 	})
-	bubble(t, "advertisement that does not fit", func(t *testing.T) {
+}
+
+// An advertisement that does not fit is rejected, and the initiator may try again.
+func TestReassignWithAWrongAdvertisementIsRejected(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		_, a, b := lose(t)
 		a.m.holdGets = true
 		h := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
@@ -608,52 +648,70 @@ func TestWhatIsNotRecovered(t *testing.T) {
 	})
 }
 
-// What ends a lost connection, or a session that has none: ISCSI-11.14-1,
-// ISCSI-6.3.5-1, ISCSI-E-2, and task management.
-func TestEndOfLostConnection(t *testing.T) {
-	begin := func(t *testing.T, second bool) (n *testNode, a, b *testConn, h pdu.BHS) {
-		n = newTestNode(t, recovering)
-		a = n.leadRecovering()
-		if second {
-			b = a.join(1)
-			a.on(b)
-		}
-		a.m.holdGets = true
-		h = a.command(writeF, 4096, cdb.Write10(0, 8), nil)
-		a.wantGets(1)
-		a.close()
-		a.wantEnd(io.EOF)
-		if second {
-			b.on(a).hearOf(a)
-		}
-		return n, a, b, h
+// loseWrite loses connection a of a session while one of its WRITEs waits for data. The
+// session has a second connection b on demand.
+func loseWrite(t *testing.T, second bool) (n *testNode, a, b *testConn, h pdu.BHS) {
+	n = newTestNode(t, recovering)
+	a = n.leadRecovering()
+	if second {
+		b = a.join(1)
+		a.on(b)
 	}
-	bubble(t, "ABORT TASK", func(t *testing.T) {
-		_, a, b, h := begin(t, true)
+	a.m.holdGets = true
+	h = a.command(writeF, 4096, cdb.Write10(0, 8), nil)
+	a.wantGets(1)
+	a.close()
+	a.wantEnd(io.EOF)
+	if second {
+		b.on(a).hearOf(a)
+	}
+	return n, a, b, h
+}
+
+// ABORT TASK ends a task of a connection that was lost and logged out.
+func TestAbortTaskEndsATaskOfALostConnection(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		_, a, b, h := loseWrite(t, true)
 		b.recoverFrom(a, a.ExpStatSN)
 		b.wantTMF(b.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
 		b.wantTMF(b.reassign(h), pdu.TaskDoesNotExist)
 		b.wantStatus(b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 		b.logout()
 	})
-	bubble(t, "LOGICAL UNIT RESET", func(t *testing.T) {
-		_, _, b, h := begin(t, true)
+}
+
+// LOGICAL UNIT RESET ends a task of a lost connection.
+func TestResetEndsATaskOfALostConnection(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		_, _, b, h := loseWrite(t, true)
 		b.wantTMF(b.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionComplete)
 		b.wantTMF(b.reassign(h), pdu.TaskDoesNotExist)
 		b.logout()
 	})
-	bubble(t, "logout of the connection", func(t *testing.T) {
-		_, a, b, _ := begin(t, true)
+}
+
+// ISCSI-11.14-1: Logout of a lost connection ends its tasks.
+func TestLogoutOfALostConnectionEndsItsTasks(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		_, a, b, _ := loseWrite(t, true)
 		b.wantLogout(b.logoutOf(pdu.LogoutCloseConnection, a.cid), pdu.LogoutSuccess)
 		b.clearedByTransport()
 		b.logout()
 	})
-	bubble(t, "logout of the session", func(t *testing.T) {
-		_, _, b, _ := begin(t, true)
+}
+
+// ISCSI-11.14-1: so does Logout of the session.
+func TestLogoutOfASessionEndsALostConnection(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		_, _, b, _ := loseWrite(t, true)
 		b.logout()
 	})
-	bubble(t, "session reinstatement", func(t *testing.T) {
-		n, a, _, _ := begin(t, false)
+}
+
+// ISCSI-6.3.5-1, ISCSI-E-2: session reinstatement ends a session without a connection.
+func TestReinstatementEndsALostConnection(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, a, _, _ := loseWrite(t, false)
 		b := n.leadRecovering()
 		if b.tsih == a.tsih {
 			t.Errorf("TSIH %d", b.tsih)
@@ -663,14 +721,22 @@ func TestEndOfLostConnection(t *testing.T) {
 		}
 		b.logout()
 	})
-	bubble(t, "shutdown", func(t *testing.T) {
-		n, _, _, _ := begin(t, false)
+}
+
+// Shutdown ends a session without a connection.
+func TestShutdownEndsALostConnection(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, _, _, _ := loseWrite(t, false)
 		if err := n.Shutdown(context.Background()); err != nil || n.Stats().Sessions != 0 {
 			t.Errorf("%v, %+v", err, n.Stats())
 		}
 	})
-	bubble(t, "too many sessions", func(t *testing.T) {
-		n, _, _, _ := begin(t, false)
+}
+
+// A node keeps a bounded number of sessions without a connection.
+func TestTooManySessionsEndALostConnection(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, _, _, _ := loseWrite(t, false)
 		n.failed.Store(maxFailedSessions)
 		b := n.leadRecovering(func(tc *testConn) { tc.isid[5]++ })
 		b.close()
@@ -679,7 +745,11 @@ func TestEndOfLostConnection(t *testing.T) {
 		n.failed.Store(1)
 		n.Shutdown(context.Background())
 	})
-	bubble(t, "cleanup fails", func(t *testing.T) {
+}
+
+// Logout for recovery reports that cleanup failed while a task of the connection runs on.
+func TestCleanupFailsWhileATaskDoesNotStop(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t, recovering, func(o *Options) { o.ReinstatementWait = 20 * time.Millisecond })
 		a := n.leadRecovering()
 		b := a.join(1)

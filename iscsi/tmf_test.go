@@ -14,10 +14,11 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// ISCSI-11.6-1, ISCSI-7.11-2, ISCSI-11.5-2, ISER-3.1.9-1, ISCSI-10.7-1: ABORT
-// TASK waits until the task has stopped; its data is dropped.
-func TestAbortTask(t *testing.T) {
-	bubble(t, "GetData outstanding", func(t *testing.T) {
+// ABORT TASK waits until the task has stopped (ISER-3.1.9-1), and its data is dropped
+// (ISCSI-10.7-1). No response of the task follows (ISCSI-11.5-2), and it exists no more
+// (ISCSI-7.11-2).
+func TestAbortTaskWaitsForData(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		before := n.stored(0, 4096)
@@ -39,7 +40,11 @@ func TestAbortTask(t *testing.T) {
 		}
 		tc.logout()
 	})
-	bubble(t, "in the backend", func(t *testing.T) {
+}
+
+// A task in the backend stops when the backend is done (ISCSI-11.6-1).
+func TestAbortTaskWaitsForTheBackend(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		gate := n.store.Shut()
@@ -55,8 +60,11 @@ func TestAbortTask(t *testing.T) {
 		}
 		tc.logout()
 	})
-	// What takes long stops between two steps.
-	bubble(t, "WRITE SAME in the backend", func(t *testing.T) {
+}
+
+// A command that takes long stops between two steps.
+func TestAbortTaskStopsALongCommandBetweenTwoSteps(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		gate := n.store.Shut()
@@ -72,7 +80,11 @@ func TestAbortTask(t *testing.T) {
 		}
 		tc.logout()
 	})
-	bubble(t, "waiting for memory", func(t *testing.T) {
+}
+
+// A task that waits for memory ends at once, whatever the others do.
+func TestAbortTaskEndsAWaitForMemory(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t, func(o *Options) { o.ConnectionMemory = 1; o.MaxTransferPiece = 1 })
 		tc := n.connect().login()
 		gate := n.store.Shut()
@@ -91,7 +103,11 @@ func TestAbortTask(t *testing.T) {
 		tc.wantNothing()
 		tc.logout()
 	})
-	bubble(t, "waiting for CmdSN", func(t *testing.T) {
+}
+
+// A task that waits for an earlier CmdSN ends at once.
+func TestAbortTaskEndsAWaitForCmdSN(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
@@ -104,7 +120,11 @@ func TestAbortTask(t *testing.T) {
 		tc.wantOpenWindow()
 		tc.logout()
 	})
-	bubble(t, "waiting for unsolicited data", func(t *testing.T) {
+}
+
+// A task that waits for unsolicited data ends at once.
+func TestAbortTaskEndsAWaitForUnsolicitedData(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := unsolicitedNode(t)
 		tc := n.connect().login()
 		h := tc.scsi(pdu.FlagW, 4096, cdb.Write10(0, 8))
@@ -113,7 +133,11 @@ func TestAbortTask(t *testing.T) {
 		tc.wantNothing()
 		tc.logout()
 	})
-	bubble(t, "waiting for its turn", func(t *testing.T) {
+}
+
+// An ORDERED task that waits for its turn ends, and the next ones continue.
+func TestAbortTaskEndsAnOrderedTaskBeforeItsTurn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		tc.m.holdGets = true
@@ -129,7 +153,11 @@ func TestAbortTask(t *testing.T) {
 		tc.wantStatus(first, 0)
 		tc.logout()
 	})
-	bubble(t, "ISCSI-7.11-1 never received", func(t *testing.T) {
+}
+
+// ISCSI-7.11-1: a command that was never received counts as received.
+func TestAbortTaskFillsTheGapOfALostCommand(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
@@ -148,7 +176,11 @@ func TestAbortTask(t *testing.T) {
 		tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, 0x7777, tc.CmdSN-1), pdu.TaskDoesNotExist)
 		tc.logout()
 	})
-	bubble(t, "ISCSI-11.5-3 not on a function", func(t *testing.T) {
+}
+
+// ISCSI-11.5-3: functions cannot be aborted, nor tasks by the number of another LUN.
+func TestAbortTaskOfAFunctionIsRejected(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		tc.m.holdGets = true
