@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 
 	"github.com/iser-target/iser-target/iscsi/fifo"
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 // Buffers come in sizes of 4 KiB times a power of two.
@@ -58,7 +59,7 @@ func (b *Buffer) Release() {
 	}
 	b.Sent()
 	b.budget = nil
-	if poison {
+	if invariant.Enabled { // whoever still reads b finds that out
 		for i := range b.data {
 			b.data[i] = 0xdb
 		}

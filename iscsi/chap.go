@@ -94,7 +94,7 @@ func (l *login) answerMethod(t securityText, answers []keys.Pair) ([]keys.Pair, 
 	for _, v := range t["AuthMethod"] {
 		if answers, err = l.neg.Offer(keys.Security, keys.Pair{Key: "AuthMethod", Value: v}, answers); err != nil {
 			if reject := (keys.Pair{Key: "AuthMethod", Value: "Reject"}); slices.Contains(answers, reject) { // section 6.3.2
-				l.parting = []keys.Pair{reject}
+				l.refusalKeys = []keys.Pair{reject}
 			}
 			return nil, keyError(err)
 		}
@@ -125,7 +125,7 @@ func (l *login) answerAlgorithm(t securityText, answers []keys.Pair) ([]keys.Pai
 		return nil, refuse(pdu.LoginAuthentication, fmt.Sprintf("CHAP_A: nothing of %.80q is supported", t["CHAP_A"][0]))
 	}
 	c := security.NewCHAPChallenge(algorithm)
-	l.node.challenges.Store(c.Octets, nil)
+	l.conn.node.challenges.Store(c.Octets, nil)
 	l.auth.challenge, l.auth.step = c, stepResponse
 	return append(answers,
 		keys.Pair{Key: "CHAP_A", Value: strconv.Itoa(int(c.Algorithm))},
@@ -177,7 +177,7 @@ func (l *login) theirChallenge(t securityText) (*security.CHAPChallenge, error) 
 	if err != nil {
 		return nil, &loginError{pdu.LoginInitiatorError, fmt.Errorf("CHAP_C: %w", err)}
 	}
-	if _, ours := l.node.challenges.Load(string(c)); ours { // section 9.2.1: on this connection or on another one
+	if _, ours := l.conn.node.challenges.Load(string(c)); ours { // section 9.2.1: on this connection or on another one
 		return nil, refuse(pdu.LoginAuthentication, "initiator sends one of our own challenges back")
 	}
 	return &security.CHAPChallenge{Algorithm: l.auth.challenge.Algorithm, ID: uint8(n), Octets: string(c)}, nil

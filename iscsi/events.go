@@ -145,9 +145,9 @@ func (s *session) name() SessionName {
 // reportLogin counts the outcome of the login and reports it.
 func (l *login) reportLogin(err error) {
 	e := LoginEvent{
-		LoginOutcome: LoginOutcome{Transport: l.dm.Transport(), Accepted: err == nil, Stage: l.stage.String()},
-		ConnAddr:     l.addr(), Session: SessionName{Initiator: l.key.initiator, Target: l.key.target},
-		ISID: l.first.ISID, CID: l.cid, User: l.params.CHAPName, Err: err,
+		LoginOutcome: LoginOutcome{Transport: l.conn.dm.Transport(), Accepted: err == nil, Stage: l.stage.String()},
+		ConnAddr:     l.conn.addr(), Session: SessionName{Initiator: l.key.initiator, Target: l.key.target},
+		ISID: l.first.ISID, CID: l.conn.cid, User: l.conn.params.CHAPName, Err: err,
 	}
 	switch {
 	case l.count == 0:
@@ -156,14 +156,14 @@ func (l *login) reportLogin(err error) {
 		e.Stage = "mpa"
 	}
 	if err == nil {
-		e.Session = l.sess.name()
+		e.Session = l.conn.sess.name()
 	}
 	var refusal *loginError
 	if errors.As(err, &refusal) {
 		e.Status = refusal.status.String()
 	}
-	l.node.logins.count(e.LoginOutcome)
-	l.opt.Events.Login(e)
+	l.conn.node.logins.count(e.LoginOutcome)
+	l.conn.opt.Events.Login(e)
 }
 
 // reportEnd reports the end of c, or of its session if c was the last connection.
@@ -180,7 +180,7 @@ func (c *conn) reportEnd(last bool) {
 		return
 	}
 	c.opt.Events.ConnectionEnded(ConnectionEndedEvent{
-		ConnAddr: c.addr(), Session: s.name(), CID: c.cid, Reason: reason, Failed: failed, Lasted: time.Since(c.started),
+		ConnAddr: c.addr(), Session: s.name(), CID: c.cid, Reason: reason, Failed: failed, Lasted: time.Since(c.serveOptions.Accepted),
 	})
 }
 

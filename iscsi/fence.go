@@ -4,22 +4,23 @@ import (
 	"slices"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 // A fence keeps the order of responses in a session of several connections with
-// TaskReporting=ResponseFence or FastAbort (RFC 7143, section 4.2.2.3.3). A fenced
-// response is sent when the initiator has acknowledged all that was sent before on
-// any of its connections, and the next one when that has been acknowledged, too.
+// TaskReporting=ResponseFence or FastAbort (RFC 7143, section 4.2.2.3.3). The target sends a fenced
+// response when the initiator has acknowledged all that was sent before on any of its connections,
+// and the next response when the initiator has acknowledged the fenced one.
 //
-// The RFC asks for that within a logical unit. Here it holds for the session: fences
-// are rare. Guarded by the mutex of shared.
+// The RFC asks for that within a logical unit. Here it holds for the session: fences are rare.
+// shared.mu guards it.
 type fence struct {
 	fastAbort bool // TaskReporting=FastAbort
 
-	queue  taskQueue // responses that wait, in the order in which they are to be sent
+	queue  taskQueue // responses that wait, in the order in which they will be sent
 	conn   *conn     // where the last fenced response was sent, until that is acknowledged
 	statSN uint32    // of that
-	asked  bool      // for the acknowledgements that are awaited now
+	asked  bool      // for the acknowledgements that the fence awaits now
 }
 
 // Values of TaskReporting that ask for more than RFC 3720 did (section 13.23).
@@ -28,7 +29,7 @@ const (
 	fastAbort     = "FastAbort"
 )
 
-// newFence is nil if the session has not agreed on fences.
+// newFence returns nil if the session has not agreed on fences.
 func newFence(p Params) *fence {
 	if p.TaskReporting != responseFence && p.TaskReporting != fastAbort {
 		return nil
@@ -36,46 +37,46 @@ func newFence(p Params) *fence {
 	return &fence{fastAbort: p.TaskReporting == fastAbort}
 }
 
-// isFast tells whether the session has agreed on FastAbort; f may be nil.
+// isFast reports whether the session has agreed on FastAbort. f may be nil.
 func (f *fence) isFast() bool { return f != nil && f.fastAbort }
 
-// parties are the connections on which responses are sent and acknowledged. After a
-// logout nothing is.
+// loggedInConns returns the connections on which responses are sent and acknowledged: not those
+// after a logout.
 //
-// Preconditions: mu is held.
-func (s *session) parties() []*conn {
+// Preconditions: s.shared.mu is held.
+func (s *session) loggedInConns() []*conn {
 	return slices.DeleteFunc(slices.Clone(s.conns), func(c *conn) bool { return c.phase != phaseFullFeature })
 }
 
-// hold keeps back the response of t if there is a fence before it, or if it is one
-// itself. The caller goes on with pass.
+// holdBack queues the response of t if there is a fence before it, or if it is one itself. The
+// caller calls releaseHeld next.
 //
-// Preconditions: mu is held; the session has a fence.
-func (c *conn) hold(t *Task) bool {
-	f := c.fence
+// Preconditions: c.mu is held; the session has a fence.
+func (c *conn) holdBack(t *Task) bool {
+	f := c.shared.fence
 	if !t.isCommand() && t.header().Opcode() != pdu.TaskMgmtReq {
 		return false
 	}
-	if f.conn == nil && f.queue.Empty() && (!t.isFence || len(c.sess.parties()) == 1) {
+	if f.conn == nil && f.queue.Empty() && (!t.isFence || len(c.sess.loggedInConns()) == 1) {
 		return false
 	}
-	t.state = taskHeld
+	t.become(taskHeld)
 	f.queue.Push(t, &t.link)
 	return true
 }
 
-// pass sends the responses that no fence holds back any more, and pings where an
-// acknowledgement is awaited. It does not wait.
+// releaseHeld sends the responses that no fence holds back any longer, and pings connections whose
+// acknowledgement the fence awaits. It does not wait.
 //
-// Preconditions: mu is not held; the session has a fence.
-func (s *session) pass() {
-	s.mu.Lock()
-	sent, awaited := s.passLocked()
-	s.mu.Unlock()
+// Preconditions: s.shared.mu is not held; the session has a fence.
+func (s *session) releaseHeld() {
+	s.shared.mu.Lock()
+	sent, awaited := s.releaseHeldLocked()
+	s.shared.mu.Unlock()
 	work := func(conns []*conn, f func(*conn)) {
 		for _, c := range conns {
 			if c.enter() {
-				go func() { // its network may be slower than ours
+				go func() { // its network may be slower than the caller's
 					defer c.workers.Done()
 					f(c)
 				}()
@@ -86,15 +87,16 @@ func (s *session) pass() {
 	work(awaited, func(c *conn) { c.sendNOPIn(true) })
 }
 
-// passLocked queues what can be sent. It returns the connections that have got
-// something, and those that have to acknowledge and have not been asked.
+// releaseHeldLocked queues the responses that can be sent. It returns the connections on which it
+// has queued some, and those that have to acknowledge and have not been asked.
 //
-// Preconditions: mu is held.
-func (s *session) passLocked() (sent, awaited []*conn) {
-	f := s.fence
+// Preconditions: s.shared.mu is held.
+func (s *session) releaseHeldLocked() (sent, awaited []*conn) {
+	invariant.Held(&s.shared.mu)
+	f := s.shared.fence
 	for {
-		parties := s.parties()
-		if f.conn != nil && slices.Contains(parties, f.conn) && !pdu.Before(f.statSN, f.conn.acked) {
+		conns := s.loggedInConns()
+		if f.conn != nil && slices.Contains(conns, f.conn) && !pdu.Before(f.statSN, f.conn.recovery.acked) {
 			awaited = []*conn{f.conn}
 			break
 		}
@@ -103,10 +105,10 @@ func (s *session) passLocked() (sent, awaited []*conn) {
 		if t == nil {
 			break
 		}
-		fenced := t.isFence && len(parties) > 1 // section 4.2.2.3.3, a)
+		fenced := t.isFence && len(conns) > 1 // section 4.2.2.3.3, a)
 		if fenced {
-			for _, c := range parties {
-				if pdu.Before(c.acked, c.statSN) {
+			for _, c := range conns {
+				if pdu.Before(c.recovery.acked, c.statSN) {
 					awaited = append(awaited, c)
 				}
 			}
@@ -122,7 +124,7 @@ func (s *session) passLocked() (sent, awaited []*conn) {
 		}
 		c.leave(t)
 		if c.sendStatus(t) != nil { // which has ended the connection
-			if !t.kept {
+			if !t.recovery.kept {
 				c.freeTask(t)
 			}
 		} else if !slices.Contains(sent, c) {
@@ -138,53 +140,55 @@ func (s *session) passLocked() (sent, awaited []*conn) {
 
 // acknowledgeStatus takes an ExpStatSN in a session with a fence.
 //
-// Preconditions: mu is held; the caller is a worker.
+// Preconditions: c.mu is held; the caller is one of the connection's workers.
 func (c *conn) acknowledgeStatus(expStatSN uint32) {
-	if !pdu.Before(c.acked, expStatSN) || pdu.Before(c.statSN, expStatSN) {
+	invariant.Held(&c.mu)
+	r := &c.recovery
+	if !pdu.Before(r.acked, expStatSN) || pdu.Before(c.statSN, expStatSN) {
 		return
 	}
-	c.acked = expStatSN
-	if len(c.terminations) > 0 {
+	r.acked = expStatSN
+	if len(r.terminations) > 0 {
 		c.tellTerminations()
 	}
-	if f := c.fence; f.conn != nil || !f.queue.Empty() {
+	if f := c.shared.fence; f.conn != nil || !f.queue.Empty() {
 		c.workers.Add(1)
 		go func() {
 			defer c.workers.Done()
-			c.sess.pass()
+			c.sess.releaseHeld()
 		}()
 	}
 }
 
-// A termination is what the initiator has to be told, or has been told, about the
-// tasks of a logical unit on one connection: they have been aborted (Asynchronous
-// Message, event 5). It answers with a NOP-Out, and then sends no more data for
-// them (sections 4.2.3.4 and 11.9.1).
+// A termination is the news that the tasks of a logical unit on one connection have been aborted
+// (Asynchronous Message, event 5). The initiator answers with a NOP-Out, and then sends no more
+// data for them (sections 4.2.3.4 and 11.9.1).
 type termination struct {
 	lun    [8]byte
 	told   bool
 	statSN uint32 // of the message
 }
 
-// announce tells the initiator, where it has agreed on FastAbort, that the tasks
-// that match selects will be aborted: on each of their connections but except.
+// announce tells the initiator, if it has agreed on FastAbort, that the tasks that match selects
+// will be aborted: on each of their connections except one.
 //
-// Preconditions: mu is held.
+// Preconditions: s.shared.mu is held.
 func (s *session) announce(match func(*Task) bool, except *conn) {
-	if !s.fence.isFast() {
+	invariant.Held(&s.shared.mu)
+	if !s.shared.fence.isFast() {
 		return
 	}
 	var to []*conn
-	s.tasks.each(func(t *Task) {
+	s.shared.tasks.each(func(t *Task) {
 		c := t.conn
 		if !match(t) || t.aborted.Load() || c == except || c.phase != phaseFullFeature {
 			return
 		}
-		lun := t.header().LUN()
-		i := slices.IndexFunc(c.terminations, func(x termination) bool { return x.lun == lun })
+		lun, list := t.header().LUN(), &c.recovery.terminations
+		i := slices.IndexFunc(*list, func(x termination) bool { return x.lun == lun })
 		if i < 0 {
-			c.terminations = append(c.terminations, termination{lun: lun})
-		} else if c.terminations[i].told = false; slices.Contains(to, c) {
+			*list = append(*list, termination{lun: lun})
+		} else if (*list)[i].told = false; slices.Contains(to, c) {
 			return
 		}
 		to = append(to, c)
@@ -195,16 +199,15 @@ func (s *session) announce(match func(*Task) bool, except *conn) {
 	}
 }
 
-// tellTerminations queues the messages that the initiator has not been sent yet, as
-// far as it can take them; the rest follows when it has acknowledged some. They
-// leave on another goroutine.
+// tellTerminations queues the messages that the initiator has not been sent yet, as far as it can
+// take them. The rest follows when it has acknowledged some. Another goroutine sends them.
 //
-// Preconditions: mu is held; the connection has not ended, or the caller is one of
-// its workers.
+// Preconditions: c.mu is held; the connection has not ended, or the caller is one of its workers.
 func (c *conn) tellTerminations() {
-	some := false
-	for i := range c.terminations {
-		x := &c.terminations[i]
+	invariant.Held(&c.mu)
+	queued := false
+	for i := range c.recovery.terminations {
+		x := &c.recovery.terminations[i]
 		if x.told {
 			continue
 		}
@@ -214,33 +217,33 @@ func (c *conn) tellTerminations() {
 		}
 		pdu.BHS(t.Header[:]).SetLUN(x.lun)
 		statSN := c.statSN
-		if ok, err := c.queueOwn(t); !ok || err != nil {
+		if ok, err := c.queueFromTarget(t); !ok || err != nil {
 			break
 		}
-		x.told, x.statSN, some = true, statSN, true
+		x.told, x.statSN, queued = true, statSN, true
 	}
-	if some {
+	if queued {
 		c.workers.Add(1)
-		go func() { // its network may be slower than ours
+		go func() { // its network may be slower than the caller's
 			defer c.workers.Done()
 			c.dm.Flush()
 		}()
 	}
 }
 
-// answered takes a NOP-Out that is no ping. It may be the answer to a message about
-// the tasks of a LUN: the data that they wait for does not come any more, and what
-// they have is free.
-func (c *conn) answered(h pdu.BHS) {
+// takeTerminationAnswer takes a NOP-Out that is no ping. It may be the answer to a message about
+// the tasks of a LUN: the data that they wait for does not come, and what they have is free.
+func (c *conn) takeTerminationAnswer(h pdu.BHS) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	i := slices.IndexFunc(c.terminations, func(x termination) bool {
+	list := &c.recovery.terminations
+	i := slices.IndexFunc(*list, func(x termination) bool {
 		return x.lun == h.LUN() && x.told && pdu.Before(x.statSN, h.ExpStatSN())
 	})
 	if i < 0 {
 		return
 	}
-	c.terminations = slices.Delete(c.terminations, i, i+1)
-	c.callOff(func(t *Task) bool { return t.conn == c && t.header().LUN() == h.LUN() })
+	*list = slices.Delete(*list, i, i+1)
+	c.shared.callOff(func(t *Task) bool { return t.conn == c && t.header().LUN() == h.LUN() })
 	c.tellTerminations()
 }

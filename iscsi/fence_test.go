@@ -113,13 +113,13 @@ func held(n *testNode) (responses int) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	for _, s := range n.sessions {
-		s.mu.Lock()
-		s.tasks.each(func(t *Task) {
+		s.shared.mu.Lock()
+		s.shared.tasks.each(func(t *Task) {
 			if t.state == taskHeld {
 				responses++
 			}
 		})
-		s.mu.Unlock()
+		s.shared.mu.Unlock()
 	}
 	return responses
 }

@@ -9,19 +9,18 @@ import (
 // epoch is what clock counts from.
 var epoch = time.Now()
 
-// clock is the monotonic clock alone, which is read in half the time of time.Now. It is a
-// variable for tests.
+// clock reads the monotonic clock only, in half the time of time.Now. It is a variable for tests.
 var clock = func() time.Duration { return time.Since(epoch) }
 
 // A watch takes the time that a command spends in each phase.
 type watch struct {
 	lapBegan time.Duration // by clock
-	late     bool          // the command has waited for its turn
+	waited   bool          // the command has waited to begin, or to continue
 	spent    lun.Spent
-	counts   bool // the command has ended with a status, spent is to be counted when that has left
+	timed    bool // the command has ended with a status: count spent when that has left
 }
 
-// lap ends a phase; the next one begins.
+// lap ends a phase. The next one begins.
 func (w *watch) lap(p lun.Phase) { w.lapAt(p, clock()) }
 
 func (w *watch) lapAt(p lun.Phase, now time.Duration) {
@@ -29,27 +28,26 @@ func (w *watch) lapAt(p lun.Phase, now time.Duration) {
 	w.lapBegan = now
 }
 
-// takeTurn ends the time that a command waits for its turn. For one that has not waited
-// that is 0, and the clock need not be read.
-func (w *watch) takeTurn() {
-	if w.late {
-		w.late = false
+// endWait ends the time that a command waits to begin. It does not read the clock for a command
+// that has not waited.
+func (w *watch) endWait() {
+	if w.waited {
+		w.waited = false
 		w.lap(lun.PhaseReceive)
 	}
 }
 
-// countSpent counts what the phases of t took, which end here, unless that has been
-// done.
+// countSpent ends the last phase of t and counts what all phases took, once.
 func (t *Task) countSpent() {
-	if !t.counts {
+	if !t.timed {
 		return
 	}
-	t.counts = false
+	t.timed = false
 	t.lap(lun.PhaseSend)
 	t.conn.sess.nexus.CountSpent(&t.cmd, &t.spent)
 }
 
-// Latencies are those of the commands of all sessions since the start, by transport.
+// Latencies returns how long the commands of all sessions took since the start, by transport.
 func (nd *Node) Latencies() (all [lun.Transports]lun.Latencies) {
 	nd.mu.Lock()
 	defer nd.mu.Unlock()

@@ -221,7 +221,7 @@ func TestPhases(t *testing.T) {
 				c := tc.ours()
 				c.mu.Lock()
 				defer c.mu.Unlock()
-				return c.tasks.any(func(t *Task) bool { return t.aborted.Load() })
+				return c.shared.tasks.any(func(t *Task) bool { return t.aborted.Load() })
 			})
 			pass(second)
 			tc.m.releaseGets()

@@ -50,7 +50,7 @@ func (nd *Node) UpdateTarget(cfg TargetConfig) error {
 		return fmt.Errorf("target %q: an inventory cannot be exchanged", name)
 	}
 	nd.targets = slices.Clone(nd.targets) // sendTargets may be walking the old one
-	nd.targets[i] = &target{cfg, nd.targets[i].order}
+	nd.targets[i] = &target{cfg, nd.targets[i].gate}
 	return nil
 }
 
@@ -165,13 +165,13 @@ func (s *session) info() SessionInfo {
 		took := s.nexus.Latencies()
 		info.Latencies = &took
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.tasks.each(func(*Task) { info.Tasks++ })
+	s.shared.mu.Lock()
+	defer s.shared.mu.Unlock()
+	s.shared.tasks.each(func(*Task) { info.Tasks++ })
 	for _, c := range s.conns {
 		info.Conns = append(info.Conns, ConnInfo{
 			CID: c.cid, Transport: c.dm.Transport(), Remote: c.dm.RemoteAddr(), Local: c.dm.LocalAddr(),
-			Portal: c.portal, Started: c.started, Received: c.received.Load(),
+			Portal: c.portal, Started: c.serveOptions.Accepted, Received: c.received.Load(),
 			Memory: c.opt.ConnectionMemory - c.budget.left(), MemoryLimit: c.opt.ConnectionMemory,
 		})
 	}
@@ -206,7 +206,7 @@ func (nd *Node) EndSession(ctx context.Context, tsih uint16, grace time.Duration
 		}
 	}
 	for _, c := range conns {
-		c.farewell(pdu.AsyncSessionDropped, reason)
+		c.dismiss(pdu.AsyncSessionDropped, reason)
 	}
 	select {
 	case <-s.done:
@@ -248,9 +248,9 @@ func (nd *Node) Drain(ctx context.Context, inv *lun.Inventory, id uint16) (left 
 	nd.mu.Unlock()
 	for i := range marks {
 		m := &marks[i]
-		m.mu.Lock()
+		m.shared.mu.Lock()
 		m.seq = m.shared.seq
-		m.mu.Unlock()
+		m.shared.mu.Unlock()
 	}
 	field := lun.EncodeLUN(id)
 	tick := time.NewTicker(drainPoll)
@@ -258,13 +258,13 @@ func (nd *Node) Drain(ctx context.Context, inv *lun.Inventory, id uint16) (left 
 	for {
 		left = 0
 		for _, m := range marks {
-			m.mu.Lock()
-			m.tasks.each(func(t *Task) {
+			m.shared.mu.Lock()
+			m.shared.tasks.each(func(t *Task) {
 				if t.isCommand() && t.seq <= m.seq && t.header().LUN() == field {
 					left++
 				}
 			})
-			m.mu.Unlock()
+			m.shared.mu.Unlock()
 		}
 		if left == 0 {
 			return 0, nil

@@ -131,8 +131,8 @@ func TestUpdateTarget(t *testing.T) {
 		stays.ping()
 
 		// What is given back has the order of commands that its sessions have.
-		order := stays.session(t).order
-		if err := n.AddTarget(update); err != nil || n.targets[0].order != order {
+		gate := stays.session(t).shared.gate
+		if err := n.AddTarget(update); err != nil || n.targets[0].gate != gate {
 			t.Errorf("%v, or another order", err)
 		}
 		for _, err := range []error{n.RemoveTarget("iqn.2026-11.io.example:nothing"), n.UpdateTarget(TargetConfig{Name: "iqn.2026-11.io.example:nothing", LUNs: n.inv})} {

@@ -17,7 +17,7 @@ const maxLoginRequests = 100
 
 // A login is what Serve's goroutine knows until the full feature phase.
 type login struct {
-	*conn
+	conn  *conn
 	first pdu.LoginRequest // what must stay the same
 	req   pdu.LoginRequest // the present one
 	count int              // of requests
@@ -31,7 +31,7 @@ type login struct {
 	target *target
 	auth   authenticator
 
-	parting []keys.Pair // what a refusal says beside its status
+	refusalKeys []keys.Pair // what a refusal says beside its status
 
 	deadline time.Time // of the whole login
 	enable   EnableDatamover
@@ -44,7 +44,7 @@ type login struct {
 func (c *conn) login() error {
 	l := &login{conn: c}
 	defer func() { c.node.challenges.Delete(l.auth.challenge.Octets) }()
-	l.deadline = c.started.Add(c.opt.LoginTimeout)
+	l.deadline = c.serveOptions.Accepted.Add(c.opt.LoginTimeout)
 	c.dm.SetReceiveDeadline(l.deadline)
 	err := l.run()
 	l.reportLogin(err)
@@ -60,7 +60,7 @@ func (c *conn) login() error {
 			c.sess = nil
 		}
 		var data []byte
-		for _, p := range l.parting {
+		for _, p := range l.refusalKeys {
 			data = keys.AppendPair(data, p)
 		}
 		if l.respond(pdu.LoginResponse{Status: refusal.status}, data) == nil {
@@ -70,34 +70,26 @@ func (c *conn) login() error {
 	return err
 }
 
-// linger waits until the initiator has closed the connection, or LogoutWait.
-func (c *conn) linger() {
-	c.halfClose()
-	c.dm.SetReceiveDeadline(time.Now().Add(c.opt.LogoutWait))
-	for c.dm.Receive(&c.notice) == nil {
-	}
-}
-
 // run serves Login Requests until one ends the phase. Those that come before
 // the last one is answered, as they must not (section 6.3), wait their turn. A
 // *loginError is to be told to the initiator; any other error is the end of the
 // connection.
 func (l *login) run() error {
 	for {
-		if err := l.dm.Receive(&l.notice); err != nil {
-			l.end(l.endReason(err))
-			return l.endedBy() // it may have been closed for another reason
+		if err := l.conn.dm.Receive(&l.conn.notice); err != nil {
+			l.conn.end(l.conn.endReason(err))
+			return l.conn.endedBy() // it may have been closed for another reason
 		}
-		if l.notice.Task != nil {
+		if l.conn.notice.Task != nil {
 			return errors.New("end of a transfer during login")
 		}
-		if err := l.checkFormat(&l.notice); err != nil {
-			if l.count == 0 || pdu.BHS(l.notice.BHS).Opcode() != pdu.LoginReq {
+		if err := l.conn.checkFormat(&l.conn.notice); err != nil {
+			if l.count == 0 || pdu.BHS(l.conn.notice.BHS).Opcode() != pdu.LoginReq {
 				return err
 			}
 			return &loginError{pdu.LoginInitiatorError, err}
 		}
-		h := pdu.BHS(l.notice.BHS)
+		h := pdu.BHS(l.conn.notice.BHS)
 		if h.Opcode() != pdu.LoginReq { // section 4.2.4
 			err := fmt.Errorf("%v before the end of login", h.Opcode())
 			if l.count == 0 {
@@ -105,7 +97,7 @@ func (l *login) run() error {
 			}
 			return &loginError{pdu.LoginInvalidRequest, err}
 		}
-		done, err := l.serve(pdu.ParseLoginRequest(h), l.notice.Data)
+		done, err := l.serve(pdu.ParseLoginRequest(h), l.conn.notice.Data)
 		if done || err != nil {
 			return err
 		}
@@ -143,12 +135,12 @@ func (l *login) check() error {
 	r := &l.req
 	if l.count == 1 {
 		l.first, l.stage = *r, r.CSG
-		l.cid = r.CID
+		l.conn.cid = r.CID
 		l.expectCmdSN()
 	}
 	f := &l.first
 	switch {
-	case l.node.isStopping():
+	case l.conn.node.isStopping():
 		return &loginError{pdu.LoginUnavailable, errShutdown}
 	case r.VersionMin > pdu.Version:
 		return refuse(pdu.LoginVersion, fmt.Sprintf("initiator supports version %d and up", r.VersionMin))
@@ -192,7 +184,7 @@ func (l *login) negotiate() error {
 		if err := l.identify(); err != nil {
 			return err
 		}
-		answers = append(answers, keys.Pair{Key: "TargetPortalGroupTag", Value: fmt.Sprint(l.portal.TPGT)})
+		answers = append(answers, keys.Pair{Key: "TargetPortalGroupTag", Value: fmt.Sprint(l.conn.portal.TPGT)})
 		if l.target != nil && l.target.Alias != "" && !l.neg.Params().Discovery {
 			answers = append(answers, keys.Pair{Key: "TargetAlias", Value: l.target.Alias})
 		}
@@ -213,9 +205,9 @@ func (l *login) negotiate() error {
 // continues returns the session that the first request names, which another
 // initiator may have, or nil.
 func (l *login) continues() *session {
-	l.node.mu.Lock()
-	defer l.node.mu.Unlock()
-	if s := l.node.sessions[l.first.TSIH]; s != nil && s.key.isid == l.first.ISID {
+	l.conn.node.mu.Lock()
+	defer l.conn.node.mu.Unlock()
+	if s := l.conn.node.sessions[l.first.TSIH]; s != nil && s.key.isid == l.first.ISID {
 		return s
 	}
 	return nil
@@ -223,32 +215,34 @@ func (l *login) continues() *session {
 
 // expectCmdSN makes the window what Login Responses say until the end of login.
 func (l *login) expectCmdSN() {
-	s := l.continues()
+	c, s := l.conn, l.continues()
+	var exp, max uint32
+	if s != nil {
+		s.shared.mu.Lock()
+		exp, max = s.shared.win.exp, s.shared.win.max
+		s.shared.mu.Unlock()
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	if s == nil {
-		l.openWindow(l.first.CmdSN)
+		c.shared.win.open(l.first.CmdSN, c.opt.QueueDepth)
 		return
 	}
-	s.mu.Lock()
-	exp, max := s.win.exp, s.win.max
-	s.mu.Unlock()
-	l.mu.Lock()
-	l.win.exp, l.win.max = exp, max
-	l.mu.Unlock()
+	c.shared.win.exp, c.shared.win.max = exp, max
 }
 
 func (l *login) newNegotiation() *keys.Negotiation {
 	if s := l.continues(); s != nil {
-		return keys.NewJoin(l.limits(), s.params)
+		return keys.NewJoin(l.conn.limits(), s.params)
 	}
-	return keys.NewLogin(l.limits())
+	return keys.NewLogin(l.conn.limits())
 }
 
 // limits is what this connection may agree on.
 func (c *conn) limits() keys.Limits {
 	limits := c.opt.Limits
 	limits.RDMA = c.dm.RDMA()
-	_, upgrades := c.dm.(Upgrader)
-	limits.StepUp = upgrades && c.portal.StepUp != nil
+	limits.StepUp = c.dm.upgrader != nil && c.portal.StepUp != nil
 	return limits
 }
 
@@ -263,29 +257,29 @@ func (l *login) identify() error {
 	if err != nil {
 		return &loginError{pdu.LoginInitiatorError, fmt.Errorf("InitiatorName: %w", err)}
 	}
-	l.key = sessionKey{initiator: name, isid: l.first.ISID, tpgt: l.portal.TPGT}
+	l.key = sessionKey{initiator: name, isid: l.first.ISID, tpgt: l.conn.portal.TPGT}
 	if p.TargetName == "" {
-		l.key.portal = l.portal
-		return l.require(l.opt.DiscoveryAuth)
+		l.key.portal = l.conn.portal
+		return l.require(l.conn.opt.DiscoveryAuth)
 	}
 	if name, err = security.NormalizeName(p.TargetName); err != nil {
 		return &loginError{pdu.LoginNotFound, fmt.Errorf("TargetName: %w", err)}
 	}
 	l.key.target = name
-	if l.target = l.node.target(name); l.target == nil {
+	if l.target = l.conn.node.target(name); l.target == nil {
 		return refuse(pdu.LoginNotFound, "there is no such target")
 	}
-	if !l.target.servedBy(l.portal) {
-		return refuse(pdu.LoginNotFound, fmt.Sprintf("portal group %d does not lead to the target", l.portal.TPGT))
+	if !l.target.servedBy(l.conn.portal) {
+		return refuse(pdu.LoginNotFound, fmt.Sprintf("portal group %d does not lead to the target", l.conn.portal.TPGT))
 	}
 	if !l.target.Initiators.Match(l.key.initiator) {
 		return refuse(pdu.LoginAuthorization, "initiator is not among those of the target")
 	}
 	if p.Discovery {
-		return l.require(l.opt.DiscoveryAuth)
+		return l.require(l.conn.opt.DiscoveryAuth)
 	}
 	if to := l.target.Redirect; to.Address != "" { // before authentication: section 11.13.5
-		l.parting = []keys.Pair{{Key: "TargetAddress", Value: to.Address}}
+		l.refusalKeys = []keys.Pair{{Key: "TargetAddress", Value: to.Address}}
 		status := pdu.LoginMovedTemporarily
 		if to.Permanent {
 			status = pdu.LoginMovedPermanently
@@ -307,7 +301,7 @@ func keyError(err error) error {
 // answer sends what there is to be sent and makes the transition that the
 // initiator asks for when all has been said.
 func (l *login) answer() (done bool, err error) {
-	n := min(len(l.out), l.dm.MaxSendSegment(), loginDataLength-1) // open-iscsi keeps one octet
+	n := min(len(l.out), l.conn.dm.MaxSendSegment(), loginDataLength-1) // open-iscsi keeps one octet
 	part := l.out[:n:n]
 	l.out = l.out[n:]
 	rsp := pdu.LoginResponse{Continue: len(l.out) > 0}
@@ -323,7 +317,7 @@ func (l *login) answer() (done bool, err error) {
 	if err := l.enterFullFeature(); err != nil {
 		return false, err
 	}
-	rsp.TSIH = l.sess.tsih
+	rsp.TSIH = l.conn.sess.tsih
 	if err := l.respond(rsp, part); err != nil {
 		return false, err
 	}
@@ -342,7 +336,7 @@ func (l *login) enterFullFeature() error {
 		switch s := l.continues(); {
 		case s == nil:
 			return errNoSession
-		case !s.discovery && (s.params.RDMAExtensions && !l.dm.RDMA() && !l.limits().StepUp || !s.params.RDMAExtensions && l.dm.RDMA()):
+		case !s.discovery && (s.params.RDMAExtensions && !l.conn.dm.RDMA() && !l.conn.limits().StepUp || !s.params.RDMAExtensions && l.conn.dm.RDMA()):
 			return refuse(pdu.LoginCannotInclude, "iSER and TCP connections do not go together in a session")
 		}
 	}
@@ -350,39 +344,39 @@ func (l *login) enterFullFeature() error {
 	if err != nil {
 		return keyError(err)
 	}
-	l.params = p
-	if refusal := l.node.establish(l.conn, l.key, &l.first, l.target); refusal != nil {
+	l.conn.params = p
+	if refusal := l.conn.node.establish(l.conn, l.key, &l.first, l.target); refusal != nil {
 		return refusal
 	}
-	if joined := l.serveOptions.Joined; joined != nil {
-		joined(l.sess.tsih, p.Discovery)
+	if joined := l.conn.serveOptions.Joined; joined != nil {
+		joined(l.conn.sess.tsih, p.Discovery)
 	}
-	l.openStore()
-	if p.RDMAExtensions && !l.dm.RDMA() {
-		l.enable, err = l.portal.StepUp(p, l.maxSlots)
+	l.conn.openStore()
+	if p.RDMAExtensions && !l.conn.dm.RDMA() {
+		l.enable, err = l.conn.portal.StepUp(p, l.conn.slots.max)
 	} else {
-		err = l.dm.EnterFullFeature(p, l.maxSlots)
+		err = l.conn.dm.EnterFullFeature(p, l.conn.slots.max)
 	}
 	if err != nil {
 		return &loginError{pdu.LoginOutOfResources, err}
 	}
 	switch {
-	case p.Discovery && l.dm.RDMA():
-		l.recvLimit = loginDataLength
+	case p.Discovery && l.conn.dm.RDMA():
+		l.conn.recvLimit = loginDataLength
 	case p.RDMAExtensions:
-		l.recvLimit = int(p.TargetRecvDataSegmentLength)
+		l.conn.recvLimit = int(p.TargetRecvDataSegmentLength)
 	default:
-		l.recvLimit = int(l.opt.Limits.MaxRecvDataSegmentLength)
+		l.conn.recvLimit = int(l.conn.opt.Limits.MaxRecvDataSegmentLength)
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.phase == phaseEnded { // replaced by yet another login, or shut down
-		return &loginError{pdu.LoginUnavailable, l.reason}
+	l.conn.mu.Lock()
+	defer l.conn.mu.Unlock()
+	if l.conn.phase == phaseEnded { // replaced by yet another login, or shut down
+		return &loginError{pdu.LoginUnavailable, l.conn.reason}
 	}
 	if l.enable == nil {
-		l.phase = phaseFullFeature
+		l.conn.enterPhase(phaseFullFeature)
 	}
-	l.acked = l.statSN + 1 // the final Login Response, which follows, is behind every fence
+	l.conn.recovery.acked = l.conn.statSN + 1 // the final Login Response, which follows, is behind every fence
 	return nil
 }
 
@@ -391,26 +385,24 @@ func (l *login) enterFullFeature() error {
 // sends on this connection, and end closes it through the Datamover of before.
 func (l *login) stepUp() error {
 	l.enabling = true
-	nc, prefix, err := l.dm.(Upgrader).Upgrade()
+	nc, prefix, err := l.conn.dm.upgrader.Upgrade()
 	if err != nil {
 		return fmt.Errorf("sending failed: %w", err)
 	}
 	dm, err := l.enable(nc, prefix, time.Until(l.deadline))
-	l.mu.Lock()
-	ended := l.phase == phaseEnded
+	l.conn.mu.Lock()
+	ended := l.conn.phase == phaseEnded
 	if err == nil && !ended {
-		l.dm = dm
-		l.slotMu.Lock()
-		l.freeSlots, l.slots = nil, 0 // they were made for the other Datamover
-		l.slotMu.Unlock()
-		l.phase = phaseFullFeature
+		l.conn.dm = newMover(dm)
+		l.conn.slots.discard()
+		l.conn.enterPhase(phaseFullFeature)
 	}
-	l.mu.Unlock()
+	l.conn.mu.Unlock()
 	if ended {
 		if err == nil {
 			dm.Close()
 		}
-		return l.endedBy()
+		return l.conn.endedBy()
 	}
 	return err
 }
@@ -418,28 +410,28 @@ func (l *login) stepUp() error {
 // respond sends a Login Response. The caller sets what differs from request to
 // request. A refusal has no stages and no numbers (V-ISCSI-7 has none, either).
 func (l *login) respond(rsp pdu.LoginResponse, data []byte) error {
-	t := l.newTask()
+	t := l.conn.newTask()
 	if t == nil {
-		return l.endedBy()
+		return l.conn.endedBy()
 	}
-	t.own = true
+	t.fromTarget = true
 	rsp.ISID, rsp.ITT, rsp.DataSegmentLength = l.first.ISID, l.req.ITT, len(data)
 	t.Segment = data
-	l.mu.Lock()
+	l.conn.mu.Lock()
 	if rsp.Status == pdu.LoginSuccess {
 		rsp.CSG = l.req.CSG
-		rsp.StatSN, rsp.ExpCmdSN, rsp.MaxCmdSN = l.statSN, l.win.exp, l.win.max
-		l.statSN++
+		rsp.StatSN, rsp.ExpCmdSN, rsp.MaxCmdSN = l.conn.statSN, l.conn.shared.win.exp, l.conn.shared.win.max
+		l.conn.statSN++
 	}
 	rsp.Put(t.Header[:])
-	err := l.dm.SendControl(t)
-	l.mu.Unlock()
+	err := l.conn.dm.SendControl(t)
+	l.conn.mu.Unlock()
 	if err != nil {
-		l.freeTask(t)
+		l.conn.freeTask(t)
 		return fmt.Errorf("sending failed: %w", err)
 	}
-	dm := l.dm // the receive deadline does not bound sending
-	late := time.AfterFunc(max(time.Until(l.deadline), 0)+l.opt.LogoutWait, func() { dm.Close() })
+	dm := l.conn.dm // the receive deadline does not bound sending
+	late := time.AfterFunc(max(time.Until(l.deadline), 0)+l.conn.opt.LogoutWait, func() { dm.Close() })
 	dm.Flush()
 	if !late.Stop() {
 		return errNotTaken
@@ -448,13 +440,3 @@ func (l *login) respond(rsp pdu.LoginResponse, data []byte) error {
 }
 
 var errNotTaken = errors.New("initiator does not take the Login Response")
-
-// endedBy is why the connection is ending.
-func (c *conn) endedBy() error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.reason == nil {
-		return errPeerClosed
-	}
-	return c.reason
-}

@@ -64,7 +64,7 @@ func TestLoginOfLinux(t *testing.T) {
 				t.Errorf("no %s in %q", want, answers)
 			}
 		}
-		if tc.m.full != 128+immediateSlots+ownSlots {
+		if tc.m.full != 128+immediateSlots+targetSlots {
 			t.Errorf("EnterFullFeature with %d tasks", tc.m.full)
 		}
 		testkit.Eventually(n.tb, "Stats", func() bool {

@@ -303,9 +303,9 @@ func TestTMFAcrossConnections(t *testing.T) {
 		sess := n.sessions[a.tsih]
 		n.mu.Unlock()
 		testkit.Eventually(n.tb, "abort", func() bool {
-			sess.mu.Lock()
-			defer sess.mu.Unlock()
-			return sess.tasks.find(h.ITT()).aborted.Load()
+			sess.shared.mu.Lock()
+			defer sess.shared.mu.Unlock()
+			return sess.shared.tasks.find(h.ITT()).aborted.Load()
 		})
 		l := a.logoutOf(pdu.LogoutCloseConnection, b.cid)
 		a.wantLogout(l, pdu.LogoutSuccess) // although the command has not stopped

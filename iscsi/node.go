@@ -111,7 +111,7 @@ type Redirect struct {
 
 type target struct {
 	TargetConfig
-	order *order // of all that have, or had, the same LUNs
+	gate *orderedGate // of all that have, or had, the same LUNs
 }
 
 // servedBy tells whether the portal leads to t.
@@ -197,10 +197,10 @@ func (nd *Node) AddTarget(cfg TargetConfig) error {
 	if taken {
 		return fmt.Errorf("target %q: name is used twice", name)
 	}
-	t := &target{cfg, newOrder()}
+	t := &target{cfg, newOrderedGate()}
 	for _, s := range nd.sessions {
 		if s.target != nil && s.target.LUNs == cfg.LUNs { // of a target that is given back
-			t.order = s.target.order
+			t.gate = s.target.gate
 		}
 	}
 	nd.targets = slices.Insert(slices.Clone(nd.targets), i, t) // sendTargets may be walking the old one
@@ -297,7 +297,7 @@ func (nd *Node) Shutdown(ctx context.Context) error {
 		}
 	}
 	for _, c := range conns {
-		c.farewell(pdu.AsyncConnectionDropped, errShutdown) // section 11.9.1
+		c.dismiss(pdu.AsyncConnectionDropped, errShutdown) // section 11.9.1
 	}
 	for _, c := range conns {
 		select {

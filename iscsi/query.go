@@ -6,12 +6,11 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 )
 
-// The task management functions of RFC 7144, section 6.3. What each of them
-// asks about is found out in one look: nothing waits.
+// The task management functions of RFC 7144, section 6.3. Each of them answers from one look at the
+// state: none waits.
 
-// queryTask is QUERY TASK: is this command in the task set? One that never came
-// will not be in it any more, either: section 6.3.3 wants RefCmdSN to be used as
-// ABORT TASK does.
+// queryTask serves QUERY TASK: is this command in the task set? If it never came it never will be:
+// section 6.3.3 asks to use RefCmdSN as ABORT TASK does.
 func (t *Task) queryTask() byte {
 	c, req := t.conn, t.header()
 	if !c.sess.nexus.LUNExists(req.LUN()) {
@@ -19,7 +18,7 @@ func (t *Task) queryTask() byte {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	ref := c.tasks.find(req.ReferencedTaskTag())
+	ref := c.shared.tasks.find(req.ReferencedTaskTag())
 	switch {
 	case ref == nil:
 		c.countAsReceived(req)
@@ -32,8 +31,8 @@ func (t *Task) queryTask() byte {
 	return pdu.FunctionSucceeded
 }
 
-// queryTaskSet is QUERY TASK SET: has this nexus any command, sent before the
-// function, in the task set?
+// queryTaskSet serves QUERY TASK SET: has this nexus any command, sent before the function, in the
+// task set?
 func (t *Task) queryTaskSet() byte {
 	c := t.conn
 	if !c.sess.nexus.LUNExists(t.header().LUN()) {
@@ -41,15 +40,14 @@ func (t *Task) queryTaskSet() byte {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.tasks.any(func(u *Task) bool { return t.before(u) && !u.aborted.Load() }) {
+	if c.shared.tasks.any(func(u *Task) bool { return t.before(u) && !u.aborted.Load() }) {
 		return pdu.FunctionSucceeded
 	}
 	return pdu.FunctionComplete
 }
 
-// queryAsyncEvent is QUERY ASYNCHRONOUS EVENT: is there a unit attention, and
-// which will be reported first? There are no deferred errors. The answer is laid
-// out as in SAM-5, section 7.10.
+// queryAsyncEvent serves QUERY ASYNCHRONOUS EVENT: is there a unit attention, and which will be
+// reported first? There are no deferred errors. SAM-5, section 7.10, has the layout of the answer.
 func (t *Task) queryAsyncEvent() byte {
 	const one, more = 0x10, 0x20 // UADE DEPTH
 	nexus, field := t.conn.sess.nexus, t.header().LUN()
@@ -71,18 +69,17 @@ func (t *Task) queryAsyncEvent() byte {
 
 var errNexusReset = errors.New("I_T NEXUS RESET")
 
-// resetNexus is I_T NEXUS RESET as far as it comes before the response; dropNexus
-// does the rest. Since the session goes, commands that are missing need not be
-// waited for.
+// resetNexus serves I_T NEXUS RESET up to the response; dropNexus does the rest. It does not wait
+// for commands that are missing: the session ends.
 func (t *Task) resetNexus() byte {
 	c := t.conn
 	c.mu.Lock()
-	c.abortTasks((*Task).isCommand)
+	c.shared.abortTasks((*Task).isCommand)
 	c.mu.Unlock()
-	c.stopped((*Task).isCommand, t, true)
+	c.shared.awaitAborted((*Task).isCommand, t, true)
 	return pdu.FunctionComplete
 }
 
-// dropNexus ends the session: its connections count as timed out, and the
-// logical units hear of the loss of the nexus.
+// dropNexus ends the session: its connections count as timed out, and the logical units are told
+// about the loss of the nexus.
 func (c *conn) dropNexus() { c.sess.end(errNexusReset) }

@@ -437,9 +437,9 @@ func TestReassignAnswers(t *testing.T) {
 		sess := n.sessions[a.tsih]
 		n.mu.Unlock()
 		testkit.Eventually(n.tb, "abort", func() bool {
-			sess.mu.Lock()
-			defer sess.mu.Unlock()
-			return sess.tasks.find(h.ITT()).aborted.Load()
+			sess.shared.mu.Lock()
+			defer sess.shared.mu.Unlock()
+			return sess.shared.tasks.find(h.ITT()).aborted.Load()
 		})
 		b.wantTMF(b.reassign(f), pdu.FunctionRejected)
 		a.m.releaseGets()
@@ -600,9 +600,9 @@ func TestConnectionStateTimeout(t *testing.T) {
 			n.mu.Lock()
 			s := n.sessions[a.tsih]
 			n.mu.Unlock()
-			s.mu.Lock()
+			s.shared.mu.Lock()
 			l := s.lost[0]
-			s.mu.Unlock()
+			s.shared.mu.Unlock()
 			if !l.timer.Stop() {
 				t.Error("no time-out was coming")
 			}

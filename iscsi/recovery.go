@@ -1,77 +1,113 @@
 package iscsi
 
 import (
+	"errors"
 	"math/bits"
+	"sync/atomic"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
-// Recovery within a connection: what ErrorRecoveryLevel 1 adds (RFC 7143, sections
-// 7.1.4.1, 7.1.4.2 and 11.16). With RDMA there is none: data and status cannot get
-// lost there, and a SNACK is a protocol error (RFC 7145, section 7.3.11).
+// Recovery within a connection: what ErrorRecoveryLevel 1 adds (RFC 7143, sections 7.1.4.1, 7.1.4.2
+// and 11.16). With RDMA there is none: data and status cannot get lost there, and a SNACK is a
+// protocol error (RFC 7145, section 7.3.11).
+//
+// A reader of the normal case, ErrorRecoveryLevel 0, can skip this file, reassign.go and fence.go:
+// the fields below are then all zero.
+
+// connRecovery is the part of a conn that recovery and fences need. conn.mu guards it.
+type connRecovery struct {
+	suspends     atomic.Bool // tasks wait to be reassigned to another connection; see suspend
+	store        statusStore
+	acked        uint32        // highest ExpStatSN of the initiator; only with a fence
+	terminations []termination // see fence.go
+}
+
+// taskRecovery is the part of a Task that recovery needs. Zero in a free slot.
+type taskRecovery struct {
+	// Written under conn.mu.
+	kept     bool // the PDU in Header has a StatSN and may have to be sent again
+	snackTag uint32
+
+	// For connection recovery, under conn.mu.
+	finished   bool   // the command has ended, its data and status remain to be sent
+	answered   bool   // the status was sent before: the window has moved
+	reassigned bool   // continue from resumeAt
+	resumeAt   uint64 // bytes of data-in that need not be sent again
+	progress   Progress
+	reassign   *Task // of TASK REASSIGN: continues after the response
+
+	// Of the holder of the baton, or the goroutine that runs the task.
+	isSNACK bool // the task serves the SNACK in Task.req
+	gap     bool // unsolicited data was lost; the target asks for what follows
+}
+
+// resendState says who uses the slot of a task whose PDU may have to be sent again. Both flags are
+// under slotPool.mu and false in a free slot.
+type resendState struct {
+	stored  bool        // statusStore: the PDU in Header has not been acknowledged
+	sending bool        // the mover: the PDU is on its way
+	refused atomic.Bool // the initiator asked again for data that is no longer kept
+}
 
 const (
-	// While memory or slots are short because the initiator has not
-	// acknowledged what it was sent, it is asked to do so every askInterval. If it
-	// has not acknowledged anything for Options.AckWait what is kept for it is given
-	// up.
+	// While memory or slots are short because the initiator has not acknowledged what it was
+	// sent, the target asks it to every askInterval. After Options.AckWait without an
+	// acknowledgement the target gives up what it keeps.
 	askInterval = 100 * time.Millisecond
 
-	// maxKeptSegments bounds the data segments in a statusStore, in octets: there
-	// is ping data and text among them.
+	// maxKeptSegments bounds the data segments in a statusStore, in bytes: ping data and text are
+	// among them.
 	maxKeptSegments = 1 << 20
 )
 
-// A statusStore keeps the PDUs with a StatSN that the initiator has not
-// acknowledged, each in the task slot it was sent from: Task.Header and
-// Task.Segment are the PDU, Task.req is the request, the mover has the data. Such
-// a task is out of the task table; its tag may be in use again. The slot belongs to
-// the store (Task.stored) and, as often as the PDU is on its way, to the mover
-// (Task.sending); who is the last frees it. conn.mu guards the store.
+// A statusStore keeps the PDUs with a StatSN that the initiator has not acknowledged, each in the
+// task slot it was sent from: Task.Header and Task.Segment are the PDU, Task.req is the request,
+// the mover has the data. Such a task is out of the task table; its tag may be in use again. The
+// store and the mover use the slot (Task.resend). The last of them frees it. conn.mu guards the
+// store.
 //
-// At ErrorRecoveryLevel 0, and with RDMA at 1, on is false, nothing is kept and the
-// other fields mean nothing. At level 2 this is what can be sent again on another
-// connection.
+// At ErrorRecoveryLevel 0, and with RDMA at 1, on is false, nothing is kept and the other fields
+// mean nothing. At level 2 the store has what can be sent again on another connection.
 type statusStore struct {
 	on       bool     // set by login, read-only from then on
-	movers   Repeater // nil with RDMA: data is not kept
+	repeater Repeater // nil with RDMA: data is not kept
 	ring     []*Task  // by the low bits of StatSN; nil: acknowledged or given up
 	first    uint32   // StatSN of the first PDU that is not acknowledged
 	count    int      // of tasks in ring
-	octets   int      // of their Segments
-	limit    int      // from which on the window does not open any more
+	bytes    int      // of their Segments
+	limit    int      // from which on the window stops opening
 	deferred int      // by how much it would have opened
 	acks     uint64   // counts acknowledgements of status and of data
 	asking   bool     // askForAcks is running
 }
 
-// openStore makes the store of a connection whose login has agreed on an
-// ErrorRecoveryLevel above 0. The slots that it takes are beside those of the window.
-func (l *login) openStore() {
-	r, ok := l.dm.(Repeater)
-	if l.params.RDMAExtensions {
-		r, ok = nil, l.params.ErrorRecoveryLevel == 2
+// openStore makes the store of a connection whose login has agreed on an ErrorRecoveryLevel above
+// 0. It takes slots in addition to those of the window.
+func (c *conn) openStore() {
+	r := c.dm.repeater
+	on := r != nil
+	if c.params.RDMAExtensions {
+		r, on = nil, c.params.ErrorRecoveryLevel == 2
 	}
-	if !ok || l.params.ErrorRecoveryLevel == 0 {
+	if !on || c.params.ErrorRecoveryLevel == 0 {
 		return
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	depth := l.win.depth
-	l.slotMu.Lock()
-	l.maxSlots += depth
-	slots := l.maxSlots
-	l.slotMu.Unlock()
-	l.store = statusStore{
-		on: true, movers: r,
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	depth := c.shared.win.depth
+	slots := c.slots.grow(depth)
+	c.recovery.store = statusStore{
+		on: true, repeater: r,
 		ring:  make([]*Task, 1<<bits.Len(uint(slots-1))),
-		first: l.statSN + 1, // behind the final Login Response
+		first: c.statSN + 1, // after the final Login Response
 		limit: depth,
 	}
 }
 
-// at is the task with that StatSN, or nil.
+// at returns the task with that StatSN, or nil.
 func (s *statusStore) at(statSN uint32) *Task {
 	t := s.ring[statSN%uint32(len(s.ring))]
 	if t == nil || pdu.BHS(t.Header[:]).StatSN() != statSN {
@@ -84,14 +120,14 @@ func (s *statusStore) at(statSN uint32) *Task {
 func (s *statusStore) remove(t *Task) {
 	s.ring[pdu.BHS(t.Header[:]).StatSN()%uint32(len(s.ring))] = nil
 	s.count--
-	s.octets -= len(t.Segment)
+	s.bytes -= len(t.Segment)
 	s.forget(t)
 }
 
-// find is the latest task with that Initiator Task Tag, or nil.
+// find returns the latest task with that Initiator Task Tag, or nil.
 func (s *statusStore) find(itt uint32) (found *Task) {
 	for _, t := range s.ring {
-		if t == nil || t.own || t.header().ITT() != itt {
+		if t == nil || t.fromTarget || t.header().ITT() != itt {
 			continue
 		}
 		if found == nil || pdu.Before(pdu.BHS(found.Header[:]).StatSN(), pdu.BHS(t.Header[:]).StatSN()) {
@@ -103,15 +139,14 @@ func (s *statusStore) find(itt uint32) (found *Task) {
 
 // forget gives back the data that is kept of t.
 func (s *statusStore) forget(t *Task) {
-	if s.movers != nil {
-		s.movers.Forget(t)
+	if s.repeater != nil {
+		s.repeater.Forget(t)
 	}
 }
 
-// defers tells whether the window stays as it is although a command has ended,
-// because too many answers are not acknowledged. It counts that; forgetBefore makes
-// up for it. So an initiator that acknowledges nothing runs out of CmdSNs, not we of
-// slots.
+// defers reports whether the window stays as it is although a command has ended, because too many
+// answers are not acknowledged. It counts that, and forgetBefore makes up for it. So an initiator
+// that acknowledges nothing runs out of CmdSNs before the target runs out of slots.
 func (s *statusStore) defers() bool {
 	if !s.on || s.count < s.limit {
 		return false
@@ -120,85 +155,87 @@ func (s *statusStore) defers() bool {
 	return true
 }
 
-// keep puts t, the PDU of which is about to be queued, into the store.
+// keep puts t, whose PDU is about to be queued, into the store.
 //
-// Preconditions: mu is held; StatSN is stamped.
+// Preconditions: c.mu is held; StatSN is stamped.
 func (c *conn) keep(t *Task) {
-	s := &c.store
+	invariant.Held(&c.mu)
+	s := &c.recovery.store
 	if !s.on {
 		return
 	}
 	sn := pdu.BHS(t.Header[:]).StatSN()
 	place := &s.ring[sn%uint32(len(s.ring))]
-	if *place != nil { // far behind: much has been given up since
+	if *place != nil { // old: much has been given up since
 		c.unstore(*place)
 	}
 	*place = t
 	s.count++
-	s.octets += len(t.Segment)
-	t.kept = true
-	c.slotMu.Lock()
-	t.stored, t.sending = true, true
-	c.slotMu.Unlock()
-	for s.octets > maxKeptSegments && c.giveUpOldest() {
+	s.bytes += len(t.Segment)
+	t.recovery.kept = true
+	c.slots.mu.Lock()
+	t.resend.stored, t.resend.sending = true, true
+	c.slots.mu.Unlock()
+	for s.bytes > maxKeptSegments && c.giveUpOldest() {
 	}
 	if s.deferred > 0 {
 		c.startAsking()
 	}
 }
 
-// unkeep takes back keep: SendControl has failed, and t is the caller's.
+// unkeep takes back keep: SendControl has failed, and t belongs to the caller.
 //
-// Preconditions: mu is held.
+// Preconditions: c.mu is held.
 func (c *conn) unkeep(t *Task) {
-	if !t.kept {
+	invariant.Held(&c.mu)
+	if !t.recovery.kept {
 		return
 	}
-	c.store.remove(t)
-	t.kept = false
-	c.slotMu.Lock()
-	t.stored, t.sending = false, false
-	c.slotMu.Unlock()
+	c.recovery.store.remove(t)
+	t.recovery.kept = false
+	c.slots.mu.Lock()
+	t.resend.stored, t.resend.sending = false, false
+	c.slots.mu.Unlock()
 }
 
 // unstore takes t out of the store.
 //
-// Preconditions: mu is held; t is in the store.
+// Preconditions: c.mu is held; t is in the store.
 func (c *conn) unstore(t *Task) {
-	c.store.remove(t)
+	invariant.Held(&c.mu)
+	c.recovery.store.remove(t)
 	c.release(t)
 }
 
-// release frees the slot of t, whose answer is not to be sent again, as soon as
-// the mover does not need it.
+// release frees the slot of t, whose answer will not be sent again, as soon as the mover does not
+// need it.
 //
-// Preconditions: mu is held.
-func (c *conn) release(t *Task) { c.free(t, &t.stored) }
+// Preconditions: c.mu is held.
+func (c *conn) release(t *Task) { c.endUse(t, &t.resend.stored) }
 
-// free takes away one of the two reasons to keep the slot of t, stored or sending. It
-// takes leaf locks only.
-func (c *conn) free(t *Task, reason *bool) {
-	c.slotMu.Lock()
-	*reason = false
-	last := !t.stored && !t.sending
-	c.slotMu.Unlock()
+// endUse ends one of the two uses of the slot of t, stored or sending, and frees the slot after the
+// last. It takes leaf locks only.
+func (c *conn) endUse(t *Task, use *bool) {
+	c.slots.mu.Lock()
+	*use = false
+	last := !t.resend.stored && !t.resend.sending
+	c.slots.mu.Unlock()
 	if last {
 		c.freeTask(t)
 	}
 }
 
-// keptSent is Task.Sent of a task that is, or was, in the store. It takes leaf
-// locks only.
+// keptSent is Task.Sent of a task that is, or was, in the store. It takes leaf locks only.
 func (c *conn) keptSent(t *Task) {
-	c.free(t, &t.sending)
-	c.slotFreed.Broadcast() // runRData may wait for it
+	c.endUse(t, &t.resend.sending)
+	c.slots.freed.Broadcast() // awaitSent may wait for it
 }
 
 // forgetBefore takes an ExpStatSN.
 //
-// Preconditions: mu is held; the store is on.
+// Preconditions: c.mu is held; the store is on.
 func (c *conn) forgetBefore(expStatSN uint32) {
-	s := &c.store
+	s := &c.recovery.store
 	if !pdu.Before(s.first, expStatSN) || pdu.Before(c.statSN, expStatSN) {
 		return
 	}
@@ -213,21 +250,22 @@ func (c *conn) forgetBefore(expStatSN uint32) {
 	c.reopenWindow()
 }
 
-// reopenWindow lets the window move on as far as the store has room again, and
-// tells the initiator: it may be waiting for just that.
+// reopenWindow moves the window as far as the store has room again, and tells the initiator, which
+// may be waiting for just that.
 //
-// Preconditions: mu is held; the caller is one of workers.
+// Preconditions: c.mu is held; the caller is one of the connection's workers.
 func (c *conn) reopenWindow() {
-	s := &c.store
+	invariant.Held(&c.mu)
+	s := &c.recovery.store
 	moved := false
 	for ; s.deferred > 0 && s.count < s.limit; s.deferred-- {
-		c.win.ended()
+		c.shared.win.ended()
 		moved = true
 	}
 	if !moved || c.phase != phaseFullFeature {
 		return
 	}
-	c.changed.Broadcast()
+	c.shared.changed.Broadcast()
 	c.workers.Add(1)
 	go func() { // the network may be slow
 		defer c.workers.Done()
@@ -241,12 +279,19 @@ func (c *conn) reopenWindow() {
 func (c *conn) forgetAll() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for _, t := range c.store.ring {
+	c.unstoreAll()
+	c.reopenWindow() // for other connections of the session
+}
+
+// unstoreAll takes every task out of the store.
+//
+// Preconditions: c.mu is held.
+func (c *conn) unstoreAll() {
+	for _, t := range c.recovery.store.ring {
 		if t != nil {
 			c.unstore(t)
 		}
 	}
-	c.reopenWindow() // for other connections of the session
 }
 
 // giveUpStatus makes a slot free by giveUpOldest.
@@ -256,19 +301,20 @@ func (c *conn) giveUpStatus() bool {
 	return c.giveUpOldest()
 }
 
-// giveUpOldest takes the oldest PDU out of the store that is not on its way. It
-// tells whether there was one.
+// giveUpOldest takes the oldest PDU that is not on its way out of the store. It returns false if
+// there is none.
 //
-// Preconditions: mu is held.
+// Preconditions: c.mu is held.
 func (c *conn) giveUpOldest() bool {
-	for sn := c.statSN - uint32(len(c.store.ring)); sn != c.statSN; sn++ {
-		t := c.store.at(sn)
+	s := &c.recovery.store
+	for sn := c.statSN - uint32(len(s.ring)); sn != c.statSN; sn++ {
+		t := s.at(sn)
 		if t == nil {
 			continue
 		}
-		c.slotMu.Lock()
-		sending := t.sending
-		c.slotMu.Unlock()
+		c.slots.mu.Lock()
+		sending := t.resend.sending
+		c.slots.mu.Unlock()
 		if !sending {
 			c.unstore(t)
 			return true
@@ -277,9 +323,9 @@ func (c *conn) giveUpOldest() bool {
 	return false
 }
 
-// wantAcks is called by a task that is going to wait for memory.
+// wantAcks asks for acknowledgements on behalf of a task that is going to wait for memory.
 func (c *conn) wantAcks() {
-	if c.store.movers == nil {
+	if c.recovery.store.repeater == nil {
 		return
 	}
 	c.mu.Lock()
@@ -287,22 +333,23 @@ func (c *conn) wantAcks() {
 	c.mu.Unlock()
 }
 
-// startAsking has the initiator asked for acknowledgements.
+// startAsking starts askForAcks unless it is running.
 //
-// Preconditions: mu is held; the caller is one of workers.
+// Preconditions: c.mu is held; the caller is one of the connection's workers.
 func (c *conn) startAsking() {
-	if c.store.asking || c.phase != phaseFullFeature {
+	invariant.Held(&c.mu)
+	if c.recovery.store.asking || c.phase != phaseFullFeature {
 		return
 	}
-	c.store.asking = true
+	c.recovery.store.asking = true
 	c.workers.Add(1)
 	go c.askForAcks()
 }
 
-// askForAcks asks the initiator for acknowledgements as long as memory or slots
-// are short, by a NOP-In that wants an answer: the answer has an ExpStatSN. Data of
-// commands that go on is asked about by the A bit. If neither helps, what is kept is
-// given up: a SNACK about it will be rejected.
+// askForAcks asks the initiator for acknowledgements as long as memory or slots are short. It sends
+// a NOP-In that asks for an answer: the answer has an ExpStatSN. The A bit asks about data of
+// commands in progress. If neither helps it gives up what is kept: a SNACK about it will be
+// rejected.
 func (c *conn) askForAcks() {
 	defer c.workers.Done()
 	acks, since := uint64(0), time.Now()
@@ -314,7 +361,7 @@ func (c *conn) askForAcks() {
 		case <-time.After(askInterval):
 		}
 		c.mu.Lock()
-		s := &c.store
+		s := &c.recovery.store
 		if short := s.deferred > 0 || c.budget.contended(); !short || c.phase != phaseFullFeature {
 			s.asking = false
 			c.mu.Unlock()
@@ -324,12 +371,8 @@ func (c *conn) askForAcks() {
 			acks, since = s.acks, time.Now()
 		} else if time.Since(since) >= c.opt.AckWait {
 			since = time.Now()
-			for _, t := range s.ring {
-				if t != nil {
-					c.unstore(t)
-				}
-			}
-			c.tasks.each(func(t *Task) {
+			c.unstoreAll()
+			c.shared.tasks.each(func(t *Task) {
 				if c.owns(t) && t.bound {
 					s.forget(t)
 				}
@@ -340,56 +383,59 @@ func (c *conn) askForAcks() {
 	}
 }
 
-// snacks serve a SNACK, by type (section 11.16.1): they queue what it asks for. queued
-// tells that t is the mover's, which calls t.Sent; otherwise it is free. A reason other
-// than 0 rejects the SNACK; next goes into that Reject.
+// snacks serve a SNACK, by type (section 11.16.1): they queue what it asks for. If queued is true t
+// belongs to the mover, which calls t.Sent; otherwise it is free. A reason other than 0 rejects the
+// SNACK; next goes into that Reject.
 var snacks = [16]func(t *Task) (queued bool, reason pdu.RejectReason, next uint32){
 	pdu.SNACKData:   (*Task).resendData,
 	pdu.SNACKStatus: (*Task).resendStatus,
 	pdu.SNACKRData:  (*Task).resegmentData,
 }
 
-// snack takes a SNACK Request. What has to be sent is sent by a task of its own, so
-// that many SNACKs wait for slots, not in the send queue.
+// snack takes a SNACK Request. A task of its own sends what it asks for, so that many SNACKs wait
+// for slots, not in the send queue.
 //
-// Preconditions: recvMu is held.
+// Preconditions: c.baton is held.
 func (c *conn) snack(n *Notice) error {
 	h := pdu.BHS(n.BHS)
-	switch kind := h.SNACKType(); {
-	case c.store.movers == nil: // section 11.16; RFC 7145, section 7.3.11
-		return c.reject(n, pdu.RejectProtocolError, unasked)
+	kind := h.SNACKType()
+	switch {
+	case c.recovery.store.repeater == nil: // section 11.16; RFC 7145, section 7.3.11
+		c.reject(n, pdu.RejectProtocolError, unexpected)
+		return nil
 	case kind == pdu.SNACKDataACK:
-		return c.dataACK(n)
+		c.dataACK(n)
+		return nil
 	case snacks[kind] == nil:
-		return c.reject(n, pdu.RejectProtocolError, unasked)
+		c.reject(n, pdu.RejectProtocolError, unexpected)
+		return nil
 	}
 	t := c.newTask()
 	if t == nil {
 		return nil
 	}
 	copy(t.req[:], n.BHS)
-	t.own, t.snack = true, true
-	c.mu.Lock()
-	c.ready.Push(t, &t.link)
-	c.mu.Unlock()
+	t.fromTarget, t.recovery.isSNACK = true, true
+	c.queueReady(t)
 	return nil
 }
 
 // dataACK takes an acknowledgement of data (section 11.16.2).
 //
-// Preconditions: recvMu is held.
-func (c *conn) dataACK(n *Notice) error {
+// Preconditions: c.baton is held.
+func (c *conn) dataACK(n *Notice) {
 	h := pdu.BHS(n.BHS)
 	if h.ITT() != pdu.ReservedTag || h.RunLength() != 0 {
-		return c.reject(n, pdu.RejectInvalidField, unasked)
+		c.reject(n, pdu.RejectInvalidField, unexpected)
+		return
 	}
-	if !c.store.movers.Acknowledge(h.TTT(), h.LUN(), h.BegRun()) {
-		return c.reject(n, pdu.RejectInvalidDataAck, unasked)
+	if !c.recovery.store.repeater.Acknowledge(h.TTT(), h.LUN(), h.BegRun()) {
+		c.reject(n, pdu.RejectInvalidDataAck, unexpected)
+		return
 	}
 	c.mu.Lock()
-	c.store.acks++
+	c.recovery.store.acks++
 	c.mu.Unlock()
-	return nil
 }
 
 // runSNACK serves the SNACK in t.req.
@@ -404,7 +450,7 @@ func (t *Task) runSNACK() {
 		r.SetITT(pdu.ReservedTag)
 		r.SetDataSN(next)
 		t.Segment = append(t.scratch[:0], t.req[:]...)
-		c.sendOwn(t)
+		c.sendFromTarget(t)
 		return
 	case !queued:
 		c.freeTask(t)
@@ -412,14 +458,15 @@ func (t *Task) runSNACK() {
 	c.dm.Flush()
 }
 
-// referenced finds the command that a SNACK is about, which may have been answered
-// already, if its data is kept.
+// referenced returns the command that a SNACK is about, if its data is kept. It may have been
+// answered already.
 //
-// Preconditions: mu is held.
+// Preconditions: c.mu is held.
 func (c *conn) referenced(itt uint32) *Task {
-	t := c.tasks.find(itt)
+	invariant.Held(&c.mu)
+	t := c.shared.tasks.find(itt)
 	if t == nil || !c.owns(t) {
-		t = c.store.find(itt)
+		t = c.recovery.store.find(itt)
 	}
 	if t == nil || !t.isCommand() || !t.bound {
 		return nil
@@ -437,12 +484,12 @@ func (t *Task) resendData() (queued bool, reason pdu.RejectReason, next uint32) 
 		return false, pdu.RejectProtocolError, 0
 	}
 	c.stampWindow(t)
-	queued, next, err := c.store.movers.Repeat(u, t, h.BegRun(), h.RunLength())
-	switch err {
-	case ErrNeverSent:
+	queued, next, err := c.recovery.store.repeater.Repeat(u, t, h.BegRun(), h.RunLength())
+	switch {
+	case errors.Is(err, ErrNeverSent):
 		return false, pdu.RejectProtocolError, next
-	case ErrGivenUp:
-		u.snackRefused.Store(true)
+	case errors.Is(err, ErrGivenUp):
+		u.resend.refused.Store(true)
 		return false, pdu.RejectSNACK, 0
 	}
 	return queued, 0, 0
@@ -456,7 +503,7 @@ func (t *Task) resendStatus() (queued bool, reason pdu.RejectReason, next uint32
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	s := &c.store
+	s := &c.recovery.store
 	begin, n := h.BegRun(), h.RunLength()
 	if begin == 0 && n == 0 {
 		begin = s.first
@@ -490,22 +537,22 @@ func (t *Task) resendStatus() (queued bool, reason pdu.RejectReason, next uint32
 
 // resend queues the PDU of a task in the store once more.
 //
-// Preconditions: mu is held, and awaitSent has returned true.
+// Preconditions: c.mu is held, and awaitSent has returned true.
 func (c *conn) resend(u *Task) {
-	c.slotMu.Lock()
-	u.sending = true
-	c.slotMu.Unlock()
+	c.slots.mu.Lock()
+	u.resend.sending = true
+	c.slots.mu.Unlock()
 	c.stampWindow(u)
 	if err := c.dm.SendControl(u); err != nil { // Receive reports the end
-		c.slotMu.Lock()
-		u.sending = false
-		c.slotMu.Unlock()
+		c.slots.mu.Lock()
+		u.resend.sending = false
+		c.slots.mu.Unlock()
 	}
 }
 
-// resegmentData serves an R-Data SNACK (section 11.16.3). The data is sent again when
-// all that is queued has left, and no other data is queued meanwhile: the initiator
-// discards what it gets before. Then comes the Response, also if it has been sent.
+// resegmentData serves an R-Data SNACK (section 11.16.3). It sends the data again when all queued
+// data has left, and lets no other data be queued meanwhile: the initiator discards data that it
+// gets before. Then comes the Response, even if it has been sent.
 func (t *Task) resegmentData() (queued bool, reason pdu.RejectReason, next uint32) {
 	c, h := t.conn, t.header()
 	tag := h.SNACKTag()
@@ -526,14 +573,14 @@ func (t *Task) resegmentData() (queued bool, reason pdu.RejectReason, next uint3
 			continue
 		}
 		c.stampWindow(t)
-		queued, err := c.store.movers.Resegment(u, t)
+		queued, err := c.recovery.store.repeater.Resegment(u, t)
 		if err != nil {
-			u.snackRefused.Store(true)
+			u.resend.refused.Store(true)
 			c.mu.Unlock()
 			return false, pdu.RejectSNACK, 0
 		}
-		u.snackTag = tag
-		if u.kept {
+		u.recovery.snackTag = tag
+		if u.recovery.kept {
 			pdu.BHS(u.Header[:]).SetSNACKTag(tag)
 			c.resend(u)
 		}
@@ -542,23 +589,21 @@ func (t *Task) resegmentData() (queued bool, reason pdu.RejectReason, next uint3
 	}
 }
 
-// awaitSent returns false, without mu, after it has waited for the PDU of u to
-// leave, and true if there was nothing to wait for.
+// awaitSent returns true if the PDU of u is not on its way. Otherwise it unlocks c.mu, waits until
+// the PDU has left, and returns false without c.mu.
 //
-// Preconditions: mu is held.
+// Preconditions: c.mu is held.
 func (c *conn) awaitSent(u *Task) bool {
-	c.slotMu.Lock()
-	if !u.sending {
-		c.slotMu.Unlock()
+	invariant.Held(&c.mu)
+	c.slots.mu.Lock()
+	if !u.resend.sending {
+		c.slots.mu.Unlock()
 		return true
 	}
 	c.mu.Unlock()
-	defer c.slotMu.Unlock()
-	for u.sending {
-		c.slotFreed.Wait()
+	defer c.slots.mu.Unlock()
+	for u.resend.sending {
+		c.slots.freed.Wait()
 	}
 	return false
 }
-
-// sendAhead is how many octets of data wait to be sent at a time.
-func (c *conn) sendAhead() int { return max(sendAhead, c.piece) }

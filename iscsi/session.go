@@ -30,10 +30,10 @@ type shared struct {
 	changed sync.Cond // on mu: a task has ended, the window or a phase has moved
 	win     window
 	tasks   taskTable
-	seq     uint64 // counts tasks as they become ready
-	ordered int    // tasks in execution that have the ORDERED attribute
-	order   *order // of the target; nil in a discovery session, which has no commands
-	fence   *fence // nil: TaskReporting=RFC3720; set before any connection is in the full feature phase
+	seq     uint64       // counts tasks as they become ready
+	ordered int          // tasks in execution that have the ORDERED attribute
+	gate    *orderedGate // of the target; nil in a discovery session, which has no commands
+	fence   *fence       // nil: TaskReporting=RFC3720; set before any connection is in the full feature phase
 }
 
 // newShared is for a session with that many tasks on each connection. Commands
@@ -60,6 +60,19 @@ func (l *sharedLock) Lock() {
 	}
 }
 
+// TryLock takes the lock if it is free.
+func (l *sharedLock) TryLock() bool {
+	s := l.of.Load()
+	if !s.mu.TryLock() {
+		return false
+	}
+	if s != l.of.Load() {
+		s.mu.Unlock()
+		return false
+	}
+	return true
+}
+
 func (l *sharedLock) Unlock() { l.of.Load().mu.Unlock() }
 
 // join makes s what c shares.
@@ -77,7 +90,7 @@ func (c *conn) join(s *shared) {
 // A session is an I_T nexus, or a discovery session. It lives as long as one of
 // its connections, or as one can be recovered.
 type session struct {
-	*shared
+	shared    *shared
 	node      *Node
 	key       sessionKey
 	tsih      uint16
@@ -91,7 +104,7 @@ type session struct {
 	// Under mu:
 	conns    []*conn     // those in login that have found the session included
 	lost     []*lostConn // connections that can be recovered, or their tasks
-	over     bool        // nobody joins any more
+	closed   bool        // nobody joins any more
 	finished bool
 	failed   bool // no connection is left, but some may come back
 }
@@ -147,7 +160,7 @@ func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *tar
 			nd.mu.Unlock()
 			return errNoSession
 		case req.TSIH != 0:
-			old, refusal := s.take(c)
+			old, refusal := s.addConn(c)
 			nd.mu.Unlock()
 			if refusal != nil {
 				return refusal
@@ -210,12 +223,12 @@ func (nd *Node) open(c *conn, key sessionKey, t *target) *loginError {
 		s.nexus.OnPreempt(s.abortUnit)
 		s.nexus.OnEvent(s.reportEvent)
 	}
-	s.mu.Lock() // the connection may be ending
-	s.fence = newFence(c.params)
+	s.shared.mu.Lock() // the connection may be ending
+	s.shared.fence = newFence(c.params)
 	if t != nil {
-		s.order = t.order
+		s.shared.gate = t.gate
 	}
-	s.mu.Unlock()
+	s.shared.mu.Unlock()
 	nd.sessions[tsih] = s
 	c.sess = s
 	return nil
@@ -226,9 +239,9 @@ func (nd *Node) open(c *conn, key sessionKey, t *target) *loginError {
 // logins that are waiting for its end. A refusal that is not nil tells why c cannot join.
 //
 // Preconditions: nd.mu is held.
-func (s *session) take(c *conn) (old []*conn, refusal *loginError) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+func (s *session) addConn(c *conn) (old []*conn, refusal *loginError) {
+	s.shared.mu.Lock()
+	defer s.shared.mu.Unlock()
 	live := 0
 	for _, o := range s.conns {
 		if o.cid == c.cid {
@@ -238,19 +251,19 @@ func (s *session) take(c *conn) (old []*conn, refusal *loginError) {
 		}
 	}
 	switch {
-	case s.over, s.discovery:
+	case s.closed, s.discovery:
 		return nil, errNoSession
 	case live >= int(s.params.MaxConnections):
 		return nil, refuse(pdu.LoginTooManyConnections, fmt.Sprintf("session has its %d connections", s.params.MaxConnections))
 	}
 	for _, l := range s.lost {
-		if l.cid == c.cid && !l.removed {
+		if l.conn.cid == c.cid && !l.removed {
 			old = append(old, l.conn)
 		}
 	}
-	c.slotMu.Lock()
-	c.maxSlots = maxSlots(s.win.depth)
-	c.slotMu.Unlock()
+	c.slots.mu.Lock()
+	c.slots.max = slotsFor(s.shared.win.depth)
+	c.slots.mu.Unlock()
 	c.join(s.shared)
 	c.sess = s
 	s.conns = append(s.conns, c)
@@ -289,31 +302,31 @@ func (nd *Node) newTSIH() uint16 {
 // leave takes c, of which nothing runs any more, out of s. It tells whether that
 // was the end of s.
 func (s *session) leave(c *conn) (last bool) {
-	s.mu.Lock()
+	s.shared.mu.Lock()
 	s.conns = slices.DeleteFunc(s.conns, func(o *conn) bool { return o == c })
-	s.changed.Broadcast()
+	s.shared.changed.Broadcast()
 	if len(s.conns) == 0 && len(s.lost) > 0 { // session failure: section 6.3.6
 		s.failed = true
 		if s.node.failed.Add(1) > maxFailedSessions {
 			s.closeLocked()
 		}
 	}
-	s.mu.Unlock()
+	s.shared.mu.Unlock()
 	return s.finishIdle()
 }
 
 // finishIdle ends s if nothing of it is left. It returns true to one caller only.
 func (s *session) finishIdle() bool {
-	s.mu.Lock()
+	s.shared.mu.Lock()
 	idle := len(s.conns) == 0 && len(s.lost) == 0 && !s.finished
 	if idle {
-		s.over, s.finished = true, true
+		s.closed, s.finished = true, true
 		if s.failed {
 			s.failed = false
 			s.node.failed.Add(-1)
 		}
 	}
-	s.mu.Unlock()
+	s.shared.mu.Unlock()
 	if idle {
 		s.finish()
 	}
@@ -340,9 +353,9 @@ func (s *session) finish() {
 // close makes s take no more connections and returns those that it has. It is the
 // end of s if there are none.
 func (s *session) close(reason error) []*conn {
-	s.mu.Lock()
+	s.shared.mu.Lock()
 	conns := s.closeLocked()
-	s.mu.Unlock()
+	s.shared.mu.Unlock()
 	if s.finishIdle() {
 		s.reportEnd(ConnAddr{}, reason.Error(), false)
 	}
@@ -351,7 +364,7 @@ func (s *session) close(reason error) []*conn {
 
 // Preconditions: mu is held.
 func (s *session) closeLocked() []*conn {
-	s.over = true
+	s.closed = true
 	for len(s.lost) > 0 {
 		s.drop(s.lost[0])
 	}
@@ -370,17 +383,17 @@ var errConnectionLost = errors.New("another connection of the session has failed
 // fail does what there is to do about a connection that has failed: it ends
 // the session (session recovery: RFC 7143, sections 7.1.4.4 and 7.14). The
 // initiator is told on the other connections.
-func (s *session) fail(failed *conn) {
+func (s *session) connFailed(failed *conn) {
 	for _, c := range s.close(errConnectionLost) {
 		if c != failed {
-			c.farewell(pdu.AsyncSessionDropped, errConnectionLost)
+			c.dismiss(pdu.AsyncSessionDropped, errConnectionLost)
 		}
 	}
 }
 
 // neighbours are the other sessions with the target of s, but for those in
 // discovery.
-func (nd *Node) neighbours(s *session) []*session {
+func (nd *Node) otherSessions(s *session) []*session {
 	return slices.DeleteFunc(nd.sessionsWith(s.target), func(o *session) bool { return o == s || o.discovery })
 }
 
@@ -395,14 +408,4 @@ func (nd *Node) sessionsWith(t *target) []*session {
 		}
 	}
 	return all
-}
-
-// abortUnit ends the commands of s for a logical unit, but not except: what PREEMPT
-// AND ABORT does to the sessions that it preempts.
-func (s *session) abortUnit(field [8]byte, except *lun.Command) {
-	match := func(t *Task) bool {
-		return t.isCommand() && &t.cmd != except && s.nexus.SameUnit(t.header().LUN(), field)
-	}
-	s.abort(match)
-	s.stopped(match, nil, false)
 }

@@ -30,10 +30,10 @@ func (n *testNode) stateOf(tsih, cid uint16) connState {
 	if s == nil {
 		return free
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.shared.mu.Lock()
+	defer s.shared.mu.Unlock()
 	for _, l := range s.lost {
-		if l.cid == cid && !l.removed {
+		if l.conn.cid == cid && !l.removed {
 			return cleanupWait
 		}
 	}
@@ -61,10 +61,10 @@ func TestConnectionStates(t *testing.T) {
 		e.mu.Lock()
 		s := e.sessions[e.a.tsih]
 		e.mu.Unlock()
-		s.mu.Lock()
+		s.shared.mu.Lock()
 		i := slices.IndexFunc(s.conns, func(c *conn) bool { return c.cid == e.a.cid })
 		c := s.conns[i]
-		s.mu.Unlock()
+		s.shared.mu.Unlock()
 		if !c.askLogout(time.Second) {
 			e.tb.Error("the initiator cannot be asked")
 		}
@@ -92,9 +92,9 @@ func TestConnectionStates(t *testing.T) {
 		e.mu.Lock()
 		s := e.sessions[e.a.tsih]
 		e.mu.Unlock()
-		s.mu.Lock()
+		s.shared.mu.Lock()
 		l := s.lost[0]
-		s.mu.Unlock()
+		s.shared.mu.Unlock()
 		s.expire(l)
 	}
 	type step struct {

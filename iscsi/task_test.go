@@ -627,7 +627,7 @@ func TestOrderedAmongSessions(t *testing.T) {
 		a.close()
 		a.wait()
 		b.wantStatus(h, 0)
-		if o := n.targets[0].order; o.tasks.Load() != 0 {
+		if o := n.targets[0].gate; o.tasks.Load() != 0 {
 			t.Errorf("%d ORDERED tasks are counted at the end", o.tasks.Load())
 		}
 		b.logout()

@@ -116,8 +116,8 @@ func (c *conn) textAnswer(t *Task) (answer []byte, final, cont bool, err error) 
 		c.mu.Lock()
 		c.params.InitiatorAlias, c.params.MaxRecvDataSegmentLength = p.InitiatorAlias, p.MaxRecvDataSegmentLength
 		c.mu.Unlock()
-		if dm, ok := c.dm.(Renegotiator); ok {
-			dm.SetMaxSendSegment(int(p.MaxRecvDataSegmentLength))
+		if r := c.dm.renegotiator; r != nil {
+			r.SetMaxSendSegment(int(p.MaxRecvDataSegmentLength))
 		}
 	}
 	answer, cont = c.cutText()

@@ -6,18 +6,20 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 // A tmf is a row of the table of task management functions.
 type tmf struct {
-	level uint8 // iSCSIProtocolLevel from which on there is this function
+	level uint8 // the lowest iSCSIProtocolLevel that has this function
 	many  bool  // it may abort more than one task: section 4.2.3.2
 	run   func(t *Task) (response byte)
 	after func(c *conn) // once the response has been sent; may be nil
 }
 
-// tmfs is what the target does about each function (RFC 7143, section 11.5.1; RFC
-// 7144, section 6.3). A missing row is "function not supported": there is no ACA.
+// tmfs has a row for each function (RFC 7143, section 11.5.1; RFC 7144, section 6.3). A missing row
+// is "function not supported": there is no ACA.
 var tmfs map[byte]tmf
 
 func init() { // as requests
@@ -36,9 +38,19 @@ func init() { // as requests
 	}
 }
 
-// runTMF serves a Task Management Function Request. When the response leaves,
-// the tasks it covers have stopped: nothing of them will be sent, read or
-// written any more.
+// takeTMF lets the mover keep what a TASK REASSIGN advertises.
+//
+// Preconditions: c.baton is held.
+func (t *Task) takeTMF(*Notice) error {
+	if r := t.conn.dm.reassigner; r != nil && t.header().Function() == pdu.TaskReassign {
+		r.Advertised(t)
+		t.bound = true
+	}
+	return nil
+}
+
+// runTMF serves a Task Management Function Request. When the response leaves, the tasks it covers
+// have stopped: nothing of them will be sent, read or written later.
 func (t *Task) runTMF() {
 	c := t.conn
 	response := byte(pdu.FunctionNotSupported)
@@ -56,11 +68,11 @@ func (t *Task) runTMF() {
 		c.dm.Unbind(t)
 		t.bound = false
 	}
-	ref := t.ref
+	ref := t.recovery.reassign
 	c.respond(t)
 	if ref != nil {
 		c.mu.Lock()
-		c.begin(ref)
+		c.spawn(ref)
 		c.mu.Unlock()
 	}
 	c.runReady() // the function may have closed a gap in the CmdSNs
@@ -69,12 +81,12 @@ func (t *Task) runTMF() {
 	}
 }
 
-// abortTasks aborts what match selects, whichever its connection. Tasks that have
-// not begun end at once. The others end when their goroutine, the backend or the
-// mover notices; see stopped.
+// abortTasks aborts the tasks that match selects, on all connections. Tasks that have not begun end
+// at once. The others end when their goroutine, the backend or the mover notices; see awaitAborted.
 //
-// Preconditions: mu is held.
+// Preconditions: s.mu is held.
 func (s *shared) abortTasks(match func(*Task) bool) {
+	invariant.Held(&s.mu)
 	s.tasks.each(func(t *Task) {
 		if !match(t) {
 			return
@@ -96,16 +108,15 @@ func (s *shared) abortTasks(match func(*Task) bool) {
 			c.sending.cancel(t)
 		}
 	})
-	s.changed.Broadcast() // some may wait for their turn
-	if s.order != nil {
-		s.order.moved() // and not only here
+	s.changed.Broadcast() // tasks of this session may wait for them
+	if s.gate != nil {
+		s.gate.moved() // and tasks of other sessions
 	}
 }
 
-// terminate aborts what match selects as a connection or session that goes does it
-// (section 11.14.5).
+// terminate is abortTasks because a connection or session ends (section 11.14.5).
 //
-// Preconditions: mu is held.
+// Preconditions: s.mu is held.
 func (s *shared) terminate(match func(*Task) bool) {
 	s.tasks.each(func(t *Task) {
 		if match(t) && t.isCommand() && !t.needsSN && !t.aborted.Load() {
@@ -115,46 +126,34 @@ func (s *shared) terminate(match func(*Task) bool) {
 	s.abortTasks(match)
 }
 
-// takeTMF lets the mover keep what a TASK REASSIGN advertises.
-//
-// Preconditions: recvMu is held.
-func (t *Task) takeTMF(*Notice) error {
-	if dm, ok := t.conn.dm.(Reassigner); ok && t.header().Function() == pdu.TaskReassign {
-		dm.Advertised(t)
-		t.bound = true
-	}
-	return nil
-}
-
 var errCalledOff = errors.New("data of an aborted task was called off")
 
-// callOff ends the GetDatas of aborted tasks that match selects, as far as the
-// mover can do that. That of a connection that has ended does it anyway.
+// callOff ends the GetDatas of aborted tasks that match selects, as far as the mover can do that. A
+// connection that has ended does it anyway.
 //
-// Preconditions: mu is held.
+// Preconditions: s.mu is held.
 func (s *shared) callOff(match func(*Task) bool) {
+	invariant.Held(&s.mu)
 	s.tasks.each(func(t *Task) {
 		c := t.conn
 		if t.state != taskFetching || !t.aborted.Load() || !match(t) || c.phase == phaseEnded {
 			return
 		}
-		if dm, ok := c.dm.(Canceler); ok && dm.CancelData(t) {
+		if m := c.dm.canceler; m != nil && m.CancelData(t) {
 			t.fetched, t.fetchErr = true, errCalledOff
 			c.begin(t)
 		}
 	})
 }
 
-// dataWait is how long an initiator that stops many tasks has to send the data
-// that it was asked for (RFC 7143, section 4.2.3.3). Linux sends none, and waits
-// 30 s for the response.
+// dataWait is how long an initiator that stops many tasks has to send the data that the target has
+// asked for (RFC 7143, section 4.2.3.3). Linux sends none, and waits 30 s for the response.
 const dataWait = 2 * time.Second
 
-// stopped waits until what match selects, of the tasks that were aborted, has
-// ended, or until by, on behalf of which that is, is aborted itself. With data
-// false a task that waits for data of its initiator counts as ended: what comes is
-// dropped.
-func (s *shared) stopped(match func(*Task) bool, by *Task, data bool) {
+// awaitAborted waits until the aborted tasks that match selects have ended, or until by, the task
+// that has aborted them, is aborted itself. by may be nil. If data is false, a task that waits for
+// data of its initiator counts as ended: the data is dropped when it comes.
+func (s *shared) awaitAborted(match func(*Task) bool, by *Task, data bool) {
 	if data {
 		defer time.AfterFunc(dataWait, func() {
 			s.mu.Lock()
@@ -171,33 +170,42 @@ func (s *shared) stopped(match func(*Task) bool, by *Task, data bool) {
 	}
 }
 
-// isAborted is false for no task.
+// isAborted reports whether t has been aborted. t may be nil.
 func (t *Task) isAborted() bool { return t != nil && t.aborted.Load() }
 
-// abort aborts what match selects, on behalf of another session. Connections that
-// lose tasks are told about the room in the window, because no response of those
-// will.
+// abort aborts the tasks that match selects, on behalf of another session. Connections that lose
+// tasks are told about the room in the window, because no response of those tasks will.
 func (s *session) abort(match func(*Task) bool) (lost bool) {
 	var losers []*conn
-	s.mu.Lock()
-	s.tasks.each(func(t *Task) {
+	s.shared.mu.Lock()
+	s.shared.tasks.each(func(t *Task) {
 		if match(t) && !slices.Contains(losers, t.conn) {
 			losers = append(losers, t.conn)
 		}
 	})
 	s.announce(match, nil)
-	s.abortTasks(match)
-	s.mu.Unlock()
-	if s.fence != nil {
-		s.pass() // responses that were held back may be gone
+	s.shared.abortTasks(match)
+	s.shared.mu.Unlock()
+	if s.shared.fence != nil {
+		s.releaseHeld() // responses that were held back may be gone
 	}
 	for _, c := range losers {
-		c.tellWindowAside()
+		c.tellWindowAsync()
 	}
 	return len(losers) > 0
 }
 
-// abortTask is ABORT TASK (sections 7.11 and 11.6.1).
+// abortUnit aborts the commands of s for a logical unit, except one, and waits until they have
+// ended. PREEMPT AND ABORT does that to the sessions that it preempts.
+func (s *session) abortUnit(field [8]byte, except *lun.Command) {
+	match := func(t *Task) bool {
+		return t.isCommand() && &t.cmd != except && s.nexus.SameUnit(t.header().LUN(), field)
+	}
+	s.abort(match)
+	s.shared.awaitAborted(match, nil, false)
+}
+
+// abortTask serves ABORT TASK (sections 7.11 and 11.6.1).
 func (t *Task) abortTask() byte {
 	if t.answerAgain() {
 		return pdu.FunctionComplete
@@ -206,7 +214,7 @@ func (t *Task) abortTask() byte {
 	tag := req.ReferencedTaskTag()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	ref := c.tasks.find(tag)
+	ref := c.shared.tasks.find(tag)
 	switch {
 	case ref == nil && c.countAsReceived(req):
 		return pdu.FunctionComplete
@@ -218,78 +226,75 @@ func (t *Task) abortTask() byte {
 		return pdu.TaskDoesNotExist
 	}
 	isRef := func(u *Task) bool { return u == ref }
-	c.abortTasks(isRef)
-	// Its data is not waited for, unlike that of the tasks in a set (section
-	// 11.5.1).
-	c.callOff(isRef)
-	for c.tasks.find(tag) == ref && ref.aborted.Load() && !t.aborted.Load() {
-		c.changed.Wait()
+	c.shared.abortTasks(isRef)
+	// The function does not wait for its data, unlike that of the tasks in a set (section 11.5.1).
+	c.shared.callOff(isRef)
+	for c.shared.tasks.find(tag) == ref && ref.aborted.Load() && !t.aborted.Load() {
+		c.shared.changed.Wait()
 	}
 	return pdu.FunctionComplete
 }
 
-// countAsReceived makes the command that the function f refers to count as
-// received if it may never have come (section 11.6.1). It returns false if
-// RefCmdSN is none that could still come.
+// countAsReceived makes the command that the function f refers to count as received if it may never
+// have come (section 11.6.1). It returns false if no command with RefCmdSN can still come.
 //
-// Preconditions: mu is held.
+// Preconditions: c.mu is held.
 func (c *conn) countAsReceived(f pdu.BHS) bool {
-	sn := f.RefCmdSN()
-	if !c.win.contains(sn) || !pdu.Before(sn, f.CmdSN()) {
+	invariant.Held(&c.mu)
+	sn, w := f.RefCmdSN(), &c.shared.win
+	if !w.contains(sn) || !pdu.Before(sn, f.CmdSN()) {
 		return false
 	}
-	if c.win.accepts(sn) {
-		c.win.receive(sn, nil)
+	if w.accepts(sn) {
+		w.receive(sn, nil)
 		c.advance()
 	}
 	return true
 }
 
-// abortTaskSet is ABORT TASK SET: the tasks of this session on a logical unit.
+// abortTaskSet serves ABORT TASK SET: it aborts the tasks of this session on a logical unit.
 func (t *Task) abortTaskSet() byte {
 	c := t.conn
 	if !c.sess.nexus.LUNExists(t.header().LUN()) {
 		return pdu.LUNDoesNotExist
 	}
 	t.awaitEarlier()
-	t.abortOwn(t.before)
-	t.awaitOwn(t.before)
+	t.abortInSession(t.before)
+	t.awaitInSession(t.before)
 	return pdu.FunctionComplete
 }
 
-// clearTaskSet is CLEAR TASK SET. Our logical units have one task set for all
-// initiators.
+// clearTaskSet serves CLEAR TASK SET. A logical unit has one task set for all initiators.
 func (t *Task) clearTaskSet() byte {
 	if !t.conn.sess.nexus.LUNExists(t.header().LUN()) {
 		return pdu.LUNDoesNotExist
 	}
 	t.awaitEarlier()
-	t.clear(t.before, t.sameUnit)
+	t.clearTasks(t.before, t.sameUnit)
 	return pdu.FunctionComplete
 }
 
-// resetUnit is LOGICAL UNIT RESET.
+// resetUnit serves LOGICAL UNIT RESET.
 func (t *Task) resetUnit() byte {
 	nexus, lun := t.conn.sess.nexus, t.header().LUN()
 	if !nexus.LUNExists(lun) {
 		return pdu.LUNDoesNotExist
 	}
 	t.awaitEarlier()
-	t.clear(t.before, t.sameUnit)
+	t.clearTasks(t.before, t.sameUnit)
 	nexus.ResetUnit(lun)
 	return pdu.FunctionComplete
 }
 
-// warmReset is TARGET WARM RESET.
+// warmReset serves TARGET WARM RESET.
 func (t *Task) warmReset() byte {
 	t.clearTarget()
 	t.conn.sess.nexus.ResetTarget()
 	return pdu.FunctionComplete
 }
 
-// coldReset is TARGET COLD RESET: a power-on event for the logical units. All
-// sessions with the target end behind the response; see endTarget. It takes an
-// initiator from which none of them is hidden.
+// coldReset serves TARGET COLD RESET: a power-on event for the logical units. All sessions with the
+// target end after the response; see endTarget. The initiator has to see all logical units.
 func (t *Task) coldReset() byte {
 	if !t.conn.sess.nexus.SeesAll() {
 		return pdu.FunctionNotAuthorized
@@ -301,29 +306,28 @@ func (t *Task) coldReset() byte {
 
 var errColdReset = errors.New("an initiator has asked for TARGET COLD RESET")
 
-// endTarget closes all connections with the target of c (section 11.5.1). That of c
-// itself ends as after a logout, so that the response gets through.
+// endTarget closes all connections with the target of c (section 11.5.1). c itself ends as after a
+// logout, so that the initiator gets the response.
 func (c *conn) endTarget() {
 	for _, s := range c.node.sessionsWith(c.sess.target) {
 		for _, o := range s.close(errColdReset) {
 			if o != c {
-				o.farewell(pdu.AsyncSessionDropped, errColdReset)
+				o.dismiss(pdu.AsyncSessionDropped, errColdReset)
 			}
 		}
 	}
-	c.part(errColdReset)
+	c.closeGently(errColdReset)
 }
 
-// clearTarget ends all commands for the logical units that the initiator knows.
-// Those that are missing before the function count as received (section
-// 4.2.3.3).
+// clearTarget ends all commands for the logical units that the initiator sees. Commands that are
+// missing before the function count as received (section 4.2.3.3).
 func (t *Task) clearTarget() {
 	c := t.conn
 	c.mu.Lock()
-	c.win.skip(t.header().CmdSN())
+	c.shared.win.skip(t.header().CmdSN())
 	c.advance()
 	c.mu.Unlock()
-	t.clear(t.earlier, func(u *Task) bool { return u.isCommand() && c.sess.nexus.LUNExists(u.header().LUN()) })
+	t.clearTasks(t.earlier, func(u *Task) bool { return u.isCommand() && c.sess.nexus.LUNExists(u.header().LUN()) })
 }
 
 // earlier selects the commands that the initiator sent before the function.
@@ -336,58 +340,58 @@ func (t *Task) sameUnit(u *Task) bool {
 	return u.isCommand() && t.conn.sess.nexus.SameUnit(u.header().LUN(), t.header().LUN())
 }
 
-// before selects both.
+// before selects the commands that both earlier and sameUnit select.
 func (t *Task) before(u *Task) bool { return t.earlier(u) && t.sameUnit(u) }
 
-// clear stops what own selects in this session and what others selects in the
-// other sessions with the target. Those that lose tasks hear of CLEAR TASK SET,
-// which unlike resets has no unit attention of its own.
-func (t *Task) clear(own, others func(*Task) bool) {
+// clearTasks stops the tasks that own selects in this session and others in the other sessions with
+// the target. Sessions that lose tasks get a unit attention for CLEAR TASK SET: resets raise one of
+// their own.
+func (t *Task) clearTasks(own, others func(*Task) bool) {
 	c := t.conn
-	neighbours := c.node.neighbours(c.sess)
-	t.abortOwn(own)
-	for _, s := range neighbours {
+	otherSessions := c.node.otherSessions(c.sess)
+	t.abortInSession(own)
+	for _, s := range otherSessions {
 		if lost := s.abort(others); lost && t.header().Function() == pdu.ClearTaskSet {
 			s.nexus.CommandsCleared(t.header().LUN())
 		}
 	}
-	t.awaitOwn(own)
-	for _, s := range neighbours {
-		s.stopped(others, nil, false)
+	t.awaitInSession(own)
+	for _, s := range otherSessions {
+		s.shared.awaitAborted(others, nil, false)
 	}
 }
 
-// abortOwn aborts what match selects in this session. With FastAbort the initiator
-// sends no more data for that where it has sent the function (section 4.2.3.4).
-func (t *Task) abortOwn(match func(*Task) bool) {
+// abortInSession aborts the tasks that match selects in this session. With FastAbort the initiator
+// sends no more data for them on the connection of the function (section 4.2.3.4).
+func (t *Task) abortInSession(match func(*Task) bool) {
 	c := t.conn
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.sess.announce(match, c)
-	c.abortTasks(match)
-	if c.fence.isFast() {
-		c.callOff(func(u *Task) bool { return u.conn == c && match(u) })
+	c.shared.abortTasks(match)
+	if c.shared.fence.isFast() {
+		c.shared.callOff(func(u *Task) bool { return u.conn == c && match(u) })
 	}
 }
 
-// awaitOwn waits until what abortOwn has aborted has ended. With FastAbort the data
-// on other connections is not waited for.
-func (t *Task) awaitOwn(match func(*Task) bool) {
+// awaitInSession waits until the tasks that abortInSession has aborted have ended. With FastAbort
+// it does not wait for data on other connections.
+func (t *Task) awaitInSession(match func(*Task) bool) {
 	c := t.conn
-	if !c.fence.isFast() {
-		c.stopped(match, t, true)
+	if !c.shared.fence.isFast() {
+		c.shared.awaitAborted(match, t, true)
 		return
 	}
-	c.stopped(func(u *Task) bool { return match(u) && (u.conn == c || u.state != taskFetching) }, t, true)
+	c.shared.awaitAborted(func(u *Task) bool { return match(u) && (u.conn == c || u.state != taskFetching) }, t, true)
 }
 
-// awaitEarlier waits until all commands that the initiator sent before the
-// function have come (section 4.2.3.3).
+// awaitEarlier waits until all commands that the initiator sent before the function have come
+// (section 4.2.3.3).
 func (t *Task) awaitEarlier() {
 	c := t.conn
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for c.phase == phaseFullFeature && !t.aborted.Load() && pdu.Before(c.win.exp, t.header().CmdSN()) {
-		c.changed.Wait()
+	for c.phase == phaseFullFeature && !t.aborted.Load() && pdu.Before(c.shared.win.exp, t.header().CmdSN()) {
+		c.shared.changed.Wait()
 	}
 }

@@ -435,7 +435,7 @@ func TestWindowNewsOnSlowNetwork(t *testing.T) {
 		}
 		end := func() <-chan struct{} { // a command that ends without a response
 			c.mu.Lock()
-			c.win.ended()
+			c.shared.win.ended()
 			c.mu.Unlock()
 			told := make(chan struct{})
 			go func() {

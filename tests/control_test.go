@@ -500,7 +500,7 @@ func TestFormatErrors(t *testing.T) {
 		}
 		p.sendRaw(nop(p, asIs, 8193, 0))
 		p.wantEnd()
-		testkit.Eventually(t, "the reason in the log", func() bool { return len(tg.log.Lines("data segment of 8193 octets")) == 1 })
+		testkit.Eventually(t, "the reason in the log", func() bool { return len(tg.log.Lines("data segment of 8193 bytes")) == 1 })
 	})
 	t.Run("ISER-10.1.2.1-1 ISER-10.1.2.1-2 longer than any PDU", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{})

@@ -740,7 +740,7 @@ func TestStepUpLengths(t *testing.T) {
 			p.wantEnd() // ISER-6.2-2, ISER-6.4-2
 		}
 	}
-	tg.log.wantLine(`"session ended"`, "data segment of 513 octets, more than the 512 agreed on")
+	tg.log.wantLine(`"session ended"`, "data segment of 513 bytes, but the limit is 512")
 }
 
 // What does not succeed is refused on the byte stream.

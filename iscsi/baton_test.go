@@ -5,26 +5,26 @@ import (
 	"testing"
 )
 
-// One at a time has the turn, and everybody gets it.
-func TestTurn(t *testing.T) {
+// One goroutine at a time holds the baton, and all get it.
+func TestBatonHasOneHolder(t *testing.T) {
 	const goroutines, times = 8, 1000
-	var tn turn
-	tn.init()
+	var b baton
+	b.init()
 	n := 0
 	var wg sync.WaitGroup
-	tn.Lock()
+	b.Lock()
 	for range goroutines {
 		wg.Go(func() {
 			for range times {
-				tn.Lock()
+				b.Lock()
 				n++ // a race, if two have it
-				tn.Unlock()
+				b.Unlock()
 			}
 		})
 	}
-	tn.Unlock()
+	b.Unlock()
 	wg.Wait()
 	if n != goroutines*times {
-		t.Errorf("%d turns were taken instead of %d", n, goroutines*times)
+		t.Errorf("%d times the baton was taken instead of %d", n, goroutines*times)
 	}
 }

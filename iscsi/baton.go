@@ -1,0 +1,50 @@
+package iscsi
+
+import "sync"
+
+// A baton is a lock whose holder may wait for the network. Waiters sleep at once. A sync.Mutex
+// spins first, and so keeps a processor from the goroutine that the holder is about to need.
+type baton struct {
+	mu    sync.Mutex
+	free  sync.Cond
+	taken bool
+}
+
+func (b *baton) init() { b.free.L = &b.mu }
+
+// Lock waits until the baton is free and takes it.
+func (b *baton) Lock() {
+	b.mu.Lock()
+	for b.taken {
+		b.free.Wait()
+	}
+	b.taken = true
+	b.mu.Unlock()
+}
+
+// TryLock takes the baton if it is free.
+func (b *baton) TryLock() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	free := !b.taken
+	b.taken = true
+	return free
+}
+
+// ifFree calls f if the baton is free. Nobody can take it before f returns, so f must not wait.
+func (b *baton) ifFree(f func()) {
+	b.mu.Lock()
+	if !b.taken {
+		f()
+	}
+	b.mu.Unlock()
+}
+
+// Unlock gives the baton back and wakes the goroutine that has waited longest. Another one may
+// still take the baton first.
+func (b *baton) Unlock() {
+	b.mu.Lock()
+	b.taken = false
+	b.mu.Unlock()
+	b.free.Signal()
+}

@@ -1,0 +1,427 @@
+package iscsi
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun"
+)
+
+// What iSCSI itself reports by CHECK CONDITION (RFC 7143, section 11.4.7.2; the first is SPC's
+// INVALID FIELD IN COMMAND INFORMATION UNIT). Commands get it rather than a Reject: Linux does not
+// complete a command that is rejected.
+var (
+	senseInvalidIU   = lun.Sense{Key: 0x05, ASC: 0x0e, ASCQ: 0x03}
+	senseUnexpected  = lun.Sense{Key: 0x0b, ASC: 0x0c, ASCQ: 0x0c} // UNEXPECTED UNSOLICITED DATA
+	senseWrongAmount = lun.Sense{Key: 0x0b, ASC: 0x0c, ASCQ: 0x0d} // NOT ENOUGH UNSOLICITED DATA
+	senseLost        = lun.Sense{Key: 0x0b, ASC: 0x47, ASCQ: 0x05} // PROTOCOL SERVICE CRC ERROR
+	senseSNACK       = lun.Sense{Key: 0x0b, ASC: 0x11, ASCQ: 0x13} // READ ERROR - FAILED RETRANSMISSION REQUEST
+	senseAborted     = lun.Sense{Key: 0x0b, ASC: 0x00, ASCQ: 0x00} // never sent
+)
+
+// expected returns how much data the initiator expects to send and to get. A flag that is not set
+// expects nothing, whatever EDTL says.
+func (t *Task) expected() (out, in uint32) {
+	h := t.header()
+	if h.Write() {
+		out = h.EDTL()
+	}
+	if h.Read() {
+		in = h.EDTL()
+	}
+	return out, in
+}
+
+// takeCommand copies CDB and immediate data, and binds what the initiator advertised. A fault of
+// the command, other than in its format, becomes a refusal.
+//
+// Preconditions: c.baton is held.
+func (t *Task) takeCommand(n *Notice) error {
+	c, h := t.conn, t.header()
+	x, err := pdu.ParseAHS(n.AHS)
+	if err != nil {
+		return fmt.Errorf("%v: %w", pdu.SCSICommand, err)
+	}
+	t.cmd.LUN = h.LUN()
+	t.cmd.CDB = h.CDB()
+	if x.CDB != nil {
+		t.cmd.CDB = append(append(make([]byte, 0, pdu.CDBLen+len(x.CDB)), h.CDB()...), x.CDB...)
+	}
+
+	out, _ := t.expected()
+	imm := uint32(len(n.Data))
+	burst := min(c.params.FirstBurstLength, out)
+	switch {
+	case h.Attr() >= pdu.AttrACA, // not supported or reserved: section 11.3.1, like the next three
+		!h.Final() && !h.Write(),
+		h.EDTL() > 0 && !h.Read() && !h.Write(),
+		h.Read() && h.Write(): // no command of the target is bidirectional
+		t.refusal = senseInvalidIU
+	case imm > 0 && (!h.Write() || !c.params.ImmediateData), imm > c.params.FirstBurstLength:
+		t.refusal = senseUnexpected
+	case imm > out:
+		t.refusal = senseWrongAmount
+	default:
+		t.unsolicited, t.arrived = imm, imm
+		// With InitialR2T=Yes nothing may follow, and F does not matter. An F=0 that leaves
+		// nothing to follow does not, either.
+		if !h.Final() && !c.params.InitialR2T && imm < burst {
+			t.unsolicited, t.needsData = burst, true
+		}
+	}
+	if t.refusal != (lun.Sense{}) {
+		// The response has to wait for unsolicited Data-Out that follows (section 7.3): the
+		// initiator may use the tag again as soon as it has the response.
+		t.needsData = !h.Final() && h.Write() && !c.params.InitialR2T
+		return nil
+	}
+	if err := c.dm.Bind(t, t.unsolicited); err != nil {
+		t.refusal = senseInvalidIU
+		return nil
+	}
+	t.bound = true
+	if imm == 0 {
+		return nil
+	}
+	// A longer transfer goes through a Buffer: put the immediate data there at once. But a task
+	// that still waits for something must not hold a Buffer.
+	if whole := min(int(out), c.piece); whole > int(imm) && !t.needsData && c.isNext(h) {
+		if t.buf = c.budget.try(whole); t.buf != nil {
+			copy(t.buf.data, n.Data)
+			t.placed = true
+			return nil
+		}
+	}
+	copy(t.room(), n.Data)
+	return nil
+}
+
+// isNext reports whether a command with header h begins without waiting for other tasks.
+//
+// Preconditions: c.baton is held.
+func (c *conn) isNext(h pdu.BHS) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.shared.ordered == 0 && h.Attr() != pdu.AttrOrdered && (h.Immediate() || h.CmdSN() == c.shared.win.exp)
+}
+
+// runCommand executes a SCSI Command up to its response or its first GetData.
+func (t *Task) runCommand() {
+	c := t.conn
+	if t.mayWait {
+		t.unplace()
+		t.waited = true
+		if !c.awaitOlder(t) {
+			t.abandon()
+			return
+		}
+	}
+	t.endWait()
+	if t.aborted.Load() {
+		t.abandon()
+		return
+	}
+	if t.refusal != (lun.Sense{}) {
+		c.sess.nexus.Refuse(&t.cmd, t.refusal)
+		t.complete()
+		return
+	}
+	out, in := t.expected()
+	t.cmd.Expected = uint64(out)
+	if !c.sess.nexus.Begin(&t.cmd) {
+		t.complete()
+		return
+	}
+	t.begun = true
+	switch {
+	case t.cmd.DataOut > 0 && in > 0:
+		// The initiator and the CDB do not agree on the direction. Without an expected length they
+		// merely disagree on the amount: overflow. Data-in that goes nowhere does no harm, but
+		// data to be written has to come from somewhere.
+		t.cmd.Fail(senseInvalidIU)
+		t.complete()
+	case t.cmd.DataOut > 0:
+		t.total = min(t.cmd.DataOut, uint64(out))
+		t.write()
+	default:
+		t.total = min(t.cmd.DataIn, uint64(in))
+		t.read()
+	}
+}
+
+// read moves data-in to the initiator piece by piece. The last piece leaves together with the
+// response.
+func (t *Task) read() {
+	c := t.conn
+	for t.off < t.total {
+		n := int(min(t.total-t.off, uint64(c.piece)))
+		buf := t.takeBuffer(n)
+		if buf == nil {
+			t.abandon()
+			return
+		}
+		if !c.sess.nexus.Produce(&t.cmd, buf.data[:n], t.off) {
+			buf.Release()
+			break
+		}
+		if !t.enqueue(buf, n) || t.aborted.Load() {
+			buf.Release()
+			t.abandon()
+			return
+		}
+		c.mu.Lock()
+		c.stampWindow(t)
+		c.mu.Unlock()
+		if err := c.dm.PutData(t, uint32(t.off), buf.data[:n], buf); err != nil {
+			buf.Release()
+			c.end(fmt.Errorf("sending failed: %w", err))
+			t.abandon()
+			return
+		}
+		t.transfers++
+		if t.off += uint64(n); t.off < t.total {
+			t.lap(lun.PhaseBackend)
+			c.dm.Flush()
+			t.lap(lun.PhaseSend)
+		}
+	}
+	t.complete()
+}
+
+// write moves data-out from the initiator piece by piece. Unsolicited data is the beginning of the
+// first piece. If the rest of a piece has to be fetched, write returns and afterFetch continues.
+func (t *Task) write() {
+	c := t.conn
+	for t.off < t.total {
+		n := int(min(t.total-t.off, uint64(c.piece)))
+		have := 0
+		if t.off == 0 {
+			have = min(int(t.unsolicited), n)
+		}
+		if have == n && !t.placed {
+			if !t.consume(t.stash[:n]) {
+				break
+			}
+			continue
+		}
+		if t.buf == nil {
+			if t.buf = t.takeBuffer(n); t.buf == nil {
+				t.abandon()
+				return
+			}
+		}
+		if !t.placed {
+			copy(t.buf.data, t.stash[:have])
+		}
+		if have < n {
+			t.fetch(have, n)
+			return
+		}
+		if !t.consume(t.buf.data[:n]) {
+			break
+		}
+	}
+	t.complete()
+}
+
+// fetch asks for bytes have to n of the piece. When it has succeeded t belongs to the goroutine
+// that receives the Notice.
+func (t *Task) fetch(have, n int) {
+	c := t.conn
+	t.piece = n
+	t.transfers++
+	if t.off > 0 { // else only the CDB has been decoded
+		t.lap(lun.PhaseBackend)
+	}
+	c.mu.Lock()
+	if t.aborted.Load() || c.recovery.suspends.Load() {
+		c.mu.Unlock()
+		t.abandon()
+		return
+	}
+	t.become(taskFetching)
+	c.stampWindow(t)
+	// c.mu is still held, so that callOff finds the GetData of each task in this state.
+	err := c.dm.GetData(t, uint32(t.off)+uint32(have), t.buf.data[have:n])
+	if err != nil {
+		t.become(taskRunning)
+	}
+	c.mu.Unlock()
+	if err != nil {
+		c.end(fmt.Errorf("fetching failed: %w", err))
+		t.abandon()
+		return
+	}
+	c.flush()
+}
+
+// afterFetch continues a write when the rest of a piece has come.
+func (t *Task) afterFetch() {
+	switch {
+	case t.aborted.Load(): // the data is dropped
+		t.abandon()
+		return
+	case t.fetchErr == nil:
+	case errors.Is(t.fetchErr, ErrDataLost):
+		t.failTransfer(senseLost)
+		return
+	case errors.Is(t.fetchErr, ErrDataAmount):
+		t.failTransfer(senseWrongAmount)
+		return
+	default: // the connection is ending, perhaps nobody has noticed yet
+		if t.conn.recovers() {
+			t.conn.end(fmt.Errorf("connection failed: %w", t.fetchErr)) // so that t is parked
+		}
+		t.abandon()
+		return
+	}
+	if !t.consume(t.buf.data[:t.piece]) {
+		t.complete()
+		return
+	}
+	t.write()
+}
+
+// failTransfer ends a command whose data did not come as the target asked for it.
+func (t *Task) failTransfer(s lun.Sense) {
+	t.cmd.Fail(s)
+	t.complete()
+}
+
+// consume hands a piece to the logical unit. It returns false if the command has failed or was
+// aborted.
+func (t *Task) consume(p []byte) bool {
+	if t.aborted.Load() || !t.conn.sess.nexus.Consume(&t.cmd, p, t.off) {
+		return false
+	}
+	t.off += uint64(len(p))
+	return true
+}
+
+// takeBuffer returns a Buffer for n bytes, or nil if t was aborted while it waited for one.
+func (t *Task) takeBuffer(n int) *Buffer {
+	c := t.conn
+	if b := c.budget.try(n); b != nil {
+		return b
+	}
+	t.lap(lun.PhaseBackend)
+	defer t.lap(lun.PhaseReceive)
+	c.dm.Flush() // Buffers on their way to the initiator come back only when they leave
+	c.wantAcks()
+	return c.budget.wait(t, n)
+}
+
+// enqueue takes room for n bytes of b that are about to be queued for sending. It returns false if
+// t was aborted while it waited for that.
+func (t *Task) enqueue(b *Buffer, n int) bool {
+	c := t.conn
+	if !c.sending.take(n) {
+		t.lap(lun.PhaseBackend)
+		defer t.lap(lun.PhaseSend)
+		c.dm.Flush() // t may wait for what it has queued itself
+		if !c.sending.wait(t, n) {
+			return false
+		}
+	}
+	b.room, b.queued = &c.sending, n
+	return true
+}
+
+// abandon ends an aborted task without a response, or parks one whose connection is lost. The
+// logical unit keeps the data that it has got, and begins nothing more.
+func (t *Task) abandon() {
+	if t.park() {
+		return
+	}
+	c := t.conn
+	if t.begun {
+		t.cmd.Fail(senseAborted)
+	}
+	t.endBegun(true)
+	c.mu.Lock()
+	aborted := t.aborted.Load() // and not ended by a connection that fails
+	c.drop(t)
+	c.mu.Unlock()
+	if aborted {
+		c.tellWindow()
+	}
+}
+
+// endBegun gives back what the data phase has taken, and counts the command. It returns false if
+// the command was counted before.
+func (t *Task) endBegun(aborted bool) (counted bool) {
+	nexus := t.conn.sess.nexus
+	if t.begun {
+		t.begun = false
+		nexus.End(&t.cmd)
+	}
+	if t.isCommand() {
+		counted = nexus.Count(&t.cmd, t.off, aborted)
+	}
+	if t.buf != nil {
+		t.buf.Release()
+		t.buf = nil
+	}
+	return counted
+}
+
+// complete ends a command and responds (RFC 7143, section 11.4).
+func (t *Task) complete() {
+	c := t.conn
+	if t.aborted.Load() {
+		t.abandon()
+		return
+	}
+	if t.resend.refused.Load() && t.cmd.Status == lun.StatusGood {
+		t.cmd.Fail(senseSNACK)
+	}
+	counted := t.endBegun(false)
+	if counted {
+		t.lap(lun.PhaseBackend)
+		t.timed = true
+	}
+	h := pdu.BHS(t.Header[:])
+	h.Reset(pdu.SCSIResponse, pdu.FlagF)
+	h.SetResponse(pdu.CommandCompleted)
+	h.SetStatus(t.cmd.Status)
+	h.SetITT(t.header().ITT())
+	h.SetExpDataSN(t.transfers)
+	if flag, n := t.residual(); n > 0 {
+		h.SetFlags(pdu.FlagF | flag)
+		h.SetResidual(n)
+		if counted {
+			c.sess.nexus.CountResidual(&t.cmd, flag == pdu.FlagOverflow)
+		}
+	}
+	t.isFence = c.shared.fence != nil && t.cmd.Fenced()
+	if t.cmd.Status == lun.StatusCheckCondition {
+		n := copy(t.scratch[2:], t.cmd.Sense())
+		binary.BigEndian.PutUint16(t.scratch[:], uint16(n))
+		t.Segment = t.scratch[:2+n]
+	}
+	c.respond(t)
+}
+
+// residual compares what the command transfers (SPDTL) with what the initiator expects (EDTL): RFC
+// 7143, section 11.4.5. A command that has failed transfers what it had transferred until then,
+// unless it failed because of EDTL.
+func (t *Task) residual() (flag byte, n uint32) {
+	edtl := uint64(t.header().EDTL())
+	spdtl := max(t.cmd.DataOut, t.cmd.DataIn)
+	switch {
+	case t.cmd.Status != lun.StatusGood && !t.cmd.Overflow:
+		spdtl = t.off
+	case edtl > 0 && t.header().Write():
+		spdtl = t.cmd.DataOut // EDTL is about data-out, of which a READ takes none
+	}
+	switch {
+	case spdtl > edtl:
+		return pdu.FlagOverflow, uint32(min(spdtl-edtl, math.MaxUint32))
+	case spdtl < edtl:
+		return pdu.FlagUnderflow, uint32(edtl - spdtl)
+	}
+	return 0, 0
+}

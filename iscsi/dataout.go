@@ -1,0 +1,124 @@
+package iscsi
+
+import (
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/invariant"
+)
+
+// dataOut takes an unsolicited Data-Out PDU (RFC 7143, section 11.7). Solicited ones never come
+// here: with RDMA there are none (RFC 7145, section 7.3.4), on TCP they belong to the mover. A PDU
+// that does not fit is rejected, and the task it names fails once the last Data-Out has come.
+//
+// Preconditions: c.baton is held.
+func (c *conn) dataOut(n *Notice) error {
+	h := pdu.BHS(n.BHS)
+	c.mu.Lock()
+	t := c.shared.tasks.find(h.ITT())
+	if t != nil && t.conn != c {
+		t = nil // data comes where the command came (section 4.2.2)
+	}
+	if t == nil || !t.needsData || h.TTT() != pdu.ReservedTag {
+		c.mu.Unlock()
+		reason := pdu.RejectProtocolError
+		if t == nil && h.TTT() == pdu.ReservedTag {
+			reason = pdu.RejectInvalidField // of a task that has ended, perhaps
+		}
+		c.reject(n, reason, unexpected)
+		return nil
+	}
+	end := uint64(h.BufferOffset()) + uint64(len(n.Data))
+	var wrong pdu.RejectReason
+	if c.recovery.store.repeater != nil && h.LUN() == t.header().LUN() && h.DataSN() != t.dataSN {
+		if pdu.Before(h.DataSN(), t.dataSN) { // a duplicate
+			c.mu.Unlock()
+			return nil
+		}
+		t.recovery.gap, t.dataSN = true, h.DataSN()
+	}
+	switch {
+	case h.LUN() != t.header().LUN(), h.DataSN() != t.dataSN: // sections 4.2.5.3 and 11.7.5
+		wrong = pdu.RejectProtocolError
+	case t.refusal != (lun.Sense{}), t.recovery.gap: // the data is not needed
+	case h.BufferOffset() != t.arrived, end > uint64(t.unsolicited):
+		wrong = pdu.RejectInvalidField
+	default:
+		copy(t.room()[t.arrived:], n.Data)
+		t.arrived = uint32(end)
+	}
+	t.dataSN = h.DataSN() + 1
+	if wrong != 0 {
+		t.refusal = senseWrongAmount
+	}
+	if h.Final() {
+		if t.refusal == (lun.Sense{}) && !t.recovery.gap && t.arrived != t.unsolicited { // section 4.2.5.2
+			t.refusal = senseWrongAmount
+		}
+		c.endUnsolicited(t)
+	}
+	c.mu.Unlock()
+	if wrong != 0 {
+		c.reject(n, wrong, unexpected)
+	}
+	return nil
+}
+
+// endUnsolicited lets t continue when the last unsolicited Data-Out has come. From the place where
+// some was lost, the target asks for all data: the R2T is a recovery R2T (RFC 7143, section 7.8).
+//
+// Preconditions: c.mu is held.
+func (c *conn) endUnsolicited(t *Task) {
+	invariant.Held(&c.mu)
+	t.needsData = false
+	t.lap(lun.PhaseReadWait)
+	if t.recovery.gap {
+		t.unsolicited = t.arrived
+	}
+	c.makeReady(t)
+}
+
+// lostDataOut rejects a Data-Out PDU that the mover has discarded. The target asks again for
+// unsolicited data that is lost. At ErrorRecoveryLevel 0 the task fails instead, once the last
+// Data-Out has come (RFC 7143, section 7.8). Solicited data belongs to the mover.
+//
+// Preconditions: c.baton is held.
+func (c *conn) lostDataOut(n *Notice) {
+	h := pdu.BHS(n.BHS)
+	c.mu.Lock()
+	if t := c.shared.tasks.find(h.ITT()); t != nil && t.conn == c && t.needsData && h.TTT() == pdu.ReservedTag {
+		if t.dataSN = h.DataSN() + 1; c.recovery.store.repeater != nil {
+			t.recovery.gap = true
+		} else {
+			t.refusal = senseLost
+		}
+		if h.Final() {
+			c.endUnsolicited(t)
+		}
+	}
+	c.mu.Unlock()
+	c.reject(n, n.Reject, unexpected)
+}
+
+// room returns the slot's own memory for unsolicited data, as long as that can be.
+func (t *Task) room() []byte {
+	if n := int(t.conn.params.FirstBurstLength); len(t.stash) < n {
+		// As long as needed, but no longer than a segment if that is all that can come.
+		if t.conn.params.InitialR2T {
+			n = min(n, t.conn.recvLimit)
+		}
+		if len(t.stash) < n {
+			t.stash = make([]byte, n)
+		}
+	}
+	return t.stash
+}
+
+// unplace gives back the Buffer of a task that is going to wait.
+func (t *Task) unplace() {
+	if !t.placed {
+		return
+	}
+	copy(t.room(), t.buf.data[:t.unsolicited])
+	t.buf.Release()
+	t.buf, t.placed = nil, false
+}

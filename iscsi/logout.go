@@ -1,0 +1,101 @@
+package iscsi
+
+import (
+	"errors"
+	"slices"
+
+	"github.com/iser-target/iser-target/iscsi/pdu"
+)
+
+var errLoggedOut = errors.New("logged out on another connection")
+
+// runLogout serves a Logout Request (RFC 7143, section 11.14). It first stops all tasks that the
+// logout covers. Then the initiator has LogoutWait to close the connection.
+func (t *Task) runLogout() {
+	c := t.conn
+	reason := t.header().LogoutReason()
+	switch {
+	case reason > pdu.LogoutForRecovery, c.sess.discovery && reason != pdu.LogoutCloseSession:
+		t.rejectRequest(pdu.RejectProtocolError)
+		return
+	case reason == pdu.LogoutForRecovery && !c.recovers():
+		t.respondLogout(pdu.LogoutRecoveryNotSupported)
+		return
+	case reason == pdu.LogoutForRecovery && t.header().CID() == c.cid:
+		t.removeOwn()
+		return
+	case reason == pdu.LogoutForRecovery:
+		t.removeOther()
+		return
+	case reason == pdu.LogoutCloseConnection && t.header().CID() != c.cid:
+		t.logoutOther()
+		return
+	}
+
+	c.mu.Lock()
+	if c.phase != phaseFullFeature { // another logout was first
+		c.drop(t)
+		c.mu.Unlock()
+		return
+	}
+	leaving := []*conn{c}
+	if reason == pdu.LogoutCloseSession {
+		leaving = c.sess.closeLocked()
+	}
+	for _, o := range leaving {
+		if o.phase == phaseFullFeature {
+			o.enterPhase(phaseLogout)
+		}
+	}
+	covered := func(u *Task) bool { return u != t && (u.conn == c || reason == pdu.LogoutCloseSession) }
+	c.shared.terminate(covered)
+	c.shared.callOff(covered)
+	for c.phase == phaseLogout && c.shared.tasks.any(covered) {
+		c.shared.changed.Wait()
+	}
+	if len(c.sess.conns) == 1 {
+		c.sess.dropUnclaimed()
+	}
+	c.mu.Unlock()
+	for _, o := range leaving {
+		if o != c {
+			o.stop(errLoggedOut)
+		}
+	}
+	c.timer.setLast(c.opt.LogoutWait, func() { c.end(nil) })
+	t.respondLogout(pdu.LogoutSuccess)
+	c.halfClose()
+}
+
+// logoutOther closes another connection of the session, the one with the CID of the Logout
+// Request.
+func (t *Task) logoutOther() {
+	s := t.conn.sess
+	o := s.byCID(t.header().CID())
+	if o == nil {
+		t.respondLogout(pdu.LogoutCIDNotFound)
+		return
+	}
+	o.stop(errLoggedOut)
+	s.shared.mu.Lock()
+	if i := slices.IndexFunc(s.lost, func(l *lostConn) bool { return l.conn == o }); i >= 0 {
+		s.drop(s.lost[i])
+	}
+	for slices.Contains(s.conns, o) && !t.aborted.Load() {
+		s.shared.changed.Wait()
+	}
+	s.shared.mu.Unlock()
+	t.respondLogout(pdu.LogoutSuccess)
+}
+
+// respondLogout sends the Logout Response.
+func (t *Task) respondLogout(response byte) {
+	c := t.conn
+	h := pdu.BHS(t.Header[:])
+	h.Reset(pdu.LogoutResp, pdu.FlagF)
+	h.SetResponse(response)
+	h.SetITT(t.header().ITT())
+	h.SetTime2Wait(c.params.DefaultTime2Wait)
+	h.SetTime2Retain(c.params.DefaultTime2Retain)
+	c.respond(t)
+}

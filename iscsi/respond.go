@@ -1,0 +1,115 @@
+package iscsi
+
+import (
+	"fmt"
+
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun/invariant"
+)
+
+// respond queues the PDU in t.Header, with t.Segment, as the last PDU of t, and sends. It sends
+// nothing if t has been aborted. The slot of t is free when the PDU has left.
+//
+// Preconditions: the caller runs t and has given back its Buffer.
+func (c *conn) respond(t *Task) {
+	c.mu.Lock()
+	if t.aborted.Load() {
+		c.drop(t)
+		c.mu.Unlock()
+		c.tellWindow()
+		return
+	}
+	if c.recovery.suspends.Load() && t.recoverable() {
+		t.recovery.finished = true
+		t.parkLocked()
+		c.mu.Unlock()
+		return
+	}
+	if c.shared.fence != nil && c.holdBack(t) {
+		c.mu.Unlock()
+		c.sess.releaseHeld()
+		return
+	}
+	small := t.isCommand() && (t.header().Write() || t.off <= maxPutOffData)
+	c.leave(t)
+	err := c.sendStatus(t)
+	stays := err != nil && t.recovery.kept // once it is queued, t belongs to the mover
+	c.mu.Unlock()
+	if err != nil {
+		if !stays {
+			c.freeTask(t)
+		}
+		c.end(fmt.Errorf("sending failed: %w", err))
+		return
+	}
+	if small {
+		c.flush()
+	} else {
+		c.dm.Flush()
+	}
+}
+
+// sendStatus numbers the PDU in t.Header and queues it.
+//
+// Preconditions: c.mu is held.
+func (c *conn) sendStatus(t *Task) error {
+	c.stamp(t)
+	if t.recovery.snackTag != 0 && pdu.BHS(t.Header[:]).Opcode() == pdu.SCSIResponse {
+		pdu.BHS(t.Header[:]).SetSNACKTag(t.recovery.snackTag)
+	}
+	c.keep(t)
+	c.statSN++
+	err := c.dm.SendControl(t)
+	switch {
+	case err != nil && t.recovery.kept && t.isCommand() && c.recovers(): // sent, but lost
+		c.slots.mu.Lock()
+		t.resend.sending = false
+		c.slots.mu.Unlock()
+	case err != nil:
+		c.unkeep(t)
+	}
+	return err
+}
+
+// stamp fills in the serial numbers and the data segment length.
+//
+// Preconditions: c.mu is held.
+func (c *conn) stamp(t *Task) {
+	h := pdu.BHS(t.Header[:])
+	h.SetStatSN(c.statSN)
+	c.stampWindow(t)
+	h.SetDataSegmentLength(len(t.Segment))
+}
+
+// stampWindow fills in ExpCmdSN and MaxCmdSN.
+//
+// Preconditions: c.mu is held.
+func (c *conn) stampWindow(t *Task) {
+	invariant.Held(&c.mu)
+	h, w := pdu.BHS(t.Header[:]), &c.shared.win
+	h.SetExpCmdSN(w.exp)
+	h.SetMaxCmdSN(w.max)
+	w.told = w.max
+}
+
+// runNOP answers a ping with its data, as far as the initiator can take it (RFC 7143, section
+// 11.19; RFC 7145, section 6.2).
+func (t *Task) runNOP() {
+	h := pdu.BHS(t.Header[:])
+	h.Reset(pdu.NOPIn, pdu.FlagF)
+	h.SetLUN(t.header().LUN())
+	h.SetITT(t.header().ITT())
+	h.SetTTT(pdu.ReservedTag)
+	t.Segment = t.data[:min(len(t.data), t.conn.dm.MaxSendSegment())]
+	t.conn.respond(t)
+}
+
+// rejectRequest answers the request of t with a Reject instead of a response.
+func (t *Task) rejectRequest(reason pdu.RejectReason) {
+	h := pdu.BHS(t.Header[:])
+	h.Reset(pdu.Reject, pdu.FlagF)
+	h.SetReason(reason)
+	h.SetITT(pdu.ReservedTag)
+	t.Segment = append(t.scratch[:0], t.req[:]...)
+	t.conn.respond(t)
+}

@@ -1,0 +1,66 @@
+package iscsi
+
+// A taskTable finds tasks by Initiator Task Tag. It is a hash table of fixed size with chains, so
+// entering a task allocates nothing.
+type taskTable struct {
+	buckets []*Task // linked by nextByITT; a power of two of them
+}
+
+func (tt *taskTable) init(tasks int) {
+	n := 16
+	for n < 2*tasks {
+		n *= 2
+	}
+	tt.buckets = make([]*Task, n)
+}
+
+func (tt *taskTable) bucket(itt uint32) **Task {
+	// Initiators count in either end of the tag: spread both.
+	return &tt.buckets[(itt*0x9e3779b1>>12)&uint32(len(tt.buckets)-1)]
+}
+
+// find returns the task with that tag, or nil.
+func (tt *taskTable) find(itt uint32) *Task {
+	t := *tt.bucket(itt)
+	for t != nil && t.header().ITT() != itt {
+		t = t.nextByITT
+	}
+	return t
+}
+
+func (tt *taskTable) insert(t *Task) {
+	b := tt.bucket(t.header().ITT())
+	t.nextByITT, *b = *b, t
+}
+
+func (tt *taskTable) remove(t *Task) {
+	for p := tt.bucket(t.header().ITT()); *p != nil; p = &(*p).nextByITT {
+		if *p == t {
+			*p, t.nextByITT = t.nextByITT, nil
+			return
+		}
+	}
+}
+
+// any reports whether f holds for any task.
+func (tt *taskTable) any(f func(*Task) bool) bool {
+	for _, t := range tt.buckets {
+		for ; t != nil; t = t.nextByITT {
+			if f(t) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// each calls f for every task. f may remove it.
+func (tt *taskTable) each(f func(*Task)) {
+	for _, t := range tt.buckets {
+		for t != nil {
+			next := t.nextByITT
+			f(t)
+			t = next
+		}
+	}
+}
