@@ -17,7 +17,7 @@ import (
 var unfinished = []string{
 	"backend", "backend/backendtest", "backend/gotgt",
 	"cmd/iser-target",
-	"cmd/iser-target/cli", "cmd/iser-target/daemon", "cmd/iser-target/dashboard",
+	"cmd/iser-target/daemon", "cmd/iser-target/dashboard",
 	"cmd/iser-target/systemd",
 	"config", "iscsi", "iscsi/keys", "iscsi/pdu", "iscsi/tcp", "iser", "lun", "rdma", "rdma/wire",
 	"security", "tests", "tests/conformance/cu", "tests/initiator", "tests/interop", "tests/interop/harness",

@@ -51,7 +51,6 @@ var proseUnfinished = []string{
 	"backend/backendtest",
 	"backend/gotgt",
 	"cmd/iser-target",
-	"cmd/iser-target/cli",
 	"cmd/iser-target/daemon",
 	"cmd/iser-target/dashboard",
 	"cmd/iser-target/dashboard/page",

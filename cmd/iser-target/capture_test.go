@@ -96,7 +96,7 @@ func (r *recording) wait(t *testing.T, reason string) {
 	t.Helper()
 	select {
 	case err := <-r.ended:
-		if !regexp.MustCompile(`\d+ packets with \d+ octets, 0 octets lost; the file has \d+ octets; ended: ` + reason + `\n`).MatchString(r.said()) {
+		if !regexp.MustCompile(`\d+ packets with \d+ bytes, 0 bytes lost; the file has \d+ bytes; ended: ` + reason + `\n`).MatchString(r.said()) {
 			t.Errorf("%v, and it says\n%s", err, r.said())
 		}
 		if err != nil {
@@ -360,12 +360,12 @@ func TestCaptureErrors(t *testing.T) {
 	if err := os.WriteFile(file, []byte("mine"), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	s.says(t, cli.ExitRefused, "add --force", "capture", "--session", id, "-w", file)
+	s.says(t, cli.ExitRefused, "Use --force", "capture", "--session", id, "-w", file)
 	fifo := file + ".fifo"
 	if err := unix.Mkfifo(fifo, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	s.says(t, cli.ExitError, "no regular file", "capture", "--session", id, "-w", fifo, "--force")
+	s.says(t, cli.ExitError, "not a regular file", "capture", "--session", id, "-w", fifo, "--force")
 	if fi, err := os.Lstat(fifo); err != nil || fi.Mode()&fs.ModeNamedPipe == 0 {
 		t.Errorf("what is no regular file was replaced: %v, %v", fi, err)
 	}
@@ -402,7 +402,7 @@ func TestCaptureOfKilledTarget(t *testing.T) {
 	s.cmd.Process.Kill()
 	err := <-r.ended
 	var exit *exec.ExitError
-	if !errors.As(err, &exit) || exit.ExitCode() != cli.ExitUnreachable || !strings.Contains(r.said(), "is whole as far as it goes") {
+	if !errors.As(err, &exit) || exit.ExitCode() != cli.ExitUnreachable || !strings.Contains(r.said(), "bytes are valid") {
 		t.Errorf("%v, and it says\n%s", err, r.said())
 	}
 	understood(t, r.file)
@@ -421,10 +421,10 @@ func TestCaptureIntoFull(t *testing.T) {
 	do(t, i, 512<<10)
 	err := <-r.ended
 	var exit *exec.ExitError
-	if !errors.As(err, &exit) || exit.ExitCode() != cli.ExitError || !strings.Contains(r.said(), "is whole as far as it goes") || !strings.Contains(r.said(), "file too large") {
+	if !errors.As(err, &exit) || exit.ExitCode() != cli.ExitError || !strings.Contains(r.said(), "bytes are valid") || !strings.Contains(r.said(), "file too large") {
 		t.Errorf("%v, and it says\n%s", err, r.said())
 	}
-	if fi, err := os.Stat(r.file); err != nil || fi.Size() > room || !strings.Contains(r.said(), fmt.Sprintf("the file has %d octets", fi.Size())) {
+	if fi, err := os.Stat(r.file); err != nil || fi.Size() > room || !strings.Contains(r.said(), fmt.Sprintf("its %d bytes are valid", fi.Size())) {
 		t.Errorf("the file: %v, %v", fi.Size(), err)
 	}
 	understood(t, r.file)

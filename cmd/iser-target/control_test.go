@@ -184,7 +184,7 @@ func TestVerbs(t *testing.T) {
 		s.says(t, cli.ExitOK, "(done)", "lun", "resize", b, "0", "1MiB", "--allow-shrink")
 		s.says(t, cli.ExitOK, "(done)", "lun", "set", b, "0", "read_only=true", "initiators=["+hostName+"]")
 		s.says(t, cli.ExitUsage, "KEY=VALUE", "lun", "set", b, "0", "read_only")
-		s.says(t, cli.ExitError, "nothing was changed", "lun", "set", b, "0", "reed_only=true")
+		s.says(t, cli.ExitError, "Nothing was changed", "lun", "set", b, "0", "reed_only=true")
 		if l := read[schema.LUNState](t, s, "lun", "show", b, "0"); l.Size != 1<<20 || !l.ReadOnly || !slices.Equal(l.Initiators, []string{hostName}) {
 			t.Errorf("LUN %+v", l)
 		}
@@ -196,7 +196,7 @@ func TestVerbs(t *testing.T) {
 		}
 		s.says(t, cli.ExitOK, "block size", "lun", "show", b, "0")
 		s.says(t, cli.ExitOK, "naa."+read[schema.LUNState](t, s, "lun", "show", b, "0").NAA, "lun", "show", b, "0")
-		s.says(t, cli.ExitUsage, "no number", "lun", "show", b, "x")
+		s.says(t, cli.ExitUsage, "not a number", "lun", "show", b, "x")
 		s.says(t, cli.ExitNotFound, "LUN 9", "lun", "show", b, "9")
 		s.says(t, cli.ExitOK, "remove LUN 1", "lun", "delete", b, "1")
 		s.says(t, cli.ExitNotFound, "LUN", "lun", "delete", b, "1")
@@ -206,13 +206,13 @@ func TestVerbs(t *testing.T) {
 		s.says(t, cli.ExitOK, "nothing to do", "initiator", "allow", b, "iqn.2026-11.io.example:more.*")
 		s.says(t, cli.ExitOK, "(done)", "initiator", "deny", b, "iqn.2026-11.io.example:more.*")
 		s.says(t, cli.ExitNotFound, "more", "initiator", "deny", b, "iqn.2026-11.io.example:more.*")
-		s.says(t, cli.ExitError, "allow another pattern first, or delete the target", "initiator", "deny", b, hostName)
+		s.says(t, cli.ExitError, "allow another one first, or delete the target", "initiator", "deny", b, hostName)
 		s.says(t, cli.ExitNotFound, "no target", "initiator", "deny", b+"2", hostName)
 	})
 	t.Run("explain", func(t *testing.T) {
 		s.says(t, cli.ExitOK, "admitted", "explain", "--initiator", hostName, "--target", b)
 		s.says(t, cli.ExitError, "no pattern of the target matches", "explain", "--initiator", hostName+"2", "--target", b)
-		s.says(t, cli.ExitError, "iser-target initiator allow "+b+" "+hostName+"2 lets it in", "explain", "--initiator", hostName+"2", "--target", b)
+		s.says(t, cli.ExitError, "allow it with iser-target initiator allow "+b+" "+hostName+"2", "explain", "--initiator", hostName+"2", "--target", b)
 		s.says(t, cli.ExitError, "iser-target target list", "explain", "--initiator", hostName, "--target", b+"2")
 		s.says(t, cli.ExitUsage, "required", "explain", "--target", b)
 		if e := read[schema.Explanation](t, s, "explain", "--initiator", hostName, "--target", b); !e.Admitted || len(e.LUNs) != 1 || e.LUNs[0].Access != "read only" {
@@ -252,7 +252,7 @@ func TestVerbs(t *testing.T) {
 		s.says(t, cli.ExitUsage, "argument 1 is empty", "initiator", "deny", "", "*")
 		s.says(t, cli.ExitUsage, "argument 2 is empty", "initiator", "deny", storeName, "")
 		s.says(t, cli.ExitUsage, "unknown command", "completion", "bsh")
-		s.says(t, cli.ExitUsage, "wants a command", "completion")
+		s.says(t, cli.ExitUsage, "requires a command", "completion")
 		s.says(t, cli.ExitOK, "__start_iser-target", "completion", "bash")
 	})
 	t.Run("comments", func(t *testing.T) {
@@ -286,7 +286,7 @@ func TestNoTargets(t *testing.T) {
 		if _, err := initiator.Login(t.Context(), s.addr, initiator.Options{Name: hostName, Target: storeName}); err == nil || !strings.Contains(err.Error(), "0203") {
 			t.Errorf("login: %v", err)
 		}
-		s.says(t, cli.ExitOK, "there are none", "doctor")
+		s.says(t, cli.ExitOK, "no targets", "doctor")
 		s.says(t, cli.ExitOK, "targets 0", "config", "validate", s.file)
 		s.cmd.Process.Signal(syscall.SIGTERM)
 		s.wait(t, `(msg=stopped)`)
@@ -351,7 +351,7 @@ func TestVerbsUnderSession(t *testing.T) {
 	s.says(t, cli.ExitOK, "registered only", "reservation", "show")
 	s.says(t, cli.ExitOK, "0x000000000000002a", "reservation", "show", "-o", "yaml")
 	s.says(t, cli.ExitRefused, "--disrupt", "reservation", "clear", storeName, "0")
-	s.says(t, cli.ExitOK, "neither", "reservation", "clear", storeName, "0", "--disrupt")
+	s.says(t, cli.ExitOK, "were removed", "reservation", "clear", storeName, "0", "--disrupt")
 	s.says(t, cli.ExitNotFound, "reservation", "reservation", "clear", storeName, "0", "--disrupt")
 	s.says(t, cli.ExitNotFound, "reservation", "reservation", "clear", storeName, "0") // no flag is asked for in vain
 
@@ -373,7 +373,7 @@ func TestVerbsUnderSession(t *testing.T) {
 	s.says(t, cli.ExitOK, "(done)", "lun", "delete", storeName, "1", "--now")
 	s.says(t, cli.ExitUsage, "exclude", "lun", "delete", storeName, "1", "--now", "--drain", "1s")
 
-	s.says(t, cli.ExitOK, "has ended", "session", "kill", id, "--reason", "a test")
+	s.says(t, cli.ExitOK, "ended", "session", "kill", id, "--reason", "a test")
 	select {
 	case <-session.Done():
 	case <-time.After(10 * time.Second):
@@ -411,7 +411,7 @@ func TestVerbsConfig(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.says(t, cli.ExitError, "config apply", "lun", "create", storeName, "--backend", "memory", "--size", "1MiB") // edited
-	s.says(t, cli.ExitOK, "needs --disrupt", "config", "plan")
+	s.says(t, cli.ExitOK, "requires --disrupt", "config", "plan")
 	s.says(t, cli.ExitRefused, hostName, "config", "apply")
 	s.says(t, cli.ExitOK, "remove target "+storeName, "config", "apply", "--disrupt", "--now")
 	select {
@@ -438,7 +438,7 @@ func TestExitCodes(t *testing.T) {
 	s.says(t, cli.ExitUsage, "--help", "target", "list", "--nonsense")
 	s.says(t, cli.ExitUsage, "--help", "target", "delete")
 	s.says(t, cli.ExitUsage, "table, json or yaml", "target", "list", "-o", "xml")
-	s.says(t, cli.ExitOK, "5  no target answers", "exit-codes")
+	s.says(t, cli.ExitOK, "5  unreachable: no target answers", "exit-codes")
 }
 
 // events --follow has what happens, in order, and ends with the target.
@@ -609,7 +609,7 @@ func TestKilledWhileChanging(t *testing.T) {
 // doctor finds what is wrong, and nothing where nothing is.
 func TestDoctor(t *testing.T) {
 	s := newStation(t)
-	s.says(t, cli.ExitOK, "is what runs", "doctor")
+	s.says(t, cli.ExitOK, "is the running configuration", "doctor")
 	if out := s.ok(t, "doctor"); strings.Contains(out, "problem") || strings.Contains(out, "warning") {
 		t.Errorf("a target that is well:\n%s", out)
 	}
@@ -631,7 +631,7 @@ func TestDoctor(t *testing.T) {
 		text, want string
 		code       int
 	}{
-		{strings.Replace(text, `initiators: ["*"]`, `initiators: ["iqn.*"]`, 1), "edited and not applied", cli.ExitOK},
+		{strings.Replace(text, `initiators: ["*"]`, `initiators: ["iqn.*"]`, 1), "edited, but not applied", cli.ExitOK},
 		{"targts: []", "correct the file", cli.ExitError},
 	} {
 		if err := os.WriteFile(s.file, []byte(tc.text), 0o600); err != nil {

@@ -77,7 +77,7 @@ func TestMakeLUN(t *testing.T) {
 		{cli.ExitError, "a target serves it", "--path d.img --from a.img"},
 		{cli.ExitError, "no such file", "--path d.img --from none.img"},
 		{cli.ExitError, "no such file", "--path none/d.img --size 1MiB --preallocate"},
-		{cli.ExitUsage, "wants --size", "--path d.img --preallocate"},
+		{cli.ExitUsage, "requires --size", "--path d.img --preallocate"},
 		{cli.ExitError, "already", "--path d.img --from from.img --id 0"},
 		{cli.ExitUsage, "backend file", "--backend memory --size 1MiB --preallocate"},
 	} {
@@ -191,7 +191,7 @@ func TestMakeLUNInterrupted(t *testing.T) {
 		says   string
 		code   int
 	}{
-		"SIGINT":            {unix.SIGINT, false, "interrupted: nothing stays", cli.ExitError},
+		"SIGINT":            {unix.SIGINT, false, "was not created", cli.ExitError},
 		"SIGKILL":           {unix.SIGKILL, false, "", -1},
 		"SIGKILL of target": {unix.SIGKILL, true, "ended before it answered", cli.ExitUnreachable},
 		"SIGTERM of target": {unix.SIGTERM, true, "the target ends", cli.ExitError},
@@ -242,14 +242,14 @@ func TestMakeLUNNoSpace(t *testing.T) {
 	s := newStation(t)
 	path := filepath.Join(dir, "a")
 	s.says(t, cli.ExitError, "medium is full: 8388608 octets more are wanted, and 4194304 are free", "lun", "create", storeName, "--path", path, "--size", "8MiB", "--preallocate")
-	s.says(t, cli.ExitError, "free space", "lun", "create", storeName, "--path", path, "--size", "8MiB", "--preallocate")
+	s.says(t, cli.ExitError, "Free space", "lun", "create", storeName, "--path", path, "--size", "8MiB", "--preallocate")
 	var st unix.Statfs_t
 	if err := unix.Statfs(dir, &st); err != nil || st.Bfree != st.Blocks || !empty(t, dir) {
 		t.Errorf("error %v, %d of %d blocks are free", err, st.Bfree, st.Blocks)
 	}
 	s.same(t, 1)
 	s.says(t, cli.ExitOK, "add LUN 1", "lun", "create", storeName, "--path", path, "--size", "2MiB", "--preallocate")
-	for _, want := range []string{"nothing was changed: " + path + ": medium is full", "free space"} {
+	for _, want := range []string{"nothing was changed: " + path + ": medium is full", "Free space"} {
 		s.says(t, cli.ExitError, want, "lun", "resize", storeName, "1", "8MiB", "--preallocate")
 	}
 	s.says(t, cli.ExitRefused, "--allow-shrink", "lun", "resize", storeName, "1", "1MiB", "--preallocate")

@@ -16,23 +16,29 @@ import (
 	"github.com/iser-target/iser-target/config"
 )
 
-// partingTime is what a target that was asked to stop has for the rest of the file.
-const partingTime = 10 * time.Second
+// endTime bounds the wait for the rest of the file after a target was asked to stop.
+const endTime = 10 * time.Second
 
-// maxSize is a flag: a size that a capture can be bounded by.
+// A maxSize is the value of --max-size.
 type maxSize config.Size
 
+// String implements pflag.Value.
 func (s *maxSize) String() string { return config.Size(*s).String() }
-func (s *maxSize) Type() string   { return "size" }
+
+// Type implements pflag.Value.
+func (s *maxSize) Type() string { return "size" }
+
+// Set implements pflag.Value.
 func (s *maxSize) Set(v string) error {
 	n, err := config.ParseSize(v)
 	if err == nil && n < capture.MinSize {
-		err = fmt.Errorf("it is less than %v", config.Size(capture.MinSize))
+		err = fmt.Errorf("less than %v", config.Size(capture.MinSize))
 	}
 	*s = maxSize(n)
 	return err
 }
 
+// capture returns the command that records a session.
 func (p *program) capture() *cobra.Command {
 	var (
 		id       uint16
@@ -42,17 +48,19 @@ func (p *program) capture() *cobra.Command {
 		max      = maxSize(64 << 20)
 	)
 	cmd := &cobra.Command{
-		Use: "capture --session TSIH -w FILE", Short: "Record what passes on the connections of a session, for Wireshark", Args: cobra.NoArgs,
-		Long: `Record what passes on the connections of a session, for Wireshark: a pcapng file,
-taken inside the target, so that IPsec is not in the way. It ends when interrupted,
-with the session, or at a limit. "-w -" writes to standard output.
+		Use: "capture --session TSIH -w FILE", Short: "Record the traffic of a session for Wireshark", Args: cobra.NoArgs,
+		Long: `Record the traffic of a session as a pcapng file for Wireshark. The target records
+inside, at its sockets, so the file is readable even if IPsec encrypts the network.
+The capture ends when interrupted, with the session, or at a limit. "-w -" writes to
+standard output.
 
-The file has the data of the LUNs in it, and the beginning of each connection with
-the login, CHAP responses included. docs/cli.md says how tshark reads it.`,
+The file has the data of the LUNs, and the beginning of each connection with the
+login, including CHAP responses. docs/cli.md shows how to read it with tshark.`,
+		Example: "  iser-target capture --session 1 -w one.pcapng --duration 30s",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			switch {
 			case id == 0:
-				return usage(cmd, "--session is required: a TSIH, as session list shows it")
+				return usage(cmd, "--session is required: a TSIH of session list")
 			case name == "":
 				return usage(cmd, "-w is required: a file, or - for standard output")
 			case duration < 0:
@@ -62,11 +70,11 @@ the login, CHAP responses included. docs/cli.md says how tshark reads it.`,
 		},
 	}
 	f := cmd.Flags()
-	f.Uint16Var(&id, "session", 0, "its number, as session list shows it (TSIH)")
-	f.StringVarP(&name, "write", "w", "", "the file, which must not be there; - is standard output")
-	f.BoolVar(&force, "force", false, "replace a file that is there")
+	f.Uint16Var(&id, "session", 0, "TSIH of the session, as session list shows it")
+	f.StringVarP(&name, "write", "w", "", "file to create, or - for standard output")
+	f.BoolVar(&force, "force", false, "replace an existing file")
 	f.Var(&max, "max-size", "end when the file has this size")
-	f.DurationVar(&duration, "duration", 0, "end after this time (default: with the session)")
+	f.DurationVar(&duration, "duration", 0, "end after this time (default: when the session ends)")
 	cmd.MarkFlagFilename("write", "pcapng")
 	cmd.RegisterFlagCompletionFunc("session", func(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
 		return p.ask(cmd, sessions)
@@ -74,7 +82,7 @@ the login, CHAP responses included. docs/cli.md says how tshark reads it.`,
 	return cmd
 }
 
-// sessions completes TSIHs.
+// sessions completes the TSIHs of sessions.
 func sessions(ctx context.Context, c *client.Client) (list []string) {
 	found, _ := c.Sessions(ctx)
 	for _, s := range found {
@@ -83,19 +91,19 @@ func sessions(ctx context.Context, c *client.Client) (list []string) {
 	return list
 }
 
-// record writes a capture to the file of that name, and says what became of it.
+// record writes a capture to the file name, and prints the result.
 func (p *program) record(cmd *cobra.Command, id uint16, max int64, duration time.Duration, name string, force bool) error {
 	if fi, err := os.Lstat(name); err == nil && name != "-" {
 		switch {
-		case !fi.Mode().IsRegular(): // a device would be gone for all
-			return fmt.Errorf("%s is there already, and no regular file: give another name, or - for standard output", name)
+		case !fi.Mode().IsRegular(): // --force must not remove a device
+			return fmt.Errorf("%s exists and is not a regular file: give another name, or - for standard output", name)
 		case !force:
-			return &schema.Error{Code: schema.Refused, Message: "refused: " + name + " is there already, and would be replaced", Needs: []string{"force"}}
+			return &schema.Error{Code: schema.Refused, Message: "refused: " + name + " exists. Nothing was changed", Needs: []string{"force"}, Hint: "use --force to replace it"}
 		}
 	}
 	w := cmd.OutOrStdout()
 	if name == "-" && isTerminal(w) {
-		return usage(cmd, "-w -: standard output is a terminal, which cannot do with a pcapng file")
+		return usage(cmd, "-w -: standard output is a terminal, and a pcapng file is binary")
 	}
 	c, err := p.client(cmd)
 	if err != nil {
@@ -126,26 +134,26 @@ func (p *program) record(cmd *cobra.Command, id uint16, max int64, duration time
 	errOut := cmd.ErrOrStderr()
 	fmt.Fprintf(errOut, "capturing session %d; interrupt to end\n", id)
 	defer context.AfterFunc(cmd.Context(), func() {
-		// The target ends the file properly, and says what is in it.
-		parting, done := context.WithTimeout(ctx, partingTime)
+		// The target completes the file and reports what it has.
+		ctx, done := context.WithTimeout(ctx, endTime)
 		defer done()
-		if c.StopCapture(parting, id) != nil {
+		if c.StopCapture(ctx, id) != nil {
 			cancel()
 		}
-		time.AfterFunc(partingTime, cancel)
+		time.AfterFunc(endTime, cancel)
 	})()
 	sum, err := k.Copy(w)
 	if file, ok := w.(*os.File); ok && name != "-" {
-		if err != nil { // what is full has taken a part of a packet
+		if err != nil { // a full disk may have a part of a packet
 			err = errors.Join(err, file.Truncate(sum.Size))
 		}
 		err = errors.Join(err, file.Close())
 	}
 	if err != nil {
-		fmt.Fprintf(errOut, "session %d: the file has %d octets, and is whole as far as it goes\n", id, sum.Size)
+		fmt.Fprintf(errOut, "session %d: the file is incomplete, but its %d bytes are valid\n", id, sum.Size)
 		return err
 	}
-	fmt.Fprintf(errOut, "session %d: %d packets with %d octets, %d octets lost; the file has %d octets; ended: %s\n",
-		id, sum.Packets, sum.Octets, sum.Lost, sum.Size, sum.Reason)
+	fmt.Fprintf(errOut, "session %d: %s with %s, %s lost; the file has %s; ended: %s\n",
+		id, count(sum.Packets, "packet"), count(sum.Octets, "byte"), count(sum.Lost, "byte"), count(sum.Size, "byte"), sum.Reason)
 	return nil
 }

@@ -1,5 +1,5 @@
-// Package cli is the commands by which people and scripts manage a running target.
-// docs/cli.md describes them; they ask by package api.
+// Package cli has the commands that manage a running target, for people and scripts.
+// docs/cli.md describes them. They use the control API by package client.
 package cli
 
 import (
@@ -22,7 +22,7 @@ import (
 	"github.com/iser-target/iser-target/config"
 )
 
-// What the program exits with.
+// Exit codes of the program.
 const (
 	ExitOK          = 0
 	ExitError       = 1
@@ -33,16 +33,16 @@ const (
 )
 
 const exitCodes = `Exit codes:
-  0  done
-  1  error; nothing has changed unless the message says so
+  0  success
+  1  error; nothing was changed unless the message says so
   2  usage: the command line is wrong
-  3  refused: it would do harm; the message names the flag that allows it
-     (--disrupt, --drain, --now, --allow-shrink, --force)
-  4  not found: what the command is about
-  5  no target answers where one should, or it does not let the command in
+  3  refused: the command would disturb sessions or lose data; the message names
+     the flag that allows it (--disrupt, --drain, --now, --allow-shrink, --force)
+  4  not found: the target, LUN, portal or session does not exist
+  5  unreachable: no target answers, or it refuses the client
 `
 
-// A usageError is a command line that is wrong.
+// A usageError is the error of a wrong command line.
 type usageError struct {
 	cmd *cobra.Command
 	err error
@@ -51,11 +51,12 @@ type usageError struct {
 func (e *usageError) Error() string { return e.err.Error() }
 func (e *usageError) Unwrap() error { return e.err }
 
+// usage returns a usageError of cmd.
 func usage(cmd *cobra.Command, format string, a ...any) error {
 	return &usageError{cmd, fmt.Errorf(format, a...)}
 }
 
-// Report tells w what err is and what to do next, and returns the exit code.
+// Report writes err and a hint what to do next to w, and returns the exit code.
 func Report(w io.Writer, err error) int {
 	if err == nil {
 		return ExitOK
@@ -67,16 +68,16 @@ func Report(w io.Writer, err error) int {
 	)
 	switch {
 	case errors.As(err, &u):
-		fmt.Fprintf(w, "see %s --help\n", u.cmd.CommandPath())
+		fmt.Fprintf(w, "See %s --help.\n", u.cmd.CommandPath())
 		return ExitUsage
 	case strings.HasPrefix(err.Error(), "unknown command"): // of cobra, which has no type for it
-		fmt.Fprintln(w, "see iser-target --help")
+		fmt.Fprintln(w, "See iser-target --help.")
 		return ExitUsage
 	case !errors.As(err, &e):
 		return ExitError
 	}
 	if hint := hintOf(e); hint != "" {
-		fmt.Fprintln(w, hint)
+		fmt.Fprintln(w, sentence(hint))
 	}
 	switch e.Code {
 	case schema.Refused:
@@ -89,39 +90,49 @@ func Report(w io.Writer, err error) int {
 	return ExitError
 }
 
-// hintOf says what to do next, in terms of the command line.
+// hintOf returns what to do next, in terms of the command line.
 func hintOf(e *schema.Error) string {
-	switch e.Code {
-	case schema.Refused:
-		var flags []string
-		for _, n := range e.Needs {
-			flags = append(flags, "--"+strings.ReplaceAll(n, "_", "-"))
-		}
-		hint := "if that is meant, add " + strings.Join(flags, " ")
-		if e.Plan == nil {
-			return hint
-		}
-		if slices.Contains(e.Needs, "disrupt") {
-			hint += "; --drain TIME or --now say how long what is removed has to end, and imply --disrupt"
-		}
-		return "see more with --dry-run; " + hint
-	case schema.NotFound:
-		return "see iser-target target list, lun list, portal list, session list or reservation show for what there is"
-	case schema.Invalid:
-		if strings.HasPrefix(e.Message, "query: ") { // of a flag
-			return "nothing has changed"
-		}
-		return "nothing has changed; see docs/config.md for all keys"
-	case schema.Edited:
-		return "see iser-target config plan for what was edited, and then iser-target config apply"
+	switch {
+	case e.Code == schema.Refused && e.Plan != nil:
+		return hintOfRefusal(e.Plan.Needs())
+	case e.Code == schema.NotFound:
+		return "see iser-target target list, lun list, portal list, session list or reservation show"
+	case e.Code == schema.Invalid && strings.HasPrefix(e.Message, "query: "): // the value of a flag
+		return "nothing was changed"
+	case e.Code == schema.Invalid:
+		return "nothing was changed; docs/config.md describes all keys"
+	case e.Code == schema.Edited:
+		return "see the edit with iser-target config plan, and apply it with iser-target config apply"
 	}
 	return e.Hint
 }
 
-// timeLimit bounds a request: a change may wait for others, and for what is to end.
+// hintOfRefusal returns the flags that allow a refused plan.
+func hintOfRefusal(n schema.Needs) string {
+	var hints []string
+	if n.Disrupt {
+		hints = append(hints, "Use --drain 30s to let I/O finish, or --now to abort it.")
+	}
+	if n.Shrink {
+		hints = append(hints, "Use --allow-shrink if the data beyond the new end may be lost.")
+	}
+	return strings.Join(append(hints, "--dry-run shows the plan."), " ")
+}
+
+// sentence returns a hint with a capital letter, unless it begins with a name, and a full
+// stop.
+func sentence(hint string) string {
+	first, _, _ := strings.Cut(hint, " ")
+	if !strings.ContainsFunc(first, func(r rune) bool { return r < 'a' || r > 'z' }) {
+		hint = strings.ToUpper(hint[:1]) + hint[1:]
+	}
+	return strings.TrimSuffix(hint, ".") + "."
+}
+
+// timeLimit bounds a request. A change may wait for other changes and for commands to end.
 const timeLimit = 2 * time.Minute
 
-// A program is what the commands have in common.
+// A program has the flags that all commands share.
 type program struct {
 	socket  string
 	address string
@@ -129,7 +140,7 @@ type program struct {
 	output  string
 }
 
-// AddTo adds the commands to root, and has it tell wrong command lines from errors.
+// AddTo adds the commands to root. Report tells their wrong command lines from errors.
 func AddTo(root *cobra.Command) {
 	p := &program{}
 	for _, c := range []*cobra.Command{
@@ -139,55 +150,48 @@ func AddTo(root *cobra.Command) {
 		root.AddCommand(c)
 	}
 	root.AddCommand(&cobra.Command{
-		Use: "exit-codes", Short: "What the program exits with", Long: exitCodes, Args: cobra.NoArgs,
+		Use: "exit-codes", Short: "List the exit codes", Long: exitCodes, Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			_, err := fmt.Fprint(cmd.OutOrStdout(), exitCodes)
 			return err
 		},
 	}, docs())
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error { return &usageError{cmd, flagError(err)} })
-	root.InitDefaultCompletionCmd() // which would answer what it does not know with its help, to be sourced
+	root.InitDefaultCompletionCmd() // it would answer an unknown shell with its help, on standard output
 	if c, _, err := root.Find([]string{"completion"}); err == nil {
-		c.RunE = wantsCommand
+		c.RunE = requireCommand
 	}
 	typeArgs(root)
 }
 
-func orNone(s string) string {
-	if s == "" {
-		return "none"
-	}
-	return s
-}
-
-// flagError is err of a flag without what only Go programmers know.
+// flagError returns an error of a flag without the terms of Go.
 func flagError(err error) error {
 	var number *strconv.NumError
 	if !errors.As(err, &number) {
 		return err
 	}
-	what := "is no whole number"
+	what := "is not a whole number"
 	if errors.Is(number, strconv.ErrRange) {
 		what = "is out of range"
 	}
 	return errors.New(strings.TrimSuffix(err.Error(), number.Error()) + what)
 }
 
-// typeArgs makes usageErrors of what is wrong with arguments. Those of a command that has
-// no others tell how it is used.
+// typeArgs turns the errors of wrong arguments into usageErrors, for cmd and all commands
+// below it. They have the usage line.
 func typeArgs(cmd *cobra.Command) {
 	if check := cmd.Args; check != nil {
 		cmd.Args = func(cmd *cobra.Command, args []string) error {
 			switch err := check(cmd, args); {
 			case err == nil:
-				if i := slices.Index(args, ""); i >= 0 { // of a script with a variable that is not set
+				if i := slices.Index(args, ""); i >= 0 { // a script may use a variable that is not set
 					return usage(cmd, "argument %d is empty", i+1)
 				}
 				return nil
 			case cmd.HasSubCommands():
 				return &usageError{cmd, err}
 			default:
-				return usage(cmd, "wrong number of arguments, %d: use it as %s", len(args), cmd.UseLine())
+				return usage(cmd, "wrong number of arguments, %d: usage: %s", len(args), cmd.UseLine())
 			}
 		}
 	}
@@ -196,22 +200,22 @@ func typeArgs(cmd *cobra.Command) {
 	}
 }
 
-// group is a command that has others.
+// group returns a command that only has subcommands.
 func group(use, short string, commands ...*cobra.Command) *cobra.Command {
-	g := &cobra.Command{Use: use, Short: short, Args: cobra.NoArgs, RunE: wantsCommand}
+	g := &cobra.Command{Use: use, Short: short, Args: cobra.NoArgs, RunE: requireCommand}
 	g.AddCommand(commands...)
 	return g
 }
 
-func wantsCommand(cmd *cobra.Command, _ []string) error {
-	return usage(cmd, "%s wants a command", cmd.CommandPath())
+func requireCommand(cmd *cobra.Command, _ []string) error {
+	return usage(cmd, "%s requires a command", cmd.CommandPath())
 }
 
-// whereFlags are those that say where the target is.
+// whereFlags adds the flags that locate the target.
 func (p *program) whereFlags(c *cobra.Command) {
 	f := c.PersistentFlags()
-	f.StringVar(&p.socket, "socket", "", "control socket of the target (default: $"+envSocket+", else "+orNone(config.DefaultSocket())+")")
-	f.StringVar(&p.address, "address", "", "host:port of a target on another machine (default: $"+envAddress+")")
+	f.StringVar(&p.socket, "socket", "", "Unix socket of the control API of the target (default: $"+envSocket+", else "+cmp.Or(config.DefaultSocket(), "none")+")")
+	f.StringVar(&p.address, "address", "", "host:port of the control API of a target on another machine (default: $"+envAddress+")")
 	c.MarkPersistentFlagFilename("socket")
 	for _, file := range p.files() {
 		f.StringVar(file.to, file.flag, "", "PEM file with "+file.what+", for --address (default: $"+file.env+")")
@@ -224,7 +228,7 @@ const (
 	envAddress = "ISER_TARGET_CLIENT_ADDRESS"
 )
 
-// A tlsFile is one that --address wants.
+// A tlsFile is a file that --address requires.
 type tlsFile struct {
 	to              *string
 	flag, env, what string
@@ -232,14 +236,14 @@ type tlsFile struct {
 
 func (p *program) files() []tlsFile {
 	return []tlsFile{
-		{&p.tls.Cert, "tls-cert", "ISER_TARGET_CLIENT_TLS_CERT", "a certificate of a client"},
+		{&p.tls.Cert, "tls-cert", "ISER_TARGET_CLIENT_TLS_CERT", "the certificate of the client"},
 		{&p.tls.Key, "tls-key", "ISER_TARGET_CLIENT_TLS_KEY", "its private key"},
-		{&p.tls.CA, "tls-ca", "ISER_TARGET_CLIENT_TLS_CA", "the certificates of those who sign for targets"},
+		{&p.tls.CA, "tls-ca", "ISER_TARGET_CLIENT_TLS_CA", "the certificates that sign those of targets"},
 	}
 }
 
-// client is one of the target that flags name, or else variables. A flag counts more
-// than a variable, and an address more than a socket.
+// client returns a client of the target that the flags name, or else the variables. A flag
+// overrides a variable, and the variable of the address that of the socket.
 func (p *program) client(cmd *cobra.Command) (*client.Client, error) {
 	if p.socket != "" && p.address != "" {
 		return nil, usage(cmd, "--socket and --address exclude each other")
@@ -251,8 +255,8 @@ func (p *program) client(cmd *cobra.Command) (*client.Client, error) {
 	if address == "" {
 		socket := cmp.Or(p.socket, os.Getenv(envSocket), localSocket())
 		if socket == "" {
-			return nil, &schema.Error{Code: schema.Unreached, Message: "where the target is is not known: without XDG_RUNTIME_DIR there is no default",
-				Hint: "say by --socket where it is (control.socket in its configuration)"}
+			return nil, &schema.Error{Code: schema.Unreached, Message: "cannot find the target: neither --socket nor XDG_RUNTIME_DIR is set",
+				Hint: "name its socket with --socket (control.socket in its configuration)"}
 		}
 		return client.New(socket), nil
 	}
@@ -261,13 +265,14 @@ func (p *program) client(cmd *cobra.Command) (*client.Client, error) {
 			*f.to = os.Getenv(f.env)
 		}
 		if *f.to == "" && f.to != &p.tls.CA {
-			return nil, usage(cmd, "a target at an address wants --%s: PEM file with %s", f.flag, f.what)
+			return nil, usage(cmd, "--address requires --%s, a PEM file with %s", f.flag, f.what)
 		}
 	}
 	return client.NewTLS(address, p.tls)
 }
 
-// localSocket is where a target of this user is, or else the one of the service.
+// localSocket returns the default socket of this user, or that of the system service if only
+// that exists.
 func localSocket() string {
 	if s := config.DefaultSocket(); exists(s) || !exists(config.ServiceSocket) {
 		return s
@@ -275,24 +280,25 @@ func localSocket() string {
 	return config.ServiceSocket
 }
 
-// exists tells that there is something at path that this user can see.
+// exists reports whether this user can see a file at path.
 func exists(path string) bool {
 	_, err := os.Lstat(path)
 	return err == nil
 }
 
-// A verb is a command that asks once.
+// A verb is a command that sends one request.
 type verb struct {
-	use, short, long string
-	args             cobra.PositionalArgs
-	complete         cobra.CompletionFunc
-	shrinks          bool // it may make a LUN smaller
-	run              func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) error
+	use, short, long, example string
+	args                      cobra.PositionalArgs
+	complete                  cobra.CompletionFunc
+	shrinks                   bool // it may make a LUN smaller
+	run                       func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) error
 }
 
+// command returns the command of v.
 func (p *program) command(v verb) *cobra.Command {
 	return &cobra.Command{
-		Use: v.use, Short: v.short, Long: v.long, Args: v.args, ValidArgsFunction: v.complete,
+		Use: v.use, Short: v.short, Long: v.long, Example: v.example, Args: v.args, ValidArgsFunction: v.complete,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if err := p.checkOutput(cmd); err != nil {
 				return err
@@ -308,7 +314,7 @@ func (p *program) command(v verb) *cobra.Command {
 	}
 }
 
-// change is a verb that changes something, with its flags.
+// change returns the command of v, whose request is change, with the flags of all changes.
 func (p *program) change(v verb, change func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error)) *cobra.Command {
 	var o schema.Options
 	v.run = func(_ context.Context, cmd *cobra.Command, c *client.Client, args []string) error {
@@ -319,7 +325,7 @@ func (p *program) change(v verb, change func(ctx context.Context, cmd *cobra.Com
 			return usage(cmd, "--drain must be up to 1h, not %v", o.Drain)
 		}
 		do := o
-		// Who says how sessions are to end means that they are to.
+		// A user who says how sessions end agrees that they end.
 		do.Disrupt = o.Disrupt || o.Now || o.Drain > 0
 		ctx, cancel := context.WithTimeout(cmd.Context(), timeLimit+o.Drain)
 		defer cancel()
@@ -331,37 +337,37 @@ func (p *program) change(v verb, change func(ctx context.Context, cmd *cobra.Com
 	}
 	cmd := p.command(v)
 	f := cmd.Flags()
-	f.BoolVar(&o.DryRun, "dry-run", false, "say what would be done, and do nothing")
-	f.BoolVar(&o.Disrupt, "disrupt", false, "disturb sessions where that cannot be helped")
-	f.BoolVar(&o.Now, "now", false, "give what is removed no time to end (implies --disrupt)")
+	f.BoolVar(&o.DryRun, "dry-run", false, "show the plan and change nothing")
+	f.BoolVar(&o.Disrupt, "disrupt", false, "allow the change to end sessions and abort their commands")
+	f.BoolVar(&o.Now, "now", false, "abort the commands of what is removed at once (implies --disrupt)")
 	if v.shrinks {
-		f.BoolVar(&o.AllowShrink, "allow-shrink", false, "let LUNs become smaller: what is behind the new end is lost")
+		f.BoolVar(&o.AllowShrink, "allow-shrink", false, "allow LUNs to become smaller, which loses the data beyond the new end")
 	}
-	f.DurationVar(&o.Drain, "drain", 0, "time that what is removed has to end, after which it is cut off (implies --disrupt; default 10s)")
+	f.DurationVar(&o.Drain, "drain", 0, "let the commands of what is removed finish for up to this time, then abort them (implies --disrupt; default 10s)")
 	p.outputFlag(cmd)
 	return cmd
 }
 
-// absolute is a path for the target, which need not run in the same directory as the
-// command, nor on the same machine.
+// absolute returns path for the target, which may run in another directory or on another
+// machine than the command.
 func absolute(cmd *cobra.Command, c *client.Client, path string) (string, error) {
 	if c.Remote() && !filepath.IsAbs(path) {
-		return "", usage(cmd, "%s: the target may be on another machine: give the whole path there", path)
+		return "", usage(cmd, "%s: the target may be on another machine: give an absolute path", path)
 	}
 	return filepath.Abs(path)
 }
 
-// lunArgs are a target and the number of a LUN of it.
+// lunArgs returns the target and the number of a LUN from the arguments.
 func lunArgs(cmd *cobra.Command, args []string) (target string, id int, err error) {
 	id, err = strconv.Atoi(args[1])
 	if err != nil || id < 0 {
-		return "", 0, usage(cmd, "LUN %q is no number", args[1])
+		return "", 0, usage(cmd, "LUN %q is not a number", args[1])
 	}
 	return args[0], id, nil
 }
 
-// names completes the first argument by names of targets, and the second by what second
-// offers.
+// names completes the first argument with the names of targets, and the second with the
+// results of second, unless it is nil.
 func (p *program) names(second func(ctx context.Context, c *client.Client, target string) []string) cobra.CompletionFunc {
 	return func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
 		return p.ask(cmd, func(ctx context.Context, c *client.Client) (list []string) {
@@ -379,9 +385,10 @@ func (p *program) names(second func(ctx context.Context, c *client.Client, targe
 	}
 }
 
-// completeTime is how long a shell waits for a target that does not answer.
+// completeTime bounds the time that a shell waits for a target that does not answer.
 const completeTime = 2 * time.Second
 
+// ask returns the completions that list gets from the target, or none.
 func (p *program) ask(cmd *cobra.Command, list func(context.Context, *client.Client) []string) ([]string, cobra.ShellCompDirective) {
 	ctx, cancel := context.WithTimeout(context.Background(), completeTime)
 	defer cancel()
@@ -392,7 +399,7 @@ func (p *program) ask(cmd *cobra.Command, list func(context.Context, *client.Cli
 	return list(ctx, c), cobra.ShellCompDirectiveNoFileComp
 }
 
-// luns completes numbers of LUNs.
+// luns completes the numbers of LUNs.
 func luns(ctx context.Context, c *client.Client, target string) (list []string) {
 	found, _ := c.LUNs(ctx, target)
 	for _, l := range found {

@@ -18,16 +18,18 @@ import (
 	"github.com/iser-target/iser-target/config"
 )
 
+// yamlFiles completes the names of YAML files.
 func yamlFiles(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
 	return []string{"yaml", "yml"}, cobra.ShellCompDirectiveFilterFileExt
 }
 
+// config returns the commands about the configuration.
 func (p *program) config() *cobra.Command {
 	validate := &cobra.Command{
 		Use:   "validate FILE",
-		Short: "Check a configuration file and say all that is wrong with it",
-		Long: "Check a configuration file and say all that is wrong with it. No target has to run. - is the input.\n" +
-			"Warnings, of what is allowed and may not be meant, are on standard error.",
+		Short: "Check a configuration file and list all errors",
+		Long: "Check a configuration file and list all errors. No target needs to run. - reads\n" +
+			"standard input. Warnings about settings that are allowed, but unusual, go to\nstandard error.",
 		Args: cobra.ExactArgs(1), ValidArgsFunction: yamlFiles,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			source, cfg, err := load(cmd, args[0])
@@ -47,8 +49,8 @@ func (p *program) config() *cobra.Command {
 			return err
 		},
 	}
-	plan := p.list(verb{use: "plan [FILE]", short: "Say what applying a file would do, and whom it would disturb", args: cobra.MaximumNArgs(1), complete: yamlFiles,
-		long: "Say what applying a file would do, and which sessions and LUNs it would disturb.\nWithout FILE it is the one that the target was started with. - is the input.",
+	plan := p.list(verb{use: "plan [FILE]", short: "Show what applying a file would change, and which sessions that disturbs", args: cobra.MaximumNArgs(1), complete: yamlFiles,
+		long: "Show what applying a file would change, and which sessions and LUNs that disturbs.\nWithout FILE, plan uses the file that the target was started with. - reads standard\ninput.",
 		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) error {
 			source, b, err := readDocument(ctx, cmd, c, args)
 			if err != nil {
@@ -60,11 +62,11 @@ func (p *program) config() *cobra.Command {
 			}
 			return p.print(cmd.OutOrStdout(), plan, func(t *table) { planTable(t, plan, true) })
 		}})
-	apply := p.change(verb{use: "apply [FILE]", short: "Make a file the configuration that runs", args: cobra.MaximumNArgs(1), complete: yamlFiles, shrinks: true,
-		long: `Make a file the configuration that runs: what differs is done, and what does not
-stays as it is. Its text becomes that of the file that the target was started
-with, of which earlier versions are kept beside it. Without FILE it is that file
-itself, after it was edited. - is the input.`},
+	apply := p.change(verb{use: "apply [FILE]", short: "Make a file the running configuration", args: cobra.MaximumNArgs(1), complete: yamlFiles, shrinks: true,
+		long: `Make a file the running configuration. The target changes only what differs. It
+writes the text to the file that it was started with, and keeps earlier versions
+next to it. Without FILE, apply uses that file itself, after you edited it. - reads
+standard input.`},
 		func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			source, b, err := readDocument(ctx, cmd, c, args)
 			if err != nil {
@@ -75,7 +77,7 @@ itself, after it was edited. - is the input.`},
 			}
 			return c.Apply(ctx, source, b, o)
 		})
-	export := p.command(verb{use: "export", short: "Write the configuration that runs, secrets included", args: cobra.NoArgs,
+	export := p.command(verb{use: "export", short: "Print the running configuration, secrets included", args: cobra.NoArgs,
 		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
 			b, err := c.Export(ctx)
 			if err != nil {
@@ -84,19 +86,20 @@ itself, after it was edited. - is the input.`},
 			_, err = cmd.OutOrStdout().Write(b)
 			return err
 		}})
-	return group("config", "Configuration files, and the configuration that runs", validate, plan, apply, export)
+	return group("config", "Check, plan, apply and export the configuration", validate, plan, apply, export)
 }
 
-// maxInput is the most that is read of a configuration, in octets; the target takes no
-// more, and says so.
+// maxInput bounds the bytes that are read of a configuration. It is more than the target
+// takes, so that the target reports a larger one.
 const maxInput = config.MaxFile + 1
 
+// readInput returns a document from standard input.
 func readInput(cmd *cobra.Command) (source string, b []byte, err error) {
 	b, err = io.ReadAll(io.LimitReader(cmd.InOrStdin(), maxInput))
 	return "input", b, err
 }
 
-// load is the configuration in a file, and what to call it.
+// load returns the configuration in a file, and its name for messages.
 func load(cmd *cobra.Command, path string) (source string, cfg *config.Config, err error) {
 	if path != "-" {
 		cfg, err = config.Load(path)
@@ -114,7 +117,7 @@ func load(cmd *cobra.Command, path string) (source string, cfg *config.Config, e
 	return source, cfg, err
 }
 
-// readDocument is the document that a command line names, and what to call it.
+// readDocument returns the document that the arguments name, and its name for messages.
 func readDocument(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) (source string, b []byte, err error) {
 	if len(args) == 1 && args[0] == "-" {
 		return readInput(cmd)
@@ -123,28 +126,29 @@ func readDocument(ctx context.Context, cmd *cobra.Command, c *client.Client, arg
 	if len(args) == 1 {
 		path = args[0]
 	} else if c.Remote() {
-		return "", nil, usage(cmd, "the target may be on another machine: name a FILE that is here")
+		return "", nil, usage(cmd, "the target may be on another machine: name a FILE on this one")
 	} else {
 		st, err := c.State(ctx)
 		if err != nil {
 			return "", nil, err
 		}
 		if path = st.Config; path == "" {
-			return "", nil, usage(cmd, "the target was started without a file: name one")
+			return "", nil, usage(cmd, "the target was started without a configuration file: name a FILE")
 		}
 	}
 	b, err = config.ReadFile(path)
 	return path, b, err
 }
 
+// events returns the command that shows events.
 func (p *program) events() *cobra.Command {
 	var (
 		follow bool
 		since  uint64
 	)
 	cmd := &cobra.Command{
-		Use: "events [--follow]", Short: "Show what has happened: logins, refusals, changes", Args: cobra.NoArgs,
-		Long: "Show what has happened: logins and refusals with their reasons, changes, path\nerrors. The target remembers the last 1024 of each kind. -o json writes one object\non each line.",
+		Use: "events [--follow]", Short: "Show events: logins, refusals, changes, path errors", Args: cobra.NoArgs,
+		Long: "Show events: logins and refusals with their reasons, changes, path errors. The\ntarget stores the last 1024 of each kind. -o json writes one object on each line.",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := p.checkOutput(cmd); err != nil {
 				return err
@@ -156,20 +160,21 @@ func (p *program) events() *cobra.Command {
 			}
 			err = c.Events(cmd.Context(), since, follow, func(e schema.Event) error { return p.event(w, e) })
 			if cmd.Context().Err() != nil {
-				return nil // it was interrupted, which is how following ends
+				return nil // interrupted, as intended
 			}
 			if err == nil && follow {
-				err = &schema.Error{Code: schema.Unreached, Message: "the target has ended", Hint: "start it, and follow again"}
+				err = &schema.Error{Code: schema.Unreached, Message: "the target ended", Hint: "start the target, and repeat the command"}
 			}
 			return err
 		},
 	}
-	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "go on with what happens, until interrupted")
+	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "continue with new events until interrupted")
 	cmd.Flags().Uint64Var(&since, "since", 0, "only events with higher numbers")
 	p.outputFlag(cmd)
 	return cmd
 }
 
+// event writes e in the format of -o.
 func (p *program) event(w io.Writer, e schema.Event) error {
 	switch p.output {
 	case "json":
@@ -184,12 +189,12 @@ func (p *program) event(w io.Writer, e schema.Event) error {
 	return err
 }
 
-// eventLine is an event for people. What an attribute says nothing with is left out.
+// eventLine returns an event as one line, without empty attributes.
 func eventLine(e *schema.Event) string {
 	var attrs []string
 	for k, v := range e.Attrs {
 		text := fmt.Sprint(v)
-		if n, ok := v.(float64); ok { // as all numbers of JSON: not with an exponent
+		if n, ok := v.(float64); ok { // JSON numbers are float64; avoid exponents
 			text = strconv.FormatFloat(n, 'f', -1, 64)
 		}
 		if text == "" {
@@ -204,13 +209,15 @@ func eventLine(e *schema.Event) string {
 	return printable(strings.TrimSpace(fmt.Sprintf("%d %s %s %s: %s %s", e.Number, e.Time.Local().Format(time.DateTime), e.Level, e.Event, e.Text, strings.Join(attrs, " "))))
 }
 
-// errNotAdmitted ends explain when the answer is no.
+// errNotAdmitted is the error of explain if the login would be refused.
 var errNotAdmitted = errors.New("the login would be refused")
 
+// explain returns the command that explains the outcome of a login.
 func (p *program) explain() *cobra.Command {
 	var initiator, target, portal string
-	cmd := p.list(verb{use: "explain --initiator IQN --target IQN [--portal ADDRESS]", short: "Say whether a login would be let in, and why", args: cobra.NoArgs,
-		long: "Say whether a login would be let in, why, and what it would find. It exits with 1\nif it would not be.",
+	cmd := p.list(verb{use: "explain --initiator IQN --target IQN [--portal ADDRESS]", short: "Explain whether a login would be accepted, and why", args: cobra.NoArgs,
+		long:    "Explain whether a login would be accepted, why, and which LUNs it would see. explain\nexits with 1 if the login would be refused.",
+		example: "  iser-target explain --initiator iqn.1993-08.org.debian:01:host --target iqn.2026-11.io.example:store",
 		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
 			if initiator == "" || target == "" {
 				return usage(cmd, "--initiator and --target are required")
@@ -230,22 +237,23 @@ func (p *program) explain() *cobra.Command {
 	f := cmd.Flags()
 	f.StringVar(&initiator, "initiator", "", "iSCSI name of the initiator")
 	f.StringVar(&target, "target", "", "iSCSI name of the target")
-	f.StringVar(&portal, "portal", "", "portal that the login comes by (default: the first that leads to the target)")
+	f.StringVar(&portal, "portal", "", "portal of the login (default: the first that serves the target)")
 	cmd.RegisterFlagCompletionFunc("target", func(cmd *cobra.Command, _ []string, to string) ([]string, cobra.ShellCompDirective) {
 		return p.names(nil)(cmd, nil, to)
 	})
 	return cmd
 }
 
-// remedies are what helps an initiator against a rule that keeps it out.
+// remedies has the hints for the rules that can refuse an initiator.
 var remedies = map[string]string{
-	"target":         "iser-target target list has those that are served",
-	"portal":         "iser-target portal list has those that are served",
-	"portal group":   "iser-target portal list has the portals and their groups; portal_groups of the target says which lead to it",
-	"initiators":     "iser-target initiator allow TARGET INITIATOR lets it in",
-	"authentication": "auth.users of the target says who may be which initiator",
+	"target":         "see iser-target target list",
+	"portal":         "see iser-target portal list",
+	"portal group":   "see iser-target portal list for the groups of portals, and portal_groups of the target",
+	"initiators":     "allow it with iser-target initiator allow TARGET INITIATOR",
+	"authentication": "check auth.users of the target",
 }
 
+// explanationTable writes e with a hint for each rule that refuses the initiator.
 func explanationTable(t *table, e *schema.Explanation, initiator, target string) {
 	answer := "admitted"
 	if !e.Admitted {

@@ -8,7 +8,8 @@ import (
 	"github.com/spf13/cobra/doc"
 )
 
-// docs writes what packages install beside the program; people have no use for it.
+// docs returns the hidden command that writes the files which packages install besides the
+// program.
 func docs() *cobra.Command {
 	return &cobra.Command{
 		Use: "docs DIR", Short: "Write man pages and shell completions below a directory", Hidden: true, Args: cobra.ExactArgs(1),
@@ -16,8 +17,8 @@ func docs() *cobra.Command {
 	}
 }
 
-// writeDocs writes DIR/man/*.1, with the date of SOURCE_DATE_EPOCH if that is set, and
-// DIR/completions, with the names that the shells look for.
+// writeDocs writes man pages to dir/man, dated by SOURCE_DATE_EPOCH if that is set, and
+// completions to dir/completions, under the names that the shells expect.
 func writeDocs(root *cobra.Command, dir string) error {
 	man, completions := filepath.Join(dir, "man"), filepath.Join(dir, "completions")
 	for _, d := range []string{man, completions} {

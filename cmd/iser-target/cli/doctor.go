@@ -16,12 +16,12 @@ import (
 	"github.com/iser-target/iser-target/config"
 )
 
-// A Finding is what doctor has looked at.
+// A Finding is the result of one check of doctor.
 type Finding struct {
 	Severity string `json:"severity"` // ok, warning or problem
 	About    string `json:"about"`
 	Text     string `json:"text"`
-	Hint     string `json:"hint,omitempty"` // what to do
+	Hint     string `json:"hint,omitempty"` // what to do next
 }
 
 const (
@@ -30,15 +30,16 @@ const (
 	problem = "problem"
 )
 
-// errUnwell ends doctor when there are problems.
-var errUnwell = errors.New("there are problems")
+// errUnwell is the error of doctor if it finds problems.
+var errUnwell = errors.New("doctor found problems")
 
+// doctor returns the command that checks a running target.
 func (p *program) doctor() *cobra.Command {
-	return p.list(verb{use: "doctor", short: "Look for what is wrong with a running target, and say what to do", args: cobra.NoArgs,
-		long: `Look for what is wrong with a running target: its configuration file, LUNs that
-are not ready, targets that nobody can reach, disks that will be full, logins that
-were refused. It changes nothing, and exits with 1 if there are problems; warnings
-are none. Disks are looked at where it runs, which should be where the target does.`,
+	return p.list(verb{use: "doctor", short: "Check a running target for problems, and suggest remedies", args: cobra.NoArgs,
+		long: `Check a running target for problems: its configuration file, LUNs that are not
+ready, targets without a portal, disks that may fill up, and refused logins. doctor
+changes nothing. It exits with 1 if it finds a problem; warnings do not count. Run it
+on the machine of the target, because it checks the disks of its own machine.`,
 		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
 			st, err := c.State(ctx)
 			if err != nil {
@@ -59,7 +60,7 @@ are none. Disks are looked at where it runs, which should be where the target do
 			list = append(list, refused...)
 			if err := p.print(cmd.OutOrStdout(), list, func(t *table) {
 				for _, f := range list {
-					first, more, _ := strings.Cut(f.Text, "\n") // a file may have many errors
+					first, more, _ := strings.Cut(f.Text, "\n") // a file may have several errors
 					t.row(f.Severity, f.About, first)
 					for l := range strings.Lines(more) {
 						t.below(strings.TrimSpace(l))
@@ -80,57 +81,57 @@ are none. Disks are looked at where it runs, which should be where the target do
 		}})
 }
 
-// checkFile compares the file with what runs.
+// checkFile compares the configuration file with the running configuration.
 func checkFile(ctx context.Context, c *client.Client, st *schema.State) []Finding {
 	const about = "configuration"
 	if st.Config == "" {
-		return []Finding{{warning, about, "there is no file: changes last as long as the process", "start it with --config"}}
+		return []Finding{{warning, about, "no configuration file: changes are lost when the target stops", "start the target with --config"}}
 	}
 	var list []Finding
 	for _, text := range st.Pending {
-		list = append(list, Finding{warning, about, text + " waits for a restart", "restart the target when that is convenient"})
+		list = append(list, Finding{warning, about, text + " takes effect at the next start", "restart the target when convenient"})
 	}
 	if c.Remote() {
 		return append(list, elsewhere(about))
 	}
 	b, err := config.ReadFile(st.Config)
 	if err != nil {
-		return append(list, Finding{problem, about, err.Error(), "the target could not be started again; iser-target config export has the configuration"})
+		return append(list, Finding{problem, about, err.Error(), "the target cannot start again with it; iser-target config export prints the running configuration"})
 	}
 	plan, err := c.Plan(ctx, st.Config, b)
 	switch {
 	case err != nil:
-		list = append(list, Finding{problem, about, err.Error(), "correct the file: the target could not be started again"})
+		list = append(list, Finding{problem, about, err.Error(), "correct the file; the target cannot start again with it"})
 	case len(plan.Steps) > len(st.Pending):
-		list = append(list, Finding{warning, about, st.Config + " was edited and not applied", "iser-target config plan, and then config apply"})
+		list = append(list, Finding{warning, about, st.Config + " was edited, but not applied", "see the edit with iser-target config plan, and apply it with iser-target config apply"})
 	default:
-		list = append(list, Finding{fine, about, st.Config + " is what runs", ""})
+		list = append(list, Finding{fine, about, st.Config + " is the running configuration", ""})
 	}
 	return list
 }
 
-// elsewhere is what cannot be looked at from here.
+// elsewhere returns the warning for a check that requires the machine of the target.
 func elsewhere(about string) Finding {
-	return Finding{warning, about, "not looked at: the target may be on another machine", "run doctor there"}
+	return Finding{warning, about, "not checked: the target may be on another machine", "run doctor there"}
 }
 
-// checkTargets looks for LUNs that do not work and targets that cannot be used.
+// checkTargets finds LUNs that are not ready and targets that initiators cannot use.
 func checkTargets(st *schema.State) (list []Finding) {
 	if len(st.Targets) == 0 {
-		list = append(list, Finding{warning, "targets", "there are none", "iser-target target create"})
+		list = append(list, Finding{warning, "targets", "no targets", "create one with iser-target target create"})
 	}
 	for _, t := range st.Targets {
 		about := "target " + t.Name
 		before := len(list)
 		if len(t.PortalGroups) == 0 {
-			list = append(list, Finding{problem, about, "no portal leads to it", "see portal_groups of the target and tpgt of the portals"})
+			list = append(list, Finding{problem, about, "no portal serves it", "check portal_groups of the target and tpgt of the portals"})
 		}
 		if len(t.LUNs) == 0 && t.Redirect == "" {
-			list = append(list, Finding{warning, about, "has no LUNs", "iser-target lun create " + t.Name})
+			list = append(list, Finding{warning, about, "has no LUNs", "create one with iser-target lun create " + t.Name})
 		}
 		for _, l := range t.LUNs {
 			if l.State == schema.NotReady {
-				list = append(list, Finding{problem, fmt.Sprintf("LUN %d of %s", l.ID, t.Name), "is not ready: " + l.Reason, "it is tried again; put right what it lacks"})
+				list = append(list, Finding{problem, fmt.Sprintf("LUN %d of %s", l.ID, t.Name), "is not ready: " + l.Reason, "remove the cause; the target retries"})
 			}
 		}
 		if len(list) == before {
@@ -140,13 +141,13 @@ func checkTargets(st *schema.State) (list []Finding) {
 	return list
 }
 
-// A fileUse is what a file, and the file system that it is on, have of room, in octets.
+// A fileUse has the space of a file and of its file system, in bytes.
 type fileUse struct {
 	dev        uint64
 	used, free int64
 }
 
-// useOf looks at a file; tests let it hang.
+// useOf returns the fileUse of a file. Tests replace it.
 var useOf = func(path string) (fileUse, error) {
 	var file unix.Stat_t
 	var fs unix.Statfs_t
@@ -159,18 +160,18 @@ var useOf = func(path string) (fileUse, error) {
 	return fileUse{file.Dev, file.Blocks * 512, int64(fs.Bavail) * fs.Bsize}, nil
 }
 
-// spaceTime is how long all disks together have to answer.
+// spaceTime bounds the checks of all disks together.
 const spaceTime = 3 * time.Second
 
-// checkSpace looks for file systems that cannot take all that LUNs on them may still
-// write, and for such as do not answer.
-func checkSpace(st *schema.State, most time.Duration) (list []Finding) {
+// checkSpace finds file systems that lack the space for their LUNs, and those that do not
+// answer within timeout.
+func checkSpace(st *schema.State, timeout time.Duration) (list []Finding) {
 	type disk struct {
-		free, wanted int64 // octets
+		free, wanted int64 // bytes
 		path         string
 	}
 	disks, order := map[uint64]*disk{}, []*disk{}
-	end := time.Now().Add(most)
+	end := time.Now().Add(timeout)
 	for _, t := range st.Targets {
 		for _, l := range t.LUNs {
 			if l.Backend != "file" || l.ReadOnly {
@@ -186,7 +187,7 @@ func checkSpace(st *schema.State, most time.Duration) (list []Finding) {
 			select {
 			case <-back:
 			case <-time.After(max(time.Until(end), 10*time.Millisecond)):
-				return append(list, Finding{problem, "disk of " + l.Path, fmt.Sprintf("does not answer within %v", most), "see to what it is on: a server that is gone, or a device that is stuck"})
+				return append(list, Finding{problem, "disk of " + l.Path, fmt.Sprintf("does not answer within %v", timeout), "check the server or device that it is on"})
 			}
 			if err != nil {
 				continue
@@ -202,13 +203,13 @@ func checkSpace(st *schema.State, most time.Duration) (list []Finding) {
 	for _, d := range order {
 		if d.wanted > d.free {
 			list = append(list, Finding{warning, "disk of " + d.path,
-				fmt.Sprintf("LUNs on it may write %s more, and %s are free", rounded(d.wanted), rounded(d.free)), "writes fail when it is full: make room, or move LUNs"})
+				fmt.Sprintf("its LUNs may take %s more, but only %s are free", rounded(d.wanted), rounded(d.free)), "free space or move LUNs; writes fail when the disk is full"})
 		}
 	}
 	return list
 }
 
-// rounded is a number of octets for people.
+// rounded returns a number of bytes with a unit.
 func rounded(n int64) string {
 	for _, u := range []struct {
 		name string
@@ -218,17 +219,17 @@ func rounded(n int64) string {
 			return fmt.Sprintf("%.1f %s", float64(n)/float64(int64(1)<<u.bits), u.name)
 		}
 	}
-	return fmt.Sprintf("%d octets", n)
+	return fmt.Sprintf("%d bytes", n)
 }
 
-// maxRefused is how many refused logins are shown.
+// maxRefused bounds the refused logins that doctor shows.
 const maxRefused = 5
 
-// checkLogins finds the last logins that were refused, of those from the same initiator for
-// the same reason one.
+// checkLogins finds the last refused logins. Of those with the same initiator, target and
+// reason it returns the last one.
 func checkLogins(ctx context.Context, c *client.Client) (list []Finding, err error) {
 	type refusal struct{ initiator, target, reason string }
-	var last []refusal // of list
+	var last []refusal // of each Finding in list
 	err = c.Events(ctx, 0, false, func(e schema.Event) error {
 		if e.Event != "login" || e.Attrs["outcome"] != "refused" {
 			return nil
@@ -242,7 +243,7 @@ func checkLogins(ctx context.Context, c *client.Client) (list []Finding, err err
 		hint := ""
 		if i, t := text("initiator"), text("target"); i != "" && t != "" {
 			hint = fmt.Sprintf("iser-target explain --initiator %s --target %s", i, t)
-			if at := text("local"); at != "" { // another portal may lead to the target
+			if at := text("local"); at != "" { // the login may succeed at another portal
 				hint += " --portal " + at
 			}
 		}

@@ -8,8 +8,8 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
-// A disk that does not answer is a problem that is named, and doctor goes on.
-func TestDoctorStuck(t *testing.T) {
+// doctor reports a disk that does not answer, and does not wait for it.
+func TestDoctorReportsAStuckDisk(t *testing.T) {
 	gate, was := make(chan struct{}), useOf
 	back := make(chan struct{})
 	useOf = func(path string) (fileUse, error) {

@@ -15,13 +15,14 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
-// list is a verb that shows something, with -o.
+// list returns the command of v, which shows something, with -o.
 func (p *program) list(v verb) *cobra.Command {
 	cmd := p.command(v)
 	p.outputFlag(cmd)
 	return cmd
 }
 
+// target returns the commands about targets.
 func (p *program) target() *cobra.Command {
 	list := p.list(verb{use: "list", short: "List the targets", args: cobra.NoArgs,
 		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
@@ -38,23 +39,23 @@ func (p *program) target() *cobra.Command {
 		}})
 	var t schema.Target
 	create := p.change(verb{use: "create NAME --initiator PATTERN...", short: "Create a target without LUNs", args: cobra.ExactArgs(1),
-		long: "Create a target without LUNs, for the initiators that match one of the patterns:\nnames in which * stands for any characters and ? for one.", complete: cobra.NoFileCompletions},
+		long: "Create a target without LUNs. Initiators whose names match one of the patterns may\nlog in. In a pattern, * stands for any characters and ? for one character.", complete: cobra.NoFileCompletions},
 		func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			if len(t.Initiators) == 0 {
-				return nil, usage(cmd, "--initiator is required: who may log in; \"*\" is anybody")
+				return nil, usage(cmd, "--initiator is required: a pattern of initiators that may log in, \"*\" for all")
 			}
 			t.Name = args[0]
 			return c.AddTarget(ctx, t, o)
 		})
 	f := create.Flags()
-	f.StringVar(&t.Alias, "alias", "", "name for people")
-	f.StringArrayVar(&t.Initiators, "initiator", nil, "pattern of initiators that may log in; can be given again")
-	f.IntSliceVar(&t.PortalGroups, "portal-group", nil, "tag of a portal group that leads to it; can be given again (default: all)")
-	remove := p.change(verb{use: "delete NAME", short: "Delete a target with its LUNs; files and devices stay", args: cobra.ExactArgs(1), complete: p.names(nil)},
+	f.StringVar(&t.Alias, "alias", "", "a name for display")
+	f.StringArrayVar(&t.Initiators, "initiator", nil, "pattern of initiators that may log in; repeatable")
+	f.IntSliceVar(&t.PortalGroups, "portal-group", nil, "tag of a portal group that serves the target; repeatable (default: all)")
+	remove := p.change(verb{use: "delete NAME", short: "Delete a target with its LUNs; their files and devices stay", args: cobra.ExactArgs(1), complete: p.names(nil)},
 		func(ctx context.Context, _ *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			return c.RemoveTarget(ctx, args[0], o)
 		})
-	return group("target", "Targets of the running daemon", list, create, remove)
+	return group("target", "Manage targets", list, create, remove)
 }
 
 func numbers[T int | uint16](list []T) string {
@@ -65,8 +66,9 @@ func numbers[T int | uint16](list []T) string {
 	return strings.Join(s, ",")
 }
 
+// lun returns the commands about LUNs.
 func (p *program) lun() *cobra.Command {
-	list := p.list(verb{use: "list [TARGET]", short: "List the LUNs of all targets or of one", args: cobra.MaximumNArgs(1), complete: p.names(nil),
+	list := p.list(verb{use: "list [TARGET]", short: "List the LUNs of all targets, or of one", args: cobra.MaximumNArgs(1), complete: p.names(nil),
 		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) error {
 			luns, err := c.LUNs(ctx, strings.Join(args, ""))
 			if err != nil {
@@ -79,7 +81,7 @@ func (p *program) lun() *cobra.Command {
 				}
 			})
 		}})
-	show := p.list(verb{use: "show TARGET LUN", short: "Show all about a LUN", args: cobra.ExactArgs(2), complete: p.names(luns),
+	show := p.list(verb{use: "show TARGET LUN", short: "Show a LUN with its settings, counters and reservation", args: cobra.ExactArgs(2), complete: p.names(luns),
 		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) error {
 			target, id, err := lunArgs(cmd, args)
 			if err != nil {
@@ -91,7 +93,7 @@ func (p *program) lun() *cobra.Command {
 			}
 			return p.print(cmd.OutOrStdout(), l, func(t *table) { lunTable(t, &l) })
 		}})
-	return group("lun", "LUNs of the running daemon", list, show, p.createLUN(), p.deleteLUN(), p.resizeLUN(), p.setLUN())
+	return group("lun", "Manage LUNs", list, show, p.createLUN(), p.deleteLUN(), p.resizeLUN(), p.setLUN())
 }
 
 func access(l *schema.LUNState) string {
@@ -110,9 +112,9 @@ func lunTable(t *table, l *schema.LUNState) {
 	}
 	t.row("backend", l.Backend)
 	t.row("path", l.Path)
-	t.row("size", fmt.Sprintf("%s (%d octets)", size(l.Size), l.Size))
+	t.row("size", fmt.Sprintf("%s (%d bytes)", size(l.Size), l.Size))
 	t.row("block size", l.BlockSize)
-	t.row("NAA", "naa."+l.NAA) // as Linux has it in wwid
+	t.row("NAA", "naa."+l.NAA) // as in wwid of Linux
 	t.row("read only", l.ReadOnly)
 	t.row("write through", l.WriteThrough)
 	t.row("removable", l.Removable)
@@ -131,14 +133,16 @@ func (p *program) createLUN() *cobra.Command {
 		id int
 	)
 	cmd := p.change(verb{use: "create TARGET [--backend BACKEND] [--path PATH] [--size SIZE] [--preallocate] [--from FILE]", short: "Create a LUN", args: cobra.ExactArgs(1), complete: p.names(nil),
-		long: `Create a LUN. Initiators that are logged in hear of it (REPORTED LUNS DATA HAS
-CHANGED). A file that is not there is made, with the size given, and takes space
-as it is written to.
+		long: `Create a LUN. Initiators that are logged in are notified (REPORTED LUNS DATA HAS
+CHANGED). If its file does not exist, the target creates it with the given size. The
+file takes space as data is written.
 
-With --preallocate it has all its space from the beginning; with --from it is a copy
-of a file or block device, which shares blocks with it where the file system can, and
---size may be left out. Both make a file that must not be there before, and show how
-far they have come. Nothing stays of it when they are interrupted.`},
+--preallocate creates the file with all its space. --from creates it as a copy of a
+file or block device, which shares blocks with it if the file system supports that;
+--size may be left out. Both require that the file does not exist, and show their
+progress. If interrupted, they leave nothing behind.`,
+		example: `  iser-target lun create iqn.2026-11.io.example:store --path /srv/one.img --size 10GiB
+  iser-target lun create iqn.2026-11.io.example:store --backend block --path /dev/sdb`},
 		func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			if cmd.Flags().Changed("id") {
 				l.ID = &id
@@ -154,10 +158,10 @@ far they have come. Nothing stays of it when they are interrupted.`},
 				return c.AddLUN(ctx, args[0], l, o)
 			}
 			if l.Backend != "file" {
-				return nil, usage(cmd, "--preallocate and --from are for the backend file, not for %s", l.Backend)
+				return nil, usage(cmd, "--preallocate and --from require the backend file, not %s", l.Backend)
 			}
 			if l.From == "" && l.Size == "" {
-				return nil, usage(cmd, "--preallocate wants --size: how much space the file is to have")
+				return nil, usage(cmd, "--preallocate requires --size, the space of the file")
 			}
 			if l.From != "" {
 				from, err := absolute(cmd, c, l.From)
@@ -168,29 +172,29 @@ far they have come. Nothing stays of it when they are interrupted.`},
 			}
 			bar := newBar(cmd.ErrOrStderr())
 			defer bar.end()
-			plan, err := c.MakeLUN(cmd.Context(), args[0], l, o, bar.show) // however long it takes
+			plan, err := c.MakeLUN(cmd.Context(), args[0], l, o, bar.show) // without timeLimit
 			if err != nil && cmd.Context().Err() != nil {
-				err = &schema.Error{Code: schema.Failed, Message: "interrupted: nothing stays of " + l.Path + ", unless it was just complete",
+				err = &schema.Error{Code: schema.Failed, Message: "interrupted: " + l.Path + " was not created, unless it was complete just before",
 					Hint: "see iser-target lun list"}
 			}
 			return plan, err
 		})
 	f := cmd.Flags()
-	f.IntVar(&id, "id", 0, "its number (default: the first that is free)")
-	f.StringVar(&l.Backend, "backend", "file", "memory, file, block or gotgt")
-	f.StringVar(&l.Path, "path", "", "file or device")
-	f.StringVar(&l.Size, "size", "", "size, like 10GiB")
-	f.IntVar(&l.BlockSize, "block-size", 0, "octets of a block, 512 or 4096")
-	f.BoolVar(&l.ReadOnly, "read-only", false, "nobody may write")
-	f.BoolVar(&l.WriteThrough, "write-through", false, "answer writes when they are on stable storage")
-	f.BoolVar(&l.Removable, "removable", false, "the medium can be ejected")
-	f.BoolVar(&l.Sanitize, "sanitize", false, "initiators may erase all of it at once")
-	f.StringVar(&l.Plugin, "plugin", "", "name of a gotgt store")
-	f.StringVar(&l.Options, "options", "", "handed to that store")
-	f.StringArrayVar(&l.Initiators, "initiator", nil, "pattern of initiators that see it; can be given again (default: all)")
-	f.StringArrayVar(&l.ReadOnlyFor, "read-only-for", nil, "pattern of initiators that may only read; can be given again")
-	f.BoolVar(&l.Preallocate, "preallocate", false, "make the file with all its space")
-	f.StringVar(&l.From, "from", "", "make the file a copy of this file or block device")
+	f.IntVar(&id, "id", 0, "number of the LUN (default: the first free one)")
+	f.StringVar(&l.Backend, "backend", "file", "kind of backend: memory, file, block or gotgt")
+	f.StringVar(&l.Path, "path", "", "path of the file or device")
+	f.StringVar(&l.Size, "size", "", "size of the LUN, like 10GiB (default: that of the file or device)")
+	f.IntVar(&l.BlockSize, "block-size", 0, "bytes of a block, 512 or 4096 (default 512)")
+	f.BoolVar(&l.ReadOnly, "read-only", false, "refuse all writes")
+	f.BoolVar(&l.WriteThrough, "write-through", false, "report a write as complete only when it is on stable storage")
+	f.BoolVar(&l.Removable, "removable", false, "let initiators eject the medium")
+	f.BoolVar(&l.Sanitize, "sanitize", false, "let initiators erase the whole LUN with SANITIZE")
+	f.StringVar(&l.Plugin, "plugin", "", "name of the gotgt backend")
+	f.StringVar(&l.Options, "options", "", "options for the gotgt backend")
+	f.StringArrayVar(&l.Initiators, "initiator", nil, "pattern of initiators that see the LUN; repeatable (default: all)")
+	f.StringArrayVar(&l.ReadOnlyFor, "read-only-for", nil, "pattern of initiators that may only read; repeatable")
+	f.BoolVar(&l.Preallocate, "preallocate", false, "create the file with all its space")
+	f.StringVar(&l.From, "from", "", "create the file as a copy of this file or block device")
 	cmd.MarkFlagFilename("path")
 	cmd.MarkFlagFilename("from")
 	cmd.RegisterFlagCompletionFunc("backend", cobra.FixedCompletions([]string{"memory", "file", "block", "gotgt"}, cobra.ShellCompDirectiveNoFileComp))
@@ -199,7 +203,7 @@ far they have come. Nothing stays of it when they are interrupted.`},
 
 func (p *program) deleteLUN() *cobra.Command {
 	return p.change(verb{use: "delete TARGET LUN", short: "Delete a LUN; its file or device stays", args: cobra.ExactArgs(2), complete: p.names(luns),
-		long: "Delete a LUN; its file or device stays. If a session sees it, say how it is to\nend: --drain lets commands that have begun finish, --now aborts them, also those\nof one that was deleted and still drains."},
+		long: "Delete a LUN. Its file or device stays. If a session uses the LUN, choose what\nhappens to its commands: --drain lets them finish, --now aborts them. --now also\naborts those of a LUN that was deleted before and still drains."},
 		func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			target, id, err := lunArgs(cmd, args)
 			if err != nil {
@@ -211,14 +215,15 @@ func (p *program) deleteLUN() *cobra.Command {
 
 func (p *program) resizeLUN() *cobra.Command {
 	var preallocate bool
-	cmd := p.change(verb{use: "resize TARGET LUN SIZE", short: "Give a LUN another size while it is in use", args: cobra.ExactArgs(3), complete: p.names(luns), shrinks: true,
-		long: `Give a LUN another size while it is in use. Initiators hear of it (CAPACITY DATA
-HAS CHANGED); Linux shows it after a rescan. A smaller size cuts off data and
-wants --allow-shrink. A block device has a size of its own: extend that, and send the
-target SIGHUP, which has it look again.
+	cmd := p.change(verb{use: "resize TARGET LUN SIZE", short: "Change the size of a LUN while it is in use", args: cobra.ExactArgs(3), complete: p.names(luns), shrinks: true,
+		long: `Change the size of a LUN while it is in use. Initiators are notified (CAPACITY DATA
+HAS CHANGED); Linux shows the new size after a rescan. A smaller size loses data and
+requires --allow-shrink. The size of a block device cannot be set here: extend the
+device, and send the target SIGHUP.
 
-With --preallocate the LUN has the new size first, and its file all the space for that
-afterwards. Interrupted, or on a file system that is full, it has some of the space.`},
+With --preallocate, the target changes the size first, and then allocates the space of
+the file. If interrupted, or if the file system is full, the file has a part of it.`,
+		example: "  iser-target lun resize iqn.2026-11.io.example:store 0 20GiB"},
 		func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			target, id, err := lunArgs(cmd, args)
 			if err != nil {
@@ -230,20 +235,21 @@ afterwards. Interrupted, or on a file system that is full, it has some of the sp
 			}
 			bar := newBar(cmd.ErrOrStderr())
 			defer bar.end()
-			plan, err := c.GrowLUN(cmd.Context(), target, id, v, o, bar.show) // however long it takes
+			plan, err := c.GrowLUN(cmd.Context(), target, id, v, o, bar.show) // without timeLimit
 			if err != nil && cmd.Context().Err() != nil {
-				err = &schema.Error{Code: schema.Failed, Message: "interrupted: the LUN may have its new size, and not all the space",
+				err = &schema.Error{Code: schema.Failed, Message: "interrupted: the LUN may have its new size, but not all its space",
 					Hint: "see iser-target lun show " + target + " " + args[1]}
 			}
 			return plan, err
 		})
-	cmd.Flags().BoolVar(&preallocate, "preallocate", false, "give the file all the space that the LUN has more then")
+	cmd.Flags().BoolVar(&preallocate, "preallocate", false, "allocate the space that the LUN grows by")
 	return cmd
 }
 
 func (p *program) setLUN() *cobra.Command {
 	return p.change(verb{use: "set TARGET LUN KEY=VALUE...", short: "Set keys of a LUN", args: cobra.MinimumNArgs(3), complete: p.names(luns), shrinks: true,
-		long: "Set keys of a LUN, all at once. Keys and values are those of luns in the\nconfiguration file: read_only=true, initiators='[\"iqn.2026-11.io.example:*\"]'."},
+		long:    "Set keys of a LUN in one change. Keys and values are those of luns in the\nconfiguration file (docs/config.md).",
+		example: "  iser-target lun set iqn.2026-11.io.example:store 0 read_only=true\n  iser-target lun set iqn.2026-11.io.example:store 0 initiators='[\"iqn.2026-11.io.example:*\"]'"},
 		func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			target, id, err := lunArgs(cmd, args)
 			if err != nil {
@@ -256,7 +262,7 @@ func (p *program) setLUN() *cobra.Command {
 					return nil, usage(cmd, "%q is not KEY=VALUE", a)
 				}
 				if _, twice := v[key]; twice {
-					return nil, usage(cmd, "%s is there twice", key)
+					return nil, usage(cmd, "%s is given twice", key)
 				}
 				v[key] = value
 			}
@@ -264,6 +270,7 @@ func (p *program) setLUN() *cobra.Command {
 		})
 }
 
+// portal returns the commands about portals.
 func (p *program) portal() *cobra.Command {
 	list := p.list(verb{use: "list", short: "List the portals", args: cobra.NoArgs,
 		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
@@ -279,22 +286,22 @@ func (p *program) portal() *cobra.Command {
 			})
 		}})
 	var po schema.Portal
-	add := p.change(verb{use: "add ADDRESS", short: "Listen on another address, host:port", args: cobra.ExactArgs(1), complete: cobra.NoFileCompletions},
+	add := p.change(verb{use: "add ADDRESS", short: "Add a portal: listen on another address, host:port", args: cobra.ExactArgs(1), complete: cobra.NoFileCompletions},
 		func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			switch {
 			case po.TPGT == 0: // which the API takes for 1
-				return nil, usage(cmd, "--tpgt must be 1 to 65535, not 0")
+				return nil, usage(cmd, "--tpgt must be from 1 to 65535, not 0")
 			case cmd.Flags().Changed("transport") && len(po.Transports) == 0: // and for both
-				return nil, usage(cmd, "--transport is empty: iser or tcp; without it, both")
+				return nil, usage(cmd, "--transport is empty: give iser or tcp, or leave it out for both")
 			}
 			po.Listen = args[0]
 			return c.AddPortal(ctx, po, o)
 		})
 	f := add.Flags()
-	f.IntVar(&po.TPGT, "tpgt", 1, "tag of its portal group")
-	f.StringSliceVar(&po.Transports, "transport", nil, "iser, tcp (default: both)")
-	f.StringSliceVar(&po.Advertise, "advertise", nil, "address that discovery answers instead")
-	remove := p.change(verb{use: "remove ADDRESS", short: "Listen there no longer", args: cobra.ExactArgs(1),
+	f.IntVar(&po.TPGT, "tpgt", 1, "tag of the portal group")
+	f.StringSliceVar(&po.Transports, "transport", nil, "iser or tcp (default: both)")
+	f.StringSliceVar(&po.Advertise, "advertise", nil, "address that discovery returns instead of ADDRESS; repeatable")
+	remove := p.change(verb{use: "remove ADDRESS", short: "Remove a portal: stop listening on its address", args: cobra.ExactArgs(1),
 		complete: func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
 			return p.ask(cmd, func(ctx context.Context, c *client.Client) (list []string) {
 				if len(args) > 0 {
@@ -310,9 +317,10 @@ func (p *program) portal() *cobra.Command {
 		func(ctx context.Context, _ *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			return c.RemovePortal(ctx, args[0], o)
 		})
-	return group("portal", "Portals of the running daemon", list, add, remove)
+	return group("portal", "Manage portals, the addresses that the target listens on", list, add, remove)
 }
 
+// session returns the commands about sessions.
 func (p *program) session() *cobra.Command {
 	list := p.list(verb{use: "list", short: "List the sessions", args: cobra.NoArgs,
 		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
@@ -343,7 +351,7 @@ func (p *program) session() *cobra.Command {
 			return sessions(ctx, c)
 		})
 	}
-	show := p.list(verb{use: "show TSIH", short: "Show all about a session", args: cobra.ExactArgs(1), complete: complete,
+	show := p.list(verb{use: "show TSIH", short: "Show a session with its parameters, counters and connections", args: cobra.ExactArgs(1), complete: complete,
 		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) error {
 			id, err := tsih(cmd, args[0])
 			if err != nil {
@@ -365,17 +373,18 @@ func (p *program) session() *cobra.Command {
 			if err := c.KillSession(ctx, id, reason); err != nil {
 				return err
 			}
-			_, err = fmt.Fprintf(cmd.OutOrStdout(), "session %d has ended\n", id)
+			_, err = fmt.Fprintf(cmd.OutOrStdout(), "session %d ended\n", id)
 			return err
 		}})
-	kill.Flags().StringVar(&reason, "reason", "", "for the log and the events")
-	return group("session", "Sessions of initiators", list, show, kill)
+	kill.Flags().StringVar(&reason, "reason", "", "reason for the log and the events")
+	return group("session", "List, show and end sessions of initiators", list, show, kill)
 }
 
+// tsih returns the TSIH that an argument names.
 func tsih(cmd *cobra.Command, s string) (uint16, error) {
 	n, err := strconv.ParseUint(s, 10, 16)
 	if err != nil {
-		return 0, usage(cmd, "TSIH %q is no number up to 65535", s)
+		return 0, usage(cmd, "TSIH %q is not a number up to 65535", s)
 	}
 	return uint16(n), nil
 }
@@ -403,15 +412,15 @@ func sessionTable(t *table, s *schema.SessionState) {
 
 func counterRows(t *table, c *schema.CounterState) {
 	t.row("commands", fmt.Sprintf("%d reads, %d writes, %d others, %d aborted, %d in flight", c.Reads, c.Writes, c.Others, c.Aborted, c.InFlight))
-	t.row("data", fmt.Sprintf("%d octets read, %d written", c.ReadBytes, c.WriteBytes))
-	t.row("errors", fmt.Sprintf("%d, and %d residuals", c.Errors, c.Residuals))
+	t.row("data", fmt.Sprintf("%d bytes read, %d written", c.ReadBytes, c.WriteBytes))
+	t.row("errors", fmt.Sprintf("%d, residuals %d", c.Errors, c.Residuals))
 	for _, p := range c.Latency {
 		t.row(strings.ReplaceAll(p.Phase, "_", " ")+" latency", fmt.Sprintf("p50 %s, p99 %s, mean %s", duration(p.P50), duration(p.P99), duration(p.Seconds/float64(p.Count))))
 	}
 }
 
-// duration is one in seconds for people: three digits of it. Below the first bound of the
-// histograms nothing is known of it.
+// duration returns a time in seconds with three digits. The histograms cannot tell times
+// below their first bound.
 func duration(seconds float64) string {
 	d := time.Duration(seconds * float64(time.Second))
 	if d < time.Microsecond {
@@ -420,6 +429,7 @@ func duration(seconds float64) string {
 	return d.Round(time.Duration(math.Pow10(int(math.Log10(float64(d))) - 2))).String()
 }
 
+// reservation returns the commands about reservations.
 func (p *program) reservation() *cobra.Command {
 	show := p.list(verb{use: "show", short: "Show the reservations and registrations of all LUNs", args: cobra.NoArgs,
 		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
@@ -435,8 +445,8 @@ func (p *program) reservation() *cobra.Command {
 			})
 		}})
 	var yes bool
-	clearIt := p.command(verb{use: "clear TARGET LUN", short: "End all reservations of a LUN, and all registrations with it", args: cobra.ExactArgs(2), complete: p.names(luns),
-		long: "End all reservations of a LUN, and all registrations with it. A cluster relies on\nthem: whoever was kept out can write from then on, which is why it wants --disrupt.",
+	clearIt := p.command(verb{use: "clear TARGET LUN", short: "Remove all reservations and registrations of a LUN", args: cobra.ExactArgs(2), complete: p.names(luns),
+		long: "Remove all reservations and registrations of a LUN. Clusters rely on them:\ninitiators that they keep out can write afterwards. Therefore --disrupt is required.",
 		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) error {
 			target, id, err := lunArgs(cmd, args)
 			if err != nil {
@@ -450,16 +460,17 @@ func (p *program) reservation() *cobra.Command {
 				if !slices.ContainsFunc(list, func(r schema.Reservation) bool { return strings.EqualFold(r.Target, target) && r.LUN == id }) {
 					return &schema.Error{Code: schema.NotFound, Message: fmt.Sprintf("reservation of LUN %d of target %s: not found", id, target)}
 				}
-				return &schema.Error{Code: schema.Refused, Message: "refused, nothing has changed: whoever is kept out could write", Needs: []string{"disrupt"}}
+				return &schema.Error{Code: schema.Refused, Message: "refused: initiators that the reservation keeps out could write. Nothing was changed",
+					Needs: []string{"disrupt"}, Hint: "use --disrupt to remove it"}
 			}
 			if err := c.ClearReservation(ctx, target, id); err != nil {
 				return err
 			}
-			_, err = fmt.Fprintf(cmd.OutOrStdout(), "LUN %d of %s has neither reservations nor registrations\n", id, target)
+			_, err = fmt.Fprintf(cmd.OutOrStdout(), "LUN %d of %s: all reservations and registrations were removed\n", id, target)
 			return err
 		}})
-	clearIt.Flags().BoolVar(&yes, "disrupt", false, "let in those whom the reservation keeps out")
-	return group("reservation", "Reservations of LUNs", show, clearIt)
+	clearIt.Flags().BoolVar(&yes, "disrupt", false, "let in the initiators that the reservation keeps out")
+	return group("reservation", "Show and clear reservations of LUNs", show, clearIt)
 }
 
 func typeOf(r *schema.ReservationState) string {
@@ -497,19 +508,20 @@ func reservationRows(t *table, r *schema.ReservationState) {
 	}
 }
 
+// initiator returns the commands about the initiators that may log in.
 func (p *program) initiator() *cobra.Command {
 	patterns := p.names(func(ctx context.Context, c *client.Client, target string) []string {
 		t, _ := c.Target(ctx, target)
 		return t.Initiators
 	})
-	allow := p.change(verb{use: "allow TARGET PATTERN", short: "Let in initiators whose names match", args: cobra.ExactArgs(2), complete: p.names(nil)},
+	allow := p.change(verb{use: "allow TARGET PATTERN", short: "Let initiators log in whose names match a pattern", args: cobra.ExactArgs(2), complete: p.names(nil)},
 		func(ctx context.Context, _ *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			return c.Allow(ctx, args[0], args[1], o)
 		})
-	deny := p.change(verb{use: "deny TARGET PATTERN", short: "Take away a pattern that lets initiators in", args: cobra.ExactArgs(2), complete: patterns,
-		long: "Take away a pattern that lets initiators in, as target list shows it. Initiators\nthat no other pattern matches lose their sessions, which wants --disrupt."},
+	deny := p.change(verb{use: "deny TARGET PATTERN", short: "Remove a pattern of initiators that may log in", args: cobra.ExactArgs(2), complete: patterns,
+		long: "Remove a pattern of initiators that may log in, as target list shows it. Initiators\nthat no other pattern matches lose their sessions, which requires --disrupt."},
 		func(ctx context.Context, _ *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
 			return c.Deny(ctx, args[0], args[1], o)
 		})
-	return group("initiator", "Who may log in to a target", allow, deny)
+	return group("initiator", "Manage the initiators that may log in to a target", allow, deny)
 }

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io"
 	"slices"
-	"strconv"
 	"strings"
 	"text/tabwriter"
 	"unicode"
@@ -19,11 +18,13 @@ import (
 
 var formats = []string{"table", "json", "yaml"}
 
+// outputFlag adds -o to cmd.
 func (p *program) outputFlag(cmd *cobra.Command) {
-	cmd.Flags().StringVarP(&p.output, "output", "o", "table", "table, json or yaml")
+	cmd.Flags().StringVarP(&p.output, "output", "o", "table", "format: table, json or yaml")
 	cmd.RegisterFlagCompletionFunc("output", cobra.FixedCompletions(formats, cobra.ShellCompDirectiveNoFileComp))
 }
 
+// checkOutput returns a usageError if -o is not one of formats.
 func (p *program) checkOutput(cmd *cobra.Command) error {
 	if cmd.Flags().Lookup("output") != nil && !slices.Contains(formats, p.output) {
 		return usage(cmd, "--output must be table, json or yaml, not %q", p.output)
@@ -31,7 +32,7 @@ func (p *program) checkOutput(cmd *cobra.Command) error {
 	return nil
 }
 
-// A table is lines with columns.
+// A table writes rows with aligned columns.
 type table struct{ w *tabwriter.Writer }
 
 func (t *table) row(columns ...any) {
@@ -44,17 +45,17 @@ func (t *table) row(columns ...any) {
 	fmt.Fprintln(t.w)
 }
 
-// below is a line that goes with the row above it, from its third column on.
+// below writes text under the third column of the row before.
 func (t *table) below(text string) { fmt.Fprintf(t.w, "\t\t%s\n", printable(text)) }
 
-// line is one that has no columns.
+// line writes text that spans all columns.
 func (t *table) line(format string, a ...any) {
 	t.w.Flush()
 	fmt.Fprintln(t.w, printable(fmt.Sprintf(format, a...)))
 }
 
-// printable is s without what would do something to a terminal, such as to write from
-// right to left: names are chosen by initiators.
+// printable returns s with a ? for each character that would control a terminal, like one
+// that changes the direction of writing. Initiators choose their names.
 func printable(s string) string {
 	if s == "" {
 		return "-"
@@ -67,7 +68,7 @@ func printable(s string) string {
 	}, s)
 }
 
-// print writes v in the format that was asked for; a table is what fill makes.
+// print writes v in the format of -o. fill makes the table.
 func (p *program) print(w io.Writer, v any, fill func(*table)) error {
 	switch p.output {
 	case "json":
@@ -82,7 +83,8 @@ func (p *program) print(w io.Writer, v any, fill func(*table)) error {
 	return t.w.Flush()
 }
 
-// printYAML writes what JSON says of v, with its names and order, as YAML.
+// printYAML writes the JSON of v as YAML. Unlike sigs.k8s.io/yaml, it keeps the order of the
+// fields.
 func printYAML(w io.Writer, v any) error {
 	b, err := json.Marshal(v)
 	if err != nil {
@@ -101,7 +103,7 @@ func printYAML(w io.Writer, v any) error {
 	return e.Close()
 }
 
-// block has n written on lines of its own, and quoted only where that is needed.
+// block sets the block style in n and below, and quotes only where YAML requires it.
 func block(n *yaml.Node) {
 	n.Style = 0
 	for _, c := range n.Content {
@@ -111,14 +113,15 @@ func block(n *yaml.Node) {
 
 func size(n int64) string { return config.Size(n).String() }
 
-// count is n of something, in words.
-func count(n int, what string) string {
+// count returns n and a noun, with an s unless n is 1.
+func count[T int | int64 | uint64](n T, what string) string {
 	if n != 1 {
 		what += "s"
 	}
-	return strconv.Itoa(n) + " " + what
+	return fmt.Sprint(n, " ", what)
 }
 
+// all returns a list of patterns, or "all" if it is empty.
 func all(list []string) string {
 	if len(list) == 0 {
 		return "all"
@@ -126,34 +129,7 @@ func all(list []string) string {
 	return strings.Join(list, ",")
 }
 
-// stepText is a step in words.
-func stepText(s *schema.Step) string {
-	c, object := s.Change, s.Change.Kind
-	switch c.Kind {
-	case "target":
-		object = "target " + c.Target
-	case "lun":
-		object = fmt.Sprintf("LUN %d of %s", c.LUN, c.Target)
-	case "portal":
-		object = "portal " + c.Portal
-	}
-	switch c.Op {
-	case config.Add:
-		return "add " + object
-	case config.Remove:
-		return "remove " + object
-	}
-	text := "set "
-	if c.Key != "" {
-		text += c.Key + " of "
-	}
-	text += object
-	if c.Old != "" || c.New != "" {
-		text += fmt.Sprintf(": %s -> %s", orNone(c.Old), orNone(c.New))
-	}
-	return text
-}
-
+// planTable writes the steps of a plan. With dry, they have not been taken.
 func planTable(t *table, p *schema.Plan, dry bool) {
 	if len(p.Steps) == 0 {
 		t.line("nothing to do")
@@ -167,15 +143,15 @@ func planTable(t *table, p *schema.Plan, dry bool) {
 		case !dry && s.Done:
 			state = " (done)"
 		}
-		t.line("%s%s", stepText(s), state)
+		t.line("%v%s", s.Change, state)
 		for _, d := range s.Disturbs {
 			t.line("  disturbs %s", d)
 		}
 		if dry && s.Disruptive {
-			t.line("  needs --disrupt")
+			t.line("  requires --disrupt, --drain or --now")
 		}
 		if dry && s.Shrinks {
-			t.line("  needs --allow-shrink")
+			t.line("  requires --allow-shrink")
 		}
 	}
 	if p.Note != "" {

@@ -10,7 +10,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
-func TestPrintable(t *testing.T) {
+func TestPrintableHidesControlCharacters(t *testing.T) {
 	for _, tc := range []struct{ in, want string }{
 		{"", "-"},
 		{"iqn.2026-11.io.example:bücher 📚", "iqn.2026-11.io.example:bücher 📚"},
@@ -24,7 +24,7 @@ func TestPrintable(t *testing.T) {
 	}
 }
 
-func TestCount(t *testing.T) {
+func TestCountHasPlurals(t *testing.T) {
 	for n, want := range []string{"0 LUNs", "1 LUN", "2 LUNs"} {
 		if got := count(n, "LUN"); got != want {
 			t.Errorf("%q, want %q", got, want)
@@ -32,8 +32,8 @@ func TestCount(t *testing.T) {
 	}
 }
 
-// TestBelow: what goes with a row is in its third column, and has no dashes before it.
-func TestBelow(t *testing.T) {
+// Text below a row is in its third column, without dashes before it.
+func TestTextBelowARow(t *testing.T) {
 	var b strings.Builder
 	l := &table{tabwriter.NewWriter(&b, 0, 8, 2, ' ', 0)}
 	l.row("warning", "a", "text")
@@ -44,7 +44,7 @@ func TestBelow(t *testing.T) {
 	}
 }
 
-func TestDuration(t *testing.T) {
+func TestDurationHasThreeDigits(t *testing.T) {
 	for _, tc := range []struct {
 		seconds float64
 		want    string
@@ -57,16 +57,15 @@ func TestDuration(t *testing.T) {
 	}
 }
 
-// TestEventLine: sizes are whole numbers, and what has come from JSON as a number does not
-// look like one of a programmer.
-func TestEventLine(t *testing.T) {
+// Numbers of an event have no exponent.
+func TestEventLineHasPlainNumbers(t *testing.T) {
 	var e schema.Event
 	if err := json.Unmarshal([]byte(`{"number":7,"time":"2026-11-21T20:09:37Z","level":"INFO","event":"lun","text":"LUN ready",
 		"attrs":{"octets":1073741824,"share":0.5,"target":"","why":"a\nb c","ready":true}}`), &e); err != nil {
 		t.Fatal(err)
 	}
 	here := time.Local
-	time.Local = time.FixedZone("CET", 3600) // where whoever reads it is
+	time.Local = time.FixedZone("CET", 3600) // of the reader
 	defer func() { time.Local = here }()
 	const want = `7 2026-11-21 21:09:37 INFO lun: LUN ready octets=1073741824 ready=true share=0.5 why="a\nb c"`
 	if got := eventLine(&e); got != want {

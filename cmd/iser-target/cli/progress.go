@@ -9,11 +9,11 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
-// lineEvery is the time between two lines where there is no terminal.
+// lineEvery is the time between two lines without a terminal.
 const lineEvery = 5 * time.Second
 
-// A bar shows how far long work has come: on a terminal in one line that changes, and
-// elsewhere in a line now and then.
+// A bar shows progress: on a terminal in one line that changes, elsewhere with a line from
+// time to time.
 type bar struct {
 	w        io.Writer
 	terminal bool
@@ -21,8 +21,8 @@ type bar struct {
 	last     time.Time // of a line
 	phase    string
 	began    time.Time // of the phase
-	first    int64     // octets that were done then
-	drawn    bool      // the line of the terminal has something on it
+	first    int64     // bytes done at that time
+	drawn    bool      // the line of the terminal is not empty
 }
 
 func newBar(w io.Writer) *bar {
@@ -46,7 +46,7 @@ func (b *bar) show(p schema.Progress) {
 	}
 }
 
-// end leaves the line.
+// end moves to the next line.
 func (b *bar) end() {
 	if b.drawn {
 		b.drawn = false
@@ -54,7 +54,8 @@ func (b *bar) end() {
 	}
 }
 
-// line has a bar if there is room for one in so many columns.
+// line returns a line of at most that many columns, or of any length if columns is 0. It has
+// a bar if it fits.
 func (b *bar) line(p schema.Progress, now time.Time, columns int) string {
 	share := 1.0
 	if p.Total > 0 {

@@ -11,8 +11,8 @@ import (
 
 const gib = 1 << 30
 
-// Where there is no terminal, a line comes now and then, and none of what is quick.
-func TestBarLines(t *testing.T) {
+// Without a terminal, a bar prints a line every lineEvery, and none for quick work.
+func TestBarWithoutATerminalPrintsLines(t *testing.T) {
 	var out bytes.Buffer
 	b := newBar(&out)
 	now := b.last
@@ -28,8 +28,8 @@ func TestBarLines(t *testing.T) {
 	}
 }
 
-// On a terminal the line changes in place, fits, and has a bar where there is room.
-func TestBarTerminal(t *testing.T) {
+// On a terminal, the line changes in place and fits, with a bar if the terminal is wide.
+func TestBarFitsTheTerminal(t *testing.T) {
 	var out bytes.Buffer
 	b := newBar(&out)
 	b.terminal = true

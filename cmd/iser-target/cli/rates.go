@@ -8,7 +8,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
-// A Frame is what has happened between two moments.
+// A Frame has the activity between two samples.
 type Frame struct {
 	Time     time.Time `json:"time"`    // of the second one
 	Seconds  float64   `json:"seconds"` // between them
@@ -16,7 +16,7 @@ type Frame struct {
 	LUNs     []Load    `json:"luns"`
 }
 
-// A Load is what commands of a session, or of a LUN, did in a Frame.
+// A Load is the activity of a session or of a LUN in a Frame.
 type Load struct {
 	TSIH      uint16 `json:"tsih,omitempty"` // of a session
 	Initiator string `json:"initiator,omitempty"`
@@ -27,7 +27,7 @@ type Load struct {
 	schema.Load
 }
 
-// A sample is a state, and when it was.
+// A sample is the state of a target at a time.
 type sample struct {
 	time  time.Time
 	state *schema.State
@@ -43,8 +43,8 @@ type lunKey struct {
 	id          int
 }
 
-// frame is what has happened from before to now. A session or LUN that was not there
-// before began with nothing.
+// frame returns the activity between two samples. A session or LUN that is missing in before
+// counts from zero.
 func frame(before, now sample) Frame {
 	f := Frame{Time: now.time, Seconds: now.time.Sub(before.time).Seconds(), Sessions: []Load{}, LUNs: []Load{}}
 	was := map[any]*schema.CounterState{}
@@ -77,7 +77,7 @@ func frame(before, now sample) Frame {
 	return f
 }
 
-// orders are how Loads can be sorted, most first.
+// orders lists the orders of Loads, the highest first.
 var orders = []struct {
 	name string
 	by   func(*Load) float64
@@ -91,6 +91,7 @@ var orders = []struct {
 	{"errors", func(l *Load) float64 { return float64(l.Errors) }},
 }
 
+// deref returns *v, or -1 if v is nil.
 func deref(v *float64) float64 {
 	if v == nil {
 		return -1
@@ -98,8 +99,7 @@ func deref(v *float64) float64 {
 	return *v
 }
 
-// sort puts those first that have most of what the order of that index is about. Those
-// with the same stay as the target has them.
+// sort sorts f by the order of that index. Equal Loads stay in the order of the target.
 func (f *Frame) sort(order int) {
 	for _, list := range [][]Load{f.Sessions, f.LUNs} {
 		slices.SortStableFunc(list, func(a, b Load) int { return cmp.Compare(orders[order].by(&b), orders[order].by(&a)) })

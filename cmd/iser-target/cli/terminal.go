@@ -6,61 +6,57 @@ import (
 	"os"
 	"strings"
 
-	"golang.org/x/sys/unix"
+	"golang.org/x/term"
 )
 
-// isTerminal tells whether f is a terminal.
+// isTerminal reports whether f is a terminal.
 func isTerminal(f any) bool {
 	file, ok := f.(*os.File)
-	if !ok {
-		return false
-	}
-	_, err := unix.IoctlGetTermios(int(file.Fd()), unix.TCGETS)
-	return err == nil
+	return ok && term.IsTerminal(int(file.Fd()))
 }
 
-// windowSize is that of the terminal f, or one that every terminal has.
+// windowSize returns the size of the terminal f, or 80 by 24 if it is unknown.
 func windowSize(f any) (columns, rows int) {
 	if file, ok := f.(*os.File); ok {
-		if s, err := unix.IoctlGetWinsize(int(file.Fd()), unix.TIOCGWINSZ); err == nil && s.Col > 0 && s.Row > 0 {
-			return int(s.Col), int(s.Row)
+		if columns, rows, err := term.GetSize(int(file.Fd())); err == nil && columns > 0 && rows > 0 {
+			return columns, rows
 		}
 	}
 	return 80, 24
 }
 
-// A screen is a terminal that somebody looks at and types on.
+// A screen is a terminal that shows one page of text and reads keys.
 type screen struct {
-	in    *os.File // nil: nobody types
+	in    *os.File // nil: no keys
 	out   *os.File
-	saved unix.Termios // of in
+	saved *term.State // of in
 }
 
-// What terminals like those of xterm do (ECMA-48, and xterm's private modes).
+// Keys that end or interrupt a process, which a terminal in raw mode only sends.
 const (
-	otherScreen = "\x1b[?1049h\x1b[?25l" // another buffer, and no cursor
+	keyInterrupt = 'C' - '@'
+	keyQuit      = '\\' - '@'
+)
+
+// Control sequences of xterm and its like (ECMA-48, and xterm's private modes).
+const (
+	otherScreen = "\x1b[?1049h\x1b[?25l" // another buffer, no cursor
 	firstScreen = "\x1b[?25h\x1b[?1049l"
 	home        = "\x1b[H"
-	eraseLine   = "\x1b[K" // from the cursor on
+	eraseLine   = "\x1b[K" // from the cursor to the end
 	eraseBelow  = "\x1b[J"
 )
 
-// openScreen has the terminal show another screen than that with the command line, and
-// keys come one by one. Those that end a process still do; none suspends it, because
-// the terminal would stay as it is now.
+// openScreen switches the terminal to another screen than that of the command line, and its
+// keys to raw mode.
 func openScreen(in io.Reader, out *os.File) (*screen, error) {
 	s := &screen{out: out}
 	if file, ok := in.(*os.File); ok && isTerminal(file) {
-		t, err := unix.IoctlGetTermios(int(file.Fd()), unix.TCGETS)
+		saved, err := term.MakeRaw(int(file.Fd()))
 		if err != nil {
-			return nil, os.NewSyscallError("tcgetattr", err)
-		}
-		s.in, s.saved = file, *t
-		t.Lflag &^= unix.ICANON | unix.ECHO
-		t.Cc[unix.VMIN], t.Cc[unix.VTIME], t.Cc[unix.VSUSP] = 1, 0, 0
-		if err := unix.IoctlSetTermios(int(file.Fd()), unix.TCSETS, t); err != nil {
 			return nil, os.NewSyscallError("tcsetattr", err)
 		}
+		s.in, s.saved = file, saved
 	}
 	if _, err := out.WriteString(otherScreen); err != nil {
 		return nil, errors.Join(err, s.close())
@@ -68,16 +64,17 @@ func openScreen(in io.Reader, out *os.File) (*screen, error) {
 	return s, nil
 }
 
-// close makes the terminal what it was.
+// close restores the terminal.
 func (s *screen) close() error {
 	_, err := s.out.WriteString(firstScreen)
 	if s.in != nil {
-		err = errors.Join(err, os.NewSyscallError("tcsetattr", unix.IoctlSetTermios(int(s.in.Fd()), unix.TCSETSW, &s.saved)))
+		err = errors.Join(err, os.NewSyscallError("tcsetattr", term.Restore(int(s.in.Fd()), s.saved)))
 	}
 	return err
 }
 
-// keys has what is typed. Its goroutine ends with the process, or with the terminal.
+// keys returns the keys that the user types. Its goroutine ends with the process or the
+// terminal.
 func (s *screen) keys() <-chan byte {
 	if s.in == nil {
 		return nil
@@ -96,7 +93,7 @@ func (s *screen) keys() <-chan byte {
 	return keys
 }
 
-// draw shows the lines that content makes for so much room, as far as there is any.
+// draw shows the lines that content returns for the size of the terminal.
 func (s *screen) draw(content func(columns, rows int) []string) error {
 	columns, rows := windowSize(s.out)
 	lines := content(columns, rows)
@@ -107,7 +104,7 @@ func (s *screen) draw(content func(columns, rows int) []string) error {
 			b.WriteString("\r\n")
 		}
 		r := []rune(line)
-		b.WriteString(string(r[:min(len(r), columns-1)])) // on the last column, the cursor would be no further
+		b.WriteString(string(r[:min(len(r), columns-1)])) // on the last column, eraseLine would erase the last character
 		b.WriteString(eraseLine)
 	}
 	b.WriteString(eraseBelow)

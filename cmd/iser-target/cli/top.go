@@ -20,22 +20,23 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
 )
 
-// Bounds of the time between two frames.
+// Limits of the time between two frames.
 const (
 	minInterval = 100 * time.Millisecond
 	maxInterval = time.Hour
 )
 
-// top shows the load of sessions and LUNs.
+// A top shows the load of sessions and LUNs.
 type top struct {
 	p        *program
 	c        *client.Client
 	interval time.Duration
-	count    int // frames; 0: until it is interrupted
+	count    int // frames; 0: until interrupted
 	order    int // index in orders
 	last     *Frame
 }
 
+// top returns the command that shows the load.
 func (p *program) top() *cobra.Command {
 	t := &top{p: p}
 	var order string
@@ -44,13 +45,13 @@ func (p *program) top() *cobra.Command {
 		names[i] = o.name
 	}
 	cmd := &cobra.Command{
-		Use: "top", Short: "Show the load of sessions and LUNs, again and again", Args: cobra.NoArgs,
-		Long: `Show the load of sessions and LUNs, again and again: commands and data by the second,
-latencies from the arrival of a command to its status, commands that are in flight,
-and errors since the last time.
+		Use: "top", Short: "Show the load of sessions and LUNs continuously", Args: cobra.NoArgs,
+		Long: `Show the load of sessions and LUNs continuously: commands and data per second,
+latency from the arrival of a command to its status, commands in flight, and errors
+since the last frame.
 
-On a terminal, q ends it and s sorts by something else. Elsewhere, and with --count,
-one frame follows the other; -o json writes each on a line of its own.`,
+On a terminal, press q to quit and s to change the order. Elsewhere, and with --count,
+top prints one frame after the other. -o json writes each on one line.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := p.checkOutput(cmd); err != nil {
 				return err
@@ -76,8 +77,8 @@ one frame follows the other; -o json writes each on a line of its own.`,
 	}
 	f := cmd.Flags()
 	f.DurationVarP(&t.interval, "interval", "d", time.Second, "time between two frames")
-	f.IntVarP(&t.count, "count", "n", 0, "end after so many frames")
-	f.StringVar(&order, "sort", names[0], strings.Join(names, ", "))
+	f.IntVarP(&t.count, "count", "n", 0, "end after this number of frames (default: run until interrupted)")
+	f.StringVar(&order, "sort", names[0], "order: "+strings.Join(names, ", "))
 	cmd.RegisterFlagCompletionFunc("sort", cobra.FixedCompletions(names, cobra.ShellCompDirectiveNoFileComp))
 	p.outputFlag(cmd)
 	return cmd
@@ -90,8 +91,8 @@ func (t *top) sample(ctx context.Context) (sample, error) {
 	return sample{time.Now(), &st}, err
 }
 
-// measure calls each with a frame for each interval, and nil before the first, until it
-// has done so often enough, each fails, or ctx ends, which is how it is meant to end.
+// measure calls each with nil, and then with a frame for each interval, until it has
+// measured count frames, each fails, or ctx ends, which is not an error.
 func (t *top) measure(ctx context.Context, each func(*Frame) error) error {
 	before, err := t.sample(ctx)
 	if err == nil {
@@ -101,7 +102,7 @@ func (t *top) measure(ctx context.Context, each func(*Frame) error) error {
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-time.After(t.interval): // at least that, whatever a sample takes
+		case <-time.After(t.interval): // plus the time of a sample
 		}
 		var now sample
 		if now, err = t.sample(ctx); err == nil {
@@ -116,7 +117,7 @@ func (t *top) measure(ctx context.Context, each func(*Frame) error) error {
 	return err
 }
 
-// frames writes one frame behind the other.
+// frames prints one frame after the other.
 func (t *top) frames(ctx context.Context, w io.Writer) error {
 	first := true
 	return t.measure(ctx, func(f *Frame) error {
@@ -146,9 +147,9 @@ func (t *top) frames(ctx context.Context, w io.Writer) error {
 // errQuit ends a measurement.
 var errQuit = errors.New("quit")
 
-// live shows frames in place of each other on a terminal, which is as it was afterwards.
+// live shows the latest frame on a terminal, and restores the terminal at the end.
 func (t *top) live(ctx context.Context, in io.Reader, out *os.File) (err error) {
-	ctx, stop := signal.NotifyContext(ctx, unix.SIGHUP, unix.SIGQUIT) // beside those that end ctx
+	ctx, stop := signal.NotifyContext(ctx, unix.SIGHUP, unix.SIGQUIT) // in addition to those that end ctx
 	defer stop()
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -182,8 +183,8 @@ func (t *top) live(ctx context.Context, in io.Reader, out *os.File) (err error) 
 		case key, ok := <-keys:
 			switch {
 			case !ok:
-				keys = nil // nobody types any more
-			case key == 'q' || key == 'Q':
+				keys = nil // the input has ended
+			case key == 'q' || key == 'Q' || key == keyInterrupt || key == keyQuit:
 				cancel(errQuit)
 			case key == 's' || key == 'S':
 				t.order = (t.order + 1) % len(orders)
@@ -195,7 +196,7 @@ func (t *top) live(ctx context.Context, in io.Reader, out *os.File) (err error) 
 	}
 }
 
-// screenful is what there is to show in so many columns and rows.
+// screenful returns the lines for a screen of that size.
 func (t *top) screenful(columns, rows int) []string {
 	if t.last == nil {
 		return []string{"measuring..."}
@@ -204,19 +205,19 @@ func (t *top) screenful(columns, rows int) []string {
 	return t.lines(t.last, columns, rows-headRows)
 }
 
-// headRows are the lines that have neither a session nor a LUN.
+// headRows is the number of lines of a frame besides sessions and LUNs.
 const headRows = 5
 
-// lines are a frame as text, with so many sessions and LUNs at most. Names are cut so that
-// they fit in the columns; 0: they are whole.
-func (t *top) lines(f *Frame, columns, most int) []string {
+// lines returns a frame as text with at most max sessions and LUNs. It shortens names to fit
+// into the columns, unless that is 0.
+func (t *top) lines(f *Frame, columns, max int) []string {
 	sum := Load{}
 	for i := range f.LUNs {
 		sum.IOPS, sum.ReadBytes, sum.WriteBytes = sum.IOPS+f.LUNs[i].IOPS, sum.ReadBytes+f.LUNs[i].ReadBytes, sum.WriteBytes+f.LUNs[i].WriteBytes
 	}
 	lines := []string{fmt.Sprintf("%s  %s, %s  %.0f IOPS, %s MB/s read, %s MB/s written  by %s", f.Time.Format(time.TimeOnly),
 		count(len(f.Sessions), "session"), count(len(f.LUNs), "LUN"), sum.IOPS, megabytes(sum.ReadBytes), megabytes(sum.WriteBytes), orders[t.order].name)}
-	sessions, luns := share(most, len(f.Sessions), len(f.LUNs))
+	sessions, luns := share(max, len(f.Sessions), len(f.LUNs))
 	lines = append(lines, "")
 	lines = append(lines, loadTable([]string{"TSIH", "VIA"}, []string{"INITIATOR", "TARGET"}, f.Sessions[:sessions], columns, func(l *Load) (left, right []string) {
 		return []string{fmt.Sprint(l.TSIH), l.Transport}, []string{l.Initiator, l.Target}
@@ -227,15 +228,15 @@ func (t *top) lines(f *Frame, columns, most int) []string {
 	})...)
 }
 
-// share is how many of a and b there is room for; who needs less leaves the rest to the
-// other.
+// share returns how many of a and of b fit into room. Each gets half, and what the other
+// does not need.
 func share(room, a, b int) (int, int) {
 	room = max(room, 0)
 	n := min(a, max(room/2, room-b))
 	return n, min(b, room-n)
 }
 
-// loadTable is a table of loads: what identifies each, the numbers, and names.
+// loadTable returns a table of loads, with identifiers, numbers and names.
 func loadTable(left, right []string, list []Load, columns int, identify func(*Load) (left, right []string)) []string {
 	rows := [][]string{slices.Concat(left, []string{"IOPS", "R MB/s", "W MB/s", "AVG ms", "P50 ms", "P99 ms", "TASKS", "ERR"})}
 	names := [][]string{right}
@@ -248,13 +249,13 @@ func loadTable(left, right []string, list []Load, columns int, identify func(*Lo
 	}
 	lines := columnsOf(rows, tabwriter.AlignRight)
 	for i := range lines {
-		lines[i] = strings.TrimPrefix(lines[i], gap) // there is nothing on the left
+		lines[i] = strings.TrimPrefix(lines[i], gap)
 	}
 	if columns > 0 {
-		most := (columns - len(lines[0]) - 1) / len(right)
+		width := (columns - len(lines[0]) - 1) / len(right)
 		for _, n := range names[1:] {
 			for i := range n {
-				n[i] = tail(n[i], most-len(gap))
+				n[i] = tail(n[i], width-len(gap))
 			}
 		}
 	}
@@ -264,10 +265,10 @@ func loadTable(left, right []string, list []Load, columns int, identify func(*Lo
 	return lines
 }
 
-// gap is between columns.
+// gap separates columns.
 const gap = "  "
 
-// columnsOf are rows with each column as wide as it has to be.
+// columnsOf returns the rows as lines with aligned columns.
 func columnsOf(rows [][]string, flags uint) []string {
 	var b bytes.Buffer
 	w := tabwriter.NewWriter(&b, 0, 8, len(gap), ' ', flags)
@@ -278,7 +279,7 @@ func columnsOf(rows [][]string, flags uint) []string {
 			}
 			fmt.Fprint(w, printable(c))
 			if flags != 0 {
-				fmt.Fprint(w, "\t") // which ends a column that is aligned
+				fmt.Fprint(w, "\t") // ends an aligned column
 			}
 		}
 		fmt.Fprintln(w)
@@ -287,13 +288,13 @@ func columnsOf(rows [][]string, flags uint) []string {
 	return strings.Split(strings.TrimSuffix(b.String(), "\n"), "\n")
 }
 
-// tail is the end of a name in so many characters: its begin is that of many.
-func tail(name string, most int) string {
+// tail shortens a name to width characters. It keeps the end, in which names differ.
+func tail(name string, width int) string {
 	const cut = ".."
-	if len(name) <= most || most <= len(cut) {
+	if len(name) <= width || width <= len(cut) {
 		return name
 	}
-	return cut + name[len(name)-most+len(cut):]
+	return cut + name[len(name)-width+len(cut):]
 }
 
 func megabytes(perSecond float64) string { return fmt.Sprintf("%.1f", perSecond/1e6) }

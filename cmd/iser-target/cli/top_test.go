@@ -10,7 +10,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
-// latency is the phase of a whole command, and one that is not to be looked at.
+// latency returns the phase total, and another one that top ignores.
 func latency(seconds float64, buckets ...uint64) []schema.PhaseState {
 	var n uint64
 	for _, b := range buckets {
@@ -19,8 +19,8 @@ func latency(seconds float64, buckets ...uint64) []schema.PhaseState {
 	return []schema.PhaseState{{Phase: "backend", Count: 5, Seconds: 1}, {Phase: "total", Count: n, Seconds: seconds, Buckets: buckets}}
 }
 
-// What a frame says is what the counters of two states differ by.
-func TestFrame(t *testing.T) {
+// A frame has the difference between the counters of two states.
+func TestFrameIsTheDifferenceOfTwoStates(t *testing.T) {
 	began := time.Date(2026, 11, 21, 19, 0, 0, 0, time.UTC)
 	session := func(tsih uint16, started time.Time, c schema.CounterState) schema.SessionState {
 		return schema.SessionState{TSIH: tsih, Started: started, Initiator: "i", Target: "t", Transport: "tcp", Counters: c}
@@ -48,13 +48,13 @@ func TestFrame(t *testing.T) {
 		}
 	}
 	if l := f.Sessions[1]; l.IOPS != 0 || l.Errors != 0 || l.Average != nil || l.P50 != nil || l.InFlight != 7 {
-		t.Errorf("nothing has happened: %+v", l)
+		t.Errorf("an idle session: %+v", l)
 	}
 	if l := f.Sessions[2]; l.IOPS != 0 || l.Errors != 0 || l.ReadBytes != 0 {
-		t.Errorf("a session with the number of another: %+v", l)
+		t.Errorf("a new session with an old TSIH: %+v", l)
 	}
 	if l := f.LUNs[1]; l.IOPS != 160.5 || l.Errors != 7 {
-		t.Errorf("a LUN with the number of another: %+v", l)
+		t.Errorf("a new LUN with an old number: %+v", l)
 	}
 	f.sort(0)
 	if f.Sessions[0].TSIH != 1 || *f.LUNs[0].LUN != 1 {
@@ -72,8 +72,8 @@ func TestFrame(t *testing.T) {
 	}
 }
 
-// As much as there is room for is shown, and both kinds get their share.
-func TestTopRoom(t *testing.T) {
+// top fills the screen, and divides it between sessions and LUNs.
+func TestTopFillsTheScreen(t *testing.T) {
 	var f Frame
 	for i := range 50 {
 		f.Sessions = append(f.Sessions, Load{TSIH: uint16(i), Initiator: "\x1b[2J"})
@@ -86,7 +86,7 @@ func TestTopRoom(t *testing.T) {
 			t.Errorf("%d lines for %d rows", len(lines), rows)
 		}
 		if strings.Contains(strings.Join(lines, ""), "\x1b") {
-			t.Fatal("a name does something to the terminal")
+			t.Fatal("a name controls the terminal")
 		}
 	}
 	f = Frame{Sessions: []Load{{TSIH: 1, Transport: "iser", Initiator: "iqn.1993-08.org.debian:01:host", Target: "iqn.2026-11.io.example:store"}}}
