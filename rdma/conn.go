@@ -60,7 +60,7 @@ type Conn struct {
 	peer       Request // what the peer's startup frame said
 	initiator  bool
 	crc        bool // both directions carry CRCs
-	markersOut bool // the peer wants Markers
+	markersOut bool // the peer requires Markers
 	ird, ord   int
 
 	mem    memory

@@ -166,8 +166,8 @@ func (m *memory) revoked(r *Region) bool {
 	return !r.valid
 }
 
-// The reasons for the same faults differ between RDMA Write (DDP, RFC 5041
-// section 7) and RDMA Read (RDMAP, RFC 5040 section 7.2).
+// useReasons are the Reasons for the faults of an access. They differ between RDMA Write
+// (DDP, RFC 5041, section 7) and RDMA Read (RDMAP, RFC 5040, section 7.2).
 type useReasons struct{ stag, stream, access, wrap, bounds wire.Reason }
 
 var (

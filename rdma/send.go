@@ -442,7 +442,7 @@ func (c *Conn) trailer(hlen int, head, data []byte) error {
 
 var zeros [3]byte
 
-// trailerMarked ends an FPDU for a peer that wants Markers. It assembles the FPDU and
+// trailerMarked ends an FPDU for a peer that requires Markers. It assembles the FPDU and
 // writes it at once.
 func (c *Conn) trailerMarked(start int, data []byte, pad int) error {
 	s := &c.tx

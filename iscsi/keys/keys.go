@@ -1,21 +1,20 @@
 // Package keys negotiates the text keys of iSCSI (RFC 7143, sections 6 and 13)
-// and iSER (RFC 7145, section 6). The keys are rows of one table; the answers,
-// the defaults and the tests all walk it. The package does no I/O.
+// and iSER (RFC 7145, section 6). The keys are rows of one table, which the answers, the
+// defaults and the tests use. The package does no I/O.
 //
-// A caller parses the text of a request with ParseText, hands every pair to
-// Offer, which appends what must be answered, and asks Finish for the Params
-// once both sides are ready. It intercepts SendTargets and adds what it alone
-// knows: TargetPortalGroupTag, TargetAlias and TargetAddress. CHAP is also the
-// caller's: of its keys, this package knows the stage and that each comes once.
+// A caller parses the text of a request with ParseText and passes every pair to Offer,
+// which appends the answers. When both sides are ready, Finish returns the Params. The
+// caller handles SendTargets, and adds TargetPortalGroupTag, TargetAlias and
+// TargetAddress. The caller also performs CHAP: this package checks only that its keys
+// come in the right stage, and each once.
 package keys
 
 import "fmt"
 
-// Params is what a login agreed on. It is built once by a Negotiation and
-// travels by value from then on, so that a running connection cannot see it
-// change. Lengths are bytes.
+// Params is the result of a login. A Negotiation builds it once. It is passed by value,
+// so that it cannot change under a running connection. Lengths are bytes.
 type Params struct {
-	InitiatorName, InitiatorAlias, TargetName string // as they came, not normalised
+	InitiatorName, InitiatorAlias, TargetName string // as they came, not normalized
 
 	Discovery bool // SessionType
 
@@ -29,17 +28,16 @@ type Params struct {
 	DataPDUInOrder, DataSequenceInOrder  bool
 	HeaderDigest, DataDigest             bool // true: CRC32C
 
-	// MaxRecvDataSegmentLength was declared by the initiator: the limit
-	// towards it on plain TCP and in discovery. With RDMAExtensions it means
-	// nothing (RFC 7145, section 6.2).
+	// MaxRecvDataSegmentLength is the initiator's limit, on plain TCP and in discovery.
+	// With RDMAExtensions it has no meaning (RFC 7145, section 6.2).
 	MaxRecvDataSegmentLength uint32
 
 	RDMAExtensions bool
-	// These two limit the data segments of control-type PDUs with
-	// RDMAExtensions: target to initiator, and initiator to target.
+	// With RDMAExtensions, these two limit the data segments of control-type PDUs:
+	// from target to initiator, and from initiator to target.
 	InitiatorRecvDataSegmentLength, TargetRecvDataSegmentLength uint32
 	TaggedBufferForSolicitedDataOnly, ISERHelloRequired         bool
-	TaggedBufferDeclared, ISERHelloDeclared                     bool   // the value above is no default
+	TaggedBufferDeclared, ISERHelloDeclared                     bool   // the initiator declared the value above
 	MaxOutstandingUnexpectedPDUs, MaxAHSLength                  uint32 // the initiator's; 0: no limit
 
 	TaskReporting      string
@@ -50,12 +48,14 @@ type Params struct {
 // (RFC 7143, section 11.12.3).
 type Stage uint8
 
+// The stages of RFC 7143.
 const (
 	Security    Stage = 0 // SecurityNegotiation
 	Operational Stage = 1 // LoginOperationalNegotiation
 	FullFeature Stage = 3 // FullFeaturePhase
 )
 
+// String returns the name of the stage for messages.
 func (s Stage) String() string {
 	switch s {
 	case Security:
@@ -68,50 +68,49 @@ func (s Stage) String() string {
 	return fmt.Sprintf("stage %d", uint8(s))
 }
 
-// Limits is what this target is ready to agree on. The zero value of a field
-// means its default. Lengths are bytes.
+// Limits is what this target agrees to at most. The zero value of a field means its
+// default, which its comment ends with. Lengths are bytes.
 type Limits struct {
-	// RDMA tells that the connection is an iSER one: RDMAExtensions=Yes is
-	// agreed on, and there are no digests.
+	// RDMA says that the connection uses iSER already: it agrees to RDMAExtensions=Yes
+	// and to no digests.
 	RDMA bool
 
-	// StepUp tells that the connection can become an iSER one after login:
-	// RDMAExtensions=Yes is agreed on unless there is a digest already.
+	// StepUp says that the connection can change to iSER after login: it agrees to
+	// RDMAExtensions=Yes unless it has agreed to a digest.
 	StepUp bool
 
 	// Digests allows CRC32C for headers and data without RDMAExtensions.
 	Digests bool
 
-	// InitialR2T and ImmediateData are our own choice; nil means Yes. With
-	// InitialR2T=No an initiator may send FirstBurstLength bytes per command
-	// before it is asked: with ib_iser that is 32 Sends for each of 113
-	// commands, all of which need a receive buffer.
+	// InitialR2T and ImmediateData are the target's own choice; nil means Yes. With
+	// InitialR2T=No an initiator may send FirstBurstLength bytes per command without
+	// an R2T. With ib_iser that means 32 Sends for each of 113 commands, and all of
+	// them need a receive buffer.
 	InitialR2T, ImmediateData *bool
 
-	// FirstBurstLength: at most that much unsolicited data per command; 65536.
+	// FirstBurstLength limits the unsolicited data of a command; 65536.
 	FirstBurstLength uint32
 
-	// MaxBurstLength: at most that much data per R2T; 1 MiB. No data sequence
-	// needs more: ib_iser's commands carry 512 KiB by default, and larger
-	// ones are served by several R2Ts.
+	// MaxBurstLength limits the data per R2T; 1 MiB. More is not needed: the commands
+	// of ib_iser carry 512 KiB by default, and larger ones use several R2Ts.
 	MaxBurstLength uint32
 
-	// TargetRecvDataSegmentLength: data segments from the initiator with RDMA;
-	// 8192, what ib_iser offers.
+	// TargetRecvDataSegmentLength limits data segments from the initiator with RDMA;
+	// 8192, the offer of ib_iser.
 	TargetRecvDataSegmentLength uint32
 
-	// InitiatorRecvDataSegmentLength: data segments to the initiator with
-	// RDMA; 8192, since nothing we send is longer.
+	// InitiatorRecvDataSegmentLength limits data segments to the initiator with RDMA;
+	// 8192, because the target sends nothing longer.
 	InitiatorRecvDataSegmentLength uint32
 
-	// MaxRecvDataSegmentLength is declared without RDMA; 262144.
+	// MaxRecvDataSegmentLength is what the target declares without RDMA; 262144.
 	MaxRecvDataSegmentLength uint32
 
-	// MaxConnections of a session; 1.
+	// MaxConnections limits the connections of a session; 1.
 	MaxConnections uint16
 
-	// ErrorRecoveryLevel: at most that one; 0. The minimum of it and of what the
-	// initiator offers is agreed on: open-iscsi offers 0 and fails the login otherwise.
+	// ErrorRecoveryLevel limits the level; 0. The result is the minimum of it and the
+	// initiator's offer. open-iscsi offers 0 and fails the login for any other level.
 	ErrorRecoveryLevel uint8
 
 	chap bool // RequireCHAP has been called
@@ -119,8 +118,8 @@ type Limits struct {
 
 const maxLength = 1<<24 - 1 // of bursts and data segments: RFC 7143, sections 13.12 to 13.14
 
-// Validate reports whether all limits lie where the keys themselves allow them.
-// A Negotiation with other limits fails every offer.
+// Validate returns an error if a limit is outside the range of its key. A Negotiation
+// with such limits refuses every offer.
 func (l Limits) Validate() error {
 	l = l.complete()
 	for _, f := range []struct {
@@ -135,16 +134,16 @@ func (l Limits) Validate() error {
 		{"ErrorRecoveryLevel", uint32(l.ErrorRecoveryLevel), 0, 2},
 	} {
 		if f.v < f.lo || f.v > f.hi {
-			return fmt.Errorf("limit of %s is %d, not within %d..%d", f.name, f.v, f.lo, f.hi)
+			return fmt.Errorf("the limit of %s is %d, which is outside %d..%d", f.name, f.v, f.lo, f.hi)
 		}
 	}
 	if l.FirstBurstLength > l.MaxBurstLength {
-		return fmt.Errorf("limit of FirstBurstLength is %d, more than that of MaxBurstLength, %d", l.FirstBurstLength, l.MaxBurstLength)
+		return fmt.Errorf("the limit of FirstBurstLength is %d, more than that of MaxBurstLength, %d", l.FirstBurstLength, l.MaxBurstLength)
 	}
 	return nil
 }
 
-// complete returns l with defaults in place of zeros.
+// complete returns l with its defaults filled in.
 func (l Limits) complete() Limits {
 	yes := true
 	if l.InitialR2T == nil {
@@ -173,14 +172,15 @@ func (l Limits) complete() Limits {
 	return l
 }
 
-// An Error ends a negotiation. Status is what a Login Response says about it,
-// class<<8|detail (RFC 7143, section 11.13.5); in the full feature phase every
-// Error is a Reject with reason "protocol error".
+// An Error ends a negotiation. Status is for the Login Response, class<<8|detail (RFC
+// 7143, section 11.13.5). In the full feature phase every Error causes a Reject with
+// reason "protocol error".
 type Error struct {
 	Status      uint16
 	Key, Reason string // Key may be empty
 }
 
+// Error implements error.
 func (e *Error) Error() string {
 	if e.Key == "" {
 		return e.Reason
@@ -188,7 +188,7 @@ func (e *Error) Error() string {
 	return e.Key + ": " + e.Reason
 }
 
-// Login statuses that a negotiation can end with.
+// Login statuses of an Error.
 const (
 	statusInitiatorError   = 0x0200
 	statusAuthFailure      = 0x0201

@@ -5,9 +5,9 @@ import (
 	"strings"
 )
 
-// A Negotiation is one login, or one text negotiation in the full feature
-// phase. It takes effect as a whole, when Finish succeeds, or not at all; its
-// first error is its last word. Its memory is bounded by MaxText.
+// A Negotiation is one login, or one text negotiation in the full feature phase. It takes
+// effect as a whole, when Finish succeeds, or not at all. After its first error it
+// returns only that one. MaxText limits its memory.
 type Negotiation struct {
 	limits  Limits
 	p       Params
@@ -15,14 +15,14 @@ type Negotiation struct {
 	joining bool // not the leading connection
 
 	seen    []seen              // by row of table
-	unknown map[string]struct{} // keys not understood
+	unknown map[string]struct{} // keys that are not in the table
 	size    int                 // of text
 
 	firstDone, declared bool
 	err                 error
 }
 
-// seen says whether and where a key has come.
+// seen says in which stage a key has come, if at all.
 type seen uint8
 
 const (
@@ -31,7 +31,7 @@ const (
 	afterSecurity
 )
 
-// NewLogin begins the login of a leading connection.
+// NewLogin starts the login of a leading connection.
 func NewLogin(l Limits) *Negotiation {
 	n := newNegotiation(l, Params{})
 	for _, k := range table {
@@ -40,12 +40,12 @@ func NewLogin(l Limits) *Negotiation {
 	return n
 }
 
-// NewJoin begins the login of a connection that joins, or takes up again, the
-// session that agreed on cur. Leading-only keys are errors in it.
+// NewJoin starts the login of a connection that joins or reinstates the session that
+// agreed on cur. Leading-only keys are errors in it.
 func NewJoin(l Limits, cur Params) *Negotiation {
 	n := newNegotiation(l, cur)
 	n.joining = true
-	n.p.InitiatorName, n.p.TargetName, n.p.CHAPName = "", "", "" // every login says who it is
+	n.p.InitiatorName, n.p.TargetName, n.p.CHAPName = "", "", "" // every login declares them
 	for _, k := range table {
 		if k.flags&connection != 0 {
 			k.reset(&n.p)
@@ -54,14 +54,15 @@ func NewJoin(l Limits, cur Params) *Negotiation {
 	return n
 }
 
-// NewText begins a negotiation in the full feature phase of a connection that
-// has agreed on cur.
+// NewText starts a negotiation in the full feature phase of a connection that has agreed
+// on cur.
 func NewText(l Limits, cur Params) *Negotiation {
 	n := newNegotiation(l, cur)
 	n.text = true
 	return n
 }
 
+// newNegotiation returns a Negotiation that starts with p.
 func newNegotiation(l Limits, p Params) *Negotiation {
 	n := &Negotiation{limits: l.complete(), p: p, seen: make([]seen, len(table))}
 	if err := l.Validate(); err != nil {
@@ -70,14 +71,13 @@ func newNegotiation(l Limits, p Params) *Negotiation {
 	return n
 }
 
-// Params is what has been agreed on so far: after the first Login Request it
-// has the names and the session type that access control needs.
+// Params returns the result so far. After the first Login Request it contains the names
+// and the session type, which access control needs.
 func (n *Negotiation) Params() Params { return n.p }
 
-// FirstRequest is to be called when all of the first Login Request has been
-// offered. It reports whether the names are there that every login begins with
-// (RFC 7143, section 4.2.7.1); from then on these, and the session type,
-// cannot change.
+// FirstRequest marks the end of the first Login Request. It returns an error if a name is
+// missing that the first request must contain (RFC 7143, section 4.2.7.1). From then on
+// the names and the session type cannot change.
 func (n *Negotiation) FirstRequest() error {
 	if n.err == nil && n.p.InitiatorName == "" {
 		n.err = &Error{statusMissingParameter, "InitiatorName", "is missing in the first Login Request"}
@@ -89,14 +89,14 @@ func (n *Negotiation) FirstRequest() error {
 	return n.err
 }
 
-// RequireCHAP makes CHAP instead of None the one AuthMethod that can be agreed
-// on. To be called before AuthMethod is offered.
+// RequireCHAP makes CHAP the only AuthMethod that the target accepts, instead of None. The
+// caller calls it before AuthMethod is offered.
 func (n *Negotiation) RequireCHAP() { n.limits.chap = true }
 
-// Offer takes one pair of the initiator in stage s and appends what must be
-// answered to answers; an answer may be five times as long as the offer, or so,
-// which the caller has to have room for. An error is an *Error and ends the
-// negotiation; answers then holds what may still be said.
+// Offer handles one pair of the initiator in stage s and appends the answer, if any, to
+// answers. An answer can be about five times as long as the offer, and the caller must
+// have room for it. An error is an *Error and ends the negotiation; the caller may still
+// send answers then.
 func (n *Negotiation) Offer(s Stage, p Pair, answers []Pair) ([]Pair, error) {
 	if n.err == nil {
 		var err *Error
@@ -107,6 +107,7 @@ func (n *Negotiation) Offer(s Stage, p Pair, answers []Pair) ([]Pair, error) {
 	return answers, n.err
 }
 
+// offer implements Offer.
 func (n *Negotiation) offer(s Stage, p Pair, answers []Pair) ([]Pair, *Error) {
 	answer := func(v string) []Pair { return append(answers, Pair{p.Key, v}) }
 
@@ -116,7 +117,7 @@ func (n *Negotiation) offer(s Stage, p Pair, answers []Pair) ([]Pair, *Error) {
 	i, ok := byName[p.Key]
 	if !ok {
 		if isReserved(p.Value) {
-			return answers, textError(quote(p.Key), "%s is no offer", p.Value)
+			return answers, textError(quote(p.Key), "%s is not an offer", p.Value)
 		}
 		if _, ok := n.unknown[p.Key]; ok {
 			return answers, textError(quote(p.Key), "came twice")
@@ -137,7 +138,7 @@ func (n *Negotiation) offer(s Stage, p Pair, answers []Pair) ([]Pair, *Error) {
 		return answers, err
 	}
 	if k.kind != text && slices.ContainsFunc(strings.Split(p.Value, ","), isReserved) {
-		return answers, textError(k.name, "%s is no offer", quote(p.Value))
+		return answers, textError(k.name, "%s is not an offer", quote(p.Value))
 	}
 	if !k.kind.long && len(p.Value) > maxValue {
 		return answers, textError(k.name, "value is longer than %d bytes", maxValue)
@@ -158,7 +159,7 @@ func (n *Negotiation) offer(s Stage, p Pair, answers []Pair) ([]Pair, *Error) {
 		}
 		return answers, &Error{k.fail, k.name, quote(p.Value) + " is not supported"}
 	case !ok && k.flags&declared != 0:
-		return answers, textError(k.name, "%s is not admissible", quote(p.Value))
+		return answers, textError(k.name, "%s is not a valid value", quote(p.Value))
 	case !ok: // the key keeps its value: RFC 7143, section 6.2
 		return answer("Reject"), nil
 	}
@@ -177,7 +178,7 @@ func (n *Negotiation) offer(s Stage, p Pair, answers []Pair) ([]Pair, *Error) {
 	return answers, nil
 }
 
-// misplaced says why k cannot be offered in stage s; it is empty if k can.
+// misplaced returns why the initiator must not offer k in stage s, or "".
 func (n *Negotiation) misplaced(k *key, s Stage) string {
 	switch {
 	case n.text != (s == FullFeature) || s != Security && s != Operational && s != FullFeature:
@@ -185,7 +186,7 @@ func (n *Negotiation) misplaced(k *key, s Stage) string {
 	case k.refuse != "":
 		return k.refuse
 	case k.flags&targetSends != 0:
-		return "is sent by targets only"
+		return "only targets send it"
 	case s == FullFeature && k.use != always:
 		return "cannot be negotiated in the full feature phase"
 	case s == Security && k.flags&(anyStage|securityOnly) == 0,
@@ -197,10 +198,10 @@ func (n *Negotiation) misplaced(k *key, s Stage) string {
 	return ""
 }
 
-// comesAgain notes that row i of the table has come in stage s. A key comes
-// once in a negotiation (RFC 7143, section 6.3). Only libiscsi's habit is
-// let through: after a security stage it declares the names, the alias and the
-// session type again in the operational stage. The second result is true then.
+// comesAgain notes that row i of the table has come in stage s. A key comes once in a
+// negotiation (RFC 7143, section 6.3), with one exception for libiscsi: after a security
+// stage it declares the names, the alias and the session type again in the operational
+// stage. comesAgain returns true then.
 func (n *Negotiation) comesAgain(i int, s Stage) (bool, *Error) {
 	k, was := table[i], n.seen[i]
 	now := afterSecurity
@@ -217,9 +218,9 @@ func (n *Negotiation) comesAgain(i int, s Stage) (bool, *Error) {
 	return false, textError(k.name, "came twice")
 }
 
-// Declare appends, once, what the target itself has to declare. To be called
-// when answering a request of the operational stage. It is nothing that
-// open-iscsi does not know, because it fails the login over any such key.
+// Declare appends, once, the key that the target declares. The caller calls it when it
+// answers a request of the operational stage. open-iscsi fails the login for a key that
+// it does not know, so Declare uses only one that it knows.
 func (n *Negotiation) Declare(answers []Pair) []Pair {
 	if n.declared || n.text || n.limits.RDMA || n.p.RDMAExtensions {
 		return answers
@@ -228,8 +229,8 @@ func (n *Negotiation) Declare(answers []Pair) []Pair {
 	return append(answers, Pair{"MaxRecvDataSegmentLength", number.format(value{n: uint64(n.limits.MaxRecvDataSegmentLength)})})
 }
 
-// Finish returns what was agreed on if it holds together, now that all values
-// are known (RFC 7143, section 6.2). An error is an *Error.
+// Finish returns the result if its values fit together (RFC 7143, section 6.2). An error
+// is an *Error.
 func (n *Negotiation) Finish() (Params, error) {
 	if n.err == nil && !n.text {
 		n.FirstRequest()
@@ -247,11 +248,11 @@ func (n *Negotiation) Finish() (Params, error) {
 	}
 	switch {
 	case n.joining && p.Discovery:
-		n.err = textError("SessionType", "no connection joins a discovery session")
+		n.err = textError("SessionType", "a discovery session has only one connection")
 	case n.limits.RDMA && !p.Discovery && !p.RDMAExtensions:
-		n.err = textError("RDMAExtensions", "Yes was not agreed on, and this connection carries nothing but iSER")
+		n.err = textError("RDMAExtensions", "Yes is required, because this connection uses iSER")
 	case p.RDMAExtensions && !n.limits.RDMA && !n.limits.StepUp:
-		n.err = textError("RDMAExtensions", "the session uses iSER, and this connection cannot")
+		n.err = textError("RDMAExtensions", "the session uses iSER, but this connection cannot")
 	case p.FirstBurstLength > p.MaxBurstLength && (p.ImmediateData || !p.InitialR2T):
 		n.err = textError("FirstBurstLength", "%d is more than MaxBurstLength, %d", p.FirstBurstLength, p.MaxBurstLength)
 	default:
@@ -260,8 +261,8 @@ func (n *Negotiation) Finish() (Params, error) {
 	return Params{}, n.err
 }
 
-// isReserved reports whether v is one of the words that only answer (RFC 7143,
-// section 6.2). The fourth, None, is a legitimate offer.
+// isReserved reports whether v is a word for answers only (RFC 7143, section 6.2). The
+// fourth such word, None, is also an offer.
 func isReserved(v string) bool {
 	return v == "Reject" || v == "Irrelevant" || v == "NotUnderstood"
 }

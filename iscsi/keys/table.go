@@ -6,7 +6,7 @@ import (
 	"strings"
 )
 
-// When a key may be used (RFC 7143, section 13).
+// use says when a key may be used (RFC 7143, section 13).
 type use uint8
 
 const (
@@ -16,12 +16,12 @@ const (
 	fullFeature            // FFPO: full feature phase
 )
 
-// What goes for a key beside its use; or-ed together.
+// flags are further rules for a key, or-ed together.
 type flags uint8
 
 const (
 	anyStage     flags = 1 << iota // also in the security stage
-	securityOnly                   // nowhere but in the security stage
+	securityOnly                   // only in the security stage
 	declared                       // a declaration: has no answer
 	connection                     // scope is the connection (CO), not the session (SW)
 	targetSends                    // only the target sends it
@@ -29,12 +29,12 @@ const (
 	orZero                         // 0 is admissible, too
 )
 
-// What a key means in a discovery session.
+// discovery says what a key means in a discovery session.
 type discovery uint8
 
 const (
 	applies discovery = iota
-	// "Irrelevant when: SessionType=Discovery". It is answered as ever, since
+	// "Irrelevant when: SessionType=Discovery". The answer is the usual one, because
 	// initiators read Irrelevant as 0 or No, but the default stays in force.
 	ignored
 	// RFC 7145, section 5.1, forbids to negotiate RDMAExtensions there.
@@ -51,7 +51,7 @@ type value struct {
 
 // A kind is the syntax of a value.
 type kind struct {
-	// parse reports whether s is admissible for k.
+	// parse returns the value of s and reports whether it is valid for k.
 	parse  func(k *key, s string) (value, bool)
 	format func(v value) string
 	picks  bool // the result is one of a list, in value.s
@@ -65,31 +65,33 @@ var (
 	choice  = &kind{parse: func(_ *key, s string) (value, bool) { return value{list: []string{s}}, true }, picks: true}
 	name    = &kind{parse: func(_ *key, s string) (value, bool) { return value{s: s}, s != "" && len(s) <= maxName }}
 	text    = &kind{parse: func(_ *key, s string) (value, bool) { return value{s: s}, len(s) <= maxValue }}
-	// exchange is the syntax of the keys that CHAP is done with, which the caller
-	// reads: they may be longer than other values.
+	// exchange is the syntax of the keys of CHAP, whose values may be longer than others.
 	exchange = &kind{parse: func(_ *key, s string) (value, bool) { return value{s: s}, true }, long: true}
-	// nothing is the syntax of obsolete keys: no value is admissible.
+	// nothing is the syntax of obsolete keys, which have no valid value.
 	nothing = &kind{parse: func(*key, string) (value, bool) { return value{}, false }}
 )
 
-// parseNumber takes a numerical-value in the range of k. Ranges a~b are not
-// admissible for any key we know.
+// parseNumber parses a numerical-value in the range of k. No key in the table has ranges
+// a~b as values.
 func parseNumber(k *key, s string) (value, bool) {
 	n, ok := ParseNumber(s)
 	return value{n: n}, ok && (k.lo <= n && n <= k.hi || n == 0 && k.flags&orZero != 0)
 }
 
+// parseBoolean parses a boolean-value.
 func parseBoolean(_ *key, s string) (value, bool) {
 	return value{b: s == "Yes"}, s == "Yes" || s == "No"
 }
 
+// parseList parses a list-of-values.
 func parseList(_ *key, s string) (value, bool) {
 	v := value{list: strings.Split(s, ",")}
 	return v, !slices.ContainsFunc(v.list, func(item string) bool { return len(item) > maxValue })
 }
 
-// The result functions: what comes of our own choice and an offer. The answer
-// of first is empty if we support nothing of the offer.
+// The functions below compute the result of our own choice and an offer. That of first is
+// empty if we support nothing of the offer.
+
 func minimum(own, offer value) value { return value{n: min(own.n, offer.n)} }
 func maximum(own, offer value) value { return value{n: max(own.n, offer.n)} }
 func and(own, offer value) value     { return value{b: own.b && offer.b} }
@@ -111,16 +113,16 @@ type key struct {
 	discovery discovery
 	kind      *kind
 	lo, hi    uint64 // range of a number
-	def       string // default; empty if there is none
+	def       string // default; empty for a key without one
 	result    func(own, offer value) value
 	own       func(l *Limits, p *Params) value // our choice
 	set       func(p *Params, v value)
 
 	fail   uint16 // status if nothing in a list is supported; 0: Reject is enough
-	refuse string // why every offer is an error; empty if it is not
+	refuse string // why every offer is an error, or empty
 }
 
-// fixed is a choice that no limit changes.
+// fixed returns a choice that no limit changes.
 func fixed(n uint64) func(*Limits, *Params) value {
 	return func(*Limits, *Params) value { return value{n: n} }
 }
@@ -155,8 +157,8 @@ var table = []*key{
 		set: func(p *Params, v value) { p.CHAPName = v.s }},
 	{name: "CHAP_R", use: initialize, flags: securityOnly | connection | declared, kind: exchange},
 
-	// Who and what: RFC 7143, sections 13.3 to 13.9, 13.21 and 13.26. A value
-	// of SessionType that we do not know has a login status of its own.
+	// Names and session type: RFC 7143, sections 13.3 to 13.9, 13.21 and 13.26. An
+	// unknown SessionType has a login status of its own.
 	{name: "InitiatorName", use: initialize, flags: anyStage | declared | firstRequest, kind: name,
 		set: func(p *Params, v value) { p.InitiatorName = v.s }},
 	{name: "InitiatorAlias", use: always, flags: anyStage | declared, kind: text,
@@ -223,8 +225,8 @@ var table = []*key{
 	{name: "IFMarkInt", use: initialize, flags: connection, kind: nothing},
 	{name: "OFMarkInt", use: initialize, flags: connection, kind: nothing},
 
-	// iSER: RFC 7145, section 6. They are negotiated without RDMAExtensions=Yes,
-	// too, and then have no effect.
+	// iSER: RFC 7145, section 6. Without RDMAExtensions=Yes the target answers them, too,
+	// but they have no effect.
 	{name: "RDMAExtensions", use: leading, discovery: irrelevant, kind: boolean, def: "No", result: and,
 		own: func(l *Limits, p *Params) value {
 			return value{b: l.RDMA || l.StepUp && !p.HeaderDigest && !p.DataDigest}
@@ -240,7 +242,7 @@ var table = []*key{
 		set: func(p *Params, v value) { p.MaxOutstandingUnexpectedPDUs = uint32(v.n) }},
 	{name: "MaxAHSLength", use: leading, flags: declared | orZero, kind: number, lo: 2, hi: 1<<32 - 1, def: "256",
 		set: func(p *Params, v value) { p.MaxAHSLength = uint32(v.n) }},
-	// The default of both is No; whether it was declared makes a difference.
+	// The default of both is No. Declared and default values are distinguished.
 	{name: "TaggedBufferForSolicitedDataOnly", use: leading, flags: declared, kind: boolean,
 		set: func(p *Params, v value) { p.TaggedBufferForSolicitedDataOnly, p.TaggedBufferDeclared = v.b, true }},
 	{name: "iSERHelloRequired", use: leading, flags: declared, kind: boolean,
@@ -256,14 +258,14 @@ var byName = func() map[string]int {
 	return m
 }()
 
-// reset puts the default of k, if it has one, into p.
+// reset sets k in p to its default, if it has one.
 func (k *key) reset(p *Params) {
 	if k.def == "" || k.set == nil {
 		return
 	}
 	v, ok := k.kind.parse(k, k.def)
 	if !ok {
-		panic("keys: inadmissible default of " + k.name)
+		panic("keys: invalid default of " + k.name)
 	}
 	if k.kind.picks {
 		v.s = k.def

@@ -12,8 +12,8 @@ import (
 )
 
 const (
-	// MaxText bounds the text of one negotiation, in bytes. RFC 7143,
-	// section 6.1, asks for 8192 at least.
+	// MaxText limits the text of one negotiation, in bytes. RFC 7143, section 6.1,
+	// requires at least 8192.
 	MaxText = 16384
 
 	maxKey   = 63  // bytes of a key-name: RFC 7143, section 6.1
@@ -25,9 +25,9 @@ const (
 type Pair struct{ Key, Value string }
 
 // ParseText splits the text of a request, key=value NUL key=value NUL ...
-// (RFC 7143, section 6.1), where the data segments of PDUs with the C bit have
-// been joined. Nothing between two NULs says nothing and is skipped. Whatever
-// else is not a pair is an *Error; the pairs do not refer to b.
+// (RFC 7143, section 6.1). The caller has joined the data segments of PDUs with the C
+// bit. ParseText skips empty items and returns an *Error for any other item that is not a
+// pair. The pairs do not refer to b.
 func ParseText(b []byte) ([]Pair, error) {
 	if len(b) == 0 {
 		return nil, nil
@@ -36,7 +36,7 @@ func ParseText(b []byte) ([]Pair, error) {
 		return nil, textError("", "text of %d bytes is longer than %d", len(b), MaxText)
 	}
 	if b[len(b)-1] != 0 {
-		return nil, textError("", "last key=value is not followed by NUL")
+		return nil, textError("", "the last key=value does not end with NUL")
 	}
 	s := string(b)
 	pairs := make([]Pair, 0, strings.Count(s, "\x00"))
@@ -69,8 +69,8 @@ func AppendPair(dst []byte, p Pair) []byte {
 	return append(dst, 0)
 }
 
-// ParseNumber takes a numerical-value (RFC 7143, section 6.1): a
-// decimal-constant or a hex-constant below 2^64.
+// ParseNumber parses a numerical-value (RFC 7143, section 6.1): a decimal-constant or a
+// hex-constant below 2^64.
 func ParseNumber(s string) (n uint64, ok bool) {
 	digits, base := s, 10
 	if len(s) > 2 && s[0] == '0' && s[1]|0x20 == 'x' {
@@ -78,21 +78,21 @@ func ParseNumber(s string) (n uint64, ok bool) {
 	} else if len(s) > 1 && s[0] == '0' {
 		return 0, false
 	}
-	n, err := strconv.ParseUint(digits, base, 64) // takes neither sign nor "_" in these bases
+	n, err := strconv.ParseUint(digits, base, 64) // accepts neither sign nor "_" in these bases
 	return n, err == nil
 }
 
-// MaxBinary bounds a binary-value, in bytes (RFC 7143, section 12.1.3).
+// MaxBinary limits a binary-value, in bytes (RFC 7143, section 12.1.3).
 const MaxBinary = 1024
 
 var (
-	errBinary     = errors.New("value is neither a hex-constant nor a base64-constant")
-	errLongBinary = fmt.Errorf("value is longer than %d bytes", MaxBinary)
+	errBinary     = errors.New("the value is neither a hex-constant nor a base64-constant")
+	errLongBinary = fmt.Errorf("the value is longer than %d bytes", MaxBinary)
 )
 
-// ParseBinary takes a binary-value whose length the key does not say (RFC 7143,
-// section 6.1): a hex-constant or a base64-constant of 1 to MaxBinary bytes. Of
-// an odd number of hexadecimal digits the first one is an byte.
+// ParseBinary parses a binary-value of a key without a fixed length (RFC 7143, section
+// 6.1): a hex-constant or a base64-constant of 1 to MaxBinary bytes. If the number of
+// hexadecimal digits is odd, the first byte has only one.
 func ParseBinary(s string) ([]byte, error) {
 	if len(s) < 3 || s[0] != '0' {
 		return nil, errBinary
@@ -123,10 +123,10 @@ func ParseBinary(s string) ([]byte, error) {
 	return b, nil
 }
 
-// checkKey says what is wrong with a key-name. A small letter in front is let
-// through: keys are case-sensitive, so such a key is merely not understood. "#"
-// is no character of a key-name, but X#NodeArchitecture has it (RFC 7143,
-// section 13.26).
+// checkKey returns why key is not a key-name, or "". It accepts a lower-case letter at the
+// start: keys are case-sensitive, so such a key is only not understood. It accepts "#",
+// which the syntax does not allow but X#NodeArchitecture contains (RFC 7143, section
+// 13.26).
 func checkKey(key string) string {
 	if key == "" {
 		return "is empty"
@@ -148,22 +148,22 @@ func checkKey(key string) string {
 func isLetter(c byte) bool { return 'a' <= c|0x20 && c|0x20 <= 'z' }
 func isDigit(c byte) bool  { return '0' <= c && c <= '9' }
 
-// quote makes what a peer sent fit for a log line.
+// quote quotes and shortens what a peer sent for a log line.
 func quote(s string) string {
-	const most = 80
-	if len(s) > most {
-		return fmt.Sprintf("%q...", s[:most])
+	const limit = 80
+	if len(s) > limit {
+		return fmt.Sprintf("%q...", s[:limit])
 	}
 	return fmt.Sprintf("%q", s)
 }
 
+// textError returns the Error for an invalid text, with the status "initiator error".
 func textError(key, format string, args ...any) *Error {
 	return &Error{Status: statusInitiatorError, Key: key, Reason: fmt.Sprintf(format, args...)}
 }
 
-// Arrange puts the pairs of a request into the order in which a Negotiation wants
-// them: what is agreed on for a key can depend on SessionType and RDMAExtensions
-// (RFC 7145, section 6.3), but text has no order.
+// Arrange sorts the pairs of a request for a Negotiation. The result of a key can depend
+// on SessionType and RDMAExtensions (RFC 7145, section 6.3), but text has no order.
 func Arrange(pairs []Pair) {
 	rank := func(p Pair) int {
 		switch p.Key {

@@ -41,7 +41,7 @@ func TestParseTextRefuses(t *testing.T) {
 		{"ISCSI-6.1-3 no =", "InitialR2T\x00", `has no "="`},
 		{"ISCSI-6.1-3 no key", "=v\x00", "is empty"},
 		{"ISCSI-6.1-3 wrong character", "Initial R2T=Yes\x00", `contains ' '`},
-		{"ISCSI-6.1-2 no NUL at the end", "A=1\x00B=2", "not followed by NUL"},
+		{"ISCSI-6.1-2 no NUL at the end", "A=1\x00B=2", "does not end with NUL"},
 		{"ISCSI-6.1-1 not UTF-8", "InitiatorAlias=\xff\x00", "not UTF-8"},
 		{"ISCSI-6.1-5 too much", "A=" + strings.Repeat("x", MaxText) + "\x00", "longer than 16384"},
 	} {

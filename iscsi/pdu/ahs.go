@@ -21,7 +21,7 @@ var (
 
 const ahsHeader = 3 // AHSLength and AHSType, which AHSLength does not count
 
-// Extensions is what the AHS area of a SCSI Command adds to its BHS.
+// Extensions holds what the AHS area of a SCSI Command adds to its BHS.
 type Extensions struct {
 	CDB        []byte // bytes 16 and up of the CDB: a view of the area; nil without an extended CDB
 	Bidi       bool   // ReadLength was given
@@ -35,9 +35,8 @@ type Extensions struct {
 //	+---------------+---------------+---------------+---------------+
 //	: AHS-Specific, padded to a multiple of 4 bytes                :
 //
-// AHSLength counts AHS-Specific without padding. Segments of unknown type are
-// skipped. Every segment takes at least 4 bytes off the area, so a length of
-// zero cannot make it loop.
+// AHSLength counts AHS-Specific without padding. ParseAHS skips segments of unknown
+// type. Every segment has at least 4 bytes, so a length of 0 causes no endless loop.
 func ParseAHS(area []byte) (x Extensions, err error) {
 	for len(area) > 0 {
 		if len(area) < ahsHeader {
@@ -72,8 +71,8 @@ func ParseAHS(area []byte) (x Extensions, err error) {
 	return x, nil
 }
 
-// AppendExtendedCDB appends the AHS that carries the bytes of cdb behind the
-// first 16. The caller has seen that there are any, and at most MaxCDB in all.
+// AppendExtendedCDB appends the AHS that carries the bytes of cdb after the first 16.
+// The length of cdb must be above 16 and at most MaxCDB.
 func AppendExtendedCDB(dst, cdb []byte) []byte {
 	rest := cdb[CDBLen:]
 	dst = binary.BigEndian.AppendUint16(dst, uint16(1+len(rest)))

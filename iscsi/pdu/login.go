@@ -15,14 +15,14 @@ const (
 
 var stageNames = [4]string{"security", "operational", "reserved", "full feature"}
 
-// String is the stage's name in logs.
+// String returns the name of the stage in logs.
 func (s Stage) String() string { return stageNames[s&3] }
 
-// LoginRequest is the header of a Login Request (section 11.12). The target
-// sees it once per exchange, so it is a struct and no view.
+// LoginRequest is the header of a Login Request (section 11.12). It is a struct and not
+// a view, because logins are rare.
 type LoginRequest struct {
 	Transit, Continue      bool
-	CSG, NSG               Stage // NSG means something only with Transit
+	CSG, NSG               Stage // NSG counts only with Transit
 	VersionMax, VersionMin uint8
 	ISID                   [6]byte
 	TSIH                   uint16
@@ -31,8 +31,8 @@ type LoginRequest struct {
 	CmdSN, ExpStatSN       uint32
 }
 
-// ParseLoginRequest decodes b, whose opcode the caller has looked at. Every
-// bit pattern has a meaning or is reserved and ignored, so it cannot fail.
+// ParseLoginRequest decodes b, whose opcode the caller has checked. Every bit has a
+// meaning or is reserved and ignored, so it cannot fail.
 func ParseLoginRequest(b BHS) LoginRequest {
 	return LoginRequest{
 		Transit: b[1]&FlagT != 0, Continue: b[1]&FlagC != 0,
@@ -44,8 +44,8 @@ func ParseLoginRequest(b BHS) LoginRequest {
 	}
 }
 
-// Append appends the 48 bytes of the request to dst. The I bit is set: Login
-// Requests are always immediate.
+// Append appends the 48 bytes of the request to dst. It sets the I bit, because every
+// Login Request is immediate.
 func (r LoginRequest) Append(dst []byte) []byte {
 	n := len(dst)
 	dst = append(dst, make([]byte, BHSLen)...)
@@ -88,7 +88,7 @@ func (r LoginResponse) Put(b BHS) {
 	b.put16(36, uint16(r.Status))
 }
 
-// ParseLoginResponse decodes b, whose opcode the caller has looked at.
+// ParseLoginResponse decodes b, whose opcode the caller has checked.
 func ParseLoginResponse(b BHS) LoginResponse {
 	return LoginResponse{
 		Transit: b[1]&FlagT != 0, Continue: b[1]&FlagC != 0,

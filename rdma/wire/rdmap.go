@@ -5,6 +5,7 @@ import "fmt"
 // An Opcode is an RDMAP operation (RFC 5040, section 4.1, Figure 4).
 type Opcode byte
 
+// Opcodes of RFC 5040. SE stands for "with Solicited Event".
 const (
 	OpWrite Opcode = iota
 	OpReadRequest
