@@ -59,7 +59,6 @@ var proseUnfinished = []string{
 	"examples",
 	"iscsi",
 	"iscsi/keys",
-	"iscsi/pdu",
 	"iscsi/tcp",
 	"iser",
 	"lun",

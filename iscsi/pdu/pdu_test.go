@@ -13,8 +13,7 @@ import (
 
 var unhex = testkit.Unhex
 
-// digest is the CRC32C of b in the order in which RFC 7143, section 13.1,
-// puts it on the wire.
+// digest returns the CRC32C of b in the byte order of RFC 7143, section 13.1.
 func digest(b []byte) []byte {
 	return binary.LittleEndian.AppendUint32(nil, crc32.Checksum(b, crc32.MakeTable(crc32.Castagnoli)))
 }
