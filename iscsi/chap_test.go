@@ -210,49 +210,54 @@ func TestMutualCHAP(t *testing.T) {
 	})
 }
 
+// untilResponse is what an initiator says before its CHAP_R.
+const untilResponse = "AuthMethod=CHAP; CHAP_A=5; "
+
+// chapRefusals lists the ways to get CHAP wrong, in the language of say.
+var chapRefusals = []struct {
+	id       string
+	requests string // the last one is refused
+	status   pdu.LoginStatus
+}{
+	{"ISCSI-6.3.2-1 no method of ours", "T AuthMethod=SRP", pdu.LoginAuthentication},
+	{"ISCSI-6.3.2-1 None", "T AuthMethod=None", pdu.LoginAuthentication},
+	{"ISCSI-6.3.1-2 no method at all", "T", pdu.LoginAuthentication},
+	{"ISCSI-6.3.1-2 no method in the end", "; T", pdu.LoginAuthentication},
+	{"ISCSI-6.3-9 method twice", "AuthMethod=CHAP AuthMethod=None", pdu.LoginInitiatorError},
+	{"ISCSI-9.2-2 CHAP_A before the method", "CHAP_A=5", pdu.LoginInitiatorError},
+	{"ISCSI-9.2-2 CHAP_A with the method", "AuthMethod=CHAP CHAP_A=5", pdu.LoginInitiatorError},
+	{"ISCSI-9.2-2 CHAP_R before CHAP_A", "AuthMethod=CHAP; CHAP_N=alice CHAP_R=0x00", pdu.LoginInitiatorError},
+	{"ISCSI-9.2-2 CHAP_A missing", "AuthMethod=CHAP; T", pdu.LoginMissingParameter},
+	{"ISCSI-12.1.3-1 method again", "AuthMethod=CHAP; AuthMethod=CHAP", pdu.LoginInitiatorError},
+	{"ISCSI-12.1.3-1 CHAP_A again", untilResponse + "CHAP_A=5", pdu.LoginInitiatorError},
+	{"ISCSI-12.1.3-1 response again", untilResponse + "CHAP_N=alice CHAP_R=%alice; CHAP_N=alice CHAP_R=%alice", pdu.LoginInitiatorError},
+	{"ISCSI-12.1.3-1 method after all", untilResponse + "CHAP_N=alice CHAP_R=%alice; T AuthMethod=None", pdu.LoginInitiatorError},
+	{"ISCSI-12.1.3-2 no algorithm of ours", "AuthMethod=CHAP; CHAP_A=99", pdu.LoginAuthentication},
+	{"ISCSI-9.2-2 CHAP_A is no number", "AuthMethod=CHAP; CHAP_A=md5", pdu.LoginInitiatorError},
+	{"ISCSI-9.2-2 CHAP_R missing", untilResponse + "T CHAP_N=alice", pdu.LoginMissingParameter},
+	{"ISCSI-9.2-2 CHAP_N missing", untilResponse + "T CHAP_R=%alice", pdu.LoginMissingParameter},
+	{"ISCSI-9.2-2 nothing", untilResponse + "T", pdu.LoginMissingParameter},
+	{"SEC-3723.2.4.1-2 challenge instead of CHAP_R", untilResponse + "T CHAP_N=alice CHAP_I=1 CHAP_C=@", pdu.LoginMissingParameter},
+	{"ISCSI-9.2-2 CHAP_I missing", untilResponse + "T CHAP_N=alice CHAP_R=%alice CHAP_C=0x01", pdu.LoginMissingParameter},
+	{"ISCSI-9.2-2 CHAP_C missing", untilResponse + "T CHAP_N=alice CHAP_R=%alice CHAP_I=1", pdu.LoginMissingParameter},
+	{"ISCSI-9.2-2 CHAP_I is no octet", untilResponse + "T CHAP_N=alice CHAP_R=%alice CHAP_I=256 CHAP_C=0x01", pdu.LoginInitiatorError},
+	{"ISCSI-12.1.3-3 long challenge", untilResponse + "T CHAP_N=alice CHAP_R=%alice CHAP_I=1 CHAP_C=0x" + strings.Repeat("00", 1025), pdu.LoginInitiatorError},
+	{"ISCSI-12.1.3-3 long response", untilResponse + "T CHAP_N=alice CHAP_R=0x" + strings.Repeat("00", 1025), pdu.LoginInitiatorError},
+	{"ISCSI-6.1-4 decimal challenge", untilResponse + "T CHAP_N=alice CHAP_R=%alice CHAP_I=1 CHAP_C=12345678901234567890", pdu.LoginInitiatorError},
+	{"ISCSI-6.2-8 Reject", untilResponse + "T CHAP_N=alice CHAP_R=Reject", pdu.LoginInitiatorError},
+	{"ISCSI-9.2-3 wrong secret", untilResponse + "T CHAP_N=alice CHAP_R=%nobody", pdu.LoginAuthentication},
+	{"ISCSI-9.2-3 unknown user", untilResponse + "T CHAP_N=carol CHAP_R=%alice", pdu.LoginAuthentication},
+	{"ISCSI-9.2-3 secret of another user", untilResponse + "T CHAP_N=alice CHAP_R=%bob", pdu.LoginAuthentication},
+	{"ISCSI-9.2-3 short response", untilResponse + "T CHAP_N=alice CHAP_R=0x00", pdu.LoginAuthentication},
+	{"SEC-3723.2.4.1-1 wrong secret, mutual", untilResponse + "T CHAP_N=alice CHAP_R=%nobody CHAP_I=1 CHAP_C=0x01", pdu.LoginAuthentication},
+	{"SEC-7143.9.2.1-7 secret of the target", untilResponse + "T CHAP_N=alice CHAP_R=%store", pdu.LoginAuthentication},
+	{"SEC-7143.9.2.1-9 our own challenge", untilResponse + "T CHAP_N=alice CHAP_R=%alice CHAP_I=1 CHAP_C=@", pdu.LoginAuthentication},
+}
+
 // Every way to get CHAP wrong has its status, ends the connection, and gets no
 // CHAP_R of the target (SEC-3723.2.4.1-1).
 func TestCHAPRefusals(t *testing.T) {
-	const response = "AuthMethod=CHAP; CHAP_A=5; "
-	for _, c := range []struct {
-		id       string
-		requests string // the last one is refused
-		status   pdu.LoginStatus
-	}{
-		{"ISCSI-6.3.2-1 no method of ours", "T AuthMethod=SRP", pdu.LoginAuthentication},
-		{"ISCSI-6.3.2-1 None", "T AuthMethod=None", pdu.LoginAuthentication},
-		{"ISCSI-6.3.1-2 no method at all", "T", pdu.LoginAuthentication},
-		{"ISCSI-6.3.1-2 no method in the end", "; T", pdu.LoginAuthentication},
-		{"ISCSI-6.3-9 method twice", "AuthMethod=CHAP AuthMethod=None", pdu.LoginInitiatorError},
-		{"ISCSI-9.2-2 CHAP_A before the method", "CHAP_A=5", pdu.LoginInitiatorError},
-		{"ISCSI-9.2-2 CHAP_A with the method", "AuthMethod=CHAP CHAP_A=5", pdu.LoginInitiatorError},
-		{"ISCSI-9.2-2 CHAP_R before CHAP_A", "AuthMethod=CHAP; CHAP_N=alice CHAP_R=0x00", pdu.LoginInitiatorError},
-		{"ISCSI-9.2-2 CHAP_A missing", "AuthMethod=CHAP; T", pdu.LoginMissingParameter},
-		{"ISCSI-12.1.3-1 method again", "AuthMethod=CHAP; AuthMethod=CHAP", pdu.LoginInitiatorError},
-		{"ISCSI-12.1.3-1 CHAP_A again", response + "CHAP_A=5", pdu.LoginInitiatorError},
-		{"ISCSI-12.1.3-1 response again", response + "CHAP_N=alice CHAP_R=%alice; CHAP_N=alice CHAP_R=%alice", pdu.LoginInitiatorError},
-		{"ISCSI-12.1.3-1 method after all", response + "CHAP_N=alice CHAP_R=%alice; T AuthMethod=None", pdu.LoginInitiatorError},
-		{"ISCSI-12.1.3-2 no algorithm of ours", "AuthMethod=CHAP; CHAP_A=99", pdu.LoginAuthentication},
-		{"ISCSI-9.2-2 CHAP_A is no number", "AuthMethod=CHAP; CHAP_A=md5", pdu.LoginInitiatorError},
-		{"ISCSI-9.2-2 CHAP_R missing", response + "T CHAP_N=alice", pdu.LoginMissingParameter},
-		{"ISCSI-9.2-2 CHAP_N missing", response + "T CHAP_R=%alice", pdu.LoginMissingParameter},
-		{"ISCSI-9.2-2 nothing", response + "T", pdu.LoginMissingParameter},
-		{"SEC-3723.2.4.1-2 challenge instead of CHAP_R", response + "T CHAP_N=alice CHAP_I=1 CHAP_C=@", pdu.LoginMissingParameter},
-		{"ISCSI-9.2-2 CHAP_I missing", response + "T CHAP_N=alice CHAP_R=%alice CHAP_C=0x01", pdu.LoginMissingParameter},
-		{"ISCSI-9.2-2 CHAP_C missing", response + "T CHAP_N=alice CHAP_R=%alice CHAP_I=1", pdu.LoginMissingParameter},
-		{"ISCSI-9.2-2 CHAP_I is no octet", response + "T CHAP_N=alice CHAP_R=%alice CHAP_I=256 CHAP_C=0x01", pdu.LoginInitiatorError},
-		{"ISCSI-12.1.3-3 long challenge", response + "T CHAP_N=alice CHAP_R=%alice CHAP_I=1 CHAP_C=0x" + strings.Repeat("00", 1025), pdu.LoginInitiatorError},
-		{"ISCSI-12.1.3-3 long response", response + "T CHAP_N=alice CHAP_R=0x" + strings.Repeat("00", 1025), pdu.LoginInitiatorError},
-		{"ISCSI-6.1-4 decimal challenge", response + "T CHAP_N=alice CHAP_R=%alice CHAP_I=1 CHAP_C=12345678901234567890", pdu.LoginInitiatorError},
-		{"ISCSI-6.2-8 Reject", response + "T CHAP_N=alice CHAP_R=Reject", pdu.LoginInitiatorError},
-		{"ISCSI-9.2-3 wrong secret", response + "T CHAP_N=alice CHAP_R=%nobody", pdu.LoginAuthentication},
-		{"ISCSI-9.2-3 unknown user", response + "T CHAP_N=carol CHAP_R=%alice", pdu.LoginAuthentication},
-		{"ISCSI-9.2-3 secret of another user", response + "T CHAP_N=alice CHAP_R=%bob", pdu.LoginAuthentication},
-		{"ISCSI-9.2-3 short response", response + "T CHAP_N=alice CHAP_R=0x00", pdu.LoginAuthentication},
-		{"SEC-3723.2.4.1-1 wrong secret, mutual", response + "T CHAP_N=alice CHAP_R=%nobody CHAP_I=1 CHAP_C=0x01", pdu.LoginAuthentication},
-		{"SEC-7143.9.2.1-7 secret of the target", response + "T CHAP_N=alice CHAP_R=%store", pdu.LoginAuthentication},
-		{"SEC-7143.9.2.1-9 our own challenge", response + "T CHAP_N=alice CHAP_R=%alice CHAP_I=1 CHAP_C=@", pdu.LoginAuthentication},
-	} {
+	for _, c := range chapRefusals {
 		bubble(t, c.id, func(t *testing.T) {
 			n := newCHAPNode(t, chap(t, "store"))
 			p := n.connect().chapPeer()
@@ -280,14 +285,22 @@ func TestCHAPRefusals(t *testing.T) {
 			}
 		})
 	}
-	bubble(t, "ISCSI-6.3.2-1 answer", func(t *testing.T) {
+}
+
+// ISCSI-6.3.2-1: the answer to methods that the target does not accept is Reject.
+func TestCHAPAnswersRejectToOtherMethods(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		p := newCHAPNode(t, chap(t, "store")).connect().chapPeer()
 		p.say("T AuthMethod=SRP,None")
 		if _, answers := p.wantLogin(pdu.LoginAuthentication); !slices.Equal(answers, []string{"AuthMethod=Reject"}) {
 			t.Errorf("%q", answers)
 		}
 	})
-	t.Run("ISCSI-6.3.2-2 octets", func(t *testing.T) { // V-ISCSI-7
+}
+
+// ISCSI-6.3.2-2, V-ISCSI-7: the refusal as it is on the wire.
+func TestCHAPRefusalInBytes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		p := newCHAPNode(t, chap(t, "store")).connect(func(tc *testConn) { tc.isid = [6]byte{0, 2, 0x3d} }).chapPeer()
 		p.authenticateUntilResponse()
 		p.say("T CHAP_N=alice CHAP_R=%nobody")
@@ -298,18 +311,30 @@ func TestCHAPRefusals(t *testing.T) {
 			t.Errorf("%s\nwant %s", got, want)
 		}
 	})
-	bubble(t, "ISCSI-6.3.1-2 no security stage", func(t *testing.T) {
+}
+
+// ISCSI-6.3.1-2: a login without a security stage is refused.
+func TestLoginThatSkipsCHAPIsRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		tc := newCHAPNode(t, chap(t, "")).connect()
 		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
 		tc.wantRefused(pdu.LoginAuthentication)
 	})
-	bubble(t, "ISCSI-12.1.3-4 no target secret", func(t *testing.T) {
+}
+
+// ISCSI-12.1.3-4: a target without a secret cannot prove who it is.
+func TestMutualCHAPWithoutATargetSecretIsRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		p := newCHAPNode(t, chap(t, "")).connect().chapPeer()
 		p.authenticateUntilResponse()
 		p.say("T CHAP_N=alice CHAP_R=%alice CHAP_I=1 CHAP_C=0x01")
 		p.wantRefused(pdu.LoginAuthentication)
 	})
-	bubble(t, "ISCSI-9.2-4 user of another initiator", func(t *testing.T) {
+}
+
+// ISCSI-9.2-4: a user that belongs to one initiator is no user of another.
+func TestCHAPUserOfAnotherInitiatorIsRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := newCHAPNode(t, chap(t, ""))
 		for user, status := range map[string]pdu.LoginStatus{"alice": pdu.LoginAuthentication, "bob": pdu.LoginSuccess} {
 			p := n.connect().chapPeer()

@@ -360,10 +360,9 @@ func TestDiscoveryThatDoesNotRead(t *testing.T) {
 	})
 }
 
-// ISCSI-4.3-1, ISCSI-11.16-1, ISER-7.3.9-4, ISER-7.3.11-3, ISCSI-11.2-2,
-// ISCSI-4.2.4-3, ISCSI-11.2-1: what is rejected.
-func TestRejects(t *testing.T) {
-	bubble(t, "normal session", func(t *testing.T) {
+// A normal session rejects what it does not support.
+func TestRejectsOfANormalSession(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		for _, c := range []struct {
@@ -371,13 +370,13 @@ func TestRejects(t *testing.T) {
 			flags  byte
 			reason pdu.RejectReason
 		}{
-			{pdu.SNACK, pdu.FlagF, pdu.RejectProtocolError},
+			{pdu.SNACK, pdu.FlagF, pdu.RejectProtocolError}, // ISCSI-11.16-1, ISER-7.3.11-3
 			{pdu.SNACK, pdu.FlagF | 1, pdu.RejectProtocolError},
 			{pdu.SNACK, pdu.FlagF | 4, pdu.RejectProtocolError},
-			{pdu.LoginReq, 0x87, pdu.RejectProtocolError},
-			{0x07, pdu.FlagF, pdu.RejectNotSupported},
+			{pdu.LoginReq, 0x87, pdu.RejectProtocolError}, // ISCSI-4.2.4-3, ISER-7.3.9-4
+			{0x07, pdu.FlagF, pdu.RejectNotSupported},     // ISCSI-11.2-2
 			{0x1c, pdu.FlagF, pdu.RejectNotSupported},
-			{pdu.SCSIResponse, pdu.FlagF, pdu.RejectProtocolError},
+			{pdu.SCSIResponse, pdu.FlagF, pdu.RejectProtocolError}, // ISCSI-11.2-1
 			{pdu.Reject, pdu.FlagF, pdu.RejectProtocolError},
 			{pdu.LogoutReq, pdu.FlagF | 3, pdu.RejectProtocolError}, // ISCSI-11-2
 		} {
@@ -388,7 +387,11 @@ func TestRejects(t *testing.T) {
 		tc.wantStatus(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 		tc.logout()
 	})
-	bubble(t, "discovery session", func(t *testing.T) {
+}
+
+// ISCSI-4.3-1: a discovery session takes only SendTargets and the Logout of the session.
+func TestRejectsOfADiscoverySession(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().discover()
 		for _, h := range []pdu.BHS{
@@ -407,7 +410,12 @@ func TestRejects(t *testing.T) {
 		tc.wantReject(pdu.RejectProtocolError, h)
 		tc.logout()
 	})
-	bubble(t, "ISER-8.1.2-1 ISER-8.1.2-2 ISER-8.1.2-7 two unexpected at most, the second is a ping", func(t *testing.T) {
+}
+
+// ISER-8.1.2-1, ISER-8.1.2-2, ISER-8.1.2-7: at most two unexpected PDUs are on their way to the
+// initiator, and the second is a ping, whose answer acknowledges both.
+func TestTwoUnexpectedPDUsAtMost(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
 		snacks := func(n int) (h pdu.BHS) {

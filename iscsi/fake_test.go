@@ -597,7 +597,7 @@ func (tc *testConn) wait() error {
 func (tc *testConn) next(d time.Duration) *sentPDU {
 	tc.m.mu.Lock()
 	defer tc.m.mu.Unlock()
-	late := false
+	late := d <= 0
 	timer := time.AfterFunc(d, func() {
 		tc.m.mu.Lock()
 		late = true

@@ -82,33 +82,36 @@ func TestLoginOfLinux(t *testing.T) {
 	})
 }
 
+// loginRefusals lists logins of one request that are refused.
+var loginRefusals = []struct {
+	id     string
+	status pdu.LoginStatus
+	change func(r *pdu.LoginRequest)
+	pairs  []string
+}{
+	{"ISCSI-4.2.7-2 no InitiatorName", pdu.LoginMissingParameter, nil, without(names, "InitiatorName")},
+	{"ISCSI-4.2.7-2 no TargetName", pdu.LoginMissingParameter, nil, without(names, "TargetName")},
+	{"ISCSI-4.2.7-2 nothing at all", pdu.LoginMissingParameter, nil, nil},
+	{"unknown target", pdu.LoginNotFound, nil, append(without(names, "TargetName"), "TargetName="+targetName+"2")},
+	{"TargetName that is none", pdu.LoginNotFound, nil, append(without(names, "TargetName"), "TargetName=store")},
+	{"initiator not admitted", pdu.LoginAuthorization, nil, append(without(names, "InitiatorName"), "InitiatorName=iqn.2001-04.com.example:x")},
+	{"ISCSI-11.12-1 version", pdu.LoginVersion, func(r *pdu.LoginRequest) { r.VersionMin, r.VersionMax = 1, 1 }, names},
+	{"ISCSI-6.3-6 NSG 2", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.NSG = 2 }, names},
+	{"ISCSI-6.3-6 NSG is CSG", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.NSG = 1 }, names},
+	{"ISCSI-6.3-6 CSG 3", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.CSG, r.Transit = 3, false }, names},
+	{"ISCSI-6.3-6 CSG 2", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.CSG = 2 }, names},
+	{"ISCSI-6.2-1 C and T", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.Continue = true }, names},
+	{"ISCSI-6.3.1-1 unknown TSIH", pdu.LoginNoSession, func(r *pdu.LoginRequest) { r.TSIH = 77 }, append(slices.Clone(names), "RDMAExtensions=Yes")},
+	{"ISCSI-13.21-1 session type", pdu.LoginSessionType, nil, append(without(names, "SessionType"), "SessionType=Backup")},
+	{"ISCSI-6.3-9 renegotiation", pdu.LoginInitiatorError, nil, append(slices.Clone(names), "InitialR2T=No", "InitialR2T=No")},
+	{"ISCSI-6.2-8 Reject as offer", pdu.LoginInitiatorError, nil, append(slices.Clone(names), "InitialR2T=Reject")},
+	{"ISCSI-6.3-4 security key", pdu.LoginInitiatorError, nil, append(slices.Clone(names), "CHAP_A=5")},
+	{"ISER-3.3-2 no RDMAExtensions", pdu.LoginInitiatorError, nil, names},
+}
+
 // Each refusal has its status and leaves one line in the log.
 func TestLoginRefusals(t *testing.T) {
-	for _, c := range []struct {
-		id     string
-		status pdu.LoginStatus
-		change func(r *pdu.LoginRequest)
-		pairs  []string
-	}{
-		{"ISCSI-4.2.7-2 no InitiatorName", pdu.LoginMissingParameter, nil, without(names, "InitiatorName")},
-		{"ISCSI-4.2.7-2 no TargetName", pdu.LoginMissingParameter, nil, without(names, "TargetName")},
-		{"ISCSI-4.2.7-2 nothing at all", pdu.LoginMissingParameter, nil, nil},
-		{"unknown target", pdu.LoginNotFound, nil, append(without(names, "TargetName"), "TargetName="+targetName+"2")},
-		{"TargetName that is none", pdu.LoginNotFound, nil, append(without(names, "TargetName"), "TargetName=store")},
-		{"initiator not admitted", pdu.LoginAuthorization, nil, append(without(names, "InitiatorName"), "InitiatorName=iqn.2001-04.com.example:x")},
-		{"ISCSI-11.12-1 version", pdu.LoginVersion, func(r *pdu.LoginRequest) { r.VersionMin, r.VersionMax = 1, 1 }, names},
-		{"ISCSI-6.3-6 NSG 2", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.NSG = 2 }, names},
-		{"ISCSI-6.3-6 NSG is CSG", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.NSG = 1 }, names},
-		{"ISCSI-6.3-6 CSG 3", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.CSG, r.Transit = 3, false }, names},
-		{"ISCSI-6.3-6 CSG 2", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.CSG = 2 }, names},
-		{"ISCSI-6.2-1 C and T", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.Continue = true }, names},
-		{"ISCSI-6.3.1-1 unknown TSIH", pdu.LoginNoSession, func(r *pdu.LoginRequest) { r.TSIH = 77 }, append(slices.Clone(names), "RDMAExtensions=Yes")},
-		{"ISCSI-13.21-1 session type", pdu.LoginSessionType, nil, append(without(names, "SessionType"), "SessionType=Backup")},
-		{"ISCSI-6.3-9 renegotiation", pdu.LoginInitiatorError, nil, append(slices.Clone(names), "InitialR2T=No", "InitialR2T=No")},
-		{"ISCSI-6.2-8 Reject as offer", pdu.LoginInitiatorError, nil, append(slices.Clone(names), "InitialR2T=Reject")},
-		{"ISCSI-6.3-4 security key", pdu.LoginInitiatorError, nil, append(slices.Clone(names), "CHAP_A=5")},
-		{"ISER-3.3-2 no RDMAExtensions", pdu.LoginInitiatorError, nil, names},
-	} {
+	for _, c := range loginRefusals {
 		bubble(t, c.id, func(t *testing.T) {
 			n := newTestNode(t)
 			tc := n.connect()
@@ -124,20 +127,32 @@ func TestLoginRefusals(t *testing.T) {
 			}
 		})
 	}
-	bubble(t, "ISCSI-6.3-2 8193 octets", func(t *testing.T) {
+}
+
+// ISCSI-6.3-2: the data segment of a Login Request has 8192 bytes at most.
+func TestLoginRequestOfTooManyBytesIsRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.write(tc.loginRequest(false, 1, 0).Append(nil), text(names...))
 		tc.wantLogin(pdu.LoginSuccess)
 		tc.write(tc.loginRequest(false, 1, 0).Append(nil), make([]byte, 8193))
 		tc.wantRefused(pdu.LoginInitiatorError)
 	})
-	bubble(t, "ISER-10.1.3.1-3 no resources", func(t *testing.T) {
+}
+
+// ISER-10.1.3.1-3: a target that cannot allocate resources says so.
+func TestLoginWithoutResourcesIsRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect(func(tc *testConn) { tc.m.enterErr = errors.New("no memory") })
 		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
 		tc.wantRefused(pdu.LoginOutOfResources)
 	})
-	bubble(t, "ISCSI-11.12-2 changed CID", func(t *testing.T) {
+}
+
+// ISCSI-11.12-2: the CID stays the same during login.
+func TestLoginThatChangesItsCIDIsRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
 		tc.wantLogin(pdu.LoginSuccess)
@@ -145,28 +160,44 @@ func TestLoginRefusals(t *testing.T) {
 		tc.writeLogin(tc.loginRequest(true, 1, 3), linuxKeys...)
 		tc.wantRefused(pdu.LoginInitiatorError)
 	})
-	bubble(t, "ISCSI-6.3-3 back to security", func(t *testing.T) {
+}
+
+// ISCSI-6.3-3: the stages of login go one way.
+func TestLoginBackToTheSecurityStageIsRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
 		tc.wantLogin(pdu.LoginSuccess)
 		tc.writeLogin(tc.loginRequest(true, 0, 1), "AuthMethod=None")
 		tc.wantRefused(pdu.LoginInitiatorError)
 	})
-	bubble(t, "ISCSI-4.2.4-2 NOP-Out as second PDU", func(t *testing.T) {
+}
+
+// ISCSI-4.2.4-2: login takes Login Requests only.
+func TestNOPOutDuringLoginIsRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
 		tc.wantLogin(pdu.LoginSuccess)
 		tc.write(tc.Request(pdu.NOPOut, pdu.FlagF, true), nil)
 		tc.wantRefused(pdu.LoginInvalidRequest)
 	})
-	bubble(t, "ISCSI-4.2.4-1 SCSI Command first", func(t *testing.T) {
+}
+
+// ISCSI-4.2.4-1: a connection that does not begin with login ends without an answer.
+func TestCommandBeforeLoginEndsTheConnection(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 		if err := tc.wait(); err == nil || tc.next(0) != nil {
 			t.Errorf("%v, or an answer", err)
 		}
 	})
-	bubble(t, "requests without end", func(t *testing.T) {
+}
+
+// A login has a bounded number of requests.
+func TestLoginOfTooManyRequestsIsRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(false, 1, 0), names...)
 		tc.wantLogin(pdu.LoginSuccess)
@@ -177,7 +208,12 @@ func TestLoginRefusals(t *testing.T) {
 		tc.writeLogin(tc.loginRequest(false, 1, 0))
 		tc.wantRefused(pdu.LoginInitiatorError)
 	})
-	bubble(t, "ISCSI-6.1-5 text without end", func(t *testing.T) {
+}
+
+// ISCSI-6.1-5: the text of a login is bounded. Requests with C are answered without data
+// (ISCSI-6.2-2).
+func TestLoginOfTooMuchTextIsRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		r := tc.loginRequest(false, 1, 0)
 		r.Continue = true

@@ -75,51 +75,6 @@ func newStepUp(t *testing.T, change ...func(*stepUp)) *stepUp {
 
 // The steps of RFC 7145, section 5.1.2, in their order.
 func TestStepUp(t *testing.T) {
-	bubble(t, "ISER-5.1.2-1 ISER-5.1.2-7 ISER-3.1.6-1", func(t *testing.T) {
-		s := newStepUp(t)
-		<-s.entered
-		want := []string{"allocate", "upgrade after a PDU", "enable with prefix after a PDU"}
-		if !slices.Equal(s.calls, want) {
-			t.Errorf("calls %q, want %q", s.calls, want)
-		}
-		if s.timeout <= time.Minute-10*time.Second || s.timeout > time.Minute {
-			t.Errorf("%v are left of LoginTimeout", s.timeout)
-		}
-		_, answers := s.wantLogin(pdu.LoginSuccess)
-		if !slices.Contains(answers, "RDMAExtensions=Yes") || slices.ContainsFunc(answers, func(a string) bool { return strings.HasPrefix(a, "MaxRecvDataSegmentLength") }) {
-			t.Errorf("ISER-6.2-1: answers %q", answers)
-		}
-		// Others can ask for PDUs now: there is no Datamover for them yet.
-		s.Node.mu.Lock()
-		var c *conn
-		for c = range s.Node.conns {
-		}
-		s.Node.mu.Unlock()
-		c.sendNOPIn(true)
-		if c.askLogout(time.Second) {
-			t.Error("asked for a logout before the full feature phase")
-		}
-		s.wantNothing()
-		close(s.leave)
-		after := *s.testConn
-		after.m = s.rdma
-		for range 2 { // unit attentions
-			after.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
-			after.want(pdu.SCSIResponse)
-		}
-		s.stream.mu.Lock()
-		if s.stream.closed || len(s.stream.sent) > 0 {
-			t.Error("the Datamover of login is still in use")
-		}
-		s.stream.mu.Unlock()
-		if s.rdma.full != 0 { // EnableDatamover has done that
-			t.Error("EnterFullFeature after EnableDatamover")
-		}
-		after.close()
-		if err := after.wait(); !errors.Is(err, errPeerClosed) {
-			t.Error(err)
-		}
-	})
 	for _, tt := range []struct {
 		id                        string
 		allocate, upgrade, enable error
@@ -165,7 +120,61 @@ func TestStepUp(t *testing.T) {
 			tc.wait()
 		})
 	}
-	bubble(t, "ISER-6.3-2 ISER-3.3-2 not at this portal", func(t *testing.T) {
+}
+
+// The target allocates resources (ISER-5.1.2-1), sends its last Login Response, and enables the
+// new Datamover (ISER-5.1.2-7, ISER-3.1.6-1).
+func TestStepUpChangesTheDatamoverAfterLogin(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newStepUp(t)
+		<-s.entered
+		want := []string{"allocate", "upgrade after a PDU", "enable with prefix after a PDU"}
+		if !slices.Equal(s.calls, want) {
+			t.Errorf("calls %q, want %q", s.calls, want)
+		}
+		if s.timeout <= time.Minute-10*time.Second || s.timeout > time.Minute {
+			t.Errorf("%v are left of LoginTimeout", s.timeout)
+		}
+		_, answers := s.wantLogin(pdu.LoginSuccess)
+		if !slices.Contains(answers, "RDMAExtensions=Yes") || slices.ContainsFunc(answers, func(a string) bool { return strings.HasPrefix(a, "MaxRecvDataSegmentLength") }) {
+			t.Errorf("ISER-6.2-1: answers %q", answers)
+		}
+		// Others can ask for PDUs now: there is no Datamover for them yet.
+		s.Node.mu.Lock()
+		var c *conn
+		for c = range s.Node.conns {
+		}
+		s.Node.mu.Unlock()
+		c.sendNOPIn(true)
+		if c.askLogout(time.Second) {
+			t.Error("asked for a logout before the full feature phase")
+		}
+		s.wantNothing()
+		close(s.leave)
+		after := *s.testConn
+		after.m = s.rdma
+		for range 2 { // unit attentions
+			after.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
+			after.want(pdu.SCSIResponse)
+		}
+		s.stream.mu.Lock()
+		if s.stream.closed || len(s.stream.sent) > 0 {
+			t.Error("the Datamover of login is still in use")
+		}
+		s.stream.mu.Unlock()
+		if s.rdma.full != 0 { // EnableDatamover has done that
+			t.Error("EnterFullFeature after EnableDatamover")
+		}
+		after.close()
+		if err := after.wait(); !errors.Is(err, errPeerClosed) {
+			t.Error(err)
+		}
+	})
+}
+
+// ISER-6.3-2, ISER-3.3-2: a portal without iSER answers RDMAExtensions=No.
+func TestStepUpIsRefusedAtAPortalWithoutIt(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := &testConn{testNode: n, m: newFakeMover(), isid: [6]byte{1}, Numbers: header.Numbers{CmdSN: 1}, result: make(chan error, 1)}
 		tc.m.rdma = false
