@@ -422,113 +422,153 @@ func TestFencesUnderLoad(t *testing.T) {
 		a := n.leadReporting(fastAbort)
 		b := a.join(1)
 		c := b.join(2)
-		conns := []*testConn{a, b, c}
-		acked := map[*testConn]uint32{}  // ExpStatSN as last told to the target
-		behind := map[*testConn]uint32{} // ExpStatSN that acknowledges the last response of SCSI
-		for _, tc := range conns {
-			tc.CmdSN = c.CmdSN
-			tc.ack()
-			acked[tc], behind[tc] = tc.ExpStatSN, tc.ExpStatSN
-		}
+		m := newFenceModel(t, a, b, c)
 		r := rand.New(rand.NewPCG(1, 2))
-		type request struct {
-			function byte // 0: a command
-			n        int  // of the requests
-		}
-		open := map[uint32]request{} // by ITT
-		var fenced *testConn         // where the last fenced response came that is not acknowledged
-		functions := func() (k int) {
-			for _, o := range open {
-				if o.function != 0 {
-					k++
-				}
-			}
-			return k
-		}
-		take := func(tc *testConn) {
-			for p := tc.next(0); p != nil; p = tc.next(0) {
-				if p.h.Opcode() == pdu.NOPIn {
-					continue
-				}
-				if p.h.StatSN() != tc.ExpStatSN {
-					t.Fatalf("StatSN %d instead of %d", p.h.StatSN(), tc.ExpStatSN)
-				}
-				tc.ExpStatSN++
-				if p.h.Opcode() == pdu.AsyncMessage {
-					if p.h.AsyncEvent() != pdu.AsyncTaskTermination {
-						t.Fatalf("%x", []byte(p.h))
-					}
-					continue
-				}
-				req, ok := open[p.h.ITT()]
-				if !ok || fenced != nil {
-					t.Fatalf("%x, or it overtakes a fenced response (%v)", []byte(p.h), fenced != nil)
-				}
-				delete(open, p.h.ITT())
-				before := behind[tc]
-				behind[tc] = tc.ExpStatSN
-				if req.function == 0 {
-					continue
-				}
-				fenced = tc
-				// Nothing comes any more of the commands before (ISCSI-11.5-2).
-				maps.DeleteFunc(open, func(_ uint32, o request) bool { return o.function == 0 && o.n < req.n })
-				for _, o := range conns {
-					if o != tc && pdu.Before(acked[o], behind[o]) || o == tc && pdu.Before(acked[o], before) {
-						t.Fatalf("fenced response although CID %d has acknowledged up to %d of %d only", o.cid, acked[o], behind[o])
-					}
-				}
-			}
-		}
-		ack := func(tc *testConn) {
-			tc.ack()
-			if acked[tc] = tc.ExpStatSN; fenced == tc {
-				fenced = nil
-			}
-		}
-		last := a
-		settle := func() {
-			testkit.Eventually(n.tb, "everything is answered", func() bool {
-				for _, tc := range conns {
-					take(tc)
-					ack(tc.on(last))
-				}
-				return len(open) == 0
-			})
-		}
 		for i := range 800 {
-			tc := conns[r.IntN(3)].on(last)
-			last = tc
+			tc := m.conns[r.IntN(3)].on(m.last)
+			m.last = tc
 			switch x := r.IntN(20); {
-			case x == 0 && functions() < 4: // of 8 on a connection
+			case x == 0 && m.functions() < 4: // of 8 on a connection
 				h := tc.tmf([]byte{pdu.AbortTaskSet, pdu.ClearTaskSet}[r.IntN(2)], [8]byte{}, pdu.ReservedTag, 0)
-				open[h.ITT()] = request{h.Function(), i}
-				acked[tc] = tc.ExpStatSN
-			case x < 10 && len(open) < 100:
-				h := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
-				open[h.ITT()] = request{0, i}
-				acked[tc] = tc.ExpStatSN
+				m.sent(tc, h, h.Function())
+			case x < 10 && len(m.open) < 100:
+				m.sent(tc, tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 			default:
-				ack(tc)
-			}
-			if fenced == tc {
-				fenced = nil // every request acknowledges
+				m.ack(tc)
 			}
 			if r.IntN(8) == 0 {
 				synctest.Wait() // there may be something to take then
 			}
-			take(tc)
+			m.take(tc)
 			if i%50 == 49 {
-				settle()
+				m.settle()
 			}
 		}
-		settle()
-		out := a.on(last).logoutOf(pdu.LogoutCloseSession, 0)
+		m.settle()
+		out := a.on(m.last).logoutOf(pdu.LogoutCloseSession, 0)
 		a.statSeen = false
 		a.until(out)
 		a.close()
-		for _, tc := range conns {
+		for _, tc := range m.conns {
 			tc.wantEnd(nil)
 		}
+	})
+}
+
+// A fenceModel is what an initiator with several connections knows of its requests.
+type fenceModel struct {
+	t      *testing.T
+	conns  []*testConn
+	last   *testConn                // has the next CmdSN
+	acked  map[*testConn]uint32     // ExpStatSN as last told to the target
+	behind map[*testConn]uint32     // ExpStatSN that acknowledges the last response of SCSI
+	open   map[uint32]fencedRequest // by ITT
+	fenced *testConn                // of the last fenced response that is not acknowledged
+	n      int                      // requests so far
+}
+
+type fencedRequest struct {
+	function byte // 0: a command
+	n        int
+}
+
+func newFenceModel(t *testing.T, conns ...*testConn) *fenceModel {
+	m := &fenceModel{
+		t: t, conns: conns, last: conns[0],
+		acked: map[*testConn]uint32{}, behind: map[*testConn]uint32{}, open: map[uint32]fencedRequest{},
+	}
+	for _, tc := range conns {
+		tc.CmdSN = conns[len(conns)-1].CmdSN
+		tc.ack()
+		m.acked[tc], m.behind[tc] = tc.ExpStatSN, tc.ExpStatSN
+	}
+	return m
+}
+
+// functions returns how many task management functions are not answered.
+func (m *fenceModel) functions() (k int) {
+	for _, o := range m.open {
+		if o.function != 0 {
+			k++
+		}
+	}
+	return k
+}
+
+// sent notes a request, which also acknowledges what has come.
+func (m *fenceModel) sent(tc *testConn, h pdu.BHS, function byte) {
+	m.open[h.ITT()] = fencedRequest{function, m.n}
+	m.n++
+	m.acknowledged(tc)
+}
+
+func (m *fenceModel) ack(tc *testConn) {
+	tc.ack()
+	m.acknowledged(tc)
+}
+
+func (m *fenceModel) acknowledged(tc *testConn) {
+	if m.acked[tc] = tc.ExpStatSN; m.fenced == tc {
+		m.fenced = nil
+	}
+}
+
+// take takes what has come on a connection. No response overtakes a fenced one, and a fenced
+// one comes only after the responses before it were acknowledged.
+func (m *fenceModel) take(tc *testConn) {
+	m.t.Helper()
+	for p := tc.next(0); p != nil; p = tc.next(0) {
+		if p.h.Opcode() == pdu.NOPIn {
+			continue
+		}
+		if p.h.StatSN() != tc.ExpStatSN {
+			m.t.Fatalf("StatSN %d instead of %d", p.h.StatSN(), tc.ExpStatSN)
+		}
+		tc.ExpStatSN++
+		if p.h.Opcode() == pdu.AsyncMessage {
+			if p.h.AsyncEvent() != pdu.AsyncTaskTermination {
+				m.t.Fatalf("%x", []byte(p.h))
+			}
+			continue
+		}
+		req, ok := m.open[p.h.ITT()]
+		if !ok || m.fenced != nil {
+			m.t.Fatalf("%x, or it overtakes a fenced response (%v)", []byte(p.h), m.fenced != nil)
+		}
+		delete(m.open, p.h.ITT())
+		before := m.behind[tc]
+		m.behind[tc] = tc.ExpStatSN
+		if req.function != 0 {
+			m.fence(tc, req, before)
+		}
+	}
+}
+
+// fence takes a fenced response, before which the connection had acknowledged before.
+func (m *fenceModel) fence(tc *testConn, req fencedRequest, before uint32) {
+	m.t.Helper()
+	m.fenced = tc
+	// ISCSI-11.5-2: no response of the commands before follows.
+	maps.DeleteFunc(m.open, func(_ uint32, o fencedRequest) bool { return o.function == 0 && o.n < req.n })
+	for _, o := range m.conns {
+		due := m.behind[o]
+		if o == tc {
+			due = before
+		}
+		if pdu.Before(m.acked[o], due) {
+			m.t.Fatalf("fenced response although CID %d has acknowledged up to %d of %d only", o.cid, m.acked[o], due)
+		}
+	}
+}
+
+// settle acknowledges everything until every request is answered.
+func (m *fenceModel) settle() {
+	m.t.Helper()
+	testkit.Eventually(m.t, "every request is answered", func() bool {
+		for _, tc := range m.conns {
+			m.take(tc)
+			m.ack(tc.on(m.last))
+		}
+		return len(m.open) == 0
 	})
 }

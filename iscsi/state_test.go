@@ -49,80 +49,96 @@ func (n *testNode) stateOf(tsih, cid uint16) connState {
 	return free
 }
 
+// A stateEnv is the session whose connection a changes its state.
+type stateEnv struct {
+	*testNode
+	a, b *testConn // of one session; it is about a
+	open func()    // lets the task of a end
+}
+
+// ask asks the initiator to log out.
+func (e *stateEnv) ask() {
+	e.mu.Lock()
+	s := e.sessions[e.a.tsih]
+	e.mu.Unlock()
+	s.shared.mu.Lock()
+	i := slices.IndexFunc(s.conns, func(c *conn) bool { return c.cid == e.a.cid })
+	c := s.conns[i]
+	s.shared.mu.Unlock()
+	if !c.askLogout(time.Second) {
+		e.tb.Error("the initiator cannot be asked")
+	}
+	if p := e.a.want(pdu.AsyncMessage); p.h.AsyncEvent() != pdu.AsyncLogoutRequest {
+		e.tb.Errorf("%x", []byte(p.h))
+	}
+	e.a.ping() // which acknowledges it
+}
+
+// logout sends the Logout Request of a.
+func (e *stateEnv) logout() { e.a.logoutOf(pdu.LogoutCloseConnection, e.a.cid) }
+
+// end lets the task of a end.
+func (e *stateEnv) end() { e.open() }
+
+// endLogout lets the task of a end, and with it the logout.
+func (e *stateEnv) endLogout() {
+	e.open()
+	e.a.want(pdu.LogoutResp)
+	e.a.close()
+}
+
+// fail drops a.
+func (e *stateEnv) fail() { e.a.close() }
+
+// byOther logs connection a, or its session, out by way of b.
+func byOther(reason byte) func(e *stateEnv) {
+	return func(e *stateEnv) {
+		e.open()
+		e.b.on(e.a).logoutOf(reason, e.a.cid)
+	}
+}
+
+// timeout lets the time for recovery pass.
+func (e *stateEnv) timeout() {
+	e.open()
+	e.mu.Lock()
+	s := e.sessions[e.a.tsih]
+	e.mu.Unlock()
+	s.shared.mu.Lock()
+	l := s.lost[0]
+	s.shared.mu.Unlock()
+	s.expire(l)
+}
+
 // ISCSI-8.1.4-1, ISCSI-8.2-1: the transitions of a connection of the target. T3, T4,
 // T6 and T7 are in TestLoginTimeout and TestLoginRefused.
 func TestConnectionStates(t *testing.T) {
-	type env struct {
-		*testNode
-		a, b *testConn // of one session; it is about a
-		open func()    // lets the task of a end
-	}
-	ask := func(e *env) {
-		e.mu.Lock()
-		s := e.sessions[e.a.tsih]
-		e.mu.Unlock()
-		s.shared.mu.Lock()
-		i := slices.IndexFunc(s.conns, func(c *conn) bool { return c.cid == e.a.cid })
-		c := s.conns[i]
-		s.shared.mu.Unlock()
-		if !c.askLogout(time.Second) {
-			e.tb.Error("the initiator cannot be asked")
-		}
-		if p := e.a.want(pdu.AsyncMessage); p.h.AsyncEvent() != pdu.AsyncLogoutRequest {
-			e.tb.Errorf("%x", []byte(p.h))
-		}
-		e.a.ping() // which acknowledges it
-	}
-	logout := func(e *env) { e.a.logoutOf(pdu.LogoutCloseConnection, e.a.cid) }
-	end := func(e *env) { e.open() }
-	endLogout := func(e *env) {
-		e.open()
-		e.a.want(pdu.LogoutResp)
-		e.a.close()
-	}
-	fail := func(e *env) { e.a.close() }
-	other := func(reason byte) func(e *env) {
-		return func(e *env) {
-			e.open()
-			e.b.on(e.a).logoutOf(reason, e.a.cid)
-		}
-	}
-	timeout := func(e *env) {
-		e.open()
-		e.mu.Lock()
-		s := e.sessions[e.a.tsih]
-		e.mu.Unlock()
-		s.shared.mu.Lock()
-		l := s.lost[0]
-		s.shared.mu.Unlock()
-		s.expire(l)
-	}
 	type step struct {
 		name  string
-		event func(e *env)
+		event func(e *stateEnv)
 		after connState
 	}
 	for _, c := range []struct {
 		name  string
 		steps []step
 	}{
-		{"session closed elsewhere", []step{{"T8", other(pdu.LogoutCloseSession), free}}},
-		{"connection closed elsewhere", []step{{"T8", other(pdu.LogoutCloseConnection), free}}},
-		{"logout", []step{{"T9", logout, inLogout}, {"T13", endLogout, free}}},
-		{"logout on request", []step{{"T11", ask, loggedIn}, {"T10", logout, inLogout}, {"T13", endLogout, free}}},
-		{"requested twice", []step{{"T11", ask, loggedIn}, {"T12", ask, loggedIn}, {"T18", other(pdu.LogoutCloseSession), free}}},
-		{"failure, then the time is over", []step{{"T15", fail, cleanupWait}, {"M1", timeout, free}}},
-		{"failure after a request", []step{{"T11", ask, loggedIn}, {"T16", fail, cleanupWait}, {"M2, M4", other(pdu.LogoutForRecovery), free}}},
-		{"failure, then closed elsewhere", []step{{"T15", fail, cleanupWait}, {"M2, M4", other(pdu.LogoutCloseConnection), free}}},
-		{"failure, then the session closes", []step{{"T15", fail, cleanupWait}, {"M1", other(pdu.LogoutCloseSession), free}}},
+		{"session closed elsewhere", []step{{"T8", byOther(pdu.LogoutCloseSession), free}}},
+		{"connection closed elsewhere", []step{{"T8", byOther(pdu.LogoutCloseConnection), free}}},
+		{"logout", []step{{"T9", (*stateEnv).logout, inLogout}, {"T13", (*stateEnv).endLogout, free}}},
+		{"logout on request", []step{{"T11", (*stateEnv).ask, loggedIn}, {"T10", (*stateEnv).logout, inLogout}, {"T13", (*stateEnv).endLogout, free}}},
+		{"requested twice", []step{{"T11", (*stateEnv).ask, loggedIn}, {"T12", (*stateEnv).ask, loggedIn}, {"T18", byOther(pdu.LogoutCloseSession), free}}},
+		{"failure, then the time is over", []step{{"T15", (*stateEnv).fail, cleanupWait}, {"M1", (*stateEnv).timeout, free}}},
+		{"failure after a request", []step{{"T11", (*stateEnv).ask, loggedIn}, {"T16", (*stateEnv).fail, cleanupWait}, {"M2, M4", byOther(pdu.LogoutForRecovery), free}}},
+		{"failure, then closed elsewhere", []step{{"T15", (*stateEnv).fail, cleanupWait}, {"M2, M4", byOther(pdu.LogoutCloseConnection), free}}},
+		{"failure, then the session closes", []step{{"T15", (*stateEnv).fail, cleanupWait}, {"M1", byOther(pdu.LogoutCloseSession), free}}},
 		// The logout has gone as far that there is nothing to clean up: its tasks end
 		// with it.
-		{"failure during logout", []step{{"T9", logout, inLogout}, {"T17, M4", func(e *env) { fail(e); end(e) }, free}}},
+		{"failure during logout", []step{{"T9", (*stateEnv).logout, inLogout}, {"T17, M4", func(e *stateEnv) { e.fail(); e.end() }, free}}},
 	} {
 		bubble(t, c.name, func(t *testing.T) {
 			n := newTestNode(t, recovering)
 			a := n.leadRecovering()
-			e := &env{testNode: n, a: a, b: a.join(1)}
+			e := &stateEnv{testNode: n, a: a, b: a.join(1)}
 			gate := n.store.Shut()
 			e.open = gate.Open
 			defer e.open()
