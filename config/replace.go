@@ -11,31 +11,33 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A replacement is a file that gets another text.
+// A replacement gives a file another text, and loses no text that an editor writes meanwhile.
 //
-// There is no way to replace a file only if it has a certain text. But two files can
-// exchange their names (renameat2(2), RENAME_EXCHANGE), and what was displaced is there
-// to be looked at, whoever wrote it and however late. If it is not what was read
-// before, somebody has written the file in between: it gets its name back, or, if it
-// may be overwritten whatever it says, a place in the history. If it is, it takes the
-// place of its copy in the history, so that what an editor writes that still has it open is
-// found there.
+// To compare the file and then rename(2) the new one over it is not enough: editors take no
+// lock, and the rename destroys what an editor has saved since the comparison. So the new
+// file and the old one exchange their names (renameat2(2), RENAME_EXCHANGE), and then the
+// displaced file is compared:
 //
-// Where a file system cannot exchange names (NFS, FAT), a second name is made for the file
-// (link(2)) before it is replaced, so that what is written into it is not lost either.
-// Another file that takes its name between a last look and the rename is.
+//   - It has another text than was read: an editor has saved. The displaced file gets its name
+//     back, or, if the caller overwrites any text, its text goes into the history.
+//   - It has the same text: the displaced file itself, not a copy, becomes the version in the
+//     history. An editor that still has it open writes into the history.
+//
+// On file systems that cannot exchange names (NFS, FAT), link(2) gives the file a second name
+// first, so that its text survives the rename. There, another file that an editor renames to
+// the path between the last comparison and the rename is lost.
 type replacement struct {
 	path    string
 	text    []byte
-	old     []byte      // what the file had
-	fi      fs.FileInfo // and what it was; nil: there was none
-	history string      // where old is kept
+	old     []byte      // text of the file when it was read
+	fi      fs.FileInfo // of the file when it was read; nil: there was no file
+	history string      // path of the version that has old
 }
 
-// beforeReplace is what tests do to a file at the last moment.
+// beforeReplace is called before names change; tests edit the file there.
 var beforeReplace = func(path string) {}
 
-// exchange is renameat2; tests let it fail.
+// exchange calls renameat2(2); tests let it fail.
 var exchange = func(a, b string, flags uint) error {
 	err := unix.Renameat2(unix.AT_FDCWD, a, unix.AT_FDCWD, b, flags)
 	if err != nil {
@@ -44,8 +46,8 @@ var exchange = func(a, b string, flags uint) error {
 	return nil
 }
 
-// syncData is fdatasync(2), which costs little where the data is on stable storage already;
-// tests watch it.
+// syncData calls fdatasync(2), which costs little if the data is on stable storage already;
+// tests observe it.
 var syncData = func(path string) error {
 	f, err := os.Open(path)
 	if err != nil {
@@ -54,21 +56,21 @@ var syncData = func(path string) error {
 	return errors.Join(unix.Fdatasync(int(f.Fd())), f.Close())
 }
 
-// cannot tells that a file system does not know what it was asked for.
+// cannot reports whether err means that the file system lacks the operation.
 func cannot(err error) bool {
 	return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) || errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EPERM)
 }
 
-// beside is a name beside path for what it is about to have, or has had.
-func beside(path, suffix string) string {
+// sibling returns the name in the same directory for the next or the displaced file of path.
+func sibling(path, suffix string) string {
 	dir, name := filepath.Split(path)
 	return dir + "." + name + suffix
 }
 
-// keepDisplaced keeps what a process has left that was killed: what it has displaced, or was
-// about to put in its place.
+// keepDisplaced puts the file that a killed process has left, displaced or new, into the
+// history.
 func keepDisplaced(path string) error {
-	displaced := beside(path, ".old")
+	displaced := sibling(path, ".old")
 	b, _, err := readFile(displaced)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
@@ -88,13 +90,13 @@ func keepDisplaced(path string) error {
 	return os.Remove(displaced)
 }
 
-// replace has the file have the text. expected tells whether what somebody else has
-// written in between may be overwritten; if not the error is ErrChanged. written tells that
-// the file has the text, though that may not last. With errRaced it is another file than
-// it was, and nothing has happened.
+// replace gives the file the text. If another text was written meanwhile, expected reports
+// whether it may be overwritten; if not, the error is ErrChanged. written means that the file
+// has the text, but with an error it may lose it with the power. errRaced means that the path
+// leads to another file now and nothing was changed.
 func (r *replacement) replace(expected func(now []byte) bool) (written bool, err error) {
-	next, displaced := beside(r.path, ".new"), beside(r.path, ".old")
-	// What a process has left there that was killed is of no use.
+	next, displaced := sibling(r.path, ".new"), sibling(r.path, ".old")
+	// A killed process may have left one.
 	if err := removeIfThere(next); err != nil {
 		return false, err
 	}
@@ -110,7 +112,7 @@ func (r *replacement) replace(expected func(now []byte) bool) (written bool, err
 	}
 	err = exchange(displaced, r.path, unix.RENAME_EXCHANGE)
 	switch {
-	case errors.Is(err, fs.ErrNotExist): // it was removed: what it had is kept
+	case errors.Is(err, fs.ErrNotExist): // it was removed; the history has its text
 		r.fi = nil
 		return r.create(displaced)
 	case err != nil && cannot(err):
@@ -130,7 +132,7 @@ func (r *replacement) replace(expected func(now []byte) bool) (written bool, err
 	return true, errors.Join(err, syncDirectory(filepath.Dir(r.path)))
 }
 
-// create gives next the name that no file has.
+// create renames next to the path, which no file has.
 func (r *replacement) create(next string) (written bool, err error) {
 	err = exchange(next, r.path, unix.RENAME_NOREPLACE)
 	if err != nil && cannot(err) {
@@ -150,13 +152,13 @@ func (r *replacement) create(next string) (written bool, err error) {
 	return true, syncDirectory(filepath.Dir(r.path))
 }
 
-// giveBack gives a file its name again that must not be replaced.
+// giveBack undoes the exchange of a file that must not be replaced, and returns ErrChanged.
 func (r *replacement) giveBack(displaced string) error {
 	if err := exchange(displaced, r.path, unix.RENAME_EXCHANGE); err != nil {
-		return err // it stays for keepDisplaced
+		return err // the next write finds it: keepDisplaced
 	}
 	now, _, err := readFile(displaced)
-	if err == nil && !bytes.Equal(now, r.text) { // somebody was as fast again
+	if err == nil && !bytes.Equal(now, r.text) { // an editor has saved again
 		err = r.keepText(displaced, now)
 	} else {
 		err = errors.Join(err, os.Remove(displaced))
@@ -164,7 +166,7 @@ func (r *replacement) giveBack(displaced string) error {
 	return errors.Join(ErrChanged, err)
 }
 
-// keepText keeps what was displaced as a version of its own.
+// keepText adds the text of the displaced file to the history as another version.
 func (r *replacement) keepText(displaced string, text []byte) error {
 	if _, err := keep(r.path+".history", text); err != nil {
 		return err
@@ -172,9 +174,9 @@ func (r *replacement) keepText(displaced string, text []byte) error {
 	return os.Remove(displaced)
 }
 
-// keepInode has what was displaced take the place of its copy, which is on stable storage,
-// and so has to be what replaces it: an editor may not have seen to that. What cannot, for
-// it has other names or belongs to somebody else, goes.
+// keepInode renames the displaced file over its copy in the history. It syncs the file
+// first: the copy is on stable storage, and an editor may not have synced. A file that has
+// other names or another owner is removed.
 func (r *replacement) keepInode(displaced string) error {
 	fi, err := os.Lstat(displaced)
 	switch {
@@ -189,9 +191,9 @@ func (r *replacement) keepInode(displaced string) error {
 	return os.Rename(displaced, r.history)
 }
 
-// replaceLinked replaces the file by next where names cannot be exchanged.
+// replaceLinked replaces the file by next on a file system that cannot exchange names.
 func (r *replacement) replaceLinked(next string) (written bool, err error) {
-	second := beside(r.path, ".link")
+	second := sibling(r.path, ".link")
 	if err := removeIfThere(second); err != nil {
 		return false, errors.Join(err, removeIfThere(next))
 	}
@@ -212,7 +214,7 @@ func (r *replacement) replaceLinked(next string) (written bool, err error) {
 	}
 	now, _, err := readFile(second)
 	switch {
-	case errors.Is(err, fs.ErrNotExist): // there are no second names
+	case errors.Is(err, fs.ErrNotExist): // the file system has no links
 		err = nil
 	case err == nil && !bytes.Equal(now, r.old):
 		err = r.keepText(second, now)

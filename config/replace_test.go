@@ -90,7 +90,7 @@ func TestEditedInBetween(t *testing.T) {
 					case what == "removed":
 					case tt.refuse:
 						want = size("7GiB")
-						if !errors.Is(err, ErrChanged) || !strings.HasPrefix(err.Error(), path+": has been changed by somebody else") {
+						if !errors.Is(err, ErrChanged) || !strings.HasPrefix(err.Error(), path+": changed by another process") {
 							t.Errorf("error %v", err)
 						}
 						err = nil
@@ -221,10 +221,50 @@ func TestDisplacedIsSynced(t *testing.T) {
 	}
 }
 
+// The directory is synced once the path leads to the new text, however the file gets its name.
+func TestReplacedFileIsDurable(t *testing.T) {
+	defer func(was func(string) error) { syncDirectory = was }(syncDirectory)
+	for _, exchanges := range []bool{true, false} {
+		for _, exists := range []bool{true, false} {
+			for _, fails := range []error{nil, unix.EIO} {
+				t.Run(fmt.Sprintf("exchange %v, file exists %v, %v", exchanges, exists, fails), func(t *testing.T) {
+					if !exchanges {
+						withoutExchange(t)
+					}
+					path, d := saved(t, 0o600)
+					if !exists {
+						if err := os.Remove(path); err != nil {
+							t.Fatal(err)
+						}
+					}
+					setSize(t, d, "2GiB")
+					text := string(d.Bytes())
+					synced := false
+					syncDirectory = func(dir string) error {
+						b, err := os.ReadFile(path)
+						if dir != filepath.Dir(path) || err != nil || string(b) != text {
+							return nil
+						}
+						synced = true
+						return fails
+					}
+					err := d.SaveAs(path)
+					if !synced {
+						t.Error("the new name of the file was not synced")
+					}
+					if !errors.Is(err, fails) || err != nil && !strings.Contains(err.Error(), "a loss of power may undo it") {
+						t.Errorf("error %v, want %v", err, fails)
+					}
+				})
+			}
+		}
+	}
+}
+
 // What a process has left that was killed after it had displaced the file is kept.
 func TestDisplaced(t *testing.T) {
 	path, d := saved(t, 0o600)
-	if err := os.WriteFile(beside(path, ".old"), []byte("displaced"), 0o600); err != nil {
+	if err := os.WriteFile(sibling(path, ".old"), []byte("displaced"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	setSize(t, d, "2GiB")

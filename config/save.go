@@ -18,12 +18,11 @@ import (
 var ErrChanged = errors.New("changed since it was read")
 
 const (
-	// maxHistory is how many old versions of a file are kept.
+	// maxHistory is the number of old versions of a file that the history keeps.
 	maxHistory = 20
-	// lockWait bounds the wait for others that write a file in the same
-	// directory.
+	// lockWait bounds the wait for another process that writes a file in the same directory.
 	lockWait = 10 * time.Second
-	// maxTries is how often a file is written that somebody else keeps replacing.
+	// maxTries bounds the attempts to write a file that another process keeps replacing.
 	maxTries = 10
 )
 
@@ -63,26 +62,26 @@ func (d *Document) write(path string, expected func(old []byte, absent bool) boo
 	for tries := 1; ; tries++ {
 		written, err := d.writeOnce(path, real, expected)
 		switch {
-		case errors.Is(err, errRaced) && tries < maxTries: // it is another file now
+		case errors.Is(err, errRaced) && tries < maxTries:
 			continue
 		case errors.Is(err, errRaced):
 			return errChanged(path)
 		case err != nil && written:
-			err = saveError(path, "is written, but may be lost with the power: ", err)
+			err = saveError(path, "written, but a loss of power may undo it: ", err)
 		}
 		return err
 	}
 }
 
-// errRaced answers writeOnce when the file has become another one while it was looking.
-var errRaced = errors.New("has become another file")
+// errRaced reports that another process has replaced the file during writeOnce.
+var errRaced = errors.New("another file has its name now")
 
 func errChanged(path string) error {
-	return &Error{Source: path, Reason: "has been changed by somebody else since it was read, and is left as it is", class: ErrChanged}
+	return &Error{Source: path, Reason: "changed by another process since it was read. It was not overwritten", class: ErrChanged}
 }
 
-// writeOnce does what write says to the file at real, whose directory is locked. written
-// tells that it is done although there is an error.
+// writeOnce tries once to write the file at real, whose directory is locked. written means
+// that the file has the text, even with an error.
 func (d *Document) writeOnce(path, real string, expected func(old []byte, absent bool) bool) (written bool, err error) {
 	old, fi, err := readFile(real)
 	absent := errors.Is(err, fs.ErrNotExist)
@@ -92,7 +91,7 @@ func (d *Document) writeOnce(path, real string, expected func(old []byte, absent
 	case !expected(old, absent):
 		return false, errChanged(path)
 	case !absent && !fi.Mode().IsRegular():
-		return false, saveError(path, "", errors.New("is no regular file"))
+		return false, saveError(path, "", errors.New("not a regular file"))
 	}
 	mode := fs.FileMode(0o600)
 	if !absent {
@@ -126,7 +125,7 @@ func (d *Document) writeOnce(path, real string, expected func(old []byte, absent
 	return written, err
 }
 
-// saveError names the file, and what was done with it.
+// saveError returns an Error that names the file and what failed.
 func saveError(path, what string, err error) error {
 	var link *os.LinkError
 	if errors.As(err, &link) {
@@ -139,8 +138,7 @@ func saveError(path, what string, err error) error {
 	return &Error{Source: path, Reason: what + reasonOf(err), class: err}
 }
 
-// followLinks returns the path of the file that path leads to, which need not be
-// there.
+// followLinks returns the path of the file that path leads to, which need not exist.
 func followLinks(path string) (string, error) {
 	for range 40 {
 		fi, err := os.Lstat(path)
@@ -155,7 +153,7 @@ func followLinks(path string) (string, error) {
 			return "", err
 		}
 		if !filepath.IsAbs(next) {
-			// Not Join, which takes .. for the parent of a link.
+			// Not Join, which would resolve .. before the links.
 			next = filepath.Dir(path) + string(filepath.Separator) + next
 		}
 		path = next
@@ -163,8 +161,7 @@ func followLinks(path string) (string, error) {
 	return "", syscall.ELOOP
 }
 
-// lockDirectory keeps others that save a file in a directory from doing it at
-// the same time.
+// lockDirectory locks a directory against other processes that save a file there.
 func lockDirectory(dir string) (unlock func(), err error) {
 	f, err := os.Open(dir)
 	if err != nil {
@@ -192,8 +189,7 @@ func removeIfThere(path string) error {
 	return nil
 }
 
-// writeSynced makes a file that is not there, and has it on stable storage. like
-// has its mode and owner; nil: 0600.
+// writeSynced creates a file on stable storage, with the mode and owner of like; nil: 0600.
 func writeSynced(path string, b []byte, like fs.FileInfo) (err error) {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
@@ -220,13 +216,14 @@ func writeSynced(path string, b []byte, like fs.FileInfo) (err error) {
 	return f.Sync()
 }
 
-// owner is the user and the group that a file belongs to.
+// owner returns the user and the group of a file.
 func owner(fi fs.FileInfo) [2]int {
 	st := fi.Sys().(*syscall.Stat_t)
 	return [2]int{int(st.Uid), int(st.Gid)}
 }
 
-func syncDirectory(path string) error {
+// syncDirectory calls fsync(2) on a directory; tests observe it.
+var syncDirectory = func(path string) error {
 	f, err := os.Open(path)
 	if err != nil {
 		return err
@@ -234,9 +231,9 @@ func syncDirectory(path string) error {
 	return errors.Join(f.Sync(), f.Close())
 }
 
-// keep writes an old version of a file into a directory, as NNNN.yaml with the
-// next number, unless it is the newest there, and removes the oldest ones. It returns
-// the path of the version.
+// keep writes an old version of a file into a directory as NNNN.yaml with the next number,
+// unless the newest version has that text, and removes the oldest versions. It returns the
+// path of the version.
 func keep(dir string, b []byte) (path string, err error) {
 	switch err := os.Mkdir(dir, 0o700); {
 	case err == nil:
@@ -275,7 +272,7 @@ func keep(dir string, b []byte) (path string, err error) {
 
 func versionPath(dir string, n int) string { return filepath.Join(dir, fmt.Sprintf("%04d.yaml", n)) }
 
-// versions are the numbers of the versions in a directory, ascending.
+// versions returns the numbers of the versions in a directory, ascending.
 func versions(dir string) ([]int, error) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {

@@ -153,7 +153,7 @@ func TestSaveChanged(t *testing.T) {
 	}
 	setSize(t, d, "2GiB")
 	err := d.Save()
-	if !errors.Is(err, ErrChanged) || !strings.HasPrefix(err.Error(), path+": has been changed") {
+	if !errors.Is(err, ErrChanged) || !strings.HasPrefix(err.Error(), path+": changed by another process") {
 		t.Error(err)
 	}
 	wantFile(t, path, other)
