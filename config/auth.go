@@ -13,33 +13,32 @@ import (
 	"github.com/iser-target/iser-target/security"
 )
 
-// An Auth is how initiators prove who they are. The zero value asks for no
-// proof.
+// An Auth configures how initiators authenticate. The zero value requires no authentication.
 type Auth struct {
 	Method     string     `key:"method"`     // none or chap
-	Algorithms []string   `key:"algorithms"` // in order of preference; empty: all
+	Algorithms []string   `key:"algorithms"` // most preferred first; empty: all
 	Users      []User     `key:"users"`
-	Mutual     Credential `key:"mutual"` // who the target is, if initiators ask; may be zero
+	Mutual     Credential `key:"mutual"` // identity of the target for initiators that ask; may be zero
 }
 
 // A User is an initiator.
 type User struct {
 	Name       string          `key:"name"`        // CHAP_N
-	Secret     security.Secret `key:"secret"`      // after Load that of SecretFile
-	SecretFile string          `key:"secret_file"` // path; empty: Secret is in the configuration itself
-	Initiator  string          `key:"initiator"`   // pattern of the iSCSI names that may be this user; empty: any
-	Mutual     Credential      `key:"mutual"`      // who the target is to this user; zero: Auth.Mutual
+	Secret     security.Secret `key:"secret"`      // Load reads it from SecretFile
+	SecretFile string          `key:"secret_file"` // path; empty: the configuration has Secret
+	Initiator  string          `key:"initiator"`   // pattern of the iSCSI names that this user may have; empty: any
+	Mutual     Credential      `key:"mutual"`      // identity of the target for this user; zero: Auth.Mutual
 }
 
-// A Credential is a name and the secret that goes with it.
+// A Credential is a name and its secret.
 type Credential struct {
 	Name       string          `key:"name"`
 	Secret     security.Secret `key:"secret"`
 	SecretFile string          `key:"secret_file"`
 }
 
-// CHAP is what package iscsi needs of a configuration that Load has returned;
-// nil if initiators need no proof.
+// CHAP returns the CHAP configuration for package iscsi, of an Auth that Load has returned;
+// nil if it requires no authentication.
 func (a *Auth) CHAP() (*security.CHAP, error) {
 	if a.Method != "chap" {
 		return nil, nil
@@ -65,14 +64,14 @@ func (c Credential) identity() security.CHAPIdentity {
 
 // A secretRef is one secret of a configuration.
 type secretRef struct {
-	key    string // of what has the secret
+	key    string // of the user or credential
 	name   string
 	secret *security.Secret
 	file   string
-	mutual bool // it proves who the target is
+	mutual bool // the secret authenticates the target
 }
 
-// secrets are all of c, in the order of the file.
+// secrets returns all secrets of c, in the order of the file.
 func (c *Config) secrets() []secretRef {
 	var list []secretRef
 	for i := range c.Targets {
@@ -104,7 +103,7 @@ func (c *Config) readSecrets() (errs errorList) {
 			continue
 		}
 		if *s.secret != "" {
-			errs.addf(s.key+".secret_file", "is there beside secret")
+			errs.addf(s.key+".secret_file", "cannot be combined with secret")
 			continue
 		}
 		secret, err := readSecret(s.file)
@@ -117,13 +116,13 @@ func (c *Config) readSecrets() (errs errorList) {
 	return errs
 }
 
-// maxSecretFile is the size, in octets, of a file with the longest secret in
-// hexadecimal, "0x" in front and a line end behind it.
+// maxSecretFile is the size in bytes of a file with the longest secret in hexadecimal: "0x",
+// the digits, and CR LF.
 const maxSecretFile = 2 + 2*security.MaxSecret + 2
 
-// readSecret reads a file that has a secret on its one line.
+// readSecret reads a file of one line that has a secret.
 func readSecret(path string) (security.Secret, error) {
-	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // which does not wait for the writer of a FIFO
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // does not wait for the writer of a FIFO
 	if err != nil {
 		return "", err
 	}
@@ -133,7 +132,7 @@ func readSecret(path string) (security.Secret, error) {
 		return "", err
 	}
 	if !fi.Mode().IsRegular() {
-		return "", errors.New("is no regular file")
+		return "", errors.New("not a regular file")
 	}
 	if err := checkMode(fi.Mode()); err != nil {
 		return "", err
@@ -143,7 +142,7 @@ func readSecret(path string) (security.Secret, error) {
 		return "", err
 	}
 	if len(b) > maxSecretFile {
-		return "", fmt.Errorf("file is larger than %d octets", maxSecretFile)
+		return "", fmt.Errorf("file is larger than %d bytes", maxSecretFile)
 	}
 	line := strings.TrimSuffix(strings.TrimSuffix(string(b), "\n"), "\r")
 	if strings.ContainsAny(line, "\r\n") {
@@ -152,16 +151,16 @@ func readSecret(path string) (security.Secret, error) {
 	return security.ParseSecret(line)
 }
 
-// checkMode tells whether only the owner can read the file.
+// checkMode returns an error unless only the owner can read the file.
 func checkMode(mode fs.FileMode) error {
 	if mode := mode.Perm(); mode&0o077 != 0 {
-		return fmt.Errorf("has secrets, but its mode is %#o; it must be 0600 or less (chmod 600)", mode)
+		return fmt.Errorf("has secrets, but other users can read it: its mode is %#o. Run chmod 600", mode)
 	}
 	return nil
 }
 
-// checkFileMode tells whether a file of that mode may have the secrets that c
-// has.
+// checkFileMode returns an error if c has secrets of its own and other users can read a file
+// of that mode.
 func (c *Config) checkFileMode(mode fs.FileMode) error {
 	for _, s := range c.secrets() {
 		if s.file == "" {
@@ -179,7 +178,7 @@ func (a *Auth) check(key string, errs *errorList) {
 		}
 	case "chap":
 		if len(a.Users) == 0 {
-			errs.addf(key+".users", "is required: who may log in, like [{name: host1, secret_file: /etc/iser-target/host1.secret}]")
+			errs.addf(key+".users", "is required: the users that may log in, like [{name: host1, secret_file: /etc/iser-target/host1.secret}]")
 		}
 	default:
 		errs.addf(key+".method", "must be chap or none, not %q", a.Method)
@@ -187,7 +186,7 @@ func (a *Auth) check(key string, errs *errorList) {
 	if _, err := security.ParseCHAPAlgorithms(a.Algorithms); err != nil {
 		errs.addf(key+".algorithms", "%v", err)
 	}
-	names := map[string]string{} // the key
+	names := map[string]string{} // the key, by name
 	for i, u := range a.Users {
 		key := index(key, "users", i)
 		if first, ok := names[u.Name]; ok && u.Name != "" {
@@ -206,7 +205,7 @@ func (a *Auth) check(key string, errs *errorList) {
 		case s.name == "":
 			errs.addf(s.key+".name", "is required: the CHAP name")
 		case len(s.name) > security.MaxCHAPName || strings.ContainsRune(s.name, 0):
-			errs.addf(s.key+".name", "must be at most %d octets, none of them NUL", security.MaxCHAPName)
+			errs.addf(s.key+".name", "must have at most %d bytes and no NUL", security.MaxCHAPName)
 		}
 		if *s.secret == "" && s.file == "" {
 			errs.addf(s.key+".secret", "is required, or secret_file")
@@ -214,7 +213,7 @@ func (a *Auth) check(key string, errs *errorList) {
 	}
 }
 
-// eachShared calls f for every secret that is the same as an earlier one.
+// eachShared calls f for every secret that equals an earlier one.
 func (c *Config) eachShared(f func(first, again secretRef)) {
 	seen := map[security.Secret]secretRef{}
 	for _, s := range c.secrets() {
@@ -226,7 +225,7 @@ func (c *Config) eachShared(f func(first, again secretRef)) {
 	}
 }
 
-// checkSecrets finds secrets that are used in both directions (RFC 7143,
+// checkSecrets refuses secrets that authenticate both an initiator and the target (RFC 7143,
 // section 9.2.1).
 func (c *Config) checkSecrets(errs *errorList) {
 	c.eachShared(func(first, again secretRef) {
@@ -236,10 +235,10 @@ func (c *Config) checkSecrets(errs *errorList) {
 	})
 }
 
-// Warnings are about what is allowed, but better not done, each on one line: a
-// target that asks for no proof on a portal that others can reach (RFC 7143,
-// section 9), metrics or a dashboard there, LUNs by initiator where a user can be any initiator, and a secret of
-// two names (section 9.2.1).
+// Warnings returns one line for each setting that is valid but not safe: a target without
+// authentication on a portal that is not on the loopback (RFC 7143, section 9), metrics or a
+// dashboard there, LUNs for some initiators where a user may have any initiator name, and one
+// secret for two names (section 9.2.1).
 func (c *Config) Warnings() []string {
 	var warnings []string
 	for i, t := range c.Targets {
@@ -251,7 +250,7 @@ func (c *Config) Warnings() []string {
 				continue
 			}
 			if addr, reason := parseAddress(p.Listen, true); reason != "" || !addr.loopback() {
-				warnings = append(warnings, fmt.Sprintf("targets[%d].auth: no authentication: whoever reaches portals[%d], %s, can log in to %s by the name of an initiator", i, j, p.Listen, t.Name))
+				warnings = append(warnings, fmt.Sprintf("targets[%d].auth: no authentication: anybody who can connect to portals[%d] (%s) can log in to %s with the name of an initiator", i, j, p.Listen, t.Name))
 				break
 			}
 		}
@@ -262,7 +261,7 @@ func (c *Config) Warnings() []string {
 		}
 		for j, u := range t.Auth.Users {
 			if u.Initiator == "" {
-				warnings = append(warnings, index("targets", i, "auth", "users", j, "initiator")+": is not set: this user can take the name of any initiator, and so the LUNs of others")
+				warnings = append(warnings, index("targets", i, "auth", "users", j, "initiator")+": is not set: this user can log in with the name of any initiator and use its LUNs")
 			}
 		}
 	}
@@ -271,12 +270,12 @@ func (c *Config) Warnings() []string {
 		{"dashboard.listen", c.Dashboard.Listen, "sessions, LUNs and events"},
 	} {
 		if addr, reason := parseAddress(open.listen, true); open.listen != "" && reason == "" && !addr.loopback() {
-			warnings = append(warnings, fmt.Sprintf("%s: whoever reaches %s sees %s", open.key, open.listen, open.shows))
+			warnings = append(warnings, fmt.Sprintf("%s: anybody who can connect to %s sees %s", open.key, open.listen, open.shows))
 		}
 	}
 	c.eachShared(func(first, again secretRef) {
 		if first.name != again.name {
-			warnings = append(warnings, fmt.Sprintf("%s: has the secret of %s: each of the two can pass for the other", again.key, first.key))
+			warnings = append(warnings, fmt.Sprintf("%s: has the secret of %s: each of the two can log in as the other", again.key, first.key))
 		}
 	})
 	return warnings

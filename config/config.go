@@ -23,7 +23,7 @@ type Config struct {
 
 	DiscoveryAuth Auth `key:"discovery_auth"` // before discovery
 
-	StateDir string `key:"state_dir"` // holds what is kept of LUNs; empty: identities last as long as the process
+	StateDir string `key:"state_dir"` // directory of LUN identities and state; empty: they end with the process
 	Debug    Debug  `key:"debug"`
 	Log      Log    `key:"log"`
 
@@ -31,24 +31,24 @@ type Config struct {
 	Metrics   Metrics   `key:"metrics"`
 	Dashboard Dashboard `key:"dashboard"`
 
-	Watch bool `key:"watch"` // the file is applied when it changes
+	Watch bool `key:"watch"` // apply the file when it changes
 
-	Drain time.Duration `key:"drain"` // what sessions have to log out when the target ends
+	Drain time.Duration `key:"drain"` // time that sessions get to log out when the target shuts down
 }
 
 // A Portal is an address to listen on.
 type Portal struct {
-	Listen    string   `key:"listen"`    // host:port; without host: all addresses; port 0: one that is free
-	Advertise []string `key:"advertise"` // host:port; what discovery answers instead of the accepted address
-	// Transports is what initiators may speak: iser, tcp; empty: both.
+	Listen    string   `key:"listen"`    // host:port; without host: all addresses; port 0: any free port
+	Advertise []string `key:"advertise"` // host:port; discovery reports these instead of the accepted address
+	// Transports lists what initiators may speak: iser, tcp; empty: both.
 	Transports []string `key:"transports"`
 	TPGT       int      `key:"tpgt"` // 1..65535: the tag of its portal group
 }
 
-// defaultTPGT is the TPGT of a portal, before it has been read.
+// defaultTPGT is the TPGT of a portal that names none.
 const defaultTPGT = 1
 
-// Serves tells whether initiators may speak this on the portal.
+// Serves reports whether initiators may use the transport, iser or tcp, on the portal.
 func (p Portal) Serves(transport string) bool {
 	return len(p.Transports) == 0 || slices.Contains(p.Transports, transport)
 }
@@ -61,16 +61,16 @@ type Target struct {
 	Auth       Auth     `key:"auth"`
 	Redirect   Redirect `key:"redirect"`
 	LUNs       []LUN    `key:"luns"`
-	// PortalGroups are the tags of those that lead to the target; empty: all.
+	// PortalGroups are the tags of the portal groups that lead to the target; empty: all.
 	PortalGroups []int `key:"portal_groups"`
 }
 
-// ServedBy tells whether a portal leads to the target.
+// ServedBy reports whether the portal p leads to the target.
 func (t *Target) ServedBy(p Portal) bool {
 	return len(t.PortalGroups) == 0 || slices.Contains(t.PortalGroups, p.TPGT)
 }
 
-// TPGTs are the tags of the portal groups that lead to t, ascending.
+// TPGTs returns the tags of the portal groups that lead to t, ascending.
 func (c *Config) TPGTs(t *Target) []uint16 {
 	var tags []uint16
 	for _, p := range c.Portals {
@@ -82,96 +82,96 @@ func (c *Config) TPGTs(t *Target) []uint16 {
 	return slices.Compact(tags)
 }
 
-// A Redirect sends initiators elsewhere. Its zero value does not.
+// A Redirect sends initiators to another portal. The zero value does not.
 type Redirect struct {
 	To        string `key:"to"` // host:port
 	Permanent bool   `key:"permanent"`
 }
 
-// A LUN is a logical unit and the backend it lies on. Which fields a backend
-// needs and takes is said in backends.
+// A LUN is a logical unit and its backend. The table backends lists the fields that each
+// backend requires and accepts.
 type LUN struct {
 	ID           int    `key:"id"`         // 0..16383
 	Backend      string `key:"backend"`    // memory, file, block or gotgt
 	Path         string `key:"path"`       // file or device
-	Size         Size   `key:"size"`       // octets, a multiple of BlockSize; 0 where the backend knows it
-	BlockSize    int    `key:"block_size"` // 512 or 4096 octets; 0 where the backend knows it
+	Size         Size   `key:"size"`       // bytes, a multiple of BlockSize; 0: the backend's size
+	BlockSize    int    `key:"block_size"` // 512 or 4096 bytes; 0: the backend's block size
 	ReadOnly     bool   `key:"read_only"`
-	WriteThrough bool   `key:"write_through"` // every write is on stable storage before it is answered
+	WriteThrough bool   `key:"write_through"` // every write is on stable storage before its response
 	Removable    bool   `key:"removable"`     // the medium can be ejected
-	Sanitize     bool   `key:"sanitize"`      // initiators may erase all of it at once
+	Sanitize     bool   `key:"sanitize"`      // initiators may erase the whole LUN with SANITIZE
 	Plugin       string `key:"plugin"`        // name of a registered gotgt store
-	Options      string `key:"options"`       // handed to that store
+	Options      string `key:"options"`       // passed to that store
 
-	Initiators  []string `key:"initiators"`    // security.Patterns: who sees it; nil: all who may log in
-	ReadOnlyFor []string `key:"read_only_for"` // security.Patterns: who may only read
+	Initiators  []string `key:"initiators"`    // security.Patterns: initiators that see the LUN; nil: all that may log in
+	ReadOnlyFor []string `key:"read_only_for"` // security.Patterns: initiators that may only read
 }
 
-// forSome tells whether initiators differ in what they may do with the LUN.
+// forSome reports whether initiators differ in what they may do with the LUN.
 func (l LUN) forSome() bool { return len(l.Initiators) > 0 || len(l.ReadOnlyFor) > 0 }
 
 // Limits bound what peers can make the target do.
 type Limits struct {
 	QueueDepth       int           `key:"queue_depth"`       // commands in flight per session
-	ConnectionMemory Size          `key:"connection_memory"` // octets of data buffers of one connection
-	MaxFPDU          int           `key:"max_fpdu"`          // octets of the ULPDU of an FPDU we send
+	ConnectionMemory Size          `key:"connection_memory"` // bytes of data buffers of one connection
+	MaxFPDU          int           `key:"max_fpdu"`          // bytes of the ULPDU of an FPDU that the target sends
 	LoginTimeout     time.Duration `key:"login_timeout"`     // from accept to the full feature phase
-	NOPInterval      time.Duration `key:"nop_interval"`      // idle time before a NOP-In; 0: none
-	NOPTimeout       time.Duration `key:"nop_timeout"`       // for the answer to a NOP-In
+	NOPInterval      time.Duration `key:"nop_interval"`      // idle time before a NOP-In; 0: no NOP-In
+	NOPTimeout       time.Duration `key:"nop_timeout"`       // time to answer a NOP-In
 	MaxConnections   int           `key:"max_connections"`   // of all portals together
 
 	PerSession         int `key:"connections_per_session"` // highest MaxConnections that login agrees on
-	ErrorRecoveryLevel int `key:"error_recovery_level"`    // highest that login agrees on
+	ErrorRecoveryLevel int `key:"error_recovery_level"`    // highest level that login agrees on
 }
 
-// MPA is about the framing on TCP (RFC 5044).
+// MPA configures the framing on TCP (RFC 5044).
 type MPA struct {
 	CRC Switch `key:"crc"` // off: CRCs only if the initiator asks for them
 }
 
-// Debug is the HTTP server with expvar and pprof.
+// Debug configures the HTTP server with expvar and pprof.
 type Debug struct {
 	Listen string `key:"listen"` // host:port on the loopback; empty: no server
 }
 
-// Control is where the target takes orders.
+// Control configures the addresses of the control API.
 type Control struct {
 	Socket string     `key:"socket"` // path of a Unix socket; empty: none
 	Listen string     `key:"listen"` // host:port, with TLS; empty: none
 	TLS    ControlTLS `key:"tls"`    // for Listen
 }
 
-// ControlTLS are the paths of PEM files.
+// ControlTLS has the paths of PEM files.
 type ControlTLS struct {
-	Cert     string `key:"cert"`      // of the target
-	Key      string `key:"key"`       // that belongs to Cert
-	ClientCA string `key:"client_ca"` // who has signed the certificates of clients
+	Cert     string `key:"cert"`      // certificate of the target
+	Key      string `key:"key"`       // private key of Cert
+	ClientCA string `key:"client_ca"` // CA that signs the certificates of clients
 }
 
-// Metrics is the HTTP server with metrics for Prometheus.
+// Metrics configures the HTTP server with metrics for Prometheus.
 type Metrics struct {
 	Listen string `key:"listen"` // host:port; empty: no server
 }
 
-// Dashboard is the HTTP server with a page for people.
+// Dashboard configures the HTTP server with the dashboard page.
 type Dashboard struct {
 	Listen string `key:"listen"` // host:port; empty: no server
 }
 
-// Log is what goes to standard error, and how.
+// Log configures the log on standard error.
 type Log struct {
 	Level  string `key:"level"`  // debug, info, warn or error
 	Format string `key:"format"` // text or json
 }
 
-// SlogLevel is Level as package log/slog counts; info if it is none.
+// SlogLevel returns Level as a slog.Level; LevelInfo if Level is not valid.
 func (l Log) SlogLevel() slog.Level { return levels[l.Level] }
 
 var levels = map[string]slog.Level{"debug": slog.LevelDebug, "info": slog.LevelInfo, "warn": slog.LevelWarn, "error": slog.LevelError}
 
-// DefaultSocket is the path of the control socket if nobody says otherwise. It is
-// in the directory for sockets of the user that runs the target; empty if the
-// user has none.
+// DefaultSocket returns the default path of the control socket, in the runtime directory of
+// the user that runs the target: /run for root, else $XDG_RUNTIME_DIR. It returns "" if the
+// user has no runtime directory.
 func DefaultSocket() string {
 	const name = "iser-target.sock"
 	if os.Geteuid() == 0 {
@@ -183,12 +183,11 @@ func DefaultSocket() string {
 	return ""
 }
 
-// ServiceSocket is the path of the control socket of packaging/systemd's service, which
-// runs as a user that has no directory of its own in /run but this.
+// ServiceSocket is the path of the control socket of the service in packaging/systemd, whose
+// user has only this directory in /run.
 const ServiceSocket = "/run/iser-target/control.sock"
 
-// base is what a configuration is before anything has been read: all defaults
-// but those of list items.
+// base returns a configuration with all defaults except those of list items.
 func base() Config {
 	return Config{
 		Limits: Limits{
@@ -203,8 +202,8 @@ func base() Config {
 			PerSession:         8,
 			ErrorRecoveryLevel: 2,
 		},
-		// siw of Linux 6.1 takes a good CRC for a bad one when it comes in two
-		// pieces; it does not ask for CRCs, and works without.
+		// siw of Linux 6.1 takes a good CRC for a bad one when it arrives in two
+		// segments. It does not ask for CRCs and works without them.
 		MPA:      MPA{CRC: false},
 		StateDir: "/var/lib/iser-target",
 		Log:      Log{Level: "info", Format: "text"},
@@ -213,11 +212,10 @@ func base() Config {
 	}
 }
 
-// unset is the LUN id, before it has been read: none that anybody writes.
+// unset is the id of a LUN that names none.
 const unset = math.MinInt
 
-// complete puts defaults into the items of lists, and names into the form in
-// which they are compared.
+// complete sets the defaults of list items and normalizes target names.
 func (c *Config) complete(normalize func(string) (string, error)) {
 	for i := range c.Targets {
 		t := &c.Targets[i]

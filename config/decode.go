@@ -13,17 +13,19 @@ import (
 	"github.com/iser-target/iser-target/security"
 )
 
-// An Error is one thing that is wrong with one key.
+// An Error is one problem with one key.
 type Error struct {
-	Source string // file name, or "environment"; empty in what Validate returns
-	Key    string // like targets[0].luns[1].size, or the name of a variable; empty: the source as a whole
+	Source string // file name or "environment"; empty in errors of Validate
+	Key    string // like targets[0].luns[1].size, or the name of a variable; empty: the whole source
 	Reason string
 
 	class error // for errors.Is; may be nil
 }
 
+// Unwrap returns what errors.Is compares, or nil.
 func (e *Error) Unwrap() error { return e.class }
 
+// Error implements error: source, key and reason on one line.
 func (e *Error) Error() string {
 	parts := []string{e.Source, e.Key, e.Reason}
 	return strings.Join(slices.DeleteFunc(parts, func(s string) bool { return s == "" }), ": ")
@@ -36,17 +38,15 @@ func (l *errorList) addf(key, format string, args ...any) {
 	*l = append(*l, &Error{Key: key, Reason: fmt.Sprintf(format, args...)})
 }
 
-// A decoder puts a tree of maps, lists and scalars, as a YAML decoder makes it,
-// into structs. It knows the way to every value, which is why it is here and
-// no general one is used.
+// A decoder decodes a tree of maps, lists and scalars, as a YAML decoder returns it, into
+// structs. Unlike general decoders it names the path of every value in its errors.
 type decoder struct {
 	errs errorList
-	// text tells that all scalars are strings, as in the environment.
-	text bool
+	text bool // all scalars are strings, as in the environment
 }
 
-// decode puts in into v, which path leads to. What in does not have stays as
-// it is in v, except that a list replaces a list.
+// decode decodes in into v, the value at path. Keys that in lacks keep their value in v. A
+// list replaces a list.
 func (d *decoder) decode(path string, in any, v reflect.Value) {
 	switch v.Interface().(type) {
 	case Size:
@@ -88,8 +88,8 @@ func (d *decoder) decode(path string, in any, v reflect.Value) {
 	}
 }
 
-// scalar decodes by way of text: what a YAML scalar reads as, whatever type
-// YAML took it for. A string in YAML is taken only for types that have units.
+// scalar decodes the text of a YAML scalar, whatever type YAML gave it. A YAML string is
+// accepted only for types that have units.
 func (d *decoder) scalar(path string, in any, want string, parse func(string) (any, error), v reflect.Value) {
 	plain := v.Type() == reflect.TypeFor[int]() || v.Type() == reflect.TypeFor[bool]()
 	var s string
@@ -118,11 +118,11 @@ func (d *decoder) scalar(path string, in any, want string, parse func(string) (a
 	v.Set(reflect.ValueOf(out))
 }
 
-// secret decodes a secret. Its errors do not say what is there.
+// secret decodes a secret. Its errors do not contain the value.
 func (d *decoder) secret(path string, in any, v reflect.Value) {
 	s, ok := in.(string)
 	if !ok {
-		d.errs.addf(path, "must be a string; what looks like a number goes in quotes")
+		d.errs.addf(path, "must be a string. Put a secret that looks like a number in quotes")
 		return
 	}
 	secret, err := security.ParseSecret(s)
@@ -188,7 +188,7 @@ func keysOf(t reflect.Type) []string {
 	return keys
 }
 
-// join extends path by key; a key that would not read as one is quoted.
+// join extends path by key, which it quotes unless it looks like a key.
 func join(path, key string) string {
 	if key == "" || strings.ContainsAny(key, ". []\"") || strconv.Quote(key) != `"`+key+`"` {
 		key = strconv.Quote(key)
@@ -215,14 +215,14 @@ func describe(in any) string {
 	case map[string]any:
 		return "a map"
 	case map[any]any:
-		return "a map with keys that are no strings"
+		return "a map with keys that are not strings"
 	}
 	return fmt.Sprintf("a %T", in)
 }
 
-// suggest names the key that was probably meant.
+// suggest returns ", did you mean X?" for the known key X that is most like key, or "".
 func suggest(key string, known []string) string {
-	best, least := "", 3 // more than two slips are no slip
+	best, least := "", 3 // at most two wrong letters
 	for _, k := range known {
 		if n := distance(strings.ToLower(key), strings.ToLower(k)); n < least && n < len(k) {
 			best, least = k, n
@@ -234,8 +234,8 @@ func suggest(key string, known []string) string {
 	return fmt.Sprintf(", did you mean %s?", best)
 }
 
-// distance is Levenshtein's, of octets. Keys longer than any of ours are far
-// from everything.
+// distance returns the Levenshtein distance of two strings, in bytes. Keys longer than all
+// known keys are far from each of them.
 func distance(a, b string) int {
 	if len(a) > 64 {
 		return len(a)

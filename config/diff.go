@@ -23,6 +23,7 @@ const (
 
 var opNames = map[Op]string{Add: "add", Remove: "remove", Update: "update"}
 
+// String returns add, remove or update.
 func (o Op) String() string { return opNames[o] }
 
 // MarshalText implements encoding.TextMarshaler.
@@ -103,11 +104,11 @@ func (c Change) String() string {
 	return fmt.Sprintf("set %s: %s -> %s", what, cmp.Or(c.Old, "none"), cmp.Or(c.New, "none"))
 }
 
-// Diff returns what makes next of old, in an order in which it can be done: what
-// goes makes room, by its address or path, for what comes, and portals, which
-// are the likeliest to fail, change before targets do. Targets are the same by
-// name, LUNs by target and id, portals by listen; their order does not count. A
-// target comes and goes with its LUNs, which are not named then.
+// Diff returns the Changes that turn old into next, in an order in which they can be made:
+// objects are removed before others that may need their address or path are added, and
+// portals, which are the likeliest to fail, change before targets. Diff matches targets by
+// name, LUNs by target and id, and portals by listen address; the order in the file does not
+// matter. A target that is added or removed includes its LUNs, which get no Change.
 func Diff(old, next *Config) []Change {
 	var d differ
 	d.sections(old, next)
@@ -130,7 +131,7 @@ type differ struct{ list []Change }
 
 func (d *differ) add(c Change) { d.list = append(d.list, c) }
 
-// sections compares what there is once.
+// sections compares the keys at the top of the file, except the lists.
 func (d *differ) sections(old, next *Config) {
 	a, b := reflect.ValueOf(*old), reflect.ValueOf(*next)
 	for i, kind := range keysOf(a.Type()) {
@@ -182,8 +183,7 @@ func withoutLUNs(t Target) Target {
 	return t
 }
 
-// match pairs the items of two lists that have the same name; the second of a
-// name goes with the second.
+// match pairs the items of two lists that have the same name, in their order.
 func match[T any, K comparable](old, next []T, name func(T) K) (gone, come []*T, kept [][2]*T) {
 	places := map[K][]int{}
 	for j := range next {
@@ -212,7 +212,7 @@ func (d *differ) fields(c Change, path string, old, next any) {
 	d.field(c, path, reflect.ValueOf(old), reflect.ValueOf(next))
 }
 
-// field adds an Update for each key at or below path that differs.
+// field adds an Update for each key at or below path whose values differ.
 func (d *differ) field(c Change, path string, a, b reflect.Value) {
 	if a.Kind() == reflect.Struct {
 		for i, key := range keysOf(a.Type()) {
@@ -225,13 +225,12 @@ func (d *differ) field(c Change, path string, a, b reflect.Value) {
 	}
 	c.Op, c.Key = Update, path
 	if c.Old, c.New = valueText(a), valueText(b); c.Old == c.New {
-		c.Old, c.New = "", "" // a secret
+		c.Old, c.New = "", "" // a secret differs
 	}
 	d.add(c)
 }
 
-// valueText is a value as it stands in YAML, on one line; empty if there is
-// none.
+// valueText returns a value as YAML on one line; "" for an empty string, list or struct.
 func valueText(v reflect.Value) string {
 	switch v.Kind() {
 	case reflect.String, reflect.Slice, reflect.Struct:
@@ -242,10 +241,10 @@ func valueText(v reflect.Value) string {
 	return flow(v.Interface())
 }
 
-// hidden stands for a secret.
+// hidden replaces a secret.
 const hidden = "********"
 
-// flow writes a value on one line, without secrets.
+// flow returns a value as YAML on one line, without secrets.
 func flow(v any) string {
 	if _, ok := v.(security.Secret); ok {
 		return hidden
@@ -266,7 +265,7 @@ func flow(v any) string {
 	})
 	b, err := yaml.Marshal(n)
 	if err != nil {
-		return err.Error() // which no value that has been read ends in
+		return err.Error() // cannot happen for a value that was read from YAML
 	}
 	return strings.TrimSuffix(string(b), "\n")
 }

@@ -19,27 +19,28 @@ import (
 )
 
 var (
-	// ErrNotFound is in errors about what is to be changed and is not there.
+	// ErrNotFound reports an edit of an object that the document does not have.
 	ErrNotFound = errors.New("not found")
-	// ErrExists is in errors about what is to be added and is there.
+	// ErrExists reports that the document has the object that an edit adds.
 	ErrExists = errors.New("exists")
-	// ErrShared is in errors about what stands in more than one place of the
-	// configuration, by anchor and alias, so that a change would be one of all.
+	// ErrShared reports an edit of YAML that aliases use in several places, so that the
+	// edit would change all of them.
 	ErrShared = errors.New("shared by an alias")
 )
 
-// A Document is a configuration file as people write it. Changes keep the
-// comments, the order and the layout of what they do not concern. A Document
-// that has been changed need not be valid: Config tells. Its methods must not be
-// called at the same time.
+const mergedReason = "comes from an alias by <<: a change would change every use of it. Change the file with an editor"
+
+// A Document is the text of a configuration file. Edits keep the comments, the order and the
+// layout of everything that they do not change. An edited Document need not be valid: Config
+// checks it. Its methods must not be called concurrently.
 type Document struct {
 	*version
 	source string
 
-	mode fs.FileMode // of its file; 0: it has none
+	mode fs.FileMode // of its file; 0: no file
 }
 
-// A version of a document stays as it is: an edit makes another one.
+// A version of a document is immutable: an edit creates another one.
 type version struct {
 	text     []byte
 	tree     *yaml.Node
@@ -54,14 +55,14 @@ func parseVersion(text []byte) (*version, error) {
 	}
 	walk(tree, func(n *yaml.Node) {
 		if n.Tag == "!!merge" {
-			n.Tag = "" // which the encoder would write
+			n.Tag = "" // or the encoder would write it
 		}
 	})
 	return &version{text, tree, settings, layoutOf(tree)}, nil
 }
 
-// OpenDocument reads the file at path. It fails if that is no YAML that Load
-// would read; whether it is a valid configuration is for Config to say.
+// OpenDocument reads the file at path. It fails if the file is not YAML that Load would read.
+// Config checks whether it is a valid configuration.
 func OpenDocument(path string) (*Document, error) {
 	b, fi, err := readFile(path)
 	if err != nil {
@@ -91,7 +92,7 @@ func NewDocument(source string, b []byte) (*Document, error) {
 // on the loopback address, for any initiator.
 func DefaultDocument() (*Document, error) { return NewDocument(defaultSource, defaultYAML) }
 
-// Clone returns a document that changes on its own.
+// Clone returns a copy, which edits of d do not change.
 func (d *Document) Clone() *Document {
 	c := *d
 	return &c
@@ -100,8 +101,8 @@ func (d *Document) Clone() *Document {
 // Bytes returns the text, which the caller must not change.
 func (d *Document) Bytes() []byte { return d.text }
 
-// Config returns the configuration, the environment counted in, or all that is
-// wrong with it: what Load would do with a file of this text.
+// Config returns what Load would return for a file with this text: the configuration,
+// including the environment, or an error that joins one *Error for each problem.
 func (d *Document) Config() (*Config, error) {
 	c, err := configOf(d.source, d.settings)
 	if err != nil {
@@ -134,8 +135,8 @@ func (d *Document) RemoveTarget(name string) error {
 	})
 }
 
-// SetTarget sets a key of a target, like alias or auth.method; value is what
-// stands behind the key in YAML, and the empty string removes the key.
+// SetTarget sets a key of a target, like alias or auth.method, to value, which is YAML. The
+// empty string removes the key.
 func (d *Document) SetTarget(name, key, value string) error {
 	return d.editTarget(name, func(e *editor, t *yaml.Node, path string) error {
 		return e.set(t, path, key, value, reflect.TypeFor[Target](), "name", "luns")
@@ -163,7 +164,8 @@ func (d *Document) RemoveLUN(target string, id int) error {
 	})
 }
 
-// SetLUN sets a key of a LUN, like size; value is as for SetTarget.
+// SetLUN sets a key of a LUN, like size, to value, which is YAML. The empty string removes
+// the key.
 func (d *Document) SetLUN(target string, id int, key, value string) error {
 	return d.editTarget(target, func(e *editor, t *yaml.Node, path string) error {
 		j, err := e.findLUN(t, path, id)
@@ -188,7 +190,7 @@ func (d *Document) AddPortal(p Portal) error {
 	})
 }
 
-// RemovePortal removes the portal that listens there.
+// RemovePortal removes the portal with the address listen.
 func (d *Document) RemovePortal(listen string) error {
 	return d.edit(func(e *editor) error {
 		i, err := e.findPortal(listen)
@@ -199,7 +201,7 @@ func (d *Document) RemovePortal(listen string) error {
 	})
 }
 
-// AllowInitiator appends a pattern to who may log in to a target.
+// AllowInitiator appends a pattern to the initiators that may log in to a target.
 func (d *Document) AllowInitiator(target, pattern string) error {
 	return d.editTarget(target, func(e *editor, t *yaml.Node, path string) error {
 		if j, _ := e.findInitiator(t, path, pattern); j >= 0 {
@@ -209,8 +211,8 @@ func (d *Document) AllowInitiator(target, pattern string) error {
 	})
 }
 
-// DenyInitiator removes a pattern, as it stands there, from who may log in to
-// a target. Other patterns may still admit the same initiators.
+// DenyInitiator removes a pattern, in any case of letters, from the initiators that may log
+// in to a target. Other patterns may still admit the same initiators.
 func (d *Document) DenyInitiator(target, pattern string) error {
 	return d.editTarget(target, func(e *editor, t *yaml.Node, path string) error {
 		j, err := e.findInitiator(t, path, pattern)
@@ -221,7 +223,7 @@ func (d *Document) DenyInitiator(target, pattern string) error {
 	})
 }
 
-// edit does one change to the text by way of its tree.
+// edit applies one change of the tree to the text.
 func (d *Document) edit(change func(*editor) error) error {
 	e := &editor{source: d.source, doc: cloneTree(d.tree)}
 	if err := change(e); err != nil {
@@ -240,10 +242,10 @@ func (d *Document) edit(change func(*editor) error) error {
 			return nil
 		}
 	}
-	return &Error{Source: d.source, Reason: "is written in a way that cannot be changed here: change it with an editor"}
+	return &Error{Source: d.source, Reason: "the YAML is written in a way that only an editor can change. Change the file with an editor"}
 }
 
-// editTarget does one change to a target.
+// editTarget applies one change to the map of a target.
 func (d *Document) editTarget(name string, change func(e *editor, t *yaml.Node, path string) error) error {
 	return d.edit(func(e *editor) error {
 		t, path, err := e.target(name)
@@ -254,7 +256,7 @@ func (d *Document) editTarget(name string, change func(e *editor, t *yaml.Node, 
 	})
 }
 
-// An editor changes the tree of a document. Paths are keys as in errors.
+// An editor changes the tree of a document. Paths are keys in the form of errors.
 type editor struct {
 	source string
 	doc    *yaml.Node
@@ -264,7 +266,7 @@ func (e *editor) fail(class error, key, format string, args ...any) error {
 	return &Error{Source: e.source, Key: key, Reason: fmt.Sprintf(format, args...), class: class}
 }
 
-// root is the map that the document is.
+// root returns the map at the top of the document, which it creates if it is missing.
 func (e *editor) root() *yaml.Node {
 	if len(e.doc.Content) == 0 {
 		e.doc.Kind = yaml.DocumentNode
@@ -277,7 +279,7 @@ func (e *editor) root() *yaml.Node {
 	return root
 }
 
-// target is the map of a target, to be changed, and its path.
+// target returns the map of a target, for changes, and its path.
 func (e *editor) target(name string) (*yaml.Node, string, error) {
 	i, err := e.findTarget(name)
 	if err != nil {
@@ -325,8 +327,8 @@ func normalName(name string) string {
 	return name
 }
 
-// find returns the place, in the list behind a key, of the first item that is
-// wanted, or -1 and an ErrNotFound that calls it what.
+// find returns the index of the first wanted item of the list under a key, or -1 and an
+// ErrNotFound that calls the item what.
 func (e *editor) find(m *yaml.Node, path, key, what string, wanted func(*yaml.Node) bool) (int, error) {
 	if list := lookup(m, key); list != nil {
 		if list = resolve(list); list.Kind == yaml.SequenceNode {
@@ -338,13 +340,12 @@ func (e *editor) find(m *yaml.Node, path, key, what string, wanted func(*yaml.No
 	return -1, e.fail(ErrNotFound, under(path, key), "has no %s", what)
 }
 
-// list returns the list behind a key, to be changed. It is nil if there is
-// none.
+// list returns the list under a key, for changes; nil if the key is missing.
 func (e *editor) list(m *yaml.Node, path, key string) (*yaml.Node, error) {
 	list := direct(m, key)
 	if list == nil {
 		if lookup(m, key) != nil {
-			return nil, e.fail(ErrShared, under(path, key), "comes from an alias by <<, and would change with it: change it with an editor")
+			return nil, e.fail(ErrShared, under(path, key), mergedReason)
 		}
 		return nil, nil
 	}
@@ -357,7 +358,7 @@ func (e *editor) list(m *yaml.Node, path, key string) (*yaml.Node, error) {
 	return list, nil
 }
 
-// item returns an item, which is a map, to be changed, and its path.
+// item returns an item, which is a map, for changes, and its path.
 func (e *editor) item(m *yaml.Node, path, key string, i int) (*yaml.Node, string, error) {
 	list, err := e.list(m, path, key)
 	if err != nil {
@@ -368,31 +369,31 @@ func (e *editor) item(m *yaml.Node, path, key string, i int) (*yaml.Node, string
 	return n, path, e.own(n, path)
 }
 
-// own tells whether n stands in one place only.
+// own returns an ErrShared if a change of n would change other places, too.
 func (e *editor) own(n *yaml.Node, path string) error {
 	if n.Kind == yaml.AliasNode {
-		return e.fail(ErrShared, path, "is an alias, *%s, and would change wherever that stands: change it with an editor", n.Value)
+		return e.fail(ErrShared, path, "is the alias *%s: a change would change every use of it. Change the file with an editor", n.Value)
 	}
 	if n.Anchor != "" && uses(e.doc)[n] > 0 {
-		return e.fail(ErrShared, path, "has the anchor &%s, and would change wherever *%s stands: change it with an editor", n.Anchor, n.Anchor)
+		return e.fail(ErrShared, path, "has the anchor &%s: a change would change every *%[1]s. Change the file with an editor", n.Anchor)
 	}
 	return nil
 }
 
-// free tells whether n and all in it can go: no alias elsewhere needs it.
+// free returns an ErrShared if n cannot be removed because an alias elsewhere needs an anchor
+// in it.
 func (e *editor) free(n *yaml.Node, path string) error {
 	var err error
 	all, own := uses(e.doc), uses(n)
 	walk(n, func(a *yaml.Node) {
 		if err == nil && all[a] > own[a] {
-			err = e.fail(ErrShared, path, "has the anchor &%s, which *%s elsewhere needs: change it with an editor", a.Anchor, a.Anchor)
+			err = e.fail(ErrShared, path, "has the anchor &%s, which *%[1]s needs elsewhere. Change the file with an editor", a.Anchor)
 		}
 	})
 	return err
 }
 
-// appendTo appends an item to the list behind a key, in the style of those
-// there.
+// appendTo appends an item to the list under a key, in the style of the last item.
 func (e *editor) appendTo(m *yaml.Node, path, key string, item *yaml.Node) error {
 	list, err := e.list(m, path, key)
 	if err != nil {
@@ -409,7 +410,7 @@ func (e *editor) appendTo(m *yaml.Node, path, key string, item *yaml.Node) error
 		*list = yaml.Node{Kind: yaml.SequenceNode, HeadComment: list.HeadComment, LineComment: list.LineComment, FootComment: list.FootComment}
 	}
 	if len(list.Content) == 0 && item.Kind == yaml.MappingNode {
-		list.Style = 0 // not [], which is how an empty list is written
+		list.Style = 0 // an empty list is written as []
 	}
 	if n := len(list.Content); n > 0 {
 		last := list.Content[n-1]
@@ -428,7 +429,7 @@ func (e *editor) appendTo(m *yaml.Node, path, key string, item *yaml.Node) error
 	return nil
 }
 
-// removeFrom removes an item of the list behind a key. An empty list stays.
+// removeFrom removes an item of the list under a key. It keeps an empty list.
 func (e *editor) removeFrom(m *yaml.Node, path, key string, i int) error {
 	list, err := e.list(m, path, key)
 	if err != nil {
@@ -444,11 +445,11 @@ func (e *editor) removeFrom(m *yaml.Node, path, key string, i int) error {
 	return nil
 }
 
-// set sets a key of the map m, which is of type t, where key leads to nested
-// maps by dots. Keys that are fixed cannot be set.
+// set sets a key of the map m of type t; dots in key lead to nested maps. It refuses the
+// fixed keys.
 func (e *editor) set(m *yaml.Node, path, key, value string, t reflect.Type, fixed ...string) error {
 	if slices.Contains(fixed, key) {
-		return e.fail(nil, under(path, key), "cannot be set: remove the one and add another")
+		return e.fail(nil, under(path, key), "cannot be changed: remove the object and add another")
 	}
 	for {
 		first, rest, nested := strings.Cut(key, ".")
@@ -466,7 +467,7 @@ func (e *editor) set(m *yaml.Node, path, key, value string, t reflect.Type, fixe
 		next := direct(m, first)
 		switch {
 		case next == nil && lookup(m, first) != nil:
-			return e.fail(ErrShared, under(path, first), "comes from an alias by <<, and would change with it: change it with an editor")
+			return e.fail(ErrShared, under(path, first), mergedReason)
 		case next == nil && value == "":
 			return nil
 		case next == nil:
@@ -489,7 +490,7 @@ func (e *editor) setValue(m *yaml.Node, path, key, value string, t reflect.Type)
 	i := directIndex(m, key)
 	if i >= 0 {
 		old := m.Content[i+1]
-		if old.Kind != yaml.AliasNode { // the alias itself stands here only
+		if old.Kind != yaml.AliasNode { // an alias can be replaced
 			if err := e.free(old, path); err != nil {
 				return err
 			}
@@ -497,7 +498,7 @@ func (e *editor) setValue(m *yaml.Node, path, key, value string, t reflect.Type)
 	}
 	if value == "" {
 		if i < 0 && lookup(m, key) != nil {
-			return e.fail(ErrShared, path, "comes from an alias by <<: change it with an editor")
+			return e.fail(ErrShared, path, mergedReason)
 		}
 		if i >= 0 {
 			m.Content = slices.Delete(m.Content, i, i+2)
@@ -521,15 +522,15 @@ func (e *editor) setValue(m *yaml.Node, path, key, value string, t reflect.Type)
 	return nil
 }
 
-// valueNode reads a value as it stands in YAML. Where a string is wanted, any
-// scalar is one.
+// valueNode parses a value in YAML for a key of type t. A key that is a string takes any
+// scalar as its text.
 func valueNode(value string, t reflect.Type) (*yaml.Node, error) {
 	var doc yaml.Node
 	if err := yaml.Unmarshal([]byte(value), &doc); err != nil {
 		return nil, errors.New(oneLine(err))
 	}
 	if len(doc.Content) != 1 || secondDocument([]byte(value)) > 0 {
-		return nil, errors.New("is not one value")
+		return nil, errors.New("must be one value in YAML")
 	}
 	n := doc.Content[0]
 	bad := false
@@ -564,8 +565,7 @@ func resolve(n *yaml.Node) *yaml.Node {
 	return n
 }
 
-// directIndex returns the place of a key in the map itself; -1: it is not
-// there.
+// directIndex returns the index of a key in the map itself; -1: not found.
 func directIndex(m *yaml.Node, key string) int {
 	if m.Kind != yaml.MappingNode {
 		return -1
@@ -578,7 +578,7 @@ func directIndex(m *yaml.Node, key string) int {
 	return -1
 }
 
-// direct returns the value of a key in the map itself; nil: it is not there.
+// direct returns the value of a key in the map itself; nil: not found.
 func direct(m *yaml.Node, key string) *yaml.Node {
 	if i := directIndex(m, key); i >= 0 {
 		return m.Content[i+1]
@@ -586,18 +586,18 @@ func direct(m *yaml.Node, key string) *yaml.Node {
 	return nil
 }
 
-// lookup returns the value of a key in a map or what that merges in by <<; nil: it
-// is not there.
+// lookup returns the value of a key in a map or in the maps that it merges in with <<;
+// nil: not found.
 func lookup(m *yaml.Node, key string) *yaml.Node { return lookupBelow(m, key, 8) }
 
-// lookupBelow looks into so many levels of <<.
+// lookupBelow implements lookup for a limited number of levels of <<.
 func lookupBelow(m *yaml.Node, key string, levels int) *yaml.Node {
 	m = resolve(m)
 	if n := direct(m, key); n != nil || m.Kind != yaml.MappingNode || levels == 0 {
 		return n
 	}
 	for i := 0; i+1 < len(m.Content); i += 2 {
-		if k := m.Content[i]; k.Value != "<<" || k.Tag != "" { // parseVersion has seen to that
+		if k := m.Content[i]; k.Value != "<<" || k.Tag != "" { // parseVersion clears the tag
 			continue
 		}
 		from := resolve(m.Content[i+1])
@@ -623,7 +623,7 @@ func scalarOf(m *yaml.Node, key string) (string, bool) {
 	return n.Value, n.Kind == yaml.ScalarNode
 }
 
-// walk calls f for n and all below it, not for what aliases stand for.
+// walk calls f for n and all nodes below it. It does not follow aliases.
 func walk(n *yaml.Node, f func(*yaml.Node)) {
 	f(n)
 	for _, c := range n.Content {
@@ -631,7 +631,7 @@ func walk(n *yaml.Node, f func(*yaml.Node)) {
 	}
 }
 
-// uses counts the aliases in n, by what they stand for.
+// uses counts the aliases in n by the node that they refer to.
 func uses(n *yaml.Node) map[*yaml.Node]int {
 	counts := map[*yaml.Node]int{}
 	walk(n, func(n *yaml.Node) {
@@ -642,8 +642,8 @@ func uses(n *yaml.Node) map[*yaml.Node]int {
 	return counts
 }
 
-// writeNode writes a value of a configuration by its key tags, without what has
-// its zero value or default.
+// writeNode returns a value of a configuration as YAML nodes, by its key tags, without fields
+// that have their zero value or default.
 func writeNode(v reflect.Value) *yaml.Node {
 	plain := func(s string) *yaml.Node { return &yaml.Node{Kind: yaml.ScalarNode, Value: s} }
 	switch x := v.Interface().(type) {
@@ -688,7 +688,7 @@ func writeNode(v reflect.Value) *yaml.Node {
 	return plain(fmt.Sprint(v.Interface()))
 }
 
-// written tells whether a field of a struct has to be said.
+// written reports whether YAML has to contain the field f of the struct v.
 func written(v reflect.Value, key string, f reflect.Value) bool {
 	switch in := v.Interface().(type) {
 	case LUN:
@@ -701,7 +701,7 @@ func written(v reflect.Value, key string, f reflect.Value) bool {
 		}
 	case User:
 		if key == "secret" {
-			return in.SecretFile == "" && in.Secret != "" // which is read from that
+			return in.SecretFile == "" && in.Secret != "" // the secret comes from SecretFile
 		}
 	case Credential:
 		if key == "secret" {
@@ -714,8 +714,8 @@ func written(v reflect.Value, key string, f reflect.Value) bool {
 	return !f.IsZero()
 }
 
-// flowed puts n, and so what is in it, on one line. The encoder would put
-// strings with a colon in single quotes there.
+// flowed sets the flow style of n and all collections below, so that they take one line. It
+// sets double quotes where the encoder would use single ones, for strings with a colon.
 func flowed(n *yaml.Node) {
 	walk(n, func(n *yaml.Node) {
 		if n.Kind != yaml.ScalarNode {
@@ -726,20 +726,19 @@ func flowed(n *yaml.Node) {
 	})
 }
 
-// stringNode is a string, in quotes where YAML would take it for something
-// else.
+// stringNode returns a string as a node, in quotes if YAML would read another type.
 func stringNode(s string) *yaml.Node {
 	n := &yaml.Node{Kind: yaml.ScalarNode, Tag: "!!str", Value: s}
-	// What YAML 1.1 takes for a boolean or a number of base 60, and what a flow
-	// list would take apart.
+	// YAML 1.1 has booleans like yes and numbers of base 60, and a flow list would split
+	// some strings.
 	if s == "" || strings.ContainsAny(s, "*?&!%@`#,[]{}:\"'|>\\\t\r\n") && !plainAddress(s) || s != strings.TrimSpace(s) || !yamlString(s) {
 		n.Style = yaml.DoubleQuotedStyle
 	}
 	return n
 }
 
-// plainAddress tells whether s is a string with colons that needs no quotes: a
-// name like iqn.2026-11.io.example:store or an address like 192.0.2.1:3260.
+// plainAddress reports whether s is a string with colons that needs no quotes: a name like
+// iqn.2026-11.io.example:store or an address like 192.0.2.1:3260.
 func plainAddress(s string) bool {
 	if strings.Trim(s, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.:-_/") != "" {
 		return false
@@ -750,7 +749,7 @@ func plainAddress(s string) bool {
 	return strings.HasPrefix(s, "iqn.") && !strings.HasSuffix(s, ":")
 }
 
-// yamlString tells whether YAML takes s for a string when it has no quotes.
+// yamlString reports whether YAML reads s without quotes as a string.
 func yamlString(s string) bool {
 	var v any
 	if yaml.Unmarshal([]byte(s), &v) != nil {
@@ -766,7 +765,7 @@ func yamlString(s string) bool {
 	return true
 }
 
-// durationText leaves out what is zero: 2m, not 2m0s.
+// durationText returns d without zero units at its end: 2m, not 2m0s.
 func durationText(d time.Duration) string {
 	s := d.String()
 	if strings.HasSuffix(s, "m0s") {
@@ -778,7 +777,7 @@ func durationText(d time.Duration) string {
 	return s
 }
 
-// secretText writes a secret so that it reads as it is.
+// secretText returns the text that ParseSecret parses to s.
 func secretText(s security.Secret) string {
 	if again, err := security.ParseSecret(string(s)); err == nil && again == s && strings.Trim(string(s), printable) == "" {
 		return string(s)

@@ -22,26 +22,25 @@ import (
 
 const (
 	envPrefix = "ISER_TARGET"
-	// MaxFile is how many octets a file may have: a bound, not a need.
+	// MaxFile is the largest size of a configuration file, in bytes.
 	MaxFile = 1 << 20
 
-	// maxKeys is how many keys a mapping may have, which is more than there are: the
-	// decoder compares each with each.
+	// maxKeys bounds the keys of a mapping: the decoder compares each with each.
 	maxKeys = 256
 
 	defaultSource = "default configuration"
 )
 
-// envOfOthers are variables with our prefix that the commands and the tests read; the
-// target, started from the same environment, leaves them alone.
+// envOfOthers lists variables with envPrefix that the commands and the tests read. The target
+// may be started from the same environment and ignores them.
 var envOfOthers = []string{
 	"ISER_TARGET_CLIENT_ADDRESS", "ISER_TARGET_CLIENT_TLS_CERT", "ISER_TARGET_CLIENT_TLS_KEY", "ISER_TARGET_CLIENT_TLS_CA",
 	"ISER_TARGET_REQUIRE_INTEROP", "ISER_TARGET_VM_DIR",
 }
 
-// Load reads the file at path and returns a configuration that is complete
-// and valid. The error joins one *Error for everything that is wrong: source,
-// key and reason, each on a line of its own.
+// Load reads the file at path and the environment, and returns a complete and valid
+// configuration. The error joins one *Error for each problem, each on its own line with
+// source, key and reason.
 func Load(path string) (*Config, error) {
 	b, fi, err := readFile(path)
 	if err != nil {
@@ -59,14 +58,14 @@ func Load(path string) (*Config, error) {
 
 var (
 	errTooLarge = fmt.Errorf("is larger than %v", Size(MaxFile))
-	errNobody   = errors.New("is a pipe into which nobody writes")
+	errNobody   = errors.New("is a pipe that no process writes to")
 )
 
-// pipeWait bounds the wait for who writes into a pipe.
+// pipeWait bounds the wait for the writer of a pipe.
 const pipeWait = 10 * time.Second
 
-// ReadFile reads a file that may be a configuration: it is no larger than MaxFile, and
-// if it is a pipe somebody writes into it. The errors name the file.
+// ReadFile reads a file that may be a configuration. It fails if the file is larger than
+// MaxFile or is a pipe without a writer. Errors name the file.
 func ReadFile(path string) ([]byte, error) {
 	b, _, err := readFile(path)
 	if err != nil {
@@ -75,9 +74,9 @@ func ReadFile(path string) ([]byte, error) {
 	return b, nil
 }
 
-// readFile reads a whole file and tells what it is.
+// readFile reads a whole file and its FileInfo.
 func readFile(path string) ([]byte, fs.FileInfo, error) {
-	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // which waits for nobody to open a pipe
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // does not wait for the writer of a pipe
 	if err != nil {
 		return nil, nil, err
 	}
@@ -104,7 +103,7 @@ func readFile(path string) ([]byte, fs.FileInfo, error) {
 	return b, fi, nil
 }
 
-// reasonOf drops the path from an error of package os: it is said already.
+// reasonOf returns the text of err without the path of an *os.PathError.
 func reasonOf(err error) string {
 	if e, ok := err.(*os.PathError); ok {
 		return e.Err.Error()
@@ -112,11 +111,10 @@ func reasonOf(err error) string {
 	return err.Error()
 }
 
-// oneLine is the text of an error on one line: a YAML decoder may report
-// several at a time.
+// oneLine returns the text of err on one line: a YAML decoder may report several errors.
 func oneLine(err error) string { return strings.Join(strings.Fields(err.Error()), " ") }
 
-// load does what Load says with the contents of a file.
+// load implements Load for the contents of a file.
 func load(source string, file []byte) (*Config, error) {
 	_, settings, err := parseYAML(file)
 	if err != nil {
@@ -125,8 +123,7 @@ func load(source string, file []byte) (*Config, error) {
 	return configOf(source, settings)
 }
 
-// configOf makes a configuration of the settings in a file, which stay as they
-// are.
+// configOf returns the configuration of the settings in a file, which it does not change.
 func configOf(source string, settings map[string]any) (*Config, error) {
 	c := base()
 	var fromFile decoder
@@ -139,8 +136,8 @@ func configOf(source string, settings map[string]any) (*Config, error) {
 		envErrs = append(envErrs, &Error{Key: names[e.Key], Reason: e.Reason})
 	}
 
-	// What could not be decoded would be reported as missing, too: only the
-	// parts that were are checked.
+	// A value that could not be decoded would be reported as missing, too, so only errors
+	// about other keys count.
 	c.complete(security.NormalizeName)
 	for _, e := range c.readSecrets() {
 		if name, ok := names[e.Key]; ok {
@@ -151,7 +148,7 @@ func configOf(source string, settings map[string]any) (*Config, error) {
 	}
 	errs := fromFile.errs
 	var wrong errorList
-	if len(errs) <= maxErrors { // else nobody hears of them
+	if len(errs) <= maxErrors { // else join drops them
 		wrong = c.check()
 	}
 	for _, e := range wrong {
@@ -174,7 +171,7 @@ func configOf(source string, settings map[string]any) (*Config, error) {
 	return &c, nil
 }
 
-// overlap tells whether one of two keys is the other or leads to it.
+// overlap reports whether one of two keys equals the other or leads to it.
 func overlap(a, b string) bool {
 	if len(a) > len(b) {
 		a, b = b, a
@@ -182,10 +179,9 @@ func overlap(a, b string) bool {
 	return strings.HasPrefix(b, a) && (len(a) == len(b) || a == "" || b[len(a)] == '.' || b[len(a)] == '[')
 }
 
-// parseYAML parses a document to nodes and to the settings that they make. A
-// document without content is a node without content. Viper's own tree of
-// settings is not used: it loses keys without a value and the case of others, so
-// that wrong keys would pass.
+// parseYAML parses a document to nodes and to their settings. A document without content is a
+// node without content. Viper's own settings would not do: they lose keys without a value and
+// the case of other keys, so that wrong keys would pass.
 func parseYAML(b []byte) (*yaml.Node, map[string]any, error) {
 	var doc yaml.Node
 	if err := yaml.Unmarshal(b, &doc); err != nil {
@@ -212,8 +208,8 @@ func parseYAML(b []byte) (*yaml.Node, map[string]any, error) {
 	return &doc, settings, nil
 }
 
-// secondDocument returns the number of the line that begins a document behind
-// another, which the decoder would ignore; 0 if there is none.
+// secondDocument returns the number of the line that begins a second document, which the
+// decoder would ignore; 0 if there is one document.
 func secondDocument(b []byte) int {
 	content, n := false, 0
 	for line := range bytes.Lines(b) {
@@ -242,7 +238,7 @@ func EnvNames() map[string]string {
 			switch f := t.Field(i).Type; {
 			case f.Kind() == reflect.Struct:
 				walk(join(path, key), f)
-			case f.Kind() != reflect.Slice && f != reflect.TypeFor[security.Secret](): // the environment is no place for secrets
+			case f.Kind() != reflect.Slice && f != reflect.TypeFor[security.Secret](): // other users may see the environment
 				key := join(path, key)
 				names[envPrefix+"_"+strings.ToUpper(strings.ReplaceAll(key, ".", "_"))] = key
 			}
@@ -252,9 +248,8 @@ func EnvNames() map[string]string {
 	return names
 }
 
-// readEnvironment returns what the environment says as a tree of settings, the
-// name of the variable behind each of its keys, and what is wrong with other
-// variables. A variable without a value counts as not set.
+// readEnvironment returns the settings in the environment, the name of the variable for each
+// of their keys, and the errors of other variables. A variable without a value is not set.
 func readEnvironment() (tree map[string]any, names map[string]string, errs errorList) {
 	v := viper.New()
 	v.SetEnvPrefix(envPrefix)

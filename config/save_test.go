@@ -237,7 +237,7 @@ func TestSaveSecrets(t *testing.T) {
 	if err := d.SetTarget("iqn.2026-11.io.example:store", "auth", "{method: chap, users: [{name: h, secret: aaaaaaaaaaaa}]}"); err != nil {
 		t.Fatal(err)
 	}
-	const want = ": has secrets, but its mode is 0644; it must be 0600 or less (chmod 600)"
+	const want = ": has secrets, but other users can read it: its mode is 0644. Run chmod 600"
 	if _, err := d.Config(); err == nil || err.Error() != path+want {
 		t.Error(err)
 	}

@@ -8,25 +8,25 @@ import (
 	"time"
 )
 
-// A Size is a number of octets.
+// A Size is a number of bytes.
 type Size int64
 
-// units, longest suffix first.
+// units has the longest suffixes first.
 var units = []struct {
 	suffix string
-	octets int64
+	bytes  int64
 }{
 	{"KiB", 1 << 10}, {"MiB", 1 << 20}, {"GiB", 1 << 30}, {"TiB", 1 << 40}, {"PiB", 1 << 50},
 	{"KB", 1e3}, {"kB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12}, {"PB", 1e15},
 	{"B", 1},
 }
 
-// ParseSize takes a whole number of octets, or of a unit: 4096, 10GiB, "1 TB".
+// ParseSize parses a whole number of bytes or of a unit: 4096, 10GiB, "1 TB".
 func ParseSize(s string) (Size, error) {
 	digits, unit := s, int64(1)
 	for _, u := range units {
 		if d, ok := strings.CutSuffix(s, u.suffix); ok {
-			digits, unit = strings.TrimSuffix(d, " "), u.octets
+			digits, unit = strings.TrimSuffix(d, " "), u.bytes
 			break
 		}
 	}
@@ -35,16 +35,16 @@ func ParseSize(s string) (Size, error) {
 		return 0, fmt.Errorf("%q is more than 8 EiB", s)
 	}
 	if err != nil {
-		return 0, fmt.Errorf("%q is not a whole number of octets, or of KiB, MiB, GiB, TiB, PiB, KB, MB, GB, TB or PB", s)
+		return 0, fmt.Errorf("%q is not a whole number of bytes, or of KiB, MiB, GiB, TiB, PiB, KB, MB, GB, TB or PB", s)
 	}
 	return Size(int64(n) * unit), nil
 }
 
-// String uses the largest binary unit that s is a multiple of.
+// String returns s in the largest binary unit that s is a multiple of.
 func (s Size) String() string {
 	for i := 4; i >= 0; i-- {
-		if u := units[i]; s != 0 && int64(s)%u.octets == 0 {
-			return strconv.FormatInt(int64(s)/u.octets, 10) + u.suffix
+		if u := units[i]; s != 0 && int64(s)%u.bytes == 0 {
+			return strconv.FormatInt(int64(s)/u.bytes, 10) + u.suffix
 		}
 	}
 	return strconv.FormatInt(int64(s), 10)
@@ -53,6 +53,7 @@ func (s Size) String() string {
 // A Switch is on or off.
 type Switch bool
 
+// String returns on or off.
 func (s Switch) String() string {
 	if s {
 		return "on"

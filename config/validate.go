@@ -15,12 +15,12 @@ import (
 	"github.com/iser-target/iser-target/security"
 )
 
-// A backendKeys says what a backend needs and takes beside id, and the switches
-// that all have.
+// A backendKeys lists the keys that a backend requires and accepts, in addition to id and the
+// switches, which all backends have.
 type backendKeys struct {
 	needs     []string
 	takes     []string
-	blockSize bool // block_size is ours to choose
+	blockSize bool // block_size may be configured, and has a default
 }
 
 var backends = map[string]backendKeys{
@@ -34,29 +34,26 @@ var transports = []string{"iser", "tcp"}
 
 const (
 	maxLUN   = 16383 // flat space addressing: SAM-5, section 4.7
-	maxAlias = 255   // octets of a value: RFC 7143, section 6.1
+	maxAlias = 255   // bytes of a value: RFC 7143, section 6.1
 	// A tag is 16 bits (RFC 7143, section 13.9), and as a relative target port
 	// identifier not 0 (SPC-4, section 7.8.6.7).
 	maxTPGT = 65535
-	// maxGroups is how many target ports a target port group has room for (SPC-4,
-	// section 6.37).
+	// maxGroups bounds the target ports of a target port group (SPC-4, section 6.37).
 	maxGroups = 255
 	// maxSocket is the length of sun_path without its NUL (unix(7)).
 	maxSocket = 107
-	// maxDrain is a bound that service managers go along with.
+	// maxDrain bounds drain: service managers stop a process that takes too long.
 	maxDrain = 10 * time.Minute
 )
 
-// Validate tells everything that is wrong with c, as Errors without a source
-// that are joined. It looks at c alone: not at files, devices or addresses of
-// the machine.
+// Validate returns an error that joins one *Error, without a source, for each problem of c.
+// It checks only c, not the files, devices or addresses of the machine.
 func (c *Config) Validate() error { return c.check().join() }
 
-// maxErrors is how many things are said to be wrong with a configuration: who has made
-// more mistakes than that has made the same one again and again.
+// maxErrors bounds the errors about one configuration.
 const maxErrors = 100
 
-// join is nil if there is no error.
+// join returns the errors as one error; nil for an empty list.
 func (l errorList) join() error {
 	var errs []error
 	for _, e := range l[:min(len(l), maxErrors)] {
@@ -79,7 +76,7 @@ func (c *Config) check() errorList {
 		for i, t := range c.Targets {
 			for j, l := range t.LUNs {
 				if l.Backend != "memory" {
-					errs.addf("state_dir", "is empty, but %s outlives the process and so must its identity", index("targets", i, "luns", j))
+					errs.addf("state_dir", "is required: %s keeps its data after the process ends, and state_dir keeps its identity", index("targets", i, "luns", j))
 				}
 			}
 		}
@@ -88,7 +85,7 @@ func (c *Config) check() errorList {
 		if addr, reason := parseAddress(c.Debug.Listen, true); reason != "" {
 			errs.addf("debug.listen", "%s", reason)
 		} else if !addr.loopback() {
-			errs.addf("debug.listen", "%q is not on the loopback, and whoever reaches it can read the memory of the target", c.Debug.Listen)
+			errs.addf("debug.listen", "must be a loopback address, not %q: anybody who can connect to it can read the memory of the target", c.Debug.Listen)
 		}
 	}
 	if _, ok := levels[c.Log.Level]; !ok {
@@ -112,7 +109,7 @@ func (c *Config) check() errorList {
 
 func (c *Config) checkControl(errs *errorList) {
 	if s := c.Control.Socket; len(s) > maxSocket || strings.ContainsRune(s, 0) {
-		errs.addf("control.socket", "must be at most %d octets, none of them NUL", maxSocket)
+		errs.addf("control.socket", "must have at most %d bytes and no NUL", maxSocket)
 	}
 	if c.Control.Listen == "" {
 		return
@@ -124,17 +121,17 @@ func (c *Config) checkControl(errs *errorList) {
 		{"client_ca", c.Control.TLS.ClientCA},
 	} {
 		if f.path == "" {
-			errs.addf("control.tls."+f.key, "is required with control.listen: path of a PEM file")
+			errs.addf("control.tls."+f.key, "is required with control.listen: the path of a PEM file")
 		}
 	}
 }
 
-// listeners are the addresses of everything that is not a portal, by key.
+// listeners returns the listen addresses other than portals, by key.
 func (c *Config) listeners() map[string]string {
 	return map[string]string{"debug.listen": c.Debug.Listen, "control.listen": c.Control.Listen, "dashboard.listen": c.Dashboard.Listen, "metrics.listen": c.Metrics.Listen}
 }
 
-// checkListener looks at an address to listen on that is not a portal.
+// checkListener checks a listen address that is not a portal.
 func (c *Config) checkListener(key, listen string, errs *errorList) {
 	addr, reason := parseAddress(listen, true)
 	if reason != "" {
@@ -148,7 +145,7 @@ func (c *Config) checkListener(key, listen string, errs *errorList) {
 	}
 	for _, name := range slices.Sorted(maps.Keys(others)) {
 		if other, reason := parseAddress(others[name], true); reason == "" && other == addr && addr.port != 0 {
-			errs.addf(key, "%q is what %s listens on", listen, strings.TrimSuffix(name, ".listen"))
+			errs.addf(key, "%q is the address of %s already", listen, strings.TrimSuffix(name, ".listen"))
 			return
 		}
 	}
@@ -167,14 +164,14 @@ func (c *Config) checkPortals(errs *errorList) {
 		case p.TPGT < 1 || p.TPGT > maxTPGT:
 			errs.addf(key+".tpgt", "must be 1 to %d, not %d", maxTPGT, p.TPGT)
 		case len(groups) > maxGroups:
-			errs.addf(key+".tpgt", "%d makes more than %d portal groups", p.TPGT, maxGroups)
+			errs.addf(key+".tpgt", "%d is one portal group too many: at most %d are allowed", p.TPGT, maxGroups)
 		}
 		if addr, reason := parseAddress(p.Listen, true); reason != "" {
 			errs.addf(key+".listen", "%s", reason)
 		} else if first, ok := seen[addr]; ok && addr.port == 0 {
-			errs.addf(key+".listen", "%q is that of %s: nothing would tell the two apart; give one of them a port, or another address", p.Listen, first)
+			errs.addf(key+".listen", "%q is the address of %s, too. Give one of them a port or another address", p.Listen, first)
 		} else if ok {
-			errs.addf(key+".listen", "%q is what %s listens on", p.Listen, first)
+			errs.addf(key+".listen", "%q is the address of %s already", p.Listen, first)
 		} else {
 			seen[addr] = key
 		}
@@ -183,7 +180,7 @@ func (c *Config) checkPortals(errs *errorList) {
 			case !slices.Contains(transports, name):
 				errs.addf(key, "must be iser or tcp, not %q", name)
 			case slices.Contains(p.Transports[:j], name):
-				errs.addf(key, "%q is there twice", name)
+				errs.addf(key, "%q appears twice", name)
 			}
 		}
 		advertised := map[address]bool{}
@@ -194,7 +191,7 @@ func (c *Config) checkPortals(errs *errorList) {
 			case reason != "":
 				errs.addf(key, "%s", reason)
 			case advertised[addr]:
-				errs.addf(key, "%q is there twice", a)
+				errs.addf(key, "%q appears twice", a)
 			}
 			advertised[addr] = true
 		}
@@ -202,8 +199,8 @@ func (c *Config) checkPortals(errs *errorList) {
 }
 
 func (c *Config) checkTargets(errs *errorList) {
-	if c.Targets == nil { // which could be a mistake, and would remove all of them
-		errs.addf("targets", "is required: what initiators log in to, or [] if there is nothing yet")
+	if c.Targets == nil { // could be a mistake, and would remove all targets
+		errs.addf("targets", "is required: a list of targets, or [] for no target")
 	}
 	names := map[string]string{} // by normalised name: the key
 	paths := map[string]string{} // by path: the key
@@ -219,21 +216,21 @@ func (c *Config) checkTargets(errs *errorList) {
 			names[name] = key
 		}
 		if len(t.Alias) > maxAlias || strings.ContainsRune(t.Alias, 0) {
-			errs.addf(key+".alias", "must be at most %d octets, none of them NUL", maxAlias)
+			errs.addf(key+".alias", "must have at most %d bytes and no NUL", maxAlias)
 		}
 		if len(t.Initiators) == 0 {
-			errs.addf(key+".initiators", `is required: who may log in; initiators: ["*"] admits anybody`)
+			errs.addf(key+".initiators", `is required: the initiators that may log in. initiators: ["*"] admits all`)
 		}
 		checkPatterns(key+".initiators", t.Initiators, errs)
 		if t.PortalGroups != nil && len(t.PortalGroups) == 0 {
-			errs.addf(key+".portal_groups", "is empty: no portal would lead to the target; without the key all do")
+			errs.addf(key+".portal_groups", "is empty: no portal would lead to the target. Remove the key to use all portals")
 		}
 		for j, tag := range t.PortalGroups {
 			switch key := index(key+".portal_groups", j); {
 			case slices.Contains(t.PortalGroups[:j], tag):
-				errs.addf(key, "%d is there twice", tag)
+				errs.addf(key, "%d appears twice", tag)
 			case !slices.ContainsFunc(c.Portals, func(p Portal) bool { return p.TPGT == tag }):
-				errs.addf(key, "%d is the tpgt of no portal", tag)
+				errs.addf(key, "no portal has the tpgt %d", tag)
 			}
 		}
 		t.Auth.check(key+".auth", errs)
@@ -281,7 +278,7 @@ func (c *Config) checkRedirect(key string, r *Redirect, errs *errorList) {
 	for i, p := range c.Portals {
 		for _, a := range append([]string{p.Listen}, p.Advertise...) {
 			if own, reason := parseAddress(a, true); reason == "" && own == to {
-				errs.addf(key+".to", "%q is portals[%d], which would send the initiator there again", r.To, i)
+				errs.addf(key+".to", "%q is portals[%d] of this target: the redirect would loop", r.To, i)
 				return
 			}
 		}
@@ -296,25 +293,25 @@ func checkPatterns(key string, patterns []string, errs *errorList) {
 	}
 }
 
-// checkAccess looks at who may do what.
+// checkAccess checks the lists of initiators.
 func (l *LUN) checkAccess(key string, errs *errorList) {
 	if l.Initiators != nil && len(l.Initiators) == 0 {
-		errs.addf(key+".initiators", "is empty: nobody would see the LUN; without the key all do who may log in")
+		errs.addf(key+".initiators", "is empty: no initiator would see the LUN. Remove the key to show it to all that may log in")
 	}
 	checkPatterns(key+".initiators", l.Initiators, errs)
 	if l.ReadOnly && len(l.ReadOnlyFor) > 0 {
-		errs.addf(key+".read_only_for", "is there beside read_only, which is for everybody")
+		errs.addf(key+".read_only_for", "cannot be combined with read_only, which is for all initiators")
 	}
 	checkPatterns(key+".read_only_for", l.ReadOnlyFor, errs)
 }
 
-// check looks at what belongs to the backend.
+// check checks the keys of the backend.
 func (l *LUN) check(key string, errs *errorList) {
 	b, ok := backends[l.Backend]
 	if !ok {
 		known := strings.Join(slices.Sorted(maps.Keys(backends)), ", ")
 		if l.Backend == "" {
-			errs.addf(key+".backend", "is required: one of %s", known)
+			errs.addf(key+".backend", "is required: %s", known)
 		} else {
 			errs.addf(key+".backend", "must be one of %s, not %q", known, l.Backend)
 		}
@@ -335,7 +332,7 @@ func (l *LUN) check(key string, errs *errorList) {
 		case needed && !f.set:
 			errs.addf(key+"."+f.key, "is required for backend %s", l.Backend)
 		case f.set && !needed && !slices.Contains(b.takes, f.key):
-			errs.addf(key+"."+f.key, "is not for backend %s, which knows it by itself or has no use for it", l.Backend)
+			errs.addf(key+"."+f.key, "cannot be set for backend %s", l.Backend)
 		}
 	}
 	if !b.blockSize {
@@ -399,8 +396,8 @@ func (a address) loopback() bool {
 	return a.host == "localhost" || err == nil && ip.Unmap().IsLoopback()
 }
 
-// parseAddress returns what is wrong with s as an address to listen on, or
-// else to be reached at.
+// parseAddress parses an address to listen on, or to connect to, and returns what is wrong
+// with it, or "".
 func parseAddress(s string, listen bool) (address, string) {
 	if s == "" {
 		return address{}, "is required: an address like 192.0.2.1:3260"
@@ -408,7 +405,7 @@ func parseAddress(s string, listen bool) (address, string) {
 	host, port, err := net.SplitHostPort(s)
 	if err != nil {
 		if _, err := netip.ParseAddr(strings.Trim(s, "[]")); err == nil || strings.Count(s, ":") > 1 {
-			return address{}, strconv.Quote(s) + " is not host:port (an IPv6 address goes in brackets, like [2001:db8::1]:3260)"
+			return address{}, strconv.Quote(s) + " is not host:port. Put an IPv6 address in brackets, like [2001:db8::1]:3260"
 		}
 		return address{}, strconv.Quote(s) + " is not host:port"
 	}
@@ -422,10 +419,10 @@ func parseAddress(s string, listen bool) (address, string) {
 	case err == nil:
 		addr.host = ip.String()
 		if !listen && ip.IsUnspecified() {
-			return address{}, strconv.Quote(s) + " is an address that nobody can reach"
+			return address{}, strconv.Quote(s) + " is an address that initiators cannot reach"
 		}
 		if !listen && ip.Zone() != "" {
-			return address{}, strconv.Quote(s) + " has a zone, which means nothing to others"
+			return address{}, strconv.Quote(s) + " has a zone, which means nothing to other hosts"
 		}
 	case host == "":
 		if !listen {
@@ -437,8 +434,8 @@ func parseAddress(s string, listen bool) (address, string) {
 	return addr, ""
 }
 
-// isDNSName takes letters, digits and hyphens in labels (RFC 1123). What looks
-// like an IPv4 address and is none is no name.
+// isDNSName reports whether s has labels of letters, digits and hyphens (RFC 1123). It
+// refuses names of digits and dots, which are wrong IPv4 addresses.
 func isDNSName(s string) bool {
 	if len(s) > 253 || strings.Trim(s, "0123456789.") == "" {
 		return false
@@ -452,7 +449,7 @@ func isDNSName(s string) bool {
 	return true
 }
 
-// index returns list[i].list[i]... as a key.
+// index returns the key list[i].list[i]... for its parts.
 func index(parts ...any) string {
 	var b strings.Builder
 	for _, p := range parts {

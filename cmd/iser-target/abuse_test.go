@@ -42,7 +42,7 @@ func TestApplyNonsense(t *testing.T) {
 	}
 	for _, tt := range []struct{ path, want string }{
 		{s.dir, "is a directory"},
-		{pipe, "is a pipe into which nobody writes"},
+		{pipe, "is a pipe that no process writes to"},
 		{large, "is larger than 1MiB"},
 		{s.socket, "no such device or address"},
 		{filepath.Join(s.dir, "none"), "no such file or directory"},
@@ -152,7 +152,7 @@ func TestFileUnderneath(t *testing.T) {
 		put  func() error
 		want string
 	}{
-		"a pipe":           {func() error { return unix.Mkfifo(s.file, 0o600) }, "is a pipe into which nobody writes"},
+		"a pipe":           {func() error { return unix.Mkfifo(s.file, 0o600) }, "is a pipe that no process writes to"},
 		"a directory":      {func() error { return os.Mkdir(s.file, 0o700) }, "is a directory"},
 		"a link to itself": {func() error { return os.Symlink(s.file, s.file) }, "too many levels of symbolic links"},
 	} {
