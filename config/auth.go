@@ -250,7 +250,7 @@ func (c *Config) Warnings() []string {
 				continue
 			}
 			if addr, reason := parseAddress(p.Listen, true); reason != "" || !addr.loopback() {
-				warnings = append(warnings, fmt.Sprintf("targets[%d].auth: no authentication: anybody who can connect to portals[%d] (%s) can log in to %s with the name of an initiator", i, j, p.Listen, t.Name))
+				warnings = append(warnings, fmt.Sprintf("targets[%d].auth: no authentication: any host that can connect to portals[%d] (%s) can log in to %s with the name of an initiator", i, j, p.Listen, t.Name))
 				break
 			}
 		}
@@ -270,7 +270,7 @@ func (c *Config) Warnings() []string {
 		{"dashboard.listen", c.Dashboard.Listen, "sessions, LUNs and events"},
 	} {
 		if addr, reason := parseAddress(open.listen, true); open.listen != "" && reason == "" && !addr.loopback() {
-			warnings = append(warnings, fmt.Sprintf("%s: anybody who can connect to %s sees %s", open.key, open.listen, open.shows))
+			warnings = append(warnings, fmt.Sprintf("%s: any host that can connect to %s sees %s", open.key, open.listen, open.shows))
 		}
 	}
 	c.eachShared(func(first, again secretRef) {

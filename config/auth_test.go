@@ -94,11 +94,11 @@ func TestSecretFiles(t *testing.T) {
 		write(t, "s", "0x"+strings.Repeat("00", 256)+"\r\n", 0o600): "",
 		write(t, "s", "aaaaaaaaaaaa", 0o640):                        "its mode is 0640. Run chmod 600",
 		write(t, "s", "aaaaaaaaaaaa", 0o604):                        "its mode is 0604",
-		write(t, "s", "aaaaaaaaaaa\n", 0o600):                       "secret has 11 octets",
-		write(t, "s", "", 0o600):                                    "secret has 0 octets",
+		write(t, "s", "aaaaaaaaaaa\n", 0o600):                       "secret has 11 bytes",
+		write(t, "s", "", 0o600):                                    "secret has 0 bytes",
 		write(t, "s", "aaaaaaaaaaaa\nbbbbbbbbbbbb\n", 0o600):        "more than one line",
 		write(t, "s", strings.Repeat("a", 100000), 0o600):           "larger than 516 bytes",
-		write(t, "s", "0x"+strings.Repeat("00", 257), 0o600):        "secret has 257 octets",
+		write(t, "s", "0x"+strings.Repeat("00", 257), 0o600):        "secret has 257 bytes",
 		dir:                           "not a regular file",
 		fifo:                          "not a regular file",
 		filepath.Join(dir, "missing"): "no such file",
@@ -162,21 +162,21 @@ func TestWarnings(t *testing.T) {
 		{"127.0.0.1:3260", "", "", ""},
 		{`"[::1]:3260"`, "", "", ""},
 		{"localhost:3260", "", "", ""},
-		{"0.0.0.0:3260", "", "", "targets[0].auth: no authentication: anybody who can connect to portals[0] (0.0.0.0:3260)"}, // SEC-3723.2.1-2
+		{"0.0.0.0:3260", "", "", "targets[0].auth: no authentication: any host that can connect to portals[0] (0.0.0.0:3260)"}, // SEC-3723.2.1-2
 		{`":3260"`, "", "", "targets[0].auth: no authentication"},
 		{"storage.example.com:3260", "method: none", "", "targets[0].auth: no authentication"},
-		{"127.0.0.1:3260\n  - listen: 192.0.2.1:3260", "", "", "anybody who can connect to portals[1] (192.0.2.1:3260)"},
+		{"127.0.0.1:3260\n  - listen: 192.0.2.1:3260", "", "", "any host that can connect to portals[1] (192.0.2.1:3260)"},
 		{"127.0.0.1:3260\n  - listen: 192.0.2.1:3260\n    tpgt: 2", "", "    portal_groups: [1]", ""},
-		{"127.0.0.1:3260\n  - listen: 192.0.2.1:3260\n    tpgt: 2", "", "    portal_groups: [1, 2]", "anybody who can connect to portals[1] (192.0.2.1:3260)"},
+		{"127.0.0.1:3260\n  - listen: 192.0.2.1:3260\n    tpgt: 2", "", "    portal_groups: [1, 2]", "any host that can connect to portals[1] (192.0.2.1:3260)"},
 		{"192.0.2.1:3260", chap + "]", "", ""},
 		{"192.0.2.1:3260", "", "    redirect: {to: 192.0.2.2:3260}", ""},
 		{"192.0.2.1:3260", chap + ", {name: b, secret: aaaaaaaaaaaa}]", "", "targets[0].auth.users[1]: has the secret of targets[0].auth.users[0]"},
 		{"192.0.2.1:3260", chap + "]", "discovery_auth: {" + chap + "]}", ""}, // one initiator
 		{"192.0.2.1:3260", chap + "]", "discovery_auth: {method: chap, users: [{name: b, secret: aaaaaaaaaaaa}]}", "discovery_auth.users[0]: has the secret of targets[0].auth.users[0]"},
 		{"192.0.2.1:3260", chap + "]", "metrics: {listen: \"127.0.0.1:80\"}", ""},
-		{"192.0.2.1:3260", chap + "]", "metrics: {listen: \":80\"}", "metrics.listen: anybody who can connect to :80 sees"},
+		{"192.0.2.1:3260", chap + "]", "metrics: {listen: \":80\"}", "metrics.listen: any host that can connect to :80 sees"},
 		{"192.0.2.1:3260", chap + "]", "dashboard: {listen: \"[::1]:80\"}", ""},
-		{"192.0.2.1:3260", chap + "]", "dashboard: {listen: \":80\"}", "dashboard.listen: anybody who can connect to :80 sees"},
+		{"192.0.2.1:3260", chap + "]", "dashboard: {listen: \":80\"}", "dashboard.listen: any host that can connect to :80 sees"},
 	} {
 		in := strings.Replace(strings.Replace(secured, "127.0.0.1:3260", tc.listen, 1), "%", tc.auth, 1) + tc.more
 		c, err := load("f", []byte(in))

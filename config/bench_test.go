@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// manyLUNs is a configuration with n LUNs.
+// manyLUNs returns a configuration with n LUNs.
 func manyLUNs(n int) string {
 	var b strings.Builder
 	b.WriteString(good[:strings.Index(good, "      - {")])
@@ -16,7 +16,7 @@ func manyLUNs(n int) string {
 	return b.String()
 }
 
-// A LUN is created beside 1000 others: the edit, the checks and the difference.
+// BenchmarkAddLUN adds a LUN to 1000 others: the edit, the checks and the difference.
 func BenchmarkAddLUN(b *testing.B) {
 	d, err := NewDocument("f", []byte(manyLUNs(1000)))
 	if err != nil {

@@ -57,7 +57,7 @@ func (p Portal) Serves(transport string) bool {
 type Target struct {
 	Name       string   `key:"name"`       // iSCSI name, normalised
 	Alias      string   `key:"alias"`      // TargetAlias; may be empty
-	Initiators []string `key:"initiators"` // security.Patterns: who may log in
+	Initiators []string `key:"initiators"` // security.Patterns: initiators that may log in
 	Auth       Auth     `key:"auth"`
 	Redirect   Redirect `key:"redirect"`
 	LUNs       []LUN    `key:"luns"`

@@ -254,7 +254,7 @@ func TestErrors(t *testing.T) {
 		{"method unknown", auth("method: CHAP"), []string{`f: targets[0].auth.method: must be chap or none, not "CHAP"`}},
 		{"no user", auth("method: chap"), []string{"f: targets[0].auth.users: is required"}},
 		{"no user for discovery", [2]string{"", "discovery_auth: {method: chap}"}, []string{"f: discovery_auth.users: is required"}},
-		{"algorithm unknown", auth("method: none, algorithms: [md5, md4]"), []string{`f: targets[0].auth.algorithms: "md4" is none of sha3-256, sha256, sha1, md5`}},
+		{"algorithm unknown", auth("method: none, algorithms: [md5, md4]"), []string{`f: targets[0].auth.algorithms: "md4" is not one of sha3-256, sha256, sha1, md5`}},
 		{"no name, no secret", auth("method: chap, users: [{initiator: \"*\"}], mutual: {name: t}"), []string{
 			"f: targets[0].auth.users[0].name: is required", "f: targets[0].auth.users[0].secret: is required, or secret_file", "f: targets[0].auth.mutual.secret: is required, or secret_file"}},
 		{"no mutual name", auth("method: chap, users: [{name: a, secret: aaaaaaaaaaaa, mutual: {secret: bbbbbbbbbbbb}}]"), []string{"f: targets[0].auth.users[0].mutual.name: is required"}},
@@ -262,8 +262,8 @@ func TestErrors(t *testing.T) {
 		{"same user", auth("method: chap, users: [{name: a, secret: aaaaaaaaaaaa}, {name: a, secret: bbbbbbbbbbbb}]"), []string{`f: targets[0].auth.users[1].name: "a" is the name of targets[0].auth.users[0]`}},
 		{"bad initiator", auth("method: chap, users: [{name: a, secret: aaaaaaaaaaaa, initiator: host}]"), []string{"f: targets[0].auth.users[0].initiator: iSCSI name"}},
 		{"SEC-3723.2.4.1-3 short secret", auth("method: chap, users: [{name: a, secret: 0123456789a}], mutual: {name: t, secret: \"0x00\"}"), []string{
-			"f: targets[0].auth.mutual.secret: secret has 1 octets", "f: targets[0].auth.users[0].secret: secret has 11 octets, less than 12 (96 bits)"}},
-		{"SEC-7143.9.2.1-5 half an octet", auth("method: chap, users: [{name: a, secret: 0x00112233445566778899aabbc}]"), []string{"f: targets[0].auth.users[0].secret: secret begins with 0x, but"}},
+			"f: targets[0].auth.mutual.secret: secret has 1 bytes", "f: targets[0].auth.users[0].secret: secret has 11 bytes, less than 12 (96 bits)"}},
+		{"SEC-7143.9.2.1-5 half a byte", auth("method: chap, users: [{name: a, secret: 0x00112233445566778899aabbc}]"), []string{"f: targets[0].auth.users[0].secret: secret begins with 0x: an even number"}},
 		{"secret is a number", auth("method: chap, users: [{name: a, secret: 123456789012}]"), []string{"f: targets[0].auth.users[0].secret: must be a string. Put a secret that looks like a number in quotes"}},
 		{"SEC-7143.9.2.1-6 same secret in both directions", auth("method: chap, users: [{name: a, secret: aaaaaaaaaaaa}], mutual: {name: t, secret: aaaaaaaaaaaa}"), []string{
 			"f: targets[0].auth.mutual: has the secret of targets[0].auth.users[0]: initiators and target must have different ones"}},
@@ -308,16 +308,16 @@ func TestErrors(t *testing.T) {
 			"f: limits.queue_depth", "f: limits.max_fpdu", "f: limits.max_connections", "f: limits.connections_per_session", "f: limits.error_recovery_level", "f: limits.connection_memory", "f: limits.login_timeout", "f: limits.nop_interval", "f: limits.nop_timeout"}},
 		{"debug for all", [2]string{"", "debug: {listen: 0.0.0.0:6060}"}, []string{`f: debug.listen: must be a loopback address, not "0.0.0.0:6060"`}},
 		{"debug without host", [2]string{"", `debug: {listen: ":6060"}`}, []string{`f: debug.listen: must be a loopback address, not ":6060"`}},
-		{"debug is no address", [2]string{"", "debug: {listen: x}"}, []string{`f: debug.listen: "x" is not host:port`}},
+		{"debug is not an address", [2]string{"", "debug: {listen: x}"}, []string{`f: debug.listen: "x" is not host:port`}},
 		{"control without TLS", [2]string{"", "control: {listen: 192.0.2.1:3261}"}, []string{
 			"f: control.tls.cert: is required with control.listen", "f: control.tls.key: is required", "f: control.tls.client_ca: is required"}},
-		{"control is no address", [2]string{"", "control: {listen: x, tls: {cert: c, key: k, client_ca: a}}"}, []string{`f: control.listen: "x" is not host:port`}},
+		{"control is not an address", [2]string{"", "control: {listen: x, tls: {cert: c, key: k, client_ca: a}}"}, []string{`f: control.listen: "x" is not host:port`}},
 		{"control is a portal", [2]string{"", "control: {listen: \"127.0.0.1:3260\", tls: {cert: c, key: k, client_ca: a}}"}, []string{`f: control.listen: "127.0.0.1:3260" is the address of portals[0] already`}},
 		{"control is debug", [2]string{"", "debug: {listen: \"[::1]:1\"}\ncontrol: {listen: \"[0::1]:1\", tls: {cert: c, key: k, client_ca: a}}"}, []string{`f: control.listen: "[0::1]:1" is the address of debug already`}},
 		{"control socket", [2]string{"", "control: {socket: " + strings.Repeat("s", 108) + "}"}, []string{"f: control.socket: must have at most 107 bytes"}},
-		{"metrics is no address", [2]string{"", "metrics: {listen: x}"}, []string{`f: metrics.listen: "x" is not host:port`}},
+		{"metrics is not an address", [2]string{"", "metrics: {listen: x}"}, []string{`f: metrics.listen: "x" is not host:port`}},
 		{"metrics is a portal", [2]string{"", "metrics: {listen: \"127.0.0.1:3260\"}"}, []string{`f: metrics.listen: "127.0.0.1:3260" is the address of portals[0] already`}},
-		{"dashboard is no address", [2]string{"", "dashboard: {listen: x}"}, []string{`f: dashboard.listen: "x" is not host:port`}},
+		{"dashboard is not an address", [2]string{"", "dashboard: {listen: x}"}, []string{`f: dashboard.listen: "x" is not host:port`}},
 		{"dashboard is a portal", [2]string{"", "dashboard: {listen: \"127.0.0.1:3260\"}"}, []string{`f: dashboard.listen: "127.0.0.1:3260" is the address of portals[0] already`}},
 		{"drain is long", [2]string{"", "drain: 601s"}, []string{"f: drain: must be 0 to 10m, not 10m1s"}},
 		{"drain is negative", [2]string{"", "drain: -1s"}, []string{"f: drain: must be 0 to 10m, not -1s"}},
@@ -356,7 +356,7 @@ func TestDefaultSocket(t *testing.T) {
 	}
 }
 
-// manyPortals are n portals, each in a group of its own.
+// manyPortals returns n portals, each in its own portal group.
 func manyPortals(n int) string {
 	var b strings.Builder
 	for i := range n {
@@ -556,7 +556,7 @@ func manyKeys(n int) string {
 	return strings.Join(keys, ", ")
 }
 
-// Who makes the same mistake again and again is told so many times, soon.
+// At most maxErrors errors are reported, and soon.
 func TestManyErrors(t *testing.T) {
 	var luns []string
 	for i := range 10000 {
@@ -576,7 +576,7 @@ func TestManyErrors(t *testing.T) {
 	}
 }
 
-// What is no regular file is read if that comes to an end, and refused in one line if not.
+// ReadFile reads a pipe to its end, and refuses other files that are not regular.
 func TestReadFile(t *testing.T) {
 	dir := t.TempDir()
 	pipe := filepath.Join(dir, "pipe")

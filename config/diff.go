@@ -70,7 +70,7 @@ type Change struct {
 	// empty for a key at the top of the file that has one value, like state_dir.
 	Key string `json:"key,omitempty"`
 	// Old and New are values as YAML on one line; those of a target leave its LUNs out.
-	// Each is empty if there is no value. Both are empty if the difference is a secret.
+	// Each is empty without a value. Both are empty if the difference is a secret.
 	Old string `json:"old,omitempty"`
 	New string `json:"new,omitempty"`
 }

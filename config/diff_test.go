@@ -10,7 +10,7 @@ import (
 	"testing"
 )
 
-// changeText is a Change on one line.
+// changeText returns a Change on one line.
 func changeText(c Change) string {
 	b, err := json.Marshal(c)
 	if err != nil {

@@ -88,7 +88,7 @@ func NewDocument(source string, b []byte) (*Document, error) {
 	return &Document{version: v, source: source}, nil
 }
 
-// DefaultDocument returns the document that is used when there is no file: one memory LUN
+// DefaultDocument returns the document that the target uses without a file: one memory LUN
 // on the loopback address, for any initiator.
 func DefaultDocument() (*Document, error) { return NewDocument(defaultSource, defaultYAML) }
 

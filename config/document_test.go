@@ -51,7 +51,7 @@ const (
 
 func memoryLUN(id int, size Size) LUN { return LUN{ID: id, Backend: "memory", Size: size} }
 
-// mustDocument is a document of a valid configuration.
+// mustDocument returns the document of a valid configuration.
 func mustDocument(t *testing.T, text string) *Document {
 	t.Helper()
 	d, err := NewDocument("f", []byte(text))
@@ -228,7 +228,7 @@ func TestDocumentAliases(t *testing.T) {
 		{"a merged key", func(d *Document) error { return d.SetTarget(nameC, "initiators", "") }, "f: targets[2].initiators: comes from an alias by <<"},
 		{"a merged key gets a value of its own", func(d *Document) error { return d.SetTarget(nameC, "initiators", "[\"*:x\"]") }, "\n    initiators: [\"*:x\"]\n"},
 		{"a value instead of an alias", func(d *Document) error { return d.SetLUN(nameD, 2, "size", "2MiB") }, "{<<: *one, id: 2, size: 2MiB}"},
-		{"beside a merge", func(d *Document) error { return d.SetLUN(nameD, 2, "read_only", "true") }, "{<<: *one, id: 2, size: *size, read_only: true}"},
+		{"next to a merge", func(d *Document) error { return d.SetLUN(nameD, 2, "read_only", "true") }, "{<<: *one, id: 2, size: *size, read_only: true}"},
 		{"an anchor that nobody uses", func(d *Document) error { return d.AddPortal(Portal{Listen: "127.0.0.1:3261"}) }, "\n  - listen: 127.0.0.1:3261\n"},
 		{"what has an alias in it", func(d *Document) error { return d.RemoveTarget(nameD) }, ""},
 	} {

@@ -8,8 +8,7 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// sameTree tells whether two trees say the same: style and comments do not
-// count.
+// sameTree reports whether two trees are equal, except for style and comments.
 func sameTree(a, b *yaml.Node) bool {
 	if a.Kind != b.Kind || len(a.Content) != len(b.Content) || a.Anchor != b.Anchor || a.Value != b.Value || a.ShortTag() != b.ShortTag() {
 		return false
@@ -22,14 +21,14 @@ func sameTree(a, b *yaml.Node) bool {
 	return true
 }
 
-// cloneTree copies a tree; aliases in the copy stand for what is in the copy.
+// cloneTree copies a tree. Aliases in the copy refer to nodes of the copy.
 func cloneTree(doc *yaml.Node) *yaml.Node {
 	copies := map[*yaml.Node]*yaml.Node{}
 	var clone func(*yaml.Node) *yaml.Node
 	clone = func(n *yaml.Node) *yaml.Node {
 		c := *n
 		if n.Anchor != "" {
-			copies[n] = &c // before the aliases, which come behind it
+			copies[n] = &c // before its aliases, which come later in the tree
 		}
 		if n.Alias != nil {
 			c.Alias = copies[n.Alias]
@@ -43,14 +42,14 @@ func cloneTree(doc *yaml.Node) *yaml.Node {
 	return clone(doc)
 }
 
-// A layout is how a file is indented.
+// A layout describes the indentation of a file.
 type layout struct {
 	spaces  int  // per level; 0: not known
 	compact bool // lists are not indented
 	lists   bool // compact is known
 }
 
-// layoutOf takes the layout of what comes first.
+// layoutOf returns the layout of the first block map and the first block list.
 func layoutOf(doc *yaml.Node) layout {
 	var l layout
 	walk(doc, func(n *yaml.Node) {
@@ -80,7 +79,7 @@ func layoutOf(doc *yaml.Node) layout {
 	return l
 }
 
-// encode writes a tree in the layout; nil: it cannot be written.
+// encode encodes a tree in the layout; nil: it cannot be encoded.
 func (l layout) encode(doc *yaml.Node) []byte {
 	if len(doc.Content) == 0 {
 		return nil
@@ -204,7 +203,7 @@ func (s *splicer) removeEntry(o *yaml.Node, i, limit int) []byte {
 	for line > 0 && comment(s.lines[line-1]) && indentOf(s.lines[line-1]) == indent {
 		line--
 	}
-	// One blank line is enough, and there is none before what is now the first entry.
+	// Keep one blank line of two, and none before the new first entry.
 	if line > 0 && end < len(s.lines) && blank(s.lines[end]) && (blank(s.lines[line-1]) || indentOf(s.lines[line-1]) < indent) {
 		end++
 	}

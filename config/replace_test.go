@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// withoutExchange is a file system that cannot exchange names.
+// withoutExchange simulates a file system that cannot exchange names.
 func withoutExchange(t *testing.T) {
 	was := exchange
 	exchange = func(a, b string, _ uint) error {
@@ -26,7 +26,7 @@ func withoutExchange(t *testing.T) {
 	t.Cleanup(func() { exchange = was })
 }
 
-// history are the texts that are kept of a file.
+// history returns the texts in the history of a file, oldest first.
 func history(t *testing.T, path string) (texts []string) {
 	t.Helper()
 	numbers, err := versions(path + ".history")
@@ -43,8 +43,8 @@ func history(t *testing.T, path string) (texts []string) {
 	return texts
 }
 
-// What somebody writes between the last look at a file and its replacement is not lost:
-// either it stays, and the error says so, or it is in the history.
+// A text that an editor writes between the comparison and the replacement is not lost: either
+// it stays and the save fails, or the history has it.
 func TestEditedInBetween(t *testing.T) {
 	size := func(s string) string { return strings.Replace(good, "1GiB", s, 1) }
 	editor := map[string]func(path, text string) error{
@@ -110,7 +110,7 @@ func TestEditedInBetween(t *testing.T) {
 	}
 }
 
-// A file that comes where there was none is not overwritten by who expects none.
+// A file that is created meanwhile is not overwritten, unless the caller overwrites any file.
 func TestCreatedInBetween(t *testing.T) {
 	for _, exchanges := range []bool{true, false} {
 		t.Run(fmt.Sprintf("exchange %v", exchanges), func(t *testing.T) {
@@ -153,8 +153,7 @@ func TestCreatedInBetween(t *testing.T) {
 	}
 }
 
-// What is written into the file by who has it open since before it was replaced is in the
-// history.
+// An editor that has the file open when it is replaced writes into the history.
 func TestWrittenLate(t *testing.T) {
 	for _, exchanges := range []bool{true, false} {
 		t.Run(fmt.Sprintf("exchange %v", exchanges), func(t *testing.T) {
@@ -181,8 +180,8 @@ func TestWrittenLate(t *testing.T) {
 	}
 }
 
-// A file that whoever wrote it has not synced is, before it takes the place of its copy in
-// the history, which is; where that fails the copy stays.
+// The displaced file is synced before it replaces its copy in the history, because its editor
+// may not have synced it. If the sync fails the copy stays.
 func TestDisplacedIsSynced(t *testing.T) {
 	defer func(was func(string) error) { syncData = was }(syncData)
 	for _, exchanges := range []bool{true, false} {
@@ -261,7 +260,7 @@ func TestReplacedFileIsDurable(t *testing.T) {
 	}
 }
 
-// What a process has left that was killed after it had displaced the file is kept.
+// The history gets a file that a killed process has displaced.
 func TestDisplaced(t *testing.T) {
 	path, d := saved(t, 0o600)
 	if err := os.WriteFile(sibling(path, ".old"), []byte("displaced"), 0o600); err != nil {

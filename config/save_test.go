@@ -73,7 +73,7 @@ func wantFile(t *testing.T, path, want string, others ...string) {
 		}
 	}
 	if strings.Join(names, " ") != strings.Join(others, " ") {
-		t.Errorf("beside %s there are %q, want %q", path, names, others)
+		t.Errorf("next to %s: %q, want %q", path, names, others)
 	}
 }
 

@@ -85,7 +85,7 @@ func (c *Config) check() errorList {
 		if addr, reason := parseAddress(c.Debug.Listen, true); reason != "" {
 			errs.addf("debug.listen", "%s", reason)
 		} else if !addr.loopback() {
-			errs.addf("debug.listen", "must be a loopback address, not %q: anybody who can connect to it can read the memory of the target", c.Debug.Listen)
+			errs.addf("debug.listen", "must be a loopback address, not %q: any host that can connect to it can read the memory of the target", c.Debug.Listen)
 		}
 	}
 	if _, ok := levels[c.Log.Level]; !ok {

@@ -28,7 +28,7 @@ const (
 	CHAPSHA3256 CHAPAlgorithm = 8
 )
 
-// chapHashes is what we know of the algorithms, in our order of preference.
+// chapHashes has the algorithms, most preferred first.
 var chapHashes = []struct {
 	algorithm CHAPAlgorithm
 	name      string
@@ -40,8 +40,8 @@ var chapHashes = []struct {
 	{CHAPMD5, "md5", md5.New},
 }
 
-// ParseCHAPAlgorithms returns the algorithms of these names, and all that are
-// there, from the strongest to the weakest, if there are no names.
+// ParseCHAPAlgorithms returns the algorithms with these names; for no names, all algorithms,
+// the strongest first.
 func ParseCHAPAlgorithms(names []string) ([]CHAPAlgorithm, error) {
 	var all []CHAPAlgorithm
 	var known []string
@@ -55,20 +55,20 @@ func ParseCHAPAlgorithms(names []string) ([]CHAPAlgorithm, error) {
 	for i, name := range names {
 		row := slices.Index(known, name)
 		if row < 0 {
-			return nil, fmt.Errorf("%q is none of %s", name, strings.Join(known, ", "))
+			return nil, fmt.Errorf("%q is not one of %s", name, strings.Join(known, ", "))
 		}
 		if slices.Contains(list[:i], all[row]) {
-			return nil, fmt.Errorf("%q is there twice", name)
+			return nil, fmt.Errorf("%q appears twice", name)
 		}
 		list[i] = all[row]
 	}
 	return list, nil
 }
 
-// hash is a new hash of algorithm a, which NewCHAP has found in chapHashes.
+// hash returns a new hash of algorithm a, which chapHashes must have.
 func (a CHAPAlgorithm) hash() hash.Hash { return chapHashes[a.row()].new() }
 
-// row is where a is in chapHashes; -1 if it is not.
+// row returns the index of a in chapHashes; -1: not found.
 func (a CHAPAlgorithm) row() int {
 	for i, h := range chapHashes {
 		if h.algorithm == a {
@@ -79,29 +79,26 @@ func (a CHAPAlgorithm) row() int {
 }
 
 const (
-	// MinSecret is the least length of a secret, in octets. A secret of less
-	// than 96 bits needs IPsec encryption (RFC 7143, section 9.2.1), which
-	// this target cannot verify.
+	// MinSecret is the least length of a secret, in bytes. A secret of less than 96 bits
+	// requires IPsec encryption (RFC 7143, section 9.2.1), which this target cannot verify.
 	MinSecret = 12
-	// MaxSecret is the greatest, as with open-iscsi.
+	// MaxSecret is the greatest length of a secret, in bytes, like open-iscsi's.
 	MaxSecret = 256
-	// MaxCHAPName is the longest CHAP_N that we take or send, in octets: a
-	// simple-value (RFC 7143, section 6.1).
+	// MaxCHAPName is the greatest length of CHAP_N, in bytes: a simple-value (RFC 7143,
+	// section 6.1).
 	MaxCHAPName = 255
 )
 
-// A Secret is a CHAP secret, octet by octet. It does not show in anything that
-// is printed or logged.
+// A Secret is a CHAP secret. Printed and logged, it reads "(hidden)".
 type Secret string
 
-// ParseSecret takes a secret as it is written in a file: "0x" and an even
-// number of hexadecimal digits, or else the text itself. The errors do not say
-// what the secret is.
+// ParseSecret parses a secret: "0x" and an even number of hexadecimal digits, or else the
+// bytes of s. Errors do not contain the secret.
 func ParseSecret(s string) (Secret, error) {
 	if digits, ok := strings.CutPrefix(s, "0x"); ok {
 		b, err := hex.DecodeString(digits)
 		if err != nil {
-			return "", errors.New("secret begins with 0x, but does not go on with an even number of hexadecimal digits")
+			return "", errors.New("secret begins with 0x: an even number of hexadecimal digits must be next")
 		}
 		s = string(b)
 	}
@@ -113,33 +110,33 @@ func ParseSecret(s string) (Secret, error) {
 
 func (s Secret) check() error {
 	if len(s) < MinSecret {
-		return fmt.Errorf("secret has %d octets, less than %d (96 bits)", len(s), MinSecret)
+		return fmt.Errorf("secret has %d bytes, less than %d (96 bits)", len(s), MinSecret)
 	}
 	if len(s) > MaxSecret {
-		return fmt.Errorf("secret has %d octets, more than %d", len(s), MaxSecret)
+		return fmt.Errorf("secret has %d bytes, more than %d", len(s), MaxSecret)
 	}
 	return nil
 }
 
 const hidden = "(hidden)"
 
-// Format writes no part of s, whatever the verb.
+// Format implements fmt.Formatter: it writes "(hidden)" for every verb.
 func (Secret) Format(f fmt.State, _ rune) { io.WriteString(f, hidden) }
 
-// MarshalText returns no part of s.
+// MarshalText implements encoding.TextMarshaler: it returns "(hidden)".
 func (Secret) MarshalText() ([]byte, error) { return []byte(hidden), nil }
 
-// A CHAPIdentity is who authenticates, and the proof. Its zero value is nobody.
+// A CHAPIdentity is a CHAP name and its secret. The zero value is no identity.
 type CHAPIdentity struct {
 	Name   string // CHAP_N; need not be an iSCSI name
 	Secret Secret
 }
 
-func (i CHAPIdentity) isNobody() bool { return i == CHAPIdentity{} }
+func (i CHAPIdentity) isZero() bool { return i == CHAPIdentity{} }
 
 func (i CHAPIdentity) check() error {
 	if i.Name == "" || len(i.Name) > MaxCHAPName || strings.ContainsRune(i.Name, 0) {
-		return fmt.Errorf("CHAP name must have 1 to %d octets, none of them NUL", MaxCHAPName)
+		return fmt.Errorf("CHAP name must have 1 to %d bytes and no NUL", MaxCHAPName)
 	}
 	if err := i.Secret.check(); err != nil {
 		return fmt.Errorf("%q: %w", i.Name, err)
@@ -147,7 +144,7 @@ func (i CHAPIdentity) check() error {
 	return nil
 }
 
-// A CHAPUser is an initiator, or several that share an identity.
+// A CHAPUser is the identity of one or more initiators.
 type CHAPUser struct {
 	CHAPIdentity
 
@@ -155,23 +152,23 @@ type CHAPUser struct {
 	// (RFC 7143, section 9.2); empty: any.
 	Initiator string
 
-	// Target is who the target is to this user; nobody: CHAPConfig.Target.
+	// Target is the identity of the target for this user; zero: CHAPConfig.Target.
 	Target CHAPIdentity
 }
 
-// A CHAPConfig says who may log in and who the target is.
+// A CHAPConfig has the identities of initiators and target.
 type CHAPConfig struct {
-	Algorithms []CHAPAlgorithm // in order of preference
+	Algorithms []CHAPAlgorithm // most preferred first
 	Users      []CHAPUser
-	Target     CHAPIdentity // nobody: the target does not authenticate itself
+	Target     CHAPIdentity // zero: the target does not authenticate itself
 }
 
-// CHAP authenticates initiators, and the target to them (RFC 7143, sections
-// 9.2.1 and 12.1.3). It does not change and may be used by any goroutine.
+// CHAP authenticates initiators, and the target to them (RFC 7143, sections 9.2.1 and
+// 12.1.3). It is immutable and safe for concurrent use.
 type CHAP struct {
 	algorithms []CHAPAlgorithm
 	users      map[string]chapUser // by CHAP_N
-	decoy      Secret              // of a user that there is not
+	decoy      Secret              // for unknown users
 }
 
 type chapUser struct {
@@ -179,24 +176,24 @@ type chapUser struct {
 	initiators Patterns
 }
 
-// NewCHAP checks a configuration. The error is about the first thing that is
-// wrong; it names no secret.
+// NewCHAP checks a configuration and returns its CHAP. The error is about the first problem
+// and does not contain a secret.
 func NewCHAP(cfg CHAPConfig) (*CHAP, error) {
 	c := &CHAP{algorithms: slices.Clone(cfg.Algorithms), users: map[string]chapUser{}, decoy: Secret(random(MinSecret))}
 	if len(c.algorithms) == 0 || len(cfg.Users) == 0 {
-		return nil, errors.New("CHAP needs an algorithm and a user at least")
+		return nil, errors.New("CHAP requires at least one algorithm and one user")
 	}
 	for _, a := range c.algorithms {
 		if a.row() < 0 {
-			return nil, fmt.Errorf("there is no CHAP algorithm %d", a)
+			return nil, fmt.Errorf("CHAP algorithm %d is not known", a)
 		}
 	}
-	of := map[Secret]string{} // by secret of a user: its name
+	of := map[Secret]string{} // names of users, by secret
 	for _, u := range cfg.Users {
 		if err := u.check(); err != nil {
 			return nil, err
 		}
-		if u.Target.isNobody() {
+		if u.Target.isZero() {
 			u.Target = cfg.Target
 		}
 		if u.Initiator == "" {
@@ -207,20 +204,20 @@ func NewCHAP(cfg CHAPConfig) (*CHAP, error) {
 			return nil, fmt.Errorf("CHAP user %q: %w", u.Name, err)
 		}
 		if _, taken := c.users[u.Name]; taken {
-			return nil, fmt.Errorf("CHAP user %q is there twice", u.Name)
+			return nil, fmt.Errorf("CHAP user %q appears twice", u.Name)
 		}
 		c.users[u.Name] = chapUser{u, initiators}
 		of[u.Secret] = u.Name
 	}
 	for _, u := range c.users {
-		if u.Target.isNobody() {
+		if u.Target.isZero() {
 			continue
 		}
 		if err := u.Target.check(); err != nil {
 			return nil, err
 		}
-		// Section 9.2.1. Hence a response that repeats what we would have
-		// answered ourselves is the response of no user.
+		// Section 9.2.1. So an initiator that reflects the target's challenge cannot use
+		// the target's response as its own.
 		if name, same := of[u.Target.Secret]; same {
 			return nil, fmt.Errorf("CHAP user %q and the target, %q, have the same secret", name, u.Target.Name)
 		}
@@ -228,8 +225,8 @@ func NewCHAP(cfg CHAPConfig) (*CHAP, error) {
 	return c, nil
 }
 
-// Choose returns the algorithm that we like best of those that an initiator
-// offers; false if there is none.
+// Choose returns the most preferred algorithm of those that an initiator offers; false if c
+// has none of them.
 func (c *CHAP) Choose(offer []CHAPAlgorithm) (CHAPAlgorithm, bool) {
 	for _, a := range c.algorithms {
 		if slices.Contains(offer, a) {
@@ -243,24 +240,24 @@ func (c *CHAP) Choose(offer []CHAPAlgorithm) (CHAPAlgorithm, bool) {
 type CHAPChallenge struct {
 	Algorithm CHAPAlgorithm
 	ID        uint8
-	Octets    string
+	Octets    string // CHAP_C
 }
 
-// NewCHAPChallenge returns an unpredictable challenge, as long as the hash of
-// a: 16 octets at least.
+// NewCHAPChallenge returns an unpredictable challenge as long as the hash of a, at least 16
+// bytes.
 func NewCHAPChallenge(a CHAPAlgorithm) CHAPChallenge {
 	return CHAPChallenge{Algorithm: a, ID: random(1)[0], Octets: random(a.hash().Size())}
 }
 
-// random returns n random octets.
+// random returns n random bytes.
 func random(n int) string {
 	b := make([]byte, n)
 	rand.Read(b) // never fails
 	return string(b)
 }
 
-// Response is CHAP_R: the hash of identifier, secret and challenge (RFC 1994,
-// section 4.1).
+// Response returns CHAP_R: the hash of identifier, secret and challenge (RFC 1994, section
+// 4.1).
 func (ch CHAPChallenge) Response(s Secret) []byte {
 	h := ch.Algorithm.hash()
 	h.Write([]byte{ch.ID})
@@ -269,23 +266,23 @@ func (ch CHAPChallenge) Response(s Secret) []byte {
 	return h.Sum(nil)
 }
 
-// Authenticate tells whether response is what the user of that name answers to
-// ch, and whether an initiator of that iSCSI name, normalised, may be this user.
-// It returns who the target is to this user, which may be nobody. The error is
-// for the log: an initiator learns only that it has failed.
+// Authenticate checks that response is the answer of the user name to ch, and that the
+// initiator, a normalized iSCSI name, may be this user. It returns the identity of the target
+// for this user, which may be zero. The error is for the log: the initiator learns only that
+// the login has failed.
 func (c *CHAP) Authenticate(ch CHAPChallenge, name string, response []byte, initiator string) (CHAPIdentity, error) {
 	u, known := c.users[name]
 	if !known {
-		u.Secret = c.decoy // so that it takes as long
+		u.Secret = c.decoy // takes as long as for a known user
 	}
 	right := hmac.Equal(ch.Response(u.Secret), response) // in constant time
 	switch {
 	case !known:
-		return CHAPIdentity{}, fmt.Errorf("there is no CHAP user %.80q", name)
+		return CHAPIdentity{}, fmt.Errorf("CHAP user %.80q is not known", name)
 	case !right:
 		return CHAPIdentity{}, fmt.Errorf("response of CHAP user %q is wrong", name)
 	case !u.initiators.Match(initiator):
-		return CHAPIdentity{}, fmt.Errorf("CHAP user %q is not for this initiator", name)
+		return CHAPIdentity{}, fmt.Errorf("this initiator may not be CHAP user %q", name)
 	}
 	return u.Target, nil
 }

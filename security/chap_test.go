@@ -32,7 +32,7 @@ func TestResponse(t *testing.T) {
 	}
 }
 
-// ISCSI-12.1.3-3, SEC-7143.9.2.1-13: a challenge has 16 octets at least, and
+// ISCSI-12.1.3-3, SEC-7143.9.2.1-13: a challenge has at least 16 bytes, and
 // never comes twice; nor does the identifier stay the same.
 func TestChallengesDiffer(t *testing.T) {
 	all, ids := map[string]bool{}, map[uint8]bool{}
@@ -62,14 +62,14 @@ func TestParseSecret(t *testing.T) {
 		}
 	}
 	for in, reason := range map[string]string{
-		"":                                  "0 octets, less than 12",
-		"01234567890":                       "11 octets, less than 12 (96 bits)",
-		"0x0011223344556677889900":          "11 octets, less than 12",
+		"":                                  "0 bytes, less than 12",
+		"01234567890":                       "11 bytes, less than 12 (96 bits)",
+		"0x0011223344556677889900":          "11 bytes, less than 12",
 		"0x0":                               "even number of hexadecimal digits",
 		"0x00112233445566778899aabbccddeef": "even number of hexadecimal digits",
 		"0xfeedfacecafebeefnothex":          "even number of hexadecimal digits",
-		strings.Repeat("s", MaxSecret+1):    "257 octets, more than 256",
-		"0x" + strings.Repeat("0", 2*257):   "257 octets, more than 256",
+		strings.Repeat("s", MaxSecret+1):    "257 bytes, more than 256",
+		"0x" + strings.Repeat("0", 2*257):   "257 bytes, more than 256",
 	} {
 		_, err := ParseSecret(in)
 		if err == nil || !strings.Contains(err.Error(), reason) {
@@ -80,7 +80,7 @@ func TestParseSecret(t *testing.T) {
 	}
 }
 
-// SEC-3723.5.8-2: whatever prints a secret, it does not show.
+// SEC-3723.5.8-2: no way to print or log a secret shows it.
 func TestSecretsAreHidden(t *testing.T) {
 	user := CHAPUser{CHAPIdentity: CHAPIdentity{"alice", goodSecret}, Target: CHAPIdentity{"store", goodSecret}}
 	var out bytes.Buffer
@@ -109,14 +109,14 @@ func TestParseCHAPAlgorithms(t *testing.T) {
 			t.Errorf("%q: %v, %v; want %v", in, got, err, want)
 		}
 	}
-	for in, reason := range map[string]string{"md4": `"md4" is none of sha3-256, sha256, sha1, md5`, "MD5": "is none of", "md5 sha1 md5": "twice"} {
+	for in, reason := range map[string]string{"md4": `"md4" is not one of sha3-256, sha256, sha1, md5`, "MD5": "is not one of", "md5 sha1 md5": "twice"} {
 		if _, err := ParseCHAPAlgorithms(strings.Fields(in)); err == nil || !strings.Contains(err.Error(), reason) {
 			t.Errorf("%q: %v", in, err)
 		}
 	}
 }
 
-// good is a configuration with a user and a target.
+// good returns a configuration with users and a target.
 func good() CHAPConfig {
 	return CHAPConfig{
 		Algorithms: []CHAPAlgorithm{CHAPSHA256, CHAPMD5},
@@ -125,21 +125,21 @@ func good() CHAPConfig {
 	}
 }
 
-// SEC-7143.9.2.1-4, SEC-7143.9.2.1-6, ISCSI-9.2-4: what cannot be configured.
+// SEC-7143.9.2.1-4, SEC-7143.9.2.1-6, ISCSI-9.2-4: configurations that are refused.
 func TestNewCHAPRefuses(t *testing.T) {
 	for reason, change := range map[string]func(*CHAPConfig){
-		"needs an algorithm and a user":   func(c *CHAPConfig) { c.Users = nil },
-		"an algorithm and a user":         func(c *CHAPConfig) { c.Algorithms = nil },
-		"no CHAP algorithm 9":             func(c *CHAPConfig) { c.Algorithms[1] = 9 },
-		"name must have 1 to 255 octets":  func(c *CHAPConfig) { c.Users[1].Name = "" },
-		"1 to 255 octets":                 func(c *CHAPConfig) { c.Target.Name = strings.Repeat("n", 256) },
-		"none of them NUL":                func(c *CHAPConfig) { c.Users[0].Name = "a\x00b" },
-		`"bob": secret has 11 octets`:     func(c *CHAPConfig) { c.Users[1].Secret = "eleven oct." },
-		`"store": secret has 0 octets`:    func(c *CHAPConfig) { c.Target.Secret = "" },
-		`user "alice" is there twice`:     func(c *CHAPConfig) { c.Users[1].Name = "alice" },
-		`user "alice": pattern`:           func(c *CHAPConfig) { c.Users[0].Initiator = "a b*" },
-		`"alice" and the target, "store"`: func(c *CHAPConfig) { c.Target.Secret = goodSecret },
-		`"alice" and the target, "carl"`:  func(c *CHAPConfig) { c.Users[1].Target = CHAPIdentity{"carl", goodSecret} },
+		"requires at least one algorithm and one user": func(c *CHAPConfig) { c.Users = nil },
+		"one algorithm and one user":                   func(c *CHAPConfig) { c.Algorithms = nil },
+		"CHAP algorithm 9 is not known":                func(c *CHAPConfig) { c.Algorithms[1] = 9 },
+		"name must have 1 to 255 bytes":                func(c *CHAPConfig) { c.Users[1].Name = "" },
+		"1 to 255 bytes":                               func(c *CHAPConfig) { c.Target.Name = strings.Repeat("n", 256) },
+		"and no NUL":                                   func(c *CHAPConfig) { c.Users[0].Name = "a\x00b" },
+		`"bob": secret has 11 bytes`:                   func(c *CHAPConfig) { c.Users[1].Secret = "eleven oct." },
+		`"store": secret has 0 bytes`:                  func(c *CHAPConfig) { c.Target.Secret = "" },
+		`user "alice" appears twice`:                   func(c *CHAPConfig) { c.Users[1].Name = "alice" },
+		`user "alice": pattern`:                        func(c *CHAPConfig) { c.Users[0].Initiator = "a b*" },
+		`"alice" and the target, "store"`:              func(c *CHAPConfig) { c.Target.Secret = goodSecret },
+		`"alice" and the target, "carl"`:               func(c *CHAPConfig) { c.Users[1].Target = CHAPIdentity{"carl", goodSecret} },
 	} {
 		cfg := good()
 		change(&cfg)
@@ -151,8 +151,8 @@ func TestNewCHAPRefuses(t *testing.T) {
 	}
 }
 
-// ISCSI-9.2-3, ISCSI-9.2-4, SEC-7143.9.2.1-12: who is admitted, and whom the
-// target is to whom.
+// ISCSI-9.2-3, ISCSI-9.2-4, SEC-7143.9.2.1-12: the users that are admitted, and the
+// identity of the target for each.
 func TestAuthenticate(t *testing.T) {
 	cfg := good()
 	cfg.Users[0].Initiator = "IQN.1993-08.org.debian:*"
@@ -175,10 +175,10 @@ func TestAuthenticate(t *testing.T) {
 		{"alice", "bob's own secret", host, "", `user "alice" is wrong`},
 		{"alice", "the target's secret", host, "", "is wrong"}, // SEC-7143.9.2.1-7
 		{"alice", c.decoy, host, "", "is wrong"},
-		{"carol", c.decoy, host, "", `no CHAP user "carol"`},
-		{"Alice", goodSecret, host, "", "no CHAP user"},
-		{"", "", host, "", "no CHAP user"},
-		{"alice", goodSecret, "iqn.2001-04.com.example:x", "", "not for this initiator"},
+		{"carol", c.decoy, host, "", `CHAP user "carol" is not known`},
+		{"Alice", goodSecret, host, "", "is not known"},
+		{"", "", host, "", "is not known"},
+		{"alice", goodSecret, "iqn.2001-04.com.example:x", "", "this initiator may not be"},
 	} {
 		id, err := c.Authenticate(ch, tc.user, ch.Response(tc.secret), tc.initiator)
 		if id.Name != tc.target || (err == nil) != (tc.reason == "") || err != nil && !strings.Contains(err.Error(), tc.reason) {
@@ -188,12 +188,12 @@ func TestAuthenticate(t *testing.T) {
 	right := ch.Response(goodSecret)
 	for _, response := range [][]byte{nil, right[1:], append(right, 0), ch.Response(goodSecret)[:16]} {
 		if _, err := c.Authenticate(ch, "alice", response, host); err == nil {
-			t.Errorf("response of %d octets was taken", len(response))
+			t.Errorf("response of %d bytes was accepted", len(response))
 		}
 	}
 }
 
-// The algorithm is the first of ours that is offered.
+// Choose returns the most preferred algorithm that is offered.
 func TestChoose(t *testing.T) {
 	c, err := NewCHAP(good())
 	if err != nil {

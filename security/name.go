@@ -1,6 +1,5 @@
-// Package security decides who may use the target: iSCSI names and the
-// patterns that admit them, CHAP, and the policy that a connection must meet
-// before anything is answered on it.
+// Package security decides which initiators may use the target: iSCSI names and the patterns
+// that admit them, CHAP, and the policy that a connection must meet before the target answers.
 package security
 
 import (
@@ -10,24 +9,23 @@ import (
 	"unicode/utf8"
 )
 
-// MaxName is the longest iSCSI name, in octets (RFC 7143, section 4.2.7.1).
+// MaxName is the length of the longest iSCSI name, in bytes (RFC 7143, section 4.2.7.1).
 const MaxName = 223
 
-// NormalizeName returns the iSCSI name s as it is compared: in lower case. It
-// fails if s is not an iqn., eui. or naa. name (RFC 7143, sections 4.2.7.3 to
-// 4.2.7.6) or has characters that RFC 3722 prohibits. Beyond ASCII it takes
-// letters, marks and digits; it does not check that these are in
-// normalization form C, but compares them octet by octet.
+// NormalizeName returns the iSCSI name s in lower case, the form in which names are compared.
+// It fails if s is not an iqn., eui. or naa. name (RFC 7143, sections 4.2.7.3 to 4.2.7.6) or
+// has characters that RFC 3722 prohibits. Beyond ASCII it accepts letters, marks and digits.
+// It does not check that these are in normalization form C: names are compared by bytes.
 func NormalizeName(s string) (string, error) {
 	if len(s) > MaxName {
-		return "", fmt.Errorf("iSCSI name is %d octets long, more than %d", len(s), MaxName)
+		return "", fmt.Errorf("iSCSI name has %d bytes, more than %d", len(s), MaxName)
 	}
 	if !utf8.ValidString(s) {
 		return "", fmt.Errorf("iSCSI name %q is not UTF-8", s)
 	}
 	name := strings.ToLower(s)
 	if len(name) > MaxName { // some letters are longer in lower case
-		return "", fmt.Errorf("iSCSI name is %d octets long in lower case, more than %d", len(name), MaxName)
+		return "", fmt.Errorf("iSCSI name has %d bytes in lower case, more than %d", len(name), MaxName)
 	}
 	if err := checkCharacters(name, ""); err != nil {
 		return "", fmt.Errorf("iSCSI name %q %w", s, err)
@@ -43,19 +41,19 @@ func NormalizeName(s string) (string, error) {
 	return name, nil
 }
 
-// kinds says, by type designator, what is wrong with the rest of a name.
+// kinds has, by type designator, functions that return what is wrong with the rest of a name.
 var kinds = map[string]func(rest string) string{
 	"iqn": checkQualified,
 	"eui": func(rest string) string { return checkHex(rest, "16 hexadecimal digits", 16) },
 	"naa": func(rest string) string { return checkHex(rest, "16 or 32 hexadecimal digits", 16, 32) },
 }
 
-// checkQualified wants yyyy-mm.domain[:string].
+// checkQualified returns what is wrong with rest as yyyy-mm.domain[:string], or "".
 func checkQualified(rest string) string {
 	date, domain, ok := strings.Cut(rest, ".")
 	if !ok || len(date) != len("yyyy-mm") || date[4] != '-' || !allDigits(date[:4]) || !allDigits(date[5:]) ||
 		date[5:] < "01" || date[5:] > "12" {
-		return "does not go on with a date, yyyy-mm, and a dot"
+		return "must have a date, yyyy-mm, and a dot next"
 	}
 	domain, _, _ = strings.Cut(domain, ":")
 	for label := range strings.SplitSeq(domain, ".") {
@@ -72,13 +70,13 @@ func checkHex(rest, want string, lengths ...int) string {
 			return ""
 		}
 	}
-	return "does not go on with " + want
+	return "must have " + want + " next"
 }
 
 func allDigits(s string) bool { return strings.Trim(s, "0123456789") == "" }
 
-// checkCharacters finds what no name in lower case may contain, apart from
-// those in also.
+// checkCharacters returns an error about the first character that a name in lower case must
+// not contain. It allows those in also.
 func checkCharacters(name, also string) error {
 	for _, r := range name {
 		switch {

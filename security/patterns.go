@@ -7,13 +7,13 @@ import (
 	"unicode/utf8"
 )
 
-// Patterns is a list of names and name patterns. The zero value matches
-// nobody. It does not change and may be used by any goroutine.
+// Patterns is a list of names and name patterns. The zero value matches no name. It is
+// immutable and safe for concurrent use.
 type Patterns struct{ list [][]rune }
 
-// Compile takes iSCSI names in which "*" stands for any characters, or none,
-// and "?" for one. Case does not matter. A pattern without either must be an
-// iSCSI name. The error names every pattern that is wrong.
+// Compile compiles patterns of iSCSI names in which "*" stands for any number of characters
+// and "?" for one. Case does not matter. A pattern without either must be an iSCSI name. The
+// error names every wrong pattern.
 func Compile(patterns []string) (Patterns, error) {
 	var p Patterns
 	var errs []error
@@ -35,7 +35,7 @@ func checkPattern(s string) error {
 	case s == "":
 		return errors.New("pattern is empty")
 	case len(s) > MaxName:
-		return fmt.Errorf("pattern is %d octets long, more than %d", len(s), MaxName)
+		return fmt.Errorf("pattern has %d bytes, more than %d", len(s), MaxName)
 	case !utf8.ValidString(s):
 		return fmt.Errorf("pattern %q is not UTF-8", s)
 	case !strings.ContainsAny(s, "*?"):
@@ -48,8 +48,8 @@ func checkPattern(s string) error {
 	return nil
 }
 
-// Match tells whether one of the patterns matches the whole of name, whatever
-// the case. What is longer than a name can be matches nothing.
+// Match reports whether one of the patterns matches the whole name. Case does not matter. No
+// pattern matches a string that is longer than MaxName.
 func (p Patterns) Match(name string) bool {
 	if len(name) > MaxName || !utf8.ValidString(name) {
 		return false
@@ -63,8 +63,8 @@ func (p Patterns) Match(name string) bool {
 	return false
 }
 
-// match goes back to the last "*" only, so that no pattern takes more than
-// len(pattern) * len(name) steps.
+// match reports whether pattern matches name. It backtracks to the last "*" only, so it takes
+// at most len(pattern) * len(name) steps.
 func match(pattern, name []rune) bool {
 	p, star, from := 0, -1, 0
 	for i := 0; i < len(name); {

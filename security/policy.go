@@ -2,20 +2,19 @@ package security
 
 import "net"
 
-// A ConnPolicy decides about a TCP connection that has been accepted, before
-// the MPA Request on it is answered and before any memory is set aside for it.
-// It is where a requirement for IPsec belongs: ESP is done by the kernel and
-// keys are made by an IKE daemon, so that all a target can do is to look
-// whether the two addresses are covered by them (RFC 7146; RFC 7143, section
-// 9.3), and to refuse the connection if they are not.
+// A ConnPolicy admits or refuses an accepted TCP connection, before the target answers the
+// MPA Request and allocates memory for the connection. It is the place to require IPsec (RFC
+// 7146; RFC 7143, section 9.3): the kernel does ESP and an IKE daemon negotiates keys, so a
+// target can only check whether they cover the two addresses.
 type ConnPolicy interface {
-	// Admit returns the reason why the connection is refused, or nil. It may
-	// be called by several goroutines at a time.
+	// Admit returns the reason to refuse the connection, or nil. It must be safe for
+	// concurrent use.
 	Admit(local, remote net.Addr) error
 }
 
-// AllowAll is the policy of a target that relies on its network. It checks no
-// IPsec, and does not claim to.
+// AllowAll admits all connections, for a target that relies on its network. It does not check
+// IPsec.
 type AllowAll struct{}
 
+// Admit implements ConnPolicy.
 func (AllowAll) Admit(_, _ net.Addr) error { return nil }

@@ -56,9 +56,9 @@ func TestNormalizeNameRefuses(t *testing.T) {
 		"eui.02004567A425678D0":                     "16 hexadecimal digits",
 		"naa.52004567BA64678":                       "16 or 32 hexadecimal digits",
 		"naa.52004567BA64678D0123":                  "16 or 32 hexadecimal digits",
-		"iqn." + strings.Repeat("x", 220):           "224 octets long",
-		strings.Repeat("iqn.", 1<<20):               "octets long",
-		"iqn.2001-04.b:" + strings.Repeat("Ⱥ", 104): "long in lower case", // 2 octets, 3 in lower case
+		"iqn." + strings.Repeat("x", 220):           "has 224 bytes",
+		strings.Repeat("iqn.", 1<<20):               "bytes, more than 223",
+		"iqn.2001-04.b:" + strings.Repeat("Ⱥ", 104): "in lower case", // 2 bytes, 3 in lower case
 	} {
 		if got, err := NormalizeName(in); err == nil || !strings.Contains(err.Error(), reason) {
 			t.Errorf("NormalizeName(%.60q) = %q, %v; want an error with %q", in, got, err, reason)
