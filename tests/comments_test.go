@@ -17,7 +17,7 @@ import (
 var unfinished = []string{
 	"backend", "backend/backendtest", "backend/gotgt",
 	"cmd/iser-target",
-	"cmd/iser-target/daemon", "cmd/iser-target/dashboard",
+	"cmd/iser-target/daemon",
 	"cmd/iser-target/systemd",
 	"iscsi", "iscsi/keys", "iscsi/tcp", "iser", "lun", "rdma", "rdma/wire",
 	"tests", "tests/conformance/cu", "tests/initiator", "tests/interop", "tests/interop/harness",

@@ -52,8 +52,6 @@ var proseUnfinished = []string{
 	"backend/gotgt",
 	"cmd/iser-target",
 	"cmd/iser-target/daemon",
-	"cmd/iser-target/dashboard",
-	"cmd/iser-target/dashboard/page",
 	"cmd/iser-target/systemd",
 	"examples",
 	"iscsi",

@@ -32,7 +32,7 @@ func main() {
 	os.Exit(cli.Report(os.Stderr, err))
 }
 
-// untilSignal is a context that the first SIGINT or SIGTERM ends. The second one ends
+// untilSignal returns a context that the first SIGINT or SIGTERM ends. The second one ends
 // the process at once.
 func untilSignal() context.Context {
 	ctx, cancel := context.WithCancel(context.Background())
@@ -43,7 +43,7 @@ func untilSignal() context.Context {
 		cancel()
 		s := (<-signals).(unix.Signal)
 		signal.Reset(s)
-		if os.Getpid() == 1 { // of a container: the kernel keeps it from dying of this
+		if os.Getpid() == 1 { // as in a container: the kernel ignores the signal
 			os.Exit(128 + int(s))
 		}
 		unix.Kill(os.Getpid(), s)
@@ -54,7 +54,7 @@ func untilSignal() context.Context {
 func rootCommand(out, errOut io.Writer) *cobra.Command {
 	root := &cobra.Command{
 		Use:           "iser-target",
-		Short:         "An iSER target in user space, with a software iWARP stack of its own",
+		Short:         "An iSER and iSCSI target in user space, with software iWARP",
 		Version:       versionString(),
 		SilenceUsage:  true,
 		SilenceErrors: true,
@@ -73,14 +73,15 @@ func serveCommand() *cobra.Command {
 		Use:   "serve [--config FILE]",
 		Short: "Serve the configured targets in the foreground until SIGTERM or SIGINT",
 		Long: `Serve the configured targets in the foreground until SIGTERM or SIGINT.
-SIGHUP has it read the file again and apply what differs, unless that would
-disturb sessions; "watch: true" in the file does so whenever it changes.
+On SIGHUP, the target reads the configuration file again and applies the
+differences, unless they would disturb sessions. With "watch: true" in the file
+it does so whenever the file changes.
 
-The first SIGTERM has initiators log out, for which they have the time of "drain"
-in the file; the second one ends the process at once.
+On the first SIGTERM, the target asks initiators to log out, and waits for the time
+"drain" of the file. The second SIGTERM ends the process at once.
 
-Without --config there is one memory LUN of 1 GiB, for this machine only and
-for any initiator.`,
+Without --config, the target serves a memory LUN of 1 GiB to any initiator on this
+machine.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			manager, err := systemd.FromEnvironment()
@@ -105,7 +106,7 @@ for any initiator.`,
 			if err != nil {
 				ended, cancel := context.WithCancel(cmd.Context())
 				cancel()
-				return errors.Join(err, d.Run(ended)) // which closes what is open
+				return errors.Join(err, d.Run(ended)) // closes what is open
 			}
 			context.AfterFunc(cmd.Context(), end)
 			defer end()
@@ -135,7 +136,7 @@ func versionCommand() *cobra.Command {
 	}
 }
 
-// versionString is what the linker or the build's own record says.
+// versionString returns the version that the linker set, or else that of the build.
 func versionString() string {
 	if version != "" {
 		return version

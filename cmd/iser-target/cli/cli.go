@@ -237,7 +237,7 @@ type tlsFile struct {
 func (p *program) files() []tlsFile {
 	return []tlsFile{
 		{&p.tls.Cert, "tls-cert", "ISER_TARGET_CLIENT_TLS_CERT", "the certificate of the client"},
-		{&p.tls.Key, "tls-key", "ISER_TARGET_CLIENT_TLS_KEY", "its private key"},
+		{&p.tls.Key, "tls-key", "ISER_TARGET_CLIENT_TLS_KEY", "the private key of that certificate"},
 		{&p.tls.CA, "tls-ca", "ISER_TARGET_CLIENT_TLS_CA", "the certificates that sign those of targets"},
 	}
 }
@@ -338,7 +338,7 @@ func (p *program) change(v verb, change func(ctx context.Context, cmd *cobra.Com
 	cmd := p.command(v)
 	f := cmd.Flags()
 	f.BoolVar(&o.DryRun, "dry-run", false, "show the plan and change nothing")
-	f.BoolVar(&o.Disrupt, "disrupt", false, "allow the change to end sessions and abort their commands")
+	f.BoolVar(&o.Disrupt, "disrupt", false, "allow the change to disturb or end sessions")
 	f.BoolVar(&o.Now, "now", false, "abort the commands of what is removed at once (implies --disrupt)")
 	if v.shrinks {
 		f.BoolVar(&o.AllowShrink, "allow-shrink", false, "allow LUNs to become smaller, which loses the data beyond the new end")

@@ -1,8 +1,8 @@
-// Package dashboard serves a page that shows what a target does: sessions, LUNs, load
-// and events (docs/dashboard.md). It changes nothing and asks nobody who they are.
+// Package dashboard serves a page that shows the activity of a target: sessions, LUNs, load
+// and events (docs/dashboard.md). It is read-only and does not authenticate its readers.
 //
-// A sampler looks at the target every Interval, and works out rates and latencies once
-// for all who look; the page asks for the last sample, at /api/state.
+// A sampler reads the state of the target every Interval, and computes rates and latencies
+// once for all readers. The page gets the last sample from /api/state.
 package dashboard
 
 import (
@@ -28,7 +28,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
-// What readers may take.
+// Limits of readers.
 const (
 	maxConnections = 64
 	maxRows        = 1000 // of one list of an answer
@@ -38,7 +38,7 @@ const (
 //go:embed page
 var files embed.FS
 
-// A Source is the target that is shown.
+// A Source is the target that the dashboard shows.
 type Source interface {
 	State() schema.State
 	Events(since uint64) []schema.Event
@@ -46,12 +46,12 @@ type Source interface {
 
 var _ Source = (*daemon.Daemon)(nil)
 
-// policy is all that the page may do: use its own files, and ask where it comes from.
+// policy lets the page only use its own files and send requests to its own server.
 const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; " +
 	"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 
-// types are those of the files, by extension: what the machine's own table says of them
-// does not count.
+// types has the media types of the files by extension. The table of the machine is not
+// used.
 var types = map[string]string{
 	".html": "text/html; charset=utf-8",
 	".css":  "text/css; charset=utf-8",
@@ -59,7 +59,7 @@ var types = map[string]string{
 	".svg":  "image/svg+xml",
 }
 
-// headers are those of every answer.
+// headers has the headers of every answer.
 var headers = map[string]string{
 	"Content-Security-Policy":      policy,
 	"Cross-Origin-Opener-Policy":   "same-origin",
@@ -69,7 +69,7 @@ var headers = map[string]string{
 	"X-Frame-Options":              "DENY",
 }
 
-// Serve serves the dashboard of src by l until end is called, which closes l.
+// Serve serves the dashboard of src on l until end is called, which closes l.
 func Serve(src Source, l net.Listener) (end func()) {
 	s := newSampler(src)
 	server := httpd.NewServer(withHeaders(guard(handler(src, s), l.Addr())), withHeaders(nil))
@@ -85,7 +85,8 @@ func Serve(src Source, l net.Listener) (end func()) {
 	})
 }
 
-// withHeaders has h answer with the headers; nil: that there are too many connections.
+// withHeaders returns h with the headers added. If h is nil, it answers that too many
+// connections are open.
 func withHeaders(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		for k, v := range headers {
@@ -99,24 +100,24 @@ func withHeaders(h http.Handler) http.Handler {
 	})
 }
 
-// guard keeps a server on the loopback to those
-// who call it by an address or as localhost: a name of others that leads here (DNS
-// rebinding) would make this page readable for the page of theirs.
+// guard returns next for requests that name the server by an address or as localhost, if
+// addr is on the loopback. Otherwise a foreign name that resolves to the loopback (DNS
+// rebinding) would let a foreign page read this one.
 func guard(next http.Handler, addr net.Addr) http.Handler {
-	own := false
+	loopback := false
 	if a, err := netip.ParseAddrPort(addr.String()); err == nil {
-		own = a.Addr().IsLoopback()
+		loopback = a.Addr().IsLoopback()
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if own && !isLocal(r.Host) {
-			http.Error(w, "this server is called localhost, or by its address", http.StatusMisdirectedRequest)
+		if loopback && !isLocal(r.Host) {
+			http.Error(w, "use localhost or an address as the name of this server", http.StatusMisdirectedRequest)
 			return
 		}
 		next.ServeHTTP(w, r)
 	})
 }
 
-// isLocal tells whether host, with or without a port, is an address or localhost.
+// isLocal reports whether host, with or without a port, is an address or localhost.
 func isLocal(host string) bool {
 	u := url.URL{Host: host}
 	name := u.Hostname()
@@ -127,12 +128,12 @@ func isLocal(host string) bool {
 	return err == nil
 }
 
-// handler answers GET and HEAD.
+// handler returns the handler of the files and of /api/state, for GET and HEAD.
 func handler(src Source, s *sampler) http.Handler {
 	mux := http.NewServeMux()
 	entries, err := fs.ReadDir(files, "page")
 	if err != nil {
-		panic(err) // it is compiled in
+		panic(err) // the files are embedded
 	}
 	for _, e := range entries {
 		b, err := files.ReadFile("page/" + e.Name())
@@ -163,33 +164,34 @@ func handler(src Source, s *sampler) http.Handler {
 	return mux
 }
 
+// serveFile returns a handler of one file, with its hash as ETag.
 func serveFile(name string, b []byte) http.HandlerFunc {
 	tag := fmt.Sprintf(`"%x"`, sha256.Sum256(b))
 	kind := types[path.Ext(name)]
 	return func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", kind)
-		w.Header().Set("Cache-Control", "no-cache") // ask, every time, whether it is still that
+		w.Header().Set("Cache-Control", "no-cache") // the browser revalidates its copy every time
 		w.Header().Set("ETag", tag)
 		http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(b))
 	}
 }
 
-// A query is which part of a sample is asked for.
+// A query selects a part of a sample.
 type query struct {
-	after    uint64 // points with numbers above that
-	events   uint64 // the same of events
+	after    uint64 // points with higher numbers
+	events   uint64 // events with higher numbers
 	sessions list
 	luns     list
 }
 
-// A list is which rows of a list are asked for.
+// A list selects rows of a list.
 type list struct {
-	find string // what a row has to contain
-	sort string // a key of orders
+	find string // text that a row contains, in lower case
+	sort string // one of orders
 	rows int    // at most
 }
 
-// parseQuery reads after, events, and find, sort and rows of sessions and luns, as in
+// parseQuery parses after, events, and find, sort and rows of sessions and luns, as in
 // "luns.rows=100".
 func parseQuery(raw string) (query, error) {
 	q := query{sessions: list{sort: "iops", rows: 25}, luns: list{sort: "iops", rows: 25}}
@@ -199,7 +201,7 @@ func parseQuery(raw string) (query, error) {
 	}
 	for key, v := range values {
 		if len(v) != 1 {
-			return q, fmt.Errorf("query: %s is there %d times", key, len(v))
+			return q, fmt.Errorf("query: %s is given %d times", key, len(v))
 		}
 		of, what, _ := strings.Cut(key, ".")
 		l := map[string]*list{"sessions": &q.sessions, "luns": &q.luns}[of]

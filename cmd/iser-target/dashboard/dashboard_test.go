@@ -18,7 +18,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
-// A fake is a target that is what a test says.
+// A fake is a target with the state and events of a test.
 type fake struct {
 	mu     sync.Mutex
 	state  schema.State
@@ -69,7 +69,7 @@ func request(t *testing.T, method, url, host string) (*http.Response, string) {
 	return resp, string(b)
 }
 
-// secured fails t if an answer lacks what keeps a browser from doing more than it has to.
+// secured fails t if an answer lacks the headers that restrict the browser.
 func secured(t *testing.T, resp *http.Response) {
 	t.Helper()
 	csp := resp.Header.Get("Content-Security-Policy")
@@ -92,7 +92,7 @@ func secured(t *testing.T, resp *http.Response) {
 	}
 }
 
-func TestAnswers(t *testing.T) {
+func TestAnswersByMethodAndPath(t *testing.T) {
 	url := serve(t, &fake{})
 	for _, tc := range []struct {
 		method, path string
@@ -126,7 +126,7 @@ func TestAnswers(t *testing.T) {
 				t.Errorf("Allow: %q", resp.Header.Get("Allow"))
 			}
 			if (tc.method == "HEAD") != (body == "") {
-				t.Errorf("%d octets of body", len(body))
+				t.Errorf("%d bytes of body", len(body))
 			}
 			secured(t, resp)
 		})
@@ -140,12 +140,12 @@ func TestAnswers(t *testing.T) {
 	}
 	again.Body.Close()
 	if again.StatusCode != http.StatusNotModified {
-		t.Errorf("what the browser has: %s", again.Status)
+		t.Errorf("the copy of the browser: %s", again.Status)
 	}
 }
 
-// The page is what its policy allows: nothing in it is a script, a style or from elsewhere.
-func TestPage(t *testing.T) {
+// The page keeps to its policy: no inline script or style, nothing from elsewhere.
+func TestPageKeepsToItsPolicy(t *testing.T) {
 	for name, never := range map[string]string{
 		"index.html": `(?i)<script(?:>|[^>]*[^>]>[^<])|<style|\sstyle=|\son\w+=|https?:|javascript:|(?:src|href)="[^"]*//`,
 		"app.js":     `innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|import\b|https?://(?:www\.w3\.org/2000/svg)?[^"w]|localStorage|document\.cookie`,
@@ -161,8 +161,8 @@ func TestPage(t *testing.T) {
 	}
 }
 
-// A name of others that leads to the loopback is none of this server's.
-func TestHost(t *testing.T) {
+// A server on the loopback refuses foreign names that resolve to it.
+func TestForeignNameOfTheLoopbackIsRefused(t *testing.T) {
 	url := serve(t, &fake{})
 	for host, want := range map[string]int{
 		"localhost": 200, "LOCALHOST:80": 200, "127.0.0.1": 200, "127.0.0.1:9": 200, "[::1]": 200, "[::1]:80": 200,
@@ -181,12 +181,12 @@ func TestHost(t *testing.T) {
 	w := httptest.NewRecorder()
 	reached.ServeHTTP(w, httptest.NewRequest("GET", "http://storage.example/", nil))
 	if w.Code != http.StatusNotFound {
-		t.Errorf("by a name on another network: %d", w.Code)
+		t.Errorf("a name on another network: %d", w.Code)
 	}
 }
 
-// Who opens connections and says nothing takes no more than there may be.
-func TestConnections(t *testing.T) {
+// Connections beyond the limit are answered with 503.
+func TestConnectionsAreLimited(t *testing.T) {
 	url := serve(t, &fake{})
 	addr := strings.TrimPrefix(url, "http://")
 	for range maxConnections {
@@ -209,14 +209,14 @@ func TestConnections(t *testing.T) {
 	secured(t, resp)
 }
 
-func TestQuery(t *testing.T) {
+func TestWrongQueryIsRefused(t *testing.T) {
 	for raw, want := range map[string]string{
 		"":                                  "",
 		"after=5":                           "",
 		"events=7":                          "",
 		"events=x":                          "query: events: ",
 		"after=-1":                          "query: after: ",
-		"after=1&after=2":                   "query: after is there 2 times",
+		"after=1&after=2":                   "query: after is given 2 times",
 		"luns.rows=1000&sessions.rows=0":    "",
 		"luns.rows=1001":                    "query: luns.rows: not 0 to 1000",
 		"sessions.rows=-1":                  "query: sessions.rows: not 0 to 1000",
@@ -240,7 +240,7 @@ func TestQuery(t *testing.T) {
 	secured(t, resp)
 }
 
-// Whatever is asked for, an answer stays within its bounds.
+// FuzzQuery checks that an answer stays within its limits for any query.
 func FuzzQuery(f *testing.F) {
 	for _, raw := range []string{"", "after=5&events=7", "luns.rows=1000&luns.sort=name&luns.find=a%20b", "sessions.rows=-1", "luns.rows=1001", "after=18446744073709551616", "%zz", "luns.rows=1&luns.rows=2"} {
 		f.Add(raw)
@@ -263,8 +263,8 @@ func FuzzQuery(f *testing.F) {
 	})
 }
 
-// After end nothing listens and nothing runs.
-func TestEnd(t *testing.T) {
+// After end nothing listens, and open connections are closed.
+func TestEndClosesEverything(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -279,15 +279,15 @@ func TestEnd(t *testing.T) {
 	end()
 	c.SetReadDeadline(time.Now().Add(20 * time.Second))
 	if n, err := c.Read(make([]byte, 1)); n != 0 || err == nil {
-		t.Errorf("a connection that was open: %d octets, %v", n, err)
+		t.Errorf("a connection that was open: %d bytes, %v", n, err)
 	}
 	if c, err := net.Dial("tcp", l.Addr().String()); err == nil {
 		c.Close()
-		t.Error("it listens")
+		t.Error("the server still listens")
 	}
 }
 
-// clock tells a time from begin on that is an Interval later each time.
+// clock returns a clock that starts at begin and advances by an Interval with each call.
 func clock(begin time.Time) func() time.Time {
 	at := begin.Add(-Interval)
 	return func() time.Time {
@@ -296,7 +296,7 @@ func clock(begin time.Time) func() time.Time {
 	}
 }
 
-// latency are counters of n commands, each of which took up to the bound of index i.
+// latency returns the counters of n commands that each took up to the bound of index i.
 func latency(n uint64, i int) []schema.PhaseState {
 	return []schema.PhaseState{
 		{Phase: "backend", Count: n, Buckets: []uint64{n}},
@@ -313,8 +313,8 @@ func check(t *testing.T, what string, l schema.Load, iops, read, write float64) 
 	}
 }
 
-// Rates are what was between two looks, of all that has gone on, begun or begun anew.
-func TestRates(t *testing.T) {
+// Rates are the difference of two samples. New and reopened LUNs count from zero.
+func TestRatesAreTheDifferenceOfTwoSamples(t *testing.T) {
 	began := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
 	lun := func(id int, state string, c schema.CounterState) schema.LUNState {
 		return schema.LUNState{Target: "t", ID: id, State: state, Counters: c}
@@ -333,19 +333,19 @@ func TestRates(t *testing.T) {
 	s := &sampler{src: f, now: clock(began)}
 	s.sample()
 	a := s.answer(query{sessions: list{rows: 9}, luns: list{rows: 9}}, nil)
-	check(t, "the first look", a.Total, 0, 0, 0)
+	check(t, "the first sample", a.Total, 0, 0, 0)
 	if len(a.Points) != 0 || len(a.LUNs.Rows) != 2 {
-		t.Errorf("the first look: %+v", a)
+		t.Errorf("the first sample: %+v", a)
 	}
 
 	f.state.Targets = []schema.TargetState{{LUNs: []schema.LUNState{
 		lun(0, schema.Ready, schema.CounterState{Reads: 140, Others: 20, ReadBytes: 5000, InFlight: 2, Latency: []schema.PhaseState{{Phase: "total", Count: 160, Buckets: []uint64{100, 60}}}}),
-		lun(1, schema.Ready, schema.CounterState{Writes: 10, WriteBytes: 100}),       // opened anew
+		lun(1, schema.Ready, schema.CounterState{Writes: 10, WriteBytes: 100}),       // opened again
 		lun(2, schema.Ready, schema.CounterState{Writes: 30, WriteBytes: 300}),       // new
-		lun(3, schema.Draining, schema.CounterState{Reads: 1e6, ReadBytes: 1 << 40}), // leaving
+		lun(3, schema.Draining, schema.CounterState{Reads: 1e6, ReadBytes: 1 << 40}), // being removed
 	}}}
 	f.state.Sessions = []schema.SessionState{
-		session(1, began.Add(time.Second), schema.CounterState{Reads: 4, ReadBytes: 40}), // another one of that TSIH
+		session(1, began.Add(time.Second), schema.CounterState{Reads: 4, ReadBytes: 40}), // a new session with that TSIH
 		session(2, began, schema.CounterState{Writes: 8, WriteBytes: 80}),
 	}
 	s.sample()
@@ -370,8 +370,8 @@ func TestRates(t *testing.T) {
 	}
 }
 
-// The points of five minutes are kept, and those who have some get the others.
-func TestPoints(t *testing.T) {
+// The points of five minutes are kept, and a query gets those that it lacks.
+func TestQueryGetsTheMissingPoints(t *testing.T) {
 	s := &sampler{src: &fake{}, now: clock(time.Now())}
 	for range maxPoints + 10 {
 		s.sample()
@@ -384,7 +384,7 @@ func TestPoints(t *testing.T) {
 	}
 }
 
-// many is a target with n LUNs, of which one is not ready, and 200 sessions.
+// many returns a target with n LUNs, of which one is not ready, and 200 sessions.
 func many(n int) *fake {
 	f := &fake{state: schema.State{LatencyBounds: []float64{1, 2}}}
 	t := schema.TargetState{Name: "iqn.2026-11.io.example:many"}
@@ -392,7 +392,7 @@ func many(n int) *fake {
 		l := schema.LUNState{Target: t.Name, ID: i, Backend: "file", State: schema.Ready, Size: 1 << 30,
 			Counters: schema.CounterState{Reads: uint64(i) * 1000, ReadBytes: uint64(n-i) << 30, Latency: latency(uint64(i), 1)}}
 		if i == n/2 {
-			l.State, l.Reason = schema.NotReady, "it is away"
+			l.State, l.Reason = schema.NotReady, "the disk is away"
 		}
 		t.LUNs = append(t.LUNs, l)
 	}
@@ -403,8 +403,8 @@ func many(n int) *fake {
 	return f
 }
 
-// With 1,000 LUNs an answer has those that were asked for, what is wrong before all else.
-func TestRows(t *testing.T) {
+// An answer has the rows that the query selects, LUNs that are not ready first.
+func TestAnswerHasTheSelectedRows(t *testing.T) {
 	f := many(1000)
 	s := &sampler{src: f, now: clock(time.Now())}
 	load := f.state
@@ -449,12 +449,12 @@ func TestRows(t *testing.T) {
 		t.Fatal(err)
 	}
 	if len(b) > 24<<10 {
-		t.Errorf("an answer is of %d octets", len(b))
+		t.Errorf("an answer of %d bytes", len(b))
 	}
 }
 
-// The last events and refused logins come first, and there are not more than some.
-func TestEvents(t *testing.T) {
+// The latest events and refused logins come first, and their number is limited.
+func TestLatestEventsComeFirst(t *testing.T) {
 	var events []schema.Event
 	for i := range uint64(1024) {
 		e := schema.Event{Number: i + 1, Event: "login", Attrs: map[string]any{"outcome": "accepted"}}
@@ -479,7 +479,7 @@ func TestEvents(t *testing.T) {
 	}
 }
 
-func TestReservation(t *testing.T) {
+func TestReservationInWords(t *testing.T) {
 	two := []schema.RegistrationState{{Initiator: "a"}, {Initiator: "b", Holder: true}}
 	for _, tc := range []struct {
 		r    *schema.ReservationState
@@ -497,7 +497,7 @@ func TestReservation(t *testing.T) {
 	}
 }
 
-// BenchmarkSample is what a look costs with 1,000 LUNs and 200 sessions, beside the State.
+// BenchmarkSample measures a sample of 1,000 LUNs and 200 sessions, without State.
 func BenchmarkSample(b *testing.B) {
 	s := newSampler(many(1000))
 	s.now = clock(s.at)
@@ -506,7 +506,7 @@ func BenchmarkSample(b *testing.B) {
 	}
 }
 
-// BenchmarkAnswer is what each page costs every Interval.
+// BenchmarkAnswer measures the cost of each page in every Interval.
 func BenchmarkAnswer(b *testing.B) {
 	s := newSampler(many(1000))
 	q, err := parseQuery("luns.find=lun")

@@ -12,16 +12,16 @@ import (
 )
 
 const (
-	// Interval is how often the target is looked at.
+	// Interval is the time between two samples.
 	Interval = 2 * time.Second
-	// maxPoints of the charts are kept: five minutes.
+	// maxPoints bounds the points of the charts, to five minutes.
 	maxPoints = 150
-	// maxEvents and maxRefused of the last ones are shown.
+	// maxEvents and maxRefused bound the events and refused logins of an answer.
 	maxEvents  = 100
 	maxRefused = 50
 )
 
-// A point is one of the charts.
+// A point is one point of the charts.
 type point struct {
 	Number uint64    `json:"number"` // from 1, one more each time
 	Time   time.Time `json:"time"`
@@ -46,21 +46,21 @@ type lunRow struct {
 	ID          int    `json:"id"`
 	State       string `json:"state"`
 	Reason      string `json:"reason,omitempty"`
-	Size        int64  `json:"size"` // octets
+	Size        int64  `json:"size"` // bytes
 	Backend     string `json:"backend"`
 	ReadOnly    bool   `json:"read_only,omitempty"`
 	Reservation string `json:"reservation,omitempty"`
 	schema.Load
 }
 
-// A table is the part of a list that was asked for.
+// A table has the rows of a list that a query selects.
 type table[T any] struct {
 	All      int `json:"all"`
 	Matching int `json:"matching"`
 	Rows     []T `json:"rows"`
 }
 
-// An answer is what the page shows.
+// An answer has all that the page shows.
 type answer struct {
 	Time     time.Time            `json:"time"` // of the sample
 	Interval float64              `json:"interval"`
@@ -78,12 +78,12 @@ type answer struct {
 	Refused  []schema.Event       `json:"refused"` // logins, the last one first
 }
 
-// A sampler has what the target was like when it was last looked at.
+// A sampler keeps the last sample of a target, and the points of the charts.
 type sampler struct {
 	src Source
 	now func() time.Time
 
-	mu       sync.Mutex // held for moments, while what follows is read, or written by sample
+	mu       sync.Mutex // held only to read or replace the fields below
 	at       time.Time
 	state    schema.State
 	sessions []sessionRow
@@ -91,14 +91,14 @@ type sampler struct {
 	points   []point
 }
 
-// newSampler returns one that has looked once.
+// newSampler returns a sampler with a first sample.
 func newSampler(src Source) *sampler {
 	s := &sampler{src: src, now: time.Now}
 	s.sample()
 	return s
 }
 
-// run looks every Interval until stop is closed.
+// run samples every Interval until stop is closed.
 func (s *sampler) run(stop <-chan struct{}) {
 	tick := time.NewTicker(Interval)
 	defer tick.Stop()
@@ -122,7 +122,7 @@ type lunKey struct {
 	id     int
 }
 
-// counters are those of a state by what they are about.
+// counters returns the counters of st by session and LUN.
 func counters(st *schema.State) (sessions map[sessionKey]*schema.CounterState, luns map[lunKey]*schema.CounterState) {
 	sessions, luns = map[sessionKey]*schema.CounterState{}, map[lunKey]*schema.CounterState{}
 	for i := range st.Sessions {
@@ -130,7 +130,7 @@ func counters(st *schema.State) (sessions map[sessionKey]*schema.CounterState, l
 	}
 	for i := range st.Targets {
 		for j := range st.Targets[i].LUNs {
-			if l := &st.Targets[i].LUNs[j]; l.State != schema.Draining { // there may be a new one of that number
+			if l := &st.Targets[i].LUNs[j]; l.State != schema.Draining { // a new LUN may have the number
 				luns[lunKey{l.Target, l.ID}] = &l.Counters
 			}
 		}
@@ -138,11 +138,11 @@ func counters(st *schema.State) (sessions map[sessionKey]*schema.CounterState, l
 	return sessions, luns
 }
 
-// sample looks at the target. The first time nothing is known of what was before, and
-// all rates are 0.
+// sample reads the state of the target and computes rates. In the first sample all rates are
+// 0.
 func (s *sampler) sample() {
 	st := s.src.State()
-	now := s.now() // behind it: it may have had to wait
+	now := s.now() // after State, which may wait
 	seconds := now.Sub(s.at).Seconds()
 	first := s.at.IsZero() || seconds <= 0
 	oldSessions, oldLUNs := counters(&s.state)
@@ -198,7 +198,7 @@ func (s *sampler) sample() {
 	s.points = append(s.points, point{number, now, all.Load(seconds, st.LatencyBounds)})
 }
 
-// reservation is r in a few words.
+// reservation describes r in a few words.
 func reservation(r *schema.ReservationState) string {
 	switch {
 	case r == nil:
@@ -220,10 +220,10 @@ func reservation(r *schema.ReservationState) string {
 	return r.Type + " by " + holders[0]
 }
 
-// orders are what rows can be sorted by, the greatest first but for names.
+// orders lists the orders of rows: the highest value first, names alphabetically.
 var orders = []string{"iops", "bytes", "latency", "name"}
 
-// answer is what q asks for.
+// answer returns the part of the last sample that q selects, with events.
 func (s *sampler) answer(q query, events []schema.Event) *answer {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -236,13 +236,13 @@ func (s *sampler) answer(q query, events []schema.Event) *answer {
 		a.Pending = []string{}
 	}
 	if n := len(s.points); n == 0 || q.after > s.points[n-1].Number {
-		q.after = 0 // it is a number of another sampler
+		q.after = 0 // a number of an earlier process
 	}
 	for _, p := range s.points {
 		if p.Number > q.after {
 			a.Points = append(a.Points, p)
 		}
-		a.Total = p.Load // the last one
+		a.Total = p.Load // that of the last point remains
 	}
 	for i := range s.luns {
 		if s.luns[i].State == schema.NotReady {
@@ -266,7 +266,7 @@ func (s *sampler) answer(q query, events []schema.Event) *answer {
 	return a
 }
 
-// trouble is 1 for what comes first, whatever the order is.
+// trouble returns 1 for a LUN that is not ready, and comes first in any order, else 0.
 func (r *lunRow) trouble() int {
 	if r.State == schema.Ready {
 		return 0
@@ -274,16 +274,17 @@ func (r *lunRow) trouble() int {
 	return 1
 }
 
-// text is what a row is found by.
+// text returns the text in which a query finds a row.
 func (r *lunRow) text() string {
 	return fmt.Sprintf("%s lun %d %s %s %s %s", r.Target, r.ID, r.State, r.Reason, r.Backend, r.Reservation)
 }
 
+// text returns the text in which a query finds a row.
 func (r *sessionRow) text() string {
 	return fmt.Sprintf("%d %s %s %s %s", r.TSIH, r.Initiator, r.Target, r.Transport, r.Remote)
 }
 
-// byRates compares by one of orders; 0 by name.
+// byRates compares a and b in one of orders. It returns 0 if that is name.
 func byRates(order string, a, b *schema.Load) int {
 	switch order {
 	case "iops":
@@ -303,7 +304,7 @@ func orZero(v *float64) float64 {
 	return *v
 }
 
-// selectRows are the rows that l asks for.
+// selectRows returns the rows that l selects.
 func selectRows[T any](all []T, l list, text func(*T) string, order func(a, b *T) int) table[T] {
 	t := table[T]{All: len(all), Rows: []T{}}
 	var match []*T

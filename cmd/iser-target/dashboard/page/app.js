@@ -1,11 +1,11 @@
-// The page of the dashboard: it asks for /api/state every few seconds and shows it. What
-// the target says becomes text, never markup.
+// The page of the dashboard requests /api/state every few seconds and shows it. Text from
+// the target becomes text, never markup.
 
 const $ = (id) => document.getElementById(id);
 const spans = [[60, 15], [120, 30], [300, 60]]; // lengths of the time axis and their steps, in seconds
-const step = 100; // rows more, by a click
+const step = 100; // more rows per click
 const most = 1000; // rows
-const patience = 10000; // ms until an answer is given up
+const patience = 10000; // ms to wait for an answer
 
 // ---- Numbers
 
@@ -59,13 +59,13 @@ function el(tag, cls, text) {
   return e;
 }
 function say(e, text) {
-  if (e.textContent !== text) e.textContent = text; // so that what is selected stays so
+  if (e.textContent !== text) e.textContent = text; // an equal text keeps the selection of the user
 }
 function look(e, cls) {
   if (e.className !== cls) e.className = cls;
 }
 
-// Parts of cells: a text with a small one below it, and a badge with one.
+// Parts of cells: a text with a small text below it, and a badge with one.
 function lines(cell, text, small) {
   if (!cell.firstChild) cell.append(el("span"), el("small"));
   say(cell.firstChild, text);
@@ -76,8 +76,8 @@ function badge(cell, text, cls, small) {
   look(cell.firstChild, `badge ${cls}`);
 }
 
-// A column is [label, class of its cells, what puts a row into a cell]; the first one is
-// the heading of its row.
+// A column is [label, class of its cells, function that shows a row in a cell]. The first
+// column is the heading of its row.
 function fill(table, rows, key, columns) {
   const body = table.tBodies[0];
   const old = new Map([...body.rows].map((tr) => [tr.dataset.key, tr]));
@@ -88,7 +88,7 @@ function fill(table, rows, key, columns) {
     if (!tr) {
       tr = el("tr");
       tr.dataset.key = k;
-      tr.role = "row"; // which it has to be told where rows are cards
+      tr.role = "row"; // lost without this where rows are cards
       columns.forEach(([label, cls], j) => {
         const cell = el(j === 0 ? "th" : "td", cls);
         cell.role = j === 0 ? "rowheader" : "cell";
@@ -114,7 +114,7 @@ function shape(parent, tag, cls, attrs) {
   return e;
 }
 
-// A scale is the ticks of an axis for some values, and which part of it is below a value.
+// A scale has the ticks of an axis, and a function that returns the share of the axis below a value.
 // From 0, with at most four steps of 1, 2 or 5 times a power of ten:
 function linear(values) {
   const highest = Math.max(1000, ...values);
@@ -124,7 +124,7 @@ function linear(values) {
   return { ticks: Array.from({ length: n + 1 }, (_, i) => i * step), part: (v) => v / (n * step) };
 }
 
-// Powers of ten at equal distances: latencies differ by factors. What is below 1 µs is on the axis.
+// Powers of ten at equal distances, because latencies differ by factors. Values below 1 µs are on the axis.
 function decades(values) {
   const exponents = (values.length ? values : [1e-4]).map((v) => Math.log10(Math.max(v, 1e-6)));
   const lo = Math.floor(Math.min(...exponents));
@@ -181,7 +181,7 @@ class Chart {
     this.point(this.over ?? null);
   }
 
-  // The points in pieces: where nothing is known there is no line.
+  // Returns the points in runs. No line connects points with missing values between them.
   runs(points, k) {
     const list = [];
     let before = null;
@@ -213,7 +213,7 @@ class Chart {
     }
   }
 
-  // Shows the values at a place of the screen, or the last ones.
+  // Shows the values at a position on the screen, or the last ones.
   point(clientX) {
     this.over = clientX;
     let p = this.points.at(-1);
@@ -238,7 +238,7 @@ class Chart {
   }
 }
 
-// ---- What is shown
+// ---- State
 
 let interval = 2; // seconds
 let started = "";
@@ -303,13 +303,13 @@ function showList(id, t) {
   say($(`${id}-count`), t.matching === t.all ? t.all.toLocaleString("en") : `${t.matching.toLocaleString("en")} of ${t.all.toLocaleString("en")}`);
   $(id).hidden = t.rows.length === 0;
   $(`${id}-empty`).hidden = t.rows.length > 0;
-  say($(`${id}-empty`), t.all === 0 ? `There are no ${l.noun}s.` : "Nothing matches the filter.");
+  say($(`${id}-empty`), t.all === 0 ? `No ${l.noun}s.` : "Nothing matches the filter.");
   const rest = Math.min(t.matching, most) - t.rows.length;
   $(`${id}-more`).hidden = rest <= 0;
   say($(`${id}-more`), `Show ${many(Math.min(step, rest), "more " + l.noun, "more " + l.noun + "s")}`);
 }
 
-const hidden = ["outcome", "local", "isid", "cid"]; // attributes that are said elsewhere, or of no use here
+const hidden = ["outcome", "local", "isid", "cid"]; // attributes that are shown elsewhere, or useless here
 function attributes(e) {
   return Object.entries(e.attrs ?? {}).filter(([k, v]) => !hidden.includes(k) && v !== "").map(([k, v]) => `${k}=${v}`).join("  ");
 }
@@ -323,7 +323,7 @@ function showEvents(a, now) {
     ["Target", "wrap wide", attr("target")],
     ["From", "time wide", attr("remote")],
     ["Stage", "", attr("stage")],
-    ["Reason", "wrap wide", (c, e) => lines(c, String(e.attrs?.reason ?? "–"), e.attrs?.status && `told: ${e.attrs.status}`)],
+    ["Reason", "wrap wide", (c, e) => lines(c, String(e.attrs?.reason ?? "–"), e.attrs?.status && `status: ${e.attrs.status}`)],
   ]);
   say($("refused-count"), recent.refused.length ? String(recent.refused.length) : "");
   const levels = { ERROR: "bad", WARN: "warn" };
@@ -357,7 +357,7 @@ function showHealth(a, now) {
 }
 
 function show(a) {
-  if (started && a.started !== started) { // it is another process, whose numbers begin anew
+  if (started && a.started !== started) { // another process, whose numbers begin at 1
     started = "";
     points = recent.events = recent.refused = [];
     ask();
@@ -385,11 +385,11 @@ function show(a) {
   say($("interval"), String(a.interval));
 }
 
-// ---- Asking
+// ---- Requests
 
 let timer = 0;
 let asking = null;
-let answered = null; // when the target last did
+let answered = null; // time of the last answer
 
 function url() {
   const q = new URLSearchParams({ after: points.at(-1)?.number ?? 0, events: Math.max(0, ...[...recent.events, ...recent.refused].map((e) => e.number)) });
@@ -416,10 +416,10 @@ async function ask() {
     $("lost").hidden = true;
     show(a);
   } catch (e) {
-    if (mine !== asking) return; // a later question is under way
+    if (mine !== asking) return; // a later request is in progress
     say($("health"), "No answer");
     look($("health"), "pill bad");
-    say($("lost"), `The target does not answer (${e.message}). ${answered ? `What is shown is of ${clock(answered)}.` : ""} Trying again.`);
+    say($("lost"), `The target does not answer (${e.message}). ${answered ? `The page shows the state at ${clock(answered)}.` : ""} Retrying.`);
     $("lost").hidden = false;
   } finally {
     clearTimeout(limit);
