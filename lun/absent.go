@@ -2,16 +2,16 @@ package lun
 
 import "github.com/iser-target/iser-target/backend"
 
-// NewAbsent makes a logical unit whose store is not there yet. It says who it is,
-// and what else needs the medium or changes the unit is answered with NOT READY. Its
-// place is taken by Inventory.Replace. The block size is 512 or 4096 octets, and 512
-// if it is 0.
+// NewAbsent returns a logical unit whose store is missing. It reports its identity, and
+// answers NOT READY to what else needs the medium or changes the unit.
+// Inventory.Replace puts another unit in its place. The block size is 512 or 4096
+// bytes; 0 means 512.
 func NewAbsent(blockSize uint32, o Options) (*Unit, error) {
 	if blockSize == 0 {
 		blockSize = 512
 	}
-	// A unit keeps what its initiators set. This one is set nothing, and what the
-	// store's unit has kept is for that one to find.
+	// Initiators can set nothing here that has to be kept. What is kept is for the
+	// unit that gets the store.
 	o.Reservations, o.Settings, o.Sanitizations, o.Sanitize = nil, nil, nil, false
 	u, err := New(absentStore{blockSize}, o)
 	if err == nil {
@@ -20,8 +20,8 @@ func NewAbsent(blockSize uint32, o Options) (*Unit, error) {
 	return u, err
 }
 
-// NewOpening is NewAbsent for a store that is about to be there: initiators are told to try
-// again, not that somebody has to come.
+// NewOpening returns a logical unit like that of NewAbsent for a store that is about to
+// open: it tells initiators to try again, not that somebody has to intervene.
 func NewOpening(blockSize uint32, o Options) (*Unit, error) {
 	u, err := NewAbsent(blockSize, o)
 	if err == nil {
@@ -30,10 +30,10 @@ func NewOpening(blockSize uint32, o Options) (*Unit, error) {
 	return u, err
 }
 
-// Absent tells that the unit is one of NewAbsent or NewOpening.
+// Absent reports whether NewAbsent or NewOpening made the unit.
 func (u *Unit) Absent() bool { return u.absent != condNone }
 
-// absentStore is what stands for a store that is not there.
+// An absentStore takes the place of a store that is missing.
 type absentStore struct{ blockSize uint32 }
 
 func (s absentStore) Info() backend.Info {

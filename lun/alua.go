@@ -17,9 +17,9 @@ const (
 	unavailable        accessState = 0x3
 )
 
-// accessStates is what there is to each state: its name in the file of settings,
-// what commands meet in it, and which of them do not. A transition takes no
-// time, so that no command meets one.
+// accessStates defines each state: its name in the file of settings, and what commands
+// meet in it, except those that it serves. A transition takes no time, so that no
+// command meets one.
 var accessStates = [...]struct {
 	name   string
 	cond   Sense
@@ -31,13 +31,13 @@ var accessStates = [...]struct {
 	unavailable:        {"unavailable", condUnavailable, absentLUN | anyAccess},
 }
 
-// portGroups are the states of a unit's target port groups that have been set, by
-// tag. The others are active/optimized. A value is not changed; a new one takes
-// its place. A target port is a group of its own: initiators set the states of
-// paths one by one.
+// portGroups are the states of a unit's target port groups that initiators set, by tag.
+// The others are active/optimized. A value does not change; a new one takes its place.
+// Each target port is a group of its own: initiators set the states of paths one by
+// one.
 type portGroups map[uint16]accessState
 
-// obstacle is condNone, or what commands with these flags meet on the target port.
+// obstacle returns condNone, or what commands with these flags meet on the target port.
 func (g portGroups) obstacle(port uint16, class flags) Sense {
 	s := &accessStates[g[port]]
 	if class&s.served != 0 {
@@ -46,7 +46,8 @@ func (g portGroups) obstacle(port uint16, class flags) Sense {
 	return s.cond
 }
 
-// obstacle is that of the unit.
+// obstacle returns condNone, or what commands with these flags meet on the target port
+// of n.
 func (u *Unit) obstacle(n *Nexus, class flags) Sense {
 	if g := u.access.Load(); g != nil {
 		return g.obstacle(n.port.TPGT, class)
@@ -54,7 +55,7 @@ func (u *Unit) obstacle(n *Nexus, class flags) Sense {
 	return condNone
 }
 
-// reportPortGroups is REPORT TARGET PORT GROUPS (SPC-4, section 6.37).
+// reportPortGroups executes REPORT TARGET PORT GROUPS (SPC-4, section 6.37).
 func reportPortGroups(u *Unit, c *Command) bool {
 	const (
 		formatMask, formatExtended = 0xe0, 0x20
@@ -83,6 +84,7 @@ func reportPortGroups(u *Unit, c *Command) bool {
 	return c.report(b, binary.BigEndian.Uint32(c.CDB[6:]))
 }
 
+// beginSetPortGroups checks the length of the list of SET TARGET PORT GROUPS.
 func beginSetPortGroups(_ *Unit, c *Command) bool {
 	n := binary.BigEndian.Uint32(c.CDB[6:])
 	if n > MaxParameterList {
@@ -92,9 +94,9 @@ func beginSetPortGroups(_ *Unit, c *Command) bool {
 	return true
 }
 
-// consumeSetPortGroups is SET TARGET PORT GROUPS (SPC-4, section 6.45), for primary
-// states. They are on stable storage, where there is some, before they are in
-// force.
+// consumeSetPortGroups executes SET TARGET PORT GROUPS (SPC-4, section 6.45) for
+// primary states. With Options.Settings, the states are on stable storage before they
+// are in force.
 func consumeSetPortGroups(u *Unit, c *Command, p []byte, _ uint64) bool {
 	const header, descriptor = 4, 4
 	if len(p) < header || len(p)%descriptor != 0 {
@@ -133,7 +135,7 @@ func consumeSetPortGroups(u *Unit, c *Command, p []byte, _ uint64) bool {
 	return true
 }
 
-// entries is g as the file of settings has it.
+// entries returns g in the form of the file of settings.
 func (g portGroups) entries() []portGroupEntry {
 	list := make([]portGroupEntry, 0, len(g))
 	for _, tag := range slices.Sorted(maps.Keys(g)) {

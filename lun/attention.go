@@ -1,6 +1,10 @@
 package lun
 
-import "math/bits"
+import (
+	"math/bits"
+
+	"github.com/iser-target/iser-target/lun/invariant"
+)
 
 const (
 	attentionPowerOn = iota
@@ -17,7 +21,8 @@ const (
 	attentionRegistrationsPreempted
 )
 
-// attentions are the unit attentions there are; the first is reported first.
+// attentions are the unit attentions that a unit can raise; the first is reported
+// first.
 var attentions = [...]Sense{
 	attentionPowerOn:                condPowerOn,
 	attentionReset:                  condReset,
@@ -33,33 +38,32 @@ var attentions = [...]Sense{
 	attentionRegistrationsPreempted: condRegistrationsPreempted,
 }
 
-// reported are the attentions about what initiators keep in mind of a unit, which
-// may be wrong now although they have nothing to ask it: see OnEvent.
-// Of attentionLUNs, which all units of a nexus have at the same time, one is enough:
-// see changeList.
+// reported are the attentions about facts that an initiator keeps in mind and that may
+// be wrong now, although it has nothing to ask the unit: see OnEvent. All units of a
+// nexus raise attentionLUNs together, so changeList reports it once.
 const reported = 1<<attentionMedium | 1<<attentionMode | 1<<attentionCapacity
 
-// raise makes a unit attention due. One that is due already changes nothing.
+// raise makes a unit attention due. It does nothing if the attention is due already.
 func (l *itl) raise(attention int) {
 	if l.due.Or(1<<attention)&(1<<attention) == 0 && reported&(1<<attention) != 0 {
 		l.report(attention)
 	}
 }
 
+// report calls the function of OnEvent with the sense data of the attention.
 func (l *itl) report(attention int) {
 	if f := l.nexus.event.Load(); f != nil {
-		s := senseData{Sense: attentions[attention], field: noField, bit: noField}
+		s := newSense(attentions[attention])
 		(*f)(EncodeLUN(l.id), s.put(make([]byte, senseLen)))
 	}
 }
 
-// OnEvent makes report hear of a unit attention as soon as it is due, if what it is
-// about should not wait for the initiator's next command. The attention remains
-// due. report must neither wait nor call the nexus.
+// OnEvent sets a function that is called as soon as a unit attention is due, if its
+// subject should not wait for the initiator's next command. The attention remains due.
+// report must neither wait nor call the nexus.
 func (n *Nexus) OnEvent(report func(lun [8]byte, sense []byte)) { n.event.Store(&report) }
 
-// takeAttention returns the first unit attention that is due, which then is no
-// longer.
+// takeAttention returns the first unit attention that is due, and takes it away.
 func (l *itl) takeAttention() (k Sense, ok bool) {
 	for {
 		due := l.due.Load()
@@ -72,8 +76,8 @@ func (l *itl) takeAttention() (k Sense, ok bool) {
 	}
 }
 
-// PendingAttention returns the unit attention that the next command for the LUN
-// field would meet, and how many there are in all. It does not take it away.
+// PendingAttention returns the unit attention that the next command for the LUN field
+// would meet, and how many are due in all. It takes none away.
 func (n *Nexus) PendingAttention(lun [8]byte) (first Sense, pending int) {
 	l := n.find(lun)
 	if l == nil {
@@ -86,15 +90,18 @@ func (n *Nexus) PendingAttention(lun [8]byte) (first Sense, pending int) {
 	return attentions[bits.TrailingZeros32(due)], bits.OnesCount32(due)
 }
 
-// raise lets all nexuses but by, which may be nil, hear of an attention.
+// raise makes an attention due for all nexuses except by, which may be nil.
 func (u *Unit) raise(attention int, by *Nexus) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	u.raiseLocked(attention, by)
 }
 
-// Preconditions: mu is held.
+// raiseLocked does what raise does.
+//
+// Preconditions: u.mu is held.
 func (u *Unit) raiseLocked(attention int, by *Nexus) {
+	invariant.Held(&u.mu)
 	for l := range u.seen {
 		if l.nexus != by {
 			l.raise(attention)
@@ -102,8 +109,8 @@ func (u *Unit) raiseLocked(attention int, by *Nexus) {
 	}
 }
 
-// CommandsCleared lets n hear that another nexus has ended commands of it for
-// the logical unit (SAM-5, section 5.8.6, with TAS 0).
+// CommandsCleared notifies n that another nexus ended its commands for the logical unit
+// (SAM-5, section 5.8.6, with TAS 0).
 func (n *Nexus) CommandsCleared(lun [8]byte) {
 	if l := n.find(lun); l != nil {
 		l.raise(attentionCleared)

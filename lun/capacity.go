@@ -2,7 +2,7 @@ package lun
 
 import "encoding/binary"
 
-// readCapacity10 is READ CAPACITY(10) (SBC-3, section 5.15).
+// readCapacity10 executes READ CAPACITY(10) (SBC-3, section 5.15).
 func readCapacity10(u *Unit, c *Command) bool {
 	const pmi = 0x01
 	if binary.BigEndian.Uint32(c.CDB[2:]) != 0 && c.CDB[8]&pmi == 0 {
@@ -14,7 +14,7 @@ func readCapacity10(u *Unit, c *Command) bool {
 	return c.report(b, uint32(len(b)))
 }
 
-// readCapacity16 is READ CAPACITY(16) (SBC-3, section 5.16).
+// readCapacity16 executes READ CAPACITY(16) (SBC-3, section 5.16).
 func readCapacity16(u *Unit, c *Command) bool {
 	const pmi, lbpme, lbprz = 0x01, 0x80, 0x40
 	if binary.BigEndian.Uint64(c.CDB[2:]) != 0 && c.CDB[14]&pmi == 0 {

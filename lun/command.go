@@ -2,41 +2,41 @@ package lun
 
 import "sync/atomic"
 
-// MaxParameterList is the longest parameter list of a command, in octets.
+// MaxParameterList is the longest parameter list of a command, in bytes.
 const MaxParameterList = 65536
 
-// A Command is one SCSI command from CDB to status. Its owner uses it again
-// and again, which allocates nothing.
+// A Command is one SCSI command from CDB to status. Its owner reuses it, which
+// allocates nothing.
 type Command struct {
 	// Set by the caller before Begin.
 	LUN [8]byte // LUN field of the PDU
-	CDB []byte  // 16 octets, or more with an extended CDB; not changed until End
-	// Expected is how many octets of data-out the initiator means to send; 0
-	// if it does not say. With more than they take, commands that could do harm
-	// by a misunderstanding fail.
+	CDB []byte  // 16 bytes, or more with an extended CDB; not changed until End
+	// Expected is how many bytes of data-out the initiator means to send; 0: it
+	// does not say. Commands that a misunderstanding makes harmful fail if that
+	// is more than they take.
 	Expected uint64
-	// Abort, unless it is nil, becomes true when the command is to stop soon: it
-	// then begins nothing more, and its status is told to nobody.
+	// Abort, if not nil, becomes true when the command has to stop soon. It then
+	// begins nothing more, and nobody gets its status.
 	Abort *atomic.Bool
 
-	// Set by Begin: how many octets the command transfers (SPDTL).
+	// Set by Begin: how many bytes the command transfers (SPDTL).
 	DataOut, DataIn uint64
 	// Whole: DataOut is a parameter list, which Consume gets in one piece.
 	Whole bool
-	// Overflow: the command has failed because Expected is less than it takes.
+	// Overflow: the command failed because Expected is less than it takes.
 	Overflow bool
 
-	Status byte // valid when Begin has returned false, or after End
+	Status byte // valid after Begin returned false, or after End
 
 	row     *command
 	nexus   *Nexus
-	itl     *itl // nil if there is no such logical unit; so is unit
+	itl     *itl // nil if the LUN does not exist; so is unit
 	unit    *Unit
 	counted bool // as one in flight
 	failed  bool
 	lba     uint64
 	count   uint64 // blocks
-	arrived uint64 // octets of data-out
+	arrived uint64 // bytes of data-out
 	whole   []byte // data-out of WRITE ATOMIC
 	same    []byte // DataIn of a command that reports something
 
@@ -45,8 +45,8 @@ type Command struct {
 	buf      []byte // memory of same; kept
 }
 
-// Begin decodes the CDB and checks all that can be checked without data. If
-// it returns false the command has ended, with Status and Sense.
+// Begin decodes the CDB and checks everything that needs no data. If it returns false
+// the command ended, with Status and Sense.
 func (n *Nexus) Begin(c *Command) bool {
 	c.DataOut, c.DataIn, c.Whole, c.Overflow, c.Status = 0, 0, false, false, StatusGood
 	c.failed, c.lba, c.count, c.arrived, c.same, c.sense = false, 0, 0, 0, nil, nil
@@ -62,7 +62,7 @@ func (n *Nexus) Begin(c *Command) bool {
 		}
 	}
 	if c.unit != nil && c.unit.absent != condNone && row != nil && row.flags&absentLUN == 0 {
-		return c.fail(c.unit.absent) // an optional command, too: nobody knows what the store can do
+		return c.fail(c.unit.absent) // an optional command, too: the abilities of the store are unknown
 	}
 	if row == nil || !c.unit.supports(row) {
 		return c.failRow()
@@ -101,7 +101,8 @@ func (n *Nexus) Begin(c *Command) bool {
 	return true
 }
 
-// identify finds out what c, which comes from n, is about.
+// identify finds the logical unit and the row of the table that c, which comes from n,
+// is about.
 func (c *Command) identify(n *Nexus) {
 	c.nexus, c.itl, c.unit = n, n.find(c.LUN), nil
 	if c.itl != nil {
@@ -111,9 +112,9 @@ func (c *Command) identify(n *Nexus) {
 	c.countBegun()
 }
 
-// Consume takes the data-out that starts at off. The pieces of a command come
-// in order; all but the last are multiples of 4096 octets. It returns false
-// when the command has failed and wants no more.
+// Consume executes the command for the data-out that starts at off. The pieces of a
+// command come in order; all except the last are multiples of 4096 bytes. Consume
+// returns false if the command failed and takes no more data.
 func (n *Nexus) Consume(c *Command, p []byte, off uint64) bool {
 	if c.failed {
 		return false
@@ -125,8 +126,8 @@ func (n *Nexus) Consume(c *Command, p []byte, off uint64) bool {
 	return c.row.consume(c.unit, c, p, off)
 }
 
-// Produce fills p with the data-in that starts at off, under the same rules;
-// the last piece may end within a block.
+// Produce fills p with the data-in that starts at off, under the same rules. The last
+// piece may end within a block.
 func (n *Nexus) Produce(c *Command, p []byte, off uint64) bool {
 	if c.failed {
 		return false
@@ -138,8 +139,8 @@ func (n *Nexus) Produce(c *Command, p []byte, off uint64) bool {
 	return true
 }
 
-// End is called after the data, also if that was cut short because the
-// initiator expected less. Status and Sense are valid then.
+// End ends the command after its data, also if the initiator expected less and the data
+// was cut short. Status and Sense are valid then.
 func (n *Nexus) End(c *Command) {
 	switch {
 	case c.failed:
@@ -163,8 +164,8 @@ func (c *Command) Fail(s Sense) {
 	c.fail(s)
 }
 
-// Sense is the sense data of a command that has ended with CHECK CONDITION,
-// else nil. It is valid until the next Begin.
+// Sense returns the sense data of a command that ended with CHECK CONDITION, else nil.
+// It is valid until the next Begin.
 func (c *Command) Sense() []byte { return c.sense }
 
 // Fenced reports whether the transport has to keep the order between the response to c and other
@@ -185,7 +186,7 @@ func (c *Command) report(b []byte, allocation uint32) bool {
 	return true
 }
 
-// zeroed is memory of n octets, all 0, for report.
+// zeroed returns n bytes of memory, all 0, for report.
 func (c *Command) zeroed(n int) []byte {
 	if cap(c.buf) < n {
 		c.buf = make([]byte, n)

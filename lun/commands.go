@@ -39,11 +39,11 @@ type command struct {
 	phases
 }
 
-// Phases are what a command does, in this order. Those that are nil do nothing.
+// phases are what a command does, in this order. A nil phase does nothing.
 type phases struct {
-	begin   func(*Unit, *Command) bool                 // checks the CDB, says how much data there is
+	begin   func(*Unit, *Command) bool                 // checks the CDB, and sets how much data follows
 	consume func(*Unit, *Command, []byte, uint64) bool // data-out
-	produce func(*Unit, *Command, []byte, uint64) bool // data-in that begin has not reported
+	produce func(*Unit, *Command, []byte, uint64) bool // data-in, unless begin has called report
 	end     func(*Unit, *Command)
 }
 
@@ -131,8 +131,9 @@ var commands = slices.Concat([]command{
 		usage: "\x08" + range10, phases: writeSame},
 	{op: 0x42, name: "UNMAP", flags: medium | writes | thin | allData,
 		usage: "\x00\x00\x00\x00\x00\x1f\xff\xff\x00", phases: phases{begin: beginUnmap, consume: consumeUnmap}},
-	{op: 0x48, hasSA: true, sa: sanitizeOverwrite, name: "SANITIZE OVERWRITE", flags: medium | writes | sanitizes | allData,
-		usage: "\xbf\x00\x00\x00\x00\x00\xff\xff\x00", phases: phases{begin: beginOverwrite, consume: consumeOverwrite}},
+	{op: 0x48, hasSA: true, sa: sanitizeOverwrite, name: "SANITIZE OVERWRITE",
+		flags: medium | writes | sanitizes | allData, usage: "\xbf\x00\x00\x00\x00\x00\xff\xff\x00",
+		phases: phases{begin: beginOverwrite, consume: consumeOverwrite}},
 	{op: 0x48, hasSA: true, sa: sanitizeBlockErase, name: "SANITIZE BLOCK ERASE",
 		flags: medium | writes | sanitizes | thin, usage: "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", phases: erase},
 	{op: 0x48, hasSA: true, sa: sanitizeCryptoErase, name: "SANITIZE CRYPTOGRAPHIC ERASE",
@@ -223,8 +224,8 @@ func persistentReserveOut() (rows []command) {
 	return rows
 }
 
-// byOpcode finds the rows of an operation code. It is filled by init, because
-// rows refer to functions that walk the table.
+// byOpcode has the rows of each operation code. init fills it, because rows refer to
+// functions that walk the table.
 var byOpcode [256][]*command
 
 func init() {
@@ -234,9 +235,9 @@ func init() {
 	}
 }
 
-const saMask = 0x1f // SERVICE ACTION in octet 1
+const saMask = 0x1f // SERVICE ACTION in byte 1
 
-// lookup finds the row of a CDB of at least 16 octets, or nil.
+// lookup returns the row of a CDB of at least 16 bytes, or nil.
 func lookup(cdb []byte) *command {
 	for _, row := range byOpcode[cdb[0]] {
 		if !row.hasSA || row.sa == cdb[1]&saMask {
@@ -246,7 +247,7 @@ func lookup(cdb []byte) *command {
 	return nil
 }
 
-// failRow ends a command for which there is no row that applies to the unit.
+// failRow fails a command without a row that applies to the unit.
 func (c *Command) failRow() bool {
 	for _, row := range byOpcode[c.CDB[0]] {
 		if row.hasSA && c.unit.supports(row) {
@@ -256,13 +257,14 @@ func (c *Command) failRow() bool {
 	return c.fail(condOpcode)
 }
 
-// naca is the bit of the CONTROL octet that asks for an auto contingent
-// allegiance (SAM-5, section 5.9). There is none (NORMACA 0), because with one task
-// set for all an initiator that fails and goes away would keep everybody from the
-// unit. The other bits are vendor specific or obsolete.
+// naca is the bit of the CONTROL byte that asks for an auto contingent allegiance
+// (SAM-5, section 5.9). The target has none (NORMACA 0), because with one task set for
+// all initiators, one that fails and goes away would keep all others from the unit. The
+// other bits are vendor specific or obsolete.
 const naca = 0x04
 
-// reserved finds the first bit of a CDB that is set and not looked at.
+// reserved finds the first bit of a CDB that is set and that the command does not
+// evaluate.
 func (row *command) reserved(cdb []byte) (octet, bit int, ok bool) {
 	for i := range len(row.usage) {
 		odd := cdb[i+1] &^ row.usage[i]
@@ -280,13 +282,13 @@ func (row *command) cdbLen() int { return 1 + len(row.usage) }
 
 func noData(*Unit, *Command) bool { return true }
 
-// supports tells whether a row applies to this unit.
+// supports reports whether a row applies to this unit.
 func (u *Unit) supports(row *command) bool {
 	needs := row.flags & optional
 	return needs == 0 || u.has&needs == needs
 }
 
-// rowsFor are the rows that apply to u.
+// rowsFor returns the rows that apply to u.
 func rowsFor(u *Unit) (rows []*command) {
 	for _, of := range byOpcode {
 		for _, row := range of {

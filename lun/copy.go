@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 // Limits of EXTENDED COPY, which RECEIVE COPY OPERATING PARAMETERS and VPD page
@@ -14,16 +15,16 @@ import (
 const (
 	maxCSCDs        = 16
 	maxSegments     = 32
-	maxCopyList     = 4096     // octets of descriptors
-	maxSegment      = 32 << 20 // octets
+	maxCopyList     = 4096     // bytes of descriptors
+	maxSegment      = 32 << 20 // bytes
 	maxCopies       = 255
-	copyGranularity = 9 // log2 of octets
+	copyGranularity = 9 // log2 of bytes
 )
 
 const (
 	copyHeader = 16
 
-	// CSCD descriptors, and the one type that is known.
+	// CSCD descriptors, and the only known type.
 	cscdLen            = 32
 	cscdIdentification = 0xe4
 
@@ -32,7 +33,7 @@ const (
 	segmentBlockBlock = 0x02
 	segmentBlockLen   = 28
 
-	listIDNone = 3 // LIST ID USAGE 11b: there is no list identifier
+	listIDNone = 3 // LIST ID USAGE 11b: no list identifier
 )
 
 // Copy manager status of RECEIVE COPY STATUS.
@@ -42,7 +43,7 @@ const (
 	copyFailed     = 2
 )
 
-// copies is what RECEIVE COPY STATUS tells of the EXTENDED COPY commands of an
+// copies has what RECEIVE COPY STATUS reports about the EXTENDED COPY commands of an
 // I_T_L nexus, by list identifier.
 type copies struct {
 	mu sync.Mutex
@@ -72,8 +73,11 @@ func (l *copies) set(id byte, s copyStatus) {
 	l.setLocked(id, s)
 }
 
-// Preconditions: mu is held.
+// setLocked sets the status of a copy.
+//
+// Preconditions: l.mu is held.
 func (l *copies) setLocked(id byte, s copyStatus) {
+	invariant.Held(&l.mu)
 	if l.of == nil {
 		l.of = map[byte]copyStatus{}
 	}
@@ -90,7 +94,7 @@ func (l *copies) take(id byte) (s copyStatus, ok bool) {
 	return s, ok
 }
 
-// beginExtendedCopy is for EXTENDED COPY(LID1).
+// beginExtendedCopy checks the length of the list of EXTENDED COPY(LID1).
 func beginExtendedCopy(_ *Unit, c *Command) bool {
 	c.DataOut, c.Whole = uint64(binary.BigEndian.Uint32(c.CDB[10:])), true
 	if c.DataOut > MaxParameterList {
@@ -99,14 +103,14 @@ func beginExtendedCopy(_ *Unit, c *Command) bool {
 	return true
 }
 
-// A segment is a copy of n octets.
+// A segment is a copy of n bytes.
 type segment struct {
 	from, to       *itl
 	fromPos, toPos int64
 	n              int64
 }
 
-// consumeExtendedCopy is EXTENDED COPY(LID1) (SPC-4, section 6.4): copies from
+// consumeExtendedCopy executes EXTENDED COPY(LID1) (SPC-4, section 6.4): copies from
 // blocks to blocks among the logical units that the initiator sees.
 //
 //	header of 16 │ CSCD descriptors of 32 │ segment descriptors of 28
@@ -131,7 +135,7 @@ func consumeExtendedCopy(_ *Unit, c *Command, p []byte, _ uint64) bool {
 		return c.fail(condTooManyCSCDs)
 	}
 	at := copyHeader
-	var units []*itl // nil: there is none with that name
+	var units []*itl // nil: no unit has that name
 	for end := at + cscdsLen; at < end; at += cscdLen {
 		l, ok := c.parseCSCD(p[at:][:cscdLen], at)
 		if !ok {
@@ -190,9 +194,9 @@ func consumeExtendedCopy(_ *Unit, c *Command, p []byte, _ uint64) bool {
 	return true
 }
 
-// parseCSCD finds the unit that an identification descriptor (SPC-4, section
-// 6.4.5.5) names by its NAA; our other designators are longer than it has room
-// for. The descriptor is at that octet of the list.
+// parseCSCD finds the unit that an identification descriptor (SPC-4, section 6.4.5.5)
+// names by its NAA. Other designators of the target are too long for it. The descriptor
+// is at that offset in the list.
 func (c *Command) parseCSCD(d []byte, at int) (l *itl, ok bool) {
 	const peripheralType, setMask, associationAndType = 0x1f, 0x0f, 0x3f
 	switch {
@@ -256,23 +260,25 @@ func (c *Command) parseSegment(d []byte, i int, units []*itl) (s segment, ok boo
 	return s, true
 }
 
-// failCopy is fail for segment descriptor number i.
+// failCopy fails c because of segment descriptor number i.
 func (c *Command) failCopy(k Sense, i int) bool {
-	return c.failSense(senseData{Sense: k, field: noField, bit: noField, command: uint32(i)})
+	s := newSense(k)
+	s.command = uint32(i)
+	return c.failSense(s)
 }
 
-// maxCopyStep is how many octets are copied at a time: then a command finds out
-// that it was aborted. It is a multiple of what file systems can share.
+// maxCopyStep is how many bytes are copied at a time; after each step the command
+// checks whether it was aborted. It is a multiple of what file systems can share.
 const maxCopyStep = 4 << 20
 
-// copySegment copies, and calls note with the octets that it has. Where the
-// source has a hole, the destination gets one.
+// copySegment copies, and calls note with the number of bytes after each step. Where
+// the source has a hole, the destination gets one.
 func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 	sp := scratch.Get().(*[]byte)
 	defer scratch.Put(sp)
-	s.to.unit.copying.Add(1) // before mayUse looks: see endCopies
+	s.to.unit.copying.Add(1) // before mayUse checks: see endCopies
 	defer s.to.unit.copying.Add(-1)
-	// Of ranges that overlap, what has not been copied is not written over.
+	// In overlapping ranges, do not overwrite what is not copied yet.
 	overlap := s.from.unit == s.to.unit && s.fromPos < s.toPos+s.n && s.toPos < s.fromPos+s.n
 	back := overlap && s.toPos > s.fromPos
 	for done := int64(0); done < s.n || s.n == 0; {
@@ -294,7 +300,7 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 			return c.failCopy(condThirdPartyFailure, i)
 		}
 		if s.n == 0 {
-			break // it is only checked
+			break // only check it
 		}
 		done += n
 		note(n)
@@ -308,9 +314,10 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 	return true
 }
 
-// copyStep copies at most n octets, off octets into the segment, and returns how many; ok is
-// false if they may not be copied, which is looked at when nobody can change that meanwhile
-// who then waits for the ranges.
+// copyStep copies at most n bytes, off bytes into the segment, and returns how many. ok
+// is false if c may not copy them. copyStep checks that while it holds the ranges, so
+// that a command that changes it and then waits for the ranges knows that no copy
+// continues.
 func (c *Command) copyStep(s segment, p []byte, off, n int64, overlap bool) (done int64, ok bool, err error) {
 	unlock := s.lock(off, n)
 	defer unlock()
@@ -328,8 +335,9 @@ func (c *Command) copyStep(s segment, p []byte, off, n int64, overlap bool) (don
 	return done, true, err
 }
 
-// endCopies waits until what copies to the unit looks anew whether it may: an EXTENDED COPY
-// of who has been preempted may be one of another logical unit.
+// endCopies waits until every copy to the unit has checked again whether it may
+// continue: an EXTENDED COPY of a preempted nexus may be a command for another logical
+// unit.
 func (u *Unit) endCopies() {
 	if u.copying.Load() > 0 {
 		u.ranges.exclude(^stripeSet(0))
@@ -337,7 +345,7 @@ func (u *Unit) endCopies() {
 	}
 }
 
-// mayUse tells whether a command with that operation code would be let to l.
+// mayUse reports whether l would accept a command with that operation code.
 func (c *Command) mayUse(l *itl, op byte) bool {
 	u, row := l.unit, byOpcode[op][0]
 	if f := u.reservations.fence.Load(); f != nil && f.keepsOut(&Command{nexus: c.nexus, row: row}) {
@@ -347,11 +355,12 @@ func (c *Command) mayUse(l *itl, op byte) bool {
 		(row.flags&writes == 0 || l.protection() == condNone)
 }
 
-// copyPiece copies what is off octets into the segment; p is memory for it.
+// copyPiece copies the bytes at offset off of the segment; p is memory for them.
 //
-// Preconditions: its ranges are held.
+// Preconditions: the stripes of both ranges are held.
 func (s segment) copyPiece(p []byte, off int64) error {
 	n := int64(len(p))
+	s.assertLocked(off, n)
 	from, to := s.from.unit, s.to.unit
 	if err := cmp.Or(from.barred(), to.barred()); err != nil {
 		return err
@@ -369,12 +378,12 @@ func (s segment) copyPiece(p []byte, off int64) error {
 	return to.store.WriteAt(p, s.toPos+off)
 }
 
-// copyRun copies what is off octets into the segment, as far as it is data
-// throughout or a hole, but no more than n octets. The ranges do not overlap; p
-// is memory.
+// copyRun copies from offset off of the segment as far as the source has only data or
+// only a hole, but no more than n bytes. The ranges do not overlap; p is memory.
 //
-// Preconditions: their ranges are held.
+// Preconditions: the stripes of both ranges are held.
 func (s segment) copyRun(p []byte, off, n int64) (int64, error) {
+	s.assertLocked(off, n)
 	from, to := s.from.unit, s.to.unit
 	if err := cmp.Or(from.barred(), to.barred()); err != nil {
 		return 0, err
@@ -390,18 +399,20 @@ func (s segment) copyRun(p []byte, off, n int64) (int64, error) {
 	return n, backend.Copy(to.store, s.toPos+off, from.store, s.fromPos+off, n, p)
 }
 
-// makeHole makes n octets at pos zeros that take no space where that can be.
+// makeHole makes n bytes at pos zeros, which take no space if the store can give space
+// back.
 //
-// Preconditions: their stripes are held.
+// Preconditions: the stripes of the range are held.
 func (u *Unit) makeHole(pos, n int64) error {
+	u.ranges.assertHeld(pos, n)
 	if u.isThin() {
 		return u.store.Discard(pos, n)
 	}
 	return u.store.Zero(pos, n)
 }
 
-// lock holds n octets, off octets into the segment, of both units, as READ and
-// WRITE do, until unlock is called.
+// lock holds n bytes at offset off of the segment in both units, as READ and WRITE do,
+// until unlock is called.
 func (s segment) lock(off, n int64) (unlock func()) {
 	first, second := s.from.unit, s.to.unit
 	a, b := stripesOf(s.fromPos+off, n), stripesOf(s.toPos+off, n)
@@ -421,7 +432,14 @@ func (s segment) lock(off, n int64) (unlock func()) {
 	}
 }
 
-// receiveCopyStatus is RECEIVE COPY STATUS(LID1) (SPC-4, section 6.24).
+// assertLocked asserts that both ranges of n bytes at offset off of the segment are
+// locked.
+func (s segment) assertLocked(off, n int64) {
+	s.from.unit.ranges.assertHeld(s.fromPos+off, n)
+	s.to.unit.ranges.assertHeld(s.toPos+off, n)
+}
+
+// receiveCopyStatus executes RECEIVE COPY STATUS(LID1) (SPC-4, section 6.24).
 func receiveCopyStatus(_ *Unit, c *Command) bool {
 	const octets = 0 // TRANSFER COUNT UNITS; 32 segments of 32 MiB have room
 	s, ok := c.itl.copies.take(c.CDB[2])
@@ -437,7 +455,7 @@ func receiveCopyStatus(_ *Unit, c *Command) bool {
 	return c.report(b, binary.BigEndian.Uint32(c.CDB[10:]))
 }
 
-// receiveCopyParameters is RECEIVE COPY OPERATING PARAMETERS (SPC-4, section
+// receiveCopyParameters executes RECEIVE COPY OPERATING PARAMETERS (SPC-4, section
 // 6.22).
 func receiveCopyParameters(_ *Unit, c *Command) bool {
 	be := binary.BigEndian
@@ -455,7 +473,7 @@ func receiveCopyParameters(_ *Unit, c *Command) bool {
 	return c.report(b, be.Uint32(c.CDB[10:]))
 }
 
-// appendThirdPartyCopy is the Third-party Copy page (SPC-4, section 7.8.17).
+// appendThirdPartyCopy appends the Third-party Copy page (SPC-4, section 7.8.17).
 func appendThirdPartyCopy(_ *Unit, _ *Nexus, b []byte) []byte {
 	be := binary.BigEndian
 	b = append(b, 0x00, 0x01, 0, 8, // Supported Commands

@@ -2,30 +2,32 @@ package lun
 
 import "sync/atomic"
 
-// Transport is what the commands of a nexus come by. Units count them apart.
+// A Transport carries the commands of a nexus. Units count them separately.
 type Transport uint8
 
 const (
-	TCP Transport = iota
-	ISER
-	Transports // how many there are
+	TCP        Transport = iota // iSCSI over TCP
+	ISER                        // iSCSI over iSER
+	Transports                  // number of transports
 )
 
+// String returns the name of the transport in metrics: "tcp" or "iser".
 func (t Transport) String() string { return [...]string{"tcp", "iser"}[t] }
 
-// Kind is what a command is counted as.
+// A Kind is a class of commands that counts distinguish.
 type Kind uint8
 
 const (
 	KindRead  Kind = iota // READ
 	KindWrite             // commands with data that goes to the medium
 	KindOther             // all others, UNMAP and SANITIZE among them
-	Kinds                 // how many there are
+	Kinds                 // number of kinds
 )
 
+// String returns the name of the kind in metrics: "read", "write" or "other".
 func (k Kind) String() string { return [...]string{"read", "write", "other"}[k] }
 
-// kind is what a command of that row, which may be nil, is counted as.
+// kind returns the Kind of the commands of a row, which may be nil.
 func (row *command) kind() Kind {
 	switch {
 	case row == nil:
@@ -38,20 +40,20 @@ func (row *command) kind() Kind {
 	return KindOther
 }
 
-// Counts are what has become of commands.
+// Counts count commands by their outcome.
 type Counts struct {
-	InFlight        int64         // have begun and not ended
-	Commands        [Kinds]uint64 // have ended with a status
-	Bytes           [Kinds]uint64 // data that was moved
-	Aborted         uint64        // commands that have ended without a status
+	InFlight        int64         // begun and not ended
+	Commands        [Kinds]uint64 // ended with a status
+	Bytes           [Kinds]uint64 // data moved
+	Aborted         uint64        // commands that ended without a status
 	CheckConditions [16]uint64    // by sense key
-	MediumErrors    [Kinds]uint64 // of these what the store could not read or write, by what the command is
+	MediumErrors    [Kinds]uint64 // of these, those that the store could not read or write
 	OtherStatuses   uint64        // neither GOOD nor CHECK CONDITION: RESERVATION CONFLICT
 	Underflows      uint64        // commands with a residual count (RFC 7143, section 11.4.5.1)
 	Overflows       uint64
 }
 
-// Failed is how many commands have ended with CHECK CONDITION.
+// Failed returns how many commands ended with CHECK CONDITION.
 func (c *Counts) Failed() (n uint64) {
 	for _, k := range c.CheckConditions {
 		n += k
@@ -59,13 +61,13 @@ func (c *Counts) Failed() (n uint64) {
 	return n
 }
 
-// common is what each command counts in.
+// common has the counts that each command changes.
 type common struct {
 	begun, aborted   atomic.Uint64
 	commands, octets [Kinds]atomic.Uint64
 }
 
-// rare is what few commands count in.
+// rare has the counts that few commands change.
 type rare struct {
 	checkConditions       [16]atomic.Uint64
 	mediumErrors          [Kinds]atomic.Uint64
@@ -74,7 +76,7 @@ type rare struct {
 }
 
 func (c *common) addTo(sum *Counts) {
-	// What has ended is read first: nothing ends that has not begun.
+	// Read what ended first: nothing ends that has not begun.
 	aborted := c.aborted.Load()
 	ended := aborted
 	for k := range Kinds {
@@ -99,8 +101,8 @@ func (r *rare) addTo(sum *Counts) {
 	sum.Overflows += r.overflows.Load()
 }
 
-// countShards is how many places a unit has for the same count, so that the cores
-// that serve its nexuses do not take a cache line from each other.
+// countShards is how many copies of the same count a unit has, so that the cores that
+// serve its nexuses do not take a cache line from each other.
 const countShards = 8
 
 // unitCounts are the counts of a unit. A nexus uses one shard of its transport.
@@ -112,10 +114,11 @@ type transportCounts struct {
 		_ [64]byte // whatever the alignment, no line belongs to two shards
 	}
 	rare
-	latencies [countShards]atomic.Pointer[latencies] // nil: there were none; see latenciesOf
+	latencies [countShards]atomic.Pointer[latencies] // nil: no command yet; see latenciesOf
 }
 
-// nexusCounts are the counts of a nexus. They lie apart from what is only read.
+// nexusCounts are the counts of a nexus. They do not share cache lines with fields that
+// are only read.
 type nexusCounts struct {
 	common
 	_ [64]byte
@@ -123,14 +126,14 @@ type nexusCounts struct {
 	latencies latencies
 }
 
-// SetTransport tells what the nexus is counted as, TCP unless it is called. To be
-// called before the first command.
+// SetTransport sets the transport that counts name, by default TCP. Call it before the
+// first command.
 func (n *Nexus) SetTransport(t Transport) { n.transport = t }
 
-// Transport is what the nexus is counted as.
+// Transport returns the transport that counts name.
 func (n *Nexus) Transport() Transport { return n.transport }
 
-// Counts are those of the unit, for each transport.
+// Counts returns the counts of the unit for each transport.
 func (u *Unit) Counts() (all [Transports]Counts) {
 	for t := range u.counts {
 		for i := range u.counts[t].shards {
@@ -141,14 +144,15 @@ func (u *Unit) Counts() (all [Transports]Counts) {
 	return all
 }
 
-// Counts are those of the nexus, with the commands for LUNs that there are not.
+// Counts returns the counts of the nexus, including commands for LUNs that do not
+// exist.
 func (n *Nexus) Counts() (c Counts) {
 	n.counts.common.addTo(&c)
 	n.counts.rare.addTo(&c)
 	return c
 }
 
-// countBegun counts c, whose unit is known, as one in flight.
+// countBegun counts c, whose unit is known, as in flight.
 func (c *Command) countBegun() {
 	c.counted = true
 	n := c.nexus
@@ -158,8 +162,8 @@ func (c *Command) countBegun() {
 	}
 }
 
-// Count counts the end of c, of whose data so many octets were moved; it has no status
-// if it was aborted. It returns false if c has been counted before, or has not begun.
+// Count counts the end of c, which moved that many bytes of data. If aborted is true, c
+// has no status. Count returns false if it has counted c before, or c has not begun.
 func (n *Nexus) Count(c *Command, octets uint64, aborted bool) bool {
 	if !c.counted {
 		return false
@@ -203,8 +207,8 @@ func (r *rare) failed(c *Command) {
 	}
 }
 
-// CountResidual counts that the response to c, which Count has counted, has a
-// residual count.
+// CountResidual counts that the response to c, which Count has counted, has a residual
+// count.
 func (n *Nexus) CountResidual(c *Command, overflow bool) {
 	n.counts.residual(overflow)
 	if c.unit != nil {

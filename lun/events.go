@@ -92,7 +92,8 @@ func (e ReservationChangedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 // Log writes e as one line that begins with the attributes extra.
 func (e ReservationEndedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 	l.LogAttrs(context.Background(), slog.LevelInfo, "reservation ended",
-		append(extra, slog.String("target", e.Target), slog.String("naa", e.Serial), slog.String("initiator", e.Initiator))...)
+		append(extra, slog.String("target", e.Target), slog.String("naa", e.Serial),
+			slog.String("initiator", e.Initiator))...)
 }
 
 // Log writes e as one line that begins with the attributes extra.

@@ -27,7 +27,7 @@ var versionDescriptors = [...]uint16{0x00a0, 0x0460, 0x04c0, versionISCSI}
 
 const versionISCSI = 0x0960
 
-// inquiry is INQUIRY (SPC-4, section 6.6).
+// inquiry executes INQUIRY (SPC-4, section 6.6).
 func inquiry(u *Unit, c *Command) bool {
 	evpd, page := c.CDB[1]&1 != 0, c.CDB[2]
 	allocation := uint32(binary.BigEndian.Uint16(c.CDB[3:]))
@@ -61,8 +61,8 @@ func inquiry(u *Unit, c *Command) bool {
 	return c.report(b, allocation)
 }
 
-// vpdPages are the vital product data pages, in the order of page 00h. A page
-// appends what follows its header of four octets.
+// vpdPages are the vital product data pages, in the order of page 00h. A page appends
+// what follows its header of four bytes.
 var vpdPages = []struct {
 	code   byte
 	thin   bool // only of a unit with thin provisioning
@@ -115,7 +115,7 @@ const (
 	protocolISCSI, piv                byte = 0x50, 0x80
 )
 
-// appendDesignators is the Device Identification page (SPC-4, section 7.8.6).
+// appendDesignators appends the Device Identification page (SPC-4, section 7.8.6).
 func appendDesignators(u *Unit, n *Nexus, b []byte) []byte {
 	add := func(set, flags byte, id string) {
 		b = append(b, set, flags, 0, byte(len(id)))
@@ -123,19 +123,20 @@ func appendDesignators(u *Unit, n *Nexus, b []byte) []byte {
 	}
 	add(setBinary, assocUnit|desNAA, string(u.opt.Identity.NAA[:]))
 	add(setASCII, assocUnit|desT10, fmt.Sprintf("%-8s%s", u.opt.Vendor, u.opt.Identity.Serial))
-	add(protocolISCSI|setBinary, piv|assocPort|desRelativePort, string([]byte{0, 0, byte(n.port.TPGT >> 8), byte(n.port.TPGT)}))
-	add(protocolISCSI|setBinary, piv|assocPort|desPortGroup, string([]byte{0, 0, byte(n.port.TPGT >> 8), byte(n.port.TPGT)}))
+	tag := string([]byte{0, 0, byte(n.port.TPGT >> 8), byte(n.port.TPGT)})
+	add(protocolISCSI|setBinary, piv|assocPort|desRelativePort, tag)
+	add(protocolISCSI|setBinary, piv|assocPort|desPortGroup, tag)
 	add(protocolISCSI|setUTF8, piv|assocPort|desSCSI, terminated(n.targetPort(n.port.TPGT)))
 	add(protocolISCSI|setUTF8, piv|assocDevice|desSCSI, terminated(n.port.TargetName))
 	return b
 }
 
-// targetPort is the name of a target port (RFC 7143, section 4.4.2).
+// targetPort returns the name of a target port (RFC 7143, section 4.4.2).
 func (n *Nexus) targetPort(relative uint16) string {
 	return fmt.Sprintf("%s,t,0x%04x", n.port.TargetName, relative)
 }
 
-// appendPorts is the SCSI Ports page (SPC-4, section 7.8.14): every target port
+// appendPorts appends the SCSI Ports page (SPC-4, section 7.8.14): every target port
 // with its name.
 func appendPorts(_ *Unit, n *Nexus, b []byte) []byte {
 	for _, port := range n.targets() {
@@ -148,7 +149,7 @@ func appendPorts(_ *Unit, n *Nexus, b []byte) []byte {
 	return b
 }
 
-// appendExtended is the Extended INQUIRY Data page (SPC-4, section 7.8.7).
+// appendExtended appends the Extended INQUIRY Data page (SPC-4, section 7.8.7).
 func appendExtended(u *Unit, _ *Nexus, b []byte) []byte {
 	p := make([]byte, 64)
 	p[5] = 0x07 // HEADSUP, ORDSUP, SIMPSUP
@@ -162,7 +163,7 @@ func appendExtended(u *Unit, _ *Nexus, b []byte) []byte {
 // terminated pads a SCSI name string with at least one NUL to a multiple of 4.
 func terminated(s string) string { return s + "\x00\x00\x00\x00"[:4-len(s)%4] }
 
-// appendBlockLimits is the Block Limits page (SBC-3, section 6.6.3).
+// appendBlockLimits appends the Block Limits page (SBC-3, section 6.6.3).
 func appendBlockLimits(u *Unit, _ *Nexus, b []byte) []byte {
 	be := binary.BigEndian
 	p := make([]byte, 64) // offsets as in the standard
@@ -187,9 +188,9 @@ func appendBlockLimits(u *Unit, _ *Nexus, b []byte) []byte {
 	return append(b, p[4:]...)
 }
 
-// appendCharacteristics is the Block Device Characteristics page (SBC-3,
-// section 6.6.2): nothing rotates, and after a block erase or a
-// cryptographic erase, zeros are read.
+// appendCharacteristics appends the Block Device Characteristics page (SBC-3, section
+// 6.6.2): nothing rotates, and after a block erase or a cryptographic erase, reads
+// return zeros.
 func appendCharacteristics(u *Unit, _ *Nexus, b []byte) []byte {
 	const wabereq, wacereq = 0x40, 0x10 // 01b
 	p := make([]byte, 64)
@@ -203,22 +204,21 @@ func appendCharacteristics(u *Unit, _ *Nexus, b []byte) []byte {
 	return append(b, p[4:]...)
 }
 
-// appendProvisioning is the Logical Block Provisioning page (SBC-3, section
-// 6.6.4): UNMAP and both WRITE SAME with UNMAP, after which zeros are read;
-// thin.
+// appendProvisioning appends the Logical Block Provisioning page (SBC-3, section
+// 6.6.4): UNMAP and both WRITE SAME with UNMAP, after which reads return zeros; thin.
 func appendProvisioning(_ *Unit, _ *Nexus, b []byte) []byte {
 	const lbpu, lbpws, lbpws10, lbprz, thinType = 0x80, 0x40, 0x20, 0x04, 2
 	return append(b, 0, lbpu|lbpws|lbpws10|lbprz, thinType, 0)
 }
 
-// reportLUNs is REPORT LUNS (SPC-4, section 6.33).
+// reportLUNs executes REPORT LUNS (SPC-4, section 6.33).
 func reportLUNs(_ *Unit, c *Command) bool {
 	const header = 8
 	b := append(c.buf[:0], 0, 0, 0, 0, 0, 0, 0, 0)
 	switch c.CDB[2] {
 	case 0x00, 0x02:
-		// It hears of them now. What changes from here on is in the list that is
-		// looked at then, or raises the attention again.
+		// The initiator learns of them now. A later change either is in the list
+		// below, or raises the attention again.
 		for _, l := range c.nexus.list() {
 			l.due.And(^uint32(1 << attentionLUNs))
 		}
@@ -226,7 +226,7 @@ func reportLUNs(_ *Unit, c *Command) bool {
 			f := EncodeLUN(l.id)
 			b = append(b, f[:]...)
 		}
-	case 0x01: // well known logical units only: there are none
+	case 0x01: // well known logical units only: the target has none
 	default:
 		return c.failCDB(2, noField)
 	}

@@ -6,17 +6,19 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
-// An Inventory is the logical units of one SCSI target device, which all of its
-// target ports lead to.
+// An Inventory has the logical units of one SCSI target device. All of its target ports
+// lead to them.
 type Inventory struct {
 	ports atomic.Pointer[[]uint16] // relative target port identifiers, ascending; a new slice takes its place
 
 	mu      sync.RWMutex
 	ids     []uint16 // ascending
 	units   []*Unit
-	masks   []Mask // nil: everybody has ReadWrite
+	masks   []Mask // nil: all initiators have ReadWrite
 	nexuses map[*Nexus]struct{}
 }
 
@@ -24,17 +26,17 @@ type Inventory struct {
 type Access int
 
 const (
-	ReadWrite Access = iota
-	ReadOnly         // the medium is write protected
-	NoAccess         // there is no such logical unit
+	ReadWrite Access = iota // all commands
+	ReadOnly                // the medium is write protected
+	NoAccess                // the logical unit does not exist
 )
 
-// A Mask is the access of the initiator with that name, which is normalised. It
-// is asked once for every nexus.
+// A Mask returns the access of the initiator with that normalized name. A nexus calls
+// it once, and again when the mask changes.
 type Mask func(initiator string) Access
 
-// NewInventory makes an empty inventory. The target is reached by portal groups
-// with these tags, 1 to 65535, or else by one with tag 1.
+// NewInventory returns an empty inventory. Portal groups with these tags, 1 to 65535,
+// lead to the target; without tags, one with tag 1.
 func NewInventory(tpgts ...uint16) *Inventory {
 	if len(tpgts) == 0 {
 		tpgts = []uint16{1}
@@ -44,7 +46,7 @@ func NewInventory(tpgts ...uint16) *Inventory {
 	return inv
 }
 
-// setPorts makes tpgts the target ports, or port 1 if there are none.
+// setPorts sets the target ports to tpgts, or to port 1 if tpgts is empty.
 func (inv *Inventory) setPorts(tpgts []uint16) (changed bool) {
 	if len(tpgts) == 0 {
 		tpgts = []uint16{1}
@@ -56,8 +58,8 @@ func (inv *Inventory) setPorts(tpgts []uint16) (changed bool) {
 	return old != nil && !slices.Equal(*old, ports)
 }
 
-// SetPorts makes the target one that portal groups with these tags lead to, as
-// NewInventory does. Initiators hear that something about the paths has changed.
+// SetPorts makes portal groups with these tags lead to the target, like NewInventory.
+// It notifies initiators that something about the paths changed.
 func (inv *Inventory) SetPorts(tpgts ...uint16) {
 	if !inv.setPorts(tpgts) {
 		return
@@ -70,11 +72,11 @@ func (inv *Inventory) SetPorts(tpgts ...uint16) {
 // maxLUN is the largest LUN of flat space addressing (SAM-5, section 4.7.7).
 const maxLUN = 1<<14 - 1
 
-// Add makes u the logical unit with that LUN, 0 to 16383. Initiators that are
-// there already find it, and hear that there is something to find.
+// Add makes u the logical unit with that LUN, 0 to 16383. Initiators that are logged in
+// see it at once, and are notified.
 func (inv *Inventory) Add(id uint16, u *Unit) error { return inv.AddMasked(id, u, nil) }
 
-// AddMasked is Add for some initiators only.
+// AddMasked adds u like Add for the initiators that m lets see it.
 func (inv *Inventory) AddMasked(id uint16, u *Unit, m Mask) error {
 	if id > maxLUN {
 		return fmt.Errorf("LUN %d is above %d", id, maxLUN)
@@ -96,9 +98,9 @@ func (inv *Inventory) AddMasked(id uint16, u *Unit, m Mask) error {
 	return nil
 }
 
-// Remove takes the logical unit with that LUN away from all initiators, and
-// returns it, or nil if there is none. Commands that have begun go on until the
-// caller closes it.
+// Remove takes the logical unit with that LUN away from all initiators and returns it,
+// or returns nil if the LUN does not exist. Commands in progress continue until the
+// caller closes the unit.
 func (inv *Inventory) Remove(id uint16) *Unit {
 	inv.mu.Lock()
 	defer inv.mu.Unlock()
@@ -122,11 +124,11 @@ func (inv *Inventory) Remove(id uint16) *Unit {
 	return u
 }
 
-// Replace makes u the logical unit with that LUN in the place of the one there is,
-// which it returns, or nil if there is none. Commands that have begun go on with the old
-// one until the caller closes it, and are NOT READY then; the next one of each initiator meets NOT READY TO
-// READY CHANGE, MEDIUM MAY HAVE CHANGED, and persistent reservations are those that u
-// has.
+// Replace puts u in the place of the logical unit with that LUN and returns the old
+// one, or returns nil if the LUN does not exist. Commands in progress continue in the
+// old unit until the caller closes it, and are NOT READY then. The next command of each
+// initiator meets NOT READY TO READY CHANGE, MEDIUM MAY HAVE CHANGED. Persistent
+// reservations are those of u.
 func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 	inv.mu.Lock()
 	defer inv.mu.Unlock()
@@ -147,7 +149,7 @@ func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 		if old.Absent() {
 			was.leave()
 		} else {
-			old.dropReserve(n) // it stays in old.seen: a PREEMPT AND ABORT may be under way
+			old.dropReserve(n) // it stays in old.seen: a PREEMPT AND ABORT may be in progress
 		}
 		l := &itl{nexus: n, id: id, unit: u}
 		l.readOnly.Store(was.readOnly.Load())
@@ -166,15 +168,15 @@ func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 	return old
 }
 
-// SetMask says anew who has which access to the LUN. Initiators for which it comes or
-// goes hear of it; for others a change between ReadWrite and ReadOnly holds from
-// their next command on.
+// SetMask replaces the mask of the LUN. It notifies initiators that gain or lose
+// access. For others a change between ReadWrite and ReadOnly applies from their next
+// command on.
 func (inv *Inventory) SetMask(id uint16, m Mask) error {
 	inv.mu.Lock()
 	defer inv.mu.Unlock()
 	i, ok := slices.BinarySearch(inv.ids, id)
 	if !ok {
-		return fmt.Errorf("LUN %d: there is none", id)
+		return fmt.Errorf("LUN %d: not found", id)
 	}
 	inv.masks[i] = m
 	for n := range inv.nexuses {
@@ -203,10 +205,11 @@ func (inv *Inventory) SetMask(id uint16, m Mask) error {
 	return nil
 }
 
-// show makes the view of the i-th unit for n, or nil if the mask hides it.
+// show returns the view of the i-th unit for n, or nil if the mask hides the unit.
 //
-// Preconditions: mu is held.
+// Preconditions: inv.mu is held.
 func (inv *Inventory) show(n *Nexus, i int) *itl {
+	invariant.Held(&inv.mu)
 	access := ReadWrite
 	if mask := inv.masks[i]; mask != nil {
 		access = mask(n.name.initiator.name)
@@ -225,7 +228,7 @@ func (inv *Inventory) show(n *Nexus, i int) *itl {
 	return l
 }
 
-// Unit is the logical unit with that LUN, or nil.
+// Unit returns the logical unit with that LUN, or nil.
 func (inv *Inventory) Unit(id uint16) *Unit {
 	inv.mu.RLock()
 	defer inv.mu.RUnlock()
@@ -235,7 +238,7 @@ func (inv *Inventory) Unit(id uint16) *Unit {
 	return nil
 }
 
-// Units are the logical units in the order of their LUNs.
+// Units returns the logical units in the order of their LUNs.
 func (inv *Inventory) Units() []*Unit {
 	inv.mu.RLock()
 	defer inv.mu.RUnlock()
@@ -248,7 +251,7 @@ type Entry struct {
 	Unit *Unit
 }
 
-// Entries are all logical units in the order of their LUNs.
+// Entries returns all logical units in the order of their LUNs.
 func (inv *Inventory) Entries() []Entry {
 	inv.mu.RLock()
 	defer inv.mu.RUnlock()
@@ -259,9 +262,9 @@ func (inv *Inventory) Entries() []Entry {
 	return list
 }
 
-// PowerOn is ResetUnit for all logical units, with what the loss of power takes as well: persistent
-// reservations and registrations that APTPL does not keep (SPC-4, section
-// 5.13.5).
+// PowerOn does what ResetUnit does for all logical units, and also what a loss of power
+// does: it ends persistent reservations and registrations that APTPL does not keep
+// (SPC-4, section 5.13.5).
 func (inv *Inventory) PowerOn() {
 	for _, u := range inv.Units() {
 		u.reservations.losePower()

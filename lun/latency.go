@@ -6,34 +6,37 @@ import (
 	"time"
 )
 
-// A Phase is a part of the time that a command takes, from its PDU to its response.
+// A Phase is a part of the time from the PDU of a command to its response.
 type Phase uint8
 
 const (
-	PhaseReceive  Phase = iota // it waits for its turn: for the rest of its PDU, CmdSNs before its own, task slots, ORDERED commands, data buffers
-	PhaseBackend               // the logical unit executes it
-	PhaseReadWait              // its data comes: unsolicited, or from asking for it by RDMA Read or R2T to its last octet
-	PhaseSend                  // data or response is queued for sending, until TCP has taken it
-	PhaseTotal                 // the sum
-	Phases                     // how many there are
+	// It waits for the rest of its PDU, CmdSNs before its own, task slots, ORDERED
+	// commands, and data buffers.
+	PhaseReceive Phase = iota
+	PhaseBackend       // the logical unit executes it
+	// Its data arrive: unsolicited, or from the RDMA Read or R2T to the last byte.
+	PhaseReadWait
+	PhaseSend  // data or response is queued for sending, until TCP has taken it
+	PhaseTotal // the sum
+	Phases     // number of phases
 )
 
+// String returns the name of the phase in metrics.
 func (p Phase) String() string {
 	return [...]string{"receive", "backend", "read_wait", "send", "total"}[p]
 }
 
-// Spent is what a command has spent in each phase but PhaseTotal.
+// Spent is the time that a command took in each phase, except PhaseTotal.
 type Spent [PhaseTotal]time.Duration
 
-// Latencies are kept in buckets, four to each doubling from 1.024 µs to 30 s. The first
-// has all below, the last all above.
+// Latencies are counted in buckets, four to each doubling from 1.024 µs to 30 s. The
+// first also has all below, the last all above.
 const (
 	LatencyBuckets = 101
 	firstOctave    = 10 // the first bound is 1<<firstOctave ns
 )
 
-// LatencyBound is the highest latency that belongs into bucket i, which is not the last
-// one.
+// LatencyBound returns the highest latency of bucket i. The last bucket has no bound.
 func LatencyBound(i int) time.Duration {
 	if i == 0 {
 		return 1 << firstOctave
@@ -42,7 +45,7 @@ func LatencyBound(i int) time.Duration {
 	return time.Duration(5+quarter) << (firstOctave - 2 + octave)
 }
 
-// latencyBucket is where d belongs.
+// latencyBucket returns the bucket of d.
 func latencyBucket(d time.Duration) int {
 	n := uint64(max(d-1, 0)) // a bound belongs to the bucket below
 	octave := bits.Len64(n) - 1 - firstOctave
@@ -53,18 +56,18 @@ func latencyBucket(d time.Duration) int {
 	return min(1+4*octave+int(quarter), LatencyBuckets-1)
 }
 
-// A Latency is how long commands have taken for a phase.
+// A Latency counts how long commands took in a phase.
 type Latency struct {
 	Count   uint64
 	Sum     time.Duration
-	Buckets [LatencyBuckets]uint64 // those up to LatencyBound of the index
+	Buckets [LatencyBuckets]uint64 // the index counts those up to its LatencyBound
 }
 
-// Latencies are those of commands that have ended with a status, counted when their
-// responses have left. In PhaseReadWait there are those only that waited for data.
+// Latencies are those of commands that ended with a status, counted when their
+// responses have left. PhaseReadWait has only commands that waited for data.
 type Latencies [Phases]Latency
 
-// Add adds those of m.
+// Add adds the counts of m to l.
 func (l *Latencies) Add(m *Latencies) {
 	for p := range l {
 		l[p].Count += m[p].Count
@@ -75,7 +78,7 @@ func (l *Latencies) Add(m *Latencies) {
 	}
 }
 
-// latencies is what each command counts in. It fills one page.
+// latencies are what each command counts in. They fill one page.
 type latencies struct {
 	sums    [PhaseTotal]atomic.Int64 // in ns; that of PhaseTotal is the sum of these
 	buckets [Phases][LatencyBuckets]atomic.Uint64
@@ -96,7 +99,7 @@ func (l *latencies) addTo(sum *Latencies) {
 	}
 }
 
-// A spentIn is a Spent with the buckets that it belongs into; -1 is none.
+// A spentIn is a Spent with the bucket of each phase; -1 is none.
 type spentIn struct {
 	*Spent
 	buckets [Phases]int
@@ -115,8 +118,7 @@ func (l *latencies) count(s *spentIn) {
 	}
 }
 
-// CountSpent counts how long c took, which has ended with a status, and whose response
-// has left.
+// CountSpent counts how long c took. c ended with a status, and its response has left.
 func (n *Nexus) CountSpent(c *Command, spent *Spent) {
 	s := spentIn{Spent: spent}
 	total := time.Duration(0)
@@ -134,8 +136,8 @@ func (n *Nexus) CountSpent(c *Command, spent *Spent) {
 	}
 }
 
-// latenciesOf are those of a shard. Few units have commands from nexuses of all shards
-// and by all transports, so each gets its memory with the first one.
+// latenciesOf returns the latencies of a shard. Few units have commands from nexuses of
+// all shards and by all transports, so the first command of each allocates the memory.
 func (u *transportCounts) latenciesOf(shard uint8) *latencies {
 	p := &u.latencies[shard]
 	if l := p.Load(); l != nil {
@@ -145,7 +147,7 @@ func (u *transportCounts) latenciesOf(shard uint8) *latencies {
 	return p.Load()
 }
 
-// Latencies are those of the unit, for each transport.
+// Latencies returns the latencies of the unit for each transport.
 func (u *Unit) Latencies() (all [Transports]Latencies) {
 	for t := range u.counts {
 		for i := range u.counts[t].latencies {
@@ -157,7 +159,8 @@ func (u *Unit) Latencies() (all [Transports]Latencies) {
 	return all
 }
 
-// Latencies are those of the nexus, with the commands for LUNs that there are not.
+// Latencies returns the latencies of the nexus, including commands for LUNs that do not
+// exist.
 func (n *Nexus) Latencies() (all Latencies) {
 	n.counts.latencies.addTo(&all)
 	return all

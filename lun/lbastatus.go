@@ -15,7 +15,7 @@ const (
 	statusDeallocated = 1
 )
 
-// getLBAStatus is GET LBA STATUS (SBC-3, section 5.4): where the store has data
+// getLBAStatus executes GET LBA STATUS (SBC-3, section 5.4): where the store has data
 // and where it has holes.
 func getLBAStatus(u *Unit, c *Command) bool {
 	be := binary.BigEndian
@@ -25,9 +25,9 @@ func getLBAStatus(u *Unit, c *Command) bool {
 		return c.failRange(lba)
 	}
 	b := c.zeroed(lbaStatusHeader)
-	// One descriptor more than there is room for would not be seen.
-	most := min(max(int(allocation)-lbaStatusHeader, lbaStatusDesc)/lbaStatusDesc, maxLBAStatus)
-	for range most {
+	// The initiator would not see more descriptors than it has room for.
+	descriptors := min(max(int(allocation)-lbaStatusHeader, lbaStatusDesc)/lbaStatusDesc, maxLBAStatus)
+	for range descriptors {
 		if lba == blocks {
 			break
 		}
@@ -35,7 +35,7 @@ func getLBAStatus(u *Unit, c *Command) bool {
 		if err != nil {
 			return c.failRead(err)
 		}
-		if n == 0 { // the unit has been made smaller
+		if n == 0 { // the unit became smaller
 			break
 		}
 		d := [lbaStatusDesc]byte{12: statusMapped}
@@ -51,10 +51,10 @@ func getLBAStatus(u *Unit, c *Command) bool {
 	return c.report(b, allocation)
 }
 
-// blockStatus tells whether the block takes space, for it and those that follow it
-// with the same answer, of which there are n in all.
+// blockStatus reports whether the block takes space, and how many blocks from there on
+// have the same answer.
 func (u *Unit) blockStatus(lba uint64) (mapped bool, n uint32, err error) {
-	const most = 1<<32 - 1 // what the descriptor can say
+	const limit = 1<<32 - 1 // of the descriptor
 	blocks := u.blocks.Load()
 	for first := lba; lba < blocks; {
 		m, octets, err := backend.Extent(u.store, int64(lba<<u.shift))
@@ -72,21 +72,22 @@ func (u *Unit) blockStatus(lba uint64) (mapped bool, n uint32, err error) {
 		}
 		mapped = m
 		lba += blocks
-		if n = uint32(min(lba-first, most)); n == most {
+		if n = uint32(min(lba-first, limit)); n == limit {
 			break
 		}
 	}
 	return mapped, n, nil
 }
 
-// readDefectData10 and readDefectData12 are READ DEFECT DATA(10) and (12)
-// (SBC-3, sections 5.17 and 5.18). There are no defects, in any format.
+// readDefectData10 executes READ DEFECT DATA(10) (SBC-3, section 5.17). The list is
+// empty, in any format.
 func readDefectData10(_ *Unit, c *Command) bool {
 	b := c.zeroed(4)
 	b[1] = c.CDB[2] // REQ_PLIST, REQ_GLIST and format become PLISTV, GLISTV and format
 	return c.report(b, uint32(binary.BigEndian.Uint16(c.CDB[7:])))
 }
 
+// readDefectData12 executes READ DEFECT DATA(12) (SBC-3, section 5.18).
 func readDefectData12(_ *Unit, c *Command) bool {
 	b := c.zeroed(8)
 	b[1] = c.CDB[1]

@@ -10,7 +10,7 @@ import (
 // A logPage is a log page with the subpage code 00h.
 type logPage struct {
 	code   byte
-	has    func(u *Unit) bool             // whether the unit has it; nil: all have
+	has    func(u *Unit) bool             // reports whether the unit has the page; nil: all have it
 	append func(u *Unit, b []byte) []byte // appends its parameters, in the order of their codes
 }
 
@@ -26,14 +26,15 @@ var logPages = []logPage{
 	}},
 }
 
-// Of the control octet of a log parameter (SPC-4, section 7.3.2.2.2).
+// Values of the control byte of a log parameter (SPC-4, section 7.3.2.2.2).
 const (
 	logIsList  = 0x01             // FORMAT AND LINKING is that of a list, not of a data counter
 	logList    = 0x02 | logIsList // binary format list
 	logCounter = 0x20 | 0x02      // data counter that is not saved (TSD) and compared with no threshold (ETC 0)
 )
 
-const logHeader = 4 // octets, of a log page and of a log parameter
+// logHeader is the length of the header of a log page, and of a log parameter.
+const logHeader = 4
 
 // appendLogCounters appends a log parameter of counters.
 func appendLogCounters(b []byte, code uint16, counters ...uint64) []byte {
@@ -45,7 +46,7 @@ func appendLogCounters(b []byte, code uint16, counters ...uint64) []byte {
 	return b
 }
 
-// counted is the sum of the unit's counts.
+// counted returns the sum of the unit's counts over all transports.
 func (u *Unit) counted() (sum Counts) {
 	for _, c := range u.Counts() {
 		for k := range Kinds {
@@ -57,8 +58,8 @@ func (u *Unit) counted() (sum Counts) {
 	return sum
 }
 
-// appendErrorCounters is an error counter page (SPC-4, section 7.3.6) with what the
-// unit knows: what its store has corrected it does not.
+// appendErrorCounters appends an error counter page (SPC-4, section 7.3.6). It leaves
+// out what the store corrected, because the unit does not know it.
 func (u *Unit) appendErrorCounters(b []byte, kind Kind) []byte {
 	const bytesProcessed, uncorrected = 0x0005, 0x0006
 	sum := u.counted()
@@ -66,9 +67,9 @@ func (u *Unit) appendErrorCounters(b []byte, kind Kind) []byte {
 	return appendLogCounters(b, uncorrected, sum.MediumErrors[kind])
 }
 
-// appendStatistics is the General Statistics and Performance page (SPC-4, section
-// 7.3.9). It counts commands and blocks; intervals of time it does not, and these are
-// 0, as of drives that do not either.
+// appendStatistics appends the General Statistics and Performance page (SPC-4, section
+// 7.3.9). It counts commands and blocks. The unit does not measure intervals of time,
+// so these are 0, as in drives that do not either.
 func (u *Unit) appendStatistics(b []byte) []byte {
 	const access, idle, interval = 0x0001, 0x0002, 0x0003
 	sum := u.counted()
@@ -80,15 +81,15 @@ func (u *Unit) appendStatistics(b []byte) []byte {
 		0, 0, 0, 1)
 }
 
-// knowsResources tells whether the unit has the Logical Block Provisioning page: the
-// store knows how much space it takes, and blocks can be counted with 32 bits.
+// knowsResources reports whether the unit has the Logical Block Provisioning page: the
+// store knows how much space it takes, and 32 bits are enough to count blocks.
 func (u *Unit) knowsResources() bool {
 	_, _, err := backend.Usage(u.store)
 	return err == nil && u.isThin() && u.blocks.Load() <= math.MaxUint32
 }
 
-// appendResources is the Logical Block Provisioning page (SBC-3, section 6.4.5). A
-// threshold set is one block: there are no thresholds, and THRESHOLD EXPONENT is 0.
+// appendResources appends the Logical Block Provisioning page (SBC-3, section 6.4.5). A
+// threshold set is one block: the unit has no thresholds, and THRESHOLD EXPONENT is 0.
 func (u *Unit) appendResources(b []byte) []byte {
 	const available, used = 0x0001, 0x0002
 	const dedicated, shared = 1, 2 // SCOPE
@@ -107,7 +108,7 @@ func (u *Unit) appendResources(b []byte) []byte {
 	return b
 }
 
-// logSense is LOG SENSE (SPC-4, section 6.7).
+// logSense executes LOG SENSE (SPC-4, section 6.7).
 func logSense(u *Unit, c *Command) bool {
 	const ds, spf = 0x80, 0x40
 	const cumulative = 0b01 // PC
@@ -125,7 +126,8 @@ func logSense(u *Unit, c *Command) bool {
 		}
 		known = known || page.code == code
 		switch {
-		case subpage != 0 && (code == 0 || page.code == code): // Supported Log Pages and Subpages, or Supported Subpages
+		case subpage != 0 && (code == 0 || page.code == code):
+			// Supported Log Pages and Subpages, or Supported Subpages
 			b = append(b, page.code, 0, page.code, allSubpages)
 		case subpage == 0 && code == 0:
 			b = append(b, page.code)
@@ -150,9 +152,9 @@ func logSense(u *Unit, c *Command) bool {
 	return c.report(b, allocation)
 }
 
-// resetCounters makes the values of data counters what all others than the cumulative
-// ones are: thresholds are 0, which is never compared with, and so are defaults. What
-// is in a list has no such values, and stays (SPC-4, sections 6.6.1 and 6.7).
+// resetCounters sets data counters to the value of all that are not cumulative:
+// thresholds are 0, which is never compared with, and so are defaults. Lists have no
+// such values and stay (SPC-4, sections 6.6.1 and 6.7).
 func resetCounters(parameters []byte) {
 	for p := parameters; len(p) > 0; {
 		end := logHeader + int(p[3])
@@ -163,8 +165,8 @@ func resetCounters(parameters []byte) {
 	}
 }
 
-// skipParameters takes the parameters with codes below first out of a log page. It
-// returns false if there are no others.
+// skipParameters removes the parameters with codes below first from a log page. It
+// returns false if no others are left.
 func skipParameters(page *[]byte, first uint16) bool {
 	b := *page
 	p := b[logHeader:]

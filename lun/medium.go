@@ -1,6 +1,6 @@
 package lun
 
-// readiness is condNone, or why there is no access to the medium.
+// readiness returns condNone, or why the medium is not accessible.
 func (u *Unit) readiness() Sense {
 	switch {
 	case u.ejected.Load():
@@ -13,7 +13,7 @@ func (u *Unit) readiness() Sense {
 	return condNone
 }
 
-// protection is condNone, or why the initiator can write nothing.
+// protection returns condNone, or why the initiator cannot write.
 func (l *itl) protection() Sense {
 	switch {
 	case l.readOnly.Load(), l.unit.readOnly:
@@ -24,7 +24,7 @@ func (l *itl) protection() Sense {
 	return condNone
 }
 
-// Bits of START STOP UNIT, octet 4. NO_FLUSH may be set but saves nothing: a
+// Bits of START STOP UNIT, byte 4. NO_FLUSH may be set but saves nothing: a
 // stop syncs in any case.
 const (
 	powerCondition = 0xf0
@@ -32,13 +32,13 @@ const (
 	start          = 0x01
 )
 
-// startStop is START STOP UNIT (SBC-3, section 5.25).
+// startStop checks START STOP UNIT (SBC-3, section 5.25).
 func startStop(u *Unit, c *Command) bool {
 	if u.has&removable != 0 {
 		return true
 	}
 	switch b := c.CDB[4]; {
-	case b&powerCondition != 0: // there are none
+	case b&powerCondition != 0: // not supported
 		return c.failCDB(4, 7)
 	case c.CDB[3] != 0:
 		return c.failCDB(3, 3)
@@ -51,9 +51,8 @@ func startStop(u *Unit, c *Command) bool {
 func endStartStop(u *Unit, c *Command) {
 	switch b := c.CDB[4]; {
 	case b&powerCondition != 0:
-		// A unit with a removable medium, which alone comes here, is in the
-		// active condition always, whatever is asked of it: START and LOEJ
-		// mean nothing then.
+		// Only a unit with a removable medium gets here. It is always in the
+		// active condition, and START and LOEJ mean nothing.
 	case b&loej != 0:
 		u.moveMedium(c, b&start != 0)
 	case u.ejected.Load():
@@ -65,7 +64,7 @@ func endStartStop(u *Unit, c *Command) {
 			c.failWrite(err)
 			return
 		}
-		// What stops a removable medium is its ejection.
+		// A removable medium stops when it is ejected.
 		u.stopped.Store(u.has&removable == 0)
 	}
 }
@@ -91,8 +90,8 @@ func (u *Unit) moveMedium(c *Command, load bool) {
 	}
 }
 
-// endPreventAllow is PREVENT ALLOW MEDIUM REMOVAL (SBC-3, section 5.15). Removal
-// is prevented as long as a nexus is there that has asked for it.
+// endPreventAllow executes PREVENT ALLOW MEDIUM REMOVAL (SBC-3, section 5.15). Removal
+// stays prevented while a nexus exists that asked for it.
 func endPreventAllow(u *Unit, c *Command) {
 	u.mu.Lock()
 	defer u.mu.Unlock()

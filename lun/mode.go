@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 // Mode parameters that can have another value than the default one.
@@ -14,8 +15,8 @@ const (
 	modeSWP                    // software write protect
 )
 
-// modesOf is which of them are set at first, and which can be changed. A cache
-// that there is not, or that is not to be used, cannot be enabled.
+// modesOf returns the modes that are set at first, and those that initiators can
+// change. A cache that does not exist, or that options forbid, cannot be enabled.
 func modesOf(info backend.Info, o Options) (set, mutable uint32) {
 	mutable = modeSWP
 	if info.VolatileCache && !o.WriteThrough {
@@ -25,11 +26,11 @@ func modesOf(info backend.Info, o Options) (set, mutable uint32) {
 	return set, mutable
 }
 
-// saveModes keeps values of mode parameters for the time after a reset or a
-// restart.
+// saveModes stores mode parameters for the time after a reset or a restart.
 //
-// Preconditions: settingsMu is held.
+// Preconditions: u.settingsMu is held.
 func (u *Unit) saveModes(modes uint32) error {
+	invariant.Held(&u.settingsMu)
 	e := u.kept
 	e.Mode = &modeEntry{WCE: modes&modeWCE != 0, SWP: modes&modeSWP != 0}
 	if err := u.keep(e); err != nil {
@@ -49,10 +50,11 @@ func (e *modeEntry) modes() (modes uint32) {
 	return modes
 }
 
-// cached tells that writes may be lost until a sync (WCE), writeThrough that
-// they would be if they were not durable before their status. Without a
-// volatile cache, both are false.
-func (u *Unit) cached() bool       { return u.info.VolatileCache && u.mode.Load()&modeWCE != 0 }
+// cached reports whether writes may be lost until a sync (WCE).
+func (u *Unit) cached() bool { return u.info.VolatileCache && u.mode.Load()&modeWCE != 0 }
+
+// writeThrough reports whether writes have to be durable before their status, or they
+// may be lost. Without a volatile cache, both are false.
 func (u *Unit) writeThrough() bool { return u.info.VolatileCache && u.mode.Load()&modeWCE == 0 }
 
 // modePages are the mode pages that MODE SENSE returns, in order.
@@ -69,15 +71,15 @@ var modePages = []modePage{
 
 type modePage struct {
 	code  byte
-	size  int            // octets, header of two included
+	size  int            // bytes, including a header of two
 	fixed func(p []byte) // sets what never changes
-	// The bit of octet that is set when mode is.
-	octet int
-	bit   byte
-	mode  uint32
+	// The bit of that byte that is set when mode is.
+	offset int
+	bit    byte
+	mode   uint32
 }
 
-// put makes p the page with those modes set. PS is added by MODE SENSE.
+// put writes the page with those modes to p. MODE SENSE adds PS.
 func (m *modePage) put(p []byte, modes uint32) {
 	clear(p)
 	p[0], p[1] = m.code, byte(m.size-2)
@@ -85,16 +87,16 @@ func (m *modePage) put(p []byte, modes uint32) {
 		m.fixed(p)
 	}
 	if modes&m.mode != 0 {
-		p[m.octet] |= m.bit
+		p[m.offset] |= m.bit
 	}
 }
 
-// putMutable makes p the page with the bits set that can be changed.
+// putMutable writes the page to p with those bits set that can change.
 func (m *modePage) putMutable(p []byte, mutable uint32) {
 	clear(p)
 	p[0], p[1] = m.code, byte(m.size-2)
 	if mutable&m.mode != 0 {
-		p[m.octet] |= m.bit
+		p[m.offset] |= m.bit
 	}
 }
 
@@ -117,8 +119,7 @@ const (
 	maxShortCapacity = 1<<32 - 1
 )
 
-// modeSense is MODE SENSE(6) and MODE SENSE(10) (SPC-4, sections 6.11 and
-// 6.12).
+// modeSense executes MODE SENSE(6) and MODE SENSE(10) (SPC-4, sections 6.11 and 6.12).
 func modeSense(u *Unit, c *Command) bool {
 	cdb := c.CDB
 	six := cdb[0] == opModeSense6
@@ -198,6 +199,7 @@ const (
 	sp = 0x01
 )
 
+// beginModeSelect checks the CDB of MODE SELECT(6) and MODE SELECT(10).
 func beginModeSelect(u *Unit, c *Command) bool {
 	if c.CDB[1]&sp != 0 && u.opt.Settings == nil {
 		return c.failCDB(1, 0) // nothing is saved
@@ -207,13 +209,13 @@ func beginModeSelect(u *Unit, c *Command) bool {
 		c.DataOut = uint64(c.CDB[4])
 	}
 	if c.DataOut > 0 && c.CDB[1]&pf == 0 {
-		return c.failCDB(1, 4) // pages of a format of our own: there are none
+		return c.failCDB(1, 4) // vendor specific pages: the unit has none
 	}
 	return true
 }
 
-// consumeModeSelect is MODE SELECT(6) and MODE SELECT(10) (SPC-4, sections 6.9
-// and 6.10). All of the list is checked before any of it has an effect.
+// consumeModeSelect executes MODE SELECT(6) and MODE SELECT(10) (SPC-4, sections 6.9
+// and 6.10). It checks the whole list before any of it has an effect.
 func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 	be := binary.BigEndian
 	six := c.CDB[0] == opModeSelect6
@@ -254,7 +256,7 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 		if len(page) < 2 {
 			return c.fail(condListLength)
 		}
-		// PS is reserved here, but some send back what MODE SENSE has given them.
+		// PS is reserved here, but some initiators return what MODE SENSE gave them.
 		i := slices.IndexFunc(modePages, func(m modePage) bool { return m.code == page[0]&^ps })
 		if i < 0 {
 			return c.failList(at) // no such page, or SPF
@@ -266,7 +268,7 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 		case len(page) < m.size:
 			return c.fail(condListLength)
 		}
-		// All but the bits that can be changed has to be as it is.
+		// All other bits than the changeable ones have to be as they are.
 		now, mutable := make([]byte, m.size), make([]byte, m.size)
 		m.put(now, u.mode.Load())
 		m.putMutable(mutable, u.modeMutable)
@@ -277,14 +279,14 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 		}
 		touched |= m.mode & u.modeMutable
 		set &^= m.mode
-		if m.mode != 0 && page[m.octet]&m.bit != 0 {
+		if m.mode != 0 && page[m.offset]&m.bit != 0 {
 			set |= m.mode
 		}
 		at += m.size
 	}
 	u.settingsMu.Lock()
 	defer u.settingsMu.Unlock()
-	// Saved first: if that fails nothing has changed.
+	// Save first: if that fails, nothing has changed.
 	old := u.mode.Load()
 	now := old&^touched | set&touched
 	if c.CDB[1]&sp != 0 {
@@ -302,7 +304,7 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 	return true
 }
 
-// endModeSelect saves what there is if no parameters came with SP.
+// endModeSelect saves the current parameters if none came with SP.
 func endModeSelect(u *Unit, c *Command) {
 	if c.DataOut > 0 || c.CDB[1]&sp == 0 {
 		return
@@ -314,8 +316,8 @@ func endModeSelect(u *Unit, c *Command) {
 	}
 }
 
-// sameDescriptor tells whether a block descriptor describes the medium as it
-// is, or else which octet of it does not.
+// sameDescriptor reports whether a block descriptor describes the medium as it is. If
+// not, it returns the offset of the byte that does not.
 func (u *Unit) sameDescriptor(d []byte) (octet int, ok bool) {
 	be := binary.BigEndian
 	blocks, most, size, sizeAt := uint64(be.Uint32(d)), uint64(maxShortCapacity), be.Uint32(d[4:])&0xffffff, 5
@@ -332,19 +334,19 @@ func (u *Unit) sameDescriptor(d []byte) (octet int, ok bool) {
 	return 0, true
 }
 
-// setModes changes the modes of touched to those of set. When the cache is
-// disabled, what is in it is durable before the end; so it is before nothing
-// can be written any more.
+// setModes changes the modes of touched to those of set. When the cache is disabled, or
+// writing is, the content of the cache is durable before setModes returns.
 //
-// Preconditions: settingsMu is held.
+// Preconditions: u.settingsMu is held.
 func (u *Unit) setModes(touched, set uint32) error {
+	invariant.Held(&u.settingsMu)
 	old := u.mode.Load()
 	now := old&^touched | set&touched
 	if now == old {
 		return nil
 	}
-	// Nothing is being written, so that what has begun with a cache is before
-	// the sync, and what begins after it does without.
+	// No write is in progress here. So writes that began with a cache end before
+	// the sync, and those that begin after it are durable.
 	u.ranges.exclude(^stripeSet(0))
 	u.mode.Store(now)
 	u.ranges.admit(^stripeSet(0))

@@ -5,25 +5,26 @@ import (
 	"sort"
 	"strings"
 	"sync/atomic"
+
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
-// Port names both ends of an I_T nexus. A portal group is a target port (RFC
-// 7143, section 4.4.2), and its tag is the relative target port identifier.
+// A Port names both ends of an I_T nexus. A portal group is a target port (RFC 7143,
+// section 4.4.2), and its tag is the relative target port identifier.
 type Port struct {
 	InitiatorName string
 	ISID          [6]byte
 	TargetName    string
-	TPGT          uint16 // one of those of the inventory
+	TPGT          uint16 // one of the tags of the inventory
 }
 
-// A Nexus is the relation between an initiator port and a target port (I_T
-// nexus).
+// A Nexus is the relation between an initiator port and a target port (I_T nexus).
 type Nexus struct {
 	inv       *Inventory
 	port      Port
 	name      nexusName
 	luns      atomic.Pointer[[]*itl] // ascending by id; a new slice takes its place
-	hidesSome atomic.Bool            // there are more, which a mask hides
+	hidesSome atomic.Bool            // a mask hides other units
 	level     uint8                  // iSCSIProtocolLevel
 	transport Transport
 	shard     uint8 // of the counts of units
@@ -37,19 +38,19 @@ type itl struct {
 	nexus    *Nexus
 	id       uint16
 	unit     *Unit
-	readOnly atomic.Bool   // the mask says so
-	due      atomic.Uint32 // bit i: the initiator has not heard of attentions[i]
+	readOnly atomic.Bool   // because of the mask
+	due      atomic.Uint32 // bit i: attentions[i] is due
 
 	prevents bool // guarded by unit.mu: the medium must not be removed
 	copies   copies
 }
 
-// nexuses counts those that were made.
+// nexuses counts the nexuses that NewNexus made.
 var nexuses atomic.Uint32
 
-// NewNexus makes a nexus with the units that the masks let the initiator see. The
-// first command for each of them meets a unit attention: POWER ON, RESET, OR BUS
-// DEVICE RESET OCCURRED.
+// NewNexus returns a nexus with the units that the masks let the initiator see. The
+// first command for each of them meets a unit attention: POWER ON, RESET, OR BUS DEVICE
+// RESET OCCURRED.
 func (inv *Inventory) NewNexus(p Port) *Nexus {
 	inv.mu.Lock()
 	defer inv.mu.Unlock()
@@ -69,8 +70,8 @@ func (inv *Inventory) NewNexus(p Port) *Nexus {
 	return n
 }
 
-// Close ends the nexus, and what it has reserved with RESERVE. Registrations and
-// persistent reservations remain.
+// Close ends the nexus and its reservations by RESERVE. Registrations and persistent
+// reservations remain.
 func (n *Nexus) Close() {
 	n.inv.mu.Lock()
 	delete(n.inv.nexuses, n) // its list changes no more
@@ -80,7 +81,7 @@ func (n *Nexus) Close() {
 	}
 }
 
-// leave ends what a nexus has with a unit: the other half of show.
+// leave undoes show: the unit forgets the nexus.
 func (l *itl) leave() {
 	l.unit.mu.Lock()
 	delete(l.unit.seen, l)
@@ -88,14 +89,15 @@ func (l *itl) leave() {
 	l.unit.dropReserve(l.nexus) // behind that: see Unit.reserve
 }
 
-// list is the logical units that the initiator sees, ascending by id.
+// list returns the logical units that the initiator sees, ascending by LUN.
 func (n *Nexus) list() []*itl { return *n.luns.Load() }
 
-// changeList makes list the logical units that the initiator sees. It hears of that
-// by all of them, and by Asynchronous Message once.
+// changeList sets the logical units that the initiator sees. All of them get a unit
+// attention about it, and the first one an Asynchronous Message.
 //
-// Preconditions: the mu of the inventory is held.
+// Preconditions: n.inv.mu is held.
 func (n *Nexus) changeList(list []*itl) {
+	invariant.Held(&n.inv.mu)
 	n.luns.Store(&list)
 	for i, l := range list {
 		l.raise(attentionLUNs)
@@ -105,7 +107,7 @@ func (n *Nexus) changeList(list []*itl) {
 	}
 }
 
-// search is where in list the LUN is, or is to be.
+// search returns where the LUN is in list, or where it would be inserted.
 func (n *Nexus) search(id uint16) int {
 	list := n.list()
 	return sort.Search(len(list), func(i int) bool { return list[i].id >= id })
@@ -125,7 +127,7 @@ func (n *Nexus) find(lun [8]byte) *itl {
 	return list[i]
 }
 
-// LUNs are those that the initiator sees, ascending.
+// LUNs returns the LUNs that the initiator sees, ascending.
 func (n *Nexus) LUNs() []uint16 {
 	list := n.list()
 	ids := make([]uint16, len(list))
@@ -135,46 +137,45 @@ func (n *Nexus) LUNs() []uint16 {
 	return ids
 }
 
-// LUNExists tells whether the LUN field addresses a logical unit.
+// LUNExists reports whether the LUN field addresses a logical unit.
 func (n *Nexus) LUNExists(lun [8]byte) bool { return n.find(lun) != nil }
 
-// SameUnit tells whether both LUN fields address the same logical unit.
+// SameUnit reports whether both LUN fields address the same logical unit.
 func (n *Nexus) SameUnit(a, b [8]byte) bool {
 	l, m := n.find(a), n.find(b)
 	return l != nil && m != nil && l.unit == m.unit
 }
 
-// SeesAll tells whether no mask hides a logical unit from the initiator.
+// SeesAll reports whether no mask hides a logical unit from the initiator.
 func (n *Nexus) SeesAll() bool { return !n.hidesSome.Load() }
 
-// targets are the relative identifiers of all target ports, ascending.
+// targets returns the relative identifiers of all target ports, ascending.
 func (n *Nexus) targets() []uint16 { return *n.inv.ports.Load() }
 
-// SetProtocolLevel tells what iSCSIProtocolLevel the session has agreed on, 1 unless
-// it is called: with 2 there are more task management functions. To be called
-// before the first command.
+// SetProtocolLevel sets the iSCSIProtocolLevel of the session, by default 1: level 2
+// has more task management functions. Call it before the first command.
 func (n *Nexus) SetProtocolLevel(level uint8) { n.level = level }
 
-// ResetUnit is the effect of LOGICAL UNIT RESET beyond the end of the tasks:
-// a stopped unit is started, mode parameters have their saved values, the
-// medium may be removed, a RESERVE ends, and all nexuses hear of it (SAM-5,
-// section 6.3.3: the one that asked, too).
+// ResetUnit does what LOGICAL UNIT RESET does beyond the end of the tasks: it starts a
+// stopped unit, restores the saved mode parameters, allows the removal of the medium,
+// ends a RESERVE, and notifies all nexuses (SAM-5, section 6.3.3: the one that asked,
+// too).
 func (n *Nexus) ResetUnit(lun [8]byte) {
 	if l := n.find(lun); l != nil {
 		l.unit.reset(attentionReset)
 	}
 }
 
-// ResetTarget is ResetUnit for all logical units that the initiator knows (RFC
-// 7143, section 11.5.1).
+// ResetTarget does what ResetUnit does, for all logical units that the initiator sees
+// (RFC 7143, section 11.5.1).
 func (n *Nexus) ResetTarget() {
 	for _, l := range n.list() {
 		l.unit.reset(attentionReset)
 	}
 }
 
-// decodeLUN is the LUN that a LUN field addresses: peripheral device addressing
-// on bus 0 or flat space addressing, on one level (SAM-5, section 4.7).
+// decodeLUN returns the LUN that a LUN field addresses: peripheral device addressing on
+// bus 0 or flat space addressing, on one level (SAM-5, section 4.7).
 func decodeLUN(f [8]byte) (id uint16, ok bool) {
 	if [6]byte(f[2:]) != [6]byte{} {
 		return 0, false
@@ -188,8 +189,8 @@ func decodeLUN(f [8]byte) (id uint16, ok bool) {
 	return 0, false
 }
 
-// EncodeLUN is the LUN field of a PDU that addresses a LUN (SAM-5, section 4.7);
-// small LUNs get the older form.
+// EncodeLUN returns the LUN field of a PDU that addresses a LUN (SAM-5, section 4.7).
+// Small LUNs have the older form.
 func EncodeLUN(id uint16) (f [8]byte) {
 	if f[0], f[1] = byte(id>>8), byte(id); id > 0xff {
 		f[0] |= 1 << 6

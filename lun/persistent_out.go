@@ -22,15 +22,15 @@ const (
 	prRegisterAndMove   = 0x07
 )
 
-// prOuts are the service actions of PERSISTENT RESERVE OUT (SPC-4, section
-// 6.16.2). Who is not registered, or gives another key, meets RESERVATION
-// CONFLICT, except that apply checks that itself where anyone is set.
+// prOuts are the service actions of PERSISTENT RESERVE OUT (SPC-4, section 6.16.2). A
+// nexus that is not registered, or gives another key, meets RESERVATION CONFLICT,
+// except that apply checks that itself where anyone is set.
 var prOuts = [...]struct {
 	name   string
 	apply  func(*prOut) bool
 	anyone bool
 	counts bool // in PRGENERATION
-	aptpl  int  // octet with the APTPL bit, or 0 if there is none
+	aptpl  int  // offset of the byte with the APTPL bit, or 0 without one
 }{
 	prRegister:          {"REGISTER", (*prOut).register, true, true, prFlags},
 	prReserve:           {"RESERVE", (*prOut).reserve, false, false, 0},
@@ -42,7 +42,7 @@ var prOuts = [...]struct {
 	prRegisterAndMove:   {"REGISTER AND MOVE", (*prOut).registerAndMove, false, true, prMoveFlags},
 }
 
-// A prOut is a PERSISTENT RESERVE OUT command, and what becomes of it.
+// A prOut is a PERSISTENT RESERVE OUT command and its effects.
 type prOut struct {
 	*Command
 	from    nexusName
@@ -68,8 +68,7 @@ type notice struct {
 	attention int
 }
 
-// notify has a unit attention for all of them but the one that this command
-// comes from.
+// notify adds a unit attention for all of the nexuses, except that of this command.
 func (o *prOut) notify(nexuses []nexusName, attention int) {
 	for _, n := range nexuses {
 		if n != o.from {
@@ -105,7 +104,7 @@ func beginPROut(u *Unit, c *Command) bool {
 	return true
 }
 
-// consumePROut takes the parameter list of PERSISTENT RESERVE OUT and obeys it.
+// consumePROut executes PERSISTENT RESERVE OUT with its parameter list.
 func consumePROut(u *Unit, c *Command, p []byte, _ uint64) bool {
 	be := binary.BigEndian
 	o := prOut{Command: c, from: c.nexus.name, key: be.Uint64(p), saKey: be.Uint64(p[8:])}
@@ -122,7 +121,7 @@ func consumePROut(u *Unit, c *Command, p []byte, _ uint64) bool {
 		for _, n := range o.notices {
 			if n.nexus == l.nexus.name {
 				l.raise(n.attention)
-				if now := l.nexus.find(EncodeLUN(l.id)); now != nil && now != l { // u has been replaced
+				if now := l.nexus.find(EncodeLUN(l.id)); now != nil && now != l { // another unit replaced u
 					now.raise(n.attention)
 				}
 			}
@@ -143,7 +142,7 @@ func consumePROut(u *Unit, c *Command, p []byte, _ uint64) bool {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	for _, l := range stop {
-		l.prevents = false // the medium may be removed as far as it is up to them (SPC-4, section 5.13.11.2.6)
+		l.prevents = false // they no longer prevent the removal of the medium (SPC-4, section 5.13.11.2.6)
 	}
 	return true
 }
@@ -201,8 +200,7 @@ func (o *prOut) parse(p []byte) bool {
 	return true
 }
 
-// portsOf are the ports of an initiator that are logged in: a unit knows of no
-// others.
+// portsOf returns the ports of an initiator that are logged in: a unit knows no others.
 func (u *Unit) portsOf(initiator string) (ports []initiatorPort) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -214,7 +212,7 @@ func (u *Unit) portsOf(initiator string) (ports []initiatorPort) {
 	return ports
 }
 
-// execute changes the state of the unit. What is to survive the loss of power is
+// execute changes the state of the unit. State that has to survive the loss of power is
 // on stable storage before it is in force.
 func (o *prOut) execute() bool {
 	r, row := &o.unit.reservations, &prOuts[o.row.sa]
@@ -254,7 +252,7 @@ func (o *prOut) put(n nexusName) bool {
 	return true
 }
 
-// register is REGISTER and REGISTER AND IGNORE EXISTING KEY (SPC-4, section
+// register executes REGISTER and REGISTER AND IGNORE EXISTING KEY (SPC-4, section
 // 5.13.7).
 func (o *prOut) register() bool {
 	s := &o.state
@@ -303,8 +301,8 @@ func (o *prOut) register() bool {
 	return true
 }
 
-// unregister takes away the initiator's own registrations, and the reservation if
-// that leaves no holder (SPC-4, section 5.13.11.2.3).
+// unregister removes the initiator's own registrations, and the reservation if that
+// leaves no holder (SPC-4, section 5.13.11.2.3).
 func (o *prOut) unregister(own func(registration) bool) {
 	s := &o.state
 	was := s.typ
@@ -314,7 +312,7 @@ func (o *prOut) unregister(own func(registration) bool) {
 	}
 }
 
-// reserve is RESERVE (SPC-4, section 5.13.9).
+// reserve executes RESERVE (SPC-4, section 5.13.9).
 func (o *prOut) reserve() bool {
 	s := &o.state
 	if s.typ == 0 {
@@ -353,7 +351,7 @@ func (o *prOut) establish() bool {
 	return true
 }
 
-// release is RELEASE (SPC-4, section 5.13.11.2.2). From a nexus that holds no
+// release executes RELEASE (SPC-4, section 5.13.11.2.2). From a nexus that holds no
 // reservation it is GOOD and does nothing.
 func (o *prOut) release() bool {
 	s := &o.state
@@ -369,16 +367,16 @@ func (o *prOut) release() bool {
 	return true
 }
 
-// clear is CLEAR (SPC-4, section 5.13.11.2.7).
+// clear executes CLEAR (SPC-4, section 5.13.11.2.7).
 func (o *prOut) clear() bool {
 	o.notify(o.state.remove(func(registration) bool { return true }), attentionReservationsPreempted)
 	return true
 }
 
-// preempt is PREEMPT and PREEMPT AND ABORT (SPC-4, sections 5.13.11.2.4 to
-// 5.13.11.2.6). It takes away the registrations with the key of the service
-// action. If that is the holder's, or 0 where all registrants are holders, it
-// takes over the reservation; then this nexus stays registered in any case.
+// preempt executes PREEMPT and PREEMPT AND ABORT (SPC-4, sections 5.13.11.2.4 to
+// 5.13.11.2.6). It removes the registrations with the key of the service action. If
+// that is the holder's key, or 0 where all registrants are holders, it takes over the
+// reservation; then this nexus stays registered in any case.
 func (o *prOut) preempt() bool {
 	s := &o.state
 	all := prTypes[s.typ].all
@@ -407,7 +405,7 @@ func (o *prOut) preempt() bool {
 	return true
 }
 
-// registerAndMove is REGISTER AND MOVE (SPC-4, section 5.13.8).
+// registerAndMove executes REGISTER AND MOVE (SPC-4, section 5.13.8).
 func (o *prOut) registerAndMove() bool {
 	s := &o.state
 	switch {
@@ -439,7 +437,7 @@ func (o *prOut) registerAndMove() bool {
 	return true
 }
 
-// failListBit is failList for a bit.
+// failListBit fails c because of a bit of the parameter list.
 func (c *Command) failListBit(octet, bit int) bool {
 	c.failSense(senseData{Sense: condListField, field: octet, bit: bit, inList: true})
 	return false

@@ -7,8 +7,8 @@ import "slices"
 var prTypes = [16]struct {
 	valid       bool
 	exclusive   bool // keeps out readers as well as writers
-	registrants bool // keeps out nobody who is registered
-	all         bool // is held by all who are registered
+	registrants bool // keeps out no registered nexus
+	all         bool // all registered nexuses hold it
 }{
 	1: {valid: true},                                                // Write Exclusive
 	3: {valid: true, exclusive: true},                               // Exclusive Access
@@ -21,14 +21,14 @@ var prTypes = [16]struct {
 // maxRegistrations is how many I_T nexuses can register with a unit.
 const maxRegistrations = 512
 
-// A prState is the registrations and the persistent reservation of a unit.
-// Methods that change it leave a copy of it as it was.
+// A prState has the registrations and the persistent reservation of a unit. Methods
+// that change it leave a copy of it as it was.
 type prState struct {
 	generation    uint32 // PRGENERATION
 	aptpl         bool   // survives the loss of power
 	registrations []registration
 	typ           byte      // 0: no reservation
-	holder        nexusName // of a type that not all registrants hold
+	holder        nexusName // the only holder; zero if all registrants hold it
 }
 
 type registration struct {
@@ -42,7 +42,7 @@ func (s *prState) find(n nexusName) int {
 	return slices.IndexFunc(s.registrations, func(r registration) bool { return r.nexus == n })
 }
 
-// holds tells whether n holds the reservation.
+// holds reports whether n holds the reservation.
 func (s *prState) holds(n nexusName) bool {
 	if prTypes[s.typ].all {
 		return s.find(n) >= 0
@@ -63,8 +63,8 @@ func (s *prState) put(r registration) {
 	s.registrations = append(s.registrations, r)
 }
 
-// remove takes away the registrations that match, and the reservation if that
-// leaves no holder. It returns whose they were.
+// remove removes the registrations that match, and the reservation if that leaves no
+// holder. It returns the nexuses of the removed ones.
 func (s *prState) remove(match func(registration) bool) (gone []nexusName) {
 	var rest []registration
 	for _, r := range s.registrations {
@@ -81,7 +81,7 @@ func (s *prState) remove(match func(registration) bool) (gone []nexusName) {
 	return gone
 }
 
-// nexuses are those that are registered.
+// nexuses returns the registered nexuses.
 func (s *prState) nexuses() []nexusName {
 	list := make([]nexusName, len(s.registrations))
 	for i, r := range s.registrations {
@@ -90,8 +90,8 @@ func (s *prState) nexuses() []nexusName {
 	return list
 }
 
-// covers tells whether r stands for registrations of its initiator port through
-// all of these target ports: made with ALL_TG_PT, and still the same in key and
+// covers reports whether r represents the registrations of its initiator port through
+// all of these target ports: ALL_TG_PT made them, and they still have the same key and
 // reservation (SPC-4, section 6.15.5).
 func (s *prState) covers(r registration, targets []uint16) bool {
 	if !r.allTargetPorts || !slices.Contains(targets, r.nexus.target) {
@@ -99,7 +99,11 @@ func (s *prState) covers(r registration, targets []uint16) bool {
 	}
 	for _, target := range targets {
 		n := nexusName{r.nexus.initiator, target}
-		if i := s.find(n); i < 0 || !s.registrations[i].allTargetPorts || s.registrations[i].key != r.key || s.holds(n) != s.holds(r.nexus) {
+		i := s.find(n)
+		if i < 0 || !s.registrations[i].allTargetPorts || s.registrations[i].key != r.key {
+			return false
+		}
+		if s.holds(n) != s.holds(r.nexus) {
 			return false
 		}
 	}

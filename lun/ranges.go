@@ -3,6 +3,8 @@ package lun
 import (
 	"math/bits"
 	"sync"
+
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 const (
@@ -10,23 +12,23 @@ const (
 	stripeSpan = 1 << 20
 )
 
-// rangeLocks keeps commands that read and write back a range, such as COMPARE
-// AND WRITE, apart from all others on that range. The medium is divided into
-// pieces of 1 MiB, and piece i belongs to stripe i%64; a READ or WRITE holds
-// the stripes of its range for reading, which costs it an atomic addition each
-// way, and an exclusive command for writing.
+// rangeLocks keep commands that read and write back a range, such as COMPARE AND WRITE,
+// apart from all others on that range. The medium is divided into pieces of 1 MiB, and
+// piece i belongs to stripe i%64. A READ or WRITE holds the stripes of its range for
+// reading, which costs an atomic addition each way, and an exclusive command holds them
+// for writing.
 //
-// Stripes are taken in ascending order, and who holds some takes no more: no
-// two commands can wait for one another.
+// A command takes its stripes in ascending order, and takes no more while it holds
+// some. So no two commands can wait for one another.
 type rangeLocks [stripes]struct {
 	sync.RWMutex
-	_ [40]byte // so that a stripe has a cache line to itself
+	_ [40]byte // a stripe has a cache line of its own
 }
 
 // A stripeSet is a set of stripes, by number.
 type stripeSet uint64
 
-// stripesOf is the stripes of n octets at off.
+// stripesOf returns the stripes of n bytes at off.
 func stripesOf(off, n int64) stripeSet {
 	if n <= 0 {
 		return 0
@@ -38,6 +40,17 @@ func stripesOf(off, n int64) stripeSet {
 	return stripeSet(bits.RotateLeft64(1<<(last-first+1)-1, int(first%stripes)))
 }
 
+// assertHeld asserts that somebody holds the stripes of n bytes at off.
+func (l *rangeLocks) assertHeld(off, n int64) {
+	if !invariant.Enabled {
+		return
+	}
+	for s := stripesOf(off, n); s != 0; s &= s - 1 {
+		invariant.Held(&l[bits.TrailingZeros64(uint64(s))])
+	}
+}
+
+// share holds stripes for reading, until unshare.
 func (l *rangeLocks) share(s stripeSet) {
 	for ; s != 0; s &= s - 1 {
 		l[bits.TrailingZeros64(uint64(s))].RLock()
@@ -50,6 +63,7 @@ func (l *rangeLocks) unshare(s stripeSet) {
 	}
 }
 
+// exclude holds stripes for writing, until admit.
 func (l *rangeLocks) exclude(s stripeSet) {
 	for ; s != 0; s &= s - 1 {
 		l[bits.TrailingZeros64(uint64(s))].Lock()

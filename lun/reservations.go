@@ -7,14 +7,14 @@ import (
 	"github.com/iser-target/iser-target/lun/state"
 )
 
-// Reservations keeps the persistent reservations that are to survive the loss
-// of power (APTPL), those of all logical units in one file. It may be used by
-// several goroutines at once.
+// Reservations keeps the persistent reservations that have to survive the loss of power
+// (APTPL), those of all logical units in one file. Several goroutines may use it at
+// once.
 type Reservations struct{ *state.Keeper[unitEntry] }
 
 var reservationsKind = state.Kind[unitEntry]{Name: "reservations", Version: 2, Upgrade: upgradeReservations}
 
-// unitEntry is what is kept of a unit.
+// A unitEntry is what is kept of a unit.
 type unitEntry struct {
 	NAA           string              `json:"naa"`  // Identity.Serial
 	Type          byte                `json:"type"` // 0: no reservation
@@ -29,8 +29,8 @@ type registrationEntry struct {
 	Holder         bool   `json:"holder"` // false of all where all registrants are
 }
 
-// reservationsState1 is the file of version 1, when there was one target port,
-// with the relative identifier 1.
+// reservationsState1 is the file of version 1, when a target had one port, with the
+// relative identifier 1.
 type reservationsState1 struct {
 	Version int          `json:"version"`
 	Units   []unitEntry1 `json:"units"`
@@ -47,7 +47,7 @@ type unitEntry1 struct {
 	} `json:"registrations"`
 }
 
-// upgradeReservations is the upgrade of the kind.
+// upgradeReservations reads a file of version 1.
 func upgradeReservations(b []byte) (units []unitEntry, written any, err error) {
 	var s reservationsState1
 	if err := state.Decode(b, 1, &s); err != nil || s.Units == nil {
@@ -70,9 +70,8 @@ func upgradeReservations(b []byte) (units []unitEntry, written any, err error) {
 	return units, &s, nil
 }
 
-// OpenReservations opens the file at path, as OpenIdentities does. A file that
-// is not wholly as Reservations has written it is an error and stays as it is:
-// without its reservations two nodes of a cluster might write to one disk.
+// OpenReservations opens the file at path, as state.Open does. A damaged file is an
+// error: without its reservations two nodes of a cluster might write to one disk.
 func OpenReservations(path string) (*Reservations, error) {
 	k, err := state.OpenKeeper(reservationsKind, path)
 	if err != nil {
@@ -81,7 +80,7 @@ func OpenReservations(path string) (*Reservations, error) {
 	return &Reservations{k}, nil
 }
 
-// load returns what was kept of the unit with that NAA.
+// load returns what the file keeps of the unit with that NAA.
 func (r *Reservations) load(naa string) (prState, error) {
 	e, ok, err := r.Get(naa)
 	if !ok {
@@ -90,8 +89,8 @@ func (r *Reservations) load(naa string) (prState, error) {
 	return e.decode()
 }
 
-// save keeps s for the unit with that NAA or, if it is not to survive the loss
-// of power, nothing. When it returns nil that is on stable storage.
+// save keeps s for the unit with that NAA, or nothing if s does not have to survive the
+// loss of power. s is on stable storage when save returns nil.
 func (r *Reservations) save(naa string, s *prState) (err error) {
 	if s.aptpl && len(s.registrations) > 0 {
 		_, err = r.Put(encodeUnit(naa, s))
@@ -105,7 +104,7 @@ func encodeUnit(naa string, s *prState) unitEntry {
 	e := unitEntry{NAA: naa, Type: s.typ, Registrations: make([]registrationEntry, len(s.registrations))}
 	for i, r := range s.registrations {
 		e.Registrations[i] = registrationEntry{
-			r.nexus.initiator.String(), r.nexus.target, fmt.Sprintf("0x%016x", r.key), r.allTargetPorts, r.nexus == s.holder,
+			r.nexus.initiator.String(), r.nexus.target, encodeKey(r.key), r.allTargetPorts, r.nexus == s.holder,
 		}
 	}
 	return e
@@ -118,8 +117,9 @@ func (e unitEntry) Check() error {
 	return err
 }
 
-// decode is the reverse of encodeUnit. All that a unit could not have got into
-// is an error.
+func encodeKey(key uint64) string { return fmt.Sprintf("0x%016x", key) }
+
+// decode reverses encodeUnit. It refuses what no unit could have got into.
 func (e unitEntry) decode() (s prState, err error) {
 	if n := len(e.Registrations); n == 0 || n > maxRegistrations {
 		return s, fmt.Errorf("%d registrations, want 1 to %d", n, maxRegistrations)
@@ -129,14 +129,16 @@ func (e unitEntry) decode() (s prState, err error) {
 	for i, entry := range e.Registrations {
 		r := registration{allTargetPorts: entry.AllTargetPorts}
 		var ok bool
-		if r.nexus.initiator, ok = parseInitiatorPort(entry.Initiator); !ok || r.nexus.initiator.String() != entry.Initiator {
-			return s, fmt.Errorf("registrations[%d]: %.300q is no initiator port", i, entry.Initiator)
+		r.nexus.initiator, ok = parseInitiatorPort(entry.Initiator)
+		if !ok || r.nexus.initiator.String() != entry.Initiator {
+			return s, fmt.Errorf("registrations[%d]: %.300q is not an initiator port", i, entry.Initiator)
 		}
 		if r.nexus.target = entry.TargetPort; entry.TargetPort == 0 {
 			return s, fmt.Errorf("registrations[%d]: target port 0, want 1 to 65535", i)
 		}
-		if r.key, err = strconv.ParseUint(entry.Key, 0, 64); err != nil || r.key == 0 || fmt.Sprintf("0x%016x", r.key) != entry.Key {
-			return s, fmt.Errorf("registrations[%d]: key %.40q: want 0x and 16 lower-case hex digits, not all of them 0", i, entry.Key)
+		if r.key, err = strconv.ParseUint(entry.Key, 0, 64); err != nil || r.key == 0 || encodeKey(r.key) != entry.Key {
+			return s, fmt.Errorf("registrations[%d]: key %.40q: want 0x and 16 lower-case hex digits, not all 0",
+				i, entry.Key)
 		}
 		if s.find(r.nexus) >= 0 {
 			return s, fmt.Errorf("registrations[%d]: %s is there twice", i, r.nexus)
@@ -148,7 +150,7 @@ func (e unitEntry) decode() (s prState, err error) {
 		}
 	}
 	if e.Type != 0 && (int(e.Type) >= len(prTypes) || !prTypes[e.Type].valid) {
-		return s, fmt.Errorf("type %d: there is no such persistent reservation", e.Type)
+		return s, fmt.Errorf("type %d: not a persistent reservation", e.Type)
 	}
 	s.typ = e.Type
 	want := 1
@@ -156,7 +158,7 @@ func (e unitEntry) decode() (s prState, err error) {
 		want = 0
 	}
 	if holders != want {
-		return s, fmt.Errorf("%d registrations with holder, want %d for a reservation of type %d", holders, want, e.Type)
+		return s, fmt.Errorf("%d registrations with holder, want %d for type %d", holders, want, e.Type)
 	}
 	return s, nil
 }

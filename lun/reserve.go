@@ -4,6 +4,8 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 const statusReservationConflict = 0x18 // SAM-5, section 5.3
@@ -16,19 +18,19 @@ var (
 	condRegistrationsPreempted = Sense{keyUnitAttention, 0x2a, 0x05}
 )
 
-// reservations say who may use a unit. There is a persistent reservation, or one
-// made with RESERVE, or none.
+// reservations say which nexuses may use a unit. A unit has a persistent reservation,
+// or one made with RESERVE, or none.
 type reservations struct {
-	fence atomic.Pointer[fence] // what commands are held against; nil while nothing is reserved
+	fence atomic.Pointer[fence] // what commands are checked against; nil while nothing is reserved
 
-	mu         sync.Mutex // guards what follows; is held while that is stored
+	mu         sync.Mutex // guards the fields below; held while they are stored
 	persistent prState
-	legacy     *Nexus // has the unit to itself by RESERVE
-	handedOver bool   // another unit has them now: see Succeed
+	legacy     *Nexus // reserved the unit by RESERVE
+	handedOver bool   // another unit has them now: see InheritFrom
 }
 
-// A fence is a reservation as commands meet it. It is not changed; a new one
-// takes its place.
+// A fence is a reservation as commands meet it. It does not change; a new one takes its
+// place.
 type fence struct {
 	legacy     *Nexus // if nil the reservation is persistent
 	typ        byte
@@ -38,21 +40,22 @@ type fence struct {
 
 // publish builds the fence.
 //
-// Preconditions: mu is held.
+// Preconditions: r.mu is held.
 func (r *reservations) publish() {
+	invariant.Held(&r.mu)
 	s := &r.persistent
 	if r.legacy == nil && s.typ == 0 {
 		r.fence.Store(nil)
 		return
 	}
-	f := &fence{legacy: r.legacy, typ: s.typ, holder: s.holder, registered: make(map[nexusName]bool, len(s.registrations))}
+	registered := make(map[nexusName]bool, len(s.registrations))
 	for _, reg := range s.registrations {
-		f.registered[reg.nexus] = true
+		registered[reg.nexus] = true
 	}
-	r.fence.Store(f)
+	r.fence.Store(&fence{r.legacy, s.typ, s.holder, registered})
 }
 
-// restoreReservations takes up what survived the loss of power.
+// restoreReservations loads what survived the loss of power.
 func (u *Unit) restoreReservations() (err error) {
 	if u.opt.Reservations == nil {
 		return nil
@@ -67,7 +70,7 @@ func (u *Unit) restoreReservations() (err error) {
 	return nil
 }
 
-// losePower leaves what APTPL keeps.
+// losePower ends everything that APTPL does not keep.
 func (r *reservations) losePower() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -78,13 +81,13 @@ func (r *reservations) losePower() {
 	r.publish()
 }
 
-// startsOnly is the allowedByCDB of START STOP UNIT: START, and POWER CONDITION 0.
+// startsOnly reports whether a START STOP UNIT has START, and POWER CONDITION 0.
 func startsOnly(cdb []byte) bool { return cdb[4]&0xf1 == 0x01 }
 
-// allowsRemoval is the allowedByCDB of PREVENT ALLOW MEDIUM REMOVAL: PREVENT 0.
+// allowsRemoval reports whether a PREVENT ALLOW MEDIUM REMOVAL has PREVENT 0.
 func allowsRemoval(cdb []byte) bool { return cdb[4]&0x03 == 0 }
 
-// keepsOut tells whether c is RESERVATION CONFLICT.
+// keepsOut reports whether c meets RESERVATION CONFLICT.
 func (f *fence) keepsOut(c *Command) bool {
 	if !f.excludes(c.nexus, c.row.flags) {
 		return false
@@ -93,9 +96,9 @@ func (f *fence) keepsOut(c *Command) bool {
 	return f.legacy != nil || allowed == nil || !allowed(c.CDB)
 }
 
-// excludes tells whether the reservation keeps commands with these flags out if
-// they come from n (SPC-4, section 5.13.1 and the table of each command set; for
-// RESERVE SPC-2, section 5.5.1).
+// excludes reports whether the reservation keeps out commands from n with these flags
+// (SPC-4, section 5.13.1 and the table of each command set; for RESERVE SPC-2, section
+// 5.5.1).
 func (f *fence) excludes(n *Nexus, class flags) bool {
 	if f.legacy != nil {
 		return f.legacy != n && class&anyReserve == 0
@@ -116,19 +119,19 @@ func (c *Command) conflict() bool {
 	return false
 }
 
-// OnPreempt sets what PREEMPT AND ABORT does about the commands of n. The
-// function ends those for the logical unit at lun, but not except, and returns
-// when nothing of them will be read, written or sent any more. It runs on the
-// goroutine of the command that preempts, with no lock held; n may have been
-// closed by then. Set it before the first Begin.
+// OnPreempt sets what PREEMPT AND ABORT does about the commands of n. The function ends
+// those for the logical unit at lun, except the command except, and returns when
+// nothing more of them will be read, written or sent. It runs on the goroutine of the
+// command that preempts, without a lock; n may be closed by then. Set it before the
+// first Begin.
 func (n *Nexus) OnPreempt(abort func(lun [8]byte, except *Command)) { n.abort.Store(&abort) }
 
-// dropReserve ends a reservation by RESERVE: that of n, whose commands have ended,
-// or without n that of anybody.
+// dropReserve ends a reservation by RESERVE: that of n, whose commands ended, or with n
+// nil that of any nexus.
 func (u *Unit) dropReserve(n *Nexus) {
 	r := &u.reservations
 	if f := r.fence.Load(); n != nil && (f == nil || f.legacy != n) {
-		return // without waiting for the lock, which may be held during a sync
+		return // does not wait for the lock, which may be held during a sync
 	}
 	r.mu.Lock()
 	had := r.legacy
@@ -139,7 +142,9 @@ func (u *Unit) dropReserve(n *Nexus) {
 	r.legacy = nil
 	r.publish()
 	r.mu.Unlock()
-	u.opt.Events.ReservationEnded(ReservationEndedEvent{had.port.TargetName, u.opt.Identity.Serial, had.port.InitiatorName})
+	u.opt.Events.ReservationEnded(ReservationEndedEvent{
+		Target: had.port.TargetName, Serial: u.opt.Identity.Serial, Initiator: had.port.InitiatorName,
+	})
 }
 
 // reservationChanged reports that RESERVE or RELEASE changed something.
@@ -149,7 +154,7 @@ func (c *Command) reservationChanged() {
 	})
 }
 
-// endReserve is RESERVE(6) and RESERVE(10) of the whole unit for this initiator
+// endReserve executes RESERVE(6) and RESERVE(10) of the whole unit for this initiator
 // (SPC-2, sections 7.21 and 7.22).
 func endReserve(u *Unit, c *Command) {
 	if u.reserve(c) {
@@ -178,7 +183,7 @@ func (u *Unit) reserve(c *Command) (changed bool) {
 	u.mu.Lock()
 	_, seen := u.seen[c.itl]
 	u.mu.Unlock()
-	if !seen { // since Begin, and dropReserve may not have found anything
+	if !seen { // since Begin, and dropReserve may have found nothing
 		r.legacy = nil
 		r.publish()
 		return c.fail(condNoLUN)
@@ -186,8 +191,8 @@ func (u *Unit) reserve(c *Command) (changed bool) {
 	return true
 }
 
-// endRelease is RELEASE(6) and RELEASE(10) (SPC-2, sections 7.16 and 7.17). Of
-// what somebody else has reserved it takes nothing, which is no error.
+// endRelease executes RELEASE(6) and RELEASE(10) (SPC-2, sections 7.16 and 7.17). It
+// leaves a reservation of somebody else alone, which is not an error.
 func endRelease(u *Unit, c *Command) {
 	if u.release(c) {
 		c.reservationChanged()
@@ -211,29 +216,29 @@ func (u *Unit) release(c *Command) (changed bool) {
 	return changed
 }
 
-// compatible tells whether RESERVE and RELEASE of n do nothing and are GOOD
-// (SPC-4, section 5.13.3); where they are not, they conflict with registrations.
+// compatible reports whether RESERVE and RELEASE of n do nothing and are GOOD (SPC-4,
+// section 5.13.3). Otherwise they conflict with registrations.
 func (s *prState) compatible(n nexusName) bool {
 	return s.holds(n) || prTypes[s.typ].registrants && s.find(n) >= 0
 }
 
-// reservedByReserve tells whether PERSISTENT RESERVE IN and OUT conflict with a
+// reservedByReserve reports whether PERSISTENT RESERVE IN and OUT conflict with a
 // RESERVE, even one of the same initiator (SPC-2, section 5.5.1).
 func (r *reservations) reservedByReserve() bool {
 	f := r.fence.Load()
 	return f != nil && f.legacy != nil
 }
 
-// A ReservationInfo is who has registered with a unit and who has reserved it.
+// A ReservationInfo lists the registrations and reservations of a unit.
 type ReservationInfo struct {
 	Generation    uint32 // PRGENERATION
 	APTPL         bool   // it survives a restart
-	Type          byte   // of the persistent reservation (SPC-4, section 5.13.4); 0: there is none
+	Type          byte   // of the persistent reservation (SPC-4, section 5.13.4); 0: no reservation
 	Registrations []Registration
-	Legacy        string // the initiator port that has reserved it with RESERVE; empty: none
+	Legacy        string // the initiator port that reserved it with RESERVE; empty: none
 }
 
-// A Registration is one of PERSISTENT RESERVE OUT.
+// A Registration is one that an initiator made with PERSISTENT RESERVE OUT.
 type Registration struct {
 	Initiator  string // initiator port name (RFC 7143, section 4.2.7)
 	TargetPort uint16 // relative target port identifier
@@ -241,7 +246,7 @@ type Registration struct {
 	Holder     bool // of the reservation
 }
 
-// Reservation is what there is now.
+// Reservation returns the present registrations and reservations.
 func (u *Unit) Reservation() ReservationInfo {
 	r := &u.reservations
 	r.mu.Lock()
@@ -260,9 +265,9 @@ func (u *Unit) Reservation() ReservationInfo {
 }
 
 // ClearReservation ends all registrations and reservations, as CLEAR (SPC-4, section
-// 5.13.11.2.7) and a reset do, and lets those hear of it who had registered:
-// RESERVATIONS PREEMPTED. It tells whether there was any. An error leaves the
-// persistent ones as they were.
+// 5.13.11.2.7) and a reset do, and notifies the registered nexuses: RESERVATIONS
+// PREEMPTED. It reports whether any existed. An error leaves the persistent ones as
+// they were.
 func (u *Unit) ClearReservation() (cleared bool, err error) {
 	gone, cleared, err := u.reservations.clear(u.opt)
 	u.mu.Lock()
@@ -275,7 +280,7 @@ func (u *Unit) ClearReservation() (cleared bool, err error) {
 	return cleared, err
 }
 
-// clear ends all there is, and returns who had registered.
+// clear ends all registrations and reservations, and returns the registered nexuses.
 func (r *reservations) clear(o Options) (gone []nexusName, cleared bool, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -10,7 +10,7 @@ import (
 	"github.com/iser-target/iser-target/backend"
 )
 
-// Limits of the medium access commands, in octets; VPD page B0h reports them
+// Limits of the medium access commands, in bytes; VPD page B0h reports them
 // in blocks.
 const (
 	maxTransfer     = 32 << 20
@@ -22,14 +22,14 @@ const (
 	maxUnmapDescs = 256
 )
 
-const fua = 0x08 // in octet 1 of READ and WRITE, except of six octets
+const fua = 0x08 // in byte 1 of READ and WRITE, except those of 6 bytes
 
-// extent decodes the first block and the number of blocks of a medium access
-// CDB. A length of 0 means 256 blocks in a CDB of 6 octets only.
+// extent decodes the first block and the number of blocks of a medium access CDB. A
+// length of 0 means 256 blocks only in a CDB of 6 bytes.
 func extent(cdb []byte) (lba, count uint64) {
 	be := binary.BigEndian
 	switch cdb[0] >> 5 {
-	case 0: // 6 octets
+	case 0: // 6 bytes
 		lba, count = uint64(be.Uint32(cdb)&0x1fffff), uint64(cdb[4])
 		if count == 0 {
 			count = 256
@@ -44,7 +44,7 @@ func extent(cdb []byte) (lba, count uint64) {
 	return lba, count
 }
 
-// lengthOctet is where the length field of a medium access CDB is.
+// lengthOctet returns the offset of the length field of a medium access CDB.
 func lengthOctet(cdb []byte) int {
 	switch cdb[0] {
 	case opCompareAndWrite:
@@ -55,27 +55,27 @@ func lengthOctet(cdb []byte) int {
 	return [...]int{4, 7, 7, 0, 10, 6, 0, 0}[cdb[0]>>5]
 }
 
-// within tells whether count blocks from lba on are on the unit. An empty
-// range may start at its end.
+// within reports whether count blocks from lba on are on the unit. An empty range may
+// start at its end.
 func (u *Unit) within(lba, count uint64) bool {
 	blocks := u.blocks.Load()
 	return lba <= blocks && count <= blocks-lba
 }
 
-// beginExtent decodes and checks the extent of c, which may cover most octets.
-func (u *Unit) beginExtent(c *Command, most uint64) bool {
+// beginExtent decodes and checks the extent of c, which may cover up to limit bytes.
+func (u *Unit) beginExtent(c *Command, limit uint64) bool {
 	c.lba, c.count = extent(c.CDB)
 	switch {
 	case !u.within(c.lba, c.count) || c.lba == u.blocks.Load():
 		return c.failRange(c.lba)
-	case c.count > most>>u.shift:
+	case c.count > limit>>u.shift:
 		return c.failCDB(lengthOctet(c.CDB), noField)
 	}
 	return true
 }
 
-// toEnd makes the extent of c, which begins on the unit, one up to its end. The unit may
-// have been made smaller since.
+// toEnd extends the extent of c, which begins on the unit, to the end of the unit. The
+// unit may be smaller than when c began.
 func (u *Unit) toEnd(c *Command) bool {
 	blocks := u.blocks.Load()
 	if c.lba >= blocks {
@@ -85,14 +85,13 @@ func (u *Unit) toEnd(c *Command) bool {
 	return true
 }
 
-// at is the offset in the store of the octet off of a command's data.
+// at returns the offset in the store of byte off of a command's data.
 func (u *Unit) at(c *Command, off uint64) int64 { return int64(c.lba<<u.shift + off) }
 
-// wantsFUA tells whether the FUA bit of a READ or WRITE is set.
+// wantsFUA reports whether the FUA bit of a READ or WRITE is set.
 func wantsFUA(cdb []byte) bool { return cdb[0]>>5 != 0 && cdb[1]&fua != 0 }
 
-// read fills p from pos, and write writes p there, with what COMPARE AND WRITE
-// and its like do kept apart.
+// read fills p from pos, apart from COMPARE AND WRITE and its like.
 func (u *Unit) read(p []byte, pos int64) error {
 	s := stripesOf(pos, int64(len(p)))
 	u.ranges.share(s)
@@ -100,6 +99,7 @@ func (u *Unit) read(p []byte, pos int64) error {
 	return u.store.ReadAt(p, pos)
 }
 
+// write writes p at pos, apart from COMPARE AND WRITE and its like.
 func (u *Unit) write(p []byte, pos int64, durable bool) error {
 	s := stripesOf(pos, int64(len(p)))
 	u.ranges.share(s)
@@ -107,8 +107,11 @@ func (u *Unit) write(p []byte, pos int64, durable bool) error {
 	return u.writeLocked(p, pos, durable)
 }
 
+// writeLocked writes p at pos, durably if asked for or without a cache.
+//
 // Preconditions: the stripes of the range are held.
 func (u *Unit) writeLocked(p []byte, pos int64, durable bool) error {
+	u.ranges.assertHeld(pos, int64(len(p)))
 	if err := u.barred(); err != nil {
 		return err
 	}
@@ -121,7 +124,7 @@ func (u *Unit) writeLocked(p []byte, pos int64, durable bool) error {
 	return u.store.WriteAt(p, pos)
 }
 
-// shared calls f, which changes a range, with the same kept apart.
+// shared calls f, which changes a range, apart from COMPARE AND WRITE and its like.
 func (u *Unit) shared(pos, n int64, f func(pos, n int64) error) error {
 	s := stripesOf(pos, n)
 	u.ranges.share(s)
@@ -138,8 +141,8 @@ func beginRead(u *Unit, c *Command) bool {
 	}
 	c.DataIn = c.count << u.shift
 	if wantsFUA(c.CDB) && u.cached() {
-		// FUA asks for what is on the medium, and that it is not older than
-		// what the cache has (SBC-3, section 5.8).
+		// FUA asks for the data on the medium, which must not be older than those
+		// in the cache (SBC-3, section 5.8).
 		if err := u.sync(); err != nil {
 			return c.failWrite(err)
 		}
@@ -160,9 +163,8 @@ func beginWrite(u *Unit, c *Command) bool {
 	}
 	c.DataOut = c.count << u.shift
 	if c.Expected < c.DataOut && c.Expected&uint64(u.info.BlockSize-1) != 0 {
-		// Of fewer blocks than the CDB says, those that come are written. A
-		// part of one is not: GOOD would tell that it was, or that all of it
-		// was.
+		// With fewer blocks than the CDB says, those that arrive are written. A part
+		// of a block is not: GOOD would mean that all of it was.
 		c.Overflow = true
 		return c.fail(condTooLittle)
 	}
@@ -180,15 +182,15 @@ func beginSync(u *Unit, c *Command) bool {
 	return u.beginExtent(c, math.MaxInt64)
 }
 
-// endSync syncs the whole store, whatever the range, and before the status also
-// if IMMED allows it later: a failure could not be reported otherwise.
+// endSync syncs the whole store, whatever the range. It does so before the status even
+// if IMMED allows it later, because a failure could not be reported otherwise.
 func endSync(u *Unit, c *Command) {
 	if err := u.sync(); err != nil {
 		c.failWrite(err)
 	}
 }
 
-// endPrefetch is PRE-FETCH (SBC-3, section 5.13). It ends with GOOD and never
+// endPrefetch executes PRE-FETCH (SBC-3, section 5.13). It ends with GOOD and never
 // with CONDITION MET, which would promise that all blocks stay in the cache.
 func endPrefetch(u *Unit, c *Command) {
 	if c.count == 0 && !u.toEnd(c) {
@@ -199,15 +201,14 @@ func endPrefetch(u *Unit, c *Command) {
 	}
 }
 
-// scratch is memory for the commands that read or write more than they are
-// sent.
+// scratch is memory for commands that read or write more than the initiator sends.
 var scratch = sync.Pool{New: func() any { b := make([]byte, 256<<10); return &b }}
 
 // What VERIFY compares the medium with (BYTCHK).
 const (
 	bytchkNone  = 0
 	bytchkAll   = 1
-	bytchkBlock = 3 // one block, with every block of the extent
+	bytchkBlock = 3 // compares one block with every block of the extent
 )
 
 func bytchk(cdb []byte) byte { return cdb[1] >> 1 & 3 }
@@ -248,8 +249,8 @@ func consumeVerify(u *Unit, c *Command, p []byte, off uint64) bool {
 	return true
 }
 
-// consumeWriteVerify writes to the medium, past the cache, and with BYTCHK
-// compares what is there then (SBC-3, section 5.36).
+// consumeWriteVerify writes to the medium, past the cache, and with BYTCHK compares the
+// result (SBC-3, section 5.36).
 func consumeWriteVerify(u *Unit, c *Command, p []byte, off uint64) bool {
 	if err := u.write(p, u.at(c, off), true); err != nil {
 		return c.failWrite(err)
@@ -257,7 +258,7 @@ func consumeWriteVerify(u *Unit, c *Command, p []byte, off uint64) bool {
 	return bytchk(c.CDB) == bytchkNone || u.compareShared(c, p, u.at(c, off), off)
 }
 
-// endVerify reads the extent where there is nothing to compare it with.
+// endVerify reads the extent if it has no data to compare it with.
 func endVerify(u *Unit, c *Command) {
 	if bytchk(c.CDB) != bytchkNone {
 		return
@@ -278,7 +279,7 @@ func endVerify(u *Unit, c *Command) {
 	}
 }
 
-// compareShared is compare for those that do not hold the range.
+// compareShared does what compare does, for callers that do not hold the range.
 func (u *Unit) compareShared(c *Command, p []byte, pos int64, base uint64) bool {
 	s := stripesOf(pos, int64(len(p)))
 	u.ranges.share(s)
@@ -286,8 +287,8 @@ func (u *Unit) compareShared(c *Command, p []byte, pos int64, base uint64) bool 
 	return u.compare(c, p, pos, base)
 }
 
-// compare ends c with MISCOMPARE if the medium at pos differs from p; base is
-// the offset of p for INFORMATION.
+// compare ends c with MISCOMPARE if the medium at pos differs from p. base is the
+// offset of p for INFORMATION.
 func (u *Unit) compare(c *Command, p []byte, pos int64, base uint64) bool {
 	sp := scratch.Get().(*[]byte)
 	defer scratch.Put(sp)
@@ -302,21 +303,23 @@ func (u *Unit) compare(c *Command, p []byte, pos int64, base uint64) bool {
 			for part[i] == want[i] {
 				i++
 			}
-			return c.failSense(senseData{Sense: condMiscompare, field: noField, bit: noField, infoOK: true, info: uint32(base) + uint32(done+i)})
+			s := newSense(condMiscompare)
+			s.infoOK, s.info = true, uint32(base)+uint32(done+i)
+			return c.failSense(s)
 		}
 		done += len(part)
 	}
 	return true
 }
 
-// Bits of WRITE SAME, octet 1.
+// Bits of WRITE SAME, byte 1.
 const (
 	wsUnmap = 0x08
-	wsNDOB  = 0x01 // no data-out: zeros; in 16 octets only
+	wsNDOB  = 0x01 // no data-out: zeros; only in 16 bytes
 )
 
-// wsnz is the WSNZ bit: a WRITE SAME of 0 blocks, which is all to the end of the
-// medium, is refused. It is served only where that is never too much.
+// wsnz returns the WSNZ bit: the unit refuses a WRITE SAME of 0 blocks, which means all
+// to the end of the medium, unless that can never be too much.
 func (u *Unit) wsnz() bool { return u.blocks.Load() > maxWriteSame>>u.shift }
 
 func beginWriteSame(u *Unit, c *Command) bool {
@@ -371,12 +374,12 @@ var errAborted = errors.New("the command was aborted")
 
 func (c *Command) aborted() bool { return c.Abort != nil && c.Abort.Load() }
 
-// stepLength is about how many octets are erased at a time: then a command
-// finds out that it was aborted.
+// stepLength is about how many bytes inSteps erases at a time; after each step the
+// command checks whether it was aborted.
 const stepLength = 16 << 20
 
-// inSteps calls f, which erases a range, for n octets at pos piece by piece. The
-// pieces meet where the store can give space back on both sides.
+// inSteps calls f, which erases a range, for n bytes at pos piece by piece. Pieces meet
+// where the store can give space back on both sides.
 func (u *Unit) inSteps(c *Command, pos, n int64, f func(pos, n int64) error) error {
 	step := int64(stepLength)
 	if g := int64(u.info.DiscardGranularity); g > 0 {
@@ -400,7 +403,7 @@ func (u *Unit) inSteps(c *Command, pos, n int64, f func(pos, n int64) error) err
 	return nil
 }
 
-// repeat fills n octets at pos with copies of block.
+// repeat fills n bytes at pos with copies of block.
 func (u *Unit) repeat(c *Command, block []byte, pos, n int64) error {
 	sp := scratch.Get().(*[]byte)
 	defer scratch.Put(sp)
@@ -413,7 +416,8 @@ func (u *Unit) repeat(c *Command, block []byte, pos, n int64) error {
 			return errAborted
 		}
 		p = p[:min(int64(len(p)), n)]
-		if err := u.shared(pos, int64(len(p)), func(pos, _ int64) error { return u.store.WriteAt(p, pos) }); err != nil {
+		err := u.shared(pos, int64(len(p)), func(pos, _ int64) error { return u.store.WriteAt(p, pos) })
+		if err != nil {
 			return err
 		}
 		pos, n = pos+int64(len(p)), n-int64(len(p))
@@ -430,7 +434,7 @@ func allZero(b []byte) bool {
 	return true
 }
 
-// isThin tells whether the unit gives space back.
+// isThin reports whether the unit gives space back.
 func (u *Unit) isThin() bool { return u.info.DiscardGranularity > 0 }
 
 const (
@@ -447,8 +451,8 @@ func beginUnmap(_ *Unit, c *Command) bool {
 	return true
 }
 
-// consumeUnmap takes the parameter list of UNMAP (SBC-3, section 5.28). All
-// descriptors are checked before the first is obeyed.
+// consumeUnmap executes UNMAP (SBC-3, section 5.28). It checks all descriptors before
+// it obeys the first.
 func consumeUnmap(u *Unit, c *Command, p []byte, _ uint64) bool {
 	be := binary.BigEndian
 	descs := p[unmapHeader:]

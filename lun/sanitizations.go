@@ -7,15 +7,14 @@ import (
 	"github.com/iser-target/iser-target/lun/state"
 )
 
-// Sanitizations keeps which logical units are being sanitized, or have failed
-// to be, all in one file: what has begun goes on when the process starts again,
-// and nobody gets to a medium that is half erased. It may be used by several
-// goroutines at once.
+// Sanitizations keeps which logical units are being sanitized, or failed to be, all in
+// one file. A sanitize continues when the process starts again, and nobody has access
+// to a medium that is half erased. Several goroutines may use it at once.
 type Sanitizations struct{ *state.Keeper[sanitizeEntry] }
 
 var sanitizationsKind = state.Kind[sanitizeEntry]{Name: "sanitizations", Version: 1}
 
-// sanitizeEntry is kept of a unit that is not idle.
+// A sanitizeEntry is kept of a unit that is not idle.
 type sanitizeEntry struct {
 	NAA          string `json:"naa"`          // Identity.Serial
 	Action       byte   `json:"action"`       // service action of SANITIZE
@@ -35,7 +34,7 @@ func OpenSanitizations(path string) (*Sanitizations, error) {
 	return &Sanitizations{k}, nil
 }
 
-// load returns what was kept of the unit with that NAA, or nil.
+// load returns the job that the file keeps of the unit with that NAA, or nil.
 func (k *Sanitizations) load(naa string) (job *sanitizeJob, failed bool, err error) {
 	e, ok, err := k.Get(naa)
 	if ok {
@@ -44,8 +43,8 @@ func (k *Sanitizations) load(naa string) (job *sanitizeJob, failed bool, err err
 	return job, e.Failed, err
 }
 
-// save keeps a job for the unit with that NAA, or with nil forgets the one it
-// has. It returns what put does.
+// save keeps a job for the unit with that NAA, or with nil forgets it. It returns what
+// Put of the Keeper does.
 func (k *Sanitizations) save(naa string, job *sanitizeJob, failed bool) (unsure bool, err error) {
 	if job == nil {
 		return k.Remove(naa)
@@ -64,8 +63,7 @@ func (e sanitizeEntry) Check() error {
 	return err
 }
 
-// decode is the reverse of encodeJob. What no SANITIZE could have asked for is
-// an error.
+// decode reverses encodeJob. It refuses what no SANITIZE could have asked for.
 func (e sanitizeEntry) decode() (*sanitizeJob, error) {
 	pattern, err := hex.DecodeString(e.Pattern)
 	if err != nil || hex.EncodeToString(pattern) != e.Pattern {
@@ -73,13 +71,14 @@ func (e sanitizeEntry) decode() (*sanitizeJob, error) {
 	}
 	switch overwrite := e.Action == sanitizeOverwrite; {
 	case !overwrite && e.Action != sanitizeBlockErase && e.Action != sanitizeCryptoErase:
-		return nil, fmt.Errorf("action %d: want %d, %d or %d", e.Action, sanitizeOverwrite, sanitizeBlockErase, sanitizeCryptoErase)
+		return nil, fmt.Errorf("action %d: want %d, %d or %d", e.Action,
+			sanitizeOverwrite, sanitizeBlockErase, sanitizeCryptoErase)
 	case !overwrite && (e.Passes != 0 || e.Invert || len(pattern) != 0):
 		return nil, fmt.Errorf("action %d has no passes and no pattern", e.Action)
 	case overwrite && (e.Passes < 1 || e.Passes > maxOverwrites):
 		return nil, fmt.Errorf("%d passes, want 1 to %d", e.Passes, maxOverwrites)
 	case overwrite && (len(pattern) < 1 || len(pattern) > maxPattern):
-		return nil, fmt.Errorf("a pattern of %d octets, want 1 to %d", len(pattern), maxPattern)
+		return nil, fmt.Errorf("a pattern of %d bytes, want 1 to %d", len(pattern), maxPattern)
 	}
 	return &sanitizeJob{e.Action, e.Unrestricted, e.Passes, e.Invert, pattern}, nil
 }

@@ -9,12 +9,13 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 // A sanitizer overwrites a medium in the background (SBC-3, section 4.11).
-// Neither a reset nor the end of the nexus or the task that wanted it ends that.
-// The end of the process interrupts it: Options.Sanitizations knows, and New
-// begins anew.
+// Neither a reset nor the end of the nexus or the task that requested it stops it.
+// The end of the process interrupts it: Options.Sanitizations has it, and New
+// restarts it.
 //
 //	idle ── SANITIZE ──▶ running ── done ──▶ idle
 //	  ▲                   ▲  │
@@ -28,7 +29,7 @@ type sanitizer struct {
 
 	mu           sync.Mutex
 	unrestricted bool          // guarded by mu: AUSE of the last SANITIZE
-	done         chan struct{} // guarded by mu: closed when it is no longer running
+	done         chan struct{} // guarded by mu: closed when the job ends
 }
 
 const (
@@ -40,7 +41,7 @@ const (
 // errSanitizing answers a write that began before the sanitize did.
 var errSanitizing = errors.New("the medium is being sanitized")
 
-// Bits of SANITIZE, octet 1.
+// Bits of SANITIZE, byte 1.
 const (
 	sanitizeImmed = 0x80
 	sanitizeAUSE  = 0x20
@@ -57,18 +58,19 @@ const (
 const (
 	overwriteHeader = 4
 	maxOverwrites   = 0x1f // OVERWRITE COUNT has five bits
-	maxPattern      = 4096 // octets: the longest block
+	maxPattern      = 4096 // bytes: the longest block
 )
 
-// A sanitizeJob is what a SANITIZE command wants.
+// A sanitizeJob is what a SANITIZE command asks for.
 type sanitizeJob struct {
 	action       byte
 	unrestricted bool
-	passes       int // of OVERWRITE, as these
+	passes       int // of OVERWRITE, like invert and pattern
 	invert       bool
 	pattern      []byte
 }
 
+// beginOverwrite checks the length of the list of SANITIZE OVERWRITE.
 func beginOverwrite(u *Unit, c *Command) bool {
 	c.DataOut, c.Whole = uint64(binary.BigEndian.Uint16(c.CDB[7:])), true
 	if c.DataOut <= overwriteHeader || c.DataOut > overwriteHeader+uint64(u.info.BlockSize) {
@@ -77,8 +79,8 @@ func beginOverwrite(u *Unit, c *Command) bool {
 	return true
 }
 
-// consumeOverwrite is SANITIZE with the OVERWRITE service action (SBC-3,
-// section 5.24.2.2).
+// consumeOverwrite executes SANITIZE with the OVERWRITE service action (SBC-3, section
+// 5.24.2.2).
 func consumeOverwrite(u *Unit, c *Command, p []byte, _ uint64) bool {
 	const invert = 0x80
 	count, pattern := int(p[0]&maxOverwrites), p[overwriteHeader:]
@@ -92,9 +94,9 @@ func consumeOverwrite(u *Unit, c *Command, p []byte, _ uint64) bool {
 	return u.sanitize(c, &sanitizeJob{passes: count, invert: p[0]&invert != 0, pattern: bytes.Clone(pattern[:n])})
 }
 
-// endErase is SANITIZE with the BLOCK ERASE and CRYPTOGRAPHIC ERASE service
-// actions (SBC-3, sections 5.24.2.3 and 5.24.2.4). No key was ever needed to read
-// the medium, and to forget one would erase nothing: the second erases the data.
+// endErase executes SANITIZE with the BLOCK ERASE and CRYPTOGRAPHIC ERASE service
+// actions (SBC-3, sections 5.24.2.3 and 5.24.2.4). The medium has no key to forget, so
+// the second erases the data, too.
 func endErase(u *Unit, c *Command) { u.sanitize(c, &sanitizeJob{}) }
 
 // run sanitizes the medium.
@@ -119,8 +121,7 @@ func (j *sanitizeJob) run(u *Unit) error {
 	return nil
 }
 
-// overwrite fills the medium with copies of block and syncs; it is one pass of
-// so many.
+// overwrite fills the medium with copies of block and syncs. It is one pass of so many.
 func (u *Unit) overwrite(block []byte, pass, passes int) error {
 	p := make([]byte, 1<<20)
 	for i := 0; i < len(p); i += len(block) {
@@ -138,8 +139,8 @@ func (u *Unit) overwrite(block []byte, pass, passes int) error {
 	return u.sync()
 }
 
-// erase writes zeros to what takes space, before it is given back where that
-// can be, for others may get it.
+// erase writes zeros to all space that the medium takes, before it gives the space back
+// if it can: others may get it.
 func (u *Unit) erase() error {
 	zeros := make([]byte, 1<<20)
 	size := u.Size()
@@ -166,7 +167,7 @@ func (u *Unit) erase() error {
 	return u.sync()
 }
 
-// step notes how far a sanitize is, and ends it when the unit is being closed.
+// step notes the progress of a sanitize, and stops it when the unit is being closed.
 func (s *sanitizer) step(off, size int64, pass, passes int) error {
 	s.progress.Store(uint32((float64(pass) + float64(off)/float64(size)) / float64(passes) * 65536))
 	if s.stop.Load() {
@@ -175,8 +176,8 @@ func (s *sanitizer) step(off, size int64, pass, passes int) error {
 	return nil
 }
 
-// abortPoll is how often a command that waits for a sanitize looks whether it
-// was aborted.
+// abortPoll is how often a command that waits for a sanitize checks whether it was
+// aborted.
 const abortPoll = 10 * time.Millisecond
 
 // sanitize runs a job in the background and, without IMMED, waits for its end.
@@ -188,7 +189,7 @@ func (u *Unit) sanitize(c *Command, job *sanitizeJob) bool {
 	case c.aborted():
 		s.mu.Unlock()
 		return c.fail(condAborted)
-	case state == sanitizeRunning: // another one was faster
+	case state == sanitizeRunning: // another command was faster
 		s.mu.Unlock()
 		return c.failSense(u.sanitizing())
 	case state == sanitizeFailed && !s.unrestricted && job.unrestricted:
@@ -201,8 +202,7 @@ func (u *Unit) sanitize(c *Command, job *sanitizeJob) bool {
 	if unsure, err := u.keepSanitize(job, false); err != nil {
 		k := condInternal
 		if unsure {
-			// The next start may erase the medium: nothing of worth must get
-			// there until then.
+			// The next start may erase the medium, so nobody may write to it.
 			s.unrestricted = job.unrestricted
 			s.state.Store(sanitizeFailed)
 			k = condSanitizeFailed
@@ -233,16 +233,17 @@ func (u *Unit) sanitize(c *Command, job *sanitizeJob) bool {
 	}
 }
 
-// startSanitize runs a job that is kept already.
+// startSanitize runs a job that is stored already.
 //
-// Preconditions: sanitizer.mu is held, or nobody else knows u.
+// Preconditions: u.sanitizer.mu is held.
 func (u *Unit) startSanitize(job *sanitizeJob) (done chan struct{}) {
 	s := &u.sanitizer
+	invariant.Held(&s.mu)
 	s.unrestricted = job.unrestricted
 	done = make(chan struct{})
 	s.done = done
 	s.progress.Store(0)
-	// Writes that have begun are done then, and others find out.
+	// Writes in progress end here, and later ones see the state.
 	u.ranges.exclude(^stripeSet(0))
 	s.state.Store(sanitizeRunning)
 	u.ranges.admit(^stripeSet(0))
@@ -253,7 +254,7 @@ func (u *Unit) startSanitize(job *sanitizeJob) (done chan struct{}) {
 	return done
 }
 
-// endSanitize returns the state after a job that has ended with err.
+// endSanitize returns the state after a job that ended with err.
 func (u *Unit) endSanitize(job *sanitizeJob, err error) uint32 {
 	switch {
 	case err == nil:
@@ -261,12 +262,12 @@ func (u *Unit) endSanitize(job *sanitizeJob, err error) uint32 {
 			u.sanitizeEvent(SanitizeEvent{Stage: SanitizeDone})
 			return sanitizeIdle
 		}
-		// The next start would erase what is written from now on.
+		// The next start would erase what initiators write from now on.
 	case errors.Is(err, backend.ErrClosed):
 		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeInterrupted})
 	default:
 		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeFailed, Err: err})
-		// If this fails too, the next start begins anew, which is as good.
+		// If this fails too, the next start restarts the job, which is as good.
 		u.keepSanitize(job, true)
 	}
 	return sanitizeFailed
@@ -278,7 +279,8 @@ func (u *Unit) sanitizeEvent(e SanitizeEvent) {
 	u.opt.Events.Sanitize(e)
 }
 
-// keepSanitize is Sanitizations.save, if there are any.
+// keepSanitize stores the job, as Sanitizations.save does, if Options.Sanitizations is
+// set.
 func (u *Unit) keepSanitize(job *sanitizeJob, failed bool) (unsure bool, err error) {
 	if u.opt.Sanitizations == nil {
 		return false, nil
@@ -289,14 +291,15 @@ func (u *Unit) keepSanitize(job *sanitizeJob, failed bool) (unsure bool, err err
 	return unsure, err
 }
 
-// resumeSanitize takes up what the end of the process has interrupted, also if
-// a SANITIZE would not be allowed any more.
-//
-// Preconditions: nobody else knows u.
+// resumeSanitize restarts what the end of the process interrupted, even if the options
+// do not allow SANITIZE any longer.
 func (u *Unit) resumeSanitize() error {
 	if u.opt.Sanitizations == nil {
 		return nil
 	}
+	s := &u.sanitizer
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	job, failed, err := u.opt.Sanitizations.load(u.opt.Identity.Serial)
 	switch {
 	case err != nil:
@@ -304,8 +307,8 @@ func (u *Unit) resumeSanitize() error {
 	case job == nil:
 	case failed || u.readOnly:
 		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeStuck})
-		u.sanitizer.unrestricted = job.unrestricted
-		u.sanitizer.state.Store(sanitizeFailed)
+		s.unrestricted = job.unrestricted
+		s.state.Store(sanitizeFailed)
 	default:
 		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeRestarted, Action: job.action})
 		u.startSanitize(job)
@@ -313,7 +316,7 @@ func (u *Unit) resumeSanitize() error {
 	return nil
 }
 
-// close ends a sanitize that is running.
+// close stops a sanitize that is running.
 func (s *sanitizer) close() {
 	s.mu.Lock()
 	s.stop.Store(true)
@@ -324,7 +327,7 @@ func (s *sanitizer) close() {
 	}
 }
 
-// endExitFailureMode is SANITIZE with the EXIT FAILURE MODE service action
+// endExitFailureMode executes SANITIZE with the EXIT FAILURE MODE service action
 // (SBC-3, section 5.24.2.5).
 func endExitFailureMode(u *Unit, c *Command) {
 	s := &u.sanitizer
@@ -343,7 +346,7 @@ func endExitFailureMode(u *Unit, c *Command) {
 	}
 }
 
-// barred is nil, or why no command that has begun may change the medium any more.
+// barred returns nil, or why no command in progress may change the medium.
 func (u *Unit) barred() error {
 	switch {
 	case u.isSanitizing():
@@ -354,10 +357,12 @@ func (u *Unit) barred() error {
 	return nil
 }
 
-// isSanitizing tells whether nobody may read or write.
+// isSanitizing reports whether a sanitize is running, and nobody may read or write.
 func (u *Unit) isSanitizing() bool { return u.sanitizer.state.Load() == sanitizeRunning }
 
-// sanitizing is the sense data of a command that meets a running sanitize.
+// sanitizing returns the sense data of a command that meets a running sanitize.
 func (u *Unit) sanitizing() senseData {
-	return senseData{Sense: condSanitizing, field: int(min(u.sanitizer.progress.Load(), 0xffff)), bit: noField, progress: true}
+	s := newSense(condSanitizing)
+	s.field, s.progress = int(min(u.sanitizer.progress.Load(), 0xffff)), true
+	return s
 }

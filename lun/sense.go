@@ -28,7 +28,8 @@ const (
 	keyMiscompare     = 0x0e
 )
 
-// A Sense is the core of sense data: the sense key, the additional sense code, and its qualifier.
+// A Sense is the core of sense data: the sense key, the additional sense code, and its
+// qualifier.
 type Sense struct{ Key, ASC, ASCQ byte }
 
 var (
@@ -82,14 +83,14 @@ var (
 	noField                    int = -1
 )
 
-// senseLen is the size in octets of fixed format sense data.
+// senseLen is the length in bytes of fixed format sense data.
 const senseLen = 18
 
 // senseData is the sense data of a command before it is encoded.
 type senseData struct {
 	Sense
-	field    int    // offset of the octet in the CDB or parameter list that is wrong, or noField
-	bit      int    // the most significant bit of the field that is wrong, or noField
+	field    int    // offset of the wrong byte in the CDB or parameter list, or noField
+	bit      int    // the most significant bit of the wrong field, or noField
 	inList   bool   // field is in the parameter list
 	info     uint32 // INFORMATION, if infoOK
 	infoOK   bool
@@ -98,8 +99,11 @@ type senseData struct {
 	descType bool   // REQUEST SENSE with DESC: descriptor format
 }
 
-// put encodes s into b, which it fills, and returns how much that is: fixed
-// format (SPC-4, section 4.5.3), or descriptor format (4.5.2).
+// newSense returns sense data that says only k.
+func newSense(k Sense) senseData { return senseData{Sense: k, field: noField, bit: noField} }
+
+// put encodes s into b and returns the part of b that it filled: fixed format (SPC-4,
+// section 4.5.3), or descriptor format (4.5.2).
 func (s *senseData) put(b []byte) []byte {
 	b = b[:senseLen]
 	clear(b)
@@ -125,7 +129,8 @@ func (s *senseData) put(b []byte) []byte {
 	return b
 }
 
-// putSpecific encodes the sense key specific data, which is field, into three octets of b.
+// putSpecific encodes the sense key specific data, which is field, into three bytes of
+// b.
 func (s *senseData) putSpecific(b []byte) {
 	b[0] = 0x80 // SKSV
 	if !s.inList && !s.progress {
@@ -138,28 +143,28 @@ func (s *senseData) putSpecific(b []byte) {
 }
 
 // fail ends c with CHECK CONDITION and returns false.
-func (c *Command) fail(k Sense) bool {
-	return c.failSense(senseData{Sense: k, field: noField, bit: noField})
-}
+func (c *Command) fail(k Sense) bool { return c.failSense(newSense(k)) }
 
-// failCDB is fail for a field of the CDB that begins in octet, at bit.
+// failCDB fails c because of a field of the CDB that begins in that byte, at bit.
 func (c *Command) failCDB(octet, bit int) bool {
 	return c.failSense(senseData{Sense: condCDBField, field: octet, bit: bit})
 }
 
-// failList is fail for a field of the parameter list.
+// failList fails c because of a field of the parameter list.
 func (c *Command) failList(octet int) bool {
 	return c.failSense(senseData{Sense: condListField, field: octet, bit: noField, inList: true})
 }
 
-// failRange is fail for blocks from lba on that are not all on the unit. The first that is
-// not is INFORMATION (SBC-4, section 4.18.1), if fixed format has room for it.
+// failRange fails c because blocks from lba on are not all on the unit. INFORMATION has
+// the first that is not (SBC-4, section 4.18.1), if fixed format has room for it.
 func (c *Command) failRange(lba uint64) bool {
 	first := max(lba, c.unit.blocks.Load())
-	return c.failSense(senseData{Sense: condLBARange, field: noField, bit: noField, infoOK: first <= math.MaxUint32, info: uint32(first)})
+	s := newSense(condLBARange)
+	s.infoOK, s.info = first <= math.MaxUint32, uint32(first)
+	return c.failSense(s)
 }
 
-// failSense is fail with more to say.
+// failSense fails c with more sense data than fail.
 func (c *Command) failSense(s senseData) bool {
 	c.Status = StatusCheckCondition
 	c.failed = true
@@ -167,8 +172,7 @@ func (c *Command) failSense(s senseData) bool {
 	return false
 }
 
-// failWrite reports that the store could not change the medium, failRead that
-// it could not read it.
+// failWrite fails c because the store could not change the medium.
 func (c *Command) failWrite(err error) bool {
 	c.reportStoreError(err)
 	switch {
@@ -185,11 +189,12 @@ func (c *Command) failWrite(err error) bool {
 	case errors.Is(err, backend.ErrClosed):
 		return c.failClosed()
 	case errors.Is(err, backend.ErrRange):
-		return c.failRange(c.lba) // the unit was made smaller meanwhile
+		return c.failRange(c.lba) // the unit became smaller meanwhile
 	}
 	return c.fail(condWriteError)
 }
 
+// failRead fails c because the store could not read the medium.
 func (c *Command) failRead(err error) bool {
 	c.reportStoreError(err)
 	switch {
@@ -201,8 +206,8 @@ func (c *Command) failRead(err error) bool {
 	return c.fail(condReadError)
 }
 
-// failClosed ends a command that meets a closed store: its unit has been taken away
-// from the initiators, another one takes its place, or the target ends.
+// failClosed ends a command that meets a closed store: the initiators lost its unit,
+// another unit takes its place, or the target shuts down.
 func (c *Command) failClosed() bool {
 	switch {
 	case c.unit.gone.Load():
@@ -213,18 +218,16 @@ func (c *Command) failClosed() bool {
 	return c.fail(condInternal)
 }
 
-// requestSense is REQUEST SENSE (SPC-4, section 6.39): it returns a unit
-// attention that waits, or the state of the unit.
+// requestSense executes REQUEST SENSE (SPC-4, section 6.39): it returns a pending unit
+// attention, or the state of the unit.
 func requestSense(u *Unit, c *Command) bool {
-	s := senseData{Sense: condNone, field: noField, bit: noField, descType: c.CDB[1]&1 != 0}
+	s := newSense(condNone)
 	if u == nil {
 		s.Sense = condNoLUN
 	} else if k, ok := c.itl.takeAttention(); ok {
 		s.Sense = k
 	} else if u.sanitizer.state.Load() == sanitizeRunning {
-		descType := s.descType
 		s = u.sanitizing()
-		s.descType = descType
 	} else if k := u.obstacle(c.nexus, 0); k != condNone {
 		s.Sense = k
 	} else if u.Absent() {
@@ -232,5 +235,6 @@ func requestSense(u *Unit, c *Command) bool {
 	} else {
 		s.Sense = u.readiness()
 	}
+	s.descType = c.CDB[1]&1 != 0
 	return c.report(s.put(c.zeroed(senseLen)), uint32(c.CDB[4]))
 }

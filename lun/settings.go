@@ -4,21 +4,22 @@ import (
 	"errors"
 	"fmt"
 
+	"github.com/iser-target/iser-target/lun/invariant"
 	"github.com/iser-target/iser-target/lun/state"
 )
 
-// Settings keeps what initiators have set for good in logical units: saved mode
-// pages, and the states of target port groups. Those of all units are in one file.
-// It may be used by several goroutines at once.
+// Settings keeps what initiators set permanently in logical units: saved mode pages,
+// and the states of target port groups. Those of all units are in one file. Several
+// goroutines may use it at once.
 type Settings struct{ *state.Keeper[settingsEntry] }
 
 var settingsKind = state.Kind[settingsEntry]{Name: "settings", Version: 1}
 
-// settingsEntry is what is kept of a unit.
+// A settingsEntry is what is kept of a unit.
 type settingsEntry struct {
 	NAA        string           `json:"naa"`         // Identity.Serial
-	Mode       *modeEntry       `json:"mode"`        // saved mode pages; null: there are none
-	PortGroups []portGroupEntry `json:"port_groups"` // whose state has been set, ascending by tag
+	Mode       *modeEntry       `json:"mode"`        // saved mode pages; null: none are saved
+	PortGroups []portGroupEntry `json:"port_groups"` // those with a state that was set, ascending by tag
 }
 
 type modeEntry struct {
@@ -39,7 +40,7 @@ func (e settingsEntry) Check() error {
 	}
 	for i, g := range e.PortGroups {
 		if _, ok := g.state(); !ok {
-			return fmt.Errorf("port_groups[%d]: state %.40q: there is no such state", i, g.State)
+			return fmt.Errorf("port_groups[%d]: state %.40q is unknown", i, g.State)
 		}
 		if g.Tag == 0 || i > 0 && g.Tag <= e.PortGroups[i-1].Tag {
 			return fmt.Errorf("port_groups[%d]: tag %d: want tags that ascend from 1", i, g.Tag)
@@ -57,9 +58,8 @@ func (g portGroupEntry) state() (s accessState, ok bool) {
 	return 0, false
 }
 
-// OpenSettings opens the file at path, as OpenIdentities does. A file that is
-// not wholly as Settings has written it is an error and stays as it is: without
-// it a unit that was write protected would not be.
+// OpenSettings opens the file at path, as state.Open does. A damaged file is an error:
+// without it a unit that was write protected would not be.
 func OpenSettings(path string) (*Settings, error) {
 	k, err := state.OpenKeeper(settingsKind, path)
 	if err != nil {
@@ -68,7 +68,7 @@ func OpenSettings(path string) (*Settings, error) {
 	return &Settings{k}, nil
 }
 
-// load returns what is kept of the unit with that NAA.
+// load returns what the file keeps of the unit with that NAA.
 func (s *Settings) load(naa string) (settingsEntry, error) {
 	e, ok, err := s.Get(naa)
 	if !ok && err == nil {
@@ -77,7 +77,7 @@ func (s *Settings) load(naa string) (settingsEntry, error) {
 	return e, err
 }
 
-// restoreSettings takes up what was kept of the unit.
+// restoreSettings loads what the file keeps of the unit.
 func (u *Unit) restoreSettings() (err error) {
 	modes := u.modeDefault
 	if u.opt.Settings != nil {
@@ -100,10 +100,11 @@ func (u *Unit) restoreSettings() (err error) {
 	return nil
 }
 
-// keep makes e what is kept of the unit, if anything is.
+// keep stores e as what is kept of the unit, if Options.Settings is set.
 //
-// Preconditions: settingsMu is held.
+// Preconditions: u.settingsMu is held.
 func (u *Unit) keep(e settingsEntry) error {
+	invariant.Held(&u.settingsMu)
 	if u.opt.Settings == nil {
 		return nil
 	}

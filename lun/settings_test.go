@@ -153,7 +153,7 @@ func TestOpenSettingsRefuses(t *testing.T) {
 		"null groups":     {good, `{"version": 1, "units": [{"naa": "3001020304050607", "mode": null, "port_groups": null}]}`, "want a list"},
 		"tag 0":           {`"tag": 1`, `"tag": 0`, "tag 0"},
 		"tag twice":       {`"tag": 2`, `"tag": 1`, "ascend"},
-		"state":           {`"standby"`, `"offline"`, "no such state"},
+		"state":           {`"standby"`, `"offline"`, "is unknown"},
 		"empty":           {good, "", "is empty"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -10,12 +10,12 @@ import (
 
 // An initiatorPort is the initiator's end of an I_T nexus.
 type initiatorPort struct {
-	name string // normalised: in lower case
+	name string // normalized: in lower case
 	isid [6]byte
 }
 
-// A nexusName names an I_T nexus. Registrations belong to one, and so does a
-// reservation (SPC-4, section 5.13.1).
+// A nexusName names an I_T nexus, which registrations and a reservation belong to
+// (SPC-4, section 5.13.1).
 type nexusName struct {
 	initiator initiatorPort
 	target    uint16 // relative target port identifier
@@ -27,13 +27,13 @@ func (n nexusName) String() string {
 
 const isidSeparator = ",i,0x"
 
-// String is the initiator port name (RFC 7143, section 4.2.7): the iSCSI name,
+// String returns the initiator port name (RFC 7143, section 4.2.7): the iSCSI name,
 // ",i,0x" and the twelve hex digits of the ISID.
 func (p initiatorPort) String() string {
 	return p.name + isidSeparator + hex.EncodeToString(p.isid[:])
 }
 
-// parseInitiatorPort is the reverse of String.
+// parseInitiatorPort decodes what String returns.
 func parseInitiatorPort(s string) (p initiatorPort, ok bool) {
 	i := strings.LastIndex(s, isidSeparator)
 	if i < 0 || len(s)-i-len(isidSeparator) != hex.EncodedLen(len(p.isid)) {
@@ -46,15 +46,15 @@ func parseInitiatorPort(s string) (p initiatorPort, ok bool) {
 	return p, ok
 }
 
-// parseInitiatorName normalises what can be the name of an initiator. Whether
-// one of that name may log in is not asked.
+// parseInitiatorName normalizes an initiator name. It does not check whether an
+// initiator of that name may log in.
 func parseInitiatorName(s string) (string, bool) {
 	const maxName = 223 // RFC 7143, section 4.2.7.1
 	unfit := func(r rune) bool { return r <= ' ' || r == ',' || r == 0x7f }
 	if !utf8.ValidString(s) || strings.ContainsFunc(s, unfit) {
 		return "", false
 	}
-	s = strings.ToLower(s) // which some letters make longer
+	s = strings.ToLower(s) // this makes some letters longer
 	return s, s != "" && len(s) <= maxName
 }
 
@@ -79,9 +79,8 @@ const (
 	tpidPort           = 0x40 // TPID FORMAT 01b: the name has an ISID
 )
 
-// parseTransportID decodes the TransportID that b starts with, and returns how
-// long it is. If it is invalid, wrong is the offset of the field that is, else
-// noField.
+// parseTransportID decodes the TransportID at the start of b, and returns its length.
+// If it is invalid, wrong is the offset of the wrong field, else noField.
 func parseTransportID(b []byte) (id transportID, n, wrong int) {
 	const length, name = 2, transportIDHeader
 	if len(b) < transportIDHeader {

@@ -13,24 +13,24 @@ import (
 	"github.com/iser-target/iser-target/lun/state"
 )
 
-// Options of a logical unit. The zero value of a field means its default.
+// Options configure a logical unit. The zero value of a field means its default.
 type Options struct {
 	Identity     state.Identity
-	ReadOnly     bool   // in addition to what the store says
-	WriteThrough bool   // every write is durable before its status, and no initiator can change that
+	ReadOnly     bool   // even if the store can be written
+	WriteThrough bool   // every write is durable before its status; initiators cannot change that
 	Removable    bool   // the medium can be ejected and loaded
-	Sanitize     bool   // initiators may have the medium erased by SANITIZE
+	Sanitize     bool   // initiators may erase the medium by SANITIZE
 	Vendor       string // T10 vendor identification, 8 characters; default ISERTGT
 	Product      string // 16 characters; default VIRTUAL-DISK
 	Revision     string // 4 characters; default 0001
 	// Reservations keeps persistent reservations; nil: they do not survive a
 	// restart (PTPL_C 0).
 	Reservations *Reservations
-	// Settings keeps saved mode pages, of which there are none if it is nil, and
-	// the states of target port groups.
+	// Settings keeps saved mode pages and the states of target port groups; nil: no
+	// mode page can be saved.
 	Settings *Settings
-	// Sanitizations keeps what SANITIZE has begun; nil: the end of the process
-	// ends it, which is right if the medium ends with it.
+	// Sanitizations keeps what SANITIZE began; nil: the end of the process ends it,
+	// which is right if the medium ends, too.
 	Sanitizations *Sanitizations
 	Events        Events // nil: only lines in the log of slog.Default()
 }
@@ -43,24 +43,24 @@ type Unit struct {
 	blocks      atomic.Uint64 // capacity
 	shift       uint          // log2 of the block size
 	readOnly    bool
-	absent      Sense         // why the store is not there yet: see NewAbsent; condNone: it is
-	gone        atomic.Bool   // the unit has been taken away from its initiators, and its commands end
-	replaced    atomic.Bool   // another unit has its place: see Inventory.Replace
+	absent      Sense         // why the store is missing: see NewAbsent; condNone: it is there
+	gone        atomic.Bool   // the initiators lost the unit, and its commands end
+	replaced    atomic.Bool   // another unit took its place: see Inventory.Replace
 	detached    atomic.Bool   // another unit has the store: see Detach
-	unsynced    atomic.Bool   // a sync has failed at or before the end of the store: see Succeed
-	predecessor *Unit         // of an absent unit: whose successor it is
-	has         flags         // which optional rows of the command set
-	mode        atomic.Uint32 // modeWCE, modeSWP: those that are set
+	unsynced    atomic.Bool   // a sync failed, of this store or a predecessor: see InheritFrom
+	predecessor *Unit         // of an absent unit: the unit that it inherits from
+	has         flags         // the optional rows of the command set
+	mode        atomic.Uint32 // modeWCE and modeSWP, as set
 	modeDefault uint32
 	modeMutable uint32 // bits that MODE SELECT can change
 	modeSaved   atomic.Uint32
-	modeChanged bool                       // the mode parameters, or the WP bit, differ from those of the unit before
-	access      atomic.Pointer[portGroups] // nil: no state has been set
+	modeChanged bool                       // the mode parameters, or the WP bit, differ from those of the predecessor
+	access      atomic.Pointer[portGroups] // nil: no state was set
 	stopped     atomic.Bool
 	ejected     atomic.Bool // set and reset with mu held
 	ranges      rangeLocks
-	copying     atomic.Int32 // segments of EXTENDED COPY that are being copied to the unit
-	number      uint64       // in the order of New, for who takes two of them
+	copying     atomic.Int32 // segments of EXTENDED COPY in progress to the unit
+	number      uint64       // in the order of New, for commands that lock two units
 	sanitizer   sanitizer
 	counts      unitCounts
 	storeErrors storeErrorLog
@@ -71,19 +71,23 @@ type Unit struct {
 	kept       settingsEntry // guarded by settingsMu
 
 	mu   sync.Mutex
-	seen map[*itl]struct{} // guarded by mu: who is to hear of unit attentions
+	seen map[*itl]struct{} // guarded by mu: gets unit attentions
 }
 
-// units counts the logical units that were made.
+// units counts the logical units that New made.
 var units atomic.Uint64
 
-// New makes a logical unit. The store is the unit's from then on.
+// New returns a logical unit over a store, which belongs to the unit from then on.
 func New(s backend.Store, o Options) (*Unit, error) {
 	for _, f := range []struct {
 		v         *string
 		def, what string
 		n         int
-	}{{&o.Vendor, "ISERTGT", "vendor", 8}, {&o.Product, "VIRTUAL-DISK", "product", 16}, {&o.Revision, "0001", "revision", 4}} {
+	}{
+		{&o.Vendor, "ISERTGT", "vendor", 8},
+		{&o.Product, "VIRTUAL-DISK", "product", 16},
+		{&o.Revision, "0001", "revision", 4},
+	} {
 		if *f.v == "" {
 			*f.v = f.def
 		}
@@ -98,7 +102,10 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	if err := info.Validate(); err != nil {
 		return nil, fmt.Errorf("store: %w", err)
 	}
-	u := &Unit{store: s, info: info, opt: o, readOnly: o.ReadOnly || info.ReadOnly, seen: map[*itl]struct{}{}, number: units.Add(1)}
+	u := &Unit{
+		store: s, info: info, opt: o, readOnly: o.ReadOnly || info.ReadOnly,
+		seen: map[*itl]struct{}{}, number: units.Add(1),
+	}
 	u.shift = uint(bits.TrailingZeros32(info.BlockSize))
 	u.blocks.Store(uint64(info.Size) >> u.shift)
 	u.modeDefault, u.modeMutable = modesOf(info, o)
@@ -124,6 +131,7 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	return u, nil
 }
 
+// printable reports whether s consists of printable ASCII characters.
 func printable(s string) bool {
 	for _, c := range []byte(s) {
 		if c < 0x20 || c > 0x7e {
@@ -133,20 +141,20 @@ func printable(s string) bool {
 	return true
 }
 
-// Size is the capacity in octets.
+// Size returns the capacity in bytes.
 func (u *Unit) Size() int64 { return int64(u.blocks.Load() << u.shift) }
 
-// Info is that of the store, with the size that it has now.
+// Info returns the Info of the store with the current size.
 func (u *Unit) Info() backend.Info {
 	info := u.info
 	info.Size = u.Size()
 	return info
 }
 
-// Identity is who the unit is.
+// Identity returns the permanent name of the unit.
 func (u *Unit) Identity() state.Identity { return u.opt.Identity }
 
-// Status is "ready", or why the medium cannot be used, in a few words.
+// Status returns "ready", or in a few words why the medium cannot be used.
 func (u *Unit) Status() string {
 	switch k := u.readiness(); {
 	case u.absent == condBecomingReady:
@@ -165,14 +173,14 @@ func (u *Unit) Status() string {
 	return "ready"
 }
 
-// Grow takes notice of a medium that has grown, and lets all initiators hear of
-// it. It tells whether that is so.
+// Grow reads the size of a medium that may have grown, and notifies all initiators if
+// it has. It reports whether it has.
 func (u *Unit) Grow() (grown bool, err error) {
 	g, ok := u.store.(backend.Grower)
 	if !ok {
 		return false, nil
 	}
-	u.sanitizer.mu.Lock() // none begins, with the size as it was
+	u.sanitizer.mu.Lock() // no sanitize begins with the old size
 	defer u.sanitizer.mu.Unlock()
 	if u.sanitizer.state.Load() == sanitizeRunning {
 		return false, errSanitizing
@@ -191,9 +199,9 @@ func (u *Unit) Grow() (grown bool, err error) {
 }
 
 // Resize gives the unit and its store another size, a multiple of the block size in
-// octets, and lets all initiators hear of it. What is behind the end of a smaller
-// unit is lost. A unit of that size stays as it is. An error leaves the size as it was,
-// unless it says otherwise.
+// bytes, and notifies all initiators. A smaller unit loses the data after its new end.
+// A unit of that size stays as it is. An error leaves the size as it was, unless it
+// says otherwise.
 func (u *Unit) Resize(size int64) error {
 	r, ok := u.store.(backend.Resizer)
 	switch {
@@ -204,17 +212,17 @@ func (u *Unit) Resize(size int64) error {
 	case size <= 0 || size&int64(u.info.BlockSize-1) != 0:
 		return fmt.Errorf("size %d: want a positive multiple of the block size %d", size, u.info.BlockSize)
 	}
-	u.sanitizer.mu.Lock() // none begins, with the size as it was
+	u.sanitizer.mu.Lock() // no sanitize begins with the old size
 	defer u.sanitizer.mu.Unlock()
 	if u.sanitizer.state.Load() == sanitizeRunning {
 		return errSanitizing
 	}
 	old, next := u.blocks.Load(), uint64(size)>>u.shift
-	if next < old { // before there is less: commands that come now are refused
+	if next < old { // first: new commands beyond the new end are refused
 		u.blocks.Store(next)
 	}
 	err := r.Resize(size)
-	next = uint64(u.store.Info().Size) >> u.shift // which after an error may be either
+	next = uint64(u.store.Info().Size) >> u.shift // after an error, old or new
 	u.blocks.Store(next)
 	if next != old {
 		u.raise(attentionCapacity, nil)
@@ -222,12 +230,12 @@ func (u *Unit) Resize(size int64) error {
 	return err
 }
 
-// allocateStep is how many octets are allocated at once: a Resize waits for that.
+// allocateStep is how many bytes Allocate allocates at once: a Resize waits that long.
 const allocateStep = 128 << 20
 
-// Allocate has the medium take space for all octets from that one to the end, as it is
-// when it begins, while initiators use the unit; report hears how far it has come, often.
-// When ctx ends it stops soon, with the cause, and what it has taken stays.
+// Allocate makes the medium take space for all bytes from that one to its present end,
+// while initiators use the unit. It often calls report with its progress. When ctx ends
+// it stops soon and returns the cause; the medium keeps the space that it has taken.
 func (u *Unit) Allocate(ctx context.Context, from int64, report func(backend.Progress)) error {
 	a, ok := u.store.(backend.Allocator)
 	if !ok {
@@ -248,7 +256,7 @@ func (u *Unit) Allocate(ctx context.Context, from int64, report func(backend.Pro
 	return nil
 }
 
-// sync is that of the store, and like it fails once one has failed.
+// sync syncs the store. Like the store, it keeps failing once a sync failed.
 func (u *Unit) sync() error {
 	if u.unsynced.Load() {
 		return backend.ErrUnsynced
@@ -256,10 +264,11 @@ func (u *Unit) sync() error {
 	return u.store.Sync()
 }
 
+// reset does what a reset does beyond the end of the tasks, and raises the attention.
 func (u *Unit) reset(attention int) {
 	u.stopped.Store(false)
 	u.dropReserve(nil)
-	// An error of the sync that this may take is not lost: the store remembers it.
+	// This may sync. An error of that is not lost: the store keeps failing.
 	u.settingsMu.Lock()
 	_ = u.setModes(u.modeMutable, u.modeSaved.Load())
 	u.settingsMu.Unlock()
@@ -276,13 +285,14 @@ func (u *Unit) notStored(err error) {
 	u.opt.Events.StateNotStored(StateNotStoredEvent{u.opt.Identity.Serial, err})
 }
 
-// InheritFrom makes u, which nobody knows yet, the successor of a unit of the same identity. To
-// open a store anew is neither a loss of power nor a reset: registrations and persistent
-// reservations remain (SPC-4, section 5.13.5), and so do the mode parameters and the states
-// of target port groups that initiators have set and not saved. Who has disabled the cache,
-// above all, counts on that. A sync that has failed, the one when the old store closed
-// included, is as final as in the store: what was written before may be lost. The old unit,
-// which has been replaced, takes no more reservations. An absent unit hands all of that on.
+// InheritFrom makes u, which nobody knows yet, the successor of a unit of the same
+// identity. To reopen a store is neither a loss of power nor a reset. So registrations
+// and persistent reservations remain (SPC-4, section 5.13.5), and so do the mode
+// parameters and the states of target port groups that initiators set and did not save.
+// An initiator that disabled the cache counts on that. A failed sync, also the one when
+// the old store closed, is as final as in the store: what was written before may be
+// lost. The old unit, which was replaced, takes no more reservations. An absent unit
+// passes all of that on.
 func (u *Unit) InheritFrom(old *Unit) {
 	if old.Absent() {
 		old = old.predecessor
@@ -315,13 +325,12 @@ func (u *Unit) InheritFrom(old *Unit) {
 	u.access.Store(old.access.Load())
 }
 
-// CutOff makes commands that are under way fail as soon as the store is closed as
-// those do that come from now on: with LOGICAL UNIT NOT SUPPORTED. It is for a unit
-// that no inventory has any more.
+// CutOff makes commands in progress fail with LOGICAL UNIT NOT SUPPORTED as soon as the
+// store is closed, like new ones. It is for a unit that no inventory has any longer.
 func (u *Unit) CutOff() { u.gone.Store(true) }
 
-// Detach ends a sanitize and returns the store, open, of a unit that has been replaced.
-// Commands that the unit still has change nothing there any more.
+// Detach stops a sanitize and returns the store, open, of a unit that was replaced.
+// Commands in progress in the unit change nothing in the store from then on.
 func (u *Unit) Detach() backend.Store {
 	u.sanitizer.close()
 	u.ranges.exclude(^stripeSet(0))
@@ -330,7 +339,7 @@ func (u *Unit) Detach() backend.Store {
 	return u.store
 }
 
-// Close ends a sanitize, syncs and closes the store.
+// Close stops a sanitize, then syncs and closes the store.
 func (u *Unit) Close() error {
 	u.sanitizer.close()
 	err := u.store.Close()

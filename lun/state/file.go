@@ -143,7 +143,8 @@ func lockFile(path string) (*os.File, error) {
 	case nil:
 		return f, nil
 	case syscall.EWOULDBLOCK:
-		err = fmt.Errorf("in use: %s is locked by another target; stop that target, or give this one another directory", path)
+		err = fmt.Errorf("in use: %s is locked by another target; "+
+			"stop that target, or give this one another directory", path)
 	default:
 		err = fmt.Errorf("lock %s: %w", path, err)
 	}
