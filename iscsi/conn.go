@@ -270,6 +270,13 @@ func (c *conn) endReason(err error) error {
 	return errPeerClosed
 }
 
+// isEnded reports whether the connection has ended, or is ending.
+func (c *conn) isEnded() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.phase == phaseEnded
+}
+
 // endedBy returns why the connection is ending.
 func (c *conn) endedBy() error {
 	c.mu.Lock()

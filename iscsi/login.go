@@ -10,52 +10,55 @@ import (
 	"github.com/iser-target/iser-target/security"
 )
 
-// maxLoginRequests bounds a login. Six exchanges must be possible (RFC 7143,
-// section 6.2); an initiator that puts every key into a PDU of its own needs
-// some 40.
+// maxLoginRequests bounds a login. Six exchanges must be possible (RFC 7143, section 6.2). An
+// initiator that puts every key into a PDU of its own needs some 40.
 const maxLoginRequests = 100
 
-// A login is what Serve's goroutine knows until the full feature phase.
+// A login is the state that only Serve's goroutine needs, until the full feature phase.
 type login struct {
 	conn  *conn
-	first pdu.LoginRequest // what must stay the same
+	first pdu.LoginRequest // has the fields that must stay the same
 	req   pdu.LoginRequest // the present one
 	count int              // of requests
 
-	stage  pdu.Stage // where we are
+	stage  pdu.Stage // the stage that the login is in
 	in     []byte    // text of requests with C=1
 	out    []byte    // rest of an answer that does not fit into one PDU
-	named  bool      // the first text has come: we know who it is
+	named  bool      // the first text, with the initiator's name, has come
 	neg    *keys.Negotiation
 	key    sessionKey
 	target *target
 	auth   authenticator
 
-	refusalKeys []keys.Pair // what a refusal says beside its status
+	refusalKeys []keys.Pair // sent with the status of a refusal
 
 	deadline time.Time // of the whole login
 	enable   EnableDatamover
 	enabling bool // login has succeeded on the byte stream
 }
 
-// login runs the login phase (RFC 7143, section 6.3) and writes the one line
-// about the connection attempt. An error means that it was refused, or that the
-// connection is lost; the initiator has been told and given time to close.
+// login runs the login phase (RFC 7143, section 6.3) and reports its outcome. An error means that
+// the login was refused, or that the connection is lost. The initiator has then been told and given
+// time to close.
 func (c *conn) login() error {
 	l := &login{conn: c}
 	defer func() { c.node.challenges.Delete(l.auth.challenge.Octets) }()
 	l.deadline = c.serveOptions.Accepted.Add(c.opt.LoginTimeout)
 	c.dm.SetReceiveDeadline(l.deadline)
 	err := l.run()
+	var refusal *loginError
+	refused := errors.As(err, &refusal)
+	if err != nil && !refused && c.isEnded() {
+		err = c.endedBy() // err may only say that the socket is closed
+	}
 	l.reportLogin(err)
 	if err == nil {
 		c.node.stats.accepted.Add(1)
 		return nil
 	}
 	c.node.stats.refused.Add(1)
-	var refusal *loginError
-	if errors.As(err, &refusal) && l.count > 0 {
-		if c.sess != nil { // the session is over before the initiator hears of it
+	if refused && l.count > 0 {
+		if c.sess != nil { // the session ends before the initiator gets the refusal
 			c.sess.leave(c)
 			c.sess = nil
 		}
@@ -70,26 +73,27 @@ func (c *conn) login() error {
 	return err
 }
 
-// run serves Login Requests until one ends the phase. Those that come before
-// the last one is answered, as they must not (section 6.3), wait their turn. A
-// *loginError is to be told to the initiator; any other error is the end of the
-// connection.
+// run serves Login Requests until one ends the phase. Requests that come before the last one is
+// answered, as they must not (section 6.3), wait. A *loginError has to be told to the initiator.
+// Any other error ends the connection.
 func (l *login) run() error {
+	c := l.conn
+	n := &c.notice
 	for {
-		if err := l.conn.dm.Receive(&l.conn.notice); err != nil {
-			l.conn.end(l.conn.endReason(err))
-			return l.conn.endedBy() // it may have been closed for another reason
+		if err := c.dm.Receive(n); err != nil {
+			c.end(c.endReason(err))
+			return err
 		}
-		if l.conn.notice.Task != nil {
+		if n.Task != nil {
 			return errors.New("end of a transfer during login")
 		}
-		if err := l.conn.checkFormat(&l.conn.notice); err != nil {
-			if l.count == 0 || pdu.BHS(l.conn.notice.BHS).Opcode() != pdu.LoginReq {
+		if err := c.checkFormat(n); err != nil {
+			if l.count == 0 || pdu.BHS(n.BHS).Opcode() != pdu.LoginReq {
 				return err
 			}
 			return &loginError{pdu.LoginInitiatorError, err}
 		}
-		h := pdu.BHS(l.conn.notice.BHS)
+		h := pdu.BHS(n.BHS)
 		if h.Opcode() != pdu.LoginReq { // section 4.2.4
 			err := fmt.Errorf("%v before the end of login", h.Opcode())
 			if l.count == 0 {
@@ -97,14 +101,14 @@ func (l *login) run() error {
 			}
 			return &loginError{pdu.LoginInvalidRequest, err}
 		}
-		done, err := l.serve(pdu.ParseLoginRequest(h), l.conn.notice.Data)
+		done, err := l.serve(pdu.ParseLoginRequest(h), n.Data)
 		if done || err != nil {
 			return err
 		}
 	}
 }
 
-// serve answers one Login Request; done means that login has succeeded.
+// serve answers one Login Request. done reports that login has succeeded.
 func (l *login) serve(req pdu.LoginRequest, data []byte) (done bool, err error) {
 	l.req = req
 	l.count++
@@ -113,12 +117,12 @@ func (l *login) serve(req pdu.LoginRequest, data []byte) (done bool, err error) 
 	}
 	if len(l.out) > 0 { // the initiator asks for the rest of an answer
 		if len(data) > 0 || req.Continue {
-			return false, refuse(pdu.LoginInitiatorError, "text from the initiator before the end of ours")
+			return false, refuse(pdu.LoginInitiatorError, "initiator sends text before the target's answer is complete")
 		}
 		return l.answer()
 	}
 	if len(l.in)+len(data) > keys.MaxText {
-		return false, refuse(pdu.LoginInitiatorError, fmt.Sprintf("text is longer than %d octets", keys.MaxText))
+		return false, refuse(pdu.LoginInitiatorError, fmt.Sprintf("text is longer than %d bytes", keys.MaxText))
 	}
 	l.in = append(l.in, data...)
 	if req.Continue {
@@ -130,7 +134,7 @@ func (l *login) serve(req pdu.LoginRequest, data []byte) (done bool, err error) 
 	return l.answer()
 }
 
-// check judges the header of a Login Request.
+// check validates the header of a Login Request.
 func (l *login) check() error {
 	r := &l.req
 	if l.count == 1 {
@@ -158,7 +162,7 @@ func (l *login) check() error {
 	return nil
 }
 
-// negotiate works on the text in l.in and puts the answers in l.out.
+// negotiate processes the text in l.in and puts the answers in l.out.
 func (l *login) negotiate() error {
 	pairs, err := keys.ParseText(l.in)
 	if err != nil {
@@ -173,7 +177,7 @@ func (l *login) negotiate() error {
 	securing := l.stage == pdu.SecurityNegotiation
 	for _, p := range pairs {
 		if securing && p.Key == "AuthMethod" {
-			continue // the answer depends on who wants what
+			continue // the answer depends on the initiator and the target
 		}
 		if answers, err = l.neg.Offer(keys.Stage(l.stage), p, answers); err != nil {
 			return keyError(err)
@@ -202,20 +206,21 @@ func (l *login) negotiate() error {
 	return nil
 }
 
-// continues returns the session that the first request names, which another
-// initiator may have, or nil.
-func (l *login) continues() *session {
-	l.conn.node.mu.Lock()
-	defer l.conn.node.mu.Unlock()
-	if s := l.conn.node.sessions[l.first.TSIH]; s != nil && s.key.isid == l.first.ISID {
+// joins returns the session that the first request names, which may belong to another initiator, or
+// nil.
+func (l *login) joins() *session {
+	nd := l.conn.node
+	nd.mu.Lock()
+	defer nd.mu.Unlock()
+	if s := nd.sessions[l.first.TSIH]; s != nil && s.key.isid == l.first.ISID {
 		return s
 	}
 	return nil
 }
 
-// expectCmdSN makes the window what Login Responses say until the end of login.
+// expectCmdSN sets the window that Login Responses carry until the end of login.
 func (l *login) expectCmdSN() {
-	c, s := l.conn, l.continues()
+	c, s := l.conn, l.joins()
 	var exp, max uint32
 	if s != nil {
 		s.shared.mu.Lock()
@@ -232,13 +237,13 @@ func (l *login) expectCmdSN() {
 }
 
 func (l *login) newNegotiation() *keys.Negotiation {
-	if s := l.continues(); s != nil {
+	if s := l.joins(); s != nil {
 		return keys.NewJoin(l.conn.limits(), s.params)
 	}
 	return keys.NewLogin(l.conn.limits())
 }
 
-// limits is what this connection may agree on.
+// limits returns what this connection may agree on.
 func (c *conn) limits() keys.Limits {
 	limits := c.opt.Limits
 	limits.RDMA = c.dm.RDMA()
@@ -246,37 +251,37 @@ func (c *conn) limits() keys.Limits {
 	return limits
 }
 
-// identify finds out who wants what, and whether that is allowed, when the first
-// text has come.
+// identify finds the initiator and the target in the first text, and checks whether the initiator
+// may log in.
 func (l *login) identify() error {
 	if err := l.neg.FirstRequest(); err != nil {
 		return keyError(err)
 	}
-	p := l.neg.Params()
+	c, p := l.conn, l.neg.Params()
 	name, err := security.NormalizeName(p.InitiatorName)
 	if err != nil {
 		return &loginError{pdu.LoginInitiatorError, fmt.Errorf("InitiatorName: %w", err)}
 	}
-	l.key = sessionKey{initiator: name, isid: l.first.ISID, tpgt: l.conn.portal.TPGT}
+	l.key = sessionKey{initiator: name, isid: l.first.ISID, tpgt: c.portal.TPGT}
 	if p.TargetName == "" {
-		l.key.portal = l.conn.portal
-		return l.require(l.conn.opt.DiscoveryAuth)
+		l.key.portal = c.portal
+		return l.require(c.opt.DiscoveryAuth)
 	}
 	if name, err = security.NormalizeName(p.TargetName); err != nil {
 		return &loginError{pdu.LoginNotFound, fmt.Errorf("TargetName: %w", err)}
 	}
 	l.key.target = name
-	if l.target = l.conn.node.target(name); l.target == nil {
+	if l.target = c.node.target(name); l.target == nil {
 		return refuse(pdu.LoginNotFound, "there is no such target")
 	}
-	if !l.target.servedBy(l.conn.portal) {
-		return refuse(pdu.LoginNotFound, fmt.Sprintf("portal group %d does not lead to the target", l.conn.portal.TPGT))
+	if !l.target.servedBy(c.portal) {
+		return refuse(pdu.LoginNotFound, fmt.Sprintf("portal group %d does not lead to the target", c.portal.TPGT))
 	}
 	if !l.target.Initiators.Match(l.key.initiator) {
 		return refuse(pdu.LoginAuthorization, "initiator is not among those of the target")
 	}
 	if p.Discovery {
-		return l.require(l.conn.opt.DiscoveryAuth)
+		return l.require(c.opt.DiscoveryAuth)
 	}
 	if to := l.target.Redirect; to.Address != "" { // before authentication: section 11.13.5
 		l.refusalKeys = []keys.Pair{{Key: "TargetAddress", Value: to.Address}}
@@ -289,7 +294,7 @@ func (l *login) identify() error {
 	return l.require(l.target.Auth)
 }
 
-// keyError makes a login status of an error of package keys.
+// keyError makes a loginError of an error of package keys.
 func keyError(err error) error {
 	var ke *keys.Error
 	if errors.As(err, &ke) {
@@ -298,10 +303,10 @@ func keyError(err error) error {
 	return &loginError{pdu.LoginInitiatorError, err}
 }
 
-// answer sends what there is to be sent and makes the transition that the
-// initiator asks for when all has been said.
+// answer sends the next part of the answer. After the last part it makes the transition that the
+// initiator asks for.
 func (l *login) answer() (done bool, err error) {
-	n := min(len(l.out), l.conn.dm.MaxSendSegment(), loginDataLength-1) // open-iscsi keeps one octet
+	n := min(len(l.out), l.conn.dm.MaxSendSegment(), loginDataLength-1) // open-iscsi needs one byte for itself
 	part := l.out[:n:n]
 	l.out = l.out[n:]
 	rsp := pdu.LoginResponse{Continue: len(l.out) > 0}
@@ -329,14 +334,17 @@ func (l *login) answer() (done bool, err error) {
 	return true, nil
 }
 
-// enterFullFeature makes the connection ready for what follows the final Login
-// Response.
+// enterFullFeature makes the connection ready for what follows the final Login Response.
 func (l *login) enterFullFeature() error {
+	c := l.conn
 	if l.first.TSIH != 0 {
-		switch s := l.continues(); {
-		case s == nil:
+		s := l.joins()
+		if s == nil {
 			return errNoSession
-		case !s.discovery && (s.params.RDMAExtensions && !l.conn.dm.RDMA() && !l.conn.limits().StepUp || !s.params.RDMAExtensions && l.conn.dm.RDMA()):
+		}
+		// A session is all RDMA or all TCP. A connection that can step up counts as both.
+		rdma := s.params.RDMAExtensions
+		if !s.discovery && (rdma && !c.dm.RDMA() && !c.limits().StepUp || !rdma && c.dm.RDMA()) {
 			return refuse(pdu.LoginCannotInclude, "iSER and TCP connections do not go together in a session")
 		}
 	}
@@ -344,96 +352,96 @@ func (l *login) enterFullFeature() error {
 	if err != nil {
 		return keyError(err)
 	}
-	l.conn.params = p
-	if refusal := l.conn.node.establish(l.conn, l.key, &l.first, l.target); refusal != nil {
+	c.params = p
+	if refusal := c.node.establish(c, l.key, &l.first, l.target); refusal != nil {
 		return refusal
 	}
-	if joined := l.conn.serveOptions.Joined; joined != nil {
-		joined(l.conn.sess.tsih, p.Discovery)
+	if joined := c.serveOptions.Joined; joined != nil {
+		joined(c.sess.tsih, p.Discovery)
 	}
-	l.conn.openStore()
-	if p.RDMAExtensions && !l.conn.dm.RDMA() {
-		l.enable, err = l.conn.portal.StepUp(p, l.conn.slots.max)
+	c.openStore()
+	if p.RDMAExtensions && !c.dm.RDMA() {
+		l.enable, err = c.portal.StepUp(p, c.slots.max)
 	} else {
-		err = l.conn.dm.EnterFullFeature(p, l.conn.slots.max)
+		err = c.dm.EnterFullFeature(p, c.slots.max)
 	}
 	if err != nil {
 		return &loginError{pdu.LoginOutOfResources, err}
 	}
 	switch {
-	case p.Discovery && l.conn.dm.RDMA():
-		l.conn.recvLimit = loginDataLength
+	case p.Discovery && c.dm.RDMA():
+		c.recvLimit = loginDataLength
 	case p.RDMAExtensions:
-		l.conn.recvLimit = int(p.TargetRecvDataSegmentLength)
+		c.recvLimit = int(p.TargetRecvDataSegmentLength)
 	default:
-		l.conn.recvLimit = int(l.conn.opt.Limits.MaxRecvDataSegmentLength)
+		c.recvLimit = int(c.opt.Limits.MaxRecvDataSegmentLength)
 	}
-	l.conn.mu.Lock()
-	defer l.conn.mu.Unlock()
-	if l.conn.phase == phaseEnded { // replaced by yet another login, or shut down
-		return &loginError{pdu.LoginUnavailable, l.conn.reason}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.phase == phaseEnded { // replaced by yet another login, or shut down
+		return &loginError{pdu.LoginUnavailable, c.reason}
 	}
 	if l.enable == nil {
-		l.conn.enterPhase(phaseFullFeature)
+		c.enterPhase(phaseFullFeature)
 	}
-	l.conn.recovery.acked = l.conn.statSN + 1 // the final Login Response, which follows, is behind every fence
+	c.recovery.acked = c.statSN + 1 // no fence waits for the final Login Response, which follows
 	return nil
 }
 
-// stepUp goes on in RDMA mode: the final Login Response was the last PDU on the
-// byte stream (RFC 7145, section 5.1.2). Until it has succeeded nobody but login
-// sends on this connection, and end closes it through the Datamover of before.
+// stepUp changes to RDMA mode: the final Login Response was the last PDU on the byte stream (RFC
+// 7145, section 5.1.2). Until it has succeeded only login sends on this connection, and end closes
+// it through the old Datamover.
 func (l *login) stepUp() error {
 	l.enabling = true
-	nc, prefix, err := l.conn.dm.upgrader.Upgrade()
+	c := l.conn
+	nc, prefix, err := c.dm.upgrader.Upgrade()
 	if err != nil {
 		return fmt.Errorf("sending failed: %w", err)
 	}
 	dm, err := l.enable(nc, prefix, time.Until(l.deadline))
-	l.conn.mu.Lock()
-	ended := l.conn.phase == phaseEnded
-	if err == nil && !ended {
-		l.conn.dm = newMover(dm)
-		l.conn.slots.discard()
-		l.conn.enterPhase(phaseFullFeature)
+	if err != nil {
+		return err
 	}
-	l.conn.mu.Unlock()
-	if ended {
-		if err == nil {
-			dm.Close()
-		}
-		return l.conn.endedBy()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.phase == phaseEnded {
+		dm.Close()
+		return errPeerClosed // login finds the real reason
 	}
-	return err
+	c.dm = newMover(dm)
+	c.slots.discard()
+	c.enterPhase(phaseFullFeature)
+	return nil
 }
 
-// respond sends a Login Response. The caller sets what differs from request to
-// request. A refusal has no stages and no numbers (V-ISCSI-7 has none, either).
+// respond sends a Login Response. The caller sets the fields that differ from request to request. A
+// refusal has no stages and no numbers, as in V-ISCSI-7.
 func (l *login) respond(rsp pdu.LoginResponse, data []byte) error {
-	t := l.conn.newTask()
+	c := l.conn
+	t := c.newTask()
 	if t == nil {
-		return l.conn.endedBy()
+		return c.endedBy()
 	}
 	t.fromTarget = true
 	rsp.ISID, rsp.ITT, rsp.DataSegmentLength = l.first.ISID, l.req.ITT, len(data)
 	t.Segment = data
-	l.conn.mu.Lock()
+	c.mu.Lock()
 	if rsp.Status == pdu.LoginSuccess {
 		rsp.CSG = l.req.CSG
-		rsp.StatSN, rsp.ExpCmdSN, rsp.MaxCmdSN = l.conn.statSN, l.conn.shared.win.exp, l.conn.shared.win.max
-		l.conn.statSN++
+		rsp.StatSN, rsp.ExpCmdSN, rsp.MaxCmdSN = c.statSN, c.shared.win.exp, c.shared.win.max
+		c.statSN++
 	}
 	rsp.Put(t.Header[:])
-	err := l.conn.dm.SendControl(t)
-	l.conn.mu.Unlock()
+	err := c.dm.SendControl(t)
+	c.mu.Unlock()
 	if err != nil {
-		l.conn.freeTask(t)
+		c.freeTask(t)
 		return fmt.Errorf("sending failed: %w", err)
 	}
-	dm := l.conn.dm // the receive deadline does not bound sending
-	late := time.AfterFunc(max(time.Until(l.deadline), 0)+l.conn.opt.LogoutWait, func() { dm.Close() })
+	dm := c.dm.Datamover // the receive deadline does not bound sending
+	timer := time.AfterFunc(max(time.Until(l.deadline), 0)+c.opt.LogoutWait, func() { dm.Close() })
 	dm.Flush()
-	if !late.Stop() {
+	if !timer.Stop() {
 		return errNotTaken
 	}
 	return nil

@@ -10,10 +10,11 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
-// A sessionKey is what makes two sessions the same one (RFC 7143, sections
-// 4.4.3 and 7.4.2): a login with the key of a session replaces it.
+// A sessionKey identifies a session (RFC 7143, sections 4.4.3 and 7.4.2): a login with the key of a
+// session replaces it.
 type sessionKey struct {
 	initiator string // normalised
 	isid      [6]byte
@@ -22,9 +23,9 @@ type sessionKey struct {
 	portal    *Portal // of an unnamed discovery session; else nil
 }
 
-// What the connections of a session have in common. A connection begins with
-// one of its own, and a later connection of a session takes that of the session
-// before it enters the full feature phase.
+// shared is the state that the connections of a session have in common. A connection begins with
+// one of its own. A later connection of a session takes that of the session before it enters the
+// full feature phase.
 type shared struct {
 	mu      sync.Mutex
 	changed sync.Cond // on mu: a task has ended, the window or a phase has moved
@@ -36,8 +37,8 @@ type shared struct {
 	fence   *fence       // nil: TaskReporting=RFC3720; set before any connection is in the full feature phase
 }
 
-// newShared is for a session with that many tasks on each connection. Commands
-// share one window, so more connections do not bring many more tasks.
+// newShared makes the state of a session with that many tasks on each connection. Commands share
+// one window, so more connections do not bring many more tasks.
 func newShared(tasks int) *shared {
 	s := &shared{}
 	s.changed.L = &s.mu
@@ -45,10 +46,11 @@ func newShared(tasks int) *shared {
 	return s
 }
 
-// A sharedLock is the lock of the shared that a connection has at the time. It
-// guards that, too: it changes with the old and the new one locked.
+// A sharedLock is the lock of the shared that a connection has at the time. It also guards which
+// one that is: the field changes while the old and the new one are locked.
 type sharedLock struct{ of atomic.Pointer[shared] }
 
+// Lock takes the lock.
 func (l *sharedLock) Lock() {
 	for {
 		s := l.of.Load()
@@ -73,11 +75,12 @@ func (l *sharedLock) TryLock() bool {
 	return true
 }
 
+// Unlock frees the lock.
 func (l *sharedLock) Unlock() { l.of.Load().mu.Unlock() }
 
-// join makes s what c shares.
+// join makes s the shared state of c.
 //
-// Preconditions: s.mu is held, or s is nobody else's; c has no tasks.
+// Preconditions: s.mu is held, or nothing else uses s; c has no tasks.
 func (c *conn) join(s *shared) {
 	if old := c.shared; old != nil {
 		old.mu.Lock()
@@ -87,8 +90,8 @@ func (c *conn) join(s *shared) {
 	c.mu.of.Store(s)
 }
 
-// A session is an I_T nexus, or a discovery session. It lives as long as one of
-// its connections, or as one can be recovered.
+// A session is an I_T nexus, or a discovery session. It lives as long as one of its connections, or
+// as one can be recovered.
 type session struct {
 	shared    *shared
 	node      *Node
@@ -101,10 +104,10 @@ type session struct {
 	started   time.Time
 	done      chan struct{} // closed when the session and all of its tasks have ended
 
-	// Under mu:
-	conns    []*conn     // those in login that have found the session included
+	// Under shared.mu:
+	conns    []*conn     // including those in login that have found the session
 	lost     []*lostConn // connections that can be recovered, or their tasks
-	closed   bool        // nobody joins any more
+	closed   bool        // no connection can join
 	finished bool
 	failed   bool // no connection is left, but some may come back
 }
@@ -124,8 +127,8 @@ func refuse(status pdu.LoginStatus, reason string) *loginError {
 
 var errReinstated = errors.New("replaced by a new login of the same initiator port")
 
-// establish finds or makes the session of c, whose login is about to succeed
-// (RFC 7143, section 6.3.1):
+// establish finds or makes the session of c, whose login is about to succeed (RFC 7143, section
+// 6.3.1):
 //
 //	ISID       TSIH       CID
 //	new        0          any        new session
@@ -135,8 +138,8 @@ var errReinstated = errors.New("replaced by a new login of the same initiator po
 //	existing   existing   existing   connection reinstatement
 //	existing   unknown    any        020a
 //
-// A reinstatement ends the old session, or the old connection, and waits until
-// its tasks have ended.
+// A reinstatement ends the old session, or the old connection, and waits until its tasks have
+// ended.
 func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *target) *loginError {
 	timeout := time.NewTimer(c.opt.ReinstatementWait)
 	defer timeout.Stop()
@@ -148,12 +151,12 @@ func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *tar
 			nd.mu.Unlock()
 			return &loginError{pdu.LoginUnavailable, errShutdown}
 		case t != nil && !nd.has(t):
-			// What has admitted the initiator holds no more.
+			// The rules that admitted the initiator may not hold any longer.
 			nd.mu.Unlock()
 			return refuse(pdu.LoginUnavailable, "target was changed or removed during login")
 		case s != nil && !s.discovery && s.params.CHAPName != c.params.CHAPName:
-			// Section 9.2: who replaces or joins a session is who opened it. A
-			// discovery session has nothing to protect.
+			// Section 9.2: only the user that opened a session replaces or joins it. A discovery
+			// session has nothing to protect.
 			nd.mu.Unlock()
 			return refuse(pdu.LoginAuthentication, "session of this initiator port belongs to another CHAP user")
 		case req.TSIH != 0 && (s == nil || s.tsih != req.TSIH):
@@ -192,15 +195,15 @@ func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *tar
 
 var errNoSession = refuse(pdu.LoginNoSession, "TSIH names no session of this initiator port")
 
-// awaitEnd waits until what c replaces has ended.
+// awaitEnd waits until the session or connection that c replaces has ended.
 func (c *conn) awaitEnd(done <-chan struct{}, timeout <-chan time.Time) *loginError {
 	select {
 	case <-done:
 		return nil
 	case <-timeout:
-		return refuse(pdu.LoginUnavailable, "tasks of what is to be replaced have not ended yet")
+		return refuse(pdu.LoginUnavailable, "tasks of the session or connection that this login replaces have not ended yet")
 	case <-c.ending:
-		return refuse(pdu.LoginUnavailable, "connection was closed during reinstatement")
+		return &loginError{pdu.LoginUnavailable, fmt.Errorf("connection was closed during reinstatement: %w", c.endedBy())}
 	}
 }
 
@@ -234,12 +237,13 @@ func (nd *Node) open(c *conn, key sessionKey, t *target) *loginError {
 	return nil
 }
 
-// take makes c a connection of s, with the slots for what the session may have in
-// flight. old are those with the same CID, which the caller ends: besides a connection,
-// logins that are waiting for its end. A refusal that is not nil tells why c cannot join.
+// addConn makes c a connection of s, with the slots for all commands that the session may have in
+// flight. old are the connections with the same CID, which the caller ends: one connection, and
+// logins that are waiting for its end. refusal, unless it is nil, says why c cannot join.
 //
 // Preconditions: nd.mu is held.
 func (s *session) addConn(c *conn) (old []*conn, refusal *loginError) {
+	invariant.Held(&s.node.mu)
 	s.shared.mu.Lock()
 	defer s.shared.mu.Unlock()
 	live := 0
@@ -261,9 +265,7 @@ func (s *session) addConn(c *conn) (old []*conn, refusal *loginError) {
 			old = append(old, l.conn)
 		}
 	}
-	c.slots.mu.Lock()
-	c.slots.max = slotsFor(s.shared.win.depth)
-	c.slots.mu.Unlock()
+	c.slots.setMax(slotsFor(s.shared.win.depth))
 	c.join(s.shared)
 	c.sess = s
 	s.conns = append(s.conns, c)
@@ -278,6 +280,7 @@ func (s *session) addConn(c *conn) (old []*conn, refusal *loginError) {
 //
 // Preconditions: nd.mu is held.
 func (nd *Node) find(key sessionKey) *session {
+	invariant.Held(&nd.mu)
 	for _, s := range nd.sessions {
 		if s.key == key {
 			return s
@@ -286,10 +289,11 @@ func (nd *Node) find(key sessionKey) *session {
 	return nil
 }
 
-// newTSIH returns a handle that is not in use, or 0 if there is none.
+// newTSIH returns a handle that is not in use, or 0 if all are.
 //
 // Preconditions: nd.mu is held.
 func (nd *Node) newTSIH() uint16 {
+	invariant.Held(&nd.mu)
 	for range 1 << 16 {
 		nd.lastTSIH++
 		if nd.lastTSIH != 0 && nd.sessions[nd.lastTSIH] == nil {
@@ -299,8 +303,7 @@ func (nd *Node) newTSIH() uint16 {
 	return 0
 }
 
-// leave takes c, of which nothing runs any more, out of s. It tells whether that
-// was the end of s.
+// leave takes c, of which nothing runs, out of s. It reports whether s has ended with it.
 func (s *session) leave(c *conn) (last bool) {
 	s.shared.mu.Lock()
 	s.conns = slices.DeleteFunc(s.conns, func(o *conn) bool { return o == c })
@@ -350,8 +353,7 @@ func (s *session) finish() {
 	close(s.done)
 }
 
-// close makes s take no more connections and returns those that it has. It is the
-// end of s if there are none.
+// close lets no more connections join s and returns those that it has. Without any, s ends.
 func (s *session) close(reason error) []*conn {
 	s.shared.mu.Lock()
 	conns := s.closeLocked()
@@ -362,8 +364,11 @@ func (s *session) close(reason error) []*conn {
 	return conns
 }
 
-// Preconditions: mu is held.
+// closeLocked is close, except that s does not end.
+//
+// Preconditions: s.shared.mu is held.
 func (s *session) closeLocked() []*conn {
+	invariant.Held(&s.shared.mu)
 	s.closed = true
 	for len(s.lost) > 0 {
 		s.drop(s.lost[0])
@@ -380,9 +385,8 @@ func (s *session) end(reason error) {
 
 var errConnectionLost = errors.New("another connection of the session has failed")
 
-// fail does what there is to do about a connection that has failed: it ends
-// the session (session recovery: RFC 7143, sections 7.1.4.4 and 7.14). The
-// initiator is told on the other connections.
+// connFailed ends the session because one of its connections has failed (session recovery: RFC
+// 7143, sections 7.1.4.4 and 7.14). The target tells the initiator on the other connections.
 func (s *session) connFailed(failed *conn) {
 	for _, c := range s.close(errConnectionLost) {
 		if c != failed {
@@ -391,13 +395,12 @@ func (s *session) connFailed(failed *conn) {
 	}
 }
 
-// neighbours are the other sessions with the target of s, but for those in
-// discovery.
+// otherSessions returns the other sessions with the target of s, without those in discovery.
 func (nd *Node) otherSessions(s *session) []*session {
 	return slices.DeleteFunc(nd.sessionsWith(s.target), func(o *session) bool { return o == s || o.discovery })
 }
 
-// sessionsWith are the sessions with a target, as it is described now or was before.
+// sessionsWith returns the sessions with a target, also those from before UpdateTarget.
 func (nd *Node) sessionsWith(t *target) []*session {
 	nd.mu.Lock()
 	defer nd.mu.Unlock()

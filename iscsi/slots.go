@@ -57,6 +57,13 @@ func (p *slotPool) put(t *Task) {
 	p.freed.Signal()
 }
 
+// setMax sets the number of slots.
+func (p *slotPool) setMax(max int) {
+	p.mu.Lock()
+	p.max = max
+	p.mu.Unlock()
+}
+
 // grow raises the number of slots by n and returns the new one.
 func (p *slotPool) grow(n int) int {
 	p.mu.Lock()

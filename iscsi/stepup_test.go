@@ -28,6 +28,7 @@ type stepUp struct {
 	*testConn
 	stream, rdma              *fakeMover
 	allocate, upgrade, enable error         // what these calls return
+	upgrading                 func()        // called by Upgrade, unless nil
 	entered                   chan struct{} // EnableDatamover has been called
 	leave                     chan struct{} // it may return
 	calls                     []string      // with how many PDUs had left before
@@ -65,6 +66,9 @@ func newStepUp(t *testing.T, change ...func(*stepUp)) *stepUp {
 	}
 	m := &streamMover{s.stream, func() (net.Conn, []byte, error) {
 		note("upgrade")
+		if s.upgrading != nil {
+			s.upgrading()
+		}
 		return nil, []byte("prefix"), s.upgrade
 	}}
 	go func() { s.result <- n.portal.Serve(m, ServeOptions{}) }()
@@ -183,6 +187,32 @@ func TestStepUpIsRefusedAtAPortalWithoutIt(t *testing.T) {
 		if _, answers := tc.wantLogin(pdu.LoginSuccess); !slices.Contains(answers, "RDMAExtensions=No") {
 			t.Errorf("%q", answers)
 		}
+		tc.close()
+		tc.wait()
+	})
+}
+
+// A login that another one replaces ends with that reason, not with the error of the closed socket.
+func TestStepUpReplacedWhileTheResponseLeaves(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		entered, leave := make(chan struct{}), make(chan struct{})
+		s := newStepUp(t, func(s *stepUp) {
+			s.upgrade = net.ErrClosed // the other login has closed the socket
+			s.upgrading = func() { close(entered); <-leave }
+		})
+		<-entered
+		s.wantLogin(pdu.LoginSuccess)
+		tc := s.connect()
+		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
+		synctest.Wait()
+		close(leave)
+		if err := s.wait(); !errors.Is(err, errReinstated) {
+			t.Error(err)
+		}
+		if l := s.log.Lines("outcome=refused"); len(l) != 1 || !strings.Contains(l[0], errReinstated.Error()) {
+			t.Errorf("no reason in %q", l)
+		}
+		tc.loggedIn()
 		tc.close()
 		tc.wait()
 	})
