@@ -164,42 +164,45 @@ func TestBadCommands(t *testing.T) {
 			p.logout()
 		})
 	}
-	t.Run("ISER-9.5.3-1 bidirectional", func(t *testing.T) {
-		p := tg.rawLogin(t, initiator.Options{}, 0)
-		h := p.scsi(pdu.FlagR|pdu.FlagW, 512, cdb.TestUnitReady)
-		p.send(iser.Header{Read: iser.Remote{Valid: true, STag: 1}, Write: iser.Remote{Valid: true, STag: 2}}, h, nil)
-		p.wantSense(h, illegalRequest, 0x0e, 0x03)
-		p.logout()
-	})
-	// A command that is refused before it is bound must not be answered with
-	// the STag of a command that had its slot before.
-	t.Run("ISER-3.1.9-2 ISER-7.3.2-6 L9 the STag of another command", func(t *testing.T) {
-		p := tg.rawLogin(t, initiator.Options{}, 0)
-		p.CmdSN++ // a gap
-		block := cdb.Read16(0, 1)
-		h := p.scsi(pdu.FlagR, 512, block)
-		p.send(iser.Header{Write: iser.Remote{Valid: true, STag: 77}}, h, nil) // not what a READ needs
-		p.wantTMF(p.tmf(pdu.AbortTask, 0, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
-		p.CmdSN -= 2
-		h = p.scsi(0, 0, cdb.TestUnitReady)
-		p.send(iser.Header{}, h, nil)
-		p.wantStatus(h, 0)
-		p.CmdSN++
-		const n = 16
-		var msgs [][]byte
-		for range n {
-			msgs = append(msgs, pduBytes(iser.Header{}, p.scsi(pdu.FlagR|pdu.FlagW, 512, cdb.TestUnitReady), nil))
+}
+
+// ISER-9.5.3-1: commands with data in both directions are refused.
+func TestBidirectionalCommandIsRefused(t *testing.T) {
+	p := startTarget(t, targetOptions{}).rawLogin(t, initiator.Options{}, 0)
+	h := p.scsi(pdu.FlagR|pdu.FlagW, 512, cdb.TestUnitReady)
+	p.send(iser.Header{Read: iser.Remote{Valid: true, STag: 1}, Write: iser.Remote{Valid: true, STag: 2}}, h, nil)
+	p.wantSense(h, illegalRequest, 0x0e, 0x03)
+	p.logout()
+}
+
+// ISER-3.1.9-2, ISER-7.3.2-6 L9: a command that is refused before it is bound must not be answered with
+// the STag of a command that had its slot before.
+func TestRefusedCommandIsNotAnsweredWithAnotherSTag(t *testing.T) {
+	p := startTarget(t, targetOptions{}).rawLogin(t, initiator.Options{}, 0)
+	p.CmdSN++ // a gap
+	block := cdb.Read16(0, 1)
+	h := p.scsi(pdu.FlagR, 512, block)
+	p.send(iser.Header{Write: iser.Remote{Valid: true, STag: 77}}, h, nil) // not what a READ needs
+	p.wantTMF(p.tmf(pdu.AbortTask, 0, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
+	p.CmdSN -= 2
+	h = p.scsi(0, 0, cdb.TestUnitReady)
+	p.send(iser.Header{}, h, nil)
+	p.wantStatus(h, 0)
+	p.CmdSN++
+	const n = 16
+	var msgs [][]byte
+	for range n {
+		msgs = append(msgs, pduBytes(iser.Header{}, p.scsi(pdu.FlagR|pdu.FlagW, 512, cdb.TestUnitReady), nil))
+	}
+	for i := range msgs { // the first CmdSN last: each has a slot of its own
+		p.sendRaw(msgs[n-1-i])
+	}
+	for range n {
+		if m := p.want(pdu.SCSIResponse); m.op != wire.OpSend || m.bhs.Status() != 0x02 {
+			t.Fatalf("%v of %#x, which this command did not advertise; status %#x", m.op, m.untag.Invalidate, m.bhs.Status())
 		}
-		for i := range msgs { // the first CmdSN last: each has a slot of its own
-			p.sendRaw(msgs[n-1-i])
-		}
-		for range n {
-			if m := p.want(pdu.SCSIResponse); m.op != wire.OpSend || m.bhs.Status() != 0x02 {
-				t.Fatalf("%v of %#x, which this command did not advertise; status %#x", m.op, m.untag.Invalidate, m.bhs.Status())
-			}
-		}
-		p.logout()
-	})
+	}
+	p.logout()
 }
 
 // Base Offsets are unsigned numbers of 64 bits (L2); STag 0 is an STag.

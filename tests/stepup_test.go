@@ -315,28 +315,30 @@ func (p *raw) plainIO() {
 	}
 }
 
+// stepUpNegotiations lists what initiators offer over TCP, and the answers.
+var stepUpNegotiations = []struct {
+	id      string
+	stream  stream
+	rounds  [][]string // of the operational stage
+	answers []string   // to each
+	iser    bool
+}{
+	{"ISER-3.3-1 ISER-5.1-3", loginFirst, [][]string{{"RDMAExtensions=Yes"}}, []string{"RDMAExtensions=Yes"}, true},
+	{"ISER-3.3-2 ISER-5.1-4 absent", loginFirst, [][]string{nil}, []string{"MaxRecvDataSegmentLength=262144"}, false},
+	{"ISER-3.3-2 ISER-6.3-2 No", loginFirst, [][]string{{"RDMAExtensions=No"}}, []string{"RDMAExtensions=No MaxRecvDataSegmentLength=262144"}, false},
+	{"ISER-6.3-2 ISER-5.1-4 iSER is not possible here", noRDMA, [][]string{{"RDMAExtensions=Yes"}}, []string{"RDMAExtensions=No MaxRecvDataSegmentLength=262144"}, false},
+	{"ISER-3.3-7 keys of iSER without it", loginFirst, [][]string{{"InitiatorRecvDataSegmentLength=262144", "TargetRecvDataSegmentLength=8192", "MaxAHSLength=512", "iSERHelloRequired=Yes", "TaggedBufferForSolicitedDataOnly=Yes", "MaxOutstandingUnexpectedPDUs=2"}},
+		[]string{"InitiatorRecvDataSegmentLength=8192 TargetRecvDataSegmentLength=8192 MaxRecvDataSegmentLength=262144"}, false},
+	{"ISER-6.2-1 ISER-6.6-1 what is irrelevant", loginFirst, [][]string{{"MaxRecvDataSegmentLength=512", "OFMarker=Yes", "IFMarker=No", "HeaderDigest=CRC32C,None", "DataDigest=None", "RDMAExtensions=Yes"}},
+		[]string{"RDMAExtensions=Yes OFMarker=Reject IFMarker=Reject HeaderDigest=None DataDigest=None"}, true},
+	{"ISER-6.3-3 in a later request", loginFirst, [][]string{{"InitialR2T=Yes"}, {"RDMAExtensions=Yes"}}, []string{"InitialR2T=Yes MaxRecvDataSegmentLength=262144", "RDMAExtensions=Yes"}, true},
+	{"ISER-5.1-10 ISER-6.3-3 a digest is there already", loginFirst, [][]string{{"HeaderDigest=CRC32C"}, {"RDMAExtensions=Yes"}}, []string{"HeaderDigest=CRC32C MaxRecvDataSegmentLength=262144", "RDMAExtensions=No"}, false},
+	{"ISER-5.1-10 a digest comes later", loginFirst, [][]string{{"RDMAExtensions=Yes"}, {"HeaderDigest=CRC32C,None", "DataDigest=CRC32C"}}, []string{"RDMAExtensions=Yes", "HeaderDigest=None DataDigest=Reject"}, true},
+}
+
 // What becomes of RDMAExtensions on the byte stream: iSER or plain iSCSI.
 func TestStepUpNegotiation(t *testing.T) {
-	rdmaKeys := []string{"InitiatorRecvDataSegmentLength=262144", "TargetRecvDataSegmentLength=8192"}
-	for _, tt := range []struct {
-		id      string
-		stream  stream
-		rounds  [][]string // of the operational stage
-		answers []string   // to each
-		iser    bool
-	}{
-		{"ISER-3.3-1 ISER-5.1-3", loginFirst, [][]string{{"RDMAExtensions=Yes"}}, []string{"RDMAExtensions=Yes"}, true},
-		{"ISER-3.3-2 ISER-5.1-4 absent", loginFirst, [][]string{nil}, []string{"MaxRecvDataSegmentLength=262144"}, false},
-		{"ISER-3.3-2 ISER-6.3-2 No", loginFirst, [][]string{{"RDMAExtensions=No"}}, []string{"RDMAExtensions=No MaxRecvDataSegmentLength=262144"}, false},
-		{"ISER-6.3-2 ISER-5.1-4 iSER is not possible here", noRDMA, [][]string{{"RDMAExtensions=Yes"}}, []string{"RDMAExtensions=No MaxRecvDataSegmentLength=262144"}, false},
-		{"ISER-3.3-7 keys of iSER without it", loginFirst, [][]string{append(rdmaKeys, "MaxAHSLength=512", "iSERHelloRequired=Yes", "TaggedBufferForSolicitedDataOnly=Yes", "MaxOutstandingUnexpectedPDUs=2")},
-			[]string{"InitiatorRecvDataSegmentLength=8192 TargetRecvDataSegmentLength=8192 MaxRecvDataSegmentLength=262144"}, false},
-		{"ISER-6.2-1 ISER-6.6-1 what is irrelevant", loginFirst, [][]string{{"MaxRecvDataSegmentLength=512", "OFMarker=Yes", "IFMarker=No", "HeaderDigest=CRC32C,None", "DataDigest=None", "RDMAExtensions=Yes"}},
-			[]string{"RDMAExtensions=Yes OFMarker=Reject IFMarker=Reject HeaderDigest=None DataDigest=None"}, true},
-		{"ISER-6.3-3 in a later request", loginFirst, [][]string{{"InitialR2T=Yes"}, {"RDMAExtensions=Yes"}}, []string{"InitialR2T=Yes MaxRecvDataSegmentLength=262144", "RDMAExtensions=Yes"}, true},
-		{"ISER-5.1-10 ISER-6.3-3 a digest is there already", loginFirst, [][]string{{"HeaderDigest=CRC32C"}, {"RDMAExtensions=Yes"}}, []string{"HeaderDigest=CRC32C MaxRecvDataSegmentLength=262144", "RDMAExtensions=No"}, false},
-		{"ISER-5.1-10 a digest comes later", loginFirst, [][]string{{"RDMAExtensions=Yes"}, {"HeaderDigest=CRC32C,None", "DataDigest=CRC32C"}}, []string{"RDMAExtensions=Yes", "HeaderDigest=None DataDigest=Reject"}, true},
-	} {
+	for _, tt := range stepUpNegotiations {
 		t.Run(tt.id, func(t *testing.T) {
 			tg := startTarget(t, targetOptions{stream: tt.stream, node: iscsi.Options{Limits: keys.Limits{Digests: true}}})
 			p := tg.dialStream(t, initiator.Options{Target: targetName})
@@ -388,53 +390,59 @@ func TestStepUpNegotiation(t *testing.T) {
 			}
 		})
 	}
-	t.Run("ISER-5.1-5 ISER-5.1-6 ISER-6.3-1 discovery", func(t *testing.T) {
-		tg := startTarget(t, targetOptions{stream: loginFirst})
-		p := tg.dialStream(t, initiator.Options{Keys: []string{"RDMAExtensions=Yes"}})
-		req, text := p.o.LoginRequest()
-		first, rest, _ := strings.Cut(string(text), "SessionType=Discovery\x00")
-		p.write(streamPDU(req, []byte(first+rest+"SessionType=Discovery\x00"))) // text has no order
-		if got := p.streamLoggedIn(); !strings.Contains(got, "RDMAExtensions=Irrelevant\x00") {
-			t.Errorf("%q", got)
-		}
-		h := p.Request(pdu.TextReq, pdu.FlagF, false)
-		h.SetTTT(pdu.ReservedTag)
-		p.write(streamPDU(h, []byte("SendTargets=All\x00")))
-		if _, data := p.wantStream(pdu.TextResp); !strings.Contains(string(data), targetName) {
-			t.Errorf("%q", data)
-		}
-	})
-	t.Run("ISER-5.1-2 in the security stage", func(t *testing.T) {
-		tg := startTarget(t, targetOptions{stream: loginFirst})
-		p := tg.dialStream(t, initiator.Options{})
-		req := pdu.LoginRequest{CSG: pdu.SecurityNegotiation, ISID: p.o.ISID}
-		p.write(streamPDU(req.Append(nil), []byte("InitiatorName="+p.o.Name+"\x00TargetName="+targetName+"\x00AuthMethod=None\x00RDMAExtensions=Yes\x00")))
-		if bhs, _ := p.wantStream(pdu.LoginResp); pdu.ParseLoginResponse(bhs).Status != pdu.LoginInitiatorError {
-			t.Errorf("% x", []byte(bhs))
-		}
-		p.wantEOF()
-	})
-	t.Run("ISER-5.1.2-3 after the security stage", func(t *testing.T) {
-		tg := startTarget(t, targetOptions{stream: loginFirst})
-		settled := rdma.ReadStats()
-		p := tg.dialStream(t, initiator.Options{})
-		req := pdu.LoginRequest{Transit: true, CSG: pdu.SecurityNegotiation, NSG: pdu.LoginOperationalNegotiation, ISID: p.o.ISID, CmdSN: 1}
-		p.write(streamPDU(req.Append(nil), []byte("InitiatorName="+p.o.Name+"\x00TargetName="+targetName+"\x00AuthMethod=None\x00")))
-		p.wantStream(pdu.LoginResp)
-		req.CSG, req.NSG = pdu.LoginOperationalNegotiation, pdu.FullFeaturePhase
-		p.write(streamPDU(req.Append(nil), []byte("RDMAExtensions=Yes\x00")))
-		if text := p.streamLoggedIn(); text != "RDMAExtensions=Yes\x00" {
-			t.Errorf("ISER-5.1-7: %q", text)
-		}
-		if now := rdma.ReadStats(); now != settled {
-			t.Errorf("%+v, was %+v", now, settled)
-		}
-		p.startMPA()
-		h := p.scsi(0, 0, cdb.TestUnitReady)
-		p.send(iser.Header{}, h, nil)
-		p.wantStatus(h, 0x02)
-		p.logout()
-	})
+}
+
+// ISER-5.1-5, ISER-5.1-6, ISER-6.3-1: RDMAExtensions is irrelevant in a discovery session.
+func TestStepUpIsIrrelevantToDiscovery(t *testing.T) {
+	tg := startTarget(t, targetOptions{stream: loginFirst})
+	p := tg.dialStream(t, initiator.Options{Keys: []string{"RDMAExtensions=Yes"}})
+	req, text := p.o.LoginRequest()
+	first, rest, _ := strings.Cut(string(text), "SessionType=Discovery\x00")
+	p.write(streamPDU(req, []byte(first+rest+"SessionType=Discovery\x00"))) // text has no order
+	if got := p.streamLoggedIn(); !strings.Contains(got, "RDMAExtensions=Irrelevant\x00") {
+		t.Errorf("%q", got)
+	}
+	h := p.Request(pdu.TextReq, pdu.FlagF, false)
+	h.SetTTT(pdu.ReservedTag)
+	p.write(streamPDU(h, []byte("SendTargets=All\x00")))
+	if _, data := p.wantStream(pdu.TextResp); !strings.Contains(string(data), targetName) {
+		t.Errorf("%q", data)
+	}
+}
+
+// ISER-5.1-2: RDMAExtensions does not belong to the security stage.
+func TestStepUpInTheSecurityStageIsRefused(t *testing.T) {
+	tg := startTarget(t, targetOptions{stream: loginFirst})
+	p := tg.dialStream(t, initiator.Options{})
+	req := pdu.LoginRequest{CSG: pdu.SecurityNegotiation, ISID: p.o.ISID}
+	p.write(streamPDU(req.Append(nil), []byte("InitiatorName="+p.o.Name+"\x00TargetName="+targetName+"\x00AuthMethod=None\x00RDMAExtensions=Yes\x00")))
+	if bhs, _ := p.wantStream(pdu.LoginResp); pdu.ParseLoginResponse(bhs).Status != pdu.LoginInitiatorError {
+		t.Errorf("% x", []byte(bhs))
+	}
+	p.wantEOF()
+}
+
+// ISER-5.1.2-3: resources are allocated when login ends, not before.
+func TestStepUpAfterTheSecurityStage(t *testing.T) {
+	tg := startTarget(t, targetOptions{stream: loginFirst})
+	settled := rdma.ReadStats()
+	p := tg.dialStream(t, initiator.Options{})
+	req := pdu.LoginRequest{Transit: true, CSG: pdu.SecurityNegotiation, NSG: pdu.LoginOperationalNegotiation, ISID: p.o.ISID, CmdSN: 1}
+	p.write(streamPDU(req.Append(nil), []byte("InitiatorName="+p.o.Name+"\x00TargetName="+targetName+"\x00AuthMethod=None\x00")))
+	p.wantStream(pdu.LoginResp)
+	req.CSG, req.NSG = pdu.LoginOperationalNegotiation, pdu.FullFeaturePhase
+	p.write(streamPDU(req.Append(nil), []byte("RDMAExtensions=Yes\x00")))
+	if text := p.streamLoggedIn(); text != "RDMAExtensions=Yes\x00" {
+		t.Errorf("ISER-5.1-7: %q", text)
+	}
+	if now := rdma.ReadStats(); now != settled {
+		t.Errorf("%+v, was %+v", now, settled)
+	}
+	p.startMPA()
+	h := p.scsi(0, 0, cdb.TestUnitReady)
+	p.send(iser.Header{}, h, nil)
+	p.wantStatus(h, 0x02)
+	p.logout()
 }
 
 // The MPA Request and what follows it come in pieces, in one piece with what is
@@ -589,14 +597,16 @@ func TestStepUpWrongSequence(t *testing.T) {
 			}
 		})
 	}
-	t.Run("ISER-5.1.3-9 ISER-10.1.3.4-2 a Hello that nobody spoke of", func(t *testing.T) {
-		tg := startTarget(t, targetOptions{stream: loginFirst})
-		p := tg.stepUp(t, initiator.Options{})
-		p.sendRaw(hello(10, 10, 4))
-		p.wantHelloReply("30aa0004")
-		p.ping()
-		p.logout()
-	})
+}
+
+// ISER-5.1.3-9, ISER-10.1.3.4-2: a Hello is answered although iSERHelloRequired was not agreed.
+func TestHelloWithoutAgreementIsAnswered(t *testing.T) {
+	tg := startTarget(t, targetOptions{stream: loginFirst})
+	p := tg.stepUp(t, initiator.Options{})
+	p.sendRaw(hello(10, 10, 4))
+	p.wantHelloReply("30aa0004")
+	p.ping()
+	p.logout()
 }
 
 // ISCSI-8.1.4-2: LoginTimeout is for all of it, MPA startup included, and is over when

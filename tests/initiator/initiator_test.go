@@ -312,39 +312,18 @@ func TestStreamLogin(t *testing.T) {
 	}
 }
 
+// checkSTags fails the test at its end if it leaves more STags than there were before.
+func checkSTags(t *testing.T) {
+	settled := rdma.ReadStats().STags
+	t.Cleanup(func() {
+		testkit.Eventually(t, "no more STags than before", func() bool { return rdma.ReadStats().STags == settled })
+	})
+}
+
 // A command has its data, immediate or advertised, and its memory can be reached
 // until its response, with or without Invalidate, and no longer.
-func TestMemoryOfCommands(t *testing.T) {
-	settled := rdma.ReadStats().STags
-	t.Run("ISER-7.3.1-2 ISER-7.3.1-3 ISER-9.5.1-1 unsolicited data", func(t *testing.T) {
-		tg, s := full(t, Options{Keys: []string{"TaggedBufferForSolicitedDataOnly=Yes"}})
-		out := bytes.Repeat([]byte{1, 2, 3, 4}, 512)
-		c := &Command{CDB: cdb.Write16(0, 4), Out: out, Immediate: 512}
-		if err := s.Start(c); err != nil {
-			t.Fatal(err)
-		}
-		h, bhs, data := tg.want(pdu.SCSICommand)
-		if bhs.DataSegmentLength() != 512 || !bytes.Equal(data, out[:512]) || bhs.EDTL() != 2048 || !h.Write.Valid || h.Read.Valid {
-			t.Errorf("%+v % x, %d octets", h, []byte(bhs), len(data))
-		}
-		got := make([]byte, 1536)
-		tg.post(rdma.WorkRequest{Op: rdma.Read, Data: got, STag: h.Write.STag, TO: h.Write.Base})
-		var ev rdma.Event
-		if err := tg.rc.Receive(&ev); err != nil || ev.Read == nil || ev.Err != nil || !bytes.Equal(got, out[512:]) {
-			t.Errorf("%v, %v", err, ev.Err)
-		}
-		tg.answer(pdu.SCSIResponse, bhs.ITT(), h.Write.STag)
-		if err := c.Wait(); err != nil || !c.Invalidated {
-			t.Error(err, c.Invalidated)
-		}
-		// ISER-1.5.1-1, ISER-9.2-5: nothing is advertised that nobody has to ask for.
-		if err := s.Start(&Command{CDB: cdb.Write16(0, 1), Out: out[:512], Immediate: 512}); err != nil {
-			t.Fatal(err)
-		}
-		if h, _, _ := tg.want(pdu.SCSICommand); h.Write.Valid || h.Read.Valid {
-			t.Errorf("%+v", h)
-		}
-	})
+func TestMemoryIsInvalidatedWhenItsCommandEnds(t *testing.T) {
+	checkSTags(t)
 	for _, invalidate := range []bool{false, true} {
 		id := "ISER-1.5.1-4 ISER-1.5.1-6 ISER-7.3.1-5 ISER-7.3.2-7 ISER-7.3.2-9"
 		t.Run(fmt.Sprint(id, " Invalidate: ", invalidate), func(t *testing.T) {
@@ -382,61 +361,102 @@ func TestMemoryOfCommands(t *testing.T) {
 			}
 		})
 	}
-	t.Run("ISER-1.5.1-6 another STag is invalidated", func(t *testing.T) {
-		tg, s := full(t, Options{})
-		c, other := &Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}, &Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
-		s.Start(c)
-		s.Start(other)
-		_, bhs, _ := tg.want(pdu.SCSICommand)
-		h, _, _ := tg.want(pdu.SCSICommand)
-		tg.answer(pdu.SCSIResponse, bhs.ITT(), h.Read.STag)
-		if err := other.Wait(); err == nil || !strings.Contains(err.Error(), "invalidated STag") {
-			t.Error(err)
+}
+
+// ISER-7.3.1-2, ISER-7.3.1-3, ISER-9.5.1-1: immediate data comes with the command, and the rest
+// is advertised.
+func TestUnsolicitedDataIsNotAdvertised(t *testing.T) {
+	checkSTags(t)
+	tg, s := full(t, Options{Keys: []string{"TaggedBufferForSolicitedDataOnly=Yes"}})
+	out := bytes.Repeat([]byte{1, 2, 3, 4}, 512)
+	c := &Command{CDB: cdb.Write16(0, 4), Out: out, Immediate: 512}
+	if err := s.Start(c); err != nil {
+		t.Fatal(err)
+	}
+	h, bhs, data := tg.want(pdu.SCSICommand)
+	if bhs.DataSegmentLength() != 512 || !bytes.Equal(data, out[:512]) || bhs.EDTL() != 2048 || !h.Write.Valid || h.Read.Valid {
+		t.Errorf("%+v % x, %d octets", h, []byte(bhs), len(data))
+	}
+	got := make([]byte, 1536)
+	tg.post(rdma.WorkRequest{Op: rdma.Read, Data: got, STag: h.Write.STag, TO: h.Write.Base})
+	var ev rdma.Event
+	if err := tg.rc.Receive(&ev); err != nil || ev.Read == nil || ev.Err != nil || !bytes.Equal(got, out[512:]) {
+		t.Errorf("%v, %v", err, ev.Err)
+	}
+	tg.answer(pdu.SCSIResponse, bhs.ITT(), h.Write.STag)
+	if err := c.Wait(); err != nil || !c.Invalidated {
+		t.Error(err, c.Invalidated)
+	}
+	// ISER-1.5.1-1, ISER-9.2-5: nothing is advertised that nobody has to ask for.
+	if err := s.Start(&Command{CDB: cdb.Write16(0, 1), Out: out[:512], Immediate: 512}); err != nil {
+		t.Fatal(err)
+	}
+	if h, _, _ := tg.want(pdu.SCSICommand); h.Write.Valid || h.Read.Valid {
+		t.Errorf("%+v", h)
+	}
+}
+
+// ISER-1.5.1-6: a response invalidates the STag of its own command only.
+func TestInvalidatingTheSTagOfAnotherCommandEndsTheSession(t *testing.T) {
+	checkSTags(t)
+	tg, s := full(t, Options{})
+	c, other := &Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}, &Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
+	s.Start(c)
+	s.Start(other)
+	_, bhs, _ := tg.want(pdu.SCSICommand)
+	h, _, _ := tg.want(pdu.SCSICommand)
+	tg.answer(pdu.SCSIResponse, bhs.ITT(), h.Read.STag)
+	if err := other.Wait(); err == nil || !strings.Contains(err.Error(), "invalidated STag") {
+		t.Error(err)
+	}
+}
+
+// ISER-1.5.2-3: a target that was told not to must not invalidate.
+func TestInvalidateInSpiteOfThePrivateDataEndsTheSession(t *testing.T) {
+	checkSTags(t)
+	tg, s := full(t, Options{NoInvalidate: true})
+	if tg.request.Private[0] != 0xc0 {
+		t.Errorf("% x", tg.request.Private)
+	}
+	c := &Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
+	s.Start(c)
+	h, bhs, _ := tg.want(pdu.SCSICommand)
+	tg.answer(pdu.SCSIResponse, bhs.ITT(), h.Read.STag)
+	if err := c.Wait(); err == nil || !strings.Contains(err.Error(), "with Invalidate") {
+		t.Error(err)
+	}
+}
+
+// ISER-1.5.1-5, ISER-8.3.2-1: the target may write until it has answered the abort, and not after.
+func TestAbortedCommandKeepsItsMemoryUntilTheAnswer(t *testing.T) {
+	checkSTags(t)
+	tg, s := full(t, Options{})
+	c := &Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
+	if err := s.Start(c); err != nil {
+		t.Fatal(err)
+	}
+	h, bhs, _ := tg.want(pdu.SCSICommand)
+	done := make(chan error, 1)
+	go func() {
+		response, err := s.Abort(tg.ctx, c)
+		if response != 0 && err == nil {
+			err = fmt.Errorf("response %d", response)
 		}
-	})
-	t.Run("ISER-1.5.2-3 Invalidate in spite of the private data", func(t *testing.T) {
-		tg, s := full(t, Options{NoInvalidate: true})
-		if tg.request.Private[0] != 0xc0 {
-			t.Errorf("% x", tg.request.Private)
-		}
-		c := &Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
-		s.Start(c)
-		h, bhs, _ := tg.want(pdu.SCSICommand)
-		tg.answer(pdu.SCSIResponse, bhs.ITT(), h.Read.STag)
-		if err := c.Wait(); err == nil || !strings.Contains(err.Error(), "with Invalidate") {
-			t.Error(err)
-		}
-	})
-	t.Run("ISER-1.5.1-5 ISER-8.3.2-1 abort", func(t *testing.T) {
-		tg, s := full(t, Options{})
-		c := &Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
-		if err := s.Start(c); err != nil {
-			t.Fatal(err)
-		}
-		h, bhs, _ := tg.want(pdu.SCSICommand)
-		done := make(chan error, 1)
-		go func() {
-			response, err := s.Abort(tg.ctx, c)
-			if response != 0 && err == nil {
-				err = fmt.Errorf("response %d", response)
-			}
-			done <- err
-		}()
-		_, tmf, _ := tg.want(pdu.TaskMgmtReq)
-		if tmf.Function() != pdu.AbortTask || tmf.ReferencedTaskTag() != bhs.ITT() || tmf.RefCmdSN() != bhs.CmdSN() {
-			t.Errorf("% x", []byte(tmf))
-		}
-		tg.post(rdma.WorkRequest{Op: rdma.Write, STag: h.Read.STag, TO: h.Read.Base, Data: []byte{7}}) // until the answer
-		tg.answer(pdu.TaskMgmtResp, tmf.ITT(), 0)
-		if err := <-done; err != nil {
-			t.Fatal(err)
-		}
-		if err := c.Wait(); !errors.Is(err, ErrAborted) || c.In[0] != 7 {
-			t.Error(err, c.In[0])
-		}
-		tg.refused(h.Read.STag, h.Read.Base)
-	})
-	testkit.Eventually(t, "no more STags than before", func() bool { return rdma.ReadStats().STags == settled })
+		done <- err
+	}()
+	_, tmf, _ := tg.want(pdu.TaskMgmtReq)
+	if tmf.Function() != pdu.AbortTask || tmf.ReferencedTaskTag() != bhs.ITT() || tmf.RefCmdSN() != bhs.CmdSN() {
+		t.Errorf("% x", []byte(tmf))
+	}
+	tg.post(rdma.WorkRequest{Op: rdma.Write, STag: h.Read.STag, TO: h.Read.Base, Data: []byte{7}}) // until the answer
+	tg.answer(pdu.TaskMgmtResp, tmf.ITT(), 0)
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Wait(); !errors.Is(err, ErrAborted) || c.In[0] != 7 {
+		t.Error(err, c.In[0])
+	}
+	tg.refused(h.Read.STag, h.Read.Base)
 }
 
 // TargetRecvDataSegmentLength bounds what the initiator sends, and
