@@ -37,127 +37,148 @@ const builtIn = "/out/"
 // of what .dockerignore leaves, with out in place of [builtIn].
 func buildImage(t *testing.T, out string, args map[string]string) *image {
 	t.Helper()
-	b, err := os.ReadFile("../../Dockerfile")
+	text, err := os.ReadFile("../../Dockerfile")
 	if err != nil {
 		t.Fatal(err)
 	}
-	var (
-		m    image
-		base string
-		src  = t.TempDir()
-		env  = os.Environ()
-		have = make(map[string]bool) // the arguments that are declared
-	)
-	text := strings.ReplaceAll(string(b), "\\\n", " ")
-	for line := range strings.Lines(text) {
-		name, rest, _ := strings.Cut(strings.TrimSpace(line), " ")
-		rest = strings.TrimSpace(rest)
-		if name == "" || name[0] == '#' {
-			continue
-		}
-		bad := func(reason any) {
-			t.Helper()
-			t.Fatalf("Dockerfile: %s %s: %v", name, rest, reason)
-		}
-		fields := strings.Fields(rest)
-		if name == "FROM" {
-			base = fields[0]
-			if base != "scratch" {
-				checkGo(t, base)
+	b := &imageBuilder{t: t, out: out, args: args, src: t.TempDir(), env: os.Environ(), have: make(map[string]bool)}
+	for line := range strings.Lines(strings.ReplaceAll(string(text), "\\\n", " ")) {
+		b.instruction, b.rest, _ = strings.Cut(strings.TrimSpace(line), " ")
+		b.rest = strings.TrimSpace(b.rest)
+		switch {
+		case b.instruction == "" || b.instruction[0] == '#':
+		case b.instruction == "FROM":
+			b.base = strings.Fields(b.rest)[0]
+			if b.base != "scratch" {
+				checkGo(t, b.base)
 			}
-			continue
-		}
-		if base != "scratch" {
-			switch name {
-			case "WORKDIR": // it is src here
-			case "ARG":
-				key, value, ok := strings.Cut(rest, "=")
-				if !ok {
-					bad("want a default")
-				}
-				if v, ok := args[key]; ok {
-					value = v
-				}
-				have[key], env = true, append(env, key+"="+value)
-			case "COPY":
-				to := fields[len(fields)-1]
-				for _, from := range fields[:len(fields)-1] {
-					if err := copyContext(src, from, to); err != nil {
-						bad(err)
-					}
-				}
-			case "RUN":
-				cmd := exec.Command("sh", "-ec", strings.ReplaceAll(rest, builtIn, out+"/"))
-				cmd.Dir, cmd.Env = src, env
-				if o, err := cmd.CombinedOutput(); err != nil {
-					bad(fmt.Sprintf("%v\n%s", err, o))
-				}
-			default:
-				bad("this instruction is not known to the test")
-			}
-			continue
-		}
-		exact := func(list *[]string) {
-			t.Helper()
-			if err := json.Unmarshal([]byte(rest), list); err != nil || len(*list) == 0 {
-				bad("want a list in JSON: there is no shell")
-			}
-		}
-		switch name {
-		case "COPY":
-			if len(fields) < 3 || fields[0] != "--from=build" {
-				bad("want --from=build")
-			}
-			owner, ok := "0:0", false
-			if fields = fields[1:]; len(fields) == 3 {
-				if owner, ok = strings.CutPrefix(fields[0], "--chown="); !ok {
-					bad("this option is not known to the test")
-				}
-				fields = fields[1:]
-			}
-			from, ok := strings.CutPrefix(fields[0], builtIn)
-			if !ok || len(fields) != 2 {
-				bad("want one path in " + builtIn)
-			}
-			m.files = append(m.files, copied{from, fields[1], owner})
-		case "USER":
-			m.user = rest
-		case "ENV":
-			if len(fields) != 1 || !strings.Contains(rest, "=") {
-				bad("want KEY=VALUE")
-			}
-			m.env = append(m.env, rest)
-		case "VOLUME":
-			m.volumes = append(m.volumes, fields...)
-		case "EXPOSE":
-			m.ports = append(m.ports, fields...)
-		case "ENTRYPOINT":
-			exact(&m.entrypoint)
-		case "CMD":
-			exact(&m.cmd)
-		case "HEALTHCHECK":
-			options, command, _ := strings.Cut(rest, "CMD ")
-			for _, o := range strings.Fields(options) {
-				switch key, value, _ := strings.Cut(o, "="); key {
-				case "--timeout":
-					m.patience = value
-				case "--interval", "--start-period": // when an engine checks
-				default:
-					bad("the option " + o + " is not known to the test")
-				}
-			}
-			rest = command
-			exact(&m.healthcheck)
+		case b.base == "scratch":
+			b.inImage()
 		default:
-			bad("this instruction is not known to the test")
+			b.inBuild()
 		}
 	}
 	for key := range args {
-		if !have[key] {
+		if !b.have[key] {
 			t.Errorf("Dockerfile: no ARG %s", key)
 		}
 	}
-	return &m
+	return &b.image
+}
+
+// An imageBuilder carries out a Dockerfile.
+type imageBuilder struct {
+	t     *testing.T
+	image image
+	out   string            // takes the place of builtIn
+	args  map[string]string // values of arguments
+	have  map[string]bool   // the arguments that are declared
+	src   string            // the working directory of the stage that builds
+	env   []string          // of that stage
+	base  string            // image of the stage
+
+	instruction, rest string // of the line
+}
+
+// bad fails the test because of the instruction.
+func (b *imageBuilder) bad(reason any) {
+	b.t.Helper()
+	b.t.Fatalf("Dockerfile: %s %s: %v", b.instruction, b.rest, reason)
+}
+
+// inBuild carries out an instruction of the stage that builds.
+func (b *imageBuilder) inBuild() {
+	b.t.Helper()
+	switch b.instruction {
+	case "WORKDIR": // it is src here
+	case "ARG":
+		key, value, ok := strings.Cut(b.rest, "=")
+		if !ok {
+			b.bad("want a default")
+		}
+		if v, ok := b.args[key]; ok {
+			value = v
+		}
+		b.have[key], b.env = true, append(b.env, key+"="+value)
+	case "COPY":
+		fields := strings.Fields(b.rest)
+		to := fields[len(fields)-1]
+		for _, from := range fields[:len(fields)-1] {
+			if err := copyContext(b.src, from, to); err != nil {
+				b.bad(err)
+			}
+		}
+	case "RUN":
+		cmd := exec.Command("sh", "-ec", strings.ReplaceAll(b.rest, builtIn, b.out+"/"))
+		cmd.Dir, cmd.Env = b.src, b.env
+		if o, err := cmd.CombinedOutput(); err != nil {
+			b.bad(fmt.Sprintf("%v\n%s", err, o))
+		}
+	default:
+		b.bad("this instruction is not known to the test")
+	}
+}
+
+// inImage carries out an instruction of the stage that becomes the image.
+func (b *imageBuilder) inImage() {
+	b.t.Helper()
+	fields := strings.Fields(b.rest)
+	switch b.instruction {
+	case "COPY":
+		if len(fields) < 3 || fields[0] != "--from=build" {
+			b.bad("want --from=build")
+		}
+		owner, ok := "0:0", false
+		if fields = fields[1:]; len(fields) == 3 {
+			if owner, ok = strings.CutPrefix(fields[0], "--chown="); !ok {
+				b.bad("this option is not known to the test")
+			}
+			fields = fields[1:]
+		}
+		from, ok := strings.CutPrefix(fields[0], builtIn)
+		if !ok || len(fields) != 2 {
+			b.bad("want one path in " + builtIn)
+		}
+		b.image.files = append(b.image.files, copied{from, fields[1], owner})
+	case "USER":
+		b.image.user = b.rest
+	case "ENV":
+		if len(fields) != 1 || !strings.Contains(b.rest, "=") {
+			b.bad("want KEY=VALUE")
+		}
+		b.image.env = append(b.image.env, b.rest)
+	case "VOLUME":
+		b.image.volumes = append(b.image.volumes, fields...)
+	case "EXPOSE":
+		b.image.ports = append(b.image.ports, fields...)
+	case "ENTRYPOINT":
+		b.image.entrypoint = b.list(b.rest)
+	case "CMD":
+		b.image.cmd = b.list(b.rest)
+	case "HEALTHCHECK":
+		options, command, _ := strings.Cut(b.rest, "CMD ")
+		for _, o := range strings.Fields(options) {
+			switch key, value, _ := strings.Cut(o, "="); key {
+			case "--timeout":
+				b.image.patience = value
+			case "--interval", "--start-period": // when an engine checks
+			default:
+				b.bad("the option " + o + " is not known to the test")
+			}
+		}
+		b.image.healthcheck = b.list(command)
+	default:
+		b.bad("this instruction is not known to the test")
+	}
+}
+
+// list decodes the JSON list of an instruction.
+func (b *imageBuilder) list(text string) (list []string) {
+	b.t.Helper()
+	if err := json.Unmarshal([]byte(text), &list); err != nil || len(list) == 0 {
+		b.bad("want a list in JSON: there is no shell")
+	}
+	return list
 }
 
 // checkGo fails t unless an image of Go has the version that go.mod wants.

@@ -76,8 +76,6 @@ func TestSuite(t *testing.T) {
       - {id: 2, backend: file, path: `+t.TempDir()+`/coarse, size: 100MiB}
       - {id: 3, backend: memory, size: 1GiB}
 `)
-	media := []cu.Medium{cu.Plain, cu.ReadOnly, cu.Coarse, cu.Large} // by LUN
-	// Of each LUN: its disk over iSER, the sg device of that, and its disk over TCP.
 	devices := strings.Fields(v.Run(t, script(d, `
 {
 	modprobe -a sg iscsi_tcp
@@ -111,75 +109,9 @@ done </run/sd`), quick))
 		t.Fatal(err)
 	}
 
-	// suite runs tests and says what became of them.
-	suite := func(names []string) map[string]cu.Outcome {
-		t.Helper()
-		body := suiteScript
-		for _, name := range names {
-			c := cu.Of(name)
-			of := devices[3*slices.Index(media, c.Medium):]
-			paths := of[0]
-			switch strings.SplitN(name, ".", 2)[0] {
-			case "NoMedia", "PreventAllow", "ReadOnly", "StartStopUnit":
-				// An open /dev/sd locks its medium, and if that is read-only it cannot
-				// be opened by one that writes.
-				paths = of[1]
-			case "MultipathIO":
-				paths += " " + of[2]
-			}
-			limit := c.Limit
-			if slices.Contains(heavy, name) {
-				limit = heavyLimit
-			}
-			args := c.Args("DEVICE")
-			body += fmt.Sprintf("suite %s %v '%s' %s\n", name, limit.Seconds(), strings.Join(args[:len(args)-c.Paths], " "), paths)
-		}
-		out := filepath.Join(v.Files(), "outcomes")
-		defer os.RemoveAll(out)
-		got := make(map[string]cu.Outcome, len(names))
-		for line := range strings.Lines(v.Run(t, body+"mv /run/outcomes "+vm.Files, 20*time.Minute)) {
-			var name string
-			var status, ms int
-			if _, err := fmt.Sscan(line, &name, &status, &ms); err != nil {
-				t.Fatalf("%q: %v", line, err)
-			}
-			output, err := os.ReadFile(filepath.Join(out, name))
-			if err != nil {
-				t.Fatal(err)
-			}
-			if status == 128+9 {
-				got[name] = cu.Of(name).TimedOut()
-			} else {
-				got[name] = cu.Of(name).Parse("\n" + string(output))
-			}
-			if got[name].Result != cu.Pass {
-				t.Logf("%s: %s\n%s", name, got[name].Result, output)
-			}
-		}
-		if len(got) != len(names) {
-			t.Fatalf("%d outcomes of %d tests", len(got), len(names))
-		}
-		return got
-	}
-
-	run, without := slices.Clone(early), 0
-	got := make(map[string]cu.Outcome, len(names))
-	for _, name := range names {
-		o := was[name]
-		switch reason, ok := notRun[name]; {
-		case ok:
-			got[name] = cu.Outcome{Result: cu.Skip, Reason: reason}
-		case !*update && o.Result == cu.Skip && noSession.MatchString(o.Reason):
-			got[name] = o
-			without++
-		case !slices.Contains(run, name) && (*update || !slices.Contains(heavy, name)):
-			run = append(run, name)
-		}
-	}
-	if without > 0 {
-		t.Logf("%d tests that need a session of libiscsi's own, as the table says, are not run without -update", without)
-	}
-	maps.Copy(got, suite(run))
+	machine := suiteGuest{v, devices}
+	run, got := chooseTests(t, names, was)
+	maps.Copy(got, machine.run(t, run))
 	lost := func() (lost []string) {
 		for _, name := range names {
 			if o, ok := got[name]; ok && was[name].Result == cu.Pass && o.Result != cu.Pass {
@@ -190,7 +122,7 @@ done </run/sd`), quick))
 		return lost
 	}
 	if again := lost(); again != nil {
-		maps.Copy(got, suite(again)) // some tests depend on time
+		maps.Copy(got, machine.run(t, again)) // some tests depend on time
 	}
 	if *update {
 		if err := table.Write(names, got); err != nil {
@@ -208,6 +140,95 @@ done </run/sd`), quick))
 	}
 	v.Run(t, "iscsiadm -m node --logout; "+forgive, quick)
 	d.AwaitVars(t, map[string]float64{"sessions": 0, "connections": 0, "tasks": 0, "buffers": 0, "stags": 0}, 10*time.Second)
+}
+
+// A suiteGuest is a machine that runs tests of the suite.
+type suiteGuest struct {
+	vm *vm.VM
+	// devices has three for each of suiteMedia: its disk over iSER, the sg device of that, and
+	// its disk over TCP.
+	devices []string
+}
+
+// suiteMedia are the media of the LUNs, by number.
+var suiteMedia = []cu.Medium{cu.Plain, cu.ReadOnly, cu.Coarse, cu.Large}
+
+// paths returns the devices that a test uses.
+func (g suiteGuest) paths(name string) string {
+	of := g.devices[3*slices.Index(suiteMedia, cu.Of(name).Medium):]
+	switch strings.SplitN(name, ".", 2)[0] {
+	case "NoMedia", "PreventAllow", "ReadOnly", "StartStopUnit":
+		// An open /dev/sd locks its medium, and if that is read-only it cannot be opened by
+		// one that writes.
+		return of[1]
+	case "MultipathIO":
+		return of[0] + " " + of[2]
+	}
+	return of[0]
+}
+
+// run runs tests and returns their outcomes by name.
+func (g suiteGuest) run(t *testing.T, names []string) map[string]cu.Outcome {
+	t.Helper()
+	body := suiteScript
+	for _, name := range names {
+		c := cu.Of(name)
+		limit := c.Limit
+		if slices.Contains(heavy, name) {
+			limit = heavyLimit
+		}
+		args := c.Args("DEVICE")
+		body += fmt.Sprintf("suite %s %v '%s' %s\n", name, limit.Seconds(), strings.Join(args[:len(args)-c.Paths], " "), g.paths(name))
+	}
+	out := filepath.Join(g.vm.Files(), "outcomes")
+	defer os.RemoveAll(out)
+	got := make(map[string]cu.Outcome, len(names))
+	for line := range strings.Lines(g.vm.Run(t, body+"mv /run/outcomes "+vm.Files, 20*time.Minute)) {
+		var name string
+		var status, ms int
+		if _, err := fmt.Sscan(line, &name, &status, &ms); err != nil {
+			t.Fatalf("%q: %v", line, err)
+		}
+		output, err := os.ReadFile(filepath.Join(out, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if status == 128+9 {
+			got[name] = cu.Of(name).TimedOut()
+		} else {
+			got[name] = cu.Of(name).Parse("\n" + string(output))
+		}
+		if got[name].Result != cu.Pass {
+			t.Logf("%s: %s\n%s", name, got[name].Result, output)
+		}
+	}
+	if len(got) != len(names) {
+		t.Fatalf("%d outcomes of %d tests", len(got), len(names))
+	}
+	return got
+}
+
+// chooseTests returns the tests to run, and the outcomes of those that are not. was are the
+// outcomes of the table.
+func chooseTests(t *testing.T, names []string, was map[string]cu.Outcome) (run []string, got map[string]cu.Outcome) {
+	run, got = slices.Clone(early), make(map[string]cu.Outcome, len(names))
+	without := 0
+	for _, name := range names {
+		o := was[name]
+		switch reason, ok := notRun[name]; {
+		case ok:
+			got[name] = cu.Outcome{Result: cu.Skip, Reason: reason}
+		case !*update && o.Result == cu.Skip && noSession.MatchString(o.Reason):
+			got[name] = o
+			without++
+		case !slices.Contains(run, name) && (*update || !slices.Contains(heavy, name)):
+			run = append(run, name)
+		}
+	}
+	if without > 0 {
+		t.Logf("%d tests that need a session of libiscsi's own, as the table says, are not run without -update", without)
+	}
+	return run, got
 }
 
 // suiteScript defines suite NAME SECONDS ARGUMENTS DEVICE..., which runs a test,
