@@ -18,19 +18,12 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-// DDP-4.1-1, DDP-4.1-2, DDP-4.1-3, DDP-4.1-4, DDP-4.1-5, DDP-4.1-6, DDP-4.1-7,
-// DDP-4.1-8, DDP-4.2-1, DDP-4.2-2, DDP-4.2-3, DDP-4.2-4, DDP-4.2-5, DDP-4.2-6,
-// DDP-4.2-7, DDP-4.2-8, DDP-4.2-9, DDP-4.2-10, DDP-4.2-11, DDP-4.3-1,
-// DDP-4.3-2, DDP-4.3-3, DDP-4.3-4, DDP-4.3-5, DDP-4.3-6, DDP-4.3-7, DDP-4.3-8,
-// DDP-4.3-11, DDP-5.2-8, RDMAP-3.1-1, RDMAP-3.1-2, RDMAP-3.1-3, RDMAP-3.1-4,
-// RDMAP-3.1-5, RDMAP-3.1-6, RDMAP-3.2-1, RDMAP-3.2-2, RDMAP-3.2-3, RDMAP-3.2-4,
-// RDMAP-3.2-5, RDMAP-4.1-1, RDMAP-4.1-2, RDMAP-4.1-3, RDMAP-4.1-10,
-// RDMAP-4.2-1, RDMAP-4.3-1, RDMAP-4.6-1, RDMAP-5.1-1, RDMAP-5.1-4, RDMAP-5.1-6,
-// RDMAP-5.1-8, RDMAP-5.1-9, RDMAP-5.2.1-1, RDMAP-5.2.1-2, RDMAP-5.2.1-6,
-// RDMAP-5.2.1-7, RDMAP-5.2.1-9, RDMAP-5.2.1-12, RDMAP-5.3-1, RDMAP-5.3-8,
-// RDMAP-5.3-9, RDMAP-5.3-12, RDMAP-5.5-10, RDMAP-6.1-1, DDP-5.3-1, DDP-5.3-2,
-// DDP-5.2-6, DDP-5.2-10, DDP-4.4-2, DDP-5.1-2, DDP-4.3-9, RDMAP-4.4-1,
-// RDMAP-4.4-6: each operation as it stands on the wire.
+// TestOperationsOnTheWire compares each operation with its bytes on the wire. What holds for
+// every row: RDMAP is the ULP of DDP (RDMAP-3.1-1), one RDMA message is one DDP message
+// (RDMAP-3.1-3), and nothing else is sent (RDMAP-6.1-1). Operations leave in the order of
+// Post (DDP-5.3-1, RDMAP-5.5-10, RDMAP-5.3-9, RDMAP-5.1-6, RDMAP-5.2.1-7). The headers have
+// the form of DDP-4.2-1, DDP-4.3-1 and RDMAP-4.2-1; their first RsvdULP byte is RDMAP's
+// control field (DDP-4.2-2, DDP-4.3-2, RDMAP-4.1-1, RDMAP-4.1-2, RDMAP-3.1-6).
 func TestOperationsOnTheWire(t *testing.T) {
 	p, c := responder(t, Options{MaxULPDU: 128})
 	p.send(send1)
@@ -48,19 +41,32 @@ func TestOperationsOnTheWire(t *testing.T) {
 		wr   WorkRequest
 		want []string
 	}{
+		// An untagged segment on queue 0 with MSN 1 and MO 0: DDP-4.1-2, DDP-4.3-8, DDP-4.3-11,
+		// RDMAP-3.1-2, RDMAP-3.1-5, RDMAP-3.2-1, RDMAP-3.2-3, RDMAP-3.2-4, RDMAP-4.6-1, RDMAP-5.3-1,
+		// RDMAP-5.3-8. The Invalidate STag is 0: RDMAP-4.1-10.
 		{"RDMAP-3.2-2 Send", WorkRequest{Op: Send, Data: data[:3]}, []string{"4143 00000000 00000000 00000001 00000000 000102"}},
+		// DDP-4.4-2, DDP-4.3-7
 		{"RDMAP-5.3-10 DDP-5.2-10 empty Send", WorkRequest{Op: Send}, []string{"4143 00000000 00000000 00000002 00000000"}},
+		// RDMAP-4.1-3
 		{"RDMAP-5.3-12 Send with Invalidate", WorkRequest{Op: SendInvalidate, STag: 0xcafef00d, Head: data[:1], Data: data[1:2]}, []string{"4144 cafef00d 00000000 00000003 00000000 0001"}},
 		{"RDMAP-4.1-10 Send with SE", WorkRequest{Op: SendSE, STag: 0xcafef00d, Data: data[:1]}, []string{"4145 00000000 00000000 00000004 00000000 00"}},
+		// L only in the last segment, which has the highest MO: DDP-4.1-3, DDP-4.1-4, DDP-4.1-5,
+		// DDP-4.1-6, DDP-4.1-7, DDP-4.1-8, DDP-5.3-2
 		{"DDP-4.3-4 DDP-4.3-6 DDP-4.3-10 Send with SE and Invalidate, two segments", WorkRequest{Op: SendSEInvalidate, STag: 0xcafef00d, Head: data[:10], Data: data[10:112]},
 			[]string{"0146 cafef00d 00000000 00000005 00000000" + payload(0, 110), "4146 cafef00d 00000000 00000005 0000006e" + payload(110, 112)}},
+		// A tagged segment without RDMAP header: DDP-4.1-1, RDMAP-4.3-1, RDMAP-5.1-1
 		{"RDMAP-5.1-9 V-DDP-3 empty Write", WorkRequest{Op: Write, STag: 1}, []string{"c140 00000001 0000000000000000"}},
+		// STag and TO are those of the ULP: DDP-4.2-3, DDP-4.2-4, DDP-4.2-6, DDP-4.2-8, DDP-4.2-11,
+		// DDP-5.2-8, RDMAP-3.1-4, RDMAP-3.2-5, RDMAP-5.1-4, RDMAP-5.1-8
 		{"DDP-4.2-5 DDP-4.2-7 DDP-4.2-9 DDP-4.2-10 Write, two segments", WorkRequest{Op: Write, STag: 0xffff0001, TO: 0xffff888000000001, Data: data[:115]},
 			[]string{"8140 ffff0001 ffff888000000001" + payload(0, 114), "c140 ffff0001 ffff888000000073" + payload(114, 115)}},
+		// Untagged, on queue 1, from any TO of one buffer: RDMAP-4.4-1, RDMAP-4.4-6, RDMAP-5.2.1-1,
+		// RDMAP-5.2.1-6, RDMAP-5.2.1-9
 		{"DDP-5.1-2 RDMAP-5.2.1-2 Read", WorkRequest{Op: Read, STag: 0x44444444, TO: 0x5555555566666666, Data: make([]byte, 0x1000)},
 			[]string{"4141 00000000 00000001 00000001 00000000 11111111 0000000000000000 00001000 44444444 5555555566666666"}},
+		// RDMAP-5.2.1-12
 		{"DDP-4.3-7 another Read", WorkRequest{Op: Read, STag: 3, TO: 4}, []string{"4141 00000000 00000001 00000002 00000000 11111111 0000000000000000 00000000 00000003 0000000000000004"}},
-		{"DDP-5.2-6 Send behind Reads", WorkRequest{Op: Send}, []string{"4143 00000000 00000000 00000006 00000000"}},
+		{"DDP-5.2-6 Send after Reads", WorkRequest{Op: Send}, []string{"4143 00000000 00000000 00000006 00000000"}},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			if err := c.Post(&tt.wr); err != nil {
@@ -73,7 +79,7 @@ func TestOperationsOnTheWire(t *testing.T) {
 			p.want(tt.id, tt.want...)
 		})
 	}
-	t.Run("DDP-4.3-9 MSN wrap", func(t *testing.T) {
+	t.Run("DDP-4.3-9 MSN 0 follows ffffffff", func(t *testing.T) {
 		c.tx.sendMSN, c.tx.readMSN = math.MaxUint32, math.MaxUint32
 		for _, msn := range []string{"ffffffff", "00000000", "00000001"} {
 			post(t, c, &WorkRequest{Op: Send})
@@ -90,8 +96,8 @@ func TestOperationsOnTheWire(t *testing.T) {
 			}
 		}
 	})
-	t.Run("DDP-5.2-3 2^32 bytes", func(t *testing.T) {
-		// The size check looks at lengths only: the bytes are never touched.
+	t.Run("DDP-5.2-3 a message of 2^32 bytes is refused", func(t *testing.T) {
+		// The size check looks at lengths only. It touches no byte.
 		huge := hugeSlice(t, 1<<32)
 		if err := c.Post(&WorkRequest{Op: Send, Data: huge}); !errors.Is(err, errTooBig) {
 			t.Fatal(err)
@@ -106,16 +112,7 @@ func TestOperationsOnTheWire(t *testing.T) {
 	})
 }
 
-// RDMAP-3.2-3, RDMAP-3.2-6, RDMAP-3.2-9, RDMAP-5.1-2, RDMAP-5.1-5, RDMAP-5.1-7,
-// RDMAP-5.2.1-3, RDMAP-5.2.1-4, RDMAP-5.2.1-8, RDMAP-5.2.1-10, RDMAP-5.2.1-11,
-// RDMAP-5.2.1-12, RDMAP-5.2.1-14, RDMAP-5.2.1-15, RDMAP-5.2-1, RDMAP-5.2.2-1,
-// RDMAP-5.2.2-2, RDMAP-5.2.2-7, RDMAP-5.2.2-9, RDMAP-5.3-2, RDMAP-5.3-3,
-// RDMAP-5.3-5, RDMAP-5.3-6, RDMAP-5.3-10, RDMAP-5.3-14, RDMAP-4.1-10,
-// RDMAP-4.4-2, RDMAP-4.4-3, RDMAP-4.4-4, RDMAP-4.4-5, RDMAP-4.4-6, RDMAP-4.5-1,
-// RDMAP-5.5-6, RDMAP-5.5-8, RDMAP-5.5-13, RDMAP-5.5-14, RDMAP-5.5-17,
-// RDMAP-B-1, DDP-4.2-4, DDP-4.3-3, DDP-4.3-5, DDP-5.1-3, DDP-5.2-11,
-// DDP-5.2-12, DDP-5.2-13, DDP-5.3-5, DDP-5.3-6, DDP-5.4-2, DDP-5.4-3,
-// DDP-5.4-4, DDP-5.4-5, DDP-6.1-1: what comes of messages from the wire.
+// TestMessagesFromTheWire checks what the ULP learns of messages, and what the peer gets.
 func TestMessagesFromTheWire(t *testing.T) {
 	p, c := responder(t, Options{MaxSend: 64})
 	mem := []byte("0123456789abcdef")
@@ -132,23 +129,31 @@ func TestMessagesFromTheWire(t *testing.T) {
 			t.Fatalf("told %+v, want %+v", got, want)
 		}
 	}
-	// A Write is seen by nobody until the Send behind it.
+	// A Write is placed, but only the Send after it is delivered: RDMAP-3.2-6, RDMAP-5.1-2,
+	// RDMAP-3.2-3, RDMAP-5.5-6, DDP-5.3-5, DDP-5.3-6, DDP-5.4-2. Its bytes: RDMAP-5.3-2,
+	// RDMAP-5.3-3, DDP-5.1-3, DDP-5.4-3.
 	p.send("c140 00000100 ffff888000001002 5859", send1+"61")
 	told(Event{Data: []byte("a")})
 	if string(mem) != "01XY456789abcdef" {
 		t.Fatalf("RDMAP-5.1-5 RDMAP-5.1-7: %s", mem)
 	}
-	// Empty Writes: STag and TO mean nothing. DDP-5.2-11, DDP-5.2-12.
+	// Empty Writes: STag and TO mean nothing (DDP-5.2-11, DDP-5.2-12). A Send with SE may be
+	// empty (RDMAP-5.3-10), raises an event (RDMAP-5.3-6, DDP-4.2-4, DDP-4.3-3, DDP-5.4-5), and
+	// its Invalidate STag is ignored (RDMAP-4.1-10).
 	p.send("c140 deadbeef ffffffffffffffff", "8140 00000000 0000000000000000", "4145 00000100 00000000 00000002 00000000")
 	told(Event{Solicited: true})
-	// Last byte; overlapping Writes; a hole in a message (DDP-5.2-13).
+	// The last byte of the buffer; overlapping Writes; a hole in a message (DDP-5.2-13).
 	p.send("c140 00000100 ffff88800000100f 5a", "8140 00000100 ffff888000001000 4141", "c140 00000100 ffff888000001008 42", "4143 00000100 00000000 00000003 00000000")
 	told(Event{})
 	if string(mem) != "AAXY4567B9abcdeZ" {
 		t.Fatalf("DDP-5.1-1: %s", mem)
 	}
-	// A Send in segments of different kinds counts as its last segment says
-	// (DDP-4.3-5), with a Write and a Read Request in between (DDP-5.1-2).
+	// A Send in segments of different kinds: the last segment counts (DDP-4.3-5), and the
+	// length is its end (DDP-5.4-4). A Write and a Read Request come in between (DDP-5.1-2).
+	// The ULP sees nothing of the Request (RDMAP-3.2-9, RDMAP-5.2.1-3, RDMAP-5.2.1-4), which is
+	// answered when it has come (RDMAP-5.5-14): by one tagged message (RDMAP-5.2-1,
+	// RDMAP-5.2.1-11, RDMAP-5.2.2-1, RDMAP-5.2.2-2, RDMAP-5.2.2-9, RDMAP-4.5-1, DDP-6.1-1) to the
+	// SinkSTag and SinkTO of the Request (RDMAP-4.4-2, RDMAP-4.4-4).
 	p.send("0143 00000000 00000000 00000004 00000000 6162", "c140 00000100 ffff888000001004 2e",
 		readRequestHex("00000001", "00000001", "00000005", "00000100", "ffff888000001000"))
 	answered("RDMAP-5.5-8 RDMAP-4.4-3", "c142 11111111 2222222233333333 414158592e")
@@ -159,12 +164,14 @@ func TestMessagesFromTheWire(t *testing.T) {
 	}
 	p.send("0145 00000000 00000000 00000004 00000002", "4145 00000000 00000000 00000004 00000002"+strings.Repeat("63", 62))
 	told(Event{Data: []byte("ab" + strings.Repeat("c", 62)), Solicited: true})
-	// Reads: in order, of nothing from nowhere, to the last byte.
+	// Reads of all and of parts of the buffer (RDMAP-5.2.1-10, RDMAP-4.4-5, RDMAP-4.4-6), in order
+	// (RDMAP-5.2.1-8, RDMAP-5.5-17, RDMAP-5.3-5, RDMAP-B-1). The second one is empty, and its STag
+	// and TO mean nothing (RDMAP-5.2.1-12, RDMAP-5.2.1-14, RDMAP-5.2.1-15).
 	p.send(readRequestHex("00000001", "00000002", "00000010", "00000100", "ffff888000001000"),
 		readRequestHex("00000001", "00000003", "00000000", "deadbeef", "ffffffffffffffff"),
 		readRequestHex("00000001", "00000004", "00000001", "00000100", "ffff88800000100f"))
 	answered("RDMAP-5.2.2-7", "c142 11111111 2222222233333333"+hex.EncodeToString(mem), "c142 11111111 2222222233333333", "c142 11111111 2222222233333333 5a")
-	// Send with Invalidate, then a Write to what was invalidated.
+	// A Send with Invalidate, then a Write to the invalid STag: RDMAP-5.3-14.
 	p.send("4146 00000100 00000000 00000005 00000000 7a", "c140 00000100 ffff888000001000 01")
 	told(Event{Data: []byte("z"), Solicited: true, Invalidates: true, Invalidated: 0x100})
 	p.wantTerminate("1100c000 000f c140 00000100 ffff888000001000")
@@ -172,7 +179,8 @@ func TestMessagesFromTheWire(t *testing.T) {
 	asFault(t, next(t, events).err, wire.ReasonInvalidSTag, false)
 }
 
-// RDMAP-4.4-5, RDMAP-4.4-3, RDMAP-5.2.2-9, RDMAP-5.2.2-2: a Response in segments.
+// TestReadResponseSegments reads lengths around the size of a segment: RDMAP-4.4-5,
+// RDMAP-4.4-3, RDMAP-5.2.2-9, RDMAP-5.2.2-2.
 func TestReadResponseSegments(t *testing.T) {
 	p, c := responder(t, Options{MaxULPDU: 128})
 	mem := random(300)
@@ -192,9 +200,7 @@ func TestReadResponseSegments(t *testing.T) {
 	}
 }
 
-// RDMAP-3.2-8, RDMAP-5.2.2-4, RDMAP-5.2.2-5, RDMAP-5.2.2-6, RDMAP-5.2.2-8,
-// RDMAP-5.5-7, RDMAP-5.5-16, RDMAP-5.5-18, DDP-4.2-8, DDP-4.2-9, RDMAP-7.2-1:
-// the requester's side of a Read of 8 bytes with SinkSTag 0x11111111.
+// TestReadResponses answers a Read of 8 bytes with SinkSTag 0x11111111.
 func TestReadResponses(t *testing.T) {
 	const at = "c142 11111111"
 	const more = "8142 11111111"
@@ -204,8 +210,11 @@ func TestReadResponses(t *testing.T) {
 		reason    wire.Reason // zero: the Read is complete
 		terminate string
 	}{
+		// The requester's ULP learns of the end (RDMAP-3.2-8) after the data is placed (RDMAP-5.5-7);
+		// the STag is its own (DDP-4.2-8).
 		{"RDMAP-5.5-18 one segment", []string{at + "0000000000000000 3031323334353637"}, wire.Reason{}, ""},
 		{"RDMAP-5.2.2-4 three, one of them empty", []string{more + "0000000000000000 303132", more + "0000000000000003", at + "0000000000000003 3334353637"}, wire.Reason{}, ""},
+		// The requester checks the Response: RDMAP-5.2.2-6, RDMAP-7.2-1.
 		{"RDMAP-5.2.2-8 other STag", []string{"c142 11111112 0000000000000000 3031323334353637"}, wire.ReasonInvalidSTag, "1100c000 0016 c142 11111112 0000000000000000"},
 		{"DDP-4.2-9 STag changes", []string{more + "0000000000000000 303132", "c142 00000001 0000000000000003 3334353637"}, wire.ReasonInvalidSTag, "1100c000 0013 c142 00000001 0000000000000003"},
 		{"DDP-5.2-13 a hole", []string{more + "0000000000000000 303132", at + "0000000000000004 34353637"}, wire.ReasonBounds, "1101c000 0012 c142 11111111 0000000000000004"},
@@ -245,7 +254,7 @@ func TestReadResponses(t *testing.T) {
 				t.Fatalf("read %q", wr.Data)
 			}
 			if !bytes.Equal(guarded[:8], guarded[16:]) || guarded[0] != 0xee {
-				t.Fatalf("written beside the sink: %x", guarded)
+				t.Fatalf("written outside of the sink: %x", guarded)
 			}
 			if tt.terminate != "" {
 				asFault(t, next(t, events).err, tt.reason, false)
@@ -256,7 +265,7 @@ func TestReadResponses(t *testing.T) {
 	}
 }
 
-// RDMAP-5.2.1-14, DDP-5.2-12: the STag of an empty Response is not looked at.
+// RDMAP-5.2.1-14, DDP-5.2-12: the STag of an empty Response does not matter.
 func TestEmptyRead(t *testing.T) {
 	p, c := responder(t, Options{})
 	p.send(send1)
@@ -271,8 +280,8 @@ func TestEmptyRead(t *testing.T) {
 }
 
 // MPA2-4.1-1, MPA2-4.1-3, MPA2-9.1-1, MPA2-9.1-12, RDMAP-6.1-2, RDMAP-6.1-4,
-// RDMAP-6.1-6, RDMAP-8.1.1-11: never more than ORD Reads are outstanding, and
-// what is behind a Read that waits, waits.
+// RDMAP-6.1-6, RDMAP-8.1.1-11: at most ORD Reads are outstanding, and a Read that waits
+// holds up what follows it.
 func TestORD(t *testing.T) {
 	for _, tt := range []struct{ ours, theirs, want int }{{4, 32, 4}, {32, 4, 4}, {32, 1, 1}} {
 		t.Run(fmt.Sprintf("%+v", tt), func(t *testing.T) {
@@ -306,7 +315,7 @@ func TestORD(t *testing.T) {
 				if i+tt.want < reads {
 					p.silent("MPA2-4.1-1")
 					if len(done) != 0 {
-						t.Fatal("the Send is done before the Reads in front of it are sent")
+						t.Fatal("the Send is done before the Reads that precede it are sent")
 					}
 				}
 				p.send("c142" + hex.EncodeToString(<-sinks) + "0000000000000000 6162")
@@ -328,7 +337,7 @@ func TestORD(t *testing.T) {
 			}
 		})
 	}
-	t.Run("MPA2-9.1-2 the peer takes in none", func(t *testing.T) {
+	t.Run("MPA2-9.1-2 the peer accepts none", func(t *testing.T) {
 		_, c, _ := respondTo(t, reqKey+"50020004 00000000", Options{}, Answer{})
 		if err := c.Post(&WorkRequest{Op: Read}); !errors.Is(err, errNoORD) {
 			t.Fatal(err)
@@ -337,8 +346,8 @@ func TestORD(t *testing.T) {
 }
 
 // MPA2-4.1-2, MPA2-9.1-4, RDMAP-5.2.2-3, RDMAP-6.1-3, RDMAP-6.1-7, DDP-7.2-9,
-// RDMAP-8.1.2-7, RDMAP-8.1.2-6, DDP-8.3.2-5: IRD Requests at once are always served. A peer that keeps
-// sending them without taking the Responses is ended with 1/2/02 when at most
+// RDMAP-8.1.2-7, RDMAP-8.1.2-6, DDP-8.3.2-5: IRD Requests at once are always served. A peer
+// that keeps sending them without taking the Responses gets a Terminate 1/2/02 when at most
 // twice IRD wait.
 func TestIRD(t *testing.T) {
 	for _, ird := range []int{1, 4} {
@@ -388,8 +397,8 @@ func TestIRD(t *testing.T) {
 	})
 }
 
-// RDMAP-5.5-9, RDMAP-5.5-15: two ends with ORD 1 that both have more to read
-// get it: Responses do not queue behind Reads that have to wait.
+// RDMAP-5.5-9, RDMAP-5.5-15: Responses do not queue after Reads that wait, so two ends with
+// ORD 1 that both have more to read do not block each other.
 func TestReadsBothWays(t *testing.T) {
 	a, b := pair(t, Options{IRD: 1, ORD: 1}, Options{IRD: 1, ORD: 1})
 	post(t, a, &WorkRequest{Op: Send})
@@ -411,13 +420,13 @@ func TestReadsBothWays(t *testing.T) {
 					return
 				}
 			}
-			go ends[0].Receive(new(Event)) // keep answering
+			go ends[0].Receive(new(Event)) // answers the other end
 		})
 	}
 	wg.Wait()
 }
 
-// ISER-4.1-2: a Read that is behind a Write sees what the Write has brought.
+// ISER-4.1-2: a Read sees the data of the Write before it.
 func TestReadAfterWrite(t *testing.T) {
 	a, b := pair(t, Options{}, Options{})
 	var r Region
@@ -434,9 +443,8 @@ func TestReadAfterWrite(t *testing.T) {
 	}
 }
 
-// Two ends that send more than the sockets hold, each with Reads that the
-// other's data holds up, go on: Receive does not wait for the peer to take
-// data.
+// Two ends send more than the sockets hold, each with Reads that the other's data holds up.
+// Both make progress: Receive does not wait for the peer to take data.
 func TestFullSocketsBothWays(t *testing.T) {
 	a, b := pair(t, Options{ORD: 1}, Options{ORD: 1})
 	post(t, a, &WorkRequest{Op: Send})
@@ -447,7 +455,7 @@ func TestFullSocketsBothWays(t *testing.T) {
 		var from, to Region
 		source := ends[1].Register(&from, make([]byte, 1), 0, RemoteRead)
 		sink := ends[1].Register(&to, make([]byte, len(data)), 0, RemoteWrite)
-		// The end of the first Read lets go of what is behind the second.
+		// The end of the first Read releases the second one and what follows it.
 		for _, wr := range []*WorkRequest{
 			{Op: Read, Data: make([]byte, 1), STag: source},
 			{Op: Read, Data: make([]byte, 1), STag: source},
@@ -465,7 +473,7 @@ func TestFullSocketsBothWays(t *testing.T) {
 		c.Flush()
 		c.SetReceiveDeadline(time.Now().Add(testkit.Patience))
 		wg.Go(func() {
-			for range 3 { // two Reads and the Send behind all
+			for range 3 { // two Reads and the Send after everything
 				if err := c.Receive(new(Event)); err != nil {
 					t.Error(err)
 					break
@@ -498,8 +506,8 @@ func TestDeadlineDuringDeregister(t *testing.T) {
 	}
 }
 
-// DDP-5.4-1, RDMAP-5.5-5, RDMAP-5.5-11, RDMAP-5.5-12: Done comes when TCP has taken a
-// message, not before, and in the order of Post, whether the peer reads or not.
+// DDP-5.4-1, RDMAP-5.5-5, RDMAP-5.5-11, RDMAP-5.5-12: Done is called after TCP has taken a
+// message, in the order of Post, and whether the peer reads or not.
 func TestDone(t *testing.T) {
 	p, c := responder(t, Options{})
 	p.send(send1)
@@ -549,8 +557,8 @@ type completer func(*WorkRequest, error)
 
 func (f completer) WorkDone(wr *WorkRequest, err error) { f(wr, err) }
 
-// MPA-7.1.2-14, MPA2-9.2-18: what a Responder posts early, an end of its
-// stream included, waits for the first FPDU.
+// MPA-7.1.2-14, MPA2-9.2-18: what a Responder posts early waits for the first FPDU, and so
+// does the end of its stream.
 func TestEarlyPosts(t *testing.T) {
 	p, c, _ := respondTo(t, reqKey+"40010000", Options{}, Answer{})
 	post(t, c, &WorkRequest{Op: Send, Data: []byte("early")})
@@ -562,9 +570,9 @@ func TestEarlyPosts(t *testing.T) {
 	p.wantEOF()
 }
 
-// DDP-6.2.1-1, DDP-6.2.1-2, DDP-6.2.1-5, DDP-6.2.1-6, MPA-7.2-1, RDMAP-6.2-1,
-// RDMAP-6.2-2, DDP-6.2-2: CloseWrite sends everything that was posted, also
-// what waits for ORD, and then ends our direction; the other goes on.
+// DDP-6.2.1-5, MPA-7.2-1, RDMAP-6.2-1, RDMAP-6.2-2, DDP-6.2-2: CloseWrite sends everything that
+// was posted, including what waits for ORD, and then ends our direction. The other
+// direction stays open.
 func TestCloseWrite(t *testing.T) {
 	p, c := responder(t, Options{ORD: 1})
 	p.send(send1)
@@ -611,9 +619,9 @@ func TestCloseWrite(t *testing.T) {
 	}
 }
 
-// DDP-3-3, DDP-6.2.2-4, RDMAP-5.4-7, RDMAP-6.2.1-3, RDMAP-3.1-8, MPA-7.1-2: whenever and however the
-// stream ends, every Send and Write is done once, every Read is returned once
-// before the final error, and nothing of the Conn is left.
+// DDP-3-3, DDP-6.2.2-4, RDMAP-5.4-7, RDMAP-6.2.1-3, RDMAP-3.1-8, MPA-7.1-2: however the stream
+// ends, every Send and Write is done once, every Read is returned once before the final
+// error, and nothing of the Conn remains.
 func TestNothingIsLost(t *testing.T) {
 	before, goroutines := ReadStats(), runtime.NumGoroutine()
 	ends := map[string]func(p *rawPeer, c *Conn){
@@ -638,7 +646,7 @@ func TestNothingIsLost(t *testing.T) {
 				var posted sync.WaitGroup
 				events := serve(c)
 				posted.Go(func() {
-					data := make([]byte, 3<<20) // soon the sockets are full
+					data := make([]byte, 3<<20) // enough to fill the sockets
 					for i := range depth {
 						wr := &WorkRequest{Op: []Op{Write, Read, Send}[i%3], Data: data[:len(data)>>(i%4*4)], Done: count}
 						if c.Post(wr) == nil {
@@ -670,7 +678,7 @@ func TestNothingIsLost(t *testing.T) {
 				}
 				posted.Wait()
 				c.Close()
-				var ev Event // a Read that was posted behind the final error is refused, not lost
+				var ev Event // a Read that is posted after the final error is refused, not lost
 				if err := c.Receive(&ev); err == nil || !final {
 					t.Fatalf("after the final error: %+v", ev)
 				}
@@ -693,8 +701,8 @@ func once(counts map[*WorkRequest]int) bool {
 	return true
 }
 
-// DDP-8.3-1, DDP-8.3.1-6, RDMAP-8.1.1-6: after Deregister not one byte changes, while a
-// long Write is coming in and its sender stalls, sends on, or does both.
+// DDP-8.3-1, DDP-8.3.1-6, RDMAP-8.1.1-6: after Deregister no byte changes, although a long
+// Write is coming in and its sender stalls, continues, or does both.
 func TestDeregisterDuringWrite(t *testing.T) {
 	const size = 60000
 	for _, part := range []int{0, 20, 5000, 30000, size} {
@@ -719,7 +727,7 @@ func TestDeregisterDuringWrite(t *testing.T) {
 	}
 }
 
-// The same with the race detector looking: the memory is used again at once.
+// The memory can be reused right after Deregister. The race detector checks that.
 func TestDeregisterRace(t *testing.T) {
 	for i := range 30 {
 		p, c := responder(t, Options{NoCRC: i%2 == 0})
@@ -737,7 +745,7 @@ func TestDeregisterRace(t *testing.T) {
 		for range i * 50 {
 			runtime.Gosched()
 		}
-		// A receive deadline of the ULP does not get in the way.
+		// A receive deadline of the ULP does not disturb that.
 		if i%3 == 0 {
 			go c.SetReceiveDeadline(time.Now().Add(time.Hour))
 		}
@@ -755,8 +763,8 @@ func TestDeregisterRace(t *testing.T) {
 	}
 }
 
-// RDMAP-4.8-15: Deregister waits for a Response that is being sent, so none is
-// cut short; Close ends the wait.
+// RDMAP-4.8-15: Deregister waits for a Response that is being sent, so that none is cut
+// short. Close ends the wait.
 func TestDeregisterDuringRead(t *testing.T) {
 	for _, stall := range []bool{false, true} {
 		p, c := responder(t, Options{})
@@ -782,7 +790,7 @@ func TestDeregisterDuringRead(t *testing.T) {
 	}
 }
 
-// RDMAP-8.1.1-8: STags are drawn from all 32 bits, never 0, none twice at once.
+// RDMAP-8.1.1-8: STags use all 32 bits. None is 0, and no two are equal at the same time.
 func TestSTags(t *testing.T) {
 	c := bufferConn(Options{ORD: 16000}, 0)
 	defer c.Close()
@@ -816,8 +824,8 @@ func TestSTags(t *testing.T) {
 	}
 }
 
-// DDP-8.2-1, DDP-8.3.1-1, RDMAP-8.1.1-1: an STag of another domain is as unknown
-// as one that never was.
+// DDP-8.2-1, DDP-8.3.1-1, RDMAP-8.1.1-1: an STag of another domain gets the same error as one
+// that never existed.
 func TestOtherDomain(t *testing.T) {
 	p, c := responder(t, Options{})
 	_, other := responder(t, Options{})
@@ -834,8 +842,8 @@ func TestOtherDomain(t *testing.T) {
 }
 
 // RDMAP-8.1.1-10, RDMAP-8.1.2-5, DDP-7.1-2, DDP-7.1-3, DDP-7.1-4, DDP-7.1-5, DDP-7.1-6,
-// RDMAP-5.3-11, DDP-5.3-5: nobody receives on one Conn: its peer is held back
-// by TCP and loses nothing, and another Conn does not notice.
+// RDMAP-5.3-11, DDP-5.3-5: if nobody receives on a Conn, TCP holds its peer back and nothing
+// is lost. Another Conn is not affected.
 func TestBackPressure(t *testing.T) {
 	p, c := responder(t, Options{})
 	q, d := responder(t, Options{})
@@ -861,8 +869,8 @@ func TestBackPressure(t *testing.T) {
 	<-written
 }
 
-// RDMAP-6.2.1-5, RDMAP-6.2.1-4, RDMAP-7-1, RDMAP-7-4: a peer that has sent much more behind
-// the bad message gets the Terminate and no reset.
+// RDMAP-6.2.1-5, RDMAP-6.2.1-4, RDMAP-7-1, RDMAP-7-4: a peer that has sent much after the bad
+// message gets the Terminate and no reset.
 func TestTerminateOvertakesNothing(t *testing.T) {
 	p, c := responder(t, Options{})
 	go func() {
@@ -875,8 +883,7 @@ func TestTerminateOvertakesNothing(t *testing.T) {
 	p.wantTerminate("1100c000 000f c140 deadbeef 0000000000000000")
 }
 
-// A write that fails tells Receive what the peer has said, and does not leave
-// it waiting.
+// After a write that fails, Receive returns the Terminate of the peer and does not wait.
 func TestWriteError(t *testing.T) {
 	p, c := responder(t, Options{})
 	p.send(send1, "4147 00000000 00000002 00000001 00000000 12050000")
