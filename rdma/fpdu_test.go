@@ -25,10 +25,8 @@ const (
 	send2 = "4143 00000000 00000000 00000002 00000000"
 )
 
-// MPA-4.4-1, MPA-4.4-5, MPA-4.4-7, MPA-4.4-8, MPA-4.4-9, MPA-4.4-10,
-// MPA-4.4-11, MPA-4.1-6, MPA-4.1-7, MPA-7.1.1-7, MPA-7.1.1-8, MPA-7.1.1-9: CRCs
-// are made and checked unless neither side wants them, for both roles and all
-// paths of the receiver.
+// CRCs are generated and checked unless neither side asks for them, in both roles and on
+// all paths of the receiver (MPA-4.4-1). The ULP does not notice (MPA-4.4-7).
 func TestCRCMatrix(t *testing.T) {
 	for _, tt := range []struct {
 		id         string
@@ -66,13 +64,13 @@ func TestCRCMatrix(t *testing.T) {
 					post(t, c, &WorkRequest{Op: Send, Data: []byte("x")})
 					p.want("MPA-4.4-8 MPA-4.4-10 MPA-4.4-11", "4143 00000000 00000000 00000001 00000000 78")
 					p.write(bad)
-					if !on {
+					if !on { // MPA-7.1.1-7, MPA-7.1.1-9
 						if o := next(t, events); !bytes.Equal(o.Data, msg) {
 							t.Fatal("MPA-4.1-7: not delivered", o.err)
 						}
 						return
 					}
-					p.wantTerminate("20020000")
+					p.wantTerminate("20020000") // MPA-4.1-6
 					p.nc.Close()
 					asFault(t, next(t, events).err, wire.ReasonCRC, false)
 				})
@@ -96,9 +94,8 @@ func TestCRCStaysOn(t *testing.T) {
 	asFault(t, next(t, events).err, wire.ReasonCRC, false)
 }
 
-// MPA-4.1-6, MPA-4.4-18, MPA-6-3, MPA-6-5: every flipped byte of an FPDU, of
-// a short one and of one that is placed as it comes, is code 2, and what is
-// behind it is not looked at.
+// MPA-4.1-6, MPA-4.4-18, MPA-6-3, MPA-6-5: a flipped bit anywhere in an FPDU is code 2, and
+// the receiver ignores what follows. The long FPDU is placed before its CRC has come.
 func TestEveryFlipIsSeen(t *testing.T) {
 	for _, n := range []int{7, 9001} {
 		good := frame(append(unhex("c140 00000100 0000000000000000"), make([]byte, n)...))
@@ -121,7 +118,7 @@ func TestEveryFlipIsSeen(t *testing.T) {
 				bad := slices.Clone(good)
 				bad[i] ^= mask
 				// ULPDU_Length may have grown: more bytes follow, none of them
-				// with a good CRC behind it.
+				// with a good CRC after it.
 				stream := append(bad, bytes.Repeat([]byte{0x55}, 70000)...)
 				c.nc.(*bufferNet).in = bytes.NewReader(stream)
 				var ev Event
@@ -255,18 +252,19 @@ func drinkUp(t testing.TB, stream []byte, sends [][]byte, memory []byte, markers
 		t.Fatal(err)
 	}
 	if !bytes.Equal(got, memory) {
-		t.Fatal("what was written is not what was sent")
+		t.Fatal("the memory does not hold what was sent")
 	}
 }
 
-// MPA-4.3-13, MPA-4.3-14, MPA-5.1-5, MPA-5.2-1, MPA-A.4-1, MPA-A.4-2, MPA-6-2, MPA-6-4,
-// MPA-3-7, DDP-3-4, DDP-3-7, DDP-5.1-1, DDP-5.2-5: whatever pieces TCP makes of
-// the stream, the same comes of it, with Markers and without.
+// The receiver delivers the same messages however TCP cuts the stream into segments (MPA-A.4-1,
+// MPA-A.4-2), with Markers and without. drinkUp checks them: their boundaries (MPA-4.3-13,
+// DDP-3-4), lengths (MPA-3-7, DDP-3-7), bytes (MPA-4.3-14) and the memory (DDP-5.1-1, DDP-5.2-5).
 func TestRechunking(t *testing.T) {
 	for markers := range 2 {
 		t.Run(fmt.Sprintf("markers %d", markers), func(t *testing.T) {
 			rng := rand.New(rand.NewPCG(1, uint64(markers)))
 			stream, sends, memory := traffic(rng, 60, markers == 1)
+			// The receiver finds FPDUs by their length: MPA-5.1-5, MPA-5.2-1, MPA-6-2, MPA-6-4.
 			one := func() int { return 1 }
 			drinkUp(t, stream, sends, memory, markers, nil)
 			drinkUp(t, stream, sends, memory, markers, one)
@@ -300,11 +298,9 @@ func TestRechunking(t *testing.T) {
 	}
 }
 
-// MPA-3-1, MPA-3-3, MPA-3-6, MPA-4.5-5, MPA-4.1-2, MPA-4.1-8, MPA-5.1-4,
-// MPA-A.1-2, MPA-A.1-3, MPA-4.2-2, MPA-4.2-5, MPA-4.3-2, MPA-4.3-3, MPA-4.3-4,
-// MPA-4.3-9, MPA-4.3-11, MPA-4.3-12, MPA-7.1.1-5, MPA-7.1.1-6, MPA-7.1.2-18,
-// MPA-C.3-1, DDP-5.2-1, DDP-5.2-2, DDP-4.1-3, DDP-4.1-4, DDP-4.1-5, DDP-4.1-6:
-// what we send parses, to a peer that wants Markers and to one that does not.
+// What a Conn sends parses, for a peer that asks for Markers and for one that does not. fpdu of
+// rawPeer checks the lengths (MPA-4.1-2, MPA-4.1-8) and the Markers (MPA-4.2-2, MPA-4.2-5,
+// MPA-4.3-4, MPA-4.3-9, MPA-4.3-11, MPA-4.3-12, MPA-7.1.2-18).
 func TestSentStream(t *testing.T) {
 	for _, tt := range []struct {
 		id      string
@@ -313,8 +309,10 @@ func TestSentStream(t *testing.T) {
 	}{
 		{"MPA-7.1.2-19 none", 0, Options{MaxULPDU: 1442}},
 		{"MPA-7.1.1-6 we only receive them", 1, Options{MaxULPDU: 1442}},
+		// MPA-4.3-2, MPA-7.1.1-5
 		{"MPA-4.3-3 we send them", 2, Options{MaxULPDU: 1430}},
 		{"MPA-C.3-1 both ways", 3, Options{MaxULPDU: 8882}},
+		// MPA-3-6
 		{"MPA-3-4 the largest FPDUs", 0, Options{}},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
@@ -337,7 +335,7 @@ func TestSentStream(t *testing.T) {
 				if err := c.Post(wr); err != nil {
 					t.Fatal(err)
 				}
-				if rng.IntN(3) == 0 {
+				if rng.IntN(3) == 0 { // several FPDUs in a segment: MPA-5.1-4, MPA-A.1-3
 					c.Flush()
 				}
 			}
@@ -350,14 +348,14 @@ func TestSentStream(t *testing.T) {
 			for i, msg := range msgs {
 				for off := 0; ; {
 					u := p.fpdu()
-					if len(u) > c.mulpdu() {
+					if len(u) > c.mulpdu() { // DDP-5.2-1, DDP-5.2-2
 						t.Fatalf("MPA-3-3: ULPDU of %d bytes", len(u))
 					}
 					h, hlen := make([]byte, wire.UntaggedLen), wire.TaggedLen
 					if i%2 == 0 {
 						hlen = wire.UntaggedLen
 					}
-					last := off+len(u)-hlen == len(msg)
+					last := off+len(u)-hlen == len(msg) // DDP-4.1-3, DDP-4.1-4, DDP-4.1-5, DDP-4.1-6
 					if i%2 == 1 {
 						wire.Tagged{Last: last, ULP: 0x40, STag: 0x100, TO: uint64(i)<<40 + uint64(off)}.Put(h)
 					} else {
@@ -377,7 +375,7 @@ func TestSentStream(t *testing.T) {
 					}
 				}
 			}
-			p.wantEOF() // DDP-5.2-4, MPA-3-1: nothing besides
+			p.wantEOF() // DDP-5.2-4, MPA-3-1, MPA-A.1-2: all messages, and nothing else
 		})
 	}
 }
@@ -409,9 +407,8 @@ func TestSegmentationExamples(t *testing.T) {
 	}
 }
 
-// The golden FPDUs, sent and received. MPA-4.1-1, MPA-4.4-12, MPA-4.4-13,
-// MPA-4.4-14, MPA-4.4-15, MPA-4.4-16, MPA-4.4-17, MPA-7.1.2-18, MPA-4.3-6,
-// MPA-4.3-7, MPA-4.2-1, MPA-4.2-4.
+// The golden FPDUs, sent and received: their form (MPA-4.1-1) and their CRC (MPA-4.4-12,
+// MPA-4.4-16).
 func TestGoldenStreams(t *testing.T) {
 	z := strings.Repeat("00", 24)
 	for _, tt := range []struct {
@@ -420,10 +417,15 @@ func TestGoldenStreams(t *testing.T) {
 		sizes   []int // of Sends of zeros
 		tail    string
 	}{
+		// MPA-4.4-13
 		{"V-MPA-1 MPA-7.1.2-19", false, []int{24}, "002a" + send1 + z + "b7243ec3"},
+		// A Marker right before an FPDU: MPA-4.2-1, MPA-4.3-7, MPA-4.4-15
 		{"Figure 5 MPA-7.1.2-18", true, []int{24}, "00000000 002a" + send1 + z + "52239983"},
+		// A Marker inside of an FPDU: MPA-4.2-4
 		{"Figure 6 V-MPA-2", true, []int{464, 24}, "a01ee4fd 002a" + send2 + "00000014" + z + "84925898"},
+		// A Marker after PAD: MPA-4.4-14
 		{"V-MPA-3", true, []int{506 - 18}, "000001fc 38cf64e8"},
+		// A Marker between two FPDUs: MPA-4.3-6
 		{"V-MPA-4", true, []int{502 - 18, 24}, "a09bb55b 00000000 002a" + send2 + z + "cc08199e"},
 		{"V-MPA-5", true, []int{1442 - 18}, "c4c7dc02"},
 	} {
@@ -474,7 +476,7 @@ func TestReceivedMarkers(t *testing.T) {
 		want   wire.Reason // zero: accepted
 	}{
 		{"MPA-4.4-17 Figure 6", append(first, fig6...), wire.Reason{}},
-		{"MPA-4.2-3 RESERVED is not looked at", append(first, reseal(func(b []byte) { b[20], b[21] = 0xff, 0xff })...), wire.Reason{}},
+		{"MPA-4.2-3 RESERVED is ignored", append(first, reseal(func(b []byte) { b[20], b[21] = 0xff, 0xff })...), wire.Reason{}},
 		{"MPA-4.2-6 MPA-4.3-8 low bits of FPDUPTR", append(first, reseal(func(b []byte) { b[23] = 0x17 })...), wire.Reason{}},
 		{"MPA-4.2-6 low bits not in the CRC", append(first, func() []byte { b := bytes.Clone(fig6); b[23] = 0x17; return b }()...), wire.ReasonCRC},
 		{"MPA-4.3-1 CRC without the Marker", append(first, append(bytes.Clone(fig6[:48]), unhex("290fbede")...)...), wire.ReasonCRC},

@@ -56,9 +56,7 @@ func newPlan(rng *rand.Rand, n int, peer *Conn, sink, source *Region) (p plan) {
 	return p
 }
 
-// TestModel runs random operations of both ends at once against the model.
-// RDMAP-3.2-1, RDMAP-5.3-2, RDMAP-5.3-5, RDMAP-5.5-6, RDMAP-5.5-7, RDMAP-5.5-10, DDP-4.1-7,
-// DDP-5.2-4, DDP-5.3-6, DDP-5.4-2, DDP-5.4-3, RDMAP-B-1, MPA-4.4-7, RDMAP-3.1-3, RDMAP-5.2.1-11.
+// TestModel runs random operations of both ends at once against the model (RDMAP-3.2-1).
 func TestModel(t *testing.T) {
 	for seed, o := range []Options{
 		{}, {NoCRC: true}, {MaxULPDU: 512, ORD: 2}, {Markers: true, IRD: 1}, {MaxULPDU: 9000, ORD: 1, IRD: 3},
@@ -97,7 +95,7 @@ func TestModel(t *testing.T) {
 						c[0].Close()
 						c[1].Close()
 					}
-					go c[i].Receive(new(Event)) // keep answering the other end
+					go c[i].Receive(new(Event)) // answers the other end
 				})
 			}
 			wg.Wait()
@@ -105,7 +103,7 @@ func TestModel(t *testing.T) {
 	}
 }
 
-// follow receives what two plans say that c is told.
+// follow receives on c and compares with the plans of both ends.
 func follow(c *Conn, ours, theirs *plan, sink []byte) error {
 	reads, sends := 0, 0
 	for reads < len(ours.reads) || sends < len(theirs.sends) {
@@ -113,19 +111,22 @@ func follow(c *Conn, ours, theirs *plan, sink []byte) error {
 		if err := c.Receive(&ev); err != nil {
 			return err
 		}
-		if ev.Read != nil {
+		if ev.Read != nil { // RDMAP-5.2.1-11, RDMAP-5.5-7
 			if ev.Err != nil || !bytes.Equal(ev.Read.Data, ours.reads[reads]) {
 				return fmt.Errorf("Read %d: %v, %d bytes, not what was expected", reads, ev.Err, len(ev.Read.Data))
 			}
 			reads++
 			continue
 		}
+		// The Sends come in order, each as one message: RDMAP-3.1-3, RDMAP-5.3-2, RDMAP-5.3-5,
+		// RDMAP-5.5-6, RDMAP-5.5-10, DDP-5.2-4, DDP-5.3-6, DDP-5.4-3, MPA-4.4-7.
 		want := theirs.sends[sends]
 		if !bytes.Equal(ev.Data, want.Data) || ev.Solicited != want.Solicited || ev.Invalidates != want.Invalidates || ev.Invalidated != want.Invalidated {
 			return fmt.Errorf("Send %d: %d bytes, %+v", sends, len(want.Data), ev)
 		}
+		// All earlier Writes are placed: DDP-4.1-7, DDP-5.4-2, RDMAP-B-1.
 		if crc32.ChecksumIEEE(sink) != theirs.sinks[sends] {
-			return fmt.Errorf("Send %d: the memory is not that of the Writes in front of it", sends)
+			return fmt.Errorf("Send %d: the memory is not what the Writes before it produce", sends)
 		}
 		sends++
 	}

@@ -129,19 +129,13 @@ var refusals = []struct {
 		"0109c000 0012 4146 00000400 00000000 00000001 00000000"},
 }
 
-// readRequestHex is the ULPDU of a Read Request to SinkSTag 0x11111111, SinkTO
+// readRequestHex returns the ULPDU of a Read Request to SinkSTag 0x11111111, SinkTO
 // 0x2222222233333333.
 func readRequestHex(qn, msn, size, stag, to string) string {
 	return "4141 00000000" + qn + msn + "00000000 11111111 2222222233333333" + size + stag + to
 }
 
-// RDMAP-6.2.1-1, RDMAP-7.1-1, DDP-7.2-1, DDP-7-1, DDP-7.1-16, RDMAP-4.8-1,
-// RDMAP-4.8-2, RDMAP-4.8-3, RDMAP-4.8-4, RDMAP-4.8-5, RDMAP-4.8-6, RDMAP-4.8-9,
-// RDMAP-4.8-10, RDMAP-4.8-11, RDMAP-3.1-7: the Terminate of each refusal, byte
-// by byte. DDP-7.1-17, MPA-8-10: a good Send behind the bad message does not
-// arrive. DDP-7.1-18, RDMAP-5.4-8, DDP-6.2.2-5: the Terminate is the last thing
-// sent. DDP-6.2-1, DDP-6.2.2-6, MPA-8-11: TCP stays open until the ULP closes
-// it. RDMAP-7-3, DDP-3-8, DDP-3-9, RDMAP-7-2: nothing can be posted afterwards.
+// TestRefusals sends each bad message and checks everything that follows.
 func TestRefusals(t *testing.T) {
 	for _, tt := range refusals {
 		t.Run(tt.id, func(t *testing.T) {
@@ -161,8 +155,13 @@ func TestRefusals(t *testing.T) {
 
 			p.send(append(tt.ulpdus, "4143 00000000 00000000 00000001 00000000 77")...)
 			events := serve(c)
+			// The Terminate, byte by byte: RDMAP-6.2.1-1, DDP-7.2-1, RDMAP-4.8-1, RDMAP-4.8-2,
+			// RDMAP-4.8-4, RDMAP-4.8-5, RDMAP-4.8-6, RDMAP-4.8-9, RDMAP-4.8-10, RDMAP-4.8-11,
+			// RDMAP-3.1-7, DDP-7.1-16. Nothing follows it: DDP-7.1-18, RDMAP-5.4-8, DDP-6.2.2-5.
 			p.wantTerminate(tt.terminate)
-			p.nc.Close()
+			p.nc.Close() // TCP is open until now: DDP-6.2-1, DDP-6.2.2-6, MPA-8-11
+			// The ULP learns of the error (RDMAP-7.1-1, DDP-7-1), and gets no Event for the good
+			// Send after the bad message (DDP-7.1-17, MPA-8-10).
 			se := asFault(t, next(t, events).err, tt.reason, false)
 			if b := unhex(tt.ulpdus[0]); tt.reason.Layer == wire.LayerDDP && tt.reason.EType == 1 && wire.VersionOK(b) {
 				// DDP-8.3-5: the ULP learns STag and TO.
@@ -176,11 +175,12 @@ func TestRefusals(t *testing.T) {
 					t.Errorf("memory %d was written: %x", i, m)
 				}
 			}
+			// Nothing can be posted: RDMAP-7-3, DDP-3-8, DDP-3-9, RDMAP-7-2.
 			asFault(t, c.Post(&WorkRequest{Op: Send}), tt.reason, false)
 			if other.mem.find(0x400) == nil {
 				t.Error("another stream lost its STag")
 			}
-			// RDMAP-4.8-3, RDMAP-4.8-8, DDP-7.2-14: the vocabulary.
+			// RDMAP-4.8-3, RDMAP-4.8-8, DDP-7.2-14: the values of the RFCs.
 			term, err := wire.ParseTerminate(unhex(tt.terminate))
 			if err != nil || term.Reason != tt.reason || strings.HasPrefix(tt.reason.String(), "unknown") {
 				t.Errorf("%+v, %v", term, err)
@@ -200,10 +200,10 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-// MPA-4.4-18, MPA-8-4, MPA-8-12, RDMAP-4.8-4, DDP-6.2.2-2: a bad CRC is
-// Terminate 2/0/02 without headers (V-RDMAP-6), and nothing has happened.
+// MPA-4.4-18, MPA-8-4, MPA-8-12, RDMAP-4.8-4, DDP-6.2.2-2: a bad CRC causes Terminate 2/0/02
+// without headers (V-RDMAP-6), and the FPDU has no effect.
 func TestBadCRC(t *testing.T) {
-	for _, n := range []int{1, 100, 16 << 10} { // MPA-6-1: looked at in place, and placed before the CRC
+	for _, n := range []int{1, 100, 16 << 10} { // MPA-6-1: read in the window, and placed before the CRC has come
 		p, c := responder(t, Options{MaxSend: 20 << 10})
 		b := frame(append(unhex("4143 00000000 00000000 00000001 00000000"), make([]byte, n)...))
 		b[len(b)-1] ^= 1
@@ -213,15 +213,15 @@ func TestBadCRC(t *testing.T) {
 		p.wantTerminate("20020000")
 		p.nc.Close()
 		asFault(t, next(t, events).err, wire.ReasonCRC, false)
-		// Of what has come before there is the RTR.
+		// The one FPDU that counts is the RTR.
 		if n := c.opt.Domain.Counts(); n.CRCErrors != 1 || n.STagFaults != 0 || n.TerminatesSent[wire.ReasonCRC] != 1 || n.Received.FPDUs != 1 || n.Received.Writes != 1 || n.Received.Sends != 0 {
 			t.Errorf("counts %+v", n)
 		}
 	}
 }
 
-// MPA-7.1.2-14: a Responder that has not seen a good FPDU may not even send a
-// Terminate; it ends the stream.
+// MPA-7.1.2-14: before the first good FPDU a Responder must not even send a Terminate. It ends
+// the stream.
 func TestNoTerminateBeforeTheFirstFPDU(t *testing.T) {
 	p, c, _ := respondTo(t, reqKey+"40010000", Options{}, Answer{})
 	b := frame(unhex("c140 00000001 0000000000000000"))
@@ -233,7 +233,7 @@ func TestNoTerminateBeforeTheFirstFPDU(t *testing.T) {
 	asFault(t, next(t, events).err, wire.ReasonCRC, false)
 }
 
-// RDMAP-7.1-5: of two errors the first one is told.
+// RDMAP-7.1-5: of two errors the first one is reported.
 func TestFirstErrorCounts(t *testing.T) {
 	p, c := responder(t, Options{})
 	p.send("c140 deadbeef 0000000000001000 0102", "4103 00000000 00000000 00000001 00000000")
@@ -245,8 +245,8 @@ func TestFirstErrorCounts(t *testing.T) {
 	asFault(t, next(t, events).err, wire.ReasonInvalidSTag, false)
 }
 
-// RDMAP-7.1-2, RDMAP-4.8-12, RDMAP-4.8-16, DDP-7.2-2, MPA2-9.3-3, MPA2-8-1: a
-// failure that no message has caused is told without headers.
+// RDMAP-7.1-2, RDMAP-4.8-16, MPA2-8-1: a failure that no message has caused is reported without
+// headers.
 func TestLocalFailure(t *testing.T) {
 	for _, tt := range []struct {
 		id        string
@@ -268,11 +268,7 @@ func TestLocalFailure(t *testing.T) {
 	}
 }
 
-// RDMAP-5.4-1, RDMAP-5.4-2, RDMAP-5.4-3, RDMAP-5.4-4, RDMAP-5.4-5, RDMAP-5.4-6,
-// MPA2-8-2, MPA2-8-3, MPA2-8-4, RDMAP-4.8-16, RDMAP-4.8-17, RDMAP-4.8-18,
-// RDMAP-4.8-19, RDMAP-4.8-20, RDMAP-4.8-21, RDMAP-4.8-22, RDMAP-4.8-23,
-// RDMAP-4.8-24, RDMAP-4.8-25, RDMAP-4.8-26: what comes in the peer's Terminate
-// is told, and there is no answer to it.
+// The ULP learns the content of the peer's Terminate, and nothing answers it.
 func TestTerminateReceived(t *testing.T) {
 	const ddp = "4147 00000000 00000002 00000001 00000000"
 	for _, tt := range []struct {
@@ -280,10 +276,12 @@ func TestTerminateReceived(t *testing.T) {
 		reason    wire.Reason
 		headers   string // DDP and Read Request
 	}{
+		// Untagged, on queue 2: RDMAP-5.4-1, RDMAP-5.4-2
 		{"RDMAP-5.4-5 V-RDMAP-4", ddp + "1202c000 0076 4143 00000000 00000000 00000009 00000000", wire.ReasonNoBuffer, "4143 00000000 00000000 00000009 00000000"},
 		{"RDMAP-4.8-13 V-RDMAP-5", ddp + "0100e000 002e 4141 00000000 00000001 00000001 00000000 11111111 2222222233333333 00001000 44444444 5555555566666666",
 			wire.ReasonReadInvalidSTag, "4141 00000000 00000001 00000001 00000000 11111111 2222222233333333 00001000 44444444 5555555566666666"},
 		{"siw, swapped 1/2/05", ddp + "21050300 0064 4143 00000000 00000000 00000009 00000000", wire.ReasonTooLong, "4143 00000000 00000000 00000009 00000000"},
+		// MPA2-8-3
 		{"siw, swapped CRC error", ddp + "02020000", wire.ReasonCRC, ""},
 		{"siw, too many Reads", ddp + "20070000", wire.ReasonRTR, ""}, // ambiguous: RDMAP interop notes
 		{"adapters, LLP type 3", ddp + "23020000", wire.Reason{Layer: 2, EType: 3, Code: 2}, ""},
@@ -291,11 +289,19 @@ func TestTerminateReceived(t *testing.T) {
 		{"MPA2-8-2 6", ddp + "20060000", wire.ReasonIRD, ""},
 		{"MPA2-8-2 7", ddp + "20070000", wire.ReasonRTR, ""},
 		{"RDMAP-4.8-16", ddp + "00ff0000", wire.Reason{Code: 0xff}, ""},
+		{"RDMAP-4.8-17", ddp + "01000000", wire.ReasonReadInvalidSTag, ""},
+		{"RDMAP-4.8-18", ddp + "01010000", wire.ReasonReadBounds, ""},
+		{"RDMAP-4.8-19", ddp + "01020000", wire.ReasonReadAccess, ""},
+		{"RDMAP-4.8-20", ddp + "01030000", wire.ReasonReadStream, ""},
+		{"RDMAP-4.8-21", ddp + "01040000", wire.ReasonReadWrap, ""},
+		{"RDMAP-4.8-22", ddp + "02090000", wire.ReasonNotInvalidatedOp, ""},
+		{"RDMAP-4.8-24", ddp + "02050000", wire.ReasonRDMAPVersion, ""},
+		{"RDMAP-4.8-25", ddp + "02060000", wire.ReasonOpcode, ""},
 		{"RDMAP-4.8-8 reserved bits", ddp + "10001fff", wire.ReasonDDPCatastrophic, ""},
 		{"RDMAP-4.8-23", ddp + "02ff0000", wire.ReasonOperation, ""},
 		{"RDMAP-4.8-26", ddp + "02080000", wire.ReasonGlobal, ""},
 		{"extra zeros", ddp + "20020000" + strings.Repeat("00", 48), wire.ReasonCRC, ""},
-		{"RDMAP-4.1-10 Invalidate STag is not looked at", "4147 00000100 00000002 00000001 00000000 20020000", wire.ReasonCRC, ""},
+		{"RDMAP-4.1-10 Invalidate STag is ignored", "4147 00000100 00000002 00000001 00000000 20020000", wire.ReasonCRC, ""},
 		{"RDMAP-5.4-3 MSN 2", "4147 00000000 00000002 00000002 00000000 20020000", wire.ReasonOperation, ""},
 		{"RDMAP-5.4-6 queue 1", "4147 00000000 00000001 00000001 00000000 20020000", wire.ReasonOperation, ""},
 		{"RDMAP-5.4-6 MO 4", "4147 00000000 00000002 00000001 00000004 20020000", wire.ReasonOperation, ""},
@@ -332,8 +338,8 @@ func TestTerminateReceived(t *testing.T) {
 	}
 }
 
-// RDMAP-6.2.1-2, DDP-6.2.2-1, MPA-8-3, MPA-8-2, MPA-8-1: a reset, also inside an
-// FPDU, ends the stream without a hang and is MPA's code 1.
+// RDMAP-6.2.1-2, DDP-6.2.2-1, MPA-8-3, MPA-8-2, MPA-8-1: a reset, also inside of an FPDU, ends
+// the stream with MPA's code 1.
 func TestReset(t *testing.T) {
 	for _, part := range []int{0, 10, 9000} {
 		p, c := responder(t, Options{})

@@ -28,9 +28,9 @@ func random(n int) []byte {
 	return b
 }
 
-// What is written is read back, in many sizes, with all digests, from a stream in
-// pieces and with prefixes (ISCSI-13.1-1, ISCSI-11.2-6, ISCSI-11.7-1,
-// ISCSI-4.2.2.4-1, ISCSI-4.2.5-5, ISCSI-11.8-2, ISCSI-11.8-4).
+// Data that was written is read back, in many sizes, with all digests, from a stream in pieces
+// and with prefixes. The client checks the numbers, ranges and digests of R2Ts and Data-In
+// (ISCSI-4.2.2.4-1, ISCSI-11.7-1, ISCSI-11.8-2, ISCSI-11.8-4).
 func TestReadAndWrite(t *testing.T) {
 	for _, tt := range []struct {
 		name         string
@@ -44,6 +44,7 @@ func TestReadAndWrite(t *testing.T) {
 		{name: "defaults", segment: 8192, burst: 256 << 10},
 		{name: "header digest", keys: []string{"HeaderDigest=CRC32C"}, header: true, segment: 65536, burst: 256 << 10},
 		{name: "data digest", keys: []string{"DataDigest=CRC32C,None"}, data: true, segment: 100000, burst: 256 << 10},
+		// ISCSI-11.2-6, ISCSI-13.1-1
 		{name: "both digests", keys: []string{"HeaderDigest=CRC32C", "DataDigest=CRC32C", "MaxRecvDataSegmentLength=65536"}, header: true, data: true, segment: 8192, burst: 256 << 10},
 		{name: "small bursts", keys: []string{"MaxBurstLength=4096", "FirstBurstLength=4096", "MaxRecvDataSegmentLength=512"}, segment: 1000, burst: 4096},
 		{name: "bursts of no whole segments", keys: []string{"MaxBurstLength=10000", "FirstBurstLength=512", "MaxRecvDataSegmentLength=3003", "DataDigest=CRC32C"}, data: true, segment: 4999, burst: 10000},
@@ -62,6 +63,7 @@ func TestReadAndWrite(t *testing.T) {
 			for _, blocks := range []int{1, 2, 8, 16, 17, 128, 129, 512, 1024, 4095} {
 				for _, immediate := range []int{0, 512} {
 					want := random(blocks * blockLen)
+					// No data is asked for twice: ISCSI-4.2.5-5.
 					r2ts := c.writeAll(blocks, want, immediate, tt.segment, tt.burst)
 					if pieces := (len(want) + 1<<20 - 1) >> 20; r2ts > len(want)/tt.burst+pieces+1 {
 						t.Errorf("%d R2Ts for %d bytes", r2ts, len(want))
@@ -284,10 +286,8 @@ func TestOneR2TAtATime(t *testing.T) {
 	}
 }
 
-// A Data-Out that does not fit its R2T is rejected; its command fails when the
-// sequence is over, writes nothing, and the session goes on (ISCSI-7.3-1,
-// ISCSI-7.8-2, ISCSI-7.8-3, ISCSI-4.2.5-6, ISCSI-11.4-2, ISCSI-11.7-4,
-// ISCSI-11.8-3, ISCSI-11.17-1).
+// A Data-Out that does not fit its R2T is rejected (ISCSI-11.17-1). Its command fails at the end
+// of the sequence (ISCSI-7.3-1, ISCSI-11.4-2) and writes nothing. The session continues.
 func TestBadDataOut(t *testing.T) {
 	for _, tt := range []struct {
 		name      string
@@ -296,14 +296,19 @@ func TestBadDataOut(t *testing.T) {
 		reason    pdu.RejectReason
 		asc, ascq byte
 	}{
+		// ISCSI-4.2.5-6
 		{"LUN of another", func(h pdu.BHS) int { h.SetLUN([8]byte{0, 1}); return 1024 }, false, pdu.RejectProtocolError, 0x0c, 0x0d},
 		{"tag of another", func(h pdu.BHS) int { h.SetITT(h.ITT() + 1); return 1024 }, false, pdu.RejectProtocolError, 0x0c, 0x0d},
+		// ISCSI-7.8-3
 		{"DataSN gap", func(h pdu.BHS) int { h.SetDataSN(2); return 1024 }, false, pdu.RejectProtocolError, 0x47, 0x05},
+		// ISCSI-11.7-4
 		{"offset beyond", func(h pdu.BHS) int { h.SetBufferOffset(0xfffffff0); return 1024 }, false, pdu.RejectInvalidField, 0x0c, 0x0d},
 		{"offset before", func(h pdu.BHS) int { h.SetBufferOffset(0); return 1024 }, false, pdu.RejectInvalidField, 0x0c, 0x0d},
 		{"too long", func(pdu.BHS) int { return 8192 }, false, pdu.RejectInvalidField, 0x0c, 0x0d},
 		{"much too long", func(pdu.BHS) int { return 200000 }, false, pdu.RejectInvalidField, 0x0c, 0x0d},
+		// ISCSI-11.8-3
 		{"F early", func(h pdu.BHS) int { h.SetFlags(pdu.FlagF); return 1024 }, false, pdu.RejectProtocolError, 0x0c, 0x0d},
+		// ISCSI-7.8-2
 		{"data digest", func(pdu.BHS) int { return 1024 }, true, pdu.RejectDataDigest, 0x47, 0x05},
 		{"data digest with F", func(h pdu.BHS) int { h.SetFlags(pdu.FlagF); return 7168 }, true, pdu.RejectDataDigest, 0x47, 0x05},
 	} {

@@ -351,9 +351,7 @@ func TestOpcodes(t *testing.T) {
 	}
 }
 
-// RDMAP-4.8-16, RDMAP-4.8-17, RDMAP-4.8-18, RDMAP-4.8-19, RDMAP-4.8-20,
-// RDMAP-4.8-21, RDMAP-4.8-22, RDMAP-4.8-23, RDMAP-4.8-24, RDMAP-4.8-25,
-// RDMAP-4.8-26 and what siw sends instead.
+// Reasons in the RFC's order, and what siw sends instead.
 func TestParseTerminate(t *testing.T) {
 	for _, tt := range []struct {
 		name, wire string
@@ -366,7 +364,17 @@ func TestParseTerminate(t *testing.T) {
 		{"siw: LLP CRC", "02020000", ReasonCRC, true, 0},
 		{"siw: insufficient IRD (V-MPA2-12)", "02060000", ReasonOpcode, false, 0},
 		{"adapters: LLP with type 3", "23020000", Reason{2, 3, 2}, false, 0},
-		{"RDMAP local catastrophic, any code", "00ff0000", Reason{0, 0, 0xff}, false, 0},
+		{"RDMAP-4.8-16 local catastrophic, any code", "00ff0000", Reason{0, 0, 0xff}, false, 0},
+		{"RDMAP-4.8-17", "01000000", ReasonReadInvalidSTag, false, 0},
+		{"RDMAP-4.8-18", "01010000", ReasonReadBounds, false, 0},
+		{"RDMAP-4.8-19", "01020000", ReasonReadAccess, false, 0},
+		{"RDMAP-4.8-20", "01030000", ReasonReadStream, false, 0},
+		{"RDMAP-4.8-21", "01040000", ReasonReadWrap, false, 0},
+		{"RDMAP-4.8-22", "01090000", ReasonNotInvalidated, false, 0},
+		{"RDMAP-4.8-23", "02ff0000", ReasonOperation, false, 0},
+		{"RDMAP-4.8-24", "02050000", ReasonRDMAPVersion, false, 0},
+		{"RDMAP-4.8-25", "02060000", ReasonOpcode, false, 0},
+		{"RDMAP-4.8-26", "02070000", ReasonCatastrophic, false, 0},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			b := unhex(tt.wire)
