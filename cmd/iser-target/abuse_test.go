@@ -95,7 +95,7 @@ func TestFileUnderneath(t *testing.T) {
 		if err := s.cmd.Process.Signal(syscall.SIGHUP); err != nil {
 			t.Fatal(err)
 		}
-		s.wait(t, `(configuration is as before.*because=SIGHUP)`)
+		s.wait(t, `(configuration file was not applied.*because=SIGHUP)`)
 		if got := len(read[[]schema.LUNState](t, s, "lun", "list")); got != before {
 			t.Errorf("%d LUNs, want %d", got, before)
 		}

@@ -289,7 +289,7 @@ func TestCapture(t *testing.T) {
 		i := s.loginWith(t, initiator.Options{Stream: true})
 		r := s.record(t, i.TSIH, "--duration", "1s")
 		do(t, i, 512, 64<<10)
-		r.wait(t, "1s are over")
+		r.wait(t, "1s have passed")
 		wantSeen(t, seen(t, r.file), "iwarp_mpa.rev 2", "iwarp_rdma.opcode 0x00", "iwarp_rdma.opcode 0x02", "iscsi.opcode 0x01", "iscsi.opcode 0x21")
 		// Of the login before MPA it has to be told.
 		_, port, _ := net.SplitHostPort(s.addr)
@@ -376,7 +376,7 @@ func TestCaptureErrors(t *testing.T) {
 	}
 	do(t, i, 4096)
 	r.interrupt(t)
-	s.says(t, cli.ExitOK, "ended: 100ms are over", "capture", "--session", id, "-w", file, "--force", "--duration", "100ms")
+	s.says(t, cli.ExitOK, "ended: 100ms have passed", "capture", "--session", id, "-w", file, "--force", "--duration", "100ms")
 	if fi, err := os.Stat(file); err != nil || fi.Mode() != 0o600 {
 		t.Errorf("the file: %v, %v", fi.Mode(), err)
 	}

@@ -356,7 +356,7 @@ func TestVerbsUnderSession(t *testing.T) {
 	s.says(t, cli.ExitNotFound, "reservation", "reservation", "clear", storeName, "0") // no flag is asked for in vain
 
 	before := s.text(t)
-	s.says(t, cli.ExitRefused, "--disrupt", "lun", "delete", storeName, "0")
+	s.says(t, cli.ExitRefused, "--drain", "lun", "delete", storeName, "0")
 	if got := s.text(t); got != before {
 		t.Errorf("a change that was refused is in the file:\n%s", got)
 	}
@@ -465,7 +465,7 @@ func TestFollow(t *testing.T) {
 			t.Errorf("event %d follows %d", e.Number, last)
 		}
 		last = e.Number
-		if e.Event == "config" && strings.Contains(fmt.Sprint(e.Attrs["change"]), "adding LUN 1") {
+		if e.Event == "config" && strings.Contains(fmt.Sprint(e.Attrs["change"]), "add LUN 1") {
 			if by := fmt.Sprint(e.Attrs["by"]); !regexp.MustCompile(fmt.Sprintf(`^uid %d, process \d+$`, os.Getuid())).MatchString(by) {
 				t.Errorf("the change is by %q", by)
 			}
@@ -510,7 +510,7 @@ func TestDrainIsCutOff(t *testing.T) {
 	}
 	s.ok(t, "lun", "create", storeName+"2", "--backend", "memory", "--size", "1MiB")
 	s.says(t, cli.ExitOK, "nothing to do", "config", "plan")
-	s.says(t, cli.ExitError, "was removed, and is still in use: the sessions of its target end", "lun", "create", storeName+"2", "--path", disk, "--size", "1MiB")
+	s.says(t, cli.ExitError, "was removed and is still in use: the sessions of its target end", "lun", "create", storeName+"2", "--path", disk, "--size", "1MiB")
 	s.says(t, cli.ExitNotFound, "was removed before: ", "target", "delete", storeName)
 	s.says(t, cli.ExitOK, "was removed before; its commands are aborted now", "target", "delete", storeName, "--now")
 	select {

@@ -5,12 +5,14 @@ package main
 import (
 	"context"
 	"errors"
+	"expvar"
 	"fmt"
 	"io"
 	"net"
 	"os"
 	"os/signal"
 	"runtime/debug"
+	"sync/atomic"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
@@ -49,6 +51,30 @@ func untilSignal() context.Context {
 		unix.Kill(os.Getpid(), s)
 	}()
 	return ctx
+}
+
+// serving is the daemon whose counts /debug/vars shows.
+var serving atomic.Pointer[daemon.Daemon]
+
+func init() {
+	expvar.Publish("iser_target", expvar.Func(func() any {
+		if d := serving.Load(); d != nil {
+			return d.Vars()
+		}
+		return nil
+	}))
+}
+
+// reloadOnHangup makes d read its configuration file again at each SIGHUP. The signal no
+// longer ends the process.
+func reloadOnHangup(d *daemon.Daemon) {
+	hangups := make(chan os.Signal, 1)
+	signal.Notify(hangups, unix.SIGHUP)
+	go func() {
+		for range hangups {
+			d.Reload("SIGHUP")
+		}
+	}()
 }
 
 func rootCommand(out, errOut io.Writer) *cobra.Command {
@@ -110,6 +136,10 @@ machine.`,
 			}
 			context.AfterFunc(cmd.Context(), end)
 			defer end()
+			serving.Store(d)
+			if path != "" {
+				reloadOnHangup(d)
+			}
 			return d.Run(cmd.Context())
 		},
 	}

@@ -238,7 +238,7 @@ func (p *process) wait(t *testing.T, expr string) string {
 func TestServeUntilSIGTERM(t *testing.T) {
 	dir := t.TempDir()
 	disk := filepath.Join(dir, "disk.img")
-	p := start(t, "serve", "--config", write(t, "c.yaml", fmt.Sprintf(`
+	p := launch(t, exec.Command(executable(t), "serve", "--config", write(t, "c.yaml", fmt.Sprintf(`
 state_dir: %s/state
 drain: 1s
 portals: [{listen: "127.0.0.1:0"}]
@@ -247,8 +247,9 @@ targets:
   - name: iqn.2026-11.io.example:store
     initiators: ["iqn.2026-11.io.github.*"]
     luns: [{id: 0, backend: file, path: %s, size: 8MiB}]
-`, dir, disk)))
+`, dir, disk))))
 	url := p.wait(t, `msg="debug server" url=(\S+)`)
+	p.addr = p.wait(t, `msg=serving portal=(\S+)`)
 
 	s := login(t, p.addr, initiator.Options{})
 	want := bytes.Repeat([]byte("0123456789abcdef"), 256)
@@ -388,7 +389,7 @@ targets: [{name: "iqn.2026-11.io.example:store", initiators: ["*"], luns: [{id: 
 		if d < 950*time.Millisecond {
 			t.Fatalf("the connection ended after %v", d)
 		}
-		if d < 1500*time.Millisecond { // that is a second from the first octet
+		if d < 1500*time.Millisecond { // that is a second from the first byte
 			break
 		}
 		if try == 5 { // a machine that has much to do can be late, but not always
@@ -419,9 +420,9 @@ targets:
 		io.Copy(io.Discard, nc)
 	}
 	send("")
-	p.wait(t, `(msg=login .*outcome=refused stage="first octet" .*nothing was sent)`)
+	p.wait(t, `(msg=login .*outcome=refused stage="first byte" .*the initiator sent nothing)`)
 	send("GET / HTTP/1.1\r\nHost: nobody\r\n\r\n")
-	p.wait(t, `(msg=login .*outcome=refused stage="first octet" .*neither an MPA Request)`)
+	p.wait(t, `(msg=login .*outcome=refused stage="first byte" .*neither an MPA Request)`)
 	send("MPA ID Rep Frame\x00\x01\x00\x00")
 	p.wait(t, `(msg=login .*outcome=refused stage=mpa .*MPA Reply where a Request is due)`)
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)

@@ -100,7 +100,7 @@ func (s *station) slowly(t *testing.T, path string, while func(*exec.Cmd)) (outp
 		t.Fatal(err)
 	}
 	defer cmd.Process.Kill()
-	s.wait(t, `(making a file).*path=`+path)
+	s.wait(t, `(creating a file).*path=`+path)
 	while(cmd)
 	cmd.Wait()
 	return out.String(), cmd.ProcessState.ExitCode()
@@ -158,7 +158,7 @@ func TestMakeLUNMeanwhile(t *testing.T) {
 		output, code := s.slowly(t, path, func(*exec.Cmd) {
 			_, twice := c.AddLUN(t.Context(), storeName, schema.LUN{Backend: "file", Path: path, Size: "1GiB", Preallocate: true}, schema.Options{})
 			var e *schema.Error
-			busy := errors.As(twice, &e) && e.Code == schema.Busy && strings.Contains(e.Message, "somebody else is making this file")
+			busy := errors.As(twice, &e) && e.Code == schema.Busy && strings.Contains(e.Message, "another request is creating this file")
 			if _, err := c.AddLUN(t.Context(), storeName, schema.LUN{Backend: "memory", Size: "1MiB"}, schema.Options{}); err != nil {
 				t.Error(err)
 			}
@@ -218,7 +218,7 @@ func TestMakeLUNInterrupted(t *testing.T) {
 					}
 					s.process = start(whole, "serve", "--config", s.file)
 				} else if code != cli.ExitOK {
-					s.wait(t, `(file was not made).*path=`+path)
+					s.wait(t, `(file was not created).*path=`+path)
 				}
 				if n := len(read[[]schema.LUNState](t, s, "lun", "list", storeName)); code == cli.ExitOK || n == 2 { // too late
 					s.says(t, cli.ExitOK, "remove LUN 1", "lun", "delete", storeName, "1")

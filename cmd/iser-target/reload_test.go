@@ -69,7 +69,7 @@ targets:
 	}
 
 	configure(file("3MiB")+", {id: 1, backend: memory, size: 1MiB}, {id: 2, backend: memory, size: 1MiB}", "")
-	reload(`(msg=change .*size of LUN 0)`, `(msg=change .*adding LUN 2)`, `(configuration read again)`)
+	reload(`(msg=change .*size of LUN 0)`, `(msg=change .*add LUN 2)`, `(configuration file was applied)`)
 	attention(0, 0x2a, 0x09) // CAPACITY DATA HAS CHANGED
 	attention(0, 0x3f, 0x0e) // REPORTED LUNS DATA HAS CHANGED
 	attention(1, 0x3f, 0x0e)
@@ -87,17 +87,17 @@ targets:
 
 	two := ", {id: 1, backend: memory, size: 1MiB}, {id: 2, backend: memory, size: 1MiB}"
 	configure(file("3MiB, read_only: true")+two, "")
-	reload(`(configuration is as before.*refused, nothing has changed: changing read_only of LUN 0 .*disturbs session .*--disrupt)`)
+	reload(`(configuration file was not applied.*refused: set read_only of LUN 0 .*disturbs session .*--disrupt)`)
 	configure(file("3MiB"), "")
-	reload(`(configuration is as before.*removing LUN 1 of target .*disturbs session)`)
+	reload(`(configuration file was not applied.*remove LUN 1 of .*disturbs session)`)
 	configure(file("2MiB")+two, "")
-	reload(`(configuration is as before.*changing size of LUN 0 .*cuts off data.*allow="iser-target config apply .* --allow-shrink")`)
+	reload(`(configuration file was not applied.*set size of LUN 0 .*cuts off data.*allow="iser-target config apply .* --allow-shrink")`)
 	configure(file("3MiB")+two+", {id: 3, backend: file, path: "+dir+", size: 1MiB}", "")
-	reload(`(configuration is as before.*adding LUN 3 .*is a directory)`)
+	reload(`(configuration file was not applied.*add LUN 3 .*is a directory)`)
 	configure("{id: nonsense}", "")
-	reload(`(configuration is as before.*targets\[0\]\.luns\[0\]\.id)`)
+	reload(`(configuration file was not applied.*targets\[0\]\.luns\[0\]\.id)`)
 	configure(file("3MiB")+two, "log: {format: json}")
-	reload(`(format.* takes effect when the target is started again)`)
+	reload(`(format.* takes effect at the next start of the target)`)
 	if c := do(0, 0); c.Status != 0 {
 		t.Errorf("TEST UNIT READY: status %#x, sense % x", c.Status, c.Sense)
 	}

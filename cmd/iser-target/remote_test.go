@@ -72,7 +72,7 @@ func TestCommandsOverTCP(t *testing.T) {
 	s.says(t, cli.ExitOK, "(done)", "lun", "create", storeName, "--path", image+"2", "--size", "1MiB", "--preallocate")
 	s.says(t, cli.ExitUsage, "another machine", "lun", "create", storeName, "--path", image+"3", "--from", "a.img")
 	file := filepath.Join(s.dir, "f.pcapng")
-	s.says(t, cli.ExitOK, "ended: 100ms are over", "capture", "--session", fmt.Sprint(s.login(t).TSIH), "-w", file, "--duration", "100ms")
+	s.says(t, cli.ExitOK, "ended: 100ms have passed", "capture", "--session", fmt.Sprint(s.login(t).TSIH), "-w", file, "--duration", "100ms")
 	if b, err := os.ReadFile(file); err != nil || len(b) < 1000 { // the login
 		t.Errorf("a capture of %d bytes: %v", len(b), err)
 	}

@@ -169,7 +169,7 @@ targets:
 		t.Errorf("MONOTONIC_USEC=%s, sent after %d", got["MONOTONIC_USEC"], before)
 	}
 	m.next(t, "READY=1")
-	p.wait(t, `(configuration read again)`)
+	p.wait(t, `(configuration file was applied)`)
 
 	if err := p.cmd.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)
@@ -235,7 +235,7 @@ func TestSocketActivation(t *testing.T) {
 	if err := p.cmd.Process.Signal(syscall.SIGHUP); err != nil {
 		t.Fatal(err)
 	}
-	p.wait(t, `(its socket belongs to the service manager)`)
+	p.wait(t, `(the socket belongs to the service manager)`)
 	m.next(t, "READY=1")
 	logIn(t, second).Close()
 }

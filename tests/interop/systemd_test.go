@@ -395,7 +395,7 @@ await logged bogus
 iser-target lun show `+serviceIQN+` 2
 cp -p /run/config.was $config
 systemctl reload iser-target.service
-await logged 'nothing has changed: removing LUN 2' # the session would be disturbed
+await logged 'refused: remove LUN 2' # the session would be disturbed
 iser-target config apply --now
 ! iser-target lun show `+serviceIQN+` 2
 [ "$(iser-target session list -o json | grep -E '"(tsih|initiator)"')" = "$sessions" ]

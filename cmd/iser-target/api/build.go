@@ -62,7 +62,7 @@ func (s *Server) makeLUN(r *http.Request, out *updateWriter) (any, error) {
 	}
 	edit := func(d *config.Document) (err error) {
 		if l.ID == nil {
-			if c.ID, err = freeLUN(d, name(r), s.d.Leaving(name(r))); err != nil {
+			if c.ID, err = freeLUN(d, name(r), s.d.Removing(name(r))); err != nil {
 				return err
 			}
 		}

@@ -238,7 +238,7 @@ func (s *Server) removedBefore(r *http.Request, id int, v any, err error) (any, 
 	if !errors.Is(err, config.ErrNotFound) {
 		return v, err
 	}
-	what, ending := "target "+name(r), s.d.IsLeaving(name(r), id)
+	what, ending := "target "+name(r), s.d.RemovalProgress(name(r), id)
 	if id >= 0 {
 		what = fmt.Sprintf("LUN %d of target %s", id, name(r))
 	}

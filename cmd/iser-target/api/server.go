@@ -238,7 +238,7 @@ func errorOf(err error) *schema.Error {
 		return &schema.Error{Code: schema.Edited, Message: err.Error(), Hint: "check the file with config plan, and then apply it"}
 	case errors.Is(err, daemon.ErrEnding):
 		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "nothing was changed; try again when the target is back"}
-	case errors.Is(err, daemon.ErrLeaving):
+	case errors.Is(err, daemon.ErrBeingRemoved):
 		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "wait until the removal is complete, or end it: remove it again with now"}
 	case errors.Is(err, daemon.ErrStuck):
 		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "check the server or device that the backend is on"}

@@ -188,7 +188,7 @@ func TestRefusalNamesTheMissingOptions(t *testing.T) {
 		t.Fatalf("answer %+v", err)
 	}
 	p, err := c.SetLUN(t.Context(), store, 0, schema.Values{"size": "512KiB"}, schema.Options{AllowShrink: true})
-	if err != nil || len(p.Steps) != 1 || !p.Steps[0].Done || p.Persisted || !strings.Contains(p.Note, "no configuration file") {
+	if err != nil || len(p.Steps) != 1 || !p.Steps[0].Done || p.Persisted || !strings.Contains(p.Note, "without a configuration file") {
 		t.Errorf("plan %+v, error %v", p, err)
 	}
 }

@@ -183,7 +183,7 @@ func (r *accessRule) check(t *testing.T, s *Daemon, transport string) {
 	if r.target != "" {
 		o.Target = prefix + r.target
 	}
-	d, err := initiator.Dial(ctx, transport, s.portals[r.portal].l.Addr().String(), o)
+	d, err := initiator.Dial(ctx, transport, s.served.portals[r.portal].l.Addr().String(), o)
 	if err == nil {
 		defer d.Close()
 		err = d.LogIn(r.auth)
@@ -218,7 +218,7 @@ func (r *accessRule) check(t *testing.T, s *Daemon, transport string) {
 	if r.auth != nil && r.auth.Target != "" && !d.Mutual {
 		t.Error("the target has not proved who it is")
 	}
-	if want := fmt.Sprint(s.portals[r.portal].cur.Load().TPGT); valueOf(d, "TargetPortalGroupTag") != want { // ISCSI-13.9-1
+	if want := fmt.Sprint(s.served.portals[r.portal].cur.Load().TPGT); valueOf(d, "TargetPortalGroupTag") != want { // ISCSI-13.9-1
 		t.Errorf("TargetPortalGroupTag=%s, want %s", valueOf(d, "TargetPortalGroupTag"), want)
 	}
 	if r.target != "" {
@@ -250,7 +250,7 @@ func wantTargets(t *testing.T, s *Daemon, d *initiator.Dialog, which, names stri
 	var want []string
 	for name := range strings.FieldsSeq(names) {
 		want = append(want, "TargetName=iqn.2026-11.io.example:"+name)
-		for _, p := range s.portals {
+		for _, p := range s.served.portals {
 			if name != "group2" || p.cur.Load().TPGT == 2 {
 				want = append(want, fmt.Sprintf("TargetAddress=%v,%d", p.l.Addr(), p.cur.Load().TPGT))
 			}
@@ -346,7 +346,7 @@ func TestPathsByPortalGroup(t *testing.T) {
 	o := initiator.Options{Name: "iqn.2026-11.io.example:host1", Target: "iqn.2026-11.io.example:masked"}
 	login := func(transport string, portal int) *initiator.Dialog {
 		t.Helper()
-		d, err := initiator.Dial(ctx, transport, s.portals[portal].l.Addr().String(), o)
+		d, err := initiator.Dial(ctx, transport, s.served.portals[portal].l.Addr().String(), o)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -416,7 +416,7 @@ func TestNodeArchitectureIsNotLogged(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
 	for _, transport := range []string{"tcp", "iser"} {
-		d, err := initiator.Dial(ctx, transport, s.portals[portalIPv4].l.Addr().String(), initiator.Options{
+		d, err := initiator.Dial(ctx, transport, s.served.portals[portalIPv4].l.Addr().String(), initiator.Options{
 			Name: "iqn.2026-11.io.example:host1", Target: "iqn.2026-11.io.example:masked", Keys: []string{"X#NodeArchitecture=Unheard-Of/3.14"}})
 		if err != nil {
 			t.Fatal(err)

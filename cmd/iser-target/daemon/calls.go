@@ -12,115 +12,119 @@ import (
 	"github.com/iser-target/iser-target/lun"
 )
 
-// A store that hangs, because its server is gone or its device is stuck, keeps the
-// goroutine that asks it for something, and the thread below, for as long as it likes. So
-// nobody who has a lock, or a turn, asks a store himself: a goroutine does, is waited for
-// for a time, and then left alone. It is the only one of that store: who asks for more
-// waits for it, too, and when it is back things go on from there.
+// A store can hang, because its server is gone or its device is stuck. Then it keeps the
+// goroutine that called it, and that goroutine's thread. So no goroutine that holds a lock
+// or is the editor calls a store. Each store has one goroutine for everything but I/O;
+// callers wait for it up to a time limit, so a store that hangs blocks nobody. A second
+// caller waits for the first call, too.
 
-// waits are how long stores may take before nobody waits for them any more.
+// waits are the time limits of calls of stores.
 type waits struct {
-	store time.Duration // to open while a change waits
-	slow  time.Duration // to have another size, or to close, which synchronizes, while a change waits
-	brief time.Duration // to open while nobody waits
-	close time.Duration // to close, when a LUN is removed
-	start time.Duration // to open at the start, all together
-	turn  time.Duration // to let changes come to their end at the end
-	end   time.Duration // to close at the end, all together
-	slot  time.Duration // to let another one begin, then
-	most  int           // stores that are waited for at one time: see calls
+	store   time.Duration // opening, while a change waits
+	slow    time.Duration // resizing and closing, which synchronize, while a change waits
+	brief   time.Duration // opening, in retries
+	close   time.Duration // closing, when a LUN is removed
+	start   time.Duration // opening all stores at the start
+	changes time.Duration // the changes in progress at a shutdown
+	end     time.Duration // closing all stores at a shutdown
+	slot    time.Duration // until a store that takes long makes room for another one
+	calls   int           // calls in progress, at most
 }
 
 var defaultWaits = waits{
-	store: 20 * time.Second,
-	slow:  45 * time.Second, // less than who waits for a turn has
-	brief: 20 * time.Millisecond,
-	close: 5 * time.Second,
-	start: 15 * time.Second,
-	turn:  10 * time.Second,
-	end:   25 * time.Second, // less, with turn, than stopSlack
-	slot:  250 * time.Millisecond,
-	most:  1024,
+	store:   20 * time.Second,
+	slow:    45 * time.Second, // less than a request waits for other changes
+	brief:   20 * time.Millisecond,
+	close:   5 * time.Second,
+	start:   15 * time.Second,
+	changes: 10 * time.Second,
+	end:     25 * time.Second, // with changes less than stopSlack
+	slot:    250 * time.Millisecond,
+	calls:   1024,
 }
 
 // ErrStuck is in errors about a store that does not answer.
 var ErrStuck = errors.New("the store does not answer")
 
-// calls are what stores have been asked and have not answered yet. There are no more than
-// most, for what never comes back keeps a thread, of which a process has 10000; but to close
-// what is open is always possible.
+// calls are the calls of stores in progress. At most max do not close a store: a call that
+// never returns keeps a thread, and a Go process has at most 10000. Closing is always
+// possible.
 type calls struct {
-	most int
+	max int
 
-	mu    sync.Mutex
-	under map[callKey]*call
-	open  int // those that do not close
+	mu         sync.Mutex
+	inProgress map[callKey]*call
+	open       int // those that do not close
 }
 
-// A callKey is what there is one call for at a time.
+// A callKey identifies a call. There is at most one of each key.
 type callKey struct {
 	store   string // see storeKey
 	closing bool
 }
 
-// A call is what a store has been asked.
+// A call is one call of a store.
 type call struct {
 	cs    *calls
 	key   callKey
-	what  string // like "opening it"
+	what  string // like callOpen
 	since time.Time
-	done  chan struct{} // closed when it is back, and what was to follow is done
-	err   error         // valid then
-	unit  *lun.Unit     // and so is what opening has made
+	done  chan struct{} // closed when the call has returned and whenBack, too
+	err   error         // valid when done is closed
+	unit  *lun.Unit     // likewise; what an opening call made
 
-	left bool        // guarded by cs.mu: nobody wants what comes of it
-	back bool        // guarded by cs.mu
-	late func(error) // guarded by cs.mu: follows when it is left
+	abandoned bool        // guarded by cs.mu: no caller waits
+	back      bool        // guarded by cs.mu: the store has answered
+	whenBack  func(error) // guarded by cs.mu: called when an abandoned call is back
 }
 
-// storeKey is what a LUN lies on.
+// What most calls do.
+const (
+	callOpen  = "opening it"
+	callClose = "closing it"
+)
+
+// storeKey returns the key of the store of a LUN: its path, if it has one.
 func storeKey(target string, l *config.LUN) string {
 	return cmp.Or(l.Path, fmt.Sprintf("%s/%d", target, l.ID))
 }
 
-// closing is the what of a call that closes.
-const closing = "closing it"
-
-// begin has a goroutine ask the store. An ErrStuck tells that it is being asked for
-// something already, or that there are as many as there may be.
+// begin calls f in a goroutine. It fails with an ErrStuck if the store has a call in
+// progress, or too many stores have.
 func (cs *calls) begin(store, what string, f func(*call) (*lun.Unit, error)) (*call, error) {
 	cs.mu.Lock()
 	defer cs.mu.Unlock()
-	c := &call{cs: cs, key: callKey{store, what == closing}, what: what, since: time.Now(), done: make(chan struct{})}
-	if old := cs.under[c.key]; old != nil {
+	c := &call{cs: cs, key: callKey{store, what == callClose}, what: what, since: time.Now(), done: make(chan struct{})}
+	if old := cs.inProgress[c.key]; old != nil {
 		return nil, old.stuck()
 	}
 	if !c.key.closing {
-		if cs.open >= cs.most {
-			return nil, fmt.Errorf("%w: nobody has asked it, for there are %d others that do not answer", ErrStuck, cs.open)
+		if cs.open >= cs.max {
+			return nil, fmt.Errorf("%w: it was not called, because %d other stores do not answer", ErrStuck, cs.open)
 		}
 		cs.open++
 	}
-	if cs.under == nil {
-		cs.under = map[callKey]*call{}
+	if cs.inProgress == nil {
+		cs.inProgress = map[callKey]*call{}
 	}
-	cs.under[c.key] = c
+	cs.inProgress[c.key] = c
 	go c.run(f)
 	return c, nil
 }
 
+// run makes the call.
 func (c *call) run(f func(*call) (*lun.Unit, error)) {
 	c.unit, c.err = f(c)
 	cs := c.cs
 	cs.mu.Lock()
 	c.back = true
-	late := c.late
+	whenBack := c.whenBack
 	cs.mu.Unlock()
-	if late != nil {
-		late(c.err)
+	if whenBack != nil {
+		whenBack(c.err)
 	}
 	cs.mu.Lock()
-	delete(cs.under, c.key)
+	delete(cs.inProgress, c.key)
 	if !c.key.closing {
 		cs.open--
 	}
@@ -128,15 +132,15 @@ func (c *call) run(f func(*call) (*lun.Unit, error)) {
 	close(c.done)
 }
 
-// stuck says that c is not back. It says the same each time.
+// stuck returns the ErrStuck of a call that is not back. Its text does not change.
 func (c *call) stuck() error {
-	return fmt.Errorf("%w: %s has not come to an end since %s", ErrStuck, c.what, c.since.Format(time.TimeOnly))
+	return fmt.Errorf("%w: %s has not ended since %s", ErrStuck, c.what, c.since.Format(time.TimeOnly))
 }
 
-// wait returns what has come of the call, or an ErrStuck after that time, or when ctx
-// ends. The call goes on then.
-func (c *call) wait(ctx context.Context, most time.Duration) error {
-	timer := time.NewTimer(most)
+// wait returns the error of the call. After timeout, or when ctx ends, it returns an
+// ErrStuck, and the call continues.
+func (c *call) wait(ctx context.Context, timeout time.Duration) error {
+	timer := time.NewTimer(timeout)
 	defer timer.Stop()
 	select {
 	case <-c.done:
@@ -152,12 +156,12 @@ func (c *call) wait(ctx context.Context, most time.Duration) error {
 	}
 }
 
-// leave tells that nobody wants what comes of the call: late, with its error, follows
-// it. If it is back already, late does not follow, and leave returns false.
-func (c *call) leave(late func(error)) bool {
+// abandon says that no caller waits for c. whenBack is called with the error of c when it
+// is back. If it is back already, abandon returns false and does not use whenBack.
+func (c *call) abandon(whenBack func(error)) bool {
 	c.cs.mu.Lock()
 	if !c.back {
-		c.left, c.late = true, late
+		c.abandoned, c.whenBack = true, whenBack
 		c.cs.mu.Unlock()
 		return true
 	}
@@ -166,20 +170,20 @@ func (c *call) leave(late func(error)) bool {
 	return false
 }
 
-// isLeft tells the goroutine of the call that it need not begin anything more.
-func (c *call) isLeft() bool {
+// isAbandoned reports, to the goroutine of c, whether it should stop.
+func (c *call) isAbandoned() bool {
 	c.cs.mu.Lock()
 	defer c.cs.mu.Unlock()
-	return c.left
+	return c.abandoned
 }
 
-// do asks a store and waits until f is back, for that time or until ctx ends at most, and
-// before for what the store is being asked already. late, which may be nil, follows if
-// f is back later.
-func (cs *calls) do(ctx context.Context, most time.Duration, store, what string, f func(*call) (*lun.Unit, error), late func(*lun.Unit, error)) (*lun.Unit, error) {
-	end := time.Now().Add(most)
-	busy := cs.idle(ctx, most, store)
-	if busy != nil && what != closing {
+// do calls f in a goroutine and waits until it returns, at most for timeout or until ctx
+// ends. Before it waits for calls of the store in progress. whenBack, which may be nil, is
+// called if f returns later.
+func (cs *calls) do(ctx context.Context, timeout time.Duration, store, what string, f func(*call) (*lun.Unit, error), whenBack func(*lun.Unit, error)) (*lun.Unit, error) {
+	end := time.Now().Add(timeout)
+	busy := cs.idle(ctx, timeout, store)
+	if busy != nil && what != callClose {
 		return nil, busy
 	}
 	c, err := cs.begin(store, what, f)
@@ -187,12 +191,12 @@ func (cs *calls) do(ctx context.Context, most time.Duration, store, what string,
 		return nil, err
 	}
 	err = c.wait(ctx, max(time.Until(end), 0))
-	if errors.Is(err, ErrStuck) && c.leave(func(err error) {
-		if late != nil {
-			late(c.unit, err)
+	if errors.Is(err, ErrStuck) && c.abandon(func(err error) {
+		if whenBack != nil {
+			whenBack(c.unit, err)
 		}
 	}) {
-		if busy != nil { // which says more
+		if busy != nil { // names the call that hangs
 			err = busy
 		}
 		return nil, err
@@ -200,11 +204,11 @@ func (cs *calls) do(ctx context.Context, most time.Duration, store, what string,
 	return c.unit, c.err
 }
 
-// idle waits until the store is not being asked for anything.
-func (cs *calls) idle(ctx context.Context, most time.Duration, store string) error {
-	end := time.Now().Add(most)
+// idle waits until no call of the store is in progress.
+func (cs *calls) idle(ctx context.Context, timeout time.Duration, store string) error {
+	end := time.Now().Add(timeout)
 	for {
-		c := cs.about(store)
+		c := cs.pending(store)
 		if c == nil {
 			return nil
 		}
@@ -214,36 +218,38 @@ func (cs *calls) idle(ctx context.Context, most time.Duration, store string) err
 	}
 }
 
-// about is what the store is being asked, or nil.
-func (cs *calls) about(store string) *call {
+// pending returns the call of the store in progress, or nil.
+func (cs *calls) pending(store string) *call {
 	cs.mu.Lock()
 	defer cs.mu.Unlock()
-	return cmp.Or(cs.under[callKey{store, false}], cs.under[callKey{store, true}])
+	return cmp.Or(cs.inProgress[callKey{store, false}], cs.inProgress[callKey{store, true}])
 }
 
-// stuckFor is after which time a call is told of: most take no time at all.
+// stuckFor is how long a call is in progress before the state reports it.
 const stuckFor = 2 * time.Second
 
-// stuck is an ErrStuck if the store is being asked for something, for a while already.
+// stuck returns an ErrStuck if a call of the store has been in progress for stuckFor.
 func (cs *calls) stuck(store string) error {
-	if c := cs.about(store); c != nil && time.Since(c.since) > stuckFor {
+	if c := cs.pending(store); c != nil && time.Since(c.since) > stuckFor {
 		return c.stuck()
 	}
 	return nil
 }
 
-// atOnce is how many stores are opened, or closed, at one time when all are.
+// atOnce is how many stores are opened, or closed, at a time when all are.
 const atOnce = 32
 
-// slots let so many begin at one time. One that takes its time does not count any more.
+// slots limit how many calls begin at a time. A call that takes longer than timeout no
+// longer counts.
 type slots struct {
-	c    chan struct{}
-	most time.Duration
+	c       chan struct{}
+	timeout time.Duration
 }
 
-func newSlots(most time.Duration) slots { return slots{make(chan struct{}, atOnce), most} }
+// newSlots returns atOnce slots.
+func newSlots(timeout time.Duration) slots { return slots{make(chan struct{}, atOnce), timeout} }
 
-// take waits for a slot, or until ctx ends: then all may begin. free gives it back.
+// take waits for a slot. After ctx ends it does not wait. free returns the slot.
 func (s slots) take(ctx context.Context) (free func()) {
 	select {
 	case s.c <- struct{}{}:
@@ -251,7 +257,7 @@ func (s slots) take(ctx context.Context) (free func()) {
 		return func() {}
 	}
 	once := sync.OnceFunc(func() { <-s.c })
-	timer := time.AfterFunc(s.most, once)
+	timer := time.AfterFunc(s.timeout, once)
 	return func() {
 		timer.Stop()
 		once()

@@ -15,15 +15,15 @@ import (
 	"github.com/iser-target/iser-target/rdma"
 )
 
-// stepUp is the iscsi.StepUp of portals.
+// stepUp implements iscsi.StepUp for portals.
 func (d *Daemon) stepUp(params iscsi.Params, tasks int) (iscsi.EnableDatamover, error) {
-	enable, err := iser.Allocate(iser.Options{RDMA: *d.rdma.Load()}, params, tasks)
+	enable, err := iser.Allocate(iser.Options{RDMA: *d.net.rdma.Load()}, params, tasks)
 	if err != nil {
 		return nil, err
 	}
 	return func(nc net.Conn, prefix []byte, timeout time.Duration) (iscsi.Datamover, error) {
 		tap := nc.(*capture.Conn)
-		tap.Unread(nil) // until there is a stream nobody knows
+		tap.Unread(nil) // unknown until the stream exists
 		dm, err := enable(nc, prefix, timeout)
 		if c, ok := dm.(interface{ Stream() *rdma.Conn }); ok {
 			tap.Unread(c.Stream().Unread)
@@ -32,37 +32,37 @@ func (d *Daemon) stepUp(params iscsi.Params, tasks int) (iscsi.EnableDatamover, 
 	}, nil
 }
 
-// joined tells the captures that nc belongs to a session. Such a connection is no newcomer any
-// longer, except in discovery.
+// joined tells the captures that nc belongs to a session. Except in discovery, nc then is
+// no longer a newcomer.
 func (d *Daemon) joined(nc *capture.Conn, tsih uint16, discovery bool) {
-	d.captures.Join(nc, tsih)
+	d.net.captures.Join(nc, tsih)
 	if !discovery {
-		d.newcomers.remove(nc)
+		d.net.newcomers.remove(nc)
 	}
 }
 
-// CaptureOptions say what a capture has to keep to.
+// CaptureOptions limit a capture.
 type CaptureOptions struct {
-	Max         int64         // octets of the file
-	Duration    time.Duration // 0: as long as the session
-	Application string        // that is named in the file
+	Max         int64         // bytes of the file
+	Duration    time.Duration // 0: until the session ends
+	Application string        // named in the file
 }
 
-// Why captures end.
+// Reasons for the end of a capture.
 var (
 	errSessionEnded = errors.New("the session has ended")
 	errStopped      = errors.New("it was stopped")
 )
 
-// Capture begins to record a session; by says who wants that. What it returns writes the
-// file until the capture ends: with the session, at a limit, by StopCapture, or with ctx,
-// whose cause is the reason. It has to be called.
+// Capture begins to record a session. by names the user for the log. The caller has to
+// call the returned function, which writes the file until the capture ends: with the
+// session, at a limit, by StopCapture, or with ctx, whose cause is the reason.
 func (d *Daemon) Capture(by context.Context, tsih uint16, o CaptureOptions) (func(ctx context.Context, w io.Writer) (schema.Summary, error), error) {
 	info, err := d.node.Session(tsih)
 	if err != nil {
 		return nil, fmt.Errorf("session %d: %w", tsih, ErrNotFound)
 	}
-	k, err := d.captures.Start(tsih)
+	k, err := d.net.captures.Start(tsih)
 	if err != nil {
 		return nil, err
 	}
@@ -84,11 +84,11 @@ func (d *Daemon) Capture(by context.Context, tsih uint16, o CaptureOptions) (fun
 			}()
 		}
 		if o.Duration > 0 {
-			t := time.AfterFunc(o.Duration, func() { k.Stop(fmt.Errorf("%v are over", o.Duration)) })
+			t := time.AfterFunc(o.Duration, func() { k.Stop(fmt.Errorf("%v have passed", o.Duration)) })
 			defer t.Stop()
 		}
 		sum, err := k.Run(ctx, w, o.Max, o.Application, fmt.Sprintf("session %d", tsih),
-			fmt.Sprintf("octets of TCP connections of %s to %s; headers of IP and TCP are made up", info.Initiator, info.Target))
+			fmt.Sprintf("TCP connections of %s to %s; the headers of IP and TCP are made up", info.Initiator, info.Target))
 		log.InfoContext(by, "capture has ended", "packets", sum.Packets, "octets", sum.Octets, "lost", sum.Lost, "reason", sum.Reason)
 		return sum, err
 	}, nil
@@ -96,7 +96,7 @@ func (d *Daemon) Capture(by context.Context, tsih uint16, o CaptureOptions) (fun
 
 // StopCapture ends the capture of a session.
 func (d *Daemon) StopCapture(tsih uint16) error {
-	k := d.captures.Find(tsih)
+	k := d.net.captures.Find(tsih)
 	if k == nil {
 		return fmt.Errorf("capture of session %d: %w", tsih, ErrNotFound)
 	}

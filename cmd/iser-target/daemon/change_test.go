@@ -312,7 +312,7 @@ func TestLUNs(t *testing.T) {
 	if !errors.As(err, &refused) || !slices.Equal(refused.Needs().Flags(), []string{"--allow-shrink"}) || !strings.Contains(err.Error(), "cuts off data") {
 		t.Fatalf("a LUN was cut off: %v", err)
 	}
-	plan(p, 1, false, true, `session \d+ of .*host1;LUN 1 of target .*store|session \d+ of .*;session \d+ of .*;LUN 1 of target .*store`)
+	plan(p, 1, false, true, `session \d+ of .*host1;LUN 1 of .*store|session \d+ of .*;session \d+ of .*;LUN 1 of .*store`)
 	if fi, err := os.Stat(disk); err != nil || fi.Size() != 3<<20 || capacity(t, s, 1) != 3<<20 {
 		t.Errorf("the file after the refusal: %v, %v", fi, err)
 	}
@@ -332,7 +332,7 @@ func TestLUNs(t *testing.T) {
 	if p, err = l.apply(ChangeOptions{DryRun: true}); err != nil {
 		t.Fatal(err)
 	}
-	plan(p, 1, true, false, `session \d+ of .*;session \d+ of .*;LUN 1 of target .*store`)
+	plan(p, 1, true, false, `session \d+ of .*;session \d+ of .*;LUN 1 of .*store`)
 	l.ok(ChangeOptions{Disrupt: true})
 	if got := attentions(t, s, 1); got != "28/00 2a/01" { // MEDIUM MAY HAVE CHANGED, MODE PARAMETERS CHANGED: WP
 		t.Errorf("LUN 1 after it is read only: %s", got)
@@ -590,7 +590,7 @@ func TestSettings(t *testing.T) {
 	if p := l.ok(ChangeOptions{}); len(p.Steps) != 4 || p.Note != "" {
 		t.Errorf("plan %+v", p)
 	}
-	if l.log.Enabled(t.Context(), -4) || l.debug == nil {
+	if l.log.Enabled(t.Context(), -4) || l.side[config.KindDebug].end == nil {
 		t.Error("log level or debug server are as they were")
 	}
 	s := l.login("a", store)
@@ -601,7 +601,7 @@ func TestSettings(t *testing.T) {
 	for range 2 {
 		p := l.ok(ChangeOptions{})
 		if i := slices.IndexFunc(p.Steps, func(s schema.Step) bool { return s.Restart }); i < 0 || p.Steps[i].Done || p.Steps[i].Change.Key != "format" ||
-			!strings.Contains(p.Note, "takes effect when the target is started again") {
+			!strings.Contains(p.Note, "takes effect at the next start of the target") {
 			t.Errorf("plan %+v", p)
 		}
 		if got := l.State().Pending; len(got) != 2 || !strings.Contains(got[0]+got[1], "format") || !strings.Contains(got[0]+got[1], "control") {
@@ -946,7 +946,7 @@ func TestChangeNotReady(t *testing.T) {
 	for _, lun := range []string{`path: ` + disk + `, size: 2MiB`, `path: ` + disk + `, size: 1MiB, read_only: true`, `path: ` + disk + `.2, size: 1MiB`} {
 		l.luns = with(lun)
 		_, err := l.apply(ChangeOptions{Disrupt: true})
-		if err == nil || !strings.HasPrefix(err.Error(), "everything is as before: ") {
+		if err == nil || !strings.HasSuffix(err.Error(), ". Nothing was changed") {
 			t.Errorf("%s: %v", lun, err)
 		}
 		if after := l.State().Targets[0].LUNs[1]; !reflect.DeepEqual(after, before) {
@@ -1236,7 +1236,8 @@ func TestReloadTurn(t *testing.T) {
 			t.Errorf("%d LUNs, want %d", n, luns)
 		}
 	}
-	if err := l.takeTurn(t.Context()); err != nil {
+	e, err := l.edit(t.Context())
+	if err != nil {
 		t.Fatal(err)
 	}
 	done := make(chan struct{})
@@ -1246,12 +1247,12 @@ func TestReloadTurn(t *testing.T) {
 	}()
 	select {
 	case <-done:
-		t.Error("it has not waited for its turn")
+		t.Error("it did not wait for the other change")
 	case <-time.After(100 * time.Millisecond):
 	}
 	l.luns += `, {id: 1, backend: memory, size: 1MiB}`
 	l.write()
-	l.endTurn()
+	e.release()
 	<-done
 	check(l.text(), 2)
 
@@ -1269,7 +1270,7 @@ func TestReloadTurn(t *testing.T) {
 
 	failed := false
 	l.before = func(step string) error {
-		if strings.HasPrefix(step, "adding LUN 2") {
+		if strings.HasPrefix(step, "add LUN 2") {
 			failed = true
 			return errors.New("no")
 		}
@@ -1358,7 +1359,7 @@ func TestRefusalIsShort(t *testing.T) {
 	}
 	p := &schema.Plan{Steps: []schema.Step{{Change: config.Change{Op: config.Remove, Kind: "target", Target: store}, Disruptive: true, Disturbs: all}}}
 	var refused *ErrRefused
-	if err := allowed(p, ChangeOptions{}); !errors.As(err, &refused) || !strings.Contains(err.Error(), "session 7 and 992 more (") || len(refused.Plan.Steps[0].Disturbs) != 1000 {
+	if err := allowed(p, ChangeOptions{}); !errors.As(err, &refused) || !strings.Contains(err.Error(), "session 7 and 992 more)") || len(refused.Plan.Steps[0].Disturbs) != 1000 {
 		t.Errorf("error %v", err)
 	}
 }

@@ -1,10 +1,10 @@
-// Package daemon is the running target: its portals, targets, LUNs and sessions, and
-// the one path by which they change while initiators are there.
+// Package daemon runs a target: its portals, targets, LUNs and sessions, and the changes
+// to them while initiators use them.
 //
-// What is to run is said by a config.Document, and what runs is what was made of the
-// last one. A change is another document: Change edits a copy, Apply brings one. The
-// difference becomes a Plan; the plan is refused, or the document is saved, and then
-// the steps are taken (apply.go). Changes come one after the other.
+// A config.Document says what runs. A change is another document: Change edits a copy of
+// the running one, Apply takes a new one. The daemon computes the difference as a plan. It
+// refuses the plan, or saves the document and takes the steps (change.go). Changes are
+// made one after the other; the right to make one is an editor.
 package daemon
 
 import (
@@ -14,15 +14,10 @@ import (
 	"io"
 	"log/slog"
 	"net"
-	"net/http"
-	"os"
-	"os/signal"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/cmd/iser-target/capture"
@@ -37,29 +32,28 @@ import (
 )
 
 const (
-	// ird and ord are the RDMA Read depths: no initiator reads from us; siw
-	// takes in up to 128 Reads.
+	// ird and ord are the RDMA Read depths. No initiator reads from the target; siw takes
+	// up to 128 Reads.
 	ird, ord = 16, 128
-	// shutdownTime bounds the end of the sessions when Run ends, beside what they
-	// have to log out.
+	// shutdownTime is what sessions have to end at a shutdown, after the time to log out.
 	shutdownTime = 12 * time.Second
 )
 
 // Options of a Daemon.
 type Options struct {
-	LogTo io.Writer // where the log goes
-	// Path of the configuration file that the document is from, which changes are
-	// written to; empty: there is none, and changes last as long as the process.
+	LogTo io.Writer // of the log
+	// Path is the configuration file of the document. Changes are written to it. Empty:
+	// changes last until the process exits.
 	Path string
-	// Manager is who has started the process, and has passed it the sockets of portals;
-	// nil: nobody.
+	// Manager is the service manager that started the process and passed it the sockets
+	// of portals; nil: none.
 	Manager *systemd.Manager
 	Version string // of the program
-	// Dashboard serves a page about d by l until end is called, which closes l; nil:
-	// there is none, and dashboard.listen must be empty.
+	// Dashboard serves a page about d on l until end is called, which closes l. nil: the
+	// program has no dashboard, and dashboard.listen must be empty.
 	Dashboard func(d *Daemon, l net.Listener) (end func())
 
-	// Of tests.
+	// For tests.
 	openStore func(*config.LUN) (backend.Store, error) // nil: openBackend
 	waits     waits                                    // zero: defaultWaits
 }
@@ -70,85 +64,69 @@ type Daemon struct {
 	version string
 	started time.Time
 	log     *slog.Logger
-	manager *systemd.Manager
 	level   slog.LevelVar
 	events  events
-	node    *iscsi.Node
-	policy  security.ConnPolicy
-	domain  *rdma.Domain
-	rdma    atomic.Pointer[rdma.Options] // for connections from now on
-	limits  atomic.Pointer[config.Limits]
+	manager *systemd.Manager
 	ready   chan struct{}
+	reloads chan string // reasons to read the configuration file again
 
-	captures *capture.Hub
+	node    *iscsi.Node
+	net     network
+	state   stateFiles
+	changes changes
+	calls   calls
+	waits   waits
+	side    map[string]*sideServer // by kind of change
 
+	mu     sync.Mutex // held for moments; before shrinks.mu and the locks of node
+	served served
+	ending ending
+	builds map[string]bool // files in progress, by path
+
+	// before is called before each step of a change, and openStore for each store. Tests
+	// let them fail.
+	before    func(what string) error
+	openStore func(*config.LUN) (backend.Store, error)
+}
+
+// network is what connections need before they belong to a session.
+type network struct {
+	policy    security.ConnPolicy
+	domain    *rdma.Domain
+	rdma      atomic.Pointer[rdma.Options] // of the next connections
+	limits    atomic.Pointer[config.Limits]
+	captures  *capture.Hub
 	conns     atomic.Int64 // TCP connections
-	newcomers newcomers    // some of them
+	newcomers newcomers    // those of them that have not logged in
 	wg        sync.WaitGroup
+}
 
+// stateFiles are the files of the state directory. Without one they are in memory, or nil.
+type stateFiles struct {
 	ids           *state.Identities
 	reservations  *lun.Reservations
 	settings      *lun.Settings
 	sanitizations *lun.Sanitizations
 	shrinks       shrinks
-
-	// turn has room for one: who has put something there is changing things, and
-	// alone may write what follows.
-	turn    chan struct{}
-	doc     *config.Document
-	next    *config.Document // what the change whose turn it is makes of doc; else nil
-	running context.Context  // of Run; nil before
-
-	ended     context.Context // ends when Run is about to
-	end       context.CancelFunc
-	finishing sync.WaitGroup // changes that are made, whose ends are not over
-	calls     calls
-	waits     waits
-
-	mu      sync.Mutex      // held for moments, while what follows is read, or written by whose turn it is
-	cfg     *config.Config  // what runs
-	pending []config.Change // what waits for a restart
-	portals []*portal
-	targets []*servedTarget
-	leaving []*removal      // what nobody sees any more and has not ended yet
-	parting []*partings     // sessions that end because of changes
-	builds  map[string]bool // files that are being made, by path
-
-	debug     *http.Server
-	debugAddr net.Addr
-
-	metrics     *http.Server
-	metricsAddr net.Addr
-
-	serveDashboard func(*Daemon, net.Listener) (end func()) // of Options
-	endDashboard   func()                                   // nil: it is not served
-	dashboardAddr  net.Addr
-
-	// before is called before each thing that a change does, and openStore for each
-	// store; tests let them fail.
-	before    func(what string) error
-	openStore func(*config.LUN) (backend.Store, error)
 }
 
-// New opens the stores and the listeners. Nothing is served yet, but initiators can
-// connect. A LUN whose store cannot be opened is no error: it is not ready, and Run
-// tries again.
+// New opens the stores and listens on the portals. Initiators can connect, but Run serves
+// them. A LUN whose store cannot be opened is no error: it is not ready, and Run retries.
 func New(doc *config.Document, o Options) (*Daemon, error) {
 	cfg, err := doc.Config()
 	if err != nil {
 		return nil, err
 	}
 	d := &Daemon{
-		path: o.Path, doc: doc, cfg: cfg,
-		version: o.Version, started: time.Now(), serveDashboard: o.Dashboard,
-		policy:   security.AllowAll{},
-		domain:   rdma.NewDomain(),
-		ready:    make(chan struct{}),
-		turn:     make(chan struct{}, 1),
-		before:   func(string) error { return nil },
-		manager:  o.Manager,
-		builds:   map[string]bool{},
-		captures: capture.NewHub(),
+		path: o.Path, version: o.Version, started: time.Now(),
+		manager: o.Manager,
+		ready:   make(chan struct{}),
+		reloads: make(chan string, 1),
+		net:     network{policy: security.AllowAll{}, domain: rdma.NewDomain(), captures: capture.NewHub()},
+		changes: changes{lock: make(chan struct{}, 1)},
+		served:  served{doc: doc, cfg: cfg},
+		builds:  map[string]bool{},
+		before:  func(string) error { return nil },
 	}
 	if d.manager == nil {
 		d.manager = &systemd.Manager{}
@@ -160,10 +138,11 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 	if d.waits = o.waits; d.waits == (waits{}) {
 		d.waits = defaultWaits
 	}
-	d.calls.most = d.waits.most
-	d.ended, d.end = context.WithCancel(context.Background())
+	d.calls.max = d.waits.calls
+	d.changes.ended, d.changes.end = context.WithCancel(context.Background())
 	d.level.Set(cfg.Log.SlogLevel())
 	d.log = d.newLogger(cfg.Log, o.LogTo)
+	d.side = d.newSideServers(o.Dashboard)
 	options, err := d.nodeOptions(cfg)
 	if err != nil {
 		return nil, err
@@ -177,6 +156,7 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 	return d, nil
 }
 
+// newLogger returns a log that also records events.
 func (d *Daemon) newLogger(c config.Log, w io.Writer) *slog.Logger {
 	o := &slog.HandlerOptions{Level: &d.level}
 	var h slog.Handler = slog.NewTextHandler(w, o)
@@ -186,7 +166,7 @@ func (d *Daemon) newLogger(c config.Log, w io.Writer) *slog.Logger {
 	return slog.New(&eventHandler{next: h, events: &d.events})
 }
 
-// nodeOptions are what cfg says about sessions from now on.
+// nodeOptions returns what cfg says about new sessions.
 func (d *Daemon) nodeOptions(cfg *config.Config) (iscsi.Options, error) {
 	discovery, err := cfg.DiscoveryAuth.CHAP()
 	if err != nil {
@@ -213,68 +193,72 @@ func (d *Daemon) nodeOptions(cfg *config.Config) (iscsi.Options, error) {
 	}, nil
 }
 
-// setLimits makes the limits of cfg those of connections from now on.
+// setLimits applies the limits of cfg to new connections.
 func (d *Daemon) setLimits(cfg *config.Config) {
-	d.limits.Store(&cfg.Limits)
-	d.rdma.Store(&rdma.Options{
+	d.net.limits.Store(&cfg.Limits)
+	d.net.rdma.Store(&rdma.Options{
 		IRD: ird, ORD: ord,
 		MaxULPDU: cfg.Limits.MaxFPDU,
 		NoCRC:    !bool(cfg.MPA.CRC),
-		Domain:   d.domain,
+		Domain:   d.net.domain,
 	})
 }
 
-// open opens stores, portals and the debug server.
+// open opens stores, portals and side servers.
 func (d *Daemon) open() error {
-	if err := d.openState(d.cfg.StateDir); err != nil {
+	e, err := d.edit(context.Background())
+	if err != nil {
 		return err
 	}
-	if err := d.startTargets(); err != nil {
+	defer e.release()
+	cfg := d.served.cfg
+	if err := d.openState(cfg.StateDir); err != nil {
 		return err
 	}
-	for _, pc := range d.cfg.Portals {
-		p, err := d.listen(pc)
-		if err != nil {
+	if err := e.startTargets(); err != nil {
+		return err
+	}
+	for _, pc := range cfg.Portals {
+		if _, err := e.openPortal(pc); err != nil {
 			return err
 		}
-		d.portals = append(d.portals, p)
 	}
-	if err := d.unmatched(); err != nil {
+	if err := d.checkSockets(); err != nil {
 		return err
 	}
-	if err := d.forgetShrinks(); err != nil {
+	if err := e.forgetShrinks(); err != nil {
 		return fmt.Errorf("state_dir: %w", err)
 	}
-	if err := d.listenMetrics(d.cfg.Metrics.Listen); err != nil {
-		return err
+	for _, kind := range []string{config.KindMetrics, config.KindDashboard, config.KindDebug} {
+		if err := d.side[kind].listen(cfg); err != nil {
+			return err
+		}
 	}
-	if err := d.listenDashboard(d.cfg.Dashboard.Listen); err != nil {
-		return err
-	}
-	return d.listenDebug(d.cfg.Debug.Listen)
+	return nil
 }
 
-// startTargets makes the targets of the start. What is wrong with a LUN keeps that LUN
-// alone from being ready.
-func (d *Daemon) startTargets() error {
-	var lasting []string // what needs no file to be made first: see openUnit
-	for i := range d.cfg.Targets {
-		c := &d.cfg.Targets[i]
-		d.targets = append(d.targets, newTarget(c, d.cfg.TPGTs(c)))
+// startTargets opens the targets of the start. A LUN that cannot be opened does not keep
+// the others from being ready.
+func (e *editor) startTargets() error {
+	d, cfg := e.d, e.d.served.cfg
+	var keys []string // of LUNs without a file; openUnit stores that of a file after creating it
+	for i := range cfg.Targets {
+		c := &cfg.Targets[i]
+		e.listTarget(newTarget(c, cfg.TPGTs(c)))
 		for _, l := range c.LUNs {
 			if l.Backend != "file" {
-				lasting = append(lasting, identityKey(c.Name, &l))
+				keys = append(keys, identityKey(c.Name, &l))
 			}
 		}
 	}
-	if err := d.ids.Make(lasting); err != nil {
+	if err := d.state.ids.Make(keys); err != nil {
 		return err
 	}
-	if err := d.openAll(); err != nil {
+	if err := e.openAll(); err != nil {
 		return err
 	}
-	for i := range d.cfg.Targets {
-		tc, err := d.targets[i].config(&d.cfg.Targets[i], d.cfg)
+	for i := range cfg.Targets {
+		tc, err := d.served.targets[i].config(&cfg.Targets[i], cfg)
 		if err != nil {
 			return err
 		}
@@ -285,19 +269,19 @@ func (d *Daemon) startTargets() error {
 	return nil
 }
 
-// openAll opens the stores of the start, several at one time, so that those that hang keep
-// no other one from being ready.
-func (d *Daemon) openAll() error {
+// openAll opens the stores of the start, several at a time, so that stores that hang do
+// not delay the others.
+func (e *editor) openAll() error {
+	d := e.d
 	ctx, cancel := context.WithTimeout(context.Background(), d.waits.start)
 	defer cancel()
 	slots := newSlots(d.waits.slot)
 	var add []func() error
-	for i := range d.cfg.Targets {
-		t := d.targets[i]
-		for _, l := range d.cfg.Targets[i].LUNs {
-			fresh := !d.ids.Known(identityKey(t.name, &l))
-			open, free := d.opener(t.name, &l, fresh), slots.take(ctx)
-			c, err := d.calls.begin(storeKey(t.name, &l), opening, func(c *call) (*lun.Unit, error) {
+	for i, t := range d.served.targets {
+		for _, l := range d.served.cfg.Targets[i].LUNs {
+			fresh := !d.state.ids.Known(identityKey(t.name, &l))
+			open, free := e.opener(t.name, &l, fresh), slots.take(ctx)
+			c, err := d.calls.begin(storeKey(t.name, &l), callOpen, func(c *call) (*lun.Unit, error) {
 				defer free()
 				return open(c)
 			})
@@ -308,45 +292,38 @@ func (d *Daemon) openAll() error {
 				if err == nil {
 					err = c.wait(ctx, d.waits.start)
 				}
-				served, err := d.opened(t, l, fresh, c, err)
+				served, err := e.readyOrNot(t, l, fresh, c, err)
 				if err == nil {
 					err = t.add(served)
 				}
-				if err != nil {
-					return fmt.Errorf("target %s, LUN %d: %w", t.name, l.ID, err)
-				}
-				return nil
+				return err
 			})
 		}
 	}
 	var errs []error
-	for _, f := range add { // all of them: what is open is closed with its LUN
+	for _, f := range add { // all of them: closeUnits closes the stores of LUNs that were added
 		errs = append(errs, f())
 	}
 	return errors.Join(errs...)
 }
 
-// Ready is closed when Run serves.
+// Ready returns a channel that is closed when Run serves.
 func (d *Daemon) Ready() <-chan struct{} { return d.ready }
 
-// Run serves until ctx ends, then ends the sessions and closes the stores.
+// Run serves until ctx ends. Then it ends the sessions and closes the stores.
 func (d *Daemon) Run(ctx context.Context) error {
-	hup := make(chan os.Signal, 1)
-	if d.path != "" {
-		signal.Notify(hup, unix.SIGHUP) // which from here on never ends the process
+	e, err := d.edit(context.Background())
+	if err != nil {
+		return err
 	}
-	d.turn <- struct{}{}
-	for _, w := range d.cfg.Warnings() {
+	for _, w := range d.served.cfg.Warnings() {
 		d.log.Warn("configuration", "reason", w)
 	}
-	d.running = ctx
-	for _, p := range d.portals {
-		d.accept(p)
+	d.changes.serving = ctx
+	for _, p := range d.served.portals {
+		e.accept(p)
 	}
-	<-d.turn
-	if d.debug != nil {
-		d.log.Info("debug server", "url", fmt.Sprintf("http://%v/debug/vars", d.debugAddr))
-	}
+	e.release()
 	defer d.watchdog()()
 	if ctx.Err() == nil {
 		d.notify("READY=1", systemd.Status(d.status()))
@@ -356,50 +333,51 @@ func (d *Daemon) Run(ctx context.Context) error {
 	followed := make(chan struct{})
 	go func() {
 		defer close(followed)
-		d.follow(ctx, hup)
+		d.follow(ctx)
 	}()
 	<-ctx.Done()
 	d.log.Info("shutting down", eventKey, "service")
-	most := d.Effective().Drain + shutdownTime
-	d.stopping(most)
-	d.end() // which cuts short what is under way
-	return errors.Join(d.lastTurn(followed), d.shutDown(most))
+	timeout := d.Effective().Drain + shutdownTime
+	d.stopping(timeout)
+	d.changes.end() // cuts short what is in progress
+	return errors.Join(d.endChanges(followed), d.shutDown(timeout))
 }
 
-// lastTurn waits until nothing changes any more. A file system that hangs, on which the
-// configuration is, does not keep the rest from its end.
-func (d *Daemon) lastTurn(followed <-chan struct{}) error {
-	ctx, cancel := context.WithTimeout(context.Background(), d.waits.turn)
+// endChanges waits until no change is in progress, and permits no other. If the file
+// system of the configuration hangs, it gives up after a time limit, so that the rest of
+// the daemon ends.
+func (d *Daemon) endChanges(followed <-chan struct{}) error {
+	ctx, cancel := context.WithTimeout(context.Background(), d.waits.changes)
 	defer cancel()
 	select {
-	case d.turn <- struct{}{}: // for good
+	case d.changes.lock <- struct{}{}: // never released
 	case <-ctx.Done():
-		return fmt.Errorf("a change did not end within %v", d.waits.turn)
+		return fmt.Errorf("a change did not end within %v", d.waits.changes)
 	}
 	select {
 	case <-followed:
 	case <-ctx.Done():
-		return fmt.Errorf("looking after the configuration file did not end within %v", d.waits.turn)
+		return fmt.Errorf("reading the configuration file did not end within %v", d.waits.changes)
 	}
-	if err := wait(ctx, &d.finishing); err != nil {
-		return fmt.Errorf("what changes have removed did not end within %v", d.waits.turn)
+	if err := wait(ctx, &d.changes.cleanups); err != nil {
+		return fmt.Errorf("LUNs and sessions that changes removed did not end within %v", d.waits.changes)
 	}
 	return nil
 }
 
-// shutDown ends the sessions, which have that time, and closes the stores.
-func (d *Daemon) shutDown(most time.Duration) error {
-	d.mu.Lock() // a change may go on that hangs
+// shutDown ends the sessions within timeout and closes the stores.
+func (d *Daemon) shutDown(timeout time.Duration) error {
+	d.mu.Lock() // a change that hangs may still be in progress
 	d.closeListeners()
 	d.mu.Unlock()
-	ctx, cancel := context.WithTimeout(context.Background(), most)
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
 	err := d.node.Shutdown(ctx)
 	if err == nil {
-		err = wait(ctx, &d.wg)
+		err = wait(ctx, &d.net.wg)
 	}
 	if err != nil {
-		err = fmt.Errorf("sessions did not end within %v: %w", most, err)
+		err = fmt.Errorf("sessions did not end within %v: %w", timeout, err)
 	}
 	if err = errors.Join(err, d.closeUnits()); err == nil {
 		d.log.Info("stopped")
@@ -422,34 +400,36 @@ func wait(ctx context.Context, wg *sync.WaitGroup) error {
 	}
 }
 
+// closeListeners closes the portals and the side servers.
 func (d *Daemon) closeListeners() {
-	for _, p := range d.portals {
+	for _, p := range d.served.portals {
 		p.l.Close()
 	}
-	d.closeMetrics()
-	d.closeDashboard()
-	d.closeDebug()
+	for _, s := range d.side {
+		s.close()
+	}
 }
 
-// Logger is the log of the daemon. Records with the attribute "event" are Events, too.
+// Logger returns the log of the daemon. Records with the attribute "event" are also
+// events.
 func (d *Daemon) Logger() *slog.Logger { return d.log }
 
-// Invitation tells a newcomer what to type.
+// Invitation returns the commands by which a new user can try the target.
 func (d *Daemon) Invitation() string {
 	var b strings.Builder
-	addr := d.portals[0].l.Addr()
-	name := d.cfg.Targets[0].Name
+	addr := d.served.portals[0].l.Addr()
+	name := d.served.cfg.Targets[0].Name
 	fmt.Fprintf(&b, `Serving %s at %v: one memory disk, for this machine only.
-Without --config nothing is kept; see docs/config.md for a lasting set-up.
+Without --config the data and all changes are lost when the target exits; docs/config.md describes the file.
 
 A Linux initiator on this machine, as root, over TCP:
     iscsiadm -m discovery -t st -p %v
     iscsiadm -m node -T %s -p %v --login
 With libiscsi:
     iscsi-ls -s iscsi://%v
-The same over RDMA, with "-I iser" behind both iscsiadm lines and iser:// for
-iscsi://. siw of Linux 6.1 cannot use lo: there, and from other machines, take a
-portal on the address of a real interface, as README.md describes.
+The same over RDMA: add "-I iser" to both iscsiadm lines, and use iser:// instead of
+iscsi://. siw of Linux 6.1 cannot use lo: there, and from other machines, use a portal
+on the address of a real interface, as README.md describes.
     modprobe siw && modprobe ib_iser && rdma link add siw0 type siw netdev lo
 
 `, name, addr, addr, name, addr, addr)

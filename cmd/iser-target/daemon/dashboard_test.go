@@ -11,7 +11,7 @@ import (
 func TestNoDashboard(t *testing.T) {
 	l := newLab(t)
 	l.more = "dashboard: {listen: \"127.0.0.1:0\"}"
-	if _, err := l.apply(ChangeOptions{}); err == nil || !strings.Contains(err.Error(), "this program has none") {
+	if _, err := l.apply(ChangeOptions{}); err == nil || !strings.Contains(err.Error(), "this program does not have it") {
 		t.Errorf("change: %v", err)
 	}
 	if got := l.Effective().Dashboard.Listen; got != "" {
@@ -21,7 +21,7 @@ func TestNoDashboard(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := New(doc, Options{LogTo: t.Output()}); err == nil || !strings.Contains(err.Error(), "this program has none") {
+	if _, err := New(doc, Options{LogTo: t.Output()}); err == nil || !strings.Contains(err.Error(), "this program does not have it") {
 		t.Errorf("start: %v", err)
 	}
 }

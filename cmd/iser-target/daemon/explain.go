@@ -15,26 +15,27 @@ import (
 	"github.com/iser-target/iser-target/security"
 )
 
-// Explain tells whether the initiator of that name would be let in to the target by way
-// of the portal (as it is configured, or where it is reached; empty: the first that leads
-// there), and what decides it. It knows nothing of secrets: a login that gets as far as
-// CHAP is told to have to prove who it is.
+// Explain returns whether the target would admit an initiator through a portal, and why.
+// by is the portal's listen address in the configuration or the address of a connection;
+// empty: the first portal that leads to the target. Explain does not check secrets: it
+// only says that a login requires CHAP.
 func (d *Daemon) Explain(initiator, target, portal string) schema.Explanation {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	e := &explaining{cfg: d.cfg, Explanation: schema.Explanation{Rules: []schema.Rule{}}}
+	e := &explaining{cfg: d.served.cfg, Explanation: schema.Explanation{Rules: []schema.Rule{}}}
 	if e.run(d, initiator, target, portal) {
 		e.Admitted, e.Status = true, pdu.LoginSuccess.String()
 	}
 	return e.Explanation
 }
 
+// An explaining is an Explanation in progress.
 type explaining struct {
 	schema.Explanation
 	cfg *config.Config
 }
 
-// rule notes what came of a rule; when it has not passed, that is the status.
+// rule adds a rule. If it has not passed, its status is that of the Explanation.
 func (e *explaining) rule(name string, passed bool, status pdu.LoginStatus, why string, a ...any) bool {
 	e.Rules = append(e.Rules, schema.Rule{Rule: name, Passed: passed, Why: fmt.Sprintf(why, a...)})
 	if !passed {
@@ -43,7 +44,8 @@ func (e *explaining) rule(name string, passed bool, status pdu.LoginStatus, why 
 	return passed
 }
 
-// run goes the way of a login (package iscsi, login.identify).
+// run applies the rules of a login (package iscsi, login.identify) and returns whether
+// they admit it.
 func (e *explaining) run(d *Daemon, initiator, target, by string) bool {
 	name, err := security.NormalizeName(initiator)
 	if err != nil {
@@ -56,10 +58,10 @@ func (e *explaining) run(d *Daemon, initiator, target, by string) bool {
 	}
 	t := targetOf(e.cfg, tname)
 	if t == nil {
-		return e.rule("target", false, pdu.LoginNotFound, "there is no target %s", tname)
+		return e.rule("target", false, pdu.LoginNotFound, "target %s does not exist", tname)
 	}
 	e.rule("target", true, 0, "%s is served", tname)
-	i := slices.IndexFunc(d.portals, func(p *portal) bool {
+	i := slices.IndexFunc(d.served.portals, func(p *portal) bool {
 		cur := p.cur.Load()
 		return by == "" && t.ServedBy(cur.cfg) || by != "" && (cur.cfg.Listen == by || p.l.Addr().String() == by || covers(p.l.Addr(), by))
 	})
@@ -67,11 +69,11 @@ func (e *explaining) run(d *Daemon, initiator, target, by string) bool {
 		if by == "" {
 			return e.rule("portal", false, pdu.LoginNotFound, "no portal leads to the target")
 		}
-		return e.rule("portal", false, pdu.LoginNotFound, "there is no portal %s", by)
+		return e.rule("portal", false, pdu.LoginNotFound, "portal %s does not exist", by)
 	}
-	p := d.portals[i].cur.Load()
+	p := d.served.portals[i].cur.Load()
 	if !t.ServedBy(p.cfg) {
-		return e.rule("portal group", false, pdu.LoginNotFound, "portal %s is in portal group %d; what leads to the target is %s", p.cfg.Listen, p.cfg.TPGT, groups(t.PortalGroups))
+		return e.rule("portal group", false, pdu.LoginNotFound, "portal %s is in portal group %d, but the target uses %s", p.cfg.Listen, p.cfg.TPGT, groups(t.PortalGroups))
 	}
 	speaks := p.cfg.Transports
 	if len(speaks) == 0 {
@@ -99,17 +101,18 @@ func (e *explaining) run(d *Daemon, initiator, target, by string) bool {
 	return true
 }
 
-// covers tells whether who listens on all addresses is reached at that one.
+// covers reports whether a listener on all addresses of the machine accepts connections
+// to address.
 func covers(listen net.Addr, address string) bool {
 	at, err := netip.ParseAddrPort(address)
 	l, ok := listen.(*net.TCPAddr)
 	return err == nil && ok && l.IP.IsUnspecified() && l.Port == int(at.Port()) && (l.IP.To4() == nil || at.Addr().Unmap().Is4())
 }
 
-// chap looks for a CHAP user that the initiator can be.
+// chap adds the rule about CHAP users for the initiator.
 func (e *explaining) chap(a *config.Auth, initiator string) bool {
 	if a.Method != "chap" {
-		return e.rule("authentication", true, 0, "none is asked for")
+		return e.rule("authentication", true, 0, "not required")
 	}
 	var users []string
 	for _, u := range a.Users {
@@ -118,12 +121,12 @@ func (e *explaining) chap(a *config.Auth, initiator string) bool {
 		}
 	}
 	if len(users) == 0 {
-		return e.rule("authentication", false, pdu.LoginAuthentication, "CHAP is asked for, and no user may be this initiator")
+		return e.rule("authentication", false, pdu.LoginAuthentication, "CHAP is required, and no user is for this initiator")
 	}
-	return e.rule("authentication", true, 0, "CHAP is asked for: as user %s, with the right secret", strings.Join(users, " or "))
+	return e.rule("authentication", true, 0, "CHAP is required: user %s, with the right secret", strings.Join(users, " or "))
 }
 
-// view is what the initiator would find.
+// view returns l as the initiator sees it.
 func view(l *config.LUN, initiator string) schema.LUNView {
 	matching := func(patterns []string) string {
 		if i := slices.IndexFunc(patterns, func(p string) bool { return matches(p, initiator) }); i >= 0 {
@@ -131,13 +134,13 @@ func view(l *config.LUN, initiator string) schema.LUNView {
 		}
 		return ""
 	}
-	v := schema.LUNView{ID: l.ID, Access: "read and write", Why: "it is for all who may log in"}
+	v := schema.LUNView{ID: l.ID, Access: "read and write", Why: "the LUN is for all initiators of the target"}
 	if p := matching(l.Initiators); p != "" {
 		v.Why = fmt.Sprintf("initiators: %q matches", p)
 	}
 	switch mustMask(*l)(initiator) {
 	case lun.NoAccess:
-		return schema.LUNView{ID: l.ID, Access: "none", Why: "initiators: none matches of " + list(l.Initiators)}
+		return schema.LUNView{ID: l.ID, Access: "none", Why: "initiators: no match in " + list(l.Initiators)}
 	case lun.ReadOnly:
 		return schema.LUNView{ID: l.ID, Access: "read only", Why: fmt.Sprintf("read_only_for: %q matches", matching(l.ReadOnlyFor))}
 	}
@@ -147,21 +150,21 @@ func view(l *config.LUN, initiator string) schema.LUNView {
 	return v
 }
 
-// matches tells whether a pattern, which is valid, matches a normalised name.
+// matches reports whether a valid pattern matches a normalized name.
 func matches(pattern, name string) bool {
 	p, err := security.Compile([]string{pattern})
 	return err == nil && p.Match(name)
 }
 
-// list is patterns for people.
+// list joins patterns.
 func list(patterns []string) string {
 	if len(patterns) == 0 {
-		return "there are none"
+		return "it has no pattern"
 	}
 	return strings.Join(patterns, ", ")
 }
 
-// groups are portal groups in words.
+// groups joins portal groups.
 func groups(list []int) string {
 	words := make([]string, len(list))
 	for i, g := range list {

@@ -75,8 +75,8 @@ func TestDrainAside(t *testing.T) {
 				"both":       zero,
 			} {
 				l.luns = luns
-				if _, err := l.apply(ChangeOptions{}); !errors.Is(err, ErrLeaving) ||
-					!strings.Contains(err.Error(), "nothing has changed: LUN 1 of target "+store+" was removed, and is still in use: it drains until ") {
+				if _, err := l.apply(ChangeOptions{}); !errors.Is(err, ErrBeingRemoved) ||
+					!strings.Contains(err.Error(), "LUN 1 of "+store+" was removed and is still in use: it drains until ") {
 					t.Errorf("%s: error %v", name, err)
 				}
 				if p, err := l.apply(ChangeOptions{DryRun: true}); err != nil || len(p.Steps) != 1 {
@@ -128,7 +128,7 @@ func TestDrainTargetAside(t *testing.T) {
 	if got := do(t, gone, w); got != "" { // it may have something to write
 		t.Errorf("WRITE of who has time to log out: %s", got)
 	}
-	if _, err := l.apply(ChangeOptions{}); !errors.Is(err, ErrLeaving) || !strings.Contains(err.Error(), "the sessions of its target end") {
+	if _, err := l.apply(ChangeOptions{}); !errors.Is(err, ErrBeingRemoved) || !strings.Contains(err.Error(), "the sessions of its target end") {
 		t.Errorf("the target again: %v", err)
 	}
 	if _, err := l.Change(t.Context(), func(d *config.Document) error {

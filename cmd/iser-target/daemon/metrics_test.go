@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/rdma/wire"
@@ -28,7 +29,7 @@ type scrape map[string]float64
 
 func (l *lab) scrape() scrape {
 	l.t.Helper()
-	r, err := http.Get(fmt.Sprintf("http://%v/metrics", l.metricsAddr))
+	r, err := http.Get(fmt.Sprintf("http://%v/metrics", l.side[config.KindMetrics].addr))
 	if err != nil {
 		l.t.Fatal(err)
 	}
@@ -343,7 +344,7 @@ func TestMetricsUnderLoad(t *testing.T) {
 	}
 	l.more = ""
 	l.ok(ChangeOptions{})
-	if _, err := http.Get(fmt.Sprintf("http://%v/metrics", l.metricsAddr)); err == nil {
+	if _, err := http.Get(fmt.Sprintf("http://%v/metrics", l.side[config.KindMetrics].addr)); err == nil {
 		t.Error("metrics are served although the configuration has none")
 	}
 	l.more = `metrics: {listen: "127.0.0.1:0"}`
@@ -355,14 +356,14 @@ func TestMetricsUnderLoad(t *testing.T) {
 func TestMetricsConnections(t *testing.T) {
 	l := metricsLab(t)
 	for range metricsConnections {
-		c, err := net.Dial("tcp", l.metricsAddr.String())
+		c, err := net.Dial("tcp", l.side[config.KindMetrics].addr.String())
 		if err != nil {
 			t.Fatal(err)
 		}
 		defer c.Close()
 	}
 	c := http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 20 * time.Second}
-	rsp, err := c.Get("http://" + l.metricsAddr.String() + "/metrics")
+	rsp, err := c.Get("http://" + l.side[config.KindMetrics].addr.String() + "/metrics")
 	if err != nil {
 		t.Fatal(err)
 	}

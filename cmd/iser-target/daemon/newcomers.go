@@ -9,13 +9,12 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/capture"
 )
 
-// errGaveWay is why a newcomer ends whose place another connection has taken.
-var errGaveWay = errors.New("a new connection has taken its place")
+// errDisplaced ends a newcomer whose place a new connection takes.
+var errDisplaced = errors.New("a new connection has taken its place")
 
-// newcomers are the connections that have not logged in to a target: of those who say
-// nothing, and of discovery. Where there is no place left, the one that has been here
-// longest gives way, so that no number of them keeps an initiator out. The zero value
-// is ready.
+// newcomers are the connections that have not logged in to a target: silent ones and those
+// of discovery. At the limit of connections a new one displaces the oldest newcomer, so
+// that newcomers cannot keep an initiator out. The zero value is ready.
 type newcomers struct {
 	mu   sync.Mutex
 	list []newcomer // the oldest first
@@ -26,8 +25,8 @@ type newcomer struct {
 	end context.CancelCauseFunc
 }
 
-// add takes nc up, which is to be removed when it ends; end is for then, too. The
-// context ends when nc gives way.
+// add adds nc. The context ends when nc is displaced. When nc ends, the caller has to
+// call end and to remove nc.
 func (n *newcomers) add(ctx context.Context, nc *capture.Conn) (_ context.Context, end context.CancelCauseFunc) {
 	ctx, end = context.WithCancelCause(ctx)
 	n.mu.Lock()
@@ -36,7 +35,7 @@ func (n *newcomers) add(ctx context.Context, nc *capture.Conn) (_ context.Contex
 	return ctx, end
 }
 
-// remove is for a connection that has logged in, or has ended.
+// remove removes a connection that has logged in or ended.
 func (n *newcomers) remove(nc *capture.Conn) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -45,9 +44,9 @@ func (n *newcomers) remove(nc *capture.Conn) {
 	}
 }
 
-// giveWay ends the connection that has been a newcomer longest, for that reason. Without
-// one the result is false.
-func (n *newcomers) giveWay(reason error) bool {
+// displace ends the oldest newcomer for that reason. It returns false if there is no
+// newcomer.
+func (n *newcomers) displace(reason error) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if len(n.list) == 0 {

@@ -77,7 +77,7 @@ func TestNewcomersGiveWay(t *testing.T) {
 		}
 	}
 	fourth.Close()
-	testkit.Eventually(t, "a place is free", func() bool { return l.conns.Load() == 3 })
+	testkit.Eventually(t, "a place is free", func() bool { return l.net.conns.Load() == 3 })
 	l.login("fifth", store)
 
 	// Each has one event that tells why.

@@ -10,21 +10,22 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
-// ChangeOptions say how a change is to be made.
+// ChangeOptions say how the daemon makes a change.
 type ChangeOptions struct {
-	DryRun      bool          // the Plan alone: nothing changes
-	Disrupt     bool          // steps that disturb sessions are allowed
-	AllowShrink bool          // a LUN may become smaller: what is behind its new end is lost
-	Drain       time.Duration // what sessions and commands have to come to an end by themselves; 0: DefaultDrain
-	Now         bool          // they have no time at all
-	// File is for a LUN that the change adds, and has been made; nil: there is none. It
-	// is there after a change that succeeds.
+	DryRun      bool          // return the plan and change nothing
+	Disrupt     bool          // allow steps that disturb sessions
+	AllowShrink bool          // allow a LUN to become smaller and lose the data behind its new end
+	Drain       time.Duration // what removed sessions and commands have to end; 0: schema.DefaultDrain
+	Now         bool          // end them at once
+	// File is the file of a LUN that the change adds, or nil. It exists after a change that
+	// succeeds.
 	File *FileBuilder
 }
 
-// drain is the time that things have to end.
+// drain returns the time that removed sessions and commands have to end.
 func (o ChangeOptions) drain() time.Duration {
 	switch {
 	case o.Now:
@@ -44,26 +45,27 @@ type ErrRefused struct {
 // Needs returns the missing options.
 func (e *ErrRefused) Needs() schema.Needs { return e.Plan.Needs() }
 
+// Error says what the steps would do.
 func (e *ErrRefused) Error() string {
 	var reasons []string
 	for _, s := range e.Plan.Steps {
 		switch {
 		case s.Shrinks:
-			reasons = append(reasons, describe(s.Change)+" cuts off data")
+			reasons = append(reasons, fmt.Sprintf("%v (cuts off data)", s.Change))
 		case s.Disruptive:
-			reasons = append(reasons, describe(s.Change)+" disturbs "+some(s.Disturbs, ", "))
+			reasons = append(reasons, fmt.Sprintf("%v (disturbs %s)", s.Change, some(s.Disturbs, ", ")))
 		}
 	}
-	return fmt.Sprintf("refused, nothing has changed: %s (allowed by %s)", some(reasons, "; "), strings.Join(e.Needs().Flags(), " "))
+	return fmt.Sprintf("refused: %s. Nothing was changed", some(reasons, "; "))
 }
 
-// some joins the first of list and says how many more there are: an error is a line.
+// some joins the first elements of list and counts the others: an error is one line.
 func some(list []string, sep string) string {
-	const most = 8
-	if len(list) <= most {
+	const limit = 8
+	if len(list) <= limit {
 		return strings.Join(list, sep)
 	}
-	return fmt.Sprintf("%s and %d more", strings.Join(list[:most], sep), len(list)-most)
+	return fmt.Sprintf("%s and %d more", strings.Join(list[:limit], sep), len(list)-limit)
 }
 
 // allowed returns an ErrRefused if o lacks an option that p requires.
@@ -88,97 +90,47 @@ func without(p *schema.Plan, o ChangeOptions) *schema.Plan {
 	return &c
 }
 
-// object names what a change is about.
-func object(c config.Change) string {
-	switch c.Kind {
-	case kindTarget:
-		return "target " + c.Target
-	case kindLUN:
-		return fmt.Sprintf("LUN %d of target %s", c.LUN, c.Target)
-	case kindPortal:
-		return "portal " + c.Portal
-	}
-	return c.Kind
-}
-
-// describe is a change in a few words.
-func describe(c config.Change) string {
-	what := object(c)
-	if c.Key != "" { // there is none in a section that is a single value: drain
-		what = c.Key + " of " + what
-	}
-	switch {
-	case c.Op == config.Add:
-		return "adding " + what
-	case c.Op == config.Remove:
-		return "removing " + what
-	case c.Old == "" && c.New == "":
-		return "changing " + what
-	}
-	return fmt.Sprintf("changing %s from %s to %s", what, orNothing(c.Old), orNothing(c.New))
-}
-
-func orNothing(s string) string {
-	if s == "" {
-		return "nothing"
-	}
-	return s
-}
-
-// Kinds of changes, as package config names them.
-const (
-	kindTarget        = "target"
-	kindLUN           = "lun"
-	kindPortal        = "portal"
-	kindLimits        = "limits"
-	kindMPA           = "mpa"
-	kindDiscoveryAuth = "discovery_auth"
-	kindDebug         = "debug"
-	kindMetrics       = "metrics"
-	kindDashboard     = "dashboard"
-	kindLog           = "log"
-	kindWatch         = "watch"
-	kindDrain         = "drain"
-)
-
 var (
-	// ErrEnding answers a change that comes too late.
+	// ErrEnding answers a change when the daemon shuts down.
 	ErrEnding = errors.New("the target ends")
-	// ErrNotFound answers a call about what there is not.
+	// ErrNotFound answers a call about an object that does not exist.
 	ErrNotFound = errors.New("not found")
-	// ErrEdited answers a change when the configuration file says something else
-	// than what runs: the change would take that back.
-	ErrEdited = errors.New("configuration file was edited and not applied yet")
+	// ErrEdited answers a change when the configuration file differs from the running
+	// document: the change would undo the edit.
+	ErrEdited = errors.New("the configuration file was edited, and the edit is not applied yet")
 )
 
-// plan is how to get from what runs to cfg, and whom that disturbs. It is the caller's
-// turn.
+// plan returns the steps from the running configuration to cfg, and what they disturb.
+//
+// Preconditions: d.mu is held.
 func (d *Daemon) plan(cfg *config.Config) *schema.Plan {
+	invariant.Held(&d.mu)
 	p := &schema.Plan{Steps: []schema.Step{}}
 	sessions := d.node.Sessions()
-	for _, ch := range config.Diff(d.cfg, cfg) {
+	for _, ch := range config.Diff(d.served.cfg, cfg) {
 		s := schema.Step{Change: ch, Restart: restarts(ch)}
 		var hit func(*iscsi.SessionInfo) bool
 		switch ch.Kind {
-		case kindTarget:
-			hit = d.targetDisturbs(ch, cfg)
-		case kindLUN:
-			hit, s.Shrinks = d.lunDisturbs(ch, cfg)
-		case kindPortal:
-			hit = d.portalDisturbs(ch)
+		case config.KindTarget:
+			hit = d.served.disturbedByTarget(ch, cfg)
+		case config.KindLUN:
+			hit, s.Shrinks = d.served.disturbedByLUN(ch, cfg)
+		case config.KindPortal:
+			hit = d.served.disturbedByPortal(ch)
 		}
 		for i := range sessions {
 			if hit != nil && hit(&sessions[i]) {
 				s.Disturbs = append(s.Disturbs, sessionName(sessions[i].TSIH, sessions[i].Initiator))
 			}
 		}
-		s.Disruptive = len(s.Disturbs) > 0 && !(ch.Kind == kindLUN && ch.Key == "size")
-		if ch.Kind == kindLUN && (len(s.Disturbs) > 0 || s.Shrinks) {
-			s.Disturbs = append(s.Disturbs, object(ch))
+		s.Disruptive = len(s.Disturbs) > 0 && !(ch.Kind == config.KindLUN && ch.Key == "size")
+		if ch.Kind == config.KindLUN && (len(s.Disturbs) > 0 || s.Shrinks) {
+			s.Disturbs = append(s.Disturbs, ch.Object())
 		}
 		p.Steps = append(p.Steps, s)
 	}
-	// What cuts off data comes last: nothing behind it can fail and want it back.
+	// Steps that cut off data come last: no later step can fail, which would require the
+	// data again.
 	slices.SortStableFunc(p.Steps, func(a, b schema.Step) int {
 		switch {
 		case a.Shrinks == b.Shrinks:
@@ -191,33 +143,36 @@ func (d *Daemon) plan(cfg *config.Config) *schema.Plan {
 	return p
 }
 
-// restarts tells whether a difference is made good at the next start only.
+// restarts reports whether ch takes effect at the next start.
 func restarts(ch config.Change) bool {
-	if ch.Kind == kindLog && ch.Key == "format" {
+	if ch.Kind == config.KindLog && ch.Key == "format" {
 		return true
 	}
 	_, ok := actions[action{ch.Kind, ch.Op}]
 	return !ok
 }
 
-func (d *Daemon) targetDisturbs(ch config.Change, cfg *config.Config) func(*iscsi.SessionInfo) bool {
+// disturbedByTarget returns which sessions a change of a target ends; nil: none.
+func (v *served) disturbedByTarget(ch config.Change, cfg *config.Config) func(*iscsi.SessionInfo) bool {
 	tc := targetOf(cfg, ch.Target)
 	if ch.Op == config.Remove || tc == nil {
 		return func(s *iscsi.SessionInfo) bool { return s.Target == ch.Target }
 	}
-	t := d.target(ch.Target)
+	t := v.target(ch.Target)
 	if t == nil {
 		return nil
 	}
 	ic, err := t.config(tc, cfg)
 	if err != nil {
-		return nil // which is reported when the step is taken
+		return nil // the step reports it
 	}
 	return func(s *iscsi.SessionInfo) bool { return excluded(s, tc, &ic) != "" }
 }
 
-func (d *Daemon) lunDisturbs(ch config.Change, cfg *config.Config) (hit func(*iscsi.SessionInfo) bool, shrinks bool) {
-	t := d.target(ch.Target)
+// disturbedByLUN returns which sessions a change of a LUN disturbs, nil for none, and
+// whether it cuts off data.
+func (v *served) disturbedByLUN(ch config.Change, cfg *config.Config) (hit func(*iscsi.SessionInfo) bool, shrinks bool) {
+	t := v.target(ch.Target)
 	if t == nil || ch.Op == config.Add {
 		return nil, false
 	}
@@ -246,8 +201,9 @@ func (d *Daemon) lunDisturbs(ch config.Change, cfg *config.Config) (hit func(*is
 	return sees, false
 }
 
-func (d *Daemon) portalDisturbs(ch config.Change) func(*iscsi.SessionInfo) bool {
-	p := d.portal(ch.Portal)
+// disturbedByPortal returns which sessions a change of a portal ends; nil: none.
+func (v *served) disturbedByPortal(ch config.Change) func(*iscsi.SessionInfo) bool {
+	p := v.portal(ch.Portal)
 	if p == nil || ch.Op == config.Add || ch.Op == config.Update && ch.Key != "tpgt" {
 		return nil
 	}

@@ -20,22 +20,22 @@ import (
 	"github.com/iser-target/iser-target/iser"
 )
 
-// userTimeout is after which time of unacknowledged data TCP gives up.
+// userTimeout is the time after which TCP gives up on unacknowledged data.
 const userTimeout = 60 * time.Second
 
-// A portal is a listener, and what is said of it at the time.
+// A portal is a listener and its current description.
 type portal struct {
 	l net.Listener
-	// passed tells that the service manager has the socket, too: as long as it has, the
-	// address is taken, and who connects waits for somebody to accept.
+	// passed says that the service manager has the socket, too. Then the address stays in
+	// use when l is closed, and initiators that connect wait.
 	passed bool
 	cur    atomic.Pointer[servedPortal]
 
 	mu  sync.Mutex
-	had []*iscsi.Portal // guarded by mu: all that it has been
+	had []*iscsi.Portal // all that cur has pointed to; guarded by mu
 }
 
-// connections is how many the session has by way of p.
+// connections counts the connections of s through p.
 func (p *portal) connections(s *iscsi.SessionInfo) (n int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -47,15 +47,14 @@ func (p *portal) connections(s *iscsi.SessionInfo) (n int) {
 	return n
 }
 
-// A servedPortal is a portal as new connections meet it. It is not changed; a new one
-// takes its place.
+// A servedPortal is the description of a portal for new connections. It does not change;
+// another one replaces it.
 type servedPortal struct {
 	*iscsi.Portal
 	cfg config.Portal
 }
 
-// listen opens a portal, on the socket that the service manager has passed for it if
-// there is one.
+// listen listens on a portal, on the socket from the service manager if there is one.
 func (d *Daemon) listen(c config.Portal) (*portal, error) {
 	p := &portal{}
 	if s := d.manager.Match(c.Listen); s != nil {
@@ -74,8 +73,8 @@ func (d *Daemon) listen(c config.Portal) (*portal, error) {
 	return p, nil
 }
 
-// describePortal makes c what new connections and discovery meet on p. It returns what
-// there was before, or nil.
+// describePortal describes p by c to new connections and to discovery. It returns the
+// description before, or nil.
 func (d *Daemon) describePortal(p *portal, c config.Portal) (old *servedPortal) {
 	pc := iscsi.PortalConfig{Listen: p.l.Addr().String(), Advertise: c.Advertise, TPGT: uint16(c.TPGT)}
 	if c.Serves(string(transportISER)) {
@@ -92,13 +91,13 @@ func (d *Daemon) describePortal(p *portal, c config.Portal) (old *servedPortal) 
 	return old
 }
 
-// listenTCP opens a listener. Accepted connections inherit the socket options.
+// listenTCP listens on addr. Accepted connections inherit the socket options.
 func listenTCP(addr string) (net.Listener, error) {
 	lc := net.ListenConfig{Control: func(_, _ string, raw syscall.RawConn) error { return setOptions(raw) }}
 	return lc.Listen(context.Background(), "tcp", addr)
 }
 
-// control sets the socket options of a listener that is open.
+// control sets the socket options of an open listener.
 func control(l *net.TCPListener) error {
 	raw, err := l.SyscallConn()
 	if err != nil {
@@ -107,6 +106,7 @@ func control(l *net.TCPListener) error {
 	return setOptions(raw)
 }
 
+// setOptions sets the socket options of a portal.
 func setOptions(raw syscall.RawConn) error {
 	var err error
 	cerr := raw.Control(func(fd uintptr) {
@@ -115,22 +115,22 @@ func setOptions(raw syscall.RawConn) error {
 	return errors.Join(cerr, err)
 }
 
-// accept serves p from now on, if Run has begun.
-func (d *Daemon) accept(p *portal) {
-	ctx := d.running
+// accept begins to serve p, if Run has begun.
+func (e *editor) accept(p *portal) {
+	d, ctx := e.d, e.d.changes.serving
 	if ctx == nil {
 		return
 	}
 	cur := p.cur.Load()
 	d.log.Info("serving", "portal", p.l.Addr(), "tpgt", cur.TPGT, "advertise", cur.Advertise, eventKey, "service")
-	d.wg.Add(1)
+	d.net.wg.Add(1)
 	go func() {
-		defer d.wg.Done()
+		defer d.net.wg.Done()
 		d.acceptLoop(ctx, p)
 	}()
 }
 
-// acceptLoop takes connections until the listener is closed.
+// acceptLoop accepts connections until the listener is closed.
 func (d *Daemon) acceptLoop(ctx context.Context, p *portal) {
 	for {
 		nc, err := p.l.Accept()
@@ -138,7 +138,7 @@ func (d *Daemon) acceptLoop(ctx context.Context, p *portal) {
 			return
 		}
 		if err != nil {
-			// Out of file descriptors, most likely: others may be closed soon.
+			// Probably no file descriptor is left, and another one is closed soon.
 			d.log.Error("accept", "portal", p.l.Addr(), "reason", err)
 			select {
 			case <-ctx.Done():
@@ -147,42 +147,42 @@ func (d *Daemon) acceptLoop(ctx context.Context, p *portal) {
 			}
 			continue
 		}
-		if n, most := d.conns.Add(1), d.limits.Load().MaxConnections; n > int64(most) {
-			limit := fmt.Errorf("limits.max_connections is %d", most)
-			gaveWay := d.newcomers.giveWay(fmt.Errorf("%w, and this one had not logged in: %w", limit, errGaveWay))
-			d.conns.Add(-1) // that place is taken, even before its connection has ended
-			if !gaveWay {
+		if n, limit := d.net.conns.Add(1), d.net.limits.Load().MaxConnections; n > int64(limit) {
+			limit := fmt.Errorf("limits.max_connections is %d", limit)
+			displaced := d.net.newcomers.displace(fmt.Errorf("%w, and this one had not logged in: %w", limit, errDisplaced))
+			d.net.conns.Add(-1) // of the displaced connection, which may end later
+			if !displaced {
 				d.refused(nc, "limit", limit)
 				nc.Close()
 				continue
 			}
 		}
-		d.wg.Add(1)
-		tap := d.captures.Tap(nc.(*net.TCPConn))
-		ctx, end := d.newcomers.add(ctx, tap)
+		d.net.wg.Add(1)
+		tap := d.net.captures.Tap(nc.(*net.TCPConn))
+		ctx, end := d.net.newcomers.add(ctx, tap)
 		go func() {
-			defer d.wg.Done()
+			defer d.net.wg.Done()
 			defer end(nil)
 			d.serve(ctx, p.cur.Load(), tap)
-			d.newcomers.remove(tap)
-			if !errors.Is(context.Cause(ctx), errGaveWay) {
-				d.conns.Add(-1)
+			d.net.newcomers.remove(tap)
+			if !errors.Is(context.Cause(ctx), errDisplaced) {
+				d.net.conns.Add(-1)
 			}
 		}()
 	}
 }
 
-// serve runs one connection from its first octet to its end.
+// serve runs a connection from its first byte to its end.
 func (d *Daemon) serve(ctx context.Context, p *servedPortal, nc *capture.Conn) {
 	accepted := time.Now()
-	if err := d.policy.Admit(nc.LocalAddr(), nc.RemoteAddr()); err != nil {
+	if err := d.net.policy.Admit(nc.LocalAddr(), nc.RemoteAddr()); err != nil {
 		d.refused(nc, "policy", err)
 		nc.Close()
 		return
 	}
-	dm, stage, err := d.mover(ctx, p, nc, accepted.Add(d.limits.Load().LoginTimeout))
+	dm, stage, err := d.mover(ctx, p, nc, accepted.Add(d.net.limits.Load().LoginTimeout))
 	if err != nil {
-		if cause := context.Cause(ctx); errors.Is(cause, errGaveWay) {
+		if cause := context.Cause(ctx); errors.Is(cause, errDisplaced) {
 			err = cause
 		}
 		d.refused(nc, stage, err)
@@ -196,22 +196,22 @@ func (d *Daemon) serve(ctx context.Context, p *servedPortal, nc *capture.Conn) {
 	})
 }
 
-// mover finds out what the initiator speaks, which the portal has to allow, and
-// returns the datamover for it, until deadline. The stage is where it failed.
+// mover returns the Datamover for what the initiator speaks, which the portal has to
+// allow. It fails at the deadline; stage says where.
 func (d *Daemon) mover(ctx context.Context, p *servedPortal, nc *capture.Conn, deadline time.Time) (dm iscsi.Datamover, stage string, err error) {
 	speaks, err := sniff(ctx, nc, deadline)
 	if err != nil {
-		return nil, "first octet", err
+		return nil, "first byte", err
 	}
 	if !p.cfg.Serves(string(speaks)) {
-		return nil, "portal", fmt.Errorf("the initiator speaks %s, transports of the portal are %v", speaks, p.cfg.Transports)
+		return nil, "portal", fmt.Errorf("the initiator speaks %s, but the transports of the portal are %v", speaks, p.cfg.Transports)
 	}
 	if speaks == transportTCP {
 		c := tcp.New(nc, tcp.Options{})
 		nc.Unread(c.Unread)
 		return c, "", nil
 	}
-	o := *d.rdma.Load()
+	o := *d.net.rdma.Load()
 	o.StartupTimeout = max(time.Until(deadline), 1) // 0 is the default
 	c, err := iser.Accept(ctx, nc, iser.Options{RDMA: o})
 	if err != nil {
@@ -221,8 +221,8 @@ func (d *Daemon) mover(ctx context.Context, p *servedPortal, nc *capture.Conn, d
 	return c, "", nil
 }
 
-// refused leaves the one line of a connection that did not get as far as
-// iSCSI login, in the form of the line about a login.
+// refused logs a connection that ends before the iSCSI login, on one line like that of a
+// login.
 func (d *Daemon) refused(nc net.Conn, stage string, reason error) {
 	d.log.Warn("login", eventKey, "login", "remote", nc.RemoteAddr(), "local", nc.LocalAddr(), "outcome", "refused", "stage", stage, "reason", reason)
 }

@@ -13,17 +13,18 @@ import (
 )
 
 const (
-	// statusInterval is how often the service manager's line is brought up to date.
+	// statusInterval is how often the status line for the service manager is updated.
 	statusInterval = 2 * time.Second
-	// namedReasons is how many LUNs that are not ready the line gives reasons for.
+	// namedReasons is how many LUNs that are not ready the status line names.
 	namedReasons = 3
-	// stopSlack is what the end may take beyond sessions: stores are synchronized.
+	// stopSlack is what a shutdown takes after the sessions have ended: stores are
+	// synchronized.
 	stopSlack = 45 * time.Second
 )
 
-// unmatched is an error if sockets were passed that no portal is on: who connects to
-// them would wait for ever.
-func (d *Daemon) unmatched() error {
+// checkSockets fails if the service manager passed a socket that no portal uses:
+// initiators that connect to it would wait forever.
+func (d *Daemon) checkSockets() error {
 	if len(d.manager.Sockets) == 0 {
 		return nil
 	}
@@ -35,27 +36,26 @@ func (d *Daemon) unmatched() error {
 	return fmt.Errorf("sockets of the service manager that no portal listens on: %s", strings.Join(list, ", "))
 }
 
-// notify tells the service manager. That it cannot be told is no reason to stop.
+// notify notifies the service manager. An error is logged only.
 func (d *Daemon) notify(assignments ...string) {
 	if err := d.manager.Notify(assignments...); err != nil {
 		d.log.Warn("service manager", "reason", err)
 	}
 }
 
-// reloading tells the service manager that f reads the configuration again.
+// reloading calls f, and tells the service manager that it reloads meanwhile.
 func (d *Daemon) reloading(f func()) {
 	d.notify(systemd.Reloading()...)
 	f()
 	d.notify("READY=1", systemd.Status(d.status()))
 }
 
-// attend keeps the service manager informed until ctx ends: by a line about the state,
-// and, if it watches, that the daemon is able to serve.
+// attend sends the status line to the service manager until ctx ends.
 func (d *Daemon) attend(ctx context.Context) {
 	if !d.manager.Present() {
 		return
 	}
-	d.wg.Go(func() {
+	d.net.wg.Go(func() {
 		tick := time.NewTicker(statusInterval)
 		defer tick.Stop()
 		last := ""
@@ -73,12 +73,11 @@ func (d *Daemon) attend(ctx context.Context) {
 	})
 }
 
-// watchdog tells the service manager, until the function that it returns is called, that
-// the daemon is able to serve: three times in the interval, each time after the locks
-// that every login, every list and every change needs have been taken. If one of them is
-// never free again, nothing is told, and the manager starts the daemon anew. A change
-// that waits for commands holds none of them, nor does a store that does not answer,
-// which another process would not make answer either.
+// watchdog notifies the service manager three times per watchdog interval, until stop is
+// called. Each time it first takes the locks that every login, list and change needs. If
+// one of them is never released, the notifications end and the manager restarts the
+// daemon. A change that waits for commands holds none of these locks, and neither does a
+// call of a store that hangs, which a restart would not repair.
 func (d *Daemon) watchdog() (stop func()) {
 	if d.manager.Watchdog == 0 || !d.manager.Present() {
 		return func() {}
@@ -102,7 +101,7 @@ func (d *Daemon) watchdog() (stop func()) {
 	return stop
 }
 
-// status is the state in one line: what an operator wants to see first.
+// status returns the state in one line, for operators.
 func (d *Daemon) status() string {
 	sessions := len(d.node.Sessions())
 	d.mu.Lock()
@@ -111,7 +110,7 @@ func (d *Daemon) status() string {
 		luns     int
 		notReady []string
 	)
-	for _, t := range d.targets {
+	for _, t := range d.served.targets {
 		for _, id := range slices.Sorted(maps.Keys(t.luns)) {
 			luns++
 			l := t.luns[id]
@@ -126,7 +125,7 @@ func (d *Daemon) status() string {
 			notReady = append(notReady, fmt.Sprintf("LUN %d of %s: %s", id, t.name, cut(reason, 200)))
 		}
 	}
-	s := fmt.Sprintf("serving: sessions %d, targets %d, LUNs %d", sessions, len(d.targets), luns)
+	s := fmt.Sprintf("serving: sessions %d, targets %d, LUNs %d", sessions, len(d.served.targets), luns)
 	if n := len(notReady); n > 0 {
 		s += fmt.Sprintf(", not ready %d: %s", n, strings.Join(notReady[:min(n, namedReasons)], "; "))
 		if n > namedReasons {
@@ -136,7 +135,7 @@ func (d *Daemon) status() string {
 	return s
 }
 
-// cut shortens s to n octets at most, and what cutting leaves of a character.
+// cut shortens s to at most n bytes, at the end of a character.
 func cut(s string, n int) string {
 	if len(s) <= n {
 		return s
@@ -144,9 +143,9 @@ func cut(s string, n int) string {
 	return strings.ToValidUTF8(s[:n], "") + "…"
 }
 
-// stopping tells the service manager that the end begins, and how long it may take.
-func (d *Daemon) stopping(most time.Duration) {
+// stopping tells the service manager that the shutdown begins and how long it may take.
+func (d *Daemon) stopping(timeout time.Duration) {
 	n := len(d.node.Sessions())
-	d.notify("STOPPING=1", systemd.Extend(most+stopSlack),
+	d.notify("STOPPING=1", systemd.Extend(timeout+stopSlack),
 		systemd.Status(fmt.Sprintf("stopping: sessions %d, asked to log out within %v", n, d.Effective().Drain)))
 }

@@ -107,8 +107,8 @@ func (s *shrinks) store() error {
 	return s.doc.Replace(shrinkState{1, all})
 }
 
-// planned returns the files that a plan cuts off.
-func planned(p *schema.Plan, cfg *config.Config) sizes {
+// filesToShrink returns the files that a plan cuts off, with their new sizes.
+func filesToShrink(p *schema.Plan, cfg *config.Config) sizes {
 	s := sizes{}
 	for _, st := range p.Steps {
 		if l := lunOf(targetOf(cfg, st.Change.Target), st.Change.LUN); st.Shrinks && l != nil && l.Backend == "file" {
@@ -119,18 +119,19 @@ func planned(p *schema.Plan, cfg *config.Config) sizes {
 }
 
 // keepShrinks stores s as what the change in progress is about to cut off.
-func (d *Daemon) keepShrinks(s sizes) error {
-	d.shrinks.mu.Lock()
-	d.shrinks.planned = s
-	d.shrinks.mu.Unlock()
-	return d.shrinks.store()
+func (e *editor) keepShrinks(s sizes) error {
+	all := &e.d.state.shrinks
+	all.mu.Lock()
+	all.planned = s
+	all.mu.Unlock()
+	return all.store()
 }
 
 // mayOutgrow stores that the file may be larger than size, its configured size, because
 // it is being extended. With so false it forgets that. A store that hangs may extend the
-// file long after the change failed, so the caller need not hold the turn.
+// file long after the change failed, so the caller need not be the editor.
 func (d *Daemon) mayOutgrow(path string, size int64, so bool) error {
-	s := &d.shrinks
+	s := &d.state.shrinks
 	s.mu.Lock()
 	_, was := s.overgrown[path]
 	if s.overgrown == nil {
@@ -148,22 +149,21 @@ func (d *Daemon) mayOutgrow(path string, size int64, so bool) error {
 
 // shrinksTo returns the size that an earlier process was about to give the file, or 0.
 func (d *Daemon) shrinksTo(path string) int64 {
-	d.shrinks.mu.Lock()
-	defer d.shrinks.mu.Unlock()
-	return d.shrinks.left[path]
+	s := &d.state.shrinks
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.left[path]
 }
 
 // forgetShrinks forgets what an earlier process left and the start has finished, or found
 // not necessary. It keeps what a LUN needs whose file is missing.
-//
-// It is the caller's turn.
-func (d *Daemon) forgetShrinks() error {
+func (e *editor) forgetShrinks() error {
 	waits := sizes{}
-	s := &d.shrinks
+	d, s := e.d, &e.d.state.shrinks
 	d.mu.Lock()
 	s.mu.Lock()
 	none := len(s.left) == 0
-	for _, t := range d.targets {
+	for _, t := range d.served.targets {
 		for _, l := range t.luns {
 			if size, ok := s.left[l.Path]; ok && l.fault != nil {
 				waits[l.Path] = size
@@ -176,5 +176,5 @@ func (d *Daemon) forgetShrinks() error {
 	if none {
 		return nil
 	}
-	return d.keepShrinks(nil)
+	return e.keepShrinks(nil)
 }

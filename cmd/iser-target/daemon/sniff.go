@@ -22,16 +22,16 @@ const (
 
 const (
 	firstOfMPA   = 'M'  // of "MPA ID Req Frame" (RFC 5044, section 7.1.1)
-	loginRequest = 0x03 // opcode of a Login Request; the immediate bit is not looked at
+	loginRequest = 0x03 // opcode of a Login Request, without the immediate bit
 	opcodeMask   = 0x3f
 )
 
-// sniff waits for the first octet of a connection, leaves it there, and tells
-// by it what the initiator speaks.
+// sniff waits for the first byte of a connection, without consuming it, and returns what
+// the initiator speaks.
 func sniff(ctx context.Context, nc net.Conn, deadline time.Time) (transport, error) {
 	sc, ok := nc.(syscall.Conn)
 	if !ok {
-		return "", fmt.Errorf("%T is no socket", nc)
+		return "", fmt.Errorf("%T is not a socket", nc)
 	}
 	raw, err := sc.SyscallConn()
 	if err != nil {
@@ -51,10 +51,10 @@ func sniff(ctx context.Context, nc net.Conn, deadline time.Time) (transport, err
 		return perr != unix.EAGAIN && perr != unix.EINTR
 	})
 	if err = errors.Join(err, perr); err != nil {
-		return "", fmt.Errorf("waiting for the first octet: %w", err)
+		return "", fmt.Errorf("waiting for the first byte: %w", err)
 	}
 	if n == 0 {
-		return "", fmt.Errorf("nothing was sent: %w", io.EOF)
+		return "", fmt.Errorf("the initiator sent nothing: %w", io.EOF)
 	}
 	if err := nc.SetReadDeadline(time.Time{}); err != nil {
 		return "", err
@@ -65,5 +65,5 @@ func sniff(ctx context.Context, nc net.Conn, deadline time.Time) (transport, err
 	case first[0]&opcodeMask == loginRequest:
 		return transportTCP, nil
 	}
-	return "", fmt.Errorf("first octet %#02x begins neither an MPA Request nor an iSCSI Login Request", first[0])
+	return "", fmt.Errorf("first byte %#02x begins neither an MPA Request nor an iSCSI Login Request", first[0])
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 // reservationTypes are the names of persistent reservation types (SPC-4, section
@@ -25,21 +26,22 @@ var reservationTypes = map[byte]string{
 	8: "exclusive access, all registrants",
 }
 
+// sessionName names a session in a plan.
 func sessionName(tsih uint16, initiator string) string {
 	return fmt.Sprintf("session %d of %s", tsih, initiator)
 }
 
-// State is what runs now.
+// State returns the current state.
 func (d *Daemon) State() schema.State {
 	sessions := d.node.Sessions()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	st := schema.State{Version: d.version, Started: d.started, Config: absolute(d.path), Portals: []schema.PortalState{}, Targets: []schema.TargetState{}, Sessions: []schema.SessionState{},
 		LatencyBounds: latencyBounds}
-	for _, ch := range d.pending {
-		st.Pending = append(st.Pending, describe(ch))
+	for _, ch := range d.served.pending {
+		st.Pending = append(st.Pending, ch.String())
 	}
-	for _, p := range d.portals {
+	for _, p := range d.served.portals {
 		cur := p.cur.Load()
 		ps := schema.PortalState{Listen: cur.cfg.Listen, Address: p.l.Addr().String(), TPGT: cur.cfg.TPGT, Advertise: cur.cfg.Advertise}
 		for _, tr := range []transport{transportISER, transportTCP} {
@@ -52,7 +54,7 @@ func (d *Daemon) State() schema.State {
 		}
 		st.Portals = append(st.Portals, ps)
 	}
-	for _, t := range d.targets {
+	for _, t := range d.served.targets {
 		st.Targets = append(st.Targets, d.targetState(t, sessions))
 	}
 	for i := range sessions {
@@ -61,7 +63,7 @@ func (d *Daemon) State() schema.State {
 	return st
 }
 
-// absolute is the path for those who work in another directory.
+// absolute returns the path for users in another directory.
 func absolute(path string) string {
 	if abs, err := filepath.Abs(path); err == nil && path != "" {
 		return abs
@@ -69,15 +71,18 @@ func absolute(path string) string {
 	return path
 }
 
-// Preconditions: mu is held.
+// targetState returns the state of t.
+//
+// Preconditions: d.mu is held.
 func (d *Daemon) targetState(t *servedTarget, sessions []iscsi.SessionInfo) schema.TargetState {
+	invariant.Held(&d.mu)
 	ts := schema.TargetState{Name: t.name, Auth: "none", LUNs: []schema.LUNState{}, PortalGroups: []int{}}
-	if c := targetOf(d.cfg, t.name); c != nil { // it is not in there while it is being added
+	if c := targetOf(d.served.cfg, t.name); c != nil { // nil while t is being added
 		ts.Alias, ts.Initiators, ts.Redirect = c.Alias, c.Initiators, c.Redirect.To
 		if c.Auth.Method == "chap" {
 			ts.Auth = c.Auth.Method
 		}
-		for _, tag := range d.cfg.TPGTs(c) {
+		for _, tag := range d.served.cfg.TPGTs(c) {
 			ts.PortalGroups = append(ts.PortalGroups, int(tag))
 		}
 	}
@@ -90,10 +95,10 @@ func (d *Daemon) targetState(t *servedTarget, sessions []iscsi.SessionInfo) sche
 		}
 		ts.LUNs = append(ts.LUNs, l)
 	}
-	for _, r := range d.leaving {
+	for _, r := range d.ending.removals {
 		if r.t == t {
 			l := lunState(t.name, r.l)
-			l.State, l.Reason = schema.Draining, "it was removed: "+r.describe()
+			l.State, l.Reason = schema.Draining, "it was removed: "+r.progress()
 			ts.LUNs = append(ts.LUNs, l)
 		}
 	}
@@ -105,6 +110,7 @@ func (d *Daemon) targetState(t *servedTarget, sessions []iscsi.SessionInfo) sche
 	return ts
 }
 
+// lunState returns the state of l.
 func lunState(target string, l *servedLUN) schema.LUNState {
 	info := l.unit.Info()
 	s := schema.LUNState{
@@ -123,7 +129,7 @@ func lunState(target string, l *servedLUN) schema.LUNState {
 	case l.fault != nil:
 		s.State, s.Reason, s.Size = schema.NotReady, l.fault.Error(), int64(l.Size)
 	case l.unit.Absent():
-		s.State, s.Reason, s.Size = schema.NotReady, "it is being opened anew", int64(l.Size)
+		s.State, s.Reason, s.Size = schema.NotReady, "it is being opened again", int64(l.Size)
 	case status != schema.Ready:
 		s.State, s.Reason = schema.NotReady, status
 	}
@@ -137,6 +143,7 @@ func lunState(target string, l *servedLUN) schema.LUNState {
 	return s
 }
 
+// sessionState returns the state of s.
 func sessionState(s *iscsi.SessionInfo) schema.SessionState {
 	p := &s.Params
 	st := schema.SessionState{
@@ -170,6 +177,7 @@ func sessionState(s *iscsi.SessionInfo) schema.SessionState {
 	return st
 }
 
+// addCounts adds n to c.
 func addCounts(c *schema.CounterState, n *lun.Counts) {
 	c.Reads += n.Commands[lun.KindRead]
 	c.Writes += n.Commands[lun.KindWrite]
@@ -182,7 +190,7 @@ func addCounts(c *schema.CounterState, n *lun.Counts) {
 	c.InFlight += int(n.InFlight)
 }
 
-// latencyBounds are the upper bounds of the buckets, in seconds.
+// latencyBounds are the upper bounds of the latency buckets, in seconds.
 var latencyBounds = func() (bounds []float64) {
 	for i := range lun.LatencyBuckets - 1 {
 		bounds = append(bounds, lun.LatencyBound(i).Seconds())
@@ -190,7 +198,7 @@ var latencyBounds = func() (bounds []float64) {
 	return bounds
 }()
 
-// phases are those that commands were in.
+// phases returns the phases that commands have been in.
 func phases(l *lun.Latencies) (list []schema.PhaseState) {
 	for p := range l {
 		if l[p].Count == 0 {
@@ -208,6 +216,7 @@ func phases(l *lun.Latencies) (list []schema.PhaseState) {
 	return list
 }
 
+// yesNo returns b as an iSCSI text value.
 func yesNo(b bool) string {
 	if b {
 		return "Yes"
@@ -215,6 +224,7 @@ func yesNo(b bool) string {
 	return "No"
 }
 
+// digest returns the value of a digest key.
 func digest(on bool) string {
 	if on {
 		return "CRC32C"
@@ -222,24 +232,23 @@ func digest(on bool) string {
 	return "None"
 }
 
-// KillSession ends a session at once: its initiator is told, and disconnected. It may
-// log in again.
+// KillSession ends a session at once. It notifies the initiator, which may log in again.
 func (d *Daemon) KillSession(ctx context.Context, tsih uint16, reason string) error {
 	if reason == "" {
-		reason = "an operator has ended the session"
+		reason = "an operator ended the session"
 	}
 	s, err := d.node.Session(tsih)
 	if err != nil {
 		return fmt.Errorf("session %d: %w", tsih, ErrNotFound)
 	}
-	d.log.InfoContext(ctx, "session is killed", eventKey, "session", "tsih", tsih, "initiator", s.Initiator, "target", s.Target, "reason", reason)
+	d.log.InfoContext(ctx, "session killed", eventKey, "session", "tsih", tsih, "initiator", s.Initiator, "target", s.Target, "reason", reason)
 	return d.endSession(context.WithoutCancel(ctx), tsih, 0, reason)
 }
 
-// ClearReservation ends all reservations of a LUN and all registrations with it.
+// ClearReservation ends the reservation of a LUN and removes all its registrations.
 func (d *Daemon) ClearReservation(ctx context.Context, target string, id int) error {
 	d.mu.Lock()
-	t := d.target(target)
+	t := d.served.target(target)
 	var l *servedLUN
 	if t != nil {
 		l = t.luns[id]
@@ -249,32 +258,32 @@ func (d *Daemon) ClearReservation(ctx context.Context, target string, id int) er
 	case t == nil:
 		return fmt.Errorf("target %s: %w", target, ErrNotFound)
 	case l == nil:
-		return fmt.Errorf("LUN %d of target %s: %w", id, target, ErrNotFound)
+		return fmt.Errorf("LUN %d of %s: %w", id, target, ErrNotFound)
 	}
 	cleared, err := l.unit.ClearReservation()
 	switch {
 	case err != nil:
 		return err
 	case !cleared:
-		return fmt.Errorf("reservation of LUN %d of target %s: %w", id, target, ErrNotFound)
+		return fmt.Errorf("reservation of LUN %d of %s: %w", id, target, ErrNotFound)
 	}
-	d.log.WarnContext(ctx, "reservation is cleared", eventKey, "reservation", "target", target, "lun", id)
+	d.log.WarnContext(ctx, "reservation cleared", eventKey, "reservation", "target", target, "lun", id)
 	return nil
 }
 
-// Effective is the configuration that runs. It is not to be changed.
+// Effective returns the running configuration. The caller must not change it.
 func (d *Daemon) Effective() *config.Config {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return d.cfg
+	return d.served.cfg
 }
 
-// Document is a copy of the document that runs.
+// Document returns a copy of the running document.
 func (d *Daemon) Document() *config.Document {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return d.doc.Clone()
+	return d.served.doc.Clone()
 }
 
-// Node is what the daemon serves with: for metrics.
+// Node returns the iSCSI node, for metrics.
 func (d *Daemon) Node() *iscsi.Node { return d.node }

@@ -95,8 +95,8 @@ func (s *hangingStore) Close() error {
 }
 
 // testWaits are short, but not too short for a machine with other things to do.
-var testWaits = waits{store: 500 * time.Millisecond, slow: 500 * time.Millisecond, turn: 20 * time.Second, brief: 10 * time.Millisecond, close: 500 * time.Millisecond,
-	start: time.Second, end: time.Second, slot: 20 * time.Millisecond, most: 64}
+var testWaits = waits{store: 500 * time.Millisecond, slow: 500 * time.Millisecond, changes: 20 * time.Second, brief: 10 * time.Millisecond, close: 500 * time.Millisecond,
+	start: time.Second, end: time.Second, slot: 20 * time.Millisecond, calls: 64}
 
 // soon is what no call may take, whatever hangs: the sum of some waits.
 const soon = 30 * time.Second
@@ -137,7 +137,7 @@ func newHangingLab(t *testing.T, w waits, before func(*hanger), o ...func(*lab))
 		testkit.Eventually(t, "no store is asked any more", func() bool {
 			d.calls.mu.Lock()
 			defer d.calls.mu.Unlock()
-			return len(d.calls.under) == 0
+			return len(d.calls.inProgress) == 0
 		})
 	})
 	return l, h, end
@@ -218,7 +218,7 @@ func TestStuckStart(t *testing.T) {
 		l.serves(s)
 		time.Sleep(300 * time.Millisecond) // in which it is looked after
 	}
-	if st := l.lunState(1); st.State != schema.NotReady || !strings.Contains(st.Reason, "does not answer: opening it has not come to an end since") {
+	if st := l.lunState(1); st.State != schema.NotReady || !strings.Contains(st.Reason, "does not answer: opening it has not ended since") {
 		t.Errorf("LUN 1: %+v", st)
 	}
 	if got := l.status(); !strings.Contains(got, "does not answer") {
@@ -296,7 +296,7 @@ func TestStuckCreate(t *testing.T) {
 		l.luns = zero + "," + l.disk(1, "one", "")
 		inTime(t, "a creation that hangs", func() {
 			_, err := l.apply(ChangeOptions{})
-			if !errors.Is(err, ErrStuck) || !strings.Contains(err.Error(), "as before: adding LUN 1 of target") && !strings.Contains(err.Error(), "nothing has changed: LUN 1 of target") {
+			if !errors.Is(err, ErrStuck) || !strings.Contains(err.Error(), "add LUN 1 of "+store) && !strings.Contains(err.Error(), "LUN 1 of "+store) || !strings.Contains(err.Error(), "Nothing was changed") {
 				t.Errorf("error %v", err)
 			}
 		})
@@ -310,12 +310,12 @@ func TestStuckCreate(t *testing.T) {
 		t.Errorf("the store was asked %d times", n)
 	}
 	l.calls.mu.Lock()
-	if n := len(l.calls.under); n != 1 {
+	if n := len(l.calls.inProgress); n != 1 {
 		t.Errorf("%d goroutines hang", n)
 	}
 	l.calls.mu.Unlock()
 	free()
-	testkit.Eventually(t, "the store is closed", func() bool { return l.calls.about(disk) == nil })
+	testkit.Eventually(t, "the store is closed", func() bool { return l.calls.pending(disk) == nil })
 	l.luns = zero + "," + l.disk(1, "one", "")
 	l.ok(ChangeOptions{})
 	if got := attentions(t, s, 1); !strings.HasPrefix(got, "29/00") {
@@ -334,7 +334,7 @@ func TestStuckMany(t *testing.T) {
 			frees = append(frees, h.hang("open "+disk))
 		}
 	}, func(l *lab) {
-		for i := 1; i <= testWaits.most+5; i++ {
+		for i := 1; i <= testWaits.calls+5; i++ {
 			name := fmt.Sprintf("disk%d", i)
 			disks = append(disks, filepath.Join(l.dir, name))
 			l.luns += "," + l.disk(i, name, "")
@@ -347,7 +347,7 @@ func TestStuckMany(t *testing.T) {
 	if got := attentions(t, s, 0); got != "29/00" {
 		t.Errorf("LUN 0: %s", got)
 	}
-	if st := l.lunState(testWaits.most + 5); st.State != schema.NotReady || !strings.Contains(st.Reason, "64 others that do not answer") {
+	if st := l.lunState(testWaits.calls + 5); st.State != schema.NotReady || !strings.Contains(st.Reason, "64 other stores do not answer") {
 		t.Errorf("the last one: %+v", st)
 	}
 	for _, f := range frees {
@@ -369,7 +369,7 @@ func TestStuckResize(t *testing.T) {
 	old := l.luns
 	l.luns = strings.Replace(old, "size: 1MiB", "size: 2MiB", 1)
 	inTime(t, "a resize that hangs", func() {
-		if _, err := l.apply(ChangeOptions{}); !errors.Is(err, ErrStuck) || !strings.Contains(err.Error(), "giving it 2097152 octets") {
+		if _, err := l.apply(ChangeOptions{}); !errors.Is(err, ErrStuck) || !strings.Contains(err.Error(), "setting its size to 2097152 bytes") {
 			t.Errorf("error %v", err)
 		}
 	})
@@ -384,7 +384,7 @@ func TestStuckResize(t *testing.T) {
 	}
 	testkit.Eventually(t, "LUN 1 says why it is not ready", func() bool {
 		st := l.lunState(1)
-		return st.State == schema.NotReady && strings.Contains(st.Reason, "giving it 2097152 octets has not come to an end")
+		return st.State == schema.NotReady && strings.Contains(st.Reason, "setting its size to 2097152 bytes has not ended")
 	})
 	free()
 	testkit.Eventually(t, "LUN 1 is ready", func() bool { return l.lunState(1).State == schema.Ready })
@@ -418,14 +418,14 @@ func TestStuckClose(t *testing.T) {
 	both, zero := l.luns, `{id: 0, backend: memory, size: 4MiB}`
 	l.luns = zero
 	inTime(t, "a removal that hangs", func() {
-		if p := l.ok(ChangeOptions{Disrupt: true}); !strings.Contains(p.Note, "LUN 1: the store does not answer: closing it has not come to an end since") {
+		if p := l.ok(ChangeOptions{Disrupt: true}); !strings.Contains(p.Note, "LUN 1: the store does not answer: closing it has not ended since") {
 			t.Errorf("note %q", p.Note)
 		}
 	})
 	l.serves(s)
 	l.luns = both
 	inTime(t, "its creation", func() {
-		if _, err := l.apply(ChangeOptions{}); !errors.Is(err, ErrLeaving) || !strings.Contains(err.Error(), "nothing has changed: LUN 1 of target") {
+		if _, err := l.apply(ChangeOptions{}); !errors.Is(err, ErrBeingRemoved) || !strings.Contains(err.Error(), "LUN 1 of "+store) {
 			t.Errorf("error %v", err)
 		}
 	})
@@ -531,8 +531,8 @@ func TestStuckEnd(t *testing.T) {
 	time.AfterFunc(200*time.Millisecond, freeThree)
 	var err error
 	inTime(t, "the end", func() { err = end() })
-	if !errors.Is(err, ErrStuck) || !strings.Contains(err.Error(), "LUN 1 of target "+store+": the store does not answer: closing it") ||
-		!strings.Contains(err.Error(), "LUN 4 of target "+store+": the store does not answer: giving it 2097152 octets") ||
+	if !errors.Is(err, ErrStuck) || !strings.Contains(err.Error(), "LUN 1 of "+store+": the store does not answer: closing it") ||
+		!strings.Contains(err.Error(), "LUN 4 of "+store+": the store does not answer: setting its size to 2097152 bytes") ||
 		strings.Contains(err.Error(), "LUN 2") || strings.Contains(err.Error(), "LUN 3") {
 		t.Errorf("error %v", err)
 	}
@@ -572,7 +572,7 @@ func TestStuckEndOfChange(t *testing.T) {
 		t.Errorf("error %v", err)
 	}
 	free()
-	testkit.Eventually(t, "the store has answered", func() bool { return l.calls.about(disk) == nil })
+	testkit.Eventually(t, "the store has answered", func() bool { return l.calls.pending(disk) == nil })
 	if b, err := os.ReadFile(l.path); err != nil || strings.Contains(string(b), disk) {
 		t.Errorf("the file says\n%s%v", b, err)
 	}

@@ -7,21 +7,18 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"slices"
 	"sync"
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/gotgt"
 	"github.com/iser-target/iser-target/config"
-	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/lun/state"
-	"github.com/iser-target/iser-target/security"
 )
 
-// In the state directory: who is who of the LUNs, who has reserved them, what
-// initiators have set in them for good, and which are being sanitized.
+// Files of the state directory: the identities of LUNs, their reservations, the settings
+// that initiators saved, and sanitize operations in progress.
 const (
 	identitiesFile   = "identities.json"
 	reservationsFile = "reservations.json"
@@ -29,66 +26,10 @@ const (
 	sanitizeFile     = "sanitize.json"
 )
 
-// A servedTarget is a target and the LUNs that it has at the time. Beside its name and
-// inventory it is guarded as what Daemon.mu guards.
-type servedTarget struct {
-	name      string
-	inventory *lun.Inventory
-	luns      map[int]*servedLUN // by LUN
-}
-
-// A servedLUN is a LUN. It is not changed but by whose turn it is, with Daemon.mu held.
-type servedLUN struct {
-	config.LUN
-	unit *lun.Unit
-	// fault is why there is no store; nil: there is one.
-	fault  error
-	again  time.Time     // when to try again
-	wait   time.Duration // until the time after that
-	fresh  bool          // the LUN had never been there: its file may be made
-	closed bool          // it has been closed, to be opened anew
-	// opening is the attempt to open the store that has not come to an end, or nil.
-	opening *call
-}
-
-func newTarget(c *config.Target, tpgts []uint16) *servedTarget {
-	return &servedTarget{c.Name, lun.NewInventory(tpgts...), map[int]*servedLUN{}}
-}
-
-// config is t as package iscsi wants it.
-func (t *servedTarget) config(c *config.Target, of *config.Config) (iscsi.TargetConfig, error) {
-	who, err := security.Compile(c.Initiators)
-	if err != nil {
-		return iscsi.TargetConfig{}, fmt.Errorf("target %s: %w", c.Name, err)
-	}
-	chap, err := c.Auth.CHAP()
-	if err != nil {
-		return iscsi.TargetConfig{}, fmt.Errorf("target %s: auth: %w", c.Name, err)
-	}
-	return iscsi.TargetConfig{
-		Name: c.Name, Alias: c.Alias, Initiators: who, Auth: chap,
-		Redirect: iscsi.Redirect{Address: c.Redirect.To, Permanent: c.Redirect.Permanent},
-		LUNs:     t.inventory, PortalGroups: of.TPGTs(c),
-	}, nil
-}
-
-// add lets initiators have l.
-func (t *servedTarget) add(l *servedLUN) error {
-	mask, err := maskOf(l.LUN)
-	if err == nil {
-		err = t.inventory.AddMasked(uint16(l.ID), l.unit, mask)
-	}
-	if err != nil {
-		return fmt.Errorf("target %s, LUN %d: %w", t.name, l.ID, err)
-	}
-	t.luns[l.ID] = l
-	return nil
-}
-
-// openState opens the files of the state directory; with an empty name there are
-// none.
+// openState opens the files of the state directory. If dir is empty, the state is kept in
+// memory.
 func (d *Daemon) openState(dir string) (err error) {
-	d.ids = state.Ephemeral()
+	d.state.ids = state.Ephemeral()
 	if dir == "" {
 		return nil
 	}
@@ -96,39 +37,42 @@ func (d *Daemon) openState(dir string) (err error) {
 	if err != nil {
 		return fmt.Errorf("state_dir: %w", err)
 	}
-	d.ids = ids
-	if err := d.shrinks.open(dir); err != nil {
+	d.state.ids = ids
+	if err := d.state.shrinks.open(dir); err != nil {
 		return fmt.Errorf("state_dir: %w", err)
 	}
-	if d.reservations, err = lun.OpenReservations(filepath.Join(dir, reservationsFile)); err != nil {
+	if d.state.reservations, err = lun.OpenReservations(filepath.Join(dir, reservationsFile)); err != nil {
 		return fmt.Errorf("state_dir: %w", err)
 	}
-	if d.settings, err = lun.OpenSettings(filepath.Join(dir, settingsFile)); err != nil {
+	if d.state.settings, err = lun.OpenSettings(filepath.Join(dir, settingsFile)); err != nil {
 		return fmt.Errorf("state_dir: %w", err)
 	}
-	if d.sanitizations, err = lun.OpenSanitizations(filepath.Join(dir, sanitizeFile)); err != nil {
+	if d.state.sanitizations, err = lun.OpenSanitizations(filepath.Join(dir, sanitizeFile)); err != nil {
 		return fmt.Errorf("state_dir: %w", err)
 	}
 	return nil
 }
 
-// identityKey is what the identity of a LUN belongs to.
+// identityKey returns the key of a LUN's identity in the state directory.
 func identityKey(target string, l *config.LUN) string {
 	return fmt.Sprintf("%s/%d/%s:%s", target, l.ID, l.Backend, l.Path)
 }
 
-var errMissing = errors.New("file is missing: it was there before, and would be made anew without its data. " +
-	"Bring it back, or remove the LUN and create it again")
+var errMissing = errors.New("the file is missing: it existed before, and a new one would hide the loss of its data. " +
+	"Restore the file, or remove the LUN and add it again")
 
-// openLUN makes a logical unit, for which its store has that time. Without the store there
-// is none.
-func (d *Daemon) openLUN(ctx context.Context, most time.Duration, t *servedTarget, l config.LUN) (*servedLUN, error) {
-	fresh := !d.ids.Known(identityKey(t.name, &l))
-	unit, err := d.calls.do(ctx, most, storeKey(t.name, &l), opening, d.opener(t.name, &l, fresh), func(u *lun.Unit, err error) {
+// lateAnswer is logged when a store answers after its time limit.
+const lateAnswer = "store answered after its time limit"
+
+// openLUN opens the store of l within timeout and makes its logical unit.
+func (e *editor) openLUN(ctx context.Context, timeout time.Duration, t *servedTarget, l config.LUN) (*servedLUN, error) {
+	d := e.d
+	fresh := !d.state.ids.Known(identityKey(t.name, &l))
+	unit, err := d.calls.do(ctx, timeout, storeKey(t.name, &l), callOpen, e.opener(t.name, &l, fresh), func(u *lun.Unit, err error) {
 		if err == nil {
 			err = u.Close()
 		}
-		d.log.Warn("the store answers that nobody waited for", "target", t.name, "lun", l.ID, "reason", err)
+		d.log.Warn(lateAnswer, "target", t.name, "lun", l.ID, "reason", err)
 	})
 	if err != nil {
 		return nil, err
@@ -136,29 +80,31 @@ func (d *Daemon) openLUN(ctx context.Context, most time.Duration, t *servedTarge
 	return &servedLUN{LUN: l, unit: unit}, nil
 }
 
-// openOrWait is openLUN, but makes a logical unit that is not ready if its store cannot be
-// opened.
-func (d *Daemon) openOrWait(ctx context.Context, most time.Duration, t *servedTarget, l config.LUN) (*servedLUN, error) {
-	fresh := !d.ids.Known(identityKey(t.name, &l))
-	c, err := d.calls.begin(storeKey(t.name, &l), opening, d.opener(t.name, &l, fresh))
+// openOrRetry is like openLUN, but if the store cannot be opened it returns a LUN that is
+// not ready, and the daemon retries.
+func (e *editor) openOrRetry(ctx context.Context, timeout time.Duration, t *servedTarget, l config.LUN) (*servedLUN, error) {
+	fresh := !e.d.state.ids.Known(identityKey(t.name, &l))
+	c, err := e.d.calls.begin(storeKey(t.name, &l), callOpen, e.opener(t.name, &l, fresh))
 	if err == nil {
-		err = c.wait(ctx, most)
+		err = c.wait(ctx, timeout)
 	}
-	return d.opened(t, l, fresh, c, err)
+	return e.readyOrNot(t, l, fresh, c, err)
 }
 
-// opened is what has come of opening a store: a LUN, ready or not.
-func (d *Daemon) opened(t *servedTarget, l config.LUN, fresh bool, c *call, err error) (*servedLUN, error) {
+// readyOrNot returns the LUN that call c opened, or, if err is not nil, one that is not
+// ready.
+func (e *editor) readyOrNot(t *servedTarget, l config.LUN, fresh bool, c *call, err error) (*servedLUN, error) {
 	if err == nil {
 		return &servedLUN{LUN: l, unit: c.unit}, nil
 	}
-	return d.notReady(t, l, fresh, c, err)
+	return e.notReady(t, l, fresh, c, err)
 }
 
-// notReady makes a logical unit whose store cannot be opened; c is what goes on with that,
-// or has come to an end, or nil.
-func (d *Daemon) notReady(t *servedTarget, l config.LUN, fresh bool, c *call, reason error) (*servedLUN, error) {
-	id, err := d.ids.Promise(identityKey(t.name, &l))
+// notReady makes the logical unit of a LUN whose store cannot be opened for that reason.
+// c is the call that tried, or nil.
+func (e *editor) notReady(t *servedTarget, l config.LUN, fresh bool, c *call, reason error) (*servedLUN, error) {
+	d := e.d
+	id, err := d.state.ids.Promise(identityKey(t.name, &l))
 	if err != nil {
 		return nil, err
 	}
@@ -167,31 +113,28 @@ func (d *Daemon) notReady(t *servedTarget, l config.LUN, fresh bool, c *call, re
 		return nil, err
 	}
 	d.log.Error("LUN not ready", eventKey, "lun", "target", t.name, "lun", l.ID, "reason", reason)
-	served := &servedLUN{LUN: l, unit: unit, fault: reason, again: time.Now().Add(firstRetry), wait: firstRetry, fresh: fresh}
+	served := &servedLUN{LUN: l, unit: unit, fault: reason, retryAt: time.Now().Add(firstRetry), wait: firstRetry, fresh: fresh}
 	if errors.Is(reason, ErrStuck) {
-		served.opening = c
+		served.attempt = c
 	}
 	return served, nil
 }
 
-// opening is the what of a call that opens.
-const opening = "opening it"
+// errAbandoned ends the opening of a store when its caller no longer waits.
+var errAbandoned = errors.New("the time limit for opening the store has passed")
 
-// errLeft ends the opening of a store that nobody waits for.
-var errLeft = errors.New("nobody waits for the store any more")
-
-// opener opens the store of a LUN, as a call. It is the caller's turn now, and may not be
-// when it does.
-func (d *Daemon) opener(target string, l *config.LUN, fresh bool) func(*call) (*lun.Unit, error) {
-	open, config := d.openStore, *l
-	return func(c *call) (*lun.Unit, error) { return d.openUnit(target, &config, fresh, open, c.isLeft) }
+// opener returns the function of a call that opens the store of l. The call may outlast
+// the editor: the function only uses what is copied here or locks itself.
+func (e *editor) opener(target string, l *config.LUN, fresh bool) func(*call) (*lun.Unit, error) {
+	d, open, config := e.d, e.d.openStore, *l
+	return func(c *call) (*lun.Unit, error) { return d.openUnit(target, &config, fresh, open, c.isAbandoned) }
 }
 
-// closeLUN closes the store of a LUN that nobody has any more. late follows what takes
-// longer than that time, or goes on when ctx has ended; then the error is an ErrStuck.
-func (d *Daemon) closeLUN(ctx context.Context, most time.Duration, t *servedTarget, l *servedLUN, late func(error)) error {
-	if c := l.opening; c != nil { // which closes what it opens, if it ever does
-		if err := c.wait(ctx, 0); errors.Is(err, ErrStuck) && c.leave(func(err error) {
+// closeLUN closes the store of a LUN that initiators cannot reach. If that takes longer
+// than timeout, or ctx ends, the error is an ErrStuck, and whenClosed is called later.
+func (d *Daemon) closeLUN(ctx context.Context, timeout time.Duration, t *servedTarget, l *servedLUN, whenClosed func(error)) error {
+	if c := l.attempt; c != nil { // closes what it opens, if it ever does
+		if err := c.wait(ctx, 0); errors.Is(err, ErrStuck) && c.abandon(func(err error) {
 			if err == nil {
 				c.unit.Close()
 			}
@@ -203,45 +146,44 @@ func (d *Daemon) closeLUN(ctx context.Context, most time.Duration, t *servedTarg
 		}
 		l = &servedLUN{LUN: l.LUN, unit: c.unit}
 	}
-	if l.fault != nil { // there is no store
+	if l.fault != nil { // it has no store
 		return nil
 	}
-	_, err := d.calls.do(ctx, most, storeKey(t.name, &l.LUN), closing, func(*call) (*lun.Unit, error) { return nil, l.unit.Close() },
-		func(_ *lun.Unit, err error) { late(err) })
+	_, err := d.calls.do(ctx, timeout, storeKey(t.name, &l.LUN), callClose, func(*call) (*lun.Unit, error) { return nil, l.unit.Close() },
+		func(_ *lun.Unit, err error) { whenClosed(err) })
 	return err
 }
 
-// openUnit opens the store of a LUN and makes its logical unit. A file that was there
-// once is not made anew, unless it is there and empty: then it is another disk with an
-// identity of its own. Whether it is known is asked first, and a new identity is
-// stored behind the file, so that a crash in between cannot leave a file that was never
-// there as one that is missing, nor a new disk with the identity of an old one.
+// openUnit opens the store of a LUN with open and makes its logical unit. It may run after
+// its caller stopped waiting, which isAbandoned reports: then it stops.
 //
-// It may be the turn of anybody. open is openStore, and what is not wanted any more ends
-// when isLeft tells so.
-func (d *Daemon) openUnit(target string, l *config.LUN, fresh bool, open func(*config.LUN) (backend.Store, error), isLeft func() bool) (*lun.Unit, error) {
+// It does not create a file that existed once. If such a file exists and is empty, it is
+// another disk with a new identity. The check of the identity comes first, and a new
+// identity is stored after its file is created: a crash in between neither leaves a file
+// that was never created as missing, nor gives a new disk the identity of an old one.
+func (d *Daemon) openUnit(target string, l *config.LUN, fresh bool, open func(*config.LUN) (backend.Store, error), isAbandoned func() bool) (*lun.Unit, error) {
 	key := identityKey(target, l)
 	if l.Backend == "file" && !fresh {
 		switch fi, err := os.Stat(l.Path); {
 		case errors.Is(err, fs.ErrNotExist):
 			return nil, errMissing
 		case err == nil && fi.Size() == 0:
-			if _, err := d.ids.Renew(key); err != nil {
+			if _, err := d.state.ids.Renew(key); err != nil {
 				return nil, err
 			}
 		}
 	}
-	if isLeft() {
-		return nil, errLeft
+	if isAbandoned() {
+		return nil, errAbandoned
 	}
 	store, err := open(l)
 	if err != nil {
 		return nil, err
 	}
-	if isLeft() {
-		return nil, errors.Join(errLeft, store.Close())
+	if isAbandoned() {
+		return nil, errors.Join(errAbandoned, store.Close())
 	}
-	id, err := d.ids.Get(key)
+	id, err := d.state.ids.Get(key)
 	if err != nil {
 		return nil, errors.Join(err, store.Close())
 	}
@@ -252,32 +194,15 @@ func (d *Daemon) openUnit(target string, l *config.LUN, fresh bool, open func(*c
 	return unit, nil
 }
 
+// unitOptions returns the options of the logical unit of l.
 func (d *Daemon) unitOptions(l *config.LUN, id state.Identity) lun.Options {
 	return lun.Options{
 		Identity: id, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Sanitize: l.Sanitize,
-		Reservations: d.reservations, Settings: d.settings, Sanitizations: d.sanitizations, Events: unitEvents{d.log},
+		Reservations: d.state.reservations, Settings: d.state.settings, Sanitizations: d.state.sanitizations, Events: unitEvents{d.log},
 	}
 }
 
-// maskOf says who sees a LUN, and who may only read it.
-func maskOf(l config.LUN) (lun.Mask, error) {
-	who, err := security.Compile(l.Initiators)
-	readers, err2 := security.Compile(l.ReadOnlyFor)
-	if err := errors.Join(err, err2); err != nil {
-		return nil, err
-	}
-	return func(initiator string) lun.Access {
-		switch {
-		case len(l.Initiators) > 0 && !who.Match(initiator):
-			return lun.NoAccess
-		case readers.Match(initiator):
-			return lun.ReadOnly
-		}
-		return lun.ReadWrite
-	}, nil
-}
-
-// openBackend opens what a LUN lies on. The configuration is valid.
+// openBackend opens the store of a LUN whose configuration is valid.
 func (d *Daemon) openBackend(l *config.LUN) (s backend.Store, err error) {
 	switch l.Backend {
 	case "memory":
@@ -292,9 +217,9 @@ func (d *Daemon) openBackend(l *config.LUN) (s backend.Store, err error) {
 	return nil, fmt.Errorf("unknown backend %q", l.Backend)
 }
 
-// openFile opens a file, and extends it if it is smaller than configured: then it was
-// to grow, and nothing is lost. One that is larger is refused, unless the end of the
-// process came before it was cut off.
+// openFile opens a file. It extends a file that is smaller than configured: the process
+// ended before it did. It refuses a larger file, unless the process ended before it cut the
+// file off.
 func (d *Daemon) openFile(l *config.LUN) (backend.Store, error) {
 	c := backend.FileConfig{Path: l.Path, Size: int64(l.Size), BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly}
 	fi, err := os.Stat(l.Path)
@@ -310,26 +235,15 @@ func (d *Daemon) openFile(l *config.LUN) (backend.Store, error) {
 	if err := s.(backend.Resizer).Resize(int64(l.Size)); err != nil {
 		return nil, errors.Join(err, s.Close())
 	}
-	d.log.Info("file has another size", eventKey, "lun", "path", l.Path, "octets_before", fi.Size(), "octets", int64(l.Size))
+	d.log.Info("file was resized", eventKey, "lun", "path", l.Path, "octets_before", fi.Size(), "octets", int64(l.Size))
 	return s, nil
 }
 
-// target is the served target of that name, or nil.
-//
-// Preconditions: mu is held, or it is the caller's turn.
-func (d *Daemon) target(name string) *servedTarget {
-	i := slices.IndexFunc(d.targets, func(t *servedTarget) bool { return t.name == name })
-	if i < 0 {
-		return nil
-	}
-	return d.targets[i]
-}
-
-// stateTime is how long the files of the state may take to close at the end.
+// stateTime is what the state files have to close at a shutdown.
 const stateTime = 2 * time.Second
 
-// closeUnits syncs and closes every store, those of LUNs that were removed included, and
-// the files of the state. What has not come to an end in time is named in the error.
+// closeUnits synchronizes and closes all stores, also those of removed LUNs, and the state
+// files. The error names those that did not close in time.
 func (d *Daemon) closeUnits() error {
 	type lunOfTarget struct {
 		t *servedTarget
@@ -337,12 +251,12 @@ func (d *Daemon) closeUnits() error {
 	}
 	var list []lunOfTarget
 	d.mu.Lock()
-	for _, t := range d.targets {
+	for _, t := range d.served.targets {
 		for _, l := range t.luns {
 			list = append(list, lunOfTarget{t, l})
 		}
 	}
-	for _, r := range d.leaving {
+	for _, r := range d.ending.removals {
 		list = append(list, lunOfTarget{r.t, r.l})
 	}
 	d.mu.Unlock()
@@ -352,7 +266,7 @@ func (d *Daemon) closeUnits() error {
 	var (
 		wg    sync.WaitGroup
 		mu    sync.Mutex
-		errs  []error
+		errs  []error // guarded by mu
 		slots = newSlots(d.waits.slot)
 	)
 	for _, tl := range list {
@@ -363,34 +277,34 @@ func (d *Daemon) closeUnits() error {
 			if err != nil && !errors.Is(err, backend.ErrClosed) {
 				mu.Lock()
 				defer mu.Unlock()
-				errs = append(errs, fmt.Errorf("LUN %d of target %s: %w", tl.l.ID, tl.t.name, err))
+				errs = append(errs, fmt.Errorf("LUN %d of %s: %w", tl.l.ID, tl.t.name, err))
 			}
 		})
 	}
 	wg.Wait()
 
-	_, err := d.calls.do(context.Background(), stateTime, "state_dir", closing, func(*call) (*lun.Unit, error) { return nil, d.closeState() }, nil)
+	_, err := d.calls.do(context.Background(), stateTime, "state_dir", callClose, func(*call) (*lun.Unit, error) { return nil, d.state.close() }, nil)
 	if errors.Is(err, ErrStuck) {
 		err = fmt.Errorf("state_dir: %w", err)
 	}
 	return errors.Join(append(errs, err)...)
 }
 
-// closeState closes the files of the state.
-func (d *Daemon) closeState() error {
+// close closes the files.
+func (s *stateFiles) close() error {
 	var errs []error
-	if d.ids != nil {
-		errs = append(errs, d.ids.Close())
+	if s.ids != nil {
+		errs = append(errs, s.ids.Close())
 	}
-	errs = append(errs, d.shrinks.close())
-	if d.reservations != nil {
-		errs = append(errs, d.reservations.Close())
+	errs = append(errs, s.shrinks.close())
+	if s.reservations != nil {
+		errs = append(errs, s.reservations.Close())
 	}
-	if d.settings != nil {
-		errs = append(errs, d.settings.Close())
+	if s.settings != nil {
+		errs = append(errs, s.settings.Close())
 	}
-	if d.sanitizations != nil {
-		errs = append(errs, d.sanitizations.Close())
+	if s.sanitizations != nil {
+		errs = append(errs, s.sanitizations.Close())
 	}
 	return errors.Join(errs...)
 }

@@ -23,7 +23,7 @@ func (d *Target) Reload(t testing.TB, old, new string) {
 	if err := os.WriteFile(d.config, []byte(text), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	const done = "configuration read again"
+	const done = "configuration file was applied"
 	before := strings.Count(d.Log(), done)
 	if err := d.run.cmd.Process.Signal(syscall.SIGHUP); err != nil {
 		t.Fatal(err)

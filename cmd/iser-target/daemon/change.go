@@ -1,0 +1,361 @@
+package daemon
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/iscsi"
+)
+
+// changes orders the changes of a Daemon: they are made one after the other.
+type changes struct {
+	lock     chan struct{}   // has room for one: the editor
+	serving  context.Context // of Run, nil before; the editor's
+	ended    context.Context // ends when Run begins to shut down
+	end      context.CancelFunc
+	cleanups sync.WaitGroup // of changes that are committed
+}
+
+// An editor is the right to change what runs. At most one exists: Daemon.edit makes it
+// when the one before is released. Only its holder writes Daemon.served, and so may read
+// that without Daemon.mu. What requires the right is a method of editor.
+type editor struct{ d *Daemon }
+
+// edit waits until no change is in progress and returns the right to make one. It fails
+// when ctx ends or the daemon shuts down.
+func (d *Daemon) edit(ctx context.Context) (*editor, error) {
+	select {
+	case d.changes.lock <- struct{}{}:
+		return &editor{d}, nil
+	case <-ctx.Done():
+		return nil, fmt.Errorf("another change is in progress: %w", ctx.Err())
+	case <-d.changes.ended.Done():
+		return nil, ErrEnding
+	}
+}
+
+// tryEdit returns the right to make a change, or nil if a change is in progress.
+func (d *Daemon) tryEdit() *editor {
+	select {
+	case d.changes.lock <- struct{}{}:
+		return &editor{d}
+	default:
+		return nil
+	}
+}
+
+// release ends the right of e.
+func (e *editor) release() { <-e.d.changes.lock }
+
+// Change applies edit to a copy of the running document and makes the result the running
+// configuration. If edit fails or the result is not valid, nothing changes. An ErrRefused
+// names the missing options. ctx bounds the wait for other changes. A change that has
+// begun is completed, within the time limits of its parts.
+func (d *Daemon) Change(ctx context.Context, edit func(*config.Document) error, o ChangeOptions) (*schema.Plan, error) {
+	return d.change(ctx, o, fromRunning, func() (*config.Document, error) {
+		if err := d.checkEdited(); err != nil {
+			return nil, err
+		}
+		next := d.Document()
+		return next, edit(next)
+	})
+}
+
+// Apply makes doc the running configuration. What doc has in common with the running
+// document is not touched.
+func (d *Daemon) Apply(ctx context.Context, doc *config.Document, o ChangeOptions) (*schema.Plan, error) {
+	return d.change(ctx, o, fromElsewhere, func() (*config.Document, error) { return doc, nil })
+}
+
+// ApplyOwn applies a document that is the text of the configuration file. It fails with
+// ErrEdited if the file has another text when the change begins, so that it does not undo
+// a change that was made meanwhile.
+func (d *Daemon) ApplyOwn(ctx context.Context, doc *config.Document, o ChangeOptions) (*schema.Plan, error) {
+	if d.path == "" {
+		return nil, fmt.Errorf("configuration file: the target was started without one: %w", ErrNotFound)
+	}
+	return d.change(ctx, o, fromFile, func() (*config.Document, error) {
+		b, err := config.ReadFile(d.path)
+		if err == nil && !bytes.Equal(b, doc.Bytes()) {
+			err = d.edited()
+		}
+		return doc, err
+	})
+}
+
+// applyFile applies the configuration file. It reads the file when the change begins,
+// after earlier changes have written it.
+func (d *Daemon) applyFile(ctx context.Context) error {
+	_, err := d.change(ctx, ChangeOptions{}, fromFile, func() (*config.Document, error) { return config.OpenDocument(d.path) })
+	return err
+}
+
+// change makes the document that next returns the running one, or only plans that with
+// DryRun, which waits for no other change. from says what the file may contain. What the
+// change removes ends after the editor is released, while other changes are made.
+func (d *Daemon) change(ctx context.Context, o ChangeOptions, from origin, next func() (*config.Document, error)) (*schema.Plan, error) {
+	if o.DryRun {
+		return d.dryRun(from, next)
+	}
+	e, err := d.edit(ctx)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	defer cancel()
+	defer context.AfterFunc(d.changes.ended, cancel)() // a shutdown does not wait until removed LUNs drain
+	rest, plan, err := e.commit(ctx, o, from, next)
+	if err != nil {
+		return plan, err
+	}
+	defer d.changes.cleanups.Done()
+	note(plan, d.path == "", rest.run())
+	return plan, nil
+}
+
+// dryRun plans the change to the document that next returns.
+func (d *Daemon) dryRun(from origin, next func() (*config.Document, error)) (*schema.Plan, error) {
+	doc, err := next()
+	if err != nil {
+		return nil, err
+	}
+	cfg, err := doc.Config()
+	if err != nil {
+		return nil, err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if n := d.served.next; from == fromElsewhere && n != nil && bytes.Equal(doc.Bytes(), n.Bytes()) {
+		return &schema.Plan{Steps: []schema.Step{}}, nil // a change in progress applies this document already
+	}
+	return d.plan(cfg), nil
+}
+
+// commit applies the document that next returns and releases e. Afterwards the caller
+// must run the cleanup, and then call changes.cleanups.Done.
+func (e *editor) commit(ctx context.Context, o ChangeOptions, from origin, next func() (*config.Document, error)) (*cleanup, *schema.Plan, error) {
+	defer e.release()
+	doc, err := next()
+	if err != nil {
+		return nil, nil, err
+	}
+	return e.apply(ctx, doc, from, o)
+}
+
+// apply makes next the running document: it plans, saves next to the file, takes the
+// steps, and undoes all of it if one fails.
+func (e *editor) apply(ctx context.Context, next *config.Document, from origin, o ChangeOptions) (*cleanup, *schema.Plan, error) {
+	d := e.d
+	cfg, err := next.Config()
+	if err != nil {
+		return nil, nil, err
+	}
+	d.mu.Lock()
+	plan := d.plan(cfg)
+	d.mu.Unlock()
+	if err := allowed(plan, o); err != nil {
+		d.log.WarnContext(ctx, "change refused", eventKey, "config", "reason", err)
+		return nil, plan, err
+	}
+	if err := e.prepare(ctx, plan, cfg); err != nil {
+		return nil, plan, err
+	}
+	if err := d.publish(ctx, o.File); err != nil {
+		return nil, plan, err
+	}
+	c := &change{editor: e, ctx: ctx, o: o, plan: plan, cfg: cfg}
+	e.setNext(next)
+	defer e.setNext(nil)
+	err = e.save(next, from) // from here on a start finds the new configuration
+	saved := err == nil
+	if saved {
+		err = c.run()
+	}
+	if err != nil {
+		if undo := errors.Join(c.rollBack(), e.restore(next, from, saved)); undo == nil {
+			err = fmt.Errorf("%w. Nothing was changed", err)
+		} else {
+			err = fmt.Errorf("%w. Undoing the change failed, too, in part: %w", err, undo)
+		}
+		d.log.ErrorContext(ctx, "change failed", eventKey, "config", "reason", err)
+		return nil, plan, err
+	}
+	if o.File != nil {
+		o.File.Keep()
+	}
+	c.complete(next)
+	return c.cleanup(), plan, nil
+}
+
+// complete makes next the running document after all steps were taken.
+func (c *change) complete(next *config.Document) {
+	d := c.d
+	d.mu.Lock()
+	d.served.doc, d.served.cfg, d.served.pending = next, c.effective(), pending(c.plan)
+	d.mu.Unlock()
+	c.plan.Persisted = d.path != ""
+	for i := range c.plan.Steps {
+		s := &c.plan.Steps[i]
+		s.Done = !s.Restart
+		d.log.InfoContext(c.ctx, "change", eventKey, "config", "change", s.Change, "restart", s.Restart)
+	}
+	if len(filesToShrink(c.plan, c.cfg)) > 0 {
+		if err := c.keepShrinks(nil); err != nil {
+			c.notes = append(c.notes, err.Error())
+		}
+	}
+}
+
+// pending returns the changes of p that take effect at the next start.
+func pending(p *schema.Plan) (list []config.Change) {
+	for _, s := range p.Steps {
+		if s.Restart {
+			list = append(list, s.Change)
+		}
+	}
+	return list
+}
+
+// atNextStart says when a pending change takes effect.
+func atNextStart(ch config.Change) string {
+	return ch.String() + " takes effect at the next start of the target"
+}
+
+// note writes the notes, and what else the user should know, to p.
+func note(p *schema.Plan, volatile bool, notes []string) {
+	if volatile && len(p.Steps) > 0 {
+		notes = append(notes, "without a configuration file the change lasts until the process exits")
+	}
+	for _, ch := range pending(p) {
+		notes = append(notes, atNextStart(ch))
+	}
+	for i, n := range notes {
+		if i > 0 {
+			p.Note += "; "
+		}
+		p.Note += n
+	}
+}
+
+// effective returns the configuration that runs after the change. Keys that take effect
+// at the next start keep their values.
+func (c *change) effective() *config.Config {
+	cfg, old := *c.cfg, c.d.served.cfg
+	cfg.StateDir, cfg.Log.Format = old.StateDir, old.Log.Format
+	cfg.Control = old.Control
+	return &cfg
+}
+
+// A change is an editor with what it has done of a plan so far.
+type change struct {
+	*editor
+	ctx   context.Context
+	o     ChangeOptions
+	plan  *schema.Plan
+	cfg   *config.Config // the next one
+	undo  []func() error
+	notes []string
+
+	updated  map[string]bool // objects whose updates are done
+	removals []*removal
+	ending   []func(*iscsi.SessionInfo) string // each returns why a session has to end, or ""
+}
+
+// maxEditDrain bounds what the commands for a LUN have to end while the change waits for
+// them: other changes wait meanwhile.
+const maxEditDrain = 30 * time.Second
+
+// editDrain returns the time that commands have to end while c waits for them.
+func (c *change) editDrain() time.Duration { return min(c.o.drain(), maxEditDrain) }
+
+// lasting returns the context of work that a shutdown must not cut short.
+func (c *change) lasting() context.Context { return context.WithoutCancel(c.ctx) }
+
+// run takes the steps of the plan.
+func (c *change) run() error {
+	c.updated = map[string]bool{}
+	for i := range c.plan.Steps {
+		s := &c.plan.Steps[i]
+		if s.Restart {
+			continue
+		}
+		if name := s.Change.Object(); s.Change.Op == config.Update {
+			if c.updated[name] {
+				continue // the step of its first key did them all
+			}
+			c.updated[name] = true
+		}
+		if err := c.step(s.Change); err != nil {
+			return fmt.Errorf("%v: %w", s.Change, err)
+		}
+	}
+	if err := c.d.before("paths"); err != nil {
+		return err
+	}
+	return c.refreshPaths()
+}
+
+// step makes one difference true, as c.cfg describes it. An update does so for all keys
+// of its object.
+func (c *change) step(ch config.Change) error {
+	if err := c.d.before(ch.String()); err != nil {
+		return err
+	}
+	act, ok := actions[action{ch.Kind, ch.Op}]
+	if !ok {
+		return errors.New("the running target cannot make this change")
+	}
+	return act(c, ch)
+}
+
+// An action is a kind of step.
+type action struct {
+	kind string
+	op   config.Op
+}
+
+// actions has the function of each kind of step. A kind that is not in it takes effect at
+// the next start: see effective.
+var actions map[action]func(*change, config.Change) error
+
+func init() {
+	actions = map[action]func(*change, config.Change) error{
+		{config.KindTarget, config.Add}:           (*change).addTarget,
+		{config.KindTarget, config.Remove}:        (*change).removeTarget,
+		{config.KindTarget, config.Update}:        (*change).updateTarget,
+		{config.KindLUN, config.Add}:              (*change).addLUN,
+		{config.KindLUN, config.Remove}:           (*change).removeLUN,
+		{config.KindLUN, config.Update}:           (*change).updateLUN,
+		{config.KindPortal, config.Add}:           (*change).addPortal,
+		{config.KindPortal, config.Remove}:        (*change).removePortal,
+		{config.KindPortal, config.Update}:        (*change).updatePortal,
+		{config.KindLimits, config.Update}:        (*change).updateOptions,
+		{config.KindMPA, config.Update}:           (*change).updateOptions,
+		{config.KindDiscoveryAuth, config.Update}: (*change).updateOptions,
+		{config.KindDrain, config.Update}:         (*change).updateOptions,
+		{config.KindDebug, config.Update}:         (*change).updateSideServer,
+		{config.KindMetrics, config.Update}:       (*change).updateSideServer,
+		{config.KindDashboard, config.Update}:     (*change).updateSideServer,
+		{config.KindLog, config.Update}:           (*change).updateLog,
+		{config.KindWatch, config.Update}:         func(*change, config.Change) error { return nil }, // follow reads the key
+	}
+}
+
+// onUndo adds f to what rollBack does.
+func (c *change) onUndo(f func() error) { c.undo = append(c.undo, f) }
+
+// rollBack undoes what was done, the last first.
+func (c *change) rollBack() error {
+	var errs []error
+	for _, f := range slices.Backward(c.undo) {
+		errs = append(errs, f())
+	}
+	return errors.Join(errs...)
+}

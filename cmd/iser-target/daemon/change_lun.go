@@ -1,0 +1,334 @@
+package daemon
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/lun"
+)
+
+func (c *change) addLUN(ch config.Change) error {
+	t := c.target(ch.Target)
+	if t == nil {
+		return ErrNotFound
+	}
+	if t.luns[ch.LUN] != nil {
+		return nil // added with its target
+	}
+	return c.open(t, *lunOf(c.targetConfig(ch.Target), ch.LUN))
+}
+
+// open opens a LUN and shows it to the initiators.
+func (c *change) open(t *servedTarget, l config.LUN) error {
+	d := c.d
+	if err := c.freePath(l.Path); err != nil {
+		return err
+	}
+	served, err := c.openLUN(c.ctx, d.waits.store, t, l)
+	if err != nil {
+		return err
+	}
+	d.mu.Lock()
+	err = t.add(served)
+	d.mu.Unlock()
+	if err != nil {
+		return errors.Join(err, c.closeAgain(t, served, d.waits.close))
+	}
+	c.onUndo(func() error {
+		d.mu.Lock()
+		delete(t.luns, l.ID)
+		d.mu.Unlock()
+		t.inventory.Remove(uint16(l.ID)).CutOff()
+		return c.closeAgain(t, served, d.waits.close)
+	})
+	return nil
+}
+
+// closeAgain closes the store of a LUN that the change opened or replaces.
+func (c *change) closeAgain(t *servedTarget, l *servedLUN, timeout time.Duration) error {
+	log := c.d.log.With("target", t.name, "lun", l.ID)
+	return c.d.closeLUN(c.lasting(), timeout, t, l, func(err error) { log.Warn("store closed after its time limit", "reason", err) })
+}
+
+func (c *change) removeLUN(ch config.Change) error {
+	t := c.target(ch.Target)
+	if t == nil || t.luns[ch.LUN] == nil {
+		return nil // removed with its target
+	}
+	r := c.newRemoval(t, t.luns[ch.LUN])
+	r.hide()
+	c.removals = append(c.removals, r)
+	c.onUndo(func() error { return c.takeBack(r) })
+	return nil
+}
+
+// takeBack undoes the removal of a LUN.
+func (c *change) takeBack(r *removal) error {
+	d, l := c.d, r.l
+	if r.isClosing() {
+		return fmt.Errorf("LUN %d of %s: %w", l.ID, r.t.name, ErrStuck)
+	}
+	d.forget(r)
+	if r.isClosed() {
+		var err error
+		if l, err = c.openOrRetry(c.lasting(), d.waits.store, r.t, r.l.LUN); err != nil {
+			return err
+		}
+		l.unit.InheritFrom(r.l.unit)
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return r.t.add(l)
+}
+
+// freePath completes the removal of the LUN whose file or device is path, because the
+// change needs it for another LUN.
+func (c *change) freePath(path string) error {
+	if path == "" {
+		return nil
+	}
+	for _, r := range c.removals {
+		if r.l.Path != path || r.isClosed() {
+			continue
+		}
+		if !r.hidden { // its target is removed, too
+			r.hide()
+			c.onUndo(func() error { return c.takeBack(r) })
+		}
+		c.notes = append(c.notes, r.finish(c.editDrain())...)
+		if !r.isClosed() {
+			return fmt.Errorf("%s: commands for LUN %d of %s still use it", path, r.l.ID, r.t.name)
+		}
+	}
+	return nil
+}
+
+// updateLUN changes a LUN to what the next configuration says. Masks and size change in
+// place. Other keys require to open the LUN again; it is not ready meanwhile.
+func (c *change) updateLUN(ch config.Change) error {
+	t := c.target(ch.Target)
+	if t == nil || t.luns[ch.LUN] == nil {
+		return ErrNotFound
+	}
+	next := *lunOf(c.targetConfig(ch.Target), ch.LUN)
+	if replaces(t.luns[ch.LUN].LUN, next) || t.luns[ch.LUN].fault != nil {
+		return c.replace(t, next)
+	}
+	if err := c.remask(t, next); err != nil {
+		return err
+	}
+	return c.resize(t, next)
+}
+
+// replaces reports whether l has to be opened again to become next.
+func replaces(l, next config.LUN) bool {
+	return l.Backend != next.Backend || l.Path != next.Path || l.BlockSize != next.BlockSize || l.ReadOnly != next.ReadOnly ||
+		l.WriteThrough != next.WriteThrough || l.Removable != next.Removable || l.Sanitize != next.Sanitize ||
+		l.Plugin != next.Plugin || l.Options != next.Options
+}
+
+// setServed stores l as the served LUN of its number.
+func (c *change) setServed(t *servedTarget, l *servedLUN) {
+	c.d.mu.Lock()
+	defer c.d.mu.Unlock()
+	t.luns[l.ID] = l
+}
+
+// update stores l as the served LUN of its number, until the change is undone.
+func (c *change) update(t *servedTarget, l *servedLUN) {
+	was := t.luns[l.ID]
+	c.setServed(t, l)
+	c.onUndo(func() error {
+		c.setServed(t, was)
+		return nil
+	})
+}
+
+// remask changes which initiators see the LUN, and which may only read.
+func (c *change) remask(t *servedTarget, next config.LUN) error {
+	served := t.luns[next.ID]
+	old, err := maskOf(served.LUN)
+	if err != nil {
+		return err
+	}
+	mask, err := maskOf(next)
+	if err != nil {
+		return err
+	}
+	if slices.Equal(served.Initiators, next.Initiators) && slices.Equal(served.ReadOnlyFor, next.ReadOnlyFor) {
+		return nil
+	}
+	if err := t.inventory.SetMask(uint16(next.ID), mask); err != nil {
+		return err
+	}
+	c.onUndo(func() error { return t.inventory.SetMask(uint16(next.ID), old) })
+	l := *served
+	l.Initiators, l.ReadOnlyFor = next.Initiators, next.ReadOnlyFor
+	c.update(t, &l)
+	return nil
+}
+
+// resize changes the size of the LUN. Size 0 keeps the size of the medium.
+func (c *change) resize(t *servedTarget, next config.LUN) error {
+	served := t.luns[next.ID]
+	if served.Size == next.Size {
+		return nil
+	}
+	if next.Size != 0 {
+		r := resizing{d: c.d, t: t, unit: served.unit, next: next, old: served.unit.Size()}
+		if err := r.to(c.ctx, int64(next.Size)); err != nil {
+			return err
+		}
+		c.onUndo(func() error { return r.to(c.lasting(), r.old) })
+	}
+	l := *served
+	l.Size = next.Size
+	c.update(t, &l)
+	return nil
+}
+
+// A resizing is the change of the size of one LUN.
+type resizing struct {
+	d    *Daemon
+	t    *servedTarget
+	unit *lun.Unit
+	next config.LUN
+	old  int64 // bytes
+}
+
+// noteOutgrown stores, or with so false forgets, that the file may be larger than before,
+// if the LUN grows and lies on a file.
+func (r *resizing) noteOutgrown(so bool) error {
+	if r.next.Backend != "file" || int64(r.next.Size) < r.old {
+		return nil
+	}
+	return r.d.mayOutgrow(r.next.Path, r.old, so)
+}
+
+// to sets the size in bytes. A store that exceeds its time limit is set back when it
+// answers, because the change has failed by then.
+func (r *resizing) to(ctx context.Context, size int64) error {
+	if err := r.noteOutgrown(true); err != nil && size != r.old { // an undo has to proceed in any case
+		return err
+	}
+	_, err := r.d.calls.do(ctx, r.d.waits.slow, storeKey(r.t.name, &r.next), fmt.Sprintf("setting its size to %d bytes", size),
+		func(*call) (*lun.Unit, error) { return nil, r.unit.Resize(size) },
+		func(_ *lun.Unit, err error) {
+			if err == nil {
+				err = r.unit.Resize(r.old)
+			}
+			if err == nil {
+				err = r.noteOutgrown(false)
+			}
+			r.d.log.Warn(lateAnswer, "target", r.t.name, "lun", r.next.ID, "octets", r.unit.Size(), "reason", err)
+		})
+	if !errors.Is(err, ErrStuck) { // otherwise the function above forgets it
+		err = errors.Join(err, r.noteOutgrown(false))
+	}
+	return err
+}
+
+// replace opens a LUN again as next. A memory LUN keeps its data if its backend and block
+// size stay the same.
+func (c *change) replace(t *servedTarget, next config.LUN) error {
+	d, old := c.d, t.luns[next.ID]
+	if err := c.freePath(next.Path); err != nil {
+		return err
+	}
+	between, err := lun.NewOpening(uint32(next.BlockSize), d.unitOptions(&next, old.unit.Identity()))
+	if err != nil {
+		return err
+	}
+	t.inventory.Replace(uint16(next.ID), between)
+	c.onUndo(func() error {
+		t.inventory.Replace(uint16(next.ID), between)
+		return c.replaceBack(t, old)
+	})
+	ctx, cancel := context.WithTimeout(c.ctx, c.editDrain())
+	left, err := d.node.Drain(ctx, t.inventory, uint16(next.ID))
+	cancel()
+	if err != nil {
+		c.notes = append(c.notes, fmt.Sprintf("%d commands for LUN %d were cut off", left, next.ID))
+	}
+	l, err := c.reopen(t, old, next)
+	if err != nil {
+		return err
+	}
+	l.unit.InheritFrom(old.unit) // reservations, if it is the same disk
+	mask, err := maskOf(next)
+	if err == nil {
+		err = t.inventory.SetMask(uint16(next.ID), mask)
+	}
+	if err != nil {
+		return errors.Join(err, c.closeAgain(t, l, d.waits.close))
+	}
+	t.inventory.Replace(uint16(next.ID), l.unit)
+	c.setServed(t, l)
+	return nil
+}
+
+// replaceBack opens old again after its replacement failed. If that fails, too, the LUN
+// is not ready, and the daemon retries.
+func (c *change) replaceBack(t *servedTarget, old *servedLUN) error {
+	last := t.luns[old.ID]
+	l, failed := c.reopen(t, last, old.LUN)
+	if failed != nil {
+		var err error
+		if l, err = c.notReady(t, old.LUN, old.fresh, nil, failed); err != nil {
+			return errors.Join(failed, err)
+		}
+	}
+	if last.unit.Identity() != old.unit.Identity() { // the replacement was another disk
+		last = old
+	}
+	l.unit.InheritFrom(last.unit)
+	t.inventory.Replace(uint16(old.ID), l.unit)
+	c.setServed(t, l)
+	if old.fault != nil { // it was not ready before the change
+		failed = nil
+	}
+	return errors.Join(failed, t.inventory.SetMask(uint16(old.ID), mustMask(old.LUN)))
+}
+
+// reopen closes the store of l, which initiators cannot reach, and opens that of next.
+// Two memory LUNs of the same block size share the store.
+func (c *change) reopen(t *servedTarget, l *servedLUN, next config.LUN) (*servedLUN, error) {
+	d := c.d
+	if l.fault == nil && l.Backend == "memory" && next.Backend == "memory" && l.BlockSize == next.BlockSize {
+		id, err := d.state.ids.Get(identityKey(t.name, &next))
+		if err != nil {
+			return nil, err
+		}
+		unit, err := lun.New(l.unit.Detach(), d.unitOptions(&next, id))
+		if err != nil {
+			return nil, err
+		}
+		if int64(next.Size) != unit.Size() {
+			err = unit.Resize(int64(next.Size))
+		}
+		return &servedLUN{LUN: next, unit: unit}, err
+	}
+	if !l.closed {
+		if err := c.closeAgain(t, l, d.waits.slow); err != nil && !errors.Is(err, backend.ErrClosed) {
+			return nil, err
+		}
+		d.mu.Lock()
+		l.closed = true
+		d.mu.Unlock()
+	}
+	return c.openLUN(c.lasting(), d.waits.store, t, next)
+}
+
+// mustMask returns the mask of a LUN whose patterns are valid.
+func mustMask(l config.LUN) lun.Mask {
+	m, err := maskOf(l)
+	if err != nil {
+		return func(string) lun.Access { return lun.NoAccess }
+	}
+	return m
+}

@@ -1,0 +1,104 @@
+package daemon
+
+import (
+	"errors"
+	"slices"
+
+	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/iscsi"
+)
+
+// portal returns the served portal with that listen address in the configuration, or nil.
+func (e *editor) portal(listen string) *portal { return e.d.served.portal(listen) }
+
+// portalOf returns the portal with that listen address in cfg, or nil.
+func portalOf(cfg *config.Config, listen string) *config.Portal {
+	i := slices.IndexFunc(cfg.Portals, func(p config.Portal) bool { return p.Listen == listen })
+	if i < 0 {
+		return nil
+	}
+	return &cfg.Portals[i]
+}
+
+// openPortal listens on a portal and serves it, if Run has begun.
+func (e *editor) openPortal(cfg config.Portal) (*portal, error) {
+	p, err := e.d.listen(cfg)
+	if err != nil {
+		return nil, err
+	}
+	e.d.mu.Lock()
+	e.d.served.portals = append(e.d.served.portals, p)
+	e.d.mu.Unlock()
+	e.accept(p)
+	return p, nil
+}
+
+// unlistPortal removes p from the list of served portals and from discovery.
+func (e *editor) unlistPortal(p *portal) {
+	e.d.node.RemovePortal(p.cur.Load().Portal)
+	e.d.mu.Lock()
+	defer e.d.mu.Unlock()
+	e.d.served.portals = slices.DeleteFunc(slices.Clone(e.d.served.portals), func(o *portal) bool { return o == p })
+}
+
+func (c *change) addPortal(ch config.Change) error {
+	p, err := c.openPortal(*portalOf(c.cfg, ch.Portal))
+	if err != nil {
+		return err
+	}
+	c.onUndo(func() error {
+		c.unlistPortal(p)
+		return p.l.Close()
+	})
+	return nil
+}
+
+func (c *change) removePortal(ch config.Change) error {
+	p := c.portal(ch.Portal)
+	if p == nil {
+		return ErrNotFound
+	}
+	if p.passed {
+		return errors.New("the socket belongs to the service manager. Remove it from the socket unit and the portal from the configuration, then restart both")
+	}
+	cur := p.cur.Load()
+	c.unlistPortal(p)
+	if err := p.l.Close(); err != nil {
+		return err
+	}
+	c.onUndo(func() error {
+		_, err := c.openPortal(cur.cfg)
+		return err
+	})
+	c.ending = append(c.ending, func(s *iscsi.SessionInfo) string { return p.reason(s, "the portal was removed") })
+	return nil
+}
+
+func (c *change) updatePortal(ch config.Change) error {
+	d, p, next := c.d, c.portal(ch.Portal), portalOf(c.cfg, ch.Portal)
+	if p == nil {
+		return ErrNotFound
+	}
+	old := d.describePortal(p, *next)
+	c.onUndo(func() error {
+		d.describePortal(p, old.cfg)
+		return nil
+	})
+	if old.cfg.TPGT != next.TPGT {
+		c.ending = append(c.ending, func(s *iscsi.SessionInfo) string {
+			if s.TPGT == uint16(next.TPGT) {
+				return "" // a new session
+			}
+			return p.reason(s, "the portal moved to another portal group")
+		})
+	}
+	return nil
+}
+
+// reason returns why if s has a connection through p, else "".
+func (p *portal) reason(s *iscsi.SessionInfo, why string) string {
+	if p.connections(s) > 0 {
+		return why
+	}
+	return ""
+}

@@ -1,0 +1,173 @@
+package daemon
+
+import (
+	"slices"
+
+	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/iscsi"
+)
+
+// target returns the served target of that name, or nil.
+func (e *editor) target(name string) *servedTarget { return e.d.served.target(name) }
+
+// targetConfig returns the target of that name in the next configuration, or nil.
+func (c *change) targetConfig(name string) *config.Target { return targetOf(c.cfg, name) }
+
+// targetOf returns the target of that name in cfg, or nil.
+func targetOf(cfg *config.Config, name string) *config.Target {
+	i := slices.IndexFunc(cfg.Targets, func(t config.Target) bool { return t.Name == name })
+	if i < 0 {
+		return nil
+	}
+	return &cfg.Targets[i]
+}
+
+// lunOf returns the LUN with that number in t, or nil. t may be nil.
+func lunOf(t *config.Target, id int) *config.LUN {
+	if t == nil {
+		return nil
+	}
+	i := slices.IndexFunc(t.LUNs, func(l config.LUN) bool { return l.ID == id })
+	if i < 0 {
+		return nil
+	}
+	return &t.LUNs[i]
+}
+
+func (c *change) addTarget(ch config.Change) error {
+	d, tc := c.d, c.targetConfig(ch.Target)
+	if c.target(tc.Name) != nil {
+		return nil
+	}
+	t := newTarget(tc, c.cfg.TPGTs(tc))
+	for _, l := range tc.LUNs {
+		if err := c.open(t, l); err != nil {
+			return err
+		}
+	}
+	ic, err := t.config(tc, c.cfg)
+	if err == nil {
+		err = d.node.AddTarget(ic)
+	}
+	if err != nil {
+		return err
+	}
+	c.listTarget(t)
+	c.onUndo(func() error {
+		c.unlistTarget(t)
+		c.endSessions(func(s *iscsi.SessionInfo) bool { return s.Target == t.name }, "the change that added the target failed")
+		return d.node.RemoveTarget(t.name)
+	})
+	return nil
+}
+
+// listTarget adds t to the list of served targets.
+func (e *editor) listTarget(t *servedTarget) {
+	e.d.mu.Lock()
+	defer e.d.mu.Unlock()
+	e.d.served.targets = append(e.d.served.targets, t)
+}
+
+// unlistTarget removes t from the list of served targets.
+func (e *editor) unlistTarget(t *servedTarget) {
+	e.d.mu.Lock()
+	defer e.d.mu.Unlock()
+	e.d.served.targets = slices.DeleteFunc(slices.Clone(e.d.served.targets), func(o *servedTarget) bool { return o == t })
+}
+
+func (c *change) removeTarget(ch config.Change) error {
+	d, t := c.d, c.target(ch.Target)
+	if t == nil {
+		return nil
+	}
+	ic, err := t.config(targetOf(d.served.cfg, ch.Target), d.served.cfg)
+	if err != nil {
+		return err
+	}
+	if err := d.node.RemoveTarget(t.name); err != nil {
+		return err
+	}
+	c.unlistTarget(t)
+	c.onUndo(func() error {
+		c.listTarget(t)
+		return d.node.AddTarget(ic)
+	})
+	c.ending = append(c.ending, func(s *iscsi.SessionInfo) string {
+		if s.Target == t.name {
+			return "the target was removed"
+		}
+		return ""
+	})
+	// The sessions keep the LUNs until they end: they may have data to write.
+	for _, l := range t.luns {
+		c.removals = append(c.removals, c.newRemoval(t, l))
+	}
+	return nil
+}
+
+func (c *change) updateTarget(ch config.Change) error {
+	d, t, tc := c.d, c.target(ch.Target), c.targetConfig(ch.Target)
+	ic, err := t.config(tc, c.cfg)
+	if err != nil {
+		return err
+	}
+	was, err := t.config(targetOf(d.served.cfg, ch.Target), d.served.cfg)
+	if err != nil {
+		return err
+	}
+	if err := d.node.UpdateTarget(ic); err != nil {
+		return err
+	}
+	c.onUndo(func() error { return d.node.UpdateTarget(was) })
+	c.ending = append(c.ending, func(s *iscsi.SessionInfo) string { return excluded(s, tc, &ic) })
+	return nil
+}
+
+// excluded returns why the target as configured in tc and ic does not admit session s, or
+// "" if it does or s belongs to another target.
+func excluded(s *iscsi.SessionInfo, tc *config.Target, ic *iscsi.TargetConfig) string {
+	switch {
+	case s.Target != tc.Name:
+	case !ic.Initiators.Match(s.Initiator):
+		return "initiator is no longer among those of the target"
+	case !slices.Contains(ic.PortalGroups, s.TPGT):
+		return "portal group no longer leads to the target"
+	case !s.Discovery && s.Params.CHAPName != "" && tc.Auth.Method == "chap" &&
+		!slices.ContainsFunc(tc.Auth.Users, func(u config.User) bool { return u.Name == s.Params.CHAPName }):
+		return "CHAP user is no longer among those of the target"
+	}
+	return ""
+}
+
+// refreshPaths tells each target which portal groups lead to it.
+func (c *change) refreshPaths() error {
+	d := c.d
+	for _, t := range d.served.targets {
+		tc := c.targetConfig(t.name)
+		if tc == nil {
+			continue
+		}
+		ic, err := t.config(tc, c.cfg)
+		if err != nil {
+			return err
+		}
+		if oc := targetOf(d.served.cfg, t.name); oc != nil {
+			if slices.Equal(d.served.cfg.TPGTs(oc), ic.PortalGroups) {
+				continue
+			}
+			was, err := t.config(oc, d.served.cfg)
+			if err != nil {
+				return err
+			}
+			c.onUndo(func() error {
+				t.inventory.SetPorts(was.PortalGroups...)
+				return d.node.UpdateTarget(was)
+			})
+		}
+		if err := d.node.UpdateTarget(ic); err != nil {
+			return err
+		}
+		t.inventory.SetPorts(ic.PortalGroups...)
+	}
+	return nil
+}

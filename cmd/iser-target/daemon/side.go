@@ -1,0 +1,135 @@
+package daemon
+
+import (
+	"errors"
+	"expvar"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/pprof"
+	"runtime"
+	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/httpd"
+	"github.com/iser-target/iser-target/cmd/iser-target/metrics"
+	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/rdma"
+)
+
+// A sideServer is an HTTP server of the daemon for people and tools, not for initiators.
+type sideServer struct {
+	name    string
+	path    string                          // that the log shows
+	address func(*config.Config) string     // empty: the server is off
+	serve   func(net.Listener) (end func()) // nil: the program does not have the server
+	log     *slog.Logger
+
+	addr net.Addr // where it listens, or listened last
+	end  func()   // nil: it is off
+}
+
+// Limits of side servers. Prometheus needs few connections.
+const (
+	metricsConnections = 32
+	metricsTime        = time.Minute
+	debugConnections   = 16
+	// debugTime bounds an answer, and so also profiles and traces: net/http/pprof
+	// refuses longer ones.
+	debugTime = 5 * time.Minute
+)
+
+// newSideServers returns the side servers by the kinds of changes that move them.
+func (d *Daemon) newSideServers(dashboard func(*Daemon, net.Listener) (end func())) map[string]*sideServer {
+	var serveDashboard func(net.Listener) func()
+	if dashboard != nil {
+		serveDashboard = func(l net.Listener) func() { return dashboard(d, l) }
+	}
+	return map[string]*sideServer{
+		config.KindMetrics: {
+			name: "metrics server", path: "/metrics", log: d.log,
+			address: func(c *config.Config) string { return c.Metrics.Listen },
+			serve: func(l net.Listener) func() {
+				mux := http.NewServeMux()
+				mux.Handle("GET /metrics", metrics.Handler(d.node, d.net.domain))
+				return serveHTTP(l, mux, metricsConnections, metricsTime)
+			},
+		},
+		config.KindDashboard: {
+			name: "dashboard", path: "/", log: d.log,
+			address: func(c *config.Config) string { return c.Dashboard.Listen },
+			serve:   serveDashboard,
+		},
+		config.KindDebug: {
+			name: "debug server", path: "/debug/vars", log: d.log,
+			address: func(c *config.Config) string { return c.Debug.Listen },
+			serve:   func(l net.Listener) func() { return serveHTTP(l, debugMux(), debugConnections, debugTime) },
+		},
+	}
+}
+
+// listen serves at the address that cfg has for s, and no longer at the one before.
+func (s *sideServer) listen(cfg *config.Config) error {
+	s.close()
+	addr := s.address(cfg)
+	if addr == "" {
+		return nil
+	}
+	if s.serve == nil {
+		return fmt.Errorf("%s %s: %w", s.name, addr, errors.New("this program does not have it"))
+	}
+	l, err := net.Listen("tcp", addr)
+	if err != nil {
+		return fmt.Errorf("%s %s: %w", s.name, addr, err)
+	}
+	s.addr, s.end = l.Addr(), s.serve(l)
+	s.log.Info(s.name, "url", fmt.Sprintf("http://%v%s", l.Addr(), s.path))
+	return nil
+}
+
+// close ends the server, if it is on.
+func (s *sideServer) close() {
+	if s.end != nil {
+		s.end()
+		s.end = nil
+	}
+}
+
+// serveHTTP serves h on l, to that many connections at a time. timeout bounds an answer.
+func serveHTTP(l net.Listener, h http.Handler, connections int, timeout time.Duration) (end func()) {
+	srv := httpd.NewServer(h, nil)
+	srv.WriteTimeout = timeout
+	go srv.Serve(httpd.Limit(l, connections))
+	return func() { srv.Close() }
+}
+
+// debugMux serves expvar at /debug/vars and pprof at /debug/pprof/.
+func debugMux() *http.ServeMux {
+	mux := http.NewServeMux()
+	mux.Handle("GET /debug/vars", expvar.Handler())
+	mux.HandleFunc("GET /debug/pprof/", pprof.Index)
+	mux.HandleFunc("GET /debug/pprof/cmdline", pprof.Cmdline)
+	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
+	mux.HandleFunc("GET /debug/pprof/symbol", pprof.Symbol)
+	mux.HandleFunc("GET /debug/pprof/trace", pprof.Trace)
+	return mux
+}
+
+// Vars returns counts that return to their first values when all initiators are gone. The
+// program publishes them with expvar.
+func (d *Daemon) Vars() map[string]int64 {
+	st, rd := d.node.Stats(), rdma.ReadStats()
+	return map[string]int64{
+		"sessions":        int64(st.Sessions),
+		"connections":     int64(st.Connections),
+		"tcp_connections": d.net.conns.Load(),
+		"tasks":           int64(st.TasksInFlight),
+		"buffers":         int64(st.BuffersOut),
+		"buffer_octets":   int64(st.BufferOctets),
+		"logins_accepted": int64(st.LoginsAccepted),
+		"logins_refused":  int64(st.LoginsRefused),
+		"streams":         rd.Conns,
+		"stags":           rd.STags,
+		"goroutines":      int64(runtime.NumGoroutine()),
+	}
+}
