@@ -2,10 +2,9 @@ package lun
 
 import "github.com/iser-target/iser-target/backend"
 
-// NewAbsent returns a logical unit whose store is missing. It reports its identity, and
-// answers NOT READY to what else needs the medium or changes the unit.
-// Inventory.Replace puts another unit in its place. The block size is 512 or 4096
-// bytes; 0 means 512.
+// NewAbsent returns a logical unit whose store is missing. It reports its identity, and answers
+// NOT READY to what else needs the medium or changes the unit. Inventory.Replace puts another
+// unit in its place. The block size is 512 or 4096 bytes; 0 means 512.
 func NewAbsent(blockSize uint32, o Options) (*Unit, error) {
 	if blockSize == 0 {
 		blockSize = 512
@@ -20,8 +19,8 @@ func NewAbsent(blockSize uint32, o Options) (*Unit, error) {
 	return u, err
 }
 
-// NewOpening returns a logical unit like that of NewAbsent for a store that is about to
-// open: it tells initiators to try again, not that somebody has to intervene.
+// NewOpening returns a logical unit like that of NewAbsent for a store that is about to open: it
+// tells initiators to try again, not that somebody has to intervene.
 func NewOpening(blockSize uint32, o Options) (*Unit, error) {
 	u, err := NewAbsent(blockSize, o)
 	if err == nil {

@@ -17,9 +17,8 @@ const (
 	unavailable        accessState = 0x3
 )
 
-// accessStates defines each state: its name in the file of settings, and what commands
-// meet in it, except those that it serves. A transition takes no time, so that no
-// command meets one.
+// accessStates defines each state: its name in the file of settings, and what commands meet in
+// it, except those that it serves. A transition takes no time, so that no command meets one.
 var accessStates = [...]struct {
 	name   string
 	cond   Sense
@@ -31,10 +30,9 @@ var accessStates = [...]struct {
 	unavailable:        {"unavailable", condUnavailable, absentLUN | anyAccess},
 }
 
-// portGroups are the states of a unit's target port groups that initiators set, by tag.
-// The others are active/optimized. A value does not change; a new one takes its place.
-// Each target port is a group of its own: initiators set the states of paths one by
-// one.
+// portGroups are the states of a unit's target port groups that initiators set, by tag. The
+// others are active/optimized. A value does not change; a new one takes its place. Each target
+// port is a group of its own: initiators set the states of paths one by one.
 type portGroups map[uint16]accessState
 
 // obstacle returns condNone, or what commands with these flags meet on the target port.
@@ -46,8 +44,7 @@ func (g portGroups) obstacle(port uint16, class flags) Sense {
 	return s.cond
 }
 
-// obstacle returns condNone, or what commands with these flags meet on the target port
-// of n.
+// obstacle returns condNone, or what commands with these flags meet on the target port of n.
 func (u *Unit) obstacle(n *Nexus, class flags) Sense {
 	if g := u.access.Load(); g != nil {
 		return g.obstacle(n.port.TPGT, class)
@@ -94,9 +91,8 @@ func beginSetPortGroups(_ *Unit, c *Command) bool {
 	return true
 }
 
-// consumeSetPortGroups executes SET TARGET PORT GROUPS (SPC-4, section 6.45) for
-// primary states. With Options.Settings, the states are on stable storage before they
-// are in force.
+// consumeSetPortGroups executes SET TARGET PORT GROUPS (SPC-4, section 6.45) for primary states.
+// With Options.Settings, the states are on stable storage before they are in force.
 func consumeSetPortGroups(u *Unit, c *Command, p []byte, _ uint64) bool {
 	const header, descriptor = 4, 4
 	if len(p) < header || len(p)%descriptor != 0 {

@@ -1,7 +1,7 @@
 package lun
 
-// maxCompareWrite is the longest COMPARE AND WRITE, in bytes: both halves of its
-// data-out come in one piece.
+// maxCompareWrite is the longest COMPARE AND WRITE, in bytes: both halves of its data-out come in
+// one piece.
 const maxCompareWrite = MaxParameterList / 2
 
 func beginCompareAndWrite(u *Unit, c *Command) bool {
@@ -12,8 +12,8 @@ func beginCompareAndWrite(u *Unit, c *Command) bool {
 	return true
 }
 
-// consumeCompareAndWrite writes the second half of p where the medium equals the first
-// (SBC-3, section 5.2). Meanwhile no other command has access to the range.
+// consumeCompareAndWrite writes the second half of p where the medium equals the first (SBC-3,
+// section 5.2). Meanwhile no other command has access to the range.
 func consumeCompareAndWrite(u *Unit, c *Command, p []byte, _ uint64) bool {
 	want, instead := p[:len(p)/2], p[len(p)/2:]
 	pos := u.at(c, 0)
@@ -29,8 +29,8 @@ func consumeCompareAndWrite(u *Unit, c *Command, p []byte, _ uint64) bool {
 	return true
 }
 
-// consumeOrWrite executes ORWRITE(16) (SBC-3, section 5.12) for one piece of its
-// data-out. No other command changes the range between the read and the write.
+// consumeOrWrite executes ORWRITE(16) (SBC-3, section 5.12) for one piece of its data-out. No
+// other command changes the range between the read and the write.
 func consumeOrWrite(u *Unit, c *Command, p []byte, off uint64) bool {
 	sp := scratch.Get().(*[]byte)
 	defer scratch.Put(sp)
@@ -69,8 +69,7 @@ func beginWriteAtomic(u *Unit, c *Command) bool {
 	return true
 }
 
-// consumeWriteAtomic collects the data. It takes no memory before the first data
-// arrive.
+// consumeWriteAtomic collects the data. It takes no memory before the first data arrive.
 func consumeWriteAtomic(_ *Unit, c *Command, p []byte, off uint64) bool {
 	if off == 0 {
 		c.whole = make([]byte, 0, c.DataOut)
@@ -79,9 +78,9 @@ func consumeWriteAtomic(_ *Unit, c *Command, p []byte, off uint64) bool {
 	return true
 }
 
-// endWriteAtomic writes all blocks or, when the store fails, none (SBC-4, section
-// 4.29.4). Other commands see either. backend.Info promises with AtomicWrite that this
-// also holds after a power failure.
+// endWriteAtomic writes all blocks or, when the store fails, none (SBC-4, section 4.29.4). Other
+// commands see either. backend.Info promises with AtomicWrite that this also holds after a power
+// failure.
 func endWriteAtomic(u *Unit, c *Command) {
 	p := c.whole
 	c.whole = nil

@@ -21,8 +21,7 @@ const (
 	attentionRegistrationsPreempted
 )
 
-// attentions are the unit attentions that a unit can raise; the first is reported
-// first.
+// attentions are the unit attentions that a unit can raise; the first is reported first.
 var attentions = [...]Sense{
 	attentionPowerOn:                condPowerOn,
 	attentionReset:                  condReset,
@@ -38,9 +37,9 @@ var attentions = [...]Sense{
 	attentionRegistrationsPreempted: condRegistrationsPreempted,
 }
 
-// reported are the attentions about facts that an initiator keeps in mind and that may
-// be wrong now, although it has nothing to ask the unit: see OnEvent. All units of a
-// nexus raise attentionLUNs together, so changeList reports it once.
+// reported are the attentions about facts that an initiator keeps in mind and that may be wrong
+// now, although it has nothing to ask the unit: see OnEvent. All units of a nexus raise
+// attentionLUNs together, so changeList reports it once.
 const reported = 1<<attentionMedium | 1<<attentionMode | 1<<attentionCapacity
 
 // raise makes a unit attention due. It does nothing if the attention is due already.
@@ -58,9 +57,9 @@ func (l *itl) report(attention int) {
 	}
 }
 
-// OnEvent sets a function that is called as soon as a unit attention is due, if its
-// subject should not wait for the initiator's next command. The attention remains due.
-// report must neither wait nor call the nexus.
+// OnEvent sets a function that is called as soon as a unit attention is due, if its subject
+// should not wait for the initiator's next command. The attention remains due. report must
+// neither wait nor call the nexus.
 func (n *Nexus) OnEvent(report func(lun [8]byte, sense []byte)) { n.event.Store(&report) }
 
 // takeAttention returns the first unit attention that is due, and takes it away.
@@ -76,8 +75,8 @@ func (l *itl) takeAttention() (k Sense, ok bool) {
 	}
 }
 
-// PendingAttention returns the unit attention that the next command for the LUN field
-// would meet, and how many are due in all. It takes none away.
+// PendingAttention returns the unit attention that the next command for the LUN field would meet,
+// and how many are due in all. It takes none away.
 func (n *Nexus) PendingAttention(lun [8]byte) (first Sense, pending int) {
 	l := n.find(lun)
 	if l == nil {
@@ -109,8 +108,8 @@ func (u *Unit) raiseLocked(attention int, by *Nexus) {
 	}
 }
 
-// CommandsCleared notifies n that another nexus ended its commands for the logical unit
-// (SAM-5, section 5.8.6, with TAS 0).
+// CommandsCleared notifies n that another nexus ended its commands for the logical unit (SAM-5,
+// section 5.8.6, with TAS 0).
 func (n *Nexus) CommandsCleared(lun [8]byte) {
 	if l := n.find(lun); l != nil {
 		l.raise(attentionCleared)

@@ -5,8 +5,7 @@ import "sync/atomic"
 // MaxParameterList is the longest parameter list of a command, in bytes.
 const MaxParameterList = 65536
 
-// A Command is one SCSI command from CDB to status. Its owner reuses it, which
-// allocates nothing.
+// A Command is one SCSI command from CDB to status. Its owner reuses it, which allocates nothing.
 type Command struct {
 	// Set by the caller before Begin.
 	LUN [8]byte // LUN field of the PDU
@@ -45,8 +44,8 @@ type Command struct {
 	buf      []byte // memory of same; kept
 }
 
-// Begin decodes the CDB and checks everything that needs no data. If it returns false
-// the command ended, with Status and Sense.
+// Begin decodes the CDB and checks everything that needs no data. If it returns false the command
+// ended, with Status and Sense.
 func (n *Nexus) Begin(c *Command) bool {
 	c.DataOut, c.DataIn, c.Whole, c.Overflow, c.Status = 0, 0, false, false, StatusGood
 	c.failed, c.lba, c.count, c.arrived, c.same, c.sense = false, 0, 0, 0, nil, nil
@@ -101,8 +100,7 @@ func (n *Nexus) Begin(c *Command) bool {
 	return true
 }
 
-// identify finds the logical unit and the row of the table that c, which comes from n,
-// is about.
+// identify finds the logical unit and the row of the table that c, which comes from n, is about.
 func (c *Command) identify(n *Nexus) {
 	c.nexus, c.itl, c.unit = n, n.find(c.LUN), nil
 	if c.itl != nil {
@@ -112,9 +110,9 @@ func (c *Command) identify(n *Nexus) {
 	c.countBegun()
 }
 
-// Consume executes the command for the data-out that starts at off. The pieces of a
-// command come in order; all except the last are multiples of 4096 bytes. Consume
-// returns false if the command failed and takes no more data.
+// Consume executes the command for the data-out that starts at off. The pieces of a command come
+// in order; all except the last are multiples of 4096 bytes. Consume returns false if the command
+// failed and takes no more data.
 func (n *Nexus) Consume(c *Command, p []byte, off uint64) bool {
 	if c.failed {
 		return false
@@ -126,8 +124,8 @@ func (n *Nexus) Consume(c *Command, p []byte, off uint64) bool {
 	return c.row.consume(c.unit, c, p, off)
 }
 
-// Produce fills p with the data-in that starts at off, under the same rules. The last
-// piece may end within a block.
+// Produce fills p with the data-in that starts at off, under the same rules. The last piece may
+// end within a block.
 func (n *Nexus) Produce(c *Command, p []byte, off uint64) bool {
 	if c.failed {
 		return false
@@ -139,8 +137,8 @@ func (n *Nexus) Produce(c *Command, p []byte, off uint64) bool {
 	return true
 }
 
-// End ends the command after its data, also if the initiator expected less and the data
-// was cut short. Status and Sense are valid then.
+// End ends the command after its data, also if the initiator expected less and the data was cut
+// short. Status and Sense are valid then.
 func (n *Nexus) End(c *Command) {
 	switch {
 	case c.failed:
@@ -164,8 +162,8 @@ func (c *Command) Fail(s Sense) {
 	c.fail(s)
 }
 
-// Sense returns the sense data of a command that ended with CHECK CONDITION, else nil.
-// It is valid until the next Begin.
+// Sense returns the sense data of a command that ended with CHECK CONDITION, else nil. It is
+// valid until the next Begin.
 func (c *Command) Sense() []byte { return c.sense }
 
 // Fenced reports whether the transport has to keep the order between the response to c and other

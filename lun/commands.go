@@ -148,6 +148,10 @@ var commands = slices.Concat([]command{
 	{op: 0x57, name: "RELEASE(10)", flags: anyPersistent | anyReserve, usage: none10, phases: releaseUnit},
 	{op: 0x5a, name: "MODE SENSE(10)", flags: reads | inStandby,
 		usage: "\x18\xff\xff\x00\x00\x00\xff\xff\x00", phases: phases{begin: modeSense}},
+	persistentReserveIn(prReadKeys, "READ KEYS", beginPRIn),
+	persistentReserveIn(prReadReservation, "READ RESERVATION", beginPRIn),
+	persistentReserveIn(prReportCapabilities, "REPORT CAPABILITIES", prCapabilities),
+	persistentReserveIn(prReadFullStatus, "READ FULL STATUS", beginPRIn),
 	{op: opExtendedCopy, hasSA: true, sa: 0x00, name: "EXTENDED COPY(LID1)", flags: allData,
 		usage: "\x1f\x00" + copy16, phases: phases{begin: beginExtendedCopy, consume: consumeExtendedCopy}},
 	{op: opReceiveCopy, hasSA: true, sa: 0x00, name: "RECEIVE COPY STATUS(LID1)", flags: anyPersistent,
@@ -190,26 +194,15 @@ var commands = slices.Concat([]command{
 	{op: 0xaf, name: "VERIFY(12)", flags: medium | allData | reads, usage: "\x16" + range12, phases: verify},
 	{op: 0xb7, name: "READ DEFECT DATA(12)", flags: medium | reads,
 		usage: "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00", phases: phases{begin: readDefectData12}},
-}, persistentReserveIn(), persistentReserveOut())
+}, persistentReserveOut())
 
-// persistentReserveIn returns the rows of PERSISTENT RESERVE IN.
-func persistentReserveIn() (rows []command) {
-	for sa, action := range []struct {
-		name  string
-		begin func(*Unit, *Command) bool
-	}{
-		prReadKeys:           {"READ KEYS", beginPRIn},
-		prReadReservation:    {"READ RESERVATION", beginPRIn},
-		prReportCapabilities: {"REPORT CAPABILITIES", prCapabilities},
-		prReadFullStatus:     {"READ FULL STATUS", beginPRIn},
-	} {
-		rows = append(rows, command{
-			op: opPRIn, hasSA: true, sa: byte(sa), name: "PERSISTENT RESERVE IN, " + action.name,
-			flags: anyPersistent | anyReserve | inStandby,
-			usage: "\x1f\x00\x00\x00\x00\x00\xff\xff\x00", phases: phases{begin: action.begin},
-		})
+// persistentReserveIn returns a row of PERSISTENT RESERVE IN.
+func persistentReserveIn(sa byte, action string, begin func(*Unit, *Command) bool) command {
+	return command{
+		op: opPRIn, hasSA: true, sa: sa, name: "PERSISTENT RESERVE IN, " + action,
+		flags: anyPersistent | anyReserve | inStandby,
+		usage: "\x1f\x00\x00\x00\x00\x00\xff\xff\x00", phases: phases{begin: begin},
 	}
-	return rows
 }
 
 // persistentReserveOut returns the rows of PERSISTENT RESERVE OUT.
@@ -224,8 +217,8 @@ func persistentReserveOut() (rows []command) {
 	return rows
 }
 
-// byOpcode has the rows of each operation code. init fills it, because rows refer to
-// functions that walk the table.
+// byOpcode has the rows of each operation code. init fills it, because rows refer to functions
+// that walk the table.
 var byOpcode [256][]*command
 
 func init() {
@@ -257,14 +250,13 @@ func (c *Command) failRow() bool {
 	return c.fail(condOpcode)
 }
 
-// naca is the bit of the CONTROL byte that asks for an auto contingent allegiance
-// (SAM-5, section 5.9). The target has none (NORMACA 0), because with one task set for
-// all initiators, one that fails and goes away would keep all others from the unit. The
-// other bits are vendor specific or obsolete.
+// naca is the bit of the CONTROL byte that asks for an auto contingent allegiance (SAM-5, section
+// 5.9). The target has none (NORMACA 0), because with one task set for all initiators, one that
+// fails and goes away would keep all others from the unit. The other bits are vendor specific or
+// obsolete.
 const naca = 0x04
 
-// reserved finds the first bit of a CDB that is set and that the command does not
-// evaluate.
+// reserved finds the first bit of a CDB that is set and that the command does not evaluate.
 func (row *command) reserved(cdb []byte) (octet, bit int, ok bool) {
 	for i := range len(row.usage) {
 		odd := cdb[i+1] &^ row.usage[i]

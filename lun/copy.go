@@ -43,8 +43,8 @@ const (
 	copyFailed     = 2
 )
 
-// copies has what RECEIVE COPY STATUS reports about the EXTENDED COPY commands of an
-// I_T_L nexus, by list identifier.
+// copies has what RECEIVE COPY STATUS reports about the EXTENDED COPY commands of an I_T_L nexus,
+// by list identifier.
 type copies struct {
 	mu sync.Mutex
 	of map[byte]copyStatus // guarded by mu
@@ -110,8 +110,8 @@ type segment struct {
 	n              int64
 }
 
-// consumeExtendedCopy executes EXTENDED COPY(LID1) (SPC-4, section 6.4): copies from
-// blocks to blocks among the logical units that the initiator sees.
+// consumeExtendedCopy executes EXTENDED COPY(LID1) (SPC-4, section 6.4): copies from blocks to
+// blocks among the logical units that the initiator sees.
 //
 //	header of 16 │ CSCD descriptors of 32 │ segment descriptors of 28
 func consumeExtendedCopy(_ *Unit, c *Command, p []byte, _ uint64) bool {
@@ -194,9 +194,9 @@ func consumeExtendedCopy(_ *Unit, c *Command, p []byte, _ uint64) bool {
 	return true
 }
 
-// parseCSCD finds the unit that an identification descriptor (SPC-4, section 6.4.5.5)
-// names by its NAA. Other designators of the target are too long for it. The descriptor
-// is at that offset in the list.
+// parseCSCD finds the unit that an identification descriptor (SPC-4, section 6.4.5.5) names by
+// its NAA. Other designators of the target are too long for it. The descriptor is at that offset
+// in the list.
 func (c *Command) parseCSCD(d []byte, at int) (l *itl, ok bool) {
 	const peripheralType, setMask, associationAndType = 0x1f, 0x0f, 0x3f
 	switch {
@@ -267,12 +267,12 @@ func (c *Command) failCopy(k Sense, i int) bool {
 	return c.failSense(s)
 }
 
-// maxCopyStep is how many bytes are copied at a time; after each step the command
-// checks whether it was aborted. It is a multiple of what file systems can share.
+// maxCopyStep is how many bytes are copied at a time; after each step the command checks whether
+// it was aborted. It is a multiple of what file systems can share.
 const maxCopyStep = 4 << 20
 
-// copySegment copies, and calls note with the number of bytes after each step. Where
-// the source has a hole, the destination gets one.
+// copySegment copies, and calls note with the number of bytes after each step. Where the source
+// has a hole, the destination gets one.
 func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 	sp := scratch.Get().(*[]byte)
 	defer scratch.Put(sp)
@@ -314,10 +314,9 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 	return true
 }
 
-// copyStep copies at most n bytes, off bytes into the segment, and returns how many. ok
-// is false if c may not copy them. copyStep checks that while it holds the ranges, so
-// that a command that changes it and then waits for the ranges knows that no copy
-// continues.
+// copyStep copies at most n bytes, off bytes into the segment, and returns how many. ok is false
+// if c may not copy them. copyStep checks that while it holds the ranges, so that a command that
+// changes it and then waits for the ranges knows that no copy continues.
 func (c *Command) copyStep(s segment, p []byte, off, n int64, overlap bool) (done int64, ok bool, err error) {
 	unlock := s.lock(off, n)
 	defer unlock()
@@ -335,9 +334,8 @@ func (c *Command) copyStep(s segment, p []byte, off, n int64, overlap bool) (don
 	return done, true, err
 }
 
-// endCopies waits until every copy to the unit has checked again whether it may
-// continue: an EXTENDED COPY of a preempted nexus may be a command for another logical
-// unit.
+// endCopies waits until every copy to the unit has checked again whether it may continue: an
+// EXTENDED COPY of a preempted nexus may be a command for another logical unit.
 func (u *Unit) endCopies() {
 	if u.copying.Load() > 0 {
 		u.ranges.exclude(^stripeSet(0))
@@ -378,8 +376,8 @@ func (s segment) copyPiece(p []byte, off int64) error {
 	return to.store.WriteAt(p, s.toPos+off)
 }
 
-// copyRun copies from offset off of the segment as far as the source has only data or
-// only a hole, but no more than n bytes. The ranges do not overlap; p is memory.
+// copyRun copies from offset off of the segment as far as the source has only data or only a
+// hole, but no more than n bytes. The ranges do not overlap; p is memory.
 //
 // Preconditions: the stripes of both ranges are held.
 func (s segment) copyRun(p []byte, off, n int64) (int64, error) {
@@ -399,8 +397,7 @@ func (s segment) copyRun(p []byte, off, n int64) (int64, error) {
 	return n, backend.Copy(to.store, s.toPos+off, from.store, s.fromPos+off, n, p)
 }
 
-// makeHole makes n bytes at pos zeros, which take no space if the store can give space
-// back.
+// makeHole makes n bytes at pos zeros, which take no space if the store can give space back.
 //
 // Preconditions: the stripes of the range are held.
 func (u *Unit) makeHole(pos, n int64) error {
@@ -411,8 +408,8 @@ func (u *Unit) makeHole(pos, n int64) error {
 	return u.store.Zero(pos, n)
 }
 
-// lock holds n bytes at offset off of the segment in both units, as READ and WRITE do,
-// until unlock is called.
+// lock holds n bytes at offset off of the segment in both units, as READ and WRITE do, until
+// unlock is called.
 func (s segment) lock(off, n int64) (unlock func()) {
 	first, second := s.from.unit, s.to.unit
 	a, b := stripesOf(s.fromPos+off, n), stripesOf(s.toPos+off, n)
@@ -455,8 +452,7 @@ func receiveCopyStatus(_ *Unit, c *Command) bool {
 	return c.report(b, binary.BigEndian.Uint32(c.CDB[10:]))
 }
 
-// receiveCopyParameters executes RECEIVE COPY OPERATING PARAMETERS (SPC-4, section
-// 6.22).
+// receiveCopyParameters executes RECEIVE COPY OPERATING PARAMETERS (SPC-4, section 6.22).
 func receiveCopyParameters(_ *Unit, c *Command) bool {
 	be := binary.BigEndian
 	b := c.zeroed(44)

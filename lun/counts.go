@@ -101,8 +101,8 @@ func (r *rare) addTo(sum *Counts) {
 	sum.Overflows += r.overflows.Load()
 }
 
-// countShards is how many copies of the same count a unit has, so that the cores that
-// serve its nexuses do not take a cache line from each other.
+// countShards is how many copies of the same count a unit has, so that the cores that serve its
+// nexuses do not take a cache line from each other.
 const countShards = 8
 
 // unitCounts are the counts of a unit. A nexus uses one shard of its transport.
@@ -117,8 +117,8 @@ type transportCounts struct {
 	latencies [countShards]atomic.Pointer[latencies] // nil: no command yet; see latenciesOf
 }
 
-// nexusCounts are the counts of a nexus. They do not share cache lines with fields that
-// are only read.
+// nexusCounts are the counts of a nexus. They do not share cache lines with fields that are only
+// read.
 type nexusCounts struct {
 	common
 	_ [64]byte
@@ -126,8 +126,8 @@ type nexusCounts struct {
 	latencies latencies
 }
 
-// SetTransport sets the transport that counts name, by default TCP. Call it before the
-// first command.
+// SetTransport sets the transport that counts name, by default TCP. Call it before the first
+// command.
 func (n *Nexus) SetTransport(t Transport) { n.transport = t }
 
 // Transport returns the transport that counts name.
@@ -144,8 +144,7 @@ func (u *Unit) Counts() (all [Transports]Counts) {
 	return all
 }
 
-// Counts returns the counts of the nexus, including commands for LUNs that do not
-// exist.
+// Counts returns the counts of the nexus, including commands for LUNs that do not exist.
 func (n *Nexus) Counts() (c Counts) {
 	n.counts.common.addTo(&c)
 	n.counts.rare.addTo(&c)
@@ -162,8 +161,8 @@ func (c *Command) countBegun() {
 	}
 }
 
-// Count counts the end of c, which moved that many bytes of data. If aborted is true, c
-// has no status. Count returns false if it has counted c before, or c has not begun.
+// Count counts the end of c, which moved that many bytes of data. If aborted is true, c has no
+// status. Count returns false if it has counted c before, or c has not begun.
 func (n *Nexus) Count(c *Command, octets uint64, aborted bool) bool {
 	if !c.counted {
 		return false
@@ -207,8 +206,7 @@ func (r *rare) failed(c *Command) {
 	}
 }
 
-// CountResidual counts that the response to c, which Count has counted, has a residual
-// count.
+// CountResidual counts that the response to c, which Count has counted, has a residual count.
 func (n *Nexus) CountResidual(c *Command, overflow bool) {
 	n.counts.residual(overflow)
 	if c.unit != nil {

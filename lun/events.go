@@ -86,60 +86,64 @@ func (e ReservationChangedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 		text = "persistent " + text
 		attrs = append(attrs, slog.Uint64("tpgt", uint64(e.TPGT)))
 	}
-	l.LogAttrs(context.Background(), slog.LevelInfo, text, attrs...)
+	logLine(l, slog.LevelInfo, text, attrs...)
 }
 
 // Log writes e as one line that begins with the attributes extra.
 func (e ReservationEndedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
-	l.LogAttrs(context.Background(), slog.LevelInfo, "reservation ended",
-		append(extra, slog.String("target", e.Target), slog.String("naa", e.Serial),
-			slog.String("initiator", e.Initiator))...)
+	logLine(l, slog.LevelInfo, "reservation ended", append(extra, slog.String("target", e.Target),
+		slog.String("naa", e.Serial), slog.String("initiator", e.Initiator))...)
 }
 
 // Log writes e as one line that begins with the attributes extra.
 func (e StoreFailedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
-	l.LogAttrs(context.Background(), slog.LevelError, "store has failed", append(extra,
-		slog.String("target", e.Target), slog.Uint64("lun", uint64(e.LUN)), slog.String("initiator", e.Initiator),
+	logLine(l, slog.LevelError, "store has failed", append(extra, slog.String("target", e.Target),
+		slog.Uint64("lun", uint64(e.LUN)), slog.String("initiator", e.Initiator),
 		slog.String("command", e.Command), slog.Uint64("lba", e.LBA), slog.Uint64("blocks", e.Blocks),
 		slog.Any("reason", e.Err), slog.Uint64("not_logged", e.Suppressed))...)
 }
 
 // Log writes e as one line that begins with the attributes extra.
 func (e SyncsFailEvent) Log(l *slog.Logger, extra ...slog.Attr) {
-	l.LogAttrs(context.Background(), slog.LevelError,
-		"syncs keep failing: data written before the store was reopened may be lost",
+	logLine(l, slog.LevelError, "syncs keep failing: data written before the store was reopened may be lost",
 		append(extra, slog.String("naa", e.Serial))...)
 }
 
 // Log writes e as one line that begins with the attributes extra.
 func (e StateNotStoredEvent) Log(l *slog.Logger, extra ...slog.Attr) {
-	l.LogAttrs(context.Background(), slog.LevelError, "state not stored",
-		append(extra, slog.String("naa", e.Serial), slog.Any("reason", e.Err))...)
+	logLine(l, slog.LevelError, "state not stored", append(extra, slog.String("naa", e.Serial), slog.Any("reason", e.Err))...)
+}
+
+// sanitizeLines are the lines of the stages of a SANITIZE.
+var sanitizeLines = [...]struct {
+	level slog.Level
+	text  string
+}{
+	SanitizeBegun:       {slog.LevelWarn, "sanitize begins"},
+	SanitizeRestarted:   {slog.LevelWarn, "sanitize restarts"},
+	SanitizeDone:        {slog.LevelInfo, "sanitize done"},
+	SanitizeInterrupted: {slog.LevelWarn, "sanitize interrupted"},
+	SanitizeFailed:      {slog.LevelError, "sanitize failed"},
+	SanitizeStuck:       {slog.LevelError, "sanitize has failed, or cannot continue because the unit is read-only"},
 }
 
 // Log writes e as one line that begins with the attributes extra.
 func (e SanitizeEvent) Log(l *slog.Logger, extra ...slog.Attr) {
-	line := [...]struct {
-		level slog.Level
-		text  string
-	}{
-		SanitizeBegun:       {slog.LevelWarn, "sanitize begins"},
-		SanitizeRestarted:   {slog.LevelWarn, "sanitize restarts"},
-		SanitizeDone:        {slog.LevelInfo, "sanitize done"},
-		SanitizeInterrupted: {slog.LevelWarn, "sanitize interrupted"},
-		SanitizeFailed:      {slog.LevelError, "sanitize failed"},
-		SanitizeStuck:       {slog.LevelError, "sanitize has failed, or cannot continue because the unit is read-only"},
-	}[e.Stage]
 	attrs := append(extra, slog.String("naa", e.Serial))
-	switch e.Stage {
-	case SanitizeBegun:
-		attrs = append(attrs, slog.Uint64("action", uint64(e.Action)), slog.String("initiator", e.Initiator))
-	case SanitizeRestarted:
+	if e.Stage == SanitizeBegun || e.Stage == SanitizeRestarted {
 		attrs = append(attrs, slog.Uint64("action", uint64(e.Action)))
-	case SanitizeFailed:
+	}
+	if e.Initiator != "" {
+		attrs = append(attrs, slog.String("initiator", e.Initiator))
+	}
+	if e.Err != nil {
 		attrs = append(attrs, slog.Any("reason", e.Err))
 	}
-	l.LogAttrs(context.Background(), line.level, line.text, attrs...)
+	logLine(l, sanitizeLines[e.Stage].level, sanitizeLines[e.Stage].text, attrs...)
+}
+
+func logLine(l *slog.Logger, level slog.Level, text string, attrs ...slog.Attr) {
+	l.LogAttrs(context.Background(), level, text, attrs...)
 }
 
 // logEvents implements Events for Options that have none: it only writes the lines.

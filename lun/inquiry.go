@@ -61,8 +61,8 @@ func inquiry(u *Unit, c *Command) bool {
 	return c.report(b, allocation)
 }
 
-// vpdPages are the vital product data pages, in the order of page 00h. A page appends
-// what follows its header of four bytes.
+// vpdPages are the vital product data pages, in the order of page 00h. A page appends what
+// follows its header of four bytes.
 var vpdPages = []struct {
 	code   byte
 	thin   bool // only of a unit with thin provisioning
@@ -136,8 +136,8 @@ func (n *Nexus) targetPort(relative uint16) string {
 	return fmt.Sprintf("%s,t,0x%04x", n.port.TargetName, relative)
 }
 
-// appendPorts appends the SCSI Ports page (SPC-4, section 7.8.14): every target port
-// with its name.
+// appendPorts appends the SCSI Ports page (SPC-4, section 7.8.14): every target port with its
+// name.
 func appendPorts(_ *Unit, n *Nexus, b []byte) []byte {
 	for _, port := range n.targets() {
 		name := terminated(n.targetPort(port))
@@ -188,9 +188,8 @@ func appendBlockLimits(u *Unit, _ *Nexus, b []byte) []byte {
 	return append(b, p[4:]...)
 }
 
-// appendCharacteristics appends the Block Device Characteristics page (SBC-3, section
-// 6.6.2): nothing rotates, and after a block erase or a cryptographic erase, reads
-// return zeros.
+// appendCharacteristics appends the Block Device Characteristics page (SBC-3, section 6.6.2):
+// nothing rotates, and after a block erase or a cryptographic erase, reads return zeros.
 func appendCharacteristics(u *Unit, _ *Nexus, b []byte) []byte {
 	const wabereq, wacereq = 0x40, 0x10 // 01b
 	p := make([]byte, 64)
@@ -204,8 +203,8 @@ func appendCharacteristics(u *Unit, _ *Nexus, b []byte) []byte {
 	return append(b, p[4:]...)
 }
 
-// appendProvisioning appends the Logical Block Provisioning page (SBC-3, section
-// 6.6.4): UNMAP and both WRITE SAME with UNMAP, after which reads return zeros; thin.
+// appendProvisioning appends the Logical Block Provisioning page (SBC-3, section 6.6.4): UNMAP
+// and both WRITE SAME with UNMAP, after which reads return zeros; thin.
 func appendProvisioning(_ *Unit, _ *Nexus, b []byte) []byte {
 	const lbpu, lbpws, lbpws10, lbprz, thinType = 0x80, 0x40, 0x20, 0x04, 2
 	return append(b, 0, lbpu|lbpws|lbpws10|lbprz, thinType, 0)

@@ -10,8 +10,8 @@ import (
 	"github.com/iser-target/iser-target/lun/invariant"
 )
 
-// An Inventory has the logical units of one SCSI target device. All of its target ports
-// lead to them.
+// An Inventory has the logical units of one SCSI target device. All of its target ports lead to
+// them.
 type Inventory struct {
 	ports atomic.Pointer[[]uint16] // relative target port identifiers, ascending; a new slice takes its place
 
@@ -31,12 +31,12 @@ const (
 	NoAccess                // the logical unit does not exist
 )
 
-// A Mask returns the access of the initiator with that normalized name. A nexus calls
-// it once, and again when the mask changes.
+// A Mask returns the access of the initiator with that normalized name. A nexus calls it once,
+// and again when the mask changes.
 type Mask func(initiator string) Access
 
-// NewInventory returns an empty inventory. Portal groups with these tags, 1 to 65535,
-// lead to the target; without tags, one with tag 1.
+// NewInventory returns an empty inventory. Portal groups with these tags, 1 to 65535, lead to the
+// target; without tags, one with tag 1.
 func NewInventory(tpgts ...uint16) *Inventory {
 	if len(tpgts) == 0 {
 		tpgts = []uint16{1}
@@ -58,8 +58,8 @@ func (inv *Inventory) setPorts(tpgts []uint16) (changed bool) {
 	return old != nil && !slices.Equal(*old, ports)
 }
 
-// SetPorts makes portal groups with these tags lead to the target, like NewInventory.
-// It notifies initiators that something about the paths changed.
+// SetPorts makes portal groups with these tags lead to the target, like NewInventory. It notifies
+// initiators that something about the paths changed.
 func (inv *Inventory) SetPorts(tpgts ...uint16) {
 	if !inv.setPorts(tpgts) {
 		return
@@ -72,8 +72,8 @@ func (inv *Inventory) SetPorts(tpgts ...uint16) {
 // maxLUN is the largest LUN of flat space addressing (SAM-5, section 4.7.7).
 const maxLUN = 1<<14 - 1
 
-// Add makes u the logical unit with that LUN, 0 to 16383. Initiators that are logged in
-// see it at once, and are notified.
+// Add makes u the logical unit with that LUN, 0 to 16383. Initiators that are logged in see it at
+// once, and are notified.
 func (inv *Inventory) Add(id uint16, u *Unit) error { return inv.AddMasked(id, u, nil) }
 
 // AddMasked adds u like Add for the initiators that m lets see it.
@@ -98,9 +98,8 @@ func (inv *Inventory) AddMasked(id uint16, u *Unit, m Mask) error {
 	return nil
 }
 
-// Remove takes the logical unit with that LUN away from all initiators and returns it,
-// or returns nil if the LUN does not exist. Commands in progress continue until the
-// caller closes the unit.
+// Remove takes the logical unit with that LUN away from all initiators and returns it, or returns
+// nil if the LUN does not exist. Commands in progress continue until the caller closes the unit.
 func (inv *Inventory) Remove(id uint16) *Unit {
 	inv.mu.Lock()
 	defer inv.mu.Unlock()
@@ -124,11 +123,10 @@ func (inv *Inventory) Remove(id uint16) *Unit {
 	return u
 }
 
-// Replace puts u in the place of the logical unit with that LUN and returns the old
-// one, or returns nil if the LUN does not exist. Commands in progress continue in the
-// old unit until the caller closes it, and are NOT READY then. The next command of each
-// initiator meets NOT READY TO READY CHANGE, MEDIUM MAY HAVE CHANGED. Persistent
-// reservations are those of u.
+// Replace puts u in the place of the logical unit with that LUN and returns the old one, or
+// returns nil if the LUN does not exist. Commands in progress continue in the old unit until the
+// caller closes it, and are NOT READY then. The next command of each initiator meets NOT READY TO
+// READY CHANGE, MEDIUM MAY HAVE CHANGED. Persistent reservations are those of u.
 func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 	inv.mu.Lock()
 	defer inv.mu.Unlock()
@@ -168,9 +166,8 @@ func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 	return old
 }
 
-// SetMask replaces the mask of the LUN. It notifies initiators that gain or lose
-// access. For others a change between ReadWrite and ReadOnly applies from their next
-// command on.
+// SetMask replaces the mask of the LUN. It notifies initiators that gain or lose access. For
+// others a change between ReadWrite and ReadOnly applies from their next command on.
 func (inv *Inventory) SetMask(id uint16, m Mask) error {
 	inv.mu.Lock()
 	defer inv.mu.Unlock()
@@ -262,9 +259,9 @@ func (inv *Inventory) Entries() []Entry {
 	return list
 }
 
-// PowerOn does what ResetUnit does for all logical units, and also what a loss of power
-// does: it ends persistent reservations and registrations that APTPL does not keep
-// (SPC-4, section 5.13.5).
+// PowerOn does what ResetUnit does for all logical units, and also what a loss of power does: it
+// ends persistent reservations and registrations that APTPL does not keep (SPC-4, section
+// 5.13.5).
 func (inv *Inventory) PowerOn() {
 	for _, u := range inv.Units() {
 		u.reservations.losePower()

@@ -29,8 +29,8 @@ func (p Phase) String() string {
 // Spent is the time that a command took in each phase, except PhaseTotal.
 type Spent [PhaseTotal]time.Duration
 
-// Latencies are counted in buckets, four to each doubling from 1.024 µs to 30 s. The
-// first also has all below, the last all above.
+// Latencies are counted in buckets, four to each doubling from 1.024 µs to 30 s. The first also
+// has all below, the last all above.
 const (
 	LatencyBuckets = 101
 	firstOctave    = 10 // the first bound is 1<<firstOctave ns
@@ -63,8 +63,8 @@ type Latency struct {
 	Buckets [LatencyBuckets]uint64 // the index counts those up to its LatencyBound
 }
 
-// Latencies are those of commands that ended with a status, counted when their
-// responses have left. PhaseReadWait has only commands that waited for data.
+// Latencies are those of commands that ended with a status, counted when their responses have
+// left. PhaseReadWait has only commands that waited for data.
 type Latencies [Phases]Latency
 
 // Add adds the counts of m to l.
@@ -136,8 +136,8 @@ func (n *Nexus) CountSpent(c *Command, spent *Spent) {
 	}
 }
 
-// latenciesOf returns the latencies of a shard. Few units have commands from nexuses of
-// all shards and by all transports, so the first command of each allocates the memory.
+// latenciesOf returns the latencies of a shard. Few units have commands from nexuses of all
+// shards and by all transports, so the first command of each allocates the memory.
 func (u *transportCounts) latenciesOf(shard uint8) *latencies {
 	p := &u.latencies[shard]
 	if l := p.Load(); l != nil {
@@ -159,8 +159,7 @@ func (u *Unit) Latencies() (all [Transports]Latencies) {
 	return all
 }
 
-// Latencies returns the latencies of the nexus, including commands for LUNs that do not
-// exist.
+// Latencies returns the latencies of the nexus, including commands for LUNs that do not exist.
 func (n *Nexus) Latencies() (all Latencies) {
 	n.counts.latencies.addTo(&all)
 	return all

@@ -15,8 +15,8 @@ const (
 	statusDeallocated = 1
 )
 
-// getLBAStatus executes GET LBA STATUS (SBC-3, section 5.4): where the store has data
-// and where it has holes.
+// getLBAStatus executes GET LBA STATUS (SBC-3, section 5.4): where the store has data and where
+// it has holes.
 func getLBAStatus(u *Unit, c *Command) bool {
 	be := binary.BigEndian
 	lba, allocation := be.Uint64(c.CDB[2:]), be.Uint32(c.CDB[10:])
@@ -51,8 +51,8 @@ func getLBAStatus(u *Unit, c *Command) bool {
 	return c.report(b, allocation)
 }
 
-// blockStatus reports whether the block takes space, and how many blocks from there on
-// have the same answer.
+// blockStatus reports whether the block takes space, and how many blocks from there on have the
+// same answer.
 func (u *Unit) blockStatus(lba uint64) (mapped bool, n uint32, err error) {
 	const limit = 1<<32 - 1 // of the descriptor
 	blocks := u.blocks.Load()
@@ -79,8 +79,8 @@ func (u *Unit) blockStatus(lba uint64) (mapped bool, n uint32, err error) {
 	return mapped, n, nil
 }
 
-// readDefectData10 executes READ DEFECT DATA(10) (SBC-3, section 5.17). The list is
-// empty, in any format.
+// readDefectData10 executes READ DEFECT DATA(10) (SBC-3, section 5.17). The list is empty, in any
+// format.
 func readDefectData10(_ *Unit, c *Command) bool {
 	b := c.zeroed(4)
 	b[1] = c.CDB[2] // REQ_PLIST, REQ_GLIST and format become PLISTV, GLISTV and format

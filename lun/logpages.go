@@ -58,8 +58,8 @@ func (u *Unit) counted() (sum Counts) {
 	return sum
 }
 
-// appendErrorCounters appends an error counter page (SPC-4, section 7.3.6). It leaves
-// out what the store corrected, because the unit does not know it.
+// appendErrorCounters appends an error counter page (SPC-4, section 7.3.6). It leaves out what
+// the store corrected, because the unit does not know it.
 func (u *Unit) appendErrorCounters(b []byte, kind Kind) []byte {
 	const bytesProcessed, uncorrected = 0x0005, 0x0006
 	sum := u.counted()
@@ -67,9 +67,9 @@ func (u *Unit) appendErrorCounters(b []byte, kind Kind) []byte {
 	return appendLogCounters(b, uncorrected, sum.MediumErrors[kind])
 }
 
-// appendStatistics appends the General Statistics and Performance page (SPC-4, section
-// 7.3.9). It counts commands and blocks. The unit does not measure intervals of time,
-// so these are 0, as in drives that do not either.
+// appendStatistics appends the General Statistics and Performance page (SPC-4, section 7.3.9). It
+// counts commands and blocks. The unit does not measure intervals of time, so these are 0, as in
+// drives that do not either.
 func (u *Unit) appendStatistics(b []byte) []byte {
 	const access, idle, interval = 0x0001, 0x0002, 0x0003
 	sum := u.counted()
@@ -81,15 +81,15 @@ func (u *Unit) appendStatistics(b []byte) []byte {
 		0, 0, 0, 1)
 }
 
-// knowsResources reports whether the unit has the Logical Block Provisioning page: the
-// store knows how much space it takes, and 32 bits are enough to count blocks.
+// knowsResources reports whether the unit has the Logical Block Provisioning page: the store
+// knows how much space it takes, and 32 bits are enough to count blocks.
 func (u *Unit) knowsResources() bool {
 	_, _, err := backend.Usage(u.store)
 	return err == nil && u.isThin() && u.blocks.Load() <= math.MaxUint32
 }
 
-// appendResources appends the Logical Block Provisioning page (SBC-3, section 6.4.5). A
-// threshold set is one block: the unit has no thresholds, and THRESHOLD EXPONENT is 0.
+// appendResources appends the Logical Block Provisioning page (SBC-3, section 6.4.5). A threshold
+// set is one block: the unit has no thresholds, and THRESHOLD EXPONENT is 0.
 func (u *Unit) appendResources(b []byte) []byte {
 	const available, used = 0x0001, 0x0002
 	const dedicated, shared = 1, 2 // SCOPE
@@ -152,9 +152,9 @@ func logSense(u *Unit, c *Command) bool {
 	return c.report(b, allocation)
 }
 
-// resetCounters sets data counters to the value of all that are not cumulative:
-// thresholds are 0, which is never compared with, and so are defaults. Lists have no
-// such values and stay (SPC-4, sections 6.6.1 and 6.7).
+// resetCounters sets data counters to the value of all that are not cumulative: thresholds are 0,
+// which is never compared with, and so are defaults. Lists have no such values and stay (SPC-4,
+// sections 6.6.1 and 6.7).
 func resetCounters(parameters []byte) {
 	for p := parameters; len(p) > 0; {
 		end := logHeader + int(p[3])
@@ -165,8 +165,8 @@ func resetCounters(parameters []byte) {
 	}
 }
 
-// skipParameters removes the parameters with codes below first from a log page. It
-// returns false if no others are left.
+// skipParameters removes the parameters with codes below first from a log page. It returns false
+// if no others are left.
 func skipParameters(page *[]byte, first uint16) bool {
 	b := *page
 	p := b[logHeader:]

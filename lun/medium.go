@@ -90,8 +90,8 @@ func (u *Unit) moveMedium(c *Command, load bool) {
 	}
 }
 
-// endPreventAllow executes PREVENT ALLOW MEDIUM REMOVAL (SBC-3, section 5.15). Removal
-// stays prevented while a nexus exists that asked for it.
+// endPreventAllow executes PREVENT ALLOW MEDIUM REMOVAL (SBC-3, section 5.15). Removal stays
+// prevented while a nexus exists that asked for it.
 func endPreventAllow(u *Unit, c *Command) {
 	u.mu.Lock()
 	defer u.mu.Unlock()

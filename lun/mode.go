@@ -15,8 +15,8 @@ const (
 	modeSWP                    // software write protect
 )
 
-// modesOf returns the modes that are set at first, and those that initiators can
-// change. A cache that does not exist, or that options forbid, cannot be enabled.
+// modesOf returns the modes that are set at first, and those that initiators can change. A cache
+// that does not exist, or that options forbid, cannot be enabled.
 func modesOf(info backend.Info, o Options) (set, mutable uint32) {
 	mutable = modeSWP
 	if info.VolatileCache && !o.WriteThrough {
@@ -53,8 +53,8 @@ func (e *modeEntry) modes() (modes uint32) {
 // cached reports whether writes may be lost until a sync (WCE).
 func (u *Unit) cached() bool { return u.info.VolatileCache && u.mode.Load()&modeWCE != 0 }
 
-// writeThrough reports whether writes have to be durable before their status, or they
-// may be lost. Without a volatile cache, both are false.
+// writeThrough reports whether writes have to be durable before their status, or they may be
+// lost. Without a volatile cache, both are false.
 func (u *Unit) writeThrough() bool { return u.info.VolatileCache && u.mode.Load()&modeWCE == 0 }
 
 // modePages are the mode pages that MODE SENSE returns, in order.
@@ -214,8 +214,8 @@ func beginModeSelect(u *Unit, c *Command) bool {
 	return true
 }
 
-// consumeModeSelect executes MODE SELECT(6) and MODE SELECT(10) (SPC-4, sections 6.9
-// and 6.10). It checks the whole list before any of it has an effect.
+// consumeModeSelect executes MODE SELECT(6) and MODE SELECT(10) (SPC-4, sections 6.9 and 6.10).
+// It checks the whole list before any of it has an effect.
 func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 	be := binary.BigEndian
 	six := c.CDB[0] == opModeSelect6
@@ -316,8 +316,8 @@ func endModeSelect(u *Unit, c *Command) {
 	}
 }
 
-// sameDescriptor reports whether a block descriptor describes the medium as it is. If
-// not, it returns the offset of the byte that does not.
+// sameDescriptor reports whether a block descriptor describes the medium as it is. If not, it
+// returns the offset of the byte that does not.
 func (u *Unit) sameDescriptor(d []byte) (octet int, ok bool) {
 	be := binary.BigEndian
 	blocks, most, size, sizeAt := uint64(be.Uint32(d)), uint64(maxShortCapacity), be.Uint32(d[4:])&0xffffff, 5
@@ -334,8 +334,8 @@ func (u *Unit) sameDescriptor(d []byte) (octet int, ok bool) {
 	return 0, true
 }
 
-// setModes changes the modes of touched to those of set. When the cache is disabled, or
-// writing is, the content of the cache is durable before setModes returns.
+// setModes changes the modes of touched to those of set. When the cache is disabled, or writing
+// is, the content of the cache is durable before setModes returns.
 //
 // Preconditions: u.settingsMu is held.
 func (u *Unit) setModes(touched, set uint32) error {

@@ -9,8 +9,8 @@ import (
 	"github.com/iser-target/iser-target/lun/invariant"
 )
 
-// A Port names both ends of an I_T nexus. A portal group is a target port (RFC 7143,
-// section 4.4.2), and its tag is the relative target port identifier.
+// A Port names both ends of an I_T nexus. A portal group is a target port (RFC 7143, section
+// 4.4.2), and its tag is the relative target port identifier.
 type Port struct {
 	InitiatorName string
 	ISID          [6]byte
@@ -48,9 +48,8 @@ type itl struct {
 // nexuses counts the nexuses that NewNexus made.
 var nexuses atomic.Uint32
 
-// NewNexus returns a nexus with the units that the masks let the initiator see. The
-// first command for each of them meets a unit attention: POWER ON, RESET, OR BUS DEVICE
-// RESET OCCURRED.
+// NewNexus returns a nexus with the units that the masks let the initiator see. The first command
+// for each of them meets a unit attention: POWER ON, RESET, OR BUS DEVICE RESET OCCURRED.
 func (inv *Inventory) NewNexus(p Port) *Nexus {
 	inv.mu.Lock()
 	defer inv.mu.Unlock()
@@ -70,8 +69,8 @@ func (inv *Inventory) NewNexus(p Port) *Nexus {
 	return n
 }
 
-// Close ends the nexus and its reservations by RESERVE. Registrations and persistent
-// reservations remain.
+// Close ends the nexus and its reservations by RESERVE. Registrations and persistent reservations
+// remain.
 func (n *Nexus) Close() {
 	n.inv.mu.Lock()
 	delete(n.inv.nexuses, n) // its list changes no more
@@ -92,8 +91,8 @@ func (l *itl) leave() {
 // list returns the logical units that the initiator sees, ascending by LUN.
 func (n *Nexus) list() []*itl { return *n.luns.Load() }
 
-// changeList sets the logical units that the initiator sees. All of them get a unit
-// attention about it, and the first one an Asynchronous Message.
+// changeList sets the logical units that the initiator sees. All of them get a unit attention
+// about it, and the first one an Asynchronous Message.
 //
 // Preconditions: n.inv.mu is held.
 func (n *Nexus) changeList(list []*itl) {
@@ -152,30 +151,29 @@ func (n *Nexus) SeesAll() bool { return !n.hidesSome.Load() }
 // targets returns the relative identifiers of all target ports, ascending.
 func (n *Nexus) targets() []uint16 { return *n.inv.ports.Load() }
 
-// SetProtocolLevel sets the iSCSIProtocolLevel of the session, by default 1: level 2
-// has more task management functions. Call it before the first command.
+// SetProtocolLevel sets the iSCSIProtocolLevel of the session, by default 1: level 2 has more
+// task management functions. Call it before the first command.
 func (n *Nexus) SetProtocolLevel(level uint8) { n.level = level }
 
-// ResetUnit does what LOGICAL UNIT RESET does beyond the end of the tasks: it starts a
-// stopped unit, restores the saved mode parameters, allows the removal of the medium,
-// ends a RESERVE, and notifies all nexuses (SAM-5, section 6.3.3: the one that asked,
-// too).
+// ResetUnit does what LOGICAL UNIT RESET does beyond the end of the tasks: it starts a stopped
+// unit, restores the saved mode parameters, allows the removal of the medium, ends a RESERVE, and
+// notifies all nexuses (SAM-5, section 6.3.3: the one that asked, too).
 func (n *Nexus) ResetUnit(lun [8]byte) {
 	if l := n.find(lun); l != nil {
 		l.unit.reset(attentionReset)
 	}
 }
 
-// ResetTarget does what ResetUnit does, for all logical units that the initiator sees
-// (RFC 7143, section 11.5.1).
+// ResetTarget does what ResetUnit does, for all logical units that the initiator sees (RFC 7143,
+// section 11.5.1).
 func (n *Nexus) ResetTarget() {
 	for _, l := range n.list() {
 		l.unit.reset(attentionReset)
 	}
 }
 
-// decodeLUN returns the LUN that a LUN field addresses: peripheral device addressing on
-// bus 0 or flat space addressing, on one level (SAM-5, section 4.7).
+// decodeLUN returns the LUN that a LUN field addresses: peripheral device addressing on bus 0 or
+// flat space addressing, on one level (SAM-5, section 4.7).
 func decodeLUN(f [8]byte) (id uint16, ok bool) {
 	if [6]byte(f[2:]) != [6]byte{} {
 		return 0, false
@@ -189,8 +187,8 @@ func decodeLUN(f [8]byte) (id uint16, ok bool) {
 	return 0, false
 }
 
-// EncodeLUN returns the LUN field of a PDU that addresses a LUN (SAM-5, section 4.7).
-// Small LUNs have the older form.
+// EncodeLUN returns the LUN field of a PDU that addresses a LUN (SAM-5, section 4.7). Small LUNs
+// have the older form.
 func EncodeLUN(id uint16) (f [8]byte) {
 	if f[0], f[1] = byte(id>>8), byte(id); id > 0xff {
 		f[0] |= 1 << 6

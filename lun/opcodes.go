@@ -79,10 +79,10 @@ func reportOpcodes(u *Unit, c *Command) bool {
 	return c.report(b, allocation)
 }
 
-// reportTMFs executes REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS (SPC-4, section 6.36):
-// ABORT TASK, ABORT TASK SET, CLEAR TASK SET, LOGICAL UNIT RESET and target reset,
-// which stands for iSCSI's two; with iSCSIProtocolLevel 2 also QUERY TASK, QUERY TASK
-// SET, I_T NEXUS RESET and QUERY ASYNCHRONOUS EVENT.
+// reportTMFs executes REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS (SPC-4, section 6.36): ABORT
+// TASK, ABORT TASK SET, CLEAR TASK SET, LOGICAL UNIT RESET and target reset, which stands for
+// iSCSI's two; with iSCSIProtocolLevel 2 also QUERY TASK, QUERY TASK SET, I_T NEXUS RESET and
+// QUERY ASYNCHRONOUS EVENT.
 func reportTMFs(_ *Unit, c *Command) bool {
 	const ats, atss, ctss, lurs, qts, trs, repd = 0x80, 0x40, 0x10, 0x08, 0x04, 0x02, 0x80
 	const qaes, qtss, itnrs = 0x04, 0x02, 0x01

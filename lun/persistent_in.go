@@ -2,8 +2,8 @@ package lun
 
 import "encoding/binary"
 
-// beginPRIn executes PERSISTENT RESERVE IN with READ KEYS, READ RESERVATION and READ
-// FULL STATUS (SPC-4, sections 6.15.2, 6.15.3 and 6.15.5).
+// beginPRIn executes PERSISTENT RESERVE IN with READ KEYS, READ RESERVATION and READ FULL STATUS
+// (SPC-4, sections 6.15.2, 6.15.3 and 6.15.5).
 func beginPRIn(u *Unit, c *Command) bool {
 	r := &u.reservations
 	if r.reservedByReserve() {
@@ -40,8 +40,8 @@ func beginPRIn(u *Unit, c *Command) bool {
 	return c.report(b, allocation)
 }
 
-// reservationDescriptor returns the descriptor of READ RESERVATION, or nil without a
-// reservation. One that all registrants hold has key 0.
+// reservationDescriptor returns the descriptor of READ RESERVATION, or nil without a reservation.
+// One that all registrants hold has key 0.
 func (s *prState) reservationDescriptor() []byte {
 	if s.typ == 0 {
 		return nil
@@ -54,8 +54,8 @@ func (s *prState) reservationDescriptor() []byte {
 	return d
 }
 
-// fullStatusDescriptor returns the descriptor of READ FULL STATUS for a registration,
-// or with all for those of all target ports.
+// fullStatusDescriptor returns the descriptor of READ FULL STATUS for a registration, or with all
+// for those of all target ports.
 func (s *prState) fullStatusDescriptor(r registration, all bool) []byte {
 	const allTgPt, rHolder, fixed = 0x02, 0x01, 24
 	d := r.nexus.initiator.appendTransportID(make([]byte, fixed))
@@ -72,9 +72,9 @@ func (s *prState) fullStatusDescriptor(r registration, all bool) []byte {
 	return d
 }
 
-// prCapabilities executes PERSISTENT RESERVE IN with REPORT CAPABILITIES (SPC-4,
-// section 6.15.4). ALLOW COMMANDS 011b: TEST UNIT READY always passes; MODE SENSE and
-// those named with it pass Write Exclusive reservations.
+// prCapabilities executes PERSISTENT RESERVE IN with REPORT CAPABILITIES (SPC-4, section 6.15.4).
+// ALLOW COMMANDS 011b: TEST UNIT READY always passes; MODE SENSE and those named with it pass
+// Write Exclusive reservations.
 func prCapabilities(u *Unit, c *Command) bool {
 	const crh, sipC, atpC, ptplC, tmv, allow, ptplA = 0x10, 0x08, 0x04, 0x01, 0x80, 0x30, 0x01
 	const typeMask = 0xea01 // PERSISTENT RESERVATION TYPE MASK: all of prTypes

@@ -22,9 +22,9 @@ const (
 	prRegisterAndMove   = 0x07
 )
 
-// prOuts are the service actions of PERSISTENT RESERVE OUT (SPC-4, section 6.16.2). A
-// nexus that is not registered, or gives another key, meets RESERVATION CONFLICT,
-// except that apply checks that itself where anyone is set.
+// prOuts are the service actions of PERSISTENT RESERVE OUT (SPC-4, section 6.16.2). A nexus that
+// is not registered, or gives another key, meets RESERVATION CONFLICT, except that apply checks
+// that itself where anyone is set.
 var prOuts = [...]struct {
 	name   string
 	apply  func(*prOut) bool
@@ -212,8 +212,8 @@ func (u *Unit) portsOf(initiator string) (ports []initiatorPort) {
 	return ports
 }
 
-// execute changes the state of the unit. State that has to survive the loss of power is
-// on stable storage before it is in force.
+// execute changes the state of the unit. State that has to survive the loss of power is on stable
+// storage before it is in force.
 func (o *prOut) execute() bool {
 	r, row := &o.unit.reservations, &prOuts[o.row.sa]
 	r.mu.Lock()
@@ -252,8 +252,7 @@ func (o *prOut) put(n nexusName) bool {
 	return true
 }
 
-// register executes REGISTER and REGISTER AND IGNORE EXISTING KEY (SPC-4, section
-// 5.13.7).
+// register executes REGISTER and REGISTER AND IGNORE EXISTING KEY (SPC-4, section 5.13.7).
 func (o *prOut) register() bool {
 	s := &o.state
 	i, existing := s.find(o.from), uint64(0)
@@ -301,8 +300,8 @@ func (o *prOut) register() bool {
 	return true
 }
 
-// unregister removes the initiator's own registrations, and the reservation if that
-// leaves no holder (SPC-4, section 5.13.11.2.3).
+// unregister removes the initiator's own registrations, and the reservation if that leaves no
+// holder (SPC-4, section 5.13.11.2.3).
 func (o *prOut) unregister(own func(registration) bool) {
 	s := &o.state
 	was := s.typ
@@ -351,8 +350,8 @@ func (o *prOut) establish() bool {
 	return true
 }
 
-// release executes RELEASE (SPC-4, section 5.13.11.2.2). From a nexus that holds no
-// reservation it is GOOD and does nothing.
+// release executes RELEASE (SPC-4, section 5.13.11.2.2). From a nexus that holds no reservation
+// it is GOOD and does nothing.
 func (o *prOut) release() bool {
 	s := &o.state
 	switch {
@@ -373,10 +372,10 @@ func (o *prOut) clear() bool {
 	return true
 }
 
-// preempt executes PREEMPT and PREEMPT AND ABORT (SPC-4, sections 5.13.11.2.4 to
-// 5.13.11.2.6). It removes the registrations with the key of the service action. If
-// that is the holder's key, or 0 where all registrants are holders, it takes over the
-// reservation; then this nexus stays registered in any case.
+// preempt executes PREEMPT and PREEMPT AND ABORT (SPC-4, sections 5.13.11.2.4 to 5.13.11.2.6). It
+// removes the registrations with the key of the service action. If that is the holder's key, or 0
+// where all registrants are holders, it takes over the reservation; then this nexus stays
+// registered in any case.
 func (o *prOut) preempt() bool {
 	s := &o.state
 	all := prTypes[s.typ].all

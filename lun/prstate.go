@@ -21,8 +21,8 @@ var prTypes = [16]struct {
 // maxRegistrations is how many I_T nexuses can register with a unit.
 const maxRegistrations = 512
 
-// A prState has the registrations and the persistent reservation of a unit. Methods
-// that change it leave a copy of it as it was.
+// A prState has the registrations and the persistent reservation of a unit. Methods that change
+// it leave a copy of it as it was.
 type prState struct {
 	generation    uint32 // PRGENERATION
 	aptpl         bool   // survives the loss of power
@@ -63,8 +63,8 @@ func (s *prState) put(r registration) {
 	s.registrations = append(s.registrations, r)
 }
 
-// remove removes the registrations that match, and the reservation if that leaves no
-// holder. It returns the nexuses of the removed ones.
+// remove removes the registrations that match, and the reservation if that leaves no holder. It
+// returns the nexuses of the removed ones.
 func (s *prState) remove(match func(registration) bool) (gone []nexusName) {
 	var rest []registration
 	for _, r := range s.registrations {
@@ -90,9 +90,9 @@ func (s *prState) nexuses() []nexusName {
 	return list
 }
 
-// covers reports whether r represents the registrations of its initiator port through
-// all of these target ports: ALL_TG_PT made them, and they still have the same key and
-// reservation (SPC-4, section 6.15.5).
+// covers reports whether r represents the registrations of its initiator port through all of
+// these target ports: ALL_TG_PT made them, and they still have the same key and reservation
+// (SPC-4, section 6.15.5).
 func (s *prState) covers(r registration, targets []uint16) bool {
 	if !r.allTargetPorts || !slices.Contains(targets, r.nexus.target) {
 		return false

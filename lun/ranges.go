@@ -12,14 +12,13 @@ const (
 	stripeSpan = 1 << 20
 )
 
-// rangeLocks keep commands that read and write back a range, such as COMPARE AND WRITE,
-// apart from all others on that range. The medium is divided into pieces of 1 MiB, and
-// piece i belongs to stripe i%64. A READ or WRITE holds the stripes of its range for
-// reading, which costs an atomic addition each way, and an exclusive command holds them
-// for writing.
+// rangeLocks keep commands that read and write back a range, such as COMPARE AND WRITE, apart
+// from all others on that range. The medium is divided into pieces of 1 MiB, and piece i belongs
+// to stripe i%64. A READ or WRITE holds the stripes of its range for reading, which costs an
+// atomic addition each way, and an exclusive command holds them for writing.
 //
-// A command takes its stripes in ascending order, and takes no more while it holds
-// some. So no two commands can wait for one another.
+// A command takes its stripes in ascending order, and takes no more while it holds some. So no
+// two commands can wait for one another.
 type rangeLocks [stripes]struct {
 	sync.RWMutex
 	_ [40]byte // a stripe has a cache line of its own

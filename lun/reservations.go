@@ -7,9 +7,8 @@ import (
 	"github.com/iser-target/iser-target/lun/state"
 )
 
-// Reservations keeps the persistent reservations that have to survive the loss of power
-// (APTPL), those of all logical units in one file. Several goroutines may use it at
-// once.
+// Reservations keeps the persistent reservations that have to survive the loss of power (APTPL),
+// those of all logical units in one file. Several goroutines may use it at once.
 type Reservations struct{ *state.Keeper[unitEntry] }
 
 var reservationsKind = state.Kind[unitEntry]{Name: "reservations", Version: 2, Upgrade: upgradeReservations}
@@ -29,8 +28,8 @@ type registrationEntry struct {
 	Holder         bool   `json:"holder"` // false of all where all registrants are
 }
 
-// reservationsState1 is the file of version 1, when a target had one port, with the
-// relative identifier 1.
+// reservationsState1 is the file of version 1, when a target had one port, with the relative
+// identifier 1.
 type reservationsState1 struct {
 	Version int          `json:"version"`
 	Units   []unitEntry1 `json:"units"`
@@ -70,8 +69,8 @@ func upgradeReservations(b []byte) (units []unitEntry, written any, err error) {
 	return units, &s, nil
 }
 
-// OpenReservations opens the file at path, as state.Open does. A damaged file is an
-// error: without its reservations two nodes of a cluster might write to one disk.
+// OpenReservations opens the file at path, as state.Open does. A damaged file is an error:
+// without its reservations two nodes of a cluster might write to one disk.
 func OpenReservations(path string) (*Reservations, error) {
 	k, err := state.OpenKeeper(reservationsKind, path)
 	if err != nil {
@@ -89,8 +88,8 @@ func (r *Reservations) load(naa string) (prState, error) {
 	return e.decode()
 }
 
-// save keeps s for the unit with that NAA, or nothing if s does not have to survive the
-// loss of power. s is on stable storage when save returns nil.
+// save keeps s for the unit with that NAA, or nothing if s does not have to survive the loss of
+// power. s is on stable storage when save returns nil.
 func (r *Reservations) save(naa string, s *prState) (err error) {
 	if s.aptpl && len(s.registrations) > 0 {
 		_, err = r.Put(encodeUnit(naa, s))

@@ -18,8 +18,8 @@ var (
 	condRegistrationsPreempted = Sense{keyUnitAttention, 0x2a, 0x05}
 )
 
-// reservations say which nexuses may use a unit. A unit has a persistent reservation,
-// or one made with RESERVE, or none.
+// reservations say which nexuses may use a unit. A unit has a persistent reservation, or one made
+// with RESERVE, or none.
 type reservations struct {
 	fence atomic.Pointer[fence] // what commands are checked against; nil while nothing is reserved
 
@@ -29,8 +29,7 @@ type reservations struct {
 	handedOver bool   // another unit has them now: see InheritFrom
 }
 
-// A fence is a reservation as commands meet it. It does not change; a new one takes its
-// place.
+// A fence is a reservation as commands meet it. It does not change; a new one takes its place.
 type fence struct {
 	legacy     *Nexus // if nil the reservation is persistent
 	typ        byte
@@ -96,9 +95,8 @@ func (f *fence) keepsOut(c *Command) bool {
 	return f.legacy != nil || allowed == nil || !allowed(c.CDB)
 }
 
-// excludes reports whether the reservation keeps out commands from n with these flags
-// (SPC-4, section 5.13.1 and the table of each command set; for RESERVE SPC-2, section
-// 5.5.1).
+// excludes reports whether the reservation keeps out commands from n with these flags (SPC-4,
+// section 5.13.1 and the table of each command set; for RESERVE SPC-2, section 5.5.1).
 func (f *fence) excludes(n *Nexus, class flags) bool {
 	if f.legacy != nil {
 		return f.legacy != n && class&anyReserve == 0
@@ -119,15 +117,14 @@ func (c *Command) conflict() bool {
 	return false
 }
 
-// OnPreempt sets what PREEMPT AND ABORT does about the commands of n. The function ends
-// those for the logical unit at lun, except the command except, and returns when
-// nothing more of them will be read, written or sent. It runs on the goroutine of the
-// command that preempts, without a lock; n may be closed by then. Set it before the
-// first Begin.
+// OnPreempt sets what PREEMPT AND ABORT does about the commands of n. The function ends those for
+// the logical unit at lun, except the command except, and returns when nothing more of them will
+// be read, written or sent. It runs on the goroutine of the command that preempts, without a
+// lock; n may be closed by then. Set it before the first Begin.
 func (n *Nexus) OnPreempt(abort func(lun [8]byte, except *Command)) { n.abort.Store(&abort) }
 
-// dropReserve ends a reservation by RESERVE: that of n, whose commands ended, or with n
-// nil that of any nexus.
+// dropReserve ends a reservation by RESERVE: that of n, whose commands ended, or with n nil that
+// of any nexus.
 func (u *Unit) dropReserve(n *Nexus) {
 	r := &u.reservations
 	if f := r.fence.Load(); n != nil && (f == nil || f.legacy != n) {
@@ -154,8 +151,8 @@ func (c *Command) reservationChanged() {
 	})
 }
 
-// endReserve executes RESERVE(6) and RESERVE(10) of the whole unit for this initiator
-// (SPC-2, sections 7.21 and 7.22).
+// endReserve executes RESERVE(6) and RESERVE(10) of the whole unit for this initiator (SPC-2,
+// sections 7.21 and 7.22).
 func endReserve(u *Unit, c *Command) {
 	if u.reserve(c) {
 		c.reservationChanged()
@@ -191,8 +188,8 @@ func (u *Unit) reserve(c *Command) (changed bool) {
 	return true
 }
 
-// endRelease executes RELEASE(6) and RELEASE(10) (SPC-2, sections 7.16 and 7.17). It
-// leaves a reservation of somebody else alone, which is not an error.
+// endRelease executes RELEASE(6) and RELEASE(10) (SPC-2, sections 7.16 and 7.17). It leaves a
+// reservation of somebody else alone, which is not an error.
 func endRelease(u *Unit, c *Command) {
 	if u.release(c) {
 		c.reservationChanged()
@@ -216,14 +213,14 @@ func (u *Unit) release(c *Command) (changed bool) {
 	return changed
 }
 
-// compatible reports whether RESERVE and RELEASE of n do nothing and are GOOD (SPC-4,
-// section 5.13.3). Otherwise they conflict with registrations.
+// compatible reports whether RESERVE and RELEASE of n do nothing and are GOOD (SPC-4, section
+// 5.13.3). Otherwise they conflict with registrations.
 func (s *prState) compatible(n nexusName) bool {
 	return s.holds(n) || prTypes[s.typ].registrants && s.find(n) >= 0
 }
 
-// reservedByReserve reports whether PERSISTENT RESERVE IN and OUT conflict with a
-// RESERVE, even one of the same initiator (SPC-2, section 5.5.1).
+// reservedByReserve reports whether PERSISTENT RESERVE IN and OUT conflict with a RESERVE, even
+// one of the same initiator (SPC-2, section 5.5.1).
 func (r *reservations) reservedByReserve() bool {
 	f := r.fence.Load()
 	return f != nil && f.legacy != nil
@@ -264,10 +261,9 @@ func (u *Unit) Reservation() ReservationInfo {
 	return info
 }
 
-// ClearReservation ends all registrations and reservations, as CLEAR (SPC-4, section
-// 5.13.11.2.7) and a reset do, and notifies the registered nexuses: RESERVATIONS
-// PREEMPTED. It reports whether any existed. An error leaves the persistent ones as
-// they were.
+// ClearReservation ends all registrations and reservations, as CLEAR (SPC-4, section 5.13.11.2.7)
+// and a reset do, and notifies the registered nexuses: RESERVATIONS PREEMPTED. It reports whether
+// any existed. An error leaves the persistent ones as they were.
 func (u *Unit) ClearReservation() (cleared bool, err error) {
 	gone, cleared, err := u.reservations.clear(u.opt)
 	u.mu.Lock()

@@ -24,8 +24,8 @@ const (
 
 const fua = 0x08 // in byte 1 of READ and WRITE, except those of 6 bytes
 
-// extent decodes the first block and the number of blocks of a medium access CDB. A
-// length of 0 means 256 blocks only in a CDB of 6 bytes.
+// extent decodes the first block and the number of blocks of a medium access CDB. A length of 0
+// means 256 blocks only in a CDB of 6 bytes.
 func extent(cdb []byte) (lba, count uint64) {
 	be := binary.BigEndian
 	switch cdb[0] >> 5 {
@@ -55,8 +55,8 @@ func lengthOctet(cdb []byte) int {
 	return [...]int{4, 7, 7, 0, 10, 6, 0, 0}[cdb[0]>>5]
 }
 
-// within reports whether count blocks from lba on are on the unit. An empty range may
-// start at its end.
+// within reports whether count blocks from lba on are on the unit. An empty range may start at
+// its end.
 func (u *Unit) within(lba, count uint64) bool {
 	blocks := u.blocks.Load()
 	return lba <= blocks && count <= blocks-lba
@@ -74,8 +74,8 @@ func (u *Unit) beginExtent(c *Command, limit uint64) bool {
 	return true
 }
 
-// toEnd extends the extent of c, which begins on the unit, to the end of the unit. The
-// unit may be smaller than when c began.
+// toEnd extends the extent of c, which begins on the unit, to the end of the unit. The unit may
+// be smaller than when c began.
 func (u *Unit) toEnd(c *Command) bool {
 	blocks := u.blocks.Load()
 	if c.lba >= blocks {
@@ -182,16 +182,16 @@ func beginSync(u *Unit, c *Command) bool {
 	return u.beginExtent(c, math.MaxInt64)
 }
 
-// endSync syncs the whole store, whatever the range. It does so before the status even
-// if IMMED allows it later, because a failure could not be reported otherwise.
+// endSync syncs the whole store, whatever the range. It does so before the status even if IMMED
+// allows it later, because a failure could not be reported otherwise.
 func endSync(u *Unit, c *Command) {
 	if err := u.sync(); err != nil {
 		c.failWrite(err)
 	}
 }
 
-// endPrefetch executes PRE-FETCH (SBC-3, section 5.13). It ends with GOOD and never
-// with CONDITION MET, which would promise that all blocks stay in the cache.
+// endPrefetch executes PRE-FETCH (SBC-3, section 5.13). It ends with GOOD and never with
+// CONDITION MET, which would promise that all blocks stay in the cache.
 func endPrefetch(u *Unit, c *Command) {
 	if c.count == 0 && !u.toEnd(c) {
 		return
@@ -249,8 +249,8 @@ func consumeVerify(u *Unit, c *Command, p []byte, off uint64) bool {
 	return true
 }
 
-// consumeWriteVerify writes to the medium, past the cache, and with BYTCHK compares the
-// result (SBC-3, section 5.36).
+// consumeWriteVerify writes to the medium, past the cache, and with BYTCHK compares the result
+// (SBC-3, section 5.36).
 func consumeWriteVerify(u *Unit, c *Command, p []byte, off uint64) bool {
 	if err := u.write(p, u.at(c, off), true); err != nil {
 		return c.failWrite(err)
@@ -287,8 +287,8 @@ func (u *Unit) compareShared(c *Command, p []byte, pos int64, base uint64) bool 
 	return u.compare(c, p, pos, base)
 }
 
-// compare ends c with MISCOMPARE if the medium at pos differs from p. base is the
-// offset of p for INFORMATION.
+// compare ends c with MISCOMPARE if the medium at pos differs from p. base is the offset of p for
+// INFORMATION.
 func (u *Unit) compare(c *Command, p []byte, pos int64, base uint64) bool {
 	sp := scratch.Get().(*[]byte)
 	defer scratch.Put(sp)
@@ -318,8 +318,8 @@ const (
 	wsNDOB  = 0x01 // no data-out: zeros; only in 16 bytes
 )
 
-// wsnz returns the WSNZ bit: the unit refuses a WRITE SAME of 0 blocks, which means all
-// to the end of the medium, unless that can never be too much.
+// wsnz returns the WSNZ bit: the unit refuses a WRITE SAME of 0 blocks, which means all to the
+// end of the medium, unless that can never be too much.
 func (u *Unit) wsnz() bool { return u.blocks.Load() > maxWriteSame>>u.shift }
 
 func beginWriteSame(u *Unit, c *Command) bool {
@@ -374,12 +374,12 @@ var errAborted = errors.New("the command was aborted")
 
 func (c *Command) aborted() bool { return c.Abort != nil && c.Abort.Load() }
 
-// stepLength is about how many bytes inSteps erases at a time; after each step the
-// command checks whether it was aborted.
+// stepLength is about how many bytes inSteps erases at a time; after each step the command checks
+// whether it was aborted.
 const stepLength = 16 << 20
 
-// inSteps calls f, which erases a range, for n bytes at pos piece by piece. Pieces meet
-// where the store can give space back on both sides.
+// inSteps calls f, which erases a range, for n bytes at pos piece by piece. Pieces meet where the
+// store can give space back on both sides.
 func (u *Unit) inSteps(c *Command, pos, n int64, f func(pos, n int64) error) error {
 	step := int64(stepLength)
 	if g := int64(u.info.DiscardGranularity); g > 0 {
@@ -451,8 +451,8 @@ func beginUnmap(_ *Unit, c *Command) bool {
 	return true
 }
 
-// consumeUnmap executes UNMAP (SBC-3, section 5.28). It checks all descriptors before
-// it obeys the first.
+// consumeUnmap executes UNMAP (SBC-3, section 5.28). It checks all descriptors before it obeys
+// the first.
 func consumeUnmap(u *Unit, c *Command, p []byte, _ uint64) bool {
 	be := binary.BigEndian
 	descs := p[unmapHeader:]

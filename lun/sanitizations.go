@@ -7,9 +7,9 @@ import (
 	"github.com/iser-target/iser-target/lun/state"
 )
 
-// Sanitizations keeps which logical units are being sanitized, or failed to be, all in
-// one file. A sanitize continues when the process starts again, and nobody has access
-// to a medium that is half erased. Several goroutines may use it at once.
+// Sanitizations keeps which logical units are being sanitized, or failed to be, all in one file.
+// A sanitize continues when the process starts again, and nobody has access to a medium that is
+// half erased. Several goroutines may use it at once.
 type Sanitizations struct{ *state.Keeper[sanitizeEntry] }
 
 var sanitizationsKind = state.Kind[sanitizeEntry]{Name: "sanitizations", Version: 1}
@@ -43,8 +43,8 @@ func (k *Sanitizations) load(naa string) (job *sanitizeJob, failed bool, err err
 	return job, e.Failed, err
 }
 
-// save keeps a job for the unit with that NAA, or with nil forgets it. It returns what
-// Put of the Keeper does.
+// save keeps a job for the unit with that NAA, or with nil forgets it. It returns what Put of the
+// Keeper does.
 func (k *Sanitizations) save(naa string, job *sanitizeJob, failed bool) (unsure bool, err error) {
 	if job == nil {
 		return k.Remove(naa)

@@ -79,8 +79,7 @@ func beginOverwrite(u *Unit, c *Command) bool {
 	return true
 }
 
-// consumeOverwrite executes SANITIZE with the OVERWRITE service action (SBC-3, section
-// 5.24.2.2).
+// consumeOverwrite executes SANITIZE with the OVERWRITE service action (SBC-3, section 5.24.2.2).
 func consumeOverwrite(u *Unit, c *Command, p []byte, _ uint64) bool {
 	const invert = 0x80
 	count, pattern := int(p[0]&maxOverwrites), p[overwriteHeader:]
@@ -94,9 +93,9 @@ func consumeOverwrite(u *Unit, c *Command, p []byte, _ uint64) bool {
 	return u.sanitize(c, &sanitizeJob{passes: count, invert: p[0]&invert != 0, pattern: bytes.Clone(pattern[:n])})
 }
 
-// endErase executes SANITIZE with the BLOCK ERASE and CRYPTOGRAPHIC ERASE service
-// actions (SBC-3, sections 5.24.2.3 and 5.24.2.4). The medium has no key to forget, so
-// the second erases the data, too.
+// endErase executes SANITIZE with the BLOCK ERASE and CRYPTOGRAPHIC ERASE service actions (SBC-3,
+// sections 5.24.2.3 and 5.24.2.4). The medium has no key to forget, so the second erases the
+// data, too.
 func endErase(u *Unit, c *Command) { u.sanitize(c, &sanitizeJob{}) }
 
 // run sanitizes the medium.
@@ -139,8 +138,8 @@ func (u *Unit) overwrite(block []byte, pass, passes int) error {
 	return u.sync()
 }
 
-// erase writes zeros to all space that the medium takes, before it gives the space back
-// if it can: others may get it.
+// erase writes zeros to all space that the medium takes, before it gives the space back if it
+// can: others may get it.
 func (u *Unit) erase() error {
 	zeros := make([]byte, 1<<20)
 	size := u.Size()
@@ -176,8 +175,7 @@ func (s *sanitizer) step(off, size int64, pass, passes int) error {
 	return nil
 }
 
-// abortPoll is how often a command that waits for a sanitize checks whether it was
-// aborted.
+// abortPoll is how often a command that waits for a sanitize checks whether it was aborted.
 const abortPoll = 10 * time.Millisecond
 
 // sanitize runs a job in the background and, without IMMED, waits for its end.
@@ -279,8 +277,7 @@ func (u *Unit) sanitizeEvent(e SanitizeEvent) {
 	u.opt.Events.Sanitize(e)
 }
 
-// keepSanitize stores the job, as Sanitizations.save does, if Options.Sanitizations is
-// set.
+// keepSanitize stores the job, as Sanitizations.save does, if Options.Sanitizations is set.
 func (u *Unit) keepSanitize(job *sanitizeJob, failed bool) (unsure bool, err error) {
 	if u.opt.Sanitizations == nil {
 		return false, nil
@@ -291,8 +288,8 @@ func (u *Unit) keepSanitize(job *sanitizeJob, failed bool) (unsure bool, err err
 	return unsure, err
 }
 
-// resumeSanitize restarts what the end of the process interrupted, even if the options
-// do not allow SANITIZE any longer.
+// resumeSanitize restarts what the end of the process interrupted, even if the options do not
+// allow SANITIZE any longer.
 func (u *Unit) resumeSanitize() error {
 	if u.opt.Sanitizations == nil {
 		return nil
@@ -327,8 +324,8 @@ func (s *sanitizer) close() {
 	}
 }
 
-// endExitFailureMode executes SANITIZE with the EXIT FAILURE MODE service action
-// (SBC-3, section 5.24.2.5).
+// endExitFailureMode executes SANITIZE with the EXIT FAILURE MODE service action (SBC-3, section
+// 5.24.2.5).
 func endExitFailureMode(u *Unit, c *Command) {
 	s := &u.sanitizer
 	s.mu.Lock()

@@ -28,8 +28,7 @@ const (
 	keyMiscompare     = 0x0e
 )
 
-// A Sense is the core of sense data: the sense key, the additional sense code, and its
-// qualifier.
+// A Sense is the core of sense data: the sense key, the additional sense code, and its qualifier.
 type Sense struct{ Key, ASC, ASCQ byte }
 
 var (
@@ -102,8 +101,8 @@ type senseData struct {
 // newSense returns sense data that says only k.
 func newSense(k Sense) senseData { return senseData{Sense: k, field: noField, bit: noField} }
 
-// put encodes s into b and returns the part of b that it filled: fixed format (SPC-4,
-// section 4.5.3), or descriptor format (4.5.2).
+// put encodes s into b and returns the part of b that it filled: fixed format (SPC-4, section
+// 4.5.3), or descriptor format (4.5.2).
 func (s *senseData) put(b []byte) []byte {
 	b = b[:senseLen]
 	clear(b)
@@ -129,8 +128,7 @@ func (s *senseData) put(b []byte) []byte {
 	return b
 }
 
-// putSpecific encodes the sense key specific data, which is field, into three bytes of
-// b.
+// putSpecific encodes the sense key specific data, which is field, into three bytes of b.
 func (s *senseData) putSpecific(b []byte) {
 	b[0] = 0x80 // SKSV
 	if !s.inList && !s.progress {
@@ -155,8 +153,8 @@ func (c *Command) failList(octet int) bool {
 	return c.failSense(senseData{Sense: condListField, field: octet, bit: noField, inList: true})
 }
 
-// failRange fails c because blocks from lba on are not all on the unit. INFORMATION has
-// the first that is not (SBC-4, section 4.18.1), if fixed format has room for it.
+// failRange fails c because blocks from lba on are not all on the unit. INFORMATION has the first
+// that is not (SBC-4, section 4.18.1), if fixed format has room for it.
 func (c *Command) failRange(lba uint64) bool {
 	first := max(lba, c.unit.blocks.Load())
 	s := newSense(condLBARange)
@@ -206,8 +204,8 @@ func (c *Command) failRead(err error) bool {
 	return c.fail(condReadError)
 }
 
-// failClosed ends a command that meets a closed store: the initiators lost its unit,
-// another unit takes its place, or the target shuts down.
+// failClosed ends a command that meets a closed store: the initiators lost its unit, another unit
+// takes its place, or the target shuts down.
 func (c *Command) failClosed() bool {
 	switch {
 	case c.unit.gone.Load():
@@ -218,8 +216,8 @@ func (c *Command) failClosed() bool {
 	return c.fail(condInternal)
 }
 
-// requestSense executes REQUEST SENSE (SPC-4, section 6.39): it returns a pending unit
-// attention, or the state of the unit.
+// requestSense executes REQUEST SENSE (SPC-4, section 6.39): it returns a pending unit attention,
+// or the state of the unit.
 func requestSense(u *Unit, c *Command) bool {
 	s := newSense(condNone)
 	if u == nil {

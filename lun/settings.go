@@ -8,9 +8,9 @@ import (
 	"github.com/iser-target/iser-target/lun/state"
 )
 
-// Settings keeps what initiators set permanently in logical units: saved mode pages,
-// and the states of target port groups. Those of all units are in one file. Several
-// goroutines may use it at once.
+// Settings keeps what initiators set permanently in logical units: saved mode pages, and the
+// states of target port groups. Those of all units are in one file. Several goroutines may use it
+// at once.
 type Settings struct{ *state.Keeper[settingsEntry] }
 
 var settingsKind = state.Kind[settingsEntry]{Name: "settings", Version: 1}
@@ -58,8 +58,8 @@ func (g portGroupEntry) state() (s accessState, ok bool) {
 	return 0, false
 }
 
-// OpenSettings opens the file at path, as state.Open does. A damaged file is an error:
-// without it a unit that was write protected would not be.
+// OpenSettings opens the file at path, as state.Open does. A damaged file is an error: without it
+// a unit that was write protected would not be.
 func OpenSettings(path string) (*Settings, error) {
 	k, err := state.OpenKeeper(settingsKind, path)
 	if err != nil {

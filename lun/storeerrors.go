@@ -26,8 +26,8 @@ func storeFailed(err error) bool {
 	return !slices.ContainsFunc(notStoreErrors, func(other error) bool { return errors.Is(err, other) })
 }
 
-// reportStoreError reports that the store failed c, if err says so. The sense data
-// tells the initiator what that means for it, but not the reason.
+// reportStoreError reports that the store failed c, if err says so. The sense data tells the
+// initiator what that means for it, but not the reason.
 func (c *Command) reportStoreError(err error) {
 	if !storeFailed(err) {
 		return

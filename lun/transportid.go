@@ -14,8 +14,8 @@ type initiatorPort struct {
 	isid [6]byte
 }
 
-// A nexusName names an I_T nexus, which registrations and a reservation belong to
-// (SPC-4, section 5.13.1).
+// A nexusName names an I_T nexus, which registrations and a reservation belong to (SPC-4, section
+// 5.13.1).
 type nexusName struct {
 	initiator initiatorPort
 	target    uint16 // relative target port identifier
@@ -27,8 +27,8 @@ func (n nexusName) String() string {
 
 const isidSeparator = ",i,0x"
 
-// String returns the initiator port name (RFC 7143, section 4.2.7): the iSCSI name,
-// ",i,0x" and the twelve hex digits of the ISID.
+// String returns the initiator port name (RFC 7143, section 4.2.7): the iSCSI name, ",i,0x" and
+// the twelve hex digits of the ISID.
 func (p initiatorPort) String() string {
 	return p.name + isidSeparator + hex.EncodeToString(p.isid[:])
 }
@@ -46,8 +46,8 @@ func parseInitiatorPort(s string) (p initiatorPort, ok bool) {
 	return p, ok
 }
 
-// parseInitiatorName normalizes an initiator name. It does not check whether an
-// initiator of that name may log in.
+// parseInitiatorName normalizes an initiator name. It does not check whether an initiator of that
+// name may log in.
 func parseInitiatorName(s string) (string, bool) {
 	const maxName = 223 // RFC 7143, section 4.2.7.1
 	unfit := func(r rune) bool { return r <= ' ' || r == ',' || r == 0x7f }
@@ -79,8 +79,8 @@ const (
 	tpidPort           = 0x40 // TPID FORMAT 01b: the name has an ISID
 )
 
-// parseTransportID decodes the TransportID at the start of b, and returns its length.
-// If it is invalid, wrong is the offset of the wrong field, else noField.
+// parseTransportID decodes the TransportID at the start of b, and returns its length. If it is
+// invalid, wrong is the offset of the wrong field, else noField.
 func parseTransportID(b []byte) (id transportID, n, wrong int) {
 	const length, name = 2, transportIDHeader
 	if len(b) < transportIDHeader {

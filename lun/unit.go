@@ -173,8 +173,8 @@ func (u *Unit) Status() string {
 	return "ready"
 }
 
-// Grow reads the size of a medium that may have grown, and notifies all initiators if
-// it has. It reports whether it has.
+// Grow reads the size of a medium that may have grown, and notifies all initiators if it has. It
+// reports whether it has.
 func (u *Unit) Grow() (grown bool, err error) {
 	g, ok := u.store.(backend.Grower)
 	if !ok {
@@ -198,10 +198,9 @@ func (u *Unit) Grow() (grown bool, err error) {
 	return true, nil
 }
 
-// Resize gives the unit and its store another size, a multiple of the block size in
-// bytes, and notifies all initiators. A smaller unit loses the data after its new end.
-// A unit of that size stays as it is. An error leaves the size as it was, unless it
-// says otherwise.
+// Resize gives the unit and its store another size, a multiple of the block size in bytes, and
+// notifies all initiators. A smaller unit loses the data after its new end. A unit of that size
+// stays as it is. An error leaves the size as it was, unless it says otherwise.
 func (u *Unit) Resize(size int64) error {
 	r, ok := u.store.(backend.Resizer)
 	switch {
@@ -233,9 +232,9 @@ func (u *Unit) Resize(size int64) error {
 // allocateStep is how many bytes Allocate allocates at once: a Resize waits that long.
 const allocateStep = 128 << 20
 
-// Allocate makes the medium take space for all bytes from that one to its present end,
-// while initiators use the unit. It often calls report with its progress. When ctx ends
-// it stops soon and returns the cause; the medium keeps the space that it has taken.
+// Allocate makes the medium take space for all bytes from that one to its present end, while
+// initiators use the unit. It often calls report with its progress. When ctx ends it stops soon
+// and returns the cause; the medium keeps the space that it has taken.
 func (u *Unit) Allocate(ctx context.Context, from int64, report func(backend.Progress)) error {
 	a, ok := u.store.(backend.Allocator)
 	if !ok {
@@ -285,14 +284,13 @@ func (u *Unit) notStored(err error) {
 	u.opt.Events.StateNotStored(StateNotStoredEvent{u.opt.Identity.Serial, err})
 }
 
-// InheritFrom makes u, which nobody knows yet, the successor of a unit of the same
-// identity. To reopen a store is neither a loss of power nor a reset. So registrations
-// and persistent reservations remain (SPC-4, section 5.13.5), and so do the mode
-// parameters and the states of target port groups that initiators set and did not save.
-// An initiator that disabled the cache counts on that. A failed sync, also the one when
-// the old store closed, is as final as in the store: what was written before may be
-// lost. The old unit, which was replaced, takes no more reservations. An absent unit
-// passes all of that on.
+// InheritFrom makes u, which nobody knows yet, the successor of a unit of the same identity. To
+// reopen a store is neither a loss of power nor a reset. So registrations and persistent
+// reservations remain (SPC-4, section 5.13.5), and so do the mode parameters and the states of
+// target port groups that initiators set and did not save. An initiator that disabled the cache
+// counts on that. A failed sync, also the one when the old store closed, is as final as in the
+// store: what was written before may be lost. The old unit, which was replaced, takes no more
+// reservations. An absent unit passes all of that on.
 func (u *Unit) InheritFrom(old *Unit) {
 	if old.Absent() {
 		old = old.predecessor
@@ -325,12 +323,12 @@ func (u *Unit) InheritFrom(old *Unit) {
 	u.access.Store(old.access.Load())
 }
 
-// CutOff makes commands in progress fail with LOGICAL UNIT NOT SUPPORTED as soon as the
-// store is closed, like new ones. It is for a unit that no inventory has any longer.
+// CutOff makes commands in progress fail with LOGICAL UNIT NOT SUPPORTED as soon as the store is
+// closed, like new ones. It is for a unit that no inventory has any longer.
 func (u *Unit) CutOff() { u.gone.Store(true) }
 
-// Detach stops a sanitize and returns the store, open, of a unit that was replaced.
-// Commands in progress in the unit change nothing in the store from then on.
+// Detach stops a sanitize and returns the store, open, of a unit that was replaced. Commands in
+// progress in the unit change nothing in the store from then on.
 func (u *Unit) Detach() backend.Store {
 	u.sanitizer.close()
 	u.ranges.exclude(^stripeSet(0))

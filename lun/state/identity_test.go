@@ -411,8 +411,10 @@ func TestIdentitiesSurviveKill(t *testing.T) {
 		}
 		_, err := OpenIdentities(path)
 		wantError(t, err, "locked by another target")
-		time.AfterFunc(time.Duration(20+7*round)*time.Millisecond, func() { c.Process.Kill() })
-		for lines.Scan() {
+		for n := 0; lines.Scan(); n++ {
+			if n == 4+2*round { // the process continues to write until it is killed
+				time.AfterFunc(time.Duration(round)*time.Millisecond, func() { c.Process.Kill() })
+			}
 			key, naa, ok := strings.Cut(lines.Text(), " ")
 			if !ok || key == "error" || len(naa) != 16 {
 				t.Fatalf("round %d: the process says %q", round, lines.Text())
