@@ -610,7 +610,7 @@ func TestReadFile(t *testing.T) {
 	}
 	go func() {
 		defer w.Close()
-		time.Sleep(20 * time.Millisecond)
+		time.Sleep(20 * time.Millisecond) // Load reads before there is anything
 		io.WriteString(w, good)
 	}()
 	if c, err := Load(pipe); err != nil || len(c.Portals) != 1 {

@@ -311,22 +311,11 @@ func TestSlowReader(t *testing.T) {
 	})
 }
 
-// A slowConn sends octets per second.
-type slowConn struct {
-	net.Conn
-	rate int
-}
-
-func (c slowConn) Write(b []byte) (int, error) {
-	time.Sleep(time.Duration(len(b)) * time.Second / time.Duration(c.rate))
-	return c.Conn.Write(b)
-}
-
 // The answer to a ping is ahead of data: however much was asked for and is in
 // memory, it waits for a few MiB at most.
 func TestPingUnderLoad(t *testing.T) {
 	const reads, each, rate = 40, 1 << 20, 64 << 20
-	tg := startTarget(t, targetOptions{wrap: func(nc net.Conn) net.Conn { return slowConn{nc, rate} }})
+	tg := startTarget(t, targetOptions{wrap: func(nc net.Conn) net.Conn { return testkit.SlowConn{Conn: nc, Rate: rate} }})
 	p := tg.rawLogin(t, initiator.Options{}, 0)
 	var b []byte
 	for i := range reads {

@@ -265,12 +265,12 @@ func TestCapture(t *testing.T) {
 							return
 						}
 					}
-					time.Sleep(10 * time.Millisecond)
+					time.Sleep(10 * time.Millisecond) // a moderate rate
 				}
 			})
 		}
 		r := s.record(t, i.TSIH)
-		time.Sleep(200 * time.Millisecond)
+		time.Sleep(200 * time.Millisecond) // of traffic to record
 		stop()
 		wg.Wait()
 		if err := i.Logout(t.Context()); err != nil {

@@ -21,6 +21,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 const (
@@ -505,9 +506,9 @@ func TestDrainIsCutOff(t *testing.T) {
 		out, errOut, code := s.run(t, "target", "delete", storeName, "--drain", "10m")
 		deleted <- outcome{out, errOut, code}
 	}()
-	for len(read[[]schema.TargetState](t, s, "target", "list")) == 2 {
-		time.Sleep(10 * time.Millisecond)
-	}
+	testkit.Eventually(t, "one target is left in the list", func() bool {
+		return len(read[[]schema.TargetState](t, s, "target", "list")) == 1
+	})
 	s.ok(t, "lun", "create", storeName+"2", "--backend", "memory", "--size", "1MiB")
 	s.says(t, cli.ExitOK, "nothing to do", "config", "plan")
 	s.says(t, cli.ExitError, "was removed and is still in use: the sessions of its target end", "lun", "create", storeName+"2", "--path", disk, "--size", "1MiB")
@@ -586,7 +587,7 @@ func TestKilledWhileChanging(t *testing.T) {
 		if err := cmd.Start(); err != nil {
 			t.Fatal(err)
 		}
-		time.Sleep(rand.N(60 * time.Millisecond))
+		time.Sleep(rand.N(60 * time.Millisecond)) // the change is at a random step
 		s.cmd.Process.Kill()
 		s.cmd.Wait()
 		cmd.Wait()

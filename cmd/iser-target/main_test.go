@@ -377,9 +377,9 @@ targets: [{name: "iqn.2026-11.io.example:store", initiators: ["*"], luns: [{id: 
 			t.Fatal(err)
 		}
 		defer nc.Close()
-		time.Sleep(500 * time.Millisecond)
+		time.Sleep(500 * time.Millisecond) // of login_timeout
 		nc.Write([]byte("M"))
-		time.Sleep(300 * time.Millisecond)
+		time.Sleep(300 * time.Millisecond) // of login_timeout
 		nc.Write([]byte("PA ID Req Frame\x50\x02\x00\x08\x00\x80\x00\x01\x80\x00\x00\x00"))
 		io.Copy(io.Discard, nc)
 		return time.Since(begin)

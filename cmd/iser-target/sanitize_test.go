@@ -7,9 +7,9 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // SBC-3, section 4.11.1: a SANITIZE that kill -9 has interrupted is done after
@@ -63,12 +63,15 @@ targets:
 	p = start(t, "serve", "--config", cfg)
 	s = login(p)
 	do(s, ready)
-	for do(s, ready).Status != 0 {
+	testkit.Eventually(t, "end of the sanitize", func() bool {
+		if do(s, ready).Status == 0 {
+			return true
+		}
 		if k := ready.Sense; k[2]&0x0f != 2 || k[12] != 0x04 || k[13] != 0x1b { // SANITIZE IN PROGRESS
 			t.Fatalf("TEST UNIT READY: sense % x", k)
 		}
-		time.Sleep(10 * time.Millisecond)
-	}
+		return false
+	})
 	b, err := os.ReadFile(disk)
 	if err != nil {
 		t.Fatal(err)

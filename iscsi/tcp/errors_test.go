@@ -5,10 +5,10 @@ import (
 	"fmt"
 	"net"
 	"testing"
-	"time"
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -237,7 +237,7 @@ func TestLostConnections(t *testing.T) {
 			for range 30 {
 				c.send(c.scsi(pdu.FlagR, cdb.Read16(0, 8192), 8192*blockLen), nil)
 			}
-			time.Sleep(50 * time.Millisecond)
+			testkit.Eventually(t, "data that waits", func() bool { return tg.node.Stats().BuffersOut > 0 })
 		}},
 	} {
 		for _, reset := range []bool{false, true} {

@@ -50,17 +50,6 @@ type target struct {
 	wg     sync.WaitGroup
 }
 
-// A slowConn sends bytes per second.
-type slowConn struct {
-	net.Conn
-	rate int
-}
-
-func (c slowConn) Write(b []byte) (int, error) {
-	time.Sleep(time.Duration(len(b)) * time.Second / time.Duration(c.rate))
-	return c.Conn.Write(b)
-}
-
 // startTarget serves until the test ends, and then checks that nothing is left.
 func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target {
 	tb.Helper()

@@ -10,6 +10,7 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -402,7 +403,7 @@ func TestSNACKWithinARead(t *testing.T) {
 func TestRDataUnderLoad(t *testing.T) {
 	const size, reads = 1 << 20, 12
 	tg := startTarget(t, level1, func(tg *target, _ *iscsi.Options) {
-		tg.wrap = func(nc net.Conn) net.Conn { return slowConn{nc, 100 << 20} }
+		tg.wrap = func(nc net.Conn) net.Conn { return testkit.SlowConn{Conn: nc, Rate: 100 << 20} }
 	})
 	c := tg.login1(t, "MaxRecvDataSegmentLength=65536")
 	var tags []uint32

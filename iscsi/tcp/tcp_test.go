@@ -440,7 +440,7 @@ func TestAbortWithOpenR2T(t *testing.T) {
 		c.quiet()
 		b := c.encode(dataOut(cmd.ITT(), r2t, 0, 0, false), nil, data[:12000])
 		c.write(b[:9500])
-		time.Sleep(2200 * time.Millisecond) // longer than the data is waited for
+		time.Sleep(2200 * time.Millisecond) // LogoutWait is 2 s; the target must not give up the data
 		c.quiet()
 		c.write(b[9500:])
 		c.wantFunctionComplete()
@@ -471,7 +471,7 @@ func TestAbortWithOpenR2T(t *testing.T) {
 func TestPingUnderLoad(t *testing.T) {
 	const reads, each, rate = 40, 1 << 20, 64 << 20
 	tg := startTarget(t, func(tg *target, _ *iscsi.Options) {
-		tg.wrap = func(nc net.Conn) net.Conn { return slowConn{nc, rate} }
+		tg.wrap = func(nc net.Conn) net.Conn { return testkit.SlowConn{Conn: nc, Rate: rate} }
 	})
 	c := tg.login(t, "MaxRecvDataSegmentLength=262144")
 	for range reads {

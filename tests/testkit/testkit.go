@@ -9,6 +9,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"time"
 )
 
 // Unhex decodes hexadecimal octets. Blanks are left out, and comments from # or // to
@@ -70,6 +71,17 @@ func (c WriteCounter) Write(b []byte) (int, error) {
 func (c WriteCounter) WriteBuffers(b *net.Buffers) (int64, error) {
 	c.Writes.Add(1)
 	return b.WriteTo(c.Conn)
+}
+
+// A SlowConn is a connection on a slow network: it sends Rate bytes per second.
+type SlowConn struct {
+	net.Conn
+	Rate int
+}
+
+func (c SlowConn) Write(b []byte) (int, error) {
+	time.Sleep(time.Duration(len(b)) * time.Second / time.Duration(c.Rate)) // the network's time
+	return c.Conn.Write(b)
 }
 
 // A Watcher sees what is read from a connection, and where Unread, which is of who reads,
