@@ -170,7 +170,7 @@ func TestMaskedCopy(t *testing.T) {
 
 // A RESERVE that has begun when a mask takes the unit away reserves nothing: nobody would
 // ever end that.
-func TestReserveBesideMask(t *testing.T) {
+func TestReserveDuringMaskChange(t *testing.T) {
 	r := newPRRig(t, setup{})
 	c := Command{CDB: append(unhex("16 00 0000 00 00"), make([]byte, 10)...)}
 	if !r.c.Begin(&c) {
