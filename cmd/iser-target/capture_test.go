@@ -31,11 +31,11 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/header"
 )
 
-// iserLua teaches tshark iSER over iWARP. Tests change the directory.
+// iserLua is the tshark dissector of iSER over iWARP. The path is absolute because tests
+// change the directory.
 var iserLua, _ = filepath.Abs("../../docs/iser.lua")
 
-// needTshark skips t, or fails it where ISER_TARGET_REQUIRE_INTEROP is 1, if there is no
-// tshark.
+// needTshark skips t without tshark, or fails it if ISER_TARGET_REQUIRE_INTEROP is 1.
 func needTshark(t *testing.T) {
 	t.Helper()
 	if _, err := exec.LookPath("tshark"); err != nil {
@@ -43,7 +43,7 @@ func needTshark(t *testing.T) {
 	}
 }
 
-// A recording is a capture by the command line.
+// A recording is a running capture command.
 type recording struct {
 	file   string
 	cmd    *exec.Cmd
@@ -53,6 +53,7 @@ type recording struct {
 	ended  chan error
 }
 
+// Write collects standard error, and closes begun when the capture has begun.
 func (r *recording) Write(b []byte) (int, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -64,13 +65,14 @@ func (r *recording) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
+// said returns standard error.
 func (r *recording) said() string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.stderr.String()
 }
 
-// record captures a session and returns when that has begun.
+// record starts to capture a session.
 func (s *station) record(t *testing.T, tsih uint16, args ...string) *recording {
 	t.Helper()
 	r := &recording{file: filepath.Join(t.TempDir(), "f.pcapng"), begun: make(chan struct{}), ended: make(chan error, 1)}
@@ -91,7 +93,7 @@ func (s *station) record(t *testing.T, tsih uint16, args ...string) *recording {
 	return r
 }
 
-// wait waits for the end of r, which has to be for that reason.
+// wait waits for the end of r, and fails t if it has another reason.
 func (r *recording) wait(t *testing.T, reason string) {
 	t.Helper()
 	select {
@@ -110,17 +112,27 @@ func (r *recording) wait(t *testing.T, reason string) {
 	}
 }
 
-// interrupt is ctrl-C.
+// has waits until the file of r has n bytes.
+func (r *recording) has(t *testing.T, n int64) {
+	t.Helper()
+	testkit.Eventually(t, fmt.Sprint(n, " bytes in the file"), func() bool {
+		fi, err := os.Stat(r.file)
+		return err == nil && fi.Size() > n
+	})
+}
+
+// interrupt ends r with SIGINT.
 func (r *recording) interrupt(t *testing.T) {
 	t.Helper()
 	r.cmd.Process.Signal(os.Interrupt)
 	r.wait(t, "it was stopped")
 }
 
+// tshark returns the output of tshark for a file.
 func tshark(t *testing.T, file string, args ...string) string {
 	t.Helper()
-	// Two passes, because the first cannot know that a packet is part of an FPDU that
-	// ends in a later one. Heuristics may take iSER for RPC over RDMA.
+	// -2, because a first pass does not know that a packet is part of an FPDU that ends in
+	// a later one. Heuristics would take iSER for RPC over RDMA.
 	cmd := exec.Command("tshark", append([]string{"-2", "-r", file, "-X", "lua_script:" + iserLua, "--disable-protocol", "rpcordma"}, args...)...)
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
@@ -131,7 +143,7 @@ func tshark(t *testing.T, file string, args ...string) string {
 	return string(out)
 }
 
-// seen are the values of fields in a file: "iscsi.opcode 0x01".
+// seen counts the values of fields in a file, as in "iscsi.opcode 0x01".
 func seen(t *testing.T, file string, args ...string) map[string]int {
 	t.Helper()
 	fields := []string{"tcp.stream", "iwarp_mpa.rev", "iwarp_rdma.opcode", "iser_iwarp.opcode", "iscsi.opcode", "frame.comment"}
@@ -156,12 +168,12 @@ func wantSeen(t *testing.T, found map[string]int, want ...string) {
 	t.Helper()
 	for _, w := range want {
 		if found[w] == 0 {
-			t.Errorf("there is no packet with %s; there are %v", w, found)
+			t.Errorf("no packet with %s in %v", w, found)
 		}
 	}
 }
 
-// Of a capture of iSER this is what tshark must not find: what it does not understand.
+// misunderstood lists filters for packets that tshark does not understand.
 var misunderstood = []string{
 	"_ws.malformed",
 	"tcp.len > 0 && !iwarp_mpa && !tcp.reassembled_in",
@@ -175,8 +187,8 @@ var misunderstood = []string{
 
 var checksums = []string{"-o", "tcp.check_checksum:TRUE", "-o", "ip.check_checksum:TRUE"}
 
-// understood fails t unless tshark understands all of a capture of iSER, and finds its
-// CRCs right.
+// understood fails t unless tshark understands all packets of a capture of iSER, with right
+// CRCs.
 func understood(t *testing.T, file string) {
 	t.Helper()
 	filter := "(" + strings.Join(misunderstood, ") || (") + ")"
@@ -189,7 +201,7 @@ func understood(t *testing.T, file string) {
 	}
 }
 
-// do writes and reads as many octets as sizes say.
+// do writes and reads each of the sizes, in bytes.
 func do(t *testing.T, s *initiator.Session, sizes ...int) {
 	t.Helper()
 	s.Do(&initiator.Command{}) // takes the unit attention
@@ -203,102 +215,114 @@ func do(t *testing.T, s *initiator.Session, sizes ...int) {
 			}
 		}
 		if w.Status != 0 || r.Status != 0 || !bytes.Equal(r.In, b) {
-			t.Fatal("other octets are read")
+			t.Fatal("other data is read than was written")
 		}
 	}
 }
 
-// manyConnections lets sessions have several.
+// manyConnections allows several connections in a session.
 func manyConnections(text string) string { return "limits: {connections_per_session: 4}\n" + text }
 
-// A capture is what tshark decodes as MPA, DDP, RDMAP and iSCSI: one that begins with the
-// first command, and one that begins in the middle, under load; a connection that joins
-// the session meanwhile is in it with its login.
-func TestCapture(t *testing.T) {
+// The capture of a session from its first command is decoded by tshark as MPA, DDP, RDMAP
+// and iSCSI. A connection that joins the session is in it with its login.
+func TestCaptureFromTheFirstCommand(t *testing.T) {
 	needTshark(t)
 	s := newStation(t, manyConnections)
 	i := s.loginWith(t, initiator.Options{Connections: 2})
-	t.Run("before", func(t *testing.T) {
-		r := s.record(t, i.TSIH)
-		do(t, i, 512, 4096, 65536, 512<<10)
-		second := s.loginWith(t, initiator.Options{Join: i, CID: 1})
-		do(t, second, 512, 65536)
-		do(t, i, 512)
-		r.interrupt(t)
-		understood(t, r.file)
-		found := seen(t, r.file)
-		wantSeen(t, found,
-			"tcp.stream 0", "tcp.stream 1", "iwarp_mpa.rev 2", "iser_iwarp.opcode 1",
-			"iwarp_rdma.opcode 0x00", // RDMA Write
-			"iwarp_rdma.opcode 0x01", // RDMA Read Request
-			"iwarp_rdma.opcode 0x02", // RDMA Read Response
-			"iwarp_rdma.opcode 0x03", // Send
-			"iwarp_rdma.opcode 0x04", // Send with Invalidate
-			"iscsi.opcode 0x01",      // SCSI Command
-			"iscsi.opcode 0x21",      // SCSI Response
-		)
-		for what, n := range map[string]int{"iwarp_mpa.rev 2": 4, "iscsi.opcode 0x03": 2, "iscsi.opcode 0x23": 2} { // startup, Login Request, Login Response
-			if found[what] != n {
-				t.Errorf("%d packets with %s, want %d", found[what], what, n)
-			}
+	r := s.record(t, i.TSIH)
+	do(t, i, 512, 4096, 65536, 512<<10)
+	second := s.loginWith(t, initiator.Options{Join: i, CID: 1})
+	do(t, second, 512, 65536)
+	do(t, i, 512)
+	r.interrupt(t)
+	understood(t, r.file)
+	found := seen(t, r.file)
+	wantSeen(t, found,
+		"tcp.stream 0", "tcp.stream 1", "iwarp_mpa.rev 2", "iser_iwarp.opcode 1",
+		"iwarp_rdma.opcode 0x00", // RDMA Write
+		"iwarp_rdma.opcode 0x01", // RDMA Read Request
+		"iwarp_rdma.opcode 0x02", // RDMA Read Response
+		"iwarp_rdma.opcode 0x03", // Send
+		"iwarp_rdma.opcode 0x04", // Send with Invalidate
+		"iscsi.opcode 0x01",      // SCSI Command
+		"iscsi.opcode 0x21",      // SCSI Response
+	)
+	for what, n := range map[string]int{"iwarp_mpa.rev 2": 4, "iscsi.opcode 0x03": 2, "iscsi.opcode 0x23": 2} { // startup, Login Request, Login Response
+		if found[what] != n {
+			t.Errorf("%d packets with %s, want %d", found[what], what, n)
 		}
-		for c := range found {
-			if strings.HasPrefix(c, "frame.comment") {
-				t.Error(c)
-			}
+	}
+	for c := range found {
+		if strings.HasPrefix(c, "frame.comment") {
+			t.Error(c)
 		}
-	})
-	t.Run("in the middle", func(t *testing.T) {
-		i := s.loginWith(t, initiator.Options{})
-		do(t, i, 512, 64<<10)
-		ctx, stop := context.WithCancel(t.Context())
-		defer stop()
-		var wg sync.WaitGroup
-		for range 4 {
-			wg.Go(func() {
-				w := &initiator.Command{CDB: cdb.Write16(0, 512), Out: make([]byte, 256<<10)}
-				r := &initiator.Command{CDB: cdb.Read16(0, 64), In: make([]byte, 32<<10)}
-				for ctx.Err() == nil {
-					for _, c := range []*initiator.Command{w, r} {
-						if err := i.Do(c); err != nil {
-							t.Error(err)
-							return
-						}
-					}
-					time.Sleep(10 * time.Millisecond) // a moderate rate
-				}
-			})
-		}
-		r := s.record(t, i.TSIH)
-		time.Sleep(200 * time.Millisecond) // of traffic to record
-		stop()
-		wg.Wait()
-		if err := i.Logout(t.Context()); err != nil {
-			t.Error(err)
-		}
-		r.wait(t, "the session has ended")
-		understood(t, r.file)
-		found := seen(t, r.file)
-		wantSeen(t, found, "iwarp_mpa.rev 2", "iscsi.opcode 0x03", "iwarp_rdma.opcode 0x00", "iwarp_rdma.opcode 0x02", "iscsi.opcode 0x01", "iscsi.opcode 0x21",
-			"iscsi.opcode 0x06", "iscsi.opcode 0x26") // Logout
-		if out := tshark(t, r.file, "-Y", "tcp.flags.fin == 1", "-T", "fields", "-e", "tcp.flags"); strings.Count(out, "\n") != 2 {
-			t.Errorf("ends of the connection: %q", out)
-		}
-	})
-	t.Run("step-up", func(t *testing.T) {
-		i := s.loginWith(t, initiator.Options{Stream: true})
-		r := s.record(t, i.TSIH, "--duration", "1s")
-		do(t, i, 512, 64<<10)
-		r.wait(t, "1s have passed")
-		wantSeen(t, seen(t, r.file), "iwarp_mpa.rev 2", "iwarp_rdma.opcode 0x00", "iwarp_rdma.opcode 0x02", "iscsi.opcode 0x01", "iscsi.opcode 0x21")
-		// Of the login before MPA it has to be told.
-		_, port, _ := net.SplitHostPort(s.addr)
-		wantSeen(t, seen(t, r.file, "-d", "tcp.port=="+port+",iscsi"), "iscsi.opcode 0x03", "iscsi.opcode 0x23")
-	})
+	}
 }
 
-// A capture keeps to its limit, and can be piped.
-func TestCaptureLimit(t *testing.T) {
+// writeAndRead writes and reads through i until stop is called.
+func writeAndRead(t *testing.T, i *initiator.Session) (stop func()) {
+	ctx, cancel := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	for range 4 {
+		wg.Go(func() {
+			w := &initiator.Command{CDB: cdb.Write16(0, 512), Out: make([]byte, 256<<10)}
+			r := &initiator.Command{CDB: cdb.Read16(0, 64), In: make([]byte, 32<<10)}
+			for ctx.Err() == nil {
+				for _, c := range []*initiator.Command{w, r} {
+					if err := i.Do(c); err != nil {
+						t.Error(err)
+						return
+					}
+				}
+				time.Sleep(10 * time.Millisecond) // a moderate rate
+			}
+		})
+	}
+	return func() {
+		cancel()
+		wg.Wait()
+	}
+}
+
+// tshark decodes a capture that begins in the middle of a busy session, with its login.
+func TestCaptureUnderLoad(t *testing.T) {
+	needTshark(t)
+	s := newStation(t)
+	i := s.login(t)
+	do(t, i, 512, 64<<10)
+	stop := writeAndRead(t, i)
+	r := s.record(t, i.TSIH)
+	r.has(t, 1<<20)
+	stop()
+	if err := i.Logout(t.Context()); err != nil {
+		t.Error(err)
+	}
+	r.wait(t, "the session has ended")
+	understood(t, r.file)
+	found := seen(t, r.file)
+	wantSeen(t, found, "iwarp_mpa.rev 2", "iscsi.opcode 0x03", "iwarp_rdma.opcode 0x00", "iwarp_rdma.opcode 0x02", "iscsi.opcode 0x01", "iscsi.opcode 0x21",
+		"iscsi.opcode 0x06", "iscsi.opcode 0x26") // Logout
+	if out := tshark(t, r.file, "-Y", "tcp.flags.fin == 1", "-T", "fields", "-e", "tcp.flags"); strings.Count(out, "\n") != 2 {
+		t.Errorf("ends of the connection: %q", out)
+	}
+}
+
+// The capture of a session that stepped up from TCP to iSER has both.
+func TestCaptureOfAStepUp(t *testing.T) {
+	needTshark(t)
+	s := newStation(t)
+	i := s.loginWith(t, initiator.Options{Stream: true})
+	r := s.record(t, i.TSIH, "--duration", "1s")
+	do(t, i, 512, 64<<10)
+	r.wait(t, "1s have passed")
+	wantSeen(t, seen(t, r.file), "iwarp_mpa.rev 2", "iwarp_rdma.opcode 0x00", "iwarp_rdma.opcode 0x02", "iscsi.opcode 0x01", "iscsi.opcode 0x21")
+	// tshark must be told that the login before MPA is iSCSI.
+	_, port, _ := net.SplitHostPort(s.addr)
+	wantSeen(t, seen(t, r.file, "-d", "tcp.port=="+port+",iscsi"), "iscsi.opcode 0x03", "iscsi.opcode 0x23")
+}
+
+// A capture ends at its limit, with a valid file.
+func TestCaptureEndsAtItsLimit(t *testing.T) {
 	needTshark(t)
 	s := newStation(t)
 	i := s.login(t)
@@ -306,10 +330,16 @@ func TestCaptureLimit(t *testing.T) {
 	do(t, i, 512<<10, 512<<10, 512<<10)
 	r.wait(t, "the file has reached its limit of 1048576 bytes")
 	if fi, err := os.Stat(r.file); err != nil || fi.Size() > 1<<20 || fi.Size() < 900<<10 {
-		t.Errorf("%v octets, %v", fi.Size(), err)
+		t.Errorf("%v bytes, %v", fi.Size(), err)
 	}
 	understood(t, r.file)
+}
 
+// A capture can be piped into tshark.
+func TestCaptureToAPipe(t *testing.T) {
+	needTshark(t)
+	s := newStation(t)
+	i := s.login(t)
 	cmd := s.command(t, "capture", "--session", fmt.Sprint(i.TSIH), "-w", "-", "--duration", "1s")
 	pipe, err := cmd.StdoutPipe()
 	if err != nil {
@@ -342,7 +372,8 @@ func TestCaptureLimit(t *testing.T) {
 	}
 }
 
-// What goes wrong is said, and a file is whole even if the target is killed.
+// Wrong capture commands are refused and touch no file, and the end of the target ends a
+// capture.
 func TestCaptureErrors(t *testing.T) {
 	s := newStation(t)
 	i := s.login(t)
@@ -367,7 +398,7 @@ func TestCaptureErrors(t *testing.T) {
 	}
 	s.says(t, cli.ExitError, "not a regular file", "capture", "--session", id, "-w", fifo, "--force")
 	if fi, err := os.Lstat(fifo); err != nil || fi.Mode()&fs.ModeNamedPipe == 0 {
-		t.Errorf("what is no regular file was replaced: %v, %v", fi, err)
+		t.Errorf("the named pipe was replaced: %v, %v", fi, err)
 	}
 	r := s.record(t, i.TSIH)
 	s.says(t, cli.ExitError, "a capture of the session is already running", "capture", "--session", id, "-w", file, "--force")
@@ -389,16 +420,14 @@ func TestCaptureErrors(t *testing.T) {
 	r.wait(t, "the target ends")
 }
 
+// The file of a capture is valid after kill -9 of the target.
 func TestCaptureOfKilledTarget(t *testing.T) {
 	needTshark(t)
 	s := newStation(t)
 	i := s.login(t)
 	r := s.record(t, i.TSIH)
 	do(t, i, 512<<10)
-	testkit.Eventually(t, "packets in the file", func() bool {
-		fi, err := os.Stat(r.file)
-		return err == nil && fi.Size() > 512<<10
-	})
+	r.has(t, 512<<10)
 	s.cmd.Process.Kill()
 	err := <-r.ended
 	var exit *exec.ExitError
@@ -408,8 +437,8 @@ func TestCaptureOfKilledTarget(t *testing.T) {
 	understood(t, r.file)
 }
 
-// A file that can have no more, as on a full file system, is whole.
-func TestCaptureIntoFull(t *testing.T) {
+// The file of a capture is valid if the file system is full.
+func TestCaptureIntoAFullFile(t *testing.T) {
 	needTshark(t)
 	s := newStation(t)
 	i := s.login(t)
@@ -430,7 +459,7 @@ func TestCaptureIntoFull(t *testing.T) {
 	understood(t, r.file)
 }
 
-// A tcpSession is an iSCSI session over TCP without and with digests.
+// A tcpSession is an iSCSI session over TCP, with or without digests.
 type tcpSession struct {
 	t       *testing.T
 	nc      net.Conn
@@ -510,7 +539,7 @@ func (s *tcpSession) receive() (h pdu.BHS, data []byte) {
 	return h, data
 }
 
-// do writes or reads n octets, by R2Ts and Data-Ins.
+// do writes or reads n bytes with R2T, Data-Out and Data-In.
 func (s *tcpSession) do(write bool, n int) {
 	s.t.Helper()
 	block, flag := cdb.Read16(0, uint32(n/512)), byte(pdu.FlagR)
@@ -554,9 +583,9 @@ func (s *tcpSession) do(write bool, n int) {
 	}
 }
 
-// A capture of a session over TCP is iSCSI to tshark, with digests and without, although
+// tshark decodes a capture of a session over TCP as iSCSI, with and without digests, though
 // it begins in the middle.
-func TestCaptureTCP(t *testing.T) {
+func TestCaptureOverTCP(t *testing.T) {
 	needTshark(t)
 	s := newStation(t)
 	_, port, _ := net.SplitHostPort(s.addr)

@@ -1,13 +1,11 @@
 package main
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -24,254 +22,176 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-const (
-	storeName = "iqn.2026-11.io.example:store"
-	hostName  = "iqn.2026-11.io.example:host"
-)
+const secondName = storeName + "2"
 
-// A station is a target in a process of its own, and where its commands find it.
-type station struct {
-	*process
-	dir, file, socket string
-}
-
-// newStation starts a target; edits change its configuration before.
-func newStation(t *testing.T, edits ...func(string) string) *station {
-	t.Helper()
-	s := &station{dir: t.TempDir()}
-	s.file, s.socket = filepath.Join(s.dir, "c.yaml"), filepath.Join(s.dir, "s")
-	text := fmt.Sprintf(`# of a test
-state_dir: %s/state
-control: {socket: %s}
-portals: [{listen: "127.0.0.1:0"}]
-targets:
-  - name: %s # the first
-    initiators: ["*"]
-    luns: [{id: 0, backend: memory, size: 1MiB}]
-`, s.dir, s.socket, storeName)
-	for _, edit := range edits {
-		text = edit(text)
-	}
-	if err := os.WriteFile(s.file, []byte(text), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if raceEnabled { // see run
-		s.environment(t)
-	}
-	s.process = start(t, "serve", "--config", s.file)
-	return s
-}
-
-// command is the program with a command line for s, in a process of its own.
-func (s *station) command(t *testing.T, args ...string) *exec.Cmd {
-	t.Helper()
-	exe, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.Command(exe, args...)
-	cmd.Dir = s.dir
-	cmd.Env = append(os.Environ(), "BE_ISER_TARGET=1", "ISER_TARGET_CONTROL_SOCKET="+s.socket)
-	return cmd
-}
-
-// environment makes that of this process the one that command gives to others.
-func (s *station) environment(t *testing.T) {
-	t.Helper()
-	t.Setenv("ISER_TARGET_CONTROL_SOCKET", s.socket)
-	t.Chdir(s.dir)
-}
-
-// run runs a command line to its end. With the race detector, whose processes take a
-// second to start, it does so in this one.
-func (s *station) run(t *testing.T, args ...string) (out, errOut string, code int) {
-	t.Helper()
-	var stdout, stderr bytes.Buffer
-	if raceEnabled {
-		root := rootCommand(&stdout, &stderr)
-		root.SetArgs(args)
-		code = cli.Report(&stderr, root.ExecuteContext(t.Context()))
-		return stdout.String(), stderr.String(), code
-	}
-	cmd := s.command(t, args...)
-	cmd.Stdout, cmd.Stderr = &stdout, &stderr
-	var exit *exec.ExitError
-	if err := cmd.Run(); err != nil && !errors.As(err, &exit) {
-		t.Fatal(err)
-	}
-	return stdout.String(), stderr.String(), cmd.ProcessState.ExitCode()
-}
-
-// ok runs a command line that has to succeed.
-func (s *station) ok(t *testing.T, args ...string) string {
-	t.Helper()
-	out, errOut, code := s.run(t, args...)
-	if code != cli.ExitOK {
-		t.Fatalf("%v: exit code %d\n%s%s", args, code, out, errOut)
-	}
-	return out
-}
-
-// says runs a command line, and compares its exit code and what it says, on both
-// outputs.
-func (s *station) says(t *testing.T, code int, want string, args ...string) {
-	t.Helper()
-	out, errOut, got := s.run(t, args...)
-	if got != code || !strings.Contains(out+errOut, want) {
-		t.Errorf("%v: exit code %d, want %d with %q in\n%s%s", args, got, code, want, out, errOut)
-	}
-}
-
-func read[T any](t *testing.T, s *station, args ...string) (v T) {
-	t.Helper()
-	if err := json.Unmarshal([]byte(s.ok(t, append(args, "-o", "json")...)), &v); err != nil {
-		t.Fatalf("%v: %v", args, err)
-	}
-	return v
-}
-
-func (s *station) login(t *testing.T) *initiator.Session {
-	t.Helper()
-	return s.loginWith(t, initiator.Options{})
-}
-
-func (s *station) loginWith(t *testing.T, o initiator.Options) *initiator.Session {
-	t.Helper()
-	o.Name = hostName
-	return login(t, s.addr, o)
-}
-
-func (s *station) text(t *testing.T) string {
-	t.Helper()
-	b, err := os.ReadFile(s.file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return string(b)
-}
-
-// Every verb, on the running program.
-func TestVerbs(t *testing.T) {
+// target create and target list.
+func TestTargetCommands(t *testing.T) {
 	s := newStation(t)
-	const b = "iqn.2026-11.io.example:b"
-	image := filepath.Join(s.dir, "b.img")
-
-	t.Run("target", func(t *testing.T) {
-		s.says(t, cli.ExitUsage, "--initiator is required", "target", "create", b)
-		s.says(t, cli.ExitOK, "add target "+b+" (done)", "target", "create", b, "--initiator", hostName, "--alias", "second")
-		s.says(t, cli.ExitError, "already", "target", "create", b, "--initiator", "*")
-		s.says(t, cli.ExitError, "name", "target", "create", "no name", "--initiator", "*")
-		list := read[[]schema.TargetState](t, s, "target", "list")
-		if len(list) != 2 || list[1].Name != b || list[1].Alias != "second" || !slices.Equal(list[1].Initiators, []string{hostName}) {
-			t.Errorf("targets %+v", list)
-		}
-		s.says(t, cli.ExitOK, "SESSIONS", "target", "list")
-		s.says(t, cli.ExitOK, "name: "+b, "target", "list", "-o", "yaml")
-	})
-	t.Run("lun", func(t *testing.T) {
-		s.says(t, cli.ExitNotFound, "target list", "lun", "create", "iqn.2026-11.io.example:none", "--backend", "memory", "--size", "1MiB")
-		s.says(t, cli.ExitError, "size", "lun", "create", b, "--path", image, "--size", "some")
-		s.says(t, cli.ExitOK, "add LUN 0 of "+b+" (done)", "lun", "create", b, "--path", "b.img", "--size", "1MiB")
-		s.says(t, cli.ExitOK, "add LUN 7", "lun", "create", b, "--id", "7", "--backend", "memory", "--size", "1MiB", "--dry-run")
-		s.says(t, cli.ExitOK, "add LUN 1", "lun", "create", b, "--backend", "memory", "--size", "1MiB")
-		if fi, err := os.Stat(image); err != nil || fi.Size() != 1<<20 {
-			t.Errorf("the file: %v, %v", fi, err)
-		}
-		s.says(t, cli.ExitOK, "1MiB -> 2MiB (done)", "lun", "resize", b, "0", "2MiB")
-		s.says(t, cli.ExitRefused, "--allow-shrink", "lun", "resize", b, "0", "1MiB")
-		if l := read[schema.LUNState](t, s, "lun", "show", b, "0"); l.Size != 2<<20 || l.State != schema.Ready || l.Path != image {
-			t.Errorf("LUN %+v", l)
-		}
-		s.says(t, cli.ExitOK, "(done)", "lun", "resize", b, "0", "1MiB", "--allow-shrink")
-		s.says(t, cli.ExitOK, "(done)", "lun", "set", b, "0", "read_only=true", "initiators=["+hostName+"]")
-		s.says(t, cli.ExitUsage, "KEY=VALUE", "lun", "set", b, "0", "read_only")
-		s.says(t, cli.ExitError, "Nothing was changed", "lun", "set", b, "0", "reed_only=true")
-		if l := read[schema.LUNState](t, s, "lun", "show", b, "0"); l.Size != 1<<20 || !l.ReadOnly || !slices.Equal(l.Initiators, []string{hostName}) {
-			t.Errorf("LUN %+v", l)
-		}
-		if n := len(read[[]schema.LUNState](t, s, "lun", "list")); n != 3 {
-			t.Errorf("LUNs of all: %d, want 3", n)
-		}
-		if n := len(read[[]schema.LUNState](t, s, "lun", "list", b)); n != 2 {
-			t.Errorf("LUNs of %s: %d, want 2", b, n)
-		}
-		s.says(t, cli.ExitOK, "block size", "lun", "show", b, "0")
-		s.says(t, cli.ExitOK, "naa."+read[schema.LUNState](t, s, "lun", "show", b, "0").NAA, "lun", "show", b, "0")
-		s.says(t, cli.ExitUsage, "not a number", "lun", "show", b, "x")
-		s.says(t, cli.ExitNotFound, "LUN 9", "lun", "show", b, "9")
-		s.says(t, cli.ExitOK, "remove LUN 1", "lun", "delete", b, "1")
-		s.says(t, cli.ExitNotFound, "LUN", "lun", "delete", b, "1")
-	})
-	t.Run("initiator", func(t *testing.T) {
-		s.says(t, cli.ExitOK, "(done)", "initiator", "allow", b, "iqn.2026-11.io.example:more.*")
-		s.says(t, cli.ExitOK, "nothing to do", "initiator", "allow", b, "iqn.2026-11.io.example:more.*")
-		s.says(t, cli.ExitOK, "(done)", "initiator", "deny", b, "iqn.2026-11.io.example:more.*")
-		s.says(t, cli.ExitNotFound, "more", "initiator", "deny", b, "iqn.2026-11.io.example:more.*")
-		s.says(t, cli.ExitError, "allow another one first, or delete the target", "initiator", "deny", b, hostName)
-		s.says(t, cli.ExitNotFound, "no target", "initiator", "deny", b+"2", hostName)
-	})
-	t.Run("explain", func(t *testing.T) {
-		s.says(t, cli.ExitOK, "admitted", "explain", "--initiator", hostName, "--target", b)
-		s.says(t, cli.ExitError, "no pattern of the target matches", "explain", "--initiator", hostName+"2", "--target", b)
-		s.says(t, cli.ExitError, "allow it with iser-target initiator allow "+b+" "+hostName+"2", "explain", "--initiator", hostName+"2", "--target", b)
-		s.says(t, cli.ExitError, "iser-target target list", "explain", "--initiator", hostName, "--target", b+"2")
-		s.says(t, cli.ExitUsage, "required", "explain", "--target", b)
-		if e := read[schema.Explanation](t, s, "explain", "--initiator", hostName, "--target", b); !e.Admitted || len(e.LUNs) != 1 || e.LUNs[0].Access != "read only" {
-			t.Errorf("explanation %+v", e)
-		}
-	})
-	t.Run("completion", func(t *testing.T) {
-		s.says(t, cli.ExitOK, b, "__complete", "lun", "show", "iqn")
-		s.says(t, cli.ExitOK, "0\n", "__complete", "lun", "show", b, "")
-		s.says(t, cli.ExitOK, "127.0.0.1:0", "__complete", "portal", "remove", "")
-		s.says(t, cli.ExitOK, hostName, "__complete", "initiator", "deny", b, "")
-	})
-	t.Run("target delete", func(t *testing.T) {
-		s.says(t, cli.ExitOK, "remove target "+b, "target", "delete", b)
-		s.says(t, cli.ExitNotFound, b, "target", "delete", b)
-		if _, err := os.Stat(image); err != nil {
-			t.Errorf("the file went with its LUN: %v", err)
-		}
-	})
-	t.Run("portal", func(t *testing.T) {
-		const more = "127.0.0.2:0"
-		s.says(t, cli.ExitOK, "add portal "+more, "portal", "add", more, "--tpgt", "2", "--transport", "tcp")
-		list := read[[]schema.PortalState](t, s, "portal", "list")
-		if len(list) != 2 || list[1].TPGT != 2 || !slices.Equal(list[1].Transports, []string{"tcp"}) {
-			t.Errorf("portals %+v", list)
-		}
-		s.says(t, cli.ExitError, "address already in use", "portal", "add", s.addr) // SEC-3723.5.8-1
-		s.says(t, cli.ExitUsage, "--tpgt must be", "portal", "add", "127.0.0.3:0", "--tpgt", "0")
-		s.says(t, cli.ExitError, "must be 1 to 65535, not -5", "portal", "add", "127.0.0.3:0", "--tpgt", "-5")
-		s.says(t, cli.ExitUsage, "--transport is empty", "portal", "add", "127.0.0.3:0", "--transport", "")
-		s.says(t, cli.ExitOK, "remove portal "+more, "portal", "remove", more)
-		s.says(t, cli.ExitNotFound, more, "portal", "remove", more)
-		s.says(t, cli.ExitError, "add another one first", "portal", "remove", "127.0.0.1:0")
-	})
-	t.Run("nothing said", func(t *testing.T) {
-		s.says(t, cli.ExitUsage, "argument 1 is empty", "lun", "list", "")
-		s.says(t, cli.ExitUsage, "argument 1 is empty", "initiator", "deny", "", "*")
-		s.says(t, cli.ExitUsage, "argument 2 is empty", "initiator", "deny", storeName, "")
-		s.says(t, cli.ExitUsage, "unknown command", "completion", "bsh")
-		s.says(t, cli.ExitUsage, "requires a command", "completion")
-		s.says(t, cli.ExitOK, "__start_iser-target", "completion", "bash")
-	})
-	t.Run("comments", func(t *testing.T) {
-		if got := s.text(t); !strings.HasPrefix(got, "# of a test\n") || !strings.Contains(got, storeName+" # the first\n") {
-			t.Errorf("the file has lost its comments:\n%s", got)
-		}
-	})
+	s.says(t, cli.ExitUsage, "--initiator is required", "target", "create", secondName)
+	s.says(t, cli.ExitOK, "add target "+secondName+" (done)", "target", "create", secondName, "--initiator", hostName, "--alias", "second")
+	s.says(t, cli.ExitError, "already", "target", "create", secondName, "--initiator", "*")
+	s.says(t, cli.ExitError, "name", "target", "create", "no name", "--initiator", "*")
+	list := read[[]schema.TargetState](t, s, "target", "list")
+	if len(list) != 2 || list[1].Name != secondName || list[1].Alias != "second" || !slices.Equal(list[1].Initiators, []string{hostName}) {
+		t.Errorf("targets %+v", list)
+	}
+	s.says(t, cli.ExitOK, "SESSIONS", "target", "list")
+	s.says(t, cli.ExitOK, "name: "+secondName, "target", "list", "-o", "yaml")
 }
 
-// The last target goes, too; a target without targets is managed, starts and tells
-// initiators of none.
-func TestNoTargets(t *testing.T) {
+// target delete keeps the files of LUNs.
+func TestTargetDeleteKeepsFiles(t *testing.T) {
+	s := newStation(t)
+	s.ok(t, "target", "create", secondName, "--initiator", hostName, "--alias", "second")
+	s.ok(t, "lun", "create", secondName, "--path", "b.img", "--size", "1MiB")
+	s.says(t, cli.ExitOK, "remove target "+secondName, "target", "delete", secondName)
+	s.says(t, cli.ExitNotFound, secondName, "target", "delete", secondName)
+	if _, err := os.Stat(filepath.Join(s.dir, "b.img")); err != nil {
+		t.Errorf("the file went with its LUN: %v", err)
+	}
+}
+
+// lun create chooses the first free number, and creates the file.
+func TestLUNCreate(t *testing.T) {
+	s := newStation(t)
+	s.ok(t, "target", "create", secondName, "--initiator", hostName, "--alias", "second")
+	image := filepath.Join(s.dir, "b.img")
+	s.says(t, cli.ExitNotFound, "target list", "lun", "create", "iqn.2026-11.io.example:none", "--backend", "memory", "--size", "1MiB")
+	s.says(t, cli.ExitError, "size", "lun", "create", secondName, "--path", image, "--size", "some")
+	s.says(t, cli.ExitOK, "add LUN 0 of "+secondName+" (done)", "lun", "create", secondName, "--path", "b.img", "--size", "1MiB")
+	s.says(t, cli.ExitOK, "add LUN 7", "lun", "create", secondName, "--id", "7", "--backend", "memory", "--size", "1MiB", "--dry-run")
+	s.says(t, cli.ExitOK, "add LUN 1", "lun", "create", secondName, "--backend", "memory", "--size", "1MiB")
+	if fi, err := os.Stat(image); err != nil || fi.Size() != 1<<20 {
+		t.Errorf("the file: %v, %v", fi, err)
+	}
+	s.says(t, cli.ExitOK, "remove LUN 1", "lun", "delete", secondName, "1")
+	s.says(t, cli.ExitNotFound, "LUN", "lun", "delete", secondName, "1")
+}
+
+// lun resize and lun set change a LUN, and refuse wrong values.
+func TestLUNResizeAndSet(t *testing.T) {
+	s := newStation(t)
+	s.ok(t, "target", "create", secondName, "--initiator", hostName, "--alias", "second")
+	s.ok(t, "lun", "create", secondName, "--path", "b.img", "--size", "1MiB")
+	image := filepath.Join(s.dir, "b.img")
+	s.says(t, cli.ExitOK, "1MiB -> 2MiB (done)", "lun", "resize", secondName, "0", "2MiB")
+	s.says(t, cli.ExitRefused, "--allow-shrink", "lun", "resize", secondName, "0", "1MiB")
+	if l := read[schema.LUNState](t, s, "lun", "show", secondName, "0"); l.Size != 2<<20 || l.State != schema.Ready || l.Path != image {
+		t.Errorf("LUN %+v", l)
+	}
+	s.says(t, cli.ExitOK, "(done)", "lun", "resize", secondName, "0", "1MiB", "--allow-shrink")
+	s.says(t, cli.ExitOK, "(done)", "lun", "set", secondName, "0", "read_only=true", "initiators=["+hostName+"]")
+	s.says(t, cli.ExitUsage, "KEY=VALUE", "lun", "set", secondName, "0", "read_only")
+	s.says(t, cli.ExitError, "Nothing was changed", "lun", "set", secondName, "0", "reed_only=true")
+	if l := read[schema.LUNState](t, s, "lun", "show", secondName, "0"); l.Size != 1<<20 || !l.ReadOnly || !slices.Equal(l.Initiators, []string{hostName}) {
+		t.Errorf("LUN %+v", l)
+	}
+}
+
+// lun list and lun show.
+func TestLUNListAndShow(t *testing.T) {
+	s := newStation(t)
+	s.ok(t, "target", "create", secondName, "--initiator", hostName, "--alias", "second")
+	s.ok(t, "lun", "create", secondName, "--path", "b.img", "--size", "1MiB")
+	if n := len(read[[]schema.LUNState](t, s, "lun", "list")); n != 2 {
+		t.Errorf("LUNs of all: %d, want 2", n)
+	}
+	if n := len(read[[]schema.LUNState](t, s, "lun", "list", secondName)); n != 1 {
+		t.Errorf("LUNs of %s: %d, want 1", secondName, n)
+	}
+	s.says(t, cli.ExitOK, "block size", "lun", "show", secondName, "0")
+	s.says(t, cli.ExitOK, "naa."+read[schema.LUNState](t, s, "lun", "show", secondName, "0").NAA, "lun", "show", secondName, "0")
+	s.says(t, cli.ExitUsage, "not a number", "lun", "show", secondName, "x")
+	s.says(t, cli.ExitNotFound, "LUN 9", "lun", "show", secondName, "9")
+}
+
+// initiator allow and initiator deny.
+func TestInitiatorCommands(t *testing.T) {
+	s := newStation(t)
+	s.ok(t, "target", "create", secondName, "--initiator", hostName, "--alias", "second")
+	s.says(t, cli.ExitOK, "(done)", "initiator", "allow", secondName, "iqn.2026-11.io.example:more.*")
+	s.says(t, cli.ExitOK, "nothing to do", "initiator", "allow", secondName, "iqn.2026-11.io.example:more.*")
+	s.says(t, cli.ExitOK, "(done)", "initiator", "deny", secondName, "iqn.2026-11.io.example:more.*")
+	s.says(t, cli.ExitNotFound, "more", "initiator", "deny", secondName, "iqn.2026-11.io.example:more.*")
+	s.says(t, cli.ExitError, "allow another one first, or delete the target", "initiator", "deny", secondName, hostName)
+	s.says(t, cli.ExitNotFound, "no target", "initiator", "deny", secondName+"2", hostName)
+}
+
+// explain names the rule that refuses an initiator, and the remedy.
+func TestExplain(t *testing.T) {
+	s := newStation(t)
+	s.ok(t, "target", "create", secondName, "--initiator", hostName, "--alias", "second")
+	s.ok(t, "lun", "create", secondName, "--path", "b.img", "--size", "1MiB")
+	s.ok(t, "lun", "set", secondName, "0", "read_only=true")
+	s.says(t, cli.ExitOK, "admitted", "explain", "--initiator", hostName, "--target", secondName)
+	s.says(t, cli.ExitError, "no pattern of the target matches", "explain", "--initiator", hostName+"2", "--target", secondName)
+	s.says(t, cli.ExitError, "allow it with iser-target initiator allow "+secondName+" "+hostName+"2", "explain", "--initiator", hostName+"2", "--target", secondName)
+	s.says(t, cli.ExitError, "iser-target target list", "explain", "--initiator", hostName, "--target", secondName+"2")
+	s.says(t, cli.ExitUsage, "required", "explain", "--target", secondName)
+	if e := read[schema.Explanation](t, s, "explain", "--initiator", hostName, "--target", secondName); !e.Admitted || len(e.LUNs) != 1 || e.LUNs[0].Access != "read only" {
+		t.Errorf("explanation %+v", e)
+	}
+}
+
+// Shells complete names of targets, LUNs, portals and initiators.
+func TestCompletion(t *testing.T) {
+	s := newStation(t)
+	s.ok(t, "target", "create", secondName, "--initiator", hostName, "--alias", "second")
+	s.ok(t, "lun", "create", secondName, "--path", "b.img", "--size", "1MiB")
+	s.says(t, cli.ExitOK, secondName, "__complete", "lun", "show", "iqn")
+	s.says(t, cli.ExitOK, "0\n", "__complete", "lun", "show", secondName, "")
+	s.says(t, cli.ExitOK, "127.0.0.1:0", "__complete", "portal", "remove", "")
+	s.says(t, cli.ExitOK, hostName, "__complete", "initiator", "deny", secondName, "")
+}
+
+// portal add, portal list and portal remove.
+func TestPortalCommands(t *testing.T) {
+	s := newStation(t)
+	const more = "127.0.0.2:0"
+	s.says(t, cli.ExitOK, "add portal "+more, "portal", "add", more, "--tpgt", "2", "--transport", "tcp")
+	list := read[[]schema.PortalState](t, s, "portal", "list")
+	if len(list) != 2 || list[1].TPGT != 2 || !slices.Equal(list[1].Transports, []string{"tcp"}) {
+		t.Errorf("portals %+v", list)
+	}
+	s.says(t, cli.ExitError, "address already in use", "portal", "add", s.addr) // SEC-3723.5.8-1
+	s.says(t, cli.ExitUsage, "--tpgt must be", "portal", "add", "127.0.0.3:0", "--tpgt", "0")
+	s.says(t, cli.ExitError, "must be 1 to 65535, not -5", "portal", "add", "127.0.0.3:0", "--tpgt", "-5")
+	s.says(t, cli.ExitUsage, "--transport is empty", "portal", "add", "127.0.0.3:0", "--transport", "")
+	s.says(t, cli.ExitOK, "remove portal "+more, "portal", "remove", more)
+	s.says(t, cli.ExitNotFound, more, "portal", "remove", more)
+	s.says(t, cli.ExitError, "add another one first", "portal", "remove", "127.0.0.1:0")
+}
+
+// Empty and missing arguments are refused.
+func TestEmptyArgumentsAreRefused(t *testing.T) {
+	s := newStation(t)
+	s.says(t, cli.ExitUsage, "argument 1 is empty", "lun", "list", "")
+	s.says(t, cli.ExitUsage, "argument 1 is empty", "initiator", "deny", "", "*")
+	s.says(t, cli.ExitUsage, "argument 2 is empty", "initiator", "deny", storeName, "")
+	s.says(t, cli.ExitUsage, "unknown command", "completion", "bsh")
+	s.says(t, cli.ExitUsage, "requires a command", "completion")
+	s.says(t, cli.ExitOK, "__start_iser-target", "completion", "bash")
+}
+
+// A change keeps the comments of the configuration file.
+func TestChangeKeepsComments(t *testing.T) {
+	s := newStation(t)
+	s.ok(t, "target", "create", secondName, "--initiator", hostName)
+	s.ok(t, "target", "delete", secondName)
+	if got := s.text(t); !strings.HasPrefix(got, "# of a test\n") || !strings.Contains(got, storeName+" # the first\n") {
+		t.Errorf("the file has lost its comments:\n%s", got)
+	}
+}
+
+// The last target can be deleted. A daemon without targets starts, can be managed, and
+// returns no targets in discovery.
+func TestDaemonWithoutTargets(t *testing.T) {
 	s := newStation(t)
 	s.says(t, cli.ExitOK, "remove target "+storeName+" (done)", "target", "delete", storeName)
 	if got := s.text(t); !strings.Contains(got, "targets: []") {
 		t.Errorf("the file:\n%s", got)
 	}
-	for range 2 { // as it is, and started anew
+	for range 2 { // running, and restarted
 		if list := read[[]schema.TargetState](t, s, "target", "list"); len(list) != 0 {
 			t.Errorf("targets %+v", list)
 		}
@@ -299,8 +219,22 @@ func TestNoTargets(t *testing.T) {
 	s.same(t, 1)
 }
 
-// What disturbs a session is refused, and done if that is meant.
-func TestVerbsUnderSession(t *testing.T) {
+// registered logs in and registers a reservation key, and returns the session with its TSIH.
+func registered(t *testing.T, s *station) (session *initiator.Session, tsih string) {
+	t.Helper()
+	session = s.login(t)
+	register := &initiator.Command{Out: make([]byte, 24)} // PERSISTENT RESERVE OUT, REGISTER
+	register.CDB[0], register.CDB[8], register.Out[15] = 0x5f, 24, 42
+	for register.Status = 2; register.Status != 0; { // the first meets a unit attention
+		if err := session.Do(register); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return session, fmt.Sprint(session.TSIH)
+}
+
+// session list, session show and session kill.
+func TestSessionCommands(t *testing.T) {
 	s := newStation(t)
 	session := s.login(t)
 	list := read[[]schema.SessionState](t, s, "session", "list")
@@ -312,14 +246,17 @@ func TestVerbsUnderSession(t *testing.T) {
 	s.says(t, cli.ExitNotFound, "session 65535", "session", "show", "65535")
 	s.says(t, cli.ExitOK, id, "__complete", "session", "kill", "")
 
-	register := &initiator.Command{Out: make([]byte, 24)} // PERSISTENT RESERVE OUT, REGISTER
-	register.CDB[0], register.CDB[8], register.Out[15] = 0x5f, 24, 42
-	for register.Status = 2; register.Status != 0; { // the first meets a unit attention
-		if err := session.Do(register); err != nil {
-			t.Fatal(err)
-		}
-	}
-	// All of that was counted: the commands with GOOD and that with the unit attention.
+	s.says(t, cli.ExitOK, "ended", "session", "kill", id, "--reason", "a test")
+	endsSoon(t, session)
+	s.says(t, cli.ExitNotFound, "session", "session", "kill", id)
+	s.says(t, cli.ExitOK, "a test", "events")
+}
+
+// show has the counters of a session and of a LUN, and only show has latencies.
+func TestShowHasCounters(t *testing.T) {
+	s := newStation(t)
+	_, id := registered(t, s)
+	// The counters include the commands with GOOD and the one with the unit attention.
 	show := read[schema.SessionState](t, s, "session", "show", id)
 	unit := read[schema.LUNState](t, s, "lun", "show", storeName, "0")
 	if c := show.Counters; c.Others < 2 || c.Errors != 1 || c.Reads != 0 {
@@ -331,7 +268,7 @@ func TestVerbsUnderSession(t *testing.T) {
 	s.says(t, cli.ExitOK, fmt.Sprintf("0 reads, 0 writes, %d others", show.Counters.Others), "session", "show", id)
 	s.says(t, cli.ExitOK, fmt.Sprintf("0 reads, 0 writes, %d others", unit.Counters.Others), "lun", "show", storeName, "0")
 	s.says(t, cli.ExitOK, "  others: ", "lun", "show", storeName, "0", "-o", "yaml")
-	// How long they took is told of one object, and a list stays short.
+	// Latencies are shown for one object only, so that lists stay short.
 	s.says(t, cli.ExitOK, "total latency", "session", "show", id)
 	s.says(t, cli.ExitOK, "total latency", "lun", "show", storeName, "0")
 	if len(show.Counters.Latency) == 0 || len(unit.Counters.Latency) == 0 {
@@ -348,18 +285,29 @@ func TestVerbsUnderSession(t *testing.T) {
 	if l := read[[]schema.TargetState](t, s, "target", "list"); l[0].LUNs[0].Counters.Latency != nil {
 		t.Errorf("target list: %+v", l)
 	}
+}
 
+// reservation show and reservation clear.
+func TestReservationCommands(t *testing.T) {
+	s := newStation(t)
+	registered(t, s)
 	s.says(t, cli.ExitOK, "registered only", "reservation", "show")
 	s.says(t, cli.ExitOK, "0x000000000000002a", "reservation", "show", "-o", "yaml")
 	s.says(t, cli.ExitRefused, "--disrupt", "reservation", "clear", storeName, "0")
 	s.says(t, cli.ExitOK, "were removed", "reservation", "clear", storeName, "0", "--disrupt")
 	s.says(t, cli.ExitNotFound, "reservation", "reservation", "clear", storeName, "0", "--disrupt")
-	s.says(t, cli.ExitNotFound, "reservation", "reservation", "clear", storeName, "0") // no flag is asked for in vain
+	s.says(t, cli.ExitNotFound, "reservation", "reservation", "clear", storeName, "0") // and not a refusal
+}
 
+// A change that disturbs a session is refused, leaves the file as it is, and is made with a
+// flag.
+func TestDisturbingChangeRequiresAFlag(t *testing.T) {
+	s := newStation(t)
+	s.login(t)
 	before := s.text(t)
 	s.says(t, cli.ExitRefused, "--drain", "lun", "delete", storeName, "0")
 	if got := s.text(t); got != before {
-		t.Errorf("a change that was refused is in the file:\n%s", got)
+		t.Errorf("the file has a refused change:\n%s", got)
 	}
 	s.ok(t, "initiator", "allow", storeName, "iqn.2026-11.io.example:other")
 	s.ok(t, "target", "create", storeName+"2", "--initiator", "*")
@@ -367,28 +315,19 @@ func TestVerbsUnderSession(t *testing.T) {
 	s.says(t, cli.ExitRefused, hostName, "initiator", "deny", storeName, "*")
 	s.says(t, cli.ExitRefused, hostName, "target", "delete", storeName)
 	if got := s.text(t); got != before {
-		t.Errorf("a change that was refused is in the file:\n%s", got)
+		t.Errorf("the file has a refused change:\n%s", got)
 	}
 	s.says(t, cli.ExitOK, "(done)", "lun", "create", storeName, "--backend", "memory", "--size", "1MiB")
 	s.says(t, cli.ExitOK, "(done)", "lun", "delete", storeName, "0", "--drain", "5s")
 	s.says(t, cli.ExitOK, "(done)", "lun", "delete", storeName, "1", "--now")
 	s.says(t, cli.ExitUsage, "exclude", "lun", "delete", storeName, "1", "--now", "--drain", "1s")
-
-	s.says(t, cli.ExitOK, "ended", "session", "kill", id, "--reason", "a test")
-	select {
-	case <-session.Done():
-	case <-time.After(10 * time.Second):
-		t.Error("the session goes on")
-	}
-	s.says(t, cli.ExitNotFound, "session", "session", "kill", id)
-	s.says(t, cli.ExitOK, "a test", "events")
 }
 
-// config plan, apply and export.
-func TestVerbsConfig(t *testing.T) {
+// config validate, plan, apply and export.
+func TestConfigCommands(t *testing.T) {
 	s := newStation(t)
 	s.says(t, cli.ExitOK, "valid", "config", "validate", s.file)
-	s.says(t, cli.ExitError, "input: portals", "config", "validate", "-") // which is empty
+	s.says(t, cli.ExitError, "input: portals", "config", "validate", "-") // empty
 	s.says(t, cli.ExitOK, "nothing to do", "config", "plan")
 	if got := s.ok(t, "config", "export"); got != s.text(t) {
 		t.Errorf("export is not the file:\n%s", got)
@@ -400,7 +339,7 @@ func TestVerbsConfig(t *testing.T) {
 	}
 	s.says(t, cli.ExitOK, "add LUN 5", "config", "plan", more)
 	if n := len(read[[]schema.LUNState](t, s, "lun", "list")); n != 1 {
-		t.Errorf("a plan made LUNs: %d", n)
+		t.Errorf("a plan created LUNs: %d", n)
 	}
 	s.says(t, cli.ExitOK, "add LUN 5 of "+storeName+" (done)", "config", "apply", more)
 	s.says(t, cli.ExitOK, "nothing to do", "config", "apply", more)
@@ -415,16 +354,12 @@ func TestVerbsConfig(t *testing.T) {
 	s.says(t, cli.ExitOK, "requires --disrupt", "config", "plan")
 	s.says(t, cli.ExitRefused, hostName, "config", "apply")
 	s.says(t, cli.ExitOK, "remove target "+storeName, "config", "apply", "--disrupt", "--now")
-	select {
-	case <-session.Done():
-	case <-time.After(10 * time.Second):
-		t.Error("the session goes on")
-	}
+	endsSoon(t, session)
 	s.says(t, cli.ExitError, "portals", "config", "apply", "/dev/null")
 	s.says(t, cli.ExitError, "no such file", "config", "apply", "/does/not/exist")
 }
 
-// Without a target to ask, and with command lines that are wrong.
+// Exit codes without a target, and of wrong command lines.
 func TestExitCodes(t *testing.T) {
 	s := &station{dir: t.TempDir()}
 	s.socket = filepath.Join(s.dir, "none")
@@ -442,8 +377,8 @@ func TestExitCodes(t *testing.T) {
 	s.says(t, cli.ExitOK, "5  unreachable: no target answers", "exit-codes")
 }
 
-// events --follow has what happens, in order, and ends with the target.
-func TestFollow(t *testing.T) {
+// events --follow shows events in order, and ends with the target.
+func TestFollowedEventsAreInOrder(t *testing.T) {
 	s := newStation(t)
 	cmd := s.command(t, "events", "--follow", "-o", "json")
 	out, err := cmd.StdoutPipe()
@@ -478,7 +413,7 @@ func TestFollow(t *testing.T) {
 	}
 	cmd.Wait()
 	if got := cmd.ProcessState.ExitCode(); got != cli.ExitUnreachable {
-		t.Errorf("exit code %d of one that follows a target that ends, want %d", got, cli.ExitUnreachable)
+		t.Errorf("exit code %d at the end of the target, want %d", got, cli.ExitUnreachable)
 	}
 	s.wait(t, `(msg=stopped)`)
 	if _, err := os.Lstat(s.socket); !errors.Is(err, os.ErrNotExist) {
@@ -486,14 +421,13 @@ func TestFollow(t *testing.T) {
 	}
 }
 
-// While what was removed has time to end, other commands go on, and one of them can cut it
-// off.
-func TestDrainIsCutOff(t *testing.T) {
+// While a removed target drains, other commands work, and target delete --now ends the drain.
+func TestDrainCanBeEnded(t *testing.T) {
 	s := newStation(t)
 	disk := filepath.Join(s.dir, "disk.img")
 	s.ok(t, "target", "create", storeName+"2", "--initiator", "*")
 	s.ok(t, "lun", "create", storeName, "--path", disk, "--size", "1MiB")
-	session := s.login(t) // which does not log out
+	session := s.login(t) // it does not log out
 	if err := session.Do(&initiator.Command{}); err != nil {
 		t.Fatal(err)
 	}
@@ -506,9 +440,7 @@ func TestDrainIsCutOff(t *testing.T) {
 		out, errOut, code := s.run(t, "target", "delete", storeName, "--drain", "10m")
 		deleted <- outcome{out, errOut, code}
 	}()
-	testkit.Eventually(t, "one target is left in the list", func() bool {
-		return len(read[[]schema.TargetState](t, s, "target", "list")) == 1
-	})
+	testkit.Eventually(t, "the target is removed", func() bool { return len(read[[]schema.TargetState](t, s, "target", "list")) == 1 })
 	s.ok(t, "lun", "create", storeName+"2", "--backend", "memory", "--size", "1MiB")
 	s.says(t, cli.ExitOK, "nothing to do", "config", "plan")
 	s.says(t, cli.ExitError, "was removed and is still in use: the sessions of its target end", "lun", "create", storeName+"2", "--path", disk, "--size", "1MiB")
@@ -520,23 +452,23 @@ func TestDrainIsCutOff(t *testing.T) {
 			t.Errorf("%+v", o)
 		}
 	case <-time.After(20 * time.Second):
-		t.Fatal("it still has time")
+		t.Fatal("the removal does not end")
 	}
 	<-session.Done()
 	s.says(t, cli.ExitNotFound, storeName, "target", "delete", storeName, "--now")
 	s.ok(t, "lun", "create", storeName+"2", "--path", disk, "--size", "1MiB")
 }
 
-// A second target does not take the socket of the first.
-func TestSocketInUse(t *testing.T) {
+// A second daemon does not take the socket of the first.
+func TestSocketInUseIsKept(t *testing.T) {
 	s := newStation(t)
 	other := write(t, "other.yaml", strings.Replace(s.text(t), "/state", "/other", 1))
 	s.says(t, cli.ExitError, "control.socket, by ISER_TARGET_CONTROL_SOCKET: "+s.socket, "serve", "--config", other)
 	s.ok(t, "target", "list")
 }
 
-// Two command lines at once: what each has changed is there.
-func TestTwoAtOnce(t *testing.T) {
+// No change is lost when two commands run at once.
+func TestConcurrentChanges(t *testing.T) {
 	s := newStation(t)
 	const each = 8
 	var wg sync.WaitGroup
@@ -553,31 +485,8 @@ func TestTwoAtOnce(t *testing.T) {
 	s.same(t, 1+2*each)
 }
 
-// same compares the LUNs that run with those of the file, of which there are to be n.
-func (s *station) same(t *testing.T, n int) {
-	t.Helper()
-	cfg, err := config.Load(s.file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var want, got []int
-	for _, l := range cfg.Targets[0].LUNs {
-		want = append(want, l.ID)
-	}
-	for _, l := range read[[]schema.LUNState](t, s, "lun", "list", storeName) {
-		if l.State != schema.Ready {
-			t.Errorf("LUN %d is %s: %s", l.ID, l.State, l.Reason)
-		}
-		got = append(got, l.ID)
-	}
-	slices.Sort(want)
-	if len(want) != n || !slices.Equal(got, want) {
-		t.Errorf("LUNs %v run, and %v are in the file, want %d", got, want, n)
-	}
-}
-
-// kill -9 at any time of a change: what runs afterwards, and what the file says, is what
-// was before or what was asked for.
+// After kill -9 during a change, the file and the restarted daemon have the change as a whole
+// or not at all.
 func TestKilledWhileChanging(t *testing.T) {
 	s := newStation(t)
 	count := 1
@@ -607,12 +516,12 @@ func TestKilledWhileChanging(t *testing.T) {
 	}
 }
 
-// doctor finds what is wrong, and nothing where nothing is.
+// doctor finds problems, and nothing on a healthy target.
 func TestDoctor(t *testing.T) {
 	s := newStation(t)
 	s.says(t, cli.ExitOK, "is the running configuration", "doctor")
 	if out := s.ok(t, "doctor"); strings.Contains(out, "problem") || strings.Contains(out, "warning") {
-		t.Errorf("a target that is well:\n%s", out)
+		t.Errorf("a healthy target:\n%s", out)
 	}
 	s.ok(t, "target", "create", storeName+"2", "--initiator", "iqn.2026-11.io.example:other")
 	s.says(t, cli.ExitOK, "has no LUNs", "doctor")
@@ -652,8 +561,8 @@ func TestDoctor(t *testing.T) {
 	}
 }
 
-// There is a man page for each command that people see, and completion for each shell.
-func TestDocs(t *testing.T) {
+// docs writes a man page for each visible command, and completions for each shell.
+func TestDocsHaveAllCommands(t *testing.T) {
 	dir := t.TempDir()
 	if out, err := run(t, "docs", dir); err != nil {
 		t.Fatalf("%v\n%s", err, out)
@@ -668,7 +577,7 @@ func TestDocs(t *testing.T) {
 		"completions/iser-target.fish":   "complete -c iser-target",
 	} {
 		if b, err := os.ReadFile(filepath.Join(dir, file)); err != nil || !strings.Contains(string(b), want) {
-			t.Errorf("%s: %d octets, error %v, want %q in it", file, len(b), err, want)
+			t.Errorf("%s: %d bytes, error %v, want %q in it", file, len(b), err, want)
 		}
 	}
 	for _, group := range rootCommand(nil, nil).Commands() {
