@@ -46,13 +46,12 @@ var octetsAllowed = []string{"docs/requirements", "rdma/wire", "iscsi/pdu", "cmd
 // proseUnfinished lists the directories whose prose has avoided words left. A
 // directory leaves the list when it has none.
 var proseUnfinished = []string{
+	"cmd/iser-target",
+	"cmd/iser-target/daemon",
 	".",
 	"backend",
 	"backend/backendtest",
 	"backend/gotgt",
-	"cmd/iser-target",
-	"cmd/iser-target/daemon",
-	"cmd/iser-target/systemd",
 	"examples",
 	"iscsi",
 	"iscsi/keys",

@@ -156,8 +156,8 @@ func (c *call) wait(ctx context.Context, timeout time.Duration) error {
 	}
 }
 
-// abandon says that no caller waits for c. whenBack is called with the error of c when it
-// is back. If it is back already, abandon returns false and does not use whenBack.
+// abandon marks c as one that no caller waits for. whenBack is called with the error of c
+// when it is back. If it is back already, abandon returns false and does not use whenBack.
 func (c *call) abandon(whenBack func(error)) bool {
 	c.cs.mu.Lock()
 	if !c.back {

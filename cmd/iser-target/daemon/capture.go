@@ -32,8 +32,8 @@ func (d *Daemon) stepUp(params iscsi.Params, tasks int) (iscsi.EnableDatamover, 
 	}, nil
 }
 
-// joined tells the captures that nc belongs to a session. Except in discovery, nc then is
-// no longer a newcomer.
+// joined notes that nc belongs to a session, for the captures. Except in discovery, nc
+// then is no longer a newcomer.
 func (d *Daemon) joined(nc *capture.Conn, tsih uint16, discovery bool) {
 	d.net.captures.Join(nc, tsih)
 	if !discovery {

@@ -223,7 +223,7 @@ func pending(p *schema.Plan) (list []config.Change) {
 	return list
 }
 
-// atNextStart says when a pending change takes effect.
+// atNextStart describes a pending change.
 func atNextStart(ch config.Change) string {
 	return ch.String() + " takes effect at the next start of the target"
 }

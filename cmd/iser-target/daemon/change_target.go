@@ -139,7 +139,7 @@ func excluded(s *iscsi.SessionInfo, tc *config.Target, ic *iscsi.TargetConfig) s
 	return ""
 }
 
-// refreshPaths tells each target which portal groups lead to it.
+// refreshPaths updates, for each target, the portal groups that lead to it.
 func (c *change) refreshPaths() error {
 	d := c.d
 	for _, t := range d.served.targets {

@@ -107,7 +107,7 @@ func (d *Daemon) checkFree(target string, l *config.LUN, number bool) error {
 	return nil
 }
 
-// progress says how far the removal is.
+// progress describes how far the removal is.
 //
 // Preconditions: r.d.mu is held.
 func (r *removal) progress() string {
@@ -145,8 +145,8 @@ func (d *Daemon) Removing(target string) (ids []int) {
 	return ids
 }
 
-// RemovalProgress says how far the removal of a LUN, or, if id is negative, of a target,
-// is. Without such a removal it returns "".
+// RemovalProgress describes how far the removal of a LUN, or, if id is negative, of a
+// target, is. Without such a removal it returns "".
 func (d *Daemon) RemovalProgress(target string, id int) string {
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -110,8 +110,8 @@ type stateFiles struct {
 	shrinks       shrinks
 }
 
-// New opens the stores and listens on the portals. Initiators can connect, but Run serves
-// them. A LUN whose store cannot be opened is no error: it is not ready, and Run retries.
+// New opens the stores and listens on the portals. Initiators can connect, but only Run
+// serves them. If a store cannot be opened, its LUN is not ready, and Run retries.
 func New(doc *config.Document, o Options) (*Daemon, error) {
 	cfg, err := doc.Config()
 	if err != nil {

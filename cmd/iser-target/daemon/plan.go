@@ -45,7 +45,7 @@ type ErrRefused struct {
 // Needs returns the missing options.
 func (e *ErrRefused) Needs() schema.Needs { return e.Plan.Needs() }
 
-// Error says what the steps would do.
+// Error lists the steps that require options.
 func (e *ErrRefused) Error() string {
 	var reasons []string
 	for _, s := range e.Plan.Steps {

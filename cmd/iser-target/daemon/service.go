@@ -143,7 +143,7 @@ func cut(s string, n int) string {
 	return strings.ToValidUTF8(s[:n], "") + "…"
 }
 
-// stopping tells the service manager that the shutdown begins and how long it may take.
+// stopping notifies the service manager that the shutdown begins and how long it may take.
 func (d *Daemon) stopping(timeout time.Duration) {
 	n := len(d.node.Sessions())
 	d.notify("STOPPING=1", systemd.Extend(timeout+stopSlack),

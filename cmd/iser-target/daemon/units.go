@@ -80,7 +80,7 @@ func (e *editor) openLUN(ctx context.Context, timeout time.Duration, t *servedTa
 	return &servedLUN{LUN: l, unit: unit}, nil
 }
 
-// openOrRetry is like openLUN, but if the store cannot be opened it returns a LUN that is
+// openOrRetry opens the store of l within timeout. If that fails it returns a LUN that is
 // not ready, and the daemon retries.
 func (e *editor) openOrRetry(ctx context.Context, timeout time.Duration, t *servedTarget, l config.LUN) (*servedLUN, error) {
 	fresh := !e.d.state.ids.Known(identityKey(t.name, &l))

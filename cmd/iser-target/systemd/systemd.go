@@ -1,9 +1,7 @@
-// Package systemd is what a service has to say to its manager and what it gets from it:
-// notifications (sd_notify(3)), the watchdog (sd_watchdog_enabled(3)) and sockets that
-// are open before it starts (sd_listen_fds(3)). Everything is in the environment; a
-// process that no manager has started finds nothing there, and then nothing happens.
-//
-// What is found is taken out of the environment.
+// Package systemd lets a service talk to its manager: notifications (sd_notify(3)), the
+// watchdog (sd_watchdog_enabled(3)) and sockets that the manager opened before it started
+// the service (sd_listen_fds(3)). All of it begins with variables of the environment,
+// which the package removes. Without them it does nothing.
 package systemd
 
 import (
@@ -11,69 +9,67 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
 
+	"github.com/coreos/go-systemd/v22/activation"
+	"github.com/coreos/go-systemd/v22/daemon"
 	"golang.org/x/sys/unix"
 )
 
-// firstFD is the first descriptor that is passed: SD_LISTEN_FDS_START.
-const firstFD = 3
-
-// notifyTime bounds the wait for a manager that does not take what it is told.
+// notifyTime bounds the wait for a manager that does not read its socket.
 const notifyTime = 2 * time.Second
 
-// A Manager is who has started the process. The zero value is nobody.
+// A Manager is the service manager that started the process. The zero value is none.
 type Manager struct {
 	conn *net.UnixConn
-	// Watchdog is after which time without Alive the manager ends the process; 0: it
-	// does not watch.
+	// Watchdog is the time without WATCHDOG=1 after which the manager ends the process;
+	// 0: never.
 	Watchdog time.Duration
-	// Sockets are those that were passed, in their order.
-	Sockets []*Socket
+	Sockets  []*Socket // that the manager passed, in its order
 }
 
-// A Socket is a listener that was passed.
+// A Socket is a listener that the manager passed.
 type Socket struct {
 	net.Listener
-	Name string // FileDescriptorName= of the socket unit; "unknown" without one
+	Name string // FileDescriptorName= of the socket unit
 }
 
-// FromEnvironment is who has started the process. An error says which variable is wrong,
-// or which socket is not one that listens on TCP.
+// FromEnvironment returns the service manager that started the process. An error names a
+// variable that is wrong, or a socket that does not listen on TCP.
 func FromEnvironment() (*Manager, error) {
 	m := &Manager{}
 	var err error
-	if m.conn, err = dial(take("NOTIFY_SOCKET")); err != nil {
+	if m.conn, err = dial(); err != nil {
 		return nil, err
 	}
-	usec, pid := take("WATCHDOG_USEC"), take("WATCHDOG_PID")
-	if usec != "" && (pid == "" || isOurs(pid)) {
-		n, err := strconv.ParseInt(usec, 10, 64)
-		if err != nil || n <= 0 || n > int64(1<<63-1)/int64(time.Microsecond) {
-			return nil, fmt.Errorf("WATCHDOG_USEC is %q, want microseconds", usec)
+	if m.Watchdog, err = daemon.SdWatchdogEnabled(true); err != nil {
+		return nil, err
+	}
+	files := activation.Files(true)
+	for i, f := range files {
+		l, err := listener(f)
+		if err != nil {
+			for _, s := range m.Sockets {
+				s.Close()
+			}
+			for _, f := range files[i+1:] {
+				f.Close()
+			}
+			return nil, fmt.Errorf("socket %q does not listen on TCP: %w", f.Name(), err)
 		}
-		m.Watchdog = time.Duration(n) * time.Microsecond
-	}
-	m.Sockets, err = sockets(take("LISTEN_PID"), take("LISTEN_FDS"), take("LISTEN_FDNAMES"))
-	if err != nil {
-		return nil, err
+		m.Sockets = append(m.Sockets, &Socket{l, f.Name()})
 	}
 	return m, nil
 }
 
-func take(name string) string {
-	v := os.Getenv(name)
-	os.Unsetenv(name)
-	return v
-}
-
-// isOurs tells that the variables are for this process and not for one that has started
-// it.
-func isOurs(pid string) bool { return pid == strconv.Itoa(os.Getpid()) }
-
-func dial(path string) (*net.UnixConn, error) {
+// dial connects to the socket for notifications, if there is one. daemon.SdNotify would
+// wait for as long as the manager does not read.
+func dial() (*net.UnixConn, error) {
+	path := os.Getenv("NOTIFY_SOCKET")
+	os.Unsetenv("NOTIFY_SOCKET")
 	switch {
 	case path == "":
 		return nil, nil
@@ -87,66 +83,26 @@ func dial(path string) (*net.UnixConn, error) {
 	return c, nil
 }
 
-func sockets(pid, count, names string) ([]*Socket, error) {
-	if count == "" || !isOurs(pid) {
-		return nil, nil
-	}
-	n, err := strconv.Atoi(count)
-	if err != nil || n < 0 || n > 1<<16 {
-		return nil, fmt.Errorf("LISTEN_FDS is %q, want a number of sockets", count)
-	}
-	var named []string
-	if names != "" {
-		if named = strings.Split(names, ":"); len(named) != n {
-			return nil, fmt.Errorf("LISTEN_FDNAMES is %q, want %d names", names, n)
-		}
-	}
-	// All of them before anything can fail: none is to stay open in a child.
-	for fd := firstFD; fd < firstFD+n; fd++ {
-		unix.CloseOnExec(fd)
-	}
-	var list []*Socket
-	for i := range n {
-		name := "unknown"
-		if named != nil {
-			name = named[i]
-		}
-		l, err := listener(firstFD + i)
-		if err != nil {
-			for _, s := range list {
-				s.Close()
-			}
-			return nil, fmt.Errorf("socket %q, descriptor %d, is not one that listens on TCP: %w", name, firstFD+i, err)
-		}
-		list = append(list, &Socket{l, name})
-	}
-	return list, nil
-}
-
-// listener makes a listener of a descriptor, which it closes.
-func listener(fd int) (net.Listener, error) {
-	f := os.NewFile(uintptr(fd), "")
+// listener turns a file into a listener and closes the file.
+func listener(f *os.File) (net.Listener, error) {
 	defer f.Close()
+	fd := int(f.Fd())
 	listens, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ACCEPTCONN)
 	if err != nil {
 		return nil, err
 	}
 	if listens == 0 {
-		return nil, errors.New("nobody can connect to it (Accept=no and ListenStream= are needed)")
+		return nil, errors.New("it accepts no connections (Accept=no and ListenStream= are required)")
 	}
-	// The options that portals have are those of TCP: a socket for Multipath TCP
-	// (SocketProtocol=mptcp) does not know them all.
+	// Portals set options of TCP. A socket for Multipath TCP (SocketProtocol=mptcp) does
+	// not have all of them.
 	if p, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PROTOCOL); err != nil || p != unix.IPPROTO_TCP {
 		return nil, errors.Join(fmt.Errorf("its protocol is number %d", p), err)
 	}
-	l, err := net.FileListener(f)
-	if err != nil {
-		return nil, err
-	}
-	return l, nil
+	return net.FileListener(f)
 }
 
-// Present tells that there is a manager that takes notifications.
+// Present reports whether a manager accepts notifications.
 func (m *Manager) Present() bool { return m.conn != nil }
 
 // Notify sends assignments, such as READY=1.
@@ -161,16 +117,17 @@ func (m *Manager) Notify(assignments ...string) error {
 	return err
 }
 
-// Reloading is what announces that the configuration is being read again, until READY=1.
+// Reloading returns the assignments that begin a reload of the configuration. READY=1 ends
+// it.
 func Reloading() []string {
 	var now unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
-		return []string{"RELOADING=1"} // all that managers before version 253 want
+		return []string{daemon.SdNotifyReloading} // enough for managers before version 253
 	}
-	return []string{"RELOADING=1", "MONOTONIC_USEC=" + strconv.FormatInt(now.Nano()/1000, 10)}
+	return []string{daemon.SdNotifyReloading, "MONOTONIC_USEC=" + strconv.FormatInt(now.Nano()/1000, 10)}
 }
 
-// Status is a STATUS= of one line.
+// Status returns a STATUS= assignment of one line.
 func Status(text string) string {
 	return "STATUS=" + strings.Map(func(r rune) rune {
 		if r < ' ' {
@@ -180,25 +137,25 @@ func Status(text string) string {
 	}, text)
 }
 
-// Extend asks for so much more time from now on.
+// Extend returns the assignment that asks for d more time from now on.
 func Extend(d time.Duration) string {
 	return "EXTEND_TIMEOUT_USEC=" + strconv.FormatInt(d.Microseconds(), 10)
 }
 
-// Match takes the socket out of the list on which listen, a host and a port, is open, or
-// returns nil. Wildcards are the same in both families, as they are to net.Listen.
+// Match removes the socket with address listen, host:port, from Sockets and returns it, or
+// nil. As for net.Listen, the wildcards of both address families are equal.
 func (m *Manager) Match(listen string) *Socket {
 	want, err := net.ResolveTCPAddr("tcp", listen)
 	if err != nil {
-		return nil // what is wrong with it is told by who listens
+		return nil // net.Listen reports it
 	}
-	for i, s := range m.Sockets {
-		if s != nil && sameAddr(want, s.Addr().(*net.TCPAddr)) {
-			m.Sockets = append(m.Sockets[:i:i], m.Sockets[i+1:]...)
-			return s
-		}
+	i := slices.IndexFunc(m.Sockets, func(s *Socket) bool { return sameAddr(want, s.Addr().(*net.TCPAddr)) })
+	if i < 0 {
+		return nil
 	}
-	return nil
+	s := m.Sockets[i]
+	m.Sockets = slices.Delete(m.Sockets, i, i+1)
+	return s
 }
 
 func sameAddr(a, b *net.TCPAddr) bool {
