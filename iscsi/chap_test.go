@@ -110,7 +110,7 @@ func (p *chapPeer) say(request string) {
 	p.writeLogin(p.loginRequest(transit, 0, 1), pairs...)
 }
 
-// response is the hash of identifier, secret and challenge.
+// response hashes identifier, secret and challenge.
 func (p *chapPeer) response(secret, id, challenge string) []byte {
 	n, _ := strconv.Atoi(id)
 	c, _ := hex.DecodeString(strings.TrimPrefix(challenge, "0x"))

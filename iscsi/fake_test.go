@@ -379,7 +379,7 @@ func (m *fakeMover) CloseWrite() error {
 	return nil
 }
 
-// getting tells how many GetDatas are outstanding.
+// getting returns how many GetDatas are outstanding.
 func (m *fakeMover) getting() int {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -277,7 +277,7 @@ func (tc *testConn) wantTerminations(luns ...byte) {
 	}
 }
 
-// answerTermination is the NOP-Out that answers a message about a LUN.
+// answerTermination sends the NOP-Out that answers a message about a LUN.
 func (tc *testConn) answerTermination(lun byte) {
 	h := tc.Request(pdu.NOPOut, pdu.FlagF, true)
 	h.SetLUN([8]byte{1: lun})

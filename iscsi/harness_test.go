@@ -162,7 +162,7 @@ func (n *testNode) connect(change ...func(*testConn)) *testConn {
 	return tc
 }
 
-// text is the data segment that says pairs, "key=value" each.
+// text returns the data segment that says pairs, "key=value" each.
 func text(pairs ...string) []byte {
 	if len(pairs) == 0 {
 		return nil
@@ -194,7 +194,7 @@ func (tc *testConn) writeAHS(h pdu.BHS, ahs, data []byte) {
 	tc.m.cond.Broadcast()
 }
 
-// close is the initiator's FIN.
+// close sends the initiator's FIN.
 func (tc *testConn) close() {
 	tc.m.mu.Lock()
 	defer tc.m.mu.Unlock()
@@ -312,7 +312,7 @@ func (tc *testConn) wantReject(reason pdu.RejectReason, h pdu.BHS) {
 	}
 }
 
-// loginRequest is a Login Request of this connection.
+// loginRequest returns a Login Request of this connection.
 func (tc *testConn) loginRequest(transit bool, csg, nsg pdu.Stage) pdu.LoginRequest {
 	return pdu.LoginRequest{Transit: transit, CSG: csg, NSG: nsg, ISID: tc.isid, TSIH: tc.tsih, CID: tc.cid,
 		ITT: 0x10, CmdSN: tc.CmdSN, ExpStatSN: tc.ExpStatSN}
@@ -372,7 +372,7 @@ func (tc *testConn) discover() *testConn {
 	return tc
 }
 
-// scsi is a SCSI Command with memory for its data.
+// scsi returns a SCSI Command with memory for its data.
 func (tc *testConn) scsi(flags byte, edtl uint32, block [16]byte) pdu.BHS {
 	h := tc.Request(pdu.SCSICommand, flags, false)
 	h.SetEDTL(edtl)
@@ -384,7 +384,7 @@ func (tc *testConn) scsi(flags byte, edtl uint32, block [16]byte) pdu.BHS {
 	return h
 }
 
-// pattern is the write data of a task.
+// pattern returns the write data of a task.
 func pattern(n int, itt uint32) []byte {
 	b := make([]byte, n)
 	for i := range b {

@@ -23,7 +23,7 @@ func stopClock(t *testing.T) *atomic.Int64 {
 	return now
 }
 
-// sums are what the commands so far have spent in each phase.
+// sums returns what the commands so far have spent in each phase.
 func (n *testNode) sums() (d [lun.Phases]time.Duration) {
 	for _, l := range n.Latencies() {
 		for p := range d {
@@ -252,7 +252,7 @@ func TestPhases(t *testing.T) {
 	}
 }
 
-// ours is the target's end of the only connection.
+// ours returns the target's end of the only connection.
 func (n *testNode) ours() (c *conn) {
 	n.mu.Lock()
 	defer n.mu.Unlock()

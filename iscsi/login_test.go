@@ -35,7 +35,7 @@ func (tc *testConn) wantRefused(status pdu.LoginStatus) {
 	}
 }
 
-// with is all names but those of the given keys, and the extra pairs.
+// without returns pairs without those of the given keys.
 func without(pairs []string, keys ...string) []string {
 	return slices.DeleteFunc(slices.Clone(pairs), func(p string) bool {
 		k, _, _ := strings.Cut(p, "=")

@@ -31,7 +31,7 @@ func (n *testNode) leadRecovering(change ...func(*testConn)) *testConn {
 	return tc.loggedIn()
 }
 
-// fail is a connection that breaks, and what tc, another one, is told.
+// hearOf takes the message that connection lost was dropped.
 func (tc *testConn) hearOf(lost *testConn) {
 	tc.tb.Helper()
 	p := tc.want(pdu.AsyncMessage)

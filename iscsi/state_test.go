@@ -22,7 +22,7 @@ const (
 	cleanupWait connState = "S8 CLEANUP_WAIT"
 )
 
-// stateOf is the state of the connection that was logged in with that CID.
+// stateOf returns the state of the connection that was logged in with that CID.
 func (n *testNode) stateOf(tsih, cid uint16) connState {
 	n.mu.Lock()
 	s := n.sessions[tsih]

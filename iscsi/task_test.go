@@ -22,14 +22,14 @@ const (
 	writeF = pdu.FlagF | pdu.FlagW
 )
 
-// sinkOf is what a read has put into the initiator's memory.
+// sinkOf returns what a READ has put into the initiator's memory.
 func (tc *testConn) sinkOf(h pdu.BHS) []byte {
 	tc.m.mu.Lock()
 	defer tc.m.mu.Unlock()
 	return tc.m.sink[h.ITT()]
 }
 
-// stored is what the medium has at a block.
+// stored returns what the medium has at a block.
 func (n *testNode) stored(lba, octets int) []byte {
 	b := make([]byte, octets)
 	if err := n.store.Store.ReadAt(b, int64(lba)*blockLen); err != nil {
@@ -303,7 +303,7 @@ func TestFormatErrors(t *testing.T) {
 	}
 }
 
-// dataOutPDU is an unsolicited Data-Out for h.
+// dataOutPDU returns an unsolicited Data-Out for h.
 func (tc *testConn) dataOutPDU(h pdu.BHS, final bool, sn, off uint32) pdu.BHS {
 	d := make(pdu.BHS, pdu.BHSLen)
 	d.Reset(pdu.DataOut, 0)

@@ -342,8 +342,8 @@ func TestORD(t *testing.T) {
 	}
 }
 
-// pingAmongResponses is a ping between whose halves SCSI Responses may come,
-// but no RDMA Read Request.
+// pingAmongResponses sends a ping and takes its answer. SCSI Responses may come before it, but
+// no RDMA Read Request.
 func pingAmongResponses(p *raw, done *int) {
 	p.t.Helper()
 	h := p.Request(pdu.NOPOut, pdu.FlagF, true)

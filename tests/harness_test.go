@@ -200,7 +200,7 @@ func (tg *target) login(t testing.TB, o initiator.Options) *initiator.Session {
 	return s
 }
 
-// idle tells whether nothing of any connection is left.
+// idle reports whether nothing of any connection is left.
 func (tg *target) idle() bool {
 	st := tg.node.Stats()
 	return st.Sessions == 0 && st.Connections == 0 && st.TasksInFlight == 0 && st.BuffersOut == 0
@@ -212,7 +212,7 @@ func (tg *target) waitIdle(t testing.TB) {
 	testkit.Eventually(t, "an idle target", tg.idle)
 }
 
-// stored is what lies on LUN 0 from block lba on.
+// stored returns the content of LUN 0 from block lba on.
 func (tg *target) stored(t testing.TB, lba, octets int) []byte {
 	t.Helper()
 	b := make([]byte, octets)

@@ -186,7 +186,7 @@ func TestImportRule(t *testing.T) {
 	}
 }
 
-// allowed tells whether package from, or its tests, may import package to.
+// allowed reports whether package from, or its tests, may import package to.
 func allowed(from, to string, test bool) bool {
 	if first, _, _ := strings.Cut(to, "/"); !strings.Contains(first, ".") {
 		return true // standard library
@@ -210,8 +210,8 @@ func allowed(from, to string, test bool) bool {
 	return false
 }
 
-// testAllowed tells whether the tests in a room may import a package that the
-// room itself may not.
+// testAllowed reports whether the tests in a room may import a package that the room itself may
+// not.
 func testAllowed(r, to string) bool {
 	for _, also := range [][]string{testsMayImport[""], testsMayImport[r]} {
 		for _, dir := range also {
@@ -248,5 +248,5 @@ func room(pkg string) (string, bool) {
 // local shortens the path of a package of this module.
 func local(pkg string) string { return strings.TrimPrefix(pkg, module+"/") }
 
-// within tells whether a package lies in a directory or module.
+// within reports whether a package is in a directory or module.
 func within(pkg, dir string) bool { return pkg == dir || strings.HasPrefix(pkg, dir+"/") }

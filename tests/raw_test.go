@@ -72,7 +72,7 @@ func (tg *target) dialStream(t testing.TB, o initiator.Options) *raw {
 	return &raw{t: t, nc: nc, o: o.Complete(), sendMSN: 1, recvMSN: 1, readMSN: 1}
 }
 
-// mpaRequest is what ib_iser over siw sends, with CRCs.
+// mpaRequest returns what ib_iser over siw sends, with CRCs.
 func (p *raw) mpaRequest() []byte {
 	p.t.Helper()
 	ird := uint16(128)
@@ -177,7 +177,7 @@ func (p *raw) sendRaw(b []byte) {
 	p.write(p.message(b))
 }
 
-// pduBytes is an iSER message; data is padded as Linux does it.
+// pduBytes returns an iSER message; data is padded as in Linux.
 func pduBytes(h iser.Header, bhs pdu.BHS, data []byte) []byte {
 	b := make([]byte, iser.HeaderLen)
 	h.Put(b)
@@ -404,11 +404,12 @@ func (p *raw) scsi(flags byte, edtl uint32, block [16]byte) pdu.BHS {
 	return h
 }
 
-// sink and source advertise memory of nobody.
+// sink advertises memory for data-in, which does not exist.
 func sink(stag wire.STag, base uint64) iser.Header {
 	return iser.Header{Read: iser.Remote{Valid: true, STag: stag, Base: base}}
 }
 
+// source advertises memory for data-out, which does not exist.
 func source(stag wire.STag, base uint64) iser.Header {
 	return iser.Header{Write: iser.Remote{Valid: true, STag: stag, Base: base}}
 }
@@ -441,7 +442,7 @@ func (p *raw) wantSense(h pdu.BHS, key, asc, ascq byte) *message {
 	return m
 }
 
-// ping is a NOP-Out and its answer. Nothing else may come in between.
+// ping sends a NOP-Out and takes its answer. Nothing else may come in between.
 func (p *raw) ping() {
 	p.t.Helper()
 	h := p.Request(pdu.NOPOut, pdu.FlagF, true)

@@ -215,7 +215,7 @@ func TestReassignUnderLoad(t *testing.T) {
 	}
 }
 
-// request is the header of an immediate request.
+// request returns the header of an immediate request.
 func request(op pdu.Opcode, flags byte, itt uint32) pdu.BHS {
 	h := make(pdu.BHS, pdu.BHSLen)
 	h.Reset(op, pdu.FlagF|flags)

@@ -25,7 +25,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/header"
 )
 
-// streamPDU is a PDU on the byte stream.
+// streamPDU returns a PDU as it is on the byte stream.
 func streamPDU(bhs pdu.BHS, data []byte) []byte {
 	bhs.SetDataSegmentLength(len(data))
 	return slices.Concat(bhs, data, make([]byte, pdu.Padded(len(data))-len(data)))
@@ -274,7 +274,7 @@ func TestWriteBaseOffset(t *testing.T) {
 	}
 }
 
-// plainIO is a ping, a WRITE with R2T and a READ with Data-In on the byte stream.
+// plainIO runs a ping, a WRITE with R2T and a READ with Data-In on the byte stream.
 func (p *raw) plainIO() {
 	p.t.Helper()
 	h := p.Request(pdu.NOPOut, pdu.FlagF, true)

@@ -133,7 +133,7 @@ func testInfo(t *testing.T, s *suite) {
 	}
 }
 
-// "What was never written [...] reads as zeros."
+// testUnwritten checks that what was never written reads as zeros.
 func testUnwritten(t *testing.T, s *suite) {
 	for off := int64(0); off < s.info.Size; off += s.span {
 		n := min(s.span, s.info.Size-off)
@@ -148,8 +148,8 @@ func testUnwritten(t *testing.T, s *suite) {
 	s.want(t, 0, want)
 }
 
-// "Offsets and lengths are octets and need not be aligned", "ReadAt fills p",
-// "WriteAt writes all of p", "WriteDurable is WriteAt".
+// testWriteThenRead checks that ReadAt and WriteAt take all of p at any byte offset and of any
+// length, and that WriteDurable writes as WriteAt does.
 func testWriteThenRead(t *testing.T, s *suite) {
 	writes := map[string]func([]byte, int64) error{"WriteAt": s.WriteAt, "WriteDurable": s.WriteDurable}
 	for name, write := range writes {
@@ -172,8 +172,8 @@ func testWriteThenRead(t *testing.T, s *suite) {
 	s.want(t, 0, p)
 }
 
-// "An access that leaves [0, Size) fails with ErrRange and changes nothing; an
-// empty one within [0, Size] succeeds."
+// testRange checks that an access that leaves [0, Size) fails with ErrRange and changes
+// nothing, and that an empty one within [0, Size] succeeds.
 func testRange(t *testing.T, s *suite) {
 	size := s.info.Size
 	must(t, "WriteAt", s.WriteAt(pattern(int(s.span), 1), 0))
@@ -213,7 +213,7 @@ func testRange(t *testing.T, s *suite) {
 	s.want(t, size-s.span, before[s.span:])
 }
 
-// "The range reads as zeros afterwards, always", and nothing else changes.
+// testErase checks that an erased range reads as zeros, and that nothing else changes.
 func testErase(t *testing.T, s *suite) {
 	for name, erase := range map[string]func(off, n int64) error{"Discard": s.Discard, "Zero": s.Zero} {
 		full := pattern(int(s.span), 7)
@@ -243,8 +243,8 @@ func testEraseWhole(t *testing.T, s *suite) {
 	}
 }
 
-// What Sync leaves on the medium, the tests of the implementations look at;
-// here it succeeds, any number of times and among writes, and keeps the data.
+// testSync checks that Sync succeeds, any number of times and among writes, and keeps the data.
+// The tests of the implementations check what it leaves on the medium.
 func testSync(t *testing.T, s *suite) {
 	must(t, "Sync of nothing", s.Sync())
 	p := pattern(int(s.span), 2)
@@ -270,7 +270,7 @@ func testSync(t *testing.T, s *suite) {
 	s.want(t, 0, p)
 }
 
-// "A []byte is a loan that ends when the call returns."
+// testLoans checks that a []byte is a loan that ends when the call returns.
 func testLoans(t *testing.T, s *suite) {
 	p := pattern(8192, 1)
 	must(t, "WriteAt", s.WriteAt(p, 4096))
@@ -296,7 +296,7 @@ func testLoans(t *testing.T, s *suite) {
 	diff(t, "after p", big[8192:], pattern(3*4096, 3)[8192:])
 }
 
-// Any sequence of calls does what it does to a []byte.
+// testRandom checks that any sequence of calls does what it does to a []byte.
 func testRandom(t *testing.T, s *suite) {
 	const seed = 20261101
 	rnd := rand.New(rand.NewPCG(seed, 0))
@@ -344,9 +344,9 @@ func testRandom(t *testing.T, s *suite) {
 	s.want(t, 0, model)
 }
 
-// "Its methods may be called at the same time by several goroutines": each of
-// them owns a stripe and finds there what it did, while others share the pages
-// and blocks that the stripes' ragged ends lie in.
+// testConcurrent calls the methods from several goroutines at the same time. Each owns a stripe
+// and finds there what it wrote, while others share the pages and blocks at the ragged ends of
+// the stripes.
 func testConcurrent(t *testing.T, s *suite) {
 	const workers, stripe = 16, 50_001
 	var wg sync.WaitGroup
@@ -392,8 +392,8 @@ func testConcurrent(t *testing.T, s *suite) {
 	wg.Wait()
 }
 
-// "Of overlapping writes that run at the same time either may win, octet by
-// octet": after them, and for readers beside them, every octet is somebody's.
+// testOverlapping checks overlapping writes that run at the same time. Either may win, byte by
+// byte: after them, and for readers during them, every byte is from one of them.
 func testOverlapping(t *testing.T, s *suite) {
 	const n = 200_000
 	must(t, "WriteAt", s.WriteAt(bytes.Repeat([]byte{1}, n), 100))
@@ -425,9 +425,8 @@ func testOverlapping(t *testing.T, s *suite) {
 	check()
 }
 
-// "Extent tells whether the octet at off takes space on the medium": what holds
-// data does, the extents cover the store, and where there is none, it reads as
-// zeros.
+// testExtent checks that what holds data is mapped, that the extents cover the store, and that
+// what is not mapped reads as zeros.
 func testExtent(t *testing.T, s *suite) {
 	must(t, "WriteAt", s.WriteAt(pattern(300_000, 1), 100_000))
 	must(t, "WriteAt", s.WriteAt([]byte{1}, s.info.Size-1))
@@ -461,7 +460,7 @@ func testExtent(t *testing.T, s *suite) {
 	}
 }
 
-// "How many octets of space the store takes": data takes some, and Discard takes no more.
+// testUsage checks that data takes space, and that Discard takes no more.
 func testUsage(t *testing.T, s *suite) {
 	const n = 1 << 20
 	usage := func() (used int64) {
@@ -492,7 +491,7 @@ func testUsage(t *testing.T, s *suite) {
 	}
 }
 
-// Prefetch changes nothing that can be read.
+// testPrefetch checks that Prefetch changes nothing that can be read.
 func testPrefetch(t *testing.T, s *suite) {
 	p := pattern(100_000, 1)
 	must(t, "WriteAt", s.WriteAt(p, 5000))
@@ -502,7 +501,7 @@ func testPrefetch(t *testing.T, s *suite) {
 	s.want(t, 5000, p)
 }
 
-// Copy, within the store and between it and another one.
+// testCopy copies within the store, and between it and another one.
 func testCopy(t *testing.T, s *suite) {
 	other, err := backend.OpenMemory(backend.MemoryConfig{Size: MinSize})
 	must(t, "OpenMemory", err)
@@ -550,7 +549,8 @@ func testCopy(t *testing.T, s *suite) {
 	}
 }
 
-// "Calls after it fail with ErrClosed, and Info alone still answers."
+// testClose checks that calls after Close fail with ErrClosed, and that Info alone still
+// answers.
 func testClose(t *testing.T, s *suite) {
 	must(t, "WriteAt", s.WriteAt(pattern(4096, 1), 0))
 	must(t, "Close", s.Close())
@@ -573,8 +573,8 @@ func testClose(t *testing.T, s *suite) {
 	}
 }
 
-// "Calls that are under way are not disturbed": they succeed or, when Close
-// was first, fail with ErrClosed.
+// testCloseUnderway checks that Close does not disturb calls in progress: they succeed or, if
+// Close was first, fail with ErrClosed.
 func testCloseUnderway(t *testing.T, s *suite) {
 	var wg sync.WaitGroup
 	started := make(chan struct{}, 8)

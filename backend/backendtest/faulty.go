@@ -10,6 +10,7 @@ import (
 // that can fail.
 type Op int
 
+// The methods of backend.Store, and of its optional interfaces.
 const (
 	ReadAt Op = iota
 	WriteAt
@@ -24,6 +25,7 @@ const (
 	numOps
 )
 
+// String returns the name of the method.
 func (o Op) String() string {
 	return [numOps]string{"ReadAt", "WriteAt", "WriteDurable", "Sync", "Discard", "Zero", "Close", "Extent", "Prefetch", "CopyFrom"}[o]
 }
@@ -73,7 +75,7 @@ func (f *Faulty) Hook(h func(op Op, off, n int64) error) {
 	f.hook = h
 }
 
-// Calls tells how often op was called, failed calls included.
+// Calls returns how often op was called, failed calls included.
 func (f *Faulty) Calls(op Op) int {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -23,7 +23,7 @@ type Gate struct {
 // that have reached it.
 func (f *Faulty) Shut(ops ...Op) *Gate { return f.ShutFrom(0, ops...) }
 
-// ShutFrom is like Shut for calls whose range begins at or after byte from.
+// ShutFrom holds calls as Shut does, but only those whose range begins at or after byte from.
 func (f *Faulty) ShutFrom(from int64, ops ...Op) *Gate {
 	if len(ops) == 0 {
 		ops = data

@@ -53,7 +53,7 @@ func (c *Command) Wait() error {
 	return c.Err
 }
 
-// WorkDone is that of rdma.Completer.
+// WorkDone implements rdma.Completer.
 func (c *Command) WorkDone(*rdma.WorkRequest, error) { c.sent <- struct{}{} }
 
 // Start sends c when the command window allows it.
@@ -125,7 +125,7 @@ func (s *Session) Start(c *Command) error {
 	return nil
 }
 
-// ITT is the tag of a command that was started.
+// ITT returns the tag of a command that was started.
 func (c *Command) ITT() uint32 { return c.itt }
 
 func (s *Session) release(c *Command) {

@@ -154,8 +154,7 @@ func (d *Dialog) login(csg, nsg pdu.Stage, text ...string) (map[string]string, e
 	return answers, nil
 }
 
-// authenticate is the security stage with CHAP (RFC 7143, section 12.1.3), by
-// SHA-256.
+// authenticate completes the security stage with CHAP (RFC 7143, section 12.1.3), by SHA-256.
 func (d *Dialog) authenticate(names []string, auth *CHAP) error {
 	const sha256ID = "7"
 	response := func(id byte, secret string, challenge []byte) []byte {
@@ -217,7 +216,7 @@ func (d *Dialog) want(op pdu.Opcode, itt uint32) (PDU, error) {
 	return p, nil
 }
 
-// SendTargets is the answer to SendTargets=which.
+// SendTargets returns the answer to SendTargets=which.
 func (d *Dialog) SendTargets(which string) ([]keys.Pair, error) {
 	var text []byte
 	h := d.n.Request(pdu.TextReq, pdu.FlagF, false)

@@ -97,6 +97,7 @@ type numbers struct {
 // LoginError is a refusal of the login.
 type LoginError struct{ Status pdu.LoginStatus }
 
+// Error implements error.
 func (e *LoginError) Error() string { return fmt.Sprintf("login refused: %v", e.Status) }
 
 // Connect makes a new connection to addr and, unless login is to be on the byte
@@ -123,7 +124,7 @@ func Connect(ctx context.Context, addr string, o Options) (*Session, error) {
 	return s, nil
 }
 
-// startRDMA is MPA startup. After an error the connection is closed.
+// startRDMA completes MPA startup. After an error the connection is closed.
 func (s *Session) startRDMA(ctx context.Context) (err error) {
 	flags := byte(0x80)
 	if s.o.NoInvalidate {
@@ -159,9 +160,9 @@ func (o Options) Complete() Options {
 	return o
 }
 
-// solicitedOnly tells whether only memory that has to be asked for is advertised
-// (TaggedBufferForSolicitedDataOnly; RFC 7145, section 6.9). Unless the key is
-// among Keys that goes for logins in RDMA mode, as Linux does it.
+// solicitedOnly reports whether the initiator advertises only memory that the target has to ask
+// for (TaggedBufferForSolicitedDataOnly; RFC 7145, section 6.9). Without that key in Keys this
+// holds for logins in RDMA mode, as in Linux.
 func (o *Options) solicitedOnly() bool {
 	const key = "TaggedBufferForSolicitedDataOnly="
 	return slices.Contains(o.Keys, key+"Yes") || !o.Stream && !slices.Contains(o.Keys, key+"No")
@@ -194,7 +195,7 @@ var linuxNormalKeys = []string{
 // joiningKeys are those of them that a connection has which joins a session.
 var joiningKeys = []string{"InitiatorRecvDataSegmentLength=262144", "TargetRecvDataSegmentLength=8192"}
 
-// LoginRequest is the one Login Request of a login in one exchange.
+// LoginRequest returns the Login Request of a login in one exchange.
 func (o Options) LoginRequest() (bhs pdu.BHS, data []byte) {
 	text := []string{"InitiatorName=" + o.Name, "InitiatorAlias=test"}
 	if o.Target == "" {
@@ -305,8 +306,7 @@ func (s *Session) exchange(bhs pdu.BHS, data []byte) (p PDU, err error) {
 	return p, err
 }
 
-// hello is the iSER Hello exchange (RFC 7145, section 5.1.3). iSER-IRD is what
-// MPA startup said.
+// hello exchanges iSER Hellos (RFC 7145, section 5.1.3). iSER-IRD is the IRD of MPA startup.
 func (s *Session) hello() error {
 	b := make([]byte, iser.HeaderLen)
 	iser.Hello{MaxVer: 10, MinVer: 10, IRD: uint16(s.rc.IRD())}.Put(b)
@@ -334,7 +334,7 @@ func (n *numbers) nextCmdSN() uint32 {
 	return n.cmdSN
 }
 
-// Key is the target's answer to a key, or "".
+// Key returns the target's answer to a key, or "".
 func (s *Session) Key(name string) string {
 	for _, p := range s.Keys {
 		if p.Key == name {
@@ -344,7 +344,7 @@ func (s *Session) Key(name string) string {
 	return ""
 }
 
-// length is the target's answer to the key of a length, or its default.
+// length returns the target's answer to the key of a length, or its default.
 func (s *Session) length(name string) int {
 	if n, err := strconv.Atoi(s.Key(name)); err == nil {
 		return n
@@ -352,7 +352,7 @@ func (s *Session) length(name string) int {
 	return 8192
 }
 
-// Stream is the RDMAP stream below.
+// Stream returns the RDMAP stream below.
 func (s *Session) Stream() *rdma.Conn { return s.rc }
 
 // Send sends any PDU behind any iSER header. data is padded for Login and Text
@@ -570,9 +570,11 @@ func (s *Session) Abort(ctx context.Context, c *Command) (response byte, err err
 	}
 }
 
-// Done is closed when the connection has ended; Err tells why.
+// Done returns a channel that is closed when the connection has ended. Err returns the reason.
 func (s *Session) Done() <-chan struct{} { return s.done }
-func (s *Session) Err() error            { <-s.done; return s.err }
+
+// Err waits for the end of the connection and returns the reason.
+func (s *Session) Err() error { <-s.done; return s.err }
 
 // Close drops the connection.
 func (s *Session) Close() error {

@@ -67,7 +67,7 @@ func start(t *testing.T, o Options) *script {
 	return tg
 }
 
-// session is what login has come to.
+// session returns the result of the login.
 func (tg *script) session() (*Session, error) {
 	o := <-tg.login
 	if o.s != nil {
@@ -109,7 +109,7 @@ func (tg *script) streamLogin() (text string) {
 	return string(data[:bhs.DataSegmentLength()])
 }
 
-// response is a final Login Response, or a refusal.
+// response returns a final Login Response, or a refusal.
 func (tg *script) response(status pdu.LoginStatus, keys ...string) []byte {
 	text := strings.Join(keys, "\x00") + "\x00"
 	rsp := pdu.LoginResponse{Status: status, ISID: Options{}.Complete().ISID, TSIH: 1, ExpCmdSN: 1, MaxCmdSN: 64, DataSegmentLength: len(text)}
@@ -143,7 +143,7 @@ func (tg *script) startMPA() {
 	rc.SetReceiveDeadline(time.Now().Add(testkit.Patience))
 }
 
-// full is the way to the full feature phase on the byte stream.
+// full logs in on the byte stream, up to the full feature phase.
 func full(t *testing.T, o Options, keys ...string) (*script, *Session) {
 	t.Helper()
 	o.Stream = true

@@ -35,9 +35,9 @@ var ociMounts = []mount{
 	{"/sys/fs/cgroup", "cgroup", "cgroup", []string{"ro", "nosuid", "noexec", "nodev"}},
 }
 
-// bundle is config.json of the OCI's runtime specification, as an engine makes it of an image
-// and of the options of "docker run". dirs are the directories of the guest that are to be
-// mounted, by where they are in the container.
+// bundle returns config.json of the OCI's runtime specification, as an engine builds it from an
+// image and the options of "docker run". dirs maps paths in the container to the directories of
+// the guest that are mounted there.
 func (m *image) bundle(t *testing.T, options []string, dirs map[string]string, seccomp any) object {
 	t.Helper()
 	bad := func(args ...any) {
@@ -115,7 +115,7 @@ func (m *image) bundle(t *testing.T, options []string, dirs map[string]string, s
 	}
 }
 
-// defaultSeccomp is the filter that engines set unless told otherwise, for a process without
+// defaultSeccomp returns the filter that engines set by default, for a process without
 // capabilities, in the form of the runtime specification.
 func defaultSeccomp(t *testing.T, v *vm.VM) any {
 	t.Helper()

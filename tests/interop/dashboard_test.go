@@ -106,7 +106,7 @@ func TestDashboard(t *testing.T) {
 	t.Run("restart", s.restart)
 }
 
-// lacks tells which of the words are missing in text.
+// lacks returns an error that names the words that are missing in text.
 func lacks(text string, words ...string) error {
 	for _, w := range words {
 		if !strings.Contains(text, w) {
@@ -291,7 +291,7 @@ func (s *shown) do(t *testing.T, steps ...chromedp.Action[chromedp.Void]) {
 	value(t, s, chromedp.Steps(steps...))
 }
 
-// value is that of an action.
+// value returns the result of an action.
 func value[T any](t *testing.T, s *shown, a chromedp.Action[T]) T {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(s.page, long)
@@ -332,7 +332,7 @@ var units = map[string]float64{
 	"": 1, "B/s": 1, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "µs": 1e-6, "ms": 1e-3, "s": 1,
 }
 
-// quantity is a number with a unit of the page.
+// quantity parses a number with a unit of the page.
 func quantity(text string) (float64, error) {
 	number, unit, _ := strings.Cut(text, " ")
 	v, err := strconv.ParseFloat(strings.ReplaceAll(number, ",", ""), 64)
@@ -343,7 +343,8 @@ func quantity(text string) (float64, error) {
 	return v * scale, nil
 }
 
-// The rates agree with what the initiators count, and there is a latency.
+// rates checks that the rates agree with what the initiators count, and that there is a
+// latency.
 func (s *shown) rates(t *testing.T) {
 	const window = 6 * time.Second // about three samples
 	counts := func() [3]float64 {
@@ -376,7 +377,7 @@ func (s *shown) rates(t *testing.T) {
 	}
 }
 
-// The charts have lines of several points.
+// charts checks that the charts have lines of several points.
 func (s *shown) charts(t *testing.T) {
 	for _, curve := range []string{"read", "write", "p50", "p99"} {
 		js := fmt.Sprintf(`(document.querySelector("path.curve.%s").getAttribute("d").match(/L/g) ?? []).length`, curve)
@@ -395,7 +396,7 @@ func (s *shown) charts(t *testing.T) {
 	}
 }
 
-// The filter leaves what was asked for.
+// filter checks that the filter leaves what was asked for.
 func (s *shown) filter(t *testing.T) {
 	s.do(t, chromedp.SendKeys(chromedp.CSS("#luns-find"), "missing"))
 	s.eventually(t, "LUNs that match", "luns-count", func(text string) error { return lacks(text, "1 of 3") })
@@ -411,7 +412,7 @@ func (s *shown) filter(t *testing.T) {
 	})
 }
 
-// On a telephone nothing stands over the edge.
+// narrow checks that nothing stands over the edge on a telephone.
 func (s *shown) narrow(t *testing.T) {
 	for _, width := range []int64{390, 1280} {
 		s.do(t, chromedp.EmulateViewport(width, 1000))
@@ -421,7 +422,7 @@ func (s *shown) narrow(t *testing.T) {
 	}
 }
 
-// A session that is killed goes from the page.
+// kill checks that a session that is killed disappears from the page.
 func (s *shown) kill(t *testing.T) {
 	for _, one := range harness.Ask[[]schema.SessionState](t, s.Target, "session", "list") {
 		if one.Transport == "iser" {
@@ -438,8 +439,8 @@ func (s *shown) kill(t *testing.T) {
 	s.eventually(t, "the event", "events", func(text string) error { return lacks(text, "of a test") })
 }
 
-// A page that stays open says that there is no answer, and then shows the next process
-// and nothing of the one before.
+// restart checks a page that stays open while the target restarts: it says that there is no
+// answer, and then shows the next process and nothing of the one before.
 func (s *shown) restart(t *testing.T) {
 	s.Stop(t)
 	s.eventually(t, "no target", "health", func(text string) error { return lacks(text, "No answer") })

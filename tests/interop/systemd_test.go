@@ -80,7 +80,7 @@ const cgroups = `
 mkdir -p /sys/fs/cgroup
 mountpoint -q /sys/fs/cgroup || mount -t cgroup2 cgroup2 /sys/fs/cgroup`
 
-// script is what runs s where systemd is.
+// script returns the script that runs s where systemd is.
 func (m *manager) script(t *testing.T, s string) string {
 	t.Helper()
 	const name = "manager-script"
@@ -139,7 +139,7 @@ targets:
 drain: 5s
 `
 
-// block is the commands of a Markdown file's first fenced block behind heading.
+// block returns the commands of the first fenced block after heading in a Markdown file.
 func block(t *testing.T, file, heading string) string {
 	t.Helper()
 	b, err := os.ReadFile(file)
@@ -210,7 +210,7 @@ ls /etc/systemd/system/multi-user.target.wants/iser-target.service`, quick)
 	}
 }
 
-// What the directives make of the process, as the kernel says.
+// serviceHardening checks, by what the kernel says of the process, that the directives work.
 func serviceHardening(t *testing.T, m *manager) {
 	got := m.run(t, `
 pid=$(show MainPID)
@@ -256,8 +256,8 @@ done
 	}
 }
 
-// Root finds the control socket of the service by itself, and nobody else gets in.
-// Changes are written to /etc/iser-target.
+// serviceCommands checks that root finds the control socket of the service without an option,
+// that nobody else gets in, and that changes are written to /etc/iser-target.
 func serviceCommands(t *testing.T, m *manager) {
 	got := m.run(t, `
 iser-target target list
@@ -282,7 +282,8 @@ await is StatusText 'serving: sessions 0, targets 1, LUNs 2'
 	}
 }
 
-// suiteOn is a script that runs them on a LUN, and fails if one of them does.
+// suiteOn returns a script that runs tests of the suite on a LUN, and fails if one of them
+// does.
 func suiteOn(lun int, names ...string) string {
 	s := ""
 	for _, name := range names {
@@ -293,9 +294,9 @@ func suiteOn(lun int, names ...string) string {
 	return s
 }
 
-// No system call that the target makes is one that the unit refuses: where each such call
-// is the process's end, all goes on as before. The services of the LUNs, the changes of the
-// configuration and the start itself are all among it.
+// serviceCalls checks that the unit refuses no system call that the target makes. Each refused
+// call kills the process here, and everything continues as before: the services of the LUNs,
+// the changes of the configuration and the start itself.
 func serviceCalls(t *testing.T, m *manager) {
 	m.run(t, dropIn("calls", "SystemCallErrorNumber=kill"), quick)
 	m.run(t, "echo $(show MainPID) $(show NRestarts) >/run/process", quick)
@@ -339,7 +340,7 @@ systemctl start iser-target.service`, quick)
 	m.run(t, "logged status=31/SYS"+undo("calls"), quick)
 }
 
-// dropIn is a script that sets directives of the service and starts it again.
+// dropIn returns a script that sets directives of the service and starts it again.
 func dropIn(name string, directives ...string) string {
 	return `
 mkdir -p /etc/systemd/system/iser-target.service.d
@@ -352,7 +353,7 @@ systemctl restart iser-target.service
 `
 }
 
-// undo is a script that undoes drop-ins.
+// undo returns a script that removes drop-ins.
 func undo(names ...string) string {
 	s := "\n"
 	for _, name := range names {
@@ -377,8 +378,8 @@ dd if=/run/data of=$(cat /run/disk) bs=64k oflag=direct status=none
 // sameData reads that MiB again.
 const sameData = "dd if=$(cat /run/disk) bs=64k count=16 iflag=direct status=none | cmp - /run/data\n"
 
-// systemctl reload applies what differs, under a session that stays. A file with an error
-// leaves all as it was.
+// serviceReload checks that systemctl reload applies what differs, while a session stays. A
+// file with an error changes nothing.
 func serviceReload(t *testing.T, m *manager) {
 	m.v.Run(t, loggedIn, quick)
 	m.run(t, `
@@ -404,8 +405,8 @@ must ActiveState active`, quick)
 	m.v.Run(t, sameData+"iscsiadm -m node --logout\n", quick)
 }
 
-// systemctl stop has the initiator log out, ends in the time of "drain" and without force.
-// The initiator finds its data after the next start.
+// serviceStop checks that systemctl stop lets the initiator log out, ends within the time of
+// "drain", and without force. The initiator finds its data after the next start.
 func serviceStop(t *testing.T, m *manager) {
 	m.v.Run(t, loggedIn, quick)
 	m.run(t, `
@@ -424,8 +425,8 @@ systemctl start iser-target.service`, quick)
 	m.v.Run(t, sameData+"iscsiadm -m node --logout\n", quick)
 }
 
-// With the socket unit the port is open before the target is, and stays open when it dies:
-// who connects meanwhile waits.
+// serviceSocket checks that with the socket unit the port is open before the target is, and
+// stays open when it dies: an initiator that connects meanwhile waits.
 func serviceSocket(t *testing.T, m *manager) {
 	const ls = "timeout 30 iscsi-ls iscsi://" + vm.GuestAddr + ":3260 | grep " + serviceIQN + "\n"
 	m.run(t, `
@@ -451,7 +452,7 @@ systemctl start iser-target.service
 `+ls, quick)
 }
 
-// A process that does not answer is replaced.
+// serviceWatchdog checks that systemd replaces a process that does not answer.
 func serviceWatchdog(t *testing.T, m *manager) {
 	m.run(t, dropIn("watchdog", "WatchdogSec=6s")+`
 pid=$(show MainPID)
@@ -466,8 +467,8 @@ iser-target target list
 `+undo("watchdog"), quick)
 }
 
-// The rows of the table in docs/service.md: what is configured works with the drop-in, and
-// not without.
+// serviceDropIns checks the rows of the table in docs/service.md: what is configured works with
+// the drop-in, and not without.
 func serviceDropIns(t *testing.T, m *manager) {
 	// Two disks, as udev would have them: there is none in the guest.
 	disks := strings.Fields(m.v.Run(t, `

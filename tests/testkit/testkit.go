@@ -34,19 +34,21 @@ type Log struct {
 	b  bytes.Buffer
 }
 
+// Write appends p.
 func (l *Log) Write(p []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.b.Write(p)
 }
 
+// String returns what was written so far.
 func (l *Log) String() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.b.String()
 }
 
-// Lines are those that contain s.
+// Lines returns the lines that contain s.
 func (l *Log) Lines(s string) (found []string) {
 	for line := range strings.Lines(l.String()) {
 		if strings.Contains(line, s) {
@@ -63,11 +65,13 @@ type WriteCounter struct {
 	Writes *atomic.Int64
 }
 
+// Write implements net.Conn.
 func (c WriteCounter) Write(b []byte) (int, error) {
 	c.Writes.Add(1)
 	return c.Conn.Write(b)
 }
 
+// WriteBuffers writes b with one system call, which it counts as one.
 func (c WriteCounter) WriteBuffers(b *net.Buffers) (int64, error) {
 	c.Writes.Add(1)
 	return b.WriteTo(c.Conn)
@@ -79,6 +83,7 @@ type SlowConn struct {
 	Rate int
 }
 
+// Write implements net.Conn.
 func (c SlowConn) Write(b []byte) (int, error) {
 	time.Sleep(time.Duration(len(b)) * time.Second / time.Duration(c.Rate)) // the network's time
 	return c.Conn.Write(b)
@@ -94,6 +99,7 @@ type Watcher struct {
 	Ahead, Later int // how often there were unread octets, and rest was not 0
 }
 
+// Read implements net.Conn.
 func (w *Watcher) Read(p []byte) (int, error) {
 	n, err := w.Conn.Read(p)
 	if w.Unread != nil && n > 0 {

@@ -57,7 +57,7 @@ var special = map[string]Case{
 	"iSCSITMF.LUNResetSimpleAsync": {Twice: true},
 }
 
-// Of is how to run the test of that name.
+// Of returns how to run the test of that name.
 func Of(name string) Case {
 	c := special[name]
 	c.Name = name
@@ -74,8 +74,7 @@ func Of(name string) Case {
 	return c
 }
 
-// Args are the arguments of Program for a test on a device: an iSCSI URL or a
-// device file.
+// Args returns the arguments of Program for a test on a device: an iSCSI URL or a device file.
 func (c Case) Args(device string) []string {
 	family := "ALL"
 	if c.Twice {
@@ -84,7 +83,7 @@ func (c Case) Args(device string) []string {
 	return append([]string{"-d", "-S", "-t", family + "." + c.Name}, slices.Repeat([]string{device}, c.Paths)...)
 }
 
-// Names are the names of all tests, SUITE.TEST, of the output of Program -l.
+// Names returns the names of all tests, SUITE.TEST, from the output of Program -l.
 func Names(list string) (names []string, err error) {
 	for line := range strings.Lines(list) {
 		if f := strings.Split(strings.TrimSpace(line), "."); len(f) == 3 && f[0] == "ALL" {
@@ -118,7 +117,7 @@ var verdict = regexp.MustCompile(`(?s)\n  Test: \S+ \.\.\.(.*?)(passed|FAILED)`)
 // remark is a line of a test about what it could not do, or what was wrong.
 var remark = regexp.MustCompile(`\[(SKIPPED|WRONG)\] (.*)`)
 
-// Parse says what became of the test that has ended with this output.
+// Parse returns the outcome of a test that ended with this output.
 func (c Case) Parse(output string) Outcome {
 	all := verdict.FindAllStringSubmatch(strings.ReplaceAll(output, "[FAILED]", "[WRONG]"), -1)
 	want := 1
@@ -144,7 +143,7 @@ func (c Case) Parse(output string) Outcome {
 	return Outcome{Pass, ""}
 }
 
-// TimedOut is the outcome of a test that did not end in time.
+// TimedOut returns the outcome of a test that did not end in time.
 func (c Case) TimedOut() Outcome { return Outcome{Hang, fmt.Sprintf("no end within %v", c.Limit)} }
 
 // Summary counts the outcomes.

@@ -41,7 +41,7 @@ func (d *Target) try(t testing.TB, args []string) (stdout, stderr string, code i
 	return out.String(), errOut.String(), cmd.ProcessState.ExitCode()
 }
 
-// Manage is like Try, but fails t unless the exit code is 0.
+// Manage runs the program as Try does, and fails t unless the exit code is 0.
 func (d *Target) Manage(t testing.TB, args ...string) (stdout string) {
 	t.Helper()
 	stdout, _, code := d.Try(t, args...)
@@ -51,7 +51,7 @@ func (d *Target) Manage(t testing.TB, args ...string) (stdout string) {
 	return stdout
 }
 
-// Ask is what a command line that manages d answers, by -o json.
+// Ask returns the answer, by -o json, to a command line that manages d.
 func Ask[T any](t testing.TB, d *Target, args ...string) (v T) {
 	t.Helper()
 	stdout, stderr, code := d.try(t, append(args, "-o", "json"))
@@ -61,7 +61,7 @@ func Ask[T any](t testing.TB, d *Target, args ...string) (v T) {
 	return v
 }
 
-// ConfigFile is the name of the configuration file.
+// ConfigFile returns the name of the configuration file.
 func (d *Target) ConfigFile() string { return d.config }
 
 // Metrics returns the samples of the metrics endpoint by their series: name,

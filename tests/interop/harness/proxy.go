@@ -48,7 +48,7 @@ func NewProxy(t testing.TB) *Proxy {
 	return p
 }
 
-// Addr is the proxy as the guest must call it.
+// Addr returns the address at which the guest reaches the proxy.
 func (p *Proxy) Addr() string { return hostPort(vm.HostAddr, p.l.Addr().(*net.TCPAddr).Port) }
 
 // Pass passes on what comes from now on.
@@ -136,8 +136,7 @@ func (g gate) Write(b []byte) (int, error) {
 	return g.Writer.Write(b)
 }
 
-// passes tells whether p passes. If it holds, that is not before it no longer
-// does.
+// passes reports whether p passes. If p holds, passes waits until it no longer does.
 func (p *Proxy) passes() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -64,8 +64,8 @@ func build() (string, error) {
 	return b.name, b.err
 }
 
-// environment is that of this process without what belongs to tests: the target
-// refuses variables that look like its own and are not.
+// environment returns the environment of this process without the variables of the tests: the
+// target refuses variables that look like its own and are not.
 func environment(more ...string) []string {
 	ours := slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "ISER_TARGET_") })
 	return append(ours, more...)
@@ -213,10 +213,10 @@ func freePorts(n int) (ports []int, err error) {
 
 func hostPort(host string, port int) string { return net.JoinHostPort(host, strconv.Itoa(port)) }
 
-// Addr is the first portal as the guest must call it.
+// Addr returns the address at which the guest reaches the first portal.
 func (d *Target) Addr() string { return d.addrs[0] }
 
-// Addrs are the portals as the guest must call them.
+// Addrs returns the addresses at which the guest reaches the portals.
 func (d *Target) Addrs() []string { return d.addrs }
 
 // Start starts the process, for the first time or again, and waits until its
@@ -259,7 +259,7 @@ func (d *Target) Start(t testing.TB) {
 	}
 }
 
-// PID is the process ID.
+// PID returns the process ID.
 func (d *Target) PID() int { return d.run.cmd.Process.Pid }
 
 // Kill ends the process as kill -9 does.

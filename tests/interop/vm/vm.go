@@ -71,7 +71,7 @@ func (c Config) withDefaults() (Config, error) {
 	return c, nil
 }
 
-// Missing tells why no machine can be booted here; nil means one can.
+// Missing returns why no machine can be booted here, or nil if one can.
 func Missing(cfg Config) error {
 	cfg, err := cfg.withDefaults()
 	if err != nil {
@@ -280,10 +280,10 @@ func socketPair() (ours net.Conn, theirs *os.File, err error) {
 	return ours, theirs, err
 }
 
-// Files is the host's directory that the guest has at the path [Files].
+// Files returns the host's directory that the guest has at the path [Files].
 func (v *VM) Files() string { return filepath.Join(v.dir, "share") }
 
-// Machine is the directory that setup.sh has made, which the guest has at /run/machine.
+// Machine returns the directory that setup.sh made, which the guest has at /run/machine.
 func (v *VM) Machine() string { return v.machine }
 
 // Console returns the end of what the guest's kernel has printed; LogName names
@@ -309,7 +309,7 @@ func (v *VM) Close() error {
 	return err
 }
 
-// Broken tells why no script can be run any more; nil means it can.
+// Broken returns why the machine can run no further script, or nil if it can.
 func (v *VM) Broken() error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -329,9 +329,9 @@ func (v *VM) Run(t testing.TB, script string, limit time.Duration) string {
 	return r.Stdout
 }
 
-// Try is like Run, but leaves it to the caller to judge the exit status. It
-// fails t, at once, if the script could not be run to its end, or if the guest's
-// kernel has found a fault in itself.
+// Try runs a script as Run does, but leaves it to the caller to judge the exit status. It fails
+// t, at once, if the script could not be run to its end, or if the guest's kernel has found a
+// fault in itself.
 func (v *VM) Try(t testing.TB, script string, limit time.Duration) Result {
 	t.Helper()
 	v.mu.Lock()
