@@ -16,26 +16,24 @@ const (
 	maxBuffer      = 1 << (minBufferShift + bufferClasses - 1)
 )
 
-// A Buffer holds a piece of a task's data. Whoever has it owns it: the task
-// from budget.try or budget.wait until Datamover.PutData succeeds, from then
-// on the mover, which gives it back with Release.
+// A Buffer holds a piece of a task's data. It has one owner: the task from budget.try or budget.wait
+// until Datamover.PutData succeeds, then the mover, which gives it back with Release.
 type Buffer struct {
 	data   []byte // as long as its class
 	class  int
 	budget *budget // nil while the Buffer is in the pool
 
-	refs atomic.Int32 // owners beside the first one
+	refs atomic.Int32 // owners in addition to the first one
 
-	room   *quota // of what is queued for sending; nil: none of it
-	queued int    // octets of that
+	room   *quota // of the data that is queued for sending; nil: none
+	queued int    // bytes of that
 }
 
-// Retain makes one more owner of b, whose octets do not change any more: b is
-// given back by the last Release.
+// Retain adds an owner of b. Its bytes do not change from now on. The last Release gives b back.
 func (b *Buffer) Retain() { b.refs.Add(1) }
 
-// Sent tells that what PutData has queued of b has left, if that is before the
-// Release.
+// Sent gives back the room of b in the send queue before Release does: the data that PutData has
+// queued has left.
 func (b *Buffer) Sent() {
 	if q := b.room; q != nil {
 		b.room = nil
@@ -44,8 +42,8 @@ func (b *Buffer) Sent() {
 	}
 }
 
-// Release gives b back. Its memory must not be touched afterwards, and a second
-// Release is a bug that panics.
+// Release gives b back. The caller must not touch its memory afterwards. Release panics if b was
+// given back before.
 func (b *Buffer) Release() {
 	g := b.budget
 	if g == nil {
@@ -59,7 +57,7 @@ func (b *Buffer) Release() {
 	}
 	b.Sent()
 	b.budget = nil
-	if invariant.Enabled { // whoever still reads b finds that out
+	if invariant.Enabled { // so that a late reader of b is found out
 		for i := range b.data {
 			b.data[i] = 0xdb
 		}
@@ -69,7 +67,7 @@ func (b *Buffer) Release() {
 	g.release(n)
 }
 
-// bufferClass is the class of the smallest Buffer that holds n octets.
+// bufferClass returns the class of the smallest Buffer that holds n bytes.
 func bufferClass(n int) int {
 	if n <= 1<<minBufferShift {
 		return 0
@@ -77,12 +75,12 @@ func bufferClass(n int) int {
 	return bits.Len(uint(n-1)) - minBufferShift
 }
 
-// A bufferPool keeps Buffers for all connections of a Node. What nobody uses
-// goes back to the operating system by way of the garbage collector.
+// A bufferPool keeps Buffers for all connections of a Node. The garbage collector frees those that
+// nobody uses.
 type bufferPool struct {
 	classes [bufferClasses]sync.Pool
 	out     atomic.Int64 // Buffers not in the pool
-	octets  atomic.Int64 // their size
+	bytes   atomic.Int64 // their size
 }
 
 func (p *bufferPool) get(g *budget, class int) *Buffer {
@@ -92,28 +90,28 @@ func (p *bufferPool) get(g *budget, class int) *Buffer {
 	}
 	b.budget = g
 	p.out.Add(1)
-	p.octets.Add(int64(len(b.data)))
+	p.bytes.Add(int64(len(b.data)))
 	return b
 }
 
 func (p *bufferPool) put(b *Buffer) {
 	p.out.Add(-1)
-	p.octets.Add(-int64(len(b.data)))
+	p.bytes.Add(-int64(len(b.data)))
 	p.classes[b.class].Put(b)
 }
 
-// A quota bounds how many octets of something a connection has. Tasks that find
-// it used up wait in order of arrival.
+// A quota bounds how many bytes of something a connection has. Tasks that find it used up wait in
+// order of arrival.
 type quota struct {
-	mu      sync.Mutex // a leaf: nothing is called with it held
-	free    int        // octets
+	mu      sync.Mutex // a leaf: its holder calls nothing
+	free    int        // bytes
 	waiters fifo.Queue[Task]
 	closed  bool
 
-	done atomic.Uint64 // what a Buffer has Sent; of the quota of a send queue
+	done atomic.Uint64 // of a send queue: counts calls of Buffer.Sent
 }
 
-// take takes n octets if they are there at once and nobody waits for some.
+// take takes n bytes if they are free and no task waits.
 func (q *quota) take(n int) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -124,12 +122,11 @@ func (q *quota) take(n int) bool {
 	return true
 }
 
-// wait takes n octets and waits until they are there. It returns false when t is
-// cancelled or the quota is closed.
+// wait takes n bytes and waits until they are free. It returns false when t is cancelled or the
+// quota is closed.
 //
-// Preconditions: t has nothing of this quota that comes back only when t goes on;
-// its goroutine holds no lock, and what it has queued in the mover has been
-// flushed.
+// Preconditions: t has nothing of this quota that it gives back only when it continues; its
+// goroutine holds no lock, and has flushed what it has queued in the mover.
 func (q *quota) wait(t *Task, n int) bool {
 	q.mu.Lock()
 	if q.closed || t.aborted.Load() {
@@ -149,7 +146,7 @@ func (q *quota) wait(t *Task, n int) bool {
 	return t.granted
 }
 
-// contended tells whether somebody waits.
+// contended reports whether a task waits.
 func (q *quota) contended() bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -163,10 +160,11 @@ func (q *quota) release(n int) {
 	q.mu.Unlock()
 }
 
-// serve grants what the first waiters want as far as it goes.
+// serve ends waits, the oldest first, as far as the free bytes suffice.
 //
 // Preconditions: q.mu is held.
 func (q *quota) serve() {
+	invariant.Held(&q.mu)
 	for t := q.waiters.Front(); t != nil && q.free >= t.wants; t = q.waiters.Front() {
 		q.waiters.Pop()
 		q.free -= t.wants
@@ -181,18 +179,18 @@ func (q *quota) cancel(t *Task) {
 	defer q.mu.Unlock()
 	if q.waiters.Remove(&t.waiter) {
 		t.wake <- struct{}{}
-		q.serve() // t may have wanted more than those behind it
+		q.serve() // t may have needed more than those after it
 	}
 }
 
-// left is how many octets are free.
+// left returns how many bytes are free.
 func (q *quota) left() int {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return q.free
 }
 
-// close ends all waits, now and in future. What is out comes back by release.
+// close ends all waits, now and in future. Bytes that were taken still come back by release.
 func (q *quota) close() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -202,15 +200,14 @@ func (q *quota) close() {
 	}
 }
 
-// A budget bounds the Buffers of one connection. Who waits for one holds none,
-// so those who hold one always get on and give it back.
+// A budget bounds the Buffers of one connection. A task that waits for a Buffer holds none, so tasks
+// that hold one always continue and give it back.
 type budget struct {
 	quota
 	pool *bufferPool
 }
 
-// try takes a Buffer for n octets if it is there at once and nobody waits for
-// one; otherwise it returns nil.
+// try returns a Buffer for n bytes, or nil if the budget is used up or a task waits.
 func (g *budget) try(n int) *Buffer {
 	class := bufferClass(n)
 	if !g.take(1 << (minBufferShift + class)) {
@@ -219,8 +216,8 @@ func (g *budget) try(n int) *Buffer {
 	return g.pool.get(g, class)
 }
 
-// wait takes a Buffer for n octets and waits until it is there, as quota.wait
-// does. It returns nil when that returns false.
+// wait returns a Buffer for n bytes, for which it waits as quota.wait does, or nil when that returns
+// false.
 func (g *budget) wait(t *Task, n int) *Buffer {
 	class := bufferClass(n)
 	if !g.quota.wait(t, 1<<(minBufferShift+class)) {

@@ -57,7 +57,7 @@ func TestBudgetIsFair(t *testing.T) {
 		bufs[1].Release()
 		<-got
 		bufs[2].Release()
-		if g.free != 64<<10 || g.pool.out.Load() != 0 || g.pool.octets.Load() != 0 {
+		if g.free != 64<<10 || g.pool.out.Load() != 0 || g.pool.bytes.Load() != 0 {
 			t.Errorf("free %d, out %d", g.free, g.pool.out.Load())
 		}
 	})

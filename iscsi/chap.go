@@ -12,27 +12,27 @@ import (
 	"github.com/iser-target/iser-target/security"
 )
 
-// An authenticator is the security stage of one login (RFC 7143, section
-// 12.1.3). The zero value is that of a login that needs no authentication.
+// An authenticator is the security stage of one login (RFC 7143, section 12.1.3). Its zero value is
+// for a login that needs no authentication.
 type authenticator struct {
 	chap      *security.CHAP // nil: AuthMethod is None
 	step      authStep
 	challenge security.CHAPChallenge // once step is stepResponse
 }
 
-// An authStep is what the initiator has to say next.
+// An authStep says which keys the initiator has to send next.
 type authStep uint8
 
 const (
 	stepMethod    authStep = iota // AuthMethod
 	stepAlgorithm                 // CHAP_A
-	stepResponse                  // CHAP_N and CHAP_R, and if it wants an answer CHAP_I and CHAP_C
+	stepResponse                  // CHAP_N and CHAP_R; to authenticate the target also CHAP_I and CHAP_C
 	stepDone                      // nothing
 )
 
-// authSteps says which keys a request must have in each step, which it may
-// have, and how they are answered. answer moves to the next step. There is no
-// way back: an initiator has one attempt per connection.
+// authSteps says which keys a request must have in each step, which it may have, and how they are
+// answered. answer moves to the next step. No step leads back: an initiator has one attempt per
+// connection.
 var authSteps = [...]struct {
 	needs, takes []string
 	answer       func(l *login, t securityText, answers []keys.Pair) ([]keys.Pair, error)
@@ -43,16 +43,16 @@ var authSteps = [...]struct {
 	stepDone:      {answer: func(_ *login, _ securityText, answers []keys.Pair) ([]keys.Pair, error) { return answers, nil }},
 }
 
-// A securityText is the security keys of one request, each with its values.
-// Keys other than AuthMethod have one: the negotiation knows that.
+// A securityText has the security keys of one request, each with its values. Keys other than
+// AuthMethod have one value: the negotiation ensures that.
 type securityText map[string][]string
 
 var securityKeys = []string{"AuthMethod", "CHAP_A", "CHAP_I", "CHAP_C", "CHAP_N", "CHAP_R"}
 
-// done tells whether the initiator may leave the security stage.
+// done reports whether the initiator may leave the security stage.
 func (a *authenticator) done() bool { return a.chap == nil || a.step == stepDone }
 
-// require makes chap, unless it is nil, a condition of the login.
+// require makes authentication by chap, unless it is nil, a condition of the login.
 func (l *login) require(chap *security.CHAP) error {
 	if chap == nil {
 		return nil
@@ -65,10 +65,9 @@ func (l *login) require(chap *security.CHAP) error {
 	return nil
 }
 
-// authenticate answers the security keys of a request in the security stage.
-// What is out of step is an initiator error, what is missing a missing parameter
-// (section 9.2); only what is cryptographically wrong is an authentication
-// failure.
+// authenticate answers the security keys of a request in the security stage. A key out of step is an
+// initiator error, a key that is missing a missing parameter (section 9.2). Only a cryptographically
+// wrong response is an authentication failure.
 func (l *login) authenticate(pairs, answers []keys.Pair) ([]keys.Pair, error) {
 	step := &authSteps[l.auth.step]
 	t := securityText{}
@@ -114,7 +113,7 @@ func (l *login) answerAlgorithm(t securityText, answers []keys.Pair) ([]keys.Pai
 	for item := range strings.SplitSeq(t["CHAP_A"][0], ",") {
 		n, ok := keys.ParseNumber(item)
 		if !ok {
-			return nil, refuse(pdu.LoginInitiatorError, fmt.Sprintf("CHAP_A: %.80q is no number", item))
+			return nil, refuse(pdu.LoginInitiatorError, fmt.Sprintf("CHAP_A: %.80q is not a number", item))
 		}
 		if a := security.CHAPAlgorithm(n); uint64(a) == n {
 			offer = append(offer, a)
@@ -122,7 +121,7 @@ func (l *login) answerAlgorithm(t securityText, answers []keys.Pair) ([]keys.Pai
 	}
 	algorithm, ok := l.auth.chap.Choose(offer)
 	if !ok {
-		return nil, refuse(pdu.LoginAuthentication, fmt.Sprintf("CHAP_A: nothing of %.80q is supported", t["CHAP_A"][0]))
+		return nil, refuse(pdu.LoginAuthentication, fmt.Sprintf("CHAP_A: none of %.80q is supported", t["CHAP_A"][0]))
 	}
 	c := security.NewCHAPChallenge(algorithm)
 	l.conn.node.challenges.Store(c.Octets, nil)
@@ -138,7 +137,7 @@ func (l *login) answerResponse(t securityText, answers []keys.Pair) ([]keys.Pair
 	if err != nil {
 		return nil, &loginError{pdu.LoginInitiatorError, fmt.Errorf("CHAP_R: %w", err)}
 	}
-	theirs, err := l.theirChallenge(t)
+	theirs, err := l.peerChallenge(t)
 	if err != nil {
 		return nil, err
 	}
@@ -150,35 +149,34 @@ func (l *login) answerResponse(t securityText, answers []keys.Pair) ([]keys.Pair
 	if theirs == nil {
 		return answers, nil
 	}
-	// Our own response comes after theirs has been found right (RFC 3723,
-	// section 2.4.1).
+	// The target responds only after the initiator's response was right (RFC 3723, section 2.4.1).
 	if us == (security.CHAPIdentity{}) {
-		return nil, refuse(pdu.LoginAuthentication, "initiator wants the target to authenticate itself, which is not configured")
+		return nil, refuse(pdu.LoginAuthentication, "initiator asks the target to authenticate itself, but no credentials are configured for that")
 	}
 	return append(answers,
 		keys.Pair{Key: "CHAP_N", Value: us.Name},
 		keys.Pair{Key: "CHAP_R", Value: hexConstant(string(theirs.Response(us.Secret)))}), nil
 }
 
-// theirChallenge is what the target has to respond to, or nil.
-func (l *login) theirChallenge(t securityText) (*security.CHAPChallenge, error) {
+// peerChallenge returns the challenge that the target has to respond to, or nil.
+func (l *login) peerChallenge(t securityText) (*security.CHAPChallenge, error) {
 	id, challenge := t["CHAP_I"], t["CHAP_C"]
 	switch {
 	case id == nil && challenge == nil:
 		return nil, nil
 	case id == nil || challenge == nil:
-		return nil, refuse(pdu.LoginMissingParameter, "CHAP_I or CHAP_C is missing beside the other")
+		return nil, refuse(pdu.LoginMissingParameter, "CHAP_I and CHAP_C come together, but one is missing")
 	}
 	n, ok := keys.ParseNumber(id[0])
 	if !ok || n > 255 {
-		return nil, refuse(pdu.LoginInitiatorError, fmt.Sprintf("CHAP_I: %.80q is no number up to 255", id[0]))
+		return nil, refuse(pdu.LoginInitiatorError, fmt.Sprintf("CHAP_I: %.80q is not a number up to 255", id[0]))
 	}
 	c, err := keys.ParseBinary(challenge[0])
 	if err != nil {
 		return nil, &loginError{pdu.LoginInitiatorError, fmt.Errorf("CHAP_C: %w", err)}
 	}
 	if _, ours := l.conn.node.challenges.Load(string(c)); ours { // section 9.2.1: on this connection or on another one
-		return nil, refuse(pdu.LoginAuthentication, "initiator sends one of our own challenges back")
+		return nil, refuse(pdu.LoginAuthentication, "initiator sends one of the target's own challenges back")
 	}
 	return &security.CHAPChallenge{Algorithm: l.auth.challenge.Algorithm, ID: uint8(n), Octets: string(c)}, nil
 }

@@ -5,7 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
+	"sync"
 	"time"
 )
 
@@ -27,6 +29,37 @@ type SessionName struct {
 	TSIH              uint16
 	Discovery         bool
 	Initiator, Target string // normalised iSCSI names; Target is empty in an unnamed discovery session
+}
+
+// A LoginOutcome is the result of a connection attempt, without anything that an initiator chooses:
+// there are few different ones.
+type LoginOutcome struct {
+	Transport string // "iser" or "tcp"; empty if that was not decided
+	Accepted  bool
+	Stage     string // the stage that login was in: "before login", a login stage, or "mpa"
+	Status    string // the status of a refusal; empty if the initiator was not told one
+}
+
+// loginCounts count outcomes. The zero value is ready.
+type loginCounts struct {
+	mu sync.Mutex // a leaf
+	of map[LoginOutcome]uint64
+}
+
+func (l *loginCounts) count(o LoginOutcome) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.of == nil {
+		l.of = map[LoginOutcome]uint64{}
+	}
+	l.of[o]++
+}
+
+// Logins returns how many connection attempts had each outcome since the start.
+func (nd *Node) Logins() map[LoginOutcome]uint64 {
+	nd.logins.mu.Lock()
+	defer nd.logins.mu.Unlock()
+	return maps.Clone(nd.logins.of)
 }
 
 // A LoginEvent is the outcome of one connection attempt.

@@ -1,50 +1,45 @@
 package iscsi
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
-	"net"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/keys"
-	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/invariant"
 	"github.com/iser-target/iser-target/security"
 )
 
 // Params is what a login agreed on.
 type Params = keys.Params
 
-// Options of a Node. The zero value of a field means its default.
+// Options are the options of a Node. The zero value of a field means its default.
 type Options struct {
-	// QueueDepth is how many commands a session may have in flight; 128, as
-	// many as ib_iser's cmds_max.
+	// QueueDepth is how many commands a session may have in flight; 128, as many as ib_iser's
+	// cmds_max.
 	QueueDepth int
 
-	// ConnectionMemory bounds, in octets, the data buffers of one connection;
-	// 64 MiB. A value below one piece of data counts as one piece. Immediate
-	// data has small buffers of its own beside it: FirstBurstLength for each
-	// command in flight at most.
+	// ConnectionMemory bounds the data buffers of one connection, in bytes; 64 MiB. A value below
+	// one piece of data counts as one piece. Immediate data has small buffers in addition: at most
+	// FirstBurstLength for each command in flight.
 	ConnectionMemory int
 
-	// MaxTransferPiece is how much data, in octets, of a command is moved at
-	// once; 1 MiB. It is rounded up to 4 KiB times a power of two and is never
-	// less than 64 KiB or FirstBurstLength, nor more than 16 MiB.
+	// MaxTransferPiece is how many bytes of a command's data are moved at once; 1 MiB. It is
+	// rounded up to 4 KiB times a power of two. It is never less than 64 KiB or FirstBurstLength,
+	// nor more than 16 MiB.
 	MaxTransferPiece int
 
 	LoginTimeout      time.Duration // of a whole login; 15 s
 	DiscoveryTimeout  time.Duration // between two requests of a discovery session; 60 s
 	NopInterval       time.Duration // silence after which a normal session is pinged; 15 s; negative: never
 	NopTimeout        time.Duration // silence after a ping that ends the connection; 30 s
-	AckWait           time.Duration // for acknowledgements, before what is kept for SNACKs is given up; 5 s
+	AckWait           time.Duration // for acknowledgements, before the target gives up what it keeps for SNACKs; 5 s
 	LogoutWait        time.Duration // for the initiator to close first after the last response; 2 s
 	ReinstatementWait time.Duration // for the tasks of a session that a login replaces; 10 s
 	ShutdownWait      time.Duration // for initiators to log out when the node shuts down; 3 s
@@ -57,7 +52,7 @@ type Options struct {
 	Events Events       // nil: Logger gets a line for each event
 }
 
-// setDefault replaces the zero value.
+// setDefault replaces the zero value of v by def.
 func setDefault[T comparable](v *T, def T) {
 	var zero T
 	if *v == zero {
@@ -95,9 +90,9 @@ func (o Options) complete() Options {
 type TargetConfig struct {
 	Name       string            // iSCSI name
 	Alias      string            // TargetAlias; may be empty
-	Initiators security.Patterns // who may log in
-	Auth       *security.CHAP    // how they prove who they are; nil: they need not
-	Redirect   Redirect          // where they are sent instead, if its Address is not empty
+	Initiators security.Patterns // the initiators that may log in
+	Auth       *security.CHAP    // nil: initiators need not authenticate themselves
+	Redirect   Redirect          // where initiators are sent instead, if its Address is not empty
 	LUNs       *lun.Inventory
 	// PortalGroups are the tags of those that lead to the target; empty: all.
 	PortalGroups []uint16
@@ -114,17 +109,17 @@ type target struct {
 	gate *orderedGate // of all that have, or had, the same LUNs
 }
 
-// servedBy tells whether the portal leads to t.
+// servedBy reports whether the portal leads to t.
 func (t *target) servedBy(p *Portal) bool {
 	return len(t.PortalGroups) == 0 || slices.Contains(t.PortalGroups, p.TPGT)
 }
 
 // A PortalConfig describes a portal.
 type PortalConfig struct {
-	Listen    string   // host:port; an empty host or port 0 is known better per connection
+	Listen    string   // host:port; for an empty host or port 0 the local address of the connection counts
 	Advertise []string // what discovery answers instead, host:port each
 	TPGT      uint16   // TargetPortalGroupTag; one that leads to a target is a port of its inventory
-	StepUp    StepUp   // to RDMA mode, on connections whose Datamover is an Upgrader; nil: not here
+	StepUp    StepUp   // to RDMA mode, on connections whose Datamover is an Upgrader; nil: never
 }
 
 // A Portal is one listening address of a Node.
@@ -133,14 +128,20 @@ type Portal struct {
 	node *Node
 }
 
+// ErrNoTarget and ErrNoSession answer calls about a target or session that the node does not have.
+var (
+	ErrNoTarget  = errors.New("no such target")
+	ErrNoSession = errors.New("no such session")
+)
+
 // A Node is an iSCSI target node: its targets, portals and sessions.
 type Node struct {
-	opt     atomic.Pointer[Options] // complete; a new value takes the place of the old one
+	opt     atomic.Pointer[Options] // complete; replaced as a whole
 	buffers bufferPool
 	stats   counters
 	logins  loginCounts
 
-	challenges sync.Map // CHAP challenges, as strings, of the logins under way
+	challenges sync.Map // CHAP challenges, as strings, of the logins in progress
 
 	mu       sync.Mutex
 	targets  []*target // ascending by name
@@ -148,8 +149,8 @@ type Node struct {
 	sessions map[uint16]*session // by TSIH
 	failed   atomic.Int32        // sessions that wait for a connection
 	lastTSIH uint16
-	ended    [lun.Transports]lun.Latencies // of sessions that are not there any more
-	conns    map[*conn]struct{}            // from the first octet to the end of Serve
+	ended    [lun.Transports]lun.Latencies // of sessions that have ended
+	conns    map[*conn]struct{}            // from the call of Serve to its end
 	stopping bool
 }
 
@@ -159,19 +160,19 @@ type counters struct {
 	tasks                            atomic.Int64
 }
 
-// Stats is what a Node has to do and has done.
+// Stats are the numbers of a Node.
 type Stats struct {
 	Sessions         int    // in full feature phase, discovery included
 	Connections      int    // from Serve to its return
 	TasksInFlight    int    // task slots in use: requests, and PDUs on their way out
 	BuffersOut       int    // data buffers in use
-	BufferOctets     int    // their size
+	BufferOctets     int    // their size, bytes
 	LoginsAccepted   uint64 // since the start
 	LoginsRefused    uint64
 	SessionsFinished uint64
 }
 
-// NewNode makes a Node without targets and portals.
+// NewNode returns a Node without targets and portals.
 func NewNode(o Options) *Node {
 	nd := &Node{
 		sessions: make(map[uint16]*session),
@@ -181,7 +182,13 @@ func NewNode(o Options) *Node {
 	return nd
 }
 
-// AddTarget adds a target. An error is about its name.
+// SetOptions replaces the options. Connections that exist keep those that they began with.
+func (nd *Node) SetOptions(o Options) {
+	o = o.complete()
+	nd.opt.Store(&o)
+}
+
+// AddTarget adds a target. An error is about its name, or says that it has no inventory.
 func (nd *Node) AddTarget(cfg TargetConfig) error {
 	name, err := security.NormalizeName(cfg.Name)
 	if err != nil {
@@ -199,12 +206,57 @@ func (nd *Node) AddTarget(cfg TargetConfig) error {
 	}
 	t := &target{cfg, newOrderedGate()}
 	for _, s := range nd.sessions {
-		if s.target != nil && s.target.LUNs == cfg.LUNs { // of a target that is given back
+		if s.target != nil && s.target.LUNs == cfg.LUNs { // a target that was removed comes back
 			t.gate = s.target.gate
 		}
 	}
-	nd.targets = slices.Insert(slices.Clone(nd.targets), i, t) // sendTargets may be walking the old one
+	nd.targets = slices.Insert(slices.Clone(nd.targets), i, t) // sendTargets may be walking the old list
 	return nil
+}
+
+// UpdateTarget replaces the description of the target of that name and the rules for its logins. It
+// affects logins from now on. A login in progress was admitted by the old rules, and is refused
+// with "service unavailable". Sessions stay as they are. The inventory must be the one that the
+// target has. The error is ErrNoTarget if there is no such target.
+func (nd *Node) UpdateTarget(cfg TargetConfig) error {
+	name, err := security.NormalizeName(cfg.Name)
+	if err != nil {
+		return fmt.Errorf("target %q: %w", cfg.Name, err)
+	}
+	cfg.Name = name
+	nd.mu.Lock()
+	defer nd.mu.Unlock()
+	i, ok := nd.searchTarget(name)
+	switch {
+	case !ok:
+		return fmt.Errorf("target %q: %w", name, ErrNoTarget)
+	case cfg.LUNs != nd.targets[i].LUNs:
+		return fmt.Errorf("target %q: an inventory cannot be exchanged", name)
+	}
+	nd.targets = slices.Clone(nd.targets) // sendTargets may be walking the old list
+	nd.targets[i] = &target{cfg, nd.targets[i].gate}
+	return nil
+}
+
+// RemoveTarget removes the target: initiators do not find it, and cannot log in. Its sessions stay;
+// see EndSession. The error is ErrNoTarget if there is no such target.
+func (nd *Node) RemoveTarget(name string) error {
+	nd.mu.Lock()
+	defer nd.mu.Unlock()
+	i, ok := nd.searchTarget(name)
+	if !ok {
+		return fmt.Errorf("target %q: %w", name, ErrNoTarget)
+	}
+	nd.targets = slices.Delete(slices.Clone(nd.targets), i, i+1)
+	return nil
+}
+
+// searchTarget returns the index of the name in nd.targets, or where it would be inserted.
+//
+// Preconditions: nd.mu is held.
+func (nd *Node) searchTarget(name string) (int, bool) {
+	invariant.Held(&nd.mu)
+	return slices.BinarySearchFunc(nd.targets, name, func(t *target, name string) int { return strings.Compare(t.Name, name) })
 }
 
 // AddPortal adds a portal.
@@ -214,6 +266,14 @@ func (nd *Node) AddPortal(cfg PortalConfig) *Portal {
 	defer nd.mu.Unlock()
 	nd.portals = append(nd.portals, p)
 	return p
+}
+
+// RemovePortal removes p from the answers to discovery. Its connections stay. The caller accepts no
+// new ones.
+func (nd *Node) RemovePortal(p *Portal) {
+	nd.mu.Lock()
+	defer nd.mu.Unlock()
+	nd.portals = slices.DeleteFunc(slices.Clone(nd.portals), func(o *Portal) bool { return o == p })
 }
 
 // target returns the target of that normalised name, or nil.
@@ -226,21 +286,15 @@ func (nd *Node) target(name string) *target {
 	return nil
 }
 
-// has tells whether t is a target now, and as it is.
+// has reports whether t is a target now, and has not been updated.
 //
-// Preconditions: mu is held.
+// Preconditions: nd.mu is held.
 func (nd *Node) has(t *target) bool {
 	i, ok := nd.searchTarget(t.Name)
 	return ok && nd.targets[i] == t
 }
 
-func (nd *Node) isStopping() bool {
-	nd.mu.Lock()
-	defer nd.mu.Unlock()
-	return nd.stopping
-}
-
-// Stats is a snapshot.
+// Stats returns the present numbers.
 func (nd *Node) Stats() Stats {
 	nd.mu.Lock()
 	defer nd.mu.Unlock()
@@ -249,114 +303,37 @@ func (nd *Node) Stats() Stats {
 		Connections:      len(nd.conns),
 		TasksInFlight:    int(nd.stats.tasks.Load()),
 		BuffersOut:       int(nd.buffers.out.Load()),
-		BufferOctets:     int(nd.buffers.octets.Load()),
+		BufferOctets:     int(nd.buffers.bytes.Load()),
 		LoginsAccepted:   nd.stats.accepted.Load(),
 		LoginsRefused:    nd.stats.refused.Load(),
 		SessionsFinished: nd.stats.sessionsEnded.Load(),
 	}
 }
 
-var errShutdown = errors.New("target shuts down")
+// A TargetInfo is a target at one time.
+type TargetInfo struct {
+	Name string // normalised
+	LUNs *lun.Inventory
+}
 
-// Shutdown ends everything: no more logins are accepted, the initiators of
-// normal sessions are asked to log out (Asynchronous Message 1, RFC 7143,
-// section 11.9.1), and those who have not done so after ShutdownWait are told so
-// and disconnected. It returns nil when all Serve calls have ended, or the error of
-// ctx if that is done earlier.
-func (nd *Node) Shutdown(ctx context.Context) error {
-	wait := nd.opt.Load().ShutdownWait
+// Targets returns all targets, ascending by name.
+func (nd *Node) Targets() []TargetInfo {
 	nd.mu.Lock()
-	nd.stopping = true
-	conns := make([]*conn, 0, len(nd.conns))
+	defer nd.mu.Unlock()
+	list := make([]TargetInfo, len(nd.targets))
+	for i, t := range nd.targets {
+		list[i] = TargetInfo{t.Name, t.LUNs}
+	}
+	return list
+}
+
+// Memory returns how many bytes of data buffers the connections have in use, and how many they may
+// have.
+func (nd *Node) Memory() (used, limit int64) {
+	nd.mu.Lock()
+	defer nd.mu.Unlock()
 	for c := range nd.conns {
-		conns = append(conns, c)
+		limit += int64(c.opt.ConnectionMemory)
 	}
-	nd.mu.Unlock()
-
-	asked := conns[:0:0]
-	for _, c := range conns {
-		if c.askLogout(wait) {
-			asked = append(asked, c)
-		} else {
-			c.stop(errShutdown)
-		}
-	}
-	grace := time.NewTimer(wait)
-	defer grace.Stop()
-	late := false
-	for _, c := range asked {
-		if late {
-			break
-		}
-		select {
-		case <-c.done:
-		case <-grace.C:
-			late = true
-		case <-ctx.Done():
-			late = true
-		}
-	}
-	for _, c := range conns {
-		c.dismiss(pdu.AsyncConnectionDropped, errShutdown) // section 11.9.1
-	}
-	for _, c := range conns {
-		select {
-		case <-c.done:
-		case <-ctx.Done():
-			for _, c := range conns {
-				c.end(errShutdown)
-			}
-			return ctx.Err()
-		}
-	}
-	nd.mu.Lock()
-	left := slices.Collect(maps.Values(nd.sessions)) // which wait for a connection
-	nd.mu.Unlock()
-	for _, s := range left {
-		s.end(errShutdown)
-	}
-	return nil
-}
-
-// addresses are what discovery answers for p to an initiator that reached the
-// node at local: host:port each.
-func (p *Portal) addresses(own *Portal, local net.Addr) []string {
-	if len(p.Advertise) > 0 {
-		return p.Advertise
-	}
-	here, ok := local.(*net.TCPAddr)
-	if p == own {
-		if !ok {
-			return []string{local.String()}
-		}
-		return []string{hostPort(here.IP, here.Port)}
-	}
-	// Another portal: where it listens, or if that is everywhere, the address
-	// at which the initiator has reached us, with that portal's port.
-	host, service, err := net.SplitHostPort(p.Listen)
-	port, err2 := strconv.Atoi(service)
-	if err != nil || err2 != nil || port == 0 {
-		return nil
-	}
-	host, zone, _ := strings.Cut(host, "%")
-	there := net.ParseIP(host)
-	switch {
-	case host == "" || there != nil && there.IsUnspecified():
-		if !ok || there != nil && there.To4() != nil && here.IP.To4() == nil {
-			return nil
-		}
-		return []string{hostPort(here.IP, port)}
-	case there == nil: // a name
-		return []string{p.Listen}
-	case ok && there.IsLoopback() && !here.IP.IsLoopback(),
-		there.To4() == nil && there.IsLinkLocalUnicast() && !(ok && here.IP.IsLinkLocalUnicast() && here.Zone == zone):
-		return nil // out of the initiator's reach
-	}
-	return []string{hostPort(there, port)}
-}
-
-// hostPort leaves out the zone of a link-local address, which means something
-// on this machine only. IPv6 addresses come in brackets.
-func hostPort(ip net.IP, port int) string {
-	return (&net.TCPAddr{IP: ip, Port: port}).String()
+	return nd.buffers.bytes.Load(), limit
 }

@@ -4,25 +4,27 @@ import (
 	"bytes"
 	"cmp"
 	"errors"
+	"net"
 	"strconv"
+	"strings"
 
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/security"
 )
 
-// A textExchange is a text negotiation in the full feature phase, which may
-// take several Text Requests (RFC 7143, section 6.4). There is one at a time.
+// A textExchange is a text negotiation in the full feature phase, which may take several Text
+// Requests (RFC 7143, section 6.4). A connection has one at a time.
 type textExchange struct {
 	open bool
 	itt  uint32 // of all its requests
-	ttt  uint32 // what continues it
+	ttt  uint32 // of the request that continues it
 	in   []byte // text of requests with C=1
 	out  []byte // rest of an answer that does not fit into one PDU
 	neg  *keys.Negotiation
 }
 
-// errText is what is wrong with a Text Request.
+// errText says why a Text Request is rejected.
 type errText pdu.RejectReason
 
 func (e errText) Error() string { return "text request rejected with reason " + strconv.Itoa(int(e)) }
@@ -74,9 +76,9 @@ func (t *Task) runText() {
 	c.respond(t)
 }
 
-// textAnswer is the next part of the answer in the exchange that t begins or
-// continues: whether it is the last PDU of the exchange, and whether the text
-// goes on in the next one. An error is an errText.
+// textAnswer returns the next part of the answer in the exchange that t begins or continues. final
+// reports whether it is the last PDU of the exchange, cont whether the text continues in the next
+// one. An error is an errText.
 func (c *conn) textAnswer(t *Task) (answer []byte, final, cont bool, err error) {
 	x, h := &c.text, t.header()
 	more := len(t.data) > 0
@@ -124,12 +126,11 @@ func (c *conn) textAnswer(t *Task) (answer []byte, final, cont bool, err error) 
 	return answer, !cont && h.Final(), cont, nil
 }
 
-// cutText takes from the answer what one PDU can carry, and tells whether there
-// is more.
+// cutText takes from the answer what one PDU can carry, and reports whether there is more.
 func (c *conn) cutText() (part []byte, more bool) {
 	x := &c.text
 	n := min(len(x.out), c.dm.MaxSendSegment())
-	part, x.out = bytes.Clone(x.out[:n]), x.out[n:] // a part does not keep the rest when that is forgotten
+	part, x.out = bytes.Clone(x.out[:n]), x.out[n:] // so that part does not keep the whole answer in memory
 	return part, len(x.out) > 0
 }
 
@@ -167,9 +168,8 @@ func (c *conn) answerText(x *textExchange) ([]byte, error) {
 	return out, nil
 }
 
-// sendTargets appends the answer to SendTargets=which (RFC 7143, appendix C):
-// All and a name in discovery; the empty value, which is the session's own
-// target, and that target's name in a normal session.
+// sendTargets appends the answer to SendTargets=which (RFC 7143, appendix C). Discovery sessions may
+// ask for All or a name, normal sessions for their own target: by its name or the empty value.
 func (c *conn) sendTargets(which string, answers []keys.Pair) []keys.Pair {
 	nd := c.node
 	nd.mu.Lock()
@@ -178,7 +178,7 @@ func (c *conn) sendTargets(which string, answers []keys.Pair) []keys.Pair {
 	var name string
 	all := which == "All"
 	if !all {
-		// A name that is none is a name of no target.
+		// An invalid name is the name of no target.
 		name, _ = security.NormalizeName(cmp.Or(which, c.sess.key.target))
 	}
 	if all && !c.sess.discovery || which == "" && c.sess.discovery || !all && !c.sess.discovery && name != c.sess.key.target {
@@ -198,9 +198,52 @@ func (c *conn) sendTargets(which string, answers []keys.Pair) []keys.Pair {
 				answers = append(answers, keys.Pair{Key: "TargetAddress", Value: addr + "," + strconv.Itoa(int(p.TPGT))})
 			}
 		}
-		if len(answers) == before+1 { // without an address it would be taken for a target at this one
+		if len(answers) == before+1 { // without an address the initiator would expect the target at this one
 			answers = answers[:before]
 		}
 	}
 	return answers
+}
+
+// addresses returns what discovery answers for p to an initiator that reached the node by way of own
+// at local: host:port each.
+func (p *Portal) addresses(own *Portal, local net.Addr) []string {
+	if len(p.Advertise) > 0 {
+		return p.Advertise
+	}
+	here, ok := local.(*net.TCPAddr)
+	if p == own {
+		if !ok {
+			return []string{local.String()}
+		}
+		return []string{hostPort(here.IP, here.Port)}
+	}
+	// Another portal: the address where it listens. If it listens on all addresses, the address at
+	// which the initiator has reached the target, with that portal's port.
+	host, service, err := net.SplitHostPort(p.Listen)
+	port, err2 := strconv.Atoi(service)
+	if err != nil || err2 != nil || port == 0 {
+		return nil
+	}
+	host, zone, _ := strings.Cut(host, "%")
+	there := net.ParseIP(host)
+	switch {
+	case host == "" || there != nil && there.IsUnspecified():
+		if !ok || there != nil && there.To4() != nil && here.IP.To4() == nil {
+			return nil
+		}
+		return []string{hostPort(here.IP, port)}
+	case there == nil: // a name
+		return []string{p.Listen}
+	case ok && there.IsLoopback() && !here.IP.IsLoopback(),
+		there.To4() == nil && there.IsLinkLocalUnicast() && !(ok && here.IP.IsLinkLocalUnicast() && here.Zone == zone):
+		return nil // out of the initiator's reach
+	}
+	return []string{hostPort(there, port)}
+}
+
+// hostPort formats an address without its zone, which means something on this machine only. IPv6
+// addresses are in brackets.
+func hostPort(ip net.IP, port int) string {
+	return (&net.TCPAddr{IP: ip, Port: port}).String()
 }

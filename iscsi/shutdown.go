@@ -1,0 +1,171 @@
+package iscsi
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun"
+)
+
+var errShutdown = errors.New("target shuts down")
+
+// isStopping reports whether Shutdown has been called.
+func (nd *Node) isStopping() bool {
+	nd.mu.Lock()
+	defer nd.mu.Unlock()
+	return nd.stopping
+}
+
+// Shutdown ends everything. The node refuses logins from now on, and asks the initiators of normal
+// sessions to log out (Asynchronous Message 1, RFC 7143, section 11.9.1). After ShutdownWait it
+// tells those that have not done so that it drops the connection, and disconnects them. Shutdown
+// returns nil when all Serve calls have ended, or the error of ctx if that is done earlier.
+func (nd *Node) Shutdown(ctx context.Context) error {
+	wait := nd.opt.Load().ShutdownWait
+	nd.mu.Lock()
+	nd.stopping = true
+	conns := slices.Collect(maps.Keys(nd.conns))
+	nd.mu.Unlock()
+
+	asked := conns[:0:0]
+	for _, c := range conns {
+		if c.askLogout(wait) {
+			asked = append(asked, c)
+		} else {
+			c.stop(errShutdown)
+		}
+	}
+	grace := time.NewTimer(wait)
+	defer grace.Stop()
+	graceOver := false
+	for _, c := range asked {
+		if graceOver {
+			break
+		}
+		select {
+		case <-c.done:
+		case <-grace.C:
+			graceOver = true
+		case <-ctx.Done():
+			graceOver = true
+		}
+	}
+	for _, c := range conns {
+		c.dismiss(pdu.AsyncConnectionDropped, errShutdown) // section 11.9.1
+	}
+	for _, c := range conns {
+		select {
+		case <-c.done:
+		case <-ctx.Done():
+			for _, c := range conns {
+				c.end(errShutdown)
+			}
+			return ctx.Err()
+		}
+	}
+	nd.mu.Lock()
+	left := slices.Collect(maps.Values(nd.sessions)) // which wait for a connection
+	nd.mu.Unlock()
+	for _, s := range left {
+		s.end(errShutdown)
+	}
+	return nil
+}
+
+// cutOffWait is how long the tasks of a session may take to end after EndSession has cut it off.
+const cutOffWait = time.Second
+
+// EndSession ends the session. Its initiator is asked to log out (Asynchronous Message 1, RFC 7143,
+// section 11.9.1) within grace. Then the node tells it that the session is dropped (event 3), and
+// disconnects it. No connection joins the session from now on. EndSession returns nil when nothing
+// of the session is left. When ctx is done it cuts the session off and returns the error of ctx if
+// tasks are left even then. The error is ErrNoSession if there is no such session.
+func (nd *Node) EndSession(ctx context.Context, tsih uint16, grace time.Duration, reason error) error {
+	s, err := nd.session(tsih)
+	if err != nil {
+		return err
+	}
+	conns := s.close(reason)
+	asked := false
+	if grace > 0 {
+		for _, c := range conns {
+			asked = c.askLogout(grace) || asked
+		}
+	}
+	if asked {
+		wait := time.NewTimer(grace)
+		defer wait.Stop()
+		select {
+		case <-s.done:
+			return nil
+		case <-wait.C:
+		case <-ctx.Done():
+		}
+	}
+	for _, c := range conns {
+		c.dismiss(pdu.AsyncSessionDropped, reason)
+	}
+	select {
+	case <-s.done:
+		return nil
+	case <-ctx.Done():
+	}
+	for _, c := range conns {
+		c.stop(reason)
+	}
+	select {
+	case <-s.done:
+		return nil
+	case <-time.After(cutOffWait):
+		return fmt.Errorf("TSIH %d: tasks of the session have not ended yet: %w", tsih, ctx.Err())
+	}
+}
+
+// drainPoll is how often Drain looks.
+const drainPoll = 2 * time.Millisecond
+
+// Drain waits until the commands that have come so far for a LUN of that inventory have ended, those
+// of all sessions. It returns how many are left, and the error of ctx if that is done earlier.
+func (nd *Node) Drain(ctx context.Context, inv *lun.Inventory, id uint16) (left int, err error) {
+	last := map[*shared]uint64{} // of each session: seq of the last task so far
+	nd.mu.Lock()
+	for _, s := range nd.sessions {
+		if s.nexus != nil && s.target.LUNs == inv {
+			last[s.shared] = 0
+		}
+	}
+	nd.mu.Unlock()
+	for s := range last {
+		s.mu.Lock()
+		last[s] = s.seq
+		s.mu.Unlock()
+	}
+	field := lun.EncodeLUN(id)
+	tick := time.NewTicker(drainPoll)
+	defer tick.Stop()
+	for {
+		left = 0
+		for s, seq := range last {
+			s.mu.Lock()
+			s.tasks.each(func(t *Task) {
+				if t.isCommand() && t.seq <= seq && t.header().LUN() == field {
+					left++
+				}
+			})
+			s.mu.Unlock()
+		}
+		if left == 0 {
+			return 0, nil
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return left, ctx.Err()
+		}
+	}
+}
