@@ -49,8 +49,8 @@ var mayImport = map[string][]string{
 
 // Tests may import, beside that, what they have in common, the suite that every store
 // has to pass, what the packages below import (a unit needs a store), and those of the
-// program an initiator.
-var testsMayImport = map[string][]string{"": {"backend/backendtest", "tests/testkit"}, "cmd": {"tests/initiator"}}
+// program an initiator. The example of iscsi needs a Datamover.
+var testsMayImport = map[string][]string{"": {"backend/backendtest", "tests/testkit"}, "cmd": {"tests/initiator"}, "iscsi": {"iscsi/tcp"}}
 
 // TestImports reads the files itself, whatever their build tags: what another
 // process reads would be unknown to the cache of test results.
