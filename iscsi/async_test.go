@@ -21,7 +21,8 @@ import (
 func (tc *testConn) wantAsync(event string, lun [8]byte) *sentPDU {
 	tc.tb.Helper()
 	p := tc.want(pdu.AsyncMessage)
-	if string(p.h[36:44]) != event || p.h.LUN() != lun || p.h.ITT() != pdu.ReservedTag || p.h[1] != 0x80 || p.h[0] != 0x32 {
+	if string(p.h[36:44]) != event || p.h.LUN() != lun || p.h.ITT() != pdu.ReservedTag || p.h[1] != 0x80 ||
+		p.h[0] != 0x32 {
 		tc.tb.Fatalf("%x, want event %x and LUN %x", []byte(p.h), event, lun)
 	}
 	return p
@@ -84,7 +85,8 @@ func TestSCSIEvent(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		const name = "iqn.2026-11.io.example:jukebox"
-		u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: 9}, Serial: "3000000000000009"}, Removable: true})
+		u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: 9},
+			Serial: "3000000000000009"}, Removable: true})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -108,7 +110,8 @@ func TestSCSIEvent(t *testing.T) {
 		}
 		login := func(last byte) *testConn {
 			tc := n.connect(func(tc *testConn) { tc.isid[5] = last })
-			tc.writeLogin(tc.loginRequest(true, 1, 3), slices.Concat(without(names, "TargetName"), []string{"TargetName=" + name}, linuxKeys)...)
+			tc.writeLogin(tc.loginRequest(true, 1, 3),
+				slices.Concat(without(names, "TargetName"), []string{"TargetName=" + name}, linuxKeys)...)
 			r, _ := tc.wantLogin(pdu.LoginSuccess)
 			tc.tsih = r.TSIH
 			tc.wantSense(command(tc, cdb.TestUnitReady), 6, 0x29, 0)

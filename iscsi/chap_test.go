@@ -27,7 +27,8 @@ const (
 )
 
 // secrets are what a test initiator answers with, by the word for it.
-var secrets = map[string]string{"alice": aliceSecret, "bob": bobSecret, "store": storeSecret, "nobody": "no secret of anybody"}
+var secrets = map[string]string{"alice": aliceSecret, "bob": bobSecret, "store": storeSecret,
+	"nobody": "no secret of anybody"}
 
 // hashes are the algorithms by their numbers, apart from package security.
 var hashes = map[string]func(b []byte) []byte{
@@ -46,9 +47,11 @@ func chap(tb testing.TB, target string, algorithms ...string) *security.CHAP {
 		tb.Fatal(err)
 	}
 	user := func(name, initiator string) security.CHAPUser {
-		return security.CHAPUser{CHAPIdentity: security.CHAPIdentity{Name: name, Secret: security.Secret(secrets[name])}, Initiator: initiator}
+		return security.CHAPUser{CHAPIdentity: security.CHAPIdentity{Name: name,
+			Secret: security.Secret(secrets[name])}, Initiator: initiator}
 	}
-	cfg := security.CHAPConfig{Algorithms: list, Users: []security.CHAPUser{user("alice", initiatorName), user("bob", "")}}
+	cfg := security.CHAPConfig{Algorithms: list,
+		Users: []security.CHAPUser{user("alice", initiatorName), user("bob", "")}}
 	if target != "" {
 		cfg.Target = security.CHAPIdentity{Name: target, Secret: storeSecret}
 	}
@@ -162,21 +165,29 @@ func TestCHAP(t *testing.T) {
 		requests   []string
 		algorithm  string
 	}{
-		{"open-iscsi, one-way", nil, []string{"T AuthMethod=CHAP,None", "CHAP_A=5", "T CHAP_N=alice CHAP_R=%alice"}, "5"},
-		{"open-iscsi, all algorithms", nil, []string{"T AuthMethod=CHAP,None", "CHAP_A=8,7,6,5", "T CHAP_N=alice CHAP_R=%alice"}, "8"},
-		{"transit asked for throughout", nil, []string{"T AuthMethod=CHAP", "T CHAP_A=7", "T CHAP_N=alice CHAP_R=%alice"}, "7"},
+		{"open-iscsi, one-way", nil, []string{"T AuthMethod=CHAP,None", "CHAP_A=5", "T CHAP_N=alice CHAP_R=%alice"},
+			"5"},
+		{"open-iscsi, all algorithms", nil, []string{"T AuthMethod=CHAP,None", "CHAP_A=8,7,6,5",
+			"T CHAP_N=alice CHAP_R=%alice"}, "8"},
+		{"transit asked for throughout", nil,
+			[]string{"T AuthMethod=CHAP", "T CHAP_A=7", "T CHAP_N=alice CHAP_R=%alice"}, "7"},
 		{"transit after all", nil, []string{"AuthMethod=CHAP", "CHAP_A=6", "CHAP_N=alice CHAP_R=%alice", "T"}, "6"},
-		{"AuthMethod after the names", nil, []string{"", "AuthMethod=KRB5,CHAP,None", "CHAP_A=5", "T CHAP_N=alice CHAP_R=%alice"}, "5"},
+		{"AuthMethod after the names", nil, []string{"", "AuthMethod=KRB5,CHAP,None", "CHAP_A=5",
+			"T CHAP_N=alice CHAP_R=%alice"}, "5"},
 		{"base64", nil, []string{"AuthMethod=CHAP", "CHAP_A=8", "T CHAP_N=alice CHAP_R=$alice"}, "8"},
-		{"keys of any stage in between", nil, []string{"AuthMethod=CHAP X-a=1", "CHAP_A=5 InitiatorAlias=a", "T CHAP_N=alice CHAP_R=%alice X-b=1"}, "5"},
-		{"our order counts", []string{"md5", "sha256"}, []string{"AuthMethod=CHAP", "CHAP_A=8,7,6,5", "T CHAP_N=alice CHAP_R=%alice"}, "5"},
-		{"unknown algorithms are skipped", nil, []string{"AuthMethod=CHAP", "CHAP_A=99,0x05,261", "T CHAP_N=alice CHAP_R=%alice"}, "5"},
+		{"keys of any stage in between", nil,
+			[]string{"AuthMethod=CHAP X-a=1", "CHAP_A=5 InitiatorAlias=a", "T CHAP_N=alice CHAP_R=%alice X-b=1"}, "5"},
+		{"our order counts", []string{"md5", "sha256"},
+			[]string{"AuthMethod=CHAP", "CHAP_A=8,7,6,5", "T CHAP_N=alice CHAP_R=%alice"}, "5"},
+		{"unknown algorithms are skipped", nil,
+			[]string{"AuthMethod=CHAP", "CHAP_A=99,0x05,261", "T CHAP_N=alice CHAP_R=%alice"}, "5"},
 		{"user for any initiator", nil, []string{"AuthMethod=CHAP", "CHAP_A=5", "T CHAP_N=bob CHAP_R=%bob"}, "5"},
 	} {
 		bubble(t, c.id, func(t *testing.T) {
 			n := newCHAPNode(t, chap(t, "", c.algorithms...))
 			p := n.connect().chapPeer()
-			if last := p.authenticate(c.requests...); p.algorithm != c.algorithm || last["CHAP_N"] != "" || last["CHAP_R"] != "" {
+			if last := p.authenticate(c.requests...); p.algorithm != c.algorithm || last["CHAP_N"] != "" ||
+				last["CHAP_R"] != "" {
 				t.Errorf("CHAP_A=%s, last answer %q", p.algorithm, last)
 			}
 			p.writeLogin(p.loginRequest(true, 1, 3), linuxKeys...)
@@ -192,9 +203,11 @@ func TestCHAP(t *testing.T) {
 func TestMutualCHAP(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		for algorithm := range hashes {
-			for _, theirs := range []string{"0x000102030405060708090a0b0c0d0e0f", "0bAAECAwQFBgcICQoLDA0ODw==", "0x" + strings.Repeat("ab", 1024)} {
+			for _, theirs := range []string{"0x000102030405060708090a0b0c0d0e0f", "0bAAECAwQFBgcICQoLDA0ODw==", "0x" +
+				strings.Repeat("ab", 1024)} {
 				p := newCHAPNode(t, chap(t, "store")).connect().chapPeer()
-				last := p.authenticate("AuthMethod=CHAP", "CHAP_A="+algorithm, "T CHAP_N=alice CHAP_R=%alice CHAP_I=42 CHAP_C="+theirs)
+				last := p.authenticate("AuthMethod=CHAP", "CHAP_A="+algorithm,
+					"T CHAP_N=alice CHAP_R=%alice CHAP_I=42 CHAP_C="+theirs)
 				challenge := theirs
 				if strings.HasPrefix(theirs, "0b") {
 					challenge = "0x000102030405060708090a0b0c0d0e0f" // V-ISCSI-15
@@ -230,28 +243,38 @@ var chapRefusals = []struct {
 	{"ISCSI-9.2-2 CHAP_A missing", "AuthMethod=CHAP; T", pdu.LoginMissingParameter},
 	{"ISCSI-12.1.3-1 method again", "AuthMethod=CHAP; AuthMethod=CHAP", pdu.LoginInitiatorError},
 	{"ISCSI-12.1.3-1 CHAP_A again", untilResponse + "CHAP_A=5", pdu.LoginInitiatorError},
-	{"ISCSI-12.1.3-1 response again", untilResponse + "CHAP_N=alice CHAP_R=%alice; CHAP_N=alice CHAP_R=%alice", pdu.LoginInitiatorError},
-	{"ISCSI-12.1.3-1 method after all", untilResponse + "CHAP_N=alice CHAP_R=%alice; T AuthMethod=None", pdu.LoginInitiatorError},
+	{"ISCSI-12.1.3-1 response again", untilResponse + "CHAP_N=alice CHAP_R=%alice; CHAP_N=alice CHAP_R=%alice",
+		pdu.LoginInitiatorError},
+	{"ISCSI-12.1.3-1 method after all", untilResponse + "CHAP_N=alice CHAP_R=%alice; T AuthMethod=None",
+		pdu.LoginInitiatorError},
 	{"ISCSI-12.1.3-2 no algorithm of ours", "AuthMethod=CHAP; CHAP_A=99", pdu.LoginAuthentication},
 	{"ISCSI-9.2-2 CHAP_A is no number", "AuthMethod=CHAP; CHAP_A=md5", pdu.LoginInitiatorError},
 	{"ISCSI-9.2-2 CHAP_R missing", untilResponse + "T CHAP_N=alice", pdu.LoginMissingParameter},
 	{"ISCSI-9.2-2 CHAP_N missing", untilResponse + "T CHAP_R=%alice", pdu.LoginMissingParameter},
 	{"ISCSI-9.2-2 nothing", untilResponse + "T", pdu.LoginMissingParameter},
-	{"SEC-3723.2.4.1-2 challenge instead of CHAP_R", untilResponse + "T CHAP_N=alice CHAP_I=1 CHAP_C=@", pdu.LoginMissingParameter},
-	{"ISCSI-9.2-2 CHAP_I missing", untilResponse + "T CHAP_N=alice CHAP_R=%alice CHAP_C=0x01", pdu.LoginMissingParameter},
+	{"SEC-3723.2.4.1-2 challenge instead of CHAP_R", untilResponse + "T CHAP_N=alice CHAP_I=1 CHAP_C=@",
+		pdu.LoginMissingParameter},
+	{"ISCSI-9.2-2 CHAP_I missing", untilResponse + "T CHAP_N=alice CHAP_R=%alice CHAP_C=0x01",
+		pdu.LoginMissingParameter},
 	{"ISCSI-9.2-2 CHAP_C missing", untilResponse + "T CHAP_N=alice CHAP_R=%alice CHAP_I=1", pdu.LoginMissingParameter},
-	{"ISCSI-9.2-2 CHAP_I is no octet", untilResponse + "T CHAP_N=alice CHAP_R=%alice CHAP_I=256 CHAP_C=0x01", pdu.LoginInitiatorError},
-	{"ISCSI-12.1.3-3 long challenge", untilResponse + "T CHAP_N=alice CHAP_R=%alice CHAP_I=1 CHAP_C=0x" + strings.Repeat("00", 1025), pdu.LoginInitiatorError},
-	{"ISCSI-12.1.3-3 long response", untilResponse + "T CHAP_N=alice CHAP_R=0x" + strings.Repeat("00", 1025), pdu.LoginInitiatorError},
-	{"ISCSI-6.1-4 decimal challenge", untilResponse + "T CHAP_N=alice CHAP_R=%alice CHAP_I=1 CHAP_C=12345678901234567890", pdu.LoginInitiatorError},
+	{"ISCSI-9.2-2 CHAP_I is no octet", untilResponse + "T CHAP_N=alice CHAP_R=%alice CHAP_I=256 CHAP_C=0x01",
+		pdu.LoginInitiatorError},
+	{"ISCSI-12.1.3-3 long challenge", untilResponse + "T CHAP_N=alice CHAP_R=%alice CHAP_I=1 CHAP_C=0x" +
+		strings.Repeat("00", 1025), pdu.LoginInitiatorError},
+	{"ISCSI-12.1.3-3 long response", untilResponse + "T CHAP_N=alice CHAP_R=0x" + strings.Repeat("00", 1025),
+		pdu.LoginInitiatorError},
+	{"ISCSI-6.1-4 decimal challenge", untilResponse +
+		"T CHAP_N=alice CHAP_R=%alice CHAP_I=1 CHAP_C=12345678901234567890", pdu.LoginInitiatorError},
 	{"ISCSI-6.2-8 Reject", untilResponse + "T CHAP_N=alice CHAP_R=Reject", pdu.LoginInitiatorError},
 	{"ISCSI-9.2-3 wrong secret", untilResponse + "T CHAP_N=alice CHAP_R=%nobody", pdu.LoginAuthentication},
 	{"ISCSI-9.2-3 unknown user", untilResponse + "T CHAP_N=carol CHAP_R=%alice", pdu.LoginAuthentication},
 	{"ISCSI-9.2-3 secret of another user", untilResponse + "T CHAP_N=alice CHAP_R=%bob", pdu.LoginAuthentication},
 	{"ISCSI-9.2-3 short response", untilResponse + "T CHAP_N=alice CHAP_R=0x00", pdu.LoginAuthentication},
-	{"SEC-3723.2.4.1-1 wrong secret, mutual", untilResponse + "T CHAP_N=alice CHAP_R=%nobody CHAP_I=1 CHAP_C=0x01", pdu.LoginAuthentication},
+	{"SEC-3723.2.4.1-1 wrong secret, mutual", untilResponse + "T CHAP_N=alice CHAP_R=%nobody CHAP_I=1 CHAP_C=0x01",
+		pdu.LoginAuthentication},
 	{"SEC-7143.9.2.1-7 secret of the target", untilResponse + "T CHAP_N=alice CHAP_R=%store", pdu.LoginAuthentication},
-	{"SEC-7143.9.2.1-9 our own challenge", untilResponse + "T CHAP_N=alice CHAP_R=%alice CHAP_I=1 CHAP_C=@", pdu.LoginAuthentication},
+	{"SEC-7143.9.2.1-9 our own challenge", untilResponse + "T CHAP_N=alice CHAP_R=%alice CHAP_I=1 CHAP_C=@",
+		pdu.LoginAuthentication},
 }
 
 // Every way to get CHAP wrong has its status, ends the connection, and gets no
@@ -336,7 +359,8 @@ func TestMutualCHAPWithoutATargetSecretIsRefused(t *testing.T) {
 func TestCHAPUserOfAnotherInitiatorIsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newCHAPNode(t, chap(t, ""))
-		for user, status := range map[string]pdu.LoginStatus{"alice": pdu.LoginAuthentication, "bob": pdu.LoginSuccess} {
+		for user, status := range map[string]pdu.LoginStatus{"alice": pdu.LoginAuthentication,
+			"bob": pdu.LoginSuccess} {
 			p := n.connect().chapPeer()
 			p.first = append(without(names, "InitiatorName"), "InitiatorName=iqn.1993-08.org.debian:01:other")
 			p.authenticateUntilResponse()
@@ -371,7 +395,8 @@ func TestReflectionAcrossConnections(t *testing.T) {
 		first.close()
 		first.wait()
 		third := n.connect().chapPeer()
-		third.authenticate("AuthMethod=CHAP", "CHAP_A=5", "T CHAP_N=alice CHAP_R=%alice CHAP_I="+first.id+" CHAP_C="+first.challenge)
+		third.authenticate("AuthMethod=CHAP", "CHAP_A=5",
+			"T CHAP_N=alice CHAP_R=%alice CHAP_I="+first.id+" CHAP_C="+first.challenge)
 		third.writeLogin(third.loginRequest(true, 1, 3), linuxKeys...)
 		third.loggedIn().logout()
 		n.challenges.Range(func(c, _ any) bool {
@@ -401,7 +426,8 @@ func TestSessionOfAnotherUser(t *testing.T) {
 		enter("bob", old.tsih).wantRefused(pdu.LoginAuthentication)
 
 		named := n.connect() // authenticated by nobody
-		named.writeLogin(named.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery", "TargetName="+targetName)
+		named.writeLogin(named.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery",
+			"TargetName="+targetName)
 		named.wantRefused(pdu.LoginAuthentication)
 
 		old.ping()
@@ -419,7 +445,8 @@ func TestCHAPWithoutAuth(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		for request, status := range map[string]pdu.LoginStatus{
 			"T AuthMethod=CHAP,None": pdu.LoginSuccess, "T": pdu.LoginSuccess,
-			"T AuthMethod=CHAP": pdu.LoginAuthentication, "T CHAP_A=5": pdu.LoginInitiatorError, "T AuthMethod=None CHAP_N=alice": pdu.LoginInitiatorError,
+			"T AuthMethod=CHAP": pdu.LoginAuthentication, "T CHAP_A=5": pdu.LoginInitiatorError,
+			"T AuthMethod=None CHAP_N=alice": pdu.LoginInitiatorError,
 		} {
 			p := newTestNode(t).connect().chapPeer()
 			p.say(request)
@@ -497,7 +524,8 @@ func TestRedirect(t *testing.T) {
 			d.wait()
 
 			tc := n.connect() // who may not log in is not told where to
-			tc.writeLogin(tc.loginRequest(true, 1, 3), append(without(names, "InitiatorName"), "InitiatorName=iqn.2001-04.com.example:x")...)
+			tc.writeLogin(tc.loginRequest(true, 1, 3),
+				append(without(names, "InitiatorName"), "InitiatorName=iqn.2001-04.com.example:x")...)
 			tc.wantRefused(pdu.LoginAuthorization)
 		}
 	})
@@ -508,8 +536,10 @@ func TestRedirect(t *testing.T) {
 // not know a secret does not get through, and the target proves nothing.
 func FuzzCHAP(f *testing.F) {
 	line := func(flags byte, pairs string) string { return string(flags) + pairs + "\n" }
-	for _, rest := range []string{"CHAP_N=alice;CHAP_R=0x00", "CHAP_N=alice;CHAP_R=0bAAECAwQFBgcICQoLDA0ODw==;CHAP_I=1;CHAP_C=0x01", "CHAP_I=1;CHAP_C=@", ""} {
-		f.Add([]byte(line(0x81, "AuthMethod=CHAP,None") + line(0, "CHAP_A=8,7,6,5") + line(0x81, rest) + line(0x87, "InitialR2T=No")))
+	for _, rest := range []string{"CHAP_N=alice;CHAP_R=0x00",
+		"CHAP_N=alice;CHAP_R=0bAAECAwQFBgcICQoLDA0ODw==;CHAP_I=1;CHAP_C=0x01", "CHAP_I=1;CHAP_C=@", ""} {
+		f.Add([]byte(line(0x81, "AuthMethod=CHAP,None") + line(0, "CHAP_A=8,7,6,5") + line(0x81, rest) +
+			line(0x87, "InitialR2T=No")))
 	}
 	f.Add([]byte(line(0x81, "AuthMethod=None") + line(0x87, "")))
 	f.Add([]byte(line(0x40, "AuthMethod=C") + line(0x83, "HAP;CHAP_A=5")))
@@ -542,7 +572,8 @@ func FuzzCHAP(f *testing.F) {
 		}
 		for _, p := range tc.m.sent {
 			// A key that only begins like the response is answered with NotUnderstood.
-			if r := pdu.ParseLoginResponse(p.h); r.Transit || r.TSIH != 0 || bytes.Contains(p.data, []byte("CHAP_R=0")) {
+			if r := pdu.ParseLoginResponse(p.h); r.Transit || r.TSIH != 0 ||
+				bytes.Contains(p.data, []byte("CHAP_R=0")) {
 				t.Errorf("%+v %q", r, p.data)
 			}
 		}
@@ -557,7 +588,8 @@ func TestCHAPExtremes(t *testing.T) {
 		secrets["zeros"] = secret
 		defer delete(secrets, "zeros")
 		c, err := security.NewCHAP(security.CHAPConfig{Algorithms: []security.CHAPAlgorithm{security.CHAPMD5},
-			Users: []security.CHAPUser{{CHAPIdentity: security.CHAPIdentity{Name: name, Secret: security.Secret(secret)}}}})
+			Users: []security.CHAPUser{{CHAPIdentity: security.CHAPIdentity{Name: name,
+				Secret: security.Secret(secret)}}}})
 		if err != nil {
 			t.Fatal(err)
 		}

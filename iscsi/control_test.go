@@ -202,7 +202,8 @@ func TestNOPOut(t *testing.T) {
 			h.SetLUN([8]byte{1: 0})
 			tc.write(h, pattern(size, 1))
 			p := tc.want(pdu.NOPIn)
-			if p.h.ITT() != h.ITT() || p.h.TTT() != pdu.ReservedTag || !bytes.Equal(p.data, pattern(size, 1)[:min(size, 128)]) {
+			if p.h.ITT() != h.ITT() || p.h.TTT() != pdu.ReservedTag ||
+				!bytes.Equal(p.data, pattern(size, 1)[:min(size, 128)]) {
 				t.Errorf("%d octets: %x %x", size, []byte(p.h), p.data)
 			}
 		}
@@ -234,7 +235,8 @@ func TestKeepalive(t *testing.T) {
 		for range 5 {
 			start := time.Now()
 			p := tc.want(pdu.NOPIn)
-			if p.h.ITT() != pdu.ReservedTag || p.h.TTT() == pdu.ReservedTag || len(p.data) != 0 || slices.Contains(ttts, p.h.TTT()) {
+			if p.h.ITT() != pdu.ReservedTag || p.h.TTT() == pdu.ReservedTag || len(p.data) != 0 ||
+				slices.Contains(ttts, p.h.TTT()) {
 				t.Fatalf("NOP-In %x %x", []byte(p.h), p.data)
 			}
 			ttts = append(ttts, p.h.TTT())
@@ -391,7 +393,8 @@ func TestRejectsOfADiscoverySession(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().discover()
 		for _, h := range []pdu.BHS{
-			tc.Request(pdu.SCSICommand, pdu.FlagF, true), tc.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.TargetWarmReset, true),
+			tc.Request(pdu.SCSICommand, pdu.FlagF, true),
+			tc.Request(pdu.TaskMgmtReq, pdu.FlagF|pdu.TargetWarmReset, true),
 			tc.Request(pdu.NOPOut, pdu.FlagF, true),
 		} {
 			tc.write(h, nil)
@@ -514,7 +517,8 @@ func TestShutdown(t *testing.T) {
 		done := make(chan error, 1)
 		go func() { done <- n.Shutdown(context.Background()) }()
 		p := polite.want(pdu.AsyncMessage)
-		if p.h.AsyncEvent() != pdu.AsyncLogoutRequest || p.h.ITT() != pdu.ReservedTag || p.h.Parameter(3) == 0 || len(p.data) != 0 {
+		if p.h.AsyncEvent() != pdu.AsyncLogoutRequest || p.h.ITT() != pdu.ReservedTag || p.h.Parameter(3) == 0 ||
+			len(p.data) != 0 {
 			t.Errorf("%x %x", []byte(p.h), p.data)
 		}
 		polite.logout()
@@ -558,7 +562,8 @@ func TestWindow(t *testing.T) {
 		for _, depth := range []int{1, 2, 3, 100, 128} {
 			var w window
 			w.open(start, depth)
-			if w.accepts(start-1) || w.accepts(start+uint32(depth)) || !w.accepts(start) || !w.accepts(start+uint32(depth)-1) {
+			if w.accepts(start-1) || w.accepts(start+uint32(depth)) || !w.accepts(start) ||
+				!w.accepts(start+uint32(depth)-1) {
 				t.Fatalf("window of %d at %#x: %+v", depth, start, w)
 			}
 			tasks := make([]*Task, depth)

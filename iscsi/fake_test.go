@@ -242,7 +242,9 @@ func (m *fakeMover) endGet(t *Task, err error) {
 	if err == nil {
 		src := m.source[m.bound[t]]
 		if off := int(m.dataOff[t]); off+len(m.data[t]) > len(src) {
-			m.violation = append(m.violation, fmt.Sprintf("GetData beyond the source: %d+%d of %d, bound %x", off, len(m.data[t]), len(src), m.bound[t]))
+			m.violation = append(m.violation,
+				fmt.Sprintf("GetData beyond the source: %d+%d of %d, bound %x", off, len(m.data[t]), len(src),
+					m.bound[t]))
 		} else {
 			copy(m.data[t], src[off:])
 		}

@@ -18,7 +18,8 @@ import (
 func (n *testNode) leadReporting(reporting string, change ...func(*testConn)) *testConn {
 	n.tb.Helper()
 	tc := n.connect(change...)
-	tc.writeLogin(tc.loginRequest(true, 1, 3), slices.Concat(names, leadingKeys, []string{"TaskReporting=" + reporting})...)
+	tc.writeLogin(tc.loginRequest(true, 1, 3),
+		slices.Concat(names, leadingKeys, []string{"TaskReporting=" + reporting})...)
 	r, answers := tc.wantLogin(pdu.LoginSuccess)
 	if !slices.Contains(answers, "TaskReporting="+reporting) {
 		n.tb.Fatalf("answers %q", answers)
@@ -178,7 +179,10 @@ func TestFenceCases(t *testing.T) {
 		// not acknowledged.
 		run func(n *testNode, a, other *testConn) (h pdu.BHS)
 	}{
-		{"ABORT TASK", false, func(_ *testNode, a, _ *testConn) pdu.BHS { return a.tmf(pdu.AbortTask, [8]byte{}, 0x7777, a.CmdSN-1) }},
+		{"ABORT TASK", false, func(_ *testNode, a,
+			_ *testConn) pdu.BHS {
+			return a.tmf(pdu.AbortTask, [8]byte{}, 0x7777, a.CmdSN-1)
+		}},
 		{"b) ABORT TASK SET", true, func(_ *testNode, a, _ *testConn) pdu.BHS {
 			return a.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
 		}},
@@ -195,7 +199,10 @@ func TestFenceCases(t *testing.T) {
 			other.wantTMF(other.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionComplete)
 			return a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 		}},
-		{"another CHECK CONDITION", false, func(_ *testNode, a, _ *testConn) pdu.BHS { return a.command(pdu.FlagF, 0, [16]byte{0xff}, nil) }},
+		{"another CHECK CONDITION", false, func(_ *testNode, a,
+			_ *testConn) pdu.BHS {
+			return a.command(pdu.FlagF, 0, [16]byte{0xff}, nil)
+		}},
 		{"f) PREEMPT AND ABORT", true, func(n *testNode, a, _ *testConn) pdu.BHS {
 			return a.command(writeF, 24, [16]byte{0x5f, 5, 1, 8: 24}, register(1))
 		}},
@@ -265,7 +272,8 @@ func (tc *testConn) wantTerminations(luns ...byte) {
 	for range luns {
 		p := tc.want(pdu.AsyncMessage)
 		// ISCSI-11.9-3: the LUN field is valid, the parameters are reserved.
-		if string(p.h[36:44]) != "\x05\x00\x00\x00\x00\x00\x00\x00" || p.h.ITT() != pdu.ReservedTag || p.h[8] != 0 || string(p.h[10:16]) != "\x00\x00\x00\x00\x00\x00" || len(p.data) != 0 {
+		if string(p.h[36:44]) != "\x05\x00\x00\x00\x00\x00\x00\x00" || p.h.ITT() != pdu.ReservedTag || p.h[8] != 0 ||
+			string(p.h[10:16]) != "\x00\x00\x00\x00\x00\x00" || len(p.data) != 0 {
 			tc.tb.Fatalf("%x %x", []byte(p.h), p.data)
 		}
 		got = append(got, p.h[9])
@@ -293,7 +301,8 @@ func TestTerminations(t *testing.T) {
 	for _, issuing := range []string{"RFC3720", fastAbort} {
 		bubble(t, issuing+" issues", func(t *testing.T) {
 			n := newTestNode(t, several(4))
-			u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: 9}, Serial: "3000000000000009"}})
+			u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: 9},
+				Serial: "3000000000000009"}})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -325,7 +334,8 @@ func TestTerminations(t *testing.T) {
 				write(p[0], 0)
 				write(p[0], 1)
 				write(p[1].on(p[0]), 0)
-				testkit.Eventually(n.tb, "GetDatas", func() bool { return p[0].m.getting() == 3 && p[1].m.getting() == 1 })
+				testkit.Eventually(n.tb, "GetDatas",
+					func() bool { return p[0].m.getting() == 3 && p[1].m.getting() == 1 })
 			}
 			reset := a.on(b).tmf(pdu.TargetWarmReset, [8]byte{}, pdu.ReservedTag, 0)
 			c.wantTerminations(0, 1)
@@ -374,7 +384,8 @@ func TestTerminationsWaitForBuffers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t, several(4))
 		for id := range uint16(4) {
-			u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: byte(id) + 9}, Serial: "300000000000000" + string(rune('A'+id))}})
+			u, err := lun.New(newStore(t), lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: byte(id) + 9},
+				Serial: "300000000000000" + string(rune('A'+id))}})
 			if err != nil {
 				t.Fatal(err)
 			}

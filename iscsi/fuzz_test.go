@@ -36,7 +36,8 @@ const (
 // leave anything behind.
 func FuzzSession(f *testing.F) {
 	step := func(op pdu.Opcode, octet1, sn, tag, cdb0, blocks byte, edtl, data uint16) []byte {
-		b := []byte{byte(op), octet1, sn, tag, 0, cdb0, 0, blocks, byte(edtl >> 8), byte(edtl), byte(data >> 8), byte(data), 0, 0, 0, 0}
+		b := []byte{byte(op), octet1, sn, tag, 0, cdb0, 0, blocks, byte(edtl >> 8), byte(edtl), byte(data >> 8),
+			byte(data), 0, 0, 0, 0}
 		return b
 	}
 	join := func(kind byte, steps ...[]byte) []byte {
@@ -49,12 +50,17 @@ func FuzzSession(f *testing.F) {
 	read := step(pdu.SCSICommand, readF, 0, 1, 0x28, 8, 4096, 0)
 	write := step(pdu.SCSICommand, writeF, 0, 2, 0x2a, 8, 4096, 512)
 	f.Add(join(0, read, write, step(pdu.NOPOut|0x40, pdu.FlagF, 0, 3, 0, 0, 0xffff, 9)))
-	f.Add(join(0, step(stepHoldGets, 0, 0, 0, 0, 0, 0, 0), write, step(pdu.TaskMgmtReq|0x40, pdu.FlagF|pdu.AbortTask, 0, 9, 0, 0, 2, 0),
+	f.Add(join(0, step(stepHoldGets, 0, 0, 0, 0, 0, 0, 0), write,
+		step(pdu.TaskMgmtReq|0x40, pdu.FlagF|pdu.AbortTask, 0, 9, 0, 0, 2, 0),
 		step(stepReleaseGets, 0, 0, 0, 0, 0, 0, 0), read))
-	f.Add(join(0, write, step(pdu.SCSICommand, writeF, 1, 7, 0x2a, 8, 4096, 0), step(pdu.TaskMgmtReq|0x40, pdu.FlagF|pdu.TargetWarmReset, 0, 9, 0, 0, 0xffff, 0), read))
-	f.Add(join(1, step(pdu.SCSICommand, pdu.FlagW, 0, 4, 0x2a, 8, 4096, 512), step(pdu.DataOut, pdu.FlagF, 0, 4, 0, 0, 0xffff, 3584), read))
-	f.Add(join(2, step(pdu.TextReq, pdu.FlagF, 0, 5, 0, 0, 0xffff, 1), step(pdu.TextReq, pdu.FlagC, 0, 5, 0, 0, 0xffff, 2)))
-	f.Add(join(0, step(pdu.SNACK, pdu.FlagF, 0, 1, 0, 0, 0, 0), step(pdu.LoginReq, 0x87, 0, 1, 0, 0, 0, 0), step(0x07, 0, 0, 1, 0, 0, 0, 0)))
+	f.Add(join(0, write, step(pdu.SCSICommand, writeF, 1, 7, 0x2a, 8, 4096, 0),
+		step(pdu.TaskMgmtReq|0x40, pdu.FlagF|pdu.TargetWarmReset, 0, 9, 0, 0, 0xffff, 0), read))
+	f.Add(join(1, step(pdu.SCSICommand, pdu.FlagW, 0, 4, 0x2a, 8, 4096, 512),
+		step(pdu.DataOut, pdu.FlagF, 0, 4, 0, 0, 0xffff, 3584), read))
+	f.Add(join(2, step(pdu.TextReq, pdu.FlagF, 0, 5, 0, 0, 0xffff, 1),
+		step(pdu.TextReq, pdu.FlagC, 0, 5, 0, 0, 0xffff, 2)))
+	f.Add(join(0, step(pdu.SNACK, pdu.FlagF, 0, 1, 0, 0, 0, 0), step(pdu.LoginReq, 0x87, 0, 1, 0, 0, 0, 0),
+		step(0x07, 0, 0, 1, 0, 0, 0, 0)))
 	f.Add(join(0, read, step(pdu.LogoutReq|0x40, pdu.FlagF, 0, 6, 0, 0, 0, 0), read))
 	f.Add(join(0, step(pdu.SCSICommand, writeF|pdu.AttrOrdered, 0, 1, 0x2a, 8, 4096, 0), write, read))
 
@@ -163,7 +169,8 @@ func (tc *testConn) writeStep(s []byte) {
 	tc.m.mu.Unlock()
 	data := make([]byte, int(binary.BigEndian.Uint16(s[10:]))&0x3fff)
 	if h.Opcode() == pdu.TextReq {
-		data = [][]byte{nil, text("SendTargets=All"), []byte("Send"), text("Targets="), text("X=1", "Y=2"), []byte("="), text("InitiatorAlias=x")}[len(data)%7]
+		data = [][]byte{nil, text("SendTargets=All"), []byte("Send"), text("Targets="), text("X=1", "Y=2"),
+			[]byte("="), text("InitiatorAlias=x")}[len(data)%7]
 	}
 	tc.write(h, data)
 }

@@ -93,7 +93,8 @@ func newInventory(tb testing.TB, stores ...backend.Store) *lun.Inventory {
 	tb.Helper()
 	inv := lun.NewInventory()
 	for i, s := range stores {
-		u, err := lun.New(s, lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: byte(i)}, Serial: "300000000000000" + string(rune('0'+i))}})
+		u, err := lun.New(s, lun.Options{Identity: state.Identity{NAA: [8]byte{0x30, 7: byte(i)},
+			Serial: "300000000000000" + string(rune('0'+i))}})
 		if err != nil {
 			tb.Fatal(err)
 		}
@@ -108,7 +109,8 @@ func newInventory(tb testing.TB, stores ...backend.Store) *lun.Inventory {
 func (n *testNode) checkIdle() {
 	testkit.Eventually(n.tb, "an idle node, without goroutines", func() bool {
 		s := n.Stats()
-		return s.Sessions == 0 && s.Connections == 0 && s.TasksInFlight == 0 && s.BuffersOut == 0 && s.BufferOctets == 0 &&
+		return s.Sessions == 0 && s.Connections == 0 && s.TasksInFlight == 0 && s.BuffersOut == 0 &&
+			s.BufferOctets == 0 &&
 			runtime.NumGoroutine() <= n.before
 	})
 	n.checkCounts()
@@ -122,12 +124,14 @@ func (n *testNode) checkCounts() {
 			latencies := e.Unit.Latencies()
 			for tr, c := range e.Unit.Counts() {
 				if c.InFlight != 0 {
-					n.tb.Errorf("%s, LUN %d: %d commands in flight by %v on an idle node", t.Name, e.LUN, c.InFlight, lun.Transport(tr))
+					n.tb.Errorf("%s, LUN %d: %d commands in flight by %v on an idle node", t.Name, e.LUN, c.InFlight,
+						lun.Transport(tr))
 				}
 				ended := c.Commands[lun.KindRead] + c.Commands[lun.KindWrite] + c.Commands[lun.KindOther]
 				for p, l := range latencies[tr] {
 					if l.Count != ended && lun.Phase(p) != lun.PhaseReadWait || l.Count > ended {
-						n.tb.Errorf("%s, LUN %d: %v of %d commands by %v, of %d that have ended", t.Name, e.LUN, lun.Phase(p), l.Count, lun.Transport(tr), ended)
+						n.tb.Errorf("%s, LUN %d: %v of %d commands by %v, of %d that have ended", t.Name, e.LUN,
+							lun.Phase(p), l.Count, lun.Transport(tr), ended)
 					}
 				}
 			}
@@ -151,12 +155,16 @@ type testConn struct {
 
 // connect starts a connection; login comes later.
 func (n *testNode) connect(change ...func(*testConn)) *testConn {
-	tc := &testConn{testNode: n, m: newFakeMover(), isid: [6]byte{0, 2, 0x3d, 0, 0, 1}, Numbers: header.Numbers{CmdSN: 1, ITT: 0x100}, result: make(chan error, 1), joined: &atomic.Uint32{}}
+	tc := &testConn{testNode: n, m: newFakeMover(), isid: [6]byte{0, 2, 0x3d, 0, 0, 1},
+		Numbers: header.Numbers{CmdSN: 1, ITT: 0x100}, result: make(chan error, 1), joined: &atomic.Uint32{}}
 	for _, f := range change {
 		f(tc)
 	}
 	go func() {
-		tc.result <- n.portal.Serve(tc.m, ServeOptions{Joined: func(tsih uint16, _ bool) { tc.joined.Store(uint32(tsih)) }})
+		tc.result <- n.portal.Serve(tc.m, ServeOptions{Joined: func(tsih uint16,
+			_ bool) {
+			tc.joined.Store(uint32(tsih))
+		}})
 	}()
 	n.tb.Cleanup(func() { tc.m.Close() }) // before checkIdle
 	return tc
@@ -176,8 +184,10 @@ var names = []string{"InitiatorName=" + initiatorName, "TargetName=" + targetNam
 // linuxKeys are what open-iscsi offers with ib_iser.
 var linuxKeys = []string{
 	"DefaultTime2Wait=2", "DefaultTime2Retain=0", "IFMarker=No", "OFMarker=No", "ErrorRecoveryLevel=0", "InitialR2T=No",
-	"ImmediateData=Yes", "MaxBurstLength=16776192", "FirstBurstLength=262144", "MaxOutstandingR2T=1", "MaxConnections=1",
-	"DataPDUInOrder=Yes", "DataSequenceInOrder=Yes", "InitiatorRecvDataSegmentLength=262144", "TargetRecvDataSegmentLength=8192",
+	"ImmediateData=Yes", "MaxBurstLength=16776192", "FirstBurstLength=262144", "MaxOutstandingR2T=1",
+	"MaxConnections=1",
+	"DataPDUInOrder=Yes", "DataSequenceInOrder=Yes", "InitiatorRecvDataSegmentLength=262144",
+	"TargetRecvDataSegmentLength=8192",
 	"RDMAExtensions=Yes",
 }
 
@@ -307,7 +317,8 @@ func (tc *testConn) wantReject(reason pdu.RejectReason, h pdu.BHS) {
 	tc.tb.Helper()
 	p := tc.want(pdu.Reject)
 	// ISCSI-11.17-1, ISCSI-11.17-2, ISER-7.3.12-1: the data is the header.
-	if p.h.Reason() != reason || p.h.ITT() != pdu.ReservedTag || len(p.data) < 48 || p.data[0] != h[0] || !bytes.Equal(p.data[8:48], h[8:48]) {
+	if p.h.Reason() != reason || p.h.ITT() != pdu.ReservedTag || len(p.data) < 48 || p.data[0] != h[0] ||
+		!bytes.Equal(p.data[8:48], h[8:48]) {
 		tc.tb.Fatalf("Reject %x of %x with reason %#x, want %#x", []byte(p.h), p.data, p.h.Reason(), reason)
 	}
 }
@@ -405,7 +416,8 @@ func (tc *testConn) wantStatus(h pdu.BHS, status byte) *sentPDU {
 	tc.tb.Helper()
 	p := tc.want(pdu.SCSIResponse)
 	// ISCSI-4.2.2.1-11: no response precedes the acknowledgement.
-	if p.h.ITT() != h.ITT() || p.h.Status() != status || p.h.Response() != 0 || !h.Immediate() && !pdu.Before(h.CmdSN(), p.h.ExpCmdSN()) {
+	if p.h.ITT() != h.ITT() || p.h.Status() != status || p.h.Response() != 0 || !h.Immediate() &&
+		!pdu.Before(h.CmdSN(), p.h.ExpCmdSN()) {
 		tc.tb.Fatalf("SCSI Response %x %x, want status %#x of task %#x", []byte(p.h), p.data, status, h.ITT())
 	}
 	return p

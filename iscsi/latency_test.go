@@ -64,8 +64,9 @@ type spent = map[lun.Phase]time.Duration
 type phaseCase struct {
 	name   string
 	change []func(*Options)
-	run    func(tc *testConn, pass func(time.Duration)) // of a connection that has logged in, up to the end of all commands
-	want   spent
+	// of a connection that has logged in, up to the end of all commands
+	run  func(tc *testConn, pass func(time.Duration))
+	want spent
 }
 
 // onePiece gives a connection the memory of one piece.
@@ -298,8 +299,10 @@ func TestPhasesOfReassignedCommands(t *testing.T) {
 		}
 		c := s.Counts.Commands
 		ended := c[lun.KindRead] + c[lun.KindWrite] + c[lun.KindOther]
-		if all := n.Latencies()[lun.ISER][lun.PhaseTotal].Count; all != ended || s.Latencies[lun.PhaseTotal].Count != ended {
-			t.Errorf("%d commands took their time, %d those of the session; %d have ended", all, s.Latencies[lun.PhaseTotal].Count, ended)
+		if all := n.Latencies()[lun.ISER][lun.PhaseTotal].Count; all != ended ||
+			s.Latencies[lun.PhaseTotal].Count != ended {
+			t.Errorf("%d commands took their time, %d those of the session; %d have ended", all,
+				s.Latencies[lun.PhaseTotal].Count, ended)
 		}
 	})
 }

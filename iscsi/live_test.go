@@ -42,7 +42,8 @@ func TestEndSession(t *testing.T) {
 		tc = n.connect().login()
 		done = end(time.Minute)
 		tc.wantAsync("\x01\x00\x00\x00\x00\x00\x00\x3c", [8]byte{})
-		if s, err := n.Session(tc.tsih); err != nil || len(s.Conns) != 1 || s.Initiator != initiatorName || s.Target != targetName || !slices.Equal(s.LUNs, []uint16{0}) {
+		if s, err := n.Session(tc.tsih); err != nil || len(s.Conns) != 1 || s.Initiator != initiatorName ||
+			s.Target != targetName || !slices.Equal(s.LUNs, []uint16{0}) {
 			t.Errorf("%+v, %v", s, err)
 		}
 		tc.logoutOf(pdu.LogoutCloseSession, 0)
@@ -135,7 +136,8 @@ func TestUpdateTarget(t *testing.T) {
 		if err := n.AddTarget(update); err != nil || n.targets[0].gate != gate {
 			t.Errorf("%v, or another order", err)
 		}
-		for _, err := range []error{n.RemoveTarget("iqn.2026-11.io.example:nothing"), n.UpdateTarget(TargetConfig{Name: "iqn.2026-11.io.example:nothing", LUNs: n.inv})} {
+		for _, err := range []error{n.RemoveTarget("iqn.2026-11.io.example:nothing"),
+			n.UpdateTarget(TargetConfig{Name: "iqn.2026-11.io.example:nothing", LUNs: n.inv})} {
 			if !errors.Is(err, ErrNoTarget) {
 				t.Errorf("a target that is not there: %v", err)
 			}
@@ -162,7 +164,8 @@ func TestDrain(t *testing.T) {
 		tc := n.connect().login()
 		gate := n.store.Shut()
 		h := tc.command(readF, 512, cdb.Read10(0, 1), nil)
-		testkit.Eventually(n.tb, "the command is running", func() bool { s, err := n.Session(tc.tsih); return err == nil && s.Tasks == 1 })
+		testkit.Eventually(n.tb, "the command is running",
+			func() bool { s, err := n.Session(tc.tsih); return err == nil && s.Tasks == 1 })
 		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 		defer cancel()
 		if left, err := n.Drain(ctx, n.inv, 0); left != 1 || !errors.Is(err, context.DeadlineExceeded) {
@@ -216,7 +219,8 @@ func TestJoined(t *testing.T) {
 		of := func(tc *testConn) uint16 { return uint16(tc.joined.Load()) }
 		tc := n.lead()
 		refused := n.connect()
-		refused.writeLogin(refused.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "TargetName=iqn.2026-11.io.example:none")
+		refused.writeLogin(refused.loginRequest(true, 1, 3), "InitiatorName="+initiatorName,
+			"TargetName=iqn.2026-11.io.example:none")
 		refused.wantLogin(pdu.LoginNotFound)
 		refused.close()
 		second := tc.join(1)

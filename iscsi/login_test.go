@@ -58,7 +58,8 @@ func TestLoginOfLinux(t *testing.T) {
 			t.Errorf("%+v", r)
 		}
 		answers := strings.Split(strings.TrimSuffix(string(p.data), "\x00"), "\x00")
-		for _, want := range []string{"TargetPortalGroupTag=1", "TargetAlias=store", "RDMAExtensions=Yes", "InitialR2T=Yes", "ImmediateData=Yes",
+		for _, want := range []string{"TargetPortalGroupTag=1", "TargetAlias=store", "RDMAExtensions=Yes",
+			"InitialR2T=Yes", "ImmediateData=Yes",
 			"ErrorRecoveryLevel=0", "MaxConnections=1", "TargetRecvDataSegmentLength=8192"} {
 			if !slices.Contains(answers, want) {
 				t.Errorf("no %s in %q", want, answers)
@@ -72,11 +73,13 @@ func TestLoginOfLinux(t *testing.T) {
 			return s.Sessions == 1 && s.Connections == 1 && s.LoginsAccepted == 1
 		})
 		tc.logout()
-		if l := n.log.Lines("msg=login"); len(l) != 1 || !strings.Contains(l[0], "outcome=accepted") || !strings.Contains(l[0], initiatorName) ||
+		if l := n.log.Lines("msg=login"); len(l) != 1 || !strings.Contains(l[0], "outcome=accepted") ||
+			!strings.Contains(l[0], initiatorName) ||
 			!strings.Contains(l[0], targetName) || !strings.Contains(l[0], "transport=fake") {
 			t.Errorf("log: %q", l)
 		}
-		if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "level=INFO") || !strings.Contains(l[0], "reason=logout") {
+		if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "level=INFO") ||
+			!strings.Contains(l[0], "reason=logout") {
 			t.Errorf("log: %q", l)
 		}
 	})
@@ -94,16 +97,20 @@ var loginRefusals = []struct {
 	{"ISCSI-4.2.7-2 nothing at all", pdu.LoginMissingParameter, nil, nil},
 	{"unknown target", pdu.LoginNotFound, nil, append(without(names, "TargetName"), "TargetName="+targetName+"2")},
 	{"TargetName that is none", pdu.LoginNotFound, nil, append(without(names, "TargetName"), "TargetName=store")},
-	{"initiator not admitted", pdu.LoginAuthorization, nil, append(without(names, "InitiatorName"), "InitiatorName=iqn.2001-04.com.example:x")},
+	{"initiator not admitted", pdu.LoginAuthorization, nil,
+		append(without(names, "InitiatorName"), "InitiatorName=iqn.2001-04.com.example:x")},
 	{"ISCSI-11.12-1 version", pdu.LoginVersion, func(r *pdu.LoginRequest) { r.VersionMin, r.VersionMax = 1, 1 }, names},
 	{"ISCSI-6.3-6 NSG 2", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.NSG = 2 }, names},
 	{"ISCSI-6.3-6 NSG is CSG", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.NSG = 1 }, names},
 	{"ISCSI-6.3-6 CSG 3", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.CSG, r.Transit = 3, false }, names},
 	{"ISCSI-6.3-6 CSG 2", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.CSG = 2 }, names},
 	{"ISCSI-6.2-1 C and T", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.Continue = true }, names},
-	{"ISCSI-6.3.1-1 unknown TSIH", pdu.LoginNoSession, func(r *pdu.LoginRequest) { r.TSIH = 77 }, append(slices.Clone(names), "RDMAExtensions=Yes")},
-	{"ISCSI-13.21-1 session type", pdu.LoginSessionType, nil, append(without(names, "SessionType"), "SessionType=Backup")},
-	{"ISCSI-6.3-9 renegotiation", pdu.LoginInitiatorError, nil, append(slices.Clone(names), "InitialR2T=No", "InitialR2T=No")},
+	{"ISCSI-6.3.1-1 unknown TSIH", pdu.LoginNoSession, func(r *pdu.LoginRequest) { r.TSIH = 77 },
+		append(slices.Clone(names), "RDMAExtensions=Yes")},
+	{"ISCSI-13.21-1 session type", pdu.LoginSessionType, nil,
+		append(without(names, "SessionType"), "SessionType=Backup")},
+	{"ISCSI-6.3-9 renegotiation", pdu.LoginInitiatorError, nil,
+		append(slices.Clone(names), "InitialR2T=No", "InitialR2T=No")},
 	{"ISCSI-6.2-8 Reject as offer", pdu.LoginInitiatorError, nil, append(slices.Clone(names), "InitialR2T=Reject")},
 	{"ISCSI-6.3-4 security key", pdu.LoginInitiatorError, nil, append(slices.Clone(names), "CHAP_A=5")},
 	{"ISER-3.3-2 no RDMAExtensions", pdu.LoginInitiatorError, nil, names},
@@ -122,7 +129,8 @@ func TestLoginRefusals(t *testing.T) {
 			tc.writeLogin(r, c.pairs...)
 			tc.wantRefused(c.status)
 			l := n.log.Lines("msg=login")
-			if len(l) != 1 || !strings.Contains(l[0], "outcome=refused") || !strings.Contains(l[0], c.status.String()) || !strings.Contains(l[0], "reason=") {
+			if len(l) != 1 || !strings.Contains(l[0], "outcome=refused") ||
+				!strings.Contains(l[0], c.status.String()) || !strings.Contains(l[0], "reason=") {
 				t.Errorf("log: %q", l)
 			}
 		})
@@ -233,7 +241,8 @@ func TestLoginStages(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(true, 0, 1), append(slices.Clone(names), "AuthMethod=CHAP,None")...)
 		r, answers := tc.wantLogin(pdu.LoginSuccess)
-		if !r.Transit || r.CSG != 0 || r.NSG != 1 || r.TSIH != 0 || !slices.Contains(answers, "AuthMethod=None") || !slices.Contains(answers, "TargetPortalGroupTag=1") {
+		if !r.Transit || r.CSG != 0 || r.NSG != 1 || r.TSIH != 0 || !slices.Contains(answers, "AuthMethod=None") ||
+			!slices.Contains(answers, "TargetPortalGroupTag=1") {
 			t.Fatalf("%+v %q", r, answers)
 		}
 		for _, k := range linuxKeys { // one key in each request
@@ -365,8 +374,10 @@ func TestLoginToExistingSession(t *testing.T) {
 		return n, old
 	}
 	all := append(slices.Clone(names), linuxKeys...)
-	leading := without(all, "DefaultTime2Wait", "DefaultTime2Retain", "ErrorRecoveryLevel", "InitialR2T", "ImmediateData", "MaxBurstLength",
-		"FirstBurstLength", "MaxOutstandingR2T", "MaxConnections", "DataPDUInOrder", "DataSequenceInOrder", "RDMAExtensions")
+	leading := without(all, "DefaultTime2Wait", "DefaultTime2Retain", "ErrorRecoveryLevel", "InitialR2T",
+		"ImmediateData", "MaxBurstLength",
+		"FirstBurstLength", "MaxOutstandingR2T", "MaxConnections", "DataPDUInOrder", "DataSequenceInOrder",
+		"RDMAExtensions")
 
 	bubble(t, "other CID", func(t *testing.T) {
 		n, old := begin(t)
@@ -437,7 +448,8 @@ func TestLoginTimeout(t *testing.T) {
 		}
 	})
 	// An initiator that takes no answer has no more time.
-	for _, pairs := range [][]string{names, {"InitiatorName=" + initiatorName, "TargetName=iqn.2026-11.io.example:none"}} {
+	for _, pairs := range [][]string{names, {"InitiatorName=" + initiatorName,
+		"TargetName=iqn.2026-11.io.example:none"}} {
 		synctest.Test(t, func(t *testing.T) {
 			n := newTestNode(t)
 			start := time.Now()
@@ -486,7 +498,8 @@ func TestDiscoveryReinstatement(t *testing.T) {
 			t.Error(err)
 		}
 		named := n.connect(func(tc *testConn) { tc.isid[5] = 9 })
-		named.writeLogin(named.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery", "TargetName="+targetName)
+		named.writeLogin(named.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery",
+			"TargetName="+targetName)
 		named.wantLogin(pdu.LoginSuccess)
 		replacing := n.connect(func(tc *testConn) { tc.isid[5] = 9 }).login()
 		if err := named.wait(); !errors.Is(err, errReinstated) {
@@ -503,7 +516,9 @@ func TestNamesArePrepared(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect()
-		tc.writeLogin(tc.loginRequest(true, 1, 3), append([]string{"InitiatorName=" + strings.ToUpper(initiatorName), "TargetName=" + strings.ToUpper(targetName)}, linuxKeys...)...)
+		tc.writeLogin(tc.loginRequest(true, 1, 3),
+			append([]string{"InitiatorName=" + strings.ToUpper(initiatorName), "TargetName=" +
+				strings.ToUpper(targetName)}, linuxKeys...)...)
 		tc.loggedIn().logout()
 		if err := n.AddTarget(TargetConfig{Name: strings.ToUpper(targetName), LUNs: n.inv}); err == nil {
 			t.Error("second target of the same name")

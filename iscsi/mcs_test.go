@@ -25,8 +25,10 @@ func several(connections uint16) func(*Options) {
 // joiningKeys are what is left of them for later connections.
 var (
 	leadingKeys = append(without(linuxKeys, "MaxConnections"), "MaxConnections=4")
-	joiningKeys = without(linuxKeys, "DefaultTime2Wait", "DefaultTime2Retain", "ErrorRecoveryLevel", "InitialR2T", "ImmediateData",
-		"MaxBurstLength", "FirstBurstLength", "MaxOutstandingR2T", "MaxConnections", "DataPDUInOrder", "DataSequenceInOrder", "RDMAExtensions")
+	joiningKeys = without(linuxKeys, "DefaultTime2Wait", "DefaultTime2Retain", "ErrorRecoveryLevel", "InitialR2T",
+		"ImmediateData",
+		"MaxBurstLength", "FirstBurstLength", "MaxOutstandingR2T", "MaxConnections", "DataPDUInOrder",
+		"DataSequenceInOrder", "RDMAExtensions")
 )
 
 // lead opens a session of several connections.
@@ -140,7 +142,8 @@ func TestConnectionsOfASession(t *testing.T) {
 		_, a, b := begin(t)
 		a.on(b)
 		gap := a.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
-		held := []pdu.BHS{b.on(a).command(readF, 4096, cdb.Read10(8, 8), nil), b.command(writeF, 4096, cdb.Write10(16, 8), nil)}
+		held := []pdu.BHS{b.on(a).command(readF, 4096, cdb.Read10(8, 8), nil),
+			b.command(writeF, 4096, cdb.Write10(16, 8), nil)}
 		a.on(b)
 		b.wantNothing()
 		if b.ping(); b.expCmdSN != gap.CmdSN() {
@@ -635,7 +638,8 @@ func TestAbortOfSeveralConnections(t *testing.T) {
 		testkit.Eventually(n.tb, "news about the window", func() bool { // on the one or the other
 			for _, tc := range []*testConn{a, b} {
 				if p := tc.next(time.Millisecond); p != nil {
-					if p.h.Opcode() != pdu.NOPIn || p.h.ITT() != pdu.ReservedTag || p.h.MaxCmdSN() != p.h.ExpCmdSN()+127 {
+					if p.h.Opcode() != pdu.NOPIn || p.h.ITT() != pdu.ReservedTag ||
+						p.h.MaxCmdSN() != p.h.ExpCmdSN()+127 {
 						t.Fatalf("%x", []byte(p.h))
 					}
 					return true

@@ -16,7 +16,8 @@ import (
 // attention of the power on where it is.
 func (tc *testConn) loginLevel(level string) *testConn {
 	tc.tb.Helper()
-	tc.writeLogin(tc.loginRequest(true, 1, 3), slices.Concat(names, linuxKeys, []string{"iSCSIProtocolLevel=" + level})...)
+	tc.writeLogin(tc.loginRequest(true, 1, 3),
+		slices.Concat(names, linuxKeys, []string{"iSCSIProtocolLevel=" + level})...)
 	r, answers := tc.wantLogin(pdu.LoginSuccess)
 	if !slices.Contains(answers, "iSCSIProtocolLevel="+level) {
 		tc.tb.Fatalf("answers %q", answers)
@@ -30,7 +31,8 @@ func (tc *testConn) wantInfo(h pdu.BHS, response byte, info [3]byte) {
 	tc.tb.Helper()
 	p := tc.want(pdu.TaskMgmtResp)
 	// Octets 8 to 10: RFC 7144, section 6.4.1; what is behind is reserved.
-	if p.h.ITT() != h.ITT() || p.h.Response() != response || !bytes.Equal(p.h[8:16], append(info[:], 0, 0, 0, 0, 0)) || len(p.data) != 0 {
+	if p.h.ITT() != h.ITT() || p.h.Response() != response ||
+		!bytes.Equal(p.h[8:16], append(info[:], 0, 0, 0, 0, 0)) || len(p.data) != 0 {
 		tc.tb.Fatalf("TMF Response %x, want response %d and information %x", []byte(p.h), response, info)
 	}
 }
@@ -198,7 +200,8 @@ func TestITNexusReset(t *testing.T) {
 		other.m.releaseGets()
 		other.wantStatus(h, 0)
 		again := n.connect().loginLevel("2")
-		if p := again.wantStatus(again.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 2); len(p.data) < 20 || p.data[4] != 6 || p.data[14] != 0x29 {
+		if p := again.wantStatus(again.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 2); len(p.data) < 20 ||
+			p.data[4] != 6 || p.data[14] != 0x29 {
 			t.Errorf("sense %x", p.data)
 		}
 		again.logout()
@@ -223,7 +226,8 @@ func TestInquiryOfLevel(t *testing.T) {
 			tc.wantSense(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 6, 0x29, 0)
 			h := tc.command(readF, 96, [16]byte{0x12, 0, 0, 0, 96, 0}, nil)
 			tc.wantStatus(h, 0)
-			if d := tc.sinkOf(h)[58:74]; !bytes.Contains(d, []byte{0x09, want.descriptor}) || bytes.Count(d, []byte{0x09}) != 1 {
+			if d := tc.sinkOf(h)[58:74]; !bytes.Contains(d, []byte{0x09, want.descriptor}) ||
+				bytes.Count(d, []byte{0x09}) != 1 {
 				t.Errorf("level %s: version descriptors %x", level, d)
 			}
 			h = tc.command(readF, 4, [16]byte{0xa3, 0x0d, 0, 0, 0, 0, 0, 0, 0, 4}, nil)

@@ -132,7 +132,8 @@ func TestReassignedWriteFetchesTheRestOfItsData(t *testing.T) {
 		if !bytes.Equal(n.stored(0, 8192), data) {
 			t.Error("wrong data on the medium")
 		}
-		if !slices.Equal(b.m.getRanges, [][2]int{{512, 8192 - 512}}) || !slices.Equal(b.m.resumed, []Resumption{{SN: 3, Immediate: 512}}) {
+		if !slices.Equal(b.m.getRanges, [][2]int{{512, 8192 - 512}}) ||
+			!slices.Equal(b.m.resumed, []Resumption{{SN: 3, Immediate: 512}}) {
 			t.Errorf("fetched %v, %+v", b.m.getRanges, b.m.resumed)
 		}
 		b.logout()
@@ -182,7 +183,8 @@ func TestReassignedWriteContinuesWithItsPiece(t *testing.T) {
 		b.takeOver(a, h)
 		b.wantTMF(b.reassign(h), pdu.FunctionComplete)
 		b.wantStatus(h, 0)
-		if !bytes.Equal(n.stored(0, 192<<10), pattern(192<<10, h.ITT())) || b.m.getRanges[0] != [2]int{64 << 10, 64 << 10} {
+		if !bytes.Equal(n.stored(0, 192<<10), pattern(192<<10, h.ITT())) ||
+			b.m.getRanges[0] != [2]int{64 << 10, 64 << 10} {
 			t.Errorf("fetched %v", b.m.getRanges)
 		}
 		b.logout()
@@ -249,7 +251,8 @@ func TestReassignedTaskRepeatsItsStatus(t *testing.T) {
 		a.on(b)
 		first := a.ExpStatSN
 		var sent []pdu.BHS
-		for _, h := range []pdu.BHS{a.scsi(writeF, 4096, cdb.Write10(0, 8)), a.scsi(readF, 4096, cdb.Read10(8, 8)), a.scsi(readF, 4096, cdb.Read10(storeLen/blockLen, 8))} {
+		for _, h := range []pdu.BHS{a.scsi(writeF, 4096, cdb.Write10(0, 8)), a.scsi(readF, 4096, cdb.Read10(8, 8)),
+			a.scsi(readF, 4096, cdb.Read10(storeLen/blockLen, 8))} {
 			h.SetExpStatSN(first)
 			a.write(h, nil)
 			if p := a.want(pdu.SCSIResponse); p.h.ITT() != h.ITT() {
@@ -315,7 +318,10 @@ func TestTaskIsReassignedTwice(t *testing.T) {
 		a.wantGets(1)
 		a.close()
 		a.wantEnd(io.EOF)
-		testkit.Eventually(n.tb, "news", func() bool { return b.next(time.Millisecond) != nil || c.next(time.Millisecond) != nil })
+		testkit.Eventually(n.tb, "news", func() bool {
+			return b.next(time.Millisecond) != nil ||
+				c.next(time.Millisecond) != nil
+		})
 		b.statSeen, c.statSeen = false, false
 		b.on(a).recoverFrom(a, a.ExpStatSN)
 		b.takeOver(a, h)
@@ -372,7 +378,8 @@ func TestAbortAnswered(t *testing.T) {
 		a.on(b)
 		first := a.ExpStatSN
 		var sent []pdu.BHS
-		for _, h := range []pdu.BHS{a.scsi(readF, 512, cdb.Read10(0, 1)), a.scsi(writeF, 4096, cdb.Write10(0, 8)), a.scsi(readF, 4096, cdb.Read10(8, 8)), a.scsi(readF, 4096, cdb.Read10(storeLen/blockLen, 8))} {
+		for _, h := range []pdu.BHS{a.scsi(readF, 512, cdb.Read10(0, 1)), a.scsi(writeF, 4096, cdb.Write10(0, 8)),
+			a.scsi(readF, 4096, cdb.Read10(8, 8)), a.scsi(readF, 4096, cdb.Read10(storeLen/blockLen, 8))} {
 			h.SetExpStatSN(first)
 			a.write(h, nil)
 			if p := a.want(pdu.SCSIResponse); p.h.ITT() != h.ITT() {
@@ -489,10 +496,12 @@ func TestRecoveryLogoutOfItself(t *testing.T) {
 		b.takeOver(a, second)
 		b.wantTMF(b.reassign(second), pdu.FunctionComplete)
 		b.wantStatus(second, 0)
-		if !bytes.Equal(n.stored(0, 4096), pattern(4096, w.ITT())) || !bytes.Equal(n.stored(16, 192<<10), pattern(192<<10, second.ITT())) {
+		if !bytes.Equal(n.stored(0, 4096), pattern(4096, w.ITT())) ||
+			!bytes.Equal(n.stored(16, 192<<10), pattern(192<<10, second.ITT())) {
 			t.Error("wrong data on the medium")
 		}
-		if got := b.m.getRanges[len(b.m.getRanges)-2:]; !slices.Equal(got, [][2]int{{64 << 10, 64 << 10}, {128 << 10, 64 << 10}}) {
+		if got := b.m.getRanges[len(b.m.getRanges)-2:]; !slices.Equal(got,
+			[][2]int{{64 << 10, 64 << 10}, {128 << 10, 64 << 10}}) {
 			t.Errorf("fetched %v", got) // nothing was asked for behind the logout
 		}
 		// What had not been acknowledged has never come.
@@ -577,7 +586,8 @@ func TestConnectionStateTimeout(t *testing.T) {
 		if s := n.Stats(); s.Sessions != 0 {
 			t.Errorf("%+v", s)
 		}
-		if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "level=WARN") || !strings.Contains(l[0], "no connection came back within 7s") {
+		if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "level=WARN") ||
+			!strings.Contains(l[0], "no connection came back within 7s") {
 			t.Errorf("log: %q", l)
 		}
 		a.joinAs(0).wantRefused(pdu.LoginNoSession)
@@ -716,7 +726,8 @@ func TestReinstatementEndsALostConnection(t *testing.T) {
 		if b.tsih == a.tsih {
 			t.Errorf("TSIH %d", b.tsih)
 		}
-		if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "level=INFO") || !strings.Contains(l[0], errReinstated.Error()) {
+		if l := n.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "level=INFO") ||
+			!strings.Contains(l[0], errReinstated.Error()) {
 			t.Errorf("log: %q", l)
 		}
 		b.logout()
@@ -771,7 +782,9 @@ func TestNoRecovery(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t, recovering)
 		a := n.connect()
-		a.writeLogin(a.loginRequest(true, 1, 3), append(append(slices.Clone(names), without(recoveringKeys, "DefaultTime2Retain")...), "DefaultTime2Retain=0")...)
+		a.writeLogin(a.loginRequest(true, 1, 3),
+			append(append(slices.Clone(names), without(recoveringKeys, "DefaultTime2Retain")...),
+				"DefaultTime2Retain=0")...)
 		a.loggedIn()
 		a.wantLogout(a.removal(a, 0), pdu.LogoutRecoveryNotSupported)
 		a.wantTMF(a.reassign(a.Request(pdu.NOPOut, 0, true)), pdu.ReassignNotSupported)

@@ -84,7 +84,8 @@ func TestDiscoveryErrorRecoveryLevel(t *testing.T) {
 			}
 			h := tc.Request(pdu.SNACK, pdu.FlagF, true)
 			tc.write(h, nil)
-			if p := tc.want(pdu.Reject); p.h.Reason() != pdu.RejectProtocolError && p.h.Reason() != pdu.RejectNotSupported {
+			if p := tc.want(pdu.Reject); p.h.Reason() != pdu.RejectProtocolError &&
+				p.h.Reason() != pdu.RejectNotSupported {
 				t.Errorf("SNACK in discovery: %x", []byte(p.h))
 			}
 			tc.logout()
@@ -98,7 +99,8 @@ func TestResponseCode(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect().login()
-		failing := func(what string, flags byte, edtl uint32, block [16]byte, data []byte, field [8]byte, key, asc, ascq byte) {
+		failing := func(what string, flags byte, edtl uint32, block [16]byte, data []byte, field [8]byte, key, asc,
+			ascq byte) {
 			t.Helper()
 			t.Log(what)
 			h := tc.scsi(flags, edtl, block)

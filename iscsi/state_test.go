@@ -125,15 +125,22 @@ func TestConnectionStates(t *testing.T) {
 		{"session closed elsewhere", []step{{"T8", byOther(pdu.LogoutCloseSession), free}}},
 		{"connection closed elsewhere", []step{{"T8", byOther(pdu.LogoutCloseConnection), free}}},
 		{"logout", []step{{"T9", (*stateEnv).logout, inLogout}, {"T13", (*stateEnv).endLogout, free}}},
-		{"logout on request", []step{{"T11", (*stateEnv).ask, loggedIn}, {"T10", (*stateEnv).logout, inLogout}, {"T13", (*stateEnv).endLogout, free}}},
-		{"requested twice", []step{{"T11", (*stateEnv).ask, loggedIn}, {"T12", (*stateEnv).ask, loggedIn}, {"T18", byOther(pdu.LogoutCloseSession), free}}},
-		{"failure, then the time is over", []step{{"T15", (*stateEnv).fail, cleanupWait}, {"M1", (*stateEnv).timeout, free}}},
-		{"failure after a request", []step{{"T11", (*stateEnv).ask, loggedIn}, {"T16", (*stateEnv).fail, cleanupWait}, {"M2, M4", byOther(pdu.LogoutForRecovery), free}}},
-		{"failure, then closed elsewhere", []step{{"T15", (*stateEnv).fail, cleanupWait}, {"M2, M4", byOther(pdu.LogoutCloseConnection), free}}},
-		{"failure, then the session closes", []step{{"T15", (*stateEnv).fail, cleanupWait}, {"M1", byOther(pdu.LogoutCloseSession), free}}},
+		{"logout on request", []step{{"T11", (*stateEnv).ask, loggedIn}, {"T10", (*stateEnv).logout, inLogout},
+			{"T13", (*stateEnv).endLogout, free}}},
+		{"requested twice", []step{{"T11", (*stateEnv).ask, loggedIn}, {"T12", (*stateEnv).ask, loggedIn},
+			{"T18", byOther(pdu.LogoutCloseSession), free}}},
+		{"failure, then the time is over", []step{{"T15", (*stateEnv).fail, cleanupWait},
+			{"M1", (*stateEnv).timeout, free}}},
+		{"failure after a request", []step{{"T11", (*stateEnv).ask, loggedIn}, {"T16", (*stateEnv).fail, cleanupWait},
+			{"M2, M4", byOther(pdu.LogoutForRecovery), free}}},
+		{"failure, then closed elsewhere", []step{{"T15", (*stateEnv).fail, cleanupWait},
+			{"M2, M4", byOther(pdu.LogoutCloseConnection), free}}},
+		{"failure, then the session closes", []step{{"T15", (*stateEnv).fail, cleanupWait},
+			{"M1", byOther(pdu.LogoutCloseSession), free}}},
 		// The logout has gone as far that there is nothing to clean up: its tasks end
 		// with it.
-		{"failure during logout", []step{{"T9", (*stateEnv).logout, inLogout}, {"T17, M4", func(e *stateEnv) { e.fail(); e.end() }, free}}},
+		{"failure during logout", []step{{"T9", (*stateEnv).logout, inLogout},
+			{"T17, M4", func(e *stateEnv) { e.fail(); e.end() }, free}}},
 	} {
 		bubble(t, c.name, func(t *testing.T) {
 			n := newTestNode(t, recovering)
@@ -149,7 +156,8 @@ func TestConnectionStates(t *testing.T) {
 			}
 			for _, s := range c.steps {
 				s.event(e)
-				testkit.Eventually(n.tb, s.name+" to "+string(s.after), func() bool { return n.stateOf(a.tsih, a.cid) == s.after })
+				testkit.Eventually(n.tb, s.name+" to "+string(s.after),
+					func() bool { return n.stateOf(a.tsih, a.cid) == s.after })
 			}
 			e.open()
 			e.a.close()

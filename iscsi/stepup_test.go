@@ -42,7 +42,8 @@ func newStepUp(t *testing.T, change ...func(*stepUp)) *stepUp {
 	for _, f := range change {
 		f(s)
 	}
-	s.testConn = &testConn{testNode: n, m: s.stream, isid: [6]byte{0, 2, 0x3d, 0, 0, 1}, Numbers: header.Numbers{CmdSN: 1, ITT: 0x100}, result: make(chan error, 1)}
+	s.testConn = &testConn{testNode: n, m: s.stream, isid: [6]byte{0, 2, 0x3d, 0, 0, 1},
+		Numbers: header.Numbers{CmdSN: 1, ITT: 0x100}, result: make(chan error, 1)}
 	note := func(call string) {
 		s.stream.mu.Lock()
 		defer s.stream.mu.Unlock()
@@ -84,7 +85,8 @@ func TestStepUp(t *testing.T) {
 		allocate, upgrade, enable error
 		status                    pdu.LoginStatus
 	}{
-		{id: "ISER-10.1.3.1-2 ISER-10.1.3.1-3 no resources", allocate: errors.New("no room"), status: pdu.LoginOutOfResources},
+		{id: "ISER-10.1.3.1-2 ISER-10.1.3.1-3 no resources", allocate: errors.New("no room"),
+			status: pdu.LoginOutOfResources},
 		{id: "the final Login Response has not left", upgrade: errors.New("no room")},
 		{id: "ISER-10.1.1.1-2 no MPA", enable: errors.New("no room")},
 	} {
@@ -140,7 +142,11 @@ func TestStepUpChangesTheDatamoverAfterLogin(t *testing.T) {
 			t.Errorf("%v are left of LoginTimeout", s.timeout)
 		}
 		_, answers := s.wantLogin(pdu.LoginSuccess)
-		if !slices.Contains(answers, "RDMAExtensions=Yes") || slices.ContainsFunc(answers, func(a string) bool { return strings.HasPrefix(a, "MaxRecvDataSegmentLength") }) {
+		if !slices.Contains(answers, "RDMAExtensions=Yes") ||
+			slices.ContainsFunc(answers, func(a string) bool {
+				return strings.HasPrefix(a,
+					"MaxRecvDataSegmentLength")
+			}) {
 			t.Errorf("ISER-6.2-1: answers %q", answers)
 		}
 		// Others can ask for PDUs now: there is no Datamover for them yet.
@@ -180,7 +186,8 @@ func TestStepUpChangesTheDatamoverAfterLogin(t *testing.T) {
 func TestStepUpIsRefusedAtAPortalWithoutIt(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
-		tc := &testConn{testNode: n, m: newFakeMover(), isid: [6]byte{1}, Numbers: header.Numbers{CmdSN: 1}, result: make(chan error, 1)}
+		tc := &testConn{testNode: n, m: newFakeMover(), isid: [6]byte{1}, Numbers: header.Numbers{CmdSN: 1},
+			result: make(chan error, 1)}
 		tc.m.rdma = false
 		go func() { tc.result <- n.portal.Serve(&streamMover{fakeMover: tc.m}, ServeOptions{}) }()
 		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)

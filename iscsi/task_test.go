@@ -116,7 +116,8 @@ func TestWrite(t *testing.T) {
 			}
 			tc.m.mu.Lock()
 			if !slices.Equal(tc.m.getRanges, c.gets) || tc.m.unsol[h.ITT()] != uint32(c.immediate) {
-				t.Errorf("%d blocks, %d immediate: fetched %v, unsolicited %d", c.blocks, c.immediate, tc.m.getRanges, tc.m.unsol[h.ITT()])
+				t.Errorf("%d blocks, %d immediate: fetched %v, unsolicited %d", c.blocks, c.immediate, tc.m.getRanges,
+					tc.m.unsol[h.ITT()])
 			}
 			tc.m.mu.Unlock()
 			if p.h.ExpDataSN() != uint32(len(c.gets)) {
@@ -197,18 +198,28 @@ func TestBadCommands(t *testing.T) {
 		attr             byte
 		unsupportedCheck bool
 	}{
-		{id: "ISCSI-11.3-1 neither W nor F", flags: pdu.FlagR, edtl: 512, cdb: cdb.Read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
-		{id: "ISCSI-11.3-2 length without R and W", flags: pdu.FlagF, edtl: 512, cdb: cdb.Read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
-		{id: "ISCSI-11.3-4 R and W", flags: readF | pdu.FlagW, edtl: 512, cdb: cdb.Read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
-		{id: "ISCSI-11.3-4 bidirectional", flags: readF | pdu.FlagW, edtl: 512, cdb: cdb.Read10(0, 1), ahs: ext, key: 5, asc: 0x0e, ascq: 3},
+		{id: "ISCSI-11.3-1 neither W nor F", flags: pdu.FlagR, edtl: 512, cdb: cdb.Read10(0, 1), key: 5, asc: 0x0e,
+			ascq: 3},
+		{id: "ISCSI-11.3-2 length without R and W", flags: pdu.FlagF, edtl: 512, cdb: cdb.Read10(0, 1), key: 5,
+			asc: 0x0e, ascq: 3},
+		{id: "ISCSI-11.3-4 R and W", flags: readF | pdu.FlagW, edtl: 512, cdb: cdb.Read10(0, 1), key: 5, asc: 0x0e,
+			ascq: 3},
+		{id: "ISCSI-11.3-4 bidirectional", flags: readF | pdu.FlagW, edtl: 512, cdb: cdb.Read10(0, 1), ahs: ext,
+			key: 5, asc: 0x0e, ascq: 3},
 		{id: "ISCSI-11-2 ATTR 5", flags: readF | 5, edtl: 512, cdb: cdb.Read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
-		{id: "ISCSI-10.2-1 ATTR ACA", flags: readF | pdu.AttrACA, edtl: 512, cdb: cdb.Read10(0, 1), key: 5, asc: 0x0e, ascq: 3},
+		{id: "ISCSI-10.2-1 ATTR ACA", flags: readF | pdu.AttrACA, edtl: 512, cdb: cdb.Read10(0, 1), key: 5, asc: 0x0e,
+			ascq: 3},
 		{id: "write with R", flags: readF, edtl: 512, cdb: cdb.Write10(0, 1), key: 5, asc: 0x0e, ascq: 3},
-		{id: "ISCSI-11.4-8 immediate data of a read", flags: readF, edtl: 512, cdb: cdb.Read10(0, 1), immediate: 512, key: 0x0b, asc: 0x0c, ascq: 0x0c},
-		{id: "ISCSI-11.3-6 more than EDTL", flags: writeF, edtl: 512, cdb: cdb.Write10(0, 1), immediate: 1024, key: 0x0b, asc: 0x0c, ascq: 0x0d},
-		{id: "unknown LUN", flags: readF, edtl: 512, cdb: cdb.Read10(0, 1), key: 5, asc: 0x25, ascq: 0, unsupportedCheck: true},
-		{id: "beyond the medium", flags: readF, edtl: 512, cdb: cdb.Read10(storeLen/blockLen, 1), key: 5, asc: 0x21, ascq: 0},
-		{id: "ISCSI-11.4-2 write beyond the medium", flags: writeF, edtl: 65536, cdb: cdb.Write10(storeLen/blockLen, 128), immediate: 8192, key: 5, asc: 0x21, ascq: 0},
+		{id: "ISCSI-11.4-8 immediate data of a read", flags: readF, edtl: 512, cdb: cdb.Read10(0, 1), immediate: 512,
+			key: 0x0b, asc: 0x0c, ascq: 0x0c},
+		{id: "ISCSI-11.3-6 more than EDTL", flags: writeF, edtl: 512, cdb: cdb.Write10(0, 1), immediate: 1024,
+			key: 0x0b, asc: 0x0c, ascq: 0x0d},
+		{id: "unknown LUN", flags: readF, edtl: 512, cdb: cdb.Read10(0, 1), key: 5, asc: 0x25, ascq: 0,
+			unsupportedCheck: true},
+		{id: "beyond the medium", flags: readF, edtl: 512, cdb: cdb.Read10(storeLen/blockLen, 1), key: 5, asc: 0x21,
+			ascq: 0},
+		{id: "ISCSI-11.4-2 write beyond the medium", flags: writeF, edtl: 65536,
+			cdb: cdb.Write10(storeLen/blockLen, 128), immediate: 8192, key: 5, asc: 0x21, ascq: 0},
 		{id: "unknown command", flags: pdu.FlagF, cdb: [16]byte{0xff}, key: 5, asc: 0x20, ascq: 0},
 	} {
 		bubble(t, c.id, func(t *testing.T) {
@@ -243,7 +254,8 @@ func TestBadCommands(t *testing.T) {
 		tc := n.connect().login()
 		defer tc.logout()
 		n.store.FailIO(errors.New("bad sector"))
-		for _, h := range []pdu.BHS{tc.command(readF, 3<<20, cdb.Read10(0, 6144), nil), tc.command(writeF, 3<<20, cdb.Write10(0, 6144), nil)} {
+		for _, h := range []pdu.BHS{tc.command(readF, 3<<20, cdb.Read10(0, 6144), nil),
+			tc.command(writeF, 3<<20, cdb.Write10(0, 6144), nil)} {
 			p := tc.want(pdu.SCSIResponse)
 			if p.h.ITT() != h.ITT() && p.h.Status() != 2 {
 				t.Errorf("%x", []byte(p.h))
@@ -280,9 +292,17 @@ func TestFormatErrors(t *testing.T) {
 		id     string
 		notice func(h pdu.BHS) Notice
 	}{
-		{"data longer than said", func(h pdu.BHS) Notice { h.SetDataSegmentLength(8); return Notice{BHS: h, Data: make([]byte, 9)} }},
+		{"data longer than said", func(h pdu.BHS) Notice {
+			h.SetDataSegmentLength(8)
+			return Notice{BHS: h,
+				Data: make([]byte, 9)}
+		}},
 		{"data shorter than said", func(h pdu.BHS) Notice { h.SetDataSegmentLength(8); return Notice{BHS: h} }},
-		{"AHS shorter than said", func(h pdu.BHS) Notice { h.SetTotalAHSLength(8); return Notice{BHS: h, AHS: make([]byte, 4)} }},
+		{"AHS shorter than said", func(h pdu.BHS) Notice {
+			h.SetTotalAHSLength(8)
+			return Notice{BHS: h,
+				AHS: make([]byte, 4)}
+		}},
 		{"short header", func(h pdu.BHS) Notice { return Notice{BHS: h[:47]} }},
 		{"ISER-6.4-2 segment too long", func(h pdu.BHS) Notice {
 			h.SetDataSegmentLength(8193)
@@ -322,7 +342,10 @@ func (tc *testConn) dataOutPDU(h pdu.BHS, final bool, sn, off uint32) pdu.BHS {
 // unsolicitedNode allows unsolicited Data-Out.
 func unsolicitedNode(t *testing.T, change ...func(*Options)) *testNode {
 	no := false
-	return newTestNode(t, append([]func(*Options){func(o *Options) { o.Limits = keys.Limits{InitialR2T: &no, FirstBurstLength: 32768} }}, change...)...)
+	return newTestNode(t, append([]func(*Options){func(o *Options) {
+		o.Limits = keys.Limits{InitialR2T: &no,
+			FirstBurstLength: 32768}
+	}}, change...)...)
 }
 
 // ISER-7.3.1-9, ISER-7.3.4-3, ISCSI-4.2.5-3, ISCSI-4.2.5-4, ISCSI-11.7-3,
@@ -404,11 +427,13 @@ func TestBadUnsolicitedData(t *testing.T) {
 		change func(d pdu.BHS) int // returns how much data
 		reason pdu.RejectReason
 	}{
-		{"ISCSI-11.7-4 offset wraps", func(d pdu.BHS) int { d.SetBufferOffset(0xfffffff0); return 512 }, pdu.RejectInvalidField},
+		{"ISCSI-11.7-4 offset wraps", func(d pdu.BHS) int { d.SetBufferOffset(0xfffffff0); return 512 },
+			pdu.RejectInvalidField},
 		{"ISCSI-11.7-4 gap", func(d pdu.BHS) int { d.SetBufferOffset(1024); return 512 }, pdu.RejectInvalidField},
 		{"ISCSI-11.7-4 overlap", func(d pdu.BHS) int { d.SetBufferOffset(0); return 512 }, pdu.RejectInvalidField},
 		{"ISCSI-4.2.5-2 too much", func(d pdu.BHS) int { return 4096 }, pdu.RejectInvalidField},
-		{"ISCSI-4.2.5-6 other LUN", func(d pdu.BHS) int { d.SetLUN([8]byte{1: 1}); return 512 }, pdu.RejectProtocolError},
+		{"ISCSI-4.2.5-6 other LUN", func(d pdu.BHS) int { d.SetLUN([8]byte{1: 1}); return 512 },
+			pdu.RejectProtocolError},
 		{"ISER-10.1.4.3-1 DataSN gap", func(d pdu.BHS) int { d.SetDataSN(3); return 512 }, pdu.RejectProtocolError},
 		{"ISCSI-4.2.5-3 too little", func(d pdu.BHS) int { return 512 }, 0},
 	} {
@@ -754,7 +779,9 @@ func TestWithoutRDMA(t *testing.T) {
 		n := newTestNode(t)
 		n.fill()
 		tc := n.connect(func(tc *testConn) { tc.m.rdma = false })
-		tc.writeLogin(tc.loginRequest(true, 1, 3), append(without(linuxKeys, "RDMAExtensions", "TargetRecvDataSegmentLength", "InitiatorRecvDataSegmentLength"), names...)...)
+		tc.writeLogin(tc.loginRequest(true, 1, 3),
+			append(without(linuxKeys, "RDMAExtensions", "TargetRecvDataSegmentLength",
+				"InitiatorRecvDataSegmentLength"), names...)...)
 		tc.loggedIn()
 		h := tc.scsi(writeF, 65536, cdb.Write10(0, 128))
 		tc.write(h, pattern(65536, h.ITT())) // FirstBurstLength in one segment

@@ -27,7 +27,8 @@ func (tc *testConn) readText(request ...string) []string {
 		p := tc.want(pdu.TextResp)
 		all = append(all, p.data...)
 		// ISCSI-11.11-1, ISCSI-6.4-2, ISCSI-11.11-3, ISER-6.5-2.
-		if p.h.ITT() != itt || p.h.Final() != (p.h.TTT() == pdu.ReservedTag) || p.h.Continue() && (p.h.Final() || len(p.data) == 0) {
+		if p.h.ITT() != itt || p.h.Final() != (p.h.TTT() == pdu.ReservedTag) || p.h.Continue() &&
+			(p.h.Final() || len(p.data) == 0) {
 			tc.tb.Fatalf("Text Response %x", []byte(p.h))
 		}
 		if p.h.Final() {
@@ -52,8 +53,10 @@ func TestSendTargets(t *testing.T) {
 		n.AddPortal(PortalConfig{Listen: "127.0.0.1:3260", TPGT: 2}) // out of reach
 		n.AddPortal(PortalConfig{Listen: "[fe80::1]:0", TPGT: 2})
 		n.AddPortal(PortalConfig{Listen: "nonsense", TPGT: 2})
-		n.AddPortal(PortalConfig{Listen: ":3261", TPGT: 3})                                                    // everywhere
-		n.AddPortal(PortalConfig{Listen: "10.0.0.1:3260", Advertise: []string{"store.example:3260"}, TPGT: 4}) // behind NAT
+		// everywhere
+		n.AddPortal(PortalConfig{Listen: ":3261", TPGT: 3})
+		// behind NAT
+		n.AddPortal(PortalConfig{Listen: "10.0.0.1:3260", Advertise: []string{"store.example:3260"}, TPGT: 4})
 		other, err := security.Compile([]string{"iqn.2001-04.com.example:*"})
 		if err != nil {
 			t.Fatal(err)
@@ -64,9 +67,13 @@ func TestSendTargets(t *testing.T) {
 		}
 		n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:secret", Initiators: other, LUNs: n.inv})
 		n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:another", Initiators: all, LUNs: n.inv})
-		n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:group3", Initiators: all, LUNs: n.inv, PortalGroups: []uint16{3, 2}})
-		n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:group2", Initiators: all, LUNs: n.inv, PortalGroups: []uint16{2}}) // out of reach
-		addresses := []string{"TargetAddress=192.0.2.1:3260,1", "TargetAddress=[2001:db8::1]:3260,0", "TargetAddress=192.0.2.1:3261,3",
+		n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:group3", Initiators: all, LUNs: n.inv,
+			PortalGroups: []uint16{3, 2}})
+		// out of reach
+		n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:group2", Initiators: all, LUNs: n.inv,
+			PortalGroups: []uint16{2}})
+		addresses := []string{"TargetAddress=192.0.2.1:3260,1", "TargetAddress=[2001:db8::1]:3260,0",
+			"TargetAddress=192.0.2.1:3261,3",
 			"TargetAddress=store.example:3260,4"}
 		one := append([]string{"TargetName=" + targetName}, addresses...)
 		group3 := []string{"TargetName=iqn.2026-11.io.example:group3", "TargetAddress=192.0.2.1:3261,3"}
@@ -75,7 +82,9 @@ func TestSendTargets(t *testing.T) {
 
 		tc := n.connect().discover()
 		for request, want := range map[string][]string{
-			"All": every, "iqn.2026-11.io.example:group3": group3, "iqn.2026-11.io.example:group2": nil, targetName: one, strings.ToUpper(targetName): one, "iqn.2026-11.io.example:secret": nil, "nobody": nil, "": rejected,
+			"All": every, "iqn.2026-11.io.example:group3": group3, "iqn.2026-11.io.example:group2": nil,
+			targetName: one, strings.ToUpper(targetName): one, "iqn.2026-11.io.example:secret": nil,
+			"nobody": nil, "": rejected,
 		} {
 			if got := tc.readText("SendTargets=" + request); !slices.Equal(got, want) {
 				t.Errorf("discovery of %q: %q, want %q", request, got, want)
@@ -160,7 +169,8 @@ func (n *testNode) addTargets(count int) {
 		n.tb.Fatal(err)
 	}
 	for i := range count {
-		if err := n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:t" + strconv.Itoa(i), Initiators: all, LUNs: n.inv}); err != nil {
+		if err := n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:t" + strconv.Itoa(i), Initiators: all,
+			LUNs: n.inv}); err != nil {
 			n.tb.Fatal(err)
 		}
 	}
@@ -226,7 +236,8 @@ func TestText(t *testing.T) {
 		again := req(pdu.FlagF, h.ITT(), pdu.ReservedTag)
 		tc.write(again, text(long...))
 		q := tc.want(pdu.TextResp)
-		if !p.h.Continue() || !q.h.Continue() || !bytes.Equal(p.data, q.data) || p.h.TTT() == q.h.TTT() || len(p.data) != 128 {
+		if !p.h.Continue() || !q.h.Continue() || !bytes.Equal(p.data, q.data) || p.h.TTT() == q.h.TTT() ||
+			len(p.data) != 128 {
 			t.Fatalf("%x %q, %x %q", []byte(p.h), p.data, []byte(q.h), q.data)
 		}
 		h = req(pdu.FlagF, h.ITT(), q.h.TTT())
@@ -296,7 +307,8 @@ func TestTextOfWhoDoesNotRead(t *testing.T) {
 				tc.m.in = append(tc.m.in, Notice{BHS: h, Data: data})
 				tc.m.cond.Broadcast()
 				tc.m.mu.Unlock()
-				testkit.Eventually(n.tb, "the answer waits", func() bool { return n.Stats().TasksInFlight == i+1 && n.Sessions()[0].Tasks == 0 })
+				testkit.Eventually(n.tb, "the answer waits",
+					func() bool { return n.Stats().TasksInFlight == i+1 && n.Sessions()[0].Tasks == 0 })
 			}
 			if more := int(heap() - before); more > 4<<20 {
 				t.Errorf("%s: %d octets for %d requests of %d", name, more, tc.m.full, len(data))

@@ -291,7 +291,8 @@ func TestAbortTaskSetWaitsForEarlier(t *testing.T) {
 // ISCSI-11.5-5, ISCSI-4.2.3.3-5, ISCSI-4.2.3.3-6, ISCSI-E-3: LOGICAL UNIT RESET
 // stops the tasks of all sessions, and CLEAR TASK SET does.
 func TestResetStopsOtherSessions(t *testing.T) {
-	for name, function := range map[string]byte{"LOGICAL UNIT RESET": pdu.LogicalUnitReset, "CLEAR TASK SET": pdu.ClearTaskSet, "TARGET WARM RESET": pdu.TargetWarmReset} {
+	for name, function := range map[string]byte{"LOGICAL UNIT RESET": pdu.LogicalUnitReset,
+		"CLEAR TASK SET": pdu.ClearTaskSet, "TARGET WARM RESET": pdu.TargetWarmReset} {
 		bubble(t, name, func(t *testing.T) {
 			n := newTestNode(t)
 			tc := n.connect().login()
@@ -497,7 +498,8 @@ func TestColdReset(t *testing.T) {
 		tc := n.connect().login()
 		other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
 		discovery := n.connect(func(tc *testConn) { tc.isid[5] = 3 })
-		discovery.writeLogin(discovery.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery", "TargetName="+targetName)
+		discovery.writeLogin(discovery.loginRequest(true, 1, 3), "InitiatorName="+initiatorName,
+			"SessionType=Discovery", "TargetName="+targetName)
 		discovery.wantLogin(pdu.LoginSuccess)
 		unnamed := n.connect(func(tc *testConn) { tc.isid[5] = 4 }).discover()
 		other.m.holdGets = true
@@ -575,7 +577,9 @@ func TestMaskedReset(t *testing.T) {
 			return h
 		}
 		tc := n.connect()
-		tc.writeLogin(tc.loginRequest(true, 1, 3), append([]string{"InitiatorName=" + blind, "TargetName=" + targetName, "SessionType=Normal"}, linuxKeys...)...)
+		tc.writeLogin(tc.loginRequest(true, 1, 3),
+			append([]string{"InitiatorName=" + blind, "TargetName=" + targetName, "SessionType=Normal"},
+				linuxKeys...)...)
 		tc.loggedIn()
 		other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
 		other.wantSense(on1(other, pdu.FlagF, 0, cdb.TestUnitReady), 0x06, 0x29, 0x00)

@@ -100,8 +100,10 @@ func commentFaults(file *ast.File, test bool) (faults []commentFault) {
 					check(spec.Name, doc, false)
 				case *ast.ValueSpec:
 					// A group of constants has one comment, which need not name each.
-					if decl.Doc == nil && spec.Doc == nil && spec.Comment == nil && spec.Names[0].IsExported() && !test {
-						faults = append(faults, commentFault{spec.Pos(), spec.Names[0].Name + " is exported and has no comment"})
+					if decl.Doc == nil && spec.Doc == nil && spec.Comment == nil && spec.Names[0].IsExported() &&
+						!test {
+						faults = append(faults,
+							commentFault{spec.Pos(), spec.Names[0].Name + " is exported and has no comment"})
 					}
 				}
 			}
@@ -147,7 +149,8 @@ func commentFaultOf(name, text string, function bool) string {
 		return ""
 	}
 	if len(words) < 2 || noVerb.MatchString(words[1]) {
-		return "the comment of " + name + " does not go on with what it does: " + strings.Join(words[:min(len(words), 8)], " ")
+		return "the comment of " + name + " does not go on with what it does: " +
+			strings.Join(words[:min(len(words), 8)], " ")
 	}
 	return ""
 }

@@ -39,7 +39,8 @@ func TestNOPOut(t *testing.T) {
 			h.SetLUN([8]byte{1: 3})
 			p.send(iser.Header{}, h, data)
 			m := p.want(pdu.NOPIn)
-			if len(m.payload) != 76+tt.back || !bytes.Equal(m.data, data[:tt.back]) || m.bhs.ITT() != h.ITT() || m.bhs.TTT() != pdu.ReservedTag ||
+			if len(m.payload) != 76+tt.back || !bytes.Equal(m.data, data[:tt.back]) || m.bhs.ITT() != h.ITT() ||
+				m.bhs.TTT() != pdu.ReservedTag ||
 				m.bhs.LUN() != h.LUN() || m.bhs.ExpCmdSN() != p.CmdSN || m.op != wire.OpSend {
 				t.Errorf("%v % x", m.op, m.payload)
 			}
@@ -59,7 +60,8 @@ func TestNOPOut(t *testing.T) {
 // The target pings, and gives up when nothing comes back.
 func TestKeepalive(t *testing.T) {
 	t.Run("ISER-7.3.6-12 ISER-8.1.2-3 ISER-8.1.2-4 ISER-8.1.1.2-2 answered", func(t *testing.T) {
-		tg := startTarget(t, targetOptions{node: iscsi.Options{NopInterval: 5 * time.Millisecond, NopTimeout: 700 * time.Millisecond}})
+		tg := startTarget(t, targetOptions{node: iscsi.Options{NopInterval: 5 * time.Millisecond,
+			NopTimeout: 700 * time.Millisecond}})
 		p := tg.dial(t, initiator.Options{Target: targetName})
 		p.login()
 		p.pong = true
@@ -77,7 +79,8 @@ func TestKeepalive(t *testing.T) {
 		p.logout()
 	})
 	t.Run("not answered", func(t *testing.T) {
-		tg := startTarget(t, targetOptions{node: iscsi.Options{NopInterval: 5 * time.Millisecond, NopTimeout: 5 * time.Millisecond}})
+		tg := startTarget(t, targetOptions{node: iscsi.Options{NopInterval: 5 * time.Millisecond,
+			NopTimeout: 5 * time.Millisecond}})
 		p := tg.dial(t, initiator.Options{Target: targetName})
 		p.login()
 		p.wantEnd()
@@ -106,7 +109,8 @@ func testRejects(t *testing.T, tg *target, p *raw) {
 		flags  byte
 		reason pdu.RejectReason
 	}{
-		{"ISER-7.3.11-2 ISER-7.3.11-3 ISER-10.1.4.4-1 ISER-10.2.1-1 SNACK data", pdu.SNACK, pdu.FlagF, pdu.RejectProtocolError},
+		{"ISER-7.3.11-2 ISER-7.3.11-3 ISER-10.1.4.4-1 ISER-10.2.1-1 SNACK data", pdu.SNACK, pdu.FlagF,
+			pdu.RejectProtocolError},
 		{"ISER-7.3.11-3 SNACK status", pdu.SNACK, pdu.FlagF | 1, pdu.RejectProtocolError},
 		{"ISER-7.3.11-3 SNACK DataACK", pdu.SNACK, pdu.FlagF | 2, pdu.RejectProtocolError},
 		{"ISER-7.3.9-2 ISER-7.3.9-3 ISER-7.3.9-4 late Login Request", pdu.LoginReq, 0x87, pdu.RejectProtocolError},
@@ -148,7 +152,8 @@ func TestLogout(t *testing.T) {
 		h := p.Request(pdu.LogoutReq, pdu.FlagF, true)
 		p.send(iser.Header{}, h, nil)
 		m := p.want(pdu.LogoutResp)
-		if m.bhs.ITT() != h.ITT() || m.bhs.Response() != 0 || len(m.payload) != 76 || m.op != wire.OpSend || m.bhs.Time2Wait() != 2 || m.bhs.Time2Retain() != 0 {
+		if m.bhs.ITT() != h.ITT() || m.bhs.Response() != 0 || len(m.payload) != 76 || m.op != wire.OpSend ||
+			m.bhs.Time2Wait() != 2 || m.bhs.Time2Retain() != 0 {
 			p.t.Fatalf("%v % x", m.op, m.payload)
 		}
 	}
@@ -193,7 +198,8 @@ func TestLoginCycles(t *testing.T) {
 	t.Run("ISER-5.2.2-5 ISER-5.2.1-1 ISER-5.2.1-2 ISER-5.2.1-3 ISER-3.1.5-1", func(t *testing.T) {
 		tg := startTarget(t, targetOptions{})
 		for i := range 100 {
-			s, err := initiator.Login(testContext(t), tg.addr, initiator.Options{Target: targetName, ISID: [6]byte{5: byte(i)}})
+			s, err := initiator.Login(testContext(t), tg.addr,
+				initiator.Options{Target: targetName, ISID: [6]byte{5: byte(i)}})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -267,7 +273,8 @@ func TestSlowReader(t *testing.T) {
 		var b []byte
 		for i := range 128 {
 			block := cdb.Read16(0, 2048)
-			b = append(b, p.message(pduBytes(sink(wire.STag(i+1), p.o.BaseOffset), p.scsi(pdu.FlagR, 1<<20, block), nil))...)
+			b = append(b, p.message(pduBytes(sink(wire.STag(i+1), p.o.BaseOffset), p.scsi(pdu.FlagR, 1<<20, block),
+				nil))...)
 			ping := p.Request(pdu.NOPOut, pdu.FlagF, true)
 			ping.SetTTT(pdu.ReservedTag)
 			b = append(b, p.message(pduBytes(iser.Header{}, ping, nil))...)
@@ -315,7 +322,10 @@ func TestSlowReader(t *testing.T) {
 // memory, it waits for a few MiB at most.
 func TestPingUnderLoad(t *testing.T) {
 	const reads, each, rate = 40, 1 << 20, 64 << 20
-	tg := startTarget(t, targetOptions{wrap: func(nc net.Conn) net.Conn { return testkit.SlowConn{Conn: nc, Rate: rate} }})
+	tg := startTarget(t, targetOptions{wrap: func(nc net.Conn) net.Conn {
+		return testkit.SlowConn{Conn: nc,
+			Rate: rate}
+	}})
 	p := tg.rawLogin(t, initiator.Options{}, 0)
 	var b []byte
 	for i := range reads {
@@ -387,7 +397,8 @@ func TestSendVariants(t *testing.T) {
 		r.SetITT(s.NewITT())
 		r.SetTTT(pdu.ReservedTag)
 		r.SetCmdSN(1)
-		if err := s.Stream().Post(&rdma.WorkRequest{Op: rdma.SendSE, Head: pduBytes(iser.Header{}, r, nil)}); err != nil {
+		if err := s.Stream().Post(&rdma.WorkRequest{Op: rdma.SendSE,
+			Head: pduBytes(iser.Header{}, r, nil)}); err != nil {
 			t.Fatal(err)
 		}
 		s.Stream().Flush()
@@ -398,7 +409,8 @@ func TestSendVariants(t *testing.T) {
 	t.Run("ISER-11-4 ISER-4.1-7 an STag of nobody", func(t *testing.T) {
 		tg := startTarget(t, targetOptions{})
 		p := tg.rawLogin(t, initiator.Options{}, 0)
-		u := untagged(wire.OpSendInvalidate, p.sendMSN, pduBytes(iser.Header{}, p.Request(pdu.NOPOut, pdu.FlagF, true), nil))
+		u := untagged(wire.OpSendInvalidate, p.sendMSN,
+			pduBytes(iser.Header{}, p.Request(pdu.NOPOut, pdu.FlagF, true), nil))
 		copy(u[2:], unhex("12345678"))
 		p.write(fpdu(u))
 		p.wantTerminate(wire.ReasonNotInvalidated)
@@ -407,7 +419,8 @@ func TestSendVariants(t *testing.T) {
 
 // A peer's Terminate is in the log, in the RFC's bit order and in siw's.
 func TestTerminateFromPeer(t *testing.T) {
-	for name, head := range map[string]string{"RFC 5040": "11000000", "siw 1/2/02": "21020000", "RFC 5040 1/2/02": "12020000"} {
+	for name, head := range map[string]string{"RFC 5040": "11000000", "siw 1/2/02": "21020000",
+		"RFC 5040 1/2/02": "12020000"} {
 		t.Run("ISER-10.1.2.2-1 ISER-4.1-8 ISER-5.2.3.2-1 L32 "+name, func(t *testing.T) {
 			tg := startTarget(t, targetOptions{})
 			p := tg.rawLogin(t, initiator.Options{}, 0)
@@ -445,12 +458,15 @@ func TestFormatErrors(t *testing.T) {
 		{"ISER-9.1-3 opcode 4", func(p *raw) []byte { return append([]byte{0x40}, make([]byte, 75)...) }},
 		{"a HelloReply", func(p *raw) []byte { return append([]byte{0x30, 0xaa}, make([]byte, 26)...) }},
 		{"ISER-10.1.3.3-1 27 octets", func(p *raw) []byte { return hello(10, 10, 1)[:27] }},
-		{"ISER-9.3-1 ISER-10.1.3.3-1 Hello of 32 octets", func(p *raw) []byte { return append(hello(10, 10, 1), 0, 0, 0, 0) }},
+		{"ISER-9.3-1 ISER-10.1.3.3-1 Hello of 32 octets",
+			func(p *raw) []byte { return append(hello(10, 10, 1), 0, 0, 0, 0) }},
 		{"no octet", func(p *raw) []byte { return nil }},
 		{"header without PDU", func(p *raw) []byte { return append([]byte{0x10}, make([]byte, 27)...) }},
 		{"75 octets", func(p *raw) []byte { return nop(p, asIs, 0, 0)[:75] }},
-		{"ISER-10.1.4.1-1 DataSegmentLength beyond the message", func(p *raw) []byte { return nop(p, func(h pdu.BHS) { h.SetDataSegmentLength(9) }, 8, 0) }},
-		{"ISER-10.1.4.1-1 TotalAHSLength beyond the message", func(p *raw) []byte { return nop(p, func(h pdu.BHS) { h.SetTotalAHSLength(12) }, 8, 0) }},
+		{"ISER-10.1.4.1-1 DataSegmentLength beyond the message",
+			func(p *raw) []byte { return nop(p, func(h pdu.BHS) { h.SetDataSegmentLength(9) }, 8, 0) }},
+		{"ISER-10.1.4.1-1 TotalAHSLength beyond the message",
+			func(p *raw) []byte { return nop(p, func(h pdu.BHS) { h.SetTotalAHSLength(12) }, 8, 0) }},
 		{"a pad where none belongs", func(p *raw) []byte { return nop(p, asIs, 8, 1) }},
 		{"pad of 4", func(p *raw) []byte { return nop(p, asIs, 5, 4) }},
 	} {
@@ -489,7 +505,8 @@ func TestFormatErrors(t *testing.T) {
 		}
 		p.sendRaw(nop(p, asIs, 8193, 0))
 		p.wantEnd()
-		testkit.Eventually(t, "the reason in the log", func() bool { return len(tg.log.Lines("data segment of 8193 bytes")) == 1 })
+		testkit.Eventually(t, "the reason in the log",
+			func() bool { return len(tg.log.Lines("data segment of 8193 bytes")) == 1 })
 	})
 	t.Run("ISER-10.1.2.1-1 ISER-10.1.2.1-2 longer than any PDU", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{})
@@ -523,15 +540,26 @@ func TestOneAnswerEach(t *testing.T) {
 		send func() pdu.BHS
 		want pdu.Opcode
 	}{
-		{"SCSI Command", func() pdu.BHS { h := p.scsi(0, 0, cdb.TestUnitReady); p.send(iser.Header{}, h, nil); return h }, pdu.SCSIResponse},
-		{"READ", func() pdu.BHS { h := p.scsi(pdu.FlagR, 4096, read); p.send(sink(1, 0), h, nil); return h }, pdu.SCSIResponse},
+		{"SCSI Command", func() pdu.BHS {
+			h := p.scsi(0, 0, cdb.TestUnitReady)
+			p.send(iser.Header{}, h,
+				nil)
+			return h
+		}, pdu.SCSIResponse},
+		{"READ", func() pdu.BHS { h := p.scsi(pdu.FlagR, 4096, read); p.send(sink(1, 0), h, nil); return h },
+			pdu.SCSIResponse},
 		{"WRITE", func() pdu.BHS {
 			h := p.scsi(pdu.FlagW, 4096, write)
 			p.send(source(1, 0), h, nil)
 			p.answer(p.wantRead(), make([]byte, 4096))
 			return h
 		}, pdu.SCSIResponse},
-		{"CHECK CONDITION", func() pdu.BHS { h := p.scsi(0, 0, [16]byte{0xff}); p.send(iser.Header{}, h, nil); return h }, pdu.SCSIResponse},
+		{"CHECK CONDITION", func() pdu.BHS {
+			h := p.scsi(0, 0, [16]byte{0xff})
+			p.send(iser.Header{}, h,
+				nil)
+			return h
+		}, pdu.SCSIResponse},
 		{"TMF", func() pdu.BHS { return p.tmf(pdu.AbortTask, 0, 0x1234, p.CmdSN) }, pdu.TaskMgmtResp},
 		{"Text", func() pdu.BHS {
 			h := p.Request(pdu.TextReq, pdu.FlagF, false)
@@ -545,7 +573,12 @@ func TestOneAnswerEach(t *testing.T) {
 			p.send(iser.Header{}, h, []byte("data"))
 			return h
 		}, pdu.NOPIn},
-		{"an opcode that is not supported", func() pdu.BHS { h := p.Request(0x1c, pdu.FlagF, true); p.send(iser.Header{}, h, nil); return h }, pdu.Reject},
+		{"an opcode that is not supported", func() pdu.BHS {
+			h := p.Request(0x1c, pdu.FlagF,
+				true)
+			p.send(iser.Header{}, h, nil)
+			return h
+		}, pdu.Reject},
 		{"Logout", func() pdu.BHS {
 			h := p.Request(pdu.LogoutReq, pdu.FlagF, true)
 			p.send(iser.Header{}, h, nil)

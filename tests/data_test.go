@@ -29,13 +29,15 @@ func (p *raw) readData(h pdu.BHS, stag wire.STag, base uint64, status byte) (dat
 	for {
 		m := p.next()
 		if m.op != wire.OpWrite {
-			if m.bhs == nil || m.bhs.Opcode() != pdu.SCSIResponse || m.bhs.ITT() != h.ITT() || m.bhs.Status() != status {
+			if m.bhs == nil || m.bhs.Opcode() != pdu.SCSIResponse || m.bhs.ITT() != h.ITT() ||
+				m.bhs.Status() != status {
 				p.t.Fatalf("%v % x", m.op, m.payload)
 			}
 			return data, m
 		}
 		if m.tagged.STag != stag || m.tagged.TO != base+uint64(len(data)) {
-			p.t.Fatalf("ISER-7.3.5-4 ISER-7.3.5-5: RDMA Write to STag %#x, TO %#x; want %#x, %#x", m.tagged.STag, m.tagged.TO, stag, base+uint64(len(data)))
+			p.t.Fatalf("ISER-7.3.5-4 ISER-7.3.5-5: RDMA Write to STag %#x, TO %#x; want %#x, %#x", m.tagged.STag,
+				m.tagged.TO, stag, base+uint64(len(data)))
 		}
 		data = append(data, m.payload...)
 	}
@@ -140,13 +142,16 @@ func TestBadCommands(t *testing.T) {
 		{"ISER-7.3.1-11 READ without an STag", tg, encode(iser.Header{}), false, 4096, 0, illegalRequest, 0x0e, 0x03},
 		{"ISER-9.2-3 READ with RSV 0", tg, garbage(0x18), false, 4096, 0, illegalRequest, 0x0e, 0x03},
 		{"ISER-7.3.1-11 WRITE without an STag", tg, encode(iser.Header{}), true, 4096, 0, illegalRequest, 0x0e, 0x03},
-		{"ISER-7.3.1-4 WRITE with too little immediate data and no STag", tg, encode(iser.Header{}), true, 4096, 512, illegalRequest, 0x0e, 0x03},
+		{"ISER-7.3.1-4 WRITE with too little immediate data and no STag", tg, encode(iser.Header{}), true, 4096, 512,
+			illegalRequest, 0x0e, 0x03},
 		{"ISER-9.2-2 WRITE with WSV 0", tg, garbage(0x14), true, 4096, 0, illegalRequest, 0x0e, 0x03},
 		{"ISER-7.3.5-5 READ beyond 2^64", tg, encode(sink(3, top+1)), false, 4096, 0, illegalRequest, 0x0e, 0x03},
 		{"ISER-7.3.6-10 WRITE beyond 2^64", tg, encode(source(3, top+1)), true, 4096, 0, illegalRequest, 0x0e, 0x03},
 		{"immediate data beyond EDTL", tg, encode(source(3, 0)), true, 512, 513, abortedCommand, 0x0c, 0x0d},
-		{"ISER-9.2-5 ISER-8.3.1-1 immediate data of a READ", tg, encode(sink(3, 0)), false, 4096, 512, abortedCommand, 0x0c, 0x0c},
-		{"ISER-10.1.3.4-3 immediate data where none was agreed on", noImmediate, encode(source(3, 0)), true, 4096, 512, abortedCommand, 0x0c, 0x0c},
+		{"ISER-9.2-5 ISER-8.3.1-1 immediate data of a READ", tg, encode(sink(3, 0)), false, 4096, 512, abortedCommand,
+			0x0c, 0x0c},
+		{"ISER-10.1.3.4-3 immediate data where none was agreed on", noImmediate, encode(source(3, 0)), true, 4096,
+			512, abortedCommand, 0x0c, 0x0c},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			p := tt.tg.rawLogin(t, initiator.Options{}, 0)
@@ -199,7 +204,8 @@ func TestRefusedCommandIsNotAnsweredWithAnotherSTag(t *testing.T) {
 	}
 	for range n {
 		if m := p.want(pdu.SCSIResponse); m.op != wire.OpSend || m.bhs.Status() != 0x02 {
-			t.Fatalf("%v of %#x, which this command did not advertise; status %#x", m.op, m.untag.Invalidate, m.bhs.Status())
+			t.Fatalf("%v of %#x, which this command did not advertise; status %#x", m.op, m.untag.Invalidate,
+				m.bhs.Status())
 		}
 	}
 	p.logout()
@@ -209,7 +215,8 @@ func TestRefusedCommandIsNotAnsweredWithAnotherSTag(t *testing.T) {
 func TestBaseOffsets(t *testing.T) {
 	tg := startTarget(t, targetOptions{})
 	const n = 256 << 10
-	for _, base := range []uint64{0, 1, 0x7ffffffffffff000, 0x7fffffffffffffff, 0xffff888012345000, math.MaxUint64 - n + 1} {
+	for _, base := range []uint64{0, 1, 0x7ffffffffffff000, 0x7fffffffffffffff, 0xffff888012345000,
+		math.MaxUint64 - n + 1} {
 		t.Run(fmt.Sprintf("ISER-7.3.5-5 ISER-7.3.6-10 ISER-1.5.1-3 %#x", base), func(t *testing.T) {
 			o := initiator.Options{}
 			p := tg.rawLogin(t, o, 0)
@@ -378,11 +385,12 @@ func TestRDMAByInitiator(t *testing.T) {
 		{"ISER-1.5.3-2 RDMA Write to any STag", func(p *raw, r wire.ReadRequest) []byte {
 			return fpdu(tagged(wire.OpWrite, true, 0x1234, 0, random(4096)))
 		}, wire.ReasonInvalidSTag},
-		{"ISER-1.5.4-2 ISER-8.3.2-3 SEC-5042.6.3.1-1 RDMA Read of the sink of a Read", func(p *raw, r wire.ReadRequest) []byte {
-			b := make([]byte, wire.ReadRequestLen)
-			wire.ReadRequest{SinkSTag: 1, Size: 4096, SrcSTag: r.SinkSTag, SrcTO: r.SinkTO}.Put(b)
-			return fpdu(untagged(wire.OpReadRequest, 1, b))
-		}, wire.ReasonReadInvalidSTag},
+		{"ISER-1.5.4-2 ISER-8.3.2-3 SEC-5042.6.3.1-1 RDMA Read of the sink of a Read",
+			func(p *raw, r wire.ReadRequest) []byte {
+				b := make([]byte, wire.ReadRequestLen)
+				wire.ReadRequest{SinkSTag: 1, Size: 4096, SrcSTag: r.SinkSTag, SrcTO: r.SinkTO}.Put(b)
+				return fpdu(untagged(wire.OpReadRequest, 1, b))
+			}, wire.ReasonReadInvalidSTag},
 		{"ISER-8.3.1-3 Response to another STag", func(p *raw, r wire.ReadRequest) []byte {
 			return fpdu(tagged(wire.OpReadResponse, true, r.SinkSTag+1, r.SinkTO, random(4096)))
 		}, wire.ReasonInvalidSTag},
@@ -390,7 +398,8 @@ func TestRDMAByInitiator(t *testing.T) {
 			return fpdu(tagged(wire.OpReadResponse, true, r.SinkSTag, r.SinkTO, random(4097)))
 		}, wire.ReasonBounds},
 		{"SEC-5042.6.4.5-2 invalidation of the sink of a Read", func(p *raw, r wire.ReadRequest) []byte {
-			u := untagged(wire.OpSendInvalidate, p.sendMSN, pduBytes(iser.Header{}, p.Request(pdu.NOPOut, pdu.FlagF, true), nil))
+			u := untagged(wire.OpSendInvalidate, p.sendMSN,
+				pduBytes(iser.Header{}, p.Request(pdu.NOPOut, pdu.FlagF, true), nil))
 			binary.BigEndian.PutUint32(u[2:], uint32(r.SinkSTag))
 			return fpdu(u)
 		}, wire.ReasonNotInvalidated},
@@ -419,62 +428,64 @@ func TestRDMAByInitiator(t *testing.T) {
 
 // Unsolicited Data-Out PDUs, where the target has agreed to them.
 func TestUnsolicitedData(t *testing.T) {
-	t.Run("ISER-7.3.1-9 ISER-7.3.4-1 ISER-7.3.4-2 ISER-7.3.4-3 ISER-6.4-3 ISER-8.1.1.2-1 ISER-9.5.1-2", func(t *testing.T) {
-		no := false
-		tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: keys.Limits{InitialR2T: &no, FirstBurstLength: 20480}}})
-		p := tg.rawLogin(t, initiator.Options{}, 0)
-		const n, burst = 32 << 10, 20480
-		want := random(n)
-		block := cdb.Write16(0, n/512)
-		h := p.scsi(pdu.FlagW, n, block)
-		h.SetFlags(h.Flags() &^ pdu.FlagF)
-		p.send(source(8, p.o.BaseOffset), h, want[:4000])
-		sn := uint32(0)
-		for off := 4000; off < burst; sn++ {
-			end := min(off+8192, burst)
-			d := p.Request(pdu.DataOut, 0, true)
-			d[0] = byte(pdu.DataOut)
+	t.Run("ISER-7.3.1-9 ISER-7.3.4-1 ISER-7.3.4-2 ISER-7.3.4-3 ISER-6.4-3 ISER-8.1.1.2-1 ISER-9.5.1-2",
+		func(t *testing.T) {
+			no := false
+			tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: keys.Limits{InitialR2T: &no,
+				FirstBurstLength: 20480}}})
+			p := tg.rawLogin(t, initiator.Options{}, 0)
+			const n, burst = 32 << 10, 20480
+			want := random(n)
+			block := cdb.Write16(0, n/512)
+			h := p.scsi(pdu.FlagW, n, block)
+			h.SetFlags(h.Flags() &^ pdu.FlagF)
+			p.send(source(8, p.o.BaseOffset), h, want[:4000])
+			sn := uint32(0)
+			for off := 4000; off < burst; sn++ {
+				end := min(off+8192, burst)
+				d := p.Request(pdu.DataOut, 0, true)
+				d[0] = byte(pdu.DataOut)
+				d.SetITT(h.ITT())
+				d.SetTTT(pdu.ReservedTag)
+				d.SetCmdSN(0)
+				d.SetDataSN(sn)
+				d.SetBufferOffset(uint32(off))
+				if end == burst {
+					d.SetFlags(pdu.FlagF)
+				}
+				p.send(iser.Header{}, d, want[off:end])
+				off = end
+			}
+			r := p.wantRead()
+			if r.SrcTO != p.o.BaseOffset || r.Size != n-burst { // L1: past all that is unsolicited
+				t.Fatalf("%+v", r)
+			}
+			p.answer(r, want[burst:])
+			p.wantStatus(h, 0)
+			if !bytes.Equal(tg.stored(t, 0, n), want) {
+				t.Error("other octets are stored")
+			}
+			// ISER-10.1.4.3-1: a gap in DataSN is no sequence error but a protocol error.
+			h = p.scsi(pdu.FlagW, n, block)
+			h.SetFlags(h.Flags() &^ pdu.FlagF)
+			p.send(source(8, p.o.BaseOffset), h, want[:4000])
+			d := p.Request(pdu.DataOut, pdu.FlagF, true)
 			d.SetITT(h.ITT())
 			d.SetTTT(pdu.ReservedTag)
-			d.SetCmdSN(0)
-			d.SetDataSN(sn)
-			d.SetBufferOffset(uint32(off))
-			if end == burst {
-				d.SetFlags(pdu.FlagF)
+			d.SetDataSN(1)
+			d.SetBufferOffset(4000)
+			p.send(iser.Header{}, d, random(8192))
+			for range 2 { // in either order
+				switch m := p.next(); {
+				case m.bhs.Opcode() == pdu.Reject && m.bhs.Reason() == pdu.RejectProtocolError:
+				case m.bhs.Opcode() == pdu.SCSIResponse && m.bhs.Status() == 0x02:
+				default:
+					t.Fatalf("ISER-10.1.4.3-1: %v % x", m.op, m.payload)
+				}
 			}
-			p.send(iser.Header{}, d, want[off:end])
-			off = end
-		}
-		r := p.wantRead()
-		if r.SrcTO != p.o.BaseOffset || r.Size != n-burst { // L1: past all that is unsolicited
-			t.Fatalf("%+v", r)
-		}
-		p.answer(r, want[burst:])
-		p.wantStatus(h, 0)
-		if !bytes.Equal(tg.stored(t, 0, n), want) {
-			t.Error("other octets are stored")
-		}
-		// ISER-10.1.4.3-1: a gap in DataSN is no sequence error but a protocol error.
-		h = p.scsi(pdu.FlagW, n, block)
-		h.SetFlags(h.Flags() &^ pdu.FlagF)
-		p.send(source(8, p.o.BaseOffset), h, want[:4000])
-		d := p.Request(pdu.DataOut, pdu.FlagF, true)
-		d.SetITT(h.ITT())
-		d.SetTTT(pdu.ReservedTag)
-		d.SetDataSN(1)
-		d.SetBufferOffset(4000)
-		p.send(iser.Header{}, d, random(8192))
-		for range 2 { // in either order
-			switch m := p.next(); {
-			case m.bhs.Opcode() == pdu.Reject && m.bhs.Reason() == pdu.RejectProtocolError:
-			case m.bhs.Opcode() == pdu.SCSIResponse && m.bhs.Status() == 0x02:
-			default:
-				t.Fatalf("ISER-10.1.4.3-1: %v % x", m.op, m.payload)
+			if !bytes.Equal(tg.stored(t, 0, n), want) {
+				t.Error("the command that failed has written")
 			}
-		}
-		if !bytes.Equal(tg.stored(t, 0, n), want) {
-			t.Error("the command that failed has written")
-		}
-		p.logout()
-	})
+			p.logout()
+		})
 }

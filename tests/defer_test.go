@@ -23,7 +23,11 @@ func TestAnswersShareAWrite(t *testing.T) {
 	}{{"READ", false, rounds * commands / 2}, {"WRITE", true, rounds * commands}} {
 		t.Run(tt.name, func(t *testing.T) {
 			var writes atomic.Int64
-			tg := startTarget(t, targetOptions{wrap: func(nc net.Conn) net.Conn { return testkit.WriteCounter{Conn: nc, Writes: &writes} }})
+			tg := startTarget(t,
+				targetOptions{wrap: func(nc net.Conn) net.Conn {
+					return testkit.WriteCounter{Conn: nc,
+						Writes: &writes}
+				}})
 			s := tg.login(t, initiator.Options{})
 			var cmds [commands]initiator.Command
 			for i := range cmds {

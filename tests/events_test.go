@@ -42,6 +42,7 @@ func TestEventKinds(t *testing.T) {
 		documented[m[1]] = true
 	}
 	if len(emitted) == 0 || !maps.Equal(emitted, documented) {
-		t.Errorf("events are of kinds %v; docs/cli.md has %v", slices.Sorted(maps.Keys(emitted)), slices.Sorted(maps.Keys(documented)))
+		t.Errorf("events are of kinds %v; docs/cli.md has %v", slices.Sorted(maps.Keys(emitted)),
+			slices.Sorted(maps.Keys(documented)))
 	}
 }

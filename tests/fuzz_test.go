@@ -35,7 +35,8 @@ func script(messages ...[]byte) (b []byte) {
 func FuzzSession(f *testing.F) {
 	r := &raw{Numbers: header.Numbers{CmdSN: 1}, o: initiator.Options{}.Complete()}
 	cmd := func(flags byte, edtl uint32, block [16]byte) pdu.BHS { return r.scsi(flags, edtl, block) }
-	both := iser.Header{Read: iser.Remote{Valid: true, STag: 1, Base: 1 << 63}, Write: iser.Remote{Valid: true, STag: 2, Base: 1<<64 - 4096}}
+	both := iser.Header{Read: iser.Remote{Valid: true, STag: 1, Base: 1 << 63},
+		Write: iser.Remote{Valid: true, STag: 2, Base: 1<<64 - 4096}}
 	tur := pduBytes(both, cmd(0, 0, [16]byte{}), nil)
 	read := pduBytes(both, cmd(pdu.FlagR, 4096, cdb.Read16(0, 8)), nil)
 	write := pduBytes(both, cmd(pdu.FlagW, 4096, cdb.Write16(0, 8)), make([]byte, 512))
@@ -49,10 +50,12 @@ func FuzzSession(f *testing.F) {
 	f.Add(script(tur, read, write))
 	f.Add(script(tur, write, pduBytes(iser.Header{}, abort, nil), write))
 	f.Add(script(tur, write, pduBytes(iser.Header{}, reset, nil), pduBytes(iser.Header{}, logout, nil)))
-	f.Add(script(pduBytes(iser.Header{}, text, []byte("SendTargets=\x00")), pduBytes(iser.Header{}, nop, make([]byte, 300))))
+	f.Add(script(pduBytes(iser.Header{}, text, []byte("SendTargets=\x00")),
+		pduBytes(iser.Header{}, nop, make([]byte, 300))))
 	f.Add(script(hello(10, 10, 0), tur, write))
 	f.Add(script(make([]byte, 76)))
-	f.Add(script(tur, pduBytes(both, r.Request(pdu.SNACK, pdu.FlagF, true), nil), pduBytes(both, r.Request(pdu.DataOut, pdu.FlagF, true), make([]byte, 64))))
+	f.Add(script(tur, pduBytes(both, r.Request(pdu.SNACK, pdu.FlagF, true), nil),
+		pduBytes(both, r.Request(pdu.DataOut, pdu.FlagF, true), make([]byte, 64))))
 
 	// What sessions with the same target feel.
 	r = &raw{Numbers: header.Numbers{CmdSN: 1}, o: r.o}
@@ -145,7 +148,8 @@ func (p *raw) serveZeros() error {
 		}
 		for off := uint32(0); off < r.Size; {
 			k := min(r.Size-off, 32<<10)
-			if _, err := p.nc.Write(fpdu(tagged(wire.OpReadResponse, off+k == r.Size, r.SinkSTag, r.SinkTO+uint64(off), make([]byte, k)))); err != nil {
+			if _, err := p.nc.Write(fpdu(tagged(wire.OpReadResponse, off+k == r.Size, r.SinkSTag,
+				r.SinkTO+uint64(off), make([]byte, k)))); err != nil {
 				return err
 			}
 			off += k

@@ -48,28 +48,29 @@ func TestGoldenIO(t *testing.T) {
 			t.Fatalf("V-ISER-9:\n% x, want\n% x", m.fpdu, rsp)
 		}
 	})
-	t.Run("V-ISER-10 ISER-7.3.6-2 ISER-7.3.6-5 ISER-7.3.6-7 ISER-7.3.6-8 ISER-7.3.6-9 ISER-7.3.6-10", func(t *testing.T) {
-		p.t = t
-		block := cdb.Write16(0, 8)
-		p.CmdSN = 0x15
-		h := p.scsi(pdu.FlagW, 4096, block)
-		p.send(source(0x0004d202, 0xffff888012346000), h, nil)
-		m := p.next()
-		sinkSTag := m.read.SinkSTag
-		req := unhex("002e 4141 00000000 00000001 00000001 00000000 5a5a0001 0000000000000000 00001000 0004d202 ffff888012346000")
-		copy(req[20:], m.fpdu[20:24]) // our STags cannot be known beforehand
-		if !bytes.Equal(m.fpdu, req) || sinkSTag == 0 {
-			t.Fatalf("% x, want\n% x", m.fpdu, req)
-		}
-		data := random(4096)
-		p.answer(m.read, data)
-		if m := p.wantStatus(h, 0); m.op != wire.OpSendInvalidate || m.untag.Invalidate != 0x0004d202 {
-			t.Errorf("ISER-7.3.2-5: %v of %#x", m.op, m.untag.Invalidate)
-		}
-		if !bytes.Equal(tg.stored(t, 0, 4096), data) {
-			t.Error("other octets are stored")
-		}
-	})
+	t.Run("V-ISER-10 ISER-7.3.6-2 ISER-7.3.6-5 ISER-7.3.6-7 ISER-7.3.6-8 ISER-7.3.6-9 ISER-7.3.6-10",
+		func(t *testing.T) {
+			p.t = t
+			block := cdb.Write16(0, 8)
+			p.CmdSN = 0x15
+			h := p.scsi(pdu.FlagW, 4096, block)
+			p.send(source(0x0004d202, 0xffff888012346000), h, nil)
+			m := p.next()
+			sinkSTag := m.read.SinkSTag
+			req := unhex("002e 4141 00000000 00000001 00000001 00000000 5a5a0001 0000000000000000 00001000 0004d202 ffff888012346000")
+			copy(req[20:], m.fpdu[20:24]) // our STags cannot be known beforehand
+			if !bytes.Equal(m.fpdu, req) || sinkSTag == 0 {
+				t.Fatalf("% x, want\n% x", m.fpdu, req)
+			}
+			data := random(4096)
+			p.answer(m.read, data)
+			if m := p.wantStatus(h, 0); m.op != wire.OpSendInvalidate || m.untag.Invalidate != 0x0004d202 {
+				t.Errorf("ISER-7.3.2-5: %v of %#x", m.op, m.untag.Invalidate)
+			}
+			if !bytes.Equal(tg.stored(t, 0, 4096), data) {
+				t.Error("other octets are stored")
+			}
+		})
 	p.logout()
 	tg.waitIdle(t)
 }

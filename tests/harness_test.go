@@ -141,7 +141,8 @@ func startTarget(t testing.TB, o targetOptions) *target {
 			}
 		}
 		testkit.Eventually(t, "no more STags and goroutines than before", func() bool {
-			return rdma.ReadStats() == before && (fuzzing || runtime.NumGoroutine() <= goroutines) // fuzzing starts its own
+			// fuzzing starts its own
+			return rdma.ReadStats() == before && (fuzzing || runtime.NumGoroutine() <= goroutines)
 		})
 	})
 	return tg

@@ -18,7 +18,8 @@ const module = "github.com/iser-target/iser-target"
 // one that lies deepest counts. Imports point one way, so nothing but cmd knows
 // all, and iscsi knows nothing of rdma.
 var mayImport = map[string][]string{
-	"cmd": {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "github.com/spf13/cobra", "go.yaml.in/yaml/v3", "golang.org/x/sys", "golang.org/x/term"},
+	"cmd": {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "github.com/spf13/cobra",
+		"go.yaml.in/yaml/v3", "golang.org/x/sys", "golang.org/x/term"},
 	// A client of the control API does not need the target.
 	"cmd/iser-target/api/client": {"cmd/iser-target/schema"},
 	"cmd/iser-target/schema":     {"config"},
@@ -44,7 +45,8 @@ var mayImport = map[string][]string{
 	"backend/gotgt/gostorenv": {},
 	"security":                {},
 	"config":                  {"security", "github.com/spf13/viper", "go.yaml.in/yaml/v3", "golang.org/x/sys"},
-	"tests":                   {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "tests", "golang.org/x/sys", "github.com/chromedp"},
+	"tests": {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "tests",
+		"golang.org/x/sys", "github.com/chromedp"},
 }
 
 // Tests may import, beside that, what they have in common, the suite that every store

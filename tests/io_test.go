@@ -31,11 +31,15 @@ func TestReadAndWrite(t *testing.T) {
 		tgt  targetOptions
 	}{
 		{name: "defaults"},
-		{name: "no CRC, IRD 4, no invalidation: libiscsi", ini: initiator.Options{NoInvalidate: true, RDMA: rdma.Options{NoCRC: true, IRD: 4}}, tgt: targetOptions{rdma: rdma.Options{NoCRC: true}}},
+		{name: "no CRC, IRD 4, no invalidation: libiscsi",
+			ini: initiator.Options{NoInvalidate: true, RDMA: rdma.Options{NoCRC: true, IRD: 4}},
+			tgt: targetOptions{rdma: rdma.Options{NoCRC: true}}},
 		{name: "IRD 1", ini: initiator.Options{RDMA: rdma.Options{IRD: 1}}},
-		{name: "FPDUs of Ethernet", ini: initiator.Options{RDMA: rdma.Options{MaxULPDU: 1442}}, tgt: targetOptions{rdma: rdma.Options{MaxULPDU: 1442}}},
+		{name: "FPDUs of Ethernet", ini: initiator.Options{RDMA: rdma.Options{MaxULPDU: 1442}},
+			tgt: targetOptions{rdma: rdma.Options{MaxULPDU: 1442}}},
 		{name: "Markers towards the initiator", ini: initiator.Options{RDMA: rdma.Options{Markers: true}}},
-		{name: "short of memory", tgt: targetOptions{node: iscsi.Options{ConnectionMemory: 256 << 10, MaxTransferPiece: 64 << 10}}},
+		{name: "short of memory", tgt: targetOptions{node: iscsi.Options{ConnectionMemory: 256 << 10,
+			MaxTransferPiece: 64 << 10}}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			tg := startTarget(t, tt.tgt)
@@ -43,18 +47,23 @@ func TestReadAndWrite(t *testing.T) {
 			for _, blocks := range []uint32{1, 8, 16, 17, 128, 1024, 8192} {
 				for _, immediate := range []int{0, 512, 8192} {
 					want := random(int(blocks) * 512)
-					w := &initiator.Command{CDB: cdb.Write16(uint64(blocks), blocks), Out: want, Immediate: min(immediate, len(want))}
+					w := &initiator.Command{CDB: cdb.Write16(uint64(blocks), blocks), Out: want,
+						Immediate: min(immediate, len(want))}
 					do(t, s, w)
 					r := &initiator.Command{CDB: cdb.Read16(uint64(blocks), blocks), In: make([]byte, len(want))}
 					do(t, s, r)
 					if !bytes.Equal(r.In, want) {
-						t.Fatalf("%d blocks, %d octets immediate: what is read is not what was written", blocks, immediate)
+						t.Fatalf("%d blocks, %d octets immediate: what is read is not what was written", blocks,
+							immediate)
 					}
-					if r.Invalidated == tt.ini.NoInvalidate || r.Residual != 0 || r.Flags&(pdu.FlagOverflow|pdu.FlagUnderflow) != 0 {
-						t.Fatalf("ISER-7.3.2-4 ISER-1.5.2-3: invalidated %t, flags %#x, residual %d", r.Invalidated, r.Flags, r.Residual)
+					if r.Invalidated == tt.ini.NoInvalidate || r.Residual != 0 ||
+						r.Flags&(pdu.FlagOverflow|pdu.FlagUnderflow) != 0 {
+						t.Fatalf("ISER-7.3.2-4 ISER-1.5.2-3: invalidated %t, flags %#x, residual %d", r.Invalidated,
+							r.Flags, r.Residual)
 					}
 					if w.Invalidated == (tt.ini.NoInvalidate || w.Immediate == len(want)) {
-						t.Fatalf("ISER-7.3.2-5 ISER-7.3.2-3: write of %d, %d immediate, invalidated: %t", len(want), w.Immediate, w.Invalidated)
+						t.Fatalf("ISER-7.3.2-5 ISER-7.3.2-3: write of %d, %d immediate, invalidated: %t", len(want),
+							w.Immediate, w.Invalidated)
 					}
 				}
 			}
@@ -80,7 +89,8 @@ func TestConcurrentSessions(t *testing.T) {
 				for range rounds {
 					w.CDB, w.Out, w.Immediate = cdb.Write16(lba, blocks), random(blocks*512), 8192*(j%2)
 					r.CDB, r.In = cdb.Read16(lba, blocks), make([]byte, blocks*512)
-					if err := errors.Join(s.Do(w), s.Do(r)); err != nil || w.Status != 0 || r.Status != 0 || !bytes.Equal(r.In, w.Out) {
+					if err := errors.Join(s.Do(w), s.Do(r)); err != nil || w.Status != 0 || r.Status != 0 ||
+						!bytes.Equal(r.In, w.Out) {
 						errs <- fmt.Errorf("session %d, LBA %d: %v, status %x and %x", i, lba, err, w.Status, r.Status)
 						return
 					}

@@ -48,7 +48,8 @@ func TestLatencies(t *testing.T) {
 		})
 		before := counted()
 		run()
-		testkit.Eventually(t, "the response has left", func() bool { return counted()[lun.PhaseTotal].Count == commands+1 })
+		testkit.Eventually(t, "the response has left",
+			func() bool { return counted()[lun.PhaseTotal].Count == commands+1 })
 		after := counted()
 		for p := range d {
 			d[p] = after[p].Sum - before[p].Sum

@@ -30,10 +30,12 @@ func TestLoginAnswers(t *testing.T) {
 			{Key: "ErrorRecoveryLevel", Value: "0"}, // ISER-10.2-1
 			{Key: "InitialR2T", Value: "Yes"},       // L14
 			{Key: "ImmediateData", Value: "Yes"},
-			{Key: "MaxBurstLength", Value: "1048576"}, {Key: "FirstBurstLength", Value: "65536"}, {Key: "MaxOutstandingR2T", Value: "1"},
+			{Key: "MaxBurstLength", Value: "1048576"}, {Key: "FirstBurstLength", Value: "65536"},
+			{Key: "MaxOutstandingR2T", Value: "1"},
 			{Key: "MaxConnections", Value: "1"},
 			{Key: "DataPDUInOrder", Value: "Yes"}, {Key: "DataSequenceInOrder", Value: "Yes"},
-			{Key: "InitiatorRecvDataSegmentLength", Value: "8192"}, {Key: "TargetRecvDataSegmentLength", Value: "8192"}, // ISER-6.4-1, ISER-6.5-1
+			// ISER-6.4-1, ISER-6.5-1
+			{Key: "InitiatorRecvDataSegmentLength", Value: "8192"}, {Key: "TargetRecvDataSegmentLength", Value: "8192"},
 			{Key: "TargetPortalGroupTag", Value: "1"}, // L11: nothing else is volunteered
 		}
 		if !slices.Equal(s.Keys, want) {
@@ -62,7 +64,8 @@ func TestLoginAnswers(t *testing.T) {
 		for _, offer := range [][]string{nil, {"RDMAExtensions=Yes"}} {
 			p := tg.dial(t, initiator.Options{Keys: offer})
 			text := p.login()
-			if want := len(offer) > 0; strings.Contains(text, "RDMAExtensions=Irrelevant\x00") != want || strings.Contains(text, "RDMAExtensions") != want {
+			if want := len(offer) > 0; strings.Contains(text, "RDMAExtensions=Irrelevant\x00") != want ||
+				strings.Contains(text, "RDMAExtensions") != want {
 				t.Errorf("%q answered by %q", offer, text)
 			}
 			p.nc.Close()
@@ -96,7 +99,8 @@ func TestPrivateData(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			p := tg.rawLogin(t, tt.o, 0)
-			if got := p.reply.Private; len(got) != 4 || [4]byte(got) != [4]byte{tt.flags} || !p.reply.Enhanced || p.reply.Rev != 2 {
+			if got := p.reply.Private; len(got) != 4 || [4]byte(got) != [4]byte{tt.flags} || !p.reply.Enhanced ||
+				p.reply.Rev != 2 {
 				t.Errorf("L9: Reply %+v", p.reply)
 			}
 			if p.reply.Depths.IRD != 1 || p.reply.Depths.ORD != 32 {
@@ -109,7 +113,8 @@ func TestPrivateData(t *testing.T) {
 				t.Fatalf("ISER-3.3-5 ISER-3.3-6 ISER-7.3.2-2 ISER-7.3.2-10 ISER-7.3.5-13: %v", m.op)
 			}
 			m := p.wantStatus(h, 0)
-			if want := wire.STag(7); m.op != tt.op || m.op.Invalidates() && m.untag.Invalidate != want || !m.op.Invalidates() && m.untag.Invalidate != 0 {
+			if want := wire.STag(7); m.op != tt.op || m.op.Invalidates() && m.untag.Invalidate != want ||
+				!m.op.Invalidates() && m.untag.Invalidate != 0 {
 				t.Errorf("ISER-1.5.2-2 ISER-1.5.2-3 ISER-7.3.2-4: %v of %#x", m.op, m.untag.Invalidate)
 			}
 			h = p.scsi(0, 0, cdb.TestUnitReady)
@@ -191,19 +196,26 @@ func TestRefusals(t *testing.T) {
 		status pdu.LoginStatus
 		log    []string
 	}{
-		{id: "ISER-10.1.4.6-2 no such target", text: text(name, "TargetName=iqn.2026-11.io.example:nothing"), status: pdu.LoginNotFound,
-			log: []string{"target=iqn.2026-11.io.example:nothing", "no such target"}},
-		{id: "initiator is not admitted", text: text("InitiatorName=iqn.2026-11.io.example:stranger", "TargetName="+targetName), status: pdu.LoginAuthorization,
+		{id: "ISER-10.1.4.6-2 no such target", text: text(name, "TargetName=iqn.2026-11.io.example:nothing"),
+			status: pdu.LoginNotFound,
+			log:    []string{"target=iqn.2026-11.io.example:nothing", "no such target"}},
+		{id: "initiator is not admitted", text: text("InitiatorName=iqn.2026-11.io.example:stranger",
+			"TargetName="+targetName), status: pdu.LoginAuthorization,
 			log: []string{"initiator=iqn.2026-11.io.example:stranger", "target=" + targetName}},
-		{id: "no InitiatorName", text: text("TargetName=" + targetName), status: pdu.LoginMissingParameter, log: []string{"InitiatorName: is missing"}},
-		{id: "no TargetName", text: text(name), status: pdu.LoginMissingParameter, log: []string{"TargetName: is missing"}},
-		{id: "ISER-6.7-1 1", text: text(name, "TargetName="+targetName, "MaxOutstandingUnexpectedPDUs=1"), status: pdu.LoginInitiatorError, log: []string{"MaxOutstandingUnexpectedPDUs"}},
+		{id: "no InitiatorName", text: text("TargetName=" + targetName), status: pdu.LoginMissingParameter,
+			log: []string{"InitiatorName: is missing"}},
+		{id: "no TargetName", text: text(name), status: pdu.LoginMissingParameter,
+			log: []string{"TargetName: is missing"}},
+		{id: "ISER-6.7-1 1", text: text(name, "TargetName="+targetName, "MaxOutstandingUnexpectedPDUs=1"),
+			status: pdu.LoginInitiatorError, log: []string{"MaxOutstandingUnexpectedPDUs"}},
 		{id: "ISER-3.3-3 ISER-5.1.2-6 ISER-10.1.3.1-2 ISER-10.1.3.1-3 ISER-10.1.3.1-4 ISER-10.1.4.6-1",
 			text:   text(name, "TargetName="+targetName, "TargetRecvDataSegmentLength=16384", "RDMAExtensions=Yes"),
-			limits: keys.Limits{TargetRecvDataSegmentLength: 16384}, status: pdu.LoginOutOfResources, log: []string{"more than the limit of 8192"}},
+			limits: keys.Limits{TargetRecvDataSegmentLength: 16384}, status: pdu.LoginOutOfResources,
+			log: []string{"more than the limit of 8192"}},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
-			tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: tt.limits, LogoutWait: 200 * time.Millisecond}})
+			tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: tt.limits,
+				LogoutWait: 200 * time.Millisecond}})
 			p := tg.dial(t, initiator.Options{Target: targetName})
 			bhs, _ := p.o.LoginRequest()
 			p.send(iser.Header{}, bhs, tt.text)
@@ -211,7 +223,8 @@ func TestRefusals(t *testing.T) {
 			if rsp := pdu.ParseLoginResponse(m.bhs); rsp.Status != tt.status || rsp.Transit {
 				t.Errorf("%+v, want status %v", rsp, tt.status)
 			}
-			tg.log.wantLine("login", append(tt.log, "level=WARN", "outcome=refused", "stage=operational", "transport=iser",
+			tg.log.wantLine("login", append(tt.log, "level=WARN", "outcome=refused", "stage=operational",
+				"transport=iser",
 				"remote="+p.nc.LocalAddr().String(), "local="+tg.addr, fmt.Sprintf("%#04x", uint16(tt.status)))...)
 			p.wantEOF()
 			tg.waitIdle(t)
@@ -223,7 +236,8 @@ func TestRefusals(t *testing.T) {
 	t.Run("accepted", func(t *testing.T) {
 		tg := startTarget(t, targetOptions{})
 		s := tg.login(t, initiator.Options{})
-		tg.log.wantLine("login", "level=INFO", "outcome=accepted", "session=normal", "isid=00023d000001", "target="+targetName, fmt.Sprint("tsih=", s.TSIH))
+		tg.log.wantLine("login", "level=INFO", "outcome=accepted", "session=normal", "isid=00023d000001",
+			"target="+targetName, fmt.Sprint("tsih=", s.TSIH))
 		s.Close()
 		tg.log.wantLine(`"session ended"`, "initiator closed the connection")
 	})
@@ -261,11 +275,13 @@ func TestNoBuffersBeforeLogin(t *testing.T) {
 		for range 50 {
 			p := tg.dial(t, initiator.Options{Target: targetName})
 			req := pdu.LoginRequest{CSG: pdu.SecurityNegotiation}
-			p.send(iser.Header{}, req.Append(nil), []byte("InitiatorName=iqn.2026-11.io.github.x\x00TargetName="+targetName+"\x00AuthMethod=None\x00"))
+			p.send(iser.Header{}, req.Append(nil),
+				[]byte("InitiatorName=iqn.2026-11.io.github.x\x00TargetName="+targetName+"\x00AuthMethod=None\x00"))
 			p.want(pdu.LoginResp)
 			defer p.nc.Close()
 		}
-		if st := tg.node.Stats(); st.Connections != 50 || st.BuffersOut != 0 || st.BufferOctets != 0 || st.Sessions != 0 {
+		if st := tg.node.Stats(); st.Connections != 50 || st.BuffersOut != 0 || st.BufferOctets != 0 ||
+			st.Sessions != 0 {
 			t.Errorf("%+v", st)
 		}
 	})
@@ -344,7 +360,8 @@ func TestHello(t *testing.T) {
 		}
 		p.writeCommand(8, 8)
 		p.wantEnd()
-		testkit.Eventually(t, "the reason in the log", func() bool { return len(tg.log.Lines("accepts no RDMA Reads")) == 1 })
+		testkit.Eventually(t, "the reason in the log",
+			func() bool { return len(tg.log.Lines("accepts no RDMA Reads")) == 1 })
 	})
 	t.Run("ISER-6.10-3 ISER-5.1.1-8 no HelloReply unasked", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{})

@@ -87,9 +87,12 @@ func TestConnectionLoss(t *testing.T) {
 		end    func(p *raw, r wire.ReadRequest)
 		reason string
 	}{
-		{"ISER-10.1.1-1 ISER-10.1.1.2-1 ISER-4.2-1 ISER-5.2.3.2-3 RST", func(p *raw, _ wire.ReadRequest) { p.reset() }, "connection failed"},
-		{"ISER-5.2.3.2-1 ISER-5.2.3.2-3 ISER-3.2.4-1 ISER-5.2.3.2-2 FIN", func(p *raw, _ wire.ReadRequest) { p.nc.Close() }, "initiator closed the connection"},
-		{"half a FIN", func(p *raw, _ wire.ReadRequest) { p.nc.(*net.TCPConn).CloseWrite() }, "initiator closed the connection"},
+		{"ISER-10.1.1-1 ISER-10.1.1.2-1 ISER-4.2-1 ISER-5.2.3.2-3 RST",
+			func(p *raw, _ wire.ReadRequest) { p.reset() }, "connection failed"},
+		{"ISER-5.2.3.2-1 ISER-5.2.3.2-3 ISER-3.2.4-1 ISER-5.2.3.2-2 FIN",
+			func(p *raw, _ wire.ReadRequest) { p.nc.Close() }, "initiator closed the connection"},
+		{"half a FIN", func(p *raw, _ wire.ReadRequest) { p.nc.(*net.TCPConn).CloseWrite() },
+			"initiator closed the connection"},
 		{"ISER-7.1-4 ISER-3.1.7-1 inside a Read Response", func(p *raw, r wire.ReadRequest) {
 			p.write(fpdu(tagged(wire.OpReadResponse, true, r.SinkSTag, 0, random(64<<10)))[:33000])
 			p.nc.Close()

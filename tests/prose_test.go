@@ -19,7 +19,8 @@ import (
 var avoided = []struct{ pattern, instead string }{
 	{`anew|afresh`, "again, or a verb with re-"},
 	{`whoever|whosoever`, "name the actor"},
-	{`(is|are|was|were|be|being) (waited|looked|asked|cared|paid|accounted|longed) (for|at|after)`, "name who waits, looks or asks"},
+	{`(is|are|was|were|be|being) (waited|looked|asked|cared|paid|accounted|longed) (for|at|after)`,
+		"name who waits, looks or asks"},
 	{`left alone`, "abandoned, or untouched"},
 	{`by the second`, "per second"},
 	{`in one breath`, "at once, or in the same critical section"},
@@ -85,7 +86,8 @@ func TestProse(t *testing.T) {
 		switch {
 		case err != nil:
 			return err
-		case d.IsDir() && path != ".." && (strings.HasPrefix(d.Name(), ".git") || d.Name() == "testdata" || d.Name() == "bin"):
+		case d.IsDir() && path != ".." && (strings.HasPrefix(d.Name(), ".git") || d.Name() == "testdata" ||
+			d.Name() == "bin"):
 			return fs.SkipDir
 		case d.IsDir():
 			return nil

@@ -79,7 +79,8 @@ func (p *raw) mpaRequest() []byte {
 	if p.o.RDMA.IRD != 0 {
 		ird = uint16(p.o.RDMA.IRD)
 	}
-	req := wire.Startup{Rev: 2, CRC: true, Enhanced: true, Depths: wire.Depths{IRD: ird, ORD: 1}, Private: []byte{0x80, 0, 0, 0}}
+	req := wire.Startup{Rev: 2, CRC: true, Enhanced: true, Depths: wire.Depths{IRD: ird, ORD: 1},
+		Private: []byte{0x80, 0, 0, 0}}
 	if p.o.NoInvalidate {
 		req.Private[0] |= 0x40
 	}
@@ -217,7 +218,8 @@ func (p *raw) tryNext() (*message, error) {
 
 func (p *raw) answerPing(m *message) {
 	p.t.Helper()
-	if m.bhs.ITT() != pdu.ReservedTag || m.bhs.TTT() == pdu.ReservedTag || len(m.payload) != 76 || m.bhs.StatSN() != p.ExpStatSN {
+	if m.bhs.ITT() != pdu.ReservedTag || m.bhs.TTT() == pdu.ReservedTag || len(m.payload) != 76 ||
+		m.bhs.StatSN() != p.ExpStatSN {
 		p.t.Fatalf("ping % x", m.payload)
 	}
 	h := p.Request(pdu.NOPOut, pdu.FlagF, true)
@@ -353,7 +355,8 @@ func (p *raw) wantEOF() {
 func (p *raw) wantEnd() {
 	p.t.Helper()
 	for {
-		if _, err := p.tryNext(); err == io.EOF || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, io.ErrUnexpectedEOF) {
+		if _, err := p.tryNext(); err == io.EOF || errors.Is(err, syscall.ECONNRESET) ||
+			errors.Is(err, io.ErrUnexpectedEOF) {
 			return
 		} else if errors.Is(err, os.ErrDeadlineExceeded) {
 			p.t.Fatal("the connection does not end")
@@ -427,7 +430,8 @@ func (p *raw) wantStatus(h pdu.BHS, status byte) *message {
 	p.t.Helper()
 	m := p.want(pdu.SCSIResponse)
 	if m.bhs.ITT() != h.ITT() || m.bhs.Status() != status {
-		p.t.Fatalf("response of task %d with status %#x, want task %d, status %#x; data % x", m.bhs.ITT(), m.bhs.Status(), h.ITT(), status, m.data)
+		p.t.Fatalf("response of task %d with status %#x, want task %d, status %#x; data % x", m.bhs.ITT(),
+			m.bhs.Status(), h.ITT(), status, m.data)
 	}
 	return m
 }
@@ -436,7 +440,8 @@ func (p *raw) wantStatus(h pdu.BHS, status byte) *message {
 func (p *raw) wantSense(h pdu.BHS, key, asc, ascq byte) *message {
 	p.t.Helper()
 	m := p.wantStatus(h, 0x02)
-	if s := m.data; len(s) < 16 || int(s[0])<<8|int(s[1]) != len(s)-2 || s[4]&0x0f != key || s[14] != asc || s[15] != ascq {
+	if s := m.data; len(s) < 16 || int(s[0])<<8|int(s[1]) != len(s)-2 || s[4]&0x0f != key || s[14] != asc ||
+		s[15] != ascq {
 		p.t.Fatalf("ISER-7.3.2-1: sense % x, want %x/%x/%x", s, key, asc, ascq)
 	}
 	return m

@@ -19,7 +19,8 @@ import (
 // TASK REASSIGN advertises on another one. The Write STag is for everything but the
 // immediate data.
 func TestReassignOverISER(t *testing.T) {
-	tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: keys.Limits{MaxConnections: 2, ErrorRecoveryLevel: 2}}})
+	tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: keys.Limits{MaxConnections: 2,
+		ErrorRecoveryLevel: 2}}})
 	a := tg.login(t, initiator.Options{Connections: 2, Recovery: true})
 	if got := a.Key("ErrorRecoveryLevel"); got != "2" {
 		t.Fatalf("ErrorRecoveryLevel=%s", got)
@@ -38,7 +39,8 @@ func TestReassignOverISER(t *testing.T) {
 	}
 	<-gate.Entered
 	// A WRITE that waits until the READ has ended: nothing of it is fetched before.
-	w := &initiator.Command{CDB: cdb.Write16(4096, octets/512), Out: random(octets), Immediate: immediate, Ordered: true}
+	w := &initiator.Command{CDB: cdb.Write16(4096, octets/512), Out: random(octets), Immediate: immediate,
+		Ordered: true}
 	if err := a.Start(w); err != nil {
 		t.Fatal(err)
 	}
@@ -108,7 +110,8 @@ func TestReassignOverISER(t *testing.T) {
 // A task that was answered on a connection that is lost, and is aborted: the status comes
 // again on another one, with no STag of the connection that was.
 func TestAbortAnswered(t *testing.T) {
-	tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: keys.Limits{MaxConnections: 2, ErrorRecoveryLevel: 2}}})
+	tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: keys.Limits{MaxConnections: 2,
+		ErrorRecoveryLevel: 2}}})
 	a := tg.login(t, initiator.Options{Connections: 2, Recovery: true})
 	b := tg.login(t, initiator.Options{Join: a, CID: 1})
 	do(t, b, &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)})
@@ -140,7 +143,8 @@ func TestAbortAnswered(t *testing.T) {
 // A connection that breaks with many READs and WRITEs in every state: all that the
 // target still has goes on elsewhere, and the data is right.
 func TestReassignUnderLoad(t *testing.T) {
-	tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: keys.Limits{MaxConnections: 2, ErrorRecoveryLevel: 2}}})
+	tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: keys.Limits{MaxConnections: 2,
+		ErrorRecoveryLevel: 2}}})
 	reassigned := 0
 	for round := range uint16(10) {
 		a := tg.login(t, initiator.Options{Connections: 2, Recovery: true, ISID: [6]byte{0x80, 5: byte(round)}})
@@ -187,9 +191,11 @@ func TestReassignUnderLoad(t *testing.T) {
 			const base = 0x1000
 			got := make([]byte, octets)
 			if i%2 == 0 {
-				h.Read = iser.Remote{Valid: true, STag: b.Stream().Register(&region, got, base, rdma.RemoteWrite), Base: base}
+				h.Read = iser.Remote{Valid: true, STag: b.Stream().Register(&region, got, base, rdma.RemoteWrite),
+					Base: base}
 			} else {
-				h.Write = iser.Remote{Valid: true, STag: b.Stream().Register(&region, c.Out, base, rdma.RemoteRead), Base: base}
+				h.Write = iser.Remote{Valid: true, STag: b.Stream().Register(&region, c.Out, base, rdma.RemoteRead),
+					Base: base}
 			}
 			if err := b.Send(h, f, nil); err != nil {
 				t.Fatal(err)

@@ -83,9 +83,11 @@ func TestRequirements(t *testing.T) {
 	for _, r := range rows {
 		switch {
 		case r.test == "" && r.reason == "":
-			faults = append(faults, fmt.Sprintf("%s: no test quotes %s, and its last column gives no reason", r.table, r.id))
+			faults = append(faults, fmt.Sprintf("%s: no test quotes %s, and its last column gives no reason", r.table,
+				r.id))
 		case r.test != "" && r.reason != "":
-			faults = append(faults, fmt.Sprintf("%s: %s quotes %s, so its last column has to be empty", r.table, r.test, r.id))
+			faults = append(faults, fmt.Sprintf("%s: %s quotes %s, so its last column has to be empty", r.table,
+				r.test, r.id))
 		}
 	}
 	slices.Sort(faults)
@@ -114,6 +116,7 @@ func TestRequirementCoverage(t *testing.T) {
 	}
 	fmt.Printf("%-12s %6s %7s %12s %8s\n", "table", "rows", "quoted", "with reason", "percent")
 	for _, table := range slices.Sorted(maps.Keys(total)) {
-		fmt.Printf("%-12s %6d %7d %12d %7d%%\n", table, total[table], quoted[table], reasons[table], quoted[table]*100/total[table])
+		fmt.Printf("%-12s %6d %7d %12d %7d%%\n", table, total[table], quoted[table], reasons[table],
+			quoted[table]*100/total[table])
 	}
 }

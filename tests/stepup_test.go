@@ -154,7 +154,8 @@ func TestStepUpOctets(t *testing.T) {
 	p.write(binary.LittleEndian.AppendUint32(read, wire.UpdateCRC(0, read)))
 	p.sendMSN++
 	m := p.next()
-	if head := unhex("040e c140 0004d101 ffff888012345000"); !bytes.Equal(m.fpdu[:len(head)], head) || !bytes.Equal(m.payload, want) {
+	if head := unhex("040e c140 0004d101 ffff888012345000"); !bytes.Equal(m.fpdu[:len(head)], head) ||
+		!bytes.Equal(m.payload, want) {
 		t.Fatalf("V-ISER-8: % x ...", m.fpdu[:len(head)])
 	}
 	m = p.next()
@@ -184,8 +185,10 @@ func TestStepUpReadAndWrite(t *testing.T) {
 		{"ISER-5.1.3-4 ISER-6.10-2 Hello", initiator.Options{Hello: true}},
 		{"ISER-5.1.3-5 Hello, IRD 4", initiator.Options{Hello: true, RDMA: rdma.Options{IRD: 4}}},
 		{"ISER-1.5.2-3 no invalidation", initiator.Options{NoInvalidate: true}},
-		{"ISER-7.3.1-7 TaggedBufferForSolicitedDataOnly=Yes", initiator.Options{Keys: []string{"TaggedBufferForSolicitedDataOnly=Yes"}}},
-		{"ISER-7.3.1-7 TaggedBufferForSolicitedDataOnly=No", initiator.Options{Keys: []string{"TaggedBufferForSolicitedDataOnly=No"}}},
+		{"ISER-7.3.1-7 TaggedBufferForSolicitedDataOnly=Yes",
+			initiator.Options{Keys: []string{"TaggedBufferForSolicitedDataOnly=Yes"}}},
+		{"ISER-7.3.1-7 TaggedBufferForSolicitedDataOnly=No",
+			initiator.Options{Keys: []string{"TaggedBufferForSolicitedDataOnly=No"}}},
 		{"ISER-8.3.1-1 unsolicited data in many sizes", initiator.Options{RDMA: rdma.Options{MaxULPDU: 1442}}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -199,15 +202,19 @@ func TestStepUpReadAndWrite(t *testing.T) {
 			for _, blocks := range []uint32{1, 17, 1024, 8192} {
 				for _, immediate := range []int{0, 512, 8192} {
 					want := random(int(blocks) * 512)
-					w := &initiator.Command{CDB: cdb.Write16(uint64(blocks), blocks), Out: want, Immediate: min(immediate, len(want))}
+					w := &initiator.Command{CDB: cdb.Write16(uint64(blocks), blocks), Out: want,
+						Immediate: min(immediate, len(want))}
 					do(t, s, w)
 					r := &initiator.Command{CDB: cdb.Read16(uint64(blocks), blocks), In: make([]byte, len(want))}
 					do(t, s, r)
 					if !bytes.Equal(r.In, want) {
-						t.Fatalf("%d blocks, %d octets immediate: what is read is not what was written", blocks, immediate)
+						t.Fatalf("%d blocks, %d octets immediate: what is read is not what was written", blocks,
+							immediate)
 					}
-					if r.Invalidated == tt.o.NoInvalidate || w.Invalidated == (tt.o.NoInvalidate || w.Immediate == len(want)) {
-						t.Fatalf("ISER-7.3.2-3 ISER-7.3.2-4 ISER-7.3.2-5: invalidated: read %t, write %t", r.Invalidated, w.Invalidated)
+					if r.Invalidated == tt.o.NoInvalidate ||
+						w.Invalidated == (tt.o.NoInvalidate || w.Immediate == len(want)) {
+						t.Fatalf("ISER-7.3.2-3 ISER-7.3.2-4 ISER-7.3.2-5: invalidated: read %t, write %t",
+							r.Invalidated, w.Invalidated)
 					}
 				}
 			}
@@ -325,22 +332,34 @@ var stepUpNegotiations = []struct {
 }{
 	{"ISER-3.3-1 ISER-5.1-3", loginFirst, [][]string{{"RDMAExtensions=Yes"}}, []string{"RDMAExtensions=Yes"}, true},
 	{"ISER-3.3-2 ISER-5.1-4 absent", loginFirst, [][]string{nil}, []string{"MaxRecvDataSegmentLength=262144"}, false},
-	{"ISER-3.3-2 ISER-6.3-2 No", loginFirst, [][]string{{"RDMAExtensions=No"}}, []string{"RDMAExtensions=No MaxRecvDataSegmentLength=262144"}, false},
-	{"ISER-6.3-2 ISER-5.1-4 iSER is not possible here", noRDMA, [][]string{{"RDMAExtensions=Yes"}}, []string{"RDMAExtensions=No MaxRecvDataSegmentLength=262144"}, false},
-	{"ISER-3.3-7 keys of iSER without it", loginFirst, [][]string{{"InitiatorRecvDataSegmentLength=262144", "TargetRecvDataSegmentLength=8192", "MaxAHSLength=512", "iSERHelloRequired=Yes", "TaggedBufferForSolicitedDataOnly=Yes", "MaxOutstandingUnexpectedPDUs=2"}},
+	{"ISER-3.3-2 ISER-6.3-2 No", loginFirst, [][]string{{"RDMAExtensions=No"}},
+		[]string{"RDMAExtensions=No MaxRecvDataSegmentLength=262144"}, false},
+	{"ISER-6.3-2 ISER-5.1-4 iSER is not possible here", noRDMA, [][]string{{"RDMAExtensions=Yes"}},
+		[]string{"RDMAExtensions=No MaxRecvDataSegmentLength=262144"}, false},
+	{"ISER-3.3-7 keys of iSER without it", loginFirst,
+		[][]string{{"InitiatorRecvDataSegmentLength=262144", "TargetRecvDataSegmentLength=8192", "MaxAHSLength=512",
+			"iSERHelloRequired=Yes", "TaggedBufferForSolicitedDataOnly=Yes", "MaxOutstandingUnexpectedPDUs=2"}},
 		[]string{"InitiatorRecvDataSegmentLength=8192 TargetRecvDataSegmentLength=8192 MaxRecvDataSegmentLength=262144"}, false},
-	{"ISER-6.2-1 ISER-6.6-1 what is irrelevant", loginFirst, [][]string{{"MaxRecvDataSegmentLength=512", "OFMarker=Yes", "IFMarker=No", "HeaderDigest=CRC32C,None", "DataDigest=None", "RDMAExtensions=Yes"}},
+	{"ISER-6.2-1 ISER-6.6-1 what is irrelevant", loginFirst,
+		[][]string{{"MaxRecvDataSegmentLength=512", "OFMarker=Yes", "IFMarker=No", "HeaderDigest=CRC32C,None",
+			"DataDigest=None", "RDMAExtensions=Yes"}},
 		[]string{"RDMAExtensions=Yes OFMarker=Reject IFMarker=Reject HeaderDigest=None DataDigest=None"}, true},
-	{"ISER-6.3-3 in a later request", loginFirst, [][]string{{"InitialR2T=Yes"}, {"RDMAExtensions=Yes"}}, []string{"InitialR2T=Yes MaxRecvDataSegmentLength=262144", "RDMAExtensions=Yes"}, true},
-	{"ISER-5.1-10 ISER-6.3-3 a digest is there already", loginFirst, [][]string{{"HeaderDigest=CRC32C"}, {"RDMAExtensions=Yes"}}, []string{"HeaderDigest=CRC32C MaxRecvDataSegmentLength=262144", "RDMAExtensions=No"}, false},
-	{"ISER-5.1-10 a digest comes later", loginFirst, [][]string{{"RDMAExtensions=Yes"}, {"HeaderDigest=CRC32C,None", "DataDigest=CRC32C"}}, []string{"RDMAExtensions=Yes", "HeaderDigest=None DataDigest=Reject"}, true},
+	{"ISER-6.3-3 in a later request", loginFirst, [][]string{{"InitialR2T=Yes"}, {"RDMAExtensions=Yes"}},
+		[]string{"InitialR2T=Yes MaxRecvDataSegmentLength=262144", "RDMAExtensions=Yes"}, true},
+	{"ISER-5.1-10 ISER-6.3-3 a digest is there already", loginFirst,
+		[][]string{{"HeaderDigest=CRC32C"}, {"RDMAExtensions=Yes"}},
+		[]string{"HeaderDigest=CRC32C MaxRecvDataSegmentLength=262144", "RDMAExtensions=No"}, false},
+	{"ISER-5.1-10 a digest comes later", loginFirst,
+		[][]string{{"RDMAExtensions=Yes"}, {"HeaderDigest=CRC32C,None", "DataDigest=CRC32C"}},
+		[]string{"RDMAExtensions=Yes", "HeaderDigest=None DataDigest=Reject"}, true},
 }
 
 // What becomes of RDMAExtensions on the byte stream: iSER or plain iSCSI.
 func TestStepUpNegotiation(t *testing.T) {
 	for _, tt := range stepUpNegotiations {
 		t.Run(tt.id, func(t *testing.T) {
-			tg := startTarget(t, targetOptions{stream: tt.stream, node: iscsi.Options{Limits: keys.Limits{Digests: true}}})
+			tg := startTarget(t, targetOptions{stream: tt.stream,
+				node: iscsi.Options{Limits: keys.Limits{Digests: true}}})
 			p := tg.dialStream(t, initiator.Options{Target: targetName})
 			for i, offers := range tt.rounds {
 				last := i == len(tt.rounds)-1
@@ -415,7 +434,8 @@ func TestStepUpInTheSecurityStageIsRefused(t *testing.T) {
 	tg := startTarget(t, targetOptions{stream: loginFirst})
 	p := tg.dialStream(t, initiator.Options{})
 	req := pdu.LoginRequest{CSG: pdu.SecurityNegotiation, ISID: p.o.ISID}
-	p.write(streamPDU(req.Append(nil), []byte("InitiatorName="+p.o.Name+"\x00TargetName="+targetName+"\x00AuthMethod=None\x00RDMAExtensions=Yes\x00")))
+	p.write(streamPDU(req.Append(nil),
+		[]byte("InitiatorName="+p.o.Name+"\x00TargetName="+targetName+"\x00AuthMethod=None\x00RDMAExtensions=Yes\x00")))
 	if bhs, _ := p.wantStream(pdu.LoginResp); pdu.ParseLoginResponse(bhs).Status != pdu.LoginInitiatorError {
 		t.Errorf("% x", []byte(bhs))
 	}
@@ -427,8 +447,10 @@ func TestStepUpAfterTheSecurityStage(t *testing.T) {
 	tg := startTarget(t, targetOptions{stream: loginFirst})
 	settled := rdma.ReadStats()
 	p := tg.dialStream(t, initiator.Options{})
-	req := pdu.LoginRequest{Transit: true, CSG: pdu.SecurityNegotiation, NSG: pdu.LoginOperationalNegotiation, ISID: p.o.ISID, CmdSN: 1}
-	p.write(streamPDU(req.Append(nil), []byte("InitiatorName="+p.o.Name+"\x00TargetName="+targetName+"\x00AuthMethod=None\x00")))
+	req := pdu.LoginRequest{Transit: true, CSG: pdu.SecurityNegotiation, NSG: pdu.LoginOperationalNegotiation,
+		ISID: p.o.ISID, CmdSN: 1}
+	p.write(streamPDU(req.Append(nil),
+		[]byte("InitiatorName="+p.o.Name+"\x00TargetName="+targetName+"\x00AuthMethod=None\x00")))
 	p.wantStream(pdu.LoginResp)
 	req.CSG, req.NSG = pdu.LoginOperationalNegotiation, pdu.FullFeaturePhase
 	p.write(streamPDU(req.Append(nil), []byte("RDMAExtensions=Yes\x00")))
@@ -544,35 +566,56 @@ func TestStepUpWrongSequence(t *testing.T) {
 		log  []string
 	}{
 		// Until MPA has started the attempt counts as a login that failed.
-		{"an FPDU instead of the MPA Request", nil, send(fpdu(untagged(wire.OpSend, 1, ping))), none, "login", []string{"stage=mpa", "key"}},
+		{"an FPDU instead of the MPA Request", nil, send(fpdu(untagged(wire.OpSend, 1, ping))), none, "login",
+			[]string{"stage=mpa", "key"}},
 		{"a PDU on the byte stream", nil, send(ping[iser.HeaderLen:]), none, "login", []string{"stage=mpa", "key"}},
-		{"another Login Request", nil, func(p *raw) { p.write(streamPDU(p.o.LoginRequest())) }, none, "login", []string{"stage=mpa", "key"}},
-		{"MPA-7.1.2-20 the Reply", nil, send(startup(wire.Startup{Reply: true, Rev: 2, CRC: true, Enhanced: true})), none, "login", []string{"stage=mpa", "Reply"}},
-		{"MPA revision 3", nil, send(append([]byte(key), 0x50, 3, 0, 4, 0, 1, 0, 1)), none, "login", []string{"stage=mpa", "revision 3"}},
-		{"too much private data", nil, send(append([]byte(key), 0x50, 2, 2, 1)), none, "login", []string{"stage=mpa", "513"}},
+		{"another Login Request", nil, func(p *raw) { p.write(streamPDU(p.o.LoginRequest())) }, none, "login",
+			[]string{"stage=mpa", "key"}},
+		{"MPA-7.1.2-20 the Reply", nil, send(startup(wire.Startup{Reply: true, Rev: 2, CRC: true, Enhanced: true})),
+			none, "login", []string{"stage=mpa", "Reply"}},
+		{"MPA revision 3", nil, send(append([]byte(key), 0x50, 3, 0, 4, 0, 1, 0, 1)), none, "login",
+			[]string{"stage=mpa", "revision 3"}},
+		{"too much private data", nil, send(append([]byte(key), 0x50, 2, 2, 1)), none, "login",
+			[]string{"stage=mpa", "513"}},
 		{"ISER-5.1.1-2 IRD 0", nil, send(startup(wire.Startup{Rev: 2, CRC: true, Enhanced: true})), func(p *raw) {
-			if f, n, err := wire.ParseStartup(p.read(wire.StartupLen), true); err != nil || !f.Reject || len(p.read(n)) != n {
+			if f, n, err := wire.ParseStartup(p.read(wire.StartupLen), true); err != nil || !f.Reject ||
+				len(p.read(n)) != n {
 				p.t.Errorf("Reply %+v, %v", f, err)
 			}
 		}, "login", []string{"stage=mpa", "accepts 0 RDMA Reads"}},
-		{"ISER-10.1.1.1-2 closed before the MPA Request", nil, func(p *raw) { p.nc.(*net.TCPConn).CloseWrite() }, none, "login", []string{"stage=mpa", "after 0 bytes of an MPA startup frame"}},
-		{"ISER-10.1.1.1-2 closed within the MPA Request", nil, func(p *raw) { p.write([]byte(key)[:7]); p.nc.(*net.TCPConn).CloseWrite() }, none, "login", []string{"stage=mpa", "after 7 bytes"}},
-		{"ISER-10.1.1.1-2 reset", nil, func(p *raw) { p.write([]byte(key)[:7]); p.reset() }, nil, "login", []string{"stage=mpa", "reset"}},
+		{"ISER-10.1.1.1-2 closed before the MPA Request", nil, func(p *raw) { p.nc.(*net.TCPConn).CloseWrite() },
+			none, "login", []string{"stage=mpa", "after 0 bytes of an MPA startup frame"}},
+		{"ISER-10.1.1.1-2 closed within the MPA Request", nil,
+			func(p *raw) { p.write([]byte(key)[:7]); p.nc.(*net.TCPConn).CloseWrite() }, none, "login",
+			[]string{"stage=mpa", "after 7 bytes"}},
+		{"ISER-10.1.1.1-2 reset", nil, func(p *raw) { p.write([]byte(key)[:7]); p.reset() }, nil, "login",
+			[]string{"stage=mpa", "reset"}},
 		// From then on it is a session.
-		{"closed after the MPA Request", nil, func(p *raw) { p.startMPA(); p.nc.(*net.TCPConn).CloseWrite() }, none, `"session ended"`, []string{"initiator closed the connection"}},
-		{"closed within the first FPDU", nil, func(p *raw) { p.startMPA(); p.write([]byte{0}); p.nc.(*net.TCPConn).CloseWrite() }, none, `"session ended"`, []string{"connection failed"}},
-		{"ISER-5.1.3-1 ISER-10.1.3.4-1 no Hello", []string{"iSERHelloRequired=Yes"}, message(ping), terminate, `"session ended"`, []string{"no iSER Hello came"}},
-		{"ISER-5.1.2-10 a Hello in spite of No", []string{"iSERHelloRequired=No"}, message(hello(10, 10, 4)), terminate, `"session ended"`, []string{"iSERHelloRequired=No"}},
-		{"Hello is not the first message", nil, func(p *raw) { p.startMPA(); p.sendRaw(ping); p.want(pdu.NOPIn); p.sendRaw(hello(10, 10, 4)) }, terminate, `"session ended"`, []string{"not the first message"}},
+		{"closed after the MPA Request", nil, func(p *raw) { p.startMPA(); p.nc.(*net.TCPConn).CloseWrite() }, none,
+			`"session ended"`, []string{"initiator closed the connection"}},
+		{"closed within the first FPDU", nil,
+			func(p *raw) { p.startMPA(); p.write([]byte{0}); p.nc.(*net.TCPConn).CloseWrite() }, none,
+			`"session ended"`, []string{"connection failed"}},
+		{"ISER-5.1.3-1 ISER-10.1.3.4-1 no Hello", []string{"iSERHelloRequired=Yes"}, message(ping), terminate,
+			`"session ended"`, []string{"no iSER Hello came"}},
+		{"ISER-5.1.2-10 a Hello in spite of No", []string{"iSERHelloRequired=No"}, message(hello(10, 10, 4)),
+			terminate, `"session ended"`, []string{"iSERHelloRequired=No"}},
+		{"Hello is not the first message", nil,
+			func(p *raw) { p.startMPA(); p.sendRaw(ping); p.want(pdu.NOPIn); p.sendRaw(hello(10, 10, 4)) }, terminate,
+			`"session ended"`, []string{"not the first message"}},
 		{"Hello twice", []string{"iSERHelloRequired=Yes"}, func(p *raw) {
 			p.startMPA()
 			p.sendRaw(hello(10, 10, 4))
 			p.wantHelloReply("30aa0004")
 			p.sendRaw(hello(10, 10, 4))
 		}, terminate, `"session ended"`, []string{"not the first message"}},
-		{"ISER-5.1.3-7 ISER-10.1.3.2-1 no common version", []string{"iSERHelloRequired=Yes"}, func(p *raw) { p.startMPA(); p.sendRaw(hello(11, 11, 4)); p.wantHelloReply("31aa0004") }, terminate, `"session ended"`, []string{"versions 11..11"}},
-		{"ISER-9.3-1 a long Hello", []string{"iSERHelloRequired=Yes"}, message(append(hello(10, 10, 4), 0)), terminate, `"session ended"`, []string{"Hello of 29 bytes"}},
-		{"a HelloReply", nil, message(append([]byte{0x30, 0xaa}, make([]byte, 26)...)), terminate, `"session ended"`, []string{"opcode 3"}},
+		{"ISER-5.1.3-7 ISER-10.1.3.2-1 no common version", []string{"iSERHelloRequired=Yes"},
+			func(p *raw) { p.startMPA(); p.sendRaw(hello(11, 11, 4)); p.wantHelloReply("31aa0004") }, terminate,
+			`"session ended"`, []string{"versions 11..11"}},
+		{"ISER-9.3-1 a long Hello", []string{"iSERHelloRequired=Yes"}, message(append(hello(10, 10, 4), 0)),
+			terminate, `"session ended"`, []string{"Hello of 29 bytes"}},
+		{"a HelloReply", nil, message(append([]byte{0x30, 0xaa}, make([]byte, 26)...)), terminate, `"session ended"`,
+			[]string{"opcode 3"}},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			tg := startTarget(t, targetOptions{stream: loginFirst})
@@ -592,7 +635,8 @@ func TestStepUpWrongSequence(t *testing.T) {
 				tg.log.wantLine(tt.line, append(tt.log, "transport=iser")...)
 			}
 			tg.waitIdle(t)
-			if st, refused := tg.node.Stats(), uint64(strings.Count(tt.line, "login")); st.LoginsRefused != refused || st.LoginsAccepted != 1-refused {
+			if st, refused := tg.node.Stats(), uint64(strings.Count(tt.line, "login")); st.LoginsRefused != refused ||
+				st.LoginsAccepted != 1-refused {
 				t.Errorf("%+v", st)
 			}
 		})
@@ -663,10 +707,12 @@ func TestStepUpTimeout(t *testing.T) {
 
 // Another connection of a session uses iSER, without being asked, or none.
 func TestStepUpOfAnotherConnection(t *testing.T) {
-	tg := startTarget(t, targetOptions{stream: loginFirst, node: iscsi.Options{Limits: keys.Limits{MaxConnections: 2, Digests: true}}})
+	tg := startTarget(t, targetOptions{stream: loginFirst,
+		node: iscsi.Options{Limits: keys.Limits{MaxConnections: 2, Digests: true}}})
 	lead := func(t *testing.T, key string) (p *raw, join func(offers ...string) (*raw, pdu.LoginResponse, string)) {
 		p = tg.dialStream(t, initiator.Options{Target: targetName})
-		req := pdu.LoginRequest{Transit: true, CSG: pdu.LoginOperationalNegotiation, NSG: pdu.FullFeaturePhase, ISID: p.o.ISID, CmdSN: 1}
+		req := pdu.LoginRequest{Transit: true, CSG: pdu.LoginOperationalNegotiation, NSG: pdu.FullFeaturePhase,
+			ISID: p.o.ISID, CmdSN: 1}
 		text := "InitiatorName=" + p.o.Name + "\x00TargetName=" + targetName + "\x00"
 		p.write(streamPDU(req.Append(nil), []byte(text+key+"MaxConnections=2\x00")))
 		bhs, _ := p.wantStream(pdu.LoginResp)
@@ -734,9 +780,11 @@ func TestStepUpLengths(t *testing.T) {
 	tg := startTarget(t, targetOptions{stream: loginFirst})
 	p := tg.dialStream(t, initiator.Options{Target: targetName})
 	bhs, text := p.o.LoginRequest()
-	text = bytes.Replace(text, []byte("TargetRecvDataSegmentLength=8192"), []byte("TargetRecvDataSegmentLength=512\x00MaxRecvDataSegmentLength=16384"), 1)
+	text = bytes.Replace(text, []byte("TargetRecvDataSegmentLength=8192"),
+		[]byte("TargetRecvDataSegmentLength=512\x00MaxRecvDataSegmentLength=16384"), 1)
 	p.write(streamPDU(bhs, text))
-	if text := p.streamLoggedIn(); !strings.Contains(text, "TargetRecvDataSegmentLength=512\x00") || strings.Contains(text, "\x00MaxRecvDataSegmentLength") {
+	if text := p.streamLoggedIn(); !strings.Contains(text, "TargetRecvDataSegmentLength=512\x00") ||
+		strings.Contains(text, "\x00MaxRecvDataSegmentLength") {
 		t.Errorf("ISER-6.2-1: %q", text)
 	}
 	p.startMPA()
@@ -762,15 +810,18 @@ func TestStepUpRefusals(t *testing.T) {
 		status pdu.LoginStatus
 		log    string
 	}{
-		{"ISER-10.1.4.6-2 no such target", initiator.Options{Target: "iqn.2026-11.io.example:nothing"}, keys.Limits{}, pdu.LoginNotFound, "no such target"},
-		{"ISER-5.1.2-1 ISER-5.1.2-7 ISER-3.3-3 ISER-10.1.3.1-2 ISER-10.1.3.1-3 ISER-10.1.3.1-4 no resources", initiator.Options{Target: targetName, Keys: []string{"MaxAHSLength=0"}},
+		{"ISER-10.1.4.6-2 no such target", initiator.Options{Target: "iqn.2026-11.io.example:nothing"}, keys.Limits{},
+			pdu.LoginNotFound, "no such target"},
+		{"ISER-5.1.2-1 ISER-5.1.2-7 ISER-3.3-3 ISER-10.1.3.1-2 ISER-10.1.3.1-3 ISER-10.1.3.1-4 no resources",
+			initiator.Options{Target: targetName, Keys: []string{"MaxAHSLength=0"}},
 			keys.Limits{TargetRecvDataSegmentLength: 16384}, pdu.LoginOutOfResources, "more than the limit of 8192"},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			tg := startTarget(t, targetOptions{stream: loginFirst, node: iscsi.Options{Limits: tt.limits}})
 			p := tg.dialStream(t, tt.o)
 			bhs, text := p.o.LoginRequest()
-			p.write(streamPDU(bhs, bytes.Replace(text, []byte("TargetRecvDataSegmentLength=8192"), []byte("TargetRecvDataSegmentLength=16384"), 1)))
+			p.write(streamPDU(bhs, bytes.Replace(text, []byte("TargetRecvDataSegmentLength=8192"),
+				[]byte("TargetRecvDataSegmentLength=16384"), 1)))
 			rsp, _ := p.wantStream(pdu.LoginResp)
 			if got := pdu.ParseLoginResponse(rsp); got.Status != tt.status || got.Transit {
 				t.Errorf("%+v", got)
@@ -818,7 +869,8 @@ func TestStepUpInterrupted(t *testing.T) {
 			go func() {
 				defer func() { done <- struct{}{} }()
 				for range 10 {
-					s, err := initiator.Login(testContext(t), tg.addr, initiator.Options{Target: targetName, Stream: true})
+					s, err := initiator.Login(testContext(t), tg.addr,
+						initiator.Options{Target: targetName, Stream: true})
 					if err == nil { // replaced by another one at any time
 						s.Do(&initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)})
 						s.Close()
@@ -840,7 +892,9 @@ func TestStepUpInterrupted(t *testing.T) {
 // MPA Request is due, and behind it. The connection ends soon after the initiator
 // has closed its side, and nothing is left of it.
 func FuzzStepUp(f *testing.F) {
-	tg := startTarget(f, targetOptions{quiet: true, stream: loginFirst, node: iscsi.Options{QueueDepth: 16, LogoutWait: time.Second, ConnectionMemory: 1 << 20, MaxTransferPiece: 64 << 10}})
+	tg := startTarget(f, targetOptions{quiet: true, stream: loginFirst,
+		node: iscsi.Options{QueueDepth: 16, LogoutWait: time.Second, ConnectionMemory: 1 << 20,
+			MaxTransferPiece: 64 << 10}})
 	p := &raw{t: f, o: initiator.Options{}.Complete(), Numbers: header.Numbers{CmdSN: 1}, sendMSN: 1}
 	request := p.mpaRequest()
 	nop := p.Request(pdu.NOPOut, pdu.FlagF, true)

@@ -88,7 +88,8 @@ func (tp *tap) Receive(n *iscsi.Notice) error {
 		tp.gets[n.Task]--
 		outstanding := tp.gets[n.Task]
 		tp.mu.Unlock()
-		tp.note("Data_Completion_Notify", outstanding == 0 && n.Err == nil && n.BHS == nil, "%d outstanding, %v", outstanding, n.Err)
+		tp.note("Data_Completion_Notify", outstanding == 0 && n.Err == nil &&
+			n.BHS == nil, "%d outstanding, %v", outstanding, n.Err)
 	default:
 		tp.mu.Lock()
 		tp.pdus = append(tp.pdus, fmt.Sprintf("%x %x %x", n.BHS, n.AHS, n.Data))
@@ -115,7 +116,8 @@ func TestPrimitives(t *testing.T) {
 	if !bytes.Equal(r.In, want) {
 		t.Error("other octets are read")
 	}
-	bad := &initiator.Command{CDB: cdb.Read16(0, size/512), In: make([]byte, 512), EDTL: 512} // EDTL is too small: no more than that
+	// EDTL is too small: no more than that
+	bad := &initiator.Command{CDB: cdb.Read16(0, size/512), In: make([]byte, 512), EDTL: 512}
 	if err := s.Do(bad); err != nil {
 		t.Error(err)
 	}

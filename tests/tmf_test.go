@@ -59,7 +59,8 @@ func (tg *target) ending(p *raw, h pdu.BHS, op pdu.Opcode, hs []pdu.BHS, reads [
 		if h.Opcode() == pdu.TaskMgmtReq && h.Function() == pdu.AbortTask && len(won) > 0 {
 			want = pdu.TaskDoesNotExist
 		}
-		if m.bhs == nil || m.bhs.Opcode() != op || m.bhs.ITT() != h.ITT() || m.bhs.Response() != want || len(m.payload) != 76 {
+		if m.bhs == nil || m.bhs.Opcode() != op || m.bhs.ITT() != h.ITT() || m.bhs.Response() != want ||
+			len(m.payload) != 76 {
 			p.t.Fatalf("%v % x", m.op, m.payload)
 		}
 		break
@@ -163,7 +164,8 @@ func TestAbortTask(t *testing.T) {
 				p.answer(m.read, make([]byte, 4096))
 			case m.bhs.Opcode() == pdu.SCSIResponse && m.bhs.Status() == 0 && !answered[f.ITT()],
 				m.bhs.Opcode() == pdu.SCSIResponse && m.bhs.ITT() == first.ITT(),
-				m.bhs.Opcode() == pdu.TaskMgmtResp && m.bhs.ITT() == f.ITT() && m.bhs.Response() == pdu.FunctionComplete:
+				m.bhs.Opcode() == pdu.TaskMgmtResp && m.bhs.ITT() == f.ITT() &&
+					m.bhs.Response() == pdu.FunctionComplete:
 				answered[m.bhs.ITT()] = true
 			default:
 				t.Fatalf("%v % x", m.op, m.payload)
@@ -252,7 +254,8 @@ func TestFastAbort(t *testing.T) {
 	_, reads := b.held(2)
 	a.wantTMF(a.tmf(pdu.LogicalUnitReset, 0, pdu.ReservedTag, 0), pdu.FunctionComplete)
 	m := b.want(pdu.AsyncMessage)
-	if m.bhs.AsyncEvent() != pdu.AsyncTaskTermination || m.bhs.LUN() != [8]byte{} || m.bhs.ITT() != pdu.ReservedTag || len(m.payload) != 76 {
+	if m.bhs.AsyncEvent() != pdu.AsyncTaskTermination || m.bhs.LUN() != [8]byte{} || m.bhs.ITT() != pdu.ReservedTag ||
+		len(m.payload) != 76 {
 		t.Fatalf("% x", m.payload)
 	}
 	h := b.Request(pdu.NOPOut, pdu.FlagF, true)

@@ -27,7 +27,8 @@ const (
 
 // String returns the name of the method.
 func (o Op) String() string {
-	return [numOps]string{"ReadAt", "WriteAt", "WriteDurable", "Sync", "Discard", "Zero", "Close", "Extent", "Prefetch", "CopyFrom"}[o]
+	return [numOps]string{"ReadAt", "WriteAt", "WriteDurable", "Sync", "Discard", "Zero", "Close", "Extent",
+		"Prefetch", "CopyFrom"}[o]
 }
 
 // Faulty is a Store that fails on demand. A call that fails does not reach

@@ -16,7 +16,8 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend/backendtest"
-	_ "github.com/iser-target/iser-target/cmd/iser-target/cli" // go test must not take a result of another program for today's
+	// go test must not take a result of another program for today's
+	_ "github.com/iser-target/iser-target/cmd/iser-target/cli"
 	"github.com/iser-target/iser-target/tests/conformance/cu"
 	"github.com/iser-target/iser-target/tests/interop/harness"
 )

@@ -78,14 +78,16 @@ func (s *Session) Start(c *Command) error {
 	switch {
 	case len(c.In) > 0:
 		flags |= pdu.FlagR
-		h.Read = iser.Remote{Valid: true, STag: s.rc.Register(&c.region, c.In, s.o.BaseOffset, rdma.RemoteWrite), Base: s.o.BaseOffset}
+		h.Read = iser.Remote{Valid: true, STag: s.rc.Register(&c.region, c.In, s.o.BaseOffset, rdma.RemoteWrite),
+			Base: s.o.BaseOffset}
 	case len(c.Out) > 0:
 		flags |= pdu.FlagW
 		if rest := c.Out[c.Immediate:]; len(rest) > 0 {
 			if !s.o.solicitedOnly() {
 				rest = c.Out
 			}
-			h.Write = iser.Remote{Valid: true, STag: s.rc.Register(&c.region, rest, s.o.BaseOffset, rdma.RemoteRead), Base: s.o.BaseOffset}
+			h.Write = iser.Remote{Valid: true, STag: s.rc.Register(&c.region, rest, s.o.BaseOffset, rdma.RemoteRead),
+				Base: s.o.BaseOffset}
 		}
 	}
 	h.Put(c.head[:])
@@ -152,7 +154,8 @@ func (c *Command) response(s *Session, bhs pdu.BHS, data []byte, ev *rdma.Event)
 	if ev.Invalidates {
 		c.Invalidated = true
 		if ev.Invalidated != c.region.STag() {
-			return fmt.Errorf("the response invalidated STag %#x, the command's is %#x", ev.Invalidated, c.region.STag())
+			return fmt.Errorf("the response invalidated STag %#x, the command's is %#x", ev.Invalidated,
+				c.region.STag())
 		}
 	}
 	c.finish(s, nil)

@@ -124,7 +124,8 @@ func (d *Dialog) login(csg, nsg pdu.Stage, text ...string) (map[string]string, e
 	for _, kv := range text {
 		data = append(append(data, kv...), 0)
 	}
-	req := pdu.LoginRequest{Transit: nsg != csg, CSG: csg, NSG: nsg, ISID: d.o.ISID, CmdSN: d.n.CmdSN, ExpStatSN: d.n.ExpStatSN}
+	req := pdu.LoginRequest{Transit: nsg != csg, CSG: csg, NSG: nsg, ISID: d.o.ISID, CmdSN: d.n.CmdSN,
+		ExpStatSN: d.n.ExpStatSN}
 	bhs := pdu.BHS(req.Append(nil))
 	bhs.SetDataSegmentLength(len(data))
 	if err := d.link.send(bhs, data); err != nil {
@@ -312,7 +313,8 @@ func (l *rdmaLink) command(bhs pdu.BHS, out, in []byte) (PDU, int, error) {
 	var h iser.Header
 	if len(in) > 0 {
 		var region rdma.Region
-		h.Read = iser.Remote{Valid: true, STag: l.s.rc.Register(&region, in, l.s.o.BaseOffset, rdma.RemoteWrite), Base: l.s.o.BaseOffset}
+		h.Read = iser.Remote{Valid: true, STag: l.s.rc.Register(&region, in, l.s.o.BaseOffset, rdma.RemoteWrite),
+			Base: l.s.o.BaseOffset}
 		defer l.s.rc.Deregister(&region)
 	}
 	if err := l.s.Send(h, bhs, out); err != nil {
@@ -333,8 +335,10 @@ func (l *tcpLink) loginKeys(discovery bool) []string {
 		return linuxKeys
 	}
 	return append([]string{
-		"HeaderDigest=None", "DataDigest=None", "InitialR2T=No", "ImmediateData=Yes", "MaxBurstLength=262144", "FirstBurstLength=65536",
-		"MaxOutstandingR2T=1", "MaxConnections=1", "DataPDUInOrder=Yes", "DataSequenceInOrder=Yes", "MaxRecvDataSegmentLength=65536",
+		"HeaderDigest=None", "DataDigest=None", "InitialR2T=No", "ImmediateData=Yes", "MaxBurstLength=262144",
+		"FirstBurstLength=65536",
+		"MaxOutstandingR2T=1", "MaxConnections=1", "DataPDUInOrder=Yes", "DataSequenceInOrder=Yes",
+		"MaxRecvDataSegmentLength=65536",
 	}, linuxKeys...)
 }
 
@@ -400,7 +404,8 @@ func (l *stepUpLink) loginKeys(discovery bool) []string {
 	if discovery {
 		return l.tcpLink.loginKeys(true)
 	}
-	return append(l.tcpLink.loginKeys(false), "InitiatorRecvDataSegmentLength=262144", "TargetRecvDataSegmentLength=8192", "RDMAExtensions=Yes")
+	return append(l.tcpLink.loginKeys(false), "InitiatorRecvDataSegmentLength=262144",
+		"TargetRecvDataSegmentLength=8192", "RDMAExtensions=Yes")
 }
 
 func (l *stepUpLink) enter(ctx context.Context, answers map[string]string) (link, error) {

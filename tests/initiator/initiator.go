@@ -1,5 +1,6 @@
 // Package initiator is an iSER initiator for tests and benchmarks: it logs in
-// as Linux does, or on the byte stream as RFC 7145 describes it, runs SCSI commands, and lets a test send whatever it wants
+// as Linux does, or on the byte stream as RFC 7145 describes it, runs SCSI commands, and lets a
+// test send whatever it wants
 // and see what comes back. It is no part of the target.
 package initiator
 
@@ -24,11 +25,13 @@ import (
 
 // Options of a connection. The zero value of a field means its default.
 type Options struct {
-	Name   string   // InitiatorName; default iqn.2026-11.io.github.iser-target:initiator
-	Target string   // TargetName; empty: a discovery session
-	ISID   [6]byte  // default 00023d000001
-	Keys   []string // further "key=value" of the first Login Request, behind Linux's; ErrorRecoveryLevel and the like instead of its
-	RDMA   rdma.Options
+	Name   string  // InitiatorName; default iqn.2026-11.io.github.iser-target:initiator
+	Target string  // TargetName; empty: a discovery session
+	ISID   [6]byte // default 00023d000001
+	// further "key=value" of the first Login Request, behind Linux's; ErrorRecoveryLevel and the
+	// like instead of its
+	Keys []string
+	RDMA rdma.Options
 	// NoInvalidate tells the target not to use Send with Invalidate.
 	NoInvalidate bool
 	// CmdSN is the first one; default 1.
@@ -219,7 +222,8 @@ func (o Options) LoginRequest() (bhs pdu.BHS, data []byte) {
 	}
 	text = slices.DeleteFunc(text, func(kv string) bool {
 		key, _, _ := strings.Cut(kv, "=")
-		return slices.Contains(linuxKeys, kv) && slices.ContainsFunc(o.Keys, func(own string) bool { return strings.HasPrefix(own, key+"=") })
+		return slices.Contains(linuxKeys, kv) &&
+			slices.ContainsFunc(o.Keys, func(own string) bool { return strings.HasPrefix(own, key+"=") })
 	})
 	text = append(text, o.Keys...)
 	if o.Hello {
@@ -228,7 +232,8 @@ func (o Options) LoginRequest() (bhs pdu.BHS, data []byte) {
 	for _, kv := range text {
 		data = append(append(data, kv...), 0)
 	}
-	req := pdu.LoginRequest{Transit: true, CSG: pdu.LoginOperationalNegotiation, NSG: pdu.FullFeaturePhase, ISID: o.ISID, CmdSN: o.CmdSN, CID: o.CID}
+	req := pdu.LoginRequest{Transit: true, CSG: pdu.LoginOperationalNegotiation, NSG: pdu.FullFeaturePhase,
+		ISID: o.ISID, CmdSN: o.CmdSN, CID: o.CID}
 	if o.Join != nil {
 		req.TSIH, req.CmdSN = o.Join.TSIH, o.Join.nextCmdSN()
 	}

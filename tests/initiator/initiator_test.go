@@ -112,7 +112,8 @@ func (tg *script) streamLogin() (text string) {
 // response returns a final Login Response, or a refusal.
 func (tg *script) response(status pdu.LoginStatus, keys ...string) []byte {
 	text := strings.Join(keys, "\x00") + "\x00"
-	rsp := pdu.LoginResponse{Status: status, ISID: Options{}.Complete().ISID, TSIH: 1, ExpCmdSN: 1, MaxCmdSN: 64, DataSegmentLength: len(text)}
+	rsp := pdu.LoginResponse{Status: status, ISID: Options{}.Complete().ISID, TSIH: 1, ExpCmdSN: 1, MaxCmdSN: 64,
+		DataSegmentLength: len(text)}
 	if status == 0 {
 		rsp.Transit, rsp.CSG, rsp.NSG = true, pdu.LoginOperationalNegotiation, pdu.FullFeaturePhase
 	}
@@ -242,7 +243,8 @@ func TestStreamLogin(t *testing.T) {
 	for _, hello := range []bool{false, true} {
 		t.Run(fmt.Sprint("ISER-5.1.1-7 ISER-5.1.1-8 ISER-5.1.3-2 Hello: ", hello), func(t *testing.T) {
 			tg := start(t, Options{Stream: true, Hello: hello, RDMA: rdma.Options{IRD: 7}})
-			if text := tg.streamLogin(); strings.Contains(text, "iSERHelloRequired=Yes\x00") != hello || !strings.Contains(text, "RDMAExtensions=Yes\x00") {
+			if text := tg.streamLogin(); strings.Contains(text, "iSERHelloRequired=Yes\x00") != hello ||
+				!strings.Contains(text, "RDMAExtensions=Yes\x00") {
 				t.Errorf("%q", text)
 			}
 			tg.silence("before the final Login Response")
@@ -280,7 +282,8 @@ func TestStreamLogin(t *testing.T) {
 	}{
 		{"ISER-5.1.1-7 login is refused", pdu.LoginNotFound, "RDMAExtensions=Yes", Options{}, "login refused"},
 		{"ISER-3.3-2 RDMAExtensions=No", 0, "RDMAExtensions=No", Options{}, "no RDMA mode"},
-		{"ISER-10.1.3.1-1 ISER-10.1.3.1-4 no resources", 0, "RDMAExtensions=Yes", Options{RDMA: rdma.Options{IRD: -1}}, "IRD"},
+		{"ISER-10.1.3.1-1 ISER-10.1.3.1-4 no resources", 0, "RDMAExtensions=Yes",
+			Options{RDMA: rdma.Options{IRD: -1}}, "IRD"},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			tt.o.Stream = true
@@ -293,7 +296,8 @@ func TestStreamLogin(t *testing.T) {
 			tg.end()
 		})
 	}
-	for _, reply := range []string{"\x31\xaa\x00\x00", "\x30\xaa\x00\x21", "\x30\x11\x00\x01", "\x20\xaa\x00\x01", "\x30"} {
+	for _, reply := range []string{"\x31\xaa\x00\x00", "\x30\xaa\x00\x21", "\x30\x11\x00\x01", "\x20\xaa\x00\x01",
+		"\x30"} {
 		t.Run(fmt.Sprintf("ISER-10.1.3.4-1 HelloReply % x", reply), func(t *testing.T) {
 			tg := start(t, Options{Stream: true, Hello: true})
 			tg.streamLogin()
@@ -374,7 +378,8 @@ func TestUnsolicitedDataIsNotAdvertised(t *testing.T) {
 		t.Fatal(err)
 	}
 	h, bhs, data := tg.want(pdu.SCSICommand)
-	if bhs.DataSegmentLength() != 512 || !bytes.Equal(data, out[:512]) || bhs.EDTL() != 2048 || !h.Write.Valid || h.Read.Valid {
+	if bhs.DataSegmentLength() != 512 || !bytes.Equal(data, out[:512]) || bhs.EDTL() != 2048 || !h.Write.Valid ||
+		h.Read.Valid {
 		t.Errorf("%+v % x, %d octets", h, []byte(bhs), len(data))
 	}
 	got := make([]byte, 1536)
@@ -400,7 +405,8 @@ func TestUnsolicitedDataIsNotAdvertised(t *testing.T) {
 func TestInvalidatingTheSTagOfAnotherCommandEndsTheSession(t *testing.T) {
 	checkSTags(t)
 	tg, s := full(t, Options{})
-	c, other := &Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}, &Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
+	c, other := &Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)},
+		&Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
 	s.Start(c)
 	s.Start(other)
 	_, bhs, _ := tg.want(pdu.SCSICommand)
@@ -486,7 +492,8 @@ func TestDataSegmentLengths(t *testing.T) {
 // ISER-5.2.1-2, ISER-5.2.1-3: logout.
 func TestWholeSession(t *testing.T) {
 	tg, s := full(t, Options{})
-	for _, c := range []*Command{{}, {CDB: cdb.Read16(0, 8), In: make([]byte, 4096)}, {CDB: cdb.Write16(0, 8), Out: make([]byte, 4096), Immediate: 512}} {
+	for _, c := range []*Command{{}, {CDB: cdb.Read16(0, 8), In: make([]byte, 4096)},
+		{CDB: cdb.Write16(0, 8), Out: make([]byte, 4096), Immediate: 512}} {
 		if err := s.Start(c); err != nil {
 			t.Fatal(err)
 		}
@@ -517,7 +524,8 @@ func TestWholeSession(t *testing.T) {
 	if err := tg.rc.Receive(&ev); err != io.EOF {
 		t.Errorf("%v where the initiator should close", err)
 	}
-	if want := []pdu.Opcode{pdu.SCSICommand, pdu.SCSICommand, pdu.SCSICommand, pdu.NOPOut, pdu.LogoutReq}; !slices.Equal(tg.opcodes, want) {
+	if want := []pdu.Opcode{pdu.SCSICommand, pdu.SCSICommand, pdu.SCSICommand, pdu.NOPOut,
+		pdu.LogoutReq}; !slices.Equal(tg.opcodes, want) {
 		t.Errorf("%v", tg.opcodes)
 	}
 }

@@ -28,7 +28,8 @@ type mount struct {
 var ociMounts = []mount{
 	{"/proc", "proc", "proc", []string{"nosuid", "noexec", "nodev"}},
 	{"/dev", "tmpfs", "tmpfs", []string{"nosuid", "strictatime", "mode=755", "size=65536k"}},
-	{"/dev/pts", "devpts", "devpts", []string{"nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"}},
+	{"/dev/pts", "devpts", "devpts", []string{"nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620",
+		"gid=5"}},
 	{"/dev/shm", "tmpfs", "shm", []string{"nosuid", "noexec", "nodev", "mode=1777", "size=65536k"}},
 	{"/dev/mqueue", "mqueue", "mqueue", []string{"nosuid", "noexec", "nodev"}},
 	{"/sys", "sysfs", "sysfs", []string{"nosuid", "noexec", "nodev", "ro"}},
@@ -70,7 +71,8 @@ func (m *image) bundle(t *testing.T, options []string, dirs map[string]string, s
 				bad("-v ", v, ": nothing is to be there")
 			}
 			mounted[parts[1]] = true
-			mounts = append(mounts, mount{parts[1], "bind", dirs[parts[1]], append([]string{"rbind", "rprivate"}, parts[2:]...)})
+			mounts = append(mounts, mount{parts[1], "bind", dirs[parts[1]],
+				append([]string{"rbind", "rprivate"}, parts[2:]...)})
 		default:
 			bad(o, " is not known to the test")
 		}
@@ -93,11 +95,13 @@ func (m *image) bundle(t *testing.T, options []string, dirs map[string]string, s
 	return object{
 		"ociVersion": "1.0.2",
 		"process": object{
-			"user":            object{"uid": u, "gid": g},
-			"args":            slices.Concat(m.entrypoint, m.cmd),
-			"env":             append([]string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}, m.env...),
-			"cwd":             "/",
-			"capabilities":    object{"bounding": none, "effective": none, "inheritable": none, "permitted": none, "ambient": none},
+			"user": object{"uid": u, "gid": g},
+			"args": slices.Concat(m.entrypoint, m.cmd),
+			"env": append([]string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
+				m.env...),
+			"cwd": "/",
+			"capabilities": object{"bounding": none, "effective": none, "inheritable": none, "permitted": none,
+				"ambient": none},
 			"noNewPrivileges": noNewPrivileges,
 		},
 		"root":   object{"path": "rootfs", "readonly": readonly},
@@ -107,9 +111,10 @@ func (m *image) bundle(t *testing.T, options []string, dirs map[string]string, s
 				{"type": "pid"}, {"type": "ipc"}, {"type": "uts"}, {"type": "mount"}, {"type": "cgroup"},
 				{"type": "network", "path": "/run/netns/box"},
 			},
-			"resources":     object{"devices": []object{{"allow": false, "access": "rwm"}}},
-			"seccomp":       seccomp,
-			"maskedPaths":   []string{"/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/sched_debug", "/proc/scsi", "/sys/firmware"},
+			"resources": object{"devices": []object{{"allow": false, "access": "rwm"}}},
+			"seccomp":   seccomp,
+			"maskedPaths": []string{"/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/sched_debug",
+				"/proc/scsi", "/sys/firmware"},
 			"readonlyPaths": []string{"/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"},
 		},
 	}
@@ -147,7 +152,8 @@ func defaultSeccomp(t *testing.T, v *vm.VM) any {
 	p.Architectures = []string{"SCMP_ARCH_X86_64"}
 	var rules []rule
 	for _, r := range p.Syscalls {
-		if in := r.Includes; in != nil && (len(in.Caps) > 0 || len(in.Arches) > 0 && !slices.Contains(in.Arches, "amd64")) {
+		if in := r.Includes; in != nil && (len(in.Caps) > 0 || len(in.Arches) > 0 &&
+			!slices.Contains(in.Arches, "amd64")) {
 			continue
 		}
 		if r.Excludes != nil && len(r.Excludes.Arches) > 0 {
@@ -198,7 +204,8 @@ func TestContainer(t *testing.T) {
 
 	root := ""
 	for _, f := range m.files {
-		root += fmt.Sprintf("mkdir -p $(dirname rootfs%s)\ncp -r %s/out/%s rootfs%[1]s\nchown -R %[4]s rootfs%[1]s\n", f.to, vm.Files, f.from, f.owner)
+		root += fmt.Sprintf("mkdir -p $(dirname rootfs%s)\ncp -r %s/out/%s rootfs%[1]s\nchown -R %[4]s rootfs%[1]s\n",
+			f.to, vm.Files, f.from, f.owner)
 	}
 	t.Cleanup(func() {
 		if v.Broken() == nil {
@@ -316,7 +323,8 @@ disk iqn.2026-11.io.example:nat 0 >/run/disk
 head -c 1M /dev/urandom >/run/data
 dd if=/run/data of=$(cat /run/disk) bs=64k oflag=direct status=none
 `+sameData, quick)
-		for _, want := range []string{"Portal:203.0.113.7:13260,1", "203.0.113.7:13260,1 iqn.2026-11.io.example:nat", "[2001:db8::7]:3260,1 iqn.2026-11.io.example:nat", "iser: ["} {
+		for _, want := range []string{"Portal:203.0.113.7:13260,1", "203.0.113.7:13260,1 iqn.2026-11.io.example:nat",
+			"[2001:db8::7]:3260,1 iqn.2026-11.io.example:nat", "iser: ["} {
 			if !strings.Contains(got, want) {
 				t.Errorf("no %q", want)
 			}

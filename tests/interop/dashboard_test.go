@@ -90,7 +90,10 @@ func TestDashboard(t *testing.T) {
 	s.eventually(t, "refused logins", `refused`, func(text string) error {
 		return lacks(text, stranger, "authorization failure", "<b id=markup>")
 	})
-	s.eventually(t, "events", `events`, func(text string) error { return lacks(text, "login accepted", "login refused", stranger) })
+	s.eventually(t, "events", `events`, func(text string) error {
+		return lacks(text, "login accepted",
+			"login refused", stranger)
+	})
 	if n := s.number(t, `document.querySelectorAll("#markup").length`); n != 0 {
 		t.Error("what an initiator says has become markup")
 	}
@@ -177,7 +180,8 @@ func (s *shown) loadTCP(t *testing.T, name string) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	t.Cleanup(cancel)
-	d, err := initiator.Dial(ctx, "tcp", s.address(), initiator.Options{Name: name, Target: dashboardTarget, ISID: [6]byte{0, 2, 0x3d, 0, 0, 9}})
+	d, err := initiator.Dial(ctx, "tcp", s.address(),
+		initiator.Options{Name: name, Target: dashboardTarget, ISID: [6]byte{0, 2, 0x3d, 0, 0, 9}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -390,7 +394,8 @@ func (s *shown) charts(t *testing.T) {
 	if h := s.number(t, `document.querySelector("path.curve.read").getBBox().height`); h <= 0 {
 		t.Errorf("the line of read is %v pixels high", h)
 	}
-	label := value(t, s, chromedp.Evaluate[string](`document.querySelector("#throughput svg").getAttribute("aria-label")`))
+	label := value(t, s,
+		chromedp.Evaluate[string](`document.querySelector("#throughput svg").getAttribute("aria-label")`))
 	if err := lacks(label, "Read", "Write", "B/s"); err != nil {
 		t.Errorf("%v in %q", err, label)
 	}
@@ -445,7 +450,8 @@ func (s *shown) restart(t *testing.T) {
 	s.Stop(t)
 	s.eventually(t, "no target", "health", func(text string) error { return lacks(text, "No answer") })
 	s.Start(t)
-	s.eventually(t, "the target that was started again", "health", func(text string) error { return lacks(text, "1 LUN not ready") })
+	s.eventually(t, "the target that was started again", "health",
+		func(text string) error { return lacks(text, "1 LUN not ready") })
 	s.eventually(t, "its events", "events", func(text string) error {
 		if strings.Contains(text, "host-") {
 			return errors.New("an event of the process before is there")

@@ -189,7 +189,8 @@ func checkGo(t *testing.T, image string) {
 		t.Fatal(err)
 	}
 	want, got := strings.Split(strings.TrimSpace(string(b)), "."), ""
-	if _, err := fmt.Sscanf(image, "golang:%s", &got); err != nil || !strings.HasPrefix(got, strings.Join(want[:2], ".")+"-") {
+	if _, err := fmt.Sscanf(image, "golang:%s", &got); err != nil ||
+		!strings.HasPrefix(got, strings.Join(want[:2], ".")+"-") {
 		t.Errorf("Dockerfile: the base is %s, go.mod wants %s", image, b)
 	}
 }

@@ -291,7 +291,8 @@ rm -f /run/fio.*
 	d.AwaitVars(t, map[string]float64{"sessions": 1}, time.Minute)
 	t.Logf("the initiator was back %v after the restart", time.Since(killed).Round(time.Millisecond))
 	v.Run(t, fmt.Sprintf(await, 300, "test -e /run/fio.status"), long)
-	v.Run(t, "cat /run/fio.log; test $(cat /run/fio.status) = 0; ! dmesg | grep -E 'I/O error|recovery timed out'", quick)
+	v.Run(t, "cat /run/fio.log; test $(cat /run/fio.status) = 0; ! dmesg | grep -E 'I/O error|recovery timed out'",
+		quick)
 	v.Run(t, script(d, forgive+"logout "+iqn), quick)
 }
 
@@ -475,7 +476,8 @@ var misunderstood = []struct{ filter, what string }{
 	{"_ws.malformed", "malformed"},
 	{"tcp.len > 0 && !iwarp_mpa && !tcp.reassembled_in && !tcp.analysis.retransmission", "no MPA"},
 	{"iwarp_mpa.fpdu && !iwarp_ddp_rdmap", "FPDUs without DDP"},
-	{"iwarp_rdma.opcode >= 3 && iwarp_rdma.opcode <= 6 && !iser_iwarp && !iwarp_rdma.send.reassembled_in", "Sends without iSER"},
+	{"iwarp_rdma.opcode >= 3 && iwarp_rdma.opcode <= 6 && !iser_iwarp && !iwarp_rdma.send.reassembled_in",
+		"Sends without iSER"},
 	{"iser_iwarp.opcode == 1 && !iscsi", "iSER without iSCSI"},
 	{"iwarp_rdma.opcode == 7", "Terminates"},
 }
@@ -529,7 +531,8 @@ func tshark(t *testing.T, capture, filter string, fields ...string) string {
 	t.Helper()
 	// Two passes, because the first cannot know that a frame is part of an FPDU
 	// that ends in a later one. Heuristics take iSER for RPC over RDMA.
-	cmd := exec.Command("tshark", "-2", "-r", capture, "-X", "lua_script:../../docs/iser.lua", "--disable-protocol", "rpcordma",
+	cmd := exec.Command("tshark", "-2", "-r", capture, "-X", "lua_script:../../docs/iser.lua", "--disable-protocol",
+		"rpcordma",
 		"-Y", filter, "-T", "fields")
 	for _, f := range fields {
 		cmd.Args = append(cmd.Args, "-e", f)

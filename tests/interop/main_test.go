@@ -15,7 +15,8 @@ import (
 	"github.com/iser-target/iser-target/tests/interop/vm"
 )
 
-var update = flag.Bool("update", false, "write what the tests expect: the table over iSER in docs/conformance.md, testdata/sg")
+var update = flag.Bool("update", false,
+	"write what the tests expect: the table over iSER in docs/conformance.md, testdata/sg")
 
 // guest is the machine that all tests share; see boot.
 var guest struct {
@@ -110,7 +111,8 @@ func leave(t *testing.T, v *vm.VM) {
 		return
 	}
 	if r := v.Try(t, cleanUp, time.Minute); r.Stdout != "" || r.Status != 0 {
-		t.Errorf("status %d of the clean-up; what the initiator's kernel tells of, and what is left:\n%s", r.Status, r.Stdout)
+		t.Errorf("status %d of the clean-up; what the initiator's kernel tells of, and what is left:\n%s", r.Status,
+			r.Stdout)
 	}
 }
 

@@ -75,7 +75,8 @@ func TestManage(t *testing.T) {
 	}
 	v.Run(t, script(d, forgive+"logout "+managed), quick)
 	v.Run(t, script(d, "logout "+managedOther), quick)
-	d.AwaitVars(t, map[string]float64{"sessions": 0, "connections": 0, "tasks": 0, "buffers": 0, "stags": 0}, 10*time.Second)
+	d.AwaitVars(t, map[string]float64{"sessions": 0, "connections": 0, "tasks": 0, "buffers": 0, "stags": 0},
+		10*time.Second)
 }
 
 // run runs a script in the guest, which knows the functions of manageUp.
@@ -100,7 +101,8 @@ func (m *management) same(t *testing.T, was schema.SessionState) {
 	t.Helper()
 	is := m.session(t, was.Target)
 	a, b := was.Connections[0], is.Connections[0]
-	if is.TSIH != was.TSIH || !is.Started.Equal(was.Started) || a.Remote != b.Remote || a.CID != b.CID || !a.Started.Equal(b.Started) {
+	if is.TSIH != was.TSIH || !is.Started.Equal(was.Started) || a.Remote != b.Remote || a.CID != b.CID ||
+		!a.Started.Equal(b.Started) {
 		t.Errorf("the session was\n%+v\nand is\n%+v", was, is)
 	}
 	if b.Received == a.Received {
@@ -203,7 +205,8 @@ func (m *management) apply(t *testing.T) {
 	}
 	named := fmt.Sprintf("session %d of %s", out.TSIH, initiatorName)
 	plan := harness.Ask[schema.Plan](t, m.d, "config", "plan", file)
-	if len(plan.Steps) != 1 || plan.Steps[0].Change.Target != managedOther || !slices.Equal(plan.Steps[0].Disturbs, []string{named}) {
+	if len(plan.Steps) != 1 || plan.Steps[0].Change.Target != managedOther ||
+		!slices.Equal(plan.Steps[0].Disturbs, []string{named}) {
 		t.Errorf("the plan is %+v, want one step that disturbs %s", plan, named)
 	}
 	m.refused(t, named, "config", "apply", file)
@@ -301,8 +304,9 @@ test $(</run/fio.status) = 0
 // to.
 func (m *management) metrics(t *testing.T) {
 	labels := map[string]string{
-		"lun":     `{lun="0",op="%s",target="` + managed + `",transport="iser"}`,
-		"session": fmt.Sprintf(`{initiator="%s",op="%%s",target="%s",transport="iser",tsih="%d"}`, initiatorName, managed, m.session(t, managed).TSIH),
+		"lun": `{lun="0",op="%s",target="` + managed + `",transport="iser"}`,
+		"session": fmt.Sprintf(`{initiator="%s",op="%%s",target="%s",transport="iser",tsih="%d"}`, initiatorName,
+			managed, m.session(t, managed).TSIH),
 	}
 	before, was := m.d.Metrics(t), harness.Ask[schema.LUNState](t, m.d, "lun", "show", managed, "0").Counters
 	m.run(t, `
@@ -357,7 +361,8 @@ fio --ioengine=libaio --direct=1 --filename=/dev/$disk --iodepth=16 --rw=randrw 
 	}
 	const duration = "iser_target_lun_command_duration_seconds_"
 	total := `{lun="0",phase="total",target="` + managed + `",transport="iser"}`
-	if count, sum := grown(duration+"count"+total), grown(duration+"sum"+total); count != commands || sum <= 0 || sum > seconds {
+	if count, sum := grown(duration+"count"+total), grown(duration+"sum"+total); count != commands || sum <= 0 ||
+		sum > seconds {
 		t.Errorf("%v commands have taken %v s, want %v, and less than the %v s of fio", count, sum, commands, seconds)
 	}
 }

@@ -56,7 +56,8 @@ alua $tcp
 # The messages of a handler that has attached; any other is trouble.
 ! dmesg | grep alua: | grep -vE 'handler registered$|supports implicit and explicit TPGS$|port group .* rel port|transition timeout set|state A non-preferred supports'`)
 	v.Run(t, multipathDown+"\niscsiadm -m node -u\n"+forgive, quick)
-	d.AwaitVars(t, map[string]float64{"sessions": 0, "connections": 0, "tasks": 0, "buffers": 0, "stags": 0}, 10*time.Second)
+	d.AwaitVars(t, map[string]float64{"sessions": 0, "connections": 0, "tasks": 0, "buffers": 0, "stags": 0},
+		10*time.Second)
 }
 
 // multipathUp logs in by both paths, waits for the disk of both, and starts fio

@@ -53,14 +53,18 @@ func TestPortals(t *testing.T) {
 	for _, tt := range interfaces {
 		t.Run(tt.transport, func(t *testing.T) {
 			for _, portal := range []string{d.Addrs()[0], d.Addrs()[2]} {
-				got := strings.Split(strings.TrimSpace(v.Run(t, script(d, "modprobe iscsi_tcp; heard iscsiadm -m discovery -t st -I "+tt.iface+" -p "+portal), quick)), "\n")
+				got := strings.Split(strings.TrimSpace(v.Run(t,
+					script(d, "modprobe iscsi_tcp; heard iscsiadm -m discovery -t st -I "+tt.iface+" -p "+portal),
+					quick)), "\n")
 				if slices.Sort(got); !slices.Equal(got, want) {
-					t.Errorf("discovery at %s prints\n%s\nwant\n%s", portal, strings.Join(got, "\n"), strings.Join(want, "\n"))
+					t.Errorf("discovery at %s prints\n%s\nwant\n%s", portal, strings.Join(got, "\n"),
+						strings.Join(want, "\n"))
 				}
 			}
 			// The tag of the group is what the target has said in the login.
 			v.Run(t, "iscsiadm -m node --login", quick)
-			got := strings.Split(strings.TrimSpace(v.Run(t, `iscsiadm -m session | sed -E 's/^(.*): \[[0-9]+\] (.*) \(non-flash\)$/\1 \2/'`, quick)), "\n")
+			got := strings.Split(strings.TrimSpace(v.Run(t,
+				`iscsiadm -m session | sed -E 's/^(.*): \[[0-9]+\] (.*) \(non-flash\)$/\1 \2/'`, quick)), "\n")
 			for i := range got {
 				got[i] = strings.TrimPrefix(got[i], tt.transport+" ")
 			}

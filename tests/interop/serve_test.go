@@ -88,7 +88,8 @@ iscsiadm -m node -o delete
 
 	serve("--config " + vm.Files + "/invited.yaml")
 	over := strings.NewReplacer("127.0.0.1:3260", vm.GuestAddr+":3260", name, "iqn.2026-11.io.example:invited")
-	use("iser", "iqn.2026-11.io.example:invited", over.Replace(". /run/lib.sh\nheard "+discovery+" -I iser\n"+login+" -I iser"))
+	use("iser", "iqn.2026-11.io.example:invited",
+		over.Replace(". /run/lib.sh\nheard "+discovery+" -I iser\n"+login+" -I iser"))
 }
 
 // serveEnds stops the target in the guest. It has to end in peace.

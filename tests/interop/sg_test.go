@@ -185,7 +185,8 @@ func TestSG(t *testing.T) {
 				d.AwaitVars(t, map[string]float64{"sessions": 0, "tasks": 0, "buffers": 0, "stags": 0}, 10*time.Second)
 			}()
 			v.Run(t, ". /run/lib.sh\nIQN="+iqn+"\n"+sgUp, quick)
-			out := v.Run(t, ". /run/sg.sh\nwhile read -r line; do run; done <<'.'\n"+strings.TrimSpace(tt.commands)+"\n.\n", long)
+			out := v.Run(t,
+				". /run/sg.sh\nwhile read -r line; do run; done <<'.'\n"+strings.TrimSpace(tt.commands)+"\n.\n", long)
 			got := out
 			for _, m := range masks {
 				got = m.pattern.ReplaceAllString(got, m.with)
@@ -230,7 +231,8 @@ func difference(want, got string) string {
 	for to < min(len(w), len(g))-from && w[len(w)-1-to] == g[len(g)-1-to] {
 		to++
 	}
-	return fmt.Sprintf("line %d, got\n%s\nwant\n%s", from+1, strings.Join(g[from:len(g)-to], "\n"), strings.Join(w[from:len(w)-to], "\n"))
+	return fmt.Sprintf("line %d, got\n%s\nwant\n%s", from+1, strings.Join(g[from:len(g)-to], "\n"),
+		strings.Join(w[from:len(w)-to], "\n"))
 }
 
 // sgPrepare makes records of two initiators, and what is written to disks.

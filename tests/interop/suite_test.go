@@ -139,7 +139,8 @@ done </run/sd`), quick))
 		}
 	}
 	v.Run(t, "iscsiadm -m node --logout; "+forgive, quick)
-	d.AwaitVars(t, map[string]float64{"sessions": 0, "connections": 0, "tasks": 0, "buffers": 0, "stags": 0}, 10*time.Second)
+	d.AwaitVars(t, map[string]float64{"sessions": 0, "connections": 0, "tasks": 0, "buffers": 0, "stags": 0},
+		10*time.Second)
 }
 
 // A suiteGuest is a machine that runs tests of the suite.
@@ -178,7 +179,8 @@ func (g suiteGuest) run(t *testing.T, names []string) map[string]cu.Outcome {
 			limit = heavyLimit
 		}
 		args := c.Args("DEVICE")
-		body += fmt.Sprintf("suite %s %v '%s' %s\n", name, limit.Seconds(), strings.Join(args[:len(args)-c.Paths], " "), g.paths(name))
+		body += fmt.Sprintf("suite %s %v '%s' %s\n", name, limit.Seconds(),
+			strings.Join(args[:len(args)-c.Paths], " "), g.paths(name))
 	}
 	out := filepath.Join(g.vm.Files(), "outcomes")
 	defer os.RemoveAll(out)
@@ -226,7 +228,8 @@ func chooseTests(t *testing.T, names []string, was map[string]cu.Outcome) (run [
 		}
 	}
 	if without > 0 {
-		t.Logf("%d tests that need a session of libiscsi's own, as the table says, are not run without -update", without)
+		t.Logf("%d tests that need a session of libiscsi's own, as the table says, are not run without -update",
+			without)
 	}
 	return run, got
 }

@@ -175,7 +175,8 @@ func TestSystemd(t *testing.T) {
 		t.Fatal(err)
 	}
 	harness.Copy(t, filepath.Join(v.Files(), "bin", "iser-target"))
-	if err := os.WriteFile(filepath.Join(v.Files(), "examples", "service.yaml"), []byte(serviceConfig), 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(v.Files(), "examples", "service.yaml"), []byte(serviceConfig),
+		0o600); err != nil {
 		t.Fatal(err)
 	}
 	m := startManager(t, v)
@@ -275,7 +276,8 @@ setpriv --reuid 65534 --regid 65534 --clear-groups iser-target lun list --socket
 echo "nobody: $status"
 await is StatusText 'serving: sessions 0, targets 1, LUNs 2'
 `, quick)
-	for _, want := range []string{serviceIQN, "\nsize 33554432 iser-target\n", "\n# of the test\n1\n600 iser-target\n", "\nnobody: 5\n"} {
+	for _, want := range []string{serviceIQN, "\nsize 33554432 iser-target\n",
+		"\n# of the test\n1\n600 iser-target\n", "\nnobody: 5\n"} {
 		if !strings.Contains(got, want) {
 			t.Errorf("no %q", want)
 		}
@@ -360,7 +362,8 @@ func undo(names ...string) string {
 		s += "rm /etc/systemd/system/iser-target.service.d/" + name + ".conf\n"
 	}
 	// It may have failed as often as it is started again.
-	return s + "systemctl daemon-reload\nsystemctl reset-failed iser-target.service\nsystemctl restart iser-target.service\n"
+	return s +
+		"systemctl daemon-reload\nsystemctl reset-failed iser-target.service\nsystemctl restart iser-target.service\n"
 }
 
 // loggedIn logs in over iSER, writes what is at /run/data to the first MiB of LUN 0 and

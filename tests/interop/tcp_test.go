@@ -33,13 +33,15 @@ func TestTCP(t *testing.T) {
 	set := func(name, value string) string {
 		return fmt.Sprintf("iscsiadm -m node -T $IQN -p $PORTAL -I default -o update -n '%s' -v '%s'\n", name, value)
 	}
-	chap := set("node.session.auth.authmethod", "CHAP") + set("node.session.auth.username", "guest") + set("node.session.auth.password", "guest-secret-0123")
+	chap := set("node.session.auth.authmethod", "CHAP") + set("node.session.auth.username", "guest") +
+		set("node.session.auth.password", "guest-secret-0123")
 	digests := set("node.conn[0].iscsi.HeaderDigest", "CRC32C") + set("node.conn[0].iscsi.DataDigest", "CRC32C")
 	for _, tt := range []struct{ name, iqn, set string }{
 		{"plain", iqn, ""},
 		{"digests", iqn, digests},
 		{"CHAP", iqn + ".chap", chap},
-		{"mutual CHAP and digests", iqn + ".chap", chap + digests + set("node.session.auth.username_in", "target") + set("node.session.auth.password_in", "target-secret-012")},
+		{"mutual CHAP and digests", iqn + ".chap", chap + digests + set("node.session.auth.username_in", "target") +
+			set("node.session.auth.password_in", "target-secret-012")},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			v.Run(t, script(d, `

@@ -173,10 +173,12 @@ func (t Table) Write(names []string, got map[string]Outcome) error {
 		return err
 	}
 	var text strings.Builder
-	fmt.Fprintf(&text, "%s, on %s by `%s`.\n\n| test | result | LUN | reason |\n|---|---|---|---|\n", Summary(got), time.Now().Format(time.DateOnly), t.Command)
+	fmt.Fprintf(&text, "%s, on %s by `%s`.\n\n| test | result | LUN | reason |\n|---|---|---|---|\n", Summary(got),
+		time.Now().Format(time.DateOnly), t.Command)
 	for _, name := range names {
 		o := got[name]
-		fmt.Fprintf(&text, "| %s | %s | %s | %s |\n", name, o.Result, Of(name).Medium, strings.ReplaceAll(o.Reason, "|", "/"))
+		fmt.Fprintf(&text, "| %s | %s | %s | %s |\n", name, o.Result, Of(name).Medium,
+			strings.ReplaceAll(o.Reason, "|", "/"))
 	}
 	return os.WriteFile(filepath.Clean(t.File), []byte(head+text.String()+tail), 0o644)
 }

@@ -23,7 +23,8 @@ func TestParse(t *testing.T) {
 		{"X.Y", "[SKIPPED] a\n" + head + "passed\n[SKIPPED] b", Outcome{Pass, ""}},
 		{"iSCSITMF.LUNResetSimpleAsync", "\n" + head + "FAILED\n1. x\n" + head + "passed\n", Outcome{Pass, ""}},
 		{"iSCSITMF.LUNResetSimpleAsync", "\n" + head + "passed\n1. x\n" + head + "FAILED\n", Outcome{Fail, ""}},
-		{"iSCSITMF.LUNResetSimpleAsync", "\n" + head + "passed\n\n", Outcome{Fail, "1 verdicts, want 2:   Test: Y ...passed"}},
+		{"iSCSITMF.LUNResetSimpleAsync", "\n" + head + "passed\n\n",
+			Outcome{Fail, "1 verdicts, want 2:   Test: Y ...passed"}},
 	} {
 		if got := Of(tt.name).Parse(tt.output); got != tt.want {
 			t.Errorf("%s %q: %+v, want %+v", tt.name, tt.output, got, tt.want)
@@ -45,7 +46,8 @@ func TestArgs(t *testing.T) {
 
 func TestTable(t *testing.T) {
 	table := Table{File: filepath.Join(t.TempDir(), "d.md"), Begin: "<!-- b -->", End: "<!-- e -->", Command: "make it"}
-	if err := os.WriteFile(table.File, []byte("a\n| Z.Z | pass |  |\n<!-- b -->\nold\n<!-- e -->\nz\n"), 0o600); err != nil {
+	if err := os.WriteFile(table.File, []byte("a\n| Z.Z | pass |  |\n<!-- b -->\nold\n<!-- e -->\nz\n"),
+		0o600); err != nil {
 		t.Fatal(err)
 	}
 	got := map[string]Outcome{"ReadOnly.B": {Pass, ""}, "C.D": {Skip, "a | b"}}
@@ -74,7 +76,8 @@ func TestNames(t *testing.T) {
 	for range 200 {
 		list.WriteString("ALL.A.B\n")
 	}
-	if names, err := Names("ALL\nALL.A\n" + list.String() + "iSCSI.A.B\n"); err != nil || len(names) != 200 || names[0] != "A.B" {
+	if names, err := Names("ALL\nALL.A\n" + list.String() + "iSCSI.A.B\n"); err != nil || len(names) != 200 ||
+		names[0] != "A.B" {
 		t.Errorf("%v, %v", names, err)
 	}
 	if _, err := Names("ALL.A.B\n"); err == nil {

@@ -20,7 +20,8 @@ func (d *Target) Try(t testing.TB, args ...string) (stdout, stderr string, code 
 	t.Helper()
 	begun := time.Now()
 	stdout, stderr, code = d.try(t, args)
-	t.Logf("iser-target %s: exit code %d after %v\n%s%s", strings.Join(args, " "), code, time.Since(begun).Round(time.Millisecond), stdout, stderr)
+	t.Logf("iser-target %s: exit code %d after %v\n%s%s", strings.Join(args, " "), code,
+		time.Since(begun).Round(time.Millisecond), stdout, stderr)
 	return stdout, stderr, code
 }
 
