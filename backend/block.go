@@ -13,25 +13,24 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// BlockConfig describes a block store. The zero value of a field other than
-// Path means its default.
+// BlockConfig describes a block store. The zero value of a field other than Path means its
+// default.
 type BlockConfig struct {
 	Path string
-	// BlockSize is 512 or 4096 and at least the device's logical sector size,
-	// which is the default.
+	// BlockSize is 512 or 4096, and at least the device's logical sector size, the default.
 	BlockSize uint32
 	ReadOnly  bool
 	// WriteThrough makes every change durable before its call returns.
 	WriteThrough bool
 }
 
-// OpenBlock opens a block device as a Store, with sizes as the kernel has them.
-// The Store is read-only when the config or the kernel says so. The device is
-// opened with O_EXCL, also for reading: it is refused while it is mounted or
-// otherwise in use, and nobody can mount it while the Store is open.
+// OpenBlock opens a block device as a Store with the sizes that the kernel reports. The Store
+// is read-only if c or the kernel says so. OpenBlock opens the device with O_EXCL, even to
+// read: it refuses a device that is mounted or otherwise in use, and the device cannot be
+// mounted while the Store is open.
 //
-// The Store has a volatile cache, whatever queue/write_cache in sysfs says
-// about the device's own: the page cache is in front of the device.
+// The Store has a volatile cache, whatever queue/write_cache in sysfs says about the device:
+// the page cache is in front of it.
 func OpenBlock(c BlockConfig) (s Store, err error) {
 	fail := func(err error) (Store, error) {
 		return nil, fmt.Errorf("block store %s: %w", c.Path, err)
@@ -41,7 +40,7 @@ func OpenBlock(c BlockConfig) (s Store, err error) {
 	case err != nil:
 		return fail(err)
 	case st.Mode()&(os.ModeDevice|os.ModeCharDevice) != os.ModeDevice:
-		return fail(fmt.Errorf("is no block device (%s): a regular file wants the file backend", st.Mode()))
+		return fail(fmt.Errorf("not a block device (%s). For a regular file, use the backend file", st.Mode()))
 	}
 	fd, err := openBlock(c.Path, c.ReadOnly)
 	if err != nil {
@@ -71,15 +70,15 @@ func OpenBlock(c BlockConfig) (s Store, err error) {
 		}
 	}
 	if kst.Mode&unix.S_IFMT != unix.S_IFBLK {
-		return fail(errors.New("is no block device any more"))
+		return fail(errors.New("no longer a block device"))
 	}
 	switch {
 	case info.Size == 0:
-		return fail(errors.New("has no medium, or one of no size"))
+		return fail(errors.New("has no medium, or its size is 0"))
 	case c.BlockSize == 0:
 		info.BlockSize = logical
 	case c.BlockSize < logical:
-		return fail(fmt.Errorf("block size %d is configured, but the device has sectors of %d octets: configure %[2]d, or none",
+		return fail(fmt.Errorf("block size %d is configured, but the device has sectors of %d bytes. Configure %[2]d or no block size",
 			c.BlockSize, logical))
 	}
 	info.ReadOnly = c.ReadOnly || readOnly != 0
@@ -90,11 +89,11 @@ func OpenBlock(c BlockConfig) (s Store, err error) {
 	if err := info.Validate(); err != nil {
 		return fail(err)
 	}
-	// blkdev_fallocate refuses what is not aligned to logical sectors.
+	// blkdev_fallocate refuses ranges that are not aligned to logical sectors.
 	return newDisk(c.Path, fd, info, int64(logical), c.WriteThrough && !info.ReadOnly), nil
 }
 
-// openBlock opens for writing unless readOnly, or unless the kernel has the
+// openBlock opens a device for writing, or for reading if readOnly or if the kernel has the
 // device as read-only.
 func openBlock(path string, readOnly bool) (fd int, err error) {
 	open := func(mode int) error {
@@ -113,7 +112,7 @@ func openBlock(path string, readOnly bool) (fd int, err error) {
 				var ro int32
 				if ioctl(fd, unix.BLKROGET, unsafe.Pointer(&ro)) != nil || ro == 0 {
 					unix.Close(fd)
-					err = first // we may not write, though others may
+					err = first // only this process may not write
 				}
 			}
 		}
@@ -122,13 +121,13 @@ func openBlock(path string, readOnly bool) (fd int, err error) {
 	case nil:
 		return fd, nil
 	case unix.EBUSY:
-		return 0, errors.New("is in use: it is mounted, swap, part of a RAID or volume group, or another target serves it; " +
-			"lsblk(8) tells more")
+		return 0, errors.New("in use: mounted, swap, part of a RAID or volume group, or served by another target. " +
+			"Run lsblk to see which")
 	}
 	return 0, fmt.Errorf("open: %w", err)
 }
 
-// ioctl is for the requests of linux/fs.h that fill in *arg.
+// ioctl calls ioctl(2) with a request of linux/fs.h that fills in *arg.
 func ioctl(fd int, request uint, arg unsafe.Pointer) error {
 	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), uintptr(request), uintptr(arg)); errno != 0 {
 		return errno
@@ -136,10 +135,10 @@ func ioctl(fd int, request uint, arg unsafe.Pointer) error {
 	return nil
 }
 
-// discardLimits are DiscardGranularity and DiscardAlignment of a device by sysfs
-// (Documentation/ABI/stable/sysfs-block), which is mounted there. The granularity
-// is 0 when Discard would only write zeros, which is so for a device that can
-// discard but does not promise zeros afterwards, and when sysfs is missing.
+// discardLimits returns DiscardGranularity and DiscardAlignment of a device from sysfs
+// (Documentation/ABI/stable/sysfs-block). The granularity is 0 if Discard would only write
+// zeros: for a device that can discard but does not promise zeros afterwards, and without
+// sysfs.
 func discardLimits(sysfs string, dev uint64, blockSize uint32) (granularity uint32, alignment int64) {
 	dir, err := filepath.EvalSymlinks(fmt.Sprintf("%s/dev/block/%d:%d", sysfs, unix.Major(dev), unix.Minor(dev)))
 	if err != nil {

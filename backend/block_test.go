@@ -45,7 +45,7 @@ func TestBlock(t *testing.T) {
 			})
 		})
 	}
-	// A device without a way to unmap or write zeros by itself.
+	// A device that can neither unmap nor write zeros.
 	t.Run("NoFallocate", func(t *testing.T) {
 		backendtest.Run(t, func(t *testing.T) backend.Store {
 			device, _ := backendtest.LoopDevice(t, make([]byte, 1<<20), 512, false)
@@ -72,7 +72,7 @@ func TestBlockInfo(t *testing.T) {
 		device, _ := backendtest.LoopDevice(t, make([]byte, 4<<20), sector, false)
 		i := openBlock(t, backend.BlockConfig{Path: device}).Info()
 		if i.Size != 4<<20 || i.BlockSize != sector || i.PhysicalBlockSize < sector || i.ReadOnly || !i.VolatileCache || i.Nonblocking {
-			t.Errorf("Info() of a device with sectors of %d octets = %+v", sector, i)
+			t.Errorf("Info() of a device with sectors of %d bytes = %+v", sector, i)
 		}
 		want, err := os.ReadFile("/sys/block/" + filepath.Base(device) + "/queue/discard_granularity")
 		if err != nil {
@@ -96,15 +96,15 @@ func TestBlockRefusals(t *testing.T) {
 		}
 	}
 	refused("absent", backend.BlockConfig{Path: "/dev/absent"}, "no such file")
-	refused("character device", backend.BlockConfig{Path: "/dev/null"}, "no block device (Dc")
-	refused("directory", backend.BlockConfig{Path: t.TempDir()}, "no block device (d")
+	refused("character device", backend.BlockConfig{Path: "/dev/null"}, "not a block device (Dc")
+	refused("directory", backend.BlockConfig{Path: t.TempDir()}, "not a block device (d")
 
 	device, _ := backendtest.LoopDevice(t, make([]byte, 4<<20), 4096, false)
-	refused("sectors too small", backend.BlockConfig{Path: device, BlockSize: 512}, "has sectors of 4096 octets: configure 4096")
-	refused("no block size", backend.BlockConfig{Path: device, BlockSize: 8192}, "block size 8192: want 512 or 4096")
+	refused("sectors too small", backend.BlockConfig{Path: device, BlockSize: 512}, "has sectors of 4096 bytes. Configure 4096")
+	refused("no block size", backend.BlockConfig{Path: device, BlockSize: 8192}, "block size 8192: must be 512 or 4096")
 	s := openBlock(t, backend.BlockConfig{Path: device})
-	refused("served twice", backend.BlockConfig{Path: device}, "is in use")
-	refused("served twice, read-only", backend.BlockConfig{Path: device, ReadOnly: true}, "is in use")
+	refused("served twice", backend.BlockConfig{Path: device}, "in use")
+	refused("served twice, read-only", backend.BlockConfig{Path: device, ReadOnly: true}, "in use")
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -118,7 +118,7 @@ func TestBlockMountedIsRefused(t *testing.T) {
 	device := backendtest.MakeFS(t, "ext4", 4<<20, "-q")
 	t.Run("mounted", func(t *testing.T) {
 		backendtest.Mount(t, device, "ext4", "")
-		if _, err := backend.OpenBlock(backend.BlockConfig{Path: device}); err == nil || !strings.Contains(err.Error(), "is in use: it is mounted") {
+		if _, err := backend.OpenBlock(backend.BlockConfig{Path: device}); err == nil || !strings.Contains(err.Error(), "in use: mounted") {
 			t.Errorf("%v, want a refusal", err)
 		}
 	})
@@ -130,8 +130,7 @@ func TestBlockMountedIsRefused(t *testing.T) {
 	s.Close()
 }
 
-// What was synced is on the device, and what was discarded no longer takes
-// space there.
+// Synced data is on the device, and discarded ranges no longer take space there.
 func TestBlockReachesTheDevice(t *testing.T) {
 	device, file := backendtest.LoopDevice(t, make([]byte, 4<<20), 512, false)
 	s := openBlock(t, backend.BlockConfig{Path: device})
@@ -162,7 +161,7 @@ func TestBlockReachesTheDevice(t *testing.T) {
 	}
 	want("Discard")
 	if got := full - allocated(t, file); s.Info().DiscardGranularity != 0 && got < 2<<20-2*64<<10 {
-		t.Errorf("Discard of 2 MiB gave back %d octets", got)
+		t.Errorf("Discard of 2 MiB gave back %d bytes", got)
 	}
 	copy(p[3<<20:], "closed")
 	if err := errors.Join(s.WriteAt([]byte("closed"), 3<<20), s.Close()); err != nil {
@@ -171,8 +170,8 @@ func TestBlockReachesTheDevice(t *testing.T) {
 	want("Close")
 }
 
-// Documentation/ABI/stable/sysfs-block: of a disk, and of a partition, which has
-// the queue of its disk and an alignment of its own.
+// A partition has the queue of its disk and its own alignment
+// (Documentation/ABI/stable/sysfs-block).
 func TestDiscardLimits(t *testing.T) {
 	const disk, partition = 8, 9 // minor numbers
 	for _, tt := range []struct {

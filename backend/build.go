@@ -13,73 +13,73 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// BuildConfig describes a file that is to be made with more than its size. The zero
-// value of a field other than Path means its default.
+// BuildConfig describes a file that takes time to build. The zero value of a field other than
+// Path means its default.
 type BuildConfig struct {
-	Path string // of the file, which must not be there
-	// Size in octets, a multiple of BlockSize. Default: that of From, rounded up.
+	Path string // of the file, which must not exist
+	// Size in bytes, a multiple of BlockSize. Default: the size of From, rounded up.
 	Size      int64
 	BlockSize uint32 // default 512
-	// Preallocate allocates all blocks of the file, so that no write to it meets a
-	// full file system.
+	// Preallocate allocates all blocks of the file, so that no write to it fails because the
+	// file system is full.
 	Preallocate bool
 	// From is a file or block device whose content the file begins with; zeros follow.
 	From string
 }
 
-// A Progress is how far a FileBuilder has come in its present phase, in octets.
+// A Progress reports the progress of the current phase of a FileBuilder, in bytes.
 type Progress struct {
-	Phase       string // one of those below
+	Phase       string // Preallocating, Zeroing or Copying
 	Done, Total int64
 }
 
-// What a FileBuilder does.
+// The phases of a FileBuilder.
 const (
 	Preallocating = "preallocating"
-	Zeroing       = "zeroing" // where the file system cannot preallocate
+	Zeroing       = "zeroing" // if the file system cannot preallocate
 	Copying       = "copying"
 )
 
-// A FileBuilder is a file that is not there before it is whole. Until Publish it has no
-// name, so that the end of the process leaves nothing of it; on a file system that
-// knows no such files (O_TMPFILE) it is called .NAME.part, and the next FileBuilder of the
-// same Path removes what is left.
+// A FileBuilder builds a file that appears when it is complete. The file has no name until
+// Publish, so nothing of it remains if the process ends. On a file system without unnamed files
+// (O_TMPFILE) its name is .NAME.part until then, and the next FileBuilder with the same Path
+// removes the rest.
 type FileBuilder struct {
 	c      BuildConfig
-	source *buildSource // nil: there is none
-	fd     int          // -1: there is none
-	part   string       // its name so far; empty: it has none
-	itself os.FileInfo  // of what Publish has given its name
+	source *buildSource // nil: nothing to copy
+	fd     int          // -1: not open
+	part   string       // name before Publish; empty: unnamed
+	itself os.FileInfo  // of the published file; nil: Abort does not remove it
 	hooks  buildHooks
 }
 
-// buildHooks are what tests put in the place of the kernel.
+// buildHooks replace system calls in tests.
 type buildHooks struct {
 	wrap  func(osFile) osFile
-	named bool // the file system knows no files without names
+	named bool // the file system has no unnamed files
 }
 
-// A buildSource is what is copied.
+// A buildSource is an open file or device to copy from.
 type buildSource struct {
 	path    string
 	fd      int
 	regular bool
-	size    int64 // octets
+	size    int64 // bytes
 }
 
 const (
-	// allocateStep is how many octets are allocated at once: few calls, and an end
-	// soon after it is asked for.
+	// allocateStep is the number of bytes to allocate with one call, so that there are few
+	// calls and Build still ends soon after its context.
 	allocateStep = 128 << 20
-	// copyStep is how many octets the kernel copies at once.
+	// copyStep is the number of bytes to copy with one copy_file_range(2).
 	copyStep = 16 << 20
-	// flushEvery is after how many written octets they go to the medium, so that
-	// Progress tells of those that are there, and not of those in memory.
+	// flushEvery is the number of written bytes after which Build syncs, so that Progress
+	// counts bytes on the medium, not in memory.
 	flushEvery = 256 << 20
 )
 
-// NewFileBuilder checks c and opens what is to be copied, which nobody may be writing to.
-// Nothing is made before Build. The caller has to call Abort in any case.
+// NewFileBuilder checks c, and opens and locks c.From. It creates no file: Build does. The
+// caller must call Abort in any case.
 func NewFileBuilder(c BuildConfig) (*FileBuilder, error) { return newFileBuilder(c, buildHooks{}) }
 
 func newFileBuilder(c BuildConfig, hooks buildHooks) (*FileBuilder, error) {
@@ -88,7 +88,7 @@ func newFileBuilder(c BuildConfig, hooks buildHooks) (*FileBuilder, error) {
 	}
 	b := &FileBuilder{c: c, fd: -1, hooks: hooks}
 	if _, err := os.Lstat(c.Path); err == nil {
-		return nil, fmt.Errorf("%s: %w: it would be overwritten", c.Path, fs.ErrExist)
+		return nil, fmt.Errorf("%s: %w. It was not overwritten", c.Path, fs.ErrExist)
 	}
 	if c.From != "" {
 		source, err := openSource(c.From)
@@ -102,7 +102,7 @@ func newFileBuilder(c BuildConfig, hooks buildHooks) (*FileBuilder, error) {
 			b.c.Size = (source.size + mask) &^ mask
 		case c.Size < source.size:
 			b.Abort()
-			return nil, fmt.Errorf("copy from %s: it has %d octets, which are more than the size %d", c.From, source.size, c.Size)
+			return nil, fmt.Errorf("copy from %s: it has %d bytes, more than the size %d of the new file", c.From, source.size, c.Size)
 		}
 	}
 	if err := (Info{Size: b.c.Size, BlockSize: c.BlockSize, PhysicalBlockSize: c.BlockSize}).Validate(); err != nil {
@@ -112,12 +112,12 @@ func newFileBuilder(c BuildConfig, hooks buildHooks) (*FileBuilder, error) {
 	return b, nil
 }
 
-// openSource opens what is to be copied, and keeps others from writing to it: by
-// flock(2), which file stores respect, and O_EXCL, as block stores and mounts do.
+// openSource opens a file or device to copy from. It keeps others from writing to it: with
+// flock(2), which file stores respect, or O_EXCL, which block stores and mounts respect.
 func openSource(path string) (*buildSource, error) {
 	st, err := os.Stat(path)
 	if err != nil {
-		return nil, errors.Unwrap(err) // the path is said already
+		return nil, errors.Unwrap(err) // the caller adds the path
 	}
 	flags, regular := unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK, st.Mode().IsRegular()
 	switch {
@@ -125,7 +125,7 @@ func openSource(path string) (*buildSource, error) {
 	case st.Mode()&fs.ModeDevice != 0 && st.Mode()&fs.ModeCharDevice == 0:
 		flags |= unix.O_EXCL
 	default:
-		return nil, errors.New("is neither a regular file nor a block device")
+		return nil, errors.New("neither a regular file nor a block device")
 	}
 	s := &buildSource{path: path, regular: regular}
 	err = retry(func() (err error) {
@@ -133,7 +133,7 @@ func openSource(path string) (*buildSource, error) {
 		return err
 	})
 	if err == unix.EBUSY {
-		return nil, errors.New("is in use: unmount it, or copy a snapshot of it")
+		return nil, errors.New("in use. Unmount it, or copy a snapshot of it")
 	}
 	if err != nil {
 		return nil, err
@@ -141,14 +141,14 @@ func openSource(path string) (*buildSource, error) {
 	if regular {
 		err = retry(func() error { return unix.Flock(s.fd, unix.LOCK_SH|unix.LOCK_NB) })
 		if err == unix.EWOULDBLOCK {
-			err = errors.New("is locked: a target serves it; delete that LUN first, or make it read only")
+			err = errors.New("locked by a target that serves it. Delete that LUN or make it read-only first")
 		}
 	}
 	if err == nil {
 		s.size, err = sysFile(s.fd).seek(0, unix.SEEK_END)
 	}
 	if err == nil && s.size == 0 {
-		err = errors.New("is empty")
+		err = errors.New("the file is empty")
 	}
 	if err != nil {
 		unix.Close(s.fd)
@@ -157,14 +157,14 @@ func openSource(path string) (*buildSource, error) {
 	return s, nil
 }
 
-// Size is how many octets the file will have.
+// Size returns the size of the complete file, in bytes.
 func (b *FileBuilder) Size() int64 { return b.c.Size }
 
-// Path is where the file will be.
+// Path returns the path of the published file.
 func (b *FileBuilder) Path() string { return b.c.Path }
 
-// Build makes the file, and calls report often from the same goroutine. When ctx ends it
-// stops soon, with the cause. ErrNoSpace: the file system has no room for it.
+// Build builds the file, and calls report often from the same goroutine. When ctx ends, Build
+// soon returns the cause. It returns ErrNoSpace if the file system has no space for the file.
 func (b *FileBuilder) Build(ctx context.Context, report func(Progress)) error {
 	err := b.build(ctx, report)
 	switch {
@@ -173,7 +173,7 @@ func (b *FileBuilder) Build(ctx context.Context, report func(Progress)) error {
 	case isNoSpace(err):
 		err = fmt.Errorf("%w: %w", ErrNoSpace, err)
 	}
-	return fmt.Errorf("make %s: %w", b.c.Path, err)
+	return fmt.Errorf("create %s: %w", b.c.Path, err)
 }
 
 func (b *FileBuilder) build(ctx context.Context, report func(Progress)) error {
@@ -214,21 +214,21 @@ func (b *FileBuilder) build(ctx context.Context, report func(Progress)) error {
 	return retry(func() error { return unix.Fsync(b.fd) })
 }
 
-// CheckRoom fails with ErrNoSpace if the file system that path is on has not so many octets
-// free: to find out by taking them would leave none to others, and they stay with a file
-// that is there. A file system that does not say passes.
-func CheckRoom(path string, octets int64) error {
+// CheckRoom returns ErrNoSpace if the file system of path has less than size free bytes. To
+// find out by allocating them would take the space of others. CheckRoom returns nil if the
+// file system does not report its free space.
+func CheckRoom(path string, size int64) error {
 	var fs unix.Statfs_t
 	if err := retry(func() error { return unix.Statfs(path, &fs) }); err != nil || fs.Blocks == 0 || fs.Frsize <= 0 {
 		return nil
 	}
-	if uint64(octets)/uint64(fs.Frsize) > fs.Bavail {
-		return fmt.Errorf("%w: %d octets more are wanted, and %d are free", ErrNoSpace, octets, int64(fs.Bavail)*fs.Frsize)
+	if uint64(size)/uint64(fs.Frsize) > fs.Bavail {
+		return fmt.Errorf("%w: %d more bytes are required, and %d are free", ErrNoSpace, size, int64(fs.Bavail)*fs.Frsize)
 	}
 	return nil
 }
 
-// open makes the file, without a name if that can be.
+// open creates the file, without a name if the file system can.
 func (b *FileBuilder) open() error {
 	dir, name := filepath.Split(b.c.Path)
 	if dir == "" {
@@ -246,7 +246,7 @@ func (b *FileBuilder) open() error {
 			unix.Close(fd)
 		case unix.EOPNOTSUPP, unix.EISDIR, unix.EINVAL: // open(2)
 		default:
-			return &fs.PathError{Op: "make a file in", Path: dir, Err: err}
+			return &fs.PathError{Op: "create a file in", Path: dir, Err: err}
 		}
 	}
 	part := filepath.Join(dir, "."+name+".part")
@@ -259,7 +259,7 @@ func (b *FileBuilder) open() error {
 			continue
 		}
 		if err != nil {
-			return &fs.PathError{Op: "make", Path: part, Err: err}
+			return &fs.PathError{Op: "create", Path: part, Err: err}
 		}
 		if err := lockPart(part, fd); err == nil {
 			b.fd, b.part = fd, part
@@ -270,9 +270,9 @@ func (b *FileBuilder) open() error {
 	return fmt.Errorf("%s: %w", part, errBuilding)
 }
 
-var errBuilding = errors.New("another process is making this file")
+var errBuilding = errors.New("another process is creating this file")
 
-// lockPart locks what a FileBuilder has open, which no other may have removed before.
+// lockPart locks the open file fd, which another FileBuilder may not have removed before.
 func lockPart(part string, fd int) error {
 	var open, there unix.Stat_t
 	if unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB) != nil || unix.Fstat(fd, &open) != nil || unix.Lstat(part, &there) != nil ||
@@ -282,8 +282,8 @@ func lockPart(part string, fd int) error {
 	return nil
 }
 
-// removePart removes what a process that has ended left. Nothing is ever written to
-// it: it could have other names by now.
+// removePart removes the file of a process that has ended. It does not reuse the file, which
+// may have other names by now.
 func removePart(part string) error {
 	fd, err := unix.Open(part, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err == unix.ENOENT {
@@ -301,8 +301,8 @@ func removePart(part string) error {
 
 func descriptorPath(fd int) string { return "/proc/self/fd/" + strconv.Itoa(fd) }
 
-// Publish gives the file its name. fs.ErrExist: somebody else has taken that meanwhile.
-// On success name and content are on stable storage, and the file is closed.
+// Publish gives the file its name, puts name and content on stable storage, and closes the
+// file. It returns fs.ErrExist if another file has the name.
 func (b *FileBuilder) Publish() error {
 	err := b.link()
 	if err != nil {
@@ -330,7 +330,8 @@ func (b *FileBuilder) link() error {
 	return unix.Unlink(b.part)
 }
 
-// Abort removes the file, published or not, unless Keep was called, and closes all.
+// Abort removes the file, even if it is published, unless Keep was called. It closes all
+// files.
 func (b *FileBuilder) Abort() error {
 	var err error
 	if b.part != "" {
@@ -347,7 +348,7 @@ func (b *FileBuilder) Abort() error {
 	return err
 }
 
-// Keep has Abort leave a file that is published.
+// Keep makes Abort keep a published file.
 func (b *FileBuilder) Keep() { b.itself = nil }
 
 func (b *FileBuilder) close() {
@@ -361,17 +362,17 @@ func (b *FileBuilder) close() {
 	}
 }
 
-// buildWork is what Build does with the file.
+// buildWork is the state of one Build.
 type buildWork struct {
 	Progress
 	ctx     context.Context
 	f       osFile
 	report  func(Progress)
-	unsaved int64  // octets written since the last sync
-	buf     []byte // of what the kernel does not copy
+	unsaved int64  // bytes written since the last sync
+	buf     []byte // for data that the kernel does not copy
 }
 
-// done counts n more octets, of which written are new on the file.
+// done counts n more bytes, of which written were written to the file.
 func (w *buildWork) done(n, written int64) error {
 	w.Done += n
 	if w.unsaved += written; w.unsaved >= flushEvery {
@@ -387,7 +388,7 @@ func (w *buildWork) done(n, written int64) error {
 	return nil
 }
 
-// allocate allocates all blocks of a file; false: the file system cannot do that.
+// allocate allocates all blocks of a file; false: the file system cannot allocate.
 func (w *buildWork) allocate(size int64) (bool, error) {
 	w.Progress = Progress{Phase: Preallocating, Total: size}
 	for w.Done < size {
@@ -421,9 +422,9 @@ func (w *buildWork) zero(off, end int64) error {
 	return nil
 }
 
-// copy copies all of s to the begin of the file, which has size octets and reads as
-// zeros. own: it is to share no blocks with s. full: zeros are written where s has
-// holes, and behind it.
+// copy copies all of s to the beginning of the file, which has size bytes and reads as zeros.
+// own: the file shares no blocks with s. full: copy writes zeros where s has holes, and after
+// s.
 func (w *buildWork) copy(s *buildSource, size int64, own, full bool) error {
 	w.Progress = Progress{Phase: Copying, Total: s.size}
 	if full {
@@ -455,14 +456,14 @@ func (w *buildWork) copy(s *buildSource, size int64, own, full bool) error {
 	return nil
 }
 
-// dataOf is the first range in [off, size) that may have other data than zeros; where
-// there is none it is empty, at the end.
+// dataOf returns the first range in [off, size) that may have other data than zeros, or an
+// empty range at size.
 func dataOf(f osFile, off, size int64) (data, end int64) {
 	data, err := f.seek(off, unix.SEEK_DATA)
 	switch {
 	case err == unix.ENXIO:
 		return size, size
-	case err != nil: // the medium does not tell
+	case err != nil: // the medium does not report holes
 		return off, size
 	}
 	if end, err = f.seek(data, unix.SEEK_HOLE); err != nil {
@@ -497,7 +498,7 @@ func (w *buildWork) copyData(src sysFile, off, end int64, own, full bool) error 
 		p := w.buf[:min(end-off, int64(len(w.buf)))]
 		n, err := src.pread(p, off)
 		if err == nil && n == 0 {
-			err = errors.New("what is copied has become shorter")
+			err = errors.New("the source has become shorter")
 		}
 		if err != nil {
 			return fmt.Errorf("read at %d: %w", off, err)

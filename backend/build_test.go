@@ -19,7 +19,7 @@ import (
 
 func ignore(backend.Progress) {}
 
-// makeFile makes a file to the end.
+// makeFile builds and publishes a file.
 func makeFile(t *testing.T, c backend.BuildConfig, h *backend.Hooks, named bool) {
 	t.Helper()
 	m, err := backend.InterceptBuilder(c, h, named)
@@ -48,7 +48,7 @@ func stat(t *testing.T, path string) (st unix.Stat_t) {
 	return st
 }
 
-// names are what is in a directory.
+// names returns the names in a directory.
 func names(t *testing.T, dir string) string {
 	t.Helper()
 	list, err := os.ReadDir(dir)
@@ -62,7 +62,7 @@ func names(t *testing.T, dir string) string {
 	return strings.Join(s, " ")
 }
 
-// sparse makes a file with data at its begin and at 4 MiB, of 8 MiB and a few octets.
+// sparse creates a file of 8 MiB and a few bytes, with data at its beginning and at 4 MiB.
 func sparse(t *testing.T, path string) []byte {
 	t.Helper()
 	b := make([]byte, 8<<20+100)
@@ -84,7 +84,7 @@ func sparse(t *testing.T, path string) []byte {
 	return b
 }
 
-// What is made, in all ways in which it can be.
+// The new file has the right content and blocks, whatever the kernel supports.
 func TestBuild(t *testing.T) {
 	const size = 12 << 20
 	refuse := func(errno unix.Errno) func(uint32) error { return func(uint32) error { return errno } }
@@ -121,11 +121,11 @@ func TestBuild(t *testing.T) {
 				makeFile(t, c, &tc.hooks, named)
 				got, err := os.ReadFile(c.Path)
 				if err != nil || !bytes.Equal(got, want) {
-					t.Errorf("the file has %d octets, error %v; want %d with the right data", len(got), err, len(want))
+					t.Errorf("the file has %d bytes, error %v; want %d with the right data", len(got), err, len(want))
 				}
 				st := stat(t, c.Path)
 				if allocated := st.Blocks * 512; tc.full && allocated < int64(len(want)) || !tc.full && allocated > 2<<20 {
-					t.Errorf("%d octets are allocated of %d; all wanted: %v", allocated, len(want), tc.full)
+					t.Errorf("%d bytes are allocated of %d; all wanted: %v", allocated, len(want), tc.full)
 				}
 				if st.Mode&0o777 != 0o600 {
 					t.Errorf("mode %o", st.Mode)
@@ -139,7 +139,7 @@ func TestBuild(t *testing.T) {
 	}
 }
 
-// Of what is not completed nothing stays, and somebody else's file does.
+// An aborted build leaves no file, and keeps the file of another process.
 func TestBuildEndsEarly(t *testing.T) {
 	dir := t.TempDir()
 	c := backend.BuildConfig{Path: filepath.Join(dir, "a"), Size: 8 << 20, Preallocate: true}
@@ -213,7 +213,7 @@ func TestBuildEndsEarly(t *testing.T) {
 	}
 }
 
-// What a process that was killed has left is removed, and what a living one has is not.
+// A build removes the file of a killed process, but not of a living one.
 func TestBuildPart(t *testing.T) {
 	dir := t.TempDir()
 	c := backend.BuildConfig{Path: filepath.Join(dir, "a"), Size: 1 << 20}
@@ -265,12 +265,12 @@ func TestBuildRefused(t *testing.T) {
 		c    backend.BuildConfig
 		want string
 	}{
-		{backend.BuildConfig{Path: path("from"), Size: 1 << 20}, "would be overwritten"},
+		{backend.BuildConfig{Path: path("from"), Size: 1 << 20}, "It was not overwritten"},
 		{backend.BuildConfig{Path: path("a"), Size: 1000}, "size"},
-		{backend.BuildConfig{Path: path("a"), Size: 1 << 20, From: path("from")}, "has 8388708 octets, which are more than the size 1048576"},
+		{backend.BuildConfig{Path: path("a"), Size: 1 << 20, From: path("from")}, "has 8388708 bytes, more than the size 1048576"},
 		{backend.BuildConfig{Path: path("a"), From: path("none")}, path("none") + ": no such file"},
 		{backend.BuildConfig{Path: path("a"), From: path("empty")}, "is empty"},
-		{backend.BuildConfig{Path: path("a"), From: path("served")}, "a target serves it"},
+		{backend.BuildConfig{Path: path("a"), From: path("served")}, "locked by a target"},
 		{backend.BuildConfig{Path: path("a"), From: dir}, "neither a regular file nor"},
 		{backend.BuildConfig{Path: path("a"), From: "/dev/zero"}, "neither a regular file nor"},
 	} {
@@ -292,7 +292,7 @@ func TestBuildRefused(t *testing.T) {
 	}
 }
 
-// A file system that is full is one before anything is there.
+// A file that does not fit is refused before any block is allocated.
 func TestBuildNoSpace(t *testing.T) {
 	dir := backendtest.Mount(t, "none", "tmpfs", "size=1m")
 	from := filepath.Join(t.TempDir(), "from")
@@ -316,8 +316,8 @@ func TestBuildNoSpace(t *testing.T) {
 	}
 }
 
-// Where the file system can, a copy shares its blocks with what it was made from: copies
-// that the file system has no room for otherwise. One that is preallocated does not.
+// If the file system can, a copy shares its blocks with the source, so that it fits on a file
+// system without space for another copy. A preallocated file shares no blocks.
 func TestBuildShares(t *testing.T) {
 	dir := backendtest.Mount(t, backendtest.MakeFS(t, "btrfs", 48<<20, "-q", "--mixed"), "btrfs", "")
 	path := func(name string) string { return filepath.Join(dir, name) }
@@ -332,7 +332,7 @@ func TestBuildShares(t *testing.T) {
 	}{
 		{"all at once", size, size, 1},
 		{"the begin of a larger file", size, size + 4<<20, 1},
-		{"what ends inside a block", size - 100, size, 4}, // which copy_file_range shares, but for the end
+		{"what ends inside a block", size - 100, size, 4}, // copy_file_range shares all blocks but the last
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			from := path("from")
@@ -373,14 +373,14 @@ func TestBuildShares(t *testing.T) {
 			clear(changed[1<<20 : 2<<20])
 			for name, want := range map[string][]byte{"from": want[:tc.size], "a": changed, "b": whole} {
 				if got, err := os.ReadFile(path(name)); err != nil || !bytes.Equal(got, want) {
-					t.Errorf("%s: %d octets, which differ, error %v", name, len(got), err)
+					t.Errorf("%s: %d bytes, which differ, error %v", name, len(got), err)
 				}
 			}
 		})
 	}
 }
 
-// A block device is copied without its zeros, and not while somebody writes to it.
+// A block device is copied without its zeros, and not while it is in use.
 func TestBuildFromDevice(t *testing.T) {
 	want := make([]byte, 4<<20)
 	copy(want[1<<20:], bytes.Repeat([]byte{7}, 4096))
@@ -388,10 +388,10 @@ func TestBuildFromDevice(t *testing.T) {
 	c := backend.BuildConfig{Path: filepath.Join(t.TempDir(), "a"), From: dev}
 	makeFile(t, c, &backend.Hooks{}, false)
 	if got, err := os.ReadFile(c.Path); err != nil || !bytes.Equal(got, want) {
-		t.Errorf("%d octets, error %v", len(got), err)
+		t.Errorf("%d bytes, error %v", len(got), err)
 	}
 	if st := stat(t, c.Path); st.Blocks*512 > 1<<20 {
-		t.Errorf("%d octets are allocated for zeros", st.Blocks*512)
+		t.Errorf("%d bytes are allocated for zeros", st.Blocks*512)
 	}
 	openBlock(t, backend.BlockConfig{Path: dev})
 	if _, err := backend.NewFileBuilder(backend.BuildConfig{Path: c.Path + "2", From: dev}); err == nil || !strings.Contains(err.Error(), "in use") {
@@ -399,7 +399,7 @@ func TestBuildFromDevice(t *testing.T) {
 	}
 }
 
-// A file in use takes space for data that is to come, and keeps what it has.
+// Allocate takes space for a file in use and keeps its content.
 func TestAllocate(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "a")
 	s := openFile(t, backend.FileConfig{Path: path, Size: 8 << 20})
@@ -412,11 +412,11 @@ func TestAllocate(t *testing.T) {
 		t.Fatal(err)
 	}
 	if st := stat(t, path); st.Size != 8<<20 || st.Blocks*512 < 6<<20 || st.Blocks*512 > 7<<20 {
-		t.Errorf("%d octets, of which %d have space", st.Size, st.Blocks*512)
+		t.Errorf("%d bytes, of which %d have space", st.Size, st.Blocks*512)
 	}
 	got := make([]byte, 4096)
 	if err := s.ReadAt(got, 4<<20); err != nil || !bytes.Equal(got, want) {
-		t.Errorf("what was there is not there any more, error %v", err)
+		t.Errorf("the old content is gone, error %v", err)
 	}
 	if err := a.Allocate(8<<20, 512); !errors.Is(err, backend.ErrRange) {
 		t.Errorf("behind the end: %v, want ErrRange", err)

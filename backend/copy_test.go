@@ -14,7 +14,7 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 )
 
-// sharedMemory is a directory on tmpfs, where the machine has one.
+// sharedMemory returns a directory on tmpfs, if the machine has one.
 func sharedMemory(t *testing.T) string {
 	t.Helper()
 	var st unix.Statfs_t
@@ -31,8 +31,7 @@ func sharedMemory(t *testing.T) string {
 
 const copySize = 4 << 20
 
-// filePair is two file stores, the first of which holds content, with hooks
-// below the second.
+// filePair returns two file stores: the first has content, the second has hooks.
 func filePair(t *testing.T, from, to string, h *backend.Hooks) (src, dst backend.Store, content []byte) {
 	t.Helper()
 	src = openFile(t, backend.FileConfig{Path: filepath.Join(from, "src"), Size: copySize})
@@ -48,8 +47,7 @@ func filePair(t *testing.T, from, to string, h *backend.Hooks) (src, dst backend
 	return src, dst, content
 }
 
-// Between files the kernel copies, as far as it likes, and the rest is read and
-// written.
+// Between files the kernel copies, and Copy reads and writes what the kernel leaves.
 func TestCopyFiles(t *testing.T) {
 	disk, shm := t.TempDir(), sharedMemory(t)
 	refuse := func(errno unix.Errno) func(int64) (int64, error) {
@@ -96,13 +94,13 @@ func TestCopyFiles(t *testing.T) {
 				t.Errorf("the copy differs; %v", err)
 			}
 			if tt.kernel && wrote != 0 {
-				t.Errorf("%d octets went through this process", wrote)
+				t.Errorf("%d bytes went through this process", wrote)
 			}
 		})
 	}
 }
 
-// What the kernel meets on its way is what WriteAt would have met.
+// An error of copy_file_range is reported like one of WriteAt.
 func TestCopyFails(t *testing.T) {
 	errno := unix.ENOSPC
 	dir := t.TempDir()
@@ -130,7 +128,7 @@ func TestCopyFails(t *testing.T) {
 	}
 }
 
-// A copy to a write-through store is stable before it is reported.
+// A copy to a write-through store is on stable storage when it returns.
 func TestCopyWriteThrough(t *testing.T) {
 	dir, syncs := t.TempDir(), 0
 	src := openFile(t, backend.FileConfig{Path: filepath.Join(dir, "src"), Size: copySize})
@@ -144,7 +142,7 @@ func TestCopyWriteThrough(t *testing.T) {
 	}
 }
 
-// Copies in both directions and Close wait for one another in no circle.
+// Copies in both directions and Close do not deadlock.
 func TestCopyAndClose(t *testing.T) {
 	for range 20 {
 		dir := t.TempDir()

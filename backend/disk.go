@@ -13,55 +13,52 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A disk is a Store over a file descriptor: what regular files and block
-// devices have in common, which is nearly everything. I/O goes through the
-// page cache, so that accesses need no alignment.
+// A disk is a Store on a file descriptor, for regular files and block devices. I/O goes
+// through the page cache, so accesses need no alignment.
 //
-// The kernel reports a failed write-back once and then forgets it: the pages
-// are marked clean although the medium does not hold them, and the next fsync
-// answers that all is well. Hence failed: after one failure nobody is told
-// again that data is safe.
+// The kernel reports a failed write-back once and then forgets it: it marks the pages clean
+// although the medium does not have them, and the next fsync succeeds. Hence failed: after
+// one failure no call reports again that data is safe.
 //
-// "Once" means once per open file description (errseq_t in the kernel's
-// Documentation/core-api/errseq.rst). If two syncs shared a description, one
-// could eat the error that the other one is owed. Hence flushers: every sync
-// has a description to itself while it runs.
+// "Once" means once for each open file description (errseq_t in the kernel's
+// Documentation/core-api/errseq.rst). If two syncs shared a description, one could take the
+// error that the other must report. Hence flushers: every sync has its own description while
+// it runs.
 type disk struct {
 	info    Info // Size is guarded by mu
 	path    string
-	through bool  // WriteAt, Discard and Zero return when all is stable
-	regular bool  // it is a file, and can have another size
-	align   int64 // fallocate wants offset and length as multiples of this
+	through bool  // WriteAt, Discard and Zero return when all data is stable
+	regular bool  // a regular file, which can be resized
+	align   int64 // fallocate requires multiples of this as offset and length
 
 	fd       osFile
 	flushers chan osFile // descriptions that no sync is using; fd is one of them
 	failed   atomic.Bool // a sync has failed
 
-	refused [len(eraseModes)]atomic.Bool // the medium does not know the mode
-	noDsync atomic.Bool                  // the kernel does not know RWF_DSYNC
-	noMap   atomic.Bool                  // the file system does not know FIEMAP
-	number  uint64                       // in the order of opening
+	refused [len(eraseModes)]atomic.Bool // the medium does not support the mode
+	noDsync atomic.Bool                  // the kernel does not support RWF_DSYNC
+	noMap   atomic.Bool                  // the file system does not support FIEMAP
+	number  uint64                       // ascends in the order of opening
 
 	mu     sync.RWMutex // held for reading by calls, for writing by Close, Grow and Resize
 	closed bool         // guarded by mu
 }
 
-// maxFlushers bounds the descriptors that a disk opens, and with them the
-// syncs that run at the same time.
+// maxFlushers bounds the descriptors that a disk opens, and so its concurrent syncs.
 const maxFlushers = 8
 
-// osFile is what a disk wants from the kernel; tests put a failing one in its
-// place. Errors are errno values; transfers may be short.
+// osFile has the system calls of a disk; tests replace it by one that fails. Errors are errno
+// values; transfers may be short.
 type osFile interface {
 	pread(p []byte, off int64) (int, error)
 	pwrite(p []byte, off int64, flags int) (int, error) // flags of pwritev2(2)
 	fallocate(mode uint32, off, n int64) error
 	fdatasync() error
 	seek(off int64, whence int) (int64, error)
-	// extent is the first extent in [off, off+n) that blocks are allocated for,
-	// with data or not; n is 0 if there is none.
+	// extent returns the first extent in [off, off+n) that has allocated blocks, with data or
+	// not; length is 0 if no blocks are allocated.
 	extent(off, n int64) (at, length int64, err error)
-	usage() (used, free int64, err error) // octets of the file, and of its file system
+	usage() (used, free int64, err error) // bytes of the file, and free bytes of its file system
 	willNeed(off, n int64) error
 	copyFrom(off int64, src osFile, srcOff, n int64) (int64, error) // may be short
 	truncate(size int64) error
@@ -71,7 +68,7 @@ type osFile interface {
 // disks counts the disks that were opened.
 var disks atomic.Uint64
 
-// newDisk makes a disk of the open descriptor fd and owns it from then on.
+// newDisk returns a disk on the open descriptor fd, which it owns from then on.
 func newDisk(path string, fd int, info Info, align int64, through bool) *disk {
 	info.VolatileCache = !through
 	d := &disk{
@@ -85,8 +82,8 @@ func newDisk(path string, fd int, info Info, align int64, through bool) *disk {
 	}
 	d.flushers <- d.fd
 	for !info.ReadOnly && len(d.flushers) < maxFlushers {
-		// Unlike dup, this opens the file anew. Where /proc is missing, syncs
-		// share what descriptions there are and wait for one another.
+		// Unlike dup, this returns another description. Without /proc, syncs share fd
+		// and wait for each other.
 		extra, err := unix.Open("/proc/self/fd/"+strconv.Itoa(fd), unix.O_RDWR|unix.O_CLOEXEC, 0)
 		if err != nil {
 			break
@@ -103,8 +100,8 @@ func (d *disk) Info() Info {
 	return d.info
 }
 
-// Grow implements Grower: the file was extended, or the device was (lvextend(8)).
-// What is behind the last whole block does not count.
+// Grow implements Grower, for a file or device that was extended (lvextend(8)). It ignores
+// bytes after the last whole block.
 func (d *disk) Grow() (int64, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -113,14 +110,13 @@ func (d *disk) Grow() (int64, error) {
 	}
 	end, err := d.fd.seek(0, io.SeekEnd)
 	if err != nil {
-		return 0, fmt.Errorf("look for the end of %s: %w", d.path, err)
+		return 0, fmt.Errorf("find the end of %s: %w", d.path, err)
 	}
 	d.info.Size = max(d.info.Size, end&^int64(d.info.BlockSize-1))
 	return d.info.Size, nil
 }
 
-// Resize implements Resizer for regular files. It waits for the calls that are under
-// way.
+// Resize implements Resizer for regular files. It waits for the calls in progress.
 func (d *disk) Resize(size int64) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -132,21 +128,21 @@ func (d *disk) Resize(size int64) error {
 	case !d.regular:
 		return ErrFixedSize
 	case size <= 0 || size%int64(d.info.BlockSize) != 0:
-		return fmt.Errorf("size %d: want a positive multiple of the block size %d", size, d.info.BlockSize)
+		return fmt.Errorf("size %d: must be a positive multiple of the block size %d", size, d.info.BlockSize)
 	}
 	if err := d.fd.truncate(size); err != nil {
-		return fmt.Errorf("give %s %d octets: %w", d.path, size, err)
+		return fmt.Errorf("resize %s to %d bytes: %w", d.path, size, err)
 	}
 	d.info.Size = size
 	if err := d.fd.fdatasync(); err != nil {
 		d.failed.Store(true)
-		return fmt.Errorf("%s has %d octets now, but %w: %w", d.path, size, ErrUnsynced, err)
+		return fmt.Errorf("%s was resized to %d bytes, but %w: %w", d.path, size, ErrUnsynced, err)
 	}
 	return nil
 }
 
-// Allocate implements Allocator for regular files, of which no part is behind the end: a
-// Resize waits.
+// Allocate implements Allocator for regular files. A Resize waits for it, so it does not
+// allocate blocks after the end of the file.
 func (d *disk) Allocate(off, n int64) error {
 	if !d.regular {
 		return ErrNoAllocate
@@ -156,7 +152,7 @@ func (d *disk) Allocate(off, n int64) error {
 	}
 	defer d.mu.RUnlock()
 	if n == 0 {
-		return nil // which fallocate refuses
+		return nil // fallocate refuses an empty range
 	}
 	switch err := d.fd.fallocate(0, off, n); err {
 	case unix.EOPNOTSUPP, unix.ENOSYS:
@@ -166,8 +162,8 @@ func (d *disk) Allocate(off, n int64) error {
 	}
 }
 
-// enter begins a call on [off, off+n). The caller has to call d.mu.RUnlock
-// unless enter fails.
+// enter begins a call on [off, off+n) and holds d.mu for reading. The caller must call
+// d.mu.RUnlock unless enter fails.
 func (d *disk) enter(off, n int64, changes bool) error {
 	d.mu.RLock()
 	var err error
@@ -216,7 +212,7 @@ func (d *disk) WriteAt(p []byte, off int64) error {
 	return d.writeError(off, writeAll(d.fd, p, off, 0))
 }
 
-// WriteDurable implements Store. It syncs no more than p where the kernel can.
+// WriteDurable implements Store. It syncs only p if the kernel can.
 func (d *disk) WriteDurable(p []byte, off int64) error {
 	if err := d.enter(off, int64(len(p)), true); err != nil {
 		return err
@@ -235,9 +231,9 @@ func (d *disk) WriteDurable(p []byte, off int64) error {
 		case err == unix.EOPNOTSUPP || err == unix.ENOSYS:
 			d.noDsync.Store(true)
 		case isNoSpace(err):
-			// Either there was no room for p, which is no reason to distrust
-			// the medium, or write-back found none for what it had taken
-			// earlier, which is. The former happens again without a sync.
+			// Either the medium has no space for p, or write-back had no space for
+			// earlier data, which is then lost. Only the former happens again
+			// without a sync.
 			if again := writeAll(f, p, off, 0); isNoSpace(again) {
 				return d.writeError(off, again)
 			}
@@ -261,7 +257,9 @@ func (d *disk) Sync() error {
 	return d.sync()
 }
 
-// sync is Sync for those that have entered.
+// sync implements Sync.
+//
+// Preconditions: d.mu is held, at least for reading.
 func (d *disk) sync() error {
 	if d.info.ReadOnly {
 		return nil
@@ -271,7 +269,7 @@ func (d *disk) sync() error {
 	return d.flush(f)
 }
 
-// flush syncs through f, which the caller has taken from d.flushers.
+// flush syncs f, which the caller has taken from d.flushers.
 func (d *disk) flush(f osFile) error {
 	if d.failed.Load() {
 		return ErrUnsynced
@@ -282,18 +280,17 @@ func (d *disk) flush(f osFile) error {
 	return nil
 }
 
-// fail records that a sync failed with err. Not even a lack of space is
-// reported as one here: what it hit was acknowledged before.
+// fail records that a sync failed with err. It does not return ErrNoSpace even for a lack of
+// space: that hit data of writes that had succeeded.
 func (d *disk) fail(err error) error {
 	d.failed.Store(true)
 	return fmt.Errorf("sync %s: %w", d.path, err)
 }
 
-// eraseModes are the modes of fallocate that make a range read as zeros, in
-// the order in which Discard tries them; Zero starts at eraseZero. The kernel
-// promises the zeros for regular files (fallocate(2)) and for block devices
-// (blkdev_fallocate: PUNCH_HOLE is a write of zeros that may unmap, and fails
-// where the device cannot). BLKDISCARD promises nothing about later reads.
+// eraseModes are the modes of fallocate that make a range read as zeros, in the order in which
+// Discard tries them; Zero begins with eraseZero. The kernel promises the zeros for regular
+// files (fallocate(2)) and for block devices (blkdev_fallocate: PUNCH_HOLE writes zeros and
+// may unmap, and fails if the device cannot). BLKDISCARD promises nothing about later reads.
 var eraseModes = [...]uint32{
 	erasePunch: unix.FALLOC_FL_PUNCH_HOLE | unix.FALLOC_FL_KEEP_SIZE,
 	eraseZero:  unix.FALLOC_FL_ZERO_RANGE | unix.FALLOC_FL_KEEP_SIZE,
@@ -310,8 +307,8 @@ func (d *disk) Discard(off, n int64) error { return d.erase(off, n, erasePunch) 
 // Zero implements Store.
 func (d *disk) Zero(off, n int64) error { return d.erase(off, n, eraseZero) }
 
-// erase makes a range read as zeros by the first of eraseModes[mode:] that
-// the medium knows, and by writing zeros otherwise.
+// erase makes a range read as zeros with the first of eraseModes[mode:] that the medium
+// supports, otherwise with writes of zeros.
 func (d *disk) erase(off, n int64, mode int) error {
 	if err := d.enter(off, n, true); err != nil {
 		return err
@@ -320,7 +317,7 @@ func (d *disk) erase(off, n int64, mode int) error {
 	end := off + n
 	first, last := (off+d.align-1)/d.align*d.align, end/d.align*d.align
 	if first >= last {
-		first, last = end, end // all of it is ragged
+		first, last = end, end // the range has no aligned part
 	}
 	if err := d.writeZeros(off, first); err != nil {
 		return err
@@ -339,7 +336,7 @@ func (d *disk) erase(off, n int64, mode int) error {
 
 func (d *disk) eraseAligned(off, end int64, mode int) error {
 	if off == end {
-		return nil // which fallocate refuses
+		return nil // fallocate refuses an empty range
 	}
 	for ; mode < len(eraseModes); mode++ {
 		if d.refused[mode].Load() {
@@ -351,8 +348,8 @@ func (d *disk) eraseAligned(off, end int64, mode int) error {
 		case unix.EOPNOTSUPP, unix.ENOSYS, unix.ENODEV:
 			d.refused[mode].Store(true)
 		case unix.EINVAL, unix.EBUSY:
-			// Not this range, or not now (a block device whose pages others
-			// are writing, before Linux 5.16).
+			// Not for this range, or not now (before Linux 5.16, a block device whose
+			// pages are being written).
 		default:
 			return d.writeError(off, err)
 		}
@@ -360,7 +357,7 @@ func (d *disk) eraseAligned(off, end int64, mode int) error {
 	return d.writeZeros(off, end)
 }
 
-// zeros is never written to. It costs no memory: only reads touch it.
+// zeros is never written to, so it costs no memory.
 var zeros [256 << 10]byte
 
 // writeZeros writes zeros to [off, end).
@@ -375,8 +372,8 @@ func (d *disk) writeZeros(off, end int64) error {
 	return nil
 }
 
-// Extent implements Mapper with what the file system tells. Of a block device,
-// and where holes are unknown, all takes space.
+// Extent implements Mapper with SEEK_DATA and SEEK_HOLE. All bytes of a block device, and of a
+// file system that does not report holes, take space.
 func (d *disk) Extent(off int64) (mapped bool, n int64, err error) {
 	if err := d.enter(off, 1, false); err != nil {
 		return false, 0, err
@@ -392,27 +389,27 @@ func (d *disk) Extent(off int64) (mapped bool, n int64, err error) {
 		end, err := d.fd.seek(0, io.SeekEnd)
 		switch {
 		case err != nil:
-			return false, 0, fmt.Errorf("look for the end of %s: %w", d.path, err)
-		case end <= off: // somebody else has made the file shorter, which ReadAt will meet
+			return false, 0, fmt.Errorf("find the end of %s: %w", d.path, err)
+		case end <= off: // another process has truncated the file; ReadAt reports that
 			return true, left, nil
 		}
 		return d.hole(off, min(end-off, left))
 	case err != nil:
-		return false, 0, fmt.Errorf("look for data in %s at %d: %w", d.path, off, err)
+		return false, 0, fmt.Errorf("find data in %s at %d: %w", d.path, off, err)
 	case data > off:
 		return d.hole(off, min(data-off, left))
 	}
 	hole, err := d.fd.seek(off, unix.SEEK_HOLE)
 	switch {
-	case err == unix.ENXIO: // meanwhile
+	case err == unix.ENXIO: // truncated meanwhile
 		return true, left, nil
 	case err != nil:
-		return false, 0, fmt.Errorf("look for a hole in %s at %d: %w", d.path, off, err)
+		return false, 0, fmt.Errorf("find a hole in %s at %d: %w", d.path, off, err)
 	}
 	return true, min(max(hole-off, 1), left), nil
 }
 
-// Usage implements Gauge for files with what their file system tells.
+// Usage implements Gauge for regular files.
 func (d *disk) Usage() (used, free int64, err error) {
 	if err := d.enter(0, 0, false); err != nil {
 		return 0, 0, err
@@ -422,15 +419,14 @@ func (d *disk) Usage() (used, free int64, err error) {
 		return 0, 0, errors.ErrUnsupported
 	}
 	if used, free, err = d.fd.usage(); err != nil {
-		return 0, 0, fmt.Errorf("look for the space of %s: %w", d.path, err)
+		return 0, 0, fmt.Errorf("space of %s: %w", d.path, err)
 	}
 	return used, free, nil
 }
 
-// hole is Extent for octets [off, off+n), which have no data. Blocks may be
-// allocated for them all the same: what Zero has left, which can hold on the
-// medium what was there before. FIEMAP tells of them; it is not asked about data,
-// because some file systems tell it of data late.
+// hole implements Extent for the bytes [off, off+n), which have no data. They may have
+// allocated blocks: those that Zero has left, which may have old data on the medium. FIEMAP
+// reports them. Extent does not use FIEMAP for data, which some file systems report late.
 func (d *disk) hole(off, n int64) (mapped bool, _ int64, err error) {
 	if d.noMap.Load() {
 		return false, n, nil
@@ -441,7 +437,7 @@ func (d *disk) hole(off, n int64) (mapped bool, _ int64, err error) {
 		d.noMap.Store(true)
 		return false, n, nil
 	case err != nil:
-		return false, 0, fmt.Errorf("look for allocated blocks in %s at %d: %w", d.path, off, err)
+		return false, 0, fmt.Errorf("find allocated blocks in %s at %d: %w", d.path, off, err)
 	case length == 0 || at >= off+n:
 		return false, n, nil
 	case at > off:
@@ -450,9 +446,8 @@ func (d *disk) hole(off, n int64) (mapped bool, _ int64, err error) {
 	return true, max(min(at+length-off, n), 1), nil
 }
 
-// CopyFrom implements Copier with copy_file_range(2), which shares the blocks of
-// both ranges where the file system can (reflink), and otherwise copies within
-// the kernel.
+// CopyFrom implements Copier with copy_file_range(2), which shares the blocks of both ranges
+// if the file system can (reflink), and otherwise copies within the kernel.
 func (d *disk) CopyFrom(off int64, from Store, srcOff, n int64) (done int64, err error) {
 	src, ok := from.(*disk)
 	if !ok {
@@ -467,7 +462,7 @@ func (d *disk) CopyFrom(off int64, from Store, srcOff, n int64) (done int64, err
 		if err := d.info.CheckRange(srcOff, n); err != nil {
 			return 0, err
 		}
-	case src.number < d.number: // always in this order, or two copies and two Closes could wait for one another
+	case src.number < d.number: // always lock in this order, or two copies and two Closes could deadlock
 		if err := src.enter(srcOff, n, false); err != nil {
 			return 0, err
 		}
@@ -491,11 +486,11 @@ func (d *disk) CopyFrom(off int64, from Store, srcOff, n int64) (done int64, err
 		switch err {
 		case nil:
 		case unix.EINVAL, unix.EXDEV, unix.EOPNOTSUPP, unix.ENOSYS, unix.EPERM:
-			k = 0 // not of these: block devices, two file systems, an old kernel, a sandbox
+			k = 0 // not supported: block devices, two file systems, an old kernel, a sandbox
 		default:
 			return done, fmt.Errorf("copy from %s at %d: %w", src.path, srcOff+done, d.writeError(off+done, err))
 		}
-		if k == 0 { // at the end of the file, too, which ReadAt will meet
+		if k == 0 { // also at the end of a truncated file; ReadAt reports that
 			break
 		}
 		done += k
@@ -506,17 +501,17 @@ func (d *disk) CopyFrom(off int64, from Store, srcOff, n int64) (done int64, err
 	return done, nil
 }
 
-// Prefetch implements Prefetcher: the kernel reads ahead, as much as it likes.
+// Prefetch implements Prefetcher with fadvise(2).
 func (d *disk) Prefetch(off, n int64) error {
 	if err := d.enter(off, n, false); err != nil {
 		return err
 	}
 	defer d.mu.RUnlock()
 	if n == 0 {
-		return nil // to fadvise, this is the rest of the file
+		return nil // for fadvise, 0 means the rest of the file
 	}
 	if err := d.fd.willNeed(off, n); err != nil && err != unix.EINVAL && err != unix.ENOSYS {
-		return fmt.Errorf("read %s ahead at %d: %w", d.path, off, err)
+		return fmt.Errorf("prefetch %s at %d: %w", d.path, off, err)
 	}
 	return nil
 }
@@ -530,13 +525,13 @@ func (d *disk) Close() error {
 	}
 	d.closed = true
 	err := d.sync()
-	for len(d.flushers) > 0 { // nobody else is left to take or return one
+	for len(d.flushers) > 0 { // no call is left to take or return one
 		err = errors.Join(err, (<-d.flushers).close())
 	}
 	return err
 }
 
-// writeError describes err, which a write at off met; nil stays nil.
+// writeError wraps the error of a write at off; nil stays nil.
 func (d *disk) writeError(off int64, err error) error {
 	switch {
 	case err == nil:
@@ -549,7 +544,7 @@ func (d *disk) writeError(off int64, err error) error {
 
 func isNoSpace(err error) bool { return err == unix.ENOSPC || err == unix.EDQUOT }
 
-// writeAll writes p, in as many steps as the kernel likes.
+// writeAll writes all of p.
 func writeAll(f osFile, p []byte, off int64, flags int) error {
 	for len(p) > 0 {
 		n, err := f.pwrite(p, off, flags)
@@ -557,14 +552,14 @@ func writeAll(f osFile, p []byte, off int64, flags int) error {
 			return err
 		}
 		if n == 0 {
-			return unix.EIO // or this would never end
+			return unix.EIO // or the loop would not end
 		}
 		p, off = p[n:], off+int64(n)
 	}
 	return nil
 }
 
-// sysFile is the real osFile: a descriptor.
+// A sysFile is a file descriptor. It implements osFile with system calls.
 type sysFile int
 
 func (f sysFile) pread(p []byte, off int64) (n int, err error) {
@@ -600,7 +595,7 @@ func (f sysFile) seek(off int64, whence int) (at int64, err error) {
 	return at, err
 }
 
-// extent asks FIEMAP (Documentation/filesystems/fiemap.rst).
+// extent calls FIEMAP (Documentation/filesystems/fiemap.rst).
 func (f sysFile) extent(off, n int64) (at, length int64, err error) {
 	var m struct {
 		start, length             uint64
@@ -657,7 +652,7 @@ func (f sysFile) truncate(size int64) error {
 	return retry(func() error { return unix.Ftruncate(int(f), size) })
 }
 
-// close is not retried: Linux has released the descriptor even after EINTR.
+// close closes the descriptor. It does not retry: Linux releases it even with EINTR.
 func (f sysFile) close() error {
 	if err := unix.Close(int(f)); err != unix.EINTR {
 		return err
@@ -674,8 +669,8 @@ func retry(f func() error) error {
 	}
 }
 
-// blockSizeOf turns a block size that the kernel reported into one that fits
-// Info: a power of two, at least blockSize and at most limit.
+// blockSizeOf returns a block size that the kernel reported if it suits Info: a power of two,
+// at least blockSize and at most limit. Otherwise it returns blockSize.
 func blockSizeOf(reported int64, blockSize, limit uint32) uint32 {
 	if reported <= int64(blockSize) || reported > int64(limit) || bits.OnesCount64(uint64(reported)) != 1 {
 		return blockSize

@@ -10,12 +10,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// FileConfig describes a file store. The zero value of a field other than Path
-// means its default.
+// FileConfig describes a file store. The zero value of a field other than Path means its
+// default.
 type FileConfig struct {
 	Path string
-	// Size in octets, a multiple of BlockSize. Default: that of the file,
-	// which then must exist.
+	// Size in bytes, a multiple of BlockSize. Default: the size of the file, which must exist.
 	Size      int64
 	BlockSize uint32 // 512 or 4096; default 512
 	ReadOnly  bool
@@ -23,118 +22,147 @@ type FileConfig struct {
 	WriteThrough bool
 }
 
-// OpenFile opens a regular file as a Store. A file that is absent or empty is
-// made, sparse and with mode 0600, unless ReadOnly; created tells so, and its
-// existence and size are on stable storage then. A file of another size is
-// refused, for only its owner knows which of the two sizes is the mistake.
+// OpenFile opens a regular file as a Store. If the file is absent or empty, and c is not
+// ReadOnly, OpenFile creates it, sparse and with mode 0600, returns created, and leaves its
+// name and size on stable storage. It refuses a file of another size than c.Size, because only
+// the owner knows which of the two is wrong.
 //
-// The file is locked (flock(2)), exclusively or, with ReadOnly, shared, so that
-// no two targets serve it while one of them writes.
+// The file is locked (flock(2)), exclusively or, with ReadOnly, shared. So no two targets
+// serve it while one of them writes.
 func OpenFile(c FileConfig) (s Store, created bool, err error) {
-	fail := func(err error) (Store, bool, error) {
+	if s, created, err = openFile(c); err != nil {
 		return nil, false, fmt.Errorf("file store %s: %w", c.Path, err)
 	}
+	return s, created, nil
+}
+
+func openFile(c FileConfig) (_ Store, created bool, err error) {
 	if c.BlockSize == 0 {
 		c.BlockSize = defaultBlockSize
 	}
 	info := Info{Size: c.Size, BlockSize: c.BlockSize, PhysicalBlockSize: c.BlockSize, ReadOnly: c.ReadOnly}
 	if c.Size == 0 {
-		info.Size = int64(c.BlockSize) // for now: the file knows better
+		info.Size = int64(c.BlockSize) // until the size of the file is known
 	}
-	if err := info.Validate(); err != nil { // before a file is made
-		return fail(err)
+	if err := info.Validate(); err != nil { // before a file is created
+		return nil, false, err
 	}
-	// To open a device or a FIFO may do something or wait for somebody.
-	st, err := os.Stat(c.Path)
-	absent := errors.Is(err, fs.ErrNotExist)
-	switch {
-	case absent && c.ReadOnly:
-		return fail(errors.New("does not exist, and a read-only store is not created"))
-	case absent && c.Size == 0:
-		return fail(errors.New("does not exist: create it, or configure the size that it is to be created with"))
-	case absent:
-	case err != nil:
-		return fail(err)
-	case st.IsDir():
-		return fail(errors.New("is a directory: a file is wanted"))
-	case !st.Mode().IsRegular():
-		return fail(fmt.Errorf("is no regular file (%s): a block device wants the block backend", st.Mode().Type()))
+	absent, err := checkFile(c)
+	if err != nil {
+		return nil, false, err
 	}
-
-	flags, lock := unix.O_RDWR|unix.O_CREAT, unix.LOCK_EX
-	if c.ReadOnly {
-		flags, lock = unix.O_RDONLY, unix.LOCK_SH
-	} else if c.Size == 0 {
-		flags = unix.O_RDWR
-	}
-	var fd int
-	if err := retry(func() (err error) {
-		fd, err = unix.Open(c.Path, flags|unix.O_CLOEXEC|unix.O_NONBLOCK, 0o600)
-		return err
-	}); err != nil {
-		return fail(fmt.Errorf("open: %w", err))
+	fd, err := lockFile(c)
+	if err != nil {
+		return nil, false, err
 	}
 	defer func() {
 		if err != nil {
 			unix.Close(fd)
 		}
 	}()
-	switch err := retry(func() error { return unix.Flock(fd, lock|unix.LOCK_NB) }); err {
-	case nil:
-	case unix.EWOULDBLOCK:
-		return fail(errors.New("is locked: another target serves it, or another LUN by another name; stop that one, or give this LUN a file of its own"))
-	default:
-		return fail(fmt.Errorf("lock: %w", err))
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return nil, false, fmt.Errorf("stat: %w", err)
 	}
-
-	var kst unix.Stat_t
-	if err := unix.Fstat(fd, &kst); err != nil {
-		return fail(fmt.Errorf("stat: %w", err))
+	if info.Size, err = fileSize(c, &st); err != nil {
+		return nil, false, err
 	}
-	switch {
-	case kst.Mode&unix.S_IFMT != unix.S_IFREG:
-		return fail(errors.New("is no regular file any more"))
-	case kst.Size == 0 && c.Size > 0 && !c.ReadOnly:
-		// Also what is left when the power failed between creation and this:
-		// an empty file has nothing to lose.
+	if st.Size == 0 {
+		// Also after a power failure during creation: an empty file has nothing to lose.
 		if err := makeSparse(c.Path, fd, c.Size); err != nil {
 			if absent {
-				os.Remove(c.Path) // we hold its lock, and it is empty
+				os.Remove(c.Path) // it is empty, and locked
 			}
-			return fail(err)
+			return nil, false, err
 		}
-		created, info.Size = true, c.Size
-	case c.Size != 0 && kst.Size != c.Size:
-		return fail(fmt.Errorf("has %d octets, but %d are configured: configure its size, or change the file's with truncate(1)", kst.Size, c.Size))
-	case kst.Size == 0:
-		return fail(errors.New("is empty: configure the size that it is to have"))
-	case kst.Size%int64(c.BlockSize) != 0:
-		return fail(fmt.Errorf("has %d octets, no multiple of the block size %d: configure a block size that fits, "+
-			"or change the file's size with truncate(1)", kst.Size, c.BlockSize))
-	default:
-		info.Size = kst.Size
+		created = true
 	}
 
-	// st_blksize is the size for efficient I/O: the block of a local file
-	// system, but the largest transfer of a network one, hence the limit.
-	info.PhysicalBlockSize = blockSizeOf(int64(kst.Blksize), c.BlockSize, 64<<10)
+	// st_blksize is the size for efficient I/O: the block of a local file system, but the
+	// largest transfer of a network one. Hence the limit.
+	info.PhysicalBlockSize = blockSizeOf(int64(st.Blksize), c.BlockSize, 64<<10)
 	if !c.ReadOnly {
 		info.DiscardGranularity = punchGranularity(fd, info)
 	}
 	if err := info.Validate(); err != nil {
-		return fail(err)
+		return nil, false, err
 	}
-	// fallocate takes any range of a regular file: "partial filesystem blocks
-	// are zeroed, and whole filesystem blocks are removed" (fallocate(2)).
+	// fallocate accepts any range of a regular file: "partial filesystem blocks are zeroed,
+	// and whole filesystem blocks are removed" (fallocate(2)).
 	d := newDisk(c.Path, fd, info, 1, c.WriteThrough && !c.ReadOnly)
 	d.regular = true
 	return d, created, nil
 }
 
-// makeSparse gives the new file its size and makes both survive a power loss.
+// checkFile checks that c.Path is a regular file, or is absent and may be created. It does
+// not open the file: to open a device or a FIFO may have effects or wait.
+func checkFile(c FileConfig) (absent bool, err error) {
+	st, err := os.Stat(c.Path)
+	absent = errors.Is(err, fs.ErrNotExist)
+	switch {
+	case absent && c.ReadOnly:
+		return true, errors.New("not found, and a read-only file is not created")
+	case absent && c.Size == 0:
+		return true, errors.New("not found. Create it, or configure the size to create it with")
+	case absent:
+		return true, nil
+	case err != nil:
+		return false, err
+	case st.IsDir():
+		return false, errors.New("is a directory, not a file")
+	case !st.Mode().IsRegular():
+		return false, fmt.Errorf("not a regular file (%s). For a block device, use the backend block", st.Mode().Type())
+	}
+	return false, nil
+}
+
+// lockFile opens and locks the file, which it creates if c.Size is set.
+func lockFile(c FileConfig) (fd int, err error) {
+	flags, lock := unix.O_RDWR|unix.O_CREAT, unix.LOCK_EX
+	if c.ReadOnly {
+		flags, lock = unix.O_RDONLY, unix.LOCK_SH
+	} else if c.Size == 0 {
+		flags = unix.O_RDWR
+	}
+	if err := retry(func() (err error) {
+		fd, err = unix.Open(c.Path, flags|unix.O_CLOEXEC|unix.O_NONBLOCK, 0o600)
+		return err
+	}); err != nil {
+		return 0, fmt.Errorf("open: %w", err)
+	}
+	err = retry(func() error { return unix.Flock(fd, lock|unix.LOCK_NB) })
+	if err == nil {
+		return fd, nil
+	}
+	unix.Close(fd)
+	if err == unix.EWOULDBLOCK {
+		return 0, errors.New("locked by another target, or by another LUN under another name. Stop that one, or use another file")
+	}
+	return 0, fmt.Errorf("lock: %w", err)
+}
+
+// fileSize returns the size of the store on a file with status st. An empty file gets the
+// configured size.
+func fileSize(c FileConfig, st *unix.Stat_t) (int64, error) {
+	switch {
+	case st.Mode&unix.S_IFMT != unix.S_IFREG:
+		return 0, errors.New("no longer a regular file")
+	case st.Size == 0 && c.Size > 0 && !c.ReadOnly:
+		return c.Size, nil
+	case c.Size != 0 && st.Size != c.Size:
+		return 0, fmt.Errorf("the file has %d bytes, but %d are configured. Configure the size of the file, or change the file with truncate(1)", st.Size, c.Size)
+	case st.Size == 0:
+		return 0, errors.New("the file is empty. Configure its size")
+	case st.Size%int64(c.BlockSize) != 0:
+		return 0, fmt.Errorf("the file has %d bytes, which is not a multiple of the block size %d. Configure another block size, or change the file with truncate(1)", st.Size, c.BlockSize)
+	}
+	return st.Size, nil
+}
+
+// makeSparse gives the new file its size and puts name and size on stable storage.
 func makeSparse(path string, fd int, size int64) error {
 	if err := retry(func() error { return unix.Ftruncate(fd, size) }); err != nil {
-		return fmt.Errorf("create with %d octets: %w", size, err)
+		return fmt.Errorf("create with %d bytes: %w", size, err)
 	}
 	if err := retry(func() error { return unix.Fsync(fd) }); err != nil {
 		return fmt.Errorf("sync the new file: %w", err)
@@ -160,9 +188,8 @@ func syncDir(path string) error {
 	return nil
 }
 
-// punchGranularity returns the block size of the file system that fd is on, or
-// 0 when that cannot punch holes. To find out, it punches one behind the end
-// of the file, where there is nothing to lose.
+// punchGranularity returns the block size of the file system of fd, or 0 if it cannot punch
+// holes. To find out, it punches a hole after the end of the file, where no data is lost.
 func punchGranularity(fd int, info Info) uint32 {
 	var sfs unix.Statfs_t
 	if err := retry(func() error { return unix.Fstatfs(fd, &sfs) }); err != nil {

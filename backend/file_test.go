@@ -19,7 +19,7 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 )
 
-// openFile opens a file store; a Path of "" becomes a new file's.
+// openFile opens a file store, on a new file if Path is empty.
 func openFile(t testing.TB, c backend.FileConfig) backend.Store {
 	t.Helper()
 	if c.Path == "" {
@@ -55,7 +55,7 @@ func TestFile(t *testing.T) {
 	})
 }
 
-// What the kernel may refuse or do by halves makes no difference to anybody.
+// A store keeps its contract if the kernel refuses calls or does them in part.
 func TestFileFallbacks(t *testing.T) {
 	short := func(p []byte) []byte { return p[:min(len(p), 30_000)] }
 	for name, h := range map[string]*backend.Hooks{
@@ -99,7 +99,7 @@ func TestFileInfo(t *testing.T) {
 		t.Errorf("Info() = %+v", i)
 	}
 	if i.PhysicalBlockSize < 512 || i.PhysicalBlockSize > 64<<10 {
-		t.Errorf("physical block of %d octets", i.PhysicalBlockSize)
+		t.Errorf("physical block of %d bytes", i.PhysicalBlockSize)
 	}
 	if s := openFile(t, backend.FileConfig{Size: 1 << 20, WriteThrough: true}); s.Info().VolatileCache {
 		t.Error("a write-through store has a volatile cache")
@@ -127,10 +127,10 @@ func TestFileIsCreatedSparse(t *testing.T) {
 		t.Fatal(err)
 	}
 	if st.Size != 1<<40 || st.Mode != unix.S_IFREG|0o600 {
-		t.Errorf("the new file has %d octets and mode %o", st.Size, st.Mode)
+		t.Errorf("the new file has %d bytes and mode %o", st.Size, st.Mode)
 	}
 	if st.Blocks*512 > 1<<20 {
-		t.Errorf("the new file takes %d octets", st.Blocks*512)
+		t.Errorf("the new file takes %d bytes", st.Blocks*512)
 	}
 	if err := s.WriteAt([]byte("here"), 1<<40-4); err != nil {
 		t.Fatal(err)
@@ -181,21 +181,21 @@ func TestFileRefusals(t *testing.T) {
 		c    backend.FileConfig
 		want string // in the error
 	}{
-		{"Smaller", backend.FileConfig{Path: at("8k"), Size: 16384}, "has 8192 octets, but 16384 are configured: configure"},
-		{"Larger", backend.FileConfig{Path: at("8k"), Size: 4096}, "has 8192 octets, but 4096 are configured: configure"},
-		{"SmallerReadOnly", backend.FileConfig{Path: at("8k"), Size: 16384, ReadOnly: true}, "has 8192 octets"},
-		{"NoMultiple", backend.FileConfig{Path: at("odd"), BlockSize: 4096}, "no multiple of the block size 4096"},
+		{"Smaller", backend.FileConfig{Path: at("8k"), Size: 16384}, "has 8192 bytes, but 16384 are configured"},
+		{"Larger", backend.FileConfig{Path: at("8k"), Size: 4096}, "has 8192 bytes, but 4096 are configured"},
+		{"SmallerReadOnly", backend.FileConfig{Path: at("8k"), Size: 16384, ReadOnly: true}, "has 8192 bytes"},
+		{"NoMultiple", backend.FileConfig{Path: at("odd"), BlockSize: 4096}, "not a multiple of the block size 4096"},
 		{"NoMultipleOf512", backend.FileConfig{Path: at("ragged")}, "truncate(1)"},
-		{"Empty", backend.FileConfig{Path: at("empty")}, "configure the size"},
-		{"EmptyReadOnly", backend.FileConfig{Path: at("empty"), Size: 512, ReadOnly: true}, "has 0 octets, but 512"},
+		{"Empty", backend.FileConfig{Path: at("empty")}, "is empty"},
+		{"EmptyReadOnly", backend.FileConfig{Path: at("empty"), Size: 512, ReadOnly: true}, "has 0 bytes, but 512"},
 		{"Directory", backend.FileConfig{Path: dir, Size: 4096}, "is a directory"},
-		{"FIFO", backend.FileConfig{Path: at("fifo"), Size: 4096}, "no regular file (p"},
-		{"Device", backend.FileConfig{Path: "/dev/null", Size: 4096}, "no regular file (D"},
-		{"AbsentWithoutSize", backend.FileConfig{Path: at("absent")}, "does not exist: create it, or configure the size"},
-		{"AbsentReadOnly", backend.FileConfig{Path: at("absent"), Size: 4096, ReadOnly: true}, "read-only store is not created"},
+		{"FIFO", backend.FileConfig{Path: at("fifo"), Size: 4096}, "not a regular file (p"},
+		{"Device", backend.FileConfig{Path: "/dev/null", Size: 4096}, "not a regular file (D"},
+		{"AbsentWithoutSize", backend.FileConfig{Path: at("absent")}, "not found. Create it, or configure the size"},
+		{"AbsentReadOnly", backend.FileConfig{Path: at("absent"), Size: 4096, ReadOnly: true}, "a read-only file is not created"},
 		{"AbsentOddSize", backend.FileConfig{Path: at("absent"), Size: 4095}, "not a multiple of the block size 512"},
 		{"AbsentNegative", backend.FileConfig{Path: at("absent"), Size: -512}, "size -512"},
-		{"AbsentBlockSize", backend.FileConfig{Path: at("absent"), Size: 4096, BlockSize: 2048}, "block size 2048: want 512 or 4096"},
+		{"AbsentBlockSize", backend.FileConfig{Path: at("absent"), Size: 4096, BlockSize: 2048}, "block size 2048: must be 512 or 4096"},
 		{"AbsentTooLarge", backend.FileConfig{Path: at("absent"), Size: 1<<63 - 512}, "create with"},
 		{"NoDirectory", backend.FileConfig{Path: at("absent/lun.img"), Size: 4096}, "no such file or directory"},
 		{"NoPath", backend.FileConfig{Size: 4096}, "no such file"},
@@ -206,7 +206,7 @@ func TestFileRefusals(t *testing.T) {
 				t.Fatalf("opened, as %+v", s.Info())
 			}
 			if s != nil || created {
-				t.Errorf("returned %v, %v beside the error", s, created)
+				t.Errorf("returned %v, %v with the error", s, created)
 			}
 			if !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), c.c.Path) {
 				t.Errorf("error %q: want the path and %q", err, c.want)
@@ -214,7 +214,7 @@ func TestFileRefusals(t *testing.T) {
 		})
 	}
 	if _, err := os.Stat(at("absent")); !errors.Is(err, fs.ErrNotExist) {
-		t.Errorf("a refused file was made: %v", err)
+		t.Errorf("a refused file was created: %v", err)
 	}
 	for name, size := range map[string]int64{"8k": 8192, "odd": 8192 + 512, "ragged": 1000, "empty": 0} {
 		if st, err := os.Stat(at(name)); err != nil || st.Size() != size {
@@ -228,7 +228,7 @@ func TestFileLock(t *testing.T) {
 	refused := func(readOnly bool) {
 		t.Helper()
 		_, _, err := backend.OpenFile(backend.FileConfig{Path: path, Size: 4096, ReadOnly: readOnly})
-		if err == nil || !strings.Contains(err.Error(), "another target serves it") {
+		if err == nil || !strings.Contains(err.Error(), "locked by another target") {
 			t.Errorf("opening it again (read-only: %v): %v, want a refusal", readOnly, err)
 		}
 	}
@@ -248,7 +248,7 @@ func TestFileLock(t *testing.T) {
 	openFile(t, backend.FileConfig{Path: path})
 }
 
-// allocated returns the octets that the file takes on its file system.
+// allocated returns the bytes that the file takes on its file system.
 func allocated(t *testing.T, path string) int64 {
 	t.Helper()
 	var st unix.Stat_t
@@ -272,20 +272,20 @@ func TestFileDiscardGivesBackSpace(t *testing.T) {
 		t.Fatal(err)
 	}
 	if got := allocated(t, path); got < full {
-		t.Errorf("Zero gave back %d octets", full-got)
+		t.Errorf("Zero gave back %d bytes", full-got)
 	}
 	if err := errors.Join(s.Discard(100, 3<<20), s.Sync()); err != nil {
 		t.Fatal(err)
 	}
 	if got := full - allocated(t, path); got < 3<<20-2*64<<10 {
-		t.Errorf("Discard of 3 MiB gave back %d octets", got)
+		t.Errorf("Discard of 3 MiB gave back %d bytes", got)
 	}
 	if st, err := os.Stat(path); err != nil || st.Size() != 4<<20 {
-		t.Errorf("the file has %d octets now", st.Size())
+		t.Errorf("the file has %d bytes now", st.Size())
 	}
 }
 
-// The holes of the file are what takes no space.
+// Extent reports that the holes of the file take no space.
 func TestFileExtent(t *testing.T) {
 	const mib = 1 << 20
 	s := openFile(t, backend.FileConfig{Size: 8 * mib})
@@ -314,7 +314,7 @@ func TestFileExtent(t *testing.T) {
 		}
 	}
 	if mapped, n, err := backend.Extent(s, 2*mib); mapped || n != 5*mib || err != nil {
-		t.Errorf("the hole before what was zeroed: %t, %d octets, %v", mapped, n, err)
+		t.Errorf("the hole before what was zeroed: %t, %d bytes, %v", mapped, n, err)
 	}
 	if err := backend.Prefetch(s, 0, 8*mib+1); !errors.Is(err, backend.ErrRange) {
 		t.Errorf("Prefetch beyond the end: %v, want ErrRange", err)
@@ -327,8 +327,8 @@ func TestFileExtent(t *testing.T) {
 	}
 }
 
-// Where the file system does not tell of blocks without data, they count as a
-// hole. What fails otherwise is an error.
+// If the file system does not report blocks without data, they count as a hole. Other
+// failures are errors.
 func TestFileExtentWithoutMap(t *testing.T) {
 	s := openFile(t, backend.FileConfig{Size: 1 << 20})
 	err := unix.EIO
@@ -344,7 +344,7 @@ func TestFileExtentWithoutMap(t *testing.T) {
 	}
 }
 
-// "A failure is final": the kernel would answer the second sync with success.
+// "A failure is final": the second sync of the kernel would succeed.
 func TestFailedSyncIsFinal(t *testing.T) {
 	for name, call := range map[string]func(s backend.Store) error{
 		"Sync":         backend.Store.Sync,
@@ -383,7 +383,7 @@ func TestFailedSyncIsFinal(t *testing.T) {
 					t.Errorf("WriteDurable afterwards: %v, want ErrUnsynced", err)
 				}
 			}
-			// What makes no promise goes on.
+			// Calls that promise nothing still work.
 			if err := errors.Join(s.WriteAt([]byte{1}, 0), s.Discard(0, 512), s.Zero(0, 512), s.ReadAt(make([]byte, 9), 0)); err != nil {
 				t.Error(err)
 			}
@@ -403,8 +403,8 @@ func TestFailedSyncInClose(t *testing.T) {
 	}
 }
 
-// Without RWF_DSYNC a durable write is a write and a sync, whose failure is
-// final too; that of the write is not.
+// Without RWF_DSYNC a durable write is a write and a sync. A failure of the sync is final, a
+// failure of the write is not.
 func TestWriteDurableWithoutDsync(t *testing.T) {
 	var writeErr, syncErr error
 	var plain, syncs int
@@ -444,7 +444,7 @@ func TestWriteDurableWithoutDsync(t *testing.T) {
 	}
 }
 
-// A full medium is no failed sync, unless write-back is what it is too full for.
+// A full medium does not count as a failed sync, unless write-back finds it full.
 func TestWriteDurableWithoutSpace(t *testing.T) {
 	for _, errno := range []unix.Errno{unix.ENOSPC, unix.EDQUOT} {
 		var durable, plain error
@@ -481,8 +481,8 @@ func TestWriteDurableWithoutSpace(t *testing.T) {
 	}
 }
 
-// The kernel tells every file description of a failed write-back, once. So no
-// two syncs may use one description at the same time.
+// The kernel reports a failed write-back once to every file description. So no two syncs may
+// use one description at the same time.
 func TestSyncsShareNoDescription(t *testing.T) {
 	s := openFile(t, backend.FileConfig{Size: 1 << 20})
 	var busy [64]atomic.Int32
@@ -512,8 +512,7 @@ func TestSyncsShareNoDescription(t *testing.T) {
 	}
 }
 
-// WriteAt makes no promise and must not pay for one; WriteDurable and all of a
-// write-through store do.
+// WriteAt does not sync. WriteDurable and all changes of a write-through store do.
 func TestWhatIsSynced(t *testing.T) {
 	var dsync, syncs int
 	hooks := &backend.Hooks{
@@ -603,8 +602,8 @@ func TestFileErrors(t *testing.T) {
 	}
 }
 
-// Behind the end of a file that somebody else has made shorter there is no hole, which would
-// read as zeros: what copies only data is to meet the error that ReadAt has.
+// After the end of a file that another process has truncated, Extent reports no hole, which
+// would read as zeros: a copy of the data has to get the error of ReadAt.
 func TestExtentOfShortenedFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "lun.img")
 	s := openFile(t, backend.FileConfig{Path: path, Size: 1 << 20})
@@ -617,7 +616,7 @@ func TestExtentOfShortenedFile(t *testing.T) {
 			t.Fatal(err)
 		}
 		if want := off >= 256<<10; mapped != want || !want && off+n > 256<<10 {
-			t.Errorf("%d octets at %d: mapped %t", n, off, mapped)
+			t.Errorf("%d bytes at %d: mapped %t", n, off, mapped)
 		}
 		off += n
 	}
@@ -661,7 +660,7 @@ func BenchmarkFileWrite4K(b *testing.B) {
 	benchmark(b, s, s.WriteAt)
 }
 
-// Neither Close nor a refusal leaves a descriptor behind.
+// Close and a failed open close all descriptors.
 func TestFileDescriptors(t *testing.T) {
 	count := func() int {
 		t.Helper()
@@ -688,8 +687,8 @@ func TestFileDescriptors(t *testing.T) {
 	}
 }
 
-// A file that was extended is served to its new end when Grow has looked, but for
-// a part of a block. One that was cut short is as long as before.
+// Grow adopts the new end of an extended file, without a last block that is not whole. The
+// size stays if the file was truncated.
 func TestFileGrows(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "disk")
 	s := openFile(t, backend.FileConfig{Path: path, Size: 1 << 20, BlockSize: 4096})
@@ -719,7 +718,7 @@ func TestFileGrows(t *testing.T) {
 		t.Errorf("read %q, %v", p, err)
 	}
 	if _, n, err := backend.Extent(s, 2<<20-1); n != 1 || err != nil {
-		t.Errorf("Extent of the last octet: %d, %v", n, err)
+		t.Errorf("Extent of the last byte: %d, %v", n, err)
 	}
 	if err := os.Truncate(path, 1<<20); err != nil {
 		t.Fatal(err)

@@ -1,7 +1,6 @@
 package backend
 
-// Hooks stand between a file or block store and the kernel. A nil hook lets
-// the call through.
+// Hooks replace system calls of a file or block store. A nil hook makes the call.
 type Hooks struct {
 	Pread     func(p []byte, off int64, below func([]byte, int64) (int, error)) (int, error)
 	Pwrite    func(p []byte, off int64, flags int, below func([]byte, int64, int) (int, error)) (int, error)
@@ -12,16 +11,16 @@ type Hooks struct {
 	Fdatasync func(description int) error // nil lets the call through
 }
 
-// DiscardLimits is discardLimits.
+// DiscardLimits calls discardLimits.
 var DiscardLimits = discardLimits
 
-// Modes of fallocate that Fallocate sees.
+// Modes that the hook Fallocate gets.
 var (
 	PunchHole = eraseModes[erasePunch]
 	ZeroRange = eraseModes[eraseZero]
 )
 
-// Intercept puts h below s, which no goroutine may be using yet.
+// Intercept makes s use h. No goroutine may use s yet.
 func Intercept(s Store, h *Hooks) {
 	d := s.(*disk)
 	for n := range len(d.flushers) {
@@ -34,8 +33,8 @@ func Intercept(s Store, h *Hooks) {
 	}
 }
 
-// InterceptBuilder is NewFileBuilder with h below; named: the file system knows no files
-// without names.
+// InterceptBuilder returns a FileBuilder that uses h; named: the file system has no unnamed
+// files.
 func InterceptBuilder(c BuildConfig, h *Hooks, named bool) (*FileBuilder, error) {
 	return newFileBuilder(c, buildHooks{func(f osFile) osFile { return &hookedFile{f, h, 0} }, named})
 }

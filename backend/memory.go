@@ -8,60 +8,58 @@ import (
 )
 
 const (
-	// memoryPage is what a memory store allocates at a time, in octets. Larger
-	// pages waste more under scattered small writes, smaller ones need a
-	// larger table.
+	// memoryPage is the unit of allocation of a memory store, in bytes. Larger pages waste
+	// more with scattered small writes, smaller pages need a larger table.
 	memoryPage = 64 << 10
 	// leafPages is the number of pages whose slots are allocated together.
 	leafPages = 1024
-	leafSpan  = leafPages * memoryPage // octets of the store below one leaf: 64 MiB
+	leafSpan  = leafPages * memoryPage // bytes of the store below one leaf: 64 MiB
 	// maxMemorySize bounds the root of the table to 8 MiB of memory.
 	maxMemorySize = 64 << 40
-	// memoryAtomic is the longest write that memory stores call atomic.
+	// memoryAtomic is the AtomicWrite of memory stores.
 	memoryAtomic = 1 << 20
 )
 
-// MemoryConfig describes a memory store. The zero value of a field other than
-// Size means its default.
+// MemoryConfig describes a memory store. The zero value of a field other than Size means its
+// default.
 type MemoryConfig struct {
-	Size      int64  // octets, a multiple of BlockSize, at most 64 TiB
+	Size      int64  // bytes, a multiple of BlockSize, at most 64 TiB
 	BlockSize uint32 // 512 or 4096; default 512
-	// Limit is the most memory, in octets, that the data may use; a write
-	// beyond it fails with ErrNoSpace. Default: no limit other than Size.
+	// Limit bounds the memory of the data, in bytes; a write beyond it fails with
+	// ErrNoSpace. Default: Size.
 	Limit int64
 }
 
-// Memory is a Store in the memory of this process; its data ends with it. It
-// is sparse: memory is allocated in pages of 64 KiB as it is written, and
-// Discard of whole pages gives it back. Beside the data, a table of 32 KiB is
-// kept for every 64 MiB of the store that were ever written to.
+// Memory is a Store in the memory of this process, which loses its data when it ends. It is
+// sparse: writes allocate pages of 64 KiB, and Discard of whole pages frees them. In addition
+// to the data, it keeps a table of 32 KiB for every 64 MiB of the store that were ever
+// written to.
 //
 //	root ─ leaf ─ slot ─ page
 //	       64 MiB of the store each; nil until first written
 //	              64 KiB each, with the lock of its page
 //	                     nil where the store reads as zeros
 type Memory struct {
-	info   Info // but for Size
+	info   Info // except Size
 	size   atomic.Int64
 	limit  int64
-	used   atomic.Int64 // octets in pages
+	used   atomic.Int64 // bytes in pages
 	closed atomic.Bool
-	root   atomic.Pointer[[]atomic.Pointer[leaf]] // a longer one takes its place
+	root   atomic.Pointer[[]atomic.Pointer[leaf]] // Resize replaces it by a longer one
 
-	mu sync.Mutex // held while a leaf is made, and by Resize and Close
+	mu sync.Mutex // held by makeLeaf, Resize and Close
 }
 
 type leaf [leafPages]slot
 
-// A slot holds one page. There is no lock but these on the data path: accesses
-// to different pages never wait for one another, and reads of one page run
-// together.
+// A slot holds one page. The data path takes no other lock: accesses to different pages never
+// wait for each other, and reads of one page run concurrently.
 type slot struct {
 	mu   sync.RWMutex
 	page *[memoryPage]byte // guarded by mu
 }
 
-// OpenMemory makes a memory store that reads as zeros. The Store is a *Memory.
+// OpenMemory returns a memory store that reads as zeros. The Store is a *Memory.
 func OpenMemory(c MemoryConfig) (Store, error) {
 	if c.BlockSize == 0 {
 		c.BlockSize = defaultBlockSize
@@ -71,18 +69,17 @@ func OpenMemory(c MemoryConfig) (Store, error) {
 		BlockSize:          c.BlockSize,
 		PhysicalBlockSize:  c.BlockSize, // no access costs a read-modify-write
 		DiscardGranularity: memoryPage,
-		// There is no cache in front of the medium: what WriteAt has written
-		// is where it will ever be. That the medium itself forgets when the
-		// power fails is no cache either, and no sync would help.
+		// There is no cache in front of the medium, and no sync would help against a
+		// loss of power.
 		VolatileCache: false,
 		Nonblocking:   true,
-		// What survives neither a power failure nor the process has no part
-		// that could. The limit keeps writes that are collected short.
+		// No part of a write survives a loss of power or the process. The limit bounds
+		// the writes that are collected to be atomic.
 		AtomicWrite: memoryAtomic,
 	}
 	switch {
 	case c.Size > maxMemorySize:
-		return nil, fmt.Errorf("memory store: size %d: want at most %d octets", c.Size, int64(maxMemorySize))
+		return nil, fmt.Errorf("memory store: size %d: must be at most %d bytes", c.Size, int64(maxMemorySize))
 	case c.Limit < 0:
 		return nil, fmt.Errorf("memory store: limit %d is negative", c.Limit)
 	}
@@ -96,7 +93,7 @@ func OpenMemory(c MemoryConfig) (Store, error) {
 	return m, nil
 }
 
-// leavesOf is how many leaves a store of that size can have.
+// leavesOf returns the number of leaves of a store of a size in bytes.
 func leavesOf(size int64) int64 { return (size + leafSpan - 1) / leafSpan }
 
 // Info implements Store.
@@ -106,8 +103,8 @@ func (m *Memory) Info() Info {
 	return info
 }
 
-// Resize implements Resizer. A write that is under way may leave data behind the end
-// of a store that becomes smaller; that is gone when the store becomes larger again.
+// Resize implements Resizer. A concurrent write may leave data after the end of a store that
+// becomes smaller; Resize clears it when the store becomes larger again.
 func (m *Memory) Resize(size int64) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -115,7 +112,7 @@ func (m *Memory) Resize(size int64) error {
 	case m.closed.Load():
 		return ErrClosed
 	case size <= 0 || size > maxMemorySize || size%int64(m.info.BlockSize) != 0:
-		return fmt.Errorf("size %d: want a multiple of the block size %d, at most %d octets", size, m.info.BlockSize, int64(maxMemorySize))
+		return fmt.Errorf("size %d: must be a multiple of the block size %d, at most %d bytes", size, m.info.BlockSize, int64(maxMemorySize))
 	}
 	if old := m.size.Load(); size < old {
 		if err := m.Discard(size, old-size); err != nil {
@@ -136,10 +133,10 @@ func (m *Memory) Resize(size int64) error {
 	return nil
 }
 
-// leaf is that of off, or nil.
+// leaf returns the leaf of off, or nil.
 func (m *Memory) leaf(off int64) *leaf { return (*m.root.Load())[off/leafSpan].Load() }
 
-// makeLeaf is leaf, where there is none yet.
+// makeLeaf returns the leaf of off, which it allocates if necessary; nil: the store is closed.
 func (m *Memory) makeLeaf(off int64) *leaf {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -167,8 +164,7 @@ func (m *Memory) ReadAt(p []byte, off int64) error {
 	return nil
 }
 
-// WriteAt implements Store. It allocates the pages that are missing, unless
-// there is nothing but zeros to write to them.
+// WriteAt implements Store. It allocates missing pages, unless it writes only zeros to them.
 func (m *Memory) WriteAt(p []byte, off int64) error {
 	if err := m.check(off, int64(len(p))); err != nil {
 		return err
@@ -184,18 +180,18 @@ func (m *Memory) WriteAt(p []byte, off int64) error {
 	return nil
 }
 
-// WriteDurable implements Store: memory is as stable as it will ever be.
+// WriteDurable implements Store. Memory cannot be more stable than after WriteAt.
 func (m *Memory) WriteDurable(p []byte, off int64) error { return m.WriteAt(p, off) }
 
 // Sync implements Store.
 func (m *Memory) Sync() error { return m.check(0, 0) }
 
-// Discard implements Store. Pages that lie wholly in the range are freed.
+// Discard implements Store. It frees the pages that are entirely in the range.
 func (m *Memory) Discard(off, n int64) error { return m.clear(off, n, m.discardPart) }
 
-// discardPart is Discard for a part of a page.
+// discardPart discards the bytes [from, to) of a page.
 //
-// Preconditions: s is locked.
+// Preconditions: s.mu is held.
 func (m *Memory) discardPart(s *slot, from, to int) {
 	if to-from == memoryPage {
 		s.page = nil
@@ -215,7 +211,7 @@ func (m *Memory) Extent(off int64) (mapped bool, n int64, err error) {
 	if m.closed.Load() {
 		return false, 0, ErrClosed
 	}
-	size := m.size.Load() // which may be another one soon
+	size := m.size.Load() // may change at any time
 	if err := checkRange(size, off, 1); err != nil {
 		return false, 0, err
 	}
@@ -238,15 +234,15 @@ func (m *Memory) Usage() (used, free int64, err error) {
 	if m.closed.Load() {
 		return 0, 0, ErrClosed
 	}
-	most := (m.size.Load() + memoryPage - 1) / memoryPage * memoryPage
+	limit := (m.size.Load() + memoryPage - 1) / memoryPage * memoryPage
 	if m.limit > 0 {
-		most = min(most, m.limit)
+		limit = min(limit, m.limit)
 	}
 	used = m.used.Load()
-	return used, max(most-used, 0), nil
+	return used, max(limit-used, 0), nil
 }
 
-// allocated tells whether off lies in a page that takes space.
+// allocated reports whether off is in a page that takes space.
 func (m *Memory) allocated(off int64) bool {
 	s := m.slot(off)
 	if s == nil {
@@ -279,8 +275,7 @@ func (m *Memory) check(off, n int64) error {
 	return checkRange(m.size.Load(), off, n)
 }
 
-// slot returns the slot of the page that off lies in, or nil when nothing was
-// written near it.
+// slot returns the slot of the page of off, or nil if its leaf was never written to.
 func (m *Memory) slot(off int64) *slot {
 	l := m.leaf(off)
 	if l == nil {
@@ -303,7 +298,7 @@ func (s *slot) read(p []byte, in int) {
 	copy(p, s.page[in:])
 }
 
-// write writes p, which lies within one page, to that page at in.
+// write writes p, which is within one page, at offset off of the store and in of the page.
 func (m *Memory) write(p []byte, off int64, in int) error {
 	s := m.slot(off)
 	if s == nil {
@@ -312,7 +307,7 @@ func (m *Memory) write(p []byte, off int64, in int) error {
 		}
 		l := m.makeLeaf(off)
 		if l == nil {
-			return ErrClosed // meanwhile
+			return ErrClosed // by a concurrent Close
 		}
 		s = &l[off%leafSpan/memoryPage]
 	}
@@ -324,7 +319,7 @@ func (m *Memory) write(p []byte, off int64, in int) error {
 		}
 		if used := m.used.Add(memoryPage); m.limit > 0 && used > m.limit {
 			m.used.Add(-memoryPage)
-			return fmt.Errorf("%w: memory store is limited to %d octets", ErrNoSpace, m.limit)
+			return fmt.Errorf("%w: memory store is limited to %d bytes", ErrNoSpace, m.limit)
 		}
 		s.page = new([memoryPage]byte)
 	}
@@ -332,9 +327,9 @@ func (m *Memory) write(p []byte, off int64, in int) error {
 	return nil
 }
 
-// clear calls f, with the slot locked, for every page that is allocated in
-// the range and the octets [from, to) of it that are in the range. The last
-// page counts as whole when the range reaches the end of the store.
+// clear calls f, with the slot locked, for every allocated page in the range, with the bytes
+// [from, to) of the page that are in the range. If the range reaches the end of the store,
+// it includes the rest of the last page.
 func (m *Memory) clear(off, n int64, f func(s *slot, from, to int)) error {
 	if err := m.check(off, n); err != nil {
 		return err
@@ -343,7 +338,7 @@ func (m *Memory) clear(off, n int64, f func(s *slot, from, to int)) error {
 	return nil
 }
 
-// clearPages is clear of [off, end), wherever the store ends.
+// clearPages implements clear for [off, end), which may be outside the store.
 func (m *Memory) clearPages(off, end int64, f func(s *slot, from, to int)) {
 	for off < end {
 		if m.leaf(off) == nil {
@@ -355,7 +350,7 @@ func (m *Memory) clearPages(off, end int64, f func(s *slot, from, to int)) {
 		next := off + int64(to-from)
 		if s := m.slot(off); s != nil {
 			s.mu.Lock()
-			if next == m.size.Load() { // now: who has seen a larger store writes there only with the lock
+			if next == m.size.Load() { // after Lock: a write to a larger store holds it, too
 				to = memoryPage
 			}
 			if s.page != nil {
@@ -367,7 +362,7 @@ func (m *Memory) clearPages(off, end int64, f func(s *slot, from, to int)) {
 	}
 }
 
-// isZero tells whether p is all zeros. On most data it looks at one octet.
+// isZero reports whether p is all zeros. For most data it reads one byte.
 func isZero(p []byte) bool {
 	return len(p) == 0 || p[0] == 0 && bytes.Equal(p[1:], p[:len(p)-1])
 }

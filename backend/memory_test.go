@@ -50,7 +50,7 @@ func TestMemoryConfig(t *testing.T) {
 	}
 }
 
-// Memory is used as it is written, and Discard gives it back.
+// Writes take memory, and Discard frees it.
 func TestMemoryUsed(t *testing.T) {
 	const page = 64 << 10
 	m := openMemory(t, backend.MemoryConfig{Size: 64 << 40})
@@ -68,8 +68,8 @@ func TestMemoryUsed(t *testing.T) {
 	step("reading", 0, m.ReadAt(make([]byte, 1<<20), 1<<40))
 	step("writing zeros", 0, m.WriteAt(make([]byte, 1<<20), 1<<40))
 	step("zeroing and discarding all", 0, errors.Join(m.Zero(0, size), m.Discard(0, size)))
-	step("writing one octet", page, m.WriteAt(full[:1], 5))
-	step("writing the last octet", 2*page, m.WriteAt(full[:1], size-1))
+	step("writing one byte", page, m.WriteAt(full[:1], 5))
+	step("writing the last byte", 2*page, m.WriteAt(full[:1], size-1))
 	step("writing four pages ragged", 7*page, m.WriteAt(full, 20*page+1))
 	step("writing zeros there", 7*page, m.WriteAt(make([]byte, 4*page), 20*page+1))
 	step("zeroing them", 7*page, m.Zero(20*page, 5*page))
@@ -116,8 +116,7 @@ func TestMemoryLimit(t *testing.T) {
 	}
 }
 
-// The page table tells what takes space, across leaves that there are and that
-// there are not.
+// Extent follows the page table, across leaves that exist and that do not.
 func TestMemoryExtent(t *testing.T) {
 	const page, leaf = 64 << 10, 64 << 20
 	m := openMemory(t, backend.MemoryConfig{Size: 1 << 40})
@@ -136,7 +135,7 @@ func TestMemoryExtent(t *testing.T) {
 	wantExtents(t, m, []extent{{0, 2 * page, false}, {2 * page, page, true}, {2*page + 7, page - 7, true}})
 }
 
-// An extent is what Extent says at off.
+// An extent is a result of Extent at off.
 type extent struct {
 	off, n int64
 	mapped bool
@@ -157,7 +156,7 @@ func TestMemoryAllocs(t *testing.T) {
 	noAllocs(t, m)
 }
 
-// noAllocs fails when reading or rewriting s allocates.
+// noAllocs checks that neither reading nor rewriting s allocates.
 func noAllocs(t *testing.T, s backend.Store) {
 	t.Helper()
 	p := bytes.Repeat([]byte{7}, 128<<10)
@@ -208,9 +207,8 @@ func BenchmarkMemoryWrite4K(b *testing.B) {
 	benchmark(b, s, s.WriteAt)
 }
 
-// What a write that is under way has left behind the end of a store that becomes smaller does
-// not come back with a larger one, and what is written to that is not lost to a Discard that
-// began before.
+// Data that a concurrent write leaves after the end of a store that becomes smaller does not
+// return when it becomes larger, and a Discard that began before does not lose later writes.
 func TestMemoryCutOff(t *testing.T) {
 	const small, large = 64 << 10, 2 << 20
 	m := openMemory(t, backend.MemoryConfig{Size: large})
@@ -221,7 +219,7 @@ func TestMemoryCutOff(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	beside := func(f func() error) (wait func()) {
+	start := func(f func() error) (wait func()) {
 		begun, done := make(chan struct{}), make(chan error, 1)
 		go func() {
 			close(begun)
@@ -235,7 +233,7 @@ func TestMemoryCutOff(t *testing.T) {
 		}
 	}
 	for range 100 {
-		wait := beside(func() error { return m.WriteAt(data, small) })
+		wait := start(func() error { return m.WriteAt(data, small) })
 		resize(small)
 		wait()
 		resize(large)
@@ -246,7 +244,7 @@ func TestMemoryCutOff(t *testing.T) {
 	const ragged = small + 4096
 	for range 2000 {
 		resize(ragged)
-		wait := beside(func() error { return m.Discard(small, ragged-small) })
+		wait := start(func() error { return m.Discard(small, ragged-small) })
 		resize(large)
 		if err := m.WriteAt(data[:512], ragged); err != nil {
 			t.Fatal(err)

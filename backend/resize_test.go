@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A store has another size while it is written to: what lies within it is never lost,
-// and what is added reads as zeros.
+// A store is resized during writes: data within its size is never lost, and added bytes read
+// as zeros.
 func TestMemoryResizeUnderWrites(t *testing.T) {
 	s, err := OpenMemory(MemoryConfig{Size: 1 << 20})
 	if err != nil {
@@ -63,8 +63,7 @@ func TestMemoryResizeUnderWrites(t *testing.T) {
 	}
 }
 
-// A file has another size only if nothing speaks against it; a failure leaves the old
-// one.
+// Resize checks size and state first; a failure leaves the old size.
 func TestFileResize(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "disk")
 	s, _, err := OpenFile(FileConfig{Path: path, Size: 1 << 20})
@@ -80,7 +79,7 @@ func TestFileResize(t *testing.T) {
 	fd := d.fd
 	d.fd = failingTruncate{fd}
 	if err := d.Resize(2 << 20); !errors.Is(err, unix.ENOSPC) || d.Info().Size != 1<<20 {
-		t.Errorf("a truncate that fails: %v, %d octets", err, d.Info().Size)
+		t.Errorf("a truncate that fails: %v, %d bytes", err, d.Info().Size)
 	}
 	d.fd = fd
 	d.regular = false
@@ -89,7 +88,7 @@ func TestFileResize(t *testing.T) {
 	}
 	d.regular = true
 	if err := d.Resize(2 << 20); err != nil || d.Info().Size != 2<<20 {
-		t.Errorf("%v, %d octets", err, d.Info().Size)
+		t.Errorf("%v, %d bytes", err, d.Info().Size)
 	}
 	if err := d.Close(); err != nil || !errors.Is(d.Resize(1<<20), ErrClosed) {
 		t.Errorf("closed: %v", err)

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// What Usage says follows what is written and discarded.
+// Usage follows writes and discards.
 func TestUsage(t *testing.T) {
 	const size, n = 64 << 20, 4 << 20
 	for name, open := range map[string]func() (Store, error){
@@ -31,10 +31,10 @@ func TestUsage(t *testing.T) {
 				}
 				return used, free
 			}
-			const most = 1 << 20 // of what a file system takes beside the data
+			const overhead = 1 << 20 // bytes that a file system takes for metadata
 			empty, room := usage()
-			if empty > most {
-				t.Errorf("%d octets without data", empty)
+			if empty > overhead {
+				t.Errorf("%d bytes without data", empty)
 			}
 			data := make([]byte, n)
 			for i := range data {
@@ -44,14 +44,14 @@ func TestUsage(t *testing.T) {
 				t.Fatal(err)
 			}
 			full, left := usage()
-			if full < n || full > n+most {
-				t.Errorf("%d octets with %d octets of data", full, n)
+			if full < n || full > n+overhead {
+				t.Errorf("%d bytes with %d bytes of data", full, n)
 			}
 			switch m, ok := s.(*Memory); {
 			case ok && (room-left != n || left+full > size || m.limit > 0 && left+full != m.limit):
-				t.Errorf("%d octets are free, %d before %d octets of data", left, room, n)
+				t.Errorf("%d bytes are free, %d before %d bytes of data", left, room, n)
 			case left <= 0:
-				t.Errorf("%d octets are free", left)
+				t.Errorf("%d bytes are free", left)
 			}
 			if s.Info().DiscardGranularity == 0 {
 				return
@@ -59,14 +59,14 @@ func TestUsage(t *testing.T) {
 			if err := s.Discard(0, n); err != nil {
 				t.Fatal(err)
 			}
-			if used, _ := usage(); used > most {
-				t.Errorf("%d octets after Discard", used)
+			if used, _ := usage(); used > overhead {
+				t.Errorf("%d bytes after Discard", used)
 			}
 		})
 	}
 }
 
-// Of a device nobody knows.
+// The usage of a block device is not known.
 func TestUsageOfDevice(t *testing.T) {
 	s, _, err := OpenFile(FileConfig{Path: filepath.Join(t.TempDir(), "f"), Size: 4096})
 	if err != nil {

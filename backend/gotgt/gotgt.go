@@ -1,32 +1,32 @@
 //go:build !nogotgt
 
-// Package gotgt serves the backing stores of github.com/gostor/gotgt as
-// backend.Stores.
+// Package gotgt serves the backing stores of github.com/gostor/gotgt as backend.Stores. The
+// build tag nogotgt leaves gotgt out of a program; Open fails then.
 //
-// What is taken from gotgt is the plug-in contract, api.BackingStore with
-// api.UnmapBlockDescriptor, and the registry behind scsi.NewBackingStore. None
-// of its SCSI engine, its LUN maps or its iSCSI daemon runs.
+// The package uses gotgt's plug-in contract, api.BackingStore with api.UnmapBlockDescriptor,
+// and the registry of scsi.NewBackingStore. It does not run gotgt's SCSI engine, LUN maps or
+// iSCSI daemon.
 //
-// gotgt's own file store registers as "file" through the import below; a
-// program that imports other plug-ins can open those. The null store that comes
-// with it keeps nothing and is refused, for it has no size.
+// The import below registers gotgt's file store as "file". A program that imports other
+// plug-ins can open those, too. The import also registers the null store, which Open refuses
+// because it has no size.
 //
-// What gotgt does not promise, this package does not count on:
+// The package does not rely on anything that gotgt does not promise:
 //
-//   - gotgt calls a store from one goroutine per connection and takes no lock,
-//     while its stores say nothing about concurrency. Here, calls take turns.
-//   - A Read may come back short (gotgt fills up with zeros). Here, that is an
-//     error.
-//   - An Unmap may do nothing, as in all of gotgt's own stores. Here, a range
-//     reads as zeros afterwards.
-//   - A plug-in may panic. Here, that is an error, and the plug-in is not called
-//     again: what it left half done, and which locks it holds, nobody knows.
+//   - gotgt calls a store from one goroutine for each connection without a lock, and its
+//     stores say nothing about concurrency. This package calls a store from one goroutine at
+//     a time.
+//   - A Read may be short (gotgt appends zeros). This package returns an error.
+//   - An Unmap may do nothing, like that of gotgt's stores. This package makes the range read
+//     as zeros.
+//   - A plug-in may panic. This package returns an error, and does not call the plug-in again,
+//     because it may be in any state and hold locks.
 //
-// DataAdvise is never called: gotgt's implementation makes the system call 221,
-// which is fadvise64 on amd64 only (on arm64 it is execve).
+// The package never calls DataAdvise: gotgt's implementation makes the system call 221, which
+// is fadvise64 on amd64 only (on arm64 it is execve).
 //
-// Read returns memory that the plug-in allocates, so that this store, unlike
-// the others, allocates for every read and copies.
+// Read returns memory that the plug-in allocates, so this store, unlike the others, allocates
+// and copies for every read.
 package gotgt
 
 import (
@@ -48,30 +48,28 @@ import (
 	_ "github.com/iser-target/iser-target/backend/gotgt/gostorenv" // before gotgt
 )
 
-// Config describes a store of gotgt. The zero value of a field other than
-// Plugin and Path means its default.
+// Config describes a store of gotgt. The zero value of a field other than Plugin and Path
+// means its default.
 type Config struct {
-	Plugin  string // the name that the store registered with
+	Plugin  string // name that the store registered with
 	Path    string // for the plug-in's Open
 	Options string // for the plug-in's Init
-	// Size in octets, a multiple of BlockSize, which the plug-in's has to
-	// equal. Default: the plug-in's.
+	// Size in bytes, a multiple of BlockSize; the plug-in must report the same size. Default:
+	// the plug-in's size.
 	Size      int64
 	BlockSize uint32 // 512 or 4096; default 512
 	ReadOnly  bool
-	// Unmap tells that the plug-in's Unmap gives space back. Without it,
-	// Discard writes zeros.
+	// Unmap means that the plug-in's Unmap frees space. Without it, Discard writes zeros.
 	Unmap bool
 }
 
-// maxTransfer bounds the memory that zeroing and checking take, in octets.
+// maxTransfer bounds the memory of one Discard or Zero, in bytes.
 const maxTransfer = 1 << 20
 
 var zeros [maxTransfer]byte // never written to
 
-// quiet makes logrus, through which gotgt logs and which nothing else here
-// uses, a source of debug records of the default slog.Logger. What matters of
-// it is in the errors that the stores return as well.
+// quiet sends the log of gotgt, which uses logrus, to the default slog.Logger as debug
+// records: the stores return what matters as errors. Nothing else uses logrus.
 var quiet = sync.OnceFunc(func() {
 	logrus.SetOutput(io.Discard)
 	logrus.AddHook(toSlog{})
@@ -112,13 +110,13 @@ func Open(c Config) (backend.Store, error) {
 		s.info.DiscardGranularity = c.BlockSize
 	}
 	if bs := c.BlockSize; bs != 512 && bs != 4096 {
-		return fail(fmt.Errorf("block size %d: want 512 or 4096", bs)) // before anything is opened
+		return fail(fmt.Errorf("block size %d: must be 512 or 4096", bs)) // before anything is opened
 	}
 	quiet()
 	err := s.call("New", func() (err error) {
 		s.bs, err = scsi.NewBackingStore(c.Plugin)
 		if err == nil && s.bs == nil {
-			err = errors.New("the plug-in made no store")
+			err = errors.New("the plug-in returned no store")
 		}
 		s.dev.Storage = s.bs
 		return err
@@ -135,7 +133,7 @@ func Open(c Config) (backend.Store, error) {
 	err = s.call("Size", func() error {
 		size := s.bs.Size(s.dev)
 		if size > math.MaxInt64 {
-			return fmt.Errorf("%d octets are too many", size)
+			return fmt.Errorf("%d bytes are too many", size)
 		}
 		s.info.Size, s.dev.Size = int64(size), size
 		return nil
@@ -144,7 +142,7 @@ func Open(c Config) (backend.Store, error) {
 		err = s.info.Validate()
 	}
 	if err == nil && c.Size != 0 && c.Size != s.info.Size {
-		err = fmt.Errorf("has %d octets, but %d are configured: configure its size, or none to take the store's", s.info.Size, c.Size)
+		err = fmt.Errorf("the store has %d bytes, but %d are configured. Configure its size or no size", s.info.Size, c.Size)
 	}
 	if err != nil {
 		return fail(errors.Join(err, s.release()))
@@ -156,23 +154,26 @@ type store struct {
 	info backend.Info
 	name string
 	path string
-	dev  *api.SCSILu // what the plug-in's calls for opening and closing get
+	dev  *api.SCSILu // argument of the plug-in's Init, Open, Size, Close and Exit
 
 	mu       sync.Mutex // held over every call of the plug-in
 	bs       api.BackingStore
 	closed   bool
 	unsynced bool  // a DataSync has failed
-	panicked error // the plug-in is not called again
+	panicked error // not nil: do not call the plug-in again
 }
 
-// call calls the plug-in by f. A panic becomes an error and the last call.
+// call calls f, which calls the plug-in. It turns a panic into an error, and calls the plug-in
+// no more after one.
+//
+// Preconditions: s.mu is held, except in Open.
 func (s *store) call(name string, f func() error) (err error) {
 	if s.panicked != nil {
 		return s.panicked
 	}
 	defer func() {
 		if v := recover(); v != nil {
-			s.panicked = fmt.Errorf("gotgt store %q has panicked in %s and is not used any more: %v", s.name, name, v)
+			s.panicked = fmt.Errorf("gotgt store %q panicked in %s and is no longer used: %v", s.name, name, v)
 			err = s.panicked
 		}
 	}()
@@ -182,7 +183,9 @@ func (s *store) call(name string, f func() error) (err error) {
 	return nil
 }
 
-// check is what every call of the Store begins with.
+// check checks the state and the range of a call.
+//
+// Preconditions: s.mu is held.
 func (s *store) check(off, n int64, changes bool) error {
 	switch {
 	case s.closed:
@@ -209,8 +212,7 @@ func (s *store) ReadAt(p []byte, off int64) error {
 	})
 }
 
-// read has f look at the n octets at off. What f gets is its own until it
-// returns.
+// read calls f with the n bytes at off, which f may use until it returns.
 func (s *store) read(off, n int64, f func(b []byte) error) error {
 	if n == 0 {
 		return s.panicked
@@ -219,9 +221,9 @@ func (s *store) read(off, n int64, f func(b []byte) error) error {
 		b, err := s.bs.Read(off, n)
 		switch {
 		case err != nil:
-			return fmt.Errorf("%d octets at %d of %s: %w", n, off, s.path, err)
+			return fmt.Errorf("%d bytes at %d of %s: %w", n, off, s.path, err)
 		case int64(len(b)) != n:
-			return fmt.Errorf("%d octets at %d of %s: %d came: %w", n, off, s.path, len(b), io.ErrUnexpectedEOF)
+			return fmt.Errorf("%d bytes at %d of %s: got %d: %w", n, off, s.path, len(b), io.ErrUnexpectedEOF)
 		}
 		return f(b)
 	})
@@ -245,9 +247,9 @@ func (s *store) write(p []byte, off int64) error {
 		err := s.bs.Write(p, off)
 		switch {
 		case errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT):
-			return fmt.Errorf("%d octets at %d of %s: %w: %w", len(p), off, s.path, backend.ErrNoSpace, err)
+			return fmt.Errorf("%d bytes at %d of %s: %w: %w", len(p), off, s.path, backend.ErrNoSpace, err)
 		case err != nil:
-			return fmt.Errorf("%d octets at %d of %s: %w", len(p), off, s.path, err)
+			return fmt.Errorf("%d bytes at %d of %s: %w", len(p), off, s.path, err)
 		}
 		return nil
 	})
@@ -291,14 +293,14 @@ func (s *store) sync(off, n int64) error {
 	return err
 }
 
-// Discard implements backend.Store. What Unmap, if it is used at all, has left
-// is found by reading and overwritten, for no plug-in says what it leaves.
+// Discard implements backend.Store. No plug-in says what Unmap leaves, so Discard reads the
+// range after an Unmap and overwrites the rest with zeros.
 func (s *store) Discard(off, n int64) error {
 	return s.erase(off, n, func(off, n int64) error {
 		if s.info.DiscardGranularity == 0 {
 			return s.write(zeros[:n], off)
 		}
-		// Whole blocks only, as from gotgt: who knows how others are rounded.
+		// Whole blocks only, like gotgt: the rounding of others is not known.
 		bs := int64(s.info.BlockSize)
 		if first, last := (off+bs-1)/bs*bs, (off+n)/bs*bs; first < last {
 			if err := s.call("Unmap", func() error {
@@ -323,7 +325,7 @@ func (s *store) Zero(off, n int64) error {
 	return s.erase(off, n, func(off, n int64) error { return s.write(zeros[:n], off) })
 }
 
-// erase has f erase the range in pieces that end on multiples of maxTransfer.
+// erase calls f for pieces of the range, which end on multiples of maxTransfer.
 func (s *store) erase(off, n int64, f func(off, n int64) error) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -351,8 +353,7 @@ func (s *store) Close() error {
 	return errors.Join(s.sync(0, s.info.Size), s.release())
 }
 
-// release closes the plug-in's store. After a panic it stays open: to call it
-// again could hang.
+// release closes the plug-in's store, except after a panic: another call could hang.
 func (s *store) release() error {
 	if s.panicked != nil {
 		return nil

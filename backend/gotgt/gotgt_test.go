@@ -74,7 +74,7 @@ func TestInfo(t *testing.T) {
 	}
 }
 
-// plugin is a store of gotgt that a test can spoil.
+// A plugin is a store of gotgt that fails as a test requires.
 type plugin struct {
 	api.BackingStore // the methods that the tests do not expect
 	data             []byte
@@ -119,7 +119,7 @@ func (p *plugin) Read(off, n int64) ([]byte, error) {
 	return bytes.Clone(p.data[off : off+n]), p.called("Read")
 }
 
-// Unmap leaves something else than zeros, as a disk may.
+// Unmap leaves other data than zeros, like some disks.
 func (p *plugin) Unmap(d []api.UnmapBlockDescriptor) error {
 	p.unmapped = append(p.unmapped, d...)
 	for _, r := range d {
@@ -130,7 +130,7 @@ func (p *plugin) Unmap(d []api.UnmapBlockDescriptor) error {
 	return p.called("Unmap")
 }
 
-// register makes a new plugin what the name "test" opens.
+// register registers a new plugin under the name "test".
 func register() *plugin {
 	p := &plugin{data: make([]byte, 4<<20), fail: map[string]error{}, panics: map[string]bool{}}
 	scsi.RegisterBackingStore("test", func() (api.BackingStore, error) { return p, p.called("New") })
@@ -160,14 +160,14 @@ func TestPluginLife(t *testing.T) {
 		got += uint64(d.TL)
 	}
 	if got != 5<<19 {
-		t.Errorf("%d octets were unmapped, want %d", got, 5<<19)
+		t.Errorf("%d bytes were unmapped, want %d", got, 5<<19)
 	}
 	p.unmapped = nil
 	if err := s.Discard(100, 1000); err != nil {
 		t.Fatal(err)
 	}
 	if want := (api.UnmapBlockDescriptor{Offset: 512, TL: 512}); len(p.unmapped) != 1 || p.unmapped[0] != want {
-		t.Errorf("of octets 100 to 1100, %+v was unmapped, want %+v", p.unmapped, want)
+		t.Errorf("of bytes 100 to 1100, %+v was unmapped, want %+v", p.unmapped, want)
 	}
 	p.calls = p.calls[:4]
 	if err := s.Close(); err != nil {
@@ -194,8 +194,8 @@ func TestOpenRefusals(t *testing.T) {
 		{"BlockSize", gotgt.Config{Plugin: "test", BlockSize: 1000}, nil, "block size 1000", ""},
 		{"AbsentFile", gotgt.Config{Plugin: "file", Path: "/absent"}, nil, "no such file", ""},
 		{"NullStoreHasNoSize", gotgt.Config{Plugin: "null", Path: "x"}, nil, "size 0", ""},
-		{"OtherSize", gotgt.Config{Plugin: "test", Size: 512}, nil, "has 4194304 octets, but 512 are configured", "Size Close Exit"},
-		{"NegativeSize", gotgt.Config{Plugin: "test", Size: -512}, nil, "has 4194304 octets, but -512", "Size Close Exit"},
+		{"OtherSize", gotgt.Config{Plugin: "test", Size: 512}, nil, "has 4194304 bytes, but 512 are configured", "Size Close Exit"},
+		{"NegativeSize", gotgt.Config{Plugin: "test", Size: -512}, nil, "has 4194304 bytes, but -512", "Size Close Exit"},
 		{"NoMultiple", gotgt.Config{Plugin: "test"}, func(p *plugin) { p.size = 1000 }, "not a multiple", "Size Close Exit"},
 		{"Huge", gotgt.Config{Plugin: "test"}, func(p *plugin) { p.size = 1 << 63 }, "too many", "Size Close Exit"},
 		{"NewFails", gotgt.Config{Plugin: "test"}, func(p *plugin) { p.fail["New"] = io.ErrNoProgress }, "multiple Read calls", "New"},
@@ -248,12 +248,12 @@ func TestPluginErrors(t *testing.T) {
 			t.Errorf("%s healed: %v, want %v", name, err, want)
 		}
 
-		// After a panic the plug-in is left alone.
+		// After a panic the plug-in gets no more calls.
 		p = register()
 		s = open(t, config)
 		p.panics[name] = true
 		p.calls = nil
-		if err := call(s); err == nil || !strings.Contains(err.Error(), "panicked in "+name+" and is not used any more: oops") {
+		if err := call(s); err == nil || !strings.Contains(err.Error(), "panicked in "+name+" and is no longer used: oops") {
 			t.Errorf("%s panics: %v", name, err)
 		}
 		n := len(p.calls)
@@ -299,7 +299,7 @@ func TestPluginErrors(t *testing.T) {
 }
 
 // gotgt's file store logs a failed write; the caller has the error already.
-// logrus takes hold of stderr when it is initialised, hence a process for it.
+// logrus keeps the stderr of its initialization, so the test runs another process.
 func TestNothingOnStderr(t *testing.T) {
 	const child = "ISER_TARGET_TEST_CHILD"
 	if os.Getenv(child) == "" {

@@ -72,9 +72,9 @@ func TestMakeLUN(t *testing.T) {
 		want string
 		args string
 	}{
-		{cli.ExitError, "would be overwritten", "--path from.img --size 1MiB --preallocate"},
+		{cli.ExitError, "It was not overwritten", "--path from.img --size 1MiB --preallocate"},
 		{cli.ExitError, "more than the size", "--path d.img --size 512 --from from.img"},
-		{cli.ExitError, "a target serves it", "--path d.img --from a.img"},
+		{cli.ExitError, "locked by a target", "--path d.img --from a.img"},
 		{cli.ExitError, "no such file", "--path d.img --from none.img"},
 		{cli.ExitError, "no such file", "--path none/d.img --size 1MiB --preallocate"},
 		{cli.ExitUsage, "requires --size", "--path d.img --preallocate"},
@@ -241,7 +241,7 @@ func TestMakeLUNNoSpace(t *testing.T) {
 	dir := backendtest.Mount(t, "none", "tmpfs", "size=4m")
 	s := newStation(t)
 	path := filepath.Join(dir, "a")
-	s.says(t, cli.ExitError, "medium is full: 8388608 octets more are wanted, and 4194304 are free", "lun", "create", storeName, "--path", path, "--size", "8MiB", "--preallocate")
+	s.says(t, cli.ExitError, "medium is full: 8388608 more bytes are required, and 4194304 are free", "lun", "create", storeName, "--path", path, "--size", "8MiB", "--preallocate")
 	s.says(t, cli.ExitError, "Free space", "lun", "create", storeName, "--path", path, "--size", "8MiB", "--preallocate")
 	var st unix.Statfs_t
 	if err := unix.Statfs(dir, &st); err != nil || st.Bfree != st.Blocks || !empty(t, dir) {
