@@ -17,7 +17,6 @@ import (
 var unfinished = []string{
 	"cmd/iser-target",
 	"cmd/iser-target/daemon",
-	"backend", "backend/gotgt",
 	"iscsi", "iscsi/keys", "iscsi/tcp", "iser", "lun", "rdma", "rdma/wire",
 }
 

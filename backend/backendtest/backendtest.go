@@ -1,5 +1,5 @@
-// Package backendtest holds every implementation of backend.Store to the
-// contract that package backend states.
+// Package backendtest tests that an implementation of backend.Store keeps the contract that
+// package backend states. It also has stores that fail or hold calls, for other tests.
 package backendtest
 
 import (
@@ -15,13 +15,12 @@ import (
 	"github.com/iser-target/iser-target/backend"
 )
 
-// MinSize is the least size, in octets, of the stores that Run wants. It spans
-// several pages of every implementation.
+// MinSize is the least size of the stores that Run tests, in bytes. It spans several pages of
+// every implementation.
 const MinSize = 1 << 20
 
-// Run tests the Stores that open returns. Each of them must be new, so that
-// nothing was ever written to it, writable, and of at least MinSize octets.
-// Run closes them; to release what is below is for open, with t.Cleanup.
+// Run tests the Stores that open returns. Each must be new, never written to, writable, and
+// have at least MinSize bytes. Run closes them; open releases other resources with t.Cleanup.
 func Run(t *testing.T, open func(t *testing.T) backend.Store) {
 	for _, c := range []struct {
 		name string
@@ -49,7 +48,7 @@ func Run(t *testing.T, open func(t *testing.T) backend.Store) {
 			s := open(t)
 			info := s.Info()
 			if info.Size < MinSize {
-				t.Fatalf("the store has %d octets, the suite needs %d", info.Size, MinSize)
+				t.Fatalf("the store has %d bytes, the suite needs %d", info.Size, MinSize)
 			}
 			c.run(t, &suite{Store: s, info: info, span: MinSize})
 			if err := s.Close(); err != nil && !errors.Is(err, backend.ErrClosed) {
@@ -59,13 +58,12 @@ func Run(t *testing.T, open func(t *testing.T) backend.Store) {
 	}
 }
 
-// RunReadOnly tests the Stores that open returns: read-only ones of
-// len(content) octets that hold content.
+// RunReadOnly tests the Stores that open returns, which must be read-only and have content.
 func RunReadOnly(t *testing.T, open func(t *testing.T, content []byte) backend.Store) {
 	content := pattern(MinSize, 1)
 	s := open(t, content)
 	if info := s.Info(); !info.ReadOnly || info.Size != int64(len(content)) {
-		t.Fatalf("Info() = %+v, want read-only and %d octets", info, len(content))
+		t.Fatalf("Info() = %+v, want read-only and %d bytes", info, len(content))
 	}
 	if err := s.Info().Validate(); err != nil {
 		t.Error(err)
@@ -73,7 +71,7 @@ func RunReadOnly(t *testing.T, open func(t *testing.T, content []byte) backend.S
 	for name, change := range changes {
 		for _, r := range [][2]int64{{0, 512}, {1, 1}, {0, 0}, {-1, 1}, {int64(len(content)), 1}} {
 			if err := change(s, r[0], r[1]); !errors.Is(err, backend.ErrReadOnly) {
-				t.Errorf("%s of %d octets at %d: %v, want ErrReadOnly", name, r[1], r[0], err)
+				t.Errorf("%s of %d bytes at %d: %v, want ErrReadOnly", name, r[1], r[0], err)
 			}
 		}
 	}
@@ -101,7 +99,7 @@ func RunReadOnly(t *testing.T, open func(t *testing.T, content []byte) backend.S
 	}
 }
 
-// changes are the calls that change a Store, on n octets at off.
+// changes has the calls that change a Store, on n bytes at off.
 var changes = map[string]func(s backend.Store, off, n int64) error{
 	"WriteAt":      func(s backend.Store, off, n int64) error { return s.WriteAt(pattern(buffer(n), 9), off) },
 	"WriteDurable": func(s backend.Store, off, n int64) error { return s.WriteDurable(pattern(buffer(n), 9), off) },
@@ -109,14 +107,13 @@ var changes = map[string]func(s backend.Store, off, n int64) error{
 	"Zero":         backend.Store.Zero,
 }
 
-// buffer bounds the memory that a call with an absurd length takes; the length
-// of a slice cannot be negative.
+// buffer returns a buffer of n bytes, but limits its memory and takes a negative n for 0.
 func buffer(n int64) int { return int(max(0, min(n, 8<<20))) }
 
 type suite struct {
 	backend.Store
 	info backend.Info
-	span int64 // octets at the start of the store that are compared as a whole
+	span int64 // bytes at the start of the store that are compared as a whole
 }
 
 func testInfo(t *testing.T, s *suite) {
@@ -133,7 +130,7 @@ func testInfo(t *testing.T, s *suite) {
 	}
 }
 
-// testUnwritten checks that what was never written reads as zeros.
+// testUnwritten checks "Bytes that were never written [...] read as zeros."
 func testUnwritten(t *testing.T, s *suite) {
 	for off := int64(0); off < s.info.Size; off += s.span {
 		n := min(s.span, s.info.Size-off)
@@ -141,39 +138,39 @@ func testUnwritten(t *testing.T, s *suite) {
 	}
 	s.want(t, s.info.Size-1, []byte{0})
 
-	// Next to what was written, too.
+	// Also next to written bytes.
 	must(t, "WriteAt", s.WriteAt([]byte{1, 2, 3}, 70_001))
 	want := make([]byte, s.span)
 	copy(want[70_001:], []byte{1, 2, 3})
 	s.want(t, 0, want)
 }
 
-// testWriteThenRead checks that ReadAt and WriteAt take all of p at any byte offset and of any
-// length, and that WriteDurable writes as WriteAt does.
+// testWriteThenRead checks "Offsets and lengths are in bytes and need not be aligned",
+// "ReadAt fills p", "WriteAt writes all of p" and "WriteDurable does what WriteAt does".
 func testWriteThenRead(t *testing.T, s *suite) {
 	writes := map[string]func([]byte, int64) error{"WriteAt": s.WriteAt, "WriteDurable": s.WriteDurable}
 	for name, write := range writes {
 		for i, r := range ragged(s.info.Size) {
-			what := fmt.Sprintf("%s of %d octets at %d", name, r.n, r.off)
+			what := fmt.Sprintf("%s of %d bytes at %d", name, r.n, r.off)
 			p := pattern(int(r.n), uint64(i)+1)
 			must(t, what, write(p, r.off))
 			s.want(t, r.off, p)
 		}
 	}
-	// Zeros are data like any other.
+	// Zeros are data.
 	must(t, "WriteAt", s.WriteAt(pattern(8192, 3), 512))
 	must(t, "WriteAt", s.WriteAt(make([]byte, 4000), 1000))
 	want := pattern(8192, 3)
 	clear(want[1000-512 : 5000-512])
 	s.want(t, 512, want)
-	// The whole store in one piece.
+	// The whole store with one call.
 	p := pattern(int(s.span), 5)
 	must(t, "WriteAt", s.WriteAt(p, 0))
 	s.want(t, 0, p)
 }
 
-// testRange checks that an access that leaves [0, Size) fails with ErrRange and changes
-// nothing, and that an empty one within [0, Size] succeeds.
+// testRange checks "An access that leaves [0, Size) fails with ErrRange and changes nothing; an
+// empty one within [0, Size] succeeds."
 func testRange(t *testing.T, s *suite) {
 	size := s.info.Size
 	must(t, "WriteAt", s.WriteAt(pattern(int(s.span), 1), 0))
@@ -200,7 +197,7 @@ func testRange(t *testing.T, s *suite) {
 				continue // there is no slice of such a length
 			}
 			if err := call(s, r.off, r.n); !errors.Is(err, backend.ErrRange) {
-				t.Errorf("%s of %d octets at %d of %d: %v, want ErrRange", name, r.n, r.off, size, err)
+				t.Errorf("%s of %d bytes at %d of %d: %v, want ErrRange", name, r.n, r.off, size, err)
 			}
 		}
 		for _, off := range []int64{0, 1, size - 1, size} {
@@ -213,14 +210,14 @@ func testRange(t *testing.T, s *suite) {
 	s.want(t, size-s.span, before[s.span:])
 }
 
-// testErase checks that an erased range reads as zeros, and that nothing else changes.
+// testErase checks "The range always reads as zeros afterwards", and that nothing else changes.
 func testErase(t *testing.T, s *suite) {
 	for name, erase := range map[string]func(off, n int64) error{"Discard": s.Discard, "Zero": s.Zero} {
 		full := pattern(int(s.span), 7)
 		start := s.info.Size - s.span // so that the end of the store is within
 		for _, r := range ragged(s.span) {
 			must(t, "WriteAt", s.WriteAt(full, start))
-			must(t, fmt.Sprintf("%s of %d octets at %d", name, r.n, start+r.off), erase(start+r.off, r.n))
+			must(t, fmt.Sprintf("%s of %d bytes at %d", name, r.n, start+r.off), erase(start+r.off, r.n))
 			want := bytes.Clone(full)
 			clear(want[r.off : r.off+r.n])
 			s.want(t, start, want)
@@ -243,8 +240,8 @@ func testEraseWhole(t *testing.T, s *suite) {
 	}
 }
 
-// testSync checks that Sync succeeds, any number of times and among writes, and keeps the data.
-// The tests of the implementations check what it leaves on the medium.
+// testSync checks that Sync succeeds, any number of times and during writes, and keeps the data.
+// The tests of the implementations check the medium.
 func testSync(t *testing.T, s *suite) {
 	must(t, "Sync of nothing", s.Sync())
 	p := pattern(int(s.span), 2)
@@ -259,10 +256,10 @@ func testSync(t *testing.T, s *suite) {
 	for range 32 {
 		wg.Go(func() {
 			if err := s.Sync(); err != nil {
-				t.Errorf("Sync beside others: %v", err)
+				t.Errorf("Sync during other calls: %v", err)
 			}
 			if err := s.WriteDurable(p[:512], 0); err != nil {
-				t.Errorf("WriteDurable beside others: %v", err)
+				t.Errorf("WriteDurable during other calls: %v", err)
 			}
 		})
 	}
@@ -270,7 +267,7 @@ func testSync(t *testing.T, s *suite) {
 	s.want(t, 0, p)
 }
 
-// testLoans checks that a []byte is a loan that ends when the call returns.
+// testLoans checks "A Store uses a []byte only until the call returns."
 func testLoans(t *testing.T, s *suite) {
 	p := pattern(8192, 1)
 	must(t, "WriteAt", s.WriteAt(p, 4096))
@@ -289,14 +286,14 @@ func testLoans(t *testing.T, s *suite) {
 	}
 	clear(p)
 	s.want(t, 4096, pattern(8192, 2))
-	// Nothing outside p is touched.
+	// Bytes outside p do not change.
 	big := pattern(3*4096, 3)
 	must(t, "ReadAt", s.ReadAt(big[4096:8192:8192], 4096))
 	diff(t, "before p", big[:4096], pattern(3*4096, 3)[:4096])
 	diff(t, "after p", big[8192:], pattern(3*4096, 3)[8192:])
 }
 
-// testRandom checks that any sequence of calls does what it does to a []byte.
+// testRandom checks that any sequence of calls has the same effect as on a []byte.
 func testRandom(t *testing.T, s *suite) {
 	const seed = 20261101
 	rnd := rand.New(rand.NewPCG(seed, 0))
@@ -335,18 +332,18 @@ func testRandom(t *testing.T, s *suite) {
 		default:
 			what, err = "ReadAt", s.ReadAt(buf[:n], off)
 			if err == nil && !bytes.Equal(buf[:n], m) {
-				diff(t, fmt.Sprintf("seed %d, step %d: ReadAt of %d octets at %d", seed, i, n, off), buf[:n], m)
+				diff(t, fmt.Sprintf("seed %d, step %d: ReadAt of %d bytes at %d", seed, i, n, off), buf[:n], m)
 				t.FailNow()
 			}
 		}
-		must(t, fmt.Sprintf("seed %d, step %d: %s of %d octets at %d", seed, i, what, n, off), err)
+		must(t, fmt.Sprintf("seed %d, step %d: %s of %d bytes at %d", seed, i, what, n, off), err)
 	}
 	s.want(t, 0, model)
 }
 
-// testConcurrent calls the methods from several goroutines at the same time. Each owns a stripe
-// and finds there what it wrote, while others share the pages and blocks at the ragged ends of
-// the stripes.
+// testConcurrent checks "Its methods are safe for concurrent use": each goroutine owns a stripe
+// and finds its own changes there, while others use the pages and blocks at the unaligned ends
+// of the stripe.
 func testConcurrent(t *testing.T, s *suite) {
 	const workers, stripe = 16, 50_001
 	var wg sync.WaitGroup
@@ -392,8 +389,8 @@ func testConcurrent(t *testing.T, s *suite) {
 	wg.Wait()
 }
 
-// testOverlapping checks overlapping writes that run at the same time. Either may win, byte by
-// byte: after them, and for readers during them, every byte is from one of them.
+// testOverlapping checks "Of overlapping concurrent writes either may win, byte by byte": after
+// them and during them, every byte is that of one write.
 func testOverlapping(t *testing.T, s *suite) {
 	const n = 200_000
 	must(t, "WriteAt", s.WriteAt(bytes.Repeat([]byte{1}, n), 100))
@@ -404,7 +401,7 @@ func testOverlapping(t *testing.T, s *suite) {
 		}
 		for i, b := range got {
 			if b < 1 || b > 8 {
-				t.Errorf("octet %d is %#02x, which nobody wrote", i, b)
+				t.Errorf("byte %d is %#02x, which nobody wrote", i, b)
 				return
 			}
 		}
@@ -425,8 +422,8 @@ func testOverlapping(t *testing.T, s *suite) {
 	check()
 }
 
-// testExtent checks that what holds data is mapped, that the extents cover the store, and that
-// what is not mapped reads as zeros.
+// testExtent checks "Extent reports whether the byte at off takes space on the medium": data does,
+// the extents cover the store, and the rest reads as zeros.
 func testExtent(t *testing.T, s *suite) {
 	must(t, "WriteAt", s.WriteAt(pattern(300_000, 1), 100_000))
 	must(t, "WriteAt", s.WriteAt([]byte{1}, s.info.Size-1))
@@ -434,7 +431,7 @@ func testExtent(t *testing.T, s *suite) {
 	for off := int64(0); off < s.info.Size; {
 		mapped, n, err := backend.Extent(s.Store, off)
 		if err != nil || n <= 0 || n > s.info.Size-off {
-			t.Fatalf("Extent(%d) = %v, %d, %v of %d octets", off, mapped, n, err, s.info.Size)
+			t.Fatalf("Extent(%d) = %v, %d, %v of %d bytes", off, mapped, n, err, s.info.Size)
 		}
 		for at := off; !mapped && at < off+n; at += s.span {
 			s.want(t, at, make([]byte, min(s.span, off+n-at)))
@@ -460,7 +457,8 @@ func testExtent(t *testing.T, s *suite) {
 	}
 }
 
-// testUsage checks that data takes space, and that Discard takes no more.
+// testUsage checks "The bytes of space that the store takes": data takes space, and Discard takes
+// no more.
 func testUsage(t *testing.T, s *suite) {
 	const n = 1 << 20
 	usage := func() (used int64) {
@@ -479,11 +477,11 @@ func testUsage(t *testing.T, s *suite) {
 	must(t, "Sync", s.Sync()) // some file systems allocate space then
 	full := usage()
 	if full < n || full < before {
-		t.Errorf("%d octets with %d octets of data, %d before", full, n, before)
+		t.Errorf("%d bytes with %d bytes of data, %d before", full, n, before)
 	}
 	must(t, "Discard", s.Discard(0, n))
 	if used := usage(); used > full {
-		t.Errorf("%d octets after Discard, %d before", used, full)
+		t.Errorf("%d bytes after Discard, %d before", used, full)
 	}
 	must(t, "Close", s.Close())
 	if _, _, err := backend.Usage(s.Store); !errors.Is(err, backend.ErrClosed) {
@@ -491,17 +489,17 @@ func testUsage(t *testing.T, s *suite) {
 	}
 }
 
-// testPrefetch checks that Prefetch changes nothing that can be read.
+// testPrefetch checks that Prefetch changes no data.
 func testPrefetch(t *testing.T, s *suite) {
 	p := pattern(100_000, 1)
 	must(t, "WriteAt", s.WriteAt(p, 5000))
 	for _, r := range append(ragged(s.info.Size), extent{0, s.info.Size}, extent{0, 0}, extent{s.info.Size, 0}) {
-		must(t, fmt.Sprintf("Prefetch of %d octets at %d", r.n, r.off), backend.Prefetch(s.Store, r.off, r.n))
+		must(t, fmt.Sprintf("Prefetch of %d bytes at %d", r.n, r.off), backend.Prefetch(s.Store, r.off, r.n))
 	}
 	s.want(t, 5000, p)
 }
 
-// testCopy copies within the store, and between it and another one.
+// testCopy checks Copy within the store and between it and another one.
 func testCopy(t *testing.T, s *suite) {
 	other, err := backend.OpenMemory(backend.MemoryConfig{Size: MinSize})
 	must(t, "OpenMemory", err)
@@ -513,7 +511,7 @@ func testCopy(t *testing.T, s *suite) {
 		{0, half, half}, {half, 0, half}, {1, half + 3, half - 7}, {0, s.span - 1, 1}, {4096, half + 8192, 65536},
 		{512, half, 512}, {5, 5 + half, 0}, {s.span, 0, 0}, {0, 4096, 4096},
 	} {
-		what := fmt.Sprintf("Copy of %d octets from %d to %d", r.n, r.from, r.to)
+		what := fmt.Sprintf("Copy of %d bytes from %d to %d", r.n, r.from, r.to)
 		want := bytes.Clone(content)
 		copy(want[r.to:], content[r.from:][:r.n])
 		must(t, "WriteAt", s.WriteAt(content, 0))
@@ -538,7 +536,7 @@ func testCopy(t *testing.T, s *suite) {
 		{math.MaxInt64, 0, 1},
 	} {
 		if err := backend.Copy(s.Store, r.to, s.Store, r.from, r.n, buf); !errors.Is(err, backend.ErrRange) {
-			t.Errorf("Copy of %d octets from %d to %d: %v, want ErrRange", r.n, r.from, r.to, err)
+			t.Errorf("Copy of %d bytes from %d to %d: %v, want ErrRange", r.n, r.from, r.to, err)
 		}
 	}
 	s.want(t, 0, before)
@@ -550,8 +548,7 @@ func testCopy(t *testing.T, s *suite) {
 	}
 }
 
-// testClose checks that calls after Close fail with ErrClosed, and that Info alone still
-// answers.
+// testClose checks "Calls after Close fail with ErrClosed, except Info."
 func testClose(t *testing.T, s *suite) {
 	must(t, "WriteAt", s.WriteAt(pattern(4096, 1), 0))
 	must(t, "Close", s.Close())
@@ -574,8 +571,8 @@ func testClose(t *testing.T, s *suite) {
 	}
 }
 
-// testCloseUnderway checks that Close does not disturb calls in progress: they succeed or, if
-// Close was first, fail with ErrClosed.
+// testCloseUnderway checks "Calls in progress complete": they succeed or, if Close was first, fail
+// with ErrClosed.
 func testCloseUnderway(t *testing.T, s *suite) {
 	var wg sync.WaitGroup
 	started := make(chan struct{}, 8)
@@ -598,7 +595,7 @@ func testCloseUnderway(t *testing.T, s *suite) {
 				}
 				if err != nil {
 					if !errors.Is(err, backend.ErrClosed) {
-						t.Errorf("beside Close: %v", err)
+						t.Errorf("during Close: %v", err)
 					}
 					return
 				}
@@ -614,8 +611,8 @@ func testCloseUnderway(t *testing.T, s *suite) {
 
 type extent struct{ off, n int64 }
 
-// ragged returns ranges within [0, size) that begin and end on, just before
-// and just after the blocks and pages of every implementation.
+// ragged returns ranges within [0, size) that begin and end at, before and after the blocks
+// and pages of every implementation.
 func ragged(size int64) []extent {
 	rs := []extent{
 		{0, 1}, {0, 512}, {0, 4096}, {511, 2}, {512, 512}, {4095, 2}, {4096, 8192}, {4097, 8190}, {1, 4095},
@@ -628,12 +625,12 @@ func ragged(size int64) []extent {
 	return rs
 }
 
-// want fails unless the store holds want at off.
+// want fails unless the store has want at off.
 func (s *suite) want(t *testing.T, off int64, want []byte) {
 	t.Helper()
 	got := bytes.Repeat([]byte{0xee}, len(want)) // so that what is not filled is seen
 	must(t, "ReadAt", s.ReadAt(got, off))
-	diff(t, fmt.Sprintf("%d octets at %d", len(want), off), got, want)
+	diff(t, fmt.Sprintf("%d bytes at %d", len(want), off), got, want)
 }
 
 func must(t *testing.T, what string, err error) {
@@ -643,7 +640,7 @@ func must(t *testing.T, what string, err error) {
 	}
 }
 
-// diff reports where got and want part.
+// diff reports the first byte in which got and want differ.
 func diff(t *testing.T, what string, got, want []byte) {
 	t.Helper()
 	if bytes.Equal(got, want) {
@@ -651,18 +648,18 @@ func diff(t *testing.T, what string, got, want []byte) {
 	}
 	for i := range want {
 		if got[i] != want[i] {
-			t.Errorf("%s: octet %d is %#02x, want %#02x", what, i, got[i], want[i])
+			t.Errorf("%s: byte %d is %#02x, want %#02x", what, i, got[i], want[i])
 			return
 		}
 	}
 }
 
-// pattern returns n octets that depend on the seed; none of them is zero, so
-// that none can be mistaken for an unwritten one.
+// pattern returns n bytes that depend on the seed. None is zero, so that none equals an
+// unwritten byte.
 func pattern(n int, seed uint64) []byte { return fill(make([]byte, n), seed) }
 
 func fill(p []byte, seed uint64) []byte {
-	const odd = 0x0101010101010101 // sets the lowest bit of every octet
+	const odd = 0x0101010101010101 // sets the lowest bit of every byte
 	x := seed*0x9e3779b97f4a7c15 + 1
 	var word [8]byte
 	for rest := p; len(rest) > 0; {

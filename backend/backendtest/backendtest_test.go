@@ -69,7 +69,7 @@ func TestFaulty(t *testing.T) {
 				t.Errorf("with a hook: %v, want %v", err, bang)
 			}
 			if gotOp != op || op != Sync && (off != 1024 || n != 512) || op == Sync && (off != 0 || n != 0) {
-				t.Errorf("the hook saw %v of %d octets at %d", gotOp, n, off)
+				t.Errorf("the hook saw %v of %d bytes at %d", gotOp, n, off)
 			}
 			unchanged()
 			f.Hook(nil)

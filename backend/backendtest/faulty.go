@@ -6,11 +6,11 @@ import (
 	"github.com/iser-target/iser-target/backend"
 )
 
-// An Op names a call of backend.Store, or of what some Stores have beside it,
-// that can fail.
+// An Op names a method of backend.Store, or of an interface that some Stores have, that can
+// fail.
 type Op int
 
-// The methods of backend.Store, and of its optional interfaces.
+// The methods that can fail.
 const (
 	ReadAt Op = iota
 	WriteAt
@@ -31,13 +31,12 @@ func (o Op) String() string {
 		"Prefetch", "CopyFrom"}[o]
 }
 
-// Faulty is a Store that fails on demand. A call that fails does not reach
-// the Store below, with one exception: Close always does. All methods may be
-// called at the same time. The zero value of the unexported fields is ready;
-// use it as &Faulty{Store: s}.
+// Faulty is a Store that fails on demand. A call that fails does not reach the Store below,
+// except Close. All methods are safe for concurrent use. The zero value of the unexported
+// fields is ready: use &Faulty{Store: s}.
 //
-// Faulty injects what it is told and nothing else: that a failed Sync is final
-// is for the test to play.
+// Faulty injects only the errors that it is told: a test that needs the failure of Sync to be
+// final must make later calls fail, too.
 type Faulty struct {
 	backend.Store
 
@@ -55,7 +54,7 @@ func (f *Faulty) Fail(op Op, err error) {
 	f.errs[op] = err
 }
 
-// data are the calls that read or change what the Store has.
+// data has the methods that read or change data.
 var data = []Op{ReadAt, WriteAt, WriteDurable, Discard, Zero}
 
 // FailIO makes every later ReadAt, WriteAt, WriteDurable, Discard and Zero fail with err, or
@@ -66,17 +65,16 @@ func (f *Faulty) FailIO(err error) {
 	}
 }
 
-// Hook makes h run, without a lock held, before every later call that Fail has
-// not chosen, with the range of the call in octets (0, 0 for Sync and Close).
-// The call fails with what h returns unless that is nil. h may block, to hold
-// a call up. Hook(nil) ends it.
+// Hook makes every later call, unless Fail makes it fail, call h first without a lock held,
+// with the range of the call in bytes (0, 0 for Sync and Close). If h returns an error the call
+// fails with it. h may block to hold the call. Hook(nil) removes the hook.
 func (f *Faulty) Hook(h func(op Op, off, n int64) error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.hook = h
 }
 
-// Calls returns how often op was called, failed calls included.
+// Calls returns how often op was called, including failed calls.
 func (f *Faulty) Calls(op Op) int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -162,8 +160,7 @@ func (f *Faulty) Prefetch(off, n int64) error {
 	return backend.Prefetch(f.Store, off, n)
 }
 
-// CopyFrom implements backend.Copier. Between two Faulty it is that of the Stores
-// below them.
+// CopyFrom implements backend.Copier. Between two Faultys it copies between the Stores below.
 func (f *Faulty) CopyFrom(off int64, src backend.Store, srcOff, n int64) (int64, error) {
 	if err := f.call(CopyFrom, off, n); err != nil {
 		return 0, err
@@ -178,7 +175,7 @@ func (f *Faulty) CopyFrom(off int64, src backend.Store, srcOff, n int64) (int64,
 	return c.CopyFrom(off, src, srcOff, n)
 }
 
-// Close implements backend.Store. It releases the Store below in any case.
+// Close implements backend.Store. It closes the Store below even if it fails.
 func (f *Faulty) Close() error {
 	err := f.call(Close, 0, 0)
 	if below := f.Store.Close(); err == nil {

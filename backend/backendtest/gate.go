@@ -18,12 +18,12 @@ type Gate struct {
 	once    sync.Once
 }
 
-// Shut makes every later call of ops, of all that FailIO names if there are none, wait until
-// the gate that it returns is opened. It replaces an earlier gate, which still holds the calls
+// Shut makes every later call of ops, by default those of FailIO, wait until the gate that it
+// returns is opened. It replaces an earlier gate, which still holds the calls
 // that have reached it.
 func (f *Faulty) Shut(ops ...Op) *Gate { return f.ShutFrom(0, ops...) }
 
-// ShutFrom holds calls as Shut does, but only those whose range begins at or after byte from.
+// ShutFrom does what Shut does for calls whose range begins at or after byte from.
 func (f *Faulty) ShutFrom(from int64, ops ...Op) *Gate {
 	if len(ops) == 0 {
 		ops = data

@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Unavailable skips the test for want of something that the machine does not
-// give, and fails it where everything has to be tested.
+// Unavailable skips the test because the machine lacks something. It fails the test if the
+// environment requires all tests (ISER_TARGET_REQUIRE_INTEROP=1).
 func Unavailable(t testing.TB, format string, args ...any) {
 	t.Helper()
 	if os.Getenv("ISER_TARGET_REQUIRE_INTEROP") == "1" {
@@ -19,12 +19,12 @@ func Unavailable(t testing.TB, format string, args ...any) {
 	t.Skipf(format, args...)
 }
 
-// LoopDevice makes a block device of a new file with content and returns the
-// paths of both. The device goes when the test ends, or the test process.
+// LoopDevice creates a block device on a new file with content and returns the paths of both.
+// The device disappears when the test ends, or the test process.
 func LoopDevice(t testing.TB, content []byte, sector uint32, readOnly bool) (device, file string) {
 	t.Helper()
 	if os.Geteuid() != 0 {
-		Unavailable(t, "only root makes loop devices")
+		Unavailable(t, "only root can create loop devices")
 	}
 	file = filepath.Join(t.TempDir(), "loop.img")
 	if err := os.WriteFile(file, content, 0o600); err != nil {
@@ -45,7 +45,7 @@ func LoopDevice(t testing.TB, content []byte, sector uint32, readOnly bool) (dev
 	if readOnly {
 		config.Info.Flags |= unix.LO_FLAGS_READ_ONLY
 	}
-	for range 100 { // others look for free devices too
+	for range 100 { // other processes take free devices, too
 		n, err := unix.IoctlRetInt(int(control.Fd()), unix.LOOP_CTL_GET_FREE)
 		if err != nil {
 			Unavailable(t, "no free loop device: %v", err)

@@ -7,7 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Mount mounts a file system of that type and returns where, until the test ends.
+// Mount mounts a file system until the test ends and returns the mount point.
 func Mount(t testing.TB, source, fstype, options string) (dir string) {
 	t.Helper()
 	dir = t.TempDir()
@@ -22,14 +22,14 @@ func Mount(t testing.TB, source, fstype, options string) (dir string) {
 	return dir
 }
 
-// MakeFS makes a file system of that type on a new block device with so many octets.
-func MakeFS(t testing.TB, fstype string, octets int, args ...string) (device string) {
+// MakeFS creates a file system on a new block device of size bytes.
+func MakeFS(t testing.TB, fstype string, size int, args ...string) (device string) {
 	t.Helper()
 	mkfs, err := exec.LookPath("mkfs." + fstype)
 	if err != nil {
 		Unavailable(t, "%v", err)
 	}
-	device, _ = LoopDevice(t, make([]byte, octets), 512, false)
+	device, _ = LoopDevice(t, make([]byte, size), 512, false)
 	if out, err := exec.Command(mkfs, append(args, device)...).CombinedOutput(); err != nil {
 		t.Fatalf("%s: %v: %s", mkfs, err, out)
 	}

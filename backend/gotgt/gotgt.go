@@ -165,8 +165,6 @@ type store struct {
 
 // call calls f, which calls the plug-in. It turns a panic into an error, and calls the plug-in
 // no more after one.
-//
-// Preconditions: s.mu is held, except in Open.
 func (s *store) call(name string, f func() error) (err error) {
 	if s.panicked != nil {
 		return s.panicked
@@ -184,8 +182,6 @@ func (s *store) call(name string, f func() error) (err error) {
 }
 
 // check checks the state and the range of a call.
-//
-// Preconditions: s.mu is held.
 func (s *store) check(off, n int64, changes bool) error {
 	switch {
 	case s.closed:
