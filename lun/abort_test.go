@@ -10,9 +10,9 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 )
 
-// A command that was aborted stops between two steps: what it has not begun is
-// left as it is (SAM-5, section 7.3).
-func TestAborted(t *testing.T) {
+// An aborted command stops between two steps, and leaves untouched what it has not begun (SAM-5,
+// section 7.3).
+func TestAbortedCommandStopsBetweenSteps(t *testing.T) {
 	const size = 64 << 20
 	unmap := unhex("0026 0020 00000000  0000000000000000 00010000 00000000 0000000000010000 00010000 00000000")
 	for _, s := range []struct {
@@ -61,9 +61,9 @@ func TestAborted(t *testing.T) {
 	}
 }
 
-// Erased piece by piece, a range is as free as in one piece, whatever the
-// granularity of the store is.
-func TestErasedInSteps(t *testing.T) {
+// A range erased piece by piece is as free as one erased at once, whatever the granularity of the
+// store.
+func TestEraseInStepsFreesAsMuch(t *testing.T) {
 	for _, g := range []struct{ granularity, alignment int64 }{
 		{64 << 10, 0}, {64 << 10, 32256}, {192 << 10, 0}, {192 << 10, 512}, {24 << 20, 0}, {64 << 20, 1 << 20}, {64 << 10, backend.DiscardUnaligned},
 	} {
@@ -89,8 +89,8 @@ func TestErasedInSteps(t *testing.T) {
 	}
 }
 
-// All of a WRITE SAME is written, also where steps meet.
-func TestWriteSameInSteps(t *testing.T) {
+// WRITE SAME writes its whole range, also where steps meet.
+func TestWriteSameInStepsWritesAll(t *testing.T) {
 	r := newRig(t, setup{size: 40 << 20})
 	block := pattern(512, 9)
 	r.good(extentCDB(0x93, 0, 3, 70000), block)

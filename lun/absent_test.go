@@ -6,9 +6,9 @@ import (
 	"github.com/iser-target/iser-target/backend"
 )
 
-// A unit whose store is absent says who it is and is NOT READY; the unit that takes its
-// place is found there by the next command (SAM-5, section 5.14; SPC-4, section 5.6).
-func TestAbsentUnit(t *testing.T) {
+// A unit without a store reports its identity and is NOT READY. The next command finds the unit
+// that takes its place (SAM-5, section 5.14; SPC-4, section 5.6).
+func TestAbsentUnitIsNotReady(t *testing.T) {
 	r := newRig(t, setup{})
 	u, err := NewAbsent(0, Options{Identity: testIdentity})
 	if err != nil {
@@ -64,9 +64,9 @@ func TestAbsentUnit(t *testing.T) {
 	}
 }
 
-// A unit whose store is about to be there is BECOMING READY, and so are commands that end
-// because of that: initiators try again.
-func TestOpeningUnit(t *testing.T) {
+// A unit whose store is about to open is BECOMING READY, and so are commands that end because of
+// that: initiators try again.
+func TestOpeningUnitIsBecomingReady(t *testing.T) {
 	r := newRig(t, setup{})
 	between, err := NewOpening(512, Options{Identity: testIdentity})
 	if err != nil {

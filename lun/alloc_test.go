@@ -22,7 +22,7 @@ func newTransfer(op, flags byte, lba, octets int) *transfer {
 	return t
 }
 
-// run tells whether the command has ended with GOOD.
+// run reports whether the command ends with GOOD.
 func (t *transfer) run(n *Nexus, piece int) bool {
 	ok := n.Begin(&t.c)
 	for off := 0; ok && off < len(t.data); off += piece {

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// setGroups is SET TARGET PORT GROUPS with descriptors of four octets.
+// setGroups sends SET TARGET PORT GROUPS with descriptors of four bytes.
 func (r *prRig) setGroups(n *Nexus, descriptors string) result {
 	b := unhex("00000000" + descriptors)
 	return r.on(n, "a4 0a 00000000 000000"+hexOctet(len(b))+" 00 00", b)
@@ -21,16 +21,15 @@ func hexOctet(n int) string { return fmt.Sprintf("%02x", n) }
 // groups.
 func (r *prRig) wantGroups(n *Nexus, one, two string) {
 	r.t.Helper()
-	wantOctets(r.t, r.on(n, "a3 0a 00000000 000000ff 00 00", nil).in, unhex(`
+	wantBytes(r.t, r.on(n, "a3 0a 00000000 000000ff 00 00", nil).in, unhex(`
 		00000018
 		`+one[:2]+` 0f 0001 00 `+one[2:]+` 00 01 0000 0001
 		`+two[:2]+` 0f 0102 00 `+two[2:]+` 00 01 0000 0102`))
 }
 
-// served are the commands of the table in standby and, with always, in the
-// unavailable state (SPC-4, sections 5.11.2.5 and 5.11.2.6). Which of them are
-// served in standby beside those that have to be is ours to say: READ CAPACITY,
-// without which an initiator cannot get to know the disk.
+// served are the commands of the table in standby and, with always, in the unavailable state
+// (SPC-4, sections 5.11.2.5 and 5.11.2.6). The standard requires some in standby. The target adds
+// READ CAPACITY, which an initiator needs to know the disk.
 var served = map[string]string{
 	"INQUIRY":                          "always",
 	"REPORT LUNS":                      "always",
@@ -53,7 +52,7 @@ func TestSetTargetPortGroups(t *testing.T) {
 	r, a2 := newPortsRig(t, everything)
 	r.wantGroups(r.a, "0000", "0000")
 	wantGood(t, "non-optimized", r.setGroups(r.a, "01 00 0102"))
-	for _, n := range []*Nexus{r.b, r.c, r.see, a2} { // all but who has set it
+	for _, n := range []*Nexus{r.b, r.c, r.see, a2} { // all except the one that set it
 		wantSense(t, r.on(n, "00", nil), 0x6, 0x2a, 0x06)
 	}
 	for _, n := range []*Nexus{r.a, a2} {
@@ -91,7 +90,7 @@ func TestSetTargetPortGroups(t *testing.T) {
 			wantGood(t, "the other path", r.on(r.a, "2a 00 00000000 00 0001 00", make([]byte, 512)))
 		})
 	}
-	// The path that is to be used again can be asked by itself.
+	// The standby path itself accepts the command.
 	wantGood(t, "active/optimized", r.setGroups(a2, "00 00 0102"))
 	wantGood(t, "WRITE(10)", r.on(a2, "2a 00 00000000 00 0001 00", make([]byte, 512)))
 	for range 2 {
@@ -100,8 +99,8 @@ func TestSetTargetPortGroups(t *testing.T) {
 	}
 }
 
-// What cannot be set changes nothing.
-func TestSetTargetPortGroupsRefuses(t *testing.T) {
+// A refused SET TARGET PORT GROUPS changes nothing.
+func TestRefusedSetTargetPortGroupsChangesNothing(t *testing.T) {
 	r, _ := newPortsRig(t, Options{})
 	for descriptors, octet := range map[string]int{
 		"01 00 0001 04 00 0102": 8, // LOGICAL BLOCK DEPENDENT
@@ -120,8 +119,8 @@ func TestSetTargetPortGroupsRefuses(t *testing.T) {
 	wantGood(t, "TEST UNIT READY", r.on(r.b, "00", nil))
 }
 
-// States that were set survive a restart.
-func TestPortGroupsLast(t *testing.T) {
+// States of target port groups survive a restart.
+func TestPortGroupsSurviveRestart(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "settings.json")
 	s := openSettings(t, path)
 	r, _ := newPortsRig(t, Options{Settings: s})

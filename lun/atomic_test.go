@@ -26,7 +26,7 @@ func TestCompareAndWrite(t *testing.T) {
 		if res.dataOut != uint64(2*n) {
 			t.Errorf("DataOut %d, want %d", res.dataOut, 2*n)
 		}
-		wantOctets(t, r.good(extentCDB(0x88, 0, lba, count), nil), instead)
+		wantBytes(t, r.good(extentCDB(0x88, 0, lba, count), nil), instead)
 		for _, at := range []int{0, 1, 511, 512, n - 1} {
 			wrong := bytes.Clone(instead)
 			wrong[at] ^= 0x40
@@ -34,10 +34,10 @@ func TestCompareAndWrite(t *testing.T) {
 			if res.status != StatusCheckCondition {
 				t.Fatalf("a difference at %d was not found", at)
 			}
-			// VALID, MISCOMPARE, INFORMATION: the offset of the first octet that
+			// VALID, MISCOMPARE, INFORMATION: the offset of the first byte that
 			// differs, MISCOMPARE DURING VERIFY OPERATION
-			wantOctets(t, res.sense, unhex(fmt.Sprintf("f0 00 0e %08x 0a 00000000 1d 00 00 000000", at)))
-			wantOctets(t, r.good(extentCDB(0x88, 0, lba, count), nil), instead)
+			wantBytes(t, res.sense, unhex(fmt.Sprintf("f0 00 0e %08x 0a 00000000 1d 00 00 000000", at)))
+			wantBytes(t, r.good(extentCDB(0x88, 0, lba, count), nil), instead)
 		}
 	}
 	r := newRig(t, setup{})
@@ -46,15 +46,15 @@ func TestCompareAndWrite(t *testing.T) {
 	}
 	wantSense(t, r.run(extentCDB(0x89, 0, 2047, 2), nil), 0x5, 0x21, 0x00)
 	wantSense(t, r.run(extentCDB(0x89, 0, 2048, 0), nil), 0x5, 0x21, 0x00)
-	wantField(t, r.run(extentCDB(0x89, 0, 0, 1<<8), nil), 12, 0) // NUMBER OF LOGICAL BLOCKS has one octet
+	wantField(t, r.run(extentCDB(0x89, 0, 0, 1<<8), nil), 12, 0) // NUMBER OF LOGICAL BLOCKS has one byte
 	wantField(t, r.run(extentCDB(0x89, 0x20, 0, 1), nil), 1, 5)  // WRPROTECT
 	for _, short := range []int{0, 512, 1023} {
 		wantSense(t, r.run(extentCDB(0x89, 0, 0, 1), make([]byte, short)), 0x5, 0x0e, 0x03)
 	}
 }
 
-// Of many that compare with the same and write something else, one wins each
-// round, and no other write gets between its comparison and its write.
+// Of many commands that compare with the same data and write other data, one wins each round. No
+// other write comes between its comparison and its write.
 func TestCompareAndWriteIsAtomic(t *testing.T) {
 	const rivals, rounds = 8, 200
 	r := newRig(t, setup{size: 8 << 20})
@@ -91,9 +91,9 @@ func TestCompareAndWriteIsAtomic(t *testing.T) {
 	}
 }
 
-// While one command has a range for itself, those for it wait, and others do
-// not.
-func TestRangeIsKept(t *testing.T) {
+// While one command holds a range exclusively, others for that range wait, and those for other
+// ranges do not.
+func TestExclusiveRangeWaits(t *testing.T) {
 	for name, cdb := range map[string]string{
 		"COMPARE AND WRITE": extentCDB(0x89, 0, 4, 1),
 		"ORWRITE":           extentCDB(0x8b, 0, 4, 2),
@@ -159,7 +159,7 @@ func TestStripesOf(t *testing.T) {
 		{1 << 62, 1 << 61, ^stripeSet(0)}, {1<<63 - mib, mib, 1 << 63},
 	} {
 		if got := stripesOf(s.off, s.n); got != s.want {
-			t.Errorf("%d octets at %d: %#x, want %#x", s.n, s.off, got, s.want)
+			t.Errorf("%d bytes at %d: %#x, want %#x", s.n, s.off, got, s.want)
 		}
 	}
 }
@@ -190,7 +190,7 @@ func TestWriteAtomic(t *testing.T) {
 	r := newRig(t, setup{})
 	old, data := pattern(count*512, 1), pattern(count*512, 2)
 	r.good(extentCDB(0x8a, 0, 7, count), old)
-	// All or nothing: the store fails after it has written a part.
+	// All or nothing: the store fails after it wrote a part.
 	r.store.Hook(func(op backendtest.Op, off, n int64) error {
 		if op != backendtest.WriteAt {
 			return nil
@@ -202,13 +202,13 @@ func TestWriteAtomic(t *testing.T) {
 		return backend.ErrNoSpace
 	})
 	wantSense(t, r.run(extentCDB(0x9c, 0, 7, count), data), 0x7, 0x27, 0x07)
-	wantOctets(t, r.good(extentCDB(0x88, 0, 7, count), nil), old)
+	wantBytes(t, r.good(extentCDB(0x88, 0, 7, count), nil), old)
 	// The initiator sends less.
 	wantSense(t, r.run(extentCDB(0x9c, 0, 7, count), data[:count*512-1]), 0x5, 0x0e, 0x03)
-	wantOctets(t, r.good(extentCDB(0x88, 0, 7, count), nil), old)
+	wantBytes(t, r.good(extentCDB(0x88, 0, 7, count), nil), old)
 
 	r.good(extentCDB(0x9c, 0, 7, count), data)
-	wantOctets(t, r.good(extentCDB(0x88, 0, 7, count), nil), data)
+	wantBytes(t, r.good(extentCDB(0x88, 0, 7, count), nil), data)
 	if res := r.run(extentCDB(0x9c, 0, 7, 0), nil); res.status != StatusGood || res.dataOut != 0 {
 		t.Errorf("no blocks: %v", res)
 	}
@@ -236,9 +236,9 @@ func TestWriteAndVerify(t *testing.T) {
 			if r.store.Calls(backendtest.ReadAt) == 0 || r.store.Calls(backendtest.WriteAt) != 0 {
 				t.Error("the medium was not written, or not read")
 			}
-			wantOctets(t, r.good(extentCDB(0x28, 0, 5, 300), nil), data)
+			wantBytes(t, r.good(extentCDB(0x28, 0, 5, 300), nil), data)
 		}
-		// The medium does not keep what it was given.
+		// The medium does not keep the data.
 		r := newRig(t, setup{})
 		r.store.Hook(func(op backendtest.Op, off, _ int64) error {
 			if op == backendtest.ReadAt && off == 4096 {
@@ -251,14 +251,13 @@ func TestWriteAndVerify(t *testing.T) {
 		if res.status != StatusCheckCondition {
 			t.Fatal("a difference was not found")
 		}
-		wantOctets(t, res.sense, unhex(fmt.Sprintf("f0 00 0e %08x 0a 00000000 1d 00 00 000000", 4096+9)))
+		wantBytes(t, res.sense, unhex(fmt.Sprintf("f0 00 0e %08x 0a 00000000 1d 00 00 000000", 4096+9)))
 		wantField(t, r.run(extentCDB(op, 0x04, 0, 1), nil), 1, 2) // BYTCHK 10b
 		wantField(t, r.run(extentCDB(op, 0x80, 0, 1), nil), 1, 7) // WRPROTECT
 	}
 }
 
-// SBC-3, sections 5.13 and 5.14: a TRANSFER LENGTH of 0 is the rest of the
-// medium.
+// SBC-3, sections 5.13 and 5.14: a TRANSFER LENGTH of 0 means the rest of the medium.
 func TestPrefetch(t *testing.T) {
 	r := newRig(t, setup{})
 	var off, n int64
@@ -273,7 +272,7 @@ func TestPrefetch(t *testing.T) {
 		{extentCDB(0x90, 0, 0, 0), 0, 1 << 20},
 	} {
 		if res := r.run(s.cdb, nil); res.status != StatusGood || res.dataOut|res.dataIn != 0 || off != s.off || n != s.n {
-			t.Errorf("%s: %v, %d octets at %d", s.cdb, res, n, off)
+			t.Errorf("%s: %v, %d bytes at %d", s.cdb, res, n, off)
 		}
 	}
 }

@@ -2,8 +2,8 @@ package lun
 
 import "testing"
 
-// SAM-5, section 5.14: a unit attention comes before all other errors, once,
-// and INQUIRY, REPORT LUNS and REQUEST SENSE do not fail because of it.
+// SAM-5, section 5.14: a unit attention comes before all other errors, once. INQUIRY, REPORT LUNS
+// and REQUEST SENSE do not fail because of it.
 func TestUnitAttention(t *testing.T) {
 	r := newRig(t, setup{})
 	if err := r.inv.Add(1, newRig(t, setup{}).unit); err != nil {
@@ -21,7 +21,7 @@ func TestUnitAttention(t *testing.T) {
 				wantGood(t, row.name, tur(n, 0))
 			case row.op == 0x03: // REQUEST SENSE reports it as data, which clears it
 				wantGood(t, row.name, res)
-				wantOctets(t, res.in, unhex("70 00 06 00000000 0a 00000000 29 00 00 000000"))
+				wantBytes(t, res.in, unhex("70 00 06 00000000 0a 00000000 29 00 00 000000"))
 				wantGood(t, row.name, tur(n, 0))
 			default:
 				wantGood(t, row.name, res)
@@ -55,7 +55,7 @@ func TestUnitAttention(t *testing.T) {
 		n := r.inv.NewNexus(testPort)
 		res := do(n, &r.c, [8]byte{}, "03 01 0000 ff 00", nil, all)
 		wantGood(t, "REQUEST SENSE", res)
-		wantOctets(t, res.in, unhex("72 06 29 00 000000 00"))
+		wantBytes(t, res.in, unhex("72 06 29 00 000000 00"))
 	})
 	t.Run("resets", func(t *testing.T) {
 		by, other, late := r.login(), r.login(), r.inv.NewNexus(testPort)

@@ -24,7 +24,7 @@ func TestWindowsClusterUniqueID(t *testing.T) {
 	for _, page := range []string{"80", "83"} {
 		want := r.on(r.a, "12 01 "+page+" 00ff 00", nil).in
 		for _, n := range []*Nexus{r.b, r.c} {
-			wantOctets(t, r.on(n, "12 01 "+page+" 00ff 00", nil).in, want)
+			wantBytes(t, r.on(n, "12 01 "+page+" 00ff 00", nil).in, want)
 		}
 	}
 	// A designator of the logical unit of type 3 (NAA) has to be there.
@@ -33,8 +33,8 @@ func TestWindowsClusterUniqueID(t *testing.T) {
 	}
 }
 
-// Validate SCSI-3 Persistent Reservation: a node registers by all of its paths,
-// reserves, defends, and loses the disk to the node that takes over.
+// Validate SCSI-3 Persistent Reservation: a node registers by all of its paths, reserves,
+// defends, and loses the disk to the node that takes over.
 func TestWindowsClusterPersistentReservation(t *testing.T) {
 	r := newPRRig(t, setup{})
 	block := make([]byte, 512)
@@ -92,8 +92,8 @@ func TestWindowsClusterPersistentReservation(t *testing.T) {
 	wantGood(t, "WRITE(10) where nothing is reserved", r.on(r.b, write1, block))
 }
 
-// Validate disk arbitration: when the owner is gone all other nodes try to take
-// over at once, and one of them succeeds.
+// Validate disk arbitration: when the owner fails, all other nodes try to take over at once, and
+// one succeeds.
 func TestWindowsClusterArbitration(t *testing.T) {
 	r := newPRRig(t, setup{})
 	r.ok(r.a, prRegisterAndIgnore, 0, prList(0, keyA, 0))
@@ -127,8 +127,8 @@ func TestWindowsClusterArbitration(t *testing.T) {
 	r.wantReservation(writeExclusiveRO, uint64(100+winner))
 }
 
-// Validate Storage Spaces Persistent Reservation: all registered nodes hold the
-// disk, and it is reserved until the last of them has gone.
+// Validate Storage Spaces Persistent Reservation: all registered nodes hold the disk, which stays
+// reserved until the last of them unregisters.
 func TestWindowsClusterStorageSpaces(t *testing.T) {
 	r := newPRRig(t, setup{})
 	block := make([]byte, 512)

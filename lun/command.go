@@ -95,7 +95,7 @@ func (n *Nexus) Begin(c *Command) bool {
 		return false
 	}
 	if row.flags&exactData != 0 && c.Expected > c.DataOut {
-		return c.failCDB(lengthOctet(c.CDB), noField)
+		return c.failCDB(lengthOffset(c.CDB), noField)
 	}
 	return true
 }

@@ -6,8 +6,8 @@ import (
 	"testing"
 )
 
-// A Command is used again and again; nothing of the one before shows.
-func TestCommandReuse(t *testing.T) {
+// A reused Command shows nothing of the command before.
+func TestReusedCommandIsFresh(t *testing.T) {
 	r := newRig(t, setup{})
 	fresh := func(cdb string, out []byte) result {
 		return do(r.nexus, new(Command), [8]byte{}, cdb, out, all)
@@ -44,7 +44,7 @@ func TestCommandReuse(t *testing.T) {
 }
 
 // Fail ends a command on behalf of the transport, before and after Begin.
-func TestFail(t *testing.T) {
+func TestFailEndsCommand(t *testing.T) {
 	r := newRig(t, setup{})
 	check := func(c *Command) {
 		t.Helper()
@@ -68,7 +68,7 @@ func TestFail(t *testing.T) {
 	}
 	r.nexus.End(&c)
 	check(&c)
-	wantOctets(t, r.good("28 00 00000000 00 0002 00", nil), append(pattern(512, 1), make([]byte, 512)...))
+	wantBytes(t, r.good("28 00 00000000 00 0002 00", nil), append(pattern(512, 1), make([]byte, 512)...))
 }
 
 // Sessions come and go, units are reset, stopped and started while commands run.
@@ -109,8 +109,8 @@ func TestConcurrency(t *testing.T) {
 	}
 }
 
-// rowCDB is the shortest valid CDB of a row: an allocation length of 252 where
-// there is one, lengths of 0 or 1 block, and START.
+// rowCDB returns the shortest valid CDB of a row: an allocation length of 252 if it has one,
+// lengths of 0 or 1 block, and START.
 func rowCDB(row *command) []byte {
 	cdb := make([]byte, 16)
 	cdb[0] = row.op
@@ -147,5 +147,5 @@ func rowCDB(row *command) []byte {
 	return cdb
 }
 
-// rowData is data-out that goes with any rowCDB: for SANITIZE, one pass of zeros.
+// rowData is data-out for any rowCDB. For SANITIZE it is one pass of zeros.
 var rowData = append(unhex("01 00 0001"), make([]byte, 508)...)

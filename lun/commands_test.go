@@ -7,17 +7,17 @@ import (
 	"testing"
 )
 
-// The table against SPC-4 and SBC-3: the length of a CDB follows from the group
-// of its operation code (SPC-4, section 4.2.5.1), and no row is out of reach.
-func TestTable(t *testing.T) {
+// The table against SPC-4 and SBC-3: the group of the operation code gives the length of the CDB
+// (SPC-4, section 4.2.5.1), and lookup finds every row.
+func TestTableAgreesWithStandards(t *testing.T) {
 	for i := range commands {
 		row := &commands[i]
 		want := [...]int{6, 10, 10, 0, 16, 12, 0, 0}[row.op>>5]
 		if row.cdbLen() != want {
-			t.Errorf("%s: CDB of %d octets, want %d", row.name, row.cdbLen(), want)
+			t.Errorf("%s: CDB of %d bytes, want %d", row.name, row.cdbLen(), want)
 		}
 		if row.hasSA && row.usage[0]&saMask != saMask {
-			t.Errorf("%s: usage %#x of octet 1, want that of a service action", row.name, row.usage[0])
+			t.Errorf("%s: usage %#x of byte 1, want that of a service action", row.name, row.usage[0])
 		}
 		if row.begin == nil {
 			t.Errorf("%s cannot begin", row.name)
@@ -36,8 +36,8 @@ func TestTable(t *testing.T) {
 	}
 }
 
-// A bit that no row looks at is refused, and the field pointer names it.
-func TestReservedBits(t *testing.T) {
+// A set bit that no row evaluates is refused, and the field pointer names it.
+func TestReservedBitsAreRefused(t *testing.T) {
 	r := newRig(t, setup{opt: everything})
 	for _, row := range commands {
 		t.Run(row.name, func(t *testing.T) {
@@ -70,12 +70,12 @@ func TestUnknownCommands(t *testing.T) {
 	wantField(t, r.run("a3 0b", nil), 1, 4)
 }
 
-// UNMAP is there only where space can be given back, also on a read-only unit.
-func TestUnmapOfThickUnit(t *testing.T) {
+// Only units that can give space back have UNMAP, also if they are read-only.
+func TestThickUnitHasNoUnmap(t *testing.T) {
 	for _, readOnly := range []bool{false, true} {
 		r := newRig(t, setup{info: thick, opt: Options{ReadOnly: readOnly}})
 		wantSense(t, r.run("42 00 00000000 00 0008 00", make([]byte, 8)), 0x5, 0x20, 0x00)
-		wantOctets(t, r.good("a3 0c 01 42 0000 000000ff 00 00", nil), unhex("00 01 0000")) // SUPPORT: not supported
+		wantBytes(t, r.good("a3 0c 01 42 0000 000000ff 00 00", nil), unhex("00 01 0000")) // SUPPORT: not supported
 	}
 }
 
@@ -122,7 +122,7 @@ func TestReportOneOpcode(t *testing.T) {
 		{"allocation length 0", "a3 0c 01 28 0000 00000000 00 00", ""},
 	} {
 		t.Run(s.name, func(t *testing.T) {
-			wantOctets(t, r.run(s.cdb, nil).in, unhex(s.want))
+			wantBytes(t, r.run(s.cdb, nil).in, unhex(s.want))
 			wantGood(t, s.name, r.run(s.cdb, nil))
 		})
 	}
@@ -133,8 +133,8 @@ func TestReportOneOpcode(t *testing.T) {
 	}
 }
 
-// SPC-4, section 6.35, the all_commands parameter data: every row once, as the
-// one_command form has it.
+// SPC-4, section 6.35, the all_commands parameter data: every row once, as in the one_command
+// form.
 func TestReportAllOpcodes(t *testing.T) {
 	for name, s := range map[string]setup{"thin": {}, "thick": {info: thick}} {
 		t.Run(name, func(t *testing.T) {
@@ -150,7 +150,7 @@ func TestReportAllOpcodes(t *testing.T) {
 				}
 				b := r.good(cdb, nil)
 				if n := int(binary.BigEndian.Uint32(b)); n != len(b)-4 || n != rows*size {
-					t.Fatalf("COMMAND DATA LENGTH %d of %d octets, want %d rows of %d", n, len(b), rows, size)
+					t.Fatalf("COMMAND DATA LENGTH %d of %d bytes, want %d rows of %d", n, len(b), rows, size)
 				}
 				seen := map[string]bool{}
 				for d := b[4:]; len(d) > 0; d = d[size:] {
@@ -168,7 +168,7 @@ func TestReportAllOpcodes(t *testing.T) {
 						t.Errorf("%s: CTDP is wrong", id)
 					}
 					if timeouts {
-						wantOctets(t, d[8:20], unhex("000a 00 00 00000000 00000000"))
+						wantBytes(t, d[8:20], unhex("000a 00 00 00000000 00000000"))
 					}
 				}
 			}
@@ -180,7 +180,7 @@ func TestReportAllOpcodes(t *testing.T) {
 func TestReportTMFs(t *testing.T) {
 	r := newRig(t, setup{})
 	const supported = "da" // ATS, ATSS, CTSS, LURS, TRS; neither CACAS, QTS nor WAKES
-	wantOctets(t, r.good("a3 0d 00 000000 000000ff 00 00", nil), unhex(supported+"000000"))
-	wantOctets(t, r.good("a3 0d 80 000000 000000ff 00 00", nil), unhex(supported+"00000c"+strings.Repeat("00", 12)))
+	wantBytes(t, r.good("a3 0d 00 000000 000000ff 00 00", nil), unhex(supported+"000000"))
+	wantBytes(t, r.good("a3 0d 80 000000 000000ff 00 00", nil), unhex(supported+"00000c"+strings.Repeat("00", 12)))
 	wantField(t, r.run("a3 0d 00 000000 00000003 00 00", nil), 6, noField)
 }

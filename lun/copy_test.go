@@ -40,12 +40,12 @@ const (
 	cscdOne  = "e4 00 0000 01 03 00 08 3f000000000000ee 000000000000000000000000 00 000200" // LUN 1
 )
 
-// blocks is a segment descriptor 02h.
+// blocks returns a segment descriptor 02h.
 func blocks(from, to, count int, fromLBA, toLBA uint64) string {
 	return fmt.Sprintf("02 00 0018 %04x %04x 0000 %04x %016x %016x", from, to, count, fromLBA, toLBA)
 }
 
-// copyList is the parameter list of EXTENDED COPY with a list identifier.
+// copyList returns the parameter list of EXTENDED COPY with a list identifier.
 func copyList(id, usage int, cscds, segments []string) string {
 	c, s := strings.Join(cscds, ""), strings.Join(segments, "")
 	return fmt.Sprintf("%02x %02x %04x 00000000 %08x 00000000", id, usage<<3, len(unhex(c)), len(unhex(s))) + c + s
@@ -80,18 +80,18 @@ func TestExtendedCopy(t *testing.T) {
 	r.good(extentCDB(0x8a, 0, 7, count), data)
 	wantGood(t, "within a unit, and to another one", r.copy(copyList(0x21, 0, []string{cscdZero, cscdOne}, []string{
 		blocks(0, 1, count, 7, 2000), blocks(1, 0, 3, 2000, 2045), blocks(0, 0, 0, 0, 0)})))
-	wantOctets(t, r.read(1, 2000, count), data)
-	wantOctets(t, r.read(0, 2045, 3), data[:3*512])
-	wantOctets(t, r.read(0, 7, count), data)
+	wantBytes(t, r.read(1, 2000, count), data)
+	wantBytes(t, r.read(0, 2045, 3), data[:3*512])
+	wantBytes(t, r.read(0, 7, count), data)
 
-	// Copy status: once, and of this nexus only.
+	// Copy status: once, and only for this nexus.
 	status := func(n *Nexus) result {
 		return do(n, &r.c, [8]byte{}, "84 00 21 00000000000000 000000ff 00 00", nil, all)
 	}
 	wantField(t, status(r.rig.nexus), 2, noField)
 	res := status(r.nexus)
 	wantGood(t, "RECEIVE COPY STATUS", res)
-	wantOctets(t, res.in, unhex(`
+	wantBytes(t, res.in, unhex(`
 		00000008
 		01                    # HDD 0, completed without errors
 		0003                  # SEGMENTS PROCESSED
@@ -102,7 +102,7 @@ func TestExtendedCopy(t *testing.T) {
 	delete(r.nexus.list()[0].copies.of, 0) // from login
 	// LU ID TYPE and NUL mean nothing, and without a list identifier there is no status.
 	wantGood(t, "LU ID TYPE", r.copy(copyList(0, 3, []string{strings.Replace(cscdZero, "e4 00", "e4 e0", 1)}, []string{blocks(0, 0, 1, 7, 0)})))
-	wantOctets(t, r.read(0, 0, 1), data[:512])
+	wantBytes(t, r.read(0, 0, 1), data[:512])
 	wantField(t, do(r.nexus, &r.c, [8]byte{}, "84 00 00 00000000000000 000000ff 00 00", nil, all), 2, noField)
 	wantGood(t, "nothing to do", r.copy(copyList(0, 2, nil, nil)))
 	if res := do(r.nexus, &r.c, [8]byte{}, "83 00 0000000000000000 00000000 00 00", nil, all); res.status != StatusGood || res.dataOut != 0 {
@@ -113,7 +113,7 @@ func TestExtendedCopy(t *testing.T) {
 	wantField(t, do(r.nexus, &r.c, [8]byte{}, "84 01 0000000000000000 00000000 00 00", nil, all), 1, 4) // RECEIVE COPY DATA
 }
 
-// Ranges that overlap end up as if all had been read before anything is written.
+// Overlapping ranges end up as if the copy had read everything before it wrote.
 func TestExtendedCopyOverlap(t *testing.T) {
 	const count = 1500
 	for _, s := range [][2]uint64{{0, 1}, {1, 0}, {0, 512}, {500, 20}, {3, 3}} {
@@ -135,16 +135,16 @@ func TestExtendedCopyBlockSizes(t *testing.T) {
 	data := pattern(64*512, 1)
 	r.good(extentCDB(0x8a, 0, 16, 64), data)
 	wantGood(t, "source", r.copy(copyList(1, 2, []string{cscdZero, four}, []string{blocks(0, 1, 64, 16, 5)})))
-	wantOctets(t, r.read(1, 5, 8), data)
+	wantBytes(t, r.read(1, 5, 8), data)
 	dc := strings.Replace(blocks(0, 1, 2, 16, 100), "02 00", "02 02", 1)
 	wantGood(t, "destination", r.copy(copyList(1, 2, []string{cscdZero, four}, []string{dc})))
-	wantOctets(t, r.read(1, 100, 3), slices.Concat(data[:8192], make([]byte, 4096)))
+	wantBytes(t, r.read(1, 100, 3), slices.Concat(data[:8192], make([]byte, 4096)))
 	wantCopyAborted(t, r.copy(copyList(1, 2, []string{cscdZero, four}, []string{blocks(0, 1, 63, 16, 5)})), 0x26, 0x0a, 0)
 	wantListField(t, r.copy(copyList(1, 2, []string{cscdOne}, nil)), 16+29) // DISK BLOCK LENGTH
 }
 
-// Holes stay holes, and cost nothing.
-func TestExtendedCopyOfHoles(t *testing.T) {
+// Holes stay holes, and their copy writes nothing.
+func TestExtendedCopyKeepsHoles(t *testing.T) {
 	r := newCopyRig(t, setup{size: 1 << 30}, setup{})
 	wantGood(t, "WRITE", do(r.nexus, &r.c, [8]byte{0, 1}, extentCDB(0x8a, 0, 0, 4096), pattern(2<<20, 1), all))
 	reads := r.store.Calls(backendtest.ReadAt)
@@ -153,7 +153,7 @@ func TestExtendedCopyOfHoles(t *testing.T) {
 		t.Error("a hole was read")
 	}
 	res := do(r.nexus, &r.c, [8]byte{0, 1}, "9e 12 0000000000000000 00001000 00 00", nil, all)
-	wantOctets(t, res.in, unhex("00000014 00000000 0000000000000000 00001000 01 000000"))
+	wantBytes(t, res.in, unhex("00000014 00000000 0000000000000000 00001000 01 000000"))
 
 	through := newCopyRig(t, setup{size: 1 << 30}, setup{info: volatile, opt: Options{WriteThrough: true}})
 	wantGood(t, "EXTENDED COPY", through.copy(copyList(1, 2, []string{cscdZero, cscdOne}, []string{blocks(0, 1, 8, 0, 0)})))
@@ -187,7 +187,7 @@ func TestExtendedCopyList(t *testing.T) {
 		{"DESIGNATOR LENGTH", copyList(1, 0, []string{cscdZero, strings.Replace(cscdZero, "00 08 30", "00 15 30", 1)}, []string{seg}), [3]byte{5, 0x26, 0}, 16 + 32 + 7},
 		{"stream to stream", copyList(1, 0, []string{cscdZero}, []string{seg, "03" + seg[2:]}), [3]byte{5, 0x26, 0x09}, 0},
 		{"segment DESCRIPTOR LENGTH", copyList(1, 0, []string{cscdZero}, []string{strings.Replace(seg, "0018", "0014", 1)}), [3]byte{5, 0x26, 0}, 16 + 32 + 2},
-		{"three octets of a segment", copyList(1, 0, []string{cscdZero}, []string{seg, "02 00 00"}), [3]byte{5, 0x1a, 0}, 0},
+		{"three bytes of a segment", copyList(1, 0, []string{cscdZero}, []string{seg, "02 00 00"}), [3]byte{5, 0x1a, 0}, 0},
 		{"half a segment", copyList(1, 0, []string{cscdZero}, []string{seg, cut(seg, 20)}), [3]byte{5, 0x1a, 0}, 0},
 	} {
 		t.Run(s.name, func(t *testing.T) {
@@ -204,7 +204,7 @@ func TestExtendedCopyList(t *testing.T) {
 	wantGood(t, "the list that the others are made of", r.copy(good))
 }
 
-// What goes wrong with a segment is COPY ABORTED and says which it was.
+// An error in a segment is COPY ABORTED with the number of the segment.
 func TestExtendedCopyAborted(t *testing.T) {
 	ok := blocks(0, 0, 8, 0, 100)
 	two := func(segment string) string {
@@ -248,7 +248,7 @@ func TestExtendedCopyAborted(t *testing.T) {
 	r.other.store.Fail(backendtest.Extent, syscall.EIO)
 	wantCopyAborted(t, r.copy(two(blocks(1, 0, 8, 0, 0))), 0x0d, 0x01, 1)
 	res := do(r.nexus, &r.c, [8]byte{}, "84 00 09 00000000000000 0000000c 00 00", nil, all)
-	wantOctets(t, res.in, unhex(`
+	wantBytes(t, res.in, unhex(`
 		00000008
 		02                    # completed with errors
 		0001                  # SEGMENTS PROCESSED
@@ -275,12 +275,11 @@ func TestReceiveCopyOperatingParameters(t *testing.T) {
 		09 00 00              # granularity of segments: 512, of inline and held data
 		000000
 		02 02 e4              # IMPLEMENTED DESCRIPTOR LIST`)
-	wantOctets(t, r.good("84 03 00 00000000000000 000000ff 00 00", nil), want)
-	wantOctets(t, r.good("84 03 00 00000000000000 00000010 00 00", nil), want[:16])
+	wantBytes(t, r.good("84 03 00 00000000000000 000000ff 00 00", nil), want)
+	wantBytes(t, r.good("84 03 00 00000000000000 00000010 00 00", nil), want[:16])
 }
 
-// From file to file and within one, what is data is copied and what is a hole
-// stays one.
+// A copy from file to file or within one copies data as data, and holes as holes.
 func TestExtendedCopyFiles(t *testing.T) {
 	const size = 64 << 20
 	inv := NewInventory()
@@ -331,7 +330,7 @@ func TestExtendedCopyFiles(t *testing.T) {
 	}
 	status := do(r.nexus, &r.c, [8]byte{}, "84 00 01 00000000000000 000000ff 00 00", nil, all)
 	wantGood(t, "RECEIVE COPY STATUS", status)
-	wantOctets(t, status.in, unhex("00000008 01 0001 00 01000000"))
+	wantBytes(t, status.in, unhex("00000008 01 0001 00 01000000"))
 }
 
 // SAM-5, section 7.3: an aborted copy stops at the end of a step.
@@ -343,7 +342,7 @@ func TestExtendedCopyIsAborted(t *testing.T) {
 	for _, s := range []struct {
 		name    string
 		segment string
-		steps   int64 // octets that are copied at most
+		steps   int64 // most bytes that are copied
 	}{{"apart", blocks(0, 0, 65535, 0, 65535), maxCopyStep}, {"overlapping", blocks(0, 0, 65535, 0, 1), 256 << 10}} {
 		t.Run(s.name, func(t *testing.T) {
 			abort.Store(false)
@@ -358,20 +357,20 @@ func TestExtendedCopyIsAborted(t *testing.T) {
 			list := copyList(7, 2, []string{cscdZero}, []string{s.segment, s.segment})
 			wantSense(t, r.copy(list), 0xb, 0x00, 0x00)
 			if copied != s.steps {
-				t.Errorf("%d octets were copied, want %d", copied, s.steps)
+				t.Errorf("%d bytes were copied, want %d", copied, s.steps)
 			}
 			res := do(r.nexus, &r.c, [8]byte{}, "84 00 07 00000000000000 000000ff 00 00", nil, all)
-			wantOctets(t, res.in, unhex(fmt.Sprintf("00000008 02 0000 00 %08x", s.steps)))
+			wantBytes(t, res.in, unhex(fmt.Sprintf("00000008 02 0000 00 %08x", s.steps)))
 			wantSense(t, r.copy(list), 0xb, 0x00, 0x00) // aborted before it begins
 			if copied != s.steps {
-				t.Errorf("%d octets were copied by a command that was aborted before", copied-s.steps)
+				t.Errorf("%d bytes were copied by a command that was aborted before", copied-s.steps)
 			}
 		})
 	}
 }
 
-// SPC-4, section 6.4.3.2: a list identifier is one copy's at a time, whose
-// progress RECEIVE COPY STATUS tells.
+// SPC-4, section 6.4.3.2: a list identifier belongs to one copy at a time. RECEIVE COPY STATUS
+// reports its progress.
 func TestExtendedCopyInProgress(t *testing.T) {
 	r := newCopyRig(t, setup{size: 64 << 20}, setup{})
 	wantGood(t, "WRITE(16)", do(r.nexus, &r.c, [8]byte{}, extentCDB(0x8a, 0, 0, 16384), pattern(8<<20, 1), all))
@@ -393,16 +392,16 @@ func TestExtendedCopyInProgress(t *testing.T) {
 	<-held
 	status := "84 00 07 00000000000000 000000ff 00 00"
 	for range 2 {
-		wantOctets(t, do(r.nexus, &r.c, [8]byte{}, status, nil, all).in, unhex("00000008 00 0000 00 00400000"))
+		wantBytes(t, do(r.nexus, &r.c, [8]byte{}, status, nil, all).in, unhex("00000008 00 0000 00 00400000"))
 	}
 	wantSense(t, do(r.nexus, &r.c, [8]byte{}, cdb, list, all), 0x5, 0x00, 0x16) // OPERATION IN PROGRESS
 	close(let)
 	wantGood(t, "EXTENDED COPY", <-ended)
-	wantOctets(t, do(r.nexus, &r.c, [8]byte{}, status, nil, all).in, unhex("00000008 01 0001 00 00800000"))
+	wantBytes(t, do(r.nexus, &r.c, [8]byte{}, status, nil, all).in, unhex("00000008 01 0001 00 00800000"))
 }
 
-// Copies from each of two units to the other, and commands that want a range for
-// themselves, wait for one another in no circle.
+// Copies from each of two units to the other, and commands that hold a range exclusively, do not
+// wait for one another in a circle.
 func TestExtendedCopyBothWays(t *testing.T) {
 	r := newCopyRig(t, setup{size: 2 << 20}, setup{})
 	var wg sync.WaitGroup
@@ -426,8 +425,7 @@ func TestExtendedCopyBothWays(t *testing.T) {
 	wg.Wait()
 }
 
-// A copy under way stops where a WRITE would not be let to the destination any
-// more.
+// A copy in progress stops when the destination would refuse a WRITE.
 func TestExtendedCopyLosesDestination(t *testing.T) {
 	r := newCopyRig(t, setup{size: 64 << 20}, setup{})
 	wantGood(t, "WRITE(16)", do(r.nexus, &r.c, [8]byte{}, extentCDB(0x8a, 0, 0, 32768), pattern(16<<20, 1), all))
@@ -454,7 +452,7 @@ func TestExtendedCopyLosesDestination(t *testing.T) {
 			})
 			wantCopyAborted(t, r.copy(copyList(0, 3, []string{cscdZero}, []string{blocks(0, 0, 32768, 0, 65536)})), 0x0d, 0x01, 0)
 			if octets != maxCopyStep {
-				t.Errorf("%d octets were copied, want %d", octets, maxCopyStep)
+				t.Errorf("%d bytes were copied, want %d", octets, maxCopyStep)
 			}
 			r.store.Hook(nil)
 			r.unit.stopped.Store(false)
@@ -465,9 +463,8 @@ func TestExtendedCopyLosesDestination(t *testing.T) {
 	}
 }
 
-// What an initiator copies to a unit from which it is preempted is not written behind the
-// answer to PREEMPT AND ABORT, also when the EXTENDED COPY is a command of another unit
-// (SPC-4, section 5.13.11.2.6).
+// After the answer to PREEMPT AND ABORT, a copy of the preempted initiator writes nothing to the
+// unit, even if its EXTENDED COPY is a command for another unit (SPC-4, section 5.13.11.2.6).
 func TestExtendedCopyIsPreempted(t *testing.T) {
 	r := newCopyRig(t, setup{size: 64 << 20}, setup{})
 	const octets = 2 << 20
@@ -515,7 +512,8 @@ func TestExtendedCopyIsPreempted(t *testing.T) {
 	}
 }
 
-// A copy goes where commands of its own would be served (SPC-4, section 5.11.2).
+// A copy reaches a unit only if it would serve the initiator's own commands (SPC-4, section
+// 5.11.2).
 func TestExtendedCopyThroughStandby(t *testing.T) {
 	r := newCopyRig(t, setup{}, setup{})
 	wantGood(t, "SET TARGET PORT GROUPS", do(r.nexus, &r.c, [8]byte{0, 1}, "a4 0a 00000000 00000008 00 00", unhex("00000000 02 00 0001"), all))

@@ -5,8 +5,8 @@ import (
 	"testing"
 )
 
-// counted is do with what a transport counts; it returns what the unit has for the
-// transport of n.
+// counted runs a command like do, with the counts of a transport. It returns the counts of the
+// unit for the transport of n.
 func (r *rig) counted(n *Nexus, c *Command, cdb string, out []byte, aborted bool) Counts {
 	r.t.Helper()
 	res := do(n, c, [8]byte{}, cdb, out, all)
@@ -19,8 +19,8 @@ func (r *rig) counted(n *Nexus, c *Command, cdb string, out []byte, aborted bool
 	return r.unit.Counts()[n.transport]
 }
 
-// forget makes the counts of the unit and of the nexuses, which log in with commands that
-// nobody counts, zero.
+// forget sets the counts of the unit and of the nexuses to zero. Logins run commands that no test
+// counts.
 func (r *rig) forget(nexuses ...*Nexus) {
 	r.unit.counts = unitCounts{}
 	for _, n := range nexuses {
@@ -28,8 +28,8 @@ func (r *rig) forget(nexuses ...*Nexus) {
 	}
 }
 
-// Each kind of end is counted where it belongs, for the nexus and the unit.
-func TestCounts(t *testing.T) {
+// The nexus and the unit count each outcome in the right place.
+func TestCountsOfEachOutcome(t *testing.T) {
 	const read, write, unmap = "28000000000000000200", "2a000000000000000200", "42000000000000001800"
 	r := newRig(t, setup{})
 	other := r.login()
@@ -90,7 +90,7 @@ func TestCounts(t *testing.T) {
 	}
 }
 
-// Nothing is lost between nexuses that count at the same time.
+// Nexuses that count at the same time lose nothing.
 func TestCountsOfManyNexuses(t *testing.T) {
 	r := newRig(t, setup{})
 	const nexuses, commands = 2*countShards + 1, 50

@@ -15,9 +15,9 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 )
 
-// A state file that cannot be replaced leaves one line with its path and the
-// reason, beside the sense data.
-func TestUnkeptIsLogged(t *testing.T) {
+// A state file that cannot be replaced leaves one line with its path and the reason, in addition
+// to the sense data.
+func TestStateNotStoredIsReported(t *testing.T) {
 	fail := func(*os.File) error { return errors.New("injected") }
 	for name, refuse := range map[string]func(path string, log *slog.Logger){
 		"reservations": func(path string, log *slog.Logger) {
@@ -62,9 +62,9 @@ func TestUnkeptIsLogged(t *testing.T) {
 	}
 }
 
-// A store that fails leaves a line with the reason, which sense data has no room
-// for, but not one for each command.
-func TestTroubleIsLogged(t *testing.T) {
+// A failing store leaves a line with the reason, for which sense data have no room, but not one
+// for each command.
+func TestStoreFailureIsReportedOnceASecond(t *testing.T) {
 	var b bytes.Buffer
 	r := newRig(t, setup{opt: Options{Events: logEvents{slog.New(slog.NewTextHandler(&b, nil))}}})
 	wantLine := func(want string) {
@@ -86,8 +86,8 @@ func TestTroubleIsLogged(t *testing.T) {
 	wantLine(`target=\S+ lun=0 initiator=\S+ command=WRITE\(16\) lba=7 blocks=1 reason=".*" not_logged=9`)
 }
 
-// So does one that fails EXTENDED COPY, but not a unit that does not let it in.
-func TestCopyTroubleIsLogged(t *testing.T) {
+// So does a store that fails EXTENDED COPY, but not a unit that refuses the copy.
+func TestStoreFailureOfCopyIsReported(t *testing.T) {
 	var b bytes.Buffer
 	r := newCopyRig(t, setup{opt: Options{Events: logEvents{slog.New(slog.NewTextHandler(&b, nil))}}}, setup{info: volatile})
 	fail := func(what, want string) {
@@ -113,8 +113,8 @@ func TestCopyTroubleIsLogged(t *testing.T) {
 	fail("the destination has gone", `^$`)
 }
 
-// Reservations by RESERVE leave a line whenever they change.
-func TestReserveIsLogged(t *testing.T) {
+// Each change of a reservation by RESERVE leaves a line.
+func TestReserveIsReported(t *testing.T) {
 	var b bytes.Buffer
 	r := newRig(t, setup{opt: Options{Events: logEvents{slog.New(slog.NewTextHandler(&b, nil))}}})
 	other := r.login()

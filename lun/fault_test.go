@@ -10,9 +10,9 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 )
 
-// What a store cannot do is reported, never swallowed: every command with
-// every call it makes, and every error that the contract of backend.Store has.
-func TestFaults(t *testing.T) {
+// Every failure of a store is reported: every command, with every call that it makes and every
+// error in the contract of backend.Store.
+func TestEveryStoreFailureIsReported(t *testing.T) {
 	cache := setup{info: volatile}
 	through := setup{info: volatile, opt: Options{WriteThrough: true}}
 	block := pattern(512, 1)
@@ -89,7 +89,7 @@ func TestFaults(t *testing.T) {
 }
 
 // A transfer that fails in its second piece ends there.
-func TestFaultInSecondPiece(t *testing.T) {
+func TestTransferEndsAtFailedPiece(t *testing.T) {
 	r := newRig(t, setup{})
 	fail := func(at backendtest.Op) func(op backendtest.Op, off, n int64) error {
 		return func(op backendtest.Op, off, n int64) error {
@@ -103,16 +103,16 @@ func TestFaultInSecondPiece(t *testing.T) {
 	res := r.run(extentCDB(0x2a, 0, 0, 64), pattern(64*512, 1))
 	wantSense(t, res, 0x3, 0x0c, 0x00)
 	if n := r.store.Calls(backendtest.WriteAt); res.consumed != 4096 || n != 2 {
-		t.Errorf("%d octets in %d writes, want 4096 in 2", res.consumed, n)
+		t.Errorf("%d bytes in %d writes, want 4096 in 2", res.consumed, n)
 	}
 	r.store.Hook(fail(backendtest.ReadAt))
 	res = r.run(extentCDB(0x28, 0, 0, 64), nil)
 	wantSense(t, res, 0x3, 0x11, 0x00)
-	wantOctets(t, res.in, pattern(64*512, 1)[:4096])
+	wantBytes(t, res.in, pattern(64*512, 1)[:4096])
 }
 
 // UNMAP stops at the first range that fails.
-func TestFaultInSecondRange(t *testing.T) {
+func TestUnmapStopsAtFailedRange(t *testing.T) {
 	r := newRig(t, setup{})
 	r.good(extentCDB(0x2a, 0, 0, 3), pattern(3*512, 1))
 	r.store.Hook(func(op backendtest.Op, off, _ int64) error {
@@ -126,11 +126,11 @@ func TestFaultInSecondRange(t *testing.T) {
 	wantSense(t, r.run("42 00 00000000 00 0038 00", list), 0x3, 0x0c, 0x00)
 	want := pattern(3*512, 1)
 	clear(want[:512])
-	wantOctets(t, r.good(extentCDB(0x28, 0, 0, 3), nil), want)
+	wantBytes(t, r.good(extentCDB(0x28, 0, 0, 3), nil), want)
 }
 
-// The inventory closes every unit and tells of every failure.
-func TestCloseFails(t *testing.T) {
+// The inventory closes every unit and returns every failure.
+func TestCloseReturnsEveryFailure(t *testing.T) {
 	r, other := newRig(t, setup{}), newRig(t, setup{})
 	r.add(1, other.unit)
 	r.store.Fail(backendtest.Close, backend.ErrUnsynced)

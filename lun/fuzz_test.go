@@ -11,7 +11,7 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 )
 
-// fuzzSetups are the kinds of units that FuzzCDB has to do with.
+// fuzzSetups are the kinds of units that FuzzCDB uses.
 var fuzzSetups = []setup{
 	{},
 	{info: volatile},
@@ -21,11 +21,10 @@ var fuzzSetups = []setup{
 	{info: volatile, opt: everything},
 }
 
-// FuzzCDB runs any CDB for any LUN on a unit of any kind, as a transport does:
-// in pieces of any allowed size, with an expected data transfer length that may
-// cut the data short, with a store that may fail. Whatever comes, the command
-// ends with a status, sense data that is well-formed, and lengths that are
-// bounded; a read-only unit stays as it is, and the Command can be used again.
+// FuzzCDB runs any CDB for any LUN on a unit of any kind, like a transport: in pieces of any
+// allowed size, with an expected data transfer length that may cut the data short, and with a
+// store that may fail. The command always ends with a status, well-formed sense data and bounded
+// lengths. A read-only unit stays as it is, and the Command can be reused.
 func FuzzCDB(f *testing.F) {
 	kinds := byte(len(fuzzSetups))
 	add := func(cdb []byte, data string) {
@@ -108,7 +107,7 @@ func FuzzCDB(f *testing.F) {
 		fuzzRun(t, r, lun, cdb, data, edtl, random)
 		r.store.Hook(nil)
 		if cap(r.c.buf) > MaxParameterList {
-			t.Errorf("the Command keeps %d octets", cap(r.c.buf))
+			t.Errorf("the Command keeps %d bytes", cap(r.c.buf))
 		}
 		if s.opt.ReadOnly {
 			after := make([]byte, 1<<20)
@@ -120,7 +119,7 @@ func FuzzCDB(f *testing.F) {
 			t.Errorf("INQUIRY afterwards: % x", in)
 		}
 		if cap(r.c.buf) > MaxParameterList {
-			t.Errorf("the Command keeps %d octets", cap(r.c.buf))
+			t.Errorf("the Command keeps %d bytes", cap(r.c.buf))
 		}
 	})
 }
@@ -136,7 +135,7 @@ func fuzzRun(t *testing.T, r *rig, lun [8]byte, cdb, data []byte, edtl uint32, r
 		case c.DataOut > 0 && c.DataIn > 0:
 			t.Fatalf("data both ways: %d out, %d in", c.DataOut, c.DataIn)
 		case total > maxTransfer || c.Whole && c.DataOut > MaxParameterList:
-			t.Fatalf("%d octets out, %d in, whole %v", c.DataOut, c.DataIn, c.Whole)
+			t.Fatalf("%d bytes out, %d in, whole %v", c.DataOut, c.DataIn, c.Whole)
 		}
 		total = min(total, uint64(edtl))
 		buf := make([]byte, total)

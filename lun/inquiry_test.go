@@ -29,10 +29,10 @@ func TestStandardInquiry(t *testing.T) {
 		0000 0000 0000 0000
 		00000000000000000000000000000000000000000000`)
 	r := newRig(t, setup{})
-	wantOctets(t, r.good("12 00 00 00ff 00", nil), want)
-	wantOctets(t, r.good("12 00 00 0200 00", nil), want)
+	wantBytes(t, r.good("12 00 00 00ff 00", nil), want)
+	wantBytes(t, r.good("12 00 00 0200 00", nil), want)
 	for _, n := range []int{0, 4, 5, 36, 95} {
-		wantOctets(t, r.good(fmt.Sprintf("12 00 00 %04x 00", n), nil), want[:n])
+		wantBytes(t, r.good(fmt.Sprintf("12 00 00 %04x 00", n), nil), want[:n])
 	}
 	wantField(t, r.run("12 00 80 00ff 00", nil), 2, noField) // a page code without EVPD
 	wantField(t, r.run("12 02 00 00ff 00", nil), 1, 1)       // CMDDT
@@ -43,7 +43,7 @@ func TestStandardInquiry(t *testing.T) {
 	}
 
 	want[1] = 0x80 // RMB
-	wantOctets(t, newRig(t, setup{opt: Options{Removable: true}}).good("12 00 00 00ff 00", nil), want)
+	wantBytes(t, newRig(t, setup{opt: Options{Removable: true}}).good("12 00 00 00ff 00", nil), want)
 
 	custom := newRig(t, setup{opt: Options{Vendor: "ACME", Product: "Disk", Revision: "9"}})
 	if got := string(custom.good("12 00 00 00ff 00", nil)[8:36]); got != "ACME    Disk            9   " {
@@ -177,9 +177,9 @@ func TestVPD(t *testing.T) {
 	} {
 		t.Run(s.name, func(t *testing.T) {
 			r, want := newRig(t, s.setup), unhex(s.want)
-			wantOctets(t, r.good("12 01 "+s.page+" 00ff 00", nil), want)
+			wantBytes(t, r.good("12 01 "+s.page+" 00ff 00", nil), want)
 			for n := range len(want) {
-				wantOctets(t, r.good(fmt.Sprintf("12 01 %s %04x 00", s.page, n), nil), want[:n])
+				wantBytes(t, r.good(fmt.Sprintf("12 01 %s %04x 00", s.page, n), nil), want[:n])
 			}
 		})
 	}
@@ -193,8 +193,8 @@ func TestVPD(t *testing.T) {
 	}
 }
 
-// The longest target name there is makes designators of less than 256 octets.
-func TestLongTargetName(t *testing.T) {
+// With the longest target name, designators have less than 256 bytes.
+func TestLongestTargetNameFitsDesignators(t *testing.T) {
 	r := newRig(t, setup{})
 	name := "iqn.2026-11.io.example:" + strings.Repeat("n", 200) // RFC 7143, section 4.2.7.1: at most 223
 	n := r.inv.NewNexus(Port{TargetName: name, TPGT: 0xffff})
@@ -207,7 +207,7 @@ func TestLongTargetName(t *testing.T) {
 	for d := res.in[4:]; len(d) > 0; d = d[4+int(d[3]):] {
 		if d[1]&0x0f == desSCSI {
 			if d[3]%4 != 0 || d[3+d[3]] != 0 {
-				t.Errorf("designator of %d octets is not padded", d[3])
+				t.Errorf("designator of %d bytes is not padded", d[3])
 			}
 			names = append(names, strings.TrimRight(string(d[4:][:d[3]]), "\x00"))
 		}
@@ -239,14 +239,14 @@ func TestReportLUNs(t *testing.T) {
 		for _, allocation := range []int{0, 8, 16, 39, 40, 1 << 20} {
 			res := run(report, allocation)
 			wantGood(t, "REPORT LUNS", res)
-			wantOctets(t, res.in, want[:min(len(want), allocation)])
+			wantBytes(t, res.in, want[:min(len(want), allocation)])
 		}
 	}
 	res := run(0x01, 255)
 	wantGood(t, "well known logical units", res)
-	wantOctets(t, res.in, make([]byte, 8))
+	wantBytes(t, res.in, make([]byte, 8))
 	wantField(t, run(0x10, 255), 2, noField)
 
 	// So does the nexus that was there before the units were added.
-	wantOctets(t, r.good("a0 00 00 000000 00000100 00 00", nil), want)
+	wantBytes(t, r.good("a0 00 00 000000 00000100 00 00", nil), want)
 }

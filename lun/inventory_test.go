@@ -27,9 +27,9 @@ func TestInventory(t *testing.T) {
 	}
 }
 
-// Logical units come and go while initiators are there (SPC-4, section 6.33, and
-// SAM-5, section 4.7.1): all of them hear of it once for each of their units, until
-// they ask with REPORT LUNS, and once by event.
+// Logical units come and go while initiators are logged in (SPC-4, section 6.33, and SAM-5,
+// section 4.7.1). Each initiator gets an attention once for each of its units, until it sends
+// REPORT LUNS, and one event.
 func TestInventoryChanges(t *testing.T) {
 	r := newRig(t, setup{})
 	n := r.login()
@@ -40,7 +40,7 @@ func TestInventoryChanges(t *testing.T) {
 		t.Helper()
 		res := do(n, &r.c, [8]byte{}, "a0 00 00 000000 00000100 00 00", nil, all)
 		wantGood(t, "REPORT LUNS", res)
-		wantOctets(t, res.in[8:], unhex(want))
+		wantBytes(t, res.in[8:], unhex(want))
 	}
 	two, one := newRig(t, setup{}), newRig(t, setup{})
 	if err := r.inv.Add(2, two.unit); err != nil {
@@ -69,7 +69,7 @@ func TestInventoryChanges(t *testing.T) {
 		t.Errorf("%d events, want one for each unit that can be seen; sees all: %t", len(events), n.SeesAll())
 	}
 
-	// A command that has begun goes on until the unit is closed.
+	// A command in progress continues until the unit is closed.
 	var c Command
 	c.LUN, c.CDB = [8]byte{0, 2}, append(unhex("2a 00 00000000 00 0001 00"), make([]byte, 6)...)
 	if !n.Begin(&c) {
@@ -132,7 +132,7 @@ func TestInventoryConcurrency(t *testing.T) {
 	}
 }
 
-// REPORT LUNS takes away no unit attention about a change that it does not tell of.
+// REPORT LUNS takes away no unit attention about a change that it does not report.
 func TestReportLUNsDuringChanges(t *testing.T) {
 	r := newRig(t, setup{})
 	const units, last = 4000, 5000
@@ -170,8 +170,8 @@ func TestReportLUNsDuringChanges(t *testing.T) {
 	t.Logf("%d reports of the list as it had been", stale)
 }
 
-// SetMask shows and hides a unit, and write protects it, while initiators are there
-// (SPC-4, section 6.33).
+// SetMask shows, hides and write protects a unit while initiators are logged in (SPC-4, section
+// 6.33).
 func TestSetMask(t *testing.T) {
 	r := newRig(t, setup{})
 	write := func() result { return r.run("2a 00 00000000 00 0001 00", make([]byte, 512)) }
@@ -201,8 +201,8 @@ func TestSetMask(t *testing.T) {
 	}
 }
 
-// SetPorts changes the target ports, and initiators hear of it (SPC-4, section
-// 5.11.2.1: ASYMMETRIC ACCESS STATE CHANGED).
+// SetPorts changes the target ports and notifies the initiators (SPC-4, section 5.11.2.1:
+// ASYMMETRIC ACCESS STATE CHANGED).
 func TestSetPorts(t *testing.T) {
 	r := newRig(t, setup{})
 	groups := func() int {
@@ -221,8 +221,8 @@ func TestSetPorts(t *testing.T) {
 	}
 }
 
-// What becomes due for a nexus as soon as the new unit knows of it is not lost to what it had
-// to hear of the old one.
+// An attention that the new unit raises for a nexus during Replace is not lost to those of the
+// old unit.
 func TestReplaceLosesNoAttention(t *testing.T) {
 	r := newRig(t, setup{})
 	for i := range 200 {
@@ -264,8 +264,8 @@ func TestReplaceLosesNoAttention(t *testing.T) {
 	}
 }
 
-// PREEMPT AND ABORT that has begun with a unit which is replaced then still ends the commands
-// of the preempted, which go on with that unit as well, and lets them hear of it.
+// PREEMPT AND ABORT that began in a unit that is then replaced still ends the commands of the
+// preempted nexuses, which continue in that unit, and notifies them.
 func TestPreemptAndAbortDuringReplace(t *testing.T) {
 	r := newPRRig(t, setup{}).registered()
 	r.ok(r.a, prReserve, writeExclusiveRO, prList(keyA, 0, 0))
@@ -334,7 +334,7 @@ func TestLUNField(t *testing.T) {
 	}
 }
 
-// SAM-5, section 5.13: commands for a LUN that there is not.
+// SAM-5, section 5.13: commands for a LUN that does not exist.
 func TestAbsentLUN(t *testing.T) {
 	r := newRig(t, setup{})
 	lun := [8]byte{0, 5}
@@ -357,5 +357,5 @@ func TestAbsentLUN(t *testing.T) {
 		t.Errorf("INQUIRY % x, want PERIPHERAL QUALIFIER 011b and type 1Fh", res.in)
 	}
 	res = do(r.nexus, &r.c, lun, "03 00 0000 ff 00", nil, all)
-	wantOctets(t, res.in, unhex("70 00 05 00000000 0a 00000000 25 00 00 000000"))
+	wantBytes(t, res.in, unhex("70 00 05 00000000 0a 00000000 25 00 00 000000"))
 }

@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// A latency is in the bucket that its bounds say, the upper one included.
+// A latency is in the bucket between its bounds, of which the upper one belongs to it.
 func TestLatencyBuckets(t *testing.T) {
 	if first, last := LatencyBound(0), LatencyBound(LatencyBuckets-2); first != 1024 || last < 30*time.Second || last > 31*time.Second {
 		t.Errorf("bounds from %v to %v", first, last)
@@ -27,7 +27,7 @@ func TestLatencyBuckets(t *testing.T) {
 	}
 }
 
-// Each command counts once in each phase that it had, for its nexus and its unit.
+// The nexus and the unit count each command once in each phase that it had.
 func TestLatencies(t *testing.T) {
 	r := newRig(t, setup{})
 	other := r.login()
@@ -75,8 +75,7 @@ func TestLatencies(t *testing.T) {
 		[Phases]uint64{3, 3, 1, 3, 3})
 }
 
-// Nothing is lost between nexuses that count at the same time, the first of a shard
-// included.
+// Nexuses that count at the same time lose nothing, not even the first command of a shard.
 func TestLatenciesOfManyNexuses(t *testing.T) {
 	r := newRig(t, setup{})
 	const nexuses, commands = 2*countShards + 1, 50

@@ -20,14 +20,14 @@ func TestGetLBAStatus(t *testing.T) {
 		0000000000000000 00000080 01 000000   # deallocated
 		0000000000000080 00000080 00 000000   # mapped
 		0000000000000100 7fffff00 01 000000`)
-	wantOctets(t, r.good("9e 12 0000000000000000 00001000 00 00", nil), want)
+	wantBytes(t, r.good("9e 12 0000000000000000 00001000 00 00", nil), want)
 	// No more descriptors than there is room for, and the length says so.
 	want[3] = 0x14
-	wantOctets(t, r.good("9e 12 0000000000000000 00000018 00 00", nil), want[:24])
-	wantOctets(t, r.good("9e 12 0000000000000000 00000027 00 00", nil), want[:24])
-	wantOctets(t, r.good("9e 12 0000000000000000 00000004 00 00", nil), want[:4])
-	wantOctets(t, r.good("9e 12 0000000000000000 00000000 00 00", nil), nil)
-	wantOctets(t, r.good("9e 12 0000000000000085 00000018 00 00", nil), unhex(`
+	wantBytes(t, r.good("9e 12 0000000000000000 00000018 00 00", nil), want[:24])
+	wantBytes(t, r.good("9e 12 0000000000000000 00000027 00 00", nil), want[:24])
+	wantBytes(t, r.good("9e 12 0000000000000000 00000004 00 00", nil), want[:4])
+	wantBytes(t, r.good("9e 12 0000000000000000 00000000 00 00", nil), nil)
+	wantBytes(t, r.good("9e 12 0000000000000085 00000018 00 00", nil), unhex(`
 		00000014 00000000 0000000000000085 0000007b 00 000000`))
 	wantSense(t, r.run("9e 12 0000000080000000 00000018 00 00", nil), 0x5, 0x21, 0x00)
 	wantSense(t, r.run("9e 12 ffffffffffffffff 00000018 00 00", nil), 0x5, 0x21, 0x00)
@@ -35,7 +35,7 @@ func TestGetLBAStatus(t *testing.T) {
 
 	// More blocks than a descriptor can count.
 	huge := newRig(t, setup{size: 4 << 40})
-	wantOctets(t, huge.good("9e 12 0000000000000000 00001000 00 00", nil), unhex(`
+	wantBytes(t, huge.good("9e 12 0000000000000000 00001000 00 00", nil), unhex(`
 		00000034 00000000
 		0000000000000000 ffffffff 01 000000
 		00000000ffffffff ffffffff 01 000000
@@ -46,11 +46,11 @@ func TestGetLBAStatus(t *testing.T) {
 		r.good(extentCDB(0x8a, 0, uint64(i)*256, 1), bytes.Repeat([]byte{1}, 512))
 	}
 	if in := r.good("9e 12 0000000000000000 00010000 00 00", nil); len(in) != 8+256*16 {
-		t.Errorf("%d octets, want 256 descriptors", len(in))
+		t.Errorf("%d bytes, want 256 descriptors", len(in))
 	}
 }
 
-// A store that knows of no holes has none.
+// A store that does not know its holes reports only data.
 func TestGetLBAStatusWithoutMap(t *testing.T) {
 	m, err := backend.OpenMemory(backend.MemoryConfig{Size: 1 << 20})
 	if err != nil {
@@ -65,10 +65,10 @@ func TestGetLBAStatusWithoutMap(t *testing.T) {
 		t.Fatal(err)
 	}
 	res := do(r.login(), &r.c, [8]byte{0, 1}, "9e 12 0000000000000001 00001000 00 00", nil, all)
-	wantOctets(t, res.in, unhex("00000014 00000000 0000000000000001 000007ff 00 000000"))
+	wantBytes(t, res.in, unhex("00000014 00000000 0000000000000001 000007ff 00 000000"))
 }
 
-// oddStore is a store whose data and holes do not end with blocks.
+// An oddStore is a store whose data and holes do not end at block boundaries.
 type oddStore struct{ backend.Store }
 
 func (oddStore) Extent(off int64) (mapped bool, n int64, err error) {
@@ -81,7 +81,7 @@ func (oddStore) Extent(off int64) (mapped bool, n int64, err error) {
 	return false, 0, backend.ErrRange
 }
 
-// A block takes space when a part of it does.
+// A block takes space if a part of it does.
 func TestGetLBAStatusWithinBlocks(t *testing.T) {
 	m, err := backend.OpenMemory(backend.MemoryConfig{Size: 1 << 20})
 	if err != nil {
@@ -96,7 +96,7 @@ func TestGetLBAStatusWithinBlocks(t *testing.T) {
 		t.Fatal(err)
 	}
 	res := do(r.login(), &r.c, [8]byte{0, 1}, "9e 12 0000000000000000 00001000 00 00", nil, all)
-	wantOctets(t, res.in, unhex(`
+	wantBytes(t, res.in, unhex(`
 		00000054 00000000
 		0000000000000000 00000001 01 000000   # 0 to 512
 		0000000000000001 00000002 00 000000   # 512 to 1536: data at 1000 to 1100
@@ -105,7 +105,7 @@ func TestGetLBAStatusWithinBlocks(t *testing.T) {
 		000000000000000b 000007f5 01 000000`))
 }
 
-// The holes are those of the file.
+// The reported holes are those of the file.
 func TestGetLBAStatusOfFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "lun.img")
 	if err := os.WriteFile(path, nil, 0o600); err != nil {
@@ -130,18 +130,18 @@ func TestGetLBAStatusOfFile(t *testing.T) {
 	status := func() []byte {
 		return do(n, &r.c, lun, "9e 12 0000000000000000 00001000 00 00", nil, all).in
 	}
-	wantOctets(t, status(), unhex("00000014 00000000 0000000000000000 00002000 01 000000"))
+	wantBytes(t, status(), unhex("00000014 00000000 0000000000000000 00002000 01 000000"))
 	wantGood(t, "WRITE", do(n, &r.c, lun, extentCDB(0x8a, 0, 0x800, 0x1000), bytes.Repeat([]byte{1}, 2<<20), all))
 	unmap := unhex("0016 0010 00000000  0000000000001000 00000800 00000000")
 	wantGood(t, "UNMAP", do(n, &r.c, lun, "42 00 00000000 00 0018 00", unmap, all))
-	wantOctets(t, status(), unhex(`
+	wantBytes(t, status(), unhex(`
 		00000034 00000000
 		0000000000000000 00000800 01 000000
 		0000000000000800 00000800 00 000000
 		0000000000001000 00001000 01 000000`))
 }
 
-// SBC-3, sections 5.17 and 5.18: lists without an entry, of any format.
+// SBC-3, sections 5.17 and 5.18: empty lists, in any format.
 func TestReadDefectData(t *testing.T) {
 	r := newRig(t, setup{})
 	for _, s := range []struct{ cdb, want string }{
@@ -153,7 +153,7 @@ func TestReadDefectData(t *testing.T) {
 		{"b7 15 ffffffff 00000003 00 00", "00 15 00"}, // ADDRESS DESCRIPTOR INDEX beyond the end
 	} {
 		t.Run(strings.ReplaceAll(s.cdb, " ", ""), func(t *testing.T) {
-			wantOctets(t, r.good(s.cdb, nil), unhex(s.want))
+			wantBytes(t, r.good(s.cdb, nil), unhex(s.want))
 		})
 	}
 }

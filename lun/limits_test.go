@@ -12,15 +12,14 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 )
 
-// What the pages B0h and B2h and READ CAPACITY(16) say of provisioning is what
-// every backend does: a granule, and no less, is given back, and GET LBA STATUS
-// tells what takes space.
+// Every backend does what the pages B0h and B2h and READ CAPACITY(16) say about provisioning: it
+// gives back a granule, and nothing smaller, and GET LBA STATUS reports what takes space.
 func TestProvisioningIsTrue(t *testing.T) {
 	const size = 16 << 20
 	for _, s := range []struct {
 		name  string
-		open  func(t *testing.T) (s backend.Store, taken func() int64) // taken: octets on the medium; nil: nobody knows
-		holes bool                                                     // the backend knows of them
+		open  func(t *testing.T) (s backend.Store, taken func() int64) // taken: bytes on the medium; nil: unknown
+		holes bool                                                     // the backend knows them
 	}{
 		{"memory", func(t *testing.T) (backend.Store, func() int64) {
 			m, err := backend.OpenMemory(backend.MemoryConfig{Size: size})
@@ -41,7 +40,7 @@ func TestProvisioningIsTrue(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			return f, func() int64 { return octetsOf(t, path) }
+			return f, func() int64 { return bytesOnMedium(t, path) }
 		}, true},
 		{"block", func(t *testing.T) (backend.Store, func() int64) {
 			device, file := backendtest.LoopDevice(t, make([]byte, size), 512, false)
@@ -49,7 +48,7 @@ func TestProvisioningIsTrue(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			return b, func() int64 { return octetsOf(t, file) }
+			return b, func() int64 { return bytesOnMedium(t, file) }
 		}, false},
 	} {
 		t.Run(s.name, func(t *testing.T) {
@@ -68,7 +67,7 @@ func TestProvisioningIsTrue(t *testing.T) {
 			if in := r.good("9e 10 0000000000000000 00000020 00 00", nil); in[14]&0xc0 != 0xc0 {
 				t.Fatalf("READ CAPACITY(16): % x, want LBPME and LBPRZ", in)
 			}
-			wantOctets(t, r.good("12 01 b2 0040 00", nil), unhex("00 b2 0004 00 e4 02 00")) // LBPU, LBPWS, LBPWS10, LBPRZ; thin
+			wantBytes(t, r.good("12 01 b2 0040 00", nil), unhex("00 b2 0004 00 e4 02 00")) // LBPU, LBPWS, LBPWS10, LBPRZ; thin
 			limits := r.good("12 01 b0 0040 00", nil)
 			be := binary.BigEndian
 			granule, alignment := uint64(be.Uint32(limits[28:])), uint64(be.Uint32(limits[32:])&^(1<<31))
@@ -105,9 +104,9 @@ func TestProvisioningIsTrue(t *testing.T) {
 			unmap(at(1), granule)
 			r.good(extentCDB(0x93, wsUnmap, at(3), granule), make([]byte, 512))
 			if got := full - synced(); got < int64(granule*512) {
-				t.Errorf("two granules were unmapped, and %d octets given back", got)
+				t.Errorf("two granules were unmapped, and %d bytes given back", got)
 			}
-			unmap(at(5), granule-1)                                       // a granule but for one block
+			unmap(at(5), granule-1)                                       // a granule except one block
 			r.good(extentCDB(0x93, 0, at(6), granule), make([]byte, 512)) // zeros that are to take space
 			copy(ones[1*granule*512:], make([]byte, granule*512))
 			copy(ones[3*granule*512:], make([]byte, granule*512))
@@ -128,8 +127,8 @@ func TestProvisioningIsTrue(t *testing.T) {
 	}
 }
 
-// octetsOf is what a file takes on the medium.
-func octetsOf(t *testing.T, path string) int64 {
+// bytesOnMedium returns the space that a file takes on the medium.
+func bytesOnMedium(t *testing.T, path string) int64 {
 	t.Helper()
 	var st syscall.Stat_t
 	if err := syscall.Stat(path, &st); err != nil {

@@ -21,10 +21,10 @@ func TestReportTargetPortGroups(t *testing.T) {
 		00 00 00    # STATUS CODE: none
 		01          # TARGET PORT COUNT
 		0000 0001   # RELATIVE TARGET PORT IDENTIFIER`
-	wantOctets(t, r.good("a3 0a 00000000 000000ff 00 00", nil), unhex("0000000c"+group))
-	wantOctets(t, r.good("a3 2a 00000000 000000ff 00 00", nil), unhex("00000010 10 00 0000"+group)) // RETURN DATA FORMAT 001b
-	wantOctets(t, r.good("a3 0a 00000000 00000004 00 00", nil), unhex("0000000c"))
-	wantOctets(t, r.good("a3 0a 00000000 00000000 00 00", nil), nil)
+	wantBytes(t, r.good("a3 0a 00000000 000000ff 00 00", nil), unhex("0000000c"+group))
+	wantBytes(t, r.good("a3 2a 00000000 000000ff 00 00", nil), unhex("00000010 10 00 0000"+group)) // RETURN DATA FORMAT 001b
+	wantBytes(t, r.good("a3 0a 00000000 00000004 00 00", nil), unhex("0000000c"))
+	wantBytes(t, r.good("a3 0a 00000000 00000000 00 00", nil), nil)
 	wantField(t, r.run("a3 4a 00000000 000000ff 00 00", nil), 1, 6)
 }
 
@@ -45,7 +45,7 @@ func TestLogSense(t *testing.T) {
 			ff 00                   # temperature unknown`},
 		{"cut", "4d 00 40 00 00 0000 0005 00", "00 00 0006 00"},
 	} {
-		t.Run(s.name, func(t *testing.T) { wantOctets(t, r.good(s.cdb, nil), unhex(s.want)) })
+		t.Run(s.name, func(t *testing.T) { wantBytes(t, r.good(s.cdb, nil), unhex(s.want)) })
 	}
 	wantField(t, r.run("4d 00 4d 00 00 0000 00ff 00", nil), 2, 5)       // Temperature
 	wantField(t, r.run("4d 00 4d ff 00 0000 00ff 00", nil), 2, 5)       // and its subpages
@@ -56,7 +56,7 @@ func TestLogSense(t *testing.T) {
 	wantField(t, r.run("4d 01 40 00 00 0000 00ff 00", nil), 1, 0) // SP
 }
 
-// SPC-4, sections 7.3.6 and 7.3.9: what the unit has counted, of all its nexuses.
+// SPC-4, sections 7.3.6 and 7.3.9: the counts of the unit over all its nexuses.
 func TestLogCounters(t *testing.T) {
 	r := newRig(t, setup{})
 	other := r.login()
@@ -96,7 +96,7 @@ func TestLogCounters(t *testing.T) {
 		{"statistics from parameter 2 on", "4d 00 59 00 00 0002 00ff 00", "99 00 0018" + times},
 		{"cut", "4d 00 59 00 00 0000 0006 00", "99 00 005c 0001"},
 	} {
-		t.Run(s.name, func(t *testing.T) { wantOctets(t, r.good(s.cdb, nil), unhex(s.want)) })
+		t.Run(s.name, func(t *testing.T) { wantBytes(t, r.good(s.cdb, nil), unhex(s.want)) })
 	}
 	wantField(t, r.run("4d 00 43 00 00 0007 00ff 00", nil), 5, noField)
 	wantField(t, r.run("4d 00 59 00 00 0004 00ff 00", nil), 5, noField)
@@ -113,17 +113,17 @@ func TestLogCounters(t *testing.T) {
 			0x2f: "af 00 0008 0000 03 04 00 00 ff 00",
 		} {
 			t.Run(fmt.Sprintf("%s of %02xh", name, page), func(t *testing.T) {
-				wantOctets(t, r.good(fmt.Sprintf("4d 00 %02x 00 00 0000 00ff 00", pc<<6|page), nil), unhex(want))
+				wantBytes(t, r.good(fmt.Sprintf("4d 00 %02x 00 00 0000 00ff 00", pc<<6|page), nil), unhex(want))
 			})
 		}
-		wantOctets(t, r.good(fmt.Sprintf("4d 00 %02x 00 00 0006 00ff 00", pc<<6|0x03), nil), unhex("83 00 000c 0006 22 08"+zero[:16]))
+		wantBytes(t, r.good(fmt.Sprintf("4d 00 %02x 00 00 0006 00ff 00", pc<<6|0x03), nil), unhex("83 00 000c 0006 22 08"+zero[:16]))
 		available := r.good("4d 00 4c 00 00 0000 00ff 00", nil)
-		wantOctets(t, r.good(fmt.Sprintf("4d 00 %02x 00 00 0000 00ff 00", pc<<6|0x0c), nil), available)
+		wantBytes(t, r.good(fmt.Sprintf("4d 00 %02x 00 00 0000 00ff 00", pc<<6|0x0c), nil), available)
 	}
 }
 
-// A command that a failed sanitize keeps out has read and written nothing: it is no
-// uncorrected error of the store.
+// A command that a failed sanitize refuses has read and written nothing: it does not count as an
+// uncorrected error.
 func TestSanitizeFailureIsNoErrorOfTheStore(t *testing.T) {
 	r := newRig(t, sanitizable)
 	r.store.Fail(backendtest.WriteAt, errors.New("injected"))
@@ -136,24 +136,24 @@ func TestSanitizeFailureIsNoErrorOfTheStore(t *testing.T) {
 		t.Errorf("%d MEDIUM ERRORs, want 2", n)
 	}
 	for _, page := range []string{"42", "43"} {
-		wantOctets(t, r.good("4d 00 "+page+" 00 00 0006 00ff 00", nil)[8:], make([]byte, 8))
+		wantBytes(t, r.good("4d 00 "+page+" 00 00 0006 00ff 00", nil)[8:], make([]byte, 8))
 	}
 }
 
-// SBC-3, section 6.4.5: a thin unit tells what it takes, if it can.
+// SBC-3, section 6.4.5: a thin unit reports the space that it takes, if the store knows it.
 func TestLogProvisioning(t *testing.T) {
 	const page = "4d 00 4c 00 00 0000 00ff 00"
 	r := newRig(t, setup{size: 1 << 30})
 	resources := func(available, used string) {
 		t.Helper()
-		wantOctets(t, r.good(page, nil), unhex("8c 00 0018 0001 03 08 "+available+" 02 000000 0002 03 08 "+used+" 01 000000"))
+		wantBytes(t, r.good(page, nil), unhex("8c 00 0018 0001 03 08 "+available+" 02 000000 0002 03 08 "+used+" 01 000000"))
 	}
 	resources("00200000", "00000000")
 	block := bytes.Repeat([]byte{1}, 512)
 	r.good("2a 00 00000000 00 0001 00", block)
 	r.good("2a 00 00010000 00 0001 00", block)
 	resources("001fff00", "00000100") // two pages of 64 KiB
-	wantOctets(t, r.good("4d 00 4c 00 00 0002 00ff 00", nil), unhex("8c 00 000c 0002 03 08 00000100 01 000000"))
+	wantBytes(t, r.good("4d 00 4c 00 00 0002 00ff 00", nil), unhex("8c 00 000c 0002 03 08 00000100 01 000000"))
 	r.good("42 00 00000000 00 0018 00", unhex("0016 0010 00000000 0000000000000000 00000080 00000000"))
 	resources("001fff80", "00000080")
 
@@ -168,7 +168,7 @@ func TestLogProvisioning(t *testing.T) {
 			}
 			wantField(t, r.run(page, nil), 2, 5)
 			wantField(t, r.run("4d 00 4c ff 00 0000 00ff 00", nil), 2, 5)
-			wantOctets(t, r.good("4d 00 40 00 00 0000 00ff 00", nil), unhex("00 00 0005 00 02 03 19 2f"))
+			wantBytes(t, r.good("4d 00 40 00 00 0000 00ff 00", nil), unhex("00 00 0005 00 02 03 19 2f"))
 		})
 	}
 }

@@ -7,7 +7,8 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 )
 
-// maskFor is access for initiators with that ending, and ReadWrite for others.
+// maskFor returns a mask with that access for initiators with that ending, and ReadWrite for
+// others.
 func maskFor(ending string, access Access) Mask {
 	return func(initiator string) Access {
 		if strings.HasSuffix(initiator, ending) {
@@ -17,8 +18,8 @@ func maskFor(ending string, access Access) Mask {
 	}
 }
 
-// A masked logical unit is none (SPC-4, sections 6.6.2 and 6.33; SAM-5, section
-// 5.11): neither to commands nor to task management.
+// A masked logical unit does not exist (SPC-4, sections 6.6.2 and 6.33; SAM-5, section 5.11),
+// neither for commands nor for task management.
 func TestMaskedUnit(t *testing.T) {
 	r := newRig(t, setup{})
 	inv := NewInventory()
@@ -45,9 +46,9 @@ func TestMaskedUnit(t *testing.T) {
 		on := func(lun byte, cdb string) result { return do(n, &r.c, [8]byte{1: lun}, cdb, nil, all) }
 		res := on(s.hide, "a0 00 00 000000 000000ff 00 00")
 		wantGood(t, "REPORT LUNS", res)
-		wantOctets(t, res.in, unhex(s.list))
+		wantBytes(t, res.in, unhex(s.list))
 		if res := on(s.hide, "12 00 00 00ff 00"); res.in[0] != 0x7f {
-			t.Errorf("%s: octet 0 of INQUIRY is %#x", s.port.InitiatorName, res.in[0])
+			t.Errorf("%s: byte 0 of INQUIRY is %#x", s.port.InitiatorName, res.in[0])
 		}
 		wantSense(t, on(s.hide, "12 01 83 00ff 00"), 0x5, 0x25, 0x00)
 		for i := range commands {
@@ -64,7 +65,7 @@ func TestMaskedUnit(t *testing.T) {
 	}
 }
 
-// Who may only read finds the medium protected, and nobody else does.
+// The medium is write protected for initiators with read-only access, and for no others.
 func TestReadOnlyNexus(t *testing.T) {
 	r := newRig(t, setup{opt: Options{Sanitize: true, Removable: true}})
 	inv := NewInventory()
@@ -106,10 +107,10 @@ func TestReadOnlyNexus(t *testing.T) {
 	wantGood(t, "WRITE(10) of another", do(a, &r.c, [8]byte{}, "2a 00 00000000 00 0001 00", make([]byte, 512), all))
 }
 
-// SBC-3, section 4.12: what is write protected is the medium. Whoever may only read can
-// reserve the unit, for how else would a cluster node read behind a reservation of
-// registrants only; set mode parameters; and start and stop the unit.
-func TestReadOnlyNexusAndTheUnit(t *testing.T) {
+// SBC-3, section 4.12: only the medium is write protected. An initiator with read-only access can
+// reserve the unit, because otherwise a cluster node could not read behind a reservation of
+// registrants only. It can set mode parameters, and start and stop the unit.
+func TestReadOnlyNexusMayReserveAndStop(t *testing.T) {
 	r := newPRRig(t, setup{info: volatile})
 	if err := r.inv.SetMask(0, maskFor(":c", ReadOnly)); err != nil {
 		t.Fatal(err)
@@ -144,8 +145,8 @@ func TestReadOnlyNexusAndTheUnit(t *testing.T) {
 	wantGood(t, "WRITE(10) of another", r.on(r.a, write, block))
 }
 
-// EXTENDED COPY writes where WRITE could, and finds what the initiator sees.
-func TestMaskedCopy(t *testing.T) {
+// EXTENDED COPY writes where WRITE could, and finds only what the initiator sees.
+func TestCopyRespectsMasks(t *testing.T) {
 	r := newCopyRig(t, setup{}, setup{})
 	for _, s := range []struct {
 		access Access
@@ -168,8 +169,8 @@ func TestMaskedCopy(t *testing.T) {
 	}
 }
 
-// A RESERVE that has begun when a mask takes the unit away reserves nothing: nobody would
-// ever end that.
+// A RESERVE that began before a mask takes the unit away reserves nothing: nobody would ever end
+// it.
 func TestReserveDuringMaskChange(t *testing.T) {
 	r := newPRRig(t, setup{})
 	c := Command{CDB: append(unhex("16 00 0000 00 00"), make([]byte, 10)...)}

@@ -15,8 +15,8 @@ const (
 	allow   = "1e 00 0000 00 00"
 )
 
-// wantNotReady wants that all commands that need the medium end with NOT READY, and no
-// others. START STOP UNIT is not tried.
+// wantNotReady checks that all commands that need the medium end with NOT READY, and no others.
+// It does not send START STOP UNIT.
 func (r *rig) wantNotReady(asc, ascq byte, nexuses ...*Nexus) {
 	r.t.Helper()
 	for _, n := range nexuses {
@@ -34,8 +34,8 @@ func (r *rig) wantNotReady(asc, ascq byte, nexuses ...*Nexus) {
 	}
 }
 
-// SBC-3, section 5.25: without a medium, what needs one fails for everybody,
-// and who has not loaded it hears that it is there again.
+// SBC-3, section 5.25: without a medium, commands that need one fail for all initiators. Those
+// that did not load it are notified when it is back.
 func TestEject(t *testing.T) {
 	r := newRig(t, setup{info: volatile, opt: Options{Removable: true}})
 	other := r.login()
@@ -46,7 +46,7 @@ func TestEject(t *testing.T) {
 		t.Errorf("%d syncs, want 1", n)
 	}
 	r.wantNotReady(0x3a, 0x02, r.nexus, other) // MEDIUM NOT PRESENT - TRAY OPEN
-	wantOctets(t, r.good("03 00 0000 ff 00", nil), unhex("70 00 02 00000000 0a 00000000 3a 02 00 000000"))
+	wantBytes(t, r.good("03 00 0000 ff 00", nil), unhex("70 00 02 00000000 0a 00000000 3a 02 00 000000"))
 	r.good(eject, nil)                                            // twice is no different
 	wantSense(t, r.run("1b 00 0000 01 00", nil), 0x2, 0x3a, 0x02) // START without LOEJ loads nothing
 	wantSense(t, r.run("1b 00 0000 00 00", nil), 0x2, 0x3a, 0x02)
@@ -61,15 +61,15 @@ func TestEject(t *testing.T) {
 	wantGood(t, "who did not", tur(other))
 	r.good(load, nil)
 	wantGood(t, "nothing was loaded", tur(other))
-	wantOctets(t, r.good(extentCDB(0x28, 0, 0, 1), nil), pattern(512, 1))
+	wantBytes(t, r.good(extentCDB(0x28, 0, 0, 1), nil), pattern(512, 1))
 
 	r.store.Fail(backendtest.Sync, backend.ErrUnsynced)
 	wantSense(t, r.run(eject, nil), 0x4, 0x0c, 0x00)
 	wantGood(t, "it is still there", tur(r.nexus))
 }
 
-// A removable medium is stopped by its ejection only, and there are no power
-// conditions but active: with one in the CDB, START and LOEJ mean nothing.
+// Only its ejection stops a removable medium. The only power condition is active: with one in the
+// CDB, START and LOEJ mean nothing.
 func TestRemovableWithoutEject(t *testing.T) {
 	r := newRig(t, setup{info: volatile, opt: Options{Removable: true}})
 	for _, b := range []int{0x00, 0x01, 0x04, 0x05} { // START, NO_FLUSH
@@ -82,8 +82,8 @@ func TestRemovableWithoutEject(t *testing.T) {
 	}
 }
 
-// SBC-3, section 5.15: removal is prevented as long as one nexus says so, until
-// a reset or the end of that nexus.
+// SBC-3, section 5.15: removal is prevented while one nexus prevents it, until a reset or the end
+// of that nexus.
 func TestPreventRemoval(t *testing.T) {
 	r := newRig(t, setup{opt: Options{Removable: true}})
 	other := r.login()
@@ -123,9 +123,9 @@ func TestPreventRemoval(t *testing.T) {
 	wantSense(t, fixed.run(prevent, nil), 0x5, 0x20, 0x00)
 }
 
-// SPC-4, section 5.13.11.2.6 h: who is preempted with PREEMPT AND ABORT prevents nothing
-// any more, as if it had allowed the removal; with PREEMPT it still does.
-func TestPreemptedAllowsRemoval(t *testing.T) {
+// SPC-4, section 5.13.11.2.6 h: PREEMPT AND ABORT ends the preempted nexus's prevention of
+// removal, as if it had allowed it. PREEMPT does not.
+func TestPreemptAndAbortAllowsRemoval(t *testing.T) {
 	for sa, prevented := range map[byte]bool{prPreempt: true, prPreemptAndAbort: false} {
 		r := newPRRig(t, setup{opt: Options{Removable: true}}).registered()
 		r.ok(r.a, prReserve, writeExclusiveRO, prList(keyA, 0, 0))
@@ -137,7 +137,7 @@ func TestPreemptedAllowsRemoval(t *testing.T) {
 			wantGood(t, "eject", res)
 		}
 
-		// Who is not preempted goes on preventing it.
+		// A nexus that is not preempted still prevents it.
 		r = newPRRig(t, setup{opt: Options{Removable: true}}).registered()
 		r.ok(r.a, prReserve, writeExclusiveRO, prList(keyA, 0, 0))
 		wantGood(t, "PREVENT", r.on(r.b, prevent, nil))

@@ -88,7 +88,7 @@ func TestModeSense(t *testing.T) {
 		{name: "6 of 4096", cdb: "1a 00 3f 00 0c 00", setup: setup{blockSize: 4096}, want: "43 00 10 08 00000100 00 001000"},
 	} {
 		t.Run(s.name, func(t *testing.T) {
-			wantOctets(t, newRig(t, s.setup).good(s.cdb, nil), unhex(s.want))
+			wantBytes(t, newRig(t, s.setup).good(s.cdb, nil), unhex(s.want))
 		})
 	}
 
@@ -137,7 +137,7 @@ func TestReadCapacity(t *testing.T) {
 		{name: "16 PMI", cdb: "9e 10 0000000000000001 00000008 01 00", want: "00000000000007ff"},
 	} {
 		t.Run(s.name, func(t *testing.T) {
-			wantOctets(t, newRig(t, s.setup).good(s.cdb, nil), unhex(s.want))
+			wantBytes(t, newRig(t, s.setup).good(s.cdb, nil), unhex(s.want))
 		})
 	}
 	r := newRig(t, setup{})
@@ -148,17 +148,17 @@ func TestReadCapacity(t *testing.T) {
 // SPC-4, section 6.39.
 func TestRequestSense(t *testing.T) {
 	r := newRig(t, setup{})
-	wantOctets(t, r.good("03 00 0000 ff 00", nil), unhex("70 00 00 00000000 0a 00000000 00 00 00 000000"))
-	wantOctets(t, r.good("03 00 0000 05 00", nil), unhex("70 00 00 0000"))
-	wantOctets(t, r.good("03 00 0000 00 00", nil), nil)
-	wantOctets(t, r.good("03 01 0000 ff 00", nil), unhex("72 00 00 00 000000 00"))
+	wantBytes(t, r.good("03 00 0000 ff 00", nil), unhex("70 00 00 00000000 0a 00000000 00 00 00 000000"))
+	wantBytes(t, r.good("03 00 0000 05 00", nil), unhex("70 00 00 0000"))
+	wantBytes(t, r.good("03 00 0000 00 00", nil), nil)
+	wantBytes(t, r.good("03 01 0000 ff 00", nil), unhex("72 00 00 00 000000 00"))
 	r.good("1b 00 0000 00 00", nil)
-	wantOctets(t, r.good("03 00 0000 ff 00", nil), unhex("70 00 02 00000000 0a 00000000 04 02 00 000000"))
-	wantOctets(t, r.good("03 01 0000 ff 00", nil), unhex("72 02 04 02 000000 00"))
+	wantBytes(t, r.good("03 00 0000 ff 00", nil), unhex("70 00 02 00000000 0a 00000000 04 02 00 000000"))
+	wantBytes(t, r.good("03 01 0000 ff 00", nil), unhex("72 02 04 02 000000 00"))
 }
 
-// SBC-3, section 5.25: commands that need the medium fail while it is stopped,
-// for all initiators; the others do not.
+// SBC-3, section 5.25: while the medium is stopped, commands that need it fail for all
+// initiators, and no others do.
 func TestStartStop(t *testing.T) {
 	r := newRig(t, setup{info: volatile})
 	other := r.login()
@@ -191,8 +191,8 @@ func (r *rig) modeSelect(ten bool, list string) result {
 	return r.run(fmt.Sprintf("15 10 0000 %02x 00", len(b)), b)
 }
 
-// WCE as it is set is what happens (SBC-3, section 6.5.4): without it, a write
-// is durable before its status, and what was written before, too.
+// The unit follows WCE (SBC-3, section 6.5.4): without it, a write is durable before its status,
+// and so is everything written before.
 func TestModeSelectCache(t *testing.T) {
 	r := newRig(t, setup{info: volatile})
 	other := r.login()
@@ -202,8 +202,8 @@ func TestModeSelectCache(t *testing.T) {
 	if n := r.store.Calls(backendtest.Sync); n != 1 {
 		t.Errorf("%d syncs, want 1", n)
 	}
-	wantOctets(t, r.good("1a 08 08 00 ff 00", nil), unhex("17 00 10 00"+cachingOff))
-	wantOctets(t, r.good("1a 08 88 00 ff 00", nil), unhex("17 00 10 00"+cachingOn)) // default
+	wantBytes(t, r.good("1a 08 08 00 ff 00", nil), unhex("17 00 10 00"+cachingOff))
+	wantBytes(t, r.good("1a 08 88 00 ff 00", nil), unhex("17 00 10 00"+cachingOn)) // default
 	r.good(extentCDB(0x2a, 0, 0, 1), block)
 	if w, d := r.store.Calls(backendtest.WriteAt), r.store.Calls(backendtest.WriteDurable); w != 1 || d != 1 {
 		t.Errorf("%d plain writes, %d durable ones; want 1 of each", w, d)
@@ -222,7 +222,7 @@ func TestModeSelectCache(t *testing.T) {
 	// A reset brings the default value back.
 	wantGood(t, "WCE 0", r.modeSelect(false, "00 00 00 00"+cachingOff))
 	r.reset(r.nexus)
-	wantOctets(t, r.good("1a 08 08 00 ff 00", nil), unhex("17 00 10 00"+cachingOn))
+	wantBytes(t, r.good("1a 08 08 00 ff 00", nil), unhex("17 00 10 00"+cachingOn))
 
 	// The sync that turning it off takes may fail.
 	r.store.Fail(backendtest.Sync, backend.ErrUnsynced)
@@ -261,16 +261,16 @@ func TestModeSelectSWP(t *testing.T) {
 			}
 		}
 	}
-	wantOctets(t, r.good("1a 08 0a 00 ff 00", nil), unhex("0f 00 90 00"+protected)) // WP
-	wantGood(t, "SWP 0", r.modeSelect(false, "0f 00 90 00"+control))                // as MODE SENSE has it
+	wantBytes(t, r.good("1a 08 0a 00 ff 00", nil), unhex("0f 00 90 00"+protected)) // WP
+	wantGood(t, "SWP 0", r.modeSelect(false, "0f 00 90 00"+control))               // as MODE SENSE has it
 	r.good(extentCDB(0x2a, 0, 0, 1), make([]byte, 512))
 	wantGood(t, "SWP 1", r.modeSelect(false, "00 00 00 00"+protected))
 	r.reset(r.nexus)
 	r.good(extentCDB(0x2a, 0, 0, 1), make([]byte, 512))
 }
 
-// SPC-4, sections 6.9, 6.10 and 7.5: what MODE SENSE returns can be sent back,
-// and anything else is refused by the octet that is wrong, with no effect.
+// SPC-4, sections 6.9, 6.10 and 7.5: an initiator can send back what MODE SENSE returns. Anything
+// else is refused with the offset of the wrong byte, and has no effect.
 func TestModeSelectList(t *testing.T) {
 	const six, ten = "00 00 00 00", "0000 00 00 00 00 0000"
 	for _, s := range []struct {
@@ -304,7 +304,7 @@ func TestModeSelectList(t *testing.T) {
 		{"SPF", false, six + "4a 0a 02 10 00 00 0000 ffff 0000", 4},
 		{"PAGE LENGTH", false, six + "0a 08 02 10 00 00 0000 ffff", 5},
 		{"half a page", false, six + "0a 0a 02 10 00 00", -2},
-		{"one octet of a page", false, six + "0a", -2},
+		{"one byte of a page", false, six + "0a", -2},
 		{"what cannot be changed", false, six + "0a 0a 02 10 00 00 0000 fffe 0000", 4 + 9},
 		{"what cannot be changed, behind what can", false, six + protected + "1c 0a 00 00 00000000 00000000", 4 + 12 + 2},
 	} {
@@ -319,7 +319,7 @@ func TestModeSelectList(t *testing.T) {
 			default:
 				wantListField(t, res, s.octet)
 			}
-			wantOctets(t, r.good("1a 08 3f 00 ff 00", nil), unhex("3b 00 10 00"+pagesCurrent))
+			wantBytes(t, r.good("1a 08 3f 00 ff 00", nil), unhex("3b 00 10 00"+pagesCurrent))
 		})
 	}
 	r := newRig(t, setup{})

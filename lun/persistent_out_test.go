@@ -39,8 +39,8 @@ func TestRegister(t *testing.T) {
 	}
 }
 
-// A registration belongs to name and ISID: the other session of an initiator
-// has nothing of it, and a later session with the same ISID has.
+// A registration belongs to name and ISID: another session of the initiator does not have it, and
+// a later session with the same ISID does.
 func TestRegistrationIsOfThePort(t *testing.T) {
 	r := newPRRig(t, setup{})
 	r.ok(r.a, prRegister, 0, prList(0, keyA, 0))
@@ -141,8 +141,8 @@ func TestReserveAndRelease(t *testing.T) {
 	}
 }
 
-// SPC-4, section 5.13.11.2.3: who unregisters, releases.
-func TestUnregisterReleases(t *testing.T) {
+// SPC-4, section 5.13.11.2.3: a holder that unregisters releases its reservation.
+func TestUnregisteringHolderReleases(t *testing.T) {
 	for _, typ := range types {
 		t.Run(fmt.Sprintf("type %d", typ), func(t *testing.T) {
 			r := newPRRig(t, setup{}).registered()
@@ -150,7 +150,7 @@ func TestUnregisterReleases(t *testing.T) {
 			r.ok(r.b, prRegister, 0, prList(keyB, 0, 0)) // no holder, or one of many
 			r.ok(r.a, prRegister, 0, prList(keyA, 0, 0))
 			r.wantAttention(r.a, 0)
-			r.wantAttention(r.b, 0) // not registered any more
+			r.wantAttention(r.b, 0) // no longer registered
 			switch {
 			case typ >= 7:
 				r.wantReservation(typ, 0)
@@ -187,8 +187,8 @@ func TestClear(t *testing.T) {
 	}
 }
 
-// SPC-4, sections 5.13.11.2.4 to 5.13.11.2.6: what PREEMPT and PREEMPT AND
-// ABORT from port B take, and who hears of it.
+// SPC-4, sections 5.13.11.2.4 to 5.13.11.2.6: what PREEMPT and PREEMPT AND ABORT from port B
+// remove, and which nexuses they notify.
 func TestPreempt(t *testing.T) {
 	for name, s := range map[string]struct {
 		typ      byte   // reservation of A
@@ -232,7 +232,7 @@ func TestPreempt(t *testing.T) {
 						if lun != [8]byte{} || except != &r.rig.c || except.row.sa != prPreemptAndAbort {
 							t.Errorf("commands for % x are stopped, except %v", lun, except.row)
 						}
-						// In force already: what comes now is held against it.
+						// In force already: new commands are checked against it.
 						if got := r.unit.reservations.persistent.typ; got != s.want {
 							t.Errorf("type %d while commands are stopped, want %d", got, s.want)
 						}
@@ -287,7 +287,7 @@ func TestPreemptErrors(t *testing.T) {
 	checkState(t, r)
 	r.ok(r.a, prRelease, 8, prList(keyA, 0, 0))
 	r.wantAttention(r.b, reservationsReleased)
-	// A session that has gone has no commands, and needs no OnPreempt.
+	// A closed session has no commands, and needs no OnPreempt.
 	r.c.Close()
 	r.ok(r.a, prPreemptAndAbort, 3, prList(keyA, keyC, 0))
 	r.ok(r.a, prPreemptAndAbort, 3, prList(keyA, keyB, 0))
@@ -323,7 +323,7 @@ func TestRegisterAndMove(t *testing.T) {
 
 	r := newPRRig(t, setup{}).registered()
 	move := func(list []byte) result { return r.out(r.a, prRegisterAndMove, 0, list) }
-	wantField(t, move(moveList(keyA, keyC, 0, idC)), 1, 4) // there is no reservation
+	wantField(t, move(moveList(keyA, keyC, 0, idC)), 1, 4) // no reservation
 	r.ok(r.b, prReserve, 8, prList(keyB, 0, 0))
 	wantConflict(t, "all registrants", move(moveList(keyA, keyC, 0, idC)))
 	r.ok(r.b, prRelease, 8, prList(keyB, 0, 0))
@@ -346,8 +346,8 @@ func TestRegisterAndMove(t *testing.T) {
 	r.wantKeys(keyA, keyB, keyC)
 }
 
-// There is a limit on registrations; a list that passes it registers nobody.
-func TestRegistrationLimit(t *testing.T) {
+// Registrations have a limit; a list that exceeds it registers no nexus.
+func TestRegistrationLimitRefusesWholeList(t *testing.T) {
 	r := newPRRig(t, setup{})
 	ids := func(n int) (list [][]byte) {
 		for i := range n {
@@ -364,15 +364,14 @@ func TestRegistrationLimit(t *testing.T) {
 	wantSense(t, r.out(r.a, prRegisterAndMove, 0, moveList(keyA, 1, 0, unhex(transportIDC))), 0x5, 0x55, 0x04)
 	in := r.in(r.b, prReadFullStatus)
 	if want := maxRegistrations * (24 + 48); binary.BigEndian.Uint32(in[4:]) != uint32(want) || len(in) != min(8+want, 0xffff) {
-		t.Errorf("READ FULL STATUS: %d octets, ADDITIONAL LENGTH %d, want %d", len(in), binary.BigEndian.Uint32(in[4:]), want)
+		t.Errorf("READ FULL STATUS: %d bytes, ADDITIONAL LENGTH %d, want %d", len(in), binary.BigEndian.Uint32(in[4:]), want)
 	}
 }
 
-// FuzzPersistentReserveOut runs any sequence of PERSISTENT RESERVE OUT commands
-// with any parameter lists. Each octet of plan begins a command: whose it is, its
-// service action and TYPE, and which keys its list has; of data comes the rest.
-// After each, what PERSISTENT RESERVE IN says is sound, a command that has failed
-// has changed nothing, and the file gives back what is to survive.
+// FuzzPersistentReserveOut runs any sequence of PERSISTENT RESERVE OUT commands with any
+// parameter lists. Three bytes of plan describe a command: its nexus, its service action and
+// TYPE, and the keys of its list; the rest comes from data. After each, PERSISTENT RESERVE IN is
+// sound, a failed command has changed nothing, and the file has what has to survive.
 func FuzzPersistentReserveOut(f *testing.F) {
 	f.Add([]byte{0, 0, 0x01, 1, 1, 0x11, 0, 2, 0x11}, unhex(""), false)
 	f.Add([]byte{0, 6, 0x01, 1, 6, 0x01, 0, 0x51, 0x11, 1, 0x54, 0x11, 2, 0x55, 0x12}, unhex(""), true)
@@ -432,15 +431,14 @@ func FuzzPersistentReserveOut(f *testing.F) {
 					}
 				}
 			}
-			for _, n := range []*Nexus{r.a, r.b, r.c} { // heard of
+			for _, n := range []*Nexus{r.a, r.b, r.c} { // takes the attention
 				r.on(n, "03 00 0000 12 00", nil)
 			}
 		}
 	})
 }
 
-// checkState checks a state of persistent reservations, and that commands are
-// held against it.
+// checkState checks a state of persistent reservations, and that commands follow it.
 func checkState(t *testing.T, r *prRig) {
 	t.Helper()
 	s := &r.unit.reservations.persistent

@@ -9,7 +9,7 @@ import (
 // portA2 is portA's initiator port on the second target port, 0102h.
 var portA2 = Port{InitiatorName: portA.InitiatorName, ISID: portA.ISID, TargetName: portA.TargetName, TPGT: 0x0102}
 
-// newPortsRig is a prRig whose target has the ports 1 and 0102h; a2 is portA2.
+// newPortsRig returns a prRig whose target has the ports 1 and 0102h; a2 is portA2.
 func newPortsRig(t *testing.T, opt Options) (r *prRig, a2 *Nexus) {
 	r = &prRig{rig: newRig(t, setup{opt: opt})}
 	inv := NewInventory(0x0102, 1, 0x0102)
@@ -22,35 +22,38 @@ func newPortsRig(t *testing.T, opt Options) (r *prRig, a2 *Nexus) {
 	return r, r.enter(portA2)
 }
 
-// A portal group is a target port: its tag is the relative target port
-// identifier, and its name ends with it (ISCSI-4.4.2-1).
+// A portal group is a target port: its tag is the relative target port identifier, and its name
+// ends with it.
 func TestTargetPorts(t *testing.T) {
 	r, a2 := newPortsRig(t, Options{})
 	if got := r.on(r.a, "12 00 00 00ff 00", nil).in[6]; got != 0x10 {
-		t.Errorf("MULTIP: octet 6 is %#02x", got)
+		t.Errorf("MULTIP: byte 6 is %#02x", got)
 	}
 	for _, s := range []struct {
 		n    *Nexus
 		port uint16
 		name string
-	}{{r.a, 1, "iqn.2026-11.io.example:store,t,0x0001"}, {a2, 0x0102, "iqn.2026-11.io.example:store,t,0x0102"}} {
+	}{
+		{r.a, 1, "iqn.2026-11.io.example:store,t,0x0001"},     // ISCSI-4.4.2-1
+		{a2, 0x0102, "iqn.2026-11.io.example:store,t,0x0102"}, // ISCSI-4.4.2-1
+	} {
 		page := r.on(s.n, "12 01 83 00ff 00", nil).in
 		for _, header := range []string{"51 94 0004 0000", "51 95 0004 0000"} { // relative port, port group
 			if want := append(unhex(header), byte(s.port>>8), byte(s.port)); !bytes.Contains(page, want) {
 				t.Errorf("port %#x: no % x in % x", s.port, want, page)
 			}
 		}
-		// SET UTF-8, PIV, target port, SCSI name string of 40 octets.
+		// SET UTF-8, PIV, target port, SCSI name string of 40 bytes.
 		if want := append(unhex("53 98 00 28"), s.name+"\x00\x00\x00"...); !bytes.Contains(page, want) {
 			t.Errorf("port %#x: no %q in %q", s.port, want, page)
 		}
-		wantOctets(t, r.on(s.n, "a3 0a 00000000 000000ff 00 00", nil).in, unhex(`
+		wantBytes(t, r.on(s.n, "a3 0a 00000000 000000ff 00 00", nil).in, unhex(`
 			00000018
 			00 0f 0001 00 00 00   # active/optimized; supported are unavailable, standby, both active states
 			01                    # TARGET PORT COUNT
 			0000 0001
 			00 0f 0102 00 00 00 01 0000 0102`))
-		wantOctets(t, r.on(s.n, "12 01 88 00ff 00", nil).in, unhex(`
+		wantBytes(t, r.on(s.n, "12 01 88 00ff 00", nil).in, unhex(`
 			00 88 0070
 			0000 0001             # RELATIVE PORT IDENTIFIER
 			0000 0000             # no initiator port
@@ -104,7 +107,7 @@ func TestReservationsOfTargetPorts(t *testing.T) {
 			t.Errorf("one of the two nexuses holds: % x", full)
 		}
 
-		// Both are there after a restart, and the same one holds.
+		// Both survive a restart, and the same one holds.
 		k.held.Close()
 		var err error
 		if k.held, err = OpenReservations(k.path); err != nil {

@@ -17,14 +17,14 @@ var (
 
 const keyA, keyB, keyC = 0xa0a1a2a3a4a5a6a7, 0xb0b1b2b3b4b5b6b7, 0xc0c1c2c3c4c5c6c7
 
-// transportIDC is portC as the standards have it (SPC-4, section 7.6.4.6).
+// transportIDC is portC in the form of the standards (SPC-4, section 7.6.4.6).
 const transportIDC = `
 	45 00 002c                                        # TPID FORMAT 01b, iSCSI; 44 octets
 	69716e2e 323032362d31312e 696f2e6578616d706c65 3a63 # iqn.2026-11.io.example:c
 	2c692c3078 303030323364303030303031               # ,i,0x00023d000001
 	000000`
 
-// A prRig is a rig with three initiator ports, and one that only looks on.
+// A prRig is a rig with three initiator ports, and one that only observes.
 type prRig struct {
 	*rig
 	a, b, c *Nexus
@@ -38,7 +38,7 @@ func newPRRig(t testing.TB, s setup) *prRig {
 	return r
 }
 
-// enter is login of a certain port.
+// enter logs in through p.
 func (r *prRig) enter(p Port) *Nexus {
 	r.t.Helper()
 	n := r.inv.NewNexus(p)
@@ -50,7 +50,7 @@ func (r *prRig) on(n *Nexus, cdb string, out []byte) result {
 	return do(n, &r.rig.c, [8]byte{}, cdb, out, all)
 }
 
-// prList is a parameter list of 24 octets.
+// prList returns a parameter list of 24 bytes.
 func prList(key, saKey uint64, flags byte) []byte {
 	p := make([]byte, prListLen)
 	binary.BigEndian.PutUint64(p, key)
@@ -59,7 +59,7 @@ func prList(key, saKey uint64, flags byte) []byte {
 	return p
 }
 
-// moveList is a parameter list of REGISTER AND MOVE.
+// moveList returns a parameter list of REGISTER AND MOVE.
 func moveList(key, saKey uint64, flags byte, id []byte) []byte {
 	p := prList(key, saKey, 0)
 	p[17], p[19] = flags, 1 // RELATIVE TARGET PORT IDENTIFIER
@@ -67,25 +67,25 @@ func moveList(key, saKey uint64, flags byte, id []byte) []byte {
 	return append(p, id...)
 }
 
-// portList is a parameter list with SPEC_I_PT.
+// portList returns a parameter list with SPEC_I_PT.
 func portList(key, saKey uint64, flags byte, ids ...[]byte) []byte {
 	id := slices.Concat(ids...)
 	p := binary.BigEndian.AppendUint32(prList(key, saKey, flags|0x08), uint32(len(id)))
 	return append(p, id...)
 }
 
-// out is PERSISTENT RESERVE OUT.
+// out sends PERSISTENT RESERVE OUT.
 func (r *prRig) out(n *Nexus, sa, scopeType byte, list []byte) result {
 	return r.on(n, fmt.Sprintf("5f %02x %02x 0000 %08x 00", sa, scopeType, len(list)), list)
 }
 
-// ok is out for a command that has to succeed.
+// ok sends PERSISTENT RESERVE OUT, which has to succeed.
 func (r *prRig) ok(n *Nexus, sa, scopeType byte, list []byte) {
 	r.t.Helper()
 	wantGood(r.t, fmt.Sprintf("service action %d", sa), r.out(n, sa, scopeType, list))
 }
 
-// registered has all three ports registered, each with its key.
+// registered registers all three ports, each with its key.
 func (r *prRig) registered() *prRig {
 	r.t.Helper()
 	for n, key := range map[*Nexus]uint64{r.a: keyA, r.b: keyB, r.c: keyC} {
@@ -94,7 +94,7 @@ func (r *prRig) registered() *prRig {
 	return r
 }
 
-// in is the data of PERSISTENT RESERVE IN.
+// in returns the data of PERSISTENT RESERVE IN.
 func (r *prRig) in(n *Nexus, sa byte) []byte {
 	r.t.Helper()
 	res := r.on(n, fmt.Sprintf("5e %02x 0000000000 ffff 00", sa), nil)
@@ -131,10 +131,10 @@ func (r *prRig) wantReservation(typ byte, key uint64) {
 		want = binary.BigEndian.AppendUint64(want, key)
 		want = append(want, 0, 0, 0, 0, 0, typ, 0, 0)
 	}
-	wantOctets(r.t, p, want)
+	wantBytes(r.t, p, want)
 }
 
-// wantAttention checks the unit attention that waits for n; ascq 0 is none.
+// wantAttention checks the pending unit attention of n; ascq 0 is none.
 func (r *prRig) wantAttention(n *Nexus, ascq byte) {
 	r.t.Helper()
 	if ascq != 0 {
@@ -165,7 +165,7 @@ func wantListBit(t testing.TB, res result, octet, bit int) {
 // types are the valid values of TYPE.
 var types = []byte{1, 3, 5, 6, 7, 8}
 
-// wantReset takes the unit attention of a reset, if there is one.
+// wantReset takes the unit attention of a reset, if one is due.
 func (r *prRig) wantReset(n *Nexus) {
 	r.t.Helper()
 	if res := r.on(n, "00", nil); res.status != StatusGood {

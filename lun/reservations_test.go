@@ -12,8 +12,8 @@ import (
 	"github.com/iser-target/iser-target/lun/state"
 )
 
-// keeping is a setup whose reservations are in a file, and a way to come back to
-// it as after a kill -9: without any goodbye of the process before.
+// A keeping is a setup that keeps reservations in a file, and restarts from it as after a kill
+// -9.
 type keeping struct {
 	t    testing.TB
 	path string
@@ -26,7 +26,7 @@ func newKeeping(t testing.TB) *keeping {
 	return k
 }
 
-// start is a rig over what is in the file.
+// start returns a rig with what the file keeps.
 func (k *keeping) start() *prRig {
 	k.t.Helper()
 	if k.held != nil {
@@ -66,7 +66,7 @@ const reservationsGolden = `{
 }
 `
 
-// reservationsGolden1 is a file of version 1 that says the same.
+// reservationsGolden1 is a file of version 1 with the same content.
 const reservationsGolden1 = `{
   "version": 1,
   "units": [
@@ -91,8 +91,8 @@ const reservationsGolden1 = `{
 }
 `
 
-// A file of version 1 is read, and replaced by one of version 2 with the next
-// change. What version 1 could not say stays an error.
+// A file of version 1 is read, and the next change replaces it by one of version 2. What version
+// 1 could not contain stays an error.
 func TestReservationsFileVersion1(t *testing.T) {
 	k := newKeeping(t)
 	k.start()
@@ -129,23 +129,23 @@ func TestAPTPL(t *testing.T) {
 		t.Run(fmt.Sprintf("type %d", typ), func(t *testing.T) {
 			k := newKeeping(t)
 			r := k.start()
-			wantOctets(t, r.in(r.a, prReportCapabilities), unhex("0008 1d b0 ea01 0000")) // PTPL_C
+			wantBytes(t, r.in(r.a, prReportCapabilities), unhex("0008 1d b0 ea01 0000")) // PTPL_C
 			r.ok(r.a, prRegister, 0, prList(0, keyA, 0x01))
-			wantOctets(t, r.in(r.a, prReportCapabilities), unhex("0008 1d b1 ea01 0000")) // PTPL_A
+			wantBytes(t, r.in(r.a, prReportCapabilities), unhex("0008 1d b1 ea01 0000")) // PTPL_A
 			r.ok(r.c, prRegister, 0, prList(0, keyC, 0x05))
 			r.ok(r.a, prReserve, typ, prList(keyA, 0, 0))
 			before := r.in(r.a, prReadFullStatus)
 			res := r.in(r.a, prReadReservation)
 
 			r = k.start()
-			wantOctets(t, r.in(r.a, prReportCapabilities), unhex("0008 1d b1 ea01 0000"))
+			wantBytes(t, r.in(r.a, prReportCapabilities), unhex("0008 1d b1 ea01 0000"))
 			if r.generation() != 0 {
 				t.Error("PRGENERATION survived")
 			}
 			clear(before[:4])
 			clear(res[:4])
-			wantOctets(t, r.in(r.a, prReadFullStatus), before)
-			wantOctets(t, r.in(r.a, prReadReservation), res)
+			wantBytes(t, r.in(r.a, prReadFullStatus), before)
+			wantBytes(t, r.in(r.a, prReadReservation), res)
 			wantConflict(t, "WRITE(10)", r.on(r.b, "2a 00 00000000 00 0001 00", nil))
 			wantGood(t, "WRITE(10)", r.on(r.a, "2a 00 00000000 00 0001 00", make([]byte, 512)))
 
@@ -159,7 +159,7 @@ func TestAPTPL(t *testing.T) {
 			r.ok(r.c, prClear, 0, prList(keyC, 0, 0))
 			r = k.start()
 			r.wantKeys()
-			wantOctets(t, []byte(content(t, k.path)), []byte("{\n  \"version\": 2,\n  \"units\": []\n}\n"))
+			wantBytes(t, []byte(content(t, k.path)), []byte("{\n  \"version\": 2,\n  \"units\": []\n}\n"))
 		})
 	}
 	t.Run("the last one counts", func(t *testing.T) {
@@ -215,7 +215,7 @@ func TestAPTPL(t *testing.T) {
 	})
 }
 
-// A command that cannot be made durable fails, and changes nothing.
+// A command that cannot be made durable fails and changes nothing.
 func TestReservationsCannotBeStored(t *testing.T) {
 	k := newKeeping(t)
 	r := k.start()
@@ -321,7 +321,7 @@ func TestOpenReservationsRefuses(t *testing.T) {
 	}
 	for n := range len(reservationsGolden) - 1 {
 		if _, err := reservationsKind.Decode([]byte(reservationsGolden[:n])); err == nil {
-			t.Fatalf("the first %d octets were accepted", n)
+			t.Fatalf("the first %d bytes were accepted", n)
 		}
 	}
 }
@@ -344,7 +344,7 @@ func FuzzReservationsFile(f *testing.F) {
 	})
 }
 
-// content returns what is in a file.
+// content returns the content of a file.
 func content(t testing.TB, path string) string {
 	t.Helper()
 	b, err := os.ReadFile(path)

@@ -10,9 +10,9 @@ import (
 	"testing"
 )
 
-// passes says, by the name of a row, what a persistent reservation does with
-// commands (SPC-4 and SBC-3, tables of commands allowed in the presence of various
-// reservations): Allowed or Conflict, for
+// passes has, for the name of a row, what a persistent reservation does with the command (SPC-4
+// and SBC-3, tables of commands allowed in the presence of various reservations): Allowed or
+// Conflict, for
 //
 //	Write Exclusive         from any other nexus
 //	Exclusive Access        from any other nexus
@@ -20,7 +20,7 @@ import (
 //	Write Exclusive - RR    from a nexus that is not registered
 //	Exclusive Access - RR   from a nexus that is not registered
 //
-// Rows that are not here are CCACC: whoever adds one that is not has to say so.
+// Missing rows are CCACC: a new row that is not needs an entry.
 var passes = map[string]string{
 	"TEST UNIT READY":                  "AAAAA",
 	"REQUEST SENSE":                    "AAAAA",
@@ -53,8 +53,8 @@ var passes = map[string]string{
 	"RECEIVE COPY OPERATING PARAMETERS": "AAAAA",
 }
 
-// always are the commands that meet no RESERVATION CONFLICT before they have
-// looked for themselves.
+// always reports whether a command checks reservations itself and meets no RESERVATION CONFLICT
+// before that.
 func always(row *command) bool {
 	switch row.op {
 	case 0x16, 0x17, 0x56, 0x57, 0x5e, 0x5f:
@@ -63,8 +63,8 @@ func always(row *command) bool {
 	return false
 }
 
-// Every type with every command of the table, from the holder, from a registered
-// nexus and from one that is not.
+// Every type with every command of the table, from the holder, from a registered nexus and from
+// another nexus.
 func TestPersistentReservationConflicts(t *testing.T) {
 	for _, typ := range types {
 		t.Run(fmt.Sprintf("type %d", typ), func(t *testing.T) {
@@ -116,8 +116,8 @@ func TestPersistentReservationConflicts(t *testing.T) {
 	}
 }
 
-// What depends on the CDB: START STOP UNIT with START 0 or a power condition.
-func TestConflictOfCDB(t *testing.T) {
+// The CDB of START STOP UNIT decides: START 0 or a power condition conflicts.
+func TestStartStopConflictsByCDB(t *testing.T) {
 	r := newPRRig(t, setup{}).registered()
 	r.ok(r.a, prReserve, 1, prList(keyA, 0, 0))
 	wantConflict(t, "stop", r.on(r.b, "1b 00 0000 00 00", nil))
@@ -129,7 +129,7 @@ func TestConflictOfCDB(t *testing.T) {
 	wantConflict(t, "a stopped unit", r.on(r.b, "2a 00 00000000 00 0001 00", nil))
 }
 
-// RESERVE and RELEASE (SPC-2), 6 and 10 octets.
+// RESERVE and RELEASE (SPC-2), 6 and 10 bytes.
 func TestLegacyReserve(t *testing.T) {
 	for _, s := range []struct{ reserve, release string }{
 		{"16 00 00 0000 00", "17 00 00 0000 00"},
@@ -162,7 +162,7 @@ func TestLegacyReserve(t *testing.T) {
 		for _, cdb := range []string{"12 00 00 00ff 00", "03 00 0000 ff 00", "a0 00 00 000000 000000ff 00 00"} {
 			wantGood(t, cdb, r.on(r.b, cdb, nil))
 		}
-		// PERSISTENT RESERVE IN and OUT conflict also for who has reserved.
+		// PERSISTENT RESERVE IN and OUT conflict also for the nexus that reserved.
 		for _, n := range []*Nexus{r.a, r.b} {
 			for sa := range byte(4) {
 				wantConflict(t, "PERSISTENT RESERVE IN", r.on(n, fmt.Sprintf("5e %02x 0000000000 ffff 00", sa), nil))
@@ -235,8 +235,8 @@ func TestCompatibleReservationHandling(t *testing.T) {
 	r.wantKeys(keyA, keyB)
 }
 
-// SPC-4, section 5.13.5: the loss of power, which a cold reset counts as, takes
-// what APTPL does not keep.
+// SPC-4, section 5.13.5: a loss of power, which includes a cold reset, ends what APTPL does not
+// keep.
 func TestReservationsPowerOn(t *testing.T) {
 	r := newPRRig(t, setup{})
 	r.ok(r.a, prRegister, 0, prList(0, keyA, 0))
@@ -249,9 +249,9 @@ func TestReservationsPowerOn(t *testing.T) {
 	wantGood(t, "WRITE(10)", r.on(r.b, "2a 00 00000000 00 0000 00", nil))
 }
 
-// What validation of a Windows failover cluster does with two nodes: keys with
-// REGISTER AND IGNORE EXISTING KEY, reservations of type 5, a node that takes
-// over by PREEMPT, and a check that the other one is out.
+// The validation of a Windows failover cluster with two nodes: keys with REGISTER AND IGNORE
+// EXISTING KEY, reservations of type 5, a node that takes over by PREEMPT, and a check that the
+// other one is out.
 func TestWindowsClusterValidation(t *testing.T) {
 	r := newPRRig(t, setup{})
 	r.ok(r.a, prRegisterAndIgnore, 0, prList(0, keyA, 0))
@@ -276,8 +276,7 @@ func TestWindowsClusterValidation(t *testing.T) {
 	r.wantKeys()
 }
 
-// While nothing is reserved, and for the holder and readers, READ and WRITE
-// allocate nothing.
+// Without a reservation, and for the holder and readers, READ and WRITE allocate nothing.
 func TestNoAllocationWithReservation(t *testing.T) {
 	r := newPRRig(t, setup{}).registered()
 	check := func(n *Nexus, op byte, want byte) {
@@ -307,14 +306,14 @@ func TestNoAllocationWithReservation(t *testing.T) {
 	}
 }
 
-// Many initiators at once: the state stays sound, and nobody but the holder of an
-// Exclusive Access reservation gets through while it holds it.
-func TestReservationRaces(t *testing.T) {
+// Many initiators at once: the state stays sound, and only the holder of an Exclusive Access
+// reservation has access while it holds it.
+func TestReservationExcludesUnderRaces(t *testing.T) {
 	k := newKeeping(t)
 	r := k.start()
-	var inside sync.Mutex // held by who has the reservation
-	// Who is done takes the reservation from others (a PREEMPT): from then on a
-	// holder may meet a conflict.
+	var inside sync.Mutex // held by the goroutine with the reservation
+	// A goroutine that is done preempts the others: from then on a holder may meet
+	// a conflict.
 	var preempting atomic.Bool
 	var wg sync.WaitGroup
 	for g := range 4 {
@@ -368,7 +367,7 @@ func TestReservationRaces(t *testing.T) {
 	r.wantReservation(0, 0)
 }
 
-// ClearReservation takes away what CLEAR would, on stable storage first, and RESERVE.
+// ClearReservation removes what CLEAR would, on stable storage first, and RESERVE.
 func TestClearReservation(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "reservations.json")
 	kept, err := OpenReservations(path)

@@ -12,7 +12,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-// testPort and testIdentity are what the golden octets name.
+// testPort and testIdentity are the names in the golden bytes.
 var (
 	testPort     = Port{InitiatorName: "iqn.2026-11.io.example:host", TargetName: "iqn.2026-11.io.example:store", TPGT: 1}
 	testIdentity = state.Identity{NAA: [8]byte{0x30, 1, 2, 3, 4, 5, 6, 7}, Serial: "3001020304050607"}
@@ -20,13 +20,13 @@ var (
 
 // A setup describes a rig. The zero value of a field means its default.
 type setup struct {
-	size      int64  // octets; 1 MiB
+	size      int64  // bytes; 1 MiB
 	blockSize uint32 // 512
 	opt       Options
 	info      func(*backend.Info) // changes what the store says of itself
 }
 
-// describedStore is a store that describes itself differently.
+// A describedStore is a store with another Info.
 type describedStore struct {
 	*backendtest.Faulty
 	info backend.Info
@@ -34,17 +34,17 @@ type describedStore struct {
 
 func (s describedStore) Info() backend.Info { return s.info }
 
-// everything is the options of a unit that has all optional commands.
+// everything has the options of a unit with all optional commands.
 var everything = Options{Removable: true, Sanitize: true}
 
-// volatile makes a store one with a cache.
+// volatile gives a store a cache.
 func volatile(i *backend.Info) { i.VolatileCache = true }
 
 // thick makes a store one that cannot give space back.
 func thick(i *backend.Info) { i.DiscardGranularity = 0 }
 
-// A rig is one logical unit, LUN 0, over a memory store, and an initiator that
-// has heard of the power on.
+// A rig is one logical unit, LUN 0, over a memory store, and an initiator that knows of the power
+// on.
 type rig struct {
 	t     testing.TB
 	store *backendtest.Faulty
@@ -83,18 +83,18 @@ func newRig(t testing.TB, s setup) *rig {
 	return r
 }
 
-// login makes another nexus, which has heard of the power on.
+// login returns another nexus, which knows of the power on.
 func (r *rig) login() *Nexus {
 	r.t.Helper()
 	n := r.inv.NewNexus(testPort)
 	for _, l := range n.list() {
 		wantSense(r.t, do(n, &r.c, EncodeLUN(l.id), "00 0000 00 00 00", nil, all), 0x6, 0x29, 0x00)
-		l.copies.set(0, copyStatus{}) // or RECEIVE COPY STATUS of rowCDB would have nothing to tell
+		l.copies.set(0, copyStatus{}) // so that RECEIVE COPY STATUS of rowCDB has something to report
 	}
 	return n
 }
 
-// add makes u another logical unit, of which the rig's initiator then has heard.
+// add adds u as another logical unit, and takes the attentions of the rig's initiator about it.
 func (r *rig) add(id uint16, u *Unit) {
 	r.t.Helper()
 	if err := r.inv.Add(id, u); err != nil {
@@ -103,7 +103,7 @@ func (r *rig) add(id uint16, u *Unit) {
 	wantSense(r.t, r.run("00", nil), 0x6, 0x3f, 0x0e)
 }
 
-// reset resets LUN 0 for n, which then hears of it.
+// reset resets LUN 0 for n, and takes the attention of n about it.
 func (r *rig) reset(n *Nexus) {
 	r.t.Helper()
 	n.ResetUnit([8]byte{})
@@ -114,9 +114,9 @@ func (r *rig) reset(n *Nexus) {
 type result struct {
 	status          byte
 	sense           []byte
-	in              []byte // data-in, cut to what is expected
+	in              []byte // data-in, cut to the expected length
 	dataOut, dataIn uint64
-	consumed        int // octets of data-out
+	consumed        int // bytes of data-out
 }
 
 // all is an expected data transfer length that cuts nothing short.
@@ -125,8 +125,8 @@ const all = 1 << 32
 // pieces are the sizes in which do moves data, over and over.
 var pieces = [...]int{4096, 12288, 8192}
 
-// do runs a command as a transport does. out is the data-out there is, edtl how
-// much data-in the initiator expects.
+// do runs a command like a transport. out is all data-out, edtl how much data-in the initiator
+// expects.
 func do(n *Nexus, c *Command, lun [8]byte, cdb string, out []byte, edtl int) (r result) {
 	return doCDB(n, c, lun, unhex(cdb), out, edtl)
 }
@@ -167,7 +167,7 @@ func (r *rig) run(cdb string, out []byte) result {
 	return do(r.nexus, &r.c, [8]byte{}, cdb, out, all)
 }
 
-// good is run for a command that has to succeed; it returns its data-in.
+// good runs a command that has to succeed, and returns its data-in.
 func (r *rig) good(cdb string, out []byte) []byte {
 	r.t.Helper()
 	res := r.run(cdb, out)
@@ -175,8 +175,8 @@ func (r *rig) good(cdb string, out []byte) []byte {
 	return res.in
 }
 
-// wantDone is wantGood for a rowCDB. PERSISTENT RESERVE OUT may meet RESERVATION
-// CONFLICT, because a rig is not registered.
+// wantDone checks that a rowCDB ended with GOOD. PERSISTENT RESERVE OUT may meet RESERVATION CONFLICT,
+// because a rig is not registered.
 func wantDone(t testing.TB, row *command, res result) {
 	t.Helper()
 	if row.op == 0x5f && res.status == statusReservationConflict {
@@ -200,8 +200,7 @@ func wantGood(t testing.TB, what string, res result) {
 	}
 }
 
-// wantSense checks for CHECK CONDITION with fixed format sense data that says
-// nothing but this.
+// wantSense checks for CHECK CONDITION with fixed format sense data and nothing else in them.
 func wantSense(t testing.TB, res result, key, asc, ascq byte) {
 	t.Helper()
 	want := make([]byte, senseLen)
@@ -233,7 +232,7 @@ func wantField(t testing.TB, res result, octet, bit int) {
 	}
 }
 
-func wantOctets(t testing.TB, got, want []byte) {
+func wantBytes(t testing.TB, got, want []byte) {
 	t.Helper()
 	if !bytes.Equal(got, want) {
 		t.Fatalf("got\n%swant\n%s", hex.Dump(got), hex.Dump(want))
@@ -242,7 +241,7 @@ func wantOctets(t testing.TB, got, want []byte) {
 
 var unhex = testkit.Unhex
 
-// pattern is n octets that differ from block to block and from seed to seed.
+// pattern returns n bytes that differ from block to block and from seed to seed.
 func pattern(n, seed int) []byte {
 	b := make([]byte, n)
 	for i := range b {

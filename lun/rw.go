@@ -44,8 +44,8 @@ func extent(cdb []byte) (lba, count uint64) {
 	return lba, count
 }
 
-// lengthOctet returns the offset of the length field of a medium access CDB.
-func lengthOctet(cdb []byte) int {
+// lengthOffset returns the offset of the length field of a medium access CDB.
+func lengthOffset(cdb []byte) int {
 	switch cdb[0] {
 	case opCompareAndWrite:
 		return 13
@@ -69,7 +69,7 @@ func (u *Unit) beginExtent(c *Command, limit uint64) bool {
 	case !u.within(c.lba, c.count) || c.lba == u.blocks.Load():
 		return c.failRange(c.lba)
 	case c.count > limit>>u.shift:
-		return c.failCDB(lengthOctet(c.CDB), noField)
+		return c.failCDB(lengthOffset(c.CDB), noField)
 	}
 	return true
 }
@@ -328,7 +328,7 @@ func beginWriteSame(u *Unit, c *Command) bool {
 	}
 	switch {
 	case c.count == 0 && u.wsnz():
-		return c.failCDB(lengthOctet(c.CDB), noField)
+		return c.failCDB(lengthOffset(c.CDB), noField)
 	case c.CDB[1]&wsUnmap != 0 && !u.isThin():
 		return c.failCDB(1, 3)
 	}

@@ -12,8 +12,8 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 )
 
-// SBC-4, section 4.18.1: the first LBA that there is not is INFORMATION, if four octets
-// have room for it.
+// SBC-4, section 4.18.1: INFORMATION has the first LBA beyond the unit, if four bytes have room
+// for it.
 func TestFirstInvalidLBA(t *testing.T) {
 	r := newRig(t, setup{size: 1 << 20}) // 2048 blocks
 	descriptors := unhex("0026 0020 00000000  0000000000000000 00000008 00000000  00000000000007ff 00000002 00000000")
@@ -43,8 +43,8 @@ func TestFirstInvalidLBA(t *testing.T) {
 	}
 }
 
-// extentCDB is a medium access CDB with an operation code of any group, flags
-// in octet 1 where there is room for them.
+// extentCDB returns a medium access CDB with an operation code of any group, with flags in byte 1
+// if it has any.
 func extentCDB(op, flags byte, lba, count uint64) string {
 	switch op >> 5 {
 	case 0:
@@ -64,8 +64,8 @@ var (
 	fourGiB  = setup{size: 4 << 30, blockSize: 512}
 )
 
-// What one form of WRITE writes all forms of READ read, at the place where it
-// belongs, and nothing around it changes.
+// All forms of READ read what any form of WRITE wrote, at the right place, and nothing around it
+// changes.
 func TestReadWrite(t *testing.T) {
 	for _, blockSize := range []int{512, 4096} {
 		r := newRig(t, setup{size: 16 << 20, blockSize: uint32(blockSize)})
@@ -126,24 +126,24 @@ func TestExtent(t *testing.T) {
 			wantGood(t, fmt.Sprintf("%02x %d+%d", a.op, a.lba, a.count), res)
 		}
 	}
-	// A length of 0 means 256 blocks in six octets.
+	// A length of 0 means 256 blocks in 6 bytes.
 	if in := r.good("08 000000 00 00", nil); len(in) != 256*512 {
-		t.Errorf("READ(6) of length 0 reads %d octets", len(in))
+		t.Errorf("READ(6) of length 0 reads %d bytes", len(in))
 	}
 	if res := r.run("0a 000000 00 00", make([]byte, 256*512)); res.dataOut != 256*512 {
-		t.Errorf("WRITE(6) of length 0 writes %d octets", res.dataOut)
+		t.Errorf("WRITE(6) of length 0 writes %d bytes", res.dataOut)
 	}
 	wantSense(t, r.run("08 000701 00 00", nil), 0x5, 0x21, 0x00)
 	wantSense(t, r.run("08 1fffff 01 00", nil), 0x5, 0x21, 0x00)
 	r.good("08 0007ff 01 00", nil)
 }
 
-// The limits that VPD page B0h states are those that hold.
+// The unit enforces the limits of VPD page B0h.
 func TestTransferLimits(t *testing.T) {
 	r := newRig(t, fourGiB)
 	const most = 32 << 20 / 512
 	for _, op := range []byte{0xa8, 0x88, 0xaa, 0x8a, 0x8f, 0xaf, 0xae, 0x8e, 0x8b} {
-		wantField(t, r.run(extentCDB(op, 0, 0, most+1), nil), lengthOctet([]byte{op}), noField)
+		wantField(t, r.run(extentCDB(op, 0, 0, most+1), nil), lengthOffset([]byte{op}), noField)
 	}
 	if res := do(r.nexus, &r.c, [8]byte{}, extentCDB(0x88, 0, 1, most), nil, 512); res.status != StatusGood || res.dataIn != 32<<20 {
 		t.Errorf("the longest READ: %v", res)
@@ -161,9 +161,9 @@ func TestTransferLimits(t *testing.T) {
 	for _, op := range []byte{0x93, 0x41} {
 		small.good(extentCDB(0x8a, 0, mostSame-2, 2), pattern(1024, 1))
 		small.good(extentCDB(op, 0, mostSame-1, 0), make([]byte, 512))
-		wantOctets(t, small.good(extentCDB(0x88, 0, mostSame-2, 2), nil), append(pattern(1024, 1)[:512], make([]byte, 512)...))
+		wantBytes(t, small.good(extentCDB(0x88, 0, mostSame-2, 2), nil), append(pattern(1024, 1)[:512], make([]byte, 512)...))
 		small.good(extentCDB(op, 0, 0, 0), make([]byte, 512))
-		wantOctets(t, small.good(extentCDB(0x88, 0, mostSame-2, 2), nil), make([]byte, 1024))
+		wantBytes(t, small.good(extentCDB(0x88, 0, mostSame-2, 2), nil), make([]byte, 1024))
 	}
 	r.good(extentCDB(0x91, 0, 0, 4<<30/512), nil) // SYNCHRONIZE CACHE has no limit
 	r.good(extentCDB(0x90, 0, 0, 4<<30/512), nil) // neither has PRE-FETCH
@@ -177,19 +177,19 @@ func TestTransferLimits(t *testing.T) {
 }
 
 // The last block of 4 GiB and beyond: no arithmetic in 32 bits.
-func TestBeyond4GiB(t *testing.T) {
+func TestReadWriteBeyond4GiB(t *testing.T) {
 	r := newRig(t, setup{size: 3 << 40})
 	lba := uint64(3<<40/512 - 8)
 	data := pattern(8*512, 5)
 	r.good(extentCDB(0x8a, 0, lba, 8), data)
-	wantOctets(t, r.good(extentCDB(0x88, 0, lba, 8), nil), data)
-	wantOctets(t, r.good(extentCDB(0x88, 0, uint64(uint32(lba)), 8), nil), make([]byte, 8*512))
+	wantBytes(t, r.good(extentCDB(0x88, 0, lba, 8), nil), data)
+	wantBytes(t, r.good(extentCDB(0x88, 0, uint64(uint32(lba)), 8), nil), make([]byte, 8*512))
 	wantSense(t, r.run(extentCDB(0x88, 0, lba, 9), nil), 0x5, 0x21, 0x00)
 }
 
-// ISCSI-11.4-4 and ISCSI-11.4-5: the initiator expects less than the CDB says.
-// DataIn and DataOut stay what the command itself transfers.
-func TestCutShort(t *testing.T) {
+// The initiator expects less than the CDB says. DataIn and DataOut stay what the command itself
+// transfers.
+func TestCommandWithLessDataThanItsCDB(t *testing.T) {
 	old, data := pattern(8*512, 1), pattern(8*512, 2)
 	for _, edtl := range []int{0, 1, 200, 512, 513, 1024, 4095, 4096} {
 		r := newRig(t, setup{})
@@ -198,7 +198,7 @@ func TestCutShort(t *testing.T) {
 
 		res := do(r.nexus, &r.c, [8]byte{}, "28 00 00000000 00 0008 00", nil, edtl)
 		wantGood(t, "READ", res)
-		if wantOctets(t, res.in, old[:edtl]); res.dataIn != 4096 {
+		if wantBytes(t, res.in, old[:edtl]); res.dataIn != 4096 { // ISCSI-11.4-4
 			t.Errorf("DataIn %d, want 4096", res.dataIn)
 		}
 		for _, op := range []string{"2a", "2e"} {
@@ -206,15 +206,15 @@ func TestCutShort(t *testing.T) {
 			res = r.run(op+" 00 00000000 00 0008 00", data[:edtl])
 			r.c.Expected = 0
 			if r.c.Overflow != (edtl%512 != 0) {
-				t.Errorf("Overflow %t with %d octets", r.c.Overflow, edtl)
+				t.Errorf("Overflow %t with %d bytes", r.c.Overflow, edtl)
 			}
-			if edtl%512 != 0 { // the end of what comes would lie in a block
+			if edtl%512 != 0 { // the data would end within a block
 				wantSense(t, res, 0x5, 0x0e, 0x03) // INVALID FIELD IN COMMAND INFORMATION UNIT
 				written = 0
-			} else if wantGood(t, "WRITE", res); res.dataOut != 4096 || res.consumed != edtl {
+			} else if wantGood(t, "WRITE", res); res.dataOut != 4096 || res.consumed != edtl { // ISCSI-11.4-4
 				t.Errorf("DataOut %d, consumed %d; want 4096, %d", res.dataOut, res.consumed, edtl)
 			}
-			wantOctets(t, r.good("28 00 00000000 00 0008 00", nil), slices.Concat(data[:written], old[written:]))
+			wantBytes(t, r.good("28 00 00000000 00 0008 00", nil), slices.Concat(data[:written], old[written:]))
 		}
 	}
 	t.Run("all or nothing", func(t *testing.T) {
@@ -236,14 +236,14 @@ func TestCutShort(t *testing.T) {
 					wantSense(t, r.run(s.cdb, s.out[:n]), 0x5, 0x0e, 0x03) // INVALID FIELD IN COMMAND INFORMATION UNIT
 				}
 			}
-			wantOctets(t, r.good("28 00 00000000 00 0008 00", nil), old)
+			wantBytes(t, r.good("28 00 00000000 00 0008 00", nil), old)
 		}
 	})
 }
 
-// Write cache told truthfully: what is called on the store, and so is durable
-// at the status.
-func TestDurability(t *testing.T) {
+// The unit is honest about its cache: the calls to the store make data durable before the status
+// that promises it.
+func TestStatusPromisesDurability(t *testing.T) {
 	block, fuaBit, none := make([]byte, 512), byte(0x08), byte(0)
 	block[0] = 1
 	unmap := unhex("0016 0010 00000000  0000000000000000 00000008 00000000")
@@ -361,7 +361,7 @@ func TestWriteSame(t *testing.T) {
 	}
 	other := pattern(4096, 7) // the block of the command before is forgotten
 	r.good(extentCDB(0x93, 0, 1, 2), other)
-	wantOctets(t, r.good(extentCDB(0x88, 0, 1, 3), nil), slices.Concat(other, other, big))
+	wantBytes(t, r.good(extentCDB(0x88, 0, 1, 3), nil), slices.Concat(other, other, big))
 	for _, cdb := range []string{extentCDB(0x41, 0x10, 0, 1), extentCDB(0x93, 0x18, 0, 1)} { // ANCHOR: ANC_SUP is 0
 		wantField(t, r.run(cdb, big), 1, 4)
 	}
@@ -421,7 +421,7 @@ func TestUnmap(t *testing.T) {
 	list := unhex("0026 0020 00000000" + desc(0, mostBlocks-1) + desc(0, 2))
 	res := r.run("42 00 00000000 00 0028 00", list)
 	wantSense(t, res, 0x5, 0x26, 0x00)
-	wantOctets(t, res.sense[15:], unhex("80 0020")) // SKSV, C/D 0; octet 32: the second NUMBER OF LOGICAL BLOCKS
+	wantBytes(t, res.sense[15:], unhex("80 0020")) // SKSV, C/D 0; byte 32: the second NUMBER OF LOGICAL BLOCKS
 	list[39-4] = 1
 	r.good("42 00 00000000 00 0028 00", list)
 
@@ -429,7 +429,7 @@ func TestUnmap(t *testing.T) {
 	copy(list, unhex("1016 1010"))
 	res = r.run(fmt.Sprintf("42 00 00000000 00 %04x 00", len(list)), list)
 	wantSense(t, res, 0x5, 0x26, 0x00)
-	wantOctets(t, res.sense[15:], unhex("80 0002"))
+	wantBytes(t, res.sense[15:], unhex("80 0002"))
 	copy(list, unhex("1006 1000"))
 	r.good(fmt.Sprintf("42 00 00000000 00 %04x 00", len(list)), list)
 
@@ -462,7 +462,7 @@ func TestVerify(t *testing.T) {
 			if res.status != StatusCheckCondition {
 				t.Fatalf("a difference at %d was not found", at)
 			}
-			wantOctets(t, res.sense, unhex(fmt.Sprintf("f0 00 0e %08x 0a 00000000 1d 00 00 000000", at)))
+			wantBytes(t, res.sense, unhex(fmt.Sprintf("f0 00 0e %08x 0a 00000000 1d 00 00 000000", at)))
 		}
 
 		r.good(extentCDB(0x93, 0, 400, 100), data[:512])
@@ -475,7 +475,7 @@ func TestVerify(t *testing.T) {
 			t.Fatal("BYTCHK 11b: a difference was not found")
 		}
 		// Block 500 is zeros, and data does not begin with one.
-		wantOctets(t, res.sense, unhex(fmt.Sprintf("f0 00 0e %08x 0a 00000000 1d 00 00 000000", 100*512)))
+		wantBytes(t, res.sense, unhex(fmt.Sprintf("f0 00 0e %08x 0a 00000000 1d 00 00 000000", 100*512)))
 		if res := r.run(extentCDB(op, 0x06, 400, 0), nil); res.status != StatusGood || res.dataOut != 0 {
 			t.Errorf("BYTCHK 11b of no blocks: %v", res)
 		}
@@ -484,9 +484,9 @@ func TestVerify(t *testing.T) {
 	}
 }
 
-// Everything that writes is refused on a read-only unit before it asks for
-// data, and everything else works.
-func TestReadOnly(t *testing.T) {
+// A read-only unit refuses everything that writes before it asks for data, and serves everything
+// else.
+func TestReadOnlyUnitRefusesWrites(t *testing.T) {
 	for name, s := range map[string]setup{
 		"option": {opt: Options{ReadOnly: true}},
 		"store":  {info: func(i *backend.Info) { i.ReadOnly = true }},
@@ -510,14 +510,13 @@ func TestReadOnly(t *testing.T) {
 	}
 }
 
-// More data-out than the CDB asks for means that initiator and target have not
-// understood each other: what could do harm then does nothing. WRITE takes what
-// it needs, as ISCSI-11.4-5 has it.
-func TestTooMuchData(t *testing.T) {
+// More data-out than the CDB asks for means that initiator and target misunderstand each other: a
+// command that could do harm does nothing.
+func TestTooMuchDataIsRefused(t *testing.T) {
 	for _, s := range []struct {
 		cdb   string
-		n     uint64 // octets that it takes
-		octet int    // of the length in the CDB; 0: more is no error
+		n     uint64 // bytes that it takes
+		octet int    // of the length in the CDB; 0: more is accepted
 	}{
 		{extentCDB(0x89, 0, 0, 1), 1024, 13},
 		{extentCDB(0x89, 0, 0, 0), 0, 13}, // 256 in eight bits
@@ -534,7 +533,7 @@ func TestTooMuchData(t *testing.T) {
 			if s.octet != 0 && expected > s.n {
 				wantField(t, res, s.octet, noField)
 			} else {
-				wantGood(t, s.cdb, res)
+				wantGood(t, s.cdb, res) // ISCSI-11.4-5: a WRITE takes what it needs
 			}
 		}
 	}

@@ -15,8 +15,8 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-// sanitizing is a medium that lasts, a unit on it, and a way to start both anew
-// as after a kill -9.
+// A sanitizing is a medium that lasts, a unit on it, and a way to restart both as after a kill
+// -9.
 type sanitizing struct {
 	t    *testing.T
 	path string
@@ -34,12 +34,12 @@ func newSanitizing(t *testing.T) *sanitizing {
 	return s
 }
 
-// undead is a store whose Close leaves the medium for the next unit.
+// An undead is a store whose Close leaves the medium for the next unit.
 type undead struct{ *backendtest.Faulty }
 
 func (undead) Close() error { return nil }
 
-// start makes a unit after change has had its way with the store.
+// start returns a unit over the medium, after change modified its store.
 func (s *sanitizing) start(opt Options, change func(*backendtest.Faulty)) *rig {
 	s.t.Helper()
 	if s.kept != nil {
@@ -66,13 +66,13 @@ func (s *sanitizing) start(opt Options, change func(*backendtest.Faulty)) *rig {
 	return r
 }
 
-// interrupt begins a SANITIZE, and leaves it where the store calls op.
+// interrupt begins a SANITIZE, and abandons it when the store gets a call of op.
 func (s *sanitizing) interrupt(r *rig, op backendtest.Op, cdb string, list []byte) {
 	s.t.Helper()
 	held, release := r.hold(op)
 	r.good(cdb, list) // IMMED
 	<-held
-	r.store.Fail(op, backend.ErrClosed) // the process is not there any more
+	r.store.Fail(op, backend.ErrClosed) // the process ended
 	r.unit.sanitizer.stop.Store(true)
 	release()
 	<-r.unit.sanitizer.done
@@ -94,9 +94,9 @@ const sanitizeGolden = `{
 }
 `
 
-// SBC-3, section 4.11.1: a sanitize goes on after the loss of power, from its
-// beginning, and a failure stays one.
-func TestSanitizeSurvives(t *testing.T) {
+// SBC-3, section 4.11.1: after a loss of power a sanitize restarts from its beginning, and a
+// failed one stays failed.
+func TestSanitizeSurvivesRestart(t *testing.T) {
 	const idle = "{\n  \"version\": 1,\n  \"units\": []\n}\n"
 	ready := func(r *rig) func() bool { return func() bool { return r.run("00", nil).status == StatusGood } }
 	for _, x := range []struct {
@@ -117,21 +117,21 @@ func TestSanitizeSurvives(t *testing.T) {
 				t.Errorf("the file is\n%s", got)
 			}
 
-			// It goes on, also where SANITIZE is not allowed any more.
+			// It restarts, even if SANITIZE is no longer allowed.
 			r = s.start(Options{}, func(f *backendtest.Faulty) { f.Hook(func(backendtest.Op, int64, int64) error { return nil }) })
 			testkit.Eventually(t, "end of the sanitize", ready(r))
 			want := make([]byte, 4<<20)
 			if x.list != "" {
 				want = bytes.Repeat(unhex("01020304"), 1<<20)
 			}
-			wantOctets(t, r.good(extentCDB(0x88, 0, 0, 8192), nil), want)
+			wantBytes(t, r.good(extentCDB(0x88, 0, 0, 8192), nil), want)
 			if got := content(t, s.path); got != idle {
 				t.Errorf("the file is\n%s", got)
 			}
-			// And what is written then stays.
+			// And data written then stay.
 			r.good(extentCDB(0x8a, 0, 0, 1), pattern(512, 7))
 			r = s.start(Options{}, nil)
-			wantOctets(t, r.good(extentCDB(0x88, 0, 0, 1), nil), pattern(512, 7))
+			wantBytes(t, r.good(extentCDB(0x88, 0, 0, 1), nil), pattern(512, 7))
 		})
 	}
 	t.Run("in progress", func(t *testing.T) {
@@ -160,7 +160,7 @@ func TestSanitizeSurvives(t *testing.T) {
 		wantSense(t, r.run(extentCDB(0x88, 0, 0, 1), nil), 0x3, 0x31, 0x03)
 		r = s.start(Options{}, nil)
 		testkit.Eventually(t, "end of the sanitize", ready(r))
-		wantOctets(t, r.good(extentCDB(0x88, 0, 0, 1), nil), make([]byte, 512))
+		wantBytes(t, r.good(extentCDB(0x88, 0, 0, 1), nil), make([]byte, 512))
 	})
 	t.Run("failed", func(t *testing.T) {
 		s := newSanitizing(t)
@@ -186,7 +186,7 @@ func TestSanitizeSurvives(t *testing.T) {
 	})
 }
 
-// What cannot be kept does not begin, and what cannot be forgotten has failed.
+// A sanitize that cannot be stored does not begin, and one that cannot be forgotten has failed.
 func TestSanitizationsCannotBeStored(t *testing.T) {
 	failing := func(s *sanitizing, name string) {
 		s.kept.SetSync(func(f *os.File) error {
@@ -201,16 +201,16 @@ func TestSanitizationsCannotBeStored(t *testing.T) {
 	r.good(extentCDB(0x8a, 0, 0, 1), pattern(512, 1))
 	failing(s, "sanitize.json.tmp")
 	wantSense(t, r.run(blockErase, nil), 0x4, 0x44, 0x00)
-	wantOctets(t, r.good(extentCDB(0x88, 0, 0, 1), nil), pattern(512, 1))
+	wantBytes(t, r.good(extentCDB(0x88, 0, 0, 1), nil), pattern(512, 1))
 	failing(s, ".") // after the rename: the next start would erase
 	wantSense(t, r.run("48 22 0000000000 0000 00", nil), 0x3, 0x31, 0x03)
 	wantSense(t, r.run("00", nil), 0x3, 0x31, 0x03)
 	wantSense(t, r.run("48 1f 0000000000 0000 00", nil), 0x4, 0x44, 0x00)
 	failing(s, "nothing")
 	r.good("48 1f 0000000000 0000 00", nil)
-	wantOctets(t, r.good(extentCDB(0x88, 0, 0, 1), nil), pattern(512, 1))
+	wantBytes(t, r.good(extentCDB(0x88, 0, 0, 1), nil), pattern(512, 1))
 	r = s.start(Options{Sanitize: true}, nil)
-	wantOctets(t, r.good(extentCDB(0x88, 0, 0, 1), nil), pattern(512, 1))
+	wantBytes(t, r.good(extentCDB(0x88, 0, 0, 1), nil), pattern(512, 1))
 
 	held, release := r.hold(backendtest.Discard)
 	r.good("48 a2 0000000000 0000 00", nil)

@@ -50,11 +50,11 @@ func TestSanitizeOverwrite(t *testing.T) {
 			}
 		})
 	}
-	// A pattern that does not divide the block begins anew with each.
+	// A pattern that does not divide the block restarts with each block.
 	r := newRig(t, sanitizable)
 	wantGood(t, "a pattern of 5", r.overwrite(0, unhex("01 00 0005 0102030405")))
 	block := bytes.Repeat(unhex("0102030405"), 103)[:512]
-	wantOctets(t, r.good(extentCDB(0x88, 0, 8190, 2), nil), append(bytes.Clone(block), block...))
+	wantBytes(t, r.good(extentCDB(0x88, 0, 8190, 2), nil), append(bytes.Clone(block), block...))
 	wantGood(t, "a pattern of a block", r.overwrite(0, append(unhex("01 00 0200"), block...)))
 
 	for n := range 5 {
@@ -63,9 +63,9 @@ func TestSanitizeOverwrite(t *testing.T) {
 	wantField(t, r.overwrite(0, make([]byte, 517)), 7, noField)
 	wantListField(t, r.overwrite(0, unhex("00 00 0001 5a")), 0)                           // OVERWRITE COUNT
 	wantListField(t, r.overwrite(0, unhex("01 00 0000 5a")), 2)                           // INITIALIZATION PATTERN LENGTH
-	wantListField(t, r.overwrite(0, unhex("01 00 0002 5a")), 2)                           // more than there is
+	wantListField(t, r.overwrite(0, unhex("01 00 0002 5a")), 2)                           // more than the list has
 	wantSense(t, r.run("48 01 0000000000 0008 00", unhex("01 00 0004")), 0x5, 0x0e, 0x03) // less than announced
-	wantOctets(t, r.good(extentCDB(0x88, 0, 8190, 1), nil), block)                        // none of which did anything
+	wantBytes(t, r.good(extentCDB(0x88, 0, 8190, 1), nil), block)                         // none of which did anything
 	wantSense(t, newRig(t, setup{}).run(blockErase, nil), 0x5, 0x20, 0x00)                // not allowed
 	wantSense(t, newRig(t, setup{opt: Options{Sanitize: true, ReadOnly: true}}).run(blockErase, nil), 0x7, 0x27, 0x00)
 	wantField(t, newRig(t, setup{info: thick, opt: Options{Sanitize: true}}).run(blockErase, nil), 1, 4)
@@ -73,8 +73,8 @@ func TestSanitizeOverwrite(t *testing.T) {
 
 const cryptoErase = "48 03 0000000000 0000 00"
 
-// SBC-3, sections 5.24.2.3 and 5.24.2.4: what held data is overwritten, what did
-// not takes no space for that, and in the end nothing does.
+// SBC-3, sections 5.24.2.3 and 5.24.2.4: data are overwritten, holes take no space for that, and
+// in the end the medium takes none.
 func TestSanitizeErase(t *testing.T) {
 	for _, cdb := range []string{blockErase, cryptoErase} {
 		t.Run(cdb[:5], func(t *testing.T) { testErase(t, cdb) })
@@ -82,7 +82,7 @@ func TestSanitizeErase(t *testing.T) {
 	r := newRig(t, setup{info: thick, opt: Options{Sanitize: true}})
 	r.good(extentCDB(0x8a, 0, 0, 2048), pattern(1<<20, 1))
 	r.good(cryptoErase, nil)
-	wantOctets(t, r.good(extentCDB(0x88, 0, 0, 2048), nil), make([]byte, 1<<20))
+	wantBytes(t, r.good(extentCDB(0x88, 0, 0, 2048), nil), make([]byte, 1<<20))
 	if n := r.store.Calls(backendtest.Discard); n != 0 {
 		t.Errorf("%d calls of Discard on a store that cannot give space back", n)
 	}
@@ -105,12 +105,12 @@ func testErase(t *testing.T, cdb string) {
 	})
 	r.good(cdb, nil)
 	if n := written.Load(); n != 3*64<<10 {
-		t.Errorf("%d octets were overwritten, want three pages", n)
+		t.Errorf("%d bytes were overwritten, want three pages", n)
 	}
 	for _, lba := range []uint64{0, 5000, 1<<31 - 3} {
-		wantOctets(t, r.good(extentCDB(0x88, 0, lba, 3), nil), make([]byte, 3*512))
+		wantBytes(t, r.good(extentCDB(0x88, 0, lba, 3), nil), make([]byte, 3*512))
 	}
-	wantOctets(t, r.good("9e 12 0000000000000000 00001000 00 00", nil), unhex("00000014 00000000 0000000000000000 80000000 01 000000"))
+	wantBytes(t, r.good("9e 12 0000000000000000 00001000 00 00", nil), unhex("00000014 00000000 0000000000000000 80000000 01 000000"))
 }
 
 // hold makes calls of op on the store wait until release is called.
@@ -119,8 +119,8 @@ func (r *rig) hold(op backendtest.Op) (held <-chan struct{}, release func()) {
 	return g.Entered, g.Open
 }
 
-// SBC-3, section 4.11.3: while it runs, all commands but INQUIRY, REPORT LUNS
-// and REQUEST SENSE fail, and no reset ends it.
+// SBC-3, section 4.11.3: while it runs, all commands except INQUIRY, REPORT LUNS and REQUEST
+// SENSE fail, and no reset ends it.
 func TestSanitizeInProgress(t *testing.T) {
 	r := newRig(t, sanitizable)
 	other := r.login()
@@ -161,11 +161,11 @@ func TestSanitizeInProgress(t *testing.T) {
 	check(r.nexus)
 	release()
 	testkit.Eventually(t, "end of the sanitize", func() bool { return r.run("00", nil).status == StatusGood })
-	wantOctets(t, r.good(extentCDB(0x88, 0, 0, 1), nil), bytes.Repeat([]byte{0x5a}, 512))
+	wantBytes(t, r.good(extentCDB(0x88, 0, 0, 1), nil), bytes.Repeat([]byte{0x5a}, 512))
 }
 
-// A write that began before the sanitize leaves nothing behind it.
-func TestSanitizeOvertakesWrite(t *testing.T) {
+// A write that began before the sanitize leaves no data after it.
+func TestEarlierWriteLeavesNothingAfterSanitize(t *testing.T) {
 	r := newRig(t, sanitizable)
 	other := r.login()
 	c := Command{CDB: append(unhex(extentCDB(0x8a, 0, 0, 16)), make([]byte, 16)...)[:16]}
@@ -184,11 +184,11 @@ func TestSanitizeOvertakesWrite(t *testing.T) {
 	}
 	release()
 	testkit.Eventually(t, "end of the sanitize", func() bool { return r.run("00", nil).status == StatusGood })
-	wantOctets(t, r.good(extentCDB(0x88, 0, 0, 16), nil), make([]byte, 8192))
+	wantBytes(t, r.good(extentCDB(0x88, 0, 0, 16), nil), make([]byte, 8192))
 }
 
-// SBC-3, section 4.11.4: after a failure there is no access to the medium until
-// a sanitize succeeds or, where AUSE allowed it, EXIT FAILURE MODE.
+// SBC-3, section 4.11.4: after a failure the medium is not accessible until a sanitize succeeds
+// or, if AUSE allowed it, EXIT FAILURE MODE.
 func TestSanitizeFails(t *testing.T) {
 	const exit = "48 1f 0000000000 0000 00"
 	r := newRig(t, sanitizable)
@@ -224,8 +224,8 @@ func TestSanitizeFails(t *testing.T) {
 	wantSense(t, r.overwrite(0, unhex("01 00 0001 5a")), 0x3, 0x31, 0x03)
 }
 
-// Close does not wait for all of a large medium.
-func TestSanitizeEndsWithUnit(t *testing.T) {
+// Close does not wait until all of a large medium is sanitized.
+func TestCloseStopsSanitize(t *testing.T) {
 	r := newRig(t, sanitizable)
 	held, release := r.hold(backendtest.WriteAt)
 	r.good("48 81 0000000000 0005 00", unhex("1f 00 0001 5a"))
@@ -243,8 +243,8 @@ func TestSanitizeEndsWithUnit(t *testing.T) {
 	wantSense(t, r.run("48 82 0000000000 0000 00", nil), 0x4, 0x44, 0x00)
 }
 
-// SBC-3, section 4.11.3: what ends the command does not end the sanitize.
-func TestSanitizeAborted(t *testing.T) {
+// SBC-3, section 4.11.3: the end of the command does not end the sanitize.
+func TestAbortDoesNotEndSanitize(t *testing.T) {
 	r := newRig(t, sanitizable)
 	var abort atomic.Bool
 	r.c.Abort = &abort

@@ -11,7 +11,7 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 )
 
-// openSettings opens the file, which Close gives free at the end of the test.
+// openSettings opens the file, and closes it at the end of the test.
 func openSettings(t testing.TB, path string) *Settings {
 	t.Helper()
 	s, err := OpenSettings(path)
@@ -22,10 +22,10 @@ func openSettings(t testing.TB, path string) *Settings {
 	return s
 }
 
-// saving is what a rig with a cache and a file of settings is made of.
+// saving returns the setup of a rig with a cache and a file of settings.
 func saving(s *Settings) setup { return setup{info: volatile, opt: Options{Settings: s}} }
 
-// save is MODE SELECT(6) with SP.
+// save runs MODE SELECT(6) with SP.
 func (r *rig) save(list string) result {
 	b := unhex(list)
 	return r.run(fmt.Sprintf("15 11 0000 %02x 00", len(b)), b)
@@ -34,15 +34,14 @@ func (r *rig) save(list string) result {
 // wantCaching checks the Caching page: current and saved values of WCE.
 func (r *rig) wantCaching(current, saved string) {
 	r.t.Helper()
-	wantOctets(r.t, r.good("1a 08 08 00 ff 00", nil), unhex("17 00 10 00 8"+current[1:]))
-	wantOctets(r.t, r.good("1a 08 c8 00 ff 00", nil), unhex("17 00 10 00 8"+saved[1:]))
-	wantOctets(r.t, r.good("5a 08 88 00 000000 00ff 00", nil), unhex("001a 00 10 00 00 0000 8"+cachingOn[1:])) // default
-	wantOctets(r.t, r.good("1a 08 48 00 ff 00", nil), unhex("17 00 10 00 88 12 04 00 0000 0000 0000 0000 00 00 0000 00 000000"))
+	wantBytes(r.t, r.good("1a 08 08 00 ff 00", nil), unhex("17 00 10 00 8"+current[1:]))
+	wantBytes(r.t, r.good("1a 08 c8 00 ff 00", nil), unhex("17 00 10 00 8"+saved[1:]))
+	wantBytes(r.t, r.good("5a 08 88 00 000000 00ff 00", nil), unhex("001a 00 10 00 00 0000 8"+cachingOn[1:])) // default
+	wantBytes(r.t, r.good("1a 08 48 00 ff 00", nil), unhex("17 00 10 00 88 12 04 00 0000 0000 0000 0000 00 00 0000 00 000000"))
 }
 
-// SPC-4, sections 6.9, 6.11.4 and 7.5.1: SP saves pages, PS says that they can be
-// saved, page control 11b returns what is saved; that comes back with a reset and
-// with a restart.
+// SPC-4, sections 6.9, 6.11.4 and 7.5.1: SP saves pages, PS says that they can be saved, page
+// control 11b returns the saved ones. A reset and a restart restore them.
 func TestSavedPages(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "settings.json")
 	s := openSettings(t, path)
@@ -89,7 +88,7 @@ func TestSavedPages(t *testing.T) {
 
 	s = openSettings(t, path)
 	r = newRig(t, saving(s))
-	wantOctets(t, r.good("1a 08 0a 00 ff 00", nil), unhex("0f 00 90 00 8"+protected[1:]))
+	wantBytes(t, r.good("1a 08 0a 00 ff 00", nil), unhex("0f 00 90 00 8"+protected[1:]))
 	wantSense(t, r.run(extentCDB(0x2a, 0, 0, 1), make([]byte, 512)), 0x7, 0x27, 0x02)
 
 	// Without parameters the current values are saved.
@@ -98,18 +97,18 @@ func TestSavedPages(t *testing.T) {
 	r.reset(r.nexus)
 	r.good(extentCDB(0x2a, 0, 0, 1), make([]byte, 512))
 
-	// What cannot be changed any more has its default value.
+	// A bit that can no longer change has its default value.
 	wantGood(t, "WCE 1, saved", r.save("00 00 00 00"+cachingOn))
 	through := newRig(t, setup{info: volatile, opt: Options{Settings: s, WriteThrough: true}})
-	wantOctets(t, through.good("1a 08 08 00 ff 00", nil), unhex("17 00 10 00 8"+cachingOff[1:]))
+	wantBytes(t, through.good("1a 08 08 00 ff 00", nil), unhex("17 00 10 00 8"+cachingOff[1:]))
 
-	// What is wrong saves nothing.
+	// A wrong list saves nothing.
 	wantListField(t, r.save("00 00 00 00"+cachingOff+"1c 0a 00 00 00000000 00000000"), 4+20+2)
 	r.wantCaching(cachingOn, cachingOn)
 }
 
-// A page that cannot be saved is not changed.
-func TestPagesCannotBeSaved(t *testing.T) {
+// A page that cannot be saved does not change.
+func TestPageThatCannotBeSavedDoesNotChange(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "settings.json")
 	s := openSettings(t, path)
 	r := newRig(t, saving(s))

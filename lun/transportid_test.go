@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// deviceID is a TransportID with TPID FORMAT 00b.
+// deviceID returns a TransportID with TPID FORMAT 00b.
 func deviceID(name string) []byte {
 	name = terminated(name)
 	return append([]byte{0x05, 0, 0, byte(len(name))}, name...)
@@ -77,10 +77,10 @@ func TestParseTransportID(t *testing.T) {
 	if want := (initiatorPort{portC.InitiatorName, portC.ISID}); wrong != noField || n != 48 || id.device || id.port != want {
 		t.Errorf("%+v, %d, %d", id, n, wrong)
 	}
-	wantOctets(t, id.port.appendTransportID(nil), unhex(transportIDC))
+	wantBytes(t, id.port.appendTransportID(nil), unhex(transportIDC))
 	for n := range 48 {
 		if _, _, wrong := parseTransportID(unhex(transportIDC)[:n]); wrong == noField {
-			t.Errorf("the first %d octets were accepted", n)
+			t.Errorf("the first %d bytes were accepted", n)
 		}
 	}
 	with := func(format byte, text string) []byte {
@@ -104,7 +104,7 @@ func TestParseTransportID(t *testing.T) {
 		"ISID of 13 digits":       {with(0x45, terminated("iqn.2026-11.io.example:c,i,0x00023d0000001")), 4},
 		"ISID not hexadecimal":    {with(0x45, terminated("iqn.2026-11.io.example:c,i,0x00023d00000g")), 4},
 		"no name before the ISID": {with(0x45, terminated(",i,0x00023d000001")+"\x00\x00\x00\x00"), 4},
-		"name of 224 octets":      {with(0x05, terminated(strings.Repeat("x", 224))), 4},
+		"name of 224 bytes":       {with(0x05, terminated(strings.Repeat("x", 224))), 4},
 		"not UTF-8":               {with(0x05, terminated("iqn.2026-11.io.example:\xff")), 4},
 		"control character":       {with(0x05, terminated("iqn.2026-11.io.exam\nple")), 4},
 	} {
@@ -118,7 +118,7 @@ func TestParseTransportID(t *testing.T) {
 	}
 }
 
-// FuzzTransportID: what is decoded comes back the same.
+// FuzzTransportID decodes TransportIDs: encoding the result returns the same.
 func FuzzTransportID(f *testing.F) {
 	f.Add(unhex(transportIDC))
 	f.Add(deviceID(portA.InitiatorName))
@@ -128,7 +128,7 @@ func FuzzTransportID(f *testing.F) {
 			return
 		}
 		if n > len(b) || n%4 != 0 {
-			t.Fatalf("%d octets of %d", n, len(b))
+			t.Fatalf("%d bytes of %d", n, len(b))
 		}
 		if id.device {
 			return

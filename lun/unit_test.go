@@ -50,8 +50,8 @@ func TestNewRefuses(t *testing.T) {
 	}
 }
 
-// Resize gives unit and store another size, and all nexuses hear of it (SBC-3, section
-// 4.7: CAPACITY DATA HAS CHANGED).
+// Resize gives unit and store another size and notifies all nexuses (SBC-3, section 4.7: CAPACITY
+// DATA HAS CHANGED).
 func TestResize(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "disk")
 	for name, open := range map[string]func() (backend.Store, error){
@@ -95,7 +95,7 @@ func TestResize(t *testing.T) {
 			}
 			for _, size := range []int64{0, -512, 511, 1<<20 + 1} {
 				if err := u.Resize(size); err == nil || u.Size() != 1<<20 {
-					t.Errorf("Resize(%d): %v; %d octets", size, err, u.Size())
+					t.Errorf("Resize(%d): %v; %d bytes", size, err, u.Size())
 				}
 			}
 			// A command that had begun meets the new end.
@@ -118,9 +118,9 @@ func TestResize(t *testing.T) {
 	}
 }
 
-// A command that goes to the end of the medium and meets a smaller one, between its first look
-// at the capacity and the next, is refused.
-func TestToEndOfSmallerUnit(t *testing.T) {
+// A command to the end of the medium is refused if the unit becomes smaller between its first
+// look at the capacity and the next.
+func TestCommandToOldEndIsRefused(t *testing.T) {
 	r := newRig(t, setup{size: 1 << 20})
 	c := Command{CDB: unhex("34 00 00000400 00 0000 00 000000000000")} // PRE-FETCH(10) from block 1024 on
 	if !r.nexus.Begin(&c) {
@@ -139,7 +139,7 @@ func TestToEndOfSmallerUnit(t *testing.T) {
 	}
 }
 
-// A growing is a store that can be given a size.
+// A growing is a store whose size a test sets.
 type growing struct {
 	describedStore
 	size *int64
@@ -148,7 +148,7 @@ type growing struct {
 
 func (s *growing) Grow() (int64, error) { return *s.size, s.err }
 
-// SBC-3, section 4.7: the capacity of a medium that has grown.
+// SBC-3, section 4.7: the capacity after the medium grew.
 func TestGrow(t *testing.T) {
 	m, err := backend.OpenMemory(backend.MemoryConfig{Size: 4 << 20})
 	if err != nil {
@@ -185,9 +185,9 @@ func TestGrow(t *testing.T) {
 	for _, n := range []*Nexus{r.nexus, other} {
 		wantSense(t, do(n, &r.c, [8]byte{}, "00", nil, all), 0x6, 0x2a, 0x09) // CAPACITY DATA HAS CHANGED
 	}
-	wantOctets(t, r.good("25", nil), unhex("000017ff 00000200"))
-	wantOctets(t, r.good("9e 10 0000000000000000 0000000c 00 00", nil), unhex("00000000000017ff 00000200"))
-	wantOctets(t, r.good("1a 00 0a 00 0c 00", nil)[4:], unhex("00001800 00 000200"))
+	wantBytes(t, r.good("25", nil), unhex("000017ff 00000200"))
+	wantBytes(t, r.good("9e 10 0000000000000000 0000000c 00 00", nil), unhex("00000000000017ff 00000200"))
+	wantBytes(t, r.good("1a 00 0a 00 0c 00", nil)[4:], unhex("00001800 00 000200"))
 	r.good(extentCDB(0x8a, 0, 6143, 1), pattern(512, 1))
 	wantSense(t, r.run(extentCDB(0x8a, 0, 6143, 2), make([]byte, 1024)), 0x5, 0x21, 0x00)
 	size = 2 << 20
@@ -206,7 +206,7 @@ func TestGrow(t *testing.T) {
 	}
 	release()
 	testkit.Eventually(t, "end of the sanitize", func() bool { return r.run("00", nil).status == StatusGood })
-	wantOctets(t, r.good(extentCDB(0x28, 0, 6143, 1), nil), bytes.Repeat([]byte{0x5a}, 512))
+	wantBytes(t, r.good(extentCDB(0x28, 0, 6143, 1), nil), bytes.Repeat([]byte{0x5a}, 512))
 	grow(true)
 
 	store.err = fmt.Errorf("injected")
@@ -218,8 +218,7 @@ func TestGrow(t *testing.T) {
 	}
 }
 
-// A unit in use takes space for all of what it has more, in steps between which it can be
-// stopped.
+// A unit in use takes space for all of its new bytes, in steps between which it can be stopped.
 func TestAllocate(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "a")
 	s, _, err := backend.OpenFile(backend.FileConfig{Path: path, Size: 2*allocateStep + 4096})
@@ -251,7 +250,7 @@ func TestAllocate(t *testing.T) {
 	}
 	var st unix.Stat_t
 	if err := unix.Stat(path, &st); err != nil || st.Blocks*512 < 2*allocateStep || st.Size != u.Size() {
-		t.Errorf("error %v, %d octets, of which %d have space", err, st.Size, st.Blocks*512)
+		t.Errorf("error %v, %d bytes, of which %d have space", err, st.Size, st.Blocks*512)
 	}
 	m, err := backend.OpenMemory(backend.MemoryConfig{Size: 1 << 20})
 	if err != nil {
@@ -267,9 +266,8 @@ func TestAllocate(t *testing.T) {
 	}
 }
 
-// A unit that is opened anew is no unit that has lost power: who has registered and reserved
-// it has so afterwards, whether or not APTPL says that it is kept (SPC-4, section 5.13.5),
-// and the unit of before takes no more of that.
+// To reopen a unit is not a loss of power: registrations and reservations remain, with or without
+// APTPL (SPC-4, section 5.13.5), and the old unit takes no more of them.
 func TestInheritFrom(t *testing.T) {
 	next := func(r *prRig, id state.Identity) *Unit {
 		t.Helper()
@@ -353,9 +351,9 @@ func TestInheritFrom(t *testing.T) {
 	})
 }
 
-// Commands of a unit whose store another one has change nothing there, however late their
-// data comes.
-func TestDetach(t *testing.T) {
+// Commands of a unit whose store has moved to another unit change nothing there, however late
+// their data arrive.
+func TestDetachedUnitChangesNothing(t *testing.T) {
 	block := bytes.Repeat([]byte{0x11}, 512)
 	copies := unhex(copyList(1, 0, []string{cscdZero}, []string{blocks(0, 0, 1, 0, 1)}))
 	for _, tt := range []struct {

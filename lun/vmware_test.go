@@ -16,14 +16,14 @@ import (
 // What ESXi asks of a disk before it leaves work to it, and the commands as it
 // sends them (vStorage APIs for Array Integration).
 
-// limits is VPD page B0h with the header, so that offsets are those of SBC-3.
+// limits returns VPD page B0h with its header, so that offsets are those of SBC-3.
 func (r *rig) limits() []byte {
 	r.t.Helper()
 	return r.good("12 01 b0 00ff 00", nil)
 }
 
-// ATS: COMPARE AND WRITE of one block takes the lock of a VMFS volume. Of many
-// hosts that want it one gets it, and the others are told so.
+// ATS: COMPARE AND WRITE of one block takes the lock of a VMFS volume. Of many hosts that compete
+// for it one gets it, and the others fail.
 func TestVMwareATS(t *testing.T) {
 	r := newRig(t, setup{})
 	if got := r.limits()[5]; got < 1 {
@@ -53,7 +53,7 @@ func TestVMwareATS(t *testing.T) {
 	if owner < 0 || slices.Contains(won[owner+1:], true) {
 		t.Fatalf("who has the lock: %v", won)
 	}
-	wantOctets(t, r.good(extentCDB(0x28, 0, 100, 1), nil), owned(byte(owner), 0))
+	wantBytes(t, r.good(extentCDB(0x28, 0, 100, 1), nil), owned(byte(owner), 0))
 
 	// The heartbeat: from one image to the next, and not from any other.
 	for beat := range 3 {
@@ -62,7 +62,7 @@ func TestVMwareATS(t *testing.T) {
 	stale := owned(byte(owner), 3)
 	stale[77] ^= 1
 	res := r.run(lock, slices.Concat(stale, free))
-	want := unhex("f0 00 0e 0000004d 0a 00000000 1d 00 00 000000") // MISCOMPARE at octet 77
+	want := unhex("f0 00 0e 0000004d 0a 00000000 1d 00 00 000000") // MISCOMPARE at byte 77
 	if res.status != StatusCheckCondition || !bytes.Equal(res.sense, want) {
 		t.Errorf("status %#x, sense % x, want % x", res.status, res.sense, want)
 	}
@@ -79,8 +79,8 @@ func TestVMwareATS(t *testing.T) {
 	wantConflict(t, "COMPARE AND WRITE", r.run(lock, slices.Concat(free, free)))
 }
 
-// XCOPY: the copy of a virtual disk, piece by piece of 4 MiB, within a LUN and to
-// another one that ESXi knows by the designator of VPD page 83h.
+// XCOPY: the copy of a virtual disk, in pieces of 4 MiB, within a LUN and to another one that
+// ESXi knows by the designator of VPD page 83h.
 func TestVMwareXCOPY(t *testing.T) {
 	const mib = 1 << 20
 	r := newCopyRig(t, setup{size: 16 * mib}, setup{})
@@ -144,13 +144,13 @@ func TestVMwareWriteSame(t *testing.T) {
 	want := pattern(4<<20, 1)
 	clear(want[1<<20:][:2<<20])
 	if !bytes.Equal(r.good(extentCDB(0x88, 0, 0, 8192), nil), want) {
-		t.Error("other octets were read")
+		t.Error("other bytes were read")
 	}
 }
 
-// UNMAP: the space of a virtual disk that was deleted goes back, and LBPRZ says
-// that zeros are read there. A store that is full is told from a broken one, for
-// then ESXi stops only the virtual machines that write (TP stun).
+// UNMAP: the space of a deleted virtual disk is free again, and LBPRZ promises that reads there
+// return zeros. ESXi can tell a full store from a broken one, and then stops only the virtual
+// machines that write (TP stun).
 func TestVMwareUnmap(t *testing.T) {
 	r := newRig(t, setup{size: 8 << 20})
 	if in := r.good("9e 10 0000000000000000 00000020 00 00", nil); in[14]&0xc0 != 0xc0 {
@@ -173,9 +173,9 @@ func TestVMwareUnmap(t *testing.T) {
 	clear(data[1<<20:][:1<<20])
 	clear(data[4<<20:][:2<<20])
 	if !bytes.Equal(r.good(extentCDB(0x88, 0, 0, 16384), nil), data) {
-		t.Error("other octets were read")
+		t.Error("other bytes were read")
 	}
-	wantOctets(t, r.good("9e 12 0000000000000000 00001000 00 00", nil), unhex(`
+	wantBytes(t, r.good("9e 12 0000000000000000 00001000 00 00", nil), unhex(`
 		00000054 00000000
 		0000000000000000 00000800 00 000000
 		0000000000000800 00000800 01 000000

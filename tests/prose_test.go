@@ -55,7 +55,7 @@ var proseUnfinished = []string{
 	"iscsi/keys",
 	"iscsi/tcp",
 	"iser",
-	"lun",
+
 	"rdma",
 	"rdma/wire",
 	"tests",

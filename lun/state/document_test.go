@@ -44,7 +44,7 @@ func TestIdentitiesFileFormatted(t *testing.T) {
 	}
 }
 
-// badIdentities are files that are refused, and what the error says.
+// badIdentities are damaged files, with a part of the error for each.
 var badIdentities = []struct{ name, content, reason string }{
 	{"empty", "", "is empty"},
 	{"not JSON", "hello", "damaged at byte 1 of 5"},

@@ -15,8 +15,8 @@ import (
 	"time"
 )
 
-// helperIdentities in the environment makes the test binary a process that
-// opens the file it names, says so, and then makes one identity after the other.
+// helperIdentities in the environment makes the test binary a process that opens the file of that
+// name, reports it, and then makes one identity after the other.
 const helperIdentities = "LUN_TEST_IDENTITIES"
 
 func TestMain(m *testing.M) {
@@ -43,7 +43,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// startHelper starts that process. It is killed at the end of the test.
+// startHelper starts that process, and kills it at the end of the test.
 func startHelper(t *testing.T, path string) (*exec.Cmd, *bufio.Scanner) {
 	t.Helper()
 	exe, err := os.Executable()
@@ -85,8 +85,8 @@ func TestIdentitiesAreLocked(t *testing.T) {
 	reopen(t, ids)
 }
 
-// A process is killed while it writes, again and again: what it has handed out
-// is there, what is there can be read, and the lock is gone with the process.
+// A process is killed again and again while it writes. What it returned is stored, the file can
+// be read, and the lock ends with the process.
 func TestIdentitiesSurviveKill(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "identities.json")
 	current, retired := map[string]string{}, map[string]bool{}
@@ -207,7 +207,7 @@ func TestIdentitiesUnwritableDirectory(t *testing.T) {
 	}
 }
 
-// What is no regular file is refused, at once.
+// A path that is not a regular file is refused at once.
 func TestIdentitiesNoRegularFile(t *testing.T) {
 	dir := t.TempDir()
 	if err := os.WriteFile(filepath.Join(dir, "golden"), []byte(identitiesGolden), 0o600); err != nil {
@@ -234,7 +234,7 @@ func TestIdentitiesNoRegularFile(t *testing.T) {
 	}
 }
 
-// A file that could not be read again is not written.
+// A file that would be too long to read is not written.
 func TestIdentitiesFull(t *testing.T) {
 	ids := openIdentities(t, filepath.Join(t.TempDir(), "identities.json"))
 	one := must(t, ids.Get, keyOne)
@@ -258,7 +258,7 @@ func TestIdentitiesFull(t *testing.T) {
 	}
 }
 
-// If the file cannot be written, the identity is neither handed out nor known.
+// If the file cannot be written, the identity is neither returned nor known.
 func TestIdentitiesWriteFails(t *testing.T) {
 	errInjected := errors.New("injected: input/output error")
 	failFor := func(name string) func(ids *Identities) error {
@@ -380,7 +380,7 @@ func TestIdentitiesWriteFails(t *testing.T) {
 	}
 }
 
-// recorder is a random source that notes what it gives.
+// A recorder is a random source that notes what it gives.
 type recorder struct{ gave map[Identity]bool }
 
 func (r recorder) Read(p []byte) (int, error) {
@@ -389,8 +389,7 @@ func (r recorder) Read(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// A file that its reader cannot make durable must not be trusted, nor a
-// directory that may vanish.
+// A file or a directory that cannot be synced is not trusted.
 func TestOpenIdentitiesSyncFails(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "identities.json")
 	if err := os.WriteFile(path, []byte(identitiesGolden), 0o600); err != nil {
@@ -411,8 +410,7 @@ func TestOpenIdentitiesSyncFails(t *testing.T) {
 	wantError(t, err, "injected")
 }
 
-// Content, name and new directories are synced, in the order that a power
-// failure asks for.
+// Content, name and new directories are synced in the order that survives a power failure.
 func TestIdentitiesSyncOrder(t *testing.T) {
 	top := t.TempDir()
 	var synced []string

@@ -21,8 +21,8 @@ const (
 	keyTwo = "iqn.2026-11.io.example:store/1/block:/dev/sdb"
 )
 
-// identitiesGolden is version 1 of the file. Files like this are out there:
-// what changes it needs a new version.
+// identitiesGolden is version 1 of the file. Installations have such files: a change of the
+// format needs a new version.
 const identitiesGolden = `{
   "version": 1,
   "identities": [
@@ -175,7 +175,7 @@ func TestRenew(t *testing.T) {
 	}
 }
 
-// A random source that repeats itself does not make an identity name two.
+// A random source that repeats itself does not give two keys one identity.
 func TestIdentitiesAreNeverReused(t *testing.T) {
 	octets := func(n byte) []byte { return bytes.Repeat([]byte{n}, 8) }
 	ids := openIdentities(t, filepath.Join(t.TempDir(), "identities.json"))
