@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -17,9 +16,9 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
-// What is no configuration is refused, in one line that names it and says why, and
-// changes nothing.
-func TestApplyNonsense(t *testing.T) {
+// A file that is not a configuration is refused with one line that names it, and changes
+// nothing.
+func TestFileThatIsNotAConfigurationIsRefused(t *testing.T) {
 	s := newStation(t)
 	before := s.text(t)
 	file := func(name, text string) string {
@@ -71,83 +70,88 @@ func TestApplyNonsense(t *testing.T) {
 	s.same(t, 1)
 }
 
-// Whatever becomes of the configuration file while the target runs, changes are made or
-// refused as a whole, and the target goes on.
-func TestFileUnderneath(t *testing.T) {
-	dir := t.TempDir()
-	real := filepath.Join(dir, "real")
-	if err := os.Mkdir(real, 0o700); err != nil {
+// createMemory is a command that creates a LUN.
+var createMemory = []string{"lun", "create", storeName, "--backend", "memory", "--size", "1MiB"}
+
+// A fileStation is a station whose configuration file a test replaces.
+type fileStation struct {
+	*station
+	luns int
+}
+
+func newFileStation(t *testing.T) *fileStation {
+	t.Helper()
+	return &fileStation{newStation(t), 1}
+}
+
+// changes makes a change, and checks that it is in effect and in the file.
+func (s *fileStation) changes(t *testing.T) {
+	t.Helper()
+	s.ok(t, createMemory...)
+	s.luns++
+	s.same(t, s.luns)
+}
+
+// refuses checks that a command fails with want, and that neither it nor SIGHUP changes
+// anything.
+func (s *fileStation) refuses(t *testing.T, want string) {
+	t.Helper()
+	s.says(t, cli.ExitError, want, createMemory...)
+	if err := s.cmd.Process.Signal(syscall.SIGHUP); err != nil {
 		t.Fatal(err)
 	}
-	s := newStation(t)
-	create := []string{"lun", "create", storeName, "--backend", "memory", "--size", "1MiB"}
-	luns := 1
-	made := func(t *testing.T) {
-		t.Helper()
-		s.ok(t, create...)
-		luns++
-		s.same(t, luns)
+	s.wait(t, `(configuration file was not applied.*because=SIGHUP)`)
+	if got := len(read[[]schema.LUNState](t, s.station, "lun", "list")); got != s.luns {
+		t.Errorf("%d LUNs, want %d", got, s.luns)
 	}
-	refused := func(t *testing.T, want string) {
-		t.Helper()
-		before := len(read[[]schema.LUNState](t, s, "lun", "list"))
-		s.says(t, cli.ExitError, want, create...)
-		if err := s.cmd.Process.Signal(syscall.SIGHUP); err != nil {
-			t.Fatal(err)
-		}
-		s.wait(t, `(configuration file was not applied.*because=SIGHUP)`)
-		if got := len(read[[]schema.LUNState](t, s, "lun", "list")); got != before {
-			t.Errorf("%d LUNs, want %d", got, before)
-		}
+}
+
+// replace replaces the file with what put creates, until back is called.
+func (s *fileStation) replace(t *testing.T, put func() error) (back func()) {
+	t.Helper()
+	was := s.text(t)
+	if err := os.Remove(s.file); err != nil {
+		t.Fatal(err)
 	}
-	text := func(t *testing.T) []byte {
-		t.Helper()
-		b, err := os.ReadFile(s.file)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return b
+	if err := put(); err != nil {
+		t.Fatal(err)
 	}
-	replace := func(t *testing.T, f func() error) (back func()) {
-		t.Helper()
-		was := text(t)
+	return func() {
 		if err := os.Remove(s.file); err != nil {
-			t.Fatal(err)
+			t.Error(err)
 		}
-		if err := f(); err != nil {
-			t.Fatal(err)
-		}
-		return func() {
-			if err := os.Remove(s.file); err != nil {
-				t.Error(err)
-			}
-			if err := os.WriteFile(s.file, was, 0o600); err != nil {
-				t.Error(err)
-			}
+		if err := os.WriteFile(s.file, []byte(was), 0o600); err != nil {
+			t.Error(err)
 		}
 	}
-	t.Run("removed", func(t *testing.T) {
-		if err := os.Remove(s.file); err != nil {
-			t.Fatal(err)
-		}
-		made(t)
-	})
-	t.Run("a link", func(t *testing.T) {
-		behind := filepath.Join(real, "behind.yaml")
-		if err := os.WriteFile(behind, text(t), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		back := replace(t, func() error { return os.Symlink(behind, s.file) })
-		made(t)
-		if fi, err := os.Lstat(s.file); err != nil || fi.Mode()&os.ModeSymlink == 0 {
-			t.Errorf("it is no link any more: %v, %v", fi, err)
-		}
-		b := text(t)
-		back()
-		if err := os.WriteFile(s.file, b, 0o600); err != nil {
-			t.Fatal(err)
-		}
-	})
+}
+
+// A change writes the configuration file again if it was removed.
+func TestChangeRestoresARemovedFile(t *testing.T) {
+	s := newFileStation(t)
+	if err := os.Remove(s.file); err != nil {
+		t.Fatal(err)
+	}
+	s.changes(t)
+}
+
+// A change writes through a symbolic link.
+func TestChangeKeepsALink(t *testing.T) {
+	s := newFileStation(t)
+	other := filepath.Join(t.TempDir(), "other.yaml")
+	if err := os.WriteFile(other, []byte(s.text(t)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s.replace(t, func() error { return os.Symlink(other, s.file) })
+	s.changes(t)
+	if fi, err := os.Lstat(s.file); err != nil || fi.Mode()&os.ModeSymlink == 0 {
+		t.Errorf("the link was replaced: %v, %v", fi, err)
+	}
+}
+
+// Changes are refused while the configuration file is something else than a file.
+func TestChangeIsRefusedWithoutAFile(t *testing.T) {
+	s := newFileStation(t)
 	for name, tt := range map[string]struct {
 		put  func() error
 		want string
@@ -157,53 +161,59 @@ func TestFileUnderneath(t *testing.T) {
 		"a link to itself": {func() error { return os.Symlink(s.file, s.file) }, "too many levels of symbolic links"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			back := replace(t, tt.put)
-			refused(t, s.file+": "+tt.want)
+			back := s.replace(t, tt.put)
+			s.refuses(t, s.file+": "+tt.want)
 			back()
-			made(t)
+			s.changes(t)
 		})
 	}
-	t.Run("a full disk", func(t *testing.T) {
-		small := backendtest.Mount(t, "none", "tmpfs", "size=16k")
-		path := filepath.Join(small, "c.yaml")
-		was := text(t)
-		if err := os.WriteFile(path, was, 0o600); err != nil {
-			t.Fatal(err)
-		}
-		back := replace(t, func() error { return os.Symlink(path, s.file) })
-		fill, err := os.Create(filepath.Join(small, "fill"))
-		if err != nil {
-			t.Fatal(err)
-		}
-		for err == nil {
-			_, err = fill.Write(make([]byte, 4096))
-		}
-		fill.Close()
-		s.says(t, cli.ExitError, "no space left on device", create...)
-		s.same(t, luns)
-		if b := text(t); !bytes.Equal(b, was) {
-			t.Errorf("the file says\n%s", b)
-		}
-		if err := unix.Mount("none", small, "tmpfs", unix.MS_REMOUNT|unix.MS_RDONLY, ""); err != nil {
-			t.Fatal(err)
-		}
-		s.says(t, cli.ExitError, "read-only file system", create...)
-		s.same(t, luns)
-		back()
-		made(t)
-	})
-	t.Run("a storm of SIGHUP", func(t *testing.T) {
-		for range 500 {
-			if err := s.cmd.Process.Signal(syscall.SIGHUP); err != nil {
-				t.Fatal(err)
-			}
-		}
-		made(t)
-	})
 }
 
-// Two targets do not share a directory of state, nor what only one can have.
-func TestSecondTarget(t *testing.T) {
+// A change fails as a whole if the file system of the file is full or read-only.
+func TestChangeFailsOnAFullFileSystem(t *testing.T) {
+	small := backendtest.Mount(t, "none", "tmpfs", "size=16k")
+	s := newFileStation(t)
+	path := filepath.Join(small, "c.yaml")
+	was := s.text(t)
+	if err := os.WriteFile(path, []byte(was), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	back := s.replace(t, func() error { return os.Symlink(path, s.file) })
+	fill, err := os.Create(filepath.Join(small, "fill"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for err == nil {
+		_, err = fill.Write(make([]byte, 4096))
+	}
+	fill.Close()
+	s.says(t, cli.ExitError, "no space left on device", createMemory...)
+	s.same(t, s.luns)
+	if got := s.text(t); got != was {
+		t.Errorf("the file says\n%s", got)
+	}
+	if err := unix.Mount("none", small, "tmpfs", unix.MS_REMOUNT|unix.MS_RDONLY, ""); err != nil {
+		t.Fatal(err)
+	}
+	s.says(t, cli.ExitError, "read-only file system", createMemory...)
+	s.same(t, s.luns)
+	back()
+	s.changes(t)
+}
+
+// A change is made during a storm of SIGHUP.
+func TestChangeDuringManySIGHUPs(t *testing.T) {
+	s := newFileStation(t)
+	for range 500 {
+		if err := s.cmd.Process.Signal(syscall.SIGHUP); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s.changes(t)
+}
+
+// A second daemon cannot use the state directory or the socket of the first.
+func TestSecondDaemonNeedsItsOwnStateAndSocket(t *testing.T) {
 	s := newStation(t)
 	text := s.text(t)
 	for name, tt := range map[string]struct{ old, new, want string }{

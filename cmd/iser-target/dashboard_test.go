@@ -13,7 +13,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
 )
 
-// free is an address that nobody listens on.
+// free returns an address that is not in use.
 func free(t *testing.T) string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -39,9 +39,9 @@ func get(t *testing.T, url string) (body string, err error) {
 	return string(b), nil
 }
 
-// The dashboard is there when it is asked for, and goes, moves and stays as the
-// configuration says while the target runs.
-func TestDashboardComesAndGoes(t *testing.T) {
+// A change of the configuration starts, moves and stops the dashboard of a running target. A
+// change that fails leaves it.
+func TestDashboardFollowsTheConfiguration(t *testing.T) {
 	s := newStation(t)
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -50,7 +50,7 @@ func TestDashboardComesAndGoes(t *testing.T) {
 	defer taken.Close()
 	without := s.text(t)
 	if log := s.output.all.String(); strings.Contains(log, "dashboard") {
-		t.Errorf("nobody has asked for it:\n%s", log)
+		t.Errorf("a dashboard that is not configured:\n%s", log)
 	}
 	apply := func(code int, want, listen string) {
 		t.Helper()
@@ -101,12 +101,12 @@ func TestDashboardComesAndGoes(t *testing.T) {
 	shown(two) // as before
 	apply(cli.ExitOK, "dashboard", "")
 	gone(two)
-	session := s.login(t) // which none of that has disturbed
+	session := s.login(t)
 	apply(cli.ExitOK, "dashboard", one)
 	shown(one)
 	select {
 	case <-session.Done():
-		t.Errorf("the session has ended: %v", session.Err())
+		t.Errorf("the session ended: %v", session.Err())
 	default:
 	}
 }

@@ -23,8 +23,8 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// TestMain lets the test binary be the program itself, so that signals and exit
-// codes can be tested on a process of its own.
+// TestMain makes the test binary the program itself if a variable asks for that, so that
+// tests can send signals to a process and check its exit code.
 func TestMain(m *testing.M) {
 	if os.Getenv("BE_ISER_TARGET") != "" {
 		os.Unsetenv("BE_ISER_TARGET")
@@ -44,6 +44,7 @@ func run(t *testing.T, args ...string) (out string, err error) {
 	return b.String(), err
 }
 
+// write creates a file for the time of the test and returns its path.
 func write(t *testing.T, name, text string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), name)
@@ -53,7 +54,8 @@ func write(t *testing.T, name, text string) string {
 	return path
 }
 
-func TestCommands(t *testing.T) {
+// Command lines that need no target.
+func TestCommandsWithoutATarget(t *testing.T) {
 	good := write(t, "good.yaml", `
 portals: [{listen: "127.0.0.1:0"}]
 targets:
@@ -98,8 +100,8 @@ targets: [{name: "iqn.2026-11.io.example:store", initiators: ["*"]}]
 	}
 }
 
-// What cannot be served is refused at start, and says what and why.
-func TestServeRefuses(t *testing.T) {
+// serve fails if it cannot listen on an address, and names it.
+func TestServeFailsWithoutItsAddresses(t *testing.T) {
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -131,7 +133,7 @@ targets: [{name: "iqn.2026-11.io.example:store", initiators: ["*"], luns: [%s]}]
 	}
 }
 
-// process is the program in a process of its own.
+// A process is the program in a process of its own.
 type process struct {
 	cmd    *exec.Cmd
 	output *lockedBuffer
@@ -214,7 +216,7 @@ func login(t *testing.T, addr string, o initiator.Options) *initiator.Session {
 	return s
 }
 
-// wait returns the first group of the expression in a line of the output.
+// wait waits for a line of the output that matches expr, and returns its last group.
 func (p *process) wait(t *testing.T, expr string) string {
 	t.Helper()
 	re := regexp.MustCompile(expr)
@@ -234,8 +236,8 @@ func (p *process) wait(t *testing.T, expr string) string {
 	}
 }
 
-// SIGTERM ends the program with exit code 0, also with an initiator on it.
-func TestServeUntilSIGTERM(t *testing.T) {
+// SIGTERM ends the program with exit code 0, even with a session.
+func TestServeEndsWithSIGTERM(t *testing.T) {
 	dir := t.TempDir()
 	disk := filepath.Join(dir, "disk.img")
 	p := launch(t, exec.Command(executable(t), "serve", "--config", write(t, "c.yaml", fmt.Sprintf(`
@@ -280,7 +282,7 @@ targets:
 		t.Errorf("exit: %v\n%s", err, p.output.all.String())
 	}
 	if got, err := os.ReadFile(disk); err != nil || len(got) != 8<<20 || !bytes.Equal(got[4096:8192], want) {
-		t.Errorf("the file has %d octets, %v", len(got), err)
+		t.Errorf("the file has %d bytes, %v", len(got), err)
 	}
 }
 
@@ -307,7 +309,7 @@ func tcpLogin(addr, target string) (pdu.LoginStatus, error) {
 }
 
 // One port serves both transports, and a portal can be restricted to one.
-func TestTransports(t *testing.T) {
+func TestPortalServesItsTransports(t *testing.T) {
 	p := start(t, "serve", "--config", write(t, "c.yaml", `
 state_dir: ""
 portals: [{listen: "127.0.0.1:0"}, {listen: "127.0.0.2:0", transports: [iser]}, {listen: "127.0.0.3:0", transports: [tcp]}]
@@ -362,8 +364,8 @@ targets:
 }
 
 // ISCSI-8.1.4-2: login_timeout counts from the first SYN to the full feature phase,
-// however an initiator divides it.
-func TestLoginTimeout(t *testing.T) {
+// whatever the initiator sends meanwhile.
+func TestLoginTimeoutCountsFromTheConnection(t *testing.T) {
 	p := start(t, "serve", "--config", write(t, "c.yaml", `
 state_dir: ""
 portals: [{listen: "127.0.0.1:0"}]
@@ -392,14 +394,14 @@ targets: [{name: "iqn.2026-11.io.example:store", initiators: ["*"], luns: [{id: 
 		if d < 1500*time.Millisecond { // that is a second from the first byte
 			break
 		}
-		if try == 5 { // a machine that has much to do can be late, but not always
+		if try == 5 { // a busy machine can be late, but not always
 			t.Fatalf("the connection ended after %v", d)
 		}
 	}
 	p.wait(t, `(msg=login .*outcome=refused .*timeout)`)
 }
 
-// Every connection attempt leaves a line that says why it failed.
+// Every connection attempt is logged on one line with its outcome and reason.
 func TestRefusalsAreLogged(t *testing.T) {
 	p := start(t, "serve", "--config", write(t, "c.yaml", `
 state_dir: ""
@@ -438,8 +440,8 @@ targets:
 	}
 }
 
-// A LUN keeps its identity over restarts, and a file that is empty is another disk.
-func TestIdentities(t *testing.T) {
+// A LUN keeps its identity over restarts. An emptied file is another disk.
+func TestLUNKeepsItsIdentity(t *testing.T) {
 	dir := t.TempDir()
 	disk := filepath.Join(dir, "disk.img")
 	cfg := write(t, "c.yaml", fmt.Sprintf(`
@@ -462,7 +464,7 @@ targets:
 			s[lun] = string(c.In[4 : 4+c.In[3]])
 		}
 		ini.Close()
-		p.cmd.Process.Kill() // identities need no orderly end
+		p.cmd.Process.Kill() // identities survive that
 		p.cmd.Wait()
 		return s
 	}
@@ -478,8 +480,8 @@ targets:
 	}
 }
 
-// A store of gotgt is a LUN like any other.
-func TestGotgtLUN(t *testing.T) {
+// A LUN with a gotgt backend reads, writes and syncs.
+func TestLUNOfGotgt(t *testing.T) {
 	disk := write(t, "disk.img", string(make([]byte, 1<<20)))
 	p := start(t, "serve", "--config", write(t, "c.yaml", `
 state_dir: `+t.TempDir()+`
@@ -509,8 +511,34 @@ targets:
 	}
 }
 
+// status executes a command, again after each unit attention, and returns its status.
+func status(t *testing.T, s *initiator.Session, c *initiator.Command) byte {
+	t.Helper()
+	for range 8 {
+		if err := s.Do(c); err != nil {
+			t.Fatal(err)
+		}
+		if c.Status != 2 || c.Sense[2]&0x0f != 6 {
+			break
+		}
+	}
+	return c.Status
+}
+
+// prOut returns PERSISTENT RESERVE OUT with a service action, type, keys and APTPL.
+func prOut(sa, typ byte, key, saKey uint64, aptpl byte) *initiator.Command {
+	list := make([]byte, 24)
+	binary.BigEndian.PutUint64(list, key)
+	binary.BigEndian.PutUint64(list[8:], saKey)
+	list[20] = aptpl
+	return &initiator.Command{CDB: [16]byte{0x5f, sa, typ, 8: 24}, Out: list}
+}
+
+// Service actions and a type of PERSISTENT RESERVE OUT (SPC-4, section 6.16).
+const register, reserve, preemptAndAbort, exclusiveAccess = 0, 1, 5, 3
+
 // A persistent reservation with APTPL survives kill -9, and another initiator
-// can preempt it and abort what its holder still does.
+// can preempt it and abort the commands of its holder.
 func TestReservationSurvivesKill(t *testing.T) {
 	cfg := write(t, "c.yaml", `
 state_dir: `+t.TempDir()+`
@@ -524,38 +552,16 @@ targets:
 		t.Helper()
 		return login(t, p.addr, initiator.Options{Name: fmt.Sprintf("iqn.2026-11.io.github.iser-target:%d", n), ISID: [6]byte{0, 2, 0x3d, 0, 0, n}})
 	}
-	// do runs a command past unit attentions and returns its status.
-	do := func(s *initiator.Session, c *initiator.Command) byte {
-		t.Helper()
-		for range 8 {
-			if err := s.Do(c); err != nil {
-				t.Fatal(err)
-			}
-			if c.Status != 2 || c.Sense[2]&0x0f != 6 {
-				break
-			}
-		}
-		return c.Status
-	}
-	// prOut is PERSISTENT RESERVE OUT: service action, type, keys, APTPL.
-	prOut := func(sa, typ byte, key, saKey uint64, aptpl byte) *initiator.Command {
-		list := make([]byte, 24)
-		binary.BigEndian.PutUint64(list, key)
-		binary.BigEndian.PutUint64(list[8:], saKey)
-		list[20] = aptpl
-		return &initiator.Command{CDB: [16]byte{0x5f, sa, typ, 8: 24}, Out: list}
-	}
-	const register, reserve, preemptAndAbort, exclusiveAccess = 0, 1, 5, 3
 	write := func() *initiator.Command {
 		return &initiator.Command{CDB: cdb.Write16(0, 1), Out: make([]byte, 512)}
 	}
 
 	p := start(t, "serve", "--config", cfg)
 	a := login(p, 1)
-	if st := do(a, prOut(register, 0, 0, 0xaaaa, 1)); st != 0 {
+	if st := status(t, a, prOut(register, 0, 0, 0xaaaa, 1)); st != 0 {
 		t.Fatalf("REGISTER: status %#x", st)
 	}
-	if st := do(a, prOut(reserve, exclusiveAccess, 0xaaaa, 0, 0)); st != 0 {
+	if st := status(t, a, prOut(reserve, exclusiveAccess, 0xaaaa, 0, 0)); st != 0 {
 		t.Fatalf("RESERVE: status %#x", st)
 	}
 	p.cmd.Process.Kill()
@@ -564,19 +570,19 @@ targets:
 	p = start(t, "serve", "--config", cfg)
 	a, b := login(p, 1), login(p, 2)
 	const conflict = 0x18
-	if st := do(b, write()); st != conflict {
+	if st := status(t, b, write()); st != conflict {
 		t.Errorf("WRITE of another initiator after the restart: status %#x, want RESERVATION CONFLICT", st)
 	}
-	if st := do(a, write()); st != 0 {
+	if st := status(t, a, write()); st != 0 {
 		t.Errorf("WRITE of the holder after the restart: status %#x", st)
 	}
-	if st := do(b, prOut(register, 0, 0, 0xbbbb, 1)); st != 0 {
+	if st := status(t, b, prOut(register, 0, 0, 0xbbbb, 1)); st != 0 {
 		t.Fatalf("REGISTER: status %#x", st)
 	}
-	if st := do(b, prOut(preemptAndAbort, exclusiveAccess, 0xbbbb, 0xaaaa, 0)); st != 0 {
+	if st := status(t, b, prOut(preemptAndAbort, exclusiveAccess, 0xbbbb, 0xaaaa, 0)); st != 0 {
 		t.Fatalf("PREEMPT AND ABORT: status %#x", st)
 	}
-	if sa, sb := do(a, write()), do(b, write()); sa != conflict || sb != 0 {
+	if sa, sb := status(t, a, write()), status(t, b, write()); sa != conflict || sb != 0 {
 		t.Errorf("after PREEMPT AND ABORT: WRITE of the old holder has status %#x, of the new one %#x", sa, sb)
 	}
 }

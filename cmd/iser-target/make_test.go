@@ -24,7 +24,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-// There is a file with all its space, and one with the content of another.
+// lun create builds files with all their space, and copies of files.
 func TestMakeLUN(t *testing.T) {
 	s := newStation(t)
 	content := bytes.Repeat([]byte("iser"), 5000)
@@ -37,7 +37,7 @@ func TestMakeLUN(t *testing.T) {
 	}
 	var st unix.Stat_t
 	if err := unix.Stat(filepath.Join(s.dir, "a.img"), &st); err != nil || st.Size != 8<<20 || st.Blocks*512 < st.Size {
-		t.Errorf("preallocated: %d octets, %d blocks of 512, error %v", st.Size, st.Blocks, err)
+		t.Errorf("preallocated: %d bytes, %d blocks of 512, error %v", st.Size, st.Blocks, err)
 	}
 	s.says(t, cli.ExitOK, "add LUN 2 of "+storeName+" (done)", "lun", "create", storeName, "--path", "b.img", "--from", "from.img")
 	s.says(t, cli.ExitOK, "add LUN 3 of "+storeName+" (done)", "lun", "create", storeName, "--path", "c.img", "--from", "from.img", "--size", "1MiB", "--preallocate")
@@ -46,7 +46,7 @@ func TestMakeLUN(t *testing.T) {
 	s.says(t, cli.ExitOK, "8MiB -> 12MiB (done)", "lun", "resize", storeName, "1", "12MiB", "--preallocate")
 	s.says(t, cli.ExitOK, "12MiB -> 16MiB", "lun", "resize", storeName, "1", "16MiB", "--preallocate", "--dry-run")
 	if err := unix.Stat(filepath.Join(s.dir, "a.img"), &st); err != nil || st.Size != 12<<20 || st.Blocks*512 < st.Size {
-		t.Errorf("grown: %d octets, %d blocks of 512, error %v", st.Size, st.Blocks, err)
+		t.Errorf("grown: %d bytes, %d blocks of 512, error %v", st.Size, st.Blocks, err)
 	}
 	s.says(t, cli.ExitError, "the backend file", "lun", "resize", storeName, "0", "2MiB", "--preallocate")
 	s.says(t, cli.ExitNotFound, "LUN 9", "lun", "resize", storeName, "9", "2MiB", "--preallocate")
@@ -54,7 +54,7 @@ func TestMakeLUN(t *testing.T) {
 	session := s.login(t)
 	for lun, size := range map[byte]int64{2: 20480, 3: 1 << 20} {
 		if l := read[schema.LUNState](t, s, "lun", "show", storeName, fmt.Sprint(lun)); l.Size != size || l.State != schema.Ready {
-			t.Errorf("LUN %+v, want %d octets", l, size)
+			t.Errorf("LUN %+v, want %d bytes", l, size)
 		}
 		c := &initiator.Command{LUN: lun, In: make([]byte, 40*512)} // READ (10)
 		c.CDB[0], c.CDB[8] = 0x28, 40
@@ -84,13 +84,13 @@ func TestMakeLUN(t *testing.T) {
 		s.says(t, tc.code, tc.want, append([]string{"lun", "create", storeName}, strings.Fields(tc.args)...)...)
 	}
 	if _, err := os.Lstat(filepath.Join(s.dir, "d.img")); !errors.Is(err, fs.ErrNotExist) {
-		t.Errorf("a file of a LUN that was refused: %v", err)
+		t.Errorf("the file of a refused LUN: %v", err)
 	}
 	s.same(t, 4)
 }
 
-// slowly has a LUN made on a file that takes a second or so, and calls while with the
-// command as soon as the target has begun. It returns what the command has said.
+// slowly creates a LUN on a file that takes about a second to build, and calls while with
+// the command when the target has begun. It returns the output of the command.
 func (s *station) slowly(t *testing.T, path string, while func(*exec.Cmd)) (output string, code int) {
 	t.Helper()
 	cmd := s.command(t, "lun", "create", storeName, "--path", path, "--size", "1GiB", "--preallocate")
@@ -106,7 +106,7 @@ func (s *station) slowly(t *testing.T, path string, while func(*exec.Cmd)) (outp
 	return out.String(), cmd.ProcessState.ExitCode()
 }
 
-// shared is a directory in memory, where space is not allocated in no time.
+// shared returns a directory in memory, where allocating space takes time.
 func shared(t *testing.T) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("/dev/shm", "iser-target-test")
@@ -126,8 +126,8 @@ func empty(t *testing.T, dir string) bool {
 	return len(list) == 0
 }
 
-// On a terminal the command draws a bar there, and its output is that of other changes.
-func TestMakeLUNBar(t *testing.T) {
+// On a terminal, lun create draws a bar there, and writes its usual output.
+func TestMakeLUNDrawsABar(t *testing.T) {
 	s, p := newStation(t), newTerminal(t, 80, 24)
 	var out bytes.Buffer
 	cmd := s.command(t, "lun", "create", storeName, "--path", filepath.Join(shared(t), "a"), "--size", "256MiB", "--preallocate", "-o", "json")
@@ -145,11 +145,11 @@ func TestMakeLUNBar(t *testing.T) {
 	})
 }
 
-// attempts bounds how often a test tries to come before the end of what takes a second.
+// attempts bounds how often a test tries to act before a file is complete.
 const attempts = 10
 
-// Changes go on while a file is made, which nobody else can make.
-func TestMakeLUNMeanwhile(t *testing.T) {
+// Other changes work while a file is built. The file itself cannot be built twice.
+func TestChangesWhileAFileIsBuilt(t *testing.T) {
 	s, dir := newStation(t), shared(t)
 	c := client.New(s.socket)
 	for i := range attempts {
@@ -181,13 +181,13 @@ func TestMakeLUNMeanwhile(t *testing.T) {
 	t.Error("no change was faster than 1 GiB")
 }
 
-// What is interrupted leaves nothing, whoever goes: the command, by a signal that it can
-// catch or not, or the target.
-func TestMakeLUNInterrupted(t *testing.T) {
+// An interrupted build leaves no file, whether the command or the target ends, and by
+// whatever signal.
+func TestInterruptedBuildLeavesNothing(t *testing.T) {
 	s, dir, whole := newStation(t), shared(t), t
 	for name, tc := range map[string]struct {
 		signal syscall.Signal
-		target bool // gets it
+		target bool // the target gets the signal
 		says   string
 		code   int
 	}{
@@ -201,7 +201,7 @@ func TestMakeLUNInterrupted(t *testing.T) {
 				if i == attempts-1 {
 					t.Fatal("no signal was faster than 1 GiB")
 				}
-				path := filepath.Join(dir, strings.ReplaceAll(name, " ", "-")+fmt.Sprint(i)) // the one before may be on its way out
+				path := filepath.Join(dir, strings.ReplaceAll(name, " ", "-")+fmt.Sprint(i)) // the previous file may not be removed yet
 				output, code := s.slowly(t, path, func(cmd *exec.Cmd) {
 					victim := cmd
 					if tc.target {
@@ -214,7 +214,7 @@ func TestMakeLUNInterrupted(t *testing.T) {
 				if tc.target {
 					s.cmd.Wait()
 					if !empty(t, dir) && code != cli.ExitOK {
-						t.Error("the target has left something")
+						t.Error("the target left a file")
 					}
 					s.process = start(whole, "serve", "--config", s.file)
 				} else if code != cli.ExitOK {
@@ -236,8 +236,8 @@ func TestMakeLUNInterrupted(t *testing.T) {
 	}
 }
 
-// A file system without room for the file is as empty afterwards as before.
-func TestMakeLUNNoSpace(t *testing.T) {
+// A build that fails for lack of space leaves the file system as it was.
+func TestBuildWithoutSpaceLeavesNothing(t *testing.T) {
 	dir := backendtest.Mount(t, "none", "tmpfs", "size=4m")
 	s := newStation(t)
 	path := filepath.Join(dir, "a")
@@ -257,18 +257,18 @@ func TestMakeLUNNoSpace(t *testing.T) {
 		t.Errorf("error %v, %d of %d blocks are free, want half of them", err, st.Bfree, st.Blocks)
 	}
 	if l := read[schema.LUNState](t, s, "lun", "show", storeName, "1"); l.Size != 2<<20 || l.State != schema.Ready {
-		t.Errorf("LUN %+v, want that it is as before", l)
+		t.Errorf("LUN %+v, want it unchanged", l)
 	}
 	s.says(t, cli.ExitOK, "2MiB -> 4MiB (done)", "lun", "resize", storeName, "1", "4MiB", "--preallocate")
 }
 
-// A LUN that has grown stays so where its file cannot have the space.
-func TestGrowLUNWithoutSpace(t *testing.T) {
-	dir := backendtest.Mount(t, backendtest.MakeFS(t, "ext2", 16<<20, "-q"), "ext2", "") // which does not know fallocate(2)
+// A LUN keeps its new size if the space of its file cannot be allocated.
+func TestResizeWithoutAllocation(t *testing.T) {
+	dir := backendtest.Mount(t, backendtest.MakeFS(t, "ext2", 16<<20, "-q"), "ext2", "") // it lacks fallocate(2)
 	s := newStation(t)
 	s.ok(t, "lun", "create", storeName, "--path", filepath.Join(dir, "a"), "--size", "2MiB")
 	s.says(t, cli.ExitError, "the LUN has its new size, but not all its space is allocated", "lun", "resize", storeName, "1", "4MiB", "--preallocate")
 	if l := read[schema.LUNState](t, s, "lun", "show", storeName, "1"); l.Size != 4<<20 || l.State != schema.Ready {
-		t.Errorf("LUN %+v, want that it has grown", l)
+		t.Errorf("LUN %+v, want its new size", l)
 	}
 }

@@ -10,8 +10,8 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 )
 
-// The units are right as systemd sees them, and leave the service little.
-func TestUnits(t *testing.T) {
+// systemd accepts the units, and rates the exposure of the service as low.
+func TestUnitsAreValidAndRestricted(t *testing.T) {
 	analyze, err := exec.LookPath("systemd-analyze")
 	if err != nil {
 		backendtest.Unavailable(t, "%v (tests/interop/setup.sh installs it)", err)
@@ -23,7 +23,7 @@ func TestUnits(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		// The program has to be there.
+		// systemd-analyze requires that the program exists.
 		text := strings.ReplaceAll(string(b), "/usr/bin/iser-target", executable(t))
 		units = append(units, filepath.Join(dir, name))
 		if err := os.WriteFile(units[len(units)-1], []byte(text), 0o600); err != nil {
@@ -33,7 +33,7 @@ func TestUnits(t *testing.T) {
 	if out, err := exec.Command(analyze, append([]string{"verify", "--man=no"}, units...)...).CombinedOutput(); err != nil || len(out) > 0 {
 		t.Errorf("systemd-analyze verify: %v\n%s", err, out)
 	}
-	// It is low: addresses, AF_UNIX and /proc/sys are what it is left.
+	// The rest is IP addresses, AF_UNIX and /proc/sys.
 	if out, err := exec.Command(analyze, "security", "--offline=true", "--threshold=15", units[0]).CombinedOutput(); err != nil {
 		t.Errorf("systemd-analyze security: %v\n%s", err, out)
 	}

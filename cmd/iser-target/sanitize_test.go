@@ -12,8 +12,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-// SBC-3, section 4.11.1: a SANITIZE that kill -9 has interrupted is done after
-// the next start.
+// SBC-3, section 4.11.1: a SANITIZE that kill -9 interrupted completes after the next start.
 func TestSanitizeSurvivesKill(t *testing.T) {
 	const size = 8 << 20
 	dir := t.TempDir()
@@ -57,7 +56,7 @@ targets:
 	p.cmd.Process.Kill()
 	p.cmd.Wait()
 	if !strings.Contains(kept(), `"pattern": "5a"`) {
-		t.Fatalf("killed right after GOOD, and this is kept:\n%s", kept())
+		t.Fatalf("sanitize.json after kill -9:\n%s", kept())
 	}
 
 	p = start(t, "serve", "--config", cfg)
@@ -80,6 +79,6 @@ targets:
 		t.Error("the medium does not hold the pattern")
 	}
 	if strings.Contains(kept(), "pattern") {
-		t.Errorf("what is done is still kept:\n%s", kept())
+		t.Errorf("sanitize.json after the end of the command:\n%s", kept())
 	}
 }

@@ -24,7 +24,7 @@ import (
 
 const serviceTarget = "iqn.2026-11.io.example:store"
 
-// serviceConfig is a configuration of a memory LUN with these portals.
+// serviceConfig returns the path of a configuration with a memory LUN and the portals.
 func serviceConfig(t *testing.T, more string, portals ...string) string {
 	t.Helper()
 	return write(t, "c.yaml", fmt.Sprintf(`
@@ -38,7 +38,7 @@ targets:
 %s`, strings.Join(portals, `"}, {listen: "`), serviceTarget, more))
 }
 
-// A manager is a service manager as the program sees it.
+// A manager plays the service manager of the program.
 type manager struct {
 	conn  *net.UnixConn
 	env   []string
@@ -56,7 +56,7 @@ func newManager(t *testing.T, env ...string) *manager {
 	return &manager{conn: conn, env: append(env, "NOTIFY_SOCKET="+path)}
 }
 
-// open opens a socket that is passed, and returns its address.
+// open opens a socket for the program, and returns its address.
 func (m *manager) open(t *testing.T, addr string) string {
 	t.Helper()
 	var lc net.ListenConfig
@@ -75,8 +75,7 @@ func (m *manager) open(t *testing.T, addr string) string {
 	return l.Addr().String()
 }
 
-// start runs the program. The shell is there because LISTEN_PID has to be known before
-// the program is.
+// start runs the program. A shell sets LISTEN_PID to its own pid, which the program keeps.
 func (m *manager) start(t *testing.T, config string) *process {
 	t.Helper()
 	cmd := exec.Command("sh", "-c", `LISTEN_PID=$$ WATCHDOG_PID=$$ exec "$0" "$@"`, executable(t), "serve", "--config", config)
@@ -88,7 +87,7 @@ func (m *manager) start(t *testing.T, config string) *process {
 	return launch(t, cmd)
 }
 
-// next is the next notification with that assignment; others are passed over.
+// next returns the next notification with that assignment, and skips others.
 func (m *manager) next(t *testing.T, assignment string) map[string]string {
 	t.Helper()
 	m.conn.SetReadDeadline(time.Now().Add(20 * time.Second))
@@ -125,16 +124,16 @@ func monotonic(t *testing.T) int64 {
 func logIn(t *testing.T, addr string) *initiator.Session {
 	t.Helper()
 	s := login(t, addr, initiator.Options{Target: serviceTarget})
-	// Only who has shown that it has buffers for what it has not asked for is asked to log
-	// out. Whether this is the unit attention does not matter.
+	// The target sends unexpected PDUs, like the request to log out, only to an initiator
+	// that has sent a command. It may meet the unit attention.
 	if err := s.Do(&initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}); err != nil {
 		t.Fatal(err)
 	}
 	return s
 }
 
-// What sd_notify(3) asks of a service: READY when it serves, a status, RELOADING with
-// the time around SIGHUP, pings for the watchdog, STOPPING.
+// The program notifies as sd_notify(3) requires: READY when it serves, a status, RELOADING
+// with the time around SIGHUP, pings for the watchdog, STOPPING.
 func TestNotifications(t *testing.T) {
 	m := newManager(t, "WATCHDOG_USEC=300000")
 	missing := filepath.Join(t.TempDir(), "absent", "disk.img")
@@ -186,18 +185,17 @@ targets:
 	}
 }
 
-// A process that is started for nobody to hear does as ever: variables of another
-// process are not for it.
-func TestVariablesOfAnother(t *testing.T) {
+// The program ignores variables of the service manager that are for another process.
+func TestVariablesOfAnotherProcessAreIgnored(t *testing.T) {
 	cmd := exec.Command(executable(t), "serve", "--config", serviceConfig(t, "", "127.0.0.1:0"))
 	cmd.Env = append(os.Environ(), "LISTEN_PID=1", "LISTEN_FDS=7", "WATCHDOG_PID=1", "WATCHDOG_USEC=1")
 	p := launch(t, cmd)
 	p.wait(t, `msg=serving portal=(\S+)`)
 }
 
-// Sockets that are passed become the portals on the same address, by whatever name, and
-// a portal without one is opened.
-func TestSocketActivation(t *testing.T) {
+// Passed sockets become the portals of the same address, whatever their names are. The
+// program opens the other portals itself.
+func TestPassedSocketsBecomePortals(t *testing.T) {
 	m := newManager(t, "LISTEN_FDNAMES=one:two")
 	second, first := m.open(t, "127.0.0.1:0"), m.open(t, "[::]:0")
 	_, port, err := net.SplitHostPort(first)
@@ -240,8 +238,8 @@ func TestSocketActivation(t *testing.T) {
 	logIn(t, second).Close()
 }
 
-// What was passed and cannot be served is an error that names it.
-func TestSocketActivationRefused(t *testing.T) {
+// A passed socket that the program cannot serve is an error that names it.
+func TestUnsuitableSocketIsRefused(t *testing.T) {
 	udp := func(t *testing.T, m *manager) {
 		c, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
 		if err != nil {
@@ -310,8 +308,9 @@ func TestSocketActivationRefused(t *testing.T) {
 	})
 }
 
-// ISCSI-11.9-1: SIGTERM has initiators log out, and waits for "drain" at most.
-func TestDrain(t *testing.T) {
+// ISCSI-11.9-1: on SIGTERM, the target asks initiators to log out and waits at most for
+// "drain".
+func TestSIGTERMWaitsForLogouts(t *testing.T) {
 	for _, tt := range []struct {
 		name, drain    string
 		logout, second bool
@@ -325,7 +324,7 @@ func TestDrain(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			p := start(t, "serve", "--config", serviceConfig(t, "drain: "+tt.drain, "127.0.0.1:0"))
 			s := logIn(t, p.addr)
-			// Nor does a connection on which nothing comes keep it.
+			// A silent connection does not delay the end.
 			nc, err := net.Dial("tcp", p.addr)
 			if err != nil {
 				t.Fatal(err)

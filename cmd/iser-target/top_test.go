@@ -45,8 +45,8 @@ func (s *station) load(t *testing.T) {
 	}()
 }
 
-// top tells of the load, one frame behind the other where there is no terminal.
-func TestTop(t *testing.T) {
+// Without a terminal, top prints one frame after the other.
+func TestTopPrintsFrames(t *testing.T) {
 	s := newStation(t)
 	s.load(t)
 	lines := strings.Split(strings.TrimSpace(s.ok(t, "top", "-n", "3", "-d", "300ms", "-o", "json")), "\n")
@@ -63,13 +63,13 @@ func TestTop(t *testing.T) {
 			t.Errorf("%s", line)
 		}
 		for _, l := range []cli.Load{f.Sessions[0], f.LUNs[0]} {
-			// Commands move 4096 octets; one more or less can be between two of these
-			// numbers.
+			// Commands move 4096 bytes. A command may be in one counter, and not yet in the
+			// other.
 			if moved := (l.ReadBytes + l.WriteBytes) / 4096; moved > l.IOPS+4/f.Seconds || l.InFlight > 2 || l.Errors > 1 {
 				t.Errorf("%s", line)
 			}
 			if l.IOPS*f.Seconds < 4 {
-				continue // the machine had something else to do
+				continue // the machine was busy
 			}
 			busy++
 			if l.ReadBytes <= 0 || l.WriteBytes <= 0 || l.Average == nil || l.P50 == nil || l.P99 == nil || *l.Average <= 0 || *l.P50 <= 0 || *l.P50 > *l.P99 {
@@ -94,7 +94,7 @@ func TestTop(t *testing.T) {
 	s.says(t, cli.ExitOK, "latency", "__complete", "top", "--sort", "")
 }
 
-// A terminal is one end of a pseudo-terminal, and what was written to the other.
+// A terminal is the master of a pseudo-terminal, with the output of the program.
 type terminal struct {
 	*os.File
 	tty *os.File
@@ -136,7 +136,7 @@ func newTerminal(t *testing.T, columns, rows uint16) *terminal {
 		}
 	}()
 	t.Cleanup(func() {
-		tty.Close() // which ends the reading
+		tty.Close() // ends the reader
 		<-done
 		f.Close()
 	})
@@ -165,7 +165,7 @@ func (p *terminal) text() string {
 	return p.out.String()
 }
 
-// shows waits for a screenful that ok likes, and returns its lines.
+// shows waits for a screen for which ok returns true, and returns its lines.
 func (p *terminal) shows(t *testing.T, what string, ok func(lines []string) bool) []string {
 	t.Helper()
 	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
@@ -184,8 +184,8 @@ func (p *terminal) shows(t *testing.T, what string, ok func(lines []string) bool
 	return nil
 }
 
-// top on a terminal fits, hears keys, and leaves the terminal as it was however it ends.
-func TestTopTerminal(t *testing.T) {
+// On a terminal, top fits the screen, reads keys, and restores the terminal however it ends.
+func TestTopRestoresTheTerminal(t *testing.T) {
 	s := newStation(t)
 	s.load(t)
 	has := func(want ...string) func([]string) bool {
@@ -210,7 +210,7 @@ func TestTopTerminal(t *testing.T) {
 			}
 		}, cli.ExitOK, ""},
 		{"ctrl-C", func(t *testing.T, p *terminal, _ *os.Process) {
-			if _, err := p.WriteString("\x1a\x03"); err != nil { // the first of which suspends other programs
+			if _, err := p.WriteString("\x1a\x03"); err != nil { // ctrl-Z suspends other programs
 				t.Fatal(err)
 			}
 		}, cli.ExitOK, ""},
@@ -233,7 +233,7 @@ func TestTopTerminal(t *testing.T) {
 				t.Errorf("%d lines, want 7: %q", len(lines), lines)
 			}
 			if p.settings(t) == before {
-				t.Error("keys come by the line")
+				t.Error("the terminal buffers lines")
 			}
 			if _, err := p.WriteString("s"); err != nil {
 				t.Fatal(err)
@@ -252,7 +252,7 @@ func TestTopTerminal(t *testing.T) {
 				t.Errorf("exit code %d, want %d", got, tc.code)
 			}
 			if p.settings(t) != before {
-				t.Error("the terminal is not what it was")
+				t.Error("the terminal is not restored")
 			}
 			testkit.Eventually(t, fmt.Sprintf("the other screen is left, and then comes %q", tc.says), func() bool {
 				_, rest, left := strings.Cut(p.text(), "\x1b[?25h\x1b[?1049l")
