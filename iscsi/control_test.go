@@ -34,8 +34,8 @@ func TestCmdSNWraps(t *testing.T) {
 	})
 }
 
-// ISCSI-4.2.2.1-3, ISCSI-4.2.2.1-4, ISCSI-4.2.2.1-6, ISCSI-4.2.2.1-10,
-// ISER-10.2.1-1, ISCSI-7.2.1-1.
+// Commands are executed in the order of CmdSN. Retries, duplicates and commands outside the
+// window are ignored (ISER-10.2.1-1 makes them rare, and RFC 7143 allows them).
 func TestCmdSNOrder(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
@@ -43,11 +43,12 @@ func TestCmdSNOrder(t *testing.T) {
 		gap := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
 		second := tc.scsi(writeF, 4096, cdb.Write10(0, 8))
 		tc.write(second, pattern(4096, second.ITT()))
-		tc.write(second, pattern(4096, second.ITT())) // a retry: the tag is looked at first
+		tc.write(second, pattern(4096, second.ITT())) // ISCSI-7.2.1-1, ISCSI-4.2.2.1-10: a retry is found by its tag
 		third := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 		again := bytes.Clone(third) // another tag, the same CmdSN while the gap is open
 		pdu.BHS(again).SetITT(0x999)
 		tc.write(again, nil)
+		// ISCSI-4.2.2.1-6: outside the window
 		old := tc.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
 		old.SetCmdSN(gap.CmdSN() - 1)
 		tc.write(old, nil)
@@ -57,11 +58,11 @@ func TestCmdSNOrder(t *testing.T) {
 		tc.CmdSN -= 2
 		tc.wantNothing()
 		tc.ping()
-		if tc.expCmdSN != gap.CmdSN() {
+		if tc.expCmdSN != gap.CmdSN() { // ISCSI-4.2.2.1-4
 			t.Errorf("ExpCmdSN %d passed the gap at %d", tc.expCmdSN, gap.CmdSN())
 		}
 		tc.write(gap, nil)
-		tc.wantAllGood([]pdu.BHS{gap, second, third})
+		tc.wantAllGood([]pdu.BHS{gap, second, third}) // ISCSI-4.2.2.1-3
 		tc.wantNothing()
 		if tc.expCmdSN != tc.CmdSN {
 			t.Errorf("ExpCmdSN %d instead of %d", tc.expCmdSN, tc.CmdSN)
@@ -99,8 +100,7 @@ func TestTagInUse(t *testing.T) {
 	})
 }
 
-// ISCSI-4.2.2.1-8, ISCSI-4.2.2.1-9, ISER-8.1-1, ISER-8.1.1.2-2, ISER-8.1.1.3-1: the whole
-// window is in use and a flood of immediate requests comes: each is answered.
+// While the whole window is in use, each of a flood of immediate requests is answered.
 func TestFullWindow(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
@@ -117,14 +117,15 @@ func TestFullWindow(t *testing.T) {
 		}
 		tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil) // outside the window: ignored
 		tc.CmdSN--
+		// ISCSI-4.2.2.1-8, ISER-8.1-1: there is always room for immediate requests.
 		tc.wantTMF(tc.tmf(pdu.AbortTask, [8]byte{}, 0x7777, tc.CmdSN-200), pdu.TaskDoesNotExist)
 		for range 100 {
 			tc.write(tc.Request(pdu.NOPOut, pdu.FlagF, true), nil)
 		}
-		for range 100 {
+		for range 100 { // ISER-8.1.1.2-2, ISER-8.1.1.3-1
 			tc.want(pdu.NOPIn)
 		}
-		// Immediate commands that stay are limited.
+		// ISCSI-4.2.2.1-9: immediate commands that stay are limited.
 		var immediate []pdu.BHS
 		rejected := 0
 		for range 2 * maxImmediateCommands {
@@ -191,7 +192,7 @@ func TestBackPressure(t *testing.T) {
 	})
 }
 
-// ISCSI-11.18-1, ISCSI-11.18-2, ISCSI-11.19-1, ISER-6.2-4: pings.
+// The target answers pings.
 func TestNOPOut(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
@@ -201,7 +202,8 @@ func TestNOPOut(t *testing.T) {
 			h.SetTTT(pdu.ReservedTag)
 			h.SetLUN([8]byte{1: 0})
 			tc.write(h, pattern(size, 1))
-			p := tc.want(pdu.NOPIn)
+			p := tc.want(pdu.NOPIn) // ISCSI-11.18-1
+			// ISCSI-11.19-1, ISER-6.2-4: as much of the data as the initiator takes
 			if p.h.ITT() != h.ITT() || p.h.TTT() != pdu.ReservedTag ||
 				!bytes.Equal(p.data, pattern(size, 1)[:min(size, 128)]) {
 				t.Errorf("%d octets: %x %x", size, []byte(p.h), p.data)
@@ -218,13 +220,12 @@ func TestNOPOut(t *testing.T) {
 		tc.CmdSN--
 		h.SetITT(pdu.ReservedTag)
 		tc.write(h, nil)
-		tc.wantReject(pdu.RejectInvalidField, h)
+		tc.wantReject(pdu.RejectInvalidField, h) // ISCSI-11.18-2: not immediate
 		tc.logout()
 	})
 }
 
-// ISCSI-11.19-2, ISCSI-11.19-3, ISER-8.1.2-3, ISER-8.1.2-4: the target pings an
-// initiator that says nothing and gives up one that does not answer.
+// The target pings an initiator that says nothing, and gives up one that does not answer.
 func TestKeepalive(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t, func(o *Options) { o.NopInterval = 0 }) // default
@@ -234,7 +235,8 @@ func TestKeepalive(t *testing.T) {
 		var ttts []uint32
 		for range 5 {
 			start := time.Now()
-			p := tc.want(pdu.NOPIn)
+			p := tc.want(pdu.NOPIn) // which checks ISCSI-11.19-3
+			// ISCSI-11.19-2, ISER-8.1.2-4
 			if p.h.ITT() != pdu.ReservedTag || p.h.TTT() == pdu.ReservedTag || len(p.data) != 0 ||
 				slices.Contains(ttts, p.h.TTT()) {
 				t.Fatalf("NOP-In %x %x", []byte(p.h), p.data)
@@ -454,9 +456,7 @@ func TestTwoUnexpectedPDUsAtMost(t *testing.T) {
 	})
 }
 
-// ISCSI-11.14-1, ISER-5.2.2-1, ISER-5.2.2-3, ISCSI-11.15-1, ISCSI-11.15-2:
-// logout stops all tasks; the connection is closed even if the initiator does
-// not do it.
+// Logout stops all tasks, and then the target closes the connection if the initiator does not.
 func TestLogout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
@@ -481,16 +481,16 @@ func TestLogout(t *testing.T) {
 				t.Errorf("reason %d: response %d", c.reason, p.h.Response())
 			}
 		}
-		h := tc.Request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseConnection, true)
+		h := tc.Request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseConnection, true) // ISER-5.2.2-1
 		tc.write(h, nil)
-		tc.wantNothing() // RDMA Reads are outstanding
+		tc.wantNothing() // ISCSI-11.14-1: RDMA Reads are outstanding
 		tc.m.releaseGets()
 		p := tc.want(pdu.LogoutResp)
-		if p.h.Response() != 0 || p.h.Time2Wait() != 2 || p.h.Time2Retain() != 0 {
+		if p.h.Response() != 0 || p.h.Time2Wait() != 2 || p.h.Time2Retain() != 0 { // ISCSI-11.15-2
 			t.Errorf("Logout Response %x", []byte(p.h))
 		}
 		tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil) // ignored
-		if err := tc.wait(); err != nil {
+		if err := tc.wait(); err != nil {                // ISCSI-11.15-1, ISER-5.2.2-3
 			t.Errorf("Serve after logout: %v", err)
 		}
 		if tc.next(0) != nil {

@@ -43,21 +43,22 @@ func without(pairs []string, keys ...string) []string {
 	})
 }
 
-// ISCSI-11.12-3, ISCSI-11.13-1, ISCSI-11.13-2, ISCSI-6.3.1-3, ISCSI-13.6-1,
-// ISER-5.1-3, ISER-5.1-7: what Linux offers in its first and only request is
-// answered with the final response.
+// The target answers the offers of Linux, in its first and only request, with the final
+// response.
 func TestLoginOfLinux(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
 		tc := n.connect()
 		tc.CmdSN = 0x1234
 		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), linuxKeys...)...)
-		p := tc.want(pdu.LoginResp)
+		p := tc.want(pdu.LoginResp) // ISCSI-11.13-2: want checks StatSN from here on
 		r := pdu.ParseLoginResponse(p.h)
+		// ISCSI-11.13-1 (TSIH), ISCSI-11.12-3 (ExpCmdSN)
 		if !r.Transit || r.CSG != 1 || r.NSG != 3 || r.TSIH == 0 || r.ExpCmdSN != 0x1234 || r.MaxCmdSN != 0x1234+127 {
 			t.Errorf("%+v", r)
 		}
 		answers := strings.Split(strings.TrimSuffix(string(p.data), "\x00"), "\x00")
+		// ISCSI-6.3.1-3 (the tag), ISCSI-13.6-1 (the alias), ISER-5.1-3 and ISER-5.1-7 (RDMAExtensions)
 		for _, want := range []string{"TargetPortalGroupTag=1", "TargetAlias=store", "RDMAExtensions=Yes",
 			"InitialR2T=Yes", "ImmediateData=Yes",
 			"ErrorRecoveryLevel=0", "MaxConnections=1", "TargetRecvDataSegmentLength=8192"} {

@@ -566,9 +566,9 @@ func TestSessionContinuation(t *testing.T) {
 	})
 }
 
-// ISCSI-6.3.5-3, ISCSI-6.3.5-4, ISCSI-E-1, ISCSI-8.2-1 (M1), ISCSI-8.3.2-1 (N6): what
-// nobody takes up ends after Time2Wait and Time2Retain.
+// A session and a connection that nobody recovers end after Time2Wait and Time2Retain.
 func TestConnectionStateTimeout(t *testing.T) {
+	// ISCSI-6.3.5-3, ISCSI-6.3.5-4, ISCSI-8.3.2-1 (N6)
 	bubble(t, "the session", func(t *testing.T) {
 		n := newTestNode(t, recovering)
 		a := n.connect()
@@ -616,7 +616,7 @@ func TestConnectionStateTimeout(t *testing.T) {
 			if !l.timer.Stop() {
 				t.Error("no time-out was coming")
 			}
-			s.expire(l)
+			s.expire(l)       // ISCSI-E-1, ISCSI-8.2-1 (M1)
 			b.want(pdu.NOPIn) // an initiator with nothing left of its window would wait for ever
 			b.wantOpenWindow()
 			b.clearedByTransport()

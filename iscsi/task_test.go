@@ -45,8 +45,7 @@ func (n *testNode) fill() {
 	}
 }
 
-// ISER-1.5.3-1, ISER-3.3-5, ISER-7.3.2-2, ISER-7.3.2-10, ISER-9.5.2-2: a read
-// goes in pieces, in order, and ends with a response of its own.
+// The data of a READ goes in pieces, in order, and its response follows.
 func TestRead(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
@@ -59,13 +58,15 @@ func TestRead(t *testing.T) {
 			tc.m.mu.Unlock()
 			size := blocks * blockLen
 			h := tc.command(readF, uint32(size), cdb.Read10(3, uint16(blocks)), nil)
-			p := tc.wantStatus(h, 0)
+			p := tc.wantStatus(h, 0) // ISER-3.3-5, ISER-7.3.2-2
 			wantResidual(t, p, 0, 0)
+			// ISER-7.3.2-10: all data is there when the response is
 			if !bytes.Equal(tc.sinkOf(h), n.stored(3, size)) {
 				t.Errorf("%d blocks: wrong data", blocks)
 			}
 			pieces := (size + 1<<20 - 1) >> 20
 			tc.m.mu.Lock()
+			// ISER-1.5.3-1, ISER-9.5.2-2: each piece leaves when it is available
 			if len(tc.m.puts) != pieces || tc.m.flushes-flushes != pieces {
 				t.Errorf("%d blocks: PutData %v in %d Flushes", blocks, tc.m.puts, tc.m.flushes-flushes)
 			}
@@ -83,8 +84,7 @@ func TestRead(t *testing.T) {
 	})
 }
 
-// ISER-1.5.1-1, ISER-1.5.4-1, ISER-9.5.1-1, ISER-9.5.1-4, ISCSI-4.2.5-5: what
-// is not there as immediate data is fetched, once and in order.
+// The target fetches what is not there as immediate data, once and in order.
 func TestWrite(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
@@ -93,9 +93,10 @@ func TestWrite(t *testing.T) {
 			blocks, immediate int
 			gets              [][2]int
 		}{
-			{1, 512, nil},
+			{1, 512, nil}, // ISER-1.5.1-1: all of it is there
 			{8, 4096, nil},
 			{16, 8192, nil},
+			// ISER-1.5.4-1
 			{8, 0, [][2]int{{0, 4096}}},
 			{8, 512, [][2]int{{512, 3584}}},
 			{8, 4095, [][2]int{{4095, 1}}},
@@ -108,13 +109,14 @@ func TestWrite(t *testing.T) {
 			tc.m.mu.Unlock()
 			size := c.blocks * blockLen
 			h := tc.scsi(writeF, uint32(size), cdb.Write10(7, uint16(c.blocks)))
-			tc.write(h, pattern(size, h.ITT())[:c.immediate])
-			p := tc.wantStatus(h, 0)
+			tc.write(h, pattern(size, h.ITT())[:c.immediate]) // ISER-9.5.1-1
+			p := tc.wantStatus(h, 0)                          // ISER-9.5.1-4
 			wantResidual(t, p, 0, 0)
 			if !bytes.Equal(n.stored(7, size), pattern(size, h.ITT())) {
 				t.Errorf("%d blocks, %d immediate: wrong data", c.blocks, c.immediate)
 			}
 			tc.m.mu.Lock()
+			// ISCSI-4.2.5-5: nothing is fetched twice
 			if !slices.Equal(tc.m.getRanges, c.gets) || tc.m.unsol[h.ITT()] != uint32(c.immediate) {
 				t.Errorf("%d blocks, %d immediate: fetched %v, unsolicited %d", c.blocks, c.immediate, tc.m.getRanges,
 					tc.m.unsol[h.ITT()])
@@ -128,8 +130,8 @@ func TestWrite(t *testing.T) {
 	})
 }
 
-// ISCSI-11.4-4, ISCSI-11.4-5, ISCSI-11.3-3, ISER-1.5.1-2: residuals both ways;
-// never more data than the initiator expects.
+// The response has the residual count, and the target never moves more data than the initiator
+// expects (ISER-1.5.1-2). FlagOverflow is ISCSI-11.4-4, FlagUnderflow ISCSI-11.4-5.
 func TestResiduals(t *testing.T) {
 	for _, c := range []struct {
 		name     string
@@ -143,10 +145,10 @@ func TestResiduals(t *testing.T) {
 		{"read 8, expect 4", readF, 4 * blockLen, cdb.Read10(0, 8), pdu.FlagOverflow, 4 * blockLen, 0},
 		{"read 1, expect 200 octets", readF, 200, cdb.Read10(0, 1), pdu.FlagOverflow, blockLen - 200, 0},
 		{"read 1, expect 10000", readF, 10000, cdb.Read10(0, 1), pdu.FlagUnderflow, 10000 - blockLen, 0},
-		{"read 1, expect nothing", readF, 0, cdb.Read10(0, 1), pdu.FlagOverflow, blockLen, 0},
+		{"ISCSI-11.3-3 read 1, expect nothing", readF, 0, cdb.Read10(0, 1), pdu.FlagOverflow, blockLen, 0},
 		{"read 1, no R", pdu.FlagF, 0, cdb.Read10(0, 1), pdu.FlagOverflow, blockLen, 0},
 		{"read 1, expect to write 512", writeF, blockLen, cdb.Read10(0, 1), pdu.FlagUnderflow, blockLen, 0},
-		{"write 1, expect nothing", writeF, 0, cdb.Write10(0, 1), pdu.FlagOverflow, blockLen, 0},
+		{"ISCSI-11.3-3 write 1, expect nothing", writeF, 0, cdb.Write10(0, 1), pdu.FlagOverflow, blockLen, 0},
 		{"write 1, no W", pdu.FlagF, 0, cdb.Write10(0, 1), pdu.FlagOverflow, blockLen, 0},
 		{"write 2, expect 1", writeF, blockLen, cdb.Write10(0, 2), pdu.FlagOverflow, blockLen, 0},
 		{"write 1, expect 10000", writeF, 10000, cdb.Write10(0, 1), pdu.FlagUnderflow, 10000 - blockLen, 0},
@@ -285,8 +287,8 @@ func TestExtendedCDB(t *testing.T) {
 	})
 }
 
-// ISCSI-11.2-2, ISCSI-11.2-1, ISCSI-7.7-1, ISER-10.1.4.1-1, ISER-6.4-2: format
-// errors end the connection.
+// ISCSI-7.7-1, ISER-10.1.4.1-1: format errors end the connection, whereas unknown opcodes are
+// rejected (ISCSI-11.2-2, ISCSI-11.2-1).
 func TestFormatErrors(t *testing.T) {
 	for _, c := range []struct {
 		id     string
@@ -294,14 +296,12 @@ func TestFormatErrors(t *testing.T) {
 	}{
 		{"data longer than said", func(h pdu.BHS) Notice {
 			h.SetDataSegmentLength(8)
-			return Notice{BHS: h,
-				Data: make([]byte, 9)}
+			return Notice{BHS: h, Data: make([]byte, 9)}
 		}},
 		{"data shorter than said", func(h pdu.BHS) Notice { h.SetDataSegmentLength(8); return Notice{BHS: h} }},
 		{"AHS shorter than said", func(h pdu.BHS) Notice {
 			h.SetTotalAHSLength(8)
-			return Notice{BHS: h,
-				AHS: make([]byte, 4)}
+			return Notice{BHS: h, AHS: make([]byte, 4)}
 		}},
 		{"short header", func(h pdu.BHS) Notice { return Notice{BHS: h[:47]} }},
 		{"ISER-6.4-2 segment too long", func(h pdu.BHS) Notice {
@@ -348,8 +348,7 @@ func unsolicitedNode(t *testing.T, change ...func(*Options)) *testNode {
 	}}, change...)...)
 }
 
-// ISER-7.3.1-9, ISER-7.3.4-3, ISCSI-4.2.5-3, ISCSI-4.2.5-4, ISCSI-11.7-3,
-// ISCSI-13.10-1: unsolicited Data-Out in any cut, of interleaved commands.
+// The target puts unsolicited Data-Out together, in any cut and of interleaved commands.
 func TestUnsolicitedData(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := unsolicitedNode(t)
@@ -363,7 +362,7 @@ func TestUnsolicitedData(t *testing.T) {
 		rnd := rand.New(rand.NewPCG(1, 2))
 		for range 30 {
 			size := (1 + rnd.IntN(160)) * blockLen
-			burst := min(size, 32768)
+			burst := min(size, 32768) // ISCSI-4.2.5-3, ISCSI-13.10-1
 			var ws []*write
 			for i := range 2 {
 				h := tc.scsi(pdu.FlagW, uint32(size), cdb.Write10(uint32(i)*1000, uint16(size/blockLen)))
@@ -371,9 +370,9 @@ func TestUnsolicitedData(t *testing.T) {
 				tc.write(h, w.all[:w.sent])
 				ws = append(ws, w)
 			}
-			for _, w := range ws {
+			for _, w := range ws { // ISCSI-4.2.5-4: in the order of the commands
 				for last := false; !last; {
-					m := min(rnd.IntN(8193), burst-w.sent) // also zero octets
+					m := min(rnd.IntN(8193), burst-w.sent) // ISER-7.3.1-9; also zero bytes: ISCSI-11.7-3
 					last = w.sent+m == burst
 					tc.write(tc.dataOutPDU(w.h, last, w.sn, uint32(w.sent)), w.all[w.sent:w.sent+m])
 					w.sent += m
@@ -386,7 +385,7 @@ func TestUnsolicitedData(t *testing.T) {
 				}
 			}
 			for i, w := range ws {
-				if !bytes.Equal(n.stored(i*1000, size), w.all) {
+				if !bytes.Equal(n.stored(i*1000, size), w.all) { // ISER-7.3.4-3
 					t.Fatalf("%d octets: wrong data", size)
 				}
 				if got := tc.m.unsol[w.h.ITT()]; got != uint32(burst) {

@@ -44,13 +44,12 @@ func (tc *testConn) readText(request ...string) []string {
 	}
 }
 
-// ISCSI-C-1, ISCSI-C-2, ISCSI-C-3, ISCSI-C-4, ISCSI-13.8-1, ISCSI-13.9-1:
-// discovery.
+// Discovery returns the targets that an initiator may use, with the addresses that it can reach.
 func TestSendTargets(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
-		n.AddPortal(PortalConfig{Listen: "[2001:db8::1]:3260", TPGT: 0})
-		n.AddPortal(PortalConfig{Listen: "127.0.0.1:3260", TPGT: 2}) // out of reach
+		n.AddPortal(PortalConfig{Listen: "[2001:db8::1]:3260", TPGT: 0}) // ISCSI-13.9-1
+		n.AddPortal(PortalConfig{Listen: "127.0.0.1:3260", TPGT: 2})     // out of reach
 		n.AddPortal(PortalConfig{Listen: "[fe80::1]:0", TPGT: 2})
 		n.AddPortal(PortalConfig{Listen: "nonsense", TPGT: 2})
 		// everywhere
@@ -65,6 +64,7 @@ func TestSendTargets(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		// ISCSI-C-4: not for this initiator
 		n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:secret", Initiators: other, LUNs: n.inv})
 		n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:another", Initiators: all, LUNs: n.inv})
 		n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:group3", Initiators: all, LUNs: n.inv,
@@ -72,6 +72,7 @@ func TestSendTargets(t *testing.T) {
 		// out of reach
 		n.AddTarget(TargetConfig{Name: "iqn.2026-11.io.example:group2", Initiators: all, LUNs: n.inv,
 			PortalGroups: []uint16{2}})
+		// ISCSI-13.8-1
 		addresses := []string{"TargetAddress=192.0.2.1:3260,1", "TargetAddress=[2001:db8::1]:3260,0",
 			"TargetAddress=192.0.2.1:3261,3",
 			"TargetAddress=store.example:3260,4"}
@@ -80,7 +81,7 @@ func TestSendTargets(t *testing.T) {
 		every := slices.Concat([]string{"TargetName=iqn.2026-11.io.example:another"}, addresses, group3, one)
 		rejected := []string{"SendTargets=Reject"}
 
-		tc := n.connect().discover()
+		tc := n.connect().discover() // ISCSI-C-1, ISCSI-C-2
 		for request, want := range map[string][]string{
 			"All": every, "iqn.2026-11.io.example:group3": group3, "iqn.2026-11.io.example:group2": nil,
 			targetName: one, strings.ToUpper(targetName): one, "iqn.2026-11.io.example:secret": nil,
@@ -95,7 +96,7 @@ func TestSendTargets(t *testing.T) {
 			t.Errorf("end of discovery: %v", err)
 		}
 
-		tc = n.connect().login()
+		tc = n.connect().login() // ISCSI-C-3
 		for request, want := range map[string][]string{
 			"": one, targetName: one, "All": rejected, "iqn.2026-11.io.example:another": rejected,
 		} { // in parts of 128 octets

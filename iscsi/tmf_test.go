@@ -196,8 +196,7 @@ func TestAbortTaskOfAFunctionIsRejected(t *testing.T) {
 	})
 }
 
-// ISCSI-11.5-1, ISCSI-7.2.2-1, ISCSI-11.6-2, ISCSI-11.6-3, ISCSI-7144.4.1-1:
-// every function is answered.
+// ISCSI-11.5-1: every function is answered, and the answer has no data (ISCSI-11.6-3).
 func TestTMFResponses(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
@@ -209,15 +208,15 @@ func TestTMFResponses(t *testing.T) {
 		}{
 			{pdu.AbortTask, 0, pdu.TaskDoesNotExist},
 			{pdu.AbortTaskSet, 0, pdu.FunctionComplete},
-			{pdu.AbortTaskSet, 99, pdu.LUNDoesNotExist},
+			{pdu.AbortTaskSet, 99, pdu.LUNDoesNotExist}, // ISCSI-11.6-2
 			{pdu.ClearACA, 0, pdu.FunctionNotSupported}, // ISCSI-10.2-1
 			{pdu.ClearTaskSet, 0, pdu.FunctionComplete},
 			{pdu.ClearTaskSet, 99, pdu.LUNDoesNotExist},
 			{pdu.LogicalUnitReset, 0, pdu.FunctionComplete},
 			{pdu.LogicalUnitReset, 99, pdu.LUNDoesNotExist},
 			{pdu.TargetWarmReset, 0, pdu.FunctionComplete},
-			{pdu.TaskReassign, 0, pdu.ReassignNotSupported},
-			{pdu.QueryTask, 0, pdu.FunctionNotSupported},
+			{pdu.TaskReassign, 0, pdu.ReassignNotSupported}, // ISCSI-7.2.2-1
+			{pdu.QueryTask, 0, pdu.FunctionNotSupported},    // ISCSI-7144.4.1-1
 			{pdu.QueryAsyncEvent, 0, pdu.FunctionNotSupported},
 			{0, 0, pdu.FunctionNotSupported},
 			{13, 0, pdu.FunctionNotSupported},
@@ -229,9 +228,7 @@ func TestTMFResponses(t *testing.T) {
 	})
 }
 
-// ISCSI-11.5-4, ISCSI-4.2.2.1-12, ISCSI-4.2.2.3-1, ISCSI-4.2.3.3-1,
-// ISCSI-4.2.3.3-2: ABORT TASK SET stops the tasks of this session on one LUN
-// that were sent before it.
+// ABORT TASK SET stops the tasks of this session on one LUN that were sent before it.
 func TestAbortTaskSet(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)
@@ -245,13 +242,13 @@ func TestAbortTaskSet(t *testing.T) {
 		testkit.Eventually(n.tb, "GetDatas", func() bool { return tc.m.getting() == 32 && other.m.getting() == 1 })
 		f := tc.tmf(pdu.AbortTaskSet, [8]byte{}, pdu.ReservedTag, 0)
 		later := tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
-		tc.wantStatus(later, 0) // CmdSN of the function marks its scope
-		tc.wantNothing()
+		tc.wantStatus(later, 0) // ISCSI-4.2.2.1-12: CmdSN of the function marks its scope
+		tc.wantNothing()        // ISCSI-4.2.3.3-1, ISCSI-4.2.3.3-2: it waits for data
 		tc.m.releaseGets()
 		tc.wantTMF(f, pdu.FunctionComplete)
-		tc.wantNothing()
+		tc.wantNothing() // ISCSI-4.2.2.3-1
 		other.m.releaseGets()
-		other.wantStatus(spared, 0)
+		other.wantStatus(spared, 0) // ISCSI-11.5-4
 		tc.logout()
 		other.logout()
 	})
@@ -288,8 +285,8 @@ func TestAbortTaskSetWaitsForEarlier(t *testing.T) {
 	})
 }
 
-// ISCSI-11.5-5, ISCSI-4.2.3.3-5, ISCSI-4.2.3.3-6, ISCSI-E-3: LOGICAL UNIT RESET
-// stops the tasks of all sessions, and CLEAR TASK SET does.
+// ISCSI-E-3: LOGICAL UNIT RESET, CLEAR TASK SET and TARGET WARM RESET stop the tasks of all
+// sessions.
 func TestResetStopsOtherSessions(t *testing.T) {
 	for name, function := range map[string]byte{"LOGICAL UNIT RESET": pdu.LogicalUnitReset,
 		"CLEAR TASK SET": pdu.ClearTaskSet, "TARGET WARM RESET": pdu.TargetWarmReset} {
@@ -309,10 +306,11 @@ func TestResetStopsOtherSessions(t *testing.T) {
 			f := tc.tmf(function, [8]byte{}, pdu.ReservedTag, 0)
 			tc.wantNothing()
 			gate.Open()
+			// ISCSI-4.2.3.3-5
 			tc.wantTMF(f, pdu.FunctionComplete) // data still to come to the other session is not waited for
 			other.wantNothing()
 			other.m.releaseGets()
-			other.wantWindow()
+			other.wantWindow() // ISCSI-4.2.3.3-6
 			other.wantNothing()
 			if !bytes.Equal(n.stored(0, 4096), before) {
 				t.Error("data of an aborted write is on the medium")
@@ -489,9 +487,8 @@ func TestWarmResetSkipsGap(t *testing.T) {
 	})
 }
 
-// ISCSI-11.5-6, ISCSI-11.5-7, ISCSI-E-3, ISCSI-E-4: TARGET COLD RESET is
-// answered; then all connections with the target are closed, discovery included,
-// and whoever comes again hears of a power on.
+// The target answers TARGET COLD RESET and then closes all connections, of discovery sessions
+// too. New sessions get the unit attention of a power on.
 func TestColdReset(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t, func(o *Options) { o.LogoutWait = 20 * time.Millisecond })
@@ -508,8 +505,8 @@ func TestColdReset(t *testing.T) {
 		other.wantGets(1)
 		tc.CmdSN += 5 // what is missing counts as received
 		f := tc.tmf(pdu.TargetColdReset, [8]byte{}, pdu.ReservedTag, 0)
-		tc.wantTMF(f, pdu.FunctionComplete)
-		for _, c := range []*testConn{tc, other, discovery} {
+		tc.wantTMF(f, pdu.FunctionComplete)                   // ISCSI-11.5-6
+		for _, c := range []*testConn{tc, other, discovery} { // ISCSI-11.5-7, ISCSI-E-3
 			if err := c.wait(); !errors.Is(err, errColdReset) {
 				t.Errorf("ended with %v", err)
 			}
@@ -517,7 +514,7 @@ func TestColdReset(t *testing.T) {
 		if !bytes.Equal(n.stored(0, 4096), before) {
 			t.Error("data of an aborted write is on the medium")
 		}
-		again := n.connect().login()
+		again := n.connect().login() // ISCSI-E-4
 		again.logout()
 		unnamed.logout() // it is not with this target
 	})

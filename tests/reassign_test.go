@@ -13,11 +13,8 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// ISER-10.2.2-1, ISER-10.2.2-2, ISER-10.2.2-3, ISER-10.2.2-4, ISER-10.2.2-5, ISER-10.2.2-6,
-// ISER-7.3.3-2, ISER-7.3.3-3, ISER-7.3.3-4, ISER-7.3.3-5, ISER-7.3.3-6, ISER-3.3-4, ISER-8.3.1-2: over
-// iSER, a READ and a WRITE of a connection that has failed go on with the STags that
-// TASK REASSIGN advertises on another one. The Write STag is for everything but the
-// immediate data.
+// ISER-10.2.2-1: a READ and a WRITE of a connection that failed continue with the STags that TASK
+// REASSIGN advertises on another one.
 func TestReassignOverISER(t *testing.T) {
 	tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: keys.Limits{MaxConnections: 2,
 		ErrorRecoveryLevel: 2}}})
@@ -64,6 +61,8 @@ func TestReassignOverISER(t *testing.T) {
 	}
 
 	const base = 0x123456789000
+	// ISER-7.3.3-4: the target finds the task by the Referenced Task Tag. ExpDataSN is 0 (ISER-3.3-4,
+	// ISER-7.3.3-3).
 	reassign := func(c *initiator.Command, h iser.Header) {
 		f := request(pdu.TaskMgmtReq, pdu.TaskReassign, b.NewITT())
 		f.SetReferencedTaskTag(c.ITT())
@@ -77,26 +76,29 @@ func TestReassignOverISER(t *testing.T) {
 	}
 	var in, out rdma.Region
 	got := make([]byte, octets)
+	// ISER-7.3.3-2: new STags. That of the WRITE is for everything but the immediate data
+	// (ISER-10.2.2-2).
 	readSTag := b.Stream().Register(&in, got, base, rdma.RemoteWrite)
 	writeSTag := b.Stream().Register(&out, w.Out[immediate:], base, rdma.RemoteRead)
 	reassign(w, iser.Header{Write: iser.Remote{Valid: true, STag: writeSTag, Base: base}})
 	reassign(r, iser.Header{Read: iser.Remote{Valid: true, STag: readSTag, Base: base}})
 	for _, c := range []*initiator.Command{r, w} { // it is still ORDERED
 		p := next(t, b, pdu.SCSIResponse)
+		// ISER-7.3.3-5, ISER-7.3.3-6, ISER-8.3.1-2: the new STag is invalidated, not the old one
 		if p.BHS.ITT() != c.ITT() || p.BHS.Status() != 0 || p.Invalidated == 0 {
 			t.Errorf("%x, invalidates %x", []byte(p.BHS), p.Invalidated)
 		}
 	}
-	if !bytes.Equal(got, old) {
+	if !bytes.Equal(got, old) { // ISER-10.2.2-3
 		t.Error("wrong data read")
 	}
 	back := &initiator.Command{CDB: cdb.Read16(4096, octets/512), In: make([]byte, octets)}
 	do(t, b, back)
-	if !bytes.Equal(back.In, w.Out) {
+	if !bytes.Equal(back.In, w.Out) { // ISER-10.2.2-4
 		t.Error("wrong data written")
 	}
 
-	// Without the STag that the task needs it stays where it is.
+	// ISER-10.2.2-5, ISER-10.2.2-6: without the STag that the task needs it stays where it is.
 	f := request(pdu.TaskMgmtReq, pdu.TaskReassign, b.NewITT())
 	f.SetReferencedTaskTag(w.ITT())
 	if err := b.Control(f, nil); err != nil {

@@ -488,8 +488,7 @@ func TestDataSegmentLengths(t *testing.T) {
 	}
 }
 
-// ISER-3.3-8, ISER-7.3.11-1: no SNACK, whatever the session does; ISER-5.2.1-1,
-// ISER-5.2.1-2, ISER-5.2.1-3: logout.
+// A session runs commands, pings and logs out.
 func TestWholeSession(t *testing.T) {
 	tg, s := full(t, Options{})
 	for _, c := range []*Command{{}, {CDB: cdb.Read16(0, 8), In: make([]byte, 4096)},
@@ -515,15 +514,16 @@ func TestWholeSession(t *testing.T) {
 	tg.want(pdu.NOPOut)
 	done := make(chan error, 1)
 	go func() { done <- s.Logout(tg.ctx) }()
-	_, bhs, _ := tg.want(pdu.LogoutReq)
+	_, bhs, _ := tg.want(pdu.LogoutReq) // ISER-5.2.1-1
 	tg.answer(pdu.LogoutResp, bhs.ITT(), 0)
-	if err := <-done; err != nil {
+	if err := <-done; err != nil { // ISER-5.2.1-2
 		t.Fatal(err)
 	}
 	var ev rdma.Event
-	if err := tg.rc.Receive(&ev); err != io.EOF {
+	if err := tg.rc.Receive(&ev); err != io.EOF { // ISER-5.2.1-3
 		t.Errorf("%v where the initiator should close", err)
 	}
+	// ISER-3.3-8, ISER-7.3.11-1: no SNACK
 	if want := []pdu.Opcode{pdu.SCSICommand, pdu.SCSICommand, pdu.SCSICommand, pdu.NOPOut,
 		pdu.LogoutReq}; !slices.Equal(tg.opcodes, want) {
 		t.Errorf("%v", tg.opcodes)
