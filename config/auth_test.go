@@ -80,7 +80,7 @@ func TestCHAP(t *testing.T) {
 	}
 }
 
-// SEC-3723.5.8-2, SEC-7143.9.2.1-2: files with secrets.
+// A file has one line with a secret, and only its owner can read it.
 func TestSecretFiles(t *testing.T) {
 	dir := t.TempDir()
 	fifo := filepath.Join(dir, "fifo")
@@ -91,8 +91,8 @@ func TestSecretFiles(t *testing.T) {
 		write(t, "s", "aaaaaaaaaaaa", 0o600):                        "",
 		write(t, "s", "aaaaaaaaaaaa\n", 0o400):                      "",
 		write(t, "s", "aaaaaaaaaaaa\r\n", 0o600):                    "",
-		write(t, "s", "0x"+strings.Repeat("00", 256)+"\r\n", 0o600): "",
-		write(t, "s", "aaaaaaaaaaaa", 0o640):                        "its mode is 0640. Run chmod 600",
+		write(t, "s", "0x"+strings.Repeat("00", 256)+"\r\n", 0o600): "",                                // SEC-7143.9.2.1-2
+		write(t, "s", "aaaaaaaaaaaa", 0o640):                        "its mode is 0640. Run chmod 600", // SEC-3723.5.8-2
 		write(t, "s", "aaaaaaaaaaaa", 0o604):                        "its mode is 0604",
 		write(t, "s", "aaaaaaaaaaa\n", 0o600):                       "secret has 11 bytes",
 		write(t, "s", "", 0o600):                                    "secret has 0 bytes",
@@ -117,7 +117,7 @@ func TestSecretFiles(t *testing.T) {
 	}
 }
 
-// SEC-3723.5.8-2: a configuration that has secrets itself is for its owner only.
+// SEC-3723.5.8-2: only the owner can read a configuration that has secrets.
 func TestFileWithSecrets(t *testing.T) {
 	inline := strings.Replace(secured, "%", "method: chap, users: [{name: a, secret: aaaaaaaaaaaa}]", 1)
 	for mode, ok := range map[os.FileMode]bool{0o600: true, 0o400: true, 0o640: false, 0o644: false} {
@@ -155,14 +155,13 @@ func TestDiscoveryAuthEnvironment(t *testing.T) {
 	})
 }
 
-// ISCSI-9-1, SEC-7143.9.2.1-11.
 func TestWarnings(t *testing.T) {
 	const chap = "method: chap, users: [{name: a, secret: aaaaaaaaaaaa}"
 	for _, tc := range []struct{ listen, auth, more, want string }{
 		{"127.0.0.1:3260", "", "", ""},
 		{`"[::1]:3260"`, "", "", ""},
 		{"localhost:3260", "", "", ""},
-		{"0.0.0.0:3260", "", "", "targets[0].auth: no authentication: any host that can connect to portals[0] (0.0.0.0:3260)"}, // SEC-3723.2.1-2
+		{"0.0.0.0:3260", "", "", "targets[0].auth: no authentication: any host that can connect to portals[0] (0.0.0.0:3260)"}, // ISCSI-9-1, SEC-3723.2.1-2
 		{`":3260"`, "", "", "targets[0].auth: no authentication"},
 		{"storage.example.com:3260", "method: none", "", "targets[0].auth: no authentication"},
 		{"127.0.0.1:3260\n  - listen: 192.0.2.1:3260", "", "", "any host that can connect to portals[1] (192.0.2.1:3260)"},
@@ -170,8 +169,8 @@ func TestWarnings(t *testing.T) {
 		{"127.0.0.1:3260\n  - listen: 192.0.2.1:3260\n    tpgt: 2", "", "    portal_groups: [1, 2]", "any host that can connect to portals[1] (192.0.2.1:3260)"},
 		{"192.0.2.1:3260", chap + "]", "", ""},
 		{"192.0.2.1:3260", "", "    redirect: {to: 192.0.2.2:3260}", ""},
-		{"192.0.2.1:3260", chap + ", {name: b, secret: aaaaaaaaaaaa}]", "", "targets[0].auth.users[1]: has the secret of targets[0].auth.users[0]"},
-		{"192.0.2.1:3260", chap + "]", "discovery_auth: {" + chap + "]}", ""}, // one initiator
+		{"192.0.2.1:3260", chap + ", {name: b, secret: aaaaaaaaaaaa}]", "", "targets[0].auth.users[1]: has the secret of targets[0].auth.users[0]"}, // SEC-7143.9.2.1-11
+		{"192.0.2.1:3260", chap + "]", "discovery_auth: {" + chap + "]}", ""},                                                                       // one initiator
 		{"192.0.2.1:3260", chap + "]", "discovery_auth: {method: chap, users: [{name: b, secret: aaaaaaaaaaaa}]}", "discovery_auth.users[0]: has the secret of targets[0].auth.users[0]"},
 		{"192.0.2.1:3260", chap + "]", "metrics: {listen: \"127.0.0.1:80\"}", ""},
 		{"192.0.2.1:3260", chap + "]", "metrics: {listen: \":80\"}", "metrics.listen: any host that can connect to :80 sees"},
@@ -194,8 +193,8 @@ func TestWarnings(t *testing.T) {
 	}
 }
 
-// CHAP users that are tied to no initiator can be any, and LUN masking goes by
-// initiator.
+// A CHAP user without an initiator pattern can use any initiator name, and LUN masks go by
+// that name.
 func TestWarningsOfMasks(t *testing.T) {
 	const users = "method: chap, users: [{name: a, secret: aaaaaaaaaaaa, initiator: \"*:a\"}, {name: b, secret: bbbbbbbbbbbb}]"
 	for lun, want := range map[string]bool{
@@ -215,7 +214,7 @@ func TestWarningsOfMasks(t *testing.T) {
 	}
 }
 
-// A target that has moved needs no LUNs.
+// A target that redirects needs no LUNs.
 func TestRedirect(t *testing.T) {
 	in := good[:strings.Index(good, "    luns")] + "    redirect: {to: \"[2001:db8::1]:3260\", permanent: true}\n"
 	c, err := load("f", []byte(in))

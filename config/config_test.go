@@ -66,8 +66,7 @@ func TestDefault(t *testing.T) {
 	}
 }
 
-// ISCSI-15-1: a portal has the port that is written there, and what we write
-// ourselves is 3260, never 860.
+// ISCSI-15-1: a portal can have any port. The examples and the default use 3260, never 860.
 func TestExamples(t *testing.T) {
 	if c, err := load("f", []byte(strings.Replace(good, "127.0.0.1:3260", "127.0.0.1:860", 1))); err != nil || c.Portals[0].Listen != "127.0.0.1:860" {
 		t.Errorf("%+v, %v", c, err)
@@ -102,7 +101,7 @@ func TestExamples(t *testing.T) {
 	}
 }
 
-// What the keys of access.yaml say.
+// The keys of access.yaml have the documented effect.
 func TestLoadAccess(t *testing.T) {
 	c, err := Load("../examples/access.yaml")
 	if err != nil {
@@ -446,7 +445,7 @@ func TestLoadFile(t *testing.T) {
 	}
 }
 
-// An alias that stands for more and more of itself ends in an error.
+// Aliases that expand exponentially are refused.
 func TestAliasBomb(t *testing.T) {
 	s := "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n"
 	for i := 1; i < 10; i++ {
@@ -478,7 +477,7 @@ func TestSize(t *testing.T) {
 	}
 }
 
-// Every key and variable is in the reference, and every variable there is one.
+// The reference has every key and variable, and only known variables.
 func TestReference(t *testing.T) {
 	b, err := os.ReadFile("../docs/config.md")
 	if err != nil {

@@ -13,14 +13,14 @@ import (
 
 const goodSecret = Secret("0123456789abcdef")
 
-// V-ISCSI-14, ISCSI-12.1.3-2: the response of every algorithm.
+// V-ISCSI-14: Response returns the hash of every algorithm.
 func TestResponse(t *testing.T) {
 	challenge, err := hex.DecodeString("000102030405060708090a0b0c0d0e0f")
 	if err != nil {
 		t.Fatal(err)
 	}
 	for a, want := range map[CHAPAlgorithm]string{
-		5: "0fbee2a235349701655e644832d106bf",
+		5: "0fbee2a235349701655e644832d106bf", // ISCSI-12.1.3-2
 		6: "5617a555f0045171364ed82310b9c08c4d48faeb",
 		7: "d8c3aedd13f3e0017b09becc2da9c74a6d001ab22424256ad456063e668f5d14",
 		8: "972a2f638a858f5d97206e79fdf525a79b427550f3b79af445c6664fea05b508",
@@ -32,8 +32,8 @@ func TestResponse(t *testing.T) {
 	}
 }
 
-// ISCSI-12.1.3-3, SEC-7143.9.2.1-13: a challenge has at least 16 bytes, and
-// never comes twice; nor does the identifier stay the same.
+// A challenge has at least 16 bytes (ISCSI-12.1.3-3) and never repeats (SEC-7143.9.2.1-13).
+// The identifier varies, too.
 func TestChallengesDiffer(t *testing.T) {
 	all, ids := map[string]bool{}, map[uint8]bool{}
 	for range 1000 {
@@ -43,17 +43,16 @@ func TestChallengesDiffer(t *testing.T) {
 		}
 		all[ch.Octets], ids[ch.ID] = true, true
 	}
-	if len(ids) < 200 { // of 256; 5 are missing in the mean
+	if len(ids) < 200 { // of 256; 5 are missing on average
 		t.Errorf("%d identifiers in 1000 challenges", len(ids))
 	}
 }
 
-// SEC-7143.9.2.1-2, SEC-7143.9.2.1-4, SEC-7143.9.2.1-5, SEC-3723.2.4.1-3.
 func TestParseSecret(t *testing.T) {
 	for in, want := range map[string]Secret{
 		"0123456789ab":                       "0123456789ab",
-		"0x00112233445566778899aabbccddeeff": "\x00\x11\x22\x33\x44\x55\x66\x77\x88\x99\xaa\xbb\xcc\xdd\xee\xff",
-		"0X1234567890abcdef":                 "0X1234567890abcdef", // text
+		"0x00112233445566778899aabbccddeeff": "\x00\x11\x22\x33\x44\x55\x66\x77\x88\x99\xaa\xbb\xcc\xdd\xee\xff", // SEC-7143.9.2.1-2
+		"0X1234567890abcdef":                 "0X1234567890abcdef",                                               // text
 		strings.Repeat("s", MaxSecret):       Secret(strings.Repeat("s", MaxSecret)),
 		"0x" + strings.Repeat("00", 256):     Secret(strings.Repeat("\x00", 256)),
 	} {
@@ -63,10 +62,10 @@ func TestParseSecret(t *testing.T) {
 	}
 	for in, reason := range map[string]string{
 		"":                                  "0 bytes, less than 12",
-		"01234567890":                       "11 bytes, less than 12 (96 bits)",
+		"01234567890":                       "11 bytes, less than 12 (96 bits)", // SEC-7143.9.2.1-4, SEC-3723.2.4.1-3
 		"0x0011223344556677889900":          "11 bytes, less than 12",
 		"0x0":                               "even number of hexadecimal digits",
-		"0x00112233445566778899aabbccddeef": "even number of hexadecimal digits",
+		"0x00112233445566778899aabbccddeef": "even number of hexadecimal digits", // SEC-7143.9.2.1-5
 		"0xfeedfacecafebeefnothex":          "even number of hexadecimal digits",
 		strings.Repeat("s", MaxSecret+1):    "257 bytes, more than 256",
 		"0x" + strings.Repeat("0", 2*257):   "257 bytes, more than 256",
@@ -125,7 +124,7 @@ func good() CHAPConfig {
 	}
 }
 
-// SEC-7143.9.2.1-4, SEC-7143.9.2.1-6, ISCSI-9.2-4: configurations that are refused.
+// NewCHAP refuses wrong configurations, with an error that does not show a secret.
 func TestNewCHAPRefuses(t *testing.T) {
 	for reason, change := range map[string]func(*CHAPConfig){
 		"requires at least one algorithm and one user": func(c *CHAPConfig) { c.Users = nil },
@@ -134,11 +133,11 @@ func TestNewCHAPRefuses(t *testing.T) {
 		"name must have 1 to 255 bytes":                func(c *CHAPConfig) { c.Users[1].Name = "" },
 		"1 to 255 bytes":                               func(c *CHAPConfig) { c.Target.Name = strings.Repeat("n", 256) },
 		"and no NUL":                                   func(c *CHAPConfig) { c.Users[0].Name = "a\x00b" },
-		`"bob": secret has 11 bytes`:                   func(c *CHAPConfig) { c.Users[1].Secret = "eleven oct." },
+		`"bob": secret has 11 bytes`:                   func(c *CHAPConfig) { c.Users[1].Secret = "eleven byte" }, // SEC-7143.9.2.1-4
 		`"store": secret has 0 bytes`:                  func(c *CHAPConfig) { c.Target.Secret = "" },
 		`user "alice" appears twice`:                   func(c *CHAPConfig) { c.Users[1].Name = "alice" },
-		`user "alice": pattern`:                        func(c *CHAPConfig) { c.Users[0].Initiator = "a b*" },
-		`"alice" and the target, "store"`:              func(c *CHAPConfig) { c.Target.Secret = goodSecret },
+		`user "alice": pattern`:                        func(c *CHAPConfig) { c.Users[0].Initiator = "a b*" }, // ISCSI-9.2-4
+		`"alice" and the target, "store"`:              func(c *CHAPConfig) { c.Target.Secret = goodSecret },  // SEC-7143.9.2.1-6
 		`"alice" and the target, "carl"`:               func(c *CHAPConfig) { c.Users[1].Target = CHAPIdentity{"carl", goodSecret} },
 	} {
 		cfg := good()
@@ -151,8 +150,7 @@ func TestNewCHAPRefuses(t *testing.T) {
 	}
 }
 
-// ISCSI-9.2-3, ISCSI-9.2-4, SEC-7143.9.2.1-12: the users that are admitted, and the
-// identity of the target for each.
+// Authenticate admits the right users, and returns the identity of the target for each.
 func TestAuthenticate(t *testing.T) {
 	cfg := good()
 	cfg.Users[0].Initiator = "IQN.1993-08.org.debian:*"
@@ -171,14 +169,14 @@ func TestAuthenticate(t *testing.T) {
 		reason    string
 	}{
 		{"alice", goodSecret, host, "store", ""},
-		{"bob", "bob's own secret", "iqn.2001-04.com.example:x", "store for bob", ""},
-		{"alice", "bob's own secret", host, "", `user "alice" is wrong`},
-		{"alice", "the target's secret", host, "", "is wrong"}, // SEC-7143.9.2.1-7
+		{"bob", "bob's own secret", "iqn.2001-04.com.example:x", "store for bob", ""}, // SEC-7143.9.2.1-12
+		{"alice", "bob's own secret", host, "", `user "alice" is wrong`},              // ISCSI-9.2-3
+		{"alice", "the target's secret", host, "", "is wrong"},                        // SEC-7143.9.2.1-7
 		{"alice", c.decoy, host, "", "is wrong"},
 		{"carol", c.decoy, host, "", `CHAP user "carol" is not known`},
 		{"Alice", goodSecret, host, "", "is not known"},
 		{"", "", host, "", "is not known"},
-		{"alice", goodSecret, "iqn.2001-04.com.example:x", "", "this initiator may not be"},
+		{"alice", goodSecret, "iqn.2001-04.com.example:x", "", "this initiator may not be"}, // ISCSI-9.2-4
 	} {
 		id, err := c.Authenticate(ch, tc.user, ch.Response(tc.secret), tc.initiator)
 		if id.Name != tc.target || (err == nil) != (tc.reason == "") || err != nil && !strings.Contains(err.Error(), tc.reason) {

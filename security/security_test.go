@@ -7,20 +7,19 @@ import (
 	"time"
 )
 
-// ISCSI-4.2.7-1, ISCSI-4.2.7-3, ISCSI-4.2.7-4: good names, and what they are
-// compared as.
+// NormalizeName returns good names in the form in which they are compared.
 func TestNormalizeName(t *testing.T) {
 	long := "iqn.2026-11.io.example:" + strings.Repeat("x", MaxName-len("iqn.2026-11.io.example:"))
 	for in, want := range map[string]string{
 		"iqn.2001-04.com.example:storage:diskarrays-sn-a8675309": "iqn.2001-04.com.example:storage:diskarrays-sn-a8675309",
 		"iqn.2001-04.com.example":                                "iqn.2001-04.com.example",
-		"IQN.2001-04.COM.Example:Disk":                           "iqn.2001-04.com.example:disk",
+		"IQN.2001-04.COM.Example:Disk":                           "iqn.2001-04.com.example:disk", // ISCSI-4.2.7-3
 		"iqn.1993-08.org.debian:01:abcdef":                       "iqn.1993-08.org.debian:01:abcdef",
-		"eui.02004567A425678D":                                   "eui.02004567a425678d",
+		"eui.02004567A425678D":                                   "eui.02004567a425678d", // ISCSI-4.2.7-4
 		"naa.52004567BA64678D":                                   "naa.52004567ba64678d",
 		"naa.62004567BA64678D0123456789ABCDEF":                   "naa.62004567ba64678d0123456789abcdef",
 		"iqn.2001-04.com.example:GERÄT":                          "iqn.2001-04.com.example:gerät",
-		long:                                                     long,
+		long:                                                     long, // ISCSI-4.2.7-1
 	} {
 		if got, err := NormalizeName(in); got != want || err != nil {
 			t.Errorf("NormalizeName(%q) = %q, %v; want %q", in, got, err, want)
@@ -28,13 +27,13 @@ func TestNormalizeName(t *testing.T) {
 	}
 }
 
-// ISCSI-4.2.7-1, ISCSI-4.2.7-3, ISCSI-4.2.7-4: bad names, and why they are.
+// NormalizeName refuses bad names and says why.
 func TestNormalizeNameRefuses(t *testing.T) {
 	for in, reason := range map[string]string{
 		"":                                          "does not begin with",
 		"iqn":                                       "does not begin with",
 		"disk":                                      "does not begin with",
-		"wwn.2001-04.com.example":                   "does not begin with",
+		"wwn.2001-04.com.example":                   "does not begin with", // ISCSI-4.2.7-4
 		"iqn.":                                      "a date",
 		"iqn.2001-04":                               "a date",
 		"iqn.2001-13.com.example":                   "a date",
@@ -45,7 +44,7 @@ func TestNormalizeNameRefuses(t *testing.T) {
 		"iqn.2001-04.":                              "empty label",
 		"iqn.2001-04.com..example":                  "empty label",
 		"iqn.2001-04.:disk":                         "empty label",
-		"iqn.2001-04.com.example:a b":               "contains ' '",
+		"iqn.2001-04.com.example:a b":               "contains ' '", // ISCSI-4.2.7-3
 		"iqn.2001-04.com.example:a_b":               "contains '_'",
 		"iqn.2001-04.com.example:*":                 "contains '*'",
 		"iqn.2001-04.com.example:a\x00":             `contains '\x00'`,
@@ -56,7 +55,7 @@ func TestNormalizeNameRefuses(t *testing.T) {
 		"eui.02004567A425678D0":                     "16 hexadecimal digits",
 		"naa.52004567BA64678":                       "16 or 32 hexadecimal digits",
 		"naa.52004567BA64678D0123":                  "16 or 32 hexadecimal digits",
-		"iqn." + strings.Repeat("x", 220):           "has 224 bytes",
+		"iqn." + strings.Repeat("x", 220):           "has 224 bytes", // ISCSI-4.2.7-1
 		strings.Repeat("iqn.", 1<<20):               "bytes, more than 223",
 		"iqn.2001-04.b:" + strings.Repeat("Ⱥ", 104): "in lower case", // 2 bytes, 3 in lower case
 	} {
