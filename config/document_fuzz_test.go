@@ -92,7 +92,7 @@ func tryEdit(t *testing.T, r *rand.Rand, d *Document) {
 		}
 		var ce *Error
 		if !errors.As(err, &ce) {
-			t.Fatalf("%T is no *Error", err)
+			t.Fatalf("%T is not an *Error", err)
 		}
 		return
 	}
