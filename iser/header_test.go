@@ -10,7 +10,7 @@ import (
 
 var unhex = testkit.Unhex
 
-// RFC 7145, section 9.2, with STags and Base Offsets as Linux has them.
+// The headers of RFC 7145, section 9.2, with STags and Base Offsets like those of Linux.
 func TestHeaderGolden(t *testing.T) {
 	read := Remote{true, 0x0004d101, 0xffff888012345000}
 	write := Remote{true, 0x0004d202, 0xffff888012346000}
@@ -63,7 +63,7 @@ func TestHeaderTolerance(t *testing.T) {
 	})
 }
 
-// RFC 7145, sections 9.3 and 9.4.
+// The Hello messages of RFC 7145, sections 9.3 and 9.4.
 func TestHelloGolden(t *testing.T) {
 	b := make([]byte, HeaderLen)
 	Hello{10, 10, 128}.Put(b)

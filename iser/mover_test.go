@@ -11,7 +11,7 @@ import (
 	"github.com/iser-target/iser-target/rdma"
 )
 
-// pair is a connection in the full feature phase, and its initiator.
+// pair returns a connection in the full feature phase, and its initiator.
 func pair(t *testing.T) (*Conn, *rdma.Conn) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -48,7 +48,7 @@ func pair(t *testing.T) (*Conn, *rdma.Conn) {
 	return c, rc
 }
 
-// Data moves for a task whose STags are known, and for no other.
+// Data moves only for a task whose STags are known.
 func TestUnknownTask(t *testing.T) {
 	c, _ := pair(t)
 	it := &iscsi.Task{Mover: c.NewTask()}
@@ -58,7 +58,7 @@ func TestUnknownTask(t *testing.T) {
 	if err := c.GetData(it, 0, make([]byte, 512)); err == nil || !strings.Contains(err.Error(), "no Write STag") {
 		t.Errorf("ISER-7.3.6-3: %v", err)
 	}
-	// Of a task that is over they are not known any more.
+	// After the end of the task they are unknown.
 	it.Mover.(*task).remote = Header{Write: Remote{Valid: true, STag: 1}, Read: Remote{Valid: true, STag: 2}}
 	c.Unbind(it)
 	if c.PutData(it, 0, make([]byte, 512), nil) == nil || c.GetData(it, 0, make([]byte, 512)) == nil {
@@ -66,8 +66,7 @@ func TestUnknownTask(t *testing.T) {
 	}
 }
 
-// Resources are allocated before there is a connection, and what was allocated
-// and is not used leaves nothing behind.
+// Resources are allocated before the connection exists. Unused ones leave nothing that has to be freed.
 func TestAllocate(t *testing.T) {
 	before := rdma.ReadStats()
 	p := iscsi.Params{RDMAExtensions: true, TargetRecvDataSegmentLength: 8192, ISERHelloRequired: true}

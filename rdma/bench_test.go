@@ -11,7 +11,7 @@ var sizes = []struct {
 	n    int
 }{{"4K", 4 << 10}, {"64K", 64 << 10}, {"1M", 1 << 20}}
 
-// windowed lets at most depth work requests be under way.
+// windowed limits the work requests that are not done.
 type windowed chan *WorkRequest
 
 func (w windowed) WorkDone(wr *WorkRequest, err error) {
@@ -21,8 +21,8 @@ func (w windowed) WorkDone(wr *WorkRequest, err error) {
 	w <- wr
 }
 
-// BenchmarkRawTCP is the ceiling for BenchmarkWrite: the same bytes through
-// net.Conn, each Read of the receiver as large as each Write.
+// BenchmarkRawTCP measures the ceiling for BenchmarkWrite: the same bytes through a net.Conn, with
+// Reads as large as the Writes.
 func BenchmarkRawTCP(b *testing.B) {
 	for _, size := range sizes {
 		b.Run(size.name, func(b *testing.B) {
@@ -53,7 +53,7 @@ func BenchmarkRawTCP(b *testing.B) {
 	}
 }
 
-// BenchmarkWrite is a stream of RDMA Writes and, behind the last, a Send.
+// BenchmarkWrite measures a stream of RDMA Writes with a Send at its end.
 func BenchmarkWrite(b *testing.B) {
 	for _, crc := range []bool{true, false} {
 		for _, size := range sizes {
@@ -86,7 +86,7 @@ func BenchmarkWrite(b *testing.B) {
 	}
 }
 
-// BenchmarkRead is RDMA Reads, as many at once as ORD allows.
+// BenchmarkRead measures RDMA Reads, as many at once as ORD allows.
 func BenchmarkRead(b *testing.B) {
 	for _, depth := range []int{1, 16} {
 		for _, size := range sizes {
@@ -124,7 +124,7 @@ func BenchmarkRead(b *testing.B) {
 	}
 }
 
-// BenchmarkRawPingPong is the ceiling for BenchmarkPingPong.
+// BenchmarkRawPingPong measures the ceiling for BenchmarkPingPong.
 func BenchmarkRawPingPong(b *testing.B) {
 	w, r := tcpPair(b)
 	go func() {
@@ -146,7 +146,7 @@ func BenchmarkRawPingPong(b *testing.B) {
 	}
 }
 
-// BenchmarkPingPong is a Send of an iSER control PDU's size each way.
+// BenchmarkPingPong measures a Send each way, as long as an iSER control PDU.
 func BenchmarkPingPong(b *testing.B) {
 	i, r := pair(b, Options{}, Options{})
 	go func() {
@@ -173,7 +173,7 @@ func BenchmarkPingPong(b *testing.B) {
 	}
 }
 
-// TestNoAllocations: Send, Write and Read allocate nothing, at either end.
+// Send, Write and Read allocate nothing, at either end.
 func TestNoAllocations(t *testing.T) {
 	if raceEnabled {
 		t.Skip("the race detector allocates")

@@ -164,7 +164,7 @@ func TestTerminateReachesThePeer(t *testing.T) {
 	}
 }
 
-// What a peer makes up is counted in one place.
+// All Reasons that a peer invents share one count.
 func TestCountsStayBounded(t *testing.T) {
 	d := NewDomain()
 	for i := range 256 {
@@ -176,8 +176,8 @@ func TestCountsStayBounded(t *testing.T) {
 	}
 }
 
-// Wherever Unread says that an FPDU begins, one does: among short ones, long ones, and
-// those whose payload goes straight to its place.
+// Where Unread reports that an FPDU begins, one does: among short ones, long ones, and those whose
+// payload goes straight to its destination.
 func TestUnread(t *testing.T) {
 	a, b := tcpPair(t)
 	w := &testkit.Watcher{Conn: b, Begins: map[int]bool{}}
@@ -238,7 +238,7 @@ func TestUnread(t *testing.T) {
 		t.Errorf("%d beginnings, %d with bytes unread, %d with a rest", len(w.Begins), w.Ahead, w.Later)
 	}
 
-	// Behind a fault nobody knows.
+	// After a fault nobody knows where FPDUs begin.
 	bad := append(make([]byte, wire.LengthLen+18+wire.CRCLen), "more"...)
 	bad[1] = 18
 	a.Write(bad)

@@ -8,10 +8,10 @@ import (
 	"github.com/iser-target/iser-target/rdma/llp"
 )
 
-// What Defer has kept back leaves before Receive waits for the peer, whatever the FPDU
-// was that is pending, and whether Receive has returned for it or not.
+// What Defer kept back leaves before Receive waits for the peer, whatever FPDU is pending, and whether
+// Receive returns for it or not.
 func TestDefer(t *testing.T) {
-	const send1, send2, send3, emptyWrite = "4143 00000000 00000000 00000001 00000000", "4143 00000000 00000000 00000002 00000000", "4143 00000000 00000000 00000003 00000000", "c140 00000001 0000000000000000"
+	const send3, emptyWrite = "4143 00000000 00000000 00000003 00000000", "c140 00000001 0000000000000000"
 	long := frame(append(unhex("c140 00000001 0000000000000000"), make([]byte, llp.LongData+1)...))
 	for _, tt := range []struct {
 		name   string
@@ -29,7 +29,7 @@ func TestDefer(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			p, c := responder(t, Options{})
 			expose(c, 1, make([]byte, 2*llp.LongData), 0, RemoteWrite)
-			// The first FPDU sends what was kept back until then.
+			// The first FPDU releases what was kept back before.
 			if err := c.Post(&WorkRequest{Op: Send}); err != nil {
 				t.Fatal(err)
 			}
@@ -73,12 +73,12 @@ func TestDefer(t *testing.T) {
 	})
 }
 
-// A gate is a Completer that waits, which it must not.
+// A gate is a Completer that waits, which a Completer must not do.
 type gate struct{ entered, open chan struct{} }
 
 func (g gate) WorkDone(*WorkRequest, error) { close(g.entered); <-g.open }
 
-// When Receive has failed after Close nothing that it has had done aside goes on.
+// When Receive fails after Close, nothing of the Conn is still running.
 func TestNothingRunsAfterClose(t *testing.T) {
 	p, c := responder(t, Options{})
 	g := gate{make(chan struct{}), make(chan struct{})}

@@ -156,8 +156,8 @@ func (b *bufferNet) SetDeadline(time.Time) error      { return nil }
 func (b *bufferNet) SetReadDeadline(time.Time) error  { return nil }
 func (b *bufferNet) SetWriteDeadline(time.Time) error { return nil }
 
-// bufferConn is a Conn behind a startup that has set CRC and, if markers is
-// not 0, Markers in what it receives (1), sends (2) or both (3).
+// bufferConn returns a Conn after a startup that agreed on CRCs and, if markers is not 0, on
+// Markers in what the Conn receives (1), sends (2) or both (3).
 func bufferConn(o Options, markers int) *Conn {
 	o.Markers = markers&1 != 0
 	o, err := o.complete()
@@ -170,9 +170,8 @@ func bufferConn(o Options, markers int) *Conn {
 	return c
 }
 
-// traffic is a stream of messages in FPDUs and what a receiver with region
-// 0x100 of 64 KiB must make of it. Payloads look like startup frames and FPDUs
-// (MPA-6-2).
+// traffic returns a stream of messages in FPDUs, and what a receiver with region 0x100 of 64 KiB
+// must deliver and place. Payloads look like startup frames and FPDUs (MPA-6-2).
 func traffic(rng *rand.Rand, n int, markers bool) (stream []byte, sends [][]byte, memory []byte) {
 	memory = make([]byte, 64<<10)
 	var grid wire.MarkerGrid
@@ -233,7 +232,7 @@ func traffic(rng *rand.Rand, n int, markers bool) (stream []byte, sends [][]byte
 	return stream, sends, memory
 }
 
-// drinkUp receives stream in pieces and compares with what must come of it.
+// drinkUp receives stream in pieces and compares the result with sends and memory.
 func drinkUp(t testing.TB, stream []byte, sends [][]byte, memory []byte, markers int, chunk func() int) {
 	t.Helper()
 	c := bufferConn(Options{MaxSend: 64 << 10}, markers)
@@ -455,7 +454,7 @@ func TestGoldenStreams(t *testing.T) {
 	}
 }
 
-// What a receiver that asked for Markers does with unusual ones.
+// A receiver that asked for Markers ignores or refuses unusual ones, as the RFC says.
 func TestReceivedMarkers(t *testing.T) {
 	first, grid := wire.MarkerGrid(0).AppendFPDU(nil, frame(append(unhex(send1), make([]byte, 464)...)), true)
 	fig6 := unhex("002a" + send2 + "00000014" + strings.Repeat("00", 24) + "84925898")
@@ -524,7 +523,7 @@ func TestMarkerGridDoesNotWrap(t *testing.T) {
 	}
 }
 
-// MPA-4.1-3, MPA-4.1-4, MPA-4.1-5, DDP-4.1-9, RDMAP-4.1-8: what a receiver does not look at.
+// MPA-4.1-3, MPA-4.1-4, MPA-4.1-5, DDP-4.1-9, RDMAP-4.1-8: a receiver ignores these bits.
 func TestIgnoredBits(t *testing.T) {
 	for n := range 5 {
 		p, c := responder(t, Options{})
@@ -594,10 +593,9 @@ type anotherSocket struct {
 
 func (s anotherSocket) Control(f func(fd uintptr)) error { f(uintptr(s.fd)); return nil }
 
-// MPA-4.5-3, MPA-4.5-6, DDP-3-1, DDP-3-2, MPA-A.1-2: a new segment size counts for
-// messages that are sent after it has been noticed, which takes up to
-// remeasure batches; and MPA-4.5-7: one of 88 bytes, the least that Linux
-// knows, makes no MULPDU below 128.
+// MPA-4.5-3, MPA-4.5-6, DDP-3-1, DDP-3-2, MPA-A.1-2: a new segment size applies after at most
+// remeasure batches. MPA-4.5-7: the MULPDU does not fall below 128, even with a segment size of
+// 88 bytes, the smallest of Linux.
 func TestMULPDUFollowsTCP(t *testing.T) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM, 0)
 	if err != nil {
@@ -640,7 +638,7 @@ func TestMULPDULimits(t *testing.T) {
 	}
 }
 
-// MPA-5.1-3, MPA-A.2-1: small FPDUs are not held back.
+// MPA-5.1-3, MPA-A.2-1: small FPDUs leave without delay.
 func TestNoDelay(t *testing.T) {
 	_, c := responder(t, Options{})
 	c.raw.Control(func(fd uintptr) {
@@ -650,9 +648,8 @@ func TestNoDelay(t *testing.T) {
 	})
 }
 
-// MPA-A.5-1, MPA-9.1-2: the largest FPDUs that there can be are taken, also those that
-// siw sends over loopback and RFC 5044 does not allow, in the memory of any
-// other connection.
+// MPA-A.5-1, MPA-9.1-2: a Conn receives the largest possible FPDUs, also those that siw sends over
+// loopback and RFC 5044 does not allow, without more memory.
 func TestLargestFPDU(t *testing.T) {
 	for _, n := range []int{64768, 65474, 65535} {
 		p, c := responder(t, Options{MaxSend: 1 << 16})
@@ -668,7 +665,7 @@ func TestLargestFPDU(t *testing.T) {
 	}
 }
 
-// A time-out between FPDUs loses nothing, whatever part of one has come.
+// A time-out loses nothing, even if part of an FPDU has come.
 func TestReceiveTimeout(t *testing.T) {
 	for _, n := range []int{1, 8000} {
 		stream := frame(append(unhex(send1), bytes.Repeat([]byte{1}, n)...))
@@ -685,7 +682,7 @@ func TestReceiveTimeout(t *testing.T) {
 			if ev := receive(t, c); len(ev.Data) != n {
 				t.Fatalf("%d bytes before the time-out: %d came", part, len(ev.Data))
 			}
-			// DDP-6.2.1-6: so it is after our direction has ended.
+			// DDP-6.2.1-6: that holds after the end of our direction, too.
 			c.CloseWrite()
 			p.wantEOF()
 			c.SetReceiveDeadline(time.Now().Add(time.Millisecond))
@@ -697,7 +694,7 @@ func TestReceiveTimeout(t *testing.T) {
 			receive(t, c)
 		}
 	}
-	// Inside a long payload there is no way back: the stream ends.
+	// Inside of a long payload a time-out ends the stream.
 	p, c := responder(t, Options{})
 	var buf [20000]byte
 	expose(c, 0x100, buf[:], 0, RemoteWrite)

@@ -8,9 +8,9 @@ import (
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
-// FuzzStream: arbitrary bytes after startup end in an error that says why,
-// in bounded memory, with nothing written outside of what was opened.
-// MPA-9.1-2, MPA2-12-1, DDP-8.3.1-3, RDMAP-8.1.1-3.
+// FuzzStream receives arbitrary bytes after startup. They end in an error with a reason, need
+// limited memory, and write nothing outside of registered memory (MPA-9.1-2, MPA2-12-1, DDP-8.3.1-3,
+// RDMAP-8.1.1-3).
 func FuzzStream(f *testing.F) {
 	stream, _, _ := traffic(rand.New(rand.NewPCG(7, 7)), 4, false)
 	f.Add(stream[:min(len(stream), 4000)], uint8(0))
@@ -67,7 +67,7 @@ func FuzzStream(f *testing.F) {
 			t.Fatalf("the Read was returned %d times", reads)
 		}
 		if !bytes.Equal(guarded[:16], guarded[32:]) || guarded[0] != 0xee || !bytes.Equal(sink[:8], sink[16:]) || sink[0] != 0xee {
-			t.Fatal("written outside of the opened memory")
+			t.Fatal("written outside of registered memory")
 		}
 		if cap(c.rx.asm) > 1000 || cap(c.rx.marked)+cap(c.rx.plain) > 1<<20 {
 			t.Fatal("the receiver has grown")
@@ -75,7 +75,7 @@ func FuzzStream(f *testing.F) {
 	})
 }
 
-// FuzzFPDUStream: the cuts that TCP makes in a stream change nothing.
+// FuzzFPDUStream checks that the segments of TCP change nothing.
 func FuzzFPDUStream(f *testing.F) {
 	f.Add(uint64(1), []byte{1}, false)
 	f.Add(uint64(2), []byte{255, 1, 7}, true)
@@ -99,7 +99,7 @@ func FuzzFPDUStream(f *testing.F) {
 	})
 }
 
-// FuzzReply: arbitrary bytes where a Reply is due.
+// FuzzReply sends arbitrary bytes instead of a Reply.
 func FuzzReply(f *testing.F) {
 	f.Add(unhex(repKey+"50020008 00010020 80000000"), true)
 	f.Add(unhex(repKey+"40010000"), false)
@@ -122,7 +122,7 @@ func FuzzReply(f *testing.F) {
 		if c, err := Respond(t.Context(), nc, Options{}, func(*Request) Answer { return Answer{} }); err == nil {
 			c.Close()
 		}
-		// Reads under way count as STags until they are returned.
+		// Reads count as STags until they are returned.
 		if s := ReadStats(); s.Conns != before.Conns {
 			t.Fatalf("%+v, before %+v", s, before)
 		}

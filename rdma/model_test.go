@@ -9,9 +9,8 @@ import (
 	"testing"
 )
 
-// plan is a random sequence of operations of one end and what a naive model
-// expects of them: what the other end is told, in order, what its memory looks
-// like at each Send, and what the Reads bring, in order.
+// plan is a random sequence of operations of one end and what a naive model expects: the Sends that the
+// other end receives, its memory at each Send, and the data of the Reads.
 type plan struct {
 	posts []*WorkRequest
 	sends []Event  // with the bytes of Data
@@ -21,8 +20,8 @@ type plan struct {
 
 const modelMemory = 128 << 10
 
-// newPlan plans n operations against an end that has opened sink and source,
-// and opens regions for Sends with Invalidate as it needs them.
+// newPlan plans n operations against an end that has registered sink and source. It registers regions
+// for Sends with Invalidate as it needs them.
 func newPlan(rng *rand.Rand, n int, peer *Conn, sink, source *Region) (p plan) {
 	shadow := make([]byte, modelMemory)
 	for range n {

@@ -16,8 +16,8 @@ import (
 
 var unhex = testkit.Unhex
 
-// A rawPeer is the other end of a Conn: it knows startup frames and FPDUs as
-// bytes, and nothing of the engine but wire.
+// A rawPeer is the other end of a Conn. It handles startup frames and FPDUs as bytes, and uses only
+// package wire of the engine.
 type rawPeer struct {
 	t       testing.TB
 	nc      net.Conn
@@ -30,15 +30,15 @@ const (
 	repKey = "4d504120494420526570204672616d65"
 )
 
-// rawPair connects a rawPeer to nothing yet; nc is for the Conn.
+// rawPair returns a rawPeer and the TCP connection for the Conn.
 func rawPair(t testing.TB) (p *rawPeer, nc net.Conn) {
 	a, b := tcpPair(t)
 	a.SetDeadline(time.Now().Add(testkit.Patience))
 	return &rawPeer{t: t, nc: a, crc: true}, b
 }
 
-// respondTo starts a Responder against a rawPeer that sends request, which is
-// hexadecimal, and returns the Reply, too.
+// respondTo starts a Responder against a rawPeer that sends request, in hexadecimal digits. It
+// returns the Reply, too.
 func respondTo(t testing.TB, request string, o Options, a Answer) (p *rawPeer, c *Conn, reply []byte) {
 	t.Helper()
 	p, nc := rawPair(t)
@@ -51,7 +51,7 @@ func respondTo(t testing.TB, request string, o Options, a Answer) (p *rawPeer, c
 	return p, c, p.startupFrame()
 }
 
-// responder is a Responder that has heard the first FPDU, an empty Write.
+// responder returns a Responder that has received its first FPDU, an empty Write.
 func responder(t testing.TB, o Options) (*rawPeer, *Conn) {
 	t.Helper()
 	p, c, _ := respondTo(t, reqKey+"40010000", o, Answer{})
@@ -59,7 +59,7 @@ func responder(t testing.TB, o Options) (*rawPeer, *Conn) {
 	return p, c
 }
 
-// initiator is an Initiator with a rawPeer as Responder.
+// initiator returns an Initiator with a rawPeer as Responder.
 func initiator(t testing.TB, o Options, reply string) (p *rawPeer, c *Conn) {
 	t.Helper()
 	p, nc := rawPair(t)
@@ -100,7 +100,7 @@ func (p *rawPeer) startupFrame() []byte {
 	return append(b, p.read(int(binary.BigEndian.Uint16(b[18:])))...)
 }
 
-// frame makes an FPDU of a ULPDU, PAD 0, with a good CRC.
+// frame returns the FPDU of a ULPDU, with zeros as PAD and a good CRC.
 func frame(ulpdu []byte) []byte {
 	b := binary.BigEndian.AppendUint16(nil, uint16(len(ulpdu)))
 	b = append(b, ulpdu...)
@@ -112,7 +112,7 @@ func sealed(b []byte) []byte {
 	return binary.LittleEndian.AppendUint32(b, wire.UpdateCRC(0, b))
 }
 
-// send sends ULPDUs, which are hexadecimal, in FPDUs of their own.
+// send sends each ULPDU, in hexadecimal digits, in its own FPDU.
 func (p *rawPeer) send(ulpdus ...string) {
 	p.t.Helper()
 	var b []byte
@@ -146,8 +146,8 @@ func (p *rawPeer) fpdu() []byte {
 	return body[2:][:n]
 }
 
-// markedFPDU is fpdu with Markers (RFC 5044, section 4.3), written for clarity
-// and not from wire.
+// markedFPDU reads an FPDU with Markers (RFC 5044, section 4.3). It is written for clarity and
+// without package wire.
 func (p *rawPeer) markedFPDU() []byte {
 	p.t.Helper()
 	var raw, plain []byte
@@ -213,8 +213,8 @@ func (p *rawPeer) wantEOF() {
 	}
 }
 
-// silent fails if the Conn sends anything. What it has been given to do it
-// has done when this is called, so a short wait is enough to see it fail.
+// silent fails if the Conn sends anything. The Conn has finished its work when this is called, so
+// a short wait is enough.
 func (p *rawPeer) silent(why string) {
 	p.t.Helper()
 	p.nc.SetReadDeadline(time.Now().Add(5 * time.Millisecond))
@@ -242,14 +242,14 @@ func expose(c *Conn, stag wire.STag, buf []byte, base uint64, a Access) *Region 
 	return r
 }
 
-// sinkSTag overwrites the sink of the Read that was posted last.
+// sinkSTag overwrites the sink of the latest Read.
 func sinkSTag(c *Conn, stag wire.STag) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.queue.tail.sink = stag
 }
 
-// outcome is what Receive returned; Data is a copy.
+// outcome is a result of Receive; Data is a copy.
 type outcome struct {
 	Event
 	err error
@@ -285,7 +285,7 @@ func next(t testing.TB, ch <-chan outcome) outcome {
 	}
 }
 
-// receive is one Receive that must succeed.
+// receive calls Receive, which must succeed.
 func receive(t testing.TB, c *Conn) Event {
 	t.Helper()
 	var ev Event
@@ -295,7 +295,7 @@ func receive(t testing.TB, c *Conn) Event {
 	return ev
 }
 
-// wantFault receives the local end of the stream with this reason.
+// wantFault receives until the stream ends by a local error with this reason.
 func wantFault(t testing.TB, c *Conn, want wire.Reason) *StreamError {
 	t.Helper()
 	var ev Event

@@ -23,8 +23,8 @@ import (
 
 var all = RTR{true, true, true}
 
-// TestReply is the Responder's side of startup: Request and Reply, byte by
-// byte (RFC 5044, section 7.1; RFC 6581, sections 6, 9 and 10).
+// TestReply compares the Replies of a Responder byte by byte (RFC 5044, section 7.1; RFC 6581,
+// sections 6, 9 and 10).
 func TestReply(t *testing.T) {
 	iser := Answer{Private: []byte{0x80, 0, 0, 0}}
 	for _, tt := range []struct {
@@ -113,7 +113,7 @@ func TestBadRequest(t *testing.T) {
 			if c != nil {
 				t.Error("a Conn and an error")
 			}
-			// Unread bytes make this a reset; either end will do, but no Reply.
+			// Unread bytes make this a reset. Either end is right, but no Reply.
 			if n, err := p.nc.Read(make([]byte, 1)); n != 0 || isTimeout(err) {
 				t.Fatalf("read %d bytes, %v", n, err)
 			}
@@ -134,8 +134,8 @@ func TestBadRequest(t *testing.T) {
 	}
 }
 
-// MPA-7.1.1-16, MPA-7.1.1-20, MPA-7.1-7, MPA-7.1.2-23, MPA2-9.1-9, MPA2-9-1, MPA2-9-2: what
-// the ULP is told, and that it is told before anything else happens.
+// MPA-7.1.1-16, MPA-7.1.1-20, MPA-7.1-7, MPA-7.1.2-23, MPA2-9.1-9, MPA2-9-1, MPA2-9-2: the ULP
+// learns the content of the Request before anything else happens.
 func TestRequestReachesTheULP(t *testing.T) {
 	big := strings.Repeat("5a", 508)
 	for _, tt := range []struct {
@@ -152,7 +152,7 @@ func TestRequestReachesTheULP(t *testing.T) {
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			p, nc := rawPair(t)
-			// Bytes behind the Request belong to the FPDU stream.
+			// Bytes after the Request belong to the FPDU stream.
 			p.write(append(unhex(tt.request), frame(unhex("4143 00000000 00000000 00000001 00000000 77"))...))
 			c, err := Respond(context.Background(), nc, Options{MaxSend: 8}, func(r *Request) Answer {
 				if !reflect.DeepEqual(*r, tt.want) {
@@ -176,8 +176,7 @@ func TestRequestReachesTheULP(t *testing.T) {
 }
 
 // MPA-7.1.2-5, MPA-7.1.2-6, MPA-7.1.2-7, MPA-7.1.2-17, MPA-7.1.1-11,
-// MPA2-9.1-7, MPA2-9.1-8, MPA2-10-1: a reject leaves the TCP connection to the
-// ULP.
+// MPA2-9.1-7, MPA2-9.1-8, MPA2-10-1: after a reject the ULP closes the TCP connection.
 func TestReject(t *testing.T) {
 	no := errors.New("no")
 	for _, tt := range []struct {
@@ -213,7 +212,7 @@ func TestReject(t *testing.T) {
 	}
 }
 
-// TestRequest is the Initiator's side: the Request, byte by byte.
+// TestRequest compares the Requests of an Initiator byte by byte.
 func TestRequest(t *testing.T) {
 	for _, tt := range []struct {
 		id, request string
@@ -338,14 +337,14 @@ func TestRetryWithRevision1(t *testing.T) {
 	initiator(t, Options{Rev: 1}, repKey+"40010000")
 }
 
-// MPA-7.1.2-16: the Initiator's ULP may look at the Reply and leave.
+// MPA-7.1.2-16: the Initiator's ULP may read the Reply and close the stream.
 func TestLeaveAfterTheReply(t *testing.T) {
 	p, c := initiator(t, Options{}, repKey+"50020008 00200020 0a0b0c0d")
 	c.Close()
 	p.wantEOF()
 }
 
-// MPA-7.1.2-20: two Initiators find out.
+// MPA-7.1.2-20: two Initiators notice their mistake.
 func TestTwoInitiators(t *testing.T) {
 	a, b := tcpPair(t)
 	errs := make(chan error, 2)
@@ -360,7 +359,7 @@ func TestTwoInitiators(t *testing.T) {
 	}
 }
 
-// MPA-7.1.1-21, MPA2-9-2: too much private data of ours.
+// MPA-7.1.1-21, MPA2-9-2: too much private data is refused before it is sent.
 func TestOwnPrivateData(t *testing.T) {
 	for _, tt := range []struct {
 		rev uint8
@@ -394,7 +393,7 @@ func TestOwnPrivateData(t *testing.T) {
 	p.wantEOF()
 }
 
-// MPA-7.1.2-21, MPA-7.1.2-25: every wait of startup ends, whatever trickles in.
+// MPA-7.1.2-21, MPA-7.1.2-25: every wait of the startup ends, even if bytes keep coming.
 func TestStartupTimeout(t *testing.T) {
 	before := ReadStats()
 	const limit = 50 * time.Millisecond
@@ -460,8 +459,8 @@ func TestOptionsRefused(t *testing.T) {
 }
 
 // MPA2-4.4-1, MPA2-5-1, MPA2-5-2, MPA2-5-3, MPA2-9.2-1, MPA2-9.2-2,
-// MPA2-9.2-10, MPA2-9.2-11: the RTR is the Initiator's first FPDU and nobody's
-// completion there.
+// MPA2-9.2-10, MPA2-9.2-11: the RTR is the Initiator's first FPDU, and its ULP gets no completion
+// for it.
 func TestRTROfTheInitiator(t *testing.T) {
 	for _, tt := range []struct {
 		id, reply string
@@ -528,8 +527,7 @@ func TestRTROfTheInitiator(t *testing.T) {
 }
 
 // MPA2-9.2-17, MPA2-9.2-18, MPA2-9.2-19, MPA2-9.2-20, MPA2-9.2-21,
-// MPA-7.1.2-14: what may be the first FPDU for a Responder, which until then
-// sends nothing.
+// MPA-7.1.2-14: each of these may be the first FPDU for a Responder, which sends nothing before.
 func TestRTROfTheResponder(t *testing.T) {
 	const ours = "4143 00000000 00000000 00000001 00000000 6f"
 	for _, tt := range []struct {
@@ -552,7 +550,7 @@ func TestRTROfTheResponder(t *testing.T) {
 			p.silent("MPA-7.1.2-14 MPA2-9.2-18")
 			p.send(tt.first)
 			events := serve(c)
-			// Whether our Send or the Read Response comes first is open.
+			// Either may come first, our Send or the Read Response.
 			want := [][]byte{unhex(ours)}
 			if tt.answer != "" {
 				want = append(want, unhex(tt.answer))
@@ -591,8 +589,8 @@ func TestRTROfTheResponder(t *testing.T) {
 	})
 }
 
-// MPA-7.1-3, MPA-7.1-4, MPA-4.3-10, MPA-7.1.5-1, MPA-7.1.5-2: MPA may start behind bytes
-// of another kind, none of which it takes, and counts from its own first byte.
+// MPA-7.1-3, MPA-7.1-4, MPA-4.3-10, MPA-7.1.5-1, MPA-7.1.5-2: MPA may start
+// after bytes of another protocol. It consumes none of them and counts from its own first byte.
 func TestStartLater(t *testing.T) {
 	p, nc := rawPair(t)
 	p.write(append([]byte("eleven octs"), unhex(reqKey+"c0010000")...))
@@ -619,8 +617,8 @@ func TestStartLater(t *testing.T) {
 	next(t, events)
 }
 
-// Bytes that the ULP has read ahead, in streaming mode, are the beginning of the
-// stream: the Request, and FPDUs behind it (RFC 5044, section 7.1.3).
+// Bytes that the ULP has read in streaming mode are the beginning of the stream: the Request and
+// the FPDUs after it (RFC 5044, section 7.1.3).
 func TestResponderPrefix(t *testing.T) {
 	stream := unhex(reqKey + "50020004 00040001" + // then a Send of "w", MSN 1
 		"0013 4143 00000000 00000000 00000001 00000000 77 000000")
@@ -654,7 +652,7 @@ func TestResponderPrefix(t *testing.T) {
 			t.Fatal(err)
 		}
 		if _, err := r.Respond(context.Background(), nc, make([]byte, llp.WindowLen+1), testkit.Patience, nil); err == nil {
-			t.Error("65537 bytes read ahead are taken")
+			t.Error("a prefix of 65537 bytes was accepted")
 		}
 		if n, err := p.nc.Read(make([]byte, 1)); n != 0 || err == nil {
 			t.Error("the connection is still open")

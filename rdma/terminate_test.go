@@ -12,14 +12,13 @@ import (
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
-// refusals is every error that the peer's FPDUs can cause: what it sends and
-// the Terminate header that it gets (RFC 5040, section 4.8 and Figure 10; RFC
-// 5041, section 7; RFC 5044, section 8).
+// refusals contains every error that the FPDUs of a peer can cause, and the Terminate header that it gets
+// (RFC 5040, section 4.8 and Figure 10; RFC 5041, section 7; RFC 5044, section 8).
 //
 // The Conn has MaxSend 64 and IRD 2, expects MSN 1 on every queue, and has
-// these STags, each of 16 bytes from TO 0x1000 on: 0x100 for reading and
-// writing, 0x200 for reading, 0x300 for writing. 0x400 is of another stream of
-// the same domain, 0x500 has been revoked.
+// these STags, each of 16 bytes from TO 0x1000: 0x100 for reading and writing,
+// 0x200 for reading, 0x300 for writing. 0x400 belongs to another stream of the
+// same domain. 0x500 was deregistered.
 var refusals = []struct {
 	id        string
 	ulpdus    []string
@@ -353,8 +352,8 @@ func TestReset(t *testing.T) {
 	}
 }
 
-// MPA-7.2-2, MPA-3-11, DDP-3-10, DDP-3-11, MPA-7.1.1-19: the end of the stream
-// is orderly between messages, and code 1 elsewhere.
+// MPA-7.2-2, MPA-3-11, DDP-3-10, DDP-3-11, MPA-7.1.1-19: the end of the stream is orderly between
+// messages, and code 1 elsewhere.
 func TestEndOfStream(t *testing.T) {
 	send := frame(unhex("4143 00000000 00000000 00000001 00000000 0102"))
 	half := frame(unhex("0143 00000000 00000000 00000001 00000000 0102"))

@@ -19,7 +19,7 @@ func queue(n int) (q Queue[element], elements []element) {
 	return q, elements
 }
 
-// want checks what is in q, and that it can be appended to and emptied.
+// want checks the elements of q, and that it can be appended to and emptied.
 func want(t *testing.T, q *Queue[element], ns ...int) {
 	t.Helper()
 	var got []int
@@ -84,7 +84,7 @@ func TestRemove(t *testing.T) {
 	want(t, &q)
 }
 
-// An element can go from queue to queue.
+// An element can move from queue to queue.
 func TestMove(t *testing.T) {
 	a, elements := queue(2)
 	var b Queue[element]

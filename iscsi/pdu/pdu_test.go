@@ -137,7 +137,7 @@ func TestGolden(t *testing.T) {
 	})
 }
 
-// Getters read what a capture of each kind shows.
+// The getters return the fields of captured PDUs.
 func TestGetters(t *testing.T) {
 	cmd := BHS(unhex(golden[0].wire))
 	if cmd.Opcode() != SCSICommand || cmd.Immediate() || !cmd.Final() || !cmd.Read() || cmd.Write() || cmd.Attr() != AttrUntagged ||
@@ -170,7 +170,7 @@ func TestGetters(t *testing.T) {
 	}
 }
 
-// The lengths share a word: setting one leaves the other alone.
+// The two lengths share a word, but a setter changes only one.
 func TestLengths(t *testing.T) {
 	b := make(BHS, BHSLen)
 	b.SetTotalAHSLength(MaxAHS)
@@ -227,8 +227,8 @@ func TestLoginRoundTrip(t *testing.T) {
 	}
 }
 
-// ISCSI-11.2-4, ISCSI-11.2-5: AHS types 1 and 2; unknown types are skipped,
-// lengths that do not fit are format errors, and nothing loops.
+// ISCSI-11.2-4, ISCSI-11.2-5: AHS types 1 and 2. Unknown types are skipped. Lengths that do not fit are
+// format errors.
 func TestParseAHS(t *testing.T) {
 	cdb32 := make([]byte, 32)
 	for i := range cdb32 {
@@ -269,7 +269,7 @@ func TestParseAHS(t *testing.T) {
 	}
 }
 
-// TestNames: logs show names where there are any, and the number otherwise.
+// Logs show the name of an opcode or status, or the number if it has none.
 func TestNames(t *testing.T) {
 	for got, want := range map[string]string{
 		NOPOut.String(): "NOP-Out", Opcode(0x1c).String(): "opcode 0x1c",
@@ -285,8 +285,7 @@ func TestNames(t *testing.T) {
 	}
 }
 
-// FuzzBHS: no header or AHS area panics, and what a login header says survives
-// a round trip.
+// FuzzBHS checks that no header or AHS area panics, and that a login header survives a round trip.
 func FuzzBHS(f *testing.F) {
 	for _, g := range golden {
 		f.Add(unhex(g.wire))

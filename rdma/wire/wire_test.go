@@ -140,8 +140,7 @@ func TestCRC(t *testing.T) {
 	}
 }
 
-// send is the FPDU, without Markers and CRC, of an untagged Send of n zero
-// bytes.
+// send returns the FPDU of a Send of n zero bytes, without Markers and CRC.
 func send(msn uint32, n int) []byte {
 	l := UntaggedLen + n
 	b := make([]byte, LengthLen+l+Pad(l)+CRCLen)
