@@ -21,8 +21,10 @@ func TestHeaderGolden(t *testing.T) {
 		{"V-ISER-1 ISER-9.2-1 ISER-9.2-4", "10000000 00000000 0000000000000000 00000000 0000000000000000", Header{}},
 		{"V-ISER-2 ISER-9.2-1", "14000000 00000000 0000000000000000 0004d101 ffff888012345000", Header{Read: read}},
 		{"V-ISER-3 ISER-9.2-1", "18000000 0004d202 ffff888012346000 00000000 0000000000000000", Header{Write: write}},
-		{"V-ISER-4 ISER-9.2-1 ISER-9.5.3-1", "1c000000 0004d202 ffff888012346000 0004d101 ffff888012345000", Header{Write: write, Read: read}},
-		{"STag 0 is an STag", "18000000 00000000 0000000000001000 00000000 0000000000000000", Header{Write: Remote{true, 0, 0x1000}}},
+		{"V-ISER-4 ISER-9.2-1 ISER-9.5.3-1", "1c000000 0004d202 ffff888012346000 0004d101 ffff888012345000",
+			Header{Write: write, Read: read}},
+		{"STag 0 is an STag", "18000000 00000000 0000000000001000 00000000 0000000000000000",
+			Header{Write: Remote{true, 0, 0x1000}}},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			want := unhex(tt.wire)
@@ -91,7 +93,8 @@ func TestHelloGolden(t *testing.T) {
 	for _, tt := range []struct {
 		h    Hello
 		want bool
-	}{{Hello{10, 10, 1}, true}, {Hello{1, 1, 1}, true}, {Hello{15, 9, 1}, true}, {Hello{11, 11, 1}, false}, {Hello{9, 2, 1}, false}} {
+	}{{Hello{10, 10, 1}, true}, {Hello{1, 1, 1}, true}, {Hello{15, 9, 1}, true}, {Hello{11, 11, 1}, false},
+		{Hello{9, 2, 1}, false}} {
 		if tt.h.speaks() != tt.want {
 			t.Errorf("ISER-5.1.3-7: versions %d..%d: %t", tt.h.MinVer, tt.h.MaxVer, !tt.want)
 		}

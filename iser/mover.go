@@ -513,7 +513,8 @@ func (c *Conn) message(n *iscsi.Notice) (ok bool, err error) {
 	ahs, data := bhs.TotalAHSLength(), bhs.DataSegmentLength()
 	// Login and Text PDUs of Linux are padded, immediate data is not.
 	if extra := len(rest) - ahs - data; extra < 0 || extra > pdu.Padded(data)-data {
-		return false, &FormatError{fmt.Errorf("%v of %d bytes announces %d of AHS and %d of data", bhs.Opcode(), len(b)-HeaderLen, ahs, data)}
+		return false, &FormatError{fmt.Errorf("%v of %d bytes announces %d of AHS and %d of data", bhs.Opcode(),
+			len(b)-HeaderLen, ahs, data)}
 	}
 	c.hdr, c.bhs = h, bhs
 	*n = iscsi.Notice{BHS: bhs, AHS: rest[:ahs:ahs], Data: rest[ahs:][:data:data]}
@@ -547,7 +548,8 @@ func (c *Conn) helloReply(h Hello) error {
 	}
 	c.rc.Flush() // 28 bytes, once or twice: TCP has room for them
 	if r.Reject {
-		return &FormatError{fmt.Errorf("iSER Hello with versions %d..%d and iSER-IRD %d is not acceptable", h.MinVer, h.MaxVer, h.IRD)}
+		return &FormatError{fmt.Errorf("iSER Hello with versions %d..%d and iSER-IRD %d is not acceptable", h.MinVer,
+			h.MaxVer, h.IRD)}
 	}
 	return nil
 }

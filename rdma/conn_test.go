@@ -116,7 +116,8 @@ func TestOperations(t *testing.T) {
 				wr := &WorkRequest{Op: Read, Data: got, STag: fromSTag, TO: base + uint64(len(source)-n)}
 				post(t, r, wr)
 				var ev Event
-				if err := r.Receive(&ev); err != nil || ev.Read != wr || ev.Err != nil || !bytes.Equal(got, source[len(source)-n:]) {
+				if err := r.Receive(&ev); err != nil || ev.Read != wr || ev.Err != nil ||
+					!bytes.Equal(got, source[len(source)-n:]) {
 					t.Fatalf("Read of %d bytes: %v, %v", n, ev.Err, err)
 				}
 				want := random(n)
@@ -129,7 +130,7 @@ func TestOperations(t *testing.T) {
 					t.Fatal(err)
 				}
 				if ev := <-events; string(ev.Data) != "written" || !bytes.Equal(sink[:n], want) {
-					t.Fatalf("Write of %d bytes did not arrive before the Send behind it", n)
+					t.Fatalf("Write of %d bytes did not arrive before the Send after it", n)
 				}
 			}
 			post(t, r, &WorkRequest{Op: SendInvalidate, STag: toSTag})
@@ -159,7 +160,8 @@ func TestTerminateReachesThePeer(t *testing.T) {
 	if !errors.As(err, &se) || se.Reason != wire.ReasonInvalidSTag || !se.Remote {
 		t.Fatalf("initiator: %v", err)
 	}
-	if n := i.opt.Domain.Counts(); n.TerminatesReceived[wire.ReasonInvalidSTag] != 1 || len(n.TerminatesReceived) != 1 || len(n.TerminatesSent) != 0 {
+	if n := i.opt.Domain.Counts(); n.TerminatesReceived[wire.ReasonInvalidSTag] != 1 ||
+		len(n.TerminatesReceived) != 1 || len(n.TerminatesSent) != 0 {
 		t.Errorf("counts %+v", n)
 	}
 }

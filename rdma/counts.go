@@ -122,8 +122,8 @@ func (d *domainCounts) fault(r wire.Reason) {
 	case wire.ReasonCRC:
 		d.crcErrors.Add(1)
 	case wire.ReasonInvalidSTag, wire.ReasonBounds, wire.ReasonStream, wire.ReasonWrap,
-		wire.ReasonReadInvalidSTag, wire.ReasonReadBounds, wire.ReasonReadAccess, wire.ReasonReadStream, wire.ReasonReadWrap,
-		wire.ReasonNotInvalidated:
+		wire.ReasonReadInvalidSTag, wire.ReasonReadBounds, wire.ReasonReadAccess, wire.ReasonReadStream,
+		wire.ReasonReadWrap, wire.ReasonNotInvalidated:
 		d.faults.Add(1)
 	}
 }

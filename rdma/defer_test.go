@@ -23,7 +23,7 @@ func TestDefer(t *testing.T) {
 		{"a segment that is no event, and a long one begins", append(frame(unhex(emptyWrite)), long[:100]...), true},
 		{"nothing", nil, false},
 		{"half a length", []byte{0}, false},
-		{"a Send but for its last byte", frame(unhex(send3))[:23], false},
+		{"a Send without its last byte", frame(unhex(send3))[:23], false},
 		{"a long segment begins", long[:100], false},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -59,7 +59,7 @@ func TestDefer(t *testing.T) {
 			p.want(tt.name, send2)
 		})
 	}
-	t.Run("nobody receives any more", func(t *testing.T) {
+	t.Run("no Receive follows", func(t *testing.T) {
 		p, c := responder(t, Options{})
 		bad := frame(unhex(send1))
 		bad[len(bad)-1] ^= 1

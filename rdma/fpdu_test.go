@@ -31,7 +31,8 @@ func TestCRCMatrix(t *testing.T) {
 	for _, tt := range []struct {
 		id         string
 		peer, ours bool
-	}{{"MPA-4.4-5 1/1", true, true}, {"MPA-7.1.1-8 1/0", true, false}, {"MPA-4.4-4 0/1", false, true}, {"MPA-4.4-9 0/0", false, false}} {
+	}{{"MPA-4.4-5 1/1", true, true}, {"MPA-7.1.1-8 1/0", true, false}, {"MPA-4.4-4 0/1", false, true},
+		{"MPA-4.4-9 0/0", false, false}} {
 		for _, role := range []string{"responder", "initiator"} {
 			for _, n := range []int{4, 9000} {
 				t.Run(fmt.Sprintf("%s %s %d", tt.id, role, n), func(t *testing.T) {
@@ -364,7 +365,8 @@ func TestSentStream(t *testing.T) {
 						wire.Untagged{Last: last, ULP: 0x43, MSN: msn, MO: uint32(off)}.Put(h)
 					}
 					if !bytes.Equal(u[:hlen], h[:hlen]) || !bytes.Equal(u[hlen:], msg[off:off+len(u)-hlen]) {
-						t.Fatalf("message %d of %d bytes at %d: header %x, want %x", i, len(msg), off, u[:hlen], h[:hlen])
+						t.Fatalf("message %d of %d bytes at %d: header %x, want %x", i, len(msg), off, u[:hlen],
+							h[:hlen])
 					}
 					if !last && len(u) != c.mulpdu() {
 						t.Fatalf("MPA-4.5-5: ULPDU of %d bytes in the middle of a message", len(u))
@@ -475,11 +477,16 @@ func TestReceivedMarkers(t *testing.T) {
 		want   wire.Reason // zero: accepted
 	}{
 		{"MPA-4.4-17 Figure 6", append(first, fig6...), wire.Reason{}},
-		{"MPA-4.2-3 RESERVED is ignored", append(first, reseal(func(b []byte) { b[20], b[21] = 0xff, 0xff })...), wire.Reason{}},
-		{"MPA-4.2-6 MPA-4.3-8 low bits of FPDUPTR", append(first, reseal(func(b []byte) { b[23] = 0x17 })...), wire.Reason{}},
-		{"MPA-4.2-6 low bits not in the CRC", append(first, func() []byte { b := bytes.Clone(fig6); b[23] = 0x17; return b }()...), wire.ReasonCRC},
-		{"MPA-4.3-1 CRC without the Marker", append(first, append(bytes.Clone(fig6[:48]), unhex("290fbede")...)...), wire.ReasonCRC},
-		{"MPA-8-5 MPA-5.2-2 MPA-8-7 FPDUPTR off by 4", append(first, reseal(func(b []byte) { b[23] = 0x10 })...), wire.ReasonMarker},
+		{"MPA-4.2-3 RESERVED is ignored", append(first, reseal(func(b []byte) { b[20], b[21] = 0xff, 0xff })...),
+			wire.Reason{}},
+		{"MPA-4.2-6 MPA-4.3-8 low bits of FPDUPTR", append(first, reseal(func(b []byte) { b[23] = 0x17 })...),
+			wire.Reason{}},
+		{"MPA-4.2-6 low bits not in the CRC",
+			append(first, func() []byte { b := bytes.Clone(fig6); b[23] = 0x17; return b }()...), wire.ReasonCRC},
+		{"MPA-4.3-1 CRC without the Marker", append(first, append(bytes.Clone(fig6[:48]), unhex("290fbede")...)...),
+			wire.ReasonCRC},
+		{"MPA-8-5 MPA-5.2-2 MPA-8-7 FPDUPTR off by 4", append(first, reseal(func(b []byte) { b[23] = 0x10 })...),
+			wire.ReasonMarker},
 		{"MPA-8-6 FPDUPTR of the third Marker", long, wire.ReasonMarker},
 		{"MPA-4.3-6 CRC without the Marker in front", func() []byte {
 			b := frame(append(unhex(send1), make([]byte, 24)...))

@@ -66,7 +66,8 @@ func FuzzStream(f *testing.F) {
 		if reads != 1 {
 			t.Fatalf("the Read was returned %d times", reads)
 		}
-		if !bytes.Equal(guarded[:16], guarded[32:]) || guarded[0] != 0xee || !bytes.Equal(sink[:8], sink[16:]) || sink[0] != 0xee {
+		if !bytes.Equal(guarded[:16], guarded[32:]) || guarded[0] != 0xee || !bytes.Equal(sink[:8], sink[16:]) ||
+			sink[0] != 0xee {
 			t.Fatal("written outside of registered memory")
 		}
 		if cap(c.rx.asm) > 1000 || cap(c.rx.marked)+cap(c.rx.plain) > 1<<20 {

@@ -172,8 +172,10 @@ type useReasons struct{ stag, stream, access, wrap, bounds wire.Reason }
 
 var (
 	// DDP has no code for a missing right, so such an STag counts as invalid.
-	writeReasons = useReasons{wire.ReasonInvalidSTag, wire.ReasonStream, wire.ReasonInvalidSTag, wire.ReasonWrap, wire.ReasonBounds}
-	readReasons  = useReasons{wire.ReasonReadInvalidSTag, wire.ReasonReadStream, wire.ReasonReadAccess, wire.ReasonReadWrap, wire.ReasonReadBounds}
+	writeReasons = useReasons{wire.ReasonInvalidSTag, wire.ReasonStream, wire.ReasonInvalidSTag, wire.ReasonWrap,
+		wire.ReasonBounds}
+	readReasons = useReasons{wire.ReasonReadInvalidSTag, wire.ReasonReadStream, wire.ReasonReadAccess,
+		wire.ReasonReadWrap, wire.ReasonReadBounds}
 )
 
 // use checks an access of n bytes at the tagged offset to. It returns the memory,
@@ -196,7 +198,8 @@ func (c *Conn) use(stag wire.STag, to, n uint64, want Access, why *useReasons) (
 	case to+n < to:
 		return nil, nil, fault(why.wrap, "STag %#x, %d bytes at TO %#x", stag, n, to)
 	case to < r.base || to-r.base > uint64(len(r.buf)) || n > uint64(len(r.buf))-(to-r.base):
-		return nil, nil, fault(why.bounds, "STag %#x, %d bytes at TO %#x, it has %d at %#x", stag, n, to, len(r.buf), r.base)
+		return nil, nil, fault(why.bounds, "STag %#x, %d bytes at TO %#x, it has %d at %#x", stag, n, to, len(r.buf),
+			r.base)
 	}
 	r.busy++
 	return r, r.buf[to-r.base:][:n:n], nil

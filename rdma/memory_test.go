@@ -39,12 +39,14 @@ func TestDeregisterDuringWrite(t *testing.T) {
 		events := serve(c)
 		p.write(f[:part])
 		if part > 10000 {
-			testkit.Eventually(t, "data is being placed", func() bool { c.mem.mu.Lock(); defer c.mem.mu.Unlock(); return r.busy > 0 })
+			testkit.Eventually(t, "data is being placed",
+				func() bool { c.mem.mu.Lock(); defer c.mem.mu.Unlock(); return r.busy > 0 })
 		}
 		c.Deregister(r)
 		before := bytes.Clone(buf)
 		go p.nc.Write(f[part:])
-		p.want("the rest goes nowhere", "4147 00000000 00000002 00000001 00000000 1100c000 ea6e c140 00000100 0000000000000000")
+		p.want("the rest goes nowhere",
+			"4147 00000000 00000002 00000001 00000000 1100c000 ea6e c140 00000100 0000000000000000")
 		p.nc.Close()
 		asFault(t, next(t, events).err, wire.ReasonInvalidSTag, false)
 		if !bytes.Equal(buf, before) {
@@ -102,7 +104,8 @@ func TestDeregisterDuringRead(t *testing.T) {
 		back := make(chan struct{})
 		go func() { c.Deregister(r); clear(buf); close(back) }()
 		if stall {
-			testkit.Eventually(t, "Deregister waits", func() bool { c.mem.mu.Lock(); defer c.mem.mu.Unlock(); return r.waiting })
+			testkit.Eventually(t, "Deregister waits",
+				func() bool { c.mem.mu.Lock(); defer c.mem.mu.Unlock(); return r.waiting })
 			c.Close()
 			<-back
 			next(t, events)

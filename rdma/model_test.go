@@ -73,7 +73,8 @@ func TestModel(t *testing.T) {
 				c[i].Register(&source[i], random(modelMemory), 1<<63, RemoteRead)
 			}
 			for i := range c {
-				plans[i] = newPlan(rand.New(rand.NewPCG(uint64(seed), uint64(i))), 300, c[1-i], &sink[1-i], &source[1-i])
+				plans[i] = newPlan(rand.New(rand.NewPCG(uint64(seed), uint64(i))), 300, c[1-i], &sink[1-i],
+					&source[1-i])
 			}
 			var wg sync.WaitGroup
 			for i := range c {
@@ -120,7 +121,8 @@ func follow(c *Conn, ours, theirs *plan, sink []byte) error {
 		// The Sends come in order, each as one message: RDMAP-3.1-3, RDMAP-5.3-2, RDMAP-5.3-5,
 		// RDMAP-5.5-6, RDMAP-5.5-10, DDP-5.2-4, DDP-5.3-6, DDP-5.4-3, MPA-4.4-7.
 		want := theirs.sends[sends]
-		if !bytes.Equal(ev.Data, want.Data) || ev.Solicited != want.Solicited || ev.Invalidates != want.Invalidates || ev.Invalidated != want.Invalidated {
+		if !bytes.Equal(ev.Data, want.Data) || ev.Solicited != want.Solicited ||
+			ev.Invalidates != want.Invalidates || ev.Invalidated != want.Invalidated {
 			return fmt.Errorf("Send %d: %d bytes, %+v", sends, len(want.Data), ev)
 		}
 		// All earlier Writes are placed: DDP-4.1-7, DDP-5.4-2, RDMAP-B-1.

@@ -406,7 +406,8 @@ func (c *Conn) receiveMarked(ev *Event) (done bool, err error) {
 				}
 				want := max(len(rx.marked)-header, 0)
 				if wire.MarkerPointer(m) != want {
-					err = fault(wire.ReasonMarker, "FPDUPTR %d, the FPDU started %d bytes before", wire.MarkerPointer(m), want)
+					err = fault(wire.ReasonMarker, "FPDUPTR %d, the FPDU started %d bytes before",
+						wire.MarkerPointer(m), want)
 				}
 				rx.marked = append(rx.marked, m...)
 				rx.grid = rx.grid.Advance(wire.MarkerLen)
@@ -534,7 +535,8 @@ func (c *Conn) routeReadResponse(seg *segment) *StreamError {
 	case h.TO+n < h.TO:
 		return fault(wire.ReasonWrap, "Read Response of %d bytes at TO %#x", n, h.TO)
 	case h.TO != wr.got || n > uint64(len(wr.Data))-wr.got:
-		return fault(wire.ReasonBounds, "Read Response of %d bytes at TO %#x, expected %d at %#x", n, h.TO, uint64(len(wr.Data))-wr.got, wr.got)
+		return fault(wire.ReasonBounds, "Read Response of %d bytes at TO %#x, expected %d at %#x", n, h.TO,
+			uint64(len(wr.Data))-wr.got, wr.got)
 	case seg.last && wr.got+n != uint64(len(wr.Data)):
 		return fault(wire.ReasonBounds, "Read Response ends after %d of %d bytes", wr.got+n, len(wr.Data))
 	}
@@ -586,8 +588,10 @@ func (c *Conn) routeReadRequest(seg *segment, b []byte) *StreamError {
 // answers a Terminate (RFC 5040, section 5.4).
 func (c *Conn) routeTerminate(seg *segment, tagged bool) error {
 	h := &seg.untag
-	if tagged || h.QN != wire.QNTerminate || h.MSN != 1 || h.MO != 0 || !seg.last || seg.payload() > wire.MaxTerminateLen+64 {
-		return badTerminate(fmt.Errorf("tagged %t, queue %d, MSN %d, MO %d, %d bytes", tagged, h.QN, h.MSN, h.MO, seg.payload()))
+	if tagged || h.QN != wire.QNTerminate || h.MSN != 1 || h.MO != 0 || !seg.last ||
+		seg.payload() > wire.MaxTerminateLen+64 {
+		return badTerminate(fmt.Errorf("tagged %t, queue %d, MSN %d, MO %d, %d bytes", tagged, h.QN, h.MSN, h.MO,
+			seg.payload()))
 	}
 	return nil
 }

@@ -161,10 +161,12 @@ func NewResponder(o Options) (*Responder, error) {
 // Respond performs MPA startup like the function Respond, once. The stream of nc
 // begins with prefix, at most 64 KiB, which the ULP has already read. timeout limits
 // the exchange of startup frames instead of Options.StartupTimeout.
-func (r *Responder) Respond(ctx context.Context, nc net.Conn, prefix []byte, timeout time.Duration, answer func(*Request) Answer) (*Conn, error) {
+func (r *Responder) Respond(ctx context.Context, nc net.Conn, prefix []byte, timeout time.Duration,
+	answer func(*Request) Answer) (*Conn, error) {
 	if len(prefix) > llp.WindowLen {
 		nc.Close()
-		return nil, fmt.Errorf("rdma: %d bytes were read before the startup, the limit is %d", len(prefix), llp.WindowLen)
+		return nil, fmt.Errorf("rdma: %d bytes were read before the startup, the limit is %d", len(prefix),
+			llp.WindowLen)
 	}
 	var c *Conn
 	rejected := false
@@ -190,13 +192,15 @@ func established(nc net.Conn, c *Conn, rejected bool, err error) (*Conn, error) 
 	return nil, err
 }
 
-func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader, answer func(*Request) Answer) (c *Conn, rejected bool, err error) {
+func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader,
+	answer func(*Request) Answer) (c *Conn, rejected bool, err error) {
 	o := r.o
 	f, err := readStartup(io.MultiReader(prefix, nc), false)
 	if err != nil {
 		return nil, false, err
 	}
-	req := &Request{Private: f.Private, Rev: f.Rev, CRC: f.CRC, Markers: f.Markers, Enhanced: f.Enhanced, Depths: f.Depths}
+	req := &Request{Private: f.Private, Rev: f.Rev, CRC: f.CRC, Markers: f.Markers, Enhanced: f.Enhanced,
+		Depths: f.Depths}
 	reply := wire.Startup{Reply: true, Rev: f.Rev, CRC: !o.NoCRC, Markers: o.Markers, Enhanced: f.Enhanced}
 
 	ird, ord := o.IRD, o.ORD
@@ -291,13 +295,15 @@ func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
 		return nil, nil, &RejectedError{Private: f.Private, Depths: f.Depths, Enhanced: f.Enhanced}
 	}
 	if f.Enhanced != req.Enhanced {
-		return nil, nil, fault(wire.ReasonStartup, "the Reply is not in the format of the Request (RFC 6581, section 10)")
+		return nil, nil, fault(wire.ReasonStartup,
+			"the Reply is not in the format of the Request (RFC 6581, section 10)")
 	}
 	c := allocate(o)
 	c.attach(nc, nil, o.IRD, o.ORD, f.CRC || req.CRC, f.Markers)
 	c.initiator = true
 	c.peerStarted.Store(true) // an Initiator may send at once
-	c.peer = Request{Private: f.Private, Rev: f.Rev, CRC: f.CRC, Markers: f.Markers, Enhanced: f.Enhanced, Depths: f.Depths}
+	c.peer = Request{Private: f.Private, Rev: f.Rev, CRC: f.CRC, Markers: f.Markers, Enhanced: f.Enhanced,
+		Depths: f.Depths}
 	if !f.Enhanced {
 		return c, f.Private, nil
 	}

@@ -35,30 +35,48 @@ func TestReply(t *testing.T) {
 		crc         bool
 		ird, ord    int
 	}{
-		{"V-MPA-6 V-MPA-7 MPA2-6-4 MPA2-10-2 MPA2-10-4 MPA-7.1.1-1 MPA-7.1.1-3 MPA-7.1.1-13 MPA-7.1.1-18", reqKey + "40010000", Options{}, Answer{}, "40010000", true, 32, 32},
+		{"V-MPA-6 V-MPA-7 MPA2-6-4 MPA2-10-2 MPA2-10-4 MPA-7.1.1-1 MPA-7.1.1-3 MPA-7.1.1-13 MPA-7.1.1-18",
+			reqKey + "40010000", Options{}, Answer{}, "40010000", true, 32, 32},
 		{"MPA-7.1.1-8 MPA-4.4-5 we ask", reqKey + "00010000", Options{}, Answer{}, "40010000", true, 32, 32},
-		{"MPA-7.1.1-8 MPA-4.4-5 the peer asks", reqKey + "40010000", Options{NoCRC: true}, Answer{}, "00010000", true, 32, 32},
-		{"MPA-7.1.1-7 MPA-4.4-5 nobody asks", reqKey + "00010000", Options{NoCRC: true}, Answer{}, "00010000", false, 32, 32},
-		{"MPA-7.1.1-10 MPA-7.1.1-12 R and Res bits are not looked at", reqKey + "6f010000", Options{}, Answer{}, "40010000", true, 32, 32},
-		{"MPA-7.1.1-17 MPA-7.1.2-8 private data", reqKey + "00010003 010203", Options{}, Answer{Private: []byte("abcde")}, "40010005 6162636465", true, 32, 32},
-		{"MPA-C.3-1 MPA-7.1.1-5 we want Markers", reqKey + "00010000", Options{Markers: true}, Answer{}, "c0010000", true, 32, 32},
-		{"MPA2-6-5 MPA2-10-2 MPA2-10-8 revision 2 without S", reqKey + "40020000", Options{}, Answer{}, "40020000", true, 32, 32},
+		{"MPA-7.1.1-8 MPA-4.4-5 the peer asks", reqKey + "40010000", Options{NoCRC: true}, Answer{}, "00010000",
+			true, 32, 32},
+		{"MPA-7.1.1-7 MPA-4.4-5 neither side asks", reqKey + "00010000", Options{NoCRC: true}, Answer{}, "00010000", false,
+			32, 32},
+		{"MPA-7.1.1-10 MPA-7.1.1-12 R and Res bits are ignored", reqKey + "6f010000", Options{}, Answer{},
+			"40010000", true, 32, 32},
+		{"MPA-7.1.1-17 MPA-7.1.2-8 private data", reqKey + "00010003 010203", Options{},
+			Answer{Private: []byte("abcde")}, "40010005 6162636465", true, 32, 32},
+		{"MPA-C.3-1 MPA-7.1.1-5 we want Markers", reqKey + "00010000", Options{Markers: true}, Answer{}, "c0010000",
+			true, 32, 32},
+		{"MPA2-6-5 MPA2-10-2 MPA2-10-8 revision 2 without S", reqKey + "40020000", Options{}, Answer{}, "40020000",
+			true, 32, 32},
 
-		{"V-MPA2-1 V-MPA2-2 MPA2-6-1 MPA2-6-7 MPA2-9-1 MPA2-9.2-13 MPA2-9.2-14 MPA2-9.2-15 MPA2-10-1 MPA-1.2-2 MPA-4.4-2 MPA-4.4-3 DDP-3-6",
+		{"V-MPA2-1 V-MPA2-2 MPA2-6-1 MPA2-6-7 MPA2-9-1 MPA2-9.2-13 MPA2-9.2-14 MPA2-9.2-15 MPA2-10-1 MPA-1.2-2 " +
+			"MPA-4.4-2 MPA-4.4-3 DDP-3-6",
 			reqKey + "10020008 00800001 80000000", Options{}, iser, "50020008 00010020 80000000", true, 1, 32},
-		{"V-MPA2-3 V-MPA2-4 MPA2-9.1-6 MPA2-9.2-4 MPA2-9.2-7", reqKey + "50020004 c004c000", Options{RTR: RTR{Write: true, Read: true}}, Answer{}, "50020004 8001c004", true, 1, 4},
-		{"V-MPA2-5 MPA2-9.1-14 MPA2-9.1-15", reqKey + "50020004 3fff3fff", Options{IRD: 7, ORD: 9}, Answer{}, "50020004 3fff3fff", true, 7, 9},
-		{"MPA2-9.1-2 MPA2-9.1-5 IRD 0", reqKey + "50020004 00000001", Options{}, Answer{}, "50020004 00010000", true, 1, 0},
+		{"V-MPA2-3 V-MPA2-4 MPA2-9.1-6 MPA2-9.2-4 MPA2-9.2-7", reqKey + "50020004 c004c000",
+			Options{RTR: RTR{Write: true, Read: true}}, Answer{}, "50020004 8001c004", true, 1, 4},
+		{"V-MPA2-5 MPA2-9.1-14 MPA2-9.1-15", reqKey + "50020004 3fff3fff", Options{IRD: 7, ORD: 9}, Answer{},
+			"50020004 3fff3fff", true, 7, 9},
+		{"MPA2-9.1-2 MPA2-9.1-5 IRD 0", reqKey + "50020004 00000001", Options{}, Answer{}, "50020004 00010000", true,
+			1, 0},
 		{"MPA2-9.1-2 IRD 4", reqKey + "50020004 00040000", Options{}, Answer{}, "50020004 00000004", true, 0, 4},
-		{"MPA2-9.1-2 MPA2-9.1-18 IRD 0x3ffe", reqKey + "50020004 3ffe0000", Options{}, Answer{}, "50020004 00000020", true, 0, 32},
-		{"MPA2-9.1-3 MPA2-12-1 ORD above our maximum", reqKey + "50020004 00043ffe", Options{IRD: 5}, Answer{}, "50020004 00050004", true, 5, 4},
-		{"MPA2-9.2-16 flags without A are ignored", reqKey + "10020004 4080c001", Options{}, Answer{}, "50020004 00010020", true, 1, 32},
+		{"MPA2-9.1-2 MPA2-9.1-18 IRD 0x3ffe", reqKey + "50020004 3ffe0000", Options{}, Answer{}, "50020004 00000020",
+			true, 0, 32},
+		{"MPA2-9.1-3 MPA2-12-1 ORD above our maximum", reqKey + "50020004 00043ffe", Options{IRD: 5}, Answer{},
+			"50020004 00050004", true, 5, 4},
+		{"MPA2-9.2-16 flags without A are ignored", reqKey + "10020004 4080c001", Options{}, Answer{},
+			"50020004 00010020", true, 1, 32},
 		{"MPA2-9.2-5 all three", reqKey + "50020004 c004c001", Options{}, Answer{}, "50020004 c001c004", true, 1, 4},
-		{"MPA2-9.2-5 MPA2-9.2-3 B and C", reqKey + "50020004 c0048001", Options{}, Answer{}, "50020004 c0018004", true, 1, 4},
+		{"MPA2-9.2-5 MPA2-9.2-3 B and C", reqKey + "50020004 c0048001", Options{}, Answer{}, "50020004 c0018004",
+			true, 1, 4},
 		{"MPA2-9.2-3 D alone", reqKey + "50020004 80044001", Options{}, Answer{}, "50020004 80014004", true, 1, 4},
-		{"MPA2-9.2-6 restricted to C", reqKey + "50020004 c004c001", Options{RTR: RTR{Write: true}}, Answer{}, "50020004 80018004", true, 1, 4},
-		{"MPA2-9.2-9 nothing matches", reqKey + "50020004 80044001", Options{RTR: RTR{Write: true}}, Answer{}, "50020004 80018004", true, 1, 4},
-		{"MPA2-6-6 MPA2-6-9 reserved bits and C", reqKey + "5f020004 00040001", Options{}, Answer{}, "50020004 00010004", true, 1, 4},
+		{"MPA2-9.2-6 restricted to C", reqKey + "50020004 c004c001", Options{RTR: RTR{Write: true}}, Answer{},
+			"50020004 80018004", true, 1, 4},
+		{"MPA2-9.2-9 nothing matches", reqKey + "50020004 80044001", Options{RTR: RTR{Write: true}}, Answer{},
+			"50020004 80018004", true, 1, 4},
+		{"MPA2-6-6 MPA2-6-9 reserved bits and C", reqKey + "5f020004 00040001", Options{}, Answer{},
+			"50020004 00010004", true, 1, 4},
 		{"MPA2-6-8 PD_Length 4", reqKey + "10020004 00040001", Options{}, Answer{}, "50020004 00010004", true, 1, 4},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
@@ -108,7 +126,8 @@ func TestBadRequest(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			p, nc := rawPair(t)
 			p.write(unhex(request))
-			c, err := Respond(context.Background(), nc, Options{}, func(*Request) Answer { t.Error("the ULP was asked"); return Answer{} })
+			c, err := Respond(context.Background(), nc, Options{},
+				func(*Request) Answer { t.Error("the ULP was asked"); return Answer{} })
 			asFault(t, err, wire.ReasonStartup, false)
 			if c != nil {
 				t.Error("a Conn and an error")
@@ -130,7 +149,7 @@ func TestBadRequest(t *testing.T) {
 		p.wantEOF()
 	})
 	if ReadStats() != before {
-		t.Errorf("left behind: %+v, before %+v", ReadStats(), before)
+		t.Errorf("not freed: %+v, before %+v", ReadStats(), before)
 	}
 }
 
@@ -144,11 +163,14 @@ func TestRequestReachesTheULP(t *testing.T) {
 	}{
 		{"MPA-7.1.1-16", reqKey + "00010002 0102", Request{Private: unhex("0102"), Rev: 1}},
 		{"MPA2-6-5", reqKey + "40020004 01020304", Request{Private: unhex("01020304"), Rev: 2, CRC: true}},
-		{"MPA2-9-3", reqKey + "10020008 00800001 80000000", Request{Private: unhex("80000000"), Rev: 2, Enhanced: true, Depths: wire.Depths{IRD: 128, ORD: 1}}},
+		{"MPA2-9-3", reqKey + "10020008 00800001 80000000",
+			Request{Private: unhex("80000000"), Rev: 2, Enhanced: true, Depths: wire.Depths{IRD: 128, ORD: 1}}},
 		{"MPA2-9-4", reqKey + "90020004 bffe7ffe", Request{Private: []byte{}, Rev: 2, Markers: true, Enhanced: true,
 			Depths: wire.Depths{PeerToPeer: true, ReadRTR: true, IRD: 0x3ffe, ORD: 0x3ffe}}},
-		{"MPA-7.1.2-23 512 bytes", reqKey + "00010200 00000000" + big, Request{Private: unhex("00000000" + big), Rev: 1}},
-		{"MPA2-9-2 508 bytes", reqKey + "10020200 00000000" + big, Request{Private: unhex(big), Rev: 2, Enhanced: true}},
+		{"MPA-7.1.2-23 512 bytes", reqKey + "00010200 00000000" + big,
+			Request{Private: unhex("00000000" + big), Rev: 1}},
+		{"MPA2-9-2 508 bytes", reqKey + "10020200 00000000" + big,
+			Request{Private: unhex(big), Rev: 2, Enhanced: true}},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			p, nc := rawPair(t)
@@ -156,7 +178,7 @@ func TestRequestReachesTheULP(t *testing.T) {
 			p.write(append(unhex(tt.request), frame(unhex("4143 00000000 00000000 00000001 00000000 77"))...))
 			c, err := Respond(context.Background(), nc, Options{MaxSend: 8}, func(r *Request) Answer {
 				if !reflect.DeepEqual(*r, tt.want) {
-					t.Errorf("told %+v", r)
+					t.Errorf("the ULP got %+v", r)
 				}
 				p.silent("MPA-7.1.2-3: before the answer")
 				return Answer{}
@@ -166,7 +188,7 @@ func TestRequestReachesTheULP(t *testing.T) {
 			}
 			defer c.Close()
 			if ev := receive(t, c); string(ev.Data) != "w" {
-				t.Error("the bytes behind the Request are lost")
+				t.Error("the bytes after the Request are lost")
 			}
 			if !reflect.DeepEqual(*c.Peer(), tt.want) {
 				t.Errorf("Peer is %+v", c.Peer())
@@ -186,7 +208,8 @@ func TestReject(t *testing.T) {
 		reply       string
 	}{
 		{"MPA-7.1.2-5", reqKey + "40010000", Options{}, Answer{Reject: no}, "60010000"},
-		{"MPA-7.1.2-6", reqKey + "40010000", Options{}, Answer{Reject: no, Private: []byte("twelve octet")}, "6001000c 7477656c7665206f63746574"},
+		{"MPA-7.1.2-6", reqKey + "40010000", Options{}, Answer{Reject: no, Private: []byte("twelve octet")},
+			"6001000c 7477656c7665206f63746574"},
 		{"MPA2-10-1", reqKey + "50020004 00040001", Options{}, Answer{Reject: no}, "70020004 00010004"},
 		{"V-MPA2-6 MPA2-9.1-7", reqKey + "50020004 00040000", Options{MinORD: 8}, Answer{}, "70020004 00000008"},
 	} {
@@ -220,12 +243,17 @@ func TestRequest(t *testing.T) {
 		reply       string
 		ird, ord    int
 	}{
-		{"MPA-7.1.2-1 MPA-7.1-5 MPA-4.3-15 MPA-4.4-4 MPA2-6-3 MPA2-10-3", "40010000", Options{Rev: 1}, "00010000", 32, 32},
-		{"MPA-7.1.2-2 private data", "40010004 80000000", Options{Rev: 1, Private: unhex("80000000")}, "40010000", 32, 32},
+		{"MPA-7.1.2-1 MPA-7.1-5 MPA-4.3-15 MPA-4.4-4 MPA2-6-3 MPA2-10-3", "40010000", Options{Rev: 1}, "00010000",
+			32, 32},
+		{"MPA-7.1.2-2 private data", "40010004 80000000", Options{Rev: 1, Private: unhex("80000000")}, "40010000",
+			32, 32},
 		{"MPA-4.4-4 no CRC", "00010000", Options{Rev: 1, NoCRC: true}, "00010000", 32, 32},
-		{"MPA2-6-2 MPA2-9.3-1 MPA2-9.1-12 RDMAP-6.1-5", "50020008 00040008 01020304", Options{IRD: 4, ORD: 8, Private: unhex("01020304")}, "50020008 00020004 0a0b0c0d", 4, 2},
-		{"MPA2-9.1-16 MPA2-9.1-17 not negotiated", "50020004 00040008", Options{IRD: 4, ORD: 8}, "50020004 3fff3fff", 4, 8},
-		{"MPA2-9.1-11 MPA2-9.2-8 flags that were not asked for", "50020004 00200008", Options{ORD: 8}, "50020004 c008c020", 32, 8},
+		{"MPA2-6-2 MPA2-9.3-1 MPA2-9.1-12 RDMAP-6.1-5", "50020008 00040008 01020304",
+			Options{IRD: 4, ORD: 8, Private: unhex("01020304")}, "50020008 00020004 0a0b0c0d", 4, 2},
+		{"MPA2-9.1-16 MPA2-9.1-17 not negotiated", "50020004 00040008", Options{IRD: 4, ORD: 8}, "50020004 3fff3fff",
+			4, 8},
+		{"MPA2-9.1-11 MPA2-9.2-8 flags that were not asked for", "50020004 00200008", Options{ORD: 8},
+			"50020004 c008c020", 32, 8},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			p, nc := rawPair(t)
@@ -280,7 +308,8 @@ func TestBadReply(t *testing.T) {
 	}{
 		{"MPA-7.1.2-12", repKey + "60010002 0a0b", Options{Rev: 1}, wire.Reason{}, ""},
 		{"MPA2-9.1-10", repKey + "70020006 00000008 0a0b", Options{}, wire.Reason{}, ""},
-		{"MPA-7.1.1-4 MPA-7.1.2-11", "4d504120494420526570204672616d66 40010000", Options{Rev: 1}, wire.ReasonStartup, ""},
+		{"MPA-7.1.1-4 MPA-7.1.2-11", "4d504120494420526570204672616d66 40010000", Options{Rev: 1},
+			wire.ReasonStartup, ""},
 		{"MPA-7.1.2-20", reqKey + "40010000", Options{Rev: 1}, wire.ReasonStartup, ""},
 		{"MPA-C.2-2", repKey + "40000000", Options{Rev: 1}, wire.ReasonStartup, ""},
 		{"MPA-7.1.2-22", repKey + "40010201", Options{Rev: 1}, wire.ReasonStartup, ""},
@@ -288,8 +317,10 @@ func TestBadReply(t *testing.T) {
 		{"MPA2-10-2 enhanced Reply", repKey + "50020004 00010001", Options{Rev: 1}, wire.ReasonStartup, ""},
 		{"MPA2-9.1-13", repKey + "50020004 00010040", Options{IRD: 16}, wire.ReasonIRD, "20060000"},
 		{"MPA2-9.2-12 no flag", repKey + "50020004 80010001", Options{PeerToPeer: true}, wire.ReasonRTR, "20070000"},
-		{"MPA2-9.2-12 no common flag", repKey + "50020004 c0014001", Options{PeerToPeer: true, RTR: RTR{Write: true}}, wire.ReasonRTR, "20070000"},
-		{"MPA2-9.2-12 Read with ORD 0", repKey + "50020004 80004001", Options{PeerToPeer: true}, wire.ReasonRTR, "20070000"},
+		{"MPA2-9.2-12 no common flag", repKey + "50020004 c0014001",
+			Options{PeerToPeer: true, RTR: RTR{Write: true}}, wire.ReasonRTR, "20070000"},
+		{"MPA2-9.2-12 Read with ORD 0", repKey + "50020004 80004001", Options{PeerToPeer: true}, wire.ReasonRTR,
+			"20070000"},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			p, nc := rawPair(t)
@@ -323,7 +354,7 @@ func TestBadReply(t *testing.T) {
 		})
 	}
 	if ReadStats() != before {
-		t.Errorf("left behind: %+v, before %+v", ReadStats(), before)
+		t.Errorf("not freed: %+v, before %+v", ReadStats(), before)
 	}
 }
 
@@ -387,7 +418,8 @@ func TestOwnPrivateData(t *testing.T) {
 	}
 	p, nc := rawPair(t)
 	p.write(unhex(reqKey + "40010000"))
-	if _, err := Respond(context.Background(), nc, Options{}, func(*Request) Answer { return Answer{Private: make([]byte, 513)} }); !errors.Is(err, wire.ErrPrivateData) {
+	if _, err := Respond(context.Background(), nc, Options{},
+		func(*Request) Answer { return Answer{Private: make([]byte, 513)} }); !errors.Is(err, wire.ErrPrivateData) {
 		t.Fatal(err)
 	}
 	p.wantEOF()
@@ -443,12 +475,13 @@ func TestStartupTimeout(t *testing.T) {
 		p.wantEOF()
 	})
 	if ReadStats() != before {
-		t.Errorf("left behind: %+v, before %+v", ReadStats(), before)
+		t.Errorf("not freed: %+v, before %+v", ReadStats(), before)
 	}
 }
 
 func TestOptionsRefused(t *testing.T) {
-	for _, o := range []Options{{IRD: -1}, {ORD: 16383}, {MinORD: 33}, {MaxSend: -1}, {MaxULPDU: 127}, {MaxULPDU: 64769}, {Rev: 3}} {
+	for _, o := range []Options{{IRD: -1}, {ORD: 16383}, {MinORD: 33}, {MaxSend: -1}, {MaxULPDU: 127},
+		{MaxULPDU: 64769}, {Rev: 3}} {
 		if _, err := Respond(context.Background(), nil, o, nil); err == nil {
 			t.Errorf("Respond took %+v", o)
 		}
@@ -470,8 +503,10 @@ func TestRTROfTheInitiator(t *testing.T) {
 	}{
 		{"V-MPA2-7", "50020004 c001c004", all, "50020004 c020c020", "c140 00000001 0000000000000000"},
 		{"V-MPA2-8", "50020004 c001c004", RTR{Read: true}, "50020004 80204020", ""},
-		{"V-MPA2-10", "50020004 c001c004", RTR{Send: true}, "50020004 c0200020", "4143 00000000 00000000 00000001 00000000"},
-		{"MPA2-9.2-11 the Responder takes Send only", "50020004 c0010004", all, "50020004 c020c020", "4143 00000000 00000000 00000001 00000000"},
+		{"V-MPA2-10", "50020004 c001c004", RTR{Send: true}, "50020004 c0200020",
+			"4143 00000000 00000000 00000001 00000000"},
+		{"MPA2-9.2-11 the Responder takes Send only", "50020004 c0010004", all, "50020004 c020c020",
+			"4143 00000000 00000000 00000001 00000000"},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			p, nc := rawPair(t)
@@ -497,7 +532,8 @@ func TestRTROfTheInitiator(t *testing.T) {
 			post(t, c, &WorkRequest{Op: Send, Head: []byte("w")})
 			if tt.want == "" { // a Read: the sink STag is ours to choose
 				u := p.fpdu()
-				if !bytes.Equal(u[:18], unhex("4141 00000000 00000001 00000001 00000000")) || !bytes.Equal(u[22:], unhex("0000000000000000 00000000 00000001 0000000000000000")) {
+				if !bytes.Equal(u[:18], unhex("4141 00000000 00000001 00000001 00000000")) ||
+					!bytes.Equal(u[22:], unhex("0000000000000000 00000000 00000001 0000000000000000")) {
 					t.Fatalf("RTR %x", u)
 				}
 				p.send("c142" + hex.EncodeToString(u[18:22]) + "0000000000000000")
@@ -511,7 +547,7 @@ func TestRTROfTheInitiator(t *testing.T) {
 			p.want("MPA2-5-2", "4143 00000000 00000000"+msn+"00000000 77")
 			p.send("4143 00000000 00000000 00000001 00000000 78")
 			if ev := receive(t, c); ev.Read != nil || string(ev.Data) != "x" {
-				t.Fatalf("the RTR was told: %+v", ev)
+				t.Fatalf("the ULP saw the RTR: %+v", ev)
 			}
 		})
 	}
@@ -537,11 +573,13 @@ func TestRTROfTheResponder(t *testing.T) {
 		nextMSN   string
 	}{
 		{"V-MPA2-7 MPA2-9.2-18", "c140 00000001 0000000000000000", "", false, "00000001"},
-		{"V-MPA2-8 V-MPA2-9 MPA2-9.2-20", "4141 00000000 00000001 00000001 00000000 00000001 0000000000000000 00000000 00000001 0000000000000000",
+		{"V-MPA2-8 V-MPA2-9 MPA2-9.2-20",
+			"4141 00000000 00000001 00000001 00000000 00000001 0000000000000000 00000000 00000001 0000000000000000",
 			"c142 00000001 0000000000000000", false, "00000001"},
 		{"V-MPA2-10 MPA2-9.2-21", "4143 00000000 00000000 00000001 00000000", "", false, "00000002"},
 		{"MPA2-9.2-19 an ordinary message", "4143 00000000 00000000 00000001 00000000 6d", "", true, "00000002"},
-		{"MPA2-9.2-17 an empty Send with Invalidate is no RTR", "4144 00000100 00000000 00000001 00000000", "", true, "00000002"},
+		{"MPA2-9.2-17 an empty Send with Invalidate is no RTR", "4144 00000100 00000000 00000001 00000000", "", true,
+			"00000002"},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			p, c, _ := respondTo(t, reqKey+"50020004 c004c001", Options{}, Answer{})
@@ -576,7 +614,8 @@ func TestRTROfTheResponder(t *testing.T) {
 		p, c, _ := respondTo(t, reqKey+"50020004 c004c001", Options{}, Answer{})
 		p.send("4143 00000000 00000000 00000001 00000000", "4143 00000000 00000000 00000001 00000000")
 		events := serve(c)
-		p.want("MPA2-9.2-21", "4147 00000000 00000002 00000001 00000000 1203c000 0012 4143 00000000 00000000 00000001 00000000")
+		p.want("MPA2-9.2-21",
+			"4147 00000000 00000002 00000001 00000000 1203c000 0012 4143 00000000 00000000 00000001 00000000")
 		p.nc.Close()
 		asFault(t, next(t, events).err, wire.ReasonMSN, false)
 	})
@@ -630,7 +669,8 @@ func TestResponderPrefix(t *testing.T) {
 			t.Fatal(err)
 		}
 		p.write(stream[n:])
-		c, err := r.Respond(context.Background(), nc, stream[:n], testkit.Patience, func(*Request) Answer { return Answer{} })
+		c, err := r.Respond(context.Background(), nc, stream[:n], testkit.Patience,
+			func(*Request) Answer { return Answer{} })
 		if err != nil {
 			t.Fatalf("%d bytes read ahead: %v", n, err)
 		}
@@ -645,13 +685,14 @@ func TestResponderPrefix(t *testing.T) {
 		}
 		c.Close()
 	}
-	t.Run("too much", func(t *testing.T) {
+	t.Run("a prefix above the limit is refused", func(t *testing.T) {
 		p, nc := rawPair(t)
 		r, err := NewResponder(Options{})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := r.Respond(context.Background(), nc, make([]byte, llp.WindowLen+1), testkit.Patience, nil); err == nil {
+		if _, err := r.Respond(context.Background(), nc, make([]byte, llp.WindowLen+1), testkit.Patience,
+			nil); err == nil {
 			t.Error("a prefix of 65537 bytes was accepted")
 		}
 		if n, err := p.nc.Read(make([]byte, 1)); n != 0 || err == nil {
@@ -664,7 +705,8 @@ func TestResponderPrefix(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := r.Respond(context.Background(), nc, nil, -time.Second, nil); !errors.Is(err, os.ErrDeadlineExceeded) {
+		if _, err := r.Respond(context.Background(), nc, nil, -time.Second,
+			nil); !errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Error(err)
 		}
 	})

@@ -44,28 +44,42 @@ func TestOperationsOnTheWire(t *testing.T) {
 		// An untagged segment on queue 0 with MSN 1 and MO 0: DDP-4.1-2, DDP-4.3-8, DDP-4.3-11,
 		// RDMAP-3.1-2, RDMAP-3.1-5, RDMAP-3.2-1, RDMAP-3.2-3, RDMAP-3.2-4, RDMAP-4.6-1, RDMAP-5.3-1,
 		// RDMAP-5.3-8. The Invalidate STag is 0: RDMAP-4.1-10.
-		{"RDMAP-3.2-2 Send", WorkRequest{Op: Send, Data: data[:3]}, []string{"4143 00000000 00000000 00000001 00000000 000102"}},
+		{"RDMAP-3.2-2 Send", WorkRequest{Op: Send, Data: data[:3]},
+			[]string{"4143 00000000 00000000 00000001 00000000 000102"}},
 		// DDP-4.4-2, DDP-4.3-7
-		{"RDMAP-5.3-10 DDP-5.2-10 empty Send", WorkRequest{Op: Send}, []string{"4143 00000000 00000000 00000002 00000000"}},
+		{"RDMAP-5.3-10 DDP-5.2-10 empty Send", WorkRequest{Op: Send},
+			[]string{"4143 00000000 00000000 00000002 00000000"}},
 		// RDMAP-4.1-3
-		{"RDMAP-5.3-12 Send with Invalidate", WorkRequest{Op: SendInvalidate, STag: 0xcafef00d, Head: data[:1], Data: data[1:2]}, []string{"4144 cafef00d 00000000 00000003 00000000 0001"}},
-		{"RDMAP-4.1-10 Send with SE", WorkRequest{Op: SendSE, STag: 0xcafef00d, Data: data[:1]}, []string{"4145 00000000 00000000 00000004 00000000 00"}},
+		{"RDMAP-5.3-12 Send with Invalidate",
+			WorkRequest{Op: SendInvalidate, STag: 0xcafef00d, Head: data[:1], Data: data[1:2]},
+			[]string{"4144 cafef00d 00000000 00000003 00000000 0001"}},
+		{"RDMAP-4.1-10 Send with SE", WorkRequest{Op: SendSE, STag: 0xcafef00d, Data: data[:1]},
+			[]string{"4145 00000000 00000000 00000004 00000000 00"}},
 		// L only in the last segment, which has the highest MO: DDP-4.1-3, DDP-4.1-4, DDP-4.1-5,
 		// DDP-4.1-6, DDP-4.1-7, DDP-4.1-8, DDP-5.3-2
-		{"DDP-4.3-4 DDP-4.3-6 DDP-4.3-10 Send with SE and Invalidate, two segments", WorkRequest{Op: SendSEInvalidate, STag: 0xcafef00d, Head: data[:10], Data: data[10:112]},
-			[]string{"0146 cafef00d 00000000 00000005 00000000" + payload(0, 110), "4146 cafef00d 00000000 00000005 0000006e" + payload(110, 112)}},
+		{"DDP-4.3-4 DDP-4.3-6 DDP-4.3-10 Send with SE and Invalidate, two segments",
+			WorkRequest{Op: SendSEInvalidate, STag: 0xcafef00d, Head: data[:10], Data: data[10:112]},
+			[]string{"0146 cafef00d 00000000 00000005 00000000" + payload(0, 110),
+				"4146 cafef00d 00000000 00000005 0000006e" + payload(110, 112)}},
 		// A tagged segment without RDMAP header: DDP-4.1-1, RDMAP-4.3-1, RDMAP-5.1-1
-		{"RDMAP-5.1-9 V-DDP-3 empty Write", WorkRequest{Op: Write, STag: 1}, []string{"c140 00000001 0000000000000000"}},
+		{"RDMAP-5.1-9 V-DDP-3 empty Write", WorkRequest{Op: Write, STag: 1},
+			[]string{"c140 00000001 0000000000000000"}},
 		// STag and TO are those of the ULP: DDP-4.2-3, DDP-4.2-4, DDP-4.2-6, DDP-4.2-8, DDP-4.2-11,
 		// DDP-5.2-8, RDMAP-3.1-4, RDMAP-3.2-5, RDMAP-5.1-4, RDMAP-5.1-8
-		{"DDP-4.2-5 DDP-4.2-7 DDP-4.2-9 DDP-4.2-10 Write, two segments", WorkRequest{Op: Write, STag: 0xffff0001, TO: 0xffff888000000001, Data: data[:115]},
-			[]string{"8140 ffff0001 ffff888000000001" + payload(0, 114), "c140 ffff0001 ffff888000000073" + payload(114, 115)}},
+		{"DDP-4.2-5 DDP-4.2-7 DDP-4.2-9 DDP-4.2-10 Write, two segments",
+			WorkRequest{Op: Write, STag: 0xffff0001, TO: 0xffff888000000001, Data: data[:115]},
+			[]string{"8140 ffff0001 ffff888000000001" + payload(0, 114),
+				"c140 ffff0001 ffff888000000073" + payload(114, 115)}},
 		// Untagged, on queue 1, from any TO of one buffer: RDMAP-4.4-1, RDMAP-4.4-6, RDMAP-5.2.1-1,
 		// RDMAP-5.2.1-6, RDMAP-5.2.1-9
-		{"DDP-5.1-2 RDMAP-5.2.1-2 Read", WorkRequest{Op: Read, STag: 0x44444444, TO: 0x5555555566666666, Data: make([]byte, 0x1000)},
-			[]string{"4141 00000000 00000001 00000001 00000000 11111111 0000000000000000 00001000 44444444 5555555566666666"}},
+		{"DDP-5.1-2 RDMAP-5.2.1-2 Read",
+			WorkRequest{Op: Read, STag: 0x44444444, TO: 0x5555555566666666, Data: make([]byte, 0x1000)},
+			[]string{"4141 00000000 00000001 00000001 00000000 11111111 0000000000000000 00001000 44444444 " +
+				"5555555566666666"}},
 		// RDMAP-5.2.1-12
-		{"DDP-4.3-7 another Read", WorkRequest{Op: Read, STag: 3, TO: 4}, []string{"4141 00000000 00000001 00000002 00000000 11111111 0000000000000000 00000000 00000003 0000000000000004"}},
+		{"DDP-4.3-7 another Read", WorkRequest{Op: Read, STag: 3, TO: 4},
+			[]string{"4141 00000000 00000001 00000002 00000000 11111111 0000000000000000 00000000 00000003 " +
+				"0000000000000004"}},
 		{"DDP-5.2-6 Send after Reads", WorkRequest{Op: Send}, []string{"4143 00000000 00000000 00000006 00000000"}},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
@@ -124,9 +138,10 @@ func TestMessagesFromTheWire(t *testing.T) {
 	}
 	told := func(want Event) {
 		t.Helper()
-		if got := next(t, events); got.err != nil || string(got.Data) != string(want.Data) || got.Solicited != want.Solicited ||
+		if got := next(t, events); got.err != nil || string(got.Data) != string(want.Data) ||
+			got.Solicited != want.Solicited ||
 			got.Invalidates != want.Invalidates || got.Invalidated != want.Invalidated || got.Read != nil {
-			t.Fatalf("told %+v, want %+v", got, want)
+			t.Fatalf("the ULP got %+v, want %+v", got, want)
 		}
 	}
 	// A Write is placed, but only the Send after it is delivered: RDMAP-3.2-6, RDMAP-5.1-2,
@@ -140,10 +155,12 @@ func TestMessagesFromTheWire(t *testing.T) {
 	// Empty Writes: STag and TO mean nothing (DDP-5.2-11, DDP-5.2-12). A Send with SE may be
 	// empty (RDMAP-5.3-10), raises an event (RDMAP-5.3-6, DDP-4.2-4, DDP-4.3-3, DDP-5.4-5), and
 	// its Invalidate STag is ignored (RDMAP-4.1-10).
-	p.send("c140 deadbeef ffffffffffffffff", "8140 00000000 0000000000000000", "4145 00000100 00000000 00000002 00000000")
+	p.send("c140 deadbeef ffffffffffffffff", "8140 00000000 0000000000000000",
+		"4145 00000100 00000000 00000002 00000000")
 	told(Event{Solicited: true})
 	// The last byte of the buffer; overlapping Writes; a hole in a message (DDP-5.2-13).
-	p.send("c140 00000100 ffff88800000100f 5a", "8140 00000100 ffff888000001000 4141", "c140 00000100 ffff888000001008 42", "4143 00000100 00000000 00000003 00000000")
+	p.send("c140 00000100 ffff88800000100f 5a", "8140 00000100 ffff888000001000 4141",
+		"c140 00000100 ffff888000001008 42", "4143 00000100 00000000 00000003 00000000")
 	told(Event{})
 	if string(mem) != "AAXY4567B9abcdeZ" {
 		t.Fatalf("DDP-5.1-1: %s", mem)
@@ -162,7 +179,8 @@ func TestMessagesFromTheWire(t *testing.T) {
 		t.Fatalf("DDP-4.1-8 RDMAP-5.5-13: %+v without a last segment", ev)
 	default:
 	}
-	p.send("0145 00000000 00000000 00000004 00000002", "4145 00000000 00000000 00000004 00000002"+strings.Repeat("63", 62))
+	p.send("0145 00000000 00000000 00000004 00000002",
+		"4145 00000000 00000000 00000004 00000002"+strings.Repeat("63", 62))
 	told(Event{Data: []byte("ab" + strings.Repeat("c", 62)), Solicited: true})
 	// Reads of all and of parts of the buffer (RDMAP-5.2.1-10, RDMAP-4.4-5, RDMAP-4.4-6), in order
 	// (RDMAP-5.2.1-8, RDMAP-5.5-17, RDMAP-5.3-5, RDMAP-B-1). The second one is empty, and its STag
@@ -170,7 +188,8 @@ func TestMessagesFromTheWire(t *testing.T) {
 	p.send(readRequestHex("00000001", "00000002", "00000010", "00000100", "ffff888000001000"),
 		readRequestHex("00000001", "00000003", "00000000", "deadbeef", "ffffffffffffffff"),
 		readRequestHex("00000001", "00000004", "00000001", "00000100", "ffff88800000100f"))
-	answered("RDMAP-5.2.2-7", "c142 11111111 2222222233333333"+hex.EncodeToString(mem), "c142 11111111 2222222233333333", "c142 11111111 2222222233333333 5a")
+	answered("RDMAP-5.2.2-7", "c142 11111111 2222222233333333"+hex.EncodeToString(mem),
+		"c142 11111111 2222222233333333", "c142 11111111 2222222233333333 5a")
 	// A Send with Invalidate, then a Write to the invalid STag: RDMAP-5.3-14.
 	p.send("4146 00000100 00000000 00000005 00000000 7a", "c140 00000100 ffff888000001000 01")
 	told(Event{Data: []byte("z"), Solicited: true, Invalidates: true, Invalidated: 0x100})
@@ -187,7 +206,8 @@ func TestReadResponseSegments(t *testing.T) {
 	expose(c, 0x100, mem, 0, RemoteRead)
 	serve(c)
 	for i, n := range []int{113, 114, 115, 300} { // MULPDU-14 and its neighbours
-		p.send(readRequestHex("00000001", fmt.Sprintf("%08x", i+1), fmt.Sprintf("%08x", n), "00000100", "0000000000000000"))
+		p.send(readRequestHex("00000001", fmt.Sprintf("%08x", i+1), fmt.Sprintf("%08x", n), "00000100",
+			"0000000000000000"))
 		for off := 0; off < n; {
 			k := min(114, n-off)
 			ctl := "81"
@@ -213,18 +233,32 @@ func TestReadResponses(t *testing.T) {
 		// The requester's ULP learns of the end (RDMAP-3.2-8) after the data is placed (RDMAP-5.5-7);
 		// the STag is its own (DDP-4.2-8).
 		{"RDMAP-5.5-18 one segment", []string{at + "0000000000000000 3031323334353637"}, wire.Reason{}, ""},
-		{"RDMAP-5.2.2-4 three, one of them empty", []string{more + "0000000000000000 303132", more + "0000000000000003", at + "0000000000000003 3334353637"}, wire.Reason{}, ""},
+		{"RDMAP-5.2.2-4 three, one of them empty",
+			[]string{more + "0000000000000000 303132", more + "0000000000000003",
+				at + "0000000000000003 3334353637"}, wire.Reason{}, ""},
 		// The requester checks the Response: RDMAP-5.2.2-6, RDMAP-7.2-1.
-		{"RDMAP-5.2.2-8 other STag", []string{"c142 11111112 0000000000000000 3031323334353637"}, wire.ReasonInvalidSTag, "1100c000 0016 c142 11111112 0000000000000000"},
-		{"DDP-4.2-9 STag changes", []string{more + "0000000000000000 303132", "c142 00000001 0000000000000003 3334353637"}, wire.ReasonInvalidSTag, "1100c000 0013 c142 00000001 0000000000000003"},
-		{"DDP-5.2-13 a hole", []string{more + "0000000000000000 303132", at + "0000000000000004 34353637"}, wire.ReasonBounds, "1101c000 0012 c142 11111111 0000000000000004"},
-		{"RDMAP-5.2.2-8 other TO", []string{at + "0000000000000001 30313233343536"}, wire.ReasonBounds, "1101c000 0015 c142 11111111 0000000000000001"},
-		{"RDMAP-5.2.2-8 too long", []string{at + "0000000000000000 303132333435363738"}, wire.ReasonBounds, "1101c000 0017 c142 11111111 0000000000000000"},
-		{"RDMAP-5.2.2-8 too short", []string{at + "0000000000000000 30313233343536"}, wire.ReasonBounds, "1101c000 0015 c142 11111111 0000000000000000"},
-		{"RDMAP-5.2.2-8 empty", []string{at + "0000000000000000"}, wire.ReasonBounds, "1101c000 000e c142 11111111 0000000000000000"},
-		{"DDP-7.1-14 wrap", []string{at + "fffffffffffffffc 3031323334353637"}, wire.ReasonWrap, "1103c000 0016 c142 11111111 fffffffffffffffc"},
-		{"RDMAP-5.2.2-5 two for one", []string{at + "0000000000000000 3031323334353637", at + "0000000000000000 3031323334353637"}, wire.ReasonOpcode, "0206c000 0016 c142 11111111 0000000000000000"},
-		{"DDP-7.1-11 a Write to the sink", []string{"c140 11111111 0000000000000000 3031323334353637"}, wire.ReasonInvalidSTag, "1100c000 0016 c140 11111111 0000000000000000"},
+		{"RDMAP-5.2.2-8 other STag", []string{"c142 11111112 0000000000000000 3031323334353637"},
+			wire.ReasonInvalidSTag, "1100c000 0016 c142 11111112 0000000000000000"},
+		{"DDP-4.2-9 STag changes",
+			[]string{more + "0000000000000000 303132", "c142 00000001 0000000000000003 3334353637"},
+			wire.ReasonInvalidSTag, "1100c000 0013 c142 00000001 0000000000000003"},
+		{"DDP-5.2-13 a hole", []string{more + "0000000000000000 303132", at + "0000000000000004 34353637"},
+			wire.ReasonBounds, "1101c000 0012 c142 11111111 0000000000000004"},
+		{"RDMAP-5.2.2-8 other TO", []string{at + "0000000000000001 30313233343536"}, wire.ReasonBounds,
+			"1101c000 0015 c142 11111111 0000000000000001"},
+		{"RDMAP-5.2.2-8 too long", []string{at + "0000000000000000 303132333435363738"}, wire.ReasonBounds,
+			"1101c000 0017 c142 11111111 0000000000000000"},
+		{"RDMAP-5.2.2-8 too short", []string{at + "0000000000000000 30313233343536"}, wire.ReasonBounds,
+			"1101c000 0015 c142 11111111 0000000000000000"},
+		{"RDMAP-5.2.2-8 empty", []string{at + "0000000000000000"}, wire.ReasonBounds,
+			"1101c000 000e c142 11111111 0000000000000000"},
+		{"DDP-7.1-14 wrap", []string{at + "fffffffffffffffc 3031323334353637"}, wire.ReasonWrap,
+			"1103c000 0016 c142 11111111 fffffffffffffffc"},
+		{"RDMAP-5.2.2-5 two for one",
+			[]string{at + "0000000000000000 3031323334353637", at + "0000000000000000 3031323334353637"},
+			wire.ReasonOpcode, "0206c000 0016 c142 11111111 0000000000000000"},
+		{"DDP-7.1-11 a Write to the sink", []string{"c140 11111111 0000000000000000 3031323334353637"},
+			wire.ReasonInvalidSTag, "1100c000 0016 c140 11111111 0000000000000000"},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			p, c := responder(t, Options{})
@@ -285,7 +319,8 @@ func TestEmptyRead(t *testing.T) {
 func TestORD(t *testing.T) {
 	for _, tt := range []struct{ ours, theirs, want int }{{4, 32, 4}, {32, 4, 4}, {32, 1, 1}} {
 		t.Run(fmt.Sprintf("%+v", tt), func(t *testing.T) {
-			p, c, _ := respondTo(t, fmt.Sprintf("%s50020004 %04x0000", reqKey, tt.theirs), Options{ORD: tt.ours}, Answer{})
+			p, c, _ := respondTo(t, fmt.Sprintf("%s50020004 %04x0000", reqKey, tt.theirs), Options{ORD: tt.ours},
+				Answer{})
 			p.send(send1)
 			receive(t, c)
 			events := serve(c)
@@ -332,7 +367,8 @@ func TestORD(t *testing.T) {
 					}
 				}
 			}
-			if n := c.opt.Domain.Counts(); n.ORDStalls != uint64(reads-tt.want) || n.Sent.ReadRequests != reads || n.Received.ReadResponses != reads || n.Sent.Sends != 1 {
+			if n := c.opt.Domain.Counts(); n.ORDStalls != uint64(reads-tt.want) || n.Sent.ReadRequests != reads ||
+				n.Received.ReadResponses != reads || n.Sent.Sends != 1 {
 				t.Errorf("counts %+v", n)
 			}
 		})
@@ -359,7 +395,8 @@ func TestIRD(t *testing.T) {
 			msn := 0
 			request := func(n int) {
 				msn++
-				p.send(readRequestHex("00000001", fmt.Sprintf("%08x", msn), fmt.Sprintf("%08x", n), "00000100", "0000000000000000"))
+				p.send(readRequestHex("00000001", fmt.Sprintf("%08x", msn), fmt.Sprintf("%08x", n), "00000100",
+					"0000000000000000"))
 			}
 			for range 50 { // IRD at once, again and again
 				for range ird {
@@ -608,13 +645,25 @@ func TestCloseWrite(t *testing.T) {
 func TestNothingIsLost(t *testing.T) {
 	before, goroutines := ReadStats(), runtime.NumGoroutine()
 	ends := map[string]func(p *rawPeer, c *Conn){
-		"Close":                   func(p *rawPeer, c *Conn) { c.Close() },
-		"reset":                   func(p *rawPeer, c *Conn) { p.nc.(*net.TCPConn).SetLinger(0); p.nc.Close() },
-		"peer's end":              func(p *rawPeer, c *Conn) { p.nc.(*net.TCPConn).CloseWrite() },
-		"Terminate":               func(p *rawPeer, c *Conn) { p.send("4147 00000000 00000002 00000001 00000000 10000000"); p.nc.Close() },
-		"bad FPDU":                func(p *rawPeer, c *Conn) { p.send("c140 deadbeef 0000000000000000 01"); p.nc.Close() },
-		"CloseWrite, then Close":  func(p *rawPeer, c *Conn) { go c.CloseWrite(); c.Close() },
-		"Terminate by ULP, reset": func(p *rawPeer, c *Conn) { c.Terminate(wire.ReasonLocalCatastrophic, io.ErrNoProgress); p.nc.Close() },
+		"Close":      func(p *rawPeer, c *Conn) { c.Close() },
+		"reset":      func(p *rawPeer, c *Conn) { p.nc.(*net.TCPConn).SetLinger(0); p.nc.Close() },
+		"peer's end": func(p *rawPeer, c *Conn) { p.nc.(*net.TCPConn).CloseWrite() },
+		"Terminate": func(p *rawPeer,
+			c *Conn) {
+			p.send("4147 00000000 00000002 00000001 00000000 10000000")
+			p.nc.Close()
+		},
+		"bad FPDU": func(p *rawPeer,
+			c *Conn) {
+			p.send("c140 deadbeef 0000000000000000 01")
+			p.nc.Close()
+		},
+		"CloseWrite, then Close": func(p *rawPeer, c *Conn) { go c.CloseWrite(); c.Close() },
+		"Terminate by ULP, reset": func(p *rawPeer,
+			c *Conn) {
+			c.Terminate(wire.ReasonLocalCatastrophic, io.ErrNoProgress)
+			p.nc.Close()
+		},
 	}
 	for name, end := range ends {
 		for _, depth := range []int{0, 1, 7, 60} {
@@ -631,7 +680,8 @@ func TestNothingIsLost(t *testing.T) {
 				posted.Go(func() {
 					data := make([]byte, 3<<20) // enough to fill the sockets
 					for i := range depth {
-						wr := &WorkRequest{Op: []Op{Write, Read, Send}[i%3], Data: data[:len(data)>>(i%4*4)], Done: count}
+						wr := &WorkRequest{Op: []Op{Write, Read, Send}[i%3], Data: data[:len(data)>>(i%4*4)],
+							Done: count}
 						if c.Post(wr) == nil {
 							mu.Lock()
 							if wr.Op == Read {
@@ -665,14 +715,16 @@ func TestNothingIsLost(t *testing.T) {
 				if err := c.Receive(&ev); err == nil || !final {
 					t.Fatalf("after the final error: %+v", ev)
 				}
-				testkit.Eventually(t, "every WorkRequest has come back once", func() bool { mu.Lock(); defer mu.Unlock(); return once(done) })
+				testkit.Eventually(t, "every WorkRequest has come back once",
+					func() bool { mu.Lock(); defer mu.Unlock(); return once(done) })
 				if !once(reads) {
 					t.Fatalf("Reads returned: %v", reads)
 				}
 			})
 		}
 	}
-	testkit.Eventually(t, "no more goroutines and memory than before", func() bool { return runtime.NumGoroutine() <= goroutines && ReadStats() == before })
+	testkit.Eventually(t, "no more goroutines and memory than before",
+		func() bool { return runtime.NumGoroutine() <= goroutines && ReadStats() == before })
 }
 
 func once(counts map[*WorkRequest]int) bool {
@@ -693,7 +745,8 @@ func TestBackPressure(t *testing.T) {
 	const n = 30000
 	var stream []byte
 	for i := range n {
-		stream = append(stream, frame(append(unhex(fmt.Sprintf("4143 00000000 00000000 %08x 00000000", i+1)), make([]byte, 1000)...))...)
+		stream = append(stream,
+			frame(append(unhex(fmt.Sprintf("4143 00000000 00000000 %08x 00000000", i+1)), make([]byte, 1000)...))...)
 	}
 	written := make(chan struct{})
 	go func() { p.write(stream); close(written) }()

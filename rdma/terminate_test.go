@@ -26,29 +26,38 @@ var refusals = []struct {
 	terminate string
 }{
 	// MPA
-	{"MPA-8-5 ULPDU shorter than a tagged header", []string{"c140 00000100 00000000000010"}, wire.ReasonMarker, "20030000"},
-	{"DDP-4.4-1 ULPDU shorter than an untagged header", []string{"4143 00000000 00000000 00000001 000000"}, wire.ReasonMarker, "20030000"},
+	{"MPA-8-5 ULPDU shorter than a tagged header", []string{"c140 00000100 00000000000010"}, wire.ReasonMarker,
+		"20030000"},
+	{"DDP-4.4-1 ULPDU shorter than an untagged header", []string{"4143 00000000 00000000 00000001 000000"},
+		wire.ReasonMarker, "20030000"},
 	{"DDP-4.4-1 ULPDU of 1 byte", []string{"41"}, wire.ReasonMarker, "20030000"},
 	{"DDP-4.4-1 empty ULPDU", []string{""}, wire.ReasonMarker, "20030000"},
 
 	// DDP, tagged
-	{"DDP-7.2-3 DDP-4.2-6 DDP-7.1-10 RDMAP-3.2-7 RDMAP-5.1-3 invalid STag", []string{"c140 deadbeef 0000000000001000 0102"}, wire.ReasonInvalidSTag,
+	{"DDP-7.2-3 DDP-4.2-6 DDP-7.1-10 RDMAP-3.2-7 RDMAP-5.1-3 invalid STag",
+		[]string{"c140 deadbeef 0000000000001000 0102"}, wire.ReasonInvalidSTag,
 		"1100c000 0010 c140 deadbeef 0000000000001000"},
-	{"DDP-8.3-2 RDMAP-3.2-12 RDMAP-8.1.1-4 DDP-8.3.1-4 revoked STag", []string{"c140 00000500 0000000000001000 0102"}, wire.ReasonInvalidSTag,
+	{"DDP-8.3-2 RDMAP-3.2-12 RDMAP-8.1.1-4 DDP-8.3.1-4 revoked STag",
+		[]string{"c140 00000500 0000000000001000 0102"}, wire.ReasonInvalidSTag,
 		"1100c000 0010 c140 00000500 0000000000001000"},
-	{"DDP-7.1-11 DDP-8.3.1-5 RDMAP-8.1.1-5 RDMAP-3.2-11 Write to a read-only STag", []string{"c140 00000200 0000000000001000 0102"}, wire.ReasonInvalidSTag,
+	{"DDP-7.1-11 DDP-8.3.1-5 RDMAP-8.1.1-5 RDMAP-3.2-11 Write to a read-only STag",
+		[]string{"c140 00000200 0000000000001000 0102"}, wire.ReasonInvalidSTag,
 		"1100c000 0010 c140 00000200 0000000000001000"},
 	{"DDP-7.2-4 DDP-7.1-12 one byte below", []string{"8140 00000100 0000000000000fff 0102"}, wire.ReasonBounds,
 		"1101c000 0010 8140 00000100 0000000000000fff"},
-	{"DDP-7.2-4 DDP-7.1-13 DDP-7.1-15 DDP-8.1-1 DDP-8.3.1-3 RDMAP-8.1.1-3 SEC-5042.6.2.1-1 one byte beyond", []string{"c140 00000100 000000000000100f 0102"}, wire.ReasonBounds,
+	{"DDP-7.2-4 DDP-7.1-13 DDP-7.1-15 DDP-8.1-1 DDP-8.3.1-3 RDMAP-8.1.1-3 SEC-5042.6.2.1-1 one byte beyond",
+		[]string{"c140 00000100 000000000000100f 0102"}, wire.ReasonBounds,
 		"1101c000 0010 c140 00000100 000000000000100f"},
-	{"DDP-7.1-12 TO behind the end", []string{"c140 00000100 0000000000001011 01"}, wire.ReasonBounds,
+	{"DDP-7.1-12 TO after the end", []string{"c140 00000100 0000000000001011 01"}, wire.ReasonBounds,
 		"1101c000 000f c140 00000100 0000000000001011"},
-	{"DDP-7.2-5 DDP-8.2-2 DDP-8.2-3 DDP-8.2-4 DDP-8.3.1-2 DDP-8.3-3 RDMAP-8.1.1-2 SEC-5042.3-2 SEC-5042.6.1.1-1 SEC-5042.6.1.1-3 SEC-5042.A-1 STag of another stream", []string{"c140 00000400 0000000000001000 01"}, wire.ReasonStream,
+	{"DDP-7.2-5 DDP-8.2-2 DDP-8.2-3 DDP-8.2-4 DDP-8.3.1-2 DDP-8.3-3 RDMAP-8.1.1-2 SEC-5042.3-2 SEC-5042.6.1.1-1 " +
+		"SEC-5042.6.1.1-3 SEC-5042.A-1 STag of another stream", []string{"c140 00000400 0000000000001000 " +
+		"01"}, wire.ReasonStream,
 		"1102c000 000f c140 00000400 0000000000001000"},
 	{"DDP-7.2-6 DDP-7.1-14 TO wrap", []string{"c140 00000100 fffffffffffffffc 0102030405060708"}, wire.ReasonWrap,
 		"1103c000 0016 c140 00000100 fffffffffffffffc"},
-	{"DDP-7.2-7 DDP-4.1-11 DDP-6.2.2-3 MPA-C.1-1 DV 0, tagged", []string{"c040 00000100 0000000000001000 01"}, wire.ReasonTaggedVersion,
+	{"DDP-7.2-7 DDP-4.1-11 DDP-6.2.2-3 MPA-C.1-1 DV 0, tagged", []string{"c040 00000100 0000000000001000 01"},
+		wire.ReasonTaggedVersion,
 		"1104c000 000f c040 00000100 0000000000001000"},
 	{"DDP-7.2-7 DV 3, tagged", []string{"c340 00000100 0000000000001000"}, wire.ReasonTaggedVersion,
 		"1104c000 000e c340 00000100 0000000000001000"},
@@ -66,11 +75,16 @@ var refusals = []struct {
 		"1204c000 0014 4143 00000000 00000000 00000001 00000004"},
 	{"DDP-7.1-7 MO beyond the buffer", []string{"4143 00000000 00000000 00000001 00000041 01"}, wire.ReasonMO,
 		"1204c000 0013 4143 00000000 00000000 00000001 00000041"},
-	{"DDP-7.1-8 MO near 2^32", []string{"0143 00000000 00000000 00000001 00000000 0102", "4143 00000000 00000000 00000001 ffffffff 0102"}, wire.ReasonMO,
+	{"DDP-7.1-8 MO near 2^32",
+		[]string{"0143 00000000 00000000 00000001 00000000 0102", "4143 00000000 00000000 00000001 ffffffff 0102"},
+		wire.ReasonMO,
 		"1204c000 0014 4143 00000000 00000000 00000001 ffffffff"},
-	{"DDP-7.2-12 DDP-7.1-8 RDMAP-5.3-4 RDMAP-3.2-4 RDMAP-5.3-7 Send of 65 bytes", []string{"4143 00000000 00000000 00000001 00000000" + strings.Repeat("ab", 65)}, wire.ReasonTooLong,
+	{"DDP-7.2-12 DDP-7.1-8 RDMAP-5.3-4 RDMAP-3.2-4 RDMAP-5.3-7 Send of 65 bytes",
+		[]string{"4143 00000000 00000000 00000001 00000000" + strings.Repeat("ab", 65)}, wire.ReasonTooLong,
 		"1205c000 0053 4143 00000000 00000000 00000001 00000000"},
-	{"DDP-7.2-12 Send of 64 + 1 bytes", []string{"0143 00000000 00000000 00000001 00000000" + strings.Repeat("ab", 64), "4143 00000000 00000000 00000001 00000040 ab"}, wire.ReasonTooLong,
+	{"DDP-7.2-12 Send of 64 + 1 bytes",
+		[]string{"0143 00000000 00000000 00000001 00000000" + strings.Repeat("ab", 64),
+			"4143 00000000 00000000 00000001 00000040 ab"}, wire.ReasonTooLong,
 		"1205c000 0013 4143 00000000 00000000 00000001 00000040"},
 	{"DDP-7.2-13 DV 0, untagged", []string{"4043 00000000 00000000 00000001 00000000"}, wire.ReasonUntaggedVersion,
 		"1206c000 0012 4043 00000000 00000000 00000001 00000000"},
@@ -78,13 +92,15 @@ var refusals = []struct {
 		"1206c000 0012 4243 00000000 00000000 00000001 00000000"},
 
 	// RDMAP, operation
-	{"RDMAP-4.8-24 RDMAP-7.2-3 RDMAP-4.1-7 RV 0", []string{"4103 00000000 00000000 00000001 00000000"}, wire.ReasonRDMAPVersion,
+	{"RDMAP-4.8-24 RDMAP-7.2-3 RDMAP-4.1-7 RV 0", []string{"4103 00000000 00000000 00000001 00000000"},
+		wire.ReasonRDMAPVersion,
 		"0205c000 0012 4103 00000000 00000000 00000001 00000000"},
 	{"RDMAP-4.8-24 RV 2", []string{"c180 00000100 0000000000001000 01"}, wire.ReasonRDMAPVersion,
 		"0205c000 000f c180 00000100 0000000000001000"},
 	{"RDMAP-4.8-24 RV 3", []string{"41c3 00000000 00000000 00000001 00000000"}, wire.ReasonRDMAPVersion,
 		"0205c000 0012 41c3 00000000 00000000 00000001 00000000"},
-	{"RDMAP-4.8-25 RDMAP-7.2-2 RDMAP-4.1-9 RDMAP-7.1-3 opcode 8", []string{"4148 00000000 00000000 00000001 00000000"}, wire.ReasonOpcode,
+	{"RDMAP-4.8-25 RDMAP-7.2-2 RDMAP-4.1-9 RDMAP-7.1-3 opcode 8",
+		[]string{"4148 00000000 00000000 00000001 00000000"}, wire.ReasonOpcode,
 		"0206c000 0012 4148 00000000 00000000 00000001 00000000"},
 	{"RDMAP-4.1-9 opcode 15, tagged", []string{"c14f 00000100 0000000000001000"}, wire.ReasonOpcode,
 		"0206c000 000e c14f 00000100 0000000000001000"},
@@ -94,37 +110,57 @@ var refusals = []struct {
 		"0206c000 0012 4140 00000000 00000000 00000001 00000000"},
 	{"RDMAP-4.1-6 RDMAP-5.3-8 Send on queue 1", []string{"4143 00000000 00000001 00000001 00000000"}, wire.ReasonOpcode,
 		"0206c000 0012 4143 00000000 00000001 00000001 00000000"},
-	{"RDMAP-5.2.1-6 RDMAP-4.8-7 Read Request on queue 0", []string{readRequestHex("00000000", "00000001", "00000010", "00000100", "0000000000001000")}, wire.ReasonOpcode,
+	{"RDMAP-5.2.1-6 RDMAP-4.8-7 Read Request on queue 0",
+		[]string{readRequestHex("00000000", "00000001", "00000010", "00000100", "0000000000001000")}, wire.ReasonOpcode,
 		"0206c000 002e 4141 00000000 00000000 00000001 00000000"},
-	{"RDMAP-5.2.2-5 Read Response that nobody asked for", []string{"c142 00000100 0000000000001000 01"}, wire.ReasonOpcode,
+	{"RDMAP-5.2.2-5 Read Response without a Request", []string{"c142 00000100 0000000000001000 01"},
+		wire.ReasonOpcode,
 		"0206c000 000f c142 00000100 0000000000001000"},
-	{"RDMAP-4.2-2 short Read Request", []string{"4141 00000000 00000001 00000001 00000000" + strings.Repeat("00", 22)}, wire.ReasonOpcode,
+	{"RDMAP-4.2-2 short Read Request",
+		[]string{"4141 00000000 00000001 00000001 00000000" + strings.Repeat("00", 22)}, wire.ReasonOpcode,
 		"0206c000 0028 4141 00000000 00000001 00000001 00000000"},
-	{"RDMAP-4.2-2 long Read Request", []string{"4141 00000000 00000001 00000001 00000000" + strings.Repeat("00", 32)}, wire.ReasonTooLong,
+	{"RDMAP-4.2-2 long Read Request",
+		[]string{"4141 00000000 00000001 00000001 00000000" + strings.Repeat("00", 32)}, wire.ReasonTooLong,
 		"1205c000 0032 4141 00000000 00000001 00000001 00000000"},
-	{"RDMAP-7.2-6 Read Request with MSN 2", []string{readRequestHex("00000001", "00000002", "00000010", "00000100", "0000000000001000")}, wire.ReasonMSN,
+	{"RDMAP-7.2-6 Read Request with MSN 2",
+		[]string{readRequestHex("00000001", "00000002", "00000010", "00000100", "0000000000001000")}, wire.ReasonMSN,
 		"1203c000 002e 4141 00000000 00000001 00000002 00000000"},
-	{"RDMAP-7.2-6 Read Request with MO 1", []string{"4141 00000000 00000001 00000001 00000001" + strings.Repeat("00", 28)}, wire.ReasonMO,
+	{"RDMAP-7.2-6 Read Request with MO 1",
+		[]string{"4141 00000000 00000001 00000001 00000001" + strings.Repeat("00", 28)}, wire.ReasonMO,
 		"1204c000 002e 4141 00000000 00000001 00000001 00000001"},
 
 	// RDMAP, protection: Read Requests, whose header comes back, too
-	{"RDMAP-4.8-17 RDMAP-7.2-7 RDMAP-7.1-4 RDMAP-5.2.1-13 RDMAP-5.2.1-5 RDMAP-4.8-14 invalid SrcSTag", []string{readRequestHex("00000001", "00000001", "00000010", "deadbeef", "0000000000001000")}, wire.ReasonReadInvalidSTag,
+	{"RDMAP-4.8-17 RDMAP-7.2-7 RDMAP-7.1-4 RDMAP-5.2.1-13 RDMAP-5.2.1-5 RDMAP-4.8-14 invalid SrcSTag",
+		[]string{readRequestHex("00000001", "00000001", "00000010", "deadbeef", "0000000000001000")},
+		wire.ReasonReadInvalidSTag,
 		"0100e000 002e" + readRequestHex("00000001", "00000001", "00000010", "deadbeef", "0000000000001000")},
-	{"RDMAP-4.8-18 RDMAP-7.2-10 RDMAP-3.2-10 one byte too many", []string{readRequestHex("00000001", "00000001", "00000011", "00000100", "0000000000001000")}, wire.ReasonReadBounds,
+	{"RDMAP-4.8-18 RDMAP-7.2-10 RDMAP-3.2-10 one byte too many",
+		[]string{readRequestHex("00000001", "00000001", "00000011", "00000100", "0000000000001000")},
+		wire.ReasonReadBounds,
 		"0101e000 002e" + readRequestHex("00000001", "00000001", "00000011", "00000100", "0000000000001000")},
-	{"RDMAP-7.2-9 SrcTO below", []string{readRequestHex("00000001", "00000001", "00000001", "00000100", "0000000000000fff")}, wire.ReasonReadBounds,
+	{"RDMAP-7.2-9 SrcTO below",
+		[]string{readRequestHex("00000001", "00000001", "00000001", "00000100", "0000000000000fff")},
+		wire.ReasonReadBounds,
 		"0101e000 002e" + readRequestHex("00000001", "00000001", "00000001", "00000100", "0000000000000fff")},
-	{"RDMAP-4.8-19 DDP-8.3.1-5 SEC-5042.6.3.5-1 write-only STag", []string{readRequestHex("00000001", "00000001", "00000001", "00000300", "0000000000001000")}, wire.ReasonReadAccess,
+	{"RDMAP-4.8-19 DDP-8.3.1-5 SEC-5042.6.3.5-1 write-only STag",
+		[]string{readRequestHex("00000001", "00000001", "00000001", "00000300", "0000000000001000")},
+		wire.ReasonReadAccess,
 		"0102e000 002e" + readRequestHex("00000001", "00000001", "00000001", "00000300", "0000000000001000")},
-	{"RDMAP-4.8-20 RDMAP-7.2-8 RDMAP-8.1.1-2 STag of another stream", []string{readRequestHex("00000001", "00000001", "00000001", "00000400", "0000000000001000")}, wire.ReasonReadStream,
+	{"RDMAP-4.8-20 RDMAP-7.2-8 RDMAP-8.1.1-2 STag of another stream",
+		[]string{readRequestHex("00000001", "00000001", "00000001", "00000400", "0000000000001000")},
+		wire.ReasonReadStream,
 		"0103e000 002e" + readRequestHex("00000001", "00000001", "00000001", "00000400", "0000000000001000")},
-	{"RDMAP-4.8-21 RDMAP-7.2-11 SrcTO wrap", []string{readRequestHex("00000001", "00000001", "00000008", "00000100", "fffffffffffffffc")}, wire.ReasonReadWrap,
+	{"RDMAP-4.8-21 RDMAP-7.2-11 SrcTO wrap",
+		[]string{readRequestHex("00000001", "00000001", "00000008", "00000100", "fffffffffffffffc")},
+		wire.ReasonReadWrap,
 		"0104e000 002e" + readRequestHex("00000001", "00000001", "00000008", "00000100", "fffffffffffffffc")},
 
 	// RDMAP, protection: Sends with Invalidate
-	{"RDMAP-4.8-22 RDMAP-7.2-4 RDMAP-5.3-14 invalidation of an unknown STag", []string{"4144 deadbeef 00000000 00000001 00000000 0102"}, wire.ReasonNotInvalidated,
+	{"RDMAP-4.8-22 RDMAP-7.2-4 RDMAP-5.3-14 invalidation of an unknown STag",
+		[]string{"4144 deadbeef 00000000 00000001 00000000 0102"}, wire.ReasonNotInvalidated,
 		"0109c000 0014 4144 deadbeef 00000000 00000001 00000000"},
-	{"RDMAP-4.8-22 RDMAP-7.2-5 RDMAP-5.3-13 RDMAP-8.1.1-7 SEC-5042.6.4.5-1 invalidation of another stream's STag", []string{"4146 00000400 00000000 00000001 00000000"}, wire.ReasonNotInvalidated,
+	{"RDMAP-4.8-22 RDMAP-7.2-5 RDMAP-5.3-13 RDMAP-8.1.1-7 SEC-5042.6.4.5-1 invalidation of another stream's STag",
+		[]string{"4146 00000400 00000000 00000001 00000000"}, wire.ReasonNotInvalidated,
 		"0109c000 0012 4146 00000400 00000000 00000001 00000000"},
 }
 
@@ -165,7 +201,8 @@ func TestRefusals(t *testing.T) {
 			if b := unhex(tt.ulpdus[0]); tt.reason.Layer == wire.LayerDDP && tt.reason.EType == 1 && wire.VersionOK(b) {
 				// DDP-8.3-5: the ULP learns STag and TO.
 				h, _ := wire.ParseTagged(b)
-				if s := se.Error(); !strings.Contains(s, fmt.Sprintf("STag %#x", h.STag)) || !strings.Contains(s, fmt.Sprintf("TO %#x", h.TO)) {
+				if s := se.Error(); !strings.Contains(s, fmt.Sprintf("STag %#x", h.STag)) ||
+					!strings.Contains(s, fmt.Sprintf("TO %#x", h.TO)) {
 					t.Error(s)
 				}
 			}
@@ -192,7 +229,8 @@ func TestRefusals(t *testing.T) {
 			if tt.reason == wire.ReasonTaggedVersion {
 				faults = 0
 			}
-			if n.STagFaults != faults || n.CRCErrors != 0 || len(n.TerminatesSent) != 1 || n.TerminatesSent[tt.reason] != 1 || len(n.TerminatesReceived) != 0 {
+			if n.STagFaults != faults || n.CRCErrors != 0 || len(n.TerminatesSent) != 1 ||
+				n.TerminatesSent[tt.reason] != 1 || len(n.TerminatesReceived) != 0 {
 				t.Errorf("counts %+v", n)
 			}
 		})
@@ -213,7 +251,9 @@ func TestBadCRC(t *testing.T) {
 		p.nc.Close()
 		asFault(t, next(t, events).err, wire.ReasonCRC, false)
 		// The one FPDU that counts is the RTR.
-		if n := c.opt.Domain.Counts(); n.CRCErrors != 1 || n.STagFaults != 0 || n.TerminatesSent[wire.ReasonCRC] != 1 || n.Received.FPDUs != 1 || n.Received.Writes != 1 || n.Received.Sends != 0 {
+		if n := c.opt.Domain.Counts(); n.CRCErrors != 1 || n.STagFaults != 0 ||
+			n.TerminatesSent[wire.ReasonCRC] != 1 || n.Received.FPDUs != 1 || n.Received.Writes != 1 ||
+			n.Received.Sends != 0 {
 			t.Errorf("counts %+v", n)
 		}
 	}
@@ -276,10 +316,15 @@ func TestTerminateReceived(t *testing.T) {
 		headers   string // DDP and Read Request
 	}{
 		// Untagged, on queue 2: RDMAP-5.4-1, RDMAP-5.4-2
-		{"RDMAP-5.4-5 V-RDMAP-4", ddp + "1202c000 0076 4143 00000000 00000000 00000009 00000000", wire.ReasonNoBuffer, "4143 00000000 00000000 00000009 00000000"},
-		{"RDMAP-4.8-13 V-RDMAP-5", ddp + "0100e000 002e 4141 00000000 00000001 00000001 00000000 11111111 2222222233333333 00001000 44444444 5555555566666666",
-			wire.ReasonReadInvalidSTag, "4141 00000000 00000001 00000001 00000000 11111111 2222222233333333 00001000 44444444 5555555566666666"},
-		{"siw, swapped 1/2/05", ddp + "21050300 0064 4143 00000000 00000000 00000009 00000000", wire.ReasonTooLong, "4143 00000000 00000000 00000009 00000000"},
+		{"RDMAP-5.4-5 V-RDMAP-4", ddp + "1202c000 0076 4143 00000000 00000000 00000009 00000000",
+			wire.ReasonNoBuffer, "4143 00000000 00000000 00000009 00000000"},
+		{"RDMAP-4.8-13 V-RDMAP-5",
+			ddp + "0100e000 002e 4141 00000000 00000001 00000001 00000000 11111111 2222222233333333 00001000 " +
+				"44444444 5555555566666666",
+			wire.ReasonReadInvalidSTag,
+			"4141 00000000 00000001 00000001 00000000 11111111 2222222233333333 00001000 44444444 5555555566666666"},
+		{"siw, swapped 1/2/05", ddp + "21050300 0064 4143 00000000 00000000 00000009 00000000", wire.ReasonTooLong,
+			"4143 00000000 00000000 00000009 00000000"},
 		// MPA2-8-3
 		{"siw, swapped CRC error", ddp + "02020000", wire.ReasonCRC, ""},
 		{"siw, too many Reads", ddp + "20070000", wire.ReasonRTR, ""}, // ambiguous: RDMAP interop notes
@@ -300,7 +345,8 @@ func TestTerminateReceived(t *testing.T) {
 		{"RDMAP-4.8-23", ddp + "02ff0000", wire.ReasonOperation, ""},
 		{"RDMAP-4.8-26", ddp + "02080000", wire.ReasonGlobal, ""},
 		{"extra zeros", ddp + "20020000" + strings.Repeat("00", 48), wire.ReasonCRC, ""},
-		{"RDMAP-4.1-10 Invalidate STag is ignored", "4147 00000100 00000002 00000001 00000000 20020000", wire.ReasonCRC, ""},
+		{"RDMAP-4.1-10 Invalidate STag is ignored", "4147 00000100 00000002 00000001 00000000 20020000",
+			wire.ReasonCRC, ""},
 		{"RDMAP-5.4-3 MSN 2", "4147 00000000 00000002 00000002 00000000 20020000", wire.ReasonOperation, ""},
 		{"RDMAP-5.4-6 queue 1", "4147 00000000 00000001 00000001 00000000 20020000", wire.ReasonOperation, ""},
 		{"RDMAP-5.4-6 MO 4", "4147 00000000 00000002 00000001 00000004 20020000", wire.ReasonOperation, ""},
@@ -321,7 +367,8 @@ func TestTerminateReceived(t *testing.T) {
 			if !strings.HasPrefix(se.Error(), "peer terminated") {
 				t.Error(se)
 			}
-			if tt.headers != "" && !bytes.Equal(append(se.Terminate.DDP, se.Terminate.ReadRequest...), unhex(tt.headers)) {
+			if tt.headers != "" &&
+				!bytes.Equal(append(se.Terminate.DDP, se.Terminate.ReadRequest...), unhex(tt.headers)) {
 				t.Errorf("headers %x %x", se.Terminate.DDP, se.Terminate.ReadRequest)
 			}
 			// RDMAP-5.4-9: nothing more is sent.

@@ -50,12 +50,6 @@ var proseUnfinished = []string{
 	"cmd/iser-target/daemon",
 	"examples",
 	"iscsi",
-	"iscsi/keys",
-	"iscsi/tcp",
-	"iser",
-
-	"rdma",
-	"rdma/wire",
 	"tests",
 	"tests/conformance/cu",
 	"tests/initiator",

@@ -138,7 +138,8 @@ func (l Limits) Validate() error {
 		}
 	}
 	if l.FirstBurstLength > l.MaxBurstLength {
-		return fmt.Errorf("the limit of FirstBurstLength is %d, more than that of MaxBurstLength, %d", l.FirstBurstLength, l.MaxBurstLength)
+		return fmt.Errorf("the limit of FirstBurstLength is %d, more than that of MaxBurstLength, %d",
+			l.FirstBurstLength, l.MaxBurstLength)
 	}
 	return nil
 }

@@ -83,7 +83,8 @@ func (n *Negotiation) FirstRequest() error {
 		n.err = &Error{statusMissingParameter, "InitiatorName", "is missing in the first Login Request"}
 	}
 	if n.err == nil && n.p.TargetName == "" && !n.p.Discovery {
-		n.err = &Error{statusMissingParameter, "TargetName", "is missing in the first Login Request of a normal session"}
+		n.err = &Error{statusMissingParameter, "TargetName",
+			"is missing in the first Login Request of a normal session"}
 	}
 	n.firstDone = true
 	return n.err
@@ -226,7 +227,8 @@ func (n *Negotiation) Declare(answers []Pair) []Pair {
 		return answers
 	}
 	n.declared = true
-	return append(answers, Pair{"MaxRecvDataSegmentLength", number.format(value{n: uint64(n.limits.MaxRecvDataSegmentLength)})})
+	return append(answers,
+		Pair{"MaxRecvDataSegmentLength", number.format(value{n: uint64(n.limits.MaxRecvDataSegmentLength)})})
 }
 
 // Finish returns the result if its values fit together (RFC 7143, section 6.2). An error
@@ -254,7 +256,8 @@ func (n *Negotiation) Finish() (Params, error) {
 	case p.RDMAExtensions && !n.limits.RDMA && !n.limits.StepUp:
 		n.err = textError("RDMAExtensions", "the session uses iSER, but this connection cannot")
 	case p.FirstBurstLength > p.MaxBurstLength && (p.ImmediateData || !p.InitialR2T):
-		n.err = textError("FirstBurstLength", "%d is more than MaxBurstLength, %d", p.FirstBurstLength, p.MaxBurstLength)
+		n.err = textError("FirstBurstLength", "%d is more than MaxBurstLength, %d", p.FirstBurstLength,
+			p.MaxBurstLength)
 	default:
 		return p, nil
 	}

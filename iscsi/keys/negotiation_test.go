@@ -9,10 +9,10 @@ import (
 	"testing"
 )
 
-// names is how every first Login Request of a normal session begins.
+// names begins every first Login Request of a normal session.
 var names = []Pair{{"InitiatorName", "iqn.1993-08.org.debian:01:a"}, {"TargetName", "iqn.2026-11.io.example:t"}}
 
-// login is a login by l in which names have been declared.
+// login starts a login with l and declares names.
 func login(t *testing.T, l Limits) *Negotiation {
 	t.Helper()
 	n := NewLogin(l)
@@ -51,7 +51,7 @@ func wantStatus(t *testing.T, err error, status uint16) {
 	}
 }
 
-// defaults are those of RFC 7143, section 13, and RFC 7145, section 6.
+// defaults holds the defaults of RFC 7143, section 13, and RFC 7145, section 6.
 var defaults = Params{
 	InitiatorName: names[0].Value, TargetName: names[1].Value,
 	InitialR2T: true, ImmediateData: true,
@@ -62,7 +62,7 @@ var defaults = Params{
 	MaxAHSLength: 256, TaskReporting: "RFC3720", ISCSIProtocolLevel: 1,
 }
 
-// ISCSI-6.2-5: what has not been offered keeps its default.
+// ISCSI-6.2-5: a key without an offer keeps its default.
 func TestDefaults(t *testing.T) {
 	if got := finish(t, login(t, Limits{})); got != defaults {
 		t.Errorf("%+v\nwant %+v", got, defaults)
@@ -95,8 +95,7 @@ func TestTable(t *testing.T) {
 	}
 }
 
-// Every row of the table, each with offers and the answers to them; "" is no
-// answer, "!" an error with the status behind it.
+// Every row of the table has offers and the answers to them. "" is no answer, "!" an error with the status after it.
 func TestAnswers(t *testing.T) {
 	tcp, rdma, no := Limits{}, Limits{RDMA: true, Digests: true}, false
 	stepUp := Limits{StepUp: true, Digests: true}
@@ -107,7 +106,8 @@ func TestAnswers(t *testing.T) {
 		key          string
 		offerAnswers string // offer>answer ...
 	}{
-		{"ISCSI-6.3.2-1", tcp, Security, "AuthMethod", "None>None CHAP,None>None KRB5,CHAP,None>None SRP>!0201 CHAP>!0201"},
+		{"ISCSI-6.3.2-1", tcp, Security, "AuthMethod",
+			"None>None CHAP,None>None KRB5,CHAP,None>None SRP>!0201 CHAP>!0201"},
 		{"ISCSI-6.3-4", tcp, Security, "CHAP_A", "5> Reject>!0200"},
 		{"ISCSI-12.1.3-3", tcp, Security, "CHAP_C", long("0x", 2050) + ">"},
 		{"ISCSI-6.3-4", tcp, Operational, "CHAP_A", "5>!0200"},
@@ -118,19 +118,25 @@ func TestAnswers(t *testing.T) {
 		{"ISCSI-6.3-4", tcp, Operational, "AuthMethod", "None>!0200"},
 		{"ISCSI-6.3-4", tcp, Security, "InitiatorAlias", "x> Reject>"},
 		{"ISCSI-6.3-4", tcp, Security, "InitialR2T", "Yes>!0200"},
-		{"ISCSI-4.2.7-1", tcp, Operational, "InitiatorName", long("iqn.2026-11.io.example:", 223) + "> " + long("iqn.2026-11.io.example:", 224) + ">!0200 >!0200"},
-		{"ISCSI-4.2.7-1", tcp, Operational, "TargetName", long("iqn.2026-11.io.example:", 223) + "> " + long("iqn.2026-11.io.example:", 224) + ">!0200"},
-		{"ISCSI-13.21-1", tcp, Operational, "SessionType", "Normal> Discovery> Foo>!0209 Foo,Normal>!0209 Normal,Discovery>!0209"},
+		{"ISCSI-4.2.7-1", tcp, Operational, "InitiatorName",
+			long("iqn.2026-11.io.example:", 223) + "> " + long("iqn.2026-11.io.example:", 224) + ">!0200 >!0200"},
+		{"ISCSI-4.2.7-1", tcp, Operational, "TargetName",
+			long("iqn.2026-11.io.example:", 223) + "> " + long("iqn.2026-11.io.example:", 224) + ">!0200"},
+		{"ISCSI-13.21-1", tcp, Operational, "SessionType",
+			"Normal> Discovery> Foo>!0209 Foo,Normal>!0209 Normal,Discovery>!0209"},
 		{"ISCSI-13.6-1", tcp, Operational, "TargetAlias", "x>!0200"},
 		{"ISCSI-13.8-1", tcp, Operational, "TargetAddress", "192.0.2.1>!0200"},
 		{"ISCSI-13.9-1", tcp, Operational, "TargetPortalGroupTag", "1>!0200"},
 		{"SendTargets", tcp, Operational, "SendTargets", "All>!0200"},
-		{"ISCSI-13.26-1", tcp, Operational, "X#NodeArchitecture", "a/1,b/2> " + long("", 255) + "> " + long("", 256) + ">!0200"},
+		{"ISCSI-13.26-1", tcp, Operational, "X#NodeArchitecture",
+			"a/1,b/2> " + long("", 255) + "> " + long("", 256) + ">!0200"},
 
-		{"ISCSI-6.2.1-1", Limits{Digests: true}, Operational, "HeaderDigest", "Foo,CRC32C,None>CRC32C None,CRC32C>None CRC32C>CRC32C None>None Foo>Reject"},
+		{"ISCSI-6.2.1-1", Limits{Digests: true}, Operational, "HeaderDigest",
+			"Foo,CRC32C,None>CRC32C None,CRC32C>None CRC32C>CRC32C None>None Foo>Reject"},
 		{"ISCSI-13.1-1", Limits{Digests: true}, Operational, "DataDigest", "CRC32C>CRC32C None>None"},
 		{"ISCSI-6.2.1-2", tcp, Operational, "HeaderDigest", "CRC32C>Reject CRC32C,None>None None>None"},
-		{"ISCSI-6.2.1-2", tcp, Operational, "DataDigest", "CRC32C>Reject CRC32C,None>None " + long("", 256) + ",None>Reject"},
+		{"ISCSI-6.2.1-2", tcp, Operational, "DataDigest",
+			"CRC32C>Reject CRC32C,None>None " + long("", 256) + ",None>Reject"},
 		{"ISER-6.1-1", rdma, Operational, "HeaderDigest", "CRC32C,None>None None>None CRC32C>Reject"},
 		{"ISER-5.1-10", rdma, Operational, "DataDigest", "CRC32C,None>None None>None"},
 
@@ -142,19 +148,26 @@ func TestAnswers(t *testing.T) {
 		{"ISCSI-6.2.2-4", Limits{ImmediateData: &no}, Operational, "ImmediateData", "Yes>No No>No"},
 		{"ISCSI-6.2.2-4", tcp, Operational, "DataPDUInOrder", "Yes>Yes No>Yes"},
 		{"ISCSI-6.2.2-4", tcp, Operational, "DataSequenceInOrder", "Yes>Yes No>Yes"},
-		{"ISCSI-6.1-4", tcp, Operational, "MaxBurstLength", "0x10000>65536 0X10000>65536 65536>65536 065536>Reject 0x>Reject +65536>Reject 65_536>Reject -1>Reject 65536k>Reject 18446744073709551616>Reject 0x10000000000010000>Reject"},
-		{"ISCSI-6.2.2-1", tcp, Operational, "MaxBurstLength", "16777215>1048576 1048577>1048576 1048576>1048576 65536>65536 511>Reject 16777216>Reject >Reject"},
+		{"ISCSI-6.1-4", tcp, Operational, "MaxBurstLength",
+			"0x10000>65536 0X10000>65536 65536>65536 065536>Reject 0x>Reject +65536>Reject 65_536>Reject " +
+				"-1>Reject 65536k>Reject 18446744073709551616>Reject 0x10000000000010000>Reject"},
+		{"ISCSI-6.2.2-1", tcp, Operational, "MaxBurstLength",
+			"16777215>1048576 1048577>1048576 1048576>1048576 65536>65536 511>Reject 16777216>Reject >Reject"},
 		{"ISCSI-6.2.2-3", tcp, Operational, "MaxBurstLength", "512~1024>Reject"},
 		{"ISCSI-6.1-4", tcp, Operational, "MaxBurstLength", "0x" + long("", 254) + ">!0200"},
-		{"ISCSI-6.2.2-1", tcp, Operational, "FirstBurstLength", "16777215>65536 65535>65535 512>512 511>Reject 16777216>Reject"},
+		{"ISCSI-6.2.2-1", tcp, Operational, "FirstBurstLength",
+			"16777215>65536 65535>65535 512>512 511>Reject 16777216>Reject"},
 		{"ISCSI-6.2.2-1", tcp, Operational, "DefaultTime2Wait", "0>2 2>2 3>3 3600>3600 3601>Reject"},
 		{"ISCSI-6.2.2-1", tcp, Operational, "DefaultTime2Retain", "0>0 20>20 3600>20 3601>Reject"},
 		{"ISCSI-6.2.2-1", tcp, Operational, "MaxOutstandingR2T", "1>1 65535>1 0>Reject 65536>Reject"},
 		{"ISER-10.2-1", tcp, Operational, "ErrorRecoveryLevel", "0>0 1>0 2>0 3>Reject"},
 		{"ISCSI-13.19-1", Limits{ErrorRecoveryLevel: 2}, Operational, "ErrorRecoveryLevel", "0>0 1>1 2>2"},
 		{"ISCSI-13.19-1", Limits{ErrorRecoveryLevel: 2}, Operational, "MaxOutstandingR2T", "1>1 2>1 16>1"},
-		{"ISCSI-6.2.2-1", tcp, Operational, "MaxRecvDataSegmentLength", "512> 16777215> 511>!0200 16777216>!0200 x>!0200"},
-		{"ISCSI-13.23-1", tcp, Operational, "TaskReporting", "RFC3720>RFC3720 RFC3720,FastAbort>RFC3720 FastAbort,ResponseFence,RFC3720>FastAbort ResponseFence,RFC3720>ResponseFence Fast,RFC3720>RFC3720 Fast>Reject"},
+		{"ISCSI-6.2.2-1", tcp, Operational, "MaxRecvDataSegmentLength",
+			"512> 16777215> 511>!0200 16777216>!0200 x>!0200"},
+		{"ISCSI-13.23-1", tcp, Operational, "TaskReporting",
+			"RFC3720>RFC3720 RFC3720,FastAbort>RFC3720 FastAbort,ResponseFence,RFC3720>FastAbort " +
+				"ResponseFence,RFC3720>ResponseFence Fast,RFC3720>RFC3720 Fast>Reject"},
 		{"ISCSI-13.24-1", tcp, Operational, "iSCSIProtocolLevel", "0>0 1>1 2>2 31>2 32>Reject"},
 		{"ISCSI-13.25-1", tcp, Operational, "IFMarker", "No>Reject Yes>Reject"},
 		{"ISCSI-13.25-1", tcp, Operational, "OFMarker", "No>Reject Yes>Reject"},
@@ -170,9 +183,12 @@ func TestAnswers(t *testing.T) {
 		{"ISER-6.3-1", stepUp, Operational, "RDMAExtensions", "Yes>Yes No>No Maybe>Reject"},
 		{"ISER-5.1-2", stepUp, Security, "RDMAExtensions", "Yes>!0200"},
 		{"ISCSI-6.2.1-1", stepUp, Operational, "HeaderDigest", "CRC32C,None>CRC32C"},
-		{"ISER-6.4-1", rdma, Operational, "TargetRecvDataSegmentLength", "512>512 8192>8192 16777215>8192 511>Reject 16777216>Reject"},
-		{"ISER-6.4-1", Limits{RDMA: true, TargetRecvDataSegmentLength: 65536}, Operational, "TargetRecvDataSegmentLength", "512>512 16777215>65536"},
-		{"ISER-6.5-1", rdma, Operational, "InitiatorRecvDataSegmentLength", "512>512 8192>8192 262144>8192 128>Reject 16777216>Reject"},
+		{"ISER-6.4-1", rdma, Operational, "TargetRecvDataSegmentLength",
+			"512>512 8192>8192 16777215>8192 511>Reject 16777216>Reject"},
+		{"ISER-6.4-1", Limits{RDMA: true, TargetRecvDataSegmentLength: 65536}, Operational,
+			"TargetRecvDataSegmentLength", "512>512 16777215>65536"},
+		{"ISER-6.5-1", rdma, Operational, "InitiatorRecvDataSegmentLength",
+			"512>512 8192>8192 262144>8192 128>Reject 16777216>Reject"},
 		{"ISER-6.7-1", rdma, Operational, "MaxOutstandingUnexpectedPDUs", "0> 2> 4294967295> 1>!0200 4294967296>!0200"},
 		{"ISER-6.8-1", rdma, Operational, "MaxAHSLength", "0> 2> 256> 4294967295> 1>!0200"},
 		{"ISER-6.9-1", rdma, Operational, "TaggedBufferForSolicitedDataOnly", "Yes> No> 1>!0200"},
@@ -224,7 +240,7 @@ func TestAnswers(t *testing.T) {
 
 func long(prefix string, n int) string { return prefix + strings.Repeat("0", n-len(prefix)) }
 
-// ISCSI-6.3.2-1: a Reject of AuthMethod is still to be said.
+// ISCSI-6.3.2-1: the Reject of AuthMethod is sent before the login fails.
 func TestAuthMethodReject(t *testing.T) {
 	answers, err := NewLogin(Limits{}).Offer(Security, Pair{"AuthMethod", "CHAP"}, nil)
 	wantStatus(t, err, 0x0201)
@@ -233,9 +249,10 @@ func TestAuthMethodReject(t *testing.T) {
 	}
 }
 
-// ISCSI-6.3.2-1, ISCSI-9.2-1: CHAP and nothing else, where it is required.
+// ISCSI-6.3.2-1, ISCSI-9.2-1: where CHAP is required, no other AuthMethod is accepted.
 func TestRequireCHAP(t *testing.T) {
-	for offer, want := range map[string]string{"CHAP": "CHAP", "CHAP,None": "CHAP", "KRB5,CHAP,None": "CHAP", "None": "Reject", "SRP": "Reject"} {
+	for offer, want := range map[string]string{"CHAP": "CHAP", "CHAP,None": "CHAP", "KRB5,CHAP,None": "CHAP",
+		"None": "Reject", "SRP": "Reject"} {
 		n := NewLogin(Limits{})
 		n.RequireCHAP()
 		answers, err := n.Offer(Security, Pair{"AuthMethod", offer}, nil)
@@ -248,8 +265,7 @@ func TestRequireCHAP(t *testing.T) {
 	}
 }
 
-// ISCSI-12.1.3-1: no step of CHAP is done twice. ISCSI-9.2-5: another connection
-// says anew who it is.
+// ISCSI-12.1.3-1: no step of CHAP comes twice. ISCSI-9.2-5: every further connection authenticates itself, too.
 func TestCHAPKeys(t *testing.T) {
 	for _, key := range []string{"CHAP_A", "CHAP_I", "CHAP_C", "CHAP_N", "CHAP_R"} {
 		n := login(t, Limits{})
@@ -268,7 +284,7 @@ func TestCHAPKeys(t *testing.T) {
 	}
 }
 
-// ISCSI-6.2-7: no key of the table is ever answered NotUnderstood.
+// ISCSI-6.2-7: no key of the table gets the answer NotUnderstood.
 func TestAllKeysAreUnderstood(t *testing.T) {
 	for _, k := range table {
 		for _, s := range []Stage{Security, Operational, FullFeature} {
@@ -286,12 +302,12 @@ func TestAllKeysAreUnderstood(t *testing.T) {
 	}
 }
 
-// ISCSI-6.2-8: Reject, Irrelevant and NotUnderstood are no offers.
+// ISCSI-6.2-8: Reject, Irrelevant and NotUnderstood are not offers.
 func TestReservedWords(t *testing.T) {
 	for _, word := range []string{"Reject", "Irrelevant", "NotUnderstood"} {
 		for _, k := range append(slices.Clone(table), &key{name: "X-com.example.foo"}) {
 			if k.kind == text {
-				continue // an alias may read as it likes
+				continue // an alias may be any text
 			}
 			s := Operational
 			if k.flags&securityOnly != 0 {
@@ -307,7 +323,8 @@ func TestReservedWords(t *testing.T) {
 
 // ISCSI-6.3-9, ISCSI-6.4-5, ISCSI-13.4-1: a key comes once.
 func TestTwice(t *testing.T) {
-	for _, p := range []Pair{{"InitialR2T", "Yes"}, {"MaxRecvDataSegmentLength", "512"}, {"X-com.example.foo", "1"}, {"IFMarker", "No"}, {"InitiatorName", names[0].Value}, {"TargetName", names[1].Value}} {
+	for _, p := range []Pair{{"InitialR2T", "Yes"}, {"MaxRecvDataSegmentLength", "512"}, {"X-com.example.foo", "1"},
+		{"IFMarker", "No"}, {"InitiatorName", names[0].Value}, {"TargetName", names[1].Value}} {
 		n := NewLogin(Limits{})
 		offer(t, n, Operational, p)
 		_, err := n.Offer(Operational, p, nil)
@@ -319,7 +336,7 @@ func TestTwice(t *testing.T) {
 	wantStatus(t, err, 0x0200)
 }
 
-// libiscsi declares who it is in the first request of either stage.
+// libiscsi declares its name in the first request of each stage.
 func TestNamesInBothStages(t *testing.T) {
 	who := append(slices.Clone(names), Pair{"SessionType", "Normal"}, Pair{"InitiatorAlias", "a"})
 	n := NewLogin(Limits{})
@@ -329,9 +346,10 @@ func TestNamesInBothStages(t *testing.T) {
 	}
 	offer(t, n, Operational, who...)
 	_, err := n.Offer(Operational, who[0], nil)
-	wantStatus(t, err, 0x0200) // ISCSI-13.4-1: a third time is too much
+	wantStatus(t, err, 0x0200) // ISCSI-13.4-1: not a third time
 
-	for _, p := range []Pair{{"InitiatorName", "iqn.1993-08.org.debian:01:b"}, {"TargetName", "iqn.2026-11.io.example:u"}, {"SessionType", "Discovery"}, {"InitiatorAlias", "b"}} {
+	for _, p := range []Pair{{"InitiatorName", "iqn.1993-08.org.debian:01:b"},
+		{"TargetName", "iqn.2026-11.io.example:u"}, {"SessionType", "Discovery"}, {"InitiatorAlias", "b"}} {
 		n := NewLogin(Limits{})
 		offer(t, n, Security, who...)
 		_, err := n.Offer(Operational, p, nil)
@@ -363,7 +381,7 @@ func TestFirstRequest(t *testing.T) {
 			wantStatus(t, err, 0x0207)
 		}
 	}
-	// Access control has been done: none of this may change any more.
+	// Access control has used these values: they must not change now.
 	for _, p := range []Pair{{"SessionType", "Discovery"}, {"TargetName", names[1].Value}} {
 		n := NewLogin(Limits{})
 		offer(t, n, Operational, names[0])
@@ -384,24 +402,27 @@ func TestFirstRequest(t *testing.T) {
 	}
 }
 
-// What open-iscsi offers in the first request of a normal iSER session: every
-// value is answered with a value, in the order of the offers, and nothing is
-// said that was not asked (ISCSI-6.3-7, ISER-6.3-4). RDMAExtensions is answered
-// in the same Response (ISER-6.3-5).
+// The offers of open-iscsi in the first request of a normal iSER session. Every value gets a value as its answer, in
+// the order of the offers, and nothing else is sent (ISCSI-6.3-7, ISER-6.3-4). The answer to RDMAExtensions is in the
+// same Response (ISER-6.3-5).
 func TestOpenISCSI(t *testing.T) {
 	n := login(t, Limits{RDMA: true})
 	answers := offer(t, n, Operational,
 		Pair{"DefaultTime2Retain", "0"}, Pair{"DefaultTime2Wait", "2"}, Pair{"IFMarker", "No"}, Pair{"OFMarker", "No"},
-		Pair{"ErrorRecoveryLevel", "0"}, Pair{"InitialR2T", "No"}, Pair{"ImmediateData", "Yes"}, Pair{"MaxBurstLength", "16776192"},
-		Pair{"FirstBurstLength", "262144"}, Pair{"MaxOutstandingR2T", "1"}, Pair{"MaxConnections", "1"}, Pair{"DataPDUInOrder", "Yes"},
-		Pair{"DataSequenceInOrder", "Yes"}, Pair{"InitiatorRecvDataSegmentLength", "262144"}, Pair{"TargetRecvDataSegmentLength", "8192"},
+		Pair{"ErrorRecoveryLevel", "0"}, Pair{"InitialR2T", "No"}, Pair{"ImmediateData", "Yes"},
+		Pair{"MaxBurstLength", "16776192"},
+		Pair{"FirstBurstLength", "262144"}, Pair{"MaxOutstandingR2T", "1"}, Pair{"MaxConnections", "1"},
+		Pair{"DataPDUInOrder", "Yes"},
+		Pair{"DataSequenceInOrder", "Yes"}, Pair{"InitiatorRecvDataSegmentLength", "262144"},
+		Pair{"TargetRecvDataSegmentLength", "8192"},
 		Pair{"RDMAExtensions", "Yes"})
 	answers = n.Declare(answers)
 	want := []Pair{
 		{"DefaultTime2Retain", "0"}, {"DefaultTime2Wait", "2"}, {"IFMarker", "Reject"}, {"OFMarker", "Reject"},
 		{"ErrorRecoveryLevel", "0"}, {"InitialR2T", "Yes"}, {"ImmediateData", "Yes"}, {"MaxBurstLength", "1048576"},
 		{"FirstBurstLength", "65536"}, {"MaxOutstandingR2T", "1"}, {"MaxConnections", "1"}, {"DataPDUInOrder", "Yes"},
-		{"DataSequenceInOrder", "Yes"}, {"InitiatorRecvDataSegmentLength", "8192"}, {"TargetRecvDataSegmentLength", "8192"},
+		{"DataSequenceInOrder", "Yes"}, {"InitiatorRecvDataSegmentLength", "8192"},
+		{"TargetRecvDataSegmentLength", "8192"},
 		{"RDMAExtensions", "Yes"},
 	}
 	if !slices.Equal(answers, want) {
@@ -412,7 +433,7 @@ func TestOpenISCSI(t *testing.T) {
 	if got := finish(t, n); got != p {
 		t.Errorf("%+v\nwant %+v", got, p)
 	}
-	// ISER-6.2-1: MaxRecvDataSegmentLength leaves the two keys of iSER alone.
+	// ISER-6.2-1: MaxRecvDataSegmentLength does not change the two keys of iSER.
 	n = login(t, Limits{RDMA: true})
 	offer(t, n, Operational, Pair{"RDMAExtensions", "Yes"}, Pair{"MaxRecvDataSegmentLength", "512"})
 	if got := finish(t, n); got.InitiatorRecvDataSegmentLength != 8192 || got.TargetRecvDataSegmentLength != 8192 {
@@ -423,20 +444,22 @@ func TestOpenISCSI(t *testing.T) {
 // ISER-6.2-2: the two limits are independent of each other.
 func TestSegmentLengths(t *testing.T) {
 	n := login(t, Limits{RDMA: true})
-	offer(t, n, Operational, Pair{"RDMAExtensions", "Yes"}, Pair{"InitiatorRecvDataSegmentLength", "512"}, Pair{"TargetRecvDataSegmentLength", "4096"})
+	offer(t, n, Operational, Pair{"RDMAExtensions", "Yes"}, Pair{"InitiatorRecvDataSegmentLength", "512"},
+		Pair{"TargetRecvDataSegmentLength", "4096"})
 	if got := finish(t, n); got.InitiatorRecvDataSegmentLength != 512 || got.TargetRecvDataSegmentLength != 4096 {
 		t.Errorf("%+v", got)
 	}
 }
 
-// ISER-5.1-5, ISCSI-13.21-1: discovery over RDMA as open-iscsi and libiscsi do
-// it. Keys that are irrelevant there are answered but keep their defaults.
+// ISER-5.1-5, ISCSI-13.21-1: discovery over RDMA by open-iscsi and libiscsi. Keys that are irrelevant there get answers
+// but keep their defaults.
 func TestDiscovery(t *testing.T) {
 	n := NewLogin(Limits{RDMA: true, Digests: true})
 	answers := offer(t, n, Operational, names[0], Pair{"SessionType", "Discovery"},
 		Pair{"HeaderDigest", "None"}, Pair{"DataDigest", "None"}, Pair{"MaxRecvDataSegmentLength", "32768"},
 		Pair{"RDMAExtensions", "Yes"}, Pair{"InitialR2T", "No"}, Pair{"ImmediateData", "No"},
-		Pair{"MaxBurstLength", "512"}, Pair{"FirstBurstLength", "512"}, Pair{"MaxConnections", "4"}, Pair{"ErrorRecoveryLevel", "2"})
+		Pair{"MaxBurstLength", "512"}, Pair{"FirstBurstLength", "512"}, Pair{"MaxConnections", "4"},
+		Pair{"ErrorRecoveryLevel", "2"})
 	answers = n.Declare(answers)
 	want := []Pair{{"HeaderDigest", "None"}, {"DataDigest", "None"}, {"RDMAExtensions", "Irrelevant"},
 		{"InitialR2T", "Yes"}, {"ImmediateData", "No"}, {"MaxBurstLength", "512"}, {"FirstBurstLength", "512"},
@@ -450,7 +473,7 @@ func TestDiscovery(t *testing.T) {
 		t.Errorf("%+v\nwant %+v", got, p)
 	}
 
-	// ISCSI-13.22-1: no vendor key is understood, here either.
+	// ISCSI-13.22-1: no vendor key is understood, also here.
 	got := offer(t, n, Operational, Pair{"X-com.example.foo", "1"})
 	if !slices.Equal(got, []Pair{{"X-com.example.foo", "NotUnderstood"}}) {
 		t.Errorf("%q", got)
@@ -473,8 +496,8 @@ func TestIntegrity(t *testing.T) {
 	}{
 		{"MaxBurstLength first", []Pair{{"MaxBurstLength", "4096"}, {"FirstBurstLength", "65536"}}, true, 4096},
 		{"FirstBurstLength first", []Pair{{"FirstBurstLength", "1048576"}, {"MaxBurstLength", "65536"}}, true, 65536},
-		{"agreed on too much", []Pair{{"FirstBurstLength", "65536"}, {"MaxBurstLength", "4096"}}, false, 0},
-		{"default is too much", []Pair{{"MaxBurstLength", "4096"}}, false, 0},
+		{"the agreed value exceeds MaxBurstLength", []Pair{{"FirstBurstLength", "65536"}, {"MaxBurstLength", "4096"}}, false, 0},
+		{"the default exceeds MaxBurstLength", []Pair{{"MaxBurstLength", "4096"}}, false, 0},
 		{"irrelevant", []Pair{{"ImmediateData", "No"}, {"MaxBurstLength", "4096"}}, true, 65536},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -490,8 +513,7 @@ func TestIntegrity(t *testing.T) {
 	}
 }
 
-// ISER-5.1-2: without agreement there is no iSER session; the connection
-// cannot carry any other.
+// ISER-5.1-2: the login fails without RDMAExtensions=Yes, because the connection can carry only iSER.
 func TestRDMAExtensionsMissing(t *testing.T) {
 	for _, pairs := range [][]Pair{nil, {{"RDMAExtensions", "No"}}} {
 		n := login(t, Limits{RDMA: true})
@@ -499,7 +521,7 @@ func TestRDMAExtensionsMissing(t *testing.T) {
 		_, err := n.Finish()
 		wantStatus(t, err, 0x0200)
 	}
-	// ISER-6.3-3: the key is taken in a later request, too.
+	// ISER-6.3-3: the key may come in a later request, too.
 	n := login(t, Limits{RDMA: true})
 	if err := n.FirstRequest(); err != nil {
 		t.Fatal(err)
@@ -516,8 +538,8 @@ func TestRDMAExtensionsMissing(t *testing.T) {
 	}
 }
 
-// ISCSI-13-1, ISER-5.1-8, ISER-5.1-9: a connection that joins a session takes
-// over what the session has, and negotiates what belongs to a connection.
+// ISCSI-13-1, ISER-5.1-8, ISER-5.1-9: a connection that joins a session inherits the values of the session, and
+// negotiates those of a connection.
 func TestJoin(t *testing.T) {
 	cur := defaults
 	cur.RDMAExtensions, cur.MaxBurstLength, cur.InitiatorRecvDataSegmentLength = true, 524288, 512
@@ -530,7 +552,8 @@ func TestJoin(t *testing.T) {
 		wantStatus(t, err, 0x0200)
 	}
 	n := NewJoin(Limits{RDMA: true}, cur)
-	offer(t, n, Operational, append(slices.Clone(names), Pair{"SessionType", "Normal"}, Pair{"TargetRecvDataSegmentLength", "4096"})...)
+	offer(t, n, Operational,
+		append(slices.Clone(names), Pair{"SessionType", "Normal"}, Pair{"TargetRecvDataSegmentLength", "4096"})...)
 	want := cur
 	want.InitiatorRecvDataSegmentLength, want.TargetRecvDataSegmentLength = 8192, 4096
 	if got := finish(t, n); got != want {
@@ -544,7 +567,7 @@ func TestJoin(t *testing.T) {
 	wantStatus(t, err, 0x0207)
 }
 
-// ISCSI-6.2-10: all or nothing. ISCSI-13.12-1: declared again, it applies.
+// ISCSI-6.2-10: a text negotiation applies as a whole or not at all. ISCSI-13.12-1: a new declaration applies.
 func TestText(t *testing.T) {
 	n := NewText(Limits{}, defaults)
 	offer(t, n, FullFeature, Pair{"MaxRecvDataSegmentLength", "65536"})
@@ -570,8 +593,7 @@ func TestText(t *testing.T) {
 	wantStatus(t, err, 0x0200)
 }
 
-// ISER-6.2-1: the target declares MaxRecvDataSegmentLength where it counts,
-// once, and nothing else.
+// ISER-6.2-1: the target declares MaxRecvDataSegmentLength once, where it has a meaning, and nothing else.
 func TestDeclare(t *testing.T) {
 	n := NewLogin(Limits{})
 	if got := n.Declare(nil); !slices.Equal(got, []Pair{{"MaxRecvDataSegmentLength", "262144"}}) {
@@ -585,7 +607,7 @@ func TestDeclare(t *testing.T) {
 	}
 }
 
-// ISCSI-6.2-12: six exchanges and more; ISCSI-6.1-5: but no end of text.
+// ISCSI-6.2-12: a login may take six exchanges and more. ISCSI-6.1-5: the text has a limit.
 func TestBound(t *testing.T) {
 	n := login(t, Limits{})
 	var err error
@@ -602,7 +624,8 @@ func TestBound(t *testing.T) {
 func TestLimits(t *testing.T) {
 	for _, l := range []Limits{
 		{FirstBurstLength: 511}, {FirstBurstLength: 1 << 24}, {FirstBurstLength: 2 << 20}, {MaxBurstLength: 512},
-		{TargetRecvDataSegmentLength: 1}, {InitiatorRecvDataSegmentLength: 1 << 24}, {MaxRecvDataSegmentLength: 1}, {ErrorRecoveryLevel: 3},
+		{TargetRecvDataSegmentLength: 1}, {InitiatorRecvDataSegmentLength: 1 << 24}, {MaxRecvDataSegmentLength: 1},
+		{ErrorRecoveryLevel: 3},
 	} {
 		if l.Validate() == nil {
 			t.Errorf("%+v is valid", l)
@@ -615,18 +638,20 @@ func TestLimits(t *testing.T) {
 	}
 }
 
-// RFC 7145, sections 5.1 and 6.3: with RDMAExtensions=Yes there are no digests, on
-// no connection of the session, and nothing is declared that means nothing.
+// RFC 7145, sections 5.1 and 6.3: with RDMAExtensions=Yes no connection of the session has digests, and the target
+// declares nothing that has no meaning.
 func TestStepUp(t *testing.T) {
 	l := Limits{StepUp: true, Digests: true}
 	yes := Pair{"RDMAExtensions", "Yes"}
 	pairs := []Pair{{"HeaderDigest", "CRC32C,None"}, yes, {"SessionType", "Normal"}, {"DataDigest", "CRC32C"}}
 	Arrange(pairs)
-	if want := []Pair{{"SessionType", "Normal"}, yes, {"HeaderDigest", "CRC32C,None"}, {"DataDigest", "CRC32C"}}; !slices.Equal(pairs, want) {
+	if want := []Pair{{"SessionType", "Normal"}, yes, {"HeaderDigest", "CRC32C,None"},
+		{"DataDigest", "CRC32C"}}; !slices.Equal(pairs, want) {
 		t.Errorf("arranged: %q", pairs)
 	}
 	n := login(t, l)
-	if got := offer(t, n, Operational, pairs...); !slices.Equal(got, []Pair{yes, {"HeaderDigest", "None"}, {"DataDigest", "Reject"}}) {
+	if got := offer(t, n, Operational,
+		pairs...); !slices.Equal(got, []Pair{yes, {"HeaderDigest", "None"}, {"DataDigest", "Reject"}}) {
 		t.Errorf("ISER-5.1-10: %q", got)
 	}
 	if got := n.Declare(nil); len(got) != 0 {
@@ -638,7 +663,9 @@ func TestStepUp(t *testing.T) {
 	}
 	t.Run("ISER-5.1-8 ISER-5.1-10 another connection", func(t *testing.T) {
 		n := NewJoin(l, p)
-		if got := offer(t, n, Operational, append(names, Pair{"HeaderDigest", "CRC32C,None"})...); !slices.Equal(got, []Pair{{"HeaderDigest", "None"}}) {
+		if got := offer(t, n, Operational,
+			append(names, Pair{"HeaderDigest", "CRC32C,None"})...); !slices.Equal(got,
+			[]Pair{{"HeaderDigest", "None"}}) {
 			t.Errorf("%q", got)
 		}
 		if p := finish(t, n); !p.RDMAExtensions || p.HeaderDigest {
@@ -653,7 +680,7 @@ func TestStepUp(t *testing.T) {
 		_, err := NewJoin(l, defaults).Offer(Operational, yes, nil)
 		wantStatus(t, err, 0x0200)
 	})
-	t.Run("ISER-5.1-10 a digest is there already", func(t *testing.T) {
+	t.Run("ISER-5.1-10 a digest was agreed on before", func(t *testing.T) {
 		for _, key := range []string{"HeaderDigest", "DataDigest"} {
 			n := login(t, l)
 			offer(t, n, Operational, Pair{key, "CRC32C"})
@@ -665,9 +692,11 @@ func TestStepUp(t *testing.T) {
 	t.Run("ISER-6.9-1 ISER-6.10-1 declared or by default", func(t *testing.T) {
 		for _, value := range []string{"Yes", "No"} {
 			n := login(t, l)
-			offer(t, n, Operational, yes, Pair{"iSERHelloRequired", value}, Pair{"TaggedBufferForSolicitedDataOnly", value})
+			offer(t, n, Operational, yes, Pair{"iSERHelloRequired", value},
+				Pair{"TaggedBufferForSolicitedDataOnly", value})
 			p := finish(t, n)
-			if want := value == "Yes"; p.ISERHelloRequired != want || p.TaggedBufferForSolicitedDataOnly != want || !p.ISERHelloDeclared || !p.TaggedBufferDeclared {
+			if want := value == "Yes"; p.ISERHelloRequired != want || p.TaggedBufferForSolicitedDataOnly != want ||
+				!p.ISERHelloDeclared || !p.TaggedBufferDeclared {
 				t.Errorf("%s: %+v", value, p)
 			}
 		}

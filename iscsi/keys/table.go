@@ -60,11 +60,12 @@ type kind struct {
 
 var (
 	number  = &kind{parse: parseNumber, format: func(v value) string { return strconv.FormatUint(v.n, 10) }}
-	boolean = &kind{parse: parseBoolean, format: func(v value) string { return map[bool]string{true: "Yes", false: "No"}[v.b] }}
-	list    = &kind{parse: parseList, format: func(v value) string { return v.s }, picks: true, long: true}
-	choice  = &kind{parse: func(_ *key, s string) (value, bool) { return value{list: []string{s}}, true }, picks: true}
-	name    = &kind{parse: func(_ *key, s string) (value, bool) { return value{s: s}, s != "" && len(s) <= maxName }}
-	text    = &kind{parse: func(_ *key, s string) (value, bool) { return value{s: s}, len(s) <= maxValue }}
+	boolean = &kind{parse: parseBoolean,
+		format: func(v value) string { return map[bool]string{true: "Yes", false: "No"}[v.b] }}
+	list   = &kind{parse: parseList, format: func(v value) string { return v.s }, picks: true, long: true}
+	choice = &kind{parse: func(_ *key, s string) (value, bool) { return value{list: []string{s}}, true }, picks: true}
+	name   = &kind{parse: func(_ *key, s string) (value, bool) { return value{s: s}, s != "" && len(s) <= maxName }}
+	text   = &kind{parse: func(_ *key, s string) (value, bool) { return value{s: s}, len(s) <= maxValue }}
 	// exchange is the syntax of the keys of CHAP, whose values may be longer than others.
 	exchange = &kind{parse: func(_ *key, s string) (value, bool) { return value{s: s}, true }, long: true}
 	// nothing is the syntax of obsolete keys, which have no valid value.
@@ -149,7 +150,8 @@ func authMethods(l *Limits, _ *Params) value {
 
 var table = []*key{
 	// Security: RFC 7143, section 12.
-	{name: "AuthMethod", use: initialize, flags: securityOnly | connection, kind: list, result: first, own: authMethods, fail: statusAuthFailure},
+	{name: "AuthMethod", use: initialize, flags: securityOnly | connection, kind: list, result: first,
+		own: authMethods, fail: statusAuthFailure},
 	{name: "CHAP_A", use: initialize, flags: securityOnly | connection | declared, kind: exchange},
 	{name: "CHAP_I", use: initialize, flags: securityOnly | connection | declared, kind: exchange},
 	{name: "CHAP_C", use: initialize, flags: securityOnly | connection | declared, kind: exchange},
@@ -179,28 +181,33 @@ var table = []*key{
 		set: func(p *Params, v value) { p.HeaderDigest = v.s == "CRC32C" }},
 	{name: "DataDigest", use: initialize, flags: connection, kind: list, def: "None", result: first, own: digests,
 		set: func(p *Params, v value) { p.DataDigest = v.s == "CRC32C" }},
-	{name: "MaxConnections", use: leading, discovery: ignored, kind: number, lo: 1, hi: 65535, def: "1", result: minimum,
-		own: func(l *Limits, _ *Params) value { return value{n: uint64(l.MaxConnections)} },
-		set: func(p *Params, v value) { p.MaxConnections = uint16(v.n) }},
+	{name: "MaxConnections", use: leading, discovery: ignored, kind: number, lo: 1, hi: 65535, def: "1",
+		result: minimum,
+		own:    func(l *Limits, _ *Params) value { return value{n: uint64(l.MaxConnections)} },
+		set:    func(p *Params, v value) { p.MaxConnections = uint16(v.n) }},
 	{name: "InitialR2T", use: leading, discovery: ignored, kind: boolean, def: "Yes", result: or,
 		own: func(l *Limits, _ *Params) value { return value{b: *l.InitialR2T} },
 		set: func(p *Params, v value) { p.InitialR2T = v.b }},
 	{name: "ImmediateData", use: leading, discovery: ignored, kind: boolean, def: "Yes", result: and,
 		own: func(l *Limits, _ *Params) value { return value{b: *l.ImmediateData} },
 		set: func(p *Params, v value) { p.ImmediateData = v.b }},
-	{name: "MaxRecvDataSegmentLength", use: always, flags: declared | connection, kind: number, lo: 512, hi: maxLength, def: "8192",
+	{name: "MaxRecvDataSegmentLength", use: always, flags: declared | connection, kind: number, lo: 512,
+		hi: maxLength, def: "8192",
 		set: func(p *Params, v value) { p.MaxRecvDataSegmentLength = uint32(v.n) }},
-	{name: "MaxBurstLength", use: leading, discovery: ignored, kind: number, lo: 512, hi: maxLength, def: "262144", result: minimum,
-		own: func(l *Limits, _ *Params) value { return value{n: uint64(l.MaxBurstLength)} },
-		set: func(p *Params, v value) { p.MaxBurstLength = uint32(v.n) }},
-	{name: "FirstBurstLength", use: leading, discovery: ignored, kind: number, lo: 512, hi: maxLength, def: "65536", result: minimum,
-		own: func(l *Limits, p *Params) value { return value{n: uint64(min(l.FirstBurstLength, p.MaxBurstLength))} },
-		set: func(p *Params, v value) { p.FirstBurstLength = uint32(v.n) }},
+	{name: "MaxBurstLength", use: leading, discovery: ignored, kind: number, lo: 512, hi: maxLength, def: "262144",
+		result: minimum,
+		own:    func(l *Limits, _ *Params) value { return value{n: uint64(l.MaxBurstLength)} },
+		set:    func(p *Params, v value) { p.MaxBurstLength = uint32(v.n) }},
+	{name: "FirstBurstLength", use: leading, discovery: ignored, kind: number, lo: 512, hi: maxLength, def: "65536",
+		result: minimum,
+		own:    func(l *Limits, p *Params) value { return value{n: uint64(min(l.FirstBurstLength, p.MaxBurstLength))} },
+		set:    func(p *Params, v value) { p.FirstBurstLength = uint32(v.n) }},
 	{name: "DefaultTime2Wait", use: leading, kind: number, hi: 3600, def: "2", result: maximum, own: fixed(2),
 		set: func(p *Params, v value) { p.DefaultTime2Wait = uint16(v.n) }},
 	{name: "DefaultTime2Retain", use: leading, kind: number, hi: 3600, def: "20", result: minimum, own: fixed(20),
 		set: func(p *Params, v value) { p.DefaultTime2Retain = uint16(v.n) }},
-	{name: "MaxOutstandingR2T", use: leading, discovery: ignored, kind: number, lo: 1, hi: 65535, def: "1", result: minimum, own: fixed(1),
+	{name: "MaxOutstandingR2T", use: leading, discovery: ignored, kind: number, lo: 1, hi: 65535, def: "1",
+		result: minimum, own: fixed(1),
 		set: func(p *Params, v value) { p.MaxOutstandingR2T = uint16(v.n) }},
 	{name: "DataPDUInOrder", use: leading, discovery: ignored, kind: boolean, def: "Yes", result: or, own: yes,
 		set: func(p *Params, v value) { p.DataPDUInOrder = v.b }},
@@ -214,9 +221,11 @@ var table = []*key{
 			return value{n: uint64(l.ErrorRecoveryLevel)}
 		},
 		set: func(p *Params, v value) { p.ErrorRecoveryLevel = uint8(v.n) }},
-	{name: "TaskReporting", use: leading, discovery: ignored, kind: list, def: "RFC3720", result: first, own: oneOf("FastAbort", "ResponseFence", "RFC3720"),
+	{name: "TaskReporting", use: leading, discovery: ignored, kind: list, def: "RFC3720", result: first,
+		own: oneOf("FastAbort", "ResponseFence", "RFC3720"),
 		set: func(p *Params, v value) { p.TaskReporting = v.s }},
-	{name: "iSCSIProtocolLevel", use: leading, discovery: ignored, kind: number, hi: 31, def: "1", result: minimum, own: fixed(2), // RFC 7144
+	{name: "iSCSIProtocolLevel", use: leading, discovery: ignored, kind: number, hi: 31, def: "1", result: minimum,
+		own: fixed(2), // RFC 7144
 		set: func(p *Params, v value) { p.ISCSIProtocolLevel = uint8(v.n) }},
 
 	// Obsolete: RFC 7143, section 13.25.
@@ -232,13 +241,16 @@ var table = []*key{
 			return value{b: l.RDMA || l.StepUp && !p.HeaderDigest && !p.DataDigest}
 		},
 		set: func(p *Params, v value) { p.RDMAExtensions = v.b }},
-	{name: "TargetRecvDataSegmentLength", use: initialize, flags: connection, kind: number, lo: 512, hi: maxLength, def: "8192", result: minimum,
+	{name: "TargetRecvDataSegmentLength", use: initialize, flags: connection, kind: number, lo: 512, hi: maxLength,
+		def: "8192", result: minimum,
 		own: func(l *Limits, _ *Params) value { return value{n: uint64(l.TargetRecvDataSegmentLength)} },
 		set: func(p *Params, v value) { p.TargetRecvDataSegmentLength = uint32(v.n) }},
-	{name: "InitiatorRecvDataSegmentLength", use: initialize, flags: connection, kind: number, lo: 512, hi: maxLength, def: "8192", result: minimum,
+	{name: "InitiatorRecvDataSegmentLength", use: initialize, flags: connection, kind: number, lo: 512,
+		hi: maxLength, def: "8192", result: minimum,
 		own: func(l *Limits, _ *Params) value { return value{n: uint64(l.InitiatorRecvDataSegmentLength)} },
 		set: func(p *Params, v value) { p.InitiatorRecvDataSegmentLength = uint32(v.n) }},
-	{name: "MaxOutstandingUnexpectedPDUs", use: leading, flags: declared | orZero, kind: number, lo: 2, hi: 1<<32 - 1, def: "0",
+	{name: "MaxOutstandingUnexpectedPDUs", use: leading, flags: declared | orZero, kind: number, lo: 2,
+		hi: 1<<32 - 1, def: "0",
 		set: func(p *Params, v value) { p.MaxOutstandingUnexpectedPDUs = uint32(v.n) }},
 	{name: "MaxAHSLength", use: leading, flags: declared | orZero, kind: number, lo: 2, hi: 1<<32 - 1, def: "256",
 		set: func(p *Params, v value) { p.MaxAHSLength = uint32(v.n) }},

@@ -18,7 +18,8 @@ func TestParseText(t *testing.T) {
 		{"more NULs", "\x00A=1\x00\x00\x00", []Pair{{"A", "1"}}},
 		{"empty value", "A=\x00", []Pair{{"A", ""}}},
 		{"the first = splits", "A=b=c\x00", []Pair{{"A", "b=c"}}},
-		{"ISCSI-6.1-3 63 characters", "K" + strings.Repeat("k", 62) + "=v\x00", []Pair{{"K" + strings.Repeat("k", 62), "v"}}},
+		{"ISCSI-6.1-3 63 characters", "K" + strings.Repeat("k", 62) + "=v\x00",
+			[]Pair{{"K" + strings.Repeat("k", 62), "v"}}},
 		{"ISCSI-6.1-3 all of the character set", "Az09.-+@_=\x00", []Pair{{"Az09.-+@_", ""}}},
 		{"X#NodeArchitecture", "X#NodeArchitecture=a\x00", []Pair{{"X#NodeArchitecture", "a"}}},
 		{"UTF-8", "InitiatorAlias=Gerät\x00", []Pair{{"InitiatorAlias", "Gerät"}}},
@@ -43,7 +44,7 @@ func TestParseTextRefuses(t *testing.T) {
 		{"ISCSI-6.1-3 wrong character", "Initial R2T=Yes\x00", `contains ' '`},
 		{"ISCSI-6.1-2 no NUL at the end", "A=1\x00B=2", "does not end with NUL"},
 		{"ISCSI-6.1-1 not UTF-8", "InitiatorAlias=\xff\x00", "not UTF-8"},
-		{"ISCSI-6.1-5 too much", "A=" + strings.Repeat("x", MaxText) + "\x00", "longer than 16384"},
+		{"ISCSI-6.1-5 text above the limit", "A=" + strings.Repeat("x", MaxText) + "\x00", "longer than 16384"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			got, err := ParseText([]byte(tc.in))
@@ -58,8 +59,8 @@ func TestParseTextRefuses(t *testing.T) {
 	}
 }
 
-// ISCSI-6.1-2: a pair may be cut anywhere by the C bit. The parts are joined
-// before they are parsed; a part alone is not taken for the whole.
+// ISCSI-6.1-2: the C bit may cut a pair anywhere. The caller joins the parts before it parses them. A part alone is an
+// error.
 func TestEveryPrefix(t *testing.T) {
 	const whole = "InitialR2T=Yes\x00MaxBurstLength=0x10000\x00"
 	for i := 1; i < len(whole); i++ {
@@ -91,7 +92,8 @@ func TestTextOf8192Octets(t *testing.T) {
 func FuzzText(f *testing.F) {
 	for _, s := range []string{
 		"InitiatorName=iqn.1993-08.org.debian:01:a\x00SessionType=Discovery\x00HeaderDigest=None\x00",
-		"InitiatorName=iqn.1993-08.org.debian:01:a\x00TargetName=iqn.2026-11.io.example:t\x00RDMAExtensions=Yes\x00MaxBurstLength=0x10000\x00",
+		"InitiatorName=iqn.1993-08.org.debian:01:a\x00TargetName=iqn.2026-11.io.example:t\x00" +
+			"RDMAExtensions=Yes\x00MaxBurstLength=0x10000\x00",
 		"AuthMethod=CHAP,None\x00", "FirstBurstLength=512~1024\x00", "A=\x00\x00", "=\x00", "X-a=Reject\x00",
 		"MaxAHSLength=1\x00", "OFMarkInt=1~65535\x00",
 	} {
@@ -169,8 +171,10 @@ func TestParseBinary(t *testing.T) {
 			t.Errorf("ParseBinary(%.40q) = %.20x, %v", in, got, err)
 		}
 	}
-	for _, in := range []string{"", "0", "0x", "0b", "x", "12345678901234567890", "00", "1x00", "0x0g", "0x-1", "0b===", "0bA", "0bAAE", "0bAAE\n=", "0bAA\r\nE=", "0bAA E=",
-		"0x" + strings.Repeat("0", 2*MaxBinary+1), "0b" + base64.StdEncoding.EncodeToString(make([]byte, MaxBinary+1)), "Reject"} {
+	for _, in := range []string{"", "0", "0x", "0b", "x", "12345678901234567890", "00", "1x00", "0x0g", "0x-1",
+		"0b===", "0bA", "0bAAE", "0bAAE\n=", "0bAA\r\nE=", "0bAA E=",
+		"0x" + strings.Repeat("0", 2*MaxBinary+1),
+		"0b" + base64.StdEncoding.EncodeToString(make([]byte, MaxBinary+1)), "Reject"} {
 		if got, err := ParseBinary(in); err == nil {
 			t.Errorf("ParseBinary(%.40q) = %x", in, got)
 		}

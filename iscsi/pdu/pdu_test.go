@@ -140,7 +140,8 @@ func TestGolden(t *testing.T) {
 // The getters return the fields of captured PDUs.
 func TestGetters(t *testing.T) {
 	cmd := BHS(unhex(golden[0].wire))
-	if cmd.Opcode() != SCSICommand || cmd.Immediate() || !cmd.Final() || !cmd.Read() || cmd.Write() || cmd.Attr() != AttrUntagged ||
+	if cmd.Opcode() != SCSICommand || cmd.Immediate() || !cmd.Final() || !cmd.Read() || cmd.Write() ||
+		cmd.Attr() != AttrUntagged ||
 		cmd.ITT() != 0x14000000 || cmd.EDTL() != 1024 || cmd.CmdSN() != 0x14 || cmd.ExpStatSN() != 0x18 ||
 		!bytes.Equal(cmd.CDB()[:10], []byte{0x28, 0, 0, 0, 0, 0, 0, 0, 2, 0}) {
 		t.Errorf("READ(10) read back as %x", []byte(cmd))
@@ -150,14 +151,16 @@ func TestGetters(t *testing.T) {
 		t.Errorf("NOP-Out read back as %x", []byte(nop))
 	}
 	r2t := BHS(unhex(golden[3].wire))
-	if r2t.StatSN() != 0x30 || r2t.ExpCmdSN() != 0x21 || r2t.MaxCmdSN() != 0xa0 || r2t.DesiredDataTransferLength() != 65536 {
+	if r2t.StatSN() != 0x30 || r2t.ExpCmdSN() != 0x21 || r2t.MaxCmdSN() != 0xa0 ||
+		r2t.DesiredDataTransferLength() != 65536 {
 		t.Errorf("R2T read back as %x", []byte(r2t))
 	}
 	tmf := make(BHS, BHSLen)
 	tmf.Reset(TaskMgmtReq, FlagF|AbortTask)
 	tmf.SetReferencedTaskTag(7)
 	tmf.SetRefCmdSN(9)
-	if tmf.Function() != AbortTask || tmf.ReferencedTaskTag() != 7 || tmf.RefCmdSN() != 9 || binary.BigEndian.Uint32(tmf[32:]) != 9 {
+	if tmf.Function() != AbortTask || tmf.ReferencedTaskTag() != 7 || tmf.RefCmdSN() != 9 ||
+		binary.BigEndian.Uint32(tmf[32:]) != 9 {
 		t.Errorf("TMF read back as %x", []byte(tmf))
 	}
 	async := BHS(unhex(golden[9].wire))
@@ -203,8 +206,9 @@ func TestBefore(t *testing.T) {
 }
 
 func TestLoginRoundTrip(t *testing.T) {
-	req := LoginRequest{Transit: true, CSG: SecurityNegotiation, NSG: LoginOperationalNegotiation, VersionMax: 1, VersionMin: 2,
-		ISID: [6]byte{0x80, 1, 2, 3, 4, 5}, TSIH: 6, ITT: 7, CID: 8, CmdSN: 9, ExpStatSN: 10}
+	req := LoginRequest{Transit: true, CSG: SecurityNegotiation, NSG: LoginOperationalNegotiation, VersionMax: 1,
+		VersionMin: 2,
+		ISID:       [6]byte{0x80, 1, 2, 3, 4, 5}, TSIH: 6, ITT: 7, CID: 8, CmdSN: 9, ExpStatSN: 10}
 	wire := req.Append([]byte{0xaa})
 	// RFC 7143, section 11.12.
 	want := unhex(`aa 43 81 01 02 00000000 800102030405 0006 00000007 0008 0000 00000009 0000000a
@@ -215,7 +219,8 @@ func TestLoginRoundTrip(t *testing.T) {
 	if got := ParseLoginRequest(wire[1:]); got != req {
 		t.Errorf("came back as %+v", got)
 	}
-	rsp := LoginResponse{Continue: true, CSG: LoginOperationalNegotiation, ISID: req.ISID, TSIH: 3, ITT: 7, StatSN: 1, ExpCmdSN: 2,
+	rsp := LoginResponse{Continue: true, CSG: LoginOperationalNegotiation, ISID: req.ISID, TSIH: 3, ITT: 7,
+		StatSN: 1, ExpCmdSN: 2,
 		MaxCmdSN: 3, Status: LoginOutOfResources, DataSegmentLength: 77}
 	b := make(BHS, BHSLen)
 	rsp.Put(b)
@@ -248,8 +253,10 @@ func TestParseAHS(t *testing.T) {
 		{"extended CDB", long, Extensions{CDB: cdb32[16:]}, nil},
 		{"17 bytes, padded", AppendExtendedCDB(nil, cdb32[:17]), Extensions{CDB: []byte{16}}, nil},
 		{"bidirectional", unhex("0005 02 00 00010000"), Extensions{Bidi: true, ReadLength: 65536}, nil},
-		{"both", AppendBidiReadLength(bytes.Clone(long), 5), Extensions{CDB: cdb32[16:], Bidi: true, ReadLength: 5}, nil},
-		{"unknown type of length 0", unhex("0000 3f 00 0005 02 00 00000009"), Extensions{Bidi: true, ReadLength: 9}, nil},
+		{"both", AppendBidiReadLength(bytes.Clone(long), 5), Extensions{CDB: cdb32[16:], Bidi: true, ReadLength: 5},
+			nil},
+		{"unknown type of length 0", unhex("0000 3f 00 0005 02 00 00000009"), Extensions{Bidi: true, ReadLength: 9},
+			nil},
 		{"all zeros", make([]byte, MaxAHS), Extensions{}, nil},
 		{"runs over", unhex("0006 01 00 00000000"), Extensions{}, ErrAHSTruncated},
 		{"runs far over", unhex("ffff 07 00"), Extensions{}, ErrAHSTruncated},

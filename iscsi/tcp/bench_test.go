@@ -13,8 +13,8 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// A driver is an initiator that allocates nothing: it keeps up to depth commands
-// of one kind in flight and looks at nothing but opcode and status.
+// A driver is an initiator that allocates nothing. It keeps up to depth commands of one kind in
+// flight and checks only opcode and status.
 type driver struct {
 	tb     testing.TB
 	c      *client
@@ -24,10 +24,10 @@ type driver struct {
 	solic  bool   // data goes in one Data-Out per R2T
 	out    []byte // that PDU
 	head   [pdu.BHSLen]byte
-	digest int // bytes behind a header, and behind data
+	digest int // bytes after a header, and after data
 }
 
-// ioPaths are the ways of a command that are measured, and must not allocate.
+// ioPaths are the kinds of commands that are measured and must not allocate.
 var ioPaths = []struct {
 	name      string
 	write     bool
@@ -94,7 +94,7 @@ func (d *driver) send(h pdu.BHS, data []byte) {
 	}
 }
 
-// finish reads until one command has ended, and answers R2Ts meanwhile.
+// finish answers R2Ts until one command has ended.
 func (d *driver) finish() {
 	h := pdu.BHS(d.head[:])
 	for {
@@ -147,8 +147,8 @@ func TestNoAllocations(t *testing.T) {
 	}
 }
 
-// BenchmarkIO is the way of a READ and of a WRITE, initiator included, over
-// loopback to a memory LUN, as the benchmark of that name does it over iSER.
+// BenchmarkIO measures READs and WRITEs over loopback to a memory LUN, including the initiator, like
+// the benchmark of that name for iSER.
 func BenchmarkIO(b *testing.B) {
 	for i, p := range ioPaths {
 		for _, depth := range []int{1, 32} {

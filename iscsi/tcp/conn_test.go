@@ -15,7 +15,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 )
 
-// A deadline that passes between PDUs, or within a header, loses nothing.
+// A time-out between PDUs, or within a header, loses nothing.
 func TestReceiveDeadline(t *testing.T) {
 	near, far := net.Pipe()
 	defer far.Close()
@@ -55,12 +55,13 @@ func TestReceiveDeadline(t *testing.T) {
 	}
 }
 
-// Outside of a connection: what there is before and after.
+// A Conn describes itself before login, and refuses everything after Close.
 func TestConn(t *testing.T) {
 	near, far := net.Pipe()
 	defer far.Close()
 	c := New(near, Options{Prefix: []byte("abc")})
-	if c.RDMA() || c.Transport() != "tcp" || c.LocalAddr() == nil || c.RemoteAddr() == nil || c.MaxSendSegment() != 8192 {
+	if c.RDMA() || c.Transport() != "tcp" || c.LocalAddr() == nil || c.RemoteAddr() == nil ||
+		c.MaxSendSegment() != 8192 {
 		t.Error("a connection before login")
 	}
 	if err := c.EnterFullFeature(iscsi.Params{}, maxTasks+1); err == nil {
@@ -84,7 +85,7 @@ func TestConn(t *testing.T) {
 	c.CloseWrite()
 }
 
-// ISCSI-11.8-5: no tag is ffffffff, whatever has been counted.
+// ISCSI-11.8-5: no tag is ffffffff, also when the count wraps.
 func TestTargetTransferTags(t *testing.T) {
 	c := New(nil, Options{})
 	var last *task
@@ -107,12 +108,13 @@ func TestTargetTransferTags(t *testing.T) {
 	}
 }
 
-// What is agreed on without RDMA: digests if they are allowed (ISCSI-6.2.1-1,
-// ISCSI-6.2.1-2), the data segment that we take, one R2T at a time, no
-// RDMAExtensions.
+// Without RDMA a login agrees on digests if they are allowed (ISCSI-6.2.1-1, ISCSI-6.2.1-2), on our data
+// segments, on one R2T at a time and on no RDMAExtensions.
 func TestNegotiation(t *testing.T) {
-	offer := []string{"HeaderDigest=Foo,CRC32C,None", "DataDigest=None,CRC32C", "InitialR2T=No", "ImmediateData=Yes", "MaxOutstandingR2T=8",
-		"MaxBurstLength=16776192", "FirstBurstLength=262144", "MaxConnections=4", "ErrorRecoveryLevel=2", "RDMAExtensions=Yes"}
+	offer := []string{"HeaderDigest=Foo,CRC32C,None", "DataDigest=None,CRC32C", "InitialR2T=No", "ImmediateData=Yes",
+		"MaxOutstandingR2T=8",
+		"MaxBurstLength=16776192", "FirstBurstLength=262144", "MaxConnections=4", "ErrorRecoveryLevel=2",
+		"RDMAExtensions=Yes"}
 	for _, tt := range []struct {
 		digests bool
 		want    map[string]string
@@ -123,8 +125,10 @@ func TestNegotiation(t *testing.T) {
 		t.Run(fmt.Sprintf("digests allowed: %t", tt.digests), func(t *testing.T) {
 			tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.Limits.Digests = tt.digests })
 			got := tg.connect(t).login(offer...)
-			want := map[string]string{"InitialR2T": "Yes", "ImmediateData": "Yes", "MaxOutstandingR2T": "1", "MaxBurstLength": "1048576",
-				"FirstBurstLength": "65536", "MaxConnections": "1", "ErrorRecoveryLevel": "0", "RDMAExtensions": "No", "MaxRecvDataSegmentLength": "262144"}
+			want := map[string]string{"InitialR2T": "Yes", "ImmediateData": "Yes", "MaxOutstandingR2T": "1",
+				"MaxBurstLength":   "1048576",
+				"FirstBurstLength": "65536", "MaxConnections": "1", "ErrorRecoveryLevel": "0",
+				"RDMAExtensions": "No", "MaxRecvDataSegmentLength": "262144"}
 			maps.Copy(want, tt.want)
 			for k, v := range want {
 				if got[k] != v {
@@ -135,8 +139,8 @@ func TestNegotiation(t *testing.T) {
 	}
 }
 
-// ExpCmdSN and MaxCmdSN of Data-In and R2T were taken when they were queued: they
-// do not go back behind those of a PDU that was faster, also where they wrap.
+// ExpCmdSN and MaxCmdSN of Data-In and R2T come from the time when these were queued. They do not fall
+// below those of a PDU that left before, also where they wrap.
 func TestSerialNumbersDoNotGoBack(t *testing.T) {
 	c := &Conn{}
 	c.tx.out.Init()
@@ -162,8 +166,7 @@ func TestSerialNumbersDoNotGoBack(t *testing.T) {
 	}
 }
 
-// ISER-5.1.2-11: the connection is handed over with what has been read behind the
-// last PDU.
+// ISER-5.1.2-11: Upgrade returns the connection and what was read after the last PDU.
 func TestUpgrade(t *testing.T) {
 	near, far := net.Pipe()
 	defer far.Close()

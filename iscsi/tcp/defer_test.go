@@ -13,7 +13,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// Commands that have come together are answered together. On one processor they come so.
+// Commands that have come together are answered together. One processor makes them come together.
 func TestAnswersShareAWrite(t *testing.T) {
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
 	const rounds, commands = 20, 16
@@ -29,7 +29,8 @@ func TestAnswersShareAWrite(t *testing.T) {
 				var b []byte
 				for range commands {
 					if write {
-						b = append(b, c.encode(c.scsi(pdu.FlagW, cdb.Write16(0, 1), blockLen), nil, random(blockLen))...)
+						b = append(b,
+							c.encode(c.scsi(pdu.FlagW, cdb.Write16(0, 1), blockLen), nil, random(blockLen))...)
 					} else {
 						b = append(b, c.encode(c.scsi(pdu.FlagR, cdb.Read16(0, 1), blockLen), nil, nil)...)
 					}
@@ -38,7 +39,7 @@ func TestAnswersShareAWrite(t *testing.T) {
 				for answers := 0; answers < commands; {
 					p := c.any()
 					if p.h.Opcode() == pdu.DataIn && p.h.Flags()&pdu.FlagS == 0 {
-						continue // somebody was sending it when the status came
+						continue // it was being sent when the status came
 					}
 					if p.h.Status() != 0 {
 						t.Fatal(p)
@@ -53,7 +54,7 @@ func TestAnswersShareAWrite(t *testing.T) {
 	}
 }
 
-// An answer does not wait for a command behind it that waits for its store.
+// An answer does not wait for a later command that waits for its backend.
 func TestAnswerBeforeASlowCommand(t *testing.T) {
 	tg := startTarget(t)
 	c := tg.login(t)

@@ -12,8 +12,8 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// ISCSI-7.8-1: a wrong header digest closes the connection, and so does the lack
-// of one from the first PDU on (ISCSI-13.1-1).
+// ISCSI-7.8-1: a wrong header digest closes the connection. So does a first PDU without one
+// (ISCSI-13.1-1).
 func TestHeaderDigestError(t *testing.T) {
 	tg := startTarget(t)
 	t.Run("first PDU without digest", func(t *testing.T) {
@@ -50,8 +50,8 @@ func TestHeaderDigestError(t *testing.T) {
 	})
 }
 
-// ISCSI-7.8-2, ISCSI-7.3-2: a PDU with a wrong data digest is rejected; a command
-// counts as not received, and may be sent again.
+// ISCSI-7.8-2, ISCSI-7.3-2: a PDU with a wrong data digest is rejected. A command counts as not received,
+// and may be sent again.
 func TestDataDigestError(t *testing.T) {
 	no := false
 	tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.Limits.InitialR2T = &no })
@@ -117,8 +117,8 @@ func TestDataDigestError(t *testing.T) {
 	})
 }
 
-// ISCSI-4.2.5-2, ISCSI-4.2.5-3, ISCSI-13.10-1: unsolicited data up to
-// FirstBurstLength, the rest by R2T; ISCSI-4.2.5-4: of several commands.
+// ISCSI-4.2.5-2, ISCSI-4.2.5-3, ISCSI-13.10-1: data up to FirstBurstLength may come unsolicited, R2Ts ask
+// for the rest. ISCSI-4.2.5-4: that holds for several commands at once.
 func TestUnsolicitedData(t *testing.T) {
 	no := false
 	tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.Limits.InitialR2T = &no })
@@ -166,7 +166,7 @@ func TestUnsolicitedData(t *testing.T) {
 	})
 }
 
-// ISCSI-7.7-1: what makes no sense closes the connection, and takes no memory.
+// ISCSI-7.7-1: a format error closes the connection and uses no memory.
 func TestFormatErrors(t *testing.T) {
 	tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.Limits.MaxRecvDataSegmentLength = 8192 })
 	t.Run("segment longer than declared", func(t *testing.T) {
@@ -210,7 +210,7 @@ func TestFormatErrors(t *testing.T) {
 	})
 }
 
-// Connections end in the middle of everything; startTarget finds what is left.
+// Connections end at any time. startTarget checks that nothing remains.
 func TestLostConnections(t *testing.T) {
 	tg := startTarget(t)
 	data := random(1 << 20)
@@ -224,7 +224,7 @@ func TestLostConnections(t *testing.T) {
 			cmd, r2t := c.openWrite(data)
 			c.write(c.encode(dataOut(cmd.ITT(), r2t, 0, 0, false), nil, data[:65536])[:40000])
 		}},
-		{"behind a Data-Out", func(c *client) {
+		{"after a Data-Out", func(c *client) {
 			cmd, r2t := c.openWrite(data)
 			c.send(dataOut(cmd.ITT(), r2t, 0, 0, false), data[:65536])
 		}},
@@ -233,7 +233,7 @@ func TestLostConnections(t *testing.T) {
 				c.openWrite(data)
 			}
 		}},
-		{"reads that nobody takes", func(c *client) {
+		{"reads whose data the initiator does not read", func(c *client) {
 			for range 30 {
 				c.send(c.scsi(pdu.FlagR, cdb.Read16(0, 8192), 8192*blockLen), nil)
 			}
@@ -253,8 +253,7 @@ func TestLostConnections(t *testing.T) {
 	}
 }
 
-// A read that nobody takes holds up nothing but its own connection, and Shutdown
-// ends it.
+// An initiator that does not read its data holds up only its own connection, and Shutdown ends that.
 func TestPeerThatDoesNotRead(t *testing.T) {
 	tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 1 << 20 })
 	stuck, c := tg.login(t), tg.login(t)

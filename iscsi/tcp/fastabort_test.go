@@ -11,9 +11,9 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// ISCSI-4.2.3.4-1, ISCSI-4.2.3.4-2: with FastAbort a function does not wait for data.
-// The tags of another session stay valid until its initiator has answered the message
-// about the logical unit; then buffers are free.
+// ISCSI-4.2.3.4-1, ISCSI-4.2.3.4-2: with FastAbort a function does not wait for data. The tags of another
+// session stay valid until its initiator has answered the message about the logical unit. Then its
+// buffers are free.
 func TestFastAbort(t *testing.T) {
 	tg := startTarget(t)
 	data := random(16384)
@@ -23,13 +23,14 @@ func TestFastAbort(t *testing.T) {
 	cmd, r2t := d.openWrite(data)
 	buffers := func(want int) {
 		t.Helper()
-		testkit.Eventually(t, fmt.Sprint(want, " buffers in use"), func() bool { return tg.node.Stats().BuffersOut == want })
+		testkit.Eventually(t, fmt.Sprint(want, " buffers in use"),
+			func() bool { return tg.node.Stats().BuffersOut == want })
 	}
 	buffers(2)
 	start := time.Now()
 	c.tmf(pdu.LogicalUnitReset, pdu.ReservedTag, 0)
 	c.wantFunctionComplete()
-	if took := time.Since(start); took >= 2*time.Second { // as long as the standard semantics waits
+	if took := time.Since(start); took >= 2*time.Second { // the standard semantics waits that long
 		t.Errorf("answered after %v", took)
 	}
 	buffers(1)
@@ -55,10 +56,11 @@ func TestFastAbort(t *testing.T) {
 	buffers(1)
 	nop(0, p.h.StatSN()+1)
 	buffers(0)
-	if p := d.want(pdu.NOPIn); p.h.ITT() != pdu.ReservedTag || p.h.MaxCmdSN()-p.h.ExpCmdSN() != 127 { // about the window
+	if p := d.want(pdu.NOPIn); p.h.ITT() != pdu.ReservedTag ||
+		p.h.MaxCmdSN()-p.h.ExpCmdSN() != 127 { // about the window
 		t.Fatalf("%x", []byte(p.h))
 	}
-	nop(0, p.h.StatSN()+1) // once more: nothing happens
+	nop(0, p.h.StatSN()+1) // again: no effect
 	d.quiet()
 	for _, x := range []*client{c, d} {
 		x.wantSense(x.command(0, cdb.TestUnitReady, 0), 0x06, 0x29, 0x03)

@@ -15,8 +15,8 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/header"
 )
 
-// FuzzTCP: whatever an initiator says after login, the target neither panics nor
-// hangs, and keeps nothing. The first byte chooses what login agrees on:
+// FuzzTCP sends arbitrary bytes after login. The target must not panic or hang, and must keep nothing. The
+// first byte selects what the login agrees on:
 //
 //	1  header digest
 //	2  data digest
@@ -24,8 +24,7 @@ import (
 //	8  MaxBurstLength 512
 //	16 ErrorRecoveryLevel 1
 //
-// The rest is what the initiator sends. Where it is a whole PDU, digests are put
-// right, so that what is behind them is tried, too.
+// The rest is the input. Whole PDUs in it get the right digests, so that the input tests more than those.
 func FuzzTCP(f *testing.F) {
 	no := false
 	tg := startTarget(f, func(_ *target, o *iscsi.Options) {
@@ -57,7 +56,7 @@ func FuzzTCP(f *testing.F) {
 	for range 5 {
 		reads = append(reads, whole(c.scsi(pdu.FlagR, cdb.Read16(0, 4), 2048), nil)...)
 	}
-	// SNACKs of all types for a READ and a WRITE that are under way or answered.
+	// SNACKs of all types for a READ and a WRITE that are in progress or answered.
 	snacks := append([]byte(nil), reads...)
 	h := c.scsi(pdu.FlagW, cdb.Write16(0, 4), 2048)
 	snacks = append(snacks, whole(h, nil)...)

@@ -44,13 +44,13 @@ type target struct {
 	portal *iscsi.Portal
 	store  *backendtest.Faulty
 	l      net.Listener
-	prefix int // bytes that are read before New, as one does who looks what comes
+	prefix int // bytes that are read before New
 	opt    Options
 	wrap   func(net.Conn) net.Conn // what the target's end of a connection becomes; nil: nothing
 	wg     sync.WaitGroup
 }
 
-// startTarget serves until the test ends, and then checks that nothing is left.
+// startTarget serves until the test ends, and then checks that nothing remains.
 func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target {
 	tb.Helper()
 	goroutines := runtime.NumGoroutine()
@@ -103,7 +103,7 @@ func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target
 		}
 		tg.wg.Wait()
 		if s := tg.node.Stats(); s.Sessions+s.Connections+s.TasksInFlight+s.BuffersOut+s.BufferOctets != 0 {
-			tb.Errorf("left behind: %+v", s)
+			tb.Errorf("not freed: %+v", s)
 		}
 		testkit.Eventually(tb, "no more goroutines than before", func() bool {
 			return fuzzing || runtime.NumGoroutine() <= goroutines
@@ -140,13 +140,12 @@ func (tg *target) serve() {
 	}
 }
 
-// digest is the CRC32C of b as RFC 7143, section 13.1, puts it on the wire.
+// digest returns the CRC32C of b in the byte order of RFC 7143, section 13.1.
 func digest(b []byte) []byte {
 	return binary.LittleEndian.AppendUint32(nil, crc32.Checksum(b, crc32.MakeTable(crc32.Castagnoli)))
 }
 
-// A client is a scripted initiator: it sends what it is told to, and checks what
-// is always true about the target's PDUs.
+// A client is a scripted initiator. It checks what holds for every PDU of the target.
 type client struct {
 	tb             testing.TB
 	nc             net.Conn
@@ -181,9 +180,8 @@ func (tg *target) connect(tb testing.TB) *client {
 	return &client{tb: tb, nc: nc, Numbers: header.Numbers{ITT: 0x100, CmdSN: firstCmdSN}, limit: 8192}
 }
 
-// login opens a normal session and takes the unit attention of its first
-// command. keys are key=value each; MaxRecvDataSegmentLength is 8192 unless they
-// say something else.
+// login starts a normal session and receives the unit attention of its first command. keys are key=value
+// each. MaxRecvDataSegmentLength is 8192 if they do not contain it.
 func (tg *target) login(tb testing.TB, keys ...string) *client {
 	tb.Helper()
 	c := tg.connect(tb)
@@ -199,17 +197,20 @@ func (tg *target) login(tb testing.TB, keys ...string) *client {
 
 func (c *client) login(pairs ...string) map[string]string {
 	c.tb.Helper()
-	text := "InitiatorName=iqn.2026-11.io.github:test\x00TargetName=" + targetName + "\x00" + strings.Join(pairs, "\x00")
+	text := "InitiatorName=iqn.2026-11.io.github:test\x00TargetName=" + targetName + "\x00" +
+		strings.Join(pairs, "\x00")
 	if len(pairs) > 0 {
 		text += "\x00"
 	}
-	if i := slices.IndexFunc(pairs, func(s string) bool { return strings.HasPrefix(s, "MaxRecvDataSegmentLength=") }); i >= 0 {
+	if i := slices.IndexFunc(pairs,
+		func(s string) bool { return strings.HasPrefix(s, "MaxRecvDataSegmentLength=") }); i >= 0 {
 		c.limit = atoi(strings.TrimPrefix(pairs[i], "MaxRecvDataSegmentLength="))
 	}
 	if c.tsih == 0 {
 		c.isid = newISID()
 	}
-	r := pdu.LoginRequest{Transit: true, CSG: 1, NSG: 3, ISID: c.isid, TSIH: c.tsih, CID: c.cid, ITT: c.ITT, CmdSN: c.CmdSN}
+	r := pdu.LoginRequest{Transit: true, CSG: 1, NSG: 3, ISID: c.isid, TSIH: c.tsih, CID: c.cid, ITT: c.ITT,
+		CmdSN: c.CmdSN}
 	c.send(r.Append(nil), []byte(text))
 	rsp := c.want(pdu.LoginResp)
 	if st := pdu.ParseLoginResponse(rsp.h).Status; st != 0 {
@@ -227,7 +228,7 @@ func (c *client) login(pairs ...string) map[string]string {
 
 var isids atomic.Uint32
 
-// newISID makes every login a session of its own.
+// newISID selects another ISID, so that the next login starts a new session.
 func newISID() (isid [6]byte) {
 	binary.BigEndian.PutUint32(isid[2:], isids.Add(1))
 	return isid
@@ -240,7 +241,7 @@ func atoi(s string) (n int) {
 	return n
 }
 
-// encode is a PDU as it goes over the wire.
+// encode returns a PDU as it is on the wire.
 func (c *client) encode(h pdu.BHS, ahs, data []byte) []byte {
 	h = bytes.Clone(h)
 	h.SetTotalAHSLength(len(ahs))
@@ -281,7 +282,7 @@ func (c *client) write(b []byte) {
 	}
 }
 
-// next reads a PDU; an error is how the stream ends.
+// next reads a PDU. It returns an error at the end of the stream.
 func (c *client) next() (reply, error) {
 	c.nc.SetReadDeadline(time.Now().Add(testkit.Patience))
 	b := make([]byte, pdu.BHSLen)
@@ -310,8 +311,7 @@ func (c *client) next() (reply, error) {
 	return reply{h, data[:h.DataSegmentLength()]}, nil
 }
 
-// wantDigest reads the digest of b (ISCSI-11.2-6: padding is covered, nothing
-// else is).
+// wantDigest reads the digest of b (ISCSI-11.2-6: it covers padding, and nothing else).
 func (c *client) wantDigest(op pdu.Opcode, b []byte) {
 	var d [4]byte
 	if _, err := io.ReadFull(c.nc, d[:]); err != nil {
@@ -322,7 +322,7 @@ func (c *client) wantDigest(op pdu.Opcode, b []byte) {
 	}
 }
 
-// any returns the next PDU after checking what is true about all of them.
+// any returns the next PDU after it has checked what holds for all.
 func (c *client) any() reply {
 	c.tb.Helper()
 	p, err := c.next()
@@ -350,12 +350,13 @@ func (c *client) any() reply {
 	if !c.acksLate {
 		c.ExpStatSN = c.statSN
 	}
-	// ISCSI-4.2.2.1-5, and neither goes back.
+	// ISCSI-4.2.2.1-5, and neither decreases.
 	if op == pdu.LoginResp {
 		c.expCmdSN, c.maxCmdSN = h.ExpCmdSN(), h.MaxCmdSN()
 	}
 	if pdu.Before(h.MaxCmdSN(), h.ExpCmdSN()-1) || h.ExpCmdSN()-c.expCmdSN > 1<<16 || h.MaxCmdSN()-c.maxCmdSN > 1<<16 {
-		c.tb.Fatalf("%v with ExpCmdSN %d, MaxCmdSN %d after %d and %d", op, h.ExpCmdSN(), h.MaxCmdSN(), c.expCmdSN, c.maxCmdSN)
+		c.tb.Fatalf("%v with ExpCmdSN %d, MaxCmdSN %d after %d and %d", op, h.ExpCmdSN(), h.MaxCmdSN(), c.expCmdSN,
+			c.maxCmdSN)
 	}
 	c.expCmdSN, c.maxCmdSN = h.ExpCmdSN(), h.MaxCmdSN()
 	return p
@@ -382,13 +383,14 @@ func (c *client) isReject(p reply, reason pdu.RejectReason, of pdu.BHS) {
 	if p.h.Opcode() != pdu.Reject {
 		c.tb.Fatalf("%v instead of a Reject: %x", p.h.Opcode(), []byte(p.h))
 	}
-	if p.h.Reason() != reason || p.h.ITT() != pdu.ReservedTag || len(p.data) < 48 || !bytes.Equal(p.data[8:48], of[8:48]) {
+	if p.h.Reason() != reason || p.h.ITT() != pdu.ReservedTag || len(p.data) < 48 ||
+		!bytes.Equal(p.data[8:48], of[8:48]) {
 		c.tb.Fatalf("Reject with reason %#x, want %#x, of %x", p.h.Reason(), reason, p.data)
 	}
 }
 
-// wantRejectAndResponse wants a Reject of a Data-Out with F, and the SCSI Response
-// of its command; either may be the first.
+// wantRejectAndResponse receives a Reject of a Data-Out with F, and the SCSI Response of its command, in
+// either order.
 func (c *client) wantRejectAndResponse(reason pdu.RejectReason, of pdu.BHS) reply {
 	c.tb.Helper()
 	p := c.any()
@@ -400,7 +402,7 @@ func (c *client) wantRejectAndResponse(reason pdu.RejectReason, of pdu.BHS) repl
 	return c.want(pdu.SCSIResponse)
 }
 
-// wantClosed wants the end of the stream, and nothing before it.
+// wantClosed checks that the stream ends without another PDU.
 func (c *client) wantClosed() {
 	c.tb.Helper()
 	p, err := c.next()
@@ -420,7 +422,7 @@ func (c *client) wantSense(p reply, key, asc, ascq byte) {
 	}
 }
 
-// scsi is the header of a SCSI Command with a new tag and CmdSN.
+// scsi returns the header of a SCSI Command with a new tag and CmdSN.
 func (c *client) scsi(flags byte, block [16]byte, edtl int) pdu.BHS {
 	h := c.Request(pdu.SCSICommand, pdu.FlagF|flags|pdu.AttrSimple, false)
 	h.SetEDTL(uint32(edtl))
@@ -437,7 +439,7 @@ func (c *client) text(pairs string) pdu.BHS {
 	return h
 }
 
-// nopOut is an immediate NOP-Out that asks for an answer.
+// nopOut returns an immediate NOP-Out that asks for an answer.
 func (c *client) nopOut() pdu.BHS {
 	h := c.Request(pdu.NOPOut, pdu.FlagF, true)
 	h.SetTTT(pdu.ReservedTag)
@@ -451,7 +453,7 @@ func (c *client) command(flags byte, block [16]byte, edtl int) reply {
 	return c.want(pdu.SCSIResponse)
 }
 
-// dataOut is a Data-Out PDU for an R2T, or an unsolicited one if that is nil.
+// dataOut returns a Data-Out PDU for an R2T, or an unsolicited one if that is nil.
 func dataOut(itt uint32, r2t pdu.BHS, sn, off uint32, final bool) pdu.BHS {
 	h := make(pdu.BHS, pdu.BHSLen)
 	h.Reset(pdu.DataOut, 0)
@@ -469,8 +471,8 @@ func dataOut(itt uint32, r2t pdu.BHS, sn, off uint32, final bool) pdu.BHS {
 	return h
 }
 
-// readData collects the Data-In PDUs of one command, with burst as
-// MaxBurstLength, up to its status, in whatever PDU that is.
+// readData collects the Data-In PDUs of one command, with burst as MaxBurstLength, up to the PDU with its
+// status.
 func (c *client) readData(h pdu.BHS, burst int) (data []byte, pdus int, status pdu.BHS) {
 	c.tb.Helper()
 	sequence := 0
@@ -489,7 +491,8 @@ func (c *client) readData(h pdu.BHS, burst int) (data []byte, pdus int, status p
 		}
 		flags := p.h.Flags()
 		// ISCSI-11.7-2
-		if flags&pdu.FlagS != 0 && (flags&pdu.FlagF == 0 || p.h.Status() != 0) || flags&pdu.FlagA != 0 || p.h.TTT() != pdu.ReservedTag {
+		if flags&pdu.FlagS != 0 && (flags&pdu.FlagF == 0 || p.h.Status() != 0) || flags&pdu.FlagA != 0 ||
+			p.h.TTT() != pdu.ReservedTag {
 			c.tb.Fatalf("Data-In with flags %#x, status %d, TTT %#x", flags, p.h.Status(), p.h.TTT())
 		}
 		pdus++
@@ -535,7 +538,8 @@ func (c *client) writeData(lba int, data []byte, immediate, segment, burst int) 
 		}
 		n := int(p.h.DesiredDataTransferLength())
 		// ISCSI-4.2.2.4-1, ISCSI-11.8-2, ISCSI-11.8-4, ISCSI-11.8-5
-		if p.h.R2TSN() != uint32(r2ts) || int(p.h.BufferOffset()) != off || n == 0 || n > burst || off+n > len(data) || p.h.TTT() == pdu.ReservedTag {
+		if p.h.R2TSN() != uint32(r2ts) || int(p.h.BufferOffset()) != off || n == 0 || n > burst ||
+			off+n > len(data) || p.h.TTT() == pdu.ReservedTag {
 			c.tb.Fatalf("R2T %x, want R2TSN %d and offset %d", []byte(p.h), r2ts, off)
 		}
 		if len(p.data) != 0 { // ISCSI-11.6-3
@@ -547,7 +551,7 @@ func (c *client) writeData(lba int, data []byte, immediate, segment, burst int) 
 	}
 }
 
-// answer sends what an R2T asks for.
+// answer sends the data that an R2T asks for.
 func (c *client) answer(cmd, r2t pdu.BHS, data []byte, segment int) {
 	c.tb.Helper()
 	off, end := int(r2t.BufferOffset()), int(r2t.BufferOffset()+r2t.DesiredDataTransferLength())
@@ -564,13 +568,14 @@ func (c *client) answer(cmd, r2t pdu.BHS, data []byte, segment int) {
 func (c *client) writeAll(lba int, data []byte, immediate, segment, burst int) (r2ts int) {
 	c.tb.Helper()
 	rsp, r2ts := c.writeData(lba, data, immediate, segment, burst)
-	if rsp.h.Opcode() != pdu.SCSIResponse || rsp.h.Status() != 0 || rsp.h.Flags()&(pdu.FlagOverflow|pdu.FlagUnderflow) != 0 || rsp.h.ExpDataSN() != 0 {
+	if rsp.h.Opcode() != pdu.SCSIResponse || rsp.h.Status() != 0 ||
+		rsp.h.Flags()&(pdu.FlagOverflow|pdu.FlagUnderflow) != 0 || rsp.h.ExpDataSN() != 0 {
 		c.tb.Fatalf("response %x %x", []byte(rsp.h), rsp.data)
 	}
 	return r2ts
 }
 
-// stored is what lies on the LUN from block lba on.
+// stored returns size bytes of the LUN from block lba.
 func (tg *target) stored(lba, size int) []byte {
 	tg.tb.Helper()
 	b := make([]byte, size)

@@ -11,7 +11,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// Over TCP, what a command waits for shows in the phase that it belongs to.
+// Over TCP, each wait of a command counts in its own phase.
 func TestLatencies(t *testing.T) {
 	const lag = 60 * time.Millisecond
 	for _, c := range []struct {
@@ -36,13 +36,14 @@ func TestLatencies(t *testing.T) {
 			c.write(b[pdu.BHSLen+100:])
 			return c.want(pdu.SCSIResponse).h
 		}},
-		{"immediate data that comes late and is longer than the window", lun.PhaseReceive, func(_ *target, c *client) pdu.BHS {
-			b := c.encode(c.scsi(pdu.FlagW, cdb.Write16(0, 128), 64<<10), nil, random(64<<10))
-			c.write(b[:pdu.BHSLen])
-			time.Sleep(lag)
-			c.write(b[pdu.BHSLen:])
-			return c.want(pdu.SCSIResponse).h
-		}},
+		{"immediate data that comes late and is longer than the window", lun.PhaseReceive,
+			func(_ *target, c *client) pdu.BHS {
+				b := c.encode(c.scsi(pdu.FlagW, cdb.Write16(0, 128), 64<<10), nil, random(64<<10))
+				c.write(b[:pdu.BHSLen])
+				time.Sleep(lag)
+				c.write(b[pdu.BHSLen:])
+				return c.want(pdu.SCSIResponse).h
+			}},
 		{"R2T that is answered late", lun.PhaseReadWait, func(_ *target, c *client) pdu.BHS {
 			data := random(8192)
 			h, r2t := c.openWrite(data)
@@ -53,7 +54,7 @@ func TestLatencies(t *testing.T) {
 		{"data that is taken late", lun.PhaseSend, func(_ *target, c *client) pdu.BHS {
 			h := c.scsi(pdu.FlagR, cdb.Read16(0, storeLen/blockLen), storeLen) // more than TCP has buffers for
 			c.send(h, nil)
-			time.Sleep(4 * lag) // part of it goes by until they are full
+			time.Sleep(4 * lag) // part of it passes until they are full
 			_, _, status := c.readData(h, 1<<20)
 			return status
 		}},
@@ -85,11 +86,11 @@ func TestLatencies(t *testing.T) {
 				if took(lun.PhaseTotal) != sum {
 					t.Fatalf("%v in all, %v the sum", took(lun.PhaseTotal), sum)
 				}
-				// The target may look later than we do at what begins the phase.
+				// The target may notice the beginning of the phase later than the test.
 				if !longer && took(c.phase) > lag/2 {
 					return
 				}
-				if try == 10 { // a machine that has much to do can stop a goroutine for that long, but not always
+				if try == 10 { // a busy machine can stop a goroutine for that long, but not always
 					t.Fatalf("%v in %v, of %v", took(c.phase), c.phase, took(lun.PhaseTotal))
 				}
 			}

@@ -9,9 +9,9 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// Two TCP connections of one session, one of them with digests: commands come by
-// turns and are answered, data included, where they came. A gap that one of them
-// leaves is closed by the other.
+// A session has two TCP connections, one of them with digests. Commands alternate between them, and each
+// answer, with its data, uses the connection of its command. One connection fills a gap that the other one
+// leaves.
 func TestTwoConnections(t *testing.T) {
 	tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.Limits.MaxConnections = 4 })
 	a := tg.login(t, "MaxConnections=2", "MaxBurstLength=32768", "FirstBurstLength=4096")
@@ -50,7 +50,7 @@ func TestTwoConnections(t *testing.T) {
 		t.Fatalf("%d bytes, status %d", len(got), st.Status())
 	}
 
-	// RFC 7143, section 11.14: the session goes on without one of them.
+	// RFC 7143, section 11.14: the session continues without one of them.
 	l := make(pdu.BHS, pdu.BHSLen)
 	l.Reset(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseConnection)
 	l.SetImmediate()

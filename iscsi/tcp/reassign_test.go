@@ -9,24 +9,26 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// recovering is a session at ErrorRecoveryLevel 2 with two connections.
+// recovering returns a session at ErrorRecoveryLevel 2 with two connections.
 func recovering(t *testing.T, keys ...string) (tg *target, a, b *client) {
 	t.Helper()
-	tg = startTarget(t, func(_ *target, o *iscsi.Options) { o.Limits.MaxConnections, o.Limits.ErrorRecoveryLevel = 4, 2 })
-	a = tg.login(t, append(keys, "MaxConnections=4", "ErrorRecoveryLevel=2", "MaxBurstLength=16384", "FirstBurstLength=4096")...)
+	tg = startTarget(t,
+		func(_ *target, o *iscsi.Options) { o.Limits.MaxConnections, o.Limits.ErrorRecoveryLevel = 4, 2 })
+	a = tg.login(t,
+		append(keys, "MaxConnections=4", "ErrorRecoveryLevel=2", "MaxBurstLength=16384", "FirstBurstLength=4096")...)
 	b = tg.connect(t)
 	b.isid, b.tsih, b.cid, b.CmdSN, b.ITT = a.isid, a.tsih, 1, a.CmdSN, 0x9000
 	b.login("HeaderDigest=CRC32C", "DataDigest=CRC32C", "MaxRecvDataSegmentLength=4096")
 	return tg, a, b
 }
 
-// immediate is an immediate request with a new tag.
+// immediate returns an immediate request with a new tag.
 func (c *client) immediate(op pdu.Opcode, flags byte) pdu.BHS {
 	return c.Request(op, pdu.FlagF|flags, true)
 }
 
-// past is the next PDU that is no Asynchronous Message: news of a connection that was
-// dropped come when the target notices.
+// past returns the next PDU that is not an Asynchronous Message. Such a message about a lost connection can
+// come at any time.
 func (c *client) past() reply {
 	c.tb.Helper()
 	for {
@@ -36,7 +38,7 @@ func (c *client) past() reply {
 	}
 }
 
-// recover drops lost, logs it out for recovery and reassigns the task of h.
+// recover closes lost, logs it out for recovery and reassigns the task of h.
 func (c *client) recover(lost *client, h pdu.BHS, expStatSN, expDataSN uint32) {
 	c.tb.Helper()
 	c.logOut(lost, expStatSN)
@@ -49,7 +51,7 @@ func (c *client) recover(lost *client, h pdu.BHS, expStatSN, expDataSN uint32) {
 	}
 }
 
-// logOut drops lost and logs it out for recovery.
+// logOut closes lost and logs it out for recovery.
 func (c *client) logOut(lost *client, expStatSN uint32) {
 	c.tb.Helper()
 	lost.nc.Close()
@@ -63,9 +65,8 @@ func (c *client) logOut(lost *client, expStatSN uint32) {
 	}
 }
 
-// ISCSI-7.2.2-2: of a READ that is reassigned comes what was not acknowledged, in
-// PDUs of the length that the new connection takes, with DataSNs that go on, and the
-// status.
+// ISCSI-7.2.2-2: after a READ is reassigned, the target sends the data that was not acknowledged, in PDUs of
+// the length for the new connection and with DataSNs that continue, and the status.
 func TestReassignRead(t *testing.T) {
 	for _, c := range []struct {
 		name      string
@@ -99,7 +100,8 @@ func TestReassignRead(t *testing.T) {
 					}
 					break
 				}
-				if p.h.Opcode() != pdu.DataIn || p.h.ITT() != h.ITT() || p.h.DataSN() != sn || int(p.h.BufferOffset()) != len(got) {
+				if p.h.Opcode() != pdu.DataIn || p.h.ITT() != h.ITT() || p.h.DataSN() != sn ||
+					int(p.h.BufferOffset()) != len(got) {
 					t.Fatalf("%x, want DataSN %d and offset %d", []byte(p.h), sn, len(got))
 				}
 				got = append(got, p.data...)
@@ -115,8 +117,7 @@ func TestReassignRead(t *testing.T) {
 	}
 }
 
-// RFC 7143, section 11.5.1: of a READ that is aborted only the status comes again, with
-// the ExpDataSN that it had.
+// RFC 7143, section 11.5.1: of an aborted READ the target repeats only the status, with its ExpDataSN.
 func TestAbortAnswered(t *testing.T) {
 	_, a, b := recovering(t)
 	h := a.scsi(pdu.FlagR, cdb.Read16(0, 128), 64<<10)
@@ -131,7 +132,8 @@ func TestAbortAnswered(t *testing.T) {
 	f.SetReferencedTaskTag(h.ITT())
 	f.SetRefCmdSN(h.CmdSN())
 	b.send(f, nil)
-	if p := b.past(); p.h.Opcode() != pdu.SCSIResponse || p.h.ITT() != h.ITT() || p.h.Status() != 0 || p.h.ExpDataSN() != 8 || p.h.ExpDataSN() != sent.h.ExpDataSN() {
+	if p := b.past(); p.h.Opcode() != pdu.SCSIResponse || p.h.ITT() != h.ITT() || p.h.Status() != 0 ||
+		p.h.ExpDataSN() != 8 || p.h.ExpDataSN() != sent.h.ExpDataSN() {
 		t.Errorf("%x, sent was %x", []byte(p.h), []byte(sent.h))
 	}
 	if p := b.past(); p.h.Opcode() != pdu.TaskMgmtResp || p.h.Response() != pdu.FunctionComplete {
@@ -139,8 +141,8 @@ func TestAbortAnswered(t *testing.T) {
 	}
 }
 
-// ISCSI-7.2.2-2: of a WRITE that is reassigned everything is asked for that the medium
-// has not got, by R2Ts whose R2TSNs go on.
+// ISCSI-7.2.2-2: after a WRITE is reassigned, R2Ts ask for all data that is not on the medium, with R2TSNs that
+// continue.
 func TestReassignWrite(t *testing.T) {
 	tg, a, b := recovering(t)
 	data := make([]byte, 64<<10)
@@ -155,7 +157,8 @@ func TestReassignWrite(t *testing.T) {
 	if r2t.h.R2TSN() != 1 {
 		t.Fatalf("%x", []byte(r2t.h))
 	}
-	a.write(a.encode(dataOut(h.ITT(), r2t.h, 0, r2t.h.BufferOffset(), false), nil, data[r2t.h.BufferOffset():][:4096])) // part of it
+	a.write(a.encode(dataOut(h.ITT(), r2t.h, 0, r2t.h.BufferOffset(), false), nil,
+		data[r2t.h.BufferOffset():][:4096])) // part of it
 	b.recover(a, h, a.statSN, 0)
 	off := 4096
 	for sn := uint32(2); off < len(data); sn++ {

@@ -180,7 +180,8 @@ func (c *Conn) receivePDU(n *iscsi.Notice) (ok bool, err error) {
 	}
 	size := h.DataSegmentLength()
 	if size > rx.limit {
-		return false, &FormatError{fmt.Sprintf("%v with a data segment of %d bytes, more than %d", h.Opcode(), size, rx.limit)}
+		return false, &FormatError{fmt.Sprintf("%v with a data segment of %d bytes, more than %d", h.Opcode(), size,
+			rx.limit)}
 	}
 	solicited := rx.fullFeature && h.Opcode() == pdu.DataOut && h.TTT() != pdu.ReservedTag
 	tail := c.tail(size)
@@ -195,7 +196,8 @@ func (c *Conn) receivePDU(n *iscsi.Notice) (ok bool, err error) {
 			return false, err
 		}
 		b := rx.win.Take(total)
-		*n = iscsi.Notice{BHS: b[:pdu.BHSLen:pdu.BHSLen], AHS: b[pdu.BHSLen:head:head], Data: b[whole:][:size:size], Begun: begun}
+		*n = iscsi.Notice{BHS: b[:pdu.BHSLen:pdu.BHSLen], AHS: b[pdu.BHSLen:head:head], Data: b[whole:][:size:size],
+			Begun: begun}
 		if rx.digests.data && size > 0 {
 			end := total - digestLen
 			c.judge(n, updateDigest(0, b[whole:end]) == binary.LittleEndian.Uint32(b[end:]))

@@ -10,9 +10,9 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// An initiator that acknowledges nothing is asked to, gets on nevertheless, and costs
-// a bounded amount of memory. What was given up for that cannot be asked for any more
-// (ISCSI-11.16-3, ISCSI-11.4-11, ISCSI-11.19-2).
+// The target asks an initiator that acknowledges nothing to do so. Its commands run anyway, in limited memory. A
+// SNACK cannot ask for answers and data that were discarded for that (ISCSI-11.16-3, ISCSI-11.4-11,
+// ISCSI-11.19-2).
 func TestNothingIsAcknowledged(t *testing.T) {
 	const memory, depth = 4 << 20, 4
 	for _, tt := range []struct {
@@ -24,7 +24,8 @@ func TestNothingIsAcknowledged(t *testing.T) {
 		{"window", 2*depth + 1, func(c *client) pdu.BHS { return c.scsi(0, cdb.TestUnitReady, 0) }},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			tg := startTarget(t, level1, hasty, func(_ *target, o *iscsi.Options) { o.ConnectionMemory, o.QueueDepth = memory, depth })
+			tg := startTarget(t, level1, hasty,
+				func(_ *target, o *iscsi.Options) { o.ConnectionMemory, o.QueueDepth = memory, depth })
 			c := tg.login1(t, "MaxRecvDataSegmentLength=262144")
 			pings := 0
 			for range tt.count {
@@ -50,7 +51,7 @@ func TestNothingIsAcknowledged(t *testing.T) {
 				}
 			}
 			if pings == 0 {
-				t.Error("nobody asked for an acknowledgement")
+				t.Error("the target did not ask for an acknowledgement")
 			}
 			h := c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, c.ExpStatSN, 1)
 			p := c.any()
@@ -61,8 +62,8 @@ func TestNothingIsAcknowledged(t *testing.T) {
 	}
 }
 
-// An initiator that has nothing to send but answers pings, which acknowledge what it
-// has: READs for more than the memory there is come to their end (ISCSI-11.18-3).
+// An initiator sends nothing except answers to pings, which acknowledge data. That is enough for READs of more
+// data than the target has memory (ISCSI-11.18-3).
 func TestPingsAcknowledge(t *testing.T) {
 	const reads, size = 12, 1 << 20
 	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 4 << 20 })
@@ -95,11 +96,11 @@ func TestPingsAcknowledge(t *testing.T) {
 		}
 	}
 	if pongs == 0 {
-		t.Error("nobody asked for an acknowledgement")
+		t.Error("the target did not ask for an acknowledgement")
 	}
 }
 
-// More immediate requests than there are slots, none of them acknowledged.
+// The target answers more immediate requests than it has slots, although none is acknowledged.
 func TestManyImmediateRequests(t *testing.T) {
 	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.QueueDepth = 4 })
 	c := tg.login1(t)
@@ -116,7 +117,7 @@ func TestManyImmediateRequests(t *testing.T) {
 	c.sameAgain(last)
 }
 
-// Long answers are kept as far as they fit into 1 MiB.
+// The target keeps at most 1 MiB of long answers.
 func TestManyLongPings(t *testing.T) {
 	tg := startTarget(t, level1)
 	c := tg.login1(t, "MaxRecvDataSegmentLength=65536")
@@ -133,8 +134,7 @@ func TestManyLongPings(t *testing.T) {
 	c.wantReject(pdu.RejectSNACK, c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, pings[20].h.StatSN(), 1))
 }
 
-// unasked wants p to be a NOP-In of the target's own, and returns how many answers it
-// wants.
+// unasked checks that p is a NOP-In without a request, and returns how many answers it asks for.
 func (c *client) unasked(p reply) int {
 	c.tb.Helper()
 	if p.h.Opcode() != pdu.NOPIn || p.h.ITT() != pdu.ReservedTag {
@@ -146,8 +146,8 @@ func (c *client) unasked(p reply) int {
 	return 1
 }
 
-// ISCSI-11.16-3: when data of a command that goes on was given up, a SNACK for it
-// is rejected, and the command fails.
+// ISCSI-11.16-3: a SNACK for data that the target no longer keeps is rejected, and its command, which is still
+// running, fails.
 func TestDataGivenUp(t *testing.T) {
 	tg := startTarget(t, level1, hasty, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 1 << 20 })
 	c := tg.login1(t, "MaxRecvDataSegmentLength=262144", "MaxBurstLength=16776192")
@@ -163,7 +163,7 @@ func TestDataGivenUp(t *testing.T) {
 			}
 		}
 	}
-	<-gate.Entered // it has the memory that was given up
+	<-gate.Entered // it uses the memory of the discarded data
 	s := c.snack(pdu.SNACKData, h.ITT(), pdu.ReservedTag, 0, 1)
 	for {
 		p := c.any()
@@ -186,8 +186,8 @@ func TestDataGivenUp(t *testing.T) {
 	}
 }
 
-// Acknowledgements of data let a READ go on that needs more memory than there is,
-// and nothing is given up: what is not acknowledged can be asked for all the time.
+// A READ needs more memory than the target has. Acknowledgements of data let it continue, and the target discards
+// nothing else: a SNACK can always ask for data that was not acknowledged.
 func TestDataACK(t *testing.T) {
 	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 2 << 20 })
 	c := tg.login1(t, "MaxRecvDataSegmentLength=262144", "MaxBurstLength=262144")
@@ -209,7 +209,7 @@ func TestDataACK(t *testing.T) {
 		if p.h.Opcode() != pdu.DataIn {
 			t.Fatalf("%x", []byte(p.h))
 		}
-		if p.h.DataSN() < next { // the copy: all is there
+		if p.h.DataSN() < next { // the copy: all data has come
 			c.snack(pdu.SNACKDataACK, pdu.ReservedTag, last.h.TTT(), last.h.DataSN()+1, 0)
 			asked = false
 			copies++

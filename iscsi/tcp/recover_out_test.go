@@ -10,8 +10,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// A WRITE: an R2T that is not answered comes again, one that is does not
-// (ISCSI-11.16-3).
+// A SNACK repeats an R2T of a WRITE until the R2T is answered (ISCSI-11.16-3).
 func TestR2TSNACK(t *testing.T) {
 	tg := startTarget(t, level1)
 	c := tg.login1(t, "MaxBurstLength=8192", "FirstBurstLength=8192")
@@ -29,7 +28,7 @@ func TestR2TSNACK(t *testing.T) {
 	}
 	c.send(dataOut(cmd.ITT(), r2t, 0, 0, false), data[:4096])
 	c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 0, 0)
-	c.sameAgain(reply{h: r2t}) // as it was, although some data has come
+	c.sameAgain(reply{h: r2t}) // unchanged, although some data has come
 	c.send(dataOut(cmd.ITT(), r2t, 1, 4096, true), data[4096:8192])
 	second := c.want(pdu.R2T).h
 	c.wantReject(pdu.RejectProtocolError, c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 0, 1))
@@ -102,7 +101,8 @@ func TestRecoveryR2T(t *testing.T) {
 			}
 			for _, s := range tt.want {
 				h := next().h
-				if h.Opcode() != pdu.R2T || h.R2TSN() != sn || h.BufferOffset() != s.from || h.DesiredDataTransferLength() != s.to-s.from || h.TTT() == r2t.TTT() {
+				if h.Opcode() != pdu.R2T || h.R2TSN() != sn || h.BufferOffset() != s.from ||
+					h.DesiredDataTransferLength() != s.to-s.from || h.TTT() == r2t.TTT() {
 					t.Fatalf("%x instead of an R2T for %v", []byte(h), s)
 				}
 				sn++
@@ -204,7 +204,7 @@ func TestBadDataOutAtLevel1(t *testing.T) {
 	}
 }
 
-// ISCSI-7.8-3: unsolicited data that is lost is asked for.
+// ISCSI-7.8-3: an R2T asks for lost unsolicited data.
 func TestLostUnsolicitedData(t *testing.T) {
 	no := false
 	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.Limits.InitialR2T = &no })
@@ -249,7 +249,8 @@ func TestLostUnsolicitedData(t *testing.T) {
 					}
 					c.answer(h, p.h, data, 1000)
 				default:
-					if p.h.Opcode() != pdu.SCSIResponse || p.h.Status() != 0 || !bytes.Equal(tg.stored(0, tt.size), data) {
+					if p.h.Opcode() != pdu.SCSIResponse || p.h.Status() != 0 ||
+						!bytes.Equal(tg.stored(0, tt.size), data) {
 						t.Fatalf("%x %x", []byte(p.h), p.data)
 					}
 					for ; rejects > 0; rejects-- { // which may be slower
@@ -265,8 +266,7 @@ func TestLostUnsolicitedData(t *testing.T) {
 	}
 }
 
-// ISCSI-7.2.1-1: a command whose immediate data was bad comes again, and again; it is
-// executed once.
+// ISCSI-7.2.1-1: a command with bad immediate data is sent again, and again. The target executes it once.
 func TestRetry(t *testing.T) {
 	tg := startTarget(t, level1)
 	c := tg.login1(t)

@@ -17,11 +17,10 @@ import (
 // level1 allows ErrorRecoveryLevel 1.
 func level1(_ *target, o *iscsi.Options) { o.Limits.ErrorRecoveryLevel = 1 }
 
-// hasty gives up soon what is not acknowledged.
+// hasty makes the target wait only briefly for acknowledgements.
 func hasty(_ *target, o *iscsi.Options) { o.AckWait = 200 * time.Millisecond }
 
-// login1 is login at ErrorRecoveryLevel 1 with all digests. From then on ack
-// acknowledges, and nothing else does.
+// login1 logs in at ErrorRecoveryLevel 1 with all digests. From then on only ack acknowledges.
 func (tg *target) login1(tb testing.TB, keys ...string) *client {
 	tb.Helper()
 	c := tg.login(tb, append([]string{"ErrorRecoveryLevel=1", "HeaderDigest=CRC32C", "DataDigest=CRC32C"}, keys...)...)
@@ -46,7 +45,7 @@ func (c *client) snack(kind byte, itt, tag, begin, length uint32) pdu.BHS {
 	return h
 }
 
-// again is a PDU that is a copy of an earlier one: it is no new status.
+// again receives a PDU that is a copy of an earlier one, and so no new status.
 func (c *client) again() reply {
 	c.tb.Helper()
 	p, err := c.next()
@@ -56,8 +55,7 @@ func (c *client) again() reply {
 	return p
 }
 
-// sameAgain wants a copy of p (ISCSI-11.16-2, ISCSI-11.4-10): only the fields about
-// commands are those of now.
+// sameAgain receives a copy of p (ISCSI-11.16-2, ISCSI-11.4-10). Only ExpCmdSN and MaxCmdSN may be newer.
 func (c *client) sameAgain(p reply) {
 	c.tb.Helper()
 	got := c.again()
@@ -74,8 +72,8 @@ func (c *client) sameAgain(p reply) {
 	}
 }
 
-// openRead sends a READ and returns what comes, the response last. The A bits are
-// checked (ISCSI-11.7-2), and so is that the status travels alone.
+// openRead sends a READ and returns its PDUs, the response last. It checks the A bits (ISCSI-11.7-2), and that the
+// status travels alone.
 func (c *client) openRead(size, burst int) (cmd pdu.BHS, pdus []reply) {
 	c.tb.Helper()
 	h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(size/blockLen)), size)
@@ -91,7 +89,8 @@ func (c *client) openRead(size, burst int) (cmd pdu.BHS, pdus []reply) {
 			c.tb.Fatalf("%x", []byte(p.h))
 		}
 		since += len(p.data)
-		if asks := p.h.Flags()&pdu.FlagA != 0; asks != (p.h.TTT() != pdu.ReservedTag) || asks && (!p.h.Final() || since < burst) {
+		if asks := p.h.Flags()&pdu.FlagA != 0; asks != (p.h.TTT() != pdu.ReservedTag) ||
+			asks && (!p.h.Final() || since < burst) {
 			c.tb.Fatalf("A bit in %x after %d bytes", []byte(p.h), since)
 		} else if asks {
 			since = 0
@@ -99,7 +98,7 @@ func (c *client) openRead(size, burst int) (cmd pdu.BHS, pdus []reply) {
 	}
 }
 
-// ack acknowledges what has come, and takes what the target says about that.
+// ack acknowledges what has come, and receives what the target sends because of that.
 func (c *client) ack() {
 	c.tb.Helper()
 	c.ExpStatSN = c.statSN
@@ -107,7 +106,7 @@ func (c *client) ack() {
 	c.ExpStatSN = c.statSN
 }
 
-// ping sends a NOP-Out and takes its answer.
+// ping sends a NOP-Out and receives its answer.
 func (c *client) ping() reply {
 	c.tb.Helper()
 	h := c.nopOut()
@@ -123,8 +122,7 @@ func (c *client) ping() reply {
 	}
 }
 
-// ISCSI-11.16-1, ISCSI-11.16-2, ISCSI-11.4-10: all that has been sent is sent again
-// when a SNACK asks for it, as often as it does.
+// ISCSI-11.16-1, ISCSI-11.16-2, ISCSI-11.4-10: the target repeats sent data as often as a SNACK asks for it.
 func TestDataSNACK(t *testing.T) {
 	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.MaxTransferPiece = 64 << 10 })
 	for _, tt := range []struct {
@@ -136,13 +134,16 @@ func TestDataSNACK(t *testing.T) {
 		{"one PDU", nil, 4096, 1 << 20},
 		{"several pieces", []string{"MaxBurstLength=262144"}, 200 << 10, 256 << 10},
 		{"bursts within a piece", []string{"MaxBurstLength=16384", "FirstBurstLength=16384"}, 100 << 10, 16 << 10},
-		{"bursts of no whole segments", []string{"MaxBurstLength=10000", "FirstBurstLength=512", "MaxRecvDataSegmentLength=3003"}, 150 << 10, 10000},
+		{"bursts of no whole segments",
+			[]string{"MaxBurstLength=10000", "FirstBurstLength=512", "MaxRecvDataSegmentLength=3003"}, 150 << 10,
+			10000},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			c := tg.login1(t, tt.keys...)
 			cmd, pdus := c.openRead(tt.size, tt.burst)
 			data, n := pdus[:len(pdus)-1], uint32(len(pdus)-1)
-			for _, run := range []struct{ begin, length uint32 }{{0, 0}, {0, 1}, {n - 1, 1}, {n / 2, 0}, {n / 3, n - n/3}, {n / 2, 1}} {
+			for _, run := range []struct{ begin, length uint32 }{{0, 0}, {0, 1}, {n - 1, 1}, {n / 2, 0},
+				{n / 3, n - n/3}, {n / 2, 1}} {
 				c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, run.begin, run.length)
 				end := run.begin + run.length
 				if run.length == 0 {
@@ -162,8 +163,8 @@ func TestDataSNACK(t *testing.T) {
 	}
 }
 
-// ISCSI-11.16-3: what was never sent, or has been acknowledged, is a protocol error,
-// and the Reject tells the next number.
+// ISCSI-11.16-3: a SNACK for data that was never sent, or that is acknowledged, is a protocol error. The Reject
+// contains the next number.
 func TestSNACKForNothing(t *testing.T) {
 	tg := startTarget(t, level1)
 	c := tg.login1(t, "MaxBurstLength=16384", "FirstBurstLength=16384")
@@ -182,13 +183,20 @@ func TestSNACKForNothing(t *testing.T) {
 		{"run too long", pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 7, 2, pdu.RejectProtocolError, 8},
 		{"run much too long", pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 7, 0xffffffff, pdu.RejectProtocolError, 8},
 		{"unknown task", pdu.SNACKData, 0xabcd, pdu.ReservedTag, 0, 0, pdu.RejectProtocolError, 0},
-		{"status not sent", pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, status.StatSN() + 100, 1, pdu.RejectProtocolError, 0},
-		{"status acknowledged", pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, c.ExpStatSN - 1, 1, pdu.RejectProtocolError, 0},
-		{"more statuses than there are", pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, status.StatSN(), 100, pdu.RejectProtocolError, 0},
-		{"status with a tag", pdu.SNACKStatus, cmd.ITT(), pdu.ReservedTag, status.StatSN(), 1, pdu.RejectInvalidField, 0},
-		{"DataACK with an unknown tag", pdu.SNACKDataACK, pdu.ReservedTag, 0x77777777, 1, 0, pdu.RejectInvalidDataAck, 0},
-		{"DataACK with a slot that is not there", pdu.SNACKDataACK, pdu.ReservedTag, 0x7777fffe, 1, 0, pdu.RejectInvalidDataAck, 0},
-		{"DataACK for what was not sent", pdu.SNACKDataACK, pdu.ReservedTag, pdus[7].h.TTT(), 9, 0, pdu.RejectInvalidDataAck, 0},
+		{"status not sent", pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, status.StatSN() + 100, 1,
+			pdu.RejectProtocolError, 0},
+		{"status acknowledged", pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, c.ExpStatSN - 1, 1,
+			pdu.RejectProtocolError, 0},
+		{"more statuses than there are", pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, status.StatSN(), 100,
+			pdu.RejectProtocolError, 0},
+		{"status with a tag", pdu.SNACKStatus, cmd.ITT(), pdu.ReservedTag, status.StatSN(), 1,
+			pdu.RejectInvalidField, 0},
+		{"DataACK with an unknown tag", pdu.SNACKDataACK, pdu.ReservedTag, 0x77777777, 1, 0,
+			pdu.RejectInvalidDataAck, 0},
+		{"DataACK with a slot that is not there", pdu.SNACKDataACK, pdu.ReservedTag, 0x7777fffe, 1, 0,
+			pdu.RejectInvalidDataAck, 0},
+		{"DataACK for what was not sent", pdu.SNACKDataACK, pdu.ReservedTag, pdus[7].h.TTT(), 9, 0,
+			pdu.RejectInvalidDataAck, 0},
 		{"DataACK with a run", pdu.SNACKDataACK, pdu.ReservedTag, pdus[7].h.TTT(), 1, 1, pdu.RejectInvalidField, 0},
 		{"DataACK with a task", pdu.SNACKDataACK, cmd.ITT(), pdus[7].h.TTT(), 1, 0, pdu.RejectInvalidField, 0},
 		{"R-Data without tag", pdu.SNACKRData, cmd.ITT(), 0, 0, 0, pdu.RejectInvalidField, 0},
@@ -213,7 +221,7 @@ func TestSNACKForNothing(t *testing.T) {
 		h := c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 3, 1)
 		c.wantReject(pdu.RejectProtocolError, h)
 		c.snack(pdu.SNACKDataACK, pdu.ReservedTag, pdus[1].h.TTT(), 2, 0) // no news
-		c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 0, 0)          // all that is not acknowledged
+		c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 0, 0)          // all data without acknowledgement
 		for _, p := range pdus[4:8] {
 			c.sameAgain(p)
 		}
@@ -228,8 +236,7 @@ func TestSNACKForNothing(t *testing.T) {
 	})
 }
 
-// ISCSI-11.16-1: a SNACK is a protocol error at ErrorRecoveryLevel 0, and nothing is
-// kept there (ISCSI-7.1.5-1).
+// ISCSI-11.16-1: at ErrorRecoveryLevel 0 a SNACK is a protocol error, and the target keeps nothing (ISCSI-7.1.5-1).
 func TestSNACKAtLevel0(t *testing.T) {
 	tg := startTarget(t, level1)
 	c := tg.login(t)
@@ -244,8 +251,7 @@ func TestSNACKAtLevel0(t *testing.T) {
 	}
 }
 
-// ISCSI-11.16-2, ISCSI-4.2.2.2-2: every numbered PDU is there until it is
-// acknowledged, then it is not.
+// ISCSI-11.16-2, ISCSI-4.2.2.2-2: the target keeps every numbered PDU until it is acknowledged.
 func TestStatusSNACK(t *testing.T) {
 	tg := startTarget(t, level1)
 	c := tg.login1(t)
@@ -280,16 +286,15 @@ func TestStatusSNACK(t *testing.T) {
 	}
 	h = c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, first+1, 1)
 	c.wantReject(pdu.RejectProtocolError, h)
-	// The StatSN of what follows is not disturbed, nor that of an R2T (ISCSI-11.8-5).
+	// The StatSN of later PDUs does not change, nor that of an R2T (ISCSI-11.8-5).
 	_, r2t := c.openWrite(random(4096))
 	if r2t.StatSN() != c.statSN {
 		t.Errorf("R2T with StatSN %d, want %d", r2t.StatSN(), c.statSN)
 	}
 }
 
-// ISCSI-11.16-2: after an R-Data SNACK all data comes again in PDUs of the length
-// that the initiator takes now, and a Response with the SNACK Tag, which a Status
-// SNACK repeats.
+// ISCSI-11.16-2: after an R-Data SNACK the target repeats all data, in PDUs of the length that the initiator
+// accepts now, and then the Response with the SNACK Tag. A Status SNACK repeats that Response.
 func TestRDataSNACK(t *testing.T) {
 	for _, acked := range []int{0, 4, 6} {
 		t.Run(fmt.Sprintf("%d acknowledged", acked), func(t *testing.T) {
@@ -313,14 +318,16 @@ func TestRDataSNACK(t *testing.T) {
 				for {
 					p := c.again()
 					if p.h.Opcode() == pdu.SCSIResponse {
-						if p.h.SNACKTag() != tag || p.h.StatSN() != status.h.StatSN() || p.h.ExpDataSN() != sn || p.h.Status() != 0 {
+						if p.h.SNACKTag() != tag || p.h.StatSN() != status.h.StatSN() || p.h.ExpDataSN() != sn ||
+							p.h.Status() != 0 {
 							t.Fatalf("Response %x", []byte(p.h))
 						}
 						c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, p.h.StatSN(), 1)
 						c.sameAgain(p)
 						break
 					}
-					if p.h.Opcode() != pdu.DataIn || p.h.DataSN() != sn || len(p.data) > 2048 || int(p.h.BufferOffset()) != acked*8192+len(got) {
+					if p.h.Opcode() != pdu.DataIn || p.h.DataSN() != sn || len(p.data) > 2048 ||
+						int(p.h.BufferOffset()) != acked*8192+len(got) {
 						t.Fatalf("%x", []byte(p.h))
 					}
 					sn++
@@ -329,7 +336,7 @@ func TestRDataSNACK(t *testing.T) {
 				if !bytes.Equal(got, want) {
 					t.Fatal("the data is not the same")
 				}
-				// These PDUs can be asked for in their turn.
+				// A SNACK can ask for these PDUs, too.
 				c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, sn-1, 1)
 				if p := c.again(); !bytes.Equal(p.data, got[len(got)-len(p.data):]) || len(p.data) != 2048 {
 					t.Fatalf("%x", []byte(p.h))
@@ -348,8 +355,7 @@ func (c *client) limitSegments(size int) {
 	c.limit = size
 }
 
-// SNACKs for a READ that goes on: what has come is sent again, the rest follows with
-// the numbers behind that (ISCSI-11.16-2).
+// SNACKs for a READ in progress repeat what has come. The rest follows with the next numbers (ISCSI-11.16-2).
 func TestSNACKWithinARead(t *testing.T) {
 	const size, half = 256 << 10, 128 << 10
 	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.MaxTransferPiece = 64 << 10 })
@@ -376,7 +382,8 @@ func TestSNACKWithinARead(t *testing.T) {
 	sn := uint32(0)
 	take := func() {
 		p := c.any()
-		if p.h.Opcode() != pdu.DataIn || p.h.DataSN() != sn || int(p.h.BufferOffset()) != len(got) || len(p.data) > 4096 {
+		if p.h.Opcode() != pdu.DataIn || p.h.DataSN() != sn || int(p.h.BufferOffset()) != len(got) ||
+			len(p.data) > 4096 {
 			t.Fatalf("%x", []byte(p.h))
 		}
 		sn++
@@ -391,15 +398,15 @@ func TestSNACKWithinARead(t *testing.T) {
 		take()
 	}
 	rsp := c.want(pdu.SCSIResponse)
-	if rsp.h.SNACKTag() != 9 || rsp.h.ExpDataSN() != sn || rsp.h.Status() != 0 || !bytes.Equal(got, tg.stored(0, size)) {
+	if rsp.h.SNACKTag() != 9 || rsp.h.ExpDataSN() != sn || rsp.h.Status() != 0 ||
+		!bytes.Equal(got, tg.stored(0, size)) {
 		t.Fatalf("%x", []byte(rsp.h))
 	}
 	c.snack(pdu.SNACKStatus, pdu.ReservedTag, pdu.ReservedTag, rsp.h.StatSN(), 1)
 	c.sameAgain(rsp)
 }
 
-// R-Data SNACKs while much else is on its way: the copies come without a gap and
-// after what was queued.
+// R-Data SNACKs under load: the copies come without a gap and after what was queued.
 func TestRDataUnderLoad(t *testing.T) {
 	const size, reads = 1 << 20, 12
 	tg := startTarget(t, level1, func(tg *target, _ *iscsi.Options) {
@@ -431,8 +438,7 @@ func TestRDataUnderLoad(t *testing.T) {
 	}
 }
 
-// A SNACK is about what its own connection has sent (ISCSI-11.16-3); another one of
-// the session has its own StatSNs, and tasks of its own.
+// A SNACK is about its own connection (ISCSI-11.16-3). Another connection of the session has its own StatSNs and tasks.
 func TestSNACKOnAnotherConnection(t *testing.T) {
 	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.Limits.MaxConnections = 2 })
 	c := tg.login1(t, "MaxConnections=2", "MaxBurstLength=16384", "FirstBurstLength=16384")
@@ -456,15 +462,14 @@ func TestSNACKOnAnotherConnection(t *testing.T) {
 	c.sameAgain(pdus[7])
 }
 
-// All of it under load, from a stream whose PDUs get lost at random, on both sides:
-// what is read is what was written.
+// PDUs get lost at random in both directions, under load. The data that is read is the data that was written.
 func TestLossyStream(t *testing.T) {
 	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.MaxTransferPiece = 64 << 10 })
 	c := tg.login1(t, "MaxBurstLength=65536", "FirstBurstLength=65536")
 	want := random(256 << 10)
 	lose := func(n int) bool { return (n*2654435761>>7)%5 == 0 }
 	lost := 0
-	// Written with every fifth Data-Out spoiled.
+	// Write, with every fifth Data-Out spoiled.
 	h := c.scsi(pdu.FlagW, cdb.Write16(0, uint32(len(want)/blockLen)), len(want))
 	c.send(h, nil)
 	for n := 0; ; {
@@ -491,9 +496,9 @@ func TestLossyStream(t *testing.T) {
 		}
 	}
 	if lost == 0 || !bytes.Equal(tg.stored(0, len(want)), want) {
-		t.Fatalf("%d lost; what is stored is not what was written", lost)
+		t.Fatalf("%d lost; the LUN does not hold what was written", lost)
 	}
-	// Read with every fifth Data-In lost, and asked for again.
+	// Read, with a SNACK for every fifth Data-In as if it was lost.
 	h = c.scsi(pdu.FlagR, cdb.Read16(0, uint32(len(want)/blockLen)), len(want))
 	h.SetExpStatSN(c.ExpStatSN)
 	c.send(h, nil)
@@ -531,8 +536,7 @@ func TestLossyStream(t *testing.T) {
 	c.ack()
 }
 
-// wantData wants a Data-In, and before it NOP-Ins at most, which ask for
-// acknowledgements.
+// wantData receives a Data-In. Before it only NOP-Ins may come, which ask for acknowledgements.
 func (c *client) wantData() {
 	c.tb.Helper()
 	p := c.any()
@@ -544,8 +548,7 @@ func (c *client) wantData() {
 	}
 }
 
-// Connections end while something is kept, asked for, or waited for; startTarget
-// finds what is left.
+// Connections end while the target keeps something or waits. startTarget checks that nothing remains.
 func TestLostConnectionsAtLevel1(t *testing.T) {
 	tg := startTarget(t, level1, func(_ *target, o *iscsi.Options) { o.ConnectionMemory = 4 << 20 })
 	for name, f := range map[string]func(c *client){
@@ -556,7 +559,7 @@ func TestLostConnectionsAtLevel1(t *testing.T) {
 			}
 			c.wantData()
 		},
-		"SNACKs that nobody takes the answers of": func(c *client) {
+		"SNACKs whose answers the initiator does not read": func(c *client) {
 			cmd, _ := c.openRead(1<<20, 1<<20)
 			for range 200 {
 				c.snack(pdu.SNACKData, cmd.ITT(), pdu.ReservedTag, 0, 0)

@@ -42,11 +42,19 @@ func TestReadAndWrite(t *testing.T) {
 		{name: "header digest", keys: []string{"HeaderDigest=CRC32C"}, header: true, segment: 65536, burst: 256 << 10},
 		{name: "data digest", keys: []string{"DataDigest=CRC32C,None"}, data: true, segment: 100000, burst: 256 << 10},
 		// ISCSI-11.2-6, ISCSI-13.1-1
-		{name: "both digests", keys: []string{"HeaderDigest=CRC32C", "DataDigest=CRC32C", "MaxRecvDataSegmentLength=65536"}, header: true, data: true, segment: 8192, burst: 256 << 10},
-		{name: "small bursts", keys: []string{"MaxBurstLength=4096", "FirstBurstLength=4096", "MaxRecvDataSegmentLength=512"}, segment: 1000, burst: 4096},
-		{name: "bursts of no whole segments", keys: []string{"MaxBurstLength=10000", "FirstBurstLength=512", "MaxRecvDataSegmentLength=3003", "DataDigest=CRC32C"}, data: true, segment: 4999, burst: 10000},
-		{name: "large", keys: []string{"MaxBurstLength=16776192", "MaxRecvDataSegmentLength=16777215"}, segment: 262144, burst: 1 << 20},
-		{name: "stream in pieces", keys: []string{"HeaderDigest=CRC32C", "DataDigest=CRC32C"}, header: true, data: true, segment: 20000, burst: 256 << 10, chunk: 1461},
+		{name: "both digests",
+			keys:   []string{"HeaderDigest=CRC32C", "DataDigest=CRC32C", "MaxRecvDataSegmentLength=65536"},
+			header: true, data: true, segment: 8192, burst: 256 << 10},
+		{name: "small bursts",
+			keys:    []string{"MaxBurstLength=4096", "FirstBurstLength=4096", "MaxRecvDataSegmentLength=512"},
+			segment: 1000, burst: 4096},
+		{name: "bursts of no whole segments",
+			keys: []string{"MaxBurstLength=10000", "FirstBurstLength=512", "MaxRecvDataSegmentLength=3003",
+				"DataDigest=CRC32C"}, data: true, segment: 4999, burst: 10000},
+		{name: "large", keys: []string{"MaxBurstLength=16776192", "MaxRecvDataSegmentLength=16777215"},
+			segment: 262144, burst: 1 << 20},
+		{name: "stream in pieces", keys: []string{"HeaderDigest=CRC32C", "DataDigest=CRC32C"}, header: true,
+			data: true, segment: 20000, burst: 256 << 10, chunk: 1461},
 		{name: "prefix of 8 bytes", segment: 65536, burst: 256 << 10, prefix: 8},
 		{name: "prefix longer than a header", segment: 65536, burst: 256 << 10, prefix: 60},
 	} {
@@ -60,16 +68,16 @@ func TestReadAndWrite(t *testing.T) {
 			for _, blocks := range []int{1, 2, 8, 16, 17, 128, 129, 512, 1024, 4095} {
 				for _, immediate := range []int{0, 512} {
 					want := random(blocks * blockLen)
-					// No data is asked for twice: ISCSI-4.2.5-5.
+					// No R2T asks for the same data again: ISCSI-4.2.5-5.
 					r2ts := c.writeAll(blocks, want, immediate, tt.segment, tt.burst)
 					if pieces := (len(want) + 1<<20 - 1) >> 20; r2ts > len(want)/tt.burst+pieces+1 {
 						t.Errorf("%d R2Ts for %d bytes", r2ts, len(want))
 					}
 					if !bytes.Equal(tg.stored(blocks, len(want)), want) {
-						t.Fatalf("%d blocks: what is stored is not what was written", blocks)
+						t.Fatalf("%d blocks: the LUN does not hold what was written", blocks)
 					}
 					if !bytes.Equal(c.read(blocks, blocks, tt.burst), want) {
-						t.Fatalf("%d blocks: what is read is not what was written", blocks)
+						t.Fatalf("%d blocks: other data was read than written", blocks)
 					}
 				}
 			}
@@ -77,10 +85,12 @@ func TestReadAndWrite(t *testing.T) {
 	}
 }
 
-// ISCSI-11.2-6: the digests of RFC 7143, and of vectors made elsewhere.
+// ISCSI-11.2-6: digests match the vectors of RFC 7143 and of other implementations.
 func TestDigestVectors(t *testing.T) {
 	for _, v := range []struct{ id, data, want string }{
-		{"V-ISCSI-1", "01c00000 00000000 00000000 00000000 14000000 00000400 00000014 00000018 28000000 00000000 02000000 00000000", "563a96d9"},
+		{"V-ISCSI-1",
+			"01c00000 00000000 00000000 00000000 14000000 00000400 00000014 00000018 28000000 00000000 02000000 " +
+				"00000000", "563a96d9"},
 		{"V-ISCSI-12", hex.EncodeToString([]byte("SendTargets=All\x00")), "b4e313bf"},
 		{"V-ISCSI-13", "aabbccddee000000", "397413d0"},
 		// RFC 7143, appendix A.4.
@@ -118,8 +128,7 @@ func TestDigestVectors(t *testing.T) {
 	}
 }
 
-// ISCSI-11.7-2: GOOD travels in the last Data-In, with residuals; anything else
-// in a SCSI Response.
+// ISCSI-11.7-2: GOOD travels in the last Data-In, with residuals. Any other status travels in a SCSI Response.
 func TestPhaseCollapse(t *testing.T) {
 	tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.MaxTransferPiece = 64 << 10 })
 	c := tg.login(t)
@@ -135,8 +144,7 @@ func TestPhaseCollapse(t *testing.T) {
 		{"several pieces", 300, 300 * blockLen, 0, 0},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			// Data that somebody is sending already when the status comes has to go
-			// without it.
+			// Data that is being sent when the status comes has to leave without it.
 			for try := 1; ; try++ {
 				h := c.scsi(pdu.FlagR, cdb.Read16(0, uint32(tt.blocks)), tt.edtl)
 				c.send(h, nil)
@@ -144,7 +152,8 @@ func TestPhaseCollapse(t *testing.T) {
 				if status.Status() != 0 || len(data) != min(tt.edtl, tt.blocks*blockLen) {
 					t.Fatalf("status %#x after %d bytes", status.Status(), len(data))
 				}
-				if got := status.Flags() & (pdu.FlagOverflow | pdu.FlagUnderflow); got != tt.flags || status.Residual() != tt.residual {
+				if got := status.Flags() & (pdu.FlagOverflow | pdu.FlagUnderflow); got != tt.flags ||
+					status.Residual() != tt.residual {
 					t.Fatalf("flags %#x, residual %d", got, status.Residual())
 				}
 				if status.Opcode() == pdu.DataIn {
@@ -158,14 +167,15 @@ func TestPhaseCollapse(t *testing.T) {
 	}
 	t.Run("no data", func(t *testing.T) { // ISCSI-11.3-3
 		rsp := c.command(pdu.FlagR, cdb.Read16(0, 1), 0)
-		if rsp.h.Status() != 0 || rsp.h.Flags()&pdu.FlagOverflow == 0 || rsp.h.Residual() != blockLen || rsp.h.ExpDataSN() != 0 {
+		if rsp.h.Status() != 0 || rsp.h.Flags()&pdu.FlagOverflow == 0 || rsp.h.Residual() != blockLen ||
+			rsp.h.ExpDataSN() != 0 {
 			t.Fatalf("response %x", []byte(rsp.h))
 		}
 	})
 	t.Run("CHECK CONDITION", func(t *testing.T) {
 		c.wantSense(c.command(pdu.FlagR, cdb.Read16(storeLen/blockLen, 1), blockLen), 0x05, 0x21, 0)
 	})
-	t.Run("ISCSI-11.4-9 error behind data", func(t *testing.T) {
+	t.Run("ISCSI-11.4-9 error after data", func(t *testing.T) {
 		tg.store.Hook(func(op backendtest.Op, off, _ int64) error {
 			if op == backendtest.ReadAt && off >= 128<<10 {
 				return errors.New("unreadable")
@@ -184,8 +194,7 @@ func TestPhaseCollapse(t *testing.T) {
 	})
 }
 
-// Many commands at once: numbers are right however the answers interleave
-// (ISCSI-4.2.2.2-1, ISCSI-4.2.5-1).
+// The numbers are right however the answers to many commands interleave (ISCSI-4.2.2.2-1, ISCSI-4.2.5-1).
 func TestManyCommands(t *testing.T) {
 	tg := startTarget(t)
 	c := tg.login(t, "HeaderDigest=CRC32C", "MaxRecvDataSegmentLength=65536")
@@ -231,7 +240,8 @@ func TestManyCommands(t *testing.T) {
 				if p.h.Opcode() != pdu.SCSIResponse || p.h.Status() != 0 || p.h.ExpDataSN() != m.pdus {
 					t.Fatalf("%x %x", []byte(p.h), p.data)
 				}
-				if m.write && !bytes.Equal(tg.stored(int(binary.BigEndian.Uint64(m.h.CDB()[2:])), len(m.data)), m.data) {
+				if m.write &&
+					!bytes.Equal(tg.stored(int(binary.BigEndian.Uint64(m.h.CDB()[2:])), len(m.data)), m.data) {
 					t.Fatal("what is stored is not what was written")
 				}
 				delete(open, p.h.ITT())
@@ -240,7 +250,7 @@ func TestManyCommands(t *testing.T) {
 	}
 }
 
-// quiet fails if the target says anything within a moment.
+// quiet fails if the target sends anything within a moment.
 func (c *client) quiet() {
 	c.tb.Helper()
 	c.nc.SetReadDeadline(time.Now().Add(30 * time.Millisecond))
@@ -294,20 +304,26 @@ func TestBadDataOut(t *testing.T) {
 		asc, ascq byte
 	}{
 		// ISCSI-4.2.5-6
-		{"LUN of another", func(h pdu.BHS) int { h.SetLUN([8]byte{0, 1}); return 1024 }, false, pdu.RejectProtocolError, 0x0c, 0x0d},
-		{"tag of another", func(h pdu.BHS) int { h.SetITT(h.ITT() + 1); return 1024 }, false, pdu.RejectProtocolError, 0x0c, 0x0d},
+		{"LUN of another", func(h pdu.BHS) int { h.SetLUN([8]byte{0, 1}); return 1024 }, false,
+			pdu.RejectProtocolError, 0x0c, 0x0d},
+		{"tag of another", func(h pdu.BHS) int { h.SetITT(h.ITT() + 1); return 1024 }, false,
+			pdu.RejectProtocolError, 0x0c, 0x0d},
 		// ISCSI-7.8-3
 		{"DataSN gap", func(h pdu.BHS) int { h.SetDataSN(2); return 1024 }, false, pdu.RejectProtocolError, 0x47, 0x05},
 		// ISCSI-11.7-4
-		{"offset beyond", func(h pdu.BHS) int { h.SetBufferOffset(0xfffffff0); return 1024 }, false, pdu.RejectInvalidField, 0x0c, 0x0d},
-		{"offset before", func(h pdu.BHS) int { h.SetBufferOffset(0); return 1024 }, false, pdu.RejectInvalidField, 0x0c, 0x0d},
+		{"offset beyond", func(h pdu.BHS) int { h.SetBufferOffset(0xfffffff0); return 1024 }, false,
+			pdu.RejectInvalidField, 0x0c, 0x0d},
+		{"offset before", func(h pdu.BHS) int { h.SetBufferOffset(0); return 1024 }, false, pdu.RejectInvalidField,
+			0x0c, 0x0d},
 		{"too long", func(pdu.BHS) int { return 8192 }, false, pdu.RejectInvalidField, 0x0c, 0x0d},
 		{"much too long", func(pdu.BHS) int { return 200000 }, false, pdu.RejectInvalidField, 0x0c, 0x0d},
 		// ISCSI-11.8-3
-		{"F early", func(h pdu.BHS) int { h.SetFlags(pdu.FlagF); return 1024 }, false, pdu.RejectProtocolError, 0x0c, 0x0d},
+		{"F early", func(h pdu.BHS) int { h.SetFlags(pdu.FlagF); return 1024 }, false, pdu.RejectProtocolError, 0x0c,
+			0x0d},
 		// ISCSI-7.8-2
 		{"data digest", func(pdu.BHS) int { return 1024 }, true, pdu.RejectDataDigest, 0x47, 0x05},
-		{"data digest with F", func(h pdu.BHS) int { h.SetFlags(pdu.FlagF); return 7168 }, true, pdu.RejectDataDigest, 0x47, 0x05},
+		{"data digest with F", func(h pdu.BHS) int { h.SetFlags(pdu.FlagF); return 7168 }, true,
+			pdu.RejectDataDigest, 0x47, 0x05},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			tg := startTarget(t)
@@ -353,7 +369,7 @@ func TestBadDataOut(t *testing.T) {
 	})
 }
 
-// ISCSI-13.12-1: a new MaxRecvDataSegmentLength is obeyed from then on.
+// ISCSI-13.12-1: the target obeys a new MaxRecvDataSegmentLength at once.
 func TestRenegotiation(t *testing.T) {
 	tg := startTarget(t)
 	c := tg.login(t, "MaxRecvDataSegmentLength=512")
@@ -383,8 +399,7 @@ func (c *client) wantFunctionComplete() {
 	}
 }
 
-// A task that waits for data of the initiator can be aborted whether the data
-// comes or not.
+// A task that waits for data of the initiator can be aborted, whether the data comes or not.
 func TestAbortWithOpenR2T(t *testing.T) {
 	tg := startTarget(t)
 	before := tg.stored(0, 16384)
@@ -394,7 +409,7 @@ func TestAbortWithOpenR2T(t *testing.T) {
 		cmd, r2t := c.openWrite(data)
 		c.tmf(pdu.AbortTask, cmd.ITT(), cmd.CmdSN())
 		c.wantFunctionComplete()
-		c.send(dataOut(cmd.ITT(), r2t, 0, 0, true), data) // dropped without a word
+		c.send(dataOut(cmd.ITT(), r2t, 0, 0, true), data) // dropped without a Reject
 		c.quiet()
 		c.read(0, 1, 256<<10)
 	})
@@ -404,7 +419,7 @@ func TestAbortWithOpenR2T(t *testing.T) {
 		b := c.encode(dataOut(cmd.ITT(), r2t, 0, 0, false), nil, data)
 		c.write(b[:9000])
 		c.quiet()
-		other := tg.login(t) // this connection cannot say anything now
+		other := tg.login(t) // this connection cannot send anything now
 		other.tmf(pdu.LogicalUnitReset, pdu.ReservedTag, 0)
 		other.wantFunctionComplete()
 		c.write(b[9000:])
@@ -444,7 +459,7 @@ func TestAbortWithOpenR2T(t *testing.T) {
 		c.quiet()
 		c.write(b[9500:])
 		c.wantFunctionComplete()
-		c.send(dataOut(cmd.ITT(), r2t, 1, 12000, true), data[12000:]) // dropped without a word
+		c.send(dataOut(cmd.ITT(), r2t, 1, 12000, true), data[12000:]) // dropped without a Reject
 		c.quiet()
 	})
 	t.Run("ISCSI-11.14-1 logout", func(t *testing.T) {
@@ -466,8 +481,7 @@ func TestAbortWithOpenR2T(t *testing.T) {
 	}
 }
 
-// The answer to a ping is ahead of data: however much was asked for and is in
-// memory, it waits for a few MiB at most.
+// The answer to a ping waits for at most a few MiB of data, however much data is queued.
 func TestPingUnderLoad(t *testing.T) {
 	const reads, each, rate = 40, 1 << 20, 64 << 20
 	tg := startTarget(t, func(tg *target, _ *iscsi.Options) {
@@ -497,7 +511,7 @@ func TestPingUnderLoad(t *testing.T) {
 			statuses++
 		}
 	}
-	// 4 MiB at most were queued; what is in the buffers of TCP comes on top.
+	// At most 4 MiB were queued, in addition to what is in the buffers of TCP.
 	if took == 0 || before > 18<<20 || after < 18<<20 {
 		t.Errorf("answer after %v and %d bytes; %d came after it", took, before, after)
 	}
@@ -523,8 +537,8 @@ func TestDiscovery(t *testing.T) {
 	c.nc.Close()
 }
 
-// ISCSI-7.12-2, ISCSI-6.4-3: nothing of a negotiation that fails in the full feature
-// phase is in force; an answer with F=1 asks for none.
+// ISCSI-7.12-2, ISCSI-6.4-3: a negotiation that fails in the full feature phase has no effect. An answer with F=1
+// asks for no further request.
 func TestFailedNegotiation(t *testing.T) {
 	tg := startTarget(t)
 	c := tg.login(t)

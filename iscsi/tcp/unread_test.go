@@ -9,8 +9,8 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-// Wherever Unread says that a PDU begins, one does: among commands, immediate data that is
-// longer than the window, and Data-Out.
+// Where Unread reports that a PDU begins, one does: among commands, immediate data that is longer than the
+// window, and Data-Out.
 func TestUnread(t *testing.T) {
 	for _, digests := range []bool{false, true} {
 		w := &testkit.Watcher{Begins: map[int]bool{}}

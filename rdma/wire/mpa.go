@@ -48,8 +48,8 @@ var (
 //	+-------------------------------+------+------+-------+--------------+
 type Startup struct {
 	Reply    bool
-	Markers  bool // M: the sender wants Markers in what it receives
-	CRC      bool // C: the sender wants CRCs
+	Markers  bool // M: the sender asks for Markers in what it receives
+	CRC      bool // C: the sender asks for CRCs
 	Reject   bool // R, in a Reply
 	Rev      uint8
 	Enhanced bool // S: the frame has Depths

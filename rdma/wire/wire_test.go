@@ -38,8 +38,10 @@ func TestStartupGolden(t *testing.T) {
 			Depths: Depths{PeerToPeer: true, SendRTR: true, WriteRTR: true, ReadRTR: true, IRD: 4}}},
 		{"V-MPA2-4", repKey + "50020004 8001c004", Startup{Reply: true, CRC: true, Rev: 2, Enhanced: true,
 			Depths: Depths{PeerToPeer: true, WriteRTR: true, ReadRTR: true, IRD: 1, ORD: 4}}},
-		{"V-MPA2-5 MPA2-9-4", reqKey + "50020004 3fff3fff", Startup{CRC: true, Rev: 2, Enhanced: true, Depths: Depths{IRD: NoDepth, ORD: NoDepth}}},
-		{"V-MPA2-6", repKey + "70020004 00000008", Startup{Reply: true, CRC: true, Reject: true, Rev: 2, Enhanced: true, Depths: Depths{ORD: 8}}},
+		{"V-MPA2-5 MPA2-9-4", reqKey + "50020004 3fff3fff",
+			Startup{CRC: true, Rev: 2, Enhanced: true, Depths: Depths{IRD: NoDepth, ORD: NoDepth}}},
+		{"V-MPA2-6", repKey + "70020004 00000008",
+			Startup{Reply: true, CRC: true, Reject: true, Rev: 2, Enhanced: true, Depths: Depths{ORD: 8}}},
 		{"MPA2-6-5", reqKey + "00020004 01020304", Startup{Rev: 2, Private: []byte{1, 2, 3, 4}}},
 		{"MPA-7.1.1-5 markers", reqKey + "80010000", Startup{Markers: true, Rev: 1}},
 	} {
@@ -104,7 +106,8 @@ func TestStartupRefused(t *testing.T) {
 		}
 	})
 	t.Run("MPA-7.1.1-21 MPA2-9-2 too much private data is not sent", func(t *testing.T) {
-		for _, f := range []Startup{{Rev: 1, Private: make([]byte, 513)}, {Rev: 2, Enhanced: true, Private: make([]byte, 509)}} {
+		for _, f := range []Startup{{Rev: 1, Private: make([]byte, 513)},
+			{Rev: 2, Enhanced: true, Private: make([]byte, 509)}} {
 			if _, err := f.Append(nil); !errors.Is(err, ErrPrivateData) {
 				t.Errorf("%d bytes: %v", len(f.Private), err)
 			}
@@ -237,7 +240,8 @@ func untagged(h Untagged, payload []byte) []byte {
 	return append(b, payload...)
 }
 
-var readRequest = ReadRequest{SinkSTag: 0x11111111, SinkTO: 0x2222222233333333, Size: 0x1000, SrcSTag: 0x44444444, SrcTO: 0x5555555566666666}
+var readRequest = ReadRequest{SinkSTag: 0x11111111, SinkTO: 0x2222222233333333, Size: 0x1000, SrcSTag: 0x44444444,
+	SrcTO: 0x5555555566666666}
 
 func readRequestULPDU() []byte {
 	var b [ReadRequestLen]byte
@@ -248,35 +252,53 @@ func readRequestULPDU() []byte {
 func TestDDPAndRDMAPGolden(t *testing.T) {
 	term := Untagged{Last: true, ULP: OpTerminate.Control(), QN: QNTerminate, MSN: 1}
 	rr := readRequestULPDU()
-	refused := Terminate{Reason: ReasonNoBuffer, Segment: 118, DDP: untagged(Untagged{Last: true, ULP: OpSend.Control(), MSN: 9}, nil)}
+	refused := Terminate{Reason: ReasonNoBuffer, Segment: 118,
+		DDP: untagged(Untagged{Last: true, ULP: OpSend.Control(), MSN: 9}, nil)}
 	bad := Terminate{Reason: ReasonReadInvalidSTag, Segment: 46, DDP: rr[:UntaggedLen], ReadRequest: rr[UntaggedLen:]}
 	for _, tt := range []struct {
 		id    string
 		ulpdu []byte
 		want  string
 	}{
-		{"V-DDP-1 DDP-4.2-1 DDP-4.1-9 DDP-4.1-10 RDMAP-4.3-1", tagged(Tagged{Last: true, ULP: OpWrite.Control(), STag: 0x100, TO: 0x1000}, "0102030405060708"),
+		{"V-DDP-1 DDP-4.2-1 DDP-4.1-9 DDP-4.1-10 RDMAP-4.3-1",
+			tagged(Tagged{Last: true, ULP: OpWrite.Control(), STag: 0x100, TO: 0x1000}, "0102030405060708"),
 			"0016 c140 00000100 0000000000001000 0102030405060708 4a09cc67"},
 		{"V-DDP-2 MPA-4.1-3", tagged(Tagged{Last: true, ULP: OpWrite.Control(), STag: 0x100, TO: 0x1000}, "0102030405"),
 			"0013 c140 00000100 0000000000001000 0102030405 000000 fe28b9e1"},
-		{"V-DDP-3 V-MPA2-7 DDP-4.4-2", tagged(Tagged{Last: true, ULP: OpWrite.Control(), STag: 1}, ""), "000e c140 00000001 0000000000000000 ebd34c5f"},
-		{"V-DDP-4 V-MPA-1 DDP-4.3-1 MPA-4.1-1", untagged(Untagged{Last: true, ULP: OpSend.Control(), MSN: 1}, make([]byte, 24)),
+		{"V-DDP-3 V-MPA2-7 DDP-4.4-2", tagged(Tagged{Last: true, ULP: OpWrite.Control(), STag: 1}, ""),
+			"000e c140 00000001 0000000000000000 ebd34c5f"},
+		{"V-DDP-4 V-MPA-1 DDP-4.3-1 MPA-4.1-1",
+			untagged(Untagged{Last: true, ULP: OpSend.Control(), MSN: 1}, make([]byte, 24)),
 			"002a 4143 00000000 00000000 00000001 00000000" + strings.Repeat("00", 24) + "b7243ec3"},
-		{"V-RDMAP-1 RDMAP-4.4-1 RDMAP-4.1-1", rr, "002e 4141 00000000 00000001 00000001 00000000 11111111 2222222233333333 00001000 44444444 5555555566666666 fadf12aa"},
-		{"V-RDMAP-2 RDMAP-4.4-2", tagged(Tagged{Last: true, ULP: OpReadResponse.Control(), STag: 0x11111111, TO: 0x2222222233333333}, "aabbccdd"),
+		{"V-RDMAP-1 RDMAP-4.4-1 RDMAP-4.1-1", rr,
+			"002e 4141 00000000 00000001 00000001 00000000 11111111 2222222233333333 00001000 44444444 " +
+				"5555555566666666 fadf12aa"},
+		{"V-RDMAP-2 RDMAP-4.4-2",
+			tagged(Tagged{Last: true, ULP: OpReadResponse.Control(), STag: 0x11111111, TO: 0x2222222233333333},
+				"aabbccdd"),
 			"0012 c142 11111111 2222222233333333 aabbccdd b2b86dcf"},
-		{"V-RDMAP-3 RDMAP-4.1-3", untagged(Untagged{Last: true, ULP: OpSendSEInvalidate.Control(), Invalidate: 0xcafef00d, MSN: 1}, unhex("deadbeef")),
+		{"V-RDMAP-3 RDMAP-4.1-3",
+			untagged(Untagged{Last: true, ULP: OpSendSEInvalidate.Control(), Invalidate: 0xcafef00d, MSN: 1},
+				unhex("deadbeef")),
 			"0016 4146 cafef00d 00000000 00000001 00000000 deadbeef cc281a48"},
 		{"V-RDMAP-4 RDMAP-4.8-2 RDMAP-4.8-9", untagged(term, refused.Append(nil)),
-			"002a 4147 00000000 00000002 00000001 00000000 1202c000 0076 4143 00000000 00000000 00000009 00000000 84b505b0"},
+			"002a 4147 00000000 00000002 00000001 00000000 1202c000 0076 4143 00000000 00000000 00000009 " +
+				"00000000 84b505b0"},
 		{"V-RDMAP-5 RDMAP-4.8-13 RDMAP-7.1-4", untagged(term, bad.Append(nil)),
-			"0046 4147 00000000 00000002 00000001 00000000 0100e000 002e 4141 00000000 00000001 00000001 00000000 11111111 2222222233333333 00001000 44444444 5555555566666666 03ce9fb3"},
-		{"V-RDMAP-6", untagged(term, (&Terminate{Reason: ReasonCRC}).Append(nil)), "0016 4147 00000000 00000002 00000001 00000000 20020000 7fe42585"},
-		{"V-MPA2-11 MPA2-8-1 5", untagged(term, (&Terminate{Reason: ReasonMPACatastrophic}).Append(nil)), "0016 4147 00000000 00000002 00000001 00000000 20050000 1680d5f1"},
-		{"V-MPA2-11 MPA2-8-2 6", untagged(term, (&Terminate{Reason: ReasonIRD}).Append(nil)), "0016 4147 00000000 00000002 00000001 00000000 20060000 6540fb1b"},
-		{"V-MPA2-11 MPA2-8-2 7", untagged(term, (&Terminate{Reason: ReasonRTR}).Append(nil)), "0016 4147 00000000 00000002 00000001 00000000 20070000 1bd2babe"},
-		{"V-MPA2-10", untagged(Untagged{Last: true, ULP: OpSend.Control(), MSN: 1}, nil), "0012 4143 00000000 00000000 00000001 00000000 587be8c4"},
-		{"V-MPA2-9", tagged(Tagged{Last: true, ULP: OpReadResponse.Control(), STag: 1}, ""), "000e c142 00000001 0000000000000000 21a3e83e"},
+			"0046 4147 00000000 00000002 00000001 00000000 0100e000 002e 4141 00000000 00000001 00000001 " +
+				"00000000 11111111 2222222233333333 00001000 44444444 5555555566666666 03ce9fb3"},
+		{"V-RDMAP-6", untagged(term, (&Terminate{Reason: ReasonCRC}).Append(nil)),
+			"0016 4147 00000000 00000002 00000001 00000000 20020000 7fe42585"},
+		{"V-MPA2-11 MPA2-8-1 5", untagged(term, (&Terminate{Reason: ReasonMPACatastrophic}).Append(nil)),
+			"0016 4147 00000000 00000002 00000001 00000000 20050000 1680d5f1"},
+		{"V-MPA2-11 MPA2-8-2 6", untagged(term, (&Terminate{Reason: ReasonIRD}).Append(nil)),
+			"0016 4147 00000000 00000002 00000001 00000000 20060000 6540fb1b"},
+		{"V-MPA2-11 MPA2-8-2 7", untagged(term, (&Terminate{Reason: ReasonRTR}).Append(nil)),
+			"0016 4147 00000000 00000002 00000001 00000000 20070000 1bd2babe"},
+		{"V-MPA2-10", untagged(Untagged{Last: true, ULP: OpSend.Control(), MSN: 1}, nil),
+			"0012 4143 00000000 00000000 00000001 00000000 587be8c4"},
+		{"V-MPA2-9", tagged(Tagged{Last: true, ULP: OpReadResponse.Control(), STag: 1}, ""),
+			"000e c142 00000001 0000000000000000 21a3e83e"},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			want := unhex(tt.want)
@@ -331,7 +353,8 @@ func TestOpcodes(t *testing.T) {
 		{OpSend, 0x43, false, 0, false}, {OpSendInvalidate, 0x44, false, 0, true}, {OpSendSE, 0x45, false, 0, false},
 		{OpSendSEInvalidate, 0x46, false, 0, true}, {OpTerminate, 0x47, false, 2, false},
 	} {
-		if tt.op.Control() != tt.control || tt.op.Tagged() != tt.tagged || tt.op.QN() != tt.qn || tt.op.Invalidates() != tt.invalidate || !tt.op.Valid() {
+		if tt.op.Control() != tt.control || tt.op.Tagged() != tt.tagged || tt.op.QN() != tt.qn ||
+			tt.op.Invalidates() != tt.invalidate || !tt.op.Valid() {
 			t.Errorf("%v: control %#x", tt.op, tt.op.Control())
 		}
 		if o, ok := ParseControl(tt.control | 0x30); o != tt.op || !ok {
@@ -359,7 +382,8 @@ func TestParseTerminate(t *testing.T) {
 		ddp        int
 	}{
 		{"the RFC's order", "1202c000 0076 414300000000000000000000000900000000", ReasonNoBuffer, false, UntaggedLen},
-		{"siw: 1/2/05 with M and D", "21050300 0064 414300000000000000000000000900000000", ReasonTooLong, true, UntaggedLen},
+		{"siw: 1/2/05 with M and D", "21050300 0064 414300000000000000000000000900000000", ReasonTooLong, true,
+			UntaggedLen},
 		{"siw: LLP CRC", "02020000", ReasonCRC, true, 0},
 		{"siw: insufficient IRD (V-MPA2-12)", "02060000", ReasonOpcode, false, 0},
 		{"adapters: LLP with type 3", "23020000", Reason{2, 3, 2}, false, 0},
