@@ -496,7 +496,8 @@ func TestIntegrity(t *testing.T) {
 	}{
 		{"MaxBurstLength first", []Pair{{"MaxBurstLength", "4096"}, {"FirstBurstLength", "65536"}}, true, 4096},
 		{"FirstBurstLength first", []Pair{{"FirstBurstLength", "1048576"}, {"MaxBurstLength", "65536"}}, true, 65536},
-		{"the agreed value exceeds MaxBurstLength", []Pair{{"FirstBurstLength", "65536"}, {"MaxBurstLength", "4096"}}, false, 0},
+		{"the agreed value exceeds MaxBurstLength",
+			[]Pair{{"FirstBurstLength", "65536"}, {"MaxBurstLength", "4096"}}, false, 0},
 		{"the default exceeds MaxBurstLength", []Pair{{"MaxBurstLength", "4096"}}, false, 0},
 		{"irrelevant", []Pair{{"ImmediateData", "No"}, {"MaxBurstLength", "4096"}}, true, 65536},
 	} {
