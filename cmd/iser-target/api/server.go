@@ -208,7 +208,7 @@ func writeError(w http.ResponseWriter, err error) {
 	writeJSON(w, statuses[e.Code], e)
 }
 
-// errorOf returns err with its code and a hint what to do next.
+// errorOf returns err with its code and a hint about the next step.
 func errorOf(err error) *schema.Error {
 	var (
 		e       *schema.Error

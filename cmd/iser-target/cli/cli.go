@@ -56,7 +56,7 @@ func usage(cmd *cobra.Command, format string, a ...any) error {
 	return &usageError{cmd, fmt.Errorf(format, a...)}
 }
 
-// Report writes err and a hint what to do next to w, and returns the exit code.
+// Report writes err and a hint about the next step to w, and returns the exit code.
 func Report(w io.Writer, err error) int {
 	if err == nil {
 		return ExitOK
@@ -97,10 +97,8 @@ func hintOf(e *schema.Error) string {
 		return hintOfRefusal(e.Plan.Needs())
 	case e.Code == schema.NotFound:
 		return "see iser-target target list, lun list, portal list, session list or reservation show"
-	case e.Code == schema.Invalid && strings.HasPrefix(e.Message, "query: "): // the value of a flag
+	case e.Code == schema.Invalid && strings.HasPrefix(e.Hint, "GET "): // about requests, not the command line
 		return "nothing was changed"
-	case e.Code == schema.Invalid:
-		return "nothing was changed; docs/config.md describes all keys"
 	case e.Code == schema.Edited:
 		return "see the edit with iser-target config plan, and apply it with iser-target config apply"
 	}

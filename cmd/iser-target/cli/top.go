@@ -215,7 +215,7 @@ func (t *top) lines(f *Frame, columns, max int) []string {
 	for i := range f.LUNs {
 		sum.IOPS, sum.ReadBytes, sum.WriteBytes = sum.IOPS+f.LUNs[i].IOPS, sum.ReadBytes+f.LUNs[i].ReadBytes, sum.WriteBytes+f.LUNs[i].WriteBytes
 	}
-	lines := []string{fmt.Sprintf("%s  %s, %s  %.0f IOPS, %s MB/s read, %s MB/s written  by %s", f.Time.Format(time.TimeOnly),
+	lines := []string{fmt.Sprintf("%s  %s, %s  %.0f IOPS, %s MB/s read, %s MB/s written  sorted by %s", f.Time.Format(time.TimeOnly),
 		count(len(f.Sessions), "session"), count(len(f.LUNs), "LUN"), sum.IOPS, megabytes(sum.ReadBytes), megabytes(sum.WriteBytes), orders[t.order].name)}
 	sessions, luns := share(max, len(f.Sessions), len(f.LUNs))
 	lines = append(lines, "")
