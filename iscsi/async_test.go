@@ -16,7 +16,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// wantAsync wants an Asynchronous Message with these octets 36 to 43 and LUN field
+// wantAsync wants an Asynchronous Message with these bytes 36 to 43 and LUN field
 // (RFC 7143, section 11.9).
 func (tc *testConn) wantAsync(event string, lun [8]byte) *sentPDU {
 	tc.tb.Helper()

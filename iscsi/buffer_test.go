@@ -13,7 +13,7 @@ func TestBufferClasses(t *testing.T) {
 	for n, want := range map[int]int{0: 4096, 1: 4096, 4096: 4096, 4097: 8192, 65536: 65536, 65537: 131072,
 		1 << 20: 1 << 20, maxBuffer: maxBuffer} {
 		if got := 1 << (minBufferShift + bufferClass(n)); got != want {
-			t.Errorf("%d octets in a Buffer of %d, want %d", n, got, want)
+			t.Errorf("%d bytes in a Buffer of %d, want %d", n, got, want)
 		}
 	}
 }

@@ -156,8 +156,8 @@ func (p *chapPeer) authenticate(requests ...string) map[string]string {
 	return last
 }
 
-// ISCSI-12.1-1, ISCSI-12.1.3-1, ISCSI-6.3.2-1, SEC-7143.9.2.1-1: dialogues that
-// lead to a session. The last request has T=1, and only its answer has.
+// ISCSI-12.1-1, SEC-7143.9.2.1-1: CHAP leads to a session. The last request has T=1, and only
+// its answer has.
 func TestCHAP(t *testing.T) {
 	for _, c := range []struct {
 		id         string
@@ -186,6 +186,7 @@ func TestCHAP(t *testing.T) {
 		bubble(t, c.id, func(t *testing.T) {
 			n := newCHAPNode(t, chap(t, "", c.algorithms...))
 			p := n.connect().chapPeer()
+			// ISCSI-12.1.3-1: authenticate keeps the order. ISCSI-6.3.2-1: AuthMethod is CHAP.
 			if last := p.authenticate(c.requests...); p.algorithm != c.algorithm || last["CHAP_N"] != "" ||
 				last["CHAP_R"] != "" {
 				t.Errorf("CHAP_A=%s, last answer %q", p.algorithm, last)
@@ -532,7 +533,7 @@ func TestRedirect(t *testing.T) {
 }
 
 // FuzzCHAP says anything in the login of a target with CHAP: lines of text, each
-// a request, with "," for NUL and octet 1 of the header in front. Whoever does
+// a request, with "," for NUL and byte 1 of the header in front. Whoever does
 // not know a secret does not get through, and the target proves nothing.
 func FuzzCHAP(f *testing.F) {
 	line := func(flags byte, pairs string) string { return string(flags) + pairs + "\n" }
@@ -580,7 +581,7 @@ func FuzzCHAP(f *testing.F) {
 	})
 }
 
-// Names may be as long as open-iscsi has them, secrets may be any octets:
+// Names may be as long as open-iscsi has them, secrets may be any bytes:
 // SEC-7143.9.2.1-2.
 func TestCHAPExtremes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

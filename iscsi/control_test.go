@@ -206,7 +206,7 @@ func TestNOPOut(t *testing.T) {
 			// ISCSI-11.19-1, ISER-6.2-4: as much of the data as the initiator takes
 			if p.h.ITT() != h.ITT() || p.h.TTT() != pdu.ReservedTag ||
 				!bytes.Equal(p.data, pattern(size, 1)[:min(size, 128)]) {
-				t.Errorf("%d octets: %x %x", size, []byte(p.h), p.data)
+				t.Errorf("%d bytes: %x %x", size, []byte(p.h), p.data)
 			}
 		}
 		h := tc.Request(pdu.NOPOut, pdu.FlagF, true)

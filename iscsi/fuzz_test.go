@@ -10,15 +10,15 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 )
 
-// A step of FuzzSession is 16 octets:
+// A step of FuzzSession is 16 bytes:
 //
 //	0 opcode and I bit; 40, 41, ... of the target's: something else than a PDU
-//	1 octet 1 of the BHS
+//	1 byte 1 of the BHS
 //	2 how CmdSN comes about
 //	3 tag       4 LUN       5 operation code
 //	6 LBA       7 blocks    8, 9 EDTL or other fields at 20
-//	10, 11 length of the data segment      12 octet 36, DataSN
-//	13 octet 40, Buffer Offset             14, 15 xor of an octet of the BHS
+//	10, 11 length of the data segment      12 byte 36, DataSN
+//	13 byte 40, Buffer Offset             14, 15 xor of an byte of the BHS
 const stepLen = 16
 
 // What a step does beside sending a PDU; no initiator has these opcodes.

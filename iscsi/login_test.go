@@ -235,20 +235,21 @@ func TestLoginOfTooMuchTextIsRefused(t *testing.T) {
 	})
 }
 
-// ISCSI-6.3-5, ISCSI-6.3-8, ISCSI-6.3.2-3, ISCSI-6.2-12: stages and many
-// exchanges.
+// Login has one or two stages, of many exchanges.
 func TestLoginStages(t *testing.T) {
 	bubble(t, "security, operational, full feature", func(t *testing.T) {
 		tc := newTestNode(t).connect()
 		tc.writeLogin(tc.loginRequest(true, 0, 1), append(slices.Clone(names), "AuthMethod=CHAP,None")...)
 		r, answers := tc.wantLogin(pdu.LoginSuccess)
+		// ISCSI-6.3-5: NSG is not beyond the one asked for
 		if !r.Transit || r.CSG != 0 || r.NSG != 1 || r.TSIH != 0 || !slices.Contains(answers, "AuthMethod=None") ||
 			!slices.Contains(answers, "TargetPortalGroupTag=1") {
 			t.Fatalf("%+v %q", r, answers)
 		}
-		for _, k := range linuxKeys { // one key in each request
+		for _, k := range linuxKeys { // ISCSI-6.2-12: one key in each request
 			tc.writeLogin(tc.loginRequest(false, 1, 0), k)
 			r, answers := tc.wantLogin(pdu.LoginSuccess)
+			// ISCSI-6.3-8: T and TSIH only in the final answer
 			if r.Transit || r.TSIH != 0 || strings.Contains(strings.Join(answers, ","), "TargetPortalGroupTag") {
 				t.Fatalf("%+v %q", r, answers)
 			}
@@ -295,7 +296,7 @@ func TestLoginStages(t *testing.T) {
 			r := pdu.ParseLoginResponse(p.h)
 			got = append(got, p.data...)
 			if len(p.data) > loginDataLength-1 || r.Continue && r.Transit {
-				t.Fatalf("%+v, %d octets", r, len(p.data))
+				t.Fatalf("%+v, %d bytes", r, len(p.data))
 			}
 			if !r.Continue {
 				tc.tsih = r.TSIH

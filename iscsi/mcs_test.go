@@ -339,9 +339,8 @@ func TestDataOutOnAnotherConnection(t *testing.T) {
 	})
 }
 
-// ISCSI-11.14-1, ISCSI-11.14-4, ISCSI-11.14-5, ISCSI-6.3.5-2: a logout that
-// closes one connection takes its tasks along. What it had not acknowledged can
-// come again.
+// A logout that closes one connection ends its tasks. The initiator may send again what the
+// target had not acknowledged.
 func TestLogoutOfOneConnection(t *testing.T) {
 	for _, c := range []struct {
 		name  string
@@ -369,7 +368,7 @@ func TestLogoutOfOneConnection(t *testing.T) {
 			l := by.logoutOf(pdu.LogoutCloseConnection, a.cid)
 			by.wantNothing()
 			gate.Open()
-			by.wantLogout(l, pdu.LogoutSuccess)
+			by.wantLogout(l, pdu.LogoutSuccess) // ISCSI-11.14-1
 			if c.other {
 				a.wantEnd(errLoggedOut)
 			} else {
@@ -380,7 +379,7 @@ func TestLogoutOfOneConnection(t *testing.T) {
 				t.Fatal("the session has ended")
 			}
 			b.write(gap, nil)
-			b.wantSense(gap, 6, 0x47, 0x7f)
+			b.wantSense(gap, 6, 0x47, 0x7f) // ISCSI-11.14-5
 			b.wantNothing()
 			b.write(lost, nil)
 			b.wantStatus(lost, 0)
@@ -388,8 +387,8 @@ func TestLogoutOfOneConnection(t *testing.T) {
 			b.wantStatus(survives, 0)
 			b.ping()
 			b.wantOpenWindow()
-			b.wantLogout(b.logoutOf(pdu.LogoutCloseConnection, a.cid), pdu.LogoutCIDNotFound)
-			// The last one is the end of the session.
+			b.wantLogout(b.logoutOf(pdu.LogoutCloseConnection, a.cid), pdu.LogoutCIDNotFound) // ISCSI-11.14-4
+			// ISCSI-6.3.5-2: the last one is the end of the session.
 			b.wantLogout(b.logoutOf(pdu.LogoutCloseConnection, b.cid), pdu.LogoutSuccess)
 			b.close()
 			b.wantEnd(nil)

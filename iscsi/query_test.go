@@ -30,7 +30,7 @@ func (tc *testConn) loginLevel(level string) *testConn {
 func (tc *testConn) wantInfo(h pdu.BHS, response byte, info [3]byte) {
 	tc.tb.Helper()
 	p := tc.want(pdu.TaskMgmtResp)
-	// Octets 8 to 10: RFC 7144, section 6.4.1; what is behind is reserved.
+	// Bytes 8 to 10: RFC 7144, section 6.4.1; what is behind is reserved.
 	if p.h.ITT() != h.ITT() || p.h.Response() != response ||
 		!bytes.Equal(p.h[8:16], append(info[:], 0, 0, 0, 0, 0)) || len(p.data) != 0 {
 		tc.tb.Fatalf("TMF Response %x, want response %d and information %x", []byte(p.h), response, info)

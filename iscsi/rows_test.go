@@ -14,7 +14,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// ISCSI-11.12-4: an ISID is six octets that are compared, whatever its type
+// ISCSI-11.12-4: an ISID is six bytes that are compared, whatever its type
 // field says, the reserved type included.
 func TestISIDTypes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -179,7 +179,7 @@ func TestResiduals(t *testing.T) {
 			moved := min(int(c.edtl), int(c.cdb[8])*blockLen) / blockLen * blockLen
 			want := append(pattern(int(c.edtl), h.ITT())[:moved:moved], before[moved:]...)
 			if !bytes.Equal(n.stored(0, 3*blockLen), want) {
-				t.Errorf("wrong data after %d octets", moved)
+				t.Errorf("wrong data after %d bytes", moved)
 			}
 		})
 	}
@@ -268,7 +268,7 @@ func TestBadCommands(t *testing.T) {
 	})
 }
 
-// ISCSI-11.2-5, ISER-7.3-1: a CDB of 32 octets reaches the logical unit (which
+// ISCSI-11.2-5, ISER-7.3-1: a CDB of 32 bytes reaches the logical unit (which
 // does not know it), and the AHS area is checked.
 func TestExtendedCDB(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -386,10 +386,10 @@ func TestUnsolicitedData(t *testing.T) {
 			}
 			for i, w := range ws {
 				if !bytes.Equal(n.stored(i*1000, size), w.all) { // ISER-7.3.4-3
-					t.Fatalf("%d octets: wrong data", size)
+					t.Fatalf("%d bytes: wrong data", size)
 				}
 				if got := tc.m.unsol[w.h.ITT()]; got != uint32(burst) {
-					t.Fatalf("Bind with %d unsolicited octets of %d", got, burst)
+					t.Fatalf("Bind with %d unsolicited bytes of %d", got, burst)
 				}
 			}
 		}
@@ -418,8 +418,8 @@ func (tc *testConn) sortSent(op pdu.Opcode, n int) {
 	}
 }
 
-// Unsolicited data that breaks the rules: ISCSI-11.7-4, ISCSI-4.2.5-2,
-// ISCSI-4.2.5-6, ISCSI-7.3-1, ISER-7.3.4-4, ISER-10.1.4.3-1.
+// Unsolicited data that breaks the rules is rejected, or ends its command or the connection
+// (ISCSI-7.3-1).
 func TestBadUnsolicitedData(t *testing.T) {
 	for _, c := range []struct {
 		id     string
@@ -733,7 +733,7 @@ func TestReportResiduals(t *testing.T) {
 		p := tc.wantStatus(h, 0)
 		length := 5 + uint32(tc.sinkOf(h)[4]) // ADDITIONAL LENGTH
 		if length < 36 || length >= 255 {
-			t.Fatalf("INQUIRY data of %d octets", length)
+			t.Fatalf("INQUIRY data of %d bytes", length)
 		}
 		wantResidual(t, p, pdu.FlagUnderflow, 255-length)
 		h = tc.command(readF, 36, [16]byte{0x12, 0, 0, 0, 36}, nil)
@@ -759,7 +759,7 @@ func TestReservedBits(t *testing.T) {
 		p := tc.wantStatus(h, 0)
 		for i, b := range p.h[8:16] { // Status Qualifier and the rest of the word
 			if b != 0 {
-				t.Errorf("octet %d is %#x", 8+i, b)
+				t.Errorf("byte %d is %#x", 8+i, b)
 			}
 		}
 		// ISCSI-11.5-8: a function with data and a tag that it does not need.

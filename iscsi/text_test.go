@@ -99,7 +99,7 @@ func TestSendTargets(t *testing.T) {
 		tc = n.connect().login() // ISCSI-C-3
 		for request, want := range map[string][]string{
 			"": one, targetName: one, "All": rejected, "iqn.2026-11.io.example:another": rejected,
-		} { // in parts of 128 octets
+		} { // in parts of 128 bytes
 			if got := tc.readText("SendTargets=" + request); !slices.Equal(got, want) {
 				t.Errorf("normal session, %q: %q, want %q", request, got, want)
 			}
@@ -177,8 +177,8 @@ func (n *testNode) addTargets(count int) {
 	}
 }
 
-// ISCSI-6.2-1, ISCSI-6.2-2, ISCSI-6.2-3, ISCSI-6.2-4, ISCSI-6.4-1, ISCSI-6.4-4,
-// ISCSI-6.4-5, ISCSI-6.4-6, ISCSI-11.10-1, ISCSI-11.10-2, ISCSI-11.11-2.
+// Text negotiation in the full feature phase has one ITT (ISCSI-6.4-1). The target rejects what
+// breaks the rules, and the connection survives.
 func TestText(t *testing.T) {
 	type request = func(flags byte, itt, ttt uint32) pdu.BHS
 	exchange := func(name string, f func(t *testing.T, tc *testConn, req request)) {
@@ -312,7 +312,7 @@ func TestTextOfWhoDoesNotRead(t *testing.T) {
 					func() bool { return n.Stats().TasksInFlight == i+1 && n.Sessions()[0].Tasks == 0 })
 			}
 			if more := int(heap() - before); more > 4<<20 {
-				t.Errorf("%s: %d octets for %d requests of %d", name, more, tc.m.full, len(data))
+				t.Errorf("%s: %d bytes for %d requests of %d", name, more, tc.m.full, len(data))
 			}
 			tc.m.mu.Lock()
 			tc.m.holdFlush = false

@@ -312,7 +312,7 @@ func TestSlowReader(t *testing.T) {
 			}
 		}
 		if data != 128<<20 {
-			t.Errorf("%d octets of data", data)
+			t.Errorf("%d bytes of data", data)
 		}
 		p.logout()
 	})
@@ -358,7 +358,7 @@ func TestPingUnderLoad(t *testing.T) {
 	}
 	// 4 MiB at most were queued; what is in the buffers of TCP comes on top.
 	if took == 0 || before > 18<<20 || after < 18<<20 {
-		t.Errorf("answer after %v and %d octets; %d came after it", took, before, after)
+		t.Errorf("answer after %v and %d bytes; %d came after it", took, before, after)
 	}
 	p.logout()
 }

@@ -77,7 +77,7 @@ func TestResiduals(t *testing.T) {
 			p.send(sink(5, p.o.BaseOffset), h, nil)
 			data, m := p.readData(h, 5, p.o.BaseOffset, 0)
 			if !bytes.Equal(data, medium[:tt.moved]) {
-				t.Errorf("ISER-7.3.5-6 SEC-5042.6.3.2-2: %d octets", len(data))
+				t.Errorf("ISER-7.3.5-6 SEC-5042.6.3.2-2: %d bytes", len(data))
 			}
 			check(m)
 		})
@@ -105,7 +105,7 @@ func TestResiduals(t *testing.T) {
 				check(p.wantStatus(h, 0))
 				// What has not come may not be written, except to fill a block.
 				if got := tg.stored(t, 4, tt.moved); !bytes.Equal(got, data) {
-					t.Errorf("other octets are stored")
+					t.Errorf("other bytes are stored")
 				}
 			})
 		}
@@ -463,7 +463,7 @@ func TestUnsolicitedData(t *testing.T) {
 			p.answer(r, want[burst:])
 			p.wantStatus(h, 0)
 			if !bytes.Equal(tg.stored(t, 0, n), want) {
-				t.Error("other octets are stored")
+				t.Error("other bytes are stored")
 			}
 			// ISER-10.1.4.3-1: a gap in DataSN is no sequence error but a protocol error.
 			h = p.scsi(pdu.FlagW, n, block)

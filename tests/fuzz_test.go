@@ -19,7 +19,7 @@ import (
 )
 
 // script joins messages into the input of FuzzSession: each has its length, two
-// octets, in front.
+// bytes, in front.
 func script(messages ...[]byte) (b []byte) {
 	for _, m := range messages {
 		b = append(binary.BigEndian.AppendUint16(b, uint16(len(m))), m...)

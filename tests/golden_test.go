@@ -11,7 +11,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// Commands and their answers as octets on the wire (RFC 7143, appendix A, in
+// Commands and their answers as bytes on the wire (RFC 7143, appendix A, in
 // iSER headers with STags and Base Offsets as Linux has them).
 func TestGoldenIO(t *testing.T) {
 	tg := startTarget(t, targetOptions{})
@@ -32,7 +32,7 @@ func TestGoldenIO(t *testing.T) {
 			28000000 00000000 02000000 00000000 c691412d          // READ(10), CRC`))
 		p.sendMSN++
 		m := p.next()
-		head := unhex("040e c140 0004d101 ffff888012345000") // RDMA Write, L, 1024 octets
+		head := unhex("040e c140 0004d101 ffff888012345000") // RDMA Write, L, 1024 bytes
 		if !bytes.Equal(m.fpdu[:len(head)], head) || !bytes.Equal(m.payload, want) {
 			t.Fatalf("V-ISER-8: % x ...", m.fpdu[:len(head)])
 		}
@@ -68,7 +68,7 @@ func TestGoldenIO(t *testing.T) {
 				t.Errorf("ISER-7.3.2-5: %v of %#x", m.op, m.untag.Invalidate)
 			}
 			if !bytes.Equal(tg.stored(t, 0, 4096), data) {
-				t.Error("other octets are stored")
+				t.Error("other bytes are stored")
 			}
 		})
 	p.logout()

@@ -46,7 +46,7 @@ type targetOptions struct {
 	tap    *tap                    // sees what the Datamover of the one connection does
 	quiet  bool                    // nothing is logged
 	wrap   func(net.Conn) net.Conn // what the target's end of a connection becomes; nil: nothing
-	luns   int                     // default 1; each has 64 MiB of memory and blocks of 512 octets
+	luns   int                     // default 1; each has 64 MiB of memory and blocks of 512 bytes
 }
 
 // A stream tells how the connections of a target begin.

@@ -52,7 +52,7 @@ func TestReadAndWrite(t *testing.T) {
 					r := &initiator.Command{CDB: cdb.Read16(uint64(blocks), blocks), In: make([]byte, len(want))}
 					do(t, s, r) // ISER-7.3.1-8, ISER-9.5.2-1..3
 					if !bytes.Equal(r.In, want) {
-						t.Fatalf("%d blocks, %d octets immediate: what is read is not what was written", blocks,
+						t.Fatalf("%d blocks, %d bytes immediate: what is read is not what was written", blocks,
 							immediate)
 					}
 					if r.Invalidated == tt.ini.NoInvalidate || r.Residual != 0 ||

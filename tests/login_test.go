@@ -162,7 +162,7 @@ func TestDiscovery(t *testing.T) {
 				h := p.Request(pdu.TextReq, pdu.FlagF, false)
 				h.SetTTT(pdu.ReservedTag)
 				p.send(iser.Header{}, h, []byte(offer))
-				// ISER-6.5-2, L4: in a normal session in parts of 128 octets.
+				// ISER-6.5-2, L4: in a normal session in parts of 128 bytes.
 				var got []byte
 				for {
 					m := p.want(pdu.TextResp)
@@ -293,7 +293,7 @@ func hello(maxVer, minVer byte, ird uint16) []byte {
 	return b
 }
 
-// wantHelloReply takes a HelloReply with exactly these octets in front.
+// wantHelloReply takes a HelloReply with exactly these bytes in front.
 func (p *raw) wantHelloReply(head string) {
 	p.t.Helper()
 	want := append(unhex(head), make([]byte, 24)...)

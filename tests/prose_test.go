@@ -41,7 +41,7 @@ var avoided = []struct{ pattern, instead string }{
 }
 
 // octetsAllowed lists the directories that describe wire formats in the words of
-// the RFCs, and that of openapi.yaml, where octets is the name of a field.
+// the RFCs, and that of openapi.yaml, where bytes is the name of a field.
 var octetsAllowed = []string{"docs/requirements", "rdma/wire", "iscsi/pdu", "cmd/iser-target/api"}
 
 // proseUnfinished lists the directories whose prose has avoided words left. A

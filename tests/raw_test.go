@@ -288,11 +288,11 @@ func (p *raw) parse(m *message) {
 		want = pdu.Padded(n)
 	}
 	if len(m.data) != want {
-		p.t.Fatalf("%v with %d octets of data and %d of padding", op, n, len(m.data)-n)
+		p.t.Fatalf("%v with %d bytes of data and %d of padding", op, n, len(m.data)-n)
 	}
 	m.data = m.data[:n]
 	if p.full && len(m.payload) > 76+128 {
-		p.t.Fatalf("%v of %d octets; ib_iser has room for 204", op, len(m.payload))
+		p.t.Fatalf("%v of %d bytes; ib_iser has room for 204", op, len(m.payload))
 	}
 	if op != pdu.LoginResp && (op != pdu.NOPIn || m.bhs.ITT() != pdu.ReservedTag) {
 		if m.bhs.StatSN() != p.ExpStatSN {
@@ -347,7 +347,7 @@ func (p *raw) wantTerminate(reason wire.Reason) {
 func (p *raw) wantEOF() {
 	p.t.Helper()
 	if n, err := p.nc.Read(make([]byte, 1)); n != 0 || err != io.EOF {
-		p.t.Fatalf("read %d octets, %v, where the stream should end", n, err)
+		p.t.Fatalf("read %d bytes, %v, where the stream should end", n, err)
 	}
 }
 
@@ -374,7 +374,7 @@ func (p *raw) reset() {
 func (p *raw) answer(r wire.ReadRequest, data []byte) {
 	p.t.Helper()
 	if len(data) != int(r.Size) {
-		p.t.Fatalf("%d octets for a Read of %d", len(data), r.Size)
+		p.t.Fatalf("%d bytes for a Read of %d", len(data), r.Size)
 	}
 	const most = 32 << 10
 	for off := 0; off < len(data); off += most {

@@ -85,7 +85,7 @@ func (p *raw) wantSilence(when string) {
 	p.nc.SetReadDeadline(time.Now().Add(testkit.Patience))
 }
 
-// The whole of it as octets (RFC 7145, sections 5.1 and 9; RFC 5044, section 7.1.3).
+// The whole of it as bytes (RFC 7145, sections 5.1 and 9; RFC 5044, section 7.1.3).
 func TestStepUpOctets(t *testing.T) {
 	tg := startTarget(t, targetOptions{stream: loginFirst})
 	want := random(1024)
@@ -208,7 +208,7 @@ func TestStepUpReadAndWrite(t *testing.T) {
 					r := &initiator.Command{CDB: cdb.Read16(uint64(blocks), blocks), In: make([]byte, len(want))}
 					do(t, s, r)
 					if !bytes.Equal(r.In, want) {
-						t.Fatalf("%d blocks, %d octets immediate: what is read is not what was written", blocks,
+						t.Fatalf("%d blocks, %d bytes immediate: what is read is not what was written", blocks,
 							immediate)
 					}
 					if r.Invalidated == tt.o.NoInvalidate ||
@@ -227,7 +227,7 @@ func TestStepUpReadAndWrite(t *testing.T) {
 	}
 }
 
-// ISER-3.1.8-1, ISER-7.3.1-7: where an RDMA Read begins after 512 octets of immediate data.
+// ISER-3.1.8-1, ISER-7.3.1-7: where an RDMA Read begins after 512 bytes of immediate data.
 func TestWriteBaseOffset(t *testing.T) {
 	for _, tt := range []struct {
 		id     string
@@ -271,7 +271,7 @@ func TestWriteBaseOffset(t *testing.T) {
 				p.answer(r, data[512:])
 				p.wantStatus(h, 0)
 				if !bytes.Equal(tg.stored(t, 0, 2048), data) {
-					t.Error("other octets are stored")
+					t.Error("other bytes are stored")
 				}
 			}
 			h = write(-(1536 + tt.skip) + 1)
@@ -681,7 +681,7 @@ func TestStepUpTimeout(t *testing.T) {
 		for i, p := range conns {
 			p.wantEnd()
 			if d := time.Since(begin); d < timeout {
-				t.Errorf("%d octets: ended after %v", cases[i].sent, d)
+				t.Errorf("%d bytes: ended after %v", cases[i].sent, d)
 			}
 		}
 		took := time.Since(begin)
@@ -748,7 +748,7 @@ func TestStepUpOfAnotherConnection(t *testing.T) {
 		p.CmdSN = q.CmdSN
 		p.ping()
 		if !bytes.Equal(tg.stored(t, 0, 512), data) {
-			t.Error("other octets are stored")
+			t.Error("other bytes are stored")
 		}
 		if got := tg.log.Lines("msg=login transport=iser"); len(got) != 2 {
 			t.Errorf("%q", got)
@@ -888,7 +888,7 @@ func TestStepUpInterrupted(t *testing.T) {
 	})
 }
 
-// FuzzStepUp sends arbitrary octets after a login on the byte stream: where the
+// FuzzStepUp sends arbitrary bytes after a login on the byte stream: where the
 // MPA Request is due, and behind it. The connection ends soon after the initiator
 // has closed its side, and nothing is left of it.
 func FuzzStepUp(f *testing.F) {

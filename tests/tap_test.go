@@ -114,7 +114,7 @@ func TestPrimitives(t *testing.T) {
 	r := &initiator.Command{CDB: cdb.Read16(0, size/512), In: make([]byte, size)}
 	do(t, s, r)
 	if !bytes.Equal(r.In, want) {
-		t.Error("other octets are read")
+		t.Error("other bytes are read")
 	}
 	// EDTL is too small: no more than that
 	bad := &initiator.Command{CDB: cdb.Read16(0, size/512), In: make([]byte, 512), EDTL: 512}
@@ -150,9 +150,7 @@ func TestPrimitives(t *testing.T) {
 	}
 }
 
-// ISER-7.2-2, ISER-3.2.1-1, ISER-4.1-6: every PDU is passed up, in order, with
-// exactly what came with it; there are no digests that could be wrong
-// (ISER-10.1.4.2-1).
+// Every PDU is passed up, in order, with exactly what came with it.
 func TestEveryPDUIsPassedUp(t *testing.T) {
 	tp := &tap{}
 	tg := startTarget(t, targetOptions{tap: tp})
@@ -179,12 +177,12 @@ func TestEveryPDUIsPassedUp(t *testing.T) {
 		octets = append(octets, p.message(slices.Concat(b, h, ahs, data, pad))...)
 		sent = append(sent, fmt.Sprintf("%x %x %x", []byte(h), ahs, data))
 	}
-	p.write(octets)
+	p.write(octets) // ISER-10.1.4.2-1: without digests
 	for range sent {
 		p.want(pdu.NOPIn)
 	}
 	tp.mu.Lock()
-	if !slices.Equal(tp.pdus, sent) {
+	if !slices.Equal(tp.pdus, sent) { // ISER-7.2-2, ISER-3.2.1-1, ISER-4.1-6
 		t.Errorf("%d PDUs of %d, or others", len(tp.pdus), len(sent))
 	}
 	for _, w := range tp.wrong {

@@ -73,7 +73,7 @@ func (tg *target) ending(p *raw, h pdu.BHS, op pdu.Opcode, hs []pdu.BHS, reads [
 			stopped++
 		}
 		if !bytes.Equal(tg.stored(p.t, 8*i, 4096), want) {
-			p.t.Errorf("WRITE %d, response %t: other octets are stored", i, won[c.ITT()])
+			p.t.Errorf("WRITE %d, response %t: other bytes are stored", i, won[c.ITT()])
 		}
 	}
 	return stopped

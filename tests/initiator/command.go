@@ -19,7 +19,7 @@ type Command struct {
 	// EDTL is the expected data transfer length; default len(In) or len(Out).
 	EDTL    uint32
 	Ordered bool // the ORDERED attribute instead of SIMPLE
-	// Immediate is how many octets of Out go with the command.
+	// Immediate is how many bytes of Out go with the command.
 	Immediate int
 
 	Status      byte
@@ -63,7 +63,7 @@ func (s *Session) Start(c *Command) error {
 	}
 	c.Status, c.Flags, c.Residual, c.Sense, c.Invalidated, c.Err = 0, 0, 0, nil, false, nil
 	if c.Immediate > s.maxSend {
-		return fmt.Errorf("%d octets of immediate data, the target takes %d", c.Immediate, s.maxSend)
+		return fmt.Errorf("%d bytes of immediate data, the target takes %d", c.Immediate, s.maxSend)
 	}
 	bhs := pdu.BHS(c.head[iser.HeaderLen:])
 	edtl := c.EDTL
@@ -147,7 +147,7 @@ func (c *Command) response(s *Session, bhs pdu.BHS, data []byte, ev *rdma.Event)
 	c.Status, c.Flags, c.Residual = bhs.Status(), bhs.Flags(), bhs.Residual()
 	if n := bhs.DataSegmentLength(); n > 0 {
 		if n > len(data) || n < 2 {
-			return fmt.Errorf("SCSI Response announces %d octets of data and has %d", n, len(data))
+			return fmt.Errorf("SCSI Response announces %d bytes of data and has %d", n, len(data))
 		}
 		c.Sense = append(c.sense[:0], data[2:2+int(binary.BigEndian.Uint16(data))]...)
 	}

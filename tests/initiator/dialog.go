@@ -382,7 +382,7 @@ func (l *tcpLink) command(bhs pdu.BHS, out, in []byte) (PDU, int, error) {
 		case pdu.DataIn:
 			off := int(p.BHS.BufferOffset())
 			if off != n || off+len(p.Data) > len(in) {
-				return p, n, fmt.Errorf("Data-In of %d octets at %d, behind %d of %d", len(p.Data), off, n, len(in))
+				return p, n, fmt.Errorf("Data-In of %d bytes at %d, behind %d of %d", len(p.Data), off, n, len(in))
 			}
 			n += copy(in[off:], p.Data)
 			if p.BHS.Flags()&pdu.FlagS != 0 {

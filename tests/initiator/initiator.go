@@ -59,7 +59,7 @@ type PDU struct {
 	BHS         pdu.BHS
 	Data        []byte
 	Invalidated rdma.STag // by Send with Invalidate; 0: none
-	Len         int       // of the message, in octets
+	Len         int       // of the message, in bytes
 }
 
 // A Session is one connection in full feature phase or on its way there.
@@ -77,7 +77,7 @@ type Session struct {
 	done  chan struct{} // closed when the connection has ended
 	err   error         // why; valid when done is closed
 
-	// The longest data segments that login has agreed on, in octets: of a PDU to
+	// The longest data segments that login has agreed on, in bytes: of a PDU to
 	// the target, and of one from it (RFC 7145, section 6.2).
 	maxSend, maxRecv int
 
@@ -399,7 +399,7 @@ const headLen = iser.HeaderLen + 48
 // without STags (RFC 7145, section 9.2), all zero but for the opcode, and a BHS.
 func check(b []byte) error {
 	if len(b) < headLen || [iser.HeaderLen]byte(b) != [iser.HeaderLen]byte{0x10} {
-		return fmt.Errorf("message of %d octets: % x", len(b), b[:min(len(b), iser.HeaderLen)])
+		return fmt.Errorf("message of %d bytes: % x", len(b), b[:min(len(b), iser.HeaderLen)])
 	}
 	return nil
 }
@@ -415,7 +415,7 @@ func parse(ev *rdma.Event) (PDU, error) {
 	}
 	n := p.BHS.DataSegmentLength()
 	if n > len(p.Data) || len(p.Data) > pdu.Padded(n) {
-		return PDU{}, fmt.Errorf("%v announces %d octets of data and has %d", p.BHS.Opcode(), n, len(p.Data))
+		return PDU{}, fmt.Errorf("%v announces %d bytes of data and has %d", p.BHS.Opcode(), n, len(p.Data))
 	}
 	p.Data = p.Data[:n]
 	return p, nil
@@ -450,11 +450,11 @@ func (s *Session) dispatch(ev *rdma.Event) error {
 	bhs := pdu.BHS(b[iser.HeaderLen:headLen])
 	switch op := bhs.Opcode(); {
 	case s.o.Target != "" && len(b) > headLen+min(s.maxRecv, 128): // longer than what ib_iser posts
-		return fmt.Errorf("%v of %d octets", op, len(b))
+		return fmt.Errorf("%v of %d bytes", op, len(b))
 	case ev.Invalidates && s.o.NoInvalidate:
 		return fmt.Errorf("%v with Invalidate", op)
 	case (op == pdu.TaskMgmtResp || op == pdu.LogoutResp) && len(b) != headLen:
-		return fmt.Errorf("%v of %d octets instead of %d", op, len(b), headLen)
+		return fmt.Errorf("%v of %d bytes instead of %d", op, len(b), headLen)
 	}
 	s.mu.Lock()
 	if bhs.Opcode() != pdu.NOPIn || bhs.ITT() != pdu.ReservedTag {

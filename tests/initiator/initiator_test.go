@@ -380,7 +380,7 @@ func TestUnsolicitedDataIsNotAdvertised(t *testing.T) {
 	h, bhs, data := tg.want(pdu.SCSICommand)
 	if bhs.DataSegmentLength() != 512 || !bytes.Equal(data, out[:512]) || bhs.EDTL() != 2048 || !h.Write.Valid ||
 		h.Read.Valid {
-		t.Errorf("%+v % x, %d octets", h, []byte(bhs), len(data))
+		t.Errorf("%+v % x, %d bytes", h, []byte(bhs), len(data))
 	}
 	got := make([]byte, 1536)
 	tg.post(rdma.WorkRequest{Op: rdma.Read, Data: got, STag: h.Write.STag, TO: h.Write.Base})
@@ -471,7 +471,7 @@ func TestDataSegmentLengths(t *testing.T) {
 	keys := []string{"TargetRecvDataSegmentLength=1024", "InitiatorRecvDataSegmentLength=64"}
 	tg, s := full(t, Options{}, keys...)
 	if err := s.Start(&Command{CDB: cdb.Write16(0, 4), Out: make([]byte, 2048), Immediate: 1025}); err == nil {
-		t.Error("ISER-6.2-3: 1025 octets leave")
+		t.Error("ISER-6.2-3: 1025 bytes leave")
 	}
 	c := &Command{CDB: cdb.Write16(0, 4), Out: make([]byte, 2048), Immediate: 1024}
 	if err := s.Start(c); err != nil {
@@ -480,11 +480,11 @@ func TestDataSegmentLengths(t *testing.T) {
 	_, bhs, _ := tg.want(pdu.SCSICommand)
 	tg.answer(pdu.NOPIn, 0x7777, 0, make([]byte, 64)...)
 	if _, err := s.Next(tg.ctx); err != nil {
-		t.Errorf("64 octets: %v", err)
+		t.Errorf("64 bytes: %v", err)
 	}
 	tg.answer(pdu.SCSIResponse, bhs.ITT(), 0, make([]byte, 65)...)
-	if err := s.Err(); err == nil || !strings.Contains(err.Error(), "octets") {
-		t.Errorf("ISER-6.2-3: 65 octets: %v", err)
+	if err := s.Err(); err == nil || !strings.Contains(err.Error(), "bytes") {
+		t.Errorf("ISER-6.2-3: 65 bytes: %v", err)
 	}
 }
 

@@ -33,7 +33,7 @@ const picture = "../../docs/dashboard.png"
 type shown struct {
 	*harness.Target
 	url string
-	// octets that the initiators have read and written, and commands.
+	// bytes that the initiators have read and written, and commands.
 	read, written, commands atomic.Uint64
 	ending                  atomic.Bool // a session that has load is ended, or about to be
 

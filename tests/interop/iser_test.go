@@ -208,7 +208,7 @@ fio --ioengine=libaio --direct=1 --filename=$(disk %s %d) --iodepth=32 --rw=rand
 
 // The initiator sees the stream in segments as they came, not merged by GRO, so
 // that FPDUs begin and end anywhere in them. siw of Linux 6.1 miscounts a CRC
-// whose octets come in two segments (siw_get_trailer): it takes it for a
+// whose bytes come in two segments (siw_get_trailer): it takes it for a
 // mismatch and ends the connection. It does not ask for CRCs, and a target that
 // imposes them on it fails here.
 func TestUnmergedSegments(t *testing.T) {
@@ -231,7 +231,7 @@ fio --ioengine=libaio --direct=1 --filename=$(disk %[1]s 0) --iodepth=4 --rw=ran
 logout %[1]s`, iqn)), long)
 }
 
-// loopDevice returns a block device of the host, of size octets, that goes with
+// loopDevice returns a block device of the host, of size bytes, that goes with
 // t. The error tells why there is none.
 func loopDevice(t *testing.T, size int64) (string, error) {
 	name := filepath.Join(t.TempDir(), "loop.img")

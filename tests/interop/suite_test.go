@@ -32,7 +32,7 @@ var notRun = map[string]string{
 
 // heavy are tests that take long under emulation, because they move tens of MiB.
 // They are run for the table, not every time: each has a relative that is, such
-// as that of the command of 10 octets.
+// as that of the command of 10 bytes.
 var heavy = []string{
 	"CompareAndWrite.Simple",
 	"GetLBAStatus.UnmapSingle",

@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// Unhex decodes hexadecimal octets. Blanks are left out, and comments from # or // to
+// Unhex decodes hexadecimal bytes. Blanks are left out, and comments from # or // to
 // the end of a line. It panics if there is anything else.
 func Unhex(s string) []byte {
 	var digits strings.Builder
@@ -96,7 +96,7 @@ type Watcher struct {
 	Unread       func() (unread []byte, rest int) // nil: not yet
 	Got          []byte
 	Begins       map[int]bool
-	Ahead, Later int // how often there were unread octets, and rest was not 0
+	Ahead, Later int // how often there were unread bytes, and rest was not 0
 }
 
 // Read implements net.Conn.

@@ -44,7 +44,7 @@ var special = map[string]Case{
 	"WriteSame16.InvalidDataOutSize":     {Medium: Coarse},
 	"WriteSame16.UnmapUnaligned":         {Medium: Coarse},
 	// Where a WRITE SAME of 0 blocks is served, this sends one with UNMAP and a
-	// block of FFh octets, and wants to read zeros. That for (16) sends zeros.
+	// block of FFh bytes, and wants to read zeros. That for (16) sends zeros.
 	"WriteSame10.UnmapUntilEnd": {Medium: Large},
 	// Looks at the SANITIZE after 3 s and after 4 s, and then once in a minute
 	// whether it has ended.

@@ -8,7 +8,7 @@ import (
 	"sync"
 )
 
-// maxOutput is how much of a script's output is kept, in octets, per stream.
+// maxOutput is how much of a script's output is kept, in bytes, per stream.
 const maxOutput = 16 << 20
 
 var errOutput = errors.New("the script printed more than 16 MiB")

@@ -21,7 +21,7 @@ func TestStream(t *testing.T) {
 			s.read(strings.NewReader(c.printed + "\n" + mark + "\nof a process in the background\n"))
 			<-cap.done
 			if got := cap.buf.String(); got != c.want || cap.err != nil {
-				t.Errorf("got %d octets, %.100q, %v", len(got), got, cap.err)
+				t.Errorf("got %d bytes, %.100q, %v", len(got), got, cap.err)
 			}
 		})
 	}
@@ -34,6 +34,6 @@ func TestStreamBoundsOutput(t *testing.T) {
 		strings.NewReader("\nmark\n")))
 	<-cap.done
 	if cap.err != errOutput || cap.buf.Len() > maxOutput {
-		t.Errorf("%d octets are kept, error %v", cap.buf.Len(), cap.err)
+		t.Errorf("%d bytes are kept, error %v", cap.buf.Len(), cap.err)
 	}
 }

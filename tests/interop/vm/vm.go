@@ -194,7 +194,7 @@ func (v *VM) start(cfg Config) (err error) {
 	v.mark = hex.EncodeToString(mark[:])
 
 	v.cmd = exec.Command(qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
-		// What is emulated slowly is off: moving strings octet by octet (ERMS, FSRM),
+		// What is emulated slowly is off: moving strings byte by byte (ERMS, FSRM),
 		// and page tables of five levels.
 		"-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max,erms=off,fsrm=off,la57=off",
 		"-smp", strconv.Itoa(cfg.CPUs), "-m", strconv.Itoa(cfg.MemMiB),
