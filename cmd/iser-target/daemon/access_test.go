@@ -13,7 +13,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-// Portals of startServer, by their places in the configuration.
+// Indices of the portals of accessConfig.
 const (
 	portalIPv4 = iota // tpgt 1
 	portalIPv6        // tpgt 2
@@ -21,7 +21,7 @@ const (
 	portalTCP         // tpgt 3
 )
 
-// accessConfig has all kinds of access rules. The initiators are named
+// accessConfig has all kinds of access rules. Its initiators are
 // iqn.2026-11.io.example:host1 to host4.
 const accessConfig = `
 state_dir: ""
@@ -65,8 +65,7 @@ targets:
     redirect: {to: 192.0.2.1:3261, permanent: true}
 `
 
-// An accessRule is who comes, by which way, and what is to happen. What has no
-// value in the table is the default of each.
+// An accessRule is a login and its expected outcome. Zero fields mean the default.
 type accessRule struct {
 	name   string
 	portal int
@@ -121,7 +120,7 @@ var accessRules = []accessRule{
 	{name: "transports: iser", portal: portalISER, only: "iser", target: "masked", luns: "0:write 1:write 2:read"},
 	{name: "transports: tcp", portal: portalTCP, only: "tcp", target: "masked", luns: "0:write 1:write 2:read"},
 
-	// Redirects, before authentication (ISCSI-11.13-3) and behind the check of names.
+	// Redirects, before authentication (ISCSI-11.13-3) and after the check of names.
 	{name: "ISCSI-13.8-1 moved", target: "moved", status: pdu.LoginMovedTemporarily, address: "[2001:db8::1]:3260"},
 	{name: "moved for good", target: "gone", status: pdu.LoginMovedPermanently, address: "192.0.2.1:3261"},
 	{name: "moved, for whom it is no target", host: "host2", target: "moved", status: pdu.LoginAuthorization},
@@ -133,10 +132,10 @@ var accessRules = []accessRule{
 	{name: "ISCSI-C-1 discovery on IPv6", portal: portalIPv6, host: "host4", targets: "chap group2 masked"},
 	{name: "ISCSI-C-1 discovery by iSER", portal: portalISER, only: "iser", host: "host4", targets: "chap group2 masked"},
 	{name: "ISCSI-C-1 discovery by TCP", portal: portalTCP, only: "tcp", host: "host4", targets: "chap group2 masked"},
-	{name: "discovery with CHAP that nobody asks for", auth: chapOf("one", "secret of host1"), host: "host4", targets: "none"},
+	{name: "discovery with CHAP that is not required", auth: chapOf("one", "secret of host1"), host: "host4", targets: "none"},
 }
 
-// discoveryRules are those of accessConfig with discovery_auth.
+// discoveryRules are the rules of accessConfig with discovery_auth.
 var discoveryRules = []accessRule{
 	{name: "CHAP is required", status: pdu.LoginAuthentication},
 	{name: "CHAP", auth: chapOf("finder", "secret to find"), targets: "chap gone group2 masked moved oneway"},
@@ -146,9 +145,8 @@ var discoveryRules = []accessRule{
 	{name: "targets without CHAP", target: "masked", luns: "0:write 1:write 2:read"},
 }
 
-// Every access rule has the same answer over TCP, over iSER, and over TCP that goes
-// on as iSER.
-func TestAccess(t *testing.T) {
+// Every access rule has the same outcome over TCP, over iSER, and with a step-up.
+func TestAccessIsTheSameOnAllTransports(t *testing.T) {
 	for _, set := range []struct {
 		name, yaml string
 		rules      []accessRule
@@ -243,8 +241,8 @@ func valueOf(d *initiator.Dialog, key string) string {
 	return ""
 }
 
-// wantTargets wants SendTargets to name the targets, each with the addresses of all
-// portals, or of those of its group, and with their tags (ISCSI-C-2).
+// wantTargets requires that SendTargets names the targets, each with the addresses and tags
+// of its portals (ISCSI-C-2).
 func wantTargets(t *testing.T, s *Daemon, d *initiator.Dialog, which, names string) {
 	t.Helper()
 	var want []string
@@ -269,8 +267,8 @@ func wantTargets(t *testing.T, s *Daemon, d *initiator.Dialog, which, names stri
 	}
 }
 
-// accessTo tries all ways to the LUNs and says which are there, and whether they
-// can be written. What does not fit together is a failure.
+// accessTo tries all commands that show LUNs and returns which exist and which can be
+// written. The answers have to agree.
 func accessTo(t *testing.T, d *initiator.Dialog, ids ...uint16) string {
 	t.Helper()
 	do := func(lun [8]byte, cdb string, out []byte, in int) (outcome string, data []byte) {
@@ -335,10 +333,9 @@ func accessTo(t *testing.T, d *initiator.Dialog, ids ...uint16) string {
 	return strings.Join(access, " ")
 }
 
-// ISCSI-4.4.2-1, ISCSI-4.4.3-1, ISCSI-4.4.3-2: a portal group is a target port,
-// whatever the transport. One initiator port is in a session with each, and what
-// is reserved through one is not reserved through the other, and lasts when its
-// session does not.
+// ISCSI-4.4.2-1, ISCSI-4.4.3-1, ISCSI-4.4.3-2: a portal group is a target port, whatever
+// the transport. One initiator port has a session with each. A reservation through one port
+// does not hold for the other, and outlasts its session.
 func TestPathsByPortalGroup(t *testing.T) {
 	s := serve(t, accessConfig)
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
@@ -389,7 +386,7 @@ func TestPathsByPortalGroup(t *testing.T) {
 		t.Errorf("READ FULL STATUS: % x", full)
 	}
 
-	// The same portal group, by another transport: the session is reinstated.
+	// The same portal group over another transport: the session is reinstated.
 	again := login("iser", portalIPv4)
 	run(again, 0, write10, make([]byte, 512), 0)
 	if _, _, _, err := tcp.Do([8]byte{}, []byte(write10), make([]byte, 512), 0); err == nil || ctx.Err() != nil {
@@ -397,7 +394,7 @@ func TestPathsByPortalGroup(t *testing.T) {
 	}
 	run(iser, 0, write10, make([]byte, 512), 0)
 
-	// The registrations outlive both sessions; who is registered may write.
+	// The registrations outlast both sessions; a registered initiator may write.
 	again.Close()
 	iser.Close()
 	other := o
@@ -408,8 +405,7 @@ func TestPathsByPortalGroup(t *testing.T) {
 	run(login("iser", portalIPv4), 0, write10, make([]byte, 512), 0)
 }
 
-// ISCSI-9.4-1: what an initiator says about its architecture is not answered in
-// kind, and not logged.
+// ISCSI-9.4-1: the target neither answers a node architecture with its own nor logs it.
 func TestNodeArchitectureIsNotLogged(t *testing.T) {
 	var log testkit.Log
 	s := serve(t, strings.Replace(accessConfig, "state_dir", "log: {level: debug}\nstate_dir", 1), &log)

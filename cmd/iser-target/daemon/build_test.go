@@ -18,9 +18,9 @@ import (
 	"github.com/iser-target/iser-target/config"
 )
 
-// A change whose file was made leaves neither file nor LUN wherever it fails, and both
-// where it does not.
-func TestBuildOfFailedChange(t *testing.T) {
+// A change that adds a LUN on a built file leaves neither file nor LUN if any step fails,
+// and both otherwise.
+func TestFailedChangeLeavesNoBuiltFile(t *testing.T) {
 	const most = 20
 	dir := t.TempDir()
 	d := serve(t, fmt.Sprintf("state_dir: %s/state\nportals: [{listen: \"127.0.0.1:0\"}]\ntargets: [{name: %s, initiators: [\"*\"]}]\n", dir, store))
@@ -57,9 +57,9 @@ func TestBuildOfFailedChange(t *testing.T) {
 	t.Errorf("a change does more than %d things", most)
 }
 
-// kill -9 before any of the things that the change does: the next process has the LUN with
-// all of the file, or no LUN. The file is whole or not there.
-func TestKilledAddingMade(t *testing.T) {
+// After kill -9 before any step of such a change, the next process has the LUN with its
+// complete file, or no LUN. The file is complete or absent.
+func TestKilledChangeLeavesNoIncompleteFile(t *testing.T) {
 	if n, err := strconv.Atoi(os.Getenv(dieAt)); err == nil {
 		dir := os.Getenv("DAEMON_TEST_FILE")
 		d := serveFile(t, dir+"/c.yaml", io.Discard)
@@ -97,10 +97,11 @@ func TestKilledAddingMade(t *testing.T) {
 	t.Errorf("a change does more than %d things", most)
 }
 
+// madeContent returns the content of a built file.
 func madeContent() []byte { return bytes.Repeat([]byte("made"), 256<<10) }
 
-// addMade adds a LUN on a file that was copied, and is killed before the n-th thing that
-// this does, if there are so many.
+// addMade adds a LUN on a copied file. The process is killed before the n-th step, if there
+// are that many.
 func addMade(t *testing.T, d *Daemon, dir string, n int) {
 	if err := os.WriteFile(dir+"/from", madeContent(), 0o600); err != nil {
 		t.Fatal(err)
@@ -125,8 +126,9 @@ func addMade(t *testing.T, d *Daemon, dir string, n int) {
 	}
 }
 
-// No file is made twice at once, however it is called, and not too many are.
-func TestBuilds(t *testing.T) {
+// A file is not built twice at a time, whatever name of its directory is used, and the
+// number of builds is limited.
+func TestBuildsAreExclusiveAndLimited(t *testing.T) {
 	dir, link := t.TempDir(), filepath.Join(t.TempDir(), "link")
 	if err := os.Symlink(dir, link); err != nil {
 		t.Fatal(err)

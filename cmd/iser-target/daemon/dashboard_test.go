@@ -7,8 +7,8 @@ import (
 	"github.com/iser-target/iser-target/config"
 )
 
-// A program that has no dashboard does not pass over that one is asked for.
-func TestNoDashboard(t *testing.T) {
+// A program without a dashboard refuses a configuration that has one.
+func TestDashboardIsRefusedWithoutOne(t *testing.T) {
 	l := newLab(t)
 	l.more = "dashboard: {listen: \"127.0.0.1:0\"}"
 	if _, err := l.apply(ChangeOptions{}); err == nil || !strings.Contains(err.Error(), "this program does not have it") {

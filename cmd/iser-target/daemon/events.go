@@ -12,10 +12,10 @@ import (
 	"github.com/iser-target/iser-target/lun"
 )
 
-// maxEvents of each kind are kept for those that ask later.
+// maxEvents is how many events of each kind are kept.
 const maxEvents = 1024
 
-// events are the last ones of each kind, and those who want to have the next.
+// events has the last events of each kind, and the subscribers.
 type events struct {
 	mu    sync.Mutex
 	last  uint64
@@ -23,10 +23,10 @@ type events struct {
 	subs  map[chan struct{}]struct{}
 }
 
-// A ring has the last maxEvents of a kind: what an initiator can cause as often as it
-// wants, like refused logins, pushes out none of another kind.
+// A ring has the last maxEvents of a kind, so that an initiator that causes many events of
+// one kind, like refused logins, displaces no other kind.
 type ring struct {
-	list []schema.Event // n%maxEvents is where the event stands before which there were n
+	list []schema.Event // the event after n others is at n%maxEvents
 	n    int
 }
 
@@ -39,7 +39,7 @@ func (r *ring) add(e schema.Event) {
 	r.n++
 }
 
-// since appends those with numbers above n to list, newest first.
+// since appends the events with numbers above n to list, newest first.
 func (r *ring) since(list []schema.Event, n uint64) []schema.Event {
 	for i := range r.list {
 		e := r.list[(r.n-1-i)%maxEvents]
@@ -51,8 +51,8 @@ func (r *ring) since(list []schema.Event, n uint64) []schema.Event {
 	return list
 }
 
-// kindOf returns the ring of e. There is one for each kind of docs/cli.md, and refused
-// logins, which cost nobody anything, have one of their own.
+// kindOf returns the ring of e: one for each kind of docs/cli.md, and one for refused
+// logins, which anyone can cause.
 func kindOf(e *schema.Event) string {
 	if e.Event == "login" && e.Attrs["outcome"] == "refused" {
 		return "login refused"
@@ -60,7 +60,7 @@ func kindOf(e *schema.Event) string {
 	return e.Event
 }
 
-// add makes e the next event.
+// add numbers e and stores it.
 func (ev *events) add(e schema.Event) {
 	ev.mu.Lock()
 	defer ev.mu.Unlock()
@@ -78,12 +78,12 @@ func (ev *events) add(e schema.Event) {
 	for c := range ev.subs {
 		select {
 		case c <- struct{}{}:
-		default: // it knows already that there is something
+		default: // it is notified already
 		}
 	}
 }
 
-// since are the events with numbers above n that are still known, by their numbers.
+// since returns the kept events with numbers above n, by number.
 func (ev *events) since(n uint64) []schema.Event {
 	ev.mu.Lock()
 	defer ev.mu.Unlock()
@@ -95,12 +95,12 @@ func (ev *events) since(n uint64) []schema.Event {
 	return list
 }
 
-// Events are those with numbers above since that are still known, oldest first. A gap
-// in the numbers is what was forgotten.
+// Events returns the kept events with numbers above since, oldest first. A gap in the
+// numbers means that events were displaced.
 func (d *Daemon) Events(since uint64) []schema.Event { return d.events.since(since) }
 
-// Subscribe returns a channel that has something in it whenever there may be new Events,
-// until cancel is called.
+// Subscribe returns a channel that receives when there may be new Events, until cancel is
+// called.
 func (d *Daemon) Subscribe() (news <-chan struct{}, cancel func()) {
 	ev := &d.events
 	c := make(chan struct{}, 1)
@@ -126,7 +126,7 @@ type nodeEvents struct{ log *slog.Logger }
 // Login records the outcome of a connection attempt.
 func (n nodeEvents) Login(e iscsi.LoginEvent) { e.Log(n.log, slog.String(eventKey, "login")) }
 
-// ConnectionEnded records the end of a connection whose session goes on.
+// ConnectionEnded records the end of a connection whose session continues.
 func (n nodeEvents) ConnectionEnded(e iscsi.ConnectionEndedEvent) {
 	e.Log(n.log, slog.String(eventKey, "session"))
 }
@@ -166,18 +166,18 @@ func (u unitEvents) Sanitize(e lun.SanitizeEvent) { e.Log(u.log, mediumEvent) }
 // byKey is the key of By in a context.
 type byKey struct{}
 
-// By returns a context for what who asks for: in the log, and in events, it has the
+// By returns a context for a request of who. Log lines and events about it have the
 // attribute "by".
 func By(ctx context.Context, who string) context.Context {
 	return context.WithValue(ctx, byKey{}, who)
 }
 
-// eventHandler passes records on, and makes events of those that have an event
-// attribute, whether or not the log is to show them.
+// An eventHandler passes records on, and records those with an event attribute as events,
+// even if the log does not show their level.
 type eventHandler struct {
 	next   slog.Handler
 	events *events
-	attrs  []slog.Attr // of With, without groups: nobody uses them
+	attrs  []slog.Attr // of With; groups are not supported
 }
 
 func (h *eventHandler) Enabled(ctx context.Context, l slog.Level) bool {

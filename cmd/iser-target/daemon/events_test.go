@@ -6,8 +6,8 @@ import (
 	"testing"
 )
 
-// A flood of one kind of event, of refused logins before all, forgets none of another.
-func TestEventFlood(t *testing.T) {
+// A flood of one kind of event, like refused logins, displaces no other kind.
+func TestEventFloodDisplacesNoOtherKind(t *testing.T) {
 	var ev events
 	log := slog.New(&eventHandler{next: slog.DiscardHandler, events: &ev})
 	first := []func(){

@@ -10,7 +10,7 @@ import (
 	"github.com/iser-target/iser-target/config"
 )
 
-// write makes a file for the time of the test.
+// write creates a file that is removed after the test.
 func write(t *testing.T, name, text string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), name)
@@ -20,12 +20,13 @@ func write(t *testing.T, name, text string) string {
 	return path
 }
 
-// serve serves a configuration, which is in a file, until the test ends.
+// serve writes a configuration to a file and serves it until the test ends.
 func serve(t *testing.T, yaml string, logTo ...io.Writer) *Daemon {
 	t.Helper()
 	return serveFile(t, write(t, "c.yaml", yaml), logTo...)
 }
 
+// serveFile serves the configuration at path until the test ends.
 func serveFile(t *testing.T, path string, logTo ...io.Writer) *Daemon {
 	t.Helper()
 	d, end := run(t, path, Options{LogTo: io.MultiWriter(append(logTo, t.Output())...)})
@@ -37,7 +38,7 @@ func serveFile(t *testing.T, path string, logTo ...io.Writer) *Daemon {
 	return d
 }
 
-// run serves the configuration at path until end is called, which returns what Run does.
+// run serves the configuration at path until end is called, which returns the error of Run.
 func run(t *testing.T, path string, o Options) (d *Daemon, end func() error) {
 	t.Helper()
 	doc, err := config.OpenDocument(path)

@@ -18,12 +18,12 @@ import (
 	"github.com/iser-target/iser-target/config"
 )
 
-// dieAt, in the environment of a test, has it be the process that is killed before the
-// thing of that number, from 0.
+// dieAt is the variable that makes a test the process that is killed before the step with
+// that number, from 0.
 const dieAt = "DAEMON_TEST_DIE_AT"
 
-// runKilled runs the test in a process of its own, with dieAt n and a file or directory.
-// It returns false if the process was not killed, because it does not as many things.
+// runKilled runs the test in another process, with dieAt n and a file or directory. It
+// returns false if the process was not killed because it has fewer steps.
 func runKilled(t *testing.T, n int, file string) (killed bool) {
 	t.Helper()
 	exe, err := os.Executable()
@@ -40,9 +40,9 @@ func runKilled(t *testing.T, n int, file string) (killed bool) {
 	return killed
 }
 
-// kill -9 before any of the things that a change does: the next process runs what was
-// before, or what was to be, wholly.
-func TestKilledBetweenSteps(t *testing.T) {
+// After kill -9 before any step of a change, the next process runs either the old or the new
+// configuration, completely.
+func TestKilledChangeIsMadeWhollyOrNotAtAll(t *testing.T) {
 	if n, err := strconv.Atoi(os.Getenv(dieAt)); err == nil {
 		changeAndDie(t, os.Getenv("DAEMON_TEST_FILE"), n)
 		return
@@ -73,6 +73,7 @@ func TestKilledBetweenSteps(t *testing.T) {
 	t.Errorf("a change does more than %d things", most)
 }
 
+// killedText returns a configuration.
 func killedText(dir, portals, luns string) string {
 	return fmt.Sprintf(`
 state_dir: %s/state
@@ -84,7 +85,7 @@ targets:
 %s`, dir, portals, store, luns)
 }
 
-// killedLab is a configuration file, and what it says before and after the change.
+// killedLab returns a configuration file, and the configurations before and after the change.
 func killedLab(t *testing.T) (path string, old, next *config.Config) {
 	t.Helper()
 	dir := t.TempDir()
@@ -112,8 +113,8 @@ func killedLab(t *testing.T) (path string, old, next *config.Config) {
 	return path, old, next
 }
 
-// changeAndDie applies the file with the name path.next, and is killed before the n-th
-// thing that this does, if there are so many.
+// changeAndDie applies the file path.next. The process is killed before the n-th step, if
+// there are that many.
 func changeAndDie(t *testing.T, path string, n int) {
 	d := serveFile(t, path, io.Discard)
 	d.before = func(string) error {

@@ -9,7 +9,7 @@ import (
 	"github.com/iser-target/iser-target/lun"
 )
 
-// What percentiles say is off by no more than a bucket is wide: a quarter.
+// Percentiles are exact to the width of a bucket, a quarter.
 func TestPercentiles(t *testing.T) {
 	bucketOf := func(d time.Duration) int {
 		i := 0

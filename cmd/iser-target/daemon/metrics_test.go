@@ -24,9 +24,10 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// A scrape is what /metrics says: values by name and labels.
+// A scrape has the values of /metrics by name and labels.
 type scrape map[string]float64
 
+// scrape reads /metrics.
 func (l *lab) scrape() scrape {
 	l.t.Helper()
 	r, err := http.Get(fmt.Sprintf("http://%v/metrics", l.side[config.KindMetrics].addr))
@@ -54,7 +55,7 @@ func (l *lab) scrape() scrape {
 	return s
 }
 
-// with are how many series there are whose name and labels contain what.
+// with counts the series whose name and labels contain what.
 func (s scrape) with(what string) (n int) {
 	for k := range s {
 		if strings.Contains(k, what) {
@@ -81,7 +82,7 @@ func metricsLab(t *testing.T) *lab {
 	})
 }
 
-// What is counted adds up to what the initiators did.
+// Metrics, State and the work of the initiators agree.
 func TestMetricsAddUp(t *testing.T) {
 	l := metricsLab(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
@@ -104,7 +105,7 @@ func TestMetricsAddUp(t *testing.T) {
 			t.Fatal(got)
 		}
 	}
-	// An underflow, and an LBA that there is not; then a LUN of which no byte may be written.
+	// An underflow, an LBA out of range, and a LUN that is read only.
 	if got := do(t, s, &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 4096)}); got != "" {
 		t.Fatal(got)
 	}
@@ -116,7 +117,7 @@ func TestMetricsAddUp(t *testing.T) {
 		t.Fatal(got)
 	}
 
-	// Another one comes by TCP, and two are not let in.
+	// Another initiator uses TCP, and two are refused.
 	d, err := initiator.Dial(ctx, "tcp", l.addr(), initiator.Options{Name: prefix + "h2", Target: store})
 	if err != nil {
 		t.Fatal(err)
@@ -186,8 +187,8 @@ func TestMetricsAddUp(t *testing.T) {
 		t.Errorf("%v of %v octets of buffers", used, limit)
 	}
 
-	// Each of these commands has been in each phase, but in read_wait only the WRITEs of
-	// 128 KiB. The initiator may have a response before it counts.
+	// Each of these commands was in each phase, except that only the WRITEs of 128 KiB were
+	// in read_wait. An initiator can get a response before it is counted.
 	const commands = reads + 2 + writes + 1 + 4
 	duration := func(phase, transport string) string {
 		return fmt.Sprintf(`command_duration_seconds_count{phase="%s",transport="%s"}`, phase, transport)
@@ -217,7 +218,7 @@ func TestMetricsAddUp(t *testing.T) {
 		t.Errorf("%d series of the latencies of LUNs, want %d", a, b)
 	}
 
-	// State says the same.
+	// State agrees.
 	st := l.State()
 	counters := func(c schema.CounterState) schema.CounterState {
 		sum := 0.0
@@ -266,7 +267,7 @@ func TestMetricsAddUp(t *testing.T) {
 		t.Errorf("the initiator counts %+v", n)
 	}
 
-	// A peer that names memory that is not its own is told so.
+	// A peer that uses memory that is not its own gets an error.
 	rc := s.Stream()
 	bad := rdma.WorkRequest{Op: rdma.Write, STag: 0x12345678, Data: make([]byte, 8)}
 	if err := rc.Post(&bad); err != nil {
@@ -289,8 +290,7 @@ func refused(s pdu.LoginStatus) string {
 	return fmt.Sprintf(`logins_refused_total{stage="operational",status="%v",transport="iser"}`, s)
 }
 
-// Sessions come and go, and what is said of them with them: a scrape is not longer
-// than it was.
+// The metrics of a session end with it, so that scrapes do not grow.
 func TestMetricsOfSessionsEnd(t *testing.T) {
 	l := metricsLab(t)
 	churn := func(name string) {
@@ -320,7 +320,7 @@ func TestMetricsOfSessionsEnd(t *testing.T) {
 	after.want(t, map[string]float64{"sessions_finished_total": 21, `logins_accepted_total{transport="iser"}`: 21})
 }
 
-// A scrape is served under load, counters never go down, and the address can change.
+// Under load, counters never decrease, and the address of the server can change.
 func TestMetricsUnderLoad(t *testing.T) {
 	l := metricsLab(t)
 	load(t, l.login("h1", store))
@@ -352,8 +352,8 @@ func TestMetricsUnderLoad(t *testing.T) {
 	l.scrape()
 }
 
-// A scrape too many is told so.
-func TestMetricsConnections(t *testing.T) {
+// A connection above the limit gets an error.
+func TestMetricsConnectionsAreLimited(t *testing.T) {
 	l := metricsLab(t)
 	for range metricsConnections {
 		c, err := net.Dial("tcp", l.side[config.KindMetrics].addr.String())

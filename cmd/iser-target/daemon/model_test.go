@@ -21,11 +21,11 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// Initiators that change blocks of their own in every way there is, by both transports,
-// while sessions are ended, task sets cleared, the LUN reset, given other sizes and opened
-// anew: what was answered with GOOD is there, what was answered otherwise is there or not,
-// block by block, and when a command has ended in whatever way nothing of it comes later
-// (RFC 7143, sections 4.2.3.3, 6.3.5 and 11.5.1; SAM-5, section 8.6).
+// Initiators write their own blocks with all commands that write, over both transports,
+// while sessions end, task sets are cleared, and the LUN is reset, resized and opened again.
+// Writes with status GOOD are on the LUN; others are or are not, block by block; and a
+// command that has ended changes nothing later (RFC 7143, sections 4.2.3.3, 6.3.5 and 11.5.1;
+// SAM-5, section 8.6).
 func TestNothingIsLostOrLate(t *testing.T) {
 	for _, backend := range []string{"file", "memory"} {
 		t.Run(backend, func(t *testing.T) {
@@ -35,6 +35,7 @@ func TestNothingIsLostOrLate(t *testing.T) {
 	}
 }
 
+// nothingIsLostOrLate runs the model on a LUN with that backend.
 func nothingIsLostOrLate(t *testing.T, kind string) {
 	const duration = 3 * time.Second
 	l := newLab(t, func(l *lab) { l.luns, l.more = "", "drain: 0s" })
@@ -98,7 +99,7 @@ func nothingIsLostOrLate(t *testing.T, kind string) {
 	}
 }
 
-// An unevenStore takes its time for some calls.
+// An unevenStore delays some calls.
 type unevenStore struct{ backend.Store }
 
 func (unevenStore) pause() {
@@ -129,8 +130,8 @@ const (
 	modelPatience = 1500 * time.Millisecond
 )
 
-// A modelWorker knows what is in its blocks: the number of the command that has written one
-// last, in each 8 octets of it, or 0.
+// A modelWorker knows the content of its blocks: the number of the command that wrote a
+// block last, in each 8 bytes of it, or 0.
 type modelWorker struct {
 	t    *testing.T
 	l    *lab
@@ -147,7 +148,7 @@ type modelWorker struct {
 	done   int    // commands that have ended with GOOD
 }
 
-// A change is a command and what its blocks, from at on, have afterwards.
+// A modelChange is a command and the content of its blocks, from at on, afterwards.
 type modelChange struct {
 	name string
 	cdb  [16]byte
@@ -166,8 +167,8 @@ func (w *modelWorker) close() {
 	w.d, w.s = nil, nil
 }
 
-// connect has a session if there is none. It has the ISID of the one before, whose tasks
-// have ended then.
+// connect logs in if the worker has no session. The ISID is that of the session before, so
+// that its tasks end.
 func (w *modelWorker) connect() bool {
 	for end := time.Now().Add(time.Minute); w.d == nil && w.s == nil; time.Sleep(3 * time.Millisecond) {
 		if time.Now().After(end) {
@@ -197,8 +198,7 @@ func (w *modelWorker) connect() bool {
 	return true
 }
 
-// function is a task management function for the LUN. Whether it comes to its end is not
-// asked.
+// function sends a task management function for the LUN and ignores its outcome.
 func (w *modelWorker) function(f byte) {
 	if !w.connect() {
 		return
@@ -213,7 +213,7 @@ func (w *modelWorker) function(f byte) {
 
 var errModelLate = errors.New("no answer")
 
-// do is one command; the outcome is that of package-level do. An error is the end of the
+// do runs a command and returns its outcome, as the function do does. An error ends the
 // session.
 func (w *modelWorker) do(cdb [16]byte, out []byte, in int) (result string, data []byte, err error) {
 	if w.s != nil {
@@ -242,7 +242,7 @@ func (w *modelWorker) do(cdb [16]byte, out []byte, in int) (result string, data 
 	return outcome(&initiator.Command{Status: status, Sense: sense}), data, nil
 }
 
-// await is the outcome of a command that was started.
+// await waits for a command in progress and returns its outcome.
 func (w *modelWorker) await(c *initiator.Command) (string, error) {
 	s := w.s
 	late := time.AfterFunc(modelPatience, func() { s.Close() })
@@ -254,14 +254,13 @@ func (w *modelWorker) await(c *initiator.Command) (string, error) {
 	return outcome(c), err
 }
 
-// again tells whether a command that had the outcome may have another one when it is tried
-// again.
+// again reports whether a command with that outcome may have another one when repeated.
 func again(outcome string) bool {
 	return outcome == "2/04/01" // IN PROCESS OF BECOMING READY
 }
 
-// verify reads all blocks, which have what the worker knows, or may have what commands that
-// have not succeeded were to write.
+// verify reads all blocks. Each has the content that the worker knows, or that of one of
+// the unsure commands, which did not succeed.
 func (w *modelWorker) verify(unsure ...*modelChange) bool {
 	for w.connect() {
 		got, data, err := w.do(cdb.Read16(w.lba(0), modelBlocks), nil, modelBlocks*512)
@@ -299,10 +298,10 @@ func (w *modelWorker) verify(unsure ...*modelChange) bool {
 	return false
 }
 
-// lba is where a block of the worker is.
+// lba returns the LBA of a block of the worker.
 func (w *modelWorker) lba(at int) uint64 { return uint64(w.n*modelBlocks + at) }
 
-// step is one command, or several at a time.
+// step runs one command, or several at a time.
 func (w *modelWorker) step() bool {
 	if w.s != nil && w.rnd.IntN(2) == 0 {
 		return w.batch()
@@ -323,7 +322,7 @@ func (w *modelWorker) step() bool {
 	return w.verify(c)
 }
 
-// batch has several commands at a time, of which some are aborted.
+// batch runs several commands at a time and aborts some.
 func (w *modelWorker) batch() bool {
 	const each = modelBlocks / modelDepth
 	s := w.s
@@ -374,7 +373,7 @@ func (w *modelWorker) batch() bool {
 	return w.verify(unsure...)
 }
 
-// writing is a WRITE of n blocks.
+// writing returns a WRITE of n blocks.
 func (w *modelWorker) writing(at, n int) *modelChange {
 	w.number++
 	c := &modelChange{name: fmt.Sprintf("WRITE of %d to %d", n, at), cdb: cdb.Write16(w.lba(at), uint32(n)), out: make([]byte, n*512), at: at, will: make([]uint64, n)}
@@ -387,7 +386,7 @@ func (w *modelWorker) writing(at, n int) *modelChange {
 	return c
 }
 
-// invent is a command that changes n blocks.
+// invent returns a random command that changes n blocks.
 func (w *modelWorker) invent(at, n int) *modelChange {
 	c := w.writing(at, n)
 	as := func(name string, op, flags byte) {

@@ -12,9 +12,9 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-// However many connect and do not log in, an initiator can; those who have logged in
-// stay, and when all have there is no place for another.
-func TestNewcomersGiveWay(t *testing.T) {
+// Connections that do not log in make room for an initiator. Those that logged in stay, and
+// when they take all places no other can log in.
+func TestNewcomersMakeRoom(t *testing.T) {
 	l := newLab(t, func(l *lab) { l.more = "limits: {max_connections: 4, login_timeout: 10m}" })
 	sessions := []*initiator.Session{l.login("first", store)}
 	var strangers []net.Conn
@@ -42,14 +42,14 @@ func TestNewcomersGiveWay(t *testing.T) {
 		}
 	}
 	for _, says := range []string{
-		"",           // no first octet
+		"",           // no first byte
 		"MPA ID Req", // in MPA startup
 		"\x43",       // in a Login Request
 		"", "", "", "",
 	} {
 		stranger(says)
 	}
-	wantGone(4) // there were three places
+	wantGone(4) // of four places, a session has one
 	discovery, err := initiator.Login(t.Context(), l.addr(), initiator.Options{Name: prefix + "finds"})
 	if err != nil {
 		t.Fatal(err)
@@ -60,7 +60,7 @@ func TestNewcomersGiveWay(t *testing.T) {
 	wantGone(1)
 	sessions = append(sessions, l.login("second", store))
 	wantGone(1)
-	sessions = append(sessions, l.login("third", store)) // in the place of discovery
+	sessions = append(sessions, l.login("third", store)) // displaces discovery
 	if p, err := discovery.Next(t.Context()); err == nil {
 		t.Errorf("SEC-5042.6.4.2-1: discovery session gets %v", p)
 	}
@@ -69,7 +69,7 @@ func TestNewcomersGiveWay(t *testing.T) {
 
 	if s, err := l.tryLogin("fifth", store); err == nil {
 		s.Close()
-		t.Error("DDP-8.3.2-2, RDMAP-8.1.2-2, SEC-5042.3-1: there is a place for a fifth session")
+		t.Error("DDP-8.3.2-2, RDMAP-8.1.2-2, SEC-5042.3-1: a fifth session was admitted")
 	}
 	for _, s := range append(sessions, fourth) {
 		if got := do(t, s, &initiator.Command{}); got != "" && !strings.HasPrefix(got, "6/29/") {
@@ -80,13 +80,13 @@ func TestNewcomersGiveWay(t *testing.T) {
 	testkit.Eventually(t, "a place is free", func() bool { return l.net.conns.Load() == 3 })
 	l.login("fifth", store)
 
-	// Each has one event that tells why.
+	// Each end is one event with its reason.
 	testkit.Eventually(t, "events of discovery, which ended, and of eight strangers", func() bool {
-		gaveWay, ended := 0, 0
+		displaced, ended := 0, 0
 		for _, e := range l.Events(0) {
 			switch reason, _ := e.Attrs["reason"].(string); {
 			case strings.Contains(reason, "limits.max_connections is 4, and this one had not logged in"):
-				gaveWay++
+				displaced++
 			case e.Attrs["outcome"] == "refused" || e.Text == "session ended":
 				ended++
 			}
@@ -94,6 +94,6 @@ func TestNewcomersGiveWay(t *testing.T) {
 		if ended != 2 { // the fifth, and the fourth
 			t.Errorf("%d other ends", ended)
 		}
-		return gaveWay == 9
+		return displaced == 9
 	})
 }

@@ -18,15 +18,14 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-// A hanger makes stores that hang where it is told to, like those on a server that is
-// gone.
+// A hanger makes stores that hang at chosen calls, like those on a server that is gone.
 type hanger struct {
 	mu    sync.Mutex
 	gates map[string]chan struct{} // by what hangs
 	calls map[string]int           // by what was asked, hanging or not
 }
 
-// hang has what is asked from now on wait for free: "open /path", "close /path" and so on.
+// hang makes the next calls of that name, like "open /path", wait until free is called.
 func (h *hanger) hang(what string) (free func()) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -40,7 +39,7 @@ func (h *hanger) hang(what string) (free func()) {
 	})
 }
 
-// pass is where what is asked hangs.
+// pass counts a call and waits if hang made it wait.
 func (h *hanger) pass(what string) {
 	h.mu.Lock()
 	gate := h.gates[what]
@@ -51,14 +50,14 @@ func (h *hanger) pass(what string) {
 	}
 }
 
-// count is how often that was asked.
+// count returns the number of calls of that name.
 func (h *hanger) count(what string) int {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.calls[what]
 }
 
-// openStore is that of Options.
+// openStore implements Options.openStore.
 func (h *hanger) openStore(c *config.LUN) (backend.Store, error) {
 	h.pass("open " + c.Path)
 	if c.Backend == "memory" {
@@ -94,16 +93,15 @@ func (s *hangingStore) Close() error {
 	return s.Store.Close()
 }
 
-// testWaits are short, but not too short for a machine with other things to do.
+// testWaits are short, but long enough for a busy machine.
 var testWaits = waits{store: 500 * time.Millisecond, slow: 500 * time.Millisecond, changes: 20 * time.Second, brief: 10 * time.Millisecond, close: 500 * time.Millisecond,
 	start: time.Second, end: time.Second, slot: 20 * time.Millisecond, calls: 64}
 
-// soon is what no call may take, whatever hangs: the sum of some waits.
+// soon bounds every call, whatever hangs. It is more than the sum of some waits.
 const soon = 30 * time.Second
 
-// newHangingLab is a lab with LUN 0 of memory, whose other LUNs lie on stores that h may
-// let hang. It ends with the test, and has nothing to complain of, if the test does not end
-// it.
+// newHangingLab returns a lab with a memory LUN 0; h makes the stores of the other LUNs. If
+// the test does not end the lab, it ends with the test, and must end without an error.
 func newHangingLab(t *testing.T, w waits, before func(*hanger), o ...func(*lab)) (l *lab, h *hanger, end func() error) {
 	h = &hanger{gates: map[string]chan struct{}{}, calls: map[string]int{}}
 	l = &lab{t: t, dir: quickDir(t), portals: `{listen: "127.0.0.1:0"}`, initiators: `"*"`, luns: `{id: 0, backend: memory, size: 4MiB}`}
@@ -143,7 +141,7 @@ func newHangingLab(t *testing.T, w waits, before func(*hanger), o ...func(*lab))
 	return l, h, end
 }
 
-// disk is a LUN on a file of the lab.
+// disk returns the configuration of a LUN on a file of the lab.
 func (l *lab) disk(id int, name, more string) string {
 	return fmt.Sprintf("{id: %d, backend: file, path: %s, size: 1MiB%s}", id, filepath.Join(l.dir, name), more)
 }
@@ -158,7 +156,7 @@ func inTime(t *testing.T, what string, f func()) {
 	}
 }
 
-// serves checks that nothing that hangs keeps others: initiators, lists, changes.
+// serves requires that a store that hangs does not block initiators, lists and changes.
 func (l *lab) serves(s *initiator.Session) {
 	l.t.Helper()
 	inTime(l.t, "what others do", func() {
@@ -190,9 +188,9 @@ func (l *lab) lunState(id int) schema.LUNState {
 	return luns[i]
 }
 
-// A store that hangs at the start keeps its LUN alone from being ready; it is asked once,
-// and taken when it answers.
-func TestStuckStart(t *testing.T) {
+// A store that hangs at the start delays no other LUN. It is called once, and its LUN
+// becomes ready when it answers.
+func TestStoreThatHangsAtTheStart(t *testing.T) {
 	t.Parallel()
 	var free func()
 	var disk string
@@ -216,7 +214,7 @@ func TestStuckStart(t *testing.T) {
 	}
 	for range 3 {
 		l.serves(s)
-		time.Sleep(300 * time.Millisecond) // in which it is looked after
+		time.Sleep(300 * time.Millisecond) // of retries
 	}
 	if st := l.lunState(1); st.State != schema.NotReady || !strings.Contains(st.Reason, "does not answer: opening it has not ended since") {
 		t.Errorf("LUN 1: %+v", st)
@@ -237,9 +235,9 @@ func TestStuckStart(t *testing.T) {
 	}
 }
 
-// A LUN that is not ready because its store hangs can be removed, and what comes of the
-// store later is closed; and so can the target end.
-func TestStuckStartRemoved(t *testing.T) {
+// A LUN whose store hangs while it is opened can be removed, and the target can end. The
+// store is closed when it answers.
+func TestLUNWhoseStoreHangsCanBeRemoved(t *testing.T) {
 	t.Parallel()
 	var free func()
 	var disk string
@@ -281,8 +279,8 @@ func TestStuckStartRemoved(t *testing.T) {
 	}
 }
 
-// A LUN whose store hangs is not created, and nothing is left of it.
-func TestStuckCreate(t *testing.T) {
+// Adding a LUN whose store hangs fails and leaves nothing.
+func TestStoreThatHangsWhenItsLUNIsAdded(t *testing.T) {
 	t.Parallel()
 	l, h, _ := newHangingLab(t, testWaits, nil)
 	s := l.login("host1", store)
@@ -323,8 +321,8 @@ func TestStuckCreate(t *testing.T) {
 	}
 }
 
-// So many stores may hang at one time, and no more are asked.
-func TestStuckMany(t *testing.T) {
+// The number of stores that hang at a time is limited: no others are called.
+func TestNumberOfStoresThatHangIsLimited(t *testing.T) {
 	t.Parallel()
 	var frees []func()
 	var disks []string
@@ -358,8 +356,8 @@ func TestStuckMany(t *testing.T) {
 	})
 }
 
-// A LUN whose store hangs when it is to have another size keeps the size that it had.
-func TestStuckResize(t *testing.T) {
+// A LUN whose store hangs while it is resized keeps its size.
+func TestStoreThatHangsInResize(t *testing.T) {
 	t.Parallel()
 	l, h, _ := newHangingLab(t, testWaits, nil, func(l *lab) { l.luns += "," + l.disk(1, "one", "") })
 	s := l.login("host1", store)
@@ -377,7 +375,7 @@ func TestStuckResize(t *testing.T) {
 	if b, err := os.ReadFile(l.path); err != nil || !strings.Contains(string(b), "size: 1MiB") {
 		t.Errorf("the file says\n%s%v", b, err)
 	}
-	// A start would find what the store may do yet.
+	// A start would find what the store may still do.
 	left := filepath.Join(l.dir, "state", shrinkFile)
 	if b, err := os.ReadFile(left); err != nil || !strings.Contains(string(b), `"`+disk+`": 1048576`) {
 		t.Errorf("%s: %s, %v", left, b, err)
@@ -406,9 +404,9 @@ func TestStuckResize(t *testing.T) {
 	}
 }
 
-// A LUN whose store hangs when it is to close is removed, and what it lies on is not used
-// again before it has closed.
-func TestStuckClose(t *testing.T) {
+// A LUN whose store hangs while it closes is removed. Its file is not used again before the
+// store is closed.
+func TestStoreThatHangsInClose(t *testing.T) {
 	t.Parallel()
 	l, h, _ := newHangingLab(t, testWaits, nil, func(l *lab) { l.luns += "," + l.disk(1, "one", "") })
 	s := l.login("host1", store)
@@ -442,9 +440,8 @@ func TestStuckClose(t *testing.T) {
 	l.ok(ChangeOptions{})
 }
 
-// A LUN that is to be opened anew, and whose store hangs then, comes back when the store
-// does.
-func TestStuckReplace(t *testing.T) {
+// A LUN that is opened again and whose store hangs becomes ready when the store answers.
+func TestStoreThatHangsWhenItsLUNIsReplaced(t *testing.T) {
 	t.Parallel()
 	for _, what := range []string{"close", "open"} {
 		t.Run(what, func(t *testing.T) {
@@ -474,8 +471,8 @@ func TestStuckReplace(t *testing.T) {
 	}
 }
 
-// Looking for media that have grown waits for none that hangs.
-func TestStuckGrow(t *testing.T) {
+// A store that hangs does not delay the check for media that have grown.
+func TestStoreThatHangsInGrow(t *testing.T) {
 	t.Parallel()
 	l, h, _ := newHangingLab(t, testWaits, nil, func(l *lab) {
 		for i, name := range []string{"one", "two"} {
@@ -506,8 +503,8 @@ func TestStuckGrow(t *testing.T) {
 	testkit.Eventually(t, "LUN 1 has grown", func() bool { return l.lunState(1).Size == 2<<20 })
 }
 
-// At the end what hangs is named, and the others are synchronized and closed.
-func TestStuckEnd(t *testing.T) {
+// A shutdown names the stores that hang and closes the others.
+func TestShutdownNamesStoresThatHang(t *testing.T) {
 	t.Parallel()
 	l, h, end := newHangingLab(t, testWaits, nil, func(l *lab) {
 		l.luns += "," + l.disk(1, "one", "") + "," + l.disk(2, "two", "") + "," + l.disk(4, "four", "") + "," + l.disk(3, "three", "")
@@ -524,7 +521,7 @@ func TestStuckEnd(t *testing.T) {
 	if _, err := l.Apply(t.Context(), resized, ChangeOptions{}); !errors.Is(err, ErrStuck) {
 		t.Fatalf("resize: %v", err)
 	}
-	// One that was removed is to be closed, too.
+	// The store of a removed LUN is closed, too.
 	freeThree := h.hang("close " + disk("three"))
 	l.luns = `{id: 0, backend: memory, size: 4MiB},` + l.disk(1, "one", "") + "," + l.disk(2, "two", "") + "," + l.disk(4, "four", "")
 	l.ok(ChangeOptions{})
@@ -546,8 +543,8 @@ func TestStuckEnd(t *testing.T) {
 	}
 }
 
-// A change whose store hangs does not hold up the end.
-func TestStuckEndOfChange(t *testing.T) {
+// A change whose store hangs does not delay a shutdown.
+func TestShutdownDuringAChangeThatHangs(t *testing.T) {
 	t.Parallel()
 	w := testWaits
 	w.store = time.Minute

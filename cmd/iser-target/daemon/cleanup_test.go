@@ -15,7 +15,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// removing removes with a long drain, and returns the outcome when that has ended.
+// removing makes a removal with a long drain and sends its outcome.
 func (l *lab) removing(edit func(*config.Document) error) <-chan *schema.Plan {
 	l.t.Helper()
 	done := make(chan *schema.Plan, 1)
@@ -29,9 +29,9 @@ func (l *lab) removing(edit func(*config.Document) error) <-chan *schema.Plan {
 	return done
 }
 
-// While a LUN drains, everything else goes on; what would need it is refused; and it can
-// be cut off.
-func TestDrainAside(t *testing.T) {
+// While a LUN drains, the target serves others, refuses changes that need the LUN, and can
+// cut the drain short.
+func TestDrainingLUNBlocksOnlyWhatNeedsIt(t *testing.T) {
 	t.Parallel()
 	for _, tt := range []struct {
 		name    string
@@ -42,7 +42,7 @@ func TestDrainAside(t *testing.T) {
 		{"drained", func(_ *lab, free func()) { free() }, "", ""},
 		{"cut off", func(l *lab, _ func()) {
 			if !l.CutOff(l.t.Context(), store, 1) {
-				l.t.Error("there is nothing to cut off")
+				l.t.Error("CutOff found no drain")
 			}
 		}, "5/25/00", "1 commands for LUN 1 were cut off after "},
 	} {
@@ -85,7 +85,7 @@ func TestDrainAside(t *testing.T) {
 			}
 			select {
 			case p := <-removed:
-				t.Fatalf("the removal has ended: %+v", p)
+				t.Fatalf("the removal ended: %+v", p)
 			default:
 			}
 			tt.end(l, free)
@@ -97,22 +97,22 @@ func TestDrainAside(t *testing.T) {
 				t.Errorf("the command: %v, %q", err, outcome(r))
 			}
 			if l.CutOff(t.Context(), store, 1) {
-				t.Error("there is something left to cut off")
+				t.Error("CutOff found a drain after the end")
 			}
 			testkit.Eventually(t, "nothing is draining", func() bool { return l.lunState(1).State == "" })
 			l.luns = zero
 			l.ok(ChangeOptions{})
 			if got := attentions(t, s, 1); !strings.HasPrefix(got, "29/00") {
-				t.Errorf("LUN 1 that is there again: %s", got)
+				t.Errorf("LUN 1 again: %s", got)
 			}
 		})
 	}
 }
 
-// While the sessions of a target that was removed have time to log out, everything else
-// goes on; a target of the same name can come if it needs nothing of the old one, and its
-// sessions stay when that is cut off.
-func TestDrainTargetAside(t *testing.T) {
+// While sessions of a removed target have time to log out, a new target may have its name,
+// unless it needs the LUNs of the old one. Cutting the old one off does not end sessions of
+// the new one.
+func TestTargetMayReplaceOneThatEnds(t *testing.T) {
 	t.Parallel()
 	const second = prefix + "second"
 	l, _, _ := newHangingLab(t, testWaits, nil, func(l *lab) {
@@ -122,11 +122,11 @@ func TestDrainTargetAside(t *testing.T) {
 	gone := l.login("host2", second) // and does not log out
 	attentions(t, gone, 5)
 	removed := l.removing(func(d *config.Document) error { return d.RemoveTarget(second) })
-	testkit.Eventually(t, "the target has gone", func() bool { return len(l.State().Targets) == 1 })
+	testkit.Eventually(t, "the target is unlisted", func() bool { return len(l.State().Targets) == 1 })
 	l.serves(s)
 	w := &initiator.Command{LUN: 5, CDB: cdb.Write16(0, 1), Out: make([]byte, 512)}
-	if got := do(t, gone, w); got != "" { // it may have something to write
-		t.Errorf("WRITE of who has time to log out: %s", got)
+	if got := do(t, gone, w); got != "" { // it may have data to write
+		t.Errorf("WRITE before the logout: %s", got)
 	}
 	if _, err := l.apply(ChangeOptions{}); !errors.Is(err, ErrBeingRemoved) || !strings.Contains(err.Error(), "the sessions of its target end") {
 		t.Errorf("the target again: %v", err)
@@ -134,15 +134,15 @@ func TestDrainTargetAside(t *testing.T) {
 	if _, err := l.Change(t.Context(), func(d *config.Document) error {
 		return d.AddTarget(config.Target{Name: second, Initiators: []string{"*"}})
 	}, ChangeOptions{}); err != nil {
-		t.Errorf("one of that name without LUNs: %v", err)
+		t.Errorf("a target of that name without LUNs: %v", err)
 	}
 	again := l.login("host3", second)
 	if !l.CutOff(t.Context(), second, -1) {
-		t.Error("there is nothing to cut off")
+		t.Error("CutOff found no drain")
 	}
 	inTime(t, "the end", func() {
 		if p := <-removed; p == nil {
-			t.Error("there is no plan")
+			t.Error("no plan")
 		}
 		<-gone.Done()
 	})
