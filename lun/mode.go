@@ -217,69 +217,19 @@ func beginModeSelect(u *Unit, c *Command) bool {
 // consumeModeSelect executes MODE SELECT(6) and MODE SELECT(10) (SPC-4, sections 6.9 and 6.10).
 // It checks the whole list before any of it has an effect.
 func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
-	be := binary.BigEndian
-	six := c.CDB[0] == opModeSelect6
-	header := modeHeader10Len
-	if six {
-		header = modeHeader6Len
-	}
-	if len(p) < header {
-		return c.fail(condListLength)
-	}
-	// MODE DATA LENGTH, WP and DPOFUA mean nothing here.
-	n, long := int(p[header-1]), false
-	if six && p[1] != 0 {
-		return c.failList(1) // MEDIUM TYPE
-	} else if !six {
-		n, long = int(be.Uint16(p[6:])), p[4]&longLBA != 0
-		if p[2] != 0 {
-			return c.failList(2)
-		}
-	}
-	size := shortDesc
-	if long {
-		size = longDesc
-	}
-	switch {
-	case n != 0 && n != size:
-		return c.failList(header - 1) // BLOCK DESCRIPTOR LENGTH
-	case n > len(p)-header:
-		return c.fail(condListLength)
-	case n != 0:
-		if at, ok := u.sameDescriptor(p[header:][:n]); !ok {
-			return c.failList(header + at)
-		}
+	at, ok := c.modeSelectPages(p)
+	if !ok {
+		return false
 	}
 	var touched, set uint32
-	for at := header + n; at < len(p); {
-		page := p[at:]
-		if len(page) < 2 {
-			return c.fail(condListLength)
-		}
-		// PS is reserved here, but some initiators return what MODE SENSE gave them.
-		i := slices.IndexFunc(modePages, func(m modePage) bool { return m.code == page[0]&^ps })
-		if i < 0 {
-			return c.failList(at) // no such page, or SPF
-		}
-		m := &modePages[i]
-		switch {
-		case int(page[1]) != m.size-2:
-			return c.failList(at + 1)
-		case len(page) < m.size:
-			return c.fail(condListLength)
-		}
-		// All other bits than the changeable ones have to be as they are.
-		now, mutable := make([]byte, m.size), make([]byte, m.size)
-		m.put(now, u.mode.Load())
-		m.putMutable(mutable, u.modeMutable)
-		for o := 2; o < m.size; o++ {
-			if odd := (now[o] ^ page[o]) &^ mutable[o]; odd != 0 {
-				return c.failList(at + o)
-			}
+	for at < len(p) {
+		m, ok := c.modeSelectPage(p[at:], at)
+		if !ok {
+			return false
 		}
 		touched |= m.mode & u.modeMutable
 		set &^= m.mode
-		if m.mode != 0 && page[m.offset]&m.bit != 0 {
+		if m.mode != 0 && p[at+m.offset]&m.bit != 0 {
 			set |= m.mode
 		}
 		at += m.size
@@ -302,6 +252,72 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 		return c.failWrite(err)
 	}
 	return true
+}
+
+// modeSelectPages checks the header and the block descriptor of the list p of MODE SELECT. It
+// returns the offset of the first page.
+func (c *Command) modeSelectPages(p []byte) (at int, ok bool) {
+	six, header := c.CDB[0] == opModeSelect6, modeHeader10Len
+	if six {
+		header = modeHeader6Len
+	}
+	if len(p) < header {
+		return 0, c.fail(condListLength)
+	}
+	// MODE DATA LENGTH, WP and DPOFUA mean nothing here.
+	n, size := int(p[header-1]), shortDesc
+	if six && p[1] != 0 {
+		return 0, c.failList(1) // MEDIUM TYPE
+	} else if !six {
+		n = int(binary.BigEndian.Uint16(p[6:]))
+		if p[4]&longLBA != 0 {
+			size = longDesc
+		}
+		if p[2] != 0 {
+			return 0, c.failList(2)
+		}
+	}
+	switch {
+	case n != 0 && n != size:
+		return 0, c.failList(header - 1) // BLOCK DESCRIPTOR LENGTH
+	case n > len(p)-header:
+		return 0, c.fail(condListLength)
+	case n != 0:
+		if wrong, ok := c.unit.sameDescriptor(p[header:][:n]); !ok {
+			return 0, c.failList(header + wrong)
+		}
+	}
+	return header + n, true
+}
+
+// modeSelectPage checks the page of MODE SELECT at the start of page, which is at that offset in
+// the list.
+func (c *Command) modeSelectPage(page []byte, at int) (m *modePage, ok bool) {
+	if len(page) < 2 {
+		return nil, c.fail(condListLength)
+	}
+	// PS is reserved here, but some initiators return what MODE SENSE gave them.
+	i := slices.IndexFunc(modePages, func(m modePage) bool { return m.code == page[0]&^ps })
+	if i < 0 {
+		return nil, c.failList(at) // no such page, or SPF
+	}
+	m = &modePages[i]
+	switch {
+	case int(page[1]) != m.size-2:
+		return nil, c.failList(at + 1)
+	case len(page) < m.size:
+		return nil, c.fail(condListLength)
+	}
+	// All other bits than the changeable ones have to be as they are.
+	now, mutable := make([]byte, m.size), make([]byte, m.size)
+	m.put(now, c.unit.mode.Load())
+	m.putMutable(mutable, c.unit.modeMutable)
+	for o := 2; o < m.size; o++ {
+		if (now[o]^page[o])&^mutable[o] != 0 {
+			return nil, c.failList(at + o)
+		}
+	}
+	return m, true
 }
 
 // endModeSelect saves the current parameters if none came with SP.
