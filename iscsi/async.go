@@ -21,7 +21,7 @@ func (c *conn) async(event byte, p1, p2, p3 uint16) *Task {
 	return c.asyncLocked(event, p1, p2, p3)
 }
 
-// asyncLocked is async with the lock held.
+// asyncLocked does the work of async.
 //
 // Preconditions: c.mu is held.
 func (c *conn) asyncLocked(event byte, p1, p2, p3 uint16) *Task {
@@ -65,7 +65,7 @@ func (c *conn) askLogout(d time.Duration) bool {
 	return true
 }
 
-// reportEvent tells the initiator about a unit attention of a logical unit (event 0). It does not
+// reportEvent reports a unit attention of a logical unit to the initiator (event 0). It does not
 // wait. An initiator that cannot take the message finds the unit attention with its next command.
 func (s *session) reportEvent(lun [8]byte, sense []byte) {
 	go func() { // the logical unit holds a lock

@@ -151,7 +151,8 @@ func (l *login) answerResponse(t securityText, answers []keys.Pair) ([]keys.Pair
 	}
 	// The target responds only after the initiator's response was right (RFC 3723, section 2.4.1).
 	if us == (security.CHAPIdentity{}) {
-		return nil, refuse(pdu.LoginAuthentication, "initiator asks the target to authenticate itself, but no credentials are configured for that")
+		return nil, refuse(pdu.LoginAuthentication,
+			"initiator asks the target to authenticate itself, but no credentials are configured for that")
 	}
 	return append(answers,
 		keys.Pair{Key: "CHAP_N", Value: us.Name},

@@ -178,6 +178,10 @@ func (c *conn) enterPhase(p phase) {
 func (c *conn) finish() (last bool) {
 	c.workers.Wait()
 	c.timer.stop()
+	if invariant.Enabled && !c.recovery.store.on { // else another goroutine may be in keepAnswers or forgetAll
+		out := c.opt.ConnectionMemory - c.budget.left()
+		invariant.Check(out == 0, "connection has ended with %d bytes of Buffers in use", out)
+	}
 	return c.sess != nil && c.sess.leave(c)
 }
 
@@ -258,7 +262,7 @@ func (c *conn) enter() bool {
 
 var errPeerClosed = fmt.Errorf("initiator closed the connection: %w", io.EOF)
 
-// endReason says what Receive's error means. Initiators end a discovery session by closing the
+// endReason turns an error of Receive into the reason for the end of the connection. Initiators end a discovery session by closing the
 // connection.
 func (c *conn) endReason(err error) error {
 	switch {
@@ -303,9 +307,9 @@ func (c *conn) halfClose() {
 	}
 }
 
-// dismiss tells the initiator that the target drops this connection (event 2) or its session
-// (event 3) and keeps nothing, and then drops the connection for that reason: after LogoutWait at
-// the latest, whether or not the initiator reads. It does not wait.
+// dismiss drops the connection for that reason. First it sends the initiator the message that the
+// target drops this connection (event 2) or its session (event 3) and keeps nothing. The connection
+// ends after LogoutWait at the latest, whether or not the initiator reads. dismiss does not wait.
 func (c *conn) dismiss(event byte, reason error) {
 	if !c.enter() {
 		return

@@ -153,7 +153,7 @@ type Repeater interface {
 	// Repeat queues again the Data-In PDUs of t from DataSN begin on, or its R2T if that is
 	// unanswered: length of them, or all if length is 0. If begin is 0 too, it queues all that are
 	// not acknowledged. ExpCmdSN and MaxCmdSN come from by.Header. The mover calls by.Sent when the
-	// last PDU has left, unless queued is false: then there was nothing to send. next is the DataSN or
+	// last PDU has left, unless queued is false, which means that it had nothing to send. next is the DataSN or
 	// R2TSN with which t continues. Errors are ErrNeverSent and ErrGivenUp.
 	Repeat(t, by *Task, begin, length uint32) (queued bool, next uint32, err error)
 

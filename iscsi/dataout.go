@@ -7,7 +7,7 @@ import (
 )
 
 // dataOut takes an unsolicited Data-Out PDU (RFC 7143, section 11.7). Solicited ones never come
-// here: with RDMA there are none (RFC 7145, section 7.3.4), on TCP they belong to the mover. A PDU
+// here: RDMA has no such PDUs (RFC 7145, section 7.3.4), on TCP they belong to the mover. A PDU
 // that does not fit is rejected, and the task it names fails once the last Data-Out has come.
 //
 // Preconditions: c.baton is held.

@@ -14,7 +14,7 @@ import (
 // Events is told what an operator audits. Its methods return soon and do not call the Node.
 type Events interface {
 	Login(LoginEvent)                     // a connection attempt has ended: accepted or refused
-	ConnectionEnded(ConnectionEndedEvent) // the session goes on
+	ConnectionEnded(ConnectionEndedEvent) // the session continues
 	SessionEnded(SessionEndedEvent)
 }
 
@@ -73,7 +73,7 @@ type LoginEvent struct {
 	Err     error  // why the login was refused
 }
 
-// A ConnectionEndedEvent is the end of a connection whose session goes on.
+// A ConnectionEndedEvent is the end of a connection whose session continues.
 type ConnectionEndedEvent struct {
 	ConnAddr
 	Session SessionName

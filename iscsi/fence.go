@@ -169,8 +169,8 @@ type termination struct {
 	statSN uint32 // of the message
 }
 
-// announce tells the initiator, if it has agreed on FastAbort, that the tasks that match selects
-// will be aborted: on each of their connections except one.
+// announce sends the message that the tasks that match selects will be aborted, if the initiator has
+// agreed on FastAbort: on each of their connections except one.
 //
 // Preconditions: s.shared.mu is held.
 func (s *session) announce(match func(*Task) bool, except *conn) {

@@ -14,7 +14,7 @@ const (
 // whole rule:
 //
 //   - receive notes whether a whole PDU has come after the one that it returns (pending).
-//   - flush, after a command's answer or R2T, leaves the sending to whoever answers that next PDU,
+//   - flush, after a command's answer or R2T, leaves the sending to the goroutine that answers that next PDU,
 //     if nobody is receiving: the caller itself is about to.
 //   - If that next command waits for its backend, somebody else receives meanwhile, and the mover
 //     sends what is queued before Receive waits for the initiator (Deferrer.Defer).

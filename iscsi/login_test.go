@@ -538,6 +538,8 @@ func TestNamesArePrepared(t *testing.T) {
 func TestTSIH(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := NewNode(Options{})
+		n.mu.Lock() // which newTSIH needs
+		defer n.mu.Unlock()
 		n.lastTSIH = 0xfffe
 		n.sessions[0xffff] = &session{}
 		n.sessions[1] = &session{}

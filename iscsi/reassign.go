@@ -117,7 +117,7 @@ func (t *Task) park() bool {
 	return true
 }
 
-// parkLocked is park for a task without a Buffer.
+// parkLocked parks t, which has no Buffer.
 //
 // Preconditions: t.conn.mu is held.
 func (t *Task) parkLocked() {
@@ -195,8 +195,8 @@ func (s *session) drop(l *lostConn) {
 	l.answered = nil
 }
 
-// expire is the connection state timeout of l, or the end of the wait for a reassignment. The last
-// one is the session timeout (section 6.3.5).
+// expire ends what l has left, at the connection state timeout or when no reassignment has come in
+// time. For the last lost connection that is the session timeout (section 6.3.5).
 func (s *session) expire(l *lostConn) {
 	s.shared.mu.Lock()
 	if slices.Contains(s.lost, l) {

@@ -11,7 +11,7 @@ import (
 )
 
 // Recovery within a connection: what ErrorRecoveryLevel 1 adds (RFC 7143, sections 7.1.4.1, 7.1.4.2
-// and 11.16). With RDMA there is none: data and status cannot get lost there, and a SNACK is a
+// and 11.16). RDMA needs no such recovery: data and status cannot get lost there, and a SNACK is a
 // protocol error (RFC 7145, section 7.3.11).
 //
 // A reader of the normal case, ErrorRecoveryLevel 0, can skip this file, reassign.go and fence.go:
@@ -225,7 +225,8 @@ func (c *conn) endUse(t *Task, use *bool) {
 	}
 }
 
-// keptSent is Task.Sent of a task that is, or was, in the store. It takes leaf locks only.
+// keptSent does the work of Task.Sent for a task that is, or was, in the store. It takes leaf locks
+// only.
 func (c *conn) keptSent(t *Task) {
 	c.endUse(t, &t.resend.sending)
 	c.slots.freed.Broadcast() // awaitSent may wait for it
@@ -301,8 +302,8 @@ func (c *conn) giveUpStatus() bool {
 	return c.giveUpOldest()
 }
 
-// giveUpOldest takes the oldest PDU that is not on its way out of the store. It returns false if
-// there is none.
+// giveUpOldest removes the oldest PDU that is not on its way from the store. It returns false if all
+// are on their way.
 //
 // Preconditions: c.mu is held.
 func (c *conn) giveUpOldest() bool {

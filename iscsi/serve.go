@@ -103,7 +103,9 @@ func (c *conn) begin(t *Task) {
 	c.spawn(t)
 }
 
-// spawn is begin for a task that is in state taskRunning already.
+// spawn does the work of begin for a task that is in state taskRunning already.
+//
+// Preconditions: as for begin.
 func (c *conn) spawn(t *Task) {
 	invariant.Held(&c.mu)
 	t.waited = true

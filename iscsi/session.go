@@ -364,7 +364,7 @@ func (s *session) close(reason error) []*conn {
 	return conns
 }
 
-// closeLocked is close, except that s does not end.
+// closeLocked does the work of close, except that s does not end.
 //
 // Preconditions: s.shared.mu is held.
 func (s *session) closeLocked() []*conn {

@@ -133,7 +133,7 @@ func (c *conn) tryTask() *Task {
 	return c.trySlot()
 }
 
-// trySlot is tryTask for a connection in the full feature phase.
+// trySlot does the work of tryTask for a connection in the full feature phase.
 func (c *conn) trySlot() *Task {
 	c.slots.mu.Lock()
 	if c.slots.exhausted() {

@@ -22,8 +22,8 @@ func (ct *connTimer) set(d time.Duration, f func()) {
 	}
 }
 
-// setLast is set for the last wait of the connection: a keepalive that is due at that moment does
-// not replace it.
+// setLast makes the timer call f after d, the last wait of the connection. A keepalive that is due at
+// that moment does not replace it.
 func (ct *connTimer) setLast(d time.Duration, f func()) {
 	ct.mu.Lock()
 	defer ct.mu.Unlock()

@@ -114,7 +114,8 @@ func (s *shared) abortTasks(match func(*Task) bool) {
 	}
 }
 
-// terminate is abortTasks because a connection or session ends (section 11.14.5).
+// terminate aborts the tasks that match selects because a connection or session ends (section
+// 11.14.5).
 //
 // Preconditions: s.mu is held.
 func (s *shared) terminate(match func(*Task) bool) {

@@ -62,7 +62,7 @@ func (c *conn) hasRoom(t *Task) bool {
 	return !t.unexpected || len(c.unexpected.outstanding) < limit
 }
 
-// queueFromTarget is sendFromTarget up to the queue of the mover. It holds nothing back. An error
+// queueFromTarget queues t in the mover, and reports whether it did. It holds nothing back. An error
 // ends the connection.
 //
 // Preconditions: c.mu is held.
@@ -197,7 +197,7 @@ func (c *conn) tellWindow() {
 	c.unexpected.telling = false
 }
 
-// tellWindowAsync is tellWindow on another goroutine: the network may be slow.
+// tellWindowAsync calls tellWindow on another goroutine: the network may be slow.
 func (c *conn) tellWindowAsync() {
 	if !c.enter() {
 		return
