@@ -261,6 +261,7 @@ func (d *disk) Sync() error {
 //
 // Preconditions: d.mu is held, at least for reading.
 func (d *disk) sync() error {
+	held(&d.mu)
 	if d.info.ReadOnly {
 		return nil
 	}
@@ -270,7 +271,10 @@ func (d *disk) sync() error {
 }
 
 // flush syncs f, which the caller has taken from d.flushers.
+//
+// Preconditions: d.mu is held, at least for reading.
 func (d *disk) flush(f osFile) error {
+	held(&d.mu)
 	if d.failed.Load() {
 		return ErrUnsynced
 	}
@@ -427,7 +431,10 @@ func (d *disk) Usage() (used, free int64, err error) {
 // hole implements Extent for the bytes [off, off+n), which have no data. They may have
 // allocated blocks: those that Zero has left, which may have old data on the medium. FIEMAP
 // reports them. Extent does not use FIEMAP for data, which some file systems report late.
+//
+// Preconditions: d.mu is held, at least for reading.
 func (d *disk) hole(off, n int64) (mapped bool, _ int64, err error) {
+	held(&d.mu)
 	if d.noMap.Load() {
 		return false, n, nil
 	}

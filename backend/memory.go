@@ -193,6 +193,7 @@ func (m *Memory) Discard(off, n int64) error { return m.clear(off, n, m.discardP
 //
 // Preconditions: s.mu is held.
 func (m *Memory) discardPart(s *slot, from, to int) {
+	held(&s.mu)
 	if to-from == memoryPage {
 		s.page = nil
 		m.used.Add(-memoryPage)
