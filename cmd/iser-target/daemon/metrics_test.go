@@ -82,18 +82,28 @@ func metricsLab(t *testing.T) *lab {
 	})
 }
 
-// Metrics, State and the work of the initiators agree.
-func TestMetricsAddUp(t *testing.T) {
+// The work of the initiators of a worked lab: commands, and bytes of each.
+const writes, reads, size = 5, 7, 128 << 10
+
+// A worked is a lab in which one initiator has worked over iSER and one over TCP, and two
+// were refused.
+type worked struct {
+	*lab
+	s      *initiator.Session // over iSER
+	domain *rdma.Domain       // of its initiator, whose counts mirror those of the target
+}
+
+func newWorked(t *testing.T) *worked {
+	t.Helper()
 	l := metricsLab(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
-	defer cancel()
+	t.Cleanup(cancel)
 	domain := rdma.NewDomain() // of the initiator: its counts are ours, the other way round
 	s, err := initiator.Login(ctx, l.addr(), initiator.Options{Name: prefix + "h1", Target: store, RDMA: rdma.Options{Domain: domain}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer s.Close()
-	const writes, reads, size = 5, 7, 128 << 10
+	t.Cleanup(func() { s.Close() })
 	attentions(t, s, 0) // one UNIT ATTENTION and a GOOD
 	for i := range uint64(writes) {
 		if got := do(t, s, &initiator.Command{CDB: cdb.Write16(i*256, 256), Out: make([]byte, size)}); got != "" {
@@ -122,12 +132,12 @@ func TestMetricsAddUp(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer d.Close()
+	t.Cleanup(func() { d.Close() })
 	if err := d.LogIn(nil); err != nil {
 		t.Fatal(err)
 	}
-	cdb := cdb.Read16(0, 8)
-	if status, _, _, err := d.Do([8]byte{}, cdb[:], nil, 4096); status != 0 || err != nil { // which is sent again after a unit attention
+	read := cdb.Read16(0, 8)
+	if status, _, _, err := d.Do([8]byte{}, read[:], nil, 4096); status != 0 || err != nil { // which is sent again after a unit attention
 		t.Fatal(status, err)
 	}
 	if _, err := l.tryLogin("other", store); err == nil {
@@ -136,43 +146,53 @@ func TestMetricsAddUp(t *testing.T) {
 	if _, err := l.tryLogin("h3", prefix+"none"); err == nil {
 		t.Fatal("there is no such target")
 	}
+	return &worked{l, s, domain}
+}
 
-	iser := `{initiator="` + prefix + `h1",%starget="` + store + `",transport="iser",tsih="` + strconv.Itoa(int(s.TSIH)) + `"}`
-	session := func(op string) string { return fmt.Sprintf(iser, op) }
-	lun := func(id int, transport, more string) string {
-		return fmt.Sprintf(`{lun="%d",%starget="%s",transport="%s"}`, id, more, store, transport)
-	}
-	testkit.Eventually(t, "connections that were refused are gone", func() bool { return l.Node().Stats().Connections == 2 })
-	got := l.scrape()
+// session returns the labels of the session over iSER, and op.
+func (w *worked) session(op string) string {
+	return fmt.Sprintf(`{initiator="%sh1",%starget="%s",transport="iser",tsih="%d"}`, prefix, op, store, w.s.TSIH)
+}
+
+// lun returns the labels of a LUN, and more.
+func (w *worked) lun(id int, transport, more string) string {
+	return fmt.Sprintf(`{lun="%d",%starget="%s",transport="%s"}`, id, more, store, transport)
+}
+
+// The metrics agree with the work of the initiators.
+func TestMetricsAddUp(t *testing.T) {
+	w := newWorked(t)
+	testkit.Eventually(t, "connections that were refused are gone", func() bool { return w.Node().Stats().Connections == 2 })
+	got := w.scrape()
 	got.want(t, map[string]float64{
-		`lun_commands_total` + lun(0, "iser", `op="write",`):                writes,
-		`lun_commands_total` + lun(0, "iser", `op="read",`):                 reads + 2,
-		`lun_commands_total` + lun(0, "iser", `op="other",`):                2,
-		`lun_bytes_total` + lun(0, "iser", `op="write",`):                   writes * size,
-		`lun_bytes_total` + lun(0, "iser", `op="read",`):                    reads*size + 512,
-		`lun_residuals_total` + lun(0, "iser", `residual="underflow",`):     2,
-		`lun_residuals_total` + lun(0, "iser", `residual="overflow",`):      0,
-		`lun_errors_total` + lun(0, "iser", `sense_key="illegal_request",`): 1,
-		`lun_errors_total` + lun(0, "iser", `sense_key="unit_attention",`):  1,
-		`lun_errors_total` + lun(0, "iser", `sense_key="medium_error",`):    0,
-		`lun_errors_total` + lun(7, "iser", `sense_key="data_protect",`):    1,
-		`lun_commands_in_flight` + lun(0, "iser", ""):                       0,
-		`lun_commands_aborted_total` + lun(0, "iser", ""):                   0,
-		`lun_commands_total` + lun(0, "tcp", `op="read",`):                  2,
-		`lun_bytes_total` + lun(0, "tcp", `op="read",`):                     4096,
-		`lun_ready{lun="0",target="` + store + `"}`:                         1,
-		`lun_size_bytes{lun="0",target="` + store + `"}`:                    4 << 20,
-		`session_commands_total` + session(`op="write",`):                   writes + 1,
-		`session_commands_total` + session(`op="read",`):                    reads + 2,
-		`session_bytes_total` + session(`op="write",`):                      writes * size,
-		`session_bytes_total` + session(`op="read",`):                       reads*size + 512,
-		`session_errors_total` + session(""):                                4,
-		`session_residuals_total` + session(`residual="underflow",`):        3, // of LUN 7, too
-		`session_residuals_total` + session(`residual="overflow",`):         0,
-		`session_connections` + session(""):                                 1,
-		`session_tasks` + session(""):                                       0,
-		`sessions{target="` + store + `",transport="iser"}`:                 1,
-		`sessions{target="` + store + `",transport="tcp"}`:                  1,
+		`lun_commands_total` + w.lun(0, "iser", `op="write",`):                writes,
+		`lun_commands_total` + w.lun(0, "iser", `op="read",`):                 reads + 2,
+		`lun_commands_total` + w.lun(0, "iser", `op="other",`):                2,
+		`lun_bytes_total` + w.lun(0, "iser", `op="write",`):                   writes * size,
+		`lun_bytes_total` + w.lun(0, "iser", `op="read",`):                    reads*size + 512,
+		`lun_residuals_total` + w.lun(0, "iser", `residual="underflow",`):     2,
+		`lun_residuals_total` + w.lun(0, "iser", `residual="overflow",`):      0,
+		`lun_errors_total` + w.lun(0, "iser", `sense_key="illegal_request",`): 1,
+		`lun_errors_total` + w.lun(0, "iser", `sense_key="unit_attention",`):  1,
+		`lun_errors_total` + w.lun(0, "iser", `sense_key="medium_error",`):    0,
+		`lun_errors_total` + w.lun(7, "iser", `sense_key="data_protect",`):    1,
+		`lun_commands_in_flight` + w.lun(0, "iser", ""):                       0,
+		`lun_commands_aborted_total` + w.lun(0, "iser", ""):                   0,
+		`lun_commands_total` + w.lun(0, "tcp", `op="read",`):                  2,
+		`lun_bytes_total` + w.lun(0, "tcp", `op="read",`):                     4096,
+		`lun_ready{lun="0",target="` + store + `"}`:                           1,
+		`lun_size_bytes{lun="0",target="` + store + `"}`:                      4 << 20,
+		`session_commands_total` + w.session(`op="write",`):                   writes + 1,
+		`session_commands_total` + w.session(`op="read",`):                    reads + 2,
+		`session_bytes_total` + w.session(`op="write",`):                      writes * size,
+		`session_bytes_total` + w.session(`op="read",`):                       reads*size + 512,
+		`session_errors_total` + w.session(""):                                4,
+		`session_residuals_total` + w.session(`residual="underflow",`):        3, // of LUN 7, too
+		`session_residuals_total` + w.session(`residual="overflow",`):         0,
+		`session_connections` + w.session(""):                                 1,
+		`session_tasks` + w.session(""):                                       0,
+		`sessions{target="` + store + `",transport="iser"}`:                   1,
+		`sessions{target="` + store + `",transport="tcp"}`:                    1,
 		`discovery_sessions`: 0,
 		`connections`:        2,
 		`logins_accepted_total{transport="iser"}`: 1,
@@ -186,7 +206,12 @@ func TestMetricsAddUp(t *testing.T) {
 	if used, limit := got["buffer_bytes"], got["buffer_limit_bytes"]; used > limit || limit != 2*64<<20 {
 		t.Errorf("%v of %v octets of buffers", used, limit)
 	}
+}
 
+// The histograms have each command in each of its phases.
+func TestLatenciesHaveEachCommand(t *testing.T) {
+	w := newWorked(t)
+	var got scrape
 	// Each of these commands was in each phase, except that only the WRITEs of 128 KiB were
 	// in read_wait. An initiator can get a response before it is counted.
 	const commands = reads + 2 + writes + 1 + 4
@@ -194,7 +219,7 @@ func TestMetricsAddUp(t *testing.T) {
 		return fmt.Sprintf(`command_duration_seconds_count{phase="%s",transport="%s"}`, phase, transport)
 	}
 	testkit.Eventually(t, "all responses have left", func() bool {
-		got = l.scrape()
+		got = w.scrape()
 		return got[duration("total", "iser")] == commands && got[duration("total", "tcp")] == 2
 	})
 	got.want(t, map[string]float64{
@@ -203,13 +228,13 @@ func TestMetricsAddUp(t *testing.T) {
 		duration("read_wait", "iser"): writes,
 		duration("send", "iser"):      commands,
 		duration("read_wait", "tcp"):  0,
-		`command_duration_seconds_bucket{phase="send",transport="iser",le="+Inf"}`:  commands,
-		`lun_command_duration_seconds_count` + lun(0, "iser", `phase="total",`):     reads + 2 + writes + 2,
-		`lun_command_duration_seconds_count` + lun(0, "iser", `phase="read_wait",`): writes,
-		`lun_command_duration_seconds_count` + lun(0, "tcp", `phase="total",`):      2,
-		`lun_command_duration_seconds_count` + lun(7, "iser", `phase="total",`):     3,
-		`session_command_duration_seconds_count` + session(`phase="total",`):        commands,
-		`session_command_duration_seconds_count` + session(`phase="read_wait",`):    writes,
+		`command_duration_seconds_bucket{phase="send",transport="iser",le="+Inf"}`:    commands,
+		`lun_command_duration_seconds_count` + w.lun(0, "iser", `phase="total",`):     reads + 2 + writes + 2,
+		`lun_command_duration_seconds_count` + w.lun(0, "iser", `phase="read_wait",`): writes,
+		`lun_command_duration_seconds_count` + w.lun(0, "tcp", `phase="total",`):      2,
+		`lun_command_duration_seconds_count` + w.lun(7, "iser", `phase="total",`):     3,
+		`session_command_duration_seconds_count` + w.session(`phase="total",`):        commands,
+		`session_command_duration_seconds_count` + w.session(`phase="read_wait",`):    writes,
 	})
 	if a, b := got.with(`session_command_duration_seconds`), 13*5+13*4; a != b {
 		t.Errorf("%d series of the latencies of sessions, want %d", a, b)
@@ -217,9 +242,12 @@ func TestMetricsAddUp(t *testing.T) {
 	if a, b := got.with(`lun_command_duration_seconds`), (13*5 + 13*4 + 13*4); a != b {
 		t.Errorf("%d series of the latencies of LUNs, want %d", a, b)
 	}
+}
 
-	// State agrees.
-	st := l.State()
+// State agrees with the work of the initiators.
+func TestStateAddsUp(t *testing.T) {
+	w := newWorked(t)
+	st := w.State()
 	counters := func(c schema.CounterState) schema.CounterState {
 		sum := 0.0
 		for _, p := range c.Latency {
@@ -248,15 +276,20 @@ func TestMetricsAddUp(t *testing.T) {
 	}); !reflect.DeepEqual(got, want) {
 		t.Errorf("LUN 0: %+v, want %+v", got, want)
 	}
-	i := slices.IndexFunc(st.Sessions, func(i schema.SessionState) bool { return i.TSIH == s.TSIH })
+	i := slices.IndexFunc(st.Sessions, func(i schema.SessionState) bool { return i.TSIH == w.s.TSIH })
 	if got, want := counters(st.Sessions[i].Counters), (schema.CounterState{
 		Reads: reads + 2, Writes: writes + 1, Others: 4, ReadBytes: reads*size + 512, WriteBytes: writes * size, Errors: 4, Residuals: 3,
 	}); !reflect.DeepEqual(got, want) {
 		t.Errorf("session: %+v, want %+v", got, want)
 	}
+}
 
-	// The RDMA path: the refused iSER logins had streams of their own, without RDMA.
-	n := domain.Counts()
+// The RDMA metrics agree with the counts of the initiator. The refused iSER logins had
+// streams of their own, without RDMA.
+func TestRDMAMetricsAddUp(t *testing.T) {
+	w := newWorked(t)
+	got := w.scrape()
+	n := w.domain.Counts()
 	got.want(t, map[string]float64{
 		`rdma_messages_total{direction="sent",op="write"}`:             float64(n.Received.Writes),
 		`rdma_messages_total{direction="sent",op="read_request"}`:      float64(n.Received.ReadRequests),
@@ -266,23 +299,26 @@ func TestMetricsAddUp(t *testing.T) {
 	if n.Received.Writes < reads || n.Received.ReadRequests < writes || n.Received.Invalidations == 0 || n.Received.FPDUs == 0 || n.Sent.FPDUs == 0 {
 		t.Errorf("the initiator counts %+v", n)
 	}
+}
 
-	// A peer that uses memory that is not its own gets an error.
-	rc := s.Stream()
+// An STag that is not valid is counted, and ends the session.
+func TestSTagFaultIsCounted(t *testing.T) {
+	w := newWorked(t)
+	rc := w.s.Stream()
 	bad := rdma.WorkRequest{Op: rdma.Write, STag: 0x12345678, Data: make([]byte, 8)}
 	if err := rc.Post(&bad); err != nil {
 		t.Fatal(err)
 	}
 	rc.Flush()
-	<-s.Done()
-	testkit.Eventually(t, "the session is over", func() bool { return l.scrape().with(session("")) == 0 })
+	<-w.s.Done()
+	testkit.Eventually(t, "the session is over", func() bool { return w.scrape().with(w.session("")) == 0 })
 	code := wire.ReasonInvalidSTag
-	l.scrape().want(t, map[string]float64{
+	w.scrape().want(t, map[string]float64{
 		`rdma_stag_faults_total`: 1,
 		fmt.Sprintf(`rdma_terminates_total{code="1/1/00",direction="sent",reason="%s"}`, code.Text()): 1,
 		`sessions{target="` + store + `",transport="iser"}`:                                           0,
-		`sessions_finished_total`:                         1,
-		`lun_bytes_total` + lun(0, "iser", `op="write",`): writes * size,
+		`sessions_finished_total`:                           1,
+		`lun_bytes_total` + w.lun(0, "iser", `op="write",`): writes * size,
 	})
 }
 
