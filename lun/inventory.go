@@ -64,7 +64,7 @@ func (inv *Inventory) SetPorts(tpgts ...uint16) {
 	if !inv.setPorts(tpgts) {
 		return
 	}
-	for _, u := range inv.Units() {
+	for _, u := range inv.all() {
 		u.raise(attentionAccess, nil)
 	}
 }
@@ -235,8 +235,8 @@ func (inv *Inventory) Unit(id uint16) *Unit {
 	return nil
 }
 
-// Units returns the logical units in the order of their LUNs.
-func (inv *Inventory) Units() []*Unit {
+// all returns the logical units in the order of their LUNs.
+func (inv *Inventory) all() []*Unit {
 	inv.mu.RLock()
 	defer inv.mu.RUnlock()
 	return slices.Clone(inv.units)
@@ -263,7 +263,7 @@ func (inv *Inventory) Entries() []Entry {
 // ends persistent reservations and registrations that APTPL does not keep (SPC-4, section
 // 5.13.5).
 func (inv *Inventory) PowerOn() {
-	for _, u := range inv.Units() {
+	for _, u := range inv.all() {
 		u.reservations.losePower()
 		u.reset(attentionPowerOn)
 	}
@@ -272,7 +272,7 @@ func (inv *Inventory) PowerOn() {
 // Close closes all logical units.
 func (inv *Inventory) Close() error {
 	var errs []error
-	for _, u := range inv.Units() {
+	for _, u := range inv.all() {
 		errs = append(errs, u.Close())
 	}
 	return errors.Join(errs...)

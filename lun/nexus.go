@@ -85,7 +85,7 @@ func (l *itl) leave() {
 	l.unit.mu.Lock()
 	delete(l.unit.seen, l)
 	l.unit.mu.Unlock()
-	l.unit.dropReserve(l.nexus) // behind that: see Unit.reserve
+	l.unit.dropReserve(l.nexus) // after that: see Unit.reserve
 }
 
 // list returns the logical units that the initiator sees, ascending by LUN.

@@ -13,7 +13,7 @@ type Reservations struct{ *state.Keeper[unitEntry] }
 
 var reservationsKind = state.Kind[unitEntry]{Name: "reservations", Version: 2, Upgrade: upgradeReservations}
 
-// A unitEntry is what is kept of a unit.
+// A unitEntry is the record of a unit.
 type unitEntry struct {
 	NAA           string              `json:"naa"`  // Identity.Serial
 	Type          byte                `json:"type"` // 0: no reservation

@@ -14,7 +14,7 @@ type Sanitizations struct{ *state.Keeper[sanitizeEntry] }
 
 var sanitizationsKind = state.Kind[sanitizeEntry]{Name: "sanitizations", Version: 1}
 
-// A sanitizeEntry is kept of a unit that is not idle.
+// A sanitizeEntry is the record of a unit that is not idle.
 type sanitizeEntry struct {
 	NAA          string `json:"naa"`          // Identity.Serial
 	Action       byte   `json:"action"`       // service action of SANITIZE

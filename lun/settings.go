@@ -15,7 +15,7 @@ type Settings struct{ *state.Keeper[settingsEntry] }
 
 var settingsKind = state.Kind[settingsEntry]{Name: "settings", Version: 1}
 
-// A settingsEntry is what is kept of a unit.
+// A settingsEntry is the record of a unit.
 type settingsEntry struct {
 	NAA        string           `json:"naa"`         // Identity.Serial
 	Mode       *modeEntry       `json:"mode"`        // saved mode pages; null: none are saved
@@ -100,7 +100,7 @@ func (u *Unit) restoreSettings() (err error) {
 	return nil
 }
 
-// keep stores e as what is kept of the unit, if Options.Settings is set.
+// keep stores e as the record of the unit, if Options.Settings is set.
 //
 // Preconditions: u.settingsMu is held.
 func (u *Unit) keep(e settingsEntry) error {

@@ -142,7 +142,7 @@ func FuzzIdentitiesFile(f *testing.F) {
 		// What is read holds what Get and Renew rely on.
 		naas, keys := map[string]bool{}, map[string]bool{}
 		for _, e := range slices.Concat(s.Identities, s.Retired) {
-			id, err := ParseIdentity(e.NAA)
+			id, err := parseIdentity(e.NAA)
 			if err != nil || id.NAA[0]>>4 != naaLocal || hex.EncodeToString(id.NAA[:]) != e.NAA || naas[e.NAA] || e.Key == "" {
 				t.Fatalf("entry %v, %v", e, err)
 			}

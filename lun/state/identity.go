@@ -31,8 +31,8 @@ type Identity struct {
 	Serial string  // the 16 lower-case hex digits of NAA
 }
 
-// ParseIdentity returns the Identity with that serial.
-func ParseIdentity(serial string) (id Identity, err error) {
+// parseIdentity returns the Identity with that serial.
+func parseIdentity(serial string) (id Identity, err error) {
 	b, err := hex.DecodeString(serial)
 	if err != nil || len(b) != len(id.NAA) || b[0]>>4 != naaLocal || hex.EncodeToString(b) != serial {
 		return id, fmt.Errorf("naa %.40q: want the digit 3 and 15 more lower-case hex digits", serial)
@@ -216,7 +216,7 @@ func (ids *Identities) identityLocked(key string, renew, promise bool) (id Ident
 				return id, err
 			}
 		}
-		return ParseIdentity(next.Identities[i].NAA)
+		return parseIdentity(next.Identities[i].NAA)
 	}
 
 	if id, err = ids.unused(&next); err != nil {
@@ -280,7 +280,7 @@ func (s *identityState) check() error {
 		current bool
 	}{{"identities", s.Identities, true}, {"retired", s.Retired, false}} {
 		for i, e := range l.entries {
-			_, err := ParseIdentity(e.NAA)
+			_, err := parseIdentity(e.NAA)
 			if err == nil {
 				err = checkIdentityKey(e.Key)
 			}

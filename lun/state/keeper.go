@@ -11,7 +11,7 @@ import (
 	"github.com/iser-target/iser-target/lun/invariant"
 )
 
-// A Record is what is kept of a logical unit, as JSON.
+// A Record is what a Keeper stores for a logical unit, as JSON.
 type Record interface {
 	Unit() string // Identity.Serial
 	Check() error // finds what a logical unit could not have got into
@@ -71,7 +71,7 @@ func (k *Keeper[R]) SetSync(f func(*os.File) error) {
 
 // Get returns the record of a unit, if it has one.
 func (k *Keeper[R]) Get(unit string) (r R, ok bool, err error) {
-	if _, err := ParseIdentity(unit); err != nil {
+	if _, err := parseIdentity(unit); err != nil {
 		return r, false, k.doc.wrap(err) // Put could not store it
 	}
 	k.mu.Lock()
@@ -151,7 +151,7 @@ func (s *records[R]) check() error {
 	naas := map[string]bool{}
 	for i, r := range s.Units {
 		naa := r.Unit()
-		_, err := ParseIdentity(naa)
+		_, err := parseIdentity(naa)
 		if err == nil {
 			err = r.Check()
 		}
