@@ -208,20 +208,30 @@ func TestMetricsAddUp(t *testing.T) {
 	}
 }
 
-// The histograms have each command in each of its phases.
-func TestLatenciesHaveEachCommand(t *testing.T) {
-	w := newWorked(t)
-	var got scrape
-	// Each of these commands was in each phase, except that only the WRITEs of 128 KiB were
-	// in read_wait. An initiator can get a response before it is counted.
-	const commands = reads + 2 + writes + 1 + 4
-	duration := func(phase, transport string) string {
-		return fmt.Sprintf(`command_duration_seconds_count{phase="%s",transport="%s"}`, phase, transport)
-	}
+// commands is the number of commands over iSER.
+const commands = reads + 2 + writes + 1 + 4
+
+// duration names the number of commands in the histogram of a phase.
+func duration(phase, transport string) string {
+	return fmt.Sprintf(`command_duration_seconds_count{phase="%s",transport="%s"}`, phase, transport)
+}
+
+// counted waits until the histograms have all commands, and returns a scrape. An initiator
+// can get a response before it is counted.
+func (w *worked) counted(t *testing.T) (got scrape) {
+	t.Helper()
 	testkit.Eventually(t, "all responses have left", func() bool {
 		got = w.scrape()
 		return got[duration("total", "iser")] == commands && got[duration("total", "tcp")] == 2
 	})
+	return got
+}
+
+// The histograms have each command in each of its phases. Only the WRITEs of 128 KiB were in
+// read_wait.
+func TestLatenciesHaveEachCommand(t *testing.T) {
+	w := newWorked(t)
+	got := w.counted(t)
 	got.want(t, map[string]float64{
 		duration("receive", "iser"):   commands,
 		duration("backend", "iser"):   commands,
@@ -247,6 +257,7 @@ func TestLatenciesHaveEachCommand(t *testing.T) {
 // State agrees with the work of the initiators.
 func TestStateAddsUp(t *testing.T) {
 	w := newWorked(t)
+	w.counted(t)
 	st := w.State()
 	counters := func(c schema.CounterState) schema.CounterState {
 		sum := 0.0
@@ -288,7 +299,7 @@ func TestStateAddsUp(t *testing.T) {
 // streams of their own, without RDMA.
 func TestRDMAMetricsAddUp(t *testing.T) {
 	w := newWorked(t)
-	got := w.scrape()
+	got := w.counted(t)
 	n := w.domain.Counts()
 	got.want(t, map[string]float64{
 		`rdma_messages_total{direction="sent",op="write"}`:             float64(n.Received.Writes),
