@@ -14,7 +14,7 @@ import (
 	"github.com/iser-target/iser-target/security"
 )
 
-// write makes a file of a mode and returns its path.
+// write creates a file with a mode and returns its path.
 func write(t *testing.T, name, content string, mode os.FileMode) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), name)
@@ -132,7 +132,7 @@ func TestFileWithSecrets(t *testing.T) {
 	}
 }
 
-// The environment can name files with secrets, and has no secrets.
+// The environment can name files of secrets, but not have secrets.
 func TestDiscoveryAuthEnvironment(t *testing.T) {
 	const discovery = good + "discovery_auth: {method: none, users: [{name: a, secret_file: %}]}\n"
 	in := []byte(strings.Replace(discovery, "%", write(t, "a", "aaaaaaaaaaaa", 0o600), 1))

@@ -28,7 +28,7 @@ func loaded(t *testing.T, text string) *Config {
 	return c
 }
 
-// Each row changes commented.
+// Each row edits the text commented.
 func TestDiff(t *testing.T) {
 	const a, b = "'target':'iqn.2026-11.io.example:a'", "'target':'iqn.2026-11.io.example:b'"
 	const auth = "    auth: {method: chap, users: [{name: u, secret: aaaaaaaaaaaa}]}\n    initiators:\n    - "
@@ -127,7 +127,7 @@ func TestChangeInWords(t *testing.T) {
 	}
 }
 
-// apply does a change to a document; next has what it adds.
+// apply applies a change to a document; next has the object that it adds.
 func apply(d *Document, c Change, next *Config) error {
 	t := slices.IndexFunc(next.Targets, func(t Target) bool { return t.Name == c.Target })
 	switch c.Kind + " " + c.Op.String() {
@@ -152,8 +152,8 @@ func apply(d *Document, c Change, next *Config) error {
 	return fmt.Errorf("no edit for %v", c)
 }
 
-// What Diff says, done front to back as edits, makes the one configuration of
-// the other; and an edit changes nothing but what Diff says.
+// The Changes of Diff, applied in their order as edits, turn one configuration into the other,
+// and an edit makes only the Changes that Diff returns.
 func TestDiffIsWhatEditsDo(t *testing.T) {
 	sorted := func(c *Config) *Config {
 		c = cloneConfig(c)

@@ -11,14 +11,14 @@ import (
 	"testing"
 )
 
-// An oneEdit changes a document, and a copy of its configuration likewise.
+// A oneEdit changes a document, and a copy of its configuration in the same way.
 type oneEdit struct {
 	name   string
 	doc    func(*Document) error
 	config func(*Config)
 }
 
-// randomEdit makes up an edit that c allows.
+// randomEdit returns a random edit that c allows.
 func randomEdit(r *rand.Rand, c *Config) oneEdit {
 	add := oneEdit{"AddTarget", func(d *Document) error {
 		return d.AddTarget(Target{Name: "iqn.2026-11.io.example:new", Alias: "- a: #b", Initiators: []string{"*", "eui.0123456789abcdef"}, LUNs: []LUN{{ID: 0, Backend: "memory", Size: 4096}}})
@@ -68,7 +68,7 @@ func randomEdit(r *rand.Rand, c *Config) oneEdit {
 	return all[r.IntN(len(all))]
 }
 
-// cloneConfig copies what edits change.
+// cloneConfig copies the lists that edits change.
 func cloneConfig(c *Config) *Config {
 	n := *c
 	n.Portals, n.Targets = slices.Clone(c.Portals), slices.Clone(c.Targets)
@@ -78,7 +78,7 @@ func cloneConfig(c *Config) *Config {
 	return &n
 }
 
-// tryEdit does an edit to d, and compares what has changed.
+// tryEdit applies a random edit to d and checks the configuration.
 func tryEdit(t *testing.T, r *rand.Rand, d *Document) {
 	before, err := d.Config()
 	if err != nil {
@@ -110,7 +110,7 @@ func tryEdit(t *testing.T, r *rand.Rand, d *Document) {
 	}
 }
 
-// An edit leaves all lines alone except those of the entry that it changes.
+// An edit changes only the lines of its entry.
 func TestEditsKeepOtherLines(t *testing.T) {
 	for seed := range uint64(200) {
 		r := rand.New(rand.NewPCG(seed, 5))

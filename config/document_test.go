@@ -64,7 +64,7 @@ func mustDocument(t *testing.T, text string) *Document {
 	return d
 }
 
-// Each edit replaces one part of the text, and nothing else.
+// Each edit replaces one part of the text and keeps the rest.
 func TestDocumentEdits(t *testing.T) {
 	for _, tc := range []struct {
 		name     string
@@ -128,7 +128,7 @@ func TestDocumentEdits(t *testing.T) {
 	}
 }
 
-// Edits of what is not there, or is there already, name the key and do nothing.
+// An edit that fails names the key and changes nothing.
 func TestDocumentEditErrors(t *testing.T) {
 	const nobody = "iqn.2026-11.io.example:nobody"
 	for _, tc := range []struct {
@@ -172,7 +172,7 @@ func TestDocumentEditErrors(t *testing.T) {
 	}
 }
 
-// What an edit makes is checked like a file: key and reason.
+// An edited document is checked like a file.
 func TestDocumentConfigErrors(t *testing.T) {
 	d := mustDocument(t, commented)
 	if err := errors.Join(d.SetLUN(nameA, 0, "size", "1000"), d.DenyInitiator(nameB, "*"), d.SetTarget(nameA, "alias", "{}")); err != nil {
@@ -186,7 +186,7 @@ func TestDocumentConfigErrors(t *testing.T) {
 	})
 }
 
-// shared has anchors and aliases where edits would go.
+// shared has anchors and aliases at the places of edits.
 const shared = `
 lun: &lun {id: 0, backend: memory, size: 1MiB}
 portals: &portals
@@ -210,7 +210,7 @@ targets:
       - {<<: *one, id: 2, size: *size}
 `
 
-// A change of what stands in two places is refused.
+// An edit that would change other places through an alias is refused.
 func TestDocumentAliases(t *testing.T) {
 	const nameC, nameD = "iqn.2026-11.io.example:c", "iqn.2026-11.io.example:d"
 	for _, tc := range []struct {
@@ -253,7 +253,7 @@ func TestDocumentAliases(t *testing.T) {
 	}
 }
 
-// Texts that are laid out in other ways.
+// Edits keep other layouts.
 func TestDocumentLayouts(t *testing.T) {
 	const rest = "    initiators: [\"*\"]\n    luns: [{id: 0, backend: memory, size: 1MiB}]\n"
 	edit := func(d *Document) error { return d.AddLUN(nameA, memoryLUN(1, 1<<20)) }
@@ -290,7 +290,7 @@ func TestDocumentLayouts(t *testing.T) {
 	}
 }
 
-// A document is made from nothing.
+// Edits can create a document from an empty text.
 func TestDocumentFromNothing(t *testing.T) {
 	for text, head := range map[string]string{"": "", "# a\n\n": "# a\n\n", "---\n": ""} {
 		d, err := NewDocument("f", []byte(text))
@@ -314,7 +314,7 @@ func TestDocumentFromNothing(t *testing.T) {
 	}
 }
 
-// Everything that can be configured is written so that it reads as it was.
+// Every value that is written reads as the same value.
 func TestDocumentWritesEverything(t *testing.T) {
 	d := mustDocument(t, good)
 	target := Target{
@@ -342,7 +342,7 @@ func TestDocumentWritesEverything(t *testing.T) {
 	}
 }
 
-// What the environment says counts, and does not get into the text.
+// Config includes the environment, and edits do not write it into the text.
 func TestDocumentEnvironment(t *testing.T) {
 	t.Setenv("ISER_TARGET_LIMITS_QUEUE_DEPTH", "77")
 	d := mustDocument(t, commented)

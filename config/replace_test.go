@@ -276,8 +276,8 @@ func TestDisplaced(t *testing.T) {
 	}
 }
 
-// An editor that saves all the time loses nothing to one that edits what is there: each
-// text that was in the file is the next one's, or in the history.
+// An editor that saves all the time loses no text to saves of documents: each text is in the
+// file, in the history, or displaced by the editor itself.
 func TestTwoEditors(t *testing.T) {
 	path, _ := saved(t, 0o600)
 	var stop atomic.Bool

@@ -27,7 +27,7 @@ func (f *openFile) Save() error {
 	return err
 }
 
-// saved makes a file with the text good and opens it.
+// saved creates a file with the text good and opens it.
 func saved(t *testing.T, mode fs.FileMode) (string, *openFile) {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "c.yaml")
@@ -56,7 +56,7 @@ func setSize(t *testing.T, d *openFile, size string) {
 	}
 }
 
-// wantFile compares a file, and what else is in its directory.
+// wantFile compares a file, and the other names in its directory.
 func wantFile(t *testing.T, path, want string, others ...string) {
 	t.Helper()
 	if b, err := os.ReadFile(path); err != nil || string(b) != want {
@@ -144,7 +144,7 @@ func TestHistoryIsBounded(t *testing.T) {
 	}
 }
 
-// What somebody else has written is not overwritten, by Save.
+// SaveOver does not overwrite the text of another process; SaveAs does and keeps it.
 func TestSaveChanged(t *testing.T) {
 	path, d := saved(t, 0o600)
 	other := strings.Replace(good, "1GiB", "7GiB", 1)
@@ -186,7 +186,7 @@ func TestSaveFollowsLinks(t *testing.T) {
 	}
 }
 
-// Nothing of a write that fails is left, and the error names the path.
+// A write that fails leaves no files, and its error names the path.
 func TestSaveErrors(t *testing.T) {
 	d, err := DefaultDocument()
 	if err != nil {
@@ -231,7 +231,7 @@ func TestSaveErrors(t *testing.T) {
 	wantFile(t, path, good, ".c.yaml.new", "c.yaml.history")
 }
 
-// A file that others can read gets no secrets.
+// Secrets are not saved to a file that other users can read.
 func TestSaveSecrets(t *testing.T) {
 	path, d := saved(t, 0o644)
 	if err := d.SetTarget("iqn.2026-11.io.example:store", "auth", "{method: chap, users: [{name: h, secret: aaaaaaaaaaaa}]}"); err != nil {
@@ -256,8 +256,8 @@ func TestSaveSecrets(t *testing.T) {
 	}
 }
 
-// Of those that save what they have made of the same text one wins at a time:
-// the others are told, and nothing is lost.
+// Of several saves of edits of the same text one succeeds. The others fail, and no text is
+// lost.
 func TestSaveAtTheSameTime(t *testing.T) {
 	path, _ := saved(t, 0o600)
 	const n = 8
