@@ -16,7 +16,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// wantAsync wants an Asynchronous Message with these bytes 36 to 43 and LUN field
+// wantAsync takes an Asynchronous Message with these bytes 36 to 43 and LUN field
 // (RFC 7143, section 11.9).
 func (tc *testConn) wantAsync(event string, lun [8]byte) *sentPDU {
 	tc.tb.Helper()
@@ -136,7 +136,7 @@ func TestSCSIEvent(t *testing.T) {
 			other.wantSense(command(other, cdb.TestUnitReady), 6, 0x28, 0)
 			other.wantStatus(command(other, cdb.TestUnitReady), 0)
 		}
-		tc.wantNothing() // who has done it knows
+		tc.wantNothing() // that session did it, and is not told
 		// ISER-8.1.2-1: an initiator without a buffer for it is not told.
 		for range maxUnexpected {
 			other.write(other.Request(pdu.SNACK, pdu.FlagF, true), nil)
@@ -145,7 +145,7 @@ func TestSCSIEvent(t *testing.T) {
 		ping := other.want(pdu.NOPIn) // ISER-8.1.2-7: the second Reject is held back
 		change(tc)
 		other.wantNothing()
-		ack := other.Request(pdu.NOPOut, pdu.FlagF, true) // wants no answer
+		ack := other.Request(pdu.NOPOut, pdu.FlagF, true) // without an answer
 		ack.SetITT(pdu.ReservedTag)
 		ack.SetTTT(ping.h.TTT())
 		other.write(ack, nil)

@@ -18,8 +18,8 @@ func TestBufferClasses(t *testing.T) {
 	}
 }
 
-// Waiters are served in order of arrival, and one who wants little does not
-// overtake one who wants much.
+// Waiters are served in order of arrival, and a small request does not
+// overtake a large one.
 func TestBudgetIsFair(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newBudget(64 << 10)

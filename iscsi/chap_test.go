@@ -524,7 +524,7 @@ func TestRedirect(t *testing.T) {
 			d.close()
 			d.wait()
 
-			tc := n.connect() // who may not log in is not told where to
+			tc := n.connect() // an initiator that may not log in is not redirected
 			tc.writeLogin(tc.loginRequest(true, 1, 3),
 				append(without(names, "InitiatorName"), "InitiatorName=iqn.2001-04.com.example:x")...)
 			tc.wantRefused(pdu.LoginAuthorization)
@@ -533,7 +533,7 @@ func TestRedirect(t *testing.T) {
 }
 
 // FuzzCHAP says anything in the login of a target with CHAP: lines of text, each
-// a request, with "," for NUL and byte 1 of the header in front. Whoever does
+// a request, with "," for NUL and byte 1 of the header in front. An initiator that does
 // not know a secret does not get through, and the target proves nothing.
 func FuzzCHAP(f *testing.F) {
 	line := func(flags byte, pairs string) string { return string(flags) + pairs + "\n" }

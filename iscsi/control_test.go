@@ -500,7 +500,7 @@ func TestLogout(t *testing.T) {
 }
 
 // ISCSI-11.9-1, ISCSI-4.2.6-1: shutdown asks initiators to log out and does
-// not wait for ever for those who do not.
+// not wait forever for those that do not.
 func TestShutdown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t, func(o *Options) { o.ShutdownWait = time.Second })

@@ -301,7 +301,7 @@ func (m *fakeMover) Flush() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.flushes++
-	if m.flushing { // who is doing it does it for all
+	if m.flushing { // the one that flushes does it for all
 		return
 	}
 	m.flushing = true

@@ -37,7 +37,7 @@ func (tc *testConn) ack() {
 	tc.write(h, nil)
 }
 
-// wantAsked wants the NOP-In that asks for an acknowledgement, which the test gives
+// wantAsked takes the NOP-In that asks for an acknowledgement, which the test gives
 // when it likes.
 func (tc *testConn) wantAsked() {
 	tc.tb.Helper()
@@ -161,7 +161,7 @@ func TestFenceWithoutConnections(t *testing.T) {
 	})
 }
 
-// wantTMFUnacknowledged wants a TMF Response whose StatSN is not looked at.
+// wantTMFUnacknowledged takes a TMF Response, whatever its StatSN.
 func (tc *testConn) wantTMFUnacknowledged(h pdu.BHS) {
 	tc.tb.Helper()
 	tc.statSeen = false
@@ -240,7 +240,7 @@ func TestFenceCases(t *testing.T) {
 	}
 }
 
-// An ABORT TASK takes a response that is held, and the queue goes on.
+// An ABORT TASK takes a response that is held, and the queue continues.
 func TestAbortOfHeldResponse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t, several(4))
@@ -264,7 +264,7 @@ func TestAbortOfHeldResponse(t *testing.T) {
 	})
 }
 
-// wantTerminations wants Asynchronous Messages with event 5 about these LUNs, in any
+// wantTerminations takes Asynchronous Messages with event 5 about these LUNs, in any
 // order, and answers them.
 func (tc *testConn) wantTerminations(luns ...byte) {
 	tc.tb.Helper()
@@ -294,7 +294,7 @@ func (tc *testConn) answerTermination(lun byte) {
 	tc.write(h, nil)
 }
 
-// ISCSI-4.2.3.4-1, ISCSI-4.2.3.4-3, ISCSI-4.2.3.5-1: who is told that tasks are
+// ISCSI-4.2.3.4-1, ISCSI-4.2.3.4-3, ISCSI-4.2.3.5-1: the connections that are told that tasks are
 // terminated: each connection that has some, once for each logical unit, where
 // FastAbort was agreed on; but not the connection where the function came.
 func TestTerminations(t *testing.T) {
@@ -342,8 +342,8 @@ func TestTerminations(t *testing.T) {
 			d.wantTerminations(0)
 			if issuing == fastAbort {
 				b.wantTerminations(0)
-				// The data of this connection has to come to its end; that of the
-				// other one is not waited for.
+				// The data of this connection has to end; the reset does not wait for that of the
+				// other one.
 				a.m.releaseGets()
 			} else {
 				b.wantNothing()
@@ -355,7 +355,7 @@ func TestTerminations(t *testing.T) {
 			for _, tc := range []*testConn{e, f, g, h} {
 				tc.wantNothing()
 			}
-			// Another reset is told anew of what it meets, which is nothing.
+			// Another reset reports what it meets, which is nothing.
 			a.ack()
 			reset = a.tmf(pdu.TargetWarmReset, [8]byte{}, pdu.ReservedTag, 0)
 			if p := a.until(reset); p.h.Response() != pdu.FunctionComplete {
@@ -378,7 +378,7 @@ func TestTerminations(t *testing.T) {
 	}
 }
 
-// An initiator over RDMA has a buffer for one message beside that for a ping: the
+// An initiator over RDMA has a buffer for one message in addition to that for a ping: the
 // others come when it has acknowledged that.
 func TestTerminationsWaitForBuffers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

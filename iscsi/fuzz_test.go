@@ -21,7 +21,7 @@ import (
 //	13 byte 40, Buffer Offset             14, 15 xor of an byte of the BHS
 const stepLen = 16
 
-// What a step does beside sending a PDU; no initiator has these opcodes.
+// The steps that do not send a PDU. No initiator has these opcodes.
 const (
 	stepHoldGets    = 0x60
 	stepReleaseGets = 0x61

@@ -303,7 +303,7 @@ func (tc *testConn) wantGets(n int) {
 	testkit.Eventually(tc.tb, fmt.Sprintf("%d GetDatas", n), func() bool { return tc.m.getting() == n })
 }
 
-// wantOpenWindow wants that the target has told to expect the next command, and to take as many
+// wantOpenWindow checks that the target expects the next command, and takes as many
 // as ever.
 func (tc *testConn) wantOpenWindow() {
 	tc.tb.Helper()
@@ -312,7 +312,7 @@ func (tc *testConn) wantOpenWindow() {
 	}
 }
 
-// wantReject wants a Reject of the PDU h.
+// wantReject takes a Reject of the PDU h.
 func (tc *testConn) wantReject(reason pdu.RejectReason, h pdu.BHS) {
 	tc.tb.Helper()
 	p := tc.want(pdu.Reject)
@@ -333,7 +333,7 @@ func (tc *testConn) writeLogin(r pdu.LoginRequest, pairs ...string) {
 	tc.write(r.Append(nil), text(pairs...))
 }
 
-// wantLogin wants a Login Response with a status and returns it with its text.
+// wantLogin takes a Login Response with a status and returns it with its text.
 func (tc *testConn) wantLogin(status pdu.LoginStatus) (pdu.LoginResponse, []string) {
 	tc.tb.Helper()
 	p := tc.want(pdu.LoginResp)
@@ -355,7 +355,7 @@ func (tc *testConn) login() *testConn {
 	return tc.loggedIn()
 }
 
-// loggedIn wants the final Login Response and clears unit attentions.
+// loggedIn takes the final Login Response and clears unit attentions.
 func (tc *testConn) loggedIn() *testConn {
 	tc.tb.Helper()
 	r, answers := tc.wantLogin(pdu.LoginSuccess)
@@ -411,7 +411,7 @@ func (tc *testConn) command(flags byte, edtl uint32, block [16]byte, immediate [
 	return h
 }
 
-// wantStatus wants the SCSI Response to h with a status and no residual.
+// wantStatus takes the SCSI Response to h with a status and no residual.
 func (tc *testConn) wantStatus(h pdu.BHS, status byte) *sentPDU {
 	tc.tb.Helper()
 	p := tc.want(pdu.SCSIResponse)
@@ -423,7 +423,7 @@ func (tc *testConn) wantStatus(h pdu.BHS, status byte) *sentPDU {
 	return p
 }
 
-// wantSense wants CHECK CONDITION with a sense.
+// wantSense takes CHECK CONDITION with a sense.
 func (tc *testConn) wantSense(h pdu.BHS, key, asc, ascq byte) {
 	tc.tb.Helper()
 	p := tc.wantStatus(h, 2)
@@ -444,7 +444,7 @@ func wantResidual(tb testing.TB, p *sentPDU, flag byte, n uint32) {
 	}
 }
 
-// ping sends an immediate NOP-Out and wants its answer: the connection lives.
+// ping sends an immediate NOP-Out and takes its answer: the connection lives.
 func (tc *testConn) ping() {
 	tc.tb.Helper()
 	h := tc.Request(pdu.NOPOut, pdu.FlagF, true)
@@ -466,7 +466,7 @@ func (tc *testConn) tmf(function byte, lun [8]byte, rtt, refCmdSN uint32) pdu.BH
 	return h
 }
 
-// wantTMF wants a TMF Response.
+// wantTMF takes a TMF Response.
 func (tc *testConn) wantTMF(h pdu.BHS, response byte) {
 	tc.tb.Helper()
 	p := tc.want(pdu.TaskMgmtResp)
@@ -476,7 +476,7 @@ func (tc *testConn) wantTMF(h pdu.BHS, response byte) {
 	}
 }
 
-// logout logs out and wants the end.
+// logout logs out and waits for the end.
 func (tc *testConn) logout() {
 	tc.tb.Helper()
 	h := tc.Request(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseSession, true)

@@ -13,7 +13,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// stopClock makes the clock go on only when the test adds to what is returned. It is to
+// stopClock stops the clock, which moves only when the test adds to the result. It has to
 // be called before the node is made.
 func stopClock(t *testing.T) *atomic.Int64 {
 	now, real := &atomic.Int64{}, clock
@@ -270,7 +270,7 @@ func (tc *testConn) takes() {
 	tc.m.cond.Broadcast()
 }
 
-// A command that goes on on another connection counts once. The time between is part
+// A command that continues on another connection counts once. The time between is part
 // of what it waited for.
 func TestPhasesOfReassignedCommands(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -15,7 +15,7 @@ import (
 )
 
 // ISCSI-11.9-1, ISCSI-11.9-3: the initiator of a session that is to end is asked to log
-// out, and if it does not, told that the session is dropped. Other sessions go on.
+// out, and if it does not, told that the session is dropped. Other sessions continue.
 func TestEndSession(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		reason := errors.New("not wanted any more")

@@ -18,7 +18,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// wantRefused wants a refusal and the end of the connection: ISCSI-7.12-1,
+// wantRefused takes a refusal and the end of the connection: ISCSI-7.12-1,
 // ISCSI-11.13-4.
 func (tc *testConn) wantRefused(status pdu.LoginStatus) {
 	tc.tb.Helper()

@@ -21,7 +21,7 @@ func several(connections uint16) func(*Options) {
 	return func(o *Options) { o.Limits.MaxConnections = connections }
 }
 
-// leadingKeys are linuxKeys of an initiator that wants more from its session;
+// leadingKeys are linuxKeys of an initiator that asks for more from its session;
 // joiningKeys are what is left of them for later connections.
 var (
 	leadingKeys = append(without(linuxKeys, "MaxConnections"), "MaxConnections=4")
@@ -67,7 +67,7 @@ func (tc *testConn) on(from *testConn) *testConn {
 	return tc
 }
 
-// wantEnd wants that the target ends the connection.
+// wantEnd waits until the target ends the connection.
 func (tc *testConn) wantEnd(is error) {
 	tc.tb.Helper()
 	if err := tc.wait(); !errors.Is(err, is) {
@@ -92,7 +92,7 @@ func (tc *testConn) wantLogout(h pdu.BHS, response byte) *sentPDU {
 	return p
 }
 
-// clearedByTransport wants the unit attention of RFC 7143, section 11.14.5, and
+// clearedByTransport takes the unit attention of RFC 7143, section 11.14.5, and
 // only one.
 func (tc *testConn) clearedByTransport() {
 	tc.tb.Helper()
@@ -432,7 +432,7 @@ func TestDeathOfOneConnection(t *testing.T) {
 	})
 }
 
-// ISCSI-6.3.1-1: who does not get into a session.
+// ISCSI-6.3.1-1: logins that do not get into a session.
 func TestJoinRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t, several(2))
@@ -486,7 +486,7 @@ func TestJoiningLoginTellsWindow(t *testing.T) {
 }
 
 // ISCSI-6.3.4-1, ISCSI-6.3.4-2, ISCSI-6.3.4-3: a login with the TSIH and CID of a
-// connection replaces that one. The session goes on; the tasks of the old
+// connection replaces that one. The session continues; the tasks of the old
 // connection do not.
 func TestConnectionReinstatement(t *testing.T) {
 	bubble(t, "one of two", func(t *testing.T) {

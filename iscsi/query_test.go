@@ -26,7 +26,7 @@ func (tc *testConn) loginLevel(level string) *testConn {
 	return tc
 }
 
-// wantInfo wants a TMF Response with Additional Response Information.
+// wantInfo takes a TMF Response with Additional Response Information.
 func (tc *testConn) wantInfo(h pdu.BHS, response byte, info [3]byte) {
 	tc.tb.Helper()
 	p := tc.want(pdu.TaskMgmtResp)
@@ -101,7 +101,7 @@ func TestQueryTask(t *testing.T) {
 		reset := tc.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
 		tc.wantNothing() // it waits for the gap
 		tc.wantInfo(tc.tmf(pdu.QueryTask, [8]byte{}, reset.ITT(), reset.CmdSN()), pdu.FunctionRejected, noInfo)
-		// Section 6.3.3: what never came does not come any more.
+		// Section 6.3.3: a command that never came does not come later.
 		q := tc.tmf(pdu.QueryTask, [8]byte{}, gap.ITT(), gap.CmdSN())
 		if p := tc.until(q); p.h.Response() != pdu.FunctionComplete || p.h.AdditionalInfo() != noInfo {
 			t.Errorf("%x", []byte(p.h))

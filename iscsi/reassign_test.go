@@ -477,7 +477,7 @@ func TestRecoveryLogoutOfItself(t *testing.T) {
 		a.ping()
 		l := a.removal(a, a.ExpStatSN)
 		a.wantNothing()   // the READ has not stopped
-		a.m.releaseGets() // data that was asked for before may still come
+		a.m.releaseGets() // data requested before may still come
 		gate.Open()
 		p := a.wantLogout(l, pdu.LogoutSuccess)
 		if [4]byte(p.h[40:44]) != [4]byte{0, 2, 0, 5} { // ISCSI-11.15-2
@@ -502,7 +502,7 @@ func TestRecoveryLogoutOfItself(t *testing.T) {
 		}
 		if got := b.m.getRanges[len(b.m.getRanges)-2:]; !slices.Equal(got,
 			[][2]int{{64 << 10, 64 << 10}, {128 << 10, 64 << 10}}) {
-			t.Errorf("fetched %v", got) // nothing was asked for behind the logout
+			t.Errorf("fetched %v", got) // nothing was requested after the logout
 		}
 		// What had not been acknowledged has never come.
 		b.wantTMF(b.reassign(lost), pdu.TaskDoesNotExist)
@@ -516,7 +516,7 @@ func TestRecoveryLogoutOfItself(t *testing.T) {
 }
 
 // ISCSI-6.3.4-3, ISCSI-E-1, ISCSI-8.3.2-1 (N5, N7, N10): a session without
-// connections goes on with the next one, by connection reinstatement or with another
+// connections continues with the next one, by connection reinstatement or with another
 // CID. Neither is a loss of the nexus.
 func TestSessionContinuation(t *testing.T) {
 	for _, c := range []struct {

@@ -68,7 +68,7 @@ func TestLoginRequestsAhead(t *testing.T) {
 	})
 }
 
-// ISCSI-7.4-1: there is no error recovery in discovery, wherever the session
+// ISCSI-7.4-1: discovery has no error recovery, wherever the session
 // type stands among the keys.
 func TestDiscoveryErrorRecoveryLevel(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -122,7 +122,7 @@ func TestResponseCode(t *testing.T) {
 	})
 }
 
-// ISCSI-11.9-2: an initiator that was asked to log out may go on until it does:
+// ISCSI-11.9-2: an initiator that was asked to log out may continue until it does:
 // its commands are served, not rejected.
 func TestCommandsAfterLogoutRequest(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

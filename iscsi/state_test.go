@@ -137,7 +137,7 @@ func TestConnectionStates(t *testing.T) {
 			{"M2, M4", byOther(pdu.LogoutCloseConnection), free}}},
 		{"failure, then the session closes", []step{{"T15", (*stateEnv).fail, cleanupWait},
 			{"M1", byOther(pdu.LogoutCloseSession), free}}},
-		// The logout has gone as far that there is nothing to clean up: its tasks end
+		// The logout has gone so far that nothing is left to clean up: its tasks end
 		// with it.
 		{"failure during logout", []step{{"T9", (*stateEnv).logout, inLogout},
 			{"T17, M4", func(e *stateEnv) { e.fail(); e.end() }, free}}},

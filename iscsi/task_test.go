@@ -571,7 +571,7 @@ func TestManyTasks(t *testing.T) {
 	})
 }
 
-// wantAllGood wants one response with GOOD for each command, in any order.
+// wantAllGood takes one response with GOOD for each command, in any order.
 func (tc *testConn) wantAllGood(hs []pdu.BHS) {
 	tc.tb.Helper()
 	open := map[uint32]bool{}

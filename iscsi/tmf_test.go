@@ -335,7 +335,7 @@ func TestResetStopsOtherSessions(t *testing.T) {
 	}
 }
 
-// wantWindow wants a NOP-In that says how much room there is in the window, and
+// wantWindow takes a NOP-In that says how much room there is in the window, and
 // answers it.
 func (tc *testConn) wantWindow() {
 	tc.tb.Helper()
@@ -418,7 +418,7 @@ func TestWindowNews(t *testing.T) {
 }
 
 // While the network keeps the news no other goroutine waits to tell it, and what they had to
-// tell is told when the network goes on.
+// tell is told when the network continues.
 func TestWindowNewsOnSlowNetwork(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t)

@@ -161,7 +161,7 @@ func TestLogout(t *testing.T) {
 		tg := startTarget(t, targetOptions{node: iscsi.Options{LogoutWait: time.Hour}})
 		p := tg.rawLogin(t, initiator.Options{})
 		logout(p)
-		h := p.Request(pdu.NOPOut, pdu.FlagF, true) // is not served any more
+		h := p.Request(pdu.NOPOut, pdu.FlagF, true) // is no longer served
 		p.send(iser.Header{}, h, nil)
 		if tg.node.Stats().Connections != 1 {
 			t.Error("the target did not wait")
@@ -318,7 +318,7 @@ func TestSlowReader(t *testing.T) {
 	})
 }
 
-// The answer to a ping is ahead of data: however much was asked for and is in
+// The answer to a ping is ahead of data: however much was requested and is in
 // memory, it waits for a few MiB at most.
 func TestPingUnderLoad(t *testing.T) {
 	const reads, each, rate = 40, 1 << 20, 64 << 20

@@ -14,7 +14,7 @@ const module = "github.com/iser-target/iser-target"
 
 // mayImport is the import rule of ARCHITECTURE.md: which packages of this
 // module, and which modules of others, the packages of a room may import
-// beside the standard library. A room is a directory with all below it; the
+// besides the standard library. A room is a directory with all below it; the
 // one that lies deepest counts. Imports point one way, so nothing but cmd knows
 // all, and iscsi knows nothing of rdma.
 var mayImport = map[string][]string{
@@ -49,7 +49,7 @@ var mayImport = map[string][]string{
 		"golang.org/x/sys", "github.com/chromedp"},
 }
 
-// Tests may import, beside that, what they have in common, the suite that every store
+// Tests may also import what they have in common, the suite that every store
 // has to pass, what the packages below import (a unit needs a store), and those of the
 // program an initiator. The example of iscsi needs a Datamover.
 var testsMayImport = map[string][]string{"": {"backend/backendtest", "tests/testkit"}, "cmd": {"tests/initiator"}, "iscsi": {"iscsi/tcp"}}

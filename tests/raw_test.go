@@ -23,7 +23,7 @@ import (
 var unhex = testkit.Unhex
 
 // A raw is an initiator without an RDMA engine: it sends FPDUs, and the test
-// sees every FPDU of the target and answers RDMA Reads when it wants to.
+// sees every FPDU of the target and answers RDMA Reads when it likes.
 type raw struct {
 	t     testing.TB
 	nc    net.Conn

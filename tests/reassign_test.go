@@ -143,7 +143,7 @@ func TestAbortAnswered(t *testing.T) {
 }
 
 // A connection that breaks with many READs and WRITEs in every state: all that the
-// target still has goes on elsewhere, and the data is right.
+// target still has continues elsewhere, and the data is right.
 func TestReassignUnderLoad(t *testing.T) {
 	tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: keys.Limits{MaxConnections: 2,
 		ErrorRecoveryLevel: 2}}})
@@ -232,7 +232,7 @@ func request(op pdu.Opcode, flags byte, itt uint32) pdu.BHS {
 	return h
 }
 
-// next wants an op that is no answer to a command that somebody waits for.
+// next takes an op that is no answer to a command that somebody waits for.
 func next(t *testing.T, s *initiator.Session, op pdu.Opcode) initiator.PDU {
 	t.Helper()
 	p, err := s.Next(testContext(t))

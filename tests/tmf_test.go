@@ -34,7 +34,7 @@ func (tg *target) untouched(t testing.TB, n int) {
 // ending answers the RDMA Reads of held WRITEs, after the request h that is to
 // stop them, and takes what comes up to the answer op. A WRITE whose data arrives
 // before the target has come to h may still succeed: then it has its response
-// and has written. The others have done neither, and nothing comes any more.
+// and has written. The others have done neither, and nothing more comes.
 func (tg *target) ending(p *raw, h pdu.BHS, op pdu.Opcode, hs []pdu.BHS, reads []wire.ReadRequest) (stopped int) {
 	p.t.Helper()
 	if err := tg.store.Store.Zero(0, 1<<20); err != nil {
@@ -183,7 +183,7 @@ func TestAbortTaskSet(t *testing.T) {
 	const n = 4
 	attempts(t, func() bool {
 		own, reads := p.held(n)
-		// A task on the other LUN and one of another session go on.
+		// A task on the other LUN and one of another session continue.
 		block := cdb.Write16(0, 1)
 		h := p.scsi(pdu.FlagW, 512, block)
 		h.SetLUN([8]byte{1: 1})
@@ -230,7 +230,7 @@ func TestReset(t *testing.T) {
 			b.send(iser.Header{}, h, nil)
 			b.wantSense(h, 0x06, 0x29, 0x03)
 			tg.untouched(t, 2)
-			h = a.scsi(0, 0, cdb.TestUnitReady) // the one who has reset hears of it, too
+			h = a.scsi(0, 0, cdb.TestUnitReady) // the session that reset is told, too
 			a.send(iser.Header{}, h, nil)
 			a.wantSense(h, 0x06, 0x29, 0x03)
 			for _, p := range []*raw{a, b} {

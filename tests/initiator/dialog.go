@@ -53,13 +53,13 @@ type link interface {
 // A CHAP is who an initiator says it is.
 type CHAP struct {
 	Name, Secret string
-	// Target is the secret that the target has to know, and is asked for; empty:
-	// it is not asked.
+	// Target is the secret that the target has to prove that it knows; empty:
+	// it need not.
 	Target string
 }
 
-// Dial connects by "iser", "tcp", or "step-up": TCP whose normal sessions go on over
-// iSER, if the target wants that, too (RFC 7145, section 5.1).
+// Dial connects by "iser", "tcp", or "step-up": TCP whose normal sessions continue over
+// iSER, if the target agrees (RFC 7145, section 5.1).
 func Dial(ctx context.Context, transport, addr string, o Options) (*Dialog, error) {
 	d := &Dialog{o: o.Complete(), ctx: ctx}
 	d.n.CmdSN = d.o.CmdSN

@@ -1,6 +1,6 @@
 // Package initiator is an iSER initiator for tests and benchmarks: it logs in
 // as Linux does, or on the byte stream as RFC 7145 describes it, runs SCSI commands, and lets a
-// test send whatever it wants
+// test send anything
 // and see what comes back. It is no part of the target.
 package initiator
 
@@ -396,7 +396,7 @@ func (s *Session) Receive() (PDU, error) {
 const headLen = iser.HeaderLen + 48
 
 // check looks at what every message of a target must have: an iSER header
-// without STags (RFC 7145, section 9.2), all zero but for the opcode, and a BHS.
+// without STags (RFC 7145, section 9.2), all zero except for the opcode, and a BHS.
 func check(b []byte) error {
 	if len(b) < headLen || [iser.HeaderLen]byte(b) != [iser.HeaderLen]byte{0x10} {
 		return fmt.Errorf("message of %d bytes: % x", len(b), b[:min(len(b), iser.HeaderLen)])

@@ -222,7 +222,7 @@ func (tg *script) answer(op pdu.Opcode, itt uint32, stag rdma.STag, data ...byte
 }
 
 // refused sees the initiator refuse an RDMA operation on memory that is not
-// advertised any more.
+// advertised any longer.
 func (tg *script) refused(stag rdma.STag, base uint64) {
 	tg.t.Helper()
 	tg.post(rdma.WorkRequest{Op: rdma.Write, STag: stag, TO: base, Data: []byte{0x5a}})
@@ -238,7 +238,7 @@ func (tg *script) refused(stag rdma.STag, base uint64) {
 }
 
 // RDMA mode begins when login has succeeded, and not before (RFC 7145, section
-// 5.1.1); then Hello comes first, or there is none.
+// 5.1.1); then Hello comes first, or does not come.
 func TestStreamLogin(t *testing.T) {
 	for _, hello := range []bool{false, true} {
 		t.Run(fmt.Sprint("ISER-5.1.1-7 ISER-5.1.1-8 ISER-5.1.3-2 Hello: ", hello), func(t *testing.T) {

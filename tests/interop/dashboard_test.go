@@ -26,7 +26,7 @@ import (
 
 const dashboardTarget = "iqn.2026-11.io.example:shown"
 
-// picture is the one of docs/dashboard.md; -update takes it anew.
+// picture is the one of docs/dashboard.md; -update takes it again.
 const picture = "../../docs/dashboard.png"
 
 // A shown is a target with a dashboard, its load, and a page of Chromium that shows it.
@@ -317,7 +317,7 @@ func (s *shown) number(t *testing.T, js string) float64 {
 	return value(t, s, chromedp.Evaluate[float64](js))
 }
 
-// eventually waits until the element of that id is as check wants it.
+// eventually waits until the element of that id is as check requires.
 func (s *shown) eventually(t *testing.T, what, id string, check func(text string) error) {
 	t.Helper()
 	for begun := time.Now(); ; time.Sleep(200 * time.Millisecond) {
@@ -401,7 +401,7 @@ func (s *shown) charts(t *testing.T) {
 	}
 }
 
-// filter checks that the filter leaves what was asked for.
+// filter checks that the filter leaves what it should.
 func (s *shown) filter(t *testing.T) {
 	s.do(t, chromedp.SendKeys(chromedp.CSS("#luns-find"), "missing"))
 	s.eventually(t, "LUNs that match", "luns-count", func(text string) error { return lacks(text, "1 of 3") })

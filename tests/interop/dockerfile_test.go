@@ -181,7 +181,7 @@ func (b *imageBuilder) list(text string) (list []string) {
 	return list
 }
 
-// checkGo fails t unless an image of Go has the version that go.mod wants.
+// checkGo fails t unless an image of Go has the version that go.mod requires.
 func checkGo(t *testing.T, image string) {
 	t.Helper()
 	b, err := exec.Command("go", "list", "-m", "-f", "{{.GoVersion}}").Output()
@@ -191,7 +191,7 @@ func checkGo(t *testing.T, image string) {
 	want, got := strings.Split(strings.TrimSpace(string(b)), "."), ""
 	if _, err := fmt.Sscanf(image, "golang:%s", &got); err != nil ||
 		!strings.HasPrefix(got, strings.Join(want[:2], ".")+"-") {
-		t.Errorf("Dockerfile: the base is %s, go.mod wants %s", image, b)
+		t.Errorf("Dockerfile: the base is %s, go.mod requires %s", image, b)
 	}
 }
 

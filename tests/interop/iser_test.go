@@ -232,7 +232,7 @@ logout %[1]s`, iqn)), long)
 }
 
 // loopDevice returns a block device of the host, of size bytes, that goes with
-// t. The error tells why there is none.
+// t. The error says why it cannot.
 func loopDevice(t *testing.T, size int64) (string, error) {
 	name := filepath.Join(t.TempDir(), "loop.img")
 	if err := os.WriteFile(name, nil, 0o600); err != nil {
@@ -297,7 +297,7 @@ rm -f /run/fio.*
 }
 
 // SIGTERM with a session that does nothing: the target ends at once, with exit
-// code 0, and the session goes on with its successor.
+// code 0, and the session continues with its successor.
 func TestTerm(t *testing.T) {
 	v := boot(t)
 	const iqn = "iqn.2026-11.io.example:term"
@@ -443,7 +443,7 @@ wait %%1 || true
 cat /run/tcpdump.log
 mv /run/capture.pcap %[3]s/`, d.Port, iqn, vm.Files)), long)
 
-	// Kept beside the log of the console, for whoever wants to look.
+	// Kept next to the log of the console, for later analysis.
 	capture := filepath.Join(filepath.Dir(v.LogName), "capture.pcap")
 	if out, err := exec.Command("cp", filepath.Join(v.Files(), "capture.pcap"), capture).CombinedOutput(); err != nil {
 		t.Fatalf("cp: %v: %s", err, out)

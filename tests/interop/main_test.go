@@ -36,7 +36,7 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// required tells whether a test that cannot run must fail.
+// required reports whether a test that cannot run must fail.
 var required = os.Getenv("ISER_TARGET_REQUIRE_INTEROP") == "1"
 
 // need skips t, or fails it where ISER_TARGET_REQUIRE_INTEROP is 1, if this
@@ -148,7 +148,7 @@ iscsid --foreground --debug 2 </dev/null >/run/iscsid.log 2>&1 &
 `
 
 // cleanUp leaves the guest to the next test as that expects it, and prints what is
-// wrong. It starts no process where there is nothing to do.
+// wrong. It starts no process unless it has to.
 const cleanUp = `
 shopt -s nullglob
 while read -r _ mount _; do

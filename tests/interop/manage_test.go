@@ -246,7 +246,7 @@ func (m *management) kill(t *testing.T) {
 // capture records the middle of a session that continues. The file has its login, too.
 func (m *management) capture(t *testing.T) {
 	was := m.session(t, managed)
-	// Kept beside the log of the console, for whoever wants to look.
+	// Kept next to the log of the console, for later analysis.
 	file := filepath.Join(filepath.Dir(m.v.LogName), "session.pcapng")
 	m.run(t, "await writes")
 	m.d.Manage(t, "capture", "--session", fmt.Sprint(was.TSIH), "-w", file, "--force", "--duration", "2s")

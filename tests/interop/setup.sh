@@ -123,7 +123,7 @@ fi
 step="making $dir"
 mkdir -p "$dir"
 exec 9>"$dir/lock"
-flock 9 # another setup may be at work; then there is nothing left to do
+flock 9 # another setup may be at work; then nothing is left to do
 if up_to_date >/dev/null; then
 	say "done by another setup"
 	exit 0

@@ -162,7 +162,7 @@ sg_turs --verbose $r
 }
 
 // sg3_utils and sdparm print what they printed before, character by character,
-// but for names and numbers that differ from run to run.
+// except for names and numbers that differ from run to run.
 func TestSG(t *testing.T) {
 	v := boot(t)
 	need(t, "sg_inq", "sdparm")

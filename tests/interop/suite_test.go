@@ -26,7 +26,7 @@ var table = cu.Table{
 // notRun are tests that cannot work through Linux's initiator, and why.
 var notRun = map[string]string{
 	"Sanitize.Reset": "not run: needs a session of libiscsi's own, and a LUN of 768 GiB",
-	// It looks into that session before it finds that there is none.
+	// It looks into that session before it finds that it has none.
 	"Sanitize.OverwriteReserved": "not run: " + cu.Program + " crashes without a session of its own",
 }
 
@@ -57,7 +57,7 @@ const heavyLimit = 10 * time.Minute
 // file, and ends them at once. They are run for the table only.
 var noSession = regexp.MustCompile(`only supported for iSCSI backends$|^Non-iSCSI multipath`)
 
-// early are tests that expect a LUN as it was at first: the first wants zeros in
+// early are tests that expect a LUN as it was at first: the first expects zeros in
 // a block that it does not write, the second no copy before its own.
 var early = []string{"MultipathIO.CompareAndWrite", "ReceiveCopyResults.CopyStatus"}
 

@@ -473,7 +473,7 @@ iser-target target list
 // serviceDropIns checks the rows of the table in docs/service.md: what is configured works with
 // the drop-in, and not without.
 func serviceDropIns(t *testing.T, m *manager) {
-	// Two disks, as udev would have them: there is none in the guest.
+	// Two disks, as udev would have them; the guest has no udev.
 	disks := strings.Fields(m.v.Run(t, `
 modprobe sd_mod
 modprobe scsi_debug dev_size_mb=16 num_tgts=2 lbpu=1 lbpws=1

@@ -28,7 +28,7 @@ func Unhex(s string) []byte {
 	return b
 }
 
-// A Log has what was written to it, while that goes on. The zero value is empty.
+// A Log keeps what is written to it and can be read at the same time. The zero value is empty.
 type Log struct {
 	mu sync.Mutex
 	b  bytes.Buffer

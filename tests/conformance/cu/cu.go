@@ -44,7 +44,7 @@ var special = map[string]Case{
 	"WriteSame16.InvalidDataOutSize":     {Medium: Coarse},
 	"WriteSame16.UnmapUnaligned":         {Medium: Coarse},
 	// Where a WRITE SAME of 0 blocks is served, this sends one with UNMAP and a
-	// block of FFh bytes, and wants to read zeros. That for (16) sends zeros.
+	// block of FFh bytes, and expects to read zeros. That for (16) sends zeros.
 	"WriteSame10.UnmapUntilEnd": {Medium: Large},
 	// Looks at the SANITIZE after 3 s and after 4 s, and then once in a minute
 	// whether it has ended.
@@ -52,7 +52,7 @@ var special = map[string]Case{
 	// Of libiscsi 1.19 this asserts a static variable that the callback of its
 	// task management function sets, before it waits for that. The first time,
 	// the callback runs when the test logs out; the second time the variable is
-	// set, and the test goes on to what it is about. Upstream's commit 5553d6b
+	// set, and the test continues with its subject. Upstream's commit 5553d6b
 	// moved the assertion.
 	"iSCSITMF.LUNResetSimpleAsync": {Twice: true},
 }

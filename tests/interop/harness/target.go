@@ -94,7 +94,7 @@ func Cleanup() {
 	}
 }
 
-// A Config is what a test wants of a target.
+// A Config is what a test requires of a target.
 type Config struct {
 	Targets string   // value of the config key "targets" in YAML, not indented
 	Portals []Portal // nil: one, as its zero value

@@ -19,7 +19,7 @@ func Start(cmd *exec.Cmd) error {
 	started := make(chan error)
 	go func() {
 		// The signal comes when the thread ends that made the process. A thread
-		// locked to a goroutine that blocks for good stays until the very end.
+		// locked to a goroutine that blocks permanently stays until the very end.
 		runtime.LockOSThread()
 		err := cmd.Start()
 		started <- err

@@ -107,7 +107,7 @@ type VM struct {
 
 	mu     sync.Mutex // one script at a time; guards what follows
 	lastID int
-	broken error // why no script can be run any more
+	broken error // why no further script can be run
 }
 
 // A Result is what became of a script.
@@ -355,7 +355,7 @@ func (v *VM) Try(t testing.TB, script string, limit time.Duration) Result {
 	return r
 }
 
-// run runs a script. An error means that the machine cannot be used any more.
+// run runs a script. An error means that the machine cannot be used any longer.
 func (v *VM) run(logf func(string, ...any), script string, limit time.Duration) (Result, error) {
 	v.lastID++
 	id := strconv.Itoa(v.lastID)
