@@ -1,0 +1,134 @@
+package llp
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"math"
+	"net"
+	"testing"
+)
+
+// window returns a Window on stream, of which one read returns at most chunk bytes.
+func window(stream []byte, chunk int) *Window {
+	r := bytes.NewReader(stream)
+	w := new(Window)
+	w.Init(func(p []byte) (int, error) { return r.Read(p[:min(len(p), chunk)]) }, nil)
+	return w
+}
+
+func stream(n int) []byte {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(i * 7)
+	}
+	return b
+}
+
+// Messages of a header and data come out as they went in, however the stream is cut,
+// and Unread reports the rest of the present message.
+func TestWindowKeepsTheStream(t *testing.T) {
+	const header, data, trailer = 10, 20000, 4
+	for _, chunk := range []int{1 << 20, 4096, 1001} {
+		for _, thin := range []bool{false, true} {
+			want := stream(10 * (header + data + trailer))
+			w := window(want, chunk)
+			var got []byte
+			for range 10 {
+				w.Inside, w.Thin = false, thin
+				if err := w.Fill(header); err != nil {
+					t.Fatal(err)
+				}
+				got = append(got, w.TakeHeader(header, data+trailer)...)
+				w.Inside = true
+				p := make([]byte, data)
+				for n := 0; n < data; {
+					k, err := w.Read(p[n:])
+					if err != nil {
+						t.Fatal(err)
+					}
+					n += k
+					if _, rest := w.Unread(); rest != data+trailer-n {
+						t.Fatalf("%d bytes of data remain, Unread says %d", data+trailer-n, rest)
+					}
+				}
+				got = append(got, p...)
+				if err := w.Fill(trailer); err != nil {
+					t.Fatal(err)
+				}
+				got = append(got, w.TakeTrailer(trailer)...)
+			}
+			if !bytes.Equal(got, want) {
+				t.Errorf("chunks of %d bytes, thin %t: other bytes came", chunk, thin)
+			}
+		}
+	}
+}
+
+// While long data comes, Fill reads little more than it has to.
+func TestThinWindowReadsLittle(t *testing.T) {
+	w := window(stream(1<<20), 1<<20)
+	w.Thin = true
+	if err := w.Fill(100); err != nil || w.Len() > thinRead {
+		t.Errorf("%d bytes in the window, error %v", w.Len(), err)
+	}
+}
+
+// The end of the stream is io.EOF between two messages and ErrTruncated inside of one.
+func TestWindowEnds(t *testing.T) {
+	w := window(stream(5), 5)
+	if err := w.Fill(6); err != ErrTruncated || !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Errorf("part of a message in the window: %v", err)
+	}
+	w.Take(5)
+	if err := w.Fill(1); err != io.EOF {
+		t.Errorf("between two messages: %v", err)
+	}
+	w.Inside = true
+	if err := w.Fill(1); err != ErrTruncated {
+		t.Errorf("after a header: %v", err)
+	}
+	if _, err := w.Read(make([]byte, 1)); err != ErrTruncated {
+		t.Errorf("inside of data: %v", err)
+	}
+	w.Lose()
+	if unread, rest := w.Unread(); len(unread) != 0 || rest != math.MaxInt {
+		t.Errorf("after Lose: %d bytes, rest %d", len(unread), rest)
+	}
+}
+
+// Skip consumes a message that is longer than the Window.
+func TestWindowSkips(t *testing.T) {
+	want := stream(5 * WindowLen)
+	w := window(want, 9999)
+	if err := w.Skip(4 * WindowLen); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Fill(100); err != nil || !bytes.Equal(w.Peek(100), want[4*WindowLen:][:100]) {
+		t.Errorf("after Skip: %v, or other bytes", err)
+	}
+}
+
+// A Gather writes headers and data in the order in which they were added.
+func TestGatherKeepsTheOrder(t *testing.T) {
+	a, b := net.Pipe()
+	var g Gather
+	g.Init()
+	g.SetConn(a)
+	var want []byte
+	for n := 0; g.Room(CopyBelow); n++ {
+		short, long := stream(n%CopyBelow), stream(CopyBelow+n)
+		g.Slab = append(g.Slab, short...)
+		g.Refer(long)
+		want = append(append(want, short...), long...)
+	}
+	done := make(chan error, 1)
+	go func() { done <- g.Flush(); a.Close() }()
+	got, err := io.ReadAll(b)
+	if err != nil || !bytes.Equal(got, want) {
+		t.Errorf("%d bytes of %d, error %v, or another order", len(got), len(want), err)
+	}
+	if err := <-done; err != nil || g.Long() != 0 || !g.Room(slabLen) {
+		t.Errorf("after Flush: %v, %d bytes remain", err, g.Long())
+	}
+}
