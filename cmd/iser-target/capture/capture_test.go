@@ -497,9 +497,9 @@ func TestCaptureInTheMiddleBeginsWithAUnit(t *testing.T) {
 		until := func(n int64) {
 			testkit.Eventually(t, "the target reads", func() bool { return r.read.Load() >= n })
 		}
-		until(rand.Int64N(5 << 20))
+		until(rand.Int64N(1 << 20))
 		k := start(t, p.hub, 9, 1<<30, nil)
-		until(r.read.Load() + 2<<20)
+		until(r.read.Load() + 512<<10)
 		close(stop)
 		<-done
 		list := k.stop(t)
