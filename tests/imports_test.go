@@ -163,6 +163,9 @@ func TestImportRule(t *testing.T) {
 		{"tests", "rdma", true, true},
 		{"rdma", "tests/initiator", true, false},
 		{"rdma", "tests/testkit", true, true},
+		{"lun", "tests/testkit/cdb", true, true},
+		{"iscsi", "tests/testkit/header", true, true},
+		{"iscsi/pdu", "tests/testkit/cdb", false, false},
 		{"rdma", "tests/testkit", false, false},
 	} {
 		if got := allowed(module+"/"+tc.from, module+"/"+tc.to, tc.test); got != tc.ok {
