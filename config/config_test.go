@@ -27,6 +27,15 @@ targets:
       - {id: 0, backend: memory, size: 1GiB}
 `
 
+// load returns the configuration of a file with this text.
+func load(source string, file []byte) (*Config, error) {
+	d, err := NewDocument(source, file)
+	if err != nil {
+		return nil, err
+	}
+	return d.Config()
+}
+
 func TestLoadStore(t *testing.T) {
 	c, err := Load("../examples/store.yaml")
 	if err != nil {

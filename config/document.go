@@ -115,111 +115,86 @@ func (d *Document) Config() (*Config, error) {
 }
 
 // AddTarget appends a target.
-func (d *Document) AddTarget(t Target) error {
-	return d.edit(func(e *editor) error {
-		if i, _ := e.findTarget(t.Name); i >= 0 {
-			return e.fail(ErrExists, index("targets", i), "is target %s already", t.Name)
-		}
-		return e.appendTo(e.root(), "", "targets", writeNode(reflect.ValueOf(t)))
-	})
-}
+func (d *Document) AddTarget(t Target) error { return d.add(targetEntry(t.Name), t) }
 
 // RemoveTarget removes a target with its LUNs.
-func (d *Document) RemoveTarget(name string) error {
-	return d.edit(func(e *editor) error {
-		i, err := e.findTarget(name)
-		if err != nil {
-			return err
-		}
-		return e.removeFrom(e.root(), "", "targets", i)
-	})
-}
+func (d *Document) RemoveTarget(name string) error { return d.remove(targetEntry(name)) }
 
 // SetTarget sets a key of a target, like alias or auth.method, to value, which is YAML. The
 // empty string removes the key.
 func (d *Document) SetTarget(name, key, value string) error {
-	return d.editTarget(name, func(e *editor, t *yaml.Node, path string) error {
-		return e.set(t, path, key, value, reflect.TypeFor[Target](), "name", "luns")
-	})
+	return d.set(targetEntry(name), key, value, reflect.TypeFor[Target](), "name", "luns")
 }
 
 // AddLUN appends a LUN to a target.
-func (d *Document) AddLUN(target string, l LUN) error {
-	return d.editTarget(target, func(e *editor, t *yaml.Node, path string) error {
-		if j, _ := e.findLUN(t, path, l.ID); j >= 0 {
-			return e.fail(ErrExists, index(path+".luns", j), "is LUN %d already", l.ID)
-		}
-		return e.appendTo(t, path, "luns", writeNode(reflect.ValueOf(l)))
-	})
-}
+func (d *Document) AddLUN(target string, l LUN) error { return d.add(lunEntry(target, l.ID), l) }
 
 // RemoveLUN removes a LUN of a target.
-func (d *Document) RemoveLUN(target string, id int) error {
-	return d.editTarget(target, func(e *editor, t *yaml.Node, path string) error {
-		j, err := e.findLUN(t, path, id)
-		if err != nil {
-			return err
-		}
-		return e.removeFrom(t, path, "luns", j)
-	})
-}
+func (d *Document) RemoveLUN(target string, id int) error { return d.remove(lunEntry(target, id)) }
 
 // SetLUN sets a key of a LUN, like size, to value, which is YAML. The empty string removes
 // the key.
 func (d *Document) SetLUN(target string, id int, key, value string) error {
-	return d.editTarget(target, func(e *editor, t *yaml.Node, path string) error {
-		j, err := e.findLUN(t, path, id)
-		if err != nil {
-			return err
-		}
-		l, path, err := e.item(t, path, "luns", j)
-		if err != nil {
-			return err
-		}
-		return e.set(l, path, key, value, reflect.TypeFor[LUN](), "id")
-	})
+	return d.set(lunEntry(target, id), key, value, reflect.TypeFor[LUN](), "id")
 }
 
 // AddPortal appends a portal.
-func (d *Document) AddPortal(p Portal) error {
-	return d.edit(func(e *editor) error {
-		if i, _ := e.findPortal(p.Listen); i >= 0 {
-			return e.fail(ErrExists, index("portals", i), "listens on %s already", p.Listen)
-		}
-		return e.appendTo(e.root(), "", "portals", writeNode(reflect.ValueOf(p)))
-	})
-}
+func (d *Document) AddPortal(p Portal) error { return d.add(portalEntry(p.Listen), p) }
 
 // RemovePortal removes the portal with the address listen.
-func (d *Document) RemovePortal(listen string) error {
-	return d.edit(func(e *editor) error {
-		i, err := e.findPortal(listen)
-		if err != nil {
-			return err
-		}
-		return e.removeFrom(e.root(), "", "portals", i)
-	})
-}
+func (d *Document) RemovePortal(listen string) error { return d.remove(portalEntry(listen)) }
 
 // AllowInitiator appends a pattern to the initiators that may log in to a target.
 func (d *Document) AllowInitiator(target, pattern string) error {
-	return d.editTarget(target, func(e *editor, t *yaml.Node, path string) error {
-		if j, _ := e.findInitiator(t, path, pattern); j >= 0 {
-			return e.fail(ErrExists, index(path+".initiators", j), "is %q already", pattern)
-		}
-		return e.appendTo(t, path, "initiators", writeNode(reflect.ValueOf(pattern)))
-	})
+	return d.add(initiatorEntry(target, pattern), pattern)
 }
 
 // DenyInitiator removes a pattern, in any case of letters, from the initiators that may log
 // in to a target. Other patterns may still admit the same initiators.
 func (d *Document) DenyInitiator(target, pattern string) error {
-	return d.editTarget(target, func(e *editor, t *yaml.Node, path string) error {
-		j, err := e.findInitiator(t, path, pattern)
+	return d.remove(initiatorEntry(target, pattern))
+}
+
+// add appends an item to the list of x, which must not have x.
+func (d *Document) add(x *entry, item any) error {
+	return d.edit(func(e *editor) error {
+		m, path, err := e.parent(x)
 		if err != nil {
 			return err
 		}
-		return e.removeFrom(t, path, "initiators", j)
+		if i := x.index(m); i >= 0 {
+			return e.fail(ErrExists, index(under(path, x.list), i), "%s already", x.taken)
+		}
+		return e.appendTo(m, path, x.list, writeNode(reflect.ValueOf(item)))
+	})
+}
+
+// remove removes x. It keeps an empty list.
+func (d *Document) remove(x *entry) error {
+	return d.edit(func(e *editor) error {
+		list, i, path, err := e.locate(x)
+		if err != nil {
+			return err
+		}
+		if err := e.free(list.Content[i], path); err != nil {
+			return err
+		}
+		list.Content = slices.Delete(list.Content, i, i+1)
+		if len(list.Content) == 0 {
+			list.Style = yaml.FlowStyle
+		}
+		return nil
+	})
+}
+
+// set sets a key of x, which is a map.
+func (d *Document) set(x *entry, key, value string, t reflect.Type, fixed ...string) error {
+	return d.edit(func(e *editor) error {
+		m, path, err := e.item(x)
+		if err != nil {
+			return err
+		}
+		return e.set(m, path, key, value, t, fixed...)
 	})
 }
 
@@ -245,15 +220,56 @@ func (d *Document) edit(change func(*editor) error) error {
 	return &Error{Source: d.source, Reason: "the YAML is written in a way that only an editor can change. Change the file with an editor"}
 }
 
-// editTarget applies one change to the map of a target.
-func (d *Document) editTarget(name string, change func(e *editor, t *yaml.Node, path string) error) error {
-	return d.edit(func(e *editor) error {
-		t, path, err := e.target(name)
-		if err != nil {
-			return err
-		}
-		return change(e, t, path)
-	})
+// An entry describes an item of a list in a document.
+type entry struct {
+	in    *entry // target that has the list; nil: the list is at the top
+	list  string // key of the list
+	name  string // for the error that the list lacks the item
+	taken string // for the error that the list has the item
+	is    func(item *yaml.Node) bool
+}
+
+func targetEntry(name string) *entry {
+	want := normalName(name)
+	return &entry{nil, "targets", "target " + name, "is target " + name, func(n *yaml.Node) bool {
+		s, ok := scalarOf(n, "name")
+		return ok && normalName(s) == want
+	}}
+}
+
+func lunEntry(target string, id int) *entry {
+	name := "LUN " + strconv.Itoa(id)
+	return &entry{targetEntry(target), "luns", name, "is " + name, func(n *yaml.Node) bool {
+		s, ok := scalarOf(n, "id")
+		got, err := strconv.Atoi(s)
+		return ok && err == nil && got == id
+	}}
+}
+
+func portalEntry(listen string) *entry {
+	want, reason := parseAddress(listen, true)
+	return &entry{nil, "portals", "portal " + listen, "listens on " + listen, func(n *yaml.Node) bool {
+		s, ok := scalarOf(n, "listen")
+		got, bad := parseAddress(s, true)
+		return ok && (s == listen || reason == "" && bad == "" && got == want)
+	}}
+}
+
+func initiatorEntry(target, pattern string) *entry {
+	name := strconv.Quote(pattern)
+	return &entry{targetEntry(target), "initiators", name, "is " + name, func(n *yaml.Node) bool {
+		n = resolve(n)
+		return n.Kind == yaml.ScalarNode && strings.EqualFold(n.Value, pattern)
+	}}
+}
+
+// index returns the index of the first item that is x, in the list that the map m has; -1: not
+// found.
+func (x *entry) index(m *yaml.Node) int {
+	if list := lookup(m, x.list); list != nil && resolve(list).Kind == yaml.SequenceNode {
+		return slices.IndexFunc(resolve(list).Content, x.is)
+	}
+	return -1
 }
 
 // An editor changes the tree of a document. Paths are keys in the form of errors.
@@ -279,45 +295,34 @@ func (e *editor) root() *yaml.Node {
 	return root
 }
 
-// target returns the map of a target, for changes, and its path.
-func (e *editor) target(name string) (*yaml.Node, string, error) {
-	i, err := e.findTarget(name)
+// parent returns the map that has the list of x, for changes, and its path.
+func (e *editor) parent(x *entry) (*yaml.Node, string, error) {
+	if x.in == nil {
+		return e.root(), "", nil
+	}
+	return e.item(x.in)
+}
+
+// locate returns the list of x, for changes, and the index and the path of x.
+func (e *editor) locate(x *entry) (list *yaml.Node, i int, path string, err error) {
+	m, path, err := e.parent(x)
+	if err != nil {
+		return nil, 0, "", err
+	}
+	if i = x.index(m); i < 0 {
+		return nil, 0, "", e.fail(ErrNotFound, under(path, x.list), "has no %s", x.name)
+	}
+	list, err = e.list(m, path, x.list)
+	return list, i, index(under(path, x.list), i), err
+}
+
+// item returns x, which is a map, for changes, and its path.
+func (e *editor) item(x *entry) (*yaml.Node, string, error) {
+	list, i, path, err := e.locate(x)
 	if err != nil {
 		return nil, "", err
 	}
-	return e.item(e.root(), "", "targets", i)
-}
-
-func (e *editor) findTarget(name string) (int, error) {
-	want := normalName(name)
-	return e.find(e.root(), "", "targets", "target "+name, func(n *yaml.Node) bool {
-		s, ok := scalarOf(n, "name")
-		return ok && normalName(s) == want
-	})
-}
-
-func (e *editor) findLUN(target *yaml.Node, path string, id int) (int, error) {
-	return e.find(target, path, "luns", "LUN "+strconv.Itoa(id), func(n *yaml.Node) bool {
-		s, ok := scalarOf(n, "id")
-		got, err := strconv.Atoi(s)
-		return ok && err == nil && got == id
-	})
-}
-
-func (e *editor) findPortal(listen string) (int, error) {
-	want, reason := parseAddress(listen, true)
-	return e.find(e.root(), "", "portals", "portal "+listen, func(n *yaml.Node) bool {
-		s, ok := scalarOf(n, "listen")
-		got, bad := parseAddress(s, true)
-		return ok && (s == listen || reason == "" && bad == "" && got == want)
-	})
-}
-
-func (e *editor) findInitiator(target *yaml.Node, path, pattern string) (int, error) {
-	return e.find(target, path, "initiators", strconv.Quote(pattern), func(n *yaml.Node) bool {
-		n = resolve(n)
-		return n.Kind == yaml.ScalarNode && strings.EqualFold(n.Value, pattern)
-	})
+	return list.Content[i], path, e.own(list.Content[i], path)
 }
 
 func normalName(name string) string {
@@ -325,19 +330,6 @@ func normalName(name string) string {
 		return n
 	}
 	return name
-}
-
-// find returns the index of the first wanted item of the list under a key, or -1 and an
-// ErrNotFound that calls the item what.
-func (e *editor) find(m *yaml.Node, path, key, what string, wanted func(*yaml.Node) bool) (int, error) {
-	if list := lookup(m, key); list != nil {
-		if list = resolve(list); list.Kind == yaml.SequenceNode {
-			if i := slices.IndexFunc(list.Content, wanted); i >= 0 {
-				return i, nil
-			}
-		}
-	}
-	return -1, e.fail(ErrNotFound, under(path, key), "has no %s", what)
 }
 
 // list returns the list under a key, for changes; nil if the key is missing.
@@ -356,17 +348,6 @@ func (e *editor) list(m *yaml.Node, path, key string) (*yaml.Node, error) {
 		return nil, e.fail(nil, under(path, key), "must be a list")
 	}
 	return list, nil
-}
-
-// item returns an item, which is a map, for changes, and its path.
-func (e *editor) item(m *yaml.Node, path, key string, i int) (*yaml.Node, string, error) {
-	list, err := e.list(m, path, key)
-	if err != nil {
-		return nil, "", err
-	}
-	path = index(under(path, key), i)
-	n := list.Content[i]
-	return n, path, e.own(n, path)
 }
 
 // own returns an ErrShared if a change of n would change other places, too.
@@ -425,22 +406,6 @@ func (e *editor) appendTo(m *yaml.Node, path, key string, item *yaml.Node) error
 	list.Content = append(list.Content, item)
 	if list.Style&yaml.FlowStyle != 0 {
 		flowed(list)
-	}
-	return nil
-}
-
-// removeFrom removes an item of the list under a key. It keeps an empty list.
-func (e *editor) removeFrom(m *yaml.Node, path, key string, i int) error {
-	list, err := e.list(m, path, key)
-	if err != nil {
-		return err
-	}
-	if err := e.free(list.Content[i], index(under(path, key), i)); err != nil {
-		return err
-	}
-	list.Content = slices.Delete(list.Content, i, i+1)
-	if len(list.Content) == 0 {
-		list.Style = yaml.FlowStyle
 	}
 	return nil
 }
@@ -647,10 +612,6 @@ func uses(n *yaml.Node) map[*yaml.Node]int {
 func writeNode(v reflect.Value) *yaml.Node {
 	plain := func(s string) *yaml.Node { return &yaml.Node{Kind: yaml.ScalarNode, Value: s} }
 	switch x := v.Interface().(type) {
-	case Size:
-		return plain(x.String())
-	case Switch:
-		return plain(x.String())
 	case time.Duration:
 		return plain(durationText(x))
 	case security.Secret:
@@ -665,8 +626,7 @@ func writeNode(v reflect.Value) *yaml.Node {
 			n.Style = yaml.FlowStyle
 		}
 		for i := range v.Len() {
-			item := writeNode(v.Index(i))
-			n.Content = append(n.Content, item)
+			n.Content = append(n.Content, writeNode(v.Index(i)))
 		}
 		return n
 	case reflect.Struct:
@@ -690,26 +650,13 @@ func writeNode(v reflect.Value) *yaml.Node {
 
 // written reports whether YAML has to contain the field f of the struct v.
 func written(v reflect.Value, key string, f reflect.Value) bool {
-	switch in := v.Interface().(type) {
-	case LUN:
-		if key == "id" {
-			return true
-		}
-	case Portal:
-		if key == "tpgt" {
-			return in.TPGT != 0 && in.TPGT != defaultTPGT
-		}
-	case User:
-		if key == "secret" {
-			return in.SecretFile == "" && in.Secret != "" // the secret comes from SecretFile
-		}
-	case Credential:
-		if key == "secret" {
-			return in.SecretFile == "" && in.Secret != ""
-		}
-	}
-	if f.Kind() == reflect.Slice {
-		return !f.IsNil()
+	switch key {
+	case "id":
+		return true
+	case "tpgt":
+		return !f.IsZero() && f.Int() != defaultTPGT
+	case "secret":
+		return !f.IsZero() && v.FieldByName("SecretFile").IsZero() // or the secret comes from SecretFile
 	}
 	return !f.IsZero()
 }

@@ -42,18 +42,11 @@ var envOfOthers = []string{
 // configuration. The error joins one *Error for each problem, each on its own line with
 // source, key and reason.
 func Load(path string) (*Config, error) {
-	b, fi, err := readFile(path)
-	if err != nil {
-		return nil, &Error{Source: path, Reason: reasonOf(err)}
-	}
-	c, err := load(path, b)
+	d, err := OpenDocument(path)
 	if err != nil {
 		return nil, err
 	}
-	if err := c.checkFileMode(fi.Mode()); err != nil {
-		return nil, &Error{Source: path, Reason: err.Error()}
-	}
-	return c, nil
+	return d.Config()
 }
 
 var (
@@ -113,15 +106,6 @@ func reasonOf(err error) string {
 
 // oneLine returns the text of err on one line: a YAML decoder may report several errors.
 func oneLine(err error) string { return strings.Join(strings.Fields(err.Error()), " ") }
-
-// load implements Load for the contents of a file.
-func load(source string, file []byte) (*Config, error) {
-	_, settings, err := parseYAML(file)
-	if err != nil {
-		return nil, &Error{Source: source, Reason: oneLine(err)}
-	}
-	return configOf(source, settings)
-}
 
 // configOf returns the configuration of the settings in a file, which it does not change.
 func configOf(source string, settings map[string]any) (*Config, error) {
