@@ -322,7 +322,7 @@ func TestRefusalIsShort(t *testing.T) {
 	}
 	p := &schema.Plan{Steps: []schema.Step{{Change: config.Change{Op: config.Remove, Kind: "target", Target: store}, Disruptive: true, Disturbs: all}}}
 	var refused *ErrRefused
-	if err := allowed(p, ChangeOptions{}); !errors.As(err, &refused) || !strings.Contains(err.Error(), "session 7 and 992 more)") || len(refused.Plan.Steps[0].Disturbs) != 1000 {
+	if err := allowed(p, ChangeOptions{}); !errors.As(err, &refused) || !strings.Contains(err.Error(), "session 7 and 992 more.") || len(refused.Plan.Steps[0].Disturbs) != 1000 {
 		t.Errorf("error %v", err)
 	}
 }

@@ -51,9 +51,9 @@ func (e *ErrRefused) Error() string {
 	for _, s := range e.Plan.Steps {
 		switch {
 		case s.Shrinks:
-			reasons = append(reasons, fmt.Sprintf("%v (cuts off data)", s.Change))
+			reasons = append(reasons, fmt.Sprintf("%v: cuts off data", s.Change))
 		case s.Disruptive:
-			reasons = append(reasons, fmt.Sprintf("%v (disturbs %s)", s.Change, some(s.Disturbs, ", ")))
+			reasons = append(reasons, fmt.Sprintf("%v: disturbs %s", s.Change, some(s.Disturbs, ", ")))
 		}
 	}
 	return fmt.Sprintf("refused: %s. Nothing was changed", some(reasons, "; "))
