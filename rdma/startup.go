@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -56,7 +57,7 @@ type Options struct {
 }
 
 // RTR is a set of ready-to-receive messages (RFC 6581, section 4.4).
-type RTR struct{ Send, Write, Read bool }
+type RTR = wire.RTR
 
 const (
 	defaultDepth   = 32
@@ -67,60 +68,39 @@ const (
 
 // complete returns a copy of o with its defaults filled in.
 func (o Options) complete() (Options, error) {
-	depth := func(v *int, name string) error {
-		if *v == 0 {
-			*v = defaultDepth
-		}
-		if *v < 0 || *v > maxDepth {
-			return fmt.Errorf("rdma: %s %d is outside 1..%d", name, *v, maxDepth)
-		}
-		return nil
-	}
-	if err := errors.Join(depth(&o.IRD, "IRD"), depth(&o.ORD, "ORD")); err != nil {
-		return o, err
-	}
-	if o.MinORD > o.ORD {
-		return o, fmt.Errorf("rdma: MinORD %d is more than ORD %d", o.MinORD, o.ORD)
-	}
-	if o.MaxSend == 0 {
-		o.MaxSend = defaultMaxSend
-	}
-	if o.MaxSend < 0 || o.MaxSend > math.MaxInt32 {
-		return o, fmt.Errorf("rdma: MaxSend %d is outside 1..%d", o.MaxSend, math.MaxInt32)
-	}
-	if o.MaxULPDU == 0 {
-		o.MaxULPDU = wire.MaxULPDU
-	}
-	if o.MaxULPDU < wire.MinMULPDU || o.MaxULPDU > wire.MaxULPDU {
-		return o, fmt.Errorf("rdma: MaxULPDU %d is outside %d..%d", o.MaxULPDU, wire.MinMULPDU, wire.MaxULPDU)
-	}
-	if o.StartupTimeout == 0 {
-		o.StartupTimeout = defaultStartup
-	}
 	if o.Domain == nil {
 		o.Domain = NewDomain()
 	}
-	if o.RTR == (RTR{}) {
-		o.RTR = RTR{true, true, true}
+	o.StartupTimeout = cmp.Or(o.StartupTimeout, defaultStartup)
+	o.RTR = cmp.Or(o.RTR, RTR{Send: true, Write: true, Read: true})
+	o.Rev = cmp.Or(o.Rev, 2)
+	var errs []error
+	for _, f := range []struct {
+		name             string
+		v                *int
+		def, least, most int
+	}{
+		{"IRD", &o.IRD, defaultDepth, 1, maxDepth},
+		{"ORD", &o.ORD, defaultDepth, 1, maxDepth},
+		{"MaxSend", &o.MaxSend, defaultMaxSend, 1, math.MaxInt32},
+		{"MaxULPDU", &o.MaxULPDU, wire.MaxULPDU, wire.MinMULPDU, wire.MaxULPDU},
+	} {
+		if *f.v = cmp.Or(*f.v, f.def); *f.v < f.least || *f.v > f.most {
+			errs = append(errs, fmt.Errorf("rdma: %s %d is outside %d..%d", f.name, *f.v, f.least, f.most))
+		}
 	}
-	if o.Rev == 0 {
-		o.Rev = 2
+	if o.MinORD > o.ORD {
+		errs = append(errs, fmt.Errorf("rdma: MinORD %d is more than ORD %d", o.MinORD, o.ORD))
 	}
 	if o.Rev > 2 {
-		return o, fmt.Errorf("rdma: MPA revision %d is not 1 or 2", o.Rev)
+		errs = append(errs, fmt.Errorf("rdma: MPA revision %d is not 1 or 2", o.Rev))
 	}
-	return o, nil
+	return o, errors.Join(errs...)
 }
 
-// A Request is the content of an Initiator's startup frame.
-type Request struct {
-	Private  []byte
-	Rev      uint8
-	CRC      bool
-	Markers  bool
-	Enhanced bool        // RFC 6581: the frame has Depths
-	Depths   wire.Depths // as the Initiator sees them
-}
+// A Request is the content of an Initiator's startup frame. Its Depths are as the Initiator sees
+// them.
+type Request = wire.Startup
 
 // An Answer is the reply of the ULP to a Request.
 type Answer struct {
@@ -168,28 +148,9 @@ func (r *Responder) Respond(ctx context.Context, nc net.Conn, prefix []byte, tim
 		return nil, fmt.Errorf("rdma: %d bytes were read before the startup, the limit is %d", len(prefix),
 			llp.WindowLen)
 	}
-	var c *Conn
-	rejected := false
-	err := bounded(ctx, nc, timeout, func() (err error) {
-		c, rejected, err = r.respond(nc, bytes.NewReader(prefix), answer)
-		return err
+	return start(ctx, nc, timeout, func() (*Conn, bool, error) {
+		return r.respond(nc, bytes.NewReader(prefix), answer)
 	})
-	return established(nc, c, rejected, err)
-}
-
-// established ends a startup. After an error it closes everything, except the TCP
-// connection after a reject.
-func established(nc net.Conn, c *Conn, rejected bool, err error) (*Conn, error) {
-	if err == nil {
-		return c, nil
-	}
-	if c != nil {
-		c.Close()
-	}
-	if !rejected {
-		nc.Close()
-	}
-	return nil, err
 }
 
 func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader,
@@ -199,8 +160,6 @@ func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader,
 	if err != nil {
 		return nil, false, err
 	}
-	req := &Request{Private: f.Private, Rev: f.Rev, CRC: f.CRC, Markers: f.Markers, Enhanced: f.Enhanced,
-		Depths: f.Depths}
 	reply := wire.Startup{Reply: true, Rev: f.Rev, CRC: !o.NoCRC, Markers: o.Markers, Enhanced: f.Enhanced}
 
 	ird, ord := o.IRD, o.ORD
@@ -218,7 +177,7 @@ func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader,
 		reject = fmt.Errorf("the initiator accepts %d RDMA Reads, %d are required", f.Depths.IRD, o.MinORD)
 		reply.Depths = wire.Depths{ORD: uint16(o.MinORD)}
 	} else {
-		a := answer(req)
+		a := answer(&f)
 		reply.Private, reject = a.Private, a.Reject
 	}
 	if reply.Reject = reject != nil; reply.Reject {
@@ -229,8 +188,8 @@ func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader,
 	}
 	rest, _ := io.ReadAll(prefix)
 	c.attach(nc, rest, ird, ord, f.CRC || reply.CRC, f.Markers)
-	c.peer = *req
-	c.rtrSend = reply.Depths.SendRTR
+	c.peer = f
+	c.rtrSend = reply.Depths.RTR.Send
 	return c, false, writeStartup(nc, &reply)
 }
 
@@ -248,12 +207,10 @@ func replyDepths(req wire.Depths, o Options) (d wire.Depths) {
 		return d
 	}
 	d.PeerToPeer = true
-	both := RTR{req.SendRTR && o.RTR.Send, req.WriteRTR && o.RTR.Write, req.ReadRTR && o.RTR.Read}
-	if both == (RTR{}) {
-		both = o.RTR
-	}
-	d.SendRTR, d.WriteRTR, d.ReadRTR = both.Send, both.Write, both.Read
-	if d.ReadRTR {
+	both := RTR{Send: req.RTR.Send && o.RTR.Send, Write: req.RTR.Write && o.RTR.Write,
+		Read: req.RTR.Read && o.RTR.Read}
+	d.RTR = cmp.Or(both, o.RTR)
+	if d.RTR.Read {
 		d.IRD = max(d.IRD, 1)
 	}
 	return d
@@ -266,12 +223,11 @@ func Initiate(ctx context.Context, nc net.Conn, o Options) (c *Conn, private []b
 	if o, err = o.complete(); err != nil {
 		return nil, nil, err
 	}
-	err = bounded(ctx, nc, o.StartupTimeout, func() (err error) {
+	c, err = start(ctx, nc, o.StartupTimeout, func() (c *Conn, rejected bool, err error) {
 		c, private, err = initiate(nc, o)
-		return err
+		var reject *RejectedError
+		return c, errors.As(err, &reject), err
 	})
-	var reject *RejectedError
-	c, err = established(nc, c, errors.As(err, &reject), err)
 	return c, private, err
 }
 
@@ -280,8 +236,7 @@ func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
 	if req.Enhanced {
 		req.Depths = wire.Depths{IRD: uint16(o.IRD), ORD: uint16(o.ORD)}
 		if o.PeerToPeer {
-			req.Depths.PeerToPeer = true
-			req.Depths.SendRTR, req.Depths.WriteRTR, req.Depths.ReadRTR = o.RTR.Send, o.RTR.Write, o.RTR.Read
+			req.Depths.PeerToPeer, req.Depths.RTR = true, o.RTR
 		}
 	}
 	if err := writeStartup(nc, &req); err != nil {
@@ -302,8 +257,7 @@ func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
 	c.attach(nc, nil, o.IRD, o.ORD, f.CRC || req.CRC, f.Markers)
 	c.initiator = true
 	c.peerStarted.Store(true) // an Initiator may send at once
-	c.peer = Request{Private: f.Private, Rev: f.Rev, CRC: f.CRC, Markers: f.Markers, Enhanced: f.Enhanced,
-		Depths: f.Depths}
+	c.peer = f
 	if !f.Enhanced {
 		return c, f.Private, nil
 	}
@@ -326,11 +280,11 @@ func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
 func (c *Conn) sendRTR(d wire.Depths) error {
 	wr := &WorkRequest{}
 	switch {
-	case d.WriteRTR && c.opt.RTR.Write:
+	case d.RTR.Write && c.opt.RTR.Write:
 		wr.Op, wr.STag = Write, 1
-	case d.ReadRTR && c.opt.RTR.Read && c.ord > 0:
+	case d.RTR.Read && c.opt.RTR.Read && c.ord > 0:
 		wr.Op, wr.STag = Read, 1
-	case d.SendRTR && c.opt.RTR.Send:
+	case d.RTR.Send && c.opt.RTR.Send:
 		wr.Op = Send
 	default:
 		err := fault(wire.ReasonRTR, "the responder accepts no ready-to-receive message that can be sent")
@@ -345,20 +299,31 @@ func (c *Conn) sendRTR(d wire.Depths) error {
 	return nil
 }
 
-// bounded runs f with a deadline on nc, and closes nc if ctx ends first.
-func bounded(ctx context.Context, nc net.Conn, d time.Duration, f func() error) error {
-	if err := nc.SetDeadline(time.Now().Add(d)); err != nil {
-		return err
+// start runs f, the exchange of startup frames, with a deadline on nc, and closes nc if ctx ends
+// first. After an error it closes everything, except the TCP connection after a reject.
+func start(ctx context.Context, nc net.Conn, limit time.Duration,
+	f func() (c *Conn, rejected bool, err error)) (*Conn, error) {
+	if err := nc.SetDeadline(time.Now().Add(limit)); err != nil {
+		nc.Close()
+		return nil, err
 	}
 	stop := context.AfterFunc(ctx, func() { nc.Close() })
-	err := f()
+	c, rejected, err := f()
 	if !stop() {
-		return ctx.Err()
+		err = ctx.Err()
+	} else if e := nc.SetDeadline(time.Time{}); err == nil {
+		err = e
 	}
-	if d := nc.SetDeadline(time.Time{}); err == nil {
-		err = d
+	if err == nil {
+		return c, nil
 	}
-	return err
+	if c != nil {
+		c.Close()
+	}
+	if !rejected {
+		nc.Close()
+	}
+	return nil, err
 }
 
 // readStartup reads exactly one startup frame, and no byte after it.

@@ -21,7 +21,7 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
-var all = RTR{true, true, true}
+var all = RTR{Send: true, Write: true, Read: true}
 
 // TestReply compares the Replies of a Responder byte by byte (RFC 5044, section 7.1; RFC 6581,
 // sections 6, 9 and 10).
@@ -166,7 +166,7 @@ func TestRequestReachesTheULP(t *testing.T) {
 		{"MPA2-9-3", reqKey + "10020008 00800001 80000000",
 			Request{Private: unhex("80000000"), Rev: 2, Enhanced: true, Depths: wire.Depths{IRD: 128, ORD: 1}}},
 		{"MPA2-9-4", reqKey + "90020004 bffe7ffe", Request{Private: []byte{}, Rev: 2, Markers: true, Enhanced: true,
-			Depths: wire.Depths{PeerToPeer: true, ReadRTR: true, IRD: 0x3ffe, ORD: 0x3ffe}}},
+			Depths: wire.Depths{PeerToPeer: true, RTR: RTR{Read: true}, IRD: 0x3ffe, ORD: 0x3ffe}}},
 		{"MPA-7.1.2-23 512 bytes", reqKey + "00010200 00000000" + big,
 			Request{Private: unhex("00000000" + big), Rev: 1}},
 		{"MPA2-9-2 508 bytes", reqKey + "10020200 00000000" + big,

@@ -46,10 +46,7 @@ type Tagged struct {
 
 // Put encodes h into b[:TaggedLen].
 func (h Tagged) Put(b []byte) {
-	b[0] = ctrlTagged | ddpVersion
-	if h.Last {
-		b[0] |= ctrlLast
-	}
+	b[0] = ctrlTagged | ddpVersion | bit[byte](h.Last, ctrlLast)
 	b[1] = h.ULP
 	be.PutUint32(b[2:], uint32(h.STag))
 	be.PutUint64(b[6:], h.TO)
@@ -86,10 +83,7 @@ type Untagged struct {
 
 // Put encodes h into b[:UntaggedLen].
 func (h Untagged) Put(b []byte) {
-	b[0] = ddpVersion
-	if h.Last {
-		b[0] |= ctrlLast
-	}
+	b[0] = ddpVersion | bit[byte](h.Last, ctrlLast)
 	b[1] = h.ULP
 	be.PutUint32(b[2:], uint32(h.Invalidate))
 	be.PutUint32(b[6:], h.QN)

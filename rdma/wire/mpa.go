@@ -17,16 +17,16 @@ const (
 	requestKey = "MPA ID Req Frame"
 	replyKey   = "MPA ID Rep Frame"
 
-	flagMarkers  = 0x80
-	flagCRC      = 0x40
-	flagReject   = 0x20
-	flagEnhanced = 0x10 // RFC 6581, section 6: the S bit
+	flagMarkers  byte = 0x80
+	flagCRC      byte = 0x40
+	flagReject   byte = 0x20
+	flagEnhanced byte = 0x10 // RFC 6581, section 6: the S bit
 
-	bitPeerToPeer = 0x8000 // A, word 0
-	bitSendRTR    = 0x4000 // B, word 0
-	bitWriteRTR   = 0x8000 // C, word 1
-	bitReadRTR    = 0x4000 // D, word 1
-	depthMask     = 0x3fff
+	bitPeerToPeer uint16 = 0x8000 // A, word 0
+	bitSendRTR    uint16 = 0x4000 // B, word 0
+	bitWriteRTR   uint16 = 0x8000 // C, word 1
+	bitReadRTR    uint16 = 0x4000 // D, word 1
+	depthMask     uint16 = 0x3fff
 )
 
 // Errors of startup frames. All of them are MPA error code 4 and close the TCP
@@ -60,10 +60,13 @@ type Startup struct {
 // Depths is the enhanced data of RFC 6581, section 9. IRD and ORD count RDMA Read
 // Requests from the view of the frame's sender. NoDepth leaves the value to the ULPs.
 type Depths struct {
-	PeerToPeer                 bool // A
-	SendRTR, WriteRTR, ReadRTR bool // B, C, D
-	IRD, ORD                   uint16
+	PeerToPeer bool // A
+	RTR        RTR  // B, C, D
+	IRD, ORD   uint16
 }
+
+// RTR is a set of ready-to-receive messages (RFC 6581, section 4.4).
+type RTR struct{ Send, Write, Read bool }
 
 // Append appends f to b. It returns ErrPrivateData if f.Private is longer than
 // MaxPrivateData, or than MaxPrivateData-EnhancedLen in an enhanced frame.
@@ -75,18 +78,12 @@ func (f *Startup) Append(b []byte) ([]byte, error) {
 	if n > MaxPrivateData {
 		return b, fmt.Errorf("%w: %d bytes", ErrPrivateData, n)
 	}
-	key, flags := requestKey, byte(0)
+	key := requestKey
 	if f.Reply {
 		key = replyKey
 	}
-	for _, x := range []struct {
-		set bool
-		bit byte
-	}{{f.Markers, flagMarkers}, {f.CRC, flagCRC}, {f.Reject, flagReject}, {f.Enhanced, flagEnhanced}} {
-		if x.set {
-			flags |= x.bit
-		}
-	}
+	flags := bit(f.Markers, flagMarkers) | bit(f.CRC, flagCRC) | bit(f.Reject, flagReject) |
+		bit(f.Enhanced, flagEnhanced)
 	b = append(b, key...)
 	b = append(b, flags, f.Rev)
 	b = be.AppendUint16(b, uint16(n))
@@ -97,19 +94,8 @@ func (f *Startup) Append(b []byte) ([]byte, error) {
 }
 
 func (d Depths) append(b []byte) []byte {
-	w0, w1 := d.IRD&depthMask, d.ORD&depthMask
-	if d.PeerToPeer {
-		w0 |= bitPeerToPeer
-	}
-	if d.SendRTR {
-		w0 |= bitSendRTR
-	}
-	if d.WriteRTR {
-		w1 |= bitWriteRTR
-	}
-	if d.ReadRTR {
-		w1 |= bitReadRTR
-	}
+	w0 := d.IRD&depthMask | bit(d.PeerToPeer, bitPeerToPeer) | bit(d.RTR.Send, bitSendRTR)
+	w1 := d.ORD&depthMask | bit(d.RTR.Write, bitWriteRTR) | bit(d.RTR.Read, bitReadRTR)
 	return be.AppendUint16(be.AppendUint16(b, w0), w1)
 }
 
@@ -158,9 +144,7 @@ func (f *Startup) SetPrivate(b []byte) {
 		w0, w1 := be.Uint16(b), be.Uint16(b[2:])
 		f.Depths = Depths{
 			PeerToPeer: w0&bitPeerToPeer != 0,
-			SendRTR:    w0&bitSendRTR != 0,
-			WriteRTR:   w1&bitWriteRTR != 0,
-			ReadRTR:    w1&bitReadRTR != 0,
+			RTR:        RTR{Send: w0&bitSendRTR != 0, Write: w1&bitWriteRTR != 0, Read: w1&bitReadRTR != 0},
 			IRD:        w0 & depthMask,
 			ORD:        w1 & depthMask,
 		}

@@ -16,81 +16,55 @@ const (
 // (RFC 5040, section 4.8, Figure 9). Reasons are comparable.
 type Reason struct{ Layer, EType, Code uint8 }
 
+// reasonText holds the meaning of every Reason that an RFC defines.
+var reasonText = map[Reason]string{}
+
+// reason returns a Reason after it has noted what it means.
+func reason(layer, etype, code uint8, text string) Reason {
+	r := Reason{layer, etype, code}
+	reasonText[r] = text
+	return r
+}
+
 // The Reasons of RFC 5040 Figure 9, RFC 5041 section 7.2, RFC 5044 section 8 and RFC
 // 6581 section 8.
 var (
-	ReasonLocalCatastrophic = Reason{0, 0, 0x00}
-	ReasonReadInvalidSTag   = Reason{0, 1, 0x00}
-	ReasonReadBounds        = Reason{0, 1, 0x01}
-	ReasonReadAccess        = Reason{0, 1, 0x02}
-	ReasonReadStream        = Reason{0, 1, 0x03}
-	ReasonReadWrap          = Reason{0, 1, 0x04}
-	ReasonNotInvalidated    = Reason{0, 1, 0x09}
-	ReasonProtection        = Reason{0, 1, 0xff}
-	ReasonRDMAPVersion      = Reason{0, 2, 0x05}
-	ReasonOpcode            = Reason{0, 2, 0x06}
-	ReasonCatastrophic      = Reason{0, 2, 0x07}
-	ReasonGlobal            = Reason{0, 2, 0x08}
-	ReasonNotInvalidatedOp  = Reason{0, 2, 0x09}
-	ReasonOperation         = Reason{0, 2, 0xff}
+	ReasonLocalCatastrophic = reason(0, 0, 0x00, "RDMAP: local catastrophic error")
+	ReasonReadInvalidSTag   = reason(0, 1, 0x00, "RDMAP: invalid STag")
+	ReasonReadBounds        = reason(0, 1, 0x01, "RDMAP: base or bounds violation")
+	ReasonReadAccess        = reason(0, 1, 0x02, "RDMAP: access rights violation")
+	ReasonReadStream        = reason(0, 1, 0x03, "RDMAP: STag not associated with the stream")
+	ReasonReadWrap          = reason(0, 1, 0x04, "RDMAP: TO wrap")
+	ReasonNotInvalidated    = reason(0, 1, 0x09, "RDMAP: STag cannot be invalidated")
+	ReasonProtection        = reason(0, 1, 0xff, "RDMAP: unspecified protection error")
+	ReasonRDMAPVersion      = reason(0, 2, 0x05, "RDMAP: invalid version")
+	ReasonOpcode            = reason(0, 2, 0x06, "RDMAP: unexpected opcode")
+	ReasonCatastrophic      = reason(0, 2, 0x07, "RDMAP: catastrophic error of the stream")
+	ReasonGlobal            = reason(0, 2, 0x08, "RDMAP: catastrophic global error")
+	ReasonNotInvalidatedOp  = reason(0, 2, 0x09, "RDMAP: STag cannot be invalidated (operation)")
+	ReasonOperation         = reason(0, 2, 0xff, "RDMAP: unspecified operation error")
 
-	ReasonDDPCatastrophic = Reason{1, 0, 0x00}
-	ReasonInvalidSTag     = Reason{1, 1, 0x00}
-	ReasonBounds          = Reason{1, 1, 0x01}
-	ReasonStream          = Reason{1, 1, 0x02}
-	ReasonWrap            = Reason{1, 1, 0x03}
-	ReasonTaggedVersion   = Reason{1, 1, 0x04}
-	ReasonQN              = Reason{1, 2, 0x01}
-	ReasonNoBuffer        = Reason{1, 2, 0x02}
-	ReasonMSN             = Reason{1, 2, 0x03}
-	ReasonMO              = Reason{1, 2, 0x04}
-	ReasonTooLong         = Reason{1, 2, 0x05}
-	ReasonUntaggedVersion = Reason{1, 2, 0x06}
+	ReasonDDPCatastrophic = reason(1, 0, 0x00, "DDP: local catastrophic error")
+	ReasonInvalidSTag     = reason(1, 1, 0x00, "DDP: invalid STag")
+	ReasonBounds          = reason(1, 1, 0x01, "DDP: base or bounds violation")
+	ReasonStream          = reason(1, 1, 0x02, "DDP: STag not associated with the stream")
+	ReasonWrap            = reason(1, 1, 0x03, "DDP: TO wrap")
+	ReasonTaggedVersion   = reason(1, 1, 0x04, "DDP: invalid version in a tagged segment")
+	ReasonQN              = reason(1, 2, 0x01, "DDP: invalid queue number")
+	ReasonNoBuffer        = reason(1, 2, 0x02, "DDP: no buffer for this MSN")
+	ReasonMSN             = reason(1, 2, 0x03, "DDP: MSN out of range")
+	ReasonMO              = reason(1, 2, 0x04, "DDP: invalid MO")
+	ReasonTooLong         = reason(1, 2, 0x05, "DDP: message too long for its buffer")
+	ReasonUntaggedVersion = reason(1, 2, 0x06, "DDP: invalid version in an untagged segment")
 
-	ReasonClosed          = Reason{2, 0, 0x01}
-	ReasonCRC             = Reason{2, 0, 0x02}
-	ReasonMarker          = Reason{2, 0, 0x03}
-	ReasonStartup         = Reason{2, 0, 0x04}
-	ReasonMPACatastrophic = Reason{2, 0, 0x05}
-	ReasonIRD             = Reason{2, 0, 0x06}
-	ReasonRTR             = Reason{2, 0, 0x07}
+	ReasonClosed          = reason(2, 0, 0x01, "MPA: connection lost")
+	ReasonCRC             = reason(2, 0, 0x02, "MPA: CRC mismatch")
+	ReasonMarker          = reason(2, 0, 0x03, "MPA: Marker and ULPDU_Length disagree")
+	ReasonStartup         = reason(2, 0, 0x04, "MPA: bad startup frame")
+	ReasonMPACatastrophic = reason(2, 0, 0x05, "MPA: local catastrophic error")
+	ReasonIRD             = reason(2, 0, 0x06, "MPA: insufficient IRD")
+	ReasonRTR             = reason(2, 0, 0x07, "MPA: no matching RTR")
 )
-
-var reasonText = map[Reason]string{
-	ReasonLocalCatastrophic: "RDMAP: local catastrophic error",
-	ReasonReadInvalidSTag:   "RDMAP: invalid STag",
-	ReasonReadBounds:        "RDMAP: base or bounds violation",
-	ReasonReadAccess:        "RDMAP: access rights violation",
-	ReasonReadStream:        "RDMAP: STag not associated with the stream",
-	ReasonReadWrap:          "RDMAP: TO wrap",
-	ReasonNotInvalidated:    "RDMAP: STag cannot be invalidated",
-	ReasonProtection:        "RDMAP: unspecified protection error",
-	ReasonRDMAPVersion:      "RDMAP: invalid version",
-	ReasonOpcode:            "RDMAP: unexpected opcode",
-	ReasonCatastrophic:      "RDMAP: catastrophic error of the stream",
-	ReasonGlobal:            "RDMAP: catastrophic global error",
-	ReasonNotInvalidatedOp:  "RDMAP: STag cannot be invalidated (operation)",
-	ReasonOperation:         "RDMAP: unspecified operation error",
-	ReasonDDPCatastrophic:   "DDP: local catastrophic error",
-	ReasonInvalidSTag:       "DDP: invalid STag",
-	ReasonBounds:            "DDP: base or bounds violation",
-	ReasonStream:            "DDP: STag not associated with the stream",
-	ReasonWrap:              "DDP: TO wrap",
-	ReasonTaggedVersion:     "DDP: invalid version in a tagged segment",
-	ReasonQN:                "DDP: invalid queue number",
-	ReasonNoBuffer:          "DDP: no buffer for this MSN",
-	ReasonMSN:               "DDP: MSN out of range",
-	ReasonMO:                "DDP: invalid MO",
-	ReasonTooLong:           "DDP: message too long for its buffer",
-	ReasonUntaggedVersion:   "DDP: invalid version in an untagged segment",
-	ReasonClosed:            "MPA: connection lost",
-	ReasonCRC:               "MPA: CRC mismatch",
-	ReasonMarker:            "MPA: Marker and ULPDU_Length disagree",
-	ReasonStartup:           "MPA: bad startup frame",
-	ReasonMPACatastrophic:   "MPA: local catastrophic error",
-	ReasonIRD:               "MPA: insufficient IRD",
-	ReasonRTR:               "MPA: no matching RTR",
-}
 
 // Canonical returns the Reason above that r means. known is false if no RFC defines r.
 func (r Reason) Canonical() (k Reason, known bool) {
@@ -113,8 +87,7 @@ func (r Reason) Text() string {
 
 // String returns the meaning of r, or its numbers if no RFC defines r.
 func (r Reason) String() string {
-	k, _ := r.Canonical()
-	if s, ok := reasonText[k]; ok {
+	if s := r.Text(); s != "" {
 		return fmt.Sprintf("%s (%d/%d/%02x)", s, r.Layer, r.EType, r.Code)
 	}
 	return fmt.Sprintf("unknown reason %d/%d/%02x", r.Layer, r.EType, r.Code)
@@ -150,13 +123,7 @@ type Terminate struct {
 
 // Append appends t to b.
 func (t *Terminate) Append(b []byte) []byte {
-	var ct byte
-	if t.DDP != nil {
-		ct |= hdrctLength | hdrctDDP
-	}
-	if t.ReadRequest != nil {
-		ct |= hdrctRDMAP
-	}
+	ct := bit[byte](t.DDP != nil, hdrctLength|hdrctDDP) | bit[byte](t.ReadRequest != nil, hdrctRDMAP)
 	b = append(b, t.Reason.Layer<<4|t.Reason.EType, t.Reason.Code, ct, 0)
 	if t.DDP != nil {
 		b = be.AppendUint16(b, t.Segment)
@@ -214,13 +181,8 @@ func ParseTerminate(b []byte) (t Terminate, err error) {
 	return t, nil
 }
 
+// known reports whether r is a Reason that a peer may mean.
 func known(r Reason) bool {
-	if r.Layer == LayerLLP && r.EType == 3 {
-		r.EType = 0
-	}
-	if r.Layer == LayerRDMAP && r.EType == 0 {
-		r.Code = 0
-	}
-	_, ok := reasonText[r]
-	return ok
+	_, ok := r.Canonical()
+	return ok && (r.Layer != LayerLLP || r.EType == 0 || r.EType == 3)
 }
