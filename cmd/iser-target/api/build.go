@@ -3,7 +3,6 @@ package api
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"net/http"
 	"time"
@@ -16,35 +15,39 @@ import (
 // reportEvery is the time between two lines of progress; the end of a phase has its own.
 const reportEvery = 200 * time.Millisecond
 
-// errEnding is the reason why file builds and captures stop.
-var errEnding = errors.New("the target ends")
-
 // addLUN adds a LUN, and builds its file first if the request asks for that. With progress,
 // the answer to that has a ChangeUpdate on each line.
-func (s *Server) addLUN(w http.ResponseWriter, r *http.Request) { answerUpdates(w, r, s.makeLUN) }
+func (s *Server) addLUN(w http.ResponseWriter, r *http.Request) error {
+	return answerUpdates(w, r, s.makeLUN)
+}
 
 // setLUN sets keys of a LUN, and with preallocate then allocates the space of its file. It
 // answers like addLUN.
-func (s *Server) setLUN(w http.ResponseWriter, r *http.Request) { answerUpdates(w, r, s.growLUN) }
-
-// answerUpdates answers with the result of do, and with its updates if it writes any.
-func answerUpdates(w http.ResponseWriter, r *http.Request, do func(*http.Request, *updateWriter) (any, error)) {
-	out := &updateWriter{w: w}
-	v, err := do(r, out)
-	switch {
-	case !out.begun && err != nil:
-		writeError(w, err)
-	case !out.begun:
-		writeJSON(w, http.StatusOK, v)
-	case err != nil:
-		out.line(schema.ChangeUpdate{Error: errorOf(err)})
-	default:
-		plan, _ := v.(*schema.Plan)
-		out.line(schema.ChangeUpdate{Plan: plan})
-	}
+func (s *Server) setLUN(w http.ResponseWriter, r *http.Request) error {
+	return answerUpdates(w, r, s.growLUN)
 }
 
-func (s *Server) makeLUN(r *http.Request, out *updateWriter) (any, error) {
+// answerUpdates answers with the result of do, and with its updates if it writes any.
+func answerUpdates(w http.ResponseWriter, r *http.Request, do func(*http.Request, *updateWriter) (*schema.Plan, error)) error {
+	out := &updateWriter{w: w}
+	if err := flag(r.URL.Query(), "progress", &out.wanted); err != nil {
+		return err
+	}
+	plan, err := do(r, out)
+	switch {
+	case out.begun && err != nil:
+		out.line(schema.ChangeUpdate{Error: errorOf(err)})
+	case out.begun:
+		out.line(schema.ChangeUpdate{Plan: plan})
+	case err == nil:
+		writeJSON(w, http.StatusOK, plan)
+	default:
+		return err
+	}
+	return nil
+}
+
+func (s *Server) makeLUN(r *http.Request, out *updateWriter) (*schema.Plan, error) {
 	var l schema.LUN
 	if err := body(r, &l); err != nil {
 		return nil, err
@@ -53,11 +56,8 @@ func (s *Server) makeLUN(r *http.Request, out *updateWriter) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	o, q, err := changeOptions(r, "progress")
+	o, err := changeOptions(r)
 	if err != nil {
-		return nil, err
-	}
-	if err := flag(q, "progress", &out.wanted); err != nil {
 		return nil, err
 	}
 	edit := func(d *config.Document) (err error) {
@@ -94,17 +94,17 @@ func (s *Server) makeLUN(r *http.Request, out *updateWriter) (any, error) {
 	return s.changeWith(r, o, edit)
 }
 
-func (s *Server) growLUN(r *http.Request, out *updateWriter) (any, error) {
+func (s *Server) growLUN(r *http.Request, out *updateWriter) (*schema.Plan, error) {
 	id, err := lunID(r)
 	if err != nil {
 		return nil, err
 	}
-	o, q, err := changeOptions(r, "progress", "preallocate")
+	o, err := changeOptions(r)
 	if err != nil {
 		return nil, err
 	}
 	var preallocate bool
-	if err := errors.Join(flag(q, "progress", &out.wanted), flag(q, "preallocate", &preallocate)); err != nil {
+	if err := flag(r.URL.Query(), "preallocate", &preallocate); err != nil {
 		return nil, err
 	}
 	edit, err := editOf(r, func(d *config.Document, key, value string) error { return d.SetLUN(name(r), id, key, value) })
@@ -127,7 +127,7 @@ func (s *Server) growLUN(r *http.Request, out *updateWriter) (any, error) {
 		if err != nil || o.DryRun {
 			return plan, err
 		}
-		if err := roomFor(plan.(*schema.Plan), l); err != nil {
+		if err := roomFor(plan, l); err != nil {
 			return nil, err
 		}
 	}
@@ -160,19 +160,8 @@ func roomFor(plan *schema.Plan, l *schema.LUNState) error {
 
 // run calls do, and cancels it if the client goes away or the target ends.
 func (s *Server) run(out *updateWriter, r *http.Request, do func(context.Context, func(backend.Progress)) error) error {
-	// Else the read deadline would look like the end of the client.
-	if err := http.NewResponseController(out.w).SetReadDeadline(time.Time{}); err != nil {
-		return err
-	}
-	ctx, cancel := context.WithCancelCause(r.Context())
+	ctx, cancel := s.stream(out.w, r)
 	defer cancel(nil)
-	go func() {
-		select {
-		case <-s.ending:
-			cancel(errEnding)
-		case <-ctx.Done():
-		}
-	}()
 	return do(ctx, func(p backend.Progress) {
 		if err := out.progress(p); err != nil {
 			cancel(err)
@@ -206,12 +195,6 @@ func (o *updateWriter) line(m schema.ChangeUpdate) error {
 		o.w.Header().Set("Content-Type", "application/jsonl")
 		o.w.Header().Set("X-Content-Type-Options", "nosniff")
 	}
-	control := http.NewResponseController(o.w)
-	if err := control.SetWriteDeadline(time.Now().Add(writeTime)); err != nil {
-		return err
-	}
-	if _, err := o.w.Write(append(b, '\n')); err != nil {
-		return err
-	}
-	return control.Flush()
+	_, err = patient{o.w}.Write(append(b, '\n'))
+	return err
 }

@@ -2,13 +2,11 @@ package api
 
 import (
 	"cmp"
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
-	"net/url"
 	"slices"
 	"strconv"
 	"time"
@@ -24,12 +22,13 @@ func notFound(format string, a ...any) error {
 }
 
 // name returns the target in the path of r, normalized for comparison.
-func name(r *http.Request) string {
-	n := r.PathValue("target")
-	if normal, err := security.NormalizeName(n); err == nil {
+func name(r *http.Request) string { return normalized(r.PathValue("target")) }
+
+func normalized(name string) string {
+	if normal, err := security.NormalizeName(name); err == nil {
 		return normal
 	}
-	return n
+	return name
 }
 
 func lunID(r *http.Request) (int, error) {
@@ -48,17 +47,9 @@ func tsih(r *http.Request) (uint16, error) {
 	return uint16(n), nil
 }
 
-func (s *Server) state(r *http.Request) (any, error) {
-	if _, err := query(r); err != nil {
-		return nil, err
-	}
-	return s.d.State(), nil
-}
+func (s *Server) state(*http.Request) (any, error) { return s.d.State(), nil }
 
-func (s *Server) targets(r *http.Request) (any, error) {
-	if _, err := query(r); err != nil {
-		return nil, err
-	}
+func (s *Server) targets(*http.Request) (any, error) {
 	targets := s.d.State().Targets
 	for i := range targets {
 		brief(targets[i].LUNs)
@@ -84,9 +75,6 @@ func (s *Server) findTarget(name string) (*schema.TargetState, error) {
 }
 
 func (s *Server) target(r *http.Request) (any, error) {
-	if _, err := query(r); err != nil {
-		return nil, err
-	}
 	t, err := s.findTarget(name(r))
 	if err != nil {
 		return nil, err
@@ -96,20 +84,20 @@ func (s *Server) target(r *http.Request) (any, error) {
 }
 
 func (s *Server) addTarget(r *http.Request) (any, error) {
-	var t schema.Target
-	if err := body(r, &t); err != nil {
+	return add(s, r, func(d *config.Document, t *schema.Target) error { return d.AddTarget(targetConfig(t)) })
+}
+
+// add changes the configuration by edit with the object in the body of r.
+func add[T any](s *Server, r *http.Request, edit func(*config.Document, *T) error) (*schema.Plan, error) {
+	var v T
+	if err := body(r, &v); err != nil {
 		return nil, err
 	}
-	return s.change(r, func(d *config.Document) error { return d.AddTarget(targetConfig(&t)) })
+	return s.change(r, func(d *config.Document) error { return edit(d, &v) })
 }
 
 func (s *Server) setTarget(r *http.Request) (any, error) {
-	return s.set(r, func(d *config.Document, key, value string) error { return d.SetTarget(name(r), key, value) })
-}
-
-// set changes the keys that the body of r has.
-func (s *Server) set(r *http.Request, set func(d *config.Document, key, value string) error) (any, error) {
-	edit, err := editOf(r, set)
+	edit, err := editOf(r, func(d *config.Document, key, value string) error { return d.SetTarget(name(r), key, value) })
 	if err != nil {
 		return nil, err
 	}
@@ -136,16 +124,12 @@ func editOf(r *http.Request, set func(d *config.Document, key, value string) err
 }
 
 func (s *Server) removeTarget(r *http.Request) (any, error) {
-	v, err := s.change(r, func(d *config.Document) error { return d.RemoveTarget(name(r)) })
-	return s.removedBefore(r, -1, v, err)
+	plan, err := s.change(r, func(d *config.Document) error { return d.RemoveTarget(name(r)) })
+	return s.removedBefore(r, -1, plan, err)
 }
 
 func (s *Server) allow(r *http.Request) (any, error) {
-	var p schema.Pattern
-	if err := body(r, &p); err != nil {
-		return nil, err
-	}
-	return s.change(r, func(d *config.Document) error {
+	return add(s, r, func(d *config.Document, p *schema.Pattern) error {
 		if err := d.AllowInitiator(name(r), p.Pattern); !errors.Is(err, config.ErrExists) {
 			return err
 		}
@@ -154,20 +138,17 @@ func (s *Server) allow(r *http.Request) (any, error) {
 }
 
 func (s *Server) deny(r *http.Request) (any, error) {
-	o, q, err := changeOptions(r, "pattern")
-	if err != nil {
-		return nil, err
-	}
-	return s.changeWith(r, o, func(d *config.Document) error {
+	pattern := r.URL.Query().Get("pattern")
+	return s.change(r, func(d *config.Document) error {
 		only, err := isOnly(d, func(cfg *config.Config) int {
 			i := slices.IndexFunc(cfg.Targets, func(t config.Target) bool { return t.Name == name(r) })
 			if i < 0 {
 				return 0
 			}
 			return len(cfg.Targets[i].Initiators)
-		}, func() error { return d.DenyInitiator(name(r), q.Get("pattern")) })
+		}, func() error { return d.DenyInitiator(name(r), pattern) })
 		if only {
-			return invalid("%q is the only pattern of %s: allow another one first, or delete the target", q.Get("pattern"), name(r))
+			return invalid("%q is the only pattern of %s: allow another one first, or delete the target", pattern, name(r))
 		}
 		return err
 	})
@@ -186,16 +167,9 @@ func isOnly(d *config.Document, count func(*config.Config) int, remove func() er
 }
 
 func (s *Server) luns(r *http.Request) (any, error) {
-	q, err := query(r, "target")
-	if err != nil {
-		return nil, err
-	}
 	list := []schema.LUNState{}
-	if n := q.Get("target"); n != "" {
-		if normal, err := security.NormalizeName(n); err == nil {
-			n = normal
-		}
-		t, err := s.findTarget(n)
+	if n := r.URL.Query().Get("target"); n != "" {
+		t, err := s.findTarget(normalized(n))
 		if err != nil {
 			return nil, err
 		}
@@ -224,28 +198,23 @@ func (s *Server) findLUN(r *http.Request) (*schema.LUNState, error) {
 	return nil, notFound("LUN %d of target %s", id, t.Name)
 }
 
-func (s *Server) lun(r *http.Request) (any, error) {
-	if _, err := query(r); err != nil {
-		return nil, err
-	}
-	return s.findLUN(r)
-}
+func (s *Server) lun(r *http.Request) (any, error) { return s.findLUN(r) }
 
-// removedBefore returns the result of a removal, v and err. If the object was removed
-// before and still drains, it ends that with the option now. id is the number of a LUN, or
-// negative for a target.
-func (s *Server) removedBefore(r *http.Request, id int, v any, err error) (any, error) {
+// removedBefore returns the result of a removal, plan and err. If the object was removed before and
+// still drains, it ends that with the option now. id is the number of a LUN, or negative for a
+// target.
+func (s *Server) removedBefore(r *http.Request, id int, plan *schema.Plan, err error) (*schema.Plan, error) {
 	if !errors.Is(err, config.ErrNotFound) {
-		return v, err
+		return plan, err
 	}
 	what, ending := "target "+name(r), s.d.RemovalProgress(name(r), id)
 	if id >= 0 {
 		what = fmt.Sprintf("LUN %d of target %s", id, name(r))
 	}
-	o, _, err2 := changeOptions(r)
+	o, err2 := changeOptions(r)
 	switch {
 	case err2 != nil || ending == "":
-		return v, err
+		return nil, err
 	case o.Now && !o.DryRun && s.d.CutOff(r.Context(), name(r), id):
 		return &schema.Plan{Steps: []schema.Step{}, Note: what + " was removed before; its commands are aborted now"}, nil
 	}
@@ -282,14 +251,11 @@ func (s *Server) removeLUN(r *http.Request) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	v, err := s.change(r, func(d *config.Document) error { return d.RemoveLUN(name(r), id) })
-	return s.removedBefore(r, id, v, err)
+	plan, err := s.change(r, func(d *config.Document) error { return d.RemoveLUN(name(r), id) })
+	return s.removedBefore(r, id, plan, err)
 }
 
-func (s *Server) reservations(r *http.Request) (any, error) {
-	if _, err := query(r); err != nil {
-		return nil, err
-	}
+func (s *Server) reservations(*http.Request) (any, error) {
 	list := []schema.Reservation{}
 	for _, t := range s.d.State().Targets {
 		for _, l := range t.LUNs {
@@ -306,25 +272,13 @@ func (s *Server) clearReservation(r *http.Request) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	if _, err := query(r); err != nil {
-		return nil, err
-	}
 	return schema.Done{Done: true}, s.d.ClearReservation(r.Context(), name(r), id)
 }
 
-func (s *Server) portals(r *http.Request) (any, error) {
-	if _, err := query(r); err != nil {
-		return nil, err
-	}
-	return s.d.State().Portals, nil
-}
+func (s *Server) portals(*http.Request) (any, error) { return s.d.State().Portals, nil }
 
 func (s *Server) addPortal(r *http.Request) (any, error) {
-	var p schema.Portal
-	if err := body(r, &p); err != nil {
-		return nil, err
-	}
-	return s.change(r, func(d *config.Document) error { return d.AddPortal(portalConfig(&p)) })
+	return add(s, r, func(d *config.Document, p *schema.Portal) error { return d.AddPortal(portalConfig(p)) })
 }
 
 func (s *Server) removePortal(r *http.Request) (any, error) {
@@ -337,10 +291,7 @@ func (s *Server) removePortal(r *http.Request) (any, error) {
 	})
 }
 
-func (s *Server) sessions(r *http.Request) (any, error) {
-	if _, err := query(r); err != nil {
-		return nil, err
-	}
+func (s *Server) sessions(*http.Request) (any, error) {
 	list := s.d.State().Sessions
 	for i := range list {
 		list[i].Counters.Latency = nil
@@ -352,9 +303,6 @@ func (s *Server) sessions(r *http.Request) (any, error) {
 func (s *Server) session(r *http.Request) (any, error) {
 	id, err := tsih(r)
 	if err != nil {
-		return nil, err
-	}
-	if _, err := query(r); err != nil {
 		return nil, err
 	}
 	for _, st := range s.d.State().Sessions {
@@ -373,85 +321,56 @@ func (s *Server) killSession(r *http.Request) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	q, err := query(r, "reason")
-	if err != nil {
-		return nil, err
-	}
-	if len(q.Get("reason")) > maxReason {
+	reason := r.URL.Query().Get("reason")
+	if len(reason) > maxReason {
 		return nil, invalid("query: reason has more than %d bytes", maxReason)
 	}
-	return schema.Done{Done: true}, s.d.KillSession(r.Context(), id, q.Get("reason"))
+	return schema.Done{Done: true}, s.d.KillSession(r.Context(), id, reason)
 }
 
-// document returns the configuration in the body of r, and the Options. r may have the
-// parameters more, too.
-func (s *Server) document(r *http.Request, more ...string) (*config.Document, daemon.ChangeOptions, url.Values, error) {
-	o, q, err := changeOptions(r, append(more, "source")...)
-	if err != nil {
-		return nil, o, nil, err
-	}
-	b, err := io.ReadAll(http.MaxBytesReader(nil, r.Body, maxDocument))
-	if err != nil {
-		return nil, o, nil, err
-	}
-	d, err := config.NewDocument(cmp.Or(q.Get("source"), "request"), b)
-	return d, o, q, err
-}
+func (s *Server) planConfig(r *http.Request) (any, error) { return s.applyDocument(r, true) }
 
-func (s *Server) planConfig(r *http.Request) (any, error) {
-	d, o, _, err := s.document(r)
+func (s *Server) applyConfig(r *http.Request) (any, error) { return s.applyDocument(r, false) }
+
+// applyDocument applies the configuration in the body of r, or with dry only plans that.
+func (s *Server) applyDocument(r *http.Request, dry bool) (*schema.Plan, error) {
+	o, err := changeOptions(r)
 	if err != nil {
 		return nil, err
 	}
-	o.DryRun = true
-	return s.apply(r, d, o, s.d.Apply)
-}
-
-func (s *Server) applyConfig(r *http.Request) (any, error) {
-	d, o, q, err := s.document(r, "own_file")
-	if err != nil {
-		return nil, err
-	}
-	own := false
+	o.DryRun = o.DryRun || dry
+	q, own := r.URL.Query(), false
 	if err := flag(q, "own_file", &own); err != nil {
 		return nil, err
 	}
-	if own {
-		return s.apply(r, d, o, s.d.ApplyOwn)
-	}
-	return s.apply(r, d, o, s.d.Apply)
-}
-
-func (s *Server) apply(r *http.Request, d *config.Document, o daemon.ChangeOptions,
-	apply func(context.Context, *config.Document, daemon.ChangeOptions) (*schema.Plan, error)) (any, error) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), turnTime)
-	defer cancel()
-	return answer(apply(ctx, d, o))
-}
-
-func (s *Server) exportConfig(w http.ResponseWriter, r *http.Request) {
-	if _, err := query(r); err != nil {
-		writeError(w, err)
-		return
-	}
-	w.Header().Set("Content-Type", "application/yaml")
-	send(w, http.StatusOK, s.d.Document().Bytes())
-}
-
-func (s *Server) describe(w http.ResponseWriter, r *http.Request) {
-	if _, err := query(r); err != nil {
-		writeError(w, err)
-		return
-	}
-	w.Header().Set("Content-Type", "application/yaml")
-	send(w, http.StatusOK, openAPI)
-}
-
-func (s *Server) explain(r *http.Request) (any, error) {
-	q, err := query(r, "initiator", "target", "portal")
+	b, err := io.ReadAll(http.MaxBytesReader(nil, r.Body, maxDocument))
 	if err != nil {
 		return nil, err
 	}
+	d, err := config.NewDocument(cmp.Or(q.Get("source"), "request"), b)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := inTurn(r)
+	defer cancel()
+	if own {
+		return s.d.ApplyOwn(ctx, d, o)
+	}
+	return s.d.Apply(ctx, d, o)
+}
+
+func (s *Server) exportConfig(w http.ResponseWriter, _ *http.Request) error {
+	send(w, http.StatusOK, "application/yaml", s.d.Document().Bytes())
+	return nil
+}
+
+func (s *Server) describe(w http.ResponseWriter, _ *http.Request) error {
+	send(w, http.StatusOK, "application/yaml", openAPI)
+	return nil
+}
+
+func (s *Server) explain(r *http.Request) (any, error) {
+	q := r.URL.Query()
 	for _, key := range []string{"initiator", "target"} {
 		if q.Get(key) == "" {
 			return nil, invalid("query: %s is required", key)
@@ -462,35 +381,31 @@ func (s *Server) explain(r *http.Request) (any, error) {
 
 // events answers one line of JSON for each stored event, and with follow continues with new
 // ones until one side goes away. Empty lines are heartbeats.
-func (s *Server) events(w http.ResponseWriter, r *http.Request) {
-	q, err := query(r, "since", "follow")
+func (s *Server) events(w http.ResponseWriter, r *http.Request) error {
+	q := r.URL.Query()
 	var since uint64
-	if v := q.Get("since"); err == nil && v != "" {
+	if v := q.Get("since"); v != "" {
+		var err error
 		if since, err = strconv.ParseUint(v, 10, 64); err != nil {
-			err = invalid("query: since must be the number of an event, not %q", v)
+			return invalid("query: since must be the number of an event, not %q", v)
 		}
 	}
 	var follow bool
-	if err == nil {
-		err = flag(q, "follow", &follow)
+	if err := flag(q, "follow", &follow); err != nil {
+		return err
 	}
-	if err != nil {
-		writeError(w, err)
-		return
-	}
-	w.Header().Set("Content-Type", "application/jsonl")
 	if !follow {
-		send(w, http.StatusOK, lines(s.d.Events(since)))
-		return
+		send(w, http.StatusOK, "application/jsonl", lines(s.d.Events(since)))
+		return nil
 	}
 	select {
 	case s.followers <- struct{}{}:
 		defer func() { <-s.followers }()
 	default:
-		writeError(w, &schema.Error{Code: schema.Busy, Message: fmt.Sprintf("%d clients follow the events, the most that are allowed", maxFollowers), Hint: "end one of them"})
-		return
+		return &schema.Error{Code: schema.Busy, Message: fmt.Sprintf("%d clients follow the events, the most that are allowed", maxFollowers), Hint: "end one of them"}
 	}
 	s.follow(w, r, since)
+	return nil
 }
 
 func (s *Server) follow(w http.ResponseWriter, r *http.Request, since uint64) {
@@ -498,23 +413,21 @@ func (s *Server) follow(w http.ResponseWriter, r *http.Request, since uint64) {
 	defer cancel()
 	beat := time.NewTicker(heartbeat)
 	defer beat.Stop()
-	control := http.NewResponseController(w)
-	control.SetReadDeadline(time.Time{}) // else the read deadline would look like the end of the client
+	ctx, end := s.stream(w, r)
+	defer end(nil)
+	w.Header().Set("Content-Type", "application/jsonl")
 	next := []byte{}
 	for {
 		list := s.d.Events(since)
 		if len(list) > 0 {
 			since = list[len(list)-1].Number
 		}
-		control.SetWriteDeadline(time.Now().Add(writeTime))
-		if _, err := w.Write(append(next, lines(list)...)); err != nil || control.Flush() != nil {
+		if _, err := (patient{w}).Write(append(next, lines(list)...)); err != nil {
 			return
 		}
 		next = nil
 		select {
-		case <-r.Context().Done():
-			return
-		case <-s.ending:
+		case <-ctx.Done():
 			return
 		case <-news:
 		case <-beat.C:

@@ -56,68 +56,73 @@ type Server struct {
 	followers chan struct{}
 }
 
-// A route maps a method and path to its handler, whose result becomes JSON.
+// A route maps a method and path to its handler.
 type route struct {
 	pattern string // of http.ServeMux
-	handle  func(*Server, *http.Request) (any, error)
+	query   string // known parameters, space separated
+	handle  func(*Server, http.ResponseWriter, *http.Request) error
 }
 
-// routes lists the routes that answer one value of JSON.
+// options are the parameters that changeOptions takes.
+const options = "dry_run disrupt allow_shrink now drain"
+
 var routes = []route{
-	{"GET /v1/state", (*Server).state},
-	{"GET /v1/targets", (*Server).targets},
-	{"POST /v1/targets", (*Server).addTarget},
-	{"GET /v1/targets/{target}", (*Server).target},
-	{"PATCH /v1/targets/{target}", (*Server).setTarget},
-	{"DELETE /v1/targets/{target}", (*Server).removeTarget},
-	{"POST /v1/targets/{target}/initiators", (*Server).allow},
-	{"DELETE /v1/targets/{target}/initiators", (*Server).deny},
-	{"GET /v1/luns", (*Server).luns},
-	{"GET /v1/targets/{target}/luns/{lun}", (*Server).lun},
-	{"DELETE /v1/targets/{target}/luns/{lun}", (*Server).removeLUN},
-	{"GET /v1/reservations", (*Server).reservations},
-	{"DELETE /v1/targets/{target}/luns/{lun}/reservation", (*Server).clearReservation},
-	{"GET /v1/portals", (*Server).portals},
-	{"POST /v1/portals", (*Server).addPortal},
-	{"DELETE /v1/portals/{portal}", (*Server).removePortal},
-	{"GET /v1/sessions", (*Server).sessions},
-	{"GET /v1/sessions/{tsih}", (*Server).session},
-	{"DELETE /v1/sessions/{tsih}", (*Server).killSession},
-	{"DELETE /v1/sessions/{tsih}/capture", (*Server).stopCapture},
-	{"POST /v1/config/plan", (*Server).planConfig},
-	{"POST /v1/config/apply", (*Server).applyConfig},
-	{"GET /v1/explain", (*Server).explain},
+	{"GET /v1/state", "", value((*Server).state)},
+	{"GET /v1/targets", "", value((*Server).targets)},
+	{"POST /v1/targets", options, value((*Server).addTarget)},
+	{"GET /v1/targets/{target}", "", value((*Server).target)},
+	{"PATCH /v1/targets/{target}", options, value((*Server).setTarget)},
+	{"DELETE /v1/targets/{target}", options, value((*Server).removeTarget)},
+	{"POST /v1/targets/{target}/initiators", options, value((*Server).allow)},
+	{"DELETE /v1/targets/{target}/initiators", "pattern " + options, value((*Server).deny)},
+	{"GET /v1/luns", "target", value((*Server).luns)},
+	{"POST /v1/targets/{target}/luns", "progress " + options, (*Server).addLUN},
+	{"GET /v1/targets/{target}/luns/{lun}", "", value((*Server).lun)},
+	{"PATCH /v1/targets/{target}/luns/{lun}", "progress preallocate " + options, (*Server).setLUN},
+	{"DELETE /v1/targets/{target}/luns/{lun}", options, value((*Server).removeLUN)},
+	{"GET /v1/reservations", "", value((*Server).reservations)},
+	{"DELETE /v1/targets/{target}/luns/{lun}/reservation", "", value((*Server).clearReservation)},
+	{"GET /v1/portals", "", value((*Server).portals)},
+	{"POST /v1/portals", options, value((*Server).addPortal)},
+	{"DELETE /v1/portals/{portal}", options, value((*Server).removePortal)},
+	{"GET /v1/sessions", "", value((*Server).sessions)},
+	{"GET /v1/sessions/{tsih}", "", value((*Server).session)},
+	{"DELETE /v1/sessions/{tsih}", "reason", value((*Server).killSession)},
+	{"GET /v1/sessions/{tsih}/capture", "max duration", (*Server).capture},
+	{"DELETE /v1/sessions/{tsih}/capture", "", value((*Server).stopCapture)},
+	{"GET /v1/config", "", (*Server).exportConfig},
+	{"POST /v1/config/plan", "source " + options, value((*Server).planConfig)},
+	{"POST /v1/config/apply", "own_file source " + options, value((*Server).applyConfig)},
+	{"GET /v1/explain", "initiator target portal", value((*Server).explain)},
+	{"GET /v1/events", "since follow", (*Server).events},
+	{"GET /v1/openapi.yaml", "", (*Server).describe},
 }
 
-// streams lists the routes that may answer something else.
-var streams = []struct {
-	pattern string
-	handle  func(*Server, http.ResponseWriter, *http.Request)
-}{
-	{"POST /v1/targets/{target}/luns", (*Server).addLUN},
-	{"PATCH /v1/targets/{target}/luns/{lun}", (*Server).setLUN},
-	{"GET /v1/config", (*Server).exportConfig},
-	{"GET /v1/events", (*Server).events},
-	{"GET /v1/sessions/{tsih}/capture", (*Server).capture},
-	{"GET /v1/openapi.yaml", (*Server).describe},
+// value returns a handler that answers with the result of get as JSON.
+func value(get func(*Server, *http.Request) (any, error)) func(*Server, http.ResponseWriter, *http.Request) error {
+	return func(s *Server, w http.ResponseWriter, r *http.Request) error {
+		v, err := get(s, r)
+		if err == nil {
+			writeJSON(w, http.StatusOK, v)
+		}
+		return err
+	}
 }
 
 // NewServer returns a server of d. d must be ready before the first request.
 func NewServer(d *daemon.Daemon) *Server {
 	s := &Server{d: d, ending: make(chan struct{}), followers: make(chan struct{}, maxFollowers)}
 	mux := http.NewServeMux()
-	for _, r := range routes {
-		mux.HandleFunc(r.pattern, func(w http.ResponseWriter, req *http.Request) {
-			v, err := r.handle(s, req)
+	for _, to := range routes {
+		mux.HandleFunc(to.pattern, func(w http.ResponseWriter, r *http.Request) {
+			err := checkQuery(r, strings.Fields(to.query))
+			if err == nil {
+				err = to.handle(s, w, r)
+			}
 			if err != nil {
 				writeError(w, err)
-				return
 			}
-			writeJSON(w, http.StatusOK, v)
 		})
-	}
-	for _, r := range streams {
-		mux.HandleFunc(r.pattern, func(w http.ResponseWriter, req *http.Request) { r.handle(s, w, req) })
 	}
 	s.http = httpd.NewServer(named(unknown(mux)), http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		writeError(w, &schema.Error{Code: schema.Busy, Message: httpd.TooMany(r).Error(), Hint: "close some of them, or try again"})
@@ -190,17 +195,52 @@ func writeJSON(w http.ResponseWriter, status int, v any) {
 	if err != nil {
 		status, b = http.StatusInternalServerError, []byte(`{"error":"the answer cannot be encoded as JSON","code":"failed"}`)
 	}
-	w.Header().Set("Content-Type", "application/json")
-	send(w, status, append(b, '\n'))
+	send(w, status, "application/json", append(b, '\n'))
 }
 
 // send sends an answer to a client that must read it within writeTime.
-func send(w http.ResponseWriter, status int, b []byte) error {
+func send(w http.ResponseWriter, status int, content string, b []byte) {
 	http.NewResponseController(w).SetWriteDeadline(time.Now().Add(writeTime))
+	w.Header().Set("Content-Type", content)
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	w.WriteHeader(status)
-	_, err := w.Write(b)
-	return err
+	w.Write(b)
+}
+
+// A patient is a Writer of a stream to a client that must read each write within writeTime.
+type patient struct{ w http.ResponseWriter }
+
+func (p patient) Write(b []byte) (int, error) {
+	control := http.NewResponseController(p.w)
+	control.SetWriteDeadline(time.Now().Add(writeTime))
+	n, err := p.w.Write(b)
+	if err == nil {
+		err = control.Flush()
+	}
+	return n, err
+}
+
+// Reasons for the end of a stream.
+var (
+	errEnding = errors.New("the target ends")
+	errGone   = errors.New("the client is gone")
+)
+
+// stream returns the context of an answer that may take long. It ends with the client and with the
+// target. The caller must call cancel.
+func (s *Server) stream(w http.ResponseWriter, r *http.Request) (ctx context.Context, cancel context.CancelCauseFunc) {
+	http.NewResponseController(w).SetReadDeadline(time.Time{}) // else it would look like the end of the client
+	ctx, cancel = context.WithCancelCause(context.WithoutCancel(r.Context()))
+	go func() {
+		select {
+		case <-s.ending:
+			cancel(errEnding)
+		case <-r.Context().Done():
+			cancel(errGone)
+		case <-ctx.Done():
+		}
+	}()
+	return ctx, cancel
 }
 
 func writeError(w http.ResponseWriter, err error) {
@@ -279,21 +319,21 @@ func body(r *http.Request, v any) error {
 	return invalid("body: %v", err)
 }
 
-// query returns the parameters of a request. Each must be in known and appear once.
-func query(r *http.Request, known ...string) (url.Values, error) {
+// checkQuery checks that each parameter of a request is in known and appears once.
+func checkQuery(r *http.Request, known []string) error {
 	q, err := url.ParseQuery(r.URL.RawQuery)
 	if err != nil {
-		return nil, invalid("query: %v", err)
+		return invalid("query: %v", err)
 	}
 	for k, v := range q {
 		if !slices.Contains(known, k) {
-			return nil, invalid("query: %s is unknown; known are: %s", k, strings.Join(known, ", "))
+			return invalid("query: %s is unknown; known are: %s", k, strings.Join(known, ", "))
 		}
 		if len(v) != 1 {
-			return nil, invalid("query: %s is given %d times", k, len(v))
+			return invalid("query: %s is given %d times", k, len(v))
 		}
 	}
-	return q, nil
+	return nil
 }
 
 func flag(q url.Values, key string, to *bool) error {
@@ -309,53 +349,44 @@ func flag(q url.Values, key string, to *bool) error {
 	return nil
 }
 
-// optionKeys lists the keys of Options in a query.
-var optionKeys = []string{"dry_run", "disrupt", "allow_shrink", "now", "drain"}
-
-// changeOptions returns the Options of a request, which may have the parameters more, too.
-func changeOptions(r *http.Request, more ...string) (o daemon.ChangeOptions, q url.Values, err error) {
-	if q, err = query(r, append(more, optionKeys...)...); err != nil {
-		return o, nil, err
-	}
+// changeOptions returns the Options of a request.
+func changeOptions(r *http.Request) (o daemon.ChangeOptions, err error) {
+	q := r.URL.Query()
 	for key, to := range map[string]*bool{"dry_run": &o.DryRun, "disrupt": &o.Disrupt, "allow_shrink": &o.AllowShrink, "now": &o.Now} {
 		if err := flag(q, key, to); err != nil {
-			return o, nil, err
+			return o, err
 		}
 	}
 	if v := q.Get("drain"); v != "" {
 		if o.Drain, err = time.ParseDuration(v); err != nil || o.Drain <= 0 || o.Drain > maxDrain {
-			return o, nil, invalid("query: drain must be a time up to %v, like 10s, not %q", maxDrain, v)
+			return o, invalid("query: drain must be a time up to %v, like 10s, not %q", maxDrain, v)
 		}
 		if o.Now {
-			return o, nil, invalid("query: drain and now exclude each other")
+			return o, invalid("query: drain and now exclude each other")
 		}
 	}
-	return o, q, nil
+	return o, nil
 }
 
 // maxDrain bounds Options.Drain.
 const maxDrain = time.Hour
 
 // change changes the configuration by edit, with the Options of the request.
-func (s *Server) change(r *http.Request, edit func(*config.Document) error) (any, error) {
-	o, _, err := changeOptions(r)
+func (s *Server) change(r *http.Request, edit func(*config.Document) error) (*schema.Plan, error) {
+	o, err := changeOptions(r)
 	if err != nil {
 		return nil, err
 	}
 	return s.changeWith(r, o, edit)
 }
 
-func (s *Server) changeWith(r *http.Request, o daemon.ChangeOptions, edit func(*config.Document) error) (any, error) {
-	// The change continues if its client goes away.
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), turnTime)
+func (s *Server) changeWith(r *http.Request, o daemon.ChangeOptions, edit func(*config.Document) error) (*schema.Plan, error) {
+	ctx, cancel := inTurn(r)
 	defer cancel()
-	return answer(s.d.Change(ctx, edit, o))
+	return s.d.Change(ctx, edit, o)
 }
 
-// answer returns p as an interface value that is nil on an error.
-func answer(p *schema.Plan, err error) (any, error) {
-	if err != nil {
-		return nil, err
-	}
-	return p, nil
+// inTurn returns the context of a change, which continues if its client goes away.
+func inTurn(r *http.Request) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.WithoutCancel(r.Context()), turnTime)
 }
