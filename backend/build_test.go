@@ -419,7 +419,7 @@ func TestAllocate(t *testing.T) {
 		t.Errorf("the old content is gone, error %v", err)
 	}
 	if err := a.Allocate(8<<20, 512); !errors.Is(err, backend.ErrRange) {
-		t.Errorf("behind the end: %v, want ErrRange", err)
+		t.Errorf("beyond the end: %v, want ErrRange", err)
 	}
 	var errno unix.Errno
 	backend.Intercept(s, &backend.Hooks{Fallocate: func(uint32) error { return errno }})

@@ -386,7 +386,7 @@ func TestFileErrors(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := s.ReadAt(make([]byte, 512), 4000); !errors.Is(err, io.ErrUnexpectedEOF) {
-		t.Errorf("behind the new end: %v, want ErrUnexpectedEOF", err)
+		t.Errorf("beyond the new end: %v, want ErrUnexpectedEOF", err)
 	}
 }
 

@@ -22,7 +22,7 @@ func TestMemory(t *testing.T) {
 	for name, c := range map[string]backend.MemoryConfig{
 		"512":          {Size: 8 << 20},
 		"4096":         {Size: 8 << 20, BlockSize: 4096},
-		"RaggedEnd":    {Size: 3<<20 + 512}, // the last page lies partly behind the end
+		"RaggedEnd":    {Size: 3<<20 + 512}, // the last page lies partly beyond the end
 		"SeveralSpans": {Size: 130 << 20},   // two and a bit leaves
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -84,7 +84,7 @@ func TestMemoryUsed(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	// The last page is given back although it lies partly behind the end.
+	// The last page is given back although it lies partly beyond the end.
 	m = openMemory(t, backend.MemoryConfig{Size: page + 512})
 	step("writing", 2*page, m.WriteAt(full[:page+512], 0))
 	step("discarding the ragged end", page, m.Discard(page, 512))
@@ -251,7 +251,7 @@ func TestMemoryCutOff(t *testing.T) {
 		}
 		wait()
 		if err := m.ReadAt(got[:512], ragged); err != nil || got[0] != 0xa5 {
-			t.Fatalf("what was written behind a Discard is lost: %v", err)
+			t.Fatalf("what was written after a Discard is lost: %v", err)
 		}
 	}
 }

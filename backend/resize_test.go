@@ -29,7 +29,7 @@ func TestMemoryResizeUnderWrites(t *testing.T) {
 					return
 				default:
 				}
-				// Within the first MiB, and behind its end.
+				// Within the first MiB, and beyond its end.
 				for j := range p {
 					p[j] = byte(i)
 				}

@@ -52,7 +52,7 @@ func TestShutdownIsAnnounced(t *testing.T) {
 				}
 			}
 			if !rdma && !tc.m.finSent {
-				t.Error("no FIN behind the message")
+				t.Error("no FIN after the message")
 			}
 			if err := <-done; err != nil {
 				t.Error(err)

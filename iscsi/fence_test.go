@@ -73,7 +73,7 @@ func TestResponseFence(t *testing.T) {
 			b.ack()
 			a.wantTMF(f, pdu.FunctionComplete)
 			a.wantAsked()
-			// Responses behind the fence, in order, on both connections.
+			// Responses after the fence, in order, on both connections.
 			first := b.on(a).command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
 			testkit.Eventually(n.tb, "it has been carried out", func() bool { return held(n) == 1 })
 			second := a.on(b).command(pdu.FlagF, 0, cdb.TestUnitReady, nil) // acknowledges the TMF Response

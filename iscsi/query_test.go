@@ -30,7 +30,7 @@ func (tc *testConn) loginLevel(level string) *testConn {
 func (tc *testConn) wantInfo(h pdu.BHS, response byte, info [3]byte) {
 	tc.tb.Helper()
 	p := tc.want(pdu.TaskMgmtResp)
-	// Bytes 8 to 10: RFC 7144, section 6.4.1; what is behind is reserved.
+	// Bytes 8 to 10: RFC 7144, section 6.4.1; the bytes after it are reserved.
 	if p.h.ITT() != h.ITT() || p.h.Response() != response ||
 		!bytes.Equal(p.h[8:16], append(info[:], 0, 0, 0, 0, 0)) || len(p.data) != 0 {
 		tc.tb.Fatalf("TMF Response %x, want response %d and information %x", []byte(p.h), response, info)
@@ -87,7 +87,7 @@ func TestQueryTask(t *testing.T) {
 			want          byte
 		}{
 			{"present", 0, h.ITT(), h.CmdSN(), pdu.FunctionSucceeded},
-			{"present, behind a gap", 0, ahead.ITT(), ahead.CmdSN(), pdu.FunctionSucceeded},
+			{"present, after a gap", 0, ahead.ITT(), ahead.CmdSN(), pdu.FunctionSucceeded},
 			{"another LUN's", 1, h.ITT(), h.CmdSN(), pdu.LUNDoesNotExist},
 			{"answered long ago", 0, 0x7777, tc.CmdSN - 50, pdu.FunctionComplete},
 			{"to come", 0, 0x7777, tc.CmdSN, pdu.FunctionComplete},

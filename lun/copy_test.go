@@ -508,7 +508,7 @@ func TestExtendedCopyIsPreempted(t *testing.T) {
 	before := read()
 	wantCopyAborted(t, <-ended, 0x0d, 0x01, 1)
 	if !bytes.Equal(read(), before) {
-		t.Error("something was written behind the answer to PREEMPT AND ABORT")
+		t.Error("something was written after the answer to PREEMPT AND ABORT")
 	}
 }
 

@@ -57,7 +57,7 @@ func TestCountsOfEachOutcome(t *testing.T) {
 	want.Commands[KindOther], want.Bytes[KindOther] = 1, 24
 	check("UNMAP", r.counted(r.nexus, &r.c, unmap, list, false))
 	want.Commands[KindRead], want.CheckConditions[keyIllegalRequest] = 2, 1
-	check("READ behind the end", r.counted(r.nexus, &r.c, "28007fffffff00000200", nil, false))
+	check("READ beyond the end", r.counted(r.nexus, &r.c, "28007fffffff00000200", nil, false))
 
 	r.nexus.Refuse(&r.c, Sense{keyAbortedCommand, 0x0c, 0x0d})
 	r.nexus.Count(&r.c, 0, false)

@@ -108,7 +108,7 @@ func TestResize(t *testing.T) {
 				t.Fatal(err)
 			}
 			if r.nexus.Produce(&c, make([]byte, 512), 0) || !bytes.Equal(c.Sense()[12:14], []byte{0x21, 0}) {
-				t.Errorf("READ behind the new end: sense % x", c.Sense())
+				t.Errorf("READ beyond the new end: sense % x", c.Sense())
 			}
 		})
 	}

@@ -602,5 +602,5 @@ func TestOneAnswerEach(t *testing.T) {
 	}
 	p.t = t
 	p.nc.(*net.TCPConn).CloseWrite()
-	p.wantEOF() // nothing behind the Logout Response
+	p.wantEOF() // nothing after the Logout Response
 }

@@ -246,7 +246,7 @@ func TestBaseOffsets(t *testing.T) {
 }
 
 // A transfer of many pieces: each at its place, one Read or Write after the
-// other, and the response behind all of them.
+// other, and the response after all of them.
 func TestPieces(t *testing.T) {
 	t.Run("ISER-6.2-5 ISER-7.3.2-10 ISER-7.3.6-10 ISER-9.5.2-2 ISER-9.5.2-3 ISER-9.5.1-3 ISER-7.3.5-1 ISER-7.3.5-14 ISER-7.3.6-1", func(t *testing.T) {
 		const piece, n = 64 << 10, 1 << 20

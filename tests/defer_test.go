@@ -58,7 +58,7 @@ func TestAnswersShareAWrite(t *testing.T) {
 	}
 }
 
-// An answer does not wait for a command behind it that waits for its store.
+// An answer does not wait for a later command that waits for its store.
 func TestAnswerBeforeASlowCommand(t *testing.T) {
 	tg := startTarget(t, targetOptions{luns: 2})
 	s := tg.login(t, initiator.Options{})

@@ -28,7 +28,7 @@ type Options struct {
 	Name   string  // InitiatorName; default iqn.2026-11.io.github.iser-target:initiator
 	Target string  // TargetName; empty: a discovery session
 	ISID   [6]byte // default 00023d000001
-	// further "key=value" of the first Login Request, behind Linux's; ErrorRecoveryLevel and the
+	// further "key=value" of the first Login Request, after Linux's; ErrorRecoveryLevel and the
 	// like instead of its
 	Keys []string
 	RDMA rdma.Options
@@ -294,7 +294,7 @@ func (s *Session) Login(ctx context.Context) error {
 }
 
 // exchange sends a PDU on the byte stream and takes the answer. Of the stream
-// nothing behind the answer is read.
+// nothing after the answer is read.
 func (s *Session) exchange(bhs pdu.BHS, data []byte) (p PDU, err error) {
 	pad := make([]byte, pdu.Padded(len(data))-len(data))
 	if _, err := s.nc.Write(slices.Concat(bhs, data, pad)); err != nil {
@@ -360,7 +360,7 @@ func (s *Session) length(name string) int {
 // Stream returns the RDMAP stream below.
 func (s *Session) Stream() *rdma.Conn { return s.rc }
 
-// Send sends any PDU behind any iSER header. data is padded for Login and Text
+// Send sends any PDU after any iSER header. data is padded for Login and Text
 // Requests, as Linux does.
 func (s *Session) Send(h iser.Header, bhs pdu.BHS, data []byte) error {
 	head := make([]byte, iser.HeaderLen, iser.HeaderLen+len(bhs))

@@ -150,7 +150,7 @@ func block(t *testing.T, file, heading string) string {
 	_, rest, ok2 := strings.Cut(rest, "\n```\n")
 	commands, _, ok3 := strings.Cut(rest, "\n```\n")
 	if !ok || !ok2 || !ok3 {
-		t.Fatalf("%s has no block of commands behind %q", file, heading)
+		t.Fatalf("%s has no block of commands after %q", file, heading)
 	}
 	return commands
 }

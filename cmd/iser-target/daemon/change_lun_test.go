@@ -111,7 +111,7 @@ func (c *lunChanges) grow(t *testing.T) {
 		t.Errorf("the file: %v, %v", fi, err)
 	}
 	if got := do(t, c.s, c.write); got != "" {
-		t.Errorf("WRITE behind the old end: %s", got)
+		t.Errorf("WRITE beyond the old end: %s", got)
 	}
 }
 
@@ -131,7 +131,7 @@ func (c *lunChanges) shrink(t *testing.T) {
 		t.Errorf("LUN 1: %s", got)
 	}
 	if got := do(t, c.s, c.write); got != "5/21/00" {
-		t.Errorf("WRITE behind the new end: %s", got)
+		t.Errorf("WRITE beyond the new end: %s", got)
 	}
 }
 

@@ -17,7 +17,7 @@ import (
 type ChangeOptions struct {
 	DryRun      bool          // return the plan and change nothing
 	Disrupt     bool          // allow steps that disturb sessions
-	AllowShrink bool          // allow a LUN to become smaller and lose the data behind its new end
+	AllowShrink bool          // allow a LUN to become smaller and lose the data beyond its new end
 	Drain       time.Duration // what removed sessions and commands have to end; 0: schema.DefaultDrain
 	Now         bool          // end them at once
 	// File is the file of a LUN that the change adds, or nil. It exists after a change that

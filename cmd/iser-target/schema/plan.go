@@ -31,7 +31,7 @@ const DefaultDrain = 10 * time.Second
 type Options struct {
 	DryRun      bool          // dry_run: return the plan and change nothing
 	Disrupt     bool          // disrupt: allow steps that disturb sessions
-	AllowShrink bool          // allow_shrink: allow a LUN to become smaller and lose the data behind its new end
+	AllowShrink bool          // allow_shrink: allow a LUN to become smaller and lose the data beyond its new end
 	Now         bool          // now: end sessions and commands of what is removed at once
 	Drain       time.Duration // drain: the time that these sessions and commands have to end; 0: DefaultDrain
 }
