@@ -9,14 +9,12 @@ import (
 	"net"
 	"sync"
 	"time"
+
+	"github.com/iser-target/iser-target/lun"
 )
 
-// Events is told what an operator audits. Its methods return soon and do not call the Node.
-type Events interface {
-	Login(LoginEvent)                     // a connection attempt has ended: accepted or refused
-	ConnectionEnded(ConnectionEndedEvent) // the session continues
-	SessionEnded(SessionEndedEvent)
-}
+// An Event is something that an operator audits.
+type Event = lun.Event
 
 // A ConnAddr says which connection an event is about.
 type ConnAddr struct {
@@ -92,6 +90,15 @@ type SessionEndedEvent struct {
 	Lasted   time.Duration // since login
 }
 
+// Kind implements Event.
+func (LoginEvent) Kind() string { return "login" }
+
+// Kind implements Event.
+func (ConnectionEndedEvent) Kind() string { return "session" }
+
+// Kind implements Event.
+func (SessionEndedEvent) Kind() string { return "session" }
+
 // Log writes e as one line with the attributes extra: a warning if the login was refused.
 func (e LoginEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 	level, outcome := slog.LevelInfo, "accepted"
@@ -158,13 +165,6 @@ func (n SessionName) names() []slog.Attr {
 	return []slog.Attr{slog.String("initiator", n.Initiator), slog.String("target", n.Target)}
 }
 
-// logEvents implements Events for Options that have none: it only writes the lines.
-type logEvents struct{ log *slog.Logger }
-
-func (e logEvents) Login(ev LoginEvent)                     { ev.Log(e.log) }
-func (e logEvents) ConnectionEnded(ev ConnectionEndedEvent) { ev.Log(e.log) }
-func (e logEvents) SessionEnded(ev SessionEndedEvent)       { ev.Log(e.log) }
-
 // addr returns how events name c.
 func (c *conn) addr() ConnAddr {
 	return ConnAddr{c.dm.Transport(), c.dm.RemoteAddr(), c.dm.LocalAddr()}
@@ -196,7 +196,7 @@ func (l *login) reportLogin(err error) {
 		e.Status = refusal.status.String()
 	}
 	l.conn.node.logins.count(e.LoginOutcome)
-	l.conn.opt.Events.Login(e)
+	l.conn.opt.Events(e)
 }
 
 // reportEnd reports the end of c, or of its session if c was the last connection.
@@ -212,14 +212,14 @@ func (c *conn) reportEnd(last bool) {
 		s.reportEnd(c.addr(), reason, failed)
 		return
 	}
-	c.opt.Events.ConnectionEnded(ConnectionEndedEvent{
+	c.opt.Events(ConnectionEndedEvent{
 		ConnAddr: c.addr(), Session: s.name(), CID: c.cid, Reason: reason, Failed: failed, Lasted: time.Since(c.serveOptions.Accepted),
 	})
 }
 
 // reportEnd reports the end of s. addr names the last connection if s ended with it.
 func (s *session) reportEnd(addr ConnAddr, reason string, failed bool) {
-	s.node.opt.Load().Events.SessionEnded(SessionEndedEvent{
+	s.node.opt.Load().Events(SessionEndedEvent{
 		ConnAddr: addr, Session: s.name(), Reason: reason, Failed: failed, Lasted: time.Since(s.started),
 	})
 }

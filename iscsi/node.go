@@ -49,7 +49,7 @@ type Options struct {
 
 	Limits keys.Limits  // what login may agree on; RDMA is set for each connection
 	Logger *slog.Logger // for Events that are nil; slog.Default()
-	Events Events       // nil: Logger gets a line for each event
+	Events func(Event)  // returns soon and does not call the Node; nil: Logger gets a line for each event
 }
 
 // setDefault replaces the zero value of v by def.
@@ -74,7 +74,7 @@ func (o Options) complete() Options {
 	setDefault(&o.ShutdownWait, 3*time.Second)
 	setDefault(&o.Logger, slog.Default())
 	if o.Events == nil {
-		o.Events = logEvents{o.Logger}
+		o.Events = func(e Event) { e.Log(o.Logger) }
 	}
 	setDefault(&o.Limits.FirstBurstLength, 65536)
 	setDefault(&o.Limits.MaxRecvDataSegmentLength, 262144)

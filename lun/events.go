@@ -5,15 +5,10 @@ import (
 	"log/slog"
 )
 
-// Events receives what an operator audits. Its methods return soon and do not call
-// the Unit.
-type Events interface {
-	ReservationChanged(ReservationChangedEvent)
-	ReservationEnded(ReservationEndedEvent)
-	StoreFailed(StoreFailedEvent)
-	SyncsFail(SyncsFailEvent)
-	StateNotStored(StateNotStoredEvent)
-	Sanitize(SanitizeEvent)
+// An Event is something that an operator audits.
+type Event interface {
+	Kind() string                           // of docs/cli.md
+	Log(l *slog.Logger, extra ...slog.Attr) // writes one line that begins with the attributes extra
 }
 
 // A ReservationChangedEvent is a command that changed reservations or registrations.
@@ -77,7 +72,25 @@ type SanitizeEvent struct {
 	Err       error  // of SanitizeFailed
 }
 
-// Log writes e as one line that begins with the attributes extra.
+// Kind implements Event.
+func (ReservationChangedEvent) Kind() string { return "reservation" }
+
+// Kind implements Event.
+func (ReservationEndedEvent) Kind() string { return "reservation" }
+
+// Kind implements Event.
+func (StoreFailedEvent) Kind() string { return "medium" }
+
+// Kind implements Event.
+func (SyncsFailEvent) Kind() string { return "medium" }
+
+// Kind implements Event.
+func (StateNotStoredEvent) Kind() string { return "medium" }
+
+// Kind implements Event.
+func (SanitizeEvent) Kind() string { return "medium" }
+
+// Log implements Event.
 func (e ReservationChangedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 	text := "reservation changed"
 	attrs := append(extra, slog.String("target", e.Target), slog.Uint64("lun", uint64(e.LUN)),
@@ -89,13 +102,13 @@ func (e ReservationChangedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 	logLine(l, slog.LevelInfo, text, attrs...)
 }
 
-// Log writes e as one line that begins with the attributes extra.
+// Log implements Event.
 func (e ReservationEndedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 	logLine(l, slog.LevelInfo, "reservation ended", append(extra, slog.String("target", e.Target),
 		slog.String("naa", e.Serial), slog.String("initiator", e.Initiator))...)
 }
 
-// Log writes e as one line that begins with the attributes extra.
+// Log implements Event.
 func (e StoreFailedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 	logLine(l, slog.LevelError, "store has failed", append(extra, slog.String("target", e.Target),
 		slog.Uint64("lun", uint64(e.LUN)), slog.String("initiator", e.Initiator),
@@ -103,13 +116,13 @@ func (e StoreFailedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 		slog.Any("reason", e.Err), slog.Uint64("not_logged", e.Suppressed))...)
 }
 
-// Log writes e as one line that begins with the attributes extra.
+// Log implements Event.
 func (e SyncsFailEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 	logLine(l, slog.LevelError, "syncs keep failing: data written before the store was reopened may be lost",
 		append(extra, slog.String("naa", e.Serial))...)
 }
 
-// Log writes e as one line that begins with the attributes extra.
+// Log implements Event.
 func (e StateNotStoredEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 	logLine(l, slog.LevelError, "state not stored", append(extra, slog.String("naa", e.Serial), slog.Any("reason", e.Err))...)
 }
@@ -127,7 +140,7 @@ var sanitizeLines = [...]struct {
 	SanitizeStuck:       {slog.LevelError, "sanitize has failed, or cannot continue because the unit is read-only"},
 }
 
-// Log writes e as one line that begins with the attributes extra.
+// Log implements Event.
 func (e SanitizeEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 	attrs := append(extra, slog.String("naa", e.Serial))
 	if e.Stage == SanitizeBegun || e.Stage == SanitizeRestarted {
@@ -145,13 +158,3 @@ func (e SanitizeEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 func logLine(l *slog.Logger, level slog.Level, text string, attrs ...slog.Attr) {
 	l.LogAttrs(context.Background(), level, text, attrs...)
 }
-
-// logEvents implements Events for Options that have none: it only writes the lines.
-type logEvents struct{ log *slog.Logger }
-
-func (l logEvents) ReservationChanged(e ReservationChangedEvent) { e.Log(l.log) }
-func (l logEvents) ReservationEnded(e ReservationEndedEvent)     { e.Log(l.log) }
-func (l logEvents) StoreFailed(e StoreFailedEvent)               { e.Log(l.log) }
-func (l logEvents) SyncsFail(e SyncsFailEvent)                   { e.Log(l.log) }
-func (l logEvents) StateNotStored(e StateNotStoredEvent)         { e.Log(l.log) }
-func (l logEvents) Sanitize(e SanitizeEvent)                     { e.Log(l.log) }

@@ -27,7 +27,7 @@ func TestStateNotStoredIsReported(t *testing.T) {
 			}
 			defer kept.Close()
 			kept.SetSync(fail)
-			r := newPRRig(t, setup{opt: Options{Reservations: kept, Events: logEvents{log}}})
+			r := newPRRig(t, setup{opt: Options{Reservations: kept, Events: logTo(log)}})
 			wantSense(t, r.out(r.a, prRegister, 0, prList(0, keyA, 0x01)), 0x4, 0x44, 0x00)
 		},
 		"settings": func(path string, log *slog.Logger) {
@@ -35,7 +35,7 @@ func TestStateNotStoredIsReported(t *testing.T) {
 			defer kept.Close()
 			kept.SetSync(fail)
 			s := saving(kept)
-			s.opt.Events = logEvents{log}
+			s.opt.Events = logTo(log)
 			wantSense(t, newRig(t, s).save("00 00 00 00"+cachingOff), 0x4, 0x44, 0x00)
 		},
 		"sanitizations": func(path string, log *slog.Logger) {
@@ -45,7 +45,7 @@ func TestStateNotStoredIsReported(t *testing.T) {
 			}
 			defer kept.Close()
 			kept.SetSync(fail)
-			r := newRig(t, setup{opt: Options{Sanitize: true, Sanitizations: kept, Events: logEvents{log}}})
+			r := newRig(t, setup{opt: Options{Sanitize: true, Sanitizations: kept, Events: logTo(log)}})
 			wantSense(t, r.run(blockErase, nil), 0x4, 0x44, 0x00)
 		},
 	} {
@@ -66,7 +66,7 @@ func TestStateNotStoredIsReported(t *testing.T) {
 // for each command.
 func TestStoreFailureIsReportedOnceASecond(t *testing.T) {
 	var b bytes.Buffer
-	r := newRig(t, setup{opt: Options{Events: logEvents{slog.New(slog.NewTextHandler(&b, nil))}}})
+	r := newRig(t, setup{opt: Options{Events: logTo(slog.New(slog.NewTextHandler(&b, nil)))}})
 	wantLine := func(want string) {
 		t.Helper()
 		if !regexp.MustCompile(`^time=\S+ level=ERROR msg="store has failed" ` + want + `\n$`).MatchString(b.String()) {
@@ -89,7 +89,7 @@ func TestStoreFailureIsReportedOnceASecond(t *testing.T) {
 // So does a store that fails EXTENDED COPY, but not a unit that refuses the copy.
 func TestStoreFailureOfCopyIsReported(t *testing.T) {
 	var b bytes.Buffer
-	r := newCopyRig(t, setup{opt: Options{Events: logEvents{slog.New(slog.NewTextHandler(&b, nil))}}}, setup{info: volatile})
+	r := newCopyRig(t, setup{opt: Options{Events: logTo(slog.New(slog.NewTextHandler(&b, nil)))}}, setup{info: volatile})
 	fail := func(what, want string) {
 		t.Helper()
 		wantCopyAborted(t, r.copy(copyList(0, 3, []string{cscdZero, cscdOne}, []string{blocks(0, 1, 8, 0, 0)})), 0x0d, 0x01, 0)
@@ -116,7 +116,7 @@ func TestStoreFailureOfCopyIsReported(t *testing.T) {
 // Each change of a reservation by RESERVE leaves a line.
 func TestReserveIsReported(t *testing.T) {
 	var b bytes.Buffer
-	r := newRig(t, setup{opt: Options{Events: logEvents{slog.New(slog.NewTextHandler(&b, nil))}}})
+	r := newRig(t, setup{opt: Options{Events: logTo(slog.New(slog.NewTextHandler(&b, nil)))}})
 	other := r.login()
 	for _, step := range []struct {
 		do   func()

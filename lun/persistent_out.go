@@ -111,7 +111,7 @@ func consumePROut(u *Unit, c *Command, p []byte, _ uint64) bool {
 	if !o.parse(p) || !o.execute() {
 		return false
 	}
-	u.opt.Events.ReservationChanged(ReservationChangedEvent{
+	u.opt.Events(ReservationChangedEvent{
 		Target: c.nexus.port.TargetName, LUN: c.itl.id, Command: c.row.name,
 		Initiator: o.from.initiator.String(), TPGT: o.from.target,
 	})

@@ -139,14 +139,14 @@ func (u *Unit) dropReserve(n *Nexus) {
 	r.legacy = nil
 	r.publish()
 	r.mu.Unlock()
-	u.opt.Events.ReservationEnded(ReservationEndedEvent{
+	u.opt.Events(ReservationEndedEvent{
 		Target: had.port.TargetName, Serial: u.opt.Identity.Serial, Initiator: had.port.InitiatorName,
 	})
 }
 
 // reservationChanged reports that RESERVE or RELEASE changed something.
 func (c *Command) reservationChanged() {
-	c.unit.opt.Events.ReservationChanged(ReservationChangedEvent{
+	c.unit.opt.Events(ReservationChangedEvent{
 		Target: c.nexus.port.TargetName, LUN: c.itl.id, Command: c.row.name, Initiator: c.nexus.port.InitiatorName,
 	})
 }

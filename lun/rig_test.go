@@ -70,7 +70,7 @@ func newRig(t testing.TB, s setup) *rig {
 	}
 	s.opt.Identity = testIdentity
 	if s.opt.Events == nil {
-		s.opt.Events = logEvents{slog.New(slog.DiscardHandler)}
+		s.opt.Events = logTo(slog.New(slog.DiscardHandler))
 	}
 	if r.unit, err = New(describedStore{r.store, info}, s.opt); err != nil {
 		t.Fatal(err)
@@ -249,3 +249,6 @@ func pattern(n, seed int) []byte {
 	}
 	return b
 }
+
+// logTo returns Options.Events that writes only the lines.
+func logTo(l *slog.Logger) func(Event) { return func(e Event) { e.Log(l) } }

@@ -165,7 +165,7 @@ func TestSanitizeSurvivesRestart(t *testing.T) {
 	t.Run("failed", func(t *testing.T) {
 		s := newSanitizing(t)
 		var b bytes.Buffer
-		r := s.start(Options{Sanitize: true, Events: logEvents{slog.New(slog.NewTextHandler(&b, nil))}}, func(f *backendtest.Faulty) { f.Fail(backendtest.Sync, syscall.EIO) })
+		r := s.start(Options{Sanitize: true, Events: logTo(slog.New(slog.NewTextHandler(&b, nil)))}, func(f *backendtest.Faulty) { f.Fail(backendtest.Sync, syscall.EIO) })
 		wantSense(t, r.run("48 22 0000000000 0000 00", nil), 0x3, 0x31, 0x03)
 		if lines := strings.Split(b.String(), "\n"); len(lines) != 3 ||
 			!strings.Contains(lines[0], `msg="sanitize begins" naa=3001020304050607 action=2 initiator=iqn.2026-11.io.example:host`) ||

@@ -274,7 +274,7 @@ func (u *Unit) endSanitize(job *sanitizeJob, err error) uint32 {
 // sanitizeEvent reports e about u.
 func (u *Unit) sanitizeEvent(e SanitizeEvent) {
 	e.Serial = u.opt.Identity.Serial
-	u.opt.Events.Sanitize(e)
+	u.opt.Events(e)
 }
 
 // keepSanitize stores the job, as Sanitizations.save does, if Options.Sanitizations is set.

@@ -40,7 +40,7 @@ func (c *Command) reportStoreError(err error) {
 		e.suppressed.Add(1)
 		return
 	}
-	u.opt.Events.StoreFailed(StoreFailedEvent{
+	u.opt.Events(StoreFailedEvent{
 		Target: c.nexus.port.TargetName, LUN: c.itl.id, Initiator: c.nexus.port.InitiatorName,
 		Command: c.row.name, LBA: c.lba, Blocks: c.count, Err: err, Suppressed: e.suppressed.Swap(0),
 	})

@@ -32,7 +32,7 @@ type Options struct {
 	// Sanitizations keeps what SANITIZE began; nil: the end of the process ends it,
 	// which is right if the medium ends, too.
 	Sanitizations *Sanitizations
-	Events        Events // nil: only lines in the log of slog.Default()
+	Events        func(Event) // returns soon and does not call the Unit; nil: only lines in the log of slog.Default()
 }
 
 // A Unit is a logical unit: a device server and the store below it.
@@ -96,7 +96,7 @@ func New(s backend.Store, o Options) (*Unit, error) {
 		}
 	}
 	if o.Events == nil {
-		o.Events = logEvents{slog.Default()}
+		o.Events = func(e Event) { e.Log(slog.Default()) }
 	}
 	info := s.Info()
 	if err := info.Validate(); err != nil {
@@ -281,7 +281,7 @@ func (u *Unit) reset(attention int) {
 
 // notStored reports that a state file could not be replaced.
 func (u *Unit) notStored(err error) {
-	u.opt.Events.StateNotStored(StateNotStoredEvent{u.opt.Identity.Serial, err})
+	u.opt.Events(StateNotStoredEvent{u.opt.Identity.Serial, err})
 }
 
 // InheritFrom makes u, which nobody knows yet, the successor of a unit of the same identity. To
@@ -303,7 +303,7 @@ func (u *Unit) InheritFrom(old *Unit) {
 		return
 	}
 	if old.unsynced.Load() {
-		u.opt.Events.SyncsFail(SyncsFailEvent{u.opt.Identity.Serial})
+		u.opt.Events(SyncsFailEvent{u.opt.Identity.Serial})
 		u.unsynced.Store(true)
 	}
 	r := &old.reservations

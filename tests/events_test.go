@@ -13,7 +13,7 @@ import (
 
 // TestEventKinds: the table in docs/cli.md has the events that there are.
 func TestEventKinds(t *testing.T) {
-	attr := regexp.MustCompile(`(?:eventKey|"event"), "(\w+)"`)
+	attr := regexp.MustCompile(`(?:(?:eventKey|"event"), |Kind\(\) string { return )"(\w+)"`)
 	emitted := map[string]bool{}
 	err := filepath.WalkDir("..", func(path string, d fs.DirEntry, err error) error {
 		if err != nil || d.IsDir() || filepath.Ext(path) != ".go" || strings.HasSuffix(path, "_test.go") {

@@ -189,7 +189,7 @@ func (d *Daemon) nodeOptions(cfg *config.Config) (iscsi.Options, error) {
 			MaxConnections:     uint16(cfg.Limits.PerSession),
 			ErrorRecoveryLevel: uint8(cfg.Limits.ErrorRecoveryLevel),
 		},
-		Events: nodeEvents{d.log},
+		Events: d.report,
 	}, nil
 }
 

@@ -8,7 +8,6 @@ import (
 	"sync"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
-	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/lun"
 )
 
@@ -120,48 +119,8 @@ func (d *Daemon) Subscribe() (news <-chan struct{}, cancel func()) {
 // eventKey is the attribute that makes a line of the log an event.
 const eventKey = "event"
 
-// nodeEvents implements iscsi.Events: each event is a line of the log and an Event.
-type nodeEvents struct{ log *slog.Logger }
-
-// Login records the outcome of a connection attempt.
-func (n nodeEvents) Login(e iscsi.LoginEvent) { e.Log(n.log, slog.String(eventKey, "login")) }
-
-// ConnectionEnded records the end of a connection whose session continues.
-func (n nodeEvents) ConnectionEnded(e iscsi.ConnectionEndedEvent) {
-	e.Log(n.log, slog.String(eventKey, "session"))
-}
-
-// SessionEnded records the end of a session.
-func (n nodeEvents) SessionEnded(e iscsi.SessionEndedEvent) {
-	e.Log(n.log, slog.String(eventKey, "session"))
-}
-
-// Kinds of events about logical units.
-var (
-	reservationEvent = slog.String(eventKey, "reservation")
-	mediumEvent      = slog.String(eventKey, "medium")
-)
-
-// unitEvents implements lun.Events: each event is a line of the log and an Event.
-type unitEvents struct{ log *slog.Logger }
-
-// ReservationChanged records a command that changed reservations.
-func (u unitEvents) ReservationChanged(e lun.ReservationChangedEvent) { e.Log(u.log, reservationEvent) }
-
-// ReservationEnded records the end of a reservation by RESERVE.
-func (u unitEvents) ReservationEnded(e lun.ReservationEndedEvent) { e.Log(u.log, reservationEvent) }
-
-// StoreFailed records a command that the store could not execute.
-func (u unitEvents) StoreFailed(e lun.StoreFailedEvent) { e.Log(u.log, mediumEvent) }
-
-// SyncsFail records that a LUN inherits a failed sync.
-func (u unitEvents) SyncsFail(e lun.SyncsFailEvent) { e.Log(u.log, mediumEvent) }
-
-// StateNotStored records that a state file could not be replaced.
-func (u unitEvents) StateNotStored(e lun.StateNotStoredEvent) { e.Log(u.log, mediumEvent) }
-
-// Sanitize records a step of a SANITIZE.
-func (u unitEvents) Sanitize(e lun.SanitizeEvent) { e.Log(u.log, mediumEvent) }
+// report writes e as a line of the log, which eventHandler stores as an Event.
+func (d *Daemon) report(e lun.Event) { e.Log(d.log, slog.String(eventKey, e.Kind())) }
 
 // byKey is the key of By in a context.
 type byKey struct{}
