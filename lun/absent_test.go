@@ -57,7 +57,7 @@ func TestAbsentUnitIsNotReady(t *testing.T) {
 	wantSense(t, run("00", nil), 0x6, 0x28, 0x00) // NOT READY TO READY CHANGE, MEDIUM MAY HAVE CHANGED
 	wantGood(t, "TEST UNIT READY", run("00", nil))
 	wantGood(t, "WRITE(10)", run("2a 00 00000000 00 0001 00", make([]byte, 512)))
-	full.raise(attentionMode, nil)
+	full.raise(condModeChanged, nil)
 	wantSense(t, run("00", nil), 0x6, 0x2a, 0x01) // it knows the nexus, and the old one does not
 	if len(u.seen) != 0 {
 		t.Error("the old unit still has nexuses")

@@ -126,7 +126,7 @@ func consumeSetPortGroups(u *Unit, c *Command, p []byte, _ uint64) bool {
 	}
 	u.access.Store(&next)
 	if changed {
-		u.raise(attentionAccess, c.nexus)
+		u.raise(condAccessChanged, c.nexus)
 	}
 	return true
 }

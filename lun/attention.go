@@ -2,57 +2,46 @@ package lun
 
 import (
 	"math/bits"
+	"slices"
 
 	"github.com/iser-target/iser-target/lun/invariant"
 )
 
-const (
-	attentionPowerOn = iota
-	attentionReset
-	attentionClearedByTransport
-	attentionMedium
-	attentionMode
-	attentionCapacity
-	attentionLUNs
-	attentionAccess
-	attentionCleared
-	attentionReservationsPreempted
-	attentionReservationsReleased
-	attentionRegistrationsPreempted
-)
-
 // attentions are the unit attentions that a unit can raise; the first is reported first.
-var attentions = [...]Sense{
-	attentionPowerOn:                condPowerOn,
-	attentionReset:                  condReset,
-	attentionClearedByTransport:     condClearedByTransport,
-	attentionMedium:                 condMediumChanged,
-	attentionMode:                   condModeChanged,
-	attentionCapacity:               condCapacityChanged,
-	attentionLUNs:                   condLUNsChanged,
-	attentionAccess:                 condAccessChanged,
-	attentionCleared:                condCleared,
-	attentionReservationsPreempted:  condReservationsPreempted,
-	attentionReservationsReleased:   condReservationsReleased,
-	attentionRegistrationsPreempted: condRegistrationsPreempted,
+var attentions = []Sense{
+	condPowerOn,
+	condReset,
+	condClearedByTransport,
+	condMediumChanged,
+	condModeChanged,
+	condCapacityChanged,
+	condLUNsChanged,
+	condAccessChanged,
+	condCleared,
+	condReservationsPreempted,
+	condReservationsReleased,
+	condRegistrationsPreempted,
 }
 
 // reported are the attentions about facts that an initiator keeps in mind and that may be wrong
 // now, although it has nothing to ask the unit: see OnEvent. All units of a nexus raise
-// attentionLUNs together, so changeList reports it once.
-const reported = 1<<attentionMedium | 1<<attentionMode | 1<<attentionCapacity
+// condLUNsChanged together, so changeList reports it once.
+var reported = []Sense{condMediumChanged, condModeChanged, condCapacityChanged}
+
+// dueBit returns the bit of itl.due that stands for an attention.
+func dueBit(attention Sense) uint32 { return 1 << slices.Index(attentions, attention) }
 
 // raise makes a unit attention due. It does nothing if the attention is due already.
-func (l *itl) raise(attention int) {
-	if l.due.Or(1<<attention)&(1<<attention) == 0 && reported&(1<<attention) != 0 {
+func (l *itl) raise(attention Sense) {
+	if bit := dueBit(attention); l.due.Or(bit)&bit == 0 && slices.Contains(reported, attention) {
 		l.report(attention)
 	}
 }
 
 // report calls the function of OnEvent with the sense data of the attention.
-func (l *itl) report(attention int) {
+func (l *itl) report(attention Sense) {
 	if f := l.nexus.event.Load(); f != nil {
-		s := newSense(attentions[attention])
+		s := newSense(attention)
 		(*f)(EncodeLUN(l.id), s.put(make([]byte, senseLen)))
 	}
 }
@@ -90,7 +79,7 @@ func (n *Nexus) PendingAttention(lun [8]byte) (first Sense, pending int) {
 }
 
 // raise makes an attention due for all nexuses except by, which may be nil.
-func (u *Unit) raise(attention int, by *Nexus) {
+func (u *Unit) raise(attention Sense, by *Nexus) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	u.raiseLocked(attention, by)
@@ -99,7 +88,7 @@ func (u *Unit) raise(attention int, by *Nexus) {
 // raiseLocked does what raise does.
 //
 // Preconditions: u.mu is held.
-func (u *Unit) raiseLocked(attention int, by *Nexus) {
+func (u *Unit) raiseLocked(attention Sense, by *Nexus) {
 	invariant.Held(&u.mu)
 	for l := range u.seen {
 		if l.nexus != by {
@@ -112,7 +101,7 @@ func (u *Unit) raiseLocked(attention int, by *Nexus) {
 // section 5.8.6, with TAS 0).
 func (n *Nexus) CommandsCleared(lun [8]byte) {
 	if l := n.find(lun); l != nil {
-		l.raise(attentionCleared)
+		l.raise(condCleared)
 	}
 }
 
@@ -120,6 +109,6 @@ func (n *Nexus) CommandsCleared(lun [8]byte) {
 // SOME COMMANDS CLEARED BY ISCSI PROTOCOL EVENT (RFC 7143, section 11.14.5).
 func (n *Nexus) ClearedByTransport(lun [8]byte) {
 	if l := n.find(lun); l != nil {
-		l.raise(attentionClearedByTransport)
+		l.raise(condClearedByTransport)
 	}
 }

@@ -7,7 +7,6 @@ import (
 	"sync"
 
 	"github.com/iser-target/iser-target/backend"
-	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 // Limits of EXTENDED COPY, which RECEIVE COPY OPERATING PARAMETERS and VPD page
@@ -63,24 +62,17 @@ func (l *copies) begin(id byte) (ok bool) {
 	if s, busy := l.of[id]; busy && s.status == copyInProgress {
 		return false
 	}
-	l.setLocked(id, copyStatus{status: copyInProgress})
-	return true
-}
-
-func (l *copies) set(id byte, s copyStatus) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.setLocked(id, s)
-}
-
-// setLocked sets the status of a copy.
-//
-// Preconditions: l.mu is held.
-func (l *copies) setLocked(id byte, s copyStatus) {
-	invariant.Held(&l.mu)
 	if l.of == nil {
 		l.of = map[byte]copyStatus{}
 	}
+	l.of[id] = copyStatus{status: copyInProgress}
+	return true
+}
+
+// set sets the status of a copy that begin has entered.
+func (l *copies) set(id byte, s copyStatus) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
 	l.of[id] = s
 }
 

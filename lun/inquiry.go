@@ -219,7 +219,7 @@ func reportLUNs(_ *Unit, c *Command) bool {
 		// The initiator learns of them now. A later change either is in the list
 		// below, or raises the attention again.
 		for _, l := range c.nexus.list() {
-			l.due.And(^uint32(1 << attentionLUNs))
+			l.due.And(^dueBit(condLUNsChanged))
 		}
 		for _, l := range c.nexus.list() {
 			f := EncodeLUN(l.id)

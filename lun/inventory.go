@@ -65,7 +65,7 @@ func (inv *Inventory) SetPorts(tpgts ...uint16) {
 		return
 	}
 	for _, u := range inv.all() {
-		u.raise(attentionAccess, nil)
+		u.raise(condAccessChanged, nil)
 	}
 }
 
@@ -158,9 +158,9 @@ func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 		next := slices.Clone(list)
 		next[at] = l
 		n.luns.Store(&next)
-		l.raise(attentionMedium)
+		l.raise(condMediumChanged)
 		if u.modeChanged {
-			l.raise(attentionMode)
+			l.raise(condModeChanged)
 		}
 	}
 	return old
@@ -191,7 +191,7 @@ func (inv *Inventory) SetMask(id uint16, m Mask) error {
 			n.changeList(slices.Delete(slices.Clone(list), at, at+1))
 		case seen:
 			if was := list[at].readOnly.Swap(access == ReadOnly); was != (access == ReadOnly) {
-				list[at].raise(attentionMode) // the WP bit of MODE SENSE
+				list[at].raise(condModeChanged) // the WP bit of MODE SENSE
 			}
 		case access != NoAccess:
 			if l := inv.show(n, i); l != nil {
@@ -218,7 +218,7 @@ func (inv *Inventory) show(n *Nexus, i int) *itl {
 	u := inv.units[i]
 	l := &itl{nexus: n, id: inv.ids[i], unit: u}
 	l.readOnly.Store(access == ReadOnly)
-	l.raise(attentionPowerOn)
+	l.raise(condPowerOn)
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	u.seen[l] = struct{}{}
@@ -265,7 +265,7 @@ func (inv *Inventory) Entries() []Entry {
 func (inv *Inventory) PowerOn() {
 	for _, u := range inv.all() {
 		u.reservations.losePower()
-		u.reset(attentionPowerOn)
+		u.reset(condPowerOn)
 	}
 }
 

@@ -162,7 +162,7 @@ func TestReportLUNsDuringChanges(t *testing.T) {
 		}
 		stale++
 		for _, l := range r.nexus.list() {
-			if l.due.Load()&(1<<attentionLUNs) == 0 {
+			if l.due.Load()&dueBit(condLUNsChanged) == 0 {
 				t.Fatalf("round %d: LUN %d: the list that was reported is an old one, and nobody says so", round, l.id)
 			}
 		}
@@ -241,7 +241,7 @@ func TestReplaceLosesNoAttention(t *testing.T) {
 				for l := range u.seen {
 					if !told[l] && l.nexus.inv == r.inv {
 						told[l] = true
-						l.raise(attentionReservationsPreempted)
+						l.raise(condReservationsPreempted)
 					}
 				}
 				u.mu.Unlock()
@@ -256,7 +256,7 @@ func TestReplaceLosesNoAttention(t *testing.T) {
 		close(replaced)
 		<-ended
 		for l := range told {
-			if l.due.Load()&(1<<attentionReservationsPreempted) == 0 {
+			if l.due.Load()&dueBit(condReservationsPreempted) == 0 {
 				t.Fatal("a unit attention was lost")
 			}
 			l.due.Store(0)

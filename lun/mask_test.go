@@ -75,7 +75,7 @@ func TestReadOnlyNexus(t *testing.T) {
 	enter := func(p Port) *Nexus {
 		n := inv.NewNexus(p)
 		wantSense(t, do(n, &r.c, [8]byte{}, "00", nil, all), 0x6, 0x29, 0x00)
-		n.list()[0].copies.set(0, copyStatus{})
+		n.list()[0].copies.begin(0)
 		return n
 	}
 	n, a := enter(portC), enter(portA)

@@ -86,7 +86,7 @@ func (u *Unit) moveMedium(c *Command, load bool) {
 		}
 	}
 	if was := u.ejected.Swap(!load); was && load {
-		u.raiseLocked(attentionMedium, c.nexus)
+		u.raiseLocked(condMediumChanged, c.nexus)
 	}
 }
 

@@ -246,7 +246,7 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 	}
 	err := u.setModes(touched, set)
 	if now != old {
-		u.raise(attentionMode, c.nexus)
+		u.raise(condModeChanged, c.nexus)
 	}
 	if err != nil {
 		return c.failWrite(err)

@@ -39,7 +39,7 @@ type itl struct {
 	id       uint16
 	unit     *Unit
 	readOnly atomic.Bool   // because of the mask
-	due      atomic.Uint32 // bit i: attentions[i] is due
+	due      atomic.Uint32 // of dueBit
 
 	prevents bool // guarded by unit.mu: the medium must not be removed
 	copies   copies
@@ -99,9 +99,9 @@ func (n *Nexus) changeList(list []*itl) {
 	invariant.Held(&n.inv.mu)
 	n.luns.Store(&list)
 	for i, l := range list {
-		l.raise(attentionLUNs)
+		l.raise(condLUNsChanged)
 		if i == 0 {
-			l.report(attentionLUNs)
+			l.report(condLUNsChanged)
 		}
 	}
 }
@@ -160,7 +160,7 @@ func (n *Nexus) SetProtocolLevel(level uint8) { n.level = level }
 // notifies all nexuses (SAM-5, section 6.3.3: the one that asked, too).
 func (n *Nexus) ResetUnit(lun [8]byte) {
 	if l := n.find(lun); l != nil {
-		l.unit.reset(attentionReset)
+		l.unit.reset(condReset)
 	}
 }
 
@@ -168,7 +168,7 @@ func (n *Nexus) ResetUnit(lun [8]byte) {
 // section 11.5.1).
 func (n *Nexus) ResetTarget() {
 	for _, l := range n.list() {
-		l.unit.reset(attentionReset)
+		l.unit.reset(condReset)
 	}
 }
 

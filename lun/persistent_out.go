@@ -65,11 +65,11 @@ type prOut struct {
 // A notice is a unit attention for an I_T nexus.
 type notice struct {
 	nexus     nexusName
-	attention int
+	attention Sense
 }
 
 // notify adds a unit attention for all of the nexuses, except that of this command.
-func (o *prOut) notify(nexuses []nexusName, attention int) {
+func (o *prOut) notify(nexuses []nexusName, attention Sense) {
 	for _, n := range nexuses {
 		if n != o.from {
 			o.notices = append(o.notices, notice{n, attention})
@@ -232,11 +232,9 @@ func (o *prOut) execute() bool {
 	if row.counts {
 		o.state.generation++
 	}
-	if kept := o.unit.opt.Reservations; kept != nil {
-		if err := kept.save(o.unit.opt.Identity.Serial, &o.state); err != nil {
-			o.unit.notStored(err)
-			return o.fail(condInternal)
-		}
+	if err := o.unit.opt.keepReservations(&o.state); err != nil {
+		o.unit.notStored(err)
+		return o.fail(condInternal)
 	}
 	r.persistent = o.state
 	r.publish()
@@ -307,7 +305,7 @@ func (o *prOut) unregister(own func(registration) bool) {
 	was := s.typ
 	s.remove(own)
 	if s.typ == 0 && prTypes[was].registrants {
-		o.notify(s.nexuses(), attentionReservationsReleased)
+		o.notify(s.nexuses(), condReservationsReleased)
 	}
 }
 
@@ -360,7 +358,7 @@ func (o *prOut) release() bool {
 	case o.CDB[2] != s.typ: // SCOPE and TYPE
 		return o.fail(condInvalidRelease)
 	case prTypes[s.typ].registrants:
-		o.notify(s.nexuses(), attentionReservationsReleased)
+		o.notify(s.nexuses(), condReservationsReleased)
 	}
 	s.release()
 	return true
@@ -368,7 +366,7 @@ func (o *prOut) release() bool {
 
 // clear executes CLEAR (SPC-4, section 5.13.11.2.7).
 func (o *prOut) clear() bool {
-	o.notify(o.state.remove(func(registration) bool { return true }), attentionReservationsPreempted)
+	o.notify(o.state.remove(func(registration) bool { return true }), condReservationsPreempted)
 	return true
 }
 
@@ -389,7 +387,7 @@ func (o *prOut) preempt() bool {
 		return o.conflict()
 	case !takeOver:
 		o.preempted = s.remove(victim)
-		o.notify(o.preempted, attentionRegistrationsPreempted)
+		o.notify(o.preempted, condRegistrationsPreempted)
 		return true
 	}
 	was := s.typ
@@ -397,9 +395,9 @@ func (o *prOut) preempt() bool {
 	if !o.establish() {
 		return false
 	}
-	o.notify(o.preempted, attentionRegistrationsPreempted)
+	o.notify(o.preempted, condRegistrationsPreempted)
 	if s.typ != was {
-		o.notify(s.nexuses(), attentionReservationsReleased)
+		o.notify(s.nexuses(), condReservationsReleased)
 	}
 	return true
 }

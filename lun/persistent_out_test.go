@@ -416,7 +416,7 @@ func FuzzPersistentReserveOut(f *testing.F) {
 			}
 			checkState(t, r)
 			if keep {
-				got, err := k.held.load(testIdentity.Serial)
+				got, err := keptState(k.held, testIdentity.Serial)
 				want := prState{}
 				if s.aptpl && len(s.registrations) > 0 {
 					want = *s
@@ -426,7 +426,7 @@ func FuzzPersistentReserveOut(f *testing.F) {
 					t.Fatalf("kept is %+v, %v; want %+v", got, err, want)
 				}
 				if b, err := os.ReadFile(k.path); err == nil {
-					if _, err := reservationsKind.Decode(b); err != nil {
+					if _, err := reservationsFormat.Decode(b); err != nil {
 						t.Fatalf("the file %v:\n%s", err, b)
 					}
 				}

@@ -9,9 +9,14 @@ import (
 
 // Reservations keeps the persistent reservations that have to survive the loss of power (APTPL),
 // those of all logical units in one file. Several goroutines may use it at once.
-type Reservations struct{ *state.Keeper[unitEntry] }
+type Reservations = state.Keeper[unitEntry]
 
-var reservationsKind = state.Kind[unitEntry]{Name: "reservations", Version: 2, Upgrade: upgradeReservations}
+var reservationsFormat = state.Format[unitEntries]{
+	Name: "reservations", Version: 2,
+	Upgrades: map[int]func([]byte) (unitEntries, any, error){1: upgradeReservations},
+}
+
+type unitEntries = state.Records[unitEntry]
 
 // A unitEntry is the record of a unit.
 type unitEntry struct {
@@ -47,12 +52,12 @@ type unitEntry1 struct {
 }
 
 // upgradeReservations reads a file of version 1.
-func upgradeReservations(b []byte) (units []unitEntry, written any, err error) {
+func upgradeReservations(b []byte) (next unitEntries, written any, err error) {
 	var s reservationsState1
 	if err := state.Decode(b, 1, &s); err != nil || s.Units == nil {
-		return nil, nil, err
+		return next, nil, err
 	}
-	units = make([]unitEntry, len(s.Units))
+	next = unitEntries{Version: 2, Units: make([]unitEntry, len(s.Units))}
 	for i, old := range s.Units {
 		e := unitEntry{NAA: old.NAA, Type: old.Type, Registrations: make([]registrationEntry, len(old.Registrations))}
 		held := old.Holder == ""
@@ -62,39 +67,28 @@ func upgradeReservations(b []byte) (units []unitEntry, written any, err error) {
 			held = held || holder
 		}
 		if !held {
-			return nil, nil, fmt.Errorf("units[%d]: holder %.300q is not registered", i, old.Holder)
+			return next, nil, fmt.Errorf("units[%d]: holder %.300q is not registered", i, old.Holder)
 		}
-		units[i] = e
+		next.Units[i] = e
 	}
-	return units, &s, nil
+	return next, &s, nil
 }
 
 // OpenReservations opens the file at path, as state.Open does. A damaged file is an error:
 // without its reservations two nodes of a cluster might write to one disk.
 func OpenReservations(path string) (*Reservations, error) {
-	k, err := state.OpenKeeper(reservationsKind, path)
-	if err != nil {
-		return nil, err
-	}
-	return &Reservations{k}, nil
+	return state.OpenKeeper(reservationsFormat, path)
 }
 
-// load returns what the file keeps of the unit with that NAA.
-func (r *Reservations) load(naa string) (prState, error) {
-	e, ok, err := r.Get(naa)
-	if !ok {
-		return prState{}, err
-	}
-	return e.decode()
-}
-
-// save keeps s for the unit with that NAA, or nothing if s does not have to survive the loss of
-// power. s is on stable storage when save returns nil.
-func (r *Reservations) save(naa string, s *prState) (err error) {
-	if s.aptpl && len(s.registrations) > 0 {
-		_, err = r.Put(encodeUnit(naa, s))
-	} else {
-		_, err = r.Remove(naa)
+// keepReservations stores s, or nothing if s does not have to survive the loss of power, if
+// Options.Reservations is set. s is on stable storage when keepReservations returns nil.
+func (o *Options) keepReservations(s *prState) (err error) {
+	switch naa := o.Identity.Serial; {
+	case o.Reservations == nil:
+	case s.aptpl && len(s.registrations) > 0:
+		_, err = o.Reservations.Put(encodeUnit(naa, s))
+	default:
+		_, err = o.Reservations.Remove(naa)
 	}
 	return err
 }

@@ -117,7 +117,7 @@ func TestReservationsFileVersion1(t *testing.T) {
 		`0x0000000000000007`:                  `0x7`,
 	} {
 		damaged := strings.Replace(reservationsGolden1, old, wrong, 1)
-		if s, err := reservationsKind.Decode([]byte(damaged)); damaged == reservationsGolden1 || err == nil {
+		if s, err := reservationsFormat.Decode([]byte(damaged)); damaged == reservationsGolden1 || err == nil {
 			t.Errorf("%s was taken for %+v", wrong, s)
 		}
 	}
@@ -208,7 +208,7 @@ func TestAPTPL(t *testing.T) {
 		wantGood(t, "REGISTER", do(n, &r.rig.c, [8]byte{0, 1}, "5f 00 00 0000 00000018 00", prList(0, keyB, 1), all))
 		r = k.start()
 		r.wantKeys(keyA, 7)
-		s, err := k.held.load(id.Serial)
+		s, err := keptState(k.held, id.Serial)
 		if err != nil || len(s.registrations) != 1 || s.registrations[0].key != keyB {
 			t.Errorf("the other unit: %+v, %v", s, err)
 		}
@@ -320,7 +320,7 @@ func TestOpenReservationsRefuses(t *testing.T) {
 		})
 	}
 	for n := range len(reservationsGolden) - 1 {
-		if _, err := reservationsKind.Decode([]byte(reservationsGolden[:n])); err == nil {
+		if _, err := reservationsFormat.Decode([]byte(reservationsGolden[:n])); err == nil {
 			t.Fatalf("the first %d bytes were accepted", n)
 		}
 	}
@@ -330,15 +330,15 @@ func FuzzReservationsFile(f *testing.F) {
 	f.Add([]byte(reservationsGolden))
 	f.Add([]byte(reservationsGolden1))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		s, err := reservationsKind.Decode(b)
+		s, err := reservationsFormat.Decode(b)
 		if err != nil {
 			return
 		}
-		again, err := reservationsKind.Encode(s)
+		again, err := state.Encode(s)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if s2, err := reservationsKind.Decode(again); err != nil || fmt.Sprint(s2) != fmt.Sprint(s) {
+		if s2, err := reservationsFormat.Decode(again); err != nil || fmt.Sprint(s2) != fmt.Sprint(s) {
 			t.Fatalf("%+v came back as %+v, %v", s, s2, err)
 		}
 	})
@@ -352,4 +352,13 @@ func content(t testing.TB, path string) string {
 		t.Fatal(err)
 	}
 	return string(b)
+}
+
+// keptState returns what r keeps of the unit with that NAA.
+func keptState(r *Reservations, naa string) (s prState, err error) {
+	e, ok, err := r.Get(naa)
+	if ok {
+		s, err = e.decode()
+	}
+	return s, err
 }

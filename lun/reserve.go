@@ -55,14 +55,18 @@ func (r *reservations) publish() {
 }
 
 // restoreReservations loads what survived the loss of power.
-func (u *Unit) restoreReservations() (err error) {
+func (u *Unit) restoreReservations() error {
 	if u.opt.Reservations == nil {
 		return nil
 	}
 	r := &u.reservations
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.persistent, err = u.opt.Reservations.load(u.opt.Identity.Serial); err != nil {
+	e, ok, err := u.opt.Reservations.Get(u.opt.Identity.Serial)
+	if !ok {
+		return err
+	}
+	if r.persistent, err = e.decode(); err != nil {
 		return err
 	}
 	r.publish()
@@ -265,19 +269,19 @@ func (u *Unit) Reservation() ReservationInfo {
 // and a reset do, and notifies the registered nexuses: RESERVATIONS PREEMPTED. It reports whether
 // any existed. An error leaves the persistent ones as they were.
 func (u *Unit) ClearReservation() (cleared bool, err error) {
-	gone, cleared, err := u.reservations.clear(u.opt)
+	gone, cleared, err := u.reservations.clear(&u.opt)
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	for l := range u.seen {
 		if slices.Contains(gone, l.nexus.name) {
-			l.raise(attentionReservationsPreempted)
+			l.raise(condReservationsPreempted)
 		}
 	}
 	return cleared, err
 }
 
 // clear ends all registrations and reservations, and returns the registered nexuses.
-func (r *reservations) clear(o Options) (gone []nexusName, cleared bool, err error) {
+func (r *reservations) clear(o *Options) (gone []nexusName, cleared bool, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.legacy == nil && len(r.persistent.registrations) == 0 {
@@ -286,10 +290,8 @@ func (r *reservations) clear(o Options) (gone []nexusName, cleared bool, err err
 	next := r.persistent
 	gone = next.remove(func(registration) bool { return true })
 	next.generation++
-	if o.Reservations != nil {
-		if err := o.Reservations.save(o.Identity.Serial, &next); err != nil {
-			return nil, false, err
-		}
+	if err := o.keepReservations(&next); err != nil {
+		return nil, false, err
 	}
 	r.persistent, r.legacy = next, nil
 	r.publish()

@@ -398,7 +398,7 @@ func TestClearReservation(t *testing.T) {
 	if info := r.unit.Reservation(); info.Type != 0 || len(info.Registrations) != 0 || info.Generation != 2 {
 		t.Errorf("%+v", info)
 	}
-	if s, err := kept.load(testIdentity.Serial); err != nil || len(s.registrations) != 0 {
+	if s, err := keptState(kept, testIdentity.Serial); err != nil || len(s.registrations) != 0 {
 		t.Errorf("the file has %+v, %v", s, err)
 	}
 	wantGood(t, "RESERVE(6)", r.run("16", nil))

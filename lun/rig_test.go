@@ -89,7 +89,7 @@ func (r *rig) login() *Nexus {
 	n := r.inv.NewNexus(testPort)
 	for _, l := range n.list() {
 		wantSense(r.t, do(n, &r.c, EncodeLUN(l.id), "00 0000 00 00 00", nil, all), 0x6, 0x29, 0x00)
-		l.copies.set(0, copyStatus{}) // so that RECEIVE COPY STATUS of rowCDB has something to report
+		l.copies.begin(0) // so that RECEIVE COPY STATUS of rowCDB has something to report
 	}
 	return n
 }

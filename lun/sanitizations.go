@@ -10,9 +10,9 @@ import (
 // Sanitizations keeps which logical units are being sanitized, or failed to be, all in one file.
 // A sanitize continues when the process starts again, and nobody has access to a medium that is
 // half erased. Several goroutines may use it at once.
-type Sanitizations struct{ *state.Keeper[sanitizeEntry] }
+type Sanitizations = state.Keeper[sanitizeEntry]
 
-var sanitizationsKind = state.Kind[sanitizeEntry]{Name: "sanitizations", Version: 1}
+var sanitizationsFormat = state.Format[state.Records[sanitizeEntry]]{Name: "sanitizations", Version: 1}
 
 // A sanitizeEntry is the record of a unit that is not idle.
 type sanitizeEntry struct {
@@ -27,29 +27,7 @@ type sanitizeEntry struct {
 
 // OpenSanitizations opens the file at path, as OpenReservations does.
 func OpenSanitizations(path string) (*Sanitizations, error) {
-	k, err := state.OpenKeeper(sanitizationsKind, path)
-	if err != nil {
-		return nil, err
-	}
-	return &Sanitizations{k}, nil
-}
-
-// load returns the job that the file keeps of the unit with that NAA, or nil.
-func (k *Sanitizations) load(naa string) (job *sanitizeJob, failed bool, err error) {
-	e, ok, err := k.Get(naa)
-	if ok {
-		job, err = e.decode()
-	}
-	return job, e.Failed, err
-}
-
-// save keeps a job for the unit with that NAA, or with nil forgets it. It returns what Put of the
-// Keeper does.
-func (k *Sanitizations) save(naa string, job *sanitizeJob, failed bool) (unsure bool, err error) {
-	if job == nil {
-		return k.Remove(naa)
-	}
-	return k.Put(encodeJob(naa, job, failed))
+	return state.OpenKeeper(sanitizationsFormat, path)
 }
 
 func encodeJob(naa string, j *sanitizeJob, failed bool) sanitizeEntry {

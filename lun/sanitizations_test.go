@@ -239,7 +239,7 @@ func TestOpenSanitizationsRefuses(t *testing.T) {
 	if _, err := New(newRig(t, setup{}).store, Options{Sanitizations: s.kept}); err == nil {
 		t.Error("a unit without identity was accepted")
 	}
-	if _, err := sanitizationsKind.Decode([]byte(sanitizeGolden)); err != nil {
+	if _, err := sanitizationsFormat.Decode([]byte(sanitizeGolden)); err != nil {
 		t.Fatal(err)
 	}
 	for name, x := range map[string]struct{ old, new, want string }{
@@ -260,7 +260,7 @@ func TestOpenSanitizationsRefuses(t *testing.T) {
 		"nothing at all": {sanitizeGolden, "", "empty"},
 	} {
 		damaged := strings.Replace(sanitizeGolden, x.old, x.new, 1)
-		if _, err := sanitizationsKind.Decode([]byte(damaged)); damaged == sanitizeGolden || err == nil || !strings.Contains(err.Error(), x.want) {
+		if _, err := sanitizationsFormat.Decode([]byte(damaged)); damaged == sanitizeGolden || err == nil || !strings.Contains(err.Error(), x.want) {
 			t.Errorf("%s: %v, want %q in it", name, err, x.want)
 			continue
 		}

@@ -277,12 +277,17 @@ func (u *Unit) sanitizeEvent(e SanitizeEvent) {
 	u.opt.Events(e)
 }
 
-// keepSanitize stores the job, as Sanitizations.save does, if Options.Sanitizations is set.
+// keepSanitize stores the job, or with nil forgets it, if Options.Sanitizations is set. It returns
+// what Put of the Keeper does.
 func (u *Unit) keepSanitize(job *sanitizeJob, failed bool) (unsure bool, err error) {
-	if u.opt.Sanitizations == nil {
-		return false, nil
+	switch k, naa := u.opt.Sanitizations, u.opt.Identity.Serial; {
+	case k == nil:
+	case job == nil:
+		unsure, err = k.Remove(naa)
+	default:
+		unsure, err = k.Put(encodeJob(naa, job, failed))
 	}
-	if unsure, err = u.opt.Sanitizations.save(u.opt.Identity.Serial, job, failed); err != nil {
+	if err != nil {
 		u.notStored(err)
 	}
 	return unsure, err
@@ -297,12 +302,15 @@ func (u *Unit) resumeSanitize() error {
 	s := &u.sanitizer
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	job, failed, err := u.opt.Sanitizations.load(u.opt.Identity.Serial)
+	e, ok, err := u.opt.Sanitizations.Get(u.opt.Identity.Serial)
+	if !ok {
+		return err
+	}
+	job, err := e.decode()
 	switch {
 	case err != nil:
 		return err
-	case job == nil:
-	case failed || u.readOnly:
+	case e.Failed || u.readOnly:
 		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeStuck})
 		s.unrestricted = job.unrestricted
 		s.state.Store(sanitizeFailed)

@@ -11,9 +11,7 @@ import (
 // Settings keeps what initiators set permanently in logical units: saved mode pages, and the
 // states of target port groups. Those of all units are in one file. Several goroutines may use it
 // at once.
-type Settings struct{ *state.Keeper[settingsEntry] }
-
-var settingsKind = state.Kind[settingsEntry]{Name: "settings", Version: 1}
+type Settings = state.Keeper[settingsEntry]
 
 // A settingsEntry is the record of a unit.
 type settingsEntry struct {
@@ -61,31 +59,23 @@ func (g portGroupEntry) state() (s accessState, ok bool) {
 // OpenSettings opens the file at path, as state.Open does. A damaged file is an error: without it
 // a unit that was write protected would not be.
 func OpenSettings(path string) (*Settings, error) {
-	k, err := state.OpenKeeper(settingsKind, path)
-	if err != nil {
-		return nil, err
-	}
-	return &Settings{k}, nil
-}
-
-// load returns what the file keeps of the unit with that NAA.
-func (s *Settings) load(naa string) (settingsEntry, error) {
-	e, ok, err := s.Get(naa)
-	if !ok && err == nil {
-		e = settingsEntry{NAA: naa, PortGroups: []portGroupEntry{}}
-	}
-	return e, err
+	return state.OpenKeeper(state.Format[state.Records[settingsEntry]]{Name: "settings", Version: 1}, path)
 }
 
 // restoreSettings loads what the file keeps of the unit.
-func (u *Unit) restoreSettings() (err error) {
+func (u *Unit) restoreSettings() error {
 	modes := u.modeDefault
 	if u.opt.Settings != nil {
-		if u.kept, err = u.opt.Settings.load(u.opt.Identity.Serial); err != nil {
+		kept, ok, err := u.opt.Settings.Get(u.opt.Identity.Serial)
+		if err != nil {
 			return err
 		}
-		if u.kept.Mode != nil {
-			modes = modes&^u.modeMutable | u.kept.Mode.modes()&u.modeMutable
+		if !ok {
+			kept = settingsEntry{NAA: u.opt.Identity.Serial, PortGroups: []portGroupEntry{}}
+		}
+		u.kept = kept
+		if kept.Mode != nil {
+			modes = modes&^u.modeMutable | kept.Mode.modes()&u.modeMutable
 		}
 	}
 	u.modeSaved.Store(modes)

@@ -194,7 +194,7 @@ func (u *Unit) Grow() (grown bool, err error) {
 		return false, nil
 	}
 	u.blocks.Store(blocks)
-	u.raise(attentionCapacity, nil)
+	u.raise(condCapacityChanged, nil)
 	return true, nil
 }
 
@@ -224,7 +224,7 @@ func (u *Unit) Resize(size int64) error {
 	next = uint64(u.store.Info().Size) >> u.shift // after an error, old or new
 	u.blocks.Store(next)
 	if next != old {
-		u.raise(attentionCapacity, nil)
+		u.raise(condCapacityChanged, nil)
 	}
 	return err
 }
@@ -264,7 +264,7 @@ func (u *Unit) sync() error {
 }
 
 // reset does what a reset does beyond the end of the tasks, and raises the attention.
-func (u *Unit) reset(attention int) {
+func (u *Unit) reset(attention Sense) {
 	u.stopped.Store(false)
 	u.dropReserve(nil)
 	// This may sync. An error of that is not lost: the store keeps failing.

@@ -20,13 +20,15 @@ import (
 	"unicode/utf8"
 )
 
-// A Format describes the files that have a state of type S. S is a struct that
-// encodes the version as the member "version".
-type Format[S any] struct {
+// A State is the content of a file: a struct that encodes the version as the member "version".
+type State interface {
+	Check() error // finds what this program could not have written
+}
+
+// A Format describes the files that have a state of type S.
+type Format[S State] struct {
 	Name    string // what the file is about, for errors
 	Version int
-	// Check returns what this program could not have written; nil checks nothing.
-	Check func(*S) error
 	// Upgrades read files of other versions, 0 for files without one. Each
 	// returns the state in the present version, and what is written in b.
 	Upgrades map[int]func(b []byte) (s S, written any, err error)
@@ -34,7 +36,7 @@ type Format[S any] struct {
 
 // A Document is a file with a state of type S. Its owner has the lock that
 // guards it.
-type Document[S any] struct {
+type Document[S State] struct {
 	format Format[S]
 	file   file // without a path nothing is stored
 	closed bool
@@ -42,7 +44,7 @@ type Document[S any] struct {
 }
 
 // newDocument returns a document that is stored nowhere.
-func newDocument[S any](format Format[S], initial S) *Document[S] {
+func newDocument[S State](format Format[S], initial S) *Document[S] {
 	return &Document[S]{format: format, file: file{fsync: (*os.File).Sync}, state: initial}
 }
 
@@ -52,7 +54,7 @@ func newDocument[S any](format Format[S], initial S) *Document[S] {
 //
 // Until Close the file path.lock is locked (flock(2)), and Open refuses the same
 // path.
-func Open[S any](format Format[S], path string, initial S) (*Document[S], error) {
+func Open[S State](format Format[S], path string, initial S) (*Document[S], error) {
 	d := newDocument(format, initial)
 	if path == "" {
 		return nil, fmt.Errorf("%s: the path of the file is empty", format.Name)
@@ -73,7 +75,7 @@ func (d *Document[S]) load() error {
 	if b == nil || err != nil {
 		return err
 	}
-	s, err := d.format.decode(b)
+	s, err := d.format.Decode(b)
 	if err == nil {
 		d.state = s
 	}
@@ -111,7 +113,7 @@ func (d *Document[S]) replace(s S) error {
 		return fs.ErrClosed
 	}
 	if d.file.path != "" {
-		b, err := encode(s)
+		b, err := Encode(s)
 		if err != nil {
 			return err
 		}
@@ -143,8 +145,8 @@ func (d *Document[S]) wrap(err error) error {
 	return fmt.Errorf("%s %s: %w", d.format.Name, d.file.path, err)
 }
 
-// decode reads a file. It refuses what Decode, sameTokens and the format refuse.
-func (f *Format[S]) decode(b []byte) (s S, err error) {
+// Decode returns the state in the content b of a file. It refuses what could not have been written.
+func (f *Format[S]) Decode(b []byte) (s S, err error) {
 	var written any = &s // what is in b
 	version, err := versionOf(b)
 	upgrade := f.Upgrades[version]
@@ -153,8 +155,8 @@ func (f *Format[S]) decode(b []byte) (s S, err error) {
 	} else {
 		err = Decode(b, f.Version, &s)
 	}
-	if err == nil && f.Check != nil {
-		err = f.Check(&s)
+	if err == nil {
+		err = s.Check()
 	}
 	if err == nil {
 		if err = sameTokens(b, written); err != nil {
@@ -168,8 +170,8 @@ func (f *Format[S]) decode(b []byte) (s S, err error) {
 	return s, nil
 }
 
-// encode returns s as JSON. It refuses what Decode would refuse for its length.
-func encode(s any) ([]byte, error) {
+// Encode returns s as JSON. It refuses what Decode would refuse for its length.
+func Encode(s any) ([]byte, error) {
 	var b bytes.Buffer
 	e := json.NewEncoder(&b)
 	e.SetEscapeHTML(false)

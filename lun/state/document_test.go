@@ -26,19 +26,19 @@ func TestIdentitiesFileVersion1(t *testing.T) {
 	if got := content(t, path); got != identitiesGolden {
 		t.Errorf("reading has changed the file to\n%s", got)
 	}
-	if got, err := encode(ids.doc.state); err != nil || string(got) != identitiesGolden {
+	if got, err := Encode(ids.doc.state); err != nil || string(got) != identitiesGolden {
 		t.Errorf("written again it is\n%s%v", got, err)
 	}
 }
 
 // Other white space and escapes say the same.
 func TestIdentitiesFileFormatted(t *testing.T) {
-	want, err := identitiesFormat.decode([]byte(identitiesGolden))
+	want, err := identitiesFormat.Decode([]byte(identitiesGolden))
 	if err != nil {
 		t.Fatal(err)
 	}
 	b := strings.NewReplacer("\n", "", "  ", "\t", "é", `\u00e9`, "<", `\u003c`, "/", `\/`).Replace(identitiesGolden)
-	got, err := identitiesFormat.decode([]byte(b))
+	got, err := identitiesFormat.Decode([]byte(b))
 	if err != nil || !slices.Equal(got.Identities, want.Identities) || !slices.Equal(got.Retired, want.Retired) {
 		t.Errorf("got %v, %v; want %v", got, err, want)
 	}
@@ -118,7 +118,7 @@ func TestIdentitiesBadFile(t *testing.T) {
 func TestIdentitiesTruncated(t *testing.T) {
 	whole := strings.TrimSpace(identitiesGolden)
 	for n := range len(whole) {
-		if s, err := identitiesFormat.decode([]byte(whole[:n])); err == nil {
+		if s, err := identitiesFormat.Decode([]byte(whole[:n])); err == nil {
 			t.Errorf("the first %d of %d octets are read as %v", n, len(whole), s)
 		}
 	}
@@ -132,7 +132,7 @@ func FuzzIdentitiesFile(f *testing.F) {
 		}
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {
-		s, err := identitiesFormat.decode(b)
+		s, err := identitiesFormat.Decode(b)
 		if err != nil {
 			if s.Identities != nil || s.Retired != nil {
 				t.Fatalf("an error and %v", s)
@@ -154,11 +154,11 @@ func FuzzIdentitiesFile(f *testing.F) {
 			}
 			keys[e.Key] = true
 		}
-		again, err := encode(s)
+		again, err := Encode(s)
 		if err != nil {
 			t.Fatal(err)
 		}
-		s2, err := identitiesFormat.decode(again)
+		s2, err := identitiesFormat.Decode(again)
 		if err != nil || s2.Version != s.Version || !slices.Equal(s2.Identities, s.Identities) || !slices.Equal(s2.Retired, s.Retired) {
 			t.Fatalf("%v came back as %v, %v", s, s2, err)
 		}

@@ -67,9 +67,7 @@ type identityEntry struct {
 	Promised bool `json:"promised,omitempty"`
 }
 
-var identitiesFormat = Format[identityState]{
-	Name: "identities", Version: identitiesVersion, Check: (*identityState).check,
-}
+var identitiesFormat = Format[identityState]{Name: "identities", Version: identitiesVersion}
 
 func noIdentities() identityState {
 	return identityState{identitiesVersion, []identityEntry{}, []identityEntry{}}
@@ -268,8 +266,8 @@ func (ids *Identities) unused(s *identityState) (id Identity, err error) {
 	return id, fmt.Errorf("the random source gave %d identities in a row that are taken", identityTries)
 }
 
-// check refuses keys and NAAs that are bad or there twice.
-func (s *identityState) check() error {
+// Check refuses keys and NAAs that are bad or there twice.
+func (s identityState) Check() error {
 	if s.Identities == nil || s.Retired == nil {
 		return errors.New("is damaged: want the members identities and retired, both lists")
 	}

@@ -17,18 +17,9 @@ type Record interface {
 	Check() error // finds what a logical unit could not have got into
 }
 
-// A Kind describes the files with one kind of record.
-type Kind[R Record] struct {
-	Name    string // what the file is about, for errors
-	Version int
-	// Upgrade, if not nil, reads a file of version 1. It returns the records, and
-	// what is written in b.
-	Upgrade func(b []byte) (records []R, written any, err error)
-}
-
-// records is the content of the file, with the members in this order. A value of
-// it does not change; a new one takes its place.
-type records[R Record] struct {
+// Records is the content of the file of a Keeper, with the members in this order. A value of it does
+// not change; a new one takes its place.
+type Records[R Record] struct {
 	Version int `json:"version"`
 	Units   []R `json:"units"` // one for each unit that has something to keep
 }
@@ -37,13 +28,13 @@ type records[R Record] struct {
 // Several goroutines may use it at once.
 type Keeper[R Record] struct {
 	mu  sync.Mutex
-	doc *Document[records[R]] // guarded by mu
+	doc *Document[Records[R]] // guarded by mu
 }
 
 // OpenKeeper opens the file at path, as Open does. The file is created when the
 // first record is put.
-func OpenKeeper[R Record](kind Kind[R], path string) (*Keeper[R], error) {
-	doc, err := Open(kind.format(), path, records[R]{kind.Version, []R{}})
+func OpenKeeper[R Record](format Format[Records[R]], path string) (*Keeper[R], error) {
+	doc, err := Open(format, path, Records[R]{format.Version, []R{}})
 	if err != nil {
 		return nil, err
 	}
@@ -121,30 +112,8 @@ func (k *Keeper[R]) change(unit string, with ...R) (unsure bool, err error) {
 	return false, nil
 }
 
-// format returns the format of the files.
-func (k Kind[R]) format() Format[records[R]] {
-	f := Format[records[R]]{Name: k.Name, Version: k.Version, Check: (*records[R]).check}
-	if k.Upgrade != nil {
-		f.Upgrades = map[int]func([]byte) (records[R], any, error){1: func(b []byte) (records[R], any, error) {
-			list, written, err := k.Upgrade(b)
-			return records[R]{k.Version, list}, written, err
-		}}
-	}
-	return f
-}
-
-// Decode returns the records in the content of a file. It refuses bad records,
-// and two of one unit.
-func (k Kind[R]) Decode(b []byte) ([]R, error) {
-	f := k.format()
-	s, err := f.decode(b)
-	return s.Units, err
-}
-
-// Encode returns the content of a file with these records.
-func (k Kind[R]) Encode(list []R) ([]byte, error) { return encode(records[R]{k.Version, list}) }
-
-func (s *records[R]) check() error {
+// Check refuses records that are bad, and two of one unit.
+func (s Records[R]) Check() error {
 	if s.Units == nil {
 		return errors.New("is damaged: the member units is not a list")
 	}

@@ -13,6 +13,8 @@ type colour struct {
 	Name    string `json:"name"`
 }
 
+func (colour) Check() error { return nil }
+
 var colours = Format[colour]{Name: "colours", Version: 2, Upgrades: map[int]func([]byte) (colour, any, error){
 	0: func(b []byte) (colour, any, error) {
 		var old struct {

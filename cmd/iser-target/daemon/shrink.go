@@ -30,13 +30,14 @@ type shrinkState struct {
 
 var (
 	shrinkFormat = state.Format[shrinkState]{
-		Name: "shrinks", Version: 1, Check: (*shrinkState).check,
+		Name: "shrinks", Version: 1,
 		Upgrades: map[int]func([]byte) (shrinkState, any, error){0: upgradeShrinks},
 	}
 	noShrinks = shrinkState{1, sizes{}}
 )
 
-func (s *shrinkState) check() error {
+// Check implements state.State.
+func (s shrinkState) Check() error {
 	if s.Files == nil {
 		return errors.New("is damaged: the member files is not an object")
 	}
