@@ -383,11 +383,9 @@ func (t *Task) complete() {
 		t.lap(lun.PhaseBackend)
 		t.timed = true
 	}
-	h := pdu.BHS(t.Header[:])
-	h.Reset(pdu.SCSIResponse, pdu.FlagF)
+	h := t.beginPDU(pdu.SCSIResponse, t.header().ITT())
 	h.SetResponse(pdu.CommandCompleted)
 	h.SetStatus(t.cmd.Status)
-	h.SetITT(t.header().ITT())
 	h.SetExpDataSN(t.transfers)
 	if flag, n := t.residual(); n > 0 {
 		h.SetFlags(pdu.FlagF | flag)

@@ -106,7 +106,7 @@ func newConn(p *Portal, dm Datamover, o ServeOptions) *conn {
 		ending:    make(chan struct{}),
 		done:      make(chan struct{}),
 	}
-	c.slots.init(slotsFor(opt.QueueDepth))
+	c.slots.max, c.slots.freed.L = slotsFor(opt.QueueDepth), &c.slots.mu
 	c.join(newShared(c.slots.max))
 	c.baton.init()
 	c.budget = budget{pool: &nd.buffers, quota: quota{free: opt.ConnectionMemory}}
@@ -230,7 +230,9 @@ func (c *conn) shut(reason error, keep bool) (failed bool) {
 		c.freeTask(heldBack)
 	}
 	close(c.ending)
-	c.slots.wakeAll()
+	c.slots.mu.Lock()
+	c.slots.freed.Broadcast() // newTask may wait
+	c.slots.mu.Unlock()
 	c.budget.close()
 	c.sending.close()
 	dm.Close() // an error of Close changes nothing: Receive reports the end
@@ -258,6 +260,17 @@ func (c *conn) enter() bool {
 	}
 	c.workers.Add(1)
 	return true
+}
+
+// start runs f, which may wait for the network, on a goroutine of its own, unless the connection is
+// ending.
+func (c *conn) start(f func()) {
+	if c.enter() {
+		go func() {
+			defer c.workers.Done()
+			f()
+		}()
+	}
 }
 
 var errPeerClosed = fmt.Errorf("initiator closed the connection: %w", io.EOF)
@@ -311,22 +324,19 @@ func (c *conn) halfClose() {
 // target drops this connection (event 2) or its session (event 3) and keeps nothing. The connection
 // ends after LogoutWait at the latest, whether or not the initiator reads. dismiss does not wait.
 func (c *conn) dismiss(event byte, reason error) {
-	if !c.enter() {
-		return
-	}
 	cid := c.cid
 	if event != pdu.AsyncConnectionDropped {
 		cid = 0
 	}
+	c.mu.Lock()
 	t := c.async(event, cid, c.params.DefaultTime2Wait, 0)
 	if t == nil {
-		c.workers.Done()
+		c.mu.Unlock()
 		c.stop(reason)
 		return
 	}
 	timer := time.AfterFunc(c.opt.LogoutWait, func() { c.stop(reason) })
-	go func() {
-		defer c.workers.Done()
+	c.workers.Go(func() {
 		defer timer.Stop()
 		if !c.sendFromTarget(t) {
 			c.stop(reason)
@@ -336,7 +346,8 @@ func (c *conn) dismiss(event byte, reason error) {
 		if !c.dm.RDMA() {
 			c.stop(reason)
 		}
-	}()
+	})
+	c.mu.Unlock()
 }
 
 // closeGently ends the connection for that reason as after a logout: the initiator has LogoutWait

@@ -73,18 +73,12 @@ func (s *session) releaseHeld() {
 	s.shared.mu.Lock()
 	sent, awaited := s.releaseHeldLocked()
 	s.shared.mu.Unlock()
-	work := func(conns []*conn, f func(*conn)) {
-		for _, c := range conns {
-			if c.enter() {
-				go func() { // its network may be slower than the caller's
-					defer c.workers.Done()
-					f(c)
-				}()
-			}
-		}
+	for _, c := range sent { // their networks may be slower than the caller's
+		c.start(c.dm.Flush)
 	}
-	work(sent, func(c *conn) { c.dm.Flush() })
-	work(awaited, func(c *conn) { c.sendNOPIn(true) })
+	for _, c := range awaited {
+		c.start(func() { c.sendNOPIn(true) })
+	}
 }
 
 // releaseHeldLocked queues the responses that can be sent. It returns the connections on which it
@@ -152,11 +146,7 @@ func (c *conn) acknowledgeStatus(expStatSN uint32) {
 		c.tellTerminations()
 	}
 	if f := c.shared.fence; f.conn != nil || !f.queue.Empty() {
-		c.workers.Add(1)
-		go func() {
-			defer c.workers.Done()
-			c.sess.releaseHeld()
-		}()
+		c.workers.Go(c.sess.releaseHeld)
 	}
 }
 
@@ -211,7 +201,7 @@ func (c *conn) tellTerminations() {
 		if x.told {
 			continue
 		}
-		t := c.asyncLocked(pdu.AsyncTaskTermination, 0, 0, 0)
+		t := c.async(pdu.AsyncTaskTermination, 0, 0, 0)
 		if t == nil {
 			break
 		}
@@ -223,11 +213,7 @@ func (c *conn) tellTerminations() {
 		x.told, x.statSN, queued = true, statSN, true
 	}
 	if queued {
-		c.workers.Add(1)
-		go func() { // its network may be slower than the caller's
-			defer c.workers.Done()
-			c.dm.Flush()
-		}()
+		c.workers.Go(c.dm.Flush) // its network may be slower than the caller's
 	}
 }
 

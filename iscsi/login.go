@@ -409,7 +409,9 @@ func (l *login) stepUp() error {
 		return errPeerClosed // login finds the real reason
 	}
 	c.dm = newMover(dm)
-	c.slots.discard()
+	c.slots.mu.Lock()
+	c.slots.free, c.slots.made = nil, 0 // they were made for the old Datamover
+	c.slots.mu.Unlock()
 	c.enterPhase(phaseFullFeature)
 	return nil
 }

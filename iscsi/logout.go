@@ -91,10 +91,8 @@ func (t *Task) logoutOther() {
 // respondLogout sends the Logout Response.
 func (t *Task) respondLogout(response byte) {
 	c := t.conn
-	h := pdu.BHS(t.Header[:])
-	h.Reset(pdu.LogoutResp, pdu.FlagF)
+	h := t.beginPDU(pdu.LogoutResp, t.header().ITT())
 	h.SetResponse(response)
-	h.SetITT(t.header().ITT())
 	h.SetTime2Wait(c.params.DefaultTime2Wait)
 	h.SetTime2Retain(c.params.DefaultTime2Retain)
 	c.respond(t)

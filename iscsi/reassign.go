@@ -204,7 +204,7 @@ func (s *session) expire(l *lostConn) {
 	}
 	s.shared.mu.Unlock()
 	if c := s.anyConn(); c != nil {
-		c.tellWindowAsync()
+		c.start(c.tellWindow)
 	}
 	if s.finishIdle() {
 		s.reportEnd(ConnAddr{}, fmt.Sprintf("no connection came back within %v", s.retain()), true)
@@ -215,16 +215,15 @@ func (s *session) expire(l *lostConn) {
 // initiator on another one (section 7.1.4.3).
 func (s *session) connLost(failed *conn) {
 	c := s.anyConn()
-	if c == nil || !c.enter() {
+	if c == nil {
 		return
 	}
-	go func() { // its network may be slow
-		defer c.workers.Done()
-		t := c.async(pdu.AsyncConnectionDropped, failed.cid, s.params.DefaultTime2Wait, s.params.DefaultTime2Retain)
-		if t != nil {
-			c.sendFromTarget(t)
-		}
-	}()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	t := c.async(pdu.AsyncConnectionDropped, failed.cid, s.params.DefaultTime2Wait, s.params.DefaultTime2Retain)
+	if t != nil {
+		c.workers.Go(func() { c.sendFromTarget(t) }) // its network may be slow
+	}
 }
 
 // remove logs out the lost connections with that CID for recovery (section 11.14): their tasks may

@@ -98,7 +98,8 @@ func (c *conn) openStore() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	depth := c.shared.win.depth
-	slots := c.slots.grow(depth)
+	slots := c.slots.max + depth
+	c.slots.setMax(slots)
 	c.recovery.store = statusStore{
 		on: true, repeater: r,
 		ring:  make([]*Task, 1<<bits.Len(uint(slots-1))),
@@ -267,11 +268,7 @@ func (c *conn) reopenWindow() {
 		return
 	}
 	c.shared.changed.Broadcast()
-	c.workers.Add(1)
-	go func() { // the network may be slow
-		defer c.workers.Done()
-		c.sendNOPIn(false)
-	}()
+	c.workers.Go(func() { c.sendNOPIn(false) }) // the network may be slow
 }
 
 // forgetAll empties the store.
@@ -343,8 +340,7 @@ func (c *conn) startAsking() {
 		return
 	}
 	c.recovery.store.asking = true
-	c.workers.Add(1)
-	go c.askForAcks()
+	c.workers.Go(c.askForAcks)
 }
 
 // askForAcks asks the initiator for acknowledgements as long as memory or slots are short. It sends
@@ -352,7 +348,6 @@ func (c *conn) startAsking() {
 // commands in progress. If neither helps it gives up what is kept: a SNACK about it will be
 // rejected.
 func (c *conn) askForAcks() {
-	defer c.workers.Done()
 	acks, since := uint64(0), time.Now()
 	for {
 		c.sendNOPIn(true)
@@ -445,12 +440,8 @@ func (t *Task) runSNACK() {
 	queued, reason, next := snacks[h.SNACKType()](t)
 	switch {
 	case reason != 0:
-		r := pdu.BHS(t.Header[:])
-		r.Reset(pdu.Reject, pdu.FlagF)
-		r.SetReason(reason)
-		r.SetITT(pdu.ReservedTag)
-		r.SetDataSN(next)
-		t.Segment = append(t.scratch[:0], t.req[:]...)
+		t.setReject(reason, t.req[:])
+		pdu.BHS(t.Header[:]).SetDataSN(next)
 		c.sendFromTarget(t)
 		return
 	case !queued:

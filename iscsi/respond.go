@@ -92,13 +92,25 @@ func (c *conn) stampWindow(t *Task) {
 	w.told = w.max
 }
 
+// beginPDU makes t.Header a PDU with that opcode and Initiator Task Tag, and the F bit alone.
+func (t *Task) beginPDU(op pdu.Opcode, itt uint32) pdu.BHS {
+	h := pdu.BHS(t.Header[:])
+	h.Reset(op, pdu.FlagF)
+	h.SetITT(itt)
+	return h
+}
+
+// setReject makes the PDU of t a Reject of one with that header.
+func (t *Task) setReject(reason pdu.RejectReason, header []byte) {
+	t.beginPDU(pdu.Reject, pdu.ReservedTag).SetReason(reason)
+	t.Segment = append(t.scratch[:0], header...)
+}
+
 // runNOP answers a ping with its data, as far as the initiator can take it (RFC 7143, section
 // 11.19; RFC 7145, section 6.2).
 func (t *Task) runNOP() {
-	h := pdu.BHS(t.Header[:])
-	h.Reset(pdu.NOPIn, pdu.FlagF)
+	h := t.beginPDU(pdu.NOPIn, t.header().ITT())
 	h.SetLUN(t.header().LUN())
-	h.SetITT(t.header().ITT())
 	h.SetTTT(pdu.ReservedTag)
 	t.Segment = t.data[:min(len(t.data), t.conn.dm.MaxSendSegment())]
 	t.conn.respond(t)
@@ -106,10 +118,6 @@ func (t *Task) runNOP() {
 
 // rejectRequest answers the request of t with a Reject instead of a response.
 func (t *Task) rejectRequest(reason pdu.RejectReason) {
-	h := pdu.BHS(t.Header[:])
-	h.Reset(pdu.Reject, pdu.FlagF)
-	h.SetReason(reason)
-	h.SetITT(pdu.ReservedTag)
-	t.Segment = append(t.scratch[:0], t.req[:]...)
+	t.setReject(reason, t.req[:])
 	t.conn.respond(t)
 }

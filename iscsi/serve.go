@@ -273,11 +273,7 @@ func (c *conn) reject(n *Notice, reason pdu.RejectReason, unexpected bool) {
 	if t == nil {
 		return
 	}
-	h := pdu.BHS(t.Header[:])
-	h.Reset(pdu.Reject, pdu.FlagF)
-	h.SetReason(reason)
-	h.SetITT(pdu.ReservedTag)
-	t.Segment = append(t.scratch[:0], n.BHS...)
+	t.setReject(reason, n.BHS)
 	if len(n.BHS)+len(n.AHS) <= len(t.scratch) {
 		t.Segment = append(t.Segment, n.AHS...)
 	}

@@ -28,61 +28,15 @@ type slotPool struct {
 	max   int
 }
 
-func (p *slotPool) init(max int) { p.max, p.freed.L = max, &p.mu }
-
 // exhausted reports whether all slots are in use.
 //
 // Preconditions: p.mu is held.
 func (p *slotPool) exhausted() bool { return p.free == nil && p.made == p.max }
 
-// take returns a free slot, or nil if the caller has to make one. It unlocks p.mu.
-//
-// Preconditions: p.mu is held; the slots are not exhausted.
-func (p *slotPool) take() *Task {
-	t := p.free
-	if t != nil {
-		p.free, t.nextFree = t.nextFree, nil
-	} else {
-		p.made++
-	}
-	p.mu.Unlock()
-	return t
-}
-
-// put makes the slot of t, which is empty, free.
-func (p *slotPool) put(t *Task) {
-	p.mu.Lock()
-	t.nextFree, p.free = p.free, t
-	p.mu.Unlock()
-	p.freed.Signal()
-}
-
 // setMax sets the number of slots.
 func (p *slotPool) setMax(max int) {
 	p.mu.Lock()
 	p.max = max
-	p.mu.Unlock()
-}
-
-// grow raises the number of slots by n and returns the new one.
-func (p *slotPool) grow(n int) int {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.max += n
-	return p.max
-}
-
-// discard forgets all slots: they were made for another Datamover.
-func (p *slotPool) discard() {
-	p.mu.Lock()
-	p.free, p.made = nil, 0
-	p.mu.Unlock()
-}
-
-// wakeAll wakes the goroutines that wait for a slot: the connection is ending.
-func (p *slotPool) wakeAll() {
-	p.mu.Lock()
-	p.freed.Broadcast()
 	p.mu.Unlock()
 }
 
@@ -116,35 +70,23 @@ func (c *conn) newTask() *Task {
 		}
 		p.freed.Wait()
 	}
-	t := c.useSlot(p.take())
+	t := c.takeSlot()
 	t.waited = waited
 	return t
 }
 
-// tryTask returns an empty slot for a goroutine that is not the connection's own. It returns nil
-// if all slots are in use, or outside of the full feature phase.
-func (c *conn) tryTask() *Task {
-	c.mu.Lock()
-	ok := c.phase == phaseFullFeature
-	c.mu.Unlock()
-	if !ok {
-		return nil
+// takeSlot returns an empty slot and makes it if need be. It unlocks slots.mu.
+//
+// Preconditions: slots.mu is held; the slots are not exhausted.
+func (c *conn) takeSlot() *Task {
+	p := &c.slots
+	t := p.free
+	if t != nil {
+		p.free, t.nextFree = t.nextFree, nil
+	} else {
+		p.made++
 	}
-	return c.trySlot()
-}
-
-// trySlot does the work of tryTask for a connection in the full feature phase.
-func (c *conn) trySlot() *Task {
-	c.slots.mu.Lock()
-	if c.slots.exhausted() {
-		c.slots.mu.Unlock()
-		return nil
-	}
-	return c.useSlot(c.slots.take())
-}
-
-// useSlot counts t as in use. If t is nil it makes a slot first.
-func (c *conn) useSlot(t *Task) *Task {
+	p.mu.Unlock()
 	if t == nil {
 		t = &Task{conn: c, Mover: c.dm.NewTask(), wake: make(chan struct{}, 1)}
 		t.cmd.Abort = &t.aborted
@@ -158,5 +100,9 @@ func (c *conn) freeTask(t *Task) {
 	t.countSpent()
 	t.reset()
 	c.node.stats.tasks.Add(-1)
-	c.slots.put(t)
+	p := &c.slots
+	p.mu.Lock()
+	t.nextFree, p.free = p.free, t
+	p.mu.Unlock()
+	p.freed.Signal()
 }

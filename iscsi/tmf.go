@@ -58,12 +58,10 @@ func (t *Task) runTMF() {
 	if ok = ok && f.level <= c.params.ISCSIProtocolLevel; ok {
 		response = f.run(t)
 	}
-	h := pdu.BHS(t.Header[:])
-	h.Reset(pdu.TaskMgmtResp, pdu.FlagF)
+	h := t.beginPDU(pdu.TaskMgmtResp, t.header().ITT())
 	h.SetResponse(response)
 	h.SetAdditionalInfo(t.info)
 	t.isFence = f.many
-	h.SetITT(t.header().ITT())
 	if t.bound {
 		c.dm.Unbind(t)
 		t.bound = false
@@ -191,7 +189,7 @@ func (s *session) abort(match func(*Task) bool) (lost bool) {
 		s.releaseHeld() // responses that were held back may be gone
 	}
 	for _, c := range losers {
-		c.tellWindowAsync()
+		c.start(c.tellWindow)
 	}
 	return len(losers) > 0
 }

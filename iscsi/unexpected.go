@@ -1,8 +1,10 @@
 package iscsi
 
 import (
+	"encoding/binary"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun/invariant"
@@ -150,17 +152,9 @@ func (c *conn) forgetUnexpected(taken func(unexpectedPDU) bool) {
 	switch t := x.heldBack; {
 	case t != nil && len(x.outstanding) < c.unexpectedLimit()-1:
 		x.heldBack = nil
-		c.workers.Add(1)
-		go func() {
-			defer c.workers.Done()
-			c.sendFromTarget(t)
-		}()
+		c.workers.Go(func() { c.sendFromTarget(t) })
 	case len(x.outstanding) < n && c.windowNews():
-		c.workers.Add(1)
-		go func() {
-			defer c.workers.Done()
-			c.tellWindow()
-		}()
+		c.workers.Go(c.tellWindow)
 	}
 }
 
@@ -197,38 +191,109 @@ func (c *conn) tellWindow() {
 	c.unexpected.telling = false
 }
 
-// tellWindowAsync calls tellWindow on another goroutine: the network may be slow.
-func (c *conn) tellWindowAsync() {
-	if !c.enter() {
-		return
-	}
-	go func() {
-		defer c.workers.Done()
-		c.tellWindow()
-	}()
-}
-
 // sendNOPIn sends a NOP-In that no request asked for (RFC 7143, section 11.19): a ping, or news
 // about MaxCmdSN. It reports false, and sends nothing, without a free slot or if the initiator
 // cannot take it.
 func (c *conn) sendNOPIn(ping bool) bool {
-	t := c.tryTask()
+	c.mu.Lock()
+	t := c.newUnexpected(pdu.NOPIn)
 	if t == nil {
+		c.mu.Unlock()
 		return false
 	}
-	h := pdu.BHS(t.Header[:])
-	h.Reset(pdu.NOPIn, pdu.FlagF)
-	h.SetITT(pdu.ReservedTag)
-	h.SetTTT(pdu.ReservedTag)
+	ttt := uint32(pdu.ReservedTag)
 	if ping {
-		c.mu.Lock()
 		x := &c.unexpected
 		if x.lastPing++; x.lastPing == pdu.ReservedTag {
 			x.lastPing = 0
 		}
-		h.SetTTT(x.lastPing)
-		c.mu.Unlock()
+		ttt = x.lastPing
 	}
-	t.fromTarget, t.unexpected = true, true
+	c.mu.Unlock()
+	pdu.BHS(t.Header[:]).SetTTT(ttt)
 	return c.sendFromTarget(t)
+}
+
+// newUnexpected returns a task for an unexpected PDU with that opcode, or nil without a free slot or
+// outside of the full feature phase.
+//
+// Preconditions: c.mu is held.
+func (c *conn) newUnexpected(op pdu.Opcode) *Task {
+	invariant.Held(&c.mu)
+	if c.phase != phaseFullFeature {
+		return nil
+	}
+	c.slots.mu.Lock()
+	if c.slots.exhausted() {
+		c.slots.mu.Unlock()
+		return nil
+	}
+	t := c.takeSlot()
+	t.beginPDU(op, pdu.ReservedTag)
+	t.fromTarget, t.unexpected = true, true
+	return t
+}
+
+// async returns an Asynchronous Message (RFC 7143, section 11.9) with an event and its three
+// parameters, ready for sendFromTarget. It returns nil where the initiator cannot be told: before
+// the full feature phase and in discovery; before it has sent its first PDU, when it may not have
+// the buffers yet (RFC 7145, section 5.1.3); and without a free slot.
+//
+// Preconditions: c.mu is held.
+func (c *conn) async(event byte, p1, p2, p3 uint16) *Task {
+	if c.phase != phaseFullFeature || c.sess.discovery || c.received.Load() == 0 {
+		return nil
+	}
+	t := c.newUnexpected(pdu.AsyncMessage)
+	if t != nil {
+		pdu.BHS(t.Header[:]).SetAsync(event, p1, p2, p3)
+	}
+	return t
+}
+
+// askLogout asks the initiator of a normal session to log out within d (event 1). It does not wait.
+// It returns false if it cannot ask.
+func (c *conn) askLogout(d time.Duration) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.unexpected.outstanding) >= c.unexpectedLimit() {
+		return false
+	}
+	t := c.async(pdu.AsyncLogoutRequest, 0, 0, uint16(min((d+time.Second-1)/time.Second, 0xffff)))
+	if t != nil {
+		c.workers.Go(func() { c.sendFromTarget(t) })
+	}
+	return t != nil
+}
+
+// reportEvent reports a unit attention of a logical unit to the initiator (event 0). It does not
+// wait. An initiator that cannot take the message finds the unit attention with its next command.
+func (s *session) reportEvent(lun [8]byte, sense []byte) {
+	go func() { // the logical unit holds a lock
+		c := s.anyConn()
+		if c == nil {
+			return
+		}
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		t := c.async(pdu.AsyncSCSIEvent, 0, 0, 0)
+		if t == nil {
+			return
+		}
+		pdu.BHS(t.Header[:]).SetLUN(lun)
+		t.Segment = append(binary.BigEndian.AppendUint16(t.scratch[:0], uint16(len(sense))), sense...)
+		c.workers.Go(func() { c.sendFromTarget(t) })
+	}()
+}
+
+// anyConn returns a connection of s in the full feature phase, or nil.
+func (s *session) anyConn() *conn {
+	s.shared.mu.Lock()
+	defer s.shared.mu.Unlock()
+	for _, c := range s.conns {
+		if c.phase == phaseFullFeature {
+			return c
+		}
+	}
+	return nil
 }
