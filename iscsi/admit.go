@@ -5,45 +5,34 @@ import (
 	"github.com/iser-target/iser-target/lun/invariant"
 )
 
-type verdict uint8
-
-const (
-	takeIt verdict = iota
-	ignoreIt
-	rejectIt
-)
-
-// judge decides about a request that is to become a task. It looks at tags before CmdSN (RFC 7143,
-// section 4.2.2.1).
+// judge decides about a request that is to become a task: take it, reject it if there is a reason,
+// else ignore it. It looks at tags before CmdSN (RFC 7143, section 4.2.2.1).
 //
 // Preconditions: c.mu is held.
-func (c *conn) judge(h pdu.BHS, r *request) (verdict, pdu.RejectReason) {
+func (c *conn) judge(h pdu.BHS, r *request) (take bool, reason pdu.RejectReason) {
 	invariant.Held(&c.mu)
 	if c.phase != phaseFullFeature {
-		return ignoreIt, 0
+		return false, 0
 	}
 	if same := c.shared.tasks.find(h.ITT()); same != nil {
 		if !h.Immediate() && !same.immediate() && same.header().CmdSN() == h.CmdSN() {
-			return ignoreIt, 0 // a retry
+			return false, 0 // a retry
 		}
-		return rejectIt, pdu.RejectTaskInProgress
+		return false, pdu.RejectTaskInProgress
 	}
 	if !h.Immediate() {
-		if !c.shared.win.accepts(h.CmdSN()) {
-			return ignoreIt, 0
-		}
-		return takeIt, 0
+		return c.shared.win.accepts(h.CmdSN()), 0
 	}
 	if r.maxImmediate > 0 && c.immediate[h.Opcode()] >= r.maxImmediate {
-		return rejectIt, pdu.RejectTooManyImmediate
+		return false, pdu.RejectTooManyImmediate
 	}
-	return takeIt, 0
+	return true, 0
 }
 
 // admit enters t in the table of tasks. As far as CmdSNs have come without a gap it makes tasks
 // ready, those of other connections included.
 //
-// Preconditions: c.mu is held; judge has said takeIt.
+// Preconditions: c.mu is held; judge has said to take it.
 func (c *conn) admit(t *Task) {
 	t.become(taskWaiting)
 	c.shared.tasks.insert(t)
@@ -63,11 +52,7 @@ func (c *conn) admit(t *Task) {
 // Preconditions: c.mu is held.
 func (c *conn) advance() {
 	invariant.Held(&c.mu)
-	for {
-		t, ok := c.shared.win.next()
-		if !ok {
-			break
-		}
+	for t, ok := c.shared.win.next(); ok; t, ok = c.shared.win.next() {
 		if t != nil {
 			t.needsSN = false
 			c.makeReady(t)

@@ -11,7 +11,7 @@ import (
 // that does not fit is rejected, and the task it names fails once the last Data-Out has come.
 //
 // Preconditions: c.baton is held.
-func (c *conn) dataOut(n *Notice) error {
+func (c *conn) dataOut(n *Notice) {
 	h := pdu.BHS(n.BHS)
 	c.mu.Lock()
 	t := c.shared.tasks.find(h.ITT())
@@ -25,14 +25,14 @@ func (c *conn) dataOut(n *Notice) error {
 			reason = pdu.RejectInvalidField // of a task that has ended, perhaps
 		}
 		c.reject(n, reason, unexpected)
-		return nil
+		return
 	}
 	end := uint64(h.BufferOffset()) + uint64(len(n.Data))
 	var wrong pdu.RejectReason
 	if c.recovery.store.repeater != nil && h.LUN() == t.header().LUN() && h.DataSN() != t.dataSN {
 		if pdu.Before(h.DataSN(), t.dataSN) { // a duplicate
 			c.mu.Unlock()
-			return nil
+			return
 		}
 		t.recovery.gap, t.dataSN = true, h.DataSN()
 	}
@@ -60,7 +60,6 @@ func (c *conn) dataOut(n *Notice) error {
 	if wrong != 0 {
 		c.reject(n, wrong, unexpected)
 	}
-	return nil
 }
 
 // endUnsolicited lets t continue when the last unsolicited Data-Out has come. From the place where

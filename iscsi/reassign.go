@@ -264,15 +264,15 @@ func (t *Task) removeOther() {
 	o.shut(errLoggedOut, true)
 	timer := time.NewTimer(c.opt.ReinstatementWait)
 	defer timer.Stop()
+	response := byte(pdu.LogoutCleanupFailed)
 	select {
 	case <-o.done:
 		s.remove(cid, t.header().ExpStatSN())
-		t.respondLogout(pdu.LogoutSuccess)
+		response = pdu.LogoutSuccess
 	case <-timer.C: // a backend does not return
-		t.respondLogout(pdu.LogoutCleanupFailed)
 	case <-c.ending:
-		t.respondLogout(pdu.LogoutCleanupFailed)
 	}
+	t.respondLogout(response)
 }
 
 // removeOwn serves a Logout Request for recovery of the connection that it comes on. The response
@@ -496,13 +496,10 @@ func (t *Task) resumeReassigned() {
 	switch {
 	case r.finished && (t.cmd.Status != lun.StatusGood || t.cmd.DataIn == 0):
 		t.complete()
-	case r.finished:
-		t.off = r.resumeAt
-		t.read()
-	case !t.begun:
+	case !r.finished && !t.begun:
 		t.waited = true
 		t.runCommand()
-	case t.cmd.DataOut > 0:
+	case !r.finished && t.cmd.DataOut > 0:
 		t.write()
 	default:
 		t.off = r.resumeAt

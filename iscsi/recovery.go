@@ -174,9 +174,7 @@ func (c *conn) keep(t *Task) {
 	s.count++
 	s.bytes += len(t.Segment)
 	t.recovery.kept = true
-	c.slots.mu.Lock()
-	t.resend.stored, t.resend.sending = true, true
-	c.slots.mu.Unlock()
+	c.setUse(t, true, true)
 	for s.bytes > maxKeptSegments && c.giveUpOldest() {
 	}
 	if s.deferred > 0 {
@@ -194,9 +192,7 @@ func (c *conn) unkeep(t *Task) {
 	}
 	c.recovery.store.remove(t)
 	t.recovery.kept = false
-	c.slots.mu.Lock()
-	t.resend.stored, t.resend.sending = false, false
-	c.slots.mu.Unlock()
+	c.setUse(t, false, false)
 }
 
 // unstore takes t out of the store.
@@ -213,6 +209,13 @@ func (c *conn) unstore(t *Task) {
 //
 // Preconditions: c.mu is held.
 func (c *conn) release(t *Task) { c.endUse(t, &t.resend.stored) }
+
+// setUse notes who uses the slot of t.
+func (c *conn) setUse(t *Task, stored, sending bool) {
+	c.slots.mu.Lock()
+	t.resend.stored, t.resend.sending = stored, sending
+	c.slots.mu.Unlock()
+}
 
 // endUse ends one of the two uses of the slot of t, stored or sending, and frees the slot after the
 // last. It takes leaf locks only.
@@ -392,28 +395,24 @@ var snacks = [16]func(t *Task) (queued bool, reason pdu.RejectReason, next uint3
 // for slots, not in the send queue.
 //
 // Preconditions: c.baton is held.
-func (c *conn) snack(n *Notice) error {
-	h := pdu.BHS(n.BHS)
-	kind := h.SNACKType()
+func (c *conn) snack(n *Notice) {
+	kind := pdu.BHS(n.BHS).SNACKType()
 	switch {
 	case c.recovery.store.repeater == nil: // section 11.16; RFC 7145, section 7.3.11
 		c.reject(n, pdu.RejectProtocolError, unexpected)
-		return nil
+		return
 	case kind == pdu.SNACKDataACK:
 		c.dataACK(n)
-		return nil
+		return
 	case snacks[kind] == nil:
 		c.reject(n, pdu.RejectProtocolError, unexpected)
-		return nil
+		return
 	}
-	t := c.newTask()
-	if t == nil {
-		return nil
+	if t := c.newTask(); t != nil {
+		copy(t.req[:], n.BHS)
+		t.fromTarget, t.recovery.isSNACK = true, true
+		c.queueReady(t)
 	}
-	copy(t.req[:], n.BHS)
-	t.fromTarget, t.recovery.isSNACK = true, true
-	c.queueReady(t)
-	return nil
 }
 
 // dataACK takes an acknowledgement of data (section 11.16.2).
@@ -531,14 +530,10 @@ func (t *Task) resendStatus() (queued bool, reason pdu.RejectReason, next uint32
 //
 // Preconditions: c.mu is held, and awaitSent has returned true.
 func (c *conn) resend(u *Task) {
-	c.slots.mu.Lock()
-	u.resend.sending = true
-	c.slots.mu.Unlock()
+	c.setUse(u, true, true)
 	c.stampWindow(u)
 	if err := c.dm.SendControl(u); err != nil { // Receive reports the end
-		c.slots.mu.Lock()
-		u.resend.sending = false
-		c.slots.mu.Unlock()
+		c.setUse(u, true, false)
 	}
 }
 

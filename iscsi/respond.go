@@ -62,9 +62,7 @@ func (c *conn) sendStatus(t *Task) error {
 	err := c.dm.SendControl(t)
 	switch {
 	case err != nil && t.recovery.kept && t.isCommand() && c.recovers(): // sent, but lost
-		c.slots.mu.Lock()
-		t.resend.sending = false
-		c.slots.mu.Unlock()
+		c.setUse(t, true, false)
 	case err != nil:
 		c.unkeep(t)
 	}

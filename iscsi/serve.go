@@ -48,7 +48,10 @@ func (c *conn) receive() *Task {
 	invariant.Held(&c.baton)
 	for {
 		c.mu.Lock()
-		t := c.nextReady()
+		t := c.ready.Pop()
+		if t != nil {
+			t.become(taskRunning)
+		}
 		c.mu.Unlock()
 		if t != nil {
 			t.waited = t.waited || t.lapBegan != c.noticed
@@ -81,17 +84,6 @@ func (c *conn) receive() *Task {
 			c.end(err)
 		}
 	}
-}
-
-// nextReady takes the first task from the queue of those that may run.
-//
-// Preconditions: c.mu is held.
-func (c *conn) nextReady() *Task {
-	t := c.ready.Pop()
-	if t != nil {
-		t.become(taskRunning)
-	}
-	return t
 }
 
 // begin runs t on a goroutine of its own.
@@ -129,8 +121,8 @@ func (c *conn) runReady() {
 type request struct {
 	discovery bool // also in a discovery session (RFC 7143, section 4.3)
 
-	// direct handles a PDU that starts no task. An error ends the connection.
-	direct func(c *conn, n *Notice) error
+	// direct handles a PDU that starts no task.
+	direct func(c *conn, n *Notice)
 
 	// take copies into t what does not stay in n. An error ends the connection. It may be nil.
 	take func(t *Task, n *Notice) error
@@ -184,7 +176,7 @@ func (c *conn) dispatch(n *Notice) error {
 	case r.direct == nil && r.run == nil, c.sess.discovery && !r.discovery:
 		c.reject(n, pdu.RejectNotSupported, expected)
 	case r.direct != nil:
-		return r.direct(c, n)
+		r.direct(c, n)
 	case h.ITT() != pdu.ReservedTag:
 		return c.takeRequest(n, r)
 	case op == pdu.NOPOut && h.Immediate(): // it asks for no answer, or is one
@@ -214,27 +206,27 @@ func (c *conn) takeRequest(n *Notice, r *request) error {
 	copy(t.req[:], n.BHS)
 	h := pdu.BHS(n.BHS)
 	c.mu.Lock()
-	verdict, reason := c.judge(h, r)
+	take, reason := c.judge(h, r)
 	c.mu.Unlock()
-	if verdict == takeIt && r.take != nil {
+	if take && r.take != nil {
 		if err := r.take(t, n); err != nil {
 			c.freeTask(t)
 			return err
 		}
 	}
-	if verdict == takeIt {
+	if take {
 		// Meanwhile another connection may have entered a task with this tag, an ABORT TASK may
 		// have made this CmdSN count as received, or the connection may be ending.
 		c.mu.Lock()
-		if verdict, reason = c.judge(h, r); verdict == takeIt {
+		if take, reason = c.judge(h, r); take {
 			c.admit(t)
 		}
 		c.mu.Unlock()
 	}
-	if verdict != takeIt {
+	if !take {
 		c.discard(t)
 	}
-	if verdict == rejectIt {
+	if reason != 0 {
 		c.reject(n, reason, expected)
 	}
 	return nil
@@ -290,7 +282,4 @@ func (c *conn) queueReady(t *Task) {
 }
 
 // rejectLogin rejects a Login Request in the full feature phase (RFC 7145, section 7.3.9).
-func (c *conn) rejectLogin(n *Notice) error {
-	c.reject(n, pdu.RejectProtocolError, expected)
-	return nil
-}
+func (c *conn) rejectLogin(n *Notice) { c.reject(n, pdu.RejectProtocolError, expected) }

@@ -14,28 +14,22 @@ type connTimer struct {
 }
 
 // set makes the timer call f after d. It does nothing after setLast.
-func (ct *connTimer) set(d time.Duration, f func()) {
-	ct.mu.Lock()
-	defer ct.mu.Unlock()
-	if !ct.last {
-		ct.replace(d, f)
-	}
-}
+func (ct *connTimer) set(d time.Duration, f func()) { ct.replace(d, f, false) }
 
 // setLast makes the timer call f after d, the last wait of the connection. A keepalive that is due at
 // that moment does not replace it.
-func (ct *connTimer) setLast(d time.Duration, f func()) {
+func (ct *connTimer) setLast(d time.Duration, f func()) { ct.replace(d, f, true) }
+
+func (ct *connTimer) replace(d time.Duration, f func(), last bool) {
 	ct.mu.Lock()
 	defer ct.mu.Unlock()
-	ct.replace(d, f)
-	ct.last = true
-}
-
-func (ct *connTimer) replace(d time.Duration, f func()) {
+	if ct.last && !last {
+		return
+	}
 	if ct.timer != nil {
 		ct.timer.Stop()
 	}
-	ct.timer = time.AfterFunc(d, f)
+	ct.timer, ct.last = time.AfterFunc(d, f), last
 }
 
 func (ct *connTimer) stop() {
@@ -44,6 +38,20 @@ func (ct *connTimer) stop() {
 	if ct.timer != nil {
 		ct.timer.Stop()
 	}
+}
+
+// watch calls f after d, and again after the time that f returns. It ends when f returns 0 or the
+// connection ends.
+func (c *conn) watch(d time.Duration, f func() (next time.Duration)) {
+	c.timer.set(d, func() {
+		if !c.enter() {
+			return
+		}
+		defer c.workers.Done()
+		if next := f(); next > 0 {
+			c.watch(next, f)
+		}
+	})
 }
 
 // keepalive pings the initiator of a normal session after NopInterval without a word from it, and
@@ -60,47 +68,34 @@ func (c *conn) keepalive() {
 	if c.opt.NopInterval < 0 {
 		return
 	}
-	var heard uint64 // c.received and c.sending.done at the last tick
+	var heard uint64 // c.received and c.sending.done the last time
 	pinged := false
-	var tick func()
-	tick = func() {
-		if !c.enter() {
-			return
-		}
-		defer c.workers.Done()
-		wait := c.opt.NopInterval
+	c.watch(c.opt.NopInterval, func() time.Duration {
 		switch now := c.received.Load() + c.sending.done.Load(); {
 		case now != heard:
 			heard, pinged = now, false
+			return c.opt.NopInterval
 		case pinged:
 			c.end(fmt.Errorf("initiator has been silent for %v in spite of a NOP-In", c.opt.NopInterval+c.opt.NopTimeout))
-			return
-		default:
-			pinged, wait = true, c.opt.NopTimeout
-			defer c.sendNOPIn(true) // which may wait for the network: set the timer first
+			return 0
 		}
-		c.timer.set(wait, tick)
-	}
-	c.timer.set(c.opt.NopInterval, tick)
+		pinged = true
+		c.workers.Go(func() { c.sendNOPIn(true) }) // which may wait for the network
+		return c.opt.NopTimeout
+	})
 }
 
 // watchDiscovery ends a discovery session whose initiator takes no answers and so has used up the
 // slots: nothing comes from it although the target owes it nothing more.
 func (c *conn) watchDiscovery() {
-	heard := ^uint64(0) // c.received at the last tick
-	var tick func()
-	tick = func() {
-		if !c.enter() {
-			return
-		}
-		defer c.workers.Done()
+	heard := ^uint64(0) // c.received the last time
+	c.watch(c.opt.DiscoveryTimeout, func() time.Duration {
 		now := c.received.Load()
 		if now == heard {
 			c.end(fmt.Errorf("initiator has taken no answer for %v", c.opt.DiscoveryTimeout))
-			return
+			return 0
 		}
 		heard = now
-		c.timer.set(c.opt.DiscoveryTimeout, tick)
-	}
-	c.timer.set(c.opt.DiscoveryTimeout, tick)
+		return c.opt.DiscoveryTimeout
+	})
 }

@@ -13,6 +13,7 @@ import (
 // A tmf is a row of the table of task management functions.
 type tmf struct {
 	level uint8 // the lowest iSCSIProtocolLevel that has this function
+	unit  bool  // it is about a logical unit, which has to exist
 	many  bool  // it may abort more than one task: section 4.2.3.2
 	run   func(t *Task) (response byte)
 	after func(c *conn) // once the response has been sent; may be nil
@@ -25,16 +26,16 @@ var tmfs map[byte]tmf
 func init() { // as requests
 	tmfs = map[byte]tmf{
 		pdu.AbortTask:        {run: (*Task).abortTask},
-		pdu.AbortTaskSet:     {many: true, run: (*Task).abortTaskSet},
-		pdu.ClearTaskSet:     {many: true, run: (*Task).clearTaskSet},
-		pdu.LogicalUnitReset: {many: true, run: (*Task).resetUnit},
+		pdu.AbortTaskSet:     {unit: true, many: true, run: (*Task).abortTaskSet},
+		pdu.ClearTaskSet:     {unit: true, many: true, run: (*Task).clearTaskSet},
+		pdu.LogicalUnitReset: {unit: true, many: true, run: (*Task).resetUnit},
 		pdu.TargetWarmReset:  {many: true, run: (*Task).warmReset},
 		pdu.TargetColdReset:  {run: (*Task).coldReset, after: (*conn).endTarget},
 		pdu.TaskReassign:     {run: (*Task).reassign},
-		pdu.QueryTask:        {level: 2, run: (*Task).queryTask},
-		pdu.QueryTaskSet:     {level: 2, run: (*Task).queryTaskSet},
+		pdu.QueryTask:        {level: 2, unit: true, run: (*Task).queryTask},
+		pdu.QueryTaskSet:     {level: 2, unit: true, run: (*Task).queryTaskSet},
 		pdu.ITNexusReset:     {level: 2, run: (*Task).resetNexus, after: (*conn).dropNexus},
-		pdu.QueryAsyncEvent:  {level: 2, run: (*Task).queryAsyncEvent},
+		pdu.QueryAsyncEvent:  {level: 2, unit: true, run: (*Task).queryAsyncEvent},
 	}
 }
 
@@ -55,7 +56,10 @@ func (t *Task) runTMF() {
 	c := t.conn
 	response := byte(pdu.FunctionNotSupported)
 	f, ok := tmfs[t.header().Function()]
-	if ok = ok && f.level <= c.params.ISCSIProtocolLevel; ok {
+	switch ok = ok && f.level <= c.params.ISCSIProtocolLevel; {
+	case ok && f.unit && !c.sess.nexus.LUNExists(t.header().LUN()):
+		response = pdu.LUNDoesNotExist
+	case ok:
 		response = f.run(t)
 	}
 	h := t.beginPDU(pdu.TaskMgmtResp, t.header().ITT())
@@ -253,10 +257,6 @@ func (c *conn) countAsReceived(f pdu.BHS) bool {
 
 // abortTaskSet serves ABORT TASK SET: it aborts the tasks of this session on a logical unit.
 func (t *Task) abortTaskSet() byte {
-	c := t.conn
-	if !c.sess.nexus.LUNExists(t.header().LUN()) {
-		return pdu.LUNDoesNotExist
-	}
 	t.awaitEarlier()
 	t.abortInSession(t.before)
 	t.awaitInSession(t.before)
@@ -265,9 +265,6 @@ func (t *Task) abortTaskSet() byte {
 
 // clearTaskSet serves CLEAR TASK SET. A logical unit has one task set for all initiators.
 func (t *Task) clearTaskSet() byte {
-	if !t.conn.sess.nexus.LUNExists(t.header().LUN()) {
-		return pdu.LUNDoesNotExist
-	}
 	t.awaitEarlier()
 	t.clearTasks(t.before, t.sameUnit)
 	return pdu.FunctionComplete
@@ -275,13 +272,9 @@ func (t *Task) clearTaskSet() byte {
 
 // resetUnit serves LOGICAL UNIT RESET.
 func (t *Task) resetUnit() byte {
-	nexus, lun := t.conn.sess.nexus, t.header().LUN()
-	if !nexus.LUNExists(lun) {
-		return pdu.LUNDoesNotExist
-	}
 	t.awaitEarlier()
 	t.clearTasks(t.before, t.sameUnit)
-	nexus.ResetUnit(lun)
+	t.conn.sess.nexus.ResetUnit(t.header().LUN())
 	return pdu.FunctionComplete
 }
 
@@ -394,3 +387,71 @@ func (t *Task) awaitEarlier() {
 		c.shared.changed.Wait()
 	}
 }
+
+// The task management functions of RFC 7144, section 6.3. Each of them answers from one look at the
+// state: none waits.
+
+// queryTask serves QUERY TASK: is this command in the task set? If it never came it never will be:
+// section 6.3.3 asks to use RefCmdSN as ABORT TASK does.
+func (t *Task) queryTask() byte {
+	c, req := t.conn, t.header()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	ref := c.shared.tasks.find(req.ReferencedTaskTag())
+	switch {
+	case ref == nil:
+		c.countAsReceived(req)
+		return pdu.FunctionComplete
+	case !ref.isCommand():
+		return pdu.FunctionRejected
+	case ref.aborted.Load() || !t.sameUnit(ref):
+		return pdu.FunctionComplete
+	}
+	return pdu.FunctionSucceeded
+}
+
+// queryTaskSet serves QUERY TASK SET: has this nexus any command, sent before the function, in the
+// task set?
+func (t *Task) queryTaskSet() byte {
+	c := t.conn
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.shared.tasks.any(func(u *Task) bool { return t.before(u) && !u.aborted.Load() }) {
+		return pdu.FunctionSucceeded
+	}
+	return pdu.FunctionComplete
+}
+
+// queryAsyncEvent serves QUERY ASYNCHRONOUS EVENT: is there a unit attention, and which will be
+// reported first? There are no deferred errors. SAM-5, section 7.10, has the layout of the answer.
+func (t *Task) queryAsyncEvent() byte {
+	const one, more = 0x10, 0x20 // UADE DEPTH
+	first, pending := t.conn.sess.nexus.PendingAttention(t.header().LUN())
+	switch pending {
+	case 0:
+		return pdu.FunctionComplete
+	case 1:
+		first.Key |= one
+	default:
+		first.Key |= more
+	}
+	t.info = [3]byte{first.Key, first.ASC, first.ASCQ}
+	return pdu.FunctionSucceeded
+}
+
+var errNexusReset = errors.New("I_T NEXUS RESET")
+
+// resetNexus serves I_T NEXUS RESET up to the response; dropNexus does the rest. It does not wait
+// for commands that are missing: the session ends.
+func (t *Task) resetNexus() byte {
+	c := t.conn
+	c.mu.Lock()
+	c.shared.abortTasks((*Task).isCommand)
+	c.mu.Unlock()
+	c.shared.awaitAborted((*Task).isCommand, t, true)
+	return pdu.FunctionComplete
+}
+
+// dropNexus ends the session: its connections count as timed out, and the logical units are told
+// about the loss of the nexus.
+func (c *conn) dropNexus() { c.sess.end(errNexusReset) }
