@@ -148,7 +148,7 @@ func (c *Conn) attach(nc net.Conn, prefix []byte, ird, ord int, crc, markersOut 
 		c.answers.pop()
 	}
 	c.rx.win.Preload(prefix)
-	c.opt.Domain.add(c)
+	c.opt.Domain.conns.Store(c, nil)
 	liveConns.Add(1)
 }
 
@@ -220,7 +220,7 @@ func (c *Conn) Close() error {
 	err := c.nc.Close()
 	c.abandon(ErrClosed)
 	c.mem.close()
-	c.opt.Domain.remove(c)
+	c.opt.Domain.conns.Delete(c)
 	liveConns.Add(-1)
 	return err
 }

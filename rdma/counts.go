@@ -35,35 +35,20 @@ var Unknown = wire.Reason{Layer: 0xff, EType: 0xff, Code: 0xff}
 // direction counts for one goroutine at a time: the one that sends or the one that
 // receives.
 type direction struct {
-	fpdus, writes, readRequests, readResponses, sends, invalidations atomic.Uint64
-	_                                                                [128 - 6*8]byte
+	fpdus    atomic.Uint64
+	messages [wire.OpTerminate + 1]atomic.Uint64 // whole ones, by opcode
+	_        [128 - 9*8]byte
 }
 
 func (d *direction) addTo(m *Messages) {
+	count := func(op wire.Opcode) uint64 { return d.messages[op].Load() }
 	m.FPDUs += d.fpdus.Load()
-	m.Writes += d.writes.Load()
-	m.ReadRequests += d.readRequests.Load()
-	m.ReadResponses += d.readResponses.Load()
-	m.Sends += d.sends.Load()
-	m.Invalidations += d.invalidations.Load()
-}
-
-// message counts one whole message.
-func (d *direction) message(op wire.Opcode) {
-	switch op {
-	case wire.OpWrite:
-		d.writes.Add(1)
-	case wire.OpReadRequest:
-		d.readRequests.Add(1)
-	case wire.OpReadResponse:
-		d.readResponses.Add(1)
-	case wire.OpTerminate: // counted by its Reason
-	default:
-		d.sends.Add(1)
-		if op.Invalidates() {
-			d.invalidations.Add(1)
-		}
-	}
+	m.Writes += count(wire.OpWrite)
+	m.ReadRequests += count(wire.OpReadRequest)
+	m.ReadResponses += count(wire.OpReadResponse)
+	invalidations := count(wire.OpSendInvalidate) + count(wire.OpSendSEInvalidate)
+	m.Invalidations += invalidations
+	m.Sends += count(wire.OpSend) + count(wire.OpSendSE) + invalidations
 }
 
 // countShards is the number of shards of each count. Streams use different shards,

@@ -21,33 +21,17 @@ const (
 // another stream can be distinguished from an STag that never existed. An STag is
 // valid for one stream only, whatever the Domain.
 type Domain struct {
-	mu    sync.Mutex
-	conns map[*Conn]struct{}
-
+	conns  sync.Map // of *Conn
 	counts domainCounts
 }
 
 // NewDomain returns an empty protection domain.
-func NewDomain() *Domain { return &Domain{conns: map[*Conn]struct{}{}} }
-
-func (d *Domain) add(c *Conn) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.conns[c] = struct{}{}
-}
-
-func (d *Domain) remove(c *Conn) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	delete(d.conns, c)
-}
+func NewDomain() *Domain { return &Domain{} }
 
 // knows reports whether stag belongs to another stream of the domain.
 func (d *Domain) knows(stag wire.STag, not *Conn) bool {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	for c := range d.conns {
-		if c != not && c.mem.find(stag) != nil {
+	for c := range d.conns.Range {
+		if c := c.(*Conn); c != not && c.mem.find(stag) != nil {
 			return true
 		}
 	}
@@ -180,7 +164,7 @@ var (
 
 // use checks an access of n bytes at the tagged offset to. It returns the memory,
 // which stays in use until release.
-func (c *Conn) use(stag wire.STag, to, n uint64, want Access, why *useReasons) (*Region, []byte, *StreamError) {
+func (c *Conn) use(stag wire.STag, to, n uint64, want Access, why *useReasons) (*Region, []byte, error) {
 	m := &c.mem
 	m.mu.Lock()
 	r := m.regions[stag]
@@ -207,7 +191,7 @@ func (c *Conn) use(stag wire.STag, to, n uint64, want Access, why *useReasons) (
 
 // invalidateRemote invalidates the STag of a Send with Invalidate (RFC 5040, section
 // 5.3).
-func (c *Conn) invalidateRemote(stag wire.STag) *StreamError {
+func (c *Conn) invalidateRemote(stag wire.STag) error {
 	m := &c.mem
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -243,8 +243,8 @@ func (c *Conn) Pending() bool {
 	if rx.failed != nil || rx.markers || len(b) < wire.LengthLen {
 		return false
 	}
-	n := int(b[0])<<8 | int(b[1])
-	return n <= llp.LongData && len(b) >= wire.LengthLen+n+wire.Pad(n)+wire.CRCLen
+	n := wire.ULPDULength(b)
+	return n <= llp.LongData && len(b) >= wire.FPDULen(n)
 }
 
 // Defer replaces a Flush while an FPDU is Pending. What is queued leaves with the next
@@ -272,8 +272,8 @@ func (c *Conn) receiveFPDU(ev *Event) (done bool, err error) {
 		return false, err
 	}
 	b := rx.win.Peek(wire.LengthLen)
-	seg.length = int(b[0])<<8 | int(b[1])
-	total := wire.LengthLen + seg.length + wire.Pad(seg.length) + wire.CRCLen
+	seg.length = wire.ULPDULength(b)
+	total := wire.FPDULen(seg.length)
 	if seg.length > llp.LongData {
 		return c.receiveLong(ev, total)
 	}
@@ -428,9 +428,9 @@ func (c *Conn) receiveMarked(ev *Event) (done bool, err error) {
 		return false, ioErr
 	}
 	seg := &rx.seg
-	seg.length = int(rx.plain[0])<<8 | int(rx.plain[1])
+	seg.length = wire.ULPDULength(rx.plain)
 	rx.win.Inside = true
-	if ioErr := take(seg.length + wire.Pad(seg.length) + wire.CRCLen); ioErr != nil {
+	if ioErr := take(wire.FPDULen(seg.length) - wire.LengthLen); ioErr != nil {
 		return false, ioErr
 	}
 	n := len(rx.marked) - wire.CRCLen
@@ -449,20 +449,18 @@ func (c *Conn) receiveMarked(ev *Event) (done bool, err error) {
 // buffer; unuse decrements that.
 func (c *Conn) route(b []byte) error {
 	seg := &c.rx.seg
-	if seg.length < wire.TaggedLen || !wire.IsTagged(b) && seg.length < wire.UntaggedLen {
-		return fault(wire.ReasonMarker, "ULPDU of %d bytes", seg.length)
-	}
-	tagged := wire.IsTagged(b)
+	tagged := seg.length > 0 && wire.IsTagged(b)
+	badVersion := wire.ReasonUntaggedVersion
 	seg.hlen = wire.UntaggedLen
 	if tagged {
-		seg.hlen = wire.TaggedLen
+		seg.hlen, badVersion = wire.TaggedLen, wire.ReasonTaggedVersion
+	}
+	if seg.length < seg.hlen {
+		return fault(wire.ReasonMarker, "ULPDU of %d bytes", seg.length)
 	}
 	seg.hdr = append(c.rx.hdr[:0], b[:seg.hlen]...)
 	if !wire.VersionOK(b) {
-		if tagged {
-			return fault(wire.ReasonTaggedVersion, "control byte %#02x", b[0])
-		}
-		return fault(wire.ReasonUntaggedVersion, "control byte %#02x", b[0])
+		return fault(badVersion, "control byte %#02x", b[0])
 	}
 	if tagged {
 		seg.tagged, _ = wire.ParseTagged(b)
@@ -484,30 +482,24 @@ func (c *Conn) route(b []byte) error {
 	if !seg.op.Valid() || seg.op.Tagged() != tagged || !tagged && seg.op.QN() != seg.untag.QN {
 		return fault(wire.ReasonOpcode, "%v in a segment with T=%t, QN=%d", seg.op, tagged, seg.untag.QN)
 	}
-	var why *StreamError
 	switch seg.op {
 	case wire.OpWrite:
-		why = c.routeWrite(seg)
+		return c.routeWrite(seg)
 	case wire.OpReadResponse:
-		why = c.routeReadResponse(seg)
+		return c.routeReadResponse(seg)
 	case wire.OpReadRequest:
-		why = c.routeReadRequest(seg, b)
-	default:
-		why = c.routeSend(seg)
+		return c.routeReadRequest(seg, b)
 	}
-	if why != nil {
-		return why
-	}
-	return nil
+	return c.routeSend(seg)
 }
 
 // routeWrite finds the tagged buffer of an RDMA Write.
-func (c *Conn) routeWrite(seg *segment) (why *StreamError) {
+func (c *Conn) routeWrite(seg *segment) (err error) {
 	if seg.payload() == 0 {
 		return nil // STag and TO do not matter: RFC 5041, section 7.1
 	}
-	seg.region, seg.dst, why = c.use(seg.tagged.STag, seg.tagged.TO, uint64(seg.payload()), RemoteWrite, &writeReasons)
-	return why
+	seg.region, seg.dst, err = c.use(seg.tagged.STag, seg.tagged.TO, uint64(seg.payload()), RemoteWrite, &writeReasons)
+	return err
 }
 
 // unuse ends the use of the memory that route has found.
@@ -520,7 +512,7 @@ func (c *Conn) unuse() {
 
 // routeReadResponse checks a Response against the oldest Read: Responses come in the
 // order of the Requests (RFC 5040, section 5.2.2).
-func (c *Conn) routeReadResponse(seg *segment) *StreamError {
+func (c *Conn) routeReadResponse(seg *segment) error {
 	c.mu.Lock()
 	wr := c.reads.head
 	c.mu.Unlock()
@@ -546,7 +538,7 @@ func (c *Conn) routeReadResponse(seg *segment) *StreamError {
 
 // routeSend checks the sequence of a Send. Its payload stays in the window if it is
 // short and the Send has one segment.
-func (c *Conn) routeSend(seg *segment) *StreamError {
+func (c *Conn) routeSend(seg *segment) error {
 	rx, h := &c.rx, &seg.untag
 	n := seg.payload()
 	switch {
@@ -568,7 +560,7 @@ func (c *Conn) routeSend(seg *segment) *StreamError {
 }
 
 // routeReadRequest checks the sequence and the size of a Read Request.
-func (c *Conn) routeReadRequest(seg *segment, b []byte) *StreamError {
+func (c *Conn) routeReadRequest(seg *segment, b []byte) error {
 	rx, h := &c.rx, &seg.untag
 	switch {
 	case h.MSN != rx.readMSN:
@@ -609,7 +601,7 @@ func (c *Conn) deliver(ev *Event, payload []byte) (done bool, err error) {
 	rx.fpdu++
 	c.counts.received.fpdus.Add(1)
 	if seg.last {
-		c.counts.received.message(seg.op)
+		c.counts.received.messages[seg.op].Add(1)
 	}
 	switch seg.op {
 	case wire.OpWrite:
@@ -642,8 +634,8 @@ func (c *Conn) deliver(ev *Event, payload []byte) (done bool, err error) {
 	*ev = Event{Data: payload, Solicited: seg.op.Solicited(), Invalidates: seg.op.Invalidates()}
 	if ev.Invalidates {
 		ev.Invalidated = seg.untag.Invalidate
-		if why := c.invalidateRemote(ev.Invalidated); why != nil {
-			return false, why
+		if err := c.invalidateRemote(ev.Invalidated); err != nil {
+			return false, err
 		}
 	}
 	return true, nil
@@ -688,12 +680,12 @@ func (c *Conn) answerRead(payload []byte) error {
 	}
 	wr.STag, wr.TO, wr.region, wr.Data = r.SinkSTag, r.SinkTO, nil, nil
 	if r.Size > 0 {
-		var why *StreamError
-		if wr.region, wr.Data, why = c.use(r.SrcSTag, r.SrcTO, uint64(r.Size), RemoteRead, &readReasons); why != nil {
+		wr.region, wr.Data, err = c.use(r.SrcSTag, r.SrcTO, uint64(r.Size), RemoteRead, &readReasons)
+		if err != nil {
 			c.mu.Lock()
 			c.answers.push(wr)
 			c.mu.Unlock()
-			return why
+			return err
 		}
 	}
 	c.mu.Lock()

@@ -325,7 +325,7 @@ func (c *Conn) send(batch list) error {
 		if err != nil {
 			return err
 		}
-		c.counts.sent.message(opcodeOf[wr.Op])
+		c.counts.sent.messages[opcodeOf[wr.Op]].Add(1)
 	}
 	return c.write()
 }
@@ -435,8 +435,7 @@ func (c *Conn) trailer(hlen int, head, data []byte) error {
 	if c.crc {
 		crc = wire.UpdateCRC(crc, zeros[:pad])
 	}
-	out.Slab = append(out.Slab, 0, 0, 0, 0)
-	wire.PutCRC(out.Slab[len(out.Slab)-wire.CRCLen:], crc)
+	out.Slab = wire.AppendCRC(out.Slab, crc)
 	return nil
 }
 
@@ -514,8 +513,7 @@ func (c *Conn) terminate(why *StreamError, ddp []byte, segment int, read []byte)
 	if c.crc {
 		crc = wire.UpdateCRC(0, b)
 	}
-	b = append(b, 0, 0, 0, 0)
-	wire.PutCRC(b[len(b)-4:], crc)
+	b = wire.AppendCRC(b, crc)
 
 	c.abandon(why)
 	c.nc.SetWriteDeadline(time.Now().Add(terminateTime))

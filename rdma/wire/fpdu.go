@@ -20,9 +20,9 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 // UpdateCRC returns crc extended by p. A CRC32c starts as 0 (RFC 5044, section 4.4).
 func UpdateCRC(crc uint32, p []byte) uint32 { return crc32.Update(crc, castagnoli, p) }
 
-// PutCRC writes crc into the CRC field b[:4]. MPA uses the byte order of
-// iSCSI digests: least significant byte first.
-func PutCRC(b []byte, crc uint32) { binary.LittleEndian.PutUint32(b, crc) }
+// AppendCRC appends the CRC field to b. MPA uses the byte order of iSCSI digests: least significant
+// byte first.
+func AppendCRC(b []byte, crc uint32) []byte { return binary.LittleEndian.AppendUint32(b, crc) }
 
 // CRC returns the CRC field b[:4].
 func CRC(b []byte) uint32 { return binary.LittleEndian.Uint32(b) }
@@ -30,6 +30,12 @@ func CRC(b []byte) uint32 { return binary.LittleEndian.Uint32(b) }
 // Pad returns the number of PAD bytes after a ULPDU of n bytes. They bring
 // ULPDU_Length, ULPDU and PAD to a multiple of 4.
 func Pad(n int) int { return -(LengthLen + n) & 3 }
+
+// ULPDULength returns the ULPDU_Length that the FPDU b starts with.
+func ULPDULength(b []byte) int { return int(be.Uint16(b)) }
+
+// FPDULen returns the size in bytes of an FPDU without Markers for a ULPDU of n bytes.
+func FPDULen(n int) int { return LengthLen + n + Pad(n) + CRCLen }
 
 // MULPDU returns the size of the largest ULPDU for an effective TCP segment size of
 // emss bytes, so that an FPDU fills a segment (RFC 5044, section 4.5).
@@ -81,8 +87,7 @@ func (g MarkerGrid) AppendFPDU(dst, fpdu []byte, withCRC bool) ([]byte, MarkerGr
 	if withCRC {
 		crc = UpdateCRC(0, dst[start:])
 	}
-	dst = binary.LittleEndian.AppendUint32(dst, crc)
-	return dst, MarkerGrid((pos + CRCLen) % MarkerInterval)
+	return AppendCRC(dst, crc), MarkerGrid((pos + CRCLen) % MarkerInterval)
 }
 
 // Next returns how many bytes come before the next Marker. 0 means that the Marker is

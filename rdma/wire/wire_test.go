@@ -135,9 +135,8 @@ func TestCRC(t *testing.T) {
 		{"MPA-4.4-12 up", ramp, "4e79dd46"},
 		{"MPA-4.4-12 down", down, "5cdb3f11"},
 	} {
-		var b [4]byte
-		PutCRC(b[:], UpdateCRC(0, tt.data))
-		if got := hex.EncodeToString(b[:]); got != tt.want || CRC(b[:]) != UpdateCRC(0, tt.data) {
+		b := AppendCRC(nil, UpdateCRC(0, tt.data))
+		if got := hex.EncodeToString(b); got != tt.want || CRC(b) != UpdateCRC(0, tt.data) {
 			t.Errorf("%s: %s, want %s", tt.id, got, tt.want)
 		}
 	}
@@ -222,10 +221,7 @@ func fpdu(ulpdu []byte) []byte {
 	b := be.AppendUint16(nil, uint16(len(ulpdu)))
 	b = append(b, ulpdu...)
 	b = append(b, make([]byte, Pad(len(ulpdu)))...)
-	crc := UpdateCRC(0, b)
-	b = append(b, 0, 0, 0, 0)
-	PutCRC(b[len(b)-4:], crc)
-	return b
+	return AppendCRC(b, UpdateCRC(0, b))
 }
 
 func tagged(h Tagged, payload string) []byte {
