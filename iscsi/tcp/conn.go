@@ -226,14 +226,14 @@ func (c *Conn) PutData(it *iscsi.Task, off uint32, data []byte, b *iscsi.Buffer)
 		return c.err
 	}
 	i := c.newItem()
-	*i = item{op: pdu.DataIn, itt: t.itt, ttt: pdu.ReservedTag, sn: t.dataSN, off: off, expCmdSN: h.ExpCmdSN(),
-		maxCmdSN: h.MaxCmdSN(),
-		data:     data, buf: b, segment: segment, burst: c.burst}
+	*i = item{op: pdu.DataIn, itt: t.itt, ttt: pdu.ReservedTag, expCmdSN: h.ExpCmdSN(), maxCmdSN: h.MaxCmdSN(),
+		stretch: stretch{sn: t.dataSN, off: off, size: uint32(len(data)), segment: segment, burst: c.burst},
+		data:    data, buf: b}
 	if c.recovers {
 		c.keep(t, i)
 	}
 	t.dataSN += i.pdus()
-	t.sent = off + uint32(len(data))
+	t.sent = off + i.size
 	t.last, t.mark = i, c.mark
 	c.queue.Push(i, &i.link)
 	return nil
@@ -284,9 +284,8 @@ func (c *Conn) ask(t *task) {
 func (c *Conn) queueR2T(t *task) *item {
 	invariant.Held(&c.mu)
 	i := c.newItem()
-	*i = item{op: pdu.R2T, itt: t.itt, ttt: t.ttt, lun: t.lun, sn: t.r2tSN - 1, off: t.base + t.r2tAt,
-		length:   t.end - t.r2tAt,
-		expCmdSN: t.exp, maxCmdSN: t.max}
+	*i = item{op: pdu.R2T, itt: t.itt, ttt: t.ttt, lun: t.lun, expCmdSN: t.exp, maxCmdSN: t.max,
+		stretch: stretch{sn: t.r2tSN - 1, off: t.base + t.r2tAt, size: t.end - t.r2tAt}}
 	c.queue.Push(i, &i.link)
 	return i
 }

@@ -4,13 +4,6 @@ import "github.com/iser-target/iser-target/iscsi"
 
 // This file is for ErrorRecoveryLevel 2 (RFC 7143, section 7.2.2).
 
-// A stretch is the Data-In PDUs of one PutData that have not been acknowledged.
-type stretch struct {
-	sn, count            uint32 // DataSN of the first PDU, and number of PDUs
-	off, from            uint32 // Buffer Offset of the data, and position of the first PDU in it
-	size, segment, burst uint32 // bytes
-}
-
 // Detach implements iscsi.Reassigner. It releases the Buffers: the core can produce the
 // data again.
 func (c *Conn) Detach(it *iscsi.Task) iscsi.Progress {
@@ -23,7 +16,7 @@ func (c *Conn) Detach(it *iscsi.Task) iscsi.Progress {
 	}
 	var kept []stretch
 	for k := range t.kept.All() {
-		kept = append(kept, stretch{k.sn, k.count, k.off, k.from, uint32(len(k.data)), k.segment, k.burst})
+		kept = append(kept, k.stretch)
 	}
 	t.last = nil
 	c.release(t)
@@ -32,14 +25,9 @@ func (c *Conn) Detach(it *iscsi.Task) iscsi.Progress {
 			return sent
 		}
 		for _, k := range kept {
-			if sn < k.sn || sn >= k.sn+k.count {
-				continue
+			if k.sn <= sn && sn < k.sn+k.count {
+				return k.off + k.seek(sn)
 			}
-			off := k.from
-			for ; sn > k.sn; sn-- {
-				off += cut(off, k.size, k.segment, k.burst)
-			}
-			return k.off + off
 		}
 		return 0 // no longer kept
 	}}

@@ -22,7 +22,7 @@ type keeping struct {
 // Preconditions: c.mu is held.
 func (c *Conn) keep(t *task, i *item) {
 	invariant.Held(&c.mu)
-	size := uint32(len(i.data))
+	size := i.size
 	i.recovers, i.to, i.count = true, size, i.pdus()
 	i.ttt, i.lun, i.before = t.ttt, t.lun, t.since
 	switch {
@@ -43,8 +43,7 @@ func (c *Conn) keep(t *task, i *item) {
 // where a sequence ends, if at least MaxBurstLength bytes were sent since the last A bit
 // (RFC 7143, section 11.7.2).
 func (i *item) wantsAck(end uint32) bool {
-	size := uint32(len(i.data))
-	return end%i.burst == 0 || end == size && size < i.burst && i.before+size >= i.burst
+	return end%i.burst == 0 || end == i.size && i.size < i.burst && i.before+i.size >= i.burst
 }
 
 // release releases everything that is kept of t.
@@ -65,12 +64,12 @@ func (c *Conn) releaseTo(t *task, sn uint32) {
 	}
 }
 
-// seek returns the position in k.data where the PDU with DataSN sn begins. sn may be the
-// one after the last PDU.
-func (k *item) seek(sn uint32) (off uint32) {
-	off = k.from
-	for s := k.sn; s < sn; s++ {
-		off += k.cut(off)
+// seek returns the position in the data where the PDU with DataSN sn begins. sn may be the one
+// after the last PDU.
+func (s *stretch) seek(sn uint32) (off uint32) {
+	off = s.from
+	for n := s.sn; n < sn; n++ {
+		off += s.cut(off)
 	}
 	return off
 }
@@ -133,9 +132,7 @@ func (c *Conn) Repeat(it, by *iscsi.Task, begin, length uint32) (queued bool, ne
 		end = next
 	}
 	switch {
-	case begin == end:
-		return false, next, nil
-	case c.err != nil: // the connection is ending
+	case begin == end, c.err != nil: // nothing to repeat, or the connection is ending
 		return false, next, nil
 	case t.r2tSN > 0:
 		i := c.queueR2T(t)
@@ -194,7 +191,7 @@ func (c *Conn) Resegment(it, by *iscsi.Task) (queued bool, err error) {
 	for k := range t.kept.All() {
 		k.from = k.seek(t.acked)
 		k.sn, k.segment, k.count = sn, segment, 0
-		for off := k.from; off < uint32(len(k.data)); off += k.cut(off) {
+		for off := k.from; off < k.size; off += k.cut(off) {
 			k.count++
 		}
 		sn += k.count

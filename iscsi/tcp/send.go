@@ -31,38 +31,39 @@ type item struct {
 
 	itt, ttt           uint32
 	lun                [8]byte // of an R2T
-	sn                 uint32  // DataSN of the first PDU, or R2TSN
-	off                uint32  // Buffer Offset
-	length             uint32  // Desired Data Transfer Length
 	expCmdSN, maxCmdSN uint32  // when it was queued
 
-	data    []byte
-	buf     *iscsi.Buffer
-	segment uint32 // longest data segment of a Data-In
-	burst   uint32 // longest sequence of them
+	stretch
+	data []byte
+	buf  *iscsi.Buffer
 
 	// At an ErrorRecoveryLevel above 0:
 	recovers bool
 	repeated bool        // a copy of a sent item
-	from, to uint32      // the part of data to send
-	count    uint32      // PDUs of a kept item
 	before   uint32      // bytes of Data-In before data since the last A bit
 	by       *iscsi.Task // the core learns by its Sent that this has left
 }
 
-// cut returns the length of the Data-In that starts at byte off of i.data.
-func (i *item) cut(off uint32) uint32 { return cut(off, uint32(len(i.data)), i.segment, i.burst) }
+// A stretch says what an item asks for or how its data is cut into Data-In PDUs.
+type stretch struct {
+	sn      uint32 // DataSN of the first PDU, or R2TSN
+	off     uint32 // Buffer Offset
+	size    uint32 // bytes of data, or Desired Data Transfer Length
+	segment uint32 // longest data segment of a Data-In
+	burst   uint32 // longest sequence of them
 
-// cut returns the length of the Data-In that starts at byte off of size bytes.
-func cut(off, size, segment, burst uint32) uint32 {
-	return min(segment, burst-off%burst, size-off)
+	// At an ErrorRecoveryLevel above 0:
+	from, to uint32 // the part of the data to send
+	count    uint32 // PDUs of a kept item
 }
 
-// pdus returns how many Data-In PDUs i needs.
-func (i *item) pdus() (n uint32) {
-	perBurst := (i.burst-1)/i.segment + 1
-	size := uint32(len(i.data))
-	return size/i.burst*perBurst + (size%i.burst+i.segment-1)/i.segment
+// cut returns the length of the Data-In that starts at byte off of the data.
+func (s *stretch) cut(off uint32) uint32 { return min(s.segment, s.burst-off%s.burst, s.size-off) }
+
+// pdus returns how many Data-In PDUs s needs.
+func (s *stretch) pdus() (n uint32) {
+	perBurst := (s.burst-1)/s.segment + 1
+	return s.size/s.burst*perBurst + (s.size%s.burst+s.segment-1)/s.segment
 }
 
 // A list is a queue of items.
@@ -136,8 +137,7 @@ func (c *Conn) flushAside() {
 func (c *Conn) done(l list) {
 	var free list
 	for i := l.Pop(); i != nil; i = l.Pop() {
-		t := i.task
-		by := i.by
+		t, by := i.task, i.by
 		if i.op == pdu.DataIn {
 			if i.recovers && !i.repeated { // others may keep it
 				i.buf.Sent()
@@ -184,7 +184,7 @@ func (c *Conn) send(batch list) error {
 // sendDataIn encodes data as Data-In PDUs (RFC 7143, section 11.7), in sequences of at
 // most MaxBurstLength bytes. The last PDU of each has F set.
 func (c *Conn) sendDataIn(i *item) error {
-	s, size, sn := &c.tx, uint32(len(i.data)), i.sn
+	s, size, sn := &c.tx, i.size, i.sn
 	off, last := uint32(0), size
 	if i.recovers {
 		off, last = i.from, i.to
@@ -246,7 +246,7 @@ func (c *Conn) sendR2T(i *item) error {
 	h.SetMaxCmdSN(s.maxCmdSN)
 	h.SetR2TSN(i.sn)
 	h.SetBufferOffset(i.off)
-	h.SetDesiredDataTransferLength(i.length)
+	h.SetDesiredDataTransferLength(i.size)
 	c.trailer(h, nil, s.digests)
 	return nil
 }
