@@ -253,20 +253,29 @@ func (c *Conn) NewTask() any {
 
 // Bind implements iscsi.Datamover. It creates the Remote Mapping.
 func (c *Conn) Bind(it *iscsi.Task, unsolicited uint32) error {
-	t := it.Mover.(*task)
-	var write, read uint32 // bytes that RDMA moves
-	switch edtl := c.bhs.EDTL(); {
-	case c.bhs.Write():
+	if err := c.mapRemote(it, c.bhs, c.hdr, unsolicited); err != nil {
+		return fmt.Errorf("%v: %w", c.bhs.Opcode(), err)
+	}
+	return nil
+}
+
+// mapRemote gives it the Remote Mapping h for the command req. The first unsolicited bytes of a
+// write come, or came, without RDMA.
+func (c *Conn) mapRemote(it *iscsi.Task, req pdu.BHS, h Header, unsolicited uint32) error {
+	var write, read uint32 // bytes that RDMA may have to move
+	switch edtl := req.EDTL(); {
+	case req.Write():
 		if write = edtl - min(unsolicited, edtl); write > 0 && !c.solicitedOnly {
 			write = edtl
 		}
-	case c.bhs.Read():
+	case req.Read():
 		read = edtl
 	}
-	if err := errors.Join(c.hdr.Write.check(write), c.hdr.Read.check(read)); err != nil {
-		return fmt.Errorf("%v: %w", c.bhs.Opcode(), err)
+	if err := errors.Join(h.Write.check(write), h.Read.check(read)); err != nil {
+		return err
 	}
-	t.t, t.remote, t.base = it, c.hdr, 0
+	t := it.Mover.(*task)
+	t.t, t.remote, t.base = it, h, 0
 	if c.solicitedOnly {
 		t.base = unsolicited
 	}
@@ -290,28 +299,14 @@ func (c *Conn) Advertised(it *iscsi.Task) { it.Mover.(*task).remote = c.hdr }
 // of the TASK REASSIGN. Its Write STag covers all data except the immediate data (RFC
 // 7145, section 10.2.2).
 func (c *Conn) Rebind(it, by *iscsi.Task, at iscsi.Resumption) error {
-	t, h, req := it.Mover.(*task), by.Mover.(*task).remote, it.Request()
 	if at.Done {
+		t := it.Mover.(*task)
 		t.t, t.remote, t.base = it, Header{}, 0
 		return nil
 	}
-	var write, read uint32 // bytes that RDMA may have to move
-	base := uint32(0)
-	switch edtl := req.EDTL(); {
-	case req.Write():
-		write = edtl - min(at.Immediate, edtl)
-		if c.solicitedOnly {
-			base = at.Immediate
-		} else if write > 0 {
-			write = edtl
-		}
-	case req.Read():
-		read = edtl
-	}
-	if err := errors.Join(h.Write.check(write), h.Read.check(read)); err != nil {
+	if err := c.mapRemote(it, it.Request(), by.Mover.(*task).remote, at.Immediate); err != nil {
 		return fmt.Errorf("TASK REASSIGN: %w", err)
 	}
-	t.t, t.remote, t.base = it, h, base
 	return nil
 }
 

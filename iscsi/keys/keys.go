@@ -9,7 +9,10 @@
 // come in the right stage, and each once.
 package keys
 
-import "fmt"
+import (
+	"cmp"
+	"fmt"
+)
 
 // Params is the result of a login. A Negotiation builds it once. It is passed by value,
 // so that it cannot change under a running connection. Lengths are bytes.
@@ -147,29 +150,14 @@ func (l Limits) Validate() error {
 // complete returns l with its defaults filled in.
 func (l Limits) complete() Limits {
 	yes := true
-	if l.InitialR2T == nil {
-		l.InitialR2T = &yes
-	}
-	if l.ImmediateData == nil {
-		l.ImmediateData = &yes
-	}
-	for _, f := range []struct {
-		v   *uint32
-		def uint32
-	}{
-		{&l.FirstBurstLength, 65536},
-		{&l.MaxBurstLength, 1 << 20},
-		{&l.TargetRecvDataSegmentLength, 8192},
-		{&l.InitiatorRecvDataSegmentLength, 8192},
-		{&l.MaxRecvDataSegmentLength, 262144},
-	} {
-		if *f.v == 0 {
-			*f.v = f.def
-		}
-	}
-	if l.MaxConnections == 0 {
-		l.MaxConnections = 1
-	}
+	l.InitialR2T = cmp.Or(l.InitialR2T, &yes)
+	l.ImmediateData = cmp.Or(l.ImmediateData, &yes)
+	l.FirstBurstLength = cmp.Or(l.FirstBurstLength, 65536)
+	l.MaxBurstLength = cmp.Or(l.MaxBurstLength, 1<<20)
+	l.TargetRecvDataSegmentLength = cmp.Or(l.TargetRecvDataSegmentLength, 8192)
+	l.InitiatorRecvDataSegmentLength = cmp.Or(l.InitiatorRecvDataSegmentLength, 8192)
+	l.MaxRecvDataSegmentLength = cmp.Or(l.MaxRecvDataSegmentLength, 262144)
+	l.MaxConnections = cmp.Or(l.MaxConnections, 1)
 	return l
 }
 

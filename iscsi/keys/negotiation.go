@@ -64,7 +64,8 @@ func NewText(l Limits, cur Params) *Negotiation {
 
 // newNegotiation returns a Negotiation that starts with p.
 func newNegotiation(l Limits, p Params) *Negotiation {
-	n := &Negotiation{limits: l.complete(), p: p, seen: make([]seen, len(table))}
+	n := &Negotiation{limits: l.complete(), p: p, seen: make([]seen, len(table)),
+		unknown: map[string]struct{}{}}
 	if err := l.Validate(); err != nil {
 		n.err = &Error{Status: statusTargetError, Reason: err.Error()}
 	}
@@ -115,16 +116,13 @@ func (n *Negotiation) offer(s Stage, p Pair, answers []Pair) ([]Pair, *Error) {
 	if n.size += len(p.Key) + len(p.Value) + 2; n.size > MaxText {
 		return answers, textError("", "negotiation is longer than %d bytes", MaxText)
 	}
-	i, ok := byName[p.Key]
-	if !ok {
+	i := slices.IndexFunc(table, func(k *key) bool { return k.name == p.Key })
+	if i < 0 {
 		if isReserved(p.Value) {
 			return answers, textError(quote(p.Key), "%s is not an offer", p.Value)
 		}
 		if _, ok := n.unknown[p.Key]; ok {
 			return answers, textError(quote(p.Key), "came twice")
-		}
-		if n.unknown == nil {
-			n.unknown = make(map[string]struct{})
 		}
 		n.unknown[p.Key] = struct{}{}
 		return answer("NotUnderstood"), nil

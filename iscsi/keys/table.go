@@ -261,15 +261,6 @@ var table = []*key{
 		set: func(p *Params, v value) { p.ISERHelloRequired, p.ISERHelloDeclared = v.b, true }},
 }
 
-// byName finds the row of a key by its name.
-var byName = func() map[string]int {
-	m := make(map[string]int, len(table))
-	for i, k := range table {
-		m[k.name] = i
-	}
-	return m
-}()
-
 // reset sets k in p to its default, if it has one.
 func (k *key) reset(p *Params) {
 	if k.def == "" || k.set == nil {

@@ -48,22 +48,16 @@ func ParseAHS(area []byte) (x Extensions, err error) {
 			return Extensions{}, ErrAHSTruncated
 		}
 		specific := area[ahsHeader : ahsHeader+n]
-		switch area[2] {
-		case AHSExtendedCDB: // a reserved byte, then byte 16 of the CDB
-			if n < 2 {
-				return Extensions{}, ErrAHSCDB
-			}
-			if x.CDB != nil {
-				return Extensions{}, ErrAHSRepeated
-			}
+		switch cdb, bidi := area[2] == AHSExtendedCDB, area[2] == AHSBidiReadLength; {
+		case cdb && n < 2:
+			return Extensions{}, ErrAHSCDB
+		case bidi && n != 5:
+			return Extensions{}, ErrAHSBidi
+		case cdb && x.CDB != nil, bidi && x.Bidi:
+			return Extensions{}, ErrAHSRepeated
+		case cdb: // a reserved byte, then byte 16 of the CDB
 			x.CDB = specific[1:]
-		case AHSBidiReadLength: // a reserved byte, then the length
-			if n != 5 {
-				return Extensions{}, ErrAHSBidi
-			}
-			if x.Bidi {
-				return Extensions{}, ErrAHSRepeated
-			}
+		case bidi: // a reserved byte, then the length
 			x.Bidi, x.ReadLength = true, binary.BigEndian.Uint32(specific[1:])
 		}
 		area = area[end:]
