@@ -5,12 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"strconv"
 	"time"
 
 	"github.com/spf13/cobra"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
 	"github.com/iser-target/iser-target/cmd/iser-target/capture"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
@@ -47,28 +45,26 @@ func (p *program) capture() *cobra.Command {
 		duration time.Duration
 		max      = maxSize(64 << 20)
 	)
-	cmd := &cobra.Command{
-		Use: "capture --session TSIH -w FILE", Short: "Record the traffic of a session for Wireshark", Args: cobra.NoArgs,
-		Long: `Record the traffic of a session as a pcapng file for Wireshark. The target records
+	cmd := p.command(verb{use: "capture --session TSIH -w FILE", short: "Record the traffic of a session for Wireshark", args: cobra.NoArgs,
+		long: `Record the traffic of a session as a pcapng file for Wireshark. The target records
 inside, at its sockets, so the file is readable even if IPsec encrypts the network.
 The capture ends when interrupted, with the session, or at a limit. "-w -" writes to
 standard output.
 
 The file has the data of the LUNs, and the beginning of each connection with the
 login, including CHAP responses. docs/cli.md shows how to read it with tshark.`,
-		Example: "  iser-target capture --session 1 -w one.pcapng --duration 30s",
-		RunE: func(cmd *cobra.Command, _ []string) error {
+		example: "  iser-target capture --session 1 -w one.pcapng --duration 30s",
+		run: func(_ context.Context, c *call) error { // without timeLimit
 			switch {
 			case id == 0:
-				return usage(cmd, "--session is required: a TSIH of session list")
+				return usage(c.cmd, "--session is required: a TSIH of session list")
 			case name == "":
-				return usage(cmd, "-w is required: a file, or - for standard output")
+				return usage(c.cmd, "-w is required: a file, or - for standard output")
 			case duration < 0:
-				return usage(cmd, "--duration must be more than 0, not %v", duration)
+				return usage(c.cmd, "--duration must be more than 0, not %v", duration)
 			}
-			return p.record(cmd, id, int64(max), duration, name, force)
-		},
-	}
+			return c.record(id, int64(max), duration, name, force)
+		}})
 	f := cmd.Flags()
 	f.Uint16Var(&id, "session", 0, "TSIH of the session, as session list shows it")
 	f.StringVarP(&name, "write", "w", "", "file to create, or - for standard output")
@@ -76,23 +72,12 @@ login, including CHAP responses. docs/cli.md shows how to read it with tshark.`,
 	f.Var(&max, "max-size", "end when the file has this size")
 	f.DurationVar(&duration, "duration", 0, "end after this time (default: when the session ends)")
 	cmd.MarkFlagFilename("write", "pcapng")
-	cmd.RegisterFlagCompletionFunc("session", func(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
-		return p.ask(cmd, sessions)
-	})
+	cmd.RegisterFlagCompletionFunc("session", p.complete(sessions))
 	return cmd
 }
 
-// sessions completes the TSIHs of sessions.
-func sessions(ctx context.Context, c *client.Client) (list []string) {
-	found, _ := c.Sessions(ctx)
-	for _, s := range found {
-		list = append(list, cobra.CompletionWithDesc(strconv.Itoa(int(s.TSIH)), s.Initiator))
-	}
-	return list
-}
-
 // record writes a capture to the file name, and prints the result.
-func (p *program) record(cmd *cobra.Command, id uint16, max int64, duration time.Duration, name string, force bool) error {
+func (c *call) record(id uint16, max int64, duration time.Duration, name string, force bool) error {
 	if fi, err := os.Lstat(name); err == nil && name != "-" {
 		switch {
 		case !fi.Mode().IsRegular(): // --force must not remove a device
@@ -101,17 +86,13 @@ func (p *program) record(cmd *cobra.Command, id uint16, max int64, duration time
 			return &schema.Error{Code: schema.Refused, Message: "refused: " + name + " exists. Nothing was changed", Needs: []string{"force"}, Hint: "use --force to replace it"}
 		}
 	}
-	w := cmd.OutOrStdout()
+	w := c.cmd.OutOrStdout()
 	if name == "-" && isTerminal(w) {
-		return usage(cmd, "-w -: standard output is a terminal, and a pcapng file is binary")
+		return usage(c.cmd, "-w -: standard output is a terminal, and a pcapng file is binary")
 	}
-	c, err := p.client(cmd)
-	if err != nil {
-		return err
-	}
-	ctx, cancel := context.WithCancel(context.WithoutCancel(cmd.Context()))
+	ctx, cancel := context.WithCancel(context.WithoutCancel(c.cmd.Context()))
 	defer cancel()
-	begun := context.AfterFunc(cmd.Context(), cancel)
+	begun := context.AfterFunc(c.cmd.Context(), cancel)
 	k, err := c.Capture(ctx, id, max, duration)
 	begun()
 	if err != nil {
@@ -131,9 +112,9 @@ func (p *program) record(cmd *cobra.Command, id uint16, max int64, duration time
 		defer file.Close()
 		w = file
 	}
-	errOut := cmd.ErrOrStderr()
+	errOut := c.cmd.ErrOrStderr()
 	fmt.Fprintf(errOut, "capturing session %d; interrupt to end\n", id)
-	defer context.AfterFunc(cmd.Context(), func() {
+	defer context.AfterFunc(c.cmd.Context(), func() {
 		// The target completes the file and reports what it has.
 		ctx, done := context.WithTimeout(ctx, endTime)
 		defer done()

@@ -79,16 +79,10 @@ func Report(w io.Writer, err error) int {
 	if hint := hintOf(e); hint != "" {
 		fmt.Fprintln(w, sentence(hint))
 	}
-	switch e.Code {
-	case schema.Refused:
-		return ExitRefused
-	case schema.NotFound:
-		return ExitNotFound
-	case schema.Unreached:
-		return ExitUnreachable
-	}
-	return ExitError
+	return cmp.Or(exits[e.Code], ExitError)
 }
+
+var exits = map[schema.Code]int{schema.Refused: ExitRefused, schema.NotFound: ExitNotFound, schema.Unreached: ExitUnreachable}
 
 // hintOf returns what to do next, in terms of the command line.
 func hintOf(e *schema.Error) string {
@@ -135,7 +129,7 @@ type program struct {
 	socket  string
 	address string
 	tls     client.TLSFiles
-	output  string
+	format  string // of -o
 }
 
 // AddTo adds the commands to root. Report tells their wrong command lines from errors.
@@ -288,9 +282,20 @@ func exists(path string) bool {
 type verb struct {
 	use, short, long, example string
 	args                      cobra.PositionalArgs
+	parse                     func(*call) error // sets what args name; may be nil
 	complete                  cobra.CompletionFunc
 	shrinks                   bool // it may make a LUN smaller
-	run                       func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) error
+	run                       func(context.Context, *call) error
+}
+
+// A call is one execution of a verb.
+type call struct {
+	*client.Client
+	cmd    *cobra.Command
+	args   []string
+	target string // with lun, set by parseLUN
+	lun    int
+	tsih   uint16 // set by parseTSIH
 }
 
 // command returns the command of v.
@@ -305,35 +310,41 @@ func (p *program) command(v verb) *cobra.Command {
 			if err != nil {
 				return err
 			}
+			call := &call{Client: c, cmd: cmd, args: args}
+			if v.parse != nil {
+				if err := v.parse(call); err != nil {
+					return err
+				}
+			}
 			ctx, cancel := context.WithTimeout(cmd.Context(), timeLimit)
 			defer cancel()
-			return v.run(ctx, cmd, c, args)
+			return v.run(ctx, call)
 		},
 	}
 }
 
 // change returns the command of v, whose request is change, with the flags of all changes.
-func (p *program) change(v verb, change func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error)) *cobra.Command {
+func (p *program) change(v verb, change func(context.Context, *call, schema.Options) (*schema.Plan, error)) *cobra.Command {
 	var o schema.Options
-	v.run = func(_ context.Context, cmd *cobra.Command, c *client.Client, args []string) error {
+	v.run = func(_ context.Context, c *call) error {
 		if o.Now && o.Drain != 0 {
-			return usage(cmd, "--now and --drain exclude each other")
+			return usage(c.cmd, "--now and --drain exclude each other")
 		}
 		if o.Drain < 0 || o.Drain > time.Hour {
-			return usage(cmd, "--drain must be up to 1h, not %v", o.Drain)
+			return usage(c.cmd, "--drain must be up to 1h, not %v", o.Drain)
 		}
 		do := o
 		// A user who says how sessions end agrees that they end.
 		do.Disrupt = o.Disrupt || o.Now || o.Drain > 0
-		ctx, cancel := context.WithTimeout(cmd.Context(), timeLimit+o.Drain)
+		ctx, cancel := context.WithTimeout(c.cmd.Context(), timeLimit+o.Drain)
 		defer cancel()
-		plan, err := change(ctx, cmd, c, args, do)
+		plan, err := change(ctx, c, do)
 		if err != nil {
 			return err
 		}
-		return p.print(cmd.OutOrStdout(), plan, func(t *table) { planTable(t, plan, o.DryRun) })
+		return p.print(c.cmd.OutOrStdout(), plan, func(t *table) { planTable(t, plan, o.DryRun) })
 	}
-	cmd := p.command(v)
+	cmd := p.output(v)
 	f := cmd.Flags()
 	f.BoolVar(&o.DryRun, "dry-run", false, "show the plan and change nothing")
 	f.BoolVar(&o.Disrupt, "disrupt", false, "allow the change to disturb or end sessions")
@@ -342,66 +353,81 @@ func (p *program) change(v verb, change func(ctx context.Context, cmd *cobra.Com
 		f.BoolVar(&o.AllowShrink, "allow-shrink", false, "allow LUNs to become smaller, which loses the data beyond the new end")
 	}
 	f.DurationVar(&o.Drain, "drain", 0, "let the commands of what is removed finish for up to this time, then abort them (implies --disrupt; default 10s)")
-	p.outputFlag(cmd)
 	return cmd
 }
 
-// absolute returns path for the target, which may run in another directory or on another
-// machine than the command.
-func absolute(cmd *cobra.Command, c *client.Client, path string) (string, error) {
+// absolute returns path for the target, which may run in another directory or on another machine
+// than the command.
+func (c *call) absolute(path string) (string, error) {
 	if c.Remote() && !filepath.IsAbs(path) {
-		return "", usage(cmd, "%s: the target may be on another machine: give an absolute path", path)
+		return "", usage(c.cmd, "%s: the target may be on another machine: give an absolute path", path)
 	}
 	return filepath.Abs(path)
 }
 
-// lunArgs returns the target and the number of a LUN from the arguments.
-func lunArgs(cmd *cobra.Command, args []string) (target string, id int, err error) {
-	id, err = strconv.Atoi(args[1])
-	if err != nil || id < 0 {
-		return "", 0, usage(cmd, "LUN %q is not a number", args[1])
+// parseLUN sets c.target and c.lun from the first two arguments.
+func (c *call) parseLUN() (err error) {
+	c.target = c.args[0]
+	if c.lun, err = strconv.Atoi(c.args[1]); err != nil || c.lun < 0 {
+		return usage(c.cmd, "LUN %q is not a number", c.args[1])
 	}
-	return args[0], id, nil
+	return nil
 }
 
-// names completes the first argument with the names of targets, and the second with the
-// results of second, unless it is nil.
-func (p *program) names(second func(ctx context.Context, c *client.Client, target string) []string) cobra.CompletionFunc {
-	return func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
-		return p.ask(cmd, func(ctx context.Context, c *client.Client) (list []string) {
-			switch {
-			case len(args) == 0:
-				targets, _ := c.Targets(ctx)
-				for _, t := range targets {
-					list = append(list, t.Name)
-				}
-			case len(args) == 1 && second != nil:
-				list = second(ctx, c, args[0])
-			}
-			return list
-		})
+// parseTSIH sets c.tsih from the first argument.
+func (c *call) parseTSIH() error {
+	n, err := strconv.ParseUint(c.args[0], 10, 16)
+	if err != nil {
+		return usage(c.cmd, "TSIH %q is not a number up to 65535", c.args[0])
 	}
+	c.tsih = uint16(n)
+	return nil
 }
 
 // completeTime bounds the time that a shell waits for a target that does not answer.
 const completeTime = 2 * time.Second
 
-// ask returns the completions that list gets from the target, or none.
-func (p *program) ask(cmd *cobra.Command, list func(context.Context, *client.Client) []string) ([]string, cobra.ShellCompDirective) {
-	ctx, cancel := context.WithTimeout(context.Background(), completeTime)
-	defer cancel()
-	c, err := p.client(cmd)
-	if err != nil {
-		return nil, cobra.ShellCompDirectiveNoFileComp
+// complete completes each argument with what the list in its place gets from the target.
+func (p *program) complete(lists ...func(ctx context.Context, c *client.Client, args []string) []string) cobra.CompletionFunc {
+	return func(cmd *cobra.Command, args []string, _ string) (found []string, _ cobra.ShellCompDirective) {
+		ctx, cancel := context.WithTimeout(context.Background(), completeTime)
+		defer cancel()
+		if c, err := p.client(cmd); err == nil && len(args) < len(lists) {
+			found = lists[len(args)](ctx, c, args)
+		}
+		return found, cobra.ShellCompDirectiveNoFileComp
 	}
-	return list(ctx, c), cobra.ShellCompDirectiveNoFileComp
 }
 
-// luns completes the numbers of LUNs.
-func luns(ctx context.Context, c *client.Client, target string) (list []string) {
-	found, _ := c.LUNs(ctx, target)
-	for _, l := range found {
-		list = append(list, strconv.Itoa(l.ID))
+// targets completes the names of targets.
+func targets(ctx context.Context, c *client.Client, _ []string) []string {
+	found, _ := c.Targets(ctx)
+	return texts(found, func(t schema.TargetState) string { return t.Name })
+}
+
+// luns completes the numbers of the LUNs of a target.
+func luns(ctx context.Context, c *client.Client, args []string) []string {
+	found, _ := c.LUNs(ctx, args[0])
+	return texts(found, func(l schema.LUNState) string { return strconv.Itoa(l.ID) })
+}
+
+// portals completes the addresses of portals.
+func portals(ctx context.Context, c *client.Client, _ []string) []string {
+	found, _ := c.Portals(ctx)
+	return texts(found, func(s schema.PortalState) string { return s.Listen })
+}
+
+// sessions completes the TSIHs of sessions.
+func sessions(ctx context.Context, c *client.Client, _ []string) []string {
+	found, _ := c.Sessions(ctx)
+	return texts(found, func(s schema.SessionState) string {
+		return cobra.CompletionWithDesc(strconv.Itoa(int(s.TSIH)), s.Initiator)
+	})
+}
+
+func texts[T any](list []T, text func(T) string) (all []string) {
+	for _, v := range list {
+		all = append(all, text(v))
 	}
-	return list
+	return all
 }

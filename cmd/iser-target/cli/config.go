@@ -2,7 +2,6 @@ package cli
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -13,7 +12,6 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
@@ -49,41 +47,37 @@ func (p *program) config() *cobra.Command {
 			return err
 		},
 	}
-	plan := p.list(verb{use: "plan [FILE]", short: "Show what applying a file would change, and which sessions that disturbs", args: cobra.MaximumNArgs(1), complete: yamlFiles,
-		long: "Show what applying a file would change, and which sessions and LUNs that disturbs.\nWithout FILE, plan uses the file that the target was started with. - reads standard\ninput.",
-		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) error {
-			source, b, err := readDocument(ctx, cmd, c, args)
+	plan := show(p, verb{use: "plan [FILE]", short: "Show what applying a file would change, and which sessions that disturbs", args: cobra.MaximumNArgs(1), complete: yamlFiles,
+		long: "Show what applying a file would change, and which sessions and LUNs that disturbs.\nWithout FILE, plan uses the file that the target was started with. - reads standard\ninput."},
+		func(ctx context.Context, c *call) (*schema.Plan, error) {
+			source, b, err := c.readDocument(ctx)
 			if err != nil {
-				return err
+				return nil, err
 			}
-			plan, err := c.Plan(ctx, source, b)
-			if err != nil {
-				return err
-			}
-			return p.print(cmd.OutOrStdout(), plan, func(t *table) { planTable(t, plan, true) })
-		}})
+			return c.Plan(ctx, source, b)
+		}, func(t *table, plan *schema.Plan) { planTable(t, plan, true) })
 	apply := p.change(verb{use: "apply [FILE]", short: "Make a file the running configuration", args: cobra.MaximumNArgs(1), complete: yamlFiles, shrinks: true,
 		long: `Make a file the running configuration. The target changes only what differs. It
 writes the text to the file that it was started with, and keeps earlier versions
 next to it. Without FILE, apply uses that file itself, after you edited it. - reads
 standard input.`},
-		func(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string, o schema.Options) (*schema.Plan, error) {
-			source, b, err := readDocument(ctx, cmd, c, args)
+		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
+			source, b, err := c.readDocument(ctx)
 			if err != nil {
 				return nil, err
 			}
-			if len(args) == 0 {
+			if len(c.args) == 0 {
 				return c.ApplyOwn(ctx, source, b, o)
 			}
 			return c.Apply(ctx, source, b, o)
 		})
 	export := p.command(verb{use: "export", short: "Print the running configuration, secrets included", args: cobra.NoArgs,
-		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
+		run: func(ctx context.Context, c *call) error {
 			b, err := c.Export(ctx)
 			if err != nil {
 				return err
 			}
-			_, err = cmd.OutOrStdout().Write(b)
+			_, err = c.cmd.OutOrStdout().Write(b)
 			return err
 		}})
 	return group("config", "Check, plan, apply and export the configuration", validate, plan, apply, export)
@@ -118,22 +112,21 @@ func load(cmd *cobra.Command, path string) (source string, cfg *config.Config, e
 }
 
 // readDocument returns the document that the arguments name, and its name for messages.
-func readDocument(ctx context.Context, cmd *cobra.Command, c *client.Client, args []string) (source string, b []byte, err error) {
-	if len(args) == 1 && args[0] == "-" {
-		return readInput(cmd)
-	}
+func (c *call) readDocument(ctx context.Context) (source string, b []byte, err error) {
 	var path string
-	if len(args) == 1 {
-		path = args[0]
+	if len(c.args) == 1 {
+		if path = c.args[0]; path == "-" {
+			return readInput(c.cmd)
+		}
 	} else if c.Remote() {
-		return "", nil, usage(cmd, "the target may be on another machine: name a FILE on this one")
+		return "", nil, usage(c.cmd, "the target may be on another machine: name a FILE on this one")
 	} else {
 		st, err := c.State(ctx)
 		if err != nil {
 			return "", nil, err
 		}
 		if path = st.Config; path == "" {
-			return "", nil, usage(cmd, "the target was started without a configuration file: name a FILE")
+			return "", nil, usage(c.cmd, "the target was started without a configuration file: name a FILE")
 		}
 	}
 	b, err = config.ReadFile(path)
@@ -146,47 +139,24 @@ func (p *program) events() *cobra.Command {
 		follow bool
 		since  uint64
 	)
-	cmd := &cobra.Command{
-		Use: "events [--follow]", Short: "Show events: logins, refusals, changes, path errors", Args: cobra.NoArgs,
-		Long: "Show events: logins and refusals with their reasons, changes, path errors. The\ntarget stores the last 1024 of each kind. -o json writes one object on each line.",
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := p.checkOutput(cmd); err != nil {
-				return err
-			}
-			w := cmd.OutOrStdout()
-			c, err := p.client(cmd)
-			if err != nil {
-				return err
-			}
-			err = c.Events(cmd.Context(), since, follow, func(e schema.Event) error { return p.event(w, e) })
-			if cmd.Context().Err() != nil {
+	cmd := p.output(verb{use: "events [--follow]", short: "Show events: logins, refusals, changes, path errors", args: cobra.NoArgs,
+		long: "Show events: logins and refusals with their reasons, changes, path errors. The\ntarget stores the last 1024 of each kind. -o json writes one object on each line.",
+		run: func(_ context.Context, c *call) error {
+			ctx, w := c.cmd.Context(), c.cmd.OutOrStdout() // without timeLimit
+			err := c.Events(ctx, since, follow, func(e schema.Event) error {
+				return p.printOne(w, e, func() string { return eventLine(&e) })
+			})
+			if ctx.Err() != nil {
 				return nil // interrupted, as intended
 			}
 			if err == nil && follow {
 				err = &schema.Error{Code: schema.Unreached, Message: "the target ended", Hint: "start the target, and repeat the command"}
 			}
 			return err
-		},
-	}
+		}})
 	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "continue with new events until interrupted")
 	cmd.Flags().Uint64Var(&since, "since", 0, "only events with higher numbers")
-	p.outputFlag(cmd)
 	return cmd
-}
-
-// event writes e in the format of -o.
-func (p *program) event(w io.Writer, e schema.Event) error {
-	switch p.output {
-	case "json":
-		return json.NewEncoder(w).Encode(e)
-	case "yaml":
-		if _, err := fmt.Fprintln(w, "---"); err != nil {
-			return err
-		}
-		return printYAML(w, e)
-	}
-	_, err := fmt.Fprintln(w, eventLine(&e))
-	return err
 }
 
 // eventLine returns an event as one line, without empty attributes.
@@ -215,18 +185,18 @@ var errNotAdmitted = errors.New("the login would be refused")
 // explain returns the command that explains the outcome of a login.
 func (p *program) explain() *cobra.Command {
 	var initiator, target, portal string
-	cmd := p.list(verb{use: "explain --initiator IQN --target IQN [--portal ADDRESS]", short: "Explain whether a login would be accepted, and why", args: cobra.NoArgs,
+	cmd := p.output(verb{use: "explain --initiator IQN --target IQN [--portal ADDRESS]", short: "Explain whether a login would be accepted, and why", args: cobra.NoArgs,
 		long:    "Explain whether a login would be accepted, why, and which LUNs it would see. explain\nexits with 1 if the login would be refused.",
 		example: "  iser-target explain --initiator iqn.1993-08.org.debian:01:host --target iqn.2026-11.io.example:store",
-		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
+		run: func(ctx context.Context, c *call) error {
 			if initiator == "" || target == "" {
-				return usage(cmd, "--initiator and --target are required")
+				return usage(c.cmd, "--initiator and --target are required")
 			}
 			e, err := c.Explain(ctx, initiator, target, portal)
 			if err != nil {
 				return err
 			}
-			if err := p.print(cmd.OutOrStdout(), e, func(t *table) { explanationTable(t, &e, initiator, target) }); err != nil {
+			if err := p.print(c.cmd.OutOrStdout(), e, func(t *table) { explanationTable(t, &e, initiator, target) }); err != nil {
 				return err
 			}
 			if !e.Admitted {
@@ -238,9 +208,7 @@ func (p *program) explain() *cobra.Command {
 	f.StringVar(&initiator, "initiator", "", "iSCSI name of the initiator")
 	f.StringVar(&target, "target", "", "iSCSI name of the target")
 	f.StringVar(&portal, "portal", "", "portal of the login (default: the first that serves the target)")
-	cmd.RegisterFlagCompletionFunc("target", func(cmd *cobra.Command, _ []string, to string) ([]string, cobra.ShellCompDirective) {
-		return p.names(nil)(cmd, nil, to)
-	})
+	cmd.RegisterFlagCompletionFunc("target", p.complete(targets))
 	return cmd
 }
 

@@ -35,30 +35,30 @@ var errUnwell = errors.New("doctor found problems")
 
 // doctor returns the command that checks a running target.
 func (p *program) doctor() *cobra.Command {
-	return p.list(verb{use: "doctor", short: "Check a running target for problems, and suggest remedies", args: cobra.NoArgs,
+	return p.output(verb{use: "doctor", short: "Check a running target for problems, and suggest remedies", args: cobra.NoArgs,
 		long: `Check a running target for problems: its configuration file, LUNs that are not
 ready, targets without a portal, disks that may fill up, and refused logins. doctor
 changes nothing. It exits with 1 if it finds a problem; warnings do not count. Run it
 on the machine of the target, because it checks the disks of its own machine.`,
-		run: func(ctx context.Context, cmd *cobra.Command, c *client.Client, _ []string) error {
+		run: func(ctx context.Context, c *call) error {
 			st, err := c.State(ctx)
 			if err != nil {
 				return err
 			}
 			list := []Finding{{fine, "target", "answers", ""}}
-			list = append(list, checkFile(ctx, c, &st)...)
+			list = append(list, checkFile(ctx, c.Client, &st)...)
 			list = append(list, checkTargets(&st)...)
 			if c.Remote() {
 				list = append(list, elsewhere("disks"))
 			} else {
 				list = append(list, checkSpace(&st, spaceTime)...)
 			}
-			refused, err := checkLogins(ctx, c)
+			refused, err := checkLogins(ctx, c.Client)
 			if err != nil {
 				return err
 			}
 			list = append(list, refused...)
-			if err := p.print(cmd.OutOrStdout(), list, func(t *table) {
+			if err := p.print(c.cmd.OutOrStdout(), list, func(t *table) {
 				for _, f := range list {
 					first, more, _ := strings.Cut(f.Text, "\n") // a file may have several errors
 					t.row(f.Severity, f.About, first)
@@ -72,10 +72,8 @@ on the machine of the target, because it checks the disks of its own machine.`,
 			}); err != nil {
 				return err
 			}
-			for _, f := range list {
-				if f.Severity == problem {
-					return errUnwell
-				}
+			if slices.ContainsFunc(list, func(f Finding) bool { return f.Severity == problem }) {
+				return errUnwell
 			}
 			return nil
 		}})

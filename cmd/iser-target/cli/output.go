@@ -20,20 +20,23 @@ var formats = []string{"table", "json", "yaml"}
 
 // outputFlag adds -o to cmd.
 func (p *program) outputFlag(cmd *cobra.Command) {
-	cmd.Flags().StringVarP(&p.output, "output", "o", "table", "format: table, json or yaml")
+	cmd.Flags().StringVarP(&p.format, "output", "o", "table", "format: table, json or yaml")
 	cmd.RegisterFlagCompletionFunc("output", cobra.FixedCompletions(formats, cobra.ShellCompDirectiveNoFileComp))
 }
 
 // checkOutput returns a usageError if -o is not one of formats.
 func (p *program) checkOutput(cmd *cobra.Command) error {
-	if cmd.Flags().Lookup("output") != nil && !slices.Contains(formats, p.output) {
-		return usage(cmd, "--output must be table, json or yaml, not %q", p.output)
+	if cmd.Flags().Lookup("output") != nil && !slices.Contains(formats, p.format) {
+		return usage(cmd, "--output must be table, json or yaml, not %q", p.format)
 	}
 	return nil
 }
 
 // A table writes rows with aligned columns.
 type table struct{ w *tabwriter.Writer }
+
+// head writes the names of the columns, which are space separated.
+func (t *table) head(names string) { fmt.Fprintln(t.w, strings.ReplaceAll(names, " ", "\t")) }
 
 func (t *table) row(columns ...any) {
 	for i, c := range columns {
@@ -70,7 +73,7 @@ func printable(s string) string {
 
 // print writes v in the format of -o. fill makes the table.
 func (p *program) print(w io.Writer, v any, fill func(*table)) error {
-	switch p.output {
+	switch p.format {
 	case "json":
 		e := json.NewEncoder(w)
 		e.SetIndent("", "  ")
@@ -81,6 +84,21 @@ func (p *program) print(w io.Writer, v any, fill func(*table)) error {
 	t := &table{tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)}
 	fill(t)
 	return t.w.Flush()
+}
+
+// printOne writes v, one of several objects, in the format of -o. text returns it for people.
+func (p *program) printOne(w io.Writer, v any, text func() string) error {
+	switch p.format {
+	case "json":
+		return json.NewEncoder(w).Encode(v)
+	case "yaml":
+		if _, err := fmt.Fprintln(w, "---"); err != nil {
+			return err
+		}
+		return printYAML(w, v)
+	}
+	_, err := fmt.Fprintln(w, text())
+	return err
 }
 
 // printYAML writes the JSON of v as YAML. Unlike sigs.k8s.io/yaml, it keeps the order of the

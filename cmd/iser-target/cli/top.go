@@ -3,7 +3,6 @@ package cli
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -44,18 +43,15 @@ func (p *program) top() *cobra.Command {
 	for i, o := range orders {
 		names[i] = o.name
 	}
-	cmd := &cobra.Command{
-		Use: "top", Short: "Show the load of sessions and LUNs continuously", Args: cobra.NoArgs,
-		Long: `Show the load of sessions and LUNs continuously: commands and data per second,
+	cmd := p.output(verb{use: "top", short: "Show the load of sessions and LUNs continuously", args: cobra.NoArgs,
+		long: `Show the load of sessions and LUNs continuously: commands and data per second,
 latency from the arrival of a command to its status, commands in flight, and errors
 since the last frame.
 
 On a terminal, press q to quit and s to change the order. Elsewhere, and with --count,
 top prints one frame after the other. -o json writes each on one line.`,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := p.checkOutput(cmd); err != nil {
-				return err
-			}
+		run: func(_ context.Context, c *call) error {
+			cmd, ctx := c.cmd, c.cmd.Context() // without timeLimit
 			if t.interval < minInterval || t.interval > maxInterval {
 				return usage(cmd, "--interval must be from %v to %v, not %v", minInterval, maxInterval, t.interval)
 			}
@@ -65,22 +61,17 @@ top prints one frame after the other. -o json writes each on one line.`,
 			if t.order = slices.Index(names, order); t.order < 0 {
 				return usage(cmd, "--sort must be one of %s, not %q", strings.Join(names, ", "), order)
 			}
-			var err error
-			if t.c, err = p.client(cmd); err != nil {
-				return err
+			t.c = c.Client
+			if p.format == "table" && t.count == 0 && isTerminal(cmd.OutOrStdout()) {
+				return t.live(ctx, cmd.InOrStdin(), cmd.OutOrStdout().(*os.File))
 			}
-			if p.output == "table" && t.count == 0 && isTerminal(cmd.OutOrStdout()) {
-				return t.live(cmd.Context(), cmd.InOrStdin(), cmd.OutOrStdout().(*os.File))
-			}
-			return t.frames(cmd.Context(), cmd.OutOrStdout())
-		},
-	}
+			return t.frames(ctx, cmd.OutOrStdout())
+		}})
 	f := cmd.Flags()
 	f.DurationVarP(&t.interval, "interval", "d", time.Second, "time between two frames")
 	f.IntVarP(&t.count, "count", "n", 0, "end after this number of frames (default: run until interrupted)")
 	f.StringVar(&order, "sort", names[0], "order: "+strings.Join(names, ", "))
 	cmd.RegisterFlagCompletionFunc("sort", cobra.FixedCompletions(names, cobra.ShellCompDirectiveNoFileComp))
-	p.outputFlag(cmd)
 	return cmd
 }
 
@@ -119,28 +110,17 @@ func (t *top) measure(ctx context.Context, each func(*Frame) error) error {
 
 // frames prints one frame after the other.
 func (t *top) frames(ctx context.Context, w io.Writer) error {
-	first := true
+	between := ""
 	return t.measure(ctx, func(f *Frame) error {
 		if f == nil {
 			return nil
 		}
 		f.sort(t.order)
-		switch t.p.output {
-		case "json":
-			return json.NewEncoder(w).Encode(f)
-		case "yaml":
-			if _, err := fmt.Fprintln(w, "---"); err != nil {
-				return err
-			}
-			return printYAML(w, f)
-		}
-		lines := t.lines(f, 0, len(f.Sessions)+len(f.LUNs))
-		if !first {
-			lines = append([]string{""}, lines...)
-		}
-		first = false
-		_, err := fmt.Fprintln(w, strings.Join(lines, "\n"))
-		return err
+		return t.p.printOne(w, f, func() string {
+			text := between + strings.Join(t.lines(f, 0, len(f.Sessions)+len(f.LUNs)), "\n")
+			between = "\n"
+			return text
+		})
 	})
 }
 
