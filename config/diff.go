@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"reflect"
+	"slices"
 	"strings"
 
 	"go.yaml.in/yaml/v3"
@@ -110,133 +111,91 @@ func (c Change) String() string {
 // name, LUNs by target and id, and portals by listen address; the order in the file does not
 // matter. A target that is added or removed includes its LUNs, which get no Change.
 func Diff(old, next *Config) []Change {
-	var d differ
-	d.sections(old, next)
-
-	gone, come, kept := match(old.Portals, next.Portals, func(p Portal) string { return p.Listen })
-	for _, p := range gone {
-		d.add(Change{Op: Remove, Kind: KindPortal, Portal: p.Listen, Old: flow(*p)})
-	}
-	for _, p := range kept {
-		d.fields(Change{Kind: KindPortal, Portal: p[0].Listen}, "", *p[0], *p[1])
-	}
-	for _, p := range come {
-		d.add(Change{Op: Add, Kind: KindPortal, Portal: p.Listen, New: flow(*p)})
-	}
-	d.targets(old, next)
-	return d.list
-}
-
-type differ struct{ list []Change }
-
-func (d *differ) add(c Change) { d.list = append(d.list, c) }
-
-// sections compares the keys at the top of the file, except the lists.
-func (d *differ) sections(old, next *Config) {
+	var sections []Change
 	a, b := reflect.ValueOf(*old), reflect.ValueOf(*next)
 	for i, kind := range keysOf(a.Type()) {
 		if kind != "portals" && kind != "targets" {
-			d.field(Change{Kind: kind}, "", a.Field(i), b.Field(i))
+			sections = appendUpdates(sections, Change{Kind: kind}, "", a.Field(i), b.Field(i))
 		}
 	}
-}
-
-func (d *differ) targets(old, next *Config) {
-	byID := func(l LUN) int { return l.ID }
-	gone, come, kept := match(old.Targets, next.Targets, func(t Target) string { return t.Name })
-	type lunPairs struct {
-		target string
-		come   []*LUN
-		kept   [][2]*LUN
-	}
-	var pairs []lunPairs
+	portals, _ := compare(old.Portals, next.Portals, func(p Portal) (Change, any) {
+		return Change{Kind: KindPortal, Portal: p.Listen}, p
+	})
+	targets, kept := compare(old.Targets, next.Targets, func(t Target) (Change, any) {
+		t.LUNs = nil
+		return Change{Kind: KindTarget, Target: t.Name}, t
+	})
+	var luns changes
 	for _, t := range kept {
-		away, new, stay := match(t[0].LUNs, t[1].LUNs, byID)
-		for _, l := range away {
-			d.add(Change{Op: Remove, Kind: KindLUN, Target: t[0].Name, LUN: l.ID, Old: flow(*l)})
-		}
-		pairs = append(pairs, lunPairs{t[0].Name, new, stay})
+		l, _ := compare(t[0].LUNs, t[1].LUNs, func(l LUN) (Change, any) {
+			return Change{Kind: KindLUN, Target: t[0].Name, LUN: l.ID}, l
+		})
+		luns.remove = append(luns.remove, l.remove...)
+		luns.update = append(luns.update, l.update...)
+		luns.add = append(luns.add, l.add...)
 	}
-	for _, t := range gone {
-		d.add(Change{Op: Remove, Kind: KindTarget, Target: t.Name, Old: flow(withoutLUNs(*t))})
-	}
-	for _, t := range kept {
-		d.fields(Change{Kind: KindTarget, Target: t[0].Name}, "", withoutLUNs(*t[0]), withoutLUNs(*t[1]))
-	}
-	for _, p := range pairs {
-		for _, l := range p.kept {
-			d.fields(Change{Kind: KindLUN, Target: p.target, LUN: l[0].ID}, "", *l[0], *l[1])
-		}
-	}
-	for _, t := range come {
-		d.add(Change{Op: Add, Kind: KindTarget, Target: t.Name, New: flow(withoutLUNs(*t))})
-	}
-	for _, p := range pairs {
-		for _, l := range p.come {
-			d.add(Change{Op: Add, Kind: KindLUN, Target: p.target, LUN: l.ID, New: flow(*l)})
-		}
-	}
+	return slices.Concat(sections, portals.remove, portals.update, portals.add,
+		luns.remove, targets.remove, targets.update, luns.update, targets.add, luns.add)
 }
 
-func withoutLUNs(t Target) Target {
-	t.LUNs = nil
-	return t
-}
+// changes has the Changes of one kind of object.
+type changes struct{ remove, update, add []Change }
 
-// match pairs the items of two lists that have the same name, in their order.
-func match[T any, K comparable](old, next []T, name func(T) K) (gone, come []*T, kept [][2]*T) {
-	places := map[K][]int{}
-	for j := range next {
-		places[name(next[j])] = append(places[name(next[j])], j)
+// compare returns the Changes that turn the items of old into those of next, and the pairs of
+// items that are in both, in the order of old. object returns a Change that names an item, and
+// the struct that has the keys of the item.
+func compare[T any](old, next []T, object func(T) (Change, any)) (l changes, kept [][2]T) {
+	unmatched := map[Change]T{}
+	for _, item := range next {
+		c, _ := object(item)
+		unmatched[c] = item
 	}
-	taken := make([]bool, len(next))
-	for i := range old {
-		k := name(old[i])
-		if p := places[k]; len(p) > 0 {
-			kept = append(kept, [2]*T{&old[i], &next[p[0]]})
-			places[k], taken[p[0]] = p[1:], true
-		} else {
-			gone = append(gone, &old[i])
+	for _, item := range old {
+		c, value := object(item)
+		now, ok := unmatched[c]
+		if !ok {
+			c.Op, c.Old = Remove, flow(value)
+			l.remove = append(l.remove, c)
+			continue
+		}
+		delete(unmatched, c)
+		_, nowValue := object(now)
+		l.update = appendUpdates(l.update, c, "", reflect.ValueOf(value), reflect.ValueOf(nowValue))
+		kept = append(kept, [2]T{item, now})
+	}
+	for _, item := range next {
+		c, value := object(item)
+		if _, ok := unmatched[c]; ok {
+			c.Op, c.New = Add, flow(value)
+			l.add = append(l.add, c)
 		}
 	}
-	for j := range next {
-		if !taken[j] {
-			come = append(come, &next[j])
-		}
-	}
-	return gone, come, kept
+	return l, kept
 }
 
-// fields compares structs by their keys.
-func (d *differ) fields(c Change, path string, old, next any) {
-	d.field(c, path, reflect.ValueOf(old), reflect.ValueOf(next))
-}
-
-// field adds an Update for each key at or below path whose values differ.
-func (d *differ) field(c Change, path string, a, b reflect.Value) {
+// appendUpdates appends an Update for each key at or below path whose values differ. c names
+// the object.
+func appendUpdates(list []Change, c Change, path string, a, b reflect.Value) []Change {
 	if a.Kind() == reflect.Struct {
 		for i, key := range keysOf(a.Type()) {
-			d.field(c, under(path, key), a.Field(i), b.Field(i))
+			list = appendUpdates(list, c, under(path, key), a.Field(i), b.Field(i))
 		}
-		return
+		return list
 	}
 	if a.Kind() == reflect.Slice && a.Len() == 0 && b.Len() == 0 || reflect.DeepEqual(a.Interface(), b.Interface()) {
-		return
+		return list
 	}
 	c.Op, c.Key = Update, path
 	if c.Old, c.New = valueText(a), valueText(b); c.Old == c.New {
 		c.Old, c.New = "", "" // a secret differs
 	}
-	d.add(c)
+	return append(list, c)
 }
 
-// valueText returns a value as YAML on one line; "" for an empty string, list or struct.
+// valueText returns a value as YAML on one line; "" for an empty string or list.
 func valueText(v reflect.Value) string {
-	switch v.Kind() {
-	case reflect.String, reflect.Slice, reflect.Struct:
-		if v.IsZero() || v.Kind() == reflect.Slice && v.Len() == 0 {
-			return ""
-		}
+	if k := v.Kind(); (k == reflect.String || k == reflect.Slice) && v.Len() == 0 {
+		return ""
 	}
 	return flow(v.Interface())
 }
