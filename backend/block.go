@@ -96,24 +96,21 @@ func OpenBlock(c BlockConfig) (s Store, err error) {
 // openBlock opens a device for writing, or for reading if readOnly or if the kernel has the
 // device as read-only.
 func openBlock(path string, readOnly bool) (fd int, err error) {
-	open := func(mode int) error {
-		return retry(func() (err error) {
-			fd, err = unix.Open(path, mode|unix.O_EXCL|unix.O_CLOEXEC, 0)
-			return err
-		})
+	open := func(mode int) (int, error) {
+		return retryValue(func() (int, error) { return unix.Open(path, mode|unix.O_EXCL|unix.O_CLOEXEC, 0) })
 	}
+	mode := unix.O_RDWR
 	if readOnly {
-		err = open(unix.O_RDONLY)
-	} else {
-		err = open(unix.O_RDWR)
-		if err == unix.EROFS || err == unix.EACCES || err == unix.EPERM {
-			first := err
-			if err = open(unix.O_RDONLY); err == nil {
-				var ro int32
-				if ioctl(fd, unix.BLKROGET, unsafe.Pointer(&ro)) != nil || ro == 0 {
-					unix.Close(fd)
-					err = first // only this process may not write
-				}
+		mode = unix.O_RDONLY
+	}
+	fd, err = open(mode)
+	if !readOnly && (err == unix.EROFS || err == unix.EACCES || err == unix.EPERM) {
+		first := err
+		if fd, err = open(unix.O_RDONLY); err == nil {
+			var ro int32
+			if ioctl(fd, unix.BLKROGET, unsafe.Pointer(&ro)) != nil || ro == 0 {
+				unix.Close(fd)
+				err = first // only this process may not write
 			}
 		}
 	}
@@ -149,10 +146,7 @@ func discardLimits(sysfs string, dev uint64, blockSize uint32) (granularity uint
 		dir = filepath.Dir(dir) // a partition has the queue of its disk
 	}
 	attribute := func(name ...string) uint64 {
-		b, err := os.ReadFile(filepath.Join(name...))
-		if err != nil {
-			return 0
-		}
+		b, _ := os.ReadFile(filepath.Join(name...)) // without the file 0, like a wrong value
 		v, err := strconv.ParseUint(strings.TrimSpace(string(b)), 10, 64)
 		if err != nil {
 			return 0

@@ -128,10 +128,7 @@ func openSource(path string) (*buildSource, error) {
 		return nil, errors.New("neither a regular file nor a block device")
 	}
 	s := &buildSource{path: path, regular: regular}
-	err = retry(func() (err error) {
-		s.fd, err = unix.Open(path, flags, 0)
-		return err
-	})
+	s.fd, err = retryValue(func() (int, error) { return unix.Open(path, flags, 0) })
 	if err == unix.EBUSY {
 		return nil, errors.New("in use. Unmount it, or copy a snapshot of it")
 	}
@@ -475,12 +472,8 @@ func dataOf(f osFile, off, size int64) (data, end int64) {
 // copyData copies [off, end) of src to the same place.
 func (w *buildWork) copyData(src sysFile, off, end int64, own, full bool) error {
 	for !own && off < end {
-		n, err := w.f.copyFrom(off, src, off, min(end-off, copyStep))
-		switch err {
-		case nil:
-		case unix.EINVAL, unix.EXDEV, unix.EOPNOTSUPP, unix.ENOSYS, unix.EPERM: // as in CopyFrom
-			n = 0
-		default:
+		n, err := copyRange(w.f, off, src, off, min(end-off, copyStep))
+		if err != nil {
 			return err
 		}
 		if n == 0 {

@@ -460,41 +460,29 @@ func (d *disk) CopyFrom(off int64, from Store, srcOff, n int64) (done int64, err
 	if !ok {
 		return 0, nil
 	}
-	switch {
-	case src == d:
-		if err := d.enter(off, n, true); err != nil {
-			return 0, err
-		}
-		defer d.mu.RUnlock()
-		if err := d.info.CheckRange(srcOff, n); err != nil {
-			return 0, err
-		}
-	case src.number < d.number: // always lock in this order, or two copies and two Closes could deadlock
+	if src.number < d.number { // always lock in this order, or two copies and two Closes could deadlock
 		if err := src.enter(srcOff, n, false); err != nil {
 			return 0, err
 		}
 		defer src.mu.RUnlock()
-		if err := d.enter(off, n, true); err != nil {
+	}
+	if err := d.enter(off, n, true); err != nil {
+		return 0, err
+	}
+	defer d.mu.RUnlock()
+	if src == d {
+		if err := d.info.CheckRange(srcOff, n); err != nil {
 			return 0, err
 		}
-		defer d.mu.RUnlock()
-	default:
-		if err := d.enter(off, n, true); err != nil {
-			return 0, err
-		}
-		defer d.mu.RUnlock()
+	} else if src.number > d.number {
 		if err := src.enter(srcOff, n, false); err != nil {
 			return 0, err
 		}
 		defer src.mu.RUnlock()
 	}
 	for done < n {
-		k, err := d.fd.copyFrom(off+done, src.fd, srcOff+done, n-done)
-		switch err {
-		case nil:
-		case unix.EINVAL, unix.EXDEV, unix.EOPNOTSUPP, unix.ENOSYS, unix.EPERM:
-			k = 0 // not supported: block devices, two file systems, an old kernel, a sandbox
-		default:
+		k, err := copyRange(d.fd, off+done, src.fd, srcOff+done, n-done)
+		if err != nil {
 			return done, fmt.Errorf("copy from %s at %d: %w", src.path, srcOff+done, d.writeError(off+done, err))
 		}
 		if k == 0 { // also at the end of a truncated file; ReadAt reports that
@@ -506,6 +494,17 @@ func (d *disk) CopyFrom(off int64, from Store, srcOff, n int64) (done int64, err
 		return done, d.sync()
 	}
 	return done, nil
+}
+
+// copyRange calls copy_file_range(2), and returns 0 if that cannot copy: for block devices, two
+// file systems, with an old kernel or in a sandbox.
+func copyRange(to osFile, off int64, from osFile, srcOff, n int64) (int64, error) {
+	k, err := to.copyFrom(off, from, srcOff, n)
+	switch err {
+	case unix.EINVAL, unix.EXDEV, unix.EOPNOTSUPP, unix.ENOSYS, unix.EPERM:
+		return 0, nil
+	}
+	return k, err
 }
 
 // Prefetch implements Prefetcher with fadvise(2).
@@ -569,37 +568,25 @@ func writeAll(f osFile, p []byte, off int64, flags int) error {
 // A sysFile is a file descriptor. It implements osFile with system calls.
 type sysFile int
 
-func (f sysFile) pread(p []byte, off int64) (n int, err error) {
-	for {
-		if n, err = unix.Pread(int(f), p, off); err != unix.EINTR {
-			return n, err
-		}
-	}
+func (f sysFile) pread(p []byte, off int64) (int, error) {
+	return retryValue(func() (int, error) { return unix.Pread(int(f), p, off) })
 }
 
-func (f sysFile) pwrite(p []byte, off int64, flags int) (n int, err error) {
-	for {
+func (f sysFile) pwrite(p []byte, off int64, flags int) (int, error) {
+	return retryValue(func() (int, error) {
 		if flags == 0 {
-			n, err = unix.Pwrite(int(f), p, off)
-		} else {
-			n, err = unix.Pwritev2(int(f), [][]byte{p}, off, flags)
+			return unix.Pwrite(int(f), p, off)
 		}
-		if err != unix.EINTR {
-			return n, err
-		}
-	}
+		return unix.Pwritev2(int(f), [][]byte{p}, off, flags)
+	})
 }
 
 func (f sysFile) fallocate(mode uint32, off, n int64) error {
 	return retry(func() error { return unix.Fallocate(int(f), mode, off, n) })
 }
 
-func (f sysFile) seek(off int64, whence int) (at int64, err error) {
-	err = retry(func() (err error) {
-		at, err = unix.Seek(int(f), off, whence)
-		return err
-	})
-	return at, err
+func (f sysFile) seek(off int64, whence int) (int64, error) {
+	return retryValue(func() (int64, error) { return unix.Seek(int(f), off, whence) })
 }
 
 // extent calls FIEMAP (Documentation/filesystems/fiemap.rst).
@@ -643,12 +630,10 @@ func (f sysFile) copyFrom(off int64, src osFile, srcOff, n int64) (int64, error)
 	if !ok {
 		return 0, unix.EXDEV
 	}
-	for {
-		k, err := unix.CopyFileRange(int(in), &srcOff, int(f), &off, int(min(n, 1<<30)), 0)
-		if err != unix.EINTR {
-			return int64(k), err
-		}
-	}
+	k, err := retryValue(func() (int, error) {
+		return unix.CopyFileRange(int(in), &srcOff, int(f), &off, int(min(n, 1<<30)), 0)
+	})
+	return int64(k), err
 }
 
 func (f sysFile) fdatasync() error {
@@ -672,6 +657,15 @@ func retry(f func() error) error {
 	for {
 		if err := f(); err != unix.EINTR {
 			return err
+		}
+	}
+}
+
+// retryValue calls f until no signal interrupts it.
+func retryValue[T any](f func() (T, error)) (T, error) {
+	for {
+		if v, err := f(); err != unix.EINTR {
+			return v, err
 		}
 	}
 }

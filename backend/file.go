@@ -124,10 +124,10 @@ func lockFile(c FileConfig) (fd int, err error) {
 	} else if c.Size == 0 {
 		flags = unix.O_RDWR
 	}
-	if err := retry(func() (err error) {
-		fd, err = unix.Open(c.Path, flags|unix.O_CLOEXEC|unix.O_NONBLOCK, 0o600)
-		return err
-	}); err != nil {
+	fd, err = retryValue(func() (int, error) {
+		return unix.Open(c.Path, flags|unix.O_CLOEXEC|unix.O_NONBLOCK, 0o600)
+	})
+	if err != nil {
 		return 0, fmt.Errorf("open: %w", err)
 	}
 	err = retry(func() error { return unix.Flock(fd, lock|unix.LOCK_NB) })
@@ -161,7 +161,7 @@ func fileSize(c FileConfig, st *unix.Stat_t) (int64, error) {
 
 // makeSparse gives the new file its size and puts name and size on stable storage.
 func makeSparse(path string, fd int, size int64) error {
-	if err := retry(func() error { return unix.Ftruncate(fd, size) }); err != nil {
+	if err := sysFile(fd).truncate(size); err != nil {
 		return fmt.Errorf("create with %d bytes: %w", size, err)
 	}
 	if err := retry(func() error { return unix.Fsync(fd) }); err != nil {

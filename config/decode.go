@@ -92,30 +92,24 @@ func (d *decoder) decode(path string, in any, v reflect.Value) {
 // accepted only for types that have units.
 func (d *decoder) scalar(path string, in any, want string, parse func(string) (any, error), v reflect.Value) {
 	plain := v.Type() == reflect.TypeFor[int]() || v.Type() == reflect.TypeFor[bool]()
-	var s string
-	switch in := in.(type) {
+	var out any
+	err := strconv.ErrSyntax
+	switch text := in.(type) {
 	case string:
-		if plain && !d.text {
-			d.errs.addf(path, "must be %s, not %s", want, describe(in))
-			return
+		if !plain || d.text {
+			out, err = parse(text)
 		}
-		s = in
 	case int, int64, uint64, bool:
-		s = fmt.Sprint(in)
-	default:
-		d.errs.addf(path, "must be %s, not %s", want, describe(in))
-		return
+		out, err = parse(fmt.Sprint(in))
 	}
-	out, err := parse(s)
-	if errors.Is(err, strconv.ErrSyntax) || errors.Is(err, strconv.ErrRange) {
+	switch {
+	case errors.Is(err, strconv.ErrSyntax), errors.Is(err, strconv.ErrRange):
 		d.errs.addf(path, "must be %s, not %s", want, describe(in))
-		return
-	}
-	if err != nil {
+	case err != nil:
 		d.errs.addf(path, "%v", err)
-		return
+	default:
+		v.Set(reflect.ValueOf(out))
 	}
-	v.Set(reflect.ValueOf(out))
 }
 
 // secret decodes a secret. Its errors do not contain the value.
@@ -144,12 +138,12 @@ func parseSwitch(s string) (any, error) {
 }
 
 func (d *decoder) decodeStruct(path string, in any, v reflect.Value) {
+	known := keysOf(v.Type())
 	m, ok := in.(map[string]any)
 	if !ok {
-		d.errs.addf(path, "must be a map with the keys %s, not %s", strings.Join(keysOf(v.Type()), ", "), describe(in))
+		d.errs.addf(path, "must be a map with the keys %s, not %s", strings.Join(known, ", "), describe(in))
 		return
 	}
-	known := keysOf(v.Type())
 	for _, key := range slices.Sorted(maps.Keys(m)) {
 		i := slices.Index(known, key)
 		if i < 0 {
@@ -193,10 +187,7 @@ func join(path, key string) string {
 	if key == "" || strings.ContainsAny(key, ". []\"") || strconv.Quote(key) != `"`+key+`"` {
 		key = strconv.Quote(key)
 	}
-	if path == "" {
-		return key
-	}
-	return path + "." + key
+	return under(path, key)
 }
 
 func describe(in any) string {

@@ -145,23 +145,23 @@ type changes struct{ remove, update, add []Change }
 // items that are in both, in the order of old. object returns a Change that names an item, and
 // the struct that has the keys of the item.
 func compare[T any](old, next []T, object func(T) (Change, any)) (l changes, kept [][2]T) {
-	unmatched := map[Change]T{}
-	for _, item := range next {
+	unmatched := map[Change]int{} // indexes in next
+	for i, item := range next {
 		c, _ := object(item)
-		unmatched[c] = item
+		unmatched[c] = i
 	}
 	for _, item := range old {
 		c, value := object(item)
-		now, ok := unmatched[c]
+		i, ok := unmatched[c]
 		if !ok {
 			c.Op, c.Old = Remove, flow(value)
 			l.remove = append(l.remove, c)
 			continue
 		}
 		delete(unmatched, c)
-		_, nowValue := object(now)
-		l.update = appendUpdates(l.update, c, "", reflect.ValueOf(value), reflect.ValueOf(nowValue))
-		kept = append(kept, [2]T{item, now})
+		_, now := object(next[i])
+		l.update = appendUpdates(l.update, c, "", reflect.ValueOf(value), reflect.ValueOf(now))
+		kept = append(kept, [2]T{item, next[i]})
 	}
 	for _, item := range next {
 		c, value := object(item)

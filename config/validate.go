@@ -1,6 +1,7 @@
 package config
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -65,6 +66,24 @@ func (l errorList) join() error {
 	return errors.Join(errs...)
 }
 
+// firsts has the first key of the configuration that has each value.
+type firsts[T comparable] map[T]string
+
+// taken returns the key that has the value already. If no key has it, key has it from then on.
+func (f firsts[T]) taken(value T, key string) (first string, ok bool) {
+	if first, ok = f[value]; !ok {
+		f[value] = key
+	}
+	return first, ok
+}
+
+// checkRange refuses a value that is not in [least, most].
+func checkRange[T cmp.Ordered](errs *errorList, key string, v, least, most T) {
+	if v < least || v > most {
+		errs.addf(key, "must be %v to %v, not %v", least, most, v)
+	}
+}
+
 func (c *Config) check() errorList {
 	var errs errorList
 	c.checkPortals(&errs)
@@ -95,12 +114,8 @@ func (c *Config) check() errorList {
 		errs.addf("log.format", "must be text or json, not %q", c.Log.Format)
 	}
 	c.checkControl(&errs)
-	if c.Metrics.Listen != "" {
-		c.checkListener("metrics.listen", c.Metrics.Listen, &errs)
-	}
-	if c.Dashboard.Listen != "" {
-		c.checkListener("dashboard.listen", c.Dashboard.Listen, &errs)
-	}
+	c.checkListener("metrics.listen", c.Metrics.Listen, &errs)
+	c.checkListener("dashboard.listen", c.Dashboard.Listen, &errs)
 	if c.Drain < 0 || c.Drain > maxDrain {
 		errs.addf("drain", "must be 0 to %s, not %v", durationText(maxDrain), c.Drain)
 	}
@@ -131,8 +146,11 @@ func (c *Config) listeners() map[string]string {
 	return map[string]string{"debug.listen": c.Debug.Listen, "control.listen": c.Control.Listen, "dashboard.listen": c.Dashboard.Listen, "metrics.listen": c.Metrics.Listen}
 }
 
-// checkListener checks a listen address that is not a portal.
+// checkListener checks a listen address that is not a portal; empty: no listener.
 func (c *Config) checkListener(key, listen string, errs *errorList) {
+	if listen == "" {
+		return
+	}
 	addr, reason := parseAddress(listen, true)
 	if reason != "" {
 		errs.addf(key, "%s", reason)
@@ -155,7 +173,7 @@ func (c *Config) checkPortals(errs *errorList) {
 	if len(c.Portals) == 0 {
 		errs.addf("portals", "is required: where to listen, like [{listen: 127.0.0.1:3260}]")
 	}
-	seen := map[address]string{}
+	seen := firsts[address]{}
 	groups := map[int]bool{}
 	for i, p := range c.Portals {
 		key := index("portals", i)
@@ -168,12 +186,10 @@ func (c *Config) checkPortals(errs *errorList) {
 		}
 		if addr, reason := parseAddress(p.Listen, true); reason != "" {
 			errs.addf(key+".listen", "%s", reason)
-		} else if first, ok := seen[addr]; ok && addr.port == 0 {
+		} else if first, ok := seen.taken(addr, key); ok && addr.port == 0 {
 			errs.addf(key+".listen", "%q is the address of %s, too. Give one of them a port or another address", p.Listen, first)
 		} else if ok {
 			errs.addf(key+".listen", "%q is the address of %s already", p.Listen, first)
-		} else {
-			seen[addr] = key
 		}
 		for j, name := range p.Transports {
 			switch key := index(key+".transports", j); {
@@ -202,18 +218,15 @@ func (c *Config) checkTargets(errs *errorList) {
 	if c.Targets == nil { // could be a mistake, and would remove all targets
 		errs.addf("targets", "is required: a list of targets, or [] for no target")
 	}
-	names := map[string]string{} // by normalised name: the key
-	paths := map[string]string{} // by path: the key
+	names, paths := firsts[string]{}, firsts[string]{}
 	for i, t := range c.Targets {
 		key := index("targets", i)
 		if name, err := security.NormalizeName(t.Name); t.Name == "" {
 			errs.addf(key+".name", "is required: an iSCSI name like iqn.2026-11.io.example:store")
 		} else if err != nil {
 			errs.addf(key+".name", "%v", err)
-		} else if first, ok := names[name]; ok {
+		} else if first, ok := names.taken(name, key); ok {
 			errs.addf(key+".name", "%q is the name of %s", t.Name, first)
-		} else {
-			names[name] = key
 		}
 		if len(t.Alias) > maxAlias || strings.ContainsRune(t.Alias, 0) {
 			errs.addf(key+".alias", "must have at most %d bytes and no NUL", maxAlias)
@@ -235,33 +248,33 @@ func (c *Config) checkTargets(errs *errorList) {
 		}
 		t.Auth.check(key+".auth", errs)
 		c.checkRedirect(key+".redirect", &t.Redirect, errs)
-		ids := map[int]string{}
-		for j, l := range t.LUNs {
-			key := index(key+".luns", j)
-			switch first, taken := ids[l.ID]; {
-			case l.ID == unset:
-				errs.addf(key+".id", "is required: 0 to %d", maxLUN)
-			case l.ID < 0 || l.ID > maxLUN:
-				errs.addf(key+".id", "must be 0 to %d, not %d", maxLUN, l.ID)
-			case taken:
-				errs.addf(key+".id", "%d is the id of %s", l.ID, first)
-			default:
-				ids[l.ID] = key
-			}
-			l.check(key, errs)
-			l.checkAccess(key, errs)
-			if l.Path == "" {
-				continue
-			}
-			path := l.Path
-			if abs, err := filepath.Abs(path); err == nil {
-				path = abs
-			}
-			if first, ok := paths[path]; ok {
-				errs.addf(key+".path", "%q is the path of %s", l.Path, first)
-			} else {
-				paths[path] = key
-			}
+		checkLUNs(key+".luns", t.LUNs, paths, errs)
+	}
+}
+
+// checkLUNs checks the LUNs of a target. paths are those of all targets.
+func checkLUNs(key string, luns []LUN, paths firsts[string], errs *errorList) {
+	ids := firsts[int]{}
+	for i, l := range luns {
+		key := index(key, i)
+		if l.ID == unset {
+			errs.addf(key+".id", "is required: 0 to %d", maxLUN)
+		} else if l.ID < 0 || l.ID > maxLUN {
+			errs.addf(key+".id", "must be 0 to %d, not %d", maxLUN, l.ID)
+		} else if first, ok := ids.taken(l.ID, key); ok {
+			errs.addf(key+".id", "%d is the id of %s", l.ID, first)
+		}
+		l.check(key, errs)
+		l.checkAccess(key, errs)
+		if l.Path == "" {
+			continue
+		}
+		path := l.Path
+		if abs, err := filepath.Abs(path); err == nil {
+			path = abs
+		}
+		if first, ok := paths.taken(path, key); ok {
+			errs.addf(key+".path", "%q is the path of %s", l.Path, first)
 		}
 	}
 }
@@ -338,10 +351,7 @@ func (l *LUN) check(key string, errs *errorList) {
 	if !b.blockSize {
 		return
 	}
-	block := l.BlockSize
-	if block == 0 {
-		block = 512
-	}
+	block := cmp.Or(l.BlockSize, 512)
 	switch {
 	case block != 512 && block != 4096:
 		errs.addf(key+".block_size", "must be 512 or 4096, not %d", block)
@@ -351,24 +361,12 @@ func (l *LUN) check(key string, errs *errorList) {
 }
 
 func (l *Limits) check(errs *errorList) {
-	for _, f := range []struct {
-		key       string
-		v, lo, hi int64
-	}{
-		{"queue_depth", int64(l.QueueDepth), 1, 1024},
-		{"max_fpdu", int64(l.MaxFPDU), 512, 64768},
-		{"max_connections", int64(l.MaxConnections), 1, 65536},
-		{"connections_per_session", int64(l.PerSession), 1, 64},
-		{"error_recovery_level", int64(l.ErrorRecoveryLevel), 0, 2},
-	} {
-		if f.v < f.lo || f.v > f.hi {
-			errs.addf("limits."+f.key, "must be %d to %d, not %d", f.lo, f.hi, f.v)
-		}
-	}
-	const least, most = 4 << 20, 64 << 30
-	if l.ConnectionMemory < least || l.ConnectionMemory > most {
-		errs.addf("limits.connection_memory", "must be %v to %v, not %v", Size(least), Size(most), l.ConnectionMemory)
-	}
+	checkRange(errs, "limits.queue_depth", l.QueueDepth, 1, 1024)
+	checkRange(errs, "limits.max_fpdu", l.MaxFPDU, 512, 64768)
+	checkRange(errs, "limits.max_connections", l.MaxConnections, 1, 65536)
+	checkRange(errs, "limits.connections_per_session", l.PerSession, 1, 64)
+	checkRange(errs, "limits.error_recovery_level", l.ErrorRecoveryLevel, 0, 2)
+	checkRange(errs, "limits.connection_memory", l.ConnectionMemory, 4<<20, 64<<30)
 	for _, f := range []struct {
 		key   string
 		v     time.Duration

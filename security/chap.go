@@ -28,12 +28,14 @@ const (
 	CHAPSHA3256 CHAPAlgorithm = 8
 )
 
-// chapHashes has the algorithms, most preferred first.
-var chapHashes = []struct {
+type chapHash struct {
 	algorithm CHAPAlgorithm
 	name      string
 	new       func() hash.Hash
-}{
+}
+
+// chapHashes has the algorithms, most preferred first.
+var chapHashes = []chapHash{
 	{CHAPSHA3256, "sha3-256", func() hash.Hash { return sha3.New256() }},
 	{CHAPSHA256, "sha256", sha256.New},
 	{CHAPSHA1, "sha1", sha1.New},
@@ -70,12 +72,7 @@ func (a CHAPAlgorithm) hash() hash.Hash { return chapHashes[a.row()].new() }
 
 // row returns the index of a in chapHashes; -1: not found.
 func (a CHAPAlgorithm) row() int {
-	for i, h := range chapHashes {
-		if h.algorithm == a {
-			return i
-		}
-	}
-	return -1
+	return slices.IndexFunc(chapHashes, func(h chapHash) bool { return h.algorithm == a })
 }
 
 const (

@@ -4,7 +4,9 @@ package security
 
 import (
 	"fmt"
+	"slices"
 	"strings"
+	"time"
 	"unicode"
 	"unicode/utf8"
 )
@@ -51,29 +53,22 @@ var kinds = map[string]func(rest string) string{
 // checkQualified returns what is wrong with rest as yyyy-mm.domain[:string], or "".
 func checkQualified(rest string) string {
 	date, domain, ok := strings.Cut(rest, ".")
-	if !ok || len(date) != len("yyyy-mm") || date[4] != '-' || !allDigits(date[:4]) || !allDigits(date[5:]) ||
-		date[5:] < "01" || date[5:] > "12" {
+	if _, err := time.Parse("2006-01", date); !ok || err != nil {
 		return "must have a date, yyyy-mm, and a dot next"
 	}
 	domain, _, _ = strings.Cut(domain, ":")
-	for label := range strings.SplitSeq(domain, ".") {
-		if label == "" {
-			return "has an empty label in its domain name"
-		}
+	if slices.Contains(strings.Split(domain, "."), "") {
+		return "has an empty label in its domain name"
 	}
 	return ""
 }
 
 func checkHex(rest, want string, lengths ...int) string {
-	for _, n := range lengths {
-		if len(rest) == n && strings.Trim(rest, "0123456789abcdef") == "" {
-			return ""
-		}
+	if slices.Contains(lengths, len(rest)) && strings.Trim(rest, "0123456789abcdef") == "" {
+		return ""
 	}
 	return "must have " + want + " next"
 }
-
-func allDigits(s string) bool { return strings.Trim(s, "0123456789") == "" }
 
 // checkCharacters returns an error about the first character that a name in lower case must
 // not contain. It allows those in also.

@@ -3,6 +3,7 @@ package security
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"unicode/utf8"
 )
@@ -55,12 +56,7 @@ func (p Patterns) Match(name string) bool {
 		return false
 	}
 	folded := []rune(strings.ToLower(name))
-	for _, pattern := range p.list {
-		if match(pattern, folded) {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(p.list, func(pattern []rune) bool { return match(pattern, folded) })
 }
 
 // match reports whether pattern matches name. It backtracks to the last "*" only, so it takes

@@ -1,6 +1,7 @@
 package backendtest
 
 import (
+	"cmp"
 	"sync"
 
 	"github.com/iser-target/iser-target/backend"
@@ -81,72 +82,57 @@ func (f *Faulty) Calls(op Op) int {
 	return f.calls[op]
 }
 
-func (f *Faulty) call(op Op, off, n int64) error {
+// call counts a call of op and fails it, or calls below.
+func (f *Faulty) call(op Op, off, n int64, below func() error) error {
 	f.mu.Lock()
 	f.calls[op]++
 	err, hook, gate := f.errs[op], f.hook, f.gate
 	f.mu.Unlock()
 	gate.pass(op, off)
-	if err != nil || hook == nil {
+	if err == nil && hook != nil {
+		err = hook(op, off, n)
+	}
+	if err != nil {
 		return err
 	}
-	return hook(op, off, n)
+	return below()
 }
 
 // ReadAt implements backend.Store.
 func (f *Faulty) ReadAt(p []byte, off int64) error {
-	if err := f.call(ReadAt, off, int64(len(p))); err != nil {
-		return err
-	}
-	return f.Store.ReadAt(p, off)
+	return f.call(ReadAt, off, int64(len(p)), func() error { return f.Store.ReadAt(p, off) })
 }
 
 // WriteAt implements backend.Store.
 func (f *Faulty) WriteAt(p []byte, off int64) error {
-	if err := f.call(WriteAt, off, int64(len(p))); err != nil {
-		return err
-	}
-	return f.Store.WriteAt(p, off)
+	return f.call(WriteAt, off, int64(len(p)), func() error { return f.Store.WriteAt(p, off) })
 }
 
 // WriteDurable implements backend.Store.
 func (f *Faulty) WriteDurable(p []byte, off int64) error {
-	if err := f.call(WriteDurable, off, int64(len(p))); err != nil {
-		return err
-	}
-	return f.Store.WriteDurable(p, off)
+	return f.call(WriteDurable, off, int64(len(p)), func() error { return f.Store.WriteDurable(p, off) })
 }
 
 // Sync implements backend.Store.
-func (f *Faulty) Sync() error {
-	if err := f.call(Sync, 0, 0); err != nil {
-		return err
-	}
-	return f.Store.Sync()
-}
+func (f *Faulty) Sync() error { return f.call(Sync, 0, 0, f.Store.Sync) }
 
 // Discard implements backend.Store.
 func (f *Faulty) Discard(off, n int64) error {
-	if err := f.call(Discard, off, n); err != nil {
-		return err
-	}
-	return f.Store.Discard(off, n)
+	return f.call(Discard, off, n, func() error { return f.Store.Discard(off, n) })
 }
 
 // Zero implements backend.Store.
 func (f *Faulty) Zero(off, n int64) error {
-	if err := f.call(Zero, off, n); err != nil {
-		return err
-	}
-	return f.Store.Zero(off, n)
+	return f.call(Zero, off, n, func() error { return f.Store.Zero(off, n) })
 }
 
 // Extent implements backend.Mapper. n of the call is 1.
 func (f *Faulty) Extent(off int64) (mapped bool, n int64, err error) {
-	if err := f.call(Extent, off, 1); err != nil {
-		return false, 0, err
-	}
-	return backend.Extent(f.Store, off)
+	err = f.call(Extent, off, 1, func() (err error) {
+		mapped, n, err = backend.Extent(f.Store, off)
+		return err
+	})
+	return mapped, n, err
 }
 
 // Usage implements backend.Gauge.
@@ -154,32 +140,25 @@ func (f *Faulty) Usage() (used, free int64, err error) { return backend.Usage(f.
 
 // Prefetch implements backend.Prefetcher.
 func (f *Faulty) Prefetch(off, n int64) error {
-	if err := f.call(Prefetch, off, n); err != nil {
-		return err
-	}
-	return backend.Prefetch(f.Store, off, n)
+	return f.call(Prefetch, off, n, func() error { return backend.Prefetch(f.Store, off, n) })
 }
 
 // CopyFrom implements backend.Copier. Between two Faultys it copies between the Stores below.
-func (f *Faulty) CopyFrom(off int64, src backend.Store, srcOff, n int64) (int64, error) {
-	if err := f.call(CopyFrom, off, n); err != nil {
-		return 0, err
-	}
-	c, ok := f.Store.(backend.Copier)
-	if !ok {
-		return 0, nil
-	}
+func (f *Faulty) CopyFrom(off int64, src backend.Store, srcOff, n int64) (done int64, err error) {
 	if s, ok := src.(*Faulty); ok {
 		src = s.Store
 	}
-	return c.CopyFrom(off, src, srcOff, n)
+	err = f.call(CopyFrom, off, n, func() (err error) {
+		if c, ok := f.Store.(backend.Copier); ok {
+			done, err = c.CopyFrom(off, src, srcOff, n)
+		}
+		return err
+	})
+	return done, err
 }
 
 // Close implements backend.Store. It closes the Store below even if it fails.
 func (f *Faulty) Close() error {
-	err := f.call(Close, 0, 0)
-	if below := f.Store.Close(); err == nil {
-		err = below
-	}
-	return err
+	err := f.call(Close, 0, 0, func() error { return nil })
+	return cmp.Or(err, f.Store.Close())
 }
