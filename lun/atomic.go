@@ -23,10 +23,7 @@ func consumeCompareAndWrite(u *Unit, c *Command, p []byte, _ uint64) bool {
 	if !u.compare(c, want, pos, 0) {
 		return false
 	}
-	if err := u.writeLocked(instead, pos, wantsFUA(c.CDB)); err != nil {
-		return c.failWrite(err)
-	}
-	return true
+	return c.writeDone(u.writeLocked(instead, pos, wantsFUA(c.CDB)))
 }
 
 // consumeOrWrite executes ORWRITE(16) (SBC-3, section 5.12) for one piece of its data-out. No
@@ -49,16 +46,13 @@ func (u *Unit) orWrite(c *Command, b, p []byte, pos int64) bool {
 	s := stripesOf(pos, int64(len(p)))
 	u.ranges.exclude(s)
 	defer u.ranges.admit(s)
-	if err := u.store.ReadAt(b, pos); err != nil {
-		return c.failRead(err)
+	if !c.readDone(u.store.ReadAt(b, pos)) {
+		return false
 	}
 	for i, x := range p {
 		b[i] |= x
 	}
-	if err := u.writeLocked(b, pos, wantsFUA(c.CDB)); err != nil {
-		return c.failWrite(err)
-	}
-	return true
+	return c.writeDone(u.writeLocked(b, pos, wantsFUA(c.CDB)))
 }
 
 func beginWriteAtomic(u *Unit, c *Command) bool {
@@ -89,8 +83,7 @@ func endWriteAtomic(u *Unit, c *Command) {
 	u.ranges.exclude(s)
 	defer u.ranges.admit(s)
 	old := make([]byte, len(p))
-	if err := u.store.ReadAt(old, pos); err != nil {
-		c.failRead(err)
+	if !c.readDone(u.store.ReadAt(old, pos)) {
 		return
 	}
 	if err := u.writeLocked(p, pos, wantsFUA(c.CDB)); err != nil {
@@ -101,6 +94,6 @@ func endWriteAtomic(u *Unit, c *Command) {
 			c.fail(condWriteError)
 			return
 		}
-		c.failWrite(err)
+		c.writeDone(err)
 	}
 }

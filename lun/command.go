@@ -70,7 +70,7 @@ func (n *Nexus) Begin(c *Command) bool {
 		if k := c.unit.obstacle(n, row.flags); k != condNone {
 			return c.fail(k)
 		}
-		if f := c.unit.reservations.fence.Load(); f != nil && f.keepsOut(c) {
+		if f := c.unit.reservations.fence.Load(); f != nil && f.keepsOut(n, row, c.CDB) {
 			return c.conflict()
 		}
 	}

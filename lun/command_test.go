@@ -114,8 +114,8 @@ func TestConcurrency(t *testing.T) {
 func rowCDB(row *command) []byte {
 	cdb := make([]byte, 16)
 	cdb[0] = row.op
-	if row.hasSA {
-		cdb[1] = row.sa
+	if row.hasSA() {
+		cdb[1] = byte(row.sa)
 	}
 	switch row.op {
 	case 0x03, 0x1a: // REQUEST SENSE, MODE SENSE(6)

@@ -24,20 +24,19 @@ const (
 // A command is a row of the command set.
 type command struct {
 	op    byte
-	hasSA bool // sa, the service action, is part of the operation code
-	sa    byte
+	sa    int // service action, or noSA: the operation code alone names the command
 	name  string
 	flags flags
 	// usage is the CDB USAGE DATA of REPORT SUPPORTED OPERATION CODES after the
 	// operation code: the bits that the command evaluates. All others must be 0.
 	// Its length gives that of the CDB.
 	usage string
-	// allowedByCDB, if not nil, reports whether a persistent reservation of somebody
-	// else lets this CDB pass (SBC-3, commands allowed in the presence of various
-	// reservations).
-	allowedByCDB func(cdb []byte) bool
 	phases
 }
+
+const noSA = -1
+
+func (row *command) hasSA() bool { return row.sa != noSA }
 
 // phases are what a command does, in this order. A nil phase does nothing.
 type phases struct {
@@ -47,7 +46,7 @@ type phases struct {
 	end     func(*Unit, *Command)
 }
 
-// Phases that several rows share.
+// Phases that several rows share, or that are long.
 var (
 	read           = phases{begin: beginRead, produce: produceRead}
 	write          = phases{begin: beginWrite, consume: consumeWrite}
@@ -60,6 +59,7 @@ var (
 	reserveUnit    = phases{begin: noData, end: endReserve}
 	releaseUnit    = phases{begin: noData, end: endRelease}
 	erase          = phases{begin: noData, end: endErase}
+	writeAtomic    = phases{begin: beginWriteAtomic, consume: consumeWriteAtomic, end: endWriteAtomic}
 )
 
 type flags uint16
@@ -82,8 +82,12 @@ const (
 	inStandby                       // served in standby (SPC-4, section 5.11.2.5)
 )
 
-// optional are the flags of rows that some units do not have.
-const optional = thin | atomicWrite | removable | sanitizes
+// Flags of several rows.
+const (
+	optional = thin | atomicWrite | removable | sanitizes // some units do not have these rows
+	anyLUN   = absentLUN | keepAttention | anyPersistent | anyReserve
+	anyPR    = anyPersistent | anyReserve | inStandby
+)
 
 // Parts of the usage of several rows.
 const (
@@ -93,125 +97,100 @@ const (
 	range16  = lba8 + "\xff\xff\xff\xff\x1f\x00"
 	report12 = "\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00" // length, CONTROL
 	copy16   = "\x00\x00\x00\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00"
+	len4     = "\xff\xff\xff\xff"
 	none6    = "\x00\x00\x00\x00\x00"
 	none10   = "\x00\x00\x00\x00\x00\x00\x00\x00\x00"
+	erase10  = "\xbf\x00\x00\x00\x00\x00\x00\x00\x00"
+	prIn     = "\x1f\x00\x00\x00\x00\x00\xff\xff\x00"
 )
 
 // commands is the whole command set. A missing row is INVALID COMMAND
 // OPERATION CODE; REPORT SUPPORTED OPERATION CODES reads the same rows.
 var commands = slices.Concat([]command{
-	{op: 0x00, name: "TEST UNIT READY", flags: medium | anyPersistent, usage: none6, phases: phases{begin: noData}},
-	{op: 0x03, name: "REQUEST SENSE", flags: absentLUN | keepAttention | anyPersistent | anyReserve,
-		usage: "\x01\x00\x00\xff\x00", phases: phases{begin: requestSense}},
-	{op: 0x08, name: "READ(6)", flags: medium | reads, usage: "\x1f\xff\xff\xff\x00", phases: read},
-	{op: 0x0a, name: "WRITE(6)", flags: medium | writes, usage: "\x1f\xff\xff\xff\x00", phases: write},
-	{op: 0x12, name: "INQUIRY", flags: absentLUN | keepAttention | anyPersistent | anyReserve,
-		usage: "\x01\xff\xff\xff\x00", phases: phases{begin: inquiry}},
-	{op: opModeSelect6, name: "MODE SELECT(6)", flags: allData | inStandby,
-		usage: "\x11\x00\x00\xff\x00", phases: modeSelect},
-	{op: 0x16, name: "RESERVE(6)", flags: anyPersistent, usage: none6, phases: reserveUnit},
-	{op: 0x17, name: "RELEASE(6)", flags: anyPersistent | anyReserve, usage: none6, phases: releaseUnit},
-	{op: opModeSense6, name: "MODE SENSE(6)", flags: reads | inStandby,
-		usage: "\x08\xff\xff\xff\x00", phases: phases{begin: modeSense}},
-	{op: opStartStop, name: "START STOP UNIT",
-		usage: "\x01\x00\x0f\xf7\x00", allowedByCDB: startsOnly, phases: phases{begin: startStop, end: endStartStop}},
-	{op: opPreventAllow, name: "PREVENT ALLOW MEDIUM REMOVAL", flags: removable, usage: "\x00\x00\x00\x01\x00",
-		allowedByCDB: allowsRemoval, phases: phases{begin: noData, end: endPreventAllow}},
-	{op: 0x25, name: "READ CAPACITY(10)", flags: medium | anyPersistent | inStandby,
-		usage: "\x00\xff\xff\xff\xff\x00\x00\x01\x00", phases: phases{begin: readCapacity10}},
-	{op: 0x28, name: "READ(10)", flags: medium | reads, usage: "\x18" + range10, phases: read},
-	{op: 0x2a, name: "WRITE(10)", flags: medium | writes, usage: "\x18" + range10, phases: write},
-	{op: 0x2e, name: "WRITE AND VERIFY(10)", flags: medium | writes, usage: "\x12" + range10, phases: writeAndVerify},
-	{op: 0x2f, name: "VERIFY(10)", flags: medium | allData | reads, usage: "\x16" + range10, phases: verify},
-	{op: 0x34, name: "PRE-FETCH(10)", flags: medium | reads, usage: "\x02" + range10, phases: prefetch},
-	{op: 0x35, name: "SYNCHRONIZE CACHE(10)", flags: medium, usage: "\x06" + range10, phases: synchronize},
-	{op: 0x37, name: "READ DEFECT DATA(10)", flags: medium | reads,
-		usage: "\x00\x1f\x00\x00\x00\x00\xff\xff\x00", phases: phases{begin: readDefectData10}},
-	{op: 0x41, name: "WRITE SAME(10)", flags: medium | writes | allData | exactData,
-		usage: "\x08" + range10, phases: writeSame},
-	{op: 0x42, name: "UNMAP", flags: medium | writes | thin | allData,
-		usage: "\x00\x00\x00\x00\x00\x1f\xff\xff\x00", phases: phases{begin: beginUnmap, consume: consumeUnmap}},
-	{op: 0x48, hasSA: true, sa: sanitizeOverwrite, name: "SANITIZE OVERWRITE",
-		flags: medium | writes | sanitizes | allData, usage: "\xbf\x00\x00\x00\x00\x00\xff\xff\x00",
-		phases: phases{begin: beginOverwrite, consume: consumeOverwrite}},
-	{op: 0x48, hasSA: true, sa: sanitizeBlockErase, name: "SANITIZE BLOCK ERASE",
-		flags: medium | writes | sanitizes | thin, usage: "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", phases: erase},
-	{op: 0x48, hasSA: true, sa: sanitizeCryptoErase, name: "SANITIZE CRYPTOGRAPHIC ERASE",
-		flags: medium | writes | sanitizes, usage: "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", phases: erase},
-	{op: 0x48, hasSA: true, sa: sanitizeExitFailureMode, name: "SANITIZE EXIT FAILURE MODE", flags: sanitizes,
-		usage: "\xbf\x00\x00\x00\x00\x00\x00\x00\x00", phases: phases{begin: noData, end: endExitFailureMode}},
-	{op: 0x4d, name: "LOG SENSE", flags: anyPersistent | anyReserve | inStandby,
-		usage: "\x00\xff\xff\x00\xff\xff\xff\xff\x00", phases: phases{begin: logSense}},
-	{op: 0x55, name: "MODE SELECT(10)", flags: allData | inStandby,
-		usage: "\x11\x00\x00\x00\x00\x00\xff\xff\x00", phases: modeSelect},
-	{op: 0x56, name: "RESERVE(10)", flags: anyPersistent, usage: none10, phases: reserveUnit},
-	{op: 0x57, name: "RELEASE(10)", flags: anyPersistent | anyReserve, usage: none10, phases: releaseUnit},
-	{op: 0x5a, name: "MODE SENSE(10)", flags: reads | inStandby,
-		usage: "\x18\xff\xff\x00\x00\x00\xff\xff\x00", phases: phases{begin: modeSense}},
-	persistentReserveIn(prReadKeys, "READ KEYS", beginPRIn),
-	persistentReserveIn(prReadReservation, "READ RESERVATION", beginPRIn),
-	persistentReserveIn(prReportCapabilities, "REPORT CAPABILITIES", prCapabilities),
-	persistentReserveIn(prReadFullStatus, "READ FULL STATUS", beginPRIn),
-	{op: opExtendedCopy, hasSA: true, sa: 0x00, name: "EXTENDED COPY(LID1)", flags: allData,
-		usage: "\x1f\x00" + copy16, phases: phases{begin: beginExtendedCopy, consume: consumeExtendedCopy}},
-	{op: opReceiveCopy, hasSA: true, sa: 0x00, name: "RECEIVE COPY STATUS(LID1)", flags: anyPersistent,
-		usage: "\x1f\xff" + copy16, phases: phases{begin: receiveCopyStatus}},
-	{op: opReceiveCopy, hasSA: true, sa: 0x03, name: "RECEIVE COPY OPERATING PARAMETERS", flags: anyPersistent,
-		usage: "\x1f\xff" + copy16, phases: phases{begin: receiveCopyParameters}},
-	{op: opRead16, name: "READ(16)", flags: medium | reads, usage: "\x18" + range16, phases: read},
-	{op: opCompareAndWrite, name: "COMPARE AND WRITE", flags: medium | writes | allData | exactData,
-		usage:  "\x18" + lba8 + "\x00\x00\x00\xff\x1f\x00",
-		phases: phases{begin: beginCompareAndWrite, consume: consumeCompareAndWrite}},
-	{op: opWrite16, name: "WRITE(16)", flags: medium | writes, usage: "\x18" + range16, phases: write},
-	{op: 0x8b, name: "ORWRITE(16)", flags: medium | writes,
-		usage: "\x18" + range16, phases: phases{begin: beginWrite, consume: consumeOrWrite}},
-	{op: 0x8e, name: "WRITE AND VERIFY(16)", flags: medium | writes, usage: "\x12" + range16, phases: writeAndVerify},
-	{op: 0x8f, name: "VERIFY(16)", flags: medium | allData | reads, usage: "\x16" + range16, phases: verify},
-	{op: 0x90, name: "PRE-FETCH(16)", flags: medium | reads, usage: "\x02" + range16, phases: prefetch},
-	{op: 0x91, name: "SYNCHRONIZE CACHE(16)", flags: medium, usage: "\x06" + range16, phases: synchronize},
-	{op: 0x93, name: "WRITE SAME(16)", flags: medium | writes | allData | exactData,
-		usage: "\x09" + range16, phases: writeSame},
-	{op: opWriteAtomic16, name: "WRITE ATOMIC(16)", flags: medium | writes | allData | atomicWrite,
-		usage:  "\x18" + lba8 + "\x00\x00\xff\xff\x1f\x00",
-		phases: phases{begin: beginWriteAtomic, consume: consumeWriteAtomic, end: endWriteAtomic}},
-	{op: 0x9e, hasSA: true, sa: 0x10, name: "READ CAPACITY(16)", flags: medium | anyPersistent | inStandby,
-		usage: "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x00", phases: phases{begin: readCapacity16}},
-	{op: 0x9e, hasSA: true, sa: 0x12, name: "GET LBA STATUS", flags: medium | reads,
-		usage: "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00", phases: phases{begin: getLBAStatus}},
-	{op: 0xa0, name: "REPORT LUNS", flags: absentLUN | keepAttention | anyPersistent | anyReserve,
-		usage: "\x00\xff\x00\x00\x00\xff\xff\xff\xff\x00\x00", phases: phases{begin: reportLUNs}},
-	{op: 0xa3, hasSA: true, sa: 0x0a, name: "REPORT TARGET PORT GROUPS", flags: anyPersistent | anyReserve | anyAccess,
-		usage: "\x3f" + report12, phases: phases{begin: reportPortGroups}},
-	{op: 0xa3, hasSA: true, sa: 0x0c, name: "REPORT SUPPORTED OPERATION CODES", flags: reads | inStandby,
-		usage: "\x1f\x87\xff\xff\xff\xff\xff\xff\xff\x00\x00", phases: phases{begin: reportOpcodes}},
-	{op: 0xa3, hasSA: true, sa: 0x0d, name: "REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS", flags: reads | inStandby,
-		usage: "\x1f\x80\x00\x00\x00\xff\xff\xff\xff\x00\x00", phases: phases{begin: reportTMFs}},
-	{op: 0xa4, hasSA: true, sa: 0x0a, name: "SET TARGET PORT GROUPS", flags: anyAccess | allData,
-		usage: "\x1f" + report12, phases: phases{begin: beginSetPortGroups, consume: consumeSetPortGroups}},
-	{op: 0xa8, name: "READ(12)", flags: medium | reads, usage: "\x18" + range12, phases: read},
-	{op: 0xaa, name: "WRITE(12)", flags: medium | writes, usage: "\x18" + range12, phases: write},
-	{op: 0xae, name: "WRITE AND VERIFY(12)", flags: medium | writes, usage: "\x12" + range12, phases: writeAndVerify},
-	{op: 0xaf, name: "VERIFY(12)", flags: medium | allData | reads, usage: "\x16" + range12, phases: verify},
-	{op: 0xb7, name: "READ DEFECT DATA(12)", flags: medium | reads,
-		usage: "\x1f\xff\xff\xff\xff\xff\xff\xff\xff\x00\x00", phases: phases{begin: readDefectData12}},
+	{0x00, noSA, "TEST UNIT READY", medium | anyPersistent, none6, phases{begin: noData}},
+	{0x03, noSA, "REQUEST SENSE", anyLUN, "\x01\x00\x00\xff\x00", phases{begin: requestSense}},
+	{0x08, noSA, "READ(6)", medium | reads, "\x1f\xff\xff\xff\x00", read},
+	{0x0a, noSA, "WRITE(6)", medium | writes, "\x1f\xff\xff\xff\x00", write},
+	{0x12, noSA, "INQUIRY", anyLUN, "\x01\xff\xff\xff\x00", phases{begin: inquiry}},
+	{opModeSelect6, noSA, "MODE SELECT(6)", allData | inStandby, "\x11\x00\x00\xff\x00", modeSelect},
+	{0x16, noSA, "RESERVE(6)", anyPersistent, none6, reserveUnit},
+	{0x17, noSA, "RELEASE(6)", anyPersistent | anyReserve, none6, releaseUnit},
+	{opModeSense6, noSA, "MODE SENSE(6)", reads | inStandby, "\x08\xff\xff\xff\x00", phases{begin: modeSense}},
+	{opStartStop, noSA, "START STOP UNIT", 0, "\x01\x00\x0f\xf7\x00", phases{begin: startStop, end: endStartStop}},
+	{opPreventAllow, noSA, "PREVENT ALLOW MEDIUM REMOVAL", removable, "\x00\x00\x00\x01\x00",
+		phases{begin: noData, end: endPreventAllow}},
+	{0x25, noSA, "READ CAPACITY(10)", medium | anyPersistent | inStandby, "\x00\xff\xff\xff\xff\x00\x00\x01\x00",
+		phases{begin: readCapacity10}},
+	{0x28, noSA, "READ(10)", medium | reads, "\x18" + range10, read},
+	{0x2a, noSA, "WRITE(10)", medium | writes, "\x18" + range10, write},
+	{0x2e, noSA, "WRITE AND VERIFY(10)", medium | writes, "\x12" + range10, writeAndVerify},
+	{0x2f, noSA, "VERIFY(10)", medium | allData | reads, "\x16" + range10, verify},
+	{0x34, noSA, "PRE-FETCH(10)", medium | reads, "\x02" + range10, prefetch},
+	{0x35, noSA, "SYNCHRONIZE CACHE(10)", medium, "\x06" + range10, synchronize},
+	{0x37, noSA, "READ DEFECT DATA(10)", medium | reads, "\x00\x1f\x00\x00\x00\x00\xff\xff\x00",
+		phases{begin: readDefectData10}},
+	{0x41, noSA, "WRITE SAME(10)", medium | writes | allData | exactData, "\x08" + range10, writeSame},
+	{0x42, noSA, "UNMAP", medium | writes | thin | allData, "\x00\x00\x00\x00\x00\x1f\xff\xff\x00",
+		phases{begin: beginUnmap, consume: consumeUnmap}},
+	{0x48, sanitizeOverwrite, "SANITIZE OVERWRITE", medium | writes | sanitizes | allData,
+		"\xbf\x00\x00\x00\x00\x00\xff\xff\x00", phases{begin: beginOverwrite, consume: consumeOverwrite}},
+	{0x48, sanitizeBlockErase, "SANITIZE BLOCK ERASE", medium | writes | sanitizes | thin, erase10, erase},
+	{0x48, sanitizeCryptoErase, "SANITIZE CRYPTOGRAPHIC ERASE", medium | writes | sanitizes, erase10, erase},
+	{0x48, sanitizeExitFailureMode, "SANITIZE EXIT FAILURE MODE", sanitizes, erase10,
+		phases{begin: noData, end: endExitFailureMode}},
+	{0x4d, noSA, "LOG SENSE", anyPR, "\x00\xff\xff\x00\xff\xff\xff\xff\x00", phases{begin: logSense}},
+	{0x55, noSA, "MODE SELECT(10)", allData | inStandby, "\x11\x00\x00\x00\x00\x00\xff\xff\x00", modeSelect},
+	{0x56, noSA, "RESERVE(10)", anyPersistent, none10, reserveUnit},
+	{0x57, noSA, "RELEASE(10)", anyPersistent | anyReserve, none10, releaseUnit},
+	{0x5a, noSA, "MODE SENSE(10)", reads | inStandby, "\x18\xff\xff\x00\x00\x00\xff\xff\x00", phases{begin: modeSense}},
+	{opPRIn, prReadKeys, "PERSISTENT RESERVE IN, READ KEYS", anyPR, prIn, phases{begin: beginPRIn}},
+	{opPRIn, prReadReservation, "PERSISTENT RESERVE IN, READ RESERVATION", anyPR, prIn, phases{begin: beginPRIn}},
+	{opPRIn, prReportCapabilities, "PERSISTENT RESERVE IN, REPORT CAPABILITIES", anyPR, prIn,
+		phases{begin: prCapabilities}},
+	{opPRIn, prReadFullStatus, "PERSISTENT RESERVE IN, READ FULL STATUS", anyPR, prIn, phases{begin: beginPRIn}},
+	{opExtendedCopy, 0x00, "EXTENDED COPY(LID1)", allData, "\x1f\x00" + copy16,
+		phases{begin: beginExtendedCopy, consume: consumeExtendedCopy}},
+	{opReceiveCopy, 0x00, "RECEIVE COPY STATUS(LID1)", anyPersistent, "\x1f\xff" + copy16,
+		phases{begin: receiveCopyStatus}},
+	{opReceiveCopy, 0x03, "RECEIVE COPY OPERATING PARAMETERS", anyPersistent, "\x1f\xff" + copy16,
+		phases{begin: receiveCopyParameters}},
+	{opRead16, noSA, "READ(16)", medium | reads, "\x18" + range16, read},
+	{opCompareAndWrite, noSA, "COMPARE AND WRITE", medium | writes | allData | exactData,
+		"\x18" + lba8 + "\x00\x00\x00\xff\x1f\x00", phases{begin: beginCompareAndWrite, consume: consumeCompareAndWrite}},
+	{opWrite16, noSA, "WRITE(16)", medium | writes, "\x18" + range16, write},
+	{0x8b, noSA, "ORWRITE(16)", medium | writes, "\x18" + range16, phases{begin: beginWrite, consume: consumeOrWrite}},
+	{0x8e, noSA, "WRITE AND VERIFY(16)", medium | writes, "\x12" + range16, writeAndVerify},
+	{0x8f, noSA, "VERIFY(16)", medium | allData | reads, "\x16" + range16, verify},
+	{0x90, noSA, "PRE-FETCH(16)", medium | reads, "\x02" + range16, prefetch},
+	{0x91, noSA, "SYNCHRONIZE CACHE(16)", medium, "\x06" + range16, synchronize},
+	{0x93, noSA, "WRITE SAME(16)", medium | writes | allData | exactData, "\x09" + range16, writeSame},
+	{opWriteAtomic16, noSA, "WRITE ATOMIC(16)", medium | writes | allData | atomicWrite,
+		"\x18" + lba8 + "\x00\x00\xff\xff\x1f\x00", writeAtomic},
+	{0x9e, 0x10, "READ CAPACITY(16)", medium | anyPersistent | inStandby, "\x1f" + lba8 + len4 + "\x01\x00",
+		phases{begin: readCapacity16}},
+	{0x9e, 0x12, "GET LBA STATUS", medium | reads, "\x1f" + lba8 + len4 + "\x00\x00", phases{begin: getLBAStatus}},
+	{0xa0, noSA, "REPORT LUNS", anyLUN, "\x00\xff\x00\x00\x00" + len4 + "\x00\x00", phases{begin: reportLUNs}},
+	{0xa3, 0x0a, "REPORT TARGET PORT GROUPS", anyPersistent | anyReserve | anyAccess, "\x3f" + report12,
+		phases{begin: reportPortGroups}},
+	{0xa3, 0x0c, "REPORT SUPPORTED OPERATION CODES", reads | inStandby, "\x1f\x87\xff\xff\xff\xff\xff\xff\xff\x00\x00",
+		phases{begin: reportOpcodes}},
+	{0xa3, 0x0d, "REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS", reads | inStandby,
+		"\x1f\x80\x00\x00\x00" + len4 + "\x00\x00", phases{begin: reportTMFs}},
+	{0xa4, 0x0a, "SET TARGET PORT GROUPS", anyAccess | allData, "\x1f" + report12,
+		phases{begin: beginSetPortGroups, consume: consumeSetPortGroups}},
+	{0xa8, noSA, "READ(12)", medium | reads, "\x18" + range12, read},
+	{0xaa, noSA, "WRITE(12)", medium | writes, "\x18" + range12, write},
+	{0xae, noSA, "WRITE AND VERIFY(12)", medium | writes, "\x12" + range12, writeAndVerify},
+	{0xaf, noSA, "VERIFY(12)", medium | allData | reads, "\x16" + range12, verify},
+	{0xb7, noSA, "READ DEFECT DATA(12)", medium | reads, "\x1f" + lba8 + "\x00\x00", phases{begin: readDefectData12}},
 }, persistentReserveOut())
-
-// persistentReserveIn returns a row of PERSISTENT RESERVE IN.
-func persistentReserveIn(sa byte, action string, begin func(*Unit, *Command) bool) command {
-	return command{
-		op: opPRIn, hasSA: true, sa: sa, name: "PERSISTENT RESERVE IN, " + action,
-		flags: anyPersistent | anyReserve | inStandby,
-		usage: "\x1f\x00\x00\x00\x00\x00\xff\xff\x00", phases: phases{begin: begin},
-	}
-}
 
 // persistentReserveOut returns the rows of PERSISTENT RESERVE OUT.
 func persistentReserveOut() (rows []command) {
 	for sa := range prOuts {
 		rows = append(rows, command{
-			op: opPROut, hasSA: true, sa: byte(sa), name: "PERSISTENT RESERVE OUT, " + prOuts[sa].name,
-			flags: anyPersistent | anyReserve | allData | inStandby,
-			usage: "\x1f\xff\x00\x00\xff\xff\xff\xff\x00", phases: phases{begin: beginPROut, consume: consumePROut},
+			opPROut, sa, "PERSISTENT RESERVE OUT, " + prOuts[sa].name, anyPR | allData,
+			"\x1f\xff\x00\x00\xff\xff\xff\xff\x00", phases{begin: beginPROut, consume: consumePROut},
 		})
 	}
 	return rows
@@ -233,7 +212,7 @@ const saMask = 0x1f // SERVICE ACTION in byte 1
 // lookup returns the row of a CDB of at least 16 bytes, or nil.
 func lookup(cdb []byte) *command {
 	for _, row := range byOpcode[cdb[0]] {
-		if !row.hasSA || row.sa == cdb[1]&saMask {
+		if !row.hasSA() || row.sa == int(cdb[1]&saMask) {
 			return row
 		}
 	}
@@ -243,7 +222,7 @@ func lookup(cdb []byte) *command {
 // failRow fails a command without a row that applies to the unit.
 func (c *Command) failRow() bool {
 	for _, row := range byOpcode[c.CDB[0]] {
-		if row.hasSA && c.unit.supports(row) {
+		if row.hasSA() && c.unit.supports(row) {
 			return c.failCDB(1, 4) // unknown service action
 		}
 	}

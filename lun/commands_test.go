@@ -16,7 +16,7 @@ func TestTableAgreesWithStandards(t *testing.T) {
 		if row.cdbLen() != want {
 			t.Errorf("%s: CDB of %d bytes, want %d", row.name, row.cdbLen(), want)
 		}
-		if row.hasSA && row.usage[0]&saMask != saMask {
+		if row.hasSA() && row.usage[0]&saMask != saMask {
 			t.Errorf("%s: usage %#x of byte 1, want that of a service action", row.name, row.usage[0])
 		}
 		if row.begin == nil {
@@ -27,8 +27,8 @@ func TestTableAgreesWithStandards(t *testing.T) {
 		}
 		cdb := make([]byte, 16)
 		cdb[0] = row.op
-		if row.hasSA {
-			cdb[1] = row.sa
+		if row.hasSA() {
+			cdb[1] = byte(row.sa)
 		}
 		if lookup(cdb) != row {
 			t.Errorf("%s cannot be found", row.name)

@@ -338,7 +338,7 @@ func (u *Unit) endCopies() {
 // mayUse reports whether l would accept a command with that operation code.
 func (c *Command) mayUse(l *itl, op byte) bool {
 	u, row := l.unit, byOpcode[op][0]
-	if f := u.reservations.fence.Load(); f != nil && f.keepsOut(&Command{nexus: c.nexus, row: row}) {
+	if f := u.reservations.fence.Load(); f != nil && f.keepsOut(c.nexus, row, nil) {
 		return false
 	}
 	return u.obstacle(c.nexus, row.flags) == condNone && !u.isSanitizing() && u.readiness() == condNone &&

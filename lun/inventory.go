@@ -1,6 +1,7 @@
 package lun
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -16,10 +17,18 @@ type Inventory struct {
 	ports atomic.Pointer[[]uint16] // relative target port identifiers, ascending; a new slice takes its place
 
 	mu      sync.RWMutex
-	ids     []uint16 // ascending
-	units   []*Unit
-	masks   []Mask // nil: all initiators have ReadWrite
+	entries []maskedEntry // ascending by LUN
 	nexuses map[*Nexus]struct{}
+}
+
+type maskedEntry struct {
+	Entry
+	mask Mask // nil: all initiators have ReadWrite
+}
+
+// search returns where the LUN is in the entries, or where it would be inserted.
+func (inv *Inventory) search(id uint16) (i int, found bool) {
+	return slices.BinarySearchFunc(inv.entries, id, func(e maskedEntry, id uint16) int { return cmp.Compare(e.LUN, id) })
 }
 
 // Access is what an initiator may do with a logical unit.
@@ -38,9 +47,6 @@ type Mask func(initiator string) Access
 // NewInventory returns an empty inventory. Portal groups with these tags, 1 to 65535, lead to the
 // target; without tags, one with tag 1.
 func NewInventory(tpgts ...uint16) *Inventory {
-	if len(tpgts) == 0 {
-		tpgts = []uint16{1}
-	}
 	inv := &Inventory{nexuses: map[*Nexus]struct{}{}}
 	inv.setPorts(tpgts)
 	return inv
@@ -64,8 +70,8 @@ func (inv *Inventory) SetPorts(tpgts ...uint16) {
 	if !inv.setPorts(tpgts) {
 		return
 	}
-	for _, u := range inv.all() {
-		u.raise(condAccessChanged, nil)
+	for _, e := range inv.Entries() {
+		e.Unit.raise(condAccessChanged, nil)
 	}
 }
 
@@ -83,17 +89,13 @@ func (inv *Inventory) AddMasked(id uint16, u *Unit, m Mask) error {
 	}
 	inv.mu.Lock()
 	defer inv.mu.Unlock()
-	i, taken := slices.BinarySearch(inv.ids, id)
+	i, taken := inv.search(id)
 	if taken {
 		return fmt.Errorf("LUN %d is used twice", id)
 	}
-	inv.ids = slices.Insert(inv.ids, i, id)
-	inv.units = slices.Insert(inv.units, i, u)
-	inv.masks = slices.Insert(inv.masks, i, m)
+	inv.entries = slices.Insert(inv.entries, i, maskedEntry{Entry{id, u}, m})
 	for n := range inv.nexuses {
-		if l := inv.show(n, i); l != nil {
-			n.changeList(slices.Insert(slices.Clone(n.list()), n.search(id), l))
-		}
+		n.insert(inv.show(n, inv.entries[i]))
 	}
 	return nil
 }
@@ -103,22 +105,16 @@ func (inv *Inventory) AddMasked(id uint16, u *Unit, m Mask) error {
 func (inv *Inventory) Remove(id uint16) *Unit {
 	inv.mu.Lock()
 	defer inv.mu.Unlock()
-	i, ok := slices.BinarySearch(inv.ids, id)
+	i, ok := inv.search(id)
 	if !ok {
 		return nil
 	}
-	u := inv.units[i]
-	inv.ids = slices.Delete(inv.ids, i, i+1)
-	inv.units = slices.Delete(inv.units, i, i+1)
-	inv.masks = slices.Delete(inv.masks, i, i+1)
+	u := inv.entries[i].Unit
+	inv.entries = slices.Delete(inv.entries, i, i+1)
 	for n := range inv.nexuses {
-		list := n.list()
-		at := n.search(id)
-		if at == len(list) || list[at].id != id {
-			continue
+		if at, seen := search(n.list(), id); seen {
+			n.remove(at)
 		}
-		list[at].leave()
-		n.changeList(slices.Delete(slices.Clone(list), at, at+1))
 	}
 	return u
 }
@@ -130,20 +126,19 @@ func (inv *Inventory) Remove(id uint16) *Unit {
 func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 	inv.mu.Lock()
 	defer inv.mu.Unlock()
-	i, ok := slices.BinarySearch(inv.ids, id)
+	i, ok := inv.search(id)
 	if !ok {
 		return nil
 	}
-	old, inv.units[i] = inv.units[i], u
+	old, inv.entries[i].Unit = inv.entries[i].Unit, u
 	old.replaced.Store(true)
 	u.replaced.Store(false)
 	for n := range inv.nexuses {
-		list := n.list()
-		at := n.search(id)
-		if at == len(list) || list[at].id != id {
+		at, seen := search(n.list(), id)
+		if !seen {
 			continue
 		}
-		was := list[at]
+		was := n.list()[at]
 		if old.Absent() {
 			was.leave()
 		} else {
@@ -152,10 +147,8 @@ func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 		l := &itl{nexus: n, id: id, unit: u}
 		l.readOnly.Store(was.readOnly.Load())
 		l.due.Store(was.due.Load())
-		u.mu.Lock()
-		u.seen[l] = struct{}{}
-		u.mu.Unlock()
-		next := slices.Clone(list)
+		l.enter()
+		next := slices.Clone(n.list())
 		next[at] = l
 		n.luns.Store(&next)
 		l.raise(condMediumChanged)
@@ -171,57 +164,50 @@ func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 func (inv *Inventory) SetMask(id uint16, m Mask) error {
 	inv.mu.Lock()
 	defer inv.mu.Unlock()
-	i, ok := slices.BinarySearch(inv.ids, id)
+	i, ok := inv.search(id)
 	if !ok {
 		return fmt.Errorf("LUN %d: not found", id)
 	}
-	inv.masks[i] = m
+	inv.entries[i].mask = m
 	for n := range inv.nexuses {
-		list := n.list()
-		at := n.search(id)
-		seen := at < len(list) && list[at].id == id
-		access := ReadWrite
-		if m != nil {
-			access = m(n.name.initiator.name)
+		at, seen := search(n.list(), id)
+		if !seen {
+			n.insert(inv.show(n, inv.entries[i]))
+			continue
 		}
-		switch {
-		case seen && access == NoAccess:
-			list[at].leave()
+		l, access := n.list()[at], m.access(n)
+		if access == NoAccess {
 			n.hidesSome.Store(true)
-			n.changeList(slices.Delete(slices.Clone(list), at, at+1))
-		case seen:
-			if was := list[at].readOnly.Swap(access == ReadOnly); was != (access == ReadOnly) {
-				list[at].raise(condModeChanged) // the WP bit of MODE SENSE
-			}
-		case access != NoAccess:
-			if l := inv.show(n, i); l != nil {
-				n.changeList(slices.Insert(slices.Clone(list), at, l))
-			}
+			n.remove(at)
+		} else if was := l.readOnly.Swap(access == ReadOnly); was != (access == ReadOnly) {
+			l.raise(condModeChanged) // the WP bit of MODE SENSE
 		}
 	}
 	return nil
 }
 
-// show returns the view of the i-th unit for n, or nil if the mask hides the unit.
+// access returns the access of the initiator of n.
+func (m Mask) access(n *Nexus) Access {
+	if m == nil {
+		return ReadWrite
+	}
+	return m(n.name.initiator.name)
+}
+
+// show returns the view of a unit for n, or nil if the mask hides the unit.
 //
 // Preconditions: inv.mu is held.
-func (inv *Inventory) show(n *Nexus, i int) *itl {
+func (inv *Inventory) show(n *Nexus, e maskedEntry) *itl {
 	invariant.Held(&inv.mu)
-	access := ReadWrite
-	if mask := inv.masks[i]; mask != nil {
-		access = mask(n.name.initiator.name)
-	}
+	access := e.mask.access(n)
 	if access == NoAccess {
 		n.hidesSome.Store(true)
 		return nil
 	}
-	u := inv.units[i]
-	l := &itl{nexus: n, id: inv.ids[i], unit: u}
+	l := &itl{nexus: n, id: e.LUN, unit: e.Unit}
 	l.readOnly.Store(access == ReadOnly)
 	l.raise(condPowerOn)
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	u.seen[l] = struct{}{}
+	l.enter()
 	return l
 }
 
@@ -229,17 +215,10 @@ func (inv *Inventory) show(n *Nexus, i int) *itl {
 func (inv *Inventory) Unit(id uint16) *Unit {
 	inv.mu.RLock()
 	defer inv.mu.RUnlock()
-	if i, ok := slices.BinarySearch(inv.ids, id); ok {
-		return inv.units[i]
+	if i, ok := inv.search(id); ok {
+		return inv.entries[i].Unit
 	}
 	return nil
-}
-
-// all returns the logical units in the order of their LUNs.
-func (inv *Inventory) all() []*Unit {
-	inv.mu.RLock()
-	defer inv.mu.RUnlock()
-	return slices.Clone(inv.units)
 }
 
 // An Entry is a logical unit of an Inventory.
@@ -252,9 +231,9 @@ type Entry struct {
 func (inv *Inventory) Entries() []Entry {
 	inv.mu.RLock()
 	defer inv.mu.RUnlock()
-	list := make([]Entry, len(inv.ids))
-	for i, id := range inv.ids {
-		list[i] = Entry{id, inv.units[i]}
+	list := make([]Entry, len(inv.entries))
+	for i, e := range inv.entries {
+		list[i] = e.Entry
 	}
 	return list
 }
@@ -263,17 +242,17 @@ func (inv *Inventory) Entries() []Entry {
 // ends persistent reservations and registrations that APTPL does not keep (SPC-4, section
 // 5.13.5).
 func (inv *Inventory) PowerOn() {
-	for _, u := range inv.all() {
-		u.reservations.losePower()
-		u.reset(condPowerOn)
+	for _, e := range inv.Entries() {
+		e.Unit.reservations.losePower()
+		e.Unit.reset(condPowerOn)
 	}
 }
 
 // Close closes all logical units.
 func (inv *Inventory) Close() error {
 	var errs []error
-	for _, u := range inv.all() {
-		errs = append(errs, u.Close())
+	for _, e := range inv.Entries() {
+		errs = append(errs, e.Unit.Close())
 	}
 	return errors.Join(errs...)
 }

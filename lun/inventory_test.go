@@ -22,7 +22,7 @@ func TestInventory(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if u := r.inv.all(); len(u) != 3 || u[0] != r.unit || u[1] != other.unit || u[2] != other.unit {
+	if u := r.inv.Entries(); len(u) != 3 || u[0].Unit != r.unit || u[1].Unit != other.unit || u[2].Unit != other.unit {
 		t.Errorf("units are %v", u)
 	}
 }
@@ -78,7 +78,7 @@ func TestInventoryChanges(t *testing.T) {
 	if u := r.inv.Remove(2); u != two.unit {
 		t.Fatalf("removed %p, want %p", u, two.unit)
 	}
-	if r.inv.Remove(2) != nil || len(r.inv.all()) != 3 {
+	if r.inv.Remove(2) != nil || len(r.inv.Entries()) != 3 {
 		t.Error("the unit is still there")
 	}
 	if !n.Consume(&c, pattern(512, 1), 0) {

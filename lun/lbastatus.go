@@ -33,7 +33,7 @@ func getLBAStatus(u *Unit, c *Command) bool {
 		}
 		mapped, n, err := u.blockStatus(lba)
 		if err != nil {
-			return c.failRead(err)
+			return c.readDone(err)
 		}
 		if n == 0 { // the unit became smaller
 			break

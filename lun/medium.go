@@ -60,22 +60,16 @@ func endStartStop(u *Unit, c *Command) {
 	case b&start != 0:
 		u.stopped.Store(false)
 	default:
-		if err := u.sync(); err != nil {
-			c.failWrite(err)
-			return
+		if c.writeDone(u.sync()) {
+			u.stopped.Store(u.has&removable == 0) // a removable medium stops when it is ejected
 		}
-		// A removable medium stops when it is ejected.
-		u.stopped.Store(u.has&removable == 0)
 	}
 }
 
 // moveMedium loads or ejects the medium.
 func (u *Unit) moveMedium(c *Command, load bool) {
-	if !load {
-		if err := u.sync(); err != nil {
-			c.failWrite(err)
-			return
-		}
+	if !load && !c.writeDone(u.sync()) {
+		return
 	}
 	u.mu.Lock()
 	defer u.mu.Unlock()

@@ -248,10 +248,7 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 	if now != old {
 		u.raise(condModeChanged, c.nexus)
 	}
-	if err != nil {
-		return c.failWrite(err)
-	}
-	return true
+	return c.writeDone(err)
 }
 
 // modeSelectPages checks the header and the block descriptor of the list p of MODE SELECT. It

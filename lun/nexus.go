@@ -2,7 +2,7 @@ package lun
 
 import (
 	"cmp"
-	"sort"
+	"slices"
 	"strings"
 	"sync/atomic"
 
@@ -59,8 +59,8 @@ func (inv *Inventory) NewNexus(p Port) *Nexus {
 		name: nexusName{initiatorPort{strings.ToLower(p.InitiatorName), p.ISID}, p.TPGT},
 	}
 	var list []*itl
-	for i := range inv.units {
-		if l := inv.show(n, i); l != nil {
+	for _, e := range inv.entries {
+		if l := inv.show(n, e); l != nil {
 			list = append(list, l)
 		}
 	}
@@ -80,7 +80,14 @@ func (n *Nexus) Close() {
 	}
 }
 
-// leave undoes show: the unit forgets the nexus.
+// enter makes the unit know the nexus.
+func (l *itl) enter() {
+	l.unit.mu.Lock()
+	defer l.unit.mu.Unlock()
+	l.unit.seen[l] = struct{}{}
+}
+
+// leave undoes enter: the unit forgets the nexus.
 func (l *itl) leave() {
 	l.unit.mu.Lock()
 	delete(l.unit.seen, l)
@@ -106,10 +113,23 @@ func (n *Nexus) changeList(list []*itl) {
 	}
 }
 
+// insert adds l, which may be nil, to what the initiator sees.
+func (n *Nexus) insert(l *itl) {
+	if l != nil {
+		at, _ := search(n.list(), l.id)
+		n.changeList(slices.Insert(slices.Clone(n.list()), at, l))
+	}
+}
+
+// remove takes the unit at that place of list away from the initiator.
+func (n *Nexus) remove(at int) {
+	n.list()[at].leave()
+	n.changeList(slices.Delete(slices.Clone(n.list()), at, at+1))
+}
+
 // search returns where the LUN is in list, or where it would be inserted.
-func (n *Nexus) search(id uint16) int {
-	list := n.list()
-	return sort.Search(len(list), func(i int) bool { return list[i].id >= id })
+func search(list []*itl, id uint16) (i int, found bool) {
+	return slices.BinarySearchFunc(list, id, func(l *itl, id uint16) int { return cmp.Compare(l.id, id) })
 }
 
 // find returns the logical unit that a LUN field addresses, or nil.
@@ -119,11 +139,10 @@ func (n *Nexus) find(lun [8]byte) *itl {
 		return nil
 	}
 	list := n.list()
-	i, ok := sort.Find(len(list), func(i int) int { return cmp.Compare(id, list[i].id) })
-	if !ok {
-		return nil
+	if i, ok := search(list, id); ok {
+		return list[i]
 	}
-	return list[i]
+	return nil
 }
 
 // LUNs returns the LUNs that the initiator sees, ascending.

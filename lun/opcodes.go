@@ -34,8 +34,8 @@ func reportOpcodes(u *Unit, c *Command) bool {
 		b = append(b, 0, 0, 0, 0)
 		for _, row := range rowsFor(u) {
 			d := [descLen]byte{0: row.op, 7: byte(row.cdbLen())}
-			if row.hasSA {
-				d[3], d[5] = row.sa, servactv
+			if row.hasSA() {
+				d[3], d[5] = byte(row.sa), servactv
 			}
 			if timeouts {
 				d[5] |= ctdpAll
@@ -49,7 +49,7 @@ func reportOpcodes(u *Unit, c *Command) bool {
 		return c.report(b, allocation)
 	}
 	rows := byOpcode[op]
-	hasSA := len(rows) > 0 && rows[0].hasSA
+	hasSA := len(rows) > 0 && rows[0].hasSA()
 	switch {
 	case option > reportEither:
 		return c.failCDB(2, 2)
@@ -58,7 +58,7 @@ func reportOpcodes(u *Unit, c *Command) bool {
 	}
 	var found *command
 	for _, row := range rows {
-		if (row.hasSA && int(row.sa) == sa || !row.hasSA && (option == reportOp || sa == 0)) && u.supports(row) {
+		if (row.sa == sa || !row.hasSA() && (option == reportOp || sa == 0)) && u.supports(row) {
 			found = row
 		}
 	}
@@ -70,8 +70,8 @@ func reportOpcodes(u *Unit, c *Command) bool {
 		b[1] |= ctdpOne
 	}
 	b = append(b, found.usage...)
-	if found.hasSA {
-		b[5] = b[5]&^saMask | found.sa
+	if found.hasSA() {
+		b[5] = b[5]&^saMask | byte(found.sa)
 	}
 	if timeouts {
 		b = appendTimeouts(b)

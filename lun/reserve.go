@@ -84,19 +84,21 @@ func (r *reservations) losePower() {
 	r.publish()
 }
 
-// startsOnly reports whether a START STOP UNIT has START, and POWER CONDITION 0.
-func startsOnly(cdb []byte) bool { return cdb[4]&0xf1 == 0x01 }
-
-// allowsRemoval reports whether a PREVENT ALLOW MEDIUM REMOVAL has PREVENT 0.
-func allowsRemoval(cdb []byte) bool { return cdb[4]&0x03 == 0 }
-
-// keepsOut reports whether c meets RESERVATION CONFLICT.
-func (f *fence) keepsOut(c *Command) bool {
-	if !f.excludes(c.nexus, c.row.flags) {
-		return false
+// allowedByCDB reports whether persistent reservations of somebody else let this CDB pass,
+// whatever the flags of its row (SBC-3, commands allowed in the presence of various reservations).
+func (row *command) allowedByCDB(cdb []byte) bool {
+	switch row.op {
+	case opStartStop:
+		return cdb[4]&0xf1 == 0x01 // START, and POWER CONDITION 0
+	case opPreventAllow:
+		return cdb[4]&0x03 == 0 // PREVENT
 	}
-	allowed := c.row.allowedByCDB
-	return f.legacy != nil || allowed == nil || !allowed(c.CDB)
+	return false
+}
+
+// keepsOut reports whether a command from n meets RESERVATION CONFLICT.
+func (f *fence) keepsOut(n *Nexus, row *command, cdb []byte) bool {
+	return f.excludes(n, row.flags) && (f.legacy != nil || !row.allowedByCDB(cdb))
 }
 
 // excludes reports whether the reservation keeps out commands from n with these flags (SPC-4,

@@ -143,18 +143,13 @@ func beginRead(u *Unit, c *Command) bool {
 	if wantsFUA(c.CDB) && u.cached() {
 		// FUA asks for the data on the medium, which must not be older than those
 		// in the cache (SBC-3, section 5.8).
-		if err := u.sync(); err != nil {
-			return c.failWrite(err)
-		}
+		return c.writeDone(u.sync())
 	}
 	return true
 }
 
 func produceRead(u *Unit, c *Command, p []byte, off uint64) bool {
-	if err := u.read(p, u.at(c, off)); err != nil {
-		return c.failRead(err)
-	}
-	return true
+	return c.readDone(u.read(p, u.at(c, off)))
 }
 
 func beginWrite(u *Unit, c *Command) bool {
@@ -172,10 +167,7 @@ func beginWrite(u *Unit, c *Command) bool {
 }
 
 func consumeWrite(u *Unit, c *Command, p []byte, off uint64) bool {
-	if err := u.write(p, u.at(c, off), wantsFUA(c.CDB)); err != nil {
-		return c.failWrite(err)
-	}
-	return true
+	return c.writeDone(u.write(p, u.at(c, off), wantsFUA(c.CDB)))
 }
 
 func beginSync(u *Unit, c *Command) bool {
@@ -185,9 +177,7 @@ func beginSync(u *Unit, c *Command) bool {
 // endSync syncs the whole store, whatever the range. It does so before the status even if IMMED
 // allows it later, because a failure could not be reported otherwise.
 func endSync(u *Unit, c *Command) {
-	if err := u.sync(); err != nil {
-		c.failWrite(err)
-	}
+	c.writeDone(u.sync())
 }
 
 // endPrefetch executes PRE-FETCH (SBC-3, section 5.13). It ends with GOOD and never with
@@ -196,9 +186,7 @@ func endPrefetch(u *Unit, c *Command) {
 	if c.count == 0 && !u.toEnd(c) {
 		return
 	}
-	if err := backend.Prefetch(u.store, u.at(c, 0), int64(c.count<<u.shift)); err != nil {
-		c.failRead(err)
-	}
+	c.readDone(backend.Prefetch(u.store, u.at(c, 0), int64(c.count<<u.shift)))
 }
 
 // scratch is memory for commands that read or write more than the initiator sends.
@@ -252,10 +240,8 @@ func consumeVerify(u *Unit, c *Command, p []byte, off uint64) bool {
 // consumeWriteVerify writes to the medium, past the cache, and with BYTCHK compares the result
 // (SBC-3, section 5.36).
 func consumeWriteVerify(u *Unit, c *Command, p []byte, off uint64) bool {
-	if err := u.write(p, u.at(c, off), true); err != nil {
-		return c.failWrite(err)
-	}
-	return bytchk(c.CDB) == bytchkNone || u.compareShared(c, p, u.at(c, off), off)
+	return c.writeDone(u.write(p, u.at(c, off), true)) &&
+		(bytchk(c.CDB) == bytchkNone || u.compareShared(c, p, u.at(c, off), off))
 }
 
 // endVerify reads the extent if it has no data to compare it with.
@@ -271,8 +257,7 @@ func endVerify(u *Unit, c *Command) {
 			return
 		}
 		p := (*sp)[:min(uint64(len(*sp)), n-off)]
-		if err := u.store.ReadAt(p, u.at(c, off)); err != nil {
-			c.failRead(err)
+		if !c.readDone(u.store.ReadAt(p, u.at(c, off))) {
 			return
 		}
 		off += uint64(len(p))
@@ -294,8 +279,8 @@ func (u *Unit) compare(c *Command, p []byte, pos int64, base uint64) bool {
 	defer scratch.Put(sp)
 	for done := 0; done < len(p); {
 		part := (*sp)[:min(len(*sp), len(p)-done)]
-		if err := u.store.ReadAt(part, pos+int64(done)); err != nil {
-			return c.failRead(err)
+		if !c.readDone(u.store.ReadAt(part, pos+int64(done))) {
+			return false
 		}
 		want := p[done:][:len(part)]
 		if !bytes.Equal(part, want) {
@@ -364,9 +349,7 @@ func endWriteSame(u *Unit, c *Command) {
 	if err == nil && u.writeThrough() {
 		err = u.sync()
 	}
-	if err != nil {
-		c.failWrite(err)
-	}
+	c.writeDone(err)
 }
 
 // errAborted ends a command that was aborted.
@@ -456,11 +439,11 @@ func beginUnmap(_ *Unit, c *Command) bool {
 func consumeUnmap(u *Unit, c *Command, p []byte, _ uint64) bool {
 	be := binary.BigEndian
 	descs := p[unmapHeader:]
-	if n := int(be.Uint16(p[2:])); n > len(descs) {
+	n := int(be.Uint16(p[2:]))
+	if n > len(descs) {
 		return c.fail(condListLength)
-	} else {
-		descs = descs[:n-n%unmapDesc]
 	}
+	descs = descs[:n-n%unmapDesc]
 	if len(descs) > maxUnmapDescs*unmapDesc {
 		return c.failList(2)
 	}
@@ -476,14 +459,9 @@ func consumeUnmap(u *Unit, c *Command, p []byte, _ uint64) bool {
 	}
 	for i := 0; i < len(descs); i += unmapDesc {
 		c.lba, c.count = be.Uint64(descs[i:]), uint64(be.Uint32(descs[i+8:]))
-		if err := u.inSteps(c, u.at(c, 0), int64(c.count<<u.shift), u.store.Discard); err != nil {
-			return c.failWrite(err)
+		if !c.writeDone(u.inSteps(c, u.at(c, 0), int64(c.count<<u.shift), u.store.Discard)) {
+			return false
 		}
 	}
-	if u.writeThrough() {
-		if err := u.sync(); err != nil {
-			return c.failWrite(err)
-		}
-	}
-	return true
+	return !u.writeThrough() || c.writeDone(u.sync())
 }

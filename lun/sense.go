@@ -170,8 +170,12 @@ func (c *Command) failSense(s senseData) bool {
 	return false
 }
 
-// failWrite fails c because the store could not change the medium.
-func (c *Command) failWrite(err error) bool {
+// writeDone returns true if err is nil. Otherwise it fails c because the store could not change the
+// medium.
+func (c *Command) writeDone(err error) bool {
+	if err == nil {
+		return true
+	}
 	c.reportStoreError(err)
 	switch {
 	case errors.Is(err, errAborted):
@@ -192,8 +196,12 @@ func (c *Command) failWrite(err error) bool {
 	return c.fail(condWriteError)
 }
 
-// failRead fails c because the store could not read the medium.
-func (c *Command) failRead(err error) bool {
+// readDone returns true if err is nil. Otherwise it fails c because the store could not read the
+// medium.
+func (c *Command) readDone(err error) bool {
+	if err == nil {
+		return true
+	}
 	c.reportStoreError(err)
 	switch {
 	case errors.Is(err, backend.ErrClosed):
