@@ -289,6 +289,8 @@ func TestUnsuitableSocketIsRefused(t *testing.T) {
 		{"MPTCP", "A=", mptcp, `(its protocol is number 262)`},
 		{"UDP", "A=", udp, `(socket "LISTEN_FD_3" does not listen on TCP)`},
 		{"Unix", "A=", stream, `(socket "LISTEN_FD_3" does not listen on TCP: its protocol is number 0)`},
+		{"names", "LISTEN_FDNAMES=a:b", tcp, `(LISTEN_FDNAMES is "a:b", want 1 names)`},
+		{"count", "LISTEN_FDS=x", func(*testing.T, *manager) {}, `(LISTEN_FDS is "x", want a number of sockets)`},
 		{"watchdog", "WATCHDOG_USEC=-1", tcp, `(WATCHDOG_USEC must be a positive number)`},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

@@ -1,6 +1,6 @@
 package schema
 
-import "slices"
+
 
 // A Load is the activity between two States.
 type Load struct {
@@ -72,11 +72,12 @@ func (t *Tally) Load(seconds float64, bounds []float64) Load {
 
 // total returns the phase that contains all others.
 func total(c *CounterState) PhaseState {
-	i := slices.IndexFunc(c.Latency, func(p PhaseState) bool { return p.Phase == "total" })
-	if i < 0 {
-		return PhaseState{}
+	for _, p := range c.Latency {
+		if p.Phase == "total" {
+			return p
+		}
 	}
-	return c.Latency[i]
+	return PhaseState{}
 }
 
 // Quantile estimates the value that a share q of all values does not exceed, or returns

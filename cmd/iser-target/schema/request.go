@@ -1,6 +1,9 @@
 package schema
 
-import "slices"
+import (
+	"maps"
+	"slices"
+)
 
 // A Target is the body of a request that adds a target.
 type Target struct {
@@ -60,12 +63,7 @@ type Values map[string]string
 
 // Keys returns the keys of v in the order in which the target sets them.
 func (v Values) Keys() []string {
-	var keys []string
-	for k := range v {
-		keys = append(keys, k)
-	}
-	slices.Sort(keys)
-	return keys
+	return slices.Sorted(maps.Keys(v))
 }
 
 // A Pattern is the body of a request that adds a pattern of initiator names.

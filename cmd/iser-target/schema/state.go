@@ -2,9 +2,7 @@
 // state, plans, events, requests and errors. It imports nothing of the target.
 package schema
 
-import (
-	"time"
-)
+import "time"
 
 // A State is a snapshot of a running target.
 type State struct {

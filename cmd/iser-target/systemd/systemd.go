@@ -48,6 +48,9 @@ func FromEnvironment() (*Manager, error) {
 	if m.Watchdog, err = daemon.SdWatchdogEnabled(true); err != nil {
 		return nil, err
 	}
+	if err := checkSockets(); err != nil {
+		return nil, err
+	}
 	files := activation.Files(true)
 	for i, f := range files {
 		l, err := listener(f)
@@ -63,6 +66,22 @@ func FromEnvironment() (*Manager, error) {
 		m.Sockets = append(m.Sockets, &Socket{l, f.Name()})
 	}
 	return m, nil
+}
+
+// checkSockets fails if the variables for sockets are wrong, which activation.Files ignores.
+func checkSockets() error {
+	count, names := os.Getenv("LISTEN_FDS"), os.Getenv("LISTEN_FDNAMES")
+	if count == "" || os.Getenv("LISTEN_PID") != strconv.Itoa(os.Getpid()) {
+		return nil // they are for another process
+	}
+	n, err := strconv.Atoi(count)
+	switch {
+	case err != nil || n < 0 || n > 1<<16:
+		return fmt.Errorf("LISTEN_FDS is %q, want a number of sockets", count)
+	case names != "" && strings.Count(names, ":")+1 != n:
+		return fmt.Errorf("LISTEN_FDNAMES is %q, want %d names", names, n)
+	}
+	return nil
 }
 
 // dial connects to the socket for notifications, if there is one. daemon.SdNotify would
