@@ -8,7 +8,6 @@ import (
 	"sync"
 
 	"github.com/iser-target/iser-target/backend"
-	"github.com/iser-target/iser-target/lun"
 )
 
 // maxBuilds is how many files are built at a time: their disks also serve initiators.
@@ -87,10 +86,10 @@ func (b *FileBuilder) Build(ctx context.Context, report func(backend.Progress)) 
 
 // publish gives the file its name, within the time limit of a change.
 func (b *FileBuilder) publish(ctx context.Context) error {
-	_, err := b.d.calls.do(ctx, b.d.waits.store, b.Path(), "giving it its name", func(*call) (*lun.Unit, error) {
+	err := b.d.calls.do(ctx, b.d.waits.store, b.Path(), "giving it its name", func(*call) error {
 		b.mu.Lock()
 		defer b.mu.Unlock()
-		return nil, b.Publish()
+		return b.Publish()
 	}, nil)
 	b.stuck = errors.Is(err, ErrStuck)
 	return err
@@ -101,9 +100,9 @@ func (b *FileBuilder) publish(ctx context.Context) error {
 func (b *FileBuilder) Abort() {
 	if b.stuck {
 		go b.abort()
-		return
+	} else {
+		b.abort()
 	}
-	b.abort()
 }
 
 // abort does what Abort says, and waits.
@@ -119,14 +118,9 @@ func (b *FileBuilder) abort() {
 // Allocate allocates space for the file of a LUN from offset from, in bytes, to its end,
 // while the LUN is in use. It stops when ctx ends, and keeps the space so far.
 func (d *Daemon) Allocate(ctx context.Context, target string, id int, from int64, report func(backend.Progress)) error {
-	d.mu.Lock()
-	var l *servedLUN
-	if t := d.served.target(target); t != nil {
-		l = t.luns[id]
-	}
-	d.mu.Unlock()
-	if l == nil {
-		return fmt.Errorf("LUN %d of %s: %w", id, target, ErrNotFound)
+	l, err := d.lun(target, id)
+	if err != nil {
+		return err
 	}
 	if err := l.unit.Allocate(ctx, from, report); err != nil {
 		return fmt.Errorf("allocate space for LUN %d of %s: %w", id, target, err)

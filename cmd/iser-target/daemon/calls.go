@@ -89,9 +89,9 @@ func storeKey(target string, l *config.LUN) string {
 	return cmp.Or(l.Path, fmt.Sprintf("%s/%d", target, l.ID))
 }
 
-// begin calls f in a goroutine. It fails with an ErrStuck if the store has a call in
-// progress, or too many stores have.
-func (cs *calls) begin(store, what string, f func(*call) (*lun.Unit, error)) (*call, error) {
+// begin calls f in a goroutine. It fails with an ErrStuck if the store has a call in progress, or
+// too many stores have.
+func (cs *calls) begin(store, what string, f func(*call) error) (*call, error) {
 	cs.mu.Lock()
 	defer cs.mu.Unlock()
 	c := &call{cs: cs, key: callKey{store, what == callClose}, what: what, since: time.Now(), done: make(chan struct{})}
@@ -104,17 +104,15 @@ func (cs *calls) begin(store, what string, f func(*call) (*lun.Unit, error)) (*c
 		}
 		cs.open++
 	}
-	if cs.inProgress == nil {
-		cs.inProgress = map[callKey]*call{}
-	}
+
 	cs.inProgress[c.key] = c
 	go c.run(f)
 	return c, nil
 }
 
 // run makes the call.
-func (c *call) run(f func(*call) (*lun.Unit, error)) {
-	c.unit, c.err = f(c)
+func (c *call) run(f func(*call) error) {
+	c.err = f(c)
 	cs := c.cs
 	cs.mu.Lock()
 	c.back = true
@@ -140,16 +138,14 @@ func (c *call) stuck() error {
 // wait returns the error of the call. After timeout, or when ctx ends, it returns an
 // ErrStuck, and the call continues.
 func (c *call) wait(ctx context.Context, timeout time.Duration) error {
-	timer := time.NewTimer(timeout)
-	defer timer.Stop()
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
 	select {
 	case <-c.done:
-		return c.err
-	case <-timer.C:
 	case <-ctx.Done():
 	}
 	select {
-	case <-c.done: // at the same time
+	case <-c.done: // perhaps at the same time
 		return c.err
 	default:
 		return c.stuck()
@@ -177,45 +173,34 @@ func (c *call) isAbandoned() bool {
 	return c.abandoned
 }
 
-// do calls f in a goroutine and waits until it returns, at most for timeout or until ctx
-// ends. Before it waits for calls of the store in progress. whenBack, which may be nil, is
-// called if f returns later.
-func (cs *calls) do(ctx context.Context, timeout time.Duration, store, what string, f func(*call) (*lun.Unit, error), whenBack func(*lun.Unit, error)) (*lun.Unit, error) {
+// do calls f in a goroutine and waits until it returns, at most for timeout or until ctx ends.
+// Before, it waits for calls of the store in progress. whenBack, which may be nil, is called if f
+// returns later.
+func (cs *calls) do(ctx context.Context, timeout time.Duration, store, what string, f func(*call) error, whenBack func(error)) error {
 	end := time.Now().Add(timeout)
-	busy := cs.idle(ctx, timeout, store)
+	busy := cs.idle(ctx, end, store)
 	if busy != nil && what != callClose {
-		return nil, busy
+		return busy
 	}
 	c, err := cs.begin(store, what, f)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	err = c.wait(ctx, max(time.Until(end), 0))
-	if errors.Is(err, ErrStuck) && c.abandon(func(err error) {
-		if whenBack != nil {
-			whenBack(c.unit, err)
-		}
-	}) {
-		if busy != nil { // names the call that hangs
-			err = busy
-		}
-		return nil, err
+	err = c.wait(ctx, time.Until(end))
+	if errors.Is(err, ErrStuck) && c.abandon(whenBack) {
+		return cmp.Or(busy, err) // busy names the call that hangs
 	}
-	return c.unit, c.err
+	return c.err
 }
 
-// idle waits until no call of the store is in progress.
-func (cs *calls) idle(ctx context.Context, timeout time.Duration, store string) error {
-	end := time.Now().Add(timeout)
-	for {
-		c := cs.pending(store)
-		if c == nil {
-			return nil
-		}
-		if err := c.wait(ctx, max(time.Until(end), 0)); errors.Is(err, ErrStuck) {
+// idle waits until no call of the store is in progress, at most until end.
+func (cs *calls) idle(ctx context.Context, end time.Time, store string) error {
+	for c := cs.pending(store); c != nil; c = cs.pending(store) {
+		if err := c.wait(ctx, time.Until(end)); errors.Is(err, ErrStuck) {
 			return err
 		}
 	}
+	return nil
 }
 
 // pending returns the call of the store in progress, or nil.

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -111,7 +112,7 @@ func (d *Daemon) change(ctx context.Context, o ChangeOptions, from origin, next 
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	defer cancel()
 	defer context.AfterFunc(d.changes.ended, cancel)() // a shutdown does not wait until removed LUNs drain
-	rest, plan, err := e.commit(ctx, o, from, next)
+	rest, plan, err := e.commit(ctx, from, next, o)
 	if err != nil {
 		return plan, err
 	}
@@ -120,13 +121,19 @@ func (d *Daemon) change(ctx context.Context, o ChangeOptions, from origin, next 
 	return plan, nil
 }
 
-// dryRun plans the change to the document that next returns.
-func (d *Daemon) dryRun(from origin, next func() (*config.Document, error)) (*schema.Plan, error) {
+// loaded returns the document that next returns, and its configuration.
+func loaded(next func() (*config.Document, error)) (*config.Document, *config.Config, error) {
 	doc, err := next()
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	cfg, err := doc.Config()
+	return doc, cfg, err
+}
+
+// dryRun plans the change to the document that next returns.
+func (d *Daemon) dryRun(from origin, next func() (*config.Document, error)) (*schema.Plan, error) {
+	doc, cfg, err := loaded(next)
 	if err != nil {
 		return nil, err
 	}
@@ -138,22 +145,13 @@ func (d *Daemon) dryRun(from origin, next func() (*config.Document, error)) (*sc
 	return d.plan(cfg), nil
 }
 
-// commit applies the document that next returns and releases e. Afterwards the caller
+// commit makes the document that next returns the running one, and releases e: it plans, saves the
+// document to the file, takes the steps, and undoes all of it if one fails. Afterwards the caller
 // must run the cleanup, and then call changes.cleanups.Done.
-func (e *editor) commit(ctx context.Context, o ChangeOptions, from origin, next func() (*config.Document, error)) (*cleanup, *schema.Plan, error) {
+func (e *editor) commit(ctx context.Context, from origin, next func() (*config.Document, error), o ChangeOptions) (*cleanup, *schema.Plan, error) {
 	defer e.release()
-	doc, err := next()
-	if err != nil {
-		return nil, nil, err
-	}
-	return e.apply(ctx, doc, from, o)
-}
-
-// apply makes next the running document: it plans, saves next to the file, takes the
-// steps, and undoes all of it if one fails.
-func (e *editor) apply(ctx context.Context, next *config.Document, from origin, o ChangeOptions) (*cleanup, *schema.Plan, error) {
 	d := e.d
-	cfg, err := next.Config()
+	doc, cfg, err := loaded(next)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -171,15 +169,15 @@ func (e *editor) apply(ctx context.Context, next *config.Document, from origin, 
 		return nil, plan, err
 	}
 	c := &change{editor: e, ctx: ctx, o: o, plan: plan, cfg: cfg}
-	e.setNext(next)
+	e.setNext(doc)
 	defer e.setNext(nil)
-	err = e.save(next, from) // from here on a start finds the new configuration
+	err = e.save(doc, from) // from here on a start finds the new configuration
 	saved := err == nil
 	if saved {
 		err = c.run()
 	}
 	if err != nil {
-		if undo := errors.Join(c.rollBack(), e.restore(next, from, saved)); undo == nil {
+		if undo := errors.Join(c.rollBack(), e.restore(doc, from, saved)); undo == nil {
 			err = fmt.Errorf("%w. Nothing was changed", err)
 		} else {
 			err = fmt.Errorf("%w. Undoing the change failed, too, in part: %w", err, undo)
@@ -190,7 +188,7 @@ func (e *editor) apply(ctx context.Context, next *config.Document, from origin, 
 	if o.File != nil {
 		o.File.Keep()
 	}
-	c.complete(next)
+	c.complete(doc)
 	return c.cleanup(), plan, nil
 }
 
@@ -236,12 +234,7 @@ func note(p *schema.Plan, volatile bool, notes []string) {
 	for _, ch := range pending(p) {
 		notes = append(notes, atNextStart(ch))
 	}
-	for i, n := range notes {
-		if i > 0 {
-			p.Note += "; "
-		}
-		p.Note += n
-	}
+	p.Note = strings.Join(notes, "; ")
 }
 
 // effective returns the configuration that runs after the change. Keys that take effect
@@ -263,7 +256,6 @@ type change struct {
 	undo  []func() error
 	notes []string
 
-	updated  map[string]bool // objects whose updates are done
 	removals []*removal
 	ending   []func(*iscsi.SessionInfo) string // each returns why a session has to end, or ""
 }
@@ -280,18 +272,13 @@ func (c *change) lasting() context.Context { return context.WithoutCancel(c.ctx)
 
 // run takes the steps of the plan.
 func (c *change) run() error {
-	c.updated = map[string]bool{}
-	for i := range c.plan.Steps {
-		s := &c.plan.Steps[i]
-		if s.Restart {
+	updated := map[string]bool{} // objects whose updates are done
+	for _, s := range c.plan.Steps {
+		name := s.Change.Object()
+		if s.Restart || updated[name] { // the step of its first key did them all
 			continue
 		}
-		if name := s.Change.Object(); s.Change.Op == config.Update {
-			if c.updated[name] {
-				continue // the step of its first key did them all
-			}
-			c.updated[name] = true
-		}
+		updated[name] = s.Change.Op == config.Update
 		if err := c.step(s.Change); err != nil {
 			return fmt.Errorf("%v: %w", s.Change, err)
 		}
@@ -308,11 +295,7 @@ func (c *change) step(ch config.Change) error {
 	if err := c.d.before(ch.String()); err != nil {
 		return err
 	}
-	act, ok := actions[action{ch.Kind, ch.Op}]
-	if !ok {
-		return errors.New("the running target cannot make this change")
-	}
-	return act(c, ch)
+	return actions[action{ch.Kind, ch.Op}](c, ch)
 }
 
 // An action is a kind of step.

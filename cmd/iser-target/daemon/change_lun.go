@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"reflect"
 	"slices"
 	"time"
 
@@ -125,11 +126,11 @@ func (c *change) updateLUN(ch config.Change) error {
 	return c.resize(t, next)
 }
 
-// replaces reports whether l has to be opened again to become next.
+// replaces reports whether l has to be opened again to become next: all keys but those that
+// remask and resize change.
 func replaces(l, next config.LUN) bool {
-	return l.Backend != next.Backend || l.Path != next.Path || l.BlockSize != next.BlockSize || l.ReadOnly != next.ReadOnly ||
-		l.WriteThrough != next.WriteThrough || l.Removable != next.Removable || l.Sanitize != next.Sanitize ||
-		l.Plugin != next.Plugin || l.Options != next.Options
+	l.Size, l.Initiators, l.ReadOnlyFor = next.Size, next.Initiators, next.ReadOnlyFor
+	return !reflect.DeepEqual(l, next)
 }
 
 // setServed stores l as the served LUN of its number.
@@ -151,23 +152,15 @@ func (c *change) update(t *servedTarget, l *servedLUN) {
 
 // remask changes which initiators see the LUN, and which may only read.
 func (c *change) remask(t *servedTarget, next config.LUN) error {
-	served := t.luns[next.ID]
-	old, err := maskOf(served.LUN)
-	if err != nil {
-		return err
-	}
-	mask, err := maskOf(next)
-	if err != nil {
-		return err
-	}
-	if slices.Equal(served.Initiators, next.Initiators) && slices.Equal(served.ReadOnlyFor, next.ReadOnlyFor) {
+	l := *t.luns[next.ID]
+	if slices.Equal(l.Initiators, next.Initiators) && slices.Equal(l.ReadOnlyFor, next.ReadOnlyFor) {
 		return nil
 	}
-	if err := t.inventory.SetMask(uint16(next.ID), mask); err != nil {
+	if err := t.inventory.SetMask(uint16(next.ID), maskOf(next)); err != nil {
 		return err
 	}
+	old := maskOf(l.LUN)
 	c.onUndo(func() error { return t.inventory.SetMask(uint16(next.ID), old) })
-	l := *served
 	l.Initiators, l.ReadOnlyFor = next.Initiators, next.ReadOnlyFor
 	c.update(t, &l)
 	return nil
@@ -175,18 +168,17 @@ func (c *change) remask(t *servedTarget, next config.LUN) error {
 
 // resize changes the size of the LUN. Size 0 keeps the size of the medium.
 func (c *change) resize(t *servedTarget, next config.LUN) error {
-	served := t.luns[next.ID]
-	if served.Size == next.Size {
+	l := *t.luns[next.ID]
+	if l.Size == next.Size {
 		return nil
 	}
 	if next.Size != 0 {
-		r := resizing{d: c.d, t: t, unit: served.unit, next: next, old: served.unit.Size()}
+		r := resizing{d: c.d, t: t, unit: l.unit, next: next, old: l.unit.Size()}
 		if err := r.to(c.ctx, int64(next.Size)); err != nil {
 			return err
 		}
 		c.onUndo(func() error { return r.to(c.lasting(), r.old) })
 	}
-	l := *served
 	l.Size = next.Size
 	c.update(t, &l)
 	return nil
@@ -216,9 +208,9 @@ func (r *resizing) to(ctx context.Context, size int64) error {
 	if err := r.noteOutgrown(true); err != nil && size != r.old { // an undo has to proceed in any case
 		return err
 	}
-	_, err := r.d.calls.do(ctx, r.d.waits.slow, storeKey(r.t.name, &r.next), fmt.Sprintf("setting its size to %d bytes", size),
-		func(*call) (*lun.Unit, error) { return nil, r.unit.Resize(size) },
-		func(_ *lun.Unit, err error) {
+	err := r.d.calls.do(ctx, r.d.waits.slow, storeKey(r.t.name, &r.next), fmt.Sprintf("setting its size to %d bytes", size),
+		func(*call) error { return r.unit.Resize(size) },
+		func(err error) {
 			if err == nil {
 				err = r.unit.Resize(r.old)
 			}
@@ -260,11 +252,7 @@ func (c *change) replace(t *servedTarget, next config.LUN) error {
 		return err
 	}
 	l.unit.InheritFrom(old.unit) // reservations, if it is the same disk
-	mask, err := maskOf(next)
-	if err == nil {
-		err = t.inventory.SetMask(uint16(next.ID), mask)
-	}
-	if err != nil {
+	if err := t.inventory.SetMask(uint16(next.ID), maskOf(next)); err != nil {
 		return errors.Join(err, c.closeAgain(t, l, d.waits.close))
 	}
 	t.inventory.Replace(uint16(next.ID), l.unit)
@@ -292,7 +280,7 @@ func (c *change) replaceBack(t *servedTarget, old *servedLUN) error {
 	if old.fault != nil { // it was not ready before the change
 		failed = nil
 	}
-	return errors.Join(failed, t.inventory.SetMask(uint16(old.ID), mustMask(old.LUN)))
+	return errors.Join(failed, t.inventory.SetMask(uint16(old.ID), maskOf(old.LUN)))
 }
 
 // reopen closes the store of l, which initiators cannot reach, and opens that of next.
@@ -322,13 +310,4 @@ func (c *change) reopen(t *servedTarget, l *servedLUN, next config.LUN) (*served
 		d.mu.Unlock()
 	}
 	return c.openLUN(c.lasting(), d.waits.store, t, next)
-}
-
-// mustMask returns the mask of a LUN whose patterns are valid.
-func mustMask(l config.LUN) lun.Mask {
-	m, err := maskOf(l)
-	if err != nil {
-		return func(string) lun.Access { return lun.NoAccess }
-	}
-	return m
 }

@@ -11,15 +11,6 @@ import (
 // portal returns the served portal with that listen address in the configuration, or nil.
 func (e *editor) portal(listen string) *portal { return e.d.served.portal(listen) }
 
-// portalOf returns the portal with that listen address in cfg, or nil.
-func portalOf(cfg *config.Config, listen string) *config.Portal {
-	i := slices.IndexFunc(cfg.Portals, func(p config.Portal) bool { return p.Listen == listen })
-	if i < 0 {
-		return nil
-	}
-	return &cfg.Portals[i]
-}
-
 // openPortal listens on a portal and serves it, if Run has begun.
 func (e *editor) openPortal(cfg config.Portal) (*portal, error) {
 	p, err := e.d.listen(cfg)

@@ -13,27 +13,6 @@ func (e *editor) target(name string) *servedTarget { return e.d.served.target(na
 // targetConfig returns the target of that name in the next configuration, or nil.
 func (c *change) targetConfig(name string) *config.Target { return targetOf(c.cfg, name) }
 
-// targetOf returns the target of that name in cfg, or nil.
-func targetOf(cfg *config.Config, name string) *config.Target {
-	i := slices.IndexFunc(cfg.Targets, func(t config.Target) bool { return t.Name == name })
-	if i < 0 {
-		return nil
-	}
-	return &cfg.Targets[i]
-}
-
-// lunOf returns the LUN with that number in t, or nil. t may be nil.
-func lunOf(t *config.Target, id int) *config.LUN {
-	if t == nil {
-		return nil
-	}
-	i := slices.IndexFunc(t.LUNs, func(l config.LUN) bool { return l.ID == id })
-	if i < 0 {
-		return nil
-	}
-	return &t.LUNs[i]
-}
-
 func (c *change) addTarget(ch config.Change) error {
 	d, tc := c.d, c.targetConfig(ch.Target)
 	if c.target(tc.Name) != nil {

@@ -8,6 +8,7 @@
 package daemon
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -119,7 +120,7 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 	}
 	d := &Daemon{
 		path: o.Path, version: o.Version, started: time.Now(),
-		manager: o.Manager,
+		manager: cmp.Or(o.Manager, &systemd.Manager{}),
 		ready:   make(chan struct{}),
 		reloads: make(chan string, 1),
 		net:     network{policy: security.AllowAll{}, domain: rdma.NewDomain(), captures: capture.NewHub()},
@@ -127,18 +128,13 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 		served:  served{doc: doc, cfg: cfg},
 		builds:  map[string]bool{},
 		before:  func(string) error { return nil },
+		waits:   cmp.Or(o.waits, defaultWaits),
 	}
-	if d.manager == nil {
-		d.manager = &systemd.Manager{}
+	d.openStore = o.openStore
+	if d.openStore == nil {
+		d.openStore = d.openBackend
 	}
-	d.openStore = d.openBackend
-	if o.openStore != nil {
-		d.openStore = o.openStore
-	}
-	if d.waits = o.waits; d.waits == (waits{}) {
-		d.waits = defaultWaits
-	}
-	d.calls.max = d.waits.calls
+	d.calls = calls{max: d.waits.calls, inProgress: map[callKey]*call{}}
 	d.changes.ended, d.changes.end = context.WithCancel(context.Background())
 	d.level.Set(cfg.Log.SlogLevel())
 	d.log = d.newLogger(cfg.Log, o.LogTo)
@@ -212,8 +208,8 @@ func (d *Daemon) open() error {
 	}
 	defer e.release()
 	cfg := d.served.cfg
-	if err := d.openState(cfg.StateDir); err != nil {
-		return err
+	if err := d.state.open(cfg.StateDir); err != nil {
+		return fmt.Errorf("state_dir: %w", err)
 	}
 	if err := e.startTargets(); err != nil {
 		return err
@@ -281,7 +277,7 @@ func (e *editor) openAll() error {
 		for _, l := range d.served.cfg.Targets[i].LUNs {
 			fresh := !d.state.ids.Known(identityKey(t.name, &l))
 			open, free := e.opener(t.name, &l, fresh), slots.take(ctx)
-			c, err := d.calls.begin(storeKey(t.name, &l), callOpen, func(c *call) (*lun.Unit, error) {
+			c, err := d.calls.begin(storeKey(t.name, &l), callOpen, func(c *call) error {
 				defer free()
 				return open(c)
 			})
@@ -330,23 +326,20 @@ func (d *Daemon) Run(ctx context.Context) error {
 	}
 	d.attend(ctx)
 	close(d.ready)
-	followed := make(chan struct{})
-	go func() {
-		defer close(followed)
-		d.follow(ctx)
-	}()
+	var followed sync.WaitGroup
+	followed.Go(func() { d.follow(ctx) })
 	<-ctx.Done()
 	d.log.Info("shutting down", eventKey, "service")
 	timeout := d.Effective().Drain + shutdownTime
 	d.stopping(timeout)
 	d.changes.end() // cuts short what is in progress
-	return errors.Join(d.endChanges(followed), d.shutDown(timeout))
+	return errors.Join(d.endChanges(&followed), d.shutDown(timeout))
 }
 
 // endChanges waits until no change is in progress, and permits no other. If the file
 // system of the configuration hangs, it gives up after a time limit, so that the rest of
 // the daemon ends.
-func (d *Daemon) endChanges(followed <-chan struct{}) error {
+func (d *Daemon) endChanges(followed *sync.WaitGroup) error {
 	ctx, cancel := context.WithTimeout(context.Background(), d.waits.changes)
 	defer cancel()
 	select {
@@ -354,9 +347,7 @@ func (d *Daemon) endChanges(followed <-chan struct{}) error {
 	case <-ctx.Done():
 		return fmt.Errorf("a change did not end within %v", d.waits.changes)
 	}
-	select {
-	case <-followed:
-	case <-ctx.Done():
+	if err := wait(ctx, followed); err != nil {
 		return fmt.Errorf("reading the configuration file did not end within %v", d.waits.changes)
 	}
 	if err := wait(ctx, &d.changes.cleanups); err != nil {

@@ -10,7 +10,6 @@ import (
 
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
-	"github.com/iser-target/iser-target/lun"
 )
 
 // An origin says where the document of a change comes from, and so what the file may
@@ -81,10 +80,10 @@ func (e *editor) prepare(ctx context.Context, plan *schema.Plan, cfg *config.Con
 				continue
 			}
 			var absent bool // valid when the call is back
-			_, err := d.calls.do(ctx, d.waits.store, storeKey(s.Change.Target, &l), "looking for the file", func(*call) (*lun.Unit, error) {
+			err := d.calls.do(ctx, d.waits.store, storeKey(s.Change.Target, &l), "looking for the file", func(*call) error {
 				_, err := os.Stat(l.Path)
 				absent = errors.Is(err, fs.ErrNotExist)
-				return nil, nil
+				return nil
 			}, nil)
 			if err != nil {
 				return fmt.Errorf("LUN %d of %s: %w. Nothing was changed", l.ID, s.Change.Target, err)

@@ -138,7 +138,7 @@ func view(l *config.LUN, initiator string) schema.LUNView {
 	if p := matching(l.Initiators); p != "" {
 		v.Why = fmt.Sprintf("initiators: %q matches", p)
 	}
-	switch mustMask(*l)(initiator) {
+	switch maskOf(*l)(initiator) {
 	case lun.NoAccess:
 		return schema.LUNView{ID: l.ID, Access: "none", Why: "initiators: no match in " + list(l.Initiators)}
 	case lun.ReadOnly:

@@ -7,8 +7,6 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/iser-target/iser-target/lun"
 )
 
 const (
@@ -61,20 +59,21 @@ func (d *Daemon) reload(ctx context.Context, why string) {
 	ctx, cancel := context.WithTimeout(By(ctx, why), reloadWait)
 	defer cancel()
 	err := d.applyFile(ctx)
-	var refused *ErrRefused
-	switch {
-	case errors.As(err, &refused):
-		d.log.Error("configuration file was not applied", eventKey, "config", "because", why, "reason", err,
-			"allow", strings.Join(append([]string{"iser-target config apply", d.path}, refused.Needs().Flags()...), " "))
-	case err != nil:
-		d.log.Error("configuration file was not applied", eventKey, "config", "because", why, "reason", err)
-	default:
-		for _, w := range d.warnings() {
-			d.log.Warn("configuration", "reason", w)
+	log := d.log.With(eventKey, "config", "because", why)
+	if err != nil {
+		if refused, ok := errors.AsType[*ErrRefused](err); ok {
+			flags := strings.Join(refused.Needs().Flags(), " ")
+			log.Error("configuration file was not applied", "reason", err, "allow", "iser-target config apply "+d.path+" "+flags)
+		} else {
+			log.Error("configuration file was not applied", "reason", err)
 		}
-		d.growDevices(ctx)
-		d.log.Info("configuration file was applied", eventKey, "config", "because", why, "path", d.path)
+		return
 	}
+	for _, w := range d.warnings() {
+		d.log.Warn("configuration", "reason", w)
+	}
+	d.growDevices(ctx)
+	log.Info("configuration file was applied", "path", d.path)
 }
 
 // warnings returns what the user should know about the running configuration.
@@ -112,12 +111,12 @@ func (d *Daemon) growDevices(ctx context.Context) {
 				}
 			}
 			var grown bool // valid when the call is back
-			_, err := d.calls.do(ctx, max(time.Until(end), d.waits.brief), storeKey(t.name, &l.LUN), "reading its size",
-				func(*call) (_ *lun.Unit, err error) {
+			err := d.calls.do(ctx, max(time.Until(end), d.waits.brief), storeKey(t.name, &l.LUN), "reading its size",
+				func(*call) (err error) {
 					grown, err = l.unit.Grow()
-					return nil, err
+					return err
 				},
-				func(_ *lun.Unit, err error) { report(grown, err) })
+				func(err error) { report(grown, err) })
 			report(err == nil && grown, err)
 		}
 	}

@@ -70,24 +70,17 @@ func some(list []string, sep string) string {
 
 // allowed returns an ErrRefused if o lacks an option that p requires.
 func allowed(p *schema.Plan, o ChangeOptions) error {
-	for _, s := range p.Steps {
-		if s.Disruptive && !o.Disrupt || s.Shrinks && !o.AllowShrink {
-			return &ErrRefused{without(p, o)}
-		}
-	}
-	return nil
-}
-
-// without returns p with only those reasons to refuse it that o does not cover.
-func without(p *schema.Plan, o ChangeOptions) *schema.Plan {
-	c := *p
-	c.Steps = slices.Clone(p.Steps)
-	for i := range c.Steps {
-		s := &c.Steps[i]
+	rest := *p
+	rest.Steps = slices.Clone(p.Steps)
+	for i := range rest.Steps {
+		s := &rest.Steps[i]
 		s.Disruptive = s.Disruptive && !o.Disrupt
 		s.Shrinks = s.Shrinks && !o.AllowShrink
 	}
-	return &c
+	if rest.Needs() == (schema.Needs{}) {
+		return nil
+	}
+	return &ErrRefused{&rest}
 }
 
 var (
@@ -106,6 +99,7 @@ var (
 func (d *Daemon) plan(cfg *config.Config) *schema.Plan {
 	invariant.Held(&d.mu)
 	p := &schema.Plan{Steps: []schema.Step{}}
+	var cutting []schema.Step
 	sessions := d.node.Sessions()
 	for _, ch := range config.Diff(d.served.cfg, cfg) {
 		s := schema.Step{Change: ch, Restart: restarts(ch)}
@@ -127,19 +121,14 @@ func (d *Daemon) plan(cfg *config.Config) *schema.Plan {
 		if ch.Kind == config.KindLUN && (len(s.Disturbs) > 0 || s.Shrinks) {
 			s.Disturbs = append(s.Disturbs, ch.Object())
 		}
-		p.Steps = append(p.Steps, s)
-	}
-	// Steps that cut off data come last: no later step can fail, which would require the
-	// data again.
-	slices.SortStableFunc(p.Steps, func(a, b schema.Step) int {
-		switch {
-		case a.Shrinks == b.Shrinks:
-			return 0
-		case a.Shrinks:
-			return 1
+		if s.Shrinks {
+			cutting = append(cutting, s)
+		} else {
+			p.Steps = append(p.Steps, s)
 		}
-		return -1
-	})
+	}
+	// Steps that cut off data come last: no later step can fail, which would require the data again.
+	p.Steps = append(p.Steps, cutting...)
 	return p
 }
 
@@ -187,13 +176,12 @@ func (v *served) disturbedByLUN(ch config.Change, cfg *config.Config) (hit func(
 	case ch.Op == config.Remove || next == nil:
 		return sees, false
 	case ch.Key == "size":
-		shrinks = next.Size != 0 && old.fault == nil && int64(next.Size) < old.unit.Size()
-		if !shrinks {
+		if next.Size == 0 || old.fault != nil || int64(next.Size) >= old.unit.Size() {
 			return nil, false
 		}
 		return sees, true
 	case ch.Key == "initiators" || ch.Key == "read_only_for":
-		was, now := mustMask(old.LUN), mustMask(*next)
+		was, now := maskOf(old.LUN), maskOf(*next)
 		return func(s *iscsi.SessionInfo) bool {
 			return s.Target == ch.Target && !s.Discovery && now(s.Initiator) > was(s.Initiator) // less access
 		}, false

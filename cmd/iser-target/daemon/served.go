@@ -1,9 +1,9 @@
 package daemon
 
 import (
+	"errors"
 	"fmt"
 	"slices"
-
 	"time"
 
 	"github.com/iser-target/iser-target/config"
@@ -42,6 +42,48 @@ func (v *served) portal(listen string) *portal {
 		return nil
 	}
 	return v.portals[i]
+}
+
+// lun returns a LUN that is served, or an ErrNotFound.
+func (d *Daemon) lun(target string, id int) (*servedLUN, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	t := d.served.target(target)
+	switch {
+	case t == nil:
+		return nil, fmt.Errorf("target %s: %w", target, ErrNotFound)
+	case t.luns[id] == nil:
+		return nil, fmt.Errorf("LUN %d of %s: %w", id, target, ErrNotFound)
+	}
+	return t.luns[id], nil
+}
+
+// find returns the first element of list that match accepts, or nil.
+func find[T any](list []T, match func(*T) bool) *T {
+	for i := range list {
+		if match(&list[i]) {
+			return &list[i]
+		}
+	}
+	return nil
+}
+
+// portalOf returns the portal with that listen address in cfg, or nil.
+func portalOf(cfg *config.Config, listen string) *config.Portal {
+	return find(cfg.Portals, func(p *config.Portal) bool { return p.Listen == listen })
+}
+
+// targetOf returns the target of that name in cfg, or nil.
+func targetOf(cfg *config.Config, name string) *config.Target {
+	return find(cfg.Targets, func(t *config.Target) bool { return t.Name == name })
+}
+
+// lunOf returns the LUN with that number in t, or nil. t may be nil.
+func lunOf(t *config.Target, id int) *config.LUN {
+	if t == nil {
+		return nil
+	}
+	return find(t.LUNs, func(l *config.LUN) bool { return l.ID == id })
 }
 
 // A servedTarget is a target and its LUNs. name and inventory do not change; luns is
@@ -91,34 +133,26 @@ func (t *servedTarget) config(c *config.Target, cfg *config.Config) (iscsi.Targe
 //
 // Preconditions: Daemon.mu is held, or initiators cannot reach t yet.
 func (t *servedTarget) add(l *servedLUN) error {
-	mask, err := maskOf(l.LUN)
-	if err == nil {
-		err = t.inventory.AddMasked(uint16(l.ID), l.unit, mask)
-	}
-	if err != nil {
+	if err := t.inventory.AddMasked(uint16(l.ID), l.unit, maskOf(l.LUN)); err != nil {
 		return fmt.Errorf("LUN %d of %s: %w", l.ID, t.name, err)
 	}
 	t.luns[l.ID] = l
 	return nil
 }
 
-// maskOf returns which initiators see l, and which may only read.
-func maskOf(l config.LUN) (lun.Mask, error) {
-	seers, err := security.Compile(l.Initiators)
-	if err != nil {
-		return nil, err
-	}
-	readers, err := security.Compile(l.ReadOnlyFor)
-	if err != nil {
-		return nil, err
-	}
+// maskOf returns which initiators see l, and which may only read. The patterns of a
+// configuration are valid.
+func maskOf(l config.LUN) lun.Mask {
+	seers, serr := security.Compile(l.Initiators)
+	readers, rerr := security.Compile(l.ReadOnlyFor)
+	valid := errors.Join(serr, rerr) == nil
 	return func(initiator string) lun.Access {
 		switch {
-		case len(l.Initiators) > 0 && !seers.Match(initiator):
+		case !valid, len(l.Initiators) > 0 && !seers.Match(initiator):
 			return lun.NoAccess
 		case readers.Match(initiator):
 			return lun.ReadOnly
 		}
 		return lun.ReadWrite
-	}, nil
+	}
 }

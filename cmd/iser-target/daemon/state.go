@@ -247,18 +247,9 @@ func (d *Daemon) KillSession(ctx context.Context, tsih uint16, reason string) er
 
 // ClearReservation ends the reservation of a LUN and removes all its registrations.
 func (d *Daemon) ClearReservation(ctx context.Context, target string, id int) error {
-	d.mu.Lock()
-	t := d.served.target(target)
-	var l *servedLUN
-	if t != nil {
-		l = t.luns[id]
-	}
-	d.mu.Unlock()
-	switch {
-	case t == nil:
-		return fmt.Errorf("target %s: %w", target, ErrNotFound)
-	case l == nil:
-		return fmt.Errorf("LUN %d of %s: %w", id, target, ErrNotFound)
+	l, err := d.lun(target, id)
+	if err != nil {
+		return err
 	}
 	cleared, err := l.unit.ClearReservation()
 	switch {

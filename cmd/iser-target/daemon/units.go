@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"time"
 
@@ -26,31 +28,28 @@ const (
 	sanitizeFile     = "sanitize.json"
 )
 
-// openState opens the files of the state directory. If dir is empty, the state is kept in
-// memory.
-func (d *Daemon) openState(dir string) (err error) {
-	d.state.ids = state.Ephemeral()
+// open opens the files of the state directory. If dir is empty, the state is kept in memory.
+func (s *stateFiles) open(dir string) (err error) {
+	s.ids = state.Ephemeral()
 	if dir == "" {
 		return nil
 	}
 	ids, err := state.OpenIdentities(filepath.Join(dir, identitiesFile))
 	if err != nil {
-		return fmt.Errorf("state_dir: %w", err)
+		return err
 	}
-	d.state.ids = ids
-	if err := d.state.shrinks.open(dir); err != nil {
-		return fmt.Errorf("state_dir: %w", err)
+	s.ids = ids
+	if err = s.shrinks.open(dir); err != nil {
+		return err
 	}
-	if d.state.reservations, err = lun.OpenReservations(filepath.Join(dir, reservationsFile)); err != nil {
-		return fmt.Errorf("state_dir: %w", err)
+	if s.reservations, err = lun.OpenReservations(filepath.Join(dir, reservationsFile)); err != nil {
+		return err
 	}
-	if d.state.settings, err = lun.OpenSettings(filepath.Join(dir, settingsFile)); err != nil {
-		return fmt.Errorf("state_dir: %w", err)
+	if s.settings, err = lun.OpenSettings(filepath.Join(dir, settingsFile)); err != nil {
+		return err
 	}
-	if d.state.sanitizations, err = lun.OpenSanitizations(filepath.Join(dir, sanitizeFile)); err != nil {
-		return fmt.Errorf("state_dir: %w", err)
-	}
-	return nil
+	s.sanitizations, err = lun.OpenSanitizations(filepath.Join(dir, sanitizeFile))
+	return err
 }
 
 // identityKey returns the key of a LUN's identity in the state directory.
@@ -68,9 +67,15 @@ const lateAnswer = "store answered after its time limit"
 func (e *editor) openLUN(ctx context.Context, timeout time.Duration, t *servedTarget, l config.LUN) (*servedLUN, error) {
 	d := e.d
 	fresh := !d.state.ids.Known(identityKey(t.name, &l))
-	unit, err := d.calls.do(ctx, timeout, storeKey(t.name, &l), callOpen, e.opener(t.name, &l, fresh), func(u *lun.Unit, err error) {
+	open := e.opener(t.name, &l, fresh)
+	var unit *lun.Unit // valid when the call is back
+	err := d.calls.do(ctx, timeout, storeKey(t.name, &l), callOpen, func(c *call) error {
+		err := open(c)
+		unit = c.unit
+		return err
+	}, func(err error) {
 		if err == nil {
-			err = u.Close()
+			err = unit.Close()
 		}
 		d.log.Warn(lateAnswer, "target", t.name, "lun", l.ID, "reason", err)
 	})
@@ -125,9 +130,12 @@ var errAbandoned = errors.New("the time limit for opening the store has passed")
 
 // opener returns the function of a call that opens the store of l. The call may outlast
 // the editor: the function only uses what is copied here or locks itself.
-func (e *editor) opener(target string, l *config.LUN, fresh bool) func(*call) (*lun.Unit, error) {
+func (e *editor) opener(target string, l *config.LUN, fresh bool) func(*call) error {
 	d, open, config := e.d, e.d.openStore, *l
-	return func(c *call) (*lun.Unit, error) { return d.openUnit(target, &config, fresh, open, c.isAbandoned) }
+	return func(c *call) (err error) {
+		c.unit, err = d.openUnit(target, &config, fresh, open, c.isAbandoned)
+		return err
+	}
 }
 
 // closeLUN closes the store of a LUN that initiators cannot reach. If that takes longer
@@ -149,9 +157,7 @@ func (d *Daemon) closeLUN(ctx context.Context, timeout time.Duration, t *servedT
 	if l.fault != nil { // it has no store
 		return nil
 	}
-	_, err := d.calls.do(ctx, timeout, storeKey(t.name, &l.LUN), callClose, func(*call) (*lun.Unit, error) { return nil, l.unit.Close() },
-		func(_ *lun.Unit, err error) { whenClosed(err) })
-	return err
+	return d.calls.do(ctx, timeout, storeKey(t.name, &l.LUN), callClose, func(*call) error { return l.unit.Close() }, whenClosed)
 }
 
 // openUnit opens the store of a LUN with open and makes its logical unit. It may run after
@@ -245,66 +251,52 @@ const stateTime = 2 * time.Second
 // closeUnits synchronizes and closes all stores, also those of removed LUNs, and the state
 // files. The error names those that did not close in time.
 func (d *Daemon) closeUnits() error {
-	type lunOfTarget struct {
-		t *servedTarget
-		l *servedLUN
-	}
-	var list []lunOfTarget
 	d.mu.Lock()
+	list := slices.Clone(d.ending.removals)
 	for _, t := range d.served.targets {
 		for _, l := range t.luns {
-			list = append(list, lunOfTarget{t, l})
+			list = append(list, &removal{t: t, l: l})
 		}
 	}
-	for _, r := range d.ending.removals {
-		list = append(list, lunOfTarget{r.t, r.l})
-	}
 	d.mu.Unlock()
+	errs := make([]error, len(list)+1)
 
 	ctx, cancel := context.WithTimeout(context.Background(), d.waits.end)
 	defer cancel()
-	var (
-		wg    sync.WaitGroup
-		mu    sync.Mutex
-		errs  []error // guarded by mu
-		slots = newSlots(d.waits.slot)
-	)
-	for _, tl := range list {
+	var wg sync.WaitGroup
+	slots := newSlots(d.waits.slot)
+	for i, r := range list {
 		free := slots.take(ctx)
 		wg.Go(func() {
 			defer free()
-			err := d.closeLUN(ctx, d.waits.end, tl.t, tl.l, func(error) {})
+			err := d.closeLUN(ctx, d.waits.end, r.t, r.l, nil)
 			if err != nil && !errors.Is(err, backend.ErrClosed) {
-				mu.Lock()
-				defer mu.Unlock()
-				errs = append(errs, fmt.Errorf("LUN %d of %s: %w", tl.l.ID, tl.t.name, err))
+				errs[i] = fmt.Errorf("LUN %d of %s: %w", r.l.ID, r.t.name, err)
 			}
 		})
 	}
 	wg.Wait()
 
-	_, err := d.calls.do(context.Background(), stateTime, "state_dir", callClose, func(*call) (*lun.Unit, error) { return nil, d.state.close() }, nil)
+	err := d.calls.do(context.Background(), stateTime, "state_dir", callClose, func(*call) error { return d.state.close() }, nil)
 	if errors.Is(err, ErrStuck) {
 		err = fmt.Errorf("state_dir: %w", err)
 	}
-	return errors.Join(append(errs, err)...)
+	errs[len(list)] = err
+	return errors.Join(errs...)
 }
 
 // close closes the files.
 func (s *stateFiles) close() error {
-	var errs []error
-	if s.ids != nil {
-		errs = append(errs, s.ids.Close())
+	return errors.Join(closeFile(s.ids), s.shrinks.close(), closeFile(s.reservations), closeFile(s.settings), closeFile(s.sanitizations))
+}
+
+// closeFile closes f, unless it is nil.
+func closeFile[T any, F interface {
+	*T
+	io.Closer
+}](f F) error {
+	if f == nil {
+		return nil
 	}
-	errs = append(errs, s.shrinks.close())
-	if s.reservations != nil {
-		errs = append(errs, s.reservations.Close())
-	}
-	if s.settings != nil {
-		errs = append(errs, s.settings.Close())
-	}
-	if s.sanitizations != nil {
-		errs = append(errs, s.sanitizations.Close())
-	}
-	return errors.Join(errs...)
+	return f.Close()
 }

@@ -1,7 +1,5 @@
 package schema
 
-
-
 // A Load is the activity between two States.
 type Load struct {
 	IOPS       float64 `json:"iops"` // commands that ended with a status
