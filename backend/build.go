@@ -190,15 +190,12 @@ func (b *FileBuilder) build(ctx context.Context, report func(Progress)) error {
 		return err
 	}
 	w := &buildWork{ctx: ctx, f: f, report: report}
-	allocated := false
+	allocated, err := false, error(nil)
 	if b.c.Preallocate {
-		var err error
-		if allocated, err = w.allocate(b.c.Size); err != nil {
-			return err
-		}
+		allocated, err = w.allocate(b.c.Size)
 	}
-	var err error
 	switch full := b.c.Preallocate && !allocated; {
+	case err != nil:
 	case b.source != nil:
 		err = w.copy(b.source, b.c.Size, b.c.Preallocate, full)
 	case full:

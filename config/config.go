@@ -23,13 +23,13 @@ type Config struct {
 
 	DiscoveryAuth Auth `key:"discovery_auth"` // before discovery
 
-	StateDir string `key:"state_dir"` // directory of LUN identities and state; empty: they end with the process
-	Debug    Debug  `key:"debug"`
-	Log      Log    `key:"log"`
+	StateDir string   `key:"state_dir"` // directory of LUN identities and state; empty: they end with the process
+	Debug    Listener `key:"debug"`     // of expvar and pprof, on the loopback
+	Log      Log      `key:"log"`
 
-	Control   Control   `key:"control"`
-	Metrics   Metrics   `key:"metrics"`
-	Dashboard Dashboard `key:"dashboard"`
+	Control   Control  `key:"control"`
+	Metrics   Listener `key:"metrics"`   // of the metrics for Prometheus
+	Dashboard Listener `key:"dashboard"` // of the dashboard page
 
 	Watch bool `key:"watch"` // apply the file when it changes
 
@@ -129,9 +129,9 @@ type MPA struct {
 	CRC Switch `key:"crc"` // off: CRCs only if the initiator asks for them
 }
 
-// Debug configures the HTTP server with expvar and pprof.
-type Debug struct {
-	Listen string `key:"listen"` // host:port on the loopback; empty: no server
+// A Listener configures the address of an HTTP server.
+type Listener struct {
+	Listen string `key:"listen"` // host:port; empty: no server
 }
 
 // Control configures the addresses of the control API.
@@ -146,16 +146,6 @@ type ControlTLS struct {
 	Cert     string `key:"cert"`      // certificate of the target
 	Key      string `key:"key"`       // private key of Cert
 	ClientCA string `key:"client_ca"` // CA that signs the certificates of clients
-}
-
-// Metrics configures the HTTP server with metrics for Prometheus.
-type Metrics struct {
-	Listen string `key:"listen"` // host:port; empty: no server
-}
-
-// Dashboard configures the HTTP server with the dashboard page.
-type Dashboard struct {
-	Listen string `key:"listen"` // host:port; empty: no server
 }
 
 // Log configures the log on standard error.
@@ -216,12 +206,10 @@ func base() Config {
 const unset = math.MinInt
 
 // complete sets the defaults of list items and normalizes target names.
-func (c *Config) complete(normalize func(string) (string, error)) {
+func (c *Config) complete() {
 	for i := range c.Targets {
 		t := &c.Targets[i]
-		if name, err := normalize(t.Name); err == nil {
-			t.Name = name
-		}
+		t.Name = normalName(t.Name)
 		for j := range t.LUNs {
 			if l := &t.LUNs[j]; l.BlockSize == 0 && backends[l.Backend].blockSize {
 				l.BlockSize = 512

@@ -122,7 +122,7 @@ func configOf(source string, settings map[string]any) (*Config, error) {
 
 	// A value that could not be decoded would be reported as missing, too, so only errors
 	// about other keys count.
-	c.complete(security.NormalizeName)
+	c.complete()
 	for _, e := range c.readSecrets() {
 		if name, ok := names[e.Key]; ok {
 			envErrs = append(envErrs, &Error{Key: name, Reason: e.Reason})

@@ -81,12 +81,8 @@ func RunReadOnly(t *testing.T, open func(t *testing.T, content []byte) backend.S
 	if err := s.Sync(); err != nil {
 		t.Errorf("Sync: %v", err)
 	}
-	got := make([]byte, len(content))
-	if err := s.ReadAt(got, 0); err != nil {
-		t.Fatalf("ReadAt: %v", err)
-	}
-	diff(t, "the content", got, content)
-	if err := s.ReadAt(got[:2], int64(len(content))-1); !errors.Is(err, backend.ErrRange) {
+	(&suite{Store: s}).want(t, 0, content)
+	if err := s.ReadAt(make([]byte, 2), int64(len(content))-1); !errors.Is(err, backend.ErrRange) {
 		t.Errorf("ReadAt across the end: %v, want ErrRange", err)
 	}
 	if err := s.Close(); err != nil {
@@ -311,34 +307,37 @@ func testRandom(t *testing.T, s *suite) {
 			n = min(s.span-off, (n+4095)/4096*4096)
 		}
 		m := model[off : off+n]
-		var what string
-		var err error
-		switch op := rnd.IntN(12); {
-		case op < 4:
-			what, err = "WriteAt", s.WriteAt(fill(m, rnd.Uint64()), off)
-		case op < 5:
-			what, err = "WriteDurable", s.WriteDurable(fill(m, rnd.Uint64()), off)
-		case op < 6:
-			clear(m)
-			what, err = "WriteAt of zeros", s.WriteAt(m, off)
-		case op < 7:
-			clear(m)
-			what, err = "Discard", s.Discard(off, n)
-		case op < 8:
-			clear(m)
-			what, err = "Zero", s.Zero(off, n)
-		case op < 9:
-			what, err = "Sync", s.Sync()
-		default:
-			what, err = "ReadAt", s.ReadAt(buf[:n], off)
-			if err == nil && !bytes.Equal(buf[:n], m) {
-				diff(t, fmt.Sprintf("seed %d, step %d: ReadAt of %d bytes at %d", seed, i, n, off), buf[:n], m)
-				t.FailNow()
-			}
+		what, err := "ReadAt", error(nil)
+		if rnd.IntN(4) > 0 {
+			what, err = randomChange(s, rnd, m, off)
+		} else if err = s.ReadAt(buf[:n], off); err == nil && !bytes.Equal(buf[:n], m) {
+			diff(t, fmt.Sprintf("seed %d, step %d: ReadAt of %d bytes at %d", seed, i, n, off), buf[:n], m)
+			t.FailNow()
 		}
 		must(t, fmt.Sprintf("seed %d, step %d: %s of %d bytes at %d", seed, i, what, n, off), err)
 	}
 	s.want(t, 0, model)
+}
+
+// randomChange changes the range at off that has the bytes model, and model, or syncs the store. It
+// returns what it did.
+func randomChange(s *suite, rnd *rand.Rand, model []byte, off int64) (what string, err error) {
+	switch rnd.IntN(9) {
+	case 0:
+		clear(model)
+		return "Discard", s.Discard(off, int64(len(model)))
+	case 1:
+		clear(model)
+		return "Zero", s.Zero(off, int64(len(model)))
+	case 2:
+		clear(model)
+		return "WriteAt of zeros", s.WriteAt(model, off)
+	case 3:
+		return "WriteDurable", s.WriteDurable(fill(model, rnd.Uint64()), off)
+	case 4:
+		return "Sync", s.Sync()
+	}
+	return "WriteAt", s.WriteAt(fill(model, rnd.Uint64()), off)
 }
 
 // testConcurrent checks "Its methods are safe for concurrent use": each goroutine owns a stripe
@@ -356,27 +355,12 @@ func testConcurrent(t *testing.T, s *suite) {
 			for i := range 40 {
 				off := rnd.Int64N(stripe)
 				n := 1 + rnd.Int64N(stripe-off)
-				m := model[off : off+n]
-				var err error
-				switch rnd.IntN(8) {
-				case 0:
-					clear(m)
-					err = s.Discard(base+off, n)
-				case 1:
-					clear(m)
-					err = s.Zero(base+off, n)
-				case 2:
-					err = s.WriteDurable(fill(m, rnd.Uint64()), base+off)
-				case 3:
-					err = s.Sync()
-				default:
-					err = s.WriteAt(fill(m, rnd.Uint64()), base+off)
-				}
+				what, err := randomChange(s, rnd, model[off:off+n], base+off)
 				if err == nil {
-					err = s.ReadAt(got, base)
+					what, err = "ReadAt", s.ReadAt(got, base)
 				}
 				if err != nil {
-					t.Errorf("worker %d, step %d: %v", w, i, err)
+					t.Errorf("worker %d, step %d: %s: %v", w, i, what, err)
 					return
 				}
 				if !bytes.Equal(got, model) {
@@ -524,10 +508,9 @@ func testCopy(t *testing.T, s *suite) {
 		s.want(t, 0, want)
 
 		must(t, what+" of another store", backend.Copy(other, r.to, s.Store, r.from, r.n, buf))
-		got, out := make([]byte, MinSize), pattern(MinSize, 2)
-		must(t, "ReadAt", other.ReadAt(got, 0))
+		out := pattern(MinSize, 2)
 		copy(out[r.to:], want[r.from:][:r.n])
-		diff(t, what+" to another store", got, out)
+		(&suite{Store: other}).want(t, 0, out)
 	}
 	before := make([]byte, s.span)
 	must(t, "ReadAt", s.ReadAt(before, 0))

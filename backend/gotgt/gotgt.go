@@ -30,6 +30,7 @@
 package gotgt
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -181,15 +182,20 @@ func (s *store) call(name string, f func() error) (err error) {
 	return nil
 }
 
-// check checks the state and the range of a call.
-func (s *store) check(off, n int64, changes bool) error {
+// do calls f for a call on [off, off+n), with s.mu held.
+func (s *store) do(off, n int64, changes bool, f func() error) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	switch {
 	case s.closed:
 		return backend.ErrClosed
 	case changes && s.info.ReadOnly:
 		return backend.ErrReadOnly
 	}
-	return s.info.CheckRange(off, n)
+	if err := s.info.CheckRange(off, n); err != nil {
+		return err
+	}
+	return f()
 }
 
 // Info implements backend.Store.
@@ -197,19 +203,14 @@ func (s *store) Info() backend.Info { return s.info }
 
 // ReadAt implements backend.Store.
 func (s *store) ReadAt(p []byte, off int64) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if err := s.check(off, int64(len(p)), false); err != nil {
-		return err
-	}
-	return s.read(off, int64(len(p)), func(b []byte) error {
-		copy(p, b)
-		return nil
+	n := int64(len(p))
+	return s.do(off, n, false, func() error {
+		return s.read(off, n, func(b []byte) { copy(p, b) })
 	})
 }
 
 // read calls f with the n bytes at off, which f may use until it returns.
-func (s *store) read(off, n int64, f func(b []byte) error) error {
+func (s *store) read(off, n int64, f func(b []byte)) error {
 	if n == 0 {
 		return s.panicked
 	}
@@ -221,18 +222,14 @@ func (s *store) read(off, n int64, f func(b []byte) error) error {
 		case int64(len(b)) != n:
 			return fmt.Errorf("%d bytes at %d of %s: got %d: %w", n, off, s.path, len(b), io.ErrUnexpectedEOF)
 		}
-		return f(b)
+		f(b)
+		return nil
 	})
 }
 
 // WriteAt implements backend.Store.
 func (s *store) WriteAt(p []byte, off int64) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if err := s.check(off, int64(len(p)), true); err != nil {
-		return err
-	}
-	return s.write(p, off)
+	return s.do(off, int64(len(p)), true, func() error { return s.write(p, off) })
 }
 
 func (s *store) write(p []byte, off int64) error {
@@ -253,28 +250,21 @@ func (s *store) write(p []byte, off int64) error {
 
 // WriteDurable implements backend.Store.
 func (s *store) WriteDurable(p []byte, off int64) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if err := s.check(off, int64(len(p)), true); err != nil {
-		return err
-	}
-	if s.unsynced {
-		return backend.ErrUnsynced
-	}
-	if err := s.write(p, off); err != nil {
-		return err
-	}
-	return s.sync(off, int64(len(p)))
+	n := int64(len(p))
+	return s.do(off, n, true, func() error {
+		if s.unsynced {
+			return backend.ErrUnsynced
+		}
+		if err := s.write(p, off); err != nil {
+			return err
+		}
+		return s.sync(off, n)
+	})
 }
 
 // Sync implements backend.Store.
 func (s *store) Sync() error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if err := s.check(0, 0, false); err != nil {
-		return err
-	}
-	return s.sync(0, s.info.Size)
+	return s.do(0, 0, false, func() error { return s.sync(0, s.info.Size) })
 }
 
 func (s *store) sync(off, n int64) error {
@@ -306,10 +296,7 @@ func (s *store) Discard(off, n int64) error {
 			}
 		}
 		left := false
-		if err := s.read(off, n, func(b []byte) error {
-			left = string(b) != string(zeros[:n])
-			return nil
-		}); err != nil || !left {
+		if err := s.read(off, n, func(b []byte) { left = !bytes.Equal(b, zeros[:n]) }); err != nil || !left {
 			return err
 		}
 		return s.write(zeros[:n], off)
@@ -323,19 +310,16 @@ func (s *store) Zero(off, n int64) error {
 
 // erase calls f for pieces of the range, which end on multiples of maxTransfer.
 func (s *store) erase(off, n int64, f func(off, n int64) error) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if err := s.check(off, n, true); err != nil {
-		return err
-	}
-	for end := off + n; off < end; {
-		n := min(maxTransfer-off%maxTransfer, end-off)
-		if err := f(off, n); err != nil {
-			return err
+	return s.do(off, n, true, func() error {
+		for end := off + n; off < end; {
+			n := min(maxTransfer-off%maxTransfer, end-off)
+			if err := f(off, n); err != nil {
+				return err
+			}
+			off += n
 		}
-		off += n
-	}
-	return nil
+		return nil
+	})
 }
 
 // Close implements backend.Store.
