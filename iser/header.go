@@ -7,9 +7,8 @@ import (
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
-// HeaderLen is the size in bytes of the iSER header before every PDU (RFC 7145,
-// section 9.2). The 12-byte header of RFC 5046 is not supported;
-// no initiator is known to send it.
+// HeaderLen is the size in bytes of the iSER header before every PDU (RFC 7145, section 9.2). The
+// 12-byte header of RFC 5046 is not supported; no initiator is known to send it.
 const HeaderLen = 28
 
 // Messages of the iSER header (RFC 7145, section 9.1).
@@ -56,8 +55,7 @@ func (r *Remote) check(n uint32) error {
 //	|1|WR-| 0  | Write STag | Write Base Offset  | Read STag  | Read Base Offset    |
 //	+----------+------------+--------------------+------------+---------------------+
 //
-// Write is the source of RDMA Reads by the target, Read the sink of its RDMA
-// Writes.
+// Write is the source of RDMA Reads by the target, Read the sink of its RDMA Writes.
 type Header struct{ Write, Read Remote }
 
 // Put encodes h into b[:HeaderLen].

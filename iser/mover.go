@@ -2,10 +2,9 @@
 // iscsi on a stream of package rdma. SCSI data-in becomes RDMA Writes, data-out RDMA
 // Reads, and every other PDU a Send with an iSER header.
 //
-// A connection starts in one of two ways. Accept is for Linux initiators, which use MPA
-// and RDMA mode from the first byte and log in with Sends. Allocate is for the step-up
-// of RFC 7145, section 5.1: login on the byte stream, then RDMA mode on the same TCP
-// connection.
+// A connection starts in one of two ways. Accept is for Linux initiators, which use MPA and RDMA
+// mode from the first byte and log in with Sends. Allocate is for the step-up of RFC 7145, section
+// 5.1: login on the byte stream, then RDMA mode on the same TCP connection.
 package iser
 
 import (
@@ -132,10 +131,9 @@ func Accept(ctx context.Context, nc net.Conn, o Options) (*Conn, error) {
 	return c, nil
 }
 
-// Allocate allocates the resources for RDMA mode, for a connection that logs in on the
-// byte stream with the parameters p. It runs before the final Login Response
-// (Allocate_Connection_Resources, RFC 7145, section 5.1.2). Except for the Options it
-// is an iscsi.StepUp.
+// Allocate allocates the resources for RDMA mode, for a connection that logs in on the byte stream
+// with the parameters p. It runs before the final Login Response (Allocate_Connection_Resources,
+// RFC 7145, section 5.1.2). Except for the Options it is an iscsi.StepUp.
 func Allocate(o Options, p iscsi.Params, tasks int) (iscsi.EnableDatamover, error) {
 	o = o.complete()
 	c := &Conn{recvSegment: o.RecvDataSegmentLength, stepped: true}
@@ -206,10 +204,9 @@ func (c *Conn) MaxSendSegment() int {
 // EnterFullFeature implements iscsi.Datamover. It decides how long data segments may be,
 // and whether a Hello may or must come.
 //
-// Linux and libiscsi log in in RDMA mode and do not declare
-// TaggedBufferForSolicitedDataOnly, but behave as if they had declared Yes. No initiator
-// is known that logs in that way and means the default, No. After a login on the byte
-// stream the default holds.
+// Linux and libiscsi log in in RDMA mode and do not declare TaggedBufferForSolicitedDataOnly, but
+// behave as if they had declared Yes. No initiator is known that logs in that way and means the
+// default, No. After a login on the byte stream the default holds.
 func (c *Conn) EnterFullFeature(p iscsi.Params, _ int) error {
 	c.peerStarted = false
 	if p.Discovery {

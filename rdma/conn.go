@@ -1,33 +1,28 @@
-// Package rdma is an iWARP engine in user space: RDMAP (RFC 5040) over DDP
-// (RFC 5041) over MPA (RFC 5044, RFC 6581) over a TCP connection. It implements
-// both the Initiator and the Responder.
+// Package rdma is an iWARP engine in user space: RDMAP (RFC 5040) over DDP (RFC 5041) over MPA (RFC
+// 5044, RFC 6581) over a TCP connection. It implements both the Initiator and the Responder.
 //
 // # Starting
 //
-// Respond and Initiate exchange the MPA startup frames and return a Conn. A
-// protocol that starts on the byte stream and changes to RDMA later allocates
-// the stream first, with NewResponder.
+// Respond and Initiate exchange the MPA startup frames and return a Conn. A protocol that starts on
+// the byte stream and changes to RDMA later allocates the stream first, with NewResponder.
 //
 // # Receiving
 //
-// Conn.Receive is the whole receive side. It reads the socket, checks and places
-// segments, and returns when a Send of the peer or the answer to a posted Read is
-// complete. One goroutine at a time calls it. While nobody calls it, TCP holds the
-// peer back. That replaces posted receive buffers: no Send can arrive without a
-// buffer (RFC 5041, section 7.1, allows it), and the memory of a connection has a
-// limit that is known in advance.
+// Conn.Receive is the whole receive side. It reads the socket, checks and places segments, and
+// returns when a Send of the peer or the answer to a posted Read is complete. One goroutine at a
+// time calls it. While nobody calls it, TCP holds the peer back. That replaces posted receive
+// buffers: no Send can arrive without a buffer (RFC 5041, section 7.1, allows it), and the memory
+// of a connection has a limit that is known in advance.
 //
 // # Sending
 //
-// Post puts a WorkRequest into the send queue and never waits. Flush sends what
-// the queue holds. If several goroutines call Flush, the first one sends for all,
-// in as few system calls as it can.
+// Post puts a WorkRequest into the send queue and never waits. Flush sends what the queue holds. If
+// several goroutines call Flush, the first one sends for all, in as few system calls as it can.
 //
 // # Memory
 //
-// Register gives the peer access to a buffer under a new STag, for RDMA Reads, RDMA
-// Writes or both. Deregister takes the access back and waits until nothing uses the
-// buffer.
+// Register gives the peer access to a buffer under a new STag, for RDMA Reads, RDMA Writes or both.
+// Deregister takes the access back and waits until nothing uses the buffer.
 //
 // # Endings
 //
@@ -233,9 +228,8 @@ func (c *Conn) CloseWrite() error {
 	return nil
 }
 
-// Terminate ends the stream because of a local failure that no message of the peer
-// has caused. The Terminate carries only reason (RFC 5040, section 7.1). A later
-// Post returns why.
+// Terminate ends the stream because of a local failure that no message of the peer has caused. The
+// Terminate carries only reason (RFC 5040, section 7.1). A later Post returns why.
 func (c *Conn) Terminate(reason wire.Reason, why error) {
 	c.terminate(&StreamError{Reason: reason, Err: why}, nil, 0, nil)
 }
@@ -273,8 +267,7 @@ func (c *Conn) flushReads(err error) {
 	}
 }
 
-// emss returns the effective segment size of the TCP connection in bytes, or 0 if
-// nc is no socket.
+// emss returns the effective segment size of the TCP connection in bytes, or 0 if nc is no socket.
 func (c *Conn) emss() (n int) {
 	if c.raw == nil {
 		return 0

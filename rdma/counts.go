@@ -32,8 +32,7 @@ type Counts struct {
 // Unknown stands for every Reason that RFC 5040 and its companions do not define.
 var Unknown = wire.Reason{Layer: 0xff, EType: 0xff, Code: 0xff}
 
-// direction counts for one goroutine at a time: the one that sends or the one that
-// receives.
+// direction counts for one goroutine at a time: the one that sends or the one that receives.
 type direction struct {
 	fpdus    atomic.Uint64
 	messages [wire.OpTerminate + 1]atomic.Uint64 // whole ones, by opcode

@@ -39,8 +39,7 @@ func (e *StreamError) Unwrap() error { return e.Err }
 type RejectedError struct {
 	Private []byte      // the private data of the Reply
 	Depths  wire.Depths // valid if Enhanced
-	// Enhanced says that the Reply carried Depths. Their ORD may be what the
-	// Responder needs.
+	// Enhanced says that the Reply carried Depths. Their ORD may be what the Responder needs.
 	Enhanced bool
 }
 

@@ -189,8 +189,7 @@ func (c *Conn) use(stag wire.STag, to, n uint64, want Access, why *useReasons) (
 	return r, r.buf[to-r.base:][:n:n], nil
 }
 
-// invalidateRemote invalidates the STag of a Send with Invalidate (RFC 5040, section
-// 5.3).
+// invalidateRemote invalidates the STag of a Send with Invalidate (RFC 5040, section 5.3).
 func (c *Conn) invalidateRemote(stag wire.STag) error {
 	m := &c.mem
 	m.mu.Lock()

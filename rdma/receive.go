@@ -90,11 +90,10 @@ var (
 	errUnanswered = fmt.Errorf("the peer has closed its direction of the stream: %w", io.ErrUnexpectedEOF)
 )
 
-// Receive waits for the next Send of the peer or the end of a posted Read, and
-// meanwhile places RDMA data. It returns io.EOF if the peer closed the stream between
-// two messages, and a *StreamError if a Terminate ended it, ours or the peer's. After
-// every error except a time-out the stream has ended. Receive returns every posted
-// Read before such an error.
+// Receive waits for the next Send of the peer or the end of a posted Read, and meanwhile places
+// RDMA data. It returns io.EOF if the peer closed the stream between two messages, and a
+// *StreamError if a Terminate ended it, ours or the peer's. After every error except a time-out the
+// stream has ended. Receive returns every posted Read before such an error.
 func (c *Conn) Receive(ev *Event) error {
 	rx := &c.rx
 	for rx.failed == nil {
@@ -200,9 +199,8 @@ func (c *Conn) refuse(why *StreamError) {
 	c.terminate(why, ddp, seg.length, read)
 }
 
-// drain reads what the peer sent before our Terminate could reach it. To close a
-// socket with unread data resets the connection, and the reset could overtake the
-// Terminate (RFC 5040, section 6.2.1).
+// drain reads what the peer sent before our Terminate could reach it. To close a socket with unread
+// data resets the connection, and the reset could overtake the Terminate (RFC 5040, section 6.2.1).
 func (c *Conn) drain() {
 	c.rx.win.Lose()
 	c.nc.SetReadDeadline(time.Now().Add(drainTime))
@@ -312,9 +310,8 @@ func (c *Conn) place(ev *Event, ulpdu []byte) (done bool, err error) {
 	return c.deliver(ev, payload)
 }
 
-// receiveLong receives an FPDU with a long payload. It reads the header first, and
-// then the payload straight to its destination. The CRC comes last: placing may run
-// ahead of it, delivery does not.
+// receiveLong receives an FPDU with a long payload. It reads the header first, and then the payload
+// straight to its destination. The CRC comes last: placing may run ahead of it, delivery does not.
 func (c *Conn) receiveLong(ev *Event, total int) (done bool, err error) {
 	rx := &c.rx
 	seg := &rx.seg
@@ -443,10 +440,9 @@ func (c *Conn) receiveMarked(ev *Event) (done bool, err error) {
 	return c.place(ev, rx.plain[wire.LengthLen:][:seg.length])
 }
 
-// route decodes and checks the headers of a segment (RFC 5041, section 7.1; RFC 5040,
-// section 7.2), and finds the destination of its payload. b is the ULPDU or at least
-// the headers of a long one. route changes only rx.seg and the use count of a tagged
-// buffer; unuse decrements that.
+// route decodes and checks the headers of a segment (RFC 5041, section 7.1; RFC 5040, section 7.2),
+// and finds the destination of its payload. b is the ULPDU or at least the headers of a long one.
+// route changes only rx.seg and the use count of a tagged buffer; unuse decrements that.
 func (c *Conn) route(b []byte) error {
 	seg := &c.rx.seg
 	tagged := seg.length > 0 && wire.IsTagged(b)

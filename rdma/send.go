@@ -216,9 +216,8 @@ func (c *Conn) Flush() {
 	c.flushing = false
 }
 
-// flushAside lets another goroutine call Flush, and starts it when first needed.
-// Receive must not wait for the peer to take data: two ends that did so would wait for
-// each other.
+// flushAside lets another goroutine call Flush, and starts it when first needed. Receive must not
+// wait for the peer to take data: two ends that did so would wait for each other.
 func (c *Conn) flushAside() {
 	if !c.rx.flusher {
 		c.rx.flusher = true
@@ -239,11 +238,10 @@ func (c *Conn) flushAside() {
 	}
 }
 
-// takeBatch removes from the queues what may be sent now: all Read Responses, which
-// nothing of ours may hold up, and what was posted, up to a Read that exceeds ORD. The
-// Reads in it count as outstanding from now on, because their Responses may come at
-// once. Their owners may then reuse them before the batch is done, so a readRequest
-// represents each in the batch.
+// takeBatch removes from the queues what may be sent now: all Read Responses, which nothing of ours
+// may hold up, and what was posted, up to a Read that exceeds ORD. The Reads in it count as
+// outstanding from now on, because their Responses may come at once. Their owners may then reuse
+// them before the batch is done, so a readRequest represents each in the batch.
 //
 // Preconditions: c.mu is held.
 func (c *Conn) takeBatch() (batch list) {

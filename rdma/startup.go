@@ -17,9 +17,8 @@ import (
 
 // Options configures a stream. The zero value of a field means its default.
 type Options struct {
-	// IRD limits how many RDMA Read Requests of the peer may be unanswered, ORD how
-	// many of ours. Both are upper limits for what startup agrees on. Default 32, at
-	// most 16382.
+	// IRD limits how many RDMA Read Requests of the peer may be unanswered, ORD how many of ours.
+	// Both are upper limits for what startup agrees on. Default 32, at most 16382.
 	IRD, ORD int
 	// MinORD makes a Responder reject a peer that accepts fewer Read Requests.
 	MinORD int
@@ -43,9 +42,8 @@ type Options struct {
 	// Domain is the protection domain. Default: a new one.
 	Domain *Domain
 
-	// RTR restricts the ready-to-receive messages that are offered or
-	// accepted in the peer-to-peer model (RFC 6581, section 9.2). Default:
-	// all three.
+	// RTR restricts the ready-to-receive messages that are offered or accepted in the peer-to-peer
+	// model (RFC 6581, section 9.2). Default: all three.
 	RTR RTR
 
 	// Private, Rev and PeerToPeer are for an Initiator: the private data of the
@@ -108,10 +106,9 @@ type Answer struct {
 	Reject  error  // if not nil, the Reply rejects the connection
 }
 
-// Respond performs MPA startup as the Responder: it waits for the Request, asks the
-// ULP through answer, and sends the Reply. After an error the TCP connection is
-// closed. After a reject the error is the ULP's, and the caller closes the TCP
-// connection (RFC 5044, section 7.1.2).
+// Respond performs MPA startup as the Responder: it waits for the Request, asks the ULP through
+// answer, and sends the Reply. After an error the TCP connection is closed. After a reject the
+// error is the ULP's, and the caller closes the TCP connection (RFC 5044, section 7.1.2).
 func Respond(ctx context.Context, nc net.Conn, o Options, answer func(*Request) Answer) (*Conn, error) {
 	o, err := o.complete()
 	if err != nil {
@@ -121,9 +118,8 @@ func Respond(ctx context.Context, nc net.Conn, o Options, answer func(*Request) 
 	return r.Respond(ctx, nc, nil, o.StartupTimeout, answer)
 }
 
-// A Responder holds the memory of a future stream. It is for a ULP that starts in
-// streaming mode, and has to allocate the stream before it agrees to RDMA mode (RFC
-// 5044, section 7.1.3).
+// A Responder holds the memory of a future stream. It is for a ULP that starts in streaming mode,
+// and has to allocate the stream before it agrees to RDMA mode (RFC 5044, section 7.1.3).
 type Responder struct {
 	o Options
 	c *Conn // nil: allocated when the Request has come
@@ -193,9 +189,8 @@ func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader,
 	return c, false, writeStartup(nc, &reply)
 }
 
-// replyDepths computes the depths of the Reply (RFC 6581, section 9). ORD stays
-// within the Initiator's IRD. IRD is the Initiator's ORD or our own limit, whichever
-// is less.
+// replyDepths computes the depths of the Reply (RFC 6581, section 9). ORD stays within the
+// Initiator's IRD. IRD is the Initiator's ORD or our own limit, whichever is less.
 func replyDepths(req wire.Depths, o Options) (d wire.Depths) {
 	if d.ORD = min(req.IRD, uint16(o.ORD)); req.IRD == wire.NoDepth {
 		d.ORD = wire.NoDepth

@@ -8,8 +8,7 @@ import (
 	"github.com/iser-target/iser-target/lun/invariant"
 )
 
-// A Link is the place of a T in a Queue. It is a field of that T and can be in one Queue
-// at a time.
+// A Link is the place of a T in a Queue. It is a field of that T and can be in one Queue at a time.
 type Link[T any] struct {
 	next *Link[T]
 	of   *T // nil: the Link is in no Queue

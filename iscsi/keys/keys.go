@@ -2,11 +2,10 @@
 // and iSER (RFC 7145, section 6). The keys are rows of one table, which the answers, the
 // defaults and the tests use. The package does no I/O.
 //
-// A caller parses the text of a request with ParseText and passes every pair to Offer,
-// which appends the answers. When both sides are ready, Finish returns the Params. The
-// caller handles SendTargets, and adds TargetPortalGroupTag, TargetAlias and
-// TargetAddress. The caller also performs CHAP: this package checks only that its keys
-// come in the right stage, and each once.
+// A caller parses the text of a request with ParseText and passes every pair to Offer, which
+// appends the answers. When both sides are ready, Finish returns the Params. The caller handles
+// SendTargets, and adds TargetPortalGroupTag, TargetAlias and TargetAddress. The caller also
+// performs CHAP: this package checks only that its keys come in the right stage, and each once.
 package keys
 
 import (
@@ -85,10 +84,9 @@ type Limits struct {
 	// Digests allows CRC32C for headers and data without RDMAExtensions.
 	Digests bool
 
-	// InitialR2T and ImmediateData are the target's own choice; nil means Yes. With
-	// InitialR2T=No an initiator may send FirstBurstLength bytes per command without
-	// an R2T. With ib_iser that means 32 Sends for each of 113 commands, and all of
-	// them need a receive buffer.
+	// InitialR2T and ImmediateData are the target's own choice; nil means Yes. With InitialR2T=No
+	// an initiator may send FirstBurstLength bytes per command without an R2T. With ib_iser that
+	// means 32 Sends for each of 113 commands, and all of them need a receive buffer.
 	InitialR2T, ImmediateData *bool
 
 	// FirstBurstLength limits the unsolicited data of a command; 65536.
@@ -161,9 +159,8 @@ func (l Limits) complete() Limits {
 	return l
 }
 
-// An Error ends a negotiation. Status is for the Login Response, class<<8|detail (RFC
-// 7143, section 11.13.5). In the full feature phase every Error causes a Reject with
-// reason "protocol error".
+// An Error ends a negotiation. Status is for the Login Response, class<<8|detail (RFC 7143, section
+// 11.13.5). In the full feature phase every Error causes a Reject with reason "protocol error".
 type Error struct {
 	Status      uint16
 	Key, Reason string // Key may be empty

@@ -54,8 +54,7 @@ func NewJoin(l Limits, cur Params) *Negotiation {
 	return n
 }
 
-// NewText starts a negotiation in the full feature phase of a connection that has agreed
-// on cur.
+// NewText starts a negotiation in the full feature phase of a connection that has agreed on cur.
 func NewText(l Limits, cur Params) *Negotiation {
 	n := newNegotiation(l, cur)
 	n.text = true
@@ -95,10 +94,9 @@ func (n *Negotiation) FirstRequest() error {
 // caller calls it before AuthMethod is offered.
 func (n *Negotiation) RequireCHAP() { n.limits.chap = true }
 
-// Offer handles one pair of the initiator in stage s and appends the answer, if any, to
-// answers. An answer can be about five times as long as the offer, and the caller must
-// have room for it. An error is an *Error and ends the negotiation; the caller may still
-// send answers then.
+// Offer handles one pair of the initiator in stage s and appends the answer, if any, to answers. An
+// answer can be about five times as long as the offer, and the caller must have room for it. An
+// error is an *Error and ends the negotiation; the caller may still send answers then.
 func (n *Negotiation) Offer(s Stage, p Pair, answers []Pair) ([]Pair, error) {
 	if n.err == nil {
 		var err *Error

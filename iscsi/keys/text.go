@@ -24,10 +24,9 @@ const (
 // A Pair is one key=value.
 type Pair struct{ Key, Value string }
 
-// ParseText splits the text of a request, key=value NUL key=value NUL ...
-// (RFC 7143, section 6.1). The caller has joined the data segments of PDUs with the C
-// bit. ParseText skips empty items and returns an *Error for any other item that is not a
-// pair. The pairs do not refer to b.
+// ParseText splits the text of a request, key=value NUL key=value NUL ... (RFC 7143, section 6.1).
+// The caller has joined the data segments of PDUs with the C bit. ParseText skips empty items and
+// returns an *Error for any other item that is not a pair. The pairs do not refer to b.
 func ParseText(b []byte) ([]Pair, error) {
 	if len(b) == 0 {
 		return nil, nil
@@ -123,10 +122,9 @@ func ParseBinary(s string) ([]byte, error) {
 	return b, nil
 }
 
-// checkKey returns why key is not a key-name, or "". It accepts a lower-case letter at the
-// start: keys are case-sensitive, so such a key is only not understood. It accepts "#",
-// which the syntax does not allow but X#NodeArchitecture contains (RFC 7143, section
-// 13.26).
+// checkKey returns why key is not a key-name, or "". It accepts a lower-case letter at the start:
+// keys are case-sensitive, so such a key is only not understood. It accepts "#", which the syntax
+// does not allow but X#NodeArchitecture contains (RFC 7143, section 13.26).
 func checkKey(key string) string {
 	if key == "" {
 		return "is empty"

@@ -75,8 +75,7 @@ func AppendExtendedCDB(dst, cdb []byte) []byte {
 	return append(dst, make([]byte, Padded(len(rest))-len(rest))...)
 }
 
-// AppendBidiReadLength appends the AHS that carries the read length of a
-// bidirectional command.
+// AppendBidiReadLength appends the AHS that carries the read length of a bidirectional command.
 func AppendBidiReadLength(dst []byte, n uint32) []byte {
 	return binary.BigEndian.AppendUint32(append(dst, 0, 5, AHSBidiReadLength, 0), n)
 }

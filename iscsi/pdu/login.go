@@ -62,8 +62,7 @@ func (r LoginRequest) Append(dst []byte) []byte {
 	return dst
 }
 
-// LoginResponse is the header of a Login Response (section 11.13). Both of its
-// versions are 0.
+// LoginResponse is the header of a Login Response (section 11.13). Both of its versions are 0.
 type LoginResponse struct {
 	Transit, Continue          bool
 	CSG, NSG                   Stage

@@ -94,8 +94,7 @@ const (
 	FlagS = 0x01 // Data-In: status is in this PDU
 )
 
-// Task attributes of a SCSI Command (section 11.3.1); higher values are
-// reserved.
+// Task attributes of a SCSI Command (section 11.3.1); higher values are reserved.
 const (
 	AttrUntagged    = 0
 	AttrSimple      = 1
@@ -110,8 +109,7 @@ const (
 	TargetFailure    = 0x01
 )
 
-// Functions of a Task Management Function Request (section 11.5.1; 9 and up
-// are RFC 7144's).
+// Functions of a Task Management Function Request (section 11.5.1; 9 and up are RFC 7144's).
 const (
 	AbortTask        = 1
 	AbortTaskSet     = 2
@@ -262,8 +260,7 @@ func Padded(n int) int { return (n + pad - 1) &^ (pad - 1) }
 //	:                                                               :
 //	+---------------+---------------+---------------+---------------+
 //
-// The accessors panic if b is shorter than 48 bytes. The Datamovers ensure that
-// it is not.
+// The accessors panic if b is shorter than 48 bytes. The Datamovers ensure that it is not.
 type BHS []byte
 
 func (b BHS) u16(off int) uint16      { return binary.BigEndian.Uint16(b[off:]) }
@@ -409,20 +406,17 @@ func (b BHS) SNACKTag() uint32 { return b.u32(20) }
 // SetSNACKTag sets the SNACK Tag.
 func (b BHS) SetSNACKTag(v uint32) { b.put32(20, v) }
 
-// ExpDataSN returns the number of Data-In and R2T PDUs that the target has sent for the
-// command. A TASK REASSIGN has it at the same place: the next one that the initiator
-// expects.
+// ExpDataSN returns the number of Data-In and R2T PDUs that the target has sent for the command. A
+// TASK REASSIGN has it at the same place: the next one that the initiator expects.
 func (b BHS) ExpDataSN() uint32 { return b.u32(36) }
 
 // SetExpDataSN sets ExpDataSN.
 func (b BHS) SetExpDataSN(v uint32) { b.put32(36, v) }
 
-// BidiResidual returns the residual count of the data-in of a bidirectional command, in
-// bytes.
+// BidiResidual returns the residual count of the data-in of a bidirectional command, in bytes.
 func (b BHS) BidiResidual() uint32 { return b.u32(40) }
 
-// Residual returns the residual count in bytes. FlagOverflow or FlagUnderflow says which
-// way.
+// Residual returns the residual count in bytes. FlagOverflow or FlagUnderflow says which way.
 func (b BHS) Residual() uint32 { return b.u32(44) }
 
 // SetResidual sets the residual count.
@@ -433,8 +427,7 @@ func (b BHS) SetResidual(v uint32) { b.put32(44, v) }
 // Function returns the task management function, AbortTask for instance.
 func (b BHS) Function() byte { return b[1] &^ FlagF }
 
-// ReferencedTaskTag returns the Initiator Task Tag of the task that the function is
-// about.
+// ReferencedTaskTag returns the Initiator Task Tag of the task that the function is about.
 func (b BHS) ReferencedTaskTag() uint32 { return b.u32(20) }
 
 // SetReferencedTaskTag sets the Initiator Task Tag of that task.

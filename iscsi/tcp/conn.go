@@ -11,16 +11,14 @@
 //
 // # Sending
 //
-// PutData, GetData and SendControl append to a queue. If several goroutines call Flush,
-// the first one writes for all, in as few system calls as it can. It does not copy long
-// data.
+// PutData, GetData and SendControl append to a queue. If several goroutines call Flush, the first
+// one writes for all, in as few system calls as it can. It does not copy long data.
 //
 // # Recovery
 //
-// At an ErrorRecoveryLevel above 0 the Conn keeps sent data until the initiator has
-// acknowledged it, and asks again for lost Data-Out. A wrong header digest ends the
-// connection at every level, because nobody knows where the next PDU begins (RFC 7143,
-// section 7.8).
+// At an ErrorRecoveryLevel above 0 the Conn keeps sent data until the initiator has acknowledged
+// it, and asks again for lost Data-Out. A wrong header digest ends the connection at every level,
+// because nobody knows where the next PDU begins (RFC 7143, section 7.8).
 package tcp
 
 import (

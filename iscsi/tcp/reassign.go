@@ -4,8 +4,7 @@ import "github.com/iser-target/iser-target/iscsi"
 
 // This file is for ErrorRecoveryLevel 2 (RFC 7143, section 7.2.2).
 
-// Detach implements iscsi.Reassigner. It releases the Buffers: the core can produce the
-// data again.
+// Detach implements iscsi.Reassigner. It releases the Buffers: the core can produce the data again.
 func (c *Conn) Detach(it *iscsi.Task) iscsi.Progress {
 	t := it.Mover.(*task)
 	c.mu.Lock()

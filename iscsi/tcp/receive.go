@@ -15,9 +15,8 @@ import (
 )
 
 const (
-	// loginLimit is the longest data segment, in bytes, that is received during login.
-	// The limit of the RFC is 8192. If a segment is a little longer, the core refuses
-	// the login.
+	// loginLimit is the longest data segment, in bytes, that is received during login. The limit of
+	// the RFC is 8192. If a segment is a little longer, the core refuses the login.
 	loginLimit = 16 << 10
 )
 
@@ -49,8 +48,7 @@ var (
 	errCalledOff    = errors.New("the target canceled the transfer")
 )
 
-// Receive implements iscsi.Datamover. After a time-out between two PDUs it may be called
-// again.
+// Receive implements iscsi.Datamover. After a time-out between two PDUs it may be called again.
 func (c *Conn) Receive(n *iscsi.Notice) error {
 	rx := &c.rx
 	for rx.err == nil {
@@ -90,8 +88,7 @@ func (c *Conn) fail(err error) {
 	}
 }
 
-// drainGets returns a Notice for every outstanding GetData, then why the connection has
-// ended.
+// drainGets returns a Notice for every outstanding GetData, then why the connection has ended.
 func (c *Conn) drainGets(n *iscsi.Notice) error {
 	c.mu.Lock()
 	closed := c.closed
@@ -234,17 +231,15 @@ func (c *Conn) tail(size int) int {
 	return n
 }
 
-// judge lets the core reject the PDU if its data digest is wrong (RFC 7143, section
-// 7.8).
+// judge lets the core reject the PDU if its data digest is wrong (RFC 7143, section 7.8).
 func (c *Conn) judge(n *iscsi.Notice, good bool) {
 	if !good {
 		n.Data, n.Reject = nil, pdu.RejectDataDigest
 	}
 }
 
-// place moves a data segment from the stream to dst, and consumes padding and digest.
-// It reports whether the data digest is right, which shows only after the data is in
-// dst.
+// place moves a data segment from the stream to dst, and consumes padding and digest. It reports
+// whether the data digest is right, which shows only after the data is in dst.
 func (c *Conn) place(dst []byte) (good bool, err error) {
 	rx := &c.rx
 	size := len(dst)
@@ -304,9 +299,8 @@ func (c *Conn) receiveData(n *iscsi.Notice, size int) (ok bool, err error) {
 	return reason != 0, nil
 }
 
-// route finds the task of a solicited Data-Out and the destination of its data, nil if
-// the data is discarded. A PDU that does not fit into its sequence is rejected, and its
-// GetData fails.
+// route finds the task of a solicited Data-Out and the destination of its data, nil if the data is
+// discarded. A PDU that does not fit into its sequence is rejected, and its GetData fails.
 func (c *Conn) route(h pdu.BHS, size int) (t *task, dst []byte, reason pdu.RejectReason) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -202,8 +202,7 @@ func (c *Conn) Resegment(it, by *iscsi.Task) (queued bool, err error) {
 	return true, nil
 }
 
-// maxRecoveries limits the recovery R2Ts of a GetData. If more are needed, its command
-// fails.
+// maxRecoveries limits the recovery R2Ts of a GetData. If more are needed, its command fails.
 const maxRecoveries = 32
 
 // losses holds the lost parts of the data of a GetData, in ascending order. If they do

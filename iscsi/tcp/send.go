@@ -84,8 +84,7 @@ func (c *Conn) newItem() *item {
 type sender struct {
 	digests digests
 
-	// The StatSN of the next status, and the latest ExpCmdSN and MaxCmdSN that were
-	// sent.
+	// The StatSN of the next status, and the latest ExpCmdSN and MaxCmdSN that were sent.
 	statSN, expCmdSN, maxCmdSN uint32
 
 	out llp.Gather // what is encoded and not yet written

@@ -49,8 +49,7 @@ func (g *Gather) Room(n int) bool {
 	return cap(g.Slab)-len(g.Slab) >= n && len(g.iov)+2 <= iovLen
 }
 
-// Refer adds data after the Slab without copying it. data must not change until
-// Flush has returned.
+// Refer adds data after the Slab without copying it. data must not change until Flush has returned.
 func (g *Gather) Refer(data []byte) {
 	g.iov = append(g.iov, g.Slab[g.chunk:], data)
 	g.chunk = len(g.Slab)

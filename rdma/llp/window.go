@@ -1,6 +1,5 @@
-// Package llp reads and writes the byte stream below a protocol of messages. RFC
-// 5040 calls that stream the LLP, the lower layer protocol; it is a TCP
-// connection.
+// Package llp reads and writes the byte stream below a protocol of messages. RFC 5040 calls that
+// stream the LLP, the lower layer protocol; it is a TCP connection.
 //
 // A Window reads: it holds what has come and is not consumed, and moves long data
 // from the socket straight to where it belongs. A Gather writes: it collects
@@ -59,8 +58,7 @@ func (w *Window) Preload(prefix []byte) { w.w = copy(w.buf, prefix) }
 // Len returns how many bytes Peek and Take can return without a Fill.
 func (w *Window) Len() int { return w.w - w.r }
 
-// Peek returns the next n bytes, which Fill has read. They stay valid until the next
-// Fill or Read.
+// Peek returns the next n bytes, which Fill has read. They stay valid until the next Fill or Read.
 func (w *Window) Peek(n int) []byte { return w.buf[w.r:][:n:n] }
 
 // Take returns and consumes the next n bytes, which Fill has read. They stay valid like
@@ -151,8 +149,7 @@ func (w *Window) Skip(n int) error {
 // Lose forgets what is unread. Where messages begin is not known from then on.
 func (w *Window) Lose() { w.r, w.w, w.rest = 0, 0, math.MaxInt }
 
-// Unread reports where messages begin, to a net.Conn that asks from within its Read:
-// unread are the last bytes that it has returned. The first rest bytes, of these and
-// of what follows them, belong to a message whose header has been consumed. rest is
-// math.MaxInt if that is not known.
+// Unread reports where messages begin, to a net.Conn that asks from within its Read: unread are the
+// last bytes that it has returned. The first rest bytes, of these and of what follows them, belong
+// to a message whose header has been consumed. rest is math.MaxInt if that is not known.
 func (w *Window) Unread() (unread []byte, rest int) { return w.buf[w.r:w.w], w.rest }

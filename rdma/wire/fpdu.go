@@ -47,9 +47,8 @@ func MULPDU(emss int, markers bool) int {
 	return min(max(emss-over, MinMULPDU), MaxULPDU)
 }
 
-// A MarkerGrid is a position in a half-connection with Markers, modulo 512. Markers
-// stand before the first FPDU and every 512 bytes from there, Markers included (RFC
-// 5044, section 4.3).
+// A MarkerGrid is a position in a half-connection with Markers, modulo 512. Markers stand before
+// the first FPDU and every 512 bytes from there, Markers included (RFC 5044, section 4.3).
 type MarkerGrid int
 
 // AppendFPDU appends an FPDU to dst. fpdu holds its bytes without Markers, from
@@ -90,8 +89,7 @@ func (g MarkerGrid) AppendFPDU(dst, fpdu []byte, withCRC bool) ([]byte, MarkerGr
 	return AppendCRC(dst, crc), MarkerGrid((pos + CRCLen) % MarkerInterval)
 }
 
-// Next returns how many bytes come before the next Marker. 0 means that the Marker is
-// next.
+// Next returns how many bytes come before the next Marker. 0 means that the Marker is next.
 func (g MarkerGrid) Next() int {
 	if g == 0 {
 		return 0

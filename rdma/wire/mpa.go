@@ -137,8 +137,7 @@ func ParseStartup(b []byte, reply bool) (f Startup, private int, err error) {
 	return f, private, nil
 }
 
-// SetPrivate sets Depths and Private from the bytes after the fixed part. f keeps a
-// slice of b.
+// SetPrivate sets Depths and Private from the bytes after the fixed part. f keeps a slice of b.
 func (f *Startup) SetPrivate(b []byte) {
 	if f.Enhanced {
 		w0, w1 := be.Uint16(b), be.Uint16(b[2:])
