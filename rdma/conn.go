@@ -32,6 +32,7 @@
 package rdma
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net"
@@ -238,9 +239,7 @@ func (c *Conn) Terminate(reason wire.Reason, why error) {
 func (c *Conn) abandon(err error) {
 	c.mu.Lock()
 	c.dead = true
-	if c.err == nil {
-		c.err = err
-	}
+	c.err = cmp.Or(c.err, err)
 	err = c.err
 	c.flushReads(err)
 	dead, due := c.queue.take(), c.due.take()
@@ -254,9 +253,7 @@ func (c *Conn) abandon(err error) {
 // Preconditions: c.mu is held.
 func (c *Conn) flushReads(err error) {
 	held(&c.mu)
-	if c.readErr == nil {
-		c.readErr = err
-	}
+	c.readErr = cmp.Or(c.readErr, err)
 	queue := c.queue.take()
 	for wr := queue.pop(); wr != nil; wr = queue.pop() {
 		if wr.Op == Read {

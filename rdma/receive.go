@@ -678,9 +678,7 @@ func (c *Conn) answerRead(payload []byte) error {
 	if r.Size > 0 {
 		wr.region, wr.Data, err = c.use(r.SrcSTag, r.SrcTO, uint64(r.Size), RemoteRead, &readReasons)
 		if err != nil {
-			c.mu.Lock()
-			c.answers.push(wr)
-			c.mu.Unlock()
+			c.finish(list{wr, wr}, err)
 			return err
 		}
 	}

@@ -1,6 +1,7 @@
 package rdma
 
 import (
+	"cmp"
 	"fmt"
 	"time"
 
@@ -467,9 +468,7 @@ func (c *Conn) write() error {
 // the FPDU of a Terminate with the Reason why, and comes last. The first one counts.
 func (c *Conn) end(terminate []byte, why wire.Reason) {
 	c.mu.Lock()
-	if c.err == nil {
-		c.err = ErrClosed
-	}
+	c.err = cmp.Or(c.err, ErrClosed)
 	c.ending = true
 	if c.terminateFPDU == nil {
 		c.terminateFPDU, c.terminateReason = terminate, why

@@ -161,13 +161,9 @@ func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader,
 	ird, ord := o.IRD, o.ORD
 	var reject error
 	if f.Enhanced {
-		if f.Depths.IRD != wire.NoDepth {
-			ord = min(ord, int(f.Depths.IRD))
-		}
 		reply.Depths = replyDepths(f.Depths, o)
-		if reply.Depths.IRD != wire.NoDepth {
-			ird = int(reply.Depths.IRD)
-		}
+		// NoDepth is above every limit.
+		ird, ord = min(ird, int(reply.Depths.IRD)), min(ord, int(f.Depths.IRD))
 	}
 	if ord < o.MinORD {
 		reject = fmt.Errorf("the initiator accepts %d RDMA Reads, %d are required", f.Depths.IRD, o.MinORD)
@@ -256,9 +252,7 @@ func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
 	if !f.Enhanced {
 		return c, f.Private, nil
 	}
-	if f.Depths.IRD != wire.NoDepth {
-		c.ord = min(c.ord, int(f.Depths.IRD))
-	}
+	c.ord = min(c.ord, int(f.Depths.IRD)) // NoDepth is above every limit
 	if f.Depths.ORD != wire.NoDepth && int(f.Depths.ORD) > o.IRD {
 		err := fault(wire.ReasonIRD, "the responder uses %d RDMA Reads, the local limit is %d", f.Depths.ORD, o.IRD)
 		c.terminate(err, nil, 0, nil)

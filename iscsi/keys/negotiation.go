@@ -99,16 +99,13 @@ func (n *Negotiation) RequireCHAP() { n.limits.chap = true }
 // error is an *Error and ends the negotiation; the caller may still send answers then.
 func (n *Negotiation) Offer(s Stage, p Pair, answers []Pair) ([]Pair, error) {
 	if n.err == nil {
-		var err *Error
-		if answers, err = n.offer(s, p, answers); err != nil {
-			n.err = err
-		}
+		answers, n.err = n.offer(s, p, answers)
 	}
 	return answers, n.err
 }
 
 // offer implements Offer.
-func (n *Negotiation) offer(s Stage, p Pair, answers []Pair) ([]Pair, *Error) {
+func (n *Negotiation) offer(s Stage, p Pair, answers []Pair) ([]Pair, error) {
 	answer := func(v string) []Pair { return append(answers, Pair{p.Key, v}) }
 
 	if n.size += len(p.Key) + len(p.Value) + 2; n.size > MaxText {
@@ -199,7 +196,7 @@ func (n *Negotiation) misplaced(k *key, s Stage) string {
 // negotiation (RFC 7143, section 6.3), with one exception for libiscsi: after a security
 // stage it declares the names, the alias and the session type again in the operational
 // stage. comesAgain returns true then.
-func (n *Negotiation) comesAgain(i int, s Stage) (bool, *Error) {
+func (n *Negotiation) comesAgain(i int, s Stage) (bool, error) {
 	k, was := table[i], n.seen[i]
 	now := afterSecurity
 	if s == Security {
@@ -223,8 +220,7 @@ func (n *Negotiation) Declare(answers []Pair) []Pair {
 		return answers
 	}
 	n.declared = true
-	return append(answers,
-		Pair{"MaxRecvDataSegmentLength", number.format(value{n: uint64(n.limits.MaxRecvDataSegmentLength)})})
+	return append(answers, Pair{"MaxRecvDataSegmentLength", number.format(count(n.limits.MaxRecvDataSegmentLength))})
 }
 
 // Finish returns the result if its values fit together (RFC 7143, section 6.2). An error

@@ -123,9 +123,12 @@ type key struct {
 	refuse string // why every offer is an error, or empty
 }
 
+// count returns the value of a number.
+func count[N uint8 | uint16 | uint32](n N) value { return value{n: uint64(n)} }
+
 // fixed returns a choice that no limit changes.
-func fixed(n uint64) func(*Limits, *Params) value {
-	return func(*Limits, *Params) value { return value{n: n} }
+func fixed(n uint32) func(*Limits, *Params) value {
+	return func(*Limits, *Params) value { return count(n) }
 }
 
 func yes(*Limits, *Params) value { return value{b: true} }
@@ -182,9 +185,8 @@ var table = []*key{
 	{name: "DataDigest", use: initialize, flags: connection, kind: list, def: "None", result: first, own: digests,
 		set: func(p *Params, v value) { p.DataDigest = v.s == "CRC32C" }},
 	{name: "MaxConnections", use: leading, discovery: ignored, kind: number, lo: 1, hi: 65535, def: "1",
-		result: minimum,
-		own:    func(l *Limits, _ *Params) value { return value{n: uint64(l.MaxConnections)} },
-		set:    func(p *Params, v value) { p.MaxConnections = uint16(v.n) }},
+		result: minimum, own: func(l *Limits, _ *Params) value { return count(l.MaxConnections) },
+		set: func(p *Params, v value) { p.MaxConnections = uint16(v.n) }},
 	{name: "InitialR2T", use: leading, discovery: ignored, kind: boolean, def: "Yes", result: or,
 		own: func(l *Limits, _ *Params) value { return value{b: *l.InitialR2T} },
 		set: func(p *Params, v value) { p.InitialR2T = v.b }},
@@ -192,23 +194,19 @@ var table = []*key{
 		own: func(l *Limits, _ *Params) value { return value{b: *l.ImmediateData} },
 		set: func(p *Params, v value) { p.ImmediateData = v.b }},
 	{name: "MaxRecvDataSegmentLength", use: always, flags: declared | connection, kind: number, lo: 512,
-		hi: maxLength, def: "8192",
-		set: func(p *Params, v value) { p.MaxRecvDataSegmentLength = uint32(v.n) }},
+		hi: maxLength, def: "8192", set: func(p *Params, v value) { p.MaxRecvDataSegmentLength = uint32(v.n) }},
 	{name: "MaxBurstLength", use: leading, discovery: ignored, kind: number, lo: 512, hi: maxLength, def: "262144",
-		result: minimum,
-		own:    func(l *Limits, _ *Params) value { return value{n: uint64(l.MaxBurstLength)} },
-		set:    func(p *Params, v value) { p.MaxBurstLength = uint32(v.n) }},
+		result: minimum, own: func(l *Limits, _ *Params) value { return count(l.MaxBurstLength) },
+		set: func(p *Params, v value) { p.MaxBurstLength = uint32(v.n) }},
 	{name: "FirstBurstLength", use: leading, discovery: ignored, kind: number, lo: 512, hi: maxLength, def: "65536",
-		result: minimum,
-		own:    func(l *Limits, p *Params) value { return value{n: uint64(min(l.FirstBurstLength, p.MaxBurstLength))} },
-		set:    func(p *Params, v value) { p.FirstBurstLength = uint32(v.n) }},
+		result: minimum, own: func(l *Limits, p *Params) value { return count(min(l.FirstBurstLength, p.MaxBurstLength)) },
+		set: func(p *Params, v value) { p.FirstBurstLength = uint32(v.n) }},
 	{name: "DefaultTime2Wait", use: leading, kind: number, hi: 3600, def: "2", result: maximum, own: fixed(2),
 		set: func(p *Params, v value) { p.DefaultTime2Wait = uint16(v.n) }},
 	{name: "DefaultTime2Retain", use: leading, kind: number, hi: 3600, def: "20", result: minimum, own: fixed(20),
 		set: func(p *Params, v value) { p.DefaultTime2Retain = uint16(v.n) }},
 	{name: "MaxOutstandingR2T", use: leading, discovery: ignored, kind: number, lo: 1, hi: 65535, def: "1",
-		result: minimum, own: fixed(1),
-		set: func(p *Params, v value) { p.MaxOutstandingR2T = uint16(v.n) }},
+		result: minimum, own: fixed(1), set: func(p *Params, v value) { p.MaxOutstandingR2T = uint16(v.n) }},
 	{name: "DataPDUInOrder", use: leading, discovery: ignored, kind: boolean, def: "Yes", result: or, own: yes,
 		set: func(p *Params, v value) { p.DataPDUInOrder = v.b }},
 	{name: "DataSequenceInOrder", use: leading, discovery: ignored, kind: boolean, def: "Yes", result: or, own: yes,
@@ -218,12 +216,11 @@ var table = []*key{
 			if p.Discovery { // RFC 7143, section 13.21
 				return value{}
 			}
-			return value{n: uint64(l.ErrorRecoveryLevel)}
+			return count(l.ErrorRecoveryLevel)
 		},
 		set: func(p *Params, v value) { p.ErrorRecoveryLevel = uint8(v.n) }},
 	{name: "TaskReporting", use: leading, discovery: ignored, kind: list, def: "RFC3720", result: first,
-		own: oneOf("FastAbort", "ResponseFence", "RFC3720"),
-		set: func(p *Params, v value) { p.TaskReporting = v.s }},
+		own: oneOf("FastAbort", "ResponseFence", "RFC3720"), set: func(p *Params, v value) { p.TaskReporting = v.s }},
 	{name: "iSCSIProtocolLevel", use: leading, discovery: ignored, kind: number, hi: 31, def: "1", result: minimum,
 		own: fixed(2), // RFC 7144
 		set: func(p *Params, v value) { p.ISCSIProtocolLevel = uint8(v.n) }},
@@ -243,11 +240,11 @@ var table = []*key{
 		set: func(p *Params, v value) { p.RDMAExtensions = v.b }},
 	{name: "TargetRecvDataSegmentLength", use: initialize, flags: connection, kind: number, lo: 512, hi: maxLength,
 		def: "8192", result: minimum,
-		own: func(l *Limits, _ *Params) value { return value{n: uint64(l.TargetRecvDataSegmentLength)} },
+		own: func(l *Limits, _ *Params) value { return count(l.TargetRecvDataSegmentLength) },
 		set: func(p *Params, v value) { p.TargetRecvDataSegmentLength = uint32(v.n) }},
 	{name: "InitiatorRecvDataSegmentLength", use: initialize, flags: connection, kind: number, lo: 512,
 		hi: maxLength, def: "8192", result: minimum,
-		own: func(l *Limits, _ *Params) value { return value{n: uint64(l.InitiatorRecvDataSegmentLength)} },
+		own: func(l *Limits, _ *Params) value { return count(l.InitiatorRecvDataSegmentLength) },
 		set: func(p *Params, v value) { p.InitiatorRecvDataSegmentLength = uint32(v.n) }},
 	{name: "MaxOutstandingUnexpectedPDUs", use: leading, flags: declared | orZero, kind: number, lo: 2,
 		hi: 1<<32 - 1, def: "0",

@@ -163,14 +163,6 @@ func textError(key, format string, args ...any) *Error {
 // Arrange sorts the pairs of a request for a Negotiation. The result of a key can depend
 // on SessionType and RDMAExtensions (RFC 7145, section 6.3), but text has no order.
 func Arrange(pairs []Pair) {
-	rank := func(p Pair) int {
-		switch p.Key {
-		case "SessionType":
-			return 0
-		case "RDMAExtensions":
-			return 1
-		}
-		return 2
-	}
-	slices.SortStableFunc(pairs, func(a, b Pair) int { return rank(a) - rank(b) })
+	rank := []string{"RDMAExtensions", "SessionType"} // the last one comes first, all others follow
+	slices.SortStableFunc(pairs, func(a, b Pair) int { return slices.Index(rank, b.Key) - slices.Index(rank, a.Key) })
 }

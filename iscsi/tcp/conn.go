@@ -22,6 +22,7 @@
 package tcp
 
 import (
+	"cmp"
 	"fmt"
 	"net"
 	"slices"
@@ -242,11 +243,8 @@ func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
 	t, h := it.Mover.(*task), pdu.BHS(it.Header[:])
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	switch {
-	case c.err != nil:
-		return c.err
-	case c.recvErr != nil:
-		return c.recvErr
+	if err := cmp.Or(c.err, c.recvErr); err != nil {
+		return err
 	}
 	t.getting, t.quit, t.err = true, false, nil
 	t.data, t.base, t.asked = data, off, 0
@@ -368,9 +366,7 @@ func (c *Conn) Close() error {
 // CloseWrite implements iscsi.Datamover.
 func (c *Conn) CloseWrite() error {
 	c.mu.Lock()
-	if c.err == nil {
-		c.err = net.ErrClosed
-	}
+	c.err = cmp.Or(c.err, net.ErrClosed)
 	c.ending = true
 	c.mu.Unlock()
 	c.Flush()
@@ -380,9 +376,7 @@ func (c *Conn) CloseWrite() error {
 // abandon drops what is queued, and lets later calls fail with err.
 func (c *Conn) abandon(err error) {
 	c.mu.Lock()
-	if c.err == nil {
-		c.err = err
-	}
+	c.err = cmp.Or(c.err, err)
 	lost := c.queue.Take()
 	c.mark++
 	c.mu.Unlock()
