@@ -15,6 +15,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"slices"
 	"strconv"
 	"time"
 
@@ -72,8 +73,34 @@ func values(o schema.Options) url.Values {
 	return q
 }
 
+// query returns the keys whose values are not empty as a query.
+func query(keysAndValues ...string) url.Values {
+	q := url.Values{}
+	for kv := range slices.Chunk(keysAndValues, 2) {
+		if kv[1] != "" {
+			q.Set(kv[0], kv[1])
+		}
+	}
+	return q
+}
+
+// A document is the body of a request that is YAML.
+type document []byte
+
+// encode returns the body of a request, which is a document, a value for JSON, or nil, and its type.
+func encode(body any) (b []byte, content string, err error) {
+	switch v := body.(type) {
+	case nil:
+		return nil, "", nil
+	case document:
+		return v, "application/yaml", nil
+	}
+	b, err = json.Marshal(body)
+	return b, "application/json", err
+}
+
 // roundTrip sends a request and returns its answer, or the error that the target answers.
-func (c *Client) roundTrip(ctx context.Context, method, path string, q url.Values, content string, body []byte) (*http.Response, error) {
+func (c *Client) roundTrip(ctx context.Context, method, path string, q url.Values, body any) (*http.Response, error) {
 	u := "http://iser-target" + path
 	if c.tls != nil {
 		u = "https://" + c.where + path
@@ -81,11 +108,15 @@ func (c *Client) roundTrip(ctx context.Context, method, path string, q url.Value
 	if len(q) > 0 {
 		u += "?" + q.Encode()
 	}
-	req, err := http.NewRequestWithContext(ctx, method, u, bytes.NewReader(body))
+	b, content, err := encode(body)
 	if err != nil {
 		return nil, &schema.Error{Code: schema.Invalid, Message: err.Error()}
 	}
-	if body != nil {
+	req, err := http.NewRequestWithContext(ctx, method, u, bytes.NewReader(b))
+	if err != nil {
+		return nil, &schema.Error{Code: schema.Invalid, Message: err.Error()}
+	}
+	if content != "" {
 		req.Header.Set("Content-Type", content)
 	}
 	resp, err := c.http.Do(req)
@@ -96,7 +127,7 @@ func (c *Client) roundTrip(ctx context.Context, method, path string, q url.Value
 		return resp, nil
 	}
 	defer resp.Body.Close()
-	b, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
+	b, err = io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
 	e := &schema.Error{}
 	if err != nil || json.Unmarshal(b, e) != nil || e.Code == "" {
 		return nil, &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("%s: %s, which is not the answer of a target", c.where, resp.Status)}
@@ -145,20 +176,9 @@ func (c *Client) unreached(method string, err error) error {
 	return &schema.Error{Code: schema.Unreached, Message: fmt.Sprintf("the connection to the target at %s ended before it answered: %v", c.where, err), Hint: hint}
 }
 
-// call sends v as JSON, unless it is nil, and decodes the answer into to.
-func (c *Client) call(ctx context.Context, method, path string, q url.Values, v, to any) error {
-	var b []byte
-	if v != nil {
-		var err error
-		if b, err = json.Marshal(v); err != nil {
-			return &schema.Error{Code: schema.Invalid, Message: err.Error()}
-		}
-	}
-	return c.send(ctx, method, path, q, "application/json", b, to)
-}
-
-func (c *Client) send(ctx context.Context, method, path string, q url.Values, content string, body []byte, to any) error {
-	resp, err := c.roundTrip(ctx, method, path, q, content, body)
+// call sends a request and decodes the answer into to.
+func (c *Client) call(ctx context.Context, method, path string, q url.Values, body, to any) error {
+	resp, err := c.roundTrip(ctx, method, path, q, body)
 	if err != nil {
 		return err
 	}
@@ -168,14 +188,23 @@ func (c *Client) send(ctx context.Context, method, path string, q url.Values, co
 
 // decode decodes the answer to a request of that method.
 func (c *Client) decode(method string, r io.Reader, to any) error {
-	b, err := io.ReadAll(io.LimitReader(r, maxAnswer))
+	b, err := c.read(method, r)
 	if err != nil {
-		return c.unreached(method, err)
+		return err
 	}
 	if err := json.Unmarshal(b, to); err != nil {
 		return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("answer of the target at %s: %v", c.where, err)}
 	}
 	return nil
+}
+
+// read returns the answer to a request of that method.
+func (c *Client) read(method string, r io.Reader) ([]byte, error) {
+	b, err := io.ReadAll(io.LimitReader(r, maxAnswer))
+	if err != nil {
+		return nil, c.unreached(method, err)
+	}
+	return b, nil
 }
 
 func get[T any](ctx context.Context, c *Client, path string, q url.Values) (v T, err error) {
@@ -184,9 +213,9 @@ func get[T any](ctx context.Context, c *Client, path string, q url.Values) (v T,
 }
 
 // change requests a change and returns the plan that was carried out.
-func (c *Client) change(ctx context.Context, method, path string, q url.Values, v any) (*schema.Plan, error) {
+func (c *Client) change(ctx context.Context, method, path string, q url.Values, body any) (*schema.Plan, error) {
 	p := &schema.Plan{}
-	if err := c.call(ctx, method, path, q, v, p); err != nil {
+	if err := c.call(ctx, method, path, q, body, p); err != nil {
 		return nil, err
 	}
 	return p, nil
@@ -236,11 +265,7 @@ func (c *Client) Deny(ctx context.Context, target, pattern string, o schema.Opti
 // LUNs returns the LUNs of a target, or of all targets if its name is empty. Their counters
 // have no latencies.
 func (c *Client) LUNs(ctx context.Context, target string) ([]schema.LUNState, error) {
-	q := url.Values{}
-	if target != "" {
-		q.Set("target", target)
-	}
-	return get[[]schema.LUNState](ctx, c, "/v1/luns", q)
+	return get[[]schema.LUNState](ctx, c, "/v1/luns", query("target", target))
 }
 
 // LUN returns one LUN of a target.
@@ -268,13 +293,9 @@ func (c *Client) GrowLUN(ctx context.Context, target string, id int, v schema.Va
 }
 
 // follow requests a change that may take long.
-func (c *Client) follow(ctx context.Context, method, path string, q url.Values, v any, each func(schema.Progress)) (*schema.Plan, error) {
-	b, err := json.Marshal(v)
-	if err != nil {
-		return nil, &schema.Error{Code: schema.Invalid, Message: err.Error()}
-	}
+func (c *Client) follow(ctx context.Context, method, path string, q url.Values, body any, each func(schema.Progress)) (*schema.Plan, error) {
 	q.Set("progress", "true")
-	resp, err := c.roundTrip(ctx, method, path, q, "application/json", b)
+	resp, err := c.roundTrip(ctx, method, path, q, body)
 	if err != nil {
 		return nil, err
 	}
@@ -284,11 +305,8 @@ func (c *Client) follow(ctx context.Context, method, path string, q url.Values, 
 		return p, c.decode(method, resp.Body, p)
 	}
 	var plan *schema.Plan
-	if err := c.lines(ctx, method, resp.Body, func(line []byte) error {
-		var m schema.ChangeUpdate
-		switch err := json.Unmarshal(line, &m); {
-		case err != nil:
-			return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("progress: %v", err)}
+	if err := lines(ctx, c, method, resp.Body, "progress", func(m schema.ChangeUpdate) error {
+		switch {
 		case m.Error != nil:
 			return m.Error
 		case m.Progress != nil:
@@ -355,97 +373,75 @@ func (c *Client) Session(ctx context.Context, tsih uint16) (schema.SessionState,
 // KillSession ends a session. The reason, which may be empty, goes to the log. The initiator
 // may log in again.
 func (c *Client) KillSession(ctx context.Context, tsih uint16, reason string) error {
-	q := url.Values{}
-	if reason != "" {
-		q.Set("reason", reason)
-	}
-	return c.call(ctx, http.MethodDelete, fmt.Sprintf("/v1/sessions/%d", tsih), q, nil, &schema.Done{})
+	return c.call(ctx, http.MethodDelete, fmt.Sprintf("/v1/sessions/%d", tsih), query("reason", reason), nil, &schema.Done{})
 }
 
 // Plan returns what Apply of the document would do. Errors name the document by source.
-func (c *Client) Plan(ctx context.Context, source string, document []byte) (*schema.Plan, error) {
-	return c.document(ctx, "/v1/config/plan", source, document, url.Values{})
+func (c *Client) Plan(ctx context.Context, source string, text []byte) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodPost, "/v1/config/plan", query("source", source), document(text))
 }
 
 // Apply makes the document the running configuration, and writes it to the configuration
 // file.
-func (c *Client) Apply(ctx context.Context, source string, document []byte, o schema.Options) (*schema.Plan, error) {
-	return c.document(ctx, "/v1/config/apply", source, document, values(o))
+func (c *Client) Apply(ctx context.Context, source string, text []byte, o schema.Options) (*schema.Plan, error) {
+	return c.apply(ctx, source, text, values(o))
+}
+
+func (c *Client) apply(ctx context.Context, source string, text []byte, q url.Values) (*schema.Plan, error) {
+	q.Set("source", source)
+	return c.change(ctx, http.MethodPost, "/v1/config/apply", q, document(text))
 }
 
 // ApplyOwn applies the text of the target's own configuration file. It fails with code
 // Edited if the file has another text by then.
-func (c *Client) ApplyOwn(ctx context.Context, source string, document []byte, o schema.Options) (*schema.Plan, error) {
+func (c *Client) ApplyOwn(ctx context.Context, source string, text []byte, o schema.Options) (*schema.Plan, error) {
 	q := values(o)
 	q.Set("own_file", "true")
-	return c.document(ctx, "/v1/config/apply", source, document, q)
-}
-
-func (c *Client) document(ctx context.Context, path, source string, document []byte, q url.Values) (*schema.Plan, error) {
-	q.Set("source", source)
-	p := &schema.Plan{}
-	if err := c.send(ctx, http.MethodPost, path, q, "application/yaml", append([]byte{}, document...), p); err != nil {
-		return nil, err
-	}
-	return p, nil
+	return c.apply(ctx, source, text, q)
 }
 
 // Export returns the running configuration as YAML, secrets included.
 func (c *Client) Export(ctx context.Context) ([]byte, error) {
-	return c.text(ctx, "/v1/config")
-}
-
-func (c *Client) text(ctx context.Context, path string) ([]byte, error) {
-	resp, err := c.roundTrip(ctx, http.MethodGet, path, nil, "", nil)
+	resp, err := c.roundTrip(ctx, http.MethodGet, "/v1/config", nil, nil)
 	if err != nil {
 		return nil, err
 	}
 	defer resp.Body.Close()
-	b, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
-	if err != nil {
-		return nil, c.unreached(http.MethodGet, err)
-	}
-	return b, nil
+	return c.read(http.MethodGet, resp.Body)
 }
 
 // Explain returns whether an initiator could log in to a target, and why. portal may be
 // empty.
 func (c *Client) Explain(ctx context.Context, initiator, target, portal string) (schema.Explanation, error) {
-	q := url.Values{"initiator": {initiator}, "target": {target}}
-	if portal != "" {
-		q.Set("portal", portal)
-	}
-	return get[schema.Explanation](ctx, c, "/v1/explain", q)
+	return get[schema.Explanation](ctx, c, "/v1/explain", query("initiator", initiator, "target", target, "portal", portal))
 }
 
 // Events calls each with the events whose numbers are above since. With follow, it
 // continues with new events until each fails, ctx ends, or the target ends.
 func (c *Client) Events(ctx context.Context, since uint64, follow bool, each func(schema.Event) error) error {
 	q := url.Values{"since": {strconv.FormatUint(since, 10)}, "follow": {strconv.FormatBool(follow)}}
-	resp, err := c.roundTrip(ctx, http.MethodGet, "/v1/events", q, "", nil)
+	resp, err := c.roundTrip(ctx, http.MethodGet, "/v1/events", q, nil)
 	if err != nil {
 		return err
 	}
 	defer resp.Body.Close()
-	return c.lines(ctx, http.MethodGet, resp.Body, func(line []byte) error {
-		var e schema.Event
-		if err := json.Unmarshal(line, &e); err != nil {
-			return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("event: %v", err)}
-		}
-		return each(e)
-	})
+	return lines(ctx, c, http.MethodGet, resp.Body, "event", each)
 }
 
-// lines calls each with the lines of an answer to a request of that method, until ctx ends.
-// Empty lines only show that the target is alive.
-func (c *Client) lines(ctx context.Context, method string, r io.Reader, each func(line []byte) error) error {
+// lines calls each with the lines of an answer to a request of that method, until ctx ends. what
+// names a line in errors. Empty lines only show that the target is alive.
+func lines[T any](ctx context.Context, c *Client, method string, r io.Reader, what string, each func(T) error) error {
 	lines := bufio.NewScanner(r)
 	lines.Buffer(nil, maxLine)
 	for lines.Scan() {
 		if len(lines.Bytes()) == 0 {
 			continue
 		}
-		if err := each(lines.Bytes()); err != nil {
+		var v T
+		if err := json.Unmarshal(lines.Bytes(), &v); err != nil {
+			return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("%s: %v", what, err)}
+		}
+		if err := each(v); err != nil {
 			return err
 		}
 	}
@@ -473,7 +469,7 @@ func (c *Client) Capture(ctx context.Context, tsih uint16, max int64, duration t
 	if duration != 0 {
 		q.Set("duration", duration.String())
 	}
-	resp, err := c.roundTrip(ctx, http.MethodGet, capturePath(tsih), q, "", nil)
+	resp, err := c.roundTrip(ctx, http.MethodGet, capturePath(tsih), q, nil)
 	if err != nil {
 		return nil, err
 	}

@@ -63,7 +63,7 @@ func NewTLS(address string, files TLSFiles) (*Client, error) {
 		}
 		t.config.RootCAs = x509.NewCertPool()
 		if !t.config.RootCAs.AppendCertsFromPEM(b) {
-			return nil, unusable(files.CA, errNoCertificate)
+			return nil, unusable(files.CA, errors.New("the file has no certificate"))
 		}
 	}
 	dialer := &net.Dialer{Timeout: dialTime}
@@ -75,8 +75,6 @@ func NewTLS(address string, files TLSFiles) (*Client, error) {
 	c.tls = t
 	return c, nil
 }
-
-var errNoCertificate = errors.New("the file has no certificate")
 
 // reasonOf returns err without its path, which the message names already.
 func reasonOf(err error) error {
