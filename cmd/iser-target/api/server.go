@@ -124,9 +124,9 @@ func NewServer(d *daemon.Daemon) *Server {
 			}
 		})
 	}
-	s.http = httpd.NewServer(named(unknown(mux)), http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		writeError(w, &schema.Error{Code: schema.Busy, Message: httpd.TooMany(r).Error(), Hint: "close some of them, or try again"})
-	}))
+	s.http = httpd.NewServer(named(unknown(mux)), func(w http.ResponseWriter, err error) {
+		writeError(w, &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "close some of them, or try again"})
+	})
 	s.http.IdleTimeout = idleTime
 	s.http.ErrorLog = slog.NewLogLogger(d.Logger().With("server", "control API").Handler(), slog.LevelWarn)
 	s.http.RegisterOnShutdown(func() { close(s.ending) })

@@ -147,12 +147,11 @@ progress. If interrupted, they leave nothing behind.`,
 			if c.cmd.Flags().Changed("id") {
 				l.ID = &id
 			}
+			var err error
 			if l.Path != "" && (l.Backend == "file" || l.Backend == "block") {
-				path, err := c.absolute(l.Path)
-				if err != nil {
+				if l.Path, err = c.absolute(l.Path); err != nil {
 					return nil, err
 				}
-				l.Path = path
 			}
 			if !l.Preallocate && l.From == "" {
 				return c.AddLUN(ctx, c.args[0], l, o)
@@ -164,11 +163,9 @@ progress. If interrupted, they leave nothing behind.`,
 				return nil, usage(c.cmd, "--preallocate requires --size, the space of the file")
 			}
 			if l.From != "" {
-				from, err := c.absolute(l.From)
-				if err != nil {
+				if l.From, err = c.absolute(l.From); err != nil {
 					return nil, err
 				}
-				l.From = from
 			}
 			bar := newBar(c.cmd.ErrOrStderr())
 			defer bar.end()

@@ -72,7 +72,8 @@ var headers = map[string]string{
 // Serve serves the dashboard of src on l until end is called, which closes l.
 func Serve(src Source, l net.Listener) (end func()) {
 	s := newSampler(src)
-	server := httpd.NewServer(withHeaders(guard(handler(src, s), l.Addr())), withHeaders(nil))
+	server := httpd.NewServer(guard(handler(src, s), l.Addr()), nil)
+	server.Handler = withHeaders(server.Handler)
 	server.WriteTimeout = writeTime
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
@@ -85,16 +86,11 @@ func Serve(src Source, l net.Listener) (end func()) {
 	})
 }
 
-// withHeaders returns h with the headers added. If h is nil, it answers that too many
-// connections are open.
+// withHeaders returns h with the headers added.
 func withHeaders(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		for k, v := range headers {
 			w.Header().Set(k, v)
-		}
-		if h == nil {
-			http.Error(w, httpd.TooMany(r).Error(), http.StatusServiceUnavailable)
-			return
 		}
 		h.ServeHTTP(w, r)
 	})

@@ -26,24 +26,23 @@ const (
 
 // NewServer returns a server of h with bounds for everything that http.Server leaves
 // unbounded, except the time of an answer, which h bounds, or the caller by WriteTimeout.
-// Requests on connections beyond the limit of Limit go to busy, or, if that is nil, get
-// status 503 and a line of text.
-func NewServer(h, busy http.Handler) *http.Server {
+// Requests on connections beyond the limit of Limit go to busy with the error, or, if busy is nil,
+// get status 503 and a line of text.
+func NewServer(h http.Handler, busy func(http.ResponseWriter, error)) *http.Server {
 	if busy == nil {
-		busy = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			http.Error(w, TooMany(r).Error(), http.StatusServiceUnavailable)
-		})
+		busy = func(w http.ResponseWriter, err error) { http.Error(w, err.Error(), http.StatusServiceUnavailable) }
 	}
 	return &http.Server{
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			if TooMany(r) == nil {
+			max, beyond := r.Context().Value(tooMany{}).(int)
+			if !beyond {
 				h.ServeHTTP(w, r)
 				return
 			}
 			http.NewResponseController(w).SetWriteDeadline(time.Now().Add(headerTime))
 			w.Header().Set("Connection", "close")
 			w.Header().Set("Retry-After", "1")
-			busy.ServeHTTP(w, r)
+			busy(w, fmt.Errorf("%d connections are open, the most that are allowed", max))
 		}),
 		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
 			if l := limitedOf(c); l != nil && l.max > 0 {
@@ -60,14 +59,6 @@ func NewServer(h, busy http.Handler) *http.Server {
 
 // tooMany is the key of the limit in the context of an excess connection.
 type tooMany struct{}
-
-// TooMany returns an error if the request came by a connection beyond the limit, else nil.
-func TooMany(r *http.Request) error {
-	if max, ok := r.Context().Value(tooMany{}).(int); ok {
-		return fmt.Errorf("%d connections are open, the most that are allowed", max)
-	}
-	return nil
-}
 
 // Limit bounds the connections of l that are open at one time to max, plus a few that only
 // get the answer that there are too many: see NewServer.

@@ -28,15 +28,8 @@ type Authority struct {
 // New returns an authority for the time of a test.
 func New(t testing.TB) *Authority {
 	a := &Authority{t: t, dir: t.TempDir()}
-	a.Cert, a.key = a.sign("ca", &x509.Certificate{IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign})
+	a.Cert, a.key = a.Sign("ca", &x509.Certificate{IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign})
 	return a
-}
-
-// Sign fills in the fields that c lacks, signs c and writes the files. By default, a
-// certificate is valid from an hour ago for two hours.
-func (a *Authority) Sign(name string, c *x509.Certificate) {
-	a.t.Helper()
-	a.sign(name, c)
 }
 
 // Server signs a certificate for a target on 127.0.0.1.
@@ -49,7 +42,9 @@ func (a *Authority) Client(name string) {
 	a.Sign(name, &x509.Certificate{ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}})
 }
 
-func (a *Authority) sign(name string, c *x509.Certificate) (*x509.Certificate, *ecdsa.PrivateKey) {
+// Sign fills in the fields that c lacks, signs c and writes the files. By default, a certificate is
+// valid from an hour ago for two hours. Sign returns the certificate and its key.
+func (a *Authority) Sign(name string, c *x509.Certificate) (*x509.Certificate, *ecdsa.PrivateKey) {
 	a.t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
