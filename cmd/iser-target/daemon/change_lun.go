@@ -71,11 +71,12 @@ func (c *change) removeLUN(ch config.Change) error {
 // takeBack undoes the removal of a LUN.
 func (c *change) takeBack(r *removal) error {
 	d, l := c.d, r.l
-	if r.isClosing() {
+	closing, closed := r.store()
+	if closing && !closed {
 		return fmt.Errorf("LUN %d of %s: %w", l.ID, r.t.name, ErrStuck)
 	}
 	d.forget(r)
-	if r.isClosed() {
+	if closed {
 		var err error
 		if l, err = c.openOrRetry(c.lasting(), d.waits.store, r.t, r.l.LUN); err != nil {
 			return err
@@ -94,7 +95,7 @@ func (c *change) freePath(path string) error {
 		return nil
 	}
 	for _, r := range c.removals {
-		if r.l.Path != path || r.isClosed() {
+		if _, closed := r.store(); r.l.Path != path || closed {
 			continue
 		}
 		if !r.hidden { // its target is removed, too
@@ -102,7 +103,7 @@ func (c *change) freePath(path string) error {
 			c.onUndo(func() error { return c.takeBack(r) })
 		}
 		c.notes = append(c.notes, r.finish(c.editDrain())...)
-		if !r.isClosed() {
+		if _, closed := r.store(); !closed {
 			return fmt.Errorf("%s: commands for LUN %d of %s still use it", path, r.l.ID, r.t.name)
 		}
 	}
@@ -267,7 +268,7 @@ func (c *change) replaceBack(t *servedTarget, old *servedLUN) error {
 	l, failed := c.reopen(t, last, old.LUN)
 	if failed != nil {
 		var err error
-		if l, err = c.notReady(t, old.LUN, old.fresh, nil, failed); err != nil {
+		if l, err = c.readyOrNot(t, old.LUN, old.fresh, nil, failed); err != nil {
 			return errors.Join(failed, err)
 		}
 	}

@@ -34,7 +34,11 @@ func (c *change) addTarget(ch config.Change) error {
 	c.listTarget(t)
 	c.onUndo(func() error {
 		c.unlistTarget(t)
-		c.endSessions(func(s *iscsi.SessionInfo) bool { return s.Target == t.name }, "the change that added the target failed")
+		for _, s := range d.node.Sessions() {
+			if s.Target == t.name {
+				d.endSession(c.ctx, s.TSIH, 0, "the change that added the target failed") // at once
+			}
+		}
 		return d.node.RemoveTarget(t.name)
 	})
 	return nil

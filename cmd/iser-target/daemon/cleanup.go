@@ -51,18 +51,11 @@ func (c *change) newRemoval(t *servedTarget, l *servedLUN) *removal {
 	return r
 }
 
-// isClosed reports whether the store is closed.
-func (r *removal) isClosed() bool {
+// store reports whether the removal has begun to close the store, and whether it is closed.
+func (r *removal) store() (closing, closed bool) {
 	r.d.mu.Lock()
 	defer r.d.mu.Unlock()
-	return r.closed
-}
-
-// isClosing reports whether the store is being closed.
-func (r *removal) isClosing() bool {
-	r.d.mu.Lock()
-	defer r.d.mu.Unlock()
-	return r.closing && !r.closed
+	return r.closing, r.closed
 }
 
 // hide removes the LUN from the initiators' view, the first step of a removal.
@@ -70,18 +63,11 @@ func (r *removal) hide() {
 	r.hidden = true
 	r.t.inventory.Remove(uint16(r.l.ID))
 	r.d.mu.Lock()
+	defer r.d.mu.Unlock()
 	delete(r.t.luns, r.l.ID)
 	r.until = time.Now().Add(r.drain)
-	r.d.mu.Unlock()
-	r.d.remember(r)
-}
-
-// remember lists r for State and checkFree.
-func (d *Daemon) remember(r *removal) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if !slices.Contains(d.ending.removals, r) {
-		d.ending.removals = append(slices.Clone(d.ending.removals), r)
+	if !r.whole { // otherwise it is on the list already
+		r.d.ending.removals = append(r.d.ending.removals, r)
 	}
 }
 
@@ -89,7 +75,7 @@ func (d *Daemon) remember(r *removal) {
 func (d *Daemon) forget(r *removal) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.ending.removals = slices.DeleteFunc(slices.Clone(d.ending.removals), func(o *removal) bool { return o == r })
+	d.ending.removals = slices.DeleteFunc(d.ending.removals, func(o *removal) bool { return o == r })
 }
 
 // checkFree fails with ErrBeingRemoved if a LUN that is being removed has the backend of
@@ -284,16 +270,14 @@ func (c *change) cleanup() *cleanup {
 			k.sessions = append(k.sessions, endingSession{groups[target], s.TSIH, reason})
 		}
 	}
-	for _, r := range c.removals {
-		if !r.hidden {
-			d.mu.Lock()
-			r.whole = true
-			d.mu.Unlock()
-			d.remember(r)
-		}
-	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	for _, r := range c.removals {
+		if !r.hidden {
+			r.whole = true
+			d.ending.removals = append(d.ending.removals, r)
+		}
+	}
 	for _, g := range groups {
 		d.ending.sessions = append(d.ending.sessions, g)
 	}
@@ -323,13 +307,13 @@ func (k *cleanup) run() []string {
 	}
 	finish := func(r *removal) { luns.Go(func() { k.note(r.finish(k.drain)...) }) }
 	for _, r := range k.removals {
-		if r.hidden && !r.isClosed() && !r.isClosing() {
+		if closing, _ := r.store(); r.hidden && !closing {
 			finish(r)
 		}
 	}
 	sessions.Wait()
 	k.d.mu.Lock()
-	k.d.ending.sessions = slices.DeleteFunc(slices.Clone(k.d.ending.sessions), func(g *endingSessions) bool {
+	k.d.ending.sessions = slices.DeleteFunc(k.d.ending.sessions, func(g *endingSessions) bool {
 		return slices.ContainsFunc(k.sessions, func(s endingSession) bool { return s.endingSessions == g })
 	})
 	k.d.mu.Unlock()
@@ -351,15 +335,6 @@ func (k *cleanup) note(notes ...string) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.notes = append(k.notes, notes...)
-}
-
-// endSessions ends sessions at once.
-func (c *change) endSessions(match func(*iscsi.SessionInfo) bool, reason string) {
-	for _, s := range c.d.node.Sessions() {
-		if match(&s) {
-			c.d.endSession(c.ctx, s.TSIH, 0, reason) // errors change nothing: the session ends
-		}
-	}
 }
 
 // endSlack is what the end of a session may take in addition to its grace.

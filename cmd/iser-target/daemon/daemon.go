@@ -312,9 +312,7 @@ func (d *Daemon) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	for _, w := range d.served.cfg.Warnings() {
-		d.log.Warn("configuration", "reason", w)
-	}
+	d.warn()
 	d.changes.serving = ctx
 	for _, p := range d.served.portals {
 		e.accept(p)

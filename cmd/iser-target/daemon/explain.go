@@ -80,11 +80,11 @@ func (e *explaining) run(d *Daemon, initiator, target, by string) bool {
 		speaks = []string{string(transportISER), string(transportTCP)}
 	}
 	e.rule("portal group", true, 0, "portal %s, in portal group %d, leads to the target, over %s", p.cfg.Listen, p.cfg.TPGT, strings.Join(speaks, " and "))
-	at := slices.IndexFunc(t.Initiators, func(pattern string) bool { return matches(pattern, name) })
-	if at < 0 {
+	pattern := matching(t.Initiators, name)
+	if pattern == "" {
 		return e.rule("initiators", false, pdu.LoginAuthorization, "no pattern of the target matches: %s", list(t.Initiators))
 	}
-	e.rule("initiators", true, 0, "%q matches", t.Initiators[at])
+	e.rule("initiators", true, 0, "%q matches", pattern)
 	if t.Redirect.To != "" {
 		status := pdu.LoginMovedTemporarily
 		if t.Redirect.Permanent {
@@ -128,26 +128,29 @@ func (e *explaining) chap(a *config.Auth, initiator string) bool {
 
 // view returns l as the initiator sees it.
 func view(l *config.LUN, initiator string) schema.LUNView {
-	matching := func(patterns []string) string {
-		if i := slices.IndexFunc(patterns, func(p string) bool { return matches(p, initiator) }); i >= 0 {
-			return patterns[i]
-		}
-		return ""
-	}
 	v := schema.LUNView{ID: l.ID, Access: "read and write", Why: "the LUN is for all initiators of the target"}
-	if p := matching(l.Initiators); p != "" {
+	if p := matching(l.Initiators, initiator); p != "" {
 		v.Why = fmt.Sprintf("initiators: %q matches", p)
 	}
 	switch maskOf(*l)(initiator) {
 	case lun.NoAccess:
 		return schema.LUNView{ID: l.ID, Access: "none", Why: "initiators: no match in " + list(l.Initiators)}
 	case lun.ReadOnly:
-		return schema.LUNView{ID: l.ID, Access: "read only", Why: fmt.Sprintf("read_only_for: %q matches", matching(l.ReadOnlyFor))}
+		return schema.LUNView{ID: l.ID, Access: "read only", Why: fmt.Sprintf("read_only_for: %q matches", matching(l.ReadOnlyFor, initiator))}
 	}
 	if l.ReadOnly {
 		v.Access, v.Why = "read only", "read_only is set"
 	}
 	return v
+}
+
+// matching returns the first of the patterns that matches a normalized name, or "".
+func matching(patterns []string, name string) string {
+	i := slices.IndexFunc(patterns, func(p string) bool { return matches(p, name) })
+	if i < 0 {
+		return ""
+	}
+	return patterns[i]
 }
 
 // matches reports whether a valid pattern matches a normalized name.

@@ -69,22 +69,22 @@ func (d *Daemon) reload(ctx context.Context, why string) {
 		}
 		return
 	}
-	for _, w := range d.warnings() {
-		d.log.Warn("configuration", "reason", w)
-	}
+	d.warn()
 	d.growDevices(ctx)
 	log.Info("configuration file was applied", "path", d.path)
 }
 
-// warnings returns what the user should know about the running configuration.
-func (d *Daemon) warnings() []string {
+// warn logs what the user should know about the running configuration.
+func (d *Daemon) warn() {
 	d.mu.Lock()
-	defer d.mu.Unlock()
 	list := d.served.cfg.Warnings()
 	for _, ch := range d.served.pending {
 		list = append(list, atNextStart(ch))
 	}
-	return list
+	d.mu.Unlock()
+	for _, w := range list {
+		d.log.Warn("configuration", "reason", w)
+	}
 }
 
 // growDevices adopts the sizes of media that have grown, for LUNs without a configured

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"slices"
 	"sync"
@@ -57,17 +58,19 @@ type servedPortal struct {
 // listen listens on a portal, on the socket from the service manager if there is one.
 func (d *Daemon) listen(c config.Portal) (*portal, error) {
 	p := &portal{}
+	var err error
 	if s := d.manager.Match(c.Listen); s != nil {
 		p.l, p.passed = s.Listener, true
-		if err := control(s.Listener.(*net.TCPListener)); err != nil {
-			s.Close()
-			return nil, fmt.Errorf("portal %s: %w", c.Listen, err)
-		}
+		err = control(s.Listener.(*net.TCPListener))
 	} else {
-		var err error
-		if p.l, err = listenTCP(c.Listen); err != nil {
-			return nil, fmt.Errorf("portal %s: %w", c.Listen, err)
+		lc := net.ListenConfig{Control: setOptions}
+		p.l, err = lc.Listen(context.Background(), "tcp", c.Listen)
+	}
+	if err != nil {
+		if p.passed {
+			p.l.Close()
 		}
+		return nil, fmt.Errorf("portal %s: %w", c.Listen, err)
 	}
 	d.describePortal(p, c)
 	return p, nil
@@ -91,23 +94,17 @@ func (d *Daemon) describePortal(p *portal, c config.Portal) (old *servedPortal) 
 	return old
 }
 
-// listenTCP listens on addr. Accepted connections inherit the socket options.
-func listenTCP(addr string) (net.Listener, error) {
-	lc := net.ListenConfig{Control: func(_, _ string, raw syscall.RawConn) error { return setOptions(raw) }}
-	return lc.Listen(context.Background(), "tcp", addr)
-}
-
 // control sets the socket options of an open listener.
 func control(l *net.TCPListener) error {
 	raw, err := l.SyscallConn()
 	if err != nil {
 		return err
 	}
-	return setOptions(raw)
+	return setOptions("", "", raw)
 }
 
-// setOptions sets the socket options of a portal.
-func setOptions(raw syscall.RawConn) error {
+// setOptions sets the socket options of a portal, which accepted connections inherit.
+func setOptions(_, _ string, raw syscall.RawConn) error {
 	var err error
 	cerr := raw.Control(func(fd uintptr) {
 		err = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(userTimeout.Milliseconds()))
@@ -123,11 +120,7 @@ func (e *editor) accept(p *portal) {
 	}
 	cur := p.cur.Load()
 	d.log.Info("serving", "portal", p.l.Addr(), "tpgt", cur.TPGT, "advertise", cur.Advertise, eventKey, "service")
-	d.net.wg.Add(1)
-	go func() {
-		defer d.net.wg.Done()
-		d.acceptLoop(ctx, p)
-	}()
+	d.net.wg.Go(func() { d.acceptLoop(ctx, p) })
 }
 
 // acceptLoop accepts connections until the listener is closed.
@@ -152,23 +145,20 @@ func (d *Daemon) acceptLoop(ctx context.Context, p *portal) {
 			displaced := d.net.newcomers.displace(fmt.Errorf("%w, and this one had not logged in: %w", limit, errDisplaced))
 			d.net.conns.Add(-1) // of the displaced connection, which may end later
 			if !displaced {
-				d.refused(nc, "limit", limit)
-				nc.Close()
+				d.refuse(nc, "limit", limit)
 				continue
 			}
 		}
-		d.net.wg.Add(1)
 		tap := d.net.captures.Tap(nc.(*net.TCPConn))
 		ctx, end := d.net.newcomers.add(ctx, tap)
-		go func() {
-			defer d.net.wg.Done()
+		d.net.wg.Go(func() {
 			defer end(nil)
 			d.serve(ctx, p.cur.Load(), tap)
 			d.net.newcomers.remove(tap)
 			if !errors.Is(context.Cause(ctx), errDisplaced) {
 				d.net.conns.Add(-1)
 			}
-		}()
+		})
 	}
 }
 
@@ -176,8 +166,7 @@ func (d *Daemon) acceptLoop(ctx context.Context, p *portal) {
 func (d *Daemon) serve(ctx context.Context, p *servedPortal, nc *capture.Conn) {
 	accepted := time.Now()
 	if err := d.net.policy.Admit(nc.LocalAddr(), nc.RemoteAddr()); err != nil {
-		d.refused(nc, "policy", err)
-		nc.Close()
+		d.refuse(nc, "policy", err)
 		return
 	}
 	dm, stage, err := d.mover(ctx, p, nc, accepted.Add(d.net.limits.Load().LoginTimeout))
@@ -185,8 +174,7 @@ func (d *Daemon) serve(ctx context.Context, p *servedPortal, nc *capture.Conn) {
 		if cause := context.Cause(ctx); errors.Is(cause, errDisplaced) {
 			err = cause
 		}
-		d.refused(nc, stage, err)
-		nc.Close()
+		d.refuse(nc, stage, err)
 		return
 	}
 	defer dm.Close()
@@ -221,8 +209,112 @@ func (d *Daemon) mover(ctx context.Context, p *servedPortal, nc *capture.Conn, d
 	return c, "", nil
 }
 
-// refused logs a connection that ends before the iSCSI login, on one line like that of a
-// login.
-func (d *Daemon) refused(nc net.Conn, stage string, reason error) {
+// refuse closes a connection before the iSCSI login. It logs that on one line, like that of a login.
+func (d *Daemon) refuse(nc net.Conn, stage string, reason error) {
+	defer nc.Close()
 	d.log.Warn("login", eventKey, "login", "remote", nc.RemoteAddr(), "local", nc.LocalAddr(), "outcome", "refused", "stage", stage, "reason", reason)
+}
+
+// A transport is what an initiator speaks on a connection to a portal.
+type transport string
+
+const (
+	transportISER transport = "iser"
+	transportTCP  transport = "tcp"
+)
+
+const (
+	firstOfMPA   = 'M'  // of "MPA ID Req Frame" (RFC 5044, section 7.1.1)
+	loginRequest = 0x03 // opcode of a Login Request, without the immediate bit
+	opcodeMask   = 0x3f
+)
+
+// sniff waits for the first byte of a connection, without consuming it, and returns what
+// the initiator speaks.
+func sniff(ctx context.Context, nc net.Conn, deadline time.Time) (transport, error) {
+	sc, ok := nc.(syscall.Conn)
+	if !ok {
+		return "", fmt.Errorf("%T is not a socket", nc)
+	}
+	raw, err := sc.SyscallConn()
+	if err != nil {
+		return "", err
+	}
+	if err := nc.SetReadDeadline(deadline); err != nil {
+		return "", err
+	}
+	defer context.AfterFunc(ctx, func() { nc.SetReadDeadline(time.Unix(1, 0)) })()
+	var (
+		first [1]byte
+		n     int
+		perr  error
+	)
+	err = raw.Read(func(fd uintptr) bool {
+		n, _, perr = unix.Recvfrom(int(fd), first[:], unix.MSG_PEEK)
+		return perr != unix.EAGAIN && perr != unix.EINTR
+	})
+	if err = errors.Join(err, perr); err != nil {
+		return "", fmt.Errorf("waiting for the first byte: %w", err)
+	}
+	if n == 0 {
+		return "", fmt.Errorf("the initiator sent nothing: %w", io.EOF)
+	}
+	if err := nc.SetReadDeadline(time.Time{}); err != nil {
+		return "", err
+	}
+	switch {
+	case first[0] == firstOfMPA:
+		return transportISER, nil
+	case first[0]&opcodeMask == loginRequest:
+		return transportTCP, nil
+	}
+	return "", fmt.Errorf("first byte %#02x begins neither an MPA Request nor an iSCSI Login Request", first[0])
+}
+
+// errDisplaced ends a newcomer whose place a new connection takes.
+var errDisplaced = errors.New("a new connection has taken its place")
+
+// newcomers are the connections that have not logged in to a target: silent ones and those
+// of discovery. At the limit of connections a new one displaces the oldest newcomer, so
+// that newcomers cannot keep an initiator out. The zero value is ready.
+type newcomers struct {
+	mu   sync.Mutex
+	list []newcomer // the oldest first
+}
+
+type newcomer struct {
+	nc  *capture.Conn
+	end context.CancelCauseFunc
+}
+
+// add adds nc. The context ends when nc is displaced. When nc ends, the caller has to
+// call end and to remove nc.
+func (n *newcomers) add(ctx context.Context, nc *capture.Conn) (_ context.Context, end context.CancelCauseFunc) {
+	ctx, end = context.WithCancelCause(ctx)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.list = append(n.list, newcomer{nc, end})
+	return ctx, end
+}
+
+// remove removes a connection that has logged in or ended.
+func (n *newcomers) remove(nc *capture.Conn) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.list = slices.DeleteFunc(n.list, func(c newcomer) bool { return c.nc == nc })
+}
+
+// displace ends the oldest newcomer for that reason. It returns false if there is no
+// newcomer.
+func (n *newcomers) displace(reason error) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if len(n.list) == 0 {
+		return false
+	}
+	c := n.list[0]
+	n.list = slices.Delete(n.list, 0, 1)
+	c.end(reason)
+	c.nc.Abort(reason)
+	return true
 }

@@ -55,22 +55,29 @@ func (d *Daemon) attend(ctx context.Context) {
 	if !d.manager.Present() {
 		return
 	}
+	last := ""
 	d.net.wg.Go(func() {
-		tick := time.NewTicker(statusInterval)
-		defer tick.Stop()
-		last := ""
-		for {
-			select {
-			case <-ctx.Done():
-				return
-			case <-tick.C:
-			}
+		every(ctx, statusInterval, func() {
 			if now := d.status(); now != last {
 				d.notify(systemd.Status(now))
 				last = now
 			}
-		}
+		})
 	})
+}
+
+// every calls f in that interval until ctx ends.
+func every(ctx context.Context, interval time.Duration, f func()) {
+	tick := time.NewTicker(interval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			f()
+		}
+	}
 }
 
 // watchdog notifies the service manager three times per watchdog interval, until stop is
@@ -83,20 +90,15 @@ func (d *Daemon) watchdog() (stop func()) {
 		return func() {}
 	}
 	ctx, stop := context.WithCancel(context.Background())
+	alive := func() {
+		d.mu.Lock()
+		d.node.Sessions()
+		d.mu.Unlock()
+		d.notify("WATCHDOG=1")
+	}
 	go func() {
-		tick := time.NewTicker(max(d.manager.Watchdog/3, time.Microsecond))
-		defer tick.Stop()
-		for {
-			d.mu.Lock()
-			d.node.Sessions()
-			d.mu.Unlock()
-			d.notify("WATCHDOG=1")
-			select {
-			case <-ctx.Done():
-				return
-			case <-tick.C:
-			}
-		}
+		alive()
+		every(ctx, max(d.manager.Watchdog/3, time.Microsecond), alive)
 	}()
 	return stop
 }

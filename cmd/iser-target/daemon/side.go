@@ -1,7 +1,6 @@
 package daemon
 
 import (
-	"errors"
 	"expvar"
 	"fmt"
 	"log/slog"
@@ -76,7 +75,7 @@ func (s *sideServer) listen(cfg *config.Config) error {
 		return nil
 	}
 	if s.serve == nil {
-		return fmt.Errorf("%s %s: %w", s.name, addr, errors.New("this program does not have it"))
+		return fmt.Errorf("%s %s: this program does not have it", s.name, addr)
 	}
 	l, err := net.Listen("tcp", addr)
 	if err != nil {

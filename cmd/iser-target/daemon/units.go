@@ -96,18 +96,12 @@ func (e *editor) openOrRetry(ctx context.Context, timeout time.Duration, t *serv
 	return e.readyOrNot(t, l, fresh, c, err)
 }
 
-// readyOrNot returns the LUN that call c opened, or, if err is not nil, one that is not
-// ready.
-func (e *editor) readyOrNot(t *servedTarget, l config.LUN, fresh bool, c *call, err error) (*servedLUN, error) {
-	if err == nil {
+// readyOrNot returns the LUN that call c opened, or, if reason is not nil, one whose store cannot
+// be opened for that reason. c may be nil then.
+func (e *editor) readyOrNot(t *servedTarget, l config.LUN, fresh bool, c *call, reason error) (*servedLUN, error) {
+	if reason == nil {
 		return &servedLUN{LUN: l, unit: c.unit}, nil
 	}
-	return e.notReady(t, l, fresh, c, err)
-}
-
-// notReady makes the logical unit of a LUN whose store cannot be opened for that reason.
-// c is the call that tried, or nil.
-func (e *editor) notReady(t *servedTarget, l config.LUN, fresh bool, c *call, reason error) (*servedLUN, error) {
 	d := e.d
 	id, err := d.state.ids.Promise(identityKey(t.name, &l))
 	if err != nil {

@@ -51,16 +51,9 @@ func FromEnvironment() (*Manager, error) {
 	if err := checkSockets(); err != nil {
 		return nil, err
 	}
-	files := activation.Files(true)
-	for i, f := range files {
+	for _, f := range activation.Files(true) {
 		l, err := listener(f)
-		if err != nil {
-			for _, s := range m.Sockets {
-				s.Close()
-			}
-			for _, f := range files[i+1:] {
-				f.Close()
-			}
+		if err != nil { // the others stay open until the process ends
 			return nil, fmt.Errorf("socket %q does not listen on TCP: %w", f.Name(), err)
 		}
 		m.Sockets = append(m.Sockets, &Socket{l, f.Name()})
@@ -136,13 +129,10 @@ func (m *Manager) Notify(assignments ...string) error {
 	return err
 }
 
-// Reloading returns the assignments that begin a reload of the configuration. READY=1 ends
-// it.
+// Reloading returns the assignments that begin a reload of the configuration. READY=1 ends it.
 func Reloading() []string {
 	var now unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
-		return []string{daemon.SdNotifyReloading} // enough for managers before version 253
-	}
+	unix.ClockGettime(unix.CLOCK_MONOTONIC, &now) // cannot fail: every kernel has this clock
 	return []string{daemon.SdNotifyReloading, "MONOTONIC_USEC=" + strconv.FormatInt(now.Nano()/1000, 10)}
 }
 
