@@ -101,8 +101,7 @@ type process string
 func (process) Network() string  { return "unix" }
 func (p process) String() string { return string(p) }
 
-// RemoteAddr returns the process at the other end. Clients of a Unix socket have no other
-// address.
+// RemoteAddr returns the process at the other end. Clients of a Unix socket have no other address.
 func (p peer) RemoteAddr() net.Addr {
 	var cred *unix.Ucred
 	raw, err := p.SyscallConn()

@@ -33,8 +33,7 @@ const (
 
 func (d direction) other() direction { return 1 - d }
 
-// A Conn is a connection whose bytes can be recorded. The Datamovers use it as their
-// net.Conn.
+// A Conn is a connection whose bytes can be recorded. The Datamovers use it as their net.Conn.
 type Conn struct {
 	// Conn is a *net.TCPConn. Embedded with that type, it would promote methods that
 	// bypass the recording.

@@ -11,10 +11,9 @@ const (
 
 var keys = [2]string{toTarget: "MPA ID Req Frame", toInitiator: "MPA ID Rep Frame"}
 
-// A framing knows where the FPDUs of a stream begin, so that each gets packets of its
-// own: if a Send of several FPDUs ends and another one begins in the same packet,
-// Wireshark misses that beginning. A framing does not cut a stream that is not MPA or has
-// Markers.
+// A framing knows where the FPDUs of a stream begin, so that each gets packets of its own: if a
+// Send of several FPDUs ends and another one begins in the same packet, Wireshark misses that
+// beginning. A framing does not cut a stream that is not MPA or has Markers.
 type framing struct {
 	mpa     bool
 	markers bool

@@ -111,8 +111,7 @@ func hintOfRefusal(n schema.Needs) string {
 	return strings.Join(append(hints, "--dry-run shows the plan."), " ")
 }
 
-// sentence returns a hint with a capital letter, unless it begins with a name, and a full
-// stop.
+// sentence returns a hint with a capital letter, unless it begins with a name, and a full stop.
 func sentence(hint string) string {
 	first, _, _ := strings.Cut(hint, " ")
 	if !strings.ContainsFunc(first, func(r rune) bool { return r < 'a' || r > 'z' }) {

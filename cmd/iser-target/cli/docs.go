@@ -8,8 +8,7 @@ import (
 	"github.com/spf13/cobra/doc"
 )
 
-// docs returns the hidden command that writes the files which packages install besides the
-// program.
+// docs returns the hidden command that writes the files which packages install besides the program.
 func docs() *cobra.Command {
 	return &cobra.Command{
 		Use: "docs DIR", Short: "Write man pages and shell completions below a directory", Hidden: true, Args: cobra.ExactArgs(1),

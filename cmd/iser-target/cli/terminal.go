@@ -73,8 +73,7 @@ func (s *screen) close() error {
 	return err
 }
 
-// keys returns the keys that the user types. Its goroutine ends with the process or the
-// terminal.
+// keys returns the keys that the user types. Its goroutine ends with the process or the terminal.
 func (s *screen) keys() <-chan byte {
 	if s.in == nil {
 		return nil

@@ -50,8 +50,7 @@ var _ Source = (*daemon.Daemon)(nil)
 const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; " +
 	"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 
-// types has the media types of the files by extension. The table of the machine is not
-// used.
+// types has the media types of the files by extension. The table of the machine is not used.
 var types = map[string]string{
 	".html": "text/html; charset=utf-8",
 	".css":  "text/css; charset=utf-8",

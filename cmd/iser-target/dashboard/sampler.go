@@ -138,8 +138,7 @@ func counters(st *schema.State) (sessions map[sessionKey]*schema.CounterState, l
 	return sessions, luns
 }
 
-// sample reads the state of the target and computes rates. In the first sample all rates are
-// 0.
+// sample reads the state of the target and computes rates. In the first sample all rates are 0.
 func (s *sampler) sample() {
 	st := s.src.State()
 	now := s.now() // after State, which may wait

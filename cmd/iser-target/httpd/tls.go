@@ -15,8 +15,7 @@ import (
 const (
 	// handshakeTime bounds the TLS handshake of a client.
 	handshakeTime = 5 * time.Second
-	// maxHandshakes bounds the handshakes at one time, and peerHandshakes those from one
-	// address.
+	// maxHandshakes bounds the handshakes at one time, and peerHandshakes those from one address.
 	maxHandshakes  = 32
 	peerHandshakes = 8
 	// acceptPause is the time between two attempts to accept when the process is out of

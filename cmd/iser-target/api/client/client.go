@@ -55,8 +55,7 @@ func newClient(where string, t *http.Transport) *Client {
 	return &Client{where: where, http: http.Client{Transport: t}}
 }
 
-// Remote reports whether the target may run on another machine, where paths mean other
-// files.
+// Remote reports whether the target may run on another machine, where paths mean other files.
 func (c *Client) Remote() bool { return c.tls != nil }
 
 // values returns o as a query.
@@ -359,8 +358,7 @@ func (c *Client) RemovePortal(ctx context.Context, listen string, o schema.Optio
 	return c.change(ctx, http.MethodDelete, "/v1/portals/"+url.PathEscape(listen), values(o), nil)
 }
 
-// Sessions returns all sessions in the order of their TSIHs. Their counters have no
-// latencies.
+// Sessions returns all sessions in the order of their TSIHs. Their counters have no latencies.
 func (c *Client) Sessions(ctx context.Context) ([]schema.SessionState, error) {
 	return get[[]schema.SessionState](ctx, c, "/v1/sessions", nil)
 }
@@ -381,8 +379,7 @@ func (c *Client) Plan(ctx context.Context, source string, text []byte) (*schema.
 	return c.change(ctx, http.MethodPost, "/v1/config/plan", query("source", source), document(text))
 }
 
-// Apply makes the document the running configuration, and writes it to the configuration
-// file.
+// Apply makes the document the running configuration, and writes it to the configuration file.
 func (c *Client) Apply(ctx context.Context, source string, text []byte, o schema.Options) (*schema.Plan, error) {
 	return c.apply(ctx, source, text, values(o))
 }
@@ -410,8 +407,7 @@ func (c *Client) Export(ctx context.Context) ([]byte, error) {
 	return c.read(http.MethodGet, resp.Body)
 }
 
-// Explain returns whether an initiator could log in to a target, and why. portal may be
-// empty.
+// Explain returns whether an initiator could log in to a target, and why. portal may be empty.
 func (c *Client) Explain(ctx context.Context, initiator, target, portal string) (schema.Explanation, error) {
 	return get[schema.Explanation](ctx, c, "/v1/explain", query("initiator", initiator, "target", target, "portal", portal))
 }
