@@ -252,10 +252,7 @@ func (p *program) client(cmd *cobra.Command) (*client.Client, error) {
 		return client.New(socket), nil
 	}
 	for _, f := range p.files() {
-		if *f.to == "" {
-			*f.to = os.Getenv(f.env)
-		}
-		if *f.to == "" && f.to != &p.tls.CA {
+		if *f.to = cmp.Or(*f.to, os.Getenv(f.env)); *f.to == "" && f.to != &p.tls.CA {
 			return nil, usage(cmd, "--address requires --%s, a PEM file with %s", f.flag, f.what)
 		}
 	}

@@ -6,6 +6,7 @@
 package metrics
 
 import (
+	"cmp"
 	"fmt"
 	"net/http"
 	"strings"
@@ -184,11 +185,7 @@ func (c *collector) collectNode(ch chan<- prometheus.Metric) {
 			accepted[o.Transport] += n
 			continue
 		}
-		status := o.Status
-		if status == "" {
-			status = "none"
-		}
-		refusals.send(ch, float64(n), o.Transport, o.Stage, status)
+		refusals.send(ch, float64(n), o.Transport, o.Stage, cmp.Or(o.Status, "none"))
 	}
 	for transport, n := range accepted {
 		logins.send(ch, float64(n), transport)

@@ -58,20 +58,6 @@ func newClient(where string, t *http.Transport) *Client {
 // Remote reports whether the target may run on another machine, where paths mean other files.
 func (c *Client) Remote() bool { return c.tls != nil }
 
-// values returns o as a query.
-func values(o schema.Options) url.Values {
-	q := url.Values{}
-	for key, on := range map[string]bool{"dry_run": o.DryRun, "disrupt": o.Disrupt, "allow_shrink": o.AllowShrink, "now": o.Now} {
-		if on {
-			q.Set(key, "true")
-		}
-	}
-	if o.Drain > 0 {
-		q.Set("drain", o.Drain.String())
-	}
-	return q
-}
-
 // query returns the keys whose values are not empty as a query.
 func query(keysAndValues ...string) url.Values {
 	q := url.Values{}
@@ -79,6 +65,20 @@ func query(keysAndValues ...string) url.Values {
 		if kv[1] != "" {
 			q.Set(kv[0], kv[1])
 		}
+	}
+	return q
+}
+
+// values returns o as a query, with more keys whose values are not empty.
+func values(o schema.Options, more ...string) url.Values {
+	q := query(more...)
+	for key, on := range map[string]bool{"dry_run": o.DryRun, "disrupt": o.Disrupt, "allow_shrink": o.AllowShrink, "now": o.Now} {
+		if on {
+			q.Set(key, "true")
+		}
+	}
+	if o.Drain > 0 {
+		q.Set("drain", o.Drain.String())
 	}
 	return q
 }
@@ -256,9 +256,7 @@ func (c *Client) Allow(ctx context.Context, target, pattern string, o schema.Opt
 
 // Deny removes a pattern that Allow or the configuration file added.
 func (c *Client) Deny(ctx context.Context, target, pattern string, o schema.Options) (*schema.Plan, error) {
-	q := values(o)
-	q.Set("pattern", pattern)
-	return c.change(ctx, http.MethodDelete, targetPath(target)+"/initiators", q, nil)
+	return c.change(ctx, http.MethodDelete, targetPath(target)+"/initiators", values(o, "pattern", pattern), nil)
 }
 
 // LUNs returns the LUNs of a target, or of all targets if its name is empty. Their counters
@@ -286,9 +284,7 @@ func (c *Client) MakeLUN(ctx context.Context, target string, l schema.LUN, o sch
 // GrowLUN sets keys of a LUN and then allocates the space of its file. It calls each with
 // the progress. If ctx ends before that, the LUN has its new size and some of the space.
 func (c *Client) GrowLUN(ctx context.Context, target string, id int, v schema.Values, o schema.Options, each func(schema.Progress)) (*schema.Plan, error) {
-	q := values(o)
-	q.Set("preallocate", "true")
-	return c.follow(ctx, http.MethodPatch, lunPath(target, id), q, v, each)
+	return c.follow(ctx, http.MethodPatch, lunPath(target, id), values(o, "preallocate", "true"), v, each)
 }
 
 // follow requests a change that may take long.
@@ -381,20 +377,14 @@ func (c *Client) Plan(ctx context.Context, source string, text []byte) (*schema.
 
 // Apply makes the document the running configuration, and writes it to the configuration file.
 func (c *Client) Apply(ctx context.Context, source string, text []byte, o schema.Options) (*schema.Plan, error) {
-	return c.apply(ctx, source, text, values(o))
-}
-
-func (c *Client) apply(ctx context.Context, source string, text []byte, q url.Values) (*schema.Plan, error) {
-	q.Set("source", source)
-	return c.change(ctx, http.MethodPost, "/v1/config/apply", q, document(text))
+	return c.change(ctx, http.MethodPost, "/v1/config/apply", values(o, "source", source), document(text))
 }
 
 // ApplyOwn applies the text of the target's own configuration file. It fails with code
 // Edited if the file has another text by then.
 func (c *Client) ApplyOwn(ctx context.Context, source string, text []byte, o schema.Options) (*schema.Plan, error) {
-	q := values(o)
-	q.Set("own_file", "true")
-	return c.apply(ctx, source, text, q)
+	q := values(o, "source", source, "own_file", "true")
+	return c.change(ctx, http.MethodPost, "/v1/config/apply", q, document(text))
 }
 
 // Export returns the running configuration as YAML, secrets included.

@@ -1,6 +1,7 @@
 package client
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -106,14 +107,11 @@ func (t *clientTLS) explain(address string, err error) *schema.Error {
 		invalid   x509.CertificateInvalidError
 		record    tls.RecordHeaderError
 	)
-	ca := t.files.CA
-	if ca == "" {
-		ca = "the certificates of the system"
-	}
 	switch {
 	case errors.As(err, &authority):
 		return fail("give the certificate of the authority that signed control.tls.cert with --tls-ca",
-			"the certificate of the target at %s is not signed by an authority in %s", address, ca)
+			"the certificate of the target at %s is not signed by an authority in %s",
+			address, cmp.Or(t.files.CA, "the certificates of the system"))
 	case errors.As(err, &hostname):
 		return fail("give --address a name or IP address that control.tls.cert has",
 			"the certificate of the target at %s is for another name: %v", address, hostname)
