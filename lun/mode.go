@@ -81,13 +81,9 @@ type modePage struct {
 
 // put writes the page with those modes to p. MODE SENSE adds PS.
 func (m *modePage) put(p []byte, modes uint32) {
-	clear(p)
-	p[0], p[1] = m.code, byte(m.size-2)
+	m.putMutable(p, modes)
 	if m.fixed != nil {
 		m.fixed(p)
-	}
-	if modes&m.mode != 0 {
-		p[m.offset] |= m.bit
 	}
 }
 

@@ -436,6 +436,5 @@ func (o *prOut) registerAndMove() bool {
 
 // failListBit fails c because of a bit of the parameter list.
 func (c *Command) failListBit(octet, bit int) bool {
-	c.failSense(senseData{Sense: condListField, field: octet, bit: bit, inList: true})
-	return false
+	return c.failSense(senseData{Sense: condListField, field: octet, bit: bit, inList: true})
 }

@@ -150,36 +150,44 @@ func (u *Unit) dropReserve(n *Nexus) {
 	})
 }
 
-// reservationChanged reports that RESERVE or RELEASE changed something.
-func (c *Command) reservationChanged() {
-	c.unit.opt.Events(ReservationChangedEvent{
-		Target: c.nexus.port.TargetName, LUN: c.itl.id, Command: c.row.name, Initiator: c.nexus.port.InitiatorName,
-	})
-}
-
 // endReserve executes RESERVE(6) and RESERVE(10) of the whole unit for this initiator (SPC-2,
 // sections 7.21 and 7.22).
-func endReserve(u *Unit, c *Command) {
-	if u.reserve(c) {
-		c.reservationChanged()
+func endReserve(_ *Unit, c *Command) { c.changeLegacy((*Unit).reserve) }
+
+// endRelease executes RELEASE(6) and RELEASE(10) (SPC-2, sections 7.16 and 7.17). It leaves a
+// reservation of somebody else alone, which is not an error.
+func endRelease(_ *Unit, c *Command) { c.changeLegacy((*Unit).release) }
+
+// changeLegacy calls change with reservations.mu held, unless nexuses are registered, and reports
+// that the reservation by RESERVE changed.
+func (c *Command) changeLegacy(change func(*Unit, *Command) bool) {
+	u, r, changed := c.unit, &c.unit.reservations, false
+	r.mu.Lock()
+	if len(r.persistent.registrations) == 0 {
+		changed = change(u, c)
+	} else if !r.persistent.compatible(c.nexus.name) {
+		c.conflict()
+	}
+	r.mu.Unlock()
+	if changed {
+		u.opt.Events(ReservationChangedEvent{
+			Target: c.nexus.port.TargetName, LUN: c.itl.id, Command: c.row.name, Initiator: c.nexus.port.InitiatorName,
+		})
 	}
 }
 
+// reserve reserves the unit for the nexus of c.
+//
+// Preconditions: u.reservations.mu is held.
 func (u *Unit) reserve(c *Command) (changed bool) {
 	r := &u.reservations
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	switch {
-	case len(r.persistent.registrations) > 0:
-		if !r.persistent.compatible(c.nexus.name) {
-			c.conflict()
-		}
+	invariant.Held(&r.mu)
+	switch r.legacy {
+	case nil:
+	case c.nexus:
 		return false
-	case r.legacy == c.nexus:
-		return false
-	case r.legacy != nil: // since Begin
-		c.conflict()
-		return false
+	default: // since Begin
+		return c.conflict()
 	}
 	r.legacy = c.nexus
 	r.publish()
@@ -194,24 +202,12 @@ func (u *Unit) reserve(c *Command) (changed bool) {
 	return true
 }
 
-// endRelease executes RELEASE(6) and RELEASE(10) (SPC-2, sections 7.16 and 7.17). It leaves a
-// reservation of somebody else alone, which is not an error.
-func endRelease(u *Unit, c *Command) {
-	if u.release(c) {
-		c.reservationChanged()
-	}
-}
-
+// release ends the reservation of the nexus of c.
+//
+// Preconditions: u.reservations.mu is held.
 func (u *Unit) release(c *Command) (changed bool) {
 	r := &u.reservations
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if len(r.persistent.registrations) > 0 {
-		if !r.persistent.compatible(c.nexus.name) {
-			c.conflict()
-		}
-		return false
-	}
+	invariant.Held(&r.mu)
 	if changed = r.legacy == c.nexus; changed {
 		r.legacy = nil
 		r.publish()

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"math"
+	"slices"
 	"sync"
 
 	"github.com/iser-target/iser-target/backend"
@@ -408,14 +409,7 @@ func (u *Unit) repeat(c *Command, block []byte, pos, n int64) error {
 	return nil
 }
 
-func allZero(b []byte) bool {
-	for _, x := range b {
-		if x != 0 {
-			return false
-		}
-	}
-	return true
-}
+func allZero(b []byte) bool { return !slices.ContainsFunc(b, func(x byte) bool { return x != 0 }) }
 
 // isThin reports whether the unit gives space back.
 func (u *Unit) isThin() bool { return u.info.DiscardGranularity > 0 }

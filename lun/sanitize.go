@@ -180,22 +180,39 @@ const abortPoll = 10 * time.Millisecond
 
 // sanitize runs a job in the background and, without IMMED, waits for its end.
 func (u *Unit) sanitize(c *Command, job *sanitizeJob) bool {
+	done, ok := u.beginSanitize(c, job)
+	if !ok || c.CDB[1]&sanitizeImmed != 0 {
+		return ok
+	}
+	tick := time.NewTicker(abortPoll)
+	defer tick.Stop()
+	for {
+		select {
+		case <-done:
+			return u.sanitizer.state.Load() != sanitizeFailed || c.fail(condSanitizeFailed)
+		case <-tick.C:
+			if c.aborted() {
+				return c.fail(condAborted)
+			}
+		}
+	}
+}
+
+// beginSanitize stores the job of c, and runs it in the background.
+func (u *Unit) beginSanitize(c *Command, job *sanitizeJob) (done chan struct{}, ok bool) {
 	job.action, job.unrestricted = c.CDB[1]&saMask, c.CDB[1]&sanitizeAUSE != 0
 	s := &u.sanitizer
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	switch state := s.state.Load(); {
 	case c.aborted():
-		s.mu.Unlock()
-		return c.fail(condAborted)
+		return nil, c.fail(condAborted)
 	case state == sanitizeRunning: // another command was faster
-		s.mu.Unlock()
-		return c.failSense(u.sanitizing())
+		return nil, c.failSense(u.sanitizing())
 	case state == sanitizeFailed && !s.unrestricted && job.unrestricted:
-		s.mu.Unlock()
-		return c.failCDB(1, 5)
+		return nil, c.failCDB(1, 5)
 	case s.stop.Load():
-		s.mu.Unlock()
-		return c.fail(condInternal)
+		return nil, c.fail(condInternal)
 	}
 	if unsure, err := u.keepSanitize(job, false); err != nil {
 		k := condInternal
@@ -205,30 +222,10 @@ func (u *Unit) sanitize(c *Command, job *sanitizeJob) bool {
 			s.state.Store(sanitizeFailed)
 			k = condSanitizeFailed
 		}
-		s.mu.Unlock()
-		return c.fail(k)
+		return nil, c.fail(k)
 	}
 	u.sanitizeEvent(SanitizeEvent{Stage: SanitizeBegun, Action: job.action, Initiator: c.nexus.port.InitiatorName})
-	done := u.startSanitize(job)
-	s.mu.Unlock()
-	if c.CDB[1]&sanitizeImmed != 0 {
-		return true
-	}
-	tick := time.NewTicker(abortPoll)
-	defer tick.Stop()
-	for {
-		select {
-		case <-done:
-			if s.state.Load() == sanitizeFailed {
-				return c.fail(condSanitizeFailed)
-			}
-			return true
-		case <-tick.C:
-			if c.aborted() {
-				return c.fail(condAborted)
-			}
-		}
-	}
+	return u.startSanitize(job), true
 }
 
 // startSanitize runs a job that is stored already.

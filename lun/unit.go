@@ -1,11 +1,13 @@
 package lun
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
 	"math/bits"
+	"strings"
 	"sync"
 	"sync/atomic"
 
@@ -88,9 +90,7 @@ func New(s backend.Store, o Options) (*Unit, error) {
 		{&o.Product, "VIRTUAL-DISK", "product", 16},
 		{&o.Revision, "0001", "revision", 4},
 	} {
-		if *f.v == "" {
-			*f.v = f.def
-		}
+		*f.v = cmp.Or(*f.v, f.def)
 		if len(*f.v) > f.n || !printable(*f.v) {
 			return nil, fmt.Errorf("%s %q: want at most %d printable ASCII characters", f.what, *f.v, f.n)
 		}
@@ -133,12 +133,7 @@ func New(s backend.Store, o Options) (*Unit, error) {
 
 // printable reports whether s consists of printable ASCII characters.
 func printable(s string) bool {
-	for _, c := range []byte(s) {
-		if c < 0x20 || c > 0x7e {
-			return false
-		}
-	}
-	return true
+	return !strings.ContainsFunc(s, func(r rune) bool { return r < 0x20 || r > 0x7e })
 }
 
 // Size returns the capacity in bytes.

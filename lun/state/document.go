@@ -72,12 +72,8 @@ func Open[S State](format Format[S], path string, initial S) (*Document[S], erro
 // load reads the file, if it exists.
 func (d *Document[S]) load() error {
 	b, err := d.file.read()
-	if b == nil || err != nil {
-		return err
-	}
-	s, err := d.format.Decode(b)
-	if err == nil {
-		d.state = s
+	if b != nil && err == nil {
+		d.state, err = d.format.Decode(b)
 	}
 	return err
 }
@@ -89,10 +85,7 @@ func (d *Document[S]) Close() error {
 		return nil
 	}
 	d.closed = true
-	if err := d.file.unlock(); err != nil {
-		return d.wrap(err)
-	}
-	return nil
+	return d.wrap(d.file.unlock())
 }
 
 // State returns the state. The caller must not change what it refers to.
@@ -101,10 +94,7 @@ func (d *Document[S]) State() S { return d.state }
 // Replace stores s as the new state. s is on stable storage when Replace returns
 // nil. After an error the old state counts.
 func (d *Document[S]) Replace(s S) error {
-	if err := d.replace(s); err != nil {
-		return d.wrap(err)
-	}
-	return nil
+	return d.wrap(d.replace(s))
 }
 
 // replace does what Replace does, without the name of the file in errors.
@@ -137,9 +127,12 @@ func (d *Document[S]) Remove(s S) error {
 	return nil
 }
 
-// wrap adds the name of the file to err.
+// wrap adds the name of the file to err, which may be nil.
 func (d *Document[S]) wrap(err error) error {
-	if d.file.path == "" {
+	switch {
+	case err == nil:
+		return nil
+	case d.file.path == "":
 		return fmt.Errorf("ephemeral %s: %w", d.format.Name, err)
 	}
 	return fmt.Errorf("%s %s: %w", d.format.Name, d.file.path, err)

@@ -91,11 +91,15 @@ func (f *file) replace(b []byte) error {
 		os.Remove(tmp)
 		return err
 	}
-	if err := syncDir(filepath.Dir(f.path), f.fsync); err != nil {
-		return err
-	}
-	f.unsure = false
-	return nil
+	return f.settle()
+}
+
+// settle makes what was done to the name of the file durable.
+func (f *file) settle() error {
+	f.unsure = true
+	err := syncDir(filepath.Dir(f.path), f.fsync)
+	f.unsure = err != nil
+	return err
 }
 
 // remove removes the file, if it exists, so that a power failure does not bring it
@@ -107,12 +111,7 @@ func (f *file) remove() error {
 	case err != nil && !errors.Is(err, fs.ErrNotExist):
 		return err
 	}
-	f.unsure = true
-	if err := syncDir(filepath.Dir(f.path), f.fsync); err != nil {
-		return err
-	}
-	f.unsure = false
-	return nil
+	return f.settle()
 }
 
 // write creates a file with mode 0600 and content b, and syncs it.
@@ -133,11 +132,9 @@ func lockFile(path string) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	for {
+	err = syscall.EINTR
+	for err == syscall.EINTR {
 		err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
-		if err != syscall.EINTR {
-			break
-		}
 	}
 	switch err {
 	case nil:

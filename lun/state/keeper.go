@@ -106,10 +106,8 @@ func (k *Keeper[R]) change(unit string, with ...R) (unsure bool, err error) {
 	} else {
 		next.Units = append(next.Units, with...)
 	}
-	if err := k.doc.Replace(next); err != nil {
-		return k.doc.file.unsure, err
-	}
-	return false, nil
+	err = k.doc.Replace(next)
+	return err != nil && k.doc.file.unsure, err
 }
 
 // Check refuses records that are bad, and two of one unit.
