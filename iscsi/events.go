@@ -73,21 +73,22 @@ type LoginEvent struct {
 
 // A ConnectionEndedEvent is the end of a connection whose session continues.
 type ConnectionEndedEvent struct {
-	ConnAddr
-	Session SessionName
-	CID     uint16
-	Reason  string
-	Failed  bool          // neither side ended it on purpose
-	Lasted  time.Duration // since the target accepted the connection
+	Ending
+	CID uint16
 }
 
 // A SessionEndedEvent is the end of a session and of its last connection.
 type SessionEndedEvent struct {
-	ConnAddr // of the last connection; zero if that ended earlier
-	Session  SessionName
-	Reason   string
-	Failed   bool          // neither side ended it on purpose
-	Lasted   time.Duration // since login
+	Ending // its ConnAddr is of the last connection; zero if that ended earlier
+}
+
+// An Ending is the end of a connection or session.
+type Ending struct {
+	ConnAddr
+	Session SessionName
+	Reason  string
+	Failed  bool          // neither side ended it on purpose
+	Lasted  time.Duration // since the target accepted the connection, or since login
 }
 
 // Kind implements Event.
@@ -124,24 +125,22 @@ func (e LoginEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 
 // Log writes e as one line with the attributes extra: a warning if the connection failed.
 func (e ConnectionEndedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
-	attrs := append(e.ConnAddr.attrs(), e.Session.handle()...)
-	attrs = append(append(attrs, slog.Int("cid", int(e.CID))), extra...)
-	logEnd(l, "connection ended", e.Failed, append(attrs, e.Session.names()...), e.Reason, e.Lasted)
+	e.log(l, "connection ended", append([]slog.Attr{slog.Int("cid", int(e.CID))}, extra...))
 }
 
 // Log writes e as one line with the attributes extra: a warning if the session failed.
 func (e SessionEndedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
-	attrs := append(append(e.ConnAddr.attrs(), e.Session.handle()...), extra...)
-	logEnd(l, "session ended", e.Failed, append(attrs, e.Session.names()...), e.Reason, e.Lasted)
+	e.log(l, "session ended", extra)
 }
 
-func logEnd(l *slog.Logger, text string, failed bool, attrs []slog.Attr, reason string, lasted time.Duration) {
+func (e Ending) log(l *slog.Logger, text string, extra []slog.Attr) {
 	level := slog.LevelInfo
-	if failed {
+	if e.Failed {
 		level = slog.LevelWarn
 	}
-	l.LogAttrs(context.Background(), level, text,
-		append(attrs, slog.String("reason", reason), slog.Duration("duration", lasted.Round(time.Millisecond)))...)
+	attrs := append(append(e.ConnAddr.attrs(), e.Session.handle()...), extra...)
+	l.LogAttrs(context.Background(), level, text, append(append(attrs, e.Session.names()...),
+		slog.String("reason", e.Reason), slog.Duration("duration", e.Lasted.Round(time.Millisecond)))...)
 }
 
 func (a ConnAddr) attrs() []slog.Attr {
@@ -213,13 +212,11 @@ func (c *conn) reportEnd(last bool) {
 		return
 	}
 	c.opt.Events(ConnectionEndedEvent{
-		ConnAddr: c.addr(), Session: s.name(), CID: c.cid, Reason: reason, Failed: failed, Lasted: time.Since(c.serveOptions.Accepted),
+		Ending{c.addr(), s.name(), reason, failed, time.Since(c.serveOptions.Accepted)}, c.cid,
 	})
 }
 
 // reportEnd reports the end of s. addr names the last connection if s ended with it.
 func (s *session) reportEnd(addr ConnAddr, reason string, failed bool) {
-	s.node.opt.Load().Events(SessionEndedEvent{
-		ConnAddr: addr, Session: s.name(), Reason: reason, Failed: failed, Lasted: time.Since(s.started),
-	})
+	s.node.opt.Load().Events(SessionEndedEvent{Ending{addr, s.name(), reason, failed, time.Since(s.started)}})
 }

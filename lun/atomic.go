@@ -17,9 +17,7 @@ func beginCompareAndWrite(u *Unit, c *Command) bool {
 func consumeCompareAndWrite(u *Unit, c *Command, p []byte, _ uint64) bool {
 	want, instead := p[:len(p)/2], p[len(p)/2:]
 	pos := u.at(c, 0)
-	s := stripesOf(pos, int64(len(want)))
-	u.ranges.exclude(s)
-	defer u.ranges.admit(s)
+	defer u.ranges.exclude(stripesOf(pos, int64(len(want)))).release()
 	if !u.compare(c, want, pos, 0) {
 		return false
 	}
@@ -43,9 +41,7 @@ func consumeOrWrite(u *Unit, c *Command, p []byte, off uint64) bool {
 
 // orWrite sets the bits of p in the medium at pos; b is memory of p's length.
 func (u *Unit) orWrite(c *Command, b, p []byte, pos int64) bool {
-	s := stripesOf(pos, int64(len(p)))
-	u.ranges.exclude(s)
-	defer u.ranges.admit(s)
+	defer u.ranges.exclude(stripesOf(pos, int64(len(p)))).release()
 	if !c.readDone(u.store.ReadAt(b, pos)) {
 		return false
 	}
@@ -79,9 +75,7 @@ func endWriteAtomic(u *Unit, c *Command) {
 	p := c.whole
 	c.whole = nil
 	pos := u.at(c, 0)
-	s := stripesOf(pos, int64(len(p)))
-	u.ranges.exclude(s)
-	defer u.ranges.admit(s)
+	defer u.ranges.exclude(stripesOf(pos, int64(len(p)))).release()
 	old := make([]byte, len(p))
 	if !c.readDone(u.store.ReadAt(old, pos)) {
 		return

@@ -1,6 +1,10 @@
 package lun
 
-import "encoding/binary"
+import (
+	"encoding/binary"
+
+	"github.com/iser-target/iser-target/backend"
+)
 
 // readCapacity10 executes READ CAPACITY(10) (SBC-3, section 5.15).
 func readCapacity10(u *Unit, c *Command) bool {
@@ -30,4 +34,92 @@ func readCapacity16(u *Unit, c *Command) bool {
 		b[14] = lbpme | lbprz
 	}
 	return c.report(b, binary.BigEndian.Uint32(c.CDB[10:]))
+}
+
+const (
+	lbaStatusHeader = 8
+	lbaStatusDesc   = 16
+	maxLBAStatus    = 256 // descriptors in one answer
+
+	statusMapped      = 0
+	statusDeallocated = 1
+)
+
+// getLBAStatus executes GET LBA STATUS (SBC-3, section 5.4): where the store has data and where
+// it has holes.
+func getLBAStatus(u *Unit, c *Command) bool {
+	be := binary.BigEndian
+	lba, allocation := be.Uint64(c.CDB[2:]), be.Uint32(c.CDB[10:])
+	blocks := u.blocks.Load()
+	if lba >= blocks {
+		return c.failRange(lba)
+	}
+	b := c.zeroed(lbaStatusHeader)
+	// The initiator would not see more descriptors than it has room for.
+	descriptors := min(max(int(allocation)-lbaStatusHeader, lbaStatusDesc)/lbaStatusDesc, maxLBAStatus)
+	for range descriptors {
+		if lba == blocks {
+			break
+		}
+		mapped, n, err := u.blockStatus(lba)
+		if err != nil {
+			return c.readDone(err)
+		}
+		if n == 0 { // the unit became smaller
+			break
+		}
+		d := [lbaStatusDesc]byte{12: statusMapped}
+		if !mapped {
+			d[12] = statusDeallocated
+		}
+		be.PutUint64(d[:], lba)
+		be.PutUint32(d[8:], n)
+		b = append(b, d[:]...)
+		lba += uint64(n)
+	}
+	be.PutUint32(b, uint32(len(b)-4))
+	return c.report(b, allocation)
+}
+
+// blockStatus reports whether the block takes space, and how many blocks from there on have the
+// same answer.
+func (u *Unit) blockStatus(lba uint64) (mapped bool, n uint32, err error) {
+	const limit = 1<<32 - 1 // of the descriptor
+	blocks := u.blocks.Load()
+	for first := lba; lba < blocks; {
+		m, octets, err := backend.Extent(u.store, int64(lba<<u.shift))
+		if err != nil {
+			return false, 0, err
+		}
+		blocks := uint64(octets) >> u.shift
+		if blocks == 0 { // begins and ends within the block: some of it takes space
+			m, blocks = true, 1
+		} else if m && octets&int64(u.info.BlockSize-1) != 0 {
+			blocks++
+		}
+		if lba != first && m != mapped {
+			break
+		}
+		mapped = m
+		lba += blocks
+		if n = uint32(min(lba-first, limit)); n == limit {
+			break
+		}
+	}
+	return mapped, n, nil
+}
+
+// readDefectData10 executes READ DEFECT DATA(10) (SBC-3, section 5.17). The list is empty, in any
+// format.
+func readDefectData10(_ *Unit, c *Command) bool {
+	b := c.zeroed(4)
+	b[1] = c.CDB[2] // REQ_PLIST, REQ_GLIST and format become PLISTV, GLISTV and format
+	return c.report(b, uint32(binary.BigEndian.Uint16(c.CDB[7:])))
+}
+
+// readDefectData12 executes READ DEFECT DATA(12) (SBC-3, section 5.18).
+func readDefectData12(_ *Unit, c *Command) bool {
+	b := c.zeroed(8)
+	b[1] = c.CDB[1]
+	return c.report(b, binary.BigEndian.Uint32(c.CDB[6:]))
 }

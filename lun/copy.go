@@ -219,20 +219,15 @@ func (c *Command) parseCSCD(d []byte, at int) (l *itl, ok bool) {
 func (c *Command) parseSegment(d []byte, i int, units []*itl) (s segment, ok bool) {
 	const dc = 0x02 // the number of blocks is that of the destination
 	be := binary.BigEndian
-	unit := func(index uint16) (*itl, bool) {
-		switch {
-		case int(index) >= len(units):
-			return nil, c.failCopy(condUnreachableCopyTarget, i)
+	for j, end := range [...]**itl{&s.from, &s.to} {
+		switch index := int(be.Uint16(d[4+2*j:])); {
+		case index >= len(units):
+			return s, c.failCopy(condUnreachableCopyTarget, i)
 		case units[index] == nil:
-			return nil, c.failCopy(condCopyTargetNotReachable, i)
+			return s, c.failCopy(condCopyTargetNotReachable, i)
+		default:
+			*end = units[index]
 		}
-		return units[index], true
-	}
-	if s.from, ok = unit(be.Uint16(d[4:])); !ok {
-		return s, false
-	}
-	if s.to, ok = unit(be.Uint16(d[6:])); !ok {
-		return s, false
 	}
 	s.n = int64(be.Uint16(d[10:])) << s.from.unit.shift
 	if d[1]&dc != 0 {
@@ -317,11 +312,8 @@ func (c *Command) copyStep(s segment, p []byte, off, n int64, overlap bool) (don
 		return 0, false, errAborted
 	case !c.mayUse(s.from, opRead16), !c.mayUse(s.to, opWrite16):
 		return 0, false, nil
-	case n == 0:
-	case overlap:
-		done, err = n, s.copyPiece(p[:n], off)
-	default:
-		done, err = s.copyRun(p, off, n)
+	case n > 0:
+		done, err = s.copyRun(p, off, n, overlap)
 	}
 	return done, true, err
 }
@@ -330,8 +322,7 @@ func (c *Command) copyStep(s segment, p []byte, off, n int64, overlap bool) (don
 // EXTENDED COPY of a preempted nexus may be a command for another logical unit.
 func (u *Unit) endCopies() {
 	if u.copying.Load() > 0 {
-		u.ranges.exclude(^stripeSet(0))
-		u.ranges.admit(^stripeSet(0))
+		u.ranges.exclude(allStripes).release()
 	}
 }
 
@@ -345,34 +336,12 @@ func (c *Command) mayUse(l *itl, op byte) bool {
 		(row.flags&writes == 0 || l.protection() == condNone)
 }
 
-// copyPiece copies the bytes at offset off of the segment; p is memory for them.
+// copyRun copies from offset off of the segment as far as the source has only data or only a hole,
+// but no more than n bytes, and returns how many. If the ranges overlap it copies all n, which have
+// room in p.
 //
 // Preconditions: the stripes of both ranges are held.
-func (s segment) copyPiece(p []byte, off int64) error {
-	n := int64(len(p))
-	s.assertLocked(off, n)
-	from, to := s.from.unit, s.to.unit
-	if err := cmp.Or(from.barred(), to.barred()); err != nil {
-		return err
-	}
-	mapped, run, err := backend.Extent(from.store, s.fromPos+off)
-	if err != nil {
-		return err
-	}
-	if !mapped && run >= n {
-		return to.makeHole(s.toPos+off, n)
-	}
-	if err := from.store.ReadAt(p, s.fromPos+off); err != nil {
-		return err
-	}
-	return to.store.WriteAt(p, s.toPos+off)
-}
-
-// copyRun copies from offset off of the segment as far as the source has only data or only a
-// hole, but no more than n bytes. The ranges do not overlap; p is memory.
-//
-// Preconditions: the stripes of both ranges are held.
-func (s segment) copyRun(p []byte, off, n int64) (int64, error) {
+func (s segment) copyRun(p []byte, off, n int64, overlap bool) (int64, error) {
 	s.assertLocked(off, n)
 	from, to := s.from.unit, s.to.unit
 	if err := cmp.Or(from.barred(), to.barred()); err != nil {
@@ -382,11 +351,19 @@ func (s segment) copyRun(p []byte, off, n int64) (int64, error) {
 	if err != nil {
 		return 0, err
 	}
-	n = min(n, run)
-	if !mapped {
+	if !overlap {
+		n = min(n, run)
+	}
+	switch {
+	case !mapped && run >= n:
 		return n, to.makeHole(s.toPos+off, n)
+	case !overlap:
+		return n, backend.Copy(to.store, s.toPos+off, from.store, s.fromPos+off, n, p)
 	}
-	return n, backend.Copy(to.store, s.toPos+off, from.store, s.fromPos+off, n, p)
+	if err := from.store.ReadAt(p[:n], s.fromPos+off); err != nil {
+		return 0, err
+	}
+	return n, to.store.WriteAt(p[:n], s.toPos+off)
 }
 
 // makeHole makes n bytes at pos zeros, which take no space if the store can give space back.
@@ -406,18 +383,16 @@ func (s segment) lock(off, n int64) (unlock func()) {
 	first, second := s.from.unit, s.to.unit
 	a, b := stripesOf(s.fromPos+off, n), stripesOf(s.toPos+off, n)
 	if first == second {
-		first.ranges.share(a | b)
-		return func() { first.ranges.unshare(a | b) }
+		return first.ranges.share(a | b).release
 	}
 	// In the order of their numbers, or two copies could wait for one another.
 	if second.number < first.number {
 		first, second, a, b = second, first, b, a
 	}
-	first.ranges.share(a)
-	second.ranges.share(b)
+	heldA, heldB := first.ranges.share(a), second.ranges.share(b)
 	return func() {
-		second.ranges.unshare(b)
-		first.ranges.unshare(a)
+		heldB.release()
+		heldA.release()
 	}
 }
 

@@ -15,7 +15,7 @@
 //     sense.go the errors that they end with;
 //   - rw.go, atomic.go and copy.go move data, ranges.go keeps commands on the
 //     same range apart;
-//   - inquiry.go, mode.go, capacity.go, logpages.go, lbastatus.go and opcodes.go
+//   - inquiry.go, mode.go, capacity.go, logpages.go, and opcodes.go
 //     report;
 //   - reserve.go, prstate.go, persistent_in.go and persistent_out.go reserve, and
 //     alua.go has the states of target port groups;

@@ -356,9 +356,9 @@ func (u *Unit) setModes(touched, set uint32) error {
 	}
 	// No write is in progress here. So writes that began with a cache end before
 	// the sync, and those that begin after it are durable.
-	u.ranges.exclude(^stripeSet(0))
+	all := u.ranges.exclude(allStripes)
 	u.mode.Store(now)
-	u.ranges.admit(^stripeSet(0))
+	all.release()
 	if old&^now&modeWCE != 0 || now&^old&modeSWP != 0 {
 		return u.sync()
 	}

@@ -27,6 +27,8 @@ type rangeLocks [stripes]struct {
 // A stripeSet is a set of stripes, by number.
 type stripeSet uint64
 
+const allStripes = ^stripeSet(0)
+
 // stripesOf returns the stripes of n bytes at off.
 func stripesOf(off, n int64) stripeSet {
 	if n <= 0 {
@@ -34,7 +36,7 @@ func stripesOf(off, n int64) stripeSet {
 	}
 	first, last := off/stripeSpan, (off+n-1)/stripeSpan
 	if last-first >= stripes-1 {
-		return ^stripeSet(0)
+		return allStripes
 	}
 	return stripeSet(bits.RotateLeft64(1<<(last-first+1)-1, int(first%stripes)))
 }
@@ -49,28 +51,35 @@ func (l *rangeLocks) assertHeld(off, n int64) {
 	}
 }
 
-// share holds stripes for reading, until unshare.
-func (l *rangeLocks) share(s stripeSet) {
-	for ; s != 0; s &= s - 1 {
-		l[bits.TrailingZeros64(uint64(s))].RLock()
-	}
+// heldStripes are stripes that share or exclude holds, until release.
+type heldStripes struct {
+	locks     *rangeLocks
+	stripes   stripeSet
+	exclusive bool
 }
 
-func (l *rangeLocks) unshare(s stripeSet) {
-	for ; s != 0; s &= s - 1 {
-		l[bits.TrailingZeros64(uint64(s))].RUnlock()
+// share holds stripes for reading.
+func (l *rangeLocks) share(s stripeSet) heldStripes {
+	for left := s; left != 0; left &= left - 1 {
+		l[bits.TrailingZeros64(uint64(left))].RLock()
 	}
+	return heldStripes{l, s, false}
 }
 
-// exclude holds stripes for writing, until admit.
-func (l *rangeLocks) exclude(s stripeSet) {
-	for ; s != 0; s &= s - 1 {
-		l[bits.TrailingZeros64(uint64(s))].Lock()
+// exclude holds stripes for writing.
+func (l *rangeLocks) exclude(s stripeSet) heldStripes {
+	for left := s; left != 0; left &= left - 1 {
+		l[bits.TrailingZeros64(uint64(left))].Lock()
 	}
+	return heldStripes{l, s, true}
 }
 
-func (l *rangeLocks) admit(s stripeSet) {
-	for ; s != 0; s &= s - 1 {
-		l[bits.TrailingZeros64(uint64(s))].Unlock()
+func (h heldStripes) release() {
+	for s := h.stripes; s != 0; s &= s - 1 {
+		if stripe := &h.locks[bits.TrailingZeros64(uint64(s))]; h.exclusive {
+			stripe.Unlock()
+		} else {
+			stripe.RUnlock()
+		}
 	}
 }

@@ -94,17 +94,13 @@ func wantsFUA(cdb []byte) bool { return cdb[0]>>5 != 0 && cdb[1]&fua != 0 }
 
 // read fills p from pos, apart from COMPARE AND WRITE and its like.
 func (u *Unit) read(p []byte, pos int64) error {
-	s := stripesOf(pos, int64(len(p)))
-	u.ranges.share(s)
-	defer u.ranges.unshare(s)
+	defer u.ranges.share(stripesOf(pos, int64(len(p)))).release()
 	return u.store.ReadAt(p, pos)
 }
 
 // write writes p at pos, apart from COMPARE AND WRITE and its like.
 func (u *Unit) write(p []byte, pos int64, durable bool) error {
-	s := stripesOf(pos, int64(len(p)))
-	u.ranges.share(s)
-	defer u.ranges.unshare(s)
+	defer u.ranges.share(stripesOf(pos, int64(len(p)))).release()
 	return u.writeLocked(p, pos, durable)
 }
 
@@ -127,9 +123,7 @@ func (u *Unit) writeLocked(p []byte, pos int64, durable bool) error {
 
 // shared calls f, which changes a range, apart from COMPARE AND WRITE and its like.
 func (u *Unit) shared(pos, n int64, f func(pos, n int64) error) error {
-	s := stripesOf(pos, n)
-	u.ranges.share(s)
-	defer u.ranges.unshare(s)
+	defer u.ranges.share(stripesOf(pos, n)).release()
 	if err := u.barred(); err != nil {
 		return err
 	}
@@ -267,9 +261,7 @@ func endVerify(u *Unit, c *Command) {
 
 // compareShared does what compare does, for callers that do not hold the range.
 func (u *Unit) compareShared(c *Command, p []byte, pos int64, base uint64) bool {
-	s := stripesOf(pos, int64(len(p)))
-	u.ranges.share(s)
-	defer u.ranges.unshare(s)
+	defer u.ranges.share(stripesOf(pos, int64(len(p)))).release()
 	return u.compare(c, p, pos, base)
 }
 

@@ -239,9 +239,9 @@ func (u *Unit) startSanitize(job *sanitizeJob) (done chan struct{}) {
 	s.done = done
 	s.progress.Store(0)
 	// Writes in progress end here, and later ones see the state.
-	u.ranges.exclude(^stripeSet(0))
+	all := u.ranges.exclude(allStripes)
 	s.state.Store(sanitizeRunning)
-	u.ranges.admit(^stripeSet(0))
+	all.release()
 	go func() {
 		defer close(done)
 		s.state.Store(u.endSanitize(job, job.run(u)))

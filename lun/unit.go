@@ -326,9 +326,9 @@ func (u *Unit) CutOff() { u.gone.Store(true) }
 // progress in the unit change nothing in the store from then on.
 func (u *Unit) Detach() backend.Store {
 	u.sanitizer.close()
-	u.ranges.exclude(^stripeSet(0))
+	all := u.ranges.exclude(allStripes)
 	u.detached.Store(true)
-	u.ranges.admit(^stripeSet(0))
+	all.release()
 	return u.store
 }
 
