@@ -88,10 +88,7 @@ func (c *conn) arrange(t *Task) {
 	if t.isOrdered() {
 		s.ordered++
 	}
-	t.mayWait = s.ordered > 0
-	if t.isCommand() && s.gate.enter(t) {
-		t.mayWait = true
-	}
+	t.mayWait = t.isCommand() && s.gate.enter(t) || s.ordered > 0
 }
 
 // leave takes t out of the table. It belongs in the critical section that queues the last PDU of t

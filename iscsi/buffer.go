@@ -19,8 +19,7 @@ const (
 // A Buffer holds a piece of a task's data. It has one owner: the task from budget.try or budget.wait
 // until Datamover.PutData succeeds, then the mover, which gives it back with Release.
 type Buffer struct {
-	data   []byte // as long as its class
-	class  int
+	data   []byte  // as long as its class
 	budget *budget // nil while the Buffer is in the pool
 
 	refs atomic.Int32 // owners in addition to the first one
@@ -86,7 +85,7 @@ type bufferPool struct {
 func (p *bufferPool) get(g *budget, class int) *Buffer {
 	b, _ := p.classes[class].Get().(*Buffer)
 	if b == nil {
-		b = &Buffer{data: make([]byte, 1<<(minBufferShift+class)), class: class}
+		b = &Buffer{data: make([]byte, 1<<(minBufferShift+class))}
 	}
 	b.budget = g
 	p.out.Add(1)
@@ -97,7 +96,7 @@ func (p *bufferPool) get(g *budget, class int) *Buffer {
 func (p *bufferPool) put(b *Buffer) {
 	p.out.Add(-1)
 	p.bytes.Add(-int64(len(b.data)))
-	p.classes[b.class].Put(b)
+	p.classes[bufferClass(len(b.data))].Put(b)
 }
 
 // A quota bounds how many bytes of something a connection has. Tasks that find it used up wait in

@@ -124,19 +124,16 @@ func (t *Task) runCommand() {
 		t.abandon()
 		return
 	}
+	out, in := t.expected()
 	if t.refusal != (lun.Sense{}) {
 		c.sess.nexus.Refuse(&t.cmd, t.refusal)
-		t.complete()
-		return
+	} else {
+		t.cmd.Expected = uint64(out)
+		t.begun = c.sess.nexus.Begin(&t.cmd)
 	}
-	out, in := t.expected()
-	t.cmd.Expected = uint64(out)
-	if !c.sess.nexus.Begin(&t.cmd) {
-		t.complete()
-		return
-	}
-	t.begun = true
 	switch {
+	case !t.begun:
+		t.complete()
 	case t.cmd.DataOut > 0 && in > 0:
 		// The initiator and the CDB do not agree on the direction. Without an expected length they
 		// merely disagree on the amount: overflow. Data-in that goes nowhere does no harm, but
@@ -337,10 +334,7 @@ func (t *Task) abandon() {
 		return
 	}
 	c := t.conn
-	if t.begun {
-		t.cmd.Fail(senseAborted)
-	}
-	t.endBegun(true)
+	t.endAborted()
 	c.mu.Lock()
 	aborted := t.aborted.Load() // and not ended by a connection that fails
 	c.drop(t)
@@ -348,6 +342,14 @@ func (t *Task) abandon() {
 	if aborted {
 		c.tellWindow()
 	}
+}
+
+// endAborted does the work of endBegun for a command that ends without a response.
+func (t *Task) endAborted() {
+	if t.begun {
+		t.cmd.Fail(senseAborted)
+	}
+	t.endBegun(true)
 }
 
 // endBegun gives back what the data phase has taken, and counts the command. It returns false if

@@ -53,7 +53,7 @@ type conn struct {
 	opt          *Options // of the node, when the connection began
 	portal       *Portal
 	serveOptions ServeOptions
-	dm           mover
+	dm           Datamover
 	piece        int // bytes of data moved at once
 
 	// Login sets these. They do not change afterwards.
@@ -101,11 +101,12 @@ type conn struct {
 func newConn(p *Portal, dm Datamover, o ServeOptions) *conn {
 	nd, opt := p.node, p.node.opt.Load()
 	c := &conn{
-		node: nd, opt: opt, portal: p, serveOptions: o, dm: newMover(dm), piece: opt.MaxTransferPiece,
+		node: nd, opt: opt, portal: p, serveOptions: o, piece: opt.MaxTransferPiece,
 		recvLimit: loginDataLength,
 		ending:    make(chan struct{}),
 		done:      make(chan struct{}),
 	}
+	c.use(dm)
 	c.slots.max, c.slots.freed.L = slotsFor(opt.QueueDepth), &c.slots.mu
 	c.join(newShared(c.slots.max))
 	c.baton.init()
@@ -116,6 +117,18 @@ func newConn(p *Portal, dm Datamover, o ServeOptions) *conn {
 		c.serve(false)
 	}
 	return c
+}
+
+// use makes dm the mover of the connection.
+func (c *conn) use(dm Datamover) {
+	c.dm = dm
+	c.putOff.deferrer, _ = dm.(Deferrer)
+}
+
+// reassigner returns the mover as a Reassigner, or nil if it is none.
+func (c *conn) reassigner() Reassigner {
+	r, _ := c.dm.(Reassigner)
+	return r
 }
 
 // sendAhead returns how many bytes of data may wait to be sent at a time.
@@ -216,7 +229,7 @@ func (c *conn) shut(reason error, keep bool) (failed bool) {
 	}
 	was, fence := c.phase, c.shared.fence
 	c.enterPhase(phaseEnded)
-	dm, heldBack := c.dm.Datamover, c.unexpected.heldBack
+	dm, heldBack := c.dm, c.unexpected.heldBack
 	c.unexpected.heldBack = nil
 	if keep && failed && c.recovers() && !c.sess.closed || c.recovery.suspends.Load() {
 		c.suspend(nil)
@@ -287,21 +300,14 @@ func (c *conn) endReason(err error) error {
 	return errPeerClosed
 }
 
-// isEnded reports whether the connection has ended, or is ending.
-func (c *conn) isEnded() bool {
+// endedBy returns why the connection is ending, or err if it is not or nobody said why.
+func (c *conn) endedBy(err error) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.phase == phaseEnded
-}
-
-// endedBy returns why the connection is ending.
-func (c *conn) endedBy() error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.reason == nil {
-		return errPeerClosed
+	if c.reason != nil {
+		return c.reason
 	}
-	return c.reason
+	return err
 }
 
 // linger waits until the initiator has closed the connection, or LogoutWait.

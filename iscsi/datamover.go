@@ -233,26 +233,3 @@ var (
 	ErrDataLost   = errors.New("data was lost: digest or sequence error")
 	ErrDataAmount = errors.New("data differs from the amount requested")
 )
-
-// A mover is a Datamover with its optional interfaces, found once. Those that it does not have are
-// nil.
-type mover struct {
-	Datamover
-	canceler     Canceler
-	deferrer     Deferrer
-	reassigner   Reassigner
-	renegotiator Renegotiator
-	repeater     Repeater
-	upgrader     Upgrader
-}
-
-func newMover(dm Datamover) mover {
-	m := mover{Datamover: dm}
-	m.canceler, _ = dm.(Canceler)
-	m.deferrer, _ = dm.(Deferrer)
-	m.reassigner, _ = dm.(Reassigner)
-	m.renegotiator, _ = dm.(Renegotiator)
-	m.repeater, _ = dm.(Repeater)
-	m.upgrader, _ = dm.(Upgrader)
-	return m
-}

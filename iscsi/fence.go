@@ -117,11 +117,7 @@ func (s *session) releaseHeldLocked() (sent, awaited []*conn) {
 			f.conn, f.statSN = c, c.statSN
 		}
 		c.leave(t)
-		if c.sendStatus(t) != nil { // which has ended the connection
-			if !t.recovery.kept {
-				c.freeTask(t)
-			}
-		} else if !slices.Contains(sent, c) {
+		if c.sendStatus(t) == nil && !slices.Contains(sent, c) { // an error has ended the connection
 			sent = append(sent, c)
 		}
 	}

@@ -20,15 +20,16 @@ const (
 //     sends what is queued before Receive waits for the initiator (Deferrer.Defer).
 //   - newTask sends before it waits for a slot.
 type putOffFlush struct {
-	pending atomic.Bool // written by the holder of the baton
-	inARow  int         // answers put off; guarded by the baton, also where that is kept free
+	deferrer Deferrer    // the mover; nil: it is none, and nothing is put off
+	pending  atomic.Bool // written by the holder of the baton
+	inARow   int         // answers put off; guarded by the baton, also where that is kept free
 }
 
 // notePending notes whether a whole PDU has come after the last notice.
 //
 // Preconditions: c.baton is held.
 func (c *conn) notePending() {
-	if d := c.dm.deferrer; d != nil {
+	if d := c.putOff.deferrer; d != nil {
 		if p := d.Pending(); p != c.putOff.pending.Load() {
 			c.putOff.pending.Store(p)
 		}
@@ -38,7 +39,7 @@ func (c *conn) notePending() {
 // flush sends what the caller has queued for a command, or puts that off.
 func (c *conn) flush() {
 	if c.putOff.pending.Load() {
-		putOff, d := false, c.dm.deferrer
+		putOff, d := false, c.putOff.deferrer
 		c.baton.ifFree(func() {
 			if putOff = c.putOff.inARow < maxPutOff && d.Pending(); putOff {
 				c.putOff.inARow++

@@ -3,6 +3,7 @@ package iscsi
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"net"
 	"slices"
 	"time"
@@ -43,16 +44,12 @@ type ConnInfo struct {
 // Sessions returns the sessions in full feature phase, ascending by TSIH.
 func (nd *Node) Sessions() []SessionInfo {
 	nd.mu.Lock()
-	all := make([]*session, 0, len(nd.sessions))
-	for _, s := range nd.sessions {
-		all = append(all, s)
-	}
+	all := slices.SortedFunc(maps.Values(nd.sessions), func(a, b *session) int { return cmp.Compare(a.tsih, b.tsih) })
 	nd.mu.Unlock()
 	list := make([]SessionInfo, len(all))
 	for i, s := range all {
 		list[i] = s.info()
 	}
-	slices.SortFunc(list, func(a, b SessionInfo) int { return cmp.Compare(a.TSIH, b.TSIH) })
 	return list
 }
 
@@ -91,8 +88,7 @@ func (s *session) info() SessionInfo {
 	}
 	if s.nexus != nil {
 		info.LUNs, info.Counts, info.Transport = s.nexus.LUNs(), s.nexus.Counts(), s.nexus.Transport()
-		took := s.nexus.Latencies()
-		info.Latencies = &took
+		info.Latencies = new(s.nexus.Latencies())
 	}
 	s.shared.mu.Lock()
 	defer s.shared.mu.Unlock()

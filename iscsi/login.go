@@ -48,8 +48,8 @@ func (c *conn) login() error {
 	err := l.run()
 	var refusal *loginError
 	refused := errors.As(err, &refusal)
-	if err != nil && !refused && c.isEnded() {
-		err = c.endedBy() // err may only say that the socket is closed
+	if err != nil && !refused {
+		err = c.endedBy(err) // err may only say that the socket is closed
 	}
 	l.reportLogin(err)
 	if err == nil {
@@ -209,10 +209,7 @@ func (l *login) negotiate() error {
 // joins returns the session that the first request names, which may belong to another initiator, or
 // nil.
 func (l *login) joins() *session {
-	nd := l.conn.node
-	nd.mu.Lock()
-	defer nd.mu.Unlock()
-	if s := nd.sessions[l.first.TSIH]; s != nil && s.key.isid == l.first.ISID {
+	if s, _ := l.conn.node.session(l.first.TSIH); s != nil && s.key.isid == l.first.ISID {
 		return s
 	}
 	return nil
@@ -247,7 +244,8 @@ func (l *login) newNegotiation() *keys.Negotiation {
 func (c *conn) limits() keys.Limits {
 	limits := c.opt.Limits
 	limits.RDMA = c.dm.RDMA()
-	limits.StepUp = c.dm.upgrader != nil && c.portal.StepUp != nil
+	_, upgrades := c.dm.(Upgrader)
+	limits.StepUp = upgrades && c.portal.StepUp != nil
 	return limits
 }
 
@@ -394,7 +392,7 @@ func (l *login) enterFullFeature() error {
 func (l *login) stepUp() error {
 	l.enabling = true
 	c := l.conn
-	nc, prefix, err := c.dm.upgrader.Upgrade()
+	nc, prefix, err := c.dm.(Upgrader).Upgrade()
 	if err != nil {
 		return fmt.Errorf("sending failed: %w", err)
 	}
@@ -408,7 +406,7 @@ func (l *login) stepUp() error {
 		dm.Close()
 		return errPeerClosed // login finds the real reason
 	}
-	c.dm = newMover(dm)
+	c.use(dm)
 	c.slots.mu.Lock()
 	c.slots.free, c.slots.made = nil, 0 // they were made for the old Datamover
 	c.slots.mu.Unlock()
@@ -422,7 +420,7 @@ func (l *login) respond(rsp pdu.LoginResponse, data []byte) error {
 	c := l.conn
 	t := c.newTask()
 	if t == nil {
-		return c.endedBy()
+		return c.endedBy(errPeerClosed)
 	}
 	t.fromTarget = true
 	rsp.ISID, rsp.ITT, rsp.DataSegmentLength = l.first.ISID, l.req.ITT, len(data)
@@ -440,7 +438,7 @@ func (l *login) respond(rsp pdu.LoginResponse, data []byte) error {
 		c.freeTask(t)
 		return fmt.Errorf("sending failed: %w", err)
 	}
-	dm := c.dm.Datamover // the receive deadline does not bound sending
+	dm := c.dm // the receive deadline does not bound sending
 	timer := time.AfterFunc(max(time.Until(l.deadline), 0)+c.opt.LogoutWait, func() { dm.Close() })
 	dm.Flush()
 	if !timer.Stop() {

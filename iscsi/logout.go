@@ -14,24 +14,26 @@ var errLoggedOut = errors.New("logged out on another connection")
 func (t *Task) runLogout() {
 	c := t.conn
 	reason := t.header().LogoutReason()
+	other := t.header().CID() != c.cid
 	switch {
 	case reason > pdu.LogoutForRecovery, c.sess.discovery && reason != pdu.LogoutCloseSession:
 		t.rejectRequest(pdu.RejectProtocolError)
-		return
 	case reason == pdu.LogoutForRecovery && !c.recovers():
 		t.respondLogout(pdu.LogoutRecoveryNotSupported)
-		return
-	case reason == pdu.LogoutForRecovery && t.header().CID() == c.cid:
-		t.removeOwn()
-		return
-	case reason == pdu.LogoutForRecovery:
+	case reason == pdu.LogoutForRecovery && other:
 		t.removeOther()
-		return
-	case reason == pdu.LogoutCloseConnection && t.header().CID() != c.cid:
+	case reason == pdu.LogoutForRecovery:
+		t.removeOwn()
+	case reason == pdu.LogoutCloseConnection && other:
 		t.logoutOther()
-		return
+	default:
+		t.logoutOwn(reason == pdu.LogoutCloseSession)
 	}
+}
 
+// logoutOwn closes the connection of the Logout Request, or its whole session.
+func (t *Task) logoutOwn(session bool) {
+	c := t.conn
 	c.mu.Lock()
 	if c.phase != phaseFullFeature { // another logout was first
 		c.drop(t)
@@ -39,7 +41,7 @@ func (t *Task) runLogout() {
 		return
 	}
 	leaving := []*conn{c}
-	if reason == pdu.LogoutCloseSession {
+	if session {
 		leaving = c.sess.closeLocked()
 	}
 	for _, o := range leaving {
@@ -47,7 +49,7 @@ func (t *Task) runLogout() {
 			o.enterPhase(phaseLogout)
 		}
 	}
-	covered := func(u *Task) bool { return u != t && (u.conn == c || reason == pdu.LogoutCloseSession) }
+	covered := func(u *Task) bool { return u != t && (u.conn == c || session) }
 	c.shared.terminate(covered)
 	c.shared.callOff(covered)
 	for c.phase == phaseLogout && c.shared.tasks.any(covered) {

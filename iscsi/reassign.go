@@ -135,7 +135,7 @@ func (t *Task) detach() {
 		return
 	}
 	t.bound = false
-	if r := t.conn.dm.reassigner; r != nil {
+	if r := t.conn.reassigner(); r != nil {
 		t.recovery.progress = r.Detach(t)
 	}
 }
@@ -144,14 +144,7 @@ func (t *Task) detach() {
 //
 // Preconditions: c.mu is held.
 func (c *conn) dropParked(t *Task) {
-	if t.begun {
-		t.begun = false
-		t.cmd.Fail(senseAborted)
-		c.sess.nexus.End(&t.cmd) // of a command that has failed: nothing happens
-	}
-	if t.isCommand() {
-		c.sess.nexus.Count(&t.cmd, t.off, true)
-	}
+	t.endAborted() // of a command that has failed: the backend is not called
 	c.drop(t)
 }
 
@@ -334,7 +327,7 @@ func (s *session) byCID(cid uint16) *conn {
 // reassign serves TASK REASSIGN (sections 7.2.2 and 11.5.1). The task continues after the response.
 func (t *Task) reassign() byte {
 	c := t.conn
-	if c.dm.reassigner == nil || !c.recovers() {
+	if c.reassigner() == nil || !c.recovers() {
 		return pdu.ReassignNotSupported
 	}
 	slot := c.newTask() // for the reassigned task
@@ -363,7 +356,7 @@ func (t *Task) adopt(ref *Task, l *lostConn, slot *Task, at Resumption) bool {
 	c := t.conn
 	oldMover := ref.Mover
 	ref.Mover = slot.Mover
-	if err := c.dm.reassigner.Rebind(ref, t, at); err != nil {
+	if err := c.reassigner().Rebind(ref, t, at); err != nil {
 		ref.Mover = oldMover
 		c.freeTask(slot)
 		return false
@@ -394,7 +387,7 @@ func (t *Task) adopt(ref *Task, l *lostConn, slot *Task, at Resumption) bool {
 // 11.5.1).
 func (t *Task) answerAgain() bool {
 	c, tag := t.conn, t.header().ReferencedTaskTag()
-	if c.dm.reassigner == nil || !c.recovers() {
+	if c.reassigner() == nil || !c.recovers() {
 		return false
 	}
 	c.mu.Lock()

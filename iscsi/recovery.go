@@ -87,8 +87,7 @@ type statusStore struct {
 // openStore makes the store of a connection whose login has agreed on an ErrorRecoveryLevel above
 // 0. It takes slots in addition to those of the window.
 func (c *conn) openStore() {
-	r := c.dm.repeater
-	on := r != nil
+	r, on := c.dm.(Repeater)
 	if c.params.RDMAExtensions {
 		r, on = nil, c.params.ErrorRecoveryLevel == 2
 	}
@@ -511,24 +510,17 @@ func (t *Task) resendStatus() (queued bool, reason pdu.RejectReason, next uint32
 			return false, pdu.RejectSNACK, 0
 		}
 	}
-	for sn := begin; sn != begin+n; {
-		u := s.at(sn)
-		switch {
-		case u == nil: // acknowledged meanwhile
-		case c.awaitSent(u):
+	for sn := begin; sn != begin+n; sn++ {
+		if u := c.awaitSent(func() *Task { return s.at(sn) }); u != nil { // else acknowledged meanwhile
 			c.resend(u)
-		default:
-			c.mu.Lock()
-			continue
 		}
-		sn++
 	}
 	return false, 0, 0
 }
 
 // resend queues the PDU of a task in the store once more.
 //
-// Preconditions: c.mu is held, and awaitSent has returned true.
+// Preconditions: c.mu is held; awaitSent has returned u.
 func (c *conn) resend(u *Task) {
 	c.setUse(u, true, true)
 	c.stampWindow(u)
@@ -549,48 +541,52 @@ func (t *Task) resegmentData() (queued bool, reason pdu.RejectReason, next uint3
 	if all := c.sendAhead(); c.sending.take(all) || c.sending.wait(t, all) {
 		defer c.sending.release(all)
 	}
-	for {
-		c.mu.Lock()
-		u := c.referenced(h.ITT())
-		if u == nil || !u.header().Read() {
-			c.mu.Unlock()
-			return false, pdu.RejectProtocolError, 0
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	u := c.awaitSent(func() *Task {
+		if u := c.referenced(h.ITT()); u != nil && u.header().Read() {
+			return u
 		}
-		if !c.awaitSent(u) {
-			continue
-		}
-		c.stampWindow(t)
-		queued, err := c.recovery.store.repeater.Resegment(u, t)
-		if err != nil {
-			u.resend.refused.Store(true)
-			c.mu.Unlock()
-			return false, pdu.RejectSNACK, 0
-		}
-		u.recovery.snackTag = tag
-		if u.recovery.kept {
-			pdu.BHS(u.Header[:]).SetSNACKTag(tag)
-			c.resend(u)
-		}
-		c.mu.Unlock()
-		return queued, 0, 0
+		return nil
+	})
+	if u == nil {
+		return false, pdu.RejectProtocolError, 0
 	}
+	c.stampWindow(t)
+	queued, err := c.recovery.store.repeater.Resegment(u, t)
+	if err != nil {
+		u.resend.refused.Store(true)
+		return false, pdu.RejectSNACK, 0
+	}
+	u.recovery.snackTag = tag
+	if u.recovery.kept {
+		pdu.BHS(u.Header[:]).SetSNACKTag(tag)
+		c.resend(u)
+	}
+	return queued, 0, 0
 }
 
-// awaitSent returns true if the PDU of u is not on its way. Otherwise it unlocks c.mu, waits until
-// the PDU has left, and returns false without c.mu.
+// awaitSent returns what find returns, once the PDU of that task is not on its way. It unlocks c.mu
+// while it waits, and then calls find again.
 //
 // Preconditions: c.mu is held.
-func (c *conn) awaitSent(u *Task) bool {
+func (c *conn) awaitSent(find func() *Task) *Task {
 	invariant.Held(&c.mu)
-	c.slots.mu.Lock()
-	if !u.resend.sending {
+	for {
+		u := find()
+		if u == nil {
+			return nil
+		}
+		c.slots.mu.Lock()
+		if !u.resend.sending {
+			c.slots.mu.Unlock()
+			return u
+		}
+		c.mu.Unlock()
+		for u.resend.sending {
+			c.slots.freed.Wait()
+		}
 		c.slots.mu.Unlock()
-		return true
+		c.mu.Lock()
 	}
-	c.mu.Unlock()
-	defer c.slots.mu.Unlock()
-	for u.resend.sending {
-		c.slots.freed.Wait()
-	}
-	return false
 }

@@ -33,12 +33,8 @@ func (c *conn) respond(t *Task) {
 	small := t.isCommand() && (t.header().Write() || t.off <= maxPutOffData)
 	c.leave(t)
 	err := c.sendStatus(t)
-	stays := err != nil && t.recovery.kept // once it is queued, t belongs to the mover
 	c.mu.Unlock()
 	if err != nil {
-		if !stays {
-			c.freeTask(t)
-		}
 		c.end(fmt.Errorf("sending failed: %w", err))
 		return
 	}
@@ -49,7 +45,8 @@ func (c *conn) respond(t *Task) {
 	}
 }
 
-// sendStatus numbers the PDU in t.Header and queues it.
+// sendStatus numbers the PDU in t.Header and queues it. If that fails the slot of t is free, unless
+// the PDU stays in the store.
 //
 // Preconditions: c.mu is held.
 func (c *conn) sendStatus(t *Task) error {
@@ -61,10 +58,12 @@ func (c *conn) sendStatus(t *Task) error {
 	c.statSN++
 	err := c.dm.SendControl(t)
 	switch {
-	case err != nil && t.recovery.kept && t.isCommand() && c.recovers(): // sent, but lost
+	case err == nil: // t belongs to the mover
+	case t.recovery.kept && t.isCommand() && c.recovers(): // sent, but lost
 		c.setUse(t, true, false)
-	case err != nil:
+	default:
 		c.unkeep(t)
+		c.freeTask(t)
 	}
 	return err
 }

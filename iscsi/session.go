@@ -144,53 +144,55 @@ func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *tar
 	timeout := time.NewTimer(c.opt.ReinstatementWait)
 	defer timeout.Stop()
 	for {
+		var old []*conn
+		var refusal *loginError
 		nd.mu.Lock()
 		s := nd.find(key)
 		switch {
 		case nd.stopping:
-			nd.mu.Unlock()
-			return &loginError{pdu.LoginUnavailable, errShutdown}
+			refusal = &loginError{pdu.LoginUnavailable, errShutdown}
 		case t != nil && !nd.has(t):
 			// The rules that admitted the initiator may not hold any longer.
-			nd.mu.Unlock()
-			return refuse(pdu.LoginUnavailable, "target was changed or removed during login")
+			refusal = refuse(pdu.LoginUnavailable, "target was changed or removed during login")
 		case s != nil && !s.discovery && s.params.CHAPName != c.params.CHAPName:
 			// Section 9.2: only the user that opened a session replaces or joins it. A discovery
 			// session has nothing to protect.
-			nd.mu.Unlock()
-			return refuse(pdu.LoginAuthentication, "session of this initiator port belongs to another CHAP user")
+			refusal = refuse(pdu.LoginAuthentication, "session of this initiator port belongs to another CHAP user")
 		case req.TSIH != 0 && (s == nil || s.tsih != req.TSIH):
-			nd.mu.Unlock()
-			return errNoSession
+			refusal = errNoSession
 		case req.TSIH != 0:
-			old, refusal := s.addConn(c)
-			nd.mu.Unlock()
-			if refusal != nil {
-				return refusal
-			}
-			for _, o := range old {
-				o.shut(errReinstated, true)
-			}
-			for _, o := range old {
-				if refusal := c.awaitEnd(o.done, timeout.C); refusal != nil {
-					return refusal
-				}
-			}
-			if len(old) > 0 {
-				s.remove(req.CID, req.ExpStatSN)
-			}
-			return nil
+			old, refusal = s.addConn(c)
 		case s == nil:
-			refusal := nd.open(c, key, t)
-			nd.mu.Unlock()
-			return refusal
+			refusal = nd.open(c, key, t)
 		}
 		nd.mu.Unlock()
+		switch {
+		case refusal != nil || s == nil:
+			return refusal
+		case req.TSIH != 0:
+			return s.reinstate(c, old, req, timeout.C)
+		}
 		s.end(errReinstated)
 		if refusal := c.awaitEnd(s.done, timeout.C); refusal != nil {
 			return refusal
 		}
 	}
+}
+
+// reinstate ends the old connections with the CID of c, which has joined s.
+func (s *session) reinstate(c *conn, old []*conn, req *pdu.LoginRequest, timeout <-chan time.Time) *loginError {
+	for _, o := range old {
+		o.shut(errReinstated, true)
+	}
+	for _, o := range old {
+		if refusal := c.awaitEnd(o.done, timeout); refusal != nil {
+			return refusal
+		}
+	}
+	if len(old) > 0 {
+		s.remove(req.CID, req.ExpStatSN)
+	}
+	return nil
 }
 
 var errNoSession = refuse(pdu.LoginNoSession, "TSIH names no session of this initiator port")
@@ -203,7 +205,7 @@ func (c *conn) awaitEnd(done <-chan struct{}, timeout <-chan time.Time) *loginEr
 	case <-timeout:
 		return refuse(pdu.LoginUnavailable, "tasks of the session or connection that this login replaces have not ended yet")
 	case <-c.ending:
-		return &loginError{pdu.LoginUnavailable, fmt.Errorf("connection was closed during reinstatement: %w", c.endedBy())}
+		return &loginError{pdu.LoginUnavailable, fmt.Errorf("connection was closed during reinstatement: %w", c.endedBy(errPeerClosed))}
 	}
 }
 

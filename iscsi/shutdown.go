@@ -40,19 +40,12 @@ func (nd *Node) Shutdown(ctx context.Context) error {
 			c.stop(errShutdown)
 		}
 	}
-	grace := time.NewTimer(wait)
-	defer grace.Stop()
-	graceOver := false
+	grace, cancel := context.WithTimeout(ctx, wait)
+	defer cancel()
 	for _, c := range asked {
-		if graceOver {
-			break
-		}
 		select {
 		case <-c.done:
-		case <-grace.C:
-			graceOver = true
-		case <-ctx.Done():
-			graceOver = true
+		case <-grace.Done():
 		}
 	}
 	for _, c := range conns {
@@ -98,13 +91,12 @@ func (nd *Node) EndSession(ctx context.Context, tsih uint16, grace time.Duration
 		}
 	}
 	if asked {
-		wait := time.NewTimer(grace)
-		defer wait.Stop()
+		wait, cancel := context.WithTimeout(ctx, grace)
+		defer cancel()
 		select {
 		case <-s.done:
 			return nil
-		case <-wait.C:
-		case <-ctx.Done():
+		case <-wait.Done():
 		}
 	}
 	for _, c := range conns {

@@ -42,25 +42,21 @@ func (tt *taskTable) remove(t *Task) {
 	}
 }
 
-// any reports whether f holds for any task.
+// any reports whether f holds for any task. f may remove the task.
 func (tt *taskTable) any(f func(*Task) bool) bool {
 	for _, t := range tt.buckets {
-		for ; t != nil; t = t.nextByITT {
+		for t != nil {
+			next := t.nextByITT
 			if f(t) {
 				return true
 			}
+			t = next
 		}
 	}
 	return false
 }
 
-// each calls f for every task. f may remove it.
+// each calls f for every task. f may remove the task.
 func (tt *taskTable) each(f func(*Task)) {
-	for _, t := range tt.buckets {
-		for t != nil {
-			next := t.nextByITT
-			f(t)
-			t = next
-		}
-	}
+	tt.any(func(t *Task) bool { f(t); return false })
 }

@@ -3,7 +3,6 @@ package iscsi
 import (
 	"bytes"
 	"cmp"
-	"errors"
 	"net"
 	"strconv"
 	"strings"
@@ -24,11 +23,6 @@ type textExchange struct {
 	neg  *keys.Negotiation
 }
 
-// errText says why a Text Request is rejected.
-type errText pdu.RejectReason
-
-func (e errText) Error() string { return "text request rejected with reason " + strconv.Itoa(int(e)) }
-
 // runText answers a Text Request.
 func (t *Task) runText() {
 	c := t.conn
@@ -41,89 +35,82 @@ func (t *Task) runText() {
 		return
 	}
 	x := &c.text
-	answer, final, cont, err := c.textAnswer(t)
+	answer, final, cont, reason := c.textAnswer(t)
 	t.data = nil // the answer may have to wait for the network
-	var reject errText
-	h := pdu.BHS(t.Header[:])
-	switch {
-	case errors.As(err, &reject):
+	ttt, flags := uint32(pdu.ReservedTag), byte(pdu.FlagF)
+	if reason != 0 || final {
 		*x = textExchange{ttt: x.ttt}
-	case final:
-		*x = textExchange{ttt: x.ttt}
-		h.Reset(pdu.TextResp, pdu.FlagF)
-		h.SetTTT(pdu.ReservedTag)
-	default:
+	} else {
 		x.open, x.itt = true, t.header().ITT()
 		if x.ttt++; x.ttt == pdu.ReservedTag {
 			x.ttt = 0
 		}
-		var flags byte
+		ttt, flags = x.ttt, 0
 		if cont {
 			flags = pdu.FlagC
 		}
-		h.Reset(pdu.TextResp, flags)
-		h.SetTTT(x.ttt)
 	}
-	h.SetITT(t.header().ITT())
-	t.Segment = answer
 	c.mu.Lock()
 	c.textBusy = false // before the answer leaves: the next request may follow at once
 	c.mu.Unlock()
-	if err != nil {
-		t.rejectRequest(pdu.RejectReason(reject))
+	if reason != 0 {
+		t.rejectRequest(reason)
 		return
 	}
+	h := t.beginPDU(pdu.TextResp, t.header().ITT())
+	h.SetFlags(flags)
+	h.SetTTT(ttt)
+	t.Segment = answer
 	c.respond(t)
 }
 
 // textAnswer returns the next part of the answer in the exchange that t begins or continues. final
 // reports whether it is the last PDU of the exchange, cont whether the text continues in the next
-// one. An error is an errText.
-func (c *conn) textAnswer(t *Task) (answer []byte, final, cont bool, err error) {
+// one. A reason other than 0 rejects the request.
+func (c *conn) textAnswer(t *Task) (answer []byte, final, cont bool, reason pdu.RejectReason) {
 	x, h := &c.text, t.header()
 	more := len(t.data) > 0
 	switch {
-	case h.Final() && h.Continue(): // section 6.2
-		return nil, false, false, errText(pdu.RejectProtocolError)
-	case x.open && h.ITT() != x.itt: // section 6.2
-		return nil, false, false, errText(pdu.RejectProtocolError)
+	case h.Final() && h.Continue(), x.open && h.ITT() != x.itt: // section 6.2
+		return nil, false, false, pdu.RejectProtocolError
 	case h.TTT() == pdu.ReservedTag: // begins, or begins again (section 6.4)
 		*x = textExchange{ttt: x.ttt}
 	case !x.open || h.TTT() != x.ttt: // section 11.10.4
-		return nil, false, false, errText(pdu.RejectInvalidField)
+		return nil, false, false, pdu.RejectInvalidField
 	}
 	if len(x.out) > 0 {
 		if more { // section 6.2
-			return nil, false, false, errText(pdu.RejectProtocolError)
+			return nil, false, false, pdu.RejectProtocolError
 		}
 		answer, cont = c.cutText()
-		return answer, !cont && h.Final(), cont, nil
+		return answer, !cont && h.Final(), cont, 0
 	}
 	if len(x.in)+len(t.data) > keys.MaxText {
-		return nil, false, false, errText(pdu.RejectOutOfResources)
+		return nil, false, false, pdu.RejectOutOfResources
 	}
 	x.in = append(x.in, t.data...)
 	if h.Continue() {
-		return nil, false, false, nil
+		return nil, false, false, 0
 	}
-	if x.out, err = c.answerText(x); err != nil {
-		return nil, false, false, errText(pdu.RejectProtocolError)
+	var ok bool
+	if x.out, ok = c.answerText(x); !ok {
+		return nil, false, false, pdu.RejectProtocolError
 	}
 	x.in = nil
 	if h.Final() && x.neg != nil {
 		p, err := x.neg.Finish()
 		if err != nil {
-			return nil, false, false, errText(pdu.RejectProtocolError)
+			return nil, false, false, pdu.RejectProtocolError
 		}
 		c.mu.Lock()
 		c.params.InitiatorAlias, c.params.MaxRecvDataSegmentLength = p.InitiatorAlias, p.MaxRecvDataSegmentLength
 		c.mu.Unlock()
-		if r := c.dm.renegotiator; r != nil {
+		if r, ok := c.dm.(Renegotiator); ok {
 			r.SetMaxSendSegment(int(p.MaxRecvDataSegmentLength))
 		}
 	}
 	answer, cont = c.cutText()
-	return answer, !cont && h.Final(), cont, nil
+	return answer, !cont && h.Final(), cont, 0
 }
 
 // cutText takes from the answer what one PDU can carry, and reports whether there is more.
@@ -134,38 +121,37 @@ func (c *conn) cutText() (part []byte, more bool) {
 	return part, len(x.out) > 0
 }
 
-// answerText answers the text collected in x.
-func (c *conn) answerText(x *textExchange) ([]byte, error) {
+// answerText answers the text collected in x, unless that violates the protocol.
+func (c *conn) answerText(x *textExchange) (out []byte, ok bool) {
 	pairs, err := keys.ParseText(x.in)
 	if err != nil {
-		return nil, err
+		return nil, false
 	}
-	var out []byte
 	var answers []keys.Pair
 	asked := false
 	for _, p := range pairs {
 		if p.Key == "SendTargets" {
 			if asked { // of a text full of them the answer would be very long
-				return nil, errText(pdu.RejectProtocolError)
+				return nil, false
 			}
 			asked = true
 			answers = c.sendTargets(p.Value, answers)
 			continue
 		}
 		if c.sess.discovery { // nothing else in discovery (section 4.3)
-			return nil, errText(pdu.RejectProtocolError)
+			return nil, false
 		}
 		if x.neg == nil {
 			x.neg = keys.NewText(c.limits(), c.params)
 		}
 		if answers, err = x.neg.Offer(keys.FullFeature, p, answers); err != nil {
-			return nil, err
+			return nil, false
 		}
 	}
 	for _, p := range answers {
 		out = keys.AppendPair(out, p)
 	}
-	return out, nil
+	return out, true
 }
 
 // sendTargets appends the answer to SendTargets=which (RFC 7143, appendix C). Discovery sessions may

@@ -43,7 +43,7 @@ func init() { // as requests
 //
 // Preconditions: c.baton is held.
 func (t *Task) takeTMF(*Notice) error {
-	if r := t.conn.dm.reassigner; r != nil && t.header().Function() == pdu.TaskReassign {
+	if r := t.conn.reassigner(); r != nil && t.header().Function() == pdu.TaskReassign {
 		r.Advertised(t)
 		t.bound = true
 	}
@@ -142,7 +142,7 @@ func (s *shared) callOff(match func(*Task) bool) {
 		if t.state != taskFetching || !t.aborted.Load() || !match(t) || c.phase == phaseEnded {
 			return
 		}
-		if m := c.dm.canceler; m != nil && m.CancelData(t) {
+		if m, ok := c.dm.(Canceler); ok && m.CancelData(t) {
 			t.fetched, t.fetchErr = true, errCalledOff
 			c.begin(t)
 		}
