@@ -132,15 +132,10 @@ func (q *quota) wait(t *Task, n int) bool {
 		q.mu.Unlock()
 		return false
 	}
-	if q.waiters.Empty() && q.free >= n {
-		q.free -= n
-		q.mu.Unlock()
-		return true
-	}
 	t.wants, t.granted = n, false
 	q.waiters.Push(t, &t.waiter)
+	q.serve()
 	q.mu.Unlock()
-
 	<-t.wake
 	return t.granted
 }

@@ -263,26 +263,13 @@ func (c *conn) shut(reason error, keep bool) (failed bool) {
 // owns reports whether t is one of the connection's tasks.
 func (c *conn) owns(t *Task) bool { return t.conn == c }
 
-// enter keeps finish waiting while a goroutine other than the connection's own uses it. It fails
-// if the connection is ending. Otherwise the caller has to call c.workers.Done.
-func (c *conn) enter() bool {
+// start runs f, which may wait for the network, on a goroutine of its own, unless the connection is
+// ending. finish waits for it.
+func (c *conn) start(f func()) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.phase == phaseEnded {
-		return false
-	}
-	c.workers.Add(1)
-	return true
-}
-
-// start runs f, which may wait for the network, on a goroutine of its own, unless the connection is
-// ending.
-func (c *conn) start(f func()) {
-	if c.enter() {
-		go func() {
-			defer c.workers.Done()
-			f()
-		}()
+	if c.phase != phaseEnded {
+		c.workers.Go(f)
 	}
 }
 

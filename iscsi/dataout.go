@@ -12,54 +12,56 @@ import (
 //
 // Preconditions: c.baton is held.
 func (c *conn) dataOut(n *Notice) {
-	h := pdu.BHS(n.BHS)
 	c.mu.Lock()
+	reason := c.takeDataOut(n)
+	c.mu.Unlock()
+	if reason != 0 {
+		c.reject(n, reason, unexpected)
+	}
+}
+
+// takeDataOut does the work of dataOut. A reason other than 0 rejects the PDU.
+//
+// Preconditions: c.baton and c.mu are held.
+func (c *conn) takeDataOut(n *Notice) (reason pdu.RejectReason) {
+	h := pdu.BHS(n.BHS)
+	unsolicited := h.TTT() == pdu.ReservedTag
 	t := c.shared.tasks.find(h.ITT())
 	if t != nil && t.conn != c {
 		t = nil // data comes where the command came (section 4.2.2)
 	}
-	if t == nil || !t.needsData || h.TTT() != pdu.ReservedTag {
-		c.mu.Unlock()
-		reason := pdu.RejectProtocolError
-		if t == nil && h.TTT() == pdu.ReservedTag {
-			reason = pdu.RejectInvalidField // of a task that has ended, perhaps
-		}
-		c.reject(n, reason, unexpected)
-		return
+	switch {
+	case t == nil && unsolicited:
+		return pdu.RejectInvalidField // of a task that has ended, perhaps
+	case t == nil || !t.needsData || !unsolicited:
+		return pdu.RejectProtocolError
 	}
-	end := uint64(h.BufferOffset()) + uint64(len(n.Data))
-	var wrong pdu.RejectReason
 	if c.recovery.store.repeater != nil && h.LUN() == t.header().LUN() && h.DataSN() != t.dataSN {
 		if pdu.Before(h.DataSN(), t.dataSN) { // a duplicate
-			c.mu.Unlock()
-			return
+			return 0
 		}
 		t.recovery.gap, t.dataSN = true, h.DataSN()
 	}
+	end := uint64(h.BufferOffset()) + uint64(len(n.Data))
 	switch {
 	case h.LUN() != t.header().LUN(), h.DataSN() != t.dataSN: // sections 4.2.5.3 and 11.7.5
-		wrong = pdu.RejectProtocolError
+		reason = pdu.RejectProtocolError
 	case t.refusal != (lun.Sense{}), t.recovery.gap: // the data is not needed
 	case h.BufferOffset() != t.arrived, end > uint64(t.unsolicited):
-		wrong = pdu.RejectInvalidField
+		reason = pdu.RejectInvalidField
 	default:
 		copy(t.room()[t.arrived:], n.Data)
 		t.arrived = uint32(end)
 	}
 	t.dataSN = h.DataSN() + 1
-	if wrong != 0 {
+	incomplete := h.Final() && t.refusal == (lun.Sense{}) && !t.recovery.gap && t.arrived != t.unsolicited
+	if reason != 0 || incomplete { // section 4.2.5.2
 		t.refusal = senseWrongAmount
 	}
 	if h.Final() {
-		if t.refusal == (lun.Sense{}) && !t.recovery.gap && t.arrived != t.unsolicited { // section 4.2.5.2
-			t.refusal = senseWrongAmount
-		}
 		c.endUnsolicited(t)
 	}
-	c.mu.Unlock()
-	if wrong != 0 {
-		c.reject(n, wrong, unexpected)
-	}
+	return reason
 }
 
 // endUnsolicited lets t continue when the last unsolicited Data-Out has come. From the place where

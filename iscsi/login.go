@@ -62,11 +62,7 @@ func (c *conn) login() error {
 			c.sess.leave(c)
 			c.sess = nil
 		}
-		var data []byte
-		for _, p := range l.refusalKeys {
-			data = keys.AppendPair(data, p)
-		}
-		if l.respond(pdu.LoginResponse{Status: refusal.status}, data) == nil {
+		if l.respond(pdu.LoginResponse{Status: refusal.status}, keys.AppendPair(nil, l.refusalKeys...)) == nil {
 			c.linger()
 		}
 	}
@@ -144,7 +140,7 @@ func (l *login) check() error {
 	}
 	f := &l.first
 	switch {
-	case l.conn.node.isStopping():
+	case l.conn.node.stopping.Load():
 		return &loginError{pdu.LoginUnavailable, errShutdown}
 	case r.VersionMin > pdu.Version:
 		return refuse(pdu.LoginVersion, fmt.Sprintf("initiator supports version %d and up", r.VersionMin))
@@ -200,9 +196,7 @@ func (l *login) negotiate() error {
 	} else {
 		answers = l.neg.Declare(answers)
 	}
-	for _, p := range answers {
-		l.out = keys.AppendPair(l.out, p)
-	}
+	l.out = keys.AppendPair(l.out, answers...)
 	return nil
 }
 
@@ -217,20 +211,18 @@ func (l *login) joins() *session {
 
 // expectCmdSN sets the window that Login Responses carry until the end of login.
 func (l *login) expectCmdSN() {
-	c, s := l.conn, l.joins()
-	var exp, max uint32
-	if s != nil {
+	own, s := l.conn.shared, l.joins()
+	if s != nil { // its lock comes first, as in join
 		s.shared.mu.Lock()
-		exp, max = s.shared.win.exp, s.shared.win.max
-		s.shared.mu.Unlock()
+		defer s.shared.mu.Unlock()
 	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	own.mu.Lock()
+	defer own.mu.Unlock()
 	if s == nil {
-		c.shared.win.open(l.first.CmdSN, c.opt.QueueDepth)
+		own.win.open(l.first.CmdSN, l.conn.opt.QueueDepth)
 		return
 	}
-	c.shared.win.exp, c.shared.win.max = exp, max
+	own.win.exp, own.win.max = s.shared.win.exp, s.shared.win.max
 }
 
 func (l *login) newNegotiation() *keys.Negotiation {

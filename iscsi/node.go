@@ -151,7 +151,7 @@ type Node struct {
 	lastTSIH uint16
 	ended    [lun.Transports]lun.Latencies // of sessions that have ended
 	conns    map[*conn]struct{}            // from the call of Serve to its end
-	stopping bool
+	stopping atomic.Bool                   // Shutdown has been called
 }
 
 // counters are the parts of Stats that change without a lock.

@@ -149,7 +149,7 @@ func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *tar
 		nd.mu.Lock()
 		s := nd.find(key)
 		switch {
-		case nd.stopping:
+		case nd.stopping.Load():
 			refusal = &loginError{pdu.LoginUnavailable, errShutdown}
 		case t != nil && !nd.has(t):
 			// The rules that admitted the initiator may not hold any longer.

@@ -14,13 +14,6 @@ import (
 
 var errShutdown = errors.New("target shuts down")
 
-// isStopping reports whether Shutdown has been called.
-func (nd *Node) isStopping() bool {
-	nd.mu.Lock()
-	defer nd.mu.Unlock()
-	return nd.stopping
-}
-
 // Shutdown ends everything. The node refuses logins from now on, and asks the initiators of normal
 // sessions to log out (Asynchronous Message 1, RFC 7143, section 11.9.1). After ShutdownWait it
 // tells those that have not done so that it drops the connection, and disconnects them. Shutdown
@@ -28,7 +21,7 @@ func (nd *Node) isStopping() bool {
 func (nd *Node) Shutdown(ctx context.Context) error {
 	wait := nd.opt.Load().ShutdownWait
 	nd.mu.Lock()
-	nd.stopping = true
+	nd.stopping.Store(true)
 	conns := slices.Collect(maps.Keys(nd.conns))
 	nd.mu.Unlock()
 

@@ -148,10 +148,7 @@ func (c *conn) answerText(x *textExchange) (out []byte, ok bool) {
 			return nil, false
 		}
 	}
-	for _, p := range answers {
-		out = keys.AppendPair(out, p)
-	}
-	return out, true
+	return keys.AppendPair(nil, answers...), true
 }
 
 // sendTargets appends the answer to SendTargets=which (RFC 7143, appendix C). Discovery sessions may

@@ -44,13 +44,11 @@ func (ct *connTimer) stop() {
 // connection ends.
 func (c *conn) watch(d time.Duration, f func() (next time.Duration)) {
 	c.timer.set(d, func() {
-		if !c.enter() {
-			return
-		}
-		defer c.workers.Done()
-		if next := f(); next > 0 {
-			c.watch(next, f)
-		}
+		c.start(func() {
+			if next := f(); next > 0 {
+				c.watch(next, f)
+			}
+		})
 	})
 }
 

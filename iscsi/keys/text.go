@@ -60,12 +60,15 @@ func ParseText(b []byte) ([]Pair, error) {
 	return pairs, nil
 }
 
-// AppendPair appends p and its NUL to dst.
-func AppendPair(dst []byte, p Pair) []byte {
-	dst = append(dst, p.Key...)
-	dst = append(dst, '=')
-	dst = append(dst, p.Value...)
-	return append(dst, 0)
+// AppendPair appends the pairs to dst, each with its NUL.
+func AppendPair(dst []byte, pairs ...Pair) []byte {
+	for _, p := range pairs {
+		dst = append(dst, p.Key...)
+		dst = append(dst, '=')
+		dst = append(dst, p.Value...)
+		dst = append(dst, 0)
+	}
+	return dst
 }
 
 // ParseNumber parses a numerical-value (RFC 7143, section 6.1): a decimal-constant or a
