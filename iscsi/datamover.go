@@ -151,10 +151,10 @@ type EnableDatamover func(nc net.Conn, prefix []byte, timeout time.Duration) (Da
 // way. SendControl may be called again for a task whose PDU has left.
 type Repeater interface {
 	// Repeat queues again the Data-In PDUs of t from DataSN begin on, or its R2T if that is
-	// unanswered: length of them, or all if length is 0. If begin is 0 too, it queues all that are
-	// not acknowledged. ExpCmdSN and MaxCmdSN come from by.Header. The mover calls by.Sent when the
-	// last PDU has left, unless queued is false, which means that it had nothing to send. next is the DataSN or
-	// R2TSN with which t continues. Errors are ErrNeverSent and ErrGivenUp.
+	// unanswered: length of them, or all if length is 0. If begin is 0 too, it queues all that are not
+	// acknowledged. ExpCmdSN and MaxCmdSN come from by.Header. The mover calls by.Sent when the last
+	// PDU has left, unless queued is false, which means that it had nothing to send. next is the
+	// DataSN or R2TSN with which t continues. Errors are ErrNeverSent and ErrGivenUp.
 	Repeat(t, by *Task, begin, length uint32) (queued bool, next uint32, err error)
 
 	// Resegment queues again all Data-In of t that is not acknowledged, in PDUs of the length that

@@ -69,8 +69,7 @@ func (t *Task) logoutOwn(session bool) {
 	c.halfClose()
 }
 
-// logoutOther closes another connection of the session, the one with the CID of the Logout
-// Request.
+// logoutOther closes another connection of the session, the one with the CID of the Logout Request.
 func (t *Task) logoutOther() {
 	s := t.conn.sess
 	o := s.byCID(t.header().CID())
