@@ -47,7 +47,7 @@ type Memory struct {
 	closed atomic.Bool
 	root   atomic.Pointer[[]atomic.Pointer[leaf]] // Resize replaces it by a longer one
 
-	mu sync.Mutex // held by makeLeaf, Resize and Close
+	mu sync.Mutex // held by makeSlot, Resize and Close
 }
 
 type leaf [leafPages]slot
@@ -136,8 +136,8 @@ func (m *Memory) Resize(size int64) error {
 // leaf returns the leaf of off, or nil.
 func (m *Memory) leaf(off int64) *leaf { return (*m.root.Load())[off/leafSpan].Load() }
 
-// makeLeaf returns the leaf of off, which it allocates if necessary; nil: the store is closed.
-func (m *Memory) makeLeaf(off int64) *leaf {
+// makeSlot returns the slot of off, whose leaf it allocates if necessary; nil: the store is closed.
+func (m *Memory) makeSlot(off int64) *slot {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.closed.Load() {
@@ -147,7 +147,7 @@ func (m *Memory) makeLeaf(off int64) *leaf {
 	if p.Load() == nil {
 		p.Store(new(leaf))
 	}
-	return p.Load()
+	return m.slot(off)
 }
 
 // ReadAt implements Store. It does not allocate.
@@ -286,17 +286,15 @@ func (m *Memory) slot(off int64) *slot {
 }
 
 func (s *slot) read(p []byte, in int) {
-	if s == nil {
-		clear(p)
-		return
+	if s != nil {
+		s.mu.RLock()
+		defer s.mu.RUnlock()
+		if s.page != nil {
+			copy(p, s.page[in:])
+			return
+		}
 	}
-	s.mu.RLock()
-	defer s.mu.RUnlock()
-	if s.page == nil {
-		clear(p)
-		return
-	}
-	copy(p, s.page[in:])
+	clear(p)
 }
 
 // write writes p, which is within one page, at offset off of the store and in of the page.
@@ -306,11 +304,9 @@ func (m *Memory) write(p []byte, off int64, in int) error {
 		if isZero(p) {
 			return nil
 		}
-		l := m.makeLeaf(off)
-		if l == nil {
+		if s = m.makeSlot(off); s == nil {
 			return ErrClosed // by a concurrent Close
 		}
-		s = &l[off%leafSpan/memoryPage]
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -104,14 +104,11 @@ func (c *Config) readSecrets() (errs errorList) {
 		}
 		if *s.secret != "" {
 			errs.addf(s.key+".secret_file", "cannot be combined with secret")
-			continue
-		}
-		secret, err := readSecret(s.file)
-		if err != nil {
+		} else if secret, err := readSecret(s.file); err != nil {
 			errs.addf(s.key+".secret_file", "%s: %s", s.file, reasonOf(err))
-			continue
+		} else {
+			*s.secret = secret
 		}
-		*s.secret = secret
 	}
 	return errs
 }
@@ -193,10 +190,7 @@ func (a *Auth) check(key string, errs *errorList) {
 			errs.addf(key+".name", "%q is the name of %s", u.Name, first)
 		}
 		names[u.Name] = key
-		if u.Initiator == "" {
-			continue
-		}
-		if _, err := security.Compile([]string{u.Initiator}); err != nil {
+		if _, err := security.Compile([]string{u.Initiator}); u.Initiator != "" && err != nil {
 			errs.addf(key+".initiator", "%v", err)
 		}
 	}

@@ -241,9 +241,7 @@ func readEnvironment() (tree map[string]any, names map[string]string, errs error
 	names = map[string]string{}
 	known := EnvNames()
 	for name, key := range known {
-		if err := v.BindEnv(key); err != nil {
-			errs.addf(name, "%v", err)
-		}
+		v.BindEnv(key) // fails only without a key
 		if v.IsSet(key) {
 			names[key] = name
 		}

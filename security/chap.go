@@ -129,8 +129,6 @@ type CHAPIdentity struct {
 	Secret Secret
 }
 
-func (i CHAPIdentity) isZero() bool { return i == CHAPIdentity{} }
-
 func (i CHAPIdentity) check() error {
 	if i.Name == "" || len(i.Name) > MaxCHAPName || strings.ContainsRune(i.Name, 0) {
 		return fmt.Errorf("CHAP name must have 1 to %d bytes and no NUL", MaxCHAPName)
@@ -190,7 +188,7 @@ func NewCHAP(cfg CHAPConfig) (*CHAP, error) {
 		if err := u.check(); err != nil {
 			return nil, err
 		}
-		if u.Target.isZero() {
+		if u.Target == (CHAPIdentity{}) {
 			u.Target = cfg.Target
 		}
 		if u.Initiator == "" {
@@ -207,7 +205,7 @@ func NewCHAP(cfg CHAPConfig) (*CHAP, error) {
 		of[u.Secret] = u.Name
 	}
 	for _, u := range c.users {
-		if u.Target.isZero() {
+		if u.Target == (CHAPIdentity{}) {
 			continue
 		}
 		if err := u.Target.check(); err != nil {

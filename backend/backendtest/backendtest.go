@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"math/rand/v2"
 	"sync"
@@ -181,12 +182,8 @@ func testRange(t *testing.T, s *suite) {
 		{0, math.MaxInt64}, {1, math.MaxInt64}, {math.MaxInt64, math.MaxInt64},
 		{0, -1}, {512, -512}, {size, -1}, {0, math.MinInt64}, {size, math.MinInt64},
 	}
-	calls := map[string]func(s backend.Store, off, n int64) error{
-		"ReadAt": func(s backend.Store, off, n int64) error { return s.ReadAt(make([]byte, buffer(n)), off) },
-	}
-	for name, change := range changes {
-		calls[name] = change
-	}
+	calls := maps.Clone(changes)
+	calls["ReadAt"] = func(s backend.Store, off, n int64) error { return s.ReadAt(make([]byte, buffer(n)), off) }
 	for name, call := range calls {
 		for _, r := range outside {
 			if name != "Discard" && name != "Zero" && (r.n != int64(buffer(r.n))) {
