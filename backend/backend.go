@@ -33,8 +33,7 @@ type Info struct {
 	BlockSize          uint32 // bytes of a logical block: 512 or 4096
 	PhysicalBlockSize  uint32 // bytes of a physical block, at least BlockSize
 	DiscardGranularity uint32 // bytes; 0: Discard cannot free space
-	// DiscardAlignment is the offset in bytes of the first whole granule, or
-	// DiscardUnaligned.
+	// DiscardAlignment is the offset in bytes of the first whole granule, or DiscardUnaligned.
 	DiscardAlignment int64
 	ReadOnly         bool
 	// VolatileCache means that a loss of power may lose a completed WriteAt until Sync has
@@ -205,10 +204,9 @@ func Prefetch(s Store, off, n int64) error {
 // A Copier is a Store that can copy from another Store without moving the data through this
 // process. Its method follows the rules of Store's methods.
 type Copier interface {
-	// CopyFrom copies the first bytes of [srcOff, srcOff+n) of src to off, and returns how
-	// many: 0 if src is of another kind, less than n if it cannot copy the rest. After a
-	// failure [off, off+n) is indeterminate. src may be the Store itself if the ranges do
-	// not overlap.
+	// CopyFrom copies the first bytes of [srcOff, srcOff+n) of src to off, and returns how many: 0
+	// if src is of another kind, less than n if it cannot copy the rest. After a failure [off,
+	// off+n) is indeterminate. src may be the Store itself if the ranges do not overlap.
 	CopyFrom(off int64, src Store, srcOff, n int64) (done int64, err error)
 }
 

@@ -13,8 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// BlockConfig describes a block store. The zero value of a field other than Path means its
-// default.
+// BlockConfig describes a block store. The zero value of a field other than Path means its default.
 type BlockConfig struct {
 	Path string
 	// BlockSize is 512 or 4096, and at least the device's logical sector size, the default.
@@ -133,9 +132,8 @@ func ioctl(fd int, request uint, arg unsafe.Pointer) error {
 }
 
 // discardLimits returns DiscardGranularity and DiscardAlignment of a device from sysfs
-// (Documentation/ABI/stable/sysfs-block). The granularity is 0 if Discard would only write
-// zeros: for a device that can discard but does not promise zeros afterwards, and without
-// sysfs.
+// (Documentation/ABI/stable/sysfs-block). The granularity is 0 if Discard would only write zeros:
+// for a device that can discard but does not promise zeros afterwards, and without sysfs.
 func discardLimits(sysfs string, dev uint64, blockSize uint32) (granularity uint32, alignment int64) {
 	dir, err := filepath.EvalSymlinks(fmt.Sprintf("%s/dev/block/%d:%d", sysfs, unix.Major(dev), unix.Minor(dev)))
 	if err != nil {

@@ -40,10 +40,9 @@ const (
 	Copying       = "copying"
 )
 
-// A FileBuilder builds a file that appears when it is complete. The file has no name until
-// Publish, so nothing of it remains if the process ends. On a file system without unnamed files
-// (O_TMPFILE) its name is .NAME.part until then, and the next FileBuilder with the same Path
-// removes the rest.
+// A FileBuilder builds a file that appears when it is complete. The file has no name until Publish,
+// so nothing of it remains if the process ends. On a file system without unnamed files (O_TMPFILE)
+// its name is .NAME.part until then, and the next FileBuilder with the same Path removes the rest.
 type FileBuilder struct {
 	c      BuildConfig
 	source *buildSource // nil: nothing to copy
@@ -324,8 +323,7 @@ func (b *FileBuilder) link() error {
 	return unix.Unlink(b.part)
 }
 
-// Abort removes the file, even if it is published, unless Keep was called. It closes all
-// files.
+// Abort removes the file, even if it is published, unless Keep was called. It closes all files.
 func (b *FileBuilder) Abort() error {
 	var err error
 	if b.part != "" {
@@ -416,9 +414,8 @@ func (w *buildWork) zero(off, end int64) error {
 	return nil
 }
 
-// copy copies all of s to the beginning of the file, which has size bytes and reads as zeros.
-// own: the file shares no blocks with s. full: copy writes zeros where s has holes, and after
-// s.
+// copy copies all of s to the beginning of the file, which has size bytes and reads as zeros. own:
+// the file shares no blocks with s. full: copy writes zeros where s has holes, and after s.
 func (w *buildWork) copy(s *buildSource, size int64, own, full bool) error {
 	w.Progress = Progress{Phase: Copying, Total: s.size}
 	if full {

@@ -21,9 +21,8 @@ import (
 // one failure no call reports again that data is safe.
 //
 // "Once" means once for each open file description (errseq_t in the kernel's
-// Documentation/core-api/errseq.rst). If two syncs shared a description, one could take the
-// error that the other must report. Hence flushers: every sync has its own description while
-// it runs.
+// Documentation/core-api/errseq.rst). If two syncs shared a description, one could take the error
+// that the other must report. Hence flushers: every sync has its own description while it runs.
 type disk struct {
 	info    Info // Size is guarded by mu
 	path    string
@@ -231,9 +230,8 @@ func (d *disk) WriteDurable(p []byte, off int64) error {
 		case err == unix.EOPNOTSUPP || err == unix.ENOSYS:
 			d.noDsync.Store(true)
 		case isNoSpace(err):
-			// Either the medium has no space for p, or write-back had no space for
-			// earlier data, which is then lost. Only the former happens again
-			// without a sync.
+			// Either the medium has no space for p, or write-back had no space for earlier data,
+			// which is then lost. Only the former happens again without a sync.
 			if again := writeAll(f, p, off, 0); isNoSpace(again) {
 				return d.writeError(off, again)
 			}

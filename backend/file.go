@@ -10,8 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// FileConfig describes a file store. The zero value of a field other than Path means its
-// default.
+// FileConfig describes a file store. The zero value of a field other than Path means its default.
 type FileConfig struct {
 	Path string
 	// Size in bytes, a multiple of BlockSize. Default: the size of the file, which must exist.

@@ -30,10 +30,9 @@ type MemoryConfig struct {
 	Limit int64
 }
 
-// Memory is a Store in the memory of this process, which loses its data when it ends. It is
-// sparse: writes allocate pages of 64 KiB, and Discard of whole pages frees them. In addition
-// to the data, it keeps a table of 32 KiB for every 64 MiB of the store that were ever
-// written to.
+// Memory is a Store in the memory of this process, which loses its data when it ends. It is sparse:
+// writes allocate pages of 64 KiB, and Discard of whole pages frees them. In addition to the data,
+// it keeps a table of 32 KiB for every 64 MiB of the store that were ever written to.
 //
 //	root ─ leaf ─ slot ─ page
 //	       64 MiB of the store each; nil until first written
@@ -69,8 +68,7 @@ func OpenMemory(c MemoryConfig) (Store, error) {
 		BlockSize:          c.BlockSize,
 		PhysicalBlockSize:  c.BlockSize, // no access costs a read-modify-write
 		DiscardGranularity: memoryPage,
-		// There is no cache in front of the medium, and no sync would help against a
-		// loss of power.
+		// There is no cache in front of the medium, and no sync would help against a loss of power.
 		VolatileCache: false,
 		Nonblocking:   true,
 		// No part of a write survives a loss of power or the process. The limit bounds

@@ -1,6 +1,5 @@
-// Package config reads, completes and checks the configuration of the target:
-// a YAML file, with ISER_TARGET_ variables of the environment above it.
-// docs/config.md is the reference of all keys.
+// Package config reads, completes and checks the configuration of the target: a YAML file, with
+// ISER_TARGET_ variables of the environment above it. docs/config.md is the reference of all keys.
 package config
 
 import (

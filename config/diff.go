@@ -89,8 +89,7 @@ func (c Change) Object() string {
 	return c.Kind
 }
 
-// String puts c into words, like "set size of LUN 0 of iqn.2026-11.io.example:store:
-// 1GiB -> 2GiB".
+// String puts c into words, like "set size of LUN 0 of iqn.2026-11.io.example:store: 1GiB -> 2GiB".
 func (c Change) String() string {
 	if c.Op != Update {
 		return c.Op.String() + " " + c.Object()

@@ -132,8 +132,7 @@ func (d *Document) AddLUN(target string, l LUN) error { return d.add(lunEntry(ta
 // RemoveLUN removes a LUN of a target.
 func (d *Document) RemoveLUN(target string, id int) error { return d.remove(lunEntry(target, id)) }
 
-// SetLUN sets a key of a LUN, like size, to value, which is YAML. The empty string removes
-// the key.
+// SetLUN sets a key of a LUN, like size, to value, which is YAML. The empty string removes the key.
 func (d *Document) SetLUN(target string, id int, key, value string) error {
 	return d.set(lunEntry(target, id), key, value, reflect.TypeFor[LUN](), "id")
 }

@@ -38,9 +38,8 @@ var envOfOthers = []string{
 	"ISER_TARGET_REQUIRE_INTEROP", "ISER_TARGET_VM_DIR",
 }
 
-// Load reads the file at path and the environment, and returns a complete and valid
-// configuration. The error joins one *Error for each problem, each on its own line with
-// source, key and reason.
+// Load reads the file at path and the environment, and returns a complete and valid configuration.
+// The error joins one *Error for each problem, each on its own line with source, key and reason.
 func Load(path string) (*Config, error) {
 	d, err := OpenDocument(path)
 	if err != nil {

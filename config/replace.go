@@ -67,8 +67,7 @@ func sibling(path, suffix string) string {
 	return dir + "." + name + suffix
 }
 
-// keepDisplaced puts the file that a killed process has left, displaced or new, into the
-// history.
+// keepDisplaced puts the file that a killed process has left, displaced or new, into the history.
 func keepDisplaced(path string) error {
 	displaced := sibling(path, ".old")
 	b, _, err := readFile(displaced)

@@ -238,8 +238,7 @@ type CHAPChallenge struct {
 	Octets    string // CHAP_C
 }
 
-// NewCHAPChallenge returns an unpredictable challenge as long as the hash of a, at least 16
-// bytes.
+// NewCHAPChallenge returns an unpredictable challenge as long as the hash of a, at least 16 bytes.
 func NewCHAPChallenge(a CHAPAlgorithm) CHAPChallenge {
 	return CHAPChallenge{Algorithm: a, ID: random(1)[0], Octets: random(a.hash().Size())}
 }
@@ -261,10 +260,9 @@ func (ch CHAPChallenge) Response(s Secret) []byte {
 	return h.Sum(nil)
 }
 
-// Authenticate checks that response is the answer of the user name to ch, and that the
-// initiator, a normalized iSCSI name, may be this user. It returns the identity of the target
-// for this user, which may be zero. The error is for the log: the initiator learns only that
-// the login has failed.
+// Authenticate checks that response is the answer of the user name to ch, and that the initiator, a
+// normalized iSCSI name, may be this user. It returns the identity of the target for this user,
+// which may be zero. The error is for the log: the initiator learns only that the login has failed.
 func (c *CHAP) Authenticate(ch CHAPChallenge, name string, response []byte, initiator string) (CHAPIdentity, error) {
 	u, known := c.users[name]
 	if !known {

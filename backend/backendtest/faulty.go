@@ -7,8 +7,7 @@ import (
 	"github.com/iser-target/iser-target/backend"
 )
 
-// An Op names a method of backend.Store, or of an interface that some Stores have, that can
-// fail.
+// An Op names a method of backend.Store, or of an interface that some Stores have, that can fail.
 type Op int
 
 // The methods that can fail.

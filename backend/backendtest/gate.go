@@ -19,8 +19,7 @@ type Gate struct {
 }
 
 // Shut makes every later call of ops, by default those of FailIO, wait until the gate that it
-// returns is opened. It replaces an earlier gate, which still holds the calls
-// that have reached it.
+// returns is opened. It replaces an earlier gate, which still holds the calls that have reached it.
 func (f *Faulty) Shut(ops ...Op) *Gate { return f.ShutFrom(0, ops...) }
 
 // ShutFrom does what Shut does for calls whose range begins at or after byte from.
@@ -36,8 +35,7 @@ func (f *Faulty) ShutFrom(from int64, ops ...Op) *Gate {
 	return g
 }
 
-// Open releases the calls that the gate holds and lets later ones pass. It may be called
-// again.
+// Open releases the calls that the gate holds and lets later ones pass. It may be called again.
 func (g *Gate) Open() { g.once.Do(func() { close(g.opened) }) }
 
 // pass waits at the gate if it holds calls of op at byte off. A nil Gate holds none.
