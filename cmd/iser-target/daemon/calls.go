@@ -224,27 +224,26 @@ func (cs *calls) stuck(store string) error {
 // atOnce is how many stores are opened, or closed, at a time when all are.
 const atOnce = 32
 
-// slots limit how many calls begin at a time. A call that takes longer than timeout no
-// longer counts.
-type slots struct {
-	c       chan struct{}
-	timeout time.Duration
-}
-
-// newSlots returns atOnce slots.
-func newSlots(timeout time.Duration) slots { return slots{make(chan struct{}, atOnce), timeout} }
-
-// take waits for a slot. After ctx ends it does not wait. free returns the slot.
-func (s slots) take(ctx context.Context) (free func()) {
-	select {
-	case s.c <- struct{}{}:
-	case <-ctx.Done():
-		return func() {}
+// inParallel calls f for each element of list, for atOnce at a time, and joins the errors. A call
+// that takes longer than timeout no longer counts. When ctx has ended, all calls begin.
+func inParallel[T any](ctx context.Context, timeout time.Duration, list []T, f func(T) error) error {
+	errs := make([]error, len(list))
+	slots := make(chan struct{}, atOnce)
+	var wg sync.WaitGroup
+	for i, x := range list {
+		free := func() {}
+		select {
+		case slots <- struct{}{}:
+			free = sync.OnceFunc(func() { <-slots })
+		case <-ctx.Done():
+		}
+		timer := time.AfterFunc(timeout, free)
+		wg.Go(func() {
+			defer free()
+			defer timer.Stop()
+			errs[i] = f(x)
+		})
 	}
-	once := sync.OnceFunc(func() { <-s.c })
-	timer := time.AfterFunc(s.timeout, once)
-	return func() {
-		timer.Stop()
-		once()
-	}
+	wg.Wait()
+	return errors.Join(errs...)
 }

@@ -269,38 +269,29 @@ func (e *editor) startTargets() error {
 // not delay the others.
 func (e *editor) openAll() error {
 	d := e.d
-	ctx, cancel := context.WithTimeout(context.Background(), d.waits.start)
-	defer cancel()
-	slots := newSlots(d.waits.slot)
-	var add []func() error
+	type starting struct {
+		t      *servedTarget
+		l      config.LUN
+		served *servedLUN
+	}
+	var list []*starting
 	for i, t := range d.served.targets {
 		for _, l := range d.served.cfg.Targets[i].LUNs {
-			fresh := !d.state.ids.Known(identityKey(t.name, &l))
-			open, free := e.opener(t.name, &l, fresh), slots.take(ctx)
-			c, err := d.calls.begin(storeKey(t.name, &l), callOpen, func(c *call) error {
-				defer free()
-				return open(c)
-			})
-			if err != nil {
-				free()
-			}
-			add = append(add, func() error {
-				if err == nil {
-					err = c.wait(ctx, d.waits.start)
-				}
-				served, err := e.readyOrNot(t, l, fresh, c, err)
-				if err == nil {
-					err = t.add(served)
-				}
-				return err
-			})
+			list = append(list, &starting{t: t, l: l})
 		}
 	}
-	var errs []error
-	for _, f := range add { // all of them: closeUnits closes the stores of LUNs that were added
-		errs = append(errs, f())
+	ctx, cancel := context.WithTimeout(context.Background(), d.waits.start)
+	defer cancel()
+	err := inParallel(ctx, d.waits.slot, list, func(s *starting) (err error) {
+		s.served, err = e.openOrRetry(ctx, d.waits.start, s.t, s.l)
+		return err
+	})
+	for _, s := range list { // all of them: closeUnits closes the stores of LUNs that were added
+		if s.served != nil {
+			err = errors.Join(err, s.t.add(s.served))
+		}
 	}
-	return errors.Join(errs...)
+	return err
 }
 
 // Ready returns a channel that is closed when Run serves.

@@ -231,12 +231,8 @@ const (
 
 // sniff waits for the first byte of a connection, without consuming it, and returns what
 // the initiator speaks.
-func sniff(ctx context.Context, nc net.Conn, deadline time.Time) (transport, error) {
-	sc, ok := nc.(syscall.Conn)
-	if !ok {
-		return "", fmt.Errorf("%T is not a socket", nc)
-	}
-	raw, err := sc.SyscallConn()
+func sniff(ctx context.Context, nc *capture.Conn, deadline time.Time) (transport, error) {
+	raw, err := nc.SyscallConn()
 	if err != nil {
 		return "", err
 	}

@@ -154,10 +154,10 @@ func sessionState(s *iscsi.SessionInfo) schema.SessionState {
 			"MaxConnections":     fmt.Sprint(p.MaxConnections),
 			"MaxBurstLength":     fmt.Sprint(p.MaxBurstLength),
 			"FirstBurstLength":   fmt.Sprint(p.FirstBurstLength),
-			"InitialR2T":         yesNo(p.InitialR2T),
-			"ImmediateData":      yesNo(p.ImmediateData),
-			"HeaderDigest":       digest(p.HeaderDigest),
-			"DataDigest":         digest(p.DataDigest),
+			"InitialR2T":         either(p.InitialR2T, "Yes", "No"),
+			"ImmediateData":      either(p.ImmediateData, "Yes", "No"),
+			"HeaderDigest":       either(p.HeaderDigest, "CRC32C", "None"),
+			"DataDigest":         either(p.DataDigest, "CRC32C", "None"),
 			"iSCSIProtocolLevel": fmt.Sprint(p.ISCSIProtocolLevel),
 		},
 	}
@@ -216,20 +216,12 @@ func phases(l *lun.Latencies) (list []schema.PhaseState) {
 	return list
 }
 
-// yesNo returns b as an iSCSI text value.
-func yesNo(b bool) string {
+// either returns the text value of an iSCSI key.
+func either(b bool, yes, no string) string {
 	if b {
-		return "Yes"
+		return yes
 	}
-	return "No"
-}
-
-// digest returns the value of a digest key.
-func digest(on bool) string {
-	if on {
-		return "CRC32C"
-	}
-	return "None"
+	return no
 }
 
 // KillSession ends a session at once. It notifies the initiator, which may log in again.

@@ -9,7 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"sync"
+
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
@@ -19,22 +19,14 @@ import (
 	"github.com/iser-target/iser-target/lun/state"
 )
 
-// Files of the state directory: the identities of LUNs, their reservations, the settings
-// that initiators saved, and sanitize operations in progress.
-const (
-	identitiesFile   = "identities.json"
-	reservationsFile = "reservations.json"
-	settingsFile     = "settings.json"
-	sanitizeFile     = "sanitize.json"
-)
-
-// open opens the files of the state directory. If dir is empty, the state is kept in memory.
+// open opens the files of the state directory: the identities of LUNs, their reservations, the
+// settings that initiators saved, and sanitize operations in progress. If dir is empty, the state is kept in memory.
 func (s *stateFiles) open(dir string) (err error) {
 	s.ids = state.Ephemeral()
 	if dir == "" {
 		return nil
 	}
-	ids, err := state.OpenIdentities(filepath.Join(dir, identitiesFile))
+	ids, err := state.OpenIdentities(filepath.Join(dir, "identities.json"))
 	if err != nil {
 		return err
 	}
@@ -42,13 +34,13 @@ func (s *stateFiles) open(dir string) (err error) {
 	if err = s.shrinks.open(dir); err != nil {
 		return err
 	}
-	if s.reservations, err = lun.OpenReservations(filepath.Join(dir, reservationsFile)); err != nil {
+	if s.reservations, err = lun.OpenReservations(filepath.Join(dir, "reservations.json")); err != nil {
 		return err
 	}
-	if s.settings, err = lun.OpenSettings(filepath.Join(dir, settingsFile)); err != nil {
+	if s.settings, err = lun.OpenSettings(filepath.Join(dir, "settings.json")); err != nil {
 		return err
 	}
-	s.sanitizations, err = lun.OpenSanitizations(filepath.Join(dir, sanitizeFile))
+	s.sanitizations, err = lun.OpenSanitizations(filepath.Join(dir, "sanitize.json"))
 	return err
 }
 
@@ -253,30 +245,21 @@ func (d *Daemon) closeUnits() error {
 		}
 	}
 	d.mu.Unlock()
-	errs := make([]error, len(list)+1)
 
 	ctx, cancel := context.WithTimeout(context.Background(), d.waits.end)
 	defer cancel()
-	var wg sync.WaitGroup
-	slots := newSlots(d.waits.slot)
-	for i, r := range list {
-		free := slots.take(ctx)
-		wg.Go(func() {
-			defer free()
-			err := d.closeLUN(ctx, d.waits.end, r.t, r.l, nil)
-			if err != nil && !errors.Is(err, backend.ErrClosed) {
-				errs[i] = fmt.Errorf("LUN %d of %s: %w", r.l.ID, r.t.name, err)
-			}
-		})
-	}
-	wg.Wait()
-
+	failed := inParallel(ctx, d.waits.slot, list, func(r *removal) error {
+		err := d.closeLUN(ctx, d.waits.end, r.t, r.l, nil)
+		if err == nil || errors.Is(err, backend.ErrClosed) {
+			return nil
+		}
+		return fmt.Errorf("LUN %d of %s: %w", r.l.ID, r.t.name, err)
+	})
 	err := d.calls.do(context.Background(), stateTime, "state_dir", callClose, func(*call) error { return d.state.close() }, nil)
 	if errors.Is(err, ErrStuck) {
 		err = fmt.Errorf("state_dir: %w", err)
 	}
-	errs[len(list)] = err
-	return errors.Join(errs...)
+	return errors.Join(failed, err)
 }
 
 // close closes the files.
