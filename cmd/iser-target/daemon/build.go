@@ -19,9 +19,8 @@ var ErrBuilding = errors.New("another request is creating this file")
 // ErrManyBuilds answers a request to build more files at a time than maxBuilds.
 var ErrManyBuilds = fmt.Errorf("%d files are being created, which is the limit", maxBuilds)
 
-// A FileBuilder builds the file of a LUN that a change will add. That takes long and is
-// done without an editor. The change, which has the FileBuilder as an option, gives the file
-// its name.
+// A FileBuilder builds the file of a LUN that a change will add. That takes long and is done
+// without an editor. The change, which has the FileBuilder as an option, gives the file its name.
 type FileBuilder struct {
 	*backend.FileBuilder
 	d   *Daemon
@@ -95,8 +94,7 @@ func (b *FileBuilder) publish(ctx context.Context) error {
 	return err
 }
 
-// Abort removes the file, unless a LUN uses it. It does not wait for a file system that
-// hangs.
+// Abort removes the file, unless a LUN uses it. It does not wait for a file system that hangs.
 func (b *FileBuilder) Abort() {
 	if b.stuck {
 		go b.abort()

@@ -12,11 +12,10 @@ import (
 	"github.com/iser-target/iser-target/lun"
 )
 
-// A store can hang, because its server is gone or its device is stuck. Then it keeps the
-// goroutine that called it, and that goroutine's thread. So no goroutine that holds a lock
-// or is the editor calls a store. Each store has one goroutine for everything but I/O;
-// callers wait for it up to a time limit, so a store that hangs blocks nobody. A second
-// caller waits for the first call, too.
+// A store can hang, because its server is gone or its device is stuck. Then it keeps the goroutine
+// that called it, and that goroutine's thread. So no goroutine that holds a lock or is the editor
+// calls a store. Each store has one goroutine for everything but I/O; callers wait for it up to a
+// time limit, so a store that hangs blocks nobody. A second caller waits for the first call, too.
 
 // waits are the time limits of calls of stores.
 type waits struct {
@@ -46,9 +45,8 @@ var defaultWaits = waits{
 // ErrStuck is in errors about a store that does not answer.
 var ErrStuck = errors.New("the store does not answer")
 
-// calls are the calls of stores in progress. At most max do not close a store: a call that
-// never returns keeps a thread, and a Go process has at most 10000. Closing is always
-// possible.
+// calls are the calls of stores in progress. At most max do not close a store: a call that never
+// returns keeps a thread, and a Go process has at most 10000. Closing is always possible.
 type calls struct {
 	max int
 

@@ -17,8 +17,7 @@ import (
 // drain or are cut off, and stores close. Meanwhile other changes are made, except those
 // that need what has not ended yet.
 
-// ErrBeingRemoved is in errors about what an earlier change removed and what has not
-// ended yet.
+// ErrBeingRemoved is in errors about what an earlier change removed and what has not ended yet.
 var ErrBeingRemoved = errors.New("was removed and is still in use")
 
 // ending is what changes removed and what has not ended yet. Daemon.mu guards it.
@@ -110,8 +109,7 @@ func (r *removal) progress() string {
 	return "it drains until " + r.until.Format(time.TimeOnly) + " at most"
 }
 
-// matches reports whether the removal is that of a LUN, or, if id is negative, that of a
-// target.
+// matches reports whether the removal is that of a LUN, or, if id is negative, that of a target.
 //
 // Preconditions: r.d.mu is held.
 func (r *removal) matches(target string, id int) bool {
@@ -245,8 +243,7 @@ type cleanup struct {
 	notes []string // guarded by mu
 }
 
-// cleanup collects the sessions and LUNs that c ends. Sessions that begin later are not
-// among them.
+// cleanup collects the sessions and LUNs that c ends. Sessions that begin later are not among them.
 func (c *change) cleanup() *cleanup {
 	d := c.d
 	d.changes.cleanups.Add(1)

@@ -325,9 +325,8 @@ func (d *Daemon) Run(ctx context.Context) error {
 	return errors.Join(d.endChanges(&followed), d.shutDown(timeout))
 }
 
-// endChanges waits until no change is in progress, and permits no other. If the file
-// system of the configuration hangs, it gives up after a time limit, so that the rest of
-// the daemon ends.
+// endChanges waits until no change is in progress, and permits no other. If the file system of the
+// configuration hangs, it gives up after a time limit, so that the rest of the daemon ends.
 func (d *Daemon) endChanges(followed *sync.WaitGroup) error {
 	ctx, cancel := context.WithTimeout(context.Background(), d.waits.changes)
 	defer cancel()
@@ -390,8 +389,7 @@ func (d *Daemon) closeListeners() {
 	}
 }
 
-// Logger returns the log of the daemon. Records with the attribute "event" are also
-// events.
+// Logger returns the log of the daemon. Records with the attribute "event" are also events.
 func (d *Daemon) Logger() *slog.Logger { return d.log }
 
 // Invitation returns the commands by which a new user can try the target.

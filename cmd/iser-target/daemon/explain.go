@@ -101,8 +101,7 @@ func (e *explaining) run(d *Daemon, initiator, target, by string) bool {
 	return true
 }
 
-// covers reports whether a listener on all addresses of the machine accepts connections
-// to address.
+// covers reports whether a listener on all addresses of the machine accepts connections to address.
 func covers(listen net.Addr, address string) bool {
 	at, err := netip.ParseAddrPort(address)
 	l, ok := listen.(*net.TCPAddr)

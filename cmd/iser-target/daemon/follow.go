@@ -87,8 +87,7 @@ func (d *Daemon) warn() {
 	}
 }
 
-// growDevices adopts the sizes of media that have grown, for LUNs without a configured
-// size.
+// growDevices adopts the sizes of media that have grown, for LUNs without a configured size.
 func (d *Daemon) growDevices(ctx context.Context) {
 	e, err := d.edit(ctx)
 	if err != nil {
@@ -197,8 +196,7 @@ func (d *Daemon) retryAbsent(ctx context.Context) {
 	}
 }
 
-// retry opens the store of a LUN that is not ready, or checks whether the attempt before
-// has ended.
+// retry opens the store of a LUN that is not ready, or checks whether the attempt before has ended.
 func (e *editor) retry(ctx context.Context, t *servedTarget, l *servedLUN) {
 	d := e.d
 	log := d.log.With("target", t.name, "lun", l.ID)

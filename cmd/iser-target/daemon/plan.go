@@ -36,8 +36,7 @@ func (o ChangeOptions) drain() time.Duration {
 	return schema.DefaultDrain
 }
 
-// ErrRefused answers a change that requires options which it lacks. Nothing was
-// changed.
+// ErrRefused answers a change that requires options which it lacks. Nothing was changed.
 type ErrRefused struct {
 	Plan *schema.Plan // with those reasons alone that the options do not cover
 }

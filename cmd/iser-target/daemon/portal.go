@@ -300,8 +300,7 @@ func (n *newcomers) remove(nc *capture.Conn) {
 	n.list = slices.DeleteFunc(n.list, func(c newcomer) bool { return c.nc == nc })
 }
 
-// displace ends the oldest newcomer for that reason. It returns false if there is no
-// newcomer.
+// displace ends the oldest newcomer for that reason. It returns false if there is no newcomer.
 func (n *newcomers) displace(reason error) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()

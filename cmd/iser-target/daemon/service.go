@@ -17,8 +17,7 @@ const (
 	statusInterval = 2 * time.Second
 	// namedReasons is how many LUNs that are not ready the status line names.
 	namedReasons = 3
-	// stopSlack is what a shutdown takes after the sessions have ended: stores are
-	// synchronized.
+	// stopSlack is what a shutdown takes after the sessions have ended: stores are synchronized.
 	stopSlack = 45 * time.Second
 )
 

@@ -15,8 +15,7 @@ import (
 	"github.com/iser-target/iser-target/lun/invariant"
 )
 
-// reservationTypes are the names of persistent reservation types (SPC-4, section
-// 5.13.4).
+// reservationTypes are the names of persistent reservation types (SPC-4, section 5.13.4).
 var reservationTypes = map[byte]string{
 	1: "write exclusive",
 	3: "exclusive access",

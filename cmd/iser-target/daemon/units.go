@@ -209,9 +209,8 @@ func (d *Daemon) openBackend(l *config.LUN) (s backend.Store, err error) {
 	return nil, fmt.Errorf("unknown backend %q", l.Backend)
 }
 
-// openFile opens a file. It extends a file that is smaller than configured: the process
-// ended before it did. It refuses a larger file, unless the process ended before it cut the
-// file off.
+// openFile opens a file. It extends a file that is smaller than configured: the process ended
+// before it did. It refuses a larger file, unless the process ended before it cut the file off.
 func (d *Daemon) openFile(l *config.LUN) (backend.Store, error) {
 	c := backend.FileConfig{Path: l.Path, Size: int64(l.Size), BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly}
 	fi, err := os.Stat(l.Path)

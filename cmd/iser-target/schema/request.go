@@ -13,8 +13,7 @@ type Target struct {
 	PortalGroups []int    `json:"portal_groups,omitempty"`
 }
 
-// A LUN is the body of a request that adds a LUN. Its fields are the keys of the
-// configuration.
+// A LUN is the body of a request that adds a LUN. Its fields are the keys of the configuration.
 type LUN struct {
 	ID           *int     `json:"id,omitempty"` // nil: the first free number
 	Backend      string   `json:"backend"`
@@ -83,8 +82,7 @@ type Done struct {
 	Done bool `json:"done"`
 }
 
-// SummaryTrailer is the HTTP trailer that follows the file of a capture. It has a Summary
-// as JSON.
+// SummaryTrailer is the HTTP trailer that follows the file of a capture. It has a Summary as JSON.
 const SummaryTrailer = "Capture-Summary"
 
 // A Summary is the result of a capture.

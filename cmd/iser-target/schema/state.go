@@ -135,9 +135,8 @@ type PhaseState struct {
 	Seconds float64 `json:"seconds"` // sum over all commands
 	P50     float64 `json:"p50"`     // seconds, over all commands so far; estimated from Buckets
 	P99     float64 `json:"p99"`
-	// Buckets[i] counts the commands that took at most State.LatencyBounds[i], and
-	// longer than the bound before. One more bucket counts those above all bounds.
-	// Zeros at the end are left out.
+	// Buckets[i] counts the commands that took at most State.LatencyBounds[i], and longer than the
+	// bound before. One more bucket counts those above all bounds. Zeros at the end are left out.
 	Buckets []uint64 `json:"buckets,omitempty"`
 }
 

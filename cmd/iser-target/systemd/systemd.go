@@ -25,8 +25,7 @@ const notifyTime = 2 * time.Second
 // A Manager is the service manager that started the process. The zero value is none.
 type Manager struct {
 	conn *net.UnixConn
-	// Watchdog is the time without WATCHDOG=1 after which the manager ends the process;
-	// 0: never.
+	// Watchdog is the time without WATCHDOG=1 after which the manager ends the process; 0: never.
 	Watchdog time.Duration
 	Sockets  []*Socket // that the manager passed, in its order
 }
