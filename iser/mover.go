@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -25,8 +26,7 @@ import (
 )
 
 const (
-	bhsLen  = 48
-	headLen = HeaderLen + bhsLen
+	headLen = HeaderLen + pdu.BHSLen
 
 	// Linux ib_iser and libiscsi post receives of 28+48+128 bytes once login
 	// is over, whatever InitiatorRecvDataSegmentLength says, and of 28+48+8192 before
@@ -54,11 +54,11 @@ type Options struct {
 // A Conn is an iSER connection of the target.
 type Conn struct {
 	rc          *rdma.Conn
-	recvSegment int  // longest data segment of the initiator, bytes
-	stepped     bool // login was on the byte stream
-	invalidates bool // the initiator takes Sends with Invalidate
-	phase       atomic.Int32
-	flush       func() // rc.Flush, allocated once
+	recvSegment int         // longest data segment of the initiator, bytes
+	stepped     bool        // login was on the byte stream
+	invalidates bool        // the initiator takes Sends with Invalidate
+	fullFeature atomic.Bool // not in discovery
+	flush       func()      // rc.Flush, allocated once
 
 	// solicitedOnly says that a Write Base Offset names the first byte after the
 	// unsolicited data, not the first byte of all (RFC 7145, section 6.9).
@@ -82,12 +82,6 @@ type Conn struct {
 	dead        bool             // the connection has ended
 	puts        *put             // free
 }
-
-const (
-	phaseLogin = iota
-	phaseDiscovery
-	phaseFullFeature
-)
 
 var (
 	_ iscsi.Datamover  = (*Conn)(nil)
@@ -195,7 +189,7 @@ func (c *Conn) Stream() *rdma.Conn { return c.rc }
 
 // MaxSendSegment implements iscsi.Datamover.
 func (c *Conn) MaxSendSegment() int {
-	if c.phase.Load() == phaseFullFeature {
+	if c.fullFeature.Load() {
 		return fullFeatureSegment
 	}
 	return loginSegment
@@ -210,7 +204,6 @@ func (c *Conn) MaxSendSegment() int {
 func (c *Conn) EnterFullFeature(p iscsi.Params, _ int) error {
 	c.peerStarted = false
 	if p.Discovery {
-		c.phase.Store(phaseDiscovery)
 		return nil
 	}
 	if n := int(p.TargetRecvDataSegmentLength); n > c.recvSegment {
@@ -219,7 +212,7 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, _ int) error {
 	c.needsHello = p.ISERHelloRequired && !c.hello
 	c.noHello = p.ISERHelloDeclared && !p.ISERHelloRequired
 	c.solicitedOnly = p.TaggedBufferForSolicitedDataOnly || !p.TaggedBufferDeclared && !c.stepped
-	c.phase.Store(phaseFullFeature)
+	c.fullFeature.Store(true)
 	return nil
 }
 
@@ -450,22 +443,20 @@ func (t *task) WorkDone(*rdma.WorkRequest, error) {
 // Receive implements iscsi.Datamover.
 func (c *Conn) Receive(n *iscsi.Notice) error {
 	for c.err == nil {
-		err := c.rc.Receive(&c.ev)
-		if err == nil && c.ev.Read != nil {
-			t := c.ev.Read.Done.(*task)
-			*n = iscsi.Notice{Task: t.t, Err: c.ev.Err}
+		err, ok := c.rc.Receive(&c.ev), false
+		switch {
+		case err == nil && c.ev.Read != nil:
+			*n = iscsi.Notice{Task: c.ev.Read.Done.(*task).t, Err: c.ev.Err}
 			c.readDone()
 			return nil
-		}
-		if err == nil {
-			var ok bool
-			if ok, err = c.message(n); ok {
-				return nil
-			}
-		} else if isTimeout(err) {
+		case err == nil:
+			ok, err = c.message(n)
+		case isTimeout(err):
 			return err
 		}
-		if err != nil {
+		if ok {
+			return nil
+		} else if err != nil {
 			c.end(err)
 		}
 	}
@@ -474,9 +465,8 @@ func (c *Conn) Receive(n *iscsi.Notice) error {
 
 // isTimeout reports whether err is that of the receive deadline.
 func isTimeout(err error) bool {
-	var ne net.Error
 	var se *rdma.StreamError
-	return !errors.As(err, &se) && errors.As(err, &ne) && ne.Timeout()
+	return !errors.As(err, &se) && errors.Is(err, os.ErrDeadlineExceeded)
 }
 
 // message handles a Send. ok says that n describes a PDU.

@@ -54,9 +54,8 @@ type Conn struct {
 	raw        syscall.RawConn // nil if nc is no socket
 	opt        Options
 	peer       Request // what the peer's startup frame said
-	initiator  bool
-	crc        bool // both directions carry CRCs
-	markersOut bool // the peer requires Markers
+	crc        bool    // both directions carry CRCs
+	markersOut bool    // the peer requires Markers
 	ird, ord   int
 
 	mem    memory

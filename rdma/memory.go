@@ -76,12 +76,13 @@ func (m *memory) init() {
 // newSTag draws an STag that nobody can predict (RFC 5040, section 8.1.1): 32 bits of
 // ChaCha8 with a seed from the kernel. It is never 0 and not in use.
 //
-// Preconditions: m.mu is held.
-func (m *memory) newSTag(taken func(wire.STag) bool) wire.STag {
+// Preconditions: c.mem.mu is held.
+func (c *Conn) newSTag() wire.STag {
+	m := &c.mem
 	held(&m.mu)
 	for {
 		s := wire.STag(m.rng.Uint64())
-		if s != 0 && m.regions[s] == nil && (taken == nil || !taken(s)) {
+		if s != 0 && m.regions[s] == nil && !c.readPending(s) {
 			return s
 		}
 	}
@@ -99,7 +100,7 @@ func (c *Conn) Register(r *Region, buf []byte, base uint64, access Access) wire.
 	m := &c.mem
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	*r = Region{buf: buf, base: base, access: access, stag: m.newSTag(c.readPending), valid: true}
+	*r = Region{buf: buf, base: base, access: access, stag: c.newSTag(), valid: true}
 	m.regions[r.stag] = r
 	liveSTags.Add(1)
 	return r.stag

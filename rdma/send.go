@@ -144,7 +144,7 @@ func (c *Conn) Post(wr *WorkRequest) error {
 			return errNoORD
 		}
 		c.mem.mu.Lock()
-		wr.sink = c.mem.newSTag(c.readPending)
+		wr.sink = c.newSTag()
 		c.mem.mu.Unlock()
 	}
 	c.mu.Lock()

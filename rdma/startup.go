@@ -114,8 +114,7 @@ func Respond(ctx context.Context, nc net.Conn, o Options, answer func(*Request) 
 	if err != nil {
 		return nil, err
 	}
-	r := &Responder{o: o}
-	return r.Respond(ctx, nc, nil, o.StartupTimeout, answer)
+	return (&Responder{o: o}).Respond(ctx, nc, nil, o.StartupTimeout, answer)
 }
 
 // A Responder holds the memory of a future stream. It is for a ULP that starts in streaming mode,
@@ -159,21 +158,21 @@ func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader,
 	reply := wire.Startup{Reply: true, Rev: f.Rev, CRC: !o.NoCRC, Markers: o.Markers, Enhanced: f.Enhanced}
 
 	ird, ord := o.IRD, o.ORD
-	var reject error
 	if f.Enhanced {
 		reply.Depths = replyDepths(f.Depths, o)
 		// NoDepth is above every limit.
 		ird, ord = min(ird, int(reply.Depths.IRD)), min(ord, int(f.Depths.IRD))
 	}
+	var a Answer
 	if ord < o.MinORD {
-		reject = fmt.Errorf("the initiator accepts %d RDMA Reads, %d are required", f.Depths.IRD, o.MinORD)
+		a.Reject = fmt.Errorf("the initiator accepts %d RDMA Reads, %d are required", f.Depths.IRD, o.MinORD)
 		reply.Depths = wire.Depths{ORD: uint16(o.MinORD)}
 	} else {
-		a := answer(&f)
-		reply.Private, reject = a.Private, a.Reject
+		a = answer(&f)
 	}
-	if reply.Reject = reject != nil; reply.Reject {
-		return nil, true, errors.Join(reject, writeStartup(nc, &reply))
+	reply.Private, reply.Reject = a.Private, a.Reject != nil
+	if reply.Reject {
+		return nil, true, errors.Join(a.Reject, writeStartup(nc, &reply))
 	}
 	if c = r.c; c == nil {
 		c = allocate(o)
@@ -246,7 +245,6 @@ func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
 	}
 	c := allocate(o)
 	c.attach(nc, nil, o.IRD, o.ORD, f.CRC || req.CRC, f.Markers)
-	c.initiator = true
 	c.peerStarted.Store(true) // an Initiator may send at once
 	c.peer = f
 	if !f.Enhanced {

@@ -71,20 +71,16 @@ func (q *Queue[T]) Take() (all Queue[T]) {
 // Remove removes the element whose Link is l, and reports whether it was in q.
 func (q *Queue[T]) Remove(l *Link[T]) bool {
 	var before *Link[T]
-	for m := q.head; m != nil; before, m = m, m.next {
-		if m != l {
-			continue
-		}
-		if before == nil {
-			q.head = l.next
-		} else {
-			before.next = l.next
-		}
-		if q.tail == l {
-			q.tail = before
-		}
-		l.next, l.of = nil, nil
-		return true
+	at := &q.head
+	for ; *at != nil && *at != l; at = &before.next {
+		before = *at
 	}
-	return false
+	if *at == nil {
+		return false
+	}
+	if *at = l.next; *at == nil {
+		q.tail = before
+	}
+	l.next, l.of = nil, nil
+	return true
 }

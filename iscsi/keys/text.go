@@ -63,10 +63,7 @@ func ParseText(b []byte) ([]Pair, error) {
 // AppendPair appends the pairs to dst, each with its NUL.
 func AppendPair(dst []byte, pairs ...Pair) []byte {
 	for _, p := range pairs {
-		dst = append(dst, p.Key...)
-		dst = append(dst, '=')
-		dst = append(dst, p.Value...)
-		dst = append(dst, 0)
+		dst = append(dst, p.Key+"="+p.Value+"\x00"...)
 	}
 	return dst
 }
@@ -100,8 +97,7 @@ func ParseBinary(s string) ([]byte, error) {
 		return nil, errBinary
 	}
 	digits := s[2:]
-	var b []byte
-	var err error
+	b, err := []byte(nil), errBinary
 	switch s[1] | 0x20 {
 	case 'x':
 		if len(digits)%2 == 1 {
@@ -109,12 +105,9 @@ func ParseBinary(s string) ([]byte, error) {
 		}
 		b, err = hex.DecodeString(digits)
 	case 'b':
-		if strings.ContainsAny(digits, "\r\n") { // which package base64 skips
-			return nil, errBinary
+		if !strings.ContainsAny(digits, "\r\n") { // which package base64 skips
+			b, err = base64.StdEncoding.DecodeString(digits)
 		}
-		b, err = base64.StdEncoding.DecodeString(digits)
-	default:
-		return nil, errBinary
 	}
 	if err != nil || len(b) == 0 {
 		return nil, errBinary
@@ -139,7 +132,7 @@ func checkKey(key string) string {
 		return "does not begin with a letter"
 	}
 	for i := range len(key) {
-		if c := key[i]; !isLetter(c) && !isDigit(c) && !strings.ContainsRune(".-+@_#", rune(c)) {
+		if c := key[i]; !isLetter(c) && !strings.ContainsRune("0123456789.-+@_#", rune(c)) {
 			return fmt.Sprintf("contains %q", c)
 		}
 	}
@@ -147,7 +140,6 @@ func checkKey(key string) string {
 }
 
 func isLetter(c byte) bool { return 'a' <= c|0x20 && c|0x20 <= 'z' }
-func isDigit(c byte) bool  { return '0' <= c && c <= '9' }
 
 // quote quotes and shortens what a peer sent for a log line.
 func quote(s string) string {

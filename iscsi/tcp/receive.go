@@ -91,13 +91,12 @@ func (c *Conn) fail(err error) {
 // drainGets returns a Notice for every outstanding GetData, then why the connection has ended.
 func (c *Conn) drainGets(n *iscsi.Notice) error {
 	c.mu.Lock()
-	closed := c.closed
-	c.mu.Unlock()
-	if closed {
-		c.aside.Wait() // nothing of a connection runs after its end
-	}
-	c.mu.Lock()
 	defer c.mu.Unlock()
+	if c.closed { // nothing of a connection runs after its end
+		c.mu.Unlock()
+		c.aside.Wait()
+		c.mu.Lock()
+	}
 	for _, t := range c.tasks {
 		if !t.getting {
 			continue

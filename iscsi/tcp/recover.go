@@ -75,12 +75,7 @@ func (s *stretch) seek(sn uint32) (off uint32) {
 }
 
 // Forget implements iscsi.Repeater.
-func (c *Conn) Forget(it *iscsi.Task) {
-	t := it.Mover.(*task)
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.release(t)
-}
+func (c *Conn) Forget(it *iscsi.Task) { c.Unbind(it) }
 
 // Acknowledge implements iscsi.Repeater. A tag that the task had before changes nothing.
 func (c *Conn) Acknowledge(tag uint32, lun [8]byte, next uint32) bool {

@@ -90,12 +90,7 @@ func (g MarkerGrid) AppendFPDU(dst, fpdu []byte, withCRC bool) ([]byte, MarkerGr
 }
 
 // Next returns how many bytes come before the next Marker. 0 means that the Marker is next.
-func (g MarkerGrid) Next() int {
-	if g == 0 {
-		return 0
-	}
-	return MarkerInterval - int(g)
-}
+func (g MarkerGrid) Next() int { return int(MarkerInterval-g) % MarkerInterval }
 
 // Advance returns the grid n bytes later.
 func (g MarkerGrid) Advance(n int) MarkerGrid { return (g + MarkerGrid(n)) % MarkerInterval }
