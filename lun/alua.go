@@ -6,8 +6,7 @@ import (
 	"slices"
 )
 
-// An accessState is an asymmetric access state of a target port group (SPC-4,
-// section 5.11.2).
+// An accessState is an asymmetric access state of a target port group (SPC-4, section 5.11.2).
 type accessState byte
 
 const (
@@ -35,19 +34,12 @@ var accessStates = [...]struct {
 // port is a group of its own: initiators set the states of paths one by one.
 type portGroups map[uint16]accessState
 
-// obstacle returns condNone, or what commands with these flags meet on the target port.
-func (g portGroups) obstacle(port uint16, class flags) Sense {
-	s := &accessStates[g[port]]
-	if class&s.served != 0 {
-		return condNone
-	}
-	return s.cond
-}
-
 // obstacle returns condNone, or what commands with these flags meet on the target port of n.
 func (u *Unit) obstacle(n *Nexus, class flags) Sense {
 	if g := u.access.Load(); g != nil {
-		return g.obstacle(n.port.TPGT, class)
+		if s := &accessStates[(*g)[n.port.TPGT]]; class&s.served == 0 {
+			return s.cond
+		}
 	}
 	return condNone
 }

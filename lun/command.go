@@ -10,9 +10,8 @@ type Command struct {
 	// Set by the caller before Begin.
 	LUN [8]byte // LUN field of the PDU
 	CDB []byte  // 16 bytes, or more with an extended CDB; not changed until End
-	// Expected is how many bytes of data-out the initiator means to send; 0: it
-	// does not say. Commands that a misunderstanding makes harmful fail if that
-	// is more than they take.
+	// Expected is how many bytes of data-out the initiator means to send; 0: it does not say.
+	// Commands that a misunderstanding makes harmful fail if that is more than they take.
 	Expected uint64
 	// Abort, if not nil, becomes true when the command has to stop soon. It then
 	// begins nothing more, and nobody gets its status.
@@ -155,8 +154,7 @@ func (n *Nexus) Refuse(c *Command, s Sense) {
 	c.Fail(s)
 }
 
-// Fail ends c with CHECK CONDITION on behalf of the transport, before or after
-// Begin.
+// Fail ends c with CHECK CONDITION on behalf of the transport, before or after Begin.
 func (c *Command) Fail(s Sense) {
 	c.DataOut, c.DataIn, c.Overflow = 0, 0, false
 	c.fail(s)

@@ -27,9 +27,8 @@ type command struct {
 	sa    int // service action, or noSA: the operation code alone names the command
 	name  string
 	flags flags
-	// usage is the CDB USAGE DATA of REPORT SUPPORTED OPERATION CODES after the
-	// operation code: the bits that the command evaluates. All others must be 0.
-	// Its length gives that of the CDB.
+	// usage is the CDB USAGE DATA of REPORT SUPPORTED OPERATION CODES after the operation code: the
+	// bits that the command evaluates. All others must be 0. Its length gives that of the CDB.
 	usage string
 	phases
 }

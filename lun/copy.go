@@ -9,8 +9,7 @@ import (
 	"github.com/iser-target/iser-target/backend"
 )
 
-// Limits of EXTENDED COPY, which RECEIVE COPY OPERATING PARAMETERS and VPD page
-// 8Fh report.
+// Limits of EXTENDED COPY, which RECEIVE COPY OPERATING PARAMETERS and VPD page 8Fh report.
 const (
 	maxCSCDs        = 16
 	maxSegments     = 32
@@ -396,8 +395,7 @@ func (s segment) lock(off, n int64) (unlock func()) {
 	}
 }
 
-// assertLocked asserts that both ranges of n bytes at offset off of the segment are
-// locked.
+// assertLocked asserts that both ranges of n bytes at offset off of the segment are locked.
 func (s segment) assertLocked(off, n int64) {
 	s.from.unit.ranges.assertHeld(s.fromPos+off, n)
 	s.to.unit.ranges.assertHeld(s.toPos+off, n)

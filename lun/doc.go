@@ -1,9 +1,8 @@
 // Package lun implements the SCSI device server: logical units over the stores of
 // package backend, driven by one table of commands.
 //
-// A Unit is a logical unit over one store. An Inventory has the units of one
-// SCSI target. A Nexus is one initiator port's view of an Inventory, with the
-// unit attentions that it has to hear.
+// A Unit is a logical unit over one store. An Inventory has the units of one SCSI target. A Nexus
+// is one initiator port's view of an Inventory, with the unit attentions that it has to hear.
 //
 // A Command goes through Nexus.Begin, then Consume for its data-out or Produce
 // for its data-in, as often as the transport likes, then End. Commands run on
@@ -19,7 +18,6 @@
 //     report;
 //   - reserve.go, prstate.go, persistent_in.go and persistent_out.go reserve, and
 //     alua.go has the states of target port groups;
-//   - sanitize.go erases a medium in the background;
-//   - identity.go, settings.go, reservations.go and sanitizations.go keep state
-//     in files, in the format of package state.
+//   - sanitize.go erases a medium in the background, also after a restart;
+//   - settings.go and reservations.go keep state in files, in the format of package state.
 package lun

@@ -17,13 +17,11 @@ type ReservationChangedEvent struct {
 	LUN       uint16
 	Command   string // its name
 	Initiator string // of PERSISTENT RESERVE OUT the initiator port, of RESERVE and RELEASE the iSCSI name
-	// TPGT is the target port of PERSISTENT RESERVE OUT; 0: the command was RESERVE
-	// or RELEASE.
+	// TPGT is the target port of PERSISTENT RESERVE OUT; 0: the command was RESERVE or RELEASE.
 	TPGT uint16
 }
 
-// A ReservationEndedEvent is the end of a reservation by RESERVE with its nexus, or
-// by a reset.
+// A ReservationEndedEvent is the end of a reservation by RESERVE with its nexus, or by a reset.
 type ReservationEndedEvent struct {
 	Target, Serial, Initiator string
 }

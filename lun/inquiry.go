@@ -136,8 +136,7 @@ func (n *Nexus) targetPort(relative uint16) string {
 	return fmt.Sprintf("%s,t,0x%04x", n.port.TargetName, relative)
 }
 
-// appendPorts appends the SCSI Ports page (SPC-4, section 7.8.14): every target port with its
-// name.
+// appendPorts appends the SCSI Ports page (SPC-4, section 7.8.14): every target port with its name.
 func appendPorts(_ *Unit, n *Nexus, b []byte) []byte {
 	for _, port := range n.targets() {
 		name := terminated(n.targetPort(port))

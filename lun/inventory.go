@@ -239,8 +239,7 @@ func (inv *Inventory) Entries() []Entry {
 }
 
 // PowerOn does what ResetUnit does for all logical units, and also what a loss of power does: it
-// ends persistent reservations and registrations that APTPL does not keep (SPC-4, section
-// 5.13.5).
+// ends persistent reservations and registrations that APTPL does not keep (SPC-4, section 5.13.5).
 func (inv *Inventory) PowerOn() {
 	for _, e := range inv.Entries() {
 		e.Unit.reservations.losePower()

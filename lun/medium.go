@@ -24,8 +24,7 @@ func (l *itl) protection() Sense {
 	return condNone
 }
 
-// Bits of START STOP UNIT, byte 4. NO_FLUSH may be set but saves nothing: a
-// stop syncs in any case.
+// Bits of START STOP UNIT, byte 4. NO_FLUSH may be set but saves nothing: a stop syncs in any case.
 const (
 	powerCondition = 0xf0
 	loej           = 0x02

@@ -77,8 +77,7 @@ func (o *prOut) notify(nexuses []nexusName, attention Sense) {
 	}
 }
 
-// Offsets in the parameter list, and bits of its flags (SPC-4, sections 6.16.3
-// and 6.16.4).
+// Offsets in the parameter list, and bits of its flags (SPC-4, sections 6.16.3 and 6.16.4).
 const (
 	prListLen  = 24 // without TransportIDs
 	prFlags    = 20 // SPEC_I_PT, ALL_TG_PT and APTPL
@@ -150,22 +149,20 @@ func consumePROut(u *Unit, c *Command, p []byte, _ uint64) bool {
 // parse decodes the rest of the parameter list.
 func (o *prOut) parse(p []byte) bool {
 	sa := o.row.sa
-	lengthAt := 0
-	o.specIPT = sa != prRegisterAndMove && p[prFlags]>>specIPTBit&1 != 0
+	lengthAt, move := 0, sa == prRegisterAndMove
+	o.specIPT = !move && p[prFlags]>>specIPTBit&1 != 0
+	o.allTgPt = !move && p[prFlags]>>allTgPtBit&1 != 0
 	switch {
-	case sa == prRegisterAndMove:
+	case move:
 		lengthAt = prMovePortLen
+		o.unreg = p[prMoveFlags]>>unregBit&1 != 0
+		o.targetPort = binary.BigEndian.Uint16(p[prMovePort:])
 	case o.specIPT && sa != prRegister:
 		return o.failListBit(prFlags, specIPTBit)
 	case o.specIPT:
 		lengthAt = prPortsLen
 	case len(p) != prListLen:
 		return o.fail(condListLength)
-	}
-	o.allTgPt = sa != prRegisterAndMove && p[prFlags]>>allTgPtBit&1 != 0
-	if sa == prRegisterAndMove {
-		o.unreg = p[prMoveFlags]>>unregBit&1 != 0
-		o.targetPort = binary.BigEndian.Uint16(p[prMovePort:])
 	}
 	if at := prOuts[sa].aptpl; at != 0 {
 		o.aptpl = p[at]>>aptplBit&1 != 0
@@ -189,7 +186,7 @@ func (o *prOut) parse(p []byte) bool {
 		if id.device {
 			ports = o.unit.portsOf(id.port.name)
 		}
-		if len(ports) == 0 || id.device && sa == prRegisterAndMove {
+		if len(ports) == 0 || id.device && move {
 			return o.failList(at)
 		}
 		for _, p := range ports {

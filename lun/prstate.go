@@ -2,8 +2,7 @@ package lun
 
 import "slices"
 
-// prTypes are the persistent reservation types (SPC-4, section 5.13.4), by
-// the value of TYPE.
+// prTypes are the persistent reservation types (SPC-4, section 5.13.4), by the value of TYPE.
 var prTypes = [16]struct {
 	valid       bool
 	exclusive   bool // keeps out readers as well as writers

@@ -11,8 +11,7 @@ import (
 	"github.com/iser-target/iser-target/backend"
 )
 
-// Limits of the medium access commands, in bytes; VPD page B0h reports them
-// in blocks.
+// Limits of the medium access commands, in bytes; VPD page B0h reports them in blocks.
 const (
 	maxTransfer     = 32 << 20
 	optimalTransfer = 1 << 20

@@ -3,19 +3,21 @@ package lun
 import (
 	"bytes"
 	"encoding/binary"
+	"encoding/hex"
 	"errors"
+	"fmt"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/lun/invariant"
+	"github.com/iser-target/iser-target/lun/state"
 )
 
-// A sanitizer overwrites a medium in the background (SBC-3, section 4.11).
-// Neither a reset nor the end of the nexus or the task that requested it stops it.
-// The end of the process interrupts it: Options.Sanitizations has it, and New
-// restarts it.
+// A sanitizer overwrites a medium in the background (SBC-3, section 4.11). Neither a reset nor the
+// end of the nexus or the task that requested it stops it. The end of the process interrupts it:
+// Options.Sanitizations has it, and New restarts it.
 //
 //	idle ── SANITIZE ──▶ running ── done ──▶ idle
 //	  ▲                   ▲  │
@@ -367,4 +369,58 @@ func (u *Unit) sanitizing() senseData {
 	s := newSense(condSanitizing)
 	s.field, s.progress = int(min(u.sanitizer.progress.Load(), 0xffff)), true
 	return s
+}
+
+// Sanitizations keeps which logical units are being sanitized, or failed to be, all in one file.
+// A sanitize continues when the process starts again, and nobody has access to a medium that is
+// half erased. Several goroutines may use it at once.
+type Sanitizations = state.Keeper[sanitizeEntry]
+
+var sanitizationsFormat = state.Format[state.Records[sanitizeEntry]]{Name: "sanitizations", Version: 1}
+
+// A sanitizeEntry is the record of a unit that is not idle.
+type sanitizeEntry struct {
+	NAA          string `json:"naa"`          // Identity.Serial
+	Action       byte   `json:"action"`       // service action of SANITIZE
+	Unrestricted bool   `json:"unrestricted"` // AUSE
+	Failed       bool   `json:"failed"`
+	Passes       int    `json:"passes"`  // of OVERWRITE, else 0; so are these
+	Invert       bool   `json:"invert"`  // every second pass writes the complement
+	Pattern      string `json:"pattern"` // hex digits
+}
+
+// OpenSanitizations opens the file at path, as OpenReservations does.
+func OpenSanitizations(path string) (*Sanitizations, error) {
+	return state.OpenKeeper(sanitizationsFormat, path)
+}
+
+func encodeJob(naa string, j *sanitizeJob, failed bool) sanitizeEntry {
+	return sanitizeEntry{naa, j.action, j.unrestricted, failed, j.passes, j.invert, hex.EncodeToString(j.pattern)}
+}
+
+func (e sanitizeEntry) Unit() string { return e.NAA }
+
+func (e sanitizeEntry) Check() error {
+	_, err := e.decode()
+	return err
+}
+
+// decode reverses encodeJob. It refuses what no SANITIZE could have asked for.
+func (e sanitizeEntry) decode() (*sanitizeJob, error) {
+	pattern, err := hex.DecodeString(e.Pattern)
+	if err != nil || hex.EncodeToString(pattern) != e.Pattern {
+		return nil, fmt.Errorf("pattern %.40q: want lower-case hex digits", e.Pattern)
+	}
+	switch overwrite := e.Action == sanitizeOverwrite; {
+	case !overwrite && e.Action != sanitizeBlockErase && e.Action != sanitizeCryptoErase:
+		return nil, fmt.Errorf("action %d: want %d, %d or %d", e.Action,
+			sanitizeOverwrite, sanitizeBlockErase, sanitizeCryptoErase)
+	case !overwrite && (e.Passes != 0 || e.Invert || len(pattern) != 0):
+		return nil, fmt.Errorf("action %d has no passes and no pattern", e.Action)
+	case overwrite && (e.Passes < 1 || e.Passes > maxOverwrites):
+		return nil, fmt.Errorf("%d passes, want 1 to %d", e.Passes, maxOverwrites)
+	case overwrite && (len(pattern) < 1 || len(pattern) > maxPattern):
+		return nil, fmt.Errorf("a pattern of %d bytes, want 1 to %d", len(pattern), maxPattern)
+	}
+	return &sanitizeJob{e.Action, e.Unrestricted, e.Passes, e.Invert, pattern}, nil
 }

@@ -1,6 +1,7 @@
 package lun
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"math"
@@ -274,12 +275,8 @@ func requestSense(u *Unit, c *Command) bool {
 		s.Sense = k
 	} else if u.sanitizer.state.Load() == sanitizeRunning {
 		s = u.sanitizing()
-	} else if k := u.obstacle(c.nexus, 0); k != condNone {
-		s.Sense = k
-	} else if u.Absent() {
-		s.Sense = u.absent
 	} else {
-		s.Sense = u.readiness()
+		s.Sense = cmp.Or(u.obstacle(c.nexus, 0), u.absent, u.readiness())
 	}
 	s.descType = c.CDB[1]&1 != 0
 	return c.report(s.put(c.zeroed(senseLen)), uint32(c.CDB[4]))

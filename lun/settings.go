@@ -8,9 +8,8 @@ import (
 	"github.com/iser-target/iser-target/lun/state"
 )
 
-// Settings keeps what initiators set permanently in logical units: saved mode pages, and the
-// states of target port groups. Those of all units are in one file. Several goroutines may use it
-// at once.
+// Settings keeps what initiators set permanently in logical units: saved mode pages, and the states
+// of target port groups. Those of all units are in one file. Several goroutines may use it at once.
 type Settings = state.Keeper[settingsEntry]
 
 // A settingsEntry is the record of a unit.

@@ -25,8 +25,7 @@ type Options struct {
 	Vendor       string // T10 vendor identification, 8 characters; default ISERTGT
 	Product      string // 16 characters; default VIRTUAL-DISK
 	Revision     string // 4 characters; default 0001
-	// Reservations keeps persistent reservations; nil: they do not survive a
-	// restart (PTPL_C 0).
+	// Reservations keeps persistent reservations; nil: they do not survive a restart (PTPL_C 0).
 	Reservations *Reservations
 	// Settings keeps saved mode pages and the states of target port groups; nil: no
 	// mode page can be saved.

@@ -1,12 +1,10 @@
-// Package state keeps small states in files that survive the process and a power
-// failure: the identities of logical units, a record for each logical unit, and
-// documents of other shapes.
+// Package state keeps small states in files that survive the process and a power failure: the
+// identities of logical units, a record for each logical unit, and documents of other shapes.
 //
-// All files have one format: JSON with a version, mode 0600, replaced as a whole
-// and synced before the change counts. A lock keeps a second process out. A file
-// that this package could not have written is an error and stays as it is. A
-// Document is one such file, a Keeper is a Document with a record for each
-// logical unit, and Identities is a Document with their names.
+// All files have one format: JSON with a version, mode 0600, replaced as a whole and synced before
+// the change counts. A lock keeps a second process out. A file that this package could not have
+// written is an error and stays as it is. A Document is one such file, a Keeper is a Document with
+// a record for each logical unit, and Identities is a Document with their names.
 package state
 
 import (
@@ -34,8 +32,7 @@ type Format[S State] struct {
 	Upgrades map[int]func(b []byte) (s S, written any, err error)
 }
 
-// A Document is a file with a state of type S. Its owner has the lock that
-// guards it.
+// A Document is a file with a state of type S. Its owner has the lock that guards it.
 type Document[S State] struct {
 	format Format[S]
 	file   file // without a path nothing is stored
@@ -52,8 +49,7 @@ func newDocument[S State](format Format[S], initial S) *Document[S] {
 // exist. Missing directories are created with mode 0700. A file that is not
 // wholly as a Document has written it is an error and stays as it is.
 //
-// Until Close the file path.lock is locked (flock(2)), and Open refuses the same
-// path.
+// Until Close the file path.lock is locked (flock(2)), and Open refuses the same path.
 func Open[S State](format Format[S], path string, initial S) (*Document[S], error) {
 	d := newDocument(format, initial)
 	if path == "" {
@@ -78,8 +74,7 @@ func (d *Document[S]) load() error {
 	return err
 }
 
-// Close releases the file for others. Changes fail from then on with
-// fs.ErrClosed.
+// Close releases the file for others. Changes fail from then on with fs.ErrClosed.
 func (d *Document[S]) Close() error {
 	if d.closed {
 		return nil

@@ -10,8 +10,7 @@ import (
 	"syscall"
 )
 
-// maxFile is the longest file, in bytes: it has room for some hundred thousand
-// entries.
+// maxFile is the longest file, in bytes: it has room for some hundred thousand entries.
 const maxFile = 16 << 20
 
 // A file is a small file that is only replaced as a whole: new content goes to
@@ -102,8 +101,7 @@ func (f *file) settle() error {
 	return err
 }
 
-// remove removes the file, if it exists, so that a power failure does not bring it
-// back.
+// remove removes the file, if it exists, so that a power failure does not bring it back.
 func (f *file) remove() error {
 	switch err := os.Remove(f.path); {
 	case errors.Is(err, fs.ErrNotExist) && !f.unsure:
@@ -149,9 +147,8 @@ func lockFile(path string) (*os.File, error) {
 	return nil, err
 }
 
-// makeDirectory creates dir and the missing directories above it, with mode 0700,
-// so that they survive a power failure. It does not notice that dir is something
-// else than a directory.
+// makeDirectory creates dir and the missing directories above it, with mode 0700, so that they
+// survive a power failure. It does not notice that dir is something else than a directory.
 func makeDirectory(dir string, fsync func(*os.File) error) error {
 	err := os.Mkdir(dir, 0o700)
 	if errors.Is(err, fs.ErrNotExist) && filepath.Dir(dir) != dir {

@@ -108,9 +108,8 @@ func (ids *Identities) Promise(key string) (Identity, error) {
 	return ids.identity(key, false, true)
 }
 
-// Renew gives the key, whose medium was just created again, a new identity. It retires
-// the old identity, which never names anything again. If Renew fails, the key keeps
-// the old one.
+// Renew gives the key, whose medium was just created again, a new identity. It retires the old
+// identity, which never names anything again. If Renew fails, the key keeps the old one.
 func (ids *Identities) Renew(key string) (Identity, error) {
 	return ids.identity(key, true, false)
 }

@@ -41,8 +41,7 @@ func OpenKeeper[R Record](format Format[Records[R]], path string) (*Keeper[R], e
 	return &Keeper[R]{doc: doc}, nil
 }
 
-// Close releases the file for others. Changes fail from then on with
-// fs.ErrClosed.
+// Close releases the file for others. Changes fail from then on with fs.ErrClosed.
 func (k *Keeper[R]) Close() error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -81,9 +80,8 @@ func (k *Keeper[R]) index(unit string) int {
 	return slices.IndexFunc(k.doc.state.Units, func(r R) bool { return r.Unit() == unit })
 }
 
-// Put keeps r in the place of the record that its unit has. r is on stable
-// storage when Put returns nil. After an error, unsure reports that it may be
-// there all the same.
+// Put keeps r in the place of the record that its unit has. r is on stable storage when Put returns
+// nil. After an error, unsure reports that it may be there all the same.
 func (k *Keeper[R]) Put(r R) (unsure bool, err error) { return k.change(r.Unit(), r) }
 
 // Remove forgets the record of a unit, if it has one. It returns what Put does.

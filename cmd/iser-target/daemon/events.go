@@ -98,8 +98,7 @@ func (ev *events) since(n uint64) []schema.Event {
 // numbers means that events were displaced.
 func (d *Daemon) Events(since uint64) []schema.Event { return d.events.since(since) }
 
-// Subscribe returns a channel that receives when there may be new Events, until cancel is
-// called.
+// Subscribe returns a channel that receives when there may be new Events, until cancel is called.
 func (d *Daemon) Subscribe() (news <-chan struct{}, cancel func()) {
 	ev := &d.events
 	c := make(chan struct{}, 1)
@@ -125,8 +124,7 @@ func (d *Daemon) report(e lun.Event) { e.Log(d.log, slog.String(eventKey, e.Kind
 // byKey is the key of By in a context.
 type byKey struct{}
 
-// By returns a context for a request of who. Log lines and events about it have the
-// attribute "by".
+// By returns a context for a request of who. Log lines and events about it have the attribute "by".
 func By(ctx context.Context, who string) context.Context {
 	return context.WithValue(ctx, byKey{}, who)
 }
