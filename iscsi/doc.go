@@ -23,14 +23,14 @@
 //	          receive -> dispatch -> takeRequest -> judge -> admit     (serve.go, admit.go)
 //	          give the baton away
 //	          Task.run -> runCommand -> read or write -> complete      (command.go)
-//	                   -> respond -> leave, sendStatus, flush          (respond.go, flush.go)
+//	                   -> respond -> leave, sendStatus, flush          (respond.go)
 //	          start again
 //
 // A write that has to fetch data leaves its goroutine: GetData queues the request, and the goroutine
 // that receives the end of it continues in afterFetch.
 //
 // Read the files in this order: node, session, login, conn, serve, admit, task, command, dataout,
-// respond, flush, slots, buffer, timers, unexpected, logout, tmf. Recovery (recovery, reassign) and
+// respond, slots, buffer, timers, unexpected, logout, tmf. Recovery (recovery, reassign) and
 // order between connections and sessions (fence, ordered) come last: their fields are zero in the
 // normal case.
 //

@@ -317,11 +317,9 @@ func (l *login) answer() (done bool, err error) {
 		return false, err
 	}
 	if l.enable != nil {
-		if err := l.stepUp(); err != nil {
-			return false, err
-		}
+		err = l.stepUp()
 	}
-	return true, nil
+	return err == nil, err
 }
 
 // enterFullFeature makes the connection ready for what follows the final Login Response.

@@ -35,10 +35,10 @@ func (t *Task) runText() {
 		return
 	}
 	x := &c.text
-	answer, final, cont, reason := c.textAnswer(t)
+	answer, cont, reason := c.textAnswer(t)
 	t.data = nil // the answer may have to wait for the network
 	ttt, flags := uint32(pdu.ReservedTag), byte(pdu.FlagF)
-	if reason != 0 || final {
+	if reason != 0 || t.header().Final() && !cont { // the exchange ends
 		*x = textExchange{ttt: x.ttt}
 	} else {
 		x.open, x.itt = true, t.header().ITT()
@@ -64,43 +64,41 @@ func (t *Task) runText() {
 	c.respond(t)
 }
 
-// textAnswer returns the next part of the answer in the exchange that t begins or continues. final
-// reports whether it is the last PDU of the exchange, cont whether the text continues in the next
-// one. A reason other than 0 rejects the request.
-func (c *conn) textAnswer(t *Task) (answer []byte, final, cont bool, reason pdu.RejectReason) {
+// textAnswer returns the next part of the answer in the exchange that t begins or continues. cont
+// reports whether the text continues in the next PDU. A reason other than 0 rejects the request.
+func (c *conn) textAnswer(t *Task) (answer []byte, cont bool, reason pdu.RejectReason) {
 	x, h := &c.text, t.header()
-	more := len(t.data) > 0
 	switch {
 	case h.Final() && h.Continue(), x.open && h.ITT() != x.itt: // section 6.2
-		return nil, false, false, pdu.RejectProtocolError
+		return nil, false, pdu.RejectProtocolError
 	case h.TTT() == pdu.ReservedTag: // begins, or begins again (section 6.4)
 		*x = textExchange{ttt: x.ttt}
 	case !x.open || h.TTT() != x.ttt: // section 11.10.4
-		return nil, false, false, pdu.RejectInvalidField
+		return nil, false, pdu.RejectInvalidField
 	}
 	if len(x.out) > 0 {
-		if more { // section 6.2
-			return nil, false, false, pdu.RejectProtocolError
+		if len(t.data) > 0 { // section 6.2
+			return nil, false, pdu.RejectProtocolError
 		}
 		answer, cont = c.cutText()
-		return answer, !cont && h.Final(), cont, 0
+		return answer, cont, 0
 	}
 	if len(x.in)+len(t.data) > keys.MaxText {
-		return nil, false, false, pdu.RejectOutOfResources
+		return nil, false, pdu.RejectOutOfResources
 	}
 	x.in = append(x.in, t.data...)
 	if h.Continue() {
-		return nil, false, false, 0
+		return nil, false, 0
 	}
 	var ok bool
 	if x.out, ok = c.answerText(x); !ok {
-		return nil, false, false, pdu.RejectProtocolError
+		return nil, false, pdu.RejectProtocolError
 	}
 	x.in = nil
 	if h.Final() && x.neg != nil {
 		p, err := x.neg.Finish()
 		if err != nil {
-			return nil, false, false, pdu.RejectProtocolError
+			return nil, false, pdu.RejectProtocolError
 		}
 		c.mu.Lock()
 		c.params.InitiatorAlias, c.params.MaxRecvDataSegmentLength = p.InitiatorAlias, p.MaxRecvDataSegmentLength
@@ -110,7 +108,7 @@ func (c *conn) textAnswer(t *Task) (answer []byte, final, cont bool, reason pdu.
 		}
 	}
 	answer, cont = c.cutText()
-	return answer, !cont && h.Final(), cont, 0
+	return answer, cont, 0
 }
 
 // cutText takes from the answer what one PDU can carry, and reports whether there is more.
