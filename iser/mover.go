@@ -8,6 +8,7 @@
 package iser
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -151,9 +152,7 @@ func Allocate(o Options, p iscsi.Params, tasks int) (iscsi.EnableDatamover, erro
 
 // complete returns o with its defaults filled in, and the limits that follow from them.
 func (o Options) complete() Options {
-	if o.RecvDataSegmentLength == 0 {
-		o.RecvDataSegmentLength = 8192
-	}
+	o.RecvDataSegmentLength = cmp.Or(o.RecvDataSegmentLength, 8192)
 	o.RDMA.MaxSend = headLen + maxAHS + o.RecvDataSegmentLength + maxPad
 	o.RDMA.MinORD = 1 // without RDMA Reads there are no writes
 	return o

@@ -126,10 +126,7 @@ type task struct {
 
 // New returns a connection before login. nc belongs to it from now on.
 func New(nc net.Conn, o Options) *Conn {
-	if o.MaxRecvDataSegmentLength == 0 {
-		o.MaxRecvDataSegmentLength = 262144
-	}
-	c := &Conn{nc: nc, limit: o.MaxRecvDataSegmentLength}
+	c := &Conn{nc: nc, limit: cmp.Or(o.MaxRecvDataSegmentLength, 262144)}
 	c.maxSend.Store(loginSegment)
 	c.flush = c.flushAside
 	c.rx.limit = loginLimit

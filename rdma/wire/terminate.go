@@ -159,8 +159,7 @@ func ParseTerminate(b []byte) (t Terminate, err error) {
 		if len(rest) < 2 {
 			return t, ErrTerminate
 		}
-		t.Segment = be.Uint16(rest)
-		rest = rest[2:]
+		t.Segment, rest = be.Uint16(rest), rest[2:]
 	}
 	if ct&hdrctDDP != 0 {
 		n := UntaggedLen
