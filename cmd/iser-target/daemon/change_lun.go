@@ -21,7 +21,7 @@ func (c *change) addLUN(ch config.Change) error {
 	if t.luns[ch.LUN] != nil {
 		return nil // added with its target
 	}
-	return c.open(t, *lunOf(c.targetConfig(ch.Target), ch.LUN))
+	return c.open(t, *lunOf(targetOf(c.cfg, ch.Target), ch.LUN))
 }
 
 // open opens a LUN and shows it to the initiators.
@@ -30,7 +30,7 @@ func (c *change) open(t *servedTarget, l config.LUN) error {
 	if err := c.freePath(l.Path); err != nil {
 		return err
 	}
-	served, err := c.openLUN(c.ctx, d.waits.store, t, l)
+	served, err := c.openLUN(c.ctx, t, l)
 	if err != nil {
 		return err
 	}
@@ -117,7 +117,7 @@ func (c *change) updateLUN(ch config.Change) error {
 	if t == nil || t.luns[ch.LUN] == nil {
 		return ErrNotFound
 	}
-	next := *lunOf(c.targetConfig(ch.Target), ch.LUN)
+	next := *lunOf(targetOf(c.cfg, ch.Target), ch.LUN)
 	if replaces(t.luns[ch.LUN].LUN, next) || t.luns[ch.LUN].fault != nil {
 		return c.replace(t, next)
 	}
@@ -310,5 +310,5 @@ func (c *change) reopen(t *servedTarget, l *servedLUN, next config.LUN) (*served
 		l.closed = true
 		d.mu.Unlock()
 	}
-	return c.openLUN(c.lasting(), d.waits.store, t, next)
+	return c.openLUN(c.lasting(), t, next)
 }

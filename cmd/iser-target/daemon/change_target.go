@@ -10,11 +10,8 @@ import (
 // target returns the served target of that name, or nil.
 func (e *editor) target(name string) *servedTarget { return e.d.served.target(name) }
 
-// targetConfig returns the target of that name in the next configuration, or nil.
-func (c *change) targetConfig(name string) *config.Target { return targetOf(c.cfg, name) }
-
 func (c *change) addTarget(ch config.Change) error {
-	d, tc := c.d, c.targetConfig(ch.Target)
+	d, tc := c.d, targetOf(c.cfg, ch.Target)
 	if c.target(tc.Name) != nil {
 		return nil
 	}
@@ -89,7 +86,7 @@ func (c *change) removeTarget(ch config.Change) error {
 }
 
 func (c *change) updateTarget(ch config.Change) error {
-	d, t, tc := c.d, c.target(ch.Target), c.targetConfig(ch.Target)
+	d, t, tc := c.d, c.target(ch.Target), targetOf(c.cfg, ch.Target)
 	ic, err := t.config(tc, c.cfg)
 	if err != nil {
 		return err
@@ -126,7 +123,7 @@ func excluded(s *iscsi.SessionInfo, tc *config.Target, ic *iscsi.TargetConfig) s
 func (c *change) refreshPaths() error {
 	d := c.d
 	for _, t := range d.served.targets {
-		tc := c.targetConfig(t.name)
+		tc := targetOf(c.cfg, t.name)
 		if tc == nil {
 			continue
 		}

@@ -168,15 +168,12 @@ func (d *Daemon) nodeOptions(cfg *config.Config) (iscsi.Options, error) {
 	if err != nil {
 		return iscsi.Options{}, fmt.Errorf("discovery_auth: %w", err)
 	}
-	nop := cfg.Limits.NOPInterval
-	if nop == 0 {
-		nop = -1
-	}
+
 	return iscsi.Options{
 		QueueDepth:       cfg.Limits.QueueDepth,
 		ConnectionMemory: int(cfg.Limits.ConnectionMemory),
 		LoginTimeout:     cfg.Limits.LoginTimeout,
-		NopInterval:      nop,
+		NopInterval:      cmp.Or(cfg.Limits.NOPInterval, -1), // 0 is the default
 		NopTimeout:       cfg.Limits.NOPTimeout,
 		ShutdownWait:     max(cfg.Drain, 1), // 0 is the default
 		DiscoveryAuth:    discovery,

@@ -61,12 +61,12 @@ func (d *Daemon) reload(ctx context.Context, why string) {
 	err := d.applyFile(ctx)
 	log := d.log.With(eventKey, "config", "because", why)
 	if err != nil {
+		log = log.With("reason", err)
 		if refused, ok := errors.AsType[*ErrRefused](err); ok {
 			flags := strings.Join(refused.Needs().Flags(), " ")
-			log.Error("configuration file was not applied", "reason", err, "allow", "iser-target config apply "+d.path+" "+flags)
-		} else {
-			log.Error("configuration file was not applied", "reason", err)
+			log = log.With("allow", "iser-target config apply "+d.path+" "+flags)
 		}
+		log.Error("configuration file was not applied")
 		return
 	}
 	d.warn()
@@ -102,21 +102,20 @@ func (d *Daemon) growDevices(ctx context.Context) {
 				continue
 			}
 			log := d.log.With("target", t.name, "lun", id)
-			report := func(grown bool, err error) {
+			var grown bool // valid when the call is back without an error
+			report := func(err error) {
 				if err != nil {
 					log.Error("size of the medium was not read", "reason", err)
 				} else if grown {
 					log.Info("LUN has grown", eventKey, "lun", "octets", l.unit.Size())
 				}
 			}
-			var grown bool // valid when the call is back
-			err := d.calls.do(ctx, max(time.Until(end), d.waits.brief), storeKey(t.name, &l.LUN), "reading its size",
+			report(d.calls.do(ctx, max(time.Until(end), d.waits.brief), storeKey(t.name, &l.LUN), "reading its size",
 				func(*call) (err error) {
 					grown, err = l.unit.Grow()
 					return err
 				},
-				func(err error) { report(grown, err) })
-			report(err == nil && grown, err)
+				report))
 		}
 	}
 }

@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -27,13 +28,10 @@ type ChangeOptions struct {
 
 // drain returns the time that removed sessions and commands have to end.
 func (o ChangeOptions) drain() time.Duration {
-	switch {
-	case o.Now:
+	if o.Now {
 		return 0
-	case o.Drain > 0:
-		return o.Drain
 	}
-	return schema.DefaultDrain
+	return cmp.Or(max(o.Drain, 0), schema.DefaultDrain)
 }
 
 // ErrRefused answers a change that requires options which it lacks. Nothing was changed.

@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"cmp"
 	"context"
 	"encoding/hex"
 	"fmt"
@@ -225,9 +226,7 @@ func either(b bool, yes, no string) string {
 
 // KillSession ends a session at once. It notifies the initiator, which may log in again.
 func (d *Daemon) KillSession(ctx context.Context, tsih uint16, reason string) error {
-	if reason == "" {
-		reason = "an operator ended the session"
-	}
+	reason = cmp.Or(reason, "an operator ended the session")
 	s, err := d.node.Session(tsih)
 	if err != nil {
 		return fmt.Errorf("session %d: %w", tsih, ErrNotFound)

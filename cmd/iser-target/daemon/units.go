@@ -55,13 +55,13 @@ var errMissing = errors.New("the file is missing: it existed before, and a new o
 // lateAnswer is logged when a store answers after its time limit.
 const lateAnswer = "store answered after its time limit"
 
-// openLUN opens the store of l within timeout and makes its logical unit.
-func (e *editor) openLUN(ctx context.Context, timeout time.Duration, t *servedTarget, l config.LUN) (*servedLUN, error) {
+// openLUN opens the store of l within the time limit of a change and makes its logical unit.
+func (e *editor) openLUN(ctx context.Context, t *servedTarget, l config.LUN) (*servedLUN, error) {
 	d := e.d
 	fresh := !d.state.ids.Known(identityKey(t.name, &l))
 	open := e.opener(t.name, &l, fresh)
 	var unit *lun.Unit // valid when the call is back
-	err := d.calls.do(ctx, timeout, storeKey(t.name, &l), callOpen, func(c *call) error {
+	err := d.calls.do(ctx, d.waits.store, storeKey(t.name, &l), callOpen, func(c *call) error {
 		err := open(c)
 		unit = c.unit
 		return err
