@@ -5,41 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"time"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/capture"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
-	"github.com/iser-target/iser-target/iscsi"
-	"github.com/iser-target/iser-target/iser"
-	"github.com/iser-target/iser-target/rdma"
 )
-
-// stepUp implements iscsi.StepUp for portals.
-func (d *Daemon) stepUp(params iscsi.Params, tasks int) (iscsi.EnableDatamover, error) {
-	enable, err := iser.Allocate(iser.Options{RDMA: *d.net.rdma.Load()}, params, tasks)
-	if err != nil {
-		return nil, err
-	}
-	return func(nc net.Conn, prefix []byte, timeout time.Duration) (iscsi.Datamover, error) {
-		tap := nc.(*capture.Conn)
-		tap.Unread(nil) // unknown until the stream exists
-		dm, err := enable(nc, prefix, timeout)
-		if c, ok := dm.(interface{ Stream() *rdma.Conn }); ok {
-			tap.Unread(c.Stream().Unread)
-		}
-		return dm, err
-	}, nil
-}
-
-// joined notes that nc belongs to a session, for the captures. Except in discovery, nc
-// then is no longer a newcomer.
-func (d *Daemon) joined(nc *capture.Conn, tsih uint16, discovery bool) {
-	d.net.captures.Join(nc, tsih)
-	if !discovery {
-		d.net.newcomers.remove(nc)
-	}
-}
 
 // CaptureOptions limit a capture.
 type CaptureOptions struct {

@@ -61,7 +61,7 @@ func (c *change) removePortal(ch config.Change) error {
 		_, err := c.openPortal(cur.cfg)
 		return err
 	})
-	c.ending = append(c.ending, func(s *iscsi.SessionInfo) string { return p.reason(s, "the portal was removed") })
+	c.endIf(p.carries, "the portal was removed")
 	return nil
 }
 
@@ -76,20 +76,9 @@ func (c *change) updatePortal(ch config.Change) error {
 		return nil
 	})
 	if old.cfg.TPGT != next.TPGT {
-		c.ending = append(c.ending, func(s *iscsi.SessionInfo) string {
-			if s.TPGT == uint16(next.TPGT) {
-				return "" // a new session
-			}
-			return p.reason(s, "the portal moved to another portal group")
-		})
+		c.endIf(func(s *iscsi.SessionInfo) bool {
+			return s.TPGT != uint16(next.TPGT) && p.carries(s) // otherwise it is a new session
+		}, "the portal moved to another portal group")
 	}
 	return nil
-}
-
-// reason returns why if s has a connection through p, else "".
-func (p *portal) reason(s *iscsi.SessionInfo, why string) string {
-	if p.connections(s) > 0 {
-		return why
-	}
-	return ""
 }

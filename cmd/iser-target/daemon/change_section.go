@@ -4,22 +4,18 @@ import "github.com/iser-target/iser-target/config"
 
 // updateOptions applies the sections that describe sessions and connections.
 func (c *change) updateOptions(config.Change) error {
-	d := c.d
-	o, err := d.nodeOptions(c.cfg)
-	if err != nil {
-		return err
-	}
-	was, err := d.nodeOptions(d.served.cfg)
+	c.onUndo(func() error { return c.d.setOptions(c.d.served.cfg) })
+	return c.d.setOptions(c.cfg)
+}
+
+// setOptions applies what cfg says about sessions and connections, unless it fails.
+func (d *Daemon) setOptions(cfg *config.Config) error {
+	o, err := d.nodeOptions(cfg)
 	if err != nil {
 		return err
 	}
 	d.node.SetOptions(o)
-	d.setLimits(c.cfg)
-	c.onUndo(func() error {
-		d.node.SetOptions(was)
-		d.setLimits(d.served.cfg)
-		return nil
-	})
+	d.setLimits(cfg)
 	return nil
 }
 

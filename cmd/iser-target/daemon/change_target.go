@@ -72,12 +72,7 @@ func (c *change) removeTarget(ch config.Change) error {
 		c.listTarget(t)
 		return d.node.AddTarget(ic)
 	})
-	c.ending = append(c.ending, func(s *iscsi.SessionInfo) string {
-		if s.Target == t.name {
-			return "the target was removed"
-		}
-		return ""
-	})
+	c.endIf(func(s *iscsi.SessionInfo) bool { return s.Target == t.name }, "the target was removed")
 	// The sessions keep the LUNs until they end: they may have data to write.
 	for _, l := range t.luns {
 		c.removals = append(c.removals, c.newRemoval(t, l))

@@ -281,6 +281,16 @@ func (c *change) cleanup() *cleanup {
 	return k
 }
 
+// endIf makes the sessions that match end for that reason when c is complete.
+func (c *change) endIf(match func(*iscsi.SessionInfo) bool, reason string) {
+	c.ending = append(c.ending, func(s *iscsi.SessionInfo) string {
+		if match(s) {
+			return reason
+		}
+		return ""
+	})
+}
+
 // endReason returns why s has to end, or "".
 func (c *change) endReason(s *iscsi.SessionInfo) string {
 	for _, f := range c.ending {

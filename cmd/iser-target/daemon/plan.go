@@ -192,5 +192,5 @@ func (v *served) disturbedByPortal(ch config.Change) func(*iscsi.SessionInfo) bo
 	if p == nil || ch.Op == config.Add || ch.Op == config.Update && ch.Key != "tpgt" {
 		return nil
 	}
-	return func(s *iscsi.SessionInfo) bool { return p.connections(s) > 0 }
+	return p.carries
 }

@@ -19,6 +19,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/tcp"
 	"github.com/iser-target/iser-target/iser"
+	"github.com/iser-target/iser-target/rdma"
 )
 
 // userTimeout is the time after which TCP gives up on unacknowledged data.
@@ -47,6 +48,9 @@ func (p *portal) connections(s *iscsi.SessionInfo) (n int) {
 	}
 	return n
 }
+
+// carries reports whether s has a connection through p.
+func (p *portal) carries(s *iscsi.SessionInfo) bool { return p.connections(s) > 0 }
 
 // A servedPortal is the description of a portal for new connections. It does not change;
 // another one replaces it.
@@ -207,6 +211,32 @@ func (d *Daemon) mover(ctx context.Context, p *servedPortal, nc *capture.Conn, d
 	}
 	nc.Unread(c.Stream().Unread)
 	return c, "", nil
+}
+
+// stepUp implements iscsi.StepUp for portals.
+func (d *Daemon) stepUp(params iscsi.Params, tasks int) (iscsi.EnableDatamover, error) {
+	enable, err := iser.Allocate(iser.Options{RDMA: *d.net.rdma.Load()}, params, tasks)
+	if err != nil {
+		return nil, err
+	}
+	return func(nc net.Conn, prefix []byte, timeout time.Duration) (iscsi.Datamover, error) {
+		tap := nc.(*capture.Conn)
+		tap.Unread(nil) // unknown until the stream exists
+		dm, err := enable(nc, prefix, timeout)
+		if c, ok := dm.(interface{ Stream() *rdma.Conn }); ok {
+			tap.Unread(c.Stream().Unread)
+		}
+		return dm, err
+	}, nil
+}
+
+// joined notes that nc belongs to a session, for the captures. Except in discovery, nc
+// then is no longer a newcomer.
+func (d *Daemon) joined(nc *capture.Conn, tsih uint16, discovery bool) {
+	d.net.captures.Join(nc, tsih)
+	if !discovery {
+		d.net.newcomers.remove(nc)
+	}
 }
 
 // refuse closes a connection before the iSCSI login. It logs that on one line, like that of a login.
