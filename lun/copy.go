@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"encoding/binary"
+	"slices"
 	"sync"
 
 	"github.com/iser-target/iser-target/backend"
@@ -201,17 +202,15 @@ func (c *Command) parseCSCD(d []byte, at int) (l *itl, ok bool) {
 	if d[4]&setMask != setBinary || d[5]&associationAndType != assocUnit|desNAA {
 		return nil, true
 	}
-	for _, l := range c.nexus.list() {
-		if !bytes.Equal(d[8:][:d[7]], l.unit.opt.Identity.NAA[:]) {
-			continue
-		}
-		// DISK BLOCK LENGTH
-		if n := binary.BigEndian.Uint32(d[28:]) & 0xffffff; n != l.unit.info.BlockSize {
-			return nil, c.failList(at + 29)
-		}
-		return l, true
+	list := c.nexus.list()
+	i := slices.IndexFunc(list, func(l *itl) bool { return bytes.Equal(d[8:][:d[7]], l.unit.opt.Identity.NAA[:]) })
+	if i < 0 {
+		return nil, true
 	}
-	return nil, true
+	if n := binary.BigEndian.Uint32(d[28:]) & 0xffffff; n != list[i].unit.info.BlockSize { // DISK BLOCK LENGTH
+		return nil, c.failList(at + 29)
+	}
+	return list[i], true
 }
 
 // parseSegment decodes segment descriptor number i (SPC-4, section 6.4.6.3).

@@ -17,10 +17,8 @@ const (
 	reportEither  = 3
 )
 
-// appendTimeouts appends a command timeouts descriptor, without time-outs.
-func appendTimeouts(b []byte) []byte {
-	return append(b, 0, timeoutsLen-2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-}
+// noTimeouts is a command timeouts descriptor without time-outs.
+var noTimeouts = [timeoutsLen]byte{1: timeoutsLen - 2}
 
 // reportOpcodes executes REPORT SUPPORTED OPERATION CODES (SPC-4, section 6.35).
 func reportOpcodes(u *Unit, c *Command) bool {
@@ -42,7 +40,7 @@ func reportOpcodes(u *Unit, c *Command) bool {
 			}
 			b = append(b, d[:]...)
 			if timeouts {
-				b = appendTimeouts(b)
+				b = append(b, noTimeouts[:]...)
 			}
 		}
 		binary.BigEndian.PutUint32(b, uint32(len(b)-4))
@@ -74,7 +72,7 @@ func reportOpcodes(u *Unit, c *Command) bool {
 		b[5] = b[5]&^saMask | byte(found.sa)
 	}
 	if timeouts {
-		b = appendTimeouts(b)
+		b = append(b, noTimeouts[:]...)
 	}
 	return c.report(b, allocation)
 }

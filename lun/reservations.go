@@ -130,8 +130,7 @@ func (e unitEntry) decode() (s prState, err error) {
 			return s, fmt.Errorf("registrations[%d]: target port 0, want 1 to 65535", i)
 		}
 		if r.key, err = strconv.ParseUint(entry.Key, 0, 64); err != nil || r.key == 0 || encodeKey(r.key) != entry.Key {
-			return s, fmt.Errorf("registrations[%d]: key %.40q: want 0x and 16 lower-case hex digits, not all 0",
-				i, entry.Key)
+			return s, fmt.Errorf("registrations[%d]: key %.40q: want 0x and 16 lower-case hex digits, not all 0", i, entry.Key)
 		}
 		if s.find(r.nexus) >= 0 {
 			return s, fmt.Errorf("registrations[%d]: %s is there twice", i, r.nexus)

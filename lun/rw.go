@@ -164,15 +164,11 @@ func consumeWrite(u *Unit, c *Command, p []byte, off uint64) bool {
 	return c.writeDone(u.write(p, u.at(c, off), wantsFUA(c.CDB)))
 }
 
-func beginSync(u *Unit, c *Command) bool {
-	return u.beginExtent(c, math.MaxInt64)
-}
+func beginSync(u *Unit, c *Command) bool { return u.beginExtent(c, math.MaxInt64) }
 
 // endSync syncs the whole store, whatever the range. It does so before the status even if IMMED
 // allows it later, because a failure could not be reported otherwise.
-func endSync(u *Unit, c *Command) {
-	c.writeDone(u.sync())
-}
+func endSync(u *Unit, c *Command) { c.writeDone(u.sync()) }
 
 // endPrefetch executes PRE-FETCH (SBC-3, section 5.13). It ends with GOOD and never with
 // CONDITION MET, which would promise that all blocks stay in the cache.

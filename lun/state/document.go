@@ -88,9 +88,7 @@ func (d *Document[S]) State() S { return d.state }
 
 // Replace stores s as the new state. s is on stable storage when Replace returns
 // nil. After an error the old state counts.
-func (d *Document[S]) Replace(s S) error {
-	return d.wrap(d.replace(s))
-}
+func (d *Document[S]) Replace(s S) error { return d.wrap(d.replace(s)) }
 
 // replace does what Replace does, without the name of the file in errors.
 func (d *Document[S]) replace(s S) error {

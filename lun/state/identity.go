@@ -98,9 +98,7 @@ func (ids *Identities) Close() error {
 
 // Get returns the permanent identity of the key, whose medium exists, and creates it on
 // first use. The key is UTF-8 text of 1 to 8192 bytes.
-func (ids *Identities) Get(key string) (Identity, error) {
-	return ids.identity(key, false, false)
-}
+func (ids *Identities) Get(key string) (Identity, error) { return ids.identity(key, false, false) }
 
 // Promise returns what Get does for a key whose medium may not exist: it does not make
 // the key Known.
@@ -110,9 +108,7 @@ func (ids *Identities) Promise(key string) (Identity, error) {
 
 // Renew gives the key, whose medium was just created again, a new identity. It retires the old
 // identity, which never names anything again. If Renew fails, the key keeps the old one.
-func (ids *Identities) Renew(key string) (Identity, error) {
-	return ids.identity(key, true, false)
-}
+func (ids *Identities) Renew(key string) (Identity, error) { return ids.identity(key, true, false) }
 
 // Known reports whether the key has an identity that Get, Renew or Make returned: its
 // medium existed.
