@@ -29,6 +29,13 @@ type changes struct {
 // that without Daemon.mu. What requires the right is a method of editor.
 type editor struct{ d *Daemon }
 
+// write calls f, which changes Daemon.served, with Daemon.mu held.
+func (e *editor) write(f func()) {
+	e.d.mu.Lock()
+	defer e.d.mu.Unlock()
+	f()
+}
+
 // edit waits until no change is in progress and returns the right to make one. It fails
 // when ctx ends or the daemon shuts down.
 func (d *Daemon) edit(ctx context.Context) (*editor, error) {
@@ -169,8 +176,8 @@ func (e *editor) commit(ctx context.Context, from origin, next func() (*config.D
 		return nil, plan, err
 	}
 	c := &change{editor: e, ctx: ctx, o: o, plan: plan, cfg: cfg}
-	e.setNext(doc)
-	defer e.setNext(nil)
+	e.write(func() { d.served.next = doc })
+	defer e.write(func() { d.served.next = nil })
 	err = e.save(doc, from) // from here on a start finds the new configuration
 	saved := err == nil
 	if saved {
@@ -195,9 +202,9 @@ func (e *editor) commit(ctx context.Context, from origin, next func() (*config.D
 // complete makes next the running document after all steps were taken.
 func (c *change) complete(next *config.Document) {
 	d := c.d
-	d.mu.Lock()
-	d.served.doc, d.served.cfg, d.served.pending = next, c.effective(), pending(c.plan)
-	d.mu.Unlock()
+	c.write(func() {
+		d.served.doc, d.served.cfg, d.served.pending = next, c.effective(), pending(c.plan)
+	})
 	c.plan.Persisted = d.path != ""
 	for i := range c.plan.Steps {
 		s := &c.plan.Steps[i]

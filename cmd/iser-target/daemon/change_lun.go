@@ -34,16 +34,12 @@ func (c *change) open(t *servedTarget, l config.LUN) error {
 	if err != nil {
 		return err
 	}
-	d.mu.Lock()
-	err = t.add(served)
-	d.mu.Unlock()
+	c.write(func() { err = t.add(served) })
 	if err != nil {
 		return errors.Join(err, c.closeAgain(t, served, d.waits.close))
 	}
 	c.onUndo(func() error {
-		d.mu.Lock()
-		delete(t.luns, l.ID)
-		d.mu.Unlock()
+		c.write(func() { delete(t.luns, l.ID) })
 		t.inventory.Remove(uint16(l.ID)).CutOff()
 		return c.closeAgain(t, served, d.waits.close)
 	})
@@ -136,9 +132,7 @@ func replaces(l, next config.LUN) bool {
 
 // setServed stores l as the served LUN of its number.
 func (c *change) setServed(t *servedTarget, l *servedLUN) {
-	c.d.mu.Lock()
-	defer c.d.mu.Unlock()
-	t.luns[l.ID] = l
+	c.write(func() { t.luns[l.ID] = l })
 }
 
 // update stores l as the served LUN of its number, until the change is undone.
@@ -306,9 +300,7 @@ func (c *change) reopen(t *servedTarget, l *servedLUN, next config.LUN) (*served
 		if err := c.closeAgain(t, l, d.waits.slow); err != nil && !errors.Is(err, backend.ErrClosed) {
 			return nil, err
 		}
-		d.mu.Lock()
-		l.closed = true
-		d.mu.Unlock()
+		c.write(func() { l.closed = true })
 	}
 	return c.openLUN(c.lasting(), t, next)
 }

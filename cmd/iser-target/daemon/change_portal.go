@@ -17,9 +17,7 @@ func (e *editor) openPortal(cfg config.Portal) (*portal, error) {
 	if err != nil {
 		return nil, err
 	}
-	e.d.mu.Lock()
-	e.d.served.portals = append(e.d.served.portals, p)
-	e.d.mu.Unlock()
+	e.write(func() { e.d.served.portals = append(e.d.served.portals, p) })
 	e.accept(p)
 	return p, nil
 }
@@ -27,9 +25,9 @@ func (e *editor) openPortal(cfg config.Portal) (*portal, error) {
 // unlistPortal removes p from the list of served portals and from discovery.
 func (e *editor) unlistPortal(p *portal) {
 	e.d.node.RemovePortal(p.cur.Load().Portal)
-	e.d.mu.Lock()
-	defer e.d.mu.Unlock()
-	e.d.served.portals = slices.DeleteFunc(slices.Clone(e.d.served.portals), func(o *portal) bool { return o == p })
+	e.write(func() {
+		e.d.served.portals = slices.DeleteFunc(slices.Clone(e.d.served.portals), func(o *portal) bool { return o == p })
+	})
 }
 
 func (c *change) addPortal(ch config.Change) error {

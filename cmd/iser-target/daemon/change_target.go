@@ -43,16 +43,14 @@ func (c *change) addTarget(ch config.Change) error {
 
 // listTarget adds t to the list of served targets.
 func (e *editor) listTarget(t *servedTarget) {
-	e.d.mu.Lock()
-	defer e.d.mu.Unlock()
-	e.d.served.targets = append(e.d.served.targets, t)
+	e.write(func() { e.d.served.targets = append(e.d.served.targets, t) })
 }
 
 // unlistTarget removes t from the list of served targets.
 func (e *editor) unlistTarget(t *servedTarget) {
-	e.d.mu.Lock()
-	defer e.d.mu.Unlock()
-	e.d.served.targets = slices.DeleteFunc(slices.Clone(e.d.served.targets), func(o *servedTarget) bool { return o == t })
+	e.write(func() {
+		e.d.served.targets = slices.DeleteFunc(slices.Clone(e.d.served.targets), func(o *servedTarget) bool { return o == t })
+	})
 }
 
 func (c *change) removeTarget(ch config.Change) error {

@@ -249,23 +249,21 @@ func (c *change) cleanup() *cleanup {
 	d.changes.cleanups.Add(1)
 	k := &cleanup{d: d, drain: c.o.drain(), removals: c.removals, notes: c.notes}
 	groups := map[string]*endingSessions{} // by target, if that is removed
-	if len(c.ending) > 0 {
-		for _, s := range d.node.Sessions() {
-			reason := c.endReason(&s)
-			if reason == "" {
-				continue
-			}
-			target := ""
-			if targetOf(c.cfg, s.Target) == nil {
-				target = s.Target
-			}
-			if groups[target] == nil {
-				g := &endingSessions{target: target}
-				g.ctx, g.cut = context.WithCancel(c.ctx)
-				groups[target] = g
-			}
-			k.sessions = append(k.sessions, endingSession{groups[target], s.TSIH, reason})
+	for _, s := range d.node.Sessions() {
+		reason := c.endReason(&s)
+		if reason == "" {
+			continue
 		}
+		target := ""
+		if targetOf(c.cfg, s.Target) == nil {
+			target = s.Target
+		}
+		if groups[target] == nil {
+			g := &endingSessions{target: target}
+			g.ctx, g.cut = context.WithCancel(c.ctx)
+			groups[target] = g
+		}
+		k.sessions = append(k.sessions, endingSession{groups[target], s.TSIH, reason})
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -53,13 +53,6 @@ func (d *Daemon) documents() (doc, next *config.Document) {
 	return d.served.doc, d.served.next
 }
 
-// setNext stores the document of the change in progress; nil: no change.
-func (e *editor) setNext(next *config.Document) {
-	e.d.mu.Lock()
-	defer e.d.mu.Unlock()
-	e.d.served.next = next
-}
-
 // edited returns an ErrEdited about the file.
 func (d *Daemon) edited() error {
 	return fmt.Errorf("%s: %w. Nothing was changed", d.path, ErrEdited)

@@ -225,9 +225,7 @@ func (e *editor) retry(ctx context.Context, t *servedTarget, l *servedLUN) {
 		return
 	}
 	c.unit.InheritFrom(l.unit)
-	d.mu.Lock()
-	t.luns[l.ID] = &servedLUN{LUN: l.LUN, unit: c.unit}
-	d.mu.Unlock()
+	e.write(func() { t.luns[l.ID] = &servedLUN{LUN: l.LUN, unit: c.unit} })
 	if old := t.inventory.Replace(uint16(l.ID), c.unit); old != nil {
 		old.Close() // cannot fail: it has no store
 	}
