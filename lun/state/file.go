@@ -78,7 +78,7 @@ func (f *file) read() ([]byte, error) {
 func (f *file) replace(b []byte) error {
 	tmp := f.path + ".tmp"
 	// A process that was killed may have left one, with any owner and mode.
-	if err := removeIfThere(tmp); err != nil {
+	if err := os.Remove(tmp); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	if err := f.write(tmp, b); err != nil {
@@ -164,13 +164,6 @@ func makeDirectory(dir string, fsync func(*os.File) error) error {
 		return nil
 	}
 	return err
-}
-
-func removeIfThere(path string) error {
-	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	return nil
 }
 
 // syncDir makes the names in a directory durable. Packages backend and config have
