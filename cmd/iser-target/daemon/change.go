@@ -30,11 +30,7 @@ type changes struct {
 type editor struct{ d *Daemon }
 
 // write calls f, which changes Daemon.served, with Daemon.mu held.
-func (e *editor) write(f func()) {
-	e.d.mu.Lock()
-	defer e.d.mu.Unlock()
-	f()
-}
+func (e *editor) write(f func()) { e.d.locked(f) }
 
 // edit waits until no change is in progress and returns the right to make one. It fails
 // when ctx ends or the daemon shuts down.

@@ -176,9 +176,7 @@ func (r *removal) finish(drain time.Duration) (notes []string) {
 	defer r.cut() // releases the context
 	d, begin := r.d, time.Now()
 	log := d.log.With("target", r.t.name, "lun", r.l.ID)
-	d.mu.Lock()
-	r.until = begin.Add(drain)
-	d.mu.Unlock()
+	d.locked(func() { r.until = begin.Add(drain) })
 	if drain > 0 {
 		ctx, cancel := context.WithTimeout(r.ctx, drain)
 		left, err := d.node.Drain(ctx, r.t.inventory, uint16(r.l.ID))
@@ -190,13 +188,9 @@ func (r *removal) finish(drain time.Duration) (notes []string) {
 		}
 	}
 	r.l.unit.CutOff()
-	d.mu.Lock()
-	r.closing = true
-	d.mu.Unlock()
+	d.locked(func() { r.closing = true })
 	closed := func(err error) {
-		d.mu.Lock()
-		r.closed = true
-		d.mu.Unlock()
+		d.locked(func() { r.closed = true })
 		d.forget(r)
 		if err != nil {
 			log.Error("LUN removed, but closing its store failed", eventKey, "lun", "reason", err)

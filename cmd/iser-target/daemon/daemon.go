@@ -291,6 +291,13 @@ func (e *editor) openAll() error {
 	return err
 }
 
+// locked calls f with d.mu held.
+func (d *Daemon) locked(f func()) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	f()
+}
+
 // Ready returns a channel that is closed when Run serves.
 func (d *Daemon) Ready() <-chan struct{} { return d.ready }
 
@@ -343,9 +350,7 @@ func (d *Daemon) endChanges(followed *sync.WaitGroup) error {
 
 // shutDown ends the sessions within timeout and closes the stores.
 func (d *Daemon) shutDown(timeout time.Duration) error {
-	d.mu.Lock() // a change that hangs may still be in progress
-	d.closeListeners()
-	d.mu.Unlock()
+	d.locked(d.closeListeners) // a change that hangs may still be in progress
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
 	err := d.node.Shutdown(ctx)

@@ -70,12 +70,7 @@ func (s *shrinks) open(dir string) error {
 	if err != nil {
 		return err
 	}
-	s.writing.Lock()
-	s.doc = doc
-	s.writing.Unlock()
-	s.mu.Lock()
-	s.left = doc.State().Files
-	s.mu.Unlock()
+	s.doc, s.left = doc, doc.State().Files // nothing else uses s yet
 	return nil
 }
 
