@@ -122,7 +122,8 @@ func (e SyncsFailEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 
 // Log implements Event.
 func (e StateNotStoredEvent) Log(l *slog.Logger, extra ...slog.Attr) {
-	logLine(l, slog.LevelError, "state not stored", append(extra, slog.String("naa", e.Serial), slog.Any("reason", e.Err))...)
+	logLine(l, slog.LevelError, "state not stored",
+		append(extra, slog.String("naa", e.Serial), slog.Any("reason", e.Err))...)
 }
 
 // sanitizeLines are the lines of the stages of a SANITIZE.
