@@ -70,6 +70,7 @@ func TestColdResetIsAnnounced(t *testing.T) {
 		f := tc.tmf(pdu.TargetColdReset, [8]byte{}, pdu.ReservedTag, 0)
 		tc.wantTMF(f, pdu.FunctionComplete)
 		other.wantAsync("\x03\x00\x00\x00\x00\x02\x00\x00", [8]byte{})
+		synctest.Wait() // the goroutine that sent the message gives the reason after it
 		for _, c := range []*testConn{tc, other} {
 			c.close()
 			if err := c.wait(); !errors.Is(err, errColdReset) {
