@@ -8,6 +8,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"time"
 )
@@ -121,6 +122,18 @@ type Limits struct {
 
 	PerSession         int `key:"connections_per_session"` // highest MaxConnections that login agrees on
 	ErrorRecoveryLevel int `key:"error_recovery_level"`    // highest level that login agrees on
+}
+
+// Bounds returns the bounds of l by their keys: numbers, bytes, and nanoseconds of durations.
+func (l *Limits) Bounds() map[string]int64 {
+	bounds := map[string]int64{}
+	v := reflect.ValueOf(l).Elem()
+	for i := range v.NumField() {
+		if f := v.Field(i); f.CanInt() {
+			bounds[v.Type().Field(i).Tag.Get("key")] = f.Int()
+		}
+	}
+	return bounds
 }
 
 // MPA configures the framing on TCP (RFC 5044).

@@ -14,6 +14,7 @@ import (
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/lun/invariant"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/security/limits"
 )
 
 // Params is what a login agreed on.
@@ -46,6 +47,10 @@ type Options struct {
 
 	// DiscoveryAuth, unless it is nil, authenticates initiators before discovery.
 	DiscoveryAuth *security.CHAP
+
+	// Shared has the bounds of what sessions, addresses and initiators share; a Set with default
+	// bounds. A Node keeps the Set that it began with.
+	Shared *limits.Set
 
 	Limits keys.Limits  // what login may agree on; RDMA is set for each connection
 	Logger *slog.Logger // for Events that are nil; slog.Default()
@@ -138,6 +143,7 @@ var (
 type Node struct {
 	opt     atomic.Pointer[Options] // complete; replaced as a whole
 	buffers bufferPool
+	shared  *limits.Set
 	stats   counters
 	logins  loginCounts
 
@@ -174,7 +180,11 @@ type Stats struct {
 
 // NewNode returns a Node without targets and portals.
 func NewNode(o Options) *Node {
+	if o.Shared == nil {
+		o.Shared = limits.New()
+	}
 	nd := &Node{
+		shared:   o.Shared,
 		sessions: make(map[uint16]*session),
 		conns:    make(map[*conn]struct{}),
 	}

@@ -32,7 +32,7 @@ var mayImport = map[string][]string{
 	"iscsi/pdu":                  {},
 	"iscsi/keys":                 {},
 	"iscsi/tcp":                  {"iscsi", "iscsi/fifo", "iscsi/pdu", "lun/invariant", "rdma/llp"},
-	"lun":                        {"backend", "lun/invariant", "lun/state"},
+	"lun":                        {"backend", "lun/invariant", "lun/state", "security/limits"},
 	"lun/invariant":              {},
 	"lun/state":                  {"lun/invariant"},
 	"rdma":                       {"rdma/llp", "rdma/wire", "golang.org/x/sys"},
@@ -44,6 +44,7 @@ var mayImport = map[string][]string{
 	// Go initializes it before gotgt, so it imports nothing that takes longer to be ready.
 	"backend/gotgt/gostorenv": {},
 	"security":                {},
+	"security/limits":         {},
 	"config":                  {"security", "github.com/spf13/viper", "go.yaml.in/yaml/v3", "golang.org/x/sys"},
 	"tests": {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "tests",
 		"golang.org/x/sys", "github.com/chromedp"},

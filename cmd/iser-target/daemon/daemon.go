@@ -30,6 +30,7 @@ import (
 	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/security/limits"
 )
 
 const (
@@ -95,10 +96,10 @@ type network struct {
 	policy    security.ConnPolicy
 	domain    *rdma.Domain
 	rdma      atomic.Pointer[rdma.Options] // of the next connections
-	limits    atomic.Pointer[config.Limits]
+	limits    *limits.Set
+	login     atomic.Int64 // limits.login_timeout, in nanoseconds
 	captures  *capture.Hub
-	conns     atomic.Int64 // TCP connections
-	newcomers newcomers    // those of them that have not logged in
+	newcomers newcomers // those of them that have not logged in
 	wg        sync.WaitGroup
 }
 
@@ -123,7 +124,7 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 		manager: cmp.Or(o.Manager, &systemd.Manager{}),
 		ready:   make(chan struct{}),
 		reloads: make(chan string, 1),
-		net:     network{policy: security.AllowAll{}, domain: rdma.NewDomain(), captures: capture.NewHub()},
+		net:     network{policy: security.AllowAll{}, domain: rdma.NewDomain(), captures: capture.NewHub(), limits: limits.New()},
 		changes: changes{lock: make(chan struct{}, 1)},
 		served:  served{doc: doc, cfg: cfg},
 		builds:  map[string]bool{},
@@ -139,6 +140,7 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 	d.level.Set(cfg.Log.SlogLevel())
 	d.log = d.newLogger(cfg.Log, o.LogTo)
 	d.side = d.newSideServers(o.Dashboard)
+	d.net.limits.Observe(d.reportBite)
 	options, err := d.nodeOptions(cfg)
 	if err != nil {
 		return nil, err
@@ -183,12 +185,14 @@ func (d *Daemon) nodeOptions(cfg *config.Config) (iscsi.Options, error) {
 			ErrorRecoveryLevel: uint8(cfg.Limits.ErrorRecoveryLevel),
 		},
 		Events: d.report,
+		Shared: d.net.limits,
 	}, nil
 }
 
 // setLimits applies the limits of cfg to new connections.
 func (d *Daemon) setLimits(cfg *config.Config) {
-	d.net.limits.Store(&cfg.Limits)
+	d.net.limits.Apply(cfg.Limits.Bounds())
+	d.net.login.Store(int64(cfg.Limits.LoginTimeout))
 	d.net.rdma.Store(&rdma.Options{
 		IRD: ird, ORD: ord,
 		MaxULPDU: cfg.Limits.MaxFPDU,

@@ -9,6 +9,7 @@ import (
 
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/security/limits"
 )
 
 // maxEvents is how many events of each kind are kept.
@@ -120,6 +121,16 @@ const eventKey = "event"
 
 // report writes e as a line of the log, which eventHandler stores as an Event.
 func (d *Daemon) report(e lun.Event) { e.Log(d.log, slog.String(eventKey, e.Kind())) }
+
+// reportBite reports that a limit has begun to refuse, or to make wait. It does not wait for the
+// log: the caller may hold locks.
+func (d *Daemon) reportBite(b limits.Bite) {
+	go d.log.Warn("a limit is reached", eventKey, "limit", "limit", b.Limit.Name(), "who", b.Who, "max", b.Max, "used", b.Used)
+}
+
+// Limits returns the limits that initiators, addresses and LUNs share, in the order of the
+// documentation.
+func (d *Daemon) Limits() []limits.State { return d.net.limits.State() }
 
 // byKey is the key of By in a context.
 type byKey struct{}

@@ -77,7 +77,7 @@ func TestNewcomersMakeRoom(t *testing.T) {
 		}
 	}
 	fourth.Close()
-	testkit.Eventually(t, "a place is free", func() bool { return l.net.conns.Load() == 3 })
+	testkit.Eventually(t, "a place is free", func() bool { return l.net.limits.Connections.Used() == 3 })
 	l.login("fifth", store)
 
 	// Each end is one event with its reason.

@@ -20,6 +20,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/tcp"
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma"
+	"github.com/iser-target/iser-target/security/limits"
 )
 
 // userTimeout is the time after which TCP gives up on unacknowledged data.
@@ -144,12 +145,11 @@ func (d *Daemon) acceptLoop(ctx context.Context, p *portal) {
 			}
 			continue
 		}
-		if n, limit := d.net.conns.Add(1), d.net.limits.Load().MaxConnections; n > int64(limit) {
-			limit := fmt.Errorf("limits.max_connections is %d", limit)
-			displaced := d.net.newcomers.displace(fmt.Errorf("%w, and this one had not logged in: %w", limit, errDisplaced))
-			d.net.conns.Add(-1) // of the displaced connection, which may end later
-			if !displaced {
-				d.refuse(nc, "limit", limit)
+		if places := &d.net.limits.Connections; !places.Take(1) {
+			places.Bite(limits.AddressKey(nc.RemoteAddr()))
+			// The place of the displaced connection, which may end later, becomes that of nc.
+			if !d.net.newcomers.displace(fmt.Errorf("%v, and this one had not logged in: %w", places, errDisplaced)) {
+				d.refuse(nc, "limit", errors.New(places.String()))
 				continue
 			}
 		}
@@ -160,7 +160,7 @@ func (d *Daemon) acceptLoop(ctx context.Context, p *portal) {
 			d.serve(ctx, p.cur.Load(), tap)
 			d.net.newcomers.remove(tap)
 			if !errors.Is(context.Cause(ctx), errDisplaced) {
-				d.net.conns.Add(-1)
+				d.net.limits.Connections.Give(1)
 			}
 		})
 	}
@@ -173,7 +173,7 @@ func (d *Daemon) serve(ctx context.Context, p *servedPortal, nc *capture.Conn) {
 		d.refuse(nc, "policy", err)
 		return
 	}
-	dm, stage, err := d.mover(ctx, p, nc, accepted.Add(d.net.limits.Load().LoginTimeout))
+	dm, stage, err := d.mover(ctx, p, nc, accepted.Add(time.Duration(d.net.login.Load())))
 	if err != nil {
 		if cause := context.Cause(ctx); errors.Is(cause, errDisplaced) {
 			err = cause

@@ -121,7 +121,7 @@ func (d *Daemon) Vars() map[string]int64 {
 	return map[string]int64{
 		"sessions":        int64(st.Sessions),
 		"connections":     int64(st.Connections),
-		"tcp_connections": d.net.conns.Load(),
+		"tcp_connections": d.net.limits.Connections.Used(),
 		"tasks":           int64(st.TasksInFlight),
 		"buffers":         int64(st.BuffersOut),
 		"buffer_octets":   int64(st.BufferOctets),

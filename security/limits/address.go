@@ -1,0 +1,21 @@
+package limits
+
+import (
+	"net"
+	"net/netip"
+)
+
+// AddressKey returns the key of the host that a has: its IPv4 address, or the /64 of its IPv6
+// address, because a host chooses the rest itself. An address of another kind is its own key.
+func AddressKey(a net.Addr) string {
+	ap, err := netip.ParseAddrPort(a.String())
+	if err != nil {
+		return a.String()
+	}
+	ip := ap.Addr().Unmap().WithZone("")
+	if ip.Is4() {
+		return ip.String()
+	}
+	p, _ := ip.Prefix(64) // cannot fail: every IPv6 address has 64 bits
+	return p.String()
+}

@@ -1,0 +1,33 @@
+package limits
+
+import "sync/atomic"
+
+// A Set has all limits of a process. Its fields are the limits; New gives each its name and its
+// default bound.
+type Set struct {
+	// Places.
+	Connections Limit // TCP connections of all portals
+
+	observer atomic.Pointer[func(Bite)]
+	all      []stater
+}
+
+// New returns a Set with the default bounds.
+func New() *Set {
+	s := &Set{}
+	s.limit(&s.Connections, "max_connections", PerProcess, Count, 1024, "TCP connections of all portals")
+	return s
+}
+
+// limit makes l a limit of s.
+func (s *Set) limit(l *Limit, name string, scope Scope, unit Unit, max int64, help string) {
+	l.set, l.name, l.scope, l.unit, l.help = s, name, scope, unit, help
+	l.SetMax(max)
+	s.all = append(s.all, l)
+}
+
+// keyed makes k a limit of s with a count for each key of the scope.
+func (s *Set) keyed(k *Keyed, name string, scope Scope, unit Unit, max int64, help string) {
+	s.limit(&k.Limit, name, scope, unit, max, help)
+	s.all[len(s.all)-1] = k
+}
