@@ -137,6 +137,16 @@ func (d *Document) SetLUN(target string, id int, key, value string) error {
 	return d.set(lunEntry(target, id), key, value, reflect.TypeFor[LUN](), "id")
 }
 
+// SetLimit sets a key of limits to value, which is YAML. The empty string removes the key, which
+// restores its default.
+func (d *Document) SetLimit(key, value string) error {
+	path := "limits." + key
+	if _, names, _ := readEnvironment(); names[path] != "" {
+		return &Error{Source: d.source, Key: path, Reason: fmt.Sprintf("%s of the environment overrides the file. Change that variable, and restart the target", names[path])}
+	}
+	return d.edit(func(e *editor) error { return e.set(e.root(), "", path, value, reflect.TypeFor[Config]()) })
+}
+
 // AddPortal appends a portal.
 func (d *Document) AddPortal(p Portal) error { return d.add(portalEntry(p.Listen), p) }
 
@@ -612,7 +622,7 @@ func writeNode(v reflect.Value) *yaml.Node {
 	plain := func(s string) *yaml.Node { return &yaml.Node{Kind: yaml.ScalarNode, Value: s} }
 	switch x := v.Interface().(type) {
 	case time.Duration:
-		return plain(durationText(x))
+		return plain(FormatDuration(x))
 	case security.Secret:
 		return stringNode(secretText(x))
 	}
@@ -711,8 +721,8 @@ func yamlString(s string) bool {
 	return true
 }
 
-// durationText returns d without zero units at its end: 2m, not 2m0s.
-func durationText(d time.Duration) string {
+// FormatDuration returns d without zero units at its end: 2m, not 2m0s.
+func FormatDuration(d time.Duration) string {
 	s := d.String()
 	if strings.HasSuffix(s, "m0s") {
 		s = strings.TrimSuffix(s, "0s")

@@ -106,6 +106,8 @@ func TestDocumentEdits(t *testing.T) {
 			`["*:one",   '*:two']`, `["*:one", '*:two', "*:three"]`},
 		{"AllowInitiator in a block style", func(d *Document) error { return d.AllowInitiator(nameB, "iqn.1993-08.org.debian:01:x") },
 			"    - \"*\"\n", "    - \"*\"\n    - iqn.1993-08.org.debian:01:x\n"},
+		{"SetLimit", func(d *Document) error { return d.SetLimit("max_connections", "7") },
+			"limits: {queue_depth: 12}   # few", "limits: {queue_depth: 12, max_connections: 7} # few"},
 		{"DenyInitiator", func(d *Document) error { return d.DenyInitiator(nameA, "*:ONE") },
 			`["*:one",   '*:two']`, `['*:two']`},
 	} {
@@ -154,6 +156,7 @@ func TestDocumentEditErrors(t *testing.T) {
 		{"RemoveLUN", func(d *Document) error { return d.RemoveLUN(nameB, 7) }, ErrNotFound, "f: targets[1].luns: has no LUN 7"},
 		{"SetLUN", func(d *Document) error { return d.SetLUN(nameB, 7, "size", "1KiB") }, ErrNotFound, "f: targets[1].luns: has no LUN 7"},
 		{"SetLUN id", func(d *Document) error { return d.SetLUN(nameB, 0, "id", "1") }, nil, "f: targets[1].luns[0].id: cannot be changed: remove the object and add another"},
+		{"SetLimit unknown", func(d *Document) error { return d.SetLimit("max_connection", "1") }, nil, "f: limits.max_connection: unknown key, did you mean max_connections?"},
 		{"AddPortal", func(d *Document) error { return d.AddPortal(Portal{Listen: "[0:0::1]:3261"}) }, ErrExists, "f: portals[1]: listens on [0:0::1]:3261 already"},
 		{"RemovePortal", func(d *Document) error { return d.RemovePortal("[::2]:3261") }, ErrNotFound, "f: portals: has no portal [::2]:3261"},
 		{"AllowInitiator", func(d *Document) error { return d.AllowInitiator(nameB, "*") }, ErrExists, `f: targets[1].initiators[0]: is "*" already`},
@@ -380,3 +383,29 @@ func TestOpenDocumentErrors(t *testing.T) {
 }
 
 func manyNULs() []byte { return make([]byte, MaxFile+1) }
+
+// SetLimit keeps the comments of the section. It refuses a key that the environment overrides.
+func TestSetLimit(t *testing.T) {
+	const head, tail = "portals: [{listen: \":1\"}] # one\ntargets: []\n", "log: {level: warn}\n"
+	for _, tc := range []struct{ name, text, key, value, want string }{
+		{"block style", "limits: # all\n  # Of one host.\n  queue_depth: 4 # few\n", "queue_depth", "8", "limits: # all\n  # Of one host.\n  queue_depth: 8 # few\n"},
+		{"new key", "limits: # all\n  queue_depth: 4 # few\n", "nop_timeout", "1m", "limits: # all\n  queue_depth: 4 # few\n  nop_timeout: 1m\n"},
+		{"flow style", "limits: {queue_depth: 4, max_connections: 9}\n", "max_connections", "", "limits: {queue_depth: 4}\n"},
+		{"the last key", "limits: {queue_depth: 4}\n", "queue_depth", "", "limits: {}\n"},
+	} {
+		d := mustDocument(t, head+tc.text+tail)
+		if err := d.SetLimit(tc.key, tc.value); err != nil {
+			t.Errorf("%s: %v", tc.name, err)
+		} else if want := head + tc.want + tail; string(d.Bytes()) != want {
+			t.Errorf("%s:\n%s\nwant\n%s", tc.name, d.Bytes(), want)
+		}
+		if _, err := d.Config(); err != nil {
+			t.Errorf("%s: %v", tc.name, err)
+		}
+	}
+	t.Setenv("ISER_TARGET_LIMITS_QUEUE_DEPTH", "5")
+	d := mustDocument(t, head)
+	if err := d.SetLimit("queue_depth", "6"); err == nil || !strings.HasPrefix(err.Error(), "f: limits.queue_depth: ISER_TARGET_LIMITS_QUEUE_DEPTH of the environment overrides") {
+		t.Errorf("error %v", err)
+	}
+}

@@ -117,7 +117,7 @@ func (c *Config) check() errorList {
 	c.checkListener("metrics.listen", c.Metrics.Listen, &errs)
 	c.checkListener("dashboard.listen", c.Dashboard.Listen, &errs)
 	if c.Drain < 0 || c.Drain > maxDrain {
-		errs.addf("drain", "must be 0 to %s, not %v", durationText(maxDrain), c.Drain)
+		errs.addf("drain", "must be 0 to %s, not %v", FormatDuration(maxDrain), c.Drain)
 	}
 	return errs
 }

@@ -25,7 +25,7 @@ var mayImport = map[string][]string{
 	"cmd/iser-target/schema":     {"config"},
 	"cmd/iser-target/systemd":    {"github.com/coreos/go-systemd/v22", "golang.org/x/sys"},
 	"cmd/iser-target/capture":    {"cmd/iser-target/schema", "github.com/gopacket/gopacket"},
-	"cmd/iser-target/metrics":    {"iscsi", "lun", "rdma", "github.com/prometheus/client_golang", "go.yaml.in/yaml/v3"},
+	"cmd/iser-target/metrics":    {"iscsi", "lun", "rdma", "security/limits", "github.com/prometheus/client_golang", "go.yaml.in/yaml/v3"},
 	"iser":                       {"iscsi", "lun/invariant", "rdma"},
 	"iscsi":                      {"iscsi/fifo", "iscsi/pdu", "iscsi/keys", "lun", "security"},
 	"iscsi/fifo":                 {"lun/invariant"},

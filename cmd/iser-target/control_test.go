@@ -18,6 +18,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/security/limits"
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/testkit"
 )
@@ -131,6 +132,41 @@ func TestExplain(t *testing.T) {
 	if e := read[schema.Explanation](t, s, "explain", "--initiator", hostName, "--target", secondName); !e.Admitted || len(e.LUNs) != 1 || e.LUNs[0].Access != "read only" {
 		t.Errorf("explanation %+v", e)
 	}
+}
+
+// limits shows each limit of the Set in its order, and limits set changes them and the file.
+func TestLimitsCommands(t *testing.T) {
+	s := newStation(t)
+	want := limits.New().State()
+	got := read[[]schema.LimitState](t, s, "limits")
+	lines := strings.Split(s.ok(t, "limits"), "\n")
+	if len(got) != len(want) || !regexp.MustCompile(`^LIMIT +PER +MAX +USED +% +BY +REACHED +LAST$`).MatchString(lines[0]) {
+		t.Fatalf("%d limits, want %d; head %q", len(got), len(want), lines[0])
+	}
+	for i, w := range want {
+		if got[i].Name != w.Name || got[i].Per != string(w.Scope) || !strings.HasPrefix(lines[i+1], w.Name+" ") {
+			t.Errorf("limit %d: %+v, line %q, want %s", i, got[i], lines[i+1], w.Name)
+		}
+	}
+	s.says(t, cli.ExitOK, "max_connections=", "__complete", "limits", "set", "")
+	s.says(t, cli.ExitOK, "set max_connections of limits: 1024 -> 2", "limits", "set", "max_connections=2", "--dry-run")
+	s.says(t, cli.ExitOK, "(done)", "limits", "set", "max_connections=2", "login_timeout=20s")
+	if text := s.text(t); !strings.Contains(text, "# the first") || !strings.Contains(text, "max_connections: 2") || !strings.Contains(text, "login_timeout: 20s") {
+		t.Errorf("the file:\n%s", text)
+	}
+	for i := range byte(2) {
+		login(t, s.addr, initiator.Options{ISID: [6]byte{0, 2, 0x3d, 0, 0, i}})
+	}
+	near := strings.Split(strings.TrimSpace(s.ok(t, "limits", "--near")), "\n")
+	if row := strings.Fields(near[len(near)-1]); len(near) != 2 || !slices.Equal(row[:5], []string{"max_connections", "process", "2", "2", "100"}) {
+		t.Errorf("limits --near: %q", near)
+	}
+	s.says(t, cli.ExitOK, "max_connections: 2 of 2 in use", "doctor")
+	s.says(t, cli.ExitUsage, "KEY=VALUE", "limits", "set", "max_connections")
+	s.says(t, cli.ExitUsage, "unknown command", "limits", "sett")
+	s.says(t, cli.ExitError, "did you mean max_connections", "limits", "set", "max_connection=3")
+	s.says(t, cli.ExitError, "must be 1 to 65536, not 0", "limits", "set", "max_connections=0")
+	s.says(t, cli.ExitOK, "set max_connections of limits: 2 -> 1024", "limits", "set", "max_connections=")
 }
 
 // Shells complete names of targets, LUNs, portals and initiators.

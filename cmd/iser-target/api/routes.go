@@ -313,6 +313,16 @@ func (s *Server) session(r *http.Request) (any, error) {
 	return nil, notFound("session %d", id)
 }
 
+func (s *Server) limits(*http.Request) (any, error) { return s.d.Limits(), nil }
+
+func (s *Server) setLimits(r *http.Request) (any, error) {
+	edit, err := editOf(r, (*config.Document).SetLimit)
+	if err != nil {
+		return nil, err
+	}
+	return s.change(r, edit)
+}
+
 // maxReason bounds the reason of killSession, in bytes.
 const maxReason = 255
 

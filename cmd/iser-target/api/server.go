@@ -90,6 +90,8 @@ var routes = []route{
 	{"DELETE /v1/sessions/{tsih}", "reason", value((*Server).killSession)},
 	{"GET /v1/sessions/{tsih}/capture", "max duration", (*Server).capture},
 	{"DELETE /v1/sessions/{tsih}/capture", "", value((*Server).stopCapture)},
+	{"GET /v1/limits", "", value((*Server).limits)},
+	{"PATCH /v1/limits", options, value((*Server).setLimits)},
 	{"GET /v1/config", "", (*Server).exportConfig},
 	{"POST /v1/config/plan", "source " + options, value((*Server).planConfig)},
 	{"POST /v1/config/apply", "own_file source " + options, value((*Server).applyConfig)},

@@ -37,8 +37,8 @@ var errUnwell = errors.New("doctor found problems")
 func (p *program) doctor() *cobra.Command {
 	return p.output(verb{use: "doctor", short: "Check a running target for problems, and suggest remedies", args: cobra.NoArgs,
 		long: `Check a running target for problems: its configuration file, LUNs that are not
-ready, targets without a portal, disks that may fill up, and refused logins. doctor
-changes nothing. It exits with 1 if it finds a problem; warnings do not count. Run it
+ready, targets without a portal, disks that may fill up, refused logins, and limits
+that are used to 80 % or were reached within the last hour. doctor changes nothing. It exits with 1 if it finds a problem; warnings do not count. Run it
 on the machine of the target, because it checks the disks of its own machine.`,
 		run: func(ctx context.Context, c *call) error {
 			st, err := c.State(ctx)
@@ -58,6 +58,11 @@ on the machine of the target, because it checks the disks of its own machine.`,
 				return err
 			}
 			list = append(list, refused...)
+			pressing, err := checkLimits(ctx, c.Client)
+			if err != nil {
+				return err
+			}
+			list = append(list, pressing...)
 			if err := p.print(c.cmd.OutOrStdout(), list, func(t *table) {
 				for _, f := range list {
 					first, more, _ := strings.Cut(f.Text, "\n") // a file may have several errors

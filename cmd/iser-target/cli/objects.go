@@ -243,16 +243,9 @@ func (p *program) setLUN() *cobra.Command {
 		long:    "Set keys of a LUN in one change. Keys and values are those of luns in the\nconfiguration file (docs/config.md).",
 		example: "  iser-target lun set iqn.2026-11.io.example:store 0 read_only=true\n  iser-target lun set iqn.2026-11.io.example:store 0 initiators='[\"iqn.2026-11.io.example:*\"]'"},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
-			v := schema.Values{}
-			for _, a := range c.args[2:] {
-				key, value, ok := strings.Cut(a, "=")
-				if !ok || key == "" {
-					return nil, usage(c.cmd, "%q is not KEY=VALUE", a)
-				}
-				if _, twice := v[key]; twice {
-					return nil, usage(c.cmd, "%s is given twice", key)
-				}
-				v[key] = value
+			v, err := c.values(c.args[2:])
+			if err != nil {
+				return nil, err
 			}
 			return c.SetLUN(ctx, c.target, c.lun, v, o)
 		})

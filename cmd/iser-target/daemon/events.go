@@ -128,10 +128,6 @@ func (d *Daemon) reportBite(b limits.Bite) {
 	go d.log.Warn("a limit is reached", eventKey, "limit", "limit", b.Limit.Name(), "who", b.Who, "max", b.Max, "used", b.Used)
 }
 
-// Limits returns the limits that initiators, addresses and LUNs share, in the order of the
-// documentation.
-func (d *Daemon) Limits() []limits.State { return d.net.limits.State() }
-
 // byKey is the key of By in a context.
 type byKey struct{}
 

@@ -50,7 +50,7 @@ func (d *Daemon) newSideServers(dashboard func(*Daemon, net.Listener) (end func(
 			address: func(c *config.Config) string { return c.Metrics.Listen },
 			serve: func(l net.Listener) func() {
 				mux := http.NewServeMux()
-				mux.Handle("GET /metrics", metrics.Handler(d.node, d.net.domain))
+				mux.Handle("GET /metrics", metrics.Handler(d.node, d.net.domain, d.net.limits))
 				return serveHTTP(l, mux, metricsConnections, metricsTime)
 			},
 		},

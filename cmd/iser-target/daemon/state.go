@@ -63,6 +63,19 @@ func (d *Daemon) State() schema.State {
 	return st
 }
 
+// Limits returns the limits of what initiators, addresses and LUNs share, in the order of the
+// documentation.
+func (d *Daemon) Limits() []schema.LimitState {
+	list := []schema.LimitState{}
+	for _, l := range d.net.limits.State() {
+		list = append(list, schema.LimitState{
+			Name: l.Name, Per: string(l.Scope), Unit: string(l.Unit), Help: l.Help,
+			Max: l.Max, Used: l.Used, By: l.By, Reached: l.Bites, Last: l.Last,
+		})
+	}
+	return list
+}
+
 // absolute returns the path for users in another directory.
 func absolute(path string) string {
 	if abs, err := filepath.Abs(path); err == nil && path != "" {

@@ -42,6 +42,7 @@ var files embed.FS
 type Source interface {
 	State() schema.State
 	Events(since uint64) []schema.Event
+	Limits() []schema.LimitState
 }
 
 var _ Source = (*daemon.Daemon)(nil)

@@ -23,6 +23,13 @@ type fake struct {
 	mu     sync.Mutex
 	state  schema.State
 	events []schema.Event
+	limits []schema.LimitState
+}
+
+func (f *fake) Limits() []schema.LimitState {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.limits
 }
 
 func (f *fake) State() schema.State {
@@ -517,5 +524,23 @@ func BenchmarkAnswer(b *testing.B) {
 		if _, err := json.Marshal(s.answer(q, nil)); err != nil {
 			b.Fatal(err)
 		}
+	}
+}
+
+// The page names limits that are near their bounds or were reached within the last hour, and no others.
+func TestPressingLimitsAreNamed(t *testing.T) {
+	now := time.Now()
+	s := newSampler(&fake{limits: []schema.LimitState{
+		{Name: "near", Unit: schema.Count, Max: 10, Used: 8},
+		{Name: "far", Unit: schema.Count, Max: 10, Used: 7},
+		{Name: "lately", Unit: schema.Count, Max: 10, Reached: 1, Last: now},
+		{Name: "before", Unit: schema.Count, Max: 10, Reached: 1, Last: now.Add(-2 * time.Hour)},
+	}})
+	got := s.answer(query{}, nil).Limits
+	if len(got) != 2 || got[0] != "near: 8 of 10 in use" || !strings.HasPrefix(got[1], "lately: 0 of 10 in use; reached once, last at ") {
+		t.Errorf("limits %q", got)
+	}
+	if got := newSampler(&fake{}).answer(query{}, nil).Limits; got == nil || len(got) != 0 {
+		t.Errorf("without limits: %#v, want an empty list for the page", got)
 	}
 }

@@ -67,6 +67,7 @@ type answer struct {
 	Version  string               `json:"version,omitempty"`
 	Started  time.Time            `json:"started"`
 	Pending  []string             `json:"pending"`
+	Limits   []string             `json:"limits"` // that are near their bounds, or were reached lately
 	Portals  []schema.PortalState `json:"portals"`
 	Targets  int                  `json:"targets"`
 	NotReady int                  `json:"not_ready"` // LUNs
@@ -86,6 +87,7 @@ type sampler struct {
 	mu       sync.Mutex // held only to read or replace the fields below
 	at       time.Time
 	state    schema.State
+	limits   []string
 	sessions []sessionRow
 	luns     []lunRow
 	points   []point
@@ -141,7 +143,13 @@ func counters(st *schema.State) (sessions map[sessionKey]*schema.CounterState, l
 // sample reads the state of the target and computes rates. In the first sample all rates are 0.
 func (s *sampler) sample() {
 	st := s.src.State()
+	pressing := []string{}
 	now := s.now() // after State, which may wait
+	for _, l := range s.src.Limits() {
+		if l.Pressing(now) {
+			pressing = append(pressing, l.String())
+		}
+	}
 	seconds := now.Sub(s.at).Seconds()
 	first := s.at.IsZero() || seconds <= 0
 	oldSessions, oldLUNs := counters(&s.state)
@@ -183,7 +191,7 @@ func (s *sampler) sample() {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.at, s.state, s.sessions, s.luns = now, st, sessions, luns
+	s.at, s.state, s.limits, s.sessions, s.luns = now, st, pressing, sessions, luns
 	if first {
 		return
 	}
@@ -228,7 +236,7 @@ func (s *sampler) answer(q query, events []schema.Event) *answer {
 	defer s.mu.Unlock()
 	a := &answer{
 		Time: s.at, Interval: Interval.Seconds(), Version: s.state.Version, Started: s.state.Started,
-		Pending: s.state.Pending, Portals: s.state.Portals, Targets: len(s.state.Targets),
+		Pending: s.state.Pending, Limits: s.limits, Portals: s.state.Portals, Targets: len(s.state.Targets),
 		Points: []point{}, Events: []schema.Event{}, Refused: []schema.Event{},
 	}
 	if a.Pending == nil {

@@ -1,5 +1,5 @@
 // Package metrics exports the counters of the target to Prometheus. It counts nothing: a
-// scrape reads the counters of packages iscsi, lun and rdma.
+// scrape reads the counters of packages iscsi, lun, rdma and security/limits.
 //
 // The label sets are bounded. Targets and LUNs come from the configuration, session labels
 // exist as long as the session, and all other labels have a fixed set of values.
@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"net/http"
 	"strings"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
@@ -19,6 +20,7 @@ import (
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/rdma/wire"
+	"github.com/iser-target/iser-target/security/limits"
 )
 
 // Prefix begins the names of all metrics of the target, unlike those of the Go runtime and
@@ -82,6 +84,10 @@ var (
 	memoryLimit      = newFamily(gauge, "buffer_limit_bytes", "Limit of the memory of data buffers, for all connections together.", "")
 	buffers          = newFamily(gauge, "buffers", "Number of data buffers in use.", "")
 
+	limitMax     = newFamily(gauge, "limit_max", "Bound of a limit; a duration in seconds.", "limit")
+	limitUsed    = newFamily(gauge, "limit_used", "Use of what the limit bounds, in the process or by the one that uses most; always 0 for a duration.", "limit")
+	limitReached = newFamily(counter, "limit_reached_total", "Times that the limit refused or delayed something.", "limit")
+
 	// The histogram of all commands together is fine. Those of LUNs and sessions, of which
 	// a target may have 1,000, are coarse: each bound is four times the one before.
 	latencies = newHistogram(every(0, 2, lun.LatencyBuckets-2), "command_duration_seconds", "Duration of SCSI commands, by phase.", "transport phase")
@@ -141,13 +147,14 @@ func (f *family) sendHistogram(ch chan<- prometheus.Metric, l *lun.Latency, labe
 type collector struct {
 	node   *iscsi.Node
 	domain *rdma.Domain
+	limits *limits.Set
 }
 
 // Handler returns a handler that serves the metrics of a target, of the Go runtime and of
 // the process in the formats of Prometheus.
-func Handler(node *iscsi.Node, domain *rdma.Domain) http.Handler {
+func Handler(node *iscsi.Node, domain *rdma.Domain, shared *limits.Set) http.Handler {
 	r := prometheus.NewRegistry()
-	r.MustRegister(&collector{node, domain}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	r.MustRegister(&collector{node, domain, shared}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return promhttp.HandlerFor(r, promhttp.HandlerOpts{MaxRequestsInFlight: 4})
 }
 
@@ -161,6 +168,7 @@ func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 // Collect implements prometheus.Collector.
 func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	c.collectNode(ch)
+	c.collectLimits(ch)
 	for _, t := range c.node.Targets() {
 		for _, e := range t.LUNs.Entries() {
 			collectLUN(ch, t.Name, e)
@@ -194,6 +202,18 @@ func (c *collector) collectNode(ch chan<- prometheus.Metric) {
 		for phase := range all {
 			latencies.sendHistogram(ch, &all[phase], lun.Transport(transport).String(), lun.Phase(phase).String())
 		}
+	}
+}
+
+func (c *collector) collectLimits(ch chan<- prometheus.Metric) {
+	for _, l := range c.limits.State() {
+		bound, used := float64(l.Max), float64(l.Used)
+		if l.Unit == limits.Duration {
+			bound, used = time.Duration(l.Max).Seconds(), 0
+		}
+		limitMax.send(ch, bound, l.Name)
+		limitUsed.send(ch, used, l.Name)
+		limitReached.send(ch, float64(l.Bites), l.Name)
 	}
 }
 

@@ -19,6 +19,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/rdma"
+	"github.com/iser-target/iser-target/security/limits"
 )
 
 const docs = "../../../docs"
@@ -74,7 +75,7 @@ func TestIdleTargetCanBeScraped(t *testing.T) {
 		t.Fatal(err)
 	}
 	r := prometheus.NewPedanticRegistry()
-	if err := r.Register(&collector{node, rdma.NewDomain()}); err != nil {
+	if err := r.Register(&collector{node, rdma.NewDomain(), limits.New()}); err != nil {
 		t.Fatal(err)
 	}
 	got, err := r.Gather()
@@ -211,7 +212,7 @@ func BenchmarkScrape(b *testing.B) {
 	if err := node.AddTarget(iscsi.TargetConfig{Name: "iqn.2026-11.io.example:a", LUNs: inv}); err != nil {
 		b.Fatal(err)
 	}
-	h := Handler(node, rdma.NewDomain())
+	h := Handler(node, rdma.NewDomain(), limits.New())
 	for b.Loop() {
 		w := httptest.NewRecorder()
 		h.ServeHTTP(w, httptest.NewRequest("GET", "/metrics", nil))

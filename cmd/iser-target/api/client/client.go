@@ -370,6 +370,16 @@ func (c *Client) KillSession(ctx context.Context, tsih uint16, reason string) er
 	return c.call(ctx, http.MethodDelete, fmt.Sprintf("/v1/sessions/%d", tsih), query("reason", reason), nil, &schema.Done{})
 }
 
+// Limits returns the limits of what initiators share, and their present use.
+func (c *Client) Limits(ctx context.Context) ([]schema.LimitState, error) {
+	return get[[]schema.LimitState](ctx, c, "/v1/limits", nil)
+}
+
+// SetLimits sets keys of limits in the configuration. An empty value restores the default.
+func (c *Client) SetLimits(ctx context.Context, v schema.Values, o schema.Options) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodPatch, "/v1/limits", values(o), v)
+}
+
 // Plan returns what Apply of the document would do. Errors name the document by source.
 func (c *Client) Plan(ctx context.Context, source string, text []byte) (*schema.Plan, error) {
 	return c.change(ctx, http.MethodPost, "/v1/config/plan", query("source", source), document(text))

@@ -349,10 +349,16 @@ function showHealth(a, now) {
     a.version && `version ${a.version}`, `up ${age(now - new Date(a.started))}`, many(a.targets, "target"),
     `${a.portals.length === 1 ? "portal" : "portals"} ${a.portals.map((p) => p.address).join(", ")}`,
   ].filter(Boolean).join(" · "));
-  $("pending").hidden = a.pending.length === 0;
-  const items = $("pending").lastElementChild;
-  if (items.children.length !== a.pending.length || [...items.children].some((li, i) => li.textContent !== a.pending[i])) {
-    items.replaceChildren(...a.pending.map((p) => el("li", "", p)));
+  notice($("pending"), a.pending);
+  notice($("limits"), a.limits);
+}
+
+// notice shows texts as the items of a notice, which is hidden without them.
+function notice(box, texts) {
+  box.hidden = texts.length === 0;
+  const items = box.lastElementChild;
+  if (items.children.length !== texts.length || [...items.children].some((li, i) => li.textContent !== texts[i])) {
+    items.replaceChildren(...texts.map((text) => el("li", "", text)));
   }
 }
 
