@@ -89,7 +89,7 @@ func (c *conn) takeSlot() *Task {
 	p.mu.Unlock()
 	if t == nil {
 		t = &Task{conn: c, Mover: c.dm.NewTask(), wake: make(chan struct{}, 1)}
-		t.cmd.Abort = &t.aborted
+		t.cmd.Abort, t.cmd.Owner = &t.aborted, t
 	}
 	c.node.stats.tasks.Add(1)
 	return t

@@ -81,11 +81,12 @@ type taskVars struct {
 
 	// Under conn.mu.
 	state      taskState
-	seq        uint64 // order of becoming ready
-	orderStamp uint64 // the same among all sessions, if there are ORDERED commands
-	needsSN    bool   // waits for CmdSNs before its own
-	needsData  bool   // waits for unsolicited Data-Out PDUs
-	cleared    bool   // ended because a connection or session ends, not by a function
+	seq        uint64  // order of becoming ready
+	orderStamp uint64  // the same among all sessions, if there are ORDERED commands
+	needsSN    bool    // waits for CmdSNs before its own
+	needsData  bool    // waits for unsolicited Data-Out PDUs
+	cleared    bool    // ended because a connection or session ends, not by a function
+	preempts   *shared // where this PREEMPT AND ABORT waits for the commands that it has aborted
 
 	recovery taskRecovery
 

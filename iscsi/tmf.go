@@ -108,6 +108,9 @@ func (s *shared) abortTasks(match func(*Task) bool) {
 		default:
 			c.budget.cancel(t)
 			c.sending.cancel(t)
+			if of := t.preempts; of != nil && of != s {
+				go of.wake() // one lock at a time
+			}
 		}
 	})
 	s.changed.Broadcast() // tasks of this session may wait for them
@@ -198,14 +201,32 @@ func (s *session) abort(match func(*Task) bool) (lost bool) {
 	return len(losers) > 0
 }
 
-// abortUnit aborts the commands of s for a logical unit, except one, and waits until they have
-// ended. PREEMPT AND ABORT does that to the sessions that it preempts.
-func (s *session) abortUnit(field [8]byte, except *lun.Command) {
-	match := func(t *Task) bool {
-		return t.isCommand() && &t.cmd != except && s.nexus.SameUnit(t.header().LUN(), field)
-	}
+// abortUnit aborts the commands of s for a logical unit, except the PREEMPT AND ABORT that asks for
+// it, and waits until they have ended. A PREEMPT AND ABORT that is aborted itself stops waiting:
+// two of them may be each other's victims.
+func (s *session) abortUnit(field [8]byte, preempt *lun.Command) {
+	by := preempt.Owner.(*Task)
+	match := func(t *Task) bool { return t.isCommand() && t != by && s.nexus.SameUnit(t.header().LUN(), field) }
 	s.abort(match)
-	s.shared.awaitAborted(match, nil, false)
+	by.setPreempts(s.shared)
+	s.shared.awaitAborted(match, by, false)
+	by.setPreempts(nil)
+}
+
+// setPreempts notes where t, a PREEMPT AND ABORT, waits for aborted commands: abortTasks wakes
+// it there.
+func (t *Task) setPreempts(of *shared) {
+	c := t.conn
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	t.preempts = of
+}
+
+// wake lets those that wait for a change of s look again.
+func (s *shared) wake() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.changed.Broadcast()
 }
 
 // abortTask serves ABORT TASK (sections 7.11 and 11.6.1).

@@ -16,6 +16,8 @@ type Command struct {
 	// Abort, if not nil, becomes true when the command has to stop soon. It then
 	// begins nothing more, and nobody gets its status.
 	Abort *atomic.Bool
+	// Owner belongs to the caller, which finds it again in the function of OnPreempt.
+	Owner any
 
 	// Set by Begin: how many bytes the command transfers (SPDTL).
 	DataOut, DataIn uint64

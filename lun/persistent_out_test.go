@@ -467,3 +467,34 @@ func checkState(t *testing.T, r *prRig) {
 		}
 	}
 }
+
+// While PREEMPT AND ABORT ends the commands of its victim it holds nothing: the victim can register
+// again, and preempt and abort in turn. Both commands end.
+func TestPreemptAndAbortOfEachOther(t *testing.T) {
+	r := newPRRig(t, setup{}).registered()
+	preempt := func(n *Nexus, key, saKey uint64) result {
+		var c Command
+		return do(n, &c, [8]byte{}, fmt.Sprintf("5f 05 01 0000 %08x 00", prListLen), prList(key, saKey, 0), all)
+	}
+	register := func(n *Nexus, saKey uint64) result {
+		var c Command
+		return do(n, &c, [8]byte{}, fmt.Sprintf("5f 06 00 0000 %08x 00", prListLen), prList(0, saKey, 0), all)
+	}
+	var order []string
+	r.c.OnPreempt(func([8]byte, *Command) { // by a
+		order = append(order, "c")
+		wantSense(t, register(r.c, keyC), 0x6, 0x2a, 0x05)
+		wantGood(t, "REGISTER", register(r.c, keyC))
+		wantGood(t, "PREEMPT AND ABORT of c", preempt(r.c, keyC, keyA))
+		r.unit.reset(condReset)
+	})
+	r.a.OnPreempt(func([8]byte, *Command) { // by c
+		order = append(order, "a")
+	})
+	wantGood(t, "PREEMPT AND ABORT of a", preempt(r.a, keyA, keyC))
+	if got := strings.Join(order, ""); got != "ca" {
+		t.Errorf("commands of %q were stopped, want those of c, then of a", got)
+	}
+	wantSense(t, r.on(r.see, "00", nil), 0x6, 0x29, 0x03)
+	r.wantKeys(keyB, keyC)
+}
