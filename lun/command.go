@@ -87,8 +87,8 @@ func (n *Nexus) Begin(c *Command) bool {
 			return c.fail(k)
 		}
 	}
-	if row.flags&writes != 0 {
-		if k := c.itl.protection(); k != condNone {
+	if row.flags&(writes|changes) != 0 {
+		if k := c.refusal(); k != condNone {
 			return c.fail(k)
 		}
 	}

@@ -79,6 +79,7 @@ const (
 	exactData                       // of no use with more data-out than it takes
 	anyAccess                       // served in all asymmetric access states; so is a command with absentLUN
 	inStandby                       // served in standby (SPC-4, section 5.11.2.5)
+	changes                         // changes what other initiators see: not from those that may only read
 )
 
 // Flags of several rows.
@@ -111,12 +112,13 @@ var commands = slices.Concat([]command{
 	{0x08, noSA, "READ(6)", medium | reads, "\x1f\xff\xff\xff\x00", read},
 	{0x0a, noSA, "WRITE(6)", medium | writes, "\x1f\xff\xff\xff\x00", write},
 	{0x12, noSA, "INQUIRY", anyLUN, "\x01\xff\xff\xff\x00", phases{begin: inquiry}},
-	{opModeSelect6, noSA, "MODE SELECT(6)", allData | inStandby, "\x11\x00\x00\xff\x00", modeSelect},
-	{0x16, noSA, "RESERVE(6)", anyPersistent, none6, reserveUnit},
+	{opModeSelect6, noSA, "MODE SELECT(6)", allData | inStandby | changes, "\x11\x00\x00\xff\x00", modeSelect},
+	{0x16, noSA, "RESERVE(6)", anyPersistent | changes, none6, reserveUnit},
 	{0x17, noSA, "RELEASE(6)", anyPersistent | anyReserve, none6, releaseUnit},
 	{opModeSense6, noSA, "MODE SENSE(6)", reads | inStandby, "\x08\xff\xff\xff\x00", phases{begin: modeSense}},
-	{opStartStop, noSA, "START STOP UNIT", 0, "\x01\x00\x0f\xf7\x00", phases{begin: startStop, end: endStartStop}},
-	{opPreventAllow, noSA, "PREVENT ALLOW MEDIUM REMOVAL", removable, "\x00\x00\x00\x01\x00",
+	{opStartStop, noSA, "START STOP UNIT", changes, "\x01\x00\x0f\xf7\x00",
+		phases{begin: startStop, end: endStartStop}},
+	{opPreventAllow, noSA, "PREVENT ALLOW MEDIUM REMOVAL", removable | changes, "\x00\x00\x00\x01\x00",
 		phases{begin: noData, end: endPreventAllow}},
 	{0x25, noSA, "READ CAPACITY(10)", medium | anyPersistent | inStandby, "\x00\xff\xff\xff\xff\x00\x00\x01\x00",
 		phases{begin: readCapacity10}},
@@ -135,11 +137,12 @@ var commands = slices.Concat([]command{
 		"\xbf\x00\x00\x00\x00\x00\xff\xff\x00", phases{begin: beginOverwrite, consume: consumeOverwrite}},
 	{0x48, sanitizeBlockErase, "SANITIZE BLOCK ERASE", medium | writes | sanitizes | thin, erase10, erase},
 	{0x48, sanitizeCryptoErase, "SANITIZE CRYPTOGRAPHIC ERASE", medium | writes | sanitizes, erase10, erase},
-	{0x48, sanitizeExitFailureMode, "SANITIZE EXIT FAILURE MODE", sanitizes, erase10,
+	{0x48, sanitizeExitFailureMode, "SANITIZE EXIT FAILURE MODE", sanitizes | changes, erase10,
 		phases{begin: noData, end: endExitFailureMode}},
 	{0x4d, noSA, "LOG SENSE", anyPR, "\x00\xff\xff\x00\xff\xff\xff\xff\x00", phases{begin: logSense}},
-	{0x55, noSA, "MODE SELECT(10)", allData | inStandby, "\x11\x00\x00\x00\x00\x00\xff\xff\x00", modeSelect},
-	{0x56, noSA, "RESERVE(10)", anyPersistent, none10, reserveUnit},
+	{0x55, noSA, "MODE SELECT(10)", allData | inStandby | changes, "\x11\x00\x00\x00\x00\x00\xff\xff\x00",
+		modeSelect},
+	{0x56, noSA, "RESERVE(10)", anyPersistent | changes, none10, reserveUnit},
 	{0x57, noSA, "RELEASE(10)", anyPersistent | anyReserve, none10, releaseUnit},
 	{0x5a, noSA, "MODE SENSE(10)", reads | inStandby, "\x18\xff\xff\x00\x00\x00\xff\xff\x00", phases{begin: modeSense}},
 	{opPRIn, prReadKeys, "PERSISTENT RESERVE IN, READ KEYS", anyPR, prIn, phases{begin: beginPRIn}},
@@ -175,7 +178,7 @@ var commands = slices.Concat([]command{
 		phases{begin: reportOpcodes}},
 	{0xa3, 0x0d, "REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS", reads | inStandby,
 		"\x1f\x80\x00\x00\x00" + len4 + "\x00\x00", phases{begin: reportTMFs}},
-	{0xa4, 0x0a, "SET TARGET PORT GROUPS", anyAccess | allData, "\x1f" + report12,
+	{0xa4, 0x0a, "SET TARGET PORT GROUPS", anyAccess | allData | changes, "\x1f" + report12,
 		phases{begin: beginSetPortGroups, consume: consumeSetPortGroups}},
 	{0xa8, noSA, "READ(12)", medium | reads, "\x18" + range12, read},
 	{0xaa, noSA, "WRITE(12)", medium | writes, "\x18" + range12, write},
@@ -187,8 +190,12 @@ var commands = slices.Concat([]command{
 // persistentReserveOut returns the rows of PERSISTENT RESERVE OUT.
 func persistentReserveOut() (rows []command) {
 	for sa := range prOuts {
+		class := anyPR | allData
+		if prOuts[sa].changes {
+			class |= changes
+		}
 		rows = append(rows, command{
-			opPROut, sa, "PERSISTENT RESERVE OUT, " + prOuts[sa].name, anyPR | allData,
+			opPROut, sa, "PERSISTENT RESERVE OUT, " + prOuts[sa].name, class,
 			"\x1f\xff\x00\x00\xff\xff\xff\xff\x00", phases{begin: beginPROut, consume: consumePROut},
 		})
 	}

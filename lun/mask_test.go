@@ -1,6 +1,7 @@
 package lun
 
 import (
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -65,7 +66,8 @@ func TestMaskedUnit(t *testing.T) {
 	}
 }
 
-// The medium is write protected for initiators with read-only access, and for no others.
+// Commands that change the medium or the unit are refused to initiators with read-only access, and to
+// no others.
 func TestReadOnlyNexus(t *testing.T) {
 	r := newRig(t, setup{opt: Options{Sanitize: true, Removable: true}})
 	inv := NewInventory()
@@ -81,7 +83,7 @@ func TestReadOnlyNexus(t *testing.T) {
 	n, a := enter(portC), enter(portA)
 	for _, row := range rowsFor(r.unit) {
 		res := doCDB(n, &r.c, [8]byte{}, rowCDB(row), rowData, all)
-		if row.flags&writes != 0 {
+		if row.flags&(writes|changes) != 0 && !row.endsOwn(rowCDB(row)) {
 			wantSense(t, res, 0x7, 0x27, 0x00)
 		} else {
 			wantDone(t, row, res)
@@ -107,42 +109,84 @@ func TestReadOnlyNexus(t *testing.T) {
 	wantGood(t, "WRITE(10) of another", do(a, &r.c, [8]byte{}, "2a 00 00000000 00 0001 00", make([]byte, 512), all))
 }
 
-// SBC-3, section 4.12: only the medium is write protected. An initiator with read-only access can
-// reserve the unit, because otherwise a cluster node could not read behind a reservation of
-// registrants only. It can set mode parameters, and start and stop the unit.
-func TestReadOnlyNexusMayReserveAndStop(t *testing.T) {
-	r := newPRRig(t, setup{info: volatile})
+// An initiator with read-only access can register, because otherwise a cluster node could not read
+// behind a reservation of registrants only. It changes no registration of another and no reservation.
+func TestReaderMayRegister(t *testing.T) {
+	kept, err := OpenReservations(filepath.Join(t.TempDir(), "reservations.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { kept.Close() })
+	r := newPRRig(t, setup{opt: Options{Reservations: kept}})
 	if err := r.inv.SetMask(0, maskFor(":c", ReadOnly)); err != nil {
 		t.Fatal(err)
 	}
 	wantSense(t, r.on(r.c, "00", nil), 0x6, 0x2a, 0x01)
 	const read, write = "28 00 00000000 00 0001 00", "2a 00 00000000 00 0001 00"
-	block := make([]byte, 512)
-	protected := func() {
+	refused := func(sa, scopeType byte, list []byte) {
 		t.Helper()
-		wantSense(t, r.on(r.c, write, block), 0x7, 0x27, 0x00)
+		wantSense(t, r.out(r.c, sa, scopeType, list), 0x7, 0x27, 0x00)
 	}
-	r.ok(r.a, prRegister, 0, prList(0, keyA, 0))
-	r.ok(r.a, prReserve, 6, prList(keyA, 0, 0)) // Exclusive Access - Registrants Only
+	r.ok(r.a, prRegister, 0, prList(0, keyA, 1)) // APTPL
+	r.ok(r.a, prReserve, 6, prList(keyA, 0, 0))  // Exclusive Access - Registrants Only
 	wantConflict(t, "READ(10)", r.on(r.c, read, nil))
-	r.ok(r.c, prRegister, 0, prList(0, keyC, 0))
+	refused(prRegister, 0, prList(0, keyC, 0)) // without APTPL, which is about all registrations
+	refused(prRegister, 0, portList(0, keyC, 1, unhex(strings.Replace(transportIDC, "3a63", "3a64", 1))))
+	r.ok(r.c, prRegister, 0, prList(0, keyC, 1))
 	wantGood(t, "READ(10)", r.on(r.c, read, nil))
-	protected()
-	r.ok(r.c, prPreempt, 6, prList(keyC, keyA, 0))
-	protected() // the holder, too
-	r.ok(r.c, prClear, 0, prList(keyC, 0, 0))
-
-	wantGood(t, "RESERVE(6)", r.on(r.c, "16 00 00 00 00 00", nil))
-	protected()
-	wantGood(t, "RELEASE(6)", r.on(r.c, "17 00 00 00 00 00", nil))
-	wantGood(t, "MODE SELECT(6)", r.on(r.c, "15 10 00 00 18 00", unhex("00 00 00 00"+cachingOff)))
-	wantGood(t, "START STOP UNIT, stop", r.on(r.c, "1b 00 00 00 00 00", nil))
-	wantGood(t, "START STOP UNIT, start", r.on(r.c, "1b 00 00 00 01 00", nil))
-	protected()
-	for range 3 { // registrations preempted, reservations released, mode parameters changed
-		r.on(r.a, "00", nil)
+	wantSense(t, r.on(r.c, write, make([]byte, 512)), 0x7, 0x27, 0x00)
+	for sa, list := range map[byte][]byte{
+		prReserve: prList(keyC, 0, 0), prClear: prList(keyC, 0, 0), prPreempt: prList(keyC, keyA, 0),
+		prPreemptAndAbort: prList(keyC, keyA, 0), prRegisterAndMove: moveList(keyC, keyC, 0, unhex(transportIDC)),
+	} {
+		refused(sa, 6, list)
 	}
-	wantGood(t, "WRITE(10) of another", r.on(r.a, write, block))
+	r.ok(r.c, prRelease, 6, prList(keyC, 0, 0)) // it holds nothing
+	r.wantReservation(6, keyA)
+	r.ok(r.c, prRegister, 0, prList(keyC, 0, 0)) // unregisters, also without APTPL
+	if !r.unit.Reservation().APTPL {
+		t.Error("a reader took the persistence from others")
+	}
+
+	r.ok(r.a, prRelease, 6, prList(keyA, 0, 0))
+	r.ok(r.a, prReserve, 7, prList(keyA, 0, 0)) // Write Exclusive - All Registrants
+	r.ok(r.c, prRegisterAndIgnore, 0, prList(0, keyC, 1))
+	refused(prRelease, 7, prList(keyC, 0, 0)) // it holds the reservation, but so do others
+	wantGood(t, "WRITE(10) of the writer", r.on(r.a, write, make([]byte, 512)))
+	r.wantReservation(7, 0)
+	r.wantKeys(keyA, keyC)
+}
+
+// An initiator that loses the right to write keeps what it holds, and can end it.
+func TestReaderEndsItsOwn(t *testing.T) {
+	r := newPRRig(t, setup{opt: everything})
+	const read, eject, load = "28 00 00000000 00 0001 00", "1b 00 0000 02 00", "1b 00 0000 03 00"
+	wantGood(t, "RESERVE(6)", r.on(r.c, "16 00 00 00 00 00", nil))
+	wantGood(t, "PREVENT", r.on(r.c, "1e 00 0000 01 00", nil))
+	if err := r.inv.SetMask(0, maskFor(":c", ReadOnly)); err != nil {
+		t.Fatal(err)
+	}
+	wantSense(t, r.on(r.c, "00", nil), 0x6, 0x2a, 0x01)
+	wantConflict(t, "READ(10)", r.on(r.a, read, nil))
+	wantGood(t, "RELEASE(6)", r.on(r.c, "17 00 00 00 00 00", nil))
+	wantGood(t, "READ(10)", r.on(r.a, read, nil))
+	wantSense(t, r.on(r.a, eject, nil), 0x5, 0x53, 0x02)
+	wantGood(t, "ALLOW", r.on(r.c, "1e 00 0000 00 00", nil))
+	wantSense(t, r.on(r.c, "1e 00 0000 01 00", nil), 0x7, 0x27, 0x00)
+	wantGood(t, "eject", r.on(r.a, eject, nil))
+	wantSense(t, r.on(r.c, load, nil), 0x7, 0x27, 0x00)
+	wantGood(t, "load", r.on(r.a, load, nil))
+}
+
+// A LUN that is read-only for everybody has no writers to protect: its state can be changed.
+func TestReadOnlyUnitCanBeReserved(t *testing.T) {
+	r := newPRRig(t, setup{opt: Options{ReadOnly: true, Removable: true}})
+	wantGood(t, "RESERVE(6)", r.on(r.a, "16 00 00 00 00 00", nil))
+	wantGood(t, "RELEASE(6)", r.on(r.a, "17 00 00 00 00 00", nil))
+	wantGood(t, "eject", r.on(r.a, "1b 00 0000 02 00", nil))
+	wantGood(t, "load", r.on(r.a, "1b 00 0000 03 00", nil))
+	r.ok(r.a, prRegister, 0, prList(0, keyA, 0))
+	r.ok(r.a, prReserve, 1, prList(keyA, 0, 0))
 }
 
 // EXTENDED COPY writes where WRITE could, and finds only what the initiator sees.

@@ -24,6 +24,24 @@ func (l *itl) protection() Sense {
 	return condNone
 }
 
+// refusal returns condNone, or why the initiator cannot send c. An initiator that may only read
+// changes nothing that others see: neither the data nor the state of the unit. SBC-3, section 4.12,
+// protects only the medium; LIO refuses as much, and all of PERSISTENT RESERVE OUT.
+func (c *Command) refusal() Sense {
+	switch {
+	case c.row.flags&writes != 0:
+		return c.itl.protection()
+	case c.itl.readOnly.Load() && !c.row.endsOwn(c.CDB):
+		return condWriteProtected
+	}
+	return condNone
+}
+
+// endsOwn reports whether this CDB only ends what its own nexus began, unlike others of its row.
+func (row *command) endsOwn(cdb []byte) bool {
+	return row.op == opPreventAllow && cdb[4]&0x03 == 0 // PREVENT
+}
+
 // Bits of START STOP UNIT, byte 4. NO_FLUSH may be set but saves nothing: a stop syncs in any case.
 const (
 	powerCondition = 0xf0

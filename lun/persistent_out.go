@@ -31,15 +31,19 @@ var prOuts = [...]struct {
 	anyone bool
 	counts bool // in PRGENERATION
 	aptpl  int  // offset of the byte with the APTPL bit, or 0 without one
+	// changes is the flag of the row. An initiator that may only read can register, and release what
+	// it holds: it may be a node of a cluster that votes, or that reads behind a reservation of
+	// registrants only. See also prOut.reader.
+	changes bool
 }{
-	prRegister:          {"REGISTER", (*prOut).register, true, true, prFlags},
-	prReserve:           {"RESERVE", (*prOut).reserve, false, false, 0},
-	prRelease:           {"RELEASE", (*prOut).release, false, false, 0},
-	prClear:             {"CLEAR", (*prOut).clear, false, true, 0},
-	prPreempt:           {"PREEMPT", (*prOut).preempt, false, true, 0},
-	prPreemptAndAbort:   {"PREEMPT AND ABORT", (*prOut).preempt, false, true, 0},
-	prRegisterAndIgnore: {"REGISTER AND IGNORE EXISTING KEY", (*prOut).register, true, true, prFlags},
-	prRegisterAndMove:   {"REGISTER AND MOVE", (*prOut).registerAndMove, false, true, prMoveFlags},
+	prRegister:          {"REGISTER", (*prOut).register, true, true, prFlags, false},
+	prReserve:           {"RESERVE", (*prOut).reserve, false, false, 0, true},
+	prRelease:           {"RELEASE", (*prOut).release, false, false, 0, false},
+	prClear:             {"CLEAR", (*prOut).clear, false, true, 0, true},
+	prPreempt:           {"PREEMPT", (*prOut).preempt, false, true, 0, true},
+	prPreemptAndAbort:   {"PREEMPT AND ABORT", (*prOut).preempt, false, true, 0, true},
+	prRegisterAndIgnore: {"REGISTER AND IGNORE EXISTING KEY", (*prOut).register, true, true, prFlags, false},
+	prRegisterAndMove:   {"REGISTER AND MOVE", (*prOut).registerAndMove, false, true, prMoveFlags, true},
 }
 
 // A prOut is a PERSISTENT RESERVE OUT command and its effects.
@@ -48,6 +52,7 @@ type prOut struct {
 	from    nexusName
 	key     uint64 // RESERVATION KEY
 	saKey   uint64 // SERVICE ACTION RESERVATION KEY
+	reader  bool   // the initiator may only read: it changes only registrations and reservations of its own
 	specIPT bool
 	allTgPt bool
 	aptpl   bool
@@ -106,7 +111,9 @@ func beginPROut(u *Unit, c *Command) bool {
 // consumePROut executes PERSISTENT RESERVE OUT with its parameter list.
 func consumePROut(u *Unit, c *Command, p []byte, _ uint64) bool {
 	be := binary.BigEndian
-	o := prOut{Command: c, from: c.nexus.name, key: be.Uint64(p), saKey: be.Uint64(p[8:])}
+	o := prOut{
+		Command: c, from: c.nexus.name, key: be.Uint64(p), saKey: be.Uint64(p[8:]), reader: c.itl.readOnly.Load(),
+	}
 	if !o.parse(p) || !o.execute() {
 		return false
 	}
@@ -159,6 +166,8 @@ func (o *prOut) parse(p []byte) bool {
 		o.targetPort = binary.BigEndian.Uint16(p[prMovePort:])
 	case o.specIPT && sa != prRegister:
 		return o.failListBit(prFlags, specIPTBit)
+	case o.specIPT && o.reader: // registers others
+		return o.fail(condWriteProtected)
 	case o.specIPT:
 		lengthAt = prPortsLen
 	case len(p) != prListLen:
@@ -277,7 +286,13 @@ func (o *prOut) register() bool {
 			}
 		}
 	}
-	s.aptpl = o.aptpl
+	alone := !slices.ContainsFunc(s.registrations, func(r registration) bool { return !own(r) })
+	switch { // APTPL is about all registrations
+	case !o.reader || alone:
+		s.aptpl = o.aptpl
+	case o.saKey != 0 && o.aptpl != s.aptpl:
+		return o.fail(condWriteProtected)
+	}
 	if o.saKey == 0 {
 		o.unregister(own)
 		return true
@@ -352,6 +367,8 @@ func (o *prOut) release() bool {
 	switch {
 	case !s.holds(o.from):
 		return true
+	case o.reader && prTypes[s.typ].all && len(s.registrations) > 1: // it is the reservation of others, too
+		return o.fail(condWriteProtected)
 	case o.CDB[2] != s.typ: // SCOPE and TYPE
 		return o.fail(condInvalidRelease)
 	case prTypes[s.typ].registrants:
