@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io"
 	"math/bits"
-	"strconv"
 	"sync"
 	"sync/atomic"
 	"unsafe"
@@ -18,11 +17,7 @@ import (
 //
 // The kernel reports a failed write-back once and then forgets it: it marks the pages clean
 // although the medium does not have them, and the next fsync succeeds. Hence failed: after
-// one failure no call reports again that data is safe.
-//
-// "Once" means once for each open file description (errseq_t in the kernel's
-// Documentation/core-api/errseq.rst). If two syncs shared a description, one could take the error
-// that the other must report. Hence flushers: every sync has its own description while it runs.
+// one failure no call reports again that data is safe. flush.go says which description a sync uses.
 type disk struct {
 	info    Info // Size is guarded by mu
 	path    string
@@ -30,9 +25,10 @@ type disk struct {
 	regular bool  // a regular file, which can be resized
 	align   int64 // fallocate requires multiples of this as offset and length
 
-	fd       osFile
-	flushers chan osFile // descriptions that no sync is using; fd is one of them
-	failed   atomic.Bool // a sync has failed
+	fd     osFile
+	syncs  rounds      // the only user of fd for syncs
+	spares spares      // of fd, for durable writes
+	failed atomic.Bool // a sync has failed
 
 	refused [len(eraseModes)]atomic.Bool // the medium does not support the mode
 	noDsync atomic.Bool                  // the kernel does not support RWF_DSYNC
@@ -42,9 +38,6 @@ type disk struct {
 	mu     sync.RWMutex // held for reading by calls, for writing by Close, Grow and Resize
 	closed bool         // guarded by mu
 }
-
-// maxFlushers bounds the descriptors that a disk opens, and so its concurrent syncs.
-const maxFlushers = 8
 
 // osFile has the system calls of a disk; tests replace it by one that fails. Errors are errno
 // values; transfers may be short.
@@ -69,26 +62,14 @@ var disks atomic.Uint64
 
 // newDisk returns a disk on the open descriptor fd, which it owns from then on.
 func newDisk(path string, fd int, info Info, align int64, through bool) *disk {
+	return newDiskOn(path, sysFile(fd), func() (osFile, error) { return reopen(fd) }, info, align, through)
+}
+
+// newDiskOn returns a disk on f. reopen returns another description of the same file.
+func newDiskOn(path string, f osFile, reopen func() (osFile, error), info Info, align int64, through bool) *disk {
 	info.VolatileCache = !through
-	d := &disk{
-		info:     info,
-		path:     path,
-		through:  through,
-		align:    align,
-		fd:       sysFile(fd),
-		flushers: make(chan osFile, maxFlushers),
-		number:   disks.Add(1),
-	}
-	d.flushers <- d.fd
-	for !info.ReadOnly && len(d.flushers) < maxFlushers {
-		// Unlike dup, this returns another description. Without /proc, syncs share fd
-		// and wait for each other.
-		extra, err := unix.Open("/proc/self/fd/"+strconv.Itoa(fd), unix.O_RDWR|unix.O_CLOEXEC, 0)
-		if err != nil {
-			break
-		}
-		d.flushers <- sysFile(extra)
-	}
+	d := &disk{info: info, path: path, through: through, align: align, fd: f, number: disks.Add(1)}
+	d.spares.init(reopen)
 	return d
 }
 
@@ -217,33 +198,34 @@ func (d *disk) WriteDurable(p []byte, off int64) error {
 		return err
 	}
 	defer d.mu.RUnlock()
-	f := <-d.flushers
-	defer func() { d.flushers <- f }()
 	if d.failed.Load() {
 		return ErrUnsynced
 	}
 	if !d.noDsync.Load() {
-		err := writeAll(f, p, off, unix.RWF_DSYNC)
-		switch {
-		case err == nil:
-			return nil
-		case err == unix.EOPNOTSUPP || err == unix.ENOSYS:
-			d.noDsync.Store(true)
-		case isNoSpace(err):
-			// Either the medium has no space for p, or write-back had no space for earlier data,
-			// which is then lost. Only the former happens again without a sync.
-			if again := writeAll(f, p, off, 0); isNoSpace(again) {
-				return d.writeError(off, again)
+		if f := d.spares.take(); f != nil {
+			defer d.spares.give(f)
+			err := writeAll(f, p, off, unix.RWF_DSYNC)
+			switch {
+			case err == nil:
+				return nil
+			case err == unix.EOPNOTSUPP || err == unix.ENOSYS:
+				d.noDsync.Store(true)
+			case isNoSpace(err):
+				// Either the medium has no space for p, or write-back had no space for earlier data,
+				// which is then lost. Only the former happens again without a sync.
+				if again := writeAll(f, p, off, 0); isNoSpace(again) {
+					return d.writeError(off, again)
+				}
+				return d.fail(err)
+			default:
+				return d.fail(err)
 			}
-			return d.fail(err)
-		default:
-			return d.fail(err)
 		}
 	}
-	if err := writeAll(f, p, off, 0); err != nil {
+	if err := writeAll(d.fd, p, off, 0); err != nil {
 		return d.writeError(off, err)
 	}
-	return d.flush(f)
+	return d.sync()
 }
 
 // Sync implements Store.
@@ -253,33 +235,6 @@ func (d *disk) Sync() error {
 	}
 	defer d.mu.RUnlock()
 	return d.sync()
-}
-
-// sync implements Sync.
-//
-// Preconditions: d.mu is held, at least for reading.
-func (d *disk) sync() error {
-	held(&d.mu)
-	if d.info.ReadOnly {
-		return nil
-	}
-	f := <-d.flushers
-	defer func() { d.flushers <- f }()
-	return d.flush(f)
-}
-
-// flush syncs f, which the caller has taken from d.flushers.
-//
-// Preconditions: d.mu is held, at least for reading.
-func (d *disk) flush(f osFile) error {
-	held(&d.mu)
-	if d.failed.Load() {
-		return ErrUnsynced
-	}
-	if err := f.fdatasync(); err != nil {
-		return d.fail(err)
-	}
-	return nil
 }
 
 // fail records that a sync failed with err. It does not return ErrNoSpace even for a lack of
@@ -529,10 +484,8 @@ func (d *disk) Close() error {
 	}
 	d.closed = true
 	err := d.sync()
-	for len(d.flushers) > 0 { // no call is left to take or return one
-		err = errors.Join(err, (<-d.flushers).close())
-	}
-	return err
+	d.spares.close() // no call is left to use one
+	return errors.Join(err, d.fd.close())
 }
 
 // writeError wraps the error of a write at off; nil stays nil.

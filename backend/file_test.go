@@ -448,7 +448,7 @@ func BenchmarkFileWrite4K(b *testing.B) {
 	benchmark(b, s, s.WriteAt)
 }
 
-// Close and a failed open close all descriptors.
+// An idle store has one descriptor. Close and a failed open close all.
 func TestFileDescriptors(t *testing.T) {
 	count := func() int {
 		t.Helper()
@@ -461,6 +461,9 @@ func TestFileDescriptors(t *testing.T) {
 	before := count()
 	path := filepath.Join(t.TempDir(), "lun.img")
 	s := openFile(t, backend.FileConfig{Path: path, Size: 4096})
+	if n := count() - before; n != 1 {
+		t.Errorf("an idle store has %d descriptors, want 1", n)
+	}
 	if _, _, err := backend.OpenFile(backend.FileConfig{Path: path}); err == nil {
 		t.Error("opened twice")
 	}

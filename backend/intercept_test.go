@@ -1,5 +1,7 @@
 package backend
 
+import "sync/atomic"
+
 // Hooks replace system calls of a file or block store. A nil hook makes the call.
 type Hooks struct {
 	Pread     func(p []byte, off int64, below func([]byte, int64) (int, error)) (int, error)
@@ -7,12 +9,16 @@ type Hooks struct {
 	Fallocate func(mode uint32) error      // nil lets the call through
 	Copy      func(n int64) (int64, error) // how much may be copied at once
 	Map       func() error                 // nil lets the call through
-	// Fdatasync gets the number of the file description that is synced.
+	// Fdatasync gets the number of the file description that is synced, 0 for the first.
 	Fdatasync func(description int) error // nil lets the call through
+	Reopen    func() error                // nil lets the call through
 }
 
 // DiscardLimits calls discardLimits.
 var DiscardLimits = discardLimits
+
+// Spares returns how many spare descriptors are open in the process.
+func Spares() int64 { return spareCount.Load() }
 
 // Modes that the hook Fallocate gets.
 var (
@@ -23,13 +29,19 @@ var (
 // Intercept makes s use h. No goroutine may use s yet.
 func Intercept(s Store, h *Hooks) {
 	d := s.(*disk)
-	for n := range len(d.flushers) {
-		f := <-d.flushers
-		hooked := &hookedFile{f, h, n}
-		if f == d.fd {
-			d.fd = hooked
+	d.fd = &hookedFile{d.fd, h, 0}
+	below, n := d.spares.reopen, atomic.Int64{}
+	d.spares.reopen = func() (osFile, error) {
+		if h.Reopen != nil {
+			if err := h.Reopen(); err != nil {
+				return nil, err
+			}
 		}
-		d.flushers <- hooked
+		f, err := below()
+		if err != nil {
+			return nil, err
+		}
+		return &hookedFile{f, h, int(n.Add(1))}, nil
 	}
 }
 

@@ -6,6 +6,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -150,34 +151,152 @@ func TestWriteDurableWithoutSpace(t *testing.T) {
 	}
 }
 
-// The kernel reports a failed write-back once to every file description. So no two syncs may
-// use one description at the same time.
-func TestSyncsShareNoDescription(t *testing.T) {
-	s := openFile(t, backend.FileConfig{Size: 1 << 20})
-	var busy [64]atomic.Int32
-	var running, most atomic.Int32
-	use := func(n int) func() {
-		if busy[n].Add(1) != 1 {
-			t.Errorf("two syncs use description %d", n)
-		}
-		if r := running.Add(1); r > most.Load() {
-			most.Store(r)
-		}
-		time.Sleep(time.Millisecond)
-		return func() { running.Add(-1); busy[n].Add(-1) }
-	}
-	backend.Intercept(s, &backend.Hooks{Fdatasync: func(n int) error { defer use(n)(); return nil }})
-	var wg sync.WaitGroup
-	for range 32 {
-		wg.Go(func() {
-			if err := s.Sync(); err != nil {
-				t.Error(err)
+// Syncs that arrive while one runs share the next one: they have written before it begins.
+func TestSyncsShareRounds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := openFile(t, backend.FileConfig{Size: 1 << 20})
+		gate := make(chan struct{})
+		var busy [16]atomic.Bool
+		var syncs atomic.Int32
+		backend.Intercept(s, &backend.Hooks{Fdatasync: func(n int) error {
+			if busy[n].Swap(true) {
+				t.Errorf("two syncs use description %d", n)
 			}
+			syncs.Add(1)
+			<-gate
+			busy[n].Store(false)
+			return nil
+		}})
+		var wg sync.WaitGroup
+		call := func() {
+			wg.Go(func() {
+				if err := s.Sync(); err != nil {
+					t.Error(err)
+				}
+			})
+			synctest.Wait()
+		}
+		for range 64 {
+			call()
+		}
+		gate <- struct{}{}
+		synctest.Wait()
+		if syncs.Load() != 2 {
+			t.Errorf("%d system calls, want 2: those that waited share one", syncs.Load())
+		}
+		call() // a third round, at the same time: the first one has checked the spare that it uses
+		close(gate)
+		wg.Wait()
+		if n := syncs.Load(); n != 3 {
+			t.Errorf("65 syncs made %d system calls, want 3", n)
+		}
+	})
+}
+
+// All syncs of a round that fails report its error, and none succeeds afterwards.
+func TestFailedRound(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := openFile(t, backend.FileConfig{Size: 1 << 20})
+		gate, syncs := make(chan error), 0
+		backend.Intercept(s, &backend.Hooks{
+			Reopen:    func() error { return unix.EMFILE }, // or the last sync does not share a round
+			Fdatasync: func(int) error { syncs++; return <-gate },
 		})
-	}
-	wg.Wait()
-	if most.Load() < 2 {
-		t.Error("syncs wait for one another")
+		var errs [5]error
+		var wg sync.WaitGroup
+		for i := range errs {
+			wg.Go(func() { errs[i] = s.Sync() })
+			synctest.Wait()
+		}
+		gate <- nil
+		synctest.Wait()
+		var late error
+		wg.Go(func() { late = s.Sync() })
+		synctest.Wait()
+		gate <- unix.EIO
+		wg.Wait()
+		for i, err := range errs {
+			if want := i > 0; errors.Is(err, unix.EIO) != want || err == nil == want {
+				t.Errorf("sync %d: %v", i, err)
+			}
+		}
+		if !errors.Is(late, backend.ErrUnsynced) || syncs != 2 {
+			t.Errorf("a sync after the failure: %v, and %d system calls; want ErrUnsynced and 2", late, syncs)
+		}
+	})
+}
+
+// An idle store has one descriptor. Durable writes open more, each its own, and give them back.
+func TestSpareDescriptors(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := openFile(t, backend.FileConfig{Size: 1 << 20})
+		gate := make(chan struct{})
+		var reopened, inside atomic.Int32
+		backend.Intercept(s, &backend.Hooks{
+			Reopen: func() error { reopened.Add(1); return nil },
+			Pwrite: func(p []byte, off int64, flags int, below func([]byte, int64, int) (int, error)) (int, error) {
+				inside.Add(1)
+				<-gate
+				return below(p, off, flags)
+			},
+		})
+		before := backend.Spares()
+		var wg sync.WaitGroup
+		for i := range 20 {
+			wg.Go(func() {
+				if err := s.WriteDurable([]byte{1}, int64(i)); err != nil {
+					t.Error(err)
+				}
+			})
+			synctest.Wait()
+		}
+		if reopened.Load() != 8 || inside.Load() != 8 || backend.Spares() != before+8 {
+			t.Errorf("20 durable writes opened %d descriptors, %d write at once, want 8 and 8", reopened.Load(), inside.Load())
+		}
+		close(gate)
+		wg.Wait()
+		time.Sleep(time.Minute)
+		if n := backend.Spares(); n != before {
+			t.Errorf("an idle store keeps %d spare descriptors", n-before)
+		}
+		if err := s.WriteDurable([]byte{1}, 0); err != nil || reopened.Load() != 9 {
+			t.Errorf("then: %v, %d were opened, want 9", err, reopened.Load())
+		}
+		if s.Close(); backend.Spares() != before {
+			t.Errorf("a closed store keeps %d spare descriptors", backend.Spares()-before)
+		}
+	})
+}
+
+// A durable write for which no descriptor is left writes and then joins a round of syncs.
+func TestWriteDurableWithoutDescriptors(t *testing.T) {
+	for _, reason := range []string{"/proc", "limit"} {
+		s := openFile(t, backend.FileConfig{Size: 1 << 20})
+		plain, syncs := 0, 0
+		hooks := &backend.Hooks{
+			Pwrite: func(p []byte, off int64, flags int, below func([]byte, int64, int) (int, error)) (int, error) {
+				if plain++; flags != 0 {
+					t.Errorf("%s: a write with flags %#x", reason, flags)
+				}
+				return below(p, off, flags)
+			},
+			Fdatasync: func(int) error { syncs++; return nil },
+		}
+		if reason == "limit" {
+			backend.LimitSpares(0)
+			t.Cleanup(func() { backend.LimitSpares(1 << 62) })
+		} else {
+			hooks.Reopen = func() error { return unix.EMFILE }
+		}
+		backend.Intercept(s, hooks)
+		for range 10 { // more than a store opens: a failure takes no place
+			if err := s.WriteDurable([]byte{1}, 0); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if plain != 10 || syncs != 10 {
+			t.Errorf("%s: %d writes and %d syncs, want 10 and 10", reason, plain, syncs)
+		}
 	}
 }
 
