@@ -111,6 +111,7 @@ func (s *shared) abortTasks(match func(*Task) bool) {
 			if of := t.preempts; of != nil && of != s {
 				go of.wake() // one lock at a time
 			}
+			t.cmd.Cancel()
 		}
 	})
 	s.changed.Broadcast() // tasks of this session may wait for them

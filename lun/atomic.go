@@ -17,6 +17,10 @@ func beginCompareAndWrite(u *Unit, c *Command) bool {
 func consumeCompareAndWrite(u *Unit, c *Command, p []byte, _ uint64) bool {
 	want, instead := p[:len(p)/2], p[len(p)/2:]
 	pos := u.at(c, 0)
+	if err := u.enter(c, moved(len(p))); err != nil {
+		return c.writeDone(err)
+	}
+	defer u.leave(c)
 	defer u.ranges.exclude(stripesOf(pos, int64(len(want)))).release()
 	if !u.compare(c, want, pos, 0) {
 		return false
@@ -41,8 +45,12 @@ func consumeOrWrite(u *Unit, c *Command, p []byte, off uint64) bool {
 
 // orWrite sets the bits of p in the medium at pos; b is memory of p's length.
 func (u *Unit) orWrite(c *Command, b, p []byte, pos int64) bool {
+	if err := u.enter(c, moved(2*len(p))); err != nil {
+		return c.writeDone(err)
+	}
+	defer u.leave(c)
 	defer u.ranges.exclude(stripesOf(pos, int64(len(p)))).release()
-	if !c.readDone(u.store.ReadAt(b, pos)) {
+	if !c.readDone(u.storeRead(b, pos)) {
 		return false
 	}
 	for i, x := range p {
@@ -75,15 +83,20 @@ func endWriteAtomic(u *Unit, c *Command) {
 	p := c.whole
 	c.whole = nil
 	pos := u.at(c, 0)
+	if err := u.enter(c, moved(2*len(p))); err != nil {
+		c.writeDone(err)
+		return
+	}
+	defer u.leave(c)
 	defer u.ranges.exclude(stripesOf(pos, int64(len(p)))).release()
 	old := make([]byte, len(p))
-	if !c.readDone(u.store.ReadAt(old, pos)) {
+	if !c.readDone(u.storeRead(old, pos)) {
 		return
 	}
 	if err := u.writeLocked(p, pos, wantsFUA(c.CDB)); err != nil {
 		// The old data had room before, so they have it again. If the store fails
 		// here too, the unit can only report that the blocks are unreliable.
-		if storeFailed(err) && u.store.WriteAt(old, pos) != nil {
+		if storeFailed(err) && u.storeWrite(old, pos) != nil {
 			c.reportStoreError(err)
 			c.fail(condWriteError)
 			return

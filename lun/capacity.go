@@ -1,10 +1,6 @@
 package lun
 
-import (
-	"encoding/binary"
-
-	"github.com/iser-target/iser-target/backend"
-)
+import "encoding/binary"
 
 // readCapacity10 executes READ CAPACITY(10) (SBC-3, section 5.15).
 func readCapacity10(u *Unit, c *Command) bool {
@@ -61,7 +57,7 @@ func getLBAStatus(u *Unit, c *Command) bool {
 		if lba == blocks {
 			break
 		}
-		mapped, n, err := u.blockStatus(lba)
+		mapped, n, err := u.blockStatus(c, lba)
 		if err != nil {
 			return c.readDone(err)
 		}
@@ -83,11 +79,11 @@ func getLBAStatus(u *Unit, c *Command) bool {
 
 // blockStatus reports whether the block takes space, and how many blocks from there on have the
 // same answer.
-func (u *Unit) blockStatus(lba uint64) (mapped bool, n uint32, err error) {
+func (u *Unit) blockStatus(c *Command, lba uint64) (mapped bool, n uint32, err error) {
 	const limit = 1<<32 - 1 // of the descriptor
 	blocks := u.blocks.Load()
 	for first := lba; lba < blocks; {
-		m, octets, err := backend.Extent(u.store, int64(lba<<u.shift))
+		m, octets, err := u.extent(c, int64(lba<<u.shift))
 		if err != nil {
 			return false, 0, err
 		}

@@ -1,6 +1,10 @@
 package lun
 
-import "sync/atomic"
+import (
+	"sync/atomic"
+
+	"github.com/iser-target/iser-target/lun/fair"
+)
 
 // MaxParameterList is the longest parameter list of a command, in bytes.
 const MaxParameterList = 65536
@@ -39,6 +43,8 @@ type Command struct {
 	arrived uint64 // bytes of data-out
 	whole   []byte // data-out of WRITE ATOMIC
 	same    []byte // DataIn of a command that reports something
+
+	call, other fair.Call // of the store; other is that of the source of EXTENDED COPY
 
 	sense    []byte
 	senseBuf [senseLen]byte
@@ -104,6 +110,7 @@ func (n *Nexus) Begin(c *Command) bool {
 // identify finds the logical unit and the row of the table that c, which comes from n, is about.
 func (c *Command) identify(n *Nexus) {
 	c.nexus, c.itl, c.unit = n, n.find(c.LUN), nil
+	c.call.Who = n.name.initiator.name
 	if c.itl != nil {
 		c.unit = c.itl.unit
 	}

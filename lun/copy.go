@@ -6,8 +6,6 @@ import (
 	"encoding/binary"
 	"slices"
 	"sync"
-
-	"github.com/iser-target/iser-target/backend"
 )
 
 // Limits of EXTENDED COPY, which RECEIVE COPY OPERATING PARAMETERS and VPD page 8Fh report.
@@ -291,7 +289,7 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 		note(n)
 	}
 	if to := s.to.unit; to.writeThrough() {
-		if err := to.sync(); err != nil {
+		if err := to.sync(c); err != nil {
 			c.reportStoreError(err)
 			return c.failCopy(condThirdPartyFailure, i)
 		}
@@ -303,6 +301,11 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 // if c may not copy them. copyStep checks that while it holds the ranges, so that a command that
 // changes it and then waits for the ranges knows that no copy continues.
 func (c *Command) copyStep(s segment, p []byte, off, n int64, overlap bool) (done int64, ok bool, err error) {
+	leave, err := c.enterBoth(s, n)
+	if err != nil {
+		return 0, false, err
+	}
+	defer leave()
 	unlock := s.lock(off, n)
 	defer unlock()
 	switch {
@@ -345,7 +348,7 @@ func (s segment) copyRun(p []byte, off, n int64, overlap bool) (int64, error) {
 	if err := cmp.Or(from.barred(), to.barred()); err != nil {
 		return 0, err
 	}
-	mapped, run, err := backend.Extent(from.store, s.fromPos+off)
+	mapped, run, err := from.storeExtent(s.fromPos + off)
 	if err != nil {
 		return 0, err
 	}
@@ -356,12 +359,12 @@ func (s segment) copyRun(p []byte, off, n int64, overlap bool) (int64, error) {
 	case !mapped && run >= n:
 		return n, to.makeHole(s.toPos+off, n)
 	case !overlap:
-		return n, backend.Copy(to.store, s.toPos+off, from.store, s.fromPos+off, n, p)
+		return n, to.storeCopy(s.toPos+off, from, s.fromPos+off, n, p)
 	}
-	if err := from.store.ReadAt(p[:n], s.fromPos+off); err != nil {
+	if err := from.storeRead(p[:n], s.fromPos+off); err != nil {
 		return 0, err
 	}
-	return n, to.store.WriteAt(p[:n], s.toPos+off)
+	return n, to.storeWrite(p[:n], s.toPos+off)
 }
 
 // makeHole makes n bytes at pos zeros, which take no space if the store can give space back.
@@ -370,9 +373,9 @@ func (s segment) copyRun(p []byte, off, n int64, overlap bool) (int64, error) {
 func (u *Unit) makeHole(pos, n int64) error {
 	u.ranges.assertHeld(pos, n)
 	if u.isThin() {
-		return u.store.Discard(pos, n)
+		return u.storeDiscard(pos, n)
 	}
-	return u.store.Zero(pos, n)
+	return u.storeZero(pos, n)
 }
 
 // lock holds n bytes at offset off of the segment in both units, as READ and WRITE do, until
@@ -392,6 +395,33 @@ func (s segment) lock(off, n int64) (unlock func()) {
 		heldB.release()
 		heldA.release()
 	}
+}
+
+// enterBoth enters the gates of both units of s, in the order of their numbers, for a step of n bytes.
+// So no two copies wait for one another.
+func (c *Command) enterBoth(s segment, n int64) (leave func(), err error) {
+	first, second := s.from.unit, s.to.unit
+	if first == second {
+		if err := first.enter(c, moved(int(2*n))); err != nil {
+			return nil, err
+		}
+		return func() { first.leave(c) }, nil
+	}
+	if second.number < first.number {
+		first, second = second, first
+	}
+	if err := first.enter(c, moved(int(n))); err != nil {
+		return nil, err
+	}
+	c.other.Who = c.call.Who
+	if err := second.enterAs(c, &c.other, moved(int(n))); err != nil {
+		first.leave(c)
+		return nil, err
+	}
+	return func() {
+		second.gate.Leave(&c.other)
+		first.leave(c)
+	}, nil
 }
 
 // assertLocked asserts that both ranges of n bytes at offset off of the segment are locked.

@@ -3,25 +3,23 @@ package lun
 import (
 	"encoding/binary"
 	"math"
-
-	"github.com/iser-target/iser-target/backend"
 )
 
 // A logPage is a log page with the subpage code 00h.
 type logPage struct {
 	code   byte
-	has    func(u *Unit) bool             // reports whether the unit has the page; nil: all have it
-	append func(u *Unit, b []byte) []byte // appends its parameters, in the order of their codes
+	has    func(u *Unit, c *Command) bool             // reports whether the unit has the page; nil: all have it
+	append func(u *Unit, c *Command, b []byte) []byte // appends its parameters, in the order of their codes
 }
 
 // logPages are the log pages, in order.
 var logPages = []logPage{
 	{0x00, nil, nil}, // Supported Log Pages
-	{0x02, nil, func(u *Unit, b []byte) []byte { return u.appendErrorCounters(b, KindWrite) }}, // Write Error Counters
-	{0x03, nil, func(u *Unit, b []byte) []byte { return u.appendErrorCounters(b, KindRead) }},  // Read Error Counters
+	{0x02, nil, func(u *Unit, _ *Command, b []byte) []byte { return u.appendErrorCounters(b, KindWrite) }}, // Write Error Counters
+	{0x03, nil, func(u *Unit, _ *Command, b []byte) []byte { return u.appendErrorCounters(b, KindRead) }},  // Read Error Counters
 	{0x0c, (*Unit).knowsResources, (*Unit).appendResources},
 	{0x19, nil, (*Unit).appendStatistics},
-	{0x2f, nil, func(_ *Unit, b []byte) []byte { // Informational Exceptions: nothing to report, temperature unknown
+	{0x2f, nil, func(_ *Unit, _ *Command, b []byte) []byte { // Informational Exceptions: nothing to report, temperature unknown
 		return append(b, 0, 0, logList, 4, 0, 0, 0xff, 0)
 	}},
 }
@@ -70,7 +68,7 @@ func (u *Unit) appendErrorCounters(b []byte, kind Kind) []byte {
 // appendStatistics appends the General Statistics and Performance page (SPC-4, section 7.3.9). It
 // counts commands and blocks. The unit does not measure intervals of time, so these are 0, as in
 // drives that do not either.
-func (u *Unit) appendStatistics(b []byte) []byte {
+func (u *Unit) appendStatistics(_ *Command, b []byte) []byte {
 	const access, idle, interval = 0x0001, 0x0002, 0x0003
 	sum := u.counted()
 	b = appendLogCounters(b, access, sum.Commands[KindRead], sum.Commands[KindWrite],
@@ -83,17 +81,17 @@ func (u *Unit) appendStatistics(b []byte) []byte {
 
 // knowsResources reports whether the unit has the Logical Block Provisioning page: the store
 // knows how much space it takes, and 32 bits are enough to count blocks.
-func (u *Unit) knowsResources() bool {
-	_, _, err := backend.Usage(u.store)
+func (u *Unit) knowsResources(c *Command) bool {
+	_, _, err := u.usage(c)
 	return err == nil && u.isThin() && u.blocks.Load() <= math.MaxUint32
 }
 
 // appendResources appends the Logical Block Provisioning page (SBC-3, section 6.4.5). A threshold
 // set is one block: the unit has no thresholds, and THRESHOLD EXPONENT is 0.
-func (u *Unit) appendResources(b []byte) []byte {
+func (u *Unit) appendResources(c *Command, b []byte) []byte {
 	const available, used = 0x0001, 0x0002
 	const dedicated, shared = 1, 2 // SCOPE
-	taken, free, err := backend.Usage(u.store)
+	taken, free, err := u.usage(c)
 	if err != nil {
 		return b
 	}
@@ -121,7 +119,7 @@ func logSense(u *Unit, c *Command) bool {
 	b := append(c.buf[:0], code, subpage, 0, 0)
 	known := false
 	for _, page := range logPages {
-		if page.has != nil && !page.has(u) {
+		if page.has != nil && !page.has(u, c) {
 			continue
 		}
 		known = known || page.code == code
@@ -133,7 +131,7 @@ func logSense(u *Unit, c *Command) bool {
 			b = append(b, page.code)
 		case subpage == 0 && page.code == code:
 			b[0] |= ds
-			b = page.append(u, b)
+			b = page.append(u, c, b)
 			if pc != cumulative {
 				resetCounters(b[logHeader:])
 			}

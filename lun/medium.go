@@ -77,7 +77,7 @@ func endStartStop(u *Unit, c *Command) {
 	case b&start != 0:
 		u.stopped.Store(false)
 	default:
-		if c.writeDone(u.sync()) {
+		if c.writeDone(u.sync(c)) {
 			u.stopped.Store(u.has&removable == 0) // a removable medium stops when it is ejected
 		}
 	}
@@ -85,7 +85,7 @@ func endStartStop(u *Unit, c *Command) {
 
 // moveMedium loads or ejects the medium.
 func (u *Unit) moveMedium(c *Command, load bool) {
-	if !load && !c.writeDone(u.sync()) {
+	if !load && !c.writeDone(u.sync(c)) {
 		return
 	}
 	u.mu.Lock()

@@ -240,7 +240,7 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 			return c.fail(condInternal)
 		}
 	}
-	err := u.setModes(touched, set)
+	err := u.setModes(c, touched, set)
 	if now != old {
 		u.raise(condModeChanged, c.nexus)
 	}
@@ -344,10 +344,10 @@ func (u *Unit) sameDescriptor(d []byte) (octet int, ok bool) {
 }
 
 // setModes changes the modes of touched to those of set. When the cache is disabled, or writing
-// is, the content of the cache is durable before setModes returns.
+// is, the content of the cache is durable before setModes returns. c is nil if a reset does that.
 //
 // Preconditions: u.settingsMu is held.
-func (u *Unit) setModes(touched, set uint32) error {
+func (u *Unit) setModes(c *Command, touched, set uint32) error {
 	invariant.Held(&u.settingsMu)
 	old := u.mode.Load()
 	now := old&^touched | set&touched
@@ -360,7 +360,7 @@ func (u *Unit) setModes(touched, set uint32) error {
 	u.mode.Store(now)
 	all.release()
 	if old&^now&modeWCE != 0 || now&^old&modeSWP != 0 {
-		return u.sync()
+		return u.sync(c)
 	}
 	return nil
 }

@@ -9,6 +9,7 @@ import (
 	"sync"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/lun/fair"
 )
 
 // Limits of the medium access commands, in bytes; VPD page B0h reports them in blocks.
@@ -92,13 +93,21 @@ func (u *Unit) at(c *Command, off uint64) int64 { return int64(c.lba<<u.shift + 
 func wantsFUA(cdb []byte) bool { return cdb[0]>>5 != 0 && cdb[1]&fua != 0 }
 
 // read fills p from pos, apart from COMPARE AND WRITE and its like.
-func (u *Unit) read(p []byte, pos int64) error {
+func (u *Unit) read(c *Command, p []byte, pos int64) error {
+	if err := u.enter(c, moved(len(p))); err != nil {
+		return err
+	}
+	defer u.leave(c)
 	defer u.ranges.share(stripesOf(pos, int64(len(p)))).release()
-	return u.store.ReadAt(p, pos)
+	return u.storeRead(p, pos)
 }
 
 // write writes p at pos, apart from COMPARE AND WRITE and its like.
-func (u *Unit) write(p []byte, pos int64, durable bool) error {
+func (u *Unit) write(c *Command, p []byte, pos int64, durable bool) error {
+	if err := u.enter(c, moved(len(p))); err != nil {
+		return err
+	}
+	defer u.leave(c)
 	defer u.ranges.share(stripesOf(pos, int64(len(p)))).release()
 	return u.writeLocked(p, pos, durable)
 }
@@ -115,13 +124,18 @@ func (u *Unit) writeLocked(p []byte, pos int64, durable bool) error {
 		if u.unsynced.Load() {
 			return backend.ErrUnsynced
 		}
-		return u.store.WriteDurable(p, pos)
+		return u.storeWriteDurable(p, pos)
 	}
-	return u.store.WriteAt(p, pos)
+	return u.storeWrite(p, pos)
 }
 
-// shared calls f, which changes a range, apart from COMPARE AND WRITE and its like.
-func (u *Unit) shared(pos, n int64, f func(pos, n int64) error) error {
+// shared calls f, which changes a range and moves that many bytes, apart from COMPARE AND WRITE and
+// its like.
+func (u *Unit) shared(c *Command, pos, n, bytes int64, f func(pos, n int64) error) error {
+	if err := u.enter(c, fair.Work{Bytes: bytes}); err != nil {
+		return err
+	}
+	defer u.leave(c)
 	defer u.ranges.share(stripesOf(pos, n)).release()
 	if err := u.barred(); err != nil {
 		return err
@@ -137,13 +151,13 @@ func beginRead(u *Unit, c *Command) bool {
 	if wantsFUA(c.CDB) && u.cached() {
 		// FUA asks for the data on the medium, which must not be older than those
 		// in the cache (SBC-3, section 5.8).
-		return c.writeDone(u.sync())
+		return c.writeDone(u.sync(c))
 	}
 	return true
 }
 
 func produceRead(u *Unit, c *Command, p []byte, off uint64) bool {
-	return c.readDone(u.read(p, u.at(c, off)))
+	return c.readDone(u.read(c, p, u.at(c, off)))
 }
 
 func beginWrite(u *Unit, c *Command) bool {
@@ -161,14 +175,14 @@ func beginWrite(u *Unit, c *Command) bool {
 }
 
 func consumeWrite(u *Unit, c *Command, p []byte, off uint64) bool {
-	return c.writeDone(u.write(p, u.at(c, off), wantsFUA(c.CDB)))
+	return c.writeDone(u.write(c, p, u.at(c, off), wantsFUA(c.CDB)))
 }
 
 func beginSync(u *Unit, c *Command) bool { return u.beginExtent(c, math.MaxInt64) }
 
 // endSync syncs the whole store, whatever the range. It does so before the status even if IMMED
 // allows it later, because a failure could not be reported otherwise.
-func endSync(u *Unit, c *Command) { c.writeDone(u.sync()) }
+func endSync(u *Unit, c *Command) { c.writeDone(u.sync(c)) }
 
 // endPrefetch executes PRE-FETCH (SBC-3, section 5.13). It ends with GOOD and never with
 // CONDITION MET, which would promise that all blocks stay in the cache.
@@ -176,7 +190,7 @@ func endPrefetch(u *Unit, c *Command) {
 	if c.count == 0 && !u.toEnd(c) {
 		return
 	}
-	c.readDone(backend.Prefetch(u.store, u.at(c, 0), int64(c.count<<u.shift)))
+	c.readDone(u.prefetch(c, u.at(c, 0), int64(c.count<<u.shift)))
 }
 
 // scratch is memory for commands that read or write more than the initiator sends.
@@ -230,7 +244,7 @@ func consumeVerify(u *Unit, c *Command, p []byte, off uint64) bool {
 // consumeWriteVerify writes to the medium, past the cache, and with BYTCHK compares the result
 // (SBC-3, section 5.36).
 func consumeWriteVerify(u *Unit, c *Command, p []byte, off uint64) bool {
-	return c.writeDone(u.write(p, u.at(c, off), true)) &&
+	return c.writeDone(u.write(c, p, u.at(c, off), true)) &&
 		(bytchk(c.CDB) == bytchkNone || u.compareShared(c, p, u.at(c, off), off))
 }
 
@@ -247,7 +261,7 @@ func endVerify(u *Unit, c *Command) {
 			return
 		}
 		p := (*sp)[:min(uint64(len(*sp)), n-off)]
-		if !c.readDone(u.store.ReadAt(p, u.at(c, off))) {
+		if !c.readDone(u.read(c, p, u.at(c, off))) {
 			return
 		}
 		off += uint64(len(p))
@@ -256,6 +270,10 @@ func endVerify(u *Unit, c *Command) {
 
 // compareShared does what compare does, for callers that do not hold the range.
 func (u *Unit) compareShared(c *Command, p []byte, pos int64, base uint64) bool {
+	if err := u.enter(c, moved(len(p))); err != nil {
+		return c.readDone(err)
+	}
+	defer u.leave(c)
 	defer u.ranges.share(stripesOf(pos, int64(len(p)))).release()
 	return u.compare(c, p, pos, base)
 }
@@ -267,7 +285,7 @@ func (u *Unit) compare(c *Command, p []byte, pos int64, base uint64) bool {
 	defer scratch.Put(sp)
 	for done := 0; done < len(p); {
 		part := (*sp)[:min(len(*sp), len(p)-done)]
-		if !c.readDone(u.store.ReadAt(part, pos+int64(done))) {
+		if !c.readDone(u.storeRead(part, pos+int64(done))) {
 			return false
 		}
 		want := p[done:][:len(part)]
@@ -328,14 +346,14 @@ func endWriteSame(u *Unit, c *Command) {
 	var err error
 	switch {
 	case allZero(block) && c.CDB[1]&wsUnmap != 0:
-		err = u.inSteps(c, pos, n, u.store.Discard)
+		err = u.inSteps(c, pos, n, u.storeDiscard)
 	case allZero(block):
-		err = u.inSteps(c, pos, n, u.store.Zero)
+		err = u.inSteps(c, pos, n, u.storeZero)
 	default:
 		err = u.repeat(c, block, pos, n)
 	}
 	if err == nil && u.writeThrough() {
-		err = u.sync()
+		err = u.sync(c)
 	}
 	c.writeDone(err)
 }
@@ -366,7 +384,7 @@ func (u *Unit) inSteps(c *Command, pos, n int64, f func(pos, n int64) error) err
 			next = pos - (pos-first)%step + step
 		}
 		next = min(next, end)
-		if err := u.shared(pos, next-pos, f); err != nil {
+		if err := u.shared(c, pos, next-pos, 0, f); err != nil {
 			return err
 		}
 		pos = next
@@ -387,7 +405,8 @@ func (u *Unit) repeat(c *Command, block []byte, pos, n int64) error {
 			return errAborted
 		}
 		p = p[:min(int64(len(p)), n)]
-		err := u.shared(pos, int64(len(p)), func(pos, _ int64) error { return u.store.WriteAt(p, pos) })
+		m := int64(len(p))
+		err := u.shared(c, pos, m, m, func(pos, _ int64) error { return u.storeWrite(p, pos) })
 		if err != nil {
 			return err
 		}
@@ -440,9 +459,9 @@ func consumeUnmap(u *Unit, c *Command, p []byte, _ uint64) bool {
 	}
 	for i := 0; i < len(descs); i += unmapDesc {
 		c.lba, c.count = be.Uint64(descs[i:]), uint64(be.Uint32(descs[i+8:]))
-		if !c.writeDone(u.inSteps(c, u.at(c, 0), int64(c.count<<u.shift), u.store.Discard)) {
+		if !c.writeDone(u.inSteps(c, u.at(c, 0), int64(c.count<<u.shift), u.storeDiscard)) {
 			return false
 		}
 	}
-	return !u.writeThrough() || c.writeDone(u.sync())
+	return !u.writeThrough() || c.writeDone(u.sync(c))
 }

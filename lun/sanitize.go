@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/lun/fair"
 	"github.com/iser-target/iser-target/lun/invariant"
 	"github.com/iser-target/iser-target/lun/state"
 )
@@ -32,6 +33,8 @@ type sanitizer struct {
 	mu           sync.Mutex
 	unrestricted bool          // guarded by mu: AUSE of the last SANITIZE
 	done         chan struct{} // guarded by mu: closed when the job ends
+
+	call fair.Call // of the goroutine of the job
 }
 
 const (
@@ -130,14 +133,14 @@ func (u *Unit) overwrite(block []byte, pass, passes int) error {
 	}
 	size := u.Size()
 	for off := int64(0); off < size; off += int64(len(p)) {
-		if err := u.store.WriteAt(p[:min(int64(len(p)), size-off)], off); err != nil {
+		if err := u.sanitizeWrite(p[:min(int64(len(p)), size-off)], off); err != nil {
 			return err
 		}
 		if err := u.sanitizer.step(off, size, pass, passes); err != nil {
 			return err
 		}
 	}
-	return u.sync()
+	return u.sync(nil)
 }
 
 // erase writes zeros to all space that the medium takes, before it gives the space back if it
@@ -146,10 +149,15 @@ func (u *Unit) erase() error {
 	zeros := make([]byte, 1<<20)
 	size := u.Size()
 	for off := int64(0); off < size; {
-		mapped, n, err := backend.Extent(u.store, off)
+		var mapped bool
+		var n int64
+		err := u.inSanitize(fair.Work{}, func() (err error) {
+			mapped, n, err = u.storeExtent(off)
+			return err
+		})
 		if err == nil && mapped {
 			n = min(n, int64(len(zeros)))
-			err = u.store.WriteAt(zeros[:n], off)
+			err = u.sanitizeWrite(zeros[:n], off)
 		}
 		if err == nil {
 			err = u.sanitizer.step(off, size, 0, 1)
@@ -159,13 +167,13 @@ func (u *Unit) erase() error {
 		}
 		off += n
 	}
-	if err := u.sync(); err != nil || !u.isThin() {
+	if err := u.sync(nil); err != nil || !u.isThin() {
 		return err
 	}
-	if err := u.store.Discard(0, size); err != nil {
+	if err := u.inSanitize(fair.Work{}, func() error { return u.storeDiscard(0, size) }); err != nil {
 		return err
 	}
-	return u.sync()
+	return u.sync(nil)
 }
 
 // step notes the progress of a sanitize, and stops it when the unit is being closed.
@@ -227,6 +235,7 @@ func (u *Unit) beginSanitize(c *Command, job *sanitizeJob) (done chan struct{}, 
 		return nil, c.fail(k)
 	}
 	u.sanitizeEvent(SanitizeEvent{Stage: SanitizeBegun, Action: job.action, Initiator: c.nexus.port.InitiatorName})
+	s.call.Who = c.call.Who
 	return u.startSanitize(job), true
 }
 
@@ -239,6 +248,7 @@ func (u *Unit) startSanitize(job *sanitizeJob) (done chan struct{}) {
 	s.unrestricted = job.unrestricted
 	done = make(chan struct{})
 	s.done = done
+	s.call.Abort = &s.stop
 	s.progress.Store(0)
 	// Writes in progress end here, and later ones see the state.
 	all := u.ranges.exclude(allStripes)

@@ -245,6 +245,8 @@ func (c *Command) readDone(err error) bool {
 	}
 	c.reportStoreError(err)
 	switch {
+	case errors.Is(err, errAborted):
+		return c.fail(condAborted)
 	case errors.Is(err, backend.ErrClosed):
 		return c.failClosed()
 	case errors.Is(err, backend.ErrRange):

@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/lun/fair"
 	"github.com/iser-target/iser-target/lun/state"
 )
 
@@ -33,12 +34,15 @@ type Options struct {
 	// Sanitizations keeps what SANITIZE began; nil: the end of the process ends it,
 	// which is right if the medium ends, too.
 	Sanitizations *Sanitizations
-	Events        func(Event) // returns soon and does not call the Unit; nil: only lines in the log of slog.Default()
+	// Calls is what the units of a process share to call their stores; nil: this unit shares with none.
+	Calls  *fair.Process
+	Events func(Event) // returns soon and does not call the Unit; nil: only lines in the log of slog.Default()
 }
 
 // A Unit is a logical unit: a device server and the store below it.
 type Unit struct {
 	store       backend.Store
+	gate        *fair.Gate // before the store: see call.go
 	info        backend.Info
 	opt         Options
 	blocks      atomic.Uint64 // capacity
@@ -101,9 +105,12 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	if err := info.Validate(); err != nil {
 		return nil, fmt.Errorf("store: %w", err)
 	}
+	if o.Calls == nil {
+		o.Calls = fair.NewProcess()
+	}
 	u := &Unit{
 		store: s, info: info, opt: o, readOnly: o.ReadOnly || info.ReadOnly,
-		seen: map[*itl]struct{}{}, number: units.Add(1),
+		seen: map[*itl]struct{}{}, number: units.Add(1), gate: o.Calls.NewGate(!info.Nonblocking),
 	}
 	u.shift = uint(bits.TrailingZeros32(info.BlockSize))
 	u.blocks.Store(uint64(info.Size) >> u.shift)
@@ -249,21 +256,13 @@ func (u *Unit) Allocate(ctx context.Context, from int64, report func(backend.Pro
 	return nil
 }
 
-// sync syncs the store. Like the store, it keeps failing once a sync failed.
-func (u *Unit) sync() error {
-	if u.unsynced.Load() {
-		return backend.ErrUnsynced
-	}
-	return u.store.Sync()
-}
-
 // reset does what a reset does beyond the end of the tasks, and raises the attention.
 func (u *Unit) reset(attention Sense) {
 	u.stopped.Store(false)
 	u.dropReserve(nil)
 	// This may sync. An error of that is not lost: the store keeps failing.
 	u.settingsMu.Lock()
-	_ = u.setModes(u.modeMutable, u.modeSaved.Load())
+	_ = u.setModes(nil, u.modeMutable, u.modeSaved.Load())
 	u.settingsMu.Unlock()
 	u.mu.Lock()
 	defer u.mu.Unlock()

@@ -134,7 +134,7 @@ func TestCommandToOldEndIsRefused(t *testing.T) {
 		t.Errorf("%d blocks from %d on", c.count, c.lba)
 	}
 	wantSense(t, result{status: c.Status, sense: c.Sense()}, 0x5, 0x21, 0x00)
-	if mapped, n, err := r.unit.blockStatus(1024); mapped || n != 0 || err != nil { // of GET LBA STATUS
+	if mapped, n, err := r.unit.blockStatus(&r.c, 1024); mapped || n != 0 || err != nil { // of GET LBA STATUS
 		t.Errorf("%v, %d, %v", mapped, n, err)
 	}
 }

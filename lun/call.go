@@ -1,0 +1,135 @@
+package lun
+
+import (
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/lun/fair"
+)
+
+// All calls of the store that commands make are in this file. A command enters the gate of the unit
+// before it takes stripes of the medium, makes its calls, and leaves. So a command that waits at the
+// gate keeps nobody else from the medium, and a call that hangs is known to be under way. The calls of
+// the daemon itself (Grow, Resize, Allocate, Close) stay outside.
+
+// StoreCalls is the state of the gate between the commands of a unit and its store.
+type StoreCalls = fair.State
+
+// StoreCalls returns how many calls of the store are under way, for how long the oldest one is, and
+// how many commands wait for their turn. A store with Info.Nonblocking has no calls to wait for.
+func (u *Unit) StoreCalls() StoreCalls { return u.gate.State() }
+
+// enter waits until c may call the store to do that work, and fails if c is aborted, or the store
+// closed, before. Without an error, leave follows.
+func (u *Unit) enter(c *Command, w fair.Work) error { return u.enterAs(c, &c.call, w) }
+
+// enterAs does what enter does with a Call of c.
+func (u *Unit) enterAs(c *Command, call *fair.Call, w fair.Work) error {
+	call.Abort = c.Abort
+	switch {
+	case u.gate.Enter(call, w):
+		return nil
+	case c.aborted():
+		return errAborted
+	}
+	return backend.ErrClosed
+}
+
+// leave ends what enter began.
+func (u *Unit) leave(c *Command) { u.gate.Leave(&c.call) }
+
+// Cancel wakes c if it waits for its turn at the store. The transport calls it after it has set Abort,
+// from any goroutine; it does not wait for c.
+func (c *Command) Cancel() {
+	c.call.Cancel()
+	c.other.Cancel()
+}
+
+// moved returns the Work of a call that moves n bytes to or from the medium.
+func moved(n int) fair.Work { return fair.Work{Bytes: int64(n)} }
+
+// storeRead reads from the store.
+//
+// Preconditions: the command has entered the gate; so it has for all functions below.
+func (u *Unit) storeRead(p []byte, pos int64) error { return u.store.ReadAt(p, pos) }
+
+// storeWrite writes to the store.
+func (u *Unit) storeWrite(p []byte, pos int64) error { return u.store.WriteAt(p, pos) }
+
+// storeWriteDurable writes to the store, durably.
+func (u *Unit) storeWriteDurable(p []byte, pos int64) error { return u.store.WriteDurable(p, pos) }
+
+// storeDiscard frees the space of a range.
+func (u *Unit) storeDiscard(pos, n int64) error { return u.store.Discard(pos, n) }
+
+// storeZero makes a range read as zeros.
+func (u *Unit) storeZero(pos, n int64) error { return u.store.Zero(pos, n) }
+
+// storeExtent calls backend.Extent.
+func (u *Unit) storeExtent(pos int64) (mapped bool, n int64, err error) {
+	return backend.Extent(u.store, pos)
+}
+
+// storeCopy copies from the store of another unit, or of the same one.
+func (u *Unit) storeCopy(pos int64, from *Unit, fromPos, n int64, p []byte) error {
+	return backend.Copy(u.store, pos, from.store, fromPos, n, p)
+}
+
+// extent enters the gate and calls storeExtent.
+func (u *Unit) extent(c *Command, pos int64) (mapped bool, n int64, err error) {
+	if err := u.enter(c, fair.Work{}); err != nil {
+		return false, 0, err
+	}
+	defer u.leave(c)
+	return u.storeExtent(pos)
+}
+
+// usage enters the gate and calls backend.Usage.
+func (u *Unit) usage(c *Command) (used, free int64, err error) {
+	if err := u.enter(c, fair.Work{}); err != nil {
+		return 0, 0, err
+	}
+	defer u.leave(c)
+	return backend.Usage(u.store)
+}
+
+// prefetch enters the gate and calls backend.Prefetch.
+func (u *Unit) prefetch(c *Command, pos, n int64) error {
+	if err := u.enter(c, fair.Work{}); err != nil {
+		return err
+	}
+	defer u.leave(c)
+	return backend.Prefetch(u.store, pos, n)
+}
+
+// sync enters the gate and syncs the store. Like the store, it keeps failing once a sync failed. c is
+// nil if not a command asks for it but a reset or a sanitize: these do not wait at the gate.
+func (u *Unit) sync(c *Command) error {
+	if u.unsynced.Load() {
+		return backend.ErrUnsynced
+	}
+	if c == nil {
+		var call fair.Call
+		u.gate.Force(&call)
+		defer u.gate.Leave(&call)
+		return u.store.Sync()
+	}
+	if err := u.enter(c, fair.Work{}); err != nil {
+		return err
+	}
+	defer u.leave(c)
+	return u.store.Sync()
+}
+
+// inSanitize makes a call for the sanitize that is running, which it enters and leaves. It fails with
+// backend.ErrClosed if the unit is being closed.
+func (u *Unit) inSanitize(w fair.Work, call func() error) error {
+	if !u.gate.Enter(&u.sanitizer.call, w) {
+		return backend.ErrClosed
+	}
+	defer u.gate.Leave(&u.sanitizer.call)
+	return call()
+}
+
+// sanitizeWrite writes to the store for the sanitize that is running.
+func (u *Unit) sanitizeWrite(p []byte, pos int64) error {
+	return u.inSanitize(moved(len(p)), func() error { return u.storeWrite(p, pos) })
+}

@@ -1,0 +1,73 @@
+package fair
+
+import (
+	"sync/atomic"
+	"time"
+)
+
+const (
+	chunk     = 64 // slots that are allocated at a time
+	maxChunks = 64
+)
+
+// slots keep since when each call of a gate is under way, without a lock. A call that finds no free
+// slot, which takes more calls than a gate can be allowed, is not in them.
+type slots [maxChunks]atomic.Pointer[[chunk]atomic.Int64]
+
+// take takes a slot for a call that begins at that time, and returns its index plus one, or 0. n
+// other calls are under way, so one of the slots up to n is free, most likely the last one.
+func (s *slots) take(n int64, at time.Duration) int32 {
+	n = min(max(n, 0), chunk*maxChunks-1)
+	for i := n; i >= 0; i-- {
+		if s.chunk(i / chunk)[i%chunk].CompareAndSwap(0, int64(at)) {
+			return int32(i) + 1
+		}
+	}
+	for i := n + 1; i < chunk*maxChunks; i++ { // others were faster
+		if s.chunk(i / chunk)[i%chunk].CompareAndSwap(0, int64(at)) {
+			return int32(i) + 1
+		}
+	}
+	return 0
+}
+
+func (s *slots) chunk(i int64) *[chunk]atomic.Int64 {
+	if c := s[i].Load(); c != nil {
+		return c
+	}
+	s[i].CompareAndSwap(nil, new([chunk]atomic.Int64))
+	return s[i].Load()
+}
+
+// give gives back what take has returned.
+func (s *slots) give(slot int32) {
+	if slot != 0 {
+		i := slot - 1
+		s[i/chunk].Load()[i%chunk].Store(0)
+	}
+}
+
+// each calls f with the time when each call began.
+func (s *slots) each(f func(since time.Duration)) {
+	for i := range s {
+		c := s[i].Load()
+		if c == nil {
+			continue
+		}
+		for j := range c {
+			if at := c[j].Load(); at != 0 {
+				f(time.Duration(at))
+			}
+		}
+	}
+}
+
+// oldest returns when the oldest call began, or 0 without calls.
+func (s *slots) oldest() (oldest time.Duration) {
+	s.each(func(at time.Duration) {
+		if oldest == 0 || at < oldest {
+			oldest = at
+		}
+	})
+	return oldest
+}
