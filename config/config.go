@@ -122,6 +122,8 @@ type Limits struct {
 
 	PerSession         int `key:"connections_per_session"` // highest MaxConnections that login agrees on
 	ErrorRecoveryLevel int `key:"error_recovery_level"`    // highest level that login agrees on
+
+	Registrations int `key:"registrations_per_initiator"` // of persistent reservations, with one LUN
 }
 
 // Bounds returns the bounds of l by their keys: numbers, bytes, and nanoseconds of durations.
@@ -203,6 +205,8 @@ func base() Config {
 
 			PerSession:         8,
 			ErrorRecoveryLevel: 2,
+
+			Registrations: 32,
 		},
 		// siw of Linux 6.1 takes a good CRC for a bad one when it arrives in two
 		// segments. It does not ask for CRCs and works without them.

@@ -366,6 +366,7 @@ func (l *Limits) check(errs *errorList) {
 	checkRange(errs, "limits.max_connections", l.MaxConnections, 1, 65536)
 	checkRange(errs, "limits.connections_per_session", l.PerSession, 1, 64)
 	checkRange(errs, "limits.error_recovery_level", l.ErrorRecoveryLevel, 0, 2)
+	checkRange(errs, "limits.registrations_per_initiator", l.Registrations, 1, 512)
 	checkRange(errs, "limits.connection_memory", l.ConnectionMemory, 4<<20, 64<<30)
 	for _, f := range []struct {
 		key   string

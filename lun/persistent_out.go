@@ -247,10 +247,18 @@ func (o *prOut) execute() bool {
 	return true
 }
 
-// put registers a nexus with the key of the service action.
+// put registers a nexus with the key of the service action. No initiator can take the places of all
+// others: each has Options.Registrations for itself. An initiator that is registered can change its
+// keys even where a lower bound came later.
 func (o *prOut) put(n nexusName) bool {
-	o.state.put(registration{n, o.saKey, o.allTgPt})
-	if len(o.state.registrations) > maxRegistrations {
+	by, bound := o.from.initiator.name, o.unit.opt.Registrations
+	isNew := o.state.find(n) < 0
+	o.state.put(registration{n, o.saKey, o.allTgPt, by})
+	switch {
+	case isNew && int64(o.state.madeBy(by)) > bound.Max():
+		bound.Bite(by)
+		return o.fail(condNoRegistration)
+	case len(o.state.registrations) > maxRegistrations:
 		return o.fail(condNoRegistration)
 	}
 	return true

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/iser-target/iser-target/security/limits"
 )
 
 // SPC-4, section 5.13.7: REGISTER and REGISTER AND IGNORE EXISTING KEY.
@@ -348,7 +350,9 @@ func TestRegisterAndMove(t *testing.T) {
 
 // Registrations have a limit; a list that exceeds it registers no nexus.
 func TestRegistrationLimitRefusesWholeList(t *testing.T) {
-	r := newPRRig(t, setup{})
+	all := &limits.New().Registrations
+	all.SetMax(maxRegistrations)
+	r := newPRRig(t, setup{opt: Options{Registrations: all}})
 	ids := func(n int) (list [][]byte) {
 		for i := range n {
 			list = append(list, initiatorPort{"iqn.2026-11.io.example:n", [6]byte{4: byte(i >> 8), 5: byte(i)}}.appendTransportID(nil))
@@ -366,6 +370,45 @@ func TestRegistrationLimitRefusesWholeList(t *testing.T) {
 	if want := maxRegistrations * (24 + 48); binary.BigEndian.Uint32(in[4:]) != uint32(want) || len(in) != min(8+want, 0xffff) {
 		t.Errorf("READ FULL STATUS: %d bytes, ADDITIONAL LENGTH %d, want %d", len(in), binary.BigEndian.Uint32(in[4:]), want)
 	}
+}
+
+// One name cannot take the places of others, neither with many ports nor by registering others.
+func TestRegistrationsPerInitiator(t *testing.T) {
+	const most = 3
+	set := limits.New()
+	set.Registrations.SetMax(most)
+	var bites []limits.Bite
+	set.Observe(func(b limits.Bite) { bites = append(bites, b) })
+	r := newPRRig(t, setup{opt: Options{Registrations: &set.Registrations}})
+	port := func(name string, i int) Port {
+		p := portA
+		p.InitiatorName, p.ISID[5] = "iqn.2026-11.io.example:"+name, byte(0x80+i)
+		return p
+	}
+	id := func(i int) []byte {
+		return initiatorPort{fmt.Sprintf("iqn.2026-11.io.example:x%d", i), [6]byte{}}.appendTransportID(nil)
+	}
+	// One initiator with many ports, and then one that registers others.
+	for i := range most {
+		r.ok(r.enter(port("many", i)), prRegister, 0, prList(0, keyB, 0))
+	}
+	last := r.enter(port("many", most))
+	wantSense(t, r.out(last, prRegister, 0, prList(0, keyB, 0)), 0x5, 0x55, 0x04)
+	r.ok(r.enter(port("many", 0)), prRegister, 0, prList(keyB, keyB+1, 0)) // changes its key
+	r.ok(r.c, prRegister, 0, portList(0, keyC, 0, id(0), id(1)))
+	for i := range maxRegistrations {
+		r.ok(r.c, prRegisterAndIgnore, 0, prList(0, 0, 0)) // unregisters only itself
+		wantSense(t, r.out(r.c, prRegister, 0, portList(0, keyC, 0, id(10+2*i), id(11+2*i))), 0x5, 0x55, 0x04)
+	}
+	if len(bites) != 1 || bites[0].Who != "iqn.2026-11.io.example:many" {
+		t.Errorf("news of %+v, want one of :many", bites)
+	}
+	// Others find their places.
+	r.ok(r.a, prRegister, 0, prList(0, keyA, 0))
+	r.ok(r.b, prRegister, 0, prList(0, keyA, 0))
+	r.ok(r.a, prReserve, 5, prList(keyA, 0, 0))
+	set.Registrations.SetMax(1) // those that exist stay, and can change their key
+	r.ok(r.a, prRegister, 0, prList(keyA, keyB, 0))
 }
 
 // FuzzPersistentReserveOut runs any sequence of PERSISTENT RESERVE OUT commands with any

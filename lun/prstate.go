@@ -34,6 +34,19 @@ type registration struct {
 	nexus          nexusName
 	key            uint64 // not 0
 	allTargetPorts bool   // made with ALL_TG_PT, as were those of the other target ports
+	// by is the initiator that made the registration, which need not be that of nexus (SPEC_I_PT,
+	// REGISTER AND MOVE). It counts for Options.Registrations. After a restart it is that of nexus.
+	by string
+}
+
+// madeBy returns how many registrations the initiator made.
+func (s *prState) madeBy(initiator string) (n int) {
+	for _, r := range s.registrations {
+		if r.by == initiator {
+			n++
+		}
+	}
+	return n
 }
 
 // find returns the index of the registration of n, or -1.

@@ -126,6 +126,7 @@ func (e unitEntry) decode() (s prState, err error) {
 		if !ok || r.nexus.initiator.String() != entry.Initiator {
 			return s, fmt.Errorf("registrations[%d]: %.300q is not an initiator port", i, entry.Initiator)
 		}
+		r.by = r.nexus.initiator.name
 		if r.nexus.target = entry.TargetPort; entry.TargetPort == 0 {
 			return s, fmt.Errorf("registrations[%d]: target port 0, want 1 to 65535", i)
 		}

@@ -14,6 +14,7 @@ import (
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/lun/fair"
 	"github.com/iser-target/iser-target/lun/state"
+	"github.com/iser-target/iser-target/security/limits"
 )
 
 // Options configure a logical unit. The zero value of a field means its default.
@@ -35,8 +36,11 @@ type Options struct {
 	// which is right if the medium ends, too.
 	Sanitizations *Sanitizations
 	// Calls is what the units of a process share to call their stores; nil: this unit shares with none.
-	Calls  *fair.Process
-	Events func(Event) // returns soon and does not call the Unit; nil: only lines in the log of slog.Default()
+	Calls *fair.Process
+	// Registrations bounds how many registrations of persistent reservations an initiator makes; nil: a
+	// Limit with the default bound.
+	Registrations *limits.Limit
+	Events        func(Event) // returns soon and does not call the Unit; nil: only lines in the log of slog.Default()
 }
 
 // A Unit is a logical unit: a device server and the store below it.
@@ -97,6 +101,9 @@ func New(s backend.Store, o Options) (*Unit, error) {
 		if len(*f.v) > f.n || !printable(*f.v) {
 			return nil, fmt.Errorf("%s %q: want at most %d printable ASCII characters", f.what, *f.v, f.n)
 		}
+	}
+	if o.Registrations == nil {
+		o.Registrations = &limits.New().Registrations
 	}
 	if o.Events == nil {
 		o.Events = func(e Event) { e.Log(slog.Default()) }

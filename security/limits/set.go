@@ -8,6 +8,10 @@ type Set struct {
 	// Places.
 	Connections Limit // TCP connections of all portals
 
+	// Registrations bounds those of PERSISTENT RESERVE OUT that one initiator makes with one LUN. Use is
+	// not counted here.
+	Registrations Limit
+
 	observer atomic.Pointer[func(Bite)]
 	all      []stater
 }
@@ -16,6 +20,8 @@ type Set struct {
 func New() *Set {
 	s := &Set{}
 	s.limit(&s.Connections, "max_connections", PerProcess, Count, 1024, "TCP connections of all portals")
+	s.limit(&s.Registrations, "registrations_per_initiator", PerInitiator, Count, 32,
+		"persistent reservation keys that an initiator registers with a LUN")
 	return s
 }
 
