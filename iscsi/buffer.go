@@ -66,6 +66,14 @@ func (b *Buffer) Release() {
 	g.release(n)
 }
 
+// chargeTo makes g answer for b instead of the budget that b is from.
+func (b *Buffer) chargeTo(g *budget) {
+	from := b.budget
+	b.budget = g
+	g.release(-len(b.data))
+	from.release(len(b.data))
+}
+
 // bufferClass returns the class of the smallest Buffer that holds n bytes.
 func bufferClass(n int) int {
 	if n <= 1<<minBufferShift {

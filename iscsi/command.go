@@ -130,6 +130,7 @@ func (t *Task) runCommand() {
 	} else {
 		t.cmd.Expected = uint64(out)
 		t.begun = c.sess.nexus.Begin(&t.cmd)
+		t.leftUnit()
 	}
 	switch {
 	case !t.begun:
@@ -160,7 +161,11 @@ func (t *Task) read() {
 			t.abandon()
 			return
 		}
-		if !c.sess.nexus.Produce(&t.cmd, buf.data[:n], t.off) {
+		t.buf = buf // of t while t may be detached
+		ok := c.sess.nexus.Produce(&t.cmd, buf.data[:n], t.off)
+		t.leftUnit()
+		t.buf = nil
+		if !ok {
 			buf.Release()
 			break
 		}
@@ -291,7 +296,12 @@ func (t *Task) failTransfer(s lun.Sense) {
 // consume hands a piece to the logical unit. It returns false if the command has failed or was
 // aborted.
 func (t *Task) consume(p []byte) bool {
-	if t.aborted.Load() || !t.conn.sess.nexus.Consume(&t.cmd, p, t.off) {
+	if t.aborted.Load() {
+		return false
+	}
+	ok := t.conn.sess.nexus.Consume(&t.cmd, p, t.off)
+	t.leftUnit()
+	if !ok {
 		return false
 	}
 	t.off += uint64(len(p))
@@ -359,6 +369,9 @@ func (t *Task) endBegun(aborted bool) (counted bool) {
 	if t.begun {
 		t.begun = false
 		nexus.End(&t.cmd)
+		if !aborted { // else End has called nothing
+			t.leftUnit()
+		}
 	}
 	if t.isCommand() {
 		counted = nexus.Count(&t.cmd, t.off, aborted)

@@ -112,9 +112,9 @@ func newConn(p *Portal, dm Datamover, o ServeOptions) *conn {
 	c.baton.init()
 	c.budget = budget{pool: &nd.buffers, quota: quota{free: opt.ConnectionMemory}}
 	c.sending.free = c.sendAhead()
-	c.worker = func() {
-		defer c.workers.Done()
-		c.serve(false)
+	c.worker = func() { // without defer: see leftUnit
+		c.serve()
+		c.workers.Done()
 	}
 	return c
 }
@@ -168,7 +168,9 @@ func (p *Portal) Serve(dm Datamover, o ServeOptions) error {
 		return err
 	}
 	c.keepalive()
-	c.serve(true)
+	c.waiting.Add(1)
+	c.workers.Add(1)
+	go c.worker()
 	c.reportEnd(c.finish())
 	return c.reason
 }

@@ -30,7 +30,7 @@
 // that receives the end of it continues in afterFetch.
 //
 // Read the files in this order: node, session, login, conn, serve, admit, task, command, dataout,
-// respond, slots, buffer, timers, unexpected, logout, tmf. Recovery (recovery, reassign) and
+// respond, slots, buffer, timers, unexpected, logout, tmf, detach. Recovery (recovery, reassign) and
 // order between connections and sessions (fence, ordered) come last: their fields are zero in the
 // normal case.
 //
@@ -103,6 +103,7 @@
 //	  shared.terminate    the same because a connection or session ends
 //	  shared.callOff      ends GetDatas of aborted tasks
 //	  shared.awaitAborted waits until they have ended
+//	  conn.detach         ends one that its store does not let go; see detach.go
 //	kept answers (recovery.go)
 //	  conn.unstore        takes one from the store of unacknowledged PDUs
 //	  conn.release        the store does not need the slot any longer

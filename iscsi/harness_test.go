@@ -109,7 +109,7 @@ func newInventory(tb testing.TB, stores ...backend.Store) *lun.Inventory {
 func (n *testNode) checkIdle() {
 	testkit.Eventually(n.tb, "an idle node, without goroutines", func() bool {
 		s := n.Stats()
-		return s.Sessions == 0 && s.Connections == 0 && s.TasksInFlight == 0 && s.BuffersOut == 0 &&
+		return s.Sessions == 0 && s.Connections == 0 && s.TasksInFlight == 0 && s.DetachedTasks == 0 && s.BuffersOut == 0 &&
 			s.BufferOctets == 0 &&
 			runtime.NumGoroutine() <= n.before
 	})

@@ -143,9 +143,12 @@ var (
 type Node struct {
 	opt     atomic.Pointer[Options] // complete; replaced as a whole
 	buffers bufferPool
-	shared  *limits.Set
-	stats   counters
-	logins  loginCounts
+	// detached is charged for the Buffers of tasks that are detached. It bounds nothing: the logical
+	// units that have those tasks begin no others.
+	detached budget
+	shared   *limits.Set
+	stats    counters
+	logins   loginCounts
 
 	challenges sync.Map // CHAP challenges, as strings, of the logins in progress
 
@@ -163,7 +166,7 @@ type Node struct {
 // counters are the parts of Stats that change without a lock.
 type counters struct {
 	accepted, refused, sessionsEnded atomic.Uint64
-	tasks                            atomic.Int64
+	tasks, detached                  atomic.Int64
 }
 
 // Stats are the numbers of a Node.
@@ -171,6 +174,7 @@ type Stats struct {
 	Sessions         int    // in full feature phase, discovery included
 	Connections      int    // from Serve to its return
 	TasksInFlight    int    // task slots in use: requests, and PDUs on their way out
+	DetachedTasks    int    // commands that nobody waits for, and that have not come back from their store
 	BuffersOut       int    // data buffers in use
 	BufferOctets     int    // their size, bytes
 	LoginsAccepted   uint64 // since the start
@@ -188,6 +192,7 @@ func NewNode(o Options) *Node {
 		sessions: make(map[uint16]*session),
 		conns:    make(map[*conn]struct{}),
 	}
+	nd.detached.pool = &nd.buffers
 	nd.SetOptions(o)
 	return nd
 }
@@ -312,6 +317,7 @@ func (nd *Node) Stats() Stats {
 		Sessions:         len(nd.sessions),
 		Connections:      len(nd.conns),
 		TasksInFlight:    int(nd.stats.tasks.Load()),
+		DetachedTasks:    int(nd.stats.detached.Load()),
 		BuffersOut:       int(nd.buffers.out.Load()),
 		BufferOctets:     int(nd.buffers.bytes.Load()),
 		LoginsAccepted:   nd.stats.accepted.Load(),

@@ -64,6 +64,7 @@ func (c *conn) suspend(except *Task) {
 		}
 	}
 	c.shared.terminate(func(t *Task) bool { return t != except && c.owns(t) && !t.recoverable() })
+	running := false
 	c.shared.tasks.each(func(t *Task) {
 		if !c.owns(t) || t == except {
 			return
@@ -83,8 +84,12 @@ func (c *conn) suspend(except *Task) {
 		case taskRunning:
 			c.budget.cancel(t)
 			c.sending.cancel(t)
+			running = true
 		}
 	})
+	if running {
+		c.shared.detachLater(fenceTimeout)
+	}
 	c.shared.changed.Broadcast()
 }
 

@@ -14,12 +14,10 @@ import (
 // needs them, and they leave when it does not.
 var maxIdle = int32(max(2, runtime.GOMAXPROCS(0)))
 
-// serve receives and works until the connection has ended. The first goroutine, Serve's own,
-// stays. Others leave when enough are waiting.
-func (c *conn) serve(first bool) {
-	if first {
-		c.waiting.Add(1)
-	}
+// serve receives and works until the connection has ended, or enough other goroutines wait to
+// receive. Serve's own goroutine is not among them: it waits for all of them, and a store that hangs
+// may keep any.
+func (c *conn) serve() {
 	for {
 		c.baton.Lock()
 		c.waiting.Add(-1)
@@ -34,7 +32,7 @@ func (c *conn) serve(first bool) {
 			return
 		}
 		t.run()
-		if c.waiting.Add(1) > maxIdle && !first {
+		if c.waiting.Add(1) > maxIdle {
 			c.waiting.Add(-1)
 			return
 		}
@@ -102,9 +100,9 @@ func (c *conn) spawn(t *Task) {
 	invariant.Held(&c.mu)
 	t.waited = true
 	c.workers.Add(1)
-	go func() {
-		defer c.workers.Done()
+	go func() { // without defer: see leftUnit
 		t.run()
+		c.workers.Done()
 	}()
 }
 

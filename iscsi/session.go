@@ -33,6 +33,7 @@ type shared struct {
 	tasks   taskTable
 	seq     uint64       // counts tasks as they become ready
 	ordered int          // tasks in execution that have the ORDERED attribute
+	aborts  uint64       // counts calls of detachLater
 	gate    *orderedGate // of the target; nil in a discovery session, which has no commands
 	fence   *fence       // nil: TaskReporting=RFC3720; set before any connection is in the full feature phase
 }

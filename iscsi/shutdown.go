@@ -64,7 +64,7 @@ func (nd *Node) Shutdown(ctx context.Context) error {
 }
 
 // cutOffWait is how long the tasks of a session may take to end after EndSession has cut it off.
-const cutOffWait = time.Second
+const cutOffWait = fenceTimeout + time.Second
 
 // EndSession ends the session. Its initiator is asked to log out (Asynchronous Message 1, RFC 7143,
 // section 11.9.1) within grace. Then the node tells it that the session is dropped (event 3), and

@@ -88,10 +88,16 @@ func (c *conn) takeSlot() *Task {
 	}
 	p.mu.Unlock()
 	if t == nil {
-		t = &Task{conn: c, Mover: c.dm.NewTask(), wake: make(chan struct{}, 1)}
-		t.cmd.Abort, t.cmd.Owner = &t.aborted, t
+		t = newSlot(c, c.dm.NewTask())
 	}
 	c.node.stats.tasks.Add(1)
+	return t
+}
+
+// newSlot makes a slot of c with that state of the mover.
+func newSlot(c *conn, mover any) *Task {
+	t := &Task{conn: c, Mover: mover, wake: make(chan struct{}, 1)}
+	t.cmd.Abort, t.cmd.Owner = &t.aborted, t
 	return t
 }
 

@@ -87,6 +87,7 @@ type taskVars struct {
 	needsData  bool    // waits for unsolicited Data-Out PDUs
 	cleared    bool    // ended because a connection or session ends, not by a function
 	preempts   *shared // where this PREEMPT AND ABORT waits for the commands that it has aborted
+	abortedIn  uint64  // the call of detachLater that will detach it; 0: none
 
 	recovery taskRecovery
 

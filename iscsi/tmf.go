@@ -89,6 +89,7 @@ func (t *Task) runTMF() {
 // Preconditions: s.mu is held.
 func (s *shared) abortTasks(match func(*Task) bool) {
 	invariant.Held(&s.mu)
+	running := false // in a logical unit, which may not let them go
 	s.tasks.each(func(t *Task) {
 		if !match(t) {
 			return
@@ -112,8 +113,12 @@ func (s *shared) abortTasks(match func(*Task) bool) {
 				go of.wake() // one lock at a time
 			}
 			t.cmd.Cancel()
+			running = running || t.mustEnd() && t.cmd.Inside()
 		}
 	})
+	if running {
+		s.detachLater(fenceTimeout)
+	}
 	s.changed.Broadcast() // tasks of this session may wait for them
 	if s.gate != nil {
 		s.gate.moved() // and tasks of other sessions
@@ -159,7 +164,7 @@ const dataWait = 2 * time.Second
 
 // awaitAborted waits until the aborted tasks that match selects have ended, or until by, the task
 // that has aborted them, is aborted itself. by may be nil. If data is false, a task that waits for
-// data of its initiator counts as ended: the data is dropped when it comes.
+// its initiator, to send data or to take some, counts as ended: it touches the medium no more.
 func (s *shared) awaitAborted(match func(*Task) bool, by *Task, data bool) {
 	if data {
 		defer time.AfterFunc(dataWait, func() {
@@ -171,7 +176,7 @@ func (s *shared) awaitAborted(match func(*Task) bool, by *Task, data bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for !by.isAborted() && s.tasks.any(func(t *Task) bool {
-		return t.aborted.Load() && match(t) && (data || t.state != taskFetching)
+		return t.aborted.Load() && match(t) && (data || t.state == taskRunning && t.cmd.Inside())
 	}) {
 		s.changed.Wait()
 	}

@@ -46,6 +46,10 @@ type Command struct {
 
 	call, other fair.Call // of the store; other is that of the source of EXTENDED COPY
 
+	place  atomic.Uint32        // see detach.go
+	copyTo atomic.Pointer[Unit] // the other unit that a segment of EXTENDED COPY changes
+	holds  [2]*Unit             // guarded by detaching: units that are held up until c is back
+
 	sense    []byte
 	senseBuf [senseLen]byte
 	buf      []byte // memory of same; kept
@@ -58,6 +62,10 @@ func (n *Nexus) Begin(c *Command) bool {
 	c.failed, c.lba, c.count, c.arrived, c.same, c.sense = false, 0, 0, 0, nil, nil
 	c.whole = nil
 	c.identify(n)
+	if !c.enter() {
+		return false
+	}
+	defer c.leave()
 	row := c.row
 	if c.itl == nil && (row == nil || row.flags&absentLUN == 0) {
 		return c.fail(condNoLUN)
@@ -98,7 +106,7 @@ func (n *Nexus) Begin(c *Command) bool {
 			return c.fail(k)
 		}
 	}
-	if !row.begin(c.unit, c) {
+	if !c.mayUseStore() || !row.begin(c.unit, c) {
 		return false
 	}
 	if row.flags&exactData != 0 && c.Expected > c.DataOut {
@@ -122,9 +130,10 @@ func (c *Command) identify(n *Nexus) {
 // in order; all except the last are multiples of 4096 bytes. Consume returns false if the command
 // failed and takes no more data.
 func (n *Nexus) Consume(c *Command, p []byte, off uint64) bool {
-	if c.failed {
+	if c.failed || !c.proceed() {
 		return false
 	}
+	defer c.leave()
 	c.arrived = off + uint64(len(p))
 	if c.Whole && c.arrived < c.DataOut {
 		return c.fail(condTooLittle)
@@ -139,6 +148,10 @@ func (n *Nexus) Produce(c *Command, p []byte, off uint64) bool {
 		return false
 	}
 	if c.row.produce != nil {
+		if !c.proceed() {
+			return false
+		}
+		defer c.leave()
 		return c.row.produce(c.unit, c, p, off)
 	}
 	copy(p, c.same[off:])
@@ -152,7 +165,8 @@ func (n *Nexus) End(c *Command) {
 	case c.failed:
 	case c.row.flags&allData != 0 && c.arrived < c.DataOut:
 		c.fail(condTooLittle)
-	case c.row.end != nil:
+	case c.row.end != nil && c.proceed():
+		defer c.leave()
 		c.row.end(c.unit, c)
 	}
 }

@@ -7,19 +7,27 @@ import (
 
 // Operation codes that other places name, too.
 const (
-	opModeSelect6     = 0x15
-	opModeSense6      = 0x1a
-	opStartStop       = 0x1b
-	opPreventAllow    = 0x1e
-	opPRIn            = 0x5e
-	opPROut           = 0x5f
-	opExtendedCopy    = 0x83
-	opReceiveCopy     = 0x84
-	opRead16          = 0x88
-	opCompareAndWrite = 0x89
-	opWrite16         = 0x8a
-	opWriteAtomic16   = 0x9c
+	opTestUnitReady     = 0x00
+	opModeSelect6       = 0x15
+	opModeSense6        = 0x1a
+	opStartStop         = 0x1b
+	opPreventAllow      = 0x1e
+	opReadCapacity10    = 0x25
+	opReadDefectData10  = 0x37
+	opModeSelect10      = 0x55
+	opPRIn              = 0x5e
+	opPROut             = 0x5f
+	opExtendedCopy      = 0x83
+	opReceiveCopy       = 0x84
+	opRead16            = 0x88
+	opCompareAndWrite   = 0x89
+	opWrite16           = 0x8a
+	opWriteAtomic16     = 0x9c
+	opServiceActionIn16 = 0x9e
+	opReadDefectData12  = 0xb7
 )
+
+const saReadCapacity16 = 0x10
 
 // A command is a row of the command set.
 type command struct {
@@ -107,7 +115,7 @@ const (
 // commands is the whole command set. A missing row is INVALID COMMAND
 // OPERATION CODE; REPORT SUPPORTED OPERATION CODES reads the same rows.
 var commands = slices.Concat([]command{
-	{0x00, noSA, "TEST UNIT READY", medium | anyPersistent, none6, phases{begin: noData}},
+	{opTestUnitReady, noSA, "TEST UNIT READY", medium | anyPersistent, none6, phases{begin: noData}},
 	{0x03, noSA, "REQUEST SENSE", anyLUN, "\x01\x00\x00\xff\x00", phases{begin: requestSense}},
 	{0x08, noSA, "READ(6)", medium | reads, "\x1f\xff\xff\xff\x00", read},
 	{0x0a, noSA, "WRITE(6)", medium | writes, "\x1f\xff\xff\xff\x00", write},
@@ -120,7 +128,7 @@ var commands = slices.Concat([]command{
 		phases{begin: startStop, end: endStartStop}},
 	{opPreventAllow, noSA, "PREVENT ALLOW MEDIUM REMOVAL", removable | changes, "\x00\x00\x00\x01\x00",
 		phases{begin: noData, end: endPreventAllow}},
-	{0x25, noSA, "READ CAPACITY(10)", medium | anyPersistent | inStandby, "\x00\xff\xff\xff\xff\x00\x00\x01\x00",
+	{opReadCapacity10, noSA, "READ CAPACITY(10)", medium | anyPersistent | inStandby, "\x00\xff\xff\xff\xff\x00\x00\x01\x00",
 		phases{begin: readCapacity10}},
 	{0x28, noSA, "READ(10)", medium | reads, "\x18" + range10, read},
 	{0x2a, noSA, "WRITE(10)", medium | writes, "\x18" + range10, write},
@@ -128,7 +136,7 @@ var commands = slices.Concat([]command{
 	{0x2f, noSA, "VERIFY(10)", medium | allData | reads, "\x16" + range10, verify},
 	{0x34, noSA, "PRE-FETCH(10)", medium | reads, "\x02" + range10, prefetch},
 	{0x35, noSA, "SYNCHRONIZE CACHE(10)", medium, "\x06" + range10, synchronize},
-	{0x37, noSA, "READ DEFECT DATA(10)", medium | reads, "\x00\x1f\x00\x00\x00\x00\xff\xff\x00",
+	{opReadDefectData10, noSA, "READ DEFECT DATA(10)", medium | reads, "\x00\x1f\x00\x00\x00\x00\xff\xff\x00",
 		phases{begin: readDefectData10}},
 	{0x41, noSA, "WRITE SAME(10)", medium | writes | allData | exactData, "\x08" + range10, writeSame},
 	{0x42, noSA, "UNMAP", medium | writes | thin | allData, "\x00\x00\x00\x00\x00\x1f\xff\xff\x00",
@@ -140,7 +148,7 @@ var commands = slices.Concat([]command{
 	{0x48, sanitizeExitFailureMode, "SANITIZE EXIT FAILURE MODE", sanitizes | changes, erase10,
 		phases{begin: noData, end: endExitFailureMode}},
 	{0x4d, noSA, "LOG SENSE", anyPR, "\x00\xff\xff\x00\xff\xff\xff\xff\x00", phases{begin: logSense}},
-	{0x55, noSA, "MODE SELECT(10)", allData | inStandby | changes, "\x11\x00\x00\x00\x00\x00\xff\xff\x00",
+	{opModeSelect10, noSA, "MODE SELECT(10)", allData | inStandby | changes, "\x11\x00\x00\x00\x00\x00\xff\xff\x00",
 		modeSelect},
 	{0x56, noSA, "RESERVE(10)", anyPersistent | changes, none10, reserveUnit},
 	{0x57, noSA, "RELEASE(10)", anyPersistent | anyReserve, none10, releaseUnit},
@@ -168,9 +176,9 @@ var commands = slices.Concat([]command{
 	{0x93, noSA, "WRITE SAME(16)", medium | writes | allData | exactData, "\x09" + range16, writeSame},
 	{opWriteAtomic16, noSA, "WRITE ATOMIC(16)", medium | writes | allData | atomicWrite,
 		"\x18" + lba8 + "\x00\x00\xff\xff\x1f\x00", writeAtomic},
-	{0x9e, 0x10, "READ CAPACITY(16)", medium | anyPersistent | inStandby, "\x1f" + lba8 + len4 + "\x01\x00",
+	{opServiceActionIn16, saReadCapacity16, "READ CAPACITY(16)", medium | anyPersistent | inStandby, "\x1f" + lba8 + len4 + "\x01\x00",
 		phases{begin: readCapacity16}},
-	{0x9e, 0x12, "GET LBA STATUS", medium | reads, "\x1f" + lba8 + len4 + "\x00\x00", phases{begin: getLBAStatus}},
+	{opServiceActionIn16, 0x12, "GET LBA STATUS", medium | reads, "\x1f" + lba8 + len4 + "\x00\x00", phases{begin: getLBAStatus}},
 	{0xa0, noSA, "REPORT LUNS", anyLUN, "\x00\xff\x00\x00\x00" + len4 + "\x00\x00", phases{begin: reportLUNs}},
 	{0xa3, 0x0a, "REPORT TARGET PORT GROUPS", anyPersistent | anyReserve | anyAccess, "\x3f" + report12,
 		phases{begin: reportPortGroups}},
@@ -184,7 +192,7 @@ var commands = slices.Concat([]command{
 	{0xaa, noSA, "WRITE(12)", medium | writes, "\x18" + range12, write},
 	{0xae, noSA, "WRITE AND VERIFY(12)", medium | writes, "\x12" + range12, writeAndVerify},
 	{0xaf, noSA, "VERIFY(12)", medium | allData | reads, "\x16" + range12, verify},
-	{0xb7, noSA, "READ DEFECT DATA(12)", medium | reads, "\x1f" + lba8 + "\x00\x00", phases{begin: readDefectData12}},
+	{opReadDefectData12, noSA, "READ DEFECT DATA(12)", medium | reads, "\x1f" + lba8 + "\x00\x00", phases{begin: readDefectData12}},
 }, persistentReserveOut())
 
 // persistentReserveOut returns the rows of PERSISTENT RESERVE OUT.

@@ -261,6 +261,8 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 	defer scratch.Put(sp)
 	s.to.unit.copying.Add(1) // before mayUse checks: see endCopies
 	defer s.to.unit.copying.Add(-1)
+	c.copyTo.Store(s.to.unit)
+	defer c.copyTo.Store(nil)
 	// In overlapping ranges, do not overwrite what is not copied yet.
 	overlap := s.from.unit == s.to.unit && s.fromPos < s.toPos+s.n && s.toPos < s.fromPos+s.n
 	back := overlap && s.toPos > s.fromPos
@@ -276,6 +278,8 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 		switch {
 		case err == errAborted:
 			return c.fail(condAborted)
+		case err == errHeldUp:
+			return c.busy()
 		case err != nil:
 			c.reportStoreError(err)
 			fallthrough
@@ -311,6 +315,8 @@ func (c *Command) copyStep(s segment, p []byte, off, n int64, overlap bool) (don
 	switch {
 	case c.aborted():
 		return 0, false, errAborted
+	case s.from.unit.heldUp(), s.to.unit.heldUp():
+		return 0, false, errHeldUp
 	case !c.mayUse(s.from, opRead16), !c.mayUse(s.to, opWrite16):
 		return 0, false, nil
 	case n > 0:
@@ -323,7 +329,7 @@ func (c *Command) copyStep(s segment, p []byte, off, n int64, overlap bool) (don
 // EXTENDED COPY of a preempted nexus may be a command for another logical unit.
 func (u *Unit) endCopies() {
 	if u.copying.Load() > 0 {
-		u.ranges.exclude(allStripes).release()
+		u.aside(func() { u.ranges.exclude(allStripes).release() })
 	}
 }
 

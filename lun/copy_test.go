@@ -359,7 +359,9 @@ func TestExtendedCopyIsAborted(t *testing.T) {
 			if copied != s.steps {
 				t.Errorf("%d bytes were copied, want %d", copied, s.steps)
 			}
+			abort.Store(false)
 			res := do(r.nexus, &r.c, [8]byte{}, "84 00 07 00000000000000 000000ff 00 00", nil, all)
+			abort.Store(true)
 			wantBytes(t, res.in, unhex(fmt.Sprintf("00000008 02 0000 00 %08x", s.steps)))
 			wantSense(t, r.copy(list), 0xb, 0x00, 0x00) // aborted before it begins
 			if copied != s.steps {

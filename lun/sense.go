@@ -16,6 +16,7 @@ import (
 const (
 	StatusGood           = 0x00
 	StatusCheckCondition = 0x02
+	StatusBusy           = 0x08
 )
 
 // Sense keys (SPC-4, section 4.5.6).
@@ -37,6 +38,7 @@ type Sense struct{ Key, ASC, ASCQ byte }
 
 var (
 	condNone                       = Sense{keyNoSense, 0x00, 0x00}
+	condHeldUp                     = Sense{keyNotReady, 0x04, 0x00}      // CAUSE NOT REPORTABLE
 	condNotReadyStopped            = Sense{keyNotReady, 0x04, 0x02}      // INITIALIZING COMMAND REQUIRED
 	condBecomingReady              = Sense{keyNotReady, 0x04, 0x01}      // IN PROCESS OF BECOMING READY
 	condNoStore                    = Sense{keyNotReady, 0x04, 0x03}      // MANUAL INTERVENTION REQUIRED

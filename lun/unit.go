@@ -70,6 +70,7 @@ type Unit struct {
 	ranges      rangeLocks
 	copying     atomic.Int32 // segments of EXTENDED COPY in progress to the unit
 	number      uint64       // in the order of New, for commands that lock two units
+	detachedIn  atomic.Int32 // commands, and calls by aside, that nobody waits for: see detach.go
 	sanitizer   sanitizer
 	counts      unitCounts
 	storeErrors storeErrorLog
@@ -268,9 +269,13 @@ func (u *Unit) reset(attention Sense) {
 	u.stopped.Store(false)
 	u.dropReserve(nil)
 	// This may sync. An error of that is not lost: the store keeps failing.
-	u.settingsMu.Lock()
-	_ = u.setModes(nil, u.modeMutable, u.modeSaved.Load())
-	u.settingsMu.Unlock()
+	if (u.mode.Load()^u.modeSaved.Load())&u.modeMutable != 0 {
+		u.aside(func() {
+			u.settingsMu.Lock()
+			defer u.settingsMu.Unlock()
+			_ = u.setModes(nil, u.modeMutable, u.modeSaved.Load())
+		})
+	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	for l := range u.seen {

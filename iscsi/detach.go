@@ -1,0 +1,125 @@
+package iscsi
+
+import (
+	"runtime"
+	"time"
+
+	"github.com/iser-target/iser-target/lun/invariant"
+)
+
+// A store that hangs keeps the goroutines of the commands that it executes. Nothing of the session
+// waits for them longer than limits.fence_timeout after they were aborted: then the session detaches
+// them. Their goroutines stay in the logical unit (lun.Command.Detach has what that means there),
+// and end when the store lets them go. The end of a task shows in the task table and in
+// the goroutines of its connection. Detaching changes both, so those who wait need not know of it.
+
+// fenceTimeout is how long an aborted task may take to leave its logical unit.
+const fenceTimeout = time.Second
+
+// detachLater detaches the aborted tasks of s that are in their logical unit when the grace time is
+// over, and the tasks of connections that are lost.
+//
+// Preconditions: s.mu is held.
+func (s *shared) detachLater(grace time.Duration) {
+	invariant.Held(&s.mu)
+	s.aborts++
+	upTo := s.aborts
+	s.tasks.each(func(t *Task) {
+		if t.abortedIn == 0 && t.mustEnd() {
+			t.abortedIn = upTo
+		}
+	})
+	time.AfterFunc(grace, func() { s.detachUpTo(upTo, grace) })
+}
+
+// detachUpTo detaches the tasks of the calls of detachLater up to that one.
+func (s *shared) detachUpTo(call uint64, grace time.Duration) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	again := false
+	s.tasks.each(func(t *Task) {
+		if t.abortedIn == 0 || t.abortedIn > call || !t.mustEnd() {
+			return
+		}
+		switch c := t.conn; {
+		case t.cmd.Inside():
+			c.detach(t)
+		case !t.aborted.Load(): // it may get into the unit until it is parked
+			again, t.abortedIn = true, 0
+		}
+	})
+	if again {
+		s.detachLater(grace)
+	}
+}
+
+// mustEnd reports whether a goroutine works on t, and something waits for the end of that.
+//
+// Preconditions: t.conn.mu is held.
+func (t *Task) mustEnd() bool {
+	return t.state == taskRunning && (t.aborted.Load() || t.conn.recovery.suspends.Load())
+}
+
+// detach separates t from its goroutine, which is in the logical unit, if it still is. It ends t
+// like drop. The slot gets a new Task.
+//
+// Preconditions: c.mu is held.
+func (c *conn) detach(t *Task) {
+	invariant.Held(&c.mu)
+	if !t.aborted.Swap(true) {
+		t.cleared = true
+	}
+	if !t.cmd.Detach() {
+		return
+	}
+	if t.cleared { // section 11.14.5
+		c.sess.nexus.ClearedByTransport(t.header().LUN())
+	}
+	if t.buf != nil {
+		t.buf.chargeTo(&c.node.detached)
+	}
+	c.leave(t)
+	if t.bound {
+		c.dm.Unbind(t)
+	}
+	nd := c.node
+	nd.stats.detached.Add(1)
+	nd.stats.tasks.Add(-1)
+	next := newSlot(c, t.Mover)
+	p := &c.slots
+	p.mu.Lock()
+	next.nextFree, p.free = p.free, next
+	p.mu.Unlock()
+	p.freed.Signal()
+	if c.phase != phaseEnded {
+		c.workers.Go(c.tellWindow) // no response will; see windowNews
+	}
+	c.workers.Done()
+}
+
+// leftUnit follows every call of the logical unit for t. If t was detached, leftUnit gives back what
+// the goroutine has kept and ends the goroutine: nothing of its connection concerns it any longer.
+func (t *Task) leftUnit() {
+	if t.cmd.Detached() {
+		t.endDetached()
+		runtime.Goexit()
+	}
+	if t.aborted.Load() {
+		c := t.conn
+		c.mu.Lock()
+		c.shared.changed.Broadcast() // those who wait only until t is out of the unit
+		c.mu.Unlock()
+	}
+}
+
+// endDetached gives back what a detached task has kept.
+func (t *Task) endDetached() {
+	c, nd := t.conn, t.conn.node
+	c.mu.Lock() // detach has ended
+	c.mu.Unlock()
+	t.conn.sess.nexus.Count(&t.cmd, t.off, true)
+	if t.buf != nil {
+		t.buf.Release()
+	}
+	nd.stats.detached.Add(-1)
+}
