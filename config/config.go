@@ -114,6 +114,7 @@ func (l LUN) forSome() bool { return len(l.Initiators) > 0 || len(l.ReadOnlyFor)
 type Limits struct {
 	QueueDepth       int           `key:"queue_depth"`       // commands in flight per session
 	ConnectionMemory Size          `key:"connection_memory"` // bytes of data buffers of one connection
+	Memory           Size          `key:"memory"`            // bytes that all initiators make the target use; 0: from the machine
 	MaxFPDU          int           `key:"max_fpdu"`          // bytes of the ULPDU of an FPDU that the target sends
 	LoginTimeout     time.Duration `key:"login_timeout"`     // from accept to the full feature phase
 	NOPInterval      time.Duration `key:"nop_interval"`      // idle time before a NOP-In; 0: no NOP-In
