@@ -251,7 +251,7 @@ func (g *budget) grant(n int) {
 }
 
 // serve does what quota.serve does, as far as the account suffices. While memory is short a task gets
-// the least that it can go on with.
+// the least that it can continue with.
 //
 // Preconditions: g.mu is held.
 func (g *budget) serve() {

@@ -226,7 +226,7 @@ func (m *memory) serve() {
 	}
 }
 
-// serveOne gives the first task that waits for g what it wants, or the least that it can go on
+// serveOne gives the first task that waits for g what it asks for, or the least that it can continue
 // with. It reports whether it did, and leaves in g.lacks whether a task needs more.
 //
 // Preconditions: m.mu and g.mu are held.

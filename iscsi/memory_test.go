@@ -106,8 +106,8 @@ func TestOneConnectionBorrowsAPart(t *testing.T) {
 	b.end()
 }
 
-// Memory that comes back goes to the connections that wait, one task of each in turn, whoever came
-// first.
+// Memory that comes back goes to the connections that wait, one task of each in turn. It
+// does not matter which came first.
 func TestWaitingConnectionsTakeTurns(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBank(t, 16<<20, 2)
@@ -151,7 +151,7 @@ func TestWaitingConnectionsTakeTurns(t *testing.T) {
 	})
 }
 
-// While memory is short, a task that wants a long piece goes on with its connection's share.
+// While memory is short, a task that asks for a long piece continues with its connection's share.
 func TestShortMemoryMakesShortPieces(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBank(t, 64<<20, 1)
@@ -210,7 +210,7 @@ func TestEndsWhileMemoryIsShort(t *testing.T) {
 	})
 }
 
-// A new bound holds at once: tasks go on, or find less.
+// A new bound holds at once: tasks continue, or find less.
 func TestMemoryChangesLive(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBank(t, 16<<20, 2)

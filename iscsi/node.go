@@ -200,7 +200,7 @@ func NewNode(o Options) *Node {
 }
 
 // SetOptions replaces the options. Connections that exist keep those that they began with. The bounds
-// of Shared hold at once; tasks that a new bound lets go on do so now.
+// of Shared hold at once; tasks that a new bound lets continue do so now.
 func (nd *Node) SetOptions(o Options) {
 	o = o.complete()
 	nd.opt.Store(&o)

@@ -68,7 +68,7 @@ type Task struct {
 	waiter  fifo.Link[Task]
 	wake    chan struct{} // ends a wait for a quota; capacity 1
 	wants   int           // bytes that it waits for, or has got
-	least   int           // bytes that it can go on with
+	least   int           // bytes that it can continue with
 	granted bool
 
 	resend resendState
