@@ -58,6 +58,7 @@ type Target struct {
 	Name       string   `key:"name"`       // iSCSI name, normalised
 	Alias      string   `key:"alias"`      // TargetAlias; may be empty
 	Initiators []string `key:"initiators"` // security.Patterns: initiators that may log in
+	ResetsFor  []string `key:"resets_for"` // security.Patterns: initiators whose resets reach others; nil: none
 	Auth       Auth     `key:"auth"`
 	Redirect   Redirect `key:"redirect"`
 	LUNs       []LUN    `key:"luns"`

@@ -235,6 +235,7 @@ func (c *Config) checkTargets(errs *errorList) {
 			errs.addf(key+".initiators", `is required: the initiators that may log in. initiators: ["*"] admits all`)
 		}
 		checkPatterns(key+".initiators", t.Initiators, errs)
+		checkPatterns(key+".resets_for", t.ResetsFor, errs)
 		if t.PortalGroups != nil && len(t.PortalGroups) == 0 {
 			errs.addf(key+".portal_groups", "is empty: no portal would lead to the target. Remove the key to use all portals")
 		}

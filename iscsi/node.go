@@ -95,9 +95,12 @@ type TargetConfig struct {
 	Name       string            // iSCSI name
 	Alias      string            // TargetAlias; may be empty
 	Initiators security.Patterns // the initiators that may log in
-	Auth       *security.CHAP    // nil: initiators need not authenticate themselves
-	Redirect   Redirect          // where initiators are sent instead, if its Address is not empty
-	LUNs       *lun.Inventory
+	// ResetsFor are the initiators whose resets and CLEAR TASK SET end the commands of others, too; those
+	// of all others reach only what their own initiator began.
+	ResetsFor security.Patterns
+	Auth      *security.CHAP // nil: initiators need not authenticate themselves
+	Redirect  Redirect       // where initiators are sent instead, if its Address is not empty
+	LUNs      *lun.Inventory
 	// PortalGroups are the tags of those that lead to the target; empty: all.
 	PortalGroups []uint16
 }
