@@ -235,7 +235,6 @@ func (c *Config) checkTargets(errs *errorList) {
 			errs.addf(key+".initiators", `is required: the initiators that may log in. initiators: ["*"] admits all`)
 		}
 		checkPatterns(key+".initiators", t.Initiators, errs)
-		checkPatterns(key+".resets_for", t.ResetsFor, errs)
 		if t.PortalGroups != nil && len(t.PortalGroups) == 0 {
 			errs.addf(key+".portal_groups", "is empty: no portal would lead to the target. Remove the key to use all portals")
 		}
@@ -369,9 +368,6 @@ func (l *Limits) check(errs *errorList) {
 	checkRange(errs, "limits.error_recovery_level", l.ErrorRecoveryLevel, 0, 2)
 	checkRange(errs, "limits.registrations_per_initiator", l.Registrations, 1, 512)
 	checkRange(errs, "limits.connection_memory", l.ConnectionMemory, 4<<20, 64<<30)
-	if least, most := Size(16<<20), Size(1<<44); (l.Memory < least || l.Memory > most) && l.Memory != 0 {
-		errs.addf("limits.memory", "must be %v to %v, or 0, not %v", least, most, l.Memory)
-	}
 	for _, f := range []struct {
 		key   string
 		v     time.Duration
@@ -380,6 +376,7 @@ func (l *Limits) check(errs *errorList) {
 		{"login_timeout", l.LoginTimeout, false},
 		{"nop_interval", l.NOPInterval, true},
 		{"nop_timeout", l.NOPTimeout, false},
+		{"state_timeout", l.StateTimeout, false},
 	} {
 		if (f.v < time.Second || f.v > time.Hour) && !(f.never && f.v == 0) {
 			errs.addf("limits."+f.key, "must be 1s to 1h%s, not %v", map[bool]string{true: ", or 0"}[f.never], f.v)

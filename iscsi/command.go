@@ -83,40 +83,20 @@ func (t *Task) takeCommand(n *Notice) error {
 		return nil
 	}
 	t.bound = true
-	if t.unsolicited > 0 {
-		t.takeImmediate(n.Data, int(out))
+	if imm == 0 {
+		return nil
 	}
-	return nil
-}
-
-// takeImmediate finds memory for the unsolicited data of t, which is to write out bytes, and copies
-// immediate data there.
-//
-// Preconditions: c.baton is held.
-func (t *Task) takeImmediate(data []byte, out int) {
-	c := t.conn
 	// A longer transfer goes through a Buffer: put the immediate data there at once. But a task
 	// that still waits for something must not hold a Buffer.
-	whole := min(out, c.piece)
-	mayHold := !t.needsData && c.isNext(t.header())
-	if mayHold && whole > len(data) {
-		t.buf = c.budget.try(whole)
-	}
-	if t.buf == nil {
-		if room := t.room(int(t.unsolicited)); room != nil {
-			copy(room, data)
-			return
-		}
-		if mayHold { // the connection's share of memory for pieces may be free
-			t.buf = c.budget.try(min(whole, c.leastPiece()))
+	if whole := min(int(out), c.piece); whole > int(imm) && !t.needsData && c.isNext(h) {
+		if t.buf = c.budget.try(whole); t.buf != nil {
+			copy(t.buf.data, n.Data)
+			t.placed = true
+			return nil
 		}
 	}
-	if t.buf == nil {
-		t.noMemory = true
-		return
-	}
-	copy(t.buf.data, data)
-	t.placed = true
+	copy(t.room(), n.Data)
+	return nil
 }
 
 // isNext reports whether a command with header h begins without waiting for other tasks.
@@ -145,12 +125,9 @@ func (t *Task) runCommand() {
 		return
 	}
 	out, in := t.expected()
-	switch {
-	case t.refusal != (lun.Sense{}):
+	if t.refusal != (lun.Sense{}) {
 		c.sess.nexus.Refuse(&t.cmd, t.refusal)
-	case t.noMemory:
-		c.sess.nexus.RefuseFull(&t.cmd)
-	default:
+	} else {
 		t.cmd.Expected = uint64(out)
 		t.begun = c.sess.nexus.Begin(&t.cmd)
 		t.leftUnit()
@@ -184,7 +161,6 @@ func (t *Task) read() {
 			t.abandon()
 			return
 		}
-		n = min(n, len(buf.data))
 		t.buf = buf // of t while t may be detached
 		ok := c.sess.nexus.Produce(&t.cmd, buf.data[:n], t.off)
 		t.leftUnit()
@@ -228,7 +204,7 @@ func (t *Task) write() {
 			have = min(int(t.unsolicited), n)
 		}
 		if have == n && !t.placed {
-			if !t.consume(t.stash.data[:n]) {
+			if !t.consume(t.stash[:n]) {
 				break
 			}
 			continue
@@ -239,9 +215,8 @@ func (t *Task) write() {
 				return
 			}
 		}
-		n = min(n, len(t.buf.data))
-		if have > 0 && !t.placed {
-			copy(t.buf.data, t.stash.data[:have])
+		if !t.placed {
+			copy(t.buf.data, t.stash[:have])
 		}
 		if have < n {
 			t.fetch(have, n)
@@ -343,7 +318,7 @@ func (t *Task) takeBuffer(n int) *Buffer {
 	defer t.lap(lun.PhaseReceive)
 	c.dm.Flush() // Buffers on their way to the initiator come back only when they leave
 	c.wantAcks()
-	return c.budget.wait(t, n, c.leastPiece())
+	return c.budget.wait(t, n)
 }
 
 // enqueue takes room for n bytes of b that are about to be queued for sending. It returns false if

@@ -90,8 +90,11 @@ func consumeSetPortGroups(u *Unit, c *Command, p []byte, _ uint64) bool {
 	if len(p) < header || len(p)%descriptor != 0 {
 		return c.fail(condListLength)
 	}
-	u.settingsMu.Lock()
-	defer u.settingsMu.Unlock()
+	patience, err := u.settings.take(c, u.opt.Settings)
+	if err != nil {
+		return c.failStore(err)
+	}
+	defer u.settings.give()
 	old := portGroups{}
 	if g := u.access.Load(); g != nil {
 		old = *g
@@ -111,12 +114,11 @@ func consumeSetPortGroups(u *Unit, c *Command, p []byte, _ uint64) bool {
 	for tag, state := range next {
 		changed = changed || old[tag] != state
 	}
-	e := u.kept
+	e := u.keptSettings()
 	e.PortGroups = next.entries()
-	if err := u.keep(e); err != nil {
-		return c.fail(condInternal)
+	if err := u.keep(e, patience, func() { u.access.Store(&next) }); err != nil {
+		return c.failStore(err)
 	}
-	u.access.Store(&next)
 	if changed {
 		u.raise(condAccessChanged, c.nexus)
 	}

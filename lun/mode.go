@@ -26,18 +26,21 @@ func modesOf(info backend.Info, o Options) (set, mutable uint32) {
 	return set, mutable
 }
 
-// saveModes stores mode parameters for the time after a reset or a restart.
-//
-// Preconditions: u.settingsMu is held.
-func (u *Unit) saveModes(modes uint32) error {
-	invariant.Held(&u.settingsMu)
-	e := u.kept
-	e.Mode = &modeEntry{WCE: modes&modeWCE != 0, SWP: modes&modeSWP != 0}
-	if err := u.keep(e); err != nil {
-		return err
+// saveModes stores for c the mode parameters for the time after a reset or a restart: those of now,
+// with the modes of touched as in set. If that fails it ends c and returns false.
+func (u *Unit) saveModes(c *Command, touched, set uint32) bool {
+	p, err := u.settings.take(c, u.opt.Settings)
+	if err != nil {
+		return c.failStore(err)
 	}
-	u.modeSaved.Store(modes)
-	return nil
+	defer u.settings.give()
+	modes := u.mode.Load()&^touched | set&touched
+	e := u.keptSettings()
+	e.Mode = &modeEntry{WCE: modes&modeWCE != 0, SWP: modes&modeSWP != 0}
+	if err := u.keep(e, p, func() { u.modeSaved.Store(modes) }); err != nil {
+		return c.failStore(err)
+	}
+	return true
 }
 
 func (e *modeEntry) modes() (modes uint32) {
@@ -230,16 +233,14 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 		}
 		at += m.size
 	}
+	// Save first: if that fails, nothing has changed.
+	if c.CDB[1]&sp != 0 && !u.saveModes(c, touched, set) {
+		return false
+	}
 	u.settingsMu.Lock()
 	defer u.settingsMu.Unlock()
-	// Save first: if that fails, nothing has changed.
 	old := u.mode.Load()
 	now := old&^touched | set&touched
-	if c.CDB[1]&sp != 0 {
-		if err := u.saveModes(now); err != nil {
-			return c.fail(condInternal)
-		}
-	}
 	err := u.setModes(c, touched, set)
 	if now != old {
 		u.raise(condModeChanged, c.nexus)
@@ -315,13 +316,8 @@ func (c *Command) modeSelectPage(page []byte, at int) (m *modePage, ok bool) {
 
 // endModeSelect saves the current parameters if none came with SP.
 func endModeSelect(u *Unit, c *Command) {
-	if c.DataOut > 0 || c.CDB[1]&sp == 0 {
-		return
-	}
-	u.settingsMu.Lock()
-	defer u.settingsMu.Unlock()
-	if err := u.saveModes(u.mode.Load()); err != nil {
-		c.fail(condInternal)
+	if c.DataOut == 0 && c.CDB[1]&sp != 0 {
+		u.saveModes(c, 0, 0)
 	}
 }
 

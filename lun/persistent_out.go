@@ -221,6 +221,23 @@ func (u *Unit) portsOf(initiator string) (ports []initiatorPort) {
 // execute changes the state of the unit. State that has to survive the loss of power is on stable
 // storage before it is in force.
 func (o *prOut) execute() bool {
+	r := &o.unit.reservations
+	p, err := r.turn.take(o.Command, o.unit.opt.Reservations)
+	if err != nil {
+		return o.failStore(err)
+	}
+	defer r.turn.give()
+	if !o.decide() {
+		return false
+	}
+	if err := r.store(&o.unit.opt, p, &o.state, nil); err != nil {
+		return o.failStore(err)
+	}
+	return true
+}
+
+// decide sets the next state of the unit. It fails c if the command has to change nothing.
+func (o *prOut) decide() bool {
 	r, row := &o.unit.reservations, &prOuts[o.row.sa]
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -238,12 +255,6 @@ func (o *prOut) execute() bool {
 	if row.counts {
 		o.state.generation++
 	}
-	if err := o.unit.opt.keepReservations(&o.state); err != nil {
-		o.unit.notStored(err)
-		return o.fail(condInternal)
-	}
-	r.persistent = o.state
-	r.publish()
 	return true
 }
 

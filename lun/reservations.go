@@ -81,14 +81,18 @@ func OpenReservations(path string) (*Reservations, error) {
 }
 
 // keepReservations stores s, or nothing if s does not have to survive the loss of power, if
-// Options.Reservations is set. s is on stable storage when keepReservations returns nil.
-func (o *Options) keepReservations(s *prState) (err error) {
+// Options.Reservations is set, and calls p.Commit. s is on stable storage when keepReservations
+// returns nil.
+func (o *Options) keepReservations(s *prState, p state.Patience) (err error) {
 	switch naa := o.Identity.Serial; {
 	case o.Reservations == nil:
+		if !p.Commit() {
+			err = state.ErrAborted
+		}
 	case s.aptpl && len(s.registrations) > 0:
-		_, err = o.Reservations.Put(encodeUnit(naa, s))
+		_, err = o.Reservations.Put(encodeUnit(naa, s), p)
 	default:
-		_, err = o.Reservations.Remove(naa)
+		_, err = o.Reservations.Remove(naa, p)
 	}
 	return err
 }

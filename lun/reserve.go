@@ -1,14 +1,20 @@
 package lun
 
 import (
+	"errors"
 	"slices"
 	"sync"
 	"sync/atomic"
 
 	"github.com/iser-target/iser-target/lun/invariant"
+	"github.com/iser-target/iser-target/lun/state"
 )
 
-const statusReservationConflict = 0x18 // SAM-5, section 5.3
+// Statuses (SAM-5, section 5.3).
+const (
+	statusBusy                = 0x08
+	statusReservationConflict = 0x18
+)
 
 var (
 	condInvalidRelease         = Sense{keyIllegalRequest, 0x26, 0x04} // INVALID RELEASE OF PERSISTENT RESERVATION
@@ -23,10 +29,14 @@ var (
 type reservations struct {
 	fence atomic.Pointer[fence] // what commands are checked against; nil while nothing is reserved
 
-	mu         sync.Mutex // guards the fields below; held while they are stored
+	turn turn // of changes of persistent, which may have to be stored
+
+	mu         sync.Mutex // guards the fields below; not held while they are stored
 	persistent prState
-	legacy     *Nexus // reserved the unit by RESERVE
-	handedOver bool   // another unit has them now: see InheritFrom
+	storing    *prState // what comes after persistent, while it is being stored
+	legacy     *Nexus   // reserved the unit by RESERVE
+	handedOver bool     // another unit has them now: see InheritFrom
+	losses     int      // of power: see losePower
 }
 
 // A fence is a reservation as commands meet it. It does not change; a new one takes its place.
@@ -81,6 +91,7 @@ func (r *reservations) losePower() {
 		r.persistent = prState{}
 	}
 	r.persistent.generation = 0
+	r.losses++
 	r.publish()
 }
 
@@ -129,20 +140,16 @@ func (c *Command) conflict() bool {
 // lock; n may be closed by then. Set it before the first Begin.
 func (n *Nexus) OnPreempt(abort func(lun [8]byte, except *Command)) { n.abort.Store(&abort) }
 
-// dropReserve ends a reservation by RESERVE of n, whose commands ended.
+// dropReserve ends a reservation by RESERVE: that of n, whose commands ended, or with n nil that
+// of any nexus.
 func (u *Unit) dropReserve(n *Nexus) {
-	u.dropReserveOf(func(holder *Nexus) bool { return holder == n })
-}
-
-// dropReserveOf ends a reservation by RESERVE if match selects its holder.
-func (u *Unit) dropReserveOf(match func(holder *Nexus) bool) {
 	r := &u.reservations
-	if f := r.fence.Load(); f == nil || f.legacy == nil || !match(f.legacy) {
-		return // does not wait for the lock, which may be held during a sync
+	if f := r.fence.Load(); n != nil && (f == nil || f.legacy != n) {
+		return
 	}
 	r.mu.Lock()
 	had := r.legacy
-	if had == nil || !match(had) {
+	if had == nil || n != nil && had != n {
 		r.mu.Unlock()
 		return
 	}
@@ -167,9 +174,13 @@ func endRelease(_ *Unit, c *Command) { c.changeLegacy((*Unit).release) }
 func (c *Command) changeLegacy(change func(*Unit, *Command) bool) {
 	u, r, changed := c.unit, &c.unit.reservations, false
 	r.mu.Lock()
-	if len(r.persistent.registrations) == 0 {
+	s := &r.persistent
+	if r.storing != nil && len(s.registrations) == 0 { // its registrations are in force soon
+		s = r.storing
+	}
+	if len(s.registrations) == 0 {
 		changed = change(u, c)
-	} else if !r.persistent.compatible(c.nexus.name) {
+	} else if !s.compatible(c.nexus.name) {
 		c.conflict()
 	}
 	r.mu.Unlock()
@@ -284,18 +295,57 @@ func (u *Unit) ClearReservation() (cleared bool, err error) {
 
 // clear ends all registrations and reservations, and returns the registered nexuses.
 func (r *reservations) clear(o *Options) (gone []nexusName, cleared bool, err error) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.legacy == nil && len(r.persistent.registrations) == 0 {
-		return nil, false, nil
-	}
-	next := r.persistent
-	gone = next.remove(func(registration) bool { return true })
-	next.generation++
-	if err := o.keepReservations(&next); err != nil {
+	p, err := r.turn.take(nil, o.Reservations)
+	if err != nil {
 		return nil, false, err
 	}
-	r.persistent, r.legacy = next, nil
-	r.publish()
+	defer r.turn.give()
+	r.mu.Lock()
+	next, none := r.persistent, r.legacy == nil && len(r.persistent.registrations) == 0
+	gone = next.remove(func(registration) bool { return true })
+	r.mu.Unlock()
+	if none {
+		return nil, false, nil
+	}
+	next.generation++
+	if err := r.store(o, p, &next, func() { r.legacy = nil }); err != nil {
+		return nil, false, err
+	}
 	return gone, true, nil
+}
+
+// errReplaced is the error of a change of reservations that another unit has taken over.
+var errReplaced = errors.New("the unit was replaced")
+
+// store makes next the persistent reservations, after they are stored if they have to survive the
+// loss of power. with, which may be nil, changes more at the same time, with r.mu held. After an
+// error the old ones are in force, and stay so when the file system answers later.
+//
+// Preconditions: the caller has the turn. r.mu is not held.
+func (r *reservations) store(o *Options, p state.Patience, next *prState, with func()) (err error) {
+	r.mu.Lock()
+	losses := r.losses
+	r.storing = next
+	r.mu.Unlock()
+	defer func() {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if r.storing = nil; err != nil && r.handedOver {
+			err = errReplaced
+		}
+	}()
+	p.Commit = func() bool {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if r.handedOver || r.losses != losses {
+			return false
+		}
+		r.persistent = *next
+		if with != nil {
+			with()
+		}
+		r.publish()
+		return true
+	}
+	return o.keepReservations(next, p)
 }

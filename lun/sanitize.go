@@ -292,9 +292,9 @@ func (u *Unit) keepSanitize(job *sanitizeJob, failed bool) (unsure bool, err err
 	switch k, naa := u.opt.Sanitizations, u.opt.Identity.Serial; {
 	case k == nil:
 	case job == nil:
-		unsure, err = k.Remove(naa)
+		unsure, err = k.Remove(naa, state.Patience{})
 	default:
-		unsure, err = k.Put(encodeJob(naa, job, failed))
+		unsure, err = k.Put(encodeJob(naa, job, failed), state.Patience{})
 	}
 	if err != nil {
 		u.notStored(err)

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 
-	"github.com/iser-target/iser-target/lun/invariant"
 	"github.com/iser-target/iser-target/lun/state"
 )
 
@@ -89,18 +88,31 @@ func (u *Unit) restoreSettings() error {
 	return nil
 }
 
-// keep stores e as the record of the unit, if Options.Settings is set.
+// keep stores e as the record of the unit, if Options.Settings is set, and calls commit, which puts
+// it in force, with u.settingsMu held. After an error the old record counts.
 //
-// Preconditions: u.settingsMu is held.
-func (u *Unit) keep(e settingsEntry) error {
-	invariant.Held(&u.settingsMu)
+// Preconditions: the caller has the turn u.settings. u.settingsMu is not held.
+func (u *Unit) keep(e settingsEntry, p state.Patience, commit func()) error {
+	p.Commit = func() bool {
+		u.settingsMu.Lock()
+		defer u.settingsMu.Unlock()
+		if u.opt.Settings != nil {
+			u.kept = e
+		}
+		commit()
+		return true
+	}
 	if u.opt.Settings == nil {
+		p.Commit()
 		return nil
 	}
-	if _, err := u.opt.Settings.Put(e); err != nil {
-		u.notStored(err)
-		return err
-	}
-	u.kept = e
-	return nil
+	_, err := u.opt.Settings.Put(e, p)
+	return err
+}
+
+// keptSettings returns the record of the unit.
+func (u *Unit) keptSettings() settingsEntry {
+	u.settingsMu.Lock()
+	defer u.settingsMu.Unlock()
+	return u.kept
 }

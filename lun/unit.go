@@ -77,8 +77,9 @@ type Unit struct {
 
 	reservations reservations
 
-	settingsMu sync.Mutex    // held while mode, modeSaved or access change
-	kept       settingsEntry // guarded by settingsMu
+	settings   turn          // of changes that are stored in Options.Settings
+	settingsMu sync.Mutex    // held while mode, modeSaved or access change, but not while they are stored
+	kept       settingsEntry // guarded by settingsMu; changes with the turn
 
 	mu   sync.Mutex
 	seen map[*itl]struct{} // guarded by mu: gets unit attentions
@@ -119,7 +120,9 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	u := &Unit{
 		store: s, info: info, opt: o, readOnly: o.ReadOnly || info.ReadOnly,
 		seen: map[*itl]struct{}{}, number: units.Add(1), gate: o.Calls.NewGate(!info.Nonblocking),
+		settings: newTurn(),
 	}
+	u.reservations.turn = newTurn()
 	u.shift = uint(bits.TrailingZeros32(info.BlockSize))
 	u.blocks.Store(uint64(info.Size) >> u.shift)
 	u.modeDefault, u.modeMutable = modesOf(info, o)
@@ -267,7 +270,7 @@ func (u *Unit) Allocate(ctx context.Context, from int64, report func(backend.Pro
 // reset does what a reset does beyond the end of the tasks, and raises the attention.
 func (u *Unit) reset(attention Sense) {
 	u.stopped.Store(false)
-	u.dropReserveOf(func(*Nexus) bool { return true })
+	u.dropReserve(nil)
 	// This may sync. An error of that is not lost: the store keeps failing.
 	if (u.mode.Load()^u.modeSaved.Load())&u.modeMutable != 0 {
 		u.aside(func() {

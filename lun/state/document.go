@@ -13,8 +13,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"os"
+	"sync"
+	"time"
 	"unicode/utf8"
 )
 
@@ -32,12 +33,23 @@ type Format[S State] struct {
 	Upgrades map[int]func(b []byte) (s S, written any, err error)
 }
 
-// A Document is a file with a state of type S. Its owner has the lock that guards it.
+// A Document is a file with a state of type S. Its methods are safe for concurrent use. Those that
+// change it wait for storage, at most for the time of SetLimit; the others do not.
 type Document[S State] struct {
 	format Format[S]
-	file   file // without a path nothing is stored
-	closed bool
-	state  S
+	file   file // without a path nothing is stored; only the writer uses it after Open
+
+	mu      sync.Mutex // never held during a call of the file system
+	closed  bool
+	state   S    // only the writer changes it
+	absent  bool // state is that without a file; only the writer uses it
+	limit   func() time.Duration
+	late    func()
+	queue   []*update[S]
+	batch   []*update[S]    // what the writer has
+	writing chan struct{}   // closed when the writer ends; nil: none runs
+	dirty   map[string]bool // keys of which the file may have another entry than state
+	retry   bool            // the writer stores the state although nothing waits
 }
 
 // newDocument returns a document that is stored nowhere.
@@ -68,56 +80,81 @@ func Open[S State](format Format[S], path string, initial S) (*Document[S], erro
 // load reads the file, if it exists.
 func (d *Document[S]) load() error {
 	b, err := d.file.read()
+	d.absent = b == nil
 	if b != nil && err == nil {
 		d.state, err = d.format.Decode(b)
 	}
 	return err
 }
 
-// Close releases the file for others. Changes fail from then on with fs.ErrClosed.
+// Close releases the file for others, after the update in progress. Changes fail from then on with
+// fs.ErrClosed.
 func (d *Document[S]) Close() error {
+	d.mu.Lock()
 	if d.closed {
+		d.mu.Unlock()
 		return nil
 	}
 	d.closed = true
+	writing := d.writing
+	d.mu.Unlock()
+	if writing != nil {
+		<-writing
+	}
 	return d.wrap(d.file.unlock())
 }
 
-// State returns the state. The caller must not change what it refers to.
-func (d *Document[S]) State() S { return d.state }
+// SetLimit makes changes fail with ErrTimeout if they are not stored within the time that limit
+// returns. They do not count then: see Patience. late is called when that happens.
+func (d *Document[S]) SetLimit(limit func() time.Duration, late func()) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.limit, d.late = limit, late
+}
+
+// SetSync makes f the function that syncs files and directories, so that a test
+// can let it fail or hang. With nil it is (*os.File).Sync again. No change may be in progress.
+func (d *Document[S]) SetSync(f func(*os.File) error) {
+	if f == nil {
+		f = (*os.File).Sync
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.file.fsync = f
+}
+
+// State returns the state that counts. The caller must not change what it refers to.
+func (d *Document[S]) State() S {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.state
+}
 
 // Replace stores s as the new state. s is on stable storage when Replace returns
 // nil. After an error the old state counts.
-func (d *Document[S]) Replace(s S) error { return d.wrap(d.replace(s)) }
-
-// replace does what Replace does, without the name of the file in errors.
-func (d *Document[S]) replace(s S) error {
-	if d.closed {
-		return fs.ErrClosed
-	}
-	if d.file.path != "" {
-		b, err := Encode(s)
-		if err != nil {
-			return err
-		}
-		if err := d.file.replace(b); err != nil {
-			return err
-		}
-	}
-	d.state = s
-	return nil
+func (d *Document[S]) Replace(s S) error {
+	_, err := d.store(&update[S]{keys: []string{""}, force: true, apply: func(S) (S, bool, error) { return s, true, nil }})
+	return d.wrap(err)
 }
 
 // Remove removes the file. s is the state that it has while it does not exist.
 func (d *Document[S]) Remove(s S) error {
-	if d.closed {
-		return d.wrap(fs.ErrClosed)
+	_, err := d.store(&update[S]{
+		keys: []string{""}, force: true, remove: true, apply: func(S) (S, bool, error) { return s, true, nil },
+	})
+	return d.wrap(err)
+}
+
+// Update stores the state that next returns when the writer comes to it. With absent, that is the
+// state without a file, and the file is removed. next must not wait for storage.
+func (d *Document[S]) Update(next func() (s S, absent bool)) error {
+	u := &update[S]{keys: []string{""}, force: true}
+	u.apply = func(S) (s S, _ bool, _ error) {
+		s, u.remove = next()
+		return s, true, nil
 	}
-	if err := d.file.remove(); err != nil {
-		return d.wrap(err)
-	}
-	d.state = s
-	return nil
+	_, err := d.store(u)
+	return d.wrap(err)
 }
 
 // wrap adds the name of the file to err, which may be nil.

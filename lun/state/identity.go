@@ -6,12 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
+	"os"
 	"slices"
-	"sync"
+	"time"
 	"unicode/utf8"
-
-	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 const (
@@ -46,10 +44,8 @@ func parseIdentity(serial string) (id Identity, err error) {
 // An identity is on stable storage before a method returns it. While the file is
 // unsure, the methods first store the state again.
 type Identities struct {
-	random io.Reader
-
-	mu  sync.Mutex
-	doc *Document[identityState] // guarded by mu
+	random io.Reader // only the writer of doc uses it
+	doc    *Document[identityState]
 }
 
 // identityState is the content of the file, with the members in this order. A value
@@ -90,11 +86,15 @@ func OpenIdentities(path string) (*Identities, error) {
 }
 
 // Close releases the file for others. Get and Renew fail from then on.
-func (ids *Identities) Close() error {
-	ids.mu.Lock()
-	defer ids.mu.Unlock()
-	return ids.doc.Close()
+func (ids *Identities) Close() error { return ids.doc.Close() }
+
+// SetLimit does what Document.SetLimit does.
+func (ids *Identities) SetLimit(limit func() time.Duration, late func()) {
+	ids.doc.SetLimit(limit, late)
 }
+
+// SetSync does what Keeper.SetSync does.
+func (ids *Identities) SetSync(f func(*os.File) error) { ids.doc.SetSync(f) }
 
 // Get returns the permanent identity of the key, whose medium exists, and creates it on
 // first use. The key is UTF-8 text of 1 to 8192 bytes.
@@ -113,55 +113,59 @@ func (ids *Identities) Renew(key string) (Identity, error) { return ids.identity
 // Known reports whether the key has an identity that Get, Renew or Make returned: its
 // medium existed.
 func (ids *Identities) Known(key string) bool {
-	ids.mu.Lock()
-	defer ids.mu.Unlock()
-	i := ids.doc.state.index(key)
-	return i >= 0 && !ids.doc.state.Identities[i].Promised
+	s := ids.doc.State()
+	i := s.index(key)
+	return i >= 0 && !s.Identities[i].Promised
 }
 
 // Make gives those of the keys an identity that have none, all with one change of the
 // file. After an error it has given none.
 func (ids *Identities) Make(keys []string) error {
-	ids.mu.Lock()
-	defer ids.mu.Unlock()
-	next, known := ids.doc.state, map[string]bool{}
-	for _, e := range next.Identities {
-		known[e.Key] = true
-	}
-	next.Identities = slices.Clone(next.Identities)
-	for _, key := range keys {
-		if known[key] {
-			continue
+	made := map[string]Identity{}
+	return ids.store(keys, func(next identityState) (identityState, bool, error) {
+		known := map[string]bool{}
+		for _, e := range next.Identities {
+			known[e.Key] = true
 		}
-		known[key] = true
-		id, err := ids.unused(&next)
-		if err == nil {
-			err = checkIdentityKey(key)
+		before := len(next.Identities)
+		next.Identities = slices.Clone(next.Identities)
+		for _, key := range keys {
+			if known[key] {
+				continue
+			}
+			known[key] = true
+			id, err := ids.unused(&next, made[key])
+			if err == nil {
+				err = checkIdentityKey(key)
+			}
+			if err != nil {
+				return next, false, err
+			}
+			made[key] = id
+			next.Identities = append(next.Identities, identityEntry{Key: key, NAA: id.Serial})
 		}
-		if err != nil {
-			return ids.doc.wrap(err)
-		}
-		next.Identities = append(next.Identities, identityEntry{Key: key, NAA: id.Serial})
-	}
-	if len(next.Identities) == len(ids.doc.state.Identities) {
-		return nil
-	}
-	return ids.doc.Replace(next)
+		return next, len(next.Identities) > before, nil
+	})
 }
 
 // Forget retires the identity of the key, if it has one, so that the next Get creates
 // another. It is for a medium that was removed.
 func (ids *Identities) Forget(key string) error {
-	ids.mu.Lock()
-	defer ids.mu.Unlock()
-	next := ids.doc.state
-	i := next.index(key)
-	if i < 0 {
-		return nil
-	}
-	next.retire(i)
-	next.Identities = slices.Delete(slices.Clone(next.Identities), i, i+1)
-	return ids.doc.Replace(next)
+	return ids.store([]string{key}, func(next identityState) (identityState, bool, error) {
+		i := next.index(key)
+		if i < 0 {
+			return next, false, nil
+		}
+		next.retire(i)
+		next.Identities = slices.Delete(slices.Clone(next.Identities), i, i+1)
+		return next, true, nil
+	})
+}
+
+// store stores what apply makes of the state, in the writer of the document.
+func (ids *Identities) store(keys []string, apply func(identityState) (identityState, bool, error)) error {
+	_, err := ids.doc.store(&update[identityState]{keys: keys, apply: apply})
+	return ids.doc.wrap(err)
 }
 
 // index returns where the identity of the key is, or -1.
@@ -174,59 +178,60 @@ func (s *identityState) retire(i int) {
 	s.Retired = append(slices.Clone(s.Retired), identityEntry{Key: s.Identities[i].Key, NAA: s.Identities[i].NAA})
 }
 
+// identity returns the identity of the key, as Get, Renew and Promise say. It waits for storage only
+// if something changes, or the file may have another identity of the key.
 func (ids *Identities) identity(key string, renew, promise bool) (Identity, error) {
-	ids.mu.Lock()
-	defer ids.mu.Unlock()
-	id, err := ids.identityLocked(key, renew, promise)
-	if err != nil {
+	if err := checkIdentityKey(key); err != nil {
 		return Identity{}, ids.doc.wrap(err)
+	}
+	if !renew {
+		if id, ok := ids.settled(key, promise); ok {
+			return id, nil
+		}
+	}
+	var made, id Identity // the writer sets them
+	apply := func(next identityState) (_ identityState, changed bool, err error) {
+		i := next.index(key)
+		if i >= 0 && !renew {
+			exists := next.Identities[i].Promised && !promise
+			if exists {
+				next.Identities = slices.Clone(next.Identities)
+				next.Identities[i].Promised = false
+			}
+			id, err = parseIdentity(next.Identities[i].NAA)
+			return next, exists, err
+		}
+		if made, err = ids.unused(&next, made); err != nil {
+			return next, false, err
+		}
+		id = made
+		e := identityEntry{key, id.Serial, promise}
+		if i < 0 {
+			next.Identities = append(slices.Clone(next.Identities), e)
+		} else {
+			next.retire(i)
+			next.Identities = slices.Clone(next.Identities)
+			next.Identities[i] = e
+		}
+		return next, true, nil
+	}
+	if _, err := ids.doc.store(&update[identityState]{keys: []string{key}, apply: apply}); err != nil {
+		return Identity{}, ids.doc.wrap(fmt.Errorf("store the identity of %s: %w", key, err))
 	}
 	return id, nil
 }
 
-// identityLocked returns the identity of the key, as Get, Renew and Promise say.
-//
-// Preconditions: ids.mu is held.
-func (ids *Identities) identityLocked(key string, renew, promise bool) (id Identity, err error) {
-	invariant.Held(&ids.mu)
-	if ids.doc.closed {
-		return id, fs.ErrClosed
+// settled returns the identity of a key that is stored, and as Get, or with promise as Promise, returns it.
+func (ids *Identities) settled(key string, promise bool) (id Identity, ok bool) {
+	d := ids.doc
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	i := d.state.index(key)
+	if d.closed || i < 0 || d.state.Identities[i].Promised && !promise || !d.isSettled(key) {
+		return id, false
 	}
-	if err := checkIdentityKey(key); err != nil {
-		return id, err
-	}
-
-	next := ids.doc.state
-	i := next.index(key)
-	if i >= 0 && !renew {
-		exists := next.Identities[i].Promised && !promise
-		if exists {
-			next.Identities = slices.Clone(next.Identities)
-			next.Identities[i].Promised = false
-		}
-		if exists || ids.doc.file.unsure {
-			if err := ids.doc.replace(next); err != nil {
-				return id, err
-			}
-		}
-		return parseIdentity(next.Identities[i].NAA)
-	}
-
-	if id, err = ids.unused(&next); err != nil {
-		return id, err
-	}
-	e := identityEntry{key, id.Serial, promise}
-	if i < 0 {
-		next.Identities = append(slices.Clone(next.Identities), e)
-	} else {
-		next.retire(i)
-		next.Identities = slices.Clone(next.Identities)
-		next.Identities[i] = e
-	}
-	if err := ids.doc.replace(next); err != nil {
-		return id, fmt.Errorf("store the new identity of %s: %w", key, err)
-	}
-	return id, nil
+	id, err := parseIdentity(d.state.Identities[i].NAA)
+	return id, err == nil
 }
 
 func checkIdentityKey(key string) error {
@@ -242,11 +247,12 @@ func checkIdentityKey(key string) error {
 	return nil
 }
 
-// unused returns an identity that is not in s, for a logical unit that never existed.
-//
-// Preconditions: ids.mu is held.
-func (ids *Identities) unused(s *identityState) (id Identity, err error) {
-	invariant.Held(&ids.mu)
+// unused returns an identity that is not in s, for a logical unit that never existed. It returns
+// before, if that is set: a change that is made again keeps its identity.
+func (ids *Identities) unused(s *identityState, before Identity) (id Identity, err error) {
+	if before.Serial != "" {
+		return before, nil
+	}
 	for range identityTries {
 		if _, err := io.ReadFull(ids.random, id.NAA[:]); err != nil {
 			return id, fmt.Errorf("read random bytes: %w", err)
@@ -258,7 +264,7 @@ func (ids *Identities) unused(s *identityState) (id Identity, err error) {
 			return id, nil
 		}
 	}
-	return id, fmt.Errorf("the random source gave %d identities in a row that are taken", identityTries)
+	return Identity{}, fmt.Errorf("the random source gave %d identities in a row that are taken", identityTries)
 }
 
 // Check refuses keys and NAAs that are bad or there twice.

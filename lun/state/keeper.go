@@ -3,12 +3,9 @@ package state
 import (
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"slices"
-	"sync"
-
-	"github.com/iser-target/iser-target/lun/invariant"
+	"time"
 )
 
 // A Record is what a Keeper stores for a logical unit, as JSON.
@@ -26,10 +23,7 @@ type Records[R Record] struct {
 
 // A Keeper keeps a record for each logical unit that has one, all in one file.
 // Several goroutines may use it at once.
-type Keeper[R Record] struct {
-	mu  sync.Mutex
-	doc *Document[Records[R]] // guarded by mu
-}
+type Keeper[R Record] struct{ doc *Document[Records[R]] }
 
 // OpenKeeper opens the file at path, as Open does. The file is created when the
 // first record is put.
@@ -41,71 +35,88 @@ func OpenKeeper[R Record](format Format[Records[R]], path string) (*Keeper[R], e
 	return &Keeper[R]{doc: doc}, nil
 }
 
-// Close releases the file for others. Changes fail from then on with fs.ErrClosed.
-func (k *Keeper[R]) Close() error {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	return k.doc.Close()
-}
+// Close does what Document.Close does.
+func (k *Keeper[R]) Close() error { return k.doc.Close() }
 
-// SetSync makes f the function that syncs files and directories, so that a test
-// can let it fail. With nil it is (*os.File).Sync again.
-func (k *Keeper[R]) SetSync(f func(*os.File) error) {
-	if f == nil {
-		f = (*os.File).Sync
+// SetLimit does what Document.SetLimit does.
+func (k *Keeper[R]) SetLimit(limit func() time.Duration, late func()) { k.doc.SetLimit(limit, late) }
+
+// Limit returns the time of SetLimit, or 0 if there is no limit.
+func (k *Keeper[R]) Limit() time.Duration {
+	if k == nil {
+		return 0 // nothing is stored
 	}
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	k.doc.file.fsync = f
+	k.doc.mu.Lock()
+	limit := k.doc.limit
+	k.doc.mu.Unlock()
+	if limit == nil {
+		return 0
+	}
+	return limit()
 }
 
-// Get returns the record of a unit, if it has one.
+// TooLate returns the error of a caller that has waited for others for the time of SetLimit.
+func (k *Keeper[R]) TooLate() error { return k.doc.wrap(tooLate(k.Limit())) }
+
+// SetSync does what Document.SetSync does.
+func (k *Keeper[R]) SetSync(f func(*os.File) error) { k.doc.SetSync(f) }
+
+// Get returns the record of a unit, if it has one. It does not wait for storage.
 func (k *Keeper[R]) Get(unit string) (r R, ok bool, err error) {
 	if _, err := parseIdentity(unit); err != nil {
 		return r, false, k.doc.wrap(err) // Put could not store it
 	}
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	if i := k.index(unit); i >= 0 {
-		return k.doc.state.Units[i], true, nil
+	s := k.doc.State()
+	if i := s.index(unit); i >= 0 {
+		return s.Units[i], true, nil
 	}
 	return r, false, nil
 }
 
 // index returns where the record of a unit is, or -1.
-//
-// Preconditions: k.mu is held.
-func (k *Keeper[R]) index(unit string) int {
-	invariant.Held(&k.mu)
-	return slices.IndexFunc(k.doc.state.Units, func(r R) bool { return r.Unit() == unit })
+func (s Records[R]) index(unit string) int {
+	return slices.IndexFunc(s.Units, func(r R) bool { return r.Unit() == unit })
 }
 
 // Put keeps r in the place of the record that its unit has. r is on stable storage when Put returns
-// nil. After an error, unsure reports that it may be there all the same.
-func (k *Keeper[R]) Put(r R) (unsure bool, err error) { return k.change(r.Unit(), r) }
+// nil. After an error, unsure reports that the file may have it all the same.
+func (k *Keeper[R]) Put(r R, p Patience) (unsure bool, err error) {
+	return k.change(r.Unit(), p, func(s Records[R]) (Records[R], bool, error) {
+		i := s.index(r.Unit())
+		if s.Units = slices.Clone(s.Units); i >= 0 {
+			s.Units[i] = r
+		} else {
+			s.Units = append(s.Units, r)
+		}
+		return s, true, nil
+	})
+}
 
-// Remove forgets the record of a unit, if it has one. It returns what Put does.
-func (k *Keeper[R]) Remove(unit string) (unsure bool, err error) { return k.change(unit) }
-
-// change replaces the records of a unit by with, which is at most one.
-func (k *Keeper[R]) change(unit string, with ...R) (unsure bool, err error) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	i := k.index(unit)
-	switch {
-	case i < 0 && len(with) == 0 && !k.doc.file.unsure:
+// Remove forgets the record of a unit, if it has one. It returns what Put does. Without a record it
+// does not wait for storage.
+func (k *Keeper[R]) Remove(unit string, p Patience) (unsure bool, err error) {
+	k.doc.mu.Lock()
+	nothing := k.doc.state.index(unit) < 0 && k.doc.isSettled(unit)
+	k.doc.mu.Unlock()
+	if nothing {
+		if !p.commit() {
+			return false, k.doc.wrap(ErrAborted)
+		}
 		return false, nil
-	case k.doc.closed:
-		return false, k.doc.wrap(fs.ErrClosed)
 	}
-	next := k.doc.state
-	if next.Units = slices.Clone(next.Units); i >= 0 {
-		next.Units = slices.Replace(next.Units, i, i+1, with...)
-	} else {
-		next.Units = append(next.Units, with...)
-	}
-	err = k.doc.Replace(next)
-	return err != nil && k.doc.file.unsure, err
+	return k.change(unit, p, func(s Records[R]) (Records[R], bool, error) {
+		i := s.index(unit)
+		if i >= 0 {
+			s.Units = slices.Delete(slices.Clone(s.Units), i, i+1)
+		}
+		return s, i >= 0, nil
+	})
+}
+
+// change stores what apply makes of the records.
+func (k *Keeper[R]) change(unit string, p Patience, apply func(Records[R]) (Records[R], bool, error)) (bool, error) {
+	unsure, err := k.doc.store(&update[Records[R]]{keys: []string{unit}, apply: apply, patience: p})
+	return unsure, k.doc.wrap(err)
 }
 
 // Check refuses records that are bad, and two of one unit.

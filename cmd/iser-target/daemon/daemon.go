@@ -74,7 +74,7 @@ type Daemon struct {
 
 	node    *iscsi.Node
 	net     network
-	state   stateFiles
+	state   *stateFiles
 	changes changes
 	calls   calls
 	waits   waits
@@ -128,6 +128,7 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 		changes: changes{lock: make(chan struct{}, 1)},
 		served:  served{doc: doc, cfg: cfg},
 		builds:  map[string]bool{},
+		state:   &stateFiles{},
 		before:  func(string) error { return nil },
 		waits:   cmp.Or(o.waits, defaultWaits),
 	}
@@ -209,8 +210,8 @@ func (d *Daemon) open() error {
 	}
 	defer e.release()
 	cfg := d.served.cfg
-	if err := d.state.open(cfg.StateDir); err != nil {
-		return fmt.Errorf("state_dir: %w", err)
+	if err := d.openState(cfg.StateDir); err != nil {
+		return err
 	}
 	if err := e.startTargets(); err != nil {
 		return err

@@ -55,8 +55,7 @@ func upgradeShrinks(b []byte) (shrinkState, any, error) {
 
 // shrinks has what is in shrinkFile, and why.
 type shrinks struct {
-	writing sync.Mutex                   // held while the file is written; before mu
-	doc     *state.Document[shrinkState] // guarded by writing; nil without a state directory
+	doc *state.Document[shrinkState] // nil without a state directory; set once
 
 	mu        sync.Mutex
 	left      sizes // that an earlier process left and this one did not come to
@@ -76,31 +75,27 @@ func (s *shrinks) open(dir string) error {
 
 // close closes the file, if there is one.
 func (s *shrinks) close() error {
-	s.writing.Lock()
-	defer s.writing.Unlock()
 	if s.doc == nil {
 		return nil
 	}
 	return s.doc.Close()
 }
 
-// store writes the file, or removes it if it would list nothing.
+// store writes the file, or removes it if it would list nothing. When several callers store at the
+// same time, the file has what was listed last.
 func (s *shrinks) store() error {
-	s.writing.Lock()
-	defer s.writing.Unlock()
 	if s.doc == nil {
 		return nil
 	}
-	all := sizes{}
-	s.mu.Lock()
-	for _, of := range []sizes{s.left, s.overgrown, s.planned} {
-		maps.Copy(all, of)
-	}
-	s.mu.Unlock()
-	if len(all) == 0 {
-		return s.doc.Remove(noShrinks)
-	}
-	return s.doc.Replace(shrinkState{1, all})
+	return s.doc.Update(func() (shrinkState, bool) {
+		all := sizes{}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for _, of := range []sizes{s.left, s.overgrown, s.planned} {
+			maps.Copy(all, of)
+		}
+		return shrinkState{1, all}, len(all) == 0
+	})
 }
 
 // filesToShrink returns the files that a plan cuts off, with their new sizes.

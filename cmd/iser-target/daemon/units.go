@@ -8,8 +8,8 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
-
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
@@ -19,8 +19,31 @@ import (
 	"github.com/iser-target/iser-target/lun/state"
 )
 
-// open opens the files of the state directory: the identities of LUNs, their reservations, the
+// openState opens the files of the state directory: the identities of LUNs, their reservations, the
 // settings that initiators saved, and sanitize operations in progress. If dir is empty, the state is kept in memory.
+// It gives up when the file system hangs.
+func (d *Daemon) openState(dir string) error {
+	var s *stateFiles // valid when the call is back
+	err := d.calls.do(context.Background(), d.waits.start, "state_dir", callOpen, func(*call) (err error) {
+		s = &stateFiles{}
+		if err = s.open(dir); err != nil {
+			err = errors.Join(err, s.close())
+		}
+		return err
+	}, nil)
+	if errors.Is(err, ErrStuck) {
+		return fmt.Errorf("state_dir %s: the file system does not answer. Repair it, or configure another directory", dir)
+	}
+	if err != nil {
+		return fmt.Errorf("state_dir: %w", err)
+	}
+	d.state = s
+	limit := &d.net.limits.StateTimeout
+	s.setLimit(limit.Time, func() { limit.Bite("state_dir " + dir) })
+	return nil
+}
+
+// open opens the files.
 func (s *stateFiles) open(dir string) (err error) {
 	s.ids = state.Ephemeral()
 	if dir == "" {
@@ -42,6 +65,17 @@ func (s *stateFiles) open(dir string) (err error) {
 	}
 	s.sanitizations, err = lun.OpenSanitizations(filepath.Join(dir, "sanitize.json"))
 	return err
+}
+
+// setLimit makes changes fail that are not stored within limit; late is called then.
+func (s *stateFiles) setLimit(limit func() time.Duration, late func()) {
+	for _, f := range []interface {
+		SetLimit(func() time.Duration, func())
+	}{s.ids, s.reservations, s.settings, s.sanitizations, s.shrinks.doc} {
+		if !reflect.ValueOf(f).IsNil() { // without a state directory most do not exist
+			f.SetLimit(limit, late)
+		}
+	}
 }
 
 // identityKey returns the key of a LUN's identity in the state directory.
