@@ -125,17 +125,26 @@ func (d *Document) writeOnce(path, real string, expected func(old []byte, absent
 	return written, err
 }
 
+// ErrStorage is the class of errors of the file system that has the configuration: nothing is wrong
+// with the document.
+var ErrStorage = errors.New("the file system failed")
+
 // saveError returns an Error that names the file and what failed.
 func saveError(path, what string, err error) error {
+	class := err
+	var errno syscall.Errno
+	if errors.As(err, &errno) {
+		class = errors.Join(ErrStorage, err)
+	}
 	var link *os.LinkError
 	if errors.As(err, &link) {
 		err = fmt.Errorf("%s to %s: %w", link.Op, link.New, link.Err)
 	}
 	var pe *fs.PathError
 	if errors.As(err, &pe) && pe.Path != path {
-		return &Error{Source: path, Reason: what + pe.Error(), class: err}
+		return &Error{Source: path, Reason: what + pe.Error(), class: class}
 	}
-	return &Error{Source: path, Reason: what + reasonOf(err), class: err}
+	return &Error{Source: path, Reason: what + reasonOf(err), class: class}
 }
 
 // followLinks returns the path of the file that path leads to, which need not exist.

@@ -290,6 +290,11 @@ func errorOf(err error) *schema.Error {
 		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "try again"}
 	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EROFS):
 		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "the user that the target runs as needs the permission; docs/service.md lists what its systemd unit forbids"}
+	case errors.Is(err, config.ErrStorage) && errors.As(err, &wrong):
+		return &schema.Error{Code: schema.Failed, Message: err.Error(),
+			Hint: "check the file system and the device of " + wrong.Source + " (dmesg), and try again"}
+	case errors.Is(err, daemon.ErrStateStuck):
+		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "check the file system that state_dir is on; limits.state_timeout is how long the target waits for it"}
 	case errors.As(err, &wrong), errors.Is(err, config.ErrShared):
 		return &schema.Error{Code: schema.Invalid, Message: err.Error(), Hint: "nothing was changed; docs/config.md describes all keys"}
 	case errors.Is(err, fs.ErrNotExist):

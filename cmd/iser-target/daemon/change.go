@@ -27,7 +27,10 @@ type changes struct {
 // An editor is the right to change what runs. At most one exists: Daemon.edit makes it
 // when the one before is released. Only its holder writes Daemon.served, and so may read
 // that without Daemon.mu. What requires the right is a method of editor.
-type editor struct{ d *Daemon }
+type editor struct {
+	d      *Daemon
+	absent []string // files that the change creates
+}
 
 // write calls f, which changes Daemon.served, with Daemon.mu held.
 func (e *editor) write(f func()) { e.d.locked(f) }
@@ -37,7 +40,7 @@ func (e *editor) write(f func()) { e.d.locked(f) }
 func (d *Daemon) edit(ctx context.Context) (*editor, error) {
 	select {
 	case d.changes.lock <- struct{}{}:
-		return &editor{d}, nil
+		return &editor{d: d}, nil
 	case <-ctx.Done():
 		return nil, fmt.Errorf("another change is in progress: %w", ctx.Err())
 	case <-d.changes.ended.Done():
@@ -49,7 +52,7 @@ func (d *Daemon) edit(ctx context.Context) (*editor, error) {
 func (d *Daemon) tryEdit() *editor {
 	select {
 	case d.changes.lock <- struct{}{}:
-		return &editor{d}
+		return &editor{d: d}
 	default:
 		return nil
 	}

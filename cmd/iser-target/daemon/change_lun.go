@@ -41,7 +41,13 @@ func (c *change) open(t *servedTarget, l config.LUN) error {
 	c.onUndo(func() error {
 		c.write(func() { delete(t.luns, l.ID) })
 		t.inventory.Remove(uint16(l.ID)).CutOff()
-		return c.closeAgain(t, served, d.waits.close)
+		var err error
+		if c.o.File == nil && slices.Contains(c.absent, l.Path) { // the change created it
+			err = d.calls.do(c.lasting(), d.waits.store, storeKey(t.name, &l), "removing the new file", func(*call) error {
+				return removeNew(l.Path)
+			}, nil)
+		}
+		return errors.Join(err, c.closeAgain(t, served, d.waits.close))
 	})
 	return nil
 }

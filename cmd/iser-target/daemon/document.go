@@ -82,6 +82,7 @@ func (e *editor) prepare(ctx context.Context, plan *schema.Plan, cfg *config.Con
 				return fmt.Errorf("LUN %d of %s: %w. Nothing was changed", l.ID, s.Change.Target, err)
 			}
 			if absent {
+				e.absent = append(e.absent, l.Path)
 				if err := d.state.ids.Forget(identityKey(s.Change.Target, &l)); err != nil {
 					return err
 				}

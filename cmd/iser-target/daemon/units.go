@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"slices"
+	"syscall"
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
@@ -82,6 +83,9 @@ func (s *stateFiles) setLimit(limit func() time.Duration, late func()) {
 func identityKey(target string, l *config.LUN) string {
 	return fmt.Sprintf("%s/%d/%s:%s", target, l.ID, l.Backend, l.Path)
 }
+
+// ErrStateStuck is in errors about a file of the state directory that could not be stored in time.
+var ErrStateStuck = state.ErrTimeout
 
 var errMissing = errors.New("the file is missing: it existed before, and a new one would hide the loss of its data. " +
 	"Restore the file, or remove the LUN and add it again")
@@ -202,22 +206,54 @@ func (d *Daemon) openUnit(target string, l *config.LUN, fresh bool, open func(*c
 	if isAbandoned() {
 		return nil, errAbandoned
 	}
+	created := willCreate(l)
 	store, err := open(l)
 	if err != nil {
 		return nil, err
 	}
+	fail := func(err error) (*lun.Unit, error) {
+		if created {
+			err = errors.Join(err, removeNew(l.Path)) // before another target can lock it
+		}
+		return nil, errors.Join(err, store.Close())
+	}
 	if isAbandoned() {
-		return nil, errors.Join(errAbandoned, store.Close())
+		return fail(errAbandoned)
 	}
 	id, err := d.state.ids.Get(key)
 	if err != nil {
-		return nil, errors.Join(err, store.Close())
+		return fail(err)
 	}
 	unit, err := lun.New(store, d.unitOptions(l, id))
 	if err != nil {
-		return nil, errors.Join(err, store.Close())
+		return fail(err)
 	}
 	return unit, nil
+}
+
+// willCreate reports whether opening the store of l creates its file.
+func willCreate(l *config.LUN) bool {
+	if l.Backend != "file" {
+		return false
+	}
+	_, err := os.Lstat(l.Path)
+	return errors.Is(err, fs.ErrNotExist)
+}
+
+// removeNew removes a file that was created a moment ago, which this process has locked, unless
+// somebody has written to it.
+func removeNew(path string) error {
+	fi, err := os.Lstat(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if st, ok := fi.Sys().(*syscall.Stat_t); !ok || !fi.Mode().IsRegular() || st.Blocks != 0 {
+		return fmt.Errorf("%s is left behind: it has data already", path)
+	}
+	return os.Remove(path)
 }
 
 // unitOptions returns the options of the logical unit of l.
