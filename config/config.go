@@ -58,6 +58,7 @@ type Target struct {
 	Name       string   `key:"name"`       // iSCSI name, normalised
 	Alias      string   `key:"alias"`      // TargetAlias; may be empty
 	Initiators []string `key:"initiators"` // security.Patterns: initiators that may log in
+	ResetsFor  []string `key:"resets_for"` // security.Patterns: initiators whose resets reach others; nil: none
 	Auth       Auth     `key:"auth"`
 	Redirect   Redirect `key:"redirect"`
 	LUNs       []LUN    `key:"luns"`
@@ -114,6 +115,7 @@ func (l LUN) forSome() bool { return len(l.Initiators) > 0 || len(l.ReadOnlyFor)
 type Limits struct {
 	QueueDepth       int           `key:"queue_depth"`       // commands in flight per session
 	ConnectionMemory Size          `key:"connection_memory"` // bytes of data buffers of one connection
+	Memory           Size          `key:"memory"`            // bytes that all initiators make the target use; 0: from the machine
 	MaxFPDU          int           `key:"max_fpdu"`          // bytes of the ULPDU of an FPDU that the target sends
 	LoginTimeout     time.Duration `key:"login_timeout"`     // from accept to the full feature phase
 	NOPInterval      time.Duration `key:"nop_interval"`      // idle time before a NOP-In; 0: no NOP-In

@@ -235,6 +235,7 @@ func (c *Config) checkTargets(errs *errorList) {
 			errs.addf(key+".initiators", `is required: the initiators that may log in. initiators: ["*"] admits all`)
 		}
 		checkPatterns(key+".initiators", t.Initiators, errs)
+		checkPatterns(key+".resets_for", t.ResetsFor, errs)
 		if t.PortalGroups != nil && len(t.PortalGroups) == 0 {
 			errs.addf(key+".portal_groups", "is empty: no portal would lead to the target. Remove the key to use all portals")
 		}
@@ -368,6 +369,9 @@ func (l *Limits) check(errs *errorList) {
 	checkRange(errs, "limits.error_recovery_level", l.ErrorRecoveryLevel, 0, 2)
 	checkRange(errs, "limits.registrations_per_initiator", l.Registrations, 1, 512)
 	checkRange(errs, "limits.connection_memory", l.ConnectionMemory, 4<<20, 64<<30)
+	if least, most := Size(16<<20), Size(1<<44); (l.Memory < least || l.Memory > most) && l.Memory != 0 {
+		errs.addf("limits.memory", "must be %v to %v, or 0, not %v", least, most, l.Memory)
+	}
 	for _, f := range []struct {
 		key   string
 		v     time.Duration

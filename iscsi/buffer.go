@@ -22,6 +22,8 @@ type Buffer struct {
 	data   []byte  // as long as its class
 	budget *budget // nil while the Buffer is in the pool
 
+	other bool // it is not for a piece of data
+
 	refs atomic.Int32 // owners in addition to the first one
 
 	room   *quota // of the data that is queued for sending; nil: none
@@ -61,17 +63,28 @@ func (b *Buffer) Release() {
 			b.data[i] = 0xdb
 		}
 	}
-	n := len(b.data)
+	n, other := len(b.data), b.other
 	g.pool.put(b)
-	g.release(n)
+	if other {
+		g.discharge(n)
+	} else {
+		g.release(n)
+	}
 }
 
 // chargeTo makes g answer for b instead of the budget that b is from.
 func (b *Buffer) chargeTo(g *budget) {
-	from := b.budget
+	from, n := b.budget, len(b.data)
 	b.budget = g
-	g.release(-len(b.data))
-	from.release(len(b.data))
+	g.of.add(g, n, false)
+	if b.other {
+		from.discharge(n)
+		return
+	}
+	g.mu.Lock()
+	g.free -= n
+	g.mu.Unlock()
+	from.release(n)
 }
 
 // bufferClass returns the class of the smallest Buffer that holds n bytes.
@@ -86,24 +99,38 @@ func bufferClass(n int) int {
 // nobody uses.
 type bufferPool struct {
 	classes [bufferClasses]sync.Pool
-	out     atomic.Int64 // Buffers not in the pool
+	out     atomic.Int64 // Buffers with pieces of data
 	bytes   atomic.Int64 // their size
 }
 
+// get returns a Buffer for a piece of data.
 func (p *bufferPool) get(g *budget, class int) *Buffer {
+	b := p.getOther(g, class)
+	b.other = false
+	p.count(b, 1)
+	return b
+}
+
+// count counts n more Buffers like b, which has a piece of data.
+func (p *bufferPool) count(b *Buffer, n int) {
+	p.out.Add(int64(n))
+	p.bytes.Add(int64(n * len(b.data)))
+}
+
+// getOther returns a Buffer for something else.
+func (p *bufferPool) getOther(g *budget, class int) *Buffer {
 	b, _ := p.classes[class].Get().(*Buffer)
 	if b == nil {
 		b = &Buffer{data: make([]byte, 1<<(minBufferShift+class))}
 	}
-	b.budget = g
-	p.out.Add(1)
-	p.bytes.Add(int64(len(b.data)))
+	b.budget, b.other = g, true
 	return b
 }
 
 func (p *bufferPool) put(b *Buffer) {
-	p.out.Add(-1)
-	p.bytes.Add(-int64(len(b.data)))
+	if !b.other {
+		p.count(b, -1)
+	}
 	p.classes[bufferClass(len(b.data))].Put(b)
 }
 
@@ -202,11 +229,79 @@ func (q *quota) close() {
 	}
 }
 
-// A budget bounds the Buffers of one connection. A task that waits for a Buffer holds none, so tasks
-// that hold one always continue and give it back.
+// A budget bounds the Buffers of one connection, and has its account. A task that waits for a Buffer
+// holds none, so tasks that hold one always continue and give it back.
 type budget struct {
 	quota
-	pool *bufferPool
+	account
+	pool  *bufferPool
+	bound int // of the quota
+}
+
+// grant lets the first task that waits continue, with n bytes.
+//
+// Preconditions: g.mu is held; the bytes are free.
+func (g *budget) grant(n int) {
+	invariant.Held(&g.mu)
+	t := g.waiters.Pop()
+	g.free -= n
+	g.used += n
+	t.wants, t.granted = n, true
+	t.wake <- struct{}{}
+}
+
+// serve does what quota.serve does, as far as the account suffices. While memory is short a task gets
+// the least that it can continue with.
+//
+// Preconditions: g.mu is held.
+func (g *budget) serve() {
+	invariant.Held(&g.mu)
+	g.lacks = false
+	for t := g.waiters.Front(); t != nil && g.free >= t.wants; t = g.waiters.Front() {
+		n := t.wants
+		if g.rest() < n && g.of.short.Load() {
+			n = t.least
+		}
+		if g.rest() < n {
+			g.lacks = true
+			return
+		}
+		g.grant(n)
+	}
+}
+
+// unsettled reports whether memory.settle has something to do.
+//
+// Preconditions: g.mu is held.
+func (g *budget) unsettled() bool {
+	if g.lacks {
+		return !g.queued
+	}
+	n := g.unused()
+	return n > maxUnused || n > 0 && (g.gone || g.of.short.Load())
+}
+
+// restForOther returns how many bytes are left for what is not a piece of data: one piece always
+// finds its part of the share.
+//
+// Preconditions: g.mu is held.
+func (g *budget) restForOther() int { return g.rest() - max(0, g.piece-(g.bound-g.free)) }
+
+// take takes n bytes for a piece of data if they are free and no task waits.
+func (g *budget) take(n int) bool {
+	g.mu.Lock()
+	switch {
+	case !g.waiters.Empty() || g.free < n || g.closed:
+		g.mu.Unlock()
+		return false
+	case g.rest() < n:
+		g.mu.Unlock()
+		return g.of.borrow(g, n)
+	}
+	g.free -= n
+	g.used += n
+	g.mu.Unlock()
+	return true
 }
 
 // try returns a Buffer for n bytes, or nil if the budget is used up or a task waits.
@@ -219,11 +314,88 @@ func (g *budget) try(n int) *Buffer {
 }
 
 // wait returns a Buffer for n bytes, for which it waits as quota.wait does, or nil when that returns
-// false.
-func (g *budget) wait(t *Task, n int) *Buffer {
-	class := bufferClass(n)
-	if !g.quota.wait(t, 1<<(minBufferShift+class)) {
+// false. While memory is short the Buffer may have only as many bytes as least.
+func (g *budget) wait(t *Task, n, least int) *Buffer {
+	g.mu.Lock()
+	if g.closed || t.aborted.Load() {
+		g.mu.Unlock()
 		return nil
 	}
-	return g.pool.get(g, class)
+	t.wants, t.granted = 1<<(minBufferShift+bufferClass(n)), false
+	t.least = min(t.wants, 1<<(minBufferShift+bufferClass(least)))
+	g.waiters.Push(t, &t.waiter)
+	g.serve()
+	g.unlock()
+	<-t.wake
+	if !t.granted {
+		return nil
+	}
+	return g.pool.get(g, bufferClass(t.wants))
+}
+
+// unlock unlocks g.mu, and settles the account if need be.
+func (g *budget) unlock() {
+	settle := g.unsettled()
+	g.mu.Unlock()
+	if settle {
+		g.of.settle(g)
+	}
+}
+
+// release gives back n bytes of pieces of data.
+func (g *budget) release(n int) {
+	g.mu.Lock()
+	g.free += n
+	g.used -= n
+	g.serve()
+	g.unlock()
+}
+
+// cancel ends the wait of t, if it waits.
+func (g *budget) cancel(t *Task) {
+	g.mu.Lock()
+	if g.waiters.Remove(&t.waiter) {
+		t.wake <- struct{}{}
+		g.serve() // t may have needed more than those after it
+	}
+	g.unlock()
+}
+
+// other returns a Buffer for n bytes that are not a piece of data, or nil if memory is short.
+func (g *budget) other(n int) *Buffer {
+	class := bufferClass(n)
+	if !g.charge(1 << (minBufferShift + class)) {
+		return nil
+	}
+	return g.pool.getOther(g, class)
+}
+
+// makeOther makes b, a Buffer of g, one that is not for a piece of data.
+func (g *budget) makeOther(b *Buffer) {
+	g.pool.count(b, -1)
+	g.mu.Lock()
+	b.other = true
+	g.free += len(b.data)
+	g.serve()
+	g.unlock()
+}
+
+// charge counts n bytes of something other than a piece of data. It returns false if memory is short.
+func (g *budget) charge(n int) bool {
+	g.mu.Lock()
+	if g.restForOther() < n {
+		g.mu.Unlock()
+		return g.of.charge(g, n) || g.of.charge(g, n) // others may have given back what they did not use
+	}
+	g.used += n
+	g.mu.Unlock()
+	return true
+}
+
+// discharge gives back what charge has counted.
+func (g *budget) discharge(n int) {
+	g.mu.Lock()
+	g.used -= n
+	g.serve()
+	g.unlock()
 }

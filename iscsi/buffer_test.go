@@ -3,9 +3,17 @@ package iscsi
 import (
 	"testing"
 	"testing/synctest"
+
+	"github.com/iser-target/iser-target/security/limits"
 )
 
-func newBudget(octets int) *budget { return &budget{pool: &bufferPool{}, quota: quota{free: octets}} }
+func newBudget(octets int) *budget {
+	m := &memory{limit: &limits.New().Memory}
+	m.limit.SetMax(1 << 40)
+	g := &budget{pool: &bufferPool{}, quota: quota{free: octets}, bound: octets}
+	m.join(g, "initiator", func() {})
+	return g
+}
 
 func waiter() *Task { return &Task{wake: make(chan struct{}, 1)} }
 
@@ -32,7 +40,7 @@ func TestBudgetIsFair(t *testing.T) {
 		for i, n := range []int{32 << 10, 64 << 10, 4096} {
 			w := waiter()
 			go func() {
-				bufs[i] = g.wait(w, n)
+				bufs[i] = g.wait(w, n, n)
 				got <- i
 			}()
 			synctest.Wait()
@@ -79,7 +87,7 @@ func TestBudgetCancel(t *testing.T) {
 			t *Task
 			n int
 		}{{first, 8192}, {second, 4096}, {third, 8192}} {
-			go func() { got <- result{w.t, g.wait(w.t, w.n)} }()
+			go func() { got <- result{w.t, g.wait(w.t, w.n, w.n)} }()
 			synctest.Wait()
 			if g.last() != w.t {
 				t.Fatalf("%p does not wait", w.t)
@@ -98,14 +106,14 @@ func TestBudgetCancel(t *testing.T) {
 				second2 = r.b
 			}
 		}
-		if b := g.wait(first, 1); b != nil {
+		if b := g.wait(first, 1, 1); b != nil {
 			t.Error("an aborted task got a Buffer")
 		}
 		g.close()
 		if r := <-got; r.t != third || r.b != nil {
 			t.Errorf("%p got %v after close", r.t, r.b)
 		}
-		if g.try(1) != nil || g.wait(waiter(), 1) != nil {
+		if g.try(1) != nil || g.wait(waiter(), 1, 1) != nil {
 			t.Error("Buffer from a closed budget")
 		}
 		half.Release()

@@ -83,20 +83,40 @@ func (t *Task) takeCommand(n *Notice) error {
 		return nil
 	}
 	t.bound = true
-	if imm == 0 {
-		return nil
+	if t.unsolicited > 0 {
+		t.takeImmediate(n.Data, int(out))
 	}
+	return nil
+}
+
+// takeImmediate finds memory for the unsolicited data of t, which is to write out bytes, and copies
+// immediate data there.
+//
+// Preconditions: c.baton is held.
+func (t *Task) takeImmediate(data []byte, out int) {
+	c := t.conn
 	// A longer transfer goes through a Buffer: put the immediate data there at once. But a task
 	// that still waits for something must not hold a Buffer.
-	if whole := min(int(out), c.piece); whole > int(imm) && !t.needsData && c.isNext(h) {
-		if t.buf = c.budget.try(whole); t.buf != nil {
-			copy(t.buf.data, n.Data)
-			t.placed = true
-			return nil
+	whole := min(out, c.piece)
+	mayHold := !t.needsData && c.isNext(t.header())
+	if mayHold && whole > len(data) {
+		t.buf = c.budget.try(whole)
+	}
+	if t.buf == nil {
+		if room := t.room(int(t.unsolicited)); room != nil {
+			copy(room, data)
+			return
+		}
+		if mayHold { // the connection's share of memory for pieces may be free
+			t.buf = c.budget.try(min(whole, c.leastPiece()))
 		}
 	}
-	copy(t.room(), n.Data)
-	return nil
+	if t.buf == nil {
+		t.noMemory = true
+		return
+	}
+	copy(t.buf.data, data)
+	t.placed = true
 }
 
 // isNext reports whether a command with header h begins without waiting for other tasks.
@@ -125,9 +145,12 @@ func (t *Task) runCommand() {
 		return
 	}
 	out, in := t.expected()
-	if t.refusal != (lun.Sense{}) {
+	switch {
+	case t.refusal != (lun.Sense{}):
 		c.sess.nexus.Refuse(&t.cmd, t.refusal)
-	} else {
+	case t.noMemory:
+		c.sess.nexus.RefuseFull(&t.cmd)
+	default:
 		t.cmd.Expected = uint64(out)
 		t.begun = c.sess.nexus.Begin(&t.cmd)
 		t.leftUnit()
@@ -161,6 +184,7 @@ func (t *Task) read() {
 			t.abandon()
 			return
 		}
+		n = min(n, len(buf.data))
 		t.buf = buf // of t while t may be detached
 		ok := c.sess.nexus.Produce(&t.cmd, buf.data[:n], t.off)
 		t.leftUnit()
@@ -204,7 +228,7 @@ func (t *Task) write() {
 			have = min(int(t.unsolicited), n)
 		}
 		if have == n && !t.placed {
-			if !t.consume(t.stash[:n]) {
+			if !t.consume(t.stash.data[:n]) {
 				break
 			}
 			continue
@@ -215,8 +239,9 @@ func (t *Task) write() {
 				return
 			}
 		}
-		if !t.placed {
-			copy(t.buf.data, t.stash[:have])
+		n = min(n, len(t.buf.data))
+		if have > 0 && !t.placed {
+			copy(t.buf.data, t.stash.data[:have])
 		}
 		if have < n {
 			t.fetch(have, n)
@@ -318,7 +343,7 @@ func (t *Task) takeBuffer(n int) *Buffer {
 	defer t.lap(lun.PhaseReceive)
 	c.dm.Flush() // Buffers on their way to the initiator come back only when they leave
 	c.wantAcks()
-	return c.budget.wait(t, n)
+	return c.budget.wait(t, n, c.leastPiece())
 }
 
 // enqueue takes room for n bytes of b that are about to be queued for sending. It returns false if

@@ -9,7 +9,9 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/lun/invariant"
+	"github.com/iser-target/iser-target/security/limits"
 )
 
 const (
@@ -110,7 +112,8 @@ func newConn(p *Portal, dm Datamover, o ServeOptions) *conn {
 	c.slots.max, c.slots.freed.L = slotsFor(opt.QueueDepth), &c.slots.mu
 	c.join(newShared(c.slots.max))
 	c.baton.init()
-	c.budget = budget{pool: &nd.buffers, quota: quota{free: opt.ConnectionMemory}}
+	c.budget.pool, c.budget.bound, c.budget.quota.free = &nd.buffers, opt.ConnectionMemory, opt.ConnectionMemory
+	nd.memory.join(&c.budget, limits.AddressKey(dm.RemoteAddr()), c.trimSlots)
 	c.sending.free = c.sendAhead()
 	c.worker = func() { // without defer: see leftUnit
 		c.serve()
@@ -129,6 +132,25 @@ func (c *conn) use(dm Datamover) {
 func (c *conn) reassigner() Reassigner {
 	r, _ := c.dm.(Reassigner)
 	return r
+}
+
+// reserveMemory reserves the share of the connection of that initiator in the full feature phase. It
+// returns false if there is no memory for that.
+func (c *conn) reserveMemory(initiator string) bool {
+	fixed, piece := loginBytes, c.leastPiece()
+	if s, ok := c.dm.(Sizer); ok {
+		fixed += s.Size()
+	}
+	if c.params.Discovery {
+		piece = 0
+	}
+	return c.node.memory.promote(&c.budget, initiator, fixed, piece)
+}
+
+// leastPiece returns how many bytes of a command's data are moved at once when memory is short: the
+// share of a connection has room for that.
+func (c *conn) leastPiece() int {
+	return max(lun.MaxParameterList, int(c.opt.Limits.FirstBurstLength))
 }
 
 // sendAhead returns how many bytes of data may wait to be sent at a time.
@@ -197,6 +219,9 @@ func (c *conn) finish() (last bool) {
 		out := c.opt.ConnectionMemory - c.budget.left()
 		invariant.Check(out == 0, "connection has ended with %d bytes of Buffers in use", out)
 	}
+	c.node.memory.leave(&c.budget)
+	c.slots.trimmed.Store(true)
+	c.trimSlots()
 	return c.sess != nil && c.sess.leave(c)
 }
 

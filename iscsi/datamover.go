@@ -98,6 +98,12 @@ type Datamover interface {
 	CloseWrite() error
 }
 
+// A Sizer is a Datamover that says how much memory it uses in the full feature phase, besides
+// Buffers and task slots.
+type Sizer interface {
+	Size() int // bytes, at most
+}
+
 // A Canceler is a Datamover that can call off a GetData. Aborting a task on TCP requires that: Linux
 // does not send the data of a task that it aborts.
 type Canceler interface {

@@ -46,15 +46,15 @@ func (c *conn) takeDataOut(n *Notice) (reason pdu.RejectReason) {
 	switch {
 	case h.LUN() != t.header().LUN(), h.DataSN() != t.dataSN: // sections 4.2.5.3 and 11.7.5
 		reason = pdu.RejectProtocolError
-	case t.refusal != (lun.Sense{}), t.recovery.gap: // the data is not needed
+	case t.refusal != (lun.Sense{}), t.recovery.gap, t.noMemory: // the data is not needed
 	case h.BufferOffset() != t.arrived, end > uint64(t.unsolicited):
 		reason = pdu.RejectInvalidField
 	default:
-		copy(t.room()[t.arrived:], n.Data)
+		copy(t.stash.data[t.arrived:], n.Data)
 		t.arrived = uint32(end)
 	}
 	t.dataSN = h.DataSN() + 1
-	incomplete := h.Final() && t.refusal == (lun.Sense{}) && !t.recovery.gap && t.arrived != t.unsolicited
+	incomplete := h.Final() && t.refusal == (lun.Sense{}) && !t.recovery.gap && !t.noMemory && t.arrived != t.unsolicited
 	if reason != 0 || incomplete { // section 4.2.5.2
 		t.refusal = senseWrongAmount
 	}
@@ -100,26 +100,19 @@ func (c *conn) lostDataOut(n *Notice) {
 	c.reject(n, n.Reject, unexpected)
 }
 
-// room returns the slot's own memory for unsolicited data, as long as that can be.
-func (t *Task) room() []byte {
-	if n := int(t.conn.params.FirstBurstLength); len(t.stash) < n {
-		// As long as needed, but no longer than a segment if that is all that can come.
-		if t.conn.params.InitialR2T {
-			n = min(n, t.conn.recvLimit)
-		}
-		if len(t.stash) < n {
-			t.stash = make([]byte, n)
-		}
-	}
-	return t.stash
-}
-
-// unplace gives back the Buffer of a task that is going to wait.
+// unplace puts the unsolicited data of a task that is going to wait where it does not hold up other
+// tasks of the connection.
 func (t *Task) unplace() {
 	if !t.placed {
 		return
 	}
-	copy(t.room(), t.buf.data[:t.unsolicited])
-	t.buf.Release()
+	b := t.buf
 	t.buf, t.placed = nil, false
+	if room := t.room(int(t.unsolicited)); room != nil {
+		copy(room, b.data[:t.unsolicited])
+		b.Release()
+		return
+	}
+	t.stash = b
+	b.budget.makeOther(b)
 }

@@ -78,6 +78,9 @@ func (c *conn) detach(t *Task) {
 	if t.buf != nil {
 		t.buf.chargeTo(&c.node.detached)
 	}
+	if t.stash != nil {
+		t.stash.chargeTo(&c.node.detached)
+	}
 	c.leave(t)
 	if t.bound {
 		c.dm.Unbind(t)
@@ -121,5 +124,6 @@ func (t *Task) endDetached() {
 	if t.buf != nil {
 		t.buf.Release()
 	}
+	t.giveStash()
 	nd.stats.detached.Add(-1)
 }

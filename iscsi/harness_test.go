@@ -73,7 +73,7 @@ func newStoreNode(tb testing.TB, store *backendtest.Faulty, change ...func(*Opti
 	if err != nil {
 		tb.Fatal(err)
 	}
-	if err := n.AddTarget(TargetConfig{Name: targetName, Alias: "store", Initiators: all, LUNs: n.inv}); err != nil {
+	if err := n.AddTarget(TargetConfig{Name: targetName, Alias: "store", Initiators: all, ResetsFor: all, LUNs: n.inv}); err != nil {
 		tb.Fatal(err)
 	}
 	n.portal = n.AddPortal(PortalConfig{Listen: "0.0.0.0:3260", TPGT: 1})

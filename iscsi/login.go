@@ -341,6 +341,9 @@ func (l *login) enterFullFeature() error {
 		return keyError(err)
 	}
 	c.params = p
+	if !c.reserveMemory(l.key.initiator) {
+		return &loginError{pdu.LoginOutOfResources, errNoMemory}
+	}
 	if refusal := c.node.establish(c, l.key, &l.first, l.target); refusal != nil {
 		return refusal
 	}
@@ -436,5 +439,7 @@ func (l *login) respond(rsp pdu.LoginResponse, data []byte) error {
 	}
 	return nil
 }
+
+var errNoMemory = errors.New("there is no memory left for another connection")
 
 var errNotTaken = errors.New("initiator does not take the Login Response")

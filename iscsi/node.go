@@ -27,8 +27,7 @@ type Options struct {
 	QueueDepth int
 
 	// ConnectionMemory bounds the data buffers of one connection, in bytes; 64 MiB. A value below
-	// one piece of data counts as one piece. Immediate data has small buffers in addition: at most
-	// FirstBurstLength for each command in flight.
+	// one piece of data counts as one piece. Shared.Memory bounds that, and all else, for the process.
 	ConnectionMemory int
 
 	// MaxTransferPiece is how many bytes of a command's data are moved at once; 1 MiB. It is
@@ -96,9 +95,12 @@ type TargetConfig struct {
 	Name       string            // iSCSI name
 	Alias      string            // TargetAlias; may be empty
 	Initiators security.Patterns // the initiators that may log in
-	Auth       *security.CHAP    // nil: initiators need not authenticate themselves
-	Redirect   Redirect          // where initiators are sent instead, if its Address is not empty
-	LUNs       *lun.Inventory
+	// ResetsFor are the initiators whose resets and CLEAR TASK SET end the commands of others, too; those
+	// of all others reach only what their own initiator began.
+	ResetsFor security.Patterns
+	Auth      *security.CHAP // nil: initiators need not authenticate themselves
+	Redirect  Redirect       // where initiators are sent instead, if its Address is not empty
+	LUNs      *lun.Inventory
 	// PortalGroups are the tags of those that lead to the target; empty: all.
 	PortalGroups []uint16
 }
@@ -143,6 +145,7 @@ var (
 type Node struct {
 	opt     atomic.Pointer[Options] // complete; replaced as a whole
 	buffers bufferPool
+	memory  memory
 	// detached is charged for the Buffers of tasks that are detached. It bounds nothing: the logical
 	// units that have those tasks begin no others.
 	detached budget
@@ -192,15 +195,19 @@ func NewNode(o Options) *Node {
 		sessions: make(map[uint16]*session),
 		conns:    make(map[*conn]struct{}),
 	}
+	nd.memory.limit = &o.Shared.Memory
 	nd.detached.pool = &nd.buffers
+	nd.memory.open(&nd.detached)
 	nd.SetOptions(o)
 	return nd
 }
 
-// SetOptions replaces the options. Connections that exist keep those that they began with.
+// SetOptions replaces the options. Connections that exist keep those that they began with. The bounds
+// of Shared hold at once; tasks that a new bound lets continue do so now.
 func (nd *Node) SetOptions(o Options) {
 	o = o.complete()
 	nd.opt.Store(&o)
+	nd.memory.changed()
 }
 
 // AddTarget adds a target. An error is about its name, or says that it has no inventory.
@@ -351,5 +358,5 @@ func (nd *Node) Memory() (used, limit int64) {
 	for c := range nd.conns {
 		limit += int64(c.opt.ConnectionMemory)
 	}
-	return nd.buffers.bytes.Load(), limit
+	return nd.buffers.bytes.Load(), min(limit, nd.shared.Memory.Max())
 }

@@ -380,6 +380,7 @@ func (t *Task) adopt(ref *Task, l *lostConn, slot *Task, at Resumption) bool {
 	ref.conn, ref.bound, r.reassigned = c, true, true
 	ref.become(taskRunning)
 	r.snackTag, r.resumeAt = 0, uint64(at.Offset)
+	slot.giveStash()
 	c.node.stats.tasks.Add(-1) // ref uses the mover's state of slot, and slot itself is garbage
 	if len(l.answered) == 0 && !c.shared.tasks.any(l.conn.owns) {
 		c.sess.drop(l)

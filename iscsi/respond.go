@@ -160,10 +160,14 @@ func (t *Task) setReject(reason pdu.RejectReason, header []byte) {
 // runNOP answers a ping with its data, as far as the initiator can take it (RFC 7143, section
 // 11.19; RFC 7145, section 6.2).
 func (t *Task) runNOP() {
+	if t.noMemory {
+		t.rejectRequest(pdu.RejectOutOfResources)
+		return
+	}
 	h := t.beginPDU(pdu.NOPIn, t.header().ITT())
 	h.SetLUN(t.header().LUN())
 	h.SetTTT(pdu.ReservedTag)
-	t.Segment = t.data[:min(len(t.data), t.conn.dm.MaxSendSegment())]
+	t.Segment = t.data[:min(len(t.data), t.conn.dm.MaxSendSegment())] // which may have changed
 	t.conn.respond(t)
 }
 

@@ -1,6 +1,9 @@
 package iscsi
 
-import "sync"
+import (
+	"sync"
+	"sync/atomic"
+)
 
 const (
 	// immediateSlots are task slots in addition to the command window, which does not count
@@ -26,6 +29,8 @@ type slotPool struct {
 	free  *Task      // linked by nextFree
 	made  int
 	max   int
+
+	trimmed atomic.Bool // the connection has ended: free slots keep nothing
 }
 
 // exhausted reports whether all slots are in use.
@@ -88,6 +93,7 @@ func (c *conn) takeSlot() *Task {
 	}
 	p.mu.Unlock()
 	if t == nil {
+		c.node.memory.add(&c.budget, slotBytes, true)
 		t = newSlot(c, c.dm.NewTask())
 	}
 	c.node.stats.tasks.Add(1)
@@ -105,10 +111,38 @@ func newSlot(c *conn, mover any) *Task {
 func (c *conn) freeTask(t *Task) {
 	t.countSpent()
 	t.reset()
+	if t.stash != nil && !c.keepsStash(t) {
+		t.giveStash()
+	}
 	c.node.stats.tasks.Add(-1)
 	p := &c.slots
 	p.mu.Lock()
 	t.nextFree, p.free = p.free, t
 	p.mu.Unlock()
 	p.freed.Signal()
+}
+
+// maxKeptStash is the longest Buffer that a free slot keeps for the next request, in bytes.
+const maxKeptStash = 64 << 10
+
+// keepsStash reports whether the free slot of t may keep its Buffer.
+func (c *conn) keepsStash(t *Task) bool {
+	return len(t.stash.data) <= maxKeptStash && !c.node.memory.short.Load() && !c.slots.trimmed.Load()
+}
+
+// trimSlots gives back the Buffers of free slots.
+func (c *conn) trimSlots() {
+	p := &c.slots
+	p.mu.Lock()
+	var list []*Buffer
+	for t := p.free; t != nil; t = t.nextFree {
+		if t.stash != nil {
+			list = append(list, t.stash)
+			t.stash = nil
+		}
+	}
+	p.mu.Unlock()
+	for _, b := range list {
+		b.Release()
+	}
 }

@@ -1,7 +1,6 @@
 package iscsi
 
 import (
-	"bytes"
 	"sync/atomic"
 
 	"github.com/iser-target/iser-target/iscsi/fifo"
@@ -58,7 +57,7 @@ type Task struct {
 
 	req     [pdu.BHSLen]byte      // the request's BHS
 	scratch [maxResponseData]byte // room for a short Segment
-	stash   []byte                // room for unsolicited data; kept when the slot is free
+	stash   *Buffer               // room for data of the request; a free slot may keep it
 
 	aborted atomic.Bool // set under conn.mu: no response, stop soon
 
@@ -68,7 +67,8 @@ type Task struct {
 	// Of quota.
 	waiter  fifo.Link[Task]
 	wake    chan struct{} // ends a wait for a quota; capacity 1
-	wants   int           // bytes that it waits for
+	wants   int           // bytes that it waits for, or has got
+	least   int           // bytes that it can continue with
 	granted bool
 
 	resend resendState
@@ -98,6 +98,7 @@ type taskVars struct {
 	mayWait    bool      // there are ORDERED tasks, possibly this one
 	data       []byte    // data segment of a Text Request or NOP-Out
 	refusal    lun.Sense // why the transport fails the command; zero: it does not
+	noMemory   bool      // for the data of the request: TASK SET FULL, or Reject
 	isFence    bool      // no other response may overtake the response of this task
 	info       [3]byte   // Additional Response Information of a task management function
 
@@ -176,15 +177,50 @@ func (t *Task) run() {
 	}
 }
 
-// takeData keeps the data segment of a ping.
+// takeData keeps the data segment of a ping, as much of it as the answer can carry.
 func (t *Task) takeData(n *Notice) error {
-	t.data = bytes.Clone(n.Data)
+	t.keepData(n.Data[:min(len(n.Data), t.conn.dm.MaxSendSegment())])
 	return nil
 }
 
 // takeText keeps the data segment of a Text Request. If that is too long it keeps just enough to
 // show it.
 func (t *Task) takeText(n *Notice) error {
-	t.data = bytes.Clone(n.Data[:min(len(n.Data), keys.MaxText+1)])
+	t.keepData(n.Data[:min(len(n.Data), keys.MaxText+1)])
 	return nil
+}
+
+// keepData copies data to t.data. Without memory for it the request will be rejected.
+func (t *Task) keepData(data []byte) {
+	if len(data) == 0 {
+		return
+	}
+	room := t.room(len(data))
+	if room == nil {
+		t.noMemory = true
+		return
+	}
+	t.data = room[:copy(room, data)]
+}
+
+// room returns at least n bytes of memory that t has until it ends, or nil if memory is short. What
+// it has returned before is not valid any longer.
+func (t *Task) room(n int) []byte {
+	if t.stash != nil && len(t.stash.data) < n {
+		t.giveStash()
+	}
+	if t.stash == nil {
+		if t.stash = t.conn.budget.other(n); t.stash == nil {
+			return nil
+		}
+	}
+	return t.stash.data
+}
+
+// giveStash gives back the memory of room.
+func (t *Task) giveStash() {
+	if b := t.stash; b != nil {
+		t.stash = nil
+		b.Release()
+	}
 }

@@ -1,7 +1,6 @@
 package iscsi
 
 import (
-	"bytes"
 	"cmp"
 	"net"
 	"strconv"
@@ -21,6 +20,8 @@ type textExchange struct {
 	in   []byte // text of requests with C=1
 	out  []byte // rest of an answer that does not fit into one PDU
 	neg  *keys.Negotiation
+
+	charged int // bytes of in and out that count
 }
 
 // runText answers a Text Request.
@@ -36,10 +37,9 @@ func (t *Task) runText() {
 	}
 	x := &c.text
 	answer, cont, reason := c.textAnswer(t)
-	t.data = nil // the answer may have to wait for the network
 	ttt, flags := uint32(pdu.ReservedTag), byte(pdu.FlagF)
 	if reason != 0 || t.header().Final() && !cont { // the exchange ends
-		*x = textExchange{ttt: x.ttt}
+		c.endText()
 	} else {
 		x.open, x.itt = true, t.header().ITT()
 		if x.ttt++; x.ttt == pdu.ReservedTag {
@@ -64,6 +64,26 @@ func (t *Task) runText() {
 	c.respond(t)
 }
 
+// endText forgets the text of the exchange.
+func (c *conn) endText() {
+	c.text = textExchange{ttt: c.text.ttt, charged: c.text.charged}
+	c.chargeText()
+}
+
+// chargeText counts the text that the exchange keeps. It returns false if memory is short.
+func (c *conn) chargeText() bool {
+	x := &c.text
+	n := cap(x.in) + cap(x.out)
+	switch {
+	case n < x.charged:
+		c.budget.discharge(x.charged - n)
+	case n > x.charged && !c.budget.charge(n-x.charged):
+		return false
+	}
+	x.charged = n
+	return true
+}
+
 // textAnswer returns the next part of the answer in the exchange that t begins or continues. cont
 // reports whether the text continues in the next PDU. A reason other than 0 rejects the request.
 func (c *conn) textAnswer(t *Task) (answer []byte, cont bool, reason pdu.RejectReason) {
@@ -71,8 +91,10 @@ func (c *conn) textAnswer(t *Task) (answer []byte, cont bool, reason pdu.RejectR
 	switch {
 	case h.Final() && h.Continue(), x.open && h.ITT() != x.itt: // section 6.2
 		return nil, false, pdu.RejectProtocolError
+	case t.noMemory:
+		return nil, false, pdu.RejectOutOfResources
 	case h.TTT() == pdu.ReservedTag: // begins, or begins again (section 6.4)
-		*x = textExchange{ttt: x.ttt}
+		c.endText()
 	case !x.open || h.TTT() != x.ttt: // section 11.10.4
 		return nil, false, pdu.RejectInvalidField
 	}
@@ -80,13 +102,16 @@ func (c *conn) textAnswer(t *Task) (answer []byte, cont bool, reason pdu.RejectR
 		if len(t.data) > 0 { // section 6.2
 			return nil, false, pdu.RejectProtocolError
 		}
-		answer, cont = c.cutText()
-		return answer, cont, 0
+		return t.cutText()
 	}
 	if len(x.in)+len(t.data) > keys.MaxText {
 		return nil, false, pdu.RejectOutOfResources
 	}
 	x.in = append(x.in, t.data...)
+	t.data = nil
+	if !c.chargeText() {
+		return nil, false, pdu.RejectOutOfResources
+	}
 	if h.Continue() {
 		return nil, false, 0
 	}
@@ -95,6 +120,9 @@ func (c *conn) textAnswer(t *Task) (answer []byte, cont bool, reason pdu.RejectR
 		return nil, false, pdu.RejectProtocolError
 	}
 	x.in = nil
+	if !c.chargeText() {
+		return nil, false, pdu.RejectOutOfResources
+	}
 	if h.Final() && x.neg != nil {
 		p, err := x.neg.Finish()
 		if err != nil {
@@ -107,16 +135,27 @@ func (c *conn) textAnswer(t *Task) (answer []byte, cont bool, reason pdu.RejectR
 			r.SetMaxSendSegment(int(p.MaxRecvDataSegmentLength))
 		}
 	}
-	answer, cont = c.cutText()
-	return answer, cont, 0
+	return t.cutText()
 }
 
-// cutText takes from the answer what one PDU can carry, and reports whether there is more.
-func (c *conn) cutText() (part []byte, more bool) {
-	x := &c.text
+// cutText takes from the answer what one PDU can carry, and reports whether there is more. It copies
+// that to memory of t, where it may have to wait for the network.
+func (t *Task) cutText() (part []byte, more bool, reason pdu.RejectReason) {
+	c, x := t.conn, &t.conn.text
 	n := min(len(x.out), c.dm.MaxSendSegment())
-	part, x.out = bytes.Clone(x.out[:n]), x.out[n:] // so that part does not keep the whole answer in memory
-	return part, len(x.out) > 0
+	if n == 0 {
+		return nil, false, 0
+	}
+	room := t.room(n)
+	if room == nil {
+		return nil, false, pdu.RejectOutOfResources
+	}
+	part = room[:copy(room, x.out[:n])]
+	if x.out = x.out[n:]; len(x.out) == 0 {
+		x.out = nil
+	}
+	c.chargeText()
+	return part, len(x.out) > 0, 0
 }
 
 // answerText answers the text collected in x, unless that violates the protocol.

@@ -293,32 +293,35 @@ func (t *Task) abortTaskSet() byte {
 // clearTaskSet serves CLEAR TASK SET. A logical unit has one task set for all initiators.
 func (t *Task) clearTaskSet() byte {
 	t.awaitEarlier()
-	t.clearTasks(t.before, t.sameUnit)
+	t.clearTasks(t.before, t.sameUnit, t.conn.sess.resetsOthers())
 	return pdu.FunctionComplete
 }
 
 // resetUnit serves LOGICAL UNIT RESET.
 func (t *Task) resetUnit() byte {
 	t.awaitEarlier()
-	t.clearTasks(t.before, t.sameUnit)
-	t.conn.sess.nexus.ResetUnit(t.header().LUN())
+	others := t.conn.sess.resetsOthers()
+	t.clearTasks(t.before, t.sameUnit, others)
+	t.conn.sess.nexus.ResetUnit(t.header().LUN(), others)
 	return pdu.FunctionComplete
 }
 
 // warmReset serves TARGET WARM RESET.
 func (t *Task) warmReset() byte {
-	t.clearTarget()
-	t.conn.sess.nexus.ResetTarget()
+	others := t.conn.sess.resetsOthers()
+	t.clearTarget(others)
+	t.conn.sess.nexus.ResetTarget(others)
 	return pdu.FunctionComplete
 }
 
 // coldReset serves TARGET COLD RESET: a power-on event for the logical units. All sessions with the
-// target end after the response; see endTarget. The initiator has to see all logical units.
+// target end after the response; see endTarget. The initiator has to see all logical units, and needs
+// the right to reset others: no part of the function is about itself alone.
 func (t *Task) coldReset() byte {
-	if !t.conn.sess.nexus.SeesAll() {
+	if !t.conn.sess.nexus.SeesAll() || !t.conn.sess.resetsOthers() {
 		return pdu.FunctionNotAuthorized
 	}
-	t.clearTarget()
+	t.clearTarget(true)
 	t.conn.sess.target.LUNs.PowerOn()
 	return pdu.FunctionComplete
 }
@@ -338,15 +341,16 @@ func (c *conn) endTarget() {
 	c.closeGently(errColdReset)
 }
 
-// clearTarget ends all commands for the logical units that the initiator sees. Commands that are
+// clearTarget ends all commands for the logical units that the initiator sees, those of others if it
+// may. Commands that are
 // missing before the function count as received (section 4.2.3.3).
-func (t *Task) clearTarget() {
+func (t *Task) clearTarget(others bool) {
 	c := t.conn
 	c.mu.Lock()
 	c.shared.win.skip(t.header().CmdSN())
 	c.advance()
 	c.mu.Unlock()
-	t.clearTasks(t.earlier, func(u *Task) bool { return u.isCommand() && c.sess.nexus.LUNExists(u.header().LUN()) })
+	t.clearTasks(t.earlier, func(u *Task) bool { return u.isCommand() && c.sess.nexus.LUNExists(u.header().LUN()) }, others)
 }
 
 // earlier selects the commands that the initiator sent before the function.
@@ -362,12 +366,12 @@ func (t *Task) sameUnit(u *Task) bool {
 // before selects the commands that both earlier and sameUnit select.
 func (t *Task) before(u *Task) bool { return t.earlier(u) && t.sameUnit(u) }
 
-// clearTasks stops the tasks that own selects in this session and others in the other sessions with
-// the target. Sessions that lose tasks get a unit attention for CLEAR TASK SET: resets raise one of
+// clearTasks stops the tasks that own selects in this session, and others in the sessions that within
+// returns. Sessions that lose tasks get a unit attention for CLEAR TASK SET: resets raise one of
 // their own.
-func (t *Task) clearTasks(own, others func(*Task) bool) {
+func (t *Task) clearTasks(own, others func(*Task) bool, resetsOthers bool) {
 	c := t.conn
-	otherSessions := c.node.otherSessions(c.sess)
+	otherSessions := c.sess.within(resetsOthers)
 	t.abortInSession(own)
 	for _, s := range otherSessions {
 		if lost := s.abort(others); lost && t.header().Function() == pdu.ClearTaskSet {

@@ -88,6 +88,7 @@ var (
 	_ iscsi.Datamover  = (*Conn)(nil)
 	_ iscsi.Reassigner = (*Conn)(nil)
 	_ iscsi.Deferrer   = (*Conn)(nil)
+	_ iscsi.Sizer      = (*Conn)(nil)
 )
 
 // task is the mover's state of a task slot.
@@ -173,6 +174,9 @@ func (c *Conn) start(rc *rdma.Conn) { c.rc, c.ord, c.flush = rc, rc.ORD(), rc.Fl
 
 // Transport implements iscsi.Datamover.
 func (c *Conn) Transport() string { return "iser" }
+
+// Size implements iscsi.Sizer.
+func (c *Conn) Size() int { return c.rc.Size() }
 
 // LocalAddr implements iscsi.Datamover.
 func (c *Conn) LocalAddr() net.Addr { return c.rc.LocalAddr() }

@@ -59,9 +59,9 @@ func TestUnitAttention(t *testing.T) {
 	})
 	t.Run("resets", func(t *testing.T) {
 		by, other, late := r.login(), r.login(), r.inv.NewNexus(testPort)
-		by.ResetUnit([8]byte{})
-		by.ResetUnit([8]byte{}) // not reported twice
-		by.ResetUnit([8]byte{0, 9})
+		by.ResetUnit([8]byte{}, true)
+		by.ResetUnit([8]byte{}, true) // not reported twice
+		by.ResetUnit([8]byte{0, 9}, true)
 		wantSense(t, tur(by, 0), 0x6, 0x29, 0x03) // the one that asked for it, too
 		wantSense(t, tur(other, 0), 0x6, 0x29, 0x03)
 		wantGood(t, "the second command", tur(other, 0))
@@ -69,13 +69,13 @@ func TestUnitAttention(t *testing.T) {
 		wantSense(t, tur(late, 0), 0x6, 0x29, 0x00) // power on first
 		wantSense(t, tur(late, 0), 0x6, 0x29, 0x03)
 
-		by.ResetTarget()
+		by.ResetTarget(true)
 		for lun := range byte(2) {
 			wantSense(t, tur(by, lun), 0x6, 0x29, 0x03)
 			wantSense(t, tur(other, lun), 0x6, 0x29, 0x03)
 		}
 		other.Close()
-		by.ResetTarget()
+		by.ResetTarget(true)
 		wantGood(t, "a nexus that has ended", tur(other, 0))
 	})
 	t.Run("power on", func(t *testing.T) {

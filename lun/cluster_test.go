@@ -60,7 +60,7 @@ func TestWindowsClusterPersistentReservation(t *testing.T) {
 	r.wantReservation(writeExclusiveRO, keyA)
 
 	// A reset of the bus does not help it: reservations stay.
-	r.c.ResetUnit([8]byte{})
+	r.c.ResetUnit([8]byte{}, true)
 	for _, n := range []*Nexus{r.a, r.b, r.c, r.see} {
 		wantSense(t, r.on(n, "00", nil), 0x6, 0x29, 0x03)
 	}

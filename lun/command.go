@@ -177,6 +177,14 @@ func (n *Nexus) Refuse(c *Command, s Sense) {
 	c.Fail(s)
 }
 
+// RefuseFull ends c with TASK SET FULL on behalf of the transport, which has no memory for its data,
+// instead of Begin.
+func (n *Nexus) RefuseFull(c *Command) {
+	c.identify(n)
+	c.DataOut, c.DataIn, c.Overflow = 0, 0, false
+	c.failed, c.sense, c.Status = true, nil, StatusTaskSetFull
+}
+
 // Fail ends c with CHECK CONDITION on behalf of the transport, before or after Begin.
 func (c *Command) Fail(s Sense) {
 	c.DataOut, c.DataIn, c.Overflow = 0, 0, false

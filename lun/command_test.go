@@ -92,9 +92,9 @@ func TestConcurrency(t *testing.T) {
 				}
 				switch i % 4 {
 				case 0:
-					n.ResetUnit(lun)
+					n.ResetUnit(lun, true)
 				case 1:
-					n.ResetTarget()
+					n.ResetTarget(true)
 				case 2:
 					do(n, &c, lun, "1b 00 0000 00 00", nil, all)
 					do(n, &c, lun, "1b 00 0000 01 00", nil, all)

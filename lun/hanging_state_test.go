@@ -148,7 +148,7 @@ func TestDeadStateDirectoryStopsNobody(t *testing.T) {
 			t.Errorf("the state has %+v, want the registration that is stored", info)
 		}
 		reset := make(chan struct{})
-		go func() { r.a.ResetUnit([8]byte{}); close(reset) }()
+		go func() { r.a.ResetUnit([8]byte{}, true); close(reset) }()
 		if synctest.Wait(); len(p.done) != 0 {
 			t.Error("the command that waits has ended")
 		}
@@ -282,7 +282,7 @@ func TestSettingsOnADeadStateDirectory(t *testing.T) {
 			before := r.unit.mode.Load()
 			p := begin(r.a, 0, c.cdb, c.list)
 			reset := make(chan struct{})
-			go func() { r.b.ResetUnit([8]byte{}); close(reset) }()
+			go func() { r.b.ResetUnit([8]byte{}, true); close(reset) }()
 			synctest.Wait()
 			select {
 			case <-reset:

@@ -114,7 +114,7 @@ func TestInventoryConcurrency(t *testing.T) {
 				for lun := range byte(2) {
 					do(n, &c, [8]byte{0, lun}, "a0 00 00 000000 000000ff 00 00", nil, all)
 					do(n, &c, [8]byte{0, lun}, "28 00 00000000 00 0010 00", nil, all)
-					n.ResetUnit([8]byte{0, lun})
+					n.ResetUnit([8]byte{0, lun}, true)
 				}
 				n.Close()
 			}

@@ -50,7 +50,7 @@ func TestEject(t *testing.T) {
 	r.good(eject, nil)                                            // twice is no different
 	wantSense(t, r.run("1b 00 0000 01 00", nil), 0x2, 0x3a, 0x02) // START without LOEJ loads nothing
 	wantSense(t, r.run("1b 00 0000 00 00", nil), 0x2, 0x3a, 0x02)
-	r.nexus.ResetUnit([8]byte{}) // is no load either
+	r.nexus.ResetUnit([8]byte{}, true) // is no load either
 	wantSense(t, tur(r.nexus), 0x6, 0x29, 0x03)
 	wantSense(t, tur(other), 0x6, 0x29, 0x03)
 	wantSense(t, tur(other), 0x2, 0x3a, 0x02)

@@ -176,19 +176,55 @@ func (n *Nexus) SetProtocolLevel(level uint8) { n.level = level }
 
 // ResetUnit does what LOGICAL UNIT RESET does beyond the end of the tasks: it starts a stopped
 // unit, restores the saved mode parameters, allows the removal of the medium, ends a RESERVE, and
-// notifies all nexuses (SAM-5, section 6.3.3: the one that asked, too).
-func (n *Nexus) ResetUnit(lun [8]byte) {
+// notifies all nexuses (SAM-5, section 6.3.3: the one that asked, too). With others false, and while
+// other initiators see the unit, the reset reaches only the nexuses of the same initiator: it ends
+// their RESERVE, allows the removal that they prevented, and notifies them.
+func (n *Nexus) ResetUnit(lun [8]byte, others bool) {
 	if l := n.find(lun); l != nil {
-		l.unit.reset(condReset)
+		l.reset(others)
 	}
 }
 
 // ResetTarget does what ResetUnit does, for all logical units that the initiator sees (RFC 7143,
 // section 11.5.1).
-func (n *Nexus) ResetTarget() {
+func (n *Nexus) ResetTarget(others bool) {
 	for _, l := range n.list() {
-		l.unit.reset(condReset)
+		l.reset(others)
 	}
+}
+
+// reset does what ResetUnit does.
+func (l *itl) reset(others bool) {
+	if others || l.hasUnitAlone() {
+		l.unit.reset(condReset)
+		return
+	}
+	u, initiator := l.unit, l.nexus.name.initiator.name
+	u.dropReserveOf(func(n *Nexus) bool { return n.name.initiator.name == initiator })
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	for o := range u.seen {
+		if o.nexus.name.initiator.name == initiator {
+			o.prevents = false
+			o.raise(condReset)
+		}
+	}
+}
+
+// hasUnitAlone reports whether the initiator may change the state of the unit, and no other
+// initiator is there to see it.
+func (l *itl) hasUnitAlone() bool {
+	if l.readOnly.Load() {
+		return false
+	}
+	l.unit.mu.Lock()
+	defer l.unit.mu.Unlock()
+	for o := range l.unit.seen {
+		if o.nexus.name.initiator.name != l.nexus.name.initiator.name {
+			return false
+		}
+	}
+	return true
 }
 
 // decodeLUN returns the LUN that a LUN field addresses: peripheral device addressing on bus 0 or

@@ -140,16 +140,20 @@ func (c *Command) conflict() bool {
 // lock; n may be closed by then. Set it before the first Begin.
 func (n *Nexus) OnPreempt(abort func(lun [8]byte, except *Command)) { n.abort.Store(&abort) }
 
-// dropReserve ends a reservation by RESERVE: that of n, whose commands ended, or with n nil that
-// of any nexus.
+// dropReserve ends a reservation by RESERVE of n, whose commands ended.
 func (u *Unit) dropReserve(n *Nexus) {
+	u.dropReserveOf(func(holder *Nexus) bool { return holder == n })
+}
+
+// dropReserveOf ends a reservation by RESERVE if match selects its holder.
+func (u *Unit) dropReserveOf(match func(holder *Nexus) bool) {
 	r := &u.reservations
-	if f := r.fence.Load(); n != nil && (f == nil || f.legacy != n) {
-		return
+	if f := r.fence.Load(); f == nil || f.legacy == nil || !match(f.legacy) {
+		return // does not wait for the lock, which may be held during a sync
 	}
 	r.mu.Lock()
 	had := r.legacy
-	if had == nil || n != nil && had != n {
+	if had == nil || !match(had) {
 		r.mu.Unlock()
 		return
 	}

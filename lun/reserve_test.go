@@ -175,8 +175,8 @@ func TestLegacyReserve(t *testing.T) {
 
 		for name, end := range map[string]func(){
 			"the session ends":   func() { r.b.Close() },
-			"LOGICAL UNIT RESET": func() { r.c.ResetUnit([8]byte{}) },
-			"target reset":       func() { r.c.ResetTarget() },
+			"LOGICAL UNIT RESET": func() { r.c.ResetUnit([8]byte{}, true) },
+			"target reset":       func() { r.c.ResetTarget(true) },
 		} {
 			end()
 			r.b = r.enter(portB)
@@ -230,7 +230,7 @@ func TestCompatibleReservationHandling(t *testing.T) {
 		r.ok(r.a, prRelease, typ, prList(keyA, 0, 0))
 		r.wantReleased(r.b, typ)
 	}
-	r.a.ResetUnit([8]byte{}) // leaves persistent reservations and registrations
+	r.a.ResetUnit([8]byte{}, true) // leaves persistent reservations and registrations
 	wantSense(t, r.on(r.see, "00", nil), 0x6, 0x29, 0x03)
 	r.wantKeys(keyA, keyB)
 }
@@ -350,7 +350,7 @@ func TestReservationExcludesUnderRaces(t *testing.T) {
 				do(n, &c, [8]byte{}, "5e 03 0000000000 ffff 00", nil, all)
 				do(n, &c, [8]byte{}, "16 00 00 0000 00", nil, all)
 				if i%5 == 0 {
-					n.ResetUnit([8]byte{})
+					n.ResetUnit([8]byte{}, true)
 				}
 				n.Close()
 			}

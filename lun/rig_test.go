@@ -106,7 +106,7 @@ func (r *rig) add(id uint16, u *Unit) {
 // reset resets LUN 0 for n, and takes the attention of n about it.
 func (r *rig) reset(n *Nexus) {
 	r.t.Helper()
-	n.ResetUnit([8]byte{})
+	n.ResetUnit([8]byte{}, true)
 	wantSense(r.t, do(n, &r.c, [8]byte{}, "00", nil, all), 0x6, 0x29, 0x03)
 }
 

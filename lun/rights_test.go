@@ -332,3 +332,69 @@ func TestWriterChangesWhatReadersCannot(t *testing.T) {
 		}
 	}
 }
+
+// A reset without the right to reset others changes nothing that the writer sees, in no state of the
+// unit.
+func TestResetOfOwnChangesNothing(t *testing.T) {
+	for i := range rightsStates {
+		s := &rightsStates[i]
+		if s.own {
+			continue
+		}
+		r := newRightsRig(t, s, false)
+		before := r.view()
+		for name, reset := range map[string]func(){
+			"LOGICAL UNIT RESET": func() { r.c.ResetUnit([8]byte{}, false) },
+			"target reset":       func() { r.c.ResetTarget(false) },
+		} {
+			reset()
+			wantSense(t, r.on(r.c, "00", nil), 0x6, 0x29, 0x03)
+			if after := r.view(); after != before {
+				t.Errorf("%s, %s:\n%s", s.name, name, changedLines(before, after))
+			}
+		}
+	}
+}
+
+// A reset without that right ends what the initiator itself holds, through all of its ports.
+func TestResetOfOwnEndsItsOwn(t *testing.T) {
+	r := newPRRig(t, setup{opt: everything})
+	const eject, load = "1b 00 0000 02 00", "1b 00 0000 03 00"
+	wantGood(t, "PREVENT", r.on(r.b, "1e 00 0000 01 00", nil))
+	wantGood(t, "PREVENT of another initiator", r.on(r.c, "1e 00 0000 01 00", nil))
+	wantGood(t, "RESERVE(6)", r.on(r.b, "16 00 0000 00 00", nil))
+	r.a.ResetUnit([8]byte{}, false)
+	for _, n := range []*Nexus{r.a, r.b} { // both are portA's initiator
+		wantSense(t, r.on(n, "00", nil), 0x6, 0x29, 0x03)
+	}
+	wantGood(t, "no RESERVE, no unit attention", r.on(r.c, "00", nil))
+	wantSense(t, r.on(r.a, eject, nil), 0x5, 0x53, 0x02)
+	wantGood(t, "ALLOW of another initiator", r.on(r.c, "1e 00 0000 00 00", nil))
+	wantGood(t, "eject", r.on(r.a, eject, nil))
+	wantGood(t, "load", r.on(r.a, load, nil))
+}
+
+// While no other initiator sees the unit, a reset does all that SAM-5 says, unless the initiator may
+// only read.
+func TestResetOfUnitOfOneInitiator(t *testing.T) {
+	for _, reader := range []bool{false, true} {
+		r := newPRRig(t, setup{info: volatile})
+		list := unhex("00 00 00 00" + cachingOff)
+		wantGood(t, "MODE SELECT(6)", r.on(r.a, fmt.Sprintf("15 10 0000 %02x 00", len(list)), list))
+		wantGood(t, "stop", r.on(r.a, "1b 00 0000 00 00", nil))
+		r.c.Close()
+		r.see.Close()
+		if reader {
+			if err := r.inv.SetMask(0, maskFor(":a", ReadOnly)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		r.b.ResetUnit([8]byte{}, false)
+		if got := r.unit.Status() == "ready"; got == reader {
+			t.Errorf("reader %v: status %q", reader, r.unit.Status())
+		}
+		if got := r.unit.mode.Load() == r.unit.modeDefault; got == reader {
+			t.Errorf("reader %v: modes %#x", reader, r.unit.mode.Load())
+		}
+	}
+}

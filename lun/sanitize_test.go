@@ -154,7 +154,7 @@ func TestSanitizeInProgress(t *testing.T) {
 	if want := slices.Concat(unhex("72 02 04 1b 000000 08  02 06 0000 80"), in[16:18], []byte{0}); !bytes.Equal(desc, want) {
 		t.Errorf("REQUEST SENSE with DESC: % x, want % x", desc, want)
 	}
-	r.nexus.ResetUnit([8]byte{})
+	r.nexus.ResetUnit([8]byte{}, true)
 	for _, n := range []*Nexus{r.nexus, other} {
 		wantSense(t, do(n, &r.c, [8]byte{}, "00", nil, all), 0x6, 0x29, 0x03)
 	}

@@ -17,6 +17,7 @@ const (
 	StatusGood           = 0x00
 	StatusCheckCondition = 0x02
 	StatusBusy           = 0x08
+	StatusTaskSetFull    = 0x28
 )
 
 // Sense keys (SPC-4, section 4.5.6).

@@ -270,7 +270,7 @@ func (u *Unit) Allocate(ctx context.Context, from int64, report func(backend.Pro
 // reset does what a reset does beyond the end of the tasks, and raises the attention.
 func (u *Unit) reset(attention Sense) {
 	u.stopped.Store(false)
-	u.dropReserve(nil)
+	u.dropReserveOf(func(*Nexus) bool { return true })
 	// This may sync. An error of that is not lost: the store keeps failing.
 	if (u.mode.Load()^u.modeSaved.Load())&u.modeMutable != 0 {
 		u.aside(func() {

@@ -44,6 +44,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/iser-target/iser-target/rdma/llp"
 	"github.com/iser-target/iser-target/rdma/wire"
 )
 
@@ -145,6 +146,16 @@ func (c *Conn) attach(nc net.Conn, prefix []byte, ird, ord int, crc, markersOut 
 	c.rx.win.Preload(prefix)
 	c.opt.Domain.conns.Store(c, nil)
 	liveConns.Add(1)
+}
+
+// Size returns how many bytes the buffers of the stream can have: window, queue, a Send in several
+// segments, and with Markers two FPDUs.
+func (c *Conn) Size() int {
+	n := llp.WindowLen + llp.GatherLen + c.rx.maxSend
+	if c.rx.markers {
+		n += 2 * llp.WindowLen
+	}
+	return n
 }
 
 // Peer returns the content of the peer's startup frame.

@@ -178,7 +178,7 @@ func (tg *target) addTarget(t testing.TB, name string, luns int) (first *backend
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := tg.node.AddTarget(iscsi.TargetConfig{Name: name, Initiators: who, LUNs: inv}); err != nil {
+	if err := tg.node.AddTarget(iscsi.TargetConfig{Name: name, Initiators: who, ResetsFor: who, LUNs: inv}); err != nil {
 		t.Fatal(err)
 	}
 	return first

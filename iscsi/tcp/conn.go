@@ -33,6 +33,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun/invariant"
+	"github.com/iser-target/iser-target/rdma/llp"
 )
 
 // loginSegment is the longest data segment, in bytes, that the target sends during
@@ -87,6 +88,7 @@ var (
 	_ iscsi.Repeater     = (*Conn)(nil)
 	_ iscsi.Reassigner   = (*Conn)(nil)
 	_ iscsi.Deferrer     = (*Conn)(nil)
+	_ iscsi.Sizer        = (*Conn)(nil)
 )
 
 // task is the state of a task slot in the Conn. Conn.mu guards it.
@@ -138,6 +140,9 @@ func New(nc net.Conn, o Options) *Conn {
 
 // Transport implements iscsi.Datamover.
 func (c *Conn) Transport() string { return "tcp" }
+
+// Size implements iscsi.Sizer.
+func (c *Conn) Size() int { return llp.WindowLen + llp.GatherLen }
 
 // LocalAddr implements iscsi.Datamover.
 func (c *Conn) LocalAddr() net.Addr { return c.nc.LocalAddr() }

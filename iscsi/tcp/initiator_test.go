@@ -85,7 +85,7 @@ func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target
 		tb.Fatal(err)
 	}
 	tg.node = iscsi.NewNode(o)
-	if err := tg.node.AddTarget(iscsi.TargetConfig{Name: targetName, Initiators: all, LUNs: inv}); err != nil {
+	if err := tg.node.AddTarget(iscsi.TargetConfig{Name: targetName, Initiators: all, ResetsFor: all, LUNs: inv}); err != nil {
 		tb.Fatal(err)
 	}
 	if tg.l, err = net.Listen("tcp", "127.0.0.1:0"); err != nil {

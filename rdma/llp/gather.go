@@ -6,6 +6,9 @@ const (
 	slabLen = 32 << 10
 	iovLen  = 512
 
+	// GatherLen is the size of a Gather in bytes: Slab, and 24 bytes for each part.
+	GatherLen = slabLen + 24*(iovLen+2)
+
 	// CopyBelow is the number of bytes below which data is copied to the Slab:
 	// that is cheaper than one more entry for writev.
 	CopyBelow = 1024

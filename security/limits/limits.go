@@ -45,6 +45,7 @@ type Limit struct {
 	unit  Unit
 
 	set   *Set
+	auto  int64 // what a bound of 0 stands for, if that follows from the machine
 	max   atomic.Int64
 	used  atomic.Int64 // of the process, or of the key that uses most
 	bites atomic.Uint64
@@ -60,8 +61,14 @@ func (l *Limit) Max() int64 { return l.max.Load() }
 // Time returns the bound of a limit with unit Duration.
 func (l *Limit) Time() time.Duration { return time.Duration(l.max.Load()) }
 
-// SetMax changes the bound. What is in use beyond it stays until it is given back.
-func (l *Limit) SetMax(n int64) { l.max.Store(n) }
+// SetMax changes the bound. 0 means the default where that follows from the machine. What is in use
+// beyond the bound stays until it is given back.
+func (l *Limit) SetMax(n int64) {
+	if n == 0 {
+		n = l.auto
+	}
+	l.max.Store(n)
+}
 
 // Used returns how much is in use: in the process, or by the key that uses most.
 func (l *Limit) Used() int64 { return l.used.Load() }

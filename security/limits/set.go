@@ -1,6 +1,7 @@
 package limits
 
 import (
+	"sync"
 	"sync/atomic"
 	"time"
 )
@@ -15,6 +16,9 @@ type Set struct {
 	// not counted here.
 	Registrations Limit
 
+	// Memory.
+	Memory Limit // that initiators make the target use
+
 	StateTimeout Limit // of a file of the state directory
 
 	observer atomic.Pointer[func(Bite)]
@@ -27,6 +31,8 @@ func New() *Set {
 	s.limit(&s.Connections, "max_connections", PerProcess, Count, 1024, "TCP connections of all portals")
 	s.limit(&s.Registrations, "registrations_per_initiator", PerInitiator, Count, 32,
 		"persistent reservation keys that an initiator registers with a LUN")
+	s.Memory.auto = defaultMemory(machine())
+	s.limit(&s.Memory, "memory", PerProcess, Bytes, 0, "memory that initiators make the target use")
 	s.limit(&s.StateTimeout, "state_timeout", PerProcess, Duration, int64(10*time.Second),
 		"time in which state_dir stores a change")
 	return s
@@ -43,4 +49,19 @@ func (s *Set) limit(l *Limit, name string, scope Scope, unit Unit, max int64, he
 func (s *Set) keyed(k *Keyed, name string, scope Scope, unit Unit, max int64, help string) {
 	s.limit(&k.Limit, name, scope, unit, max, help)
 	s.all[len(s.all)-1] = k
+}
+
+// machine is ThisMachine, read once.
+var machine = sync.OnceValue(ThisMachine)
+
+// leastMemory is the default bound of memory on the smallest machine: some connections need that.
+const leastMemory = 32 << 20
+
+// defaultMemory returns the bound of memory for m: a quarter of what the process may have. LUNs in
+// memory, the page cache and other programs need the rest.
+func defaultMemory(m Machine) int64 {
+	if m.Memory.N == 0 {
+		return 1 << 30
+	}
+	return max(m.Memory.N/4, leastMemory)
 }

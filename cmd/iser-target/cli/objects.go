@@ -67,13 +67,29 @@ func (p *program) target() *cobra.Command {
 	f := create.Flags()
 	f.StringVar(&t.Alias, "alias", "", "a name for display")
 	f.StringArrayVar(&t.Initiators, "initiator", nil, "pattern of initiators that may log in; repeatable")
+	f.StringArrayVar(&t.ResetsFor, "resets-for", nil,
+		"pattern of initiators whose resets also end commands of others; repeatable (default: none)")
 	f.IntSliceVar(&t.PortalGroups, "portal-group", nil, "tag of a portal group that serves the target; repeatable (default: all)")
 	remove := p.change(verb{use: "delete NAME", short: "Delete a target with its LUNs; their files and devices stay",
 		args: cobra.ExactArgs(1), complete: p.complete(targets)},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
 			return c.RemoveTarget(ctx, c.args[0], o)
 		})
-	return group("target", "Manage targets", list, create, remove)
+	return group("target", "Manage targets", list, create, remove, p.setTarget())
+}
+
+func (p *program) setTarget() *cobra.Command {
+	return p.change(verb{use: "set TARGET KEY=VALUE...", short: "Set keys of a target",
+		args: cobra.MinimumNArgs(2), complete: p.complete(targets),
+		long:    "Set keys of a target in one change. Keys and values are those of targets in the\nconfiguration file (docs/config.md).",
+		example: "  iser-target target set iqn.2026-11.io.example:store resets_for='[\"iqn.2026-11.io.example:node*\"]'"},
+		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
+			v, err := c.values(c.args[1:])
+			if err != nil {
+				return nil, err
+			}
+			return c.SetTarget(ctx, c.args[0], v, o)
+		})
 }
 
 func numbers(list []int) string {

@@ -14,8 +14,8 @@ func (d *Daemon) setOptions(cfg *config.Config) error {
 	if err != nil {
 		return err
 	}
-	d.node.SetOptions(o)
 	d.setLimits(cfg)
+	d.node.SetOptions(o)
 	return nil
 }
 

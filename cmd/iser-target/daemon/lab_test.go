@@ -32,7 +32,7 @@ type lab struct {
 	dir  string
 	path string
 	// Parts of the configuration.
-	portals, initiators, luns, more, targets string
+	portals, initiators, resets, luns, more, targets string
 }
 
 // newLab returns a lab that runs until the test ends. The functions change its parts first.
@@ -59,9 +59,10 @@ portals: [%s]
 targets:
   - name: %s
     initiators: [%s]
+    resets_for: [%s]
     luns: [%s]
 %s
-%s`, l.dir, l.portals, store, l.initiators, l.luns, l.targets, l.more)
+%s`, l.dir, l.portals, store, l.initiators, l.resets, l.luns, l.targets, l.more)
 }
 
 // write writes the configuration to the file.

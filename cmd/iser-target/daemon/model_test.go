@@ -38,7 +38,7 @@ func TestNothingIsLostOrLate(t *testing.T) {
 // nothingIsLostOrLate runs the model on a LUN with that backend.
 func nothingIsLostOrLate(t *testing.T, kind string) {
 	const duration = 3 * time.Second
-	l := newLab(t, func(l *lab) { l.luns, l.more = "", "drain: 0s" })
+	l := newLab(t, func(l *lab) { l.resets, l.luns, l.more = `"*"`, "", "drain: 0s" })
 	l.openStore = func(c *config.LUN) (backend.Store, error) {
 		s, err := l.openBackend(c)
 		return unevenStore{s}, err

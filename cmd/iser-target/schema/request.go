@@ -9,7 +9,8 @@ import (
 type Target struct {
 	Name         string   `json:"name"`
 	Alias        string   `json:"alias,omitempty"`
-	Initiators   []string `json:"initiators"` // patterns
+	Initiators   []string `json:"initiators"`           // patterns
+	ResetsFor    []string `json:"resets_for,omitempty"` // patterns of initiators whose resets reach others
 	PortalGroups []int    `json:"portal_groups,omitempty"`
 }
 

@@ -32,7 +32,8 @@ type TargetState struct {
 	Name         string     `json:"name"`
 	Alias        string     `json:"alias,omitempty"`
 	Initiators   []string   `json:"initiators,omitempty"`
-	Auth         string     `json:"auth"` // none or chap
+	ResetsFor    []string   `json:"resets_for,omitempty"` // initiators whose resets reach others
+	Auth         string     `json:"auth"`                 // none or chap
 	Redirect     string     `json:"redirect,omitempty"`
 	PortalGroups []int      `json:"portal_groups"` // whose portals serve the target
 	LUNs         []LUNState `json:"luns"`

@@ -319,6 +319,11 @@ func (c *Client) follow(ctx context.Context, method, path string, q url.Values, 
 	return plan, nil
 }
 
+// SetTarget sets keys of a target.
+func (c *Client) SetTarget(ctx context.Context, name string, v schema.Values, o schema.Options) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodPatch, targetPath(name), values(o), v)
+}
+
 // SetLUN sets keys of a LUN. The key "size" resizes it.
 func (c *Client) SetLUN(ctx context.Context, target string, id int, v schema.Values, o schema.Options) (*schema.Plan, error) {
 	return c.change(ctx, http.MethodPatch, lunPath(target, id), values(o), v)
