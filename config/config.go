@@ -120,6 +120,7 @@ type Limits struct {
 	LoginTimeout     time.Duration `key:"login_timeout"`     // from accept to the full feature phase
 	NOPInterval      time.Duration `key:"nop_interval"`      // idle time before a NOP-In; 0: no NOP-In
 	NOPTimeout       time.Duration `key:"nop_timeout"`       // time to answer a NOP-In
+	OrderTimeout     time.Duration `key:"order_timeout"`     // of a command that stops others and waits for its initiator
 	MaxConnections   int           `key:"max_connections"`   // of all portals together
 
 	PerSession         int `key:"connections_per_session"` // highest MaxConnections that login agrees on
@@ -205,6 +206,7 @@ func base() Config {
 			LoginTimeout:     15 * time.Second,
 			NOPInterval:      15 * time.Second,
 			NOPTimeout:       30 * time.Second,
+			OrderTimeout:     5 * time.Second,
 			MaxConnections:   1024,
 
 			PerSession:         8,

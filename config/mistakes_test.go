@@ -192,6 +192,7 @@ func TestWrongSectionsAreRefused(t *testing.T) {
 			"f: limits.connection_memory: must be 4MiB to 64GiB, not 1MiB", "f: limits.memory: must be 16MiB to 16TiB, or 0, not 15MiB", "f: limits.login_timeout: must be 1s to 1h, not 0s", "f: limits.nop_interval: must be 1s to 1h, or 0, not 1ms", "f: limits.nop_timeout: must be 1s", "f: limits.state_timeout: must be 1s"}},
 		{"limits high", [2]string{"", "limits: {queue_depth: 1025, connection_memory: 65GiB, memory: 17TiB, max_fpdu: 64769, login_timeout: 61m, nop_interval: 61m, nop_timeout: 61m, max_connections: 65537, connections_per_session: 65, error_recovery_level: 3, registrations_per_initiator: 513, state_timeout: 61m}"}, []string{
 			"f: limits.queue_depth", "f: limits.max_fpdu", "f: limits.max_connections", "f: limits.connections_per_session", "f: limits.error_recovery_level", "f: limits.registrations_per_initiator", "f: limits.connection_memory", "f: limits.memory", "f: limits.login_timeout", "f: limits.nop_interval", "f: limits.nop_timeout", "f: limits.state_timeout"}},
+		{"order_timeout", [2]string{"", "limits: {order_timeout: 1ms}"}, []string{"f: limits.order_timeout: must be 1s to 1h, not 1ms"}},
 		{"debug for all", [2]string{"", "debug: {listen: 0.0.0.0:6060}"}, []string{`f: debug.listen: must be a loopback address, not "0.0.0.0:6060"`}},
 		{"debug without host", [2]string{"", `debug: {listen: ":6060"}`}, []string{`f: debug.listen: must be a loopback address, not ":6060"`}},
 		{"debug is not an address", [2]string{"", "debug: {listen: x}"}, []string{`f: debug.listen: "x" is not host:port`}},

@@ -380,6 +380,7 @@ func (l *Limits) check(errs *errorList) {
 		{"login_timeout", l.LoginTimeout, false},
 		{"nop_interval", l.NOPInterval, true},
 		{"nop_timeout", l.NOPTimeout, false},
+		{"order_timeout", l.OrderTimeout, false},
 		{"state_timeout", l.StateTimeout, false},
 	} {
 		if (f.v < time.Second || f.v > time.Hour) && !(f.never && f.v == 0) {

@@ -88,7 +88,7 @@ func (c *conn) arrange(t *Task) {
 	if t.isOrdered() {
 		s.ordered++
 	}
-	t.mayWait = t.isCommand() && s.gate.enter(t) || s.ordered > 0
+	t.mayWait = s.ordered > 0
 }
 
 // leave takes t out of the table. It belongs in the critical section that queues the last PDU of t
@@ -113,13 +113,11 @@ func (c *conn) leave(t *Task) {
 	case !c.recovery.store.defers():
 		s.win.ended()
 	}
-	if t.seq != 0 && !t.recovery.answered {
-		if t.isOrdered() {
-			s.ordered--
-		}
-		if t.isCommand() {
-			s.gate.leave(t)
-		}
+	if t.seq != 0 && !t.recovery.answered && t.isOrdered() {
+		s.ordered--
+	}
+	if t.isCommand() {
+		s.gate.leave(t)
 	}
 	t.become(taskFree)
 	s.changed.Broadcast()

@@ -145,6 +145,10 @@ func (t *Task) runCommand() {
 		return
 	}
 	out, in := t.expected()
+	if out <= t.unsolicited && !t.takeTurn() { // else write does, when its first data is there
+		t.abandon()
+		return
+	}
 	switch {
 	case t.refusal != (lun.Sense{}):
 		c.sess.nexus.Refuse(&t.cmd, t.refusal)
@@ -185,6 +189,16 @@ func (t *Task) read() {
 			return
 		}
 		n = min(n, len(buf.data))
+		if !t.resume() {
+			buf.Release()
+			t.cmd.Fail(senseNotTaken)
+			break
+		}
+		if !t.takeTurn() {
+			buf.Release()
+			t.abandon()
+			return
+		}
 		t.buf = buf // of t while t may be detached
 		ok := c.sess.nexus.Produce(&t.cmd, buf.data[:n], t.off)
 		t.leftUnit()
@@ -210,6 +224,7 @@ func (t *Task) read() {
 		t.transfers++
 		if t.off += uint64(n); t.off < t.total {
 			t.lap(lun.PhaseBackend)
+			t.idle()
 			c.dm.Flush()
 			t.lap(lun.PhaseSend)
 		}
@@ -228,6 +243,10 @@ func (t *Task) write() {
 			have = min(int(t.unsolicited), n)
 		}
 		if have == n && !t.placed {
+			if !t.takeTurn() {
+				t.abandon()
+				return
+			}
 			if !t.consume(t.stash.data[:n]) {
 				break
 			}
@@ -245,6 +264,10 @@ func (t *Task) write() {
 		}
 		if have < n {
 			t.fetch(have, n)
+			return
+		}
+		if !t.takeTurn() {
+			t.abandon()
 			return
 		}
 		if !t.consume(t.buf.data[:n]) {
@@ -269,6 +292,7 @@ func (t *Task) fetch(have, n int) {
 		t.abandon()
 		return
 	}
+	t.idle()
 	t.become(taskFetching)
 	c.stampWindow(t)
 	// c.mu is still held, so that callOff finds the GetData of each task in this state.
@@ -287,9 +311,12 @@ func (t *Task) fetch(have, n int) {
 
 // afterFetch continues a write when the rest of a piece has come.
 func (t *Task) afterFetch() {
-	switch {
+	switch kept := t.resume(); {
 	case t.aborted.Load(): // the data is dropped
 		t.abandon()
+		return
+	case t.fetchErr == nil && !kept:
+		t.failTransfer(senseNotTaken)
 		return
 	case t.fetchErr == nil:
 	case errors.Is(t.fetchErr, ErrDataLost):
@@ -302,6 +329,10 @@ func (t *Task) afterFetch() {
 		if t.conn.recovers() {
 			t.conn.end(fmt.Errorf("connection failed: %w", t.fetchErr)) // so that t is parked
 		}
+		t.abandon()
+		return
+	}
+	if !t.takeTurn() {
 		t.abandon()
 		return
 	}
@@ -341,6 +372,10 @@ func (t *Task) takeBuffer(n int) *Buffer {
 	}
 	t.lap(lun.PhaseBackend)
 	defer t.lap(lun.PhaseReceive)
+	if t.off == 0 {
+		t.leaveOrder() // it cannot run yet
+	}
+	t.idle()
 	c.dm.Flush() // Buffers on their way to the initiator come back only when they leave
 	c.wantAcks()
 	return c.budget.wait(t, n, c.leastPiece())
@@ -353,6 +388,10 @@ func (t *Task) enqueue(b *Buffer, n int) bool {
 	if !c.sending.take(n) {
 		t.lap(lun.PhaseBackend)
 		defer t.lap(lun.PhaseSend)
+		if t.off+uint64(n) == t.total {
+			t.leaveOrder() // all is read
+		}
+		t.idle()
 		c.dm.Flush() // t may wait for what it has queued itself
 		if !c.sending.wait(t, n) {
 			return false

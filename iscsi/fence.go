@@ -60,6 +60,9 @@ func (c *conn) holdBack(t *Task) bool {
 	if f.conn == nil && f.queue.Empty() && (!t.isFence || len(c.sess.loggedInConns()) == 1) {
 		return false
 	}
+	if t.isCommand() {
+		t.leaveOrder() // only its response is left
+	}
 	t.become(taskHeld)
 	f.queue.Push(t, &t.link)
 	return true

@@ -91,6 +91,9 @@ func (c *conn) suspend(except *Task) {
 		c.shared.detachLater(fenceTimeout)
 	}
 	c.shared.changed.Broadcast()
+	if g := c.shared.gate; g != nil {
+		g.moved()
+	}
 }
 
 // park parks t, which its goroutine cannot continue because its connection is lost. It returns
@@ -127,6 +130,8 @@ func (t *Task) park() bool {
 // Preconditions: t.conn.mu is held.
 func (t *Task) parkLocked() {
 	t.detach()
+	t.leaveOrder() // it stops nobody while it waits for its initiator
+	t.hold.Store(placeKept)
 	t.become(taskParked)
 	t.conn.shared.changed.Broadcast()
 }

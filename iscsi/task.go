@@ -61,6 +61,10 @@ type Task struct {
 
 	aborted atomic.Bool // set under conn.mu: no response, stop soon
 
+	// The order among sessions: see ordered.go.
+	place atomic.Uint64 // 0: none yet, or no longer
+	hold  atomic.Int32  // placeKept, placeIdle or placeLost
+
 	link                fifo.Link[Task] // in a taskQueue; under conn.mu
 	nextByITT, nextFree *Task           // in taskTable (conn.mu), of free slots (slotPool.mu)
 
@@ -80,14 +84,13 @@ type taskVars struct {
 	watch // of the goroutine that has the task
 
 	// Under conn.mu.
-	state      taskState
-	seq        uint64  // order of becoming ready
-	orderStamp uint64  // the same among all sessions, if there are ORDERED commands
-	needsSN    bool    // waits for CmdSNs before its own
-	needsData  bool    // waits for unsolicited Data-Out PDUs
-	cleared    bool    // ended because a connection or session ends, not by a function
-	preempts   *shared // where this PREEMPT AND ABORT waits for the commands that it has aborted
-	abortedIn  uint64  // the call of detachLater that will detach it; 0: none
+	state     taskState
+	seq       uint64  // order of becoming ready
+	needsSN   bool    // waits for CmdSNs before its own
+	needsData bool    // waits for unsolicited Data-Out PDUs
+	cleared   bool    // ended because a connection or session ends, not by a function
+	preempts  *shared // where this PREEMPT AND ABORT waits for the commands that it has aborted
+	abortedIn uint64  // the call of detachLater that will detach it; 0: none
 
 	recovery taskRecovery
 
@@ -95,7 +98,7 @@ type taskVars struct {
 	fromTarget bool      // no request: never in the table
 	unexpected bool      // of these: counts as unexpected
 	bound      bool      // the mover has a binding
-	mayWait    bool      // there are ORDERED tasks, possibly this one
+	mayWait    bool      // the session has ORDERED tasks, possibly this one
 	data       []byte    // data segment of a Text Request or NOP-Out
 	refusal    lun.Sense // why the transport fails the command; zero: it does not
 	noMemory   bool      // for the data of the request: TASK SET FULL, or Reject
@@ -156,6 +159,8 @@ func (t *Task) reset() {
 	t.taskVars = taskVars{}
 	t.aborted.Store(false)
 	t.resend.refused.Store(false)
+	t.place.Store(0)
+	t.hold.Store(placeKept)
 	t.Segment, t.cmd.CDB = nil, nil
 }
 

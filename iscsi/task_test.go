@@ -611,53 +611,6 @@ func TestOrdered(t *testing.T) {
 	})
 }
 
-// The task set is that of all initiators (TST 000b): ORDERED commands of one
-// session wait for the older ones of the others, which wait for them in turn.
-func TestOrderedAmongSessions(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		n := newTestNode(t)
-		a := n.connect().login()
-		b := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
-		a.m.holdGets, b.m.holdGets = true, true
-		first := a.command(writeF|pdu.AttrSimple, 4096, cdb.Write10(0, 8), nil)
-		a.wantGets(1)
-		ordered := b.command(writeF|pdu.AttrOrdered, 4096, cdb.Write10(0, 8), nil)
-		second := b.command(writeF|pdu.AttrOrdered, 4096, cdb.Write10(0, 8), nil)
-		b.ping() // both have come
-		last := a.command(pdu.FlagF|pdu.AttrSimple, 0, cdb.TestUnitReady, nil)
-		a.wantStatus(a.command(pdu.FlagF|pdu.AttrHeadOfQueue, 0, cdb.TestUnitReady, nil), 0)
-		a.wantNothing()
-		if b.m.getting() != 0 {
-			t.Error("an ORDERED command has overtaken one of another session")
-		}
-		a.m.releaseGets()
-		a.wantStatus(first, 0)
-		testkit.Eventually(n.tb, "GetData of the ORDERED command", func() bool { return b.m.getting() == 1 })
-		a.wantNothing() // last is younger than both
-		b.m.releaseGets()
-		b.wantStatus(ordered, 0)
-		b.wantStatus(second, 0)
-		a.wantStatus(last, 0)
-
-		// Who waits can be aborted, and the end of a session ends the wait for it.
-		a.m.holdGets = true
-		a.command(writeF|pdu.AttrSimple, 4096, cdb.Write10(0, 8), nil)
-		a.wantGets(1)
-		h := b.command(pdu.FlagF|pdu.AttrOrdered, 0, cdb.TestUnitReady, nil)
-		b.wantNothing()
-		b.wantTMF(b.tmf(pdu.AbortTask, [8]byte{}, h.ITT(), h.CmdSN()), pdu.FunctionComplete)
-		h = b.command(pdu.FlagF|pdu.AttrOrdered, 0, cdb.TestUnitReady, nil)
-		b.wantNothing()
-		a.close()
-		a.wait()
-		b.wantStatus(h, 0)
-		if o := n.targets[0].gate; o.tasks.Load() != 0 {
-			t.Errorf("%d ORDERED tasks are counted at the end", o.tasks.Load())
-		}
-		b.logout()
-	})
-}
-
 // Sessions that use all task attributes do not wait for one another for ever.
 func TestOrderedLoad(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -109,6 +109,9 @@ func (s *shared) abortTasks(match func(*Task) bool) {
 		default:
 			c.budget.cancel(t)
 			c.sending.cancel(t)
+			if t.state == taskFetching && s.gate != nil {
+				s.gate.leave(t) // its data is dropped
+			}
 			if of := t.preempts; of != nil && of != s {
 				go of.wake() // one lock at a time
 			}

@@ -164,6 +164,12 @@ func (n *Nexus) SameUnit(a, b [8]byte) bool {
 	return l != nil && m != nil && l.unit == m.unit
 }
 
+// ReadOnly reports whether a mask lets the initiator only read the logical unit.
+func (n *Nexus) ReadOnly(lun [8]byte) bool {
+	l := n.find(lun)
+	return l != nil && l.readOnly.Load()
+}
+
 // SeesAll reports whether no mask hides a logical unit from the initiator.
 func (n *Nexus) SeesAll() bool { return !n.hidesSome.Load() }
 

@@ -10,7 +10,8 @@ import (
 // default bound.
 type Set struct {
 	// Places.
-	Connections Limit // TCP connections of all portals
+	Connections  Limit // TCP connections of all portals
+	OrderTimeout Limit // of a command that stops those of others and waits for its initiator
 
 	// Registrations bounds those of PERSISTENT RESERVE OUT that one initiator makes with one LUN. Use is
 	// not counted here.
@@ -29,6 +30,8 @@ type Set struct {
 func New() *Set {
 	s := &Set{}
 	s.limit(&s.Connections, "max_connections", PerProcess, Count, 1024, "TCP connections of all portals")
+	s.limit(&s.OrderTimeout, "order_timeout", PerInitiator, Duration, int64(5*time.Second),
+		"time for which a command that waits for its initiator stops those of others")
 	s.limit(&s.Registrations, "registrations_per_initiator", PerInitiator, Count, 32,
 		"persistent reservation keys that an initiator registers with a LUN")
 	s.Memory.auto = defaultMemory(machine())
