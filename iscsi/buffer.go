@@ -30,6 +30,9 @@ type Buffer struct {
 	queued int    // bytes of that
 }
 
+// Bytes returns the memory of b.
+func (b *Buffer) Bytes() []byte { return b.data }
+
 // Retain adds an owner of b. Its bytes do not change from now on. The last Release gives b back.
 func (b *Buffer) Retain() { b.refs.Add(1) }
 

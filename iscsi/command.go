@@ -51,6 +51,11 @@ func (t *Task) takeCommand(n *Notice) error {
 		t.cmd.CDB = append(append(make([]byte, 0, pdu.CDBLen+len(x.CDB)), h.CDB()...), x.CDB...)
 	}
 
+	if n.Reject != 0 {
+		t.noMemory = true
+		t.needsData = !h.Final() && h.Write() && !c.params.InitialR2T
+		return nil
+	}
 	out, _ := t.expected()
 	imm := uint32(len(n.Data))
 	burst := min(c.params.FirstBurstLength, out)

@@ -126,6 +126,9 @@ func newConn(p *Portal, dm Datamover, o ServeOptions) *conn {
 func (c *conn) use(dm Datamover) {
 	c.dm = dm
 	c.putOff.deferrer, _ = dm.(Deferrer)
+	if b, ok := dm.(Borrower); ok {
+		b.SetLender(c.budget.other)
+	}
 }
 
 // reassigner returns the mover as a Reassigner, or nil if it is none.

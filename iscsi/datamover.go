@@ -104,6 +104,14 @@ type Sizer interface {
 	Size() int // bytes, at most
 }
 
+// A Borrower is a Datamover that receives long data segments in Buffers.
+type Borrower interface {
+	// SetLender sets, before Receive is called, what lends a Buffer for n bytes. That returns nil if
+	// memory is short. Then the Datamover discards the data and returns a Notice whose Reject is
+	// pdu.RejectOutOfResources.
+	SetLender(lend func(n int) *Buffer)
+}
+
 // A Canceler is a Datamover that can call off a GetData. Aborting a task on TCP requires that: Linux
 // does not send the data of a task that it aborts.
 type Canceler interface {

@@ -80,16 +80,20 @@ func (c *conn) endUnsolicited(t *Task) {
 
 // lostDataOut rejects a Data-Out PDU that the mover has discarded. The target asks again for
 // unsolicited data that is lost. At ErrorRecoveryLevel 0 the task fails instead, once the last
-// Data-Out has come (RFC 7143, section 7.8). Solicited data belongs to the mover.
+// Data-Out has come (RFC 7143, section 7.8). If there was no memory for the data it fails without a
+// Reject. Solicited data belongs to the mover.
 //
 // Preconditions: c.baton is held.
 func (c *conn) lostDataOut(n *Notice) {
-	h := pdu.BHS(n.BHS)
+	h, noMemory := pdu.BHS(n.BHS), n.Reject == pdu.RejectOutOfResources
 	c.mu.Lock()
 	if t := c.shared.tasks.find(h.ITT()); t != nil && t.conn == c && t.needsData && h.TTT() == pdu.ReservedTag {
-		if t.dataSN = h.DataSN() + 1; c.recovery.store.repeater != nil {
+		switch t.dataSN = h.DataSN() + 1; {
+		case c.recovery.store.repeater != nil:
 			t.recovery.gap = true
-		} else {
+		case noMemory:
+			t.noMemory = true
+		default:
 			t.refusal = senseLost
 		}
 		if h.Final() {
@@ -97,7 +101,9 @@ func (c *conn) lostDataOut(n *Notice) {
 		}
 	}
 	c.mu.Unlock()
-	c.reject(n, n.Reject, unexpected)
+	if !noMemory {
+		c.reject(n, n.Reject, unexpected)
+	}
 }
 
 // unplace puts the unsolicited data of a task that is going to wait where it does not hold up other

@@ -30,6 +30,8 @@ type login struct {
 	target *target
 	auth   authenticator
 
+	charged int // bytes of long text
+
 	refusalKeys []keys.Pair // sent with the status of a refusal
 
 	deadline time.Time // of the whole login
@@ -42,7 +44,10 @@ type login struct {
 // time to close.
 func (c *conn) login() error {
 	l := &login{conn: c}
-	defer func() { c.node.challenges.Delete(l.auth.challenge.Octets) }()
+	defer func() {
+		c.node.challenges.Delete(l.auth.challenge.Octets)
+		c.budget.discharge(l.charged)
+	}()
 	l.deadline = c.serveOptions.Accepted.Add(c.opt.LoginTimeout)
 	c.dm.SetReceiveDeadline(l.deadline)
 	err := l.run()
@@ -119,6 +124,12 @@ func (l *login) serve(req pdu.LoginRequest, data []byte) (done bool, err error) 
 	}
 	if len(l.in)+len(data) > keys.MaxText {
 		return false, refuse(pdu.LoginInitiatorError, fmt.Sprintf("text is longer than %d bytes", keys.MaxText))
+	}
+	if len(l.in) > loginDataLength && l.charged == 0 {
+		if !l.conn.budget.charge(keys.MaxText) {
+			return false, &loginError{pdu.LoginOutOfResources, errNoMemory}
+		}
+		l.charged = keys.MaxText
 	}
 	l.in = append(l.in, data...)
 	if req.Continue {

@@ -1,8 +1,10 @@
 package iscsi
 
 import (
+	"runtime/debug"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/iser-target/iser-target/iscsi/fifo"
 	"github.com/iser-target/iser-target/lun/invariant"
@@ -34,10 +36,15 @@ const (
 
 	// loginBytes counts for a connection before the end of its login: its goroutine, text of both
 	// sides, and the Datamover's buffers, which are short until then.
-	loginBytes = 32 << 10
+	loginBytes = 48 << 10
 
 	// slotBytes counts for a task slot: the Task, the Datamover's part, and a goroutine.
 	slotBytes = 4 << 10
+
+	// When ebb bytes less are in use than before, for ebbTime, the process returns memory to the
+	// system. The runtime alone takes minutes.
+	ebb     = 64 << 20
+	ebbTime = 5 * time.Second
 )
 
 // A memory is the budget of a Node.
@@ -48,6 +55,8 @@ type memory struct {
 	mu       sync.Mutex // after the locks of conns, before the mutexes of accounts
 	reserved int64
 	lent     int64
+	peak     int64 // the most that was lent since giveBack
+	ebbing   bool  // giveBack will be called
 	accounts map[*budget]struct{}
 	line     fifo.Queue[budget] // of those whose first task waits for memory of others
 	hit      *budget            // has found too little since m.mu was locked
@@ -107,6 +116,22 @@ func (m *memory) lend(g *budget, n int) {
 	g.lent += n
 	m.lent += int64(n)
 	m.limit.Add(int64(n))
+	if m.peak = max(m.peak, m.lent); m.peak-m.lent >= ebb && !m.ebbing {
+		m.ebbing = true
+		time.AfterFunc(ebbTime, m.giveBack)
+	}
+}
+
+// giveBack returns to the system what a flood has left, unless the memory is in use again.
+func (m *memory) giveBack() {
+	m.mu.Lock()
+	over := m.peak-m.lent >= ebb
+	m.peak, m.ebbing = m.lent, false
+	m.mu.Unlock()
+	if over {
+		debug.FreeOSMemory() // Buffers leave their pool
+		debug.FreeOSMemory() // and then the heap
+	}
 }
 
 // promote gives g the share of a connection in the full feature phase: fixed bytes that it always

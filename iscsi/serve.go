@@ -169,6 +169,8 @@ func (c *conn) dispatch(n *Notice) error {
 		c.reject(n, pdu.RejectProtocolError, unexpected)
 	case n.Reject != 0 && op == pdu.DataOut:
 		c.lostDataOut(n)
+	case n.Reject == pdu.RejectOutOfResources && r.run != nil && h.ITT() != pdu.ReservedTag:
+		return c.takeRequest(n, r) // it has its answer in its turn
 	case n.Reject != 0: // a command counts as not received (section 7.3)
 		c.reject(n, n.Reject, expected)
 	case r.direct == nil && r.run == nil, c.sess.discovery && !r.discovery:

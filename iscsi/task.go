@@ -184,6 +184,7 @@ func (t *Task) run() {
 
 // takeData keeps the data segment of a ping, as much of it as the answer can carry.
 func (t *Task) takeData(n *Notice) error {
+	t.noMemory = n.Reject != 0
 	t.keepData(n.Data[:min(len(n.Data), t.conn.dm.MaxSendSegment())])
 	return nil
 }
@@ -191,6 +192,7 @@ func (t *Task) takeData(n *Notice) error {
 // takeText keeps the data segment of a Text Request. If that is too long it keeps just enough to
 // show it.
 func (t *Task) takeText(n *Notice) error {
+	t.noMemory = n.Reject != 0
 	t.keepData(n.Data[:min(len(n.Data), keys.MaxText+1)])
 	return nil
 }

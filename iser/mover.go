@@ -170,7 +170,12 @@ func (c *Conn) answer(r *rdma.Request) rdma.Answer {
 }
 
 // start gives c its stream in RDMA mode.
-func (c *Conn) start(rc *rdma.Conn) { c.rc, c.ord, c.flush = rc, rc.ORD(), rc.Flush }
+func (c *Conn) start(rc *rdma.Conn) {
+	c.rc, c.ord, c.flush = rc, rc.ORD(), rc.Flush
+	if c.fullFeature.Load() {
+		rc.Grow()
+	}
+}
 
 // Transport implements iscsi.Datamover.
 func (c *Conn) Transport() string { return "iser" }
@@ -216,6 +221,9 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, _ int) error {
 	c.noHello = p.ISERHelloDeclared && !p.ISERHelloRequired
 	c.solicitedOnly = p.TaggedBufferForSolicitedDataOnly || !p.TaggedBufferDeclared && !c.stepped
 	c.fullFeature.Store(true)
+	if c.rc != nil { // else after a step-up
+		c.rc.Grow()
+	}
 	return nil
 }
 

@@ -148,6 +148,10 @@ func (c *Conn) attach(nc net.Conn, prefix []byte, ird, ord int, crc, markersOut 
 	liveConns.Add(1)
 }
 
+// Grow gives the stream its full receive window, for a peer that the ULP trusts with that memory. The
+// goroutine that calls Receive calls it.
+func (c *Conn) Grow() { c.rx.win.Grow() }
+
 // Size returns how many bytes the buffers of the stream can have: window, queue, a Send in several
 // segments, and with Markers two FPDUs.
 func (c *Conn) Size() int {

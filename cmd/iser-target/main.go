@@ -24,6 +24,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/dashboard"
 	"github.com/iser-target/iser-target/cmd/iser-target/systemd"
 	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/security/limits"
 )
 
 // version is set by the linker in releases.
@@ -111,6 +112,7 @@ Without --config, the target serves a memory LUN of 1 GiB to any initiator on th
 machine.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			limitHeap(limits.ThisMachine())
 			manager, err := systemd.FromEnvironment()
 			if err != nil {
 				return err

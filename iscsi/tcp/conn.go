@@ -56,7 +56,8 @@ type Conn struct {
 	maxSend  atomic.Int32 // longest data segment that the initiator accepts, bytes
 	flush    func()       // flushAside, allocated once
 	aside    sync.WaitGroup
-	deferred atomic.Bool // Defer was called: Flush before Receive waits
+	borrow   func(n int) *iscsi.Buffer // of SetLender
+	deferred atomic.Bool               // Defer was called: Flush before Receive waits
 
 	rx receiver // for the goroutine in Receive
 	tx sender   // for the goroutine in Flush
@@ -89,6 +90,7 @@ var (
 	_ iscsi.Reassigner   = (*Conn)(nil)
 	_ iscsi.Deferrer     = (*Conn)(nil)
 	_ iscsi.Sizer        = (*Conn)(nil)
+	_ iscsi.Borrower     = (*Conn)(nil)
 )
 
 // task is the state of a task slot in the Conn. Conn.mu guards it.
@@ -131,6 +133,7 @@ func New(nc net.Conn, o Options) *Conn {
 	c := &Conn{nc: nc, limit: cmp.Or(o.MaxRecvDataSegmentLength, 262144)}
 	c.maxSend.Store(loginSegment)
 	c.flush = c.flushAside
+	c.borrow = func(int) *iscsi.Buffer { return nil }
 	c.rx.limit = loginLimit
 	c.rx.win.Init(c.read, o.Prefix)
 	c.tx.out.Init()
@@ -143,6 +146,9 @@ func (c *Conn) Transport() string { return "tcp" }
 
 // Size implements iscsi.Sizer.
 func (c *Conn) Size() int { return llp.WindowLen + llp.GatherLen }
+
+// SetLender implements iscsi.Borrower.
+func (c *Conn) SetLender(lend func(n int) *iscsi.Buffer) { c.borrow = lend }
 
 // LocalAddr implements iscsi.Datamover.
 func (c *Conn) LocalAddr() net.Addr { return c.nc.LocalAddr() }
@@ -170,6 +176,7 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, tasks int) error {
 	}
 	d := digests{header: p.HeaderDigest, data: p.DataDigest}
 	c.rx.digests, c.rx.fullFeature, c.rx.limit = d, true, c.limit
+	c.rx.win.Grow()
 	c.maxSend.Store(int32(p.MaxRecvDataSegmentLength))
 	c.mu.Lock()
 	defer c.mu.Unlock()

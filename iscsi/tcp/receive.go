@@ -29,7 +29,7 @@ type receiver struct {
 	win llp.Window
 	bhs [pdu.BHSLen]byte // of a PDU that does not stay in win
 	ahs []byte
-	big []byte // a data segment that is longer than win; allocated when first needed
+	big *iscsi.Buffer // a data segment that is longer than win, until the next Receive
 
 	over *task // its GetData has ended; Receive returns the Notice next
 	err  error // what Receive returns after the Notices of all GetDatas; over is nil then
@@ -51,6 +51,10 @@ var (
 // Receive implements iscsi.Datamover. After a time-out between two PDUs it may be called again.
 func (c *Conn) Receive(n *iscsi.Notice) error {
 	rx := &c.rx
+	if rx.big != nil {
+		rx.big.Release()
+		rx.big = nil
+	}
 	for rx.err == nil {
 		if t := rx.over; t != nil {
 			rx.over = nil
@@ -209,16 +213,22 @@ func (c *Conn) receivePDU(n *iscsi.Notice) (ok bool, err error) {
 	if solicited {
 		return c.receiveData(n, size)
 	}
-	if rx.big == nil {
-		rx.big = make([]byte, rx.limit)
+	return true, c.receiveLong(n, size)
+}
+
+// receiveLong receives a data segment of size bytes that is longer than the window. Without memory
+// for it the segment is discarded.
+func (c *Conn) receiveLong(n *iscsi.Notice, size int) error {
+	rx := &c.rx
+	if rx.big = c.borrow(size); rx.big == nil {
+		n.Reject = pdu.RejectOutOfResources
+		return rx.win.Skip(size + c.tail(size))
 	}
-	good, err := c.place(rx.big[:size])
-	if err != nil {
-		return false, err
-	}
-	n.Data = rx.big[:size:size]
+	data := rx.big.Bytes()[:size:size]
+	good, err := c.place(data)
+	n.Data = data
 	c.judge(n, good)
-	return true, nil
+	return err
 }
 
 // tail returns the length of padding and data digest after size bytes of data.

@@ -6,6 +6,10 @@ const (
 	slabLen = 32 << 10
 	iovLen  = 512
 
+	// A Gather begins with these. That suffices for a login, and for an idle connection.
+	firstSlabLen = 4 << 10
+	firstIovLen  = 32
+
 	// GatherLen is the size of a Gather in bytes: Slab, and 24 bytes for each part.
 	GatherLen = slabLen + 24*(iovLen+2)
 
@@ -25,6 +29,7 @@ type Gather struct {
 	vec   buffersWriter // nc, or nil if it does not implement that
 	chunk int           // Slab[chunk:] is not in iov yet
 	long  int           // bytes of data in iov
+	small bool          // the first Slab and iov have not sufficed
 	iov   [][]byte      // parts of Slab and data, in the order of the stream
 	bufs  net.Buffers   // iov while it is written
 }
@@ -36,9 +41,11 @@ type buffersWriter interface {
 }
 
 // Init allocates the Gather.
-func (g *Gather) Init() {
-	g.Slab = make([]byte, 0, slabLen)
-	g.iov = make([][]byte, 0, iovLen+2)
+func (g *Gather) Init() { g.allocate(firstSlabLen, firstIovLen) }
+
+func (g *Gather) allocate(slab, iov int) {
+	g.Slab = make([]byte, 0, slab)
+	g.iov = make([][]byte, 0, iov+2)
 }
 
 // SetConn sets what Flush writes to.
@@ -49,7 +56,11 @@ func (g *Gather) SetConn(nc net.Conn) {
 
 // Room reports whether n bytes and one call of Refer fit before a Flush.
 func (g *Gather) Room(n int) bool {
-	return cap(g.Slab)-len(g.Slab) >= n && len(g.iov)+2 <= iovLen
+	if cap(g.Slab)-len(g.Slab) >= n && len(g.iov)+4 <= cap(g.iov) {
+		return true
+	}
+	g.small = cap(g.Slab) < slabLen
+	return false
 }
 
 // Refer adds data after the Slab without copying it. data must not change until Flush has returned.
@@ -87,4 +98,10 @@ func (g *Gather) Flush() error {
 }
 
 // Reset forgets what has been collected.
-func (g *Gather) Reset() { g.Slab, g.chunk, g.iov, g.long = g.Slab[:0], 0, g.iov[:0], 0 }
+func (g *Gather) Reset() {
+	g.Slab, g.chunk, g.iov, g.long = g.Slab[:0], 0, g.iov[:0], 0
+	if g.small {
+		g.small = false
+		g.allocate(slabLen, iovLen)
+	}
+}

@@ -10,11 +10,15 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"math/bits"
 )
 
 const (
-	// WindowLen is the size of a Window in bytes, unless a longer prefix came.
+	// WindowLen is the size of a Window in bytes after Grow, unless a longer prefix came.
 	WindowLen = 64 << 10
+
+	// firstLen is the size of a Window until Grow is called, unless a message requires more.
+	firstLen = 4 << 10
 
 	// LongData is the number of bytes of payload above which data is read straight
 	// to where it belongs. Below, one more copy is cheaper than one more system call.
@@ -48,12 +52,28 @@ type Window struct {
 // All else comes from read, which is like the Read of an io.Reader.
 func (w *Window) Init(read func([]byte) (int, error), prefix []byte) {
 	w.read = read
-	w.buf = make([]byte, max(WindowLen, len(prefix)))
 	w.Preload(prefix)
 }
 
 // Preload puts prefix, at most WindowLen bytes, into an empty Window.
-func (w *Window) Preload(prefix []byte) { w.w = copy(w.buf, prefix) }
+func (w *Window) Preload(prefix []byte) {
+	w.grow(max(firstLen, len(prefix)))
+	w.w = copy(w.buf, prefix)
+}
+
+// Grow gives the Window its full size, for a peer that has shown who it is. The size is the most
+// that one read returns.
+func (w *Window) Grow() { w.grow(WindowLen) }
+
+// grow makes the Window at least n bytes long.
+func (w *Window) grow(n int) {
+	if n <= len(w.buf) {
+		return
+	}
+	old := w.buf[w.r:w.w]
+	w.buf = make([]byte, max(firstLen, 1<<bits.Len(uint(n-1))))
+	w.r, w.w = 0, copy(w.buf, old)
+}
 
 // Len returns how many bytes Peek and Take can return without a Fill.
 func (w *Window) Len() int { return w.w - w.r }
@@ -92,7 +112,7 @@ func (w *Window) Fill(n int) error {
 }
 
 func (w *Window) fill(n int) error {
-	if w.r == w.w {
+	if w.grow(n); w.r == w.w {
 		w.r, w.w = 0, 0
 	} else if len(w.buf)-w.r < max(n, thinRead) {
 		w.w = copy(w.buf, w.buf[w.r:w.w])
