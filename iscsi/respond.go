@@ -173,6 +173,8 @@ func (t *Task) runNOP() {
 
 // rejectRequest answers the request of t with a Reject instead of a response.
 func (t *Task) rejectRequest(reason pdu.RejectReason) {
+	t.data = nil
+	t.giveStash() // the Reject may have to wait for the network
 	t.setReject(reason, t.req[:])
 	t.conn.respond(t)
 }
