@@ -129,6 +129,8 @@ type Limits struct {
 	Registrations int `key:"registrations_per_initiator"` // of persistent reservations, with one LUN
 
 	StateTimeout time.Duration `key:"state_timeout"` // to store a change in state_dir
+	FenceTimeout time.Duration `key:"fence_timeout"` // from the abort of a command until nobody waits for its store
+	StoreTimeout time.Duration `key:"store_timeout"` // of one call of a store, until the store counts as hung
 }
 
 // Bounds returns the bounds of l by their keys: numbers, bytes, and nanoseconds of durations.
@@ -211,6 +213,9 @@ func base() Config {
 
 			PerSession:         8,
 			ErrorRecoveryLevel: 2,
+
+			FenceTimeout: time.Second,
+			StoreTimeout: 10 * time.Second,
 
 			Registrations: 32,
 

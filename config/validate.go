@@ -373,18 +373,21 @@ func (l *Limits) check(errs *errorList) {
 		errs.addf("limits.memory", "must be %v to %v, or 0, not %v", least, most, l.Memory)
 	}
 	for _, f := range []struct {
-		key   string
-		v     time.Duration
-		never bool // 0 is allowed
+		key       string
+		v         time.Duration
+		low, high time.Duration
+		never     bool // 0 is allowed
 	}{
-		{"login_timeout", l.LoginTimeout, false},
-		{"nop_interval", l.NOPInterval, true},
-		{"nop_timeout", l.NOPTimeout, false},
-		{"order_timeout", l.OrderTimeout, false},
-		{"state_timeout", l.StateTimeout, false},
+		{"login_timeout", l.LoginTimeout, time.Second, time.Hour, false},
+		{"nop_interval", l.NOPInterval, time.Second, time.Hour, true},
+		{"nop_timeout", l.NOPTimeout, time.Second, time.Hour, false},
+		{"order_timeout", l.OrderTimeout, time.Second, time.Hour, false},
+		{"state_timeout", l.StateTimeout, time.Second, time.Hour, false},
+		{"fence_timeout", l.FenceTimeout, 100 * time.Millisecond, 30 * time.Second, false},
+		{"store_timeout", l.StoreTimeout, time.Second, time.Hour, false},
 	} {
-		if (f.v < time.Second || f.v > time.Hour) && !(f.never && f.v == 0) {
-			errs.addf("limits."+f.key, "must be 1s to 1h%s, not %v", map[bool]string{true: ", or 0"}[f.never], f.v)
+		if (f.v < f.low || f.v > f.high) && !(f.never && f.v == 0) {
+			errs.addf("limits."+f.key, "must be %v to %v%s, not %v", FormatDuration(f.low), FormatDuration(f.high), map[bool]string{true: ", or 0"}[f.never], f.v)
 		}
 	}
 }

@@ -13,14 +13,11 @@ import (
 // and end when the store lets them go. The end of a task shows in the task table and in
 // the goroutines of its connection. Detaching changes both, so those who wait need not know of it.
 
-// fenceTimeout is how long an aborted task may take to leave its logical unit.
-const fenceTimeout = time.Second
-
-// detachLater detaches the aborted tasks of s that are in their logical unit when the grace time is
-// over, and the tasks of connections that are lost.
+// detachLater detaches the aborted tasks of s that are in their logical unit when limits.fence_timeout
+// is over, and the tasks of connections that are lost. c is one of the session's.
 //
 // Preconditions: s.mu is held.
-func (s *shared) detachLater(grace time.Duration) {
+func (s *shared) detachLater(c *conn) {
 	invariant.Held(&s.mu)
 	s.aborts++
 	upTo := s.aborts
@@ -29,14 +26,14 @@ func (s *shared) detachLater(grace time.Duration) {
 			t.abortedIn = upTo
 		}
 	})
-	time.AfterFunc(grace, func() { s.detachUpTo(upTo, grace) })
+	time.AfterFunc(c.node.shared.FenceTimeout.Time(), func() { s.detachUpTo(upTo) })
 }
 
 // detachUpTo detaches the tasks of the calls of detachLater up to that one.
-func (s *shared) detachUpTo(call uint64, grace time.Duration) {
+func (s *shared) detachUpTo(call uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	again := false
+	var again *conn
 	s.tasks.each(func(t *Task) {
 		if t.abortedIn == 0 || t.abortedIn > call || !t.mustEnd() {
 			return
@@ -45,11 +42,11 @@ func (s *shared) detachUpTo(call uint64, grace time.Duration) {
 		case t.cmd.Inside():
 			c.detach(t)
 		case !t.aborted.Load(): // it may get into the unit until it is parked
-			again, t.abortedIn = true, 0
+			again, t.abortedIn = c, 0
 		}
 	})
-	if again {
-		s.detachLater(grace)
+	if again != nil {
+		s.detachLater(again)
 	}
 }
 

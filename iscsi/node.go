@@ -149,6 +149,7 @@ type Node struct {
 	// detached is charged for the Buffers of tasks that are detached. It bounds nothing: the logical
 	// units that have those tasks begin no others.
 	detached budget
+	fenced   fencingCounts
 	shared   *limits.Set
 	stats    counters
 	logins   loginCounts

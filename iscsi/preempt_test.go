@@ -85,8 +85,10 @@ func (tc *testConn) wantAlive() {
 		}
 		tc.statSeen = false
 		if p.h.Status() == 0 {
-			return
+			break
 		}
+	}
+	for synctest.Wait(); tc.next(0) != nil; { // news about the window
 	}
 }
 

@@ -88,7 +88,7 @@ func (c *conn) suspend(except *Task) {
 		}
 	})
 	if running {
-		c.shared.detachLater(fenceTimeout)
+		c.shared.detachLater(c)
 	}
 	c.shared.changed.Broadcast()
 	if g := c.shared.gate; g != nil {

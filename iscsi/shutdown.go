@@ -63,8 +63,9 @@ func (nd *Node) Shutdown(ctx context.Context) error {
 	return nil
 }
 
-// cutOffWait is how long the tasks of a session may take to end after EndSession has cut it off.
-const cutOffWait = fenceTimeout + time.Second
+// cutOffWait is how long a session may take to end after EndSession has cut it off, in addition to
+// limits.fence_timeout.
+const cutOffWait = time.Second
 
 // EndSession ends the session. Its initiator is asked to log out (Asynchronous Message 1, RFC 7143,
 // section 11.9.1) within grace. Then the node tells it that the session is dropped (event 3), and
@@ -106,7 +107,7 @@ func (nd *Node) EndSession(ctx context.Context, tsih uint16, grace time.Duration
 	select {
 	case <-s.done:
 		return nil
-	case <-time.After(cutOffWait):
+	case <-time.After(nd.shared.FenceTimeout.Time() + cutOffWait):
 		return fmt.Errorf("TSIH %d: tasks of the session have not ended yet: %w", tsih, ctx.Err())
 	}
 }

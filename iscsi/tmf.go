@@ -60,7 +60,9 @@ func (t *Task) runTMF() {
 	case ok && f.unit && !c.sess.nexus.LUNExists(t.header().LUN()):
 		response = pdu.LUNDoesNotExist
 	case ok:
+		began := clock()
 		response = f.run(t)
+		c.node.countFencing(t.header().Function(), began)
 	}
 	h := t.beginPDU(pdu.TaskMgmtResp, t.header().ITT())
 	h.SetResponse(response)
@@ -89,7 +91,7 @@ func (t *Task) runTMF() {
 // Preconditions: s.mu is held.
 func (s *shared) abortTasks(match func(*Task) bool) {
 	invariant.Held(&s.mu)
-	running := false // in a logical unit, which may not let them go
+	var running *conn // of a task in a logical unit, which may not let it go
 	s.tasks.each(func(t *Task) {
 		if !match(t) {
 			return
@@ -116,11 +118,13 @@ func (s *shared) abortTasks(match func(*Task) bool) {
 				go of.wake() // one lock at a time
 			}
 			t.cmd.Cancel()
-			running = running || t.mustEnd() && t.cmd.Inside()
+			if t.mustEnd() && t.cmd.Inside() {
+				running = c
+			}
 		}
 	})
-	if running {
-		s.detachLater(fenceTimeout)
+	if running != nil {
+		s.detachLater(running)
 	}
 	s.changed.Broadcast() // tasks of this session may wait for them
 	if s.gate != nil {
@@ -163,7 +167,7 @@ func (s *shared) callOff(match func(*Task) bool) {
 
 // dataWait is how long an initiator that stops many tasks has to send the data that the target has
 // asked for (RFC 7143, section 4.2.3.3). Linux sends none, and waits 30 s for the response.
-const dataWait = 2 * time.Second
+const dataWait = 1500 * time.Millisecond
 
 // awaitAborted waits until the aborted tasks that match selects have ended, or until by, the task
 // that has aborted them, is aborted itself. by may be nil. If data is false, a task that waits for
@@ -214,6 +218,7 @@ func (s *session) abort(match func(*Task) bool) (lost bool) {
 // it, and waits until they have ended. A PREEMPT AND ABORT that is aborted itself stops waiting:
 // two of them may be each other's victims.
 func (s *session) abortUnit(field [8]byte, preempt *lun.Command) {
+	defer s.node.countFencing(byPreempt, clock())
 	by := preempt.Owner.(*Task)
 	match := func(t *Task) bool { return t.isCommand() && t != by && s.nexus.SameUnit(t.header().LUN(), field) }
 	s.abort(match)

@@ -26,6 +26,7 @@ func (u *Unit) enterAs(c *Command, call *fair.Call, w fair.Work) error {
 	call.Abort = c.Abort
 	switch {
 	case u.gate.Enter(call, w):
+		u.watchStore()
 		return nil
 	case c.aborted():
 		return errAborted
@@ -109,6 +110,7 @@ func (u *Unit) sync(c *Command) error {
 	if c == nil {
 		var call fair.Call
 		u.gate.Force(&call)
+		u.watchStore()
 		defer u.gate.Leave(&call)
 		return u.store.Sync()
 	}
@@ -125,6 +127,7 @@ func (u *Unit) inSanitize(w fair.Work, call func() error) error {
 	if !u.gate.Enter(&u.sanitizer.call, w) {
 		return backend.ErrClosed
 	}
+	u.watchStore()
 	defer u.gate.Leave(&u.sanitizer.call)
 	return call()
 }

@@ -52,8 +52,12 @@ func copyList(id, usage int, cscds, segments []string) string {
 }
 
 func (r *copyRig) copy(list string) result {
-	b := unhex(list)
-	return do(r.nexus, &r.c, [8]byte{}, fmt.Sprintf("83 00 0000000000000000 %08x 00 00", len(b)), b, all)
+	return do(r.nexus, &r.c, [8]byte{}, copyCDB(list), unhex(list), all)
+}
+
+// copyCDB returns the CDB of EXTENDED COPY with that list.
+func copyCDB(list string) string {
+	return fmt.Sprintf("83 00 0000000000000000 %08x 00 00", len(unhex(list)))
 }
 
 func (r *copyRig) read(lun byte, lba, count uint64) []byte {

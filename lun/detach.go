@@ -91,9 +91,6 @@ func (c *Command) Detach() bool {
 	return true
 }
 
-// heldUp reports whether the unit must not touch its store.
-func (u *Unit) heldUp() bool { return u.detachedIn.Load() > 0 }
-
 // asideWait is how long aside waits.
 const asideWait = 500 * time.Millisecond
 

@@ -3,6 +3,7 @@ package lun
 import (
 	"context"
 	"log/slog"
+	"time"
 )
 
 // An Event is something that an operator audits.
@@ -37,6 +38,15 @@ type StoreFailedEvent struct {
 	// Suppressed counts failures since the last event: there is at most one event
 	// a second for a unit.
 	Suppressed uint64
+}
+
+// A StoreHangsEvent is a store that has not answered for limits.store_timeout, or one that answers
+// again.
+type StoreHangsEvent struct {
+	Serial   string
+	Since    time.Time // when the oldest call began
+	Commands int       // that wait for the store
+	Ended    bool      // it answers again
 }
 
 // A SyncsFailEvent is a unit that inherits a failed sync: all its syncs fail.
@@ -80,6 +90,9 @@ func (ReservationEndedEvent) Kind() string { return "reservation" }
 func (StoreFailedEvent) Kind() string { return "medium" }
 
 // Kind implements Event.
+func (StoreHangsEvent) Kind() string { return "lun" }
+
+// Kind implements Event.
 func (SyncsFailEvent) Kind() string { return "medium" }
 
 // Kind implements Event.
@@ -112,6 +125,18 @@ func (e StoreFailedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 		slog.Uint64("lun", uint64(e.LUN)), slog.String("initiator", e.Initiator),
 		slog.String("command", e.Command), slog.Uint64("lba", e.LBA), slog.Uint64("blocks", e.Blocks),
 		slog.Any("reason", e.Err), slog.Uint64("not_logged", e.Suppressed))...)
+}
+
+// Log implements Event.
+func (e StoreHangsEvent) Log(l *slog.Logger, extra ...slog.Attr) {
+	attrs := append(extra, slog.String("naa", e.Serial), slog.String("since", e.Since.Format(time.TimeOnly)))
+	if e.Ended {
+		logLine(l, slog.LevelInfo, "store answers again", append(attrs,
+			slog.Duration("after", time.Since(e.Since).Round(time.Millisecond)))...)
+		return
+	}
+	logLine(l, slog.LevelError, "store does not answer: its LUN is BUSY until it does",
+		append(attrs, slog.Int("commands", e.Commands))...)
 }
 
 // Log implements Event.

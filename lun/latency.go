@@ -78,6 +78,28 @@ func (l *Latencies) Add(m *Latencies) {
 	}
 }
 
+// A LatencyCount counts how long something took. It is safe for concurrent use.
+type LatencyCount struct {
+	sum     atomic.Int64 // ns
+	buckets [LatencyBuckets]atomic.Uint64
+}
+
+// Count counts a duration.
+func (l *LatencyCount) Count(d time.Duration) {
+	l.sum.Add(int64(d))
+	l.buckets[latencyBucket(d)].Add(1)
+}
+
+// Latency returns all that was counted.
+func (l *LatencyCount) Latency() (all Latency) {
+	all.Sum = time.Duration(l.sum.Load())
+	for i := range l.buckets {
+		all.Buckets[i] = l.buckets[i].Load()
+		all.Count += all.Buckets[i]
+	}
+	return all
+}
+
 // latencies are what each command counts in. They fill one page.
 type latencies struct {
 	sums    [PhaseTotal]atomic.Int64 // in ns; that of PhaseTotal is the sum of these

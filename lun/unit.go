@@ -40,7 +40,10 @@ type Options struct {
 	// Registrations bounds how many registrations of persistent reservations an initiator makes; nil: a
 	// Limit with the default bound.
 	Registrations *limits.Limit
-	Events        func(Event) // returns soon and does not call the Unit; nil: only lines in the log of slog.Default()
+	// StoreTimeout is how long a call of the store may take before the store counts as hung; nil: the
+	// default of limits.
+	StoreTimeout *limits.Limit
+	Events       func(Event) // returns soon and does not call the Unit; nil: only lines in the log of slog.Default()
 }
 
 // A Unit is a logical unit: a device server and the store below it.
@@ -70,6 +73,7 @@ type Unit struct {
 	ranges      rangeLocks
 	copying     atomic.Int32 // segments of EXTENDED COPY in progress to the unit
 	number      uint64       // in the order of New, for commands that lock two units
+	watch       storeWatch
 	detachedIn  atomic.Int32 // commands, and calls by aside, that nobody waits for: see detach.go
 	sanitizer   sanitizer
 	counts      unitCounts
@@ -106,6 +110,9 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	}
 	if o.Registrations == nil {
 		o.Registrations = &limits.New().Registrations
+	}
+	if o.StoreTimeout == nil {
+		o.StoreTimeout = &limits.New().StoreTimeout
 	}
 	if o.Events == nil {
 		o.Events = func(e Event) { e.Log(slog.Default()) }
@@ -173,6 +180,8 @@ func (u *Unit) Status() string {
 		return "store is being opened"
 	case u.Absent():
 		return "store is absent"
+	case u.heldUp():
+		return u.heldUpStatus()
 	case u.sanitizer.state.Load() == sanitizeRunning:
 		return "sanitize in progress"
 	case k == condSanitizeFailed:

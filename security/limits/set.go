@@ -21,6 +21,9 @@ type Set struct {
 	Memory Limit // that initiators make the target use
 
 	StateTimeout Limit // of a file of the state directory
+	// Time.
+	FenceTimeout Limit // from the abort of a command until nobody waits any longer for its store
+	StoreTimeout Limit // of one call of a store, until the store counts as hung
 
 	observer atomic.Pointer[func(Bite)]
 	all      []stater
@@ -38,6 +41,10 @@ func New() *Set {
 	s.limit(&s.Memory, "memory", PerProcess, Bytes, 0, "memory that initiators make the target use")
 	s.limit(&s.StateTimeout, "state_timeout", PerProcess, Duration, int64(10*time.Second),
 		"time in which state_dir stores a change")
+	s.limit(&s.FenceTimeout, "fence_timeout", PerProcess, Duration, int64(time.Second),
+		"time that an aborted command may take to leave its store")
+	s.limit(&s.StoreTimeout, "store_timeout", PerLUN, Duration, int64(10*time.Second),
+		"time of one call of a store, until the store counts as hung")
 	return s
 }
 

@@ -92,6 +92,12 @@ var (
 	// a target may have 1,000, are coarse: each bound is four times the one before.
 	latencies = newHistogram(every(0, 2, lun.LatencyBuckets-2), "command_duration_seconds", "Duration of SCSI commands, by phase.", "transport phase")
 
+	detached = newFamily(gauge, "detached_commands", "Aborted commands that have not come back from their store. Their LUNs are BUSY.", "")
+	fencings = newHistogram(every(0, 4, lun.LatencyBuckets-2), "fencing_duration_seconds", "Duration of task management functions that end commands, and of PREEMPT AND ABORT.", "function")
+
+	lunHung     = newFamily(gauge, "lun_store_hung", "1 if the store of the LUN has not answered for limits.store_timeout, else 0.", "target lun")
+	lunCalls    = newFamily(gauge, "lun_store_calls", "Commands that are in the store of the LUN, or wait for their turn there.", "target lun")
+	lunHangs    = newFamily(counter, "lun_store_hangs_total", "How often the store of the LUN began to hang.", "target lun")
 	lunReady    = newFamily(gauge, "lun_ready", "1 if the LUN is ready, else 0.", "target lun")
 	lunSize     = newFamily(gauge, "lun_size_bytes", "Capacity of the LUN.", "target lun")
 	lunCommands = newFamily(counter, "lun_commands_total", "SCSI commands that ended with a status.", ofLUN+" op")
@@ -184,6 +190,10 @@ func (c *collector) collectNode(ch chan<- prometheus.Metric) {
 	sessionsFinished.send(ch, float64(st.SessionsFinished))
 	tasks.send(ch, float64(st.TasksInFlight))
 	buffers.send(ch, float64(st.BuffersOut))
+	detached.send(ch, float64(st.DetachedTasks))
+	for function, took := range c.node.Fencing() {
+		fencings.sendHistogram(ch, &took, function)
+	}
 	used, limit := c.node.Memory()
 	memory.send(ch, float64(used))
 	memoryLimit.send(ch, float64(limit))
@@ -232,6 +242,14 @@ func collectLUN(ch chan<- prometheus.Metric, target string, e lun.Entry) {
 		ready = 1
 	}
 	lunReady.send(ch, ready, target, id)
+	hung := 0.0
+	if _, hangs := e.Unit.Hang(); hangs {
+		hung = 1
+	}
+	calls := e.Unit.StoreCalls()
+	lunHung.send(ch, hung, target, id)
+	lunCalls.send(ch, float64(calls.UnderWay+calls.Waiting), target, id)
+	lunHangs.send(ch, float64(e.Unit.Hangs()), target, id)
 	size := e.Unit.Size()
 	if e.Unit.Absent() {
 		size = 0
