@@ -121,6 +121,7 @@ func consumeSetPortGroups(u *Unit, c *Command, p []byte, _ uint64) bool {
 	}
 	if changed {
 		u.raise(condAccessChanged, c.nexus)
+		c.changedAccess(old, next)
 	}
 	return true
 }

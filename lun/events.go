@@ -27,6 +27,16 @@ type ReservationEndedEvent struct {
 	Target, Serial, Initiator string
 }
 
+// A SettingChangedEvent is a command that changed a Setting, for all initiators.
+type SettingChangedEvent struct {
+	Target    string
+	LUN       uint16
+	Initiator string
+	Command   string // its name
+	Setting   string // Setting.Name
+	Value     string
+}
+
 // A StoreFailedEvent is a command that the store could not execute.
 type StoreFailedEvent struct {
 	Target      string
@@ -87,6 +97,9 @@ func (ReservationChangedEvent) Kind() string { return "reservation" }
 func (ReservationEndedEvent) Kind() string { return "reservation" }
 
 // Kind implements Event.
+func (SettingChangedEvent) Kind() string { return "setting" }
+
+// Kind implements Event.
 func (StoreFailedEvent) Kind() string { return "medium" }
 
 // Kind implements Event.
@@ -117,6 +130,13 @@ func (e ReservationChangedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 func (e ReservationEndedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 	logLine(l, slog.LevelInfo, "reservation ended", append(extra, slog.String("target", e.Target),
 		slog.String("naa", e.Serial), slog.String("initiator", e.Initiator))...)
+}
+
+// Log implements Event.
+func (e SettingChangedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
+	logLine(l, slog.LevelInfo, "setting changed", append(extra, slog.String("target", e.Target),
+		slog.Uint64("lun", uint64(e.LUN)), slog.String("setting", e.Setting), slog.String("value", e.Value),
+		slog.String("command", e.Command), slog.String("initiator", e.Initiator))...)
 }
 
 // Log implements Event.

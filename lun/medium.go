@@ -66,6 +66,7 @@ func startStop(u *Unit, c *Command) bool {
 }
 
 func endStartStop(u *Unit, c *Command) {
+	defer c.changedMedium(u.medium())
 	switch b := c.CDB[4]; {
 	case b&powerCondition != 0:
 		// Only a unit with a removable medium gets here. It is always in the

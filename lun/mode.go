@@ -244,6 +244,7 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 	err := u.setModes(c, touched, set)
 	if now != old {
 		u.raise(condModeChanged, c.nexus)
+		c.changedModes(old, now)
 	}
 	return c.writeDone(err)
 }

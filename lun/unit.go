@@ -87,6 +87,8 @@ type Unit struct {
 
 	mu   sync.Mutex
 	seen map[*itl]struct{} // guarded by mu: gets unit attentions
+	// changedBy has the initiators that changed settings last. It is guarded by mu.
+	changedBy map[string]string
 }
 
 // units counts the logical units that New made.
@@ -292,6 +294,9 @@ func (u *Unit) reset(attention Sense) {
 	defer u.mu.Unlock()
 	for l := range u.seen {
 		l.prevents = false
+	}
+	for _, setting := range []string{settingWriteProtect, settingWriteCache, settingMedium} { // as saved
+		delete(u.changedBy, setting)
 	}
 	u.raiseLocked(attention, nil)
 }

@@ -336,6 +336,38 @@ func TestReservationCommands(t *testing.T) {
 	s.says(t, cli.ExitNotFound, "reservation", "reservation", "clear", storeName, "0") // and not a refusal
 }
 
+// lun show names a setting that an initiator changed, and the initiator; events has the change; lun
+// reset-settings undoes it. target set gives the right to reset others.
+func TestSettingsCommands(t *testing.T) {
+	s := newStation(t)
+	session := s.login(t)
+	protect := &initiator.Command{Out: []byte("\x00\x00\x00\x00\x0a\x0a\x02\x10\x08\x00\x00\x00\xff\xff\x00\x00")}
+	copy(protect.CDB[:], "\x15\x11\x00\x00\x10")   // MODE SELECT(6) with SP: SWP
+	for protect.Status = 2; protect.Status != 0; { // the first meets a unit attention
+		if err := session.Do(protect); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s.says(t, cli.ExitOK, "on (default off, set by "+hostName+")", "lun", "show", storeName, "0")
+	s.says(t, cli.ExitOK, "ro, by an initiator", "lun", "list")
+	s.says(t, cli.ExitOK, `"saved": "on"`, "lun", "list", "-o", "json")
+	s.says(t, cli.ExitOK, "setting=write_protect", "events")
+	s.says(t, cli.ExitOK, "have their defaults", "lun", "reset-settings", storeName, "0")
+	for _, l := range read[[]schema.LUNState](t, s, "lun", "list") {
+		for _, set := range l.Settings {
+			if set.Value != set.Default || set.Saved != set.Default || set.By != "" {
+				t.Errorf("LUN %d: %+v", l.ID, set)
+			}
+		}
+	}
+	s.says(t, cli.ExitNotFound, "LUN 99", "lun", "reset-settings", storeName, "99")
+
+	s.says(t, cli.ExitOK, "resets_for", "target", "set", storeName, "resets_for=[\"*:nobody\"]")
+	if list := read[[]schema.TargetState](t, s, "target", "list"); !slices.Equal(list[0].ResetsFor, []string{"*:nobody"}) {
+		t.Errorf("resets_for is %v", list[0].ResetsFor)
+	}
+}
+
 // A change that disturbs a session is refused, leaves the file as it is, and is made with a
 // flag.
 func TestDisturbingChangeRequiresAFlag(t *testing.T) {

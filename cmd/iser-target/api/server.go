@@ -82,6 +82,7 @@ var routes = []route{
 	{"DELETE /v1/targets/{target}/luns/{lun}", options, value((*Server).removeLUN)},
 	{"GET /v1/reservations", "", value((*Server).reservations)},
 	{"DELETE /v1/targets/{target}/luns/{lun}/reservation", "", value((*Server).clearReservation)},
+	{"DELETE /v1/targets/{target}/luns/{lun}/settings", "", value((*Server).resetSettings)},
 	{"GET /v1/portals", "", value((*Server).portals)},
 	{"POST /v1/portals", options, value((*Server).addPortal)},
 	{"DELETE /v1/portals/{portal}", options, value((*Server).removePortal)},

@@ -109,14 +109,50 @@ func (p *program) lun() *cobra.Command {
 	show := show(p, verb{use: "show TARGET LUN", short: "Show a LUN with its settings, counters and reservation",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns)},
 		func(ctx context.Context, c *call) (schema.LUNState, error) { return c.LUN(ctx, c.target, c.lun) }, lunTable)
-	return group("lun", "Manage LUNs", list, show, p.createLUN(), p.deleteLUN(), p.resizeLUN(), p.setLUN())
+	return group("lun", "Manage LUNs", list, show, p.createLUN(), p.deleteLUN(), p.resizeLUN(), p.setLUN(), p.resetSettings())
 }
 
 func access(l *schema.LUNState) string {
-	if l.ReadOnly {
+	switch {
+	case l.ReadOnly:
 		return "ro"
+	case slices.ContainsFunc(l.Settings, func(s schema.SettingState) bool {
+		return s.Setting == "write_protect" && s.Value == "on"
+	}):
+		return "ro, by an initiator"
 	}
 	return "rw"
+}
+
+func (p *program) resetSettings() *cobra.Command {
+	return p.command(verb{use: "reset-settings TARGET LUN", short: "Restore the defaults of what initiators set of a LUN",
+		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns),
+		long: "Restore the defaults of what initiators set of a LUN for all: write protection (SWP),\nthe write cache (WCE), a stopped or ejected medium, and the access states of portal\ngroups. Saved settings return to their defaults, too. Initiators are notified.\nlun show lists the settings, and the initiators that changed them.",
+		run: func(ctx context.Context, c *call) error {
+			if err := c.ResetSettings(ctx, c.target, c.lun); err != nil {
+				return err
+			}
+			_, err := fmt.Fprintf(c.cmd.OutOrStdout(), "LUN %d of %s: all settings have their defaults\n", c.lun, c.target)
+			return err
+		}})
+}
+
+// settingText returns the value of a setting, and what is unusual about it.
+func settingText(s *schema.SettingState) string {
+	var notes []string
+	if s.Value != s.Default {
+		notes = append(notes, "default "+s.Default)
+	}
+	if s.Value != s.Saved {
+		notes = append(notes, "after a reset "+s.Saved)
+	}
+	if s.By != "" {
+		notes = append(notes, "set by "+s.By)
+	}
+	if len(notes) == 0 {
+		return s.Value
+	}
+	return s.Value + " (" + strings.Join(notes, ", ") + ")"
 }
 
 func lunTable(t *table, l schema.LUNState) {
@@ -137,6 +173,9 @@ func lunTable(t *table, l schema.LUNState) {
 	t.row("sanitize", l.Sanitize)
 	t.row("initiators", all(l.Initiators))
 	t.row("read only for", strings.Join(l.ReadOnlyFor, ","))
+	for _, s := range l.Settings {
+		t.row(strings.ReplaceAll(s.Setting, "_", " "), settingText(&s))
+	}
 	counterRows(t, &l.Counters)
 	if r := l.Reservation; r != nil {
 		reservationRows(t, r)

@@ -146,6 +146,11 @@ func lunState(target string, l *servedLUN) schema.LUNState {
 	case status != schema.Ready:
 		s.State, s.Reason = schema.NotReady, status
 	}
+	for _, set := range l.unit.Settings() {
+		s.Settings = append(s.Settings, schema.SettingState{
+			Setting: set.Name, Value: set.Value, Default: set.Default, Saved: set.Saved, By: set.By,
+		})
+	}
 	if r := l.unit.Reservation(); len(r.Registrations) > 0 || r.Legacy != "" {
 		s.Reservation = &schema.ReservationState{Type: reservationTypes[r.Type], Generation: r.Generation, APTPL: r.APTPL, Legacy: r.Legacy}
 		for _, reg := range r.Registrations {
@@ -263,6 +268,26 @@ func (d *Daemon) ClearReservation(ctx context.Context, target string, id int) er
 	}
 	d.log.WarnContext(ctx, "reservation cleared", eventKey, "reservation", "target", target, "lun", id)
 	return nil
+}
+
+// ResetSettings restores the defaults of what initiators set of a LUN for all.
+func (d *Daemon) ResetSettings(ctx context.Context, target string, id int) error {
+	l, err := d.lun(target, id)
+	if err != nil {
+		return err
+	}
+	unit := l.unit
+	note := func(err error) { // after a sync that failed, the defaults are in force, too
+		d.log.WarnContext(ctx, "settings reset", eventKey, "setting", "target", target, "lun", id, "reason", err)
+	}
+	err = d.calls.do(ctx, d.waits.slow, storeKey(target, &l.LUN), "resetting its settings", func(*call) error {
+		_, err := unit.ResetSettings()
+		return err
+	}, note)
+	if err == nil {
+		d.log.WarnContext(ctx, "settings reset", eventKey, "setting", "target", target, "lun", id)
+	}
+	return err
 }
 
 // Effective returns the running configuration. The caller must not change it.

@@ -66,6 +66,17 @@ type LUNState struct {
 	ReadOnlyFor  []string          `json:"read_only_for,omitempty"` // initiators that may only read
 	Counters     CounterState      `json:"counters"`
 	Reservation  *ReservationState `json:"reservation,omitempty"` // nil: no reservation and no registration
+	Settings     []SettingState    `json:"settings,omitempty"`    // that initiators change; empty: the LUN has no store
+}
+
+// A SettingState describes a setting of a LUN that an initiator changes for all: write_protect (SWP),
+// write_cache (WCE), medium, and access_state_N of portal group N.
+type SettingState struct {
+	Setting string `json:"setting"`
+	Value   string `json:"value"`
+	Default string `json:"default"`
+	Saved   string `json:"saved"`        // its value after a reset or a restart
+	By      string `json:"by,omitempty"` // the initiator that changed it last, if known
 }
 
 // A ReservationState describes the reservation of a LUN and the registrations with it.

@@ -344,6 +344,11 @@ func (c *Client) ClearReservation(ctx context.Context, target string, id int) er
 	return c.call(ctx, http.MethodDelete, lunPath(target, id)+"/reservation", nil, nil, &schema.Done{})
 }
 
+// ResetSettings restores the defaults of what initiators set of a LUN for all.
+func (c *Client) ResetSettings(ctx context.Context, target string, id int) error {
+	return c.call(ctx, http.MethodDelete, lunPath(target, id)+"/settings", nil, nil, &schema.Done{})
+}
+
 // Portals returns all portals.
 func (c *Client) Portals(ctx context.Context) ([]schema.PortalState, error) {
 	return get[[]schema.PortalState](ctx, c, "/v1/portals", nil)
