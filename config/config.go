@@ -113,15 +113,18 @@ func (l LUN) forSome() bool { return len(l.Initiators) > 0 || len(l.ReadOnlyFor)
 
 // Limits bound what peers can make the target do.
 type Limits struct {
-	QueueDepth       int           `key:"queue_depth"`       // commands in flight per session
-	ConnectionMemory Size          `key:"connection_memory"` // bytes of data buffers of one connection
-	Memory           Size          `key:"memory"`            // bytes that all initiators make the target use; 0: from the machine
-	MaxFPDU          int           `key:"max_fpdu"`          // bytes of the ULPDU of an FPDU that the target sends
-	LoginTimeout     time.Duration `key:"login_timeout"`     // from accept to the full feature phase
-	NOPInterval      time.Duration `key:"nop_interval"`      // idle time before a NOP-In; 0: no NOP-In
-	NOPTimeout       time.Duration `key:"nop_timeout"`       // time to answer a NOP-In
-	OrderTimeout     time.Duration `key:"order_timeout"`     // of a command that stops others and waits for its initiator
-	MaxConnections   int           `key:"max_connections"`   // of all portals together
+	QueueDepth         int           `key:"queue_depth"`           // commands in flight per session
+	ConnectionMemory   Size          `key:"connection_memory"`     // bytes of data buffers of one connection
+	Memory             Size          `key:"memory"`                // bytes that all initiators make the target use; 0: from the machine
+	BackendCalls       int           `key:"backend_calls"`         // of stores under way in the process; 0: from the machine
+	BackendCallsPerLUN int           `key:"backend_calls_per_lun"` // of its store under way at a LUN
+	HeavyCommands      int           `key:"heavy_commands"`        // that use a CPU at a time; 0: from the machine
+	MaxFPDU            int           `key:"max_fpdu"`              // bytes of the ULPDU of an FPDU that the target sends
+	LoginTimeout       time.Duration `key:"login_timeout"`         // from accept to the full feature phase
+	NOPInterval        time.Duration `key:"nop_interval"`          // idle time before a NOP-In; 0: no NOP-In
+	NOPTimeout         time.Duration `key:"nop_timeout"`           // time to answer a NOP-In
+	OrderTimeout       time.Duration `key:"order_timeout"`         // of a command that stops others and waits for its initiator
+	MaxConnections     int           `key:"max_connections"`       // of all portals together
 
 	PerSession         int `key:"connections_per_session"` // highest MaxConnections that login agrees on
 	ErrorRecoveryLevel int `key:"error_recovery_level"`    // highest level that login agrees on
@@ -202,14 +205,15 @@ const ServiceSocket = "/run/iser-target/control.sock"
 func base() Config {
 	return Config{
 		Limits: Limits{
-			QueueDepth:       128,
-			ConnectionMemory: 64 << 20,
-			MaxFPDU:          64768,
-			LoginTimeout:     15 * time.Second,
-			NOPInterval:      15 * time.Second,
-			NOPTimeout:       30 * time.Second,
-			OrderTimeout:     5 * time.Second,
-			MaxConnections:   1024,
+			QueueDepth:         128,
+			ConnectionMemory:   64 << 20,
+			BackendCallsPerLUN: 64,
+			MaxFPDU:            64768,
+			LoginTimeout:       15 * time.Second,
+			NOPInterval:        15 * time.Second,
+			NOPTimeout:         30 * time.Second,
+			OrderTimeout:       5 * time.Second,
+			MaxConnections:     1024,
 
 			PerSession:         8,
 			ErrorRecoveryLevel: 2,

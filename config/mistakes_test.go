@@ -193,6 +193,10 @@ func TestWrongSectionsAreRefused(t *testing.T) {
 		{"limits high", [2]string{"", "limits: {queue_depth: 1025, connection_memory: 65GiB, memory: 17TiB, max_fpdu: 64769, login_timeout: 61m, nop_interval: 61m, nop_timeout: 61m, max_connections: 65537, connections_per_session: 65, error_recovery_level: 3, registrations_per_initiator: 513, state_timeout: 61m, fence_timeout: 31s, store_timeout: 61m}"}, []string{
 			"f: limits.queue_depth", "f: limits.max_fpdu", "f: limits.max_connections", "f: limits.connections_per_session", "f: limits.error_recovery_level", "f: limits.registrations_per_initiator", "f: limits.connection_memory", "f: limits.memory", "f: limits.login_timeout", "f: limits.nop_interval", "f: limits.nop_timeout", "f: limits.state_timeout", "f: limits.fence_timeout", "f: limits.store_timeout"}},
 		{"order_timeout", [2]string{"", "limits: {order_timeout: 1ms}"}, []string{"f: limits.order_timeout: must be 1s to 1h, not 1ms"}},
+		{"store calls low", [2]string{"", "limits: {backend_calls: -1, backend_calls_per_lun: 0, heavy_commands: -1}"}, []string{
+			"f: limits.backend_calls: must be 0 to 4096, not -1", "f: limits.backend_calls_per_lun: must be 1 to 1024, not 0", "f: limits.heavy_commands: must be 0 to 1024, not -1"}},
+		{"store calls high", [2]string{"", "limits: {backend_calls: 4097, backend_calls_per_lun: 1025, heavy_commands: 1025}"}, []string{
+			"f: limits.backend_calls: must", "f: limits.backend_calls_per_lun: must", "f: limits.heavy_commands: must"}},
 		{"debug for all", [2]string{"", "debug: {listen: 0.0.0.0:6060}"}, []string{`f: debug.listen: must be a loopback address, not "0.0.0.0:6060"`}},
 		{"debug without host", [2]string{"", `debug: {listen: ":6060"}`}, []string{`f: debug.listen: must be a loopback address, not ":6060"`}},
 		{"debug is not an address", [2]string{"", "debug: {listen: x}"}, []string{`f: debug.listen: "x" is not host:port`}},

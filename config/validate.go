@@ -368,6 +368,9 @@ func (l *Limits) check(errs *errorList) {
 	checkRange(errs, "limits.connections_per_session", l.PerSession, 1, 64)
 	checkRange(errs, "limits.error_recovery_level", l.ErrorRecoveryLevel, 0, 2)
 	checkRange(errs, "limits.registrations_per_initiator", l.Registrations, 1, 512)
+	checkRange(errs, "limits.backend_calls", l.BackendCalls, 0, 4096)
+	checkRange(errs, "limits.backend_calls_per_lun", l.BackendCallsPerLUN, 1, 1024)
+	checkRange(errs, "limits.heavy_commands", l.HeavyCommands, 0, 1024)
 	checkRange(errs, "limits.connection_memory", l.ConnectionMemory, 4<<20, 64<<30)
 	if least, most := Size(16<<20), Size(1<<44); (l.Memory < least || l.Memory > most) && l.Memory != 0 {
 		errs.addf("limits.memory", "must be %v to %v, or 0, not %v", least, most, l.Memory)

@@ -4,6 +4,9 @@ package lun
 // one piece.
 const maxCompareWrite = MaxParameterList / 2
 
+// lightCompareWrite is the longest COMPARE AND WRITE, in bytes, that does no more work than a WRITE.
+const lightCompareWrite = 4096
+
 func beginCompareAndWrite(u *Unit, c *Command) bool {
 	if !u.beginExtent(c, maxCompareWrite) {
 		return false
@@ -17,7 +20,10 @@ func beginCompareAndWrite(u *Unit, c *Command) bool {
 func consumeCompareAndWrite(u *Unit, c *Command, p []byte, _ uint64) bool {
 	want, instead := p[:len(p)/2], p[len(p)/2:]
 	pos := u.at(c, 0)
-	if err := u.enter(c, moved(len(p))); err != nil {
+	work := moved(len(p))
+	// A lock of a cluster file system is one block and has to be fast.
+	work.Heavy = len(want) > lightCompareWrite
+	if err := u.enter(c, work); err != nil {
 		return c.writeDone(err)
 	}
 	defer u.leave(c)

@@ -17,6 +17,14 @@ type StoreCalls = fair.State
 // how many commands wait for their turn. A store with Info.Nonblocking has no calls to wait for.
 func (u *Unit) StoreCalls() StoreCalls { return u.gate.State() }
 
+// SetRates limits and guarantees what the LUN, and initiators of it by their normalized names, may do per
+// second. of may be nil. It may be called at any time, also while commands wait for their rate; the
+// rates of a new unit are all 0. of returns soon, calls nothing of the unit, and returns the same for the
+// same name until the next SetRates.
+func (u *Unit) SetRates(lun fair.Rates, of func(initiator string) fair.Rates) {
+	u.gate.SetRates(lun, of)
+}
+
 // enter waits until c may call the store to do that work, and fails if c is aborted, or the store
 // closed, before. Without an error, leave follows.
 func (u *Unit) enter(c *Command, w fair.Work) error { return u.enterAs(c, &c.call, w) }
@@ -24,6 +32,9 @@ func (u *Unit) enter(c *Command, w fair.Work) error { return u.enterAs(c, &c.cal
 // enterAs does what enter does with a Call of c.
 func (u *Unit) enterAs(c *Command, call *fair.Call, w fair.Work) error {
 	call.Abort = c.Abort
+	if !c.entered || w.Heavy {
+		c.entered, w.Ops = true, 1
+	}
 	switch {
 	case u.gate.Enter(call, w):
 		u.watchStore()
@@ -46,6 +57,10 @@ func (c *Command) Cancel() {
 
 // moved returns the Work of a call that moves n bytes to or from the medium.
 func moved(n int) fair.Work { return fair.Work{Bytes: int64(n)} }
+
+// heavyStep returns the Work of a step of a command that uses much CPU time for what its initiator sends. A
+// step is an operation, and moves n bytes to or from the medium.
+func heavyStep(n int64) fair.Work { return fair.Work{Bytes: n, Heavy: true} }
 
 // storeRead reads from the store.
 //
@@ -134,5 +149,5 @@ func (u *Unit) inSanitize(w fair.Work, call func() error) error {
 
 // sanitizeWrite writes to the store for the sanitize that is running.
 func (u *Unit) sanitizeWrite(p []byte, pos int64) error {
-	return u.inSanitize(moved(len(p)), func() error { return u.storeWrite(p, pos) })
+	return u.inSanitize(heavyStep(int64(len(p))), func() error { return u.storeWrite(p, pos) })
 }

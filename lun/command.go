@@ -37,6 +37,7 @@ type Command struct {
 	itl     *itl // nil if the LUN does not exist; so is unit
 	unit    *Unit
 	counted bool // as one in flight
+	entered bool // it has called the store
 	failed  bool
 	lba     uint64
 	count   uint64 // blocks
@@ -60,7 +61,7 @@ type Command struct {
 func (n *Nexus) Begin(c *Command) bool {
 	c.DataOut, c.DataIn, c.Whole, c.Overflow, c.Status = 0, 0, false, false, StatusGood
 	c.failed, c.lba, c.count, c.arrived, c.same, c.sense = false, 0, 0, 0, nil, nil
-	c.whole = nil
+	c.whole, c.entered = nil, false
 	c.identify(n)
 	if !c.enter() {
 		return false

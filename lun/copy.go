@@ -250,9 +250,13 @@ func (c *Command) failCopy(k Sense, i int) bool {
 	return c.failSense(s)
 }
 
-// maxCopyStep is how many bytes are copied at a time; after each step the command checks whether
-// it was aborted. It is a multiple of what file systems can share.
-const maxCopyStep = 4 << 20
+// maxCopyStep and maxDeviceCopyStep are how many bytes are copied at a time; after each step the command
+// checks whether it was aborted, and others have their turns. The second one is for stores that wait for a
+// device. It is a multiple of what file systems can share.
+const (
+	maxCopyStep       = 1 << 20
+	maxDeviceCopyStep = 4 << 20
+)
 
 // copySegment copies, and calls note with the number of bytes after each step. Where the source
 // has a hole, the destination gets one.
@@ -266,8 +270,12 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 	// In overlapping ranges, do not overwrite what is not copied yet.
 	overlap := s.from.unit == s.to.unit && s.fromPos < s.toPos+s.n && s.toPos < s.fromPos+s.n
 	back := overlap && s.toPos > s.fromPos
+	step := int64(maxDeviceCopyStep)
+	if s.from.unit.info.Nonblocking && s.to.unit.info.Nonblocking {
+		step = maxCopyStep
+	}
 	for done := int64(0); done < s.n || s.n == 0; {
-		n, off := min(s.n-done, maxCopyStep), done
+		n, off := min(s.n-done, step), done
 		if overlap {
 			n = min(n, int64(len(*sp)))
 		}
@@ -408,7 +416,7 @@ func (s segment) lock(off, n int64) (unlock func()) {
 func (c *Command) enterBoth(s segment, n int64) (leave func(), err error) {
 	first, second := s.from.unit, s.to.unit
 	if first == second {
-		if err := first.enter(c, moved(int(2*n))); err != nil {
+		if err := first.enter(c, heavyStep(2*n)); err != nil {
 			return nil, err
 		}
 		return func() { first.leave(c) }, nil
@@ -416,11 +424,13 @@ func (c *Command) enterBoth(s segment, n int64) (leave func(), err error) {
 	if second.number < first.number {
 		first, second = second, first
 	}
-	if err := first.enter(c, moved(int(n))); err != nil {
+	work := heavyStep(n)
+	work.More = true
+	if err := first.enter(c, work); err != nil {
 		return nil, err
 	}
 	c.other.Who = c.call.Who
-	if err := second.enterAs(c, &c.other, moved(int(n))); err != nil {
+	if err := second.enterAs(c, &c.other, heavyStep(n)); err != nil {
 		first.leave(c)
 		return nil, err
 	}

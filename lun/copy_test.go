@@ -398,7 +398,7 @@ func TestExtendedCopyInProgress(t *testing.T) {
 	<-held
 	status := "84 00 07 00000000000000 000000ff 00 00"
 	for range 2 {
-		wantBytes(t, do(r.nexus, &r.c, [8]byte{}, status, nil, all).in, unhex("00000008 00 0000 00 00400000"))
+		wantBytes(t, do(r.nexus, &r.c, [8]byte{}, status, nil, all).in, unhex("00000008 00 0000 00 00100000"))
 	}
 	wantSense(t, do(r.nexus, &r.c, [8]byte{}, cdb, list, all), 0x5, 0x00, 0x16) // OPERATION IN PROGRESS
 	close(let)
@@ -473,7 +473,7 @@ func TestExtendedCopyLosesDestination(t *testing.T) {
 // unit, even if its EXTENDED COPY is a command for another unit (SPC-4, section 5.13.11.2.6).
 func TestExtendedCopyIsPreempted(t *testing.T) {
 	r := newCopyRig(t, setup{size: 64 << 20}, setup{})
-	const octets = 2 << 20
+	const octets = maxCopyStep
 	wantGood(t, "WRITE(16)", do(r.nexus, &r.c, [8]byte{}, extentCDB(0x8a, 0, 0, octets/512), pattern(octets, 1), all))
 	one := [8]byte{0, 1}
 	a := r.inv.NewNexus(portA)

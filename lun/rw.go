@@ -9,7 +9,6 @@ import (
 	"sync"
 
 	"github.com/iser-target/iser-target/backend"
-	"github.com/iser-target/iser-target/lun/fair"
 )
 
 // Limits of the medium access commands, in bytes; VPD page B0h reports them in blocks.
@@ -132,7 +131,7 @@ func (u *Unit) writeLocked(p []byte, pos int64, durable bool) error {
 // shared calls f, which changes a range and moves that many bytes, apart from COMPARE AND WRITE and
 // its like.
 func (u *Unit) shared(c *Command, pos, n, bytes int64, f func(pos, n int64) error) error {
-	if err := u.enter(c, fair.Work{Bytes: bytes}); err != nil {
+	if err := u.enter(c, heavyStep(bytes)); err != nil {
 		return err
 	}
 	defer u.leave(c)
@@ -230,11 +229,29 @@ func consumeVerify(u *Unit, c *Command, p []byte, off uint64) bool {
 	if uint64(len(p)) < c.DataOut {
 		return true // End refuses it
 	}
-	for i := range c.count {
+	for i := uint64(0); i < c.count; i += verifyBlocks {
+		if !u.compareBlocks(c, p, i, min(verifyBlocks, c.count-i)) {
+			return false
+		}
+	}
+	return true
+}
+
+// verifyBlocks is how many blocks VERIFY compares with one at a time.
+const verifyBlocks = 64
+
+// compareBlocks ends c with MISCOMPARE if one of n blocks from block first of its extent on differs
+// from p.
+func (u *Unit) compareBlocks(c *Command, p []byte, first, n uint64) bool {
+	if err := u.enter(c, heavyStep(int64(n<<u.shift))); err != nil {
+		return c.readDone(err)
+	}
+	defer u.leave(c)
+	for i := first; i < first+n; i++ {
 		if c.aborted() {
 			return c.fail(condAborted)
 		}
-		if !u.compareShared(c, p, int64((c.lba+i)<<u.shift), i<<u.shift) {
+		if !u.compareApart(c, p, u.at(c, i<<u.shift), i<<u.shift) {
 			return false
 		}
 	}
@@ -261,11 +278,21 @@ func endVerify(u *Unit, c *Command) {
 			return
 		}
 		p := (*sp)[:min(uint64(len(*sp)), n-off)]
-		if !c.readDone(u.read(c, p, u.at(c, off))) {
+		if !c.readDone(u.readHeavily(c, p, u.at(c, off))) {
 			return
 		}
 		off += uint64(len(p))
 	}
+}
+
+// readHeavily does what read does for a command that sends none of it to the initiator.
+func (u *Unit) readHeavily(c *Command, p []byte, pos int64) error {
+	if err := u.enter(c, heavyStep(int64(len(p)))); err != nil {
+		return err
+	}
+	defer u.leave(c)
+	defer u.ranges.share(stripesOf(pos, int64(len(p)))).release()
+	return u.storeRead(p, pos)
 }
 
 // compareShared does what compare does, for callers that do not hold the range.
@@ -274,6 +301,13 @@ func (u *Unit) compareShared(c *Command, p []byte, pos int64, base uint64) bool 
 		return c.readDone(err)
 	}
 	defer u.leave(c)
+	return u.compareApart(c, p, pos, base)
+}
+
+// compareApart does what compare does, apart from COMPARE AND WRITE and its like.
+//
+// Preconditions: c has entered the gate.
+func (u *Unit) compareApart(c *Command, p []byte, pos int64, base uint64) bool {
 	defer u.ranges.share(stripesOf(pos, int64(len(p)))).release()
 	return u.compare(c, p, pos, base)
 }
@@ -363,14 +397,21 @@ var errAborted = errors.New("the command was aborted")
 
 func (c *Command) aborted() bool { return c.Abort != nil && c.Abort.Load() }
 
-// stepLength is about how many bytes inSteps erases at a time; after each step the command checks
-// whether it was aborted.
-const stepLength = 16 << 20
+// stepLength and deviceStepLength are about how many bytes inSteps erases at a time; after each step the
+// command checks whether it was aborted, and others have their turns. The second one is for stores that
+// wait for a device: each step costs such a store an operation, however short it is.
+const (
+	stepLength       = 1 << 20
+	deviceStepLength = 16 << 20
+)
 
 // inSteps calls f, which erases a range, for n bytes at pos piece by piece. Pieces meet where the
 // store can give space back on both sides.
 func (u *Unit) inSteps(c *Command, pos, n int64, f func(pos, n int64) error) error {
 	step := int64(stepLength)
+	if !u.info.Nonblocking {
+		step = deviceStepLength
+	}
 	if g := int64(u.info.DiscardGranularity); g > 0 {
 		step = max(step-step%g, g)
 	}

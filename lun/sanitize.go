@@ -151,7 +151,7 @@ func (u *Unit) erase() error {
 	for off := int64(0); off < size; {
 		var mapped bool
 		var n int64
-		err := u.inSanitize(fair.Work{}, func() (err error) {
+		err := u.inSanitize(heavyStep(0), func() (err error) {
 			mapped, n, err = u.storeExtent(off)
 			return err
 		})
@@ -170,7 +170,7 @@ func (u *Unit) erase() error {
 	if err := u.sync(nil); err != nil || !u.isThin() {
 		return err
 	}
-	if err := u.inSanitize(fair.Work{}, func() error { return u.storeDiscard(0, size) }); err != nil {
+	if err := u.inSanitize(heavyStep(0), func() error { return u.storeDiscard(0, size) }); err != nil {
 		return err
 	}
 	return u.sync(nil)
@@ -334,6 +334,7 @@ func (u *Unit) resumeSanitize() error {
 func (s *sanitizer) close() {
 	s.mu.Lock()
 	s.stop.Store(true)
+	s.call.Cancel()
 	done := s.done
 	s.mu.Unlock()
 	if done != nil {

@@ -35,6 +35,7 @@ type Options struct {
 	// Sanitizations keeps what SANITIZE began; nil: the end of the process ends it,
 	// which is right if the medium ends, too.
 	Sanitizations *Sanitizations
+	Name          string // of the unit in messages about limits; default: Identity.Serial
 	// Calls is what the units of a process share to call their stores; nil: this unit shares with none.
 	Calls *fair.Process
 	// Registrations bounds how many registrations of persistent reservations an initiator makes; nil: a
@@ -124,11 +125,11 @@ func New(s backend.Store, o Options) (*Unit, error) {
 		return nil, fmt.Errorf("store: %w", err)
 	}
 	if o.Calls == nil {
-		o.Calls = fair.NewProcess()
+		o.Calls = fair.NewProcess(nil)
 	}
 	u := &Unit{
 		store: s, info: info, opt: o, readOnly: o.ReadOnly || info.ReadOnly,
-		seen: map[*itl]struct{}{}, number: units.Add(1), gate: o.Calls.NewGate(!info.Nonblocking),
+		seen: map[*itl]struct{}{}, number: units.Add(1), gate: o.Calls.NewGate(cmp.Or(o.Name, o.Identity.Serial), !info.Nonblocking),
 		settings: newTurn(),
 	}
 	u.reservations.turn = newTurn()
@@ -356,12 +357,14 @@ func (u *Unit) Detach() backend.Store {
 	all := u.ranges.exclude(allStripes)
 	u.detached.Store(true)
 	all.release()
+	u.gate.Retire()
 	return u.store
 }
 
 // Close stops a sanitize, then syncs and closes the store.
 func (u *Unit) Close() error {
 	u.sanitizer.close()
+	u.gate.Shut()
 	err := u.store.Close()
 	if err != nil && !errors.Is(err, backend.ErrClosed) {
 		u.unsynced.Store(true)

@@ -49,7 +49,8 @@ type Limit struct {
 	max   atomic.Int64
 	used  atomic.Int64 // of the process, or of the key that uses most
 	bites atomic.Uint64
-	last  atomic.Int64 // when it bit last, in nanoseconds of the wall clock; 0: never
+	count atomic.Pointer[func() (used int64, by string)] // who counts what is in use instead of used
+	last  atomic.Int64                                   // when it bit last, in nanoseconds of the wall clock; 0: never
 }
 
 // Name returns the key of l below `limits` in the YAML.
@@ -70,8 +71,18 @@ func (l *Limit) SetMax(n int64) {
 	l.max.Store(n)
 }
 
+// Measure makes f say how much is in use, and by which key, where somebody counts without Take and
+// Give.
+func (l *Limit) Measure(f func() (used int64, by string)) { l.count.Store(&f) }
+
 // Used returns how much is in use: in the process, or by the key that uses most.
-func (l *Limit) Used() int64 { return l.used.Load() }
+func (l *Limit) Used() int64 {
+	if f := l.count.Load(); f != nil {
+		used, _ := (*f)()
+		return used
+	}
+	return l.used.Load()
+}
 
 // Take takes n if that leaves the use within the bound. It does not count as a bite: callers that
 // refuse or wait because of it call Bite.
@@ -130,6 +141,9 @@ type State struct {
 // State returns l at this time.
 func (l *Limit) State() State {
 	s := State{Name: l.name, Scope: l.scope, Unit: l.unit, Help: l.help, Max: l.Max(), Used: l.Used(), Bites: l.bites.Load()}
+	if f := l.count.Load(); f != nil {
+		s.Used, s.By = (*f)()
+	}
 	if at := l.last.Load(); at != 0 {
 		s.Last = time.Unix(0, at)
 	}

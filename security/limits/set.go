@@ -20,6 +20,11 @@ type Set struct {
 	// Memory.
 	Memory Limit // that initiators make the target use
 
+	// Calls of stores: see package lun/fair.
+	BackendCalls       Limit // under way in the process
+	BackendCallsPerLUN Limit // under way at a LUN
+	HeavyCommands      Limit // that run at a time
+
 	StateTimeout Limit // of a file of the state directory
 	// Time.
 	FenceTimeout Limit // from the abort of a command until nobody waits any longer for its store
@@ -39,6 +44,7 @@ func New() *Set {
 		"persistent reservation keys that an initiator registers with a LUN")
 	s.Memory.auto = defaultMemory(machine())
 	s.limit(&s.Memory, "memory", PerProcess, Bytes, 0, "memory that initiators make the target use")
+	s.callLimits()
 	s.limit(&s.StateTimeout, "state_timeout", PerProcess, Duration, int64(10*time.Second),
 		"time in which state_dir stores a change")
 	s.limit(&s.FenceTimeout, "fence_timeout", PerProcess, Duration, int64(time.Second),

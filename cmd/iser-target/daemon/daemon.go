@@ -27,6 +27,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/fair"
 	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/security"
@@ -77,6 +78,7 @@ type Daemon struct {
 	state   *stateFiles
 	changes changes
 	calls   calls
+	stores  *fair.Process // what the LUNs share to call their stores
 	waits   waits
 	side    map[string]*sideServer // by kind of change
 
@@ -142,6 +144,7 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 	d.log = d.newLogger(cfg.Log, o.LogTo)
 	d.side = d.newSideServers(o.Dashboard)
 	d.net.limits.Observe(d.reportBite)
+	d.stores = fair.NewProcess(d.net.limits)
 	options, err := d.nodeOptions(cfg)
 	if err != nil {
 		return nil, err
