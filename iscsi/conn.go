@@ -70,6 +70,7 @@ type conn struct {
 	noticed  time.Duration // when that was, by clock
 	closing  bool          // Receive has failed once
 	received atomic.Uint64 // PDUs and ends of GetDatas; written by the holder of the baton
+	heard    atomic.Int64  // noticed, for others
 	putOff   putOffFlush
 
 	waiting atomic.Int32 // goroutines that want the baton
@@ -274,6 +275,7 @@ func (c *conn) shut(reason error, keep bool) (failed bool) {
 	}
 	close(c.ending)
 	c.slots.mu.Lock()
+	c.slots.moves++
 	c.slots.freed.Broadcast() // newTask may wait
 	c.slots.mu.Unlock()
 	c.budget.close()

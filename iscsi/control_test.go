@@ -262,6 +262,26 @@ func TestKeepalive(t *testing.T) {
 	})
 }
 
+// The connection of an initiator that vanishes ends NopInterval and NopTimeout after its last word,
+// whenever that was.
+func TestKeepaliveCountsFromTheLastWord(t *testing.T) {
+	for _, after := range []time.Duration{time.Second, 7 * time.Second, 14 * time.Second} {
+		bubble(t, after.String(), func(t *testing.T) {
+			n := newTestNode(t, func(o *Options) { o.NopInterval = 0 }) // default
+			tc := n.connect().login()
+			time.Sleep(after)
+			tc.ping()
+			began := time.Now()
+			if err := tc.wait(); err == nil || !strings.Contains(err.Error(), "silent for 45s") {
+				t.Error(err)
+			}
+			if d := time.Since(began); d != 45*time.Second {
+				t.Errorf("ended after %v", d)
+			}
+		})
+	}
+}
+
 // An initiator that is busy is not silent: data that it sends or takes counts,
 // although no PDU of its own comes. When that ends, too, it is given up.
 func TestKeepaliveOfABusyInitiator(t *testing.T) {
@@ -598,5 +618,28 @@ func TestWindow(t *testing.T) {
 				t.Fatalf("%+v", w)
 			}
 		}
+	}
+}
+
+// A successful Logout of the session, or of its last connection, is the loss of the nexus (sections
+// 6.3.5 and 6.3.5.1): when the response leaves, its RESERVE is over.
+func TestLogoutEndsTheNexusFirst(t *testing.T) {
+	for name, reason := range map[string]byte{"session": pdu.LogoutCloseSession, "connection": pdu.LogoutCloseConnection} {
+		bubble(t, name, func(t *testing.T) {
+			n := newTestNode(t)
+			a, b := n.connect().login(), n.enter()
+			a.wantStatus(a.command(pdu.FlagF, 0, [16]byte{0x16}, nil), 0)
+			h := b.command(readF, 512, cdb.Read10(0, 1), nil)
+			b.wantStatus(h, 0x18) // RESERVATION CONFLICT
+			a.wantLogout(a.logoutOf(reason, 0), pdu.LogoutSuccess)
+			began := time.Now()
+			b.wantStatus(b.command(readF, 512, cdb.Read10(0, 1), nil), 0)
+			if took := time.Since(began); took != 0 {
+				t.Errorf("the neighbour waited %v", took)
+			}
+			a.close()
+			a.wantEnd(nil)
+			b.logout()
+		})
 	}
 }

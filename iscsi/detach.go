@@ -89,6 +89,7 @@ func (c *conn) detach(t *Task) {
 	p := &c.slots
 	p.mu.Lock()
 	next.nextFree, p.free = p.free, next
+	p.moves++
 	p.mu.Unlock()
 	p.freed.Signal()
 	if c.phase != phaseEnded {

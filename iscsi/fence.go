@@ -20,7 +20,11 @@ type fence struct {
 	queue  taskQueue // responses that wait, in the order in which they will be sent
 	conn   *conn     // where the last fenced response was sent, until that is acknowledged
 	statSN uint32    // of that
-	asked  bool      // for the acknowledgements that the fence awaits now
+
+	// The fenced response at the head of queue, by Task.seq, and the StatSN that each connection had
+	// reached when it came there. What is sent later does not hold it up.
+	head   uint64
+	before map[*conn]uint32
 }
 
 // Values of TaskReporting that ask for more than RFC 3720 did (section 13.23).
@@ -80,8 +84,30 @@ func (s *session) releaseHeld() {
 		c.start(c.dm.Flush)
 	}
 	for _, c := range awaited {
-		c.start(func() { c.sendNOPIn(true) })
+		c.start(func() {
+			if !c.sendNOPIn(true) {
+				c.mu.Lock()
+				c.recovery.asked = 0 // once the initiator has taken others
+				c.mu.Unlock()
+			}
+		})
 	}
+}
+
+// awaits reports whether c has not acknowledged all before statSN. If it has not been asked to, it
+// is appended to ask.
+//
+// Preconditions: c.mu is held.
+func (c *conn) awaits(statSN uint32, ask []*conn) (bool, []*conn) {
+	r := &c.recovery
+	if !pdu.Before(r.acked, statSN) {
+		return false, ask
+	}
+	if key := uint64(statSN) + 1; r.asked != key {
+		r.asked = key
+		ask = append(ask, c)
+	}
+	return true, ask
 }
 
 // releaseHeldLocked queues the responses that can be sent. It returns the connections on which it
@@ -93,9 +119,11 @@ func (s *session) releaseHeldLocked() (sent, awaited []*conn) {
 	f := s.shared.fence
 	for {
 		conns := s.loggedInConns()
-		if f.conn != nil && slices.Contains(conns, f.conn) && !pdu.Before(f.statSN, f.conn.recovery.acked) {
-			awaited = []*conn{f.conn}
-			break
+		if f.conn != nil && slices.Contains(conns, f.conn) {
+			var waits bool
+			if waits, awaited = f.conn.awaits(f.statSN+1, awaited); waits {
+				break
+			}
 		}
 		f.conn = nil
 		t := f.queue.Front()
@@ -103,18 +131,10 @@ func (s *session) releaseHeldLocked() (sent, awaited []*conn) {
 			break
 		}
 		fenced := t.isFence && len(conns) > 1 // section 4.2.2.3.3, a)
-		if fenced {
-			for _, c := range conns {
-				if pdu.Before(c.recovery.acked, c.statSN) {
-					awaited = append(awaited, c)
-				}
-			}
-			if len(awaited) > 0 {
-				break
-			}
+		if fenced && f.mustWait(t, conns, &awaited) {
+			break
 		}
 		f.queue.Pop()
-		f.asked = false
 		c := t.conn
 		if fenced {
 			f.conn, f.statSN = c, c.statSN
@@ -124,11 +144,29 @@ func (s *session) releaseHeldLocked() (sent, awaited []*conn) {
 			sent = append(sent, c)
 		}
 	}
-	if f.asked {
-		awaited = nil
-	}
-	f.asked = f.asked || len(awaited) > 0
 	return sent, awaited
+}
+
+// mustWait reports whether t, the fenced response at the head of the queue, waits for the
+// acknowledgement of what was sent before it came there (section 4.2.2.3.3, b). Connections that
+// have not been asked are appended to ask.
+//
+// Preconditions: shared.mu is held.
+func (f *fence) mustWait(t *Task, conns []*conn, ask *[]*conn) (wait bool) {
+	if f.head != t.seq {
+		f.head, f.before = t.seq, map[*conn]uint32{}
+		for _, c := range conns {
+			f.before[c] = c.statSN
+		}
+	}
+	for _, c := range conns {
+		if statSN, ok := f.before[c]; ok { // else it has joined since
+			var waits bool
+			waits, *ask = c.awaits(statSN, *ask)
+			wait = wait || waits
+		}
+	}
+	return wait
 }
 
 // acknowledgeStatus takes an ExpStatSN in a session with a fence.

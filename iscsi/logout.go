@@ -58,11 +58,18 @@ func (t *Task) logoutOwn(session bool) {
 	if len(c.sess.conns) == 1 {
 		c.sess.dropUnclaimed()
 	}
+	ends := c.phase == phaseLogout && (session || len(c.sess.conns) == 1 && len(c.sess.lost) == 0)
+	if ends {
+		c.sess.closed = true // no connection can join: the nexus is about to end
+	}
 	c.mu.Unlock()
 	for _, o := range leaving {
 		if o != c {
 			o.stop(errLoggedOut)
 		}
+	}
+	if ends && c.sess.nexus != nil { // this is the loss of the nexus: sections 6.3.5 and 6.3.5.1
+		c.sess.nexus.Close()
 	}
 	c.timer.setLast(c.opt.LogoutWait, func() { c.end(nil) })
 	t.respondLogout(pdu.LogoutSuccess)

@@ -22,6 +22,7 @@ type connRecovery struct {
 	suspends     atomic.Bool // tasks wait to be reassigned to another connection; see suspend
 	store        statusStore
 	acked        uint32        // highest ExpStatSN of the initiator; only with a fence
+	asked        uint64        // one more than the StatSN that a fence has asked the initiator to acknowledge; 0: none
 	terminations []termination // see fence.go
 }
 
@@ -221,6 +222,7 @@ func (c *conn) setUse(t *Task, stored, sending bool) {
 func (c *conn) endUse(t *Task, use *bool) {
 	c.slots.mu.Lock()
 	*use = false
+	c.slots.moves++
 	last := !t.resend.stored && !t.resend.sending
 	c.slots.mu.Unlock()
 	if last {

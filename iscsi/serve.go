@@ -70,6 +70,7 @@ func (c *conn) receive() *Task {
 		c.noticed = clock()
 		c.notePending()
 		c.received.Add(1)
+		c.heard.Store(int64(c.noticed))
 		if t := n.Task; t != nil {
 			t.lapAt(lun.PhaseReadWait, c.noticed)
 			c.mu.Lock()

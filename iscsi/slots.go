@@ -28,6 +28,7 @@ type slotPool struct {
 	freed sync.Cond  // on mu
 	free  *Task      // linked by nextFree
 	made  int
+	moves uint64 // counts what may give newTask a slot
 	max   int
 
 	trimmed atomic.Bool // the connection has ended: free slots keep nothing
@@ -66,10 +67,11 @@ func (c *conn) newTask() *Task {
 			continue
 		}
 		if c.recovery.store.on {
+			moves := p.moves
 			p.mu.Unlock()
 			freed := c.giveUpStatus()
 			p.mu.Lock()
-			if freed {
+			if freed || p.moves != moves { // nobody has waited for the signal
 				continue
 			}
 		}
@@ -118,6 +120,7 @@ func (c *conn) freeTask(t *Task) {
 	p := &c.slots
 	p.mu.Lock()
 	t.nextFree, p.free = p.free, t
+	p.moves++
 	p.mu.Unlock()
 	p.freed.Signal()
 }

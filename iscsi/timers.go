@@ -66,21 +66,45 @@ func (c *conn) keepalive() {
 	if c.opt.NopInterval < 0 {
 		return
 	}
-	var heard uint64 // c.received and c.sending.done the last time
-	pinged := false
-	c.watch(c.opt.NopInterval, func() time.Duration {
-		switch now := c.received.Load() + c.sending.done.Load(); {
-		case now != heard:
-			heard, pinged = now, false
-			return c.opt.NopInterval
-		case pinged:
-			c.end(fmt.Errorf("initiator has been silent for %v in spite of a NOP-In", c.opt.NopInterval+c.opt.NopTimeout))
-			return 0
-		}
-		pinged = true
+	now := clock()
+	c.heard.Store(int64(now))
+	k := &keeper{c: c, sentAt: now}
+	c.watch(c.opt.NopInterval, k.look)
+}
+
+// A keeper is the state of keepalive.
+type keeper struct {
+	c        *conn
+	sent     uint64        // c.sending.done the last time
+	sentAt   time.Duration // when it was seen to move
+	pinged   bool          // since its last word
+	pingedAt time.Duration
+}
+
+// look pings an initiator that has been silent, or ends its connection. It returns when to look
+// again.
+func (k *keeper) look() (next time.Duration) {
+	c, now := k.c, clock()
+	sending := false
+	if sent := c.sending.done.Load(); sent != k.sent {
+		k.sent, k.sentAt, sending = sent, now, true
+	}
+	word := max(time.Duration(c.heard.Load()), k.sentAt)
+	k.pinged = k.pinged && word < k.pingedAt
+	silent, o := now-word, c.opt
+	switch {
+	case silent < o.NopInterval && sending: // the moment at which this stops does not show
+		return min(o.NopInterval-silent, o.NopInterval/4)
+	case silent < o.NopInterval:
+		return o.NopInterval - silent
+	case !k.pinged:
+		k.pinged, k.pingedAt = true, now
 		c.workers.Go(func() { c.sendNOPIn(true) }) // which may wait for the network
-		return c.opt.NopTimeout
-	})
+	case now-k.pingedAt >= o.NopTimeout:
+		c.end(fmt.Errorf("initiator has been silent for %v in spite of a NOP-In", silent.Round(time.Second)))
+		return 0
+	}
+	return min(k.pingedAt+o.NopTimeout-now, o.NopInterval) // there may be a word, and silence again
 }
 
 // watchDiscovery ends a discovery session whose initiator takes no answers and so has used up the
