@@ -106,6 +106,30 @@ type LUN struct {
 
 	Initiators  []string `key:"initiators"`    // security.Patterns: initiators that see the LUN; nil: all that may log in
 	ReadOnlyFor []string `key:"read_only_for"` // security.Patterns: initiators that may only read
+
+	// How fast all initiators together may use the LUN, and how fast they may at least.
+	IOPS         int           `key:"iops"`          // commands per second that move data; 0: no limit
+	Bandwidth    Size          `key:"bandwidth"`     // bytes per second; 0: no limit
+	Burst        time.Duration `key:"burst"`         // the time without use that may be made up for at once
+	MinIOPS      int           `key:"min_iops"`      // commands per second that others leave to the LUN
+	MinBandwidth Size          `key:"min_bandwidth"` // bytes per second that others leave to the LUN
+	Rates        []Rate        `key:"rates"`         // of each initiator
+}
+
+// A Rate says how fast each of some initiators may use a LUN, and how fast it may at least. Its
+// fields mean for one initiator what those of LUN mean for all together.
+type Rate struct {
+	Initiators   []string      `key:"initiators"` // security.Patterns; the first Rate that matches a name counts
+	IOPS         int           `key:"iops"`
+	Bandwidth    Size          `key:"bandwidth"`
+	Burst        time.Duration `key:"burst"`
+	MinIOPS      int           `key:"min_iops"`
+	MinBandwidth Size          `key:"min_bandwidth"`
+}
+
+// Rate returns the rate of all initiators of l together.
+func (l LUN) Rate() Rate {
+	return Rate{IOPS: l.IOPS, Bandwidth: l.Bandwidth, Burst: l.Burst, MinIOPS: l.MinIOPS, MinBandwidth: l.MinBandwidth}
 }
 
 // forSome reports whether initiators differ in what they may do with the LUN.

@@ -365,6 +365,7 @@ func FuzzLoad(f *testing.F) {
 		"    portal_groups: [1]\n  - luns: [{id: 1, backend: memory, size: 1MiB, initiators: [\"*\"], read_only_for: [\"?\"]}]\n"))
 	f.Add([]byte(good + "    auth: {method: chap, algorithms: [md5], users: [{name: a, secret: aaaaaaaaaaaa, initiator: \"*\", mutual: {name: t, secret: tttttttttttt}}]}\n" +
 		"    redirect: {to: a:1, permanent: true}\ndiscovery_auth: {method: chap, users: [{name: a, secret_file: /dev/null}]}\n"))
+	f.Add([]byte(good + "      - {id: 1, backend: memory, size: 1MiB, iops: 9, burst: 2s, min_bandwidth: 1, rates: [{initiators: [\"*\"], bandwidth: 1MiB, min_iops: 9}]}\n"))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		c, err := load("f", b)
 		if (c == nil) == (err == nil) {

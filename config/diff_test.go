@@ -46,6 +46,10 @@ func TestDiff(t *testing.T) {
 		{"keys of a LUN", []string{"size: 1GiB", "size: 1GiB, read_only_for: [\"*:x\", iqn.2026-11.io.example:host], block_size: 4096"}, []string{
 			"{'op':'update','kind':'lun'," + a + ",'lun':0,'key':'block_size','old':'512','new':'4096'}",
 			"{'op':'update','kind':'lun'," + a + ",'lun':0,'key':'read_only_for','new':'[\\'*:x\\', \\'iqn.2026-11.io.example:host\\']'}"}},
+		{"rates of a LUN", []string{"size: 1GiB", "size: 1GiB, iops: 5000, burst: 2s, rates: [{initiators: [\"*:x\"], bandwidth: 1MiB}]"}, []string{
+			"{'op':'update','kind':'lun'," + a + ",'lun':0,'key':'iops','old':'0','new':'5000'}",
+			"{'op':'update','kind':'lun'," + a + ",'lun':0,'key':'burst','old':'0s','new':'2s'}",
+			"{'op':'update','kind':'lun'," + a + ",'lun':0,'key':'rates','new':'[{initiators: [\\'*:x\\'], bandwidth: 1MiB}]'}"}},
 		{"a secret", []string{"aaaaaaaaaaaa", "bbbbbbbbbbbb"}, []string{"{'op':'update','kind':'target'," + b + ",'lun':0,'key':'auth.users'}"}},
 		{"a user", []string{"{name: u, ", "{initiator: \"*\", name: u, "}, []string{
 			"{'op':'update','kind':'target'," + b + ",'lun':0,'key':'auth.users','old':'[{name: u, secret: '********'}]','new':'[{name: u, secret: '********', initiator: \\'*\\'}]'}"}},

@@ -641,7 +641,7 @@ func writeNode(v reflect.Value) *yaml.Node {
 	case reflect.Struct:
 		n := &yaml.Node{Kind: yaml.MappingNode}
 		switch v.Interface().(type) {
-		case LUN, User, Credential, Redirect:
+		case LUN, Rate, User, Credential, Redirect:
 			n.Style = yaml.FlowStyle
 		}
 		for i, key := range keysOf(v.Type()) {

@@ -6,6 +6,7 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+	"time"
 )
 
 // commented has comments, blank lines and both styles of lists.
@@ -89,6 +90,9 @@ func TestDocumentEdits(t *testing.T) {
 			"size: 2GiB\n", "size: 2GiB\n        read_only_for: [\"*:x\", '*:y']\n"},
 		{"SetLUN keeps a comment", func(d *Document) error { return d.SetLUN(nameA, 7, "backend", "file") },
 			"backend: memory   # of all", "backend: file # of all"},
+		{"SetLUN rates", func(d *Document) error {
+			return errors.Join(d.SetLUN(nameA, 0, "iops", "5000"), d.SetLUN(nameA, 0, "rates", "[{initiators: ['*'], bandwidth: 1MiB}]"))
+		}, "{id: 0, backend: memory,   size: 1GiB}  # zero", "{id: 0, backend: memory, size: 1GiB, iops: 5000, rates: [{initiators: ['*'], bandwidth: 1MiB}]} # zero"},
 		{"AddTarget", func(d *Document) error {
 			return d.AddTarget(Target{Name: "iqn.2026-11.io.example:c", Alias: "yes", Initiators: []string{"*"}, LUNs: []LUN{memoryLUN(0, 512)}})
 		}, "size: 1MiB}\n", "size: 1MiB}\n  - name: iqn.2026-11.io.example:c\n    alias: \"yes\"\n    initiators: [\"*\"]\n    luns:\n      - {id: 0, backend: memory, size: 512}\n"},
@@ -329,7 +333,9 @@ func TestDocumentWritesEverything(t *testing.T) {
 		Redirect: Redirect{To: "[2001:db8::1]:3260", Permanent: true},
 		LUNs: []LUN{
 			{ID: 0, Backend: "gotgt", Path: "/x: y", BlockSize: 4096, ReadOnly: true, WriteThrough: true, Removable: true, Sanitize: true, Plugin: "file", Options: "{a, b}", Initiators: []string{"*"}},
-			{ID: 16383, Backend: "file", Path: " ", Size: 4096, BlockSize: 512, ReadOnlyFor: []string{"*:b"}},
+			{ID: 16383, Backend: "file", Path: " ", Size: 4096, BlockSize: 512, ReadOnlyFor: []string{"*:b"},
+				IOPS: 5000, Bandwidth: 100 << 20, Burst: 90 * time.Second / 2, MinIOPS: 1, MinBandwidth: 3, Rates: []Rate{
+					{Initiators: []string{"*:c", "?"}, IOPS: 9, Bandwidth: 1 << 20, Burst: time.Minute, MinIOPS: 2, MinBandwidth: 4}, {Initiators: []string{"*"}, IOPS: 1}}},
 		},
 	}
 	portal := Portal{Listen: ":0", Advertise: []string{"a:1", "[2001:db8::2]:2"}, Transports: []string{"tcp"}, TPGT: 9}

@@ -180,6 +180,16 @@ func TestWrongLUNsAreRefused(t *testing.T) {
 		{"LUN for whom", luns(`{id: 0, backend: memory, size: 1GiB, initiators: [host, "*"], read_only_for: ["*", ""]}`), []string{
 			"f: targets[0].luns[0].initiators[0]: iSCSI name", "f: targets[0].luns[0].read_only_for[1]: pattern is empty"}},
 		{"read_only twice", luns(`{id: 0, backend: memory, size: 1GiB, read_only: true, read_only_for: ["*"]}`), []string{"f: targets[0].luns[0].read_only_for: cannot be combined with read_only"}},
+		{"rates low", luns("{id: 0, backend: memory, size: 1GiB, iops: -1, bandwidth: 1023KiB, burst: -1s, min_iops: -1, min_bandwidth: 2TiB}"), []string{
+			"f: targets[0].luns[0].iops: must be 0 to 100000000, not -1", "f: targets[0].luns[0].min_iops: must be 0 to", "f: targets[0].luns[0].bandwidth: must be 1MiB to 1TiB per second, or 0, not 1023KiB",
+			"f: targets[0].luns[0].min_bandwidth: must be 1 to 1TiB", "f: targets[0].luns[0].burst: must be 0 to 1m, not -1s",
+			"f: targets[0].luns[0].min_bandwidth: must be at most bandwidth, 1023KiB, not 2TiB"}},
+		{"guarantees above limits", luns("{id: 0, backend: memory, size: 1GiB, iops: 10, min_iops: 11, bandwidth: 1MiB, min_bandwidth: 2MiB, burst: 61s}"), []string{
+			"f: targets[0].luns[0].burst: must be 0 to 1m", "f: targets[0].luns[0].min_iops: must be at most iops, 10, not 11", "f: targets[0].luns[0].min_bandwidth: must be at most bandwidth, 1MiB, not 2MiB"}},
+		{"burst of nothing", luns("{id: 0, backend: memory, size: 1GiB, burst: 1s, min_iops: 1}"), []string{"f: targets[0].luns[0].burst: requires iops or bandwidth"}},
+		{"rates of nobody", luns(`{id: 0, backend: memory, size: 1GiB, iops: 10, bandwidth: 1MiB, rates: [{iops: 1}, {initiators: ["*"]}, {initiators: [host], min_iops: 11, min_bandwidth: 2MiB}]}`), []string{
+			"f: targets[0].luns[0].rates[0].initiators: is required", "f: targets[0].luns[0].rates[1]: has no rate: set iops, bandwidth, min_iops or min_bandwidth", "f: targets[0].luns[0].rates[2].initiators[0]: iSCSI name",
+			"f: targets[0].luns[0].rates[2].min_iops: must be at most iops of the LUN, 10, not 11", "f: targets[0].luns[0].rates[2].min_bandwidth: must be at most bandwidth of the LUN, 1MiB, not 2MiB"}},
 		{"same path", luns("{id: 0, backend: file, path: /a/../x, size: 1GiB}\n      - {id: 1, backend: block, path: /x}"), []string{`f: targets[0].luns[1].path: "/x" is the path of targets[0].luns[0]`}},
 	})
 }

@@ -267,6 +267,7 @@ func checkLUNs(key string, luns []LUN, paths firsts[string], errs *errorList) {
 		}
 		l.check(key, errs)
 		l.checkAccess(key, errs)
+		l.checkRates(key, errs)
 		if l.Path == "" {
 			continue
 		}
@@ -317,6 +318,65 @@ func (l *LUN) checkAccess(key string, errs *errorList) {
 		errs.addf(key+".read_only_for", "cannot be combined with read_only, which is for all initiators")
 	}
 	checkPatterns(key+".read_only_for", l.ReadOnlyFor, errs)
+}
+
+// The ranges of rates.
+const (
+	maxIOPS = 100_000_000
+	// minBandwidth lets a command of 16 MiB end before initiators give up on it.
+	minBandwidth = 1 << 20
+	maxBandwidth = 1 << 40
+	maxBurst     = time.Minute
+)
+
+// checkRates checks the rates of the LUN and of its initiators.
+func (l *LUN) checkRates(key string, errs *errorList) {
+	all := l.Rate()
+	all.check(key, errs)
+	for i := range l.Rates {
+		r, key := &l.Rates[i], index(key+".rates", i)
+		if len(r.Initiators) == 0 {
+			errs.addf(key+".initiators", `is required: the initiators that have this rate. initiators: ["*"] is each one`)
+		}
+		checkPatterns(key+".initiators", r.Initiators, errs)
+		r.check(key, errs)
+		if r.IOPS == 0 && r.Bandwidth == 0 && r.MinIOPS == 0 && r.MinBandwidth == 0 {
+			errs.addf(key, "has no rate: set iops, bandwidth, min_iops or min_bandwidth")
+		}
+		if l.IOPS > 0 && r.MinIOPS > l.IOPS {
+			errs.addf(key+".min_iops", "must be at most iops of the LUN, %d, not %d", l.IOPS, r.MinIOPS)
+		}
+		if l.Bandwidth > 0 && r.MinBandwidth > l.Bandwidth {
+			errs.addf(key+".min_bandwidth", "must be at most bandwidth of the LUN, %v, not %v", l.Bandwidth, r.MinBandwidth)
+		}
+	}
+}
+
+// check checks the values of r, whose keys are below key.
+func (r *Rate) check(key string, errs *errorList) {
+	checkRange(errs, key+".iops", r.IOPS, 0, maxIOPS)
+	checkRange(errs, key+".min_iops", r.MinIOPS, 0, maxIOPS)
+	for _, f := range []struct {
+		key   string
+		v     Size
+		least Size
+	}{{"bandwidth", r.Bandwidth, minBandwidth}, {"min_bandwidth", r.MinBandwidth, 1}} {
+		if f.v != 0 && (f.v < f.least || f.v > maxBandwidth) {
+			errs.addf(key+"."+f.key, "must be %v to %v per second, or 0, not %v", f.least, Size(maxBandwidth), f.v)
+		}
+	}
+	switch {
+	case r.Burst < 0 || r.Burst > maxBurst:
+		errs.addf(key+".burst", "must be 0 to %s, not %v", FormatDuration(maxBurst), r.Burst)
+	case r.Burst > 0 && r.IOPS == 0 && r.Bandwidth == 0:
+		errs.addf(key+".burst", "requires iops or bandwidth")
+	}
+	if r.IOPS > 0 && r.MinIOPS > r.IOPS {
+		errs.addf(key+".min_iops", "must be at most iops, %d, not %d", r.IOPS, r.MinIOPS)
+	}
+	if r.Bandwidth > 0 && r.MinBandwidth > r.Bandwidth {
+		errs.addf(key+".min_bandwidth", "must be at most bandwidth, %v, not %v", r.Bandwidth, r.MinBandwidth)
+	}
 }
 
 // check checks the keys of the backend.

@@ -55,7 +55,7 @@ func TestOpenAPISchemasAreThoseOfTheTypes(t *testing.T) {
 		schema.Error{}, schema.Target{}, schema.LUN{}, schema.ChangeUpdate{}, schema.Progress{}, schema.Portal{}, schema.Pattern{}, schema.Reservation{},
 		schema.State{}, schema.PortalState{}, schema.TargetState{}, schema.LUNState{}, schema.ReservationState{}, schema.RegistrationState{}, schema.SettingState{},
 		schema.SessionState{}, schema.CounterState{}, schema.PhaseState{}, schema.ConnectionState{}, schema.Explanation{}, schema.Rule{}, schema.LUNView{}, schema.Event{},
-		schema.Plan{}, schema.Step{}, config.Change{}, schema.Summary{}, schema.LimitState{},
+		schema.Plan{}, schema.Step{}, config.Change{}, schema.Summary{}, schema.LimitState{}, schema.Rate{}, schema.InitiatorRate{},
 	} {
 		typ := reflect.TypeOf(v)
 		var want, got []string

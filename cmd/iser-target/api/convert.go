@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"net/http"
+	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
@@ -35,6 +36,18 @@ func lunConfig(l *schema.LUN) (config.LUN, error) {
 		Removable: l.Removable, Sanitize: l.Sanitize, Plugin: l.Plugin, Options: l.Options,
 		Initiators: l.Initiators, ReadOnlyFor: l.ReadOnlyFor,
 	}
+	all, err := rateConfig("", &schema.Rate{IOPS: l.IOPS, Bandwidth: l.Bandwidth, Burst: l.Burst, MinIOPS: l.MinIOPS, MinBandwidth: l.MinBandwidth})
+	if err != nil {
+		return c, err
+	}
+	c.IOPS, c.Bandwidth, c.Burst, c.MinIOPS, c.MinBandwidth = all.IOPS, all.Bandwidth, all.Burst, all.MinIOPS, all.MinBandwidth
+	for i := range l.Rates {
+		r, err := rateConfig(fmt.Sprintf("rates[%d].", i), &l.Rates[i])
+		if err != nil {
+			return c, err
+		}
+		c.Rates = append(c.Rates, r)
+	}
 	if l.ID != nil {
 		c.ID = *l.ID
 	}
@@ -44,6 +57,32 @@ func lunConfig(l *schema.LUN) (config.LUN, error) {
 			return c, &schema.Error{Code: schema.Invalid, Message: fmt.Sprintf("size: %v", err)}
 		}
 		c.Size = size
+	}
+	return c, nil
+}
+
+// rateConfig converts a rate in a request. path begins the names of its keys in errors.
+func rateConfig(path string, r *schema.Rate) (config.Rate, error) {
+	c := config.Rate{Initiators: r.Initiators, IOPS: r.IOPS, MinIOPS: r.MinIOPS}
+	for _, f := range []struct {
+		key, text string
+		to        *config.Size
+	}{{"bandwidth", r.Bandwidth, &c.Bandwidth}, {"min_bandwidth", r.MinBandwidth, &c.MinBandwidth}} {
+		if f.text == "" {
+			continue
+		}
+		size, err := config.ParseSize(f.text)
+		if err != nil {
+			return c, &schema.Error{Code: schema.Invalid, Message: fmt.Sprintf("%s%s: %v", path, f.key, err)}
+		}
+		*f.to = size
+	}
+	if r.Burst != "" {
+		d, err := time.ParseDuration(r.Burst)
+		if err != nil {
+			return c, &schema.Error{Code: schema.Invalid, Message: fmt.Sprintf("%sburst: %q is not a duration like 2s", path, r.Burst)}
+		}
+		c.Burst = d
 	}
 	return c, nil
 }

@@ -176,6 +176,11 @@ func lunTable(t *table, l schema.LUNState) {
 	for _, s := range l.Settings {
 		t.row(strings.ReplaceAll(s.Setting, "_", " "), settingText(&s))
 	}
+	t.row("rate", rateText(&l.RateState))
+	t.row("waiting", l.Waiting)
+	for i := range l.Rates {
+		t.row("rate of each", fmt.Sprintf("%s: %s", strings.Join(l.Rates[i].Initiators, ","), rateText(&l.Rates[i].RateState)))
+	}
 	counterRows(t, &l.Counters)
 	if r := l.Reservation; r != nil {
 		reservationRows(t, r)
@@ -184,8 +189,9 @@ func lunTable(t *table, l schema.LUNState) {
 
 func (p *program) createLUN() *cobra.Command {
 	var (
-		l  schema.LUN
-		id int
+		l     schema.LUN
+		id    int
+		rates rateFlags
 	)
 	cmd := p.change(verb{use: "create TARGET [--backend BACKEND] [--path PATH] [--size SIZE] [--preallocate] [--from FILE]", short: "Create a LUN", args: cobra.ExactArgs(1), complete: p.complete(targets),
 		long: `Create a LUN. Initiators that are logged in are notified (REPORTED LUNS DATA HAS
@@ -207,6 +213,9 @@ progress. If interrupted, they leave nothing behind.`,
 				if l.Path, err = c.absolute(l.Path); err != nil {
 					return nil, err
 				}
+			}
+			if err := rates.of(c.cmd, &l); err != nil {
+				return nil, err
 			}
 			if !l.Preallocate && l.From == "" {
 				return c.AddLUN(ctx, c.args[0], l, o)
@@ -245,6 +254,7 @@ progress. If interrupted, they leave nothing behind.`,
 	f.StringVar(&l.Options, "options", "", "options for the gotgt backend")
 	f.StringArrayVar(&l.Initiators, "initiator", nil, "pattern of initiators that see the LUN; repeatable (default: all)")
 	f.StringArrayVar(&l.ReadOnlyFor, "read-only-for", nil, "pattern of initiators that may only read; repeatable")
+	rates.add(cmd)
 	f.BoolVar(&l.Preallocate, "preallocate", false, "create the file with all its space")
 	f.StringVar(&l.From, "from", "", "create the file as a copy of this file or block device")
 	cmd.MarkFlagFilename("path")
@@ -293,17 +303,32 @@ the file. If interrupted, or if the file system is full, the file has a part of 
 }
 
 func (p *program) setLUN() *cobra.Command {
-	return p.change(verb{use: "set TARGET LUN KEY=VALUE...", short: "Set keys of a LUN",
-		args: cobra.MinimumNArgs(3), parse: (*call).parseLUN, complete: p.complete(targets, luns), shrinks: true,
-		long:    "Set keys of a LUN in one change. Keys and values are those of luns in the\nconfiguration file (docs/config.md).",
-		example: "  iser-target lun set iqn.2026-11.io.example:store 0 read_only=true\n  iser-target lun set iqn.2026-11.io.example:store 0 initiators='[\"iqn.2026-11.io.example:*\"]'"},
+	var rates rateFlags
+	cmd := p.change(verb{use: "set TARGET LUN [KEY=VALUE...]", short: "Set keys of a LUN",
+		args: cobra.MinimumNArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns), shrinks: true,
+		long: `Set keys of a LUN in one change. Keys and values are those of luns in the
+configuration file (docs/config.md). --iops, --bandwidth and --burst limit how fast all
+initiators together use the LUN; --min-iops and --min-bandwidth guarantee a rate. They
+apply at once, without an error for commands in progress. 0 and none remove a rate.`,
+		example: `  iser-target lun set iqn.2026-11.io.example:store 0 read_only=true
+  iser-target lun set iqn.2026-11.io.example:store 0 initiators='["iqn.2026-11.io.example:*"]'
+  iser-target lun set iqn.2026-11.io.example:store 0 --iops 5000 --bandwidth 100MiB --burst 2s
+  iser-target lun set iqn.2026-11.io.example:store 0 rates='[{initiators: ["*:backup"], iops: 500}]'`},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
 			v, err := c.values(c.args[2:])
+			if err == nil {
+				err = rates.set(c.cmd, v)
+			}
 			if err != nil {
 				return nil, err
 			}
+			if len(v) == 0 {
+				return nil, usage(c.cmd, "nothing to set: give KEY=VALUE, or a flag like --iops")
+			}
 			return c.SetLUN(ctx, c.target, c.lun, v, o)
 		})
+	rates.add(cmd)
+	return cmd
 }
 
 // portal returns the commands about portals.

@@ -112,7 +112,7 @@ func (c *change) freePath(path string) error {
 	return nil
 }
 
-// updateLUN changes a LUN to what the next configuration says. Masks and size change in
+// updateLUN changes a LUN to what the next configuration says. Masks, rates and size change in
 // place. Other keys require to open the LUN again; it is not ready meanwhile.
 func (c *change) updateLUN(ch config.Change) error {
 	t := c.target(ch.Target)
@@ -126,12 +126,14 @@ func (c *change) updateLUN(ch config.Change) error {
 	if err := c.remask(t, next); err != nil {
 		return err
 	}
+	c.rerate(t, next)
 	return c.resize(t, next)
 }
 
 // replaces reports whether l has to be opened again to become next: all keys but those that
-// remask and resize change.
+// remask, rerate and resize change.
 func replaces(l, next config.LUN) bool {
+	l = withRates(l, next)
 	l.Size, l.Initiators, l.ReadOnlyFor = next.Size, next.Initiators, next.ReadOnlyFor
 	return !reflect.DeepEqual(l, next)
 }
@@ -293,7 +295,7 @@ func (c *change) reopen(t *servedTarget, l *servedLUN, next config.LUN) (*served
 		if err != nil {
 			return nil, err
 		}
-		unit, err := lun.New(l.unit.Detach(), d.unitOptions(&next, id))
+		unit, err := d.newUnit(l.unit.Detach(), &next, id)
 		if err != nil {
 			return nil, err
 		}

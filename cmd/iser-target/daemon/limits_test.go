@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"fmt"
 	"os"
 	"reflect"
 	"slices"
@@ -65,40 +66,48 @@ func TestEachLimitIsEverywhere(t *testing.T) {
 	if len(all) == 0 || len(states) != len(all) {
 		t.Errorf("the Set has %d fields and %d states: New must name each field", len(all), len(states))
 	}
+	state := func(name string) (s schema.LimitState) {
+		for _, s = range l.Limits() {
+			if s.Name == name {
+				return s
+			}
+		}
+		return schema.LimitState{}
+	}
 	for i, one := range all {
-		name := one.Name()
+		name, who := one.Name(), fmt.Sprintf("192.0.2.%d", i+1)
 		if _, ok := keys[name]; !ok {
 			t.Errorf("%s: config.Limits has no such key", name)
 		}
 		if !strings.Contains(reference, "\n| `"+name+"` |") {
 			t.Errorf("%s: no row in docs/config.md, section limits", name)
 		}
-		if !strings.Contains(string(page), "`"+name+"`") {
-			t.Errorf("%s: not in docs/limits.md", name)
+		if !strings.Contains(string(page), "\n| `"+name+"` | ") {
+			t.Errorf("%s: no row in docs/limits.md", name)
 		}
-		if i < len(states) && (states[i].Name != name || states[i].Per == "" || states[i].Unit == "" || states[i].Help == "") {
-			t.Errorf("%s: its state is %+v", name, states[i])
+		if s := state(name); s.Per == "" || s.Unit == "" || s.Help == "" {
+			t.Errorf("%s: its state is %+v", name, s)
 		}
-		one.Bite("192.0.2.1")
-		l.heard(name)
+		one.Bite(who)
+		l.heard(name, who)
 		after := l.scrape()
 		of := "{limit=\"" + name + "\"}"
 		_, gauge := after["limit_used"+of]
 		if _, ok := after["limit_max"+of]; !ok || !gauge || after["limit_reached_total"+of] != before["limit_reached_total"+of]+1 {
 			t.Errorf("%s: the metrics lack it, or did not count", name)
 		}
-		if got := l.Limits()[i]; got.Reached == 0 || got.Last.IsZero() {
-			t.Errorf("%s: after it was reached its state is %+v", name, got)
+		if s := state(name); s.Reached == 0 || s.Last.IsZero() {
+			t.Errorf("%s: after it was reached its state is %+v", name, s)
 		}
 	}
 }
 
-// heard waits for the event about a limit that 192.0.2.1 met.
-func (l *lab) heard(name string) {
+// heard waits for the event that somebody met a limit.
+func (l *lab) heard(name, who string) {
 	l.t.Helper()
 	testkit.Eventually(l.t, "an event about "+name, func() bool {
 		return slices.ContainsFunc(l.Events(0), func(e schema.Event) bool {
-			return e.Event == "limit" && e.Attrs["limit"] == name && e.Attrs["who"] == "192.0.2.1"
+			return e.Event == "limit" && e.Attrs["limit"] == name && e.Attrs["who"] == who
 		})
 	})
 }

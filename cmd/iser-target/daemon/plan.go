@@ -177,6 +177,8 @@ func (v *served) disturbedByLUN(ch config.Change, cfg *config.Config) (hit func(
 			return nil, false
 		}
 		return sees, true
+	case slices.Contains(rateKeys, ch.Key):
+		return nil, false
 	case ch.Key == "initiators" || ch.Key == "read_only_for":
 		was, now := maskOf(old.LUN), maskOf(*next)
 		return func(s *iscsi.SessionInfo) bool {

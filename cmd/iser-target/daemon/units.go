@@ -224,7 +224,7 @@ func (d *Daemon) openUnit(target string, l *config.LUN, fresh bool, open func(*c
 	if err != nil {
 		return fail(err)
 	}
-	unit, err := lun.New(store, d.unitOptions(l, id))
+	unit, err := d.newUnit(store, l, id)
 	if err != nil {
 		return fail(err)
 	}
@@ -254,6 +254,15 @@ func removeNew(path string) error {
 		return fmt.Errorf("%s is left behind: it has data already", path)
 	}
 	return os.Remove(path)
+}
+
+// newUnit returns the logical unit of l over a store.
+func (d *Daemon) newUnit(store backend.Store, l *config.LUN, id state.Identity) (*lun.Unit, error) {
+	u, err := lun.New(store, d.unitOptions(l, id))
+	if err == nil {
+		setRates(u, l)
+	}
+	return u, err
 }
 
 // unitOptions returns the options of the logical unit of l.

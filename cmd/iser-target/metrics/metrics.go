@@ -103,6 +103,8 @@ var (
 	lunCommands = newFamily(counter, "lun_commands_total", "SCSI commands that ended with a status.", ofLUN+" op")
 	lunBytes    = newFamily(counter, "lun_bytes_total", "Data transferred by SCSI commands.", ofLUN+" op")
 	lunInFlight = newFamily(gauge, "lun_commands_in_flight", "SCSI commands in progress, which is the queue depth.", ofLUN)
+	lunWaiting  = newFamily(gauge, "lun_commands_waiting", "SCSI commands that wait for their turn at the backend, because of a rate or a bound of calls.", "target lun")
+	lunWaited   = newFamily(counter, "lun_wait_seconds_total", "Time that SCSI commands waited for their turn at the backend.", "target lun")
 	lunAborted  = newFamily(counter, "lun_commands_aborted_total", "SCSI commands that were aborted and ended without a status.", ofLUN)
 	lunErrors   = newFamily(counter, "lun_errors_total", "SCSI commands that ended with CHECK CONDITION, by sense key.", ofLUN+" sense_key")
 	lunStatuses = newFamily(counter, "lun_other_statuses_total", "SCSI commands that ended with RESERVATION CONFLICT or another status than GOOD and CHECK CONDITION.", ofLUN)
@@ -255,6 +257,8 @@ func collectLUN(ch chan<- prometheus.Metric, target string, e lun.Entry) {
 		size = 0
 	}
 	lunSize.send(ch, float64(size), target, id)
+	lunWaiting.send(ch, float64(calls.Waiting), target, id)
+	lunWaited.send(ch, calls.Delayed.Seconds(), target, id)
 	for t, all := range e.Unit.Latencies() {
 		for phase := range all {
 			if all[phase].Count > 0 {

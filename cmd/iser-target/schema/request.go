@@ -29,10 +29,26 @@ type LUN struct {
 	Options      string   `json:"options,omitempty"`
 	Initiators   []string `json:"initiators,omitempty"`
 	ReadOnlyFor  []string `json:"read_only_for,omitempty"`
+	IOPS         int      `json:"iops,omitempty"`
+	Bandwidth    string   `json:"bandwidth,omitempty"` // per second, like 100MiB
+	Burst        string   `json:"burst,omitempty"`     // like 2s
+	MinIOPS      int      `json:"min_iops,omitempty"`
+	MinBandwidth string   `json:"min_bandwidth,omitempty"`
+	Rates        []Rate   `json:"rates,omitempty"`
 
 	// Preallocate and From let the target create the file, which must not exist.
 	Preallocate bool   `json:"preallocate,omitempty"` // allocate all its blocks
 	From        string `json:"from,omitempty"`        // file or block device to copy
+}
+
+// A Rate is a limit or guarantee of each initiator whose name matches, in a request.
+type Rate struct {
+	Initiators   []string `json:"initiators"` // patterns
+	IOPS         int      `json:"iops,omitempty"`
+	Bandwidth    string   `json:"bandwidth,omitempty"`
+	Burst        string   `json:"burst,omitempty"`
+	MinIOPS      int      `json:"min_iops,omitempty"`
+	MinBandwidth string   `json:"min_bandwidth,omitempty"`
 }
 
 // A ChangeUpdate is one line of the answer to a request that creates or extends a file.

@@ -64,6 +64,9 @@ type LUNState struct {
 	Sanitize     bool              `json:"sanitize"`
 	Initiators   []string          `json:"initiators,omitempty"`    // that see the LUN; empty: all
 	ReadOnlyFor  []string          `json:"read_only_for,omitempty"` // initiators that may only read
+	RateState                      // of all initiators together
+	Rates        []InitiatorRate   `json:"rates,omitempty"`
+	Waiting      int               `json:"waiting"` // commands that wait for their turn at the backend
 	Counters     CounterState      `json:"counters"`
 	Reservation  *ReservationState `json:"reservation,omitempty"` // nil: no reservation and no registration
 	Settings     []SettingState    `json:"settings,omitempty"`    // that initiators change; empty: the LUN has no store
@@ -77,6 +80,21 @@ type SettingState struct {
 	Default string `json:"default"`
 	Saved   string `json:"saved"`        // its value after a reset or a restart
 	By      string `json:"by,omitempty"` // the initiator that changed it last, if known
+}
+
+// A RateState has the limits and guarantees of those who use a LUN. 0 means none.
+type RateState struct {
+	IOPS         int     `json:"iops,omitempty"`
+	Bandwidth    int64   `json:"bandwidth,omitempty"` // bytes per second
+	Burst        float64 `json:"burst,omitempty"`     // seconds
+	MinIOPS      int     `json:"min_iops,omitempty"`
+	MinBandwidth int64   `json:"min_bandwidth,omitempty"` // bytes per second
+}
+
+// An InitiatorRate is the RateState of each initiator whose name matches.
+type InitiatorRate struct {
+	Initiators []string `json:"initiators"` // patterns
+	RateState
 }
 
 // A ReservationState describes the reservation of a LUN and the registrations with it.
