@@ -1,6 +1,7 @@
 package backend
 
 import (
+	"errors"
 	"slices"
 	"strconv"
 	"sync"
@@ -139,14 +140,16 @@ func (d *disk) flush(f osFile) error {
 // spareIdle is how long spare descriptions stay open when no durable write uses them.
 const spareIdle = 10 * time.Second
 
-// spareLimit bounds the spare descriptions of the process: see LimitSpares.
+// spareCount is how many spares the process has; spareLimit: see LimitSpares.
 var spareLimit, spareCount atomic.Int64
 
 func init() { spareLimit.Store(1 << 62) }
 
-// LimitSpares bounds the descriptors that file and block stores open, in the whole process, besides
-// the one that each has. Without them durable writes take longer.
+// LimitSpares makes file and block stores open no descriptors from number n on, besides the one that
+// each has: the system gives the lowest numbers first. Without them durable writes take longer.
 func LimitSpares(n int64) { spareLimit.Store(n) }
+
+var errSpares = errors.New("too few descriptors are left")
 
 // spares are further descriptions of the file of a disk. Each serves one call at a time.
 type spares struct {
@@ -226,10 +229,9 @@ func (s *spares) openForSync() {
 // openOne opens a description that s.open counts already. It returns nil, and no longer counts it, if
 // that fails.
 func (s *spares) openOne() *spare {
-	if spareCount.Add(1) <= spareLimit.Load() {
-		if f, err := s.reopen(); err == nil {
-			return &spare{f, s.opened.Add(1)}
-		}
+	spareCount.Add(1)
+	if f, err := s.reopen(); err == nil {
+		return &spare{f, s.opened.Add(1)}
 	}
 	s.closed(1)
 	return nil
@@ -290,8 +292,11 @@ func reopen(fd int) (osFile, error) {
 	extra, err := retryValue(func() (int, error) {
 		return unix.Open("/proc/self/fd/"+strconv.Itoa(fd), unix.O_RDWR|unix.O_CLOEXEC, 0)
 	})
-	if err != nil {
+	switch {
+	case err != nil:
 		return nil, err
+	case int64(extra) >= spareLimit.Load():
+		return nil, errors.Join(errSpares, unix.Close(extra))
 	}
 	return sysFile(extra), nil
 }

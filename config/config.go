@@ -158,6 +158,7 @@ type Limits struct {
 	StateTimeout time.Duration `key:"state_timeout"` // to store a change in state_dir
 	FenceTimeout time.Duration `key:"fence_timeout"` // from the abort of a command until nobody waits for its store
 	StoreTimeout time.Duration `key:"store_timeout"` // of one call of a store, until the store counts as hung
+	Descriptors  int           `key:"descriptors"`   // file descriptors; 0: RLIMIT_NOFILE
 }
 
 // Bounds returns the bounds of l by their keys: numbers, bytes, and nanoseconds of durations.

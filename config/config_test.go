@@ -134,7 +134,7 @@ func TestLoadAccess(t *testing.T) {
 func TestEveryKey(t *testing.T) {
 	c, err := load("f", []byte(good+`
     alias: a b
-limits: {queue_depth: 1, connection_memory: 4194304, memory: 16MiB, backend_calls: 4096, backend_calls_per_lun: 1024, heavy_commands: 1024, max_fpdu: 512, login_timeout: 1m30s, nop_interval: 0, nop_timeout: 1h, order_timeout: 2s, max_connections: 65536, connections_per_session: 64, error_recovery_level: 0, registrations_per_initiator: 512, state_timeout: 30s, fence_timeout: 30s, store_timeout: 1h}
+limits: {queue_depth: 1, connection_memory: 4194304, memory: 16MiB, backend_calls: 4096, backend_calls_per_lun: 1024, heavy_commands: 1024, max_fpdu: 512, login_timeout: 1m30s, nop_interval: 0, nop_timeout: 1h, order_timeout: 2s, max_connections: 65536, connections_per_session: 64, error_recovery_level: 0, registrations_per_initiator: 512, state_timeout: 30s, fence_timeout: 30s, store_timeout: 1h, descriptors: 128}
 mpa: {crc: on}
 state_dir: /tmp/x
 debug: {listen: "[::1]:6060"}
@@ -148,7 +148,7 @@ dashboard: {listen: "[::]:3"}
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := (Limits{1, 4 << 20, 16 << 20, 4096, 1024, 1024, 512, 90 * time.Second, 0, time.Hour, 2 * time.Second, 65536, 64, 0, 512, 30 * time.Second, 30 * time.Second, time.Hour}); c.Limits != want {
+	if want := (Limits{1, 4 << 20, 16 << 20, 4096, 1024, 1024, 512, 90 * time.Second, 0, time.Hour, 2 * time.Second, 65536, 64, 0, 512, 30 * time.Second, 30 * time.Second, time.Hour, 128}); c.Limits != want {
 		t.Errorf("limits %+v, want %+v", c.Limits, want)
 	}
 	if !c.MPA.CRC || c.StateDir != "/tmp/x" || c.Debug.Listen != "[::1]:6060" || c.Log != (Log{"debug", "json"}) || c.Targets[0].Alias != "a b" {

@@ -453,6 +453,9 @@ func (l *Limits) check(errs *errorList) {
 			errs.addf("limits."+f.key, "must be %v to %v%s, not %v", FormatDuration(f.low), FormatDuration(f.high), map[bool]string{true: ", or 0"}[f.never], f.v)
 		}
 	}
+	if l.Descriptors != 0 {
+		checkRange(errs, "limits.descriptors", l.Descriptors, 128, 1<<30)
+	}
 }
 
 // An address is a host:port. host is an IP address in its canonical form, a

@@ -1,6 +1,7 @@
 package limits
 
 import (
+	"cmp"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -30,6 +31,9 @@ type Set struct {
 	FenceTimeout Limit // from the abort of a command until nobody waits any longer for its store
 	StoreTimeout Limit // of one call of a store, until the store counts as hung
 
+	// Descriptors has all file descriptors that are open. Its owner measures the use.
+	Descriptors Limit
+
 	observer atomic.Pointer[func(Bite)]
 	all      []stater
 }
@@ -51,6 +55,8 @@ func New() *Set {
 		"time that an aborted command may take to leave its store")
 	s.limit(&s.StoreTimeout, "store_timeout", PerLUN, Duration, int64(10*time.Second),
 		"time of one call of a store, until the store counts as hung")
+	s.Descriptors.auto = cmp.Or(machine().Files.N, 1<<30)
+	s.limit(&s.Descriptors, "descriptors", PerProcess, Count, 0, "file descriptors: LUNs, connections, state, control")
 	return s
 }
 

@@ -196,6 +196,7 @@ func (d *Daemon) nodeOptions(cfg *config.Config) (iscsi.Options, error) {
 // setLimits applies the limits of cfg to new connections.
 func (d *Daemon) setLimits(cfg *config.Config) {
 	d.net.limits.Apply(cfg.Limits.Bounds())
+	d.limitDescriptors()
 	d.net.login.Store(int64(cfg.Limits.LoginTimeout))
 	d.net.rdma.Store(&rdma.Options{
 		IRD: ird, ORD: ord,
@@ -214,6 +215,9 @@ func (d *Daemon) open() error {
 	defer e.release()
 	cfg := d.served.cfg
 	if err := d.openState(cfg.StateDir); err != nil {
+		return err
+	}
+	if err := d.checkDescriptors(cfg); err != nil {
 		return err
 	}
 	if err := e.startTargets(); err != nil {

@@ -145,6 +145,11 @@ func (d *Daemon) acceptLoop(ctx context.Context, p *portal) {
 			}
 			continue
 		}
+		if d.fewDescriptors(nc.(*net.TCPConn)) {
+			d.net.limits.Descriptors.Bite(limits.AddressKey(nc.RemoteAddr()))
+			d.refuse(nc, "limit", fmt.Errorf("%v, and the last %d are kept", &d.net.limits.Descriptors, reservedDescriptors))
+			continue
+		}
 		if places := &d.net.limits.Connections; !places.Take(1) {
 			places.Bite(limits.AddressKey(nc.RemoteAddr()))
 			// The place of the displaced connection, which may end later, becomes that of nc.
