@@ -297,6 +297,16 @@ func (m *memory) settle(g *budget) {
 	m.hit = hit
 }
 
+// idle takes back what g does not use, because it has been idle.
+func (m *memory) idle(g *budget) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	g.mu.Lock()
+	m.lend(g, -g.unused())
+	g.mu.Unlock()
+	m.serve()
+}
+
 // borrow takes n bytes for a piece of data of g, if g may have them and no task waits.
 func (m *memory) borrow(g *budget, n int) bool {
 	m.mu.Lock()

@@ -151,6 +151,21 @@ func TestWaitingConnectionsTakeTurns(t *testing.T) {
 	})
 }
 
+// A connection that is idle keeps nothing but its share.
+func TestIdleConnectionGivesBack(t *testing.T) {
+	b := newBank(t, 64<<20, 1)
+	g := b.accounts[0]
+	release(b.fill(g, piece))
+	if g.lent == 0 || g.lent > maxUnused {
+		t.Errorf("a busy connection keeps %d bytes", g.lent)
+	}
+	b.idle(g)
+	if g.lent != 0 {
+		t.Errorf("an idle connection keeps %d bytes", g.lent)
+	}
+	b.end()
+}
+
 // While memory is short, a task that asks for a long piece continues with its connection's share.
 func TestShortMemoryMakesShortPieces(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -99,6 +99,8 @@ func (k *keeper) look() (next time.Duration) {
 		return o.NopInterval - silent
 	case !k.pinged:
 		k.pinged, k.pingedAt = true, now
+		c.trimSlots()
+		c.node.memory.idle(&c.budget)
 		c.workers.Go(func() { c.sendNOPIn(true) }) // which may wait for the network
 	case now-k.pingedAt >= o.NopTimeout:
 		c.end(fmt.Errorf("initiator has been silent for %v in spite of a NOP-In", silent.Round(time.Second)))

@@ -147,3 +147,26 @@ func TestGreedyInitiatorsStayWithinTheMemory(t *testing.T) {
 		t.Errorf("%d bytes are still in use", rest)
 	}
 }
+
+// A connection before login takes less than limits.memory counts for it, 48 KiB.
+func TestConnectionsBeforeLoginAreSmall(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector makes memory that of something else")
+	}
+	const n = 200
+	tg := startTarget(t)
+	tg.connect(t).login()
+	before := inUse()
+	for range n {
+		c := tg.connect(t)
+		h := pdu.LoginRequest{Transit: true, CSG: 1, NSG: 3, ISID: newISID()}.Append(nil)
+		pdu.BHS(h).SetDataSegmentLength(100)
+		c.write(h) // the text never comes
+	}
+	testkit.Eventually(t, "all are served", func() bool { return tg.node.Stats().Connections == n+1 })
+	each := (inUse() - before) / n
+	t.Logf("%d bytes for each connection, with the initiator's end", each)
+	if each > 48<<10 {
+		t.Errorf("%d bytes for each connection", each)
+	}
+}
