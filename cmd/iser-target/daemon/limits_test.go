@@ -2,8 +2,11 @@ package daemon
 
 import (
 	"fmt"
+	"io/fs"
 	"os"
+	"path/filepath"
 	"reflect"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -138,5 +141,30 @@ func TestLimitsChangeLiveAndAreUndone(t *testing.T) {
 	b, err := os.ReadFile(l.path)
 	if n := l.net.limits.Connections.Max(); n != 77 || err != nil || !strings.Contains(string(b), "max_connections: 77}") {
 		t.Errorf("max_connections is %d, want 77; file: %v\n%s", n, err, b)
+	}
+}
+
+// Each test that docs/limits.md names for a promise exists.
+func TestPromisesHaveTests(t *testing.T) {
+	names := regexp.MustCompile("`(Test\\w+)`").FindAllStringSubmatch(sectionOf(t, "../../../docs/limits.md", "## What is promised"), -1)
+	if len(names) < 5 {
+		t.Fatalf("%d tests in docs/limits.md", len(names))
+	}
+	var code strings.Builder
+	err := filepath.WalkDir("../../..", func(path string, _ fs.DirEntry, err error) error {
+		if err == nil && strings.HasSuffix(path, "_test.go") {
+			var b []byte
+			b, err = os.ReadFile(path)
+			code.Write(b)
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range names {
+		if !strings.Contains(code.String(), "\nfunc "+name[1]+"(") {
+			t.Errorf("%s does not exist", name[1])
+		}
 	}
 }
