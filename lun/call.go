@@ -125,6 +125,7 @@ func (u *Unit) sync(c *Command) error {
 	if c == nil {
 		var call fair.Call
 		u.gate.Force(&call)
+		u.gate.MayTakeLong(&call)
 		u.watchStore()
 		defer u.gate.Leave(&call)
 		return u.store.Sync()
@@ -133,6 +134,7 @@ func (u *Unit) sync(c *Command) error {
 		return err
 	}
 	defer u.leave(c)
+	u.gate.MayTakeLong(&c.call)
 	return u.store.Sync()
 }
 

@@ -6,7 +6,8 @@ import (
 	"time"
 )
 
-// A store hangs when a call of it has not returned for limits.store_timeout. A unit whose store hangs
+// A store hangs when a call of it has not returned for limits.store_timeout. A sync may take syncFactor
+// times as long, because much data may wait to be written; initiators have patience for that, too. A unit whose store hangs
 // is held up, like one with a detached command: commands get BUSY at once instead of piling up behind
 // those that wait already. It serves again when the call has returned.
 
@@ -17,6 +18,8 @@ type storeWatch struct {
 	since atomic.Int64 // when the oldest call began, as Unix time in nanoseconds, while hung
 	hangs atomic.Uint64
 }
+
+const syncFactor = 6
 
 // How often a storeWatch looks: while the store hangs, and at least while it does not.
 const (
@@ -38,9 +41,13 @@ func (u *Unit) lookIn(d time.Duration) { time.AfterFunc(min(max(d, lookHung), lo
 // look finds out whether the store hangs.
 func (u *Unit) look() {
 	w, calls, timeout := &u.watch, u.gate.State(), u.opt.StoreTimeout.Time()
-	switch hangs := calls.UnderWay > 0 && calls.Oldest >= timeout; {
+	age := calls.Quick
+	if age < timeout && calls.Oldest >= syncFactor*timeout {
+		age = calls.Oldest
+	}
+	switch hangs := calls.UnderWay > 0 && age >= timeout; {
 	case hangs && !w.hung.Load():
-		since := time.Now().Add(-calls.Oldest)
+		since := time.Now().Add(-age)
 		w.since.Store(since.UnixNano())
 		w.hangs.Add(1)
 		w.hung.Store(true)
@@ -54,7 +61,7 @@ func (u *Unit) look() {
 	case w.hung.Load():
 		u.lookIn(lookHung)
 	case calls.UnderWay > 0:
-		u.lookIn(timeout - calls.Oldest)
+		u.lookIn(timeout - calls.Quick)
 	default:
 		w.armed.Store(false)
 		if u.gate.State().UnderWay > 0 { // began meanwhile, and saw the timer

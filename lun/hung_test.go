@@ -9,6 +9,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/security/limits"
 )
 
@@ -68,6 +70,30 @@ func TestHungStore(t *testing.T) {
 			!events[1].Since.Equal(events[0].Since) {
 			t.Errorf("events: %+v", events)
 		}
+	})
+}
+
+// A sync that takes long is no reason to stop all others: it has six times as long.
+func TestLongSyncIsNoHang(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		set := limits.New()
+		set.StoreTimeout.SetMax(int64(5 * time.Second))
+		r := newRig(t, setup{info: func(i *backend.Info) { i.Nonblocking, i.VolatileCache = false, true },
+			opt: Options{StoreTimeout: &set.StoreTimeout}})
+		gate := r.store.Shut(backendtest.Sync)
+		s := r.stuck(r.nexus, gate, "35 00 00000000 00 0000 00", nil)
+		time.Sleep(29 * time.Second)
+		r.good("00", nil)
+		r.good(extentCDB(0x8a, 0, 3, 1), pattern(512, 1))
+		time.Sleep(4 * time.Second)
+		if h, hangs := r.unit.Hang(); !hangs || h.Commands != 1 {
+			t.Errorf("%+v, %v: a sync without end does not hang", h, hangs)
+		}
+		wantBusy(t, "WRITE", r.run(extentCDB(0x8a, 0, 3, 1), pattern(512, 1)))
+		gate.Open()
+		wantGood(t, "SYNCHRONIZE CACHE", <-s.done)
+		time.Sleep(2 * lookHung)
+		r.good("00", nil)
 	})
 }
 

@@ -445,19 +445,32 @@ func (g *Gate) Shut() {
 	g.unlock()
 }
 
+// MayTakeLong notes that the call c, which has entered, may take much longer than others without being
+// stuck.
+func (g *Gate) MayTakeLong(c *Call) {
+	if g.blocking {
+		g.slots.mark(c.slot)
+	}
+}
+
 // A State describes a gate at one time.
 type State struct {
 	UnderWay int           // calls of a store that can block, which have begun and not returned
 	Waiting  int           // commands that wait for their turn, because of bounds or rates
 	Oldest   time.Duration // for how long the oldest call has been under way, to a tenth of a second
+	Quick    time.Duration // the same of the oldest call that must not take long: see MayTakeLong
 	Delayed  time.Duration // what all calls together waited for their turn
 }
 
 // State describes g at this time.
 func (g *Gate) State() State {
 	s := State{UnderWay: int(count(g.state.Load())), Delayed: time.Duration(g.delayed.Load())}
-	if since := g.slots.oldest(); since != 0 && s.UnderWay > 0 {
-		s.Oldest = max(g.process.clock.now()-since, 0)
+	if oldest, quick := g.slots.oldest(); oldest != 0 && s.UnderWay > 0 {
+		now := g.process.clock.now()
+		s.Oldest = max(now-oldest, 0)
+		if quick != 0 {
+			s.Quick = max(now-quick, 0)
+		}
 	}
 	g.mu.Lock()
 	s.Waiting = g.waiting
@@ -469,7 +482,7 @@ func (g *Gate) State() State {
 // initiators that are gone, and returns how many calls have been under way for too long to count.
 func (g *Gate) sweep(now time.Duration) (stalled int64) {
 	if count(g.state.Load()) > 0 {
-		g.slots.each(func(since time.Duration) {
+		g.slots.each(func(since time.Duration, _ bool) {
 			if now-since >= stallTime {
 				stalled++
 			}

@@ -47,8 +47,16 @@ func (s *slots) give(slot int32) {
 	}
 }
 
-// each calls f with the time when each call began.
-func (s *slots) each(f func(since time.Duration)) {
+// mark marks the call with that slot as one that may take long: its time is negative.
+func (s *slots) mark(slot int32) {
+	if slot != 0 {
+		at := &s[(slot-1)/chunk].Load()[(slot-1)%chunk]
+		at.Store(-at.Load()) // only the call itself changes it
+	}
+}
+
+// each calls f with the time when each call began, and whether the call may take long.
+func (s *slots) each(f func(since time.Duration, long bool)) {
 	for i := range s {
 		c := s[i].Load()
 		if c == nil {
@@ -56,18 +64,21 @@ func (s *slots) each(f func(since time.Duration)) {
 		}
 		for j := range c {
 			if at := c[j].Load(); at != 0 {
-				f(time.Duration(at))
+				f(time.Duration(max(at, -at)), at < 0)
 			}
 		}
 	}
 }
 
-// oldest returns when the oldest call began, or 0 without calls.
-func (s *slots) oldest() (oldest time.Duration) {
-	s.each(func(at time.Duration) {
+// oldest returns when the oldest call began, and the oldest that must not take long; 0 without one.
+func (s *slots) oldest() (oldest, quick time.Duration) {
+	s.each(func(at time.Duration, long bool) {
 		if oldest == 0 || at < oldest {
 			oldest = at
 		}
+		if !long && (quick == 0 || at < quick) {
+			quick = at
+		}
 	})
-	return oldest
+	return oldest, quick
 }
