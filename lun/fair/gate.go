@@ -145,12 +145,19 @@ func (g *Gate) Force(c *Call) {
 
 // Leave ends a call that has entered.
 func (g *Gate) Leave(c *Call) {
+	if g.blocking || c.work.Heavy {
+		g.end(c)
+	}
+}
+
+func (g *Gate) end(c *Call) {
 	if c.work.Heavy && !c.work.More {
 		g.process.heavies.leave(c)
 	}
 	g.leave(c)
 }
 
+// leave does the work of Leave at the gate itself.
 func (g *Gate) leave(c *Call) {
 	if c.work.Heavy {
 		g.mu.Lock()
