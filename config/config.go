@@ -3,6 +3,7 @@
 package config
 
 import (
+	"cmp"
 	_ "embed"
 	"log/slog"
 	"math"
@@ -150,6 +151,14 @@ type Limits struct {
 	OrderTimeout       time.Duration `key:"order_timeout"`         // of a command that stops others and waits for its initiator
 	MaxConnections     int           `key:"max_connections"`       // of all portals together
 
+	Reserved    int `key:"reserved_connections"`    // for names with few sessions, or none; 0: an eighth of MaxConnections
+	PerAddress  int `key:"connections_per_address"` // 0: all that are not reserved
+	PerPortal   int `key:"connections_per_portal"`  // 0: MaxConnections
+	Sessions    int `key:"sessions_per_initiator"`  // of an initiator name with a target
+	PerUser     int `key:"sessions_per_user"`       // of a CHAP user; 0: as many as there are connections that are not reserved
+	Discoveries int `key:"discovery_per_address"`   // discovery sessions
+	LogLines    int `key:"log_lines_per_address"`   // per second
+
 	PerSession         int `key:"connections_per_session"` // highest MaxConnections that login agrees on
 	ErrorRecoveryLevel int `key:"error_recovery_level"`    // highest level that login agrees on
 
@@ -170,7 +179,25 @@ func (l *Limits) Bounds() map[string]int64 {
 			bounds[v.Type().Field(i).Tag.Get("key")] = f.Int()
 		}
 	}
+	l.places(bounds)
 	return bounds
+}
+
+// places sets the bounds of places that follow from others.
+func (l *Limits) places(bounds map[string]int64) {
+	all := int64(l.MaxConnections)
+	reserved := cmp.Or(int64(l.Reserved), all/8)
+	for _, b := range []struct {
+		key   string
+		bound int64
+	}{
+		{"reserved_connections", reserved},
+		{"connections_per_address", all - reserved},
+		{"connections_per_portal", all},
+		{"sessions_per_user", all - reserved},
+	} {
+		bounds[b.key] = cmp.Or(bounds[b.key], b.bound)
+	}
 }
 
 // MPA configures the framing on TCP (RFC 5044).
@@ -238,7 +265,11 @@ func base() Config {
 			NOPInterval:        15 * time.Second,
 			NOPTimeout:         30 * time.Second,
 			OrderTimeout:       5 * time.Second,
-			MaxConnections:     1024,
+			MaxConnections:     2048,
+
+			Sessions:    16,
+			Discoveries: 32,
+			LogLines:    10,
 
 			PerSession:         8,
 			ErrorRecoveryLevel: 2,

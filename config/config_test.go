@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/security/limits"
 )
 
 // good is a configuration; tests replace a part of it.
@@ -134,7 +136,10 @@ func TestLoadAccess(t *testing.T) {
 func TestEveryKey(t *testing.T) {
 	c, err := load("f", []byte(good+`
     alias: a b
-limits: {queue_depth: 1, connection_memory: 4194304, memory: 16MiB, backend_calls: 4096, backend_calls_per_lun: 1024, heavy_commands: 1024, max_fpdu: 512, login_timeout: 1m30s, nop_interval: 0, nop_timeout: 1h, order_timeout: 2s, max_connections: 65536, connections_per_session: 64, error_recovery_level: 0, registrations_per_initiator: 512, state_timeout: 30s, fence_timeout: 30s, store_timeout: 1h, descriptors: 128}
+limits: {queue_depth: 1, connection_memory: 4194304, memory: 16MiB, backend_calls: 4096, backend_calls_per_lun: 1024, heavy_commands: 1024, max_fpdu: 512, login_timeout: 1m30s, nop_interval: 0, nop_timeout: 1h, order_timeout: 2s, max_connections: 65536, connections_per_session: 64, error_recovery_level: 0,
+  reserved_connections: 65535, connections_per_address: 1, connections_per_portal: 2, sessions_per_initiator: 3, sessions_per_user: 4,
+  discovery_per_address: 5, log_lines_per_address: 6,
+  registrations_per_initiator: 512, state_timeout: 30s, fence_timeout: 30s, store_timeout: 1h, descriptors: 128}
 mpa: {crc: on}
 state_dir: /tmp/x
 debug: {listen: "[::1]:6060"}
@@ -148,7 +153,13 @@ dashboard: {listen: "[::]:3"}
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := (Limits{1, 4 << 20, 16 << 20, 4096, 1024, 1024, 512, 90 * time.Second, 0, time.Hour, 2 * time.Second, 65536, 64, 0, 512, 30 * time.Second, 30 * time.Second, time.Hour, 128}); c.Limits != want {
+	want := Limits{
+		QueueDepth: 1, ConnectionMemory: 4 << 20, Memory: 16 << 20, BackendCalls: 4096, BackendCallsPerLUN: 1024, HeavyCommands: 1024, MaxFPDU: 512, LoginTimeout: 90 * time.Second, NOPTimeout: time.Hour,
+		OrderTimeout: 2 * time.Second, MaxConnections: 65536, PerSession: 64,
+		Reserved: 65535, PerAddress: 1, PerPortal: 2, Sessions: 3, PerUser: 4, Discoveries: 5, LogLines: 6,
+		Registrations: 512, StateTimeout: 30 * time.Second, FenceTimeout: 30 * time.Second, StoreTimeout: time.Hour, Descriptors: 128,
+	}
+	if c.Limits != want {
 		t.Errorf("limits %+v, want %+v", c.Limits, want)
 	}
 	if !c.MPA.CRC || c.StateDir != "/tmp/x" || c.Debug.Listen != "[::1]:6060" || c.Log != (Log{"debug", "json"}) || c.Targets[0].Alias != "a b" {
@@ -456,5 +467,36 @@ func TestReadFile(t *testing.T) {
 	}()
 	if c, err := Load(pipe); err != nil || len(c.Portals) != 1 {
 		t.Errorf("what somebody writes into a pipe: %v", err)
+	}
+}
+
+// The places that the file does not bound follow from max_connections.
+func TestBoundsOfPlacesFollowFromOthers(t *testing.T) {
+	for text, want := range map[string][4]int64{
+		"":                     {256, 1792, 2048, 1792},
+		"max_connections: 800": {100, 700, 800, 700},
+		"max_connections: 4":   {0, 4, 4, 4},
+		"reserved_connections: 48, connections_per_address: 7, sessions_per_user: 9": {48, 7, 2048, 9},
+	} {
+		c, err := load("f", []byte(good+"limits: {"+text+"}\n"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		b := c.Limits.Bounds()
+		got := [4]int64{b["reserved_connections"], b["connections_per_address"], b["connections_per_portal"], b["sessions_per_user"]}
+		if got != want {
+			t.Errorf("{%s}: %d, want %d", text, got, want)
+		}
+	}
+}
+
+// The defaults of the package that has the limits are those of the configuration.
+func TestDefaultsOfPlacesAgree(t *testing.T) {
+	c := base()
+	bounds := c.Limits.Bounds()
+	for _, l := range limits.New().State() {
+		if n := bounds[l.Name]; n != 0 && n != l.Max { // 0: from the machine
+			t.Errorf("limits.%s: the default of config is %d, that of limits %d", l.Name, n, l.Max)
+		}
 	}
 }

@@ -207,6 +207,14 @@ func TestWrongSectionsAreRefused(t *testing.T) {
 			"f: limits.backend_calls: must be 0 to 4096, not -1", "f: limits.backend_calls_per_lun: must be 1 to 1024, not 0", "f: limits.heavy_commands: must be 0 to 1024, not -1"}},
 		{"store calls high", [2]string{"", "limits: {backend_calls: 4097, backend_calls_per_lun: 1025, heavy_commands: 1025}"}, []string{
 			"f: limits.backend_calls: must", "f: limits.backend_calls_per_lun: must", "f: limits.heavy_commands: must"}},
+		{"places low", [2]string{"", "limits: {reserved_connections: -1, connections_per_address: -1, connections_per_portal: -1, " +
+			"sessions_per_initiator: 0, sessions_per_user: -1, discovery_per_address: 0, log_lines_per_address: 0}"}, []string{
+			"f: limits.reserved_connections: must be 0 to 65535, not -1", "f: limits.connections_per_address: must be 0 to 65536, not -1",
+			"f: limits.connections_per_portal: must be 0 to 65536, not -1", "f: limits.sessions_per_initiator: must be 1 to 65536, not 0",
+			"f: limits.sessions_per_user: must be 0 to 65536, not -1", "f: limits.discovery_per_address: must be 1 to 65536, not 0",
+			"f: limits.log_lines_per_address: must be 1 to 10000, not 0"}},
+		{"nothing but reserved places", [2]string{"", "limits: {max_connections: 8, reserved_connections: 8}"}, []string{
+			"f: limits.reserved_connections: must be less than max_connections, which is 8, not 8"}},
 		{"debug for all", [2]string{"", "debug: {listen: 0.0.0.0:6060}"}, []string{`f: debug.listen: must be a loopback address, not "0.0.0.0:6060"`}},
 		{"debug without host", [2]string{"", `debug: {listen: ":6060"}`}, []string{`f: debug.listen: must be a loopback address, not ":6060"`}},
 		{"debug is not an address", [2]string{"", "debug: {listen: x}"}, []string{`f: debug.listen: "x" is not host:port`}},

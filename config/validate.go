@@ -425,6 +425,16 @@ func (l *Limits) check(errs *errorList) {
 	checkRange(errs, "limits.queue_depth", l.QueueDepth, 1, 1024)
 	checkRange(errs, "limits.max_fpdu", l.MaxFPDU, 512, 64768)
 	checkRange(errs, "limits.max_connections", l.MaxConnections, 1, 65536)
+	checkRange(errs, "limits.reserved_connections", l.Reserved, 0, 65535)
+	if l.Reserved > 0 && l.Reserved >= l.MaxConnections {
+		errs.addf("limits.reserved_connections", "must be less than max_connections, which is %d, not %d", l.MaxConnections, l.Reserved)
+	}
+	checkRange(errs, "limits.connections_per_address", l.PerAddress, 0, 65536)
+	checkRange(errs, "limits.connections_per_portal", l.PerPortal, 0, 65536)
+	checkRange(errs, "limits.sessions_per_initiator", l.Sessions, 1, 65536)
+	checkRange(errs, "limits.sessions_per_user", l.PerUser, 0, 65536)
+	checkRange(errs, "limits.discovery_per_address", l.Discoveries, 1, 65536)
+	checkRange(errs, "limits.log_lines_per_address", l.LogLines, 1, 10000)
 	checkRange(errs, "limits.connections_per_session", l.PerSession, 1, 64)
 	checkRange(errs, "limits.error_recovery_level", l.ErrorRecoveryLevel, 0, 2)
 	checkRange(errs, "limits.registrations_per_initiator", l.Registrations, 1, 512)

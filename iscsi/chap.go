@@ -10,6 +10,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/security/limits"
 )
 
 // An authenticator is the security stage of one login (RFC 7143, section 12.1.3). Its zero value is
@@ -146,6 +147,7 @@ func (l *login) answerResponse(t securityText, answers []keys.Pair) ([]keys.Pair
 		return nil, &loginError{pdu.LoginAuthentication, err}
 	}
 	l.auth.step = stepDone
+	l.advance(limits.Proved)
 	if theirs == nil {
 		return answers, nil
 	}

@@ -62,7 +62,8 @@ type conn struct {
 	params    Params
 	sess      *session // nil until login has found it, and when login fails then
 	cid       uint16
-	recvLimit int // longest data segment of the initiator, bytes
+	probed    probe // by an initiator that has as many sessions as it may have
+	recvLimit int   // longest data segment of the initiator, bytes
 
 	// The holder of the baton receives; see serve. It owns the next four fields.
 	baton    baton
@@ -169,6 +170,9 @@ type ServeOptions struct {
 	// Joined, unless it is nil, is called when the connection becomes one of a session, before its
 	// initiator gets the final Login Response.
 	Joined func(tsih uint16, discovery bool)
+
+	// Advanced, unless it is nil, is called when the login of the connection has come further.
+	Advanced func(limits.Progress)
 }
 
 // Serve runs one connection from login to its end and closes dm. It returns nil after a logout or

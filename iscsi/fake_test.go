@@ -29,6 +29,7 @@ type fakeMover struct {
 	mu        sync.Mutex
 	cond      sync.Cond
 	in        []Notice
+	host      byte     // says which address the initiator has
 	queue     []func() // what Flush does
 	sent      []sentPDU
 	gets      []*Task // GetDatas that the test holds back
@@ -71,7 +72,7 @@ func (m *fakeMover) LocalAddr() net.Addr {
 	return &net.TCPAddr{IP: net.IPv4(192, 0, 2, 1), Port: 3260}
 }
 func (m *fakeMover) RemoteAddr() net.Addr {
-	return &net.TCPAddr{IP: net.IPv4(192, 0, 2, 2), Port: 50000}
+	return &net.TCPAddr{IP: net.IPv4(192, 0, 2, 2+m.host), Port: 50000}
 }
 func (m *fakeMover) RDMA() bool { return m.rdma }
 func (m *fakeMover) MaxSendSegment() int {
@@ -389,3 +390,10 @@ func (m *fakeMover) getting() int {
 }
 
 var _ Datamover = (*fakeMover)(nil)
+
+// waiting returns how many PDUs the test has not taken.
+func (m *fakeMover) waiting() int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return len(m.sent)
+}

@@ -8,6 +8,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/security/limits"
 )
 
 // maxLoginRequests bounds a login. Six exchanges must be possible (RFC 7143, section 6.2). An
@@ -195,6 +196,7 @@ func (l *login) negotiate() error {
 		if err := l.identify(); err != nil {
 			return err
 		}
+		l.advance(limits.Named)
 		answers = append(answers, keys.Pair{Key: "TargetPortalGroupTag", Value: fmt.Sprint(l.conn.portal.TPGT)})
 		if l.target != nil && l.target.Alias != "" && !l.neg.Params().Discovery {
 			answers = append(answers, keys.Pair{Key: "TargetAlias", Value: l.target.Alias})
@@ -209,6 +211,13 @@ func (l *login) negotiate() error {
 	}
 	l.out = keys.AppendPair(l.out, answers...)
 	return nil
+}
+
+// advance reports that the login has come to p.
+func (l *login) advance(p limits.Progress) {
+	if f := l.conn.serveOptions.Advanced; f != nil {
+		f(p)
+	}
 }
 
 // joins returns the session that the first request names, which may belong to another initiator, or

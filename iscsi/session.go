@@ -11,6 +11,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/lun/invariant"
+	"github.com/iser-target/iser-target/security/limits"
 )
 
 // A sessionKey identifies a session (RFC 7143, sections 4.4.3 and 7.4.2): a login with the key of a
@@ -103,6 +104,7 @@ type session struct {
 	target    *target    // nil in an unnamed discovery session
 	nexus     *lun.Nexus // nil in a discovery session
 	started   time.Time
+	from      string        // AddressKey of a discovery session
 	done      chan struct{} // closed when the session and all of its tasks have ended
 
 	// Under shared.mu:
@@ -140,12 +142,13 @@ var errReinstated = errors.New("replaced by a new login of the same initiator po
 //	existing   unknown    any        020a
 //
 // A reinstatement ends the old session, or the old connection, and waits until its tasks have
-// ended.
+// ended. No limit of places is in its way. At a limit a session that does not answer can yield, too.
 func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *target) *loginError {
 	timeout := time.NewTimer(c.opt.ReinstatementWait)
 	defer timeout.Stop()
-	for {
+	for replaces := false; ; {
 		var old []*conn
+		var leaves *session // ends before the new one begins
 		var refusal *loginError
 		nd.mu.Lock()
 		s := nd.find(key)
@@ -163,21 +166,36 @@ func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *tar
 			refusal = errNoSession
 		case req.TSIH != 0:
 			old, refusal = s.addConn(c)
-		case s == nil:
-			refusal = nd.open(c, key, t)
+		case s != nil:
+			leaves, replaces = s, true
+		default:
+			leaves, refusal = nd.open(c, key, t, replaces)
 		}
 		nd.mu.Unlock()
 		switch {
-		case refusal != nil || s == nil:
+		case refusal != nil:
 			return refusal
 		case req.TSIH != 0:
 			return s.reinstate(c, old, req, timeout.C)
+		case leaves == nil:
+			return nil
 		}
-		s.end(errReinstated)
-		if refusal := c.awaitEnd(s.done, timeout.C); refusal != nil {
+		leaves.end(leaves.replacedBecause(key))
+		if refusal := c.awaitEnd(leaves.done, timeout.C); refusal != nil {
 			return refusal
 		}
 	}
+}
+
+// replacedBecause returns why s ends for a session with that key.
+func (s *session) replacedBecause(key sessionKey) error {
+	switch {
+	case s.key == key:
+		return errReinstated
+	case s.discovery:
+		return errRediscovery
+	}
+	return errUnanswered
 }
 
 // reinstate ends the old connections with the CID of c, which has joined s.
@@ -210,16 +228,23 @@ func (c *conn) awaitEnd(done <-chan struct{}, timeout <-chan time.Time) *loginEr
 	}
 }
 
-// open makes a session with c as its leading connection.
+// open makes a session with c as its leading connection, if there is a place for it, or returns the
+// session that yields.
 //
 // Preconditions: nd.mu is held.
-func (nd *Node) open(c *conn, key sessionKey, t *target) *loginError {
+func (nd *Node) open(c *conn, key sessionKey, t *target, replaces bool) (leaves *session, refusal *loginError) {
 	tsih := nd.newTSIH()
 	if tsih == 0 {
-		return refuse(pdu.LoginOutOfResources, "all session handles are in use")
+		return nil, refuse(pdu.LoginOutOfResources, "all session handles are in use")
 	}
 	s := &session{shared: c.shared, node: nd, key: key, tsih: tsih, params: c.params, discovery: c.params.Discovery,
 		target: t, conns: []*conn{c}, started: time.Now(), done: make(chan struct{})}
+	if s.discovery {
+		s.from = limits.AddressKey(c.dm.RemoteAddr())
+	}
+	if leaves, refusal = nd.takePlaces(s, replaces); leaves != nil || refusal != nil {
+		return leaves, refusal
+	}
 	if !s.discovery {
 		s.nexus = t.LUNs.NewNexus(lun.Port{InitiatorName: key.initiator, ISID: key.isid, TargetName: t.Name, TPGT: key.tpgt})
 		s.nexus.SetProtocolLevel(c.params.ISCSIProtocolLevel)
@@ -237,7 +262,7 @@ func (nd *Node) open(c *conn, key sessionKey, t *target) *loginError {
 	s.shared.mu.Unlock()
 	nd.sessions[tsih] = s
 	c.sess = s
-	return nil
+	return nil, nil
 }
 
 // addConn makes c a connection of s, with the slots for all commands that the session may have in
@@ -267,6 +292,9 @@ func (s *session) addConn(c *conn) (old []*conn, refusal *loginError) {
 		if l.conn.cid == c.cid && !l.removed {
 			old = append(old, l.conn)
 		}
+	}
+	if refusal := s.node.logIn(s.key.initiator, len(old) > 0); refusal != nil {
+		return nil, refusal
 	}
 	c.slots.setMax(slotsFor(s.shared.win.depth))
 	c.join(s.shared)
@@ -310,6 +338,9 @@ func (nd *Node) newTSIH() uint16 {
 func (s *session) leave(c *conn) (last bool) {
 	s.shared.mu.Lock()
 	s.conns = slices.DeleteFunc(s.conns, func(o *conn) bool { return o == c })
+	if !s.discovery {
+		s.node.shared.LogOut(s.key.initiator)
+	}
 	s.shared.changed.Broadcast()
 	if len(s.conns) == 0 && len(s.lost) > 0 { // session failure: section 6.3.6
 		s.failed = true
@@ -347,6 +378,7 @@ func (s *session) finish() {
 	nd := s.node
 	nd.mu.Lock()
 	delete(nd.sessions, s.tsih)
+	nd.givePlaces(s)
 	if s.nexus != nil {
 		took := s.nexus.Latencies()
 		nd.ended[s.nexus.Transport()].Add(&took)

@@ -7,10 +7,13 @@ import (
 
 // AddressKey returns the key of the host that a has: its IPv4 address, or the /64 of its IPv6
 // address, because a host chooses the rest itself. An address of another kind is its own key.
-func AddressKey(a net.Addr) string {
-	ap, err := netip.ParseAddrPort(a.String())
+func AddressKey(a net.Addr) string { return TextKey(a.String()) }
+
+// TextKey returns the AddressKey of an address in text.
+func TextKey(a string) string {
+	ap, err := netip.ParseAddrPort(a)
 	if err != nil {
-		return a.String()
+		return a
 	}
 	ip := ap.Addr().Unmap().WithZone("")
 	if ip.Is4() {

@@ -11,7 +11,15 @@ import (
 // default bound.
 type Set struct {
 	// Places.
-	Connections  Limit // TCP connections of all portals
+	Connections Limit // TCP connections of all portals
+	Reserved    Limit // those of them that names with few sessions, or none, get: see LogIn
+	PerAddress  Keyed // TCP connections of an address
+	PerPortal   Keyed // TCP connections of a portal
+	Sessions    Keyed // of an initiator name and CHAP user with a target
+	PerUser     Keyed // sessions of a CHAP user
+	Discoveries Keyed // discovery sessions of an address
+	logins      logins
+
 	OrderTimeout Limit // of a command that stops those of others and waits for its initiator
 
 	// Registrations bounds those of PERSISTENT RESERVE OUT that one initiator makes with one LUN. Use is
@@ -30,6 +38,7 @@ type Set struct {
 	// Time.
 	FenceTimeout Limit // from the abort of a command until nobody waits any longer for its store
 	StoreTimeout Limit // of one call of a store, until the store counts as hung
+	LogLines     Limit // that one address causes in a second, in the long run
 
 	// Descriptors has all file descriptors that are open. Its owner measures the use.
 	Descriptors Limit
@@ -41,7 +50,14 @@ type Set struct {
 // New returns a Set with the default bounds.
 func New() *Set {
 	s := &Set{}
-	s.limit(&s.Connections, "max_connections", PerProcess, Count, 1024, "TCP connections of all portals")
+	s.limit(&s.Connections, "max_connections", PerProcess, Count, 2048, "TCP connections of all portals")
+	s.limit(&s.Reserved, "reserved_connections", PerProcess, Count, 256,
+		"connections kept for initiator names with few sessions, or none")
+	s.keyed(&s.PerAddress, "connections_per_address", PerAddress, Count, 1792, "TCP connections of an address")
+	s.keyed(&s.PerPortal, "connections_per_portal", PerPortal, Count, 2048, "TCP connections of a portal")
+	s.keyed(&s.Sessions, "sessions_per_initiator", PerInitiator, Count, 16, "sessions of an initiator with a target")
+	s.keyed(&s.PerUser, "sessions_per_user", PerUser, Count, 1792, "sessions of a CHAP user")
+	s.keyed(&s.Discoveries, "discovery_per_address", PerAddress, Count, 32, "discovery sessions of an address")
 	s.limit(&s.OrderTimeout, "order_timeout", PerInitiator, Duration, int64(5*time.Second),
 		"time for which a command that waits for its initiator stops those of others")
 	s.limit(&s.Registrations, "registrations_per_initiator", PerInitiator, Count, 32,
@@ -57,6 +73,7 @@ func New() *Set {
 		"time of one call of a store, until the store counts as hung")
 	s.Descriptors.auto = cmp.Or(machine().Files.N, 1<<30)
 	s.limit(&s.Descriptors, "descriptors", PerProcess, Count, 0, "file descriptors: LUNs, connections, state, control")
+	s.limit(&s.LogLines, "log_lines_per_address", PerAddress, PerSecond, 10, "lines of log that an address causes per second")
 	return s
 }
 

@@ -1,6 +1,7 @@
 package api
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"crypto/tls"
@@ -233,8 +234,8 @@ func TestFollowersGetNewEvents(t *testing.T) {
 	}
 }
 
-// A connection beyond the limit gets an error like any other. The end of an open one makes
-// room.
+// Silent connections keep nobody out. A request beyond the limit gets an error like any other. The end
+// of an open one makes room.
 func TestConnectionsAreLimited(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "s")
 	serve(t, config.Control{Socket: socket}, io.Discard)
@@ -247,9 +248,24 @@ func TestConnectionsAreLimited(t *testing.T) {
 		defer c.Close()
 		open = append(open, c)
 	}
+	if _, err := client.New(socket).State(t.Context()); err != nil {
+		t.Errorf("beside silent connections: %v", err)
+	}
+	for i := range maxConnections * 7 / 8 { // the most of one process
+		c, err := net.Dial("unix", socket)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		io.WriteString(c, "POST /v1/targets HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n")
+		if line, err := bufio.NewReader(c).ReadString('\n'); err != nil || !strings.Contains(line, "100 Continue") {
+			t.Fatalf("request %d: %q, %v", i, line, err)
+		}
+		open[i] = c
+	}
 	_, err := client.New(socket).State(t.Context())
 	var e *schema.Error
-	if !errors.As(err, &e) || e.Code != schema.Busy || !strings.Contains(e.Message, "128 connections are open") || e.Hint == "" {
+	if !errors.As(err, &e) || e.Code != schema.Busy || !strings.Contains(e.Message, "112 connections of this address are open") || e.Hint == "" {
 		t.Fatalf("error %+v", err)
 	}
 	open[0].Close()

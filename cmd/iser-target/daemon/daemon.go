@@ -69,6 +69,7 @@ type Daemon struct {
 	log     *slog.Logger
 	level   slog.LevelVar
 	events  events
+	gate    logGate
 	manager *systemd.Manager
 	ready   chan struct{}
 	reloads chan string // reasons to read the configuration file again
@@ -101,7 +102,7 @@ type network struct {
 	limits    *limits.Set
 	login     atomic.Int64 // limits.login_timeout, in nanoseconds
 	captures  *capture.Hub
-	newcomers newcomers // those of them that have not logged in
+	newcomers newcomers
 	wg        sync.WaitGroup
 }
 
@@ -134,6 +135,7 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 		before:  func(string) error { return nil },
 		waits:   cmp.Or(o.waits, defaultWaits),
 	}
+	d.net.newcomers.limits = d.net.limits
 	d.openStore = o.openStore
 	if d.openStore == nil {
 		d.openStore = d.openBackend
@@ -165,7 +167,8 @@ func (d *Daemon) newLogger(c config.Log, w io.Writer) *slog.Logger {
 	if c.Format == "json" {
 		h = slog.NewJSONHandler(w, o)
 	}
-	return slog.New(&eventHandler{next: h, events: &d.events})
+	d.gate.limits = d.net.limits
+	return slog.New(&gateHandler{Handler: &eventHandler{next: h, events: &d.events}, gate: &d.gate})
 }
 
 // nodeOptions returns what cfg says about new sessions.
@@ -372,7 +375,9 @@ func (d *Daemon) shutDown(timeout time.Duration) error {
 	if err != nil {
 		err = fmt.Errorf("sessions did not end within %v: %w", timeout, err)
 	}
-	if err = errors.Join(err, d.closeUnits()); err == nil {
+	err = errors.Join(err, d.closeUnits())
+	d.gate.flush()
+	if err == nil {
 		d.log.Info("stopped")
 	}
 	return err

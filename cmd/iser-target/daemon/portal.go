@@ -128,59 +128,80 @@ func (e *editor) accept(p *portal) {
 	d.net.wg.Go(func() { d.acceptLoop(ctx, p) })
 }
 
+// The times between two attempts to accept while the process is out of file descriptors or memory.
+const (
+	acceptPause    = 100 * time.Millisecond
+	maxAcceptPause = time.Second
+)
+
 // acceptLoop accepts connections until the listener is closed.
 func (d *Daemon) acceptLoop(ctx context.Context, p *portal) {
+	pause := acceptPause
 	for {
 		nc, err := p.l.Accept()
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err != nil {
-			// Probably no file descriptor is left, and another one is closed soon.
-			d.log.Error("accept", "portal", p.l.Addr(), "reason", err)
-			select {
-			case <-ctx.Done():
-				return
-			case <-time.After(100 * time.Millisecond):
-			}
+		if err == nil {
+			pause = acceptPause
+			d.admit(ctx, p, nc)
 			continue
 		}
-		if d.fewDescriptors(nc.(*net.TCPConn)) {
-			d.net.limits.Descriptors.Bite(limits.AddressKey(nc.RemoteAddr()))
-			d.refuse(nc, "limit", fmt.Errorf("%v, and the last %d are kept", &d.net.limits.Descriptors, reservedDescriptors))
-			continue
+		d.acceptFailed(p, err)
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(pause):
 		}
-		if places := &d.net.limits.Connections; !places.Take(1) {
-			places.Bite(limits.AddressKey(nc.RemoteAddr()))
-			// The place of the displaced connection, which may end later, becomes that of nc.
-			if !d.net.newcomers.displace(fmt.Errorf("%v, and this one had not logged in: %w", places, errDisplaced)) {
-				d.refuse(nc, "limit", errors.New(places.String()))
-				continue
-			}
-		}
-		tap := d.net.captures.Tap(nc.(*net.TCPConn))
-		ctx, end := d.net.newcomers.add(ctx, tap)
-		d.net.wg.Go(func() {
-			defer end(nil)
-			d.serve(ctx, p.cur.Load(), tap)
-			d.net.newcomers.remove(tap)
-			if !errors.Is(context.Cause(ctx), errDisplaced) {
-				d.net.limits.Connections.Give(1)
-			}
-		})
+		pause = min(2*pause, maxAcceptPause)
 	}
 }
 
+// acceptFailed logs that p cannot accept. If the process is out of file descriptors, the newcomer that
+// yields first frees one.
+func (d *Daemon) acceptFailed(p *portal, err error) {
+	var also []any
+	if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) {
+		reason := fmt.Errorf("the process is out of file descriptors, and this one had not logged in: %w", errDisplaced)
+		also = []any{"displaced", d.net.newcomers.shed(p.l.Addr(), reason)}
+	}
+	d.log.Error("accept", append([]any{"portal", p.l.Addr(), "reason", err}, also...)...)
+}
+
+// admit serves nc if there is a place for it.
+func (d *Daemon) admit(ctx context.Context, p *portal, nc net.Conn) {
+	if d.fewDescriptors(nc.(*net.TCPConn)) {
+		l := &d.net.limits.Descriptors
+		l.Bite(limits.AddressKey(nc.RemoteAddr()))
+		reason := fmt.Errorf("%v, and the last %d are kept", l, reservedDescriptors)
+		if !d.net.newcomers.shed(nc.RemoteAddr(), fmt.Errorf("%w; this one had not logged in: %w", reason, errDisplaced)) {
+			d.refuse(nc, "limit", reason)
+			return
+		}
+	}
+	n, err := d.net.newcomers.add(ctx, nc, p.l.Addr())
+	if err != nil {
+		d.refuse(nc, "limit", err)
+		return
+	}
+	tap := d.net.captures.Tap(nc.(*net.TCPConn))
+	n.abortBy(tap.Abort)
+	d.net.wg.Go(func() {
+		defer d.net.newcomers.end(n)
+		d.serve(p.cur.Load(), n, tap)
+	})
+}
+
 // serve runs a connection from its first byte to its end.
-func (d *Daemon) serve(ctx context.Context, p *servedPortal, nc *capture.Conn) {
+func (d *Daemon) serve(p *servedPortal, n *newcomer, nc *capture.Conn) {
 	accepted := time.Now()
 	if err := d.net.policy.Admit(nc.LocalAddr(), nc.RemoteAddr()); err != nil {
 		d.refuse(nc, "policy", err)
 		return
 	}
-	dm, stage, err := d.mover(ctx, p, nc, accepted.Add(time.Duration(d.net.login.Load())))
+	dm, stage, err := d.mover(n.ctx, p, nc, accepted.Add(time.Duration(d.net.login.Load())))
 	if err != nil {
-		if cause := context.Cause(ctx); errors.Is(cause, errDisplaced) {
+		if cause := context.Cause(n.ctx); errors.Is(cause, errDisplaced) {
 			err = cause
 		}
 		d.refuse(nc, stage, err)
@@ -189,7 +210,8 @@ func (d *Daemon) serve(ctx context.Context, p *servedPortal, nc *capture.Conn) {
 	defer dm.Close()
 	p.Serve(dm, iscsi.ServeOptions{ // which logs the outcome
 		Accepted: accepted,
-		Joined:   func(tsih uint16, discovery bool) { d.joined(nc, tsih, discovery) },
+		Joined:   func(tsih uint16, discovery bool) { d.joined(n, nc, tsih, discovery) },
+		Advanced: func(p limits.Progress) { d.net.newcomers.advance(n, p) },
 	})
 }
 
@@ -237,10 +259,10 @@ func (d *Daemon) stepUp(params iscsi.Params, tasks int) (iscsi.EnableDatamover, 
 
 // joined notes that nc belongs to a session, for the captures. Except in discovery, nc
 // then is no longer a newcomer.
-func (d *Daemon) joined(nc *capture.Conn, tsih uint16, discovery bool) {
+func (d *Daemon) joined(n *newcomer, nc *capture.Conn, tsih uint16, discovery bool) {
 	d.net.captures.Join(nc, tsih)
 	if !discovery {
-		d.net.newcomers.remove(nc)
+		d.net.newcomers.joined(n)
 	}
 }
 
@@ -300,51 +322,4 @@ func sniff(ctx context.Context, nc *capture.Conn, deadline time.Time) (transport
 		return transportTCP, nil
 	}
 	return "", fmt.Errorf("first byte %#02x begins neither an MPA Request nor an iSCSI Login Request", first[0])
-}
-
-// errDisplaced ends a newcomer whose place a new connection takes.
-var errDisplaced = errors.New("a new connection has taken its place")
-
-// newcomers are the connections that have not logged in to a target: silent ones and those
-// of discovery. At the limit of connections a new one displaces the oldest newcomer, so
-// that newcomers cannot keep an initiator out. The zero value is ready.
-type newcomers struct {
-	mu   sync.Mutex
-	list []newcomer // the oldest first
-}
-
-type newcomer struct {
-	nc  *capture.Conn
-	end context.CancelCauseFunc
-}
-
-// add adds nc. The context ends when nc is displaced. When nc ends, the caller has to
-// call end and to remove nc.
-func (n *newcomers) add(ctx context.Context, nc *capture.Conn) (_ context.Context, end context.CancelCauseFunc) {
-	ctx, end = context.WithCancelCause(ctx)
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	n.list = append(n.list, newcomer{nc, end})
-	return ctx, end
-}
-
-// remove removes a connection that has logged in or ended.
-func (n *newcomers) remove(nc *capture.Conn) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	n.list = slices.DeleteFunc(n.list, func(c newcomer) bool { return c.nc == nc })
-}
-
-// displace ends the oldest newcomer for that reason. It returns false if there is no newcomer.
-func (n *newcomers) displace(reason error) bool {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if len(n.list) == 0 {
-		return false
-	}
-	c := n.list[0]
-	n.list = slices.Delete(n.list, 0, 1)
-	c.end(reason)
-	c.nc.Abort(reason)
-	return true
 }

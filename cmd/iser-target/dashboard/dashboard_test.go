@@ -192,11 +192,11 @@ func TestForeignNameOfTheLoopbackIsRefused(t *testing.T) {
 	}
 }
 
-// Connections beyond the limit are answered with 503.
+// Silent connections do not keep a browser out.
 func TestConnectionsAreLimited(t *testing.T) {
 	url := serve(t, &fake{})
 	addr := strings.TrimPrefix(url, "http://")
-	for range maxConnections {
+	for range 2 * maxConnections {
 		c, err := net.Dial("tcp", addr)
 		if err != nil {
 			t.Fatal(err)
@@ -210,7 +210,7 @@ func TestConnectionsAreLimited(t *testing.T) {
 	}
 	defer resp.Body.Close()
 	b, _ := io.ReadAll(resp.Body)
-	if resp.StatusCode != http.StatusServiceUnavailable || !strings.Contains(string(b), "64 connections are open") {
+	if resp.StatusCode != http.StatusOK {
 		t.Errorf("%s: %s", resp.Status, b)
 	}
 	secured(t, resp)

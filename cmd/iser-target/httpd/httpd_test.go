@@ -59,18 +59,39 @@ func ask(c net.Conn) (*http.Response, string, error) {
 	return rsp, string(b), err
 }
 
-// A connection beyond the limit is told so, a crowd of them is closed, and the end of an
+// hold sends a request whose body does not come, and waits until the server works on it.
+func hold(t *testing.T, c net.Conn) {
+	t.Helper()
+	if _, err := io.WriteString(c, "POST / HTTP/1.1\r\nHost: target\r\nContent-Length: 1\r\nExpect: 100-continue\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	if line, err := bufio.NewReader(c).ReadString('\n'); err != nil || !strings.Contains(line, "100") {
+		t.Fatalf("%q, %v", line, err)
+	}
+}
+
+// from dials from 127.0.0.host.
+func from(t *testing.T, host byte, addr string) net.Conn {
+	t.Helper()
+	c, err := dialer(host).Dial("tcp", addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	c.SetDeadline(time.Now().Add(20 * time.Second))
+	return c
+}
+
+// A connection beyond the limit is told so, a crowd of them displaces each other, and the end of an
 // open connection makes room for another.
 func TestConnectionsBeyondTheLimitAreRefused(t *testing.T) {
 	const limit = 3
 	addr := serve(t, limit)
 	var open []net.Conn
-	for i := range limit {
+	for range limit {
 		c := dial(t, addr)
 		open = append(open, c)
-		if _, text, err := ask(c); err != nil || text != "ok" {
-			t.Fatalf("connection %d: %q, %v", i, text, err)
-		}
+		hold(t, c)
 	}
 	rsp, text, err := ask(dial(t, addr))
 	if err != nil || rsp.StatusCode != http.StatusServiceUnavailable || !rsp.Close || !strings.Contains(text, "3 connections are open") {
@@ -95,18 +116,70 @@ func TestConnectionsBeyondTheLimitAreRefused(t *testing.T) {
 	if d := time.Since(began); d >= headerTime {
 		t.Errorf("the excess of a crowd was closed after %v", d)
 	}
+	if rsp, _, err := ask(dial(t, addr)); err != nil || rsp.StatusCode != http.StatusServiceUnavailable {
+		t.Errorf("beside a silent crowd: %+v, %v", rsp, err)
+	}
 	for _, c := range crowd {
 		c.Close()
 	}
 	wg.Wait()
-	if _, text, err := ask(open[1]); err != nil || text != "ok" {
-		t.Errorf("an open connection: %q, %v", text, err)
+	if _, err := io.WriteString(open[1], "x"); err != nil {
+		t.Fatal(err)
+	}
+	if rsp, err := http.ReadResponse(bufio.NewReader(open[1]), nil); err != nil || rsp.StatusCode != http.StatusOK {
+		t.Errorf("an open connection: %+v, %v", rsp, err)
 	}
 	open[0].Close()
 	testkit.Eventually(t, "a new connection is served", func() bool {
 		_, text, err := ask(dial(t, addr))
 		return err == nil && text == "ok"
 	})
+}
+
+// Connections without a request, and requests that one address does not end, keep nobody else out.
+func TestSilentConnectionsKeepNobodyOut(t *testing.T) {
+	const limit = 16
+	addr := serve(t, limit)
+	busy := from(t, 2, addr) // an open connection of a neighbour, with a request in progress
+	hold(t, busy)
+	works := func(host byte) {
+		t.Helper()
+		if _, text, err := ask(from(t, host, addr)); err != nil || text != "ok" {
+			t.Errorf("from 127.0.0.%d: %q, %v", host, text, err)
+		}
+	}
+	for range 3 { // of one address, of four, and with answered requests
+		for range 80 {
+			from(t, 3, addr)
+		}
+		works(2)
+		for i := range 80 {
+			from(t, 4+byte(i%4), addr)
+		}
+		works(2)
+		for range 80 {
+			ask(from(t, 8, addr))
+		}
+		works(2)
+	}
+	held := 0
+	for range limit {
+		c := from(t, 9, addr)
+		io.WriteString(c, "POST / HTTP/1.1\r\nHost: target\r\nContent-Length: 1\r\nExpect: 100-continue\r\n\r\n")
+		if line, _ := bufio.NewReader(c).ReadString('\n'); strings.Contains(line, "100") {
+			held++
+		}
+	}
+	if want := limit - limit/8; held != want {
+		t.Errorf("one address has %d requests in progress, want %d", held, want)
+	}
+	works(2)
+	if _, err := io.WriteString(busy, "x"); err != nil {
+		t.Fatal(err)
+	}
+	if rsp, err := http.ReadResponse(bufio.NewReader(busy), nil); err != nil || rsp.StatusCode != http.StatusOK {
+		t.Errorf("the neighbour's request: %+v, %v", rsp, err)
+	}
 }
 
 // A client that stops in the middle of something is disconnected.

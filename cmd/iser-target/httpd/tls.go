@@ -7,15 +7,17 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
-	"net/netip"
 	"sync"
 	"time"
+
+	"github.com/iser-target/iser-target/security/limits"
 )
 
 const (
 	// handshakeTime bounds the TLS handshake of a client.
 	handshakeTime = 5 * time.Second
-	// maxHandshakes bounds the handshakes at one time, and peerHandshakes those from one address.
+	// maxHandshakes bounds the handshakes at one time, and peerHandshakes those from one address. The
+	// oldest one of the address with most yields to a new one.
 	maxHandshakes  = 32
 	peerHandshakes = 8
 	// acceptPause is the time between two attempts to accept when the process is out of
@@ -26,8 +28,8 @@ const (
 )
 
 // TLS returns a listener for the connections of l whose TLS handshake with configuration c
-// succeeds. Handshakes in progress have limits of their own, in all and by address, so that
-// silent clients do not keep others out. Failed ones are logged.
+// succeeds. Handshakes in progress have limits of their own, in all and by address. A silent client
+// yields to a new one, so it does not keep others out. Failed handshakes are logged.
 func TLS(l net.Listener, c *tls.Config, log *slog.Logger) net.Listener {
 	return listenTLS(l, c, log, handshakeTime)
 }
@@ -36,7 +38,7 @@ func listenTLS(l net.Listener, c *tls.Config, log *slog.Logger, timeout time.Dur
 	ctx, cancel := context.WithCancel(context.Background())
 	t := &tlsListener{
 		Listener: l, config: c, log: log, timeout: timeout, ctx: ctx, cancel: cancel,
-		proved: make(chan net.Conn), waiting: map[netip.Addr]int{},
+		proved: make(chan net.Conn), waiting: map[string]int{},
 	}
 	go t.acceptLoop()
 	return t
@@ -52,8 +54,8 @@ type tlsListener struct {
 	proved  chan net.Conn
 
 	mu       sync.Mutex
-	waiting  map[netip.Addr]int // handshakes by address
-	all      int
+	waiting  map[string]int // handshakes by address
+	crowd    limits.Crowd
 	reported time.Time
 	silent   int // refusals since then
 }
@@ -89,58 +91,91 @@ func (t *tlsListener) acceptLoop() {
 			}
 			continue
 		}
-		from := peer(c)
-		if err := t.enter(from); err != nil {
+		h := &handshaking{Conn: c, from: limits.AddressKey(c.RemoteAddr())}
+		victim, err := t.enter(h)
+		if err != nil {
 			t.refused(c.RemoteAddr().String(), err)
 			c.Close()
 			continue
 		}
-		go t.handshake(c, from)
+		if victim != nil {
+			victim.Close()
+		}
+		go t.handshake(h)
 	}
 }
 
-func peer(c net.Conn) netip.Addr {
-	a, err := netip.ParseAddrPort(c.RemoteAddr().String())
-	if err != nil {
-		return netip.Addr{}
-	}
-	return a.Addr().Unmap().WithZone("")
+// A handshaking is a connection whose handshake is in progress.
+type handshaking struct {
+	net.Conn
+	from string
+
+	// Under tlsListener.mu:
+	member    limits.Member
+	displaced error // why it yielded
 }
 
-// enter counts a handshake, or returns why no further one is allowed.
-func (t *tlsListener) enter(from netip.Addr) error {
+// enter counts a handshake, or returns why no further one is allowed. victim yields to it.
+func (t *tlsListener) enter(h *handshaking) (victim *handshaking, err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	var m *limits.Member
 	switch {
-	case t.all >= maxHandshakes:
-		return fmt.Errorf("%d TLS handshakes are in progress, the most that are allowed", t.all)
-	case t.waiting[from] >= peerHandshakes:
-		return fmt.Errorf("%d TLS handshakes of this address are in progress, the most that are allowed", t.waiting[from])
+	case t.waiting[h.from] >= peerHandshakes:
+		m = t.crowd.VictimOf(h.RemoteAddr())
+		err = fmt.Errorf("%d TLS handshakes of this address are in progress, the most that are allowed", t.waiting[h.from])
+	case t.crowd.Len() >= maxHandshakes:
+		m = t.crowd.Victim(h.RemoteAddr())
+		err = fmt.Errorf("%d TLS handshakes are in progress, the most that are allowed", t.crowd.Len())
 	}
-	t.all++
-	t.waiting[from]++
-	return nil
+	if err != nil && m == nil {
+		return nil, err
+	}
+	if m != nil {
+		victim = m.Value.(*handshaking)
+		victim.displaced = fmt.Errorf("%w, and this was the first of the address with most", err)
+		t.leave(victim)
+	}
+	h.member.Value = h
+	t.waiting[h.from]++
+	t.crowd.Add(h.RemoteAddr(), &h.member)
+	return victim, nil
 }
 
-func (t *tlsListener) leave(from netip.Addr) {
+// leave counts a handshake no longer.
+//
+// Preconditions: t.mu is held.
+func (t *tlsListener) leave(h *handshaking) {
+	if !h.member.In() {
+		return
+	}
+	t.crowd.Remove(&h.member)
+	if t.waiting[h.from]--; t.waiting[h.from] == 0 {
+		delete(t.waiting, h.from)
+	}
+}
+
+// ended ends a handshake, and returns why it yielded, if it did.
+func (t *tlsListener) ended(h *handshaking) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.all--
-	if t.waiting[from]--; t.waiting[from] == 0 {
-		delete(t.waiting, from)
-	}
+	t.leave(h)
+	return h.displaced
 }
 
 // handshake authenticates the client of c and hands the connection to Accept.
-func (t *tlsListener) handshake(c net.Conn, from netip.Addr) {
-	defer t.leave(from)
+func (t *tlsListener) handshake(h *handshaking) {
+	c := h.Conn
 	ctx, cancel := context.WithTimeout(t.ctx, t.timeout)
 	defer cancel()
 	tc := tls.Server(&limited{Conn: c}, t.config) // see Limit
-	if err := tc.HandshakeContext(ctx); err != nil {
-		if ctx.Err() == context.DeadlineExceeded {
-			err = fmt.Errorf("the handshake took longer than %v", t.timeout)
-		}
+	err := tc.HandshakeContext(ctx)
+	if displaced := t.ended(h); displaced != nil { // perhaps at the last moment
+		err = displaced
+	} else if ctx.Err() == context.DeadlineExceeded {
+		err = fmt.Errorf("the handshake took longer than %v", t.timeout)
+	}
+	if err != nil {
 		t.refused(c.RemoteAddr().String(), err)
 		c.Close()
 		return
