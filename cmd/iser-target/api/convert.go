@@ -36,11 +36,14 @@ func lunConfig(l *schema.LUN) (config.LUN, error) {
 		Removable: l.Removable, Sanitize: l.Sanitize, Plugin: l.Plugin, Options: l.Options,
 		Initiators: l.Initiators, ReadOnlyFor: l.ReadOnlyFor,
 	}
-	all, err := rateConfig("", &schema.Rate{IOPS: l.IOPS, Bandwidth: l.Bandwidth, Burst: l.Burst, MinIOPS: l.MinIOPS, MinBandwidth: l.MinBandwidth})
+	all, err := rateConfig("", &schema.Rate{
+		IOPS: l.IOPS, Bandwidth: l.Bandwidth, Burst: l.Burst, MinIOPS: l.MinIOPS, MinBandwidth: l.MinBandwidth,
+	})
 	if err != nil {
 		return c, err
 	}
-	c.IOPS, c.Bandwidth, c.Burst, c.MinIOPS, c.MinBandwidth = all.IOPS, all.Bandwidth, all.Burst, all.MinIOPS, all.MinBandwidth
+	c.IOPS, c.Bandwidth, c.Burst = all.IOPS, all.Bandwidth, all.Burst
+	c.MinIOPS, c.MinBandwidth = all.MinIOPS, all.MinBandwidth
 	for i := range l.Rates {
 		r, err := rateConfig(fmt.Sprintf("rates[%d].", i), &l.Rates[i])
 		if err != nil {
@@ -80,7 +83,8 @@ func rateConfig(path string, r *schema.Rate) (config.Rate, error) {
 	if r.Burst != "" {
 		d, err := time.ParseDuration(r.Burst)
 		if err != nil {
-			return c, &schema.Error{Code: schema.Invalid, Message: fmt.Sprintf("%sburst: %q is not a duration like 2s", path, r.Burst)}
+			return c, &schema.Error{Code: schema.Invalid,
+				Message: fmt.Sprintf("%sburst: %q is not a duration like 2s", path, r.Burst)}
 		}
 		c.Burst = d
 	}

@@ -18,7 +18,8 @@ import (
 // limits returns the commands about the limits of what initiators share.
 func (p *program) limits() *cobra.Command {
 	var near bool
-	cmd := list(p, verb{use: "limits", short: "Show the limits of what initiators share, and their use", args: cobra.NoArgs,
+	cmd := list(p, verb{use: "limits", short: "Show the limits of what initiators share, and their use",
+		args: cobra.NoArgs,
 		long: `Show the limits of what initiators, addresses and LUNs share: for whom each counts,
 the bound, how much is in use and by whom that uses most, how often the limit refused
 or delayed something since the start of the target, and when it did so last.
@@ -32,7 +33,8 @@ docs/limits.md describes them.`},
 			return all, err
 		},
 		"LIMIT PER MAX USED % BY REACHED LAST", limitRow)
-	cmd.Flags().BoolVar(&near, "near", false, "only limits that are used to 80 % or more, or were reached within the last hour")
+	cmd.Flags().BoolVar(&near, "near", false,
+		"only limits that are used to 80 % or more, or were reached within the last hour")
 	cmd.AddCommand(p.setLimits())
 	return cmd
 }
@@ -55,7 +57,8 @@ func limitRow(l *schema.LimitState) []any {
 func (p *program) setLimits() *cobra.Command {
 	keys := texts(slices.Sorted(maps.Keys(new(config.Limits).Bounds())), func(key string) string { return key + "=" })
 	complete := cobra.FixedCompletions(keys, cobra.ShellCompDirectiveNoFileComp|cobra.ShellCompDirectiveNoSpace)
-	return p.change(verb{use: "set KEY=VALUE...", short: "Set limits", args: cobra.MinimumNArgs(1), complete: complete,
+	return p.change(verb{use: "set KEY=VALUE...", short: "Set limits",
+		args: cobra.MinimumNArgs(1), complete: complete,
 		long: `Set limits in one change. Keys and values are those of limits in the configuration
 file (docs/config.md). An empty value restores the default. What is in use beyond a
 lower limit stays until it is given back.`,
@@ -91,7 +94,8 @@ func checkLimits(ctx context.Context, c *client.Client) (list []Finding, err err
 	now := time.Now()
 	for i := range all {
 		if all[i].Pressing(now) {
-			list = append(list, Finding{warning, "limit", all[i].String(), "see iser-target limits; docs/limits.md says what it protects"})
+			list = append(list, Finding{warning, "limit", all[i].String(),
+				"see iser-target limits; docs/limits.md says what it protects"})
 		}
 	}
 	return list, err

@@ -96,7 +96,8 @@ func TestEachLimitIsEverywhere(t *testing.T) {
 		after := l.scrape()
 		of := "{limit=\"" + name + "\"}"
 		_, gauge := after["limit_used"+of]
-		if _, ok := after["limit_max"+of]; !ok || !gauge || after["limit_reached_total"+of] != before["limit_reached_total"+of]+1 {
+		_, bound := after["limit_max"+of]
+		if !bound || !gauge || after["limit_reached_total"+of] != before["limit_reached_total"+of]+1 {
 			t.Errorf("%s: the metrics lack it, or did not count", name)
 		}
 		if s := state(name); s.Reached == 0 || s.Last.IsZero() {
@@ -120,7 +121,8 @@ func (l *lab) heard(name, who string) {
 func TestLimitsChangeLiveAndAreUndone(t *testing.T) {
 	l := newLab(t)
 	set := func(value string) error {
-		_, err := l.Change(t.Context(), func(d *config.Document) error { return d.SetLimit("max_connections", value) }, ChangeOptions{})
+		edit := func(d *config.Document) error { return d.SetLimit("max_connections", value) }
+		_, err := l.Change(t.Context(), edit, ChangeOptions{})
 		return err
 	}
 	if err := set("77"); err != nil {
@@ -146,7 +148,8 @@ func TestLimitsChangeLiveAndAreUndone(t *testing.T) {
 
 // Each test that docs/limits.md names for a promise exists.
 func TestPromisesHaveTests(t *testing.T) {
-	names := regexp.MustCompile("`(Test\\w+)`").FindAllStringSubmatch(sectionOf(t, "../../../docs/limits.md", "## What is promised"), -1)
+	promises := sectionOf(t, "../../../docs/limits.md", "## What is promised")
+	names := regexp.MustCompile("`(Test\\w+)`").FindAllStringSubmatch(promises, -1)
 	if len(names) < 5 {
 		t.Fatalf("%d tests in docs/limits.md", len(names))
 	}

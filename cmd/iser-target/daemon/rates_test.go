@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/testkit"
@@ -65,8 +66,8 @@ func (l *lab) reads(s *initiator.Session, blocks int) *reader {
 	return r
 }
 
-// A limited initiator never gets more than 5 % above its rate, by the clock of the process. Its neighbour on the
-// same LUN is not limited. A change takes effect at once, and no command fails.
+// A limited initiator never gets more than 5 % above its rate, by the clock of the process. Its neighbour
+// on the same LUN is not limited. A change takes effect at once, and no command fails.
 func TestRateLimitsOneInitiatorAndNotItsNeighbour(t *testing.T) {
 	const iops, window = 400, 3 * time.Second
 	l := newLab(t, func(l *lab) {
@@ -93,7 +94,8 @@ func TestRateLimitsOneInitiatorAndNotItsNeighbour(t *testing.T) {
 
 	set := func(key, value string) {
 		t.Helper()
-		p, err := l.Change(t.Context(), func(d *config.Document) error { return d.SetLUN(store, 0, key, value) }, ChangeOptions{})
+		edit := func(d *config.Document) error { return d.SetLUN(store, 0, key, value) }
+		p, err := l.Change(t.Context(), edit, ChangeOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -144,7 +146,8 @@ func TestRatesChangeInPlaceAndAreUndone(t *testing.T) {
 	check := func() {
 		t.Helper()
 		s := l.State().Targets[0].LUNs[0]
-		if s.Bandwidth != 100<<20 || s.Burst != 2 || s.IOPS != 0 || len(s.Rates) != 1 || s.Rates[0].IOPS != 5000 || s.Rates[0].MinIOPS != 7 {
+		if s.RateState != (schema.RateState{Bandwidth: 100 << 20, Burst: 2}) || len(s.Rates) != 1 ||
+			s.Rates[0].RateState != (schema.RateState{IOPS: 5000, MinIOPS: 7}) {
 			t.Errorf("state %+v, %+v", s.RateState, s.Rates)
 		}
 		if l.served.targets[0].luns[0].unit != unit {

@@ -79,7 +79,8 @@ func (d *Daemon) Limits() []schema.LimitState {
 // rateState returns a rate of the configuration.
 func rateState(r config.Rate) schema.RateState {
 	return schema.RateState{
-		IOPS: r.IOPS, Bandwidth: int64(r.Bandwidth), Burst: r.Burst.Seconds(), MinIOPS: r.MinIOPS, MinBandwidth: int64(r.MinBandwidth),
+		IOPS: r.IOPS, Bandwidth: int64(r.Bandwidth), Burst: r.Burst.Seconds(),
+		MinIOPS: r.MinIOPS, MinBandwidth: int64(r.MinBandwidth),
 	}
 }
 
@@ -137,7 +138,8 @@ func lunState(target string, l *servedLUN) schema.LUNState {
 		Target: target, ID: l.ID, Backend: l.Backend, Path: l.Path, Size: info.Size, BlockSize: int(info.BlockSize),
 		NAA: l.unit.Identity().Serial, State: schema.Ready,
 		ReadOnly: l.ReadOnly || info.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Sanitize: l.Sanitize,
-		Initiators: l.Initiators, ReadOnlyFor: l.ReadOnlyFor, RateState: rateState(l.Rate()), Waiting: l.unit.StoreCalls().Waiting,
+		Initiators: l.Initiators, ReadOnlyFor: l.ReadOnlyFor,
+		RateState: rateState(l.Rate()), Waiting: l.unit.StoreCalls().Waiting,
 	}
 	for _, r := range l.Rates {
 		s.Rates = append(s.Rates, schema.InitiatorRate{Initiators: r.Initiators, RateState: rateState(r)})
