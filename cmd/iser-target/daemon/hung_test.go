@@ -2,6 +2,7 @@ package daemon
 
 import (
 	"context"
+	"errors"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -149,4 +150,32 @@ func TestSessionAndLUNOfAStoreThatHangsCanBeRemoved(t *testing.T) {
 	if got := reportLUNs(t, again); !slices.Equal(got, []int{0}) {
 		t.Errorf("LUNs %v", got)
 	}
+}
+
+// The end of the target does not wait long for a store that has hung before.
+func TestEndWithAStoreThatHangs(t *testing.T) {
+	t.Parallel()
+	w := testWaits
+	w.end = time.Hour
+	l, h, end := newHangingLab(t, w, nil, func(l *lab) {
+		l.luns += "," + l.disk(1, "one", "")
+		l.more = "drain: 0s\nlimits: {fence_timeout: 200ms, store_timeout: 1s}\n"
+	})
+	disk := filepath.Join(l.dir, "one")
+	free := h.hang("read " + disk)
+	defer free()
+	defer h.hang("close " + disk)()
+	s := l.login("victim", store)
+	attentions(t, s, 1)
+	if err := s.Start(&initiator.Command{LUN: 1, CDB: cdb.Read16(0, 1), In: make([]byte, 512)}); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, "the store hangs", func() bool {
+		return strings.Contains(l.lunState(1).Reason, "the store has not answered since ")
+	})
+	inTime(t, "the end", func() {
+		if err := end(); !errors.Is(err, ErrStuck) || !strings.Contains(err.Error(), "LUN 1 of "+store) {
+			t.Errorf("the target ended with %v", err)
+		}
+	})
 }

@@ -329,7 +329,11 @@ func (d *Daemon) closeUnits() error {
 	ctx, cancel := context.WithTimeout(context.Background(), d.waits.end)
 	defer cancel()
 	failed := inParallel(ctx, d.waits.slot, list, func(r *removal) error {
-		err := d.closeLUN(ctx, d.waits.end, r.t, r.l, nil)
+		wait := d.waits.end
+		if _, hangs := r.l.unit.Hang(); hangs { // it has had its time
+			wait = min(wait, d.waits.close)
+		}
+		err := d.closeLUN(ctx, wait, r.t, r.l, nil)
 		if err == nil || errors.Is(err, backend.ErrClosed) {
 			return nil
 		}
