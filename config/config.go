@@ -138,18 +138,21 @@ func (l LUN) forSome() bool { return len(l.Initiators) > 0 || len(l.ReadOnlyFor)
 
 // Limits bound what peers can make the target do.
 type Limits struct {
-	QueueDepth         int           `key:"queue_depth"`           // commands in flight per session
-	ConnectionMemory   Size          `key:"connection_memory"`     // bytes of data buffers of one connection
-	Memory             Size          `key:"memory"`                // bytes that all initiators make the target use; 0: from the machine
-	BackendCalls       int           `key:"backend_calls"`         // of stores under way in the process; 0: from the machine
-	BackendCallsPerLUN int           `key:"backend_calls_per_lun"` // of its store under way at a LUN
-	HeavyCommands      int           `key:"heavy_commands"`        // that use a CPU at a time; 0: from the machine
-	MaxFPDU            int           `key:"max_fpdu"`              // bytes of the ULPDU of an FPDU that the target sends
-	LoginTimeout       time.Duration `key:"login_timeout"`         // from accept to the full feature phase
-	NOPInterval        time.Duration `key:"nop_interval"`          // idle time before a NOP-In; 0: no NOP-In
-	NOPTimeout         time.Duration `key:"nop_timeout"`           // time to answer a NOP-In
-	OrderTimeout       time.Duration `key:"order_timeout"`         // of a command that stops others and waits for its initiator
-	MaxConnections     int           `key:"max_connections"`       // of all portals together
+	QueueDepth         int           `key:"queue_depth"`                 // commands in flight per session
+	ConnectionMemory   Size          `key:"connection_memory"`           // bytes of data buffers of one connection
+	Memory             Size          `key:"memory"`                      // bytes that all initiators make the target use; 0: from the machine
+	BackendCalls       int           `key:"backend_calls"`               // of stores under way in the process; 0: from the machine
+	BackendCallsPerLUN int           `key:"backend_calls_per_lun"`       // of its store under way at a LUN
+	HeavyCommands      int           `key:"heavy_commands"`              // that use a CPU at a time; 0: from the machine
+	MaxFPDU            int           `key:"max_fpdu"`                    // bytes of the ULPDU of an FPDU that the target sends
+	LoginTimeout       time.Duration `key:"login_timeout"`               // from accept to the full feature phase
+	NOPInterval        time.Duration `key:"nop_interval"`                // idle time before a NOP-In; 0: no NOP-In
+	NOPTimeout         time.Duration `key:"nop_timeout"`                 // time to answer a NOP-In
+	OrderTimeout       time.Duration `key:"order_timeout"`               // of a command that stops others and waits for its initiator
+	MaxTime2Wait       time.Duration `key:"max_time2wait"`               // of a session at ErrorRecoveryLevel 2
+	LostSessions       int           `key:"lost_sessions"`               // sessions without a connection that wait for one
+	LostSessionsByName int           `key:"lost_sessions_per_initiator"` // of these, of one initiator
+	MaxConnections     int           `key:"max_connections"`             // of all portals together
 
 	Reserved    int `key:"reserved_connections"`    // for names with few sessions, or none; 0: an eighth of MaxConnections
 	PerAddress  int `key:"connections_per_address"` // 0: all that are not reserved
@@ -265,6 +268,9 @@ func base() Config {
 			NOPInterval:        15 * time.Second,
 			NOPTimeout:         30 * time.Second,
 			OrderTimeout:       5 * time.Second,
+			MaxTime2Wait:       30 * time.Second,
+			LostSessions:       32,
+			LostSessionsByName: 4,
 			MaxConnections:     2048,
 
 			Sessions:    16,

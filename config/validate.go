@@ -424,6 +424,8 @@ func (l *LUN) check(key string, errs *errorList) {
 func (l *Limits) check(errs *errorList) {
 	checkRange(errs, "limits.queue_depth", l.QueueDepth, 1, 1024)
 	checkRange(errs, "limits.max_fpdu", l.MaxFPDU, 512, 64768)
+	checkRange(errs, "limits.lost_sessions", l.LostSessions, 1, 1024)
+	checkRange(errs, "limits.lost_sessions_per_initiator", l.LostSessionsByName, 1, 1024)
 	checkRange(errs, "limits.max_connections", l.MaxConnections, 1, 65536)
 	checkRange(errs, "limits.reserved_connections", l.Reserved, 0, 65535)
 	if l.Reserved > 0 && l.Reserved >= l.MaxConnections {
@@ -454,6 +456,7 @@ func (l *Limits) check(errs *errorList) {
 		{"login_timeout", l.LoginTimeout, time.Second, time.Hour, false},
 		{"nop_interval", l.NOPInterval, time.Second, time.Hour, true},
 		{"nop_timeout", l.NOPTimeout, time.Second, time.Hour, false},
+		{"max_time2wait", l.MaxTime2Wait, 2 * time.Second, time.Hour, false},
 		{"order_timeout", l.OrderTimeout, time.Second, time.Hour, false},
 		{"state_timeout", l.StateTimeout, time.Second, time.Hour, false},
 		{"fence_timeout", l.FenceTimeout, 100 * time.Millisecond, 30 * time.Second, false},

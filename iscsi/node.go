@@ -160,7 +160,6 @@ type Node struct {
 	targets  []*target // ascending by name
 	portals  []*Portal
 	sessions map[uint16]*session // by TSIH
-	failed   atomic.Int32        // sessions that wait for a connection
 	lastTSIH uint16
 	ended    [lun.Transports]lun.Latencies // of sessions that have ended
 	conns    map[*conn]struct{}            // from the call of Serve to its end

@@ -1,6 +1,7 @@
 package iscsi
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -18,9 +19,60 @@ import (
 // it was: the target produces data-in again that was not acknowledged, asks for data-out that has
 // not come, and sends the status, if need be again.
 
-// maxFailedSessions is how many sessions without a connection may wait for one. Beyond that, a
-// session ends with its last connection.
-const maxFailedSessions = 32
+// keepLost gives a session of an initiator, which has lost its last connection, a place among those
+// that wait for one. It returns false if the initiator has all of its places.
+func (nd *Node) keepLost(initiator string) bool {
+	l := nd.shared
+	l.LostSessions.Add(1)
+	l.LostSessionsByName.Add(initiator, 1)
+	if l.LostSessionsByName.UsedBy(initiator) <= l.LostSessionsByName.Max() {
+		return true
+	}
+	l.LostSessionsByName.Bite(initiator)
+	return false
+}
+
+// foundAgain gives back the place of keepLost.
+//
+// Preconditions: s.shared.mu is held.
+func (s *session) foundAgain() {
+	s.failed = false
+	s.node.shared.LostSessions.Give(1)
+	s.node.shared.LostSessionsByName.Give(s.key.initiator, 1)
+}
+
+var errNoPlace = errors.New("too many sessions wait for a connection")
+
+// makeRoom ends a session that waits for a connection if there are too many: one of the initiator
+// that has most.
+func (nd *Node) makeRoom() {
+	l := nd.shared
+	if l.LostSessions.Used() <= l.LostSessions.Max() {
+		return
+	}
+	who := l.LostSessionsByName.Most()
+	var oldest *session
+	nd.mu.Lock()
+	for _, s := range nd.sessions {
+		s.shared.mu.Lock()
+		if s.failed && !s.closed && s.key.initiator == who && (oldest == nil || s.started.Before(oldest.started)) {
+			oldest = s
+		}
+		s.shared.mu.Unlock()
+	}
+	nd.mu.Unlock()
+	if oldest != nil {
+		l.LostSessions.Bite(who)
+		oldest.close(errNoPlace)
+	}
+}
+
+// waitsTooLong reports whether the initiator has made the target agree to a DefaultTime2Wait beyond
+// limits.max_time2wait. The higher of both proposals counts (section 13.15), so the target can only
+// refuse the login.
+func (c *conn) waitsTooLong() bool {
+	return time.Duration(c.params.DefaultTime2Wait)*time.Second > c.node.shared.MaxTime2Wait.Time()
+}
 
 // A lostConn is a connection that has failed and not been logged out yet (CLEANUP_WAIT, RFC 7143,
 // section 8.2), or the tasks that a logout for recovery has left of one. Tasks without an answer

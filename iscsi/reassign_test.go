@@ -744,17 +744,74 @@ func TestShutdownEndsALostConnection(t *testing.T) {
 	})
 }
 
-// A node keeps a bounded number of sessions without a connection.
-func TestTooManySessionsEndALostConnection(t *testing.T) {
+// leadAs opens a session at ErrorRecoveryLevel 2 as that initiator, and loses its connection.
+func (n *testNode) leadAs(initiator string, port byte) *testConn {
+	n.tb.Helper()
+	tc := n.connect(func(tc *testConn) { tc.isid[5] = port })
+	tc.writeLogin(tc.loginRequest(true, 1, 3), append([]string{"InitiatorName=" + initiator,
+		"TargetName=" + targetName, "SessionType=Normal"}, recoveringKeys...)...)
+	tc.loggedIn().close()
+	tc.wantEnd(io.EOF)
+	synctest.Wait()
+	return tc
+}
+
+// An initiator has a few places for sessions that wait for a connection. When all places are taken
+// the one with most makes room, so a neighbour's session stays.
+func TestPlacesOfLostSessions(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		n, _, _, _ := loseWrite(t, false)
-		n.failed.Store(maxFailedSessions)
-		b := n.leadRecovering(func(tc *testConn) { tc.isid[5]++ })
-		b.close()
-		b.wantEnd(io.EOF)
-		testkit.Eventually(n.tb, "end of one session", func() bool { return n.Stats().Sessions == 1 })
-		n.failed.Store(1)
+		n := newTestNode(t, recovering)
+		l := n.shared
+		l.LostSessions.SetMax(3)
+		l.LostSessionsByName.SetMax(3)
+		const neighbour = "iqn.1993-08.org.debian:01:neighbour"
+		has := func(initiator string) (sessions int) {
+			for _, s := range n.Sessions() {
+				if s.Initiator == initiator {
+					sessions++
+				}
+			}
+			return sessions
+		}
+		for port := range byte(6) { // more than all places
+			n.leadAs(rival, port)
+		}
+		if got := has(rival); got != 3 || l.LostSessionsByName.State().Bites == 0 {
+			t.Errorf("the initiator has %d sessions, want 3; the limit bit %d times", got, l.LostSessionsByName.State().Bites)
+		}
+		for port := range byte(1) {
+			n.leadAs(neighbour, port)
+		}
+		if a, b := has(rival), has(neighbour); a != 2 || b != 1 {
+			t.Errorf("%d sessions of the one with most and %d of the neighbour are left, want 2 and 1", a, b)
+		}
+		if got := l.LostSessions.State().Bites; got != 1 {
+			t.Errorf("limit bit %d times", got)
+		}
 		n.Shutdown(context.Background())
+		if l.LostSessions.Used() != 0 || l.LostSessionsByName.Used() != 0 {
+			t.Errorf("%d and %d places are still taken", l.LostSessions.Used(), l.LostSessionsByName.Used())
+		}
+	})
+}
+
+// A login at ErrorRecoveryLevel 2 with a DefaultTime2Wait beyond the limit is refused: the higher
+// proposal counts, and the target would have to keep what is lost for that long.
+func TestTime2WaitIsBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, recovering)
+		keys := append(without(recoveringKeys, "DefaultTime2Wait"), "DefaultTime2Wait=31")
+		tc := n.connect()
+		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), keys...)...)
+		tc.wantLogin(pdu.LoginInitiatorError)
+		if err := tc.wait(); err == nil || !strings.Contains(err.Error(), "limits.max_time2wait is 30s") {
+			t.Error(err)
+		}
+		// Without recovery the target keeps nothing, and does not mind.
+		keys = append(without(linuxKeys, "DefaultTime2Wait"), "DefaultTime2Wait=3600")
+		tc = n.connect()
+		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), keys...)...)
+		tc.loggedIn().logout()
 	})
 }
 

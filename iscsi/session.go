@@ -158,6 +158,10 @@ func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *tar
 		case t != nil && !nd.has(t):
 			// The rules that admitted the initiator may not hold any longer.
 			refusal = refuse(pdu.LoginUnavailable, "target was changed or removed during login")
+		case c.recovers() && !c.params.Discovery && c.waitsTooLong():
+			refusal = refuse(pdu.LoginInitiatorError, fmt.Sprintf("DefaultTime2Wait=%d is too long for "+
+				"ErrorRecoveryLevel=2: %v", c.params.DefaultTime2Wait, &nd.shared.MaxTime2Wait))
+			nd.shared.MaxTime2Wait.Bite(key.initiator)
 		case s != nil && !s.discovery && s.params.CHAPName != c.params.CHAPName:
 			// Section 9.2: only the user that opened a session replaces or joins it. A discovery
 			// session has nothing to protect.
@@ -301,8 +305,7 @@ func (s *session) addConn(c *conn) (old []*conn, refusal *loginError) {
 	c.sess = s
 	s.conns = append(s.conns, c)
 	if s.failed {
-		s.failed = false
-		s.node.failed.Add(-1)
+		s.foundAgain()
 	}
 	return old, nil
 }
@@ -344,11 +347,13 @@ func (s *session) leave(c *conn) (last bool) {
 	s.shared.changed.Broadcast()
 	if len(s.conns) == 0 && len(s.lost) > 0 { // session failure: section 6.3.6
 		s.failed = true
-		if s.node.failed.Add(1) > maxFailedSessions {
+		if !s.node.keepLost(s.key.initiator) {
+			s.foundAgain()
 			s.closeLocked()
 		}
 	}
 	s.shared.mu.Unlock()
+	s.node.makeRoom()
 	return s.finishIdle()
 }
 
@@ -359,8 +364,7 @@ func (s *session) finishIdle() bool {
 	if idle {
 		s.closed, s.finished = true, true
 		if s.failed {
-			s.failed = false
-			s.node.failed.Add(-1)
+			s.foundAgain()
 		}
 	}
 	s.shared.mu.Unlock()

@@ -20,7 +20,10 @@ type Set struct {
 	Discoveries Keyed // discovery sessions of an address
 	logins      logins
 
-	OrderTimeout Limit // of a command that stops those of others and waits for its initiator
+	OrderTimeout       Limit // of a command that stops those of others and waits for its initiator
+	MaxTime2Wait       Limit // DefaultTime2Wait of a session at ErrorRecoveryLevel 2
+	LostSessions       Limit // sessions without a connection that wait for one
+	LostSessionsByName Keyed // of these, of one initiator name
 
 	// Registrations bounds those of PERSISTENT RESERVE OUT that one initiator makes with one LUN. Use is
 	// not counted here.
@@ -51,6 +54,12 @@ type Set struct {
 func New() *Set {
 	s := &Set{}
 	s.limit(&s.Connections, "max_connections", PerProcess, Count, 2048, "TCP connections of all portals")
+	s.limit(&s.MaxTime2Wait, "max_time2wait", PerSession, Duration, int64(30*time.Second),
+		"DefaultTime2Wait of a session at ErrorRecoveryLevel 2")
+	s.limit(&s.LostSessions, "lost_sessions", PerProcess, Count, 32,
+		"sessions without a connection that wait for one")
+	s.keyed(&s.LostSessionsByName, "lost_sessions_per_initiator", PerInitiator, Count, 4,
+		"the same, of one initiator")
 	s.limit(&s.Reserved, "reserved_connections", PerProcess, Count, 256,
 		"connections kept for initiator names with few sessions, or none")
 	s.keyed(&s.PerAddress, "connections_per_address", PerAddress, Count, 1792, "TCP connections of an address")
