@@ -165,7 +165,7 @@ func TestLimitsCommands(t *testing.T) {
 	want := limits.New().State()
 	got := read[[]schema.LimitState](t, s, "limits")
 	lines := strings.Split(s.ok(t, "limits"), "\n")
-	if len(got) != len(want) || !regexp.MustCompile(`^LIMIT +PER +MAX +USED +% +BY +REACHED +LAST$`).MatchString(lines[0]) {
+	if len(got) != len(want) || !regexp.MustCompile(`^LIMIT +PER +MAX +USED +% +REACHED +LAST +BY$`).MatchString(lines[0]) {
 		t.Fatalf("%d limits, want %d; head %q", len(got), len(want), lines[0])
 	}
 	for i, w := range want {

@@ -32,7 +32,7 @@ docs/limits.md describes them.`},
 			}
 			return all, err
 		},
-		"LIMIT PER MAX USED % BY REACHED LAST", limitRow)
+		"LIMIT PER MAX USED % REACHED LAST BY", limitRow)
 	cmd.Flags().BoolVar(&near, "near", false,
 		"only limits that are used to 80 % or more, or were reached within the last hour")
 	cmd.AddCommand(p.setLimits())
@@ -51,7 +51,7 @@ func limitRow(l *schema.LimitState) []any {
 	if !l.Last.IsZero() {
 		last = l.Last.Local().Format(time.DateTime)
 	}
-	return []any{l.Name, l.Per, l.Amount(l.Max), used, percent, l.By, l.Reached, last}
+	return []any{l.Name, l.Per, l.Amount(l.Max), used, percent, l.Reached, last, l.By}
 }
 
 func (p *program) setLimits() *cobra.Command {
@@ -62,7 +62,7 @@ func (p *program) setLimits() *cobra.Command {
 		long: `Set limits in one change. Keys and values are those of limits in the configuration
 file (docs/config.md). An empty value restores the default. What is in use beyond a
 lower limit stays until it is given back.`,
-		example: "  iser-target limits set max_connections=2048 login_timeout=30s\n  iser-target limits set max_connections="},
+		example: "  iser-target limits set max_connections=4096 login_timeout=30s\n  iser-target limits set max_connections="},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
 			v, err := c.values(c.args)
 			if err != nil {
