@@ -166,10 +166,6 @@ func TestRatesOfInitiators(t *testing.T) {
 // Commands that are heavy run a few at a time, in short steps. Their initiator's other commands, and
 // those of others, pass them.
 func TestHeavyCommandsTakeFewPlaces(t *testing.T) {
-	set := limits.New()
-	set.HeavyCommands.SetMax(2)
-	r := newRig(t, setup{size: 64 << 20, opt: Options{Calls: fair.NewProcess(set)}})
-	attacker, honest := r.another("attacker"), r.another("honest")
 	unmap := unhex("0016 0010 00000000  0000000000000000 00010000 00000000")
 	for _, s := range []struct {
 		name, cdb string
@@ -186,45 +182,51 @@ func TestHeavyCommandsTakeFewPlaces(t *testing.T) {
 			if s.cdb == "" {
 				s.cdb = fmt.Sprintf("83 00 0000000000000000 %08x 00 00", len(s.out))
 			}
-			var inside, most atomic.Int64
-			held, free := make(chan struct{}, 1000), make(chan struct{})
-			r.store.Hook(func(_ backendtest.Op, off, n int64) error {
-				if off == 32<<20-4096 {
-					return nil // a READ
-				}
-				if n > 1<<20 {
-					t.Errorf("a step of %d bytes", n)
-				}
-				most.Store(max(most.Load(), inside.Add(1)))
-				defer inside.Add(-1)
-				held <- struct{}{}
-				<-free
-				return nil
-			})
-			var abort atomic.Bool
-			var wg sync.WaitGroup
-			commands := make([]Command, 32)
-			for i := range commands {
-				commands[i].Abort = &abort
-				wg.Go(func() { do(attacker, &commands[i], [8]byte{}, s.cdb, s.out, all) })
-			}
-			<-held
-			<-held
-			for _, n := range []*Nexus{honest, attacker} {
-				if !newTransfer(opRead16, 0, 65528, 4096).run(n, 4096) {
-					t.Error("a READ beside them has failed")
-				}
-			}
-			abort.Store(true)
-			for i := range commands {
-				commands[i].Cancel()
-			}
-			close(free)
-			wg.Wait()
-			if n := most.Load(); n > 2 {
-				t.Errorf("%d steps at a time, want at most 2", n)
-			}
-			r.store.Hook(nil)
+			synctest.Test(t, func(t *testing.T) { fewPlaces(t, s.cdb, s.out) })
 		})
 	}
+}
+
+// fewPlaces runs 32 of a heavy command where there are two places.
+func fewPlaces(t *testing.T, cdb string, out []byte) {
+	set := limits.New()
+	set.HeavyCommands.SetMax(2)
+	r := newRig(t, setup{size: 64 << 20, opt: Options{Calls: fair.NewProcess(set)}})
+	attacker, honest := r.another("attacker"), r.another("honest")
+	var inside atomic.Int64
+	free := make(chan struct{})
+	r.store.Hook(func(_ backendtest.Op, off, n int64) error {
+		if off == 65528*512 {
+			return nil // a READ
+		}
+		if n > 1<<20 {
+			t.Errorf("a step of %d bytes", n)
+		}
+		inside.Add(1)
+		defer inside.Add(-1)
+		<-free
+		return nil
+	})
+	var abort atomic.Bool
+	var wg sync.WaitGroup
+	commands := make([]Command, 32)
+	for i := range commands {
+		commands[i].Abort = &abort
+		wg.Go(func() { do(attacker, &commands[i], [8]byte{}, cdb, out, all) })
+	}
+	synctest.Wait()
+	if n := inside.Load(); n != 2 {
+		t.Errorf("%d steps at a time, want 2", n)
+	}
+	for _, n := range []*Nexus{honest, attacker} {
+		if !newTransfer(opRead16, 0, 65528, 4096).run(n, 4096) {
+			t.Error("a READ next to them has failed")
+		}
+	}
+	abort.Store(true)
+	for i := range commands {
+		commands[i].Cancel()
+	}
+	close(free)
+	wg.Wait()
 }
