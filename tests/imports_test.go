@@ -3,7 +3,6 @@ package tests
 import (
 	"go/parser"
 	"go/token"
-	"io/fs"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -60,24 +59,12 @@ var testsMayImport = map[string][]string{"": {"backend/backendtest", "tests/test
 // process reads would be unknown to the cache of test results.
 func TestImports(t *testing.T) {
 	rooms := map[string]bool{}
-	err := filepath.WalkDir("..", func(path string, d fs.DirEntry, err error) error {
-		switch {
-		case err != nil:
-			return err
-		case d.IsDir() && path != ".." && (strings.HasPrefix(d.Name(), ".") || d.Name() == "testdata"):
-			return fs.SkipDir
-		case d.IsDir() || !strings.HasSuffix(path, ".go"):
-			return nil
-		}
+	walkTree(t, ".go", func(path, name string) error {
 		file, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.ImportsOnly)
 		if err != nil {
 			return err
 		}
-		dir, err := filepath.Rel("..", filepath.Dir(path))
-		if err != nil {
-			return err
-		}
-		pkg := module + "/" + filepath.ToSlash(dir)
+		pkg := module + "/" + filepath.ToSlash(filepath.Dir(name))
 		if r, ok := room(pkg); ok {
 			rooms[r] = true
 		} else {
@@ -89,14 +76,11 @@ func TestImports(t *testing.T) {
 				return err
 			}
 			if !allowed(pkg, imp, strings.HasSuffix(path, "_test.go")) {
-				t.Errorf("%s must not import %s", strings.TrimPrefix(path, "../"), local(imp))
+				t.Errorf("%s must not import %s", name, local(imp))
 			}
 		}
 		return nil
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
 	for r := range mayImport {
 		if !rooms[r] {
 			t.Errorf("there is nothing in %s", r)

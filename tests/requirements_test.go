@@ -50,15 +50,7 @@ func readRequirements(t *testing.T) (rows map[string]*requirement, faults []stri
 	if err != nil {
 		t.Fatal(err)
 	}
-	err = filepath.WalkDir("..", func(path string, d fs.DirEntry, err error) error {
-		switch {
-		case err != nil:
-			return err
-		case d.IsDir() && path != ".." && strings.HasPrefix(d.Name(), "."):
-			return fs.SkipDir
-		case d.IsDir() || !strings.HasSuffix(path, ".go"):
-			return nil
-		}
+	walkTree(t, ".go", func(path, _ string) error {
 		text, err := os.ReadFile(path)
 		for _, id := range requirementID.FindAllString(string(text), -1) {
 			switch r := rows[id]; {
@@ -70,9 +62,6 @@ func readRequirements(t *testing.T) (rows map[string]*requirement, faults []stri
 		}
 		return err
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
 	return rows, faults
 }
 

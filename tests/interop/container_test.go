@@ -169,6 +169,17 @@ func defaultSeccomp(t *testing.T, v *vm.VM) any {
 	return p
 }
 
+// A containerBox is a container in the guest, made from the image of the Dockerfile.
+type containerBox struct {
+	v *vm.VM
+	m *image
+}
+
+// Library of the scripts of containerBox: the functions start, await and box.
+const boxLib = ". /run/box/lib.sh\n"
+
+const boxVersion = "1.2.3-container"
+
 // The image of the Dockerfile, run by crun as docs/service.md says: without privileges, with
 // a root file system that is read-only and the filter of system calls that engines set. The
 // port is forwarded by a process, as engines do on the loopback.
@@ -179,37 +190,48 @@ func TestContainer(t *testing.T) {
 	if err := os.Mkdir(out, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	const version = "1.2.3-container"
-	m := buildImage(t, out, map[string]string{"VERSION": version})
+	b := containerBox{v, buildImage(t, out, map[string]string{"VERSION": boxVersion})}
+	b.writeBundles(t)
+	b.removeAtEnd(t)
+	b.make(t)
 
+	t.Run("image", b.hasOnlyTheTarget)
+	t.Run("read-only and without privileges", b.runsWithoutPrivileges)
+	t.Run("nat.yaml", b.hidesItsAddress)
+	t.Run("SIGTERM", b.endsGently)
+	t.Run("second SIGTERM", b.endsAtOnce)
+}
+
+// writeBundles writes the configurations of the container to files that the guest sees.
+func (b containerBox) writeBundles(t *testing.T) {
+	t.Helper()
 	// docker run OPTIONS iser-target
 	words := strings.Fields(strings.ReplaceAll(block(t, "../../docs/service.md", "## Container"), "\\\n", " "))
 	if len(words) < 3 || words[0] != "docker" || words[1] != "run" || words[len(words)-1] != "iser-target" {
 		t.Fatalf("docs/service.md: %q, want docker run ... iser-target", words)
 	}
 	dirs := map[string]string{"/var/lib/iser-target": "/run/box/volume", "/etc/iser-target": "/run/box/config"}
-	filter := defaultSeccomp(t, v)
+	filter := defaultSeccomp(t, b.v)
 	options := words[2 : len(words)-1]
-	writeJSON(t, v, "config.json", m.bundle(t, options, dirs, filter))
+	writeJSON(t, b.v, "config.json", b.m.bundle(t, options, dirs, filter))
 	// With a configuration that changes are written to.
 	writable := strings.ReplaceAll(strings.Join(options, " "), ":/etc/iser-target:ro", ":/etc/iser-target")
-	writeJSON(t, v, "writable.json", m.bundle(t, strings.Fields(writable), dirs, filter))
+	writeJSON(t, b.v, "writable.json", b.m.bundle(t, strings.Fields(writable), dirs, filter))
 	nat, err := os.ReadFile("../../examples/nat.yaml")
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(filepath.Join(v.Files(), "nat.yaml"), nat, 0o644); err != nil {
+	if err := os.WriteFile(filepath.Join(b.v.Files(), "nat.yaml"), nat, 0o644); err != nil {
 		t.Fatal(err)
 	}
+}
 
-	root := ""
-	for _, f := range m.files {
-		root += fmt.Sprintf("mkdir -p $(dirname rootfs%s)\ncp -r %s/out/%s rootfs%[1]s\nchown -R %[4]s rootfs%[1]s\n",
-			f.to, vm.Files, f.from, f.owner)
-	}
+// removeAtEnd removes what make makes when the test ends.
+func (b containerBox) removeAtEnd(t *testing.T) {
+	t.Helper()
 	t.Cleanup(func() {
-		if v.Broken() == nil {
-			v.Try(t, `
+		if b.v.Broken() == nil {
+			b.v.Try(t, `
 set +e
 iscsiadm -m node --logout
 pkill -KILL iscsi-perf
@@ -221,7 +243,17 @@ ip addr del 203.0.113.7/32 dev eth0
 `+forgive, quick)
 		}
 	})
-	v.Run(t, cgroups+`
+}
+
+// make unpacks the image, makes its volume and its network, and writes boxLib.
+func (b containerBox) make(t *testing.T) {
+	t.Helper()
+	root := ""
+	for _, f := range b.m.files {
+		root += fmt.Sprintf("mkdir -p $(dirname rootfs%s)\ncp -r %s/out/%s rootfs%[1]s\nchown -R %[4]s rootfs%[1]s\n",
+			f.to, vm.Files, f.from, f.owner)
+	}
+	b.v.Run(t, cgroups+`
 mkdir -p /run/box/config
 cd /run/box
 `+root+`
@@ -262,24 +294,27 @@ await() {
 		sleep 0.1
 	done
 }
-box() { crun exec --user `+m.user+` box `+m.entrypoint[0]+` "$@"; }
+box() { crun exec --user `+b.m.user+` box `+b.m.entrypoint[0]+` "$@"; }
 .
 `, quick)
-	const lib = ". /run/box/lib.sh\n"
+}
 
-	t.Run("image", func(t *testing.T) {
-		got := v.Run(t, "cd /run/box/rootfs; find . -mindepth 1 -printf '%y %U:%G /%P\n' | sort", quick)
-		const want = `d 0:0 /var
+// hasOnlyTheTarget checks that the image has nothing but the program and its volume.
+func (b containerBox) hasOnlyTheTarget(t *testing.T) {
+	got := b.v.Run(t, "cd /run/box/rootfs; find . -mindepth 1 -printf '%y %U:%G /%P\n' | sort", quick)
+	const want = `d 0:0 /var
 d 0:0 /var/lib
 d 65532:65532 /var/lib/iser-target
 f 0:0 /iser-target
 `
-		if got != want {
-			t.Errorf("the image has\n%swant\n%s", got, want)
-		}
-	})
-	t.Run("read-only and without privileges", func(t *testing.T) {
-		got := v.Run(t, lib+`
+	if got != want {
+		t.Errorf("the image has\n%swant\n%s", got, want)
+	}
+}
+
+// runsWithoutPrivileges checks what the kernel says of the process.
+func (b containerBox) runsWithoutPrivileges(t *testing.T) {
+	got := b.v.Run(t, boxLib+`
 cp `+vm.Files+`/nat.yaml /run/box/config/config.yaml
 start config.json
 pid=$(crun state box | sed -nE 's/.*"pid": *([0-9]+).*/\1/p')
@@ -290,26 +325,27 @@ for d in / /etc /etc/iser-target /var /var/lib /sys /proc /var/lib/iser-target; 
 		rm /proc/$pid/root$d/probe
 	fi
 done
-`+"timeout "+m.patience+" crun exec --user "+m.user+" box "+strings.Join(m.healthcheck, " ")+` >&2
+`+"timeout "+b.m.patience+" crun exec --user "+b.m.user+" box "+strings.Join(b.m.healthcheck, " ")+` >&2
 echo healthy
 box version
 box lun list >&2
 `, quick)
-		none := strings.Repeat("0", 16)
-		want := strings.Join([]string{
-			"Uid 65532 65532 65532 65532", "Gid 65532 65532 65532 65532", "Groups",
-			"CapPrm " + none, "CapEff " + none, "CapBnd " + none, "CapAmb " + none, "NoNewPrivs 1", "Seccomp 2",
-			"writes /var/lib/iser-target", "healthy", "iser-target " + version,
-		}, "\n")
-		if got = strings.TrimSpace(got); got != want {
-			t.Errorf("got\n%s\nwant\n%s", got, want)
-		}
-	})
-	// examples/nat.yaml as it is: initiators never see the address that the target has.
-	t.Run("nat.yaml", func(t *testing.T) {
-		const url, as = "iscsi://203.0.113.7:13260", "iqn.1993-08.org.debian:01:box"
-		args := cu.Of("ExtendedCopy.Simple").Args(url + "/iqn.2026-11.io.example:nat/0")
-		got := v.Run(t, lib+`
+	none := strings.Repeat("0", 16)
+	want := strings.Join([]string{
+		"Uid 65532 65532 65532 65532", "Gid 65532 65532 65532 65532", "Groups",
+		"CapPrm " + none, "CapEff " + none, "CapBnd " + none, "CapAmb " + none, "NoNewPrivs 1", "Seccomp 2",
+		"writes /var/lib/iser-target", "healthy", "iser-target " + boxVersion,
+	}, "\n")
+	if got = strings.TrimSpace(got); got != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+}
+
+// hidesItsAddress uses examples/nat.yaml as it is: initiators never see the address that the target has.
+func (b containerBox) hidesItsAddress(t *testing.T) {
+	const url, as = "iscsi://203.0.113.7:13260", "iqn.1993-08.org.debian:01:box"
+	args := cu.Of("ExtendedCopy.Simple").Args(url + "/iqn.2026-11.io.example:nat/0")
+	got := b.v.Run(t, boxLib+`
 timeout 30 iscsi-ls -i `+as+` `+url+`
 timeout 60 `+cu.Program+` -i `+as+` `+strings.Join(args, " ")+` </dev/null >/run/suite 2>&1 || { cat /run/suite >&2; exit 1; }
 . /run/lib.sh
@@ -323,18 +359,20 @@ disk iqn.2026-11.io.example:nat 0 >/run/disk
 head -c 1M /dev/urandom >/run/data
 dd if=/run/data of=$(cat /run/disk) bs=64k oflag=direct status=none
 `+sameData, quick)
-		for _, want := range []string{"Portal:203.0.113.7:13260,1", "203.0.113.7:13260,1 iqn.2026-11.io.example:nat",
-			"[2001:db8::7]:3260,1 iqn.2026-11.io.example:nat", "iser: ["} {
-			if !strings.Contains(got, want) {
-				t.Errorf("no %q", want)
-			}
+	for _, want := range []string{"Portal:203.0.113.7:13260,1", "203.0.113.7:13260,1 iqn.2026-11.io.example:nat",
+		"[2001:db8::7]:3260,1 iqn.2026-11.io.example:nat", "iser: ["} {
+		if !strings.Contains(got, want) {
+			t.Errorf("no %q", want)
 		}
-		if strings.Contains(got, "10.88.0.2") {
-			t.Error("discovery tells of the container's own address")
-		}
-	})
-	t.Run("SIGTERM", func(t *testing.T) {
-		v.Run(t, lib+`
+	}
+	if strings.Contains(got, "10.88.0.2") {
+		t.Error("discovery tells of the container's own address")
+	}
+}
+
+// endsGently checks that SIGTERM ends the container and that its data stays on the volume.
+func (b containerBox) endsGently(t *testing.T) {
+	b.v.Run(t, boxLib+`
 SECONDS=0
 crun kill box TERM
 await test -e /run/box/status
@@ -348,11 +386,12 @@ crun kill box TERM
 await test -e /run/box/status
 [ $(cat /run/box/status) = 0 ]
 `, quick)
-	})
-	// As if it had died of the signal, which the kernel keeps the first process of a
-	// namespace from.
-	t.Run("second SIGTERM", func(t *testing.T) {
-		v.Run(t, lib+`
+}
+
+// endsAtOnce checks that a second SIGTERM ends the target as if it had died of the signal, which the
+// kernel keeps the first process of a namespace from.
+func (b containerBox) endsAtOnce(t *testing.T) {
+	b.v.Run(t, boxLib+`
 cd /run/box
 sed 's,^portals:,drain: 10m\n&,' `+vm.Files+`/nat.yaml | sed 's,initiators:.*,initiators: ["*"],' >config/config.yaml
 chown -R 65532:65532 config
@@ -360,7 +399,7 @@ start writable.json
 box lun create iqn.2026-11.io.example:nat --id 1 --path /var/lib/iser-target/1.img --size 8MiB
 grep 1.img config/config.yaml
 iscsi-perf iscsi://203.0.113.7:13260/iqn.2026-11.io.example:nat/1 </dev/null >/run/box/perf 2>&1 &
-await sh -c 'crun exec --user `+m.user+` box /iser-target session list | grep iqn'
+await sh -c 'crun exec --user `+b.m.user+` box /iser-target session list | grep iqn'
 kill -STOP $! # it does not log out
 crun kill box TERM
 await grep -q 'shutting down' log
@@ -372,7 +411,6 @@ echo "status $(cat status)"
 [ $(cat status) = 143 ]
 kill -KILL $!
 `, quick)
-	})
 }
 
 // writeJSON writes a document to a file that the guest sees.

@@ -175,7 +175,6 @@ func (v *VM) start(cfg Config) (err error) {
 	if err != nil {
 		return err
 	}
-	machine := v.machine
 	if err := os.Mkdir(v.Files(), 0o755); err != nil {
 		return err
 	}
@@ -193,33 +192,61 @@ func (v *VM) start(cfg Config) (err error) {
 	rand.Read(mark[:])
 	v.mark = hex.EncodeToString(mark[:])
 
-	v.cmd = exec.Command(qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
+	v.cmd = v.command(cfg)
+	conns, err := v.connect()
+	if err != nil {
+		return err
+	}
+	v.cmd.Stdout, v.cmd.Stderr = log, log
+	err = proc.Start(v.cmd)
+	for _, theirs := range v.cmd.ExtraFiles {
+		theirs.Close() // QEMU has its own copy
+	}
+	if err != nil {
+		for _, c := range conns {
+			c.Close()
+		}
+		log.Close()
+		return err
+	}
+
+	v.read(conns, log)
+	return nil
+}
+
+// command returns the command line of QEMU, except for what connect adds.
+func (v *VM) command(cfg Config) *exec.Cmd {
+	cmd := exec.Command(qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
 		// What is emulated slowly is off: moving strings byte by byte (ERMS, FSRM),
 		// and page tables of five levels.
 		"-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max,erms=off,fsrm=off,la57=off",
 		"-smp", strconv.Itoa(cfg.CPUs), "-m", strconv.Itoa(cfg.MemMiB),
-		"-kernel", filepath.Join(machine, "vmlinuz"), "-initrd", filepath.Join(machine, "initrd.img"),
+		"-kernel", filepath.Join(v.machine, "vmlinuz"), "-initrd", filepath.Join(v.machine, "initrd.img"),
 		// An oops ends the machine, and with it the test. The watchdogs measure
 		// how busy the host is, not the guest.
 		"-append", "console=ttyS0 loglevel=7 oops=panic panic=-1 nowatchdog "+
 			"rcupdate.rcu_cpu_stall_suppress=1 mitigations=off init_on_alloc=0 net.ifnames=0 agent.mark="+v.mark,
 		"-netdev", "user,id=net", "-device", "virtio-net-pci,netdev=net,romfile=",
 		"-device", "virtio-serial-pci")
-	for tag, dir := range map[string]string{"share": v.Files(), "host": "/", "machine": machine} {
+	for tag, dir := range map[string]string{"share": v.Files(), "host": "/", "machine": v.machine} {
 		fsdev := "local,id=" + tag + ",path=" + escape(dir) + ",security_model=none,multidevs=remap"
 		if tag != "share" {
 			fsdev += ",readonly=on"
 		}
-		v.cmd.Args = append(v.cmd.Args, "-fsdev", fsdev,
+		cmd.Args = append(cmd.Args, "-fsdev", fsdev,
 			"-device", "virtio-9p-pci,fsdev="+tag+",mount_tag="+tag)
 	}
+	return cmd
+}
+
+// connect makes a connection for each port of the guest. QEMU inherits the other ends.
+func (v *VM) connect() (map[string]net.Conn, error) {
 	conns := make(map[string]net.Conn)
 	for _, port := range []string{"console", "ctl", "out", "err", "stop"} {
 		ours, theirs, err := socketPair()
 		if err != nil {
-			return err
+			return nil, err
 		}
-		defer theirs.Close() // QEMU has its own copy by then
 		conns[port] = ours
 		fd := 3 + len(v.cmd.ExtraFiles)
 		v.cmd.ExtraFiles = append(v.cmd.ExtraFiles, theirs)
@@ -231,15 +258,11 @@ func (v *VM) start(cfg Config) (err error) {
 			"-chardev", fmt.Sprintf("socket,id=%s,fd=%d", port, fd), "-device", device)
 	}
 	v.ctl, v.stop = conns["ctl"], conns["stop"]
-	v.cmd.Stdout, v.cmd.Stderr = log, log
-	if err := proc.Start(v.cmd); err != nil {
-		for _, c := range conns {
-			c.Close()
-		}
-		log.Close()
-		return err
-	}
+	return conns, nil
+}
 
+// read reads what the guest sends until QEMU ends. Then it closes the connections and the log.
+func (v *VM) read(conns map[string]net.Conn, log *os.File) {
 	// Each reader ends when QEMU, the other end of its connection, has.
 	var readers sync.WaitGroup
 	readers.Go(func() { v.console.read(conns["console"]) })
@@ -259,7 +282,6 @@ func (v *VM) start(cfg Config) (err error) {
 		log.Close()
 		close(v.exited)
 	}()
-	return nil
 }
 
 // escape doubles the commas in s, as QEMU's options want it.
