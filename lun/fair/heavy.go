@@ -12,10 +12,10 @@ import (
 )
 
 const (
-	heavyQuantum = time.Millisecond     // of CPU time: a turn, and the least work that a pause follows
-	heavyPause   = 4                    // how many times as long as the work a pause is
-	heavyLeast   = 5 * time.Microsecond // what a step costs at least
-	lately       = 5 * time.Millisecond // so long after a call its initiator counts as active
+	heavyQuantum = time.Millisecond      // of CPU time: a turn, and the least work that a pause follows
+	heavyPause   = 4                     // how many times as long as the work a pause is
+	heavyLeast   = 25 * time.Microsecond // what a step costs at least, with its thread, its place and its command
+	lately       = 5 * time.Millisecond  // so long after a call its initiator counts as active
 )
 
 // heavies are the places for heavy work in a process.

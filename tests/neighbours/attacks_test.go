@@ -31,9 +31,10 @@ var attacks = []attack{
 	{"32 WRITE SAME of 32 MiB", flood(32, &command{cdb: writeSame(65536), out: make([]byte, 512)})},
 	{"32 VERIFY of 32 MiB", flood(32, &command{cdb: cdb.RW16(0x8f, 0, 65536)})},
 	{"32 UNMAP of 256 MiB", flood(32, &command{cdb: [16]byte{0: 0x42, 8: 24}, out: unmapList(524288)})},
-	{"32 EXTENDED COPY of holes", copies(32)},
+	{"32 EXTENDED COPY of holes", copies(32, noListID)},
+	{"32 EXTENDED COPY with one list identifier", copies(32, 0)}, // all but one fail
 	{"32 COMPARE AND WRITE of 32 KiB", flood(32, &command{cdb: compareAndWrite(64), out: make([]byte, 64<<10)})},
-	{"128 commands with a bad CDB", flood(128, &command{cdb: [16]byte{0: 0xff}})},
+	{"128 commands with a bad CDB", flood(128, &command{cdb: [16]byte{0: badCDB}})},
 	{"20,000 pings/s", pings(20000)},
 
 	// What makes it wait.
@@ -49,6 +50,11 @@ var attacks = []attack{
 	{"300 refused logins/s", refused(300)},
 	{"200 discoveries/s", discoveries(200)},
 }
+
+const (
+	badCDB   = 0xff
+	noListID = 3 // LIST ID USAGE
+)
 
 func writeSame(blocks uint32) [16]byte { return cdb.RW16(0x93, 0, blocks) }
 
@@ -67,6 +73,9 @@ func unmapList(blocks uint32) []byte {
 func flood(depth int, c *command) func(context.Context, site) error {
 	return func(ctx context.Context, s site) error {
 		p, err := s.login(ctx, naughty, iqn, 1)
+		if err == nil && !s.bare && c.cdb[0] != badCDB {
+			_, err = p.do(c) // an attack that fails is another one
+		}
 		if err != nil {
 			return err
 		}
@@ -76,7 +85,7 @@ func flood(depth int, c *command) func(context.Context, site) error {
 }
 
 // copies keeps EXTENDED COPYs (SPC-4, section 6.4) of 32 MiB within LUN 1 in flight, which is empty.
-func copies(depth int) func(context.Context, site) error {
+func copies(depth int, listID byte) func(context.Context, site) error {
 	return func(ctx context.Context, s site) error {
 		p, err := s.login(ctx, naughty, iqn, 1)
 		if err != nil {
@@ -95,10 +104,11 @@ func copies(depth int) func(context.Context, site) error {
 			}
 		}
 		be := binary.BigEndian
+		list[1] = listID << 3
 		be.PutUint16(list[2:], 32)
 		be.PutUint32(list[8:], 28)
 		list[16] = 0xe4
-		list[16+29] = 2 // DISK BLOCK LENGTH 512
+		list[16+30] = 2 // DISK BLOCK LENGTH 512
 		seg := list[16+32:]
 		seg[0] = 2
 		be.PutUint16(seg[2:], 24)
@@ -107,7 +117,13 @@ func copies(depth int) func(context.Context, site) error {
 		var c [16]byte
 		c[0] = 0x83
 		be.PutUint32(c[10:], uint32(len(list)))
-		go p.keep(ctx, s, &command{cdb: c, out: list, id: 1}, depth)
+		copies := &command{cdb: c, out: list, id: 1}
+		if !s.bare {
+			if _, err := p.do(copies); err != nil {
+				return err
+			}
+		}
+		go p.keep(ctx, s, copies, depth)
 		return nil
 	}
 }
