@@ -69,6 +69,10 @@ soak: ## all unit tests SOAK_RUNS times on a busy machine, and a summary
 interop: ## tests against the Linux initiator in a virtual machine; says why it skips one
 	GO=$(GO) .ci/interop $(INTEROP) -count 1 -timeout $(INTEROP_TIMEOUT)
 
+.PHONY: neighbours
+neighbours: ## what an honest initiator keeps while others attack the target, as a table
+	$(GO) test -count 1 -timeout $(TEST_TIMEOUT) -v ./tests/neighbours -run '^TestNeighbours$$' -measure
+
 .PHONY: requirements
 requirements: ## which rows of docs/requirements the tests quote
 	@$(GO) test -count 1 -v -run '^TestRequirementCoverage$$' ./tests | sed -n '/^table/,/^total/p'

@@ -203,6 +203,7 @@ func (c *change) complete(next *config.Document) {
 	d := c.d
 	c.write(func() {
 		d.served.doc, d.served.cfg, d.served.pending = next, c.effective(), pending(c.plan)
+		d.limitThreads(d.served.cfg)
 	})
 	c.plan.Persisted = d.path != ""
 	for i := range c.plan.Steps {

@@ -200,6 +200,7 @@ func (d *Daemon) nodeOptions(cfg *config.Config) (iscsi.Options, error) {
 func (d *Daemon) setLimits(cfg *config.Config) {
 	d.net.limits.Apply(cfg.Limits.Bounds())
 	d.limitDescriptors()
+	d.limitThreads(cfg)
 	d.net.login.Store(int64(cfg.Limits.LoginTimeout))
 	d.net.rdma.Store(&rdma.Options{
 		IRD: ird, ORD: ord,
@@ -220,6 +221,7 @@ func (d *Daemon) open() error {
 	if err := d.openState(cfg.StateDir); err != nil {
 		return err
 	}
+	d.checkThreads(cfg, limits.ThisMachine().Threads)
 	if err := d.checkDescriptors(cfg); err != nil {
 		return err
 	}
