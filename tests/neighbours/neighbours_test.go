@@ -4,7 +4,6 @@
 package neighbours
 
 import (
-	"bufio"
 	"context"
 	"flag"
 	"fmt"
@@ -181,7 +180,7 @@ func bareSocket(t *testing.T) (addr string) {
 			if err != nil {
 				return
 			}
-			go answer(&peer{Conn: nc, r: bufio.NewReaderSize(nc, 64<<10)})
+			go answer(newPeer(nc, ""))
 		}
 	}()
 	return l.Addr().String()

@@ -45,7 +45,7 @@ func (s site) login(ctx context.Context, name, target string, id int) (*peer, er
 	if err != nil {
 		return nil, err
 	}
-	p := &peer{Conn: nc, r: bufio.NewReaderSize(nc, 64<<10), name: name, Numbers: header.Numbers{CmdSN: 1}}
+	p := newPeer(nc, name)
 	err = p.logIn(s.bare, target, id)
 	switch {
 	case err != nil || target == "":
@@ -59,6 +59,11 @@ func (s site) login(ctx context.Context, name, target string, id int) (*peer, er
 		return nil, err
 	}
 	return p, nil
+}
+
+// newPeer returns a peer on a connection.
+func newPeer(nc net.Conn, name string) *peer {
+	return &peer{Conn: nc, r: bufio.NewReaderSize(nc, 64<<10), name: name, Numbers: header.Numbers{CmdSN: 1}}
 }
 
 // loginKeys are the keys of a session, or of one in discovery, with whatever comes first.

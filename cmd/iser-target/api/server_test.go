@@ -32,7 +32,7 @@ const store = "iqn.2026-11.io.example:store"
 
 // serve runs a daemon without a configuration file, and its control API on the addresses
 // of c.
-func serve(t *testing.T, c config.Control, log io.Writer) *daemon.Daemon {
+func serve(t testing.TB, c config.Control, log io.Writer) *daemon.Daemon {
 	t.Helper()
 	doc, err := config.NewDocument("test", []byte(`
 state_dir: `+t.TempDir()+`
