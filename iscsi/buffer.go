@@ -388,7 +388,12 @@ func (g *budget) charge(n int) bool {
 	g.mu.Lock()
 	if g.restForOther() < n {
 		g.mu.Unlock()
-		return g.of.charge(g, n) || g.of.charge(g, n) // others may have given back what they did not use
+		for range 2 { // between the two, others may have given back what they did not use
+			if g.of.charge(g, n) {
+				return true
+			}
+		}
+		return false
 	}
 	g.used += n
 	g.mu.Unlock()

@@ -116,9 +116,10 @@ func (t *Task) leftUnit() {
 // endDetached gives back what a detached task has kept.
 func (t *Task) endDetached() {
 	c, nd := t.conn, t.conn.node
-	c.mu.Lock() // detach has ended
+	c.mu.Lock() // then detach has ended
+	off := t.off
 	c.mu.Unlock()
-	t.conn.sess.nexus.Count(&t.cmd, t.off, true)
+	c.sess.nexus.Count(&t.cmd, off, true)
 	if t.buf != nil {
 		t.buf.Release()
 	}

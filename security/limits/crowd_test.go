@@ -27,7 +27,6 @@ type flood struct {
 type login struct {
 	from   net.Addr
 	begins time.Duration
-	trips  int // done
 	member Member
 	done   bool
 }

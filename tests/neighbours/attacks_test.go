@@ -60,7 +60,7 @@ func writeSame(blocks uint32) [16]byte { return cdb.RW16(0x93, 0, blocks) }
 
 func compareAndWrite(blocks byte) [16]byte { return [16]byte{0: 0x89, 13: blocks} }
 
-// unmapList is the parameter list of UNMAP for the first blocks.
+// unmapList returns the parameter list of UNMAP for the first blocks.
 func unmapList(blocks uint32) []byte {
 	b := make([]byte, 24)
 	binary.BigEndian.PutUint16(b, 22)

@@ -51,7 +51,7 @@ const targets = `
     luns:
       - {id: 0, backend: memory, size: 1MiB}`
 
-// TestNeighbours runs each attack beside an honest session that reads 4 KiB at a time. All of its
+// TestNeighbours runs each attack next to an honest session that reads 4 KiB at a time. All of its
 // commands are answered soon, and another honest initiator gets in. With -measure it also keeps its
 // share.
 func TestNeighbours(t *testing.T) {
@@ -62,18 +62,18 @@ func TestNeighbours(t *testing.T) {
 	for _, a := range attacks {
 		t.Run(a.name, func(t *testing.T) {
 			if !*measure {
-				beside(t, target, a, target, ramp)
+				alongside(t, target, a, target, ramp)
 				return
 			}
 			var free, attacked []float64
 			var slowest time.Duration
 			for range rounds {
 				before := target.ended.Load()
-				n, took := beside(t, target, a, target, slice)
+				n, took := alongside(t, target, a, target, slice)
 				attacked = append(attacked, n)
 				slowest = max(slowest, took)
 				bare.rate = float64(target.ended.Load()-before) / (ramp + slice).Seconds()
-				n, _ = beside(t, target, a, bare, slice)
+				n, _ = alongside(t, target, a, bare, slice)
 				free = append(free, n)
 			}
 			share := 100 * median(attacked) / median(free)
@@ -85,7 +85,7 @@ func TestNeighbours(t *testing.T) {
 		})
 	}
 	if *measure {
-		fmt.Printf("| attack | IOPS beside it on a bare socket | on the target | kept | slowest answer |\n"+
+		fmt.Printf("| attack | IOPS next to it on a bare socket | on the target | kept | slowest answer |\n"+
 			"|---|---|---|---|---|\n%s", table.String())
 	}
 }
@@ -95,9 +95,9 @@ func median(x []float64) float64 {
 	return x[len(x)/2]
 }
 
-// beside measures the honest session for that time while a attacks at. It returns the commands per
+// alongside measures the honest session for that time while a attacks at. It returns the commands per
 // second and the slowest answer.
-func beside(t *testing.T, target site, a attack, at site, d time.Duration) (iops float64, slowest time.Duration) {
+func alongside(t *testing.T, target site, a attack, at site, d time.Duration) (iops float64, slowest time.Duration) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()

@@ -66,7 +66,7 @@ func newPeer(nc net.Conn, name string) *peer {
 	return &peer{Conn: nc, r: bufio.NewReaderSize(nc, 64<<10), name: name, Numbers: header.Numbers{CmdSN: 1}}
 }
 
-// loginKeys are the keys of a session, or of one in discovery, with whatever comes first.
+// loginKeys returns the keys of a session, or of one in discovery, with whatever comes first.
 func loginKeys(first ...string) (text []byte) {
 	for _, kv := range append(first, "HeaderDigest=None", "DataDigest=None", "InitialR2T=Yes", "ImmediateData=Yes",
 		"MaxBurstLength=262144", "FirstBurstLength=65536", "MaxRecvDataSegmentLength=65536") {

@@ -82,7 +82,7 @@ func register(lun byte, key uint64) *initiator.Command {
 
 // newDeadStateLab returns a lab with two LUNs whose state directory can hang, and the function that ends
 // it, and returns the error of Run and how long it took.
-func newDeadStateLab(t *testing.T) (l *lab, watchdog *pinged, end func() (error, time.Duration)) {
+func newDeadStateLab(t *testing.T) (l *lab, watchdog *pinged, end func() (time.Duration, error)) {
 	m, watchdog := newPinged(t)
 	l = &lab{t: t, dir: quickDir(t), portals: `{listen: "127.0.0.1:0"}`, initiators: `"*"`,
 		luns: `{id: 0, backend: memory, size: 4MiB}, {id: 1, backend: memory, size: 4MiB}`,
@@ -93,10 +93,10 @@ func newDeadStateLab(t *testing.T) (l *lab, watchdog *pinged, end func() (error,
 	w.changes, w.store = 2*time.Second, 20*time.Second
 	d, stop := run(t, l.path, Options{Manager: m, waits: w})
 	l.Daemon = d
-	return l, watchdog, func() (error, time.Duration) {
+	return l, watchdog, func() (time.Duration, error) {
 		begun := time.Now()
 		err := stop()
-		return err, time.Since(begun)
+		return time.Since(begun), err
 	}
 }
 
@@ -168,7 +168,7 @@ func TestDeadStateDirectory(t *testing.T) {
 		t.Errorf("the registration has ended: %v", err)
 	default:
 	}
-	if err, took := end(); err == nil || !strings.Contains(err.Error(), "state_dir") || took > soon {
+	if took, err := end(); err == nil || !strings.Contains(err.Error(), "state_dir") || took > soon {
 		t.Errorf("the end: %v after %v, want an error about state_dir", err, took)
 	}
 }
