@@ -104,7 +104,12 @@ type segment struct {
 // blocks among the logical units that the initiator sees.
 //
 //	header of 16 │ CSCD descriptors of 32 │ segment descriptors of 28
-func consumeExtendedCopy(_ *Unit, c *Command, p []byte, _ uint64) bool {
+func consumeExtendedCopy(u *Unit, c *Command, p []byte, _ uint64) bool {
+	// Reading the list is work as well: who sends lists that fail waits for its turn.
+	if err := u.enter(c, heavyStep(0)); err != nil {
+		return c.writeDone(err)
+	}
+	u.leave(c)
 	be := binary.BigEndian
 	if len(p) < copyHeader {
 		return c.fail(condListLength)
