@@ -49,18 +49,19 @@ func TestStalledReaderHoldsUpNobody(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			var stalling *stallingConn // the first connection
+			var stalled atomic.Pointer[stallingConn] // the first connection
 			tg := startTarget(t, func(tg *target, _ *iscsi.Options) {
 				tg.wrap = func(nc net.Conn) net.Conn {
-					if stalling == nil {
-						stalling = &stallingConn{Conn: nc, closed: make(chan struct{})}
-						return stalling
+					c := &stallingConn{Conn: nc, closed: make(chan struct{})}
+					if stalled.CompareAndSwap(nil, c) {
+						return c
 					}
 					return nc
 				}
 			})
 			victim := tg.login(t)
 			other := tg.login(t)
+			stalling := stalled.Load()
 			stalling.stalled.Store(true)
 			const blocks = 4 << 20 / 512
 			victim.send(victim.scsi(pdu.FlagF|pdu.FlagR, cdb.Read10(0, blocks), 4<<20), nil)
