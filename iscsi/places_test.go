@@ -117,6 +117,7 @@ func TestSessionThatDoesNotAnswerGivesWay(t *testing.T) {
 		back := n.connect(port(51)).login()
 		list[1].wantEnd(errUnanswered)
 		for _, tc := range []*testConn{list[0], list[2]} {
+			synctest.Wait() // the ping of the last login has left
 			for tc.m.waiting() > 0 {
 				tc.want(pdu.NOPIn) // of the last login
 			}

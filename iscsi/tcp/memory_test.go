@@ -110,6 +110,7 @@ func TestGreedyInitiatorsStayWithinTheMemory(t *testing.T) {
 	const crowdSize, bound, beside = 40, 64 << 20, 24 << 20
 	shared := limits.New()
 	shared.Memory.SetMax(bound)
+	shared.Sessions.SetMax(2 * crowdSize) // all have one name
 	tg := startTarget(t, func(_ *target, o *iscsi.Options) { o.Shared = shared })
 	honest := tg.login(t, "MaxRecvDataSegmentLength=262144")
 	window := 100 * time.Millisecond

@@ -52,7 +52,11 @@ const luns = `
 func TestSuite(t *testing.T) {
 	need(t, cu.Program)
 	target := func(luns string) string {
-		d := harness.Start(t, "\n  - name: "+iqn+"\n    initiators: [\"*\"]\n    resets_for: [\"*\"]\n    luns:"+luns)
+		d := harness.Config{
+			Targets: "\n  - name: " + iqn + "\n    initiators: [\"*\"]\n    resets_for: [\"*\"]\n    luns:" + luns,
+			// Sanitize.Reset sleeps for a minute, and answers no ping meanwhile.
+			More: "limits: {nop_timeout: 5m}",
+		}.Start(t)
 		return fmt.Sprintf("iscsi://127.0.0.1:%d/%s/", d.Port, iqn)
 	}
 	url := target(fmt.Sprintf(luns, filepath.Join(t.TempDir(), "coarse")))
