@@ -70,6 +70,7 @@ type Daemon struct {
 	level   slog.LevelVar
 	events  events
 	gate    logGate
+	logTo   logEnd
 	manager *systemd.Manager
 	ready   chan struct{}
 	reloads chan string // reasons to read the configuration file again
@@ -143,7 +144,8 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 	d.calls = calls{max: d.waits.calls, inProgress: map[callKey]*call{}}
 	d.changes.ended, d.changes.end = context.WithCancel(context.Background())
 	d.level.Set(cfg.Log.SlogLevel())
-	d.log = d.newLogger(cfg.Log, o.LogTo)
+	d.logTo.w = o.LogTo
+	d.log = d.newLogger(cfg.Log, &d.logTo)
 	d.side = d.newSideServers(o.Dashboard)
 	d.net.limits.Observe(d.reportBite)
 	d.stores = fair.NewProcess(d.net.limits)
@@ -155,7 +157,9 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 	d.setLimits(cfg)
 	if err := d.open(); err != nil {
 		d.closeListeners()
-		return nil, errors.Join(err, d.closeUnits())
+		err = errors.Join(err, d.closeUnits())
+		d.logTo.end()
+		return nil, err
 	}
 	return d, nil
 }
@@ -320,6 +324,7 @@ func (d *Daemon) Ready() <-chan struct{} { return d.ready }
 
 // Run serves until ctx ends. Then it ends the sessions and closes the stores.
 func (d *Daemon) Run(ctx context.Context) error {
+	defer d.logTo.end()
 	e, err := d.edit(context.Background())
 	if err != nil {
 		return err

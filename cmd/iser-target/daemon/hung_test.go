@@ -152,7 +152,8 @@ func TestSessionAndLUNOfAStoreThatHangsCanBeRemoved(t *testing.T) {
 	}
 }
 
-// The end of the target does not wait long for a store that has hung before.
+// The end of the target does not wait long for a store that has hung before. When the store answers
+// after that, the log is no longer the target's.
 func TestEndWithAStoreThatHangs(t *testing.T) {
 	t.Parallel()
 	w := testWaits
@@ -178,4 +179,13 @@ func TestEndWithAStoreThatHangs(t *testing.T) {
 			t.Errorf("the target ended with %v", err)
 		}
 	})
+	l.logTo.mu.Lock()
+	var late testkit.Log
+	l.logTo.w = &late
+	l.logTo.mu.Unlock()
+	free()
+	l.wantLUNEvents("store does not answer: its LUN is BUSY until it does", "store answers again")
+	if got := late.String(); got != "" {
+		t.Errorf("after the end the target logs %s", got)
+	}
 }

@@ -2,6 +2,7 @@ package daemon
 
 import (
 	"context"
+	"io"
 	"log/slog"
 	"strings"
 	"sync"
@@ -274,4 +275,28 @@ func (g *logGate) flush() {
 	}
 	g.mu.Unlock()
 	g.tick()
+}
+
+// A logEnd is where the lines of a daemon's log go until it ends. A store that hangs can have something
+// to say after that, when LogTo may be something else's.
+type logEnd struct {
+	mu    sync.Mutex
+	w     io.Writer
+	ended bool
+}
+
+// Write implements io.Writer. It discards what comes after the end.
+func (l *logEnd) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.ended {
+		return len(p), nil
+	}
+	return l.w.Write(p)
+}
+
+func (l *logEnd) end() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.ended = true
 }
