@@ -41,8 +41,8 @@ const (
 	// slotBytes counts for a task slot: the Task, the Datamover's part, and a goroutine.
 	slotBytes = 4 << 10
 
-	// When ebb bytes less are in use than before, for ebbTime, the process returns memory to the
-	// system. The runtime alone takes minutes.
+	// When ebb bytes less are in use than before, or a quarter of the limit if that is less, for
+	// ebbTime, the process returns memory to the system. The runtime alone takes minutes.
 	ebb     = 64 << 20
 	ebbTime = 5 * time.Second
 )
@@ -55,7 +55,7 @@ type memory struct {
 	mu       sync.Mutex // after the locks of conns, before the mutexes of accounts
 	reserved int64
 	lent     int64
-	peak     int64 // the most that was lent since giveBack
+	peak     int64 // the most that was reserved and lent since giveBack
 	ebbing   bool  // giveBack will be called
 	accounts map[*budget]struct{}
 	line     fifo.Queue[budget] // of those whose first task waits for memory of others
@@ -106,6 +106,26 @@ func (m *memory) reserve(n int) {
 	invariant.Held(&m.mu)
 	m.reserved += int64(n)
 	m.limit.Add(int64(n))
+	m.tide()
+}
+
+// tide notes how much is in use, and calls giveBack soon if that is much less than before.
+//
+// Preconditions: m.mu is held.
+func (m *memory) tide() {
+	invariant.Held(&m.mu)
+	m.peak = max(m.peak, m.reserved+m.lent)
+	if m.ebbed() && !m.ebbing {
+		m.ebbing = true
+		time.AfterFunc(ebbTime, m.giveBack)
+	}
+}
+
+// ebbed reports whether much less is in use than since giveBack.
+//
+// Preconditions: m.mu is held.
+func (m *memory) ebbed() bool {
+	return m.peak-m.reserved-m.lent >= min(ebb, m.limit.Max()/4)
 }
 
 // lend changes what is lent to g by n bytes.
@@ -116,17 +136,14 @@ func (m *memory) lend(g *budget, n int) {
 	g.lent += n
 	m.lent += int64(n)
 	m.limit.Add(int64(n))
-	if m.peak = max(m.peak, m.lent); m.peak-m.lent >= ebb && !m.ebbing {
-		m.ebbing = true
-		time.AfterFunc(ebbTime, m.giveBack)
-	}
+	m.tide()
 }
 
 // giveBack returns to the system what a flood has left, unless the memory is in use again.
 func (m *memory) giveBack() {
 	m.mu.Lock()
-	over := m.peak-m.lent >= ebb
-	m.peak, m.ebbing = m.lent, false
+	over := m.ebbed()
+	m.peak, m.ebbing = m.reserved+m.lent, false
 	m.mu.Unlock()
 	if over {
 		debug.FreeOSMemory() // Buffers leave their pool

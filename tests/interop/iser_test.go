@@ -178,7 +178,7 @@ func TestFio(t *testing.T) {
 		{"memory", "backend: memory, size: 64MiB"},
 		{"file", "backend: file, path: " + t.TempDir() + "/fio.img, size: 64MiB, block_size: 4096"},
 	}
-	if dev, err := loopDevice(t, 64<<20); err == nil {
+	if dev, err := loopDevice(t, t.TempDir(), 64<<20); err == nil {
 		luns = append(luns, struct{ name, lun string }{"block", "backend: block, path: " + dev})
 	} else {
 		t.Run("block", func(t *testing.T) { lack(t, err) })
@@ -231,10 +231,10 @@ fio --ioengine=libaio --direct=1 --filename=$(disk %[1]s 0) --iodepth=4 --rw=ran
 logout %[1]s`, iqn)), long)
 }
 
-// loopDevice returns a block device of the host, of size bytes, that goes with
-// t. The error says why it cannot.
-func loopDevice(t *testing.T, size int64) (string, error) {
-	name := filepath.Join(t.TempDir(), "loop.img")
+// loopDevice returns a block device of the host, of size bytes in a file in dir, that
+// goes with t. The error says why it cannot.
+func loopDevice(t *testing.T, dir string, size int64) (string, error) {
+	name := filepath.Join(dir, "loop.img")
 	if err := os.WriteFile(name, nil, 0o600); err != nil {
 		return "", err
 	}

@@ -24,6 +24,9 @@ const envSocket = "ISER_TARGET_CONTROL_SOCKET"
 // endTime bounds the wait for requests in progress when the target ends.
 const endTime = 5 * time.Second
 
+// removeTime is what the removal of the control socket has beyond that: its file system may hang.
+const removeTime = time.Second
+
 // Start serves the control API of d on the addresses of c, from when d is ready until end is
 // called. It returns an error if it cannot listen on one of them. If only the default
 // socket cannot be used, it logs that and continues without.
@@ -81,12 +84,21 @@ func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), er
 	}
 	return sync.OnceFunc(func() {
 		close(stop)
-		ctx, cancel := context.WithTimeout(context.Background(), endTime)
-		defer cancel()
-		if err := s.Shutdown(ctx); err != nil {
-			log.Warn("requests of the control API were cut off", "reason", err)
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			ctx, cancel := context.WithTimeout(context.Background(), endTime)
+			defer cancel()
+			if err := s.Shutdown(ctx); err != nil {
+				log.Warn("requests of the control API were cut off", "reason", err)
+			}
+			wg.Wait()
+		}()
+		select {
+		case <-ended:
+		case <-time.After(endTime + removeTime):
+			log.Warn("control socket was not removed", "reason", "its file system does not answer", "socket", c.Socket)
 		}
-		wg.Wait()
 	}), nil
 }
 

@@ -90,7 +90,7 @@ func (h *gateHandler) WithGroup(name string) slog.Handler {
 // reason tells its lines apart: those of refusals by their reason, others by all that they say about
 // the session or reservation.
 func (h *gateHandler) cause(r slog.Record) (peer, reason string, refusal bool) {
-	var kind, initiator string
+	var kind, initiator, remote string
 	var says strings.Builder
 	says.WriteString(r.Message)
 	attrs := map[string]string{}
@@ -99,7 +99,7 @@ func (h *gateHandler) cause(r slog.Record) (peer, reason string, refusal bool) {
 		case eventKey:
 			kind = v
 		case "remote":
-			peer = limits.TextKey(v)
+			peer, remote = limits.TextKey(v), v
 		case "initiator":
 			initiator = v
 		default:
@@ -118,7 +118,11 @@ func (h *gateHandler) cause(r slog.Record) (peer, reason string, refusal bool) {
 		peer = initiator
 	}
 	if refusal = attrs["outcome"] == "refused"; refusal {
-		return peer, says.String() + "\x00" + attrs["stage"] + "\x00" + attrs["reason"], true
+		text := attrs["reason"]
+		if remote != "" { // errors of the net package have the port, which differs each time
+			text = strings.ReplaceAll(text, remote, "")
+		}
+		return peer, says.String() + "\x00" + attrs["stage"] + "\x00" + text, true
 	}
 	for _, key := range []string{"tsih", "cid", "command", "target", "lun", "serial"} {
 		says.WriteString("\x00" + attrs[key])

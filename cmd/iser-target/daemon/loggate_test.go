@@ -5,6 +5,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"os"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -27,6 +28,18 @@ func newGatedLog() *gatedLog {
 	g.d.log = g.d.newLogger(config.Log{}, &g.out)
 	return g
 }
+
+// A strangerFrom is a connection from an address.
+type strangerFrom struct{ from net.Addr }
+
+func (s strangerFrom) RemoteAddr() net.Addr           { return s.from }
+func (strangerFrom) LocalAddr() net.Addr              { return &net.TCPAddr{} }
+func (strangerFrom) Read([]byte) (int, error)         { return 0, io.EOF }
+func (strangerFrom) Write(b []byte) (int, error)      { return len(b), nil }
+func (strangerFrom) Close() error                     { return nil }
+func (strangerFrom) SetDeadline(time.Time) error      { return nil }
+func (strangerFrom) SetReadDeadline(time.Time) error  { return nil }
+func (strangerFrom) SetWriteDeadline(time.Time) error { return nil }
 
 // refuse reports a refused connection.
 func (g *gatedLog) refuse(from int, reason string) {
@@ -76,6 +89,16 @@ func TestFloodOfRefusalsIsOneLineASecond(t *testing.T) {
 		}
 		if b := g.d.net.limits.LogLines.State().Bites; b != 3*17900 {
 			t.Errorf("%d lines were left out", b)
+		}
+		for port := range 1000 { // each reason has another port
+			from := &net.TCPAddr{IP: net.IPv4(10, 0, 0, 3), Port: 1 + port}
+			err := &net.OpError{Op: "read", Net: "tcp", Addr: from, Err: os.ErrDeadlineExceeded}
+			g.d.refuse(strangerFrom{from}, "first byte", err)
+		}
+		time.Sleep(3 * logPause)
+		synctest.Wait()
+		if lines := g.out.Lines("first byte"); len(lines) != 2 || !strings.Contains(lines[1], "more=998") {
+			t.Errorf("%q, want two lines", lines)
 		}
 		if len(g.d.gate.pauses) != 0 || g.d.gate.timer != nil || g.d.gate.refusals != 0 {
 			t.Errorf("left: %d addresses and reasons", len(g.d.gate.pauses))

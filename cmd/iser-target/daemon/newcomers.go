@@ -13,6 +13,10 @@ import (
 // errDisplaced ends a newcomer whose place a new connection takes.
 var errDisplaced = errors.New("a new connection has taken its place")
 
+// newcomerBytes is what a newcomer counts of limits.memory. All of them together have the quarter that
+// is never lent, so that they leave an initiator the share of its session.
+const newcomerBytes = 48 << 10
+
 // newcomers give connections their places: those of max_connections, connections_per_address and
 // connections_per_portal. Connections that have not logged in to a target, and those of discovery,
 // are newcomers. At a limit one of them yields, so that newcomers cannot keep an initiator out.
@@ -92,6 +96,14 @@ func (n *newcomers) take(c *newcomer) error {
 	if err != nil {
 		l.PerAddress.Give(key, 1)
 		l.Connections.Give(1)
+		return err
+	}
+	err = n.room(&l.Memory, c, func() bool { return int64(n.crowd.Len()+1)*newcomerBytes <= l.Memory.Max()/4 },
+		func() *limits.Member { return n.crowd.Victim(c.from) })
+	if err != nil {
+		l.PerAddress.Give(key, 1)
+		l.Connections.Give(1)
+		l.PerPortal.Give(c.portal, 1)
 		return err
 	}
 	c.placed = true

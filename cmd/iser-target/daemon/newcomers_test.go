@@ -98,3 +98,21 @@ func TestNewcomersMakeRoom(t *testing.T) {
 		return displaced == 9
 	})
 }
+
+// Newcomers have a quarter of the memory at most, however many places there are.
+func TestNewcomersLeaveMemory(t *testing.T) {
+	const strangers, places = 200, 32 << 20 / 4 / newcomerBytes
+	l := newLab(t, func(l *lab) { l.more = "limits: {memory: 32MiB, login_timeout: 10m}" })
+	for range strangers {
+		nc, err := net.Dial("tcp", l.addr())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { nc.Close() })
+	}
+	testkit.Eventually(t, "all have come", func() bool { return l.net.limits.Memory.State().Bites == strangers-places })
+	if n := l.net.limits.Connections.Used(); n != places {
+		t.Errorf("%d connections, want %d", n, places)
+	}
+	l.login("first", store)
+}

@@ -306,7 +306,10 @@ func sniff(ctx context.Context, nc *capture.Conn, deadline time.Time) (transport
 		n, _, perr = unix.Recvfrom(int(fd), first[:], unix.MSG_PEEK)
 		return perr != unix.EAGAIN && perr != unix.EINTR
 	})
-	if err = errors.Join(err, perr); err != nil {
+	if err == nil {
+		err = perr
+	}
+	if err != nil {
 		return "", fmt.Errorf("waiting for the first byte: %w", err)
 	}
 	if n == 0 {

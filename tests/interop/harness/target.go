@@ -99,6 +99,9 @@ type Config struct {
 	Targets string   // value of the config key "targets" in YAML, not indented
 	Portals []Portal // nil: one, as its zero value
 	More    string   // further keys of the config file
+	Dir     string   // of the config file, the state directory and the control socket; "" for one of its own
+	Env     []string // "NAME=value" of further variables
+	Cgroup  string   // directory of the control group that it runs in; "" for that of the test
 }
 
 // A Portal is one of a target.
@@ -119,6 +122,8 @@ type Target struct {
 	debug   int      // port of the debug endpoint
 	metrics int      // port of the metrics endpoint
 	socket  string   // where it takes orders
+	env     []string // see Config.Env
+	cgroup  string   // see Config.Cgroup
 	log     testkit.Log
 	run     *run // nil when it does not run
 }
@@ -147,8 +152,12 @@ func (c Config) Start(t testing.TB) *Target {
 	if err != nil {
 		t.Fatal(err)
 	}
-	dir := t.TempDir()
+	dir := c.Dir
+	if dir == "" {
+		dir = t.TempDir()
+	}
 	d := &Target{
+		env: c.Env, cgroup: c.Cgroup,
 		Port: ports[0], debug: ports[len(c.Portals)], metrics: ports[len(c.Portals)+1],
 		config: filepath.Join(dir, "iser-target.yaml"), socket: filepath.Join(dir, "control"),
 	}
@@ -230,8 +239,12 @@ func (d *Target) Start(t testing.TB) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := &run{cmd: exec.Command(name, "serve", "--config", d.config), exited: make(chan struct{})}
-	r.cmd.Env = environment()
+	args := []string{name, "serve", "--config", d.config}
+	if d.cgroup != "" {
+		args = append([]string{"sh", "-c", `echo $$ >"$0" && exec "$@"`, filepath.Join(d.cgroup, "cgroup.procs")}, args...)
+	}
+	r := &run{cmd: exec.Command(args[0], args[1:]...), exited: make(chan struct{})}
+	r.cmd.Env = environment(d.env...)
 	r.cmd.Stdout, r.cmd.Stderr = &d.log, &d.log
 	if err := proc.Start(r.cmd); err != nil {
 		t.Fatal(err)
@@ -293,6 +306,60 @@ func (d *Target) Stop(t testing.TB) {
 		t.Errorf("the target did not end in %v after SIGTERM", stopLimit)
 	}
 }
+
+// Terminate sends SIGTERM and waits until the process has ended, or nothing of it is left but threads that
+// hang in the kernel, which let its parent wait. After limit it fails t. wait returns the exit code as soon as
+// these threads have ended, too.
+func (d *Target) Terminate(t testing.TB, limit time.Duration) (wait func() int) {
+	t.Helper()
+	r := d.run
+	d.run = nil
+	begun := time.Now()
+	if err := r.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Errorf("SIGTERM: %v", err)
+	}
+	for !r.gone() {
+		if time.Since(begun) > limit {
+			r.cmd.Process.Signal(syscall.SIGQUIT) // prints the goroutines
+			time.Sleep(time.Second)
+			r.cmd.Process.Kill()
+			t.Fatalf("the target did not end in %v after SIGTERM", limit)
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+	t.Logf("the target has ended %v after SIGTERM", time.Since(begun).Round(time.Millisecond))
+	return func() int {
+		<-r.exited
+		return r.cmd.ProcessState.ExitCode()
+	}
+}
+
+// gone reports whether the process has ended, except for threads that hang in the kernel.
+func (r *run) gone() bool {
+	select {
+	case <-r.exited:
+		return true
+	default:
+	}
+	tasks, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", r.cmd.Process.Pid))
+	if err != nil || len(tasks) == 0 {
+		return false
+	}
+	for _, name := range tasks {
+		b, err := os.ReadFile(name)
+		if err != nil {
+			continue // it has just ended
+		}
+		// "pid (comm) state ...": D hangs in the kernel, Z and X have ended.
+		if _, rest, _ := strings.Cut(string(b), ") "); !strings.ContainsRune("DZX", rune(rest[0])) {
+			return false
+		}
+	}
+	return true
+}
+
+// Listen returns the addresses of the portals on this machine.
+func (d *Target) Listen() []string { return d.listen }
 
 // Vars returns the numbers that the debug endpoint has under "iser_target".
 func (d *Target) Vars(t testing.TB) map[string]float64 {
