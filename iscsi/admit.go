@@ -134,6 +134,20 @@ func (c *conn) drop(t *Task) {
 	c.discard(t)
 }
 
+// answer queues TASK ABORTED for t, which another session has taken away and which no goroutine runs. The
+// caller lets another goroutine send it, after releaseHeld if the session has a fence: the network may be
+// slower than the caller's.
+//
+// Preconditions: c.mu is held; no data of t is on its way.
+func (c *conn) answer(t *Task) {
+	t.settle()
+	if c.shared.fence != nil && c.holdBack(t) {
+		return
+	}
+	c.leave(t)
+	c.sendStatus(t) // an error has ended the connection, and Receive reports that
+}
+
 // discard frees the slot of t and what it has.
 func (c *conn) discard(t *Task) {
 	if t.bound {

@@ -8,6 +8,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 // What iSCSI itself reports by CHECK CONDITION (RFC 7143, section 11.4.7.2; the first is SPC's
@@ -406,8 +407,8 @@ func (t *Task) enqueue(b *Buffer, n int) bool {
 	return true
 }
 
-// abandon ends an aborted task without a response, or parks one whose connection is lost. The
-// logical unit keeps the data that it has got, and begins nothing more.
+// abandon ends an aborted task without a response, or with TASK ABORTED, or parks one whose connection is
+// lost. The logical unit keeps the data that it has got, and begins nothing more.
 func (t *Task) abandon() {
 	if t.park() {
 		return
@@ -415,6 +416,11 @@ func (t *Task) abandon() {
 	c := t.conn
 	t.endAborted()
 	c.mu.Lock()
+	if t.taken {
+		c.mu.Unlock()
+		c.respond(t)
+		return
+	}
 	aborted := t.aborted.Load() // and not ended by a connection that fails
 	c.drop(t)
 	c.mu.Unlock()
@@ -423,7 +429,20 @@ func (t *Task) abandon() {
 	}
 }
 
-// endAborted does the work of endBegun for a command that ends without a response.
+// settle makes t, which another session has taken away, a command that has ended with TASK ABORTED.
+//
+// Preconditions: t.conn.mu is held; the caller runs t, or nobody does; no data of t is on its way.
+func (t *Task) settle() {
+	invariant.Held(&t.conn.mu)
+	t.endAborted()
+	t.giveStash() // the initiator may take its time with the answer
+	t.taken, t.placed = false, false
+	t.aborted.Store(false)
+	t.cmd.TakeAway()
+	t.putResponse()
+}
+
+// endAborted does the work of endBegun for a command that was aborted.
 func (t *Task) endAborted() {
 	if t.begun {
 		t.cmd.Fail(senseAborted)
@@ -467,24 +486,32 @@ func (t *Task) complete() {
 		t.lap(lun.PhaseBackend)
 		t.timed = true
 	}
+	if flag := t.putResponse(); flag != 0 && counted {
+		c.sess.nexus.CountResidual(&t.cmd, flag == pdu.FlagOverflow)
+	}
+	c.respond(t)
+}
+
+// putResponse makes the PDU of t the SCSI Response to its command, which has ended. It returns the flag of
+// a residual count, or 0.
+func (t *Task) putResponse() (residual byte) {
 	h := t.beginPDU(pdu.SCSIResponse, t.header().ITT())
 	h.SetResponse(pdu.CommandCompleted)
 	h.SetStatus(t.cmd.Status)
 	h.SetExpDataSN(t.transfers)
-	if flag, n := t.residual(); n > 0 {
+	flag, n := t.residual()
+	if n > 0 {
 		h.SetFlags(pdu.FlagF | flag)
 		h.SetResidual(n)
-		if counted {
-			c.sess.nexus.CountResidual(&t.cmd, flag == pdu.FlagOverflow)
-		}
 	}
-	t.isFence = c.shared.fence != nil && t.cmd.Fenced()
+	t.isFence = t.conn.shared.fence != nil && t.cmd.Fenced()
+	t.Segment = nil
 	if t.cmd.Status == lun.StatusCheckCondition {
 		n := copy(t.scratch[2:], t.cmd.Sense())
 		binary.BigEndian.PutUint16(t.scratch[:], uint16(n))
 		t.Segment = t.scratch[:2+n]
 	}
-	c.respond(t)
+	return flag
 }
 
 // residual compares what the command transfers (SPDTL) with what the initiator expects (EDTL): RFC

@@ -70,7 +70,8 @@ type Datamover interface {
 	// SendControl queues the PDU t.Header with the data segment t.Segment; DataSegmentLength is
 	// already set. The mover calls t.Sent when both have left, or when the connection has ended, but
 	// not if SendControl fails, which ends the connection. A SCSI Response ends the task: the mover
-	// may invalidate what the initiator advertised for t, if t is bound at all. ExpDataSN of a SCSI
+	// may invalidate what the initiator advertised for t, if t is bound at all. t may be another slot that
+	// has taken over the Mover of the one that was bound. ExpDataSN of a SCSI
 	// Response counts the calls of PutData and GetData for t. A mover that cuts data into several
 	// PDUs puts its own count there.
 	SendControl(t *Task) error

@@ -58,12 +58,13 @@ func (t *Task) mustEnd() bool {
 }
 
 // detach separates t from its goroutine, which is in the logical unit, if it still is. It ends t
-// like drop. The slot gets a new Task.
+// like drop, or answers if another session has taken t away. The slot gets a new Task.
 //
 // Preconditions: c.mu is held.
 func (c *conn) detach(t *Task) {
 	invariant.Held(&c.mu)
-	if !t.aborted.Swap(true) {
+	answers := t.taken && c.phase == phaseFullFeature
+	if !t.aborted.Swap(true) || t.taken && !answers {
 		t.cleared = true
 	}
 	if !t.cmd.Detach() {
@@ -78,24 +79,40 @@ func (c *conn) detach(t *Task) {
 	if t.stash != nil {
 		t.stash.chargeTo(&c.node.detached)
 	}
-	c.leave(t)
-	if t.bound {
-		c.dm.Unbind(t)
-	}
-	nd := c.node
-	nd.stats.detached.Add(1)
-	nd.stats.tasks.Add(-1)
+	c.node.stats.detached.Add(1)
 	next := newSlot(c, t.Mover)
-	p := &c.slots
-	p.mu.Lock()
-	next.nextFree, p.free = p.free, next
-	p.moves++
-	p.mu.Unlock()
-	p.freed.Signal()
+	if answers {
+		c.answerFor(t, next)
+	} else {
+		c.leave(t)
+		if t.bound {
+			c.dm.Unbind(t)
+		}
+		c.freeTask(next)
+	}
 	if c.phase != phaseEnded {
-		c.workers.Go(c.tellWindow) // no response will; see windowNews
+		c.workers.Go(func() {
+			if c.shared.fence != nil {
+				c.sess.releaseHeld()
+			}
+			c.tellLoss()
+		})
 	}
 	c.workers.Done()
+}
+
+// answerFor queues TASK ABORTED for t, which was detached, from next, which takes the place of t.
+//
+// Preconditions: c.mu is held; the rest as for detach.
+func (c *conn) answerFor(t, next *Task) {
+	t.leaveOrder()
+	c.shared.tasks.remove(t)
+	next.req, next.bound, next.seq, next.state = t.req, t.bound, t.seq, t.state
+	next.off, next.transfers, next.recovery.snackTag = t.off, t.transfers, t.recovery.snackTag
+	next.cmd.LUN, next.cmd.CDB = next.header().LUN(), next.header().CDB()
+	next.taken = true
+	c.shared.tasks.insert(next)
+	c.answer(next)
 }
 
 // leftUnit follows every call of the logical unit for t. If t was detached, leftUnit gives back what

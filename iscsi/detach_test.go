@@ -197,6 +197,9 @@ func TestFencingOfAHungStore(t *testing.T) {
 			if took := time.Since(begin); took > fencingTime {
 				t.Errorf("answered after %v", took)
 			}
+			if !c.own {
+				r.victim.wantAborted(r.hung, 512)
+			}
 			for _, tc := range []*testConn{r.victim, r.other} {
 				tc.wantHeldUp()
 				if c.name != "TARGET WARM RESET of another" {
@@ -354,7 +357,7 @@ func TestFencingOfAStalledReader(t *testing.T) {
 				victim.m.cond.Broadcast()
 			}
 			hold(true)
-			victim.command(readF, 1<<20, cdb.Read10(0, 2048), nil)
+			h := victim.command(readF, 1<<20, cdb.Read10(0, 2048), nil)
 			synctest.Wait()
 			reads := n.store.Calls(backendtest.ReadAt)
 			begin := time.Now()
@@ -374,7 +377,7 @@ func TestFencingOfAStalledReader(t *testing.T) {
 			if now := n.store.Calls(backendtest.ReadAt); now != reads {
 				t.Errorf("the aborted READ read %d pieces more", now-reads)
 			}
-			victim.statSeen = false
+			victim.wantAborted(h, 1<<20-64<<10) // of which one piece was on its way
 			victim.skipAttentions()
 			victim.logout()
 			other.skipAttentions()

@@ -49,7 +49,7 @@
 // # The states of a task
 //
 //	              CmdSN or data is missing     the goroutine that receives takes it
-//	taskFree --> taskWaiting --> taskReady --> taskRunning --> taskFree (respond, drop)
+//	taskFree --> taskWaiting --> taskReady --> taskRunning --> taskFree (respond, answer, drop)
 //	                                            |  ^    |
 //	                                   GetData  |  |    | a fence is before the response
 //	                                            v  |    v
@@ -57,6 +57,9 @@
 //
 //	The connection of a task at ErrorRecoveryLevel 2 is lost:
 //	taskWaiting, taskReady, taskRunning, taskHeld --> taskParked --> taskRunning (TASK REASSIGN)
+//
+//	The answer to one that another session has taken away:
+//	taskReady --> taskFree, or taskHeld if a fence is before it
 //
 // Task.become is the only way to change the state; taskMoves has all moves.
 //
@@ -90,7 +93,10 @@
 //	  Task.complete       ends a command with its status
 //	  Task.failTransfer   the same, its data did not come
 //	  conn.respond        the last PDU of any request
-//	  Task.abandon        an aborted task ends without a response, or is parked
+//	  Task.abandon        an aborted task ends without a response or with TASK ABORTED, or is parked
+//	  Task.settle         one that another session has taken away has ended with TASK ABORTED
+//	  conn.answer         sends that if no goroutine runs the task
+//	  Task.settleParked   keeps that for reassignment
 //	  Task.park           its connection is lost: waits for reassignment
 //	  conn.dropParked     ends a parked task
 //	  conn.drop           ends a task without a response: leave and discard
@@ -99,11 +105,13 @@
 //	  conn.discard        unbinds it, gives back Buffer and slot
 //	  conn.freeTask       empties the slot
 //	tasks of others
+//	  session.takeAway    on behalf of another session: TASK ABORTED
 //	  shared.abortTasks   marks tasks as aborted; those that have not begun end at once
 //	  shared.terminate    the same because a connection or session ends
 //	  shared.callOff      ends GetDatas of aborted tasks
 //	  shared.awaitAborted waits until they have ended
 //	  conn.detach         ends one that its store does not let go; see detach.go
+//	  conn.answerFor      answers for that one
 //	kept answers (recovery.go)
 //	  conn.unstore        takes one from the store of unacknowledged PDUs
 //	  conn.release        the store does not need the slot any longer

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"os"
 	"slices"
@@ -33,6 +34,7 @@ type fakeMover struct {
 	queue     []func() // what Flush does
 	sent      []sentPDU
 	gets      []*Task // GetDatas that the test holds back
+	asked     []*Task // of these, those that have reached the initiator
 	holdGets  bool
 	holdFlush bool // the network takes nothing
 	eof       bool
@@ -226,7 +228,9 @@ func (m *fakeMover) GetData(t *Task, off uint32, data []byte) error {
 	m.gets = append(m.gets, t)
 	m.queue = append(m.queue, func() {
 		m.getRanges = append(m.getRanges, [2]int{int(off), len(data)})
-		if !m.holdGets {
+		if m.holdGets {
+			m.asked = append(m.asked, t)
+		} else {
 			m.endGet(t, nil)
 		}
 	})
@@ -259,7 +263,7 @@ func (m *fakeMover) endGet(t *Task, err error) {
 func (m *fakeMover) releaseGets() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.holdGets = false
+	m.holdGets, m.asked = false, nil
 	for len(m.gets) > 0 {
 		m.endGet(m.gets[0], nil)
 	}
@@ -286,7 +290,7 @@ func (m *fakeMover) SendControl(t *Task) error {
 		if m.data[t] != nil {
 			m.violation = append(m.violation, "SCSI Response with a GetData outstanding")
 		}
-		delete(m.bound, t)
+		maps.DeleteFunc(m.bound, func(_ *Task, itt uint32) bool { return itt == h.ITT() }) // t or its predecessor
 	}
 	m.queue = append(m.queue, func() {
 		if !m.closed {
@@ -311,6 +315,20 @@ func (m *fakeMover) Flush() {
 	}
 	m.drain()
 	m.flushing = false
+}
+
+// hold sets whether the initiator keeps back its data, and whether the network takes nothing.
+func (m *fakeMover) hold(gets, flush bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.holdGets, m.holdFlush = gets, flush
+	if !gets {
+		for _, t := range m.asked {
+			m.endGet(t, nil)
+		}
+		m.asked = nil
+	}
+	m.cond.Broadcast()
 }
 
 // sendOne lets the network take one thing although it takes nothing. It tells

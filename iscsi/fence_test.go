@@ -423,6 +423,7 @@ func TestTerminationsWaitForBuffers(t *testing.T) {
 		}
 		a := n.connect().login()
 		c := n.leadReporting(fastAbort, func(tc *testConn) { tc.isid[5], tc.m.holdGets = 2, true })
+		writes := map[uint32]bool{}
 		for lun := range byte(5) {
 			h := c.scsi(pdu.FlagF, 0, cdb.TestUnitReady)
 			h.SetLUN([8]byte{1: lun})
@@ -431,6 +432,7 @@ func TestTerminationsWaitForBuffers(t *testing.T) {
 			h = c.scsi(writeF, 4096, cdb.Write10(0, 8))
 			h.SetLUN([8]byte{1: lun})
 			c.write(h, nil)
+			writes[h.ITT()] = true
 		}
 		c.wantGets(5)
 		f := a.tmf(pdu.TargetWarmReset, [8]byte{}, pdu.ReservedTag, 0)
@@ -448,7 +450,13 @@ func TestTerminationsWaitForBuffers(t *testing.T) {
 		a.wantTMF(f, pdu.FunctionComplete)
 		a.logout()
 		c.m.releaseGets()
-		c.wantWindow()
+		for range 5 {
+			p := c.want(pdu.SCSIResponse)
+			if !writes[p.h.ITT()] || p.h.Status() != 0x40 {
+				t.Errorf("%x", []byte(p.h))
+			}
+			delete(writes, p.h.ITT())
+		}
 		c.logout()
 	})
 }

@@ -423,6 +423,20 @@ func (tc *testConn) wantStatus(h pdu.BHS, status byte) *sentPDU {
 	return p
 }
 
+// wantAborted takes TASK ABORTED for h, of whose data so many bytes have not moved (ISCSI-11.4-5).
+func (tc *testConn) wantAborted(h pdu.BHS, rest uint32) {
+	tc.tb.Helper()
+	p := tc.wantStatus(h, lun.StatusTaskAborted)
+	flag := byte(pdu.FlagUnderflow)
+	if rest == 0 {
+		flag = 0
+	}
+	wantResidual(tc.tb, p, flag, rest)
+	if len(p.data) != 0 {
+		tc.tb.Fatalf("TASK ABORTED with data %x", p.data)
+	}
+}
+
 // wantSense takes CHECK CONDITION with a sense.
 func (tc *testConn) wantSense(h pdu.BHS, key, asc, ascq byte) {
 	tc.tb.Helper()

@@ -48,9 +48,8 @@ func TestResetWithoutRight(t *testing.T) {
 			tc, own := n.intrude(1), n.intrude(2)
 			gate := n.store.Shut()
 			read := neighbour.command(readF, 4096, cdb.Read10(0, 8), nil)
-			for _, c := range []*testConn{tc, own} {
-				c.command(readF, 4096, cdb.Read10(0, 8), nil)
-			}
+			tc.command(readF, 4096, cdb.Read10(0, 8), nil)
+			taken := own.command(readF, 4096, cdb.Read10(0, 8), nil)
 			for range 3 {
 				<-gate.Entered
 			}
@@ -60,12 +59,9 @@ func TestResetWithoutRight(t *testing.T) {
 			tc.wantTMF(f, pdu.FunctionComplete)
 			neighbour.wantStatus(read, 0)
 			neighbour.wantStatus(neighbour.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
-			own.wantWindow()
-			h := own.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
-			if function == pdu.ClearTaskSet {
-				own.wantSense(h, 0x06, 0x2f, 0x00)
-			} else {
-				own.wantSense(h, 0x06, 0x29, 0x03)
+			own.wantAborted(taken, 4096)
+			if function != pdu.ClearTaskSet {
+				own.wantSense(own.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0x06, 0x29, 0x03)
 				tc.wantSense(tc.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0x06, 0x29, 0x03)
 			}
 			for _, c := range []*testConn{neighbour, tc, own} {

@@ -95,9 +95,12 @@ func (s *session) retain() time.Duration {
 }
 
 // recoverable reports whether t survives its connection (section 7.14): not if it is immediate, nor
-// if its CmdSN has not been acknowledged.
+// if its CmdSN has not been acknowledged. One that another session has taken away survives as one that has
+// ended.
+//
+// Preconditions: t.conn.mu is held.
 func (t *Task) recoverable() bool {
-	return t.isCommand() && !t.immediate() && !t.needsSN && !t.aborted.Load()
+	return t.isCommand() && !t.immediate() && !t.needsSN && (!t.aborted.Load() || t.taken)
 }
 
 // suspend parks the tasks of c. Tasks in execution follow as soon as they need c. The task except
@@ -129,6 +132,9 @@ func (c *conn) suspend(except *Task) {
 			t.needsData, t.unsolicited = false, t.arrived
 			c.arrange(t)
 			t.parkLocked()
+			if t.taken {
+				t.settleParked()
+			}
 		case taskHeld:
 			c.shared.fence.queue.Remove(&t.link)
 			t.recovery.finished = true
@@ -200,6 +206,15 @@ func (t *Task) detach() {
 	if r := t.conn.reassigner(); r != nil {
 		t.recovery.progress = r.Detach(t)
 	}
+}
+
+// settleParked makes a parked task, which another session has taken away, one whose answer remains to be
+// sent on another connection.
+//
+// Preconditions: t.conn.mu is held.
+func (t *Task) settleParked() {
+	t.settle()
+	t.recovery.finished = true
 }
 
 // dropParked ends a parked task.

@@ -8,12 +8,15 @@ import (
 	"github.com/iser-target/iser-target/lun/invariant"
 )
 
-// respond queues the PDU in t.Header, with t.Segment, as the last PDU of t, and sends. It sends
-// nothing if t has been aborted. The slot of t is free when the PDU has left.
+// respond queues the PDU in t.Header, with t.Segment, as the last PDU of t, and sends. If t has been
+// aborted it sends nothing, or TASK ABORTED. The slot of t is free when the PDU has left.
 //
 // Preconditions: the caller runs t and has given back its Buffer.
 func (c *conn) respond(t *Task) {
 	c.mu.Lock()
+	if t.taken {
+		t.settle()
+	}
 	if t.aborted.Load() {
 		c.drop(t)
 		c.mu.Unlock()

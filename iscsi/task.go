@@ -30,7 +30,7 @@ var taskMoves = [...]uint8{
 		1<<taskReady | // a PDU that no request asked for
 		1<<taskRunning, // an answer that is sent again on another connection
 	taskWaiting:  1<<taskReady | 1<<taskRunning | 1<<taskParked | 1<<taskFree,
-	taskReady:    1<<taskRunning | 1<<taskParked | 1<<taskFree,
+	taskReady:    1<<taskRunning | 1<<taskHeld | 1<<taskParked | 1<<taskFree,
 	taskRunning:  1<<taskFetching | 1<<taskHeld | 1<<taskParked | 1<<taskFree,
 	taskFetching: 1 << taskRunning,
 	taskHeld:     1<<taskParked | 1<<taskFree,
@@ -59,7 +59,7 @@ type Task struct {
 	scratch [maxResponseData]byte // room for a short Segment
 	stash   *Buffer               // room for data of the request; a free slot may keep it
 
-	aborted atomic.Bool // set under conn.mu: no response, stop soon
+	aborted atomic.Bool // set under conn.mu: stop soon, with no response unless taken
 
 	// The order among sessions: see ordered.go.
 	place atomic.Uint64 // 0: none yet, or no longer
@@ -88,6 +88,7 @@ type taskVars struct {
 	seq       uint64  // order of becoming ready
 	needsSN   bool    // waits for CmdSNs before its own
 	needsData bool    // waits for unsolicited Data-Out PDUs
+	taken     bool    // aborted by another session: TASK ABORTED is its answer; see settle
 	cleared   bool    // ended because a connection or session ends, not by a function
 	preempts  *shared // where this PREEMPT AND ABORT waits for the commands that it has aborted
 	abortedIn uint64  // the call of detachLater that will detach it; 0: none

@@ -85,29 +85,43 @@ func (t *Task) runTMF() {
 	}
 }
 
-// abortTasks aborts the tasks that match selects, on all connections. Tasks that have not begun end
-// at once. The others end when their goroutine, the backend or the mover notices; see awaitAborted.
+// abortTasks aborts the tasks that match selects, on all connections. If taken is true they are commands
+// in the task set, which another session takes away: they end with TASK ABORTED, and the caller lets
+// their connections send that. Tasks that have not begun end at once, except for one with unsolicited
+// data on its way: that comes first (RFC 7143, section 11.4.2). The others end when their goroutine, the
+// backend or the mover notices; see awaitAborted.
 //
 // Preconditions: s.mu is held.
-func (s *shared) abortTasks(match func(*Task) bool) {
+func (s *shared) abortTasks(match func(*Task) bool, taken bool) {
 	invariant.Held(&s.mu)
 	var running *conn // of a task in a logical unit, which may not let it go
 	s.tasks.each(func(t *Task) {
 		if !match(t) {
 			return
 		}
+		t.taken = taken
 		t.aborted.Store(true)
 		switch c := t.conn; t.state {
 		case taskReady:
 			c.ready.Remove(&t.link)
-			c.drop(t)
+			if taken {
+				c.answer(t)
+			} else {
+				c.drop(t)
+			}
 		case taskWaiting:
-			c.drop(t)
+			if !taken {
+				c.drop(t)
+			}
 		case taskHeld:
 			s.fence.queue.Remove(&t.link)
 			c.drop(t)
 		case taskParked:
-			c.dropParked(t)
+			if taken {
+				t.settleParked()
+			} else {
+				c.dropParked(t)
+			}
 		default:
 			c.budget.cancel(t)
 			c.sending.cancel(t)
@@ -138,11 +152,11 @@ func (s *shared) abortTasks(match func(*Task) bool) {
 // Preconditions: s.mu is held.
 func (s *shared) terminate(match func(*Task) bool) {
 	s.tasks.each(func(t *Task) {
-		if match(t) && t.isCommand() && !t.needsSN && !t.aborted.Load() {
+		if match(t) && t.isCommand() && !t.needsSN && (!t.aborted.Load() || t.taken) {
 			t.cleared = true
 		}
 	})
-	s.abortTasks(match)
+	s.abortTasks(match, false)
 }
 
 var errCalledOff = errors.New("data of an aborted task was called off")
@@ -192,9 +206,25 @@ func (s *shared) awaitAborted(match func(*Task) bool, by *Task, data bool) {
 // isAborted reports whether t has been aborted. t may be nil.
 func (t *Task) isAborted() bool { return t != nil && t.aborted.Load() }
 
-// abort aborts the tasks that match selects, on behalf of another session. Connections that lose
-// tasks are told about the room in the window, because no response of those tasks will.
-func (s *session) abort(match func(*Task) bool) (lost bool) {
+// takeAway aborts those tasks that match selects and that are in the task set, on behalf of another
+// session. They end with TASK ABORTED.
+func (s *session) takeAway(match func(*Task) bool) {
+	s.abort(func(t *Task) bool { return match(t) && t.inTaskSet() }, true)
+}
+
+// inTaskSet reports whether t is a command that has come in its turn, and that neither has ended nor is
+// aborted. A command ahead of a gap comes later (RFC 7143, section 4.2.3.3), and one whose answer is held
+// back has ended.
+//
+// Preconditions: t.conn.mu is held.
+func (t *Task) inTaskSet() bool {
+	return t.isCommand() && !t.needsSN && t.state != taskHeld && !t.recovery.finished && !t.aborted.Load()
+}
+
+// abort aborts the tasks that match selects, outside of their session's goroutines; taken as with
+// abortTasks. It does not wait for the initiator. Connections that lose tasks are told about the room in
+// the window, if no response tells it.
+func (s *session) abort(match func(*Task) bool, taken bool) {
 	var losers []*conn
 	s.shared.mu.Lock()
 	s.shared.tasks.each(func(t *Task) {
@@ -203,15 +233,20 @@ func (s *session) abort(match func(*Task) bool) (lost bool) {
 		}
 	})
 	s.announce(match, nil)
-	s.shared.abortTasks(match)
+	s.shared.abortTasks(match, taken)
 	s.shared.mu.Unlock()
 	if s.shared.fence != nil {
-		s.releaseHeld() // responses that were held back may be gone
+		s.releaseHeld() // responses that were held back may be gone, and others may have come
 	}
 	for _, c := range losers {
-		c.start(c.tellWindow)
+		c.start(c.tellLoss)
 	}
-	return len(losers) > 0
+}
+
+// tellLoss sends what was queued for tasks that others have aborted, and the news about the window.
+func (c *conn) tellLoss() {
+	c.dm.Flush()
+	c.tellWindow()
 }
 
 // abortUnit aborts the commands of s for a logical unit, except the PREEMPT AND ABORT that asks for
@@ -221,7 +256,11 @@ func (s *session) abortUnit(field [8]byte, preempt *lun.Command) {
 	defer s.node.countFencing(byPreempt, clock())
 	by := preempt.Owner.(*Task)
 	match := func(t *Task) bool { return t.isCommand() && t != by && s.nexus.SameUnit(t.header().LUN(), field) }
-	s.abort(match)
+	if by.conn.sess == s {
+		s.abort(match, false)
+	} else {
+		s.takeAway(match)
+	}
 	by.setPreempts(s.shared)
 	s.shared.awaitAborted(match, by, false)
 	by.setPreempts(nil)
@@ -264,7 +303,7 @@ func (t *Task) abortTask() byte {
 		return pdu.TaskDoesNotExist
 	}
 	isRef := func(u *Task) bool { return u == ref }
-	c.shared.abortTasks(isRef)
+	c.shared.abortTasks(isRef, false)
 	// The function does not wait for its data, unlike that of the tasks in a set (section 11.5.1).
 	c.shared.callOff(isRef)
 	for c.shared.tasks.find(tag) == ref && ref.aborted.Load() && !t.aborted.Load() {
@@ -375,16 +414,14 @@ func (t *Task) sameUnit(u *Task) bool {
 func (t *Task) before(u *Task) bool { return t.earlier(u) && t.sameUnit(u) }
 
 // clearTasks stops the tasks that own selects in this session, and others in the sessions that within
-// returns. Sessions that lose tasks get a unit attention for CLEAR TASK SET: resets raise one of
-// their own.
+// returns. Other sessions get TASK ABORTED for them (SAM-5, section 5.3.1), so CLEAR TASK SET raises no
+// unit attention.
 func (t *Task) clearTasks(own, others func(*Task) bool, resetsOthers bool) {
 	c := t.conn
 	otherSessions := c.sess.within(resetsOthers)
 	t.abortInSession(own)
 	for _, s := range otherSessions {
-		if lost := s.abort(others); lost && t.header().Function() == pdu.ClearTaskSet {
-			s.nexus.CommandsCleared(t.header().LUN())
-		}
+		s.takeAway(others)
 	}
 	t.awaitInSession(own)
 	for _, s := range otherSessions {
@@ -399,7 +436,7 @@ func (t *Task) abortInSession(match func(*Task) bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.sess.announce(match, c)
-	c.shared.abortTasks(match)
+	c.shared.abortTasks(match, false)
 	if c.shared.fence.isFast() {
 		c.shared.callOff(func(u *Task) bool { return u.conn == c && match(u) })
 	}
@@ -485,7 +522,7 @@ var errNexusReset = errors.New("I_T NEXUS RESET")
 func (t *Task) resetNexus() byte {
 	c := t.conn
 	c.mu.Lock()
-	c.shared.abortTasks((*Task).isCommand)
+	c.shared.abortTasks((*Task).isCommand, false)
 	c.mu.Unlock()
 	c.shared.awaitAborted((*Task).isCommand, t, true)
 	return pdu.FunctionComplete

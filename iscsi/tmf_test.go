@@ -286,7 +286,7 @@ func TestAbortTaskSetWaitsForEarlier(t *testing.T) {
 }
 
 // ISCSI-E-3: LOGICAL UNIT RESET, CLEAR TASK SET and TARGET WARM RESET stop the tasks of all
-// sessions.
+// sessions. Those of other sessions get TASK ABORTED.
 func TestResetStopsOtherSessions(t *testing.T) {
 	for name, function := range map[string]byte{"LOGICAL UNIT RESET": pdu.LogicalUnitReset,
 		"CLEAR TASK SET": pdu.ClearTaskSet, "TARGET WARM RESET": pdu.TargetWarmReset} {
@@ -298,7 +298,7 @@ func TestResetStopsOtherSessions(t *testing.T) {
 			fetching := other.command(writeF, 4096, cdb.Write10(0, 8), nil)
 			other.wantGets(1)
 			gate := n.store.Shut()
-			other.command(readF, 4096, cdb.Read10(0, 8), nil)
+			reading := other.command(readF, 4096, cdb.Read10(0, 8), nil)
 			tc.command(readF, 4096, cdb.Read10(0, 8), nil)
 			<-gate.Entered
 			<-gate.Entered
@@ -308,9 +308,10 @@ func TestResetStopsOtherSessions(t *testing.T) {
 			gate.Open()
 			// ISCSI-4.2.3.3-5
 			tc.wantTMF(f, pdu.FunctionComplete) // data still to come to the other session is not waited for
+			other.wantAborted(reading, 4096)
 			other.wantNothing()
 			other.m.releaseGets()
-			other.wantWindow() // ISCSI-4.2.3.3-6
+			other.wantAborted(fetching, 4096) // ISCSI-11.4-2
 			other.wantNothing()
 			if !bytes.Equal(n.stored(0, 4096), before) {
 				t.Error("data of an aborted write is on the medium")
@@ -318,12 +319,9 @@ func TestResetStopsOtherSessions(t *testing.T) {
 			other.wantTMF(other.tmf(pdu.AbortTask, [8]byte{}, fetching.ITT(), fetching.CmdSN()), pdu.TaskDoesNotExist)
 			for _, c := range []*testConn{tc, other} { // ISCSI-11.5-5, SEC-7143.9.5-1: unit attentions
 				h := c.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
-				switch {
-				case function != pdu.ClearTaskSet:
+				if function != pdu.ClearTaskSet {
 					c.wantSense(h, 0x06, 0x29, 0x03)
-				case c == other:
-					c.wantSense(h, 0x06, 0x2f, 0x00) // COMMANDS CLEARED BY ANOTHER INITIATOR
-				default:
+				} else {
 					c.wantStatus(h, 0)
 				}
 				c.wantStatus(c.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
@@ -358,18 +356,17 @@ func TestWindowNews(t *testing.T) {
 	for _, rdma := range []bool{true, false} {
 		bubble(t, map[bool]string{true: "RDMA", false: "TCP"}[rdma], func(t *testing.T) {
 			n := newTestNode(t, func(o *Options) { o.QueueDepth = 4 })
-			tc := n.connect(func(tc *testConn) { tc.isid[5], tc.m.rdma = 2, rdma }).login()
 			other := n.connect(func(tc *testConn) { tc.m.rdma = rdma }).login()
+			abort := func() { n.sessions[other.tsih].abort((*Task).isCommand, false) }
 			for round := range 5 { // more than there are buffers
 				gate := n.store.Shut()
 				for range 4 {
 					other.command(readF, 4096, cdb.Read10(0, 8), nil)
 					<-gate.Entered
 				}
-				f := tc.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
+				abort()
 				other.wantNothing()
 				gate.Open()
-				tc.wantTMF(f, pdu.FunctionComplete)
 				other.wantWindow()
 				if other.maxCmdSN != other.CmdSN+3 {
 					t.Fatalf("round %d: MaxCmdSN %d, CmdSN %d", round, other.maxCmdSN, other.CmdSN)
@@ -392,10 +389,8 @@ func TestWindowNews(t *testing.T) {
 				other.write(h, nil)
 				other.wantReject(pdu.RejectProtocolError, h)
 				ping := other.want(pdu.NOPIn)
-				f := tc.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
-				tc.wantNothing()
+				abort()
 				gate.Open()
-				tc.wantTMF(f, pdu.FunctionComplete)
 				other.wantNothing()
 				ack := other.Request(pdu.NOPOut, pdu.FlagF, true)
 				ack.SetITT(pdu.ReservedTag)
@@ -411,7 +406,6 @@ func TestWindowNews(t *testing.T) {
 					t.Errorf("MaxCmdSN %d, CmdSN %d", other.maxCmdSN, other.CmdSN)
 				}
 			}
-			tc.logout()
 			other.logout()
 		})
 	}
@@ -527,7 +521,7 @@ func TestTMFAtTheEnd(t *testing.T) {
 		tc := n.connect().login()
 		other := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
 		gate := n.store.Shut()
-		other.command(readF, 4096, cdb.Read10(0, 8), nil)
+		h := other.command(readF, 4096, cdb.Read10(0, 8), nil)
 		tc.m.holdGets = true
 		tc.command(writeF, 4096, cdb.Write10(0, 8), nil)
 		tc.wantGets(1)
@@ -542,7 +536,7 @@ func TestTMFAtTheEnd(t *testing.T) {
 		synctest.Wait()
 		gate.Open()
 		tc.wait()
-		other.wantWindow()
+		other.wantAborted(h, 4096)
 		other.logout()
 	})
 }

@@ -17,7 +17,6 @@ var attentions = []Sense{
 	condCapacityChanged,
 	condLUNsChanged,
 	condAccessChanged,
-	condCleared,
 	condReservationsPreempted,
 	condReservationsReleased,
 	condRegistrationsPreempted,
@@ -94,14 +93,6 @@ func (u *Unit) raiseLocked(attention Sense, by *Nexus) {
 		if l.nexus != by {
 			l.raise(attention)
 		}
-	}
-}
-
-// CommandsCleared notifies n that another nexus ended its commands for the logical unit (SAM-5,
-// section 5.8.6, with TAS 0).
-func (n *Nexus) CommandsCleared(lun [8]byte) {
-	if l := n.find(lun); l != nil {
-		l.raise(condCleared)
 	}
 }
 

@@ -86,11 +86,11 @@ func TestUnitAttention(t *testing.T) {
 			wantGood(t, "TEST UNIT READY", tur(n, lun))
 		}
 	})
-	t.Run("commands cleared", func(t *testing.T) {
+	t.Run("commands cleared by the transport", func(t *testing.T) {
 		n := r.login()
-		n.CommandsCleared([8]byte{})
-		n.CommandsCleared([8]byte{0, 9})
-		wantSense(t, tur(n, 0), 0x6, 0x2f, 0x00)
+		n.ClearedByTransport([8]byte{})
+		n.ClearedByTransport([8]byte{0, 9})
+		wantSense(t, tur(n, 0), 0x6, 0x47, 0x7f)
 		wantGood(t, "the second command", tur(n, 0))
 		wantGood(t, "the other unit", tur(n, 1))
 	})

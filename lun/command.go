@@ -186,6 +186,13 @@ func (n *Nexus) RefuseFull(c *Command) {
 	c.failed, c.sense, c.Status = true, nil, StatusTaskSetFull
 }
 
+// TakeAway ends c, which is in no unit, with TASK ABORTED on behalf of the transport: another nexus has
+// taken it away (SAM-5, section 5.3.1).
+func (c *Command) TakeAway() {
+	c.DataOut, c.DataIn, c.Overflow = 0, 0, false
+	c.failed, c.sense, c.Status = true, nil, StatusTaskAborted
+}
+
 // Fail ends c with CHECK CONDITION on behalf of the transport, before or after Begin.
 func (c *Command) Fail(s Sense) {
 	c.DataOut, c.DataIn, c.Overflow = 0, 0, false

@@ -45,7 +45,7 @@ type Counts struct {
 	InFlight        int64         // begun and not ended
 	Commands        [Kinds]uint64 // ended with a status
 	Bytes           [Kinds]uint64 // data moved
-	Aborted         uint64        // commands that ended without a status
+	Aborted         uint64        // commands that were aborted: they ended without a status, or with TASK ABORTED
 	CheckConditions [16]uint64    // by sense key
 	MediumErrors    [Kinds]uint64 // of these, those that the store could not read or write
 	OtherStatuses   uint64        // neither GOOD nor CHECK CONDITION: RESERVATION CONFLICT
@@ -162,7 +162,7 @@ func (c *Command) countBegun() {
 }
 
 // Count counts the end of c, which moved that many bytes of data. If aborted is true, c has no
-// status. Count returns false if it has counted c before, or c has not begun.
+// status, or TASK ABORTED. Count returns false if it has counted c before, or c has not begun.
 func (n *Nexus) Count(c *Command, octets uint64, aborted bool) bool {
 	if !c.counted {
 		return false

@@ -67,6 +67,7 @@ var modePages = []modePage{
 	{0x0a, 12, func(p []byte) { // Control
 		p[2] = 0x02                               // GLTSD
 		p[3] = 0x10                               // QUEUE ALGORITHM MODIFIER: unrestricted reordering
+		p[5] = 0x40                               // TAS: an initiator that clears it makes commands of others vanish
 		binary.BigEndian.PutUint16(p[8:], 0xffff) // BUSY TIMEOUT PERIOD: unlimited
 	}, 4, 0x08, modeSWP},
 	{0x1c, 12, func(p []byte) { p[2] = 0x08 }, 0, 0, 0}, // Informational Exceptions Control: DEXCPT

@@ -15,7 +15,7 @@ const (
 	pagesCurrent = `
 		01 0a c0 00 00 00 00 00 00 00 0000             # Read-Write Error Recovery: AWRE, ARRE
 		08 12 00 00 0000 0000 0000 0000 00 00 0000 00 000000 # Caching: WCE 0, RCD 0
-		0a 0a 02 10 00 00 0000 ffff 0000               # Control: D_SENSE 0, GLTSD; unrestricted reordering, QERR 0
+		0a 0a 02 10 00 40 0000 ffff 0000               # Control: D_SENSE 0, GLTSD; unrestricted reordering, QERR 0; TAS
 		1c 0a 08 00 00000000 00000000                  # Informational Exceptions Control: DEXCPT`
 	pagesChangeable = `
 		01 0a 00 00 00 00 00 00 00 00 0000
@@ -65,7 +65,7 @@ func TestModeSense(t *testing.T) {
 		{name: "10 control", cdb: "5a 08 0a 00 000000 00ff 00", want: `
 			0012                  # MODE DATA LENGTH: 20-2
 			00 10 00 00 0000
-			0a 0a 02 10 00 00 0000 ffff 0000`},
+			0a 0a 02 10 00 40 0000 ffff 0000`},
 		{name: "10 short descriptor", cdb: "5a 00 0a 00 000000 0010 00", want: `
 			001a 00 10
 			00                    # LONGLBA 0
@@ -78,7 +78,7 @@ func TestModeSense(t *testing.T) {
 			0010                  # BLOCK DESCRIPTOR LENGTH
 			0000000000000800      # NUMBER OF LOGICAL BLOCKS
 			00000000 00000200     # LOGICAL BLOCK LENGTH
-			0a 0a 02 10 00 00 0000 ffff 0000`},
+			0a 0a 02 10 00 40 0000 ffff 0000`},
 		{name: "10 2 TiB", cdb: "5a 00 0a 00 000000 0010 00", setup: setup{size: 2 << 40}, want: `
 			001a 00 10 00 00 0008
 			ffffffff              # more blocks than fit
@@ -178,8 +178,8 @@ func TestStartStop(t *testing.T) {
 const (
 	cachingOff = "08 12 00 00 0000 0000 0000 0000 00 00 0000 00 000000 "
 	cachingOn  = "08 12 04 00 0000 0000 0000 0000 00 00 0000 00 000000 "
-	control    = "0a 0a 02 10 00 00 0000 ffff 0000 "
-	protected  = "0a 0a 02 10 08 00 0000 ffff 0000 " // SWP
+	control    = "0a 0a 02 10 00 40 0000 ffff 0000 "
+	protected  = "0a 0a 02 10 08 40 0000 ffff 0000 " // SWP
 )
 
 // modeSelect runs MODE SELECT(6), or with ten MODE SELECT(10), with PF.
@@ -300,12 +300,13 @@ func TestModeSelectList(t *testing.T) {
 		{"another block length", false, "00 00 00 08 00000800 00 001000", 4 + 5},
 		{"another long block length", true, "0000 00 00 01 00 0010 0000000000000800 00000000 00001000", 8 + 12},
 		{"an unknown page", false, six + "02 0e 00000000 00000000 00000000 0000", 4},
-		{"PS", false, six + "8a 0a 02 10 00 00 0000 ffff 0000", -1},
+		{"PS", false, six + "8a 0a 02 10 00 40 0000 ffff 0000", -1},
 		{"SPF", false, six + "4a 0a 02 10 00 00 0000 ffff 0000", 4},
 		{"PAGE LENGTH", false, six + "0a 08 02 10 00 00 0000 ffff", 5},
-		{"half a page", false, six + "0a 0a 02 10 00 00", -2},
+		{"half a page", false, six + "0a 0a 02 10 00 40", -2},
 		{"one byte of a page", false, six + "0a", -2},
-		{"what cannot be changed", false, six + "0a 0a 02 10 00 00 0000 fffe 0000", 4 + 9},
+		{"what cannot be changed", false, six + "0a 0a 02 10 00 40 0000 fffe 0000", 4 + 9},
+		{"TAS", false, six + "0a 0a 02 10 00 00 0000 ffff 0000", 4 + 5},
 		{"what cannot be changed, behind what can", false, six + protected + "1c 0a 00 00 00000000 00000000", 4 + 12 + 2},
 	} {
 		t.Run(s.name, func(t *testing.T) {

@@ -18,6 +18,7 @@ const (
 	StatusCheckCondition = 0x02
 	StatusBusy           = 0x08
 	StatusTaskSetFull    = 0x28
+	StatusTaskAborted    = 0x40
 )
 
 // Sense keys (SPC-4, section 4.5.6).
@@ -85,7 +86,6 @@ var (
 	condModeChanged                = Sense{keyUnitAttention, 0x2a, 0x01} // MODE PARAMETERS CHANGED
 	condCapacityChanged            = Sense{keyUnitAttention, 0x2a, 0x09} // CAPACITY DATA HAS CHANGED
 	condLUNsChanged                = Sense{keyUnitAttention, 0x3f, 0x0e} // REPORTED LUNS DATA HAS CHANGED
-	condCleared                    = Sense{keyUnitAttention, 0x2f, 0x00} // COMMANDS CLEARED BY ANOTHER INITIATOR
 	noField                    int = -1
 )
 

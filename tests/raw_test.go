@@ -13,6 +13,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/iser"
+	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/testkit"
@@ -432,6 +433,16 @@ func (p *raw) wantStatus(h pdu.BHS, status byte) *message {
 	if m.bhs.ITT() != h.ITT() || m.bhs.Status() != status {
 		p.t.Fatalf("response of task %d with status %#x, want task %d, status %#x; data % x", m.bhs.ITT(),
 			m.bhs.Status(), h.ITT(), status, m.data)
+	}
+	return m
+}
+
+// wantAborted takes TASK ABORTED for h, of whose data so many bytes have not moved.
+func (p *raw) wantAborted(h pdu.BHS, rest uint32) *message {
+	p.t.Helper()
+	m := p.wantStatus(h, lun.StatusTaskAborted)
+	if m.bhs.Flags() != pdu.FlagF|pdu.FlagUnderflow || m.bhs.Residual() != rest || len(m.data) != 0 {
+		p.t.Fatalf("flags %#x, residual %d, data % x; want residual %d", m.bhs.Flags(), m.bhs.Residual(), m.data, rest)
 	}
 	return m
 }

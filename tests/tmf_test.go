@@ -5,10 +5,13 @@ import (
 	"fmt"
 	"testing"
 
+	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -213,7 +216,7 @@ func TestReset(t *testing.T) {
 			tg := startTarget(t, targetOptions{})
 			a := tg.rawLogin(t, initiator.Options{}, 0)
 			b := tg.rawLogin(t, initiator.Options{ISID: [6]byte{1}}, 0)
-			_, others := b.held(2)
+			taken, others := b.held(2)
 			hs, reads := a.held(2)
 			f := a.tmf(tt.function, 0, pdu.ReservedTag, 0)
 			// The response does not wait for the network of b.
@@ -221,11 +224,14 @@ func TestReset(t *testing.T) {
 			if err := tg.store.Store.Zero(0, 1<<20); err != nil {
 				t.Fatal(err)
 			}
-			for _, r := range others {
+			for i, r := range others { // ISCSI-11.4-2: the initiator's memory is its own again
+				b.ping()
 				b.answer(r, random(4096))
+				// ISER-7.3.2-5: its STag is invalidated.
+				if m := b.wantAborted(taken[i], 4096); m.op != wire.OpSendInvalidate || m.untag.Invalidate != r.SrcSTag {
+					t.Errorf("%v of %#x instead of %#x", m.op, m.untag.Invalidate, r.SrcSTag)
+				}
 			}
-			// b is told of the room in its window; its tasks will never be answered.
-			b.answerPing(b.want(pdu.NOPIn))
 			h := b.scsi(0, 0, cdb.TestUnitReady)
 			b.send(iser.Header{}, h, nil)
 			b.wantSense(h, 0x06, 0x29, 0x03)
@@ -243,6 +249,59 @@ func TestReset(t *testing.T) {
 	}
 }
 
+// A READ that hangs in the store when another session takes it away is answered from another slot. What
+// it has moved came before (ISER-7.3.2-10), the residual count has the rest (ISCSI-11.4-5), and its STag is
+// invalidated (ISER-7.3.2-4). An ORDERED command behind it is answered at once.
+func TestTakenReadOfAHungStore(t *testing.T) {
+	const piece = 64 << 10
+	for name, function := range map[string]byte{"CLEAR TASK SET": pdu.ClearTaskSet, "LOGICAL UNIT RESET": pdu.LogicalUnitReset,
+		"TARGET WARM RESET": pdu.TargetWarmReset} {
+		t.Run(name, func(t *testing.T) {
+			tg := startTarget(t, targetOptions{node: iscsi.Options{MaxTransferPiece: piece}})
+			other := tg.rawLogin(t, initiator.Options{}, 0)
+			victim := tg.rawLogin(t, initiator.Options{ISID: [6]byte{1}}, 0)
+			gate := tg.store.ShutFrom(piece, backendtest.ReadAt)
+			defer gate.Open()
+			h := victim.scsi(pdu.FlagR, 4*piece, cdb.Read16(0, 4*piece/512))
+			victim.send(sink(7, 0), h, nil)
+			<-gate.Entered
+			ordered := victim.scsi(pdu.FlagR, 512, cdb.Read16(0, 1))
+			ordered.SetFlags(pdu.FlagF | pdu.FlagR | pdu.AttrOrdered)
+			victim.send(sink(8, 0), ordered, nil)
+			moved := 0
+			for moved < piece {
+				m := victim.next()
+				if m.op != wire.OpWrite || m.tagged.STag != 7 || m.tagged.TO != uint64(moved) {
+					t.Fatalf("%v % x", m.op, m.payload)
+				}
+				moved += len(m.payload)
+			}
+			victim.ping()
+			f := other.tmf(function, 0, pdu.ReservedTag, 0)
+			victim.wantAborted(ordered, 512)
+			m := victim.wantAborted(h, 3*piece)
+			if m.op != wire.OpSendInvalidate || m.untag.Invalidate != 7 {
+				t.Errorf("%v of %#x", m.op, m.untag.Invalidate)
+			}
+			other.wantTMF(f, pdu.FunctionComplete)
+			victim.ping()
+			gate.Open()
+			testkit.Eventually(t, "the return of the READ", func() bool { return tg.node.Stats().DetachedTasks == 0 })
+			for _, p := range []*raw{victim, other} {
+				if function != pdu.ClearTaskSet {
+					tur := p.scsi(0, 0, cdb.TestUnitReady)
+					p.send(iser.Header{}, tur, nil)
+					p.wantSense(tur, 0x06, 0x29, 0x03)
+				}
+				hs, reads := p.held(1)
+				p.answer(reads[0], make([]byte, 4096))
+				p.wantStatus(hs[0], 0)
+				p.logout()
+			}
+		})
+	}
+}
+
 // ISCSI-4.2.3.4-2, ISCSI-4.2.3.4-3: over iSER a FastAbort session that loses tasks is
 // told once for the logical unit; the buffers of its writes are in use until the RDMA
 // Reads have ended, which the target cannot call off.
@@ -251,7 +310,7 @@ func TestFastAbort(t *testing.T) {
 	fast := []string{"TaskReporting=FastAbort"}
 	a := tg.rawLogin(t, initiator.Options{Keys: fast}, 0)
 	b := tg.rawLogin(t, initiator.Options{ISID: [6]byte{1}, Keys: fast}, 0)
-	_, reads := b.held(2)
+	taken, reads := b.held(2)
 	a.wantTMF(a.tmf(pdu.LogicalUnitReset, 0, pdu.ReservedTag, 0), pdu.FunctionComplete)
 	m := b.want(pdu.AsyncMessage)
 	if m.bhs.AsyncEvent() != pdu.AsyncTaskTermination || m.bhs.LUN() != [8]byte{} || m.bhs.ITT() != pdu.ReservedTag ||
@@ -266,10 +325,10 @@ func TestFastAbort(t *testing.T) {
 	if n := tg.node.Stats().BuffersOut; n != 2 {
 		t.Errorf("%d buffers in use with two RDMA Reads outstanding", n)
 	}
-	for _, r := range reads {
+	for i, r := range reads {
 		b.answer(r, random(4096))
+		b.wantAborted(taken[i], 4096)
 	}
-	b.answerPing(b.want(pdu.NOPIn))
 	if n := tg.node.Stats().BuffersOut; n != 0 {
 		t.Errorf("%d buffers in use", n)
 	}

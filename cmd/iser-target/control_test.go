@@ -365,7 +365,7 @@ func TestReservationCommands(t *testing.T) {
 func TestSettingsCommands(t *testing.T) {
 	s := newStation(t)
 	session := s.login(t)
-	protect := &initiator.Command{Out: []byte("\x00\x00\x00\x00\x0a\x0a\x02\x10\x08\x00\x00\x00\xff\xff\x00\x00")}
+	protect := &initiator.Command{Out: []byte("\x00\x00\x00\x00\x0a\x0a\x02\x10\x08\x40\x00\x00\xff\xff\x00\x00")}
 	copy(protect.CDB[:], "\x15\x11\x00\x00\x10")   // MODE SELECT(6) with SP: SWP
 	for protect.Status = 2; protect.Status != 0; { // the first meets a unit attention
 		if err := session.Do(protect); err != nil {

@@ -56,8 +56,7 @@ func TestFastAbort(t *testing.T) {
 	buffers(1)
 	nop(0, p.h.StatSN()+1)
 	buffers(0)
-	if p := d.want(pdu.NOPIn); p.h.ITT() != pdu.ReservedTag ||
-		p.h.MaxCmdSN()-p.h.ExpCmdSN() != 127 { // about the window
+	if p := d.wantAborted(cmd, 16384); p.h.MaxCmdSN()-p.h.ExpCmdSN() != 127 {
 		t.Fatalf("%x", []byte(p.h))
 	}
 	nop(0, p.h.StatSN()+1) // again: no effect

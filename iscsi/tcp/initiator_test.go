@@ -422,6 +422,17 @@ func (c *client) wantSense(p reply, key, asc, ascq byte) {
 	}
 }
 
+// wantAborted takes TASK ABORTED for h, of whose data so many bytes have not moved.
+func (c *client) wantAborted(h pdu.BHS, rest uint32) reply {
+	c.tb.Helper()
+	p := c.want(pdu.SCSIResponse)
+	if p.h.ITT() != h.ITT() || p.h.Status() != lun.StatusTaskAborted || p.h.Response() != pdu.CommandCompleted ||
+		p.h.Flags() != pdu.FlagF|pdu.FlagUnderflow || p.h.Residual() != rest || len(p.data) != 0 {
+		c.tb.Fatalf("SCSI Response %x, want TASK ABORTED of task %#x with residual %d", []byte(p.h), h.ITT(), rest)
+	}
+	return p
+}
+
 // scsi returns the header of a SCSI Command with a new tag and CmdSN.
 func (c *client) scsi(flags byte, block [16]byte, edtl int) pdu.BHS {
 	h := c.Request(pdu.SCSICommand, pdu.FlagF|flags|pdu.AttrSimple, false)

@@ -66,6 +66,10 @@ func TestStalledReaderHoldsUpNobody(t *testing.T) {
 			const blocks = 4 << 20 / 512
 			victim.send(victim.scsi(pdu.FlagF|pdu.FlagR, cdb.Read10(0, blocks), 4<<20), nil)
 			testkit.Eventually(t, "the READ waits for its initiator", stalling.waiting.Load)
+			ordered := victim.scsi(pdu.FlagF|pdu.FlagR, cdb.Read10(0, 1), 512)
+			ordered.SetFlags(pdu.FlagF | pdu.FlagR | pdu.AttrOrdered)
+			victim.send(ordered, nil) // is answered at once, and nobody takes that
+			testkit.Eventually(t, "two tasks", func() bool { return tg.node.Stats().TasksInFlight == 2 })
 			fence(other)
 			other.command(pdu.FlagF, cdb.TestUnitReady, 0) // takes the unit attention of the reset
 			other.read(0, 8, 262144)

@@ -217,6 +217,17 @@ func (d *Dialog) want(op pdu.Opcode, itt uint32) (PDU, error) {
 	return p, nil
 }
 
+// Request returns the header of a request with the next tag and, unless it is immediate, the next CmdSN.
+func (d *Dialog) Request(op pdu.Opcode, flags byte, immediate bool) pdu.BHS {
+	return d.n.Request(op, flags, immediate)
+}
+
+// Send sends a request and does not wait for an answer. After that, methods that take answers may take this one.
+func (d *Dialog) Send(h pdu.BHS, data []byte) error {
+	h.SetDataSegmentLength(len(data))
+	return d.link.send(h, data)
+}
+
 // SendTargets returns the answer to SendTargets=which.
 func (d *Dialog) SendTargets(which string) ([]keys.Pair, error) {
 	var text []byte

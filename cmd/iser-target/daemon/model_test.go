@@ -18,6 +18,7 @@ import (
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -125,9 +126,10 @@ const (
 	modelBlocks = 256 // that each worker has
 	modelDepth  = 8   // commands at a time, of a worker that is queued
 	queued      = "queued"
-	// modelPatience is after which time a command is given up, which another nexus may have
-	// aborted without a word (TAS 0), and with it the session.
-	modelPatience = 1500 * time.Millisecond
+	// modelPatience is how long a command may take. Each is answered, also when another nexus aborts it
+	// (TAS 1), or its session ends.
+	modelPatience = testkit.Patience
+	taskAborted   = "status 0x40"
 )
 
 // A modelWorker knows the content of its blocks: the number of the command that wrote a
@@ -204,7 +206,7 @@ func (w *modelWorker) function(f byte) {
 		return
 	}
 	d := w.d
-	late := time.AfterFunc(modelPatience, func() { d.Close() })
+	late := w.lateAfter(d.Close)
 	defer late.Stop()
 	if _, err := d.TMF(f, [8]byte{}); err != nil {
 		w.close()
@@ -212,6 +214,15 @@ func (w *modelWorker) function(f byte) {
 }
 
 var errModelLate = errors.New("no answer")
+
+// lateAfter fails the test and calls end when a command has had modelPatience.
+func (w *modelWorker) lateAfter(end func() error) *time.Timer {
+	last := w.last
+	return time.AfterFunc(modelPatience, func() {
+		w.t.Errorf("worker %d, %s: %v after %s", w.n, w.kind, errModelLate, last)
+		end()
+	})
+}
 
 // do runs a command and returns its outcome, as the function do does. An error ends the
 // session.
@@ -232,7 +243,7 @@ func (w *modelWorker) do(cdb [16]byte, out []byte, in int) (result string, data 
 		}
 	}
 	d := w.d
-	late := time.AfterFunc(modelPatience, func() { d.Close() })
+	late := w.lateAfter(d.Close)
 	defer late.Stop()
 	status, sense, data, err := d.Do([8]byte{}, cdb[:], out, in)
 	if err != nil {
@@ -245,7 +256,7 @@ func (w *modelWorker) do(cdb [16]byte, out []byte, in int) (result string, data 
 // await waits for a command in progress and returns its outcome.
 func (w *modelWorker) await(c *initiator.Command) (string, error) {
 	s := w.s
-	late := time.AfterFunc(modelPatience, func() { s.Close() })
+	late := w.lateAfter(s.Close)
 	err := c.Wait()
 	if !late.Stop() || err != nil && !errors.Is(err, initiator.ErrAborted) {
 		w.close()
@@ -256,7 +267,7 @@ func (w *modelWorker) await(c *initiator.Command) (string, error) {
 
 // again reports whether a command with that outcome may have another one when repeated.
 func again(outcome string) bool {
-	return outcome == "2/04/01" // IN PROCESS OF BECOMING READY
+	return outcome == "2/04/01" || outcome == taskAborted // IN PROCESS OF BECOMING READY
 }
 
 // verify reads all blocks. Each has the content that the worker knows, or that of one of
@@ -305,6 +316,10 @@ func (w *modelWorker) lba(at int) uint64 { return uint64(w.n*modelBlocks + at) }
 func (w *modelWorker) step() bool {
 	if w.s != nil && w.rnd.IntN(2) == 0 {
 		return w.batch()
+	}
+	if w.d != nil && w.rnd.IntN(60) == 0 { // perhaps while another does the same
+		w.function([]byte{pdu.LogicalUnitReset, pdu.ClearTaskSet}[w.rnd.IntN(2)])
+		return true
 	}
 	c := w.invent(w.rnd.IntN(modelBlocks-16), 1+w.rnd.IntN(15))
 	w.last = c.name

@@ -151,7 +151,7 @@ type CounterState struct {
 	ReadBytes  uint64       `json:"read_bytes"` // data that was moved
 	WriteBytes uint64       `json:"write_bytes"`
 	Errors     uint64       `json:"errors"`    // commands that ended with CHECK CONDITION
-	Aborted    uint64       `json:"aborted"`   // commands that ended without a status
+	Aborted    uint64       `json:"aborted"`   // commands that were aborted: without a status, or with TASK ABORTED
 	Residuals  uint64       `json:"residuals"` // commands that ended with a residual count
 	InFlight   int          `json:"in_flight"`
 	Latency    []PhaseState `json:"latency,omitempty"`
