@@ -150,6 +150,7 @@ type Limits struct {
 	NOPTimeout         time.Duration `key:"nop_timeout"`                 // time to answer a NOP-In
 	OrderTimeout       time.Duration `key:"order_timeout"`               // of a command that stops others and waits for its initiator
 	MaxTime2Wait       time.Duration `key:"max_time2wait"`               // of a session at ErrorRecoveryLevel 2
+	MaxTime2Retain     time.Duration `key:"max_time2retain"`             // that a login agrees on
 	LostSessions       int           `key:"lost_sessions"`               // sessions without a connection that wait for one
 	LostSessionsByName int           `key:"lost_sessions_per_initiator"` // of these, of one initiator
 	MaxConnections     int           `key:"max_connections"`             // of all portals together
@@ -269,6 +270,7 @@ func base() Config {
 			NOPTimeout:         30 * time.Second,
 			OrderTimeout:       5 * time.Second,
 			MaxTime2Wait:       30 * time.Second,
+			MaxTime2Retain:     20 * time.Second,
 			LostSessions:       32,
 			LostSessionsByName: 4,
 			MaxConnections:     2048,

@@ -216,6 +216,7 @@ func TestWrongSectionsAreRefused(t *testing.T) {
 		{"nothing but reserved places", [2]string{"", "limits: {max_connections: 8, reserved_connections: 8}"}, []string{
 			"f: limits.reserved_connections: must be less than max_connections, which is 8, not 8"}},
 		{"max_time2wait", [2]string{"", "limits: {max_time2wait: 1ms}"}, []string{"f: limits.max_time2wait: must be 2s to 1h, not 1ms"}},
+		{"max_time2retain", [2]string{"", "limits: {max_time2retain: 999ms}"}, []string{"f: limits.max_time2retain: must be 1s to 1h, not 999ms"}},
 		{"lost_sessions", [2]string{"", "limits: {lost_sessions: 0}"}, []string{"f: limits.lost_sessions: must be 1 to 1024, not 0"}},
 		{"lost_sessions_per_initiator", [2]string{"", "limits: {lost_sessions_per_initiator: 0}"}, []string{"f: limits.lost_sessions_per_initiator: must be 1 to 1024, not 0"}},
 		{"debug for all", [2]string{"", "debug: {listen: 0.0.0.0:6060}"}, []string{`f: debug.listen: must be a loopback address, not "0.0.0.0:6060"`}},

@@ -256,6 +256,7 @@ func (l *login) newNegotiation() *keys.Negotiation {
 func (c *conn) limits() keys.Limits {
 	limits := c.opt.Limits
 	limits.RDMA = c.dm.RDMA()
+	limits.DefaultTime2Retain = uint16(c.node.shared.MaxTime2Retain.Time() / time.Second)
 	_, upgrades := c.dm.(Upgrader)
 	limits.StepUp = upgrades && c.portal.StepUp != nil
 	return limits

@@ -69,7 +69,7 @@ func (nd *Node) makeRoom() {
 
 // waitsTooLong reports whether the initiator has made the target agree to a DefaultTime2Wait beyond
 // limits.max_time2wait. The higher of both proposals counts (section 13.15), so the target can only
-// refuse the login.
+// refuse the login. Of DefaultTime2Retain the lower counts: see limits.
 func (c *conn) waitsTooLong() bool {
 	return time.Duration(c.params.DefaultTime2Wait)*time.Second > c.node.shared.MaxTime2Wait.Time()
 }

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/security/limits"
 	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
@@ -811,6 +813,87 @@ func TestTime2WaitIsBounded(t *testing.T) {
 		keys = append(without(linuxKeys, "DefaultTime2Wait"), "DefaultTime2Wait=3600")
 		tc = n.connect()
 		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), keys...)...)
+		tc.loggedIn().logout()
+	})
+}
+
+// A login that asks to be kept for an hour gets limits.max_time2retain. When that is over, nothing of
+// the session is left, and its neighbour has noticed nothing. The limit changes for the next logins.
+func TestTime2RetainIsBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := limits.New()
+		n := newTestNode(t, recovering, func(o *Options) { o.Shared = l })
+		neighbour := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
+		used, places := l.Memory.Used(), n.Stats().TasksInFlight
+		leads := func(offer, answer string) *testConn {
+			t.Helper()
+			tc := n.connect()
+			tc.writeLogin(tc.loginRequest(true, 1, 3),
+				append(append(slices.Clone(names), without(recoveringKeys, "DefaultTime2Retain")...), offer)...)
+			r, answers := tc.wantLogin(pdu.LoginSuccess)
+			if tc.tsih = r.TSIH; !slices.Contains(answers, answer) {
+				t.Fatalf("answers to %s: %q, want %s", offer, answers, answer)
+			}
+			return tc
+		}
+		leads("DefaultTime2Retain=3600", "DefaultTime2Retain=20").logout()
+		l.MaxTime2Retain.SetMax(int64(5 * time.Second))
+		leads("DefaultTime2Retain=4", "DefaultTime2Retain=4").logout()
+
+		greedy := leads("DefaultTime2Retain=3600", "DefaultTime2Retain=5")
+		l.MaxTime2Retain.SetMax(int64(time.Hour)) // for later logins
+		for range 3 {
+			greedy.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)
+			greedy.want(pdu.SCSIResponse)
+		}
+		greedy.m.holdGets = true
+		greedy.command(writeF, 8192, cdb.Write10(0, 16), make([]byte, 4096))
+		greedy.wantGets(1)
+		greedy.close()
+		greedy.wantEnd(io.EOF)
+		serves := func() {
+			t.Helper()
+			neighbour.wantStatus(neighbour.command(readF, 4096, cdb.Read10(0, 8), nil), lun.StatusGood)
+		}
+		for range 7 {
+			serves()
+			if s := n.Stats(); s.Sessions != 2 || l.LostSessions.Used() != 1 {
+				t.Fatalf("%+v, %d lost sessions", s, l.LostSessions.Used())
+			}
+			time.Sleep(time.Second - time.Millisecond)
+		}
+		time.Sleep(7*time.Millisecond + 1)
+		synctest.Wait()
+		serves()
+		synctest.Wait()
+		if s := n.Stats(); s.Sessions != 1 || s.TasksInFlight != places || s.BuffersOut != 0 || l.LostSessions.Used() != 0 ||
+			l.LostSessionsByName.UsedBy(initiatorName) != 0 || l.Memory.Used() > used {
+			t.Errorf("%+v; %d lost sessions; %d bytes, %d without the session", s, l.LostSessions.Used(), l.Memory.Used(), used)
+		}
+		neighbour.logout()
+	})
+}
+
+// With a limit below the default, a login at ErrorRecoveryLevel 2 that asks for no Time2Retain is
+// refused: the default would hold.
+func TestTime2RetainHasADefault(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) { // ISCSI-6.2-5
+		l := limits.New()
+		l.MaxTime2Retain.SetMax(int64(19 * time.Second))
+		n := newTestNode(t, recovering, func(o *Options) { o.Shared = l })
+		keys := append(slices.Clone(names), without(recoveringKeys, "DefaultTime2Retain")...)
+		tc := n.connect()
+		tc.writeLogin(tc.loginRequest(true, 1, 3), keys...)
+		tc.wantLogin(pdu.LoginInitiatorError)
+		if err := tc.wait(); err == nil || !strings.Contains(err.Error(), "its default is 20, and the limit 19") {
+			t.Error(err)
+		}
+		tc = n.connect()
+		tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), without(linuxKeys, "DefaultTime2Retain")...)...)
+		tc.loggedIn().logout()
+		l.MaxTime2Retain.SetMax(int64(20 * time.Second))
+		tc = n.connect()
+		tc.writeLogin(tc.loginRequest(true, 1, 3), keys...)
 		tc.loggedIn().logout()
 	})
 }

@@ -110,6 +110,9 @@ type Limits struct {
 	// MaxConnections limits the connections of a session; 1.
 	MaxConnections uint16
 
+	// DefaultTime2Retain limits for how many seconds a session is kept; 20.
+	DefaultTime2Retain uint16
+
 	// ErrorRecoveryLevel limits the level; 0. The result is the minimum of it and the
 	// initiator's offer. open-iscsi offers 0 and fails the login for any other level.
 	ErrorRecoveryLevel uint8
@@ -132,6 +135,7 @@ func (l Limits) Validate() error {
 		{"TargetRecvDataSegmentLength", l.TargetRecvDataSegmentLength, 512, maxLength},
 		{"InitiatorRecvDataSegmentLength", l.InitiatorRecvDataSegmentLength, 512, maxLength},
 		{"MaxRecvDataSegmentLength", l.MaxRecvDataSegmentLength, 512, maxLength},
+		{"DefaultTime2Retain", uint32(l.DefaultTime2Retain), 1, 3600},
 		{"ErrorRecoveryLevel", uint32(l.ErrorRecoveryLevel), 0, 2},
 	} {
 		if f.v < f.lo || f.v > f.hi {
@@ -156,6 +160,7 @@ func (l Limits) complete() Limits {
 	l.InitiatorRecvDataSegmentLength = cmp.Or(l.InitiatorRecvDataSegmentLength, 8192)
 	l.MaxRecvDataSegmentLength = cmp.Or(l.MaxRecvDataSegmentLength, 262144)
 	l.MaxConnections = cmp.Or(l.MaxConnections, 1)
+	l.DefaultTime2Retain = cmp.Or(l.DefaultTime2Retain, 20)
 	return l
 }
 

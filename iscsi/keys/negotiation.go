@@ -250,6 +250,10 @@ func (n *Negotiation) Finish() (Params, error) {
 	case p.FirstBurstLength > p.MaxBurstLength && (p.ImmediateData || !p.InitialR2T):
 		n.err = textError("FirstBurstLength", "%d is more than MaxBurstLength, %d", p.FirstBurstLength,
 			p.MaxBurstLength)
+	case !n.joining && !n.text && !p.Discovery && p.ErrorRecoveryLevel == 2 && p.DefaultTime2Retain > n.limits.DefaultTime2Retain:
+		// It has its default, because the initiator has offered nothing that is valid.
+		n.err = textError("DefaultTime2Retain", "needs an offer for ErrorRecoveryLevel=2: its default is %d, and the limit %d",
+			p.DefaultTime2Retain, n.limits.DefaultTime2Retain)
 	default:
 		return p, nil
 	}

@@ -161,6 +161,8 @@ func TestAnswers(t *testing.T) {
 			"16777215>65536 65535>65535 512>512 511>Reject 16777216>Reject"},
 		{"ISCSI-6.2.2-1", tcp, Operational, "DefaultTime2Wait", "0>2 2>2 3>3 3600>3600 3601>Reject"},
 		{"ISCSI-6.2.2-1", tcp, Operational, "DefaultTime2Retain", "0>0 20>20 3600>20 3601>Reject"},
+		{"ISCSI-6.2.2-1", Limits{DefaultTime2Retain: 5}, Operational, "DefaultTime2Retain", "0>0 5>5 6>5 3600>5 3601>Reject"},
+		{"ISCSI-6.2.2-1", Limits{DefaultTime2Retain: 3600}, Operational, "DefaultTime2Retain", "20>20 3600>3600 3601>Reject"},
 		{"ISCSI-6.2.2-1", tcp, Operational, "MaxOutstandingR2T", "1>1 65535>1 0>Reject 65536>Reject"},
 		{"ISER-10.2-1", tcp, Operational, "ErrorRecoveryLevel", "0>0 1>0 2>0 3>Reject"},
 		{"ISCSI-13.19-1", Limits{ErrorRecoveryLevel: 2}, Operational, "ErrorRecoveryLevel", "0>0 1>1 2>2"},

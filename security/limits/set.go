@@ -22,6 +22,7 @@ type Set struct {
 
 	OrderTimeout       Limit // of a command that stops those of others and waits for its initiator
 	MaxTime2Wait       Limit // DefaultTime2Wait of a session at ErrorRecoveryLevel 2
+	MaxTime2Retain     Limit // DefaultTime2Retain that a login agrees on at most
 	LostSessions       Limit // sessions without a connection that wait for one
 	LostSessionsByName Keyed // of these, of one initiator name
 
@@ -56,6 +57,8 @@ func New() *Set {
 	s.limit(&s.Connections, "max_connections", PerProcess, Count, 2048, "TCP connections of all portals")
 	s.limit(&s.MaxTime2Wait, "max_time2wait", PerSession, Duration, int64(30*time.Second),
 		"DefaultTime2Wait of a session at ErrorRecoveryLevel 2")
+	s.limit(&s.MaxTime2Retain, "max_time2retain", PerSession, Duration, int64(20*time.Second),
+		"DefaultTime2Retain that a login agrees on at most")
 	s.limit(&s.LostSessions, "lost_sessions", PerProcess, Count, 32,
 		"sessions without a connection that wait for one")
 	s.keyed(&s.LostSessionsByName, "lost_sessions_per_initiator", PerInitiator, Count, 4,
