@@ -350,28 +350,29 @@ func (c *conn) halfClose() {
 }
 
 // dismiss drops the connection for that reason. First it sends the initiator the message that the
-// target drops this connection (event 2) or its session (event 3) and keeps nothing. The connection
-// ends after LogoutWait at the latest, whether or not the initiator reads. dismiss does not wait.
-func (c *conn) dismiss(event byte, reason error) {
+// target drops this connection (event 2) or its session (event 3) and keeps nothing, and after how many
+// seconds it may come back. The connection ends after wait at the latest, whether or not the initiator reads.
+// dismiss does not wait.
+func (c *conn) dismiss(event byte, time2Wait uint16, wait time.Duration, reason error) {
 	cid := c.cid
 	if event != pdu.AsyncConnectionDropped {
 		cid = 0
 	}
 	c.mu.Lock()
-	t := c.async(event, cid, c.params.DefaultTime2Wait, 0)
+	t := c.async(event, cid, time2Wait, 0)
 	if t == nil {
 		c.mu.Unlock()
 		c.stop(reason)
 		return
 	}
-	timer := time.AfterFunc(c.opt.LogoutWait, func() { c.stop(reason) })
+	timer := time.AfterFunc(wait, func() { c.stop(reason) })
 	c.workers.Go(func() {
 		defer timer.Stop()
 		if !c.sendFromTarget(t) {
 			c.stop(reason)
 			return
 		}
-		c.closeGently(reason) // PDUs in the queue leave first
+		c.closeGently(wait, reason) // PDUs in the queue leave first
 		if !c.dm.RDMA() {
 			c.stop(reason)
 		}
@@ -379,9 +380,9 @@ func (c *conn) dismiss(event byte, reason error) {
 	c.mu.Unlock()
 }
 
-// closeGently ends the connection for that reason as after a logout: the initiator has LogoutWait
-// to close it.
-func (c *conn) closeGently(reason error) {
+// closeGently ends the connection for that reason as after a logout: the initiator has that time to
+// close it.
+func (c *conn) closeGently(wait time.Duration, reason error) {
 	c.mu.Lock()
 	if c.phase != phaseFullFeature {
 		c.mu.Unlock()
@@ -391,6 +392,6 @@ func (c *conn) closeGently(reason error) {
 	c.reason = reason
 	c.shared.terminate(c.owns)
 	c.mu.Unlock()
-	c.timer.setLast(c.opt.LogoutWait, func() { c.stop(reason) })
+	c.timer.setLast(wait, func() { c.stop(reason) })
 	c.halfClose()
 }

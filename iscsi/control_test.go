@@ -519,11 +519,11 @@ func TestLogout(t *testing.T) {
 	})
 }
 
-// ISCSI-11.9-1, ISCSI-4.2.6-1: shutdown asks initiators to log out and does
+// ISCSI-11.9-1, ISCSI-4.2.6-1: initiators are asked to log out before the shutdown, which does
 // not wait forever for those that do not.
 func TestShutdown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		n := newTestNode(t, func(o *Options) { o.ShutdownWait = time.Second })
+		n := newTestNode(t)
 		polite := n.connect().login()
 		stubborn := n.connect(func(tc *testConn) { tc.isid[5] = 2 }).login()
 		discovery := n.connect(func(tc *testConn) { tc.isid[5] = 3 }).discover()
@@ -535,7 +535,14 @@ func TestShutdown(t *testing.T) {
 		<-gate.Entered
 
 		done := make(chan error, 1)
-		go func() { done <- n.Shutdown(context.Background()) }()
+		go func() {
+			ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+			defer cancel()
+			if left, err := n.Empty(ctx, ""); left != 1 || !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("%d sessions are left, %v", left, err)
+			}
+			done <- n.Shutdown(context.Background())
+		}()
 		p := polite.want(pdu.AsyncMessage)
 		if p.h.AsyncEvent() != pdu.AsyncLogoutRequest || p.h.ITT() != pdu.ReservedTag || p.h.Parameter(3) == 0 ||
 			len(p.data) != 0 {

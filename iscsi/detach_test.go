@@ -274,7 +274,7 @@ func TestShutdownWithAHungStore(t *testing.T) {
 		if err := r.Shutdown(context.Background()); err != nil {
 			t.Error(err)
 		}
-		if took := time.Since(begin); took > r.opt.Load().ShutdownWait+r.opt.Load().LogoutWait {
+		if took := time.Since(begin); took > fencingTime+2*partingWait {
 			t.Errorf("the shutdown took %v", took)
 		}
 		for _, tc := range []*testConn{r.victim, r.other} {

@@ -70,7 +70,7 @@
 //	  conn.stop           the target closes it now
 //	  conn.shut           does both: phaseEnded, tasks aborted or suspended, mover closed
 //	  conn.dismiss        tells the initiator first, then closeGently or stop
-//	  conn.closeGently    as after a logout: the initiator has LogoutWait to close it
+//	  conn.closeGently    as after a logout: the initiator has some time to close it
 //	  conn.halfClose      sends what is queued, and FIN on TCP
 //	  conn.linger         after a refused login: waits for the initiator to close
 //	  conn.finish         after all of these: waits for its goroutines, leaves the session

@@ -61,7 +61,7 @@ func newStoreNode(tb testing.TB, store *backendtest.Faulty, change ...func(*Opti
 	tb.Helper()
 	log := &testkit.Log{}
 	o := Options{
-		LogoutWait: 2 * time.Second, ShutdownWait: 200 * time.Millisecond, ReinstatementWait: 10 * time.Second,
+		LogoutWait: 2 * time.Second, ReinstatementWait: 10 * time.Second,
 		NopInterval: -1, Logger: slog.New(slog.NewTextHandler(log, nil)),
 	}
 	for _, f := range change {

@@ -294,6 +294,12 @@ func (l *login) identify() error {
 	if p.Discovery {
 		return l.require(c.opt.DiscoveryAuth)
 	}
+	if cl := c.node.closing.Load(); cl != nil { // before authentication, like any redirect
+		if cl.to != "" {
+			l.refusalKeys = []keys.Pair{{Key: "TargetAddress", Value: cl.to}}
+		}
+		return cl.refusal()
+	}
 	if to := l.target.Redirect; to.Address != "" { // before authentication: section 11.13.5
 		l.refusalKeys = []keys.Pair{{Key: "TargetAddress", Value: to.Address}}
 		status := pdu.LoginMovedTemporarily

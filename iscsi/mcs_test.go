@@ -589,14 +589,21 @@ func TestReinstatementOfSeveralConnections(t *testing.T) {
 	})
 }
 
-// All connections of a session are asked to log out when the node shuts down.
+// All connections of a session are asked to log out when the node is emptied, and are told when they are dropped.
 func TestShutdownOfSeveralConnections(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		n := newTestNode(t, several(4), func(o *Options) { o.ShutdownWait = time.Second })
+		n := newTestNode(t, several(4))
 		a := n.lead()
 		b := a.join(1)
 		down := make(chan error, 1)
-		go func() { down <- n.Shutdown(context.Background()) }()
+		go func() {
+			ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+			defer cancel()
+			if left, err := n.Empty(ctx, ""); left != 1 || !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("%d sessions are left, %v", left, err)
+			}
+			down <- n.Shutdown(context.Background())
+		}()
 		for _, tc := range []*testConn{a, b} {
 			if p := tc.want(pdu.AsyncMessage); p.h.AsyncEvent() != pdu.AsyncLogoutRequest {
 				t.Errorf("%x", []byte(p.h))

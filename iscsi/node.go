@@ -42,7 +42,6 @@ type Options struct {
 	AckWait           time.Duration // for acknowledgements, before the target gives up what it keeps for SNACKs; 5 s
 	LogoutWait        time.Duration // for the initiator to close first after the last response; 2 s
 	ReinstatementWait time.Duration // for the tasks of a session that a login replaces; 10 s
-	ShutdownWait      time.Duration // for initiators to log out when the node shuts down; 3 s
 
 	// DiscoveryAuth, unless it is nil, authenticates initiators before discovery.
 	DiscoveryAuth *security.CHAP
@@ -75,7 +74,6 @@ func (o Options) complete() Options {
 	setDefault(&o.AckWait, 5*time.Second)
 	setDefault(&o.LogoutWait, 2*time.Second)
 	setDefault(&o.ReinstatementWait, 10*time.Second)
-	setDefault(&o.ShutdownWait, 3*time.Second)
 	setDefault(&o.Logger, slog.Default())
 	if o.Events == nil {
 		o.Events = func(e Event) { e.Log(o.Logger) }
@@ -164,6 +162,7 @@ type Node struct {
 	ended    [lun.Transports]lun.Latencies // of sessions that have ended
 	conns    map[*conn]struct{}            // from the call of Serve to its end
 	stopping atomic.Bool                   // Shutdown has been called
+	closing  atomic.Pointer[closing]       // by Empty; nil: logins are welcome. Stored with mu held
 }
 
 // counters are the parts of Stats that change without a lock.

@@ -126,10 +126,13 @@ func TestResponseCode(t *testing.T) {
 // its commands are served, not rejected.
 func TestCommandsAfterLogoutRequest(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		n := newTestNode(t, func(o *Options) { o.ShutdownWait = testkit.Patience })
+		n := newTestNode(t)
 		tc := n.connect().login()
 		done := make(chan error, 1)
-		go func() { done <- n.Shutdown(context.Background()) }()
+		go func() {
+			_, err := n.Empty(context.Background(), "")
+			done <- err
+		}()
 		tc.want(pdu.AsyncMessage)
 		h := tc.command(writeF, 4096, cdb.Write10(8, 8), pattern(4096, 7))
 		tc.wantStatus(h, 0)
@@ -143,7 +146,7 @@ func TestCommandsAfterLogoutRequest(t *testing.T) {
 				t.Error(err)
 			}
 		case <-time.After(testkit.Patience):
-			t.Error("Shutdown has not returned")
+			t.Error("Empty has not returned")
 		}
 	})
 }

@@ -155,6 +155,8 @@ func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *tar
 		switch {
 		case nd.stopping.Load():
 			refusal = &loginError{pdu.LoginUnavailable, errShutdown}
+		case nd.closing.Load() != nil && !c.params.Discovery: // Empty has begun during the login
+			refusal = refuse(pdu.LoginUnavailable, "target is being drained")
 		case t != nil && !nd.has(t):
 			// The rules that admitted the initiator may not hold any longer.
 			refusal = refuse(pdu.LoginUnavailable, "target was changed or removed during login")
@@ -429,7 +431,7 @@ var errConnectionLost = errors.New("another connection of the session has failed
 func (s *session) connFailed(failed *conn) {
 	for _, c := range s.close(errConnectionLost) {
 		if c != failed {
-			c.dismiss(pdu.AsyncSessionDropped, errConnectionLost)
+			c.dismiss(pdu.AsyncSessionDropped, c.params.DefaultTime2Wait, c.opt.LogoutWait, errConnectionLost)
 		}
 	}
 }

@@ -10,39 +10,94 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 var errShutdown = errors.New("target shuts down")
 
-// Shutdown ends everything. The node refuses logins from now on, and asks the initiators of normal
-// sessions to log out (Asynchronous Message 1, RFC 7143, section 11.9.1). After ShutdownWait it
-// tells those that have not done so that it drops the connection, and disconnects them. Shutdown
-// returns nil when all Serve calls have ended, or the error of ctx if that is done earlier.
+// partingWait is how long a connection may take to end after Shutdown has announced it.
+const partingWait = 100 * time.Millisecond
+
+// A closing is where initiators shall go while a node is emptied.
+type closing struct{ to string }
+
+// refusal is how a login ends while the node is emptied.
+func (c *closing) refusal() *loginError {
+	if c.to == "" {
+		return refuse(pdu.LoginUnavailable, "target is being drained")
+	}
+	return refuse(pdu.LoginMovedTemporarily, "target is being drained, and sends initiators to "+c.to)
+}
+
+// Empty makes the initiators leave. Logins to targets are sent to the address, which is as in a Redirect, or
+// refused as "service unavailable" if it is empty. Initiators of normal sessions are asked to log out
+// (Asynchronous Message 1, RFC 7143, section 11.9.1) before the deadline of ctx. Until they do, they are
+// served. Empty returns how many sessions are left, with the error of ctx, or 0 and nil when there are none.
+// Logins stay refused. Shutdown follows.
+func (nd *Node) Empty(ctx context.Context, to string) (left int, err error) {
+	nd.mu.Lock()
+	nd.closing.Store(&closing{to})
+	nd.mu.Unlock()
+	end, ok := ctx.Deadline()
+	if !ok {
+		end = time.Now().Add(time.Duration(1<<16-1) * time.Second) // the most that the message can say
+	}
+	asked := map[*conn]bool{}
+	tick := time.NewTicker(emptyPoll)
+	defer tick.Stop()
+	for {
+		var conns []*conn
+		nd.mu.Lock()
+		left = nd.normalSessions()
+		for c := range nd.conns {
+			if !asked[c] {
+				conns = append(conns, c)
+			}
+		}
+		nd.mu.Unlock()
+		if left == 0 {
+			return 0, nil
+		}
+		for _, c := range conns { // those in login are asked when they are through
+			if c.askLogout(max(time.Until(end), 0)) {
+				asked[c] = true
+			}
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return left, ctx.Err()
+		}
+	}
+}
+
+// emptyPoll is how often Empty looks.
+const emptyPoll = 20 * time.Millisecond
+
+// normalSessions returns how many sessions there are, except those for discovery.
+//
+// Preconditions: nd.mu is held.
+func (nd *Node) normalSessions() (n int) {
+	invariant.Held(&nd.mu)
+	for _, s := range nd.sessions {
+		if !s.discovery {
+			n++
+		}
+	}
+	return n
+}
+
+// Shutdown ends everything at once, so that initiators can go to the next process without delay. The node
+// refuses logins from now on. It announces to the initiators of normal sessions that it drops the connection,
+// and that they may come back at once (Asynchronous Message 2 with Time2Wait 0, RFC 7143, section 11.9.1).
+// Shutdown returns nil when all Serve calls have ended, or the error of ctx if that is done earlier.
 func (nd *Node) Shutdown(ctx context.Context) error {
-	wait := nd.opt.Load().ShutdownWait
 	nd.mu.Lock()
 	nd.stopping.Store(true)
 	conns := slices.Collect(maps.Keys(nd.conns))
 	nd.mu.Unlock()
-
-	asked := conns[:0:0]
 	for _, c := range conns {
-		if c.askLogout(wait) {
-			asked = append(asked, c)
-		} else {
-			c.stop(errShutdown)
-		}
-	}
-	grace, cancel := context.WithTimeout(ctx, wait)
-	defer cancel()
-	for _, c := range asked {
-		select {
-		case <-c.done:
-		case <-grace.Done():
-		}
-	}
-	for _, c := range conns {
-		c.dismiss(pdu.AsyncConnectionDropped, errShutdown) // section 11.9.1
+		c.dismiss(pdu.AsyncConnectionDropped, 0, partingWait, errShutdown)
 	}
 	for _, c := range conns {
 		select {
@@ -94,7 +149,7 @@ func (nd *Node) EndSession(ctx context.Context, tsih uint16, grace time.Duration
 		}
 	}
 	for _, c := range conns {
-		c.dismiss(pdu.AsyncSessionDropped, reason)
+		c.dismiss(pdu.AsyncSessionDropped, c.params.DefaultTime2Wait, c.opt.LogoutWait, reason)
 	}
 	select {
 	case <-s.done:

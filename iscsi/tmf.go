@@ -381,11 +381,11 @@ func (c *conn) endTarget() {
 	for _, s := range c.node.sessionsWith(c.sess.target) {
 		for _, o := range s.close(errColdReset) {
 			if o != c {
-				o.dismiss(pdu.AsyncSessionDropped, errColdReset)
+				o.dismiss(pdu.AsyncSessionDropped, o.params.DefaultTime2Wait, o.opt.LogoutWait, errColdReset)
 			}
 		}
 	}
-	c.closeGently(errColdReset)
+	c.closeGently(c.opt.LogoutWait, errColdReset)
 }
 
 // clearTarget ends all commands for the logical units that the initiator sees, those of others if it

@@ -256,7 +256,8 @@ func (c *conn) async(event byte, p1, p2, p3 uint16) *Task {
 func (c *conn) askLogout(d time.Duration) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if len(c.unexpected.outstanding) >= c.unexpectedLimit() {
+	// Before the full feature phase the parameters belong to the login.
+	if c.phase != phaseFullFeature || len(c.unexpected.outstanding) >= c.unexpectedLimit() {
 		return false
 	}
 	t := c.async(pdu.AsyncLogoutRequest, 0, 0, uint16(min((d+time.Second-1)/time.Second, 0xffff)))

@@ -61,7 +61,7 @@ func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target
 	}
 	tg := &target{tb: tb, store: &backendtest.Faulty{Store: mem}}
 	o := iscsi.Options{
-		LogoutWait: 2 * time.Second, ShutdownWait: time.Millisecond, NopInterval: -1,
+		LogoutWait: 2 * time.Second, NopInterval: -1,
 		Limits: keys.Limits{Digests: true}, Logger: slog.New(slog.DiscardHandler),
 	}
 	for _, f := range change {
