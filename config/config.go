@@ -34,7 +34,8 @@ type Config struct {
 
 	Watch bool `key:"watch"` // apply the file when it changes
 
-	Drain time.Duration `key:"drain"` // time that sessions get to log out when the target shuts down
+	Drain   time.Duration `key:"drain"`    // time that sessions get to log out when the target shuts down
+	DrainTo string        `key:"drain_to"` // where initiators are sent meanwhile
 }
 
 // A Portal is an address to listen on.
@@ -295,7 +296,6 @@ func base() Config {
 		StateDir: "/var/lib/iser-target",
 		Log:      Log{Level: "info", Format: "text"},
 		Control:  Control{Socket: DefaultSocket()},
-		Drain:    10 * time.Second,
 	}
 }
 

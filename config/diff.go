@@ -57,6 +57,7 @@ const (
 	KindDashboard     = "dashboard"
 	KindWatch         = "watch"
 	KindDrain         = "drain"
+	KindDrainTo       = "drain_to"
 )
 
 // A Change is one difference between two configurations: an object that is added or

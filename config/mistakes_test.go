@@ -233,6 +233,8 @@ func TestWrongSectionsAreRefused(t *testing.T) {
 		{"dashboard is not an address", [2]string{"", "dashboard: {listen: x}"}, []string{`f: dashboard.listen: "x" is not host:port`}},
 		{"dashboard is a portal", [2]string{"", "dashboard: {listen: \"127.0.0.1:3260\"}"}, []string{`f: dashboard.listen: "127.0.0.1:3260" is the address of portals[0] already`}},
 		{"drain is long", [2]string{"", "drain: 601s"}, []string{"f: drain: must be 0 to 10m, not 10m1s"}},
+		{"drain_to without drain", [2]string{"", "drain_to: 192.0.2.9:3260"}, []string{"f: drain_to: requires drain, the time in which initiators go there"}},
+		{"drain_to has no port", [2]string{"", "drain: 1s\ndrain_to: elsewhere"}, []string{"f: drain_to: "}},
 		{"drain is negative", [2]string{"", "drain: -1s"}, []string{"f: drain: must be 0 to 10m, not -1s"}},
 		{"log format", [2]string{"", "log: {format: xml}"}, []string{`f: log.format: must be text or json, not "xml"`}},
 		{"no state_dir for a file", [2]string{lun, "{id: 0, backend: file, path: /x, size: 1GiB}\nstate_dir: \"\""}, []string{"f: state_dir: is required: targets[0].luns[0] keeps its data"}},

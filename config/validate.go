@@ -119,6 +119,12 @@ func (c *Config) check() errorList {
 	if c.Drain < 0 || c.Drain > maxDrain {
 		errs.addf("drain", "must be 0 to %s, not %v", FormatDuration(maxDrain), c.Drain)
 	}
+	if c.DrainTo != "" {
+		c.checkElsewhere("drain_to", c.DrainTo, "the target", &errs)
+		if c.Drain == 0 {
+			errs.addf("drain_to", "requires drain, the time in which initiators go there")
+		}
+	}
 	return errs
 }
 
@@ -285,19 +291,35 @@ func (c *Config) checkRedirect(key string, r *Redirect, errs *errorList) {
 	if *r == (Redirect{}) {
 		return
 	}
-	to, reason := parseAddress(r.To, false)
+	c.checkElsewhere(key+".to", r.To, "this target", errs)
+}
+
+// checkElsewhere checks an address that initiators are sent to.
+func (c *Config) checkElsewhere(key, address, whose string, errs *errorList) {
+	to, reason := parseAddress(address, false)
 	if reason != "" {
-		errs.addf(key+".to", "%s", reason)
+		errs.addf(key, "%s", reason)
 		return
 	}
 	for i, p := range c.Portals {
 		for _, a := range append([]string{p.Listen}, p.Advertise...) {
 			if own, reason := parseAddress(a, true); reason == "" && own == to {
-				errs.addf(key+".to", "%q is portals[%d] of this target: the redirect would loop", r.To, i)
+				errs.addf(key, "%q is portals[%d] of %s: the redirect would loop", address, i, whose)
 				return
 			}
 		}
 	}
+}
+
+// CheckElsewhere checks an address that initiators are sent to while the target is drained: HOST:PORT, and not
+// one of its portals. The error names it by key.
+func (c *Config) CheckElsewhere(key, address string) error {
+	var errs errorList
+	c.checkElsewhere(key, address, "the target", &errs)
+	if len(errs) > 0 {
+		return errs[0]
+	}
+	return nil
 }
 
 func checkPatterns(key string, patterns []string, errs *errorList) {

@@ -138,6 +138,10 @@ func (u *Unit) sync(c *Command) error {
 	return u.store.Sync()
 }
 
+// Sync synchronizes the store, like SYNCHRONIZE CACHE of all blocks, but without a turn. It fails like the store,
+// and with backend.ErrClosed if there is none.
+func (u *Unit) Sync() error { return u.sync(nil) }
+
 // inSanitize makes a call for the sanitize that is running, which it enters and leaves. It fails with
 // backend.ErrClosed if the unit is being closed.
 func (u *Unit) inSanitize(w fair.Work, call func() error) error {

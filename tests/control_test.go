@@ -3,6 +3,7 @@ package tests
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"strings"
@@ -363,22 +364,29 @@ func TestPingUnderLoad(t *testing.T) {
 	p.logout()
 }
 
-// Shutdown asks initiators to log out, once they have shown that they have
-// buffers for that.
+// Initiators are asked to log out before a shutdown, once they have shown that they have buffers for that.
 func TestShutdown(t *testing.T) {
 	t.Run("ISER-7.3.7-1 ISER-5.1.3-10 ISER-5.2.3.1-1", func(t *testing.T) {
-		tg := startTarget(t, targetOptions{node: iscsi.Options{ShutdownWait: time.Hour}})
+		tg := startTarget(t, targetOptions{})
 		p := tg.rawLogin(t, initiator.Options{})
 		p.ping()
 		quiet := tg.rawLogin(t, initiator.Options{ISID: [6]byte{1}})
 		done := make(chan error, 1)
-		go func() { done <- tg.node.Shutdown(context.Background()) }()
+		ctx, leave := context.WithTimeout(context.Background(), time.Hour)
+		defer leave()
+		go func() {
+			if left, err := tg.node.Empty(ctx, ""); left != 1 || !errors.Is(err, context.Canceled) {
+				t.Errorf("%d sessions are left, %v", left, err)
+			}
+			done <- tg.node.Shutdown(context.Background())
+		}()
 		m := p.want(pdu.AsyncMessage)
 		if m.bhs.AsyncEvent() != pdu.AsyncLogoutRequest || len(m.payload) != 76 || m.op != wire.OpSend {
 			t.Errorf("% x", m.payload)
 		}
-		quiet.wantEOF() // it has sent nothing yet and gets nothing but the end
 		p.logout()
+		leave()
+		quiet.wantEOF() // it has sent nothing yet and gets nothing but the end
 		if err := <-done; err != nil {
 			t.Error(err)
 		}

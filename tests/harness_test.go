@@ -77,9 +77,6 @@ func startTarget(t testing.TB, o targetOptions) *target {
 	if o.node.LogoutWait == 0 {
 		o.node.LogoutWait = 2 * time.Second
 	}
-	if o.node.ShutdownWait == 0 {
-		o.node.ShutdownWait = time.Millisecond
-	}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)

@@ -105,8 +105,9 @@ On SIGHUP, the target reads the configuration file again and applies the
 differences, unless they would disturb sessions. With "watch: true" in the file
 it does so whenever the file changes.
 
-On the first SIGTERM, the target asks initiators to log out, and waits for the time
-"drain" of the file. The second SIGTERM ends the process at once.
+On the first SIGTERM, the target ends its sessions and closes its LUNs. With "drain" in
+the file, it first asks initiators to log out, and waits for that time. The second
+SIGTERM ends the process at once.
 
 Without --config, the target serves a memory LUN of 1 GiB to any initiator on this
 machine.`,

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -17,8 +18,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/cmd/iser-target/cli"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -175,7 +178,7 @@ targets:
 	}
 	got = m.next(t, "STOPPING=1")
 	// drain, the end of the sessions, and what stores take.
-	if got["EXTEND_TIMEOUT_USEC"] != "58000000" || got["STATUS"] != "stopping: sessions 1, asked to log out within 1s" {
+	if got["EXTEND_TIMEOUT_USEC"] != "68000000" || got["STATUS"] != "stopping: sessions 1, asked to log out within 1s" {
 		t.Errorf("at the end: %q", got)
 	}
 	m.next(t, "WATCHDOG=1") // it is watched to the end
@@ -308,6 +311,104 @@ func TestUnsuitableSocketIsRefused(t *testing.T) {
 		m := &manager{env: []string{"NOTIFY_SOCKET=vsock:2:1"}}
 		m.start(t, serviceConfig(t, "", "127.0.0.1:0")).wait(t, `(NOTIFY_SOCKET is "vsock:2:1", want an absolute path)`)
 	})
+}
+
+// A stop cuts sessions at once, although one of them does not log out, and announces that. What was acknowledged
+// is there after the next start, and the initiators come back at once.
+func TestStopIsShort(t *testing.T) {
+	dir := t.TempDir()
+	path := write(t, "c.yaml", fmt.Sprintf(`
+state_dir: %[1]s/state
+control: {socket: ""}
+portals: [{listen: "127.0.0.1:0"}]
+targets:
+  - name: %[2]s
+    initiators: ["*"]
+    luns: [{id: 0, backend: file, path: %[1]s/disk.img, size: 64MiB}]
+`, dir, serviceTarget))
+	p := start(t, "serve", "--config", path)
+	s, neighbor := logIn(t, p.addr), login(t, p.addr, initiator.Options{Target: serviceTarget, ISID: [6]byte{0x80, 5: 9}})
+	defer neighbor.Close()
+	data := bytes.Repeat([]byte("iser"), 1<<18)
+	w := &initiator.Command{CDB: cdb.Write16(0, 2048), Out: data}
+	if err := s.Do(w); err != nil || w.Status != 0 {
+		t.Fatalf("%v, status %d", err, w.Status)
+	}
+	if err := p.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), testkit.Patience)
+	defer cancel()
+	got, err := s.Next(ctx)
+	if err != nil || got.BHS.Opcode() != pdu.AsyncMessage || got.BHS.AsyncEvent() != pdu.AsyncConnectionDropped || got.BHS.Parameter(2) != 0 {
+		t.Errorf("%v %x, want event 2 with Time2Wait 0", err, []byte(got.BHS))
+	}
+	cut := time.Now()
+	if err := p.cmd.Wait(); err != nil {
+		t.Error(err)
+	}
+	if took := time.Since(cut); took > 2*time.Second { // 0.1 s and a busy machine; it was "drain" and more
+		t.Errorf("the target ended %v after it had cut the sessions", took)
+	}
+	again := start(t, "serve", "--config", path)
+	s = logIn(t, again.addr)
+	defer s.Close()
+	r := &initiator.Command{CDB: cdb.Read16(0, 2048), In: make([]byte, len(data))}
+	if err := s.Do(r); err != nil || r.Status != 0 || !bytes.Equal(r.In, data) {
+		t.Errorf("%v, status %d, or other data", err, r.Status)
+	}
+}
+
+// drain makes initiators log out, sends their logins to another portal, and ends the target with code 0. A
+// session that does not log out is served until the time is over.
+func TestDrain(t *testing.T) {
+	s := newStation(t)
+	leaves, stays := logIn(t, s.addr), login(t, s.addr, initiator.Options{Target: storeName, ISID: [6]byte{0x80, 5: 9}})
+	defer stays.Close()
+	read := func() error {
+		c := &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
+		for c.Status = 2; c.Status != 0; { // the first meets a unit attention
+			if err := stays.Do(c); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	if err := read(); err != nil {
+		t.Fatal(err)
+	}
+	s.says(t, cli.ExitUsage, "--within must be", "drain", "--within", "25h")
+	s.says(t, cli.ExitUsage, "--to must be HOST:PORT", "drain", "--to", "elsewhere")
+	s.says(t, cli.ExitError, "would loop", "drain", "--to", s.addr)
+
+	const to = "192.0.2.9:3260"
+	if out := s.ok(t, "drain", "--within", "5s", "--to", to, "--detach"); out != "sessions 2: asked to log out within 5s and sent to "+to+"\n" {
+		t.Errorf("%q", out)
+	}
+	begun := time.Now()
+	s.says(t, cli.ExitError, "is being drained already", "drain")
+	ctx, cancel := context.WithTimeout(t.Context(), testkit.Patience)
+	defer cancel()
+	for _, i := range []*initiator.Session{leaves, stays} {
+		if got, err := i.Next(ctx); err != nil || got.BHS.AsyncEvent() != pdu.AsyncLogoutRequest {
+			t.Fatalf("%v %x", err, []byte(got.BHS))
+		}
+	}
+	if err := leaves.Logout(ctx); err != nil {
+		t.Error(err)
+	}
+	if _, err := initiator.Login(ctx, s.addr, initiator.Options{Target: storeName}); err == nil || !strings.Contains(err.Error(), "0x0101") && !strings.Contains(err.Error(), "moved") {
+		t.Errorf("a login meets %v, want target moved temporarily", err)
+	}
+	if err := read(); err != nil {
+		t.Errorf("the initiator that stays: %v", err)
+	}
+	if err := s.cmd.Wait(); err != nil {
+		t.Error(err)
+	}
+	if took := time.Since(begun); took < 4*time.Second || took > time.Minute {
+		t.Errorf("the target ended after %v, want 5s", took)
+	}
 }
 
 // ISCSI-11.9-1: on SIGTERM, the target asks initiators to log out and waits at most for

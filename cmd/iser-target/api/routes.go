@@ -346,6 +346,18 @@ func (s *Server) killSession(r *http.Request) (any, error) {
 	return schema.Done{Done: true}, s.d.KillSession(r.Context(), id, reason)
 }
 
+func (s *Server) drain(r *http.Request) (any, error) {
+	var req schema.DrainRequest
+	if err := body(r, &req); err != nil {
+		return nil, err
+	}
+	within, err := time.ParseDuration(req.Within)
+	if err != nil || within < 0 || within > schema.MaxDrain {
+		return nil, invalid("within must be 0s to %v, not %q", schema.MaxDrain, req.Within)
+	}
+	return s.d.Drain(r.Context(), within, req.To)
+}
+
 func (s *Server) planConfig(r *http.Request) (any, error) { return s.applyDocument(r, true) }
 
 func (s *Server) applyConfig(r *http.Request) (any, error) { return s.applyDocument(r, false) }

@@ -96,6 +96,7 @@ var routes = []route{
 	{"GET /v1/config", "", (*Server).exportConfig},
 	{"POST /v1/config/plan", "source " + options, value((*Server).planConfig)},
 	{"POST /v1/config/apply", "own_file source " + options, value((*Server).applyConfig)},
+	{"POST /v1/drain", "", value((*Server).drain)},
 	{"GET /v1/explain", "initiator target portal", value((*Server).explain)},
 	{"GET /v1/events", "since follow", (*Server).events},
 	{"GET /v1/openapi.yaml", "", (*Server).describe},
@@ -279,6 +280,8 @@ func errorOf(err error) *schema.Error {
 		return &schema.Error{Code: schema.Exists, Message: err.Error(), Hint: "change it, or remove it first"}
 	case errors.Is(err, daemon.ErrEdited):
 		return &schema.Error{Code: schema.Edited, Message: err.Error(), Hint: "check the file with config plan, and then apply it"}
+	case errors.Is(err, daemon.ErrDraining):
+		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "wait until it ends, or end it at once with SIGTERM"}
 	case errors.Is(err, daemon.ErrEnding):
 		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "nothing was changed; try again when the target is back"}
 	case errors.Is(err, daemon.ErrBeingRemoved):

@@ -25,6 +25,7 @@ type waits struct {
 	close   time.Duration // closing, when a LUN is removed
 	start   time.Duration // opening all stores at the start
 	changes time.Duration // the changes in progress at a shutdown
+	sync    time.Duration // synchronizing all stores at a shutdown, while they are served
 	end     time.Duration // closing all stores at a shutdown
 	slot    time.Duration // until a store that takes long makes room for another one
 	calls   int           // calls in progress, at most
@@ -37,6 +38,7 @@ var defaultWaits = waits{
 	close:   5 * time.Second,
 	start:   15 * time.Second,
 	changes: 10 * time.Second,
+	sync:    10 * time.Second,
 	end:     25 * time.Second, // with changes less than stopSlack
 	slot:    250 * time.Millisecond,
 	calls:   1024,
@@ -80,6 +82,7 @@ type call struct {
 const (
 	callOpen  = "opening it"
 	callClose = "closing it"
+	callSync  = "synchronizing it"
 )
 
 // storeKey returns the key of the store of a LUN: its path, if it has one.

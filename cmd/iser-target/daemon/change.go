@@ -329,7 +329,8 @@ func init() {
 		{config.KindLimits, config.Update}:        (*change).updateOptions,
 		{config.KindMPA, config.Update}:           (*change).updateOptions,
 		{config.KindDiscoveryAuth, config.Update}: (*change).updateOptions,
-		{config.KindDrain, config.Update}:         (*change).updateOptions,
+		{config.KindDrain, config.Update}:         readAtTheEnd,
+		{config.KindDrainTo, config.Update}:       readAtTheEnd,
 		{config.KindDebug, config.Update}:         (*change).updateSideServer,
 		{config.KindMetrics, config.Update}:       (*change).updateSideServer,
 		{config.KindDashboard, config.Update}:     (*change).updateSideServer,
@@ -337,6 +338,9 @@ func init() {
 		{config.KindWatch, config.Update}:         func(*change, config.Change) error { return nil }, // follow reads the key
 	}
 }
+
+// readAtTheEnd does nothing: awaitEnd reads the key.
+func readAtTheEnd(*change, config.Change) error { return nil }
 
 // onUndo adds f to what rollBack does.
 func (c *change) onUndo(f func() error) { c.undo = append(c.undo, f) }

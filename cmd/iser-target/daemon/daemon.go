@@ -38,7 +38,7 @@ const (
 	// ird and ord are the RDMA Read depths. No initiator reads from the target; siw takes
 	// up to 128 Reads.
 	ird, ord = 16, 128
-	// shutdownTime is what sessions have to end at a shutdown, after the time to log out.
+	// shutdownTime is what sessions have to end at a shutdown, once they are cut.
 	shutdownTime = 12 * time.Second
 )
 
@@ -75,14 +75,15 @@ type Daemon struct {
 	ready   chan struct{}
 	reloads chan string // reasons to read the configuration file again
 
-	node    *iscsi.Node
-	net     network
-	state   *stateFiles
-	changes changes
-	calls   calls
-	stores  *fair.Process // what the LUNs share to call their stores
-	waits   waits
-	side    map[string]*sideServer // by kind of change
+	node      *iscsi.Node
+	net       network
+	state     *stateFiles
+	changes   changes
+	calls     calls
+	stores    *fair.Process // what the LUNs share to call their stores
+	waits     waits
+	departing departing
+	side      map[string]*sideServer // by kind of change
 
 	mu     sync.Mutex // held for moments; before shrinks.mu and the locks of node
 	served served
@@ -154,6 +155,7 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 		return nil, err
 	}
 	d.node = iscsi.NewNode(options)
+	d.departing.orders = make(chan departure, 1)
 	d.setLimits(cfg)
 	if err := d.open(); err != nil {
 		d.closeListeners()
@@ -188,7 +190,6 @@ func (d *Daemon) nodeOptions(cfg *config.Config) (iscsi.Options, error) {
 		LoginTimeout:     cfg.Limits.LoginTimeout,
 		NopInterval:      cmp.Or(cfg.Limits.NOPInterval, -1), // 0 is the default
 		NopTimeout:       cfg.Limits.NOPTimeout,
-		ShutdownWait:     max(cfg.Drain, 1), // 0 is the default
 		DiscoveryAuth:    discovery,
 		Limits: keys.Limits{
 			Digests:            true,
@@ -322,9 +323,12 @@ func (d *Daemon) locked(f func()) {
 // Ready returns a channel that is closed when Run serves.
 func (d *Daemon) Ready() <-chan struct{} { return d.ready }
 
-// Run serves until ctx ends. Then it ends the sessions and closes the stores.
+// Run serves until ctx ends, or until Drain has emptied the daemon. Then it ends the sessions and closes the
+// stores.
 func (d *Daemon) Run(ctx context.Context) error {
 	defer d.logTo.end()
+	ctx, stop := context.WithCancel(ctx)
+	defer stop()
 	e, err := d.edit(context.Background())
 	if err != nil {
 		return err
@@ -343,12 +347,12 @@ func (d *Daemon) Run(ctx context.Context) error {
 	close(d.ready)
 	var followed sync.WaitGroup
 	followed.Go(func() { d.follow(ctx) })
-	<-ctx.Done()
-	d.log.Info("shutting down", eventKey, "service")
-	timeout := d.Effective().Drain + shutdownTime
-	d.stopping(timeout)
-	d.changes.end() // cuts short what is in progress
-	return errors.Join(d.endChanges(&followed), d.shutDown(timeout))
+	d.awaitEnd(ctx)
+	d.syncUnits()
+	d.stopping(0)
+	d.changes.end()
+	stop()
+	return errors.Join(d.endChanges(&followed), d.shutDown(shutdownTime))
 }
 
 // endChanges waits until no change is in progress, and permits no other. If the file system of the

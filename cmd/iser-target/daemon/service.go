@@ -126,7 +126,11 @@ func (d *Daemon) status() string {
 			notReady = append(notReady, fmt.Sprintf("LUN %d of %s: %s", id, t.name, cut(reason, 200)))
 		}
 	}
-	s := fmt.Sprintf("serving: sessions %d, targets %d, LUNs %d", sessions, len(d.served.targets), luns)
+	doing := "serving"
+	if d.departing.ordered.Load() {
+		doing = "draining"
+	}
+	s := fmt.Sprintf("%s: sessions %d, targets %d, LUNs %d", doing, sessions, len(d.served.targets), luns)
 	if n := len(notReady); n > 0 {
 		s += fmt.Sprintf(", not ready %d: %s", n, strings.Join(notReady[:min(n, namedReasons)], "; "))
 		if n > namedReasons {
@@ -142,11 +146,4 @@ func cut(s string, n int) string {
 		return s
 	}
 	return strings.ToValidUTF8(s[:n], "") + "…"
-}
-
-// stopping notifies the service manager that the shutdown begins and how long it may take.
-func (d *Daemon) stopping(timeout time.Duration) {
-	n := len(d.node.Sessions())
-	d.notify("STOPPING=1", systemd.Extend(timeout+stopSlack),
-		systemd.Status(fmt.Sprintf("stopping: sessions %d, asked to log out within %v", n, d.Effective().Drain)))
 }

@@ -3,6 +3,7 @@ package schema
 import (
 	"maps"
 	"slices"
+	"time"
 )
 
 // A Target is the body of a request that adds a target.
@@ -92,6 +93,24 @@ type Reservation struct {
 	Target string `json:"target"`
 	LUN    int    `json:"lun"`
 	ReservationState
+}
+
+// A DrainRequest asks for the end of the target.
+type DrainRequest struct {
+	// Within is how long initiators have to log out, like 30s; at most 24h.
+	Within string `json:"within"`
+	// To is where they are sent, HOST:PORT; empty: nowhere.
+	To string `json:"to,omitempty"`
+}
+
+// MaxDrain bounds DrainRequest.Within.
+const MaxDrain = 24 * time.Hour
+
+// A DrainState says how the end of the target has begun.
+type DrainState struct {
+	Sessions int    `json:"sessions"`
+	Within   string `json:"within"`
+	To       string `json:"to,omitempty"`
 }
 
 // Done answers a request that has no plan.

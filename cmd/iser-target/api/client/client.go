@@ -380,6 +380,13 @@ func (c *Client) KillSession(ctx context.Context, tsih uint16, reason string) er
 	return c.call(ctx, http.MethodDelete, fmt.Sprintf("/v1/sessions/%d", tsih), query("reason", reason), nil, &schema.Done{})
 }
 
+// Drain makes the target end: initiators have that time to log out, and go to the address if it is not empty.
+// It does not wait for the end.
+func (c *Client) Drain(ctx context.Context, within time.Duration, to string) (s schema.DrainState, err error) {
+	err = c.call(ctx, http.MethodPost, "/v1/drain", nil, schema.DrainRequest{Within: within.String(), To: to}, &s)
+	return s, err
+}
+
 // Limits returns the limits of what initiators share, and their present use.
 func (c *Client) Limits(ctx context.Context) ([]schema.LimitState, error) {
 	return get[[]schema.LimitState](ctx, c, "/v1/limits", nil)
