@@ -21,7 +21,7 @@ const partingWait = 100 * time.Millisecond
 // A closing is where initiators shall go while a node is emptied.
 type closing struct{ to string }
 
-// refusal is how a login ends while the node is emptied.
+// refusal returns the error of a login while the node is emptied.
 func (c *closing) refusal() *loginError {
 	if c.to == "" {
 		return refuse(pdu.LoginUnavailable, "target is being drained")
@@ -32,7 +32,7 @@ func (c *closing) refusal() *loginError {
 // Empty makes the initiators leave. Logins to targets are sent to the address, which is as in a Redirect, or
 // refused as "service unavailable" if it is empty. Initiators of normal sessions are asked to log out
 // (Asynchronous Message 1, RFC 7143, section 11.9.1) before the deadline of ctx. Until they do, they are
-// served. Empty returns how many sessions are left, with the error of ctx, or 0 and nil when there are none.
+// served. Empty returns how many sessions are left, with the error of ctx, or 0 and nil when all have ended.
 // Logins stay refused. Shutdown follows.
 func (nd *Node) Empty(ctx context.Context, to string) (left int, err error) {
 	nd.mu.Lock()

@@ -139,7 +139,7 @@ func (u *Unit) sync(c *Command) error {
 }
 
 // Sync synchronizes the store, like SYNCHRONIZE CACHE of all blocks, but without a turn. It fails like the store,
-// and with backend.ErrClosed if there is none.
+// and with backend.ErrClosed when it is closed.
 func (u *Unit) Sync() error { return u.sync(nil) }
 
 // inSanitize makes a call for the sanitize that is running, which it enters and leaves. It fails with

@@ -385,6 +385,7 @@ func TestShutdown(t *testing.T) {
 			t.Errorf("% x", m.payload)
 		}
 		p.logout()
+		testkit.Eventually(t, "the end of the session", func() bool { return tg.node.Stats().Sessions == 1 })
 		leave()
 		quiet.wantEOF() // it has sent nothing yet and gets nothing but the end
 		if err := <-done; err != nil {
