@@ -29,7 +29,7 @@ GOTESTSUM = $(GO) tool gotestsum --format pkgname-and-test-fails
 
 .PHONY: help
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 .PHONY: build
 build: ## bin/iser-target, a static binary
@@ -91,6 +91,13 @@ fuzz: ## every fuzz target for FUZZTIME
 	@grep -rEn --include='*_test.go' '^func Fuzz[A-Za-z0-9_]*\(' . | \
 	sed -E 's|^(.*)/[^/]+:[0-9]+:func (Fuzz[A-Za-z0-9_]*)\(.*|\1 \2|' | sort -u | \
 	GO=$(GO) xargs -P 2 -L 1 sh -c '.ci/fuzz $$0 $$1 $(FUZZTIME)'
+
+FUZZLOG := $(shell mktemp -u)
+.PHONY: fuzz-long
+fuzz-long: ## make fuzz, and its executions added to docs/fuzzing.md
+	$(MAKE) fuzz FUZZTIME=$(if $(filter command line,$(origin FUZZTIME)),$(FUZZTIME),10m) | tee $(FUZZLOG)
+	$(GO) run ./tests/fuzzing/ledger docs/fuzzing.md <$(FUZZLOG)
+	rm -f $(FUZZLOG)
 
 .PHONY: docs
 docs: build ## man pages and shell completions, in bin/man and bin/completions
