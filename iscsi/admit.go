@@ -36,6 +36,9 @@ func (c *conn) judge(h pdu.BHS, r *request) (take bool, reason pdu.RejectReason)
 func (c *conn) admit(t *Task) {
 	t.become(taskWaiting)
 	c.shared.tasks.insert(t)
+	if t.needsData {
+		c.awaitData(t, int(t.unsolicited-t.arrived))
+	}
 	h := t.header()
 	if t.immediate() {
 		c.immediate[h.Opcode()]++

@@ -301,6 +301,7 @@ func (t *Task) fetch(have, n int) {
 	t.idle()
 	t.become(taskFetching)
 	c.stampWindow(t)
+	c.awaitData(t, n-have)
 	// c.mu is still held, so that callOff finds the GetData of each task in this state.
 	err := c.dm.GetData(t, uint32(t.off)+uint32(have), t.buf.data[have:n])
 	if err != nil {
@@ -325,6 +326,9 @@ func (t *Task) afterFetch() {
 		t.failTransfer(senseNotTaken)
 		return
 	case t.fetchErr == nil:
+	case errors.Is(t.fetchErr, ErrCanceled):
+		t.failTransfer(senseNotTaken)
+		return
 	case errors.Is(t.fetchErr, ErrDataLost):
 		t.failTransfer(senseLost)
 		return

@@ -88,6 +88,7 @@ type conn struct {
 	immediate  [64]uint8 // immediate requests in execution, by opcode
 	unexpected unexpectedPDUs
 	textBusy   bool // a Text Request is being answered
+	data       dataWatch
 
 	text textExchange // owned by that Text Request
 

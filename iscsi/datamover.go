@@ -117,8 +117,17 @@ type Borrower interface {
 // does not send the data of a task that it aborts.
 type Canceler interface {
 	// CancelData ends the GetData of t without a Notice; its data belongs to the core again. If that
-	// is not possible it returns false, and the Notice will come.
+	// is not possible it returns false, and the Notice will come, with ErrCanceled after the PDU that
+	// is being received. Data that comes later is discarded.
 	CancelData(t *Task) bool
+}
+
+// A Meter is a Datamover that knows how much of the data of a GetData has come.
+type Meter interface {
+	// Fetched returns a number that grows with each byte that comes for the GetData of t, and how
+	// many bytes are missing, at most. If data comes in the order of the GetDatas, bytes of earlier
+	// ones may count. Fetched returns false if no GetData of t is outstanding: its Notice is on its way.
+	Fetched(t *Task) (came uint64, missing int, ok bool)
 }
 
 // A Deferrer is a Datamover that knows whether a Flush can be put off, so that the answers to PDUs
@@ -171,6 +180,10 @@ type Repeater interface {
 	// PDU has left, unless queued is false, which means that it had nothing to send. next is the
 	// DataSN or R2TSN with which t continues. Errors are ErrNeverSent and ErrGivenUp.
 	Repeat(t, by *Task, begin, length uint32) (queued bool, next uint32, err error)
+
+	// AskAgain queues a recovery R2T for what has not come of the present R2T of t (section 7.1.4.1).
+	// It returns false if that is not possible: nothing was queued.
+	AskAgain(t *Task) bool
 
 	// Resegment queues again all Data-In of t that is not acknowledged, in PDUs of the length that
 	// the initiator takes now (section 11.16.3); by as with Repeat. The error is ErrGivenUp.
@@ -247,4 +260,5 @@ type Notice struct {
 var (
 	ErrDataLost   = errors.New("data was lost: digest or sequence error")
 	ErrDataAmount = errors.New("data differs from the amount requested")
+	ErrCanceled   = errors.New("the target has canceled the transfer") // CancelData was called
 )

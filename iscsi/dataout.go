@@ -59,6 +59,7 @@ func (c *conn) takeDataOut(n *Notice) (reason pdu.RejectReason) {
 		t.refusal = senseWrongAmount
 	}
 	if h.Final() {
+		c.dataCame(t)
 		c.endUnsolicited(t)
 	}
 	return reason
@@ -97,6 +98,7 @@ func (c *conn) lostDataOut(n *Notice) {
 			t.refusal = senseLost
 		}
 		if h.Final() {
+			c.dataCame(t)
 			c.endUnsolicited(t)
 		}
 	}

@@ -30,7 +30,7 @@
 // that receives the end of it continues in afterFetch.
 //
 // Read the files in this order: node, session, login, conn, serve, admit, task, command, dataout,
-// respond, slots, buffer, timers, unexpected, logout, tmf, detach. Recovery (recovery, reassign) and
+// respond, slots, buffer, timers, overdue, unexpected, logout, tmf, detach. Recovery (recovery, reassign) and
 // order between connections and sessions (fence, ordered) come last: their fields are zero in the
 // normal case.
 //
@@ -67,6 +67,7 @@
 //
 //	connection
 //	  conn.end            it failed, or the initiator closed it: shut, then the session's part
+//	  keeper.look         its timer has found that the initiator owes something for too long
 //	  conn.stop           the target closes it now
 //	  conn.shut           does both: phaseEnded, tasks aborted or suspended, mover closed
 //	  conn.dismiss        tells the initiator first, then closeGently or stop
@@ -93,6 +94,7 @@
 //	  Task.complete       ends a command with its status
 //	  Task.failTransfer   the same, its data did not come
 //	  conn.respond        the last PDU of any request
+//	  conn.endTransfer    its data is overdue
 //	  Task.abandon        an aborted task ends without a response or with TASK ABORTED, or is parked
 //	  Task.settle         one that another session has taken away has ended with TASK ABORTED
 //	  conn.answer         sends that if no goroutine runs the task

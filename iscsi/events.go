@@ -91,6 +91,20 @@ type Ending struct {
 	Lasted  time.Duration // since the target accepted the connection, or since login
 }
 
+// A DataTimeoutEvent says that data of a command made no progress for limits.data_timeout.
+type DataTimeoutEvent struct {
+	ConnAddr
+	Session SessionName
+	LUN     uint16
+	ITT     uint32
+	Missing int // bytes that the target awaits
+	Limit   time.Duration
+	Ends    bool // the connection ends because of that, not the command alone
+}
+
+// Kind implements Event.
+func (DataTimeoutEvent) Kind() string { return "session" }
+
 // Kind implements Event.
 func (LoginEvent) Kind() string { return "login" }
 
@@ -131,6 +145,18 @@ func (e ConnectionEndedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 // Log writes e as one line with the attributes extra: a warning if the session failed.
 func (e SessionEndedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 	e.log(l, "session ended", extra)
+}
+
+// Log writes e as a warning of one line with the attributes extra.
+func (e DataTimeoutEvent) Log(l *slog.Logger, extra ...slog.Attr) {
+	ends := "command"
+	if e.Ends {
+		ends = "connection"
+	}
+	attrs := append(append(e.ConnAddr.attrs(), e.Session.handle()...), extra...)
+	l.LogAttrs(context.Background(), slog.LevelWarn, "data of a command did not come", append(append(attrs, e.Session.names()...),
+		slog.Int("lun", int(e.LUN)), slog.String("itt", fmt.Sprintf("%#x", e.ITT)), slog.Int("missing", e.Missing),
+		slog.Duration("limit", e.Limit), slog.String("ends", ends))...)
 }
 
 func (e Ending) log(l *slog.Logger, text string, extra []slog.Attr) {

@@ -143,6 +143,7 @@ func (n *testNode) checkCounts() {
 type testConn struct {
 	*testNode
 	m         *fakeMover
+	dm        Datamover // m, or what is around it
 	isid      [6]byte
 	cid, tsih uint16
 	header.Numbers
@@ -160,8 +161,11 @@ func (n *testNode) connect(change ...func(*testConn)) *testConn {
 	for _, f := range change {
 		f(tc)
 	}
+	if tc.dm == nil {
+		tc.dm = tc.m
+	}
 	go func() {
-		tc.result <- n.portal.Serve(tc.m, ServeOptions{Joined: func(tsih uint16,
+		tc.result <- n.portal.Serve(tc.dm, ServeOptions{Joined: func(tsih uint16,
 			_ bool) {
 			tc.joined.Store(uint32(tsih))
 		}})

@@ -75,6 +75,9 @@ func (c *conn) receive() *Task {
 			t.lapAt(lun.PhaseReadWait, c.noticed)
 			c.mu.Lock()
 			t.become(taskRunning)
+			if n.Err == nil {
+				c.dataCame(t)
+			}
 			c.mu.Unlock()
 			t.fetched, t.fetchErr = true, n.Err
 			return t

@@ -92,6 +92,7 @@ type taskVars struct {
 	cleared   bool    // ended because a connection or session ends, not by a function
 	preempts  *shared // where this PREEMPT AND ABORT waits for the commands that it has aborted
 	abortedIn uint64  // the call of detachLater that will detach it; 0: none
+	await     awaited // the latest data that it waits, or waited, for
 
 	recovery taskRecovery
 

@@ -63,28 +63,69 @@ func (c *conn) keepalive() {
 		return
 	}
 	c.dm.SetReceiveDeadline(time.Time{})
-	if c.opt.NopInterval < 0 {
-		return
-	}
 	now := clock()
 	c.heard.Store(int64(now))
 	k := &keeper{c: c, sentAt: now}
-	c.watch(c.opt.NopInterval, k.look)
+	k.add(now+lookInterval(c.node.shared.DataTimeout.Time()), k.lookData)
+	if c.opt.NopInterval >= 0 {
+		k.add(now+c.opt.NopInterval, k.lookSilence)
+	}
+	c.watch(k.next(now), k.look)
 }
 
-// A keeper is the state of keepalive.
+// A keeper looks after a connection of a normal session, with the one timer that it has.
 type keeper struct {
-	c        *conn
+	c     *conn
+	looks []look
+
+	// Of lookSilence:
 	sent     uint64        // c.sending.done the last time
 	sentAt   time.Duration // when it was seen to move
 	pinged   bool          // since its last word
 	pingedAt time.Duration
 }
 
-// look pings an initiator that has been silent, or ends its connection. It returns when to look
-// again.
+// A look is something that a keeper looks after.
+type look struct {
+	due  time.Duration                                 // by clock
+	look func(now time.Duration) (again time.Duration) // 0: the connection has ended
+}
+
+// add makes k look after something, for the first time when it is due.
+func (k *keeper) add(due time.Duration, f func(now time.Duration) (again time.Duration)) {
+	k.looks = append(k.looks, look{due, f})
+}
+
+// next returns when something is due next.
+func (k *keeper) next(now time.Duration) time.Duration {
+	next := k.looks[0].due
+	for _, l := range k.looks[1:] {
+		next = min(next, l.due)
+	}
+	return max(next-now, 1)
+}
+
+// look looks after what is due. It returns when to look again, or 0 if the connection has ended.
 func (k *keeper) look() (next time.Duration) {
-	c, now := k.c, clock()
+	now := clock()
+	for i := range k.looks {
+		l := &k.looks[i]
+		if l.due > now {
+			continue
+		}
+		again := l.look(now)
+		if again == 0 {
+			return 0
+		}
+		l.due = now + again
+	}
+	return k.next(now)
+}
+
+// lookSilence pings an initiator that has been silent, or ends its connection. It returns when to look
+// again.
+func (k *keeper) lookSilence(now time.Duration) (next time.Duration) {
+	c := k.c
 	sending := false
 	if sent := c.sending.done.Load(); sent != k.sent {
 		k.sent, k.sentAt, sending = sent, now, true

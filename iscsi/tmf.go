@@ -159,8 +159,6 @@ func (s *shared) terminate(match func(*Task) bool) {
 	s.abortTasks(match, false)
 }
 
-var errCalledOff = errors.New("data of an aborted task was called off")
-
 // callOff ends the GetDatas of aborted tasks that match selects, as far as the mover can do that. A
 // connection that has ended does it anyway.
 //
@@ -173,7 +171,7 @@ func (s *shared) callOff(match func(*Task) bool) {
 			return
 		}
 		if m, ok := c.dm.(Canceler); ok && m.CancelData(t) {
-			t.fetched, t.fetchErr = true, errCalledOff
+			t.fetched, t.fetchErr = true, ErrCanceled
 			c.begin(t)
 		}
 	})

@@ -88,6 +88,7 @@ var (
 	_ iscsi.Datamover  = (*Conn)(nil)
 	_ iscsi.Reassigner = (*Conn)(nil)
 	_ iscsi.Deferrer   = (*Conn)(nil)
+	_ iscsi.Meter      = (*Conn)(nil)
 	_ iscsi.Sizer      = (*Conn)(nil)
 )
 
@@ -377,6 +378,11 @@ func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
 		return nil
 	}
 	return c.postRead(t)
+}
+
+// Fetched implements iscsi.Meter. Read Responses come in order, so what has come for any Read counts.
+func (c *Conn) Fetched(it *iscsi.Task) (came uint64, missing int, ok bool) {
+	return c.rc.Fetched(), len(it.Mover.(*task).get.Data), true
 }
 
 // postRead posts the RDMA Read of t. A Read that exceeds ORD would hold up everything

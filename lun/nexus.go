@@ -134,7 +134,7 @@ func search(list []*itl, id uint16) (i int, found bool) {
 
 // find returns the logical unit that a LUN field addresses, or nil.
 func (n *Nexus) find(lun [8]byte) *itl {
-	id, ok := decodeLUN(lun)
+	id, ok := DecodeLUN(lun)
 	if !ok {
 		return nil
 	}
@@ -233,9 +233,9 @@ func (l *itl) hasUnitAlone() bool {
 	return true
 }
 
-// decodeLUN returns the LUN that a LUN field addresses: peripheral device addressing on bus 0 or
+// DecodeLUN returns the LUN that a LUN field addresses: peripheral device addressing on bus 0 or
 // flat space addressing, on one level (SAM-5, section 4.7).
-func decodeLUN(f [8]byte) (id uint16, ok bool) {
+func DecodeLUN(f [8]byte) (id uint16, ok bool) {
 	if [6]byte(f[2:]) != [6]byte{} {
 		return 0, false
 	}

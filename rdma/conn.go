@@ -59,10 +59,11 @@ type Conn struct {
 	markersOut bool    // the peer requires Markers
 	ird, ord   int
 
-	mem    memory
-	counts *countShard
-	rx     receiver
-	tx     sender
+	mem     memory
+	counts  *countShard
+	fetched atomic.Uint64 // bytes of Read Responses that have come
+	rx      receiver
+	tx      sender
 
 	// peerStarted says that the first FPDU has come. Until then a Responder must not
 	// send (RFC 5044, section 7.1.2).

@@ -637,10 +637,15 @@ func (c *Conn) deliver(ev *Event, payload []byte) (done bool, err error) {
 	return true, nil
 }
 
+// Fetched returns how many bytes of Read Responses have come. Responses come in the order of the
+// Reads, so bytes that come are of the oldest one.
+func (c *Conn) Fetched() uint64 { return c.fetched.Load() }
+
 // deliverRead counts a segment of a Read Response, and fills ev after the last one.
 func (c *Conn) deliverRead(ev *Event, seg *segment) (done bool) {
 	wr := seg.read
 	wr.got += uint64(len(seg.dst))
+	c.fetched.Add(uint64(len(seg.dst)))
 	if !seg.last {
 		return false
 	}

@@ -58,6 +58,7 @@ type Conn struct {
 	aside    sync.WaitGroup
 	borrow   func(n int) *iscsi.Buffer // of SetLender
 	deferred atomic.Bool               // Defer was called: Flush before Receive waits
+	inPlace  atomic.Int64              // bytes of the present Data-Out that are in place; written by Receive
 
 	rx receiver // for the goroutine in Receive
 	tx sender   // for the goroutine in Flush
@@ -84,6 +85,7 @@ type digests struct{ header, data bool }
 var (
 	_ iscsi.Datamover    = (*Conn)(nil)
 	_ iscsi.Canceler     = (*Conn)(nil)
+	_ iscsi.Meter        = (*Conn)(nil)
 	_ iscsi.Renegotiator = (*Conn)(nil)
 	_ iscsi.Upgrader     = (*Conn)(nil)
 	_ iscsi.Repeater     = (*Conn)(nil)
@@ -112,6 +114,7 @@ type task struct {
 	// are bytes from the start of data.
 	getting  bool
 	placing  bool   // Receive is reading into data
+	came     uint64 // bytes of whole Data-Outs that have come for the GetData
 	quit     bool   // CancelData was called during that
 	data     []byte // of the GetData
 	base     uint32 // Buffer Offset of data
@@ -256,7 +259,7 @@ func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
 		return err
 	}
 	t.getting, t.quit, t.err = true, false, nil
-	t.data, t.base, t.asked = data, off, 0
+	t.data, t.base, t.asked, t.came = data, off, 0, 0
 	t.losses = losses{}
 	t.exp, t.max = h.ExpCmdSN(), h.MaxCmdSN()
 	c.ask(t)
@@ -309,6 +312,18 @@ func (c *Conn) CancelData(it *iscsi.Task) bool {
 	}
 	t.getting, t.quitTTT, t.data = false, t.ttt, nil
 	return true
+}
+
+// Fetched implements iscsi.Meter.
+func (c *Conn) Fetched(it *iscsi.Task) (came uint64, missing int, ok bool) {
+	t := it.Mover.(*task)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	came = t.came
+	if t.placing {
+		came += uint64(c.inPlace.Load())
+	}
+	return came, max(0, len(t.data)-int(came)), t.getting
 }
 
 // SendControl implements iscsi.Datamover.

@@ -45,7 +45,6 @@ func (e *FormatError) Error() string { return "iSCSI format error: " + e.Reason 
 var (
 	errHeaderDigest = &FormatError{"header digest is wrong"}
 	errUnanswered   = fmt.Errorf("the initiator has closed its direction of the stream: %w", io.ErrUnexpectedEOF)
-	errCalledOff    = errors.New("the target canceled the transfer")
 )
 
 // Receive implements iscsi.Datamover. After a time-out between two PDUs it may be called again.
@@ -270,6 +269,7 @@ func (c *Conn) place(dst []byte) (good bool, err error) {
 			crc = updateDigest(crc, dst[:got])
 		}
 		dst = dst[got:]
+		c.inPlace.Store(int64(size - len(dst)))
 	}
 	if err := rx.win.Fill(tail); err != nil {
 		return false, err
@@ -344,6 +344,7 @@ func (c *Conn) route(h pdu.BHS, size int) (t *task, dst []byte, reason pdu.Rejec
 		t.losses.add(t.at, off) // what was in PDUs that did not come
 		t.outSN = sn
 		t.placing, t.placeAt = true, off
+		c.inPlace.Store(0)
 		return t, t.data[off:][:size:size], 0
 	}
 	t.err = why
@@ -357,12 +358,13 @@ func (c *Conn) placed(t *task, n int, good, final bool) {
 	defer c.mu.Unlock()
 	if t.placing {
 		t.at = t.placeAt + uint32(n)
+		t.came += uint64(n)
 	}
 	t.placing = false
 	t.outSN++
 	switch {
 	case t.quit:
-		t.err, t.quitTTT = errCalledOff, t.ttt
+		t.err, t.quitTTT = iscsi.ErrCanceled, t.ttt
 	case !good && c.recovers:
 		t.losses.add(t.placeAt, t.at)
 	case !good:

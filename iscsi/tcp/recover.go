@@ -169,6 +169,20 @@ func (c *Conn) repeat(k *item, h pdu.BHS) *item {
 	return i
 }
 
+// AskAgain implements iscsi.Repeater. The recovery R2T has a tag of its own, so data that comes for
+// the present one is a duplicate from now on.
+func (c *Conn) AskAgain(it *iscsi.Task) bool {
+	t := it.Mover.(*task)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !t.getting || t.placing || t.err != nil || c.err != nil {
+		return false
+	}
+	t.losses.add(t.at, t.end)
+	c.ask(t)
+	return true
+}
+
 // Resegment implements iscsi.Repeater. The A bits stay where they are.
 func (c *Conn) Resegment(it, by *iscsi.Task) (queued bool, err error) {
 	t, h := it.Mover.(*task), pdu.BHS(by.Header[:])

@@ -21,6 +21,7 @@ type Set struct {
 	logins      logins
 
 	OrderTimeout       Limit // of a command that stops those of others and waits for its initiator
+	DataTimeout        Limit // of data that the target awaits and of which none comes
 	MaxTime2Wait       Limit // DefaultTime2Wait of a session at ErrorRecoveryLevel 2
 	MaxTime2Retain     Limit // DefaultTime2Retain that a login agrees on at most
 	LostSessions       Limit // sessions without a connection that wait for one
@@ -72,6 +73,8 @@ func New() *Set {
 	s.keyed(&s.Discoveries, "discovery_per_address", PerAddress, Count, 32, "discovery sessions of an address")
 	s.limit(&s.OrderTimeout, "order_timeout", PerInitiator, Duration, int64(5*time.Second),
 		"time for which a command that waits for its initiator stops those of others")
+	s.limit(&s.DataTimeout, "data_timeout", PerConnection, Duration, int64(30*time.Second),
+		"time for which data that the target awaits may make no progress")
 	s.limit(&s.Registrations, "registrations_per_initiator", PerInitiator, Count, 32,
 		"persistent reservation keys that an initiator registers with a LUN")
 	s.Memory.auto = defaultMemory(machine())
