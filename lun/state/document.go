@@ -50,6 +50,8 @@ type Document[S State] struct {
 	writing chan struct{}   // closed when the writer ends; nil: none runs
 	dirty   map[string]bool // keys of which the file may have another entry than state
 	retry   bool            // the writer stores the state although nothing waits
+
+	restored error // see Restored
 }
 
 // newDocument returns a document that is stored nowhere.
@@ -77,15 +79,55 @@ func Open[S State](format Format[S], path string, initial S) (*Document[S], erro
 	return d, nil
 }
 
-// load reads the file, if it exists.
+// load reads the file, if it exists. If it is damaged or gone and its spare copy is not, load restores it.
 func (d *Document[S]) load() error {
-	b, err := d.file.read()
+	b, err := d.file.read(d.file.path)
 	d.absent = b == nil
 	if b != nil && err == nil {
 		d.state, err = d.format.Decode(b)
 	}
+	if errors.Is(err, errVersion) {
+		return err
+	}
+	copied, spareErr := d.file.read(d.file.spare())
+	if err == nil && b != nil {
+		if !bytes.Equal(b, copied) { // the last change was cut short, or an earlier version made it
+			d.file.replace(b) // if that fails, the next change brings it up to date
+		}
+		return nil
+	}
+	if spareErr == nil && copied != nil {
+		var s S
+		if s, spareErr = d.format.Decode(copied); spareErr == nil {
+			return d.restore(s, copied, err)
+		}
+	}
+	switch {
+	case err == nil: // the file does not exist, and its spare copy is missing, too, or of no use
+		return spareErr
+	case spareErr != nil:
+		return fmt.Errorf("%w; its spare copy %s %v", err, d.file.spare(), spareErr)
+	}
 	return err
 }
+
+// restore puts the spare copy in the place of a file that is gone, if reason is nil, or damaged. It keeps the
+// damaged file as path.damaged.
+func (d *Document[S]) restore(s S, copied []byte, reason error) error {
+	if reason == nil {
+		reason = errors.New("was missing")
+	} else if err := os.Rename(d.file.path, d.file.path+".damaged"); err != nil {
+		return errors.Join(reason, err)
+	}
+	if err := d.file.replace(copied); err != nil {
+		return errors.Join(reason, err)
+	}
+	d.state, d.absent, d.restored = s, false, reason
+	return nil
+}
+
+// Restored returns why the file was restored from its spare copy when it was opened, or nil.
+func (d *Document[S]) Restored() error { return d.wrap(d.restored) }
 
 // Close releases the file for others, after the update in progress. Changes fail from then on with
 // fs.ErrClosed.
@@ -216,7 +258,7 @@ func Decode(b []byte, version int, s any) error {
 	case err != nil:
 		return err
 	case got != version:
-		return fmt.Errorf("has version %d, but this program knows only version %d", got, version)
+		return fmt.Errorf("%w %d, but this program knows only version %d", errVersion, got, version)
 	}
 	return decodeMembers(b, s)
 }
@@ -230,7 +272,11 @@ func decodeMembers(b []byte, s any) error {
 	return nil
 }
 
-var errNoVersion = errors.New("has no version")
+var (
+	errNoVersion = errors.New("has no version")
+	// errVersion is in errors about a file of another program, which is not damaged.
+	errVersion = errors.New("has version")
+)
 
 // versionOf returns the version of a file, which decides what else may be there.
 func versionOf(b []byte) (int, error) {

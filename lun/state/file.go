@@ -15,7 +15,8 @@ const maxFile = 16 << 20
 
 // A file is a small file that is only replaced as a whole: new content goes to
 // path.tmp, which is synced and renamed, and then the directory is synced. After
-// a crash the file has the old content or the new one.
+// a crash the file has the old content or the new one. path.spare has the same content, for
+// the case that something else damages the file.
 type file struct {
 	path  string
 	lock  *os.File
@@ -45,9 +46,9 @@ func (f *file) unlock() error {
 	return f.lock.Close()
 }
 
-// read returns the content, or nil if the file does not exist.
-func (f *file) read() ([]byte, error) {
-	st, err := os.Lstat(f.path)
+// read returns the content of the file, or of its spare copy. It is nil if that does not exist.
+func (f *file) read(path string) ([]byte, error) {
+	st, err := os.Lstat(path)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return nil, nil
@@ -57,7 +58,7 @@ func (f *file) read() ([]byte, error) {
 		// A link too: the rename would replace it, not the file it points to.
 		return nil, fmt.Errorf("is not a regular file (%s)", st.Mode().Type())
 	}
-	file, err := os.OpenFile(f.path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, err
 	}
@@ -70,25 +71,32 @@ func (f *file) read() ([]byte, error) {
 	if err := f.fsync(file); err != nil {
 		return nil, err
 	}
-	return b, syncDir(filepath.Dir(f.path), f.fsync)
+	return b, syncDir(filepath.Dir(path), f.fsync)
 }
 
-// replace writes b as the new content, with mode 0600. b is on stable storage
-// when replace returns nil.
+// spare returns the path of the spare copy.
+func (f *file) spare() string { return f.path + ".spare" }
+
+// replace writes b as the new content of the file and its spare copy, with mode 0600. b is on stable storage
+// in both when replace returns nil.
 func (f *file) replace(b []byte) error {
-	tmp := f.path + ".tmp"
-	// A process that was killed may have left one, with any owner and mode.
-	if err := os.Remove(tmp); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	if err := f.write(tmp, b); err != nil {
-		os.Remove(tmp)
-		return err
+	paths := []string{f.path, f.spare()}
+	for _, path := range paths {
+		tmp := path + ".tmp"
+		// A process that was killed may have left one, with any owner and mode.
+		if err := os.Remove(tmp); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		defer os.Remove(tmp)
+		if err := f.write(tmp, b); err != nil {
+			return err
+		}
 	}
 	f.unsure = true
-	if err := os.Rename(tmp, f.path); err != nil {
-		os.Remove(tmp)
-		return err
+	for _, path := range paths {
+		if err := os.Rename(path+".tmp", path); err != nil {
+			return err
+		}
 	}
 	return f.settle()
 }
@@ -101,13 +109,19 @@ func (f *file) settle() error {
 	return err
 }
 
-// remove removes the file, if it exists, so that a power failure does not bring it back.
+// remove removes the file and its spare copy, if they exist, so that a power failure does not bring them back.
 func (f *file) remove() error {
-	switch err := os.Remove(f.path); {
-	case errors.Is(err, fs.ErrNotExist) && !f.unsure:
+	removed := f.unsure
+	for _, path := range []string{f.spare(), f.path} { // the spare copy alone would come back
+		switch err := os.Remove(path); {
+		case err == nil:
+			removed, f.unsure = true, true
+		case !errors.Is(err, fs.ErrNotExist):
+			return err
+		}
+	}
+	if !removed {
 		return nil
-	case err != nil && !errors.Is(err, fs.ErrNotExist):
-		return err
 	}
 	return f.settle()
 }

@@ -433,7 +433,7 @@ func TestIdentitiesSyncOrder(t *testing.T) {
 	ids.doc.file.fsync = fsync
 	must(t, ids.Get, keyOne)
 	must(t, ids.Get, keyOne) // writes nothing
-	want := []string{".", "a", "a/b/identities.json.tmp", "a/b (file is there)"}
+	want := []string{".", "a", "a/b/identities.json.tmp", "a/b/identities.json.spare.tmp", "a/b (file is there)"}
 	if !slices.Equal(synced, want) {
 		t.Errorf("synced are %q, want %q", synced, want)
 	}

@@ -18,6 +18,10 @@ const (
 	identitiesVersion = 1
 	maxIdentityKey    = 8 << 10 // bytes: an iSCSI name and the longest path have room
 
+	// maxRetired is how many retired identities are kept, the latest. Older ones come back by a chance of 1
+	// in 2^60 only, and all of them would fill the file in the end.
+	maxRetired = 1024
+
 	// Of 60 random bits the first try is as good as certain: only a random
 	// source that repeats itself needs all of them.
 	identityTries = 100
@@ -38,7 +42,7 @@ func parseIdentity(serial string) (id Identity, err error) {
 	return Identity{[8]byte(b), serial}, nil
 }
 
-// Identities remembers the Identity of every logical unit that ever existed. Several
+// Identities remembers the Identity of every logical unit, and those that were retired last. Several
 // goroutines may use it at once.
 //
 // An identity is on stable storage before a method returns it. While the file is
@@ -53,7 +57,7 @@ type Identities struct {
 type identityState struct {
 	Version    int             `json:"version"`
 	Identities []identityEntry `json:"identities"` // one for each key
-	Retired    []identityEntry `json:"retired"`    // oldest first; never handed out again
+	Retired    []identityEntry `json:"retired"`    // oldest first, up to maxRetired; not handed out again
 }
 
 type identityEntry struct {
@@ -175,7 +179,8 @@ func (s *identityState) index(key string) int {
 
 // retire adds the identity of entry i to those that are never handed out again.
 func (s *identityState) retire(i int) {
-	s.Retired = append(slices.Clone(s.Retired), identityEntry{Key: s.Identities[i].Key, NAA: s.Identities[i].NAA})
+	kept := s.Retired[max(len(s.Retired)-(maxRetired-1), 0):]
+	s.Retired = append(slices.Clone(kept), identityEntry{Key: s.Identities[i].Key, NAA: s.Identities[i].NAA})
 }
 
 // identity returns the identity of the key, as Get, Renew and Promise say. It waits for storage only

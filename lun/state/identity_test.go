@@ -358,13 +358,13 @@ func TestMakeIdentities(t *testing.T) {
 	}
 	syncs = 0
 	ids.doc.file.fsync = func(f *os.File) error { syncs++; return f.Sync() }
-	if err := ids.Make([]string{"a", "b", "c", "b"}); err != nil || syncs != 2 {
+	if err := ids.Make([]string{"a", "b", "c", "b"}); err != nil || syncs != 3 {
 		t.Errorf("%v, %d syncs", err, syncs)
 	}
 	if err := ids.Make([]string{"", "d"}); err == nil || ids.Known("d") {
 		t.Errorf("a bad key: %v", err)
 	}
-	if err := ids.Make([]string{"c"}); err != nil || syncs != 2 {
+	if err := ids.Make([]string{"c"}); err != nil || syncs != 3 {
 		t.Errorf("nothing to do: %v, %d syncs", err, syncs)
 	}
 	b, err := ids.Get("b")

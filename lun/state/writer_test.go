@@ -101,8 +101,8 @@ func TestChangesAreStoredTogether(t *testing.T) {
 		}
 		close(s.gate)
 		wg.Wait()
-		if n := s.syncs.Load(); n != 4 {
-			t.Errorf("50 changes made %d syncs, want 4: two writes, each of the file and its directory", n)
+		if n := s.syncs.Load(); n != 6 {
+			t.Errorf("50 changes made %d syncs, want 6: two writes, each of the file, its spare copy and their directory", n)
 		}
 		wantCards(t, k, path, want)
 		k.Close()
