@@ -80,6 +80,9 @@ func OpenReservations(path string) (*Reservations, error) {
 	return state.OpenKeeper(reservationsFormat, path)
 }
 
+// ExamineReservations looks at the file of OpenReservations.
+func ExamineReservations(path string) state.Condition { return reservationsFormat.Examine(path) }
+
 // keepReservations stores s, or nothing if s does not have to survive the loss of power, if
 // Options.Reservations is set, and calls p.Commit. s is on stable storage when keepReservations
 // returns nil.

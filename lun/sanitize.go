@@ -405,6 +405,9 @@ func OpenSanitizations(path string) (*Sanitizations, error) {
 	return state.OpenKeeper(sanitizationsFormat, path)
 }
 
+// ExamineSanitizations looks at the file of OpenSanitizations.
+func ExamineSanitizations(path string) state.Condition { return sanitizationsFormat.Examine(path) }
+
 func encodeJob(naa string, j *sanitizeJob, failed bool) sanitizeEntry {
 	return sanitizeEntry{naa, j.action, j.unrestricted, failed, j.passes, j.invert, hex.EncodeToString(j.pattern)}
 }

@@ -57,8 +57,13 @@ func (g portGroupEntry) state() (s accessState, ok bool) {
 // OpenSettings opens the file at path, as state.Open does. A damaged file is an error: without it
 // a unit that was write protected would not be.
 func OpenSettings(path string) (*Settings, error) {
-	return state.OpenKeeper(state.Format[state.Records[settingsEntry]]{Name: "settings", Version: 1}, path)
+	return state.OpenKeeper(settingsFormat, path)
 }
+
+// ExamineSettings looks at the file of OpenSettings.
+func ExamineSettings(path string) state.Condition { return settingsFormat.Examine(path) }
+
+var settingsFormat = state.Format[state.Records[settingsEntry]]{Name: "settings", Version: 1}
 
 // restoreSettings loads what the file keeps of the unit.
 func (u *Unit) restoreSettings() error {

@@ -81,48 +81,69 @@ func Open[S State](format Format[S], path string, initial S) (*Document[S], erro
 
 // load reads the file, if it exists. If it is damaged or gone and its spare copy is not, load restores it.
 func (d *Document[S]) load() error {
-	b, err := d.file.read(d.file.path)
-	d.absent = b == nil
-	if b != nil && err == nil {
-		d.state, err = d.format.Decode(b)
-	}
-	if errors.Is(err, errVersion) {
-		return err
-	}
-	copied, spareErr := d.file.read(d.file.spare())
-	if err == nil && b != nil {
-		if !bytes.Equal(b, copied) { // the last change was cut short, or an earlier version made it
-			d.file.replace(b) // if that fails, the next change brings it up to date
-		}
-		return nil
-	}
-	if spareErr == nil && copied != nil {
-		var s S
-		if s, spareErr = d.format.Decode(copied); spareErr == nil {
-			return d.restore(s, copied, err)
-		}
-	}
+	s, from, reason := d.find()
+	d.absent = from == nil
 	switch {
-	case err == nil: // the file does not exist, and its spare copy is missing, too, or of no use
-		return spareErr
-	case spareErr != nil:
-		return fmt.Errorf("%w; its spare copy %s %v", err, d.file.spare(), spareErr)
+	case from == nil:
+		return reason // nil: the state stays the initial one
+	case reason != nil:
+		return d.restore(s, from, reason)
 	}
-	return err
+	d.state = s
+	if copied, err := d.file.read(d.file.spare()); err != nil || !bytes.Equal(copied, from) {
+		// The last change was cut short, or an earlier version made it. If this fails, the next change helps.
+		d.file.replace(from)
+	}
+	return nil
 }
 
-// restore puts the spare copy in the place of a file that is gone, if reason is nil, or damaged. It keeps the
+// errGone is the reason to restore a file that does not exist.
+var errGone = errors.New("was missing")
+
+// find returns the state that counts and the content that it is from: of the file, or with a reason of its
+// spare copy. Without content the reason is nil if neither exists.
+func (d *Document[S]) find() (s S, from []byte, reason error) {
+	b, err := d.file.read(d.file.path)
+	if b != nil && err == nil {
+		s, err = d.format.Decode(b)
+	}
+	if err == nil && b != nil {
+		return s, b, nil
+	}
+	var none S
+	if errors.Is(err, errVersion) {
+		return none, nil, err
+	}
+	copied, spareErr := d.file.read(d.file.spare())
+	if copied == nil && spareErr == nil {
+		return none, nil, err // of the file alone, or neither exists
+	}
+	if spareErr == nil {
+		s, spareErr = d.format.Decode(copied)
+	}
+	switch {
+	case spareErr == nil && err == nil:
+		return s, copied, errGone
+	case spareErr == nil:
+		return s, copied, err
+	case err == nil:
+		return none, nil, fmt.Errorf("is missing, and its spare copy %s %w", d.file.spare(), spareErr)
+	}
+	return none, nil, fmt.Errorf("%w; its spare copy %s %v", err, d.file.spare(), spareErr)
+}
+
+// restore puts the spare copy in the place of a file that is gone or damaged, for that reason. It keeps the
 // damaged file as path.damaged.
 func (d *Document[S]) restore(s S, copied []byte, reason error) error {
-	if reason == nil {
-		reason = errors.New("was missing")
-	} else if err := os.Rename(d.file.path, d.file.path+".damaged"); err != nil {
-		return errors.Join(reason, err)
+	if reason != errGone {
+		if err := os.Rename(d.file.path, d.file.path+".damaged"); err != nil {
+			return errors.Join(reason, err)
+		}
 	}
 	if err := d.file.replace(copied); err != nil {
 		return errors.Join(reason, err)
 	}
-	d.state, d.absent, d.restored = s, false, reason
+	d.state, d.restored = s, reason
 	return nil
 }
 

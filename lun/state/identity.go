@@ -92,6 +92,9 @@ func OpenIdentities(path string) (*Identities, error) {
 // Close releases the file for others. Get and Renew fail from then on.
 func (ids *Identities) Close() error { return ids.doc.Close() }
 
+// Restored does what Document.Restored does.
+func (ids *Identities) Restored() error { return ids.doc.Restored() }
+
 // SetLimit does what Document.SetLimit does.
 func (ids *Identities) SetLimit(limit func() time.Duration, late func()) {
 	ids.doc.SetLimit(limit, late)

@@ -38,6 +38,9 @@ func OpenKeeper[R Record](format Format[Records[R]], path string) (*Keeper[R], e
 // Close does what Document.Close does.
 func (k *Keeper[R]) Close() error { return k.doc.Close() }
 
+// Restored does what Document.Restored does.
+func (k *Keeper[R]) Restored() error { return k.doc.Restored() }
+
 // SetLimit does what Document.SetLimit does.
 func (k *Keeper[R]) SetLimit(limit func() time.Duration, late func()) { k.doc.SetLimit(limit, late) }
 

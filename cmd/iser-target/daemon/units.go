@@ -39,6 +39,9 @@ func (d *Daemon) openState(dir string) error {
 		return fmt.Errorf("state_dir: %w", err)
 	}
 	d.state = s
+	for _, reason := range s.restored() {
+		d.log.Error("state file restored from its spare copy", eventKey, "service", "reason", reason)
+	}
 	limit := &d.net.limits.StateTimeout
 	s.setLimit(limit.Time, func() { limit.Bite("state_dir " + dir) })
 	return nil
@@ -50,7 +53,7 @@ func (s *stateFiles) open(dir string) (err error) {
 	if dir == "" {
 		return nil
 	}
-	ids, err := state.OpenIdentities(filepath.Join(dir, "identities.json"))
+	ids, err := state.OpenIdentities(filepath.Join(dir, identitiesFile))
 	if err != nil {
 		return err
 	}
@@ -58,25 +61,47 @@ func (s *stateFiles) open(dir string) (err error) {
 	if err = s.shrinks.open(dir); err != nil {
 		return err
 	}
-	if s.reservations, err = lun.OpenReservations(filepath.Join(dir, "reservations.json")); err != nil {
+	if s.reservations, err = lun.OpenReservations(filepath.Join(dir, reservationsFile)); err != nil {
 		return err
 	}
-	if s.settings, err = lun.OpenSettings(filepath.Join(dir, "settings.json")); err != nil {
+	if s.settings, err = lun.OpenSettings(filepath.Join(dir, settingsFile)); err != nil {
 		return err
 	}
-	s.sanitizations, err = lun.OpenSanitizations(filepath.Join(dir, "sanitize.json"))
+	s.sanitizations, err = lun.OpenSanitizations(filepath.Join(dir, sanitizeFile))
 	return err
+}
+
+// A stateFile is one of them.
+type stateFile interface {
+	SetLimit(limit func() time.Duration, late func())
+	Restored() error
+}
+
+// all returns the files that exist. Without a state directory most do not.
+func (s *stateFiles) all() (list []stateFile) {
+	for _, f := range []stateFile{s.ids, s.reservations, s.settings, s.sanitizations, s.shrinks.doc} {
+		if !reflect.ValueOf(f).IsNil() {
+			list = append(list, f)
+		}
+	}
+	return list
 }
 
 // setLimit makes changes fail that are not stored within limit; late is called then.
 func (s *stateFiles) setLimit(limit func() time.Duration, late func()) {
-	for _, f := range []interface {
-		SetLimit(func() time.Duration, func())
-	}{s.ids, s.reservations, s.settings, s.sanitizations, s.shrinks.doc} {
-		if !reflect.ValueOf(f).IsNil() { // without a state directory most do not exist
-			f.SetLimit(limit, late)
+	for _, f := range s.all() {
+		f.SetLimit(limit, late)
+	}
+}
+
+// restored returns why files were restored from their spare copies.
+func (s *stateFiles) restored() (reasons []error) {
+	for _, f := range s.all() {
+		if err := f.Restored(); err != nil {
+			reasons = append(reasons, err)
 		}
 	}
+	return reasons
 }
 
 // identityKey returns the key of a LUN's identity in the state directory.
