@@ -122,12 +122,16 @@ type Canceler interface {
 	CancelData(t *Task) bool
 }
 
-// A Meter is a Datamover that knows how much of the data of a GetData has come.
+// A Meter is a Datamover that knows how much of what it moves has moved.
 type Meter interface {
 	// Fetched returns a number that grows with each byte that comes for the GetData of t, and how
 	// many bytes are missing, at most. If data comes in the order of the GetDatas, bytes of earlier
 	// ones may count. Fetched returns false if no GetData of t is outstanding: its Notice is on its way.
 	Fetched(t *Task) (came uint64, missing int, ok bool)
+
+	// Taken returns a number that grows as the peer takes what was queued, and by how much it grows
+	// until the peer has taken all that the network has now. owed is 0 if that is nothing.
+	Taken() (taken, owed uint64)
 }
 
 // A Deferrer is a Datamover that knows whether a Flush can be put off, so that the answers to PDUs

@@ -10,12 +10,13 @@ import (
 
 // Data that the initiator owes does not always come: what GetData asks for, and what a command has
 // announced to come unsolicited. Without a bound its command would keep its slot and its Buffer for as
-// long as the connection lives. limits.data_timeout bounds that. A command takes no time for it: the
-// timer of the connection looks, a few times per limit, at what has come since.
+// long as the connection lives. limits.data_timeout bounds that. In the other direction an initiator
+// may not take what the target sends, and limits.send_timeout bounds that. Commands take no time for
+// these: the timer of the connection looks, a few times per limit, at what has moved since.
 
 const (
-	// enoughData is how many bytes of a transfer have to come within limits.data_timeout, or the
-	// rest of it. Less is no progress: an initiator could send a byte now and then for ever.
+	// enoughData is how many bytes have to move within a limit, or the rest if that is less. Less is
+	// no progress: an initiator could move a byte now and then for ever.
 	enoughData = 64 << 10
 
 	// looksPerLimit is how often the timer of a connection looks within a limit, and lookAtLeast how
@@ -232,4 +233,21 @@ func (c *conn) stuckOn(t *Task, missing int) error {
 	number, _ := lun.DecodeLUN(t.header().LUN())
 	return fmt.Errorf("%s for the %v with ITT %#x to LUN %d has not come, %d bytes are missing: %v", what, pdu.SCSICommand,
 		t.header().ITT(), number, missing, &c.node.shared.DataTimeout)
+}
+
+// lookTaken ends the connection of an initiator that takes nothing of what was sent for
+// limits.send_timeout, whatever it sends meanwhile. It returns when to look again.
+func (k *keeper) lookTaken(now time.Duration) (next time.Duration) {
+	c, limit := k.c, &k.c.node.shared.SendTimeout
+	taken, owed := k.meter.Taken()
+	switch {
+	case owed == 0 || !k.owes || taken >= k.mark:
+		k.owes, k.mark, k.markedAt = owed > 0, taken+min(owed, enoughData), now
+	case now-k.markedAt >= limit.Time():
+		limit.Bite(c.sess.key.initiator)
+		c.end(fmt.Errorf("initiator takes no answers: %d bytes have waited for %v: %v", owed,
+			(now - k.markedAt).Round(time.Second), limit))
+		return 0
+	}
+	return lookInterval(limit.Time())
 }

@@ -19,11 +19,27 @@ type cancelingMover struct {
 	*fakeMover
 	came    map[uint32]uint64 // by ITT
 	placing map[uint32]bool   // by ITT: in the middle of a Data-Out PDU
+
+	taken, owed uint64
 }
 
 func canceling(tc *testConn) {
 	tc.m.rdma = false
-	tc.dm = &cancelingMover{tc.m, map[uint32]uint64{}, map[uint32]bool{}}
+	tc.dm = &cancelingMover{fakeMover: tc.m, came: map[uint32]uint64{}, placing: map[uint32]bool{}}
+}
+
+func (m *cancelingMover) Taken() (taken, owed uint64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.taken, m.owed
+}
+
+// drains lets the initiator take n bytes of what waits, and more wait: then owed in all.
+func (tc *testConn) drains(n, owed uint64) {
+	m := tc.dm.(*cancelingMover)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.taken, m.owed = m.taken+n, owed
 }
 
 func (m *cancelingMover) CancelData(t *Task) bool {
@@ -381,4 +397,99 @@ func TestTakenCommandWhoseDataDoesNotCome(t *testing.T) {
 			p.neighbour.logout()
 		})
 	}
+}
+
+// talks sends a NOP-Out that asks for no answer.
+func (tc *testConn) talks() {
+	h := tc.Request(pdu.NOPOut, pdu.FlagF, true)
+	h.SetITT(pdu.ReservedTag)
+	h.SetTTT(pdu.ReservedTag)
+	tc.write(h, nil)
+}
+
+// An initiator that talks, but takes no answers, loses its connection when the limit is over, with all that
+// waits for it. Taking a byte now and then does not help it. One that takes what waits, or enough of it,
+// stays, however slow it is.
+func TestAnswersThatAreNotTaken(t *testing.T) {
+	const never = 1 << 30
+	for _, tt := range []struct {
+		name        string
+		takes, owed uint64 // every 50 s
+		lasts       time.Duration
+	}{
+		{"none", 0, 1 << 20, 0},
+		{"a byte", 1, 1 << 20, 0},
+		{"not quite enough", 64<<10 - 1, 1 << 20, 0},
+		{"enough", 64 << 10, 1 << 20, 300 * time.Second},
+		{"all", 48, 48, 300 * time.Second},
+		{"all, and then nothing waits", 48, 0, never},
+	} {
+		bubble(t, tt.name, func(t *testing.T) {
+			p := newStalledPair(t, canceling)
+			p.m.hold(false, true)
+			p.command(readF, 1<<20, cdb.Read10(0, 2048), nil)
+			synctest.Wait()
+			if n := p.Stats().BuffersOut; n != 1 {
+				t.Fatalf("%d Buffers wait", n)
+			}
+			p.drains(0, max(tt.owed, 48))
+			stops := min(max(tt.lasts, 50*time.Second), 400*time.Second)
+			for at := time.Second; at <= stops; at += time.Second {
+				p.passes(at)
+				p.talks()
+				if at%(50*time.Second) == 0 {
+					p.drains(tt.takes, tt.owed)
+				}
+			}
+			if tt.lasts == never {
+				p.m.hold(false, false)
+				p.want(pdu.SCSIResponse)
+				p.logout()
+				p.neighbour.logout()
+				return
+			}
+			for !p.m.isClosed() {
+				if time.Since(p.began) > tt.lasts+91*time.Second {
+					t.Fatal("still there")
+				}
+				p.neighbour.wantStatus(p.neighbour.command(readF, 4096, cdb.Read10(0, 8), nil), lun.StatusGood)
+				p.talks()
+				time.Sleep(time.Second)
+			}
+			if d := time.Since(p.began) - tt.lasts; d < 60*time.Second {
+				t.Errorf("ended after %v", d)
+			}
+			if err := p.wait(); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("initiator takes no answers: %d bytes have waited", tt.owed)) ||
+				!strings.Contains(err.Error(), "limits.send_timeout is 1m0s") {
+				t.Error(err)
+			}
+			synctest.Wait()
+			if s := p.Stats(); s.Sessions != 1 || s.BuffersOut != 0 || p.limits.SendTimeout.State().Bites != 1 {
+				t.Errorf("%+v, %d times the limit", s, p.limits.SendTimeout.State().Bites)
+			}
+			if l := p.log.Lines("session ended"); len(l) != 1 || !strings.Contains(l[0], "initiator takes no answers") || !strings.Contains(l[0], "level=WARN") {
+				t.Errorf("log: %q", l)
+			}
+			p.neighbour.logout()
+		})
+	}
+}
+
+// The limit changes while answers wait.
+func TestSendTimeoutChangesLive(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newStalledPair(t, canceling)
+		p.limits.SendTimeout.SetMax(int64(time.Hour))
+		p.drains(0, 1)
+		p.passes(10 * time.Minute)
+		p.limits.SendTimeout.SetMax(int64(time.Second))
+		began := time.Now()
+		if err := p.wait(); err == nil || !strings.Contains(err.Error(), "limits.send_timeout is 1s") {
+			t.Error(err)
+		}
+		if d := time.Since(began); d > 2*lookAtLeast {
+			t.Errorf("ended after %v", d)
+		}
+		p.neighbour.logout()
+	})
 }

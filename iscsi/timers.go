@@ -67,6 +67,9 @@ func (c *conn) keepalive() {
 	c.heard.Store(int64(now))
 	k := &keeper{c: c, sentAt: now}
 	k.add(now+lookInterval(c.node.shared.DataTimeout.Time()), k.lookData)
+	if k.meter, _ = c.dm.(Meter); k.meter != nil {
+		k.add(now+lookInterval(c.node.shared.SendTimeout.Time()), k.lookTaken)
+	}
 	if c.opt.NopInterval >= 0 {
 		k.add(now+c.opt.NopInterval, k.lookSilence)
 	}
@@ -77,6 +80,12 @@ func (c *conn) keepalive() {
 type keeper struct {
 	c     *conn
 	looks []look
+
+	// Of lookTaken:
+	meter    Meter         // the mover, if it is one
+	owes     bool          // the initiator had not taken all at the last mark
+	mark     uint64        // of Meter.Taken: where there was progress
+	markedAt time.Duration // by clock
 
 	// Of lookSilence:
 	sent     uint64        // c.sending.done the last time

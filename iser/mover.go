@@ -385,6 +385,9 @@ func (c *Conn) Fetched(it *iscsi.Task) (came uint64, missing int, ok bool) {
 	return c.rc.Fetched(), len(it.Mover.(*task).get.Data), true
 }
 
+// Taken implements iscsi.Meter.
+func (c *Conn) Taken() (taken, owed uint64) { return c.rc.Taken() }
+
 // postRead posts the RDMA Read of t. A Read that exceeds ORD would hold up everything
 // after it in the send queue.
 //

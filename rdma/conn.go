@@ -83,12 +83,13 @@ type Conn struct {
 	ending          bool   // our direction ends after queue and due
 	terminateFPDU   []byte // the last FPDU of our direction, a Terminate; or nil
 	terminateReason wire.Reason
-	ended           bool // our direction of the stream has ended
-	broken          bool // a write has failed
-	dead            bool // abandon has been called
-	flushing        bool // a goroutine is in Flush
-	answers         list // free Read Responses
-	requests        list // free stand-ins for Reads
+	ended           bool   // our direction of the stream has ended
+	broken          bool   // a write has failed
+	dead            bool   // abandon has been called
+	flushing        bool   // a goroutine is in Flush
+	batches         uint64 // that Flush has sent
+	answers         list   // free Read Responses
+	requests        list   // free stand-ins for Reads
 	closed          bool
 
 	// The goroutine that flushes for Receive, started when first needed.
@@ -277,6 +278,20 @@ func (c *Conn) flushReads(err error) {
 			c.queue.push(wr)
 		}
 	}
+}
+
+// Taken returns a number that grows as the peer takes what was flushed, and by how much it grows until
+// the peer has taken all that the network has now: bytes, unless the stream is no socket.
+func (c *Conn) Taken() (taken, owed uint64) {
+	if taken, owed, ok := llp.Taken(c.nc); ok {
+		return taken, owed
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.flushing {
+		owed = 1
+	}
+	return c.batches, owed
 }
 
 // emss returns the effective segment size of the TCP connection in bytes, or 0 if nc is no socket.

@@ -213,6 +213,7 @@ func (c *Conn) Flush() {
 			c.sendEnd(terminate, why)
 		}
 		c.mu.Lock()
+		c.batches++
 	}
 	c.flushing = false
 }

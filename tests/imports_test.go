@@ -36,7 +36,7 @@ var mayImport = map[string][]string{
 	"lun/invariant":              {},
 	"lun/state":                  {"lun/invariant"},
 	"rdma":                       {"rdma/llp", "rdma/wire", "golang.org/x/sys"},
-	"rdma/llp":                   {},
+	"rdma/llp":                   {"golang.org/x/sys"},
 	"rdma/wire":                  {},
 	"backend":                    {"backend", "golang.org/x/sys"},
 	// gotgt logs by logrus.

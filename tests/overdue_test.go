@@ -2,10 +2,13 @@ package tests
 
 import (
 	"fmt"
+	"net"
 	"testing"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/security/limits"
 	"github.com/iser-target/iser-target/tests/initiator"
@@ -76,4 +79,29 @@ func TestReadResponseThatDoesNotCome(t *testing.T) {
 			stop()
 		})
 	}
+}
+
+// An initiator that asks for data over RDMA, pings, and takes nothing, loses its connection.
+func TestAnswersThatAreNotTaken(t *testing.T) {
+	bounds := limits.New()
+	bounds.SendTimeout.SetMax(int64(time.Second))
+	tg := startTarget(t, targetOptions{node: iscsi.Options{Shared: bounds}})
+	stop := tg.neighbour(t)
+	p := tg.rawLogin(t, initiator.Options{}, 0)
+	if err := p.nc.(*net.TCPConn).SetReadBuffer(64 << 10); err != nil {
+		t.Fatal(err)
+	}
+	for range 24 {
+		p.send(sink(7, 0), p.scsi(pdu.FlagR, 1<<20, cdb.Read16(0, 2048)), nil)
+	}
+	ended := func() bool { return len(tg.log.Lines(`msg="session ended"`)) > 0 }
+	for began := time.Now(); !ended() && time.Since(began) < testkit.Patience; time.Sleep(10 * time.Millisecond) {
+		h := p.Request(pdu.NOPOut, pdu.FlagF, true)
+		h.SetITT(pdu.ReservedTag)
+		h.SetTTT(pdu.ReservedTag)
+		p.nc.Write(p.message(pduBytes(iser.Header{}, h, nil))) // fails at the end, which the log shows
+	}
+	tg.log.wantLine(`"session ended"`, "initiator takes no answers", "limits.send_timeout is 1s")
+	testkit.Eventually(t, "no Buffers in use but the neighbour's", func() bool { return tg.node.Stats().BuffersOut <= 1 })
+	stop()
 }

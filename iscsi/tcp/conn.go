@@ -76,6 +76,7 @@ type Conn struct {
 	ending   bool    // our direction of the stream ends after the queue
 	ended    bool    // our direction of the stream has ended
 	flushing bool    // a goroutine is in Flush
+	batches  uint64  // that Flush has sent
 	closed   bool
 }
 
@@ -324,6 +325,19 @@ func (c *Conn) Fetched(it *iscsi.Task) (came uint64, missing int, ok bool) {
 		came += uint64(c.inPlace.Load())
 	}
 	return came, max(0, len(t.data)-int(came)), t.getting
+}
+
+// Taken implements iscsi.Meter.
+func (c *Conn) Taken() (taken, owed uint64) {
+	if taken, owed, ok := llp.Taken(c.nc); ok {
+		return taken, owed
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.flushing {
+		owed = 1
+	}
+	return c.batches, owed
 }
 
 // SendControl implements iscsi.Datamover.

@@ -3,7 +3,9 @@ package tcp
 import (
 	"bytes"
 	"fmt"
+	"io"
 	"log/slog"
+	"net"
 	"strings"
 	"testing"
 	"time"
@@ -222,4 +224,70 @@ func TestDataOutIsAskedForAgain(t *testing.T) {
 			stop()
 		})
 	}
+}
+
+// stalledReader logs in and asks for more data than the network holds, without taking any.
+func (b *bounded) stalledReader(t *testing.T) *client {
+	t.Helper()
+	c := b.login(t, "MaxRecvDataSegmentLength=65536")
+	if err := c.nc.(*net.TCPConn).SetReadBuffer(64 << 10); err != nil {
+		t.Fatal(err)
+	}
+	const blocks = 1 << 20 / blockLen
+	for range 24 {
+		c.send(c.scsi(pdu.FlagR, cdb.Read16(0, blocks), 1<<20), nil)
+	}
+	testkit.Eventually(t, "full buffers", func() bool { return b.node.Stats().BuffersOut >= 4 })
+	return c
+}
+
+// An initiator that talks without taking its answers loses its connection, and all that waits for it is
+// free. Its neighbour notices nothing.
+func TestAnswersThatAreNotTaken(t *testing.T) {
+	for name, wrap := range map[string]func(net.Conn) net.Conn{
+		"a socket":       nil,
+		"another stream": func(nc net.Conn) net.Conn { return struct{ net.Conn }{nc} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			tg := startBounded(t, time.Hour, func(tg *target, _ *iscsi.Options) { tg.wrap = wrap })
+			tg.limits.SendTimeout.SetMax(int64(time.Second))
+			stop := tg.neighbour(t)
+			c := tg.stalledReader(t)
+			began := time.Now()
+			ended := func() bool { return len(tg.log.Lines("session ended")) > 0 }
+			for !ended() && time.Since(began) < testkit.Patience {
+				h := c.nopOut()
+				h.SetITT(pdu.ReservedTag)
+				c.nc.Write(c.encode(h, nil, nil)) // fails at the end, which the log shows
+				time.Sleep(10 * time.Millisecond)
+			}
+			l := tg.log.Lines("session ended")
+			if len(l) != 1 || !strings.Contains(l[0], "initiator takes no answers") || !strings.Contains(l[0], "limits.send_timeout is 1s") {
+				t.Fatalf("log: %q", l)
+			}
+			if d := time.Since(began); d < 900*time.Millisecond {
+				t.Errorf("ended after %v", d)
+			}
+			stop()
+			testkit.Eventually(t, "free Buffers", func() bool { return tg.node.Stats().BuffersOut == 0 })
+		})
+	}
+}
+
+// An initiator that takes its data slowly keeps its connection for as long as that lasts.
+func TestAnswersThatAreTakenSlowly(t *testing.T) {
+	tg := startBounded(t, time.Hour)
+	tg.limits.SendTimeout.SetMax(int64(4 * time.Second))
+	stop := tg.neighbour(t)
+	c := tg.stalledReader(t)
+	b := make([]byte, 128<<10)
+	for began := time.Now(); time.Since(began) < 7*time.Second; time.Sleep(50 * time.Millisecond) {
+		if _, err := io.ReadFull(c.nc, b); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if l := tg.log.Lines("session ended"); len(l) != 0 {
+		t.Errorf("log: %q", l)
+	}
+	stop()
 }

@@ -122,6 +122,7 @@ func (c *Conn) Flush() {
 			}
 		}
 		c.mu.Lock()
+		c.batches++
 	}
 	c.flushing = false
 }

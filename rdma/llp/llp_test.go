@@ -7,6 +7,8 @@ import (
 	"math"
 	"net"
 	"testing"
+
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // window returns a Window on stream, of which one read returns at most chunk bytes.
@@ -130,5 +132,56 @@ func TestGatherKeepsTheOrder(t *testing.T) {
 	}
 	if err := <-done; err != nil || g.Long() != 0 || !g.Room(slabLen) {
 		t.Errorf("after Flush: %v, %d bytes remain", err, g.Long())
+	}
+}
+
+// Taken shows what the peer's TCP has not acknowledged, and that it does when the peer reads.
+func TestTaken(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	a, err := net.Dial("tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Close()
+	b, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	const size = 16 << 20
+	done := make(chan error, 1)
+	go func() {
+		_, err := a.Write(stream(size))
+		done <- err
+	}()
+	var taken, owed uint64
+	testkit.Eventually(t, "a peer that takes no more", func() bool {
+		before := taken
+		var ok bool
+		if taken, owed, ok = Taken(a); !ok {
+			t.Fatal("not a socket")
+		}
+		return taken > 0 && taken == before && owed > 0
+	})
+	if _, err := io.CopyN(io.Discard, b, size); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, "all taken", func() bool {
+		now, owed, ok := Taken(a)
+		return ok && now > taken && now >= size && owed == 0
+	})
+	if _, _, ok := Taken(struct{ net.Conn }{a}); ok {
+		t.Error("the size of a stream that is no socket")
+	}
+	a.Close()
+	if _, _, ok := Taken(a); ok {
+		t.Error("the size of a closed socket")
 	}
 }
