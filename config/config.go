@@ -103,6 +103,7 @@ type LUN struct {
 	WriteThrough bool   `key:"write_through"` // every write is on stable storage before its response
 	Removable    bool   `key:"removable"`     // the medium can be ejected
 	Sanitize     bool   `key:"sanitize"`      // initiators may erase the whole LUN with SANITIZE
+	Identity     string `key:"identity"`      // of a file that state_dir does not know; IdentityFile, IdentityNew or empty
 	Plugin       string `key:"plugin"`        // name of a registered gotgt store
 	Options      string `key:"options"`       // passed to that store
 
@@ -117,6 +118,12 @@ type LUN struct {
 	MinBandwidth Size          `key:"min_bandwidth"` // bytes per second that others leave to the LUN
 	Rates        []Rate        `key:"rates"`         // of each initiator
 }
+
+// What LUN.Identity says about a file that another target has served.
+const (
+	IdentityFile = "file" // it keeps the identity of its mark
+	IdentityNew  = "new"  // it gets another one
+)
 
 // A Rate says how fast each of some initiators may use a LUN, and how fast it may at least. Its
 // fields mean for one initiator what those of LUN mean for all together.

@@ -431,6 +431,13 @@ func (l *LUN) check(key string, errs *errorList) {
 			errs.addf(key+"."+f.key, "cannot be set for backend %s", l.Backend)
 		}
 	}
+	switch {
+	case l.Identity == "":
+	case l.Identity != IdentityFile && l.Identity != IdentityNew:
+		errs.addf(key+".identity", "must be %s or %s, not %q", IdentityFile, IdentityNew, l.Identity)
+	case l.Backend != "file":
+		errs.addf(key+".identity", "cannot be set for backend %s: only files have marks", l.Backend)
+	}
 	if !b.blockSize {
 		return
 	}

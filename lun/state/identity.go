@@ -125,6 +125,54 @@ func (ids *Identities) Known(key string) bool {
 	return i >= 0 && !s.Identities[i].Promised
 }
 
+// Has reports whether an identity with that serial exists, or was retired not long ago.
+func (ids *Identities) Has(serial string) bool {
+	s := ids.doc.State()
+	return s.has(serial)
+}
+
+func (s *identityState) has(serial string) bool {
+	is := func(e identityEntry) bool { return e.NAA == serial }
+	return slices.ContainsFunc(s.Identities, is) || slices.ContainsFunc(s.Retired, is)
+}
+
+// Adopt gives the key, whose medium comes from another target and must not be Known, the identity with that
+// serial. It fails if another key has it.
+func (ids *Identities) Adopt(key, serial string) (Identity, error) {
+	id, err := parseIdentity(serial)
+	if err == nil {
+		err = checkIdentityKey(key)
+	}
+	if err != nil {
+		return Identity{}, ids.doc.wrap(err)
+	}
+	err = ids.store([]string{key}, func(next identityState) (identityState, bool, error) {
+		if i := slices.IndexFunc(next.Identities, func(e identityEntry) bool { return e.NAA == serial && e.Key != key }); i >= 0 {
+			return next, false, fmt.Errorf("NAA %s is that of %s: two LUNs cannot have it", serial, next.Identities[i].Key)
+		}
+		e := identityEntry{Key: key, NAA: serial}
+		i := next.index(key)
+		switch {
+		case i < 0:
+			next.Identities = append(slices.Clone(next.Identities), e)
+		case next.Identities[i] == e:
+			return next, false, nil
+		case !next.Identities[i].Promised:
+			return next, false, fmt.Errorf("%s has NAA %s already", key, next.Identities[i].NAA)
+		default:
+			next.retire(i)
+			next.Identities = slices.Clone(next.Identities)
+			next.Identities[i] = e
+		}
+		next.Retired = slices.DeleteFunc(slices.Clone(next.Retired), func(e identityEntry) bool { return e.NAA == serial })
+		return next, true, nil
+	})
+	if err != nil {
+		return Identity{}, err
+	}
+	return id, nil
+}
+
 // Make gives those of the keys an identity that have none, all with one change of the
 // file. After an error it has given none.
 func (ids *Identities) Make(keys []string) error {
@@ -267,8 +315,7 @@ func (ids *Identities) unused(s *identityState, before Identity) (id Identity, e
 		}
 		id.NAA[0] = naaLocal<<4 | id.NAA[0]&0x0f
 		id.Serial = hex.EncodeToString(id.NAA[:])
-		taken := func(e identityEntry) bool { return e.NAA == id.Serial }
-		if !slices.ContainsFunc(s.Identities, taken) && !slices.ContainsFunc(s.Retired, taken) {
+		if !s.has(id.Serial) {
 			return id, nil
 		}
 	}

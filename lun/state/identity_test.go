@@ -416,3 +416,40 @@ func TestPromisedIdentity(t *testing.T) {
 		t.Errorf("the file is\n%s", content(t, ids.doc.file.path))
 	}
 }
+
+// Adopt gives a key the identity of another target, once, and no identity to two keys. A key that was only
+// promised one changes it.
+func TestAdopt(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "identities.json")
+	ids := openIdentities(t, path)
+	const serial = "3aaaaaaaaaaaaaaa"
+	if ids.Has(serial) {
+		t.Error("a foreign identity is known")
+	}
+	promised, err := ids.Promise(keyOne)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if id, err := ids.Adopt(keyOne, serial); err != nil || id.Serial != serial || !ids.Known(keyOne) {
+			t.Errorf("%v, %v", id, err)
+		}
+	}
+	_, err = ids.Adopt(keyTwo, serial)
+	wantError(t, err, serial, keyOne)
+	_, err = ids.Adopt(keyOne, "3bbbbbbbbbbbbbbb")
+	wantError(t, err, keyOne, serial)
+	_, err = ids.Adopt(keyTwo, "5bbbbbbbbbbbbbbb")
+	wantError(t, err, "5bbbbbbbbbbbbbbb")
+	ids = reopen(t, ids)
+	if id := must(t, ids.Get, keyOne); id.Serial != serial || !ids.Has(promised.Serial) || ids.Known(keyTwo) {
+		t.Errorf("after a restart: %v", id)
+	}
+	if err := ids.Forget(keyOne); err != nil { // and back again
+		t.Fatal(err)
+	}
+	if _, err := ids.Adopt(keyTwo, serial); err != nil {
+		t.Error(err)
+	}
+	reopen(t, ids)
+}

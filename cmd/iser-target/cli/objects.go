@@ -249,6 +249,7 @@ progress. If interrupted, they leave nothing behind.`,
 	f.BoolVar(&l.ReadOnly, "read-only", false, "refuse all writes")
 	f.BoolVar(&l.WriteThrough, "write-through", false, "report a write as complete only when it is on stable storage")
 	f.BoolVar(&l.Removable, "removable", false, "let initiators eject the medium")
+	f.StringVar(&l.Identity, "identity", "", "of a file from another target: \"file\" keeps its serial number and NAA, \"new\" does not")
 	f.BoolVar(&l.Sanitize, "sanitize", false, "let initiators erase the whole LUN with SANITIZE")
 	f.StringVar(&l.Plugin, "plugin", "", "name of the gotgt backend")
 	f.StringVar(&l.Options, "options", "", "options for the gotgt backend")
@@ -259,6 +260,7 @@ progress. If interrupted, they leave nothing behind.`,
 	f.StringVar(&l.From, "from", "", "create the file as a copy of this file or block device")
 	cmd.MarkFlagFilename("path")
 	cmd.MarkFlagFilename("from")
+	cmd.RegisterFlagCompletionFunc("identity", cobra.FixedCompletions([]string{"file", "new"}, cobra.ShellCompDirectiveNoFileComp))
 	cmd.RegisterFlagCompletionFunc("backend", cobra.FixedCompletions([]string{"memory", "file", "block", "gotgt"}, cobra.ShellCompDirectiveNoFileComp))
 	return cmd
 }

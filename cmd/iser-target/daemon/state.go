@@ -137,7 +137,7 @@ func lunState(target string, l *servedLUN) schema.LUNState {
 	s := schema.LUNState{
 		Target: target, ID: l.ID, Backend: l.Backend, Path: l.Path, Size: info.Size, BlockSize: int(info.BlockSize),
 		NAA: l.unit.Identity().Serial, State: schema.Ready,
-		ReadOnly: l.ReadOnly || info.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Sanitize: l.Sanitize,
+		ReadOnly: l.ReadOnly || info.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Identity: l.Identity, Sanitize: l.Sanitize,
 		Initiators: l.Initiators, ReadOnlyFor: l.ReadOnlyFor,
 		RateState: rateState(l.Rate()), Waiting: l.unit.StoreCalls().Waiting,
 	}

@@ -245,7 +245,7 @@ func (d *Daemon) openUnit(target string, l *config.LUN, fresh bool, open func(*c
 	if isAbandoned() {
 		return fail(errAbandoned)
 	}
-	id, err := d.state.ids.Get(key)
+	id, err := d.identify(target, l)
 	if err != nil {
 		return fail(err)
 	}

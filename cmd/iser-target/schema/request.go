@@ -25,6 +25,7 @@ type LUN struct {
 	ReadOnly     bool     `json:"read_only,omitempty"`
 	WriteThrough bool     `json:"write_through,omitempty"`
 	Removable    bool     `json:"removable,omitempty"`
+	Identity     string   `json:"identity,omitempty"`
 	Sanitize     bool     `json:"sanitize,omitempty"`
 	Plugin       string   `json:"plugin,omitempty"`
 	Options      string   `json:"options,omitempty"`

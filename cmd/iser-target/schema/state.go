@@ -61,6 +61,7 @@ type LUNState struct {
 	ReadOnly     bool              `json:"read_only"`
 	WriteThrough bool              `json:"write_through"`
 	Removable    bool              `json:"removable"`
+	Identity     string            `json:"identity,omitempty"` // the key of the configuration
 	Sanitize     bool              `json:"sanitize"`
 	Initiators   []string          `json:"initiators,omitempty"`    // that see the LUN; empty: all
 	ReadOnlyFor  []string          `json:"read_only_for,omitempty"` // initiators that may only read
