@@ -243,6 +243,18 @@ func TestDataInOrder(t *testing.T) {
 		p.logout()
 		p.neighbour.logout()
 	})
+	bubble(t, "earlier unsolicited data moves", func(t *testing.T) {
+		p := newStalledPair(t, canceling)
+		first := p.scsi(pdu.FlagW, 8192, cdb.Write10(0, 16))
+		p.write(first, nil)
+		second := p.writes(8192)
+		p.passes(20 * time.Second)
+		p.write(p.dataOutPDU(first, true, 0, 0), make([]byte, 8192))
+		p.wantStatus(first, lun.StatusGood)
+		p.wantLate(second, 20*time.Second, 30*time.Second)
+		p.logout()
+		p.neighbour.logout()
+	})
 	bubble(t, "later data moves", func(t *testing.T) {
 		p := newStalledPair(t, canceling)
 		first := p.writes(1 << 20)
@@ -255,6 +267,43 @@ func TestDataInOrder(t *testing.T) {
 		p.wantLate(first, 0, 30*time.Second)
 		p.logout()
 		p.neighbour.logout()
+	})
+}
+
+// Each connection of a session has its own time: the timer of one does not touch the commands of another.
+func TestDataOfSeveralConnections(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := limits.New()
+		n := newTestNode(t, func(o *Options) { o.Shared, o.Limits.MaxConnections = l, 4 })
+		a := n.connect(canceling)
+		a.writeLogin(a.loginRequest(true, 1, 3), append(append(slices.Clone(names), without(linuxKeys, "MaxConnections")...),
+			"MaxConnections=4")...)
+		a.loggedIn()
+		time.Sleep(time.Second) // so that the timer of a looks first
+		b := a.join(1, canceling)
+		a.m.hold(true, false)
+		b.m.hold(true, false)
+		ends := func(tc *testConn, h pdu.BHS, asked time.Time) {
+			t.Helper()
+			tc.wantSense(h, 0x0b, 0x4b, 0x06)
+			if d := time.Since(asked); d < 30*time.Second || d > 45*time.Second {
+				t.Errorf("ended after %v", d)
+			}
+		}
+		askedB := time.Now()
+		onB := b.on(a).command(writeF, 4096, cdb.Write10(8, 8), nil)
+		time.Sleep(20 * time.Second)
+		askedA := time.Now()
+		onA := a.on(b).command(writeF, 4096, cdb.Write10(0, 8), nil)
+		ends(b, onB, askedB)
+		a.wantNothing()
+		ends(a, onA, askedA)
+		synctest.Wait()
+		if n := l.DataTimeout.State().Bites; n != 2 {
+			t.Errorf("%d times the limit, want 2", n)
+		}
+		b.on(a).logout()
+		a.wait()
 	})
 }
 
@@ -411,7 +460,7 @@ func (tc *testConn) talks() {
 // waits for it. Taking a byte now and then does not help it. One that takes what waits, or enough of it,
 // stays, however slow it is.
 func TestAnswersThatAreNotTaken(t *testing.T) {
-	const never = 1 << 30
+	const never = time.Hour
 	for _, tt := range []struct {
 		name        string
 		takes, owed uint64 // every 50 s
@@ -423,6 +472,7 @@ func TestAnswersThatAreNotTaken(t *testing.T) {
 		{"enough", 64 << 10, 1 << 20, 300 * time.Second},
 		{"all", 48, 48, 300 * time.Second},
 		{"all, and then nothing waits", 48, 0, never},
+		{"as much as can be seen, and then nothing waits", 47, 0, never},
 	} {
 		bubble(t, tt.name, func(t *testing.T) {
 			p := newStalledPair(t, canceling)
