@@ -19,7 +19,8 @@ import (
 // although the medium does not have them, and the next fsync succeeds. Hence failed: after
 // one failure no call reports again that data is safe. flush.go says which description a sync uses.
 type disk struct {
-	info    Info // Size is guarded by mu
+	info    Info // apart from Size: see size
+	size    atomic.Int64
 	path    string
 	through bool  // WriteAt, Discard and Zero return when all data is stable
 	regular bool  // a regular file, which can be resized
@@ -35,8 +36,10 @@ type disk struct {
 	noMap   atomic.Bool                  // the file system does not support FIEMAP
 	number  uint64                       // ascends in the order of opening
 
-	mu     sync.RWMutex // held for reading by calls, for writing by Close, Grow and Resize
-	closed bool         // guarded by mu
+	mu       sync.RWMutex // held for reading by calls, for writing by Close
+	closed   bool         // guarded by mu
+	resizing sync.Mutex   // held by Grow and Resize, which change size; before mu
+	changes  changes      // the calls that change the medium
 }
 
 // osFile has the system calls of a disk; tests replace it by one that fails. Errors are errno
@@ -69,40 +72,47 @@ func newDisk(path string, fd int, info Info, align int64, through bool) *disk {
 func newDiskOn(path string, f osFile, reopen func() (osFile, error), info Info, align int64, through bool) *disk {
 	info.VolatileCache = !through
 	d := &disk{info: info, path: path, through: through, align: align, fd: f, number: disks.Add(1)}
+	d.size.Store(info.Size)
 	d.spares.init(reopen)
 	return d
 }
 
 // Info implements Store.
 func (d *disk) Info() Info {
-	d.mu.RLock()
-	defer d.mu.RUnlock()
-	return d.info
+	info := d.info
+	info.Size = d.size.Load()
+	return info
 }
 
 // Grow implements Grower, for a file or device that was extended (lvextend(8)). It ignores
 // bytes after the last whole block.
 func (d *disk) Grow() (int64, error) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.closed {
-		return 0, ErrClosed
+	d.resizing.Lock()
+	defer d.resizing.Unlock()
+	v, err := d.enter(0, 0, false)
+	if err != nil {
+		return 0, err
 	}
+	defer v.leave()
 	end, err := d.fd.seek(0, io.SeekEnd)
 	if err != nil {
 		return 0, fmt.Errorf("find the end of %s: %w", d.path, err)
 	}
-	d.info.Size = max(d.info.Size, end&^int64(d.info.BlockSize-1))
-	return d.info.Size, nil
+	d.size.Store(max(d.size.Load(), end&^int64(d.info.BlockSize-1)))
+	return d.size.Load(), nil
 }
 
-// Resize implements Resizer for regular files. It waits for the calls in progress.
+// Resize implements Resizer for regular files. Other calls continue meanwhile. Before it cuts the
+// medium off, it waits for the changes in progress: one behind the new end would extend the medium again.
 func (d *disk) Resize(size int64) error {
-	d.mu.Lock()
-	defer d.mu.Unlock()
+	d.resizing.Lock()
+	defer d.resizing.Unlock()
+	v, err := d.enter(0, 0, false)
+	if err != nil {
+		return err
+	}
+	defer v.leave()
 	switch {
-	case d.closed:
-		return ErrClosed
 	case d.info.ReadOnly:
 		return ErrReadOnly
 	case !d.regular:
@@ -110,12 +120,18 @@ func (d *disk) Resize(size int64) error {
 	case size <= 0 || size%int64(d.info.BlockSize) != 0:
 		return fmt.Errorf("size %d: must be a positive multiple of the block size %d", size, d.info.BlockSize)
 	}
+	old := d.size.Load()
+	if size < old {
+		d.size.Store(size) // from here on no call goes beyond the new end
+		d.changes.wait()
+	}
 	if err := d.fd.truncate(size); err != nil {
+		d.size.Store(old)
 		return fmt.Errorf("resize %s to %d bytes: %w", d.path, size, err)
 	}
-	d.info.Size = size
-	if err := d.fd.fdatasync(); err != nil {
-		d.failed.Store(true)
+	err = d.sync()
+	d.size.Store(size)
+	if err != nil {
 		return fmt.Errorf("%s was resized to %d bytes, but %w: %w", d.path, size, ErrUnsynced, err)
 	}
 	return nil
@@ -127,10 +143,11 @@ func (d *disk) Allocate(off, n int64) error {
 	if !d.regular {
 		return ErrNoAllocate
 	}
-	if err := d.enter(off, n, true); err != nil {
+	v, err := d.enter(off, n, true)
+	if err != nil {
 		return err
 	}
-	defer d.mu.RUnlock()
+	defer v.leave()
 	if n == 0 {
 		return nil // fallocate refuses an empty range
 	}
@@ -142,10 +159,14 @@ func (d *disk) Allocate(off, n int64) error {
 	}
 }
 
-// enter begins a call on [off, off+n) and holds d.mu for reading. The caller must call
-// d.mu.RUnlock unless enter fails.
-func (d *disk) enter(off, n int64, changes bool) error {
+// enter begins a call on [off, off+n) and holds d.mu for reading. The caller must call leave of the
+// visit unless enter fails.
+func (d *disk) enter(off, n int64, changes bool) (visit, error) {
 	d.mu.RLock()
+	v := visit{d, -1}
+	if changes {
+		v.turn = d.changes.begin() // before the size is read: see changes
+	}
 	var err error
 	switch {
 	case d.closed:
@@ -153,23 +174,92 @@ func (d *disk) enter(off, n int64, changes bool) error {
 	case changes && d.info.ReadOnly:
 		err = ErrReadOnly
 	default:
-		err = d.info.CheckRange(off, n)
+		err = checkRange(d.size.Load(), off, n)
 	}
 	if err != nil {
-		d.mu.RUnlock()
+		v.leave()
 	}
-	return err
+	return v, err
+}
+
+// A visit is a call of a disk in progress.
+type visit struct {
+	d    *disk
+	turn int // of d.changes; -1: it changes nothing
+}
+
+// leave ends the call.
+func (v visit) leave() {
+	if v.turn >= 0 {
+		v.d.changes.end(v.turn)
+	}
+	v.d.mu.RUnlock()
+}
+
+// changes count the calls in progress that change a medium, so that a shrink can wait for those that
+// began before it, without stopping those that begin later. They count in turns, as SRCU of the kernel
+// does: calls begin in one of two turns, and the shrink waits for the other one. The zero value is ready.
+type changes struct {
+	turn    atomic.Uint32
+	calls   [2]atomic.Int64
+	waiting atomic.Bool
+
+	mu    sync.Mutex
+	ended sync.Cond // a turn has no calls; its L is mu
+}
+
+// begin counts a call, which must read the size of the medium afterwards, and returns its turn.
+func (c *changes) begin() int {
+	turn := int(c.turn.Load() & 1)
+	c.calls[turn].Add(1)
+	return turn
+}
+
+// end forgets a call of that turn.
+func (c *changes) end(turn int) {
+	if c.calls[turn].Add(-1) == 0 && c.waiting.Load() {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.ended.Broadcast()
+	}
+}
+
+// wait returns when all calls that began before it have ended. Only one goroutine may wait.
+func (c *changes) wait() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.ended.L = &c.mu
+	c.waiting.Store(true)
+	defer c.waiting.Store(false)
+	turn := c.turn.Load() & 1
+	c.empty(1 - turn) // of calls that had read the turn when the last wait ended it, and then counted themselves
+	c.turn.Store(1 - turn)
+	c.empty(turn)
+}
+
+// empty waits until a turn has no calls.
+//
+// Preconditions: c.mu is held.
+func (c *changes) empty(turn uint32) {
+	held(&c.mu)
+	for c.calls[turn].Load() != 0 {
+		c.ended.Wait()
+	}
 }
 
 // ReadAt implements Store.
 func (d *disk) ReadAt(p []byte, off int64) error {
-	if err := d.enter(off, int64(len(p)), false); err != nil {
+	v, err := d.enter(off, int64(len(p)), false)
+	if err != nil {
 		return err
 	}
-	defer d.mu.RUnlock()
+	defer v.leave()
 	for len(p) > 0 {
 		n, err := d.fd.pread(p, off)
 		if err == nil && n == 0 {
+			if err := checkRange(d.size.Load(), off, int64(len(p))); err != nil {
+				return err // a Resize has cut it off meanwhile
+			}
 			err = fmt.Errorf("the medium is smaller than when it was opened: %w", io.ErrUnexpectedEOF)
 		}
 		if err != nil {
@@ -185,19 +275,21 @@ func (d *disk) WriteAt(p []byte, off int64) error {
 	if d.through {
 		return d.WriteDurable(p, off)
 	}
-	if err := d.enter(off, int64(len(p)), true); err != nil {
+	v, err := d.enter(off, int64(len(p)), true)
+	if err != nil {
 		return err
 	}
-	defer d.mu.RUnlock()
+	defer v.leave()
 	return d.writeError(off, writeAll(d.fd, p, off, 0))
 }
 
 // WriteDurable implements Store. It syncs only p if the kernel can.
 func (d *disk) WriteDurable(p []byte, off int64) error {
-	if err := d.enter(off, int64(len(p)), true); err != nil {
+	v, err := d.enter(off, int64(len(p)), true)
+	if err != nil {
 		return err
 	}
-	defer d.mu.RUnlock()
+	defer v.leave()
 	if d.failed.Load() {
 		return ErrUnsynced
 	}
@@ -230,10 +322,11 @@ func (d *disk) WriteDurable(p []byte, off int64) error {
 
 // Sync implements Store.
 func (d *disk) Sync() error {
-	if err := d.enter(0, 0, false); err != nil {
+	v, err := d.enter(0, 0, false)
+	if err != nil {
 		return err
 	}
-	defer d.mu.RUnlock()
+	defer v.leave()
 	return d.sync()
 }
 
@@ -267,10 +360,11 @@ func (d *disk) Zero(off, n int64) error { return d.erase(off, n, eraseZero) }
 // erase makes a range read as zeros with the first of eraseModes[mode:] that the medium
 // supports, otherwise with writes of zeros.
 func (d *disk) erase(off, n int64, mode int) error {
-	if err := d.enter(off, n, true); err != nil {
+	v, err := d.enter(off, n, true)
+	if err != nil {
 		return err
 	}
-	defer d.mu.RUnlock()
+	defer v.leave()
 	end := off + n
 	first, last := (off+d.align-1)/d.align*d.align, end/d.align*d.align
 	if first >= last {
@@ -332,11 +426,12 @@ func (d *disk) writeZeros(off, end int64) error {
 // Extent implements Mapper with SEEK_DATA and SEEK_HOLE. All bytes of a block device, and of a
 // file system that does not report holes, take space.
 func (d *disk) Extent(off int64) (mapped bool, n int64, err error) {
-	if err := d.enter(off, 1, false); err != nil {
+	v, err := d.enter(off, 1, false)
+	if err != nil {
 		return false, 0, err
 	}
-	defer d.mu.RUnlock()
-	left := d.info.Size - off
+	defer v.leave()
+	left := d.size.Load() - off
 	// Nothing else uses the offset of the description.
 	data, err := d.fd.seek(off, unix.SEEK_DATA)
 	switch {
@@ -368,10 +463,11 @@ func (d *disk) Extent(off int64) (mapped bool, n int64, err error) {
 
 // Usage implements Gauge for regular files.
 func (d *disk) Usage() (used, free int64, err error) {
-	if err := d.enter(0, 0, false); err != nil {
+	v, err := d.enter(0, 0, false)
+	if err != nil {
 		return 0, 0, err
 	}
-	defer d.mu.RUnlock()
+	defer v.leave()
 	if !d.regular {
 		return 0, 0, errors.ErrUnsupported
 	}
@@ -414,24 +510,27 @@ func (d *disk) CopyFrom(off int64, from Store, srcOff, n int64) (done int64, err
 		return 0, nil
 	}
 	if src.number < d.number { // always lock in this order, or two copies and two Closes could deadlock
-		if err := src.enter(srcOff, n, false); err != nil {
+		v, err := src.enter(srcOff, n, false)
+		if err != nil {
 			return 0, err
 		}
-		defer src.mu.RUnlock()
+		defer v.leave()
 	}
-	if err := d.enter(off, n, true); err != nil {
+	v, err := d.enter(off, n, true)
+	if err != nil {
 		return 0, err
 	}
-	defer d.mu.RUnlock()
+	defer v.leave()
 	if src == d {
-		if err := d.info.CheckRange(srcOff, n); err != nil {
+		if err := checkRange(d.size.Load(), srcOff, n); err != nil {
 			return 0, err
 		}
 	} else if src.number > d.number {
-		if err := src.enter(srcOff, n, false); err != nil {
+		v, err := src.enter(srcOff, n, false)
+		if err != nil {
 			return 0, err
 		}
-		defer src.mu.RUnlock()
+		defer v.leave()
 	}
 	for done < n {
 		k, err := copyRange(d.fd, off+done, src.fd, srcOff+done, n-done)
@@ -462,10 +561,11 @@ func copyRange(to osFile, off int64, from osFile, srcOff, n int64) (int64, error
 
 // Prefetch implements Prefetcher with fadvise(2).
 func (d *disk) Prefetch(off, n int64) error {
-	if err := d.enter(off, n, false); err != nil {
+	v, err := d.enter(off, n, false)
+	if err != nil {
 		return err
 	}
-	defer d.mu.RUnlock()
+	defer v.leave()
 	if n == 0 {
 		return nil // for fadvise, 0 means the rest of the file
 	}

@@ -12,6 +12,7 @@ type Hooks struct {
 	// Fdatasync gets the number of the file description that is synced, 0 for the first.
 	Fdatasync func(description int) error // nil lets the call through
 	Reopen    func() error                // nil lets the call through
+	Truncate  func() error                // nil lets the call through
 }
 
 // DiscardLimits calls discardLimits.
@@ -109,4 +110,13 @@ func (f *hookedFile) fdatasync() error {
 		}
 	}
 	return f.osFile.fdatasync()
+}
+
+func (f *hookedFile) truncate(size int64) error {
+	if f.h.Truncate != nil {
+		if err := f.h.Truncate(); err != nil {
+			return err
+		}
+	}
+	return f.osFile.truncate(size)
 }

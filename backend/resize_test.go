@@ -3,9 +3,14 @@ package backend
 import (
 	"bytes"
 	"errors"
+	"fmt"
+	"io"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -100,6 +105,134 @@ func TestFileResize(t *testing.T) {
 	if err := s.(Resizer).Resize(1 << 20); !errors.Is(err, ErrReadOnly) {
 		t.Errorf("read-only: %v", err)
 	}
+}
+
+// A Resize that hangs in the file system holds up no other call within the size, of this store or
+// another one.
+func TestResizeHoldsUpNothing(t *testing.T) {
+	for _, hangs := range []string{"truncate", "fdatasync"} {
+		for _, size := range []int64{2 << 20, 512 << 10} {
+			t.Run(fmt.Sprintf("%s to %d", hangs, size), func(t *testing.T) {
+				open := func() Store {
+					s, _, err := OpenFile(FileConfig{Path: filepath.Join(t.TempDir(), "disk"), Size: 1 << 20})
+					if err != nil {
+						t.Fatal(err)
+					}
+					t.Cleanup(func() { s.Close() })
+					return s
+				}
+				s, other := open(), open()
+				hanging, goOn := make(chan struct{}), make(chan struct{})
+				var once sync.Once
+				hang := func() error {
+					once.Do(func() { close(hanging) })
+					<-goOn
+					return nil
+				}
+				h := &Hooks{}
+				if hangs == "truncate" {
+					h.Truncate = hang
+				} else {
+					h.Fdatasync = func(description int) error {
+						if description == 0 {
+							return hang()
+						}
+						return nil
+					}
+				}
+				Intercept(s, h)
+				resized := make(chan error, 1)
+				go func() { resized <- s.(Resizer).Resize(size) }()
+				<-hanging
+				p := make([]byte, 4096)
+				for name, s := range map[string]Store{"the same store": s, "another store": other} {
+					done := make(chan error, 1)
+					go func() {
+						done <- errors.Join(s.WriteAt(p, 0), s.ReadAt(p, 0), s.WriteDurable(p, 0), s.Discard(0, 4096), s.Zero(0, 4096),
+							s.ReadAt(p, 512<<10-4096))
+					}()
+					select {
+					case err := <-done:
+						if err != nil {
+							t.Errorf("%s: %v", name, err)
+						}
+					case <-time.After(time.Minute):
+						t.Errorf("%s: calls wait for the Resize", name)
+					}
+				}
+				if err := s.WriteAt(p, min(size, 1<<20)); !errors.Is(err, ErrRange) {
+					t.Errorf("a write behind the end of both sizes: %v, want ErrRange", err)
+				}
+				close(goOn)
+				if err := <-resized; err != nil || s.Info().Size != size {
+					t.Errorf("Resize: %v, %d bytes", err, s.Info().Size)
+				}
+			})
+		}
+	}
+}
+
+// A shrink waits for the writes in progress: one behind the new end would extend the file again. It
+// waits for no later ones, so it ends although there is always a write in progress.
+func TestShrinkWaitsForEarlierWrites(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, _, err := OpenFile(FileConfig{Path: filepath.Join(t.TempDir(), "disk"), Size: 4 << 20})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer s.Close()
+		goOn, finish := map[int64]chan struct{}{}, map[int64]func(){} // by offset
+		for _, off := range []int64{0, 512, 1024, 2048, 3072, 3 << 20} {
+			c := make(chan struct{})
+			goOn[off], finish[off] = c, sync.OnceFunc(func() { close(c) })
+			defer finish[off]()
+		}
+		Intercept(s, &Hooks{Pwrite: func(p []byte, off int64, flags int, below func([]byte, int64, int) (int, error)) (int, error) {
+			<-goOn[off]
+			return below(p, off, flags)
+		}})
+		write := func(off int64) {
+			go func() {
+				if err := s.WriteAt(make([]byte, 512), off); err != nil {
+					t.Error(err)
+				}
+			}()
+			synctest.Wait()
+		}
+		for i, size := range []int64{2 << 20, 1 << 20} { // the second one, after writes with the first size
+			write(int64(i) * 1024)
+			late := int64(3 << 20)
+			if i > 0 {
+				late = 512
+			}
+			write(late)
+			var resized atomic.Bool
+			go func() {
+				if err := s.(Resizer).Resize(size); err != nil {
+					t.Error(err)
+				}
+				resized.Store(true)
+			}()
+			synctest.Wait()
+			write(int64(i)*1024 + 2048) // begins later
+			finish[int64(i)*1024]()
+			synctest.Wait()
+			if resized.Load() {
+				t.Fatalf("the file was cut to %d bytes during a write at %d", size, late)
+			}
+			finish[late]()
+			synctest.Wait()
+			if !resized.Load() {
+				t.Fatalf("the shrink to %d bytes waits for a write that began after it", size)
+			}
+			finish[int64(i)*1024+2048]()
+			synctest.Wait()
+			end, err := s.(*disk).fd.seek(0, io.SeekEnd)
+			if err != nil || end != size || s.Info().Size != size {
+				t.Fatalf("%v: the file has %d bytes, the store %d, want %d", err, end, s.Info().Size, size)
+			}
+		}
+	})
 }
 
 type failingTruncate struct{ osFile }

@@ -257,8 +257,9 @@ func (u *Unit) Resize(size int64) error {
 const allocateStep = 128 << 20
 
 // Allocate makes the medium take space for all bytes from that one to its present end, while
-// initiators use the unit. It often calls report with its progress. When ctx ends it stops soon
-// and returns the cause; the medium keeps the space that it has taken.
+// initiators use the unit, and returns when the allocation is on stable storage. It often calls report
+// with its progress. When ctx ends it stops soon and returns the cause; the medium keeps the space that
+// it has taken.
 func (u *Unit) Allocate(ctx context.Context, from int64, report func(backend.Progress)) error {
 	a, ok := u.store.(backend.Allocator)
 	if !ok {
@@ -276,7 +277,10 @@ func (u *Unit) Allocate(ctx context.Context, from int64, report func(backend.Pro
 			return context.Cause(ctx)
 		}
 	}
-	return nil
+	if p.Total == 0 {
+		return nil
+	}
+	return u.Sync()
 }
 
 // reset does what a reset does beyond the end of the tasks, and raises the attention.

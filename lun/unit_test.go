@@ -266,6 +266,48 @@ func TestAllocate(t *testing.T) {
 	}
 }
 
+// Allocate returns after a sync behind the last allocation, and reports its failure. Another unit
+// keeps working.
+func TestAllocationIsSynced(t *testing.T) {
+	m, err := backend.OpenMemory(backend.MemoryConfig{Size: allocateStep + 4096})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &allocating{Store: m}
+	u, err := New(s, Options{Identity: testIdentity})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer u.Close()
+	for _, failure := range []error{nil, unix.EIO} {
+		s.calls, s.failure = nil, failure
+		if err := u.Allocate(t.Context(), 0, func(backend.Progress) {}); !errors.Is(err, failure) {
+			t.Errorf("Allocate with a sync that returns %v: %v", failure, err)
+		}
+		if want := []string{"allocate", "allocate", "sync"}; !slices.Equal(s.calls, want) {
+			t.Errorf("calls %v, want %v", s.calls, want)
+		}
+	}
+	newRig(t, setup{}).good("2a 00 00000000 00 0001 00", make([]byte, 512))
+}
+
+// An allocating store is a memory store that notes in calls what it allocates and syncs.
+type allocating struct {
+	backend.Store
+	calls   []string
+	failure error // of Sync
+}
+
+func (a *allocating) Allocate(_, _ int64) error {
+	a.calls = append(a.calls, "allocate")
+	return nil
+}
+
+func (a *allocating) Sync() error {
+	a.calls = append(a.calls, "sync")
+	return a.failure
+}
+
 // To reopen a unit is not a loss of power: registrations and reservations remain, with or without
 // APTPL (SPC-4, section 5.13.5), and the old unit takes no more of them.
 func TestInheritFrom(t *testing.T) {
