@@ -13,6 +13,8 @@ TEST_TIMEOUT ?= 10m
 INTEROP_TIMEOUT ?= 30m
 SOAK_RUNS ?= 20
 SOAK_TIMEOUT ?= 30m
+CRASH_ROUNDS ?= 100
+CRASH_TIMEOUT ?= 60m
 
 INTEROP := ./tests/interop
 CONFORMANCE := ./tests/conformance
@@ -72,6 +74,10 @@ interop: ## tests against the Linux initiator in a virtual machine; says why it 
 .PHONY: neighbours
 neighbours: ## what an honest initiator keeps while others attack the target, as a table
 	$(GO) test -count 1 -timeout $(TEST_TIMEOUT) -v ./tests/neighbours -run '^TestNeighbours$$' -measure
+
+.PHONY: crash
+crash: ## kill -9 at CRASH_ROUNDS random moments under verified load, and what was in flight
+	CRASH_ROUNDS=$(CRASH_ROUNDS) $(GO) test -count 1 -timeout $(CRASH_TIMEOUT) -v ./tests/crash -run '^TestKill$$'
 
 .PHONY: requirements
 requirements: ## which rows of docs/requirements the tests quote
