@@ -57,6 +57,7 @@ type osFile interface {
 	willNeed(off, n int64) error
 	copyFrom(off int64, src osFile, srcOff, n int64) (int64, error) // may be short
 	truncate(size int64) error
+	stat() (unix.Stat_t, error)
 	close() error
 }
 
@@ -638,6 +639,11 @@ func (f sysFile) fallocate(mode uint32, off, n int64) error {
 
 func (f sysFile) seek(off int64, whence int) (int64, error) {
 	return retryValue(func() (int64, error) { return unix.Seek(int(f), off, whence) })
+}
+
+func (f sysFile) stat() (st unix.Stat_t, err error) {
+	err = retry(func() error { return unix.Fstat(int(f), &st) })
+	return st, err
 }
 
 // extent calls FIEMAP (Documentation/filesystems/fiemap.rst).

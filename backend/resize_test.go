@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"path/filepath"
 	"sync"
 	"sync/atomic"
@@ -238,3 +239,70 @@ func TestShrinkWaitsForEarlierWrites(t *testing.T) {
 type failingTruncate struct{ osFile }
 
 func (failingTruncate) truncate(int64) error { return unix.ENOSPC }
+
+// Inspect says what somebody else did to the file, and that a sync has failed.
+func TestInspect(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "disk")
+	s, _, err := OpenFile(FileConfig{Path: path, Size: 1 << 20})
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := s.(*disk)
+	look := func(what string, want error) {
+		t.Helper()
+		if err := d.Inspect(); !errors.Is(err, want) {
+			t.Errorf("%s: %v, want %v", what, err, want)
+		}
+	}
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	look("at first", nil)
+	must(d.Resize(1 << 19))
+	look("after a shrink", nil)
+	must(os.Truncate(path, 512))
+	look("cut short", ErrCut)
+	must(os.Truncate(path, 1<<20))
+	look("longer than the store", nil)
+	must(os.Rename(path, path+".away"))
+	look("renamed", ErrDeleted)
+	must(os.WriteFile(path, nil, 0o600))
+	look("another file", ErrReplaced)
+	must(os.Rename(path+".away", path))
+	look("back again", nil)
+	must(os.Remove(path))
+	look("deleted", ErrDeleted)
+	must(os.WriteFile(path+".x", nil, 0o600))
+	d.path = path + ".x"
+	look("another name", ErrReplaced)
+	must(os.Remove(path + ".x"))
+	must(d.Close())
+	look("closed", ErrClosed)
+}
+
+// Inspect of a store whose sync has failed says so.
+func TestInspectAfterAFailedSync(t *testing.T) {
+	s, _, err := OpenFile(FileConfig{Path: filepath.Join(t.TempDir(), "disk"), Size: 1 << 20})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	d := s.(*disk)
+	d.fd = failingSync{d.fd}
+	if err := d.WriteAt(make([]byte, 512), 0); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Sync(); !errors.Is(err, unix.EIO) {
+		t.Errorf("%v, want EIO", err)
+	}
+	if err := d.Inspect(); !errors.Is(err, ErrUnsynced) {
+		t.Errorf("%v, want ErrUnsynced", err)
+	}
+}
+
+type failingSync struct{ osFile }
+
+func (failingSync) fdatasync() error { return unix.EIO }

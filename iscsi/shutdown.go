@@ -66,6 +66,11 @@ func (nd *Node) Empty(ctx context.Context, to string) (left int, err error) {
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
+			nd.mu.Lock()
+			defer nd.mu.Unlock()
+			if left = nd.normalSessions(); left == 0 {
+				return 0, nil
+			}
 			return left, ctx.Err()
 		}
 	}

@@ -20,6 +20,7 @@ func TestEveryStoreFailureIsReported(t *testing.T) {
 	unmap := unhex("0016 0010 00000000  0000000000000000 00000008 00000000")
 	type sense [3]byte
 	changes := map[error]sense{
+		syscall.EROFS:       {0x7, 0x27, 0x00}, // WRITE PROTECTED
 		backend.ErrNoSpace:  {0x7, 0x27, 0x07}, // SPACE ALLOCATION FAILED WRITE PROTECT
 		backend.ErrReadOnly: {0x7, 0x27, 0x00},
 		backend.ErrUnsynced: {0x4, 0x0c, 0x00}, // no retry helps

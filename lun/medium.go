@@ -20,6 +20,8 @@ func (l *itl) protection() Sense {
 		return condWriteProtected
 	case l.unit.mode.Load()&modeSWP != 0:
 		return condSoftwareProtected
+	case l.unit.orphaned():
+		return condNoStore
 	}
 	return condNone
 }

@@ -177,7 +177,12 @@ func consumeWrite(u *Unit, c *Command, p []byte, off uint64) bool {
 	return c.writeDone(u.write(c, p, u.at(c, off), wantsFUA(c.CDB)))
 }
 
-func beginSync(u *Unit, c *Command) bool { return u.beginExtent(c, math.MaxInt64) }
+func beginSync(u *Unit, c *Command) bool {
+	if u.orphaned() {
+		return c.fail(condNoStore)
+	}
+	return u.beginExtent(c, math.MaxInt64)
+}
 
 // endSync syncs the whole store, whatever the range. It does so before the status even if IMMED
 // allows it later, because a failure could not be reported otherwise.

@@ -7,6 +7,7 @@ import (
 	"math"
 	"slices"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
@@ -228,7 +229,7 @@ func (c *Command) writeDone(err error) bool {
 		return c.failSense(c.unit.sanitizing())
 	case errors.Is(err, backend.ErrNoSpace):
 		return c.fail(condSpace)
-	case errors.Is(err, backend.ErrReadOnly):
+	case errors.Is(err, backend.ErrReadOnly), errors.Is(err, syscall.EROFS): // its file system was remounted
 		return c.fail(condWriteProtected)
 	case errors.Is(err, backend.ErrUnsynced):
 		return c.fail(condUnsynced)

@@ -283,6 +283,14 @@ func (s *Server) resetSettings(r *http.Request) (any, error) {
 	return schema.Done{Done: true}, s.d.ResetSettings(r.Context(), name(r), id)
 }
 
+func (s *Server) recoverLUN(r *http.Request) (any, error) {
+	id, err := lunID(r)
+	if err != nil {
+		return nil, err
+	}
+	return schema.Done{Done: true}, s.d.Recover(r.Context(), name(r), id)
+}
+
 func (s *Server) portals(*http.Request) (any, error) { return s.d.State().Portals, nil }
 
 func (s *Server) addPortal(r *http.Request) (any, error) {

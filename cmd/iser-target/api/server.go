@@ -83,6 +83,7 @@ var routes = []route{
 	{"GET /v1/reservations", "", value((*Server).reservations)},
 	{"DELETE /v1/targets/{target}/luns/{lun}/reservation", "", value((*Server).clearReservation)},
 	{"DELETE /v1/targets/{target}/luns/{lun}/settings", "", value((*Server).resetSettings)},
+	{"POST /v1/targets/{target}/luns/{lun}/recover", "", value((*Server).recoverLUN)},
 	{"GET /v1/portals", "", value((*Server).portals)},
 	{"POST /v1/portals", options, value((*Server).addPortal)},
 	{"DELETE /v1/portals/{portal}", options, value((*Server).removePortal)},
@@ -280,6 +281,8 @@ func errorOf(err error) *schema.Error {
 		return &schema.Error{Code: schema.Exists, Message: err.Error(), Hint: "change it, or remove it first"}
 	case errors.Is(err, daemon.ErrEdited):
 		return &schema.Error{Code: schema.Edited, Message: err.Error(), Hint: "check the file with config plan, and then apply it"}
+	case errors.Is(err, daemon.ErrHealthy):
+		return &schema.Error{Code: schema.Refused, Message: err.Error(), Hint: "nothing was changed"}
 	case errors.Is(err, daemon.ErrDraining):
 		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "wait until it ends, or end it at once with SIGTERM"}
 	case errors.Is(err, daemon.ErrEnding):

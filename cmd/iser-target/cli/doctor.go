@@ -133,8 +133,12 @@ func checkTargets(st *schema.State) (list []Finding) {
 			list = append(list, Finding{warning, about, "has no LUNs", "create one with iser-target lun create " + t.Name})
 		}
 		for _, l := range t.LUNs {
-			if l.State == schema.NotReady {
-				list = append(list, Finding{problem, fmt.Sprintf("LUN %d of %s", l.ID, t.Name), "is not ready: " + l.Reason, "remove the cause; the target retries"})
+			about := fmt.Sprintf("LUN %d of %s", l.ID, t.Name)
+			switch {
+			case l.State == schema.NotReady:
+				list = append(list, Finding{problem, about, "is not ready: " + l.Reason, "remove the cause; the target retries"})
+			case l.State == schema.Ready && l.Health != schema.Healthy:
+				list = append(list, Finding{problem, about, "is " + l.Health + ": " + l.Reason, fmt.Sprintf("remove the cause; then iser-target lun recover %s %d", t.Name, l.ID)})
 			}
 		}
 		if len(list) == before {

@@ -104,12 +104,33 @@ func (p *program) lun() *cobra.Command {
 			return c.LUNs(ctx, strings.Join(c.args, ""))
 		},
 		"TARGET LUN STATE SIZE BACKEND PATH ACCESS REASON", func(l *schema.LUNState) []any {
-			return []any{l.Target, l.ID, l.State, size(l.Size), l.Backend, l.Path, access(l), l.Reason}
+			return []any{l.Target, l.ID, stateOf(l), size(l.Size), l.Backend, l.Path, access(l), l.Reason}
 		})
 	show := show(p, verb{use: "show TARGET LUN", short: "Show a LUN with its settings, counters and reservation",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns)},
 		func(ctx context.Context, c *call) (schema.LUNState, error) { return c.LUN(ctx, c.target, c.lun) }, lunTable)
-	return group("lun", "Manage LUNs", list, show, p.createLUN(), p.deleteLUN(), p.resizeLUN(), p.setLUN(), p.resetSettings())
+	return group("lun", "Manage LUNs", list, show, p.createLUN(), p.deleteLUN(), p.resizeLUN(), p.setLUN(), p.resetSettings(), p.recoverLUN())
+}
+
+// stateOf returns the state of a LUN, or its health if that says more.
+func stateOf(l *schema.LUNState) string {
+	if l.State == schema.Ready && l.Health != schema.Healthy {
+		return l.Health
+	}
+	return l.State
+}
+
+func (p *program) recoverLUN() *cobra.Command {
+	return p.command(verb{use: "recover TARGET LUN", short: "Reopen the store of a LUN that is not healthy",
+		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns),
+		long: "Reopen the store of a LUN that lun list shows as failed, orphaned or degraded. Its\nsessions stay. Repair the cause first. After a failed sync, data that was written\nbefore it may be lost: check it, for example with fsck. An orphaned LUN serves the\nfile that is in place now.",
+		run: func(ctx context.Context, c *call) error {
+			if err := c.RecoverLUN(ctx, c.target, c.lun); err != nil {
+				return err
+			}
+			_, err := fmt.Fprintf(c.cmd.OutOrStdout(), "LUN %d of %s: its store was reopened\n", c.lun, c.target)
+			return err
+		}})
 }
 
 func access(l *schema.LUNState) string {

@@ -27,6 +27,7 @@ type waits struct {
 	changes time.Duration // the changes in progress at a shutdown
 	sync    time.Duration // synchronizing all stores at a shutdown, while they are served
 	end     time.Duration // closing all stores at a shutdown
+	health  time.Duration // between two looks at the files of LUNs
 	slot    time.Duration // until a store that takes long makes room for another one
 	calls   int           // calls in progress, at most
 }
@@ -40,6 +41,7 @@ var defaultWaits = waits{
 	changes: 10 * time.Second,
 	sync:    10 * time.Second,
 	end:     25 * time.Second, // with changes less than stopSlack
+	health:  healthInterval,
 	slot:    250 * time.Millisecond,
 	calls:   1024,
 }

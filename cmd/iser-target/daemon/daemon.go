@@ -347,6 +347,7 @@ func (d *Daemon) Run(ctx context.Context) error {
 	close(d.ready)
 	var followed sync.WaitGroup
 	followed.Go(func() { d.follow(ctx) })
+	d.net.wg.Go(func() { d.watchHealth(ctx) })
 	d.awaitEnd(ctx)
 	d.syncUnits()
 	d.stopping(0)

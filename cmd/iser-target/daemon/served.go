@@ -105,6 +105,7 @@ type servedLUN struct {
 	fresh   bool          // the LUN never existed: its file may be created
 	closed  bool          // the store was closed, to be opened again
 	attempt *call         // that opens the store and has not ended, or nil
+	health  health
 }
 
 // newTarget returns a target without LUNs.

@@ -158,6 +158,13 @@ func lunState(target string, l *servedLUN) schema.LUNState {
 	case status != schema.Ready:
 		s.State, s.Reason = schema.NotReady, status
 	}
+	s.Health = l.unit.Health().String()
+	if s.State == schema.Ready && s.Health != lun.Healthy.String() {
+		s.Reason = l.health.reason
+		if !l.health.since.IsZero() {
+			s.HealthSince = &l.health.since
+		}
+	}
 	for _, set := range l.unit.Settings() {
 		s.Settings = append(s.Settings, schema.SettingState{
 			Setting: set.Name, Value: set.Value, Default: set.Default, Saved: set.Saved, By: set.By,

@@ -95,7 +95,7 @@ func (s *hangingStore) Close() error {
 
 // testWaits are short, but long enough for a busy machine.
 var testWaits = waits{store: 500 * time.Millisecond, slow: 500 * time.Millisecond, changes: 20 * time.Second, brief: 10 * time.Millisecond, close: 500 * time.Millisecond,
-	start: time.Second, end: time.Second, slot: 20 * time.Millisecond, calls: 64}
+	start: time.Second, end: time.Second, slot: 20 * time.Millisecond, calls: 64, health: 50 * time.Millisecond, sync: time.Second}
 
 // soon bounds every call, whatever hangs. It is more than the sum of some waits.
 const soon = 30 * time.Second

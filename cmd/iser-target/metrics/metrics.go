@@ -98,6 +98,7 @@ var (
 	lunHung     = newFamily(gauge, "lun_store_hung", "1 if the store of the LUN has not answered for limits.store_timeout, else 0.", "target lun")
 	lunCalls    = newFamily(gauge, "lun_store_calls", "Commands that are in the store of the LUN, or wait for their turn there.", "target lun")
 	lunHangs    = newFamily(counter, "lun_store_hangs_total", "How often the store of the LUN began to hang.", "target lun")
+	lunHealth   = newFamily(gauge, "lun_health", "1 for the present health of the LUN, and 0 for the others.", "target lun health")
 	lunReady    = newFamily(gauge, "lun_ready", "1 if the LUN is ready, else 0.", "target lun")
 	lunSize     = newFamily(gauge, "lun_size_bytes", "Capacity of the LUN.", "target lun")
 	lunCommands = newFamily(counter, "lun_commands_total", "SCSI commands that ended with a status.", ofLUN+" op")
@@ -244,6 +245,13 @@ func collectLUN(ch chan<- prometheus.Metric, target string, e lun.Entry) {
 		ready = 1
 	}
 	lunReady.send(ch, ready, target, id)
+	for h, name := range lun.Healths {
+		is := 0.0
+		if e.Unit.Health() == lun.Health(h) {
+			is = 1
+		}
+		lunHealth.send(ch, is, target, id, name)
+	}
 	hung := 0.0
 	if _, hangs := e.Unit.Hang(); hangs {
 		hung = 1

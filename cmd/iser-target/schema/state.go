@@ -40,6 +40,9 @@ type TargetState struct {
 	Sessions     []uint16   `json:"sessions,omitempty"` // TSIHs
 }
 
+// Healthy is LUNState.Health of a LUN whose data can be trusted. docs/service.md describes the other values.
+const Healthy = "ok"
+
 // Values of LUNState.State.
 const (
 	Ready    = "ready"
@@ -60,6 +63,8 @@ type LUNState struct {
 	Reason       string            `json:"reason,omitempty"` // why State is not Ready
 	ReadOnly     bool              `json:"read_only"`
 	WriteThrough bool              `json:"write_through"`
+	Health       string            `json:"health"`                 // Healthy, or degraded, failed, orphaned
+	HealthSince  *time.Time        `json:"health_since,omitempty"` // of a LUN that is ready
 	Removable    bool              `json:"removable"`
 	Identity     string            `json:"identity,omitempty"` // the key of the configuration
 	Sanitize     bool              `json:"sanitize"`

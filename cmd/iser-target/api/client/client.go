@@ -349,6 +349,11 @@ func (c *Client) ResetSettings(ctx context.Context, target string, id int) error
 	return c.call(ctx, http.MethodDelete, lunPath(target, id)+"/settings", nil, nil, &schema.Done{})
 }
 
+// RecoverLUN reopens the store of a LUN that is not healthy.
+func (c *Client) RecoverLUN(ctx context.Context, target string, id int) error {
+	return c.call(ctx, http.MethodPost, lunPath(target, id)+"/recover", nil, nil, &schema.Done{})
+}
+
 // Portals returns all portals.
 func (c *Client) Portals(ctx context.Context) ([]schema.PortalState, error) {
 	return get[[]schema.PortalState](ctx, c, "/v1/portals", nil)

@@ -1,0 +1,212 @@
+package daemon
+
+import (
+	"bytes"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
+)
+
+// A ward is a lab whose LUN 1 is on a file, and a session that has met all unit attentions.
+type ward struct {
+	*lab
+	s    *initiator.Session
+	path string
+}
+
+func newWard(t *testing.T, open func(l *lab) func(*config.LUN) (backend.Store, error)) *ward {
+	l := newLab(t)
+	if open != nil {
+		l.openStore = open(l)
+	}
+	w := &ward{l, nil, filepath.Join(l.dir, "disk.img")}
+	l.luns += ", " + l.disk(1, "disk.img", "")
+	l.ok(ChangeOptions{})
+	w.s = l.login("host1", store)
+	attentions(t, w.s, 0)
+	attentions(t, w.s, 1)
+	return w
+}
+
+// write writes a block full of b at LBA 8 and syncs; it returns both outcomes.
+func (w *ward) write(lun, b byte) (write, sync string) {
+	w.t.Helper()
+	p := bytes.Repeat([]byte{b}, 512)
+	write = do(w.t, w.s, &initiator.Command{LUN: lun, CDB: cdb.Write16(8, 1), Out: p})
+	return write, do(w.t, w.s, &initiator.Command{LUN: lun, CDB: [16]byte{0x35}})
+}
+
+// read returns the first byte at LBA 8.
+func (w *ward) read(lun byte) byte {
+	w.t.Helper()
+	p := make([]byte, 512)
+	if got := do(w.t, w.s, &initiator.Command{LUN: lun, CDB: cdb.Read16(8, 1), In: p}); got != "" {
+		w.t.Errorf("READ of LUN %d: %s", lun, got)
+	}
+	return p[0]
+}
+
+// look makes the daemon look at its LUNs, and checks the health of LUN 1. The neighbor works as before.
+func (w *ward) look(health, reason string) schema.LUNState {
+	w.t.Helper()
+	w.lookAtLUNs()
+	l := w.lunState(1)
+	if l.State != schema.Ready || l.Health != health || !strings.Contains(l.Reason, reason) || (l.HealthSince == nil) != (health == schema.Healthy) {
+		w.t.Errorf("LUN 1 is %s, %s: %s (since %v), want %s: %s", l.State, l.Health, l.Reason, l.HealthSince, health, reason)
+	}
+	if write, sync := w.write(0, 1); write != "" || sync != "" || w.lunState(0).Health != schema.Healthy {
+		w.t.Errorf("the neighbor: %s, %s, %s", write, sync, w.lunState(0).Health)
+	}
+	return l
+}
+
+const intervention = "2/04/03" // NOT READY, MANUAL INTERVENTION REQUIRED
+
+// A file that is deleted or replaced makes its LUN orphaned: nothing is acknowledged that the next start would
+// not find. When the file is back, it is healthy again.
+func TestOrphanedLUN(t *testing.T) {
+	w := newWard(t, nil)
+	if write, sync := w.write(1, 'a'); write != "" || sync != "" {
+		t.Fatal(write, sync)
+	}
+	w.look(schema.Healthy, "")
+	if err := w.Recover(t.Context(), store, 1); !errors.Is(err, ErrHealthy) {
+		t.Errorf("a healthy LUN: %v", err)
+	}
+	away := w.path + ".away"
+	for _, step := range []func() error{
+		func() error { return os.Rename(w.path, away) },
+		func() error { return os.Rename(away, w.path) },
+	} {
+		if err := step(); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := os.Stat(w.path); err != nil {
+			w.look("orphaned", "deleted or renamed")
+			if write, sync := w.write(1, 'b'); write != intervention || sync != intervention || w.read(1) != 'a' {
+				t.Errorf("WRITE %s, SYNCHRONIZE CACHE %s", write, sync)
+			}
+			if err := w.Recover(t.Context(), store, 1); !errors.Is(err, unix.ENOENT) {
+				t.Errorf("recover without a file: %v", err)
+			}
+			if w.read(1) != 'a' {
+				t.Error("the LUN is lost after a recover that failed")
+			}
+		} else {
+			w.look(schema.Healthy, "")
+			if write, sync := w.write(1, 'c'); write != "" || sync != "" {
+				t.Errorf("back again: %s, %s", write, sync)
+			}
+		}
+	}
+	for _, text := range []string{"LUN is not healthy", "LUN is healthy again"} {
+		if !slices.ContainsFunc(w.Events(0), func(e schema.Event) bool { return e.Text == text }) {
+			t.Errorf("no event %q", text)
+		}
+	}
+
+	// Another file takes its place, and the operator accepts it.
+	if err := os.WriteFile(away, bytes.Repeat([]byte{'z'}, 1<<20), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(away, w.path); err != nil {
+		t.Fatal(err)
+	}
+	w.look("orphaned", "another file")
+	if write, _ := w.write(1, 'd'); write != intervention {
+		t.Errorf("WRITE %s", write)
+	}
+	naa := w.lunState(1).NAA
+	if err := w.Recover(t.Context(), store, 1); err != nil {
+		t.Fatal(err)
+	}
+	attentions(t, w.s, 1)
+	w.look(schema.Healthy, "")
+	if w.read(1) != 'z' || w.lunState(1).NAA != naa {
+		t.Errorf("after recover LBA 8 has %c, NAA %s, was %s", w.read(1), w.lunState(1).NAA, naa)
+	}
+	if write, sync := w.write(1, 'e'); write != "" || sync != "" {
+		t.Errorf("after recover: %s, %s", write, sync)
+	}
+}
+
+// A file that is cut short makes its LUN degraded, until it has its size again.
+func TestDegradedLUN(t *testing.T) {
+	w := newWard(t, nil)
+	if err := os.Truncate(w.path, 4096); err != nil {
+		t.Fatal(err)
+	}
+	w.look("degraded", "it has 4096 bytes, and the LUN 1048576")
+	if err := os.Truncate(w.path, 1<<20); err != nil {
+		t.Fatal(err)
+	}
+	w.look(schema.Healthy, "")
+}
+
+// latching is a store that fails to sync for ever after it has failed once, and says so.
+type latching struct {
+	*backendtest.Faulty
+	failed atomic.Bool
+}
+
+func (f *latching) Sync() error {
+	if err := f.Faulty.Sync(); err != nil {
+		f.failed.Store(true)
+	}
+	return f.Inspect()
+}
+
+func (f *latching) Inspect() error {
+	if f.failed.Load() {
+		return backend.ErrUnsynced
+	}
+	return nil
+}
+
+// A failed sync makes a LUN failed until the operator recovers it, although the store works again.
+func TestFailedLUN(t *testing.T) {
+	f := &backendtest.Faulty{}
+	w := newWard(t, func(l *lab) func(*config.LUN) (backend.Store, error) {
+		return func(c *config.LUN) (backend.Store, error) {
+			s, err := l.openBackend(c)
+			if c.ID != 1 || err != nil {
+				return s, err
+			}
+			f.Store = s
+			return &latching{Faulty: f}, nil
+		}
+	})
+	f.Fail(backendtest.Sync, backend.ErrUnsynced)
+	if _, sync := w.write(1, 'a'); sync == "" {
+		t.Error("a sync that fails is GOOD")
+	}
+	w.look("failed", "a sync has failed")
+	f.Fail(backendtest.Sync, nil)
+	if _, sync := w.write(1, 'b'); sync == "" {
+		t.Error("a sync is GOOD after one has failed")
+	}
+	begin := time.Now()
+	if err := w.Recover(t.Context(), store, 1); err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("recovered after %v", time.Since(begin))
+	attentions(t, w.s, 1)
+	w.look(schema.Healthy, "")
+	if write, sync := w.write(1, 'c'); write != "" || sync != "" || w.read(1) != 'c' {
+		t.Errorf("after recover: %s, %s", write, sync)
+	}
+}
