@@ -7,8 +7,9 @@ import (
 	"testing"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/tests/initiator"
-	"github.com/iser-target/iser-target/tests/testkit/cdb"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // state check finds a damaged file while the target runs, state repair refuses a directory in use, and the next
@@ -59,19 +60,19 @@ func TestStateCheckAndRepair(t *testing.T) {
 		}
 	}
 	s.says(t, cli.ExitError, "its spare copy", "serve", "--config", s.file)
-	s.says(t, cli.ExitError, "Without identities.json all LUNs get new serial numbers", "state", "check", dir)
+	s.says(t, cli.ExitError, "Without identities.json LUNs on files are not ready", "state", "check", dir)
 	s.says(t, cli.ExitError, "its spare copy", "state", "repair", dir)
 	if out := s.ok(t, "state", "repair", dir, "--discard", "identities.json"); !strings.Contains(out, "identities.json.damaged") {
 		t.Errorf("%s", out)
 	}
 	last := start(t, "serve", "--config", s.file)
-	c := &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}
-	i := login(t, last.addr, initiator.Options{})
-	defer i.Close()
-	for c.Status = 2; c.Status != 0; { // the first meets a unit attention
-		if err := i.Do(c); err != nil {
-			t.Fatal(err)
-		}
+	if got := read[schema.LUNState](t, s, "lun", "show", storeName, "0"); got.State != schema.NotReady || !strings.Contains(got.Reason, "identity") {
+		t.Errorf("a LUN whose identity is lost is %s: %s", got.State, got.Reason)
+	}
+	s.ok(t, "lun", "set", storeName, "0", "identity=new")
+	testkit.Eventually(t, "the LUN is ready", func() bool { return read[schema.LUNState](t, s, "lun", "show", storeName, "0").State == schema.Ready })
+	if after := serial(last.addr); after == before {
+		t.Error("the LUN has the same serial number")
 	}
 	s.says(t, cli.ExitError, "no such file", "state", "check", dir+"x")
 	s.says(t, cli.ExitError, "name the state directory", "state", "check")

@@ -27,7 +27,7 @@ type StateFile struct {
 
 // StateFiles are all files of the state directory.
 var StateFiles = []StateFile{
-	{identitiesFile, "all LUNs get new serial numbers and NAAs, and initiators take them for other disks", state.ExamineIdentities},
+	{identitiesFile, "LUNs on files are not ready until you set their key identity, and others look like new disks", state.ExamineIdentities},
 	{reservationsFile, "persistent reservations with APTPL are gone: nodes of a cluster that they kept out may write", lun.ExamineReservations},
 	{settingsFile, "settings that initiators saved are gone, like a write protection", lun.ExamineSettings},
 	{sanitizeFile, "LUNs whose sanitize was interrupted are served, with what is left of their data", lun.ExamineSanitizations},
