@@ -133,7 +133,8 @@ func tshark(t *testing.T, file string, args ...string) string {
 	t.Helper()
 	// -2, because a first pass does not know that a packet is part of an FPDU that ends in
 	// a later one. Heuristics would take iSER for RPC over RDMA.
-	cmd := exec.Command("tshark", append([]string{"-2", "-r", file, "-X", "lua_script:" + iserLua, "--disable-protocol", "rpcordma"}, args...)...)
+	cmd := exec.Command("tshark", append([]string{"-2", "-r", file, "-X", "lua_script:" + iserLua, "--disable-protocol", "rpcordma",
+		"-o", contentFirst}, args...)...)
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()
@@ -335,6 +336,10 @@ func TestCaptureEndsAtItsLimit(t *testing.T) {
 	understood(t, r.file)
 }
 
+// contentFirst makes tshark look at the content before the port: a port that the system has chosen may be that
+// of another protocol.
+const contentFirst = "tcp.try_heuristic_first:TRUE"
+
 // A capture can be piped into tshark.
 func TestCaptureToAPipe(t *testing.T) {
 	needTshark(t)
@@ -345,7 +350,7 @@ func TestCaptureToAPipe(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	reader := exec.Command("tshark", "-r", "-")
+	reader := exec.Command("tshark", "-r", "-", "-o", contentFirst)
 	reader.Stdin = pipe
 	var out bytes.Buffer
 	reader.Stdout = &out

@@ -535,7 +535,7 @@ func tshark(t *testing.T, capture, filter string, fields ...string) string {
 	t.Helper()
 	// Two passes, because the first cannot know that a frame is part of an FPDU
 	// that ends in a later one. Heuristics take iSER for RPC over RDMA.
-	cmd := exec.Command("tshark", "-2", "-r", capture, "-X", "lua_script:../../docs/iser.lua", "--disable-protocol",
+	cmd := exec.Command("tshark", "-2", "-r", capture, "-X", "lua_script:../../docs/iser.lua", "-o", "tcp.try_heuristic_first:TRUE", "--disable-protocol",
 		"rpcordma",
 		"-Y", filter, "-T", "fields")
 	for _, f := range fields {
