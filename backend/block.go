@@ -89,7 +89,9 @@ func OpenBlock(c BlockConfig) (s Store, err error) {
 		return fail(err)
 	}
 	// blkdev_fallocate refuses ranges that are not aligned to logical sectors.
-	return newDisk(c.Path, fd, info, int64(logical), c.WriteThrough && !info.ReadOnly), nil
+	d := newDisk(c.Path, fd, info, int64(logical), c.WriteThrough && !info.ReadOnly)
+	d.device.Store(kst.Rdev)
+	return d, nil
 }
 
 // openBlock opens a device for writing, or for reading if readOnly or if the kernel has the

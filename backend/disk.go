@@ -22,9 +22,10 @@ type disk struct {
 	info    Info // apart from Size: see size
 	size    atomic.Int64
 	path    string
-	through bool  // WriteAt, Discard and Zero return when all data is stable
-	regular bool  // a regular file, which can be resized
-	align   int64 // fallocate requires multiples of this as offset and length
+	through bool          // WriteAt, Discard and Zero return when all data is stable
+	regular bool          // a regular file, which can be resized
+	device  atomic.Uint64 // see Recoverer
+	align   int64         // fallocate requires multiples of this as offset and length
 
 	fd     osFile
 	syncs  rounds      // the only user of fd for syncs
@@ -122,6 +123,13 @@ func (d *disk) Resize(size int64) error {
 		return fmt.Errorf("size %d: must be a positive multiple of the block size %d", size, d.info.BlockSize)
 	}
 	old := d.size.Load()
+	st, err := d.fd.stat()
+	switch {
+	case err != nil:
+		return fmt.Errorf("look at %s: %w", d.path, err)
+	case st.Size < min(old, size): // the missing data would look like zeros
+		return fmt.Errorf("%w: it has %d bytes, and the LUN %d", ErrCut, st.Size, old)
+	}
 	if size < old {
 		d.size.Store(size) // from here on no call goes beyond the new end
 		d.changes.wait()
@@ -303,10 +311,10 @@ func (d *disk) WriteDurable(p []byte, off int64) error {
 				return nil
 			case err == unix.EOPNOTSUPP || err == unix.ENOSYS:
 				d.noDsync.Store(true)
-			case isNoSpace(err):
-				// Either the medium has no space for p, or write-back had no space for earlier data,
-				// which is then lost. Only the former happens again without a sync.
-				if again := writeAll(f, p, off, 0); isNoSpace(again) {
+			case isNoSpace(err) || err == unix.EROFS:
+				// Either the medium has no space for p, or is read-only, or write-back met that with
+				// earlier data, which is then lost. Only the former happens again without a sync.
+				if again := writeAll(f, p, off, 0); isNoSpace(again) || again == unix.EROFS {
 					return d.writeError(off, again)
 				}
 				return d.fail(err)

@@ -1,6 +1,11 @@
 package lun
 
-import "github.com/iser-target/iser-target/backend"
+import (
+	"errors"
+	"time"
+
+	"github.com/iser-target/iser-target/backend"
+)
 
 // A Health says how far the data of a unit can be trusted.
 type Health uint32
@@ -31,9 +36,66 @@ func (u *Unit) SetHealth(h Health) { u.health.Store(uint32(h)) }
 
 func (u *Unit) orphaned() bool { return Health(u.health.Load()) == Orphaned }
 
-// Recover makes syncs possible again that fail since one has failed, after the store was reopened and the
+// ErrNotInPlace reports a store that can only be recovered by closing and opening it.
+var ErrNotInPlace = errors.New("the store cannot be recovered in place")
+
+// Recover makes the store usable again in place (backend.Recoverer), and raises a unit attention: the content may differ from
+// what initiators know. An error changes nothing.
+func (u *Unit) Recover() error {
+	r, ok := u.store.(backend.Recoverer)
+	if !ok {
+		return ErrNotInPlace
+	}
+	u.sanitizer.mu.Lock() // none begins meanwhile
+	defer u.sanitizer.mu.Unlock()
+	if u.sanitizer.state.Load() == sanitizeRunning {
+		return errSanitizing
+	}
+	if err := r.Recover(); err != nil {
+		return err
+	}
+	u.ForgetFailure()
+	u.raise(condMediumChanged, nil)
+	return nil
+}
+
+// ForgetFailure makes syncs possible again that fail since one has failed, after the store was reopened and the
 // operator knows that data may be lost.
-func (u *Unit) Recover() { u.unsynced.Store(false) }
+func (u *Unit) ForgetFailure() {
+	u.unsynced.Store(false)
+	u.lastError.Store(nil)
+}
+
+// A StoreError is a command that the store failed.
+type StoreError struct {
+	Err error
+	At  time.Time
+}
+
+// LastError returns the last command that the store failed; ok is false before the first one. A lack of space
+// does not count, and neither does a sync that fails because one has failed.
+func (u *Unit) LastError() (e StoreError, ok bool) {
+	if last := u.lastError.Load(); last != nil {
+		return *last, true
+	}
+	return StoreError{}, false
+}
+
+// noteError notes that the store failed a command.
+func (u *Unit) noteError(err error) {
+	if !errors.Is(err, backend.ErrNoSpace) && !errors.Is(err, backend.ErrUnsynced) {
+		u.lastError.Store(&StoreError{err, time.Now()})
+	}
+}
+
+// Device returns a number that stores have in common that hang together. ok is false if Inspect never hangs.
+func (u *Unit) Device() (device uint64, ok bool) {
+	r, ok := u.store.(backend.Recoverer)
+	if !ok {
+		return 0, false
+	}
+	return r.Device(), true
+}
 
 // Inspect does what backend.Inspector does. It returns nil for a store that has no file.
 func (u *Unit) Inspect() error {

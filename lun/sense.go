@@ -202,6 +202,7 @@ func (c *Command) reportStoreError(err error) {
 		return
 	}
 	u := c.unit
+	u.noteError(err)
 	e := &u.storeErrors
 	now, last := time.Now().UnixNano(), e.last.Load()
 	since := time.Duration(now - last)

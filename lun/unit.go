@@ -61,6 +61,7 @@ type Unit struct {
 	replaced    atomic.Bool   // another unit took its place: see Inventory.Replace
 	detached    atomic.Bool   // another unit has the store: see Detach
 	health      atomic.Uint32 // see SetHealth
+	lastError   atomic.Pointer[StoreError]
 	unsynced    atomic.Bool   // a sync failed, of this store or a predecessor: see InheritFrom
 	predecessor *Unit         // of an absent unit: the unit that it inherits from
 	has         flags         // the optional rows of the command set

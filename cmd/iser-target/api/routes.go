@@ -288,7 +288,7 @@ func (s *Server) recoverLUN(r *http.Request) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	return schema.Done{Done: true}, s.d.Recover(r.Context(), name(r), id)
+	return s.d.Recover(r.Context(), name(r), id)
 }
 
 func (s *Server) portals(*http.Request) (any, error) { return s.d.State().Portals, nil }

@@ -281,6 +281,10 @@ func errorOf(err error) *schema.Error {
 		return &schema.Error{Code: schema.Exists, Message: err.Error(), Hint: "change it, or remove it first"}
 	case errors.Is(err, daemon.ErrEdited):
 		return &schema.Error{Code: schema.Edited, Message: err.Error(), Hint: "check the file with config plan, and then apply it"}
+	case errors.Is(err, daemon.ErrUnwell):
+		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "remove the cause; then iser-target lun recover"}
+	case errors.Is(err, backend.ErrDeleted), errors.Is(err, backend.ErrCut):
+		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "nothing was changed; bring the file back, as docs/service.md describes, and repeat the command"}
 	case errors.Is(err, daemon.ErrHealthy):
 		return &schema.Error{Code: schema.Refused, Message: err.Error(), Hint: "nothing was changed"}
 	case errors.Is(err, daemon.ErrDraining):

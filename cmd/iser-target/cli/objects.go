@@ -125,10 +125,14 @@ func (p *program) recoverLUN() *cobra.Command {
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns),
 		long: "Reopen the store of a LUN that lun list shows as failed, orphaned or degraded. Its\nsessions stay. Repair the cause first. After a failed sync, data that was written\nbefore it may be lost: check it, for example with fsck. An orphaned LUN serves the\nfile that is in place now.",
 		run: func(ctx context.Context, c *call) error {
-			if err := c.RecoverLUN(ctx, c.target, c.lun); err != nil {
+			r, err := c.RecoverLUN(ctx, c.target, c.lun)
+			if err != nil {
 				return err
 			}
-			_, err := fmt.Fprintf(c.cmd.OutOrStdout(), "LUN %d of %s: its store was reopened\n", c.lun, c.target)
+			_, err = fmt.Fprintf(c.cmd.OutOrStdout(), "LUN %d of %s: was %s, is %s\n", c.lun, c.target, r.Before, r.Health)
+			if err == nil && r.Lost != "" {
+				_, err = fmt.Fprintf(c.cmd.OutOrStdout(), "%s.\n", r.Lost)
+			}
 			return err
 		}})
 }

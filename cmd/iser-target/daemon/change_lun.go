@@ -176,6 +176,9 @@ func (c *change) resize(t *servedTarget, next config.LUN) error {
 		return nil
 	}
 	if next.Size != 0 {
+		if err := l.mayResize(t.name); err != nil {
+			return err
+		}
 		r := resizing{d: c.d, t: t, unit: l.unit, next: next, old: l.unit.Size()}
 		if err := r.to(c.ctx, int64(next.Size)); err != nil {
 			return err

@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/lun"
 )
 
@@ -33,39 +35,78 @@ const (
 	reasonUnsynced = "a sync has failed: what was written before may be lost, and syncs fail until lun recover. Check the file system and its device (dmesg)"
 	reasonDeleted  = "%v: writes and syncs are refused. Copy it back from /proc/%d/fd (ls -l shows it as deleted), or restore it, and use lun recover"
 	reasonReplaced = "%v: writes and syncs are refused. Put the old file back, or accept the new one with lun recover"
+	reasonError    = "the store failed a command: %v, last at %s. Check the file system and its device (dmesg)"
 	reasonCut      = "%v: what was behind its end is lost. Restore the data, or make the LUN smaller with lun resize"
 )
+
+// reasonHangs returns the reason of a LUN whose device does not answer.
+func reasonHangs(err error) string { return err.Error() + ". Check the file system and its device" }
 
 // watchHealth looks at all LUNs again and again until ctx ends.
 func (d *Daemon) watchHealth(ctx context.Context) { every(ctx, d.waits.health, d.lookAtLUNs) }
 
-// lookAtLUNs updates the health of all LUNs. A file system that hangs delays only the look at its own LUNs.
+// lookAtLUNs updates the health of all LUNs. The LUNs of a device have one call: a device that hangs keeps one
+// thread, and delays no look at another device, and nothing else that is done with its LUNs.
 func (d *Daemon) lookAtLUNs() {
-	var list []*removal
+	devices := map[string][]watched{}
 	d.locked(func() {
 		for _, t := range d.served.targets {
 			for _, l := range t.luns {
-				if l.fault == nil && !l.closed {
-					list = append(list, &removal{t: t, l: l})
+				if l.fault != nil || l.closed {
+					continue
 				}
+				key := "looks at others"
+				if device, ok := l.unit.Device(); ok {
+					key = fmt.Sprintf("looks at device %#x", device)
+				}
+				devices[key] = append(devices[key], watched{t, l, l.recovered})
 			}
 		}
 	})
-	ctx, cancel := context.WithTimeout(context.Background(), d.waits.health)
-	defer cancel()
-	inParallel(ctx, d.waits.slot, list, func(r *removal) error {
-		now, known := d.look(ctx, r.t, r.l)
-		if known {
-			d.setHealth(r.t, r.l, now)
+	var begun []*call
+	for key, list := range devices {
+		c, err := d.calls.begin(key, callInspect, func(*call) error {
+			for _, w := range list {
+				if now, known := healthOf(w.l, w.l.unit.Inspect()); known {
+					d.setHealth(w, now)
+				}
+			}
+			return nil
+		})
+		if err == nil {
+			begun = append(begun, c)
+		} else if err := d.calls.stuck(key); err != nil { // or so many stores hang that these LUNs keep their health
+			for _, w := range list {
+				d.setHealth(w, health{is: lun.Degraded, reason: reasonHangs(err)})
+			}
 		}
-		return nil
-	})
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), healthTime)
+	defer cancel()
+	for _, c := range begun {
+		_ = c.wait(ctx, healthTime) // the next look finds it if it hangs
+	}
+}
+
+// A watched LUN is one whose store is open, with the number of its recoveries.
+type watched struct {
+	t         *servedTarget
+	l         *servedLUN
+	recovered int
 }
 
 // look returns the health of a LUN. known is false if its file system does not answer, which lun list shows
 // anyway, or if the store is being closed.
 func (d *Daemon) look(ctx context.Context, t *servedTarget, l *servedLUN) (now health, known bool) {
-	err := d.calls.do(ctx, healthTime, storeKey(t.name, &l.LUN), callInspect, func(*call) error { return l.unit.Inspect() }, nil)
+	return healthOf(l, d.calls.do(ctx, healthTime, storeKey(t.name, &l.LUN), callInspect, func(*call) error { return l.unit.Inspect() }, nil))
+}
+
+// errorMemory is how long a LUN is degraded after its store failed a command.
+const errorMemory = 5 * time.Minute
+
+// healthOf returns what the error of Inspect says of l, like look.
+func healthOf(l *servedLUN, err error) (now health, known bool) {
+	last, failed := l.unit.LastError()
 	switch {
 	case errors.Is(err, backend.ErrDeleted):
 		now.is, now.reason = lun.Orphaned, fmt.Sprintf(reasonDeleted, err, os.Getpid())
@@ -75,26 +116,38 @@ func (d *Daemon) look(ctx context.Context, t *servedTarget, l *servedLUN) (now h
 		now.is, now.reason = lun.Failed, reasonUnsynced
 	case errors.Is(err, backend.ErrCut):
 		now.is, now.reason = lun.Degraded, fmt.Sprintf(reasonCut, err)
-	case err != nil:
+	case errors.Is(err, ErrStuck), errors.Is(err, backend.ErrClosed):
 		return now, false
+	case err != nil:
+		now.is, now.reason = lun.Degraded, err.Error()
+	case failed && time.Since(last.At) < errorMemory:
+		now.is, now.reason = lun.Degraded, fmt.Sprintf(reasonError, last.Err, last.At.Format(time.TimeOnly))
 	}
 	return now, true
 }
 
-// setHealth notes the health of l, and tells when it changes.
-func (d *Daemon) setHealth(t *servedTarget, l *servedLUN, now health) {
+// setHealth notes the health of a LUN, and tells when it changes. A look that began before a recovery of the
+// LUN changes nothing.
+func (d *Daemon) setHealth(w watched, now health) {
+	t, l := w.t, w.l
 	now.since = time.Now()
 	d.mu.Lock()
 	was := l.health
-	gone := t.luns[l.ID] != l
-	if !gone && (was.is != now.is || was.reason != now.reason) {
+	gone := t.luns[l.ID] != l || l.recovered != w.recovered
+	switch {
+	case gone:
+	case was.is != now.is:
 		l.health = now
+	case was.reason != now.reason:
+		l.health.reason = now.reason
+	}
+	if !gone {
+		l.unit.SetHealth(now.is)
 	}
 	d.mu.Unlock()
 	if gone || was.is == now.is {
 		return
 	}
-	l.unit.SetHealth(now.is)
 	log := d.log.With(eventKey, "lun", "target", t.name, "lun", l.ID, "health", now.is.String())
 	if now.is == lun.Healthy {
 		log.Info("LUN is healthy again", "was", was.is.String())
@@ -106,56 +159,104 @@ func (d *Daemon) setHealth(t *servedTarget, l *servedLUN, now health) {
 // ErrHealthy refuses to recover a LUN that is healthy.
 var ErrHealthy = errors.New("is healthy, and needs no recovery")
 
-// Recover reopens the store of a LUN that is not healthy. Its sessions stay. After a failed sync, syncs are
-// possible again; what was written before may be lost. After an orphan it serves the file that is in place
-// now. Recover fails, and changes nothing, if the file is missing.
-func (d *Daemon) Recover(ctx context.Context, target string, id int) error {
+// Recover uses the file or device of a LUN again that is not healthy. Its sessions stay. After a failed sync,
+// syncs are possible again; what was written before may be lost. After an orphan the LUN has the file that is
+// in place now. If that is missing, or of another size, or cannot be written, Recover fails, and the LUN keeps
+// the file that it has.
+func (d *Daemon) Recover(ctx context.Context, target string, id int) (*schema.Recovery, error) {
 	e, err := d.edit(ctx)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer e.release()
-	var t *servedTarget
-	var l *servedLUN
-	d.locked(func() {
-		for _, s := range d.served.targets {
-			if s.name == target {
-				t, l = s, s.luns[id]
-			}
-		}
-	})
-	switch {
-	case t == nil:
-		return fmt.Errorf("target %s: %w", target, ErrNotFound)
-	case l == nil:
-		return fmt.Errorf("LUN %d of %s: %w", id, target, ErrNotFound)
-	case l.fault != nil:
-		return fmt.Errorf("LUN %d of %s is not ready: %w", id, target, l.fault)
+	l, err := d.lun(target, id)
+	if err != nil {
+		return nil, err
 	}
 	wrap := func(err error) error { return fmt.Errorf("LUN %d of %s: %w", id, target, err) }
-	now, known := d.look(ctx, t, l)
+	if l.fault != nil {
+		return nil, fmt.Errorf("LUN %d of %s is not ready: %w", id, target, l.fault)
+	}
+	t := d.served.target(target)
+	before, known := d.look(ctx, t, l)
 	switch {
 	case !known:
-		return wrap(ErrStuck)
-	case now.is == lun.Healthy:
-		d.setHealth(t, l, now)
-		return fmt.Errorf("LUN %d of %s %w", id, target, ErrHealthy)
+		return nil, wrap(ErrStuck)
+	case before.is == lun.Healthy:
+		d.setHealth(watched{t, l, l.recovered}, before)
+		return nil, fmt.Errorf("LUN %d of %s %w", id, target, ErrHealthy)
 	}
-	if l.Path != "" {
-		if err := d.calls.do(ctx, d.waits.store, storeKey(t.name, &l.LUN), callInspect, func(*call) error {
-			_, err := os.Stat(l.Path)
-			return err
-		}, nil); err != nil {
-			return wrap(err)
+	d.locked(func() {
+		if before.since = time.Now(); l.health.is == before.is {
+			before.since = l.health.since
 		}
+	})
+	d.log.WarnContext(ctx, "LUN is being recovered", eventKey, "lun", "target", target, "lun", id, "reason", before.reason)
+	err = d.calls.do(ctx, d.waits.slow, storeKey(target, &l.LUN), "recovering it", func(*call) error { return recoverUnit(l.unit, &l.LUN) },
+		func(err error) { d.log.Warn(lateAnswer, "target", target, "lun", id, "reason", err) })
+	if errors.Is(err, lun.ErrNotInPlace) {
+		err = e.reopenInPlace(ctx, t, l)
 	}
-	d.log.WarnContext(ctx, "LUN is being recovered", eventKey, "lun", "target", target, "lun", id, "reason", now.reason)
-	c := &change{editor: e, ctx: context.WithoutCancel(ctx), o: ChangeOptions{Now: true}, cfg: d.served.cfg}
-	if err := c.replace(t, l.LUN); err != nil {
-		return wrap(errors.Join(err, c.rollBack()))
+	if err != nil {
+		return nil, wrap(err)
 	}
-	d.locked(func() { l = t.luns[id] })
-	l.unit.Recover()
+	d.locked(func() {
+		l = t.luns[id]
+		l.recovered++
+	})
+	after, known := d.look(ctx, t, l)
+	if known {
+		d.setHealth(watched{t, l, l.recovered}, after)
+	}
 	d.log.InfoContext(ctx, "LUN is recovered", eventKey, "lun", "target", target, "lun", id, "naa", l.unit.Identity().Serial)
+	return &schema.Recovery{Before: before.is.String(), Health: after.is.String(), Lost: before.lost(l.Path)}, nil
+}
+
+// reopenInPlace closes the store of l and opens it again.
+func (e *editor) reopenInPlace(ctx context.Context, t *servedTarget, l *servedLUN) error {
+	c := &change{editor: e, ctx: context.WithoutCancel(ctx), o: ChangeOptions{Now: true}, cfg: e.d.served.cfg}
+	if err := c.replace(t, l.LUN); err != nil {
+		return errors.Join(err, c.rollBack())
+	}
+	t.luns[l.ID].unit.ForgetFailure()
+	return nil
+}
+
+// recoverUnit recovers unit, unless its path has a file that was served as another LUN. It marks the file that
+// the unit gets.
+func recoverUnit(unit *lun.Unit, l *config.LUN) error {
+	naa := unit.Identity().Serial
+	if found, inode, marked := readMark(l.Path); l.Backend == "file" && marked && found.naa != naa && found.inode == inode {
+		return fmt.Errorf("%s was served with NAA %s, and this LUN has %s. Bring back the file of this LUN, or create another LUN", l.Path, found.naa, naa)
+	}
+	if err := unit.Recover(); err != nil || l.Backend != "file" {
+		return err
+	}
+	if found, inode, _ := readMark(l.Path); inode != 0 && found != (mark{naa, inode}) {
+		return mark{naa, inode}.write(l.Path)
+	}
+	return nil
+}
+
+// lost returns which data a recovery from h may have cost.
+func (h *health) lost(path string) string {
+	since := h.since.Format(time.DateTime)
+	switch h.is {
+	case lun.Failed:
+		return "Data that initiators wrote before " + since + " may be missing. Check it, for example with fsck, or restore a backup"
+	case lun.Orphaned:
+		return "The LUN has the content of " + path + ". The file that it had until then lost that path before " + since + ", and is no longer served. Check the data, for example with fsck"
+	}
+	return ""
+}
+
+// ErrUnwell refuses a change of a LUN that has to be recovered first.
+var ErrUnwell = errors.New("nothing was changed: recover the LUN first")
+
+// mayResize returns an ErrUnwell if a resize would not last, or could not be synced.
+func (l *servedLUN) mayResize(target string) error {
+	if h := l.unit.Health(); h == lun.Failed || h == lun.Orphaned {
+		return fmt.Errorf("LUN %d of %s is %s: %s: %w", l.ID, target, h, l.health.reason, ErrUnwell)
+	}
 	return nil
 }

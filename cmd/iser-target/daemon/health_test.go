@@ -3,10 +3,12 @@ package daemon
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -17,7 +19,9 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -84,7 +88,7 @@ func TestOrphanedLUN(t *testing.T) {
 		t.Fatal(write, sync)
 	}
 	w.look(schema.Healthy, "")
-	if err := w.Recover(t.Context(), store, 1); !errors.Is(err, ErrHealthy) {
+	if _, err := w.Recover(t.Context(), store, 1); !errors.Is(err, ErrHealthy) {
 		t.Errorf("a healthy LUN: %v", err)
 	}
 	away := w.path + ".away"
@@ -100,7 +104,7 @@ func TestOrphanedLUN(t *testing.T) {
 			if write, sync := w.write(1, 'b'); write != intervention || sync != intervention || w.read(1) != 'a' {
 				t.Errorf("WRITE %s, SYNCHRONIZE CACHE %s", write, sync)
 			}
-			if err := w.Recover(t.Context(), store, 1); !errors.Is(err, unix.ENOENT) {
+			if _, err := w.Recover(t.Context(), store, 1); !errors.Is(err, backend.ErrDeleted) {
 				t.Errorf("recover without a file: %v", err)
 			}
 			if w.read(1) != 'a' {
@@ -119,6 +123,23 @@ func TestOrphanedLUN(t *testing.T) {
 		}
 	}
 
+	// A file that cannot be used takes its place: the LUN keeps the old one, which has no name any longer.
+	if err := errors.Join(os.WriteFile(away, []byte{'y'}, 0o600), os.Truncate(away, 1<<19), os.Rename(away, w.path)); err != nil {
+		t.Fatal(err)
+	}
+	w.look("orphaned", "another file")
+	resize := func(d *config.Document) error { return d.SetLUN(store, 1, "size", "2MiB") }
+	if _, err := w.Change(t.Context(), resize, ChangeOptions{}); !errors.Is(err, ErrUnwell) {
+		t.Errorf("resize: %v, want ErrUnwell", err)
+	}
+	if _, err := w.Recover(t.Context(), store, 1); err == nil || !strings.Contains(err.Error(), "has 524288 bytes, and the LUN 1048576") {
+		t.Errorf("recover with a smaller file: %v", err)
+	}
+	w.look("orphaned", "another file")
+	if w.read(1) != 'c' {
+		t.Error("the data of the old file is lost after a recover that failed")
+	}
+
 	// Another file takes its place, and the operator accepts it.
 	if err := os.WriteFile(away, bytes.Repeat([]byte{'z'}, 1<<20), 0o600); err != nil {
 		t.Fatal(err)
@@ -131,10 +152,13 @@ func TestOrphanedLUN(t *testing.T) {
 		t.Errorf("WRITE %s", write)
 	}
 	naa := w.lunState(1).NAA
-	if err := w.Recover(t.Context(), store, 1); err != nil {
-		t.Fatal(err)
+	r, err := w.Recover(t.Context(), store, 1)
+	if err != nil || r.Before != "orphaned" || r.Health != schema.Healthy || !strings.Contains(r.Lost, w.path) {
+		t.Fatalf("recover: %+v, %v", r, err)
 	}
-	attentions(t, w.s, 1)
+	if got := attentions(t, w.s, 1); got != "28/00" {
+		t.Errorf("attentions %q, want that of a medium that may have changed", got)
+	}
 	w.look(schema.Healthy, "")
 	if w.read(1) != 'z' || w.lunState(1).NAA != naa {
 		t.Errorf("after recover LBA 8 has %c, NAA %s, was %s", w.read(1), w.lunState(1).NAA, naa)
@@ -200,13 +224,117 @@ func TestFailedLUN(t *testing.T) {
 		t.Error("a sync is GOOD after one has failed")
 	}
 	begin := time.Now()
-	if err := w.Recover(t.Context(), store, 1); err != nil {
+	if _, err := w.Recover(t.Context(), store, 1); err != nil {
 		t.Fatal(err)
 	}
 	t.Logf("recovered after %v", time.Since(begin))
 	attentions(t, w.s, 1)
 	w.look(schema.Healthy, "")
 	if write, sync := w.write(1, 'c'); write != "" || sync != "" || w.read(1) != 'c' {
+		t.Errorf("after recover: %s, %s", write, sync)
+	}
+}
+
+// A device that hangs delays no look at another one, and no change.
+func TestLookThatHangs(t *testing.T) {
+	w := newWard(t, nil)
+	device, ok := w.lunUnit(1).Device()
+	if !ok {
+		t.Fatal("the file has no device")
+	}
+	hangs := make(chan struct{})
+	release := sync.OnceFunc(func() { close(hangs) })
+	defer release()
+	testkit.Eventually(t, "no look is in progress", func() bool {
+		_, err := w.calls.begin(fmt.Sprintf("looks at device %#x", device), callInspect, func(*call) error { <-hangs; return nil })
+		return err == nil
+	})
+	if err := os.Remove(w.path); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, "the LUN is degraded", func() bool { // after stuckFor
+		w.lookAtLUNs()
+		l := w.lunState(1)
+		return l.Health == "degraded" && strings.Contains(l.Reason, callInspect+" has not ended since")
+	})
+	inTime(t, "a look and a change", func() {
+		w.look("degraded", "has not ended since")
+		resize := func(d *config.Document) error { return d.SetLUN(store, 0, "size", "8MiB") }
+		if _, err := w.Change(t.Context(), resize, ChangeOptions{}); err != nil {
+			t.Error(err)
+		}
+	})
+	attentions(t, w.s, 0)
+	release()
+	testkit.Eventually(t, "the LUN is orphaned", func() bool {
+		w.lookAtLUNs()
+		return w.lunState(1).Health == "orphaned"
+	})
+}
+
+// lunUnit returns the unit of a LUN.
+func (w *ward) lunUnit(id int) *lun.Unit {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.served.target(store).luns[id].unit
+}
+
+// A broken store fails its commands, recoveries and syncs while it says so.
+type broken struct {
+	*backendtest.Faulty
+	err atomic.Pointer[error] // of Recover
+}
+
+func (b *broken) Device() uint64 { return 1 }
+
+func (b *broken) Inspect() error { return b.Store.(backend.Inspector).Inspect() }
+
+func (b *broken) Recover() error {
+	if err := b.err.Load(); err != nil {
+		return *err
+	}
+	return b.Store.(backend.Recoverer).Recover()
+}
+
+// A command that fails makes its LUN degraded. Recover says so while the store does not work, and both
+// sessions stay.
+func TestLUNWhoseStoreFailsCommands(t *testing.T) {
+	b := &broken{Faulty: &backendtest.Faulty{}}
+	w := newWard(t, func(l *lab) func(*config.LUN) (backend.Store, error) {
+		return func(c *config.LUN) (backend.Store, error) {
+			s, err := l.openBackend(c)
+			if c.ID != 1 || err != nil {
+				return s, err
+			}
+			b.Store = s
+			return b, nil
+		}
+	})
+	other := w.login("host2", store)
+	attentions(t, other, 1)
+	broke := error(unix.EIO)
+	b.Fail(backendtest.WriteAt, broke)
+	b.err.Store(&broke)
+	if write, _ := w.write(1, 'a'); write != "3/0c/00" {
+		t.Errorf("WRITE: %s", write)
+	}
+	w.look("degraded", "the store failed a command: input/output error")
+	if _, err := w.Recover(t.Context(), store, 1); !errors.Is(err, unix.EIO) {
+		t.Errorf("recover while the store does not work: %v", err)
+	}
+	w.look("degraded", "the store failed a command: input/output error")
+	b.Fail(backendtest.WriteAt, nil)
+	b.err.Store(nil)
+	if _, err := w.Recover(t.Context(), store, 1); err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range []*initiator.Session{w.s, other} {
+		if got := attentions(t, s, 1); got != "28/00" {
+			t.Errorf("attentions %q, want that of a medium that may have changed", got)
+		}
+	}
+	w.look(schema.Healthy, "")
+	if write, sync := w.write(1, 'b'); write != "" || sync != "" {
 		t.Errorf("after recover: %s, %s", write, sync)
 	}
 }

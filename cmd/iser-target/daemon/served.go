@@ -106,6 +106,8 @@ type servedLUN struct {
 	closed  bool          // the store was closed, to be opened again
 	attempt *call         // that opens the store and has not ended, or nil
 	health  health
+	// recovered counts the recoveries in place.
+	recovered int
 }
 
 // newTarget returns a target without LUNs.

@@ -119,6 +119,13 @@ type Done struct {
 	Done bool `json:"done"`
 }
 
+// A Recovery is the outcome of a recovery of a LUN.
+type Recovery struct {
+	Before string `json:"before"`         // its health before
+	Health string `json:"health"`         // its health now
+	Lost   string `json:"lost,omitempty"` // which data may be lost
+}
+
 // SummaryTrailer is the HTTP trailer that follows the file of a capture. It has a Summary as JSON.
 const SummaryTrailer = "Capture-Summary"
 

@@ -349,9 +349,11 @@ func (c *Client) ResetSettings(ctx context.Context, target string, id int) error
 	return c.call(ctx, http.MethodDelete, lunPath(target, id)+"/settings", nil, nil, &schema.Done{})
 }
 
-// RecoverLUN reopens the store of a LUN that is not healthy.
-func (c *Client) RecoverLUN(ctx context.Context, target string, id int) error {
-	return c.call(ctx, http.MethodPost, lunPath(target, id)+"/recover", nil, nil, &schema.Done{})
+// RecoverLUN uses the file or device of a LUN again that is not healthy. Its sessions stay.
+func (c *Client) RecoverLUN(ctx context.Context, target string, id int) (schema.Recovery, error) {
+	var r schema.Recovery
+	err := c.call(ctx, http.MethodPost, lunPath(target, id)+"/recover", nil, nil, &r)
+	return r, err
 }
 
 // Portals returns all portals.
