@@ -90,7 +90,7 @@ func rootCommand(out, errOut io.Writer) *cobra.Command {
 	root.SetVersionTemplate("{{.Name}} {{.Version}}\n")
 	root.SetOut(out)
 	root.SetErr(errOut)
-	root.AddCommand(serveCommand(), versionCommand(), stateCommand())
+	root.AddCommand(serveCommand(), versionCommand(), faultsCommand(), stateCommand())
 	cli.AddTo(root)
 	return root
 }

@@ -11,10 +11,12 @@ import (
 	"net"
 	"strconv"
 	"sync"
+	"time"
 
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/header"
 )
 
@@ -36,21 +38,32 @@ type port interface {
 }
 
 // good executes a command, again after each unit attention, and returns an error unless it ends
-// with GOOD. lost reports that the connection ended without an answer.
+// with GOOD. While the LUN is BUSY, because a sync takes long on this machine, good asks again. lost
+// reports that the connection ended without an answer.
 func good(p port, r *request) (lost bool, err error) {
-	const attention = 6
-	for {
+	const checkCondition, busy, attention = 0x02, 0x08, 6
+	for end := time.Now().Add(testkit.Patience); ; {
 		if err := p.do(r); err != nil {
 			return true, err
 		}
 		switch {
 		case r.status == 0:
 			return false, nil
-		case r.status == 2 && len(r.sense) > 2 && r.sense[2]&0x0f == attention:
+		case r.status == busy && time.Now().Before(end):
+			time.Sleep(10 * time.Millisecond) // of the sync
+		case r.status == checkCondition && len(r.sense) > 2 && r.sense[2]&0x0f == attention:
 		default:
-			return false, fmt.Errorf("CDB % x to LUN %d: status %#x, sense % x", r.cdb, r.lun, r.status, r.sense)
+			return false, &refusal{*r}
 		}
 	}
+}
+
+// A refusal is another status than GOOD.
+type refusal struct{ request }
+
+// Error implements error.
+func (r *refusal) Error() string {
+	return fmt.Sprintf("CDB % x to LUN %d: status %#x, sense % x", r.cdb, r.lun, r.status, r.sense)
 }
 
 // An iserPort is a session over iSER.
@@ -58,8 +71,14 @@ type iserPort struct{ *initiator.Session }
 
 // loginISER logs in over iSER.
 func loginISER(ctx context.Context, addr, name, target string) (port, error) {
-	s, err := initiator.Login(ctx, addr, initiator.Options{Name: name, Target: target})
+	s, err := initiator.Connect(ctx, addr, initiator.Options{Name: name, Target: target})
 	if err != nil {
+		return nil, err
+	}
+	stop := context.AfterFunc(ctx, func() { s.Close() })
+	defer stop()
+	if err := s.Login(ctx); err != nil {
+		s.Close()
 		return nil, err
 	}
 	return iserPort{s}, nil
@@ -92,6 +111,7 @@ type tcpPort struct {
 // A task is a command in flight.
 type task struct {
 	*request
+	got    int        // bytes of data-in
 	events chan event // has room for all R2Ts that the target may send, and for the end
 }
 
@@ -251,7 +271,7 @@ func (p *tcpPort) do(r *request) error {
 			}
 		default:
 			r.status, r.sense = e.bhs.Status(), nil
-			if len(e.data) >= 2 {
+			if e.bhs.Opcode() == pdu.SCSIResponse && len(e.data) >= 2 {
 				r.sense = e.data[2:][:min(int(binary.BigEndian.Uint16(e.data)), len(e.data)-2)]
 			}
 			return nil
@@ -273,7 +293,7 @@ func (p *tcpPort) start(r *request, flags byte, events chan event) (pdu.BHS, err
 		return nil, p.err
 	}
 	h := p.Request(pdu.SCSICommand, flags, false)
-	p.tasks[h.ITT()] = &task{r, events}
+	p.tasks[h.ITT()] = &task{request: r, events: events}
 	p.mu.Unlock()
 	h.SetLUN([8]byte{1: r.lun})
 	h.SetEDTL(uint32(len(r.in) + len(r.out)))
@@ -357,16 +377,18 @@ func (p *tcpPort) take(h pdu.BHS, data []byte) error {
 	case op == pdu.R2T:
 		t.events <- event{bhs: h}
 	case op == pdu.DataIn:
-		if at := int(h.BufferOffset()); at+len(data) > len(t.in) {
-			return fmt.Errorf("Data-In of %d bytes at %d, of %d", len(data), at, len(t.in))
-		} else {
-			copy(t.in[at:], data)
+		if at := int(h.BufferOffset()); at != t.got || at+len(data) > len(t.in) {
+			return fmt.Errorf("Data-In of %d bytes at %d, after %d of %d", len(data), at, t.got, len(t.in))
 		}
-		if h.Flags()&pdu.FlagS != 0 {
-			delete(p.tasks, h.ITT())
-			t.events <- event{bhs: h}
+		t.got += copy(t.in[t.got:], data)
+		if h.Flags()&pdu.FlagS == 0 {
+			break
 		}
+		fallthrough
 	default:
+		if h.Status() == 0 && t.got < len(t.in) { // data before it was lost
+			return fmt.Errorf("GOOD after %d bytes of %d", t.got, len(t.in))
+		}
 		delete(p.tasks, h.ITT())
 		t.events <- event{bhs: h, data: data}
 	}
