@@ -65,19 +65,57 @@ func heavyStep(n int64) fair.Work { return fair.Work{Bytes: n, Heavy: true} }
 // storeRead reads from the store.
 //
 // Preconditions: the command has entered the gate; so it has for all functions below.
-func (u *Unit) storeRead(p []byte, pos int64) error { return u.store.ReadAt(p, pos) }
+func (u *Unit) storeRead(p []byte, pos int64) error {
+	if err := u.fault(faultRead); err != nil {
+		return err
+	}
+	return u.store.ReadAt(p, pos)
+}
 
 // storeWrite writes to the store.
-func (u *Unit) storeWrite(p []byte, pos int64) error { return u.store.WriteAt(p, pos) }
+func (u *Unit) storeWrite(p []byte, pos int64) error {
+	if err := u.fault(faultWrite); err != nil {
+		return err
+	}
+	return u.store.WriteAt(p, pos)
+}
 
 // storeWriteDurable writes to the store, durably.
-func (u *Unit) storeWriteDurable(p []byte, pos int64) error { return u.store.WriteDurable(p, pos) }
+func (u *Unit) storeWriteDurable(p []byte, pos int64) error {
+	if f := u.faults.Load(); f != nil {
+		if err := f.before(faultWrite); err != nil {
+			return err
+		}
+		if err := f.before(faultSync); err != nil {
+			return err
+		}
+	}
+	return u.store.WriteDurable(p, pos)
+}
 
 // storeDiscard frees the space of a range.
-func (u *Unit) storeDiscard(pos, n int64) error { return u.store.Discard(pos, n) }
+func (u *Unit) storeDiscard(pos, n int64) error {
+	if err := u.fault(faultWrite); err != nil {
+		return err
+	}
+	return u.store.Discard(pos, n)
+}
 
 // storeZero makes a range read as zeros.
-func (u *Unit) storeZero(pos, n int64) error { return u.store.Zero(pos, n) }
+func (u *Unit) storeZero(pos, n int64) error {
+	if err := u.fault(faultWrite); err != nil {
+		return err
+	}
+	return u.store.Zero(pos, n)
+}
+
+// storeSync syncs the store.
+func (u *Unit) storeSync() error {
+	if err := u.fault(faultSync); err != nil {
+		return err
+	}
+	return u.store.Sync()
+}
 
 // storeExtent calls backend.Extent.
 func (u *Unit) storeExtent(pos int64) (mapped bool, n int64, err error) {
@@ -86,6 +124,12 @@ func (u *Unit) storeExtent(pos int64) (mapped bool, n int64, err error) {
 
 // storeCopy copies from the store of another unit, or of the same one.
 func (u *Unit) storeCopy(pos int64, from *Unit, fromPos, n int64, p []byte) error {
+	if err := from.fault(faultRead); err != nil {
+		return err
+	}
+	if err := u.fault(faultWrite); err != nil {
+		return err
+	}
 	return backend.Copy(u.store, pos, from.store, fromPos, n, p)
 }
 
@@ -128,14 +172,14 @@ func (u *Unit) sync(c *Command) error {
 		u.gate.MayTakeLong(&call)
 		u.watchStore()
 		defer u.gate.Leave(&call)
-		return u.store.Sync()
+		return u.storeSync()
 	}
 	if err := u.enter(c, fair.Work{}); err != nil {
 		return err
 	}
 	defer u.leave(c)
 	u.gate.MayTakeLong(&c.call)
-	return u.store.Sync()
+	return u.storeSync()
 }
 
 // Sync synchronizes the store, like SYNCHRONIZE CACHE of all blocks, but without a turn. It fails like the store,

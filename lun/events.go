@@ -59,6 +59,13 @@ type StoreHangsEvent struct {
 	Ended    bool      // it answers again
 }
 
+// A FaultsEndedEvent is the end of faults that were injected: see Unit.SetFaults.
+type FaultsEndedEvent struct {
+	Serial   string
+	Seed     uint64
+	Injected uint64 // errors and hangs
+}
+
 // A SyncsFailEvent is a unit that inherits a failed sync: all its syncs fail.
 type SyncsFailEvent struct{ Serial string }
 
@@ -104,6 +111,9 @@ func (StoreFailedEvent) Kind() string { return "medium" }
 
 // Kind implements Event.
 func (StoreHangsEvent) Kind() string { return "lun" }
+
+// Kind implements Event.
+func (FaultsEndedEvent) Kind() string { return "lun" }
 
 // Kind implements Event.
 func (SyncsFailEvent) Kind() string { return "medium" }
@@ -157,6 +167,12 @@ func (e StoreHangsEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 	}
 	logLine(l, slog.LevelError, "store does not answer: its LUN is BUSY until it does",
 		append(attrs, slog.Int("commands", e.Commands))...)
+}
+
+// Log implements Event.
+func (e FaultsEndedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
+	logLine(l, slog.LevelWarn, "faults are no longer injected", append(extra, slog.String("naa", e.Serial),
+		slog.Uint64("seed", e.Seed), slog.Uint64("injected", e.Injected))...)
 }
 
 // Log implements Event.

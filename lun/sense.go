@@ -223,6 +223,9 @@ func (c *Command) writeDone(err error) bool {
 		return true
 	}
 	c.reportStoreError(err)
+	if k, ok := injectedSense(err); ok {
+		return c.fail(k)
+	}
 	switch {
 	case errors.Is(err, errAborted):
 		return c.fail(condAborted)
@@ -249,6 +252,9 @@ func (c *Command) readDone(err error) bool {
 		return true
 	}
 	c.reportStoreError(err)
+	if k, ok := injectedSense(err); ok {
+		return c.fail(k)
+	}
 	switch {
 	case errors.Is(err, errAborted):
 		return c.fail(condAborted)

@@ -291,6 +291,26 @@ func (s *Server) recoverLUN(r *http.Request) (any, error) {
 	return s.d.Recover(r.Context(), name(r), id)
 }
 
+func (s *Server) setFaults(r *http.Request) (any, error) {
+	id, err := lunID(r)
+	if err != nil {
+		return nil, err
+	}
+	var f schema.Faults
+	if err := body(r, &f); err != nil {
+		return nil, err
+	}
+	return schema.Done{Done: true}, s.d.SetFaults(r.Context(), name(r), id, f)
+}
+
+func (s *Server) clearFaults(r *http.Request) (any, error) {
+	id, err := lunID(r)
+	if err != nil {
+		return nil, err
+	}
+	return schema.Done{Done: true}, s.d.ClearFaults(r.Context(), name(r), id)
+}
+
 func (s *Server) portals(*http.Request) (any, error) { return s.d.State().Portals, nil }
 
 func (s *Server) addPortal(r *http.Request) (any, error) {

@@ -84,6 +84,8 @@ var routes = []route{
 	{"DELETE /v1/targets/{target}/luns/{lun}/reservation", "", value((*Server).clearReservation)},
 	{"DELETE /v1/targets/{target}/luns/{lun}/settings", "", value((*Server).resetSettings)},
 	{"POST /v1/targets/{target}/luns/{lun}/recover", "", value((*Server).recoverLUN)},
+	{"PUT /v1/targets/{target}/luns/{lun}/faults", "", value((*Server).setFaults)},
+	{"DELETE /v1/targets/{target}/luns/{lun}/faults", "", value((*Server).clearFaults)},
 	{"GET /v1/portals", "", value((*Server).portals)},
 	{"POST /v1/portals", options, value((*Server).addPortal)},
 	{"DELETE /v1/portals/{portal}", options, value((*Server).removePortal)},

@@ -141,6 +141,11 @@ func checkTargets(st *schema.State) (list []Finding) {
 				list = append(list, Finding{problem, about, "is " + l.Health + ": " + l.Reason, fmt.Sprintf("remove the cause; then iser-target lun recover %s %d", t.Name, l.ID)})
 			}
 		}
+		for _, l := range t.LUNs {
+			if l.Faults != nil {
+				list = append(list, Finding{warning, fmt.Sprintf("LUN %d of %s", l.ID, t.Name), reason(&l), "end them with iser-target lun fault --clear"})
+			}
+		}
 		if len(list) == before {
 			list = append(list, Finding{fine, about, count(len(t.LUNs), "LUN") + ", " + count(len(t.Sessions), "session"), ""})
 		}

@@ -104,12 +104,12 @@ func (p *program) lun() *cobra.Command {
 			return c.LUNs(ctx, strings.Join(c.args, ""))
 		},
 		"TARGET LUN STATE SIZE BACKEND PATH ACCESS REASON", func(l *schema.LUNState) []any {
-			return []any{l.Target, l.ID, stateOf(l), size(l.Size), l.Backend, l.Path, access(l), l.Reason}
+			return []any{l.Target, l.ID, stateOf(l), size(l.Size), l.Backend, l.Path, access(l), reason(l)}
 		})
 	show := show(p, verb{use: "show TARGET LUN", short: "Show a LUN with its settings, counters and reservation",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns)},
 		func(ctx context.Context, c *call) (schema.LUNState, error) { return c.LUN(ctx, c.target, c.lun) }, lunTable)
-	return group("lun", "Manage LUNs", list, show, p.createLUN(), p.deleteLUN(), p.resizeLUN(), p.setLUN(), p.resetSettings(), p.recoverLUN())
+	return group("lun", "Manage LUNs", list, show, p.createLUN(), p.deleteLUN(), p.resizeLUN(), p.setLUN(), p.resetSettings(), p.recoverLUN(), p.faultLUN())
 }
 
 // stateOf returns the state of a LUN, or its health if that says more.
@@ -137,6 +137,14 @@ func (p *program) recoverLUN() *cobra.Command {
 		}})
 }
 
+// reason returns why l is not ready, or what is unusual about it.
+func reason(l *schema.LUNState) string {
+	if l.Reason == "" && l.Faults != nil {
+		return "faults are injected until " + l.Faults.Until.Local().Format(time.TimeOnly)
+	}
+	return l.Reason
+}
+
 func access(l *schema.LUNState) string {
 	switch {
 	case l.ReadOnly:
@@ -162,6 +170,51 @@ func (p *program) resetSettings() *cobra.Command {
 		}})
 }
 
+// faultLUN returns the command that injects faults.
+func (p *program) faultLUN() *cobra.Command {
+	var f schema.Faults
+	var end bool
+	cmd := p.command(verb{use: "fault TARGET LUN", short: "Inject faults between a LUN and its backend for a time",
+		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns),
+		long: `Inject faults between a LUN and its backend for a time, to test initiators and their
+file systems. Each call of the backend fails, hangs or takes longer with the given
+probability. The same seed hits the same calls. A failed write changes nothing on the
+medium. Faults end after --for, with --clear, and when the LUN is reopened or removed.
+lun list shows them. They replace faults that are in force.`,
+		example: `  iser-target lun fault iqn.2026-11.io.example:store 0 --read-error 0.01 --for 5m
+  iser-target lun fault iqn.2026-11.io.example:store 0 --write-error 1 --sense 7/27/07
+  iser-target lun fault iqn.2026-11.io.example:store 0 --hang 0.001 --latency 20ms --seed 42
+  iser-target lun fault iqn.2026-11.io.example:store 0 --clear`,
+		run: func(ctx context.Context, c *call) error {
+			text := "faults are injected, see lun list"
+			var err error
+			switch {
+			case !end:
+				err = c.SetFaults(ctx, c.target, c.lun, f)
+			case f != schema.Faults{Seed: 1}:
+				return usage(c.cmd, "--clear ends all faults: leave out the other flags")
+			default:
+				text, err = "faults have ended", c.ClearFaults(ctx, c.target, c.lun)
+			}
+			if err != nil {
+				return err
+			}
+			_, err = fmt.Fprintf(c.cmd.OutOrStdout(), "LUN %d of %s: %s\n", c.lun, c.target, text)
+			return err
+		}})
+	fl := cmd.Flags()
+	fl.Uint64Var(&f.Seed, "seed", 1, "number that chooses the calls")
+	fl.Float64Var(&f.ReadError, "read-error", 0, "probability that a read fails")
+	fl.Float64Var(&f.WriteError, "write-error", 0, "probability that a write fails")
+	fl.Float64Var(&f.SyncError, "sync-error", 0, "probability that a sync or a durable write fails")
+	fl.Float64Var(&f.Hang, "hang", 0, "probability that a call hangs until the faults end")
+	fl.StringVar(&f.Latency, "latency", "", "how much longer calls take at most, like 50ms")
+	fl.StringVar(&f.Sense, "sense", "", "sense key, ASC and ASCQ of errors in hexadecimal, like 3/11/00")
+	fl.StringVar(&f.For, "for", "", "when the faults end, up to 1h (default 1m)")
+	fl.BoolVar(&end, "clear", false, "end the faults")
+	return cmd
+}
+
 // settingText returns the value of a setting, and what is unusual about it.
 func settingText(s *schema.SettingState) string {
 	var notes []string
@@ -184,8 +237,8 @@ func lunTable(t *table, l schema.LUNState) {
 	t.row("target", l.Target)
 	t.row("LUN", l.ID)
 	t.row("state", l.State)
-	if l.Reason != "" {
-		t.row("reason", l.Reason)
+	if why := reason(&l); why != "" {
+		t.row("reason", why)
 	}
 	t.row("backend", l.Backend)
 	t.row("path", l.Path)

@@ -165,6 +165,7 @@ func lunState(target string, l *servedLUN) schema.LUNState {
 			s.HealthSince = &l.health.since
 		}
 	}
+	s.Faults = faultState(l.unit)
 	for _, set := range l.unit.Settings() {
 		s.Settings = append(s.Settings, schema.SettingState{
 			Setting: set.Name, Value: set.Value, Default: set.Default, Saved: set.Saved, By: set.By,

@@ -33,6 +33,8 @@ func TestUnitEventsKeepTheirForm(t *testing.T) {
 		{lun.StoreFailedEvent{Target: "t", Initiator: "i", Command: "c", LBA: 8, Blocks: 1, Err: failed, Suppressed: 5},
 			"medium", "ERROR", "store has failed",
 			`{"blocks":1,"command":"c","initiator":"i","lba":8,"lun":0,"not_logged":5,"reason":"input/output error","target":"t"}`},
+		{lun.FaultsEndedEvent{Serial: "3", Seed: 7, Injected: 2},
+			"lun", "WARN", "faults are no longer injected", `{"injected":2,"naa":"3","seed":7}`},
 		{lun.SyncsFailEvent{Serial: "3"},
 			"medium", "ERROR", "syncs keep failing: data written before the store was reopened may be lost", `{"naa":"3"}`},
 		{lun.StateNotStoredEvent{Serial: "3", Err: failed},

@@ -75,6 +75,7 @@ type LUNState struct {
 	Waiting      int               `json:"waiting"` // commands that wait for their turn at the backend
 	Counters     CounterState      `json:"counters"`
 	Reservation  *ReservationState `json:"reservation,omitempty"` // nil: no reservation and no registration
+	Faults       *FaultState       `json:"faults,omitempty"`      // that an operator injects; nil: none
 	Settings     []SettingState    `json:"settings,omitempty"`    // that initiators change; empty: the LUN has no store
 }
 

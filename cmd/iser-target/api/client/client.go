@@ -356,6 +356,16 @@ func (c *Client) RecoverLUN(ctx context.Context, target string, id int) (schema.
 	return r, err
 }
 
+// SetFaults injects faults between a LUN and its backend, instead of those before.
+func (c *Client) SetFaults(ctx context.Context, target string, id int, f schema.Faults) error {
+	return c.call(ctx, http.MethodPut, lunPath(target, id)+"/faults", nil, f, &schema.Done{})
+}
+
+// ClearFaults ends the injection of faults.
+func (c *Client) ClearFaults(ctx context.Context, target string, id int) error {
+	return c.call(ctx, http.MethodDelete, lunPath(target, id)+"/faults", nil, nil, &schema.Done{})
+}
+
 // Portals returns all portals.
 func (c *Client) Portals(ctx context.Context) ([]schema.PortalState, error) {
 	return get[[]schema.PortalState](ctx, c, "/v1/portals", nil)
