@@ -214,6 +214,9 @@ func TestKill(t *testing.T) {
 	t.Logf("CRASH_SEED=%d", seed)
 	rng := rand.New(rand.NewPCG(seed, 0))
 	w := newWorld(t)
+	for _, d := range w.disks {
+		d.seed = seed
+	}
 	begun := time.Now()
 	for round := range rounds {
 		w.run(t, rng.Uint64(), 20*time.Millisecond+time.Duration(rng.ExpFloat64()*float64(150*time.Millisecond)))
@@ -246,15 +249,25 @@ func TestKillFindsLies(t *testing.T) {
 	}{
 		"lost write": {func(t *testing.T, w *world) {
 			b, at := w.written(t, w.disks[0])
-			w.change(t, w.disks[0], at, content(b.acked-1, 512))
+			w.change(t, w.disks[0], at, w.disks[0].content(b.acked.before(), 512))
 		}, "but version"},
 		"lost write of zeros": {func(t *testing.T, w *world) {
 			_, at := w.written(t, w.disks[2])
 			w.change(t, w.disks[2], at, make([]byte, 512))
 		}, "holds version 0, but version"},
+		"write to another block": {func(t *testing.T, w *world) {
+			d := w.disks[0]
+			b, at := w.written(t, d)
+			w.change(t, d, at, d.content(b.acked^1, d.size))
+		}, "but version"},
+		"write of an earlier test": {func(t *testing.T, w *world) {
+			d := w.disks[0]
+			b, at := w.written(t, d)
+			w.change(t, d, at, (&disk{seed: d.seed + 7}).content(b.acked, d.size))
+		}, ", of the seed 7"},
 		"torn block": {func(t *testing.T, w *world) {
 			b, at := w.written(t, w.disks[1])
-			w.change(t, w.disks[1], at+2048, content(b.acked-1, 2048))
+			w.change(t, w.disks[1], at+2048, w.disks[1].content(b.acked.before(), 2048))
 		}, "is torn: version"},
 		"lost registration": {func(_ *testing.T, w *world) {
 			w.res.acked.keys, w.res.flight = map[string]uint64{overISER: 1}, nil

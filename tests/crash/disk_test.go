@@ -12,40 +12,75 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// versions numbers the contents that were ever written to a block. 0 is the zeros of a block that
-// was never written, or unmapped.
+// versions counts the contents that were ever written to a block.
 var versions atomic.Uint64
 
-// content returns what a block of size bytes holds in a version.
-func content(version uint64, size int) []byte {
+// A version is one content of a block: a number of versions, and the block that it was written to.
+// All blocks of a WRITE SAME have the version of the first one. 0 is the zeros of a block that was never
+// written, or unmapped.
+type version uint64
+
+const (
+	lbaBits = 20 // of a version; a LUN of a test has fewer blocks
+	lunBits = 4
+)
+
+// version returns a new version of a block.
+func (d *disk) version(lba int) version {
+	return version((versions.Add(1)<<lunBits|uint64(d.lun))<<lbaBits | uint64(lba))
+}
+
+// before returns a version that is older than v, of the same block.
+func (v version) before() version { return v - 1<<(lunBits+lbaBits) }
+
+// String names the version and its block.
+func (v version) String() string {
+	if v == 0 {
+		return "version 0"
+	}
+	return fmt.Sprintf("version %d of LUN %d, block %d", v>>(lunBits+lbaBits), v>>lbaBits&(1<<lunBits-1), v&(1<<lbaBits-1))
+}
+
+// content returns what size bytes of a block hold in a version: the version, the seed of the test, and
+// numbers that both choose.
+func (d *disk) content(v version, size int) []byte {
 	b := make([]byte, size)
-	for i, x := 0, version; i < size && version > 0; i += 8 {
-		binary.BigEndian.PutUint64(b[i:], x)
-		x ^= x << 13 // Marsaglia's xorshift
-		x ^= x >> 7
-		x ^= x << 17
+	if v == 0 {
+		return b
+	}
+	binary.BigEndian.PutUint64(b, uint64(v))
+	binary.BigEndian.PutUint64(b[8:], d.seed)
+	rng := rand.NewPCG(d.seed, uint64(v))
+	for i := 16; i < size; i += 8 {
+		binary.BigEndian.PutUint64(b[i:], rng.Uint64())
 	}
 	return b
 }
 
-// versionOf returns the version that a block holds, or an error if it holds a part of one.
-func versionOf(b []byte) (uint64, error) {
-	v := binary.BigEndian.Uint64(b)
-	if want := content(v, len(b)); !bytes.Equal(b, want) {
-		n := 0
-		for n < len(b) && b[n] == want[n] {
-			n++
-		}
-		return 0, fmt.Errorf("is torn: version %d ends after %d bytes of %d", v, n, len(b))
+// versionOf returns the version that a block holds, or an error if it holds a part of one, or one of
+// another test.
+func (d *disk) versionOf(b []byte) (version, error) {
+	v, seed := version(binary.BigEndian.Uint64(b)), binary.BigEndian.Uint64(b[8:])
+	want := d.content(v, len(b))
+	if bytes.Equal(b, want) {
+		return v, nil
 	}
-	return v, nil
+	if seed != d.seed && bytes.Equal(b, (&disk{seed: seed}).content(v, len(b))) {
+		return 0, fmt.Errorf("holds %v, of the seed %d", v, seed)
+	}
+	n := 0
+	for b[n] == want[n] {
+		n++
+	}
+	return 0, fmt.Errorf("is torn: %v ends after %d bytes of %d", v, n, len(b))
 }
 
 // A disk knows what the blocks of a LUN may hold. No two commands that it hands out share a block, so
 // that at most one write of a block is in flight.
 type disk struct {
 	lun  byte
-	size int // of a block, in bytes
+	size int    // of a block, in bytes
+	seed uint64 // of the contents
 
 	mu     sync.Mutex
 	blocks []block
@@ -53,9 +88,9 @@ type disk struct {
 
 // A block is what the disk knows of one.
 type block struct {
-	acked   uint64   // the version of the last write that was acknowledged
-	flight  []uint64 // that of a write whose answer has not come; at most one
-	pending bool     // a command has the block
+	acked   version   // the version of the last write that was acknowledged
+	flight  []version // that of a write whose answer has not come; at most one
+	pending bool      // a command has the block
 }
 
 func newDisk(lun byte, size, blocks int) *disk {
@@ -63,7 +98,7 @@ func newDisk(lun byte, size, blocks int) *disk {
 }
 
 // take hands out a random range of at most n blocks, and returns the versions that were acknowledged.
-func (d *disk) take(rng *rand.Rand, n int) (lba int, old []uint64) {
+func (d *disk) take(rng *rand.Rand, n int) (lba int, old []version) {
 	for {
 		n := 1 + rng.IntN(n)
 		lba := rng.IntN(len(d.blocks) - n + 1)
@@ -83,7 +118,7 @@ func (d *disk) take(rng *rand.Rand, n int) (lba int, old []uint64) {
 }
 
 // send notes that versions from lba on leave for the target.
-func (d *disk) send(lba int, versions []uint64) {
+func (d *disk) send(lba int, versions []version) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for i, v := range versions {
@@ -111,12 +146,12 @@ func (d *disk) check(lba int, data []byte) (faults []string) {
 	defer d.mu.Unlock()
 	for i := 0; len(data) > 0; i, data = i+1, data[d.size:] {
 		b := &d.blocks[lba+i]
-		v, err := versionOf(data[:d.size])
+		v, err := d.versionOf(data[:d.size])
 		switch {
 		case err != nil:
 			faults = append(faults, fmt.Sprintf("LUN %d, block %d: %v", d.lun, lba+i, err))
 		case v != b.acked && !slices.Contains(b.flight, v):
-			faults = append(faults, fmt.Sprintf("LUN %d, block %d: holds version %d, but version %d was acknowledged, and in flight was %d",
+			faults = append(faults, fmt.Sprintf("LUN %d, block %d: holds %v, but %v was acknowledged, and in flight was %v",
 				d.lun, lba+i, v, b.acked, b.flight))
 		}
 		*b = block{acked: v}
@@ -160,10 +195,10 @@ func (d *disk) step(p port, rng *rand.Rand, n *counts) (lost bool, err error) {
 	switch k := rng.IntN(100); {
 	case k < 45: // WRITE, with FUA or without
 		lba, old := d.take(rng, most)
-		next := make([]uint64, len(old))
+		next := make([]version, len(old))
 		for i := range next {
-			next[i] = versions.Add(1)
-			r.out = append(r.out, content(next[i], d.size)...)
+			next[i] = d.version(lba + i)
+			r.out = append(r.out, d.content(next[i], d.size)...)
 		}
 		r.cdb = cdb.Write16(uint64(lba), uint32(len(old)))
 		if k < 15 {
@@ -172,14 +207,14 @@ func (d *disk) step(p port, rng *rand.Rand, n *counts) (lost bool, err error) {
 		return d.write(p, r, lba, next, n)
 	case k < 55: // WRITE SAME, of a pattern
 		lba, old := d.take(rng, most)
-		v := versions.Add(1)
-		r.cdb, r.out = cdb.RW16(0x93, uint64(lba), uint32(len(old))), content(v, d.size)
-		return d.write(p, r, lba, slices.Repeat([]uint64{v}, len(old)), n)
+		v := d.version(lba)
+		r.cdb, r.out = cdb.RW16(0x93, uint64(lba), uint32(len(old))), d.content(v, d.size)
+		return d.write(p, r, lba, slices.Repeat([]version{v}, len(old)), n)
 	case k < 60: // WRITE SAME, of zeros, with the UNMAP bit
 		lba, old := d.take(rng, most)
 		r.cdb, r.out = cdb.RW16(0x93, uint64(lba), uint32(len(old))), make([]byte, d.size)
 		r.cdb[1] = 0x08
-		return d.write(p, r, lba, make([]uint64, len(old)), n)
+		return d.write(p, r, lba, make([]version, len(old)), n)
 	case k < 67: // UNMAP
 		lba, old := d.take(rng, most)
 		r.cdb, r.out = [16]byte{0: 0x42, 8: 24}, make([]byte, 24)
@@ -187,7 +222,7 @@ func (d *disk) step(p port, rng *rand.Rand, n *counts) (lost bool, err error) {
 		binary.BigEndian.PutUint16(r.out[2:], 16)
 		binary.BigEndian.PutUint64(r.out[8:], uint64(lba))
 		binary.BigEndian.PutUint32(r.out[16:], uint32(len(old)))
-		return d.write(p, r, lba, make([]uint64, len(old)), n)
+		return d.write(p, r, lba, make([]version, len(old)), n)
 	case k < 80: // COMPARE AND WRITE, now and then with another content than that of the medium
 		return d.compareAndWrite(p, r, rng, n)
 	case k < 92: // READ
@@ -212,7 +247,7 @@ func (d *disk) step(p port, rng *rand.Rand, n *counts) (lost bool, err error) {
 }
 
 // write executes a command that writes versions from lba on.
-func (d *disk) write(p port, r *request, lba int, next []uint64, n *counts) (lost bool, err error) {
+func (d *disk) write(p port, r *request, lba int, next []version, n *counts) (lost bool, err error) {
 	d.send(lba, next)
 	if lost, err := good(p, r); err != nil {
 		n.unanswered.Add(1)
@@ -228,16 +263,16 @@ func (d *disk) compareAndWrite(p port, r *request, rng *rand.Rand, n *counts) (l
 	const miscompare = 0x0e
 	lba, old := d.take(rng, 2)
 	differs := rng.IntN(4) == 0
-	next := make([]uint64, len(old))
-	for _, v := range old {
+	next := make([]version, len(old))
+	for i, v := range old {
 		if differs {
-			v = versions.Add(1)
+			v = d.version(lba + i)
 		}
-		r.out = append(r.out, content(v, d.size)...)
+		r.out = append(r.out, d.content(v, d.size)...)
 	}
 	for i := range next {
-		next[i] = versions.Add(1)
-		r.out = append(r.out, content(next[i], d.size)...)
+		next[i] = d.version(lba + i)
+		r.out = append(r.out, d.content(next[i], d.size)...)
 	}
 	r.cdb = [16]byte{0: 0x89, 13: byte(len(old))}
 	binary.BigEndian.PutUint64(r.cdb[2:], uint64(lba))
