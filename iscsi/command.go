@@ -223,7 +223,7 @@ func (t *Task) read() {
 		c.mu.Unlock()
 		if err := c.dm.PutData(t, uint32(t.off), buf.data[:n], buf); err != nil {
 			buf.Release()
-			c.end(fmt.Errorf("sending failed: %w", err))
+			c.end(c.endReason(err))
 			t.abandon()
 			return
 		}
@@ -309,7 +309,7 @@ func (t *Task) fetch(have, n int) {
 	}
 	c.mu.Unlock()
 	if err != nil {
-		c.end(fmt.Errorf("fetching failed: %w", err))
+		c.end(c.endReason(err))
 		t.abandon()
 		return
 	}
@@ -337,7 +337,7 @@ func (t *Task) afterFetch() {
 		return
 	default: // the connection is ending, perhaps nobody has noticed yet
 		if t.conn.recovers() {
-			t.conn.end(fmt.Errorf("connection failed: %w", t.fetchErr)) // so that t is parked
+			t.conn.end(t.conn.endReason(t.fetchErr)) // so that t is parked
 		}
 		t.abandon()
 		return

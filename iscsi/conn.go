@@ -312,7 +312,7 @@ func (c *conn) start(f func()) {
 
 var errPeerClosed = fmt.Errorf("initiator closed the connection: %w", io.EOF)
 
-// endReason turns an error of Receive into the reason for the end of the connection. Initiators end
+// endReason turns an error of the Datamover into the reason for the end of the connection. Initiators end
 // a discovery session by closing the connection.
 func (c *conn) endReason(err error) error {
 	switch {

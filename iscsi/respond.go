@@ -1,7 +1,6 @@
 package iscsi
 
 import (
-	"fmt"
 	"sync/atomic"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -39,7 +38,7 @@ func (c *conn) respond(t *Task) {
 	err := c.sendStatus(t)
 	c.mu.Unlock()
 	if err != nil {
-		c.end(fmt.Errorf("sending failed: %w", err))
+		c.end(c.endReason(err))
 		return
 	}
 	if small {

@@ -2,7 +2,6 @@ package iscsi
 
 import (
 	"encoding/binary"
-	"fmt"
 	"slices"
 	"time"
 
@@ -44,7 +43,7 @@ func (c *conn) sendFromTarget(t *Task) bool {
 	ok, err := c.queueFromTarget(t)
 	c.mu.Unlock()
 	if err != nil {
-		c.end(fmt.Errorf("sending failed: %w", err))
+		c.end(c.endReason(err))
 	}
 	if ok {
 		c.dm.Flush()

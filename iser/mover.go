@@ -80,7 +80,7 @@ type Conn struct {
 	outstanding int
 	waiting     fifo.Queue[task] // GetDatas that wait because ORD Reads are outstanding
 	flushed     fifo.Queue[task] // GetDatas that nobody will answer
-	dead        bool             // the connection has ended
+	gone        error            // why the connection has ended
 	puts        *put             // free
 }
 
@@ -369,8 +369,8 @@ func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	switch {
-	case c.dead:
-		return net.ErrClosed
+	case c.gone != nil:
+		return c.gone
 	case c.ord == 0: // RFC 7145, section 7.3.6
 		return errors.New("the initiator accepts no RDMA Reads")
 	case c.outstanding >= c.ord:
@@ -561,7 +561,7 @@ func (c *Conn) helloReply(h Hello) error {
 func (c *Conn) end(err error) {
 	c.err = err
 	c.mu.Lock()
-	c.dead = true
+	c.gone = err
 	for t := c.waiting.Pop(); t != nil; t = c.waiting.Pop() {
 		t.err = err
 		c.flushed.Push(t, &t.link)

@@ -87,7 +87,7 @@ func (rx *receiver) init(read func([]byte) (int, error), maxSend int, markers bo
 
 var (
 	errRevoked    = errors.New("the memory of this message was deregistered")
-	errUnanswered = fmt.Errorf("the peer has closed its direction of the stream: %w", io.ErrUnexpectedEOF)
+	errUnanswered = fmt.Errorf("the peer has closed its direction of the stream: %w", io.EOF)
 )
 
 // Receive waits for the next Send of the peer or the end of a posted Read, and meanwhile places

@@ -440,7 +440,7 @@ func TestEndOfStream(t *testing.T) {
 			if err == io.EOF {
 				c.Flush()
 				p.want("DDP-6.2.1-4", "4143 00000000 00000000 00000001 00000000")
-				if err := c.Post(&WorkRequest{Op: Read, Data: buf[:]}); !errors.Is(err, io.ErrUnexpectedEOF) {
+				if err := c.Post(&WorkRequest{Op: Read, Data: buf[:]}); !errors.Is(err, io.EOF) {
 					t.Fatalf("a Read that nobody can answer: %v", err)
 				}
 			}

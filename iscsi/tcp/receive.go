@@ -44,7 +44,7 @@ func (e *FormatError) Error() string { return "iSCSI format error: " + e.Reason 
 
 var (
 	errHeaderDigest = &FormatError{"header digest is wrong"}
-	errUnanswered   = fmt.Errorf("the initiator has closed its direction of the stream: %w", io.ErrUnexpectedEOF)
+	errUnanswered   = fmt.Errorf("the initiator has closed its direction of the stream: %w", io.EOF)
 )
 
 // Receive implements iscsi.Datamover. After a time-out between two PDUs it may be called again.
