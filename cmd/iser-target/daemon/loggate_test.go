@@ -122,6 +122,7 @@ func TestLogIsBoundedWhateverPeersDo(t *testing.T) {
 			t.Errorf("%d lines of one address, want %d at most", n, most)
 		}
 		time.Sleep(5 * logPause)
+		synctest.Wait()
 		before := len(g.out.Lines("reason"))
 		for i := range 20_000 {
 			g.refuse(i, "silent")
@@ -163,6 +164,7 @@ func TestLoginsAreLogged(t *testing.T) {
 			}
 			time.Sleep(time.Second)
 		}
+		synctest.Wait()
 		if n := len(g.out.Lines("tsih")) - 2000; n > 60*12 {
 			t.Errorf("%d lines in a minute", n)
 		}
