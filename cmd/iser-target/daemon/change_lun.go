@@ -143,6 +143,12 @@ func (c *change) setServed(t *servedTarget, l *servedLUN) {
 	c.write(func() { t.luns[l.ID] = l })
 }
 
+// copyOf returns a copy of the served LUN with that number.
+func (c *change) copyOf(t *servedTarget, id int) (l servedLUN) {
+	c.d.locked(func() { l = *t.luns[id] }) // its health may be changing
+	return l
+}
+
 // update stores l as the served LUN of its number, until the change is undone.
 func (c *change) update(t *servedTarget, l *servedLUN) {
 	was := t.luns[l.ID]
@@ -155,7 +161,7 @@ func (c *change) update(t *servedTarget, l *servedLUN) {
 
 // remask changes which initiators see the LUN, and which may only read.
 func (c *change) remask(t *servedTarget, next config.LUN) error {
-	l := *t.luns[next.ID]
+	l := c.copyOf(t, next.ID)
 	if slices.Equal(l.Initiators, next.Initiators) && slices.Equal(l.ReadOnlyFor, next.ReadOnlyFor) {
 		return nil
 	}
@@ -171,12 +177,12 @@ func (c *change) remask(t *servedTarget, next config.LUN) error {
 
 // resize changes the size of the LUN. Size 0 keeps the size of the medium.
 func (c *change) resize(t *servedTarget, next config.LUN) error {
-	l := *t.luns[next.ID]
+	l := c.copyOf(t, next.ID)
 	if l.Size == next.Size {
 		return nil
 	}
 	if next.Size != 0 {
-		if err := l.mayResize(t.name); err != nil {
+		if err := mayResize(t.name, &l); err != nil {
 			return err
 		}
 		r := resizing{d: c.d, t: t, unit: l.unit, next: next, old: l.unit.Size()}

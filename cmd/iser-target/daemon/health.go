@@ -28,6 +28,9 @@ type health struct {
 	is     lun.Health
 	reason string
 	since  time.Time
+	// unsure: the look said nothing about the file. A LUN that is worse stays so: else an orphan would take
+	// writes again while its file system hangs.
+	unsure bool
 }
 
 // Reasons of health, with what the operator can do.
@@ -77,7 +80,7 @@ func (d *Daemon) lookAtLUNs() {
 			begun = append(begun, c)
 		} else if err := d.calls.stuck(key); err != nil { // or so many stores hang that these LUNs keep their health
 			for _, w := range list {
-				d.setHealth(w, health{is: lun.Degraded, reason: reasonHangs(err)})
+				d.setHealth(w, health{is: lun.Degraded, reason: reasonHangs(err), unsure: true})
 			}
 		}
 	}
@@ -119,7 +122,7 @@ func healthOf(l *servedLUN, err error) (now health, known bool) {
 	case errors.Is(err, ErrStuck), errors.Is(err, backend.ErrClosed):
 		return now, false
 	case err != nil:
-		now.is, now.reason = lun.Degraded, err.Error()
+		now.is, now.reason, now.unsure = lun.Degraded, err.Error(), true
 	case failed && time.Since(last.At) < errorMemory:
 		now.is, now.reason = lun.Degraded, fmt.Sprintf(reasonError, last.Err, last.At.Format(time.TimeOnly))
 	}
@@ -133,7 +136,7 @@ func (d *Daemon) setHealth(w watched, now health) {
 	now.since = time.Now()
 	d.mu.Lock()
 	was := l.health
-	gone := t.luns[l.ID] != l || l.recovered != w.recovered
+	gone := t.luns[l.ID] != l || l.recovered != w.recovered || now.unsure && was.is > now.is
 	switch {
 	case gone:
 	case was.is != now.is:
@@ -253,10 +256,10 @@ func (h *health) lost(path string) string {
 // ErrUnwell refuses a change of a LUN that has to be recovered first.
 var ErrUnwell = errors.New("nothing was changed: recover the LUN first")
 
-// mayResize returns an ErrUnwell if a resize would not last, or could not be synced.
-func (l *servedLUN) mayResize(target string) error {
-	if h := l.unit.Health(); h == lun.Failed || h == lun.Orphaned {
-		return fmt.Errorf("LUN %d of %s is %s: %s: %w", l.ID, target, h, l.health.reason, ErrUnwell)
+// mayResize returns an ErrUnwell if a resize of l would not last, or could not be synced.
+func mayResize(target string, l *servedLUN) error {
+	if h := l.health; h.is == lun.Failed || h.is == lun.Orphaned {
+		return fmt.Errorf("LUN %d of %s is %s: %s: %w", l.ID, target, h.is, h.reason, ErrUnwell)
 	}
 	return nil
 }

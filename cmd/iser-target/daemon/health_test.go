@@ -242,13 +242,16 @@ func TestLookThatHangs(t *testing.T) {
 	if !ok {
 		t.Fatal("the file has no device")
 	}
-	hangs := make(chan struct{})
-	release := sync.OnceFunc(func() { close(hangs) })
+	hang := func() (release func()) {
+		hangs := make(chan struct{})
+		testkit.Eventually(t, "no look is in progress", func() bool {
+			_, err := w.calls.begin(fmt.Sprintf("looks at device %#x", device), callInspect, func(*call) error { <-hangs; return nil })
+			return err == nil
+		})
+		return sync.OnceFunc(func() { close(hangs) })
+	}
+	release := hang()
 	defer release()
-	testkit.Eventually(t, "no look is in progress", func() bool {
-		_, err := w.calls.begin(fmt.Sprintf("looks at device %#x", device), callInspect, func(*call) error { <-hangs; return nil })
-		return err == nil
-	})
 	if err := os.Remove(w.path); err != nil {
 		t.Fatal(err)
 	}
@@ -270,6 +273,23 @@ func TestLookThatHangs(t *testing.T) {
 		w.lookAtLUNs()
 		return w.lunState(1).Health == "orphaned"
 	})
+
+	// Neither a device that hangs nor a look that fails makes an orphan better.
+	defer hang()()
+	testkit.Eventually(t, "the second hang is known", func() bool {
+		w.lookAtLUNs()
+		return w.calls.stuck(fmt.Sprintf("looks at device %#x", device)) != nil
+	})
+	w.look("orphaned", "deleted or renamed")
+	target, l := w.served.target(store), w.served.target(store).luns[1]
+	now, known := healthOf(l, errors.New("EIO of stat"))
+	if !known {
+		t.Error("a look that fails says nothing")
+	}
+	w.setHealth(watched{target, l, l.recovered}, now)
+	if write, sync := w.write(1, 'd'); write != intervention || sync != intervention {
+		t.Errorf("WRITE %s, SYNCHRONIZE CACHE %s of an orphan whose file system hangs", write, sync)
+	}
 }
 
 // lunUnit returns the unit of a LUN.

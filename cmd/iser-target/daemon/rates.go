@@ -22,7 +22,7 @@ func withRates(l, next config.LUN) config.LUN {
 
 // rerate changes how fast initiators may use the LUN. Commands in progress end without an error.
 func (c *change) rerate(t *servedTarget, next config.LUN) {
-	l := *t.luns[next.ID]
+	l := c.copyOf(t, next.ID)
 	was := l.LUN
 	if l.LUN = withRates(was, next); reflect.DeepEqual(was, l.LUN) {
 		return
