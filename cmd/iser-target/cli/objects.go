@@ -121,9 +121,9 @@ func stateOf(l *schema.LUNState) string {
 }
 
 func (p *program) recoverLUN() *cobra.Command {
-	return p.command(verb{use: "recover TARGET LUN", short: "Reopen the store of a LUN that is not healthy",
+	return p.command(verb{use: "recover TARGET LUN", short: "Use the file or device of a LUN again that is not healthy",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns),
-		long: "Reopen the store of a LUN that lun list shows as failed, orphaned or degraded. Its\nsessions stay. Repair the cause first. After a failed sync, data that was written\nbefore it may be lost: check it, for example with fsck. An orphaned LUN serves the\nfile that is in place now.",
+		long: "Use the file or device of a LUN again that lun list shows as failed, orphaned or\ndegraded. Its sessions stay. Repair the cause first. After a failed sync, data that was written\nbefore it may be lost: check it, for example with fsck. An orphaned LUN serves the\nfile that is in place now.",
 		run: func(ctx context.Context, c *call) error {
 			r, err := c.RecoverLUN(ctx, c.target, c.lun)
 			if err != nil {
