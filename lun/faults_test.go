@@ -184,3 +184,22 @@ func TestNoFaultsNoAllocations(t *testing.T) {
 		t.Errorf("%v allocations", n)
 	}
 }
+
+// A sync that no command asked for, as of a reset or of the end of the process, meets no injected
+// faults: their failure is not final, and nobody would be told.
+func TestFaultsSpareTheSyncsOfTheTarget(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, setup{info: waits})
+		for _, f := range []Faults{{SyncError: 1}, {Hang: 1}, {Latency: time.Second}} {
+			r.withFaults(f)
+			begun := time.Now()
+			if err := r.unit.Sync(); err != nil || time.Since(begun) != 0 {
+				t.Errorf("%+v: Sync: %v after %v", f, err, time.Since(begun))
+			}
+			if s := r.unit.Faults(); s == nil || s.Injected != 0 {
+				t.Errorf("%+v: %+v, want nothing injected", f, s)
+			}
+		}
+		r.unit.ClearFaults()
+	})
+}
