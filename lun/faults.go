@@ -6,6 +6,8 @@ import (
 	"math/rand/v2"
 	"sync/atomic"
 	"time"
+
+	"github.com/iser-target/iser-target/backend"
 )
 
 // Faults say what goes wrong between the commands of a unit and its store, to test initiators.
@@ -96,7 +98,8 @@ func injectedSense(err error) (Sense, bool) {
 }
 
 // SetFaults injects faults from now on, instead of those before. They end after f.For, with
-// ClearFaults, and when the unit is closed or its store detached.
+// ClearFaults, and when the unit is closed or its store detached. After that it fails with
+// backend.ErrClosed.
 func (u *Unit) SetFaults(f Faults) error {
 	if err := f.check(); err != nil {
 		return err
@@ -108,7 +111,18 @@ func (u *Unit) SetFaults(f Faults) error {
 	next.timer = time.AfterFunc(f.For, func() { u.endFaults(next) })
 	old := u.faults.Swap(next)
 	u.finishFaults(old)
+	if u.noFaults.Load() { // stopFaults may have looked before next was there
+		u.endFaults(next)
+		return backend.ErrClosed
+	}
 	return nil
+}
+
+// stopFaults ends all faults, those that SetFaults is about to set included: the end of the unit waits
+// for commands that hang.
+func (u *Unit) stopFaults() {
+	u.noFaults.Store(true)
+	u.ClearFaults()
 }
 
 // ClearFaults ends the injection of faults. It returns false if no faults were in force.

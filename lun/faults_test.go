@@ -2,6 +2,7 @@ package lun
 
 import (
 	"bytes"
+	"errors"
 	"slices"
 	"strings"
 	"testing"
@@ -202,4 +203,35 @@ func TestFaultsSpareTheSyncsOfTheTarget(t *testing.T) {
 		}
 		r.unit.ClearFaults()
 	})
+}
+
+// A unit that ends takes no more faults: its end waits for commands that hang. Faults that come at the
+// same time end with it.
+func TestNoFaultsAtTheEnd(t *testing.T) {
+	for name, end := range map[string]func(*Unit){
+		"closed":   func(u *Unit) { u.Close() },
+		"detached": func(u *Unit) { u.Detach() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			hang := Faults{Hang: 1, For: time.Minute}
+			r := newRig(t, setup{info: waits})
+			end(r.unit)
+			if err := r.unit.SetFaults(hang); !errors.Is(err, backend.ErrClosed) || r.unit.Faults() != nil {
+				t.Errorf("SetFaults: %v, with the faults %+v", err, r.unit.Faults())
+			}
+			for range 200 {
+				r := newRig(t, setup{info: waits})
+				set := make(chan struct{})
+				go func() {
+					defer close(set)
+					r.unit.SetFaults(hang)
+				}()
+				end(r.unit)
+				<-set
+				if f := r.unit.Faults(); f != nil {
+					t.Fatalf("%+v is in force", f)
+				}
+			}
+		})
+	}
 }

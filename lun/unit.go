@@ -82,6 +82,7 @@ type Unit struct {
 	counts      unitCounts
 	storeErrors storeErrorLog
 	faults      atomic.Pointer[injected] // nil: none
+	noFaults    atomic.Bool              // the unit ends: see stopFaults
 
 	reservations reservations
 
@@ -360,7 +361,7 @@ func (u *Unit) CutOff() { u.gone.Store(true) }
 // Detach stops a sanitize and returns the store, open, of a unit that was replaced. Commands in
 // progress in the unit change nothing in the store from then on.
 func (u *Unit) Detach() backend.Store {
-	u.ClearFaults()
+	u.stopFaults()
 	u.sanitizer.close()
 	all := u.ranges.exclude(allStripes)
 	u.detached.Store(true)
@@ -371,7 +372,7 @@ func (u *Unit) Detach() backend.Store {
 
 // Close stops a sanitize, then syncs and closes the store.
 func (u *Unit) Close() error {
-	u.ClearFaults()
+	u.stopFaults()
 	u.sanitizer.close()
 	u.gate.Shut()
 	err := u.store.Close()
