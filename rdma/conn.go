@@ -92,6 +92,8 @@ type Conn struct {
 	requests        list   // free stand-ins for Reads
 	closed          bool
 
+	paused atomic.Bool // see Pause
+
 	// The goroutine that flushes for Receive, started when first needed.
 	wake     chan struct{} // has room for one
 	gone     chan struct{} // closed by Close

@@ -218,11 +218,14 @@ func (c *Conn) Unread() (unread []byte, rest int) {
 }
 
 // read reads from the socket for the window. It first sends what Defer kept back,
-// because it may have to wait. A Deregister interrupts it. Then it returns errRevoked
-// if the memory of the present segment is gone, and reads again otherwise.
+// because it may have to wait. A Deregister interrupts it, and so does Pause. Then it returns errRevoked
+// if the memory of the present segment is gone, errPaused between two messages, and reads again otherwise.
 func (c *Conn) read(p []byte) (n int, err error) {
 	c.flushDeferred()
 	for {
+		if c.paused.Load() && c.rx.rests() {
+			return 0, errPaused
+		}
 		n, err = c.nc.Read(p)
 		if n > 0 || err == nil || !c.interrupted(err) {
 			return n, err
