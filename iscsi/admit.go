@@ -73,12 +73,12 @@ func (c *conn) makeReady(t *Task) {
 		return
 	}
 	c.arrange(t)
-	if t.conn != c {
+	if t.conn != c && !c.shared.pausing {
 		t.conn.begin(t)
 		return
 	}
 	t.become(taskReady)
-	c.ready.Push(t, &t.link)
+	t.conn.ready.Push(t, &t.link)
 }
 
 // arrange gives t its place among the tasks of the session.

@@ -88,6 +88,8 @@ type conn struct {
 	immediate  [64]uint8 // immediate requests in execution, by opcode
 	unexpected unexpectedPDUs
 	textBusy   bool // a Text Request is being answered
+	toRest     bool // the holder of the baton waits as soon as nothing is received in part
+	resting    bool // it does
 	data       dataWatch
 
 	text textExchange // owned by that Text Request
@@ -182,22 +184,33 @@ type ServeOptions struct {
 func (p *Portal) Serve(dm Datamover, o ServeOptions) error {
 	setDefault(&o.Accepted, time.Now())
 	c := newConn(p, dm, o)
-	nd := p.node
-	nd.mu.Lock()
-	nd.conns[c] = struct{}{}
-	nd.mu.Unlock()
-	defer func() {
-		nd.mu.Lock()
-		delete(nd.conns, c)
-		nd.mu.Unlock()
-		close(c.done)
-	}()
-
+	c.enroll()
+	defer c.dropOut()
 	if err := c.login(); err != nil {
 		c.end(err)
 		c.finish()
 		return err
 	}
+	return c.work()
+}
+
+// enroll makes the node know c.
+func (c *conn) enroll() {
+	c.node.mu.Lock()
+	defer c.node.mu.Unlock()
+	c.node.conns[c] = struct{}{}
+}
+
+// dropOut undoes enroll: nothing of c is left.
+func (c *conn) dropOut() {
+	c.node.mu.Lock()
+	delete(c.node.conns, c)
+	c.node.mu.Unlock()
+	close(c.done)
+}
+
+// work runs c in the full feature phase until its end. It returns why c has ended, like Serve.
+func (c *conn) work() error {
 	c.keepalive()
 	c.waiting.Add(1)
 	c.workers.Add(1)
@@ -305,7 +318,7 @@ func (c *conn) owns(t *Task) bool { return t.conn == c }
 func (c *conn) start(f func()) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.phase != phaseEnded {
+	if c.phase != phaseEnded && !c.shared.pausing {
 		c.workers.Go(f)
 	}
 }

@@ -99,6 +99,36 @@ type Datamover interface {
 	CloseWrite() error
 }
 
+// A Resumable is a Datamover whose connection another process can continue. See handover.go.
+type Resumable interface {
+	// Pause makes Receive return an os.ErrDeadlineExceeded between two PDUs, also one that waits for the
+	// initiator. A PDU, or the data of a GetData, that has come in part is received to its end before.
+	Pause()
+
+	// Unpause ends what Pause began.
+	Unpause()
+
+	// Idle reports whether nothing waits to be sent, and nothing is being sent.
+	Idle() bool
+
+	// State returns what another Datamover of the same kind needs to continue the connection, in a form
+	// that encoding/json can encode. It is an error if data or PDUs are on their way.
+	//
+	// Preconditions: Pause was called, and nobody is in Receive.
+	State() (any, error)
+
+	// Socket returns the socket of the connection.
+	Socket() net.Conn
+
+	// Advertisement returns what the initiator advertised with the request of t, which is bound. It may be
+	// nil.
+	Advertisement(t *Task) []byte
+
+	// Advertise takes an Advertisement of the other process, of a request with that BHS, as if Receive had
+	// returned the request just now.
+	Advertise(bhs pdu.BHS, advertisement []byte) error
+}
+
 // A Sizer is a Datamover that says how much memory it uses in the full feature phase, besides
 // Buffers and task slots.
 type Sizer interface {

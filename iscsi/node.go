@@ -162,6 +162,7 @@ type Node struct {
 	ended    [lun.Transports]lun.Latencies // of sessions that have ended
 	conns    map[*conn]struct{}            // from the call of Serve to its end
 	stopping atomic.Bool                   // Shutdown has been called
+	pausing  atomic.Bool                   // Pause has been called, and not Resume. Stored with mu held
 	closing  atomic.Pointer[closing]       // by Empty; nil: logins are welcome. Stored with mu held
 }
 

@@ -1,7 +1,9 @@
 package iscsi
 
 import (
+	"errors"
 	"fmt"
+	"os"
 	"runtime"
 	"time"
 
@@ -46,7 +48,7 @@ func (c *conn) receive() *Task {
 	invariant.Held(&c.baton)
 	for {
 		c.mu.Lock()
-		t := c.ready.Pop()
+		t := c.nextReady()
 		if t != nil {
 			t.become(taskRunning)
 		}
@@ -58,6 +60,9 @@ func (c *conn) receive() *Task {
 		n := &c.notice
 		*n = Notice{}
 		if err := c.dm.Receive(n); err != nil {
+			if errors.Is(err, os.ErrDeadlineExceeded) && c.rest() {
+				continue
+			}
 			// After Close the mover still has to notify the GetDatas that were outstanding. Then it
 			// fails again.
 			c.end(c.endReason(err))
@@ -114,7 +119,7 @@ func (c *conn) spawn(t *Task) {
 func (c *conn) runReady() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for t := c.ready.Pop(); t != nil; t = c.ready.Pop() {
+	for t := c.nextReady(); t != nil; t = c.nextReady() {
 		c.begin(t)
 	}
 }

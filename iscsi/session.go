@@ -37,6 +37,7 @@ type shared struct {
 	aborts  uint64       // counts calls of detachLater
 	gate    *orderedGate // of the target; nil in a discovery session, which has no commands
 	fence   *fence       // nil: TaskReporting=RFC3720; set before any connection is in the full feature phase
+	pausing bool         // requests do not begin: see handover.go
 }
 
 // newShared makes the state of a session with that many tasks on each connection. Commands share
@@ -155,6 +156,8 @@ func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *tar
 		switch {
 		case nd.stopping.Load():
 			refusal = &loginError{pdu.LoginUnavailable, errShutdown}
+		case nd.pausing.Load():
+			refusal = refuse(pdu.LoginUnavailable, "target is being handed over to another process")
 		case nd.closing.Load() != nil && !c.params.Discovery: // Empty has begun during the login
 			refusal = refuse(pdu.LoginUnavailable, "target is being drained")
 		case t != nil && !nd.has(t):

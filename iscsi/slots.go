@@ -24,12 +24,13 @@ func slotsFor(depth int) int { return depth + immediateSlots + targetSlots }
 
 // A slotPool has the free task slots of a connection. Slots are made as they are needed.
 type slotPool struct {
-	mu    sync.Mutex // a leaf; also guards Task.resend
-	freed sync.Cond  // on mu
-	free  *Task      // linked by nextFree
-	made  int
-	moves uint64 // counts what may give newTask a slot
-	max   int
+	mu     sync.Mutex // a leaf; also guards Task.resend
+	freed  sync.Cond  // on mu
+	free   *Task      // linked by nextFree
+	made   int
+	closed bool   // no slot is taken: see freeze
+	moves  uint64 // counts what may give newTask a slot
+	max    int
 
 	trimmed atomic.Bool // the connection has ended: free slots keep nothing
 }
@@ -37,7 +38,7 @@ type slotPool struct {
 // exhausted reports whether all slots are in use.
 //
 // Preconditions: p.mu is held.
-func (p *slotPool) exhausted() bool { return p.free == nil && p.made == p.max }
+func (p *slotPool) exhausted() bool { return p.closed || p.free == nil && p.made == p.max }
 
 // setMax sets the number of slots.
 func (p *slotPool) setMax(max int) {

@@ -90,6 +90,7 @@ var (
 	_ iscsi.Deferrer   = (*Conn)(nil)
 	_ iscsi.Meter      = (*Conn)(nil)
 	_ iscsi.Sizer      = (*Conn)(nil)
+	_ iscsi.Resumable  = (*Conn)(nil)
 )
 
 // task is the mover's state of a task slot.

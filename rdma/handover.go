@@ -58,6 +58,9 @@ func (c *Conn) Idle() bool {
 	return c.queue.head == nil && c.due.head == nil && !c.flushing && !c.deferred.Load()
 }
 
+// Socket returns the TCP connection of the stream.
+func (c *Conn) Socket() net.Conn { return c.nc }
+
 // State returns the stream as another process can continue it, or an ErrNotAtRest.
 //
 // Preconditions: Pause was called, and nobody is in Receive.

@@ -78,6 +78,9 @@ type Conn struct {
 	flushing bool    // a goroutine is in Flush
 	batches  uint64  // that Flush has sent
 	closed   bool
+
+	paused   atomic.Bool // see Pause
+	firstTag uint32      // of Target Transfer Tags: see Continue
 }
 
 // digests says which digests are in use.
@@ -94,6 +97,7 @@ var (
 	_ iscsi.Deferrer     = (*Conn)(nil)
 	_ iscsi.Sizer        = (*Conn)(nil)
 	_ iscsi.Borrower     = (*Conn)(nil)
+	_ iscsi.Resumable    = (*Conn)(nil)
 )
 
 // task is the state of a task slot in the Conn. Conn.mu guards it.
@@ -200,7 +204,7 @@ const (
 func (c *Conn) NewTask() any {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	t := &task{ttt: uint32(len(c.tasks)), quitTTT: pdu.ReservedTag}
+	t := &task{ttt: c.firstTag + uint32(len(c.tasks)), quitTTT: pdu.ReservedTag}
 	c.tasks = append(c.tasks, t)
 	return t
 }

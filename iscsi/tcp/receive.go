@@ -115,7 +115,16 @@ func (c *Conn) drainGets(n *iscsi.Notice) error {
 // because it may have to wait.
 func (c *Conn) read(p []byte) (int, error) {
 	c.flushDeferred()
-	return c.nc.Read(p)
+	for {
+		if c.paused.Load() && !c.rx.win.Inside {
+			return 0, errPaused
+		}
+		n, err := c.nc.Read(p)
+		if n > 0 || !errors.Is(err, os.ErrDeadlineExceeded) || !c.paused.Load() {
+			return n, err
+		}
+		c.nc.SetReadDeadline(time.Time{}) // after Pause, in a PDU
+	}
 }
 
 // Pending implements iscsi.Deferrer.
