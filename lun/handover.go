@@ -3,6 +3,7 @@ package lun
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"math/bits"
 	"slices"
 )
@@ -68,4 +69,110 @@ func (n *Nexus) Restore(list []PathState) {
 		}
 		r.mu.Unlock()
 	}
+}
+
+// A UnitState is what a logical unit keeps in memory only, for all nexuses.
+type UnitState struct {
+	WriteCache   bool              `json:"write_cache"`   // WCE, as it is
+	WriteProtect bool              `json:"write_protect"` // SWP
+	Stopped      bool              `json:"stopped,omitempty"`
+	Ejected      bool              `json:"ejected,omitempty"`
+	PortGroups   []portGroupEntry  `json:"port_groups,omitempty"`
+	ChangedBy    map[string]string `json:"changed_by,omitempty"` // initiators, by setting
+	Unsynced     bool              `json:"unsynced,omitempty"`   // a sync has failed
+	Health       string            `json:"health"`
+	Generation   uint32            `json:"generation"`            // PRGENERATION
+	APTPL        bool              `json:"aptpl,omitempty"`       // of the registrations
+	Reservation  *unitEntry        `json:"reservation,omitempty"` // registrations; null: none
+	MadeBy       []string          `json:"made_by,omitempty"`     // the initiator that made each registration
+}
+
+// Busy returns what the unit does without a command of a session, or an empty string. It has no State then.
+func (u *Unit) Busy() string {
+	switch {
+	case u.isSanitizing():
+		return "a SANITIZE is in progress"
+	case u.copying.Load() > 0:
+		return "an EXTENDED COPY is in progress"
+	case u.detachedIn.Load() > 0:
+		return "aborted commands have not come back from the store"
+	}
+	return ""
+}
+
+// State returns what another process needs besides the store, the state directory and the state of the
+// nexuses. No command is in progress.
+func (u *Unit) State() UnitState {
+	modes := u.mode.Load()
+	st := UnitState{
+		WriteCache: modes&modeWCE != 0, WriteProtect: modes&modeSWP != 0,
+		Stopped: u.stopped.Load(), Ejected: u.ejected.Load(), Unsynced: u.unsynced.Load(), Health: u.Health().String(),
+	}
+	if g := u.access.Load(); g != nil {
+		st.PortGroups = g.entries()
+	}
+	u.mu.Lock()
+	st.ChangedBy = maps.Clone(u.changedBy)
+	u.mu.Unlock()
+	r := &u.reservations
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	st.Generation, st.APTPL = r.persistent.generation, r.persistent.aptpl
+	if len(r.persistent.registrations) > 0 {
+		e := encodeUnit(u.opt.Identity.Serial, &r.persistent)
+		st.Reservation = &e
+		for _, reg := range r.persistent.registrations {
+			st.MadeBy = append(st.MadeBy, reg.by)
+		}
+	}
+	return st
+}
+
+// Restore gives u, which nobody knows yet, the state of the unit of another process with the same identity.
+func (u *Unit) Restore(st UnitState) error {
+	var persistent prState
+	if e := st.Reservation; e != nil {
+		var err error
+		switch persistent, err = e.decode(); {
+		case err != nil:
+			return fmt.Errorf("reservation: %w", err)
+		case e.NAA != u.opt.Identity.Serial:
+			return fmt.Errorf("reservation of NAA %s, and the unit has %s", e.NAA, u.opt.Identity.Serial)
+		case len(st.MadeBy) != len(persistent.registrations):
+			return fmt.Errorf("%d registrations, and who made %d of them", len(persistent.registrations), len(st.MadeBy))
+		}
+		for i := range persistent.registrations {
+			persistent.registrations[i].by = st.MadeBy[i]
+		}
+	}
+	persistent.generation, persistent.aptpl = st.Generation, st.APTPL
+	if st.PortGroups != nil {
+		if err := (settingsEntry{PortGroups: st.PortGroups}).Check(); err != nil {
+			return err
+		}
+		set := portGroups{}
+		for _, g := range st.PortGroups {
+			set[g.Tag], _ = g.state()
+		}
+		u.access.Store(&set)
+	}
+	health := slices.Index(Healths[:], st.Health)
+	if health < 0 {
+		return fmt.Errorf("health %.40q: want one of %q", st.Health, Healths)
+	}
+	u.SetHealth(Health(health))
+	u.stopped.Store(st.Stopped)
+	u.ejected.Store(st.Ejected)
+	modes := (&modeEntry{WCE: st.WriteCache, SWP: st.WriteProtect}).modes()
+	u.mode.Store(u.mode.Load()&^u.modeMutable | modes&u.modeMutable)
+	u.unsynced.Store(st.Unsynced)
+	u.mu.Lock()
+	u.changedBy = maps.Clone(st.ChangedBy)
+	u.mu.Unlock()
+	r := &u.reservations
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.persistent = persistent
+	r.publish()
+	return nil
 }
