@@ -11,6 +11,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/backend/handed"
 )
 
 // BlockConfig describes a block store. The zero value of a field other than Path means its default.
@@ -97,6 +99,9 @@ func OpenBlock(c BlockConfig) (s Store, err error) {
 // openBlock opens a device for writing, or for reading if readOnly or if the kernel has the
 // device as read-only.
 func openBlock(path string, readOnly bool) (fd int, err error) {
+	if fd, ok := handed.TakeDescriptor(path); ok {
+		return fd, nil
+	}
 	open := func(mode int) (int, error) {
 		return retryValue(func() (int, error) { return unix.Open(path, mode|unix.O_EXCL|unix.O_CLOEXEC, 0) })
 	}

@@ -8,6 +8,8 @@ import (
 	"path/filepath"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/backend/handed"
 )
 
 // FileConfig describes a file store. The zero value of a field other than Path means its default.
@@ -118,6 +120,9 @@ func checkFile(c FileConfig) (absent bool, err error) {
 
 // lockFile opens and locks the file, which it creates if c.Size is set.
 func lockFile(c FileConfig) (fd int, err error) {
+	if fd, ok := handed.TakeDescriptor(c.Path); ok {
+		return fd, nil
+	}
 	flags, lock := unix.O_RDWR|unix.O_CREAT, unix.LOCK_EX
 	if c.ReadOnly {
 		flags, lock = unix.O_RDONLY, unix.LOCK_SH

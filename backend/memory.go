@@ -3,6 +3,7 @@ package backend
 import (
 	"bytes"
 	"fmt"
+	"os"
 	"sync"
 	"sync/atomic"
 )
@@ -47,6 +48,8 @@ type Memory struct {
 	root   atomic.Pointer[[]atomic.Pointer[leaf]] // Resize replaces it by a longer one
 
 	mu sync.Mutex // held by makeSlot, Resize and Close
+
+	copiedTo *os.File // of the last CopyTo; only its callers use it
 }
 
 type leaf [leafPages]slot
@@ -56,6 +59,8 @@ type leaf [leafPages]slot
 type slot struct {
 	mu   sync.RWMutex
 	page *[memoryPage]byte // guarded by mu
+	// copied says that the file of CopyTo has the page as it is, or had it before it was discarded.
+	copied bool
 }
 
 // OpenMemory returns a memory store that reads as zeros. The Store is a *Memory.
@@ -198,11 +203,15 @@ func (m *Memory) discardPart(s *slot, from, to int) {
 		return
 	}
 	clear(s.page[from:to])
+	s.copied = false
 }
 
 // Zero implements Store. Pages keep their memory.
 func (m *Memory) Zero(off, n int64) error {
-	return m.clear(off, n, func(s *slot, from, to int) { clear(s.page[from:to]) })
+	return m.clear(off, n, func(s *slot, from, to int) {
+		clear(s.page[from:to])
+		s.copied = false
+	})
 }
 
 // Extent implements Mapper: pages take space.
@@ -319,6 +328,7 @@ func (m *Memory) write(p []byte, off int64, in int) error {
 		s.page = new([memoryPage]byte)
 	}
 	copy(s.page[in:], p)
+	s.copied = false
 	return nil
 }
 

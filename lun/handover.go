@@ -6,6 +6,8 @@ import (
 	"maps"
 	"math/bits"
 	"slices"
+
+	"github.com/iser-target/iser-target/backend"
 )
 
 // A PathState is what a logical unit owes to one nexus, or has from it, and keeps in memory only.
@@ -106,7 +108,7 @@ func (u *Unit) State() UnitState {
 	modes := u.mode.Load()
 	st := UnitState{
 		WriteCache: modes&modeWCE != 0, WriteProtect: modes&modeSWP != 0,
-		Stopped: u.stopped.Load(), Ejected: u.ejected.Load(), Unsynced: u.unsynced.Load(), Health: u.Health().String(),
+		Stopped: u.stopped.Load(), Ejected: u.ejected.Load(), Unsynced: u.unsynced.Load() || u.Health() == Failed, Health: u.Health().String(),
 	}
 	if g := u.access.Load(); g != nil {
 		st.PortGroups = g.entries()
@@ -175,4 +177,18 @@ func (u *Unit) Restore(st UnitState) error {
 	r.persistent = persistent
 	r.publish()
 	return nil
+}
+
+// Memory returns the store, or nil if the data is not in memory.
+func (u *Unit) Memory() *backend.Memory {
+	m, _ := u.store.(*backend.Memory)
+	return m
+}
+
+// Descriptor returns the descriptor of the store's file or device, or -1 if it has none.
+func (u *Unit) Descriptor() int {
+	if h, ok := u.store.(backend.Holder); ok {
+		return h.Descriptor()
+	}
+	return -1
 }

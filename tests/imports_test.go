@@ -34,7 +34,7 @@ var mayImport = map[string][]string{
 	"lun":                        {"backend", "lun/fair", "lun/invariant", "lun/state", "security/limits"},
 	"lun/fair":                   {"lun/invariant", "security/limits"},
 	"lun/invariant":              {},
-	"lun/state":                  {"lun/invariant"},
+	"lun/state":                  {"backend/handed", "lun/invariant"},
 	"rdma":                       {"rdma/llp", "rdma/wire", "golang.org/x/sys"},
 	"rdma/llp":                   {"golang.org/x/sys"},
 	"rdma/wire":                  {},

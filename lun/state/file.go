@@ -8,6 +8,8 @@ import (
 	"os"
 	"path/filepath"
 	"syscall"
+
+	"github.com/iser-target/iser-target/backend/handed"
 )
 
 // maxFile is the longest file, in bytes: it has room for some hundred thousand entries.
@@ -140,6 +142,9 @@ func (f *file) write(path string, b []byte) error {
 
 // lockFile creates the file if it is missing and locks it until it is closed.
 func lockFile(path string) (*os.File, error) {
+	if f, ok := handed.Take(path); ok {
+		return f, nil
+	}
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0o600)
 	if err != nil {
 		return nil, err

@@ -125,6 +125,17 @@ func (ids *Identities) Known(key string) bool {
 	return i >= 0 && !s.Identities[i].Promised
 }
 
+// Serials returns the serials of the identities whose medium existed, by key.
+func (ids *Identities) Serials() map[string]string {
+	serials := map[string]string{}
+	for _, e := range ids.doc.State().Identities {
+		if !e.Promised {
+			serials[e.Key] = e.NAA
+		}
+	}
+	return serials
+}
+
 // Has reports whether an identity with that serial exists, or was retired not long ago.
 func (ids *Identities) Has(serial string) bool {
 	s := ids.doc.State()

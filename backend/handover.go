@@ -1,0 +1,110 @@
+package backend
+
+import (
+	"errors"
+	"io"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// A Holder is a Store on a file or device that it holds by a lock or as its only user. Another process that gets
+// the descriptor, by package handed, holds it too.
+type Holder interface {
+	// Descriptor returns the descriptor, which belongs to the Store.
+	Descriptor() int
+}
+
+// Descriptor implements Holder. It is -1 if the disk does not have one.
+func (d *disk) Descriptor() int {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	if fd, ok := d.fd.(sysFile); ok && !d.closed {
+		return int(fd)
+	}
+	return -1
+}
+
+// CopyTo copies the data to f, a file without data at the first call: each page at its place. A later call copies what has changed since. Other
+// calls of the store proceed meanwhile.
+func (m *Memory) CopyTo(f *os.File) error {
+	if m.closed.Load() {
+		return ErrClosed
+	}
+	if err := f.Truncate(m.size.Load()); err != nil {
+		return err
+	}
+	first := m.copiedTo != f
+	m.copiedTo = f
+	root := *m.root.Load()
+	for i := range root {
+		l := root[i].Load()
+		if l == nil {
+			continue
+		}
+		for j := range l {
+			off := int64(i)*leafSpan + int64(j)*memoryPage
+			if off >= m.size.Load() {
+				break
+			}
+			if err := l[j].copyTo(f, off, first); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// copyTo copies the page of s, which is at that place, if it differs from what f has.
+func (s *slot) copyTo(f *os.File, off int64, first bool) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case s.page != nil && (first || !s.copied):
+		if _, err := f.WriteAt(s.page[:], off); err != nil {
+			return err
+		}
+	case s.page == nil && s.copied && !first:
+		if err := unix.Fallocate(int(f.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, off, memoryPage); err != nil {
+			return err
+		}
+	}
+	s.copied = s.page != nil
+	return nil
+}
+
+// CopyFrom fills a store that was not used yet with the data that CopyTo has copied to f.
+func (m *Memory) CopyFrom(f *os.File) error {
+	end, err := f.Seek(0, io.SeekEnd)
+	if err != nil {
+		return err
+	}
+	for off := int64(0); off < end; {
+		from, err := unix.Seek(int(f.Fd()), off, unix.SEEK_DATA)
+		if errors.Is(err, unix.ENXIO) { // none is left
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		to, err := unix.Seek(int(f.Fd()), from, unix.SEEK_HOLE)
+		if err != nil {
+			return err
+		}
+		var page [memoryPage]byte
+		for from -= from % memoryPage; from < to; from += memoryPage {
+			n := min(memoryPage, m.size.Load()-from)
+			if n <= 0 {
+				return nil
+			}
+			if _, err := f.ReadAt(page[:n], from); err != nil {
+				return err
+			}
+			if err := m.WriteAt(page[:n], from); err != nil {
+				return err
+			}
+		}
+		off = max(to, off+1)
+	}
+	return nil
+}

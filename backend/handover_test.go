@@ -1,0 +1,137 @@
+package backend
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/backend/handed"
+)
+
+func memoryFile(t *testing.T) *os.File {
+	t.Helper()
+	fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := os.NewFile(uintptr(fd), "memfd:test")
+	t.Cleanup(func() { f.Close() })
+	return f
+}
+
+func openMemory(t *testing.T, size int64) *Memory {
+	t.Helper()
+	s, err := OpenMemory(MemoryConfig{Size: size})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	return s.(*Memory)
+}
+
+// A copy in two steps, the first of them while others write and discard, has what the store has.
+func TestCopyOfMemory(t *testing.T) {
+	const size = 3*leafSpan + 5*memoryPage + 512
+	m, f := openMemory(t, size), memoryFile(t)
+	change := func(n int) {
+		for range n {
+			off := rand.Int64N(size/512-300) * 512
+			switch p := make([]byte, 512*(1+rand.IntN(300))); rand.IntN(4) {
+			case 0:
+				m.Discard(off, int64(len(p)))
+			case 1:
+				m.Zero(off, int64(len(p)))
+			default:
+				for i := range p {
+					p[i] = byte(rand.Uint32())
+				}
+				m.WriteAt(p, off)
+			}
+		}
+	}
+	change(300)
+	var load sync.WaitGroup
+	load.Go(func() { change(200) })
+	if err := m.CopyTo(f); err != nil {
+		t.Fatal(err)
+	}
+	load.Wait()
+	m.WriteAt([]byte{1, 2, 3}, size-3)
+	m.Discard(0, 4*memoryPage)
+	if err := m.CopyTo(f); err != nil {
+		t.Fatal(err)
+	}
+	n := openMemory(t, size)
+	if err := n.CopyFrom(f); err != nil {
+		t.Fatal(err)
+	}
+	a, b := make([]byte, 1<<20), make([]byte, 1<<20)
+	for off := int64(0); off < size; off += int64(len(a)) {
+		k := min(int64(len(a)), size-off)
+		if err := m.ReadAt(a[:k], off); err != nil {
+			t.Fatal(err)
+		}
+		if err := n.ReadAt(b[:k], off); err != nil || !bytes.Equal(a[:k], b[:k]) {
+			t.Fatalf("at %d: %v, or other data", off, err)
+		}
+	}
+	again := memoryFile(t)
+	if err := n.CopyTo(again); err != nil {
+		t.Fatal(err)
+	}
+	k := openMemory(t, size)
+	if err := k.CopyFrom(again); err != nil || k.used.Load() > n.used.Load() {
+		t.Errorf("another file: %v, %d bytes, want %d", err, k.used.Load(), n.used.Load())
+	}
+}
+
+// A store opens a locked file on the descriptor of another process. The lock is never free.
+func TestOpenHandedFile(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "disk")
+	first, _, err := OpenFile(FileConfig{Path: path, Size: 1 << 20})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := first.WriteAt([]byte("data"), 512); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := OpenFile(FileConfig{Path: path}); err == nil {
+		t.Fatal("a locked file was opened")
+	}
+	fd, err := unix.FcntlInt(uintptr(first.(Holder).Descriptor()), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := handed.Give(os.NewFile(uintptr(fd), "fd "+strconv.Itoa(fd))); err != nil {
+		t.Fatal(err)
+	}
+	next, created, err := OpenFile(FileConfig{Path: path, Size: 1 << 20})
+	if err != nil || created {
+		t.Fatalf("the handed file: %v, created: %t", err, created)
+	}
+	if err := first.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := OpenFile(FileConfig{Path: path}); err == nil {
+		t.Error("the lock was lost with the first process")
+	}
+	p := make([]byte, 4)
+	if err := next.ReadAt(p, 512); err != nil || string(p) != "data" {
+		t.Errorf("%q, %v", p, err)
+	}
+	if err := next.Sync(); err != nil {
+		t.Error(err)
+	}
+	if err := next.Close(); err != nil {
+		t.Error(err)
+	}
+	if d := next.(Holder).Descriptor(); d != -1 {
+		t.Errorf("descriptor %d of a closed store", d)
+	}
+}
