@@ -3,11 +3,9 @@ package tests
 import (
 	"bytes"
 	"context"
-	"encoding/binary"
 	"encoding/json"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
 	"net"
 	"sync"
 	"sync/atomic"
@@ -126,95 +124,6 @@ func continueMover(nc net.Conn, c iscsi.ConnState) (iscsi.Datamover, error) {
 	return iser.Continue(nc, iser.Options{}, st)
 }
 
-// A region is a part of the LUN that one writer has for itself.
-type region struct {
-	first   uint64 // LBA
-	content [256]uint64
-}
-
-// block returns the content of a block.
-func block(lba, version uint64) []byte {
-	b := make([]byte, 512)
-	for i := 0; i < len(b) && version > 0; i += 16 {
-		binary.BigEndian.PutUint64(b[i:], lba)
-		binary.BigEndian.PutUint64(b[i+8:], version)
-	}
-	return b
-}
-
-// blocks returns the content of n blocks from at on.
-func (r *region) blocks(at, n uint64) (b []byte) {
-	for i := range n {
-		b = append(b, block(r.first+at+i, r.content[at+i])...)
-	}
-	return b
-}
-
-// pipeline writes and reads its region with several commands in flight, over iSER, until stop is closed.
-func pipeline(s *initiator.Session, r *region, stop <-chan struct{}, done *atomic.Int64) error {
-	const depth, span = 16, 16
-	version := uint64(0)
-	for {
-		var list [depth]*initiator.Command
-		var want [depth][]byte
-		for i := range list {
-			at, n := uint64(i*span), uint64(1+rand.IntN(span))
-			if rand.IntN(2) == 0 {
-				for j := range n {
-					version++
-					r.content[at+j] = version
-				}
-				out := r.blocks(at, n)
-				list[i] = &initiator.Command{CDB: cdb.Write16(r.first+at, uint32(n)), Out: out, Immediate: rand.IntN(2) * len(out)}
-			} else {
-				want[i] = r.blocks(at, n)
-				list[i] = &initiator.Command{CDB: cdb.Read16(r.first+at, uint32(n)), In: make([]byte, len(want[i]))}
-			}
-			if err := s.Start(list[i]); err != nil {
-				return err
-			}
-		}
-		for i, c := range list {
-			switch err := c.Wait(); {
-			case err != nil:
-				return err
-			case c.Status != 0:
-				return fmt.Errorf("status %#x, sense % x", c.Status, c.Sense)
-			case want[i] != nil && !bytes.Equal(c.In, want[i]):
-				return fmt.Errorf("READ of LBA %d returns other data", r.first+uint64(i*span))
-			}
-			done.Add(1)
-		}
-		select {
-		case <-stop:
-			return nil
-		default:
-		}
-	}
-}
-
-// steps writes and reads its region, one command at a time.
-func steps(d *initiator.Dialog, r *region, stop <-chan struct{}, done *atomic.Int64) error {
-	for version := uint64(1); ; version++ {
-		at := version % 256
-		r.content[at] = version
-		w, rd := cdb.Write16(r.first+at, 1), cdb.Read16(r.first+at, 1)
-		if status, sense, _, err := d.Do([8]byte{}, w[:], r.blocks(at, 1), 0); err != nil || status != 0 {
-			return fmt.Errorf("WRITE: status %#x, sense % x, %w", status, sense, err)
-		}
-		status, sense, in, err := d.Do([8]byte{}, rd[:], nil, 512)
-		if err != nil || status != 0 || !bytes.Equal(in, r.blocks(at, 1)) {
-			return fmt.Errorf("READ: status %#x, sense % x, %w, or other data", status, sense, err)
-		}
-		done.Add(1)
-		select {
-		case <-stop:
-			return nil
-		default:
-		}
-	}
-}
-
 // Sessions under load go from node to node twenty times: over iSER with commands in flight, over TCP, and after a
 // step-up. Initiators notice nothing: no command fails, no data is lost, no session ends.
 func TestHandOver(t *testing.T) {
@@ -241,7 +150,7 @@ func handOverUnderLoad(t *testing.T, tg *target, transport string, sessions int)
 	var live []func() error // whether a session is still the first one
 	for i := range sessions {
 		o := initiator.Options{Target: targetName, Name: fmt.Sprintf("iqn.2026-11.io.github.host:%d", i)}
-		r := &region{first: uint64(1000 * i)}
+		r := &initiator.Region{First: uint64(1000 * i)}
 		if transport == "iser" {
 			s := tg.login(t, o)
 			ready := &initiator.Command{CDB: cdb.TestUnitReady}
@@ -256,7 +165,7 @@ func handOverUnderLoad(t *testing.T, tg *target, transport string, sessions int)
 					return nil
 				}
 			})
-			load.Go(func() { failed <- pipeline(s, r, stop, &done) })
+			load.Go(func() { failed <- r.Pipeline(s, stop, &done) })
 			continue
 		}
 		d, err := initiator.Dial(testContext(t), transport, tg.addr, o)
@@ -267,7 +176,7 @@ func handOverUnderLoad(t *testing.T, tg *target, transport string, sessions int)
 		if err := d.LogIn(nil); err != nil {
 			t.Fatal(err)
 		}
-		load.Go(func() { failed <- steps(d, r, stop, &done) })
+		load.Go(func() { failed <- r.Steps(d, stop, &done) })
 	}
 	node := tg.node
 	var slowest time.Duration
@@ -358,7 +267,8 @@ func TestHandOverOfNeighbour(t *testing.T) {
 		t.Errorf("%d sessions ended: %v", n, err)
 	}
 	// The neighbour sends what begins in the other node.
-	late := &initiator.Command{CDB: cdb.Write16(1, 1), Out: block(1, 7), Immediate: 512}
+	data := bytes.Repeat([]byte{7}, 512)
+	late := &initiator.Command{CDB: cdb.Write16(1, 1), Out: data, Immediate: 512}
 	if err := neighbour.Start(late); err != nil {
 		t.Fatal(err)
 	}
@@ -366,7 +276,7 @@ func TestHandOverOfNeighbour(t *testing.T) {
 	if err := late.Wait(); err != nil || late.Status != 0 {
 		t.Errorf("a WRITE in the hand-over: status %#x, %v", late.Status, err)
 	}
-	if b := tg.stored(t, 1, 512); !bytes.Equal(b, block(1, 7)) {
+	if b := tg.stored(t, 1, 512); !bytes.Equal(b, data) {
 		t.Error("its data is not stored")
 	}
 	do(&initiator.Command{LUN: 1, CDB: cdb.TestUnitReady}, 2, 0x29, 0x00)
