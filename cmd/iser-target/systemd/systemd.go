@@ -113,6 +113,18 @@ func listener(f *os.File) (net.Listener, error) {
 	return net.FileListener(f)
 }
 
+// Environment returns the assignments by which another process finds the manager. It becomes the main process
+// of the service when this one sends MAINPID=.
+func (m *Manager) Environment() (list []string) {
+	if m.conn != nil {
+		list = append(list, "NOTIFY_SOCKET="+m.conn.RemoteAddr().String())
+	}
+	if m.Watchdog > 0 {
+		list = append(list, fmt.Sprintf("WATCHDOG_USEC=%d", m.Watchdog.Microseconds()))
+	}
+	return list
+}
+
 // Present reports whether a manager accepts notifications.
 func (m *Manager) Present() bool { return m.conn != nil }
 
