@@ -5,23 +5,21 @@ package main
 import (
 	"cmp"
 	"context"
-	"errors"
 	"expvar"
 	"fmt"
 	"io"
-	"net"
 	"os"
 	"os/signal"
 	"runtime/debug"
 	"sync/atomic"
+	"time"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/api"
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
 	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
-	"github.com/iser-target/iser-target/cmd/iser-target/dashboard"
+	"github.com/iser-target/iser-target/cmd/iser-target/handover"
 	"github.com/iser-target/iser-target/cmd/iser-target/systemd"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/security/limits"
@@ -45,14 +43,19 @@ func untilSignal() context.Context {
 	go func() {
 		<-signals
 		cancel()
-		s := (<-signals).(unix.Signal)
-		signal.Reset(s)
-		if os.Getpid() == 1 { // as in a container: the kernel ignores the signal
-			os.Exit(128 + int(s))
-		}
-		unix.Kill(os.Getpid(), s)
+		dieBy((<-signals).(unix.Signal))
 	}()
 	return ctx
+}
+
+// dieBy ends the process by a signal.
+func dieBy(s unix.Signal) {
+	signal.Reset(s)
+	if os.Getpid() != 1 { // as in a container: there the kernel ignores the signal
+		unix.Kill(os.Getpid(), s)
+		time.Sleep(time.Second) // it ends meanwhile
+	}
+	os.Exit(128 + int(s))
 }
 
 // serving is the daemon whose counts /debug/vars shows.
@@ -90,7 +93,7 @@ func rootCommand(out, errOut io.Writer) *cobra.Command {
 	root.SetVersionTemplate("{{.Name}} {{.Version}}\n")
 	root.SetOut(out)
 	root.SetErr(errOut)
-	root.AddCommand(serveCommand(), versionCommand(), faultsCommand(), stateCommand())
+	root.AddCommand(serveCommand(), versionCommand(), faultsCommand(), stateCommand(), supervisorCommand())
 	cli.AddTo(root)
 	return root
 }
@@ -101,6 +104,8 @@ func serveCommand() *cobra.Command {
 		Use:   "serve [--config FILE]",
 		Short: "Serve the configured targets in the foreground until SIGTERM or SIGINT",
 		Long: `Serve the configured targets in the foreground until SIGTERM or SIGINT.
+On SIGUSR2, a new process of the program continues what this one does: see
+"iser-target upgrade --help".
 On SIGHUP, the target reads the configuration file again and applies the
 differences, unless they would disturb sessions. With "watch: true" in the file
 it does so whenever the file changes.
@@ -118,33 +123,15 @@ machine.`,
 			if err != nil {
 				return err
 			}
-			doc, err := open(path)
+			s := server{cmd: cmd, path: path, manager: manager}
+			link, err := handover.FromEnvironment()
 			if err != nil {
 				return err
 			}
-			d, err := daemon.New(doc, daemon.Options{
-				LogTo: cmd.ErrOrStderr(), Path: path, Manager: manager, Version: versionString(),
-				Dashboard: func(d *daemon.Daemon, l net.Listener) func() { return dashboard.Serve(d, l) },
-			})
-			if err != nil {
-				return err
+			if link != nil {
+				return s.take(link)
 			}
-			if path == "" {
-				fmt.Fprint(cmd.OutOrStdout(), d.Invitation())
-			}
-			end, err := api.Start(d, d.Effective().Control, d.Logger())
-			if err != nil {
-				ended, cancel := context.WithCancel(cmd.Context())
-				cancel()
-				return errors.Join(err, d.Run(ended)) // closes what is open
-			}
-			context.AfterFunc(cmd.Context(), end)
-			defer end()
-			serving.Store(d)
-			if path != "" {
-				reloadOnHangup(d)
-			}
-			return d.Run(cmd.Context())
+			return s.begin()
 		},
 	}
 	cmd.Flags().StringVarP(&path, "config", "c", "", "configuration file (YAML)")

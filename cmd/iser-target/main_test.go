@@ -18,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/handover"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
@@ -27,8 +28,15 @@ import (
 // tests can send signals to a process and check its exit code.
 func TestMain(m *testing.M) {
 	if os.Getenv("BE_ISER_TARGET") != "" {
-		os.Unsetenv("BE_ISER_TARGET")
-		main()
+		if at := os.Getenv("KILL_AT"); at != "" {
+			handover.Observe = func(what string) {
+				if what == at {
+					syscall.Kill(os.Getpid(), syscall.SIGKILL)
+					select {}
+				}
+			}
+		}
+		main() // the variable stays, for the programs that this one starts
 		os.Exit(0)
 	}
 	os.Exit(m.Run())

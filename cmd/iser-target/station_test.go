@@ -34,6 +34,17 @@ type station struct {
 func newStation(t *testing.T, edits ...func(string) string) *station {
 	t.Helper()
 	s := &station{dir: t.TempDir()}
+	s.configure(t, edits...)
+	if raceEnabled { // see run
+		s.environment(t)
+	}
+	s.process = start(t, "serve", "--config", s.file)
+	return s
+}
+
+// configure writes the configuration. edits change it before.
+func (s *station) configure(t *testing.T, edits ...func(string) string) {
+	t.Helper()
 	s.file, s.socket = filepath.Join(s.dir, "c.yaml"), filepath.Join(s.dir, "s")
 	text := fmt.Sprintf(`# of a test
 state_dir: %s/state
@@ -50,11 +61,6 @@ targets:
 	if err := os.WriteFile(s.file, []byte(text), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if raceEnabled { // see run
-		s.environment(t)
-	}
-	s.process = start(t, "serve", "--config", s.file)
-	return s
 }
 
 // command returns a command line for s, to run in a process of its own.

@@ -2,6 +2,7 @@ package api
 
 import (
 	"cmp"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -384,6 +385,12 @@ func (s *Server) drain(r *http.Request) (any, error) {
 		return nil, invalid("within must be 0s to %v, not %q", schema.MaxDrain, req.Within)
 	}
 	return s.d.Drain(r.Context(), within, req.To)
+}
+
+func (s *Server) upgrade(r *http.Request) (any, error) {
+	ctx, cancel := context.WithTimeout(r.Context(), turnTime)
+	defer cancel()
+	return s.d.Upgrade(ctx)
 }
 
 func (s *Server) planConfig(r *http.Request) (any, error) { return s.applyDocument(r, true) }

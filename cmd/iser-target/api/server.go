@@ -100,6 +100,7 @@ var routes = []route{
 	{"POST /v1/config/plan", "source " + options, value((*Server).planConfig)},
 	{"POST /v1/config/apply", "own_file source " + options, value((*Server).applyConfig)},
 	{"POST /v1/drain", "", value((*Server).drain)},
+	{"POST /v1/upgrade", "", value((*Server).upgrade)},
 	{"GET /v1/explain", "initiator target portal", value((*Server).explain)},
 	{"GET /v1/events", "since follow", (*Server).events},
 	{"GET /v1/openapi.yaml", "", (*Server).describe},
@@ -291,6 +292,8 @@ func errorOf(err error) *schema.Error {
 		return &schema.Error{Code: schema.Refused, Message: err.Error(), Hint: "nothing was changed"}
 	case errors.Is(err, daemon.ErrDraining):
 		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "wait until it ends, or end it at once with SIGTERM"}
+	case errors.Is(err, daemon.ErrNoUpgrade):
+		return &schema.Error{Code: schema.Refused, Message: err.Error(), Hint: "the message says what to do first"}
 	case errors.Is(err, daemon.ErrEnding):
 		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "nothing was changed; try again when the target is back"}
 	case errors.Is(err, daemon.ErrBeingRemoved):

@@ -359,7 +359,7 @@ func TestStartFailsWithoutItsAddresses(t *testing.T) {
 		{"no authority", config.Control{Socket: socket, Listen: "127.0.0.1:0", TLS: config.ControlTLS{Cert: a.Path("ca.pem"), Key: a.Path("ca.key"), ClientCA: filepath.Join(dir, "empty")}}, "the file has no certificate"},
 		{"port in use", config.Control{Socket: socket, Listen: l.Addr().String(), TLS: config.ControlTLS{Cert: a.Path("ca.pem"), Key: a.Path("ca.key"), ClientCA: a.Path("ca.pem")}}, "address already in use"},
 	} {
-		if _, err := Start(nil, tc.c, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), tc.want) {
+		if _, err := Start(&daemon.Daemon{}, tc.c, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), tc.want) {
 			t.Errorf("%s: error %v, want %q", tc.name, err, tc.want)
 		}
 		if _, err := os.Lstat(socket); err == nil {

@@ -11,6 +11,9 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/backend/handed"
+	"github.com/iser-target/iser-target/cmd/iser-target/handover"
 )
 
 // ErrInUse is the error of Listen when another process serves on the socket.
@@ -18,31 +21,35 @@ var ErrInUse = errors.New("another target serves on this socket")
 
 // A listener is a Unix socket and the lock that reserves it.
 type listener struct {
-	*net.UnixListener
+	*handover.Listener
 	path  string
 	lock  *os.File
 	close sync.Once
 }
 
-// Listen creates a Unix socket that only its owner can connect to. It replaces the socket of
+// Listen creates a Unix socket that only its owner can connect to, or takes that of another process. It is one of open. It replaces the socket of
 // a dead process. If that process is alive, the error is ErrInUse. Any other file at path
 // is an error, and stays.
-func Listen(path string) (net.Listener, error) {
+func Listen(path string, open *handover.Listeners) (net.Listener, error) {
 	// The holder of the lock owns the socket. A process that dies loses the lock, and two
 	// that start at once cannot take the socket from each other.
-	lock, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
-	if err != nil {
-		return nil, err
+	lock, ok := handed.Take(path + ".lock")
+	if !ok {
+		var err error
+		if lock, err = os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600); err != nil {
+			return nil, err
+		}
 	}
-	l, err := listen(path, lock)
+	l, _, err := open.Listen("control socket "+path, func() (net.Listener, error) { return listen(path, lock) })
 	if err != nil {
 		lock.Close()
 		return nil, fmt.Errorf("%s: %w", path, err)
 	}
-	return &listener{UnixListener: l, path: path, lock: lock}, nil
+	l.Locked(lock)
+	return &listener{Listener: l, path: path, lock: lock}, nil
 }
 
-func listen(path string, lock *os.File) (*net.UnixListener, error) {
+func listen(path string, lock *os.File) (net.Listener, error) {
 	switch err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); {
 	case errors.Is(err, unix.EWOULDBLOCK):
 		return nil, ErrInUse
@@ -85,11 +92,11 @@ func listen(path string, lock *os.File) (*net.UnixListener, error) {
 
 // Accept implements net.Listener. The remote address of a connection is its process.
 func (l *listener) Accept() (net.Conn, error) {
-	c, err := l.AcceptUnix()
+	c, err := l.Listener.Accept()
 	if err != nil {
 		return nil, err
 	}
-	return peer{c}, nil
+	return peer{c.(*net.UnixConn)}, nil
 }
 
 // A peer is a connection of the socket.
@@ -115,9 +122,15 @@ func (p peer) RemoteAddr() net.Addr {
 	return process(fmt.Sprintf("uid %d, process %d", cred.Uid, cred.Pid))
 }
 
-// Close implements net.Listener. It removes the socket before it releases the lock.
+// Close implements net.Listener. It removes the socket before it releases the lock, unless another process has both.
 func (l *listener) Close() error {
 	err := net.ErrClosed
-	l.close.Do(func() { err = errors.Join(os.Remove(l.path), l.UnixListener.Close(), l.lock.Close()) })
+	l.close.Do(func() {
+		err = nil
+		if !l.Elsewhere() {
+			err = os.Remove(l.path)
+		}
+		err = errors.Join(err, l.Listener.Close(), l.lock.Close())
+	})
 	return err
 }

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/handover"
 	"github.com/iser-target/iser-target/cmd/iser-target/httpd"
 	"github.com/iser-target/iser-target/config"
 )
@@ -43,7 +44,7 @@ func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), er
 		if os.Getenv(envSocket) == c.Socket {
 			key += ", by " + envSocket // which overrides the file
 		}
-		l, err := Listen(c.Socket)
+		l, err := Listen(c.Socket, d.Listeners())
 		switch {
 		case err == nil:
 			listeners = append(listeners, l)
@@ -56,7 +57,7 @@ func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), er
 		}
 	}
 	if c.Listen != "" {
-		l, err := listenTLS(c, log)
+		l, err := listenTLS(c, d.Listeners(), log)
 		if err != nil {
 			return fail("control.listen", err)
 		}
@@ -109,7 +110,7 @@ func anotherSocket(taken string) string {
 }
 
 // listenTLS listens for clients that authenticate with a certificate (RFC 8446, section 4.4).
-func listenTLS(c config.Control, log *slog.Logger) (net.Listener, error) {
+func listenTLS(c config.Control, open *handover.Listeners, log *slog.Logger) (net.Listener, error) {
 	cert, err := tls.LoadX509KeyPair(c.TLS.Cert, c.TLS.Key)
 	if err != nil {
 		return nil, err
@@ -122,7 +123,7 @@ func listenTLS(c config.Control, log *slog.Logger) (net.Listener, error) {
 	if !pool.AppendCertsFromPEM(b) {
 		return nil, fmt.Errorf("%s: the file has no certificate", c.TLS.ClientCA)
 	}
-	l, err := net.Listen("tcp", c.Listen)
+	l, _, err := open.Listen("control.listen", func() (net.Listener, error) { return net.Listen("tcp", c.Listen) })
 	if err != nil {
 		return nil, err
 	}

@@ -135,7 +135,7 @@ type program struct {
 func AddTo(root *cobra.Command) {
 	p := &program{}
 	for _, c := range []*cobra.Command{
-		p.target(), p.lun(), p.portal(), p.session(), p.reservation(), p.initiator(), p.limits(), p.config(), p.events(), p.top(), p.explain(), p.doctor(), p.capture(), p.drain(),
+		p.target(), p.lun(), p.portal(), p.session(), p.reservation(), p.initiator(), p.limits(), p.config(), p.events(), p.top(), p.explain(), p.doctor(), p.capture(), p.drain(), p.upgrade(),
 	} {
 		p.whereFlags(c)
 		root.AddCommand(c)

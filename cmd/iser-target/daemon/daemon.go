@@ -15,6 +15,8 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"os"
+	"os/exec"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -22,6 +24,7 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/cmd/iser-target/capture"
+	"github.com/iser-target/iser-target/cmd/iser-target/handover"
 	"github.com/iser-target/iser-target/cmd/iser-target/systemd"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
@@ -55,6 +58,11 @@ type Options struct {
 	// Dashboard serves a page about d on l until end is called, which closes l. nil: the
 	// program has no dashboard, and dashboard.listen must be empty.
 	Dashboard func(d *Daemon, l net.Listener) (end func())
+	// Received is what the daemon continues; nil: it begins.
+	Received *handover.Received
+	// Successor returns a command that runs the program of the file that this one was started from, with the same
+	// arguments. nil: Upgrade is not possible.
+	Successor func() (*exec.Cmd, error)
 
 	// For tests.
 	openStore func(*config.LUN) (backend.Store, error) // nil: openBackend
@@ -75,15 +83,22 @@ type Daemon struct {
 	ready   chan struct{}
 	reloads chan string // reasons to read the configuration file again
 
-	node      *iscsi.Node
-	net       network
-	state     *stateFiles
-	changes   changes
-	calls     calls
-	stores    *fair.Process // what the LUNs share to call their stores
-	waits     waits
-	departing departing
-	side      map[string]*sideServer // by kind of change
+	node          *iscsi.Node
+	net           network
+	state         *stateFiles
+	changes       changes
+	calls         calls
+	stores        *fair.Process // what the LUNs share to call their stores
+	waits         waits
+	departing     departing
+	listeners     handover.Listeners
+	received      *handover.Received // what New continues
+	successor     func() (*exec.Cmd, error)
+	upgraded      chan struct{}          // closed when another process continues
+	continued     []func()               // run the connections of sessions that Run continues
+	supervisor    *handover.Supervisor   // nil: the process has no supervisor of its own
+	successorLink *os.File               // to the process that continues, if this one is to be its supervisor
+	side          map[string]*sideServer // by kind of change
 
 	mu     sync.Mutex // held for moments; before shrinks.mu and the locks of node
 	served served
@@ -136,6 +151,8 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 		state:   &stateFiles{},
 		before:  func(string) error { return nil },
 		waits:   cmp.Or(o.waits, defaultWaits),
+
+		received: o.Received, successor: o.Successor, upgraded: make(chan struct{}),
 	}
 	d.net.newcomers.limits = d.net.limits
 	d.openStore = o.openStore
@@ -157,7 +174,14 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 	d.node = iscsi.NewNode(options)
 	d.departing.orders = make(chan departure, 1)
 	d.setLimits(cfg)
-	if err := d.open(); err != nil {
+	err = d.receive()
+	if err == nil {
+		err = d.open()
+	}
+	if err == nil {
+		err = d.continueAll()
+	}
+	if err != nil {
 		d.closeListeners()
 		err = errors.Join(err, d.closeUnits())
 		d.logTo.end()
@@ -224,6 +248,9 @@ func (d *Daemon) open() error {
 	defer e.release()
 	cfg := d.served.cfg
 	if err := d.openState(cfg.StateDir); err != nil {
+		return err
+	}
+	if err := d.adoptSerials(); err != nil {
 		return err
 	}
 	d.checkThreads(cfg, limits.ThisMachine().Threads)
@@ -324,7 +351,7 @@ func (d *Daemon) locked(f func()) {
 func (d *Daemon) Ready() <-chan struct{} { return d.ready }
 
 // Run serves until ctx ends, or until Drain has emptied the daemon. Then it ends the sessions and closes the
-// stores.
+// stores. After an upgrade it returns ErrUpgraded, and has closed nothing: the caller ends the process.
 func (d *Daemon) Run(ctx context.Context) error {
 	defer d.logTo.end()
 	ctx, stop := context.WithCancel(ctx)
@@ -339,6 +366,9 @@ func (d *Daemon) Run(ctx context.Context) error {
 		e.accept(p)
 	}
 	e.release()
+	for _, run := range d.continued {
+		d.net.wg.Go(run)
+	}
 	defer d.watchdog()()
 	if ctx.Err() == nil {
 		d.notify("READY=1", systemd.Status(d.status()))
@@ -348,7 +378,9 @@ func (d *Daemon) Run(ctx context.Context) error {
 	var followed sync.WaitGroup
 	followed.Go(func() { d.follow(ctx) })
 	d.net.wg.Go(func() { d.watchHealth(ctx) })
-	d.awaitEnd(ctx)
+	if d.awaitEnd(ctx) {
+		return ErrUpgraded
+	}
 	d.syncUnits()
 	d.stopping(0)
 	d.changes.end()
@@ -422,6 +454,13 @@ func (d *Daemon) closeListeners() {
 
 // Logger returns the log of the daemon. Records with the attribute "event" are also events.
 func (d *Daemon) Logger() *slog.Logger { return d.log }
+
+// Supervisor returns the supervisor of this process, or nil.
+func (d *Daemon) Supervisor() *handover.Supervisor { return d.supervisor }
+
+// Successor returns, after an upgrade, the link to the process that continues, if this process is to be its
+// supervisor, and nil otherwise.
+func (d *Daemon) Successor() *os.File { return d.successorLink }
 
 // Invitation returns the commands by which a new user can try the target.
 func (d *Daemon) Invitation() string {

@@ -69,13 +69,15 @@ func (d *Daemon) sessions() (n int) {
 }
 
 // awaitEnd waits until the daemon has to end, and makes the initiators leave. When ctx ends during a drain,
-// that ends at once.
-func (d *Daemon) awaitEnd(ctx context.Context) {
+// that ends at once. It returns true if another process continues.
+func (d *Daemon) awaitEnd(ctx context.Context) (upgraded bool) {
 	var how departure
 	select {
+	case <-d.upgraded:
+		return true
 	case how = <-d.departing.orders:
 		d.empty(ctx, how)
-		return
+		return false
 	case <-ctx.Done():
 		d.departing.ordered.Store(true)
 		cfg := d.Effective()
@@ -85,6 +87,7 @@ func (d *Daemon) awaitEnd(ctx context.Context) {
 	d.stopping(how.within)
 	d.changes.end() // cuts short what is in progress
 	d.empty(context.Background(), how)
+	return false
 }
 
 // empty makes the initiators leave.

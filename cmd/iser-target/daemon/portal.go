@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/capture"
+	"github.com/iser-target/iser-target/cmd/iser-target/handover"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/tcp"
@@ -28,7 +29,7 @@ const userTimeout = 60 * time.Second
 
 // A portal is a listener and its current description.
 type portal struct {
-	l net.Listener
+	l *handover.Listener
 	// passed says that the service manager has the socket, too. Then the address stays in
 	// use when l is closed, and initiators that connect wait.
 	passed bool
@@ -60,22 +61,28 @@ type servedPortal struct {
 	cfg config.Portal
 }
 
-// listen listens on a portal, on the socket from the service manager if there is one.
+// listen listens on a portal, on the socket from another process or the service manager if there is one.
 func (d *Daemon) listen(c config.Portal) (*portal, error) {
 	p := &portal{}
-	var err error
-	if s := d.manager.Match(c.Listen); s != nil {
-		p.l, p.passed = s.Listener, true
-		err = control(s.Listener.(*net.TCPListener))
-	} else {
-		lc := net.ListenConfig{Control: setOptions}
-		p.l, err = lc.Listen(context.Background(), "tcp", c.Listen)
-	}
-	if err != nil {
-		if p.passed {
-			p.l.Close()
+	l, received, err := d.listeners.Listen("portal "+c.Listen, func() (net.Listener, error) {
+		s := d.manager.Match(c.Listen)
+		if s == nil {
+			lc := net.ListenConfig{Control: setOptions}
+			return lc.Listen(context.Background(), "tcp", c.Listen)
 		}
+		p.passed = true
+		if err := control(s.Listener.(*net.TCPListener)); err != nil {
+			s.Close()
+			return nil, err
+		}
+		return s.Listener, nil
+	})
+	if err != nil {
 		return nil, fmt.Errorf("portal %s: %w", c.Listen, err)
+	}
+	p.l = l
+	if received {
+		p.passed = slices.Contains(d.received.Passed, c.Listen)
 	}
 	d.describePortal(p, c)
 	return p, nil

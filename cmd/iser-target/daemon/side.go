@@ -10,6 +10,7 @@ import (
 	"runtime"
 	"time"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/handover"
 	"github.com/iser-target/iser-target/cmd/iser-target/httpd"
 	"github.com/iser-target/iser-target/cmd/iser-target/metrics"
 	"github.com/iser-target/iser-target/config"
@@ -23,6 +24,7 @@ type sideServer struct {
 	address func(*config.Config) string     // empty: the server is off
 	serve   func(net.Listener) (end func()) // nil: the program does not have the server
 	log     *slog.Logger
+	open    *handover.Listeners
 
 	addr net.Addr // where it listens, or listened last
 	end  func()   // nil: it is off
@@ -44,7 +46,7 @@ func (d *Daemon) newSideServers(dashboard func(*Daemon, net.Listener) (end func(
 	if dashboard != nil {
 		serveDashboard = func(l net.Listener) func() { return dashboard(d, l) }
 	}
-	return map[string]*sideServer{
+	servers := map[string]*sideServer{
 		config.KindMetrics: {
 			name: "metrics server", path: "/metrics", log: d.log,
 			address: func(c *config.Config) string { return c.Metrics.Listen },
@@ -65,6 +67,10 @@ func (d *Daemon) newSideServers(dashboard func(*Daemon, net.Listener) (end func(
 			serve:   func(l net.Listener) func() { return serveHTTP(l, debugMux(), debugConnections, debugTime) },
 		},
 	}
+	for _, s := range servers {
+		s.open = &d.listeners
+	}
+	return servers
 }
 
 // listen serves at the address that cfg has for s, and no longer at the one before.
@@ -77,7 +83,7 @@ func (s *sideServer) listen(cfg *config.Config) error {
 	if s.serve == nil {
 		return fmt.Errorf("%s %s: this program does not have it", s.name, addr)
 	}
-	l, err := net.Listen("tcp", addr)
+	l, _, err := s.open.Listen(s.name, func() (net.Listener, error) { return net.Listen("tcp", addr) })
 	if err != nil {
 		return fmt.Errorf("%s %s: %w", s.name, addr, err)
 	}

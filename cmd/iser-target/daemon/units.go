@@ -73,6 +73,7 @@ func (s *stateFiles) open(dir string) (err error) {
 
 // A stateFile is one of them.
 type stateFile interface {
+	Lock() *os.File
 	SetLimit(limit func() time.Duration, late func())
 	Restored() error
 }
@@ -241,6 +242,9 @@ func (d *Daemon) openUnit(target string, l *config.LUN, fresh bool, open func(*c
 			err = errors.Join(err, removeNew(l.Path)) // before another target can lock it
 		}
 		return nil, errors.Join(err, store.Close())
+	}
+	if err := d.receiveMemory(target, l.ID, store); err != nil {
+		return fail(err)
 	}
 	if isAbandoned() {
 		return fail(errAbandoned)

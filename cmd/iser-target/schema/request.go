@@ -114,6 +114,16 @@ type DrainState struct {
 	To       string `json:"to,omitempty"`
 }
 
+// An Upgrade is the outcome of an upgrade.
+type Upgrade struct {
+	Before   string `json:"before"`   // version of the program that ended
+	Version  string `json:"version"`  // of the program that serves now
+	PID      int    `json:"pid"`      // of its process
+	Sessions int    `json:"sessions"` // that continue
+	Cut      int    `json:"cut"`      // sessions that did not come to rest, and whose initiators log in again
+	Pause    string `json:"pause"`    // how long initiators waited
+}
+
 // Done answers a request that has no plan.
 type Done struct {
 	Done bool `json:"done"`

@@ -404,6 +404,12 @@ func (c *Client) Drain(ctx context.Context, within time.Duration, to string) (s 
 	return s, err
 }
 
+// Upgrade makes a new process of the program continue what the target does.
+func (c *Client) Upgrade(ctx context.Context) (u schema.Upgrade, err error) {
+	err = c.call(ctx, http.MethodPost, "/v1/upgrade", nil, nil, &u)
+	return u, err
+}
+
 // Limits returns the limits of what initiators share, and their present use.
 func (c *Client) Limits(ctx context.Context) ([]schema.LimitState, error) {
 	return get[[]schema.LimitState](ctx, c, "/v1/limits", nil)

@@ -1,0 +1,177 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/api"
+	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/dashboard"
+	"github.com/iser-target/iser-target/cmd/iser-target/handover"
+	"github.com/iser-target/iser-target/cmd/iser-target/systemd"
+	"github.com/iser-target/iser-target/config"
+)
+
+// A server is the execution of the command serve.
+type server struct {
+	cmd     *cobra.Command
+	path    string // of the configuration file, or empty
+	manager *systemd.Manager
+}
+
+// begin serves like a program that nobody has handed anything to.
+func (s *server) begin() error {
+	doc, err := open(s.path)
+	if err != nil {
+		return err
+	}
+	d, err := s.open(doc, nil)
+	if err != nil {
+		return err
+	}
+	if s.path == "" {
+		fmt.Fprint(s.cmd.OutOrStdout(), d.Invitation())
+	}
+	end, err := api.Start(d, d.Effective().Control, d.Logger())
+	if err != nil {
+		ended, cancel := context.WithCancel(s.cmd.Context())
+		cancel()
+		return errors.Join(err, d.Run(ended)) // closes what is open
+	}
+	return s.run(d, end)
+}
+
+// take continues what the process at the other end of link does.
+func (s *server) take(link *handover.Link) error {
+	defer link.Close()
+	r, err := link.Offer(versionString(), func(text string) error {
+		_, err := s.document(text)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	if r == nil { // the other process has ended, and nobody else serves
+		return s.begin()
+	}
+	doc, err := s.document(r.Document)
+	if err != nil {
+		return link.Fail(err)
+	}
+	d, err := s.open(doc, r)
+	if err != nil {
+		return link.Fail(err)
+	}
+	end, err := api.Start(d, d.Effective().Control, d.Logger())
+	if err == nil {
+		err = d.CheckReceived()
+	}
+	if err == nil {
+		err = link.AwaitGo()
+	}
+	if err != nil { // the process ends with what is open: the other one has it, too
+		return link.Fail(err)
+	}
+	d.Listeners().Own()
+	if err := link.Send(handover.Message{Kind: handover.Serving}); err != nil {
+		d.Logger().Info("the process before has ended", "reason", err) // and nobody else serves
+	}
+	link.Close()
+	return s.run(d, end)
+}
+
+// document returns the configuration that another process has.
+func (s *server) document(text string) (*config.Document, error) {
+	name := s.path
+	if name == "" {
+		name = "the configuration of the other process"
+	}
+	doc, err := config.NewDocument(name, []byte(text))
+	if err != nil {
+		return nil, err
+	}
+	_, err = doc.Config()
+	return doc, err
+}
+
+// open returns the daemon of doc, which continues r if that is not nil.
+func (s *server) open(doc *config.Document, r *handover.Received) (*daemon.Daemon, error) {
+	program, err := started()
+	successor := func() (*exec.Cmd, error) {
+		if err != nil {
+			return nil, err
+		}
+		cmd := exec.Command(program, os.Args[1:]...)
+		cmd.Args[0] = os.Args[0]
+		cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
+		// The signals of a terminal go to the supervisor, which passes them on.
+		cmd.SysProcAttr = &unix.SysProcAttr{Setpgid: true}
+		return cmd, nil
+	}
+	return daemon.New(doc, daemon.Options{
+		LogTo: s.cmd.ErrOrStderr(), Path: s.path, Manager: s.manager, Version: versionString(),
+		Dashboard: func(d *daemon.Daemon, l net.Listener) func() { return dashboard.Serve(d, l) },
+		Received:  r, Successor: successor,
+	})
+}
+
+// started returns the path of the program as it was named at the start: links are followed when the
+// program is started again.
+func started() (string, error) {
+	name := os.Args[0]
+	if !strings.Contains(name, "/") {
+		path, err := exec.LookPath(name)
+		if err != nil {
+			return os.Executable()
+		}
+		name = path
+	}
+	return filepath.Abs(name)
+}
+
+// run serves until the command is canceled, or another process continues. end ends the control API.
+func (s *server) run(d *daemon.Daemon, end func()) error {
+	context.AfterFunc(s.cmd.Context(), end)
+	defer end()
+	serving.Store(d)
+	if s.path != "" {
+		reloadOnHangup(d)
+	}
+	upgradeOnSignal(d)
+	ctx, cancel := context.WithCancel(s.cmd.Context())
+	defer cancel()
+	d.Supervisor().Watch(func() {
+		d.Logger().Warn("the supervisor has ended, and the target ends, too")
+		cancel()
+	})
+	err := d.Run(ctx)
+	if !errors.Is(err, daemon.ErrUpgraded) {
+		return err
+	}
+	end() // answers the requests in progress
+	if link := d.Successor(); link != nil {
+		return becomeSupervisor(link)
+	}
+	return nil
+}
+
+// upgradeOnSignal makes another process continue at each SIGUSR2. The log has the outcome.
+func upgradeOnSignal(d *daemon.Daemon) {
+	signals := make(chan os.Signal, 1)
+	signal.Notify(signals, unix.SIGUSR2)
+	go func() {
+		for range signals {
+			_, _ = d.Upgrade(daemon.By(context.Background(), "SIGUSR2")) // which logs the error
+		}
+	}()
+}
