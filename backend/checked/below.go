@@ -1,0 +1,174 @@
+package checked
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/iser-target/iser-target/backend"
+)
+
+// The methods of this file pass on what the store below can do besides the methods of backend.Store. A Store is
+// not a backend.Copier: copies go through ReadAt and WriteAt, which verify and compute checksums.
+
+// Extent implements backend.Mapper.
+func (s *Store) Extent(off int64) (mapped bool, n int64, err error) {
+	if err := s.enter(off, 1, false); err != nil {
+		return false, 0, err
+	}
+	defer s.leave()
+	mapped, n, err = backend.Extent(s.below, off)
+	return mapped, min(n, s.size.Load()-off), err
+}
+
+// Usage implements backend.Gauge.
+func (s *Store) Usage() (used, free int64, err error) { return backend.Usage(s.below) }
+
+// Prefetch implements backend.Prefetcher.
+func (s *Store) Prefetch(off, n int64) error {
+	if err := s.enter(off, n, false); err != nil {
+		return err
+	}
+	defer s.leave()
+	return backend.Prefetch(s.below, off, n)
+}
+
+// Allocate implements backend.Allocator.
+func (s *Store) Allocate(off, n int64) error {
+	if a, ok := s.below.(backend.Allocator); ok {
+		return a.Allocate(off, n)
+	}
+	return backend.ErrNoAllocate
+}
+
+// ErrSide is in errors of Inspect about the side file.
+var ErrSide = errors.New("file of checksums")
+
+// Inspect implements backend.Inspector. Besides what the store below says, it returns an ErrCorrupt while blocks are
+// known to be corrupt, and an error about the side file.
+func (s *Store) Inspect() error {
+	if i, ok := s.below.(backend.Inspector); ok {
+		if err := i.Inspect(); err != nil {
+			return err
+		}
+	}
+	if n, first := s.bad.get(); n > 0 {
+		more := ""
+		if n == maxBad {
+			more = "at least "
+		}
+		return fmt.Errorf("%w: %s%d blocks, the first has LBA %d. Write them again or restore them from a backup, then scrub the LUN",
+			ErrCorrupt, more, n, first/s.bs)
+	}
+	if i, ok := s.sums.(backend.Inspector); ok {
+		if err := i.Inspect(); err != nil && !errors.Is(err, backend.ErrClosed) {
+			return fmt.Errorf("%w: %s: %v. %s", ErrSide, s.side.path, err, Remedy)
+		}
+	}
+	return nil
+}
+
+// Device implements backend.Recoverer.
+func (s *Store) Device() uint64 {
+	if r, ok := s.below.(backend.Recoverer); ok {
+		return r.Device()
+	}
+	return 0
+}
+
+// Recover implements backend.Recoverer. If the file below is replaced, the checksums of the new one are computed
+// from its data.
+func (s *Store) Recover() error {
+	s.resizing.Lock()
+	defer s.resizing.Unlock()
+	if err := s.enter(0, 0, false); err != nil {
+		return err
+	}
+	defer s.leave()
+	r, ok := s.below.(backend.Recoverer)
+	if !ok {
+		return errors.ErrUnsupported
+	}
+	if sums, ok := s.sums.(backend.Recoverer); ok && !s.info.ReadOnly {
+		switch err := sums.Inspect(); {
+		case errors.Is(err, backend.ErrUnsynced):
+			if err := sums.Recover(); err != nil {
+				return fmt.Errorf("file of checksums: %w", err)
+			}
+		case err != nil:
+			return fmt.Errorf("file of checksums %s: %v. %s", s.side.path, err, Remedy)
+		}
+	}
+	if s.info.ReadOnly || !errors.Is(r.Inspect(), backend.ErrReplaced) {
+		return r.Recover()
+	}
+	last := (s.size.Load() - 1) / regionSpan
+	var trusted []int64
+	for r := range last + 1 {
+		if !s.intent.isStale(r) {
+			trusted = append(trusted, r)
+		}
+	}
+	if err := s.intent.staleAll(0, last); err != nil { // before there are other data
+		return fmt.Errorf("file of checksums: %w", err)
+	}
+	if err := r.Recover(); err != nil {
+		for _, r := range trusted {
+			s.intent.adopt(r)
+			s.intent.trust(r)
+		}
+		return err
+	}
+	s.intent.makeStale(0, last) // also what was adopted from the old file meanwhile
+	s.bad.remove(0, s.size.Load())
+	return nil
+}
+
+// Scrub verifies whole blocks at off on the medium, not in a cache of the kernel, and reads them into p. It returns
+// how many differ from their checksums, without an error for them. A change of the blocks meanwhile does no harm.
+func (s *Store) Scrub(p []byte, off int64) (bad int, err error) {
+	n := int64(len(p))
+	if err := s.enter(off, n, false); err != nil {
+		return 0, err
+	}
+	defer s.leave()
+	if err := backend.ReadMedium(s.below, p, off); err != nil {
+		return 0, err
+	}
+	w := s.works.Get().(*work)
+	defer s.works.Put(w)
+	bad, err = s.verify(w, p, off, func(p []byte, off int64) error { return backend.ReadMedium(s.below, p, off) }, true)
+	if errors.Is(err, ErrCorrupt) {
+		err = nil
+	}
+	if bad == 0 && err == nil {
+		s.bad.remove(off, off+n)
+	}
+	return bad, err
+}
+
+// Descriptor implements backend.Holder.
+func (s *Store) Descriptor() int { return descriptor(s.below) }
+
+// Side returns the path of the side file and its descriptor, or -1.
+func (s *Store) Side() (path string, fd int) { return s.side.path, descriptor(s.sums) }
+
+func descriptor(s backend.Store) int {
+	if h, ok := s.(backend.Holder); ok {
+		return h.Descriptor()
+	}
+	return -1
+}
+
+// Rest makes s leave the side file alone until Resume, for another process that opens the same files. It waits for
+// what the keeper does. Nobody changes s meanwhile.
+func (s *Store) Rest() { s.resting.Lock() }
+
+// Resume ends Rest, after the other process has ended. That process may have cleared bits of the map, so Resume
+// writes all again. Nobody changes s meanwhile.
+func (s *Store) Resume() error {
+	defer s.resting.Unlock()
+	if s.info.ReadOnly {
+		return nil
+	}
+	return s.intent.saveAll()
+}

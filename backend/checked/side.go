@@ -1,0 +1,212 @@
+package checked
+
+import (
+	"bytes"
+	"crypto/rand"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io/fs"
+	"os"
+
+	"github.com/iser-target/iser-target/backend"
+)
+
+// The side file has a header, the map of regions, and the checksums. It is sparse.
+const (
+	mapAt  = 4096
+	sumsAt = 8 << 20
+
+	magic   = "ISERSUMS"
+	version = 1
+)
+
+// Suffix is the end of the name of the side file of a file.
+const Suffix = ".sums"
+
+// Config describes a Store.
+type Config struct {
+	Path string // of the side file
+	// ID is what Open has returned before for this side file. Empty: none is expected, so Open makes the file
+	// if it is absent.
+	ID string
+	// Corrupt, which may be nil, is called at most once a second when a block differs from its checksum, with
+	// the offset of the block and the number of blocks that were not reported since the last call. It returns soon.
+	Corrupt func(off int64, notReported uint64)
+}
+
+// Remedy says what an operator can do without the side file.
+const Remedy = "Restore it, or accept the data as it is: iser-target lun set TARGET LUN checksums=false; then checksums=true computes them from the data"
+
+// A sideFile is the side file of a Store.
+type sideFile struct {
+	path  string
+	store backend.Store
+	id    [16]byte
+	bs    uint32
+}
+
+// header is the beginning of the side file.
+type header struct {
+	Magic     [8]byte
+	Version   uint32
+	BlockSize uint32
+	ID        [16]byte
+	Size      int64 // of the data, in bytes
+	Sum       uint32
+}
+
+const headerLen = 44 // bytes of a header
+
+func (h *header) encode() []byte {
+	b := make([]byte, sectorLen)
+	copy(b, h.Magic[:])
+	binary.LittleEndian.PutUint32(b[8:], h.Version)
+	binary.LittleEndian.PutUint32(b[12:], h.BlockSize)
+	copy(b[16:], h.ID[:])
+	binary.LittleEndian.PutUint64(b[32:], uint64(h.Size))
+	binary.LittleEndian.PutUint32(b[40:], crc32.Checksum(b[:40], castagnoli))
+	return b
+}
+
+func decodeHeader(b []byte) (h header, err error) {
+	copy(h.Magic[:], b)
+	h.Version = binary.LittleEndian.Uint32(b[8:])
+	h.BlockSize = binary.LittleEndian.Uint32(b[12:])
+	copy(h.ID[:], b[16:])
+	h.Size = int64(binary.LittleEndian.Uint64(b[32:]))
+	h.Sum = binary.LittleEndian.Uint32(b[40:])
+	switch {
+	case string(h.Magic[:]) != magic:
+		return h, errors.New("it is not a file of checksums. It was not overwritten: move it away")
+	case h.Sum != crc32.Checksum(b[:headerLen-sumLen], castagnoli):
+		return h, fmt.Errorf("%w: the header. %s", errDamaged, Remedy)
+	case h.Version != version:
+		return h, fmt.Errorf("it has version %d, and this program knows %d. Use the program that wrote it. Or: %s", h.Version, version, Remedy)
+	}
+	return h, nil
+}
+
+// Open returns a Store on below, which belongs to it from then on, and the ID of its side file. If the side file
+// is absent and c has no ID, Open makes it; the checksums are then computed from the data in the background. If Open
+// fails, below stays open.
+func Open(below backend.Store, c Config) (s *Store, id string, err error) {
+	if s, err = open(below, c); err != nil {
+		return nil, "", fmt.Errorf("file of checksums %s: %w", c.Path, err)
+	}
+	go s.keep()
+	return s, hex.EncodeToString(s.side.id[:]), nil
+}
+
+func open(below backend.Store, c Config) (s *Store, err error) {
+	info := below.Info()
+	if info.Size > maxSize {
+		return nil, fmt.Errorf("the LUN has %d bytes, and checksums are possible for up to %d", info.Size, int64(maxSize))
+	}
+	st, err := os.Stat(c.Path)
+	absent := errors.Is(err, fs.ErrNotExist)
+	switch {
+	case absent && c.ID != "":
+		return nil, fmt.Errorf("not found, but the LUN had one. %s", Remedy)
+	case absent && info.ReadOnly:
+		return nil, errors.New("not found, and a read-only LUN gets none. Make the LUN writable first")
+	case !absent && err != nil:
+		return nil, err
+	case !absent && st.Size() == 0 && c.ID != "":
+		return nil, fmt.Errorf("it is empty. %s", Remedy)
+	case !absent && st.Size() != 0 && st.Size() < sumsAt:
+		return nil, fmt.Errorf("it has %d bytes, too few for any checksums. %s", st.Size(), Remedy)
+	}
+	fc := backend.FileConfig{Path: c.Path, ReadOnly: info.ReadOnly}
+	if absent || st.Size() == 0 {
+		fc.Size = sideSize(info.Size, info.BlockSize)
+	}
+	store, _, err := backend.OpenFile(fc)
+	if err != nil {
+		return nil, err
+	}
+	if s, err = openOn(below, store, c); err != nil {
+		return nil, errors.Join(err, store.Close())
+	}
+	return s, nil
+}
+
+// openOn returns a Store without its keeper. side is open, and has at least the bytes before the checksums.
+func openOn(below, side backend.Store, c Config) (*Store, error) {
+	info := below.Info()
+	f := &sideFile{path: c.Path, store: side, bs: info.BlockSize}
+	b := make([]byte, sectorLen)
+	if err := side.ReadAt(b, 0); err != nil {
+		return nil, err
+	}
+	regions := (info.Size + regionSpan - 1) / regionSpan
+	if bytes.Equal(b, make([]byte, sectorLen)) && c.ID == "" && !info.ReadOnly { // a new file, or the end of the process interrupted that
+		return f.create(below, c, regions)
+	}
+	h, err := decodeHeader(b)
+	switch {
+	case err != nil:
+		return nil, err
+	case h.BlockSize != info.BlockSize:
+		return nil, fmt.Errorf("it is for blocks of %d bytes, and the LUN has blocks of %d. %s", h.BlockSize, info.BlockSize, Remedy)
+	case c.ID != "" && hex.EncodeToString(h.ID[:]) != c.ID:
+		return nil, fmt.Errorf("it belongs to other data: its identity is %x, and that of the LUN's is %s. %s", h.ID, c.ID, Remedy)
+	case h.Size <= 0 || h.Size > maxSize || side.Info().Size < sideSize(h.Size, h.BlockSize):
+		return nil, fmt.Errorf("it has %d bytes, too few for the checksums of %d bytes of data. %s", side.Info().Size, h.Size, Remedy)
+	}
+	f.id = h.ID
+	s := newStore(below, f, c)
+	if err := s.intent.load(regions); err != nil {
+		return nil, fmt.Errorf("%w. %s", err, Remedy)
+	}
+	if err := s.adjust(h.Size, info.Size); err != nil {
+		return nil, err
+	}
+	return s, nil
+}
+
+// create fills a new side file: all regions are stale. The header is last, so a file with one is complete.
+func (f *sideFile) create(below backend.Store, c Config, regions int64) (*Store, error) {
+	size := below.Info().Size
+	if need := sideSize(size, f.bs); f.store.Info().Size != need {
+		if err := f.store.(backend.Resizer).Resize(need); err != nil {
+			return nil, err
+		}
+	}
+	_, _ = rand.Read(f.id[:]) // never fails
+	s := newStore(below, f, c)
+	s.intent.grow(regions)
+	if err := s.intent.staleAll(0, regions-1); err != nil {
+		return nil, err
+	}
+	return s, f.writeHeader(size)
+}
+
+// writeHeader writes the header, durably.
+func (f *sideFile) writeHeader(size int64) error {
+	h := header{Version: version, BlockSize: f.bs, ID: f.id, Size: size}
+	copy(h.Magic[:], magic)
+	return f.store.WriteDurable(h.encode(), 0)
+}
+
+// sideSize returns the bytes of the side file for that many bytes of data.
+func sideSize(size int64, bs uint32) int64 {
+	return (sumsAt + size/int64(bs)*sumLen + sectorLen - 1) &^ (sectorLen - 1)
+}
+
+// Is reports whether the file at path is a side file.
+func Is(path string) bool {
+	f, err := os.Open(path)
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	b := make([]byte, len(magic))
+	n, _ := f.ReadAt(b, 0)
+	return string(b[:n]) == magic
+}
+
+func getSum(b []byte) uint32      { return binary.LittleEndian.Uint32(b) }
+func putSum(b []byte, sum uint32) { binary.LittleEndian.PutUint32(b, sum) }
