@@ -48,6 +48,7 @@ type ConnState struct {
 	CID       uint16          `json:"cid"`
 	Portal    string          `json:"portal"` // PortalConfig.Listen
 	Transport string          `json:"transport"`
+	Accepted  time.Time       `json:"accepted"`
 	Params    Params          `json:"params"`
 	StatSN    uint32          `json:"stat_sn"`
 	RecvLimit int             `json:"recv_limit"` // longest data segment of the initiator, bytes
@@ -116,7 +117,7 @@ func (nd *Node) Pause(ctx context.Context) *Rest {
 			}
 			return rests
 		})
-		if len(r.others) == 0 {
+		if !slices.ContainsFunc(r.others, (*session).mayRest) {
 			return r
 		}
 		select {
@@ -163,13 +164,28 @@ func (s *session) rest() bool {
 	return false
 }
 
+// mayRest reports whether s comes to rest when its commands have ended.
+func (s *session) mayRest() bool {
+	s.shared.mu.Lock()
+	defer s.shared.mu.Unlock()
+	return s.resumable()
+}
+
+// resumable reports whether s is of a kind that another process can continue.
+//
+// Preconditions: s.shared.mu is held.
+func (s *session) resumable() bool {
+	invariant.Held(&s.shared.mu)
+	return !s.closed && len(s.lost) == 0 && s.shared.fence == nil && s.params.ErrorRecoveryLevel == 0 && len(s.conns) > 0
+}
+
 // quiet reports whether nothing of s runs or is on its way.
 //
 // Preconditions: s.shared.mu is held.
 func (s *session) quiet() bool {
 	sh := s.shared
 	invariant.Held(&sh.mu)
-	if s.closed || len(s.lost) > 0 || sh.fence != nil || s.params.ErrorRecoveryLevel > 0 || len(s.conns) == 0 {
+	if !s.resumable() {
 		return false
 	}
 	if sh.tasks.any(func(t *Task) bool {
@@ -359,7 +375,7 @@ func (c *conn) state() (ConnState, error) {
 		return ConnState{}, err
 	}
 	st := ConnState{
-		CID: c.cid, Portal: c.portal.Listen, Transport: c.dm.Transport(), Params: c.params, StatSN: c.statSN,
+		CID: c.cid, Portal: c.portal.Listen, Transport: c.dm.Transport(), Accepted: c.serveOptions.Accepted, Params: c.params, StatSN: c.statSN,
 		RecvLimit: c.recvLimit, Heard: c.received.Load() > 0, LastPing: c.unexpected.lastPing, LastText: c.text.ttt,
 		Mover: text, Socket: r.Socket(),
 	}

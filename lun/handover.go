@@ -179,6 +179,12 @@ func (u *Unit) Restore(st UnitState) error {
 	return nil
 }
 
+// AtWork reports whether the store has commands, or commands wait for it.
+func (u *Unit) AtWork() bool {
+	calls := u.gate.State()
+	return calls.UnderWay+calls.Waiting > 0
+}
+
 // Memory returns the store, or nil if the data is not in memory.
 func (u *Unit) Memory() *backend.Memory {
 	m, _ := u.store.(*backend.Memory)

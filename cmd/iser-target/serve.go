@@ -35,9 +35,13 @@ func (s *server) begin() error {
 	if err != nil {
 		return err
 	}
-	d, err := s.open(doc, nil)
+	kept, reason := s.kept(doc)
+	d, err := s.open(doc, kept)
 	if err != nil {
 		return err
+	}
+	if reason != nil {
+		d.Logger().Warn("sessions do not continue after the restart", "reason", reason)
 	}
 	if s.path == "" {
 		fmt.Fprint(s.cmd.OutOrStdout(), d.Invitation())
@@ -49,6 +53,17 @@ func (s *server) begin() error {
 		return errors.Join(err, d.Run(ended)) // closes what is open
 	}
 	return s.run(d, end)
+}
+
+// kept returns what the process before has left with the service manager, or nil. After a change of the configuration that is
+// without the sessions: they may have no right to it any longer. The error says why sessions do not continue.
+func (s *server) kept(doc *config.Document) (*handover.Received, error) {
+	r, err := handover.FromKept(s.manager.Kept)
+	if r != nil && r.Document != string(doc.Bytes()) {
+		r.Sessions, r.LUNs = nil, nil
+		return r, errors.New("the configuration has changed")
+	}
+	return r, err
 }
 
 // take continues what the process at the other end of link does.

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -465,4 +466,86 @@ func TestSIGTERMWaitsForLogouts(t *testing.T) {
 			}
 		})
 	}
+}
+
+// store receives what the program leaves with the manager until it ends, and has it passed to the next process.
+func (m *manager) store(t *testing.T) (names []string) {
+	t.Helper()
+	buf, oob := make([]byte, 1<<16), make([]byte, 256)
+	for {
+		m.conn.SetReadDeadline(time.Now().Add(20 * time.Second))
+		n, oobn, _, _, err := m.conn.ReadMsgUnix(buf, oob)
+		if err != nil {
+			t.Fatalf("the program stores nothing: %v", err)
+		}
+		var fds []int
+		if list, err := unix.ParseSocketControlMessage(oob[:oobn]); err == nil && len(list) == 1 {
+			fds, _ = unix.ParseUnixRights(&list[0])
+		}
+		switch text := string(buf[:n]); {
+		case strings.HasPrefix(text, "FDSTORE=1\nFDNAME="):
+			name, _, _ := strings.Cut(strings.TrimPrefix(text, "FDSTORE=1\nFDNAME="), "\n")
+			f := os.NewFile(uintptr(fds[0]), name)
+			t.Cleanup(func() { f.Close() })
+			m.files, names = append(m.files, f), append(names, name)
+		case text == "BARRIER=1":
+			unix.Close(fds[0])
+			return names
+		}
+	}
+}
+
+// A restart by a manager that keeps files costs no session, and no data in memory. If the configuration has changed
+// meanwhile, the initiators log in again.
+func TestRestartKeepsSessions(t *testing.T) {
+	m := newManager(t, "FDSTORE=100")
+	env := slices.Clip(m.env)
+	config := serviceConfig(t, "", freeAddress(t))
+	p := m.start(t, config)
+	p.addr = p.wait(t, `msg=serving portal=(\S+)`)
+	session := logIn(t, p.addr)
+	data := bytes.Repeat([]byte("in memory"), 57)[:512]
+	if err := session.Do(&initiator.Command{CDB: cdb.Write16(3, 1), Out: data}); err != nil {
+		t.Fatal(err)
+	}
+	stop := func() {
+		t.Helper()
+		p.cmd.Process.Signal(syscall.SIGTERM)
+		m.env = append(env, "LISTEN_FDNAMES="+strings.Join(m.store(t), ":"))
+		if err := p.cmd.Wait(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for range 3 {
+		stop()
+		late := &initiator.Command{CDB: cdb.Read16(3, 1), In: make([]byte, 512)} // while nobody serves
+		if err := session.Start(late); err != nil {
+			t.Fatal(err)
+		}
+		p = m.start(t, config)
+		if err := late.Wait(); err != nil || late.Status != 0 || !bytes.Equal(late.In, data) {
+			t.Fatalf("READ after the restart: %v, status %#x, data %q", err, late.Status, late.In[:16])
+		}
+		m.next(t, "FDSTOREREMOVE=1") // else a socket would stay open when its session ends
+		m.next(t, "READY=1")
+		for _, f := range m.files {
+			f.Close()
+		}
+		m.files = nil
+	}
+	stop()
+	text, err := os.ReadFile(config)
+	if err == nil {
+		err = os.WriteFile(config, append(text, "watch: true\n"...), 0o600)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	p = m.start(t, config)
+	p.wait(t, `("sessions do not continue after the restart" reason="the configuration has changed")`)
+	for _, f := range m.files {
+		f.Close()
+	}
+	endsSoon(t, session)
+	logIn(t, p.wait(t, `msg=serving portal=(\S+)`))
 }

@@ -12,6 +12,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -64,6 +65,9 @@ func (l *traffic) flows(t *testing.T) {
 	t.Helper()
 	before := l.done.Load()
 	testkit.Eventually(t, "commands", func() bool { return l.done.Load() > before+50 || len(l.failed) > 0 })
+	if len(l.failed) > 0 {
+		t.Fatal(<-l.failed)
+	}
 }
 
 // end ends the load, which must have been without an error.
@@ -332,4 +336,44 @@ func freeAddress(t *testing.T) string {
 	}
 	defer l.Close()
 	return l.Addr().String()
+}
+
+// What does not continue in another process is refused with the reason, and initiators notice nothing.
+func TestRefusedUpgrade(t *testing.T) {
+	dir := t.TempDir()
+	s := &station{dir: dir}
+	s.configure(t, withFile(dir))
+	s.startProgram(t, executable(t))
+	load := newTraffic(t, s.addr)
+	text := s.text(t)
+	edited := strings.Replace(text, "# of a test", "# of another test", 1)
+	if err := os.WriteFile(s.file, []byte(edited), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s.says(t, cli.ExitError, "edited", "upgrade")
+	if err := os.WriteFile(s.file, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	load.flows(t)
+	s.ok(t, "lun", "fault", storeName, "0", "--hang", "1")
+	testkit.Eventually(t, "commands that hang", func() bool {
+		before := load.done.Load()
+		time.Sleep(100 * time.Millisecond)
+		return load.done.Load() == before
+	})
+	s.says(t, cli.ExitRefused, "its store has not done all commands within 500ms", "upgrade")
+	s.ok(t, "lun", "fault", storeName, "0", "--clear")
+	load.flows(t)
+	s.says(t, cli.ExitOK, "sessions 2 continue", "upgrade")
+	load.flows(t)
+	load.end(t)
+	disk := filepath.Join(dir, "d.img")
+	if err := os.Rename(disk, disk+".away"); err != nil {
+		t.Fatal(err)
+	}
+	s.says(t, cli.ExitRefused, "is orphaned", "upgrade") // the new process could not open it
+	if err := os.Rename(disk+".away", disk); err != nil {
+		t.Fatal(err)
+	}
+	s.says(t, cli.ExitOK, "sessions 2 continue", "upgrade")
 }

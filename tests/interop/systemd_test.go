@@ -197,6 +197,8 @@ ls /etc/systemd/system/multi-user.target.wants/iser-target.service`, quick)
 		{"commands", serviceCommands},
 		{"system calls", serviceCalls},
 		{"reload", serviceReload},
+		{"upgrade", serviceUpgrade},
+		{"restart", serviceRestart},
 		{"stop", serviceStop},
 		{"socket", serviceSocket},
 		{"watchdog", serviceWatchdog},
@@ -406,6 +408,62 @@ iser-target config apply --now
 must MainPID $pid
 must ActiveState active`, quick)
 	m.v.Run(t, sameData+"iscsiadm -m node --logout\n", quick)
+}
+
+// sessionNow prints what differs for another session.
+const sessionNow = "iser-target session list -o json | grep -E '\"(tsih|started)\"'"
+
+// serviceUpgrade checks that systemd follows an upgrade to the new process, which then is the only one, and that the
+// session continues.
+func serviceUpgrade(t *testing.T, m *manager) {
+	m.v.Run(t, loggedIn, quick)
+	m.run(t, `
+before=$(`+sessionNow+`)
+pid=$(show MainPID)
+moved() { ! is MainPID $pid; }
+for n in 1 2 3; do
+	iser-target upgrade
+	await moved
+	pid=$(show MainPID)
+	await is ActiveState active
+	must SubState running
+	must NRestarts 0
+done
+one() { [ "$(pgrep -c -x iser-target)" = 1 ]; }
+await one
+after=$(`+sessionNow+`)
+echo "before $before, after $after"
+[ "$before" = "$after" ]`, quick)
+	m.v.Run(t, sameData+"iscsiadm -m node --logout\n", quick)
+	m.run(t, `
+systemctl kill --signal=KILL --kill-whom=main iser-target.service
+await is NRestarts 1
+await is ActiveState active
+systemctl restart iser-target.service`, quick)
+}
+
+// serviceRestart checks that a restart without a drain keeps the session: systemd keeps its socket.
+func serviceRestart(t *testing.T, m *manager) {
+	m.run(t, `
+sed -i 's/^drain: 5s/drain: 0s/' /etc/iser-target/config.yaml
+systemctl reload iser-target.service
+await logged 'configuration file was applied'`, quick)
+	m.v.Run(t, loggedIn, quick)
+	m.run(t, `
+tsih() { iser-target session list -o json | grep '"tsih"'; }
+before=$(tsih)
+for n in 1 2 3; do
+	systemctl restart iser-target.service
+	must ActiveState active
+done
+logged 'sessions continue after the restart'
+[ "$before" = "$(tsih)" ]
+must NFileDescriptorStore 0`, quick)
+	m.v.Run(t, sameData+"iscsiadm -m node --logout\n", quick)
+	m.run(t, `
+sed -i 's/^drain: 0s/drain: 5s/' /etc/iser-target/config.yaml
+systemctl reload iser-target.service
+await is StatusText 'serving: sessions 0, targets 1, LUNs 2'`, quick)
 }
 
 // serviceStop checks that systemctl stop lets the initiator log out, ends within the time of

@@ -378,10 +378,14 @@ func (d *Daemon) Run(ctx context.Context) error {
 	var followed sync.WaitGroup
 	followed.Go(func() { d.follow(ctx) })
 	d.net.wg.Go(func() { d.watchHealth(ctx) })
-	if d.awaitEnd(ctx) {
+	how := d.awaitEnd(ctx)
+	if how.upgraded {
 		return ErrUpgraded
 	}
 	d.syncUnits()
+	if how.restart {
+		d.deposit()
+	}
 	d.stopping(0)
 	d.changes.end()
 	stop()

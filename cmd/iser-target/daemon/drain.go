@@ -19,8 +19,10 @@ import (
 
 // A departure is how the daemon ends.
 type departure struct {
-	within time.Duration // for initiators to log out
-	to     string        // where they are sent; empty: nowhere
+	within   time.Duration // for initiators to log out
+	to       string        // where they are sent; empty: nowhere
+	restart  bool          // perhaps: nobody asked initiators to leave
+	upgraded bool          // another process continues
 }
 
 // departing is the order to end, which comes once.
@@ -54,7 +56,7 @@ func (d *Daemon) Drain(ctx context.Context, within time.Duration, to string) (*s
 	}
 	state := &schema.DrainState{Sessions: d.sessions(), Within: config.FormatDuration(within), To: to}
 	d.log.InfoContext(ctx, "draining", eventKey, "service", "sessions", state.Sessions, "within", within, "to", to)
-	d.departing.orders <- departure{within, to}
+	d.departing.orders <- departure{within: within, to: to}
 	return state, nil
 }
 
@@ -69,25 +71,24 @@ func (d *Daemon) sessions() (n int) {
 }
 
 // awaitEnd waits until the daemon has to end, and makes the initiators leave. When ctx ends during a drain,
-// that ends at once. It returns true if another process continues.
-func (d *Daemon) awaitEnd(ctx context.Context) (upgraded bool) {
-	var how departure
+// that ends at once.
+func (d *Daemon) awaitEnd(ctx context.Context) (how departure) {
 	select {
 	case <-d.upgraded:
-		return true
+		return departure{upgraded: true}
 	case how = <-d.departing.orders:
 		d.empty(ctx, how)
-		return false
+		return how
 	case <-ctx.Done():
 		d.departing.ordered.Store(true)
 		cfg := d.Effective()
-		how = departure{cfg.Drain, cfg.DrainTo}
+		how = departure{within: cfg.Drain, to: cfg.DrainTo, restart: cfg.Drain == 0}
 	}
 	d.log.Info("shutting down", eventKey, "service", "sessions", d.sessions(), "drain", how.within)
 	d.stopping(how.within)
 	d.changes.end() // cuts short what is in progress
 	d.empty(context.Background(), how)
-	return false
+	return how
 }
 
 // empty makes the initiators leave.

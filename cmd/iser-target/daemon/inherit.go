@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"time"
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/handed"
@@ -27,7 +26,9 @@ func (d *Daemon) receive() error {
 	if r == nil {
 		return nil
 	}
-	d.started = r.Started
+	if !r.Kept {
+		d.started = r.Started
+	}
 	if f := r.Take(handover.KindSupervisor, ""); f != nil {
 		d.supervisor = handover.NewSupervisor(f, r.Supervised)
 	}
@@ -76,28 +77,52 @@ func (d *Daemon) continueAll() error {
 		return nil
 	}
 	defer r.Close()
+	lost := map[string]error{} // targets of which a LUN is not what it was
 	for _, st := range r.LUNs {
-		l, err := d.lun(st.Target, st.ID)
-		if err != nil {
-			return err
-		}
-		fail := func(err error) error { return fmt.Errorf("LUN %d of %s: %w", st.ID, st.Target, err) }
-		switch naa := l.unit.Identity().Serial; {
-		case l.fault != nil:
-			return fail(l.fault)
-		case naa != st.NAA:
-			return fail(fmt.Errorf("its NAA is %s, and not %s", naa, st.NAA))
-		}
-		if err := l.unit.Restore(st.State); err != nil {
-			return fail(err)
+		if err := d.restoreLUN(&st); err != nil {
+			err = fmt.Errorf("LUN %d of %s: %w", st.ID, st.Target, err)
+			if !r.Kept {
+				return err
+			}
+			lost[st.Target] = err
 		}
 	}
 	for _, st := range r.Sessions {
-		if err := d.continueSession(st); err != nil {
-			return fmt.Errorf("session %d of %s: %w", st.TSIH, st.Initiator, err)
+		err := lost[st.Target]
+		if err == nil {
+			err = d.continueSession(st)
+		}
+		if err != nil {
+			err = fmt.Errorf("session %d of %s: %w", st.TSIH, st.Initiator, err)
+			if !r.Kept {
+				return err
+			}
+			d.log.Warn("session does not continue after the restart", eventKey, "service", "reason", err)
+		}
+	}
+	if r.Kept {
+		d.listeners.CloseReceived()
+		d.listeners.Own()
+		if n := len(d.continued); n > 0 {
+			d.log.Info("sessions continue after the restart", eventKey, "service", "connections", n, "before", r.Version)
 		}
 	}
 	return nil
+}
+
+// restoreLUN gives a LUN the state that it had.
+func (d *Daemon) restoreLUN(st *handover.LUN) error {
+	l, err := d.lun(st.Target, st.ID)
+	if err != nil {
+		return err
+	}
+	switch naa := l.unit.Identity().Serial; {
+	case l.fault != nil:
+		return l.fault
+	case naa != st.NAA:
+		return fmt.Errorf("its NAA is %s, and not %s", naa, st.NAA)
+	}
+	return l.unit.Restore(st.State)
 }
 
 // CheckReceived closes the files that nobody has taken. A listener among them is an error: clients that connect to
@@ -181,7 +206,7 @@ func (d *Daemon) continueConnection(st *iscsi.SessionState, c *iscsi.ConnState) 
 	tap := d.net.captures.Tap(socket)
 	n.abortBy(tap.Abort)
 	end = iscsi.End{Portal: p.cur.Load().Portal, Options: iscsi.ServeOptions{
-		Accepted: time.Now(),
+		Accepted: c.Accepted,
 		Joined:   func(tsih uint16, discovery bool) { d.joined(n, tap, tsih, discovery) },
 	}}
 	switch transport(c.Transport) {

@@ -61,10 +61,13 @@ type servedPortal struct {
 	cfg config.Portal
 }
 
+// portalName is how the name of the listener of a portal begins.
+const portalName = "portal "
+
 // listen listens on a portal, on the socket from another process or the service manager if there is one.
 func (d *Daemon) listen(c config.Portal) (*portal, error) {
 	p := &portal{}
-	l, received, err := d.listeners.Listen("portal "+c.Listen, func() (net.Listener, error) {
+	l, received, err := d.listeners.Listen(portalName+c.Listen, func() (net.Listener, error) {
 		s := d.manager.Match(c.Listen)
 		if s == nil {
 			lc := net.ListenConfig{Control: setOptions}

@@ -94,6 +94,9 @@ func (u *upgrade) run(ctx context.Context) error {
 		return err
 	}
 	d.lookAtLUNs() // an orphan would be lost
+	if err := d.checkEdited(); err != nil {
+		return err
+	}
 	if err := u.check(); err != nil {
 		return err
 	}
@@ -122,9 +125,6 @@ func (u *upgrade) run(ctx context.Context) error {
 // finds the LUNs.
 func (u *upgrade) check() error {
 	d := u.d
-	if err := d.checkEdited(); err != nil {
-		return err
-	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	refuse := func(format string, args ...any) error {
@@ -256,13 +256,18 @@ func (u *upgrade) pause() error {
 	ctx, cancel := context.WithTimeout(context.Background(), restTime)
 	u.rest = u.d.node.Pause(ctx)
 	cancel()
-	if err := u.check(); err != nil { // a command may have begun it
-		return err
+	for _, w := range u.luns {
+		if w.l.unit.AtWork() { // a new login would meet the command's late effect
+			return fmt.Errorf("%w: LUN %d of %s: its store has not done all commands within %v. Try again", ErrNoUpgrade, w.l.ID, w.t.name, restTime)
+		}
 	}
 	ctx, cancel = context.WithTimeout(context.Background(), cutTime)
 	defer cancel()
 	var err error
 	if u.result.Cut, err = u.rest.EndOthers(ctx); err != nil {
+		return err
+	}
+	if err := u.check(); err != nil { // a command may have begun it
 		return err
 	}
 	return u.copyMemory()
@@ -271,20 +276,43 @@ func (u *upgrade) pause() error {
 // give sends the state, and waits until the new process has opened everything.
 func (u *upgrade) give() error {
 	d := u.d
-	st := handover.State{Format: handover.Format, Version: d.version, Started: d.started, Document: string(u.doc.Bytes()), Pid: os.Getpid()}
 	var s handover.Sender
 	defer s.Close()
-	if err := d.listeners.Add(&s); err != nil {
+	st, err := u.collect(&s, func(string) bool { return true })
+	if err != nil {
 		return err
-	}
-	for _, p := range d.served.portals {
-		if p.passed {
-			st.Passed = append(st.Passed, p.cur.Load().cfg.Listen)
-		}
 	}
 	for _, f := range d.state.all() {
 		if lock := f.Lock(); lock != nil {
 			s.Add(handover.KindLock, lock.Name(), int(lock.Fd()))
+		}
+	}
+	for _, w := range u.luns {
+		if fd := w.l.unit.Descriptor(); fd >= 0 {
+			s.Add(handover.KindLock, w.l.Path, fd)
+		}
+	}
+	if err := u.supervise(&s, st); err != nil {
+		return err
+	}
+	if err := s.Send(u.link, st); err != nil {
+		return u.died(err)
+	}
+	_, err = u.await(handover.Prepared, time.Now().Add(takeTime))
+	return err
+}
+
+// collect returns the state of the target at rest, and adds its files except those that are locked to s, with the
+// listeners whose names are wanted.
+func (u *upgrade) collect(s *handover.Sender, wanted func(name string) bool) (*handover.State, error) {
+	d := u.d
+	st := &handover.State{Format: handover.Format, Version: d.version, Started: d.started, Document: string(u.doc.Bytes()), Pid: os.Getpid()}
+	if err := d.listeners.Add(s, wanted); err != nil {
+		return nil, err
+	}
+	for _, p := range d.served.portals {
+		if p.passed {
+			st.Passed = append(st.Passed, p.cur.Load().cfg.Listen)
 		}
 	}
 	if d.served.cfg.StateDir == "" {
@@ -293,33 +321,23 @@ func (u *upgrade) give() error {
 	for _, w := range u.luns {
 		unit := w.l.unit
 		st.LUNs = append(st.LUNs, handover.LUN{Target: w.t.name, ID: w.l.ID, NAA: unit.Identity().Serial, State: unit.State()})
-		if fd := unit.Descriptor(); fd >= 0 {
-			s.Add(handover.KindLock, w.l.Path, fd)
-		}
 		if f := u.memory[unit]; f != nil {
 			s.Add(handover.KindMemory, handover.MemoryName(w.t.name, w.l.ID), int(f.Fd()))
 		}
 	}
 	var err error
 	if st.Sessions, err = u.rest.Sessions(); err != nil {
-		return err
+		return nil, err
 	}
 	u.result.Sessions = len(st.Sessions)
 	for _, session := range st.Sessions {
 		for _, c := range session.Conns {
 			if err := s.AddSocket(handover.KindConnection, handover.ConnectionName(session.TSIH, c.CID), c.Socket.(syscall.Conn)); err != nil {
-				return err
+				return nil, err
 			}
 		}
 	}
-	if err := u.supervise(&s, &st); err != nil {
-		return err
-	}
-	if err := s.Send(u.link, &st); err != nil {
-		return u.died(err)
-	}
-	_, err = u.await(handover.Prepared, time.Now().Add(takeTime))
-	return err
+	return st, nil
 }
 
 // mainProcess reports whether the service manager watches this process, and can watch another one instead.

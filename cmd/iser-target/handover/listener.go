@@ -120,10 +120,10 @@ func (l *Listener) setElsewhere(is bool) {
 	l.elsewhere = is
 }
 
-// Add adds the open listeners to the files that are handed over.
-func (s *Listeners) Add(to *Sender) (err error) {
+// Add adds the open listeners whose names are wanted to the files that are handed over.
+func (s *Listeners) Add(to *Sender, wanted func(name string) bool) (err error) {
 	s.each(func(l *Listener, name string) {
-		if err == nil {
+		if err == nil && wanted(name) {
 			err = to.AddSocket(KindListener, name, l.Listener.(syscall.Conn))
 			if l.lock != nil {
 				to.Add(KindLock, l.lock.Name(), int(l.lock.Fd()))

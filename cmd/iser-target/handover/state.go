@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"strconv"
 	"sync"
 	"syscall"
 	"time"
@@ -164,9 +165,78 @@ func decode(m Message, fds []int, v any) error {
 	return nil
 }
 
+// Each calls f with the name of each file that a service manager keeps, and its descriptor: those of the files of st by their
+// number, and st itself.
+func (s *Sender) Each(st *State, f func(name string, fd int) error) error {
+	st.Files = s.files
+	text, err := NewMemory(Whole)
+	if err != nil {
+		return err
+	}
+	defer text.Close()
+	if err := json.NewEncoder(text).Encode(st); err != nil {
+		return err
+	}
+	for i, fd := range s.fds {
+		if err := f(strconv.Itoa(i), fd); err != nil {
+			return err
+		}
+	}
+	return f(Whole, int(text.Fd())) // last: without it the others are of no use
+}
+
+// Len returns the number of files.
+func (s *Sender) Len() int { return len(s.fds) }
+
+// FromKept returns what Each has named, or nil if that is nothing. The files belong to it.
+func FromKept(kept map[string]*os.File) (*Received, error) {
+	if len(kept) == 0 {
+		return nil, nil
+	}
+	fds := []int{}
+	take := func(name string) error {
+		f := kept[name]
+		if f == nil {
+			return fmt.Errorf("file %q of the process before is missing", name)
+		}
+		fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+		fds = append(fds, fd)
+		return errors.Join(err, f.Close())
+	}
+	err := take(Whole)
+	if err == nil {
+		defer func() {
+			for _, f := range kept {
+				f.Close() // most are closed
+			}
+		}()
+		r := &Received{Kept: true}
+		if err = decode(Message{Kind: Whole}, fds, &r.State); err == nil {
+			err = CheckFormat(r.Format)
+		}
+		fds = nil
+		for i := range r.Files {
+			if err == nil {
+				err = take(strconv.Itoa(i))
+			}
+		}
+		if err == nil {
+			err = r.name(fds)
+		}
+		if err == nil {
+			return r, nil
+		}
+	}
+	closeAll(fds)
+	return nil, err
+}
+
 // Received is what the taker got.
 type Received struct {
 	State
+	// Kept says that the service manager had it: what cannot continue is dropped. Otherwise the hand-over
+	// fails, and the giver continues.
+	Kept  bool `json:"-"`
 	mu    sync.Mutex
 	files map[File]*os.File // guarded by mu
 }
@@ -269,28 +339,37 @@ func (l *Link) receive() (r *Received, err error) {
 			all = append(all, fds...)
 			continue
 		}
-		r := &Received{files: map[File]*os.File{}}
+		r := &Received{}
 		if err := decode(m, fds, &r.State); err != nil {
 			return nil, err
 		}
 		if err := CheckFormat(r.Format); err != nil {
 			return nil, err
 		}
-		if len(all) != len(r.Files) {
-			return nil, fmt.Errorf("%d files came, and the state lists %d", len(all), len(r.Files))
-		}
-		listed := map[File]bool{}
-		for _, k := range r.Files {
-			if listed[k] {
-				return nil, fmt.Errorf("file %s %s is listed twice", k.Kind, k.Name)
-			}
-			listed[k] = true
-		}
-		for i, k := range r.Files {
-			r.files[k] = os.NewFile(uintptr(all[i]), k.Name)
+		if err := r.name(all); err != nil {
+			return nil, err
 		}
 		return r, nil
 	}
+}
+
+// name gives the files their names.
+func (r *Received) name(fds []int) error {
+	if len(fds) != len(r.Files) {
+		return fmt.Errorf("%d files came, and the state lists %d", len(fds), len(r.Files))
+	}
+	r.files = map[File]*os.File{}
+	listed := map[File]bool{}
+	for _, k := range r.Files {
+		if listed[k] {
+			return fmt.Errorf("file %s %s is listed twice", k.Kind, k.Name)
+		}
+		listed[k] = true
+	}
+	for i, k := range r.Files {
+		r.files[k] = os.NewFile(uintptr(fds[i]), k.Name)
+	}
+	return nil
 }
 
 // AwaitGo sends that all is open, and waits until the giver has ended, or will not serve again.

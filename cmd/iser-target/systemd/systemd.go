@@ -7,6 +7,7 @@ package systemd
 import (
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"slices"
@@ -28,7 +29,14 @@ type Manager struct {
 	// Watchdog is the time without WATCHDOG=1 after which the manager ends the process; 0: never.
 	Watchdog time.Duration
 	Sockets  []*Socket // that the manager passed, in its order
+	// Room is how many files the manager keeps while the service restarts (FileDescriptorStoreMax=).
+	Room int
+	// Kept are the files that the process before stored, by name. They belong to the caller.
+	Kept map[string]*os.File
 }
+
+// kept is how the names of stored files begin.
+const kept = "kept-"
 
 // A Socket is a listener that the manager passed.
 type Socket struct {
@@ -50,7 +58,17 @@ func FromEnvironment() (*Manager, error) {
 	if err := checkSockets(); err != nil {
 		return nil, err
 	}
+	if v := os.Getenv("FDSTORE"); v != "" {
+		if m.Room, err = strconv.Atoi(v); err != nil || m.Room < 0 {
+			return nil, fmt.Errorf("FDSTORE is %q, want a number of files", v)
+		}
+		os.Unsetenv("FDSTORE")
+	}
 	for _, f := range activation.Files(true) {
+		if name, ok := strings.CutPrefix(f.Name(), kept); ok {
+			m.keep(name, f)
+			continue
+		}
 		l, err := listener(f)
 		if err != nil { // the others stay open until the process ends
 			return nil, fmt.Errorf("socket %q does not listen on TCP: %w", f.Name(), err)
@@ -58,6 +76,40 @@ func FromEnvironment() (*Manager, error) {
 		m.Sockets = append(m.Sockets, &Socket{l, f.Name()})
 	}
 	return m, nil
+}
+
+// keep adds f to Kept, and lets the manager forget it: else the sockets would never be closed.
+func (m *Manager) keep(name string, f *os.File) {
+	if m.Kept == nil {
+		m.Kept = map[string]*os.File{}
+	}
+	m.Kept[name] = f
+	_ = m.Notify("FDSTOREREMOVE=1", "FDNAME="+kept+name) // it forgets all when the service ends
+}
+
+// Store lets the manager keep a copy of a file for the next process of the service, and Stored waits until it has all.
+func (m *Manager) Store(name string, fd int) error {
+	return m.send(unix.UnixRights(fd), "FDSTORE=1", "FDNAME="+kept+name, "FDPOLL=0")
+}
+
+// Stored waits until the manager has handled all notifications (sd_notify_barrier(3)).
+func (m *Manager) Stored() error {
+	r, w, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	err = m.send(unix.UnixRights(int(w.Fd())), "BARRIER=1")
+	if err = errors.Join(err, w.Close()); err != nil {
+		return err
+	}
+	if err := r.SetReadDeadline(time.Now().Add(notifyTime)); err != nil {
+		return err
+	}
+	if _, err := r.Read(make([]byte, 1)); err != io.EOF { // the manager closes its copy
+		return fmt.Errorf("the manager does not answer: %w", err)
+	}
+	return nil
 }
 
 // checkSockets fails if the variables for sockets are wrong, which activation.Files ignores.
@@ -122,6 +174,9 @@ func (m *Manager) Environment() (list []string) {
 	if m.Watchdog > 0 {
 		list = append(list, fmt.Sprintf("WATCHDOG_USEC=%d", m.Watchdog.Microseconds()))
 	}
+	if m.Room > 0 {
+		list = append(list, fmt.Sprintf("FDSTORE=%d", m.Room))
+	}
 	return list
 }
 
@@ -133,11 +188,24 @@ func (m *Manager) Notify(assignments ...string) error {
 	if m.conn == nil {
 		return nil
 	}
-	if err := m.conn.SetWriteDeadline(time.Now().Add(notifyTime)); err != nil {
+	return m.send(nil, assignments...)
+}
+
+// send sends assignments with files, in the form of unix.UnixRights.
+func (m *Manager) send(rights []byte, assignments ...string) error {
+	raw, err := m.conn.SyscallConn()
+	if err == nil {
+		err = m.conn.SetWriteDeadline(time.Now().Add(notifyTime))
+	}
+	if err != nil {
 		return err
 	}
-	_, err := m.conn.Write([]byte(strings.Join(assignments, "\n")))
-	return err
+	// WriteMsgUnix does not write to a connected socket for datagrams.
+	err2 := raw.Write(func(fd uintptr) bool {
+		err = unix.Sendmsg(int(fd), []byte(strings.Join(assignments, "\n")), rights, nil, unix.MSG_NOSIGNAL)
+		return !errors.Is(err, unix.EAGAIN) && !errors.Is(err, unix.EINTR)
+	})
+	return errors.Join(err2, err)
 }
 
 // Reloading returns the assignments that begin a reload of the configuration. READY=1 ends it.
