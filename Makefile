@@ -98,6 +98,18 @@ fuzz: ## every fuzz target for FUZZTIME
 	sed -E 's|^(.*)/[^/]+:[0-9]+:func (Fuzz[A-Za-z0-9_]*)\(.*|\1 \2|' | sort -u | \
 	GO=$(GO) xargs -P 2 -L 1 sh -c '.ci/fuzz $$0 $$1 $(FUZZTIME)'
 
+# The targets of testkit.FuzzBytes. Blind runs use what guided ones have found.
+BLIND ?= 10000000
+.PHONY: fuzz-blind
+fuzz-blind: ## fuzz targets of parsers, BLIND executions each, added to docs/fuzzing.md
+	@grep -rl --include='*_test.go' 'testkit.FuzzBytes(' . | while read -r f; do \
+		sed -nE '/^func Fuzz/h; /testkit\.FuzzBytes\(/{x; s|^func (Fuzz[A-Za-z0-9_]*)\(.*|\1|p}' $$f | sed "s|^|$${f%/*} |"; done | sort | \
+	ISER_TARGET_BLIND=$(BLIND) GO=$(GO) xargs -P 2 -L 1 sh -c 'out=$$($$GO test $$0 -count 1 -timeout 0 -v -run "^$$1\$$" 2>&1) || { echo "$$out"; exit 255; }; \
+		echo "== $$0 $$1"; echo "$$out" | grep ^blind:' >$(FUZZLOG)
+	cat $(FUZZLOG)
+	$(GO) run ./tests/fuzzing/ledger docs/fuzzing.md <$(FUZZLOG)
+	rm -f $(FUZZLOG)
+
 FUZZLOG := $(shell mktemp -u)
 .PHONY: fuzz-long
 fuzz-long: ## make fuzz, and its executions added to docs/fuzzing.md

@@ -104,7 +104,7 @@ func TestHelloGolden(t *testing.T) {
 func FuzzHeader(f *testing.F) {
 	f.Add(unhex("1c000000 0004d202 ffff888012346000 0004d101 ffff888012345000"))
 	f.Add(unhex("20aa0080" + strings.Repeat("00", 24)))
-	f.Fuzz(func(t *testing.T, b []byte) {
+	testkit.FuzzBytes(f, func(t testing.TB, b []byte) {
 		h, hello, err := ParseHeader(b)
 		if err != nil {
 			return

@@ -5,6 +5,8 @@ import (
 	"encoding/binary"
 	"strings"
 	"testing"
+
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // deviceID returns a TransportID with TPID FORMAT 00b.
@@ -122,7 +124,7 @@ func TestParseTransportID(t *testing.T) {
 func FuzzTransportID(f *testing.F) {
 	f.Add(unhex(transportIDC))
 	f.Add(deviceID(portA.InitiatorName))
-	f.Fuzz(func(t *testing.T, b []byte) {
+	testkit.FuzzBytes(f, func(t testing.TB, b []byte) {
 		id, n, wrong := parseTransportID(b)
 		if wrong != noField {
 			return

@@ -299,7 +299,7 @@ func FuzzBHS(f *testing.F) {
 	}
 	f.Add(LoginRequest{Transit: true, CSG: 1, NSG: 3}.Append(nil))
 	f.Add(append(unhex(golden[0].wire), unhex("0011 01 00 101112131415161718191a1b1c1d1e1f")...))
-	f.Fuzz(func(t *testing.T, b []byte) {
+	testkit.FuzzBytes(f, func(t testing.TB, b []byte) {
 		if len(b) < BHSLen || len(b) > BHSLen+MaxAHS {
 			return
 		}

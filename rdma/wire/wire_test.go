@@ -440,7 +440,7 @@ func FuzzStartup(f *testing.F) {
 func FuzzHeaders(f *testing.F) {
 	f.Add(readRequestULPDU())
 	f.Add(tagged(Tagged{Last: true, ULP: OpWrite.Control(), STag: 7, TO: 1 << 40}, ""))
-	f.Fuzz(func(t *testing.T, b []byte) {
+	testkit.FuzzBytes(f, func(t testing.TB, b []byte) {
 		if h, err := ParseTagged(b); err == nil {
 			var w [TaggedLen]byte
 			h.Put(w[:])
@@ -469,7 +469,7 @@ func FuzzHeaders(f *testing.F) {
 func FuzzTerminate(f *testing.F) {
 	f.Add(unhex("1202c000 0076 414300000000000000000000000900000000"))
 	f.Add(unhex("21050300 0064 414300000000000000000000000900000000"))
-	f.Fuzz(func(t *testing.T, b []byte) {
+	testkit.FuzzBytes(f, func(t testing.TB, b []byte) {
 		h, err := ParseTerminate(b)
 		if err != nil {
 			return

@@ -87,23 +87,37 @@ func targetsOf(dir string) (list []target, err error) {
 
 var (
 	heading  = regexp.MustCompile(`^== \./(\S+) (Fuzz\S+)$`)
-	progress = regexp.MustCompile(`^fuzz: elapsed: \S+ execs: (\d+) `)
+	progress = regexp.MustCompile(`^(fuzz|blind): elapsed: \S+ execs: (\d+) `)
 )
 
-// executions returns how often each target ran, from what .ci/fuzz prints.
-func executions(log io.Reader) (map[target]int64, error) {
-	ran := map[target]int64{}
+// A count is how often a target ran.
+type count struct{ guided, blind int64 }
+
+func (c *count) add(o count) {
+	c.guided += o.guided
+	c.blind += o.blind
+}
+
+// executions returns how often each target ran, from what .ci/fuzz and make fuzz-blind print.
+func executions(log io.Reader) (map[target]count, error) {
+	ran := map[target]count{}
 	var now target
 	lines := bufio.NewScanner(log)
 	for lines.Scan() {
 		if m := heading.FindStringSubmatch(lines.Text()); m != nil {
 			now = target{m[1], m[2]}
 		} else if m := progress.FindStringSubmatch(strings.ReplaceAll(lines.Text(), ",", "")); m != nil && now != (target{}) {
-			n, err := strconv.ParseInt(m[1], 10, 64)
+			n, err := strconv.ParseInt(m[2], 10, 64)
 			if err != nil {
 				return nil, err
 			}
-			ran[now] = max(ran[now], n) // the count goes up during a run
+			c := ran[now]
+			if m[1] == "blind" {
+				c.blind = n
+			} else {
+				c.guided = max(c.guided, n) // the count goes up during a run
+			}
+			ran[now] = c
 		}
 	}
 	if len(ran) == 0 && lines.Err() == nil {
@@ -113,19 +127,24 @@ func executions(log io.Reader) (map[target]int64, error) {
 }
 
 const (
-	tableBegin = "| package | target | executions |\n|---|---|---|\n"
-	totalRow   = "| | **all** | **%s** |\n"
+	tableBegin = "| package | target | guided | blind |\n|---|---|---|---|\n"
+	totalRow   = "| | **all: %s** | **%s** | **%s** |\n"
 )
 
-var row = regexp.MustCompile(`^\| (\S*) ?\| ([^|*]+) \| ([0-9 ]+) \|$`)
+var row = regexp.MustCompile(`^\| (\S*) ?\| ([^|*]+) \| ([0-9 ]+) \| ([0-9 ]+) \|$`)
 
 // add returns the document with ran added to its table, whose rows are those of the targets.
-func add(document string, targets []target, ran map[target]int64) (string, error) {
+func add(document string, targets []target, ran map[target]count) (string, error) {
 	before, rest, found := strings.Cut(document, tableBegin)
 	if !found {
 		return "", fmt.Errorf("the table of executions is missing")
 	}
-	sum := map[target]int64{}
+	sum := map[target]count{}
+	plus := func(t target, c count) {
+		s := sum[t]
+		s.add(c)
+		sum[t] = s
+	}
 	for {
 		line, after, _ := strings.Cut(rest, "\n")
 		if !strings.HasPrefix(line, "|") {
@@ -136,32 +155,43 @@ func add(document string, targets []target, ran map[target]int64) (string, error
 		if m == nil {
 			continue // the total
 		}
-		n, err := strconv.ParseInt(strings.ReplaceAll(m[3], " ", ""), 10, 64)
+		guided, err := ungrouped(m[3])
 		if err != nil {
 			return "", err
 		}
-		sum[target{strings.Trim(m[1], "`"), strings.Trim(m[2], "`")}] += n
+		blind, err := ungrouped(m[4])
+		if err != nil {
+			return "", err
+		}
+		plus(target{strings.Trim(m[1], "`"), strings.Trim(m[2], "`")}, count{guided, blind})
 	}
-	for t, n := range ran {
-		sum[t] += n
+	for t, c := range ran {
+		plus(t, c)
 	}
-	for t, n := range sum {
-		if t != gone && !slices.Contains(targets, t) {
-			sum[gone] += n
+	past := count{}
+	for t, c := range sum {
+		if !slices.Contains(targets, t) {
+			past.add(c)
 		}
 	}
 	var b strings.Builder
 	b.WriteString(before + tableBegin)
-	total := sum[gone]
+	total := past
 	for _, t := range targets {
-		fmt.Fprintf(&b, "| `%s` | `%s` | %s |\n", t.pkg, t.name, grouped(sum[t]))
-		total += sum[t]
+		c := sum[t]
+		fmt.Fprintf(&b, "| `%s` | `%s` | %s | %s |\n", t.pkg, t.name, grouped(c.guided), grouped(c.blind))
+		total.add(c)
 	}
-	if sum[gone] > 0 {
-		fmt.Fprintf(&b, "| | %s | %s |\n", gone.name, grouped(sum[gone]))
+	if past != (count{}) {
+		fmt.Fprintf(&b, "| | %s | %s | %s |\n", gone.name, grouped(past.guided), grouped(past.blind))
 	}
-	fmt.Fprintf(&b, totalRow, grouped(total))
+	fmt.Fprintf(&b, totalRow, grouped(total.guided+total.blind), grouped(total.guided), grouped(total.blind))
 	return b.String() + rest, nil
+}
+
+// ungrouped returns the number that grouped has written.
+func ungrouped(s string) (int64, error) {
+	return strconv.ParseInt(strings.ReplaceAll(s, " ", ""), 10, 64)
 }
 
 // grouped returns n with spaces between groups of three digits.

@@ -7,7 +7,7 @@ import (
 )
 
 const sample = "# Fuzzing\n\n" + tableBegin +
-	"| `iscsi` | `FuzzA` | 1 999 |\n| `rdma` | `FuzzOld` | 7 |\n| | **all** | **2 006** |\n\nMore text | with a bar.\n"
+	"| `iscsi` | `FuzzA` | 1 999 | 0 |\n| `rdma` | `FuzzOld` | 7 | 1 |\n| | **all: 2 007** | **2 006** | **1** |\n\nMore text | with a bar.\n"
 
 // The executions of a log are added, new targets get a row, and those of the past keep their sum.
 func TestAdd(t *testing.T) {
@@ -18,6 +18,8 @@ fuzz: elapsed: 10s, execs: 1001 (50/sec), new interesting: 0 (total: 3)
 PASS
 == ./iscsi/tcp FuzzB
 fuzz: elapsed: 10s, execs: 1000000 (50/sec), new interesting: 0 (total: 3)
+== ./iscsi/tcp FuzzB
+blind: elapsed: 1s, execs: 20 (20/sec), corpus: 3, seed: 1
 `
 	ran, err := executions(strings.NewReader(log))
 	if err != nil {
@@ -27,8 +29,8 @@ fuzz: elapsed: 10s, execs: 1000000 (50/sec), new interesting: 0 (total: 3)
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := "# Fuzzing\n\n" + tableBegin + "| `iscsi` | `FuzzA` | 3 000 |\n| `iscsi/tcp` | `FuzzB` | 1 000 000 |\n" +
-		"| | targets of the past | 7 |\n| | **all** | **1 003 007** |\n\nMore text | with a bar.\n"
+	want := "# Fuzzing\n\n" + tableBegin + "| `iscsi` | `FuzzA` | 3 000 | 0 |\n| `iscsi/tcp` | `FuzzB` | 1 000 000 | 20 |\n" +
+		"| | targets of the past | 7 | 1 |\n| | **all: 1 003 028** | **1 003 007** | **21** |\n\nMore text | with a bar.\n"
 	if got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
