@@ -186,6 +186,7 @@ func TestFailedUpgrade(t *testing.T) {
 		{"no program", "exec format error"},
 		{"#!/bin/sh\necho at work; exit 7\n", "has ended: exit status 7"},
 		{"#!/bin/sh\nexec 3<&-\nexec sleep 1\n", "has ended: exit status 0"},
+		{"#!/bin/sh\nexec 3<&-\nexec sleep 60\n", "does not answer. It is no version of this program"},
 	} {
 		load.flows(t)
 		put(tt.program)

@@ -29,6 +29,9 @@ const (
 	cutTime = 2 * time.Second
 	// takeTime is what the new process has to open everything, while initiators wait.
 	takeTime = 10 * time.Second
+	// endTime is what a process has to end that has closed its link, or was killed. One that was killed and hangs in the
+	// kernel does nothing more in any case.
+	endTime = 2 * time.Second
 )
 
 // ErrUpgraded is what Run returns after an upgrade.
@@ -221,8 +224,12 @@ func (u *upgrade) died(err error) error {
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		return fmt.Errorf("the new process, %s, does not answer in time", u.cmd.Path)
 	case errors.Is(err, io.EOF), errors.Is(err, syscall.EPIPE):
-		<-u.ended // it has closed its end, or was killed
-		return fmt.Errorf("the new process, %s, has ended: %v. Its messages are in the log of this one", u.cmd.Path, u.cmd.ProcessState)
+		select {
+		case <-u.ended:
+			return fmt.Errorf("the new process, %s, has ended: %v. Its messages are in the log of this one", u.cmd.Path, u.cmd.ProcessState)
+		case <-time.After(endTime):
+			return fmt.Errorf("the new process, %s, does not answer. It is no version of this program that can upgrade", u.cmd.Path)
+		}
 	}
 	return err
 }
@@ -392,7 +399,11 @@ func (u *upgrade) commit() error {
 func (u *upgrade) kill() {
 	if u.ended != nil {
 		u.cmd.Process.Kill() // fails if it has ended
-		<-u.ended
+		select {
+		case <-u.ended:
+		case <-time.After(endTime):
+			u.d.log.Error("the new process was killed, and does not end", eventKey, "service", "pid", u.cmd.Process.Pid)
+		}
 	}
 }
 
