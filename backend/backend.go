@@ -22,9 +22,24 @@ var (
 	ErrUnsynced = errors.New("an earlier sync failed")
 	// ErrFixedSize reports a Resize of a Store whose medium has a fixed size.
 	ErrFixedSize = errors.New("the medium has a fixed size")
+	// ErrCorrupt reports data that differs from its checksum: see CorruptError.
+	ErrCorrupt = errors.New("the data differs from its checksum")
 	// ErrClosed reports a call after Close.
 	ErrClosed = errors.New("store is closed")
 )
+
+// A CorruptError is a block that differs from its checksum. It is an ErrCorrupt.
+type CorruptError struct {
+	Offset int64 // of the first such block, in bytes
+}
+
+// Error returns the message.
+func (e *CorruptError) Error() string {
+	return fmt.Sprintf("block at byte %d: %v", e.Offset, ErrCorrupt)
+}
+
+// Unwrap returns ErrCorrupt.
+func (e *CorruptError) Unwrap() error { return ErrCorrupt }
 
 // Info describes a Store. It does not change while the Store is open, except the Size of a
 // Grower or Resizer.

@@ -103,9 +103,12 @@ type LUN struct {
 	WriteThrough bool   `key:"write_through"` // every write is on stable storage before its response
 	Removable    bool   `key:"removable"`     // the medium can be ejected
 	Sanitize     bool   `key:"sanitize"`      // initiators may erase the whole LUN with SANITIZE
-	Identity     string `key:"identity"`      // of a file that state_dir does not know; IdentityFile, IdentityNew or empty
-	Plugin       string `key:"plugin"`        // name of a registered gotgt store
-	Options      string `key:"options"`       // passed to that store
+	Checksums    bool   `key:"checksums"`     // blocks have checksums in a side file, which reads verify
+	// ChecksumsPath is the side file; of a file the default is Path with ".sums".
+	ChecksumsPath string `key:"checksums_path"`
+	Identity      string `key:"identity"` // of a file that state_dir does not know; IdentityFile, IdentityNew or empty
+	Plugin        string `key:"plugin"`   // name of a registered gotgt store
+	Options       string `key:"options"`  // passed to that store
 
 	Initiators  []string `key:"initiators"`    // security.Patterns: initiators that see the LUN; nil: all that may log in
 	ReadOnlyFor []string `key:"read_only_for"` // security.Patterns: initiators that may only read

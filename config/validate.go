@@ -274,15 +274,17 @@ func checkLUNs(key string, luns []LUN, paths firsts[string], errs *errorList) {
 		l.check(key, errs)
 		l.checkAccess(key, errs)
 		l.checkRates(key, errs)
-		if l.Path == "" {
-			continue
-		}
-		path := l.Path
-		if abs, err := filepath.Abs(path); err == nil {
-			path = abs
-		}
-		if first, ok := paths.taken(path, key); ok {
-			errs.addf(key+".path", "%q is the path of %s", l.Path, first)
+		for _, of := range []struct{ key, path string }{{".path", l.Path}, {".checksums_path", l.SumsPath()}} {
+			if of.path == "" {
+				continue
+			}
+			path := of.path
+			if abs, err := filepath.Abs(path); err == nil {
+				path = abs
+			}
+			if first, ok := paths.taken(path, key); ok {
+				errs.addf(key+of.key, "%q is the path of %s", of.path, first)
+			}
 		}
 	}
 }
@@ -401,6 +403,32 @@ func (r *Rate) check(key string, errs *errorList) {
 	}
 }
 
+// checkChecksums checks the keys of checksums.
+func (l *LUN) checkChecksums(key string, errs *errorList) {
+	file, block := l.Backend == "file", l.Backend == "block"
+	switch {
+	case l.Checksums && l.Backend == "memory":
+		errs.addf(key+".checksums", "cannot be set for backend memory: its data ends with the process, and is never read from a disk")
+	case l.Checksums && !file && !block:
+		errs.addf(key+".checksums", "cannot be set for backend %s: only files and block devices have checksums", l.Backend)
+	case l.Checksums && block && l.ChecksumsPath == "":
+		errs.addf(key+".checksums_path", "is required for checksums of a block device: the file that gets them, on another file system than one of the device")
+	case !l.Checksums && l.ChecksumsPath != "":
+		errs.addf(key+".checksums_path", "requires checksums: true")
+	}
+}
+
+// SumsPath returns the path of the side file, or an empty string without checksums.
+func (l *LUN) SumsPath() string {
+	switch {
+	case !l.Checksums:
+		return ""
+	case l.ChecksumsPath != "":
+		return l.ChecksumsPath
+	}
+	return l.Path + ".sums"
+}
+
 // check checks the keys of the backend.
 func (l *LUN) check(key string, errs *errorList) {
 	b, ok := backends[l.Backend]
@@ -438,6 +466,7 @@ func (l *LUN) check(key string, errs *errorList) {
 	case l.Backend != "file":
 		errs.addf(key+".identity", "cannot be set for backend %s: only files have marks", l.Backend)
 	}
+	l.checkChecksums(key, errs)
 	if !b.blockSize {
 		return
 	}

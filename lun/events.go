@@ -76,6 +76,12 @@ type StateNotStoredEvent struct {
 	Err    error
 }
 
+// A ScrubEndedEvent is the end of a scrub that nobody canceled.
+type ScrubEndedEvent struct {
+	Serial string
+	Scrub  Scrub
+}
+
 // A SanitizeStage is what happened to a SANITIZE.
 type SanitizeStage int
 
@@ -120,6 +126,9 @@ func (SyncsFailEvent) Kind() string { return "medium" }
 
 // Kind implements Event.
 func (StateNotStoredEvent) Kind() string { return "medium" }
+
+// Kind implements Event.
+func (ScrubEndedEvent) Kind() string { return "medium" }
 
 // Kind implements Event.
 func (SanitizeEvent) Kind() string { return "medium" }
@@ -185,6 +194,15 @@ func (e SyncsFailEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 func (e StateNotStoredEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 	logLine(l, slog.LevelError, "state not stored",
 		append(extra, slog.String("naa", e.Serial), slog.Any("reason", e.Err))...)
+}
+
+// Log implements Event.
+func (e ScrubEndedEvent) Log(l *slog.Logger, extra ...slog.Attr) {
+	level, attrs := slog.LevelInfo, append(extra, slog.String("naa", e.Serial), slog.Int64("octets", e.Scrub.Done), slog.Uint64("bad_blocks", e.Scrub.Bad))
+	if e.Scrub.Bad > 0 {
+		level, attrs = slog.LevelError, append(attrs, slog.Uint64("first_near_lba", e.Scrub.First))
+	}
+	logLine(l, level, "scrub "+e.Scrub.Status.String(), attrs...)
 }
 
 // sanitizeLines are the lines of the stages of a SANITIZE.

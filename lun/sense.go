@@ -241,6 +241,8 @@ func (c *Command) writeDone(err error) bool {
 		return c.failClosed()
 	case errors.Is(err, backend.ErrRange):
 		return c.failRange(c.lba) // the unit became smaller meanwhile
+	case errors.Is(err, backend.ErrCorrupt): // the rest of a block of which a part is written
+		return c.failCorrupt(err)
 	}
 	return c.fail(condWriteError)
 }
@@ -262,8 +264,21 @@ func (c *Command) readDone(err error) bool {
 		return c.failClosed()
 	case errors.Is(err, backend.ErrRange):
 		return c.failRange(c.lba)
+	case errors.Is(err, backend.ErrCorrupt):
+		return c.failCorrupt(err)
 	}
 	return c.fail(condReadError)
+}
+
+// failCorrupt fails c because of a block that differs from its checksum. INFORMATION has its LBA (SBC-3, section
+// 4.18.1), if fixed format has room for it.
+func (c *Command) failCorrupt(err error) bool {
+	s := newSense(condReadError)
+	if corrupt, ok := errors.AsType[*backend.CorruptError](err); ok {
+		lba := uint64(corrupt.Offset) >> c.unit.shift
+		s.infoOK, s.info = lba <= math.MaxUint32, uint32(lba)
+	}
+	return c.failSense(s)
 }
 
 // failClosed ends a command that meets a closed store: the initiators lost its unit, another unit

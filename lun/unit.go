@@ -79,6 +79,7 @@ type Unit struct {
 	watch       storeWatch
 	detachedIn  atomic.Int32 // commands, and calls by aside, that nobody waits for: see detach.go
 	sanitizer   sanitizer
+	scrubber    scrubber
 	counts      unitCounts
 	storeErrors storeErrorLog
 	faults      atomic.Pointer[injected] // nil: none
@@ -363,6 +364,7 @@ func (u *Unit) CutOff() { u.gone.Store(true) }
 func (u *Unit) Detach() backend.Store {
 	u.stopFaults()
 	u.sanitizer.close()
+	u.scrubber.close()
 	all := u.ranges.exclude(allStripes)
 	u.detached.Store(true)
 	all.release()
@@ -375,6 +377,7 @@ func (u *Unit) Close() error {
 	u.stopFaults()
 	u.sanitizer.close()
 	u.gate.Shut()
+	u.scrubber.close()
 	err := u.store.Close()
 	if err != nil && !errors.Is(err, backend.ErrClosed) {
 		u.unsynced.Store(true)

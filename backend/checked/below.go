@@ -3,6 +3,7 @@ package checked
 import (
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/iser-target/iser-target/backend"
 )
@@ -57,7 +58,7 @@ func (s *Store) Inspect() error {
 			more = "at least "
 		}
 		return fmt.Errorf("%w: %s%d blocks, the first has LBA %d. Write them again or restore them from a backup, then scrub the LUN",
-			ErrCorrupt, more, n, first/s.bs)
+			backend.ErrCorrupt, more, n, first/s.bs)
 	}
 	if i, ok := s.sums.(backend.Inspector); ok {
 		if err := i.Inspect(); err != nil && !errors.Is(err, backend.ErrClosed) {
@@ -137,7 +138,7 @@ func (s *Store) Scrub(p []byte, off int64) (bad int, err error) {
 	w := s.works.Get().(*work)
 	defer s.works.Put(w)
 	bad, err = s.verify(w, p, off, func(p []byte, off int64) error { return backend.ReadMedium(s.below, p, off) }, true)
-	if errors.Is(err, ErrCorrupt) {
+	if errors.Is(err, backend.ErrCorrupt) {
 		err = nil
 	}
 	if bad == 0 && err == nil {
@@ -160,15 +161,36 @@ func descriptor(s backend.Store) int {
 }
 
 // Rest makes s leave the side file alone until Resume, for another process that opens the same files. It waits for
-// what the keeper does. Nobody changes s meanwhile.
-func (s *Store) Rest() { s.resting.Lock() }
+// what the keeper does, and fails after limit. Nobody changes s meanwhile.
+func (s *Store) Rest(limit time.Duration) error {
+	s.atRest.Store(true)
+	for end := time.Now().Add(limit); !s.resting.TryLock(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			s.atRest.Store(false)
+			return fmt.Errorf("file of checksums %s is still in use after %v", s.side.path, limit)
+		}
+	}
+	s.resting.Unlock()
+	return nil
+}
 
 // Resume ends Rest, after the other process has ended. That process may have cleared bits of the map, so Resume
 // writes all again. Nobody changes s meanwhile.
 func (s *Store) Resume() error {
-	defer s.resting.Unlock()
-	if s.info.ReadOnly {
+	if !s.atRest.Load() || s.info.ReadOnly {
 		return nil
 	}
-	return s.intent.saveAll()
+	err := s.intent.saveAll()
+	s.atRest.Store(false)
+	s.wakeKeeper()
+	return err
+}
+
+// Abandon closes the side file, but not the store below. Nobody uses s any longer.
+func (s *Store) Abandon() error {
+	s.endKeeper()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closed = true
+	return s.sums.Close()
 }

@@ -37,22 +37,6 @@ import (
 	"github.com/iser-target/iser-target/backend"
 )
 
-// ErrCorrupt is in errors about blocks that differ from their checksums.
-var ErrCorrupt = errors.New("the data differs from its checksum")
-
-// A CorruptError is a block that differs from its checksum.
-type CorruptError struct {
-	Offset int64 // of the first such block, in bytes
-}
-
-// Error returns the message.
-func (e *CorruptError) Error() string {
-	return fmt.Sprintf("block at byte %d: %v", e.Offset, ErrCorrupt)
-}
-
-// Unwrap returns ErrCorrupt.
-func (e *CorruptError) Unwrap() error { return ErrCorrupt }
-
 const (
 	regionSpan = 16 << 20 // bytes of data that a bit of the map is about
 	pieceSpan  = 64 << 10 // bytes of data that a lock is about
@@ -79,7 +63,8 @@ type Store struct {
 	locks    [stripes]paddedMutex
 	works    sync.Pool
 	resizing sync.Mutex // held by Grow, Resize and Recover, before mu
-	resting  sync.Mutex // held by the keeper while it does something, and between Rest and Resume
+	resting  sync.Mutex // held by the keeper while it does something, and by Grow
+	atRest   atomic.Bool
 
 	mu     sync.RWMutex // held for reading by calls, for writing by Close
 	closed bool         // guarded by mu
@@ -201,7 +186,7 @@ func (s *Store) sum(block []byte) uint32 { return crc32.Checksum(block, castagno
 // sumAt returns the offset in the side file of the checksum of the block at off.
 func (s *Store) sumAt(off int64) int64 { return sumsAt + off/s.bs*sumLen }
 
-// ReadAt implements backend.Store. It returns a CorruptError for the first block that differs from
+// ReadAt implements backend.Store. It returns a backend.CorruptError for the first block that differs from
 // its checksum; p is indeterminate then.
 func (s *Store) ReadAt(p []byte, off int64) error {
 	n := int64(len(p))
@@ -261,7 +246,7 @@ func (s *Store) verify(w *work, p []byte, off int64, read func([]byte, int64) er
 			if s.sum(block) != getSum(sums[i:]) {
 				switch err := s.lookAgain(block, off, read); {
 				case err == nil:
-				case all && errors.Is(err, ErrCorrupt):
+				case all && errors.Is(err, backend.ErrCorrupt):
 					if bad++; first == nil {
 						first = err
 					}
@@ -338,7 +323,7 @@ func (s *Store) judge(block []byte, off int64, sum uint32) error {
 	s.mismatches.Add(1)
 	s.bad.add(off)
 	s.report(off)
-	return &CorruptError{off}
+	return &backend.CorruptError{Offset: off}
 }
 
 // reportInterval is the shortest time between two calls of Config.Corrupt.
@@ -608,7 +593,7 @@ func (s *Store) Close() error {
 	}
 	s.closed = true
 	err := s.below.Close()
-	if err == nil && !s.info.ReadOnly {
+	if err == nil && !s.info.ReadOnly && !s.atRest.Load() {
 		if err = s.sums.Sync(); err == nil {
 			err = s.intent.cleanAll()
 		}

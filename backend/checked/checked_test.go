@@ -36,7 +36,11 @@ func openFiles(t testing.TB, dir, id string, c backend.FileConfig) (*Store, stri
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, id, err := Open(below, Config{Path: c.Path + Suffix, ID: id})
+	create := id == ""
+	if create {
+		id = NewID()
+	}
+	s, err := Open(below, Config{Path: c.Path + Suffix, ID: id, Create: create})
 	if err != nil {
 		t.Fatal(errors.Join(err, below.Close()))
 	}
@@ -137,13 +141,13 @@ func TestFlippedBit(t *testing.T) {
 			var reported []int64
 			below, _, err := backend.OpenFile(backend.FileConfig{Path: filepath.Join(dir, "lun.img"), BlockSize: bs})
 			must(t, "OpenFile", err)
-			s, _, err = Open(below, Config{Path: filepath.Join(dir, "lun.img.sums"), ID: id, Corrupt: func(off int64, _ uint64) { reported = append(reported, off) }})
+			s, err = Open(below, Config{Path: filepath.Join(dir, "lun.img.sums"), ID: id, Corrupt: func(off int64, _ uint64) { reported = append(reported, off) }})
 			must(t, "Open", err)
 			defer s.Close()
 			wantBad := func(what string, err error, at int64) {
 				t.Helper()
-				var c *CorruptError
-				if !errors.As(err, &c) || c.Offset != at || !errors.Is(err, ErrCorrupt) {
+				var c *backend.CorruptError
+				if !errors.As(err, &c) || c.Offset != at || !errors.Is(err, backend.ErrCorrupt) {
 					t.Errorf("%s: %v, want a CorruptError at %d", what, err, at)
 				}
 			}
@@ -155,7 +159,7 @@ func TestFlippedBit(t *testing.T) {
 			wantBad("write of a part", s.WriteAt([]byte{1, 2, 3}, bad+7), bad)
 			wantBad("discard of a part", s.Discard(bad+1, 8), bad)
 			wantBad("still", s.ReadAt(buf[:bs], bad), bad)
-			if err := s.Inspect(); !errors.Is(err, ErrCorrupt) || !strings.Contains(err.Error(), fmt.Sprintf("2 blocks, the first has LBA %d", bad/int64(bs))) {
+			if err := s.Inspect(); !errors.Is(err, backend.ErrCorrupt) || !strings.Contains(err.Error(), fmt.Sprintf("2 blocks, the first has LBA %d", bad/int64(bs))) {
 				t.Errorf("Inspect: %v", err)
 			}
 			if len(reported) != 1 || reported[0] != bad {
@@ -199,7 +203,7 @@ func TestAdopt(t *testing.T) {
 		t.Error("stale after a Close")
 	}
 	must(t, "read", s.ReadAt(buf[:39<<20], 0))
-	if err := s.ReadAt(buf, 0); !errors.Is(err, ErrCorrupt) {
+	if err := s.ReadAt(buf, 0); !errors.Is(err, backend.ErrCorrupt) {
 		t.Errorf("a flipped bit: %v", err)
 	}
 }
@@ -248,7 +252,7 @@ func TestDamagedSideFile(t *testing.T) {
 			below, _, err := backend.OpenFile(backend.FileConfig{Path: path})
 			must(t, "OpenFile", err)
 			defer below.Close()
-			if _, _, err := Open(below, Config{Path: path + Suffix, ID: id}); err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), path+Suffix) {
+			if _, err := Open(below, Config{Path: path + Suffix, ID: id}); err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), path+Suffix) {
 				t.Errorf("Open: %v, want %q", err, c.want)
 			}
 			must(t, "the store below is open", below.ReadAt(make([]byte, 512), 0))
@@ -264,15 +268,18 @@ func TestDamagedSideFile(t *testing.T) {
 		}
 		must(t, "Rename", os.Rename(filepath.Join(dirs[0], "lun.img.sums"), filepath.Join(dirs[1], "lun.img.sums")))
 		below := memory(t, testSize, 512)
-		if _, _, err := Open(below, Config{Path: filepath.Join(dirs[1], "lun.img.sums"), ID: ids[1]}); err == nil || !strings.Contains(err.Error(), "belongs to other data") {
+		if _, err := Open(below, Config{Path: filepath.Join(dirs[1], "lun.img.sums"), ID: ids[1]}); err == nil || !strings.Contains(err.Error(), "belongs to other data") {
 			t.Errorf("Open: %v", err)
+		}
+		if _, err := Open(below, Config{Path: filepath.Join(dirs[1], "lun.img.sums"), ID: NewID(), Create: true}); err == nil || !strings.Contains(err.Error(), "it is there already") {
+			t.Errorf("Open to create: %v", err)
 		}
 	})
 	t.Run("block size", func(t *testing.T) {
 		dir := t.TempDir()
 		s, id := openFiles(t, dir, "", backend.FileConfig{Size: testSize})
 		must(t, "Close", s.Close())
-		if _, _, err := Open(memory(t, testSize, 4096), Config{Path: filepath.Join(dir, "lun.img.sums"), ID: id}); err == nil || !strings.Contains(err.Error(), "blocks of 512 bytes, and the LUN has blocks of 4096") {
+		if _, err := Open(memory(t, testSize, 4096), Config{Path: filepath.Join(dir, "lun.img.sums"), ID: id}); err == nil || !strings.Contains(err.Error(), "blocks of 512 bytes, and the LUN has blocks of 4096") {
 			t.Errorf("Open: %v", err)
 		}
 	})
@@ -321,7 +328,7 @@ func TestResize(t *testing.T) {
 	read(51 << 20)
 	settle(t, s)
 	flip(t, dir, 50<<20+77)
-	if err := s.ReadAt(make([]byte, 512), 50<<20); !errors.Is(err, ErrCorrupt) {
+	if err := s.ReadAt(make([]byte, 512), 50<<20); !errors.Is(err, backend.ErrCorrupt) {
 		t.Errorf("a flipped bit behind the old end: %v", err)
 	}
 }
@@ -333,7 +340,7 @@ func TestFailedWrites(t *testing.T) {
 		t.Run(where, func(t *testing.T) {
 			below := &backendtest.Faulty{Store: memory(t, testSize, 512)}
 			side := &backendtest.Faulty{Store: memory(t, sideSize(testSize, 512), 512)}
-			s, err := openOn(below, resizable{side}, Config{})
+			s, err := openOn(below, resizable{side}, Config{ID: NewID(), Create: true})
 			must(t, "openOn", err)
 			s.idle = time.Hour
 			go s.keep()

@@ -160,7 +160,7 @@ func TestPowerLoss(t *testing.T) {
 		r := rand.New(rand.NewPCG(seed, 5))
 		calls := 1 << 60
 		data, sums := newMedium(size, 512, &calls), newMedium(sideSize(size, 512), 512, &calls)
-		s, err := openOn(data, sums, Config{})
+		s, err := openOn(data, sums, Config{ID: NewID(), Create: true})
 		must(t, "openOn", err)
 		for r := range int64(3) { // without a keeper, so that a seed is a course of events
 			s.intent.adopt(r)
@@ -252,7 +252,7 @@ func filled(version byte) []byte {
 func TestKeeperCleans(t *testing.T) {
 	calls := 1 << 60
 	data, sums := newMedium(2*regionSpan, 512, &calls), newMedium(sideSize(2*regionSpan, 512), 512, &calls)
-	s, err := openOn(data, sums, Config{})
+	s, err := openOn(data, sums, Config{ID: NewID(), Create: true})
 	must(t, "openOn", err)
 	s.idle = 10 * time.Millisecond
 	go s.keep()

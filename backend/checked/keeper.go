@@ -75,6 +75,9 @@ func (k *keeper) turn() (wait time.Duration, ended bool) {
 	s := k.s
 	s.resting.Lock()
 	defer s.resting.Unlock()
+	if s.atRest.Load() {
+		return s.idle, false
+	}
 	if s.intent.stale.Load() > 0 && !time.Now().Before(k.retry) {
 		switch err := s.adoptAll(make([]byte, adoptStep)); {
 		case errors.Is(err, backend.ErrClosed):

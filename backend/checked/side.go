@@ -29,9 +29,9 @@ const Suffix = ".sums"
 // Config describes a Store.
 type Config struct {
 	Path string // of the side file
-	// ID is what Open has returned before for this side file. Empty: none is expected, so Open makes the file
-	// if it is absent.
-	ID string
+	ID   string // of NewID; the side file has it, too, so that it cannot be that of other data
+	// Create makes Open create the side file if it is absent. The checksums are then computed from the data in the background.
+	Create bool
 	// Corrupt, which may be nil, is called at most once a second when a block differs from its checksum, with
 	// the offset of the block and the number of blocks that were not reported since the last call. It returns soon.
 	Corrupt func(off int64, notReported uint64)
@@ -89,15 +89,20 @@ func decodeHeader(b []byte) (h header, err error) {
 	return h, nil
 }
 
-// Open returns a Store on below, which belongs to it from then on, and the ID of its side file. If the side file
-// is absent and c has no ID, Open makes it; the checksums are then computed from the data in the background. If Open
-// fails, below stays open.
-func Open(below backend.Store, c Config) (s *Store, id string, err error) {
+// NewID returns an ID for a side file that Open creates. The caller keeps it.
+func NewID() string {
+	var id [16]byte
+	_, _ = rand.Read(id[:]) // never fails
+	return hex.EncodeToString(id[:])
+}
+
+// Open returns a Store on below, which belongs to it from then on. If Open fails, below stays open.
+func Open(below backend.Store, c Config) (s *Store, err error) {
 	if s, err = open(below, c); err != nil {
-		return nil, "", fmt.Errorf("file of checksums %s: %w", c.Path, err)
+		return nil, fmt.Errorf("file of checksums %s: %w", c.Path, err)
 	}
 	go s.keep()
-	return s, hex.EncodeToString(s.side.id[:]), nil
+	return s, nil
 }
 
 func open(below backend.Store, c Config) (s *Store, err error) {
@@ -108,13 +113,13 @@ func open(below backend.Store, c Config) (s *Store, err error) {
 	st, err := os.Stat(c.Path)
 	absent := errors.Is(err, fs.ErrNotExist)
 	switch {
-	case absent && c.ID != "":
+	case absent && !c.Create:
 		return nil, fmt.Errorf("not found, but the LUN had one. %s", Remedy)
 	case absent && info.ReadOnly:
 		return nil, errors.New("not found, and a read-only LUN gets none. Make the LUN writable first")
 	case !absent && err != nil:
 		return nil, err
-	case !absent && st.Size() == 0 && c.ID != "":
+	case !absent && st.Size() == 0 && !c.Create:
 		return nil, fmt.Errorf("it is empty. %s", Remedy)
 	case !absent && st.Size() != 0 && st.Size() < sumsAt:
 		return nil, fmt.Errorf("it has %d bytes, too few for any checksums. %s", st.Size(), Remedy)
@@ -137,12 +142,16 @@ func open(below backend.Store, c Config) (s *Store, err error) {
 func openOn(below, side backend.Store, c Config) (*Store, error) {
 	info := below.Info()
 	f := &sideFile{path: c.Path, store: side, bs: info.BlockSize}
+	id, err := hex.DecodeString(c.ID)
+	if err != nil || copy(f.id[:], id) != len(f.id) || len(id) != len(f.id) {
+		return nil, fmt.Errorf("its identity %q is not one of NewID", c.ID)
+	}
 	b := make([]byte, sectorLen)
 	if err := side.ReadAt(b, 0); err != nil {
 		return nil, err
 	}
 	regions := (info.Size + regionSpan - 1) / regionSpan
-	if bytes.Equal(b, make([]byte, sectorLen)) && c.ID == "" && !info.ReadOnly { // a new file, or the end of the process interrupted that
+	if bytes.Equal(b, make([]byte, sectorLen)) && c.Create && !info.ReadOnly { // a new file, or the end of the process interrupted that
 		return f.create(below, c, regions)
 	}
 	h, err := decodeHeader(b)
@@ -151,12 +160,13 @@ func openOn(below, side backend.Store, c Config) (*Store, error) {
 		return nil, err
 	case h.BlockSize != info.BlockSize:
 		return nil, fmt.Errorf("it is for blocks of %d bytes, and the LUN has blocks of %d. %s", h.BlockSize, info.BlockSize, Remedy)
-	case c.ID != "" && hex.EncodeToString(h.ID[:]) != c.ID:
-		return nil, fmt.Errorf("it belongs to other data: its identity is %x, and that of the LUN's is %s. %s", h.ID, c.ID, Remedy)
+	case h.ID != f.id && c.Create:
+		return nil, fmt.Errorf("it is there already, and belongs to other data, or is old: its identity is %x. It was not overwritten: move it away", h.ID)
+	case h.ID != f.id:
+		return nil, fmt.Errorf("it belongs to other data, or is old: its identity is %x, and that of the LUN's is %s. %s", h.ID, c.ID, Remedy)
 	case h.Size <= 0 || h.Size > maxSize || side.Info().Size < sideSize(h.Size, h.BlockSize):
 		return nil, fmt.Errorf("it has %d bytes, too few for the checksums of %d bytes of data. %s", side.Info().Size, h.Size, Remedy)
 	}
-	f.id = h.ID
 	s := newStore(below, f, c)
 	if err := s.intent.load(regions); err != nil {
 		return nil, fmt.Errorf("%w. %s", err, Remedy)
@@ -175,7 +185,6 @@ func (f *sideFile) create(below backend.Store, c Config, regions int64) (*Store,
 			return nil, err
 		}
 	}
-	_, _ = rand.Read(f.id[:]) // never fails
 	s := newStore(below, f, c)
 	s.intent.grow(regions)
 	if err := s.intent.staleAll(0, regions-1); err != nil {
@@ -196,16 +205,18 @@ func sideSize(size int64, bs uint32) int64 {
 	return (sumsAt + size/int64(bs)*sumLen + sectorLen - 1) &^ (sectorLen - 1)
 }
 
-// Is reports whether the file at path is a side file.
-func Is(path string) bool {
+// IDOf returns the ID of the side file at path, or an empty string if it is not one or cannot be read.
+func IDOf(path string) string {
 	f, err := os.Open(path)
 	if err != nil {
-		return false
+		return ""
 	}
 	defer f.Close()
-	b := make([]byte, len(magic))
-	n, _ := f.ReadAt(b, 0)
-	return string(b[:n]) == magic
+	b := make([]byte, headerLen)
+	if _, err := f.ReadAt(b, 0); err != nil || string(b[:len(magic)]) != magic {
+		return ""
+	}
+	return hex.EncodeToString(b[16:32])
 }
 
 func getSum(b []byte) uint32      { return binary.LittleEndian.Uint32(b) }

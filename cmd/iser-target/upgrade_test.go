@@ -26,7 +26,7 @@ import (
 // withFile adds a file LUN to a configuration, as LUN 0, and makes the memory LUN LUN 1.
 func withFile(dir string) func(string) string {
 	return func(text string) string {
-		return strings.Replace(text, "{id: 0, backend: memory", fmt.Sprintf("{id: 0, backend: file, path: %s/d.img, size: 4MiB}, {id: 1, backend: memory", dir), 1)
+		return strings.Replace(text, "{id: 0, backend: memory", fmt.Sprintf("{id: 0, backend: file, path: %s/d.img, size: 4MiB, checksums: true}, {id: 1, backend: memory", dir), 1)
 	}
 }
 

@@ -71,7 +71,7 @@ type world struct {
 	starts          []time.Duration
 }
 
-// newWorld starts a target with LUNs of 512 and 4096 bytes per block, one of which is write-through.
+// newWorld starts a target with LUNs of 512 and 4096 bytes per block, one of which is write-through, and one with checksums.
 func newWorld(t *testing.T) *world {
 	w := &world{dir: t.TempDir()}
 	w.Target = harness.Config{Dir: w.dir, Targets: fmt.Sprintf(`
@@ -82,9 +82,10 @@ func newWorld(t *testing.T) *world {
       - {id: 1, backend: file, path: %[3]s/1.img, size: %[4]d, block_size: 4096}
       - {id: 2, backend: file, path: %[3]s/2.img, size: %[4]d, write_through: true}
       - {id: 3, backend: file, path: %[3]s/3.img, size: %[4]d}
+      - {id: 4, backend: file, path: %[3]s/4.img, size: %[4]d, checksums: true}
   - name: %[2]s
     initiators: ["*"]`, store, changing, w.dir, diskSize)}.Start(t)
-	w.disks = []*disk{newDisk(0, 512, diskSize/512), newDisk(1, 4096, diskSize/4096), newDisk(2, 512, diskSize/512)}
+	w.disks = []*disk{newDisk(0, 512, diskSize/512), newDisk(1, 4096, diskSize/4096), newDisk(2, 512, diskSize/512), newDisk(4, 512, diskSize/512)}
 	w.res = reservations{lun: 3, names: [2]string{overISER, overTCP}, acked: registrations{keys: map[string]uint64{}}}
 	w.chg = changes{dir: filepath.Join(w.dir, "changing"), target: changing, extra: extra, acked: configured{luns: map[int]lunState{}}}
 	if err := os.Mkdir(w.chg.dir, 0o700); err != nil {

@@ -56,7 +56,7 @@ func TestOpenAPISchemasAreThoseOfTheTypes(t *testing.T) {
 		schema.State{}, schema.PortalState{}, schema.TargetState{}, schema.LUNState{}, schema.ReservationState{}, schema.RegistrationState{}, schema.SettingState{},
 		schema.SessionState{}, schema.CounterState{}, schema.PhaseState{}, schema.ConnectionState{}, schema.Explanation{}, schema.Rule{}, schema.LUNView{}, schema.Event{},
 		schema.Plan{}, schema.Step{}, config.Change{}, schema.Summary{}, schema.LimitState{}, schema.Rate{}, schema.InitiatorRate{},
-		schema.DrainRequest{}, schema.DrainState{}, schema.Upgrade{}, schema.Recovery{}, schema.Faults{}, schema.FaultState{},
+		schema.DrainRequest{}, schema.DrainState{}, schema.Upgrade{}, schema.Recovery{}, schema.ChecksumState{}, schema.ScrubRequest{}, schema.Scrub{}, schema.Faults{}, schema.FaultState{},
 	} {
 		typ := reflect.TypeOf(v)
 		var want, got []string

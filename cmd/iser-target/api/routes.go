@@ -292,6 +292,40 @@ func (s *Server) recoverLUN(r *http.Request) (any, error) {
 	return s.d.Recover(r.Context(), name(r), id)
 }
 
+func (s *Server) scrub(r *http.Request) (any, error) {
+	id, err := lunID(r)
+	if err != nil {
+		return nil, err
+	}
+	return s.d.Scrub(name(r), id)
+}
+
+func (s *Server) beginScrub(r *http.Request) (any, error) {
+	id, err := lunID(r)
+	if err != nil {
+		return nil, err
+	}
+	var req schema.ScrubRequest
+	if err := body(r, &req); err != nil {
+		return nil, err
+	}
+	rate := config.Size(0)
+	if req.Rate != "" {
+		if rate, err = config.ParseSize(req.Rate); err != nil {
+			return nil, invalid("rate: %v", err)
+		}
+	}
+	return s.d.BeginScrub(r.Context(), name(r), id, int64(rate))
+}
+
+func (s *Server) cancelScrub(r *http.Request) (any, error) {
+	id, err := lunID(r)
+	if err != nil {
+		return nil, err
+	}
+	return s.d.CancelScrub(r.Context(), name(r), id)
+}
+
 func (s *Server) setFaults(r *http.Request) (any, error) {
 	id, err := lunID(r)
 	if err != nil {

@@ -109,7 +109,7 @@ func (p *program) lun() *cobra.Command {
 	show := show(p, verb{use: "show TARGET LUN", short: "Show a LUN with its settings, counters and reservation",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns)},
 		func(ctx context.Context, c *call) (schema.LUNState, error) { return c.LUN(ctx, c.target, c.lun) }, lunTable)
-	return group("lun", "Manage LUNs", list, show, p.createLUN(), p.deleteLUN(), p.resizeLUN(), p.setLUN(), p.resetSettings(), p.recoverLUN(), p.faultLUN())
+	return group("lun", "Manage LUNs", list, show, p.createLUN(), p.deleteLUN(), p.resizeLUN(), p.setLUN(), p.resetSettings(), p.recoverLUN(), p.scrubLUN(), p.faultLUN())
 }
 
 // stateOf returns the state of a LUN, or its health if that says more.
@@ -249,6 +249,16 @@ func lunTable(t *table, l schema.LUNState) {
 	t.row("write through", l.WriteThrough)
 	t.row("removable", l.Removable)
 	t.row("sanitize", l.Sanitize)
+	if k := l.Checksums; k != nil {
+		t.row("checksums", k.Path)
+		t.row("corrupt blocks", k.Bad)
+		if k.Pending > 0 {
+			t.row("checksums pending", rounded(k.Pending))
+		}
+		if s := k.Scrub; s != nil {
+			t.row("scrub", fmt.Sprintf("%s, %s of %s, %d corrupt blocks", s.State, rounded(s.Done), rounded(s.Total), s.Bad))
+		}
+	}
 	t.row("initiators", all(l.Initiators))
 	t.row("read only for", strings.Join(l.ReadOnlyFor, ","))
 	for _, s := range l.Settings {
@@ -292,6 +302,11 @@ progress. If interrupted, they leave nothing behind.`,
 					return nil, err
 				}
 			}
+			if l.ChecksumsPath != "" {
+				if l.ChecksumsPath, err = c.absolute(l.ChecksumsPath); err != nil {
+					return nil, err
+				}
+			}
 			if err := rates.of(c.cmd, &l); err != nil {
 				return nil, err
 			}
@@ -329,6 +344,8 @@ progress. If interrupted, they leave nothing behind.`,
 	f.BoolVar(&l.Removable, "removable", false, "let initiators eject the medium")
 	f.StringVar(&l.Identity, "identity", "", "of a file from another target: \"file\" keeps its serial number and NAA, \"new\" does not")
 	f.BoolVar(&l.Sanitize, "sanitize", false, "let initiators erase the whole LUN with SANITIZE")
+	f.BoolVar(&l.Checksums, "checksums", false, "keep checksums of the blocks in a side file, and verify them on each read")
+	f.StringVar(&l.ChecksumsPath, "checksums-path", "", "the side file (default of a file: its path with .sums)")
 	f.StringVar(&l.Plugin, "plugin", "", "name of the gotgt backend")
 	f.StringVar(&l.Options, "options", "", "options for the gotgt backend")
 	f.StringArrayVar(&l.Initiators, "initiator", nil, "pattern of initiators that see the LUN; repeatable (default: all)")

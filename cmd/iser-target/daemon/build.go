@@ -88,6 +88,9 @@ func (b *FileBuilder) publish(ctx context.Context) error {
 	err := b.d.calls.do(ctx, b.d.waits.store, b.Path(), "giving it its name", func(*call) error {
 		b.mu.Lock()
 		defer b.mu.Unlock()
+		if err := b.d.dropSums(b.Path()); err != nil { // of an earlier file
+			return err
+		}
 		return b.Publish()
 	}, nil)
 	b.stuck = errors.Is(err, ErrStuck)

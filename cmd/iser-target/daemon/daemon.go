@@ -130,6 +130,7 @@ type stateFiles struct {
 	settings      *lun.Settings
 	sanitizations *lun.Sanitizations
 	shrinks       shrinks
+	checksums     checksums
 }
 
 // New opens the stores and listens on the portals. Initiators can connect, but only Run

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/checked"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/lun"
@@ -117,6 +118,8 @@ func healthOf(l *servedLUN, err error) (now health, known bool) {
 		now.is, now.reason = lun.Orphaned, fmt.Sprintf(reasonReplaced, err)
 	case errors.Is(err, backend.ErrUnsynced), l.unit.Unsynced():
 		now.is, now.reason = lun.Failed, reasonUnsynced
+	case errors.Is(err, backend.ErrCorrupt), errors.Is(err, checked.ErrSide):
+		now.is, now.reason = lun.Degraded, err.Error()
 	case errors.Is(err, backend.ErrCut):
 		now.is, now.reason = lun.Degraded, fmt.Sprintf(reasonCut, err)
 	case errors.Is(err, ErrStuck), errors.Is(err, backend.ErrClosed):

@@ -141,6 +141,7 @@ func lunState(target string, l *servedLUN) schema.LUNState {
 		Initiators: l.Initiators, ReadOnlyFor: l.ReadOnlyFor,
 		RateState: rateState(l.Rate()), Waiting: l.unit.StoreCalls().Waiting,
 	}
+	s.Checksums = checksumState(l)
 	for _, r := range l.Rates {
 		s.Rates = append(s.Rates, schema.InitiatorRate{Initiators: r.Initiators, RateState: rateState(r)})
 	}

@@ -61,6 +61,9 @@ func (s *stateFiles) open(dir string) (err error) {
 	if err = s.shrinks.open(dir); err != nil {
 		return err
 	}
+	if err = s.checksums.open(dir); err != nil {
+		return err
+	}
 	if s.reservations, err = lun.OpenReservations(filepath.Join(dir, reservationsFile)); err != nil {
 		return err
 	}
@@ -80,7 +83,7 @@ type stateFile interface {
 
 // all returns the files that exist. Without a state directory most do not.
 func (s *stateFiles) all() (list []stateFile) {
-	for _, f := range []stateFile{s.ids, s.reservations, s.settings, s.sanitizations, s.shrinks.doc} {
+	for _, f := range []stateFile{s.ids, s.reservations, s.settings, s.sanitizations, s.shrinks.doc, s.checksums.doc} {
 		if !reflect.ValueOf(f).IsNil() {
 			list = append(list, f)
 		}
@@ -219,6 +222,7 @@ func (d *Daemon) closeLUN(ctx context.Context, timeout time.Duration, t *servedT
 // that was never created as missing, nor gives a new disk the identity of an old one.
 func (d *Daemon) openUnit(target string, l *config.LUN, fresh bool, open func(*config.LUN) (backend.Store, error), isAbandoned func() bool) (*lun.Unit, error) {
 	key := identityKey(target, l)
+	blank := false // the file is another disk, without data
 	if l.Backend == "file" && !fresh {
 		switch fi, err := os.Stat(l.Path); {
 		case errors.Is(err, fs.ErrNotExist):
@@ -227,6 +231,7 @@ func (d *Daemon) openUnit(target string, l *config.LUN, fresh bool, open func(*c
 			if _, err := d.state.ids.Renew(key); err != nil {
 				return nil, err
 			}
+			blank = true
 		}
 	}
 	if isAbandoned() {
@@ -249,6 +254,11 @@ func (d *Daemon) openUnit(target string, l *config.LUN, fresh bool, open func(*c
 	if isAbandoned() {
 		return fail(errAbandoned)
 	}
+	withSums, err := d.withChecksums(store, target, l, created || blank)
+	if err != nil {
+		return fail(err)
+	}
+	store = withSums
 	id, err := d.identify(target, l)
 	if err != nil {
 		return fail(err)
@@ -377,7 +387,7 @@ func (d *Daemon) closeUnits() error {
 
 // close closes the files.
 func (s *stateFiles) close() error {
-	return errors.Join(closeFile(s.ids), s.shrinks.close(), closeFile(s.reservations), closeFile(s.settings), closeFile(s.sanitizations))
+	return errors.Join(closeFile(s.ids), s.shrinks.close(), s.checksums.close(), closeFile(s.reservations), closeFile(s.settings), closeFile(s.sanitizations))
 }
 
 // closeFile closes f, unless it is nil.

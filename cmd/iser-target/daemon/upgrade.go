@@ -258,6 +258,9 @@ func (u *upgrade) copyMemory() error {
 
 // pause lets connections wait and sessions come to rest.
 func (u *upgrade) pause() error {
+	for _, w := range u.luns {
+		w.l.unit.InterruptScrub() // its last step may take a moment
+	}
 	u.stopped = time.Now()
 	u.d.listeners.Pause()
 	ctx, cancel := context.WithTimeout(context.Background(), restTime)
@@ -276,6 +279,11 @@ func (u *upgrade) pause() error {
 	}
 	if err := u.check(); err != nil { // a command may have begun it
 		return err
+	}
+	for _, w := range u.luns {
+		if err := w.l.unit.Rest(restTime); err != nil {
+			return err
+		}
 	}
 	return u.copyMemory()
 }
@@ -297,6 +305,9 @@ func (u *upgrade) give() error {
 	for _, w := range u.luns {
 		if fd := w.l.unit.Descriptor(); fd >= 0 {
 			s.Add(handover.KindLock, w.l.Path, fd)
+		}
+		if path, fd := w.l.unit.SideFile(); fd >= 0 {
+			s.Add(handover.KindLock, path, fd)
 		}
 	}
 	if err := u.supervise(&s, st); err != nil {
@@ -416,6 +427,11 @@ func (u *upgrade) undo() {
 	if !u.stopped.IsZero() {
 		if u.mainProcess() {
 			u.d.notify("MAINPID="+strconv.Itoa(os.Getpid()), systemd.Status(u.d.status()))
+		}
+		for _, w := range u.luns {
+			if err := w.l.unit.Resume(); err != nil {
+				u.d.log.Error("checksums cannot be kept: their side file cannot be written", eventKey, "lun", "target", w.t.name, "lun", w.l.ID, "reason", err)
+			}
 		}
 		u.rest.Resume()
 		u.d.listeners.Resume()

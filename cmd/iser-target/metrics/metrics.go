@@ -95,21 +95,26 @@ var (
 	detached = newFamily(gauge, "detached_commands", "Aborted commands that have not come back from their store. Their LUNs are BUSY.", "")
 	fencings = newHistogram(every(0, 4, lun.LatencyBuckets-2), "fencing_duration_seconds", "Duration of task management functions that end commands, and of PREEMPT AND ABORT.", "function")
 
-	lunHung     = newFamily(gauge, "lun_store_hung", "1 if the store of the LUN has not answered for limits.store_timeout, else 0.", "target lun")
-	lunCalls    = newFamily(gauge, "lun_store_calls", "Commands that are in the store of the LUN, or wait for their turn there.", "target lun")
-	lunHangs    = newFamily(counter, "lun_store_hangs_total", "How often the store of the LUN began to hang.", "target lun")
-	lunHealth   = newFamily(gauge, "lun_health", "1 for the present health of the LUN, and 0 for the others.", "target lun health")
-	lunReady    = newFamily(gauge, "lun_ready", "1 if the LUN is ready, else 0.", "target lun")
-	lunSize     = newFamily(gauge, "lun_size_bytes", "Capacity of the LUN.", "target lun")
-	lunCommands = newFamily(counter, "lun_commands_total", "SCSI commands that ended with a status.", ofLUN+" op")
-	lunBytes    = newFamily(counter, "lun_bytes_total", "Data transferred by SCSI commands.", ofLUN+" op")
-	lunInFlight = newFamily(gauge, "lun_commands_in_flight", "SCSI commands in progress, which is the queue depth.", ofLUN)
-	lunWaiting  = newFamily(gauge, "lun_commands_waiting", "SCSI commands that wait for their turn at the backend, because of a rate or a bound of calls.", "target lun")
-	lunWaited   = newFamily(counter, "lun_wait_seconds_total", "Time that SCSI commands waited for their turn at the backend.", "target lun")
-	lunAborted  = newFamily(counter, "lun_commands_aborted_total", "SCSI commands that were aborted. Those that another session aborted have the status TASK ABORTED.", ofLUN)
-	lunErrors   = newFamily(counter, "lun_errors_total", "SCSI commands that ended with CHECK CONDITION, by sense key.", ofLUN+" sense_key")
-	lunStatuses = newFamily(counter, "lun_other_statuses_total", "SCSI commands that ended with RESERVATION CONFLICT or another status than GOOD and CHECK CONDITION.", ofLUN)
-	lunResidual = newFamily(counter, "lun_residuals_total", "SCSI commands with a residual count.", ofLUN+" residual")
+	lunHung       = newFamily(gauge, "lun_store_hung", "1 if the store of the LUN has not answered for limits.store_timeout, else 0.", "target lun")
+	lunCalls      = newFamily(gauge, "lun_store_calls", "Commands that are in the store of the LUN, or wait for their turn there.", "target lun")
+	lunHangs      = newFamily(counter, "lun_store_hangs_total", "How often the store of the LUN began to hang.", "target lun")
+	lunHealth     = newFamily(gauge, "lun_health", "1 for the present health of the LUN, and 0 for the others.", "target lun health")
+	lunVerified   = newFamily(counter, "lun_checksums_verified_total", "Blocks that were compared with their checksums.", "target lun")
+	lunMismatches = newFamily(counter, "lun_checksum_mismatches_total", "Blocks that differed from their checksums when they were read.", "target lun")
+	lunCorrupt    = newFamily(gauge, "lun_corrupt_blocks", "Blocks that are known to differ from their checksums, up to 4096.", "target lun")
+	lunPending    = newFamily(gauge, "lun_checksums_pending_bytes", "Data whose checksums are still computed.", "target lun")
+	lunScrub      = newFamily(gauge, "lun_scrub_progress", "Part of the LUN that the last scrub has read, from 0 to 1; absent before the first one.", "target lun")
+	lunReady      = newFamily(gauge, "lun_ready", "1 if the LUN is ready, else 0.", "target lun")
+	lunSize       = newFamily(gauge, "lun_size_bytes", "Capacity of the LUN.", "target lun")
+	lunCommands   = newFamily(counter, "lun_commands_total", "SCSI commands that ended with a status.", ofLUN+" op")
+	lunBytes      = newFamily(counter, "lun_bytes_total", "Data transferred by SCSI commands.", ofLUN+" op")
+	lunInFlight   = newFamily(gauge, "lun_commands_in_flight", "SCSI commands in progress, which is the queue depth.", ofLUN)
+	lunWaiting    = newFamily(gauge, "lun_commands_waiting", "SCSI commands that wait for their turn at the backend, because of a rate or a bound of calls.", "target lun")
+	lunWaited     = newFamily(counter, "lun_wait_seconds_total", "Time that SCSI commands waited for their turn at the backend.", "target lun")
+	lunAborted    = newFamily(counter, "lun_commands_aborted_total", "SCSI commands that were aborted. Those that another session aborted have the status TASK ABORTED.", ofLUN)
+	lunErrors     = newFamily(counter, "lun_errors_total", "SCSI commands that ended with CHECK CONDITION, by sense key.", ofLUN+" sense_key")
+	lunStatuses   = newFamily(counter, "lun_other_statuses_total", "SCSI commands that ended with RESERVATION CONFLICT or another status than GOOD and CHECK CONDITION.", ofLUN)
+	lunResidual   = newFamily(counter, "lun_residuals_total", "SCSI commands with a residual count.", ofLUN+" residual")
 
 	lunLatencies = newHistogram(every(16, 8, 88), "lun_command_duration_seconds", "Duration of SCSI commands for the LUN, by phase.", ofLUN+" phase")
 
@@ -255,6 +260,15 @@ func collectLUN(ch chan<- prometheus.Metric, target string, e lun.Entry) {
 	hung := 0.0
 	if _, hangs := e.Unit.Hang(); hangs {
 		hung = 1
+	}
+	if n, ok := e.Unit.Checksums(); ok {
+		lunVerified.send(ch, float64(n.Verified), target, id)
+		lunMismatches.send(ch, float64(n.Mismatches), target, id)
+		lunCorrupt.send(ch, float64(n.Bad), target, id)
+		lunPending.send(ch, float64(n.Stale), target, id)
+		if s, err := e.Unit.Scrub(); err == nil {
+			lunScrub.send(ch, float64(s.Done)/float64(max(s.Total, 1)), target, id)
+		}
 	}
 	calls := e.Unit.StoreCalls()
 	lunHung.send(ch, hung, target, id)

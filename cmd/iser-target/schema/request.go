@@ -17,26 +17,29 @@ type Target struct {
 
 // A LUN is the body of a request that adds a LUN. Its fields are the keys of the configuration.
 type LUN struct {
-	ID           *int     `json:"id,omitempty"` // nil: the first free number
-	Backend      string   `json:"backend"`
-	Path         string   `json:"path,omitempty"`
-	Size         string   `json:"size,omitempty"` // like 10GiB
-	BlockSize    int      `json:"block_size,omitempty"`
-	ReadOnly     bool     `json:"read_only,omitempty"`
-	WriteThrough bool     `json:"write_through,omitempty"`
-	Removable    bool     `json:"removable,omitempty"`
-	Identity     string   `json:"identity,omitempty"`
-	Sanitize     bool     `json:"sanitize,omitempty"`
-	Plugin       string   `json:"plugin,omitempty"`
-	Options      string   `json:"options,omitempty"`
-	Initiators   []string `json:"initiators,omitempty"`
-	ReadOnlyFor  []string `json:"read_only_for,omitempty"`
-	IOPS         int      `json:"iops,omitempty"`
-	Bandwidth    string   `json:"bandwidth,omitempty"` // per second, like 100MiB
-	Burst        string   `json:"burst,omitempty"`     // like 2s
-	MinIOPS      int      `json:"min_iops,omitempty"`
-	MinBandwidth string   `json:"min_bandwidth,omitempty"`
-	Rates        []Rate   `json:"rates,omitempty"`
+	ID           *int   `json:"id,omitempty"` // nil: the first free number
+	Backend      string `json:"backend"`
+	Path         string `json:"path,omitempty"`
+	Size         string `json:"size,omitempty"` // like 10GiB
+	BlockSize    int    `json:"block_size,omitempty"`
+	ReadOnly     bool   `json:"read_only,omitempty"`
+	WriteThrough bool   `json:"write_through,omitempty"`
+	Removable    bool   `json:"removable,omitempty"`
+	Identity     string `json:"identity,omitempty"`
+	Sanitize     bool   `json:"sanitize,omitempty"`
+	Checksums    bool   `json:"checksums,omitempty"`
+	// ChecksumsPath is the side file of the checksums.
+	ChecksumsPath string   `json:"checksums_path,omitempty"`
+	Plugin        string   `json:"plugin,omitempty"`
+	Options       string   `json:"options,omitempty"`
+	Initiators    []string `json:"initiators,omitempty"`
+	ReadOnlyFor   []string `json:"read_only_for,omitempty"`
+	IOPS          int      `json:"iops,omitempty"`
+	Bandwidth     string   `json:"bandwidth,omitempty"` // per second, like 100MiB
+	Burst         string   `json:"burst,omitempty"`     // like 2s
+	MinIOPS       int      `json:"min_iops,omitempty"`
+	MinBandwidth  string   `json:"min_bandwidth,omitempty"`
+	Rates         []Rate   `json:"rates,omitempty"`
 
 	// Preallocate and From let the target create the file, which must not exist.
 	Preallocate bool   `json:"preallocate,omitempty"` // allocate all its blocks

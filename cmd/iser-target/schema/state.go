@@ -68,6 +68,7 @@ type LUNState struct {
 	Removable    bool              `json:"removable"`
 	Identity     string            `json:"identity,omitempty"` // the key of the configuration
 	Sanitize     bool              `json:"sanitize"`
+	Checksums    *ChecksumState    `json:"checksums,omitempty"`     // nil: the LUN has none
 	Initiators   []string          `json:"initiators,omitempty"`    // that see the LUN; empty: all
 	ReadOnlyFor  []string          `json:"read_only_for,omitempty"` // initiators that may only read
 	RateState                      // of all initiators together

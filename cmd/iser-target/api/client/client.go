@@ -356,6 +356,27 @@ func (c *Client) RecoverLUN(ctx context.Context, target string, id int) (schema.
 	return r, err
 }
 
+// Scrub returns the last scrub of a LUN.
+func (c *Client) Scrub(ctx context.Context, target string, id int) (*schema.Scrub, error) {
+	var r schema.Scrub
+	err := c.call(ctx, http.MethodGet, lunPath(target, id)+"/scrub", nil, nil, &r)
+	return &r, err
+}
+
+// BeginScrub begins a scrub of a LUN.
+func (c *Client) BeginScrub(ctx context.Context, target string, id int, req schema.ScrubRequest) (*schema.Scrub, error) {
+	var r schema.Scrub
+	err := c.call(ctx, http.MethodPost, lunPath(target, id)+"/scrub", nil, req, &r)
+	return &r, err
+}
+
+// CancelScrub ends the scrub of a LUN.
+func (c *Client) CancelScrub(ctx context.Context, target string, id int) (*schema.Scrub, error) {
+	var r schema.Scrub
+	err := c.call(ctx, http.MethodDelete, lunPath(target, id)+"/scrub", nil, nil, &r)
+	return &r, err
+}
+
 // SetFaults injects faults between a LUN and its backend, instead of those before.
 func (c *Client) SetFaults(ctx context.Context, target string, id int, f schema.Faults) error {
 	return c.call(ctx, http.MethodPut, lunPath(target, id)+"/faults", nil, f, &schema.Done{})
