@@ -60,7 +60,7 @@ func (s *slot) copyTo(f *os.File, off int64, first bool) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	switch {
-	case s.page != nil && (first || !s.copied):
+	case s.page != nil && (first || s.changed || !s.copied):
 		if _, err := f.WriteAt(s.page[:], off); err != nil {
 			return err
 		}
@@ -69,7 +69,7 @@ func (s *slot) copyTo(f *os.File, off int64, first bool) error {
 			return err
 		}
 	}
-	s.copied = s.page != nil
+	s.copied, s.changed = s.page != nil, false
 	return nil
 }
 

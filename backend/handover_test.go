@@ -55,6 +55,9 @@ func TestCopyOfMemory(t *testing.T) {
 			}
 		}
 	}
+	for i := range int64(4) {
+		m.WriteAt([]byte("data"), i*memoryPage)
+	}
 	change(300)
 	var load sync.WaitGroup
 	load.Go(func() { change(200) })
@@ -63,6 +66,9 @@ func TestCopyOfMemory(t *testing.T) {
 	}
 	load.Wait()
 	m.WriteAt([]byte{1, 2, 3}, size-3)
+	m.WriteAt([]byte{1}, 0) // and then discarded: not copied, and the copied page must not return
+	m.Zero(memoryPage, 512)
+	m.Discard(2*memoryPage+512, 512)
 	m.Discard(0, 4*memoryPage)
 	if err := m.CopyTo(f); err != nil {
 		t.Fatal(err)

@@ -59,8 +59,8 @@ type leaf [leafPages]slot
 type slot struct {
 	mu   sync.RWMutex
 	page *[memoryPage]byte // guarded by mu
-	// copied says that the file of CopyTo has the page as it is, or had it before it was discarded.
-	copied bool
+	// The file of CopyTo has the page as it was at the last call; changed: since then it was written to.
+	copied, changed bool
 }
 
 // OpenMemory returns a memory store that reads as zeros. The Store is a *Memory.
@@ -203,14 +203,14 @@ func (m *Memory) discardPart(s *slot, from, to int) {
 		return
 	}
 	clear(s.page[from:to])
-	s.copied = false
+	s.changed = true
 }
 
 // Zero implements Store. Pages keep their memory.
 func (m *Memory) Zero(off, n int64) error {
 	return m.clear(off, n, func(s *slot, from, to int) {
 		clear(s.page[from:to])
-		s.copied = false
+		s.changed = true
 	})
 }
 
@@ -328,7 +328,7 @@ func (m *Memory) write(p []byte, off int64, in int) error {
 		s.page = new([memoryPage]byte)
 	}
 	copy(s.page[in:], p)
-	s.copied = false
+	s.changed = true
 	return nil
 }
 
