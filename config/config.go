@@ -227,12 +227,28 @@ type Listener struct {
 	Listen string `key:"listen"` // host:port; empty: no server
 }
 
-// Control configures the addresses of the control API.
+// Control configures the addresses of the control API, and the rights of its callers.
 type Control struct {
-	Socket string     `key:"socket"` // path of a Unix socket; empty: none
-	Listen string     `key:"listen"` // host:port, with TLS; empty: none
-	TLS    ControlTLS `key:"tls"`    // for Listen
+	Socket      string     `key:"socket"`       // path of a Unix socket; empty: none
+	SocketGroup string     `key:"socket_group"` // group that may connect to Socket; empty: only its owner may
+	Listen      string     `key:"listen"`       // host:port, with TLS; empty: none
+	TLS         ControlTLS `key:"tls"`          // for Listen
+	Access      []Access   `key:"access"`       // roles of callers
+	Paths       []string   `key:"paths"`        // directories in which callers may name files and devices; empty: state_dir
 }
+
+// An Access gives some callers of the control API a role. It names one of User, Group, Certificate and
+// OU. The highest role that a caller has counts.
+type Access struct {
+	User        string `key:"user"`        // of this machine, by name or number
+	Group       string `key:"group"`       // the same
+	Certificate string `key:"certificate"` // common name or alternative name of a client certificate
+	OU          string `key:"ou"`          // organizational unit of a client certificate
+	Role        string `key:"role"`        // one of Roles
+}
+
+// Roles lists the roles of callers of the control API. Each includes those before it.
+var Roles = []string{"read", "operate", "admin"}
 
 // ControlTLS has the paths of PEM files.
 type ControlTLS struct {

@@ -203,6 +203,28 @@ func valueText(v reflect.Value) string {
 // hidden replaces a secret.
 const hidden = "********"
 
+// WithoutSecrets returns the text of d for readers that must not know its secrets, and how many it
+// hides. It has no comments, because they may contain secrets, too.
+func (d *Document) WithoutSecrets() (text []byte, secrets int, err error) {
+	tree := cloneTree(d.tree)
+	walk(tree, func(n *yaml.Node) {
+		n.HeadComment, n.LineComment, n.FootComment = "", "", ""
+		if n.Kind != yaml.MappingNode {
+			return
+		}
+		for i := 0; i+1 < len(n.Content); i += 2 {
+			if v := resolve(n.Content[i+1]); resolve(n.Content[i]).Value == "secret" && v.Value != hidden {
+				*v = yaml.Node{Kind: yaml.ScalarNode, Value: hidden, Anchor: v.Anchor}
+				secrets++
+			}
+		}
+	})
+	if text, err = yaml.Marshal(tree); err != nil {
+		return nil, 0, &Error{Source: d.source, Reason: oneLine(err)}
+	}
+	return text, secrets, nil
+}
+
 // flow returns a value as YAML on one line, without secrets.
 func flow(v any) string {
 	if _, ok := v.(security.Secret); ok {

@@ -223,3 +223,52 @@ func TestDiffIsWhatEditsDo(t *testing.T) {
 		t.Errorf("only %d changes", applied)
 	}
 }
+
+// The text without secrets has no secret and no comment, whatever the YAML looks like, and it is valid
+// YAML with all other values.
+func TestWithoutSecrets(t *testing.T) {
+	doc, err := NewDocument("f", []byte(`# secret: first-comment
+targets:
+  - name: "iqn.2026-11.io.example:store" # second-comment
+    auth:
+      method: chap
+      users:
+        - &user {name: host1, "secret": one-two-three-four}
+        - {<<: *user, name: host2}
+        - name: host3
+          secret: &shared >-
+            five-six
+            seven-eight
+        - {name: host4, secret: *shared, secret_file: ""}
+        - {name: &bad nine-ten-eleven, secret: *bad}
+        - name: host5 # third-comment
+          secret: |
+            twelve-thirteen
+      # fourth-comment
+discovery_auth: {mutual: {name: a, secret: 'it''s-fourteen'}, users: []}
+`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	before := string(doc.Bytes())
+	text, n, err := doc.WithoutSecrets()
+	if err != nil || n != 5 {
+		t.Fatalf("%d secrets, error %v, want 5:\n%s", n, err, text)
+	}
+	for _, word := range []string{"comment", "one-two", "five-six", "seven", "nine", "twelve", "fourteen"} {
+		if strings.Contains(string(text), word) {
+			t.Errorf("the text has %q:\n%s", word, text)
+		}
+	}
+	for _, word := range []string{"host1", "host2", "host3", "host4", "host5", "secret_file", "chap", "iqn.2026-11.io.example:store", "mutual"} {
+		if !strings.Contains(string(text), word) {
+			t.Errorf("the text lacks %q:\n%s", word, text)
+		}
+	}
+	if _, err := NewDocument("g", text); err != nil {
+		t.Errorf("%v:\n%s", err, text)
+	}
+	if string(doc.Bytes()) != before {
+		t.Error("the document has changed")
+	}
+}

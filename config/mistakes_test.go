@@ -225,10 +225,19 @@ func TestWrongSectionsAreRefused(t *testing.T) {
 		{"debug without host", [2]string{"", `debug: {listen: ":6060"}`}, []string{`f: debug.listen: must be a loopback address, not ":6060"`}},
 		{"debug is not an address", [2]string{"", "debug: {listen: x}"}, []string{`f: debug.listen: "x" is not host:port`}},
 		{"control without TLS", [2]string{"", "control: {listen: 192.0.2.1:3261}"}, []string{
-			"f: control.tls.cert: is required with control.listen", "f: control.tls.key: is required", "f: control.tls.client_ca: is required"}},
-		{"control is not an address", [2]string{"", "control: {listen: x, tls: {cert: c, key: k, client_ca: a}}"}, []string{`f: control.listen: "x" is not host:port`}},
-		{"control is a portal", [2]string{"", "control: {listen: \"127.0.0.1:3260\", tls: {cert: c, key: k, client_ca: a}}"}, []string{`f: control.listen: "127.0.0.1:3260" is the address of portals[0] already`}},
-		{"control is debug", [2]string{"", "debug: {listen: \"[::1]:1\"}\ncontrol: {listen: \"[0::1]:1\", tls: {cert: c, key: k, client_ca: a}}"}, []string{`f: control.listen: "[0::1]:1" is the address of debug already`}},
+			"f: control.access: is required with control.listen: no certificate has a role", "f: control.tls.cert: is required with control.listen", "f: control.tls.key: is required", "f: control.tls.client_ca: is required"}},
+		{"a role for nobody", [2]string{"", "control: {access: [{role: read}]}"}, []string{"f: control.access[0]: must name one of user, group, certificate and ou"}},
+		{"a role for two", [2]string{"", "control: {access: [{certificate: a, ou: b, role: read}]}"}, []string{"f: control.access[0]: must name one of"}},
+		{"another role", [2]string{"", "control: {access: [{ou: b, role: root}, {ou: b}]}"}, []string{
+			`f: control.access[0].role: must be read, operate or admin, not "root"`, `f: control.access[1].role: must be read, operate or admin, not ""`}},
+		{"a user that cannot connect", [2]string{"", "control: {access: [{user: alice, role: read}]}"}, []string{"f: control.access[0].user: requires control.socket_group"}},
+		{"paths", [2]string{"", "control: {paths: [luns, /srv/../etc, /srv/, /srv]}"}, []string{
+			`f: control.paths[0]: must be an absolute path without . and .., and without a slash at its end, not "luns"`, "f: control.paths[1]: must be", "f: control.paths[2]: must be"}},
+		{"a group without a role", [2]string{"", "control: {socket_group: storage, access: [{ou: a, role: read}]}"}, []string{
+			"f: control.socket_group: gives its members no role. Add one: control.access: [{group: storage, role: read}]"}},
+		{"control is not an address", [2]string{"", "control: {listen: x, tls: {cert: c, key: k, client_ca: a}, access: [{ou: a, role: read}]}"}, []string{`f: control.listen: "x" is not host:port`}},
+		{"control is a portal", [2]string{"", "control: {listen: \"127.0.0.1:3260\", tls: {cert: c, key: k, client_ca: a}, access: [{ou: a, role: read}]}"}, []string{`f: control.listen: "127.0.0.1:3260" is the address of portals[0] already`}},
+		{"control is debug", [2]string{"", "debug: {listen: \"[::1]:1\"}\ncontrol: {listen: \"[0::1]:1\", tls: {cert: c, key: k, client_ca: a}, access: [{ou: a, role: read}]}"}, []string{`f: control.listen: "[0::1]:1" is the address of debug already`}},
 		{"control socket", [2]string{"", "control: {socket: " + strings.Repeat("s", 108) + "}"}, []string{"f: control.socket: must have at most 107 bytes"}},
 		{"metrics is not an address", [2]string{"", "metrics: {listen: x}"}, []string{`f: metrics.listen: "x" is not host:port`}},
 		{"metrics is a portal", [2]string{"", "metrics: {listen: \"127.0.0.1:3260\"}"}, []string{`f: metrics.listen: "127.0.0.1:3260" is the address of portals[0] already`}},

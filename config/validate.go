@@ -132,6 +132,12 @@ func (c *Config) checkControl(errs *errorList) {
 	if s := c.Control.Socket; len(s) > maxSocket || strings.ContainsRune(s, 0) {
 		errs.addf("control.socket", "must have at most %d bytes and no NUL", maxSocket)
 	}
+	c.checkCallers(errs)
+	for i, p := range c.Control.Paths {
+		if !filepath.IsAbs(p) || filepath.Clean(p) != p {
+			errs.addf(index("control.paths", i), "must be an absolute path without . and .., and without a slash at its end, not %q", p)
+		}
+	}
 	if c.Control.Listen == "" {
 		return
 	}
@@ -144,6 +150,41 @@ func (c *Config) checkControl(errs *errorList) {
 		if f.path == "" {
 			errs.addf("control.tls."+f.key, "is required with control.listen: the path of a PEM file")
 		}
+	}
+}
+
+// checkCallers checks the roles of callers. It refuses an address that nobody could use.
+func (c *Config) checkCallers(errs *errorList) {
+	local, remote := false, false
+	for i, a := range c.Control.Access {
+		key, named := index("control.access", i), 0
+		for _, f := range []struct {
+			key, value string
+			kind       *bool
+		}{
+			{"user", a.User, &local}, {"group", a.Group, &local}, {"certificate", a.Certificate, &remote}, {"ou", a.OU, &remote},
+		} {
+			if f.value == "" {
+				continue
+			}
+			*f.kind = true
+			named++
+			if f.kind == &local && c.Control.SocketGroup == "" {
+				errs.addf(key+"."+f.key, "requires control.socket_group, a group that may connect to the socket and that the callers are in")
+			}
+		}
+		if named != 1 {
+			errs.addf(key, "must name one of user, group, certificate and ou")
+		}
+		if !slices.Contains(Roles, a.Role) {
+			errs.addf(key+".role", "must be read, operate or admin, not %q", a.Role)
+		}
+	}
+	if g := c.Control.SocketGroup; g != "" && !local {
+		errs.addf("control.socket_group", "gives its members no role. Add one: control.access: [{group: %s, role: read}]", g)
+	}
+	if c.Control.Listen != "" && !remote {
+		errs.addf("control.access", "is required with control.listen: no certificate has a role. Add one: control.access: [{certificate: NAME, role: admin}]")
 	}
 }
 

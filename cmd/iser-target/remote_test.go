@@ -15,11 +15,14 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
-// listensTLS adds the control API over TCP to a configuration, with the certificate name.
+// listensTLS adds the control API over TCP to a configuration, with the certificate name. The client named
+// client is an administrator, and may name files in the directory of the socket.
 func listensTLS(of *apitest.Authority, name string) func(string) string {
 	return func(text string) string {
-		return strings.Replace(text, "control: {", fmt.Sprintf("control: {listen: '127.0.0.1:0', tls: {cert: %s, key: %s, client_ca: %s}, ",
-			of.Path(name+".pem"), of.Path(name+".key"), of.Path("ca.pem")), 1)
+		_, rest, _ := strings.Cut(text, "control: {socket: ")
+		socket, _, _ := strings.Cut(rest, "}")
+		return strings.Replace(text, "control: {", fmt.Sprintf("control: {listen: '127.0.0.1:0', access: [{certificate: client, role: admin}], paths: [%s], tls: {cert: %s, key: %s, client_ca: %s}, ",
+			filepath.Dir(socket), of.Path(name+".pem"), of.Path(name+".key"), of.Path("ca.pem")), 1)
 	}
 }
 

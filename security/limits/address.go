@@ -6,8 +6,14 @@ import (
 )
 
 // AddressKey returns the key of the host that a has: its IPv4 address, or the /64 of its IPv6
-// address, because a host chooses the rest itself. An address of another kind is its own key.
-func AddressKey(a net.Addr) string { return TextKey(a.String()) }
+// address, because a host chooses the rest itself. An address with a method AddressKey has that key, and
+// one of another kind is its own.
+func AddressKey(a net.Addr) string {
+	if k, ok := a.(interface{ AddressKey() string }); ok {
+		return k.AddressKey()
+	}
+	return TextKey(a.String())
+}
 
 // TextKey returns the AddressKey of an address in text.
 func TextKey(a string) string {

@@ -7,6 +7,8 @@ import (
 	"net/http"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
@@ -74,6 +76,12 @@ func (s *Server) makeLUN(r *http.Request, out *updateWriter) (*schema.Plan, erro
 	if l.Backend != "file" {
 		return nil, invalid("preallocate and from require the backend file, not %s", l.Backend)
 	}
+	if err := s.checkPath(r, l.Path, unix.S_IFREG); err != nil {
+		return nil, err
+	}
+	if err := s.checkPath(r, l.From, unix.S_IFREG, unix.S_IFBLK); err != nil {
+		return nil, err
+	}
 	file, err := s.d.NewFileBuilder(backend.BuildConfig{
 		Path: l.Path, Size: int64(c.Size), BlockSize: uint32(c.BlockSize), Preallocate: l.Preallocate, From: l.From,
 	})
@@ -107,7 +115,7 @@ func (s *Server) growLUN(r *http.Request, out *updateWriter) (*schema.Plan, erro
 	if err := flag(r.URL.Query(), "preallocate", &preallocate); err != nil {
 		return nil, err
 	}
-	edit, err := editOf(r, func(d *config.Document, key, value string) error { return d.SetLUN(name(r), id, key, value) })
+	edit, _, err := editOf(r, func(d *config.Document, key, value string) error { return d.SetLUN(name(r), id, key, value) })
 	if err != nil {
 		return nil, err
 	}

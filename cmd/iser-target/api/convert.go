@@ -12,15 +12,16 @@ import (
 
 // statuses has the HTTP status codes of errors (RFC 9110, section 15).
 var statuses = map[schema.Code]int{
-	schema.Invalid:  http.StatusBadRequest,
-	schema.NotFound: http.StatusNotFound,
-	schema.Method:   http.StatusMethodNotAllowed,
-	schema.Exists:   http.StatusConflict,
-	schema.Edited:   http.StatusConflict,
-	schema.Refused:  http.StatusConflict,
-	schema.TooLarge: http.StatusRequestEntityTooLarge,
-	schema.Busy:     http.StatusServiceUnavailable,
-	schema.Failed:   http.StatusInternalServerError,
+	schema.Invalid:   http.StatusBadRequest,
+	schema.Forbidden: http.StatusForbidden,
+	schema.NotFound:  http.StatusNotFound,
+	schema.Method:    http.StatusMethodNotAllowed,
+	schema.Exists:    http.StatusConflict,
+	schema.Edited:    http.StatusConflict,
+	schema.Refused:   http.StatusConflict,
+	schema.TooLarge:  http.StatusRequestEntityTooLarge,
+	schema.Busy:      http.StatusServiceUnavailable,
+	schema.Failed:    http.StatusInternalServerError,
 }
 
 // targetConfig converts the body of a request to the configuration of a target.

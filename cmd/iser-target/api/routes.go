@@ -98,21 +98,24 @@ func add[T any](s *Server, r *http.Request, edit func(*config.Document, *T) erro
 }
 
 func (s *Server) setTarget(r *http.Request) (any, error) {
-	edit, err := editOf(r, func(d *config.Document, key, value string) error { return d.SetTarget(name(r), key, value) })
+	edit, keys, err := editOf(r, func(d *config.Document, key, value string) error { return d.SetTarget(name(r), key, value) })
+	if err == nil {
+		err = s.requireKeys(r, keys)
+	}
 	if err != nil {
 		return nil, err
 	}
 	return s.change(r, edit)
 }
 
-// editOf returns the edit that sets the keys in the body of r.
-func editOf(r *http.Request, set func(d *config.Document, key, value string) error) (func(*config.Document) error, error) {
+// editOf returns the edit that sets the keys in the body of r, and these keys.
+func editOf(r *http.Request, set func(d *config.Document, key, value string) error) (edit func(*config.Document) error, keys []string, err error) {
 	var v schema.Values
 	if err := body(r, &v); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	if len(v) == 0 {
-		return nil, invalid("body: no key to set")
+		return nil, nil, invalid("body: no key to set")
 	}
 	return func(d *config.Document) error {
 		for _, k := range v.Keys() {
@@ -121,7 +124,7 @@ func editOf(r *http.Request, set func(d *config.Document, key, value string) err
 			}
 		}
 		return nil
-	}, nil
+	}, v.Keys(), nil
 }
 
 func (s *Server) removeTarget(r *http.Request) (any, error) {
@@ -387,7 +390,7 @@ func (s *Server) session(r *http.Request) (any, error) {
 func (s *Server) limits(*http.Request) (any, error) { return s.d.Limits(), nil }
 
 func (s *Server) setLimits(r *http.Request) (any, error) {
-	edit, err := editOf(r, (*config.Document).SetLimit)
+	edit, _, err := editOf(r, (*config.Document).SetLimit)
 	if err != nil {
 		return nil, err
 	}
@@ -452,14 +455,31 @@ func (s *Server) applyDocument(r *http.Request, dry bool) (*schema.Plan, error) 
 	}
 	ctx, cancel := inTurn(r)
 	defer cancel()
-	if own {
+	if own { // the text of the file, which its owner wrote
 		return s.d.ApplyOwn(ctx, d, o)
+	}
+	if !trusted(r) {
+		if err := s.checkNames(s.d.Document(), d); err != nil {
+			return nil, err
+		}
 	}
 	return s.d.Apply(ctx, d, o)
 }
 
-func (s *Server) exportConfig(w http.ResponseWriter, _ *http.Request) error {
-	send(w, http.StatusOK, "application/yaml", s.d.Document().Bytes())
+// exportConfig answers with the configuration. Only administrators get its secrets, which is an event.
+func (s *Server) exportConfig(w http.ResponseWriter, r *http.Request) error {
+	doc := s.d.Document()
+	text, secrets, err := doc.WithoutSecrets()
+	if err != nil {
+		return err
+	}
+	if c, _ := r.Context().Value(callerKey{}).(*caller); c != nil && c.role >= roleAdmin {
+		text = doc.Bytes()
+		if secrets > 0 {
+			s.d.Logger().InfoContext(r.Context(), "the secrets of the configuration were read", "event", "control", "secrets", secrets)
+		}
+	}
+	send(w, http.StatusOK, "application/yaml", text)
 	return nil
 }
 

@@ -51,6 +51,7 @@ var openAPI []byte
 // A Server answers the requests of the control API of one daemon.
 type Server struct {
 	d         *daemon.Daemon
+	rights    rights
 	http      *http.Server
 	ending    chan struct{} // closed to end streams
 	followers chan struct{}
@@ -59,6 +60,7 @@ type Server struct {
 // A route maps a method and path to its handler.
 type route struct {
 	pattern string // of http.ServeMux
+	role    role   // that the caller needs
 	query   string // known parameters, space separated
 	handle  func(*Server, http.ResponseWriter, *http.Request) error
 }
@@ -67,46 +69,46 @@ type route struct {
 const options = "dry_run disrupt allow_shrink now drain"
 
 var routes = []route{
-	{"GET /v1/state", "", value((*Server).state)},
-	{"GET /v1/targets", "", value((*Server).targets)},
-	{"POST /v1/targets", options, value((*Server).addTarget)},
-	{"GET /v1/targets/{target}", "", value((*Server).target)},
-	{"PATCH /v1/targets/{target}", options, value((*Server).setTarget)},
-	{"DELETE /v1/targets/{target}", options, value((*Server).removeTarget)},
-	{"POST /v1/targets/{target}/initiators", options, value((*Server).allow)},
-	{"DELETE /v1/targets/{target}/initiators", "pattern " + options, value((*Server).deny)},
-	{"GET /v1/luns", "target", value((*Server).luns)},
-	{"POST /v1/targets/{target}/luns", "progress " + options, (*Server).addLUN},
-	{"GET /v1/targets/{target}/luns/{lun}", "", value((*Server).lun)},
-	{"PATCH /v1/targets/{target}/luns/{lun}", "progress preallocate " + options, (*Server).setLUN},
-	{"DELETE /v1/targets/{target}/luns/{lun}", options, value((*Server).removeLUN)},
-	{"GET /v1/reservations", "", value((*Server).reservations)},
-	{"DELETE /v1/targets/{target}/luns/{lun}/reservation", "", value((*Server).clearReservation)},
-	{"DELETE /v1/targets/{target}/luns/{lun}/settings", "", value((*Server).resetSettings)},
-	{"POST /v1/targets/{target}/luns/{lun}/recover", "", value((*Server).recoverLUN)},
-	{"GET /v1/targets/{target}/luns/{lun}/scrub", "", value((*Server).scrub)},
-	{"POST /v1/targets/{target}/luns/{lun}/scrub", "", value((*Server).beginScrub)},
-	{"DELETE /v1/targets/{target}/luns/{lun}/scrub", "", value((*Server).cancelScrub)},
-	{"PUT /v1/targets/{target}/luns/{lun}/faults", "", value((*Server).setFaults)},
-	{"DELETE /v1/targets/{target}/luns/{lun}/faults", "", value((*Server).clearFaults)},
-	{"GET /v1/portals", "", value((*Server).portals)},
-	{"POST /v1/portals", options, value((*Server).addPortal)},
-	{"DELETE /v1/portals/{portal}", options, value((*Server).removePortal)},
-	{"GET /v1/sessions", "", value((*Server).sessions)},
-	{"GET /v1/sessions/{tsih}", "", value((*Server).session)},
-	{"DELETE /v1/sessions/{tsih}", "reason", value((*Server).killSession)},
-	{"GET /v1/sessions/{tsih}/capture", "max duration", (*Server).capture},
-	{"DELETE /v1/sessions/{tsih}/capture", "", value((*Server).stopCapture)},
-	{"GET /v1/limits", "", value((*Server).limits)},
-	{"PATCH /v1/limits", options, value((*Server).setLimits)},
-	{"GET /v1/config", "", (*Server).exportConfig},
-	{"POST /v1/config/plan", "source " + options, value((*Server).planConfig)},
-	{"POST /v1/config/apply", "own_file source " + options, value((*Server).applyConfig)},
-	{"POST /v1/drain", "", value((*Server).drain)},
-	{"POST /v1/upgrade", "", value((*Server).upgrade)},
-	{"GET /v1/explain", "initiator target portal", value((*Server).explain)},
-	{"GET /v1/events", "since follow", (*Server).events},
-	{"GET /v1/openapi.yaml", "", (*Server).describe},
+	{"GET /v1/state", roleRead, "", value((*Server).state)},
+	{"GET /v1/targets", roleRead, "", value((*Server).targets)},
+	{"POST /v1/targets", roleAdmin, options, value((*Server).addTarget)},
+	{"GET /v1/targets/{target}", roleRead, "", value((*Server).target)},
+	{"PATCH /v1/targets/{target}", roleOperate, options, value((*Server).setTarget)},
+	{"DELETE /v1/targets/{target}", roleAdmin, options, value((*Server).removeTarget)},
+	{"POST /v1/targets/{target}/initiators", roleOperate, options, value((*Server).allow)},
+	{"DELETE /v1/targets/{target}/initiators", roleOperate, "pattern " + options, value((*Server).deny)},
+	{"GET /v1/luns", roleRead, "target", value((*Server).luns)},
+	{"POST /v1/targets/{target}/luns", roleOperate, "progress " + options, (*Server).addLUN},
+	{"GET /v1/targets/{target}/luns/{lun}", roleRead, "", value((*Server).lun)},
+	{"PATCH /v1/targets/{target}/luns/{lun}", roleOperate, "progress preallocate " + options, (*Server).setLUN},
+	{"DELETE /v1/targets/{target}/luns/{lun}", roleOperate, options, value((*Server).removeLUN)},
+	{"GET /v1/reservations", roleRead, "", value((*Server).reservations)},
+	{"DELETE /v1/targets/{target}/luns/{lun}/reservation", roleOperate, "", value((*Server).clearReservation)},
+	{"DELETE /v1/targets/{target}/luns/{lun}/settings", roleOperate, "", value((*Server).resetSettings)},
+	{"POST /v1/targets/{target}/luns/{lun}/recover", roleOperate, "", value((*Server).recoverLUN)},
+	{"GET /v1/targets/{target}/luns/{lun}/scrub", roleRead, "", value((*Server).scrub)},
+	{"POST /v1/targets/{target}/luns/{lun}/scrub", roleOperate, "", value((*Server).beginScrub)},
+	{"DELETE /v1/targets/{target}/luns/{lun}/scrub", roleOperate, "", value((*Server).cancelScrub)},
+	{"PUT /v1/targets/{target}/luns/{lun}/faults", roleAdmin, "", value((*Server).setFaults)},
+	{"DELETE /v1/targets/{target}/luns/{lun}/faults", roleAdmin, "", value((*Server).clearFaults)},
+	{"GET /v1/portals", roleRead, "", value((*Server).portals)},
+	{"POST /v1/portals", roleAdmin, options, value((*Server).addPortal)},
+	{"DELETE /v1/portals/{portal}", roleAdmin, options, value((*Server).removePortal)},
+	{"GET /v1/sessions", roleRead, "", value((*Server).sessions)},
+	{"GET /v1/sessions/{tsih}", roleRead, "", value((*Server).session)},
+	{"DELETE /v1/sessions/{tsih}", roleOperate, "reason", value((*Server).killSession)},
+	{"GET /v1/sessions/{tsih}/capture", roleAdmin, "max duration", (*Server).capture},
+	{"DELETE /v1/sessions/{tsih}/capture", roleAdmin, "", value((*Server).stopCapture)},
+	{"GET /v1/limits", roleRead, "", value((*Server).limits)},
+	{"PATCH /v1/limits", roleAdmin, options, value((*Server).setLimits)},
+	{"GET /v1/config", roleRead, "", (*Server).exportConfig},
+	{"POST /v1/config/plan", roleAdmin, "source " + options, value((*Server).planConfig)},
+	{"POST /v1/config/apply", roleAdmin, "own_file source " + options, value((*Server).applyConfig)},
+	{"POST /v1/drain", roleAdmin, "", value((*Server).drain)},
+	{"POST /v1/upgrade", roleAdmin, "", value((*Server).upgrade)},
+	{"GET /v1/explain", roleRead, "initiator target portal", value((*Server).explain)},
+	{"GET /v1/events", roleRead, "since follow", (*Server).events},
+	{"GET /v1/openapi.yaml", roleRead, "", (*Server).describe},
 }
 
 // value returns a handler that answers with the result of get as JSON.
@@ -120,25 +122,29 @@ func value(get func(*Server, *http.Request) (any, error)) func(*Server, http.Res
 	}
 }
 
-// NewServer returns a server of d. d must be ready before the first request.
-func NewServer(d *daemon.Daemon) *Server {
-	s := &Server{d: d, ending: make(chan struct{}), followers: make(chan struct{}, maxFollowers)}
+// NewServer returns a server of d on the addresses of c. d must be ready before the first request.
+func NewServer(d *daemon.Daemon, c config.Control) *Server {
+	s := &Server{d: d, rights: newRights(c, d.Logger()), ending: make(chan struct{}), followers: make(chan struct{}, maxFollowers)}
 	mux := http.NewServeMux()
 	for _, to := range routes {
 		mux.HandleFunc(to.pattern, func(w http.ResponseWriter, r *http.Request) {
-			err := checkQuery(r, strings.Fields(to.query))
+			err := s.require(r, to.role, to.pattern)
+			if err == nil {
+				err = checkQuery(r, strings.Fields(to.query))
+			}
 			if err == nil {
 				err = to.handle(s, w, r)
 			}
 			if err != nil {
-				writeError(w, err)
+				s.refuse(w, r, err)
 			}
 		})
 	}
-	s.http = httpd.NewServer(named(unknown(mux)), func(w http.ResponseWriter, err error) {
+	s.http = httpd.NewServer(s.identified(unknown(mux)), func(w http.ResponseWriter, err error) {
 		writeError(w, &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "close some of them, or try again"})
 	})
 	s.http.IdleTimeout = idleTime
+	s.http.ConnContext = withPeer(s.http.ConnContext)
 	s.http.ErrorLog = slog.NewLogLogger(d.Logger().With("server", "control API").Handler(), slog.LevelWarn)
 	s.http.RegisterOnShutdown(func() { close(s.ending) })
 	return s
@@ -159,17 +165,6 @@ func (s *Server) Shutdown(ctx context.Context) error {
 		err = errors.Join(err, s.http.Close())
 	}
 	return err
-}
-
-// named passes the name of the client to h, for the log.
-func named(h http.Handler) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		who := r.RemoteAddr // see peer for that of a Unix socket
-		if r.TLS != nil && len(r.TLS.PeerCertificates) > 0 {
-			who = fmt.Sprintf("%s at %s", r.TLS.PeerCertificates[0].Subject, r.RemoteAddr)
-		}
-		h.ServeHTTP(w, r.WithContext(daemon.By(r.Context(), who)))
-	})
 }
 
 // unknown answers requests for which mux has no route, in JSON.
@@ -409,7 +404,7 @@ func (s *Server) change(r *http.Request, edit func(*config.Document) error) (*sc
 func (s *Server) changeWith(r *http.Request, o daemon.ChangeOptions, edit func(*config.Document) error) (*schema.Plan, error) {
 	ctx, cancel := inTurn(r)
 	defer cancel()
-	return s.d.Change(ctx, edit, o)
+	return s.d.Change(ctx, s.confined(r, edit), o)
 }
 
 // inTurn returns the context of a change, which continues if its client goes away.

@@ -30,18 +30,41 @@ import (
 
 const store = "iqn.2026-11.io.example:store"
 
+// document returns the configuration of serve, with the roles and the group of the socket of c.
+func document(t testing.TB, c config.Control, dir string) *config.Document {
+	t.Helper()
+	var access []string
+	for _, a := range c.Access {
+		for key, v := range map[string]string{"user": a.User, "group": a.Group, "certificate": a.Certificate, "ou": a.OU} {
+			if v != "" {
+				access = append(access, fmt.Sprintf("{%s: %q, role: %s}", key, v, a.Role))
+			}
+		}
+	}
+	doc, err := config.NewDocument("test", []byte(fmt.Sprintf(`
+state_dir: %s
+control: {socket: %q, socket_group: %q, access: [%s], paths: [%s]}
+portals: [{listen: "127.0.0.1:0"}]
+targets: # the secret "of a comment"
+  - name: %q
+    initiators: ["*"]
+    auth: {method: none, users: [{name: host, secret: %s}]}
+    luns: [{id: 0, backend: memory, size: 1MiB}]
+`, dir, c.Socket, c.SocketGroup, strings.Join(access, ", "), strings.Join(c.Paths, ", "), store, secretText)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return doc
+}
+
+// secretText is a secret of the configuration of serve.
+const secretText = "known-to-few-people"
+
 // serve runs a daemon without a configuration file, and its control API on the addresses
 // of c.
 func serve(t testing.TB, c config.Control, log io.Writer) *daemon.Daemon {
 	t.Helper()
-	doc, err := config.NewDocument("test", []byte(`
-state_dir: `+t.TempDir()+`
-portals: [{listen: "127.0.0.1:0"}]
-targets: [{name: "`+store+`", initiators: ["*"], luns: [{id: 0, backend: memory, size: 1MiB}]}]
-`))
-	if err != nil {
-		t.Fatal(err)
-	}
+	doc := document(t, c, t.TempDir())
 	d, err := daemon.New(doc, daemon.Options{LogTo: t.Output()})
 	if err != nil {
 		t.Fatal(err)
@@ -284,7 +307,7 @@ func TestTLSRequiresACertificateOfTheClient(t *testing.T) {
 	var log testkit.Log
 	d := serve(t, config.Control{Listen: "127.0.0.1:0", TLS: config.ControlTLS{
 		Cert: ours.Path("server.pem"), Key: ours.Path("server.key"), ClientCA: ours.Path("ca.pem"),
-	}}, &log)
+	}, Access: []config.Access{{Certificate: "client", Role: "admin"}}}, &log)
 	addr := regexp.MustCompile(`address=(\S+)`).FindStringSubmatch(log.String())
 	if addr == nil {
 		t.Fatalf("log %q", log.String())

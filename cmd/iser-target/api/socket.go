@@ -7,8 +7,10 @@ import (
 	"io/fs"
 	"net"
 	"os"
+	"os/user"
 	"sync"
 	"syscall"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -27,10 +29,18 @@ type listener struct {
 	close sync.Once
 }
 
-// Listen creates a Unix socket that only its owner can connect to, or takes that of another process. It is one of open. It replaces the socket of
-// a dead process. If that process is alive, the error is ErrInUse. Any other file at path
-// is an error, and stays.
-func Listen(path string, open *handover.Listeners) (net.Listener, error) {
+// Listen creates a Unix socket, or takes that of another process. It is one of open. Only its owner can connect to it, and the
+// group with that name or number unless group is empty. Listen replaces the socket of a dead process. If that process is alive, the error is ErrInUse.
+// Any other file at path is an error, and stays.
+func Listen(path, group string, open *handover.Listeners) (net.Listener, error) {
+	gid := -1
+	if group != "" {
+		n, err := groupNumber(group, user.LookupGroup)
+		if err != nil {
+			return nil, fmt.Errorf("group %s: %w", group, err)
+		}
+		gid = int(n)
+	}
 	// The holder of the lock owns the socket. A process that dies loses the lock, and two
 	// that start at once cannot take the socket from each other.
 	lock, ok := handed.Take(path + ".lock")
@@ -40,16 +50,34 @@ func Listen(path string, open *handover.Listeners) (net.Listener, error) {
 			return nil, err
 		}
 	}
-	l, _, err := open.Listen("control socket "+path, func() (net.Listener, error) { return listen(path, lock) })
+	l, received, err := open.Listen("control socket "+path, func() (net.Listener, error) { return listen(path, gid, lock) })
 	if err != nil {
 		lock.Close()
 		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	if received {
+		if err := share(path, gid); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			l.Close()
+			lock.Close()
+			return nil, err
+		}
 	}
 	l.Locked(lock)
 	return &listener{Listener: l, path: path, lock: lock}, nil
 }
 
-func listen(path string, lock *os.File) (net.Listener, error) {
+// share lets a group connect to the socket at path, in addition to its owner; -1: none.
+func share(path string, gid int) error {
+	if gid < 0 {
+		return os.Chmod(path, 0o600)
+	}
+	if err := os.Lchown(path, -1, gid); err != nil {
+		return fmt.Errorf("%w. Only members of the group, and root, can give it the socket", err)
+	}
+	return os.Chmod(path, 0o660)
+}
+
+func listen(path string, gid int, lock *os.File) (net.Listener, error) {
 	switch err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); {
 	case errors.Is(err, unix.EWOULDBLOCK):
 		return nil, ErrInUse
@@ -87,6 +115,9 @@ func listen(path string, lock *os.File) (net.Listener, error) {
 	}
 	ul := l.(*net.UnixListener)
 	ul.SetUnlinkOnClose(false) // see close
+	if err := share(path, gid); err != nil {
+		return nil, errors.Join(err, os.Remove(path), ul.Close())
+	}
 	return ul, nil
 }
 
@@ -96,30 +127,80 @@ func (l *listener) Accept() (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	return peer{c.(*net.UnixConn)}, nil
+	uc := c.(*net.UnixConn)
+	return peer{uc, processOf(uc)}, nil
 }
 
 // A peer is a connection of the socket.
-type peer struct{ *net.UnixConn }
-
-// A process is the address of a peer.
-type process string
-
-func (process) Network() string  { return "unix" }
-func (p process) String() string { return string(p) }
+type peer struct {
+	*net.UnixConn
+	from *process
+}
 
 // RemoteAddr returns the process at the other end. Clients of a Unix socket have no other address.
-func (p peer) RemoteAddr() net.Addr {
-	var cred *unix.Ucred
-	raw, err := p.SyscallConn()
-	if err == nil {
-		err2 := raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
-		err = errors.Join(err, err2)
+func (p peer) RemoteAddr() net.Addr { return p.from }
+
+// A process is the address of a peer: the process that connected, with the rights that it had then.
+type process struct {
+	pid      int32
+	uid, gid uint32
+	groups   []uint32 // besides gid
+	known    bool     // the kernel has named the process
+}
+
+// Network returns "unix".
+func (*process) Network() string { return "unix" }
+
+// String names the process.
+func (p *process) String() string {
+	if !p.known {
+		return "unknown process"
 	}
+	return fmt.Sprintf("uid %d, process %d", p.uid, p.pid)
+}
+
+// AddressKey returns the same for all processes of a user, which limits.AddressKey takes for one host.
+func (p *process) AddressKey() string {
+	if !p.known {
+		return "unknown process"
+	}
+	return fmt.Sprintf("uid %d", p.uid)
+}
+
+// processOf returns the process at the other end of c.
+func processOf(c *net.UnixConn) *process {
+	p := &process{}
+	raw, err := c.SyscallConn()
 	if err != nil {
-		return process("unknown process")
+		return p
 	}
-	return process(fmt.Sprintf("uid %d, process %d", cred.Uid, cred.Pid))
+	raw.Control(func(fd uintptr) {
+		cred, err := unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+		if err != nil {
+			return
+		}
+		p.pid, p.uid, p.gid, p.known = cred.Pid, cred.Uid, cred.Gid, true
+		p.groups, _ = peerGroups(fd) // without them the caller has fewer rights
+	})
+	return p
+}
+
+// peerGroups returns the supplementary groups of the process that connected to fd (SO_PEERGROUPS, unix(7)).
+func peerGroups(fd uintptr) ([]uint32, error) {
+	groups := make([]uint32, 64)
+	for {
+		size := uint32(4 * len(groups))
+		_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, fd, unix.SOL_SOCKET, unix.SO_PEERGROUPS,
+			uintptr(unsafe.Pointer(&groups[0])), uintptr(unsafe.Pointer(&size)), 0)
+		switch {
+		case errno == 0:
+			return groups[:size/4], nil
+		case errno == unix.ERANGE && int(size) > 4*len(groups): // the kernel says how much it takes
+			groups = make([]uint32, size/4)
+		default:
+			return nil, errno
+		}
+	}
 }
 
 // Close implements net.Listener. It removes the socket before it releases the lock, unless another process has both.

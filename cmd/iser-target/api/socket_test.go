@@ -19,7 +19,7 @@ import (
 // A socket belongs to one process, and only its owner can connect.
 func TestSocketHasOneOwner(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
-	l, err := Listen(path, &handover.Listeners{})
+	l, err := Listen(path, "", &handover.Listeners{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -27,7 +27,7 @@ func TestSocketHasOneOwner(t *testing.T) {
 	if err != nil || fi.Mode() != fs.ModeSocket|0o600 {
 		t.Errorf("socket has mode %v, error %v; want 0600", fi.Mode(), err)
 	}
-	if _, err := Listen(path, &handover.Listeners{}); !errors.Is(err, ErrInUse) {
+	if _, err := Listen(path, "", &handover.Listeners{}); !errors.Is(err, ErrInUse) {
 		t.Errorf("a second Listen: %v, want ErrInUse", err)
 	}
 	if c, err := net.Dial("unix", path); err != nil {
@@ -50,12 +50,12 @@ func TestStaleSocketIsReplaced(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Listen(path, &handover.Listeners{}); !errors.Is(err, ErrInUse) {
+	if _, err := Listen(path, "", &handover.Listeners{}); !errors.Is(err, ErrInUse) {
 		t.Errorf("Listen where another serves without a lock: %v, want ErrInUse", err)
 	}
 	dead.SetUnlinkOnClose(false)
 	dead.Close()
-	l, err := Listen(path, &handover.Listeners{})
+	l, err := Listen(path, "", &handover.Listeners{})
 	if err != nil {
 		t.Fatalf("a stale socket: %v", err)
 	}
@@ -71,7 +71,7 @@ func TestListenKeepsAFile(t *testing.T) {
 	if err := os.WriteFile(path, []byte("precious"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Listen(path, &handover.Listeners{}); err == nil || !strings.Contains(err.Error(), "not a socket") {
+	if _, err := Listen(path, "", &handover.Listeners{}); err == nil || !strings.Contains(err.Error(), "not a socket") {
 		t.Errorf("error %v, want that it is not a socket", err)
 	}
 	if b, err := os.ReadFile(path); string(b) != "precious" {
@@ -90,7 +90,7 @@ func TestSocketInUseNamesTheSettings(t *testing.T) {
 		}
 	}
 	path := filepath.Join(t.TempDir(), "mine.sock")
-	l, err := Listen(path, &handover.Listeners{})
+	l, err := Listen(path, "", &handover.Listeners{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -105,7 +105,7 @@ func TestSocketInUseNamesTheSettings(t *testing.T) {
 		t.Setenv("XDG_RUNTIME_DIR", t.TempDir())
 	}
 	path = config.DefaultSocket()
-	if l, err := Listen(path, &handover.Listeners{}); err == nil {
+	if l, err := Listen(path, "", &handover.Listeners{}); err == nil {
 		defer l.Close()
 	} else if !errors.Is(err, ErrInUse) { // by a target that runs on this machine
 		t.Fatal(err)

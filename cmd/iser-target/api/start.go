@@ -44,7 +44,7 @@ func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), er
 		if os.Getenv(envSocket) == c.Socket {
 			key += ", by " + envSocket // which overrides the file
 		}
-		l, err := Listen(c.Socket, d.Listeners())
+		l, err := Listen(c.Socket, c.SocketGroup, d.Listeners())
 		switch {
 		case err == nil:
 			listeners = append(listeners, l)
@@ -66,7 +66,7 @@ func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), er
 	if len(listeners) == 0 && c.Socket == "" {
 		log.Info("control API is off", "reason", "neither control.socket nor control.listen is set")
 	}
-	s := NewServer(d)
+	s := NewServer(d, c)
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
 	for _, l := range listeners {

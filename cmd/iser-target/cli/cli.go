@@ -39,7 +39,7 @@ const exitCodes = `Exit codes:
   3  refused: the command would disturb sessions or lose data; the message names
      the flag that allows it (--disrupt, --drain, --now, --allow-shrink, --force)
   4  not found: the target, LUN, portal or session does not exist
-  5  unreachable: no target answers, or it refuses the client
+  5  unreachable: no target answers, or it refuses the client or its role
 `
 
 // A usageError is the error of a wrong command line.
@@ -82,7 +82,9 @@ func Report(w io.Writer, err error) int {
 	return cmp.Or(exits[e.Code], ExitError)
 }
 
-var exits = map[schema.Code]int{schema.Refused: ExitRefused, schema.NotFound: ExitNotFound, schema.Unreached: ExitUnreachable}
+var exits = map[schema.Code]int{
+	schema.Refused: ExitRefused, schema.NotFound: ExitNotFound, schema.Unreached: ExitUnreachable, schema.Forbidden: ExitUnreachable,
+}
 
 // hintOf returns what to do next, in terms of the command line.
 func hintOf(e *schema.Error) string {

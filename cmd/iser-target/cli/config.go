@@ -71,7 +71,7 @@ standard input.`},
 			}
 			return c.Apply(ctx, source, b, o)
 		})
-	export := p.command(verb{use: "export", short: "Print the running configuration, secrets included", args: cobra.NoArgs,
+	export := p.command(verb{use: "export", short: "Print the running configuration, for administrators with secrets", args: cobra.NoArgs,
 		run: func(ctx context.Context, c *call) error {
 			b, err := c.Export(ctx)
 			if err != nil {

@@ -102,7 +102,10 @@ func checkFile(ctx context.Context, c *client.Client, st *schema.State) []Findin
 		return append(list, Finding{problem, about, err.Error(), "the target cannot start again with it; iser-target config export prints the running configuration"})
 	}
 	plan, err := c.Plan(ctx, st.Config, b)
+	var refused *schema.Error
 	switch {
+	case errors.As(err, &refused) && refused.Code == schema.Forbidden:
+		list = append(list, Finding{warning, about, "not compared with the file: that requires the role admin", "run doctor as an administrator"})
 	case err != nil:
 		list = append(list, Finding{problem, about, err.Error(), "correct the file; the target cannot start again with it"})
 	case len(plan.Steps) > len(st.Pending):

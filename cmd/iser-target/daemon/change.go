@@ -250,6 +250,7 @@ func (c *change) effective() *config.Config {
 	cfg, old := *c.cfg, c.d.served.cfg
 	cfg.StateDir, cfg.Log.Format = old.StateDir, old.Log.Format
 	cfg.Control = old.Control
+	cfg.Control.Access, cfg.Control.Paths = c.cfg.Control.Access, c.cfg.Control.Paths
 	return &cfg
 }
 
@@ -329,18 +330,19 @@ func init() {
 		{config.KindLimits, config.Update}:        (*change).updateOptions,
 		{config.KindMPA, config.Update}:           (*change).updateOptions,
 		{config.KindDiscoveryAuth, config.Update}: (*change).updateOptions,
-		{config.KindDrain, config.Update}:         readAtTheEnd,
-		{config.KindDrainTo, config.Update}:       readAtTheEnd,
+		{config.KindDrain, config.Update}:         readWhereUsed,
+		{config.KindDrainTo, config.Update}:       readWhereUsed,
 		{config.KindDebug, config.Update}:         (*change).updateSideServer,
 		{config.KindMetrics, config.Update}:       (*change).updateSideServer,
 		{config.KindDashboard, config.Update}:     (*change).updateSideServer,
 		{config.KindLog, config.Update}:           (*change).updateLog,
-		{config.KindWatch, config.Update}:         func(*change, config.Change) error { return nil }, // follow reads the key
+		{config.KindWatch, config.Update}:         readWhereUsed,
+		{config.KindControl, config.Update}:       readWhereUsed,
 	}
 }
 
-// readAtTheEnd does nothing: awaitEnd reads the key.
-func readAtTheEnd(*change, config.Change) error { return nil }
+// readWhereUsed does nothing: awaitEnd, follow and the control API read their keys when they need them.
+func readWhereUsed(*change, config.Change) error { return nil }
 
 // onUndo adds f to what rollBack does.
 func (c *change) onUndo(f func() error) { c.undo = append(c.undo, f) }

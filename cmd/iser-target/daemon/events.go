@@ -51,11 +51,11 @@ func (r *ring) since(list []schema.Event, n uint64) []schema.Event {
 	return list
 }
 
-// kindOf returns the ring of e: one for each kind of docs/cli.md, and one for refused
-// logins, which anyone can cause.
+// kindOf returns the ring of e: one for each kind of docs/cli.md, and others for refused
+// logins and requests, which anyone can cause.
 func kindOf(e *schema.Event) string {
-	if e.Event == "login" && e.Attrs["outcome"] == "refused" {
-		return "login refused"
+	if e.Attrs["outcome"] == "refused" {
+		return e.Event + " refused"
 	}
 	return e.Event
 }

@@ -23,8 +23,8 @@ const (
 	maxLogKeys  = 4096
 )
 
-// peerKinds are the events that initiators cause as often as they like.
-var peerKinds = map[string]bool{"login": true, "session": true, "reservation": true}
+// peerKinds are the events that initiators, and callers of the control API, cause as often as they like.
+var peerKinds = map[string]bool{"login": true, "session": true, "reservation": true, "control": true}
 
 // A logGate bounds the lines of log, and the events, that initiators cause: one line for each address
 // and reason per second, and limits.log_lines_per_address. The last of the lines that were left out

@@ -131,7 +131,7 @@ func (d *Daemon) plan(cfg *config.Config) *schema.Plan {
 
 // restarts reports whether ch takes effect at the next start.
 func restarts(ch config.Change) bool {
-	if ch.Kind == config.KindLog && ch.Key == "format" {
+	if ch.Kind == config.KindLog && ch.Key == "format" || ch.Kind == config.KindControl && ch.Key != "access" && ch.Key != "paths" {
 		return true
 	}
 	_, ok := actions[action{ch.Kind, ch.Op}]

@@ -318,6 +318,9 @@ func (d *Daemon) Effective() *config.Config {
 	return d.served.cfg
 }
 
+// Path returns the path of the configuration file, or an empty string.
+func (d *Daemon) Path() string { return d.path }
+
 // Document returns a copy of the running document.
 func (d *Daemon) Document() *config.Document {
 	d.mu.Lock()

@@ -19,6 +19,7 @@ type Code string
 // Codes of errors.
 const (
 	Invalid   Code = "invalid"     // the request, or the configuration that would result, is not valid
+	Forbidden Code = "forbidden"   // the role of the caller does not permit the request
 	NotFound  Code = "not_found"   // the object of the request does not exist
 	Method    Code = "method"      // the path does not support the method
 	Exists    Code = "exists"      // the object to add exists already

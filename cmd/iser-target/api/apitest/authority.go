@@ -37,9 +37,11 @@ func (a *Authority) Server(name string) {
 	a.Sign(name, &x509.Certificate{IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}})
 }
 
-// Client signs a certificate for a client.
-func (a *Authority) Client(name string) {
-	a.Sign(name, &x509.Certificate{ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}})
+// Client signs a certificate for a client, in these organizational units.
+func (a *Authority) Client(name string, units ...string) {
+	a.Sign(name, &x509.Certificate{
+		Subject: pkix.Name{OrganizationalUnit: units}, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+	})
 }
 
 // Sign fills in the fields that c lacks, signs c and writes the files. By default, a certificate is
@@ -50,7 +52,8 @@ func (a *Authority) Sign(name string, c *x509.Certificate) (*x509.Certificate, *
 	if err != nil {
 		a.t.Fatal(err)
 	}
-	c.SerialNumber, c.Subject = big.NewInt(1), pkix.Name{CommonName: name}
+	c.SerialNumber = big.NewInt(1)
+	c.Subject.CommonName = name
 	if c.NotAfter.IsZero() {
 		c.NotBefore, c.NotAfter = time.Now().Add(-time.Hour), time.Now().Add(time.Hour)
 	}

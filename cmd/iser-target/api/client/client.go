@@ -157,7 +157,7 @@ func (c *Client) unreached(method string, err error) error {
 		err = op.Err
 		if c.tls == nil && errors.Is(err, fs.ErrPermission) {
 			return &schema.Error{Code: schema.Unreached, Message: fmt.Sprintf("no access to %s: %v", c.where, err),
-				Hint: "only the user that the target runs as, and root, may use the socket"}
+				Hint: "only root, the user that the target runs as, and the group control.socket_group may use the socket"}
 		}
 		hint = "start it with iser-target serve, or name its socket with --socket (control.socket in its configuration)"
 		if c.tls != nil {
