@@ -255,6 +255,7 @@ type ControlTLS struct {
 	Cert     string `key:"cert"`      // certificate of the target
 	Key      string `key:"key"`       // private key of Cert
 	ClientCA string `key:"client_ca"` // CA that signs the certificates of clients
+	CRL      string `key:"crl"`       // revocation lists of CAs; empty: revocation is not checked
 }
 
 // Log configures the log on standard error.

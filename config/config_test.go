@@ -146,7 +146,7 @@ debug: {listen: "[::1]:6060"}
 log: {level: debug, format: json}
 watch: true
 drain: 0
-control: {socket: /tmp/s, socket_group: storage, listen: ":1", tls: {cert: c, key: k, client_ca: a},
+control: {socket: /tmp/s, socket_group: storage, listen: ":1", tls: {cert: c, key: k, client_ca: a, crl: r},
   access: [{user: alice, role: admin}, {group: "100", role: read}, {certificate: ops, role: operate}, {ou: monitoring, role: read}], paths: [/srv/luns]}
 metrics: {listen: "[::]:2"}
 dashboard: {listen: "[::]:3"}
@@ -166,7 +166,7 @@ dashboard: {listen: "[::]:3"}
 	if !c.MPA.CRC || c.StateDir != "/tmp/x" || c.Debug.Listen != "[::1]:6060" || c.Log != (Log{"debug", "json"}) || c.Targets[0].Alias != "a b" {
 		t.Errorf("%+v", c)
 	}
-	if want := (Control{"/tmp/s", "storage", ":1", ControlTLS{"c", "k", "a"}, []Access{
+	if want := (Control{"/tmp/s", "storage", ":1", ControlTLS{"c", "k", "a", "r"}, []Access{
 		{User: "alice", Role: "admin"}, {Group: "100", Role: "read"}, {Certificate: "ops", Role: "operate"}, {OU: "monitoring", Role: "read"},
 	}, []string{"/srv/luns"}}); !reflect.DeepEqual(c.Control, want) {
 		t.Errorf("control %+v, want %+v", c.Control, want)

@@ -24,7 +24,7 @@ const (
 func (d *Document) NamedPaths() (list []NamedPath) {
 	c := d.settingsOnly()
 	for _, p := range []string{
-		c.StateDir, c.Control.Socket, c.Control.TLS.Cert, c.Control.TLS.Key, c.Control.TLS.ClientCA,
+		c.StateDir, c.Control.Socket, c.Control.TLS.Cert, c.Control.TLS.Key, c.Control.TLS.ClientCA, c.Control.TLS.CRL,
 	} {
 		list = append(list, NamedPath{PathOwn, p})
 	}

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/url"
 	"os"
 	"os/user"
 	"slices"
@@ -14,6 +15,7 @@ import (
 	"strings"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/httpd"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
@@ -74,15 +76,58 @@ func (s *Server) identified(h http.Handler) http.Handler {
 			c.cert = r.TLS.PeerCertificates[0]
 		}
 		c.trusted = s.rights.isOwner(c.process)
-		c.role = s.rights.roleOf(c, s.d.Effective().Control.Access)
-		ctx := context.WithValue(daemon.By(r.Context(), c.String()), callerKey{}, c)
-		r = r.WithContext(ctx)
+		r = r.WithContext(context.WithValue(daemon.By(r.Context(), c.String()), callerKey{}, c))
+		if err := s.admit(r, c); err != nil {
+			w.Header().Set("Connection", "close")
+			s.refuse(w, r, err)
+			return
+		}
+		c.role = s.roleNow(c)
 		if err := s.require(r, roleRead, r.Method+" "+r.URL.Path); err != nil {
 			s.refuse(w, r, err)
 			return
 		}
 		h.ServeHTTP(w, r)
 	})
+}
+
+// admit refuses requests that pages of other sites make, that name another server, and those with a certificate
+// that is not trusted any longer.
+func (s *Server) admit(r *http.Request, c *caller) error {
+	if err := s.origins.Check(r); err != nil {
+		return &schema.Error{Code: schema.Forbidden, Message: fmt.Sprintf("%s %s: a page of another site asks for it: %v", r.Method, r.URL.Path, err), Hint: "nothing was changed; use the commands, or a program"}
+	}
+	if r.TLS == nil {
+		return nil
+	}
+	if s.trust == nil {
+		return &schema.Error{Code: schema.Forbidden, Message: "this server expects no TLS"}
+	}
+	now := s.trust.current()
+	if !httpd.IsAddress(r.Host) && now.config.Certificates[0].Leaf.VerifyHostname(hostOf(r.Host)) != nil {
+		return &schema.Error{Code: schema.Forbidden, Message: fmt.Sprintf("%q is not a name in the certificate of this target", r.Host), Hint: "nothing was changed; use an address, or a name in the certificate"}
+	}
+	if err := now.verify(r.TLS.PeerCertificates, s.trust.now()); err != nil {
+		return &schema.Error{Code: schema.Forbidden, Message: fmt.Sprintf("%s is not trusted any longer: %v", c.who(), err), Hint: "nothing was changed; connect with another certificate"}
+	}
+	return nil
+}
+
+// hostOf returns a host without its port.
+func hostOf(host string) string {
+	u := url.URL{Host: host}
+	return u.Hostname()
+}
+
+// roleNow returns the role of c.
+func (s *Server) roleNow(c *caller) role {
+	return s.rights.roleOf(c, s.d.Effective().Control.Access)
+}
+
+// lostRole reports whether the caller of r has a lower role than when its request began.
+func (s *Server) lostRole(r *http.Request) bool {
+	c, _ := r.Context().Value(callerKey{}).(*caller)
+	return c == nil || s.roleNow(c) < c.role || s.admit(r, c) != nil
 }
 
 // String names c, for the log.

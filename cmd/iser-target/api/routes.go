@@ -517,14 +517,36 @@ func (s *Server) events(w http.ResponseWriter, r *http.Request) error {
 		send(w, http.StatusOK, "application/jsonl", lines(s.d.Events(since)))
 		return nil
 	}
-	select {
-	case s.followers <- struct{}{}:
-		defer func() { <-s.followers }()
-	default:
-		return &schema.Error{Code: schema.Busy, Message: fmt.Sprintf("%d clients follow the events, the most that are allowed", maxFollowers), Hint: "end one of them"}
+	leave, most := s.takeFollower(r)
+	if leave == nil {
+		return &schema.Error{Code: schema.Busy, Message: fmt.Sprintf("%d clients follow the events, the most that are allowed", most), Hint: "end one of them"}
 	}
+	defer leave()
 	s.follow(w, r, since)
 	return nil
+}
+
+// takeFollower takes a place for a stream of events. Callers below admin share half of the places, so that
+// administrators find one. leave is nil if there are most streams already.
+func (s *Server) takeFollower(r *http.Request) (leave func(), most int) {
+	places := []chan struct{}{s.followers}
+	if c, _ := r.Context().Value(callerKey{}).(*caller); c == nil || c.role < roleAdmin {
+		places = append(places, s.readers)
+	}
+	free := func(n int) {
+		for _, p := range places[:n] {
+			<-p
+		}
+	}
+	for i, p := range places {
+		select {
+		case p <- struct{}{}:
+		default:
+			free(i)
+			return nil, cap(p)
+		}
+	}
+	return func() { free(len(places)) }, 0
 }
 
 func (s *Server) follow(w http.ResponseWriter, r *http.Request, since uint64) {

@@ -12,6 +12,7 @@ import (
 	"io"
 	"io/fs"
 	"log/slog"
+	"mime"
 	"net"
 	"net/http"
 	"net/url"
@@ -52,9 +53,12 @@ var openAPI []byte
 type Server struct {
 	d         *daemon.Daemon
 	rights    rights
+	trust     *trust // nil: no listener requires certificates
+	origins   http.CrossOriginProtection
 	http      *http.Server
 	ending    chan struct{} // closed to end streams
 	followers chan struct{}
+	readers   chan struct{} // those of followers that are not administrators
 }
 
 // A route maps a method and path to its handler.
@@ -124,13 +128,16 @@ func value(get func(*Server, *http.Request) (any, error)) func(*Server, http.Res
 
 // NewServer returns a server of d on the addresses of c. d must be ready before the first request.
 func NewServer(d *daemon.Daemon, c config.Control) *Server {
-	s := &Server{d: d, rights: newRights(c, d.Logger()), ending: make(chan struct{}), followers: make(chan struct{}, maxFollowers)}
+	s := &Server{d: d, rights: newRights(c, d.Logger()), ending: make(chan struct{}), followers: make(chan struct{}, maxFollowers), readers: make(chan struct{}, maxFollowers/2)}
 	mux := http.NewServeMux()
 	for _, to := range routes {
 		mux.HandleFunc(to.pattern, func(w http.ResponseWriter, r *http.Request) {
 			err := s.require(r, to.role, to.pattern)
 			if err == nil {
 				err = checkQuery(r, strings.Fields(to.query))
+			}
+			if err == nil {
+				err = checkContent(r)
 			}
 			if err == nil {
 				err = to.handle(s, w, r)
@@ -228,22 +235,35 @@ func (p patient) Write(b []byte) (int, error) {
 
 // Reasons for the end of a stream.
 var (
+	errRole   = errors.New("its caller has lost the role for it")
 	errEnding = errors.New("the target ends")
 	errGone   = errors.New("the client is gone")
 )
 
-// stream returns the context of an answer that may take long. It ends with the client and with the
-// target. The caller must call cancel.
+// stream returns the context of an answer that may take long. It ends with the client, with the target, and
+// soon after the caller has a lower role than it had. The caller must call cancel.
 func (s *Server) stream(w http.ResponseWriter, r *http.Request) (ctx context.Context, cancel context.CancelCauseFunc) {
 	http.NewResponseController(w).SetReadDeadline(time.Time{}) // else it would look like the end of the client
 	ctx, cancel = context.WithCancelCause(context.WithoutCancel(r.Context()))
 	go func() {
-		select {
-		case <-s.ending:
-			cancel(errEnding)
-		case <-r.Context().Done():
-			cancel(errGone)
-		case <-ctx.Done():
+		tick := time.NewTicker(heartbeat)
+		defer tick.Stop()
+		for {
+			select {
+			case <-s.ending:
+				cancel(errEnding)
+				return
+			case <-r.Context().Done():
+				cancel(errGone)
+				return
+			case <-ctx.Done():
+				return
+			case <-tick.C:
+				if s.lostRole(r) {
+					cancel(errRole)
+					return
+				}
+			}
 		}
 	}()
 	return ctx, cancel
@@ -319,6 +339,25 @@ func errorOf(err error) *schema.Error {
 
 func invalid(format string, a ...any) *schema.Error {
 	return &schema.Error{Code: schema.Invalid, Message: fmt.Sprintf(format, a...), Hint: "GET /v1/openapi.yaml describes the request"}
+}
+
+// checkContent refuses a body that does not say what it is. A page of another site can make a browser send
+// text/plain and forms, with the certificate of its user, but neither of our types.
+func checkContent(r *http.Request) error {
+	if r.ContentLength == 0 && r.Header.Get("Content-Type") == "" {
+		return nil
+	}
+	want := "application/json"
+	if strings.HasPrefix(r.URL.Path, "/v1/config/") {
+		want = "application/yaml"
+	}
+	switch r.Method {
+	case http.MethodPost, http.MethodPut, http.MethodPatch:
+		if got, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || got != want {
+			return invalid("the Content-Type of the body must be %s, not %q", want, r.Header.Get("Content-Type"))
+		}
+	}
+	return nil
 }
 
 // body decodes the JSON of a request into v.

@@ -146,6 +146,12 @@ func TestWrongRequestsAreAnsweredInJSON(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		if tc.body != "" {
+			req.Header.Set("Content-Type", "application/json")
+			if strings.HasPrefix(tc.path, "/v1/config/") {
+				req.Header.Set("Content-Type", "application/yaml")
+			}
+		}
 		rsp, err := c.Do(req)
 		if err != nil {
 			t.Errorf("%s %.60s: %v", tc.method, tc.path, err)

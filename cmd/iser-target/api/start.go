@@ -2,8 +2,6 @@ package api
 
 import (
 	"context"
-	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -32,7 +30,10 @@ const removeTime = time.Second
 // called. It returns an error if it cannot listen on one of them. If only the default
 // socket cannot be used, it logs that and continues without.
 func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), err error) {
-	var listeners []net.Listener
+	var (
+		listeners []net.Listener
+		proofs    *trust // nil: no listener requires certificates
+	)
 	fail := func(key string, err error) (func(), error) {
 		for _, l := range listeners {
 			l.Close()
@@ -57,16 +58,18 @@ func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), er
 		}
 	}
 	if c.Listen != "" {
-		l, err := listenTLS(c, d.Listeners(), log)
+		l, t, err := listenTLS(c, d.Listeners(), log)
 		if err != nil {
 			return fail("control.listen", err)
 		}
-		listeners = append(listeners, l)
+		listeners, proofs = append(listeners, l), t
+		d.ShowCertificates(t.certificates)
 	}
 	if len(listeners) == 0 && c.Socket == "" {
 		log.Info("control API is off", "reason", "neither control.socket nor control.listen is set")
 	}
 	s := NewServer(d, c)
+	s.trust = proofs
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
 	for _, l := range listeners {
@@ -110,27 +113,14 @@ func anotherSocket(taken string) string {
 }
 
 // listenTLS listens for clients that authenticate with a certificate (RFC 8446, section 4.4).
-func listenTLS(c config.Control, open *handover.Listeners, log *slog.Logger) (net.Listener, error) {
-	cert, err := tls.LoadX509KeyPair(c.TLS.Cert, c.TLS.Key)
+func listenTLS(c config.Control, open *handover.Listeners, log *slog.Logger) (net.Listener, *trust, error) {
+	t, err := newTrust(c.TLS, log)
 	if err != nil {
-		return nil, err
-	}
-	b, err := os.ReadFile(c.TLS.ClientCA)
-	if err != nil {
-		return nil, err
-	}
-	pool := x509.NewCertPool()
-	if !pool.AppendCertsFromPEM(b) {
-		return nil, fmt.Errorf("%s: the file has no certificate", c.TLS.ClientCA)
+		return nil, nil, err
 	}
 	l, _, err := open.Listen("control.listen", func() (net.Listener, error) { return net.Listen("tcp", c.Listen) })
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	return httpd.TLS(l, &tls.Config{
-		Certificates: []tls.Certificate{cert},
-		ClientAuth:   tls.RequireAndVerifyClientCert,
-		ClientCAs:    pool,
-		MinVersion:   tls.VersionTLS13,
-	}, log), nil
+	return httpd.TLS(l, t.serverConfig(), log), t, nil
 }

@@ -58,6 +58,7 @@ on the machine of the target, because it checks the disks of its own machine.`,
 				return err
 			}
 			list = append(list, refused...)
+			list = append(list, checkCertificates(&st, time.Now())...)
 			pressing, err := checkLimits(ctx, c.Client)
 			if err != nil {
 				return err
@@ -112,6 +113,28 @@ func checkFile(ctx context.Context, c *client.Client, st *schema.State) []Findin
 		list = append(list, Finding{warning, about, st.Config + " was edited, but not applied", "see the edit with iser-target config plan, and apply it with iser-target config apply"})
 	default:
 		list = append(list, Finding{fine, about, st.Config + " is the running configuration", ""})
+	}
+	return list
+}
+
+// expiresSoon is how long before its end a certificate is worth a warning.
+const expiresSoon = 30 * 24 * time.Hour
+
+// checkCertificates finds certificates and revocation lists of the control API that have expired, or soon will.
+func checkCertificates(st *schema.State, now time.Time) (list []Finding) {
+	for _, c := range st.Certificates {
+		severity, says := warning, "expires at "
+		switch left := c.Expires.Sub(now); {
+		case left < 0:
+			severity, says = problem, "has expired at "
+		case left >= expiresSoon:
+			continue
+		}
+		list = append(list, Finding{severity, c.Key, fmt.Sprintf("%s of %s %s%s", c.Path, c.Subject, says, c.Expires.UTC().Format(time.RFC3339)),
+			"replace the file; the target reads it at the next connection"})
+	}
+	if len(list) == 0 && len(st.Certificates) > 0 {
+		list = append(list, Finding{fine, "control.tls", "no certificate expires within 30 days", ""})
 	}
 	return list
 }

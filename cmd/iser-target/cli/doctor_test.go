@@ -31,3 +31,26 @@ func TestDoctorReportsAStuckDisk(t *testing.T) {
 		t.Errorf("findings %+v", list)
 	}
 }
+
+// doctor names certificates that expire within 30 days, and those that have.
+func TestDoctorNamesCertificatesThatExpire(t *testing.T) {
+	now := time.Date(2026, 11, 1, 0, 0, 0, 0, time.UTC)
+	st := &schema.State{}
+	if got := checkCertificates(st, now); len(got) != 0 {
+		t.Errorf("without certificates: %+v", got)
+	}
+	for _, days := range []int{29, -1, 31} {
+		st.Certificates = append(st.Certificates, schema.CertificateState{
+			Key: "control.tls.cert", Path: "/a.pem", Subject: "CN=a", Expires: now.AddDate(0, 0, days),
+		})
+	}
+	got := checkCertificates(st, now)
+	if len(got) != 2 || got[0].Severity != warning || got[0].Text != "/a.pem of CN=a expires at 2026-11-30T00:00:00Z" ||
+		got[1].Severity != problem || got[1].Text != "/a.pem of CN=a has expired at 2026-10-31T00:00:00Z" {
+		t.Errorf("findings %+v", got)
+	}
+	st.Certificates = st.Certificates[2:]
+	if got := checkCertificates(st, now); len(got) != 1 || got[0].Severity != fine {
+		t.Errorf("with a certificate of 31 days: %+v", got)
+	}
+}

@@ -25,6 +25,7 @@ import (
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/cmd/iser-target/capture"
 	"github.com/iser-target/iser-target/cmd/iser-target/handover"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/cmd/iser-target/systemd"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
@@ -99,6 +100,7 @@ type Daemon struct {
 	supervisor    *handover.Supervisor   // nil: the process has no supervisor of its own
 	successorLink *os.File               // to the process that continues, if this one is to be its supervisor
 	side          map[string]*sideServer // by kind of change
+	certificates  atomic.Pointer[func() []schema.CertificateState]
 
 	mu     sync.Mutex // held for moments; before shrinks.mu and the locks of node
 	served served

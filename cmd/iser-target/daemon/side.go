@@ -52,7 +52,7 @@ func (d *Daemon) newSideServers(dashboard func(*Daemon, net.Listener) (end func(
 			address: func(c *config.Config) string { return c.Metrics.Listen },
 			serve: func(l net.Listener) func() {
 				mux := http.NewServeMux()
-				mux.Handle("GET /metrics", metrics.Handler(d.node, d.net.domain, d.net.limits))
+				mux.Handle("GET /metrics", metrics.Handler(d.node, d.net.domain, d.net.limits, d.expiries))
 				return serveHTTP(l, mux, metricsConnections, metricsTime)
 			},
 		},
@@ -102,7 +102,7 @@ func (s *sideServer) close() {
 
 // serveHTTP serves h on l, to that many connections at a time. timeout bounds an answer.
 func serveHTTP(l net.Listener, h http.Handler, connections int, timeout time.Duration) (end func()) {
-	srv := httpd.NewServer(h, nil)
+	srv := httpd.NewServer(httpd.Guard(h), nil)
 	srv.WriteTimeout = timeout
 	go srv.Serve(httpd.Limit(l, connections))
 	return func() { srv.Close() }

@@ -8,6 +8,7 @@ import (
 	"maps"
 	"path/filepath"
 	"slices"
+	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
@@ -34,9 +35,10 @@ func sessionName(tsih uint16, initiator string) string {
 // State returns the current state.
 func (d *Daemon) State() schema.State {
 	sessions := d.node.Sessions()
+	certificates := d.Certificates()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	st := schema.State{Version: d.version, Started: d.started, Config: absolute(d.path), Portals: []schema.PortalState{}, Targets: []schema.TargetState{}, Sessions: []schema.SessionState{},
+	st := schema.State{Certificates: certificates, Version: d.version, Started: d.started, Config: absolute(d.path), Portals: []schema.PortalState{}, Targets: []schema.TargetState{}, Sessions: []schema.SessionState{},
 		LatencyBounds: latencyBounds}
 	for _, ch := range d.served.pending {
 		st.Pending = append(st.Pending, ch.String())
@@ -61,6 +63,28 @@ func (d *Daemon) State() schema.State {
 		st.Sessions = append(st.Sessions, sessionState(&sessions[i]))
 	}
 	return st
+}
+
+// ShowCertificates makes State and the metrics show what list returns: the certificates of the control API.
+func (d *Daemon) ShowCertificates(list func() []schema.CertificateState) { d.certificates.Store(&list) }
+
+// Certificates returns the certificates of the control API.
+func (d *Daemon) Certificates() []schema.CertificateState {
+	if list := d.certificates.Load(); list != nil {
+		return (*list)()
+	}
+	return nil
+}
+
+// expiries returns when the first certificate of each key expires.
+func (d *Daemon) expiries() map[string]time.Time {
+	first := map[string]time.Time{}
+	for _, c := range d.Certificates() {
+		if at, ok := first[c.Key]; !ok || c.Expires.Before(at) {
+			first[c.Key] = c.Expires
+		}
+	}
+	return first
 }
 
 // Limits returns the limits of what initiators, addresses and LUNs share, in the order of the

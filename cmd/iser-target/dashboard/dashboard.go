@@ -14,7 +14,6 @@ import (
 	"io/fs"
 	"net"
 	"net/http"
-	"net/netip"
 	"net/url"
 	"path"
 	"slices"
@@ -72,7 +71,7 @@ var headers = map[string]string{
 // Serve serves the dashboard of src on l until end is called, which closes l.
 func Serve(src Source, l net.Listener) (end func()) {
 	s := newSampler(src)
-	server := httpd.NewServer(guard(handler(src, s), l.Addr()), nil)
+	server := httpd.NewServer(httpd.Guard(handler(src, s)), nil)
 	server.Handler = withHeaders(server.Handler)
 	server.WriteTimeout = writeTime
 	stop := make(chan struct{})
@@ -94,34 +93,6 @@ func withHeaders(h http.Handler) http.Handler {
 		}
 		h.ServeHTTP(w, r)
 	})
-}
-
-// guard returns next for requests that name the server by an address or as localhost, if
-// addr is on the loopback. Otherwise a foreign name that resolves to the loopback (DNS
-// rebinding) would let a foreign page read this one.
-func guard(next http.Handler, addr net.Addr) http.Handler {
-	loopback := false
-	if a, err := netip.ParseAddrPort(addr.String()); err == nil {
-		loopback = a.Addr().IsLoopback()
-	}
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if loopback && !isLocal(r.Host) {
-			http.Error(w, "use localhost or an address as the name of this server", http.StatusMisdirectedRequest)
-			return
-		}
-		next.ServeHTTP(w, r)
-	})
-}
-
-// isLocal reports whether host, with or without a port, is an address or localhost.
-func isLocal(host string) bool {
-	u := url.URL{Host: host}
-	name := u.Hostname()
-	if strings.EqualFold(name, "localhost") {
-		return true
-	}
-	_, err := netip.ParseAddr(name)
-	return err == nil
 }
 
 // handler returns the handler of the files and of /api/state, for GET and HEAD.

@@ -84,6 +84,8 @@ var (
 	memoryLimit      = newFamily(gauge, "buffer_limit_bytes", "Limit of the memory of data buffers, for all connections together.", "")
 	buffers          = newFamily(gauge, "buffers", "Number of data buffers in use.", "")
 
+	certificates = newFamily(gauge, "certificate_expires_timestamp_seconds", "When the first certificate, or revocation list, of the file expires, in seconds since 1970.", "key")
+
 	limitMax     = newFamily(gauge, "limit_max", "Bound of a limit; a duration in seconds.", "limit")
 	limitUsed    = newFamily(gauge, "limit_used", "Use of what the limit bounds, in the process or by the one that uses most; always 0 for a duration.", "limit")
 	limitReached = newFamily(counter, "limit_reached_total", "Times that the limit refused or delayed something.", "limit")
@@ -159,16 +161,17 @@ func (f *family) sendHistogram(ch chan<- prometheus.Metric, l *lun.Latency, labe
 
 // A collector reads the counters of one target.
 type collector struct {
-	node   *iscsi.Node
-	domain *rdma.Domain
-	limits *limits.Set
+	node     *iscsi.Node
+	domain   *rdma.Domain
+	limits   *limits.Set
+	expiries func() map[string]time.Time // of certificates, by key
 }
 
 // Handler returns a handler that serves the metrics of a target, of the Go runtime and of
 // the process in the formats of Prometheus.
-func Handler(node *iscsi.Node, domain *rdma.Domain, shared *limits.Set) http.Handler {
+func Handler(node *iscsi.Node, domain *rdma.Domain, shared *limits.Set, expiries func() map[string]time.Time) http.Handler {
 	r := prometheus.NewRegistry()
-	r.MustRegister(&collector{node, domain, shared}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	r.MustRegister(&collector{node, domain, shared, expiries}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return promhttp.HandlerFor(r, promhttp.HandlerOpts{MaxRequestsInFlight: 4})
 }
 
@@ -183,6 +186,9 @@ func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	c.collectNode(ch)
 	c.collectLimits(ch)
+	for key, at := range c.expiries() {
+		certificates.send(ch, float64(at.Unix()), key)
+	}
 	for _, t := range c.node.Targets() {
 		for _, e := range t.LUNs.Entries() {
 			collectLUN(ch, t.Name, e)

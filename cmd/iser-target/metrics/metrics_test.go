@@ -75,7 +75,9 @@ func TestIdleTargetCanBeScraped(t *testing.T) {
 		t.Fatal(err)
 	}
 	r := prometheus.NewPedanticRegistry()
-	if err := r.Register(&collector{node, rdma.NewDomain(), limits.New()}); err != nil {
+	if err := r.Register(&collector{node, rdma.NewDomain(), limits.New(), func() map[string]time.Time {
+		return map[string]time.Time{"control.tls.cert": time.Now()}
+	}}); err != nil {
 		t.Fatal(err)
 	}
 	got, err := r.Gather()
@@ -212,7 +214,7 @@ func BenchmarkScrape(b *testing.B) {
 	if err := node.AddTarget(iscsi.TargetConfig{Name: "iqn.2026-11.io.example:a", LUNs: inv}); err != nil {
 		b.Fatal(err)
 	}
-	h := Handler(node, rdma.NewDomain(), limits.New())
+	h := Handler(node, rdma.NewDomain(), limits.New(), func() map[string]time.Time { return nil })
 	for b.Loop() {
 		w := httptest.NewRecorder()
 		h.ServeHTTP(w, httptest.NewRequest("GET", "/metrics", nil))

@@ -14,7 +14,16 @@ type State struct {
 	Targets  []TargetState  `json:"targets"`
 	Sessions []SessionState `json:"sessions"`
 	// LatencyBounds are the upper bounds of the buckets of each PhaseState, in seconds, ascending.
-	LatencyBounds []float64 `json:"latency_bounds,omitempty"`
+	LatencyBounds []float64          `json:"latency_bounds,omitempty"`
+	Certificates  []CertificateState `json:"certificates,omitempty"` // of control.listen
+}
+
+// A CertificateState describes a certificate, or a revocation list, that control.listen uses.
+type CertificateState struct {
+	Key     string    `json:"key"` // of the configuration, which names the file
+	Path    string    `json:"path"`
+	Subject string    `json:"subject"`
+	Expires time.Time `json:"expires"`
 }
 
 // A PortalState describes a portal.

@@ -23,12 +23,14 @@ type Authority struct {
 	t    testing.TB
 	dir  string
 	key  *ecdsa.PrivateKey
+
+	serial int64
 }
 
 // New returns an authority for the time of a test.
 func New(t testing.TB) *Authority {
 	a := &Authority{t: t, dir: t.TempDir()}
-	a.Cert, a.key = a.Sign("ca", &x509.Certificate{IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign})
+	a.Cert, a.key = a.Sign("ca", &x509.Certificate{IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageCRLSign})
 	return a
 }
 
@@ -52,7 +54,8 @@ func (a *Authority) Sign(name string, c *x509.Certificate) (*x509.Certificate, *
 	if err != nil {
 		a.t.Fatal(err)
 	}
-	c.SerialNumber = big.NewInt(1)
+	a.serial++
+	c.SerialNumber = big.NewInt(a.serial)
 	c.Subject.CommonName = name
 	if c.NotAfter.IsZero() {
 		c.NotBefore, c.NotAfter = time.Now().Add(-time.Hour), time.Now().Add(time.Hour)
@@ -79,6 +82,38 @@ func (a *Authority) Sign(name string, c *x509.Certificate) (*x509.Certificate, *
 		a.t.Fatal(err)
 	}
 	return cert, key
+}
+
+// Revoke writes a revocation list with these certificates to NAME.pem, which is valid until next.
+func (a *Authority) Revoke(name string, next time.Time, certs ...*x509.Certificate) {
+	a.t.Helper()
+	a.serial++
+	l := &x509.RevocationList{Number: big.NewInt(a.serial), ThisUpdate: time.Now().Add(-time.Hour), NextUpdate: next}
+	for _, c := range certs {
+		l.RevokedCertificateEntries = append(l.RevokedCertificateEntries, x509.RevocationListEntry{SerialNumber: c.SerialNumber, RevocationTime: time.Now()})
+	}
+	der, err := x509.CreateRevocationList(rand.Reader, l, a.Cert, a.key)
+	if err == nil {
+		err = os.WriteFile(a.Path(name+".pem"), pem.EncodeToMemory(&pem.Block{Type: "X509 CRL", Bytes: der}), 0o600)
+	}
+	if err != nil {
+		a.t.Fatal(err)
+	}
+}
+
+// Certificate reads the certificate that Sign wrote for name.
+func (a *Authority) Certificate(name string) *x509.Certificate {
+	a.t.Helper()
+	b, err := os.ReadFile(a.Path(name + ".pem"))
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	block, _ := pem.Decode(b)
+	c, err := x509.ParseCertificate(block.Bytes)
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	return c
 }
 
 // Path returns the path of a file that Sign wrote.
