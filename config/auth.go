@@ -26,8 +26,11 @@ type User struct {
 	Name       string          `key:"name"`        // CHAP_N
 	Secret     security.Secret `key:"secret"`      // Load reads it from SecretFile
 	SecretFile string          `key:"secret_file"` // path; empty: the configuration has Secret
-	Initiator  string          `key:"initiator"`   // pattern of the iSCSI names that this user may have; empty: any
-	Mutual     Credential      `key:"mutual"`      // identity of the target for this user; zero: Auth.Mutual
+	// Previous is a second secret that is valid, too, while hosts change to Secret; empty: none.
+	Previous     security.Secret `key:"previous_secret"`
+	PreviousFile string          `key:"previous_secret_file"`
+	Initiator    string          `key:"initiator"` // pattern of the iSCSI names that this user may have; empty: any
+	Mutual       Credential      `key:"mutual"`    // identity of the target for this user; zero: Auth.Mutual
 }
 
 // A Credential is a name and its secret.
@@ -51,6 +54,7 @@ func (a *Auth) CHAP() (*security.CHAP, error) {
 	for _, u := range a.Users {
 		cfg.Users = append(cfg.Users, security.CHAPUser{
 			CHAPIdentity: security.CHAPIdentity{Name: u.Name, Secret: u.Secret},
+			Previous:     u.Previous,
 			Initiator:    u.Initiator,
 			Target:       u.Mutual.identity(),
 		})
@@ -68,7 +72,8 @@ type secretRef struct {
 	name   string
 	secret *security.Secret
 	file   string
-	mutual bool // the secret authenticates the target
+	mutual bool   // the secret authenticates the target
+	field  string // of secret below key
 }
 
 // secrets returns all secrets of c, in the order of the file.
@@ -84,12 +89,15 @@ func (a *Auth) secrets(key string) []secretRef {
 	var list []secretRef
 	mutual := func(key string, m *Credential) {
 		if *m != (Credential{}) {
-			list = append(list, secretRef{key + ".mutual", m.Name, &m.Secret, m.SecretFile, true})
+			list = append(list, secretRef{key + ".mutual", m.Name, &m.Secret, m.SecretFile, true, "secret"})
 		}
 	}
 	for i := range a.Users {
 		u, key := &a.Users[i], index(key, "users", i)
-		list = append(list, secretRef{key, u.Name, &u.Secret, u.SecretFile, false})
+		list = append(list, secretRef{key, u.Name, &u.Secret, u.SecretFile, false, "secret"})
+		if u.Previous != "" || u.PreviousFile != "" {
+			list = append(list, secretRef{key, u.Name, &u.Previous, u.PreviousFile, false, "previous_secret"})
+		}
 		mutual(key, &u.Mutual)
 	}
 	mutual(key, &a.Mutual)
@@ -103,9 +111,9 @@ func (c *Config) readSecrets() (errs errorList) {
 			continue
 		}
 		if *s.secret != "" {
-			errs.addf(s.key+".secret_file", "cannot be combined with secret")
+			errs.addf(s.key+"."+s.field+"_file", "cannot be combined with %s", s.field)
 		} else if secret, err := readSecret(s.file); err != nil {
-			errs.addf(s.key+".secret_file", "%s: %s", s.file, reasonOf(err))
+			errs.addf(s.key+"."+s.field+"_file", "%s: %s", s.file, reasonOf(err))
 		} else {
 			*s.secret = secret
 		}
@@ -196,13 +204,14 @@ func (a *Auth) check(key string, errs *errorList) {
 	}
 	for _, s := range a.secrets(key) {
 		switch {
+		case s.field != "secret": // the name is checked with the other secret
 		case s.name == "":
 			errs.addf(s.key+".name", "is required: the CHAP name")
 		case len(s.name) > security.MaxCHAPName || strings.ContainsRune(s.name, 0):
 			errs.addf(s.key+".name", "must have at most %d bytes and no NUL", security.MaxCHAPName)
 		}
 		if *s.secret == "" && s.file == "" {
-			errs.addf(s.key+".secret", "is required, or secret_file")
+			errs.addf(s.key+"."+s.field, "is required, or %s_file", s.field)
 		}
 	}
 }

@@ -53,7 +53,8 @@ func TestCHAP(t *testing.T) {
 		{"a", "bbbbbbbbbbbb", "iqn.1993-08.org.debian:x", ""},
 		{"a", "\x00\x11\x22\x33\x44\x55\x66\x77\x88\x99\xaa\xbb\xcc\xdd\xee\xff", "iqn.2001-04.com.example", ""},
 	} {
-		id, err := chap.Authenticate(ch, tc.user, ch.Response(security.Secret(tc.secret)), tc.initiator)
+		login, err := chap.Authenticate(ch, tc.user, ch.Response(security.Secret(tc.secret)), tc.initiator)
+		id := login.Target
 		if id.Name != tc.target || (err == nil) != (tc.target != "") {
 			t.Errorf("%q: %v, %v", tc.user, id, err)
 		}
@@ -223,5 +224,41 @@ func TestRedirect(t *testing.T) {
 	}
 	if r := c.Targets[0].Redirect; r != (Redirect{"[2001:db8::1]:3260", true}) || len(c.Targets[0].LUNs) != 0 {
 		t.Errorf("%+v", c.Targets[0])
+	}
+}
+
+// A previous secret follows the rules of secrets, and its errors name its keys.
+func TestPreviousSecret(t *testing.T) {
+	dir := t.TempDir()
+	file := filepath.Join(dir, "old.secret")
+	if err := os.WriteFile(file, []byte("secret-of-before\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	user := func(more string) string {
+		return good + "    auth: {method: chap, users: [{name: a, secret: aaaaaaaaaaaa, " + more + "}], mutual: {name: t, secret: tttttttttttt}}\n"
+	}
+	c, err := load("f", []byte(user("previous_secret_file: "+file)))
+	if err != nil || c.Targets[0].Auth.Users[0].Previous != "secret-of-before" {
+		t.Fatalf("%+v, %v", c, err)
+	}
+	chap, err := c.Targets[0].Auth.CHAP()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ch := security.NewCHAPChallenge(security.CHAPSHA256)
+	for _, secret := range []security.Secret{"aaaaaaaaaaaa", "secret-of-before"} {
+		if _, err := chap.Authenticate(ch, "a", ch.Response(secret), "iqn.2001-04.com.example"); err != nil {
+			t.Error(err)
+		}
+	}
+	for more, want := range map[string]string{
+		"previous_secret: short": "f: targets[0].auth.users[0].previous_secret: secret has 5 bytes, less than 12",
+		"previous_secret: bbbbbbbbbbbb, previous_secret_file: " + file: "f: targets[0].auth.users[0].previous_secret_file: cannot be combined with previous_secret",
+		"previous_secret_file: " + dir + "/none":                       "f: targets[0].auth.users[0].previous_secret_file: " + dir + "/none: no such file",
+		"previous_secret: tttttttttttt":                                "f: targets[0].auth.mutual: has the secret of targets[0].auth.users[0]",
+	} {
+		if _, err := load("f", []byte(user(more))); err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "bbbb") {
+			t.Errorf("%s: %v, want %q", more, err, want)
+		}
 	}
 }

@@ -213,7 +213,7 @@ func (d *Document) WithoutSecrets() (text []byte, secrets int, err error) {
 			return
 		}
 		for i := 0; i+1 < len(n.Content); i += 2 {
-			if v := resolve(n.Content[i+1]); resolve(n.Content[i]).Value == "secret" && v.Value != hidden {
+			if v := resolve(n.Content[i+1]); isSecret(resolve(n.Content[i]).Value) && v.Value != hidden {
 				*v = yaml.Node{Kind: yaml.ScalarNode, Value: hidden, Anchor: v.Anchor}
 				secrets++
 			}
@@ -224,6 +224,9 @@ func (d *Document) WithoutSecrets() (text []byte, secrets int, err error) {
 	}
 	return text, secrets, nil
 }
+
+// isSecret reports whether the value of a key is a secret.
+func isSecret(key string) bool { return key == "secret" || key == "previous_secret" }
 
 // flow returns a value as YAML on one line, without secrets.
 func flow(v any) string {
@@ -239,7 +242,7 @@ func flow(v any) string {
 			return
 		}
 		for i := 0; i+1 < len(n.Content); i += 2 {
-			if n.Content[i].Value == "secret" {
+			if isSecret(n.Content[i].Value) {
 				n.Content[i+1] = &yaml.Node{Kind: yaml.ScalarNode, Value: hidden}
 			}
 		}

@@ -239,7 +239,7 @@ targets:
           secret: &shared >-
             five-six
             seven-eight
-        - {name: host4, secret: *shared, secret_file: ""}
+        - {name: host4, secret: *shared, secret_file: "", previous_secret: fifteen-sixteen}
         - {name: &bad nine-ten-eleven, secret: *bad}
         - name: host5 # third-comment
           secret: |
@@ -252,10 +252,10 @@ discovery_auth: {mutual: {name: a, secret: 'it''s-fourteen'}, users: []}
 	}
 	before := string(doc.Bytes())
 	text, n, err := doc.WithoutSecrets()
-	if err != nil || n != 5 {
-		t.Fatalf("%d secrets, error %v, want 5:\n%s", n, err, text)
+	if err != nil || n != 6 {
+		t.Fatalf("%d secrets, error %v, want 6:\n%s", n, err, text)
 	}
-	for _, word := range []string{"comment", "one-two", "five-six", "seven", "nine", "twelve", "fourteen"} {
+	for _, word := range []string{"comment", "one-two", "five-six", "seven", "nine", "twelve", "fourteen", "fifteen"} {
 		if strings.Contains(string(text), word) {
 			t.Errorf("the text has %q:\n%s", word, text)
 		}

@@ -19,6 +19,7 @@ type authenticator struct {
 	chap      *security.CHAP // nil: AuthMethod is None
 	step      authStep
 	challenge security.CHAPChallenge // once step is stepResponse
+	proof     security.CHAPProof     // once step is stepDone
 }
 
 // An authStep says which keys the initiator has to send next.
@@ -142,11 +143,12 @@ func (l *login) answerResponse(t securityText, answers []keys.Pair) ([]keys.Pair
 	if err != nil {
 		return nil, err
 	}
-	us, err := l.auth.chap.Authenticate(l.auth.challenge, t["CHAP_N"][0], response, l.key.initiator)
+	proved, err := l.auth.chap.Authenticate(l.auth.challenge, t["CHAP_N"][0], response, l.key.initiator)
 	if err != nil {
 		return nil, &loginError{pdu.LoginAuthentication, err}
 	}
-	l.auth.step = stepDone
+	us := proved.Target
+	l.auth.step, l.auth.proof = stepDone, proved.Proof
 	l.advance(limits.Proved)
 	if theirs == nil {
 		return answers, nil

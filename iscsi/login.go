@@ -367,6 +367,7 @@ func (l *login) enterFullFeature() error {
 	if err != nil {
 		return keyError(err)
 	}
+	p.CHAPProof = string(l.auth.proof)
 	c.params = p
 	if !c.reserveMemory(l.key.initiator) {
 		return &loginError{pdu.LoginOutOfResources, errNoMemory}

@@ -143,6 +143,10 @@ func (i CHAPIdentity) check() error {
 type CHAPUser struct {
 	CHAPIdentity
 
+	// Previous is a second secret that is valid, too, so that the hosts of a user can change to Secret
+	// one after the other; empty: none.
+	Previous Secret
+
 	// Initiator is a pattern of the iSCSI names that may use this identity
 	// (RFC 7143, section 9.2); empty: any.
 	Initiator string
@@ -187,6 +191,12 @@ func NewCHAP(cfg CHAPConfig) (*CHAP, error) {
 	for _, u := range cfg.Users {
 		if err := u.check(); err != nil {
 			return nil, err
+		}
+		if u.Previous != "" {
+			if err := u.Previous.check(); err != nil {
+				return nil, fmt.Errorf("%q: previous %w", u.Name, err)
+			}
+			of[u.Previous] = u.Name
 		}
 		if u.Target == (CHAPIdentity{}) {
 			u.Target = cfg.Target
@@ -260,22 +270,66 @@ func (ch CHAPChallenge) Response(s Secret) []byte {
 	return h.Sum(nil)
 }
 
+// A CHAPProof identifies the user, and the secret, by which an initiator has authenticated itself. It does not
+// tell the secret. The zero value is that of no authentication.
+type CHAPProof string
+
+// Proof returns the CHAPProof of a user with that secret.
+func Proof(name string, s Secret) CHAPProof {
+	h := hmac.New(sha256.New, []byte("iser-target: proof of a CHAP login"))
+	fmt.Fprintf(h, "%d:%s", len(name), name)
+	io.WriteString(h, string(s))
+	return CHAPProof(hex.EncodeToString(h.Sum(nil)[:16]))
+}
+
+// A CHAPLogin is the outcome of an authentication.
+type CHAPLogin struct {
+	Target CHAPIdentity // the identity of the target for this user; may be zero
+	Proof  CHAPProof
+}
+
 // Authenticate checks that response is the answer of the user name to ch, and that the initiator, a
-// normalized iSCSI name, may be this user. It returns the identity of the target for this user,
-// which may be zero. The error is for the log: the initiator learns only that the login has failed.
-func (c *CHAP) Authenticate(ch CHAPChallenge, name string, response []byte, initiator string) (CHAPIdentity, error) {
+// normalized iSCSI name, may be this user. The error is for the log: the initiator learns only that the login has failed.
+func (c *CHAP) Authenticate(ch CHAPChallenge, name string, response []byte, initiator string) (CHAPLogin, error) {
 	u, known := c.users[name]
-	if !known {
-		u.Secret = c.decoy // takes as long as for a known user
+	secrets := [2]Secret{u.Secret, u.Previous}
+	for i := range secrets {
+		if secrets[i] == "" { // takes as long as for a known user with two secrets
+			secrets[i] = c.decoy
+		}
 	}
-	right := hmac.Equal(ch.Response(u.Secret), response) // in constant time
+	right := [2]bool{}
+	for i, s := range secrets {
+		right[i] = hmac.Equal(ch.Response(s), response) && s != c.decoy // in constant time
+	}
 	switch {
 	case !known:
-		return CHAPIdentity{}, fmt.Errorf("CHAP user %.80q is not known", name)
-	case !right:
-		return CHAPIdentity{}, fmt.Errorf("response of CHAP user %q is wrong", name)
+		return CHAPLogin{}, fmt.Errorf("CHAP user %.80q is not known", name)
+	case !right[0] && !right[1]:
+		return CHAPLogin{}, fmt.Errorf("response of CHAP user %q is wrong", name)
 	case !u.initiators.Match(initiator):
-		return CHAPIdentity{}, fmt.Errorf("this initiator may not be CHAP user %q", name)
+		return CHAPLogin{}, fmt.Errorf("this initiator may not be CHAP user %q", name)
 	}
-	return u.Target, nil
+	with := secrets[0]
+	if !right[0] {
+		with = secrets[1]
+	}
+	return CHAPLogin{u.Target, Proof(name, with)}, nil
+}
+
+// Excludes returns why a session that authenticated itself as name, with that proof, could not log in
+// again, or "" if it could. An empty name is that of a session that did not authenticate itself.
+func (c *CHAP) Excludes(name string, p CHAPProof, initiator string) string {
+	u, known := c.users[name]
+	switch {
+	case name == "":
+		return "session has not authenticated itself, which the target requires now"
+	case !known:
+		return "CHAP user is no longer among those of the target"
+	case p != Proof(name, u.Secret) && (u.Previous == "" || p != Proof(name, u.Previous)):
+		return "secret of its CHAP user is no longer valid"
+	case !u.initiators.Match(initiator):
+		return "initiator may no longer be its CHAP user"
+	}
+	return ""
 }

@@ -178,7 +178,8 @@ func TestAuthenticate(t *testing.T) {
 		{"", "", host, "", "is not known"},
 		{"alice", goodSecret, "iqn.2001-04.com.example:x", "", "this initiator may not be"}, // ISCSI-9.2-4
 	} {
-		id, err := c.Authenticate(ch, tc.user, ch.Response(tc.secret), tc.initiator)
+		login, err := c.Authenticate(ch, tc.user, ch.Response(tc.secret), tc.initiator)
+		id := login.Target
 		if id.Name != tc.target || (err == nil) != (tc.reason == "") || err != nil && !strings.Contains(err.Error(), tc.reason) {
 			t.Errorf("%q: %v, %v; want %q, %q", tc.user, id, err, tc.target, tc.reason)
 		}
@@ -188,6 +189,74 @@ func TestAuthenticate(t *testing.T) {
 		if _, err := c.Authenticate(ch, "alice", response, host); err == nil {
 			t.Errorf("response of %d bytes was accepted", len(response))
 		}
+	}
+}
+
+// A user may have two secrets at a time. Excludes says which sessions could not log in again, and a proof does
+// not fit another user, or another secret.
+func TestTwoSecrets(t *testing.T) {
+	const host = "iqn.1993-08.org.debian:01:a"
+	before, err := NewCHAP(good())
+	if err != nil {
+		t.Fatal(err)
+	}
+	cfg := good()
+	cfg.Users[0].Previous, cfg.Users[0].Secret = cfg.Users[0].Secret, "another secret of alice"
+	both, err := NewCHAP(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cfg.Users[0].Previous = ""
+	after, err := NewCHAP(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	prove := func(c *CHAP, secret Secret) (CHAPProof, error) {
+		ch := NewCHAPChallenge(CHAPSHA256)
+		login, err := c.Authenticate(ch, "alice", ch.Response(secret), host)
+		return login.Proof, err
+	}
+	old, err := prove(before, goodSecret)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if p, err := prove(both, goodSecret); err != nil || p != old {
+		t.Errorf("the previous secret: %q, %v, want %q", p, err, old)
+	}
+	new, err := prove(both, "another secret of alice")
+	if err != nil || new == old || new == "" {
+		t.Errorf("the new secret: %q, %v", new, err)
+	}
+	if _, err := prove(after, goodSecret); err == nil {
+		t.Error("the previous secret is valid after its end")
+	}
+	for _, tc := range []struct {
+		name string
+		c    *CHAP
+		user string
+		p    CHAPProof
+		want string
+	}{
+		{"the same", before, "alice", old, ""},
+		{"old with both", both, "alice", old, ""},
+		{"new with both", both, "alice", new, ""},
+		{"old after the end", after, "alice", old, "secret of its CHAP user is no longer valid"},
+		{"new after the end", after, "alice", new, ""},
+		{"of another user", both, "bob", new, "secret of its CHAP user is no longer valid"},
+		{"no user", both, "", "", "session has not authenticated itself, which the target requires now"},
+		{"a user that is gone", both, "carol", old, "CHAP user is no longer among those of the target"},
+	} {
+		if got := tc.c.Excludes(tc.user, tc.p, host); got != tc.want {
+			t.Errorf("%s: %q, want %q", tc.name, got, tc.want)
+		}
+	}
+	cfg.Users[0].Previous = "short"
+	if _, err := NewCHAP(cfg); err == nil || !strings.Contains(err.Error(), "previous secret has 5 bytes") {
+		t.Errorf("a short previous secret: %v", err)
+	}
+	cfg.Users[0].Previous = cfg.Target.Secret
+	if _, err := NewCHAP(cfg); err == nil || !strings.Contains(err.Error(), "have the same secret") {
+		t.Errorf("the secret of the target as a previous one: %v", err)
 	}
 }
 

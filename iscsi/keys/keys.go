@@ -20,7 +20,8 @@ type Params struct {
 
 	Discovery bool // SessionType
 
-	CHAPName string // the initiator's CHAP_N; empty if AuthMethod is None
+	CHAPName  string // the initiator's CHAP_N; empty if AuthMethod is None
+	CHAPProof string // what the caller keeps about the secret; not of the negotiation
 
 	InitialR2T, ImmediateData            bool
 	MaxBurstLength, FirstBurstLength     uint32

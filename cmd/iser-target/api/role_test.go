@@ -101,9 +101,16 @@ func dialAs(t *testing.T, socket string, uid, gid int, groups ...int) (net.Conn,
 		err  error
 		done = make(chan struct{})
 	)
-	go func() {
+	var connect func()
+	connect = func() {
+		runtime.LockOSThread()              // and never unlock it: the thread ends with the goroutine
+		if unix.Gettid() == unix.Getpid() { // the main thread must stay as it is
+			go connect()
+			<-done
+			runtime.UnlockOSThread()
+			return
+		}
 		defer close(done)
-		runtime.LockOSThread() // and never unlock it: the thread ends with the goroutine
 		list := []uint32{0}
 		for _, g := range groups {
 			list = append(list, uint32(g))
@@ -128,7 +135,8 @@ func dialAs(t *testing.T, socket string, uid, gid int, groups ...int) (net.Conn,
 		if err = unix.Connect(fd, &unix.SockaddrUnix{Name: socket}); err == nil {
 			c, err = net.FileConn(f)
 		}
-	}()
+	}
+	go connect()
 	<-done
 	return c, err
 }

@@ -5,6 +5,7 @@ import (
 
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/security"
 )
 
 // target returns the served target of that name, or nil.
@@ -105,9 +106,8 @@ func excluded(s *iscsi.SessionInfo, tc *config.Target, ic *iscsi.TargetConfig) s
 		return "initiator is no longer among those of the target"
 	case !slices.Contains(ic.PortalGroups, s.TPGT):
 		return "portal group no longer leads to the target"
-	case !s.Discovery && s.Params.CHAPName != "" && tc.Auth.Method == "chap" &&
-		!slices.ContainsFunc(tc.Auth.Users, func(u config.User) bool { return u.Name == s.Params.CHAPName }):
-		return "CHAP user is no longer among those of the target"
+	case !s.Discovery && ic.Auth != nil:
+		return ic.Auth.Excludes(s.Params.CHAPName, security.CHAPProof(s.Params.CHAPProof), s.Initiator)
 	}
 	return ""
 }

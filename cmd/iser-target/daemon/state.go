@@ -15,6 +15,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/lun/invariant"
+	"github.com/iser-target/iser-target/security"
 )
 
 // reservationTypes are the names of persistent reservation types (SPC-4, section 5.13.4).
@@ -59,10 +60,26 @@ func (d *Daemon) State() schema.State {
 	for _, t := range d.served.targets {
 		st.Targets = append(st.Targets, d.targetState(t, sessions))
 	}
+	previous := previousProofs(d.served.cfg)
 	for i := range sessions {
-		st.Sessions = append(st.Sessions, sessionState(&sessions[i]))
+		s := sessionState(&sessions[i])
+		s.OutdatedSecret = s.User != "" && previous[s.Target+" "+sessions[i].Params.CHAPProof]
+		st.Sessions = append(st.Sessions, s)
 	}
 	return st
+}
+
+// previousProofs returns the target and the proof of each session that would use a previous secret.
+func previousProofs(cfg *config.Config) map[string]bool {
+	proofs := map[string]bool{}
+	for _, t := range cfg.Targets {
+		for _, u := range t.Auth.Users {
+			if u.Previous != "" && u.Previous != u.Secret {
+				proofs[t.Name+" "+string(security.Proof(u.Name, u.Previous))] = true
+			}
+		}
+	}
+	return proofs
 }
 
 // ShowCertificates makes State and the metrics show what list returns: the certificates of the control API.

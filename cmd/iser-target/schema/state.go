@@ -133,20 +133,22 @@ type RegistrationState struct {
 
 // A SessionState describes a session.
 type SessionState struct {
-	TSIH        uint16            `json:"tsih"`
-	Initiator   string            `json:"initiator"`
-	ISID        string            `json:"isid"`
-	Target      string            `json:"target,omitempty"`
-	TPGT        int               `json:"tpgt"`
-	Discovery   bool              `json:"discovery"`
-	Transport   string            `json:"transport"`      // iser or tcp
-	User        string            `json:"user,omitempty"` // CHAP name
-	Started     time.Time         `json:"started"`
-	LUNs        []int             `json:"luns"`
-	Tasks       int               `json:"tasks"` // in progress
-	Counters    CounterState      `json:"counters"`
-	Parameters  map[string]string `json:"parameters"`
-	Connections []ConnectionState `json:"connections"`
+	TSIH      uint16 `json:"tsih"`
+	Initiator string `json:"initiator"`
+	ISID      string `json:"isid"`
+	Target    string `json:"target,omitempty"`
+	TPGT      int    `json:"tpgt"`
+	Discovery bool   `json:"discovery"`
+	Transport string `json:"transport"`      // iser or tcp
+	User      string `json:"user,omitempty"` // CHAP name
+	// OutdatedSecret says that the session has used the previous secret of its user.
+	OutdatedSecret bool              `json:"outdated_secret,omitempty"`
+	Started        time.Time         `json:"started"`
+	LUNs           []int             `json:"luns"`
+	Tasks          int               `json:"tasks"` // in progress
+	Counters       CounterState      `json:"counters"`
+	Parameters     map[string]string `json:"parameters"`
+	Connections    []ConnectionState `json:"connections"`
 }
 
 // A ConnectionState describes a connection of a session.
