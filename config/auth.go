@@ -142,6 +142,9 @@ func readSecret(path string) (security.Secret, error) {
 	if err := checkMode(fi.Mode()); err != nil {
 		return "", err
 	}
+	if err := checkOwner(fi); err != nil {
+		return "", err
+	}
 	b, err := io.ReadAll(io.LimitReader(f, maxSecretFile+1))
 	if err != nil {
 		return "", err
@@ -154,6 +157,22 @@ func readSecret(path string) (security.Secret, error) {
 		return "", errors.New("file has more than one line")
 	}
 	return security.ParseSecret(line)
+}
+
+// checkOwner returns an error if another user than root and that of this process can change a file, as sshd does.
+// Pipes are not checked: they end with what their writer says.
+func checkOwner(fi fs.FileInfo) error {
+	st, ok := fi.Sys().(*syscall.Stat_t)
+	if !ok || !fi.Mode().IsRegular() {
+		return nil
+	}
+	if st.Uid != 0 && int(st.Uid) != os.Geteuid() {
+		return fmt.Errorf("belongs to uid %d, which can change it: it must belong to root or to uid %d. Run chown", st.Uid, os.Geteuid())
+	}
+	if mode := fi.Mode().Perm(); mode&0o022 != 0 {
+		return fmt.Errorf("other users can write to it: its mode is %#o. Run chmod go-w", mode)
+	}
+	return nil
 }
 
 // checkMode returns an error unless only the owner can read the file.

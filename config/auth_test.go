@@ -262,3 +262,71 @@ func TestPreviousSecret(t *testing.T) {
 		}
 	}
 }
+
+// Files that another user can change are refused, as sshd does: who changes them decides what is served.
+func TestFilesOfOthersAreRefused(t *testing.T) {
+	dir := t.TempDir()
+	path, secret := filepath.Join(dir, "c.yaml"), filepath.Join(dir, "a.secret")
+	text := good + "    auth: {method: chap, users: [{name: a, secret_file: " + secret + "}]}\n"
+	for name, content := range map[string]string{path: text, secret: "aaaaaaaaaaaa\n"} {
+		if err := os.WriteFile(name, []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	check := func(what, want string) {
+		t.Helper()
+		if _, err := Load(path); (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %q", what, err, want)
+		}
+	}
+	chmod := func(name string, mode os.FileMode) {
+		t.Helper()
+		if err := os.Chmod(name, mode); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for mode, want := range map[os.FileMode]string{
+		0o600: "", 0o644: "", 0o400: "", 0o660: path + ": other users can write to it: its mode is 0660. Run chmod go-w", 0o602: path + ": other users can write to it",
+	} {
+		chmod(path, mode)
+		check(mode.String(), want)
+	}
+	chmod(path, 0o644)
+	chmod(secret, 0o620)
+	check("a secret that others can write", secret+": has secrets, but other users can read it: its mode is 0620")
+	chmod(secret, 0o600)
+	if os.Geteuid() != 0 {
+		t.Log("not root: the owners of files cannot change")
+		return
+	}
+	for _, name := range []string{path, secret} {
+		if err := os.Chown(name, 1001, -1); err != nil {
+			t.Fatal(err)
+		}
+		check("of another user", name+": belongs to uid 1001, which can change it: it must belong to root or to uid 0. Run chown")
+		if err := os.Chown(name, 0, -1); err != nil {
+			t.Fatal(err)
+		}
+	}
+	check("of root again", "")
+}
+
+// Errors about YAML show neither a secret nor a value where one may be.
+func TestErrorsOfYAMLShowNoSecret(t *testing.T) {
+	for text, want := range map[string]string{
+		"    auth: {method: chap, users: [{name: a, secret: *hunter2-hunter2}]}\n":       "unknown anchor. Put a value that begins with * in quotes",
+		"    auth: {method: chap, users: [{name: a, secret: !!int hunter2-hunter2}]}\n":  "cannot decode !!str a value as a !!int",
+		"    auth: {method: chap, users: hunter2-hunter2}\n":                             "targets[0].auth.users: must be a list, not a string",
+		"    auth: {method: chap, users: [hunter2-hunter2]}\n":                           "must be a map with the keys",
+		"    auth: {method: chap, mutual: hunter2-hunter2}\n":                            "must be a map with the keys",
+		"    auth: {method: chap, users: [{name: a, secret: [hunter2-hunter2]}]}\n":      "secret: must be a string",
+		"    auth: {method: chap, users: [{name: a, secert: hunter2-hunter2}]}\n":        "unknown key, did you mean secret?",
+		"    auth: {method: chap, users: [{name: a, secret: hunter2-hunter2: more}]}\n":  "yaml",
+		"    auth: {method: chap, users: [{name: a, secret: \"hunter2-hunter2\\q\"}]}\n": "yaml",
+	} {
+		_, err := load("f", []byte(good+text))
+		if err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "hunter2") {
+			t.Errorf("%s: %v, want %q and no secret", text, err, want)
+		}
+	}
+}

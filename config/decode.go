@@ -141,7 +141,11 @@ func (d *decoder) decodeStruct(path string, in any, v reflect.Value) {
 	known := keysOf(v.Type())
 	m, ok := in.(map[string]any)
 	if !ok {
-		d.errs.addf(path, "must be a map with the keys %s, not %s", strings.Join(known, ", "), describe(in))
+		what := describe(in)
+		if slices.ContainsFunc(known, isSecret) { // somebody may have put it one level too high
+			what = kindOf(in)
+		}
+		d.errs.addf(path, "must be a map with the keys %s, not %s", strings.Join(known, ", "), what)
 		return
 	}
 	for _, key := range slices.Sorted(maps.Keys(m)) {
@@ -157,7 +161,11 @@ func (d *decoder) decodeStruct(path string, in any, v reflect.Value) {
 func (d *decoder) decodeSlice(path string, in any, v reflect.Value) {
 	list, ok := in.([]any)
 	if !ok {
-		d.errs.addf(path, "must be a list, not %s", describe(in))
+		what := describe(in)
+		if e := v.Type().Elem(); e.Kind() == reflect.Struct && slices.ContainsFunc(keysOf(e), isSecret) {
+			what = kindOf(in)
+		}
+		d.errs.addf(path, "must be a list, not %s", what)
 		return
 	}
 	out := reflect.MakeSlice(v.Type(), len(list), len(list))
@@ -188,6 +196,19 @@ func join(path, key string) string {
 		key = strconv.Quote(key)
 	}
 	return under(path, key)
+}
+
+// kindOf describes a value without showing it.
+func kindOf(in any) string {
+	switch in.(type) {
+	case string:
+		return "a string"
+	case int, int64, uint64, float64:
+		return "a number"
+	case bool:
+		return "true or false"
+	}
+	return describe(in)
 }
 
 func describe(in any) string {

@@ -37,7 +37,8 @@ type Document struct {
 	*version
 	source string
 
-	mode fs.FileMode // of its file; 0: no file
+	mode  fs.FileMode // of its file; 0: no file
+	owner error       // why others than its owner can change the file; nil: they cannot
 }
 
 // A version of a document is immutable: an edit creates another one.
@@ -72,7 +73,7 @@ func OpenDocument(path string) (*Document, error) {
 	if err != nil {
 		return nil, err
 	}
-	d.mode = fi.Mode()
+	d.mode, d.owner = fi.Mode(), checkOwner(fi)
 	return d, nil
 }
 
@@ -108,7 +109,10 @@ func (d *Document) Config() (*Config, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := c.checkFileMode(d.mode); err != nil {
+	if err = c.checkFileMode(d.mode); err == nil {
+		err = d.owner
+	}
+	if err != nil {
 		return nil, &Error{Source: d.source, Reason: err.Error()}
 	}
 	return c, nil

@@ -374,7 +374,7 @@ func TestOpenDocumentErrors(t *testing.T) {
 		"- a":              "f: yaml: unmarshal errors: line 1: cannot unmarshal",
 		"a: 1\na: 2":       `f: yaml: unmarshal errors: line 2: mapping key "a" already defined at line 1`,
 		"a: 1\n---\nb: 1":  "f: yaml: line 2: a second document begins",
-		"a: *x":            "f: yaml: unknown anchor 'x' referenced",
+		"a: *x":            "f: yaml: unknown anchor. Put a value that begins with * in quotes",
 		"a: &x [*x]":       "f: yaml: anchor 'x' value contains itself",
 		string(manyNULs()): "f: is larger than 1MiB",
 	} {

@@ -9,6 +9,7 @@ import (
 	"maps"
 	"os"
 	"reflect"
+	"regexp"
 	"slices"
 	"strings"
 	"syscall"
@@ -103,8 +104,20 @@ func reasonOf(err error) string {
 	return err.Error()
 }
 
-// oneLine returns the text of err on one line: a YAML decoder may report several errors.
-func oneLine(err error) string { return strings.Join(strings.Fields(err.Error()), " ") }
+// quoted matches what the errors of a YAML decoder quote of the text, which may be a secret.
+var quoted = regexp.MustCompile("unknown anchor '.*' referenced|`[^`]*`")
+
+// oneLine returns the text of an error of a YAML decoder on one line, without what it quotes of the text. The
+// decoder may report several errors.
+func oneLine(err error) string {
+	text := strings.Join(strings.Fields(err.Error()), " ")
+	return quoted.ReplaceAllStringFunc(text, func(s string) string {
+		if s[0] == '`' {
+			return "a value"
+		}
+		return "unknown anchor. Put a value that begins with * in quotes"
+	})
+}
 
 // configOf returns the configuration of the settings in a file, which it does not change.
 func configOf(source string, settings map[string]any) (*Config, error) {

@@ -118,6 +118,9 @@ Without --config, the target serves a memory LUN of 1 GiB to any initiator on th
 machine.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := hideMemory(); err != nil {
+				return err
+			}
 			limitHeap(limits.ThisMachine())
 			manager, err := systemd.FromEnvironment()
 			if err != nil {

@@ -61,7 +61,14 @@ func Report(w io.Writer, err error) int {
 	if err == nil {
 		return ExitOK
 	}
-	fmt.Fprintf(w, "iser-target: %v\n", err)
+	// A server, and what it names, may contain escape sequences for the terminal. Several errors have a line each.
+	for i, line := range strings.Split(err.Error(), "\n") {
+		prefix := "iser-target: "
+		if i > 0 {
+			prefix = ""
+		}
+		fmt.Fprintln(w, prefix+shown(line))
+	}
 	var (
 		u *usageError
 		e *schema.Error
@@ -77,7 +84,7 @@ func Report(w io.Writer, err error) int {
 		return ExitError
 	}
 	if hint := hintOf(e); hint != "" {
-		fmt.Fprintln(w, sentence(hint))
+		fmt.Fprintln(w, shown(sentence(hint)))
 	}
 	return cmp.Or(exits[e.Code], ExitError)
 }
@@ -148,7 +155,7 @@ func AddTo(root *cobra.Command) {
 			_, err := fmt.Fprint(cmd.OutOrStdout(), exitCodes)
 			return err
 		},
-	}, docs())
+	}, docs(), secret())
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error { return &usageError{cmd, flagError(err)} })
 	root.InitDefaultCompletionCmd() // it would answer an unknown shell with its help, on standard output
 	if c, _, err := root.Find([]string{"completion"}); err == nil {

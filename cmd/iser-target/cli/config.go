@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -9,6 +10,7 @@ import (
 	"strconv"
 	"strings"
 	"time"
+	"unicode"
 
 	"github.com/spf13/cobra"
 
@@ -76,6 +78,9 @@ standard input.`},
 			b, err := c.Export(ctx)
 			if err != nil {
 				return err
+			}
+			if i := bytes.IndexFunc(b, func(r rune) bool { return unicode.IsControl(r) && r != '\n' && r != '\t' && r != '\r' }); i >= 0 {
+				return fmt.Errorf("the answer is not a configuration: it has a control character at byte %d", i)
 			}
 			_, err = c.cmd.OutOrStdout().Write(b)
 			return err

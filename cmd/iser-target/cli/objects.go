@@ -75,7 +75,31 @@ func (p *program) target() *cobra.Command {
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
 			return c.RemoveTarget(ctx, c.args[0], o)
 		})
-	return group("target", "Manage targets", list, create, remove, p.setTarget())
+	show := show(p, verb{use: "show TARGET", short: "Show a target with its LUNs and sessions", args: cobra.ExactArgs(1), complete: p.complete(targets)},
+		func(ctx context.Context, c *call) (schema.TargetState, error) { return c.Target(ctx, c.args[0]) }, targetTable)
+	return group("target", "Manage targets", list, show, create, remove, p.setTarget())
+}
+
+// targetTable shows a target.
+func targetTable(t *table, s schema.TargetState) {
+	t.row("name", s.Name)
+	t.row("alias", s.Alias)
+	t.row("authentication", s.Auth)
+	t.row("portal groups", numbers(s.PortalGroups))
+	t.row("redirect", s.Redirect)
+	for _, pattern := range s.Initiators {
+		t.row("initiators", pattern)
+	}
+	for _, pattern := range s.ResetsFor {
+		t.row("resets for", pattern)
+	}
+	for i := range s.LUNs {
+		l := &s.LUNs[i]
+		t.row(fmt.Sprintf("LUN %d", l.ID), fmt.Sprintf("%s, %s, %s, %s", stateOf(l), size(l.Size), l.Backend, access(l)))
+	}
+	for _, id := range s.Sessions {
+		t.row("session", id)
+	}
 }
 
 func (p *program) setTarget() *cobra.Command {

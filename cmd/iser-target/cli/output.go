@@ -71,6 +71,14 @@ func printable(s string) string {
 	}, s)
 }
 
+// shown returns s like printable, but an empty s as it is.
+func shown(s string) string {
+	if s == "" {
+		return s
+	}
+	return printable(s)
+}
+
 // print writes v in the format of -o. fill makes the table.
 func (p *program) print(w io.Writer, v any, fill func(*table)) error {
 	switch p.format {

@@ -2,6 +2,7 @@ package cli
 
 import (
 	"encoding/json"
+	"errors"
 	"strings"
 	"testing"
 	"text/tabwriter"
@@ -70,5 +71,22 @@ func TestEventLineHasPlainNumbers(t *testing.T) {
 	const want = `7 2026-11-21 21:09:37 INFO lun: LUN ready octets=1073741824 ready=true share=0.5 why="a\nb c"`
 	if got := eventLine(&e); got != want {
 		t.Errorf("%s\nwant %s", got, want)
+	}
+}
+
+// What a server says reaches the terminal without the characters that control it. Lines stay lines.
+func TestReportShowsNoEscapeSequences(t *testing.T) {
+	var b strings.Builder
+	code := Report(&b, &schema.Error{
+		Message: "evil \x1b]0;title\x07\x1b[2J\u202e and \u009b31m", Hint: "do \x1b[8mthis\x1b[0m", Code: schema.Failed,
+	})
+	want := "iser-target: evil ?]0;title??[2J? and ?31m\nDo ?[8mthis?[0m.\n"
+	if code != ExitError || b.String() != want {
+		t.Errorf("exit code %d, %q, want %q", code, b.String(), want)
+	}
+	b.Reset()
+	Report(&b, errors.Join(errors.New("first\r"), errors.New("second")))
+	if want := "iser-target: first?\nsecond\n"; b.String() != want {
+		t.Errorf("%q, want %q", b.String(), want)
 	}
 }

@@ -37,7 +37,7 @@ type health struct {
 // Reasons of health, with what the operator can do.
 const (
 	reasonUnsynced = "a sync has failed: what was written before may be lost, and syncs fail until lun recover. Check the file system and its device (dmesg)"
-	reasonDeleted  = "%v: writes and syncs are refused. Copy it back from /proc/%d/fd (ls -l shows it as deleted), or restore it, and use lun recover"
+	reasonDeleted  = "%v: writes and syncs are refused. As root, copy it back from /proc/%d/fd (ls -l shows it as deleted), or restore it, and use lun recover"
 	reasonReplaced = "%v: writes and syncs are refused. Put the old file back, or accept the new one with lun recover"
 	reasonError    = "the store failed a command: %v, last at %s. Check the file system and its device (dmesg)"
 	reasonCut      = "%v: what was behind its end is lost. Restore the data, or make the LUN smaller with lun resize"
