@@ -264,6 +264,14 @@ func (u *Unit) Rest(limit time.Duration) error {
 	return nil
 }
 
+// ChecksumsAtRest returns what the next process needs to know about the checksums, or nil. Rest was called.
+func (u *Unit) ChecksumsAtRest() *checked.Rested {
+	if s, ok := u.checks(); ok {
+		return s.AtRest()
+	}
+	return nil
+}
+
 // Resume ends Rest.
 func (u *Unit) Resume() error {
 	if s, ok := u.checks(); ok {

@@ -174,6 +174,20 @@ func (s *Store) Rest(limit time.Duration) error {
 	return nil
 }
 
+// AtRest returns what the next process needs to know. Rest was called.
+func (s *Store) AtRest() *Rested { return &Rested{Stale: s.intent.staleSpans(), Bad: s.bad.list()} }
+
+// resume trusts the checksums that the process before trusted. Bits remain set until the keeper has made their
+// regions durable.
+func (s *Store) resume(r *Rested) {
+	s.intent.trustOthers(r.Stale)
+	for _, off := range r.Bad {
+		if off%s.bs == 0 && s.checkRange(off, s.bs) == nil {
+			s.bad.add(off)
+		}
+	}
+}
+
 // Resume ends Rest, after the other process has ended. That process may have cleared bits of the map, so Resume
 // writes all again. Nobody changes s meanwhile.
 func (s *Store) Resume() error {

@@ -30,6 +30,8 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
+	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -652,6 +654,13 @@ func (b *badBlocks) remove(first, end int64) {
 		}
 	}
 	b.n.Store(int64(len(b.at)))
+}
+
+// list returns the blocks.
+func (b *badBlocks) list() []int64 {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return slices.Sorted(maps.Keys(b.at))
 }
 
 // get returns how many blocks there are, and the first.

@@ -287,6 +287,31 @@ func (m *intent) nextStale(r int64) int64 {
 	return -1
 }
 
+// staleSpans returns the stale regions.
+func (m *intent) staleSpans() (list []Span) {
+	for r := m.nextStale(0); r >= 0; r = m.nextStale(r + 1) {
+		if n := len(list); n > 0 && list[n-1].Last == r-1 {
+			list[n-1].Last = r
+		} else {
+			list = append(list, Span{r, r})
+		}
+	}
+	return list
+}
+
+// trustOthers trusts the checksums of the regions outside spans, which are ascending. Nobody else uses m yet.
+func (m *intent) trustOthers(spans []Span) {
+	for r := m.nextStale(0); r >= 0; r = m.nextStale(r + 1) {
+		for len(spans) > 0 && spans[0].Last < r {
+			spans = spans[1:]
+		}
+		if len(spans) == 0 || r < spans[0].First {
+			m.adopt(r)
+			m.trust(r)
+		}
+	}
+}
+
 // quiet appends to list the regions that were not touched since the last call, which may be cleaned after a
 // sync. more reports whether there are other regions with a bit.
 func (m *intent) quiet(list []int64) (_ []int64, more bool) {

@@ -35,10 +35,25 @@ type Config struct {
 	// Corrupt, which may be nil, is called at most once a second when a block differs from its checksum, with
 	// the offset of the block and the number of blocks that were not reported since the last call. It returns soon.
 	Corrupt func(off int64, notReported uint64)
+	// Rested, from a process that was at rest and has not crashed, says which checksums are trusted. nil: none of
+	// regions with a bit.
+	Rested *Rested
+}
+
+// Rested is what a Store at rest knows besides its files. It is for the process that opens them next.
+type Rested struct {
+	Stale []Span  `json:"stale,omitempty"` // regions whose checksums are not trusted, ascending
+	Bad   []int64 `json:"bad,omitempty"`   // offsets of blocks that are known to be corrupt
+}
+
+// A Span is the number of a region and of the last one that follows it.
+type Span struct {
+	First int64 `json:"first"`
+	Last  int64 `json:"last"`
 }
 
 // Remedy says what an operator can do without the side file.
-const Remedy = "Restore it, or accept the data as it is: iser-target lun set TARGET LUN checksums=false; then checksums=true computes them from the data"
+const Remedy = "Restore it. Or accept the data as it is: serve the LUN without checksums once, with lun create or lun set TARGET LUN checksums=false; then lun set TARGET LUN checksums=true computes them from the data"
 
 // A sideFile is the side file of a Store.
 type sideFile struct {
@@ -170,6 +185,9 @@ func openOn(below, side backend.Store, c Config) (*Store, error) {
 	s := newStore(below, f, c)
 	if err := s.intent.load(regions); err != nil {
 		return nil, fmt.Errorf("%w. %s", err, Remedy)
+	}
+	if c.Rested != nil {
+		s.resume(c.Rested)
 	}
 	if err := s.adjust(h.Size, info.Size); err != nil {
 		return nil, err

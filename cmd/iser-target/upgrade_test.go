@@ -23,14 +23,14 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// withFile adds a file LUN to a configuration, as LUN 0, and makes the memory LUN LUN 1.
+// withFile adds file LUNs to a configuration: LUN 0, with checksums, and LUN 2. The memory LUN becomes LUN 1.
 func withFile(dir string) func(string) string {
 	return func(text string) string {
-		return strings.Replace(text, "{id: 0, backend: memory", fmt.Sprintf("{id: 0, backend: file, path: %s/d.img, size: 4MiB, checksums: true}, {id: 1, backend: memory", dir), 1)
+		return strings.Replace(text, "{id: 0, backend: memory", fmt.Sprintf("{id: 0, backend: file, path: %s/d.img, size: 4MiB, checksums: true}, {id: 2, backend: file, path: %[1]s/plain.img, size: 4MiB}, {id: 1, backend: memory", dir), 1)
 	}
 }
 
-// A traffic is verified load of one session over iSER and one over TCP.
+// A traffic is verified load of one session over iSER, on the LUN without checksums, and one over TCP.
 type traffic struct {
 	done    atomic.Int64
 	stop    chan struct{}
@@ -43,7 +43,7 @@ func newTraffic(t *testing.T, addr string) *traffic {
 	t.Helper()
 	l := &traffic{stop: make(chan struct{}), failed: make(chan error, 2)}
 	s := login(t, addr, initiator.Options{Name: hostName + "-iser"})
-	ready := &initiator.Command{CDB: cdb.TestUnitReady}
+	ready := &initiator.Command{LUN: 2, CDB: cdb.TestUnitReady}
 	if err := s.Do(ready); err != nil || ready.Status != 2 { // the unit attention of the login
 		t.Fatalf("TEST UNIT READY: %v, status %#x", err, ready.Status)
 	}
@@ -55,7 +55,7 @@ func newTraffic(t *testing.T, addr string) *traffic {
 	if err := d.LogIn(nil); err != nil {
 		t.Fatal(err)
 	}
-	l.running.Go(func() { l.failed <- (&initiator.Region{First: 1000}).Pipeline(s, l.stop, &l.done) })
+	l.running.Go(func() { l.failed <- (&initiator.Region{LUN: 2, First: 1000}).Pipeline(s, l.stop, &l.done) })
 	l.running.Go(func() { l.failed <- (&initiator.Region{First: 2000}).Steps(d, l.stop, &l.done) })
 	return l
 }
@@ -152,6 +152,12 @@ func TestUpgrade(t *testing.T) {
 	if err := other.Do(c); err != nil || c.Status != 0x18 {
 		t.Errorf("READ of a reserved LUN: %v, status %#x, want RESERVATION CONFLICT", err, c.Status)
 	}
+	// Corruption of what was written a moment ago is not taken for data, and not forgotten.
+	damage(t, filepath.Join(dir, "d.img"), 2000*512+17)
+	s.ok(t, "upgrade")
+	s.says(t, cli.ExitError, "has 1 corrupt blocks", "lun", "scrub", storeName, "0", "--wait")
+	s.ok(t, "upgrade")
+	s.says(t, cli.ExitOK, "the first has LBA 2000", "lun", "show", storeName, "0")
 	s.ok(t, "lun", "create", storeName, "--id", "9", "--backend", "memory", "--size", "1MiB") // it can be managed
 	s.cmd.Process.Signal(unix.SIGTERM)
 	if err := s.cmd.Wait(); err != nil {
@@ -159,6 +165,24 @@ func TestUpgrade(t *testing.T) {
 	}
 	if _, err := os.Lstat(s.socket); err == nil {
 		t.Error("the control socket was left behind")
+	}
+}
+
+// damage changes a byte of a file.
+func damage(t *testing.T, path string, off int64) {
+	t.Helper()
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	b := make([]byte, 1)
+	if _, err := f.ReadAt(b, off); err != nil {
+		t.Fatal(err)
+	}
+	b[0]++
+	if _, err := f.WriteAt(b, off); err != nil {
+		t.Fatal(err)
 	}
 }
 
@@ -356,14 +380,18 @@ func TestRefusedUpgrade(t *testing.T) {
 		t.Fatal(err)
 	}
 	load.flows(t)
-	s.ok(t, "lun", "fault", storeName, "0", "--hang", "1")
+	for _, lun := range []string{"0", "2"} {
+		s.ok(t, "lun", "fault", storeName, lun, "--hang", "1")
+	}
 	testkit.Eventually(t, "commands that hang", func() bool {
 		before := load.done.Load()
 		time.Sleep(100 * time.Millisecond)
 		return load.done.Load() == before
 	})
 	s.says(t, cli.ExitRefused, "its store has not done all commands within 500ms", "upgrade")
-	s.ok(t, "lun", "fault", storeName, "0", "--clear")
+	for _, lun := range []string{"0", "2"} {
+		s.ok(t, "lun", "fault", storeName, lun, "--clear")
+	}
 	load.flows(t)
 	s.says(t, cli.ExitOK, "sessions 2 continue", "upgrade")
 	load.flows(t)

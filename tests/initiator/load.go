@@ -10,9 +10,10 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// A Region is a part of LUN 0 that one writer has for itself: 256 blocks of 512 bytes. What it reads must be what it wrote
+// A Region is a part of a LUN that one writer has for itself: 256 blocks of 512 bytes. What it reads must be what it wrote
 // last.
 type Region struct {
+	LUN     byte
 	First   uint64 // LBA
 	content [256]uint64
 }
@@ -51,10 +52,10 @@ func (r *Region) Pipeline(s *Session, stop <-chan struct{}, done *atomic.Int64) 
 					r.content[at+j] = version
 				}
 				out := r.blocks(at, n)
-				list[i] = &Command{CDB: cdb.Write16(r.First+at, uint32(n)), Out: out, Immediate: rand.IntN(2) * len(out)}
+				list[i] = &Command{LUN: r.LUN, CDB: cdb.Write16(r.First+at, uint32(n)), Out: out, Immediate: rand.IntN(2) * len(out)}
 			} else {
 				want[i] = r.blocks(at, n)
-				list[i] = &Command{CDB: cdb.Read16(r.First+at, uint32(n)), In: make([]byte, len(want[i]))}
+				list[i] = &Command{LUN: r.LUN, CDB: cdb.Read16(r.First+at, uint32(n)), In: make([]byte, len(want[i]))}
 			}
 			if err := s.Start(list[i]); err != nil {
 				return err
@@ -81,14 +82,15 @@ func (r *Region) Pipeline(s *Session, stop <-chan struct{}, done *atomic.Int64) 
 
 // Steps does what Pipeline does, one command at a time.
 func (r *Region) Steps(d *Dialog, stop <-chan struct{}, done *atomic.Int64) error {
+	lun := [8]byte{1: r.LUN}
 	for version := uint64(1); ; version++ {
 		at := version % 256
 		r.content[at] = version
 		w, rd := cdb.Write16(r.First+at, 1), cdb.Read16(r.First+at, 1)
-		if status, sense, _, err := d.Do([8]byte{}, w[:], r.blocks(at, 1), 0); err != nil || status != 0 {
+		if status, sense, _, err := d.Do(lun, w[:], r.blocks(at, 1), 0); err != nil || status != 0 {
 			return fmt.Errorf("WRITE: status %#x, sense % x, %w", status, sense, err)
 		}
-		status, sense, in, err := d.Do([8]byte{}, rd[:], nil, 512)
+		status, sense, in, err := d.Do(lun, rd[:], nil, 512)
 		if err != nil || status != 0 || !bytes.Equal(in, r.blocks(at, 1)) {
 			return fmt.Errorf("READ: status %#x, sense % x, %w, or other data", status, sense, err)
 		}

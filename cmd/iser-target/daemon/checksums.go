@@ -134,7 +134,7 @@ func (d *Daemon) withChecksums(store backend.Store, target string, l *config.LUN
 	log := d.log.With(eventKey, "medium", "target", target, "lun", l.ID)
 	s, err := checked.Open(store, checked.Config{Path: path, ID: known.ID, Create: known.New, Corrupt: func(off int64, more uint64) {
 		log.Error("data is corrupt: it differs from its checksum", "lba", off/int64(store.Info().BlockSize), "not_logged", more)
-	}})
+	}, Rested: d.receiveChecksums(target, l.ID)})
 	if err != nil {
 		return nil, err
 	}

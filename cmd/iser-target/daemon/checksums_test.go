@@ -1,7 +1,10 @@
 package daemon
 
 import (
+	"bytes"
 	"encoding/binary"
+	"encoding/hex"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -274,5 +277,150 @@ func TestScrubWithoutChecksums(t *testing.T) {
 	}
 	if _, err := os.Stat(filepath.Join(w.dir, "disk.img.sums")); !os.IsNotExist(err) {
 		t.Errorf("a side file without checksums: %v", err)
+	}
+}
+
+// Commands that change much leave sound checksums, and copy no corrupt block: SANITIZE, EXTENDED COPY, WRITE SAME, UNMAP.
+func TestChecksumsOfCommands(t *testing.T) {
+	w := checkedWard(t, nil)
+	w.luns = strings.Replace(w.luns, "checksums: true", "sanitize: true, checksums: true", 1)
+	w.ok(ChangeOptions{Disrupt: true})
+	attentions(t, w.s, 1)
+	for i, c := range []*initiator.Command{
+		{CDB: [16]byte{0x48, 1, 8: 5}, Out: []byte{1, 0, 0, 1, 0x5a}},                                          // SANITIZE OVERWRITE
+		{CDB: [16]byte{0x93, 8: 1, 13: 200}, Out: bytes.Repeat([]byte{3}, 512)},                                // WRITE SAME(16)
+		{CDB: [16]byte{0x42, 8: 24}, Out: []byte{1: 22, 3: 16, 14: 1, 19: 100, 23: 0}},                         // UNMAP
+		{CDB: [16]byte{0x89, 9: 8, 13: 1}, Out: append(bytes.Repeat([]byte{0x5a}, 512), make([]byte, 512)...)}, // COMPARE AND WRITE
+	} {
+		c.LUN = 1
+		if got := do(t, w.s, c); got != "" {
+			t.Errorf("command %d: %s", i, got)
+		}
+	}
+	if s := w.scrub(0); s.Bad != 0 || s.Done != s.Total {
+		t.Errorf("scrub: %+v", s)
+	}
+	if got := w.extendedCopy(0, 1, 8, 16); got != "" {
+		t.Errorf("copy to the LUN: %s", got)
+	}
+	w.write(1, 7)
+	if got := w.extendedCopy(1, 0, 8, 100); got != "" || w.read(0) != 7 {
+		t.Errorf("copy from the LUN: %s, then %d", got, w.read(0))
+	}
+	if s := w.scrub(0); s.Bad != 0 {
+		t.Errorf("scrub after copies: %+v", s)
+	}
+	w.write(0, 9)
+	flip(t, w.path, 8*512+3)
+	if got := w.extendedCopy(1, 0, 8, 1); !strings.HasPrefix(got, "a/") || w.read(0) != 9 {
+		t.Errorf("copy of a corrupt block: %s, then LUN 0 has %d", got, w.read(0))
+	}
+}
+
+// extendedCopy copies that many blocks of one LUN to the same LBA of another one.
+func (w *ward) extendedCopy(from, to int, lba, count uint16) string {
+	w.t.Helper()
+	list := make([]byte, 16, 16+2*32+28)
+	binary.BigEndian.PutUint16(list[2:], 2*32)
+	binary.BigEndian.PutUint32(list[8:], 28)
+	for _, id := range []int{from, to} {
+		naa, err := hex.DecodeString(strings.TrimPrefix(w.lunState(id).NAA, "naa."))
+		if err != nil || len(naa) != 8 {
+			w.t.Fatalf("NAA %q", w.lunState(id).NAA)
+		}
+		cscd := [32]byte{0: 0xe4, 4: 1, 5: 3, 7: 8, 30: 2}
+		copy(cscd[8:], naa)
+		list = append(list, cscd[:]...)
+	}
+	segment := [28]byte{0: 2, 3: 0x18, 7: 1}
+	binary.BigEndian.PutUint16(segment[10:], count)
+	binary.BigEndian.PutUint64(segment[12:], uint64(lba))
+	binary.BigEndian.PutUint64(segment[20:], uint64(lba))
+	list = append(list, segment[:]...)
+	return do(w.t, w.s, &initiator.Command{LUN: byte(from), CDB: [16]byte{0x83, 13: byte(len(list))}, Out: list})
+}
+
+// lun recover with another file: its data counts, and its checksums are computed from it.
+func TestRecoverWithChecksums(t *testing.T) {
+	w := checkedWard(t, nil)
+	w.write(1, 7)
+	next := w.path + ".next"
+	if err := os.WriteFile(next, bytes.Repeat([]byte{9}, 1<<20), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(next, w.path); err != nil {
+		t.Fatal(err)
+	}
+	w.look("orphaned", "another file")
+	if _, err := w.Recover(t.Context(), store, 1); err != nil {
+		t.Fatal(err)
+	}
+	attentions(t, w.s, 1)
+	w.settled()
+	w.look("ok", "")
+	if s := w.scrub(0); s.Bad != 0 || w.read(1) != 9 {
+		t.Errorf("%+v, and the LUN has %d", s, w.read(1))
+	}
+	flip(t, w.path, 8*512+3)
+	if s := w.scrub(0); s.Bad != 1 {
+		t.Errorf("scrub of a flipped bit: %+v", s)
+	}
+}
+
+// A block device has its checksums in a file elsewhere, and a bit that flips on the device is found.
+func TestChecksumsOfBlockDevice(t *testing.T) {
+	device, file := backendtest.LoopDevice(t, make([]byte, 4<<20), 512, false)
+	l := newLab(t)
+	side := filepath.Join(l.dir, "device.sums")
+	w := &ward{l, nil, file}
+	was := l.luns
+	l.luns += fmt.Sprintf(", {id: 1, backend: block, path: %s, checksums: true}", device)
+	if _, err := l.apply(ChangeOptions{}); err == nil || !strings.Contains(err.Error(), "checksums_path") {
+		t.Errorf("without a path of the side file: %v", err)
+	}
+	l.luns = was + fmt.Sprintf(", {id: 1, backend: block, path: %s, checksums: true, checksums_path: %s}", device, side)
+	l.ok(ChangeOptions{})
+	w.s = l.login("host1", store)
+	attentions(t, w.s, 0)
+	attentions(t, w.s, 1)
+	w.settled()
+	if write, sync := w.write(1, 7); write != "" || sync != "" {
+		t.Fatal(write, sync)
+	}
+	if s := w.scrub(0); s.Bad != 0 || s.Total != 4<<20 {
+		t.Errorf("scrub of sound data: %+v", s)
+	}
+	flip(t, device, 8*512+3)
+	if s := w.scrub(0); s.Bad != 1 || s.First == nil || *s.First != 8 {
+		t.Errorf("scrub of a flipped bit: %+v", s)
+	}
+	w.look("degraded", "the first has LBA 8")
+	if write, sync := w.write(1, 8); write != "" || sync != "" || w.read(1) != 8 {
+		t.Errorf("a write of the block: %s, %s, then %d", write, sync, w.read(1))
+	}
+}
+
+// A LUN that is created on a file whose side file is missing hears how to go on, and that works.
+func TestCreateWithoutItsSideFile(t *testing.T) {
+	w := checkedWard(t, nil)
+	w.write(1, 7)
+	with := w.luns
+	w.luns = strings.Split(with, ", {id: 1")[0]
+	w.ok(ChangeOptions{Disrupt: true})
+	if err := os.Remove(w.path + ".sums"); err != nil {
+		t.Fatal(err)
+	}
+	w.luns = with
+	if _, err := w.apply(ChangeOptions{}); err == nil || !strings.Contains(err.Error(), "serve the LUN without checksums once") {
+		t.Fatalf("without the side file: %v", err)
+	}
+	w.luns = strings.Replace(with, "checksums: true, ", "", 1)
+	w.ok(ChangeOptions{})
+	w.luns = with
+	w.ok(ChangeOptions{Disrupt: true})
+	attentions(t, w.s, 1)
+	w.settled()
+	if s := w.scrub(0); s.Bad != 0 || w.read(1) != 7 {
+		t.Errorf("%+v, and the LUN has %d", s, w.read(1))
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"os"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/checked"
 	"github.com/iser-target/iser-target/backend/handed"
 	"github.com/iser-target/iser-target/cmd/iser-target/handover"
 	"github.com/iser-target/iser-target/iscsi"
@@ -68,6 +69,22 @@ func (d *Daemon) receiveMemory(target string, id int, s backend.Store) error {
 	}
 	defer f.Close()
 	return m.CopyFrom(f)
+}
+
+// receiveChecksums returns what the other process knows about the checksums of a LUN, or nil. It is true once. A process
+// that has ended since (Kept) may have failed to write checksums.
+func (d *Daemon) receiveChecksums(target string, id int) *checked.Rested {
+	if d.received == nil || d.received.Kept {
+		return nil
+	}
+	for i := range d.received.LUNs {
+		if st := &d.received.LUNs[i]; st.Target == target && st.ID == id {
+			r := st.Checksums
+			st.Checksums = nil
+			return r
+		}
+	}
+	return nil
 }
 
 // continueAll restores the LUNs, and makes the sessions again. Run runs them.

@@ -338,7 +338,9 @@ func (u *upgrade) collect(s *handover.Sender, wanted func(name string) bool) (*h
 	}
 	for _, w := range u.luns {
 		unit := w.l.unit
-		st.LUNs = append(st.LUNs, handover.LUN{Target: w.t.name, ID: w.l.ID, NAA: unit.Identity().Serial, State: unit.State()})
+		st.LUNs = append(st.LUNs, handover.LUN{
+			Target: w.t.name, ID: w.l.ID, NAA: unit.Identity().Serial, State: unit.State(), Checksums: unit.ChecksumsAtRest(),
+		})
 		if f := u.memory[unit]; f != nil {
 			s.Add(handover.KindMemory, handover.MemoryName(w.t.name, w.l.ID), int(f.Fd()))
 		}

@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/iser-target/iser-target/backend/checked"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/lun"
 )
@@ -61,6 +62,8 @@ type LUN struct {
 	ID     int           `json:"lun"`
 	NAA    string        `json:"naa"`
 	State  lun.UnitState `json:"state"`
+	// Checksums is nil for a LUN without checksums, and from a version that did not send it.
+	Checksums *checked.Rested `json:"checksums,omitempty"`
 }
 
 // A File is an open file of a hand-over.
