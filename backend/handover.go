@@ -73,8 +73,22 @@ func (s *slot) copyTo(f *os.File, off int64, first bool) error {
 	return nil
 }
 
-// CopyFrom fills a store that was not used yet with the data that CopyTo has copied to f.
-func (m *Memory) CopyFrom(f *os.File) error {
+// maxMapping bounds the address space that a store takes for the pages of another process, in bytes.
+const maxMapping = 1 << 40
+
+// Take fills a store that was not used yet with the data that CopyTo has copied to f. If the kernel maps f, its pages become
+// those of the store, so that takes no longer for much data; otherwise Take copies them.
+func (m *Memory) Take(f *os.File) error {
+	var mapping []byte
+	if span := (m.size.Load() + memoryPage - 1) &^ (memoryPage - 1); span <= maxMapping {
+		if err := f.Truncate(span); err != nil { // else the last page would end in the middle
+			return err
+		}
+		mapping, _ = unix.Mmap(int(f.Fd()), 0, int(span), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_NORESERVE)
+	}
+	m.mu.Lock()
+	m.mapping = mapping
+	m.mu.Unlock()
 	end, err := f.Seek(0, io.SeekEnd)
 	if err != nil {
 		return err
@@ -91,20 +105,67 @@ func (m *Memory) CopyFrom(f *os.File) error {
 		if err != nil {
 			return err
 		}
-		var page [memoryPage]byte
 		for from -= from % memoryPage; from < to; from += memoryPage {
 			n := min(memoryPage, m.size.Load()-from)
 			if n <= 0 {
 				return nil
 			}
-			if _, err := f.ReadAt(page[:n], from); err != nil {
-				return err
-			}
-			if err := m.WriteAt(page[:n], from); err != nil {
+			if err := m.takePage(f, from, n); err != nil {
 				return err
 			}
 		}
-		off = max(to, off+1)
+		off = max(from, off+1)
 	}
 	return nil
+}
+
+// takePage takes the page at off, of which the store has n bytes.
+func (m *Memory) takePage(f *os.File, off, n int64) error {
+	if m.mapping == nil {
+		page := make([]byte, n)
+		if _, err := f.ReadAt(page, off); err != nil {
+			return err
+		}
+		return m.WriteAt(page, off)
+	}
+	s := m.makeSlot(off)
+	if s == nil {
+		return ErrClosed
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.page, s.mapped = (*[memoryPage]byte)(m.mapping[off:]), true
+	m.used.Add(memoryPage)
+	return nil
+}
+
+// free frees the page, which nobody reads any longer.
+//
+// Preconditions: s.mu is held.
+func (s *slot) free() {
+	held(&s.mu)
+	if s.mapped {
+		_ = unix.Madvise(s.page[:], unix.MADV_REMOVE) // without success the memory is free when the store is closed
+	}
+	s.page, s.mapped = nil, false
+}
+
+// unmap gives the mapping back.
+//
+// Preconditions: m.mu is held, and the store is closed.
+func (m *Memory) unmap() {
+	if m.mapping == nil {
+		return
+	}
+	root := *m.root.Load()
+	for i := range root {
+		l := root[i].Load()
+		for j := 0; l != nil && j < len(l); j++ {
+			l[j].mu.Lock() // a call that began before
+			l[j].page = nil
+			l[j].mu.Unlock()
+		}
+	}
+	_ = unix.Munmap(m.mapping)
+	m.mapping = nil
 }

@@ -2,6 +2,7 @@ package backend
 
 import (
 	"bytes"
+	"errors"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -14,7 +15,7 @@ import (
 	"github.com/iser-target/iser-target/backend/handed"
 )
 
-func memoryFile(t *testing.T) *os.File {
+func memoryFile(t testing.TB) *os.File {
 	t.Helper()
 	fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC)
 	if err != nil {
@@ -74,7 +75,7 @@ func TestCopyOfMemory(t *testing.T) {
 		t.Fatal(err)
 	}
 	n := openMemory(t, size)
-	if err := n.CopyFrom(f); err != nil {
+	if err := n.Take(f); err != nil {
 		t.Fatal(err)
 	}
 	a, b := make([]byte, 1<<20), make([]byte, 1<<20)
@@ -92,8 +93,104 @@ func TestCopyOfMemory(t *testing.T) {
 		t.Fatal(err)
 	}
 	k := openMemory(t, size)
-	if err := k.CopyFrom(again); err != nil || k.used.Load() > n.used.Load() {
+	if err := k.Take(again); err != nil || k.used.Load() > n.used.Load() {
 		t.Errorf("another file: %v, %d bytes, want %d", err, k.used.Load(), n.used.Load())
+	}
+}
+
+// bytesIn returns how many bytes a file takes.
+func bytesIn(t *testing.T, f *os.File) int64 {
+	t.Helper()
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		t.Fatal(err)
+	}
+	return st.Blocks * 512
+}
+
+// A store that has taken its pages from a file works like any other: discarded pages are free, a smaller and then larger
+// store reads as zeros, and calls in progress survive its end. So does one that has to copy them.
+func TestTakenMemory(t *testing.T) {
+	const size = 8*memoryPage + 512
+	data := bytes.Repeat([]byte("data"), memoryPage/4)
+	for name, span := range map[string]int64{"mapped": size, "copied": maxMapping + memoryPage} {
+		t.Run(name, func(t *testing.T) {
+			from, f := openMemory(t, span), memoryFile(t)
+			for i := range int64(8) {
+				from.WriteAt(data, i*memoryPage)
+			}
+			from.WriteAt(data[:512], span-512)
+			if err := from.CopyTo(f); err != nil {
+				t.Fatal(err)
+			}
+			m := openMemory(t, span)
+			if err := m.Take(f); err != nil {
+				t.Fatal(err)
+			}
+			if used, _, err := m.Usage(); err != nil || used != 9*memoryPage {
+				t.Errorf("%d bytes are used, %v", used, err)
+			}
+			last := make([]byte, 512)
+			if err := m.ReadAt(last, span-512); err != nil || !bytes.Equal(last, data[:512]) {
+				t.Errorf("the end: %q, %v", last, err)
+			}
+			before := bytesIn(t, f)
+			if err := m.Discard(0, 4*memoryPage); err != nil {
+				t.Fatal(err)
+			}
+			if freed := before - bytesIn(t, f); (name == "mapped") != (freed == 4*memoryPage) {
+				t.Errorf("%d bytes are free after a discard", freed)
+			}
+			m.WriteAt(data[:512], memoryPage)
+			p := make([]byte, 3*memoryPage)
+			if err := m.ReadAt(p, 0); err != nil || !bytes.Equal(p[memoryPage:][:512], data[:512]) || !isZero(p[:memoryPage]) || !isZero(p[memoryPage+512:]) {
+				t.Errorf("a page after a discard and a write: %v, or other data", err)
+			}
+			for _, size := range []int64{6 * memoryPage, span} {
+				if err := m.Resize(size); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := m.ReadAt(p, 5*memoryPage); err != nil || !bytes.Equal(p[:memoryPage], data) || !isZero(p[memoryPage:]) {
+				t.Errorf("a resized store: %v, or other data", err)
+			}
+			var calls sync.WaitGroup
+			for range 4 {
+				calls.Go(func() {
+					for p := make([]byte, memoryPage); m.ReadAt(p, 5*memoryPage) == nil && m.WriteAt(p, 4*memoryPage) == nil; {
+					}
+				})
+			}
+			if err := m.Close(); err != nil {
+				t.Error(err)
+			}
+			calls.Wait()
+		})
+	}
+}
+
+// BenchmarkTake measures what a memory LUN adds to the pause of an upgrade.
+func BenchmarkTake(b *testing.B) {
+	const size = 64 << 20
+	open := func() *Memory {
+		s, err := OpenMemory(MemoryConfig{Size: size})
+		if err != nil {
+			b.Fatal(err)
+		}
+		return s.(*Memory)
+	}
+	m, f := open(), memoryFile(b)
+	if err := errors.Join(m.WriteAt(bytes.Repeat([]byte("data"), size/4), 0), m.CopyTo(f)); err != nil {
+		b.Fatal(err)
+	}
+	for b.Loop() {
+		n := open()
+		if err := n.Take(f); err != nil {
+			b.Fatal(err)
+		}
+		b.StopTimer()
+		n.Close()
+		b.StartTimer()
 	}
 }
 

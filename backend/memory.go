@@ -47,7 +47,8 @@ type Memory struct {
 	closed atomic.Bool
 	root   atomic.Pointer[[]atomic.Pointer[leaf]] // Resize replaces it by a longer one
 
-	mu sync.Mutex // held by makeSlot, Resize and Close
+	mu      sync.Mutex // held by makeSlot, Resize and Close
+	mapping []byte     // that Take took pages from; guarded by mu
 
 	copiedTo *os.File // of the last CopyTo; only its callers use it
 }
@@ -61,6 +62,7 @@ type slot struct {
 	page *[memoryPage]byte // guarded by mu
 	// The file of CopyTo has the page as it was at the last call; changed: since then it was written to.
 	copied, changed bool
+	mapped          bool // the page belongs to the mapping of the store
 }
 
 // OpenMemory returns a memory store that reads as zeros. The Store is a *Memory.
@@ -198,7 +200,7 @@ func (m *Memory) Discard(off, n int64) error { return m.clear(off, n, m.discardP
 func (m *Memory) discardPart(s *slot, from, to int) {
 	held(&s.mu)
 	if to-from == memoryPage {
-		s.page = nil
+		s.free()
 		m.used.Add(-memoryPage)
 		return
 	}
@@ -268,6 +270,7 @@ func (m *Memory) Close() error {
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	m.unmap()
 	root := *m.root.Load()
 	for i := range root {
 		root[i].Store(nil)

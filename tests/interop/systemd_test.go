@@ -363,9 +363,7 @@ func undo(names ...string) string {
 	for _, name := range names {
 		s += "rm /etc/systemd/system/iser-target.service.d/" + name + ".conf\n"
 	}
-	// It may have failed as often as it is started again.
-	return s +
-		"systemctl daemon-reload\nsystemctl reset-failed iser-target.service\nsystemctl restart iser-target.service\n"
+	return s + "systemctl daemon-reload\nsystemctl restart iser-target.service\n"
 }
 
 // loggedIn logs in over iSER, writes what is at /run/data to the first MiB of LUN 0 and

@@ -260,7 +260,7 @@ func settingText(s *schema.SettingState) string {
 func lunTable(t *table, l schema.LUNState) {
 	t.row("target", l.Target)
 	t.row("LUN", l.ID)
-	t.row("state", l.State)
+	t.row("state", stateOf(&l))
 	if why := reason(&l); why != "" {
 		t.row("reason", why)
 	}

@@ -68,7 +68,7 @@ func (d *Daemon) receiveMemory(target string, id int, s backend.Store) error {
 		return nil
 	}
 	defer f.Close()
-	return m.CopyFrom(f)
+	return m.Take(f)
 }
 
 // receiveChecksums returns what the other process knows about the checksums of a LUN, or nil. It is true once. A process
