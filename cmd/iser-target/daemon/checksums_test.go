@@ -400,7 +400,7 @@ func TestChecksumsOfBlockDevice(t *testing.T) {
 	}
 }
 
-// A LUN that is created on a file whose side file is missing hears how to go on, and that works.
+// A LUN that is created on a file whose side file is missing hears what to do, and that works.
 func TestCreateWithoutItsSideFile(t *testing.T) {
 	w := checkedWard(t, nil)
 	w.write(1, 7)
