@@ -204,6 +204,12 @@ func launch(t *testing.T, cmd *exec.Cmd) *process {
 		cmd.Process.Kill()
 		cmd.Wait()
 		w.Close()
+		if t.Failed() {
+			for line := range p.output.lines {
+				fmt.Fprintln(&p.output.all, line)
+			}
+			t.Logf("%v has written:\n%s", cmd.Args, p.output.all.String())
+		}
 	})
 	return p
 }

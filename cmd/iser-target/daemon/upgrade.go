@@ -103,6 +103,9 @@ func (u *upgrade) run(ctx context.Context) error {
 	if err := u.check(); err != nil {
 		return err
 	}
+	if err := u.awaitSupervisor(ctx); err != nil {
+		return err
+	}
 	if err := u.start(ctx); err != nil {
 		return err
 	}
@@ -122,6 +125,23 @@ func (u *upgrade) run(ctx context.Context) error {
 		return ErrEnding
 	}
 	return u.commit()
+}
+
+// awaitSupervisor waits until the process of an upgrade before has become the supervisor. Else it would take the end
+// of this process for that of the target.
+func (u *upgrade) awaitSupervisor(ctx context.Context) error {
+	sup := u.d.supervisor
+	if sup == nil {
+		return nil
+	}
+	select {
+	case <-sup.Settled():
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-time.After(startTime):
+		return fmt.Errorf("%w: the process that started this one has not become its supervisor within %v. Try again", ErrNoUpgrade, startTime)
+	}
 }
 
 // check fails with an ErrNoUpgrade if something is in progress that does not continue in another process. It

@@ -17,6 +17,7 @@ import (
 type Supervisor struct {
 	f        *os.File
 	attached atomic.Bool
+	settled  chan struct{} // closed when it has begun, or ended
 }
 
 // NewSupervision returns the two ends of a link: that of the supervisor, and a descriptor for the process that serves.
@@ -30,13 +31,17 @@ func NewSupervision() (own *os.File, other int, err error) {
 
 // NewSupervisor returns the Supervisor at the other end of f. attached says that it has begun.
 func NewSupervisor(f *os.File, attached bool) *Supervisor {
-	s := &Supervisor{f: f}
+	s := &Supervisor{f: f, settled: make(chan struct{})}
 	s.attached.Store(attached)
 	return s
 }
 
 // Attached reports whether the supervisor has begun.
 func (s *Supervisor) Attached() bool { return s.attached.Load() }
+
+// Settled returns a channel that is closed when the supervisor has begun, or has ended before. Until it has begun, it
+// would not inherit the child of a child that ends. Watch was called.
+func (s *Supervisor) Settled() <-chan struct{} { return s.settled }
 
 // Fd returns the descriptor of the link.
 func (s *Supervisor) Fd() int { return int(s.f.Fd()) }
@@ -48,6 +53,9 @@ func (s *Supervisor) Watch(ended func()) {
 		return
 	}
 	s.f.Write([]byte(strconv.Itoa(os.Getpid()))) // fails if it has ended
+	if s.attached.Load() {
+		close(s.settled)
+	}
 	go func() {
 		var b [16]byte
 		for {
@@ -55,10 +63,14 @@ func (s *Supervisor) Watch(ended func()) {
 			if n == 0 || err != nil {
 				break
 			}
-			s.attached.Store(true)
+			if !s.attached.Swap(true) {
+				close(s.settled)
+			}
 		}
 		if s.attached.Load() {
 			ended()
+		} else {
+			close(s.settled)
 		}
 	}()
 }
