@@ -15,8 +15,9 @@ import (
 // state check finds a damaged file while the target runs, state repair refuses a directory in use, and the next
 // start restores the file. The LUN keeps its identity.
 func TestStateCheckAndRepair(t *testing.T) {
+	disk := filepath.Join(t.TempDir(), "disk.img")
 	s := newStation(t, func(text string) string {
-		return strings.Replace(text, "{id: 0, backend: memory, size: 1MiB}", "{id: 0, backend: file, path: disk.img, size: 1MiB}", 1)
+		return strings.Replace(text, "{id: 0, backend: memory, size: 1MiB}", "{id: 0, backend: file, path: "+disk+", size: 1MiB}", 1)
 	})
 	serial := func(addr string) string {
 		i := login(t, addr, initiator.Options{})
