@@ -1,7 +1,6 @@
 package checked
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -498,28 +497,6 @@ func TestScrubDuringWrites(t *testing.T) {
 	wg.Wait()
 	if n := s.Counts(); n.Mismatches != 0 || n.Untrusted != 0 {
 		t.Errorf("counts %+v", n)
-	}
-}
-
-// No allocation per call.
-func TestNoAllocations(t *testing.T) {
-	s, _ := openFiles(t, t.TempDir(), "", backend.FileConfig{Size: testSize})
-	settle(t, s)
-	p := bytes.Repeat([]byte{1}, 64<<10)
-	must(t, "WriteAt", s.WriteAt(p, 0))
-	for name, f := range map[string]func() error{
-		"ReadAt":  func() error { return s.ReadAt(p, 0) },
-		"WriteAt": func() error { return s.WriteAt(p, 0) },
-		"ragged":  func() error { return errors.Join(s.WriteAt(p[:1000], 7), s.ReadAt(p[:1000], 7)) },
-		"Zero":    func() error { return s.Zero(0, 4096) },
-	} {
-		if n := testing.AllocsPerRun(200, func() {
-			if err := f(); err != nil {
-				t.Fatal(err)
-			}
-		}); n > 0.5 { // the pool may be emptied once
-			t.Errorf("%s allocates %v times", name, n)
-		}
 	}
 }
 
