@@ -11,8 +11,9 @@ BENCH ?= .
 FUZZTIME ?= 30s
 TEST_TIMEOUT ?= 10m
 INTEROP_TIMEOUT ?= 30m
-SOAK_RUNS ?= 20
-SOAK_TIMEOUT ?= 30m
+REPEAT_RUNS ?= 20
+REPEAT_TIMEOUT ?= 30m
+DURATION ?= 30m
 CRASH_ROUNDS ?= 100
 CRASH_TIMEOUT ?= 60m
 
@@ -23,7 +24,7 @@ CONFORMANCE := ./tests/conformance
 CHECK = $$($(GO) list ./... | grep -vE '/tests/(interop|conformance)$$')
 # The suite waits for a minute, so that it begins first.
 UNIT = $(CONFORMANCE) $(CHECK)
-SOAK_PACKAGES = $(UNIT)
+REPEAT_PACKAGES = $(UNIT)
 # Runs each test once. A test that fails is mended.
 GOTESTSUM = $(GO) tool gotestsum --format pkgname-and-test-fails
 
@@ -63,9 +64,13 @@ setup:
 unit: ## tests without a virtual machine
 	$(GOTESTSUM) --packages="$(UNIT)" -- -timeout $(TEST_TIMEOUT)
 
+.PHONY: repeat
+repeat: ## all unit tests REPEAT_RUNS times on a busy machine, and a summary
+	GO=$(GO) .ci/repeat $(REPEAT_RUNS) "$(REPEAT_PACKAGES)" -timeout $(REPEAT_TIMEOUT)
+
 .PHONY: soak
-soak: ## all unit tests SOAK_RUNS times on a busy machine, and a summary
-	GO=$(GO) .ci/soak $(SOAK_RUNS) "$(SOAK_PACKAGES)" -timeout $(SOAK_TIMEOUT)
+soak: build ## verified load under disturbances for DURATION, with bounds for all resources
+	$(GO) run ./tests/soak -program bin/iser-target -duration $(DURATION) $(if $(SEED),-seed $(SEED))
 
 .PHONY: interop
 interop: ## tests against the Linux initiator in a virtual machine; says why it skips one

@@ -384,6 +384,9 @@ func (l *tcpLink) command(bhs pdu.BHS, out, in []byte) (PDU, int, error) {
 		if err != nil {
 			return p, n, err
 		}
+		if p.BHS.Opcode() == pdu.AsyncMessage && p.BHS.AsyncEvent() == pdu.AsyncSCSIEvent {
+			continue // a SCSI event, for example of a change of the LUNs
+		}
 		if p.BHS.ITT() != bhs.ITT() {
 			return p, n, fmt.Errorf("%v of task %#x, not of %#x", p.BHS.Opcode(), p.BHS.ITT(), bhs.ITT())
 		}
