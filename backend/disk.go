@@ -594,7 +594,11 @@ func (d *disk) Close() error {
 	d.closed = true
 	err := d.sync()
 	d.spares.close() // no call is left to use one
-	return errors.Join(err, d.fd.close())
+	closed := d.fd.close()
+	if closed != nil {
+		d.failed.Store(true)
+	}
+	return errors.Join(err, closed)
 }
 
 // writeError wraps the error of a write at off; nil stays nil.

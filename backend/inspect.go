@@ -35,6 +35,14 @@ type Recoverer interface {
 	Recover() error
 }
 
+// A SyncFailer is a Store that knows whether its syncs fail because one has failed.
+type SyncFailer interface {
+	SyncFailed() bool // waits for nothing
+}
+
+// SyncFailed implements SyncFailer.
+func (d *disk) SyncFailed() bool { return d.failed.Load() }
+
 // Inspect implements Inspector. Of a device it only says whether a sync has failed.
 func (d *disk) Inspect() error {
 	v, err := d.enter(0, 0, false)

@@ -11,7 +11,7 @@ func NewAbsent(blockSize uint32, o Options) (*Unit, error) {
 	}
 	// Initiators can set nothing here that has to be kept. What is kept is for the
 	// unit that gets the store.
-	o.Reservations, o.Settings, o.Sanitizations, o.Sanitize = nil, nil, nil, false
+	o.Reservations, o.Settings, o.Sanitizations, o.SyncFailures, o.Sanitize = nil, nil, nil, nil, false
 	u, err := New(absentStore{blockSize}, o)
 	if err == nil {
 		u.absent = condNoStore

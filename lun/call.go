@@ -90,7 +90,7 @@ func (u *Unit) storeWriteDurable(p []byte, pos int64) error {
 			return err
 		}
 	}
-	return u.store.WriteDurable(p, pos)
+	return u.checkSync(u.store.WriteDurable(p, pos))
 }
 
 // storeDiscard frees the space of a range.
@@ -114,7 +114,7 @@ func (u *Unit) storeSync() error {
 	if err := u.fault(faultSync); err != nil {
 		return err
 	}
-	return u.store.Sync()
+	return u.checkSync(u.store.Sync())
 }
 
 // storeExtent calls backend.Extent.
@@ -174,7 +174,7 @@ func (u *Unit) sync(c *Command) error {
 		u.gate.MayTakeLong(&call)
 		u.watchStore()
 		defer u.gate.Leave(&call)
-		return u.store.Sync()
+		return u.checkSync(u.store.Sync())
 	}
 	if err := u.enter(c, fair.Work{}); err != nil {
 		return err

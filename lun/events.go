@@ -66,7 +66,7 @@ type FaultsEndedEvent struct {
 	Injected uint64 // errors and hangs
 }
 
-// A SyncsFailEvent is a unit that inherits a failed sync: all its syncs fail.
+// A SyncsFailEvent is a unit that inherits a failed sync, from a predecessor or from before a restart: all its syncs fail.
 type SyncsFailEvent struct{ Serial string }
 
 // A StateNotStoredEvent is a state file that could not be replaced. The command

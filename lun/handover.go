@@ -82,6 +82,7 @@ type UnitState struct {
 	PortGroups   []portGroupEntry  `json:"port_groups,omitempty"`
 	ChangedBy    map[string]string `json:"changed_by,omitempty"` // initiators, by setting
 	Unsynced     bool              `json:"unsynced,omitempty"`   // a sync has failed
+	Failure      *SyncFailure      `json:"failure,omitempty"`    // when and why it has
 	Health       string            `json:"health"`
 	Generation   uint32            `json:"generation"`            // PRGENERATION
 	APTPL        bool              `json:"aptpl,omitempty"`       // of the registrations
@@ -98,6 +99,8 @@ func (u *Unit) Busy() string {
 		return "an EXTENDED COPY is in progress"
 	case u.detachedIn.Load() > 0:
 		return "aborted commands have not come back from the store"
+	case u.failure.storing.Load():
+		return "the failure of a sync is being stored"
 	}
 	return ""
 }
@@ -108,7 +111,8 @@ func (u *Unit) State() UnitState {
 	modes := u.mode.Load()
 	st := UnitState{
 		WriteCache: modes&modeWCE != 0, WriteProtect: modes&modeSWP != 0,
-		Stopped: u.stopped.Load(), Ejected: u.ejected.Load(), Unsynced: u.unsynced.Load() || u.Health() == Failed, Health: u.Health().String(),
+		Stopped: u.stopped.Load(), Ejected: u.ejected.Load(), Health: u.Health().String(),
+		Unsynced: u.unsynced.Load() || u.SyncFailure() != nil || u.Health() == Failed, Failure: u.SyncFailure(),
 	}
 	if g := u.access.Load(); g != nil {
 		st.PortGroups = g.entries()
@@ -167,7 +171,11 @@ func (u *Unit) Restore(st UnitState) error {
 	u.ejected.Store(st.Ejected)
 	modes := (&modeEntry{WCE: st.WriteCache, SWP: st.WriteProtect}).modes()
 	u.mode.Store(u.mode.Load()&^u.modeMutable | modes&u.modeMutable)
-	u.unsynced.Store(st.Unsynced)
+	if st.Unsynced {
+		u.unsynced.Store(true)
+		u.failure.is.CompareAndSwap(nil, st.Failure)
+		u.NoteSyncFailure(backend.ErrUnsynced)
+	}
 	u.mu.Lock()
 	u.changedBy = maps.Clone(st.ChangedBy)
 	u.mu.Unlock()

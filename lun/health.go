@@ -40,7 +40,7 @@ func (u *Unit) orphaned() bool { return Health(u.health.Load()) == Orphaned }
 var ErrNotInPlace = errors.New("the store cannot be recovered in place")
 
 // Recover makes the store usable again in place (backend.Recoverer), and raises a unit attention: the content may differ from
-// what initiators know. An error changes nothing.
+// what initiators know. After an error syncs fail as before.
 func (u *Unit) Recover() error {
 	r, ok := u.store.(backend.Recoverer)
 	if !ok {
@@ -54,16 +54,8 @@ func (u *Unit) Recover() error {
 	if err := r.Recover(); err != nil {
 		return err
 	}
-	u.ForgetFailure()
 	u.raise(condMediumChanged, nil)
-	return nil
-}
-
-// ForgetFailure makes syncs possible again that fail since one has failed, after the store was reopened and the
-// operator knows that data may be lost.
-func (u *Unit) ForgetFailure() {
-	u.unsynced.Store(false)
-	u.lastError.Store(nil)
+	return u.ForgetFailure()
 }
 
 // A StoreError is a command that the store failed.

@@ -35,7 +35,9 @@ type Options struct {
 	// Sanitizations keeps what SANITIZE began; nil: the end of the process ends it,
 	// which is right if the medium ends, too.
 	Sanitizations *Sanitizations
-	Name          string // of the unit in messages about limits; default: Identity.Serial
+	// SyncFailures keeps that a sync has failed; nil: the end of the process ends that, too.
+	SyncFailures *SyncFailures
+	Name         string // of the unit in messages about limits; default: Identity.Serial
 	// Calls is what the units of a process share to call their stores; nil: this unit shares with none.
 	Calls *fair.Process
 	// Registrations bounds how many registrations of persistent reservations an initiator makes; nil: a
@@ -62,7 +64,8 @@ type Unit struct {
 	detached    atomic.Bool   // another unit has the store: see Detach
 	health      atomic.Uint32 // see SetHealth
 	lastError   atomic.Pointer[StoreError]
-	unsynced    atomic.Bool   // a sync failed, of this store or a predecessor: see InheritFrom
+	unsynced    atomic.Bool // a sync failed, of a predecessor or before the restart: see InheritFrom
+	failure     failureRecord
 	predecessor *Unit         // of an absent unit: the unit that it inherits from
 	has         flags         // the optional rows of the command set
 	mode        atomic.Uint32 // modeWCE and modeSWP, as set
@@ -153,6 +156,9 @@ func New(s backend.Store, o Options) (*Unit, error) {
 		if has {
 			u.has |= flag
 		}
+	}
+	if err := u.restoreFailure(); err != nil {
+		return nil, err
 	}
 	if err := u.restoreReservations(); err != nil {
 		return nil, err
@@ -249,7 +255,7 @@ func (u *Unit) Resize(size int64) error {
 	if next < old { // first: new commands beyond the new end are refused
 		u.blocks.Store(next)
 	}
-	err := r.Resize(size)
+	err := u.checkSync(r.Resize(size))
 	next = uint64(u.store.Info().Size) >> u.shift // after an error, old or new
 	u.blocks.Store(next)
 	if next != old {
@@ -334,10 +340,7 @@ func (u *Unit) InheritFrom(old *Unit) {
 		u.predecessor = old
 		return
 	}
-	if old.unsynced.Load() {
-		u.opt.Events(SyncsFailEvent{u.opt.Identity.Serial})
-		u.unsynced.Store(true)
-	}
+	u.inheritFailure(old)
 	r := &old.reservations
 	r.mu.Lock()
 	s := r.persistent
@@ -381,6 +384,10 @@ func (u *Unit) Close() error {
 	err := u.store.Close()
 	if err != nil && !errors.Is(err, backend.ErrClosed) {
 		u.unsynced.Store(true)
+		_ = u.checkSync(err)
+		if err := u.keepFailure(); u.SyncFailure() != nil && err != nil { // the process may end when all stores are closed
+			u.notStored(err)
+		}
 	}
 	return err
 }

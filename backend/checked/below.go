@@ -68,6 +68,12 @@ func (s *Store) Inspect() error {
 	return nil
 }
 
+// SyncFailed implements backend.SyncFailer. The side file does not count: without it the data is still safe.
+func (s *Store) SyncFailed() bool {
+	f, ok := s.below.(backend.SyncFailer)
+	return ok && f.SyncFailed()
+}
+
 // Device implements backend.Recoverer.
 func (s *Store) Device() uint64 {
 	if r, ok := s.below.(backend.Recoverer); ok {

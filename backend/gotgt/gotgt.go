@@ -38,6 +38,7 @@ import (
 	"math"
 	"math/bits"
 	"sync"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/gostor/gotgt/pkg/api"
@@ -160,8 +161,8 @@ type store struct {
 	mu       sync.Mutex // held over every call of the plug-in
 	bs       api.BackingStore
 	closed   bool
-	unsynced bool  // a DataSync has failed
-	panicked error // not nil: do not call the plug-in again
+	unsynced atomic.Bool // a DataSync has failed
+	panicked error       // not nil: do not call the plug-in again
 }
 
 // call calls f, which calls the plug-in. It turns a panic into an error, and calls the plug-in
@@ -252,7 +253,7 @@ func (s *store) write(p []byte, off int64) error {
 func (s *store) WriteDurable(p []byte, off int64) error {
 	n := int64(len(p))
 	return s.do(off, n, true, func() error {
-		if s.unsynced {
+		if s.unsynced.Load() {
 			return backend.ErrUnsynced
 		}
 		if err := s.write(p, off); err != nil {
@@ -271,13 +272,16 @@ func (s *store) sync(off, n int64) error {
 	switch {
 	case s.info.ReadOnly:
 		return nil
-	case s.unsynced:
+	case s.unsynced.Load():
 		return backend.ErrUnsynced
 	}
 	err := s.call("DataSync", func() error { return s.bs.DataSync(off, n) })
-	s.unsynced = err != nil
+	s.unsynced.Store(err != nil)
 	return err
 }
+
+// SyncFailed implements backend.SyncFailer.
+func (s *store) SyncFailed() bool { return s.unsynced.Load() }
 
 // Discard implements backend.Store. No plug-in says what Unmap leaves, so Discard reads the
 // range after an Unmap and overwrites the rest with zeros.

@@ -76,6 +76,14 @@ func (k *Keeper[R]) Get(unit string) (r R, ok bool, err error) {
 	return r, false, nil
 }
 
+// Units returns the units that have a record.
+func (k *Keeper[R]) Units() (list []string) {
+	for _, r := range k.doc.State().Units {
+		list = append(list, r.Unit())
+	}
+	return list
+}
+
 // index returns where the record of a unit is, or -1.
 func (s Records[R]) index(unit string) int {
 	return slices.IndexFunc(s.Units, func(r R) bool { return r.Unit() == unit })

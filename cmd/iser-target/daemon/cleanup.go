@@ -32,6 +32,7 @@ type removal struct {
 	t      *servedTarget
 	l      *servedLUN
 	hidden bool // from the initiators
+	final  bool // the change is committed
 	drain  time.Duration
 
 	ctx context.Context // ends when the commands are to be cut off
@@ -190,6 +191,11 @@ func (r *removal) finish(drain time.Duration) (notes []string) {
 	r.l.unit.CutOff()
 	d.locked(func() { r.closing = true })
 	closed := func(err error) {
+		if r.final { // before another LUN can have the identity
+			if err := d.forgetFailure(r.l.unit); err != nil {
+				log.Warn("failed sync of a removed LUN stays on record", "reason", err)
+			}
+		}
 		d.locked(func() { r.closed = true })
 		d.forget(r)
 		if err != nil {
@@ -304,7 +310,10 @@ func (k *cleanup) run() []string {
 			}
 		})
 	}
-	finish := func(r *removal) { luns.Go(func() { k.note(r.finish(k.drain)...) }) }
+	finish := func(r *removal) {
+		r.final = true
+		luns.Go(func() { k.note(r.finish(k.drain)...) })
+	}
 	for _, r := range k.removals {
 		if closing, _ := r.store(); r.hidden && !closing {
 			finish(r)

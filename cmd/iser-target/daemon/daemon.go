@@ -131,6 +131,7 @@ type stateFiles struct {
 	reservations  *lun.Reservations
 	settings      *lun.Settings
 	sanitizations *lun.Sanitizations
+	failures      *lun.SyncFailures
 	shrinks       shrinks
 	checksums     checksums
 }
@@ -299,6 +300,7 @@ func (e *editor) startTargets() error {
 	if err := d.state.ids.Make(keys); err != nil {
 		return err
 	}
+	d.pruneFailures()
 	if err := e.openAll(); err != nil {
 		return err
 	}

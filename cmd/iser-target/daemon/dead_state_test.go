@@ -25,6 +25,7 @@ func (s *stateFiles) setSync(f func(*os.File) error) {
 	s.reservations.SetSync(f)
 	s.settings.SetSync(f)
 	s.sanitizations.SetSync(f)
+	s.failures.SetSync(f)
 	s.shrinks.doc.SetSync(f)
 }
 

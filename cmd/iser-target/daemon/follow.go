@@ -225,11 +225,11 @@ func (e *editor) retry(ctx context.Context, t *servedTarget, l *servedLUN) {
 		return
 	}
 	c.unit.InheritFrom(l.unit)
-	e.write(func() { t.luns[l.ID] = &servedLUN{LUN: l.LUN, unit: c.unit} })
+	e.write(func() { t.luns[l.ID] = newServed(l.LUN, c.unit) })
 	if old := t.inventory.Replace(uint16(l.ID), c.unit); old != nil {
 		old.Close() // cannot fail: it has no store
 	}
-	log.Info("LUN ready", eventKey, "lun", "octets", c.unit.Size())
+	log.Info("LUN ready", eventKey, "lun", "octets", c.unit.Size(), "health", c.unit.Health().String())
 	if err := e.forgetShrinks(); err != nil {
 		log.Error("state_dir", "reason", err)
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/lun/state"
 )
 
 const (
@@ -36,7 +37,7 @@ type health struct {
 
 // Reasons of health, with what the operator can do.
 const (
-	reasonUnsynced = "a sync has failed: what was written before may be lost, and syncs fail until lun recover. Check the file system and its device (dmesg)"
+	reasonUnsynced = "a sync has failed (%s): what was written before may be lost, and syncs fail until lun recover. Check the file system and its device (dmesg)"
 	reasonDeleted  = "%v: writes and syncs are refused. As root, copy it back from /proc/%d/fd (ls -l shows it as deleted), or restore it, and use lun recover"
 	reasonReplaced = "%v: writes and syncs are refused. Put the old file back, or accept the new one with lun recover"
 	reasonError    = "the store failed a command: %v, last at %s. Check the file system and its device (dmesg)"
@@ -116,8 +117,9 @@ func healthOf(l *servedLUN, err error) (now health, known bool) {
 		now.is, now.reason = lun.Orphaned, fmt.Sprintf(reasonDeleted, err, os.Getpid())
 	case errors.Is(err, backend.ErrReplaced):
 		now.is, now.reason = lun.Orphaned, fmt.Sprintf(reasonReplaced, err)
-	case errors.Is(err, backend.ErrUnsynced), l.unit.Unsynced():
-		now.is, now.reason = lun.Failed, reasonUnsynced
+	case errors.Is(err, backend.ErrUnsynced), l.unit.Unsynced(), l.unit.SyncFailure() != nil:
+		l.unit.NoteSyncFailure(backend.ErrUnsynced) // tries again to store it
+		now = initialHealth(l.unit)
 	case errors.Is(err, backend.ErrCorrupt), errors.Is(err, checked.ErrSide):
 		now.is, now.reason = lun.Degraded, err.Error()
 	case errors.Is(err, backend.ErrCut):
@@ -132,11 +134,61 @@ func healthOf(l *servedLUN, err error) (now health, known bool) {
 	return now, true
 }
 
+// initialHealth returns the health of a unit that nobody has looked at: failed if a sync has failed, also before a
+// restart.
+func initialHealth(u *lun.Unit) health {
+	f := u.SyncFailure()
+	if f == nil {
+		return health{}
+	}
+	return health{is: lun.Failed, reason: fmt.Sprintf(reasonUnsynced, f.Reason), since: f.Since.Local()}
+}
+
+// newServed returns a LUN whose store is open.
+func newServed(l config.LUN, u *lun.Unit) *servedLUN {
+	return &servedLUN{LUN: l, unit: u, health: initialHealth(u)}
+}
+
+// pruneFailures forgets failed syncs of LUNs that the configuration does not have any longer. Those of an identity
+// that is not known stay: a file can bring it back.
+func (d *Daemon) pruneFailures() {
+	if d.state.failures == nil {
+		return
+	}
+	keep := map[string]bool{} // by NAA
+	serials := d.state.ids.Serials()
+	for i := range d.served.cfg.Targets {
+		t := &d.served.cfg.Targets[i]
+		for j := range t.LUNs {
+			keep[serials[identityKey(t.Name, &t.LUNs[j])]] = true
+		}
+	}
+	for _, naa := range d.state.failures.Units() {
+		if keep[naa] || !d.state.ids.Has(naa) {
+			continue
+		}
+		if _, err := d.state.failures.Remove(naa, state.Patience{}); err != nil {
+			d.log.Warn("failed sync of a removed LUN stays on record", eventKey, "service", "naa", naa, "reason", err)
+		}
+	}
+}
+
+// forgetFailure forgets the failed sync of a LUN that was removed.
+func (d *Daemon) forgetFailure(u *lun.Unit) error {
+	if u.Absent() && d.state.failures != nil {
+		_, err := d.state.failures.Remove(u.Identity().Serial, state.Patience{})
+		return err
+	}
+	return u.DropFailure()
+}
+
 // setHealth notes the health of a LUN, and tells when it changes. A look that began before a recovery of the
 // LUN changes nothing.
 func (d *Daemon) setHealth(w watched, now health) {
 	t, l := w.t, w.l
-	now.since = time.Now()
+	if now.since.IsZero() {
+		now.since = time.Now()
+	}
 	d.mu.Lock()
 	was := l.health
 	gone := t.luns[l.ID] != l || l.recovered != w.recovered || now.unsure && was.is > now.is
@@ -224,8 +276,7 @@ func (e *editor) reopenInPlace(ctx context.Context, t *servedTarget, l *servedLU
 	if err := c.replace(t, l.LUN); err != nil {
 		return errors.Join(err, c.rollBack())
 	}
-	t.luns[l.ID].unit.ForgetFailure()
-	return nil
+	return t.luns[l.ID].unit.ForgetFailure()
 }
 
 // recoverUnit recovers unit, unless its path has a file that was served as another LUN. It marks the file that

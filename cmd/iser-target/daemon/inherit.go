@@ -139,7 +139,11 @@ func (d *Daemon) restoreLUN(st *handover.LUN) error {
 	case naa != st.NAA:
 		return fmt.Errorf("its NAA is %s, and not %s", naa, st.NAA)
 	}
-	return l.unit.Restore(st.State)
+	if err := l.unit.Restore(st.State); err != nil {
+		return err
+	}
+	d.locked(func() { l.health = initialHealth(l.unit) })
+	return nil
 }
 
 // CheckReceived closes the files that nobody has taken. A listener among them is an error: clients that connect to

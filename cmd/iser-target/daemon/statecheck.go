@@ -15,6 +15,7 @@ const (
 	reservationsFile = "reservations.json"
 	settingsFile     = "settings.json"
 	sanitizeFile     = "sanitize.json"
+	failuresFile     = "failures.json"
 	// shrinkFile is in shrink.go, checksumsFile in checksums.go.
 )
 
@@ -31,6 +32,7 @@ var StateFiles = []StateFile{
 	{reservationsFile, "persistent reservations with APTPL are gone: nodes of a cluster that they kept out may write", lun.ExamineReservations},
 	{settingsFile, "settings that initiators saved are gone, like a write protection", lun.ExamineSettings},
 	{sanitizeFile, "LUNs whose sanitize was interrupted are served, with what is left of their data", lun.ExamineSanitizations},
+	{failuresFile, "LUNs whose syncs failed come up as ok, although data may be lost", lun.ExamineSyncFailures},
 	{checksumsFile, "a side file of checksums that is missing is made from the data as it is", checksumsFormat.Examine},
 	{shrinkFile, "a file whose shrinking was interrupted keeps its larger size", shrinkFormat.Examine},
 }

@@ -21,7 +21,7 @@ import (
 )
 
 // openState opens the files of the state directory: the identities of LUNs, their reservations, the
-// settings that initiators saved, and sanitize operations in progress. If dir is empty, the state is kept in memory.
+// settings that initiators saved, sanitize operations in progress, and failed syncs. If dir is empty, the state is kept in memory.
 // It gives up when the file system hangs.
 func (d *Daemon) openState(dir string) error {
 	var s *stateFiles // valid when the call is back
@@ -70,7 +70,10 @@ func (s *stateFiles) open(dir string) (err error) {
 	if s.settings, err = lun.OpenSettings(filepath.Join(dir, settingsFile)); err != nil {
 		return err
 	}
-	s.sanitizations, err = lun.OpenSanitizations(filepath.Join(dir, sanitizeFile))
+	if s.sanitizations, err = lun.OpenSanitizations(filepath.Join(dir, sanitizeFile)); err != nil {
+		return err
+	}
+	s.failures, err = lun.OpenSyncFailures(filepath.Join(dir, failuresFile))
 	return err
 }
 
@@ -83,7 +86,7 @@ type stateFile interface {
 
 // all returns the files that exist. Without a state directory most do not.
 func (s *stateFiles) all() (list []stateFile) {
-	for _, f := range []stateFile{s.ids, s.reservations, s.settings, s.sanitizations, s.shrinks.doc, s.checksums.doc} {
+	for _, f := range []stateFile{s.ids, s.reservations, s.settings, s.sanitizations, s.failures, s.shrinks.doc, s.checksums.doc} {
 		if !reflect.ValueOf(f).IsNil() {
 			list = append(list, f)
 		}
@@ -141,7 +144,7 @@ func (e *editor) openLUN(ctx context.Context, t *servedTarget, l config.LUN) (*s
 	if err != nil {
 		return nil, err
 	}
-	return &servedLUN{LUN: l, unit: unit}, nil
+	return newServed(l, unit), nil
 }
 
 // openOrRetry opens the store of l within timeout. If that fails it returns a LUN that is
@@ -159,7 +162,7 @@ func (e *editor) openOrRetry(ctx context.Context, timeout time.Duration, t *serv
 // be opened for that reason. c may be nil then.
 func (e *editor) readyOrNot(t *servedTarget, l config.LUN, fresh bool, c *call, reason error) (*servedLUN, error) {
 	if reason == nil {
-		return &servedLUN{LUN: l, unit: c.unit}, nil
+		return newServed(l, c.unit), nil
 	}
 	d := e.d
 	id, err := d.state.ids.Promise(identityKey(t.name, &l))
@@ -308,7 +311,7 @@ func (d *Daemon) newUnit(store backend.Store, l *config.LUN, id state.Identity) 
 func (d *Daemon) unitOptions(l *config.LUN, id state.Identity) lun.Options {
 	return lun.Options{
 		Identity: id, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Sanitize: l.Sanitize,
-		Reservations: d.state.reservations, Settings: d.state.settings, Sanitizations: d.state.sanitizations, Events: d.report,
+		Reservations: d.state.reservations, Settings: d.state.settings, Sanitizations: d.state.sanitizations, SyncFailures: d.state.failures, Events: d.report,
 		Calls: d.stores, Name: fmt.Sprintf("LUN %d, naa %s", l.ID, id.Serial),
 		Registrations: &d.net.limits.Registrations, StoreTimeout: &d.net.limits.StoreTimeout,
 	}
@@ -387,7 +390,7 @@ func (d *Daemon) closeUnits() error {
 
 // close closes the files.
 func (s *stateFiles) close() error {
-	return errors.Join(closeFile(s.ids), s.shrinks.close(), s.checksums.close(), closeFile(s.reservations), closeFile(s.settings), closeFile(s.sanitizations))
+	return errors.Join(closeFile(s.ids), s.shrinks.close(), s.checksums.close(), closeFile(s.reservations), closeFile(s.settings), closeFile(s.sanitizations), closeFile(s.failures))
 }
 
 // closeFile closes f, unless it is nil.

@@ -1,0 +1,193 @@
+package lun
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/lun/state"
+)
+
+// SyncFailures keeps which logical units have lost a sync, those of all units in one file. So a unit fails its
+// syncs after a restart, too, until it is recovered. Several goroutines may use it at once.
+type SyncFailures = state.Keeper[SyncFailure]
+
+// A SyncFailure is the record of a unit whose sync has failed: data that was written before may be lost.
+type SyncFailure struct {
+	NAA    string    `json:"naa"` // Identity.Serial
+	Since  time.Time `json:"since"`
+	Reason string    `json:"reason"` // of the first failure
+}
+
+// maxFailureReason is the longest reason that is kept, in bytes.
+const maxFailureReason = 512
+
+// Unit implements state.Record.
+func (f SyncFailure) Unit() string { return f.NAA }
+
+// Check implements state.Record.
+func (f SyncFailure) Check() error {
+	switch {
+	case f.Since.IsZero():
+		return errors.New("since is missing")
+	case f.Reason == "" || len(f.Reason) > maxFailureReason:
+		return fmt.Errorf("reason has %d bytes, want 1 to %d", len(f.Reason), maxFailureReason)
+	}
+	return nil
+}
+
+var syncFailuresFormat = state.Format[state.Records[SyncFailure]]{Name: "sync failures", Version: 1}
+
+// OpenSyncFailures opens the file at path, as state.Open does. A damaged file is an error: without it a unit
+// whose data may be lost would look healthy.
+func OpenSyncFailures(path string) (*SyncFailures, error) {
+	return state.OpenKeeper(syncFailuresFormat, path)
+}
+
+// ExamineSyncFailures looks at the file of OpenSyncFailures.
+func ExamineSyncFailures(path string) state.Condition { return syncFailuresFormat.Examine(path) }
+
+// A failureRecord is what a unit knows of its SyncFailure. A goroutine of its own stores it: neither a command nor
+// the daemon waits for the state directory, except to forget it.
+type failureRecord struct {
+	is      atomic.Pointer[SyncFailure] // nil: no sync has failed
+	kept    atomic.Pointer[SyncFailure] // that the file has
+	storing atomic.Bool                 // a goroutine is at work
+	silent  atomic.Bool                 // an error of it was reported
+	dropped atomic.Bool                 // see DropFailure
+	mu      sync.Mutex                  // held while the file changes, by nothing that a command waits for
+}
+
+// restoreFailure makes syncs fail that failed before the restart.
+func (u *Unit) restoreFailure() error {
+	if u.opt.SyncFailures == nil {
+		return nil
+	}
+	f, ok, err := u.opt.SyncFailures.Get(u.opt.Identity.Serial)
+	if err != nil || !ok {
+		return err
+	}
+	u.failure.is.Store(&f)
+	u.failure.kept.Store(&f)
+	u.failSyncs()
+	u.SetHealth(Failed)
+	return nil
+}
+
+// failSyncs makes all syncs fail.
+func (u *Unit) failSyncs() {
+	if !u.unsynced.Swap(true) {
+		u.opt.Events(SyncsFailEvent{u.opt.Identity.Serial})
+	}
+}
+
+// SyncFailure returns the failure of the first sync that failed, or nil. The caller does not change it.
+func (u *Unit) SyncFailure() *SyncFailure { return u.failure.is.Load() }
+
+// checkSync notes err, which a sync or a durable write has returned, if syncs fail from now on. It waits for
+// nothing, and returns err.
+func (u *Unit) checkSync(err error) error {
+	if err == nil {
+		return nil
+	}
+	final := errors.Is(err, backend.ErrUnsynced)
+	if l, ok := u.store.(backend.SyncFailer); ok {
+		final = l.SyncFailed()
+	}
+	if final {
+		u.NoteSyncFailure(err)
+	}
+	return err
+}
+
+// NoteSyncFailure notes that a sync has failed for that reason, and that later ones will. Only the first reason
+// counts. It begins to store that, if Options.SyncFailures is set and it is not stored yet, and does not wait.
+func (u *Unit) NoteSyncFailure(reason error) {
+	f := &u.failure
+	if f.dropped.Load() {
+		return
+	}
+	if f.is.Load() == nil {
+		f.is.CompareAndSwap(nil, &SyncFailure{u.opt.Identity.Serial, time.Now().UTC().Truncate(time.Second), failureReason(reason)})
+	}
+	if u.opt.SyncFailures == nil || f.is.Load() == f.kept.Load() || !f.storing.CompareAndSwap(false, true) {
+		return
+	}
+	go func() {
+		defer f.storing.Store(false)
+		if err := u.keepFailure(); err != nil && !f.silent.Swap(true) {
+			u.notStored(err)
+		}
+	}()
+}
+
+// failureReason returns err as text that a file can keep.
+func failureReason(err error) string {
+	s := strings.ToValidUTF8(err.Error(), "?")
+	s = strings.ToValidUTF8(s[:min(len(s), maxFailureReason)], "") // without half a rune at its end
+	if s == "" {
+		return "unknown"
+	}
+	return s
+}
+
+// keepFailure makes the file have what the unit knows. It waits for storage.
+func (u *Unit) keepFailure() (err error) {
+	if u.opt.SyncFailures == nil {
+		return nil
+	}
+	f := &u.failure
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	is := f.is.Load()
+	if is == nil {
+		_, err = u.opt.SyncFailures.Remove(u.opt.Identity.Serial, state.Patience{})
+	} else if is != f.kept.Load() {
+		_, err = u.opt.SyncFailures.Put(*is, state.Patience{})
+	}
+	if err == nil {
+		f.kept.Store(is)
+		f.silent.Store(false)
+	}
+	return err
+}
+
+// ForgetFailure makes syncs possible again that fail since one has failed, after the store was reopened and the
+// operator knows that data may be lost. It waits until that is stored; if it fails, syncs continue to fail.
+func (u *Unit) ForgetFailure() error {
+	was := u.failure.is.Swap(nil)
+	if err := u.keepFailure(); err != nil {
+		u.failure.is.CompareAndSwap(nil, was)
+		u.unsynced.Store(true)
+		return fmt.Errorf("syncs continue to fail, because the state directory keeps that one has failed: %w", err)
+	}
+	u.unsynced.Store(false)
+	u.lastError.Store(nil)
+	if l, ok := u.store.(backend.SyncFailer); ok && l.SyncFailed() { // another one, a moment ago
+		u.NoteSyncFailure(backend.ErrUnsynced)
+	}
+	return nil
+}
+
+// DropFailure forgets a failed sync of a unit that was removed and closed, and of what follows. It waits until that
+// is stored.
+func (u *Unit) DropFailure() error {
+	u.failure.dropped.Store(true)
+	u.failure.is.Store(nil)
+	return u.keepFailure()
+}
+
+// inheritFailure makes the failed sync of a predecessor that of u.
+func (u *Unit) inheritFailure(old *Unit) {
+	was := old.failure.is.Load()
+	if was == nil && !old.unsynced.Load() {
+		return
+	}
+	u.failSyncs()
+	u.failure.is.CompareAndSwap(nil, was)
+	u.NoteSyncFailure(backend.ErrUnsynced)
+}
