@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
@@ -55,6 +56,7 @@ func show(t *testing.T) *shown {
 	}
 	addr := l.Addr().String()
 	l.Close()
+	deleted := filepath.Join(t.TempDir(), "deleted.img")
 	s := &shown{url: "http://" + addr + "/", Target: harness.Config{
 		Targets: `
   - name: ` + dashboardTarget + `
@@ -63,12 +65,16 @@ func show(t *testing.T) *shown {
       - {id: 0, backend: memory, size: 64MiB}
       - {id: 1, backend: memory, size: 32MiB}
       - {id: 2, backend: file, path: /nonexistent/missing.img, size: 1GiB}
+      - {id: 3, backend: file, path: ` + deleted + `, size: 8MiB}
 `,
 		More: `
 dashboard: {listen: "` + addr + `"}
 drain: 1s # nobody logs out when asked
 `,
 	}.Start(t)}
+	if err := os.Remove(deleted); err != nil {
+		t.Fatal(err)
+	}
 	s.loadISER(t, "iqn.2026-11.io.example:host-iser")
 	s.loadTCP(t, "iqn.2026-11.io.example:host-tcp")
 	s.refused(t, `iqn.2026-11.io.example:<b id=markup>`)
@@ -81,12 +87,15 @@ drain: 1s # nobody logs out when asked
 func TestDashboard(t *testing.T) {
 	s := show(t)
 	s.eventually(t, "sessions", `sessions`, func(text string) error {
-		return lacks(text, "host-iser", "iSER", "host-tcp", "TCP", "LUN 0–2")
+		return lacks(text, "host-iser", "iSER", "host-tcp", "TCP", "LUN 0–3")
 	})
 	s.eventually(t, "the LUN that is not ready", `luns`, func(text string) error {
 		return lacks(text, "LUN 2", "not ready", "missing.img: open: no such file or directory", "64.0 MiB", "1.00 GiB")
 	})
-	s.eventually(t, "health", `health`, func(text string) error { return lacks(text, "1 LUN not ready") })
+	s.eventually(t, "the LUN whose file was deleted", `luns`, func(text string) error {
+		return lacks(text, "LUN 3", "orphaned", "since ", "the file was deleted or renamed", "ready")
+	})
+	s.eventually(t, "health", `health`, func(text string) error { return lacks(text, "1 LUN not ready, 1 LUN not healthy") })
 	s.eventually(t, "refused logins", `refused`, func(text string) error {
 		return lacks(text, stranger, "authorization failure", "<b id=markup>")
 	})

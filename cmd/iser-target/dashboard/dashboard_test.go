@@ -389,7 +389,7 @@ func many(n int) *fake {
 	f := &fake{state: schema.State{LatencyBounds: []float64{1, 2}}}
 	t := schema.TargetState{Name: "iqn.2026-11.io.example:many"}
 	for i := range n {
-		l := schema.LUNState{Target: t.Name, ID: i, Backend: "file", State: schema.Ready, Size: 1 << 30,
+		l := schema.LUNState{Target: t.Name, ID: i, Backend: "file", State: schema.Ready, Health: schema.Healthy, Size: 1 << 30,
 			Counters: schema.CounterState{Reads: uint64(i) * 1000, ReadBytes: uint64(n-i) << 30, Latency: latency(uint64(i), 1)}}
 		if i == n/2 {
 			l.State, l.Reason = schema.NotReady, "the disk is away"
@@ -450,6 +450,49 @@ func TestAnswerHasTheSelectedRows(t *testing.T) {
 	}
 	if len(b) > 24<<10 {
 		t.Errorf("an answer of %d bytes", len(b))
+	}
+}
+
+// A LUN that is ready and not healthy is shown with its health, the time and the reason, before its healthy
+// neighbors. One that is not ready is shown as that.
+func TestHealthOfLUNs(t *testing.T) {
+	f := many(100)
+	since := time.Date(2026, 11, 23, 10, 0, 0, 0, time.UTC)
+	luns := f.state.Targets[0].LUNs
+	for id, health := range map[int]string{70: "failed", 80: "degraded", 90: "orphaned"} {
+		luns[id].Health, luns[id].HealthSince, luns[id].Reason = health, &since, "the reason of "+health
+	}
+	luns[50].Health = "failed" // its store is closed, too
+	s := &sampler{src: f, now: clock(since)}
+	s.sample()
+	q, err := parseQuery("luns.rows=5&luns.sort=name")
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := s.answer(q, nil)
+	var got []string
+	for _, r := range a.LUNs.Rows {
+		b, err := json.Marshal(map[string]any{"id": r.ID, "state": r.State, "health": r.Health, "since": r.Since, "reason": r.Reason})
+		if err != nil {
+			t.Fatal(err)
+		}
+		got = append(got, string(b))
+	}
+	want := []string{
+		`{"health":"","id":50,"reason":"the disk is away","since":null,"state":"not ready"}`,
+		`{"health":"failed","id":70,"reason":"the reason of failed","since":"2026-11-23T10:00:00Z","state":"ready"}`,
+		`{"health":"degraded","id":80,"reason":"the reason of degraded","since":"2026-11-23T10:00:00Z","state":"ready"}`,
+		`{"health":"orphaned","id":90,"reason":"the reason of orphaned","since":"2026-11-23T10:00:00Z","state":"ready"}`,
+		`{"health":"","id":0,"reason":"","since":null,"state":"ready"}`,
+	}
+	if !slices.Equal(got, want) || a.NotReady != 1 || a.Unwell != 3 {
+		t.Errorf("%d not ready, %d not healthy:\n%s", a.NotReady, a.Unwell, strings.Join(got, "\n"))
+	}
+	if q, err = parseQuery("luns.find=FAILED"); err != nil {
+		t.Fatal(err)
+	}
+	if r := s.answer(q, nil).LUNs; r.Matching != 1 || r.Rows[0].ID != 70 {
+		t.Errorf("the filter finds %+v", r)
 	}
 }
 

@@ -42,14 +42,16 @@ type sessionRow struct {
 }
 
 type lunRow struct {
-	Target      string `json:"target"`
-	ID          int    `json:"id"`
-	State       string `json:"state"`
-	Reason      string `json:"reason,omitempty"`
-	Size        int64  `json:"size"` // bytes
-	Backend     string `json:"backend"`
-	ReadOnly    bool   `json:"read_only,omitempty"`
-	Reservation string `json:"reservation,omitempty"`
+	Target      string     `json:"target"`
+	ID          int        `json:"id"`
+	State       string     `json:"state"`
+	Health      string     `json:"health,omitempty"` // of a LUN that is ready and not healthy
+	Since       *time.Time `json:"since,omitempty"`  // of Health
+	Reason      string     `json:"reason,omitempty"`
+	Size        int64      `json:"size"` // bytes
+	Backend     string     `json:"backend"`
+	ReadOnly    bool       `json:"read_only,omitempty"`
+	Reservation string     `json:"reservation,omitempty"`
 	schema.Load
 }
 
@@ -71,6 +73,7 @@ type answer struct {
 	Portals  []schema.PortalState `json:"portals"`
 	Targets  int                  `json:"targets"`
 	NotReady int                  `json:"not_ready"` // LUNs
+	Unwell   int                  `json:"unwell"`    // LUNs that are ready and not healthy
 	Total    schema.Load          `json:"total"`
 	Points   []point              `json:"points"`
 	Sessions table[sessionRow]    `json:"sessions"`
@@ -179,6 +182,9 @@ func (s *sampler) sample() {
 				Target: l.Target, ID: l.ID, State: l.State, Reason: l.Reason, Size: l.Size, Backend: l.Backend,
 				ReadOnly: l.ReadOnly, Reservation: reservation(l.Reservation), Load: schema.Load{InFlight: l.Counters.InFlight},
 			}
+			if l.State == schema.Ready && l.Health != schema.Healthy {
+				row.Health, row.Since = l.Health, l.HealthSince
+			}
 			if !first && l.State != schema.Draining {
 				var t schema.Tally
 				old := oldLUNs[lunKey{l.Target, l.ID}]
@@ -255,6 +261,9 @@ func (s *sampler) answer(q query, events []schema.Event) *answer {
 		if s.luns[i].State == schema.NotReady {
 			a.NotReady++
 		}
+		if s.luns[i].Health != "" {
+			a.Unwell++
+		}
 	}
 	a.Sessions = selectRows(s.sessions, q.sessions, (*sessionRow).text, func(a, b *sessionRow) int {
 		return cmp.Or(byRates(q.sessions.sort, &a.Load, &b.Load), cmp.Compare(a.Initiator, b.Initiator), cmp.Compare(a.TSIH, b.TSIH))
@@ -273,9 +282,9 @@ func (s *sampler) answer(q query, events []schema.Event) *answer {
 	return a
 }
 
-// trouble returns 1 for a LUN that is not ready, and comes first in any order, else 0.
+// trouble returns 1 for a LUN that is not ready or not healthy, and comes first in any order, else 0.
 func (r *lunRow) trouble() int {
-	if r.State == schema.Ready {
+	if r.State == schema.Ready && r.Health == "" {
 		return 0
 	}
 	return 1
@@ -283,7 +292,7 @@ func (r *lunRow) trouble() int {
 
 // text returns the text in which a query finds a row.
 func (r *lunRow) text() string {
-	return fmt.Sprintf("%s lun %d %s %s %s %s", r.Target, r.ID, r.State, r.Reason, r.Backend, r.Reservation)
+	return fmt.Sprintf("%s lun %d %s %s %s %s %s", r.Target, r.ID, r.State, r.Health, r.Reason, r.Backend, r.Reservation)
 }
 
 // text returns the text in which a query finds a row.

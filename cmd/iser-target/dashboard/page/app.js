@@ -285,11 +285,13 @@ function showSessions(s, now) {
   showList("sessions", s);
 }
 
-function showLUNs(s) {
-  const colour = { ready: "good", "not ready": "bad" };
+function showLUNs(s, now) {
+  const colour = { ready: "good", "not ready": "bad", failed: "bad", orphaned: "bad" };
+  lists.luns.now = now;
+  const why = (r) => (r.since ? `since ${when(r.since, lists.luns.now)}: ${r.reason}` : r.reason);
   lists.luns.columns ??= [
     ["LUN", "", (c, r) => lines(c, `LUN ${r.id}`, r.target)],
-    ["State", "wrap wide", (c, r) => badge(c, r.state, colour[r.state] ?? "warn", r.reason)],
+    ["State", "wrap wide", (c, r) => badge(c, r.health ?? r.state, colour[r.health ?? r.state] ?? "warn", why(r))],
     ["Size", "n", (c, r) => lines(c, size(r.size), r.read_only ? `${r.backend}, read only` : r.backend)],
     ["Reservation", "wrap", (c, r) => say(c, r.reservation ?? "–")],
     ...load,
@@ -342,6 +344,7 @@ function showEvents(a, now) {
 function showHealth(a, now) {
   const trouble = [];
   if (a.not_ready) trouble.push(`${many(a.not_ready, "LUN")} not ready`);
+  if (a.unwell) trouble.push(`${many(a.unwell, "LUN")} not healthy`);
   if (a.pending.length) trouble.push("restart pending");
   say($("health"), trouble.join(", ") || "Serving");
   look($("health"), `pill ${trouble.length ? "warn" : "good"}`);
@@ -386,7 +389,7 @@ function show(a) {
   }
   for (const c of charts) c.draw(points);
   showSessions(a.sessions, now);
-  showLUNs(a.luns);
+  showLUNs(a.luns, now);
   showEvents(a, now);
   say($("interval"), String(a.interval));
 }
