@@ -413,14 +413,14 @@ func (s *shown) charts(t *testing.T) {
 // filter checks that the filter leaves what it should.
 func (s *shown) filter(t *testing.T) {
 	s.do(t, chromedp.SendKeys(chromedp.CSS("#luns-find"), "missing"))
-	s.eventually(t, "LUNs that match", "luns-count", func(text string) error { return lacks(text, "1 of 3") })
+	s.eventually(t, "LUNs that match", "luns-count", func(text string) error { return lacks(text, "1 of 4") })
 	if n := s.number(t, `document.querySelectorAll("#luns tbody tr").length`); n != 1 {
 		t.Errorf("%v LUNs match", n)
 	}
 	s.do(t, chromedp.SendKeys(chromedp.CSS("#luns-find"), strings.Repeat("\b", len("missing"))))
 	s.eventually(t, "all LUNs", "luns-count", func(text string) error {
-		if text != "3" {
-			return errors.New("not 3")
+		if text != "4" {
+			return errors.New("not 4")
 		}
 		return nil
 	})
@@ -460,7 +460,7 @@ func (s *shown) restart(t *testing.T) {
 	s.eventually(t, "no target", "health", func(text string) error { return lacks(text, "No answer") })
 	s.Start(t)
 	s.eventually(t, "the target that was started again", "health",
-		func(text string) error { return lacks(text, "1 LUN not ready") })
+		func(text string) error { return lacks(text, "2 LUNs not ready") }) // the deleted file is missing now
 	s.eventually(t, "its events", "events", func(text string) error {
 		if strings.Contains(text, "host-") {
 			return errors.New("an event of the process before is there")
