@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/iser-target/iser-target/backend/backendtest"
 )
@@ -36,5 +37,25 @@ func TestUnitsAreValidAndRestricted(t *testing.T) {
 	// The rest is IP addresses, AF_UNIX and /proc/sys.
 	if out, err := exec.Command(analyze, "security", "--offline=true", "--threshold=15", units[0]).CombinedOutput(); err != nil {
 		t.Errorf("systemd-analyze security: %v\n%s", err, out)
+	}
+}
+
+// systemd starts a target that has crashed at once, and as often as it crashes: initiators wait for it.
+func TestUnitRestartsWithoutLimit(t *testing.T) {
+	b, err := os.ReadFile("../../packaging/systemd/iser-target.service")
+	if err != nil {
+		t.Fatal(err)
+	}
+	keys := map[string]string{}
+	for line := range strings.Lines(string(b)) {
+		if key, value, ok := strings.Cut(strings.TrimSpace(line), "="); ok && !strings.HasPrefix(key, "#") {
+			keys[key] = value
+		}
+	}
+	if keys["Restart"] != "on-failure" || keys["StartLimitIntervalSec"] != "0" || keys["StartLimitBurst"] != "" {
+		t.Errorf("Restart=%s, StartLimitIntervalSec=%s, StartLimitBurst=%s", keys["Restart"], keys["StartLimitIntervalSec"], keys["StartLimitBurst"])
+	}
+	if wait, err := time.ParseDuration(keys["RestartSec"]); err != nil || wait > 500*time.Millisecond {
+		t.Errorf("RestartSec=%s, want 500ms at most", keys["RestartSec"])
 	}
 }

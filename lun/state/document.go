@@ -52,6 +52,7 @@ type Document[S State] struct {
 	retry   bool            // the writer stores the state although nothing waits
 
 	restored error // see Restored
+	fresh    bool  // see Fresh
 }
 
 // newDocument returns a document that is stored nowhere.
@@ -82,7 +83,7 @@ func Open[S State](format Format[S], path string, initial S) (*Document[S], erro
 // load reads the file, if it exists. If it is damaged or gone and its spare copy is not, load restores it.
 func (d *Document[S]) load() error {
 	s, from, reason := d.find()
-	d.absent = from == nil
+	d.absent, d.fresh = from == nil, from == nil
 	switch {
 	case from == nil:
 		return reason // nil: the state stays the initial one
@@ -149,6 +150,9 @@ func (d *Document[S]) restore(s S, copied []byte, reason error) error {
 
 // Restored returns why the file was restored from its spare copy when it was opened, or nil.
 func (d *Document[S]) Restored() error { return d.wrap(d.restored) }
+
+// Fresh reports whether neither the file nor its spare copy existed when it was opened.
+func (d *Document[S]) Fresh() bool { return d.fresh }
 
 // Close releases the file for others, after the update in progress. Changes fail from then on with
 // fs.ErrClosed.

@@ -95,6 +95,9 @@ func (ids *Identities) Close() error { return ids.doc.Close() }
 // Restored does what Document.Restored does.
 func (ids *Identities) Restored() error { return ids.doc.Restored() }
 
+// Fresh does what Document.Fresh does.
+func (ids *Identities) Fresh() bool { return ids.doc.Fresh() }
+
 // SetLimit does what Document.SetLimit does.
 func (ids *Identities) SetLimit(limit func() time.Duration, late func()) {
 	ids.doc.SetLimit(limit, late)

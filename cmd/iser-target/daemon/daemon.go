@@ -254,6 +254,7 @@ func (d *Daemon) open() error {
 	if err := d.openState(cfg.StateDir); err != nil {
 		return err
 	}
+	d.warnOfFreshState(cfg)
 	if err := d.adoptSerials(); err != nil {
 		return err
 	}

@@ -62,6 +62,23 @@ func (m mark) write(path string) error {
 	return err
 }
 
+// warnOfFreshState warns if the state directory has no identities, and LUNs have no files that could be marked: nobody
+// else would notice that the directory was lost or is not mounted.
+func (d *Daemon) warnOfFreshState(cfg *config.Config) {
+	if cfg.StateDir == "" || !d.state.ids.Fresh() {
+		return
+	}
+	for i := range cfg.Targets {
+		for _, l := range cfg.Targets[i].LUNs {
+			if l.Backend == "block" || l.Backend == "gotgt" {
+				d.log.Warn("state_dir has no identities: LUNs on devices get new ones, and no reservation is known", eventKey, "service",
+					"state_dir", cfg.StateDir, "hint", "if the target has served them before, stop it and bring back the directory")
+				return
+			}
+		}
+	}
+}
+
 // identify returns the identity of the LUN, whose store is open, and marks its file with it. It may wait for
 // the file system of the file, and for state_dir.
 func (d *Daemon) identify(target string, l *config.LUN) (state.Identity, error) {

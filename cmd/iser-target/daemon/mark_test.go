@@ -131,3 +131,30 @@ func TestCopyOfAFileIsNoticed(t *testing.T) {
 		t.Error("a file in the place of another has another identity than its LUN had")
 	}
 }
+
+// A device has no mark, so the log says when its target starts without the state directory that it had.
+func TestLostStateDirectoryOfADeviceIsTold(t *testing.T) {
+	const text = "LUNs on devices get new ones"
+	for _, c := range []struct {
+		luns string
+		want []bool // of each start
+	}{
+		{`{id: 0, backend: memory, size: 1MiB}, {id: 1, backend: block, path: /nonexistent/device}`, []bool{true, false}},
+		{`{id: 0, backend: memory, size: 1MiB}`, []bool{false, false}},
+	} {
+		dir := t.TempDir()
+		path := write(t, "c.yaml", fmt.Sprintf("state_dir: %s/state\nportals: [{listen: \"127.0.0.1:0\"}]\ntargets: [{name: \"%s\", initiators: [\"*\"], luns: [%s]}]\n", dir, store, c.luns))
+		for start, want := range c.want {
+			d, end := run(t, path, Options{})
+			if got := strings.Contains(texts(d.Events(0)), text); got != want {
+				t.Errorf("start %d with %s: told %v, want %v", start, c.luns, got, want)
+			}
+			if l := d.State().Targets[0].LUNs[0]; l.State != schema.Ready {
+				t.Errorf("the neighbor is %s: %s", l.State, l.Reason)
+			}
+			if err := end(); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}
