@@ -58,7 +58,7 @@ type failureRecord struct {
 	kept    atomic.Pointer[SyncFailure] // that the file has
 	storing atomic.Bool                 // a goroutine is at work
 	silent  atomic.Bool                 // an error of it was reported
-	dropped atomic.Bool                 // see DropFailure
+	closed  atomic.Bool                 // it is being forgotten, or see DropFailure
 	mu      sync.Mutex                  // held while the file changes, by nothing that a command waits for
 }
 
@@ -108,7 +108,7 @@ func (u *Unit) checkSync(err error) error {
 // counts. It begins to store that, if Options.SyncFailures is set and it is not stored yet, and does not wait.
 func (u *Unit) NoteSyncFailure(reason error) {
 	f := &u.failure
-	if f.dropped.Load() {
+	if f.closed.Load() {
 		return
 	}
 	if f.is.Load() == nil {
@@ -159,14 +159,17 @@ func (u *Unit) keepFailure() (err error) {
 // ForgetFailure makes syncs possible again that fail since one has failed, after the store was reopened and the
 // operator knows that data may be lost. It waits until that is stored; if it fails, syncs continue to fail.
 func (u *Unit) ForgetFailure() error {
+	u.failure.closed.Store(true) // a look meanwhile meets a unit whose syncs fail
 	was := u.failure.is.Swap(nil)
 	if err := u.keepFailure(); err != nil {
-		u.failure.is.CompareAndSwap(nil, was)
+		u.failure.is.Store(was)
 		u.unsynced.Store(true)
+		u.failure.closed.Store(false)
 		return fmt.Errorf("syncs continue to fail, because the state directory keeps that one has failed: %w", err)
 	}
 	u.unsynced.Store(false)
 	u.lastError.Store(nil)
+	u.failure.closed.Store(false)
 	if l, ok := u.store.(backend.SyncFailer); ok && l.SyncFailed() { // another one, a moment ago
 		u.NoteSyncFailure(backend.ErrUnsynced)
 	}
@@ -176,7 +179,7 @@ func (u *Unit) ForgetFailure() error {
 // DropFailure forgets a failed sync of a unit that was removed and closed, and of what follows. It waits until that
 // is stored.
 func (u *Unit) DropFailure() error {
-	u.failure.dropped.Store(true)
+	u.failure.closed.Store(true)
 	u.failure.is.Store(nil)
 	return u.keepFailure()
 }

@@ -118,8 +118,10 @@ func healthOf(l *servedLUN, err error) (now health, known bool) {
 	case errors.Is(err, backend.ErrReplaced):
 		now.is, now.reason = lun.Orphaned, fmt.Sprintf(reasonReplaced, err)
 	case errors.Is(err, backend.ErrUnsynced), l.unit.Unsynced(), l.unit.SyncFailure() != nil:
-		l.unit.NoteSyncFailure(backend.ErrUnsynced) // tries again to store it
-		now = initialHealth(l.unit)
+		l.unit.NoteSyncFailure(backend.ErrUnsynced)            // tries again to store it
+		if now = initialHealth(l.unit); now.is != lun.Failed { // it is being recovered
+			now.is, now.reason = lun.Failed, fmt.Sprintf(reasonUnsynced, backend.ErrUnsynced)
+		}
 	case errors.Is(err, backend.ErrCorrupt), errors.Is(err, checked.ErrSide):
 		now.is, now.reason = lun.Degraded, err.Error()
 	case errors.Is(err, backend.ErrCut):

@@ -147,7 +147,21 @@ func TestFailedSyncOutlivesKill(t *testing.T) {
 		end()
 	}
 	w, end := l.start(nil)
-	r, err := w.Recover(t.Context(), store, 1)
+	gate, recovered := make(chan struct{}), make(chan error, 1)
+	var r *schema.Recovery
+	w.state.setSync(func(f *os.File) error { <-gate; return f.Sync() })
+	go func() {
+		var err error
+		r, err = w.Recover(t.Context(), store, 1)
+		recovered <- err
+	}()
+	testkit.Eventually(t, "the recovery is being stored", func() bool { return w.lunUnit(1).SyncFailure() == nil })
+	for range 3 { // looks meanwhile do not make it fail again
+		w.look("failed", "")
+	}
+	close(gate)
+	err := <-recovered
+	w.state.setSync(nil)
 	if err != nil || r.Before != "failed" || r.Health != schema.Healthy || !strings.Contains(r.Lost, "may be missing") {
 		t.Fatalf("recover: %+v, %v", r, err)
 	}
