@@ -81,7 +81,14 @@ func OpenReservations(path string) (*Reservations, error) {
 }
 
 // ExamineReservations looks at the file of OpenReservations.
-func ExamineReservations(path string) state.Condition { return reservationsFormat.Examine(path) }
+func ExamineReservations(path string, known []string) state.Condition {
+	return state.ExamineRecords(reservationsFormat, path, known)
+}
+
+// SalvageReservations does what state.Salvage does, for that file.
+func SalvageReservations(path string, known []string) ([]state.Loss, error) {
+	return state.Salvage(reservationsFormat, path, known)
+}
 
 // keepReservations stores s, or nothing if s does not have to survive the loss of power, if
 // Options.Reservations is set, and calls p.Commit. s is on stable storage when keepReservations

@@ -406,7 +406,14 @@ func OpenSanitizations(path string) (*Sanitizations, error) {
 }
 
 // ExamineSanitizations looks at the file of OpenSanitizations.
-func ExamineSanitizations(path string) state.Condition { return sanitizationsFormat.Examine(path) }
+func ExamineSanitizations(path string, known []string) state.Condition {
+	return state.ExamineRecords(sanitizationsFormat, path, known)
+}
+
+// SalvageSanitizations does what state.Salvage does, for that file.
+func SalvageSanitizations(path string, known []string) ([]state.Loss, error) {
+	return state.Salvage(sanitizationsFormat, path, known)
+}
 
 func encodeJob(naa string, j *sanitizeJob, failed bool) sanitizeEntry {
 	return sanitizeEntry{naa, j.action, j.unrestricted, failed, j.passes, j.invert, hex.EncodeToString(j.pattern)}

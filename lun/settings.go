@@ -61,7 +61,14 @@ func OpenSettings(path string) (*Settings, error) {
 }
 
 // ExamineSettings looks at the file of OpenSettings.
-func ExamineSettings(path string) state.Condition { return settingsFormat.Examine(path) }
+func ExamineSettings(path string, known []string) state.Condition {
+	return state.ExamineRecords(settingsFormat, path, known)
+}
+
+// SalvageSettings does what state.Salvage does, for that file.
+func SalvageSettings(path string, known []string) ([]state.Loss, error) {
+	return state.Salvage(settingsFormat, path, known)
+}
 
 var settingsFormat = state.Format[state.Records[settingsEntry]]{Name: "settings", Version: 1}
 

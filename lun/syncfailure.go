@@ -49,7 +49,14 @@ func OpenSyncFailures(path string) (*SyncFailures, error) {
 }
 
 // ExamineSyncFailures looks at the file of OpenSyncFailures.
-func ExamineSyncFailures(path string) state.Condition { return syncFailuresFormat.Examine(path) }
+func ExamineSyncFailures(path string, known []string) state.Condition {
+	return state.ExamineRecords(syncFailuresFormat, path, known)
+}
+
+// SalvageSyncFailures does what state.Salvage does, for that file.
+func SalvageSyncFailures(path string, known []string) ([]state.Loss, error) {
+	return state.Salvage(syncFailuresFormat, path, known)
+}
 
 // A failureRecord is what a unit knows of its SyncFailure. A goroutine of its own stores it: neither a command nor
 // the daemon waits for the state directory, except to forget it.

@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
@@ -40,7 +41,7 @@ func stateCommand() *cobra.Command {
 	check := &cobra.Command{
 		Use: "check [DIRECTORY]", Short: "Examine the files of a state directory", Args: cobra.MaximumNArgs(1),
 		Long: `Examine the files of a state directory. Nothing is changed, and a target may run.
-The exit code is 1 if a file is damaged or will be restored.`,
+The exit code is 1 if a file or a record is damaged, or will be restored.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			dir, err := directory(args)
 			if err != nil {
@@ -58,27 +59,36 @@ The exit code is 1 if a file is damaged or will be restored.`,
 	repair := &cobra.Command{
 		Use: "repair [DIRECTORY] [--discard FILE]", Short: "Restore damaged files of a state directory", Args: cobra.MaximumNArgs(1),
 		Long: `Restore damaged files of a state directory from their spare copies, as the target does
-when it starts. A file whose spare copy is damaged, too, stops the start. --discard sets
-it aside as FILE.damaged, and the target begins without it. The target must not run.`,
+when it starts. Of a file whose spare copy is damaged, too, the good records are kept.
+The LUN of a record that is damaged in both is not ready until --discard FILE:NAA
+accepts that. A file of which nothing is left stops the start. --discard FILE sets it
+aside as FILE.damaged, and the target begins without it. The target must not run.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			dir, err := directory(args)
 			if err != nil {
 				return err
 			}
-			restored, err := daemon.RepairState(dir, discard)
-			for _, reason := range restored {
+			done, err := daemon.RepairState(dir, discard)
+			for _, reason := range done.Restored {
 				fmt.Fprintf(cmd.OutOrStdout(), "restored from its spare copy: %v\n", reason)
+			}
+			for _, reason := range done.Salvaged {
+				fmt.Fprintf(cmd.OutOrStdout(), "what is left is kept: %v\n", reason)
 			}
 			if err != nil {
 				return fmt.Errorf("%w. See iser-target state check", err)
 			}
 			for _, name := range discard {
-				fmt.Fprintf(cmd.OutOrStdout(), "discarded: %s is %[1]s.damaged now\n", filepath.Join(dir, name))
+				if strings.Contains(name, ":") {
+					fmt.Fprintf(cmd.OutOrStdout(), "discarded: %s\n", name)
+				} else {
+					fmt.Fprintf(cmd.OutOrStdout(), "discarded: %s is %[1]s.damaged now\n", filepath.Join(dir, name))
+				}
 			}
 			return checkState(cmd, dir)
 		},
 	}
-	repair.Flags().StringArrayVar(&discard, "discard", nil, "name of a damaged file to begin without; repeatable")
+	repair.Flags().StringArrayVar(&discard, "discard", nil, "FILE or FILE:NAA, a damaged file or record to begin without; repeatable")
 	cmd := &cobra.Command{
 		Use: "state", Short: "Examine and repair the state directory", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
@@ -109,6 +119,12 @@ func checkState(cmd *cobra.Command, dir string) error {
 	for i, c := range list {
 		if c.Verdict == state.Damaged {
 			fmt.Fprintf(cmd.OutOrStdout(), "Without %s %s.\n", daemon.StateFiles[i].File, daemon.StateFiles[i].Without)
+		}
+		for i, text := range c.Left {
+			fmt.Fprintf(cmd.OutOrStdout(), "An entry of %s is damaged (%s): %q. LUNs without an identity are not ready if it may be theirs.\n", filepath.Base(c.Path), c.Lost[i].Reason, text)
+		}
+		for _, l := range c.Lost[len(c.Left):] {
+			fmt.Fprintf(cmd.OutOrStdout(), "The record %s:%s is damaged (%s): %s is not ready.\n", daemon.StateFiles[i].File, l.NAA, l.Reason, daemon.LUNOf(dir, l.NAA))
 		}
 	}
 	if !slices.ContainsFunc(list, func(c state.Condition) bool { return c.Verdict != state.Missing }) {

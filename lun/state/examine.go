@@ -14,6 +14,7 @@ const (
 	Good       Verdict = "ok"
 	Missing    Verdict = "missing"    // with its spare copy, as before its first change
 	Restorable Verdict = "restorable" // the spare copy will take its place
+	Partial    Verdict = "partial"    // some records are damaged in the file and in its spare copy
 	Damaged    Verdict = "damaged"    // the spare copy is of no use
 )
 
@@ -22,7 +23,9 @@ type Condition struct {
 	Name    string // what the file is about
 	Path    string
 	Verdict Verdict
-	Reason  error // nil if the verdict is Good or Missing
+	Reason  error    // nil if the verdict is Good or Missing
+	Lost    []Loss   // of Partial; those of identities have no NAA
+	Left    []string // of identities: the text that is left of each
 }
 
 // Examine looks at the file at path as Open does, but changes nothing, and ignores the lock: a target may be
@@ -44,8 +47,21 @@ func (f Format[S]) Examine(path string) Condition {
 	return c
 }
 
+// KnownSerials returns what Identities.Serials would return, for the file at path, or nil if it cannot be read. It changes
+// nothing, and ignores the lock.
+func KnownSerials(path string) map[string]string {
+	d := newDocument(identitiesFormat, noIdentities())
+	d.file.path, d.file.fsync = path, func(*os.File) error { return nil }
+	s, from, _ := d.find()
+	if from == nil {
+		return nil
+	}
+	d.state = s
+	return (&Identities{doc: d}).Serials()
+}
+
 // ExamineIdentities does what Examine does, for the file of OpenIdentities.
-func ExamineIdentities(path string) Condition { return identitiesFormat.Examine(path) }
+func ExamineIdentities(path string) Condition { return examineIdentities(path) }
 
 // Discard renames the file at path and its spare copy, if they exist, to path.damaged and path.spare.damaged,
 // so that Open finds none. It fails if a target uses the file.

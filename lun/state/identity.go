@@ -58,6 +58,7 @@ type identityState struct {
 	Version    int             `json:"version"`
 	Identities []identityEntry `json:"identities"` // one for each key
 	Retired    []identityEntry `json:"retired"`    // oldest first, up to maxRetired; not handed out again
+	Lost       []lostIdentity  `json:"lost,omitempty"`
 }
 
 type identityEntry struct {
@@ -70,7 +71,7 @@ type identityEntry struct {
 var identitiesFormat = Format[identityState]{Name: "identities", Version: identitiesVersion}
 
 func noIdentities() identityState {
-	return identityState{identitiesVersion, []identityEntry{}, []identityEntry{}}
+	return identityState{Version: identitiesVersion, Identities: []identityEntry{}, Retired: []identityEntry{}}
 }
 
 // Ephemeral returns Identities that last as long as the process.
@@ -165,6 +166,7 @@ func (ids *Identities) Adopt(key, serial string) (Identity, error) {
 			return next, false, fmt.Errorf("NAA %s is that of %s: two LUNs cannot have it", serial, next.Identities[i].Key)
 		}
 		e := identityEntry{Key: key, NAA: serial}
+		next.resolve(key)
 		i := next.index(key)
 		switch {
 		case i < 0:

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"slices"
 	"time"
 )
@@ -17,8 +18,9 @@ type Record interface {
 // Records is the content of the file of a Keeper, with the members in this order. A value of it does
 // not change; a new one takes its place.
 type Records[R Record] struct {
-	Version int `json:"version"`
-	Units   []R `json:"units"` // one for each unit that has something to keep
+	Version int    `json:"version"`
+	Units   []R    `json:"units"`          // one for each unit that has something to keep
+	Lost    []Loss `json:"lost,omitempty"` // see Salvage
 }
 
 // A Keeper keeps a record for each logical unit that has one, all in one file.
@@ -28,7 +30,7 @@ type Keeper[R Record] struct{ doc *Document[Records[R]] }
 // OpenKeeper opens the file at path, as Open does. The file is created when the
 // first record is put.
 func OpenKeeper[R Record](format Format[Records[R]], path string) (*Keeper[R], error) {
-	doc, err := Open(format, path, Records[R]{format.Version, []R{}})
+	doc, err := Open(format, path, Records[R]{Version: format.Version, Units: []R{}})
 	if err != nil {
 		return nil, err
 	}
@@ -64,12 +66,17 @@ func (k *Keeper[R]) TooLate() error { return k.doc.wrap(tooLate(k.Limit())) }
 // SetSync does what Document.SetSync does.
 func (k *Keeper[R]) SetSync(f func(*os.File) error) { k.doc.SetSync(f) }
 
-// Get returns the record of a unit, if it has one. It does not wait for storage.
+// Get returns the record of a unit, if it has one. It does not wait for storage. It fails with an ErrLost if the record
+// was damaged.
 func (k *Keeper[R]) Get(unit string) (r R, ok bool, err error) {
 	if _, err := parseIdentity(unit); err != nil {
 		return r, false, k.doc.wrap(err) // Put could not store it
 	}
 	s := k.doc.State()
+	if l := s.loss(unit); l != nil {
+		return r, false, k.doc.wrap(fmt.Errorf("NAA %s: %w, and so is its spare copy: %s. iser-target state repair --discard %s:%s accepts that loss, while the target is stopped",
+			unit, ErrLost, l.Reason, filepath.Base(k.doc.file.path), unit))
+	}
 	if i := s.index(unit); i >= 0 {
 		return s.Units[i], true, nil
 	}
@@ -87,6 +94,15 @@ func (k *Keeper[R]) Units() (list []string) {
 // index returns where the record of a unit is, or -1.
 func (s Records[R]) index(unit string) int {
 	return slices.IndexFunc(s.Units, func(r R) bool { return r.Unit() == unit })
+}
+
+// loss returns the loss of the record of a unit, or nil.
+func (s Records[R]) loss(unit string) *Loss {
+	i := slices.IndexFunc(s.Lost, func(l Loss) bool { return l.NAA == unit })
+	if i < 0 {
+		return nil
+	}
+	return &s.Lost[i]
 }
 
 // Put keeps r in the place of the record that its unit has. r is on stable storage when Put returns
@@ -130,7 +146,7 @@ func (k *Keeper[R]) change(unit string, p Patience, apply func(Records[R]) (Reco
 	return unsure, k.doc.wrap(err)
 }
 
-// Check refuses records that are bad, and two of one unit.
+// Check refuses records that are bad, and two of one unit. A lost record counts.
 func (s Records[R]) Check() error {
 	if s.Units == nil {
 		return errors.New("is damaged: the member units is not a list")
@@ -149,6 +165,18 @@ func (s Records[R]) Check() error {
 			return fmt.Errorf("units[%d]: naa %s is there twice", i, naa)
 		}
 		naas[naa] = true
+	}
+	for i, l := range s.Lost {
+		_, err := parseIdentity(l.NAA)
+		switch {
+		case err != nil:
+			return fmt.Errorf("lost[%d]: %w", i, err)
+		case l.Reason == "":
+			return fmt.Errorf("lost[%d]: the reason is empty", i)
+		case naas[l.NAA]:
+			return fmt.Errorf("lost[%d]: naa %s is there twice", i, l.NAA)
+		}
+		naas[l.NAA] = true
 	}
 	return nil
 }

@@ -54,7 +54,8 @@ func (s sums) Check() error {
 
 // checksums has what is in checksumsFile.
 type checksums struct {
-	doc *state.Document[sums] // nil without a state directory; set once
+	doc    *state.Document[sums] // nil without a state directory; set once
+	broken error                 // why it is nil although there is one; set once
 
 	mu    sync.Mutex
 	files map[string]sideFile
@@ -123,6 +124,9 @@ func (d *Daemon) withChecksums(store backend.Store, target string, l *config.LUN
 	}
 	if !l.Checksums {
 		return store, nil
+	}
+	if all.broken != nil {
+		return nil, fmt.Errorf("its side file is not known: %w. iser-target state repair --discard %s, while the target is stopped, makes checksums of the data as it is", all.broken, checksumsFile)
 	}
 	path := l.SumsPath()
 	if known.ID == "" { // stored first: a side file that is there without it is not that of this data

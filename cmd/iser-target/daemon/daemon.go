@@ -134,6 +134,7 @@ type stateFiles struct {
 	failures      *lun.SyncFailures
 	shrinks       shrinks
 	checksums     checksums
+	salvaged      []error // why files are not what they were
 }
 
 // New opens the stores and listens on the portals. Initiators can connect, but only Run
@@ -293,8 +294,8 @@ func (e *editor) startTargets() error {
 		c := &cfg.Targets[i]
 		e.listTarget(newTarget(c, cfg.TPGTs(c)))
 		for _, l := range c.LUNs {
-			if l.Backend != "file" {
-				keys = append(keys, identityKey(c.Name, &l))
+			if key := identityKey(c.Name, &l); l.Backend != "file" && d.state.ids.Lost(key) == nil {
+				keys = append(keys, key)
 			}
 		}
 	}

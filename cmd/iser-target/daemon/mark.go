@@ -79,6 +79,39 @@ func (d *Daemon) warnOfFreshState(cfg *config.Config) {
 	}
 }
 
+// findLost brings back the identity of a LUN whose entry in the state directory is damaged, from the mark of its file. It
+// fails if that is not possible, unless the configuration says what the LUN becomes.
+func (d *Daemon) findLost(target string, l *config.LUN) (found bool, err error) {
+	key := identityKey(target, l)
+	lost := d.state.ids.Lost(key)
+	switch {
+	case lost == nil, l.Identity == config.IdentityFile:
+		return false, nil
+	case l.Identity == config.IdentityNew:
+		return false, d.state.ids.AcceptLost(key)
+	}
+	if m, inode, marked := readMark(l.Path); l.Backend == "file" && marked && m.inode == inode && d.state.ids.LostAs(key, m.naa) {
+		if _, err := d.state.ids.Adopt(key, m.naa); err != nil {
+			return false, err
+		}
+		d.log.Warn("identity of a LUN was damaged, and is that of its file again", eventKey, "lun", "target", target, "lun", l.ID, "naa", m.naa)
+		return true, nil
+	}
+	if l.Backend == "file" {
+		return false, fmt.Errorf("%w. Set identity of the LUN: \"file\" keeps the NAA that the file is marked with, \"new\" makes it another disk", lost)
+	}
+	return false, fmt.Errorf("%w. iser-target state repair --discard %s:%s, while the target is stopped, makes it another disk", lost, identitiesFile, key)
+}
+
+// promise returns an identity for a LUN whose store is not open. One whose identity is damaged gets one for the moment.
+func (d *Daemon) promise(target string, l *config.LUN) (state.Identity, error) {
+	key := identityKey(target, l)
+	if d.state.ids.Lost(key) != nil {
+		return state.Ephemeral().Promise(key)
+	}
+	return d.state.ids.Promise(key)
+}
+
 // identify returns the identity of the LUN, whose store is open, and marks its file with it. It may wait for
 // the file system of the file, and for state_dir.
 func (d *Daemon) identify(target string, l *config.LUN) (state.Identity, error) {

@@ -42,6 +42,16 @@ func (d *Daemon) openState(dir string) error {
 	for _, reason := range s.restored() {
 		d.log.Error("state file restored from its spare copy", eventKey, "service", "reason", reason)
 	}
+	for _, reason := range s.salvaged {
+		d.log.Error("state file is damaged, and so is its spare copy: what is left is used", eventKey, "service", "reason", reason)
+	}
+	if dir != "" {
+		for file, list := range s.lost() {
+			for _, l := range list {
+				d.log.Error("record of a state file is damaged: its LUN is not ready", eventKey, "service", "file", file, "naa", l.NAA, "reason", l.Reason)
+			}
+		}
+	}
 	limit := &d.net.limits.StateTimeout
 	s.setLimit(limit.Time, func() { limit.Bite("state_dir " + dir) })
 	return nil
@@ -53,28 +63,63 @@ func (s *stateFiles) open(dir string) (err error) {
 	if dir == "" {
 		return nil
 	}
-	ids, err := state.OpenIdentities(filepath.Join(dir, identitiesFile))
+	path := filepath.Join(dir, identitiesFile)
+	ids, err := state.OpenIdentities(path)
+	if err != nil && state.ExamineIdentities(path).Verdict == state.Partial {
+		s.salvaged = append(s.salvaged, err)
+		if err := state.SalvageIdentities(path); err != nil {
+			return errors.Join(s.salvaged[0], err)
+		}
+		ids, err = state.OpenIdentities(path)
+	}
 	if err != nil {
 		return err
 	}
 	s.ids = ids
-	if err = s.shrinks.open(dir); err != nil {
+	if err = s.openShrinks(dir); err != nil {
 		return err
 	}
-	if err = s.checksums.open(dir); err != nil {
+	if err = s.openChecksums(dir); err != nil {
 		return err
 	}
-	if s.reservations, err = lun.OpenReservations(filepath.Join(dir, reservationsFile)); err != nil {
+	in := func(file string) string { return filepath.Join(dir, file) }
+	if s.reservations, err = openRecords(s, in(reservationsFile), lun.OpenReservations, lun.ExamineReservations, lun.SalvageReservations); err != nil {
 		return err
 	}
-	if s.settings, err = lun.OpenSettings(filepath.Join(dir, settingsFile)); err != nil {
+	if s.settings, err = openRecords(s, in(settingsFile), lun.OpenSettings, lun.ExamineSettings, lun.SalvageSettings); err != nil {
 		return err
 	}
-	if s.sanitizations, err = lun.OpenSanitizations(filepath.Join(dir, sanitizeFile)); err != nil {
+	if s.sanitizations, err = openRecords(s, in(sanitizeFile), lun.OpenSanitizations, lun.ExamineSanitizations, lun.SalvageSanitizations); err != nil {
 		return err
 	}
-	s.failures, err = lun.OpenSyncFailures(filepath.Join(dir, failuresFile))
+	s.failures, err = openRecords(s, in(failuresFile), lun.OpenSyncFailures, lun.ExamineSyncFailures, lun.SalvageSyncFailures)
 	return err
+}
+
+// openShrinks opens the file of shrinks. If it is damaged, and its spare copy too, the target begins without it: a file
+// whose shrinking was interrupted is too large then, and its LUN not ready.
+func (s *stateFiles) openShrinks(dir string) error {
+	err := s.shrinks.open(dir)
+	path := filepath.Join(dir, shrinkFile)
+	if err == nil || shrinkFormat.Examine(path).Verdict != state.Damaged {
+		return err
+	}
+	if discarded := state.Discard(path); discarded != nil {
+		return errors.Join(err, discarded)
+	}
+	s.salvaged = append(s.salvaged, err)
+	return s.shrinks.open(dir)
+}
+
+// openChecksums opens the file of checksums. If it is damaged, and its spare copy too, LUNs with checksums are not ready.
+func (s *stateFiles) openChecksums(dir string) error {
+	err := s.checksums.open(dir)
+	if err == nil || checksumsFormat.Examine(filepath.Join(dir, checksumsFile)).Verdict != state.Damaged {
+		return err
+	}
+	s.checksums.broken = err
+	s.salvaged = append(s.salvaged, err)
+	return nil
 }
 
 // A stateFile is one of them.
@@ -165,7 +210,7 @@ func (e *editor) readyOrNot(t *servedTarget, l config.LUN, fresh bool, c *call, 
 		return newServed(l, c.unit), nil
 	}
 	d := e.d
-	id, err := d.state.ids.Promise(identityKey(t.name, &l))
+	id, err := d.promise(t.name, &l)
 	if err != nil {
 		return nil, err
 	}
@@ -224,6 +269,11 @@ func (d *Daemon) closeLUN(ctx context.Context, timeout time.Duration, t *servedT
 // identity is stored after its file is created: a crash in between neither leaves a file
 // that was never created as missing, nor gives a new disk the identity of an old one.
 func (d *Daemon) openUnit(target string, l *config.LUN, fresh bool, open func(*config.LUN) (backend.Store, error), isAbandoned func() bool) (*lun.Unit, error) {
+	found, err := d.findLost(target, l)
+	if err != nil {
+		return nil, err
+	}
+	fresh = fresh && !found
 	key := identityKey(target, l)
 	blank := false // the file is another disk, without data
 	if l.Backend == "file" && !fresh {
