@@ -60,6 +60,7 @@ type Target struct {
 	Name       string   `key:"name"`       // iSCSI name, normalised
 	Alias      string   `key:"alias"`      // TargetAlias; may be empty
 	Initiators []string `key:"initiators"` // security.Patterns: initiators that may log in
+	Networks   []string `key:"networks"`   // security.Networks: where they may log in from; nil: everywhere
 	ResetsFor  []string `key:"resets_for"` // security.Patterns: initiators whose resets reach others; nil: none
 	Auth       Auth     `key:"auth"`
 	Redirect   Redirect `key:"redirect"`

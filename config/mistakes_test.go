@@ -226,6 +226,9 @@ func TestWrongSectionsAreRefused(t *testing.T) {
 		{"debug is not an address", [2]string{"", "debug: {listen: x}"}, []string{`f: debug.listen: "x" is not host:port`}},
 		{"control without TLS", [2]string{"", "control: {listen: 192.0.2.1:3261}"}, []string{
 			"f: control.access: is required with control.listen: no certificate has a role", "f: control.tls.cert: is required with control.listen", "f: control.tls.key: is required", "f: control.tls.client_ca: is required"}},
+		{"networks", [2]string{"    initiators:", "    networks: [10.0.0.1/24, 10.0.0.0/24, host, 10.0.0.0/24]\n    initiators:"}, []string{
+			`f: targets[0].networks[0]: "10.0.0.1/24" has an address beyond its length. The network is 10.0.0.0/24`, `f: targets[0].networks[2]: "host" is not a network like`, "f: targets[0].networks[3]: 10.0.0.0/24 appears twice"}},
+		{"no network", [2]string{"    initiators:", "    networks: []\n    initiators:"}, []string{"f: targets[0].networks: is empty: no initiator could log in"}},
 		{"a role for nobody", [2]string{"", "control: {access: [{role: read}]}"}, []string{"f: control.access[0]: must name one of user, group, certificate and ou"}},
 		{"a role for two", [2]string{"", "control: {access: [{certificate: a, ou: b, role: read}]}"}, []string{"f: control.access[0]: must name one of"}},
 		{"another role", [2]string{"", "control: {access: [{ou: b, role: root}, {ou: b}]}"}, []string{

@@ -282,6 +282,7 @@ func (c *Config) checkTargets(errs *errorList) {
 			errs.addf(key+".initiators", `is required: the initiators that may log in. initiators: ["*"] admits all`)
 		}
 		checkPatterns(key+".initiators", t.Initiators, errs)
+		checkNetworks(key+".networks", t.Networks, errs)
 		checkPatterns(key+".resets_for", t.ResetsFor, errs)
 		if t.PortalGroups != nil && len(t.PortalGroups) == 0 {
 			errs.addf(key+".portal_groups", "is empty: no portal would lead to the target. Remove the key to use all portals")
@@ -369,6 +370,19 @@ func checkPatterns(key string, patterns []string, errs *errorList) {
 	for i, p := range patterns {
 		if _, err := security.Compile([]string{p}); err != nil {
 			errs.addf(index(key, i), "%v", err)
+		}
+	}
+}
+
+func checkNetworks(key string, networks []string, errs *errorList) {
+	if networks != nil && len(networks) == 0 {
+		errs.addf(key, "is empty: no initiator could log in. Remove the key to admit all addresses")
+	}
+	for i, n := range networks {
+		if _, err := security.ParseNetworks([]string{n}); err != nil {
+			errs.addf(index(key, i), "%v", err)
+		} else if slices.Contains(networks[:i], n) {
+			errs.addf(index(key, i), "%s appears twice", n)
 		}
 	}
 }

@@ -291,6 +291,9 @@ func (l *login) identify() error {
 	if !l.target.Initiators.Match(l.key.initiator) {
 		return refuse(pdu.LoginAuthorization, "initiator is not among those of the target")
 	}
+	if !l.target.Networks.Admit(security.AddressOf(c.dm.RemoteAddr())) {
+		return refuse(pdu.LoginAuthorization, "address of the initiator is in no network of the target")
+	}
 	if p.Discovery {
 		return l.require(c.opt.DiscoveryAuth)
 	}

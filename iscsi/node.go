@@ -93,6 +93,7 @@ type TargetConfig struct {
 	Name       string            // iSCSI name
 	Alias      string            // TargetAlias; may be empty
 	Initiators security.Patterns // the initiators that may log in
+	Networks   security.Networks // that they may log in from
 	// ResetsFor are the initiators whose resets and CLEAR TASK SET end the commands of others, too; those
 	// of all others reach only what their own initiator began.
 	ResetsFor security.Patterns

@@ -196,6 +196,7 @@ func (c *conn) sendTargets(which string, answers []keys.Pair) []keys.Pair {
 	targets, portals := nd.targets, nd.portals
 	nd.mu.Unlock()
 	var name string
+	from := security.AddressOf(c.dm.RemoteAddr())
 	all := which == "All"
 	if !all {
 		// An invalid name is the name of no target.
@@ -205,7 +206,7 @@ func (c *conn) sendTargets(which string, answers []keys.Pair) []keys.Pair {
 		return append(answers, keys.Pair{Key: "SendTargets", Value: "Reject"})
 	}
 	for _, tg := range targets {
-		if !all && tg.Name != name || !tg.Initiators.Match(c.sess.key.initiator) {
+		if !all && tg.Name != name || !tg.Initiators.Match(c.sess.key.initiator) || !tg.Networks.Admit(from) {
 			continue
 		}
 		before := len(answers)

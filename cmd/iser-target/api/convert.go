@@ -26,7 +26,7 @@ var statuses = map[schema.Code]int{
 
 // targetConfig converts the body of a request to the configuration of a target.
 func targetConfig(t *schema.Target) config.Target {
-	return config.Target{Name: t.Name, Alias: t.Alias, Initiators: t.Initiators, ResetsFor: t.ResetsFor, PortalGroups: t.PortalGroups}
+	return config.Target{Name: t.Name, Alias: t.Alias, Initiators: t.Initiators, Networks: t.Networks, ResetsFor: t.ResetsFor, PortalGroups: t.PortalGroups}
 }
 
 // lunConfig converts the body of a request to the configuration of a LUN. Without an

@@ -495,7 +495,7 @@ func (s *Server) explain(r *http.Request) (any, error) {
 			return nil, invalid("query: %s is required", key)
 		}
 	}
-	return s.d.Explain(q.Get("initiator"), q.Get("target"), q.Get("portal")), nil
+	return s.d.Explain(q.Get("initiator"), q.Get("target"), q.Get("portal"), q.Get("from")), nil
 }
 
 // events answers one line of JSON for each stored event, and with follow continues with new

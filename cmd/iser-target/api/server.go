@@ -110,7 +110,7 @@ var routes = []route{
 	{"POST /v1/config/apply", roleAdmin, "own_file source " + options, value((*Server).applyConfig)},
 	{"POST /v1/drain", roleAdmin, "", value((*Server).drain)},
 	{"POST /v1/upgrade", roleAdmin, "", value((*Server).upgrade)},
-	{"GET /v1/explain", roleRead, "initiator target portal", value((*Server).explain)},
+	{"GET /v1/explain", roleRead, "initiator target portal from", value((*Server).explain)},
 	{"GET /v1/events", roleRead, "since follow", (*Server).events},
 	{"GET /v1/openapi.yaml", roleRead, "", (*Server).describe},
 }

@@ -189,15 +189,15 @@ var errNotAdmitted = errors.New("the login would be refused")
 
 // explain returns the command that explains the outcome of a login.
 func (p *program) explain() *cobra.Command {
-	var initiator, target, portal string
-	cmd := p.output(verb{use: "explain --initiator IQN --target IQN [--portal ADDRESS]", short: "Explain whether a login would be accepted, and why", args: cobra.NoArgs,
+	var initiator, target, portal, from string
+	cmd := p.output(verb{use: "explain --initiator IQN --target IQN [--portal ADDRESS] [--from ADDRESS]", short: "Explain whether a login would be accepted, and why", args: cobra.NoArgs,
 		long:    "Explain whether a login would be accepted, why, and which LUNs it would see. explain\nexits with 1 if the login would be refused.",
 		example: "  iser-target explain --initiator iqn.1993-08.org.debian:01:host --target iqn.2026-11.io.example:store",
 		run: func(ctx context.Context, c *call) error {
 			if initiator == "" || target == "" {
 				return usage(c.cmd, "--initiator and --target are required")
 			}
-			e, err := c.Explain(ctx, initiator, target, portal)
+			e, err := c.Explain(ctx, initiator, target, portal, from)
 			if err != nil {
 				return err
 			}
@@ -213,6 +213,7 @@ func (p *program) explain() *cobra.Command {
 	f.StringVar(&initiator, "initiator", "", "iSCSI name of the initiator")
 	f.StringVar(&target, "target", "", "iSCSI name of the target")
 	f.StringVar(&portal, "portal", "", "portal of the login (default: the first that serves the target)")
+	f.StringVar(&from, "from", "", "address that the initiator connects from (default: one that the target admits)")
 	cmd.RegisterFlagCompletionFunc("target", p.complete(targets))
 	return cmd
 }
@@ -223,6 +224,7 @@ var remedies = map[string]string{
 	"portal":         "see iser-target portal list",
 	"portal group":   "see iser-target portal list for the groups of portals, and portal_groups of the target",
 	"initiators":     "allow it with iser-target initiator allow TARGET INITIATOR",
+	"networks":       "check networks of the target",
 	"authentication": "check auth.users of the target",
 }
 

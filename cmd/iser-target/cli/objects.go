@@ -67,6 +67,7 @@ func (p *program) target() *cobra.Command {
 	f := create.Flags()
 	f.StringVar(&t.Alias, "alias", "", "a name for display")
 	f.StringArrayVar(&t.Initiators, "initiator", nil, "pattern of initiators that may log in; repeatable")
+	f.StringArrayVar(&t.Networks, "network", nil, "network that initiators may log in from, like 10.0.0.0/24; repeatable (default: all)")
 	f.StringArrayVar(&t.ResetsFor, "resets-for", nil,
 		"pattern of initiators whose resets also end commands of others; repeatable (default: none)")
 	f.IntSliceVar(&t.PortalGroups, "portal-group", nil, "tag of a portal group that serves the target; repeatable (default: all)")
@@ -89,6 +90,9 @@ func targetTable(t *table, s schema.TargetState) {
 	t.row("redirect", s.Redirect)
 	for _, pattern := range s.Initiators {
 		t.row("initiators", pattern)
+	}
+	for _, network := range s.Networks {
+		t.row("networks", network)
 	}
 	for _, pattern := range s.ResetsFor {
 		t.row("resets for", pattern)

@@ -104,6 +104,8 @@ func excluded(s *iscsi.SessionInfo, tc *config.Target, ic *iscsi.TargetConfig) s
 	case s.Target != tc.Name:
 	case !ic.Initiators.Match(s.Initiator):
 		return "initiator is no longer among those of the target"
+	case slices.ContainsFunc(s.Conns, func(c iscsi.ConnInfo) bool { return !ic.Networks.Admit(security.AddressOf(c.Remote)) }):
+		return "address is no longer in a network of the target"
 	case !slices.Contains(ic.PortalGroups, s.TPGT):
 		return "portal group no longer leads to the target"
 	case !s.Discovery && ic.Auth != nil:

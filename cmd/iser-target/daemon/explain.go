@@ -16,14 +16,15 @@ import (
 )
 
 // Explain returns whether the target would admit an initiator through a portal, and why.
+// from is the address that the initiator connects from; empty: one of a network of the target.
 // by is the portal's listen address in the configuration or the address of a connection;
 // empty: the first portal that leads to the target. Explain does not check secrets: it
 // only says that a login requires CHAP.
-func (d *Daemon) Explain(initiator, target, portal string) schema.Explanation {
+func (d *Daemon) Explain(initiator, target, portal, from string) schema.Explanation {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	e := &explaining{cfg: d.served.cfg, Explanation: schema.Explanation{Rules: []schema.Rule{}}}
-	if e.run(d, initiator, target, portal) {
+	if e.run(d, initiator, target, portal, from) {
 		e.Admitted, e.Status = true, pdu.LoginSuccess.String()
 	}
 	return e.Explanation
@@ -46,7 +47,7 @@ func (e *explaining) rule(name string, passed bool, status pdu.LoginStatus, why 
 
 // run applies the rules of a login (package iscsi, login.identify) and returns whether
 // they admit it.
-func (e *explaining) run(d *Daemon, initiator, target, by string) bool {
+func (e *explaining) run(d *Daemon, initiator, target, by, from string) bool {
 	name, err := security.NormalizeName(initiator)
 	if err != nil {
 		return e.rule("initiator name", false, pdu.LoginInitiatorError, "%v", err)
@@ -85,6 +86,9 @@ func (e *explaining) run(d *Daemon, initiator, target, by string) bool {
 		return e.rule("initiators", false, pdu.LoginAuthorization, "no pattern of the target matches: %s", list(t.Initiators))
 	}
 	e.rule("initiators", true, 0, "%q matches", pattern)
+	if !e.networks(t.Networks, from) {
+		return false
+	}
 	if t.Redirect.To != "" {
 		status := pdu.LoginMovedTemporarily
 		if t.Redirect.Permanent {
@@ -106,6 +110,27 @@ func covers(listen net.Addr, address string) bool {
 	at, err := netip.ParseAddrPort(address)
 	l, ok := listen.(*net.TCPAddr)
 	return err == nil && ok && l.IP.IsUnspecified() && l.Port == int(at.Port()) && (l.IP.To4() == nil || at.Addr().Unmap().Is4())
+}
+
+// networks adds the rule about the address of the initiator.
+func (e *explaining) networks(list []string, from string) bool {
+	if len(list) == 0 {
+		return true
+	}
+	networks := strings.Join(list, ", ")
+	if from == "" {
+		return e.rule("networks", true, 0, "connections from %s are admitted", networks)
+	}
+	at, err := netip.ParseAddr(from)
+	if err != nil {
+		return e.rule("networks", false, pdu.LoginAuthorization, "%.80q is not an address", from)
+	}
+	for _, one := range list {
+		if n, err := security.ParseNetworks([]string{one}); err == nil && n.Admit(at) {
+			return e.rule("networks", true, 0, "%s is in %s", from, one)
+		}
+	}
+	return e.rule("networks", false, pdu.LoginAuthorization, "%s is in none of %s", from, networks)
 }
 
 // chap adds the rule about CHAP users for the initiator.

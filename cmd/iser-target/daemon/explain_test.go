@@ -20,7 +20,7 @@ func TestExplainAgreesWithLogin(t *testing.T) {
 		if host == "" {
 			host = "host1"
 		}
-		e := d.Explain(prefix+host, prefix+r.target, d.State().Portals[r.portal].Address)
+		e := d.Explain(prefix+host, prefix+r.target, d.State().Portals[r.portal].Address, "127.0.0.1")
 		status := r.status.String()
 		if r.name == "CHAP is required" { // Explain assumes the right secret
 			status = pdu.LoginSuccess.String()
@@ -51,7 +51,7 @@ func TestExplainFindsWildcardPortal(t *testing.T) {
 		"0.0.0.0:0": true, "0.0.0.0:" + port: true, "127.0.0.1:" + port: true, "192.0.2.7:" + port: true,
 		"127.0.0.1:1": false, "127.0.0.1": false,
 	} {
-		if e := l.Explain(prefix+"host", store, portal); e.Admitted != admitted {
+		if e := l.Explain(prefix+"host", store, portal, ""); e.Admitted != admitted {
 			t.Errorf("portal %s: %+v", portal, e)
 		}
 	}

@@ -121,6 +121,10 @@ func (t *servedTarget) config(c *config.Target, cfg *config.Config) (iscsi.Targe
 	if err != nil {
 		return iscsi.TargetConfig{}, fmt.Errorf("target %s: %w", c.Name, err)
 	}
+	networks, err := security.ParseNetworks(c.Networks)
+	if err != nil {
+		return iscsi.TargetConfig{}, fmt.Errorf("target %s: networks: %w", c.Name, err)
+	}
 	resetters, err := security.Compile(c.ResetsFor)
 	if err != nil {
 		return iscsi.TargetConfig{}, fmt.Errorf("target %s: resets_for: %w", c.Name, err)
@@ -130,7 +134,7 @@ func (t *servedTarget) config(c *config.Target, cfg *config.Config) (iscsi.Targe
 		return iscsi.TargetConfig{}, fmt.Errorf("target %s: auth: %w", c.Name, err)
 	}
 	return iscsi.TargetConfig{
-		Name: c.Name, Alias: c.Alias, Initiators: initiators, ResetsFor: resetters, Auth: chap,
+		Name: c.Name, Alias: c.Alias, Initiators: initiators, Networks: networks, ResetsFor: resetters, Auth: chap,
 		Redirect: iscsi.Redirect{Address: c.Redirect.To, Permanent: c.Redirect.Permanent},
 		LUNs:     t.inventory, PortalGroups: cfg.TPGTs(c),
 	}, nil

@@ -140,7 +140,7 @@ func (d *Daemon) targetState(t *servedTarget, sessions []iscsi.SessionInfo) sche
 	invariant.Held(&d.mu)
 	ts := schema.TargetState{Name: t.name, Auth: "none", LUNs: []schema.LUNState{}, PortalGroups: []int{}}
 	if c := targetOf(d.served.cfg, t.name); c != nil { // nil while t is being added
-		ts.Alias, ts.Initiators, ts.ResetsFor, ts.Redirect = c.Alias, c.Initiators, c.ResetsFor, c.Redirect.To
+		ts.Alias, ts.Initiators, ts.Networks, ts.ResetsFor, ts.Redirect = c.Alias, c.Initiators, c.Networks, c.ResetsFor, c.Redirect.To
 		if c.Auth.Method == "chap" {
 			ts.Auth = c.Auth.Method
 		}

@@ -11,6 +11,7 @@ type Target struct {
 	Name         string   `json:"name"`
 	Alias        string   `json:"alias,omitempty"`
 	Initiators   []string `json:"initiators"`           // patterns
+	Networks     []string `json:"networks,omitempty"`   // that initiators may log in from; empty: all
 	ResetsFor    []string `json:"resets_for,omitempty"` // patterns of initiators whose resets reach others
 	PortalGroups []int    `json:"portal_groups,omitempty"`
 }

@@ -41,6 +41,7 @@ type TargetState struct {
 	Name         string     `json:"name"`
 	Alias        string     `json:"alias,omitempty"`
 	Initiators   []string   `json:"initiators,omitempty"`
+	Networks     []string   `json:"networks,omitempty"`   // that initiators may log in from; empty: all
 	ResetsFor    []string   `json:"resets_for,omitempty"` // initiators whose resets reach others
 	Auth         string     `json:"auth"`                 // none or chap
 	Redirect     string     `json:"redirect,omitempty"`

@@ -468,9 +468,10 @@ func (c *Client) Export(ctx context.Context) ([]byte, error) {
 	return c.read(http.MethodGet, resp.Body)
 }
 
-// Explain returns whether an initiator could log in to a target, and why. portal may be empty.
-func (c *Client) Explain(ctx context.Context, initiator, target, portal string) (schema.Explanation, error) {
-	return get[schema.Explanation](ctx, c, "/v1/explain", query("initiator", initiator, "target", target, "portal", portal))
+// Explain returns whether an initiator could log in to a target, and why. portal, and from, the address that the
+// initiator connects from, may be empty.
+func (c *Client) Explain(ctx context.Context, initiator, target, portal, from string) (schema.Explanation, error) {
+	return get[schema.Explanation](ctx, c, "/v1/explain", query("initiator", initiator, "target", target, "portal", portal, "from", from))
 }
 
 // Events calls each with the events whose numbers are above since. With follow, it
