@@ -168,6 +168,90 @@ func (d *Document) DenyInitiator(target, pattern string) error {
 	return d.remove(initiatorEntry(target, pattern))
 }
 
+// AddUser appends a CHAP user to those of a target. If the target says nothing about authentication, it requires CHAP
+// from then on.
+func (d *Document) AddUser(target string, u User) error {
+	if err := d.add(userEntry(target, u.Name), u); err != nil {
+		return err
+	}
+	return d.edit(func(e *editor) error {
+		t, path, err := e.item(targetEntry(target))
+		if err != nil {
+			return err
+		}
+		auth, path, err := e.within(t, path, "auth")
+		if err != nil || lookup(auth, "method") != nil {
+			return err
+		}
+		return e.setValue(auth, path, "method", "chap", reflect.TypeFor[string]())
+	})
+}
+
+// RemoveUser removes a CHAP user of a target.
+func (d *Document) RemoveUser(target, name string) error { return d.remove(userEntry(target, name)) }
+
+// RotateUser gives a CHAP user of a target the secret of u, or that of its SecretFile. The present one stays valid as the previous
+// secret. An earlier rotation must have ended.
+func (d *Document) RotateUser(target string, u User) error {
+	return d.edit(func(e *editor) error {
+		m, path, err := e.item(userEntry(target, u.Name))
+		if err != nil {
+			return err
+		}
+		for _, key := range []string{"previous_secret", "previous_secret_file"} {
+			if lookup(m, key) != nil {
+				return e.fail(ErrExists, under(path, key), "is set: end the rotation before another one")
+			}
+		}
+		found := false
+		for _, key := range []string{"secret", "secret_file"} {
+			i := directIndex(m, key)
+			if i < 0 {
+				continue
+			}
+			if err := e.own(m.Content[i], path); err != nil {
+				return err
+			}
+			moved := *m.Content[i]
+			moved.Value = "previous_" + key
+			m.Content[i], found = &moved, true
+		}
+		if !found {
+			return e.fail(ErrShared, under(path, "secret"), mergedReason)
+		}
+		next := writeNode(reflect.ValueOf(User{Secret: u.Secret, SecretFile: u.SecretFile}))
+		m.Content = append(m.Content, next.Content...)
+		if m.Style&yaml.FlowStyle != 0 {
+			flowed(m)
+		}
+		return nil
+	})
+}
+
+// EndRotation removes the previous secret of a CHAP user of a target.
+func (d *Document) EndRotation(target, name string) error {
+	return d.edit(func(e *editor) error {
+		m, path, err := e.item(userEntry(target, name))
+		if err != nil {
+			return err
+		}
+		found := false
+		for _, key := range []string{"previous_secret", "previous_secret_file"} {
+			if lookup(m, key) == nil {
+				continue
+			}
+			found = true
+			if err := e.setValue(m, path, key, "", reflect.TypeFor[string]()); err != nil {
+				return err
+			}
+		}
+		if !found {
+			return e.fail(ErrNotFound, under(path, "previous_secret"), "is not set: the user has one secret")
+		}
+		return nil
+	})
+}
+
 // add appends an item to the list of x, which must not have x.
 func (d *Document) add(x *entry, item any) error {
 	return d.edit(func(e *editor) error {
@@ -236,6 +320,7 @@ func (d *Document) edit(change func(*editor) error) error {
 // An entry describes an item of a list in a document.
 type entry struct {
 	in    *entry // target that has the list; nil: the list is at the top
+	below string // key of the map in the target that has the list; empty: the target has it
 	list  string // key of the list
 	name  string // for the error that the list lacks the item
 	taken string // for the error that the list has the item
@@ -244,7 +329,7 @@ type entry struct {
 
 func targetEntry(name string) *entry {
 	want := normalName(name)
-	return &entry{nil, "targets", "target " + name, "is target " + name, func(n *yaml.Node) bool {
+	return &entry{nil, "", "targets", "target " + name, "is target " + name, func(n *yaml.Node) bool {
 		s, ok := scalarOf(n, "name")
 		return ok && normalName(s) == want
 	}}
@@ -252,16 +337,24 @@ func targetEntry(name string) *entry {
 
 func lunEntry(target string, id int) *entry {
 	name := "LUN " + strconv.Itoa(id)
-	return &entry{targetEntry(target), "luns", name, "is " + name, func(n *yaml.Node) bool {
+	return &entry{targetEntry(target), "", "luns", name, "is " + name, func(n *yaml.Node) bool {
 		s, ok := scalarOf(n, "id")
 		got, err := strconv.Atoi(s)
 		return ok && err == nil && got == id
 	}}
 }
 
+func userEntry(target, user string) *entry {
+	name := "user " + strconv.Quote(user)
+	return &entry{targetEntry(target), "auth", "users", name, "is " + name, func(n *yaml.Node) bool {
+		s, ok := scalarOf(n, "name")
+		return ok && s == user
+	}}
+}
+
 func portalEntry(listen string) *entry {
 	want, reason := parseAddress(listen, true)
-	return &entry{nil, "portals", "portal " + listen, "listens on " + listen, func(n *yaml.Node) bool {
+	return &entry{nil, "", "portals", "portal " + listen, "listens on " + listen, func(n *yaml.Node) bool {
 		s, ok := scalarOf(n, "listen")
 		got, bad := parseAddress(s, true)
 		return ok && (s == listen || reason == "" && bad == "" && got == want)
@@ -270,7 +363,7 @@ func portalEntry(listen string) *entry {
 
 func initiatorEntry(target, pattern string) *entry {
 	name := strconv.Quote(pattern)
-	return &entry{targetEntry(target), "initiators", name, "is " + name, func(n *yaml.Node) bool {
+	return &entry{targetEntry(target), "", "initiators", name, "is " + name, func(n *yaml.Node) bool {
 		n = resolve(n)
 		return n.Kind == yaml.ScalarNode && strings.EqualFold(n.Value, pattern)
 	}}
@@ -313,7 +406,30 @@ func (e *editor) parent(x *entry) (*yaml.Node, string, error) {
 	if x.in == nil {
 		return e.root(), "", nil
 	}
-	return e.item(x.in)
+	m, path, err := e.item(x.in)
+	if err != nil || x.below == "" {
+		return m, path, err
+	}
+	return e.within(m, path, x.below)
+}
+
+// within returns the map under a key, for changes, and its path. It creates the map if it is missing.
+func (e *editor) within(m *yaml.Node, path, key string) (*yaml.Node, string, error) {
+	next := direct(m, key)
+	switch {
+	case next == nil && lookup(m, key) != nil:
+		return nil, "", e.fail(ErrShared, under(path, key), mergedReason)
+	case next == nil:
+		next = &yaml.Node{Kind: yaml.MappingNode, Style: m.Style & yaml.FlowStyle}
+		m.Content = append(m.Content, &yaml.Node{Kind: yaml.ScalarNode, Value: key}, next)
+	}
+	if err := e.own(next, under(path, key)); err != nil {
+		return nil, "", err
+	}
+	if next.Kind != yaml.MappingNode {
+		return nil, "", e.fail(nil, under(path, key), "must be a map")
+	}
+	return next, under(path, key), nil
 }
 
 // locate returns the list of x, for changes, and the index and the path of x.
@@ -670,6 +786,8 @@ func written(v reflect.Value, key string, f reflect.Value) bool {
 		return !f.IsZero() && f.Int() != defaultTPGT
 	case "secret":
 		return !f.IsZero() && v.FieldByName("SecretFile").IsZero() // or the secret comes from SecretFile
+	case "previous_secret":
+		return !f.IsZero() && v.FieldByName("PreviousFile").IsZero()
 	}
 	return !f.IsZero()
 }

@@ -144,7 +144,7 @@ type program struct {
 func AddTo(root *cobra.Command) {
 	p := &program{}
 	for _, c := range []*cobra.Command{
-		p.target(), p.lun(), p.portal(), p.session(), p.reservation(), p.initiator(), p.limits(), p.config(), p.events(), p.top(), p.explain(), p.doctor(), p.capture(), p.drain(), p.upgrade(),
+		p.target(), p.lun(), p.portal(), p.session(), p.reservation(), p.initiator(), p.auth(), p.limits(), p.config(), p.events(), p.top(), p.explain(), p.doctor(), p.capture(), p.drain(), p.upgrade(),
 	} {
 		p.whereFlags(c)
 		root.AddCommand(c)
@@ -330,6 +330,15 @@ func (p *program) command(v verb) *cobra.Command {
 
 // change returns the command of v, whose request is change, with the flags of all changes.
 func (p *program) change(v verb, change func(context.Context, *call, schema.Options) (*schema.Plan, error)) *cobra.Command {
+	return p.changeThen(v, func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, func() error, error) {
+		plan, err := change(ctx, c, o)
+		return plan, nil, err
+	})
+}
+
+// changeThen returns the command of v, like change. It calls what the request returns, unless that is nil, after it has
+// printed the plan.
+func (p *program) changeThen(v verb, change func(context.Context, *call, schema.Options) (*schema.Plan, func() error, error)) *cobra.Command {
 	var o schema.Options
 	v.run = func(_ context.Context, c *call) error {
 		if o.Now && o.Drain != 0 {
@@ -343,11 +352,15 @@ func (p *program) change(v verb, change func(context.Context, *call, schema.Opti
 		do.Disrupt = o.Disrupt || o.Now || o.Drain > 0
 		ctx, cancel := context.WithTimeout(c.cmd.Context(), timeLimit+o.Drain)
 		defer cancel()
-		plan, err := change(ctx, c, do)
+		plan, then, err := change(ctx, c, do)
 		if err != nil {
 			return err
 		}
-		return p.print(c.cmd.OutOrStdout(), plan, func(t *table) { planTable(t, plan, o.DryRun) })
+		err = p.print(c.cmd.OutOrStdout(), plan, func(t *table) { planTable(t, plan, o.DryRun) })
+		if then != nil {
+			err = errors.Join(err, then())
+		}
+		return err
 	}
 	cmd := p.output(v)
 	f := cmd.Flags()

@@ -88,6 +88,14 @@ func (v Values) Keys() []string {
 	return slices.Sorted(maps.Keys(v))
 }
 
+// A User is the body of a request that adds a CHAP user to a target, or gives one another secret.
+type User struct {
+	Name       string `json:"name"`
+	Secret     string `json:"secret,omitempty"`      // one of Secret and SecretFile
+	SecretFile string `json:"secret_file,omitempty"` // on the machine of the target
+	Initiator  string `json:"initiator,omitempty"`   // pattern of the initiators that may be this user; empty: all
+}
+
 // A Pattern is the body of a request that adds a pattern of initiator names.
 type Pattern struct {
 	Pattern string `json:"pattern"`

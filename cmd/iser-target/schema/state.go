@@ -50,6 +50,16 @@ type TargetState struct {
 	Sessions     []uint16   `json:"sessions,omitempty"` // TSIHs
 }
 
+// A UserState describes a CHAP user of a target.
+type UserState struct {
+	Name       string `json:"name"`
+	Initiator  string `json:"initiator,omitempty"`
+	SecretFile string `json:"secret_file,omitempty"` // empty: the configuration has the secret
+	Previous   bool   `json:"previous"`              // a previous secret is valid, too
+	Sessions   int    `json:"sessions"`
+	Outdated   int    `json:"outdated"` // sessions that have used the previous secret
+}
+
 // Healthy is LUNState.Health of a LUN whose data can be trusted. docs/service.md describes the other values.
 const Healthy = "ok"
 

@@ -259,6 +259,31 @@ func (c *Client) Deny(ctx context.Context, target, pattern string, o schema.Opti
 	return c.change(ctx, http.MethodDelete, targetPath(target)+"/initiators", values(o, "pattern", pattern), nil)
 }
 
+// Users returns the CHAP users of a target.
+func (c *Client) Users(ctx context.Context, target string) ([]schema.UserState, error) {
+	return get[[]schema.UserState](ctx, c, targetPath(target)+"/users", nil)
+}
+
+// AddUser adds a CHAP user to a target.
+func (c *Client) AddUser(ctx context.Context, target string, u schema.User, o schema.Options) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodPost, targetPath(target)+"/users", values(o), u)
+}
+
+// RemoveUser removes a CHAP user of a target.
+func (c *Client) RemoveUser(ctx context.Context, target, user string, o schema.Options) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodDelete, targetPath(target)+"/users", values(o, "user", user), nil)
+}
+
+// RotateUser gives a CHAP user another secret. The present one stays valid until EndRotation.
+func (c *Client) RotateUser(ctx context.Context, target string, u schema.User, o schema.Options) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodPost, targetPath(target)+"/users/previous", values(o), u)
+}
+
+// EndRotation removes the previous secret of a CHAP user.
+func (c *Client) EndRotation(ctx context.Context, target, user string, o schema.Options) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodDelete, targetPath(target)+"/users/previous", values(o, "user", user), nil)
+}
+
 // LUNs returns the LUNs of a target, or of all targets if its name is empty. Their counters
 // have no latencies.
 func (c *Client) LUNs(ctx context.Context, target string) ([]schema.LUNState, error) {
