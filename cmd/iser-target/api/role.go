@@ -262,9 +262,13 @@ func (r *rights) isStranger(p *process) bool {
 	return !p.known || r.shared && r.strangers != 0 && p.uid == r.strangers
 }
 
-// isOwner reports whether p, which may be nil, is of root or of the user of this process.
+// isOwner reports whether p, which may be nil, is of root or of the user of this process. If only they can open
+// the socket, a user that the namespace does not know is root outside of it.
 func (r *rights) isOwner(p *process) bool {
-	return p != nil && !r.isStranger(p) && (p.uid == 0 || p.uid == r.owner)
+	if p == nil || r.isStranger(p) {
+		return false
+	}
+	return p.uid == 0 || p.uid == r.owner || !r.shared && r.strangers != 0 && p.uid == r.strangers
 }
 
 // isUser reports whether name, or number, is the user uid.

@@ -285,6 +285,8 @@ func TestStrangersHaveNoRole(t *testing.T) {
 	}{
 		{"in a namespace", rights{owner: 5, strangers: 65534, shared: true}, process{uid: 65534, gid: 65534, known: true}, roleNone},
 		{"in a known group", rights{owner: 5, strangers: 65534, shared: true}, process{uid: 65534, gid: 65534, groups: []uint32{7}, known: true}, roleRead},
+		{"root outside of the namespace, only the owner can connect", rights{owner: 5, strangers: 65534}, process{uid: 65534, known: true}, roleAdmin},
+		{"another user, only the owner can connect", rights{owner: 5, strangers: 65534}, process{uid: 6, known: true}, roleNone},
 		{"owner nobody, only the owner can connect", rights{owner: 65534, strangers: 65534}, process{uid: 65534, known: true}, roleAdmin},
 		{"owner nobody, a group can connect", rights{owner: 65534, strangers: 65534, shared: true}, process{uid: 65534, known: true}, roleNone},
 		{"without a namespace", rights{owner: 5, shared: true}, process{uid: 65534, known: true}, roleAdmin},

@@ -22,9 +22,8 @@ const (
 	rereadEvery = time.Second
 	// maxPEM bounds each file, in bytes.
 	maxPEM = 4 << 20
-	// expiresSoon is how long before the end of a certificate the log warns, and warnEvery how often.
-	expiresSoon = 30 * 24 * time.Hour
-	warnEvery   = 24 * time.Hour
+	// warnEvery is how often the log warns about what expires soon.
+	warnEvery = 24 * time.Hour
 )
 
 // A trust has the certificate of the target and what proves that of a client. It reads the files again when
@@ -126,7 +125,7 @@ func (t *trust) warn() {
 		return
 	}
 	for _, e := range t.cur.ends {
-		if left := e.Expires.Sub(now); left < expiresSoon {
+		if e.ExpiresSoon(now) {
 			t.warned = now
 			t.log.Warn("a certificate expires soon, or has expired", "event", "control", "key", e.Key, "path", e.Path, "certificate", e.Subject, "expires", e.Expires)
 		}
@@ -233,7 +232,7 @@ func (n *proofs) readLists(path string) error {
 		}
 		n.lists = append(n.lists, l)
 		if !l.NextUpdate.IsZero() {
-			n.add("control.tls.crl", path, l.Issuer.String(), l.NextUpdate)
+			n.add(schema.RevocationKey, path, l.Issuer.String(), l.NextUpdate)
 		}
 	}
 	return nil

@@ -117,24 +117,21 @@ func checkFile(ctx context.Context, c *client.Client, st *schema.State) []Findin
 	return list
 }
 
-// expiresSoon is how long before its end a certificate is worth a warning.
-const expiresSoon = 30 * 24 * time.Hour
-
 // checkCertificates finds certificates and revocation lists of the control API that have expired, or soon will.
 func checkCertificates(st *schema.State, now time.Time) (list []Finding) {
 	for _, c := range st.Certificates {
 		severity, says := warning, "expires at "
-		switch left := c.Expires.Sub(now); {
-		case left < 0:
+		switch {
+		case c.Expires.Before(now):
 			severity, says = problem, "has expired at "
-		case left >= expiresSoon:
+		case !c.ExpiresSoon(now):
 			continue
 		}
 		list = append(list, Finding{severity, c.Key, fmt.Sprintf("%s of %s %s%s", c.Path, c.Subject, says, c.Expires.UTC().Format(time.RFC3339)),
 			"replace the file; the target reads it at the next connection"})
 	}
 	if len(list) == 0 && len(st.Certificates) > 0 {
-		list = append(list, Finding{fine, "control.tls", "no certificate expires within 30 days", ""})
+		list = append(list, Finding{fine, "control.tls", "no certificate expires soon", ""})
 	}
 	return list
 }

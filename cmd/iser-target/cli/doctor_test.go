@@ -49,8 +49,13 @@ func TestDoctorNamesCertificatesThatExpire(t *testing.T) {
 		got[1].Severity != problem || got[1].Text != "/a.pem of CN=a has expired at 2026-10-31T00:00:00Z" {
 		t.Errorf("findings %+v", got)
 	}
-	st.Certificates = st.Certificates[2:]
+	list := schema.CertificateState{Key: schema.RevocationKey, Path: "/crl.pem", Subject: "CN=a", Expires: now.Add(25 * time.Hour)}
+	st.Certificates = append(st.Certificates[2:], list) // renewed each week, perhaps
 	if got := checkCertificates(st, now); len(got) != 1 || got[0].Severity != fine {
-		t.Errorf("with a certificate of 31 days: %+v", got)
+		t.Errorf("with a certificate of 31 days, and a list of 25 hours: %+v", got)
+	}
+	st.Certificates[1].Expires = now.Add(23 * time.Hour)
+	if got := checkCertificates(st, now); len(got) != 1 || got[0].Severity != warning || !strings.HasPrefix(got[0].Text, "/crl.pem of CN=a expires") {
+		t.Errorf("with a list of 23 hours: %+v", got)
 	}
 }

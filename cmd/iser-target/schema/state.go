@@ -26,6 +26,19 @@ type CertificateState struct {
 	Expires time.Time `json:"expires"`
 }
 
+// ExpiresSoon reports whether c has expired, or will soon: in 30 days, or a revocation list, which is
+// renewed more often, within a day.
+func (c CertificateState) ExpiresSoon(now time.Time) bool {
+	soon := 30 * 24 * time.Hour
+	if c.Key == RevocationKey {
+		soon = 24 * time.Hour
+	}
+	return c.Expires.Sub(now) < soon
+}
+
+// RevocationKey is the CertificateState.Key of revocation lists.
+const RevocationKey = "control.tls.crl"
+
 // A PortalState describes a portal.
 type PortalState struct {
 	Listen      string   `json:"listen"`  // as configured
