@@ -38,6 +38,26 @@ help: ## this list
 build: ## bin/iser-target, a static binary
 	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-X main.version=$(VERSION)' -o bin/iser-target ./cmd/iser-target
 
+.PHONY: sbom
+sbom: build ## bin/iser-target.cdx.json, the modules in bin/iser-target (CycloneDX)
+	$(GO) run ./tests/testkit/sbom bin/iser-target > bin/iser-target.cdx.json
+
+# Nothing of the directory, the cache or the clock may be in the program. The second build has an empty cache.
+.PHONY: reproducible
+reproducible: ## builds the program twice, in two directories, and compares
+	@dir=$$(mktemp -d); trap 'chmod -R u+w "$$dir"; rm -rf "$$dir"' EXIT; \
+	cache=$$($(GO) env GOCACHE); \
+	for name in one another-with-a-longer-name; do \
+		mkdir "$$dir/$$name"; \
+		tar -c --exclude=./.git --exclude=./bin . | tar -x -C "$$dir/$$name"; \
+		(cd "$$dir/$$name" && GOCACHE="$$cache" CGO_ENABLED=0 $(GO) build -trimpath -buildvcs=false \
+			-ldflags '-X main.version=$(VERSION)' -o "$$dir/$$name.bin" ./cmd/iser-target); \
+		sha256sum "$$dir/$$name.bin"; \
+		cache="$$dir/cache"; \
+	done; \
+	cmp "$$dir/one.bin" "$$dir/another-with-a-longer-name.bin"; \
+	echo "the two builds are the same"
+
 .PHONY: check
 check: ## what every change has to pass: format, vet, staticcheck, modules, tests with -race
 	@unformatted=$$(gofmt -l .); if [ -n "$$unformatted" ]; then echo "not formatted:"; echo "$$unformatted"; exit 1; fi
@@ -45,6 +65,7 @@ check: ## what every change has to pass: format, vet, staticcheck, modules, test
 	$(GO) vet -tags invariants ./...
 	$(GO) tool staticcheck ./...
 	$(GO) mod tidy -diff
+	$(GO) run ./tests/testkit/vulncheck
 	$(GOTESTSUM) --packages="$(CHECK)" -- -race -tags invariants -timeout $(TEST_TIMEOUT)
 
 .PHONY: test
