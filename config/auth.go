@@ -142,7 +142,7 @@ func readSecret(path string) (security.Secret, error) {
 	if err := checkMode(fi.Mode()); err != nil {
 		return "", err
 	}
-	if err := checkOwner(fi); err != nil {
+	if err := CheckOwner(fi); err != nil {
 		return "", err
 	}
 	b, err := io.ReadAll(io.LimitReader(f, maxSecretFile+1))
@@ -159,9 +159,9 @@ func readSecret(path string) (security.Secret, error) {
 	return security.ParseSecret(line)
 }
 
-// checkOwner returns an error if another user than root and that of this process can change a file, as sshd does.
+// CheckOwner returns an error if another user than root and that of this process can change a file, as sshd does.
 // Pipes are not checked: they end with what their writer says.
-func checkOwner(fi fs.FileInfo) error {
+func CheckOwner(fi fs.FileInfo) error {
 	st, ok := fi.Sys().(*syscall.Stat_t)
 	if !ok || !fi.Mode().IsRegular() {
 		return nil

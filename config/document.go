@@ -73,7 +73,7 @@ func OpenDocument(path string) (*Document, error) {
 	if err != nil {
 		return nil, err
 	}
-	d.mode, d.owner = fi.Mode(), checkOwner(fi)
+	d.mode, d.owner = fi.Mode(), CheckOwner(fi)
 	return d, nil
 }
 

@@ -35,7 +35,7 @@ const (
 // envOfOthers lists variables with envPrefix that the commands and the tests read. The target
 // may be started from the same environment and ignores them.
 var envOfOthers = []string{
-	"ISER_TARGET_CLIENT_ADDRESS", "ISER_TARGET_CLIENT_TLS_CERT", "ISER_TARGET_CLIENT_TLS_KEY", "ISER_TARGET_CLIENT_TLS_CA",
+	"ISER_TARGET_CLIENT_ADDRESS", "ISER_TARGET_CLIENT_CONTEXT", "ISER_TARGET_CLIENT_TLS_CERT", "ISER_TARGET_CLIENT_TLS_KEY", "ISER_TARGET_CLIENT_TLS_CA",
 	"ISER_TARGET_REQUIRE_INTEROP", "ISER_TARGET_VM_DIR",
 }
 

@@ -136,6 +136,7 @@ const timeLimit = 2 * time.Minute
 type program struct {
 	socket  string
 	address string
+	context string
 	tls     client.TLSFiles
 	format  string // of -o
 }
@@ -144,7 +145,7 @@ type program struct {
 func AddTo(root *cobra.Command) {
 	p := &program{}
 	for _, c := range []*cobra.Command{
-		p.target(), p.lun(), p.portal(), p.session(), p.reservation(), p.initiator(), p.auth(), p.limits(), p.config(), p.events(), p.top(), p.explain(), p.doctor(), p.capture(), p.drain(), p.upgrade(),
+		p.target(), p.lun(), p.portal(), p.session(), p.reservation(), p.initiator(), p.auth(), p.contextCommands(), p.limits(), p.config(), p.events(), p.top(), p.explain(), p.doctor(), p.capture(), p.drain(), p.upgrade(),
 	} {
 		p.whereFlags(c)
 		root.AddCommand(c)
@@ -216,6 +217,8 @@ func (p *program) whereFlags(c *cobra.Command) {
 	f := c.PersistentFlags()
 	f.StringVar(&p.socket, "socket", "", "Unix socket of the control API of the target (default: $"+envSocket+", else "+cmp.Or(config.DefaultSocket(), "none")+")")
 	f.StringVar(&p.address, "address", "", "host:port of the control API of a target on another machine (default: $"+envAddress+")")
+	f.StringVar(&p.context, "context", "", "name of the target in context list (default: $"+envContext+", else the current one)")
+	c.RegisterFlagCompletionFunc("context", contextNames)
 	c.MarkPersistentFlagFilename("socket")
 	for _, file := range p.files() {
 		f.StringVar(file.to, file.flag, "", "PEM file with "+file.what+", for --address (default: $"+file.env+")")
@@ -242,11 +245,31 @@ func (p *program) files() []tlsFile {
 	}
 }
 
-// client returns a client of the target that the flags name, or else the variables. A flag
+// client returns a client of the target that the flags name, or else the variables, or else the current context. A flag
 // overrides a variable, and the variable of the address that of the socket.
 func (p *program) client(cmd *cobra.Command) (*client.Client, error) {
 	if p.socket != "" && p.address != "" {
 		return nil, usage(cmd, "--socket and --address exclude each other")
+	}
+	if p.context != "" && (p.socket != "" || p.address != "") {
+		return nil, usage(cmd, "--context excludes --socket and --address")
+	}
+	name := p.context
+	if p.socket == "" && p.address == "" && name == "" {
+		name = os.Getenv(envContext)
+	}
+	if name != "" || p.socket == "" && p.address == "" && os.Getenv(envAddress) == "" && os.Getenv(envSocket) == "" {
+		all, _, err := readContexts()
+		if err != nil {
+			return nil, err
+		}
+		at, err := all.named(name)
+		if err != nil {
+			return nil, err
+		}
+		if at != nil {
+			return at.client(p)
+		}
 	}
 	address := p.address
 	if address == "" && p.socket == "" {

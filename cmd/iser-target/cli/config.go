@@ -146,12 +146,15 @@ func (p *program) events() *cobra.Command {
 	)
 	cmd := p.output(verb{use: "events [--follow]", short: "Show events: logins, refusals, changes, path errors", args: cobra.NoArgs,
 		long: "Show events: logins and refusals with their reasons, changes, path errors. The\ntarget stores the last 1024 of each kind. -o json writes one object on each line.",
-		run: func(_ context.Context, c *call) error {
-			ctx, w := c.cmd.Context(), c.cmd.OutOrStdout() // without timeLimit
+		run: func(ctx context.Context, c *call) error {
+			w := c.cmd.OutOrStdout()
+			if follow {
+				ctx = c.cmd.Context() // without timeLimit
+			}
 			err := c.Events(ctx, since, follow, func(e schema.Event) error {
 				return p.printOne(w, e, func() string { return eventLine(&e) })
 			})
-			if ctx.Err() != nil {
+			if follow && ctx.Err() != nil {
 				return nil // interrupted, as intended
 			}
 			if err == nil && follow {

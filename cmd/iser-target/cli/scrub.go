@@ -68,7 +68,9 @@ func (c *call) awaitScrub() (*schema.Scrub, error) {
 	defer bar.end()
 	ctx := c.cmd.Context() // without timeLimit
 	for {
-		s, err := c.Scrub(ctx, c.target, c.lun)
+		ask, cancel := context.WithTimeout(ctx, timeLimit)
+		s, err := c.Scrub(ask, c.target, c.lun)
+		cancel()
 		if err != nil {
 			return nil, err
 		}

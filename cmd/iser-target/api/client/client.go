@@ -27,6 +27,8 @@ const (
 	// maxAnswer bounds an answer, in bytes. The state of 16384 LUNs has less.
 	maxAnswer = 64 << 20
 	maxLine   = 1 << 20 // bytes of one event, or of one ChangeUpdate
+	// silence is several times the interval of the target's heartbeats.
+	silence = time.Minute
 	// idleTime is less than the server's, so that no request meets a closed connection.
 	idleTime = time.Minute
 )
@@ -37,6 +39,8 @@ type Client struct {
 	where string     // path of the socket, or host:port
 	tls   *clientTLS // nil: where is a socket
 	http  http.Client
+
+	silence time.Duration // the longest time between two heartbeats of a stream
 }
 
 // New returns a client of the target that serves on the Unix socket. It does not connect
@@ -52,7 +56,7 @@ func newClient(where string, t *http.Transport) *Client {
 	t.DisableCompression = true
 	t.MaxIdleConns = 1
 	t.IdleConnTimeout = idleTime
-	return &Client{where: where, http: http.Client{Transport: t}}
+	return &Client{where: where, http: http.Client{Transport: t}, silence: silence}
 }
 
 // Remote reports whether the target may run on another machine, where paths mean other files.
@@ -503,12 +507,50 @@ func (c *Client) Explain(ctx context.Context, initiator, target, portal, from st
 // continues with new events until each fails, ctx ends, or the target ends.
 func (c *Client) Events(ctx context.Context, since uint64, follow bool, each func(schema.Event) error) error {
 	q := url.Values{"since": {strconv.FormatUint(since, 10)}, "follow": {strconv.FormatBool(follow)}}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	if !follow {
+		return c.events(ctx, q, nil, each)
+	}
+	timer := time.AfterFunc(c.silence, func() { cancel(errSilent) })
+	defer timer.Stop()
+	err := c.events(ctx, q, func() { timer.Reset(c.silence) }, each)
+	if context.Cause(ctx) == errSilent {
+		return c.unreached(http.MethodGet, context.DeadlineExceeded)
+	}
+	return err
+}
+
+// errSilent ends a stream without heartbeats.
+var errSilent = errors.New("the target is silent")
+
+// events requests events. It calls heard, unless that is nil, when something arrives.
+func (c *Client) events(ctx context.Context, q url.Values, heard func(), each func(schema.Event) error) error {
 	resp, err := c.roundTrip(ctx, http.MethodGet, "/v1/events", q, nil)
 	if err != nil {
 		return err
 	}
 	defer resp.Body.Close()
-	return lines(ctx, c, http.MethodGet, resp.Body, "event", each)
+	var r io.Reader = resp.Body
+	if heard != nil {
+		r = &listener{r, heard}
+	}
+	return lines(ctx, c, http.MethodGet, r, "event", each)
+}
+
+// A listener is a Reader that calls heard after each Read.
+type listener struct {
+	io.Reader
+	heard func()
+}
+
+// Read implements io.Reader.
+func (l *listener) Read(p []byte) (int, error) {
+	n, err := l.Reader.Read(p)
+	if n > 0 {
+		l.heard()
+	}
+	return n, err
 }
 
 // lines calls each with the lines of an answer to a request of that method, until ctx ends. what
@@ -528,7 +570,7 @@ func lines[T any](ctx context.Context, c *Client, method string, r io.Reader, wh
 			return err
 		}
 	}
-	if err := lines.Err(); err != nil && ctx.Err() == nil {
+	if err := lines.Err(); err != nil && !errors.Is(ctx.Err(), context.Canceled) {
 		return c.unreached(method, err)
 	}
 	return nil

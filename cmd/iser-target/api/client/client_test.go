@@ -8,8 +8,10 @@ import (
 	"net/http"
 	"net/url"
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"golang.org/x/sys/unix"
@@ -51,5 +53,48 @@ func TestErrorWithoutAnAnswer(t *testing.T) {
 				t.Errorf("%s, %v: %+v, want %q", method, tc.err, got, tc.want)
 			}
 		}
+	}
+}
+
+// A target that sends nothing, not even heartbeats, does not hold up a command forever. One that sends heartbeats does
+// not end.
+func TestSilentStreamEnds(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "s")
+	l, err := net.Listen("unix", socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	hang := make(chan struct{})
+	server := http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		io.WriteString(w, `{"number": 1, "event": "login"}`+"\n")
+		for range 20 {
+			http.NewResponseController(w).Flush()
+			time.Sleep(20 * time.Millisecond)
+			io.WriteString(w, "\n")
+		}
+		http.NewResponseController(w).Flush()
+		<-hang
+	})}
+	go server.Serve(l)
+	defer server.Close()
+	defer close(hang)
+	c := New(socket)
+	c.silence = 200 * time.Millisecond
+	begun, n := time.Now(), 0
+	err = c.Events(t.Context(), 0, true, func(schema.Event) error {
+		n++
+		return nil
+	})
+	var e *schema.Error
+	if !errors.As(err, &e) || e.Code != schema.Unreached || !strings.Contains(e.Message, "did not answer in time") || n != 1 {
+		t.Errorf("%d events, error %v", n, err)
+	}
+	if took := time.Since(begun); took < 400*time.Millisecond {
+		t.Errorf("a stream with heartbeats ended after %v", took)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	if err := c.Events(ctx, 0, false, func(schema.Event) error { return nil }); !errors.As(err, &e) || !strings.Contains(e.Message, "did not answer in time") {
+		t.Errorf("a list that does not end: %v", err)
 	}
 }
