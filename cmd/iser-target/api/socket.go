@@ -71,8 +71,14 @@ func share(path string, gid int) error {
 	if gid < 0 {
 		return os.Chmod(path, 0o600)
 	}
-	if err := os.Lchown(path, -1, gid); err != nil {
-		return fmt.Errorf("%w. Only members of the group, and root, can give it the socket", err)
+	var st unix.Stat_t
+	if err := unix.Lstat(path, &st); err != nil {
+		return &fs.PathError{Op: "lstat", Path: path, Err: err}
+	}
+	if int(st.Gid) != gid { // the directory may have given it the group, where the service must not
+		if err := os.Lchown(path, -1, gid); err != nil {
+			return fmt.Errorf("%w. Only members of the group, and root, can give it the socket; docs/service.md says what the service needs", err)
+		}
 	}
 	return os.Chmod(path, 0o660)
 }
