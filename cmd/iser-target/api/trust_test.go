@@ -80,7 +80,7 @@ func TestChangedCertificatesAreReadAgain(t *testing.T) {
 		if got := presented(); got != first {
 			t.Fatalf("with a wrong key: %s, want certificate %s", got, first)
 		}
-		return events("changed certificates are not used") == 1
+		return events("changed certificates are not used") >= 1 // more if it was read while it was written
 	})
 	if err := os.WriteFile(a.Path("server.key"), key, 0o600); err != nil {
 		t.Fatal(err)
