@@ -392,8 +392,8 @@ func (s *session) finish() {
 		took := s.nexus.Latencies()
 		nd.ended[s.nexus.Transport()].Add(&took)
 	}
+	nd.stats.sessionsEnded.Add(1) // before nd.mu is free: Stats has the session in one of both counts
 	nd.mu.Unlock()
-	nd.stats.sessionsEnded.Add(1)
 	close(s.done)
 }
 
