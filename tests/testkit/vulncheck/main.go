@@ -37,7 +37,7 @@ func main() {
 	}
 }
 
-// skip says why nothing was checked, and ends the program.
+// skip prints why nothing was checked, and ends the program.
 func skip(format string, a ...any) {
 	fmt.Println("vulnerabilities: NOT CHECKED:", fmt.Sprintf(format, a...))
 	os.Exit(0)
