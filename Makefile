@@ -102,8 +102,8 @@ neighbours: ## what an honest initiator keeps while others attack the target, as
 	$(GO) test -count 1 -timeout $(TEST_TIMEOUT) -v ./tests/neighbours -run '^TestNeighbours$$' -measure
 
 .PHONY: crash
-crash: ## kill -9 at CRASH_ROUNDS random moments and at each system call, and broken connections
-	CRASH_ROUNDS=$(CRASH_ROUNDS) $(GO) test -count 1 -timeout $(CRASH_TIMEOUT) -v ./tests/crash -run '^Test(Kill|Faults|EachSystemCall)$$'
+crash: ## kill -9 and power cuts at CRASH_ROUNDS random moments, the end at each system call, and broken connections
+	CRASH_ROUNDS=$(CRASH_ROUNDS) $(GO) test -count 1 -timeout $(CRASH_TIMEOUT) -v ./tests/crash -run '^Test(Kill|Faults|EachSystemCall|PowerCuts|PowerCutsFindLies)$$'
 
 .PHONY: requirements
 requirements: ## which rows of docs/requirements the tests quote

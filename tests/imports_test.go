@@ -47,7 +47,7 @@ var mayImport = map[string][]string{
 	"security/limits":         {},
 	"config":                  {"security", "github.com/spf13/viper", "go.yaml.in/yaml/v3", "golang.org/x/sys"},
 	"tests": {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "tests",
-		"golang.org/x/sys", "github.com/chromedp"},
+		"golang.org/x/sys", "github.com/chromedp", "github.com/hanwen/go-fuse"},
 }
 
 // Tests may also import what they have in common, the suite that every store

@@ -35,6 +35,15 @@ func LoopDevice(t testing.TB, content []byte, sector uint32, readOnly bool) (dev
 		t.Fatal(err)
 	}
 	defer f.Close()
+	device, detach := AttachLoop(t, f, sector, readOnly)
+	t.Cleanup(detach)
+	return device, file
+}
+
+// AttachLoop creates a block device on a file, with sectors of that many bytes. detach removes it when nobody else uses
+// it; so does the end of the test process.
+func AttachLoop(t testing.TB, f *os.File, sector uint32, readOnly bool) (device string, detach func()) {
+	t.Helper()
 	control, err := os.OpenFile("/dev/loop-control", os.O_RDWR, 0)
 	if err != nil {
 		Unavailable(t, "no loop devices: %v", err)
@@ -57,8 +66,7 @@ func LoopDevice(t testing.TB, content []byte, sector uint32, readOnly bool) (dev
 		}
 		switch err := unix.IoctlLoopConfigure(fd, &config); err {
 		case nil:
-			t.Cleanup(func() { unix.Close(fd) }) // the last close clears it
-			return device, file
+			return device, func() { unix.Close(fd) } // the last close clears it
 		case unix.EBUSY:
 			unix.Close(fd)
 		default:
@@ -67,5 +75,5 @@ func LoopDevice(t testing.TB, content []byte, sector uint32, readOnly bool) (dev
 		}
 	}
 	Unavailable(t, "no free loop device")
-	return "", ""
+	return "", nil
 }

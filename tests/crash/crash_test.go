@@ -38,8 +38,10 @@ const (
 	overISER = "iqn.2026-11.io.example:host-iser"
 	overTCP  = "iqn.2026-11.io.example:host-tcp"
 
-	diskSize = 1 << 20 // of each LUN; small, so that blocks are written often
-	depth    = 10      // commands that each session has in flight
+	diskSize        = 1 << 20 // of each LUN; small, so that blocks are written often
+	writeThroughLUN = 2
+	checkedLUN      = 4
+	depth           = 10 // commands that each session has in flight
 )
 
 // variable returns the number that an environment variable has.
@@ -72,8 +74,11 @@ type world struct {
 }
 
 // newWorld starts a target with LUNs of 512 and 4096 bytes per block, one of which is write-through, and one with checksums.
-func newWorld(t *testing.T) *world {
-	w := &world{dir: t.TempDir()}
+func newWorld(t *testing.T) *world { return newWorldIn(t, t.TempDir()) }
+
+// newWorldIn starts the target of newWorld with all files in dir.
+func newWorldIn(t *testing.T, dir string) *world {
+	w := &world{dir: dir}
 	w.Target = harness.Config{Dir: w.dir, Targets: fmt.Sprintf(`
   - name: %[1]s
     initiators: ["*"]
