@@ -38,6 +38,8 @@ var mayImport = map[string][]string{
 	"rdma":                       {"rdma/llp", "rdma/wire", "golang.org/x/sys"},
 	"rdma/llp":                   {"golang.org/x/sys"},
 	"rdma/wire":                  {},
+	"rdma/rpcrdma/oncrpc":        {},
+	"rdma/rpcrdma/wire":          {},
 	"backend":                    {"backend", "golang.org/x/sys"},
 	// gotgt logs by logrus.
 	"backend/gotgt": {"backend", "github.com/gostor/gotgt", "github.com/sirupsen/logrus"},
@@ -141,6 +143,8 @@ func TestImportRule(t *testing.T) {
 		{"lun", "backend/backendtest", true, true},
 		{"iscsi", "backend/backendtest", true, true},
 		{"rdma", "iscsi/pdu", false, false},
+		{"rdma", "rdma/rpcrdma/wire", false, false},
+		{"rdma/rpcrdma/wire", "rdma", false, false},
 		{"rdma", "iser", true, false},
 		{"config", "security", false, true},
 		{"config", "lun", false, false},
