@@ -31,6 +31,9 @@ type registrationEntry struct {
 	Key            string `json:"key"`         // 0x and 16 hex digits
 	AllTargetPorts bool   `json:"all_target_ports"`
 	Holder         bool   `json:"holder"` // false of all where all registrants are
+	// By is the iSCSI name of the initiator that has made the registration, and counts for its limit; empty: that of
+	// Initiator.
+	By string `json:"by,omitempty"`
 }
 
 // reservationsState1 is the file of version 1, when a target had one port, with the relative
@@ -63,7 +66,7 @@ func upgradeReservations(b []byte) (next unitEntries, written any, err error) {
 		held := old.Holder == ""
 		for j, r := range old.Registrations {
 			holder := r.Initiator == old.Holder
-			e.Registrations[j] = registrationEntry{r.Initiator, 1, r.Key, r.AllTargetPorts, holder}
+			e.Registrations[j] = registrationEntry{r.Initiator, 1, r.Key, r.AllTargetPorts, holder, ""}
 			held = held || holder
 		}
 		if !held {
@@ -110,8 +113,12 @@ func (o *Options) keepReservations(s *prState, p state.Patience) (err error) {
 func encodeUnit(naa string, s *prState) unitEntry {
 	e := unitEntry{NAA: naa, Type: s.typ, Registrations: make([]registrationEntry, len(s.registrations))}
 	for i, r := range s.registrations {
+		by := r.by
+		if by == r.nexus.initiator.name {
+			by = ""
+		}
 		e.Registrations[i] = registrationEntry{
-			r.nexus.initiator.String(), r.nexus.target, encodeKey(r.key), r.allTargetPorts, r.nexus == s.holder,
+			r.nexus.initiator.String(), r.nexus.target, encodeKey(r.key), r.allTargetPorts, r.nexus == s.holder, by,
 		}
 	}
 	return e
@@ -141,6 +148,12 @@ func (e unitEntry) decode() (s prState, err error) {
 			return s, fmt.Errorf("registrations[%d]: %.300q is not an initiator port", i, entry.Initiator)
 		}
 		r.by = r.nexus.initiator.name
+		if entry.By != "" {
+			r.by, ok = parseInitiatorName(entry.By)
+		}
+		if !ok || entry.By == r.nexus.initiator.name || entry.By != "" && entry.By != r.by {
+			return s, fmt.Errorf("registrations[%d]: by %.300q is not the name of another initiator", i, entry.By)
+		}
 		if r.nexus.target = entry.TargetPort; entry.TargetPort == 0 {
 			return s, fmt.Errorf("registrations[%d]: target port 0, want 1 to 65535", i)
 		}

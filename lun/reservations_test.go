@@ -296,6 +296,8 @@ func TestOpenReservationsRefuses(t *testing.T) {
 		"port":                {`"initiator": "iqn.2026-11.io.example:c,i,0x`, `"initiator": "iqn.2026-11.io.example:c,i,`, "not an initiator port"},
 		"upper case":          {`"initiator": "iqn.2026-11.io.example:c`, `"initiator": "iqn.2026-11.io.example:C`, "not an initiator port"},
 		"twice":               {`"initiator": "iqn.2026-11.io.example:c`, `"initiator": "iqn.2026-11.io.example:a`, "twice"},
+		"by upper case":       {`"holder": true`, `"holder": true, "by": "iqn.2026-11.io.example:X"`, "is not the name of another initiator"},
+		"by a comma":          {`"holder": true`, `"holder": true, "by": "a,b"`, "is not the name of another initiator"},
 		"repeated member":     {`"type": 5,`, `"type": 5, "type": 5,`, "damaged"},
 		"unit twice":          {"    }\n  ]\n}\n", "    }, {\"naa\": \"3001020304050607\", \"type\": 0, \"registrations\": [{\"initiator\": \"a,i,0x000000000000\", \"target_port\": 1, \"key\": \"0x0000000000000001\", \"all_target_ports\": false, \"holder\": false}]}]}", "is there twice"},
 		"nobody registered":   {reservationsGolden, `{"version": 2, "units": [{"naa": "3001020304050607", "type": 0, "registrations": []}]}`, "0 registrations"},
