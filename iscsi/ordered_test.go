@@ -61,6 +61,7 @@ func TestOrderedAmongSessions(t *testing.T) {
 		ordered := b.command(pdu.FlagF|pdu.AttrOrdered, 0, cdb.TestUnitReady, nil)
 		second := b.command(writeF|pdu.AttrOrdered, 512, cdb.Write10(0, 1), make([]byte, 512))
 		b.ping() // both have come
+		synctest.Wait()
 		last := a.command(pdu.FlagF|pdu.AttrSimple, 0, cdb.TestUnitReady, nil)
 		a.wantStatus(a.command(pdu.FlagF|pdu.AttrHeadOfQueue, 0, cdb.TestUnitReady, nil), 0)
 		a.wantNothing() // last came after an ORDERED command of b
