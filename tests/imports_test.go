@@ -47,6 +47,7 @@ var mayImport = map[string][]string{
 	"backend/gotgt/gostorenv": {},
 	"security":                {},
 	"security/limits":         {},
+	"security/ipsec":          {"security", "security/ipsec", "golang.org/x/sys", "github.com/vishvananda/netlink"},
 	"config":                  {"security", "github.com/spf13/viper", "go.yaml.in/yaml/v3", "golang.org/x/sys"},
 	"tests": {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "tests",
 		"golang.org/x/sys", "github.com/chromedp", "github.com/hanwen/go-fuse"},

@@ -122,8 +122,10 @@ type Question struct {
 	Flow      Flow
 	Initiator string // normalised iSCSI name; empty before the login
 	Target    string // the same; empty before the login and in discovery
-	Demand    Demand // the stricter one of portal and target
-	Profile   *Profile
+	// Demand and Profile are those of the portal or of the target. When both have demands, a Guard asks for each of them and
+	// takes the stricter verdict.
+	Demand  Demand
+	Profile *Profile
 }
 
 // An Action is what happens to the connection.
@@ -154,7 +156,7 @@ func (v Verdict) Protected() bool { return v.Suite != "" }
 // A Profile says which protection is good enough. The zero value takes what RFC 7146 allows, except manual keys.
 type Profile struct {
 	Name            string
-	Mode            Mode           // empty: tunnel or transport
+	Mode            Mode           // empty: tunnel or transport; a socket policy of a portal then demands tunnel mode
 	Suites          []string       // strongSwan's names: aes128gcm16, aes256gcm16, aes128-sha256, aes128gmac, null-sha256; empty: those of RFC 7146 with encryption
 	MinKeyBits      int            // of encryption; 0: 128
 	NullEncryption  bool           // integrity alone is enough
