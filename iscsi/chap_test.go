@@ -18,6 +18,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 const (
@@ -413,12 +414,13 @@ func TestSessionOfAnotherUser(t *testing.T) {
 		n := newCHAPNode(t, chap(t, ""))
 		enter := func(user string, tsih uint16) *chapPeer {
 			p := n.connect(func(tc *testConn) { tc.tsih = tsih }).chapPeer()
-			p.authenticate("AuthMethod=CHAP", "CHAP_A=5", "T CHAP_N="+user+" CHAP_R=%"+user)
-			pairs := linuxKeys
-			if tsih != 0 {
-				pairs = []string{"InitiatorRecvDataSegmentLength=8192"}
+			p.authenticateUntilResponse()
+			p.say("T CHAP_N=" + user + " CHAP_R=%" + user)
+			if tsih != 0 { // the target knows now that the session is not that of user
+				return p
 			}
-			p.writeLogin(p.loginRequest(true, 1, 3), pairs...)
+			p.hear()
+			p.writeLogin(p.loginRequest(true, 1, 3), linuxKeys...)
 			return p
 		}
 		old := enter("alice", 0)
@@ -596,5 +598,85 @@ func TestCHAPExtremes(t *testing.T) {
 		}
 		p := newCHAPNode(t, c).connect().chapPeer()
 		p.authenticate("AuthMethod=CHAP", "CHAP_A=5", fmt.Sprintf("T CHAP_N=%s CHAP_R=%%zeros", name))
+	})
+}
+
+// Before an initiator has proved who it is, no answer depends on the sessions that others have: neither the
+// numbers of a Login Response nor its text and status show that a TSIH is in use.
+func TestNothingOfForeignSessionsBeforeAuthentication(t *testing.T) {
+	begin := func(t *testing.T) (n *testNode, victim *testConn) {
+		n = newCHAPNode(t, chap(t, ""), several(2))
+		p := n.connect().chapPeer()
+		p.authenticateUntilResponse()
+		p.say("T CHAP_N=alice CHAP_R=%alice")
+		p.hear()
+		p.writeLogin(p.loginRequest(true, 1, 3), leadingKeys...)
+		victim = p.loggedIn()
+		for range 9 {
+			victim.wantStatus(victim.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
+		}
+		return n, victim
+	}
+	// stranger logs in with a TSIH until it would have to know a secret, and returns all that it was told.
+	stranger := func(n *testNode, tsih uint16, requests ...[]string) (told []string) {
+		tc := n.connect(func(tc *testConn) { tc.tsih, tc.cid, tc.CmdSN = tsih, 7, 1000 })
+		for _, pairs := range requests {
+			tc.writeLogin(tc.loginRequest(false, 0, 0), pairs...)
+			p := tc.want(pdu.LoginResp)
+			told = append(told, fmt.Sprintf("%x %q", []byte(p.h), p.data))
+			if pdu.ParseLoginResponse(p.h).Status != pdu.LoginSuccess {
+				break
+			}
+		}
+		tc.close()
+		tc.wait()
+		return told
+	}
+	for name, requests := range map[string][][]string{
+		"names":           {names, {"AuthMethod=CHAP"}},
+		"one request":     {append(slices.Clone(names), "AuthMethod=CHAP,None")},
+		"no CHAP":         {append(slices.Clone(names), "AuthMethod=None")},
+		"a leading key":   {append(slices.Clone(names), "AuthMethod=CHAP"), {"MaxConnections=4"}},
+		"another name":    {append(without(names, "InitiatorName"), "InitiatorName=iqn.1993-08.org.debian:01:other", "AuthMethod=CHAP")},
+		"other session":   {append(without(names, "SessionType"), "SessionType=Discovery", "AuthMethod=CHAP")},
+		"no names at all": {{"AuthMethod=CHAP"}},
+	} {
+		bubble(t, name, func(t *testing.T) {
+			n, victim := begin(t)
+			used, unused := stranger(n, victim.tsih, requests...), stranger(n, victim.tsih+1, requests...)
+			if len(used) == 0 || !slices.Equal(used, unused) {
+				t.Errorf("with the TSIH of a session: %q\nwith another one: %q", used, unused)
+			}
+			victim.ping()
+			victim.wantStatus(victim.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
+			victim.logout()
+		})
+	}
+	bubble(t, "wrong secret, and the operational stage at once", func(t *testing.T) {
+		n, victim := begin(t)
+		for _, tsih := range []uint16{victim.tsih, victim.tsih + 1} {
+			p := n.connect(func(tc *testConn) { tc.tsih, tc.cid = tsih, 7 }).chapPeer()
+			p.authenticateUntilResponse()
+			p.say("T CHAP_N=alice CHAP_R=%nobody")
+			p.wantRefused(pdu.LoginAuthentication)
+			tc := n.connect(func(tc *testConn) { tc.tsih, tc.cid = tsih, 7 })
+			tc.writeLogin(tc.loginRequest(true, 1, 3), append(slices.Clone(names), "MaxConnections=4")...)
+			tc.wantRefused(pdu.LoginAuthentication)
+			// Another user of the same initiator port learns nothing either.
+			p = n.connect(func(tc *testConn) { tc.tsih, tc.cid = tsih, 7 }).chapPeer()
+			p.authenticateUntilResponse()
+			p.say("T CHAP_N=bob CHAP_R=%bob")
+			p.wantRefused(pdu.LoginAuthentication)
+		}
+		victim.ping()
+		// The owner of the session joins it.
+		p := n.connect(func(tc *testConn) { tc.tsih, tc.cid, tc.CmdSN = victim.tsih, 7, victim.CmdSN }).chapPeer()
+		p.authenticateUntilResponse()
+		p.say("T CHAP_N=alice CHAP_R=%alice")
+		p.hear()
+		p.writeLogin(p.loginRequest(true, 1, 3), joiningKeys...)
+		p.loggedIn()
+		p.logout()
+		victim.wantEnd(nil)
 	})
 }

@@ -30,6 +30,7 @@ type login struct {
 	key    sessionKey
 	target *target
 	auth   authenticator
+	joins  *session // that the connection joins or reinstates; known once the initiator has proved its name
 
 	charged int // bytes of long text
 
@@ -182,28 +183,35 @@ func (l *login) negotiate() error {
 	}
 	keys.Arrange(pairs)
 	var answers []keys.Pair
-	securing := l.stage == pdu.SecurityNegotiation
-	for _, p := range pairs {
-		if securing && p.Key == "AuthMethod" {
-			continue // the answer depends on the initiator and the target
-		}
-		if answers, err = l.neg.Offer(keys.Stage(l.stage), p, answers); err != nil {
-			return keyError(err)
-		}
-	}
-	if !l.named {
+	first, names := !l.named, 0
+	if first {
 		l.named = true
+		names = keys.Names(pairs)
+		if answers, err = l.offer(pairs[:names], answers); err != nil {
+			return err
+		}
 		if err := l.identify(); err != nil {
 			return err
 		}
+		if err := l.join(); err != nil {
+			return err
+		}
+	}
+	if answers, err = l.offer(pairs[names:], answers); err != nil {
+		return err
+	}
+	if first {
 		l.advance(limits.Named)
 		answers = append(answers, keys.Pair{Key: "TargetPortalGroupTag", Value: fmt.Sprint(l.conn.portal.TPGT)})
 		if l.target != nil && l.target.Alias != "" && !l.neg.Params().Discovery {
 			answers = append(answers, keys.Pair{Key: "TargetAlias", Value: l.target.Alias})
 		}
 	}
-	if securing {
+	if l.stage == pdu.SecurityNegotiation {
 		if answers, err = l.authenticate(pairs, answers); err != nil {
+			return err
+		}
+		if err := l.join(); err != nil {
 			return err
 		}
 	} else {
@@ -220,34 +228,59 @@ func (l *login) advance(p limits.Progress) {
 	}
 }
 
-// joins returns the session that the first request names, which may belong to another initiator, or
-// nil.
-func (l *login) joins() *session {
-	if s, _ := l.conn.node.session(l.first.TSIH); s != nil && s.key.isid == l.first.ISID {
-		return s
+// offer negotiates pairs of the initiator and appends the answers.
+func (l *login) offer(pairs, answers []keys.Pair) ([]keys.Pair, error) {
+	for _, p := range pairs {
+		if l.stage == pdu.SecurityNegotiation && p.Key == "AuthMethod" {
+			continue // the answer depends on the initiator and the target
+		}
+		var err error
+		if answers, err = l.neg.Offer(keys.Stage(l.stage), p, answers); err != nil {
+			return nil, keyError(err)
+		}
 	}
+	return answers, nil
+}
+
+// join finds the session that a login with a TSIH names, once the initiator has authenticated itself. Before
+// that no answer may depend on whether there is such a session.
+func (l *login) join() error {
+	if l.first.TSIH == 0 || l.joins != nil || !l.auth.done() {
+		return nil
+	}
+	nd := l.conn.node
+	nd.mu.Lock()
+	defer nd.mu.Unlock()
+	s := nd.find(l.key)
+	if refusal := s.refuses(l.first.TSIH, l.neg.Params().CHAPName); refusal != nil {
+		return refusal
+	}
+	l.joins = s
+	l.neg.Join(s.params)
 	return nil
 }
 
-// expectCmdSN sets the window that Login Responses carry until the end of login.
+// oldest is how far before CmdSN the window begins that a login names whose session is not known yet. No
+// session has that many commands in flight.
+const oldest = 1 << 16
+
+// expectCmdSN sets the window that Login Responses carry until the end of login. That of a login with a TSIH
+// is empty and in the past, so that it changes nothing in the session of the initiator (RFC 7143, section
+// 4.2.2.1). The final response carries the window of the session.
 func (l *login) expectCmdSN() {
-	own, s := l.conn.shared, l.joins()
-	if s != nil { // its lock comes first, as in join
-		s.shared.mu.Lock()
-		defer s.shared.mu.Unlock()
-	}
+	own := l.conn.shared
 	own.mu.Lock()
 	defer own.mu.Unlock()
-	if s == nil {
+	if l.first.TSIH == 0 {
 		own.win.open(l.first.CmdSN, l.conn.opt.QueueDepth)
 		return
 	}
-	own.win.exp, own.win.max = s.shared.win.exp, s.shared.win.max
+	own.win.exp, own.win.max = l.first.CmdSN-oldest, l.first.CmdSN-oldest-1
 }
 
 func (l *login) newNegotiation() *keys.Negotiation {
-	if s := l.joins(); s != nil {
-		return keys.NewJoin(l.conn.limits(), s.params)
+	if l.first.TSIH != 0 {
+		return keys.NewJoin(l.conn.limits())
 	}
 	return keys.NewLogin(l.conn.limits())
 }
@@ -356,10 +389,7 @@ func (l *login) answer() (done bool, err error) {
 func (l *login) enterFullFeature() error {
 	c := l.conn
 	if l.first.TSIH != 0 {
-		s := l.joins()
-		if s == nil {
-			return errNoSession
-		}
+		s := l.joins
 		// A session is all RDMA or all TCP. A connection that can step up counts as both.
 		rdma := s.params.RDMAExtensions
 		if !s.discovery && (rdma && !c.dm.RDMA() && !c.limits().StepUp || !rdma && c.dm.RDMA()) {

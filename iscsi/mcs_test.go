@@ -463,7 +463,8 @@ func TestJoinRefused(t *testing.T) {
 	})
 }
 
-// Login Responses to a joining connection speak of the session's window.
+// The final Login Response to a joining connection carries the session's window. Those before it carry numbers
+// that change nothing in the session of the initiator, whatever CmdSN comes.
 func TestJoiningLoginTellsWindow(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := newTestNode(t, several(2))
@@ -471,15 +472,18 @@ func TestJoiningLoginTellsWindow(t *testing.T) {
 		for range 5 {
 			a.wantStatus(a.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0)
 		}
-		b := n.connect(func(tc *testConn) { tc.tsih, tc.cid, tc.CmdSN = a.tsih, 1, a.CmdSN+3 })
+		b := n.connect(func(tc *testConn) { tc.tsih, tc.cid, tc.CmdSN = a.tsih, 1, a.CmdSN })
 		b.writeLogin(b.loginRequest(false, 1, 0), names...)
+		b.wantLogin(pdu.LoginSuccess)
+		if !pdu.Before(b.expCmdSN, a.expCmdSN-127) || b.maxCmdSN != b.expCmdSN-1 {
+			t.Errorf("ExpCmdSN %d, MaxCmdSN %d; the session has %d and %d", b.expCmdSN, b.maxCmdSN, a.expCmdSN, a.maxCmdSN)
+		}
+		a.ping() // the session has lost nothing
+		b.writeLogin(b.loginRequest(true, 1, 3), joiningKeys...)
 		b.wantLogin(pdu.LoginSuccess)
 		if b.expCmdSN != a.CmdSN || b.maxCmdSN != a.CmdSN+127 {
 			t.Errorf("ExpCmdSN %d, MaxCmdSN %d; the session expects %d", b.expCmdSN, b.maxCmdSN, a.CmdSN)
 		}
-		b.CmdSN = a.CmdSN
-		b.writeLogin(b.loginRequest(true, 1, 3), joiningKeys...)
-		b.loggedIn()
 		b.logout()
 		a.wantEnd(nil)
 	})

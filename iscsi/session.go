@@ -167,12 +167,8 @@ func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *tar
 			refusal = refuse(pdu.LoginInitiatorError, fmt.Sprintf("DefaultTime2Wait=%d is too long for "+
 				"ErrorRecoveryLevel=2: %v", c.params.DefaultTime2Wait, &nd.shared.MaxTime2Wait))
 			nd.shared.MaxTime2Wait.Bite(key.initiator)
-		case s != nil && !s.discovery && s.params.CHAPName != c.params.CHAPName:
-			// Section 9.2: only the user that opened a session replaces or joins it. A discovery
-			// session has nothing to protect.
-			refusal = refuse(pdu.LoginAuthentication, "session of this initiator port belongs to another CHAP user")
-		case req.TSIH != 0 && (s == nil || s.tsih != req.TSIH):
-			refusal = errNoSession
+		case s.refuses(req.TSIH, c.params.CHAPName) != nil:
+			refusal = s.refuses(req.TSIH, c.params.CHAPName)
 		case req.TSIH != 0:
 			old, refusal = s.addConn(c)
 		case s != nil:
@@ -194,6 +190,20 @@ func (nd *Node) establish(c *conn, key sessionKey, req *pdu.LoginRequest, t *tar
 			return refusal
 		}
 	}
+}
+
+// refuses returns why a login with that TSIH, by that CHAP user, neither joins nor replaces s, which has its
+// key, or is nil if there is no such session.
+func (s *session) refuses(tsih uint16, chapName string) *loginError {
+	switch {
+	case s != nil && !s.discovery && s.params.CHAPName != chapName:
+		// Section 9.2: only the user that opened a session replaces or joins it. A discovery
+		// session has nothing to protect.
+		return refuse(pdu.LoginAuthentication, "session of this initiator port belongs to another CHAP user")
+	case tsih != 0 && (s == nil || s.tsih != tsih):
+		return errNoSession
+	}
+	return nil
 }
 
 // replacedBecause returns why s ends for a session with that key.

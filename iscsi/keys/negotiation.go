@@ -1,6 +1,7 @@
 package keys
 
 import (
+	"cmp"
 	"slices"
 	"strings"
 )
@@ -40,18 +41,26 @@ func NewLogin(l Limits) *Negotiation {
 	return n
 }
 
-// NewJoin starts the login of a connection that joins or reinstates the session that
-// agreed on cur. Leading-only keys are errors in it.
-func NewJoin(l Limits, cur Params) *Negotiation {
-	n := newNegotiation(l, cur)
+// NewJoin starts the login of a connection that joins or reinstates a session. Leading-only keys are errors
+// in it. The caller calls Join before operational keys are offered.
+func NewJoin(l Limits) *Negotiation {
+	n := NewLogin(l)
 	n.joining = true
-	n.p.InitiatorName, n.p.TargetName, n.p.CHAPName = "", "", "" // every login declares them
+	return n
+}
+
+// Join makes cur, on which the session has agreed, what the connection begins with. Its names, session
+// type and user stay: every login declares them. Keys of a connection have their defaults.
+func (n *Negotiation) Join(cur Params) {
+	cur.InitiatorName, cur.TargetName = n.p.InitiatorName, n.p.TargetName
+	cur.InitiatorAlias = cmp.Or(n.p.InitiatorAlias, cur.InitiatorAlias)
+	cur.Discovery, cur.CHAPName = n.p.Discovery, n.p.CHAPName
 	for _, k := range table {
 		if k.flags&connection != 0 {
-			k.reset(&n.p)
+			k.reset(&cur)
 		}
 	}
-	return n
+	n.p = cur
 }
 
 // NewText starts a negotiation in the full feature phase of a connection that has agreed on cur.

@@ -283,7 +283,7 @@ func TestCHAPKeys(t *testing.T) {
 	if p.CHAPName != "alice" {
 		t.Errorf("%+v", p)
 	}
-	if name := NewJoin(Limits{}, p).Params().CHAPName; name != "" {
+	if name := joining(Limits{}, p).Params().CHAPName; name != "" {
 		t.Errorf("new connection begins as %q", name)
 	}
 }
@@ -543,6 +543,13 @@ func TestRDMAExtensionsMissing(t *testing.T) {
 	}
 }
 
+// joining returns the negotiation of a connection that joins a session which has agreed on cur.
+func joining(l Limits, cur Params) *Negotiation {
+	n := NewJoin(l)
+	n.Join(cur)
+	return n
+}
+
 // ISCSI-13-1, ISER-5.1-8, ISER-5.1-9: a connection that joins a session inherits the values of the session, and
 // negotiates those of a connection.
 func TestJoin(t *testing.T) {
@@ -552,11 +559,11 @@ func TestJoin(t *testing.T) {
 		if k.use != leading {
 			continue
 		}
-		n := NewJoin(Limits{RDMA: true}, cur)
+		n := joining(Limits{RDMA: true}, cur)
 		_, err := n.Offer(Operational, Pair{k.name, "1"}, nil)
 		wantStatus(t, err, 0x0200)
 	}
-	n := NewJoin(Limits{RDMA: true}, cur)
+	n := joining(Limits{RDMA: true}, cur)
 	offer(t, n, Operational,
 		append(slices.Clone(names), Pair{"SessionType", "Normal"}, Pair{"TargetRecvDataSegmentLength", "4096"})...)
 	want := cur
@@ -564,11 +571,11 @@ func TestJoin(t *testing.T) {
 	if got := finish(t, n); got != want {
 		t.Errorf("%+v\nwant %+v", got, want)
 	}
-	n = NewJoin(Limits{RDMA: true}, cur)
+	n = joining(Limits{RDMA: true}, cur)
 	offer(t, n, Operational, append(slices.Clone(names), Pair{"SessionType", "Discovery"})...)
 	_, err := n.Finish()
 	wantStatus(t, err, 0x0200)
-	_, err = NewJoin(Limits{RDMA: true}, cur).Finish()
+	_, err = joining(Limits{RDMA: true}, cur).Finish()
 	wantStatus(t, err, 0x0207)
 }
 
@@ -667,7 +674,7 @@ func TestStepUp(t *testing.T) {
 		t.Errorf("%+v", p)
 	}
 	t.Run("ISER-5.1-8 ISER-5.1-10 another connection", func(t *testing.T) {
-		n := NewJoin(l, p)
+		n := joining(l, p)
 		if got := offer(t, n, Operational,
 			append(names, Pair{"HeaderDigest", "CRC32C,None"})...); !slices.Equal(got,
 			[]Pair{{"HeaderDigest", "None"}}) {
@@ -676,13 +683,13 @@ func TestStepUp(t *testing.T) {
 		if p := finish(t, n); !p.RDMAExtensions || p.HeaderDigest {
 			t.Errorf("%+v", p)
 		}
-		n = NewJoin(Limits{}, p)
+		n = joining(Limits{}, p)
 		offer(t, n, Operational, names...)
 		_, err := n.Finish()
 		wantStatus(t, err, 0x0200) // a portal without iSER
 	})
 	t.Run("ISER-5.1-9 another connection of a session without iSER", func(t *testing.T) {
-		_, err := NewJoin(l, defaults).Offer(Operational, yes, nil)
+		_, err := joining(l, defaults).Offer(Operational, yes, nil)
 		wantStatus(t, err, 0x0200)
 	})
 	t.Run("ISER-5.1-10 a digest was agreed on before", func(t *testing.T) {

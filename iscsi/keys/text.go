@@ -155,9 +155,27 @@ func textError(key, format string, args ...any) *Error {
 	return &Error{Status: statusInitiatorError, Key: key, Reason: fmt.Sprintf(format, args...)}
 }
 
-// Arrange sorts the pairs of a request for a Negotiation. The result of a key can depend
-// on SessionType and RDMAExtensions (RFC 7145, section 6.3), but text has no order.
+// arranged has the keys that come first in a request for a Negotiation. The names and the session type say
+// who logs in to what, and the result of other keys can depend on that, and on RDMAExtensions (RFC 7145,
+// section 6.3).
+var arranged = []string{"SessionType", "InitiatorName", "TargetName", "RDMAExtensions"}
+
+// Arrange sorts the pairs of a request for a Negotiation, because text has no order.
 func Arrange(pairs []Pair) {
-	rank := []string{"RDMAExtensions", "SessionType"} // the last one comes first, all others follow
-	slices.SortStableFunc(pairs, func(a, b Pair) int { return slices.Index(rank, b.Key) - slices.Index(rank, a.Key) })
+	rank := func(p Pair) int {
+		if i := slices.Index(arranged, p.Key); i >= 0 {
+			return i
+		}
+		return len(arranged)
+	}
+	slices.SortStableFunc(pairs, func(a, b Pair) int { return rank(a) - rank(b) })
+}
+
+// Names returns how many of the pairs, which are arranged, are names or the session type.
+func Names(pairs []Pair) int {
+	i := slices.IndexFunc(pairs, func(p Pair) bool { return !slices.Contains(arranged[:3], p.Key) })
+	if i < 0 {
+		return len(pairs)
+	}
+	return i
 }
