@@ -140,7 +140,7 @@ limits: {queue_depth: 1, connection_memory: 4194304, memory: 16MiB, backend_call
   reserved_connections: 65535, connections_per_address: 1, connections_per_portal: 2, sessions_per_initiator: 3, sessions_per_user: 4,
   discovery_per_address: 5, log_lines_per_address: 6,
   registrations_per_initiator: 512, state_timeout: 30s, fence_timeout: 30s, store_timeout: 1h, descriptors: 128}
-mpa: {crc: on}
+mpa: {crc: on, markers: on, unstated_ord: 128}
 state_dir: /tmp/x
 debug: {listen: "[::1]:6060"}
 log: {level: debug, format: json}
@@ -163,7 +163,7 @@ dashboard: {listen: "[::]:3"}
 	if c.Limits != want {
 		t.Errorf("limits %+v, want %+v", c.Limits, want)
 	}
-	if !c.MPA.CRC || c.StateDir != "/tmp/x" || c.Debug.Listen != "[::1]:6060" || c.Log != (Log{"debug", "json"}) || c.Targets[0].Alias != "a b" {
+	if c.MPA != (MPA{CRC: true, Markers: true, UnstatedORD: 128}) || c.StateDir != "/tmp/x" || c.Debug.Listen != "[::1]:6060" || c.Log != (Log{"debug", "json"}) || c.Targets[0].Alias != "a b" {
 		t.Errorf("%+v", c)
 	}
 	if want := (Control{"/tmp/s", "storage", ":1", ControlTLS{"c", "k", "a", "r"}, []Access{

@@ -91,6 +91,7 @@ func (c *Config) check() errorList {
 	c.checkSecrets(&errs)
 	c.DiscoveryAuth.check("discovery_auth", &errs)
 	c.Limits.check(&errs)
+	c.MPA.check(&errs)
 	if c.StateDir == "" {
 		for i, t := range c.Targets {
 			for j, l := range t.LUNs {
@@ -533,6 +534,11 @@ func (l *LUN) check(key string, errs *errorList) {
 		errs.addf(key+".size", "%d is not a multiple of the block size, %d", l.Size, block)
 	}
 }
+
+// MaxORD bounds the RDMA Reads that the target has at a time on a connection. siw takes up to 128.
+const MaxORD = 128
+
+func (m *MPA) check(errs *errorList) { checkRange(errs, "mpa.unstated_ord", m.UnstatedORD, 1, MaxORD) }
 
 func (l *Limits) check(errs *errorList) {
 	checkRange(errs, "limits.queue_depth", l.QueueDepth, 1, 1024)

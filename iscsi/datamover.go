@@ -99,6 +99,25 @@ type Datamover interface {
 	CloseWrite() error
 }
 
+// A Framed is a Datamover on MPA.
+type Framed interface {
+	Framing() Framing
+}
+
+// A Framing is what MPA startup has agreed on (RFC 5044, section 7.1; RFC 6581, section 9).
+type Framing struct {
+	CRC                     bool // FPDUs of both directions carry CRCs
+	MarkersToUs, MarkersOut bool // the initiator sends Markers, and the target
+	ORD                     int  // RDMA Reads of the target that may be unanswered
+}
+
+// A Refuser is a Datamover that can tell the initiator why a PDU ends the connection.
+type Refuser interface {
+	// Refuse ends the connection because of the PDU that Receive returned last. The next Receive returns
+	// err, after it has notified every GetData that was outstanding.
+	Refuse(err error)
+}
+
 // A Resumable is a Datamover whose connection another process can continue. See handover.go.
 type Resumable interface {
 	// Pause makes Receive return an os.ErrDeadlineExceeded between two PDUs, also one that waits for the

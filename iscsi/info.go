@@ -36,9 +36,10 @@ type ConnInfo struct {
 	Remote, Local net.Addr
 	Portal        *Portal
 	Started       time.Time
-	Received      uint64 // PDUs and ends of RDMA Reads or R2Ts
-	Memory        int    // bytes of data buffers in use
-	MemoryLimit   int    // bound of Memory
+	Received      uint64   // PDUs and ends of RDMA Reads or R2Ts
+	Framing       *Framing // nil over TCP
+	Memory        int      // bytes of data buffers in use
+	MemoryLimit   int      // bound of Memory
 }
 
 // Sessions returns the sessions in full feature phase, ascending by TSIH.
@@ -94,9 +95,13 @@ func (s *session) info() SessionInfo {
 	defer s.shared.mu.Unlock()
 	s.shared.tasks.each(func(*Task) { info.Tasks++ })
 	for _, c := range s.conns {
+		var framing *Framing
+		if f, ok := c.dm.(Framed); ok {
+			framing = new(f.Framing())
+		}
 		info.Conns = append(info.Conns, ConnInfo{
 			CID: c.cid, Transport: c.dm.Transport(), Remote: c.dm.RemoteAddr(), Local: c.dm.LocalAddr(),
-			Portal: c.portal, Started: c.serveOptions.Accepted, Received: c.received.Load(),
+			Portal: c.portal, Started: c.serveOptions.Accepted, Received: c.received.Load(), Framing: framing,
 			Memory: c.opt.ConnectionMemory - c.budget.left(), MemoryLimit: c.opt.ConnectionMemory,
 		})
 	}

@@ -88,6 +88,10 @@ func (c *conn) receive() *Task {
 			return t
 		}
 		if err := c.dispatch(n); err != nil {
+			if r, ok := c.dm.(Refuser); ok {
+				r.Refuse(err)
+				continue
+			}
 			c.end(err)
 		}
 	}

@@ -45,7 +45,7 @@ const (
 
 // Options configures an iSER connection.
 type Options struct {
-	// RDMA configures the stream. MaxSend and MinORD are overridden.
+	// RDMA configures the stream. MaxSend is overridden.
 	RDMA rdma.Options
 	// RecvDataSegmentLength is the TargetRecvDataSegmentLength: the longest data
 	// segment that the target receives, in bytes. Default 8192.
@@ -55,7 +55,7 @@ type Options struct {
 // A Conn is an iSER connection of the target.
 type Conn struct {
 	rc          *rdma.Conn
-	recvSegment int         // longest data segment of the initiator, bytes
+	recvSegment int         // longest data segment that the initiator may send, bytes
 	stepped     bool        // login was on the byte stream
 	invalidates bool        // the initiator takes Sends with Invalidate
 	fullFeature atomic.Bool // not in discovery
@@ -88,6 +88,8 @@ var (
 	_ iscsi.Datamover  = (*Conn)(nil)
 	_ iscsi.Reassigner = (*Conn)(nil)
 	_ iscsi.Deferrer   = (*Conn)(nil)
+	_ iscsi.Refuser    = (*Conn)(nil)
+	_ iscsi.Framed     = (*Conn)(nil)
 	_ iscsi.Meter      = (*Conn)(nil)
 	_ iscsi.Sizer      = (*Conn)(nil)
 	_ iscsi.Resumable  = (*Conn)(nil)
@@ -157,7 +159,6 @@ func Allocate(o Options, p iscsi.Params, tasks int) (iscsi.EnableDatamover, erro
 func (o Options) complete() Options {
 	o.RecvDataSegmentLength = cmp.Or(o.RecvDataSegmentLength, 8192)
 	o.RDMA.MaxSend = headLen + maxAHS + o.RecvDataSegmentLength + maxPad
-	o.RDMA.MinORD = 1 // without RDMA Reads there are no writes
 	return o
 }
 
@@ -197,6 +198,14 @@ func (c *Conn) RDMA() bool { return true }
 // Stream returns the RDMAP stream that carries the connection.
 func (c *Conn) Stream() *rdma.Conn { return c.rc }
 
+// Framing implements iscsi.Framed.
+func (c *Conn) Framing() iscsi.Framing {
+	in, out := c.rc.Markers()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return iscsi.Framing{CRC: c.rc.CRC(), MarkersToUs: in, MarkersOut: out, ORD: c.ord}
+}
+
 // MaxSendSegment implements iscsi.Datamover.
 func (c *Conn) MaxSendSegment() int {
 	if c.fullFeature.Load() {
@@ -218,6 +227,8 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, _ int) error {
 	}
 	if n := int(p.TargetRecvDataSegmentLength); n > c.recvSegment {
 		return fmt.Errorf("TargetRecvDataSegmentLength is %d, more than the limit of %d", n, c.recvSegment)
+	} else if n > 0 {
+		c.recvSegment = n
 	}
 	c.needsHello = p.ISERHelloRequired && !c.hello
 	c.noHello = p.ISERHelloDeclared && !p.ISERHelloRequired
@@ -475,9 +486,13 @@ func (c *Conn) Receive(n *iscsi.Notice) error {
 		case isTimeout(err):
 			return err
 		}
-		if ok {
+		var format *FormatError
+		switch {
+		case ok:
 			return nil
-		} else if err != nil {
+		case errors.As(err, &format):
+			c.Refuse(err)
+		case err != nil:
 			c.end(err)
 		}
 	}
@@ -519,13 +534,17 @@ func (c *Conn) message(n *iscsi.Notice) (ok bool, err error) {
 		return false, &FormatError{fmt.Errorf("%v of %d bytes announces %d of AHS and %d of data", bhs.Opcode(),
 			len(b)-HeaderLen, ahs, data)}
 	}
+	if data > c.recvSegment {
+		return false, &FormatError{fmt.Errorf("%v: data segment of %d bytes, but the limit is %d", bhs.Opcode(), data,
+			c.recvSegment)}
+	}
 	c.hdr, c.bhs = h, bhs
 	*n = iscsi.Notice{BHS: bhs, AHS: rest[:ahs:ahs], Data: rest[ahs:][:data:data]}
 	return true, nil
 }
 
 // A FormatError is an iSER format or protocol error. It ends the connection by a
-// Terminate (RFC 7145, sections 10.1.3.3 and 10.1.3.4).
+// Terminate (RFC 7145, sections 10.1.3.3 and 10.1.3.4) with the reason "unspecified operation error".
 type FormatError struct{ Err error }
 
 // Error implements error.
@@ -540,7 +559,11 @@ func (e *FormatError) Unwrap() error { return e.Err }
 func (c *Conn) helloReply(h Hello) error {
 	r := HelloReply{MaxVer: protocolVersion, CurVer: protocolVersion}
 	c.mu.Lock()
-	c.ord = min(c.ord, int(h.IRD))
+	if c.rc.Peer().Enhanced {
+		c.ord = min(c.ord, int(h.IRD))
+	} else { // MPA has agreed on no depth
+		c.ord = c.rc.SetORD(int(h.IRD))
+	}
 	r.ORD = uint16(c.ord)
 	c.mu.Unlock()
 	r.Reject = !h.speaks() || h.IRD > 0 && r.ORD == 0
@@ -557,8 +580,14 @@ func (c *Conn) helloReply(h Hello) error {
 	return nil
 }
 
-// end notes why the connection has ended. It tells the peer if the peer is at fault and
-// the stream has not told it. drainReads does the rest.
+// Refuse implements iscsi.Refuser. RFC 5040 has one reason for what is wrong above RDMAP.
+func (c *Conn) Refuse(err error) {
+	c.end(err)
+	c.rc.Refuse(wire.ReasonOperation, err)
+	c.rc.SetReceiveDeadline(time.Now().Add(drainTime))
+}
+
+// end notes why the connection has ended. drainReads does the rest.
 func (c *Conn) end(err error) {
 	c.err = err
 	c.mu.Lock()
@@ -568,10 +597,6 @@ func (c *Conn) end(err error) {
 		c.flushed.Push(t, &t.link)
 	}
 	c.mu.Unlock()
-	var fe *FormatError
-	if errors.As(err, &fe) {
-		c.rc.Terminate(wire.ReasonLocalCatastrophic, err)
-	}
 	c.rc.SetReceiveDeadline(time.Now().Add(drainTime))
 }
 

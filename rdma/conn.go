@@ -57,7 +57,7 @@ type Conn struct {
 	peer       Request // what the peer's startup frame said
 	crc        bool    // both directions carry CRCs
 	markersOut bool    // the peer requires Markers
-	ird, ord   int
+	ird        int
 
 	mem     memory
 	counts  *countShard
@@ -77,6 +77,8 @@ type Conn struct {
 	due             list   // Read Responses, not taken by a Flush yet
 	reads           list   // RDMA Reads that wait for their Response, in order
 	nreads          int    // len of reads
+	ord             int    // limit of nreads
+	mostORD         int    // limit of ord
 	flushed         list   // Reads that nobody will answer; Receive returns them
 	err             error  // why nothing more can be posted
 	readErr         error  // why no Read can be posted
@@ -139,7 +141,7 @@ func allocate(o Options) *Conn {
 // attach gives c its connection and the result of the startup. prefix is what was
 // read from nc after the startup frame, at most llp.WindowLen bytes.
 func (c *Conn) attach(nc net.Conn, prefix []byte, ird, ord int, crc, markersOut bool) {
-	c.nc, c.ird, c.ord, c.crc, c.markersOut = nc, ird, ord, crc, markersOut
+	c.nc, c.ird, c.ord, c.mostORD, c.crc, c.markersOut = nc, ird, ord, ord, crc, markersOut
 	c.tx.out.SetConn(nc)
 	if sc, ok := nc.(syscall.Conn); ok {
 		c.raw, _ = sc.SyscallConn()
@@ -173,10 +175,26 @@ func (c *Conn) Peer() *Request { return &c.peer }
 func (c *Conn) IRD() int { return c.ird }
 
 // ORD returns how many RDMA Read Requests of ours may be unanswered.
-func (c *Conn) ORD() int { return c.ord }
+func (c *Conn) ORD() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.ord
+}
+
+// SetORD sets ORD to n, for a ULP that has agreed on it with the peer (RFC 5040, section 6.1), and
+// returns the new ORD. That is never more than Options.ORD and what the peer's startup frame has stated.
+func (c *Conn) SetORD(n int) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.ord = max(0, min(n, c.mostORD))
+	return c.ord
+}
 
 // CRC reports whether FPDUs carry CRCs.
 func (c *Conn) CRC() bool { return c.crc }
+
+// Markers reports whether the FPDUs of the peer and ours carry Markers.
+func (c *Conn) Markers() (in, out bool) { return c.rx.markers, c.markersOut }
 
 // LocalAddr returns the local address of the TCP connection.
 func (c *Conn) LocalAddr() net.Addr { return c.nc.LocalAddr() }

@@ -31,7 +31,7 @@ func NewDomain() *Domain { return &Domain{} }
 // knows reports whether stag belongs to another stream of the domain.
 func (d *Domain) knows(stag wire.STag, not *Conn) bool {
 	for c := range d.conns.Range {
-		if c := c.(*Conn); c != not && c.mem.find(stag) != nil {
+		if c := c.(*Conn); c != not && (c.mem.find(stag) != nil || c.isSink(stag)) {
 			return true
 		}
 	}
@@ -86,6 +86,18 @@ func (c *Conn) newSTag() wire.STag {
 			return s
 		}
 	}
+}
+
+// isSink reports whether stag is the sink of a Read whose Response is due.
+func (c *Conn) isSink(stag wire.STag) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for wr := c.reads.head; wr != nil; wr = wr.next {
+		if wr.sink == stag {
+			return true
+		}
+	}
+	return false
 }
 
 func (m *memory) find(stag wire.STag) *Region {
@@ -171,7 +183,10 @@ func (c *Conn) use(stag wire.STag, to, n uint64, want Access, why *useReasons) (
 	r := m.regions[stag]
 	if r == nil {
 		m.mu.Unlock()
-		if c.opt.Domain.knows(stag, c) {
+		switch {
+		case c.isSink(stag): // it grants nothing but the Response to its Read
+			return nil, nil, fault(why.access, "STag %#x is the sink of an RDMA Read, TO %#x", stag, to)
+		case c.opt.Domain.knows(stag, c):
 			return nil, nil, fault(why.stream, "STag %#x belongs to another stream, TO %#x", stag, to)
 		}
 		return nil, nil, fault(why.stag, "STag %#x, TO %#x", stag, to)
@@ -180,7 +195,7 @@ func (c *Conn) use(stag wire.STag, to, n uint64, want Access, why *useReasons) (
 	switch {
 	case r.access&want == 0:
 		return nil, nil, fault(why.access, "STag %#x does not allow it, TO %#x", stag, to)
-	case to+n < to:
+	case wraps(to, n):
 		return nil, nil, fault(why.wrap, "STag %#x, %d bytes at TO %#x", stag, n, to)
 	case to < r.base || to-r.base > uint64(len(r.buf)) || n > uint64(len(r.buf))-(to-r.base):
 		return nil, nil, fault(why.bounds, "STag %#x, %d bytes at TO %#x, it has %d at %#x", stag, n, to, len(r.buf),
@@ -189,6 +204,9 @@ func (c *Conn) use(stag wire.STag, to, n uint64, want Access, why *useReasons) (
 	r.busy++
 	return r, r.buf[to-r.base:][:n:n], nil
 }
+
+// wraps reports whether n bytes from the tagged offset to reach beyond 2^64-1.
+func wraps(to, n uint64) bool { return n > 0 && to+(n-1) < to }
 
 // invalidateRemote invalidates the STag of a Send with Invalidate (RFC 5040, section 5.3).
 func (c *Conn) invalidateRemote(stag wire.STag) error {

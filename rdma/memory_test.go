@@ -2,7 +2,9 @@ package rdma
 
 import (
 	"bytes"
+	"encoding/binary"
 	"runtime"
+	"strings"
 	"testing"
 	"time"
 
@@ -150,6 +152,100 @@ func TestSTags(t *testing.T) {
 	var r Region
 	if seen[other.Register(&r, nil, 0, RemoteRead)] {
 		t.Error("two streams draw the same STags")
+	}
+}
+
+// The sink of an RDMA Read has an STag, too, and the streams of a domain know it. It grants nothing but the
+// Response to its Read, and that to its own stream only.
+func TestSinksGrantNothing(t *testing.T) {
+	const own, foreign, later = "11111111", "22222222", "33333333"
+	for _, tt := range []struct {
+		id, ulpdu string
+		reason    wire.Reason
+		terminate string
+	}{
+		{"DDP-7.2-5 SEC-5042.6.1.1-1 Write to the sink of another stream", "c140 " + foreign + " 0000000000000000 01",
+			wire.ReasonStream, "1102c000 000f c140 " + foreign + " 0000000000000000"},
+		{"DDP-7.2-5 Read Response to the sink of another stream", "c142 " + foreign + " 0000000000000000 01020304",
+			wire.ReasonStream, "1102c000 0012 c142 " + foreign + " 0000000000000000"},
+		{"RDMAP-4.8-20 RDMAP-7.2-8 Read of the sink of another stream",
+			readRequestHex("00000001", "00000001", "00000004", foreign, "0000000000000000"), wire.ReasonReadStream,
+			"0103e000 002e" + readRequestHex("00000001", "00000001", "00000004", foreign, "0000000000000000")},
+		{"RDMAP-4.8-19 SEC-5042.6.3.5-1 Read of a sink",
+			readRequestHex("00000001", "00000001", "00000004", own, "0000000000000000"), wire.ReasonReadAccess,
+			"0102e000 002e" + readRequestHex("00000001", "00000001", "00000004", own, "0000000000000000")},
+		{"DDP-7.1-11 Write to a sink", "c140 " + own + " 0000000000000000 01", wire.ReasonInvalidSTag,
+			"1100c000 000f c140 " + own + " 0000000000000000"},
+		{"DDP-7.2-3 Read Response to the sink of a later Read", "c142 " + later + " 0000000000000000 01020304",
+			wire.ReasonInvalidSTag, "1100c000 0012 c142 " + later + " 0000000000000000"},
+		{"RDMAP-7.2-5 invalidation of a sink", "4144 " + own + " 00000000 00000001 00000000", wire.ReasonNotInvalidated,
+			"0109c000 0012 4144 " + own + " 00000000 00000001 00000000"},
+	} {
+		t.Run(tt.id, func(t *testing.T) {
+			domain := NewDomain()
+			p, c := responder(t, Options{Domain: domain})
+			q, other := responder(t, Options{Domain: domain})
+			var mem [3][4]byte
+			events, others := serve(c), serve(other)
+			for i, s := range []struct {
+				c    *Conn
+				p    *rawPeer
+				stag string
+			}{{c, p, own}, {other, q, foreign}, {c, p, later}} {
+				if err := s.c.Post(&WorkRequest{Op: Read, STag: 1, Data: mem[i][:]}); err != nil {
+					t.Fatal(err)
+				}
+				sinkSTag(s.c, wire.STag(binary.BigEndian.Uint32(unhex(s.stag))))
+				s.c.Flush()
+				s.p.fpdu()
+			}
+			p.send(tt.ulpdu)
+			p.wantTerminate(tt.terminate)
+			p.nc.Close()
+			for next(t, events).Read != nil {
+			}
+			if mem != [3][4]byte{} {
+				t.Errorf("memory was written: %x", mem)
+			}
+			// The neighbour's Read is not disturbed.
+			q.send("c142 " + foreign + " 0000000000000000 01020304")
+			if o := next(t, others); o.Read == nil || o.Err != nil || mem[1] != [4]byte{1, 2, 3, 4} {
+				t.Errorf("%+v, %x", o, mem[1])
+			}
+			if c.err == nil || c.rx.failed == nil || asFault(t, c.rx.failed, tt.reason, false) == nil {
+				t.Error("not ended")
+			}
+		})
+	}
+}
+
+// DDP-7.1-14, RDMAP-7.2-11: tagged offsets go up to 2^64-1. A buffer may end there, and no access goes beyond.
+func TestEndOfTaggedOffsets(t *testing.T) {
+	const last = "fffffffffffffff0" // of 16 bytes
+	for _, tt := range []struct {
+		id, ulpdu, terminate string
+	}{
+		{"Write", "c140 00000100 " + last + strings.Repeat("ab", 17), "1103c000 001f c140 00000100 " + last},
+		{"Write after the end", "c140 00000100 0000000000000000 01", "1101c000 000f c140 00000100 0000000000000000"},
+		{"Read", readRequestHex("00000001", "00000002", "00000011", "00000100", last),
+			"0104e000 002e" + readRequestHex("00000001", "00000002", "00000011", "00000100", last)},
+	} {
+		t.Run(tt.id, func(t *testing.T) {
+			p, c := responder(t, Options{})
+			buf := make([]byte, 16)
+			expose(c, 0x100, buf, 1<<64-16, RemoteRead|RemoteWrite)
+			events := serve(c)
+			p.send("8140 00000100 "+last+strings.Repeat("cd", 15), "c140 00000100 ffffffffffffffff cd",
+				readRequestHex("00000001", "00000001", "00000010", "00000100", last))
+			p.want("16 bytes", "c142 11111111 2222222233333333"+strings.Repeat("cd", 16))
+			p.send(tt.ulpdu)
+			p.wantTerminate(tt.terminate)
+			p.nc.Close()
+			next(t, events)
+			if !bytes.Equal(buf, bytes.Repeat([]byte{0xcd}, 16)) {
+				t.Errorf("%x", buf)
+			}
+		})
 	}
 }
 

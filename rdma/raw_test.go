@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -51,9 +52,11 @@ func respondTo(t testing.TB, request string, o Options, a Answer) (p *rawPeer, c
 	return p, c, p.startupFrame()
 }
 
-// responder returns a Responder that has received its first FPDU, an empty Write.
+// responder returns a Responder that has received its first FPDU, an empty Write. Unless o says otherwise,
+// its ORD is Options.ORD, although the peer states no depths.
 func responder(t testing.TB, o Options) (*rawPeer, *Conn) {
 	t.Helper()
+	o.UnstatedORD = cmp.Or(o.UnstatedORD, o.ORD, defaultDepth)
 	p, c, _ := respondTo(t, reqKey+"40010000", o, Answer{})
 	p.write(unhex("000e c140 00000001 0000000000000000 ebd34c5f"))
 	return p, c

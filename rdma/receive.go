@@ -156,6 +156,9 @@ func (c *Conn) fail(err error) {
 	txErr, closed := c.err, c.closed
 	c.mu.Unlock()
 	var se *StreamError
+	if rx.markers && !c.peerStarted.Load() && !closed && !errors.As(err, &se) {
+		err = fmt.Errorf("the peer has sent nothing since the Reply asked for Markers, which it may not support: %v", err)
+	}
 	switch {
 	case closed:
 		err = ErrClosed
@@ -197,6 +200,13 @@ func (c *Conn) refuse(why *StreamError) {
 		}
 	}
 	c.terminate(why, ddp, seg.length, read)
+}
+
+// Refuse ends the stream because the ULP does not accept the message that Receive returned last. The
+// Terminate describes that message. A later Post returns why. Only the goroutine that calls Receive may
+// call Refuse.
+func (c *Conn) Refuse(reason wire.Reason, why error) {
+	c.refuse(&StreamError{Reason: reason, Err: why})
 }
 
 // drain reads what the peer sent before our Terminate could reach it. To close a socket with unread
@@ -388,8 +398,8 @@ func (c *Conn) judge(found error, n int) error {
 }
 
 // receiveMarked receives an FPDU from a stream with Markers. It assembles the FPDU in
-// a buffer first. The CRC covers the Markers, DDP does not see them. It serves
-// conformance only, see Options.Markers.
+// a buffer first. The CRC covers the Markers, DDP does not see them. See
+// Options.Markers.
 func (c *Conn) receiveMarked(ev *Event) (done bool, err error) {
 	rx := &c.rx
 	rx.marked, rx.plain = rx.marked[:0], rx.plain[:0]
@@ -521,9 +531,11 @@ func (c *Conn) routeReadResponse(seg *segment) error {
 		return fault(wire.ReasonOpcode, "RDMA Read Response without a Request")
 	case n == 0 && len(wr.Data) == 0 && seg.last:
 		// STag and TO do not matter: RFC 5041, section 5.2.
+	case h.STag != wr.sink && c.opt.Domain.knows(h.STag, c):
+		return fault(wire.ReasonStream, "Read Response to STag %#x of another stream, expected %#x", h.STag, wr.sink)
 	case h.STag != wr.sink:
 		return fault(wire.ReasonInvalidSTag, "Read Response to STag %#x, expected %#x", h.STag, wr.sink)
-	case h.TO+n < h.TO:
+	case wraps(h.TO, n):
 		return fault(wire.ReasonWrap, "Read Response of %d bytes at TO %#x", n, h.TO)
 	case h.TO != wr.got || n > uint64(len(wr.Data))-wr.got:
 		return fault(wire.ReasonBounds, "Read Response of %d bytes at TO %#x, expected %d at %#x", n, h.TO,

@@ -140,9 +140,6 @@ func (c *Conn) Post(wr *WorkRequest) error {
 	}
 	wr.got, wr.stalls = 0, false
 	if wr.Op == Read {
-		if c.ord == 0 {
-			return errNoORD
-		}
 		c.mem.mu.Lock()
 		wr.sink = c.newSTag()
 		c.mem.mu.Unlock()
@@ -152,6 +149,8 @@ func (c *Conn) Post(wr *WorkRequest) error {
 	switch {
 	case c.err != nil:
 		return c.err
+	case wr.Op == Read && c.ord == 0:
+		return errNoORD
 	case wr.Op == Read && c.readErr != nil:
 		return c.readErr
 	}

@@ -22,6 +22,10 @@ type Options struct {
 	IRD, ORD int
 	// MinORD makes a Responder reject a peer that accepts fewer Read Requests.
 	MinORD int
+	// UnstatedORD replaces ORD towards a peer whose startup frame does not say how many Read Requests
+	// it accepts: that of revision 1, or one without enhanced data. Default 1, which any peer that
+	// accepts Read Requests can serve; at most ORD. The ULP may know more: see Conn.SetORD.
+	UnstatedORD int
 	// MaxSend is the longest Send that the Conn accepts, in bytes. Default 16384.
 	// The Conn needs as much memory to assemble a Send of several segments.
 	MaxSend int
@@ -33,9 +37,7 @@ type Options struct {
 	// the data end to end as well as a CRC32c does.
 	NoCRC bool
 	// Markers asks the peer to send Markers (RFC 5044, section 4.3). They are of no
-	// use on a TCP socket, siw refuses them, and the target never sets this. The
-	// option, and with it the receiver of Markers, exists for conformance: tests use
-	// it to check that Markers that are sent can be received.
+	// use on a TCP socket, cost a copy of all that comes, and siw refuses them.
 	Markers bool
 	// StartupTimeout limits the exchange of startup frames. Default 10 s.
 	StartupTimeout time.Duration
@@ -72,6 +74,7 @@ func (o Options) complete() (Options, error) {
 	o.StartupTimeout = cmp.Or(o.StartupTimeout, defaultStartup)
 	o.RTR = cmp.Or(o.RTR, RTR{Send: true, Write: true, Read: true})
 	o.Rev = cmp.Or(o.Rev, 2)
+	o.UnstatedORD = cmp.Or(o.UnstatedORD, 1)
 	var errs []error
 	for _, f := range []struct {
 		name             string
@@ -86,6 +89,9 @@ func (o Options) complete() (Options, error) {
 		if *f.v = cmp.Or(*f.v, f.def); *f.v < f.least || *f.v > f.most {
 			errs = append(errs, fmt.Errorf("rdma: %s %d is outside %d..%d", f.name, *f.v, f.least, f.most))
 		}
+	}
+	if o.UnstatedORD < 0 || o.UnstatedORD > o.ORD {
+		errs = append(errs, fmt.Errorf("rdma: UnstatedORD %d is outside 1..%d, which is ORD", o.UnstatedORD, o.ORD))
 	}
 	if o.MinORD > o.ORD {
 		errs = append(errs, fmt.Errorf("rdma: MinORD %d is more than ORD %d", o.MinORD, o.ORD))
@@ -157,16 +163,16 @@ func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader,
 	}
 	reply := wire.Startup{Reply: true, Rev: f.Rev, CRC: !o.NoCRC, Markers: o.Markers, Enhanced: f.Enhanced}
 
-	ird, ord := o.IRD, o.ORD
+	ird := o.IRD
 	if f.Enhanced {
 		reply.Depths = replyDepths(f.Depths, o)
-		// NoDepth is above every limit.
-		ird, ord = min(ird, int(reply.Depths.IRD)), min(ord, int(f.Depths.IRD))
+		ird = min(ird, int(reply.Depths.IRD)) // NoDepth is above every limit
 	}
+	ord, most := agreedORD(&f, o)
 	var a Answer
-	if ord < o.MinORD {
+	if f.Enhanced && ord < o.MinORD {
 		a.Reject = fmt.Errorf("the initiator accepts %d RDMA Reads, %d are required", f.Depths.IRD, o.MinORD)
-		reply.Depths = wire.Depths{ORD: uint16(o.MinORD)}
+		reply.Depths.IRD, reply.Depths.ORD = 0, uint16(o.MinORD) // flag A stays: RFC 6581, section 9.2
 	} else {
 		a = answer(&f)
 	}
@@ -179,9 +185,19 @@ func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader,
 	}
 	rest, _ := io.ReadAll(prefix)
 	c.attach(nc, rest, ird, ord, f.CRC || reply.CRC, f.Markers)
-	c.peer = f
+	c.peer, c.mostORD = f, most
 	c.rtrSend = reply.Depths.RTR.Send
 	return c, false, writeStartup(nc, &reply)
+}
+
+// agreedORD returns how many RDMA Reads startup allows towards the sender of f, and how many a ULP may
+// allow that has asked the peer.
+func agreedORD(f *wire.Startup, o Options) (ord, most int) {
+	if !f.Enhanced {
+		return o.UnstatedORD, o.ORD
+	}
+	ord = min(o.ORD, int(f.Depths.IRD)) // NoDepth is above every limit
+	return ord, ord
 }
 
 // replyDepths computes the depths of the Reply (RFC 6581, section 9). ORD stays within the
@@ -244,13 +260,13 @@ func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
 			"the Reply is not in the format of the Request (RFC 6581, section 10)")
 	}
 	c := allocate(o)
-	c.attach(nc, nil, o.IRD, o.ORD, f.CRC || req.CRC, f.Markers)
+	ord, most := agreedORD(&f, o)
+	c.attach(nc, nil, o.IRD, ord, f.CRC || req.CRC, f.Markers)
 	c.peerStarted.Store(true) // an Initiator may send at once
-	c.peer = f
+	c.peer, c.mostORD = f, most
 	if !f.Enhanced {
 		return c, f.Private, nil
 	}
-	c.ord = min(c.ord, int(f.Depths.IRD)) // NoDepth is above every limit
 	if f.Depths.ORD != wire.NoDepth && int(f.Depths.ORD) > o.IRD {
 		err := fault(wire.ReasonIRD, "the responder uses %d RDMA Reads, the local limit is %d", f.Depths.ORD, o.IRD)
 		c.terminate(err, nil, 0, nil)

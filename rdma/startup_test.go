@@ -36,20 +36,22 @@ func TestReply(t *testing.T) {
 		ird, ord    int
 	}{
 		{"V-MPA-6 V-MPA-7 MPA2-6-4 MPA2-10-2 MPA2-10-4 MPA-7.1.1-1 MPA-7.1.1-3 MPA-7.1.1-13 MPA-7.1.1-18",
-			reqKey + "40010000", Options{}, Answer{}, "40010000", true, 32, 32},
-		{"MPA-7.1.1-8 MPA-4.4-5 we ask", reqKey + "00010000", Options{}, Answer{}, "40010000", true, 32, 32},
+			reqKey + "40010000", Options{}, Answer{}, "40010000", true, 32, 1},
+		{"MPA-7.1.1-8 MPA-4.4-5 we ask", reqKey + "00010000", Options{}, Answer{}, "40010000", true, 32, 1},
 		{"MPA-7.1.1-8 MPA-4.4-5 the peer asks", reqKey + "40010000", Options{NoCRC: true}, Answer{}, "00010000",
-			true, 32, 32},
+			true, 32, 1},
 		{"MPA-7.1.1-7 MPA-4.4-5 neither side asks", reqKey + "00010000", Options{NoCRC: true}, Answer{}, "00010000",
-			false, 32, 32},
+			false, 32, 1},
 		{"MPA-7.1.1-10 MPA-7.1.1-12 R and Res bits are ignored", reqKey + "6f010000", Options{}, Answer{},
-			"40010000", true, 32, 32},
+			"40010000", true, 32, 1},
 		{"MPA-7.1.1-17 MPA-7.1.2-8 private data", reqKey + "00010003 010203", Options{},
-			Answer{Private: []byte("abcde")}, "40010005 6162636465", true, 32, 32},
+			Answer{Private: []byte("abcde")}, "40010005 6162636465", true, 32, 1},
+		{"a depth for peers that state none", reqKey + "40010000", Options{UnstatedORD: 4}, Answer{}, "40010000",
+			true, 32, 4},
 		{"MPA-C.3-1 MPA-7.1.1-5 we want Markers", reqKey + "00010000", Options{Markers: true}, Answer{}, "c0010000",
-			true, 32, 32},
+			true, 32, 1},
 		{"MPA2-6-5 MPA2-10-2 MPA2-10-8 revision 2 without S", reqKey + "40020000", Options{}, Answer{}, "40020000",
-			true, 32, 32},
+			true, 32, 1},
 
 		{"V-MPA2-1 V-MPA2-2 MPA2-6-1 MPA2-6-7 MPA2-9-1 MPA2-9.2-13 MPA2-9.2-14 MPA2-9.2-15 MPA2-10-1 MPA-1.2-2 " +
 			"MPA-4.4-2 MPA-4.4-3 DDP-3-6",
@@ -212,6 +214,10 @@ func TestReject(t *testing.T) {
 			"6001000c 7477656c7665206f63746574"},
 		{"MPA2-10-1", reqKey + "50020004 00040001", Options{}, Answer{Reject: no}, "70020004 00010004"},
 		{"V-MPA2-6 MPA2-9.1-7", reqKey + "50020004 00040000", Options{MinORD: 8}, Answer{}, "70020004 00000008"},
+		{"MPA2-9.2-4 too small an IRD and A", reqKey + "50020004 c0008001", Options{MinORD: 1}, Answer{},
+			"70020004 c0008001"},
+		{"MPA2-9.2-4 the ULP rejects A", reqKey + "50020004 c0048001", Options{}, Answer{Reject: no},
+			"70020004 c0018004"},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			p, nc := rawPair(t)
@@ -244,10 +250,10 @@ func TestRequest(t *testing.T) {
 		ird, ord    int
 	}{
 		{"MPA-7.1.2-1 MPA-7.1-5 MPA-4.3-15 MPA-4.4-4 MPA2-6-3 MPA2-10-3", "40010000", Options{Rev: 1}, "00010000",
-			32, 32},
+			32, 1},
 		{"MPA-7.1.2-2 private data", "40010004 80000000", Options{Rev: 1, Private: unhex("80000000")}, "40010000",
-			32, 32},
-		{"MPA-4.4-4 no CRC", "00010000", Options{Rev: 1, NoCRC: true}, "00010000", 32, 32},
+			32, 1},
+		{"MPA-4.4-4 no CRC", "00010000", Options{Rev: 1, NoCRC: true}, "00010000", 32, 1},
 		{"MPA2-6-2 MPA2-9.3-1 MPA2-9.1-12 RDMAP-6.1-5", "50020008 00040008 01020304",
 			Options{IRD: 4, ORD: 8, Private: unhex("01020304")}, "50020008 00020004 0a0b0c0d", 4, 2},
 		{"MPA2-9.1-16 MPA2-9.1-17 not negotiated", "50020004 00040008", Options{IRD: 4, ORD: 8}, "50020004 3fff3fff",

@@ -98,6 +98,12 @@ func TestOperationsOnTheWire(t *testing.T) {
 		for _, msn := range []string{"ffffffff", "00000000", "00000001"} {
 			post(t, c, &WorkRequest{Op: Send})
 			p.want("DDP-4.3-9", "4143 00000000 00000000"+msn+"00000000")
+			if err := c.Post(&WorkRequest{Op: Read, STag: 3}); err != nil {
+				t.Fatal(err)
+			}
+			sinkSTag(c, 0x11111111)
+			c.Flush()
+			p.want("DDP-4.3-9", "4141 00000000 00000001"+msn+"00000000 11111111 0000000000000000 00000000 00000003 0000000000000000")
 		}
 		c.rx.sendMSN, c.rx.readMSN = math.MaxUint32, math.MaxUint32
 		events := serve(c)

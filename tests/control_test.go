@@ -484,7 +484,7 @@ func TestFormatErrors(t *testing.T) {
 			p.writeCommand(0, 8)
 			p.wantRead() // which is never answered
 			p.sendRaw(tt.msg(p))
-			p.wantTerminate(wire.ReasonLocalCatastrophic)
+			p.wantTerminate(wire.ReasonOperation)
 			do(t, other, &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)})
 		})
 	}
@@ -513,7 +513,7 @@ func TestFormatErrors(t *testing.T) {
 			t.Errorf("% x", m.payload)
 		}
 		p.sendRaw(nop(p, asIs, 8193, 0))
-		p.wantEnd()
+		p.wantTerminate(wire.ReasonOperation)
 		testkit.Eventually(t, "the reason in the log",
 			func() bool { return len(tg.log.Lines("data segment of 8193 bytes")) == 1 })
 	})

@@ -283,6 +283,8 @@ func TestORD(t *testing.T) {
 		hello bool
 		want  int
 	}{
+		{"MPA2-9.1-1 the initiator states no IRD", 0, false, 1},
+		{"ISER-5.1.3-5 iSER-IRD 3 after no IRD", 0, true, 3},
 		{"ISER-7.3.6-6 ISER-8.2-3 ISER-8.2-4 IRD 1", 1, false, 1},
 		{"ISER-7.3.6-6 ISER-8.2-4 L26 IRD 4", 4, false, 4},
 		{"ISER-5.1.3-5 ISER-8.2-1 ISER-5.1.3-6 iSER-IRD 3", 128, true, 3},
@@ -291,11 +293,19 @@ func TestORD(t *testing.T) {
 			tg := startTarget(t, targetOptions{})
 			o := initiator.Options{}
 			o.RDMA.IRD = tt.ird
-			p := tg.rawLogin(t, o)
+			var p *raw
+			if tt.ird > 0 {
+				p = tg.rawLogin(t, o)
+			} else {
+				o.Target = targetName
+				p = tg.dialStream(t, o)
+				p.startMPAAs(wire.Startup{Rev: 1, CRC: true})
+				p.login()
+			}
 			if tt.hello {
 				p.sendRaw(hello(10, 10, uint16(tt.want)))
 				p.wantHelloReply(fmt.Sprintf("30aa%04x", tt.want))
-			} else if int(p.reply.Depths.ORD) != tt.want {
+			} else if p.reply.Enhanced && int(p.reply.Depths.ORD) != tt.want {
 				t.Fatalf("L30: %+v", p.reply.Depths)
 			}
 			h := p.scsi(0, 0, cdb.TestUnitReady)

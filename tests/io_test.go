@@ -5,12 +5,15 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"net"
 	"sync"
 	"testing"
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma"
+	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
@@ -37,6 +40,9 @@ func TestReadAndWrite(t *testing.T) {
 		{name: "FPDUs of Ethernet", ini: initiator.Options{RDMA: rdma.Options{MaxULPDU: 1442}},
 			tgt: targetOptions{rdma: rdma.Options{MaxULPDU: 1442}}},
 		{name: "Markers towards the initiator", ini: initiator.Options{RDMA: rdma.Options{Markers: true}}},
+		{name: "Markers towards the target", tgt: targetOptions{rdma: rdma.Options{Markers: true}}},
+		{name: "Markers both ways, no CRC", ini: initiator.Options{RDMA: rdma.Options{Markers: true, NoCRC: true}},
+			tgt: targetOptions{rdma: rdma.Options{Markers: true, NoCRC: true}}},
 		{name: "short of memory", tgt: targetOptions{node: iscsi.Options{ConnectionMemory: 256 << 10,
 			MaxTransferPiece: 64 << 10}}},
 	} {
@@ -68,6 +74,34 @@ func TestReadAndWrite(t *testing.T) {
 			}
 		})
 	}
+}
+
+// siw knows no Markers: it closes the connection after a Reply that asks for them. The log says so.
+func TestInitiatorWithoutMarkers(t *testing.T) {
+	for name, end := range map[string]func(p *raw){
+		"closes":                func(p *raw) { p.nc.Close() },
+		"closes its direction":  func(p *raw) { p.nc.(*net.TCPConn).CloseWrite(); p.wantEnd() },
+		"resets the connection": func(p *raw) { p.reset() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			tg := startTarget(t, targetOptions{rdma: rdma.Options{Markers: true}})
+			p := tg.dial(t, initiator.Options{})
+			if !p.reply.Markers {
+				t.Fatalf("MPA-4.3-15: Reply %+v", p.reply)
+			}
+			end(p)
+			tg.log.wantLine("login", "the peer has sent nothing since the Reply asked for Markers, which it may not support")
+		})
+	}
+	t.Run("ignores it", func(t *testing.T) {
+		// Where a Marker is due, a login without them has the length of its FPDU.
+		tg := startTarget(t, targetOptions{rdma: rdma.Options{Markers: true}})
+		p := tg.dial(t, initiator.Options{Target: targetName})
+		h, text := p.o.LoginRequest()
+		p.write(fpdu(untagged(wire.OpSend, 1, pduBytes(iser.Header{}, h, text))))
+		p.wantEnd()
+		tg.log.wantLine("login", "MPA: ")
+	})
 }
 
 // Many commands at once, on several sessions, each in its own part of the LUN.

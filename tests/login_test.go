@@ -322,47 +322,64 @@ func TestHello(t *testing.T) {
 	t.Run("ISER-5.1.2-10 ISER-10.1.3.4-2 iSERHelloRequired=No", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{Keys: []string{"iSERHelloRequired=No"}})
 		p.sendRaw(hello(10, 10, 4))
-		p.wantTerminate(wire.ReasonLocalCatastrophic)
+		p.wantTerminate(wire.ReasonOperation)
 	})
 	t.Run("ISER-5.1.3-1 ISER-10.1.3.4-1 none where it is required", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{Keys: []string{"iSERHelloRequired=Yes"}})
 		h := p.Request(pdu.NOPOut, pdu.FlagF, true)
 		p.send(iser.Header{}, h, nil)
-		p.wantTerminate(wire.ReasonLocalCatastrophic)
+		p.wantTerminate(wire.ReasonOperation)
 	})
 	t.Run("twice", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{})
 		p.sendRaw(hello(10, 10, 4))
 		p.wantHelloReply("30aa0004")
 		p.sendRaw(hello(10, 10, 4))
-		p.wantTerminate(wire.ReasonLocalCatastrophic)
+		p.wantTerminate(wire.ReasonOperation)
 	})
 	t.Run("ISER-5.1.3-7 ISER-10.1.3.2-1 ISER-10.1.3.2-2 no common version", func(t *testing.T) {
 		p := tg.dial(t, initiator.Options{Target: targetName})
 		p.sendRaw(hello(11, 11, 4))
 		p.wantHelloReply("31aa0004")
-		p.wantTerminate(wire.ReasonLocalCatastrophic)
+		p.wantTerminate(wire.ReasonOperation)
 	})
-	t.Run("ISER-5.1.1-3 ISER-7.3.6-4 iSER-IRD 0", func(t *testing.T) {
-		p := tg.rawLogin(t, initiator.Options{})
-		p.sendRaw(hello(10, 10, 0))
-		p.wantHelloReply("30aa0000")
-		h := p.scsi(0, 0, cdb.TestUnitReady)
-		p.send(iser.Header{}, h, nil)
-		p.wantStatus(h, 0x02) // unit attention
-		block := cdb.Write16(0, 1)
-		h = p.scsi(pdu.FlagW, 512, block)
-		data := random(512)
-		p.send(iser.Header{}, h, data)
-		p.wantStatus(h, 0)
-		if got := tg.stored(t, 0, 512); string(got) != string(data) {
-			t.Error("ISER-1.5.1-1: what came with the command is not stored")
-		}
-		p.writeCommand(8, 8)
-		p.wantEnd()
-		testkit.Eventually(t, "the reason in the log",
-			func() bool { return len(tg.log.Lines("accepts no RDMA Reads")) == 1 })
-	})
+	// An initiator that accepts no RDMA Reads can write what comes with the command.
+	for id, start := range map[string]func(t *testing.T) *raw{
+		"ISER-5.1.1-3 ISER-7.3.6-4 iSER-IRD 0": func(t *testing.T) *raw {
+			p := tg.rawLogin(t, initiator.Options{})
+			p.sendRaw(hello(10, 10, 0))
+			p.wantHelloReply("30aa0000")
+			return p
+		},
+		"ISER-5.1.1-2 ISER-5.1.1-3 IRD 0 in the MPA Request": func(t *testing.T) *raw {
+			p := tg.dialStream(t, initiator.Options{Target: targetName})
+			p.startMPAAs(wire.Startup{Rev: 2, CRC: true, Enhanced: true})
+			if p.reply.Depths.ORD != 0 {
+				t.Errorf("Reply %+v", p.reply)
+			}
+			p.login()
+			return p
+		},
+	} {
+		t.Run(id, func(t *testing.T) {
+			p := start(t)
+			h := p.scsi(0, 0, cdb.TestUnitReady)
+			p.send(iser.Header{}, h, nil)
+			p.wantStatus(h, 0x02) // unit attention
+			h = p.scsi(pdu.FlagW, 512, cdb.Write16(0, 1))
+			data := random(512)
+			p.send(iser.Header{}, h, data)
+			p.wantStatus(h, 0)
+			if got := tg.stored(t, 0, 512); string(got) != string(data) {
+				t.Error("ISER-1.5.1-1: what came with the command is not stored")
+			}
+			before := len(tg.log.Lines("accepts no RDMA Reads"))
+			p.writeCommand(8, 8)
+			p.wantEnd()
+			testkit.Eventually(t, "the reason in the log",
+				func() bool { return len(tg.log.Lines("accepts no RDMA Reads")) == before+1 })
+		})
+	}
 	t.Run("ISER-6.10-3 ISER-5.1.1-8 no HelloReply unasked", func(t *testing.T) {
 		p := tg.rawLogin(t, initiator.Options{})
 		p.ping()

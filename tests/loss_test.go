@@ -105,7 +105,7 @@ func TestConnectionLoss(t *testing.T) {
 		}, "CRC mismatch"},
 		{"ISER-10.1.3.3-3 iSER format error", func(p *raw, _ wire.ReadRequest) {
 			p.sendRaw(make([]byte, 76))
-			p.wantTerminate(wire.ReasonLocalCatastrophic)
+			p.wantTerminate(wire.ReasonOperation)
 		}, "iSER message with opcode 0"},
 	} {
 		t.Run("ISER-5.2.3.1-2 "+tt.id, func(t *testing.T) {

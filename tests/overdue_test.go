@@ -56,7 +56,7 @@ func (tg *target) neighbour(t *testing.T) (stop func()) {
 // A Read Response that does not come, or not as a whole, ends the connection of its initiator and no
 // other. Nothing of it is written, and its memory is free.
 func TestReadResponseThatDoesNotCome(t *testing.T) {
-	for _, part := range []int{0, 1024} {
+	for _, part := range []int{0, 1024, -1} { // -1: nothing comes, and the initiator aborts the tasks
 		t.Run(fmt.Sprintf("%d bytes come", part), func(t *testing.T) {
 			bounds := limits.New()
 			bounds.DataTimeout.SetMax(int64(500 * time.Millisecond))
@@ -66,6 +66,11 @@ func TestReadResponseThatDoesNotCome(t *testing.T) {
 			hs, reads := p.held(3)
 			if part > 0 {
 				p.write(fpdu(tagged(wire.OpReadResponse, false, reads[0].SinkSTag, reads[0].SinkTO, random(part))))
+			}
+			if part < 0 {
+				// The answer to ABORT TASK waits for the data, but not for ever.
+				p.tmf(pdu.AbortTask, 0, hs[0].ITT(), hs[0].CmdSN())
+				p.tmf(pdu.AbortTaskSet, 0, pdu.ReservedTag, 0)
 			}
 			began := time.Now()
 			p.wantEnd()

@@ -99,6 +99,17 @@ func (p *raw) startMPA() {
 	p.wantReply()
 }
 
+// startMPAAs exchanges startup frames with another Request.
+func (p *raw) startMPAAs(req wire.Startup) {
+	p.t.Helper()
+	b, err := req.Append(nil)
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	p.write(b)
+	p.wantReply()
+}
+
 // wantReply takes the MPA Reply.
 func (p *raw) wantReply() {
 	p.t.Helper()
@@ -339,6 +350,8 @@ func (p *raw) wantTerminate(reason wire.Reason) {
 	}
 	if t, err := wire.ParseTerminate(m.payload); err != nil || t.Reason != reason {
 		p.t.Fatalf("Terminate %v, %v; want %v", t.Reason, err, reason)
+	} else if reason.Layer == wire.LayerRDMAP && reason.EType > 0 && len(t.DDP) == 0 {
+		p.t.Fatal("RDMAP-4.8-11: the Terminate does not describe the message")
 	}
 	p.wantEOF()
 	p.nc.Close()

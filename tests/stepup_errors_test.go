@@ -25,7 +25,7 @@ import (
 // log, and leaves nothing behind.
 func TestStepUpWrongSequence(t *testing.T) {
 	none := func(p *raw) {}
-	terminate := func(p *raw) { p.wantTerminate(wire.ReasonLocalCatastrophic) }
+	terminate := func(p *raw) { p.wantTerminate(wire.ReasonOperation) }
 	send := func(b []byte) func(*raw) { return func(p *raw) { p.write(b) } }
 	message := func(b []byte) func(*raw) { return func(p *raw) { p.startMPA(); p.sendRaw(b) } }
 	ping := func() []byte {
@@ -62,12 +62,6 @@ func TestStepUpWrongSequence(t *testing.T) {
 			[]string{"stage=mpa", "revision 3"}},
 		{"too much private data", nil, send(append([]byte(key), 0x50, 2, 2, 1)), none, "login",
 			[]string{"stage=mpa", "513"}},
-		{"ISER-5.1.1-2 IRD 0", nil, send(startup(wire.Startup{Rev: 2, CRC: true, Enhanced: true})), func(p *raw) {
-			if f, n, err := wire.ParseStartup(p.read(wire.StartupLen), true); err != nil || !f.Reject ||
-				len(p.read(n)) != n {
-				p.t.Errorf("Reply %+v, %v", f, err)
-			}
-		}, "login", []string{"stage=mpa", "accepts 0 RDMA Reads"}},
 		{"ISER-10.1.1.1-2 closed before the MPA Request", nil, func(p *raw) { p.nc.(*net.TCPConn).CloseWrite() },
 			none, "login", []string{"stage=mpa", "after 0 bytes of an MPA startup frame"}},
 		{"ISER-10.1.1.1-2 closed within the MPA Request", nil,

@@ -304,6 +304,10 @@ func TestSessionCommands(t *testing.T) {
 	}
 	id := fmt.Sprint(list[0].TSIH)
 	s.says(t, cli.ExitOK, hostName, "session", "show", id)
+	if f := list[0].Connections[0].Framing; f == nil || *f != (schema.FramingState{CRC: true, ORD: 32}) {
+		t.Errorf("framing %+v", f)
+	}
+	s.says(t, cli.ExitOK, "CRC on, Markers off in and off out, ORD 32", "session", "show", id)
 	s.says(t, cli.ExitNotFound, "session 65535", "session", "show", "65535")
 	s.says(t, cli.ExitOK, id, "__complete", "session", "kill", "")
 

@@ -13,6 +13,7 @@ import (
 
 	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/config"
 )
 
 // output returns the command of v with -o.
@@ -537,7 +538,11 @@ func sessionTable(t *table, s schema.SessionState) {
 		t.row(k, s.Parameters[k])
 	}
 	for _, c := range s.Connections {
-		t.row(fmt.Sprintf("connection %d", c.CID), fmt.Sprintf("%s from %s to %s since %s, %d PDUs", c.Transport, c.Remote, c.Local, c.Started.Local().Format(time.RFC3339), c.Received))
+		text := fmt.Sprintf("%s from %s to %s since %s, %d PDUs", c.Transport, c.Remote, c.Local, c.Started.Local().Format(time.RFC3339), c.Received)
+		if f := c.Framing; f != nil {
+			text += fmt.Sprintf(", CRC %v, Markers %v in and %v out, ORD %d", config.Switch(f.CRC), config.Switch(f.MarkersIn), config.Switch(f.MarkersOut), f.ORD)
+		}
+		t.row(fmt.Sprintf("connection %d", c.CID), text)
 	}
 }
 

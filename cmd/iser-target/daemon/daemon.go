@@ -39,9 +39,8 @@ import (
 )
 
 const (
-	// ird and ord are the RDMA Read depths. No initiator reads from the target; siw takes
-	// up to 128 Reads.
-	ird, ord = 16, 128
+	// ird and ord are the RDMA Read depths. No initiator reads from the target.
+	ird, ord = 16, config.MaxORD
 	// shutdownTime is what sessions have to end at a shutdown, once they are cut.
 	shutdownTime = 12 * time.Second
 )
@@ -240,7 +239,10 @@ func (d *Daemon) setLimits(cfg *config.Config) {
 		IRD: ird, ORD: ord,
 		MaxULPDU: cfg.Limits.MaxFPDU,
 		NoCRC:    !bool(cfg.MPA.CRC),
+		Markers:  bool(cfg.MPA.Markers),
 		Domain:   d.net.domain,
+
+		UnstatedORD: cfg.MPA.UnstatedORD,
 	})
 }
 

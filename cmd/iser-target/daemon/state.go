@@ -250,8 +250,13 @@ func sessionState(s *iscsi.SessionInfo) schema.SessionState {
 	}
 	for _, c := range s.Conns {
 		st.Transport = c.Transport
+		var framing *schema.FramingState
+		if f := c.Framing; f != nil {
+			framing = &schema.FramingState{CRC: f.CRC, MarkersIn: f.MarkersToUs, MarkersOut: f.MarkersOut, ORD: f.ORD}
+		}
 		st.Connections = append(st.Connections, schema.ConnectionState{
-			CID: int(c.CID), Transport: c.Transport, Remote: c.Remote.String(), Local: c.Local.String(), Started: c.Started, Received: c.Received,
+			Framing: framing,
+			CID:     int(c.CID), Transport: c.Transport, Remote: c.Remote.String(), Local: c.Local.String(), Started: c.Started, Received: c.Received,
 		})
 	}
 	return st

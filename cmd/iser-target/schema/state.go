@@ -183,6 +183,16 @@ type ConnectionState struct {
 	Local     string    `json:"local"`
 	Started   time.Time `json:"started"`
 	Received  uint64    `json:"received"` // PDUs
+	// Framing is what MPA has agreed on. It is absent over TCP.
+	Framing *FramingState `json:"framing,omitempty"`
+}
+
+// A FramingState describes MPA on a connection.
+type FramingState struct {
+	CRC        bool `json:"crc"`         // FPDUs carry CRCs
+	MarkersIn  bool `json:"markers_in"`  // the initiator sends Markers
+	MarkersOut bool `json:"markers_out"` // the target sends Markers
+	ORD        int  `json:"ord"`         // RDMA Reads at a time
 }
 
 // A CounterState counts the SCSI commands of a session, or of a LUN since it was
