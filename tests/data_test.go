@@ -400,7 +400,7 @@ func TestRDMAByInitiator(t *testing.T) {
 				b := make([]byte, wire.ReadRequestLen)
 				wire.ReadRequest{SinkSTag: 1, Size: 4096, SrcSTag: r.SinkSTag, SrcTO: r.SinkTO}.Put(b)
 				return fpdu(untagged(wire.OpReadRequest, 1, b))
-			}, wire.ReasonReadInvalidSTag},
+			}, wire.ReasonReadAccess},
 		{"ISER-8.3.1-3 Response to another STag", func(p *raw, r wire.ReadRequest) []byte {
 			return fpdu(tagged(wire.OpReadResponse, true, r.SinkSTag+1, r.SinkTO, random(4096)))
 		}, wire.ReasonInvalidSTag},
