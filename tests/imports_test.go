@@ -26,10 +26,12 @@ var mayImport = map[string][]string{
 	"cmd/iser-target/capture":    {"cmd/iser-target/schema", "github.com/gopacket/gopacket"},
 	"cmd/iser-target/metrics":    {"iscsi", "lun", "rdma", "security/limits", "github.com/prometheus/client_golang", "go.yaml.in/yaml/v3"},
 	"iser":                       {"iscsi", "lun/invariant", "rdma"},
+	"iser/initiator":             {"iser", "iscsi/initiator", "iscsi/keys", "iscsi/pdu", "rdma"},
 	"iscsi":                      {"iscsi/fifo", "iscsi/pdu", "iscsi/keys", "lun", "security"},
 	"iscsi/fifo":                 {"lun/invariant"},
 	"iscsi/pdu":                  {},
 	"iscsi/keys":                 {},
+	"iscsi/initiator":            {"iscsi/keys", "iscsi/pdu", "rdma/llp", "security"},
 	"iscsi/tcp":                  {"iscsi", "iscsi/fifo", "iscsi/pdu", "lun/invariant", "rdma/llp"},
 	"lun":                        {"backend", "lun/fair", "lun/invariant", "lun/state", "security/limits"},
 	"lun/fair":                   {"lun/invariant", "security/limits"},
@@ -55,8 +57,9 @@ var mayImport = map[string][]string{
 
 // Tests may also import what they have in common, the suite that every store
 // has to pass, what the packages below import (a unit needs a store), and those of the
-// program an initiator. The example of iscsi needs a Datamover.
-var testsMayImport = map[string][]string{"": {"backend/backendtest", "tests/testkit"}, "cmd": {"tests/initiator"}, "iscsi": {"iscsi/tcp"}}
+// program an initiator. The example of iscsi needs a Datamover, and an initiator a target.
+var testsMayImport = map[string][]string{"": {"backend/backendtest", "tests/testkit"}, "cmd": {"tests/initiator"}, "iscsi": {"iscsi/tcp"},
+	"iscsi/initiator": {"iscsi", "lun", "backend"}, "iser/initiator": {"iscsi", "lun", "backend"}}
 
 // TestImports reads the files itself, whatever their build tags: what another
 // process reads would be unknown to the cache of test results.
@@ -124,6 +127,10 @@ func TestImportRule(t *testing.T) {
 		{"iscsi", "lun", false, true},
 		{"iscsi", "iscsi/keys", false, true},
 		{"iscsi/keys", "iscsi/pdu", false, false},
+		{"iscsi/initiator", "rdma", false, false},
+		{"iscsi/initiator", "iscsi", false, false},
+		{"iscsi/initiator", "lun", true, true},
+		{"iser/initiator", "iscsi/initiator", false, true},
 		{"iscsi/keys", "security", false, false},
 		{"iscsi/fifo", "iscsi", false, false},
 		{"rdma", "iscsi/fifo", false, false},
