@@ -4,11 +4,14 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
+	"testing/fstest"
 	"time"
 
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/security/limits"
 )
 
 // systemd accepts the units, and rates the exposure of the service as low.
@@ -40,8 +43,9 @@ func TestUnitsAreValidAndRestricted(t *testing.T) {
 	}
 }
 
-// systemd starts a target that has crashed at once, and as often as it crashes: initiators wait for it.
-func TestUnitRestartsWithoutLimit(t *testing.T) {
+// unitKeys returns the keys of the service, each with its last value.
+func unitKeys(t *testing.T) map[string]string {
+	t.Helper()
 	b, err := os.ReadFile("../../packaging/systemd/iser-target.service")
 	if err != nil {
 		t.Fatal(err)
@@ -52,6 +56,48 @@ func TestUnitRestartsWithoutLimit(t *testing.T) {
 			keys[key] = value
 		}
 	}
+	return keys
+}
+
+// The unit bounds memory and threads, and the bounds fit the limits of the configuration: no number of stores that
+// hang takes the last thread, and the default of limits.memory leaves room for the rest of the process.
+func TestUnitBoundsFitTheLimits(t *testing.T) {
+	keys := unitKeys(t)
+	share := func(key string) int {
+		n, err := strconv.Atoi(strings.TrimSuffix(keys[key], "%"))
+		if err != nil || !strings.HasSuffix(keys[key], "%") {
+			t.Fatalf("%s=%s, want a share of the memory", key, keys[key])
+		}
+		return n
+	}
+	if high, most := share("MemoryHigh"), share("MemoryMax"); high >= most || most > 90 || high < 50 {
+		t.Errorf("MemoryHigh=%d%%, MemoryMax=%d%%", high, most)
+	}
+	// The heap ends at 90 % of MemoryHigh, see limitHeap, and what initiators use at a quarter.
+	const gib = 1 << 30
+	m := limits.ReadMachine(fstest.MapFS{
+		"proc/meminfo":        {Data: []byte("MemTotal: 16777216 kB\n")},
+		"proc/self/cgroup":    {Data: []byte("0::/system.slice/iser-target.service\n")},
+		"proc/self/mountinfo": {Data: []byte("30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")},
+		"sys/fs/cgroup/system.slice/iser-target.service/memory.high": {Data: []byte(strconv.Itoa(16 * gib / 100 * share("MemoryHigh")))},
+		"sys/fs/cgroup/system.slice/iser-target.service/memory.max":  {Data: []byte(strconv.Itoa(16 * gib / 100 * share("MemoryMax")))},
+		"sys/fs/cgroup/system.slice/iser-target.service/pids.max":    {Data: []byte(keys["TasksMax"])},
+	}, limits.Rlimits{}, 4)
+	if !strings.Contains(m.Memory.From, "memory.high") || m.Memory.N != 16*gib/100*int64(share("MemoryHigh")) {
+		t.Errorf("memory: %+v", m.Memory)
+	}
+	// backend_calls has 4096 at most; see neededThreads in package daemon.
+	if need := int64(2*4096 + 8000); m.Threads.N < need {
+		t.Errorf("TasksMax=%d, want %d at least", m.Threads.N, need)
+	}
+	if files, _ := strconv.Atoi(keys["LimitNOFILE"]); files < 16384+1024+64 { // LUNs, connections, the rest
+		t.Errorf("LimitNOFILE=%s", keys["LimitNOFILE"])
+	}
+}
+
+// systemd starts a target that has crashed at once, and as often as it crashes: initiators wait for it.
+func TestUnitRestartsWithoutLimit(t *testing.T) {
+	keys := unitKeys(t)
 	if keys["Restart"] != "on-failure" || keys["StartLimitIntervalSec"] != "0" || keys["StartLimitBurst"] != "" {
 		t.Errorf("Restart=%s, StartLimitIntervalSec=%s, StartLimitBurst=%s", keys["Restart"], keys["StartLimitIntervalSec"], keys["StartLimitBurst"])
 	}

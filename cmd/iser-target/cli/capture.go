@@ -54,7 +54,7 @@ standard output.
 The file has the data of the LUNs, and the beginning of each connection with the
 login, including CHAP responses. docs/cli.md shows how to read it with tshark.`,
 		example: "  iser-target capture --session 1 -w one.pcapng --duration 30s",
-		run: func(_ context.Context, c *call) error { // without timeLimit
+		run: func(_ context.Context, c *call) error {
 			switch {
 			case id == 0:
 				return usage(c.cmd, "--session is required: a TSIH of session list")

@@ -129,8 +129,11 @@ func sentence(hint string) string {
 	return strings.TrimSuffix(hint, ".") + "."
 }
 
-// timeLimit bounds a request. A change may wait for other changes and for commands to end.
+// timeLimit is the default of --timeout. A change may wait for other changes and for commands to end.
 const timeLimit = 2 * time.Minute
+
+// maxTimeLimit is the longest --timeout.
+const maxTimeLimit = 24 * time.Hour
 
 // A program has the flags that all commands share.
 type program struct {
@@ -138,6 +141,7 @@ type program struct {
 	address string
 	context string
 	tls     client.TLSFiles
+	timeout time.Duration
 	format  string // of -o
 }
 
@@ -218,6 +222,7 @@ func (p *program) whereFlags(c *cobra.Command) {
 	f.StringVar(&p.socket, "socket", "", "Unix socket of the control API of the target (default: $"+envSocket+", else "+cmp.Or(config.DefaultSocket(), "none")+")")
 	f.StringVar(&p.address, "address", "", "host:port of the control API of a target on another machine (default: $"+envAddress+")")
 	f.StringVar(&p.context, "context", "", "name of the target in context list (default: $"+envContext+", else the current one)")
+	f.DurationVar(&p.timeout, "timeout", timeLimit, "how long the target may take to answer; during long work, to make progress")
 	c.RegisterFlagCompletionFunc("context", contextNames)
 	c.MarkPersistentFlagFilename("socket")
 	for _, file := range p.files() {
@@ -248,6 +253,18 @@ func (p *program) files() []tlsFile {
 // client returns a client of the target that the flags name, or else the variables, or else the current context. A flag
 // overrides a variable, and the variable of the address that of the socket.
 func (p *program) client(cmd *cobra.Command) (*client.Client, error) {
+	if p.timeout <= 0 || p.timeout > maxTimeLimit {
+		return nil, usage(cmd, "--timeout must be more than 0 and up to %v, not %v", maxTimeLimit, p.timeout)
+	}
+	c, err := p.locate(cmd)
+	if err == nil {
+		c.Limit(p.timeout)
+	}
+	return c, err
+}
+
+// locate returns the client without its time limit.
+func (p *program) locate(cmd *cobra.Command) (*client.Client, error) {
 	if p.socket != "" && p.address != "" {
 		return nil, usage(cmd, "--socket and --address exclude each other")
 	}
@@ -320,6 +337,7 @@ type verb struct {
 type call struct {
 	*client.Client
 	cmd    *cobra.Command
+	limit  time.Duration // --timeout
 	args   []string
 	target string // with lun, set by parseLUN
 	lun    int
@@ -338,13 +356,13 @@ func (p *program) command(v verb) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			call := &call{Client: c, cmd: cmd, args: args}
+			call := &call{Client: c, cmd: cmd, limit: p.timeout, args: args}
 			if v.parse != nil {
 				if err := v.parse(call); err != nil {
 					return err
 				}
 			}
-			ctx, cancel := context.WithTimeout(cmd.Context(), timeLimit)
+			ctx, cancel := context.WithTimeout(cmd.Context(), p.timeout)
 			defer cancel()
 			return v.run(ctx, call)
 		},
@@ -373,7 +391,7 @@ func (p *program) changeThen(v verb, change func(context.Context, *call, schema.
 		do := o
 		// A user who says how sessions end agrees that they end.
 		do.Disrupt = o.Disrupt || o.Now || o.Drain > 0
-		ctx, cancel := context.WithTimeout(c.cmd.Context(), timeLimit+o.Drain)
+		ctx, cancel := context.WithTimeout(c.cmd.Context(), p.timeout+o.Drain)
 		defer cancel()
 		plan, then, err := change(ctx, c, do)
 		if err != nil {

@@ -149,7 +149,7 @@ func (p *program) events() *cobra.Command {
 		run: func(ctx context.Context, c *call) error {
 			w := c.cmd.OutOrStdout()
 			if follow {
-				ctx = c.cmd.Context() // without timeLimit
+				ctx = c.cmd.Context() // heartbeats bound it
 			}
 			err := c.Events(ctx, since, follow, func(e schema.Event) error {
 				return p.printOne(w, e, func() string { return eventLine(&e) })

@@ -74,12 +74,13 @@ func followDrain(ctx context.Context, c *call, last int) error {
 			return errors.New("interrupted; the target continues to drain")
 		case <-tick.C:
 		}
-		ask, cancel := context.WithTimeout(ctx, timeLimit)
+		ask, cancel := context.WithTimeout(ctx, c.limit)
 		n, err := normalSessions(ask, c.Client)
+		silent := errors.Is(ask.Err(), context.DeadlineExceeded)
 		cancel()
 		var e *schema.Error
 		switch {
-		case errors.As(err, &e) && e.Code == schema.Unreached:
+		case errors.As(err, &e) && e.Code == schema.Unreached && !silent:
 			_, err := fmt.Fprintln(c.cmd.OutOrStdout(), "the target has ended")
 			return err
 		case err != nil && ctx.Err() == nil:

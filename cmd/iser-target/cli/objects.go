@@ -355,7 +355,7 @@ progress. If interrupted, they leave nothing behind.`,
 			}
 			bar := newBar(c.cmd.ErrOrStderr())
 			defer bar.end()
-			plan, err := c.MakeLUN(c.cmd.Context(), c.args[0], l, o, bar.show) // without timeLimit
+			plan, err := c.MakeLUN(c.cmd.Context(), c.args[0], l, o, bar.show)
 			if err != nil && c.cmd.Context().Err() != nil {
 				err = &schema.Error{Code: schema.Failed, Message: "interrupted: " + l.Path + " was not created, unless it was complete just before",
 					Hint: "see iser-target lun list"}
@@ -417,7 +417,7 @@ the file. If interrupted, or if the file system is full, the file has a part of 
 			}
 			bar := newBar(c.cmd.ErrOrStderr())
 			defer bar.end()
-			plan, err := c.GrowLUN(c.cmd.Context(), c.target, c.lun, v, o, bar.show) // without timeLimit
+			plan, err := c.GrowLUN(c.cmd.Context(), c.target, c.lun, v, o, bar.show)
 			if err != nil && c.cmd.Context().Err() != nil {
 				err = &schema.Error{Code: schema.Failed, Message: "interrupted: the LUN may have its new size, but not all its space",
 					Hint: "see iser-target lun show " + c.target + " " + c.args[1]}

@@ -66,9 +66,9 @@ corrupt. If --wait is interrupted, the scrub continues.`,
 func (c *call) awaitScrub() (*schema.Scrub, error) {
 	bar := newBar(c.cmd.ErrOrStderr())
 	defer bar.end()
-	ctx := c.cmd.Context() // without timeLimit
+	ctx := c.cmd.Context()
 	for {
-		ask, cancel := context.WithTimeout(ctx, timeLimit)
+		ask, cancel := context.WithTimeout(ctx, c.limit)
 		s, err := c.Scrub(ask, c.target, c.lun)
 		cancel()
 		if err != nil {

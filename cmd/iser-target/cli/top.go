@@ -51,7 +51,7 @@ since the last frame.
 On a terminal, press q to quit and s to change the order. Elsewhere, and with --count,
 top prints one frame after the other. -o json writes each on one line.`,
 		run: func(_ context.Context, c *call) error {
-			cmd, ctx := c.cmd, c.cmd.Context() // without timeLimit
+			cmd, ctx := c.cmd, c.cmd.Context()
 			if t.interval < minInterval || t.interval > maxInterval {
 				return usage(cmd, "--interval must be from %v to %v, not %v", minInterval, maxInterval, t.interval)
 			}
@@ -76,7 +76,7 @@ top prints one frame after the other. -o json writes each on one line.`,
 }
 
 func (t *top) sample(ctx context.Context) (sample, error) {
-	ctx, cancel := context.WithTimeout(ctx, timeLimit)
+	ctx, cancel := context.WithTimeout(ctx, t.p.timeout)
 	defer cancel()
 	st, err := t.c.State(ctx)
 	return sample{time.Now(), &st}, err

@@ -3,13 +3,9 @@ package cli
 import (
 	"context"
 	"fmt"
-	"time"
 
 	"github.com/spf13/cobra"
 )
-
-// upgradeTime is what the command waits for the new process, and for changes in progress.
-const upgradeTime = 2 * time.Minute
 
 // upgrade returns the command that replaces the process of the target.
 func (p *program) upgrade() *cobra.Command {
@@ -26,9 +22,7 @@ If the new process does not start, or does not understand the state, the target 
 as it was. Sessions that do not come to rest within 500ms, those with an
 ErrorRecoveryLevel above 0 and those in discovery are cut; their initiators log in again.`,
 		example: "  install -m 755 iser-target.new /usr/bin/iser-target\n  iser-target upgrade",
-		run: func(_ context.Context, c *call) error {
-			ctx, cancel := context.WithTimeout(c.cmd.Context(), upgradeTime)
-			defer cancel()
+		run: func(ctx context.Context, c *call) error {
 			u, err := c.Upgrade(ctx)
 			if err != nil {
 				return err

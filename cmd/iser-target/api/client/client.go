@@ -27,8 +27,8 @@ const (
 	// maxAnswer bounds an answer, in bytes. The state of 16384 LUNs has less.
 	maxAnswer = 64 << 20
 	maxLine   = 1 << 20 // bytes of one event, or of one ChangeUpdate
-	// silence is several times the interval of the target's heartbeats.
-	silence = time.Minute
+	// leastSilence is several times the interval of the target's heartbeats.
+	leastSilence = time.Minute
 	// idleTime is less than the server's, so that no request meets a closed connection.
 	idleTime = time.Minute
 )
@@ -41,7 +41,12 @@ type Client struct {
 	http  http.Client
 
 	silence time.Duration // the longest time between two heartbeats of a stream
+	limit   time.Duration // the longest time without progress of long work; 0: none
 }
+
+// Limit bounds what has no end that the caller knows: long work makes progress within d, and a target answers
+// within d while a capture has nothing to record. Streams with heartbeats may be silent for d, but not for less than a minute.
+func (c *Client) Limit(d time.Duration) { c.limit, c.silence = d, max(d, leastSilence) }
 
 // New returns a client of the target that serves on the Unix socket. It does not connect
 // before the first request.
@@ -56,7 +61,7 @@ func newClient(where string, t *http.Transport) *Client {
 	t.DisableCompression = true
 	t.MaxIdleConns = 1
 	t.IdleConnTimeout = idleTime
-	return &Client{where: where, http: http.Client{Transport: t}, silence: silence}
+	return &Client{where: where, http: http.Client{Transport: t}, silence: leastSilence}
 }
 
 // Remote reports whether the target may run on another machine, where paths mean other files.
@@ -174,7 +179,7 @@ func (c *Client) unreached(method string, err error) error {
 		err = ue.Err
 	}
 	if errors.Is(err, context.DeadlineExceeded) {
-		return &schema.Error{Code: schema.Unreached, Message: "the target at " + c.where + " did not answer in time", Hint: hint}
+		return &schema.Error{Code: schema.Unreached, Message: "the target at " + c.where + " did not answer in time", Hint: hint + ", or allow more time with --timeout"}
 	}
 	return &schema.Error{Code: schema.Unreached, Message: fmt.Sprintf("the connection to the target at %s ended before it answered: %v", c.where, err), Hint: hint}
 }
@@ -319,17 +324,19 @@ func (c *Client) GrowLUN(ctx context.Context, target string, id int, v schema.Va
 // follow requests a change that may take long.
 func (c *Client) follow(ctx context.Context, method, path string, q url.Values, body any, each func(schema.Progress)) (*schema.Plan, error) {
 	q.Set("progress", "true")
+	ctx, heard, stop := c.watch(ctx)
+	defer stop()
 	resp, err := c.roundTrip(ctx, method, path, q, body)
 	if err != nil {
-		return nil, err
+		return nil, stalled(ctx, c, method, err)
 	}
 	defer resp.Body.Close()
 	if resp.Header.Get("Content-Type") != "application/jsonl" { // it took no time
 		p := &schema.Plan{}
-		return p, c.decode(method, resp.Body, p)
+		return p, stalled(ctx, c, method, c.decode(method, resp.Body, p))
 	}
 	var plan *schema.Plan
-	if err := lines(ctx, c, method, resp.Body, "progress", func(m schema.ChangeUpdate) error {
+	if err := lines(ctx, c, method, &listener{resp.Body, heard}, "progress", func(m schema.ChangeUpdate) error {
 		switch {
 		case m.Error != nil:
 			return m.Error
@@ -340,12 +347,39 @@ func (c *Client) follow(ctx context.Context, method, path string, q url.Values, 
 		}
 		return nil
 	}); err != nil {
-		return nil, err
+		return nil, stalled(ctx, c, method, err)
 	}
 	if plan == nil {
-		return nil, c.unreached(method, cmp.Or(ctx.Err(), io.ErrUnexpectedEOF))
+		return nil, stalled(ctx, c, method, c.unreached(method, cmp.Or(ctx.Err(), io.ErrUnexpectedEOF)))
 	}
 	return plan, nil
+}
+
+// watch returns a context that ends with errSilent if the limit passes without a call of heard. The caller
+// calls stop at the end.
+func (c *Client) watch(ctx context.Context) (watched context.Context, heard, stop func()) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	if c.limit == 0 {
+		return ctx, func() {}, func() { cancel(nil) }
+	}
+	timer := time.AfterFunc(c.limit, func() { cancel(errSilent) })
+	return ctx, func() { timer.Reset(c.limit) }, func() {
+		timer.Stop()
+		cancel(nil)
+	}
+}
+
+// stalled returns err, or the error of a request of that method whose work made no progress.
+func stalled(ctx context.Context, c *Client, method string, err error) error {
+	if err == nil || context.Cause(ctx) != errSilent {
+		return err
+	}
+	late := c.unreached(method, context.DeadlineExceeded)
+	var e *schema.Error
+	if errors.As(late, &e) {
+		e.Message = fmt.Sprintf("the target at %s reported no progress for %v", c.where, c.limit)
+	}
+	return late
 }
 
 // SetTarget sets keys of a target.
@@ -580,8 +614,12 @@ func capturePath(tsih uint16) string { return fmt.Sprintf("/v1/sessions/%d/captu
 
 // A Capture is the answer to a request that records a session: a growing pcapng file.
 type Capture struct {
-	c    *Client
-	resp *http.Response
+	c     *Client
+	tsih  uint16
+	resp  *http.Response
+	ctx   context.Context // of the request; ends with errSilent when the target answers no longer
+	end   context.CancelCauseFunc
+	heard chan struct{} // has an element if bytes have come
 }
 
 // Capture begins to record a session. It ends when the file has max bytes, or after the
@@ -594,11 +632,55 @@ func (c *Client) Capture(ctx context.Context, tsih uint16, max int64, duration t
 	if duration != 0 {
 		q.Set("duration", duration.String())
 	}
-	resp, err := c.roundTrip(ctx, http.MethodGet, capturePath(tsih), q, nil)
+	ctx, end := context.WithCancelCause(ctx)
+	resp, err := c.begin(ctx, end, capturePath(tsih), q)
 	if err != nil {
+		end(nil)
 		return nil, err
 	}
-	return &Capture{c, resp}, nil
+	k := &Capture{c, tsih, resp, ctx, end, make(chan struct{}, 1)}
+	if c.limit > 0 {
+		go k.watch()
+	}
+	return k, nil
+}
+
+// begin requests a stream. Its header has to come within the limit.
+func (c *Client) begin(ctx context.Context, end context.CancelCauseFunc, path string, q url.Values) (*http.Response, error) {
+	if c.limit > 0 {
+		timer := time.AfterFunc(c.limit, func() { end(errSilent) })
+		defer timer.Stop()
+	}
+	resp, err := c.roundTrip(ctx, http.MethodGet, path, q, nil)
+	if context.Cause(ctx) == errSilent {
+		return nil, c.unreached(http.MethodGet, context.DeadlineExceeded)
+	}
+	return resp, err
+}
+
+// watch ends a capture whose target answers no longer. A session without traffic has nothing to record, so
+// it asks for the session when nothing has come for the limit.
+func (k *Capture) watch() {
+	for {
+		select {
+		case <-k.ctx.Done():
+			return
+		case <-k.heard:
+			continue
+		case <-time.After(k.c.limit):
+		}
+		ctx, cancel := context.WithTimeout(k.ctx, k.c.limit)
+		_, err := k.c.Session(ctx, k.tsih)
+		late := errors.Is(ctx.Err(), context.DeadlineExceeded)
+		cancel()
+		select {
+		case <-k.heard:
+		default:
+			if err != nil && late {
+				k.end(errSilent)
+			}
+		}
+	}
 }
 
 // StopCapture ends the capture of a session.
@@ -607,16 +689,26 @@ func (c *Client) StopCapture(ctx context.Context, tsih uint16) error {
 }
 
 // Close ends the capture and discards what Copy has not written.
-func (k *Capture) Close() error { return k.resp.Body.Close() }
+func (k *Capture) Close() error {
+	k.end(nil)
+	return k.resp.Body.Close()
+}
 
 // Copy writes the file to w until the capture ends, and returns its summary. If the target
 // ends before, or w fails, the first Size bytes of w are a valid file.
 func (k *Capture) Copy(w io.Writer) (sum schema.Summary, err error) {
-	sum.Size, err = copyBlocks(w, k.resp.Body)
+	sum.Size, err = copyBlocks(w, &listener{k.resp.Body, func() {
+		select {
+		case k.heard <- struct{}{}:
+		default:
+		}
+	}})
 	var write *writeError
 	switch {
 	case errors.As(err, &write):
 		return sum, write.error
+	case err != nil && context.Cause(k.ctx) == errSilent:
+		return sum, k.c.unreached(http.MethodGet, context.DeadlineExceeded)
 	case err != nil:
 		return sum, k.c.unreached(http.MethodGet, err)
 	}
