@@ -50,6 +50,7 @@ var mayImport = map[string][]string{
 	"security":                {},
 	"security/limits":         {},
 	"security/ipsec":          {"security", "security/ipsec", "golang.org/x/sys", "github.com/vishvananda/netlink"},
+	"security/ipsec/vici":     {"security/ipsec", "github.com/strongswan/govici"},
 	"config":                  {"security", "github.com/spf13/viper", "go.yaml.in/yaml/v3", "golang.org/x/sys"},
 	"tests": {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "tests",
 		"golang.org/x/sys", "github.com/chromedp", "github.com/hanwen/go-fuse"},
