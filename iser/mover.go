@@ -486,17 +486,24 @@ func (c *Conn) Receive(n *iscsi.Notice) error {
 		case isTimeout(err):
 			return err
 		}
-		var format *FormatError
-		switch {
-		case ok:
+		if ok {
 			return nil
-		case errors.As(err, &format):
-			c.Refuse(err)
-		case err != nil:
-			c.end(err)
+		}
+		if err != nil {
+			c.failed(err)
 		}
 	}
 	return c.drainReads(n)
+}
+
+// failed ends receiving because of err. It is not a part of Receive, in which the variable would take memory per command.
+func (c *Conn) failed(err error) {
+	var format *FormatError
+	if errors.As(err, &format) {
+		c.Refuse(err)
+		return
+	}
+	c.end(err)
 }
 
 // isTimeout reports whether err is that of the receive deadline.
