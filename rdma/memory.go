@@ -135,6 +135,20 @@ func (c *Conn) Deregister(r *Region) {
 	r.buf = nil
 }
 
+// Revoke takes the access to a Region back without waiting. It reports whether nothing uses the memory
+// any longer. If not, a Deregister has to follow before the owner touches the memory.
+func (c *Conn) Revoke(r *Region) (idle bool) {
+	m := &c.mem
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.invalidate(r)
+	if r.busy > 0 {
+		return false
+	}
+	r.buf = nil
+	return true
+}
+
 // invalidate removes the STag of r.
 //
 // Preconditions: m.mu is held.

@@ -1,0 +1,319 @@
+package rpcrdma
+
+import (
+	"context"
+	"errors"
+	"net"
+	"sync"
+	"time"
+)
+
+// A Server accepts connections and serves Config.Programs on them.
+type Server struct {
+	Config Config
+	// MaxConns limits the connections, those in the startup included. The server closes further ones at
+	// once. Default 256.
+	MaxConns int
+	// OnConn, if not nil, is called with each new connection, in a goroutine of the connection.
+	OnConn func(*Conn)
+	// OnError, if not nil, is called when a connection could not be started, and with the reason when
+	// one has ended that the peer did not close in order.
+	OnError func(peer net.Addr, err error)
+
+	mu        sync.Mutex
+	conns     map[*Conn]struct{}
+	listeners map[net.Listener]struct{}
+	starting  map[net.Conn]struct{}
+	stopped   bool
+	wg        sync.WaitGroup
+}
+
+const defaultMaxConns = 256
+
+// errMaxConns reports a connection that exceeds MaxConns.
+var errMaxConns = errors.New("rpcrdma: too many connections")
+
+// Serve accepts connections from l until Shutdown or Close, and returns ErrClosed then. It returns every
+// other permanent error of l. It closes l.
+func (s *Server) Serve(l net.Listener) error {
+	defer l.Close()
+	if _, err := s.Config.complete(); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	if s.stopped {
+		s.mu.Unlock()
+		return ErrClosed
+	}
+	if s.conns == nil {
+		s.conns, s.starting = map[*Conn]struct{}{}, map[net.Conn]struct{}{}
+		s.listeners = map[net.Listener]struct{}{}
+	}
+	s.listeners[l] = struct{}{}
+	s.mu.Unlock()
+	for {
+		nc, err := l.Accept()
+		if err != nil {
+			s.mu.Lock()
+			stopped := s.stopped
+			delete(s.listeners, l)
+			s.mu.Unlock()
+			if stopped {
+				return ErrClosed
+			}
+			return err
+		}
+		s.mu.Lock()
+		most := s.MaxConns
+		if most == 0 {
+			most = defaultMaxConns
+		}
+		switch {
+		case s.stopped:
+			nc.Close()
+		case len(s.conns)+len(s.starting) >= most:
+			nc.Close()
+			s.report(nc, errMaxConns)
+		default:
+			s.starting[nc] = struct{}{}
+			s.wg.Go(func() { s.serve(nc) })
+		}
+		s.mu.Unlock()
+	}
+}
+
+func (s *Server) report(nc net.Conn, err error) {
+	if s.OnError != nil {
+		s.OnError(nc.RemoteAddr(), err)
+	}
+}
+
+// serve serves one connection.
+func (s *Server) serve(nc net.Conn) {
+	c, err := Accept(context.Background(), nc, s.Config)
+	s.mu.Lock()
+	delete(s.starting, nc)
+	stopped := s.stopped
+	if err == nil && !stopped {
+		s.conns[c] = struct{}{}
+	}
+	s.mu.Unlock()
+	switch {
+	case err != nil:
+		s.report(nc, err)
+		return
+	case stopped:
+		c.Close()
+		return
+	}
+	if s.OnConn != nil {
+		s.OnConn(c)
+	}
+	<-c.Done()
+	s.mu.Lock()
+	delete(s.conns, c)
+	s.mu.Unlock()
+	if err := c.Err(); !inOrder(err) {
+		s.report(nc, err)
+	}
+}
+
+// stop closes the listeners and what is not started, and returns the connections.
+func (s *Server) stop() (conns []*Conn) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.stopped = true
+	for l := range s.listeners {
+		l.Close()
+	}
+	for nc := range s.starting {
+		nc.Close()
+	}
+	for c := range s.conns {
+		conns = append(conns, c)
+	}
+	return conns
+}
+
+// Shutdown stops accepting, and shuts all connections down as Conn.Shutdown does.
+func (s *Server) Shutdown(ctx context.Context) error {
+	var wg sync.WaitGroup
+	errs := make(chan error, 1)
+	for _, c := range s.stop() {
+		wg.Go(func() {
+			if err := c.Shutdown(ctx); err != nil {
+				select {
+				case errs <- err:
+				default:
+				}
+			}
+		})
+	}
+	wg.Wait()
+	s.wg.Wait()
+	select {
+	case err := <-errs:
+		return err
+	default:
+		return nil
+	}
+}
+
+// Close stops accepting, and closes all connections at once.
+func (s *Server) Close() error {
+	for _, c := range s.stop() {
+		c.Close()
+	}
+	s.wg.Wait()
+	return nil
+}
+
+// Backoff of a Client: the first and the longest pause between two attempts to connect.
+const (
+	firstPause   = 50 * time.Millisecond
+	longestPause = 5 * time.Second
+)
+
+// A Client makes calls over one connection at a time. When that is lost, the Client connects again, and
+// retransmits the calls that were not answered, with the same XIDs (RFC 8167, section 5.4). Calls wait for
+// the connection until their contexts end.
+type Client struct {
+	dial  func(ctx context.Context) (net.Conn, error)
+	cfg   Config
+	ready func(ctx context.Context, c *Conn) error
+
+	ctx    context.Context
+	cancel context.CancelFunc
+	turn   chan struct{} // has a token while nobody connects
+	wg     sync.WaitGroup
+
+	mu   sync.Mutex
+	conn *Conn
+}
+
+// NewClient returns a Client that connects through dial when it is first used. If cfg.Programs has a
+// program, the Client connects again automatically after a loss, because the peer may have calls. ready, if
+// not nil, is called with each new connection before other calls use it. Its error closes the
+// connection, and counts as a failed attempt.
+func NewClient(dial func(ctx context.Context) (net.Conn, error), cfg Config,
+	ready func(ctx context.Context, c *Conn) error) *Client {
+	c := &Client{dial: dial, cfg: cfg, ready: ready, turn: make(chan struct{}, 1)}
+	c.ctx, c.cancel = context.WithCancel(context.Background())
+	c.turn <- struct{}{}
+	return c
+}
+
+// Do makes a call as Conn.Do does, on as many connections as it takes. With Call.Once it returns ErrLost if
+// the peer may have seen the call.
+func (c *Client) Do(ctx context.Context, call *Call) error {
+	for {
+		conn, err := c.Conn(ctx)
+		if err != nil {
+			return err
+		}
+		err = conn.Do(ctx, call)
+		again := err != nil && (errors.Is(err, ErrLost) || err == ErrClosed) && c.ctx.Err() == nil
+		if !again || call.Once && call.sent {
+			return err
+		}
+	}
+}
+
+// current returns the connection unless it has ended.
+func (c *Client) current() *Conn {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.conn == nil || c.conn.Err() != nil {
+		return nil
+	}
+	return c.conn
+}
+
+// Conn returns the present connection, or connects until that has worked, ctx ends, or the Client is closed.
+func (c *Client) Conn(ctx context.Context) (*Conn, error) {
+	if conn := c.current(); conn != nil {
+		return conn, nil
+	}
+	select {
+	case <-c.turn:
+		defer func() { c.turn <- struct{}{} }()
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	case <-c.ctx.Done():
+		return nil, ErrClosed
+	}
+	if conn := c.current(); conn != nil {
+		return conn, nil
+	}
+	for pause := firstPause; ; pause = min(2*pause, longestPause) {
+		conn, err := c.connect(ctx)
+		switch {
+		case c.ctx.Err() != nil:
+			if conn != nil {
+				conn.Close()
+			}
+			return nil, ErrClosed
+		case err == nil:
+			c.mu.Lock()
+			c.conn = conn
+			c.mu.Unlock()
+			if !conn.cfg.Programs.empty() {
+				c.wg.Go(func() { c.keep(conn) })
+			}
+			return conn, nil
+		case ctx.Err() != nil:
+			return nil, ctx.Err()
+		}
+		select {
+		case <-time.After(pause):
+		case <-ctx.Done():
+			return nil, errors.Join(ctx.Err(), err)
+		case <-c.ctx.Done():
+			return nil, ErrClosed
+		}
+	}
+}
+
+// connect connects once.
+func (c *Client) connect(ctx context.Context) (*Conn, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(c.ctx, cancel)()
+	nc, err := c.dial(ctx)
+	if err != nil {
+		return nil, err
+	}
+	conn, err := Initiate(ctx, nc, c.cfg)
+	if err != nil {
+		return nil, err
+	}
+	if c.ready != nil {
+		if err := c.ready(ctx, conn); err != nil {
+			conn.Close()
+			return nil, err
+		}
+	}
+	return conn, nil
+}
+
+// keep connects again when conn has ended (RFC 8167, section 5.4).
+func (c *Client) keep(conn *Conn) {
+	select {
+	case <-conn.Done():
+		c.Conn(c.ctx)
+	case <-c.ctx.Done():
+	}
+}
+
+// Close closes the connection at once. Calls fail with ErrLost or ErrClosed.
+func (c *Client) Close() error {
+	c.cancel()
+	c.mu.Lock()
+	conn := c.conn
+	c.mu.Unlock()
+	if conn != nil {
+		conn.Close()
+	}
+	c.wg.Wait()
+	return nil
+}
