@@ -5,6 +5,7 @@ import (
 	"crypto/rand"
 	"encoding/binary"
 	"fmt"
+	"runtime"
 	"slices"
 	"sync/atomic"
 	"time"
@@ -145,6 +146,9 @@ func (q *callQueue) remove(call *Call) {
 
 // fenceTime limits how long a call that was given up waits until the peer no longer uses its memory.
 const fenceTime = time.Second
+
+// fenceSpins is how often fence yields before it waits.
+const fenceSpins = 20
 
 // Do makes the call and waits for the reply, or until ctx or the connection ends. It returns nil if the
 // status is SUCCESS, a *StatusError for another status, a *RefusedError for an RDMA_ERROR, and an error that
@@ -438,7 +442,7 @@ func (c *Conn) send(call *Call) error {
 	return nil
 }
 
-// WorkDone is called when the message has left, or will not be sent.
+// WorkDone keeps the message for the next call, when it has left or will not be sent.
 func (m *message) WorkDone(*rdma.WorkRequest, error) {
 	m.c.mu.Lock()
 	defer m.c.mu.Unlock()
@@ -469,7 +473,13 @@ func (c *Conn) await(ctx context.Context, call *Call) error {
 func (c *Conn) fence(call *Call) (err error) {
 	for i := range call.regions {
 		r := &call.regions[i]
-		if c.rc.Revoke(r) {
+		idle := c.rc.Revoke(r)
+		// The goroutine that has sent a Read Response may be about to say so.
+		for n := 0; !idle && n < fenceSpins; n++ {
+			runtime.Gosched()
+			idle = c.rc.Revoke(r)
+		}
+		if idle {
 			continue
 		}
 		late := time.AfterFunc(fenceTime, func() { c.kill(errFence) })

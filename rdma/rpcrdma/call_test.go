@@ -39,7 +39,7 @@ func TestCalls(t *testing.T) {
 								t.Fatalf("%s, into %t: %d bytes, %v", name, into, len(got), err)
 							}
 							if into && n > 0 && &got[0] != &call.Into[0][0] {
-								t.Fatalf("%s: the result was not placed", name)
+								t.Fatalf("%s: RPCRDMA-2.3.2-2: the result was not placed when the reply came", name)
 							}
 						}
 						call := &Call{Program: testProgram, Version: testVersion, Procedure: procPlain, Long: long, MaxReply: n + 8}

@@ -203,7 +203,7 @@ func TestShutdown(t *testing.T) {
 	})
 }
 
-// A testServer is a Server on loopback.
+// testServer runs s on loopback and returns its address.
 func testServer(t testing.TB, s *Server) (addr string) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -266,7 +266,8 @@ func TestRetransmission(t *testing.T) {
 	<-w.entered
 	first := <-conns
 	first.EnableReverse()
-	reverse, _ := newCall(procWait)
+	reverse := &Call{Program: testProgram, Version: testVersion, Procedure: procPlain, MaxReply: 4}
+	reverse.Begin().Opaque(nil)
 	first.kill(errStalled)
 	for _, s := range calls {
 		if err := s.wait(t); err != nil {
@@ -288,9 +289,7 @@ func TestRetransmission(t *testing.T) {
 		t.Errorf("BRPC-6-1: %v", err)
 	}
 	second.EnableReverse()
-	echo := &Call{Program: testProgram, Version: testVersion, Procedure: procPlain, MaxReply: 4}
-	echo.Begin().Opaque(nil)
-	do(t, second, echo)
+	do(t, second, reverse) // BRPC-4.3.2-3: the same message, on the new connection
 	// BRPC-5.4-4, BRPC-2-1: a client that serves calls connects again without a call of its own. The service never connects.
 	second.Close()
 	select {

@@ -162,7 +162,7 @@ func do(t testing.TB, c *Conn, call *Call) {
 	}
 }
 
-// null makes a NULL call.
+// doNull makes a NULL call.
 func doNull(t testing.TB, c *Conn) {
 	t.Helper()
 	call, _ := newCall(0)

@@ -46,7 +46,7 @@ func (p *Programs) Register(number, version, procedure uint32, f Procedure) {
 	g.procedures[id] = f
 }
 
-// null is the procedure 0 of every program (RFC 5531, section 12.1).
+// null answers procedure 0, which every program has (RFC 5531, section 12.1).
 func null(_ context.Context, r *Request) error { return r.Args.End() }
 
 // empty reports whether no program is registered.

@@ -14,7 +14,8 @@ import (
 	"github.com/iser-target/iser-target/rdma/rpcrdma/wire"
 )
 
-// BRPC-2.3-1: 1000 calls each way at once, and none is mixed up.
+// BRPC-2.3-1: 1000 calls each way at once, and none is mixed up. BRPC-4.3.2-2: all credits of both directions are in
+// use.
 func TestBothDirections(t *testing.T) {
 	cfg := Config{Programs: testPrograms(newWaits()), Credits: 8}
 	client, service := connPair(t, cfg, cfg)

@@ -319,26 +319,32 @@ func (s *slot) begin(h oncrpc.ReplyHeader) {
 
 // answer sends the reply. err is why the call was not executed, or nil.
 func (s *slot) answer(err error) {
-	var status *StatusError
-	switch {
-	case err == nil:
-	case errors.Is(err, oncrpc.ErrNotEligible), errors.Is(err, ErrTooLong), err == errNotCall:
-		s.refuse(wire.CodeChunk)
-		return
-	case errors.As(err, &status):
-	case errors.Is(err, oncrpc.ErrRPCVersion):
-		status = errRPCMismatch
-	case errors.Is(err, oncrpc.ErrGarbage), errors.Is(err, oncrpc.ErrNotReduced):
-		status = errGarbage
-	default:
-		status = errSystem
-	}
-	if status != nil {
+	if err != nil {
+		status := statusOf(err)
+		if status == nil {
+			s.refuse(wire.CodeChunk)
+			return
+		}
 		s.begin(oncrpc.ReplyHeader{Status: status.Status, Low: status.Low, High: status.High, Why: status.Why})
 	}
 	if !s.reply() {
 		s.refuse(wire.CodeChunk)
 	}
+}
+
+// statusOf returns the status for a call that ended with err, or nil if the answer is ERR_CHUNK.
+func statusOf(err error) (status *StatusError) {
+	switch {
+	case errors.Is(err, oncrpc.ErrNotEligible), errors.Is(err, ErrTooLong), err == errNotCall:
+		return nil
+	case errors.As(err, &status):
+		return status
+	case errors.Is(err, oncrpc.ErrRPCVersion):
+		return errRPCMismatch
+	case errors.Is(err, oncrpc.ErrGarbage):
+		return errGarbage
+	}
+	return errSystem
 }
 
 // reply sends the reply in the form that RFC 8166, section 3.5, asks for. It reports false if the reply

@@ -27,7 +27,7 @@ dir=${ISER_TARGET_VM_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/iser-target/vm}
 packages=(
 	qemu-system-x86 busybox-static cpio kmod xz-utils util-linux
 	open-iscsi rdma-core libibverbs1 ibverbs-providers ibverbs-utils libiscsi-bin
-	chromium fio e2fsprogs xfsprogs btrfs-progs sg3-utils sdparm multipath-tools udev systemd crun iproute2 ethtool tcpdump tshark
+	chromium fio e2fsprogs xfsprogs btrfs-progs sg3-utils sdparm multipath-tools udev systemd crun iproute2 ethtool tcpdump tshark nfs-kernel-server nfs-common
 	make gcc-12 bc flex bison libelf1
 )
 
