@@ -1,0 +1,660 @@
+package ipsec
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// A fakeDriver protects all flows alike, as the test says.
+type fakeDriver struct {
+	mu       sync.Mutex
+	p        Protection
+	err      error
+	hang     bool // calls return when their context ends
+	stuck    chan struct{}
+	looks    map[netip.Addr]int
+	changed  func(Change)
+	watchErr chan error
+	watches  int
+	closed   bool
+}
+
+func newFake() *fakeDriver {
+	return &fakeDriver{p: good(), looks: map[netip.Addr]int{}}
+}
+
+// enter makes what has to belong to the bubble of the test.
+func (d *fakeDriver) enter() { d.watchErr = make(chan error) }
+
+func (d *fakeDriver) Name() string                  { return "fake" }
+func (d *fakeDriver) Check(context.Context) []error { return nil }
+
+func (d *fakeDriver) Look(ctx context.Context, f Flow) (Protection, error) {
+	d.mu.Lock()
+	d.looks[f.Remote.Addr()]++
+	p, err, hang, stuck := d.p, d.err, d.hang, d.stuck
+	d.mu.Unlock()
+	if stuck != nil {
+		<-stuck
+	}
+	if hang {
+		<-ctx.Done()
+		return Protection{}, ctx.Err()
+	}
+	return p, err
+}
+
+func (d *fakeDriver) Watch(ctx context.Context, changed func(Change)) error {
+	d.mu.Lock()
+	d.changed = changed
+	d.watches++
+	d.mu.Unlock()
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case err := <-d.watchErr:
+		return err
+	}
+}
+
+func (d *fakeDriver) Close() error {
+	d.closed = true
+	return nil
+}
+
+// set changes what the driver says, and reports a change of remote.
+func (d *fakeDriver) set(remote netip.Addr, change func(*fakeDriver)) {
+	d.mu.Lock()
+	change(d)
+	d.mu.Unlock()
+	d.changed(Change{Kind: Removed, Remote: remote})
+}
+
+func (d *fakeDriver) asked() (n int) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, c := range d.looks {
+		n += c
+	}
+	return n
+}
+
+// A fakeConn records what a Guard does with a connection.
+type fakeConn struct {
+	mu     sync.Mutex
+	ended  []string
+	at     time.Time
+	change []Verdict
+	pins   []SA
+	pinErr error
+}
+
+func (c *fakeConn) connection(f Flow) Connection {
+	return Connection{
+		Flow: f,
+		End: func(reason string) {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.ended, c.at = append(c.ended, reason), time.Now()
+		},
+		Changed: func(_, now Verdict) {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.change = append(c.change, now)
+		},
+		Pin: func(sa SA) error {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.pins = append(c.pins, sa)
+			return c.pinErr
+		},
+	}
+}
+
+// pass lets time pass, and then waits for what happens at its end.
+func pass(d time.Duration) {
+	time.Sleep(d)
+	synctest.Wait()
+}
+
+var required = Need{Required, &Profile{Name: "p"}}
+
+// guarded runs f in a bubble with a Guard.
+func guarded(t *testing.T, d Driver, o Options, f func(*testing.T, *Guard)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		d.(interface{ enter() }).enter()
+		g := NewGuard(d, o)
+		synctest.Wait()
+		f(t, g)
+		if err := g.Close(); err != nil {
+			t.Errorf("Close: %v", err)
+		}
+	})
+}
+
+// accept accepts and logs in a connection that must be permitted.
+func accept(t *testing.T, g *Guard, c *fakeConn, f Flow, need Need) *Watched {
+	t.Helper()
+	w, v := g.Accept(t.Context(), c.connection(f), need)
+	if v.Action != Permit {
+		t.Fatalf("accept: %+v", v)
+	}
+	if v := w.Login(t.Context(), alice, "iqn.2026-01.org.example:target", Need{}); v.Action != Permit {
+		t.Fatalf("login: %+v", v)
+	}
+	return w
+}
+
+func TestGuardOff(t *testing.T) {
+	d := newFake()
+	d.err = errors.New("must not be asked")
+	guarded(t, d, Options{}, func(t *testing.T, g *Guard) {
+		var c fakeConn
+		w := accept(t, g, &c, testFlow, Need{})
+		d.set(netip.Addr{}, func(*fakeDriver) {})
+		pass(time.Second)
+		if s := g.Stats(); d.asked() != 0 || s.Questions != 0 || s.Watched != 0 || len(c.change) != 0 || w.Demand() != Off {
+			t.Errorf("%d questions, %+v", d.asked(), s)
+		}
+		w.Close()
+	})
+	var none *Guard
+	w, v := none.Accept(t.Context(), Connection{}, Need{})
+	if v.Action != Permit || w.Login(t.Context(), alice, "", Need{}).Action != Permit || w.Verdict().Action != Permit {
+		t.Errorf("without a Guard: %+v", v)
+	}
+	w.Close()
+	w.Require(Need{}, Need{})
+	if v := w.Login(t.Context(), alice, "", required); v.Action != Deny {
+		t.Errorf("without a Guard, but with a demand at the login: %+v", v)
+	}
+	if _, v := none.Accept(t.Context(), Connection{}, required); v.Action != Deny || !strings.Contains(v.Reason, "Set ipsec.driver") {
+		t.Errorf("without a Guard, but with a demand: %+v", v)
+	}
+}
+
+func TestGuardDenies(t *testing.T) {
+	d := newFake()
+	d.p = Protection{}
+	guarded(t, d, Options{}, func(t *testing.T, g *Guard) {
+		var c fakeConn
+		w, v := g.Accept(t.Context(), c.connection(testFlow), required)
+		if w != nil || v.Action != Deny || !strings.Contains(v.Reason, "in clear text") {
+			t.Errorf("accept: %+v", v)
+		}
+		w, v = g.Accept(t.Context(), c.connection(testFlow), Need{Demand: Audit})
+		if v.Action != Mark {
+			t.Errorf("accept under audit: %+v", v)
+		}
+		if v = w.Login(t.Context(), alice, "iqn.2026-01.org.example:t", required); v.Action != Deny {
+			t.Errorf("login to a target that requires more than the portal: %+v", v)
+		}
+		w.Close()
+		if s := g.Stats(); s.Denied != 2 || s.Marked != 1 || s.Watched != 0 || len(c.ended) != 0 {
+			t.Errorf("%+v, ended %v", s, c.ended)
+		}
+	})
+}
+
+// The target's demand does not replace that of the portal: both hold.
+func TestGuardAsksForPortalAndTarget(t *testing.T) {
+	d := newFake()
+	guarded(t, d, Options{}, func(t *testing.T, g *Guard) {
+		var c fakeConn
+		w, v := g.Accept(t.Context(), c.connection(testFlow), Need{Audit, &Profile{Name: "portal", MinKeyBits: 256}})
+		if v.Action != Mark {
+			t.Fatalf("accept: %+v", v)
+		}
+		if v = w.Login(t.Context(), alice, "t", Need{Required, &Profile{Name: "target"}}); v.Action != Mark || !strings.Contains(v.Reason, `profile "portal"`) {
+			t.Errorf("the mark of the portal is lost: %+v", v)
+		}
+		if v = w.Login(t.Context(), alice, "t", Need{Required, &Profile{Name: "target", ESN: true, MinKeyBits: 256}}); v.Action != Deny || !strings.Contains(v.Reason, `profile "target"`) {
+			t.Errorf("the denial of the target is lost: %+v", v)
+		}
+		if w.Demand() != Required {
+			t.Errorf("demand %s", w.Demand())
+		}
+		w.Close()
+	})
+}
+
+// A driver that hangs delays those connections alone that have a demand, and these for no longer than the time limit.
+func TestGuardDriverHangs(t *testing.T) {
+	for _, stuck := range []bool{false, true} {
+		t.Run(fmt.Sprintf("ignores its context: %v", stuck), func(t *testing.T) {
+			d := newFake()
+			d.hang = true
+			synctest.Test(t, func(t *testing.T) {
+				d.enter()
+				if stuck {
+					d.stuck = make(chan struct{})
+				}
+				g := NewGuard(d, Options{Timeout: 2 * time.Second})
+				var c fakeConn
+				began := time.Now()
+				if _, v := g.Accept(t.Context(), c.connection(testFlow), Need{}); v.Action != Permit || time.Since(began) != 0 {
+					t.Errorf("without a demand: %+v after %v", v, time.Since(began))
+				}
+				_, v := g.Accept(t.Context(), c.connection(testFlow), required)
+				if v.Action != Deny || !strings.Contains(v.Reason, "driver fake: the driver has not answered in time: the limit is 2s") || time.Since(began) != 2*time.Second {
+					t.Errorf("required: %+v after %v", v, time.Since(began))
+				}
+				w, v := g.Accept(t.Context(), c.connection(testFlow), Need{Demand: Audit})
+				if v.Action != Mark || time.Since(began) != 4*time.Second {
+					t.Errorf("audit: %+v after %v", v, time.Since(began))
+				}
+				w.Close()
+				if stuck {
+					// The number of goroutines in the driver is bounded.
+					var all sync.WaitGroup
+					for range 3 * maxCalls {
+						all.Go(func() {
+							if _, v := g.Accept(t.Context(), c.connection(testFlow), required); v.Action != Deny {
+								t.Errorf("%+v", v)
+							}
+						})
+					}
+					all.Wait()
+					if n := d.asked(); n > maxCalls {
+						t.Errorf("%d calls in the driver", n)
+					}
+					close(d.stuck)
+				}
+				synctest.Wait()
+				if err := g.Close(); err != nil || !d.closed {
+					t.Errorf("Close: %v", err)
+				}
+			})
+		})
+	}
+}
+
+// New keys for old ones change nothing but the SPIs.
+func TestGuardRekey(t *testing.T) {
+	d := newFake()
+	guarded(t, d, Options{Grace: time.Minute}, func(t *testing.T, g *Guard) {
+		var c fakeConn
+		w := accept(t, g, &c, testFlow, required)
+		for i := range 5 {
+			d.set(testFlow.Remote.Addr(), func(d *fakeDriver) {
+				old := d.p
+				d.p = good()
+				d.p.In[0].SPI, d.p.Out[0].SPI = uint32(0x3000+i), uint32(0x4000+i)
+				d.p.In = append(d.p.In, old.In[0])
+			})
+			pass(5 * time.Second)
+		}
+		v := w.Verdict()
+		if v.Action != Permit || v.SPIIn != 0x3004 || v.SPIOut != 0x4004 || len(c.ended) != 0 || len(c.change) != 5 || len(c.pins) != 1 {
+			t.Errorf("%+v, %d changes, %d pins, ended %v", v, len(c.change), len(c.pins), c.ended)
+		}
+		for _, v := range c.change {
+			if v.Action != Permit || v.Reason != "" {
+				t.Errorf("change %+v", v)
+			}
+		}
+		w.Close()
+	})
+}
+
+// Deletion of an SA alone is no reason to end a connection (SEC-7146.3-4, SEC-3723.3.5-1, SEC-5042.5.4-4).
+func TestGuardKeysComeBack(t *testing.T) {
+	d := newFake()
+	guarded(t, d, Options{Grace: time.Minute}, func(t *testing.T, g *Guard) {
+		var c fakeConn
+		w := accept(t, g, &c, testFlow, required)
+		d.set(testFlow.Remote.Addr(), func(d *fakeDriver) { d.p.In, d.p.Out = nil, nil })
+		pass(time.Second)
+		v := w.Verdict()
+		if v.Action != Mark || !v.KeysGone || !strings.Contains(v.Reason, "The connection ends 1m0s after the loss, at ") || g.Stats().InGrace != 1 {
+			t.Errorf("without keys: %+v", v)
+		}
+		pass(50 * time.Second)
+		d.set(testFlow.Remote.Addr(), func(d *fakeDriver) { d.p = good() })
+		pass(time.Hour)
+		if v := w.Verdict(); v.Action != Permit || len(c.ended) != 0 || g.Stats().InGrace != 0 || len(c.change) != 2 {
+			t.Errorf("with new keys: %+v, ended %v, %d changes", v, c.ended, len(c.change))
+		}
+		w.Close()
+	})
+}
+
+func TestGuardKeysStayAway(t *testing.T) {
+	d := newFake()
+	guarded(t, d, Options{Grace: time.Minute}, func(t *testing.T, g *Guard) {
+		var c fakeConn
+		w := accept(t, g, &c, testFlow, required)
+		began := time.Now()
+		d.set(testFlow.Remote.Addr(), func(d *fakeDriver) { d.p.In = nil })
+		for range 200 { // more notices do not prolong the time
+			pass(time.Second)
+			d.changed(Change{Kind: Acquired})
+		}
+		if len(c.ended) != 1 || !strings.Contains(c.ended[0], "no SA for packets from 192.0.2.2 to 192.0.2.1") {
+			t.Fatalf("ended %q", c.ended)
+		}
+		if d := c.at.Sub(began); d < time.Minute || d > time.Minute+time.Second {
+			t.Errorf("ended after %v", d)
+		}
+		if w.Verdict().Action != Deny || g.Stats().Ended != 1 {
+			t.Errorf("%+v", w.Verdict())
+		}
+		w.Close()
+	})
+}
+
+// Without policies clear text may leave, so a connection ends at once. Pinned, it has the time of grace.
+func TestGuardPoliciesGone(t *testing.T) {
+	for _, pinned := range []bool{false, true} {
+		d := newFake()
+		guarded(t, d, Options{Grace: time.Minute}, func(t *testing.T, g *Guard) {
+			var c fakeConn
+			conn := c.connection(testFlow)
+			if !pinned {
+				conn.Pin = nil
+			}
+			w, _ := g.Accept(t.Context(), conn, required)
+			began := time.Now()
+			d.set(netip.Addr{}, func(d *fakeDriver) { d.p = Protection{} })
+			pass(2 * time.Minute)
+			if len(c.ended) != 1 || !strings.Contains(c.ended[0], "in clear text") {
+				t.Fatalf("pinned %v: ended %q", pinned, c.ended)
+			}
+			if after := c.at.Sub(began); pinned != (after >= time.Minute) || after > time.Minute+time.Second {
+				t.Errorf("pinned %v: ended after %v", pinned, after)
+			}
+			w.Close()
+		})
+	}
+}
+
+// Keys that are not good enough end the connection at once, because data flows under them.
+func TestGuardWeakerKeys(t *testing.T) {
+	d := newFake()
+	guarded(t, d, Options{Grace: time.Minute}, func(t *testing.T, g *Guard) {
+		var c fakeConn
+		w := accept(t, g, &c, testFlow, required)
+		d.set(testFlow.Remote.Addr(), func(d *fakeDriver) {
+			algorithms(Algorithm{}, Algorithm{Name: null}, Algorithm{"hmac(sha1)", 160, 96})(&d.p)
+		})
+		pass(time.Second)
+		if len(c.ended) != 1 || !strings.Contains(c.ended[0], "does not encrypt") {
+			t.Errorf("ended %q", c.ended)
+		}
+		w.Close()
+	})
+}
+
+// A burst of notices makes few rounds, and a notice about one peer asks for its connections only.
+func TestGuardCoalesces(t *testing.T) {
+	d := newFake()
+	guarded(t, d, Options{}, func(t *testing.T, g *Guard) {
+		const n = 500
+		var c fakeConn
+		var list []*Watched
+		for i := range n {
+			f := testFlow
+			f.Remote = netip.AddrPortFrom(netip.AddrFrom4([4]byte{198, 51, byte(i / 250), byte(i%250 + 1)}), 40000)
+			w, _ := g.Accept(t.Context(), c.connection(f), required)
+			list = append(list, w)
+		}
+		before := d.asked()
+		for range 10000 {
+			d.changed(Change{Kind: Added})
+		}
+		pass(time.Second)
+		if s := g.Stats(); s.Rounds != 1 || d.asked()-before != n {
+			t.Errorf("10000 notices at once: %d rounds with %d questions", s.Rounds, d.asked()-before)
+		}
+		before = d.asked()
+		for range 100 {
+			d.changed(Change{Kind: Added, Remote: list[7].c.Flow.Remote.Addr()})
+		}
+		pass(time.Second)
+		if got := d.asked() - before; got != 1 {
+			t.Errorf("notices about one peer lead to %d questions", got)
+		}
+		for _, w := range list {
+			w.Close()
+		}
+		if g.Stats().Watched != 0 {
+			t.Errorf("%d connections remain", g.Stats().Watched)
+		}
+	})
+}
+
+// When the driver hangs during a round, hundreds of connections do not wait one after the other. They keep what they have until it answers
+// again or the time of grace is over.
+func TestGuardRoundFails(t *testing.T) {
+	for _, back := range []bool{true, false} {
+		d := newFake()
+		guarded(t, d, Options{Timeout: 2 * time.Second, Grace: time.Minute}, func(t *testing.T, g *Guard) {
+			const n = 300
+			conns := make([]fakeConn, n)
+			for i := range conns {
+				if _, v := g.Accept(t.Context(), conns[i].connection(testFlow), required); v.Action != Permit {
+					t.Fatal(v)
+				}
+			}
+			began := d.asked()
+			d.set(netip.Addr{}, func(d *fakeDriver) { d.hang = true })
+			pass(5 * time.Second)
+			if s := g.Stats(); s.InGrace != n || d.asked()-began > 4*maxRejudging {
+				t.Errorf("%d connections in grace after %d questions", s.InGrace, d.asked()-began)
+			}
+			conns[0].mu.Lock()
+			if v := conns[0].change[0]; v.Action != Mark || !v.Protected() || !strings.Contains(v.Reason, "IPsec cannot be checked") {
+				t.Errorf("%+v", v)
+			}
+			conns[0].mu.Unlock()
+			if back {
+				d.mu.Lock()
+				d.hang = false // without a notice: the Guard retries
+				d.mu.Unlock()
+			}
+			pass(2 * time.Minute)
+			for i := range conns {
+				if got := len(conns[i].ended); got != 0 == back {
+					t.Fatalf("driver back %v: connection %d ended %v", back, i, conns[i].ended)
+				}
+			}
+		})
+	}
+}
+
+func TestGuardWatchFails(t *testing.T) {
+	d := newFake()
+	var mu sync.Mutex
+	var failures []error
+	o := Options{Failed: func(err error) {
+		mu.Lock()
+		defer mu.Unlock()
+		failures = append(failures, err)
+	}}
+	guarded(t, d, o, func(t *testing.T, g *Guard) {
+		var c fakeConn
+		w := accept(t, g, &c, testFlow, required)
+		d.mu.Lock()
+		d.p = Protection{} // a change that Watch does not report
+		d.mu.Unlock()
+		d.watchErr <- errors.New("socket closed")
+		pass(2 * time.Second)
+		mu.Lock()
+		defer mu.Unlock()
+		if len(failures) != 1 || !strings.Contains(failures[0].Error(), "ipsec driver fake: changes of keys are not noticed: socket closed") {
+			t.Errorf("failures %v", failures)
+		}
+		if d.watches != 2 || len(c.ended) != 1 {
+			t.Errorf("%d watches, ended %v", d.watches, c.ended)
+		}
+		w.Close()
+	})
+}
+
+func TestGuardPin(t *testing.T) {
+	d := newFake()
+	guarded(t, d, Options{}, func(t *testing.T, g *Guard) {
+		c := fakeConn{pinErr: errors.New("operation not permitted")}
+		if w, v := g.Accept(t.Context(), c.connection(testFlow), required); w != nil || v.Action != Deny || !strings.Contains(v.Reason, "operation not permitted") {
+			t.Errorf("SEC-3723.5.7-2: %+v", v)
+		}
+		if w, v := g.Accept(t.Context(), c.connection(testFlow), Need{Demand: Audit}); v.Action != Permit || len(c.pins) != 1 {
+			t.Errorf("under audit: %+v, %d pins", v, len(c.pins))
+		} else {
+			w.Close()
+		}
+		c = fakeConn{}
+		w := accept(t, g, &c, testFlow, required)
+		if len(c.pins) != 1 || c.pins[0].SPI != 0x2001 {
+			t.Errorf("pins %+v", c.pins)
+		}
+		moved := netip.MustParseAddr("203.0.113.9")
+		d.set(netip.Addr{}, func(d *fakeDriver) { d.p = good(); d.p.Out[0].Destination = moved })
+		pass(time.Second)
+		if len(c.pins) != 2 || c.pins[1].Destination != moved {
+			t.Errorf("pins after the gateway moved: %+v", c.pins)
+		}
+		w.Close()
+	})
+}
+
+// A change of the configuration reaches connections that are in.
+func TestGuardRequire(t *testing.T) {
+	d := newFake()
+	guarded(t, d, Options{}, func(t *testing.T, g *Guard) {
+		var weak, free fakeConn
+		w := accept(t, g, &weak, testFlow, required)
+		f := accept(t, g, &free, testFlow, Need{})
+		w.Require(Need{Required, &Profile{Name: "narrow", MinKeyBits: 256}}, Need{})
+		f.Require(required, Need{})
+		pass(time.Second)
+		if len(weak.ended) != 1 || !strings.Contains(weak.ended[0], `profile "narrow" requires 256`) {
+			t.Errorf("ended %v", weak.ended)
+		}
+		if len(free.ended) != 0 || g.Stats().Watched != 2 {
+			t.Errorf("a connection that fulfils the new demand: ended %v, %+v", free.ended, g.Stats())
+		}
+		d.set(netip.Addr{}, func(d *fakeDriver) { d.p = Protection{} })
+		pass(time.Second)
+		if len(free.ended) != 1 {
+			t.Errorf("a connection whose portal got a demand is not asked about")
+		}
+		w.Close()
+		f.Close()
+	})
+}
+
+func TestGuardUse(t *testing.T) {
+	d, next := newFake(), newFake()
+	next.p = Protection{}
+	guarded(t, d, Options{}, func(t *testing.T, g *Guard) {
+		next.enter()
+		var c fakeConn
+		w := accept(t, g, &c, testFlow, required)
+		if before := g.Use(next, Options{}); before != Driver(d) || d.closed {
+			t.Errorf("Use returns %v", before)
+		}
+		pass(time.Second)
+		if len(c.ended) != 1 {
+			t.Error("the new driver is not asked")
+		}
+		w.Close()
+	})
+}
+
+// initiating is a driver that can negotiate keys.
+type initiating struct {
+	*fakeDriver
+	flows chan Flow
+}
+
+func (d initiating) Initiate(_ context.Context, f Flow) error {
+	d.flows <- f
+	return nil
+}
+
+func TestGuardInitiates(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := initiating{newFake(), make(chan Flow, 10)}
+		d.enter()
+		g := NewGuard(d, Options{Grace: time.Minute})
+		synctest.Wait()
+		var c fakeConn
+		accept(t, g, &c, testFlow, required)
+		d.set(netip.Addr{}, func(d *fakeDriver) { d.p.In, d.p.Out = nil, nil })
+		pass(10 * time.Second)
+		if len(d.flows) != 1 || <-d.flows != testFlow {
+			t.Errorf("%d negotiations", len(d.flows))
+		}
+		if err := g.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// deciding is a driver that gives verdicts itself.
+type deciding struct {
+	*fakeDriver
+	v   Verdict
+	err error
+}
+
+func (d *deciding) Decide(context.Context, Question) (Verdict, error) { return d.v, d.err }
+
+func TestGuardDecider(t *testing.T) {
+	d := &deciding{fakeDriver: newFake()}
+	guarded(t, d, Options{}, func(t *testing.T, g *Guard) {
+		for _, tc := range []struct {
+			v      Verdict
+			err    error
+			demand Demand
+			want   Action
+			reason string
+		}{
+			{Verdict{Action: Permit}, nil, Required, Permit, ""},
+			{Verdict{Action: Mark, Reason: "old keys. Rekey"}, nil, Required, Mark, "old keys. Rekey"},
+			{Verdict{Action: Deny, Reason: "no. Ask"}, nil, Required, Deny, "no. Ask"},
+			{Verdict{Action: Deny, Reason: "no. Ask"}, nil, Audit, Mark, "no. Ask"},
+			{Verdict{Action: Deny}, nil, Required, Deny, "its verdict deny has no reason"},
+			{Verdict{Action: "allow"}, nil, Required, Deny, `its verdict "allow" is not permit, mark or deny`},
+			{Verdict{}, errors.New("exit status 3"), Required, Deny, "IPsec cannot be checked: driver fake: exit status 3"},
+			{Verdict{}, errors.New("exit status 3"), Audit, Mark, "exit status 3"},
+		} {
+			d.v, d.err = tc.v, tc.err
+			if v := g.Ask(t.Context(), Question{Flow: testFlow, Demand: tc.demand}); v.Action != tc.want || !strings.Contains(v.Reason, tc.reason) {
+				t.Errorf("%+v: %+v", tc, v)
+			}
+		}
+	})
+}
+
+// Close does not wait forever for a driver that ignores the end of its context.
+func TestGuardCloseIsBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := &stubborn{newFake(), make(chan struct{})}
+		g := NewGuard(d, Options{Timeout: time.Second})
+		began := time.Now()
+		if err := g.Close(); err == nil || !strings.Contains(err.Error(), "its calls do not return: no answer within 1s") || time.Since(began) > 2*time.Second {
+			t.Errorf("Close: %v after %v", err, time.Since(began))
+		}
+		close(d.end)
+	})
+}
+
+type stubborn struct {
+	*fakeDriver
+	end chan struct{}
+}
+
+func (d *stubborn) Watch(context.Context, func(Change)) error {
+	<-d.end
+	return nil
+}
