@@ -1,0 +1,301 @@
+package xfrm
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/iser-target/iser-target/security/ipsec"
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
+)
+
+// Name is the value of ipsec.driver.
+const Name = "xfrm"
+
+// A Driver reads SAs and policies from the kernel. While Watch runs it keeps what it read until the kernel reports a change, so one
+// dump serves all flows.
+type Driver struct {
+	mu       sync.Mutex // is held during a dump, so that others wait for its result
+	kept     *snapshot  // nil: read again
+	notices  *os.File   // the socket of Watch; nil: Watch does not run
+	dumps    uint64
+	closed   bool
+	watching sync.Mutex
+}
+
+// New returns a Driver. It opens nothing yet.
+func New() *Driver { return &Driver{} }
+
+// Name returns "xfrm".
+func (*Driver) Name() string { return Name }
+
+// Check tries what the driver needs. It changes nothing.
+func (*Driver) Check(context.Context) []error { return Check() }
+
+// Close ends nothing that runs: Watch ends with its context.
+func (d *Driver) Close() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.closed, d.kept = true, nil
+	return nil
+}
+
+// Look returns what protects f now. The kernel does not say IKE identities. SA.IKE is an inference: an SA with a lifetime in time counts as made
+// by a key exchange, because IKE daemons set one and manual keys have none.
+func (d *Driver) Look(ctx context.Context, f ipsec.Flow) (ipsec.Protection, error) {
+	if err := ctx.Err(); err != nil {
+		return ipsec.Protection{}, err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.closed {
+		return ipsec.Protection{}, os.ErrClosed
+	}
+	if d.kept != nil && !d.pending() {
+		p := d.kept.look(f)
+		if p.InPolicy && p.OutPolicy && len(p.In) > 0 && len(p.Out) > 0 {
+			return p, nil
+		}
+		// Between a new SA and its notice a packet can arrive. So only a dump shows that something is missing.
+	}
+	s, err := dump()
+	if err != nil {
+		d.kept = nil
+		return ipsec.Protection{}, err
+	}
+	d.dumps++
+	d.kept = nil
+	if d.notices != nil {
+		d.kept = s
+	}
+	return s.look(f), nil
+}
+
+// pending reports whether the kernel has queued notices that Watch has not read. Preconditions: d.mu is held.
+func (d *Driver) pending() bool {
+	if d.notices == nil {
+		return true
+	}
+	raw, err := d.notices.SyscallConn()
+	if err != nil {
+		return true
+	}
+	pending := true
+	if err := raw.Control(func(fd uintptr) {
+		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+		n, err := unix.Poll(p, 0)
+		pending = err != nil || n != 0
+	}); err != nil {
+		return true
+	}
+	return pending
+}
+
+// Watch calls changed after the kernel reported a change, until ctx ends. Notices about SAs in transport mode name both addresses, since
+// one of them is the peer's. Those in tunnel mode may affect each flow.
+func (d *Driver) Watch(ctx context.Context, changed func(ipsec.Change)) error {
+	d.watching.Lock()
+	defer d.watching.Unlock()
+	socket, err := subscribe()
+	if err != nil {
+		return err
+	}
+	stop := context.AfterFunc(ctx, func() { socket.Close() })
+	defer func() {
+		d.mu.Lock()
+		d.notices, d.kept = nil, nil
+		d.mu.Unlock()
+		stop()
+		socket.Close()
+	}()
+	raw, err := socket.SyscallConn()
+	if err != nil {
+		return err
+	}
+	d.mu.Lock()
+	d.notices, d.kept = socket, nil
+	d.mu.Unlock()
+	// What changed before the subscription is unknown.
+	changed(ipsec.Change{Kind: ipsec.Lost})
+	buffer := make([]byte, 64<<10)
+	for {
+		changes, err := receive(raw, buffer)
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if err != nil {
+			return fmt.Errorf("notices of the kernel: %w", err)
+		}
+		if len(changes) == 0 {
+			continue
+		}
+		d.mu.Lock()
+		d.kept = nil
+		d.mu.Unlock()
+		for _, c := range changes {
+			changed(c)
+		}
+	}
+}
+
+// subscribe opens a socket for the kernel's notices.
+func subscribe() (*os.File, error) {
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_XFRM)
+	if err != nil {
+		return nil, explain("open a netlink socket", err)
+	}
+	var groups uint32
+	for _, g := range []uint{nl.XFRMNLGRP_ACQUIRE, nl.XFRMNLGRP_EXPIRE, nl.XFRMNLGRP_SA, nl.XFRMNLGRP_POLICY} {
+		groups |= 1 << (g - 1)
+	}
+	if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Groups: groups}); err != nil {
+		unix.Close(fd)
+		return nil, explain("subscribe to notices", err)
+	}
+	return os.NewFile(uintptr(fd), "xfrm notices"), nil
+}
+
+// receive waits for a datagram of the kernel and returns what it says. The result is empty for one that says nothing about protection.
+func receive(raw syscall.RawConn, buffer []byte) ([]ipsec.Change, error) {
+	var n int
+	var from unix.Sockaddr
+	var err error
+	if werr := raw.Read(func(fd uintptr) bool {
+		n, from, err = unix.Recvfrom(int(fd), buffer, 0)
+		return err != unix.EAGAIN && err != unix.EINTR
+	}); werr != nil {
+		return nil, werr
+	}
+	if err == unix.ENOBUFS {
+		return []ipsec.Change{{Kind: ipsec.Lost}}, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	if from, ok := from.(*unix.SockaddrNetlink); !ok || from.Pid != 0 {
+		return nil, nil // another process sent it
+	}
+	changes := parseNotices(buffer[:n])
+	clear(buffer[:n]) // notices of new SAs have keys in them
+	return changes, nil
+}
+
+// parseNotices parses the messages of a datagram. One that it does not understand makes a Lost.
+func parseNotices(b []byte) []ipsec.Change {
+	messages, err := syscall.ParseNetlinkMessage(b)
+	if err != nil {
+		return []ipsec.Change{{Kind: ipsec.Lost}}
+	}
+	var changes []ipsec.Change
+	for _, m := range messages {
+		changes = append(changes, parseNotice(m.Header.Type, m.Data)...)
+	}
+	return changes
+}
+
+func parseNotice(kind uint16, b []byte) []ipsec.Change {
+	switch kind {
+	case nl.XFRM_MSG_NEWSA, nl.XFRM_MSG_UPDSA:
+		return ofSA(ipsec.Added, b)
+	case nl.XFRM_MSG_EXPIRE:
+		return ofSA(ipsec.Expired, b)
+	case nl.XFRM_MSG_DELSA:
+		const sizeID = 24 // xfrm_usersa_id; the SA follows as an attribute
+		if len(b) < sizeID {
+			return []ipsec.Change{{Kind: ipsec.Lost}}
+		}
+		changes := []ipsec.Change{{Kind: ipsec.Removed}}
+		if err := attributes(b[sizeID:], func(kind uint16, v []byte) error {
+			if kind == nl.XFRMA_SA {
+				changes = ofSA(ipsec.Removed, v)
+			}
+			return nil
+		}); err != nil {
+			return []ipsec.Change{{Kind: ipsec.Lost}}
+		}
+		return changes
+	case nl.XFRM_MSG_FLUSHSA:
+		return []ipsec.Change{{Kind: ipsec.Removed}}
+	case nl.XFRM_MSG_NEWPOLICY, nl.XFRM_MSG_UPDPOLICY, nl.XFRM_MSG_DELPOLICY, nl.XFRM_MSG_POLEXPIRE, nl.XFRM_MSG_FLUSHPOLICY:
+		return []ipsec.Change{{Kind: ipsec.Policy}}
+	case nl.XFRM_MSG_ACQUIRE:
+		return []ipsec.Change{{Kind: ipsec.Acquired}}
+	}
+	return nil
+}
+
+func ofSA(kind ipsec.ChangeKind, b []byte) []ipsec.Change {
+	if len(b) < sizeSA {
+		return []ipsec.Change{{Kind: ipsec.Lost}}
+	}
+	s, err := parseSA(b[:sizeSA])
+	if err != nil {
+		return []ipsec.Change{{Kind: ipsec.Lost}}
+	}
+	if s.Mode != ipsec.Transport || !s.Source.IsValid() {
+		return []ipsec.Change{{Kind: kind, SPI: s.SPI}}
+	}
+	var changes []ipsec.Change
+	for _, a := range []netip.Addr{s.Source, s.Destination} {
+		changes = append(changes, ipsec.Change{Kind: kind, SPI: s.SPI, Remote: a})
+	}
+	return changes
+}
+
+// dumpTries bounds how often a dump begins again, because the lists changed during it.
+const dumpTries = 5
+
+// dump reads all policies and SAs.
+func dump() (*snapshot, error) {
+	var s *snapshot
+	var err error
+	for range dumpTries {
+		s = &snapshot{}
+		// SAs come first: a policy that is newer than they are misses keys at most, and the change of keys makes a notice.
+		if err = list(nl.XFRM_MSG_GETSA, nl.XFRM_MSG_NEWSA, parseSA, &s.states); err == nil {
+			err = list(nl.XFRM_MSG_GETPOLICY, nl.XFRM_MSG_NEWPOLICY, parsePolicy, &s.policies)
+		}
+		if !errors.Is(err, netlink.ErrDumpInterrupted) {
+			break
+		}
+	}
+	if err != nil {
+		return nil, explain("read SAs and policies", err)
+	}
+	// The kernel lists the newest first, which decides between two of the same second.
+	slices.SortStableFunc(s.states, func(a, b state) int { return cmp.Compare(unixTime(b.Added), unixTime(a.Added)) })
+	return s, nil
+}
+
+func unixTime(t time.Time) int64 {
+	if t.IsZero() {
+		return 0
+	}
+	return t.Unix()
+}
+
+// list appends what the kernel answers to a request for a dump.
+func list[T any](request int, answer uint16, parse func([]byte) (T, error), to *[]T) error {
+	req := nl.NewNetlinkRequest(request, unix.NLM_F_DUMP)
+	var bad error
+	err := req.ExecuteIter(unix.NETLINK_XFRM, answer, func(m []byte) bool {
+		x, err := parse(m)
+		clear(m) // SAs have keys in them
+		if err != nil {
+			bad = err
+			return false
+		}
+		*to = append(*to, x)
+		return true
+	})
+	return errors.Join(err, bad)
+}
