@@ -526,7 +526,7 @@ func (t *Task) residual() (flag byte, n uint32) {
 	spdtl := max(t.cmd.DataOut, t.cmd.DataIn)
 	switch {
 	case t.cmd.Status != lun.StatusGood && !t.cmd.Overflow:
-		spdtl = t.off
+		spdtl = max(t.off, t.cmd.Taken())
 	case edtl > 0 && t.header().Write():
 		spdtl = t.cmd.DataOut // EDTL is about data-out, of which a READ takes none
 	}

@@ -104,7 +104,7 @@ func (c *conn) awaits(statSN uint32, ask []*conn) (bool, []*conn) {
 		return false, ask
 	}
 	if key := uint64(statSN) + 1; r.asked != key {
-		r.asked = key
+		r.asked, r.ackedThen = key, r.acked
 		ask = append(ask, c)
 	}
 	return true, ask
@@ -185,6 +185,20 @@ func (c *conn) acknowledgeStatus(expStatSN uint32) {
 	if f := c.shared.fence; f.conn != nil || !f.queue.Empty() {
 		c.workers.Go(c.sess.releaseHeld)
 	}
+}
+
+// askAgain asks the initiator again for the acknowledgement that a fence awaits, if the answer to a ping has acknowledged
+// less, but more than before: nothing else may ever make it say more.
+//
+// Preconditions: c.mu is held; the caller is one of the connection's workers; the session has a fence.
+func (c *conn) askAgain() {
+	invariant.Held(&c.mu)
+	r := &c.recovery
+	if r.asked == 0 || r.acked == r.ackedThen || !pdu.Before(r.acked, uint32(r.asked-1)) {
+		return
+	}
+	r.asked = 0
+	c.workers.Go(c.sess.releaseHeld)
 }
 
 // A termination is the news that the tasks of a logical unit on one connection have been aborted

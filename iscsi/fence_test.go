@@ -196,6 +196,49 @@ func TestFenceAndPings(t *testing.T) {
 	})
 }
 
+// ISCSI-4.2.2.3-2: an initiator whose answer to the ping acknowledges a part is asked again, and one whose answer acknowledges
+// nothing new is not.
+func TestFenceAsksAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, several(4))
+		a := n.leadReporting(responseFence)
+		b := a.join(1)
+		before := b.ExpStatSN
+		var hs []pdu.BHS
+		for range 3 {
+			hs = append(hs, b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil)) // none acknowledges a status
+		}
+		for _, h := range hs {
+			b.wantStatus(h, 0)
+		}
+		last := b.ExpStatSN
+		f := a.on(b).tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0)
+		answer := func(expStatSN uint32) {
+			t.Helper()
+			p := b.want(pdu.NOPIn)
+			if p.h.TTT() == pdu.ReservedTag {
+				t.Fatalf("NOP-In %x is no ping", []byte(p.h))
+			}
+			h := b.Request(pdu.NOPOut, pdu.FlagF, true)
+			h.SetITT(pdu.ReservedTag)
+			h.SetTTT(p.h.TTT())
+			h.SetExpStatSN(expStatSN)
+			b.write(h, nil)
+		}
+		answer(before + 2)
+		a.wantNothing()
+		answer(before + 2) // nothing new: the target could ask for ever
+		a.wantNothing()
+		b.wantNothing()
+		b.ExpStatSN = last
+		b.ack()
+		a.wantTMF(f, pdu.FunctionComplete)
+		a.wantAsked()
+		a.ack()
+		a.logoutBoth(b)
+	})
+}
+
 // ISCSI-4.2.2.3-4: the responses that are fenced, and some that are not. There is no
 // ACA, hence no case of it.
 func TestFenceCases(t *testing.T) {

@@ -23,6 +23,7 @@ type connRecovery struct {
 	store        statusStore
 	acked        uint32        // highest ExpStatSN of the initiator; only with a fence
 	asked        uint64        // one more than the StatSN that a fence has asked the initiator to acknowledge; 0: none
+	ackedThen    uint32        // acked when it asked
 	terminations []termination // see fence.go
 }
 

@@ -676,6 +676,22 @@ func TestConnectionLoss(t *testing.T) {
 	})
 }
 
+// A command that fails because of its parameter list has got the list: nothing of it is residual (ISCSI-11.4-5).
+func TestResidualOfParameterLists(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		tc := newTestNode(t).connect().login()
+		defer tc.logout()
+		list := make([]byte, 24)
+		list[7] = 1                                                    // a reservation key that nobody has registered
+		h := tc.command(writeF, 24, [16]byte{0x5f, 1, 1, 8: 24}, list) // PERSISTENT RESERVE OUT, RESERVE
+		wantResidual(t, tc.wantStatus(h, 0x18), 0, 0)
+		h = tc.command(writeF, 48, [16]byte{0x5f, 1, 1, 8: 24}, append(list, list...))
+		wantResidual(t, tc.wantStatus(h, 0x18), pdu.FlagUnderflow, 24)
+		h = tc.command(writeF, 8, [16]byte{0x55, 0x10, 8: 8}, []byte{2: 1, 7: 0}) // MODE SELECT(10), wrong DEVICE-SPECIFIC PARAMETER
+		wantResidual(t, tc.wantStatus(h, 2), 0, 0)
+	})
+}
+
 // ISCSI-11.4-5, ISCSI-11.4-6: what a command reports is cut by its ALLOCATION
 // LENGTH before it is compared with EDTL.
 func TestReportResiduals(t *testing.T) {

@@ -88,8 +88,10 @@ func (c *conn) chargeText() bool {
 // reports whether the text continues in the next PDU. A reason other than 0 rejects the request.
 func (c *conn) textAnswer(t *Task) (answer []byte, cont bool, reason pdu.RejectReason) {
 	x, h := &c.text, t.header()
+	other := x.open && h.ITT() != x.itt
 	switch {
-	case h.Final() && h.Continue(), x.open && h.ITT() != x.itt: // section 6.2
+	case h.Final() && h.Continue(), // section 6.2
+		other && (len(x.in) > 0 || h.TTT() != pdu.ReservedTag): // another request, before the rest of the text or within the exchange
 		return nil, false, pdu.RejectProtocolError
 	case t.noMemory:
 		return nil, false, pdu.RejectOutOfResources

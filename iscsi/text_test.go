@@ -245,6 +245,23 @@ func TestText(t *testing.T) {
 		tc.write(h, text("X=1")) // ISCSI-6.2-3
 		tc.wantReject(pdu.RejectProtocolError, h)
 	})
+	exchange("ISCSI-6.4-4 begins again with another ITT", func(t *testing.T, tc *testConn, req request) {
+		var long []string
+		for i := range 50 {
+			long = append(long, "X"+strconv.Itoa(i)+"=1")
+		}
+		first := req(pdu.FlagF, 0, pdu.ReservedTag)
+		tc.write(first, text(long...))
+		p := tc.want(pdu.TextResp)
+		tc.write(req(pdu.FlagF, 0, pdu.ReservedTag), text("X=1"))
+		q := tc.want(pdu.TextResp)
+		if !p.h.Continue() || !q.h.Final() || string(q.data) != "X=NotUnderstood\x00" {
+			t.Fatalf("%x %q, %x %q", []byte(p.h), p.data, []byte(q.h), q.data)
+		}
+		stale := req(pdu.FlagF, first.ITT(), p.h.TTT()) // ISCSI-11.10-2, ISCSI-6.2-4: that exchange has ended
+		tc.write(stale, nil)
+		tc.wantReject(pdu.RejectInvalidField, stale)
+	})
 	for id, pairs := range map[string][]string{
 		"ISCSI-6.4-5 key repeated":     {"InitiatorAlias=a", "InitiatorAlias=b"},
 		"ISCSI-6.4-6 leading-only key": {"MaxBurstLength=512"},

@@ -138,6 +138,9 @@ func (c *conn) pong(ttt uint32) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.forgetUnexpected(func(u unexpectedPDU) bool { return u.ttt == ttt })
+	if c.shared.fence != nil {
+		c.askAgain()
+	}
 }
 
 // forgetUnexpected forgets the unexpected PDUs that the initiator has taken. There may be room now

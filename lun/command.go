@@ -98,7 +98,8 @@ func (n *Nexus) Begin(c *Command) bool {
 	}
 	if row.flags&medium != 0 {
 		k := c.unit.readiness()
-		if k != condNone && (k != condSanitizeFailed || row.flags&sanitizes == 0) {
+		passes := k == condSanitizeFailed && row.flags&sanitizes != 0 || k == condFormatCorrupted && row.flags&formats != 0
+		if k != condNone && !passes {
 			return c.fail(k)
 		}
 	}
@@ -197,6 +198,15 @@ func (c *Command) TakeAway() {
 func (c *Command) Fail(s Sense) {
 	c.DataOut, c.DataIn, c.Overflow = 0, 0, false
 	c.fail(s)
+}
+
+// Taken returns how many bytes of a parameter list c has got, whether or not c failed because of them. It may be
+// called once c has ended.
+func (c *Command) Taken() uint64 {
+	if c.Whole {
+		return c.arrived
+	}
+	return 0
 }
 
 // Sense returns the sense data of a command that ended with CHECK CONDITION, else nil. It is

@@ -12,6 +12,7 @@ const (
 	opModeSense6        = 0x1a
 	opStartStop         = 0x1b
 	opPreventAllow      = 0x1e
+	opSendDiagnostic    = 0x1d
 	opReadCapacity10    = 0x25
 	opReadDefectData10  = 0x37
 	opModeSelect10      = 0x55
@@ -69,7 +70,7 @@ var (
 	writeAtomic    = phases{begin: beginWriteAtomic, consume: consumeWriteAtomic, end: endWriteAtomic}
 )
 
-type flags uint16
+type flags uint32
 
 const (
 	absentLUN     flags = 1 << iota // served where the LUN does not exist
@@ -88,6 +89,7 @@ const (
 	anyAccess                       // served in all asymmetric access states; so is a command with absentLUN
 	inStandby                       // served in standby (SPC-4, section 5.11.2.5)
 	changes                         // changes what other initiators see: not from those that may only read
+	formats                         // a failed FORMAT UNIT is no obstacle
 )
 
 // Flags of several rows.
@@ -117,6 +119,8 @@ const (
 var commands = slices.Concat([]command{
 	{opTestUnitReady, noSA, "TEST UNIT READY", medium | anyPersistent, none6, phases{begin: noData}},
 	{0x03, noSA, "REQUEST SENSE", anyLUN, "\x01\x00\x00\xff\x00", phases{begin: requestSense}},
+	{0x04, noSA, "FORMAT UNIT", medium | writes | formats | allData, "\x3f\x00\x00\x00\x00",
+		phases{begin: beginFormat, consume: consumeFormat, end: endFormat}},
 	{0x08, noSA, "READ(6)", medium | reads, "\x1f\xff\xff\xff\x00", read},
 	{0x0a, noSA, "WRITE(6)", medium | writes, "\x1f\xff\xff\xff\x00", write},
 	{0x12, noSA, "INQUIRY", anyLUN, "\x01\xff\xff\xff\x00", phases{begin: inquiry}},
@@ -126,6 +130,8 @@ var commands = slices.Concat([]command{
 	{opModeSense6, noSA, "MODE SENSE(6)", reads | inStandby, "\x08\xff\xff\xff\x00", phases{begin: modeSense}},
 	{opStartStop, noSA, "START STOP UNIT", changes, "\x01\x00\x0f\xf7\x00",
 		phases{begin: startStop, end: endStartStop}},
+	{opSendDiagnostic, noSA, "SEND DIAGNOSTIC", medium, "\xf7\x00\xff\xff\x00",
+		phases{begin: beginSendDiagnostic, end: endSendDiagnostic}},
 	{opPreventAllow, noSA, "PREVENT ALLOW MEDIUM REMOVAL", removable | changes, "\x00\x00\x00\x01\x00",
 		phases{begin: noData, end: endPreventAllow}},
 	{opReadCapacity10, noSA, "READ CAPACITY(10)", medium | anyPersistent | inStandby, "\x00\xff\xff\xff\xff\x00\x00\x01\x00",
@@ -141,10 +147,10 @@ var commands = slices.Concat([]command{
 	{0x41, noSA, "WRITE SAME(10)", medium | writes | allData | exactData, "\x08" + range10, writeSame},
 	{0x42, noSA, "UNMAP", medium | writes | thin | allData, "\x00\x00\x00\x00\x00\x1f\xff\xff\x00",
 		phases{begin: beginUnmap, consume: consumeUnmap}},
-	{0x48, sanitizeOverwrite, "SANITIZE OVERWRITE", medium | writes | sanitizes | allData,
+	{0x48, sanitizeOverwrite, "SANITIZE OVERWRITE", medium | writes | sanitizes | formats | allData,
 		"\xbf\x00\x00\x00\x00\x00\xff\xff\x00", phases{begin: beginOverwrite, consume: consumeOverwrite}},
-	{0x48, sanitizeBlockErase, "SANITIZE BLOCK ERASE", medium | writes | sanitizes | thin, erase10, erase},
-	{0x48, sanitizeCryptoErase, "SANITIZE CRYPTOGRAPHIC ERASE", medium | writes | sanitizes, erase10, erase},
+	{0x48, sanitizeBlockErase, "SANITIZE BLOCK ERASE", medium | writes | sanitizes | formats | thin, erase10, erase},
+	{0x48, sanitizeCryptoErase, "SANITIZE CRYPTOGRAPHIC ERASE", medium | writes | sanitizes | formats, erase10, erase},
 	{0x48, sanitizeExitFailureMode, "SANITIZE EXIT FAILURE MODE", sanitizes | changes, erase10,
 		phases{begin: noData, end: endExitFailureMode}},
 	{0x4d, noSA, "LOG SENSE", anyPR, "\x00\xff\xff\x00\xff\xff\xff\xff\x00", phases{begin: logSense}},

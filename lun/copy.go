@@ -193,7 +193,7 @@ func consumeExtendedCopy(u *Unit, c *Command, p []byte, _ uint64) bool {
 // its NAA. Other designators of the target are too long for it. The descriptor is at that offset
 // in the list.
 func (c *Command) parseCSCD(d []byte, at int) (l *itl, ok bool) {
-	const peripheralType, setMask, associationAndType = 0x1f, 0x0f, 0x3f
+	const null, peripheralType, setMask, associationAndType = 0x20, 0x1f, 0x0f, 0x3f
 	switch {
 	case d[0] != cscdIdentification:
 		return nil, c.fail(condCSCDType)
@@ -201,6 +201,10 @@ func (c *Command) parseCSCD(d []byte, at int) (l *itl, ok bool) {
 		return nil, c.failList(at + 1)
 	case d[7] > 20:
 		return nil, c.failList(at + 7)
+	}
+	if d[1]&null != 0 {
+		// A null device (NUL): the rest of the descriptor names nothing. Segments cannot use it.
+		return nil, true
 	}
 	if d[4]&setMask != setBinary || d[5]&associationAndType != assocUnit|desNAA {
 		return nil, true

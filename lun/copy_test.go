@@ -104,8 +104,13 @@ func TestExtendedCopy(t *testing.T) {
 	wantField(t, status(r.nexus), 2, noField)
 
 	delete(r.nexus.list()[0].copies.of, 0) // from login
-	// LU ID TYPE and NUL mean nothing, and without a list identifier there is no status.
-	wantGood(t, "LU ID TYPE", r.copy(copyList(0, 3, []string{strings.Replace(cscdZero, "e4 00", "e4 e0", 1)}, []string{blocks(0, 0, 1, 7, 0)})))
+	// LU ID TYPE means nothing, and without a list identifier there is no status.
+	wantGood(t, "LU ID TYPE", r.copy(copyList(0, 3, []string{strings.Replace(cscdZero, "e4 00", "e4 c0", 1)}, []string{blocks(0, 0, 1, 7, 0)})))
+	wantBytes(t, r.read(0, 0, 1), data[:512])
+	// A null device (NUL) is not the unit that the rest of its descriptor names.
+	null := strings.Replace(cscdZero, "e4 00", "e4 20", 1)
+	wantCopyAborted(t, r.copy(copyList(0, 3, []string{null, cscdOne}, []string{blocks(1, 0, 1, 2001, 0)})), 0x0d, 0x02, 0)
+	wantCopyAborted(t, r.copy(copyList(0, 3, []string{null, cscdOne}, []string{blocks(0, 1, 1, 0, 2001)})), 0x0d, 0x02, 0)
 	wantBytes(t, r.read(0, 0, 1), data[:512])
 	wantField(t, do(r.nexus, &r.c, [8]byte{}, "84 00 00 00000000000000 000000ff 00 00", nil, all), 2, noField)
 	wantGood(t, "nothing to do", r.copy(copyList(0, 2, nil, nil)))

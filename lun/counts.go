@@ -198,7 +198,7 @@ func (r *rare) failed(c *Command) {
 	if c.Status == StatusCheckCondition && len(c.sense) == senseLen {
 		k := Sense{c.sense[2] & 0x0f, c.sense[12], c.sense[13]} // fixed format
 		r.checkConditions[k.Key].Add(1)
-		if k.Key == keyMediumError && k != condSanitizeFailed {
+		if k.Key == keyMediumError && k != condSanitizeFailed && k != condFormatCorrupted && k != condFormatFailed {
 			r.mediumErrors[c.row.kind()].Add(1)
 		}
 	} else {

@@ -3,6 +3,7 @@ package lun
 import (
 	"context"
 	"log/slog"
+	"strings"
 	"time"
 )
 
@@ -82,7 +83,7 @@ type ScrubEndedEvent struct {
 	Scrub  Scrub
 }
 
-// A SanitizeStage is what happened to a SANITIZE.
+// A SanitizeStage is what happened to a SANITIZE or a FORMAT UNIT.
 type SanitizeStage int
 
 const (
@@ -94,11 +95,11 @@ const (
 	SanitizeStuck                            // at its start, the unit found one that failed, or cannot continue one
 )
 
-// A SanitizeEvent is a step of a SANITIZE of a unit.
+// A SanitizeEvent is a step of a SANITIZE or a FORMAT UNIT of a unit.
 type SanitizeEvent struct {
 	Stage     SanitizeStage
 	Serial    string
-	Action    byte   // service action; of SanitizeBegun and SanitizeRestarted
+	Action    byte   // service action; 20h: the command is FORMAT UNIT
 	Initiator string // of SanitizeBegun
 	Err       error  // of SanitizeFailed
 }
@@ -230,7 +231,11 @@ func (e SanitizeEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 	if e.Err != nil {
 		attrs = append(attrs, slog.Any("reason", e.Err))
 	}
-	logLine(l, sanitizeLines[e.Stage].level, sanitizeLines[e.Stage].text, attrs...)
+	text := sanitizeLines[e.Stage].text
+	if e.Action == formatUnit {
+		text = strings.Replace(text, "sanitize", "format", 1)
+	}
+	logLine(l, sanitizeLines[e.Stage].level, text, attrs...)
 }
 
 func logLine(l *slog.Logger, level slog.Level, text string, attrs ...slog.Attr) {

@@ -8,7 +8,7 @@ func (u *Unit) readiness() Sense {
 	case u.stopped.Load():
 		return condNotReadyStopped
 	case u.sanitizer.state.Load() == sanitizeFailed:
-		return condSanitizeFailed
+		return u.sanitizer.failure()
 	}
 	return condNone
 }

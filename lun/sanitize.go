@@ -16,7 +16,7 @@ import (
 	"github.com/iser-target/iser-target/lun/state"
 )
 
-// A sanitizer overwrites a medium in the background (SBC-3, section 4.11). Neither a reset nor the
+// A sanitizer overwrites a medium in the background (SBC-3, section 4.11), or formats it (section 4.33). Neither a reset nor the
 // end of the nexus or the task that requested it stops it. The end of the process interrupts it:
 // Options.Sanitizations has it, and New restarts it.
 //
@@ -29,6 +29,7 @@ type sanitizer struct {
 	state    atomic.Uint32
 	progress atomic.Uint32 // in 1/65536
 	stop     atomic.Bool   // the unit is being closed
+	formats  atomic.Bool   // the job that runs, or failed, is a FORMAT UNIT
 
 	mu           sync.Mutex
 	unrestricted bool          // guarded by mu: AUSE of the last SANITIZE
@@ -58,6 +59,9 @@ const (
 	sanitizeBlockErase      = 0x02
 	sanitizeCryptoErase     = 0x03
 	sanitizeExitFailureMode = 0x1f
+
+	// formatUnit is the action of a FORMAT UNIT. No service action has that value.
+	formatUnit = 0x20
 )
 
 const (
@@ -105,7 +109,11 @@ func endErase(u *Unit, c *Command) { u.sanitize(c, &sanitizeJob{}) }
 
 // run sanitizes the medium.
 func (j *sanitizeJob) run(u *Unit) error {
-	if j.action != sanitizeOverwrite {
+	switch j.action {
+	case sanitizeOverwrite:
+	case formatUnit:
+		return u.format()
+	default:
 		return u.erase()
 	}
 	block := make([]byte, u.info.BlockSize)
@@ -188,10 +196,16 @@ func (s *sanitizer) step(off, size int64, pass, passes int) error {
 // abortPoll is how often a command that waits for a sanitize checks whether it was aborted.
 const abortPoll = 10 * time.Millisecond
 
-// sanitize runs a job in the background and, without IMMED, waits for its end.
+// sanitize runs the job of a SANITIZE in the background and, without IMMED, waits for its end.
 func (u *Unit) sanitize(c *Command, job *sanitizeJob) bool {
+	job.action, job.unrestricted = c.CDB[1]&saMask, c.CDB[1]&sanitizeAUSE != 0
+	return u.runJob(c, job, c.CDB[1]&sanitizeImmed != 0)
+}
+
+// runJob runs a job in the background and, unless it is immediate, waits for its end.
+func (u *Unit) runJob(c *Command, job *sanitizeJob, immediate bool) bool {
 	done, ok := u.beginSanitize(c, job)
-	if !ok || c.CDB[1]&sanitizeImmed != 0 {
+	if !ok || immediate {
 		return ok
 	}
 	tick := time.NewTicker(abortPoll)
@@ -199,7 +213,7 @@ func (u *Unit) sanitize(c *Command, job *sanitizeJob) bool {
 	for {
 		select {
 		case <-done:
-			return u.sanitizer.state.Load() != sanitizeFailed || c.fail(condSanitizeFailed)
+			return u.sanitizer.state.Load() != sanitizeFailed || c.fail(job.failure())
 		case <-tick.C:
 			if c.aborted() {
 				return c.fail(condAborted)
@@ -210,7 +224,6 @@ func (u *Unit) sanitize(c *Command, job *sanitizeJob) bool {
 
 // beginSanitize stores the job of c, and runs it in the background.
 func (u *Unit) beginSanitize(c *Command, job *sanitizeJob) (done chan struct{}, ok bool) {
-	job.action, job.unrestricted = c.CDB[1]&saMask, c.CDB[1]&sanitizeAUSE != 0
 	s := &u.sanitizer
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -219,7 +232,9 @@ func (u *Unit) beginSanitize(c *Command, job *sanitizeJob) (done chan struct{}, 
 		return nil, c.fail(condAborted)
 	case state == sanitizeRunning: // another command was faster
 		return nil, c.failSense(u.sanitizing())
-	case state == sanitizeFailed && !s.unrestricted && job.unrestricted:
+	case state == sanitizeFailed && job.action == formatUnit && !s.formats.Load():
+		return nil, c.fail(condSanitizeFailed)
+	case state == sanitizeFailed && !s.formats.Load() && !s.unrestricted && job.unrestricted:
 		return nil, c.failCDB(1, 5)
 	case s.stop.Load():
 		return nil, c.fail(condInternal)
@@ -229,8 +244,9 @@ func (u *Unit) beginSanitize(c *Command, job *sanitizeJob) (done chan struct{}, 
 		if unsure {
 			// The next start may erase the medium, so nobody may write to it.
 			s.unrestricted = job.unrestricted
+			s.formats.Store(job.action == formatUnit)
 			s.state.Store(sanitizeFailed)
-			k = condSanitizeFailed
+			k = job.failure()
 		}
 		return nil, c.fail(k)
 	}
@@ -246,6 +262,7 @@ func (u *Unit) startSanitize(job *sanitizeJob) (done chan struct{}) {
 	s := &u.sanitizer
 	invariant.Held(&s.mu)
 	s.unrestricted = job.unrestricted
+	s.formats.Store(job.action == formatUnit)
 	done = make(chan struct{})
 	s.done = done
 	s.call.Abort = &s.stop
@@ -266,14 +283,14 @@ func (u *Unit) endSanitize(job *sanitizeJob, err error) uint32 {
 	switch {
 	case err == nil:
 		if _, err := u.keepSanitize(nil, false); err == nil {
-			u.sanitizeEvent(SanitizeEvent{Stage: SanitizeDone})
+			u.sanitizeEvent(SanitizeEvent{Stage: SanitizeDone, Action: job.action})
 			return sanitizeIdle
 		}
 		// The next start would erase what initiators write from now on.
 	case errors.Is(err, backend.ErrClosed):
-		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeInterrupted})
+		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeInterrupted, Action: job.action})
 	default:
-		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeFailed, Err: err})
+		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeFailed, Action: job.action, Err: err})
 		// If this fails too, the next start restarts the job, which is as good.
 		u.keepSanitize(job, true)
 	}
@@ -320,8 +337,9 @@ func (u *Unit) resumeSanitize() error {
 	case err != nil:
 		return err
 	case e.Failed || u.readOnly:
-		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeStuck})
+		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeStuck, Action: job.action})
 		s.unrestricted = job.unrestricted
+		s.formats.Store(job.action == formatUnit)
 		s.state.Store(sanitizeFailed)
 	default:
 		u.sanitizeEvent(SanitizeEvent{Stage: SanitizeRestarted, Action: job.action})
@@ -349,7 +367,7 @@ func endExitFailureMode(u *Unit, c *Command) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	switch {
-	case s.state.Load() != sanitizeFailed:
+	case s.state.Load() != sanitizeFailed, s.formats.Load():
 	case !s.unrestricted:
 		c.failCDB(1, 4)
 	default:
@@ -378,6 +396,9 @@ func (u *Unit) isSanitizing() bool { return u.sanitizer.state.Load() == sanitize
 // sanitizing returns the sense data of a command that meets a running sanitize.
 func (u *Unit) sanitizing() senseData {
 	s := newSense(condSanitizing)
+	if u.sanitizer.formats.Load() {
+		s = newSense(condFormatting)
+	}
 	s.field, s.progress = int(min(u.sanitizer.progress.Load(), 0xffff)), true
 	return s
 }
@@ -392,7 +413,7 @@ var sanitizationsFormat = state.Format[state.Records[sanitizeEntry]]{Name: "sani
 // A sanitizeEntry is the record of a unit that is not idle.
 type sanitizeEntry struct {
 	NAA          string `json:"naa"`          // Identity.Serial
-	Action       byte   `json:"action"`       // service action of SANITIZE
+	Action       byte   `json:"action"`       // service action of SANITIZE, or formatUnit
 	Unrestricted bool   `json:"unrestricted"` // AUSE
 	Failed       bool   `json:"failed"`
 	Passes       int    `json:"passes"`  // of OVERWRITE, else 0; so are these
@@ -433,9 +454,9 @@ func (e sanitizeEntry) decode() (*sanitizeJob, error) {
 		return nil, fmt.Errorf("pattern %.40q: want lower-case hex digits", e.Pattern)
 	}
 	switch overwrite := e.Action == sanitizeOverwrite; {
-	case !overwrite && e.Action != sanitizeBlockErase && e.Action != sanitizeCryptoErase:
-		return nil, fmt.Errorf("action %d: want %d, %d or %d", e.Action,
-			sanitizeOverwrite, sanitizeBlockErase, sanitizeCryptoErase)
+	case !overwrite && e.Action != sanitizeBlockErase && e.Action != sanitizeCryptoErase && e.Action != formatUnit:
+		return nil, fmt.Errorf("action %d: want %d, %d, %d or %d", e.Action,
+			sanitizeOverwrite, sanitizeBlockErase, sanitizeCryptoErase, formatUnit)
 	case !overwrite && (e.Passes != 0 || e.Invert || len(pattern) != 0):
 		return nil, fmt.Errorf("action %d has no passes and no pattern", e.Action)
 	case overwrite && (e.Passes < 1 || e.Passes > maxOverwrites):

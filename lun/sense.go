@@ -49,6 +49,10 @@ var (
 	condUnavailable                = Sense{keyNotReady, 0x04, 0x0c}      // TARGET PORT IN UNAVAILABLE STATE
 	condAccessChanged              = Sense{keyUnitAttention, 0x2a, 0x06} // ASYMMETRIC ACCESS STATE CHANGED
 	condSanitizing                 = Sense{keyNotReady, 0x04, 0x1b}      // SANITIZE IN PROGRESS
+	condFormatting                 = Sense{keyNotReady, 0x04, 0x04}      // FORMAT IN PROGRESS
+	condFormatCorrupted            = Sense{keyMediumError, 0x31, 0x00}   // MEDIUM FORMAT CORRUPTED
+	condFormatFailed               = Sense{keyMediumError, 0x31, 0x01}   // FORMAT COMMAND FAILED
+	condSelfTestFailed             = Sense{keyHardwareError, 0x3e, 0x03} // LOGICAL UNIT FAILED SELF-TEST
 	condSanitizeFailed             = Sense{keyMediumError, 0x31, 0x03}   // SANITIZE COMMAND FAILED
 	condNoMedium                   = Sense{keyNotReady, 0x3a, 0x02}      // MEDIUM NOT PRESENT - TRAY OPEN
 	condWriteError                 = Sense{keyMediumError, 0x0c, 0x00}

@@ -196,10 +196,14 @@ func (u *Unit) Status() string {
 		return "store is absent"
 	case u.heldUp():
 		return u.heldUpStatus()
+	case u.sanitizer.state.Load() == sanitizeRunning && u.sanitizer.formats.Load():
+		return "format in progress"
 	case u.sanitizer.state.Load() == sanitizeRunning:
 		return "sanitize in progress"
 	case k == condSanitizeFailed:
 		return "sanitize failed"
+	case k == condFormatCorrupted:
+		return "format failed"
 	case k == condNoMedium:
 		return "medium ejected"
 	case k == condNotReadyStopped:

@@ -181,6 +181,11 @@ func (n *Negotiation) offer(s Stage, p Pair, answers []Pair) ([]Pair, error) {
 	return answers, nil
 }
 
+// hasCome reports whether the initiator has offered the key with that name.
+func (n *Negotiation) hasCome(name string) bool {
+	return n.seen[slices.IndexFunc(table, func(k *key) bool { return k.name == name })] != notYet
+}
+
 // misplaced returns why the initiator must not offer k in stage s, or "".
 func (n *Negotiation) misplaced(k *key, s Stage) string {
 	switch {
@@ -256,7 +261,8 @@ func (n *Negotiation) Finish() (Params, error) {
 		n.err = textError("RDMAExtensions", "Yes is required, because this connection uses iSER")
 	case p.RDMAExtensions && !n.limits.RDMA && !n.limits.StepUp:
 		n.err = textError("RDMAExtensions", "the session uses iSER, but this connection cannot")
-	case p.FirstBurstLength > p.MaxBurstLength && (p.ImmediateData || !p.InitialR2T):
+	case p.FirstBurstLength > p.MaxBurstLength && (p.ImmediateData || !p.InitialR2T) && n.hasCome("FirstBurstLength"):
+		// Without an offer the default stands, as the initiator assumes. Boot ROMs offer a small MaxBurstLength alone.
 		n.err = textError("FirstBurstLength", "%d is more than MaxBurstLength, %d", p.FirstBurstLength,
 			p.MaxBurstLength)
 	case !n.joining && !n.text && !p.Discovery && p.ErrorRecoveryLevel == 2 && p.DefaultTime2Retain > n.limits.DefaultTime2Retain:

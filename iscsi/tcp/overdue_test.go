@@ -89,10 +89,10 @@ func (tg *target) neighbour(t *testing.T) (stop func()) {
 	}
 }
 
-// Solicited data that does not come, or in part only, ends its command. What comes of it later is
+// Solicited data that does not come, in part only, or without the F bit that ends it, ends its command. What comes of it later is
 // dropped: the session works on, and nothing is written.
 func TestDataOutThatDoesNotCome(t *testing.T) {
-	for name, part := range map[string]int{"nothing": 0, "a part": 8192} {
+	for name, part := range map[string]int{"nothing": 0, "a part": 8192, "all, but no F": 16384} {
 		t.Run(name, func(t *testing.T) {
 			tg := startBounded(t, 300*time.Millisecond)
 			stop := tg.neighbour(t)
