@@ -119,7 +119,7 @@ func (n *Nexus) Begin(c *Command) bool {
 
 // identify finds the logical unit and the row of the table that c, which comes from n, is about.
 func (c *Command) identify(n *Nexus) {
-	c.nexus, c.itl, c.unit = n, n.find(c.LUN), nil
+	c.nexus, c.itl, c.unit, c.arrived = n, n.find(c.LUN), nil, 0
 	c.call.Who = n.name.initiator.name
 	if c.itl != nil {
 		c.unit = c.itl.unit
@@ -190,7 +190,7 @@ func (n *Nexus) RefuseFull(c *Command) {
 // TakeAway ends c, which is in no unit, with TASK ABORTED on behalf of the transport: another nexus has
 // taken it away (SAM-5, section 5.3.1).
 func (c *Command) TakeAway() {
-	c.DataOut, c.DataIn, c.Overflow = 0, 0, false
+	c.DataOut, c.DataIn, c.Overflow, c.arrived = 0, 0, false, 0
 	c.failed, c.sense, c.Status = true, nil, StatusTaskAborted
 }
 
