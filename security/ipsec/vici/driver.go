@@ -273,7 +273,7 @@ func (d *Driver) explain(err error) error {
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):
 		remedy = "Start strongSwan (systemctl start strongswan), or set ipsec.vici.socket"
 	case errors.Is(err, fs.ErrPermission):
-		remedy = "Give the user of the target access to the socket (charon.group in strongswan.conf)"
+		remedy = "Let the group of the target use the socket (packaging/ipsec/vici.conf)"
 	default:
 		remedy = "Restart strongSwan (systemctl restart strongswan)"
 	}
