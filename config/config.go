@@ -67,6 +67,18 @@ type Target struct {
 	LUNs       []LUN    `key:"luns"`
 	// PortalGroups are the tags of the portal groups that lead to the target; empty: all.
 	PortalGroups []int `key:"portal_groups"`
+
+	// What a login agrees on at most, under the names of RFC 7143, section 13.
+	InitialR2T        bool `key:"initial_r2t"`
+	FirstBurst        Size `key:"first_burst_length"`           // bytes
+	MaxBurst          Size `key:"max_burst_length"`             // bytes
+	MaxOutstandingR2T int  `key:"max_outstanding_r2t"`          // R2Ts of a command
+	MaxRecvSegment    Size `key:"max_recv_data_segment_length"` // bytes; of the target
+}
+
+// NewTarget returns a Target whose keys with a default have it.
+func NewTarget() Target {
+	return Target{InitialR2T: true, FirstBurst: 64 << 10, MaxBurst: 1 << 20, MaxOutstandingR2T: 1, MaxRecvSegment: 256 << 10}
 }
 
 // ServedBy reports whether the portal p leads to the target.

@@ -48,6 +48,7 @@ func TestLoadStore(t *testing.T) {
 	want.Targets = []Target{{
 		Name:       "iqn.2026-11.io.example:store",
 		Initiators: []string{"iqn.1993-08.org.debian:*"},
+		InitialR2T: true, FirstBurst: 64 << 10, MaxBurst: 1 << 20, MaxOutstandingR2T: 1, MaxRecvSegment: 256 << 10,
 		LUNs: []LUN{
 			{ID: 0, Backend: "memory", Size: 1 << 30, BlockSize: 512},
 			{ID: 1, Backend: "file", Path: "/var/lib/iser-target/one.img", Size: 10 << 30, BlockSize: 4096},
@@ -70,7 +71,8 @@ func TestDefault(t *testing.T) {
 	want.Targets = []Target{{
 		Name:       "iqn.2026-11.io.github.iser-target:default",
 		Initiators: []string{"*"},
-		LUNs:       []LUN{{ID: 0, Backend: "memory", Size: 1 << 30, BlockSize: 512}},
+		InitialR2T: true, FirstBurst: 64 << 10, MaxBurst: 1 << 20, MaxOutstandingR2T: 1, MaxRecvSegment: 256 << 10,
+		LUNs: []LUN{{ID: 0, Backend: "memory", Size: 1 << 30, BlockSize: 512}},
 	}}
 	if !reflect.DeepEqual(*c, want) {
 		t.Errorf("%+v\nwant %+v", *c, want)

@@ -175,6 +175,8 @@ func (d *decoder) decodeSlice(path string, in any, v reflect.Value) {
 			item.ID = unset
 		case *Portal:
 			item.TPGT = defaultTPGT
+		case *Target:
+			*item = NewTarget()
 		}
 		d.decode(fmt.Sprintf("%s[%d]", path, i), item, out.Index(i))
 	}

@@ -784,6 +784,11 @@ func written(v reflect.Value, key string, f reflect.Value) bool {
 		return true
 	case "tpgt":
 		return !f.IsZero() && f.Int() != defaultTPGT
+	case "initial_r2t":
+		return !f.Bool()
+	case "first_burst_length", "max_burst_length", "max_outstanding_r2t", "max_recv_data_segment_length":
+		d := reflect.ValueOf(NewTarget())
+		return !f.IsZero() && f.Int() != d.Field(slices.Index(keysOf(d.Type()), key)).Int()
 	case "secret":
 		return !f.IsZero() && v.FieldByName("SecretFile").IsZero() // or the secret comes from SecretFile
 	case "previous_secret":

@@ -21,9 +21,12 @@ type oneEdit struct {
 // randomEdit returns a random edit that c allows.
 func randomEdit(r *rand.Rand, c *Config) oneEdit {
 	add := oneEdit{"AddTarget", func(d *Document) error {
-		return d.AddTarget(Target{Name: "iqn.2026-11.io.example:new", Alias: "- a: #b", Initiators: []string{"*", "eui.0123456789abcdef"}, LUNs: []LUN{{ID: 0, Backend: "memory", Size: 4096}}})
+		return d.AddTarget(Target{Name: "iqn.2026-11.io.example:new", Alias: "- a: #b", Initiators: []string{"*", "eui.0123456789abcdef"}, InitialR2T: true, LUNs: []LUN{{ID: 0, Backend: "memory", Size: 4096}}})
 	}, func(c *Config) {
-		c.Targets = append(c.Targets, Target{Name: "iqn.2026-11.io.example:new", Alias: "- a: #b", Initiators: []string{"*", "eui.0123456789abcdef"}, LUNs: []LUN{{ID: 0, Backend: "memory", Size: 4096, BlockSize: 512}}})
+		t := NewTarget()
+		t.Name, t.Alias, t.Initiators = "iqn.2026-11.io.example:new", "- a: #b", []string{"*", "eui.0123456789abcdef"}
+		t.LUNs = []LUN{{ID: 0, Backend: "memory", Size: 4096, BlockSize: 512}}
+		c.Targets = append(c.Targets, t)
 	}}
 	if len(c.Targets) == 0 {
 		return add

@@ -94,7 +94,7 @@ func TestDocumentEdits(t *testing.T) {
 			return errors.Join(d.SetLUN(nameA, 0, "iops", "5000"), d.SetLUN(nameA, 0, "rates", "[{initiators: ['*'], bandwidth: 1MiB}]"))
 		}, "{id: 0, backend: memory,   size: 1GiB}  # zero", "{id: 0, backend: memory, size: 1GiB, iops: 5000, rates: [{initiators: ['*'], bandwidth: 1MiB}]} # zero"},
 		{"AddTarget", func(d *Document) error {
-			return d.AddTarget(Target{Name: "iqn.2026-11.io.example:c", Alias: "yes", Initiators: []string{"*"}, LUNs: []LUN{memoryLUN(0, 512)}})
+			return d.AddTarget(Target{Name: "iqn.2026-11.io.example:c", Alias: "yes", InitialR2T: true, Initiators: []string{"*"}, LUNs: []LUN{memoryLUN(0, 512)}})
 		}, "size: 1MiB}\n", "size: 1MiB}\n  - name: iqn.2026-11.io.example:c\n    alias: \"yes\"\n    initiators: [\"*\"]\n    luns:\n      - {id: 0, backend: memory, size: 512}\n"},
 		{"RemoveTarget", func(d *Document) error { return d.RemoveTarget(strings.ToUpper(nameB)) },
 			"  - name: iqn.2026-11.io.example:b\n    initiators:\n    - \"*\"\n    luns:\n    - {id: 0, backend: memory, size: 1MiB}\n\n", ""},
@@ -307,7 +307,7 @@ func TestDocumentFromNothing(t *testing.T) {
 		if err := d.RemoveTarget(nameA); !errors.Is(err, ErrNotFound) {
 			t.Error(err)
 		}
-		err = errors.Join(d.AddPortal(Portal{Listen: "127.0.0.1:3260", TPGT: 1}), d.AddTarget(Target{Name: nameA}), d.AllowInitiator(nameA, "*"), d.AddLUN(nameA, LUN{ID: 3, Backend: "file", Path: "/x", Size: 1 << 40}))
+		err = errors.Join(d.AddPortal(Portal{Listen: "127.0.0.1:3260", TPGT: 1}), d.AddTarget(Target{Name: nameA, InitialR2T: true}), d.AllowInitiator(nameA, "*"), d.AddLUN(nameA, LUN{ID: 3, Backend: "file", Path: "/x", Size: 1 << 40}))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -330,7 +330,8 @@ func TestDocumentWritesEverything(t *testing.T) {
 			{Name: "null", Secret: "# 'secret\": of u", Initiator: "*:a", Mutual: Credential{Name: "t", Secret: "12345678901234567890"}},
 			{Name: "ä\n", Secret: "\x00\xff0123456789"},
 		}, Mutual: Credential{Name: "~", Secret: "0x0123456789"}},
-		Redirect: Redirect{To: "[2001:db8::1]:3260", Permanent: true},
+		Redirect:   Redirect{To: "[2001:db8::1]:3260", Permanent: true},
+		InitialR2T: false, FirstBurst: 512, MaxBurst: 1 << 20, MaxOutstandingR2T: 65535, MaxRecvSegment: 1<<24 - 1,
 		LUNs: []LUN{
 			{ID: 0, Backend: "gotgt", Path: "/x: y", BlockSize: 4096, ReadOnly: true, WriteThrough: true, Removable: true, Sanitize: true, Plugin: "file", Options: "{a, b}", Initiators: []string{"*"}},
 			{ID: 16383, Backend: "file", Path: " ", Size: 4096, BlockSize: 512, ReadOnlyFor: []string{"*:b"},

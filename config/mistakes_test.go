@@ -87,6 +87,23 @@ func TestWrongYAMLIsRefused(t *testing.T) {
 	})
 }
 
+func TestWrongNegotiationsAreRefused(t *testing.T) {
+	of := func(keys string) [2]string { return [2]string{"initiators:", keys + "\n    initiators:"} }
+	refused(t, []mistake{
+		{"initial_r2t", of("initial_r2t: maybe"), []string{`f: targets[0].initial_r2t: must be true or false, not "maybe"`}},
+		{"first_burst_length", of("first_burst_length: 511"), []string{"f: targets[0].first_burst_length: must be 512 to 16777215 bytes, not 511"}},
+		{"first_burst_length is 0", of("first_burst_length: 0"), []string{"f: targets[0].first_burst_length: must be 512 to 16777215 bytes, not 0"}},
+		{"max_burst_length", of("max_burst_length: 16MiB"), []string{"f: targets[0].max_burst_length: must be 512 to 16777215 bytes, not 16777216"}},
+		{"max_recv_data_segment_length", of("max_recv_data_segment_length: 100"), []string{
+			"f: targets[0].max_recv_data_segment_length: must be 512 to 16777215 bytes, not 100"}},
+		{"no R2T", of("max_outstanding_r2t: 0"), []string{"f: targets[0].max_outstanding_r2t: must be 1 to 65535, not 0"}},
+		{"R2Ts", of("max_outstanding_r2t: 65536"), []string{"f: targets[0].max_outstanding_r2t: must be 1 to 65535, not 65536"}},
+		{"bursts", of("first_burst_length: 128KiB\n    max_burst_length: 64KiB"), []string{
+			"f: targets[0].first_burst_length: is 131072, more than max_burst_length, 65536"}},
+		{"the default is more", of("max_burst_length: 4KiB"), []string{"f: targets[0].first_burst_length: is 65536, more than max_burst_length, 4096"}},
+	})
+}
+
 func TestWrongPortalsAreRefused(t *testing.T) {
 	refused(t, []mistake{
 		{"no portal", [2]string{"portals:\n  - listen: 127.0.0.1:3260", "portals: []"}, []string{"f: portals: is required"}},

@@ -296,9 +296,33 @@ func (c *Config) checkTargets(errs *errorList) {
 				errs.addf(key, "no portal has the tpgt %d", tag)
 			}
 		}
+		t.checkNegotiation(key, errs)
 		t.Auth.check(key+".auth", errs)
 		c.checkRedirect(key+".redirect", &t.Redirect, errs)
 		checkLUNs(key+".luns", t.LUNs, paths, errs)
+	}
+}
+
+// checkNegotiation checks what a login agrees on at most: RFC 7143, sections 13.12 to 13.14 and 13.17.
+func (t *Target) checkNegotiation(key string, errs *errorList) {
+	const shortest, longest, mostR2Ts = 512, 1<<24 - 1, 65535
+	for _, f := range []struct {
+		key string
+		v   Size
+	}{
+		{".first_burst_length", t.FirstBurst},
+		{".max_burst_length", t.MaxBurst},
+		{".max_recv_data_segment_length", t.MaxRecvSegment},
+	} {
+		if f.v < shortest || f.v > longest {
+			errs.addf(key+f.key, "must be %d to %d bytes, not %d", shortest, longest, f.v)
+		}
+	}
+	if t.MaxOutstandingR2T < 1 || t.MaxOutstandingR2T > mostR2Ts {
+		errs.addf(key+".max_outstanding_r2t", "must be 1 to %d, not %d", mostR2Ts, t.MaxOutstandingR2T)
+	}
+	if t.FirstBurst > t.MaxBurst && t.FirstBurst <= longest && t.MaxBurst >= shortest {
+		errs.addf(key+".first_burst_length", "is %d, more than max_burst_length, %d", t.FirstBurst, t.MaxBurst)
 	}
 }
 

@@ -158,7 +158,7 @@ func (c *conn) reserveMemory(initiator string) bool {
 // leastPiece returns how many bytes of a command's data are moved at once when memory is short: the
 // share of a connection has room for that.
 func (c *conn) leastPiece() int {
-	return max(lun.MaxParameterList, int(c.opt.Limits.FirstBurstLength))
+	return max(lun.MaxParameterList, int(c.params.FirstBurstLength))
 }
 
 // sendAhead returns how many bytes of data may wait to be sent at a time.

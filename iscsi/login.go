@@ -179,7 +179,7 @@ func (l *login) negotiate() error {
 	}
 	l.in = nil
 	if l.neg == nil {
-		l.neg = l.newNegotiation()
+		l.neg = l.newNegotiation(pairs)
 	}
 	keys.Arrange(pairs)
 	var answers []keys.Pair
@@ -278,11 +278,21 @@ func (l *login) expectCmdSN() {
 	own.win.exp, own.win.max = l.first.CmdSN-oldest, l.first.CmdSN-oldest-1
 }
 
-func (l *login) newNegotiation() *keys.Negotiation {
-	if l.first.TSIH != 0 {
-		return keys.NewJoin(l.conn.limits())
+// newNegotiation begins the negotiation with the first text of the initiator, which names the target.
+func (l *login) newNegotiation(first []keys.Pair) *keys.Negotiation {
+	c := l.conn
+	limits := c.limits()
+	for _, p := range first {
+		if name, err := security.NormalizeName(p.Value); p.Key == "TargetName" && err == nil {
+			if t := c.node.target(name); t != nil { // else the login fails
+				t.Limits.apply(&limits, c.piece)
+			}
+		}
 	}
-	return keys.NewLogin(l.conn.limits())
+	if l.first.TSIH != 0 {
+		return keys.NewJoin(limits)
+	}
+	return keys.NewLogin(limits)
 }
 
 // limits returns what this connection may agree on.
@@ -426,7 +436,7 @@ func (l *login) enterFullFeature() error {
 	case p.RDMAExtensions:
 		c.recvLimit = int(p.TargetRecvDataSegmentLength)
 	default:
-		c.recvLimit = int(c.opt.Limits.MaxRecvDataSegmentLength)
+		c.recvLimit = int(p.Declared)
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()

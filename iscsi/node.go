@@ -1,6 +1,7 @@
 package iscsi
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -102,6 +103,29 @@ type TargetConfig struct {
 	LUNs      *lun.Inventory
 	// PortalGroups are the tags of those that lead to the target; empty: all.
 	PortalGroups []uint16
+	Limits       TargetLimits // what login may agree on
+}
+
+// TargetLimits are the values of keys.Limits that targets have for themselves. A zero value means that of the Node.
+// A FirstBurstLength is at most what the Node moves at once (Options.MaxTransferPiece).
+type TargetLimits struct {
+	InitialR2T               *bool
+	FirstBurstLength         uint32
+	MaxBurstLength           uint32
+	MaxOutstandingR2T        uint16
+	MaxRecvDataSegmentLength uint32
+}
+
+// apply puts the values of t in the place of those of l. A FirstBurstLength is cut to piece.
+func (t *TargetLimits) apply(l *keys.Limits, piece int) {
+	l.InitialR2T = cmp.Or(t.InitialR2T, l.InitialR2T)
+	l.MaxBurstLength = cmp.Or(t.MaxBurstLength, l.MaxBurstLength)
+	l.FirstBurstLength = min(cmp.Or(t.FirstBurstLength, l.FirstBurstLength), uint32(piece))
+	if t.FirstBurstLength == 0 && t.MaxBurstLength != 0 {
+		l.FirstBurstLength = min(l.FirstBurstLength, t.MaxBurstLength)
+	}
+	l.MaxOutstandingR2T = cmp.Or(t.MaxOutstandingR2T, l.MaxOutstandingR2T)
+	l.MaxRecvDataSegmentLength = cmp.Or(t.MaxRecvDataSegmentLength, l.MaxRecvDataSegmentLength)
 }
 
 // A Redirect is where a target has moved to.

@@ -34,6 +34,8 @@ type Params struct {
 	// MaxRecvDataSegmentLength is the initiator's limit, on plain TCP and in discovery.
 	// With RDMAExtensions it has no meaning (RFC 7145, section 6.2).
 	MaxRecvDataSegmentLength uint32
+	// Declared is the MaxRecvDataSegmentLength that the target has declared. With RDMAExtensions it has no meaning, either.
+	Declared uint32
 
 	RDMAExtensions bool
 	// With RDMAExtensions, these two limit the data segments of control-type PDUs:
@@ -108,6 +110,10 @@ type Limits struct {
 	// MaxRecvDataSegmentLength is what the target declares without RDMA; 262144.
 	MaxRecvDataSegmentLength uint32
 
+	// MaxOutstandingR2T limits the R2Ts of a command that the target may have outstanding; 1. It has no effect
+	// unless ErrorRecoveryLevel is 0.
+	MaxOutstandingR2T uint16
+
 	// MaxConnections limits the connections of a session; 1.
 	MaxConnections uint16
 
@@ -160,6 +166,7 @@ func (l Limits) complete() Limits {
 	l.TargetRecvDataSegmentLength = cmp.Or(l.TargetRecvDataSegmentLength, 8192)
 	l.InitiatorRecvDataSegmentLength = cmp.Or(l.InitiatorRecvDataSegmentLength, 8192)
 	l.MaxRecvDataSegmentLength = cmp.Or(l.MaxRecvDataSegmentLength, 262144)
+	l.MaxOutstandingR2T = cmp.Or(l.MaxOutstandingR2T, 1)
 	l.MaxConnections = cmp.Or(l.MaxConnections, 1)
 	l.DefaultTime2Retain = cmp.Or(l.DefaultTime2Retain, 20)
 	return l

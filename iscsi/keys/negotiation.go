@@ -247,6 +247,9 @@ func (n *Negotiation) Finish() (Params, error) {
 		return Params{}, n.err
 	}
 	p := n.p
+	if !n.text {
+		p.Declared = n.limits.MaxRecvDataSegmentLength
+	}
 	if p.Discovery {
 		for _, k := range table {
 			if k.discovery != applies {

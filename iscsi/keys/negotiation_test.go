@@ -60,6 +60,7 @@ var defaults = Params{
 	DataPDUInOrder: true, DataSequenceInOrder: true,
 	MaxRecvDataSegmentLength: 8192, InitiatorRecvDataSegmentLength: 8192, TargetRecvDataSegmentLength: 8192,
 	MaxAHSLength: 256, TaskReporting: "RFC3720", ISCSIProtocolLevel: 1,
+	Declared: 262144,
 }
 
 // ISCSI-6.2-5: a key without an offer keeps its default.
@@ -167,6 +168,8 @@ func TestAnswers(t *testing.T) {
 		{"ISER-10.2-1", tcp, Operational, "ErrorRecoveryLevel", "0>0 1>0 2>0 3>Reject"},
 		{"ISCSI-13.19-1", Limits{ErrorRecoveryLevel: 2}, Operational, "ErrorRecoveryLevel", "0>0 1>1 2>2"},
 		{"ISCSI-13.19-1", Limits{ErrorRecoveryLevel: 2}, Operational, "MaxOutstandingR2T", "1>1 2>1 16>1"},
+		{"ISCSI-13.19-1", Limits{ErrorRecoveryLevel: 1, MaxOutstandingR2T: 8}, Operational, "MaxOutstandingR2T", "1>1 2>1 16>1"},
+		{"ISCSI-6.2.2-1", Limits{MaxOutstandingR2T: 8}, Operational, "MaxOutstandingR2T", "1>1 8>8 9>8 65535>8 0>Reject"},
 		{"ISCSI-6.2.2-1", tcp, Operational, "MaxRecvDataSegmentLength",
 			"512> 16777215> 511>!0200 16777216>!0200 x>!0200"},
 		{"ISCSI-13.23-1", tcp, Operational, "TaskReporting",

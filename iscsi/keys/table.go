@@ -131,6 +131,15 @@ func fixed(n uint32) func(*Limits, *Params) value {
 	return func(*Limits, *Params) value { return count(n) }
 }
 
+// outstanding returns our choice of MaxOutstandingR2T. It must be 1 at an ErrorRecoveryLevel above 0 (RFC 7143, section 13.19),
+// which the initiator may offer later.
+func outstanding(l *Limits, _ *Params) value {
+	if l.ErrorRecoveryLevel > 0 {
+		return count[uint16](1)
+	}
+	return count(l.MaxOutstandingR2T)
+}
+
 func yes(*Limits, *Params) value { return value{b: true} }
 
 func oneOf(list ...string) func(*Limits, *Params) value {
@@ -208,7 +217,7 @@ var table = []*key{
 		own: func(l *Limits, _ *Params) value { return count(l.DefaultTime2Retain) },
 		set: func(p *Params, v value) { p.DefaultTime2Retain = uint16(v.n) }},
 	{name: "MaxOutstandingR2T", use: leading, discovery: ignored, kind: number, lo: 1, hi: 65535, def: "1",
-		result: minimum, own: fixed(1), set: func(p *Params, v value) { p.MaxOutstandingR2T = uint16(v.n) }},
+		result: minimum, own: outstanding, set: func(p *Params, v value) { p.MaxOutstandingR2T = uint16(v.n) }},
 	{name: "DataPDUInOrder", use: leading, discovery: ignored, kind: boolean, def: "Yes", result: or, own: yes,
 		set: func(p *Params, v value) { p.DataPDUInOrder = v.b }},
 	{name: "DataSequenceInOrder", use: leading, discovery: ignored, kind: boolean, def: "Yes", result: or, own: yes,

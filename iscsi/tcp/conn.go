@@ -69,6 +69,7 @@ type Conn struct {
 	free     list    // items that carried a Data-In or an R2T
 	mark     uint    // counts events that no status may be moved across; see collapses
 	burst    uint32  // MaxBurstLength, bytes
+	r2ts     uint32  // that a GetData may have outstanding
 	recovers bool    // ErrorRecoveryLevel is above 0
 	digests  digests // for every PDU except Login Responses
 	err      error   // why nothing more can be queued
@@ -115,8 +116,8 @@ type task struct {
 	mark   uint
 	keeping
 
-	// Data-Out. A GetData is a sequence of R2Ts, one outstanding at a time. Positions
-	// are bytes from the start of data.
+	// Data-Out. A GetData is a sequence of R2Ts. The initiator answers them in their order, one after the
+	// other (DataSequenceInOrder). Positions are bytes from the start of data.
 	getting  bool
 	placing  bool   // Receive is reading into data
 	came     uint64 // bytes of whole Data-Outs that have come for the GetData
@@ -129,7 +130,9 @@ type task struct {
 	r2tAt    uint32 // start of the present R2T
 	r2tSN    uint32 // of the next R2T
 	ttt      uint32 // of the present R2T, or of Data-In with the A bit
+	ahead    uint32 // R2Ts after the present one that are outstanding; their tags follow ttt
 	quitTTT  uint32 // ttt of the last canceled R2T, whose data is discarded
+	quits    uint32 // canceled R2Ts after that
 	outSN    uint32 // DataSN of the next Data-Out
 	exp, max uint32 // ExpCmdSN and MaxCmdSN for R2Ts
 	err      error  // why the GetData fails when the present sequence is over
@@ -183,14 +186,22 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, tasks int) error {
 		return fmt.Errorf("%d tasks are more than the %d that a Target Transfer Tag can name", tasks, maxTasks)
 	}
 	d := digests{header: p.HeaderDigest, data: p.DataDigest}
+	if p.Declared != 0 {
+		c.limit = int(p.Declared)
+	}
 	c.rx.digests, c.rx.fullFeature, c.rx.limit = d, true, c.limit
 	c.rx.win.Grow()
 	c.maxSend.Store(int32(p.MaxRecvDataSegmentLength))
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.digests, c.burst, c.recovers = d, p.MaxBurstLength, p.ErrorRecoveryLevel > 0
+	c.r2ts = min(max(uint32(p.MaxOutstandingR2T), 1), maxR2Ts)
 	return nil
 }
+
+// maxR2Ts is how many R2Ts a GetData has outstanding at most. More of them hide no more latency, and
+// each takes memory.
+const maxR2Ts = 16
 
 // A Target Transfer Tag consists of the index of a task and, above it, a count of its
 // R2Ts. The count identifies answers to an earlier R2T. The index is never ffff, so the
@@ -264,7 +275,7 @@ func (c *Conn) GetData(it *iscsi.Task, off uint32, data []byte) error {
 		return err
 	}
 	t.getting, t.quit, t.err = true, false, nil
-	t.data, t.base, t.asked, t.came = data, off, 0, 0
+	t.data, t.base, t.asked, t.came, t.ahead = data, off, 0, 0, 0
 	t.losses = losses{}
 	t.exp, t.max = h.ExpCmdSN(), h.MaxCmdSN()
 	c.ask(t)
@@ -289,6 +300,53 @@ func (c *Conn) ask(t *task) {
 	t.r2tAt = t.at
 	t.r2tSN++
 	c.queueR2T(t)
+	c.askAhead(t)
+}
+
+// askAhead queues R2Ts behind the present one of t, as far as the initiator takes them (RFC 7143, section 13.17). With
+// ErrorRecoveryLevel above 0 that is none.
+//
+// Preconditions: c.mu is held.
+func (c *Conn) askAhead(t *task) {
+	invariant.Held(&c.mu)
+	for t.ahead+1 < c.r2ts && t.asked < uint32(len(t.data)) {
+		n := min(uint32(len(t.data))-t.asked, c.burst)
+		t.ahead++
+		i := c.newItem()
+		*i = item{op: pdu.R2T, itt: t.itt, ttt: t.ttt + t.ahead<<indexBits, lun: t.lun, expCmdSN: t.exp, maxCmdSN: t.max,
+			stretch: stretch{sn: t.r2tSN, off: t.base + t.asked, size: n}}
+		t.r2tSN++
+		t.asked += n
+		c.queue.Push(i, &i.link)
+	}
+}
+
+// nextAhead makes the R2T that follows the present one of t the present one.
+//
+// Preconditions: c.mu is held; t.ahead > 0.
+func (c *Conn) nextAhead(t *task) {
+	invariant.Held(&c.mu)
+	t.ahead--
+	t.ttt += 1 << indexBits
+	t.outSN = 0
+	t.at = t.end
+	t.end = t.at + min(uint32(len(t.data))-t.at, c.burst)
+	t.r2tAt = t.at
+}
+
+// quitR2Ts notes that what comes for the R2Ts of t is discarded from now on.
+//
+// Preconditions: c.mu is held.
+func (c *Conn) quitR2Ts(t *task) {
+	invariant.Held(&c.mu)
+	t.quitTTT, t.quits = t.ttt, t.ahead
+	t.ttt += t.ahead << indexBits
+	t.ahead = 0
+}
+
+// hasQuit reports whether ttt is the tag of an R2T that quitR2Ts was told of.
+func (t *task) hasQuit(ttt uint32) bool {
+	return (ttt-t.quitTTT)&maxTasks == 0 && (ttt-t.quitTTT)>>indexBits <= t.quits
 }
 
 // queueR2T queues the present R2T of t.
@@ -315,7 +373,8 @@ func (c *Conn) CancelData(it *iscsi.Task) bool {
 		t.quit = true
 		return false
 	}
-	t.getting, t.quitTTT, t.data = false, t.ttt, nil
+	t.getting, t.data = false, nil
+	c.quitR2Ts(t)
 	return true
 }
 

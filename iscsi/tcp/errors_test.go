@@ -4,10 +4,12 @@ import (
 	"bytes"
 	"fmt"
 	"net"
+	"strings"
 	"testing"
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/security"
 	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
@@ -266,4 +268,70 @@ func TestPeerThatDoesNotRead(t *testing.T) {
 	if n := tg.node.Stats().BufferOctets; n > 2<<20 {
 		t.Errorf("%d bytes of buffers", n)
 	}
+}
+
+// What a target lets its logins agree on, at most, is its own. A change counts for new sessions, and those that exist keep
+// what they have.
+func TestLimitsOfATarget(t *testing.T) {
+	tg := startTarget(t)
+	offer := []string{"InitialR2T=No", "MaxBurstLength=16777215", "FirstBurstLength=16777215", "MaxOutstandingR2T=65535"}
+	agree := func(want ...string) *client {
+		t.Helper()
+		c := tg.connect(t)
+		got := c.login(offer...)
+		for _, pair := range want {
+			if k, v, _ := strings.Cut(pair, "="); got[k] != v {
+				t.Errorf("%s=%s, want %s", k, got[k], v)
+			}
+		}
+		return c
+	}
+	old := agree("InitialR2T=Yes", "FirstBurstLength=65536", "MaxBurstLength=1048576", "MaxOutstandingR2T=1", "MaxRecvDataSegmentLength=262144")
+	all, err := security.Compile([]string{"*"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	no := false
+	update := func(l iscsi.TargetLimits) {
+		t.Helper()
+		err := tg.node.UpdateTarget(iscsi.TargetConfig{Name: targetName, Initiators: all, ResetsFor: all, LUNs: tg.node.Targets()[0].LUNs, Limits: l})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	update(iscsi.TargetLimits{InitialR2T: &no, FirstBurstLength: 8192, MaxBurstLength: 16384, MaxOutstandingR2T: 2, MaxRecvDataSegmentLength: 4096})
+	next := agree("InitialR2T=No", "FirstBurstLength=8192", "MaxBurstLength=16384", "MaxOutstandingR2T=2", "MaxRecvDataSegmentLength=4096")
+	for _, c := range []*client{old, next} {
+		c.command(0, cdb.TestUnitReady, 0) // takes the unit attention
+	}
+	data := random(65536)
+	if n := old.writeAll(0, data, 32768, 65536, 1<<20); n != 1 {
+		t.Errorf("%d R2Ts for the rest of 64 KiB in an old session", n)
+	}
+	// The new one sends 8 KiB without an R2T, and gets two R2Ts at once.
+	h := next.scsi(pdu.FlagW, cdb.Write16(0, uint32(len(data)/blockLen)), len(data))
+	h.SetFlags(h.Flags() &^ pdu.FlagF)
+	next.send(h, data[:4096])
+	next.send(dataOut(h.ITT(), nil, 0, 4096, true), data[4096:8192])
+	first, second := next.want(pdu.R2T).h, next.want(pdu.R2T).h
+	if first.BufferOffset() != 8192 || first.DesiredDataTransferLength() != 16384 || second.BufferOffset() != 24576 {
+		t.Fatalf("R2Ts %x, %x", []byte(first), []byte(second))
+	}
+	for _, r2t := range []pdu.BHS{first, second} {
+		next.answer(h, r2t, data, 4096)
+	}
+	for range 2 {
+		next.answer(h, next.want(pdu.R2T).h, data, 4096)
+	}
+	if rsp := next.want(pdu.SCSIResponse); rsp.h.Status() != 0 || !bytes.Equal(tg.stored(0, len(data)), data) {
+		t.Fatalf("response %x", []byte(rsp.h))
+	}
+	// A PDU that is longer than the new declaration ends the connection.
+	next.send(next.scsi(pdu.FlagW, cdb.Write16(0, 16), 8192), data[:8192])
+	next.wantClosed()
+
+	update(iscsi.TargetLimits{FirstBurstLength: 16 << 20, MaxBurstLength: 1<<24 - 1, MaxRecvDataSegmentLength: 1<<24 - 1})
+	agree("InitialR2T=Yes", "FirstBurstLength=1048576", "MaxBurstLength=16777215", "MaxRecvDataSegmentLength=16777215")
+	update(iscsi.TargetLimits{MaxBurstLength: 4096}) // the limit of FirstBurstLength follows
+	agree("FirstBurstLength=4096", "MaxBurstLength=4096")
 }

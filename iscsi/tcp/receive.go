@@ -11,6 +11,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/lun/invariant"
 	"github.com/iser-target/iser-target/rdma/llp"
 )
 
@@ -328,7 +329,7 @@ func (c *Conn) route(h pdu.BHS, size int) (t *task, dst []byte, reason pdu.Rejec
 	}
 	switch {
 	case t != nil && t.getting && t.ttt == ttt:
-	case t != nil && t.quitTTT == ttt, // RFC 7143, section 10.7
+	case t != nil && t.hasQuit(ttt), // RFC 7143, section 10.7
 		t != nil && c.recovers && t.itt == h.ITT() && (t.ttt == ttt || t.hadTag(ttt)): // a duplicate
 		return nil, nil, 0
 	default:
@@ -373,11 +374,20 @@ func (c *Conn) placed(t *task, n int, good, final bool) {
 	t.outSN++
 	switch {
 	case t.quit:
-		t.err, t.quitTTT = iscsi.ErrCanceled, t.ttt
+		t.err = iscsi.ErrCanceled
+		c.quitR2Ts(t)
 	case !good && c.recovers:
 		t.losses.add(t.placeAt, t.at)
 	case !good:
 		t.err = iscsi.ErrDataLost
+	}
+	if final && t.ahead > 0 {
+		c.nextAhead(t) // what comes for it is dropped if the GetData has failed already
+		if t.err == nil {
+			c.askAhead(t)
+			c.flushR2T()
+		}
+		return
 	}
 	whole := t.asked == uint32(len(t.data)) && t.losses.n == 0
 	if final && t.err == nil && !whole {
@@ -391,10 +401,17 @@ func (c *Conn) placed(t *task, n int, good, final bool) {
 		c.rx.over = t
 	case final:
 		c.ask(t)
-		if !c.flushing {
-			// Not in this goroutine, see flushDeferred.
-			c.aside.Add(1)
-			go c.flush()
-		}
+		c.flushR2T()
+	}
+}
+
+// flushR2T sends what is queued, but not in this goroutine: see flushDeferred.
+//
+// Preconditions: c.mu is held.
+func (c *Conn) flushR2T() {
+	invariant.Held(&c.mu)
+	if !c.flushing {
+		c.aside.Add(1)
+		go c.flush()
 	}
 }

@@ -293,6 +293,104 @@ func TestOneR2TAtATime(t *testing.T) {
 	}
 }
 
+// severalR2Ts lets a target have so many R2Ts outstanding.
+func severalR2Ts(n uint16) func(*target, *iscsi.Options) {
+	return func(_ *target, o *iscsi.Options) { o.Limits.MaxOutstandingR2T = n }
+}
+
+// openR2Ts begins to write data, and returns the n R2Ts that come at once.
+func (c *client) openR2Ts(data []byte, n int) (cmd pdu.BHS, r2ts []pdu.BHS) {
+	c.tb.Helper()
+	cmd, first := c.openWrite(data)
+	r2ts = []pdu.BHS{first}
+	for i := 1; i < n; i++ {
+		h := c.want(pdu.R2T).h
+		if h.R2TSN() != uint32(i) || h.BufferOffset() != uint32(i)*8192 || h.TTT() == r2ts[i-1].TTT() || h.ITT() != cmd.ITT() {
+			c.tb.Fatalf("R2T %d is %x", i, []byte(h))
+		}
+		r2ts = append(r2ts, h)
+	}
+	return cmd, r2ts
+}
+
+// RFC 7143, section 13.17: as many R2Ts are outstanding as was agreed on, and each answer brings the next one.
+func TestSeveralR2Ts(t *testing.T) {
+	tg := startTarget(t, severalR2Ts(4))
+	c := tg.login(t, "MaxBurstLength=8192", "FirstBurstLength=8192", "MaxOutstandingR2T=3")
+	data := random(5*8192 + 1024)
+	for range 3 { // the tags of one task do not mix with those of the next
+		cmd, r2ts := c.openR2Ts(data, 3)
+		c.quiet()
+		for i := 0; len(r2ts) > 0; i++ {
+			c.answer(cmd, r2ts[0], data, 3000)
+			r2ts = r2ts[1:]
+			if i < 3 {
+				next := c.want(pdu.R2T).h
+				if want := min(8192, len(data)-(i+3)*8192); next.R2TSN() != uint32(i+3) || int(next.DesiredDataTransferLength()) != want {
+					t.Fatalf("R2T %x", []byte(next))
+				}
+				r2ts = append(r2ts, next)
+			}
+		}
+		rsp := c.want(pdu.SCSIResponse)
+		if rsp.h.Status() != 0 || !bytes.Equal(tg.stored(0, len(data)), data) {
+			t.Fatalf("response %x", []byte(rsp.h))
+		}
+		data = random(len(data))
+	}
+	// A peer that agrees on less gets less.
+	tg.login(t, "MaxBurstLength=8192", "FirstBurstLength=8192").writeAll(0, data, 0, 4096, 8192)
+}
+
+// A command that fails while R2Ts are outstanding ends when the initiator is done with all of them (ISCSI-7.3-1), and
+// one that is aborted takes no more data.
+func TestSeveralR2TsEndEarly(t *testing.T) {
+	for _, how := range []string{"failed", "aborted"} {
+		t.Run(how, func(t *testing.T) {
+			tg := startTarget(t, severalR2Ts(3))
+			stop := tg.neighbour(t)
+			c := tg.login(t, "MaxBurstLength=8192", "FirstBurstLength=8192", "MaxOutstandingR2T=3")
+			data := random(5 * 8192)
+			before := tg.stored(0, len(data))
+			cmd, r2ts := c.openR2Ts(data, 3)
+			if how == "failed" {
+				bad := dataOut(cmd.ITT(), r2ts[0], 1, 0, false) // a gap
+				c.send(bad, data[:512])
+				c.wantReject(pdu.RejectProtocolError, bad)
+				c.send(dataOut(cmd.ITT(), r2ts[0], 2, 512, true), data[512:8192])
+				c.quiet()
+				c.answer(cmd, r2ts[1], data, 8192)
+				c.quiet()
+				c.answer(cmd, r2ts[2], data, 8192)
+				c.wantSense(c.want(pdu.SCSIResponse), 0x0b, 0x47, 0x05)
+			} else {
+				c.answer(cmd, r2ts[0], data, 8192)
+				c.want(pdu.R2T) // the fourth
+				c.tmf(pdu.AbortTask, cmd.ITT(), cmd.CmdSN())
+				c.wantFunctionComplete()
+				c.answer(cmd, r2ts[1], data, 8192) // was on its way
+				c.answer(cmd, r2ts[2], data, 8192)
+				c.quiet()
+			}
+			if !bytes.Equal(tg.stored(0, len(data)), before) {
+				t.Error("a command that has ended has written")
+			}
+			next := random(4 * 8192)
+			again, r2ts2 := c.openR2Ts(next, 3)
+			for i := range 4 {
+				c.answer(again, r2ts2[i], next, 8192)
+				if i == 0 {
+					r2ts2 = append(r2ts2, c.want(pdu.R2T).h)
+				}
+			}
+			if rsp := c.want(pdu.SCSIResponse); rsp.h.Status() != 0 || !bytes.Equal(tg.stored(0, len(next)), next) {
+				t.Fatalf("response %x", []byte(rsp.h))
+			}
+			stop()
+		})
+	}
+}
+
 // A Data-Out that does not fit its R2T is rejected (ISCSI-11.17-1). Its command fails at the end
 // of the sequence (ISCSI-7.3-1, ISCSI-11.4-2) and writes nothing. The session continues.
 func TestBadDataOut(t *testing.T) {

@@ -26,7 +26,10 @@ var statuses = map[schema.Code]int{
 
 // targetConfig converts the body of a request to the configuration of a target.
 func targetConfig(t *schema.Target) config.Target {
-	return config.Target{Name: t.Name, Alias: t.Alias, Initiators: t.Initiators, Networks: t.Networks, ResetsFor: t.ResetsFor, PortalGroups: t.PortalGroups}
+	c := config.NewTarget()
+	c.Name, c.Alias, c.Initiators, c.Networks = t.Name, t.Alias, t.Initiators, t.Networks
+	c.ResetsFor, c.PortalGroups = t.ResetsFor, t.PortalGroups
+	return c
 }
 
 // lunConfig converts the body of a request to the configuration of a LUN. Without an

@@ -132,7 +132,7 @@ func TestTargetMayReplaceOneThatEnds(t *testing.T) {
 		t.Errorf("the target again: %v", err)
 	}
 	if _, err := l.Change(t.Context(), func(d *config.Document) error {
-		return d.AddTarget(config.Target{Name: second, Initiators: []string{"*"}})
+		return d.AddTarget(config.Target{Name: second, InitialR2T: true, Initiators: []string{"*"}})
 	}, ChangeOptions{}); err != nil {
 		t.Errorf("a target of that name without LUNs: %v", err)
 	}

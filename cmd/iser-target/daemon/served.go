@@ -134,6 +134,10 @@ func (t *servedTarget) config(c *config.Target, cfg *config.Config) (iscsi.Targe
 		return iscsi.TargetConfig{}, fmt.Errorf("target %s: auth: %w", c.Name, err)
 	}
 	return iscsi.TargetConfig{
+		Limits: iscsi.TargetLimits{
+			InitialR2T: &c.InitialR2T, FirstBurstLength: uint32(c.FirstBurst), MaxBurstLength: uint32(c.MaxBurst),
+			MaxOutstandingR2T: uint16(c.MaxOutstandingR2T), MaxRecvDataSegmentLength: uint32(c.MaxRecvSegment),
+		},
 		Name: c.Name, Alias: c.Alias, Initiators: initiators, Networks: networks, ResetsFor: resetters, Auth: chap,
 		Redirect: iscsi.Redirect{Address: c.Redirect.To, Permanent: c.Redirect.Permanent},
 		LUNs:     t.inventory, PortalGroups: cfg.TPGTs(c),

@@ -234,6 +234,7 @@ func sessionState(s *iscsi.SessionInfo) schema.SessionState {
 			"MaxConnections":     fmt.Sprint(p.MaxConnections),
 			"MaxBurstLength":     fmt.Sprint(p.MaxBurstLength),
 			"FirstBurstLength":   fmt.Sprint(p.FirstBurstLength),
+			"MaxOutstandingR2T":  fmt.Sprint(p.MaxOutstandingR2T),
 			"InitialR2T":         either(p.InitialR2T, "Yes", "No"),
 			"ImmediateData":      either(p.ImmediateData, "Yes", "No"),
 			"HeaderDigest":       either(p.HeaderDigest, "CRC32C", "None"),
