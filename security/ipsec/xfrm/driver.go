@@ -299,3 +299,68 @@ func list[T any](request int, answer uint16, parse func([]byte) (T, error), to *
 	})
 	return errors.Join(err, bad)
 }
+
+// List returns all SAs of the kernel that packets can use, the newest first.
+func List() ([]ipsec.SA, error) {
+	s, err := dump()
+	if err != nil {
+		return nil, err
+	}
+	var all []ipsec.SA
+	for _, x := range s.states {
+		if x.usable() {
+			all = append(all, x.SA)
+		}
+	}
+	return all, nil
+}
+
+// Explain adds to an error of the kernel what is missing, and the command that mends it.
+func Explain(action string, err error) error { return explain(action, err) }
+
+// A Demand is a policy of the machine with one template, which requires ESP for packets in one direction.
+type Demand struct {
+	Out                             bool
+	Source, Destination             netip.Prefix // of the packets
+	SourcePort, DestinationPort     int          // 0: each
+	TCP                             bool         // false: each protocol
+	Mode                            ipsec.Mode
+	ReqID                           int
+	TunnelSource, TunnelDestination netip.Addr // of a tunnel
+}
+
+// Demands returns the policies of the kernel that a Demand can describe.
+func Demands() ([]Demand, error) {
+	s, err := dump()
+	if err != nil {
+		return nil, err
+	}
+	var all []Demand
+	for _, p := range s.policies {
+		if d, ok := p.demand(); ok {
+			all = append(all, d)
+		}
+	}
+	return all, nil
+}
+
+func (p policy) demand() (Demand, bool) {
+	x := p.selector
+	whole := func(mask uint16) bool { return mask == 0 || mask == 0xffff }
+	if len(p.templates) != 1 || p.dir != dirIn && p.dir != dirOut || p.action != 0 || p.mark || p.sub || p.ifID != 0 || x.badPrefix || x.ifindex != 0 ||
+		!whole(x.smask) || !whole(x.dmask) || x.proto != 0 && x.proto != unix.IPPROTO_TCP {
+		return Demand{}, false
+	}
+	t := p.templates[0]
+	if t.proto != unix.IPPROTO_ESP || t.optional || t.spi != 0 {
+		return Demand{}, false
+	}
+	d := Demand{
+		Out: p.dir == dirOut, Source: x.source, Destination: x.dst, SourcePort: int(x.sport & x.smask), DestinationPort: int(x.dport & x.dmask),
+		TCP: x.proto != 0, Mode: t.mode, ReqID: int(t.reqID),
+	}
+	if t.mode != ipsec.Transport {
+		d.TunnelSource, d.TunnelDestination = t.source, t.dst
+	}
+	return d, true
+}
