@@ -6,7 +6,7 @@ GO ?= go
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null)
 
 # The packages that have benchmarks.
-BENCH_PACKAGES ?= ./rdma ./tests
+BENCH_PACKAGES ?= ./rdma ./rdma/rpcrdma ./tests
 BENCH ?= .
 FUZZTIME ?= 30s
 TEST_TIMEOUT ?= 10m

@@ -132,7 +132,9 @@ func start(rc *rdma.Conn, cfg Config, opened bool, private []byte) *Conn {
 		wake: make(chan struct{}, 1)}
 	c.ctx, c.cancel = context.WithCancelCause(context.Background())
 	c.watched.reset(time.Now())
+	c.mu.Lock() // which watch takes before it uses the timer
 	c.timer = time.AfterFunc(c.period(), c.watch)
+	c.mu.Unlock()
 	c.workers.Go(c.flusher)
 	c.addWorker()
 	return c

@@ -6,6 +6,8 @@ import (
 	"net"
 	"sync"
 	"time"
+
+	"github.com/iser-target/iser-target/rdma"
 )
 
 // A Server accepts connections and serves Config.Programs on them.
@@ -44,6 +46,9 @@ func (s *Server) Serve(l net.Listener) error {
 	if s.stopped {
 		s.mu.Unlock()
 		return ErrClosed
+	}
+	if s.Config.RDMA.Domain == nil {
+		s.Config.RDMA.Domain = rdma.NewDomain() // its connections know of each other
 	}
 	if s.conns == nil {
 		s.conns, s.starting = map[*Conn]struct{}{}, map[net.Conn]struct{}{}
