@@ -277,7 +277,7 @@ func TestGuardDriverHangs(t *testing.T) {
 	}
 }
 
-// New keys for old ones change nothing but the SPIs.
+// New keys for old ones change nothing but the SPIs (SEC-3723.5.4-1).
 func TestGuardRekey(t *testing.T) {
 	d := newFake()
 	guarded(t, d, Options{Grace: time.Minute}, func(t *testing.T, g *Guard) {

@@ -55,7 +55,7 @@ func TestJudge(t *testing.T) {
 	}{
 		{"zero profile", Profile{}, nil, "esp-tunnel aes128gcm16 esn", ""},
 
-		{"SEC-3723.5.7-1 no policies and no keys", Profile{}, func(p *Protection) { *p = Protection{} }, "", "in clear text: no IPsec policy covers them. Set up IPsec for TCP port 3260 of 192.0.2.1"},
+		{"SEC-3723.5.7-1 SEC-5042.5.4-3 no policies and no keys", Profile{}, func(p *Protection) { *p = Protection{} }, "", "in clear text: no IPsec policy covers them. Set up IPsec for TCP port 3260 of 192.0.2.1"},
 		{"SEC-3723.5.7-1 keys without policies", Profile{}, func(p *Protection) { p.InPolicy, p.OutPolicy = false, false }, "", "no policy requires them"},
 		{"SEC-3723.5.7-1 no incoming policy", Profile{}, func(p *Protection) { p.InPolicy = false }, "", "packets from 192.0.2.2 to 192.0.2.1 may be in clear text"},
 		{"SEC-3723.5.7-1 no outgoing policy", Profile{}, func(p *Protection) { p.OutPolicy = false }, "", "packets from 192.0.2.1 to 192.0.2.2 may be in clear text"},
@@ -65,7 +65,7 @@ func TestJudge(t *testing.T) {
 		{"SEC-7146.2-2 encryption without integrity", Profile{}, algorithms(none, aes128, none), "", "has no integrity protection"},
 		{"SEC-7143.9.3-2 encryption without integrity in one direction", Profile{}, func(p *Protection) { p.Out[0].AEAD, p.Out[0].Encryption = none, aes128 }, "", "SA 0x00002001 from 192.0.2.1 to 192.0.2.2 has no integrity"},
 		{"SEC-7143.9.3-2 digest_null is none", Profile{}, algorithms(none, aes128, Algorithm{"digest_null", 0, 0}), "", "has no integrity protection"},
-		{"SEC-7146.2-2 no replay protection", Profile{}, both(func(sa *SA) { sa.ReplayWindow = 0 }), "", "has no replay protection"},
+		{"SEC-7146.2-2 SEC-5042.5.4-1 no replay protection", Profile{}, both(func(sa *SA) { sa.ReplayWindow = 0 }), "", "has no replay protection"},
 		{"SEC-3723.2.3.1-1 replay window of the incoming SA alone counts", Profile{}, func(p *Protection) { p.Out[0].ReplayWindow = 0 }, "esp-tunnel aes128gcm16 esn", ""},
 		{"replay window too small", Profile{MinReplayWindow: 64}, nil, "", "has a replay window of 32 packets, but profile \"p\" requires 64"},
 		{"replay window of the default too small", Profile{}, both(func(sa *SA) { sa.ReplayWindow = 16 }), "", "requires 32"},

@@ -365,3 +365,26 @@ func TestMain(m *testing.M) {
 	}
 	os.Exit(code)
 }
+
+// The program of docs/ipsec-drivers.md decides as the page says.
+func TestExampleOfThePage(t *testing.T) {
+	page, err := os.ReadFile("../../../docs/ipsec-drivers.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, text, ok := strings.Cut(string(page), "```sh\n#!/bin/sh\n")
+	text, rest, ok2 := strings.Cut(text, "```\n")
+	if !ok || !ok2 {
+		t.Fatal("the page has no program")
+	}
+	d := driver(t, Options{Command: []string{script(t, text)}, Timeout: limit})
+	v, err := d.Decide(t.Context(), asked)
+	if err != nil || v.Action != ipsec.Deny || !strings.Contains(rest, `{"action":"deny","reason":"`+v.Reason+`"}`) {
+		t.Errorf("%+v, %v", v, err)
+	}
+	q := asked
+	q.Flow.Remote = netip.MustParseAddrPort("10.1.7.7:50000")
+	if v, err := d.Decide(t.Context(), q); err != nil || v.Action != ipsec.Permit || v.Suite != "macsec" {
+		t.Errorf("%+v, %v", v, err)
+	}
+}

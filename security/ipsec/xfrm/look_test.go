@@ -117,3 +117,14 @@ func TestLookMapped(t *testing.T) {
 		t.Errorf("%+v", p)
 	}
 }
+
+// One SA may carry several connections (SEC-3723.3.2-1).
+func TestLookShares(t *testing.T) {
+	s := protected(ipsec.Tunnel)
+	for port := uint16(40000); port < 40003; port++ {
+		f := ipsec.Flow{Local: local, Remote: netip.AddrPortFrom(remote.Addr(), port)}
+		if p := s.look(f); len(p.In) != 1 || p.In[0].SPI != 1 || len(p.Out) != 1 || p.Out[0].SPI != 2 {
+			t.Errorf("port %d: %+v", port, p)
+		}
+	}
+}
