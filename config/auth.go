@@ -112,7 +112,7 @@ func (c *Config) readSecrets() (errs errorList) {
 		}
 		if *s.secret != "" {
 			errs.addf(s.key+"."+s.field+"_file", "cannot be combined with %s", s.field)
-		} else if secret, err := readSecret(s.file); err != nil {
+		} else if secret, err := ReadSecret(s.file); err != nil {
 			errs.addf(s.key+"."+s.field+"_file", "%s: %s", s.file, reasonOf(err))
 		} else {
 			*s.secret = secret
@@ -125,8 +125,8 @@ func (c *Config) readSecrets() (errs errorList) {
 // the digits, and CR LF.
 const maxSecretFile = 2 + 2*security.MaxSecret + 2
 
-// readSecret reads a file of one line that has a secret.
-func readSecret(path string) (security.Secret, error) {
+// ReadSecret reads a file of one line that has a secret. Only its owner may read it.
+func ReadSecret(path string) (security.Secret, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // does not wait for the writer of a FIFO
 	if err != nil {
 		return "", err

@@ -17,7 +17,7 @@ const module = "github.com/iser-target/iser-target"
 // one that lies deepest counts. Imports point one way, so nothing but cmd knows
 // all, and iscsi knows nothing of rdma.
 var mayImport = map[string][]string{
-	"cmd": {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "github.com/spf13/cobra",
+	"cmd": {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "github.com/HdrHistogram/hdrhistogram-go", "github.com/spf13/cobra",
 		"go.yaml.in/yaml/v3", "golang.org/x/sys", "golang.org/x/term"},
 	// A client of the control API does not need the target.
 	"cmd/iser-target/api/client": {"cmd/iser-target/schema"},

@@ -10,6 +10,8 @@ import (
 	"slices"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
@@ -40,7 +42,7 @@ func (d *Daemon) State() schema.State {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	st := schema.State{Certificates: certificates, Version: d.version, Started: d.started, Config: absolute(d.path), Portals: []schema.PortalState{}, Targets: []schema.TargetState{}, Sessions: []schema.SessionState{},
-		LatencyBounds: latencyBounds}
+		LatencyBounds: latencyBounds, CPUSeconds: cpuSeconds()}
 	for _, ch := range d.served.pending {
 		st.Pending = append(st.Pending, ch.String())
 	}
@@ -67,6 +69,13 @@ func (d *Daemon) State() schema.State {
 		st.Sessions = append(st.Sessions, s)
 	}
 	return st
+}
+
+// cpuSeconds returns the CPU time of the process.
+func cpuSeconds() float64 {
+	var u unix.Rusage
+	unix.Getrusage(unix.RUSAGE_SELF, &u) // cannot fail
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano()).Seconds()
 }
 
 // previousProofs returns the target and the proof of each session that would use a previous secret.

@@ -6,13 +6,15 @@ import "time"
 
 // A State is a snapshot of a running target.
 type State struct {
-	Version  string         `json:"version,omitempty"` // of the program
-	Started  time.Time      `json:"started"`
-	Config   string         `json:"config,omitempty"`  // path of the configuration file; empty: changes last until the process exits
-	Pending  []string       `json:"pending,omitempty"` // changes that take effect at the next start
-	Portals  []PortalState  `json:"portals"`
-	Targets  []TargetState  `json:"targets"`
-	Sessions []SessionState `json:"sessions"`
+	Version string    `json:"version,omitempty"` // of the program
+	Started time.Time `json:"started"`
+	// CPUSeconds is the CPU time of the process so far, user and system.
+	CPUSeconds float64        `json:"cpu_seconds"`
+	Config     string         `json:"config,omitempty"`  // path of the configuration file; empty: changes last until the process exits
+	Pending    []string       `json:"pending,omitempty"` // changes that take effect at the next start
+	Portals    []PortalState  `json:"portals"`
+	Targets    []TargetState  `json:"targets"`
+	Sessions   []SessionState `json:"sessions"`
 	// LatencyBounds are the upper bounds of the buckets of each PhaseState, in seconds, ascending.
 	LatencyBounds []float64          `json:"latency_bounds,omitempty"`
 	Certificates  []CertificateState `json:"certificates,omitempty"` // of control.listen
