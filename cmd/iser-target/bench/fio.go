@@ -14,7 +14,7 @@ import (
 	"github.com/HdrHistogram/hdrhistogram-go"
 )
 
-// The JSON of fio 3.33, with its names and units: bw is KiB per second, latencies are ns, runtimes ms, CPU times percent. A job
+// A fioFile is the JSON of fio 3.33, with its names and units: bw is KiB per second, latencies are ns, runtimes ms, CPU times percent. A job
 // is one Run with all its jobs, as with fio's group_reporting. The object iser_target is not of fio.
 type fioFile struct {
 	Version     string   `json:"fio version"`

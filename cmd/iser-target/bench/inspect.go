@@ -40,7 +40,7 @@ const (
 	headLen    = 1 << 20 // bytes that are read at each end of the LUN
 	sampleLen  = 64 << 10
 	samples    = 256  // in what may have data
-	maxExtents = 4096 // that GET LBA STATUS is asked for
+	maxExtents = 4096 // that GET LBA STATUS returns, one by one
 )
 
 // Inspect looks for data on a LUN, and returns what it has found first, or "". It reads both ends of the LUN, and then samples

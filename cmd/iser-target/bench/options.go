@@ -53,8 +53,10 @@ const (
 	minRuntime = time.Second
 )
 
-// reads and writes report whether there are I/Os of each direction.
-func (o *Options) reads() bool  { return o.readPercent() > 0 }
+// reads reports whether there are READs.
+func (o *Options) reads() bool { return o.readPercent() > 0 }
+
+// writes reports whether there are WRITEs.
 func (o *Options) writes() bool { return o.readPercent() < 100 }
 
 func (o *Options) readPercent() int {

@@ -37,13 +37,13 @@ type Result struct {
 
 // A Direction has the I/Os of one direction. Latencies are ns.
 type Direction struct {
-	IOs, Bytes         uint64
-	Latency            *hdrhistogram.Histogram
-	Min, Max           int64
-	Mean, Deviation    float64
-	Recorded           uint64    // latencies
-	IOPS, Bandwidth    []float64 // per second, in each second
-	sum, squares, last float64
+	IOs, Bytes      uint64
+	Latency         *hdrhistogram.Histogram
+	Min, Max        int64
+	Mean, Deviation float64
+	Recorded        uint64    // latencies
+	IOPS, Bandwidth []float64 // per second, in each second
+	sum, squares    float64
 }
 
 // A Usage is what a process has used during a run.

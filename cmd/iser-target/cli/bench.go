@@ -246,14 +246,19 @@ func (b *benchCommand) chap(cmd *cobra.Command) error {
 func (b *benchCommand) target(cmd *cobra.Command, note func(string)) (func(context.Context, []uint16) (*bench.Target, error), error) {
 	named := b.p.socket != "" || b.p.address != "" || b.p.context != ""
 	c, err := b.p.client(cmd)
+	var wrong *usageError
 	if err != nil {
-		if named {
+		if named || errors.As(err, &wrong) {
 			return nil, err
 		}
 		return nil, nil
 	}
-	ctx, cancel := context.WithTimeout(cmd.Context(), completeTime)
-	defer cancel()
+	ctx := cmd.Context()
+	if !named {
+		short, cancel := context.WithTimeout(ctx, completeTime)
+		defer cancel()
+		ctx = short
+	}
 	if _, err := c.State(ctx); err != nil {
 		if named {
 			return nil, err
