@@ -253,12 +253,12 @@ func (b *benchCommand) target(cmd *cobra.Command, note func(string)) (func(conte
 		}
 		return nil, nil
 	}
-	ctx := cmd.Context()
+	limit := b.p.timeout
 	if !named {
-		short, cancel := context.WithTimeout(ctx, completeTime)
-		defer cancel()
-		ctx = short
+		limit = min(limit, completeTime)
 	}
+	ctx, cancel := context.WithTimeout(cmd.Context(), limit)
+	defer cancel()
 	if _, err := c.State(ctx); err != nil {
 		if named {
 			return nil, err
@@ -278,6 +278,8 @@ func (b *benchCommand) target(cmd *cobra.Command, note func(string)) (func(conte
 
 // measured returns what the target has measured so far for the sessions of bench; nil: they are not its own.
 func (b *benchCommand) measured(ctx context.Context, c *client.Client, tsihs []uint16) (*bench.Target, error) {
+	ctx, cancel := context.WithTimeout(ctx, b.p.timeout)
+	defer cancel()
 	st, err := c.State(ctx)
 	if err != nil {
 		return nil, err
