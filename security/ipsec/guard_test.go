@@ -522,6 +522,13 @@ func TestGuardPin(t *testing.T) {
 		if len(c.pins) != 2 || c.pins[1].Destination != moved {
 			t.Errorf("pins after the gateway moved: %+v", c.pins)
 		}
+		w.Require(Need{Demand: Audit}, Need{})
+		pass(time.Second)
+		w.Require(required, Need{})
+		pass(time.Second)
+		if len(c.pins) != 3 || c.pins[2].Destination != moved {
+			t.Errorf("pins after the demand came back: %+v", c.pins)
+		}
 		w.Close()
 	})
 }

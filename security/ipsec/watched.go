@@ -77,7 +77,8 @@ func (w *Watched) Login(ctx context.Context, initiator, target string, need Need
 	return w.ask(ctx, AtLogin)
 }
 
-// Require replaces the demands of portal and target, after the configuration changed, and asks again in the background.
+// Require replaces the demands of portal and target, after the configuration changed, and asks again in the background. Once nothing is
+// Required, the caller may undo what Connection.Pin did. A later demand calls it again.
 func (w *Watched) Require(portal, target Need) {
 	if w == nil {
 		return
@@ -85,6 +86,9 @@ func (w *Watched) Require(portal, target Need) {
 	w.mu.Lock()
 	same := w.portal == portal && w.target == target
 	w.portal, w.target = portal, target
+	if rank(portal.Demand) < rank(Required) && rank(target.Demand) < rank(Required) {
+		w.pinned = pin{} // the caller may take the pin away
+	}
 	w.mu.Unlock()
 	if same {
 		return
