@@ -26,11 +26,16 @@ const Name = "xfrm"
 type Driver struct {
 	mu       sync.Mutex // is held during a dump, so that others wait for its result
 	kept     *snapshot  // nil: read again
+	read     time.Time  // when kept was read
 	notices  *os.File   // the socket of Watch; nil: Watch does not run
 	dumps    uint64
 	closed   bool
 	watching sync.Mutex
 }
+
+// young is the age up to which a dump says what is missing, unless there is a notice. When the keys of hundreds of connections are
+// gone, a few dumps serve all of them.
+const young = 20 * time.Millisecond
 
 // New returns a Driver. It opens nothing yet.
 func New() *Driver { return &Driver{} }
@@ -62,11 +67,12 @@ func (d *Driver) Look(ctx context.Context, f ipsec.Flow) (ipsec.Protection, erro
 	}
 	if d.kept != nil && !d.pending() {
 		p := d.kept.look(f)
-		if p.InPolicy && p.OutPolicy && len(p.In) > 0 && len(p.Out) > 0 {
+		// Between a new SA and its notice a packet can arrive. So only a young dump shows that something is missing.
+		if p.InPolicy && p.OutPolicy && len(p.In) > 0 && len(p.Out) > 0 || time.Since(d.read) < young {
 			return p, nil
 		}
-		// Between a new SA and its notice a packet can arrive. So only a dump shows that something is missing.
 	}
+	began := time.Now()
 	s, err := dump()
 	if err != nil {
 		d.kept = nil
@@ -75,7 +81,7 @@ func (d *Driver) Look(ctx context.Context, f ipsec.Flow) (ipsec.Protection, erro
 	d.dumps++
 	d.kept = nil
 	if d.notices != nil {
-		d.kept = s
+		d.kept, d.read = s, began
 	}
 	return s.look(f), nil
 }

@@ -353,6 +353,21 @@ func TestDriverKeepsWhatItRead(t *testing.T) {
 	if p, err := d.Look(t.Context(), flow); err != nil || len(p.In) != 0 || !p.InPolicy || !p.OutPolicy {
 		t.Errorf("after a change: %+v, %v", p, err)
 	}
+	// Without keys a dump serves others too, for a short time.
+	before := d.dumps
+	for range 1000 {
+		if p, err := d.Look(t.Context(), flow); err != nil || len(p.In) != 0 {
+			t.Fatalf("%+v, %v", p, err)
+		}
+	}
+	if n := d.dumps - before; n > 500 {
+		t.Errorf("1000 flows without keys make %d dumps", n)
+	}
+	time.Sleep(2 * young)
+	before = d.dumps
+	if _, err := d.Look(t.Context(), flow); err != nil || d.dumps != before+1 {
+		t.Errorf("an old dump says that keys are missing: %v", err)
+	}
 	if c := next(); c.Kind != ipsec.Policy {
 		t.Errorf("then %+v", c)
 	}

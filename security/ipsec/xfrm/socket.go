@@ -50,10 +50,22 @@ func setPolicy(fd, family int, dir byte, sa ipsec.SA) error {
 	if err != nil {
 		return fmt.Errorf("socket policy: %w", err)
 	}
+	// The kernel compiles the policy with the module xfrm_user, but does not load it for that. A socket of its family loads it.
+	if err := loadUser(); err != nil {
+		return err
+	}
 	if err := unix.SetsockoptString(fd, level, option, string(b)); err != nil {
 		return explain("set the policy of a socket", err)
 	}
 	return nil
+}
+
+func loadUser() error {
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_XFRM)
+	if err != nil {
+		return explain("set the policy of a socket", err)
+	}
+	return unix.Close(fd)
 }
 
 // socketPolicy returns xfrm_userpolicy_info, followed by one xfrm_user_tmpl.
