@@ -10,6 +10,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -362,6 +363,49 @@ func TestServerLimits(t *testing.T) {
 	}
 	doNull(t, next)
 	next.Close()
+}
+
+// failingListener returns errors before it accepts.
+type failingListener struct {
+	net.Listener
+	errs []error
+}
+
+func (l *failingListener) Accept() (net.Conn, error) {
+	if len(l.errs) > 0 {
+		err := l.errs[0]
+		l.errs = l.errs[1:]
+		return nil, err
+	}
+	return l.Listener.Accept()
+}
+
+// A server that has no descriptors for a moment continues, and a broken listener ends it.
+func TestAcceptErrors(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &Server{Config: Config{Programs: testPrograms(newWaits())}}
+	done := make(chan error, 1)
+	fl := &failingListener{l, []error{&net.OpError{Op: "accept", Err: syscall.EMFILE}, syscall.ECONNABORTED}}
+	go func() { done <- s.Serve(fl) }()
+	c, err := Dial(patient(t), "tcp", l.Addr().String(), Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	doNull(t, c)
+	c.Close()
+	s.Close()
+	if err := <-done; err != ErrClosed {
+		t.Error(err)
+	}
+	if l, err = net.Listen("tcp", "127.0.0.1:0"); err != nil {
+		t.Fatal(err)
+	}
+	if err := new(Server).Serve(&failingListener{l, []error{syscall.EBADF}}); err != syscall.EBADF {
+		t.Errorf("a broken listener: %v", err)
+	}
 }
 
 func TestServerShutdown(t *testing.T) {

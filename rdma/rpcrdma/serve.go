@@ -538,6 +538,8 @@ func (s *slot) release() {
 		s.sent = nil
 		f()
 	}
+	clear(s.writes) // they refer to memory of the Procedure, and so do the items
+	s.req.Results.Reset()
 	c.mu.Lock()
 	c.reserved -= s.reserved
 	s.reserved = 0

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/iser-target/iser-target/rdma"
@@ -56,17 +57,25 @@ func (s *Server) Serve(l net.Listener) error {
 	}
 	s.listeners[l] = struct{}{}
 	s.mu.Unlock()
+	defer func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		delete(s.listeners, l)
+	}()
 	for {
 		nc, err := l.Accept()
 		if err != nil {
 			s.mu.Lock()
 			stopped := s.stopped
-			delete(s.listeners, l)
 			s.mu.Unlock()
-			if stopped {
+			switch {
+			case stopped:
 				return ErrClosed
+			case !passes(err):
+				return err
 			}
-			return err
+			time.Sleep(acceptPause)
+			continue
 		}
 		s.mu.Lock()
 		most := s.MaxConns
@@ -85,6 +94,19 @@ func (s *Server) Serve(l net.Listener) error {
 		}
 		s.mu.Unlock()
 	}
+}
+
+// acceptPause is how long Serve waits after an error that passes.
+const acceptPause = 100 * time.Millisecond
+
+// passes reports whether a later Accept may work: a peer has gone, or the machine lacks descriptors or memory now.
+func passes(err error) bool {
+	for _, e := range []error{syscall.ECONNABORTED, syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
 }
 
 func (s *Server) report(nc net.Conn, err error) {
@@ -259,11 +281,9 @@ func (c *Client) Conn(ctx context.Context) (*Conn, error) {
 			}
 			return nil, ErrClosed
 		case err == nil:
-			c.mu.Lock()
-			c.conn = conn
-			c.mu.Unlock()
-			if !conn.cfg.Programs.empty() {
-				c.wg.Go(func() { c.keep(conn) })
+			if !c.use(conn) {
+				conn.Close()
+				return nil, ErrClosed
 			}
 			return conn, nil
 		case ctx.Err() != nil:
@@ -277,6 +297,20 @@ func (c *Client) Conn(ctx context.Context) (*Conn, error) {
 			return nil, ErrClosed
 		}
 	}
+}
+
+// use makes conn the present connection. It reports false after Close.
+func (c *Client) use(conn *Conn) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.ctx.Err() != nil {
+		return false
+	}
+	c.conn = conn
+	if !conn.cfg.Programs.empty() {
+		c.wg.Go(func() { c.keep(conn) })
+	}
+	return true
 }
 
 // connect connects once.
