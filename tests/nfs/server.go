@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -47,6 +48,7 @@ type node struct {
 	mode       uint32
 	modified   time.Time
 	verifier   [8]byte // of an exclusive create
+	delegate   bool
 }
 
 // session is a session, and the connection of its back channel.
@@ -72,6 +74,7 @@ func NewServer() *Server {
 		opens: map[[12]byte]*node{}, Seen: map[uint32]int{}}
 	root := s.add(nil, "", true)
 	root.parent = root
+	s.lastID = 1000 // ids are cookies, too, and 1 and 2 are reserved
 	return s
 }
 
@@ -85,7 +88,7 @@ func (s *Server) Programs() *rpcrdma.Programs {
 // add creates a node.
 func (s *Server) add(parent *node, name string, dir bool) *node {
 	s.lastID++
-	n := &node{id: s.lastID, parent: parent, mode: 0o644, modified: time.Now()}
+	n := &node{id: s.lastID, parent: parent, mode: 0o644, modified: time.Now(), delegate: strings.HasPrefix(name, "delegated")}
 	if dir {
 		n.children, n.mode = map[string]*node{}, 0o755
 	}
@@ -439,7 +442,7 @@ func (c *state) open() uint32 {
 	c.changeInfo(dir, before)
 	c.e.Uint32(0)
 	set.bitmap(c.e)
-	if access&3 != 1 || len(name) < 9 || name[:9] != "delegated" {
+	if access&3 != 1 || !c.fh.delegate {
 		c.e.Uint32(0)
 		return OK
 	}

@@ -3,7 +3,7 @@
 //
 //	nfsprobe ADDRESS DIRECTORY
 //
-// DIRECTORY is what the server exports as its root, in the same machine: nfsprobe opens a file there to have a delegation recalled.
+// DIRECTORY is what the server exports as its root, in the same machine. nfsprobe opens the file small there to have a delegation recalled.
 package main
 
 import (
@@ -17,6 +17,7 @@ import (
 	"path/filepath"
 	"time"
 
+	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/rdma/rpcrdma"
 	"github.com/iser-target/iser-target/rdma/rpcrdma/oncrpc"
 	"github.com/iser-target/iser-target/tests/nfs"
@@ -60,7 +61,7 @@ func (p *probe) connect(address string) (err error) {
 		return r.Args.End()
 	})
 	callbacks.Register(callbackProgram, nfs.CallbackVersion, nfs.Compound, p.callback)
-	if p.conn, err = rpcrdma.Dial(p.ctx, "tcp", address, rpcrdma.Config{Programs: callbacks, Credits: 4}); err != nil {
+	if p.conn, err = rpcrdma.Dial(p.ctx, "tcp", address, rpcrdma.Config{Programs: callbacks, Credits: 4, RDMA: rdma.Options{NoCRC: true}}); err != nil {
 		return err
 	}
 	null := p.call()
@@ -375,7 +376,7 @@ func (p *probe) readWrite(dir string) error {
 
 // delegation gets a read delegation, and lets a local open have it recalled.
 func (p *probe) delegation(dir string) error {
-	o, err := p.open("big", 1|nfs.WantReadDelegation, false)
+	o, err := p.open("small", 1|nfs.WantReadDelegation, false)
 	if err != nil {
 		return err
 	}
@@ -385,7 +386,7 @@ func (p *probe) delegation(dir string) error {
 	fmt.Println("OPEN gave a read delegation")
 	local := make(chan error, 1)
 	go func() {
-		f, err := os.OpenFile(filepath.Join(dir, "big"), os.O_WRONLY, 0)
+		f, err := os.OpenFile(filepath.Join(dir, "small"), os.O_WRONLY, 0)
 		if err == nil {
 			err = f.Close()
 		}
