@@ -85,6 +85,16 @@ func (c *Config) secrets() []secretRef {
 	return append(list, c.DiscoveryAuth.secrets("discovery_auth")...)
 }
 
+// SecretFiles returns the paths of the secret files that c names.
+func (c *Config) SecretFiles() (list []string) {
+	for _, s := range c.secrets() {
+		if s.file != "" {
+			list = append(list, s.file)
+		}
+	}
+	return list
+}
+
 func (a *Auth) secrets(key string) []secretRef {
 	var list []secretRef
 	mutual := func(key string, m *Credential) {

@@ -29,6 +29,7 @@ type Config struct {
 	Log      Log      `key:"log"`
 
 	Control   Control  `key:"control"`
+	Process   Process  `key:"process"`   // what the process may do
 	Metrics   Listener `key:"metrics"`   // of the metrics for Prometheus
 	Dashboard Listener `key:"dashboard"` // of the dashboard page
 
@@ -261,6 +262,13 @@ type Access struct {
 	Certificate string `key:"certificate"` // common name or alternative name of a client certificate
 	OU          string `key:"ou"`          // organizational unit of a client certificate
 	Role        string `key:"role"`        // one of Roles
+}
+
+// A Process says which rights the process keeps. The zero value takes nothing from it that it may need.
+type Process struct {
+	User         string   `key:"user"`         // to become, by name or number; empty: the one that starts it
+	Capabilities []string `key:"capabilities"` // kept besides those that the target needs
+	Paths        []string `key:"paths"`        // what LUNs are in, and all that can be opened; empty: everything
 }
 
 // Roles lists the roles of callers of the control API. Each includes those before it.

@@ -53,6 +53,7 @@ const (
 	KindDebug         = "debug"
 	KindLog           = "log"
 	KindControl       = "control"
+	KindProcess       = "process"
 	KindMetrics       = "metrics"
 	KindDashboard     = "dashboard"
 	KindWatch         = "watch"

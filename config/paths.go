@@ -56,6 +56,9 @@ func (d *Document) NamedPaths() (list []NamedPath) {
 // Control returns the section control of d, without checks.
 func (d *Document) Control() Control { return d.settingsOnly().Control }
 
+// Process returns the section process of d, without checks.
+func (d *Document) Process() Process { return d.settingsOnly().Process }
+
 // settingsOnly returns what d says, without checks, secrets of files and the environment.
 func (d *Document) settingsOnly() *Config {
 	c := base()

@@ -115,6 +115,7 @@ func (c *Config) check() errorList {
 		errs.addf("log.format", "must be text or json, not %q", c.Log.Format)
 	}
 	c.checkControl(&errs)
+	c.checkProcess(&errs)
 	c.checkListener("metrics.listen", c.Metrics.Listen, &errs)
 	c.checkListener("dashboard.listen", c.Dashboard.Listen, &errs)
 	if c.Drain < 0 || c.Drain > maxDrain {

@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/signal"
 	"runtime/debug"
+	"strconv"
 	"sync/atomic"
 	"time"
 
@@ -29,6 +30,7 @@ import (
 var version = ""
 
 func main() {
+	ownProcess = true
 	ctx := untilSignal()
 	err := rootCommand(os.Stdout, os.Stderr).ExecuteContext(ctx)
 	os.Exit(cli.Report(os.Stderr, err))
@@ -118,6 +120,9 @@ Without --config, the target serves a memory LUN of 1 GiB to any initiator on th
 machine.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := restrict(path, cmd.ErrOrStderr()); err != nil {
+				return err
+			}
 			if err := hideMemory(); err != nil {
 				return err
 			}
@@ -145,6 +150,20 @@ machine.`,
 func open(path string) (*config.Document, error) {
 	if path == "" {
 		return config.DefaultDocument()
+	}
+	if v := os.Getenv(envDocument); v != "" {
+		os.Unsetenv(envDocument)
+		fd, err := strconv.Atoi(v)
+		if err != nil || fd < 3 {
+			return nil, fmt.Errorf("%s is %q: want a descriptor", envDocument, v)
+		}
+		f := os.NewFile(uintptr(fd), path)
+		defer f.Close()
+		b, err := io.ReadAll(io.NewSectionReader(f, 0, 1<<62))
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", path, err)
+		}
+		return config.NewDocument(path, b)
 	}
 	return config.OpenDocument(path)
 }

@@ -79,6 +79,10 @@ func (s *Server) checkNames(before, next *config.Document) error {
 		return &schema.Error{Code: schema.Forbidden, Message: "control: only access may change by a request",
 			Hint: "nothing was changed; edit the configuration file of the target, or ask root there"}
 	}
+	if !reflect.DeepEqual(before.Process(), next.Process()) {
+		return &schema.Error{Code: schema.Forbidden, Message: "process: a request may not change what the process may do",
+			Hint: "nothing was changed; edit the configuration file of the target, or ask root there"}
+	}
 	known := before.NamedPaths()
 	c := s.confinement()
 	for _, p := range next.NamedPaths() {

@@ -202,6 +202,7 @@ func TestRequestsAreConfined(t *testing.T) {
 		{"a document", "POST", "/v1/config/apply", with("backend: memory, size: 1MiB", "backend: file, path: "+data+", size: 1MiB"), data},
 		{"a plan of a document", "POST", "/v1/config/plan", with("backend: memory, size: 1MiB", "backend: file, path: "+data+", size: 1MiB"), data},
 		{"the paths", "POST", "/v1/config/apply", with("paths: [", "paths: [/etc, "), "control: only access may change by a request"},
+		{"the rights of the process", "POST", "/v1/config/apply", with("state_dir: ", "process: {capabilities: [CAP_SYS_ADMIN]}\nstate_dir: "), "process: a request may not change"},
 		{"the socket", "POST", "/v1/config/apply", with(dir+"/s\"", dir+"/s2\""), "control: only access may change by a request"},
 	} {
 		status, body := send(tc.method, tc.path, tc.body)

@@ -248,7 +248,7 @@ func note(p *schema.Plan, volatile bool, notes []string) {
 // at the next start keep their values.
 func (c *change) effective() *config.Config {
 	cfg, old := *c.cfg, c.d.served.cfg
-	cfg.StateDir, cfg.Log.Format = old.StateDir, old.Log.Format
+	cfg.StateDir, cfg.Log.Format, cfg.Process = old.StateDir, old.Log.Format, old.Process
 	cfg.Control = old.Control
 	cfg.Control.Access, cfg.Control.Paths = c.cfg.Control.Access, c.cfg.Control.Paths
 	return &cfg

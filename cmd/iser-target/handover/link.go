@@ -92,6 +92,9 @@ func linkOf(f *os.File) (*Link, error) {
 // Environment returns the assignment by which a process whose descriptor 3 is the taker's end finds it.
 func Environment() string { return envLink + "=3" }
 
+// Expected reports whether FromEnvironment would find the taker's end.
+func Expected() bool { return os.Getenv(envLink) != "" }
+
 // FromEnvironment returns the taker's end, or nil if the process is not a taker. It removes the variable.
 func FromEnvironment() (*Link, error) {
 	v := os.Getenv(envLink)
