@@ -583,6 +583,7 @@ func (nd *Node) takeOver(st *SessionState, key sessionKey, t *target, conns []*c
 	s.nexus.Restore(st.Units)
 	s.nexus.OnPreempt(s.abortUnit)
 	s.nexus.OnEvent(s.reportEvent)
+	s.nexus.SetOthers(s.otherNexus)
 	s.shared.mu.Lock()
 	s.shared.gate = t.gate
 	s.conns = slices.Clone(conns)

@@ -272,6 +272,7 @@ func (nd *Node) open(c *conn, key sessionKey, t *target, replaces bool) (leaves 
 		}
 		s.nexus.OnPreempt(s.abortUnit)
 		s.nexus.OnEvent(s.reportEvent)
+		s.nexus.SetOthers(s.otherNexus)
 	}
 	s.shared.mu.Lock() // the connection may be ending
 	s.shared.fence = newFence(c.params)

@@ -1,7 +1,6 @@
 package lun
 
 import (
-	"bytes"
 	"cmp"
 	"encoding/binary"
 	"slices"
@@ -101,7 +100,7 @@ type segment struct {
 }
 
 // consumeExtendedCopy executes EXTENDED COPY(LID1) (SPC-4, section 6.4): copies from blocks to
-// blocks among the logical units that the initiator sees.
+// blocks among the logical units that the initiator sees, also at other targets.
 //
 //	header of 16 │ CSCD descriptors of 32 │ segment descriptors of 28
 func consumeExtendedCopy(u *Unit, c *Command, p []byte, _ uint64) bool {
@@ -130,9 +129,15 @@ func consumeExtendedCopy(u *Unit, c *Command, p []byte, _ uint64) bool {
 		return c.fail(condTooManyCSCDs)
 	}
 	at := copyHeader
+	var others []*Nexus // with other targets
+	defer func() {
+		for _, n := range others {
+			n.Close()
+		}
+	}()
 	var units []*itl // nil: no unit has that name
 	for end := at + cscdsLen; at < end; at += cscdLen {
-		l, ok := c.parseCSCD(p[at:][:cscdLen], at)
+		l, ok := c.parseCSCD(p[at:][:cscdLen], at, &others)
 		if !ok {
 			return false
 		}
@@ -191,8 +196,8 @@ func consumeExtendedCopy(u *Unit, c *Command, p []byte, _ uint64) bool {
 
 // parseCSCD finds the unit that an identification descriptor (SPC-4, section 6.4.5.5) names by
 // its NAA. Other designators of the target are too long for it. The descriptor is at that offset
-// in the list.
-func (c *Command) parseCSCD(d []byte, at int) (l *itl, ok bool) {
+// in the list. others are the nexuses with other targets so far.
+func (c *Command) parseCSCD(d []byte, at int, others *[]*Nexus) (l *itl, ok bool) {
 	const null, peripheralType, setMask, associationAndType = 0x20, 0x1f, 0x0f, 0x3f
 	switch {
 	case d[0] != cscdIdentification:
@@ -209,15 +214,40 @@ func (c *Command) parseCSCD(d []byte, at int) (l *itl, ok bool) {
 	if d[4]&setMask != setBinary || d[5]&associationAndType != assocUnit|desNAA {
 		return nil, true
 	}
-	list := c.nexus.list()
-	i := slices.IndexFunc(list, func(l *itl) bool { return bytes.Equal(d[8:][:d[7]], l.unit.opt.Identity.NAA[:]) })
-	if i < 0 {
+	if l = c.findNAA(d[8:][:d[7]], others); l == nil {
 		return nil, true
 	}
-	if n := binary.BigEndian.Uint32(d[28:]) & 0xffffff; n != list[i].unit.info.BlockSize { // DISK BLOCK LENGTH
+	if n := binary.BigEndian.Uint32(d[28:]) & 0xffffff; n != l.unit.info.BlockSize { // DISK BLOCK LENGTH
 		return nil, c.failList(at + 29)
 	}
-	return list[i], true
+	return l, true
+}
+
+// findNAA returns the unit with that NAA designator among those that the initiator sees, first at its own target, then at
+// others that it could log in to, or nil. A nexus with another target is added to others.
+func (c *Command) findNAA(naa []byte, others *[]*Nexus) *itl {
+	in := func(n *Nexus) *itl {
+		list := n.list()
+		if i := slices.IndexFunc(list, func(l *itl) bool { return l.unit.isNamed(naa) }); i >= 0 {
+			return list[i]
+		}
+		return nil
+	}
+	for _, n := range append([]*Nexus{c.nexus}, *others...) {
+		if l := in(n); l != nil {
+			return l
+		}
+	}
+	find := c.nexus.others.Load()
+	if find == nil {
+		return nil
+	}
+	n := (*find)(func(inv *Inventory) bool { return inv.hasNAA(naa) })
+	if n == nil {
+		return nil
+	}
+	*others = append(*others, n)
+	return in(n)
 }
 
 // parseSegment decodes segment descriptor number i (SPC-4, section 6.4.6.3).
@@ -350,13 +380,14 @@ func (u *Unit) endCopies() {
 	}
 }
 
-// mayUse reports whether l would accept a command with that operation code.
+// mayUse reports whether l would accept a command with that operation code. The initiator may have lost l since the list was
+// read.
 func (c *Command) mayUse(l *itl, op byte) bool {
 	u, row := l.unit, byOpcode[op][0]
-	if f := u.reservations.fence.Load(); f != nil && f.keepsOut(c.nexus, row, nil) {
+	if f := u.reservations.fence.Load(); f != nil && f.keepsOut(l.nexus, row, nil) {
 		return false
 	}
-	return u.obstacle(c.nexus, row.flags) == condNone && !u.isSanitizing() && u.readiness() == condNone &&
+	return slices.Contains(l.nexus.list(), l) && u.obstacle(l.nexus, row.flags) == condNone && !u.isSanitizing() && u.readiness() == condNone &&
 		(row.flags&writes == 0 || l.protection() == condNone)
 }
 

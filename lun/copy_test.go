@@ -15,6 +15,7 @@ import (
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/lun/state"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // A copyRig is a rig with another unit of 2 MiB, LUN 1.
@@ -530,5 +531,126 @@ func TestExtendedCopyThroughStandby(t *testing.T) {
 	wantGood(t, "SET TARGET PORT GROUPS", do(r.nexus, &r.c, [8]byte{0, 1}, "a4 0a 00000000 00000008 00 00", unhex("00000000 02 00 0001"), all))
 	for _, s := range []string{blocks(0, 1, 1, 0, 0), blocks(1, 0, 1, 0, 0)} {
 		wantCopyAborted(t, r.copy(copyList(0, 3, []string{cscdZero, cscdOne}, []string{s})), 0x0d, 0x01, 0)
+	}
+}
+
+// A foreign is another target with a unit of 2 MiB, which a copyRig's initiator reaches through no session.
+type foreign struct {
+	*rig
+	port   Port
+	closed []*Nexus // nexuses that EXTENDED COPY got
+}
+
+func newForeign(t *testing.T, r *rig, s setup) *foreign {
+	s.size = 2 << 20
+	f := &foreign{rig: newRig(t, s), port: testPort}
+	f.unit.opt.Identity = state.Identity{NAA: [8]byte{0x3f, 7: 0xee}, Serial: "3f000000000000ee"}
+	f.port.TargetName, f.port.ISID = "iqn.2026-11.io.example:other", [6]byte{5: 9}
+	r.nexus.SetOthers(func(has func(*Inventory) bool) *Nexus {
+		if !has(f.inv) {
+			return nil
+		}
+		f.closed = append(f.closed, f.inv.NewNexus(f.port))
+		return f.closed[len(f.closed)-1]
+	})
+	return f
+}
+
+// EXTENDED COPY reaches a logical unit of another target as the initiator would through a session there: masks, write protection,
+// reservations and states of its ports hold.
+func TestExtendedCopyBetweenTargets(t *testing.T) {
+	r := newRig(t, setup{})
+	f := newForeign(t, r, setup{})
+	list := func(segments ...string) string { return copyList(7, 0, []string{cscdZero, cscdOne}, segments) }
+	run := func(list string) result { return r.run(copyCDB(list), unhex(list)) }
+	data := pattern(100*512, 1)
+	r.good(extentCDB(0x8a, 0, 7, 100), data)
+	wantGood(t, "to the other target and back", run(list(blocks(0, 1, 100, 7, 3000), blocks(1, 0, 50, 3000, 1000))))
+	wantBytes(t, f.good(extentCDB(0x88, 0, 3000, 100), nil), data)
+	wantBytes(t, r.good(extentCDB(0x88, 0, 1000, 50), nil), data[:50*512])
+	if len(f.closed) != 1 {
+		t.Errorf("%d nexuses for one list", len(f.closed))
+	}
+	to, from := list(blocks(0, 1, 8, 7, 0)), list(blocks(1, 0, 8, 3000, 0))
+	const reachable, failure = 0x02, 0x01
+	for _, x := range []struct {
+		name     string
+		do, undo func()
+		to, from byte // ASCQ of COPY ABORTED 0Dh; 0: GOOD
+	}{
+		{"no access", func() { f.inv.SetMask(0, func(string) Access { return NoAccess }) }, nil, reachable, reachable},
+		{"read only", func() { f.inv.SetMask(0, func(string) Access { return ReadOnly }) }, nil, failure, 0},
+		{"read and write", func() { f.inv.SetMask(0, nil) }, nil, 0, 0},
+		{"stopped", func() { f.unit.stopped.Store(true) }, func() { f.unit.stopped.Store(false) }, failure, failure},
+		{"standby", func() { f.unit.access.Store(&portGroups{1: standby}) }, func() { f.unit.access.Store(nil) }, failure, failure},
+		{"reserved by somebody else", func() {
+			for range 3 { // takes the attentions of the mask
+				f.run("00", nil)
+			}
+			f.good("16", nil)
+		}, func() { f.good("17", nil) }, failure, failure},
+		{"it does not answer", func() { f.unit.detachedIn.Add(1) }, func() { f.unit.detachedIn.Add(-1) }, 0xff, 0xff},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			x.do()
+			for _, y := range []struct {
+				list string
+				ascq byte
+			}{{to, x.to}, {from, x.from}} {
+				switch res := run(y.list); y.ascq {
+				case 0:
+					wantGood(t, "EXTENDED COPY", res)
+				case 0xff:
+					if res.status != StatusBusy {
+						t.Errorf("status %#x, want BUSY", res.status)
+					}
+				default:
+					wantCopyAborted(t, res, 0x0d, y.ascq, 0)
+				}
+			}
+			if x.undo != nil {
+				x.undo()
+			}
+		})
+	}
+	wantGood(t, "afterwards", run(to))
+
+	// A registration of the port that the initiator has there counts.
+	f.good("5f 00 0000000000 0018 00", unhex("0000000000000000 0000000000000001 00000000 00 00 0000")) // REGISTER
+	f.good("5f 01 03 00000000 0018 00", unhex("0000000000000001 0000000000000000 00000000 00 00 0000"))
+	wantCopyAborted(t, run(to), 0x0d, failure, 0) // exclusive access; the port of f.nexus is another one
+	f.port = testPort
+	wantGood(t, "as the port that holds the reservation", run(to))
+
+	for _, n := range f.closed {
+		if _, open := f.inv.nexuses[n]; open {
+			t.Error("a nexus was not closed")
+		}
+	}
+	if len(f.unit.seen) != 1 { // that of the rig
+		t.Errorf("the unit knows %d nexuses", len(f.unit.seen))
+	}
+}
+
+// An initiator that loses access while it copies to another target copies nothing more.
+func TestExtendedCopyEndsWithItsAccess(t *testing.T) {
+	r := newRig(t, setup{size: 8 << 20})
+	f := newForeign(t, r, setup{})
+	r.good(extentCDB(0x8a, 0, 0, 4096), pattern(2<<20, 1))
+	l := copyList(7, 3, []string{cscdZero, cscdOne}, []string{blocks(0, 1, 4096, 0, 0)})
+	l = "00" + l[2:]
+	first := true
+	f.store.Hook(func(op backendtest.Op, _, _ int64) error {
+		if first && (op == backendtest.WriteAt || op == backendtest.CopyFrom) {
+			first = false
+			go f.inv.SetMask(0, func(string) Access { return NoAccess })
+			testkit.Eventually(t, "the new mask", func() bool { return len(f.closed[0].list()) == 0 })
+		}
+		return nil
+	})
+	wantCopyAborted(t, r.run(copyCDB(l), unhex(l)), 0x0d, 0x01, 0)
+	got := make([]byte, 1<<20)
+	if err := f.store.Store.ReadAt(got, 1<<20); err != nil || !bytes.Equal(got, make([]byte, 1<<20)) {
+		t.Errorf("the second MiB was copied (%v)", err)
 	}
 }

@@ -1,6 +1,7 @@
 package lun
 
 import (
+	"bytes"
 	"cmp"
 	"errors"
 	"fmt"
@@ -220,6 +221,16 @@ func (inv *Inventory) Unit(id uint16) *Unit {
 	}
 	return nil
 }
+
+// hasNAA reports whether a logical unit has that NAA designator.
+func (inv *Inventory) hasNAA(naa []byte) bool {
+	inv.mu.RLock()
+	defer inv.mu.RUnlock()
+	return slices.ContainsFunc(inv.entries, func(e maskedEntry) bool { return e.Unit.isNamed(naa) })
+}
+
+// isNamed reports whether naa is the NAA designator of the unit.
+func (u *Unit) isNamed(naa []byte) bool { return bytes.Equal(naa, u.opt.Identity.NAA[:]) }
 
 // An Entry is a logical unit of an Inventory.
 type Entry struct {

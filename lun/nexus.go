@@ -31,7 +31,15 @@ type Nexus struct {
 	counts    *nexusCounts
 	abort     atomic.Pointer[func(lun [8]byte, except *Command)]
 	event     atomic.Pointer[func(lun [8]byte, sense []byte)]
+	others    atomic.Pointer[FindNexus]
 }
+
+// A FindNexus returns a new nexus between the initiator and another target whose inventory has what it looks for,
+// if the initiator could log in to that target as it has logged in to this one, else nil. The caller closes the nexus.
+type FindNexus func(has func(*Inventory) bool) *Nexus
+
+// SetOthers lets EXTENDED COPY reach logical units of other targets. find may be called at any time, by several commands at once.
+func (n *Nexus) SetOthers(find FindNexus) { n.others.Store(&find) }
 
 // An itl is a logical unit as one initiator port sees it (I_T_L nexus).
 type itl struct {
