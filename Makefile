@@ -18,6 +18,7 @@ CRASH_ROUNDS ?= 100
 CRASH_TIMEOUT ?= 60m
 
 INTEROP := ./tests/interop
+CRC_TIME ?= 1h
 CONFORMANCE := ./tests/conformance
 # All packages but the tests of a program that is built without the race detector, of
 # which those of INTEROP want the machine to themselves.
@@ -92,6 +93,10 @@ repeat: ## all unit tests REPEAT_RUNS times on a busy machine, and a summary
 .PHONY: soak
 soak: build ## verified load under disturbances for DURATION, with bounds for all resources
 	$(GO) run ./tests/soak -program bin/iser-target -duration $(DURATION) $(if $(SEED),-seed $(SEED))
+
+.PHONY: segments
+segments: ## CRCs with the Linux initiator on Ethernet, verified for CRC_TIME (1h) per MTU
+	ISER_TARGET_CRC_TIME=$(CRC_TIME) GO=$(GO) .ci/interop $(INTEROP) -run '^TestSegments$$' -count 1 -timeout 6h
 
 .PHONY: interop
 interop: ## tests against the Linux initiator in a virtual machine; says why it skips one

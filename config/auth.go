@@ -269,7 +269,7 @@ func (c *Config) checkSecrets(errs *errorList) {
 
 // Warnings returns one line for each setting that is valid but not safe: a target without
 // authentication on a portal that is not on the loopback (RFC 7143, section 9), metrics or a
-// dashboard there, LUNs for some initiators where a user may have any initiator name, and one
+// dashboard there, iSER without CRCs, LUNs for some initiators where a user may have any initiator name, and one
 // secret for two names (section 9.2.1).
 func (c *Config) Warnings() []string {
 	var warnings []string
@@ -294,6 +294,14 @@ func (c *Config) Warnings() []string {
 		for j, u := range t.Auth.Users {
 			if u.Initiator == "" {
 				warnings = append(warnings, index("targets", i, "auth", "users", j, "initiator")+": is not set: this user can log in with the name of any initiator and use its LUNs")
+			}
+		}
+	}
+	if c.MPA.CRC == CRCOff {
+		for i, p := range c.Portals {
+			if addr, reason := parseAddress(p.Listen, true); p.Serves("iser") && (reason != "" || !addr.loopback()) {
+				warnings = append(warnings, fmt.Sprintf("mpa.crc: off: unless the initiator asks for CRCs, nothing notices data that the network to portals[%d] (%s) changes (RFC 5044, section 4.4)", i, p.Listen))
+				break
 			}
 		}
 	}

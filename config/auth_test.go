@@ -177,6 +177,10 @@ func TestWarnings(t *testing.T) {
 		{"192.0.2.1:3260", chap + "]", "metrics: {listen: \":80\"}", "metrics.listen: any host that can connect to :80 sees"},
 		{"192.0.2.1:3260", chap + "]", "dashboard: {listen: \"[::1]:80\"}", ""},
 		{"192.0.2.1:3260", chap + "]", "dashboard: {listen: \":80\"}", "dashboard.listen: any host that can connect to :80 sees"},
+		{"192.0.2.1:3260", chap + "]", "mpa: {crc: off}", "mpa.crc: off: unless the initiator asks for CRCs"}, // MPA-4.4-6
+		{"192.0.2.1:3260", chap + "]", "mpa: {crc: auto}", ""},
+		{"192.0.2.1:3260\n    transports: [tcp]", chap + "]", "mpa: {crc: off}", ""},
+		{"127.0.0.1:3260", chap + "]", "mpa: {crc: off}", ""},
 	} {
 		in := strings.Replace(strings.Replace(secured, "127.0.0.1:3260", tc.listen, 1), "%", tc.auth, 1) + tc.more
 		c, err := load("f", []byte(in))

@@ -233,8 +233,8 @@ func (l *Limits) places(bounds map[string]int64) {
 
 // MPA configures the framing on TCP (RFC 5044).
 type MPA struct {
-	CRC     Switch `key:"crc"`     // off: CRCs only if the initiator asks for them
-	Markers Switch `key:"markers"` // on: initiators have to insert Markers
+	CRC     CRCPolicy `key:"crc"`     // whether the target asks for CRCs
+	Markers Switch    `key:"markers"` // on: initiators have to insert Markers
 	// UnstatedORD bounds the RDMA Reads at a time towards an initiator that does not say how many it accepts.
 	UnstatedORD int `key:"unstated_ord"`
 }
@@ -345,9 +345,7 @@ func base() Config {
 
 			StateTimeout: 10 * time.Second,
 		},
-		// siw of Linux 6.1 takes a good CRC for a bad one when it arrives in two
-		// segments. It does not ask for CRCs and works without them.
-		MPA:      MPA{CRC: false, UnstatedORD: 1},
+		MPA:      MPA{CRC: CRCAuto, UnstatedORD: 1},
 		StateDir: "/var/lib/iser-target",
 		Log:      Log{Level: "info", Format: "text"},
 		Control:  Control{Socket: DefaultSocket()},

@@ -165,7 +165,7 @@ dashboard: {listen: "[::]:3"}
 	if c.Limits != want {
 		t.Errorf("limits %+v, want %+v", c.Limits, want)
 	}
-	if c.MPA != (MPA{CRC: true, Markers: true, UnstatedORD: 128}) || c.StateDir != "/tmp/x" || c.Debug.Listen != "[::1]:6060" || c.Log != (Log{"debug", "json"}) || c.Targets[0].Alias != "a b" {
+	if c.MPA != (MPA{CRC: CRCOn, Markers: true, UnstatedORD: 128}) || c.StateDir != "/tmp/x" || c.Debug.Listen != "[::1]:6060" || c.Log != (Log{"debug", "json"}) || c.Targets[0].Alias != "a b" {
 		t.Errorf("%+v", c)
 	}
 	if want := (Control{"/tmp/s", "storage", ":1", ControlTLS{"c", "k", "a", "r"}, []Access{
@@ -263,7 +263,7 @@ func TestEnvironment(t *testing.T) {
 	want := base()
 	want.Portals, want.Targets = c.Portals, c.Targets
 	want.Limits.QueueDepth, want.Limits.ConnectionMemory, want.Limits.NOPInterval, want.Limits.MaxFPDU = 17, 8<<20, 0, 1024
-	want.MPA.CRC, want.StateDir, want.Debug.Listen, want.Log = true, "/tmp/state", "127.0.0.1:0", Log{"warn", "json"}
+	want.MPA.CRC, want.StateDir, want.Debug.Listen, want.Log = CRCOn, "/tmp/state", "127.0.0.1:0", Log{"warn", "json"}
 	if !reflect.DeepEqual(*c, want) {
 		t.Errorf("%+v\nwant %+v", *c, want)
 	}

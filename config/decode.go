@@ -58,6 +58,9 @@ func (d *decoder) decode(path string, in any, v reflect.Value) {
 	case Switch:
 		d.scalar(path, in, "on or off", parseSwitch, v)
 		return
+	case CRCPolicy:
+		d.scalar(path, in, "auto, on or off", parseCRCPolicy, v)
+		return
 	case security.Secret:
 		d.secret(path, in, v)
 		return

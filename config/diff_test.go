@@ -56,7 +56,7 @@ func TestDiff(t *testing.T) {
 		{"sections", []string{"queue_depth: 12", "queue_depth: 13, nop_interval: 2m", "state_dir: \"\"", "state_dir: /x\nmpa: {crc: on}"}, []string{
 			"{'op':'update','kind':'limits','lun':0,'key':'queue_depth','old':'12','new':'13'}",
 			"{'op':'update','kind':'limits','lun':0,'key':'nop_interval','old':'15s','new':'2m'}",
-			"{'op':'update','kind':'mpa','lun':0,'key':'crc','old':'off','new':'on'}",
+			"{'op':'update','kind':'mpa','lun':0,'key':'crc','old':'auto','new':'on'}",
 			"{'op':'update','kind':'state_dir','lun':0,'new':'/x'}"}},
 		{"discovery", []string{"state_dir: \"\"", "state_dir: \"\"\ndiscovery_auth: {method: chap, users: [{name: d, secret: dddddddddddd}], mutual: {name: t, secret: tttttttttttt}}"}, []string{
 			"{'op':'update','kind':'discovery_auth','lun':0,'key':'method','new':'chap'}",

@@ -61,6 +61,32 @@ func (s Switch) String() string {
 	return "off"
 }
 
+// A CRCPolicy says when the target asks for CRCs. It uses them whenever the initiator asks.
+type CRCPolicy uint8
+
+// Values of a CRCPolicy. With CRCAuto the target asks unless TCP could cut a CRC in two, which siw of
+// Linux 6.1 takes for a wrong CRC: see rdma.Options.WholeCRC.
+const (
+	CRCAuto CRCPolicy = iota
+	CRCOn
+	CRCOff
+)
+
+// String returns auto, on or off.
+func (p CRCPolicy) String() string { return [...]string{"auto", "on", "off"}[p] }
+
+func parseCRCPolicy(s string) (any, error) {
+	switch s {
+	case "auto":
+		return CRCAuto, nil
+	case "on", "true":
+		return CRCOn, nil
+	case "off", "false":
+		return CRCOff, nil
+	}
+	return nil, strconv.ErrSyntax
+}
+
 func parseDuration(s string) (time.Duration, error) {
 	d, err := time.ParseDuration(s)
 	if err != nil {

@@ -1,17 +1,18 @@
 package iscsi
 
 // A taskTable finds tasks by Initiator Task Tag. It is a hash table of fixed size with chains, so
-// entering a task allocates nothing.
+// entering a task allocates nothing. Before the first task it has one bucket: a login has no tasks.
 type taskTable struct {
 	buckets []*Task // linked by nextByITT; a power of two of them
+	full    int     // how many there are from the first task on
 }
 
 func (tt *taskTable) init(tasks int) {
-	n := 16
-	for n < 2*tasks {
-		n *= 2
+	tt.full = 16
+	for tt.full < 2*tasks {
+		tt.full *= 2
 	}
-	tt.buckets = make([]*Task, n)
+	tt.buckets = make([]*Task, 1)
 }
 
 func (tt *taskTable) bucket(itt uint32) **Task {
@@ -29,6 +30,9 @@ func (tt *taskTable) find(itt uint32) *Task {
 }
 
 func (tt *taskTable) insert(t *Task) {
+	if len(tt.buckets) < tt.full {
+		tt.buckets = make([]*Task, tt.full)
+	}
 	b := tt.bucket(t.header().ITT())
 	t.nextByITT, *b = *b, t
 }

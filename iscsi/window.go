@@ -16,7 +16,7 @@ type window struct {
 	exp, max uint32
 	told     uint32       // the last MaxCmdSN that a PDU has carried
 	depth    int          // commands in flight at most
-	slots    []windowSlot // by the low bits of CmdSN
+	slots    []windowSlot // by the low bits of CmdSN; one until the first command comes
 }
 
 // A windowSlot is one CmdSN ahead of the gap. A CmdSN that counts as received although no command
@@ -30,8 +30,7 @@ type windowSlot struct {
 func (w *window) open(cmdSN uint32, depth int) {
 	w.exp, w.max, w.depth = cmdSN, cmdSN+uint32(depth)-1, depth
 	w.told = w.max // the Login Response carries it
-	// A power of two, so that slots of consecutive CmdSNs differ where CmdSN wraps.
-	w.slots = make([]windowSlot, 1<<bits.Len(uint(depth-1)))
+	w.slots = make([]windowSlot, 1)
 }
 
 // slot returns the slot of cmdSN, which lies in the window.
@@ -53,6 +52,10 @@ func (w *window) accepts(cmdSN uint32) bool {
 // receive notes that cmdSN, which the window accepts, has come with t, or counts as received if t is
 // nil.
 func (w *window) receive(cmdSN uint32, t *Task) {
+	// A power of two, so that slots of consecutive CmdSNs differ where CmdSN wraps.
+	if n := 1 << bits.Len(uint(w.depth-1)); len(w.slots) < n {
+		w.slots = make([]windowSlot, n)
+	}
 	*w.slot(cmdSN) = windowSlot{received: true, task: t}
 }
 

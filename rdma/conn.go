@@ -121,20 +121,12 @@ type Stats struct {
 // ReadStats returns the current counts.
 func ReadStats() Stats { return Stats{Conns: liveConns.Load(), STags: liveSTags.Load()} }
 
-// allocate returns a stream with all of its memory, before it has a connection.
+// allocate returns a stream with the memory for its startup, before it has a connection.
 func allocate(o Options) *Conn {
 	c := &Conn{opt: o, counts: o.Domain.counts.shard(), wake: make(chan struct{}, 1), gone: make(chan struct{})}
 	c.mem.init()
 	c.rx.init(c.read, o.MaxSend, o.Markers)
 	c.tx.init()
-	// A peer may send its next Read Request as soon as a Response has arrived, when
-	// that Response is still in the batch that Flush is sending. So IRD Responses
-	// in the batch and IRD more in the queue are no fault.
-	answers := make([]WorkRequest, 2*o.IRD)
-	for i := range answers {
-		answers[i].Op = readResponse
-		c.answers.push(&answers[i])
-	}
 	return c
 }
 
@@ -146,8 +138,13 @@ func (c *Conn) attach(nc net.Conn, prefix []byte, ird, ord int, crc, markersOut 
 	if sc, ok := nc.(syscall.Conn); ok {
 		c.raw, _ = sc.SyscallConn()
 	}
-	for range 2 * (c.opt.IRD - ird) {
-		c.answers.pop()
+	// A peer may send its next Read Request as soon as a Response has arrived, when
+	// that Response is still in the batch that Flush is sending. So IRD Responses
+	// in the batch and IRD more in the queue are no fault.
+	answers := make([]WorkRequest, 2*ird)
+	for i := range answers {
+		answers[i].Op = readResponse
+		c.answers.push(&answers[i])
 	}
 	c.rx.win.Preload(prefix)
 	c.opt.Domain.conns.Store(c, nil)
@@ -314,12 +311,21 @@ func (c *Conn) Taken() (taken, owed uint64) {
 	return c.batches, owed
 }
 
-// emss returns the effective segment size of the TCP connection in bytes, or 0 if nc is no socket.
-func (c *Conn) emss() (n int) {
-	if c.raw == nil {
+// emss returns the effective segment size of a TCP connection in bytes, or 0 if nc is no socket.
+func emss(nc net.Conn) int {
+	sc, ok := nc.(syscall.Conn)
+	if !ok {
 		return 0
 	}
-	c.raw.Control(func(fd uintptr) {
+	raw, err := sc.SyscallConn()
+	if err != nil {
+		return 0
+	}
+	return emssOf(raw)
+}
+
+func emssOf(raw syscall.RawConn) (n int) {
+	raw.Control(func(fd uintptr) {
 		n, _ = unix.GetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_MAXSEG)
 	})
 	return n
@@ -327,7 +333,10 @@ func (c *Conn) emss() (n int) {
 
 // mulpdu returns the size in bytes of the largest ULPDU to send.
 func (c *Conn) mulpdu() int {
-	emss := c.emss()
+	emss := 0
+	if c.raw != nil {
+		emss = emssOf(c.raw)
+	}
 	if emss <= 0 {
 		emss = 1 << 16
 	}

@@ -579,15 +579,57 @@ func TestMULPDUIsThatOfTCP(t *testing.T) {
 	}
 	defer c.Close()
 	p.startupFrame()
-	if n := c.emss(); n > 1460 || n < 1400 { // less what TCP options take
+	if n := emss(c.nc); n > 1460 || n < 1400 { // less what TCP options take
 		t.Fatalf("EMSS %d", n)
 	}
-	want := wire.MULPDU(c.emss(), false)
+	want := wire.MULPDU(emss(c.nc), false)
 	post(t, c, &WorkRequest{Op: Send, Data: make([]byte, 5000)})
 	for off := 0; off < 5000; {
 		u := p.fpdu()
 		if off += len(u) - wire.UntaggedLen; len(u) != want && off != 5000 {
 			t.Fatalf("ULPDU of %d bytes, MULPDU %d", len(u), want)
+		}
+	}
+}
+
+// MPA-4.4-3, MPA-4.4-4: with WholeCRC a Responder asks for CRCs if segments have a multiple of 4 bytes, and
+// otherwise leaves it to the peer.
+func TestWholeCRC(t *testing.T) {
+	for _, tt := range []struct {
+		mss  int // that the Responder announces; 0: of the loopback
+		c    string
+		asks bool
+	}{{1448 + 12, "00", true}, {1446 + 12, "00", false}, {1446 + 12, "40", false}, {0, "00", false}, {1445 + 12, "00", false}} {
+		l, err := (&net.ListenConfig{Control: maxseg(tt.mss)}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+		raw, err := net.Dial("tcp", l.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer raw.Close()
+		nc, err := l.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		p := &rawPeer{t: t, nc: raw}
+		p.write(unhex(reqKey + tt.c + "010000"))
+		if n := emss(nc); n < 1400 || tt.mss > 0 && n != tt.mss-12 {
+			t.Fatalf("EMSS %d", n)
+		}
+		c, err := Respond(t.Context(), nc, Options{WholeCRC: true}, func(*Request) Answer { return Answer{} })
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		want := map[bool]string{true: "40010000", false: "00010000"}[tt.asks]
+		if got := p.startupFrame(); !bytes.Equal(got, unhex(repKey+want)) {
+			t.Errorf("MSS %d: Reply %x", tt.mss, got)
+		}
+		if c.CRC() != (tt.asks || tt.c == "40") {
+			t.Errorf("MSS %d, C %s: CRC %t", tt.mss, tt.c, c.CRC())
 		}
 	}
 }

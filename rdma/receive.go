@@ -303,7 +303,12 @@ func (c *Conn) receiveFPDU(ev *Event) (done bool, err error) {
 func (c *Conn) verified() {
 	if !c.peerStarted.Load() {
 		c.peerStarted.Store(true)
-		c.flushAside() // what the ULP has posted so far
+		c.mu.Lock()
+		waits := c.queue.head != nil || c.due.head != nil || c.ending
+		c.mu.Unlock()
+		if waits { // what the ULP has posted so far
+			c.flushAside()
+		}
 	}
 }
 

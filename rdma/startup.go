@@ -36,6 +36,11 @@ type Options struct {
 	// them, either. RFC 5044, section 4.4, allows that where something else protects
 	// the data end to end as well as a CRC32c does.
 	NoCRC bool
+	// WholeCRC makes a Responder ask for CRCs only if TCP segments have a multiple of 4 bytes, and at most
+	// 16 KiB. FPDUs have that multiple, too, so no segment then ends within a CRC. siw of Linux 6.1 takes a
+	// CRC that comes in two segments for a wrong one. The size of larger segments, on the loopback for
+	// example, changes while the window of the peer grows.
+	WholeCRC bool
 	// Markers asks the peer to send Markers (RFC 5044, section 4.3). They are of no
 	// use on a TCP socket, cost a copy of all that comes, and siw refuses them.
 	Markers bool
@@ -161,7 +166,8 @@ func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader,
 	if err != nil {
 		return nil, false, err
 	}
-	reply := wire.Startup{Reply: true, Rev: f.Rev, CRC: !o.NoCRC, Markers: o.Markers, Enhanced: f.Enhanced}
+	crc := !o.NoCRC && (!o.WholeCRC || keepsCRCs(emss(nc)))
+	reply := wire.Startup{Reply: true, Rev: f.Rev, CRC: crc, Markers: o.Markers, Enhanced: f.Enhanced}
 
 	ird := o.IRD
 	if f.Enhanced {
@@ -189,6 +195,9 @@ func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader,
 	c.rtrSend = reply.Depths.RTR.Send
 	return c, false, writeStartup(nc, &reply)
 }
+
+// keepsCRCs reports whether no TCP segment ends within a CRC if segments have n bytes. 0 means that it is no TCP.
+func keepsCRCs(n int) bool { return n%4 == 0 && n <= 16<<10 }
 
 // agreedORD returns how many RDMA Reads startup allows towards the sender of f, and how many a ULP may
 // allow that has asked the peer.

@@ -7,8 +7,8 @@ const (
 	iovLen  = 512
 
 	// A Gather begins with these. That suffices for a login, and for an idle connection.
-	firstSlabLen = 4 << 10
-	firstIovLen  = 32
+	firstSlabLen = 2304 // a size class of Go that holds two times CopyBelow and headers
+	firstIovLen  = 8
 
 	// GatherLen is the size of a Gather in bytes: Slab, and 24 bytes for each part.
 	GatherLen = slabLen + 24*(iovLen+2)

@@ -18,7 +18,7 @@ const (
 	WindowLen = 64 << 10
 
 	// firstLen is the size of a Window until Grow is called, unless a message requires more.
-	firstLen = 4 << 10
+	firstLen = 1 << 10
 
 	// LongData is the number of bytes of payload above which data is read straight
 	// to where it belongs. Below, one more copy is cheaper than one more system call.

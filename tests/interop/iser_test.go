@@ -211,7 +211,8 @@ fio --ioengine=libaio --direct=1 --filename=$(disk %s %d) --iodepth=32 --rw=rand
 // that FPDUs begin and end anywhere in them. siw of Linux 6.1 miscounts a CRC
 // whose bytes come in two segments (siw_get_trailer): it takes it for a
 // mismatch and ends the connection. It does not ask for CRCs, and a target that
-// imposes them on it fails here.
+// imposes them on it fails here. QEMU's user network comes to the target over the
+// loopback, where mpa.crc: auto imposes none; see TestSegments.
 func TestUnmergedSegments(t *testing.T) {
 	v := boot(t)
 	need(t, "fio", "ethtool")

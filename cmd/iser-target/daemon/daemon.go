@@ -238,7 +238,8 @@ func (d *Daemon) setLimits(cfg *config.Config) {
 	d.net.rdma.Store(&rdma.Options{
 		IRD: ird, ORD: ord,
 		MaxULPDU: cfg.Limits.MaxFPDU,
-		NoCRC:    !bool(cfg.MPA.CRC),
+		NoCRC:    cfg.MPA.CRC == config.CRCOff,
+		WholeCRC: cfg.MPA.CRC == config.CRCAuto,
 		Markers:  bool(cfg.MPA.Markers),
 		Domain:   d.net.domain,
 

@@ -106,7 +106,7 @@ type Config struct {
 
 // A Portal is one of a target.
 type Portal struct {
-	Host  string // "", which is 127.0.0.1, or ::1
+	Host  string // "", which is 127.0.0.1, or ::1, or an address of a tap device that the guest reaches
 	TPGT  int    // 0: as the target chooses
 	Proxy *Proxy // where initiators are told to go, if not to the portal itself
 }
@@ -164,8 +164,12 @@ func (c Config) Start(t testing.TB) *Target {
 	portals := ""
 	for i, p := range c.Portals {
 		host, guest := "127.0.0.1", vm.HostAddr
-		if p.Host == "::1" {
+		switch p.Host {
+		case "":
+		case "::1":
 			host, guest = p.Host, vm.HostAddr6
+		default:
+			host, guest = p.Host, p.Host
 		}
 		listen, addr := hostPort(host, ports[i]), hostPort(guest, ports[i])
 		if p.Proxy != nil {

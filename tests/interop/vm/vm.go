@@ -46,6 +46,10 @@ type Config struct {
 	MemMiB      int           // 1024
 	CPUs        int           // 2
 	BootTimeout time.Duration // from QEMU's start to the first script; 2 minutes
+
+	// Tap is a tap device of the host. With it the guest has a second network device, eth1, which gets
+	// and sends the TCP segments of the other end as they are. The first one, eth0, is a proxy that cuts the stream again.
+	Tap string
 }
 
 func (c Config) withDefaults() (Config, error) {
@@ -228,6 +232,10 @@ func (v *VM) command(cfg Config) *exec.Cmd {
 			"rcupdate.rcu_cpu_stall_suppress=1 mitigations=off init_on_alloc=0 net.ifnames=0 agent.mark="+v.mark,
 		"-netdev", "user,id=net", "-device", "virtio-net-pci,netdev=net,romfile=",
 		"-device", "virtio-serial-pci")
+	if cfg.Tap != "" {
+		cmd.Args = append(cmd.Args, "-netdev", "tap,id=tap,ifname="+escape(cfg.Tap)+",script=no,downscript=no",
+			"-device", "virtio-net-pci,netdev=tap,romfile=,guest_tso4=off,guest_tso6=off,guest_ecn=off,guest_ufo=off")
+	}
 	for tag, dir := range map[string]string{"share": v.Files(), "host": "/", "machine": v.machine} {
 		fsdev := "local,id=" + tag + ",path=" + escape(dir) + ",security_model=none,multidevs=remap"
 		if tag != "share" {

@@ -1,0 +1,128 @@
+package daemon
+
+import (
+	"bytes"
+	"io"
+	"net"
+	"runtime"
+	"slices"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/iser"
+	"github.com/iser-target/iser-target/rdma/wire"
+	"github.com/iser-target/iser-target/tests/initiator"
+)
+
+// A bareClient is the end of a connection without memory of the Go runtime, so that the measurement is of
+// the target alone.
+type bareClient int
+
+func dialBare(t *testing.T, to *net.TCPAddr) bareClient {
+	t.Helper()
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { unix.Close(fd) })
+	a := unix.SockaddrInet4{Port: to.Port}
+	copy(a.Addr[:], to.IP.To4())
+	if err := unix.Connect(fd, &a); err != nil {
+		t.Fatal(err)
+	}
+	return bareClient(fd)
+}
+
+func (c bareClient) Write(b []byte) (int, error) { return unix.Write(int(c), b) }
+
+func (c bareClient) Read(b []byte) (int, error) { return unix.Read(int(c), b) }
+
+// heap returns the bytes of the heap and of stacks that are in use.
+func heap() uint64 {
+	for range 3 { // pools keep what they have for two rounds
+		runtime.GC()
+	}
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return m.HeapInuse + m.StackInuse
+}
+
+// SEC-5042.6.4.2-2, ISER-5.1.2-2: a connection costs little memory until its initiator has logged in. Its
+// windows, slabs and tables get their full size afterwards. Stacks of goroutines count, too.
+func TestMemoryOfNewcomers(t *testing.T) {
+	const n = 500
+	login := func() (pdu.BHS, []byte) {
+		return initiator.Options{Name: prefix + "half", Target: prefix + store}.Complete().LoginRequest()
+	}
+	first, text := login()
+	pdu.BHS(first).SetFlags(pdu.BHS(first).Flags() &^ 0x80) // without T: the login continues
+	stream := slices.Concat(first, text, make([]byte, pdu.Padded(len(text))-len(text)))
+	mpa, err := (&wire.Startup{Rev: 2, CRC: true, Enhanced: true, Depths: wire.Depths{IRD: 128, ORD: 1},
+		Private: []byte{0x80, 0, 0, 0}}).Append(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	header := make([]byte, iser.HeaderLen)
+	iser.Header{}.Put(header)
+	ulpdu := make([]byte, wire.UntaggedLen)
+	wire.Untagged{Last: true, ULP: wire.OpSend.Control(), QN: wire.QNSend, MSN: 1}.Put(ulpdu)
+	ulpdu = slices.Concat(ulpdu, header, stream)
+	fpdu := append([]byte{byte(len(ulpdu) >> 8), byte(len(ulpdu))}, ulpdu...)
+	fpdu = append(fpdu, make([]byte, wire.Pad(len(ulpdu)))...)
+	fpdu = wire.AppendCRC(fpdu, wire.UpdateCRC(0, fpdu))
+	reply := len(mpa)
+	for _, tt := range []struct {
+		name  string
+		says  [][]byte
+		hears []int // bytes after each of says; -1: a PDU
+		most  uint64
+	}{
+		{"silent", nil, nil, 8 << 10},
+		{"half a Login Request", [][]byte{stream[:30]}, []int{0}, 16 << 10},
+		{"19 of 20 bytes of MPA", [][]byte{mpa[:19]}, []int{0}, 12 << 10},
+		{"MPA done", [][]byte{mpa}, []int{reply}, 18 << 10},
+		{"in the middle of a login over iSER", [][]byte{mpa, fpdu}, []int{reply, 100}, 26 << 10},
+		{"in the middle of a login over TCP", [][]byte{stream}, []int{48}, 24 << 10},
+		{"half an FPDU in the middle of a login over iSER", [][]byte{mpa, fpdu, fpdu[:50]}, []int{reply, 100, 0}, 26 << 10},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			l := newLab(t, func(l *lab) {
+				l.more = "mpa: {crc: on}\nlimits: {memory: 1GiB, max_connections: 4096, connections_per_address: 4000, login_timeout: 10m}"
+			})
+			addr, err := net.ResolveTCPAddr("tcp", l.addr())
+			if err != nil {
+				t.Fatal(err)
+			}
+			begin := func(n int) {
+				var buf bytes.Buffer
+				for range n {
+					c := dialBare(t, addr)
+					for i, b := range tt.says {
+						if _, err := c.Write(b); err != nil {
+							t.Fatal(err)
+						}
+						buf.Reset()
+						if _, err := io.CopyN(&buf, c, int64(tt.hears[i])); err != nil {
+							t.Fatal(err)
+						}
+					}
+				}
+				time.Sleep(200 * time.Millisecond) // the target has read the rest
+			}
+			begin(20)
+			before := heap()
+			begin(n)
+			if now := l.net.limits.Connections.Used(); now != n+20 {
+				t.Fatalf("%d connections", now)
+			}
+			each := (heap() - before) / n
+			t.Logf("%d bytes each", each)
+			if each > tt.most {
+				t.Errorf("%d bytes each, want at most %d", each, tt.most)
+			}
+		})
+	}
+}
