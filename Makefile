@@ -122,6 +122,12 @@ conformance: ## libiscsi's suite over iSCSI/TCP; writes docs/conformance.md
 bench: ## benchmarks
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem $(BENCH_PACKAGES)
 
+# The commit to compare with.
+BASE ?= HEAD~1
+.PHONY: guard
+guard: ## CPU time per command of the fast paths, compared with BASE (HEAD~1) in one run
+	$(GO) run ./tests/guard -base $(BASE)
+
 # Two targets at a time, one worker each; the output of each is kept together.
 .PHONY: fuzz
 fuzz: ## every fuzz target for FUZZTIME
