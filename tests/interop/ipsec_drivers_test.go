@@ -17,7 +17,7 @@ func TestIPsecDrivers(t *testing.T) {
 		pkg   string
 		tests []string
 	}{
-		{"xfrm", []string{"TestCheck", "TestDriverWithKeys", "TestDriverLooksInTheKernel", "TestSocketPolicyDropsClearText", "TestPinPolicy"}},
+		{"xfrm", []string{"TestCheck", "TestDriverWithKeys", "TestDriverLooksInTheKernel", "TestSocketPolicyDropsClearText", "TestPinPolicy", "TestSocketPolicyWithESP"}},
 		{"static", []string{"TestPoliciesInTheKernel", "TestStatesInTheKernel"}},
 	} {
 		t.Run(c.pkg, func(t *testing.T) {
