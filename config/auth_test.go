@@ -95,7 +95,6 @@ func TestSecretFiles(t *testing.T) {
 		write(t, "s", "0x"+strings.Repeat("00", 256)+"\r\n", 0o600): "",                                // SEC-7143.9.2.1-2
 		write(t, "s", "aaaaaaaaaaaa", 0o640):                        "its mode is 0640. Run chmod 600", // SEC-3723.5.8-2
 		write(t, "s", "aaaaaaaaaaaa", 0o604):                        "its mode is 0604",
-		write(t, "s", "aaaaaaaaaaa\n", 0o600):                       "secret has 11 bytes",
 		write(t, "s", "", 0o600):                                    "secret has 0 bytes",
 		write(t, "s", "aaaaaaaaaaaa\nbbbbbbbbbbbb\n", 0o600):        "more than one line",
 		write(t, "s", strings.Repeat("a", 100000), 0o600):           "larger than 516 bytes",

@@ -28,6 +28,8 @@ type Config struct {
 	Debug    Listener `key:"debug"`     // of expvar and pprof, on the loopback
 	Log      Log      `key:"log"`
 
+	IPsec IPsec `key:"ipsec"`
+
 	Control   Control  `key:"control"`
 	Process   Process  `key:"process"`   // what the process may do
 	Metrics   Listener `key:"metrics"`   // of the metrics for Prometheus
@@ -46,6 +48,9 @@ type Portal struct {
 	// Transports lists what initiators may speak: iser, tcp; empty: both.
 	Transports []string `key:"transports"`
 	TPGT       int      `key:"tpgt"` // 1..65535: the tag of its portal group
+	// IPsec is an ipsec.Demand; empty: off. IPsecProfile names one of IPsec.Profiles; empty: see IPsec.Profile.
+	IPsec        string `key:"ipsec"`
+	IPsecProfile string `key:"ipsec_profile"`
 }
 
 // defaultTPGT is the TPGT of a portal that names none.
@@ -68,6 +73,9 @@ type Target struct {
 	LUNs       []LUN    `key:"luns"`
 	// PortalGroups are the tags of the portal groups that lead to the target; empty: all.
 	PortalGroups []int `key:"portal_groups"`
+	// IPsec and IPsecProfile mean for the sessions of the target what those of Portal mean for connections.
+	IPsec        string `key:"ipsec"`
+	IPsecProfile string `key:"ipsec_profile"`
 
 	// What a login agrees on at most, under the names of RFC 7143, section 13.
 	InitialR2T        bool `key:"initial_r2t"`
@@ -349,6 +357,11 @@ func base() Config {
 		StateDir: "/var/lib/iser-target",
 		Log:      Log{Level: "info", Format: "text"},
 		Control:  Control{Socket: DefaultSocket()},
+		IPsec: IPsec{
+			Driver: "xfrm", Grace: 10 * time.Second,
+			VICI: IPsecVICI{Socket: "/run/charon.vici"},
+			Exec: IPsecExec{Timeout: 2 * time.Second},
+		},
 	}
 }
 

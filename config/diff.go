@@ -55,6 +55,7 @@ const (
 	KindControl       = "control"
 	KindProcess       = "process"
 	KindMetrics       = "metrics"
+	KindIPsec         = "ipsec"
 	KindDashboard     = "dashboard"
 	KindWatch         = "watch"
 	KindDrain         = "drain"

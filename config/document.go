@@ -154,6 +154,11 @@ func (d *Document) SetLimit(key, value string) error {
 // AddPortal appends a portal.
 func (d *Document) AddPortal(p Portal) error { return d.add(portalEntry(p.Listen), p) }
 
+// SetPortal sets a key of a portal, like ipsec, to value, which is YAML. The empty string removes the key.
+func (d *Document) SetPortal(listen, key, value string) error {
+	return d.set(portalEntry(listen), key, value, reflect.TypeFor[Portal](), "listen")
+}
+
 // RemovePortal removes the portal with the address listen.
 func (d *Document) RemovePortal(listen string) error { return d.remove(portalEntry(listen)) }
 

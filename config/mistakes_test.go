@@ -159,7 +159,8 @@ func TestWrongAuthenticationIsRefused(t *testing.T) {
 		{"same user", auth("method: chap, users: [{name: a, secret: aaaaaaaaaaaa}, {name: a, secret: bbbbbbbbbbbb}]"), []string{`f: targets[0].auth.users[1].name: "a" is the name of targets[0].auth.users[0]`}},
 		{"bad initiator", auth("method: chap, users: [{name: a, secret: aaaaaaaaaaaa, initiator: host}]"), []string{"f: targets[0].auth.users[0].initiator: iSCSI name"}},
 		{"SEC-3723.2.4.1-3 short secret", auth("method: chap, users: [{name: a, secret: 0123456789a}], mutual: {name: t, secret: \"0x00\"}"), []string{
-			"f: targets[0].auth.mutual.secret: secret has 1 bytes", "f: targets[0].auth.users[0].secret: secret has 11 bytes, less than 12 (96 bits)"}},
+			"f: targets[0].auth.users[0].secret: secret has 11 bytes, less than 12 (96 bits), and portals[0] (127.0.0.1:3260) does not require IPsec",
+			"f: targets[0].auth.mutual.secret: secret has 1 bytes"}},
 		{"SEC-7143.9.2.1-5 half a byte", auth("method: chap, users: [{name: a, secret: 0x00112233445566778899aabbc}]"), []string{"f: targets[0].auth.users[0].secret: secret begins with 0x: an even number"}},
 		{"secret is a number", auth("method: chap, users: [{name: a, secret: 123456789012}]"), []string{"f: targets[0].auth.users[0].secret: must be a string. Put a secret that looks like a number in quotes"}},
 		{"SEC-7143.9.2.1-6 same secret in both directions", auth("method: chap, users: [{name: a, secret: aaaaaaaaaaaa}], mutual: {name: t, secret: aaaaaaaaaaaa}"), []string{

@@ -89,6 +89,8 @@ func (c *Config) check() errorList {
 	c.checkPortals(&errs)
 	c.checkTargets(&errs)
 	c.checkSecrets(&errs)
+	c.checkIPsec(&errs)
+	c.checkShortSecrets(&errs)
 	c.DiscoveryAuth.check("discovery_auth", &errs)
 	c.Limits.check(&errs)
 	c.MPA.check(&errs)

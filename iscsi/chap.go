@@ -147,6 +147,10 @@ func (l *login) answerResponse(t securityText, answers []keys.Pair) ([]keys.Pair
 	if err != nil {
 		return nil, &loginError{pdu.LoginAuthentication, err}
 	}
+	if encrypted := l.conn.serveOptions.Encrypted; proved.Short && (encrypted == nil || !encrypted()) { // RFC 3723, section 2.4.1
+		return nil, refuse(pdu.LoginAuthentication,
+			fmt.Sprintf("secret has less than %d bytes (96 bits), and IPsec does not encrypt the connection", security.MinSecret))
+	}
 	us := proved.Target
 	l.auth.step, l.auth.proof = stepDone, proved.Proof
 	l.advance(limits.Proved)

@@ -176,6 +176,21 @@ type ServeOptions struct {
 
 	// Advanced, unless it is nil, is called when the login of the connection has come further.
 	Advanced func(limits.Progress)
+
+	// Encrypted, unless it is nil, reports whether the connection is encrypted. The login of an initiator that
+	// proves its name by a secret that requires encryption continues only then (security.Secret.Short).
+	Encrypted func() bool
+
+	// Authorize, unless it is nil, is called when the names are known, and proved if the target requires that. An error
+	// refuses the login as an authorization failure (status 0202).
+	Authorize func(Claim) error
+}
+
+// A Claim is who logs in to what on a connection.
+type Claim struct {
+	Initiator string // normalised
+	Target    string // the same; empty in an unnamed discovery session
+	Discovery bool
 }
 
 // Serve runs one connection from login to its end and closes dm. It returns nil after a logout or

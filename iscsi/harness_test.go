@@ -152,6 +152,7 @@ type testConn struct {
 	statSeen bool
 	result   chan error
 	joined   *atomic.Uint32 // the TSIH that ServeOptions.Joined was told
+	options  ServeOptions   // of Serve, except Joined
 }
 
 // connect starts a connection; login comes later.
@@ -164,12 +165,9 @@ func (n *testNode) connect(change ...func(*testConn)) *testConn {
 	if tc.dm == nil {
 		tc.dm = tc.m
 	}
-	go func() {
-		tc.result <- n.portal.Serve(tc.dm, ServeOptions{Joined: func(tsih uint16,
-			_ bool) {
-			tc.joined.Store(uint32(tsih))
-		}})
-	}()
+	o := tc.options
+	o.Joined = func(tsih uint16, _ bool) { tc.joined.Store(uint32(tsih)) }
+	go func() { tc.result <- n.portal.Serve(tc.dm, o) }()
 	n.tb.Cleanup(func() { tc.m.Close() }) // before checkIdle
 	return tc
 }

@@ -410,6 +410,11 @@ func (l *login) enterFullFeature() error {
 	if err != nil {
 		return keyError(err)
 	}
+	if authorize := c.serveOptions.Authorize; authorize != nil {
+		if err := authorize(Claim{l.key.initiator, l.key.target, p.Discovery}); err != nil {
+			return &loginError{pdu.LoginAuthorization, err}
+		}
+	}
 	p.CHAPProof = string(l.auth.proof)
 	c.params = p
 	if !c.reserveMemory(l.key.initiator) {

@@ -104,6 +104,8 @@ type TargetConfig struct {
 	// PortalGroups are the tags of those that lead to the target; empty: all.
 	PortalGroups []uint16
 	Limits       TargetLimits // what login may agree on
+	// Protected says that its sessions are protected by IPsec, through whatever portal: see PortalConfig.Protected.
+	Protected bool
 }
 
 // TargetLimits are the values of keys.Limits that targets have for themselves. A zero value means that of the Node.
@@ -150,6 +152,9 @@ type PortalConfig struct {
 	Advertise []string // what discovery answers instead, host:port each
 	TPGT      uint16   // TargetPortalGroupTag; one that leads to a target is a port of its inventory
 	StepUp    StepUp   // to RDMA mode, on connections whose Datamover is an Upgrader; nil: never
+	// Protected says that connections through the portal are protected by IPsec. Over them discovery names only protected
+	// portals and targets (RFC 7143, section 9.3.3).
+	Protected bool
 }
 
 // A Portal is one listening address of a Node.

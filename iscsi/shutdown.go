@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -170,6 +172,34 @@ func (nd *Node) EndSession(ctx context.Context, tsih uint16, grace time.Duration
 	case <-time.After(nd.shared.FenceTimeout.Time() + cutOffWait):
 		return fmt.Errorf("TSIH %d: tasks of the session have not ended yet: %w", tsih, ctx.Err())
 	}
+}
+
+// EndConnection ends the connection between these addresses at once, for that reason. Without recovery its session ends, too. It
+// returns false if there is no such connection.
+func (nd *Node) EndConnection(local, remote netip.AddrPort, reason error) bool {
+	nd.mu.Lock()
+	conns := slices.Collect(maps.Keys(nd.conns))
+	nd.mu.Unlock()
+	for _, c := range conns {
+		c.mu.Lock() // a step-up replaces the Datamover
+		a := c.addr()
+		c.mu.Unlock()
+		if addrPortOf(a.Local) == local && addrPortOf(a.Remote) == remote {
+			c.end(reason)
+			return true
+		}
+	}
+	return false
+}
+
+// addrPortOf returns a without a zone, and as IPv4 if it is IPv4 in IPv6; the zero value if a is not of TCP.
+func addrPortOf(a net.Addr) netip.AddrPort {
+	t, ok := a.(*net.TCPAddr)
+	if !ok {
+		return netip.AddrPort{}
+	}
+	ap := t.AddrPort()
+	return netip.AddrPortFrom(ap.Addr().Unmap().WithZone(""), ap.Port())
 }
 
 // drainPoll is how often Drain looks.

@@ -214,7 +214,7 @@ func (c *conn) sendTargets(which string, answers []keys.Pair) []keys.Pair {
 		before := len(answers)
 		answers = append(answers, keys.Pair{Key: "TargetName", Value: tg.Name})
 		for _, p := range portals {
-			if !tg.servedBy(p) {
+			if !tg.servedBy(p) || c.portal.Protected && !p.Protected && !tg.Protected {
 				continue
 			}
 			for _, addr := range p.addresses(c.portal, c.dm.LocalAddr()) {

@@ -76,8 +76,8 @@ func (a CHAPAlgorithm) row() int {
 }
 
 const (
-	// MinSecret is the least length of a secret, in bytes. A secret of less than 96 bits
-	// requires IPsec encryption (RFC 7143, section 9.2.1), which this target cannot verify.
+	// MinSecret is the least length of a secret, in bytes, that is safe without IPsec encryption: 96 bits (RFC 7143,
+	// section 9.2.1). See Secret.Short.
 	MinSecret = 12
 	// MaxSecret is the greatest length of a secret, in bytes, like open-iscsi's.
 	MaxSecret = 256
@@ -106,14 +106,17 @@ func ParseSecret(s string) (Secret, error) {
 }
 
 func (s Secret) check() error {
-	if len(s) < MinSecret {
-		return fmt.Errorf("secret has %d bytes, less than %d (96 bits)", len(s), MinSecret)
+	if len(s) == 0 {
+		return errors.New("secret has 0 bytes, less than 1")
 	}
 	if len(s) > MaxSecret {
 		return fmt.Errorf("secret has %d bytes, more than %d", len(s), MaxSecret)
 	}
 	return nil
 }
+
+// Short reports whether s has less than 96 bits. Logins with it require IPsec encryption (RFC 3723, section 2.4.1).
+func (s Secret) Short() bool { return len(s) < MinSecret }
 
 const hidden = "(hidden)"
 
@@ -286,6 +289,7 @@ func Proof(name string, s Secret) CHAPProof {
 type CHAPLogin struct {
 	Target CHAPIdentity // the identity of the target for this user; may be zero
 	Proof  CHAPProof
+	Short  bool // the secret, or that of Target, requires IPsec encryption: see Secret.Short
 }
 
 // Authenticate checks that response is the answer of the user name to ch, and that the initiator, a
@@ -314,7 +318,7 @@ func (c *CHAP) Authenticate(ch CHAPChallenge, name string, response []byte, init
 	if !right[0] {
 		with = secrets[1]
 	}
-	return CHAPLogin{u.Target, Proof(name, with)}, nil
+	return CHAPLogin{u.Target, Proof(name, with), with.Short() || u.Target != (CHAPIdentity{}) && u.Target.Secret.Short()}, nil
 }
 
 // Excludes returns why a session that authenticated itself as name, with that proof, could not log in

@@ -101,6 +101,9 @@ func wishOf(cfg *config.Config, path string) (*privilege.Wish, []string, error) 
 			return nil, nil, fmt.Errorf("process.user: %w", err)
 		}
 		w.User = u
+		if cfg.UsesIPsec() && os.Geteuid() == 0 {
+			w.Keep = append(slices.Clone(w.Keep), "CAP_NET_ADMIN")
+		}
 	}
 	if p.User != "" && os.Geteuid() == 0 || len(p.Paths) > 0 {
 		var err error
@@ -124,6 +127,12 @@ func wishOf(cfg *config.Config, path string) (*privilege.Wish, []string, error) 
 	w.Read = []string{parent(program)}
 	for _, f := range []string{cfg.Control.TLS.Cert, cfg.Control.TLS.Key, cfg.Control.TLS.ClientCA, cfg.Control.TLS.CRL} {
 		w.Read = append(w.Read, parent(f))
+	}
+	for _, sa := range cfg.IPsec.Static.SAs {
+		w.Read = append(w.Read, parent(sa.KeyFile))
+	}
+	if cmd := cfg.IPsec.Exec.Command; len(cmd) > 0 {
+		w.Read = append(w.Read, parent(cmd[0]))
 	}
 	for _, f := range cfg.SecretFiles() {
 		w.Read = append(w.Read, parent(f))

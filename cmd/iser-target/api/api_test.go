@@ -57,6 +57,7 @@ func TestOpenAPISchemasAreThoseOfTheTypes(t *testing.T) {
 		schema.SessionState{}, schema.CounterState{}, schema.PhaseState{}, schema.ConnectionState{}, schema.FramingState{}, schema.Explanation{}, schema.Rule{}, schema.LUNView{}, schema.Event{},
 		schema.Plan{}, schema.Step{}, config.Change{}, schema.Summary{}, schema.LimitState{}, schema.Rate{}, schema.InitiatorRate{},
 		schema.DrainRequest{}, schema.DrainState{}, schema.Upgrade{}, schema.Recovery{}, schema.ChecksumState{}, schema.ScrubRequest{}, schema.Scrub{}, schema.Faults{}, schema.FaultState{},
+		schema.ConnectionProtection{}, schema.IPsecState{}, schema.IPsecPortal{}, schema.IPsecTarget{}, schema.IPsecConnection{}, schema.IPsecSA{}, schema.IPsecDenials{},
 	} {
 		typ := reflect.TypeOf(v)
 		var want, got []string

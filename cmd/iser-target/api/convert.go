@@ -29,6 +29,7 @@ func targetConfig(t *schema.Target) config.Target {
 	c := config.NewTarget()
 	c.Name, c.Alias, c.Initiators, c.Networks = t.Name, t.Alias, t.Initiators, t.Networks
 	c.ResetsFor, c.PortalGroups = t.ResetsFor, t.PortalGroups
+	c.IPsec, c.IPsecProfile = t.IPsec, t.IPsecProfile
 	return c
 }
 
@@ -97,5 +98,5 @@ func rateConfig(path string, r *schema.Rate) (config.Rate, error) {
 
 // portalConfig converts the body of a request to the configuration of a portal.
 func portalConfig(p *schema.Portal) config.Portal {
-	return config.Portal{Listen: p.Listen, Advertise: p.Advertise, Transports: p.Transports, TPGT: cmp.Or(p.TPGT, 1)}
+	return config.Portal{Listen: p.Listen, Advertise: p.Advertise, Transports: p.Transports, TPGT: cmp.Or(p.TPGT, 1), IPsec: p.IPsec, IPsecProfile: p.IPsecProfile}
 }

@@ -355,6 +355,18 @@ func (s *Server) addPortal(r *http.Request) (any, error) {
 	return add(s, r, func(d *config.Document, p *schema.Portal) error { return d.AddPortal(portalConfig(p)) })
 }
 
+func (s *Server) setPortal(r *http.Request) (any, error) {
+	edit, _, err := editOf(r, func(d *config.Document, key, value string) error {
+		return d.SetPortal(r.PathValue("portal"), key, value)
+	})
+	if err != nil {
+		return nil, err
+	}
+	return s.change(r, edit)
+}
+
+func (s *Server) ipsec(*http.Request) (any, error) { return s.d.IPsec(), nil }
+
 func (s *Server) removePortal(r *http.Request) (any, error) {
 	return s.change(r, func(d *config.Document) error {
 		only, err := isOnly(d, func(cfg *config.Config) int { return len(cfg.Portals) }, func() error { return d.RemovePortal(r.PathValue("portal")) })

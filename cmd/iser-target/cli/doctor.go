@@ -38,7 +38,8 @@ func (p *program) doctor() *cobra.Command {
 	return p.output(verb{use: "doctor", short: "Check a running target for problems, and suggest remedies", args: cobra.NoArgs,
 		long: `Check a running target for problems: its configuration file, LUNs that are not
 ready, targets without a portal, disks that may fill up, refused logins, and limits
-that are used to 80 % or were reached within the last hour. doctor changes nothing. It exits with 1 if it finds a problem; warnings do not count. Run it
+that are used to 80 % or were reached within the last hour, and IPsec that cannot be
+enforced. doctor changes nothing. It exits with 1 if it finds a problem; warnings do not count. Run it
 on the machine of the target, because it checks the disks of its own machine.`,
 		run: func(ctx context.Context, c *call) error {
 			st, err := c.State(ctx)
@@ -64,6 +65,11 @@ on the machine of the target, because it checks the disks of its own machine.`,
 				return err
 			}
 			list = append(list, pressing...)
+			protection, err := checkIPsec(ctx, c.Client)
+			if err != nil {
+				return err
+			}
+			list = append(list, protection...)
 			if err := p.print(c.cmd.OutOrStdout(), list, func(t *table) {
 				for _, f := range list {
 					first, more, _ := strings.Cut(f.Text, "\n") // a file may have several errors

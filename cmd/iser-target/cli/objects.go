@@ -72,6 +72,8 @@ func (p *program) target() *cobra.Command {
 	f.StringArrayVar(&t.ResetsFor, "resets-for", nil,
 		"pattern of initiators whose resets also end commands of others; repeatable (default: none)")
 	f.IntSliceVar(&t.PortalGroups, "portal-group", nil, "tag of a portal group that serves the target; repeatable (default: all)")
+	f.StringVar(&t.IPsec, "ipsec", "", "off, audit or required (default: off)")
+	f.StringVar(&t.IPsecProfile, "ipsec-profile", "", "profile of the configuration that says which protection is good enough")
 	remove := p.change(verb{use: "delete NAME", short: "Delete a target with its LUNs; their files and devices stay",
 		args: cobra.ExactArgs(1), complete: p.complete(targets)},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
@@ -88,6 +90,7 @@ func targetTable(t *table, s schema.TargetState) {
 	t.row("alias", s.Alias)
 	t.row("authentication", s.Auth)
 	t.row("portal groups", numbers(s.PortalGroups))
+	t.row("IPsec", s.IPsec)
 	t.row("redirect", s.Redirect)
 	for _, pattern := range s.Initiators {
 		t.row("initiators", pattern)
@@ -461,9 +464,9 @@ apply at once, without an error for commands in progress. 0 and none remove a ra
 func (p *program) portal() *cobra.Command {
 	list := list(p, verb{use: "list", short: "List the portals", args: cobra.NoArgs},
 		func(ctx context.Context, c *call) ([]schema.PortalState, error) { return c.Portals(ctx) },
-		"LISTEN ADDRESS TPGT TRANSPORTS CONNECTIONS ADVERTISE", func(s *schema.PortalState) []any {
+		"LISTEN ADDRESS TPGT TRANSPORTS CONNECTIONS IPSEC ADVERTISE", func(s *schema.PortalState) []any {
 			return []any{s.Listen, s.Address, s.TPGT, strings.Join(s.Transports, ","),
-				s.Connections, strings.Join(s.Advertise, ",")}
+				s.Connections, s.IPsec, strings.Join(s.Advertise, ",")}
 		})
 	var po schema.Portal
 	add := p.change(verb{use: "add ADDRESS", short: "Add a portal: listen on another address, host:port", args: cobra.ExactArgs(1), complete: cobra.NoFileCompletions},
@@ -480,19 +483,31 @@ func (p *program) portal() *cobra.Command {
 	f := add.Flags()
 	f.IntVar(&po.TPGT, "tpgt", 1, "tag of the portal group")
 	f.StringSliceVar(&po.Transports, "transport", nil, "iser or tcp (default: both)")
+	f.StringVar(&po.IPsec, "ipsec", "", "off, audit or required (default: off)")
+	f.StringVar(&po.IPsecProfile, "ipsec-profile", "", "profile of the configuration that says which protection is good enough")
 	f.StringSliceVar(&po.Advertise, "advertise", nil, "address that discovery returns instead of ADDRESS; repeatable")
 	remove := p.change(verb{use: "remove ADDRESS", short: "Remove a portal: stop listening on its address", args: cobra.ExactArgs(1), complete: p.complete(portals)},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
 			return c.RemovePortal(ctx, c.args[0], o)
 		})
-	return group("portal", "Manage portals, the addresses that the target listens on", list, add, remove)
+	set := p.change(verb{use: "set ADDRESS KEY=VALUE...", short: "Set keys of a portal", args: cobra.MinimumNArgs(2), complete: p.complete(portals),
+		long:    "Set keys of a portal in one change. Keys and values are those of portals in the\nconfiguration file (docs/config.md).",
+		example: "  iser-target portal set 192.0.2.1:3260 ipsec=required ipsec_profile=storage"},
+		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
+			v, err := c.values(c.args[1:])
+			if err != nil {
+				return nil, err
+			}
+			return c.SetPortal(ctx, c.args[0], v, o)
+		})
+	return group("portal", "Manage portals, the addresses that the target listens on", list, add, set, remove)
 }
 
 // session returns the commands about sessions.
 func (p *program) session() *cobra.Command {
 	list := list(p, verb{use: "list", short: "List the sessions", args: cobra.NoArgs},
 		func(ctx context.Context, c *call) ([]schema.SessionState, error) { return c.Sessions(ctx) },
-		"TSIH INITIATOR TARGET TRANSPORT CONNECTIONS FROM SINCE TASKS", func(s *schema.SessionState) []any {
+		"TSIH INITIATOR TARGET TRANSPORT CONNECTIONS FROM SINCE TASKS IPSEC", func(s *schema.SessionState) []any {
 			from := ""
 			if len(s.Connections) > 0 {
 				from = s.Connections[0].Remote
@@ -502,7 +517,7 @@ func (p *program) session() *cobra.Command {
 				target = "(discovery)"
 			}
 			return []any{s.TSIH, s.Initiator, target, s.Transport, len(s.Connections), from,
-				s.Started.Local().Format(time.DateTime), s.Tasks}
+				s.Started.Local().Format(time.DateTime), s.Tasks, s.Protection().Text()}
 		})
 	show := show(p, verb{use: "show TSIH", short: "Show a session with its parameters, counters and connections",
 		args: cobra.ExactArgs(1), parse: (*call).parseTSIH, complete: p.complete(sessions)},
@@ -543,6 +558,9 @@ func sessionTable(t *table, s schema.SessionState) {
 			text += fmt.Sprintf(", CRC %v, Markers %v in and %v out, ORD %d", config.Switch(f.CRC), config.Switch(f.MarkersIn), config.Switch(f.MarkersOut), f.ORD)
 		}
 		t.row(fmt.Sprintf("connection %d", c.CID), text)
+		if c.IPsec != nil {
+			t.row("IPsec", protectionText(c.IPsec))
+		}
 	}
 }
 

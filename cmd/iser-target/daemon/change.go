@@ -143,12 +143,13 @@ func (d *Daemon) dryRun(from origin, next func() (*config.Document, error)) (*sc
 	if err != nil {
 		return nil, err
 	}
+	forecast := d.ipsec.forecast(context.Background(), cfg)
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if n := d.served.next; from == fromElsewhere && n != nil && bytes.Equal(doc.Bytes(), n.Bytes()) {
 		return &schema.Plan{Steps: []schema.Step{}}, nil // a change in progress applies this document already
 	}
-	return d.plan(cfg), nil
+	return d.plan(cfg, forecast), nil
 }
 
 // commit makes the document that next returns the running one, and releases e: it plans, saves the
@@ -161,8 +162,9 @@ func (e *editor) commit(ctx context.Context, from origin, next func() (*config.D
 	if err != nil {
 		return nil, nil, err
 	}
+	forecast := d.ipsec.forecast(ctx, cfg)
 	d.mu.Lock()
-	plan := d.plan(cfg)
+	plan := d.plan(cfg, forecast)
 	d.mu.Unlock()
 	if err := allowed(plan, o); err != nil {
 		d.log.WarnContext(ctx, "change refused", eventKey, "config", "reason", err)
@@ -195,6 +197,10 @@ func (e *editor) commit(ctx context.Context, from origin, next func() (*config.D
 		o.File.Keep()
 	}
 	c.complete(doc)
+	if len(forecast) > 0 {
+		c.ending = append(c.ending, func(s *iscsi.SessionInfo) string { return forecastOf(s, forecast) })
+	}
+	d.ipsec.apply(d.served.cfg)
 	return c.cleanup(), plan, nil
 }
 
@@ -280,6 +286,9 @@ func (c *change) lasting() context.Context { return context.WithoutCancel(c.ctx)
 
 // run takes the steps of the plan.
 func (c *change) run() error {
+	if err := c.useIPsec(); err != nil {
+		return err
+	}
 	updated := map[string]bool{} // objects whose updates are done
 	for _, s := range c.plan.Steps {
 		name := s.Change.Object()
@@ -291,10 +300,33 @@ func (c *change) run() error {
 			return fmt.Errorf("%v: %w", s.Change, err)
 		}
 	}
+	if err := c.refreshListeners(); err != nil {
+		return err
+	}
 	if err := c.d.before("paths"); err != nil {
 		return err
 	}
 	return c.refreshPaths()
+}
+
+// useIPsec makes the driver of the next configuration the one that answers.
+func (c *change) useIPsec() error {
+	now := c.d.served.cfg
+	if !changesIPsec(now, c.cfg) && !addsIPsec(c.plan) {
+		return nil
+	}
+	if err := c.d.ipsec.use(c.cfg); err != nil {
+		return err
+	}
+	c.onUndo(func() error { return c.d.ipsec.use(now) })
+	return nil
+}
+
+// addsIPsec reports whether p adds what may require IPsec.
+func addsIPsec(p *schema.Plan) bool {
+	return slices.ContainsFunc(p.Steps, func(s schema.Step) bool {
+		return s.Change.Op == config.Add && (s.Change.Kind == config.KindPortal || s.Change.Kind == config.KindTarget)
+	})
 }
 
 // step makes one difference true, as c.cfg describes it. An update does so for all keys
@@ -338,6 +370,7 @@ func init() {
 		{config.KindLog, config.Update}:           (*change).updateLog,
 		{config.KindWatch, config.Update}:         readWhereUsed,
 		{config.KindControl, config.Update}:       readWhereUsed,
+		{config.KindIPsec, config.Update}:         readWhereUsed, // see useIPsec
 	}
 }
 

@@ -12,8 +12,8 @@ import (
 func (e *editor) portal(listen string) *portal { return e.d.served.portal(listen) }
 
 // openPortal listens on a portal and serves it, if Run has begun.
-func (e *editor) openPortal(cfg config.Portal) (*portal, error) {
-	p, err := e.d.listen(cfg)
+func (e *editor) openPortal(cfg config.Portal, policy listenerPolicy) (*portal, error) {
+	p, err := e.d.listen(cfg, policy)
 	if err != nil {
 		return nil, err
 	}
@@ -31,13 +31,14 @@ func (e *editor) unlistPortal(p *portal) {
 }
 
 func (c *change) addPortal(ch config.Change) error {
-	p, err := c.openPortal(*portalOf(c.cfg, ch.Portal))
+	pc := *portalOf(c.cfg, ch.Portal)
+	p, err := c.openPortal(pc, policyOf(c.cfg, pc))
 	if err != nil {
 		return err
 	}
 	c.onUndo(func() error {
 		c.unlistPortal(p)
-		return p.l.Close()
+		return p.close()
 	})
 	return nil
 }
@@ -52,11 +53,11 @@ func (c *change) removePortal(ch config.Change) error {
 	}
 	cur := p.cur.Load()
 	c.unlistPortal(p)
-	if err := p.l.Close(); err != nil {
+	if err := p.close(); err != nil {
 		return err
 	}
 	c.onUndo(func() error {
-		_, err := c.openPortal(cur.cfg)
+		_, err := c.openPortal(cur.cfg, p.policy)
 		return err
 	})
 	c.endIf(p.carries, "the portal was removed")

@@ -34,7 +34,6 @@ import (
 	"github.com/iser-target/iser-target/lun/fair"
 	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/rdma"
-	"github.com/iser-target/iser-target/security"
 	"github.com/iser-target/iser-target/security/limits"
 )
 
@@ -67,6 +66,7 @@ type Options struct {
 	// For tests.
 	openStore func(*config.LUN) (backend.Store, error) // nil: openBackend
 	waits     waits                                    // zero: defaultWaits
+	ipsec     ipsecHooks                               // zero: defaultIPsecHooks
 }
 
 // A Daemon is a running target.
@@ -85,6 +85,7 @@ type Daemon struct {
 
 	node          *iscsi.Node
 	net           network
+	ipsec         *protection
 	state         *stateFiles
 	changes       changes
 	calls         calls
@@ -114,7 +115,6 @@ type Daemon struct {
 
 // network is what connections need before they belong to a session.
 type network struct {
-	policy    security.ConnPolicy
 	domain    *rdma.Domain
 	rdma      atomic.Pointer[rdma.Options] // of the next connections
 	limits    *limits.Set
@@ -148,7 +148,7 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 		manager: cmp.Or(o.Manager, &systemd.Manager{}),
 		ready:   make(chan struct{}),
 		reloads: make(chan string, 1),
-		net:     network{policy: security.AllowAll{}, domain: rdma.NewDomain(), captures: capture.NewHub(), limits: limits.New()},
+		net:     network{domain: rdma.NewDomain(), captures: capture.NewHub(), limits: limits.New()},
 		changes: changes{lock: make(chan struct{}, 1)},
 		served:  served{doc: doc, cfg: cfg},
 		builds:  map[string]bool{},
@@ -159,6 +159,7 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 		received: o.Received, successor: o.Successor, upgraded: make(chan struct{}),
 	}
 	d.net.newcomers.limits = d.net.limits
+	d.ipsec = newProtection(d, o.ipsec)
 	d.openStore = o.openStore
 	if d.openStore == nil {
 		d.openStore = d.openBackend
@@ -187,7 +188,7 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 	}
 	if err != nil {
 		d.closeListeners()
-		err = errors.Join(err, d.closeUnits())
+		err = errors.Join(err, d.closeUnits(), d.ipsec.close())
 		d.logTo.end()
 		return nil, err
 	}
@@ -269,8 +270,11 @@ func (d *Daemon) open() error {
 	if err := e.startTargets(); err != nil {
 		return err
 	}
+	if err := d.ipsec.use(cfg); err != nil {
+		return err
+	}
 	for _, pc := range cfg.Portals {
-		if _, err := e.openPortal(pc); err != nil {
+		if _, err := e.openPortal(pc, policyOf(cfg, pc)); err != nil {
 			return err
 		}
 	}
@@ -379,6 +383,7 @@ func (d *Daemon) Run(ctx context.Context) error {
 	for _, run := range d.continued {
 		d.net.wg.Go(run)
 	}
+	d.ipsec.apply(d.served.cfg) // to sessions that continue: their keys may have changed meanwhile
 	defer d.watchdog()()
 	if ctx.Err() == nil {
 		d.notify("READY=1", systemd.Status(d.status()))
@@ -433,7 +438,7 @@ func (d *Daemon) shutDown(timeout time.Duration) error {
 	if err != nil {
 		err = fmt.Errorf("sessions did not end within %v: %w", timeout, err)
 	}
-	err = errors.Join(err, d.closeUnits())
+	err = errors.Join(err, d.closeUnits(), d.ipsec.close())
 	d.gate.flush()
 	if err == nil {
 		d.log.Info("stopped")
@@ -459,7 +464,7 @@ func wait(ctx context.Context, wg *sync.WaitGroup) error {
 // closeListeners closes the portals and the side servers.
 func (d *Daemon) closeListeners() {
 	for _, p := range d.served.portals {
-		p.l.Close()
+		p.close()
 	}
 	for _, s := range d.side {
 		s.close()

@@ -61,7 +61,7 @@ func (u *upgrade) deposit() error {
 	defer s.Close()
 	st, err := u.collect(&s, func(name string) bool {
 		listen, ok := strings.CutPrefix(name, portalName)
-		p := d.served.portal(listen)
+		p := d.served.portal(strings.TrimSuffix(listen, secondName))
 		return ok && p != nil && !p.passed // the manager has those that it passed
 	})
 	if err != nil {
@@ -74,6 +74,10 @@ func (u *upgrade) deposit() error {
 		return err
 	}
 	if err := d.manager.Stored(); err != nil {
+		return err
+	}
+	u.detached = true
+	if err := d.ipsec.detach(); err != nil {
 		return err
 	}
 	ctx, cancel = context.WithTimeout(context.Background(), cutTime)

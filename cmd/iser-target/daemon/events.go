@@ -8,7 +8,9 @@ import (
 	"sync"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/lun"
+	"github.com/iser-target/iser-target/security/ipsec"
 	"github.com/iser-target/iser-target/security/limits"
 )
 
@@ -120,7 +122,15 @@ func (d *Daemon) Subscribe() (news <-chan struct{}, cancel func()) {
 const eventKey = "event"
 
 // report writes e as a line of the log, which eventHandler stores as an Event.
-func (d *Daemon) report(e lun.Event) { e.Log(d.log, slog.String(eventKey, e.Kind())) }
+func (d *Daemon) report(e lun.Event) {
+	attrs := []slog.Attr{slog.String(eventKey, e.Kind())}
+	if l, ok := e.(iscsi.LoginEvent); ok {
+		if v, demand := d.ipsec.known(l.Local, l.Remote).now(); demand != ipsec.Off {
+			attrs = append(attrs, verdictAttrs(v)...)
+		}
+	}
+	e.Log(d.log, attrs...)
+}
 
 // reportBite reports that a limit has begun to refuse, or to make wait. It does not wait for the
 // log: the caller may hold locks.

@@ -21,19 +21,37 @@ import (
 // empty: the first portal that leads to the target. Explain does not check secrets: it
 // only says that a login requires CHAP.
 func (d *Daemon) Explain(initiator, target, portal, from string) schema.Explanation {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	e := &explaining{cfg: d.served.cfg, Explanation: schema.Explanation{Rules: []schema.Rule{}}}
-	if e.run(d, initiator, target, portal, from) {
-		e.Admitted, e.Status = true, pdu.LoginSuccess.String()
-	}
+	e := &explaining{Explanation: schema.Explanation{Rules: []schema.Rule{}}}
+	d.locked(func() {
+		e.cfg = d.served.cfg
+		if e.run(d, initiator, target, portal, from) {
+			e.Admitted, e.Status = true, pdu.LoginSuccess.String()
+		}
+	})
+	d.ipsec.explain(e, from) // which asks the driver
 	return e.Explanation
 }
 
 // An explaining is an Explanation in progress.
 type explaining struct {
 	schema.Explanation
-	cfg *config.Config
+	cfg       *config.Config
+	initiator string         // normalized
+	target    string         // the same
+	portal    *config.Portal // nil: none was found
+	listen    net.Addr       // of the portal
+	at        int            // index of the next rule about IPsec
+}
+
+// insert adds a rule about IPsec. One that has not passed is the last one.
+func (e *explaining) insert(name string, passed bool, why string, a ...any) {
+	r := schema.Rule{Rule: name, Passed: passed, Why: fmt.Sprintf(why, a...)}
+	if !passed {
+		e.Rules, e.LUNs = e.Rules[:e.at], nil
+		e.Admitted, e.Status = false, pdu.LoginAuthorization.String()
+	}
+	e.Rules = slices.Insert(e.Rules, e.at, r)
+	e.at++
 }
 
 // rule adds a rule. If it has not passed, its status is that of the Explanation.
@@ -81,6 +99,7 @@ func (e *explaining) run(d *Daemon, initiator, target, by, from string) bool {
 		speaks = []string{string(transportISER), string(transportTCP)}
 	}
 	e.rule("portal group", true, 0, "portal %s, in portal group %d, leads to the target, over %s", p.cfg.Listen, p.cfg.TPGT, strings.Join(speaks, " and "))
+	e.initiator, e.target, e.portal, e.listen, e.at = name, tname, &p.cfg, d.served.portals[i].l.Addr(), len(e.Rules)
 	pattern := matching(t.Initiators, name)
 	if pattern == "" {
 		return e.rule("initiators", false, pdu.LoginAuthorization, "no pattern of the target matches: %s", list(t.Initiators))

@@ -160,6 +160,7 @@ func (d *Daemon) continueSession(st iscsi.SessionState) (err error) {
 	var (
 		ends      []iscsi.End
 		newcomers []*newcomer
+		known     []*guarded
 	)
 	defer func() {
 		if err == nil {
@@ -168,11 +169,17 @@ func (d *Daemon) continueSession(st iscsi.SessionState) (err error) {
 		for _, n := range newcomers {
 			d.net.newcomers.end(n)
 		}
+		for _, g := range known {
+			d.ipsec.leave(g)
+		}
 	}()
 	for i := range st.Conns {
-		end, n, err := d.continueConnection(&st, &st.Conns[i])
+		end, n, g, err := d.continueConnection(&st, &st.Conns[i])
 		if n != nil {
 			newcomers = append(newcomers, n)
+		}
+		if g != nil {
+			known = append(known, g)
 		}
 		if err != nil {
 			for _, e := range ends {
@@ -187,9 +194,10 @@ func (d *Daemon) continueSession(st iscsi.SessionState) (err error) {
 		return err
 	}
 	for i, serve := range run {
-		dm, n := ends[i].Mover, newcomers[i]
+		dm, n, g := ends[i].Mover, newcomers[i], known[i]
 		d.continued = append(d.continued, func() {
 			defer d.net.newcomers.end(n)
+			defer d.ipsec.leave(g)
 			defer dm.Close()
 			serve() // which logs the end
 		})
@@ -198,15 +206,15 @@ func (d *Daemon) continueSession(st iscsi.SessionState) (err error) {
 }
 
 // continueConnection returns where a connection of st continues. n is nil if it got no place.
-func (d *Daemon) continueConnection(st *iscsi.SessionState, c *iscsi.ConnState) (end iscsi.End, n *newcomer, err error) {
+func (d *Daemon) continueConnection(st *iscsi.SessionState, c *iscsi.ConnState) (end iscsi.End, n *newcomer, g *guarded, err error) {
 	f := d.received.Take(handover.KindConnection, handover.ConnectionName(st.TSIH, c.CID))
 	if f == nil {
-		return end, nil, errors.New("its socket is missing")
+		return end, nil, nil, errors.New("its socket is missing")
 	}
 	defer f.Close()
 	nc, err := net.FileConn(f)
 	if err != nil {
-		return end, nil, err
+		return end, nil, nil, err
 	}
 	defer func() {
 		if err != nil {
@@ -217,15 +225,17 @@ func (d *Daemon) continueConnection(st *iscsi.SessionState, c *iscsi.ConnState) 
 	p := d.portalAt(c.Portal)
 	switch {
 	case !ok:
-		return end, nil, fmt.Errorf("its socket is one of %s", nc.LocalAddr().Network())
+		return end, nil, nil, fmt.Errorf("its socket is one of %s", nc.LocalAddr().Network())
 	case p == nil:
-		return end, nil, fmt.Errorf("its portal %s is missing", c.Portal)
+		return end, nil, nil, fmt.Errorf("its portal %s is missing", c.Portal)
 	}
 	if n, err = d.net.newcomers.add(context.Background(), socket, p.l.Addr()); err != nil {
-		return end, nil, err
+		return end, nil, nil, err
 	}
 	tap := d.net.captures.Tap(socket)
 	n.abortBy(tap.Abort)
+	g = d.ipsec.add(p, n, tap)
+	d.ipsec.resume(g, iscsi.Claim{Initiator: st.Initiator, Target: st.Target, Discovery: st.Params.Discovery})
 	end = iscsi.End{Portal: p.cur.Load().Portal, Options: iscsi.ServeOptions{
 		Accepted: c.Accepted,
 		Joined:   func(tsih uint16, discovery bool) { d.joined(n, tap, tsih, discovery) },
@@ -234,29 +244,29 @@ func (d *Daemon) continueConnection(st *iscsi.SessionState, c *iscsi.ConnState) 
 	case transportTCP:
 		var state tcp.State
 		if err := json.Unmarshal(c.Mover, &state); err != nil {
-			return end, n, err
+			return end, n, g, err
 		}
 		dm, err := tcp.Continue(tap, state)
 		if err != nil {
-			return end, n, err
+			return end, n, g, err
 		}
 		tap.Unread(dm.Unread)
 		end.Mover = dm
 	case transportISER:
 		var state iser.State
 		if err := json.Unmarshal(c.Mover, &state); err != nil {
-			return end, n, err
+			return end, n, g, err
 		}
 		dm, err := iser.Continue(tap, iser.Options{RDMA: *d.net.rdma.Load()}, state)
 		if err != nil {
-			return end, n, err
+			return end, n, g, err
 		}
 		tap.Unread(dm.Stream().Unread)
 		end.Mover = dm
 	default:
-		return end, n, fmt.Errorf("its transport is %q", c.Transport)
+		return end, n, g, fmt.Errorf("its transport is %q", c.Transport)
 	}
-	return end, n, nil
+	return end, n, g, nil
 }
 
 // portalAt returns the portal with that address, or nil.

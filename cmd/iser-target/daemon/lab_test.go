@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -17,6 +18,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -28,16 +30,18 @@ const (
 // A lab is a daemon whose configuration a test composes from parts.
 type lab struct {
 	*Daemon
-	t    *testing.T
-	dir  string
-	path string
+	t     *testing.T
+	dir   string
+	path  string
+	lines *testkit.Log
+	hooks ipsecHooks
 	// Parts of the configuration.
 	portals, initiators, resets, luns, more, targets string
 }
 
 // newLab returns a lab that runs until the test ends. The functions change its parts first.
 func newLab(t *testing.T, o ...func(*lab)) *lab {
-	l := &lab{t: t, dir: t.TempDir(),
+	l := &lab{t: t, dir: t.TempDir(), lines: &testkit.Log{},
 		portals:    `{listen: "127.0.0.1:0"}`,
 		initiators: `"*"`,
 		luns:       `{id: 0, backend: memory, size: 4MiB}`,
@@ -47,7 +51,13 @@ func newLab(t *testing.T, o ...func(*lab)) *lab {
 	}
 	l.path = filepath.Join(l.dir, "c.yaml")
 	l.write()
-	l.Daemon = serveFile(t, l.path)
+	var end func() error
+	l.Daemon, end = run(t, l.path, Options{LogTo: io.MultiWriter(l.lines, t.Output()), ipsec: l.hooks})
+	t.Cleanup(func() {
+		if err := end(); err != nil {
+			t.Error(err)
+		}
+	})
 	return l
 }
 

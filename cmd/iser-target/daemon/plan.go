@@ -12,6 +12,7 @@ import (
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/lun/invariant"
+	"github.com/iser-target/iser-target/security/ipsec"
 )
 
 // ChangeOptions say how the daemon makes a change.
@@ -90,10 +91,11 @@ var (
 	ErrEdited = errors.New("the configuration file was edited, and the edit is not applied yet")
 )
 
-// plan returns the steps from the running configuration to cfg, and what they disturb.
+// plan returns the steps from the running configuration to cfg, and what they disturb. forecast says which connections end because
+// IPsec does not protect them as cfg requires.
 //
 // Preconditions: d.mu is held.
-func (d *Daemon) plan(cfg *config.Config) *schema.Plan {
+func (d *Daemon) plan(cfg *config.Config, forecast map[ipsec.Flow]string) *schema.Plan {
 	invariant.Held(&d.mu)
 	p := &schema.Plan{Steps: []schema.Step{}}
 	var cutting []schema.Step
@@ -109,8 +111,9 @@ func (d *Daemon) plan(cfg *config.Config) *schema.Plan {
 		case config.KindPortal:
 			hit = d.served.disturbedByPortal(ch)
 		}
+		unprotected := endsBy(ch, forecast, d.served.portal(ch.Portal))
 		for i := range sessions {
-			if hit != nil && hit(&sessions[i]) {
+			if hit != nil && hit(&sessions[i]) || unprotected != nil && unprotected(&sessions[i]) {
 				s.Disturbs = append(s.Disturbs, sessionName(sessions[i].TSIH, sessions[i].Initiator))
 			}
 		}

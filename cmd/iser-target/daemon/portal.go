@@ -21,6 +21,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/tcp"
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma"
+	"github.com/iser-target/iser-target/security/ipsec"
 	"github.com/iser-target/iser-target/security/limits"
 )
 
@@ -30,6 +31,10 @@ const userTimeout = 60 * time.Second
 // A portal is a listener and its current description.
 type portal struct {
 	l *handover.Listener
+	// v4 is a second listener, for IPv4, of a portal on all addresses that requires IPsec, because a policy is of one address
+	// family; or nil.
+	v4     *handover.Listener
+	policy listenerPolicy // of both; the editor's
 	// passed says that the service manager has the socket, too. Then the address stays in
 	// use when l is closed, and initiators that connect wait.
 	passed bool
@@ -37,6 +42,22 @@ type portal struct {
 
 	mu  sync.Mutex
 	had []*iscsi.Portal // all that cur has pointed to; guarded by mu
+}
+
+// listeners returns those of p.
+func (p *portal) listeners() []*handover.Listener {
+	if p.v4 == nil {
+		return []*handover.Listener{p.l}
+	}
+	return []*handover.Listener{p.l, p.v4}
+}
+
+// close closes the listeners of p.
+func (p *portal) close() (err error) {
+	for _, l := range p.listeners() {
+		err = errors.Join(err, l.Close())
+	}
+	return err
 }
 
 // connections counts the connections of s through p.
@@ -65,27 +86,10 @@ type servedPortal struct {
 const portalName = "portal "
 
 // listen listens on a portal, on the socket from another process or the service manager if there is one.
-func (d *Daemon) listen(c config.Portal) (*portal, error) {
+func (d *Daemon) listen(c config.Portal, policy listenerPolicy) (*portal, error) {
 	p := &portal{}
-	l, received, err := d.listeners.Listen(portalName+c.Listen, func() (net.Listener, error) {
-		s := d.manager.Match(c.Listen)
-		if s == nil {
-			lc := net.ListenConfig{Control: setOptions}
-			return lc.Listen(context.Background(), "tcp", c.Listen)
-		}
-		p.passed = true
-		if err := control(s.Listener.(*net.TCPListener)); err != nil {
-			s.Close()
-			return nil, err
-		}
-		return s.Listener, nil
-	})
-	if err != nil {
+	if err := d.openListeners(p, c, policy); err != nil {
 		return nil, fmt.Errorf("portal %s: %w", c.Listen, err)
-	}
-	p.l = l
-	if received {
-		p.passed = slices.Contains(d.received.Passed, c.Listen)
 	}
 	d.describePortal(p, c)
 	return p, nil
@@ -94,7 +98,9 @@ func (d *Daemon) listen(c config.Portal) (*portal, error) {
 // describePortal describes p by c to new connections and to discovery. It returns the
 // description before, or nil.
 func (d *Daemon) describePortal(p *portal, c config.Portal) (old *servedPortal) {
-	pc := iscsi.PortalConfig{Listen: p.l.Addr().String(), Advertise: c.Advertise, TPGT: uint16(c.TPGT)}
+	pc := iscsi.PortalConfig{
+		Listen: p.l.Addr().String(), Advertise: c.Advertise, TPGT: uint16(c.TPGT), Protected: c.Demand() == ipsec.Required,
+	}
 	if c.Serves(string(transportISER)) {
 		pc.StepUp = d.stepUp
 	}
@@ -107,15 +113,6 @@ func (d *Daemon) describePortal(p *portal, c config.Portal) (old *servedPortal) 
 		d.node.RemovePortal(old.Portal)
 	}
 	return old
-}
-
-// control sets the socket options of an open listener.
-func control(l *net.TCPListener) error {
-	raw, err := l.SyscallConn()
-	if err != nil {
-		return err
-	}
-	return setOptions("", "", raw)
 }
 
 // setOptions sets the socket options of a portal, which accepted connections inherit.
@@ -134,8 +131,10 @@ func (e *editor) accept(p *portal) {
 		return
 	}
 	cur := p.cur.Load()
-	d.log.Info("serving", "portal", p.l.Addr(), "tpgt", cur.TPGT, "advertise", cur.Advertise, eventKey, "service")
-	d.net.wg.Go(func() { d.acceptLoop(ctx, p) })
+	d.log.Info("serving", "portal", p.l.Addr(), "tpgt", cur.TPGT, "advertise", cur.Advertise, "ipsec", cur.cfg.Demand(), eventKey, "service")
+	for _, l := range p.listeners() {
+		d.net.wg.Go(func() { d.acceptLoop(ctx, p, l) })
+	}
 }
 
 // The times between two attempts to accept while the process is out of file descriptors or memory.
@@ -145,19 +144,19 @@ const (
 )
 
 // acceptLoop accepts connections until the listener is closed.
-func (d *Daemon) acceptLoop(ctx context.Context, p *portal) {
+func (d *Daemon) acceptLoop(ctx context.Context, p *portal, l *handover.Listener) {
 	pause := acceptPause
 	for {
-		nc, err := p.l.Accept()
+		nc, err := l.Accept()
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
 		if err == nil {
 			pause = acceptPause
-			d.admit(ctx, p, nc)
+			d.admit(ctx, p, l, nc)
 			continue
 		}
-		d.acceptFailed(p, err)
+		d.acceptFailed(l, err)
 		select {
 		case <-ctx.Done():
 			return
@@ -167,19 +166,19 @@ func (d *Daemon) acceptLoop(ctx context.Context, p *portal) {
 	}
 }
 
-// acceptFailed logs that p cannot accept. If the process is out of file descriptors, the newcomer that
+// acceptFailed logs that l cannot accept. If the process is out of file descriptors, the newcomer that
 // yields first frees one.
-func (d *Daemon) acceptFailed(p *portal, err error) {
+func (d *Daemon) acceptFailed(l *handover.Listener, err error) {
 	var also []any
 	if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) {
 		reason := fmt.Errorf("the process is out of file descriptors, and this one had not logged in: %w", errDisplaced)
-		also = []any{"displaced", d.net.newcomers.shed(p.l.Addr(), reason)}
+		also = []any{"displaced", d.net.newcomers.shed(l.Addr(), reason)}
 	}
-	d.log.Error("accept", append([]any{"portal", p.l.Addr(), "reason", err}, also...)...)
+	d.log.Error("accept", append([]any{"portal", l.Addr(), "reason", err}, also...)...)
 }
 
-// admit serves nc if there is a place for it.
-func (d *Daemon) admit(ctx context.Context, p *portal, nc net.Conn) {
+// admit serves nc, which l of p has accepted, if there is a place for it.
+func (d *Daemon) admit(ctx context.Context, p *portal, accepted *handover.Listener, nc net.Conn) {
 	if d.fewDescriptors(nc.(*net.TCPConn)) {
 		l := &d.net.limits.Descriptors
 		l.Bite(limits.AddressKey(nc.RemoteAddr()))
@@ -189,7 +188,7 @@ func (d *Daemon) admit(ctx context.Context, p *portal, nc net.Conn) {
 			return
 		}
 	}
-	n, err := d.net.newcomers.add(ctx, nc, p.l.Addr())
+	n, err := d.net.newcomers.add(ctx, nc, accepted.Addr())
 	if err != nil {
 		d.refuse(nc, "limit", err)
 		return
@@ -198,20 +197,24 @@ func (d *Daemon) admit(ctx context.Context, p *portal, nc net.Conn) {
 	n.abortBy(tap.Abort)
 	d.net.wg.Go(func() {
 		defer d.net.newcomers.end(n)
-		d.serve(p.cur.Load(), n, tap)
+		d.serve(p, n, tap)
 	})
 }
 
 // serve runs a connection from its first byte to its end.
-func (d *Daemon) serve(p *servedPortal, n *newcomer, nc *capture.Conn) {
+func (d *Daemon) serve(on *portal, n *newcomer, nc *capture.Conn) {
 	accepted := time.Now()
-	if err := d.net.policy.Admit(nc.LocalAddr(), nc.RemoteAddr()); err != nil {
-		d.refuse(nc, "policy", err)
+	p := on.cur.Load()
+	g := d.ipsec.add(on, n, nc)
+	defer d.ipsec.leave(g)
+	if err := d.ipsec.accept(g); err != nil {
+		d.refuse(nc, "ipsec", err)
 		return
 	}
 	dm, stage, err := d.mover(n.ctx, p, nc, accepted.Add(time.Duration(d.net.login.Load())))
 	if err != nil {
-		if cause := context.Cause(n.ctx); errors.Is(cause, errDisplaced) {
+		var unprotected unprotectedError
+		if cause := context.Cause(n.ctx); errors.Is(cause, errDisplaced) || errors.As(cause, &unprotected) {
 			err = cause
 		}
 		d.refuse(nc, stage, err)
@@ -219,9 +222,11 @@ func (d *Daemon) serve(p *servedPortal, n *newcomer, nc *capture.Conn) {
 	}
 	defer dm.Close()
 	p.Serve(dm, iscsi.ServeOptions{ // which logs the outcome
-		Accepted: accepted,
-		Joined:   func(tsih uint16, discovery bool) { d.joined(n, nc, tsih, discovery) },
-		Advanced: func(p limits.Progress) { d.net.newcomers.advance(n, p) },
+		Accepted:  accepted,
+		Joined:    func(tsih uint16, discovery bool) { d.joined(n, nc, tsih, discovery) },
+		Advanced:  func(p limits.Progress) { d.net.newcomers.advance(n, p) },
+		Encrypted: g.encrypted,
+		Authorize: func(c iscsi.Claim) error { return d.ipsec.authorize(g, c) },
 	})
 }
 

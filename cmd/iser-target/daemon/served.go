@@ -10,6 +10,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/security/ipsec"
 )
 
 // served is what runs. Daemon.mu guards it; only an editor writes it.
@@ -140,7 +141,7 @@ func (t *servedTarget) config(c *config.Target, cfg *config.Config) (iscsi.Targe
 		},
 		Name: c.Name, Alias: c.Alias, Initiators: initiators, Networks: networks, ResetsFor: resetters, Auth: chap,
 		Redirect: iscsi.Redirect{Address: c.Redirect.To, Permanent: c.Redirect.Permanent},
-		LUNs:     t.inventory, PortalGroups: cfg.TPGTs(c),
+		LUNs:     t.inventory, PortalGroups: cfg.TPGTs(c), Protected: c.Demand() == ipsec.Required,
 	}, nil
 }
 

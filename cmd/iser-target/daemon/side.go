@@ -52,7 +52,7 @@ func (d *Daemon) newSideServers(dashboard func(*Daemon, net.Listener) (end func(
 			address: func(c *config.Config) string { return c.Metrics.Listen },
 			serve: func(l net.Listener) func() {
 				mux := http.NewServeMux()
-				mux.Handle("GET /metrics", metrics.Handler(d.node, d.net.domain, d.net.limits, d.expiries))
+				mux.Handle("GET /metrics", metrics.Handler(d.node, d.net.domain, d.net.limits, d.expiries, d.ipsecMetrics))
 				return serveHTTP(l, mux, metricsConnections, metricsTime)
 			},
 		},

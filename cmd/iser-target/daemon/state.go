@@ -18,6 +18,7 @@ import (
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/lun/invariant"
 	"github.com/iser-target/iser-target/security"
+	"github.com/iser-target/iser-target/security/ipsec"
 )
 
 // reservationTypes are the names of persistent reservation types (SPC-4, section 5.13.4).
@@ -48,7 +49,7 @@ func (d *Daemon) State() schema.State {
 	}
 	for _, p := range d.served.portals {
 		cur := p.cur.Load()
-		ps := schema.PortalState{Listen: cur.cfg.Listen, Address: p.l.Addr().String(), TPGT: cur.cfg.TPGT, Advertise: cur.cfg.Advertise}
+		ps := schema.PortalState{Listen: cur.cfg.Listen, Address: p.l.Addr().String(), TPGT: cur.cfg.TPGT, Advertise: cur.cfg.Advertise, IPsec: string(cur.cfg.Demand())}
 		for _, tr := range []transport{transportISER, transportTCP} {
 			if cur.cfg.Serves(string(tr)) {
 				ps.Transports = append(ps.Transports, string(tr))
@@ -65,6 +66,9 @@ func (d *Daemon) State() schema.State {
 	previous := previousProofs(d.served.cfg)
 	for i := range sessions {
 		s := sessionState(&sessions[i])
+		for j, c := range sessions[i].Conns {
+			s.Connections[j].IPsec = d.ipsec.protectionState(d.ipsec.known(c.Local, c.Remote))
+		}
 		s.OutdatedSecret = s.User != "" && previous[s.Target+" "+sessions[i].Params.CHAPProof]
 		st.Sessions = append(st.Sessions, s)
 	}
@@ -147,12 +151,13 @@ func absolute(path string) string {
 // Preconditions: d.mu is held.
 func (d *Daemon) targetState(t *servedTarget, sessions []iscsi.SessionInfo) schema.TargetState {
 	invariant.Held(&d.mu)
-	ts := schema.TargetState{Name: t.name, Auth: "none", LUNs: []schema.LUNState{}, PortalGroups: []int{}}
+	ts := schema.TargetState{Name: t.name, Auth: "none", IPsec: string(ipsec.Off), LUNs: []schema.LUNState{}, PortalGroups: []int{}}
 	if c := targetOf(d.served.cfg, t.name); c != nil { // nil while t is being added
 		ts.Alias, ts.Initiators, ts.Networks, ts.ResetsFor, ts.Redirect = c.Alias, c.Initiators, c.Networks, c.ResetsFor, c.Redirect.To
 		if c.Auth.Method == "chap" {
 			ts.Auth = c.Auth.Method
 		}
+		ts.IPsec = string(c.Demand())
 		for _, tag := range d.served.cfg.TPGTs(c) {
 			ts.PortalGroups = append(ts.PortalGroups, int(tag))
 		}

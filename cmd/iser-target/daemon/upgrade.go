@@ -49,6 +49,7 @@ type upgrade struct {
 	ended       chan struct{}    // closed when the process of cmd has ended
 	hello       handover.Message // of the new process
 	doc         *config.Document // that both have
+	detached    bool             // the driver of IPsec has left what it installed
 	luns        []watched        // that are ready
 	memory      map[*lun.Unit]*os.File
 	rest        *iscsi.Rest
@@ -333,6 +334,10 @@ func (u *upgrade) give() error {
 	if err := u.supervise(&s, st); err != nil {
 		return err
 	}
+	u.detached = true
+	if err := d.ipsec.detach(); err != nil {
+		return err
+	}
 	if err := s.Send(u.link, st); err != nil {
 		return u.died(err)
 	}
@@ -443,6 +448,11 @@ func (u *upgrade) kill() {
 // undo ends the new process, and then continues the sessions.
 func (u *upgrade) undo() {
 	u.kill()
+	if u.detached {
+		if err := u.d.ipsec.attach(); err != nil {
+			u.d.log.Error("IPsec driver does not continue", eventKey, "ipsec", "reason", err)
+		}
+	}
 	if u.link != nil {
 		u.link.Close()
 	}

@@ -36,7 +36,9 @@ type sessionRow struct {
 	Discovery   bool      `json:"discovery,omitempty"`
 	LUNs        []int     `json:"luns"`
 	Connections int       `json:"connections"`
-	Remote      string    `json:"remote,omitempty"` // of the first connection
+	Remote      string    `json:"remote,omitempty"`      // of the first connection
+	IPsec       string    `json:"ipsec,omitempty"`       // how the least protected connection is protected; empty: nothing is required
+	Unprotected string    `json:"unprotected,omitempty"` // why it is not protected as required
 	Started     time.Time `json:"started"`
 	schema.Load
 }
@@ -166,6 +168,12 @@ func (s *sampler) sample() {
 		}
 		if len(c.Connections) > 0 {
 			row.Remote = c.Connections[0].Remote
+		}
+		if p := c.Protection(); p != nil {
+			row.IPsec = strings.Join(slices.DeleteFunc([]string{p.Suite, p.SPIIn, p.Identity}, func(s string) bool { return s == "" }), ", ")
+			if p.Verdict != "permit" {
+				row.IPsec, row.Unprotected = "not protected", p.Reason
+			}
 		}
 		if !first {
 			var t schema.Tally
@@ -297,7 +305,7 @@ func (r *lunRow) text() string {
 
 // text returns the text in which a query finds a row.
 func (r *sessionRow) text() string {
-	return fmt.Sprintf("%d %s %s %s %s", r.TSIH, r.Initiator, r.Target, r.Transport, r.Remote)
+	return fmt.Sprintf("%d %s %s %s %s %s", r.TSIH, r.Initiator, r.Target, r.Transport, r.Remote, r.IPsec)
 }
 
 // byRates compares a and b in one of orders. It returns 0 if that is name.

@@ -58,6 +58,13 @@ func (s *Listeners) Listen(name string, open func() (net.Listener, error)) (l *L
 	return l, received, nil
 }
 
+// Received reports whether another process has handed over a listener with that name, which nobody has asked for yet.
+func (s *Listeners) Received(name string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.received[name] != nil
+}
+
 // Receive adds a listener that another process has handed over, and closes f.
 func (s *Listeners) Receive(name string, f *os.File) error {
 	defer f.Close()

@@ -86,6 +86,12 @@ var (
 
 	certificates = newFamily(gauge, "certificate_expires_timestamp_seconds", "When the first certificate, or revocation list, of the file expires, in seconds since 1970.", "key")
 
+	ipsecUp       = newFamily(gauge, "ipsec_up", "1 if a driver of IPsec runs and has not failed, else 0.", "")
+	ipsecSessions = newFamily(gauge, "ipsec_sessions", "Sessions by their protection: none (nothing is required), marked (not as required), or the suite.", "protection")
+	ipsecDenials  = newFamily(counter, "ipsec_denials_total", "Connections that IPsec does not protect as required, by the moment they were refused or ended and the class of the reason.", "moment reason")
+	ipsecNotices  = newFamily(counter, "ipsec_key_events_total", "Changes of IPsec keys and policies that the driver reported.", "")
+	ipsecFailures = newFamily(counter, "ipsec_driver_failures_total", "Calls of the IPsec driver that failed or took too long.", "")
+
 	limitMax     = newFamily(gauge, "limit_max", "Bound of a limit; a duration in seconds.", "limit")
 	limitUsed    = newFamily(gauge, "limit_used", "Use of what the limit bounds, in the process or by the one that uses most; always 0 for a duration.", "limit")
 	limitReached = newFamily(counter, "limit_reached_total", "Times that the limit refused or delayed something.", "limit")
@@ -165,13 +171,23 @@ type collector struct {
 	domain   *rdma.Domain
 	limits   *limits.Set
 	expiries func() map[string]time.Time // of certificates, by key
+	ipsec    func() IPsec
+}
+
+// IPsec has the numbers of the metrics of IPsec.
+type IPsec struct {
+	Up       bool                 // a driver runs, and has not failed
+	Sessions map[string]int       // by protection
+	Denials  map[[2]string]uint64 // by moment and class of the reason
+	Notices  uint64
+	Failures uint64
 }
 
 // Handler returns a handler that serves the metrics of a target, of the Go runtime and of
 // the process in the formats of Prometheus.
-func Handler(node *iscsi.Node, domain *rdma.Domain, shared *limits.Set, expiries func() map[string]time.Time) http.Handler {
+func Handler(node *iscsi.Node, domain *rdma.Domain, shared *limits.Set, expiries func() map[string]time.Time, ipsec func() IPsec) http.Handler {
 	r := prometheus.NewRegistry()
-	r.MustRegister(&collector{node, domain, shared, expiries}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	r.MustRegister(&collector{node, domain, shared, expiries, ipsec}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return promhttp.HandlerFor(r, promhttp.HandlerOpts{MaxRequestsInFlight: 4})
 }
 
@@ -186,6 +202,7 @@ func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	c.collectNode(ch)
 	c.collectLimits(ch)
+	c.collectIPsec(ch)
 	for key, at := range c.expiries() {
 		certificates.send(ch, float64(at.Unix()), key)
 	}
@@ -227,6 +244,23 @@ func (c *collector) collectNode(ch chan<- prometheus.Metric) {
 			latencies.sendHistogram(ch, &all[phase], lun.Transport(transport).String(), lun.Phase(phase).String())
 		}
 	}
+}
+
+func (c *collector) collectIPsec(ch chan<- prometheus.Metric) {
+	n := c.ipsec()
+	up := 0.0
+	if n.Up {
+		up = 1
+	}
+	ipsecUp.send(ch, up)
+	for protection, sessions := range n.Sessions {
+		ipsecSessions.send(ch, float64(sessions), protection)
+	}
+	for of, times := range n.Denials {
+		ipsecDenials.send(ch, float64(times), of[0], of[1])
+	}
+	ipsecNotices.send(ch, float64(n.Notices))
+	ipsecFailures.send(ch, float64(n.Failures))
 }
 
 func (c *collector) collectLimits(ch chan<- prometheus.Metric) {

@@ -77,6 +77,8 @@ func TestIdleTargetCanBeScraped(t *testing.T) {
 	r := prometheus.NewPedanticRegistry()
 	if err := r.Register(&collector{node, rdma.NewDomain(), limits.New(), func() map[string]time.Time {
 		return map[string]time.Time{"control.tls.cert": time.Now()}
+	}, func() IPsec {
+		return IPsec{Up: true, Sessions: map[string]int{"none": 1, "esp-tunnel aes128gcm16": 1}, Denials: map[[2]string]uint64{{"accept", "clear"}: 1}}
 	}}); err != nil {
 		t.Fatal(err)
 	}
@@ -214,7 +216,7 @@ func BenchmarkScrape(b *testing.B) {
 	if err := node.AddTarget(iscsi.TargetConfig{Name: "iqn.2026-11.io.example:a", LUNs: inv}); err != nil {
 		b.Fatal(err)
 	}
-	h := Handler(node, rdma.NewDomain(), limits.New(), func() map[string]time.Time { return nil })
+	h := Handler(node, rdma.NewDomain(), limits.New(), func() map[string]time.Time { return nil }, func() IPsec { return IPsec{} })
 	for b.Loop() {
 		w := httptest.NewRecorder()
 		h.ServeHTTP(w, httptest.NewRequest("GET", "/metrics", nil))

@@ -14,6 +14,8 @@ type Target struct {
 	Networks     []string `json:"networks,omitempty"`   // that initiators may log in from; empty: all
 	ResetsFor    []string `json:"resets_for,omitempty"` // patterns of initiators whose resets reach others
 	PortalGroups []int    `json:"portal_groups,omitempty"`
+	IPsec        string   `json:"ipsec,omitempty"` // off, audit or required
+	IPsecProfile string   `json:"ipsec_profile,omitempty"`
 }
 
 // A LUN is the body of a request that adds a LUN. Its fields are the keys of the configuration.
@@ -78,9 +80,12 @@ type Portal struct {
 	Advertise  []string `json:"advertise,omitempty"`
 	Transports []string `json:"transports,omitempty"`
 	TPGT       int      `json:"tpgt,omitempty"` // 0: 1
+	// IPsec is off, audit or required; empty: off.
+	IPsec        string `json:"ipsec,omitempty"`
+	IPsecProfile string `json:"ipsec_profile,omitempty"`
 }
 
-// Values are the new values of keys of a LUN or target, as in YAML.
+// Values are the new values of keys of a LUN, target or portal, as in YAML.
 type Values map[string]string
 
 // Keys returns the keys of v in the order in which the target sets them.

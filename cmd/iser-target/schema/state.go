@@ -49,6 +49,7 @@ type PortalState struct {
 	Advertise   []string `json:"advertise,omitempty"`
 	Transports  []string `json:"transports"`
 	Connections int      `json:"connections"` // of sessions
+	IPsec       string   `json:"ipsec"`       // off, audit or required
 }
 
 // A TargetState describes a target.
@@ -61,6 +62,7 @@ type TargetState struct {
 	Auth         string     `json:"auth"`                 // none or chap
 	Redirect     string     `json:"redirect,omitempty"`
 	PortalGroups []int      `json:"portal_groups"` // whose portals serve the target
+	IPsec        string     `json:"ipsec"`         // off, audit or required
 	LUNs         []LUNState `json:"luns"`
 	Sessions     []uint16   `json:"sessions,omitempty"` // TSIHs
 }
@@ -187,6 +189,8 @@ type ConnectionState struct {
 	Received  uint64    `json:"received"` // PDUs
 	// Framing is what MPA has agreed on. It is absent over TCP.
 	Framing *FramingState `json:"framing,omitempty"`
+	// IPsec says how IPsec protects the connection; nil: nothing is required of it.
+	IPsec *ConnectionProtection `json:"ipsec,omitempty"`
 }
 
 // A FramingState describes MPA on a connection.

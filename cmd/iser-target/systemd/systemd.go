@@ -233,17 +233,19 @@ func Extend(d time.Duration) string {
 // Match removes the socket with address listen, host:port, from Sockets and returns it, or
 // nil. As for net.Listen, the wildcards of both address families are equal.
 func (m *Manager) Match(listen string) *Socket {
-	want, err := net.ResolveTCPAddr("tcp", listen)
-	if err != nil {
-		return nil // net.Listen reports it
-	}
-	i := slices.IndexFunc(m.Sockets, func(s *Socket) bool { return sameAddr(want, s.Addr().(*net.TCPAddr)) })
+	i := slices.IndexFunc(m.Sockets, m.Matches(listen))
 	if i < 0 {
 		return nil
 	}
 	s := m.Sockets[i]
 	m.Sockets = slices.Delete(m.Sockets, i, i+1)
 	return s
+}
+
+// Matches returns which of Sockets Match finds for an address.
+func (m *Manager) Matches(listen string) func(*Socket) bool {
+	want, err := net.ResolveTCPAddr("tcp", listen)
+	return func(s *Socket) bool { return err == nil && sameAddr(want, s.Addr().(*net.TCPAddr)) } // net.Listen reports the error
 }
 
 func sameAddr(a, b *net.TCPAddr) bool {

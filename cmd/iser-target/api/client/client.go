@@ -460,6 +460,16 @@ func (c *Client) AddPortal(ctx context.Context, p schema.Portal, o schema.Option
 	return c.change(ctx, http.MethodPost, "/v1/portals", values(o), p)
 }
 
+// SetPortal sets keys of the portal whose configured address is listen. An empty value removes a key.
+func (c *Client) SetPortal(ctx context.Context, listen string, v schema.Values, o schema.Options) (*schema.Plan, error) {
+	return c.change(ctx, http.MethodPatch, "/v1/portals/"+url.PathEscape(listen), values(o), v)
+}
+
+// IPsec returns what is known about IPsec.
+func (c *Client) IPsec(ctx context.Context) (schema.IPsecState, error) {
+	return get[schema.IPsecState](ctx, c, "/v1/ipsec", nil)
+}
+
 // RemovePortal removes the portal whose configured address is listen.
 func (c *Client) RemovePortal(ctx context.Context, listen string, o schema.Options) (*schema.Plan, error) {
 	return c.change(ctx, http.MethodDelete, "/v1/portals/"+url.PathEscape(listen), values(o), nil)

@@ -276,7 +276,8 @@ function numbers(ids) { // 0, 1, 2, 5 as 0–2, 5
 function showSessions(s, now) {
   lists.sessions.columns ??= [
     ["Initiator", "", (c, r) => lines(c, r.initiator, `session ${r.tsih}` + (r.remote ? ` from ${r.remote}` : "") + (r.connections > 1 ? `, ${r.connections} connections` : ""))],
-    ["Transport", "", (c, r) => badge(c, r.transport === "iser" ? "iSER" : "TCP", r.transport === "iser" ? "info" : "plain")],
+    ["Transport", "", (c, r) => badge(c, r.transport === "iser" ? "iSER" : "TCP", r.unprotected ? "warn" : r.transport === "iser" ? "info" : "plain",
+      r.unprotected ? `${r.ipsec}: ${r.unprotected}` : r.ipsec)],
     ["Target and LUNs", "wrap wide", (c, r) => (r.discovery ? lines(c, "discovery") : lines(c, r.target, r.luns?.length ? `LUN ${numbers(r.luns)}` : "no LUNs"))],
     ...load,
     ["Age", "n", (c, r) => say(c, age(lists.sessions.now - new Date(r.started)))],

@@ -1,0 +1,262 @@
+package daemon
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/metrics"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/security/ipsec"
+)
+
+// protectionState returns how IPsec protects a connection; nil: nothing is required of it.
+func (x *protection) protectionState(g *guarded) *schema.ConnectionProtection {
+	v, demand := g.now()
+	if demand == ipsec.Off {
+		return nil
+	}
+	p := &schema.ConnectionProtection{Demand: string(demand), Verdict: string(v.Action), Suite: v.Suite, Identity: v.Identity, Reason: v.Reason}
+	if v.SPIIn != 0 {
+		p.SPIIn = spi(v.SPIIn)
+	}
+	if v.SPIOut != 0 {
+		p.SPIOut = spi(v.SPIOut)
+	}
+	return p
+}
+
+// lookTime bounds what IPsec waits for the driver's answers.
+const lookTime = 2 * time.Second
+
+// IPsec returns what is known about IPsec: the driver and what it lacks, what is required, and what covers each connection.
+func (d *Daemon) IPsec() schema.IPsecState {
+	x := d.ipsec
+	cfg := d.Effective()
+	x.mu.Lock()
+	st := schema.IPsecState{
+		Driver: x.driver.Name(), Grace: config.FormatDuration(cfg.IPsec.Grace), Failure: x.failure,
+		Portals: []schema.IPsecPortal{}, Connections: []schema.IPsecConnection{},
+	}
+	driver, missing, limit := x.driver, x.missing, x.options(&x.settings).Timeout
+	list := slices.Collect(maps.Values(x.conns))
+	for dn, n := range x.denials {
+		st.Denials = append(st.Denials, schema.IPsecDenials{Moment: string(dn.Moment), Reason: dn.Reason, Count: n})
+	}
+	x.mu.Unlock()
+	slices.SortFunc(st.Denials, func(a, b schema.IPsecDenials) int {
+		return strings.Compare(a.Moment+a.Reason, b.Moment+b.Reason)
+	})
+	stats := x.guard.Stats()
+	st.Notices, st.Failures = stats.Notices, stats.Failures
+	st.Missing = missing
+	if cfg.UsesIPsec() {
+		st.Missing = nil
+		for _, err := range checkDriver(driver, limit) {
+			st.Missing = append(st.Missing, err.Error())
+		}
+	}
+	d.locked(func() {
+		for _, p := range d.served.portals {
+			c := p.cur.Load().cfg
+			ps := schema.IPsecPortal{Listen: c.Listen, Demand: string(c.Demand()), Policy: c.Demand() == ipsec.Required, Sockets: []string{}}
+			if c.Demand() != ipsec.Off {
+				ps.Profile = cfg.IPsec.Profile(c.IPsecProfile).Name
+			}
+			for _, l := range p.listeners() {
+				ps.Sockets = append(ps.Sockets, l.Addr().String())
+			}
+			st.Portals = append(st.Portals, ps)
+		}
+	})
+	for _, t := range cfg.Targets {
+		if t.Demand() != ipsec.Off {
+			st.Targets = append(st.Targets, schema.IPsecTarget{Name: t.Name, Demand: string(t.Demand()), Profile: cfg.IPsec.Profile(t.IPsecProfile).Name})
+		}
+	}
+	st.Connections = append(st.Connections, x.connectionStates(driver, list)...)
+	return st
+}
+
+// connectionStates returns what covers the connections of which something is required. Those that the driver says nothing about in
+// time have no SAs.
+func (x *protection) connectionStates(driver ipsec.Driver, list []*guarded) (states []schema.IPsecConnection) {
+	tsihs := map[ipsec.Flow]uint16{}
+	for _, s := range x.d.node.Sessions() {
+		for _, c := range s.Conns {
+			tsihs[flowBetween(c.Local, c.Remote)] = s.TSIH
+		}
+	}
+	var flows []ipsec.Flow
+	for _, g := range list {
+		p := x.protectionState(g)
+		if p == nil {
+			continue
+		}
+		g.mu.Lock()
+		claim := g.claim
+		g.mu.Unlock()
+		flows = append(flows, g.flow)
+		states = append(states, schema.IPsecConnection{
+			TSIH: tsihs[g.flow], Initiator: claim.Initiator, Target: claim.Target, Portal: g.portal.cur.Load().cfg.Listen,
+			Local: g.flow.Local.String(), Remote: g.flow.Remote.String(), ConnectionProtection: *p,
+		})
+	}
+	for i, p := range look(driver, flows) {
+		states[i].InPolicy, states[i].OutPolicy = p.InPolicy, p.OutPolicy
+		for _, sa := range p.In {
+			states[i].SAs = append(states[i].SAs, saState("in", sa))
+		}
+		for _, sa := range p.Out {
+			states[i].SAs = append(states[i].SAs, saState("out", sa))
+		}
+	}
+	slices.SortFunc(states, func(a, b schema.IPsecConnection) int { return strings.Compare(a.Remote, b.Remote) })
+	return states
+}
+
+// look asks the driver about each flow, until lookTime is over.
+func look(driver ipsec.Driver, flows []ipsec.Flow) map[int]ipsec.Protection {
+	ctx, cancel := context.WithTimeout(context.Background(), lookTime)
+	defer cancel()
+	var mu sync.Mutex
+	found := map[int]ipsec.Protection{}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for i, f := range flows {
+			p, err := driver.Look(ctx, f)
+			if ctx.Err() != nil {
+				return
+			}
+			if err == nil {
+				mu.Lock()
+				found[i] = p
+				mu.Unlock()
+			}
+		}
+	}()
+	select {
+	case <-done:
+	case <-ctx.Done():
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	return maps.Clone(found)
+}
+
+func saState(direction string, sa ipsec.SA) schema.IPsecSA {
+	return schema.IPsecSA{
+		Direction: direction, SPI: spi(sa.SPI), Source: sa.Source.String(), Destination: sa.Destination.String(), ReqID: sa.ReqID, Suite: sa.String(),
+		ReplayWindow: sa.ReplayWindow, Lifetime: sa.Lifetime.Seconds(), IKE: sa.IKE, LocalID: sa.LocalID, RemoteID: sa.RemoteID,
+	}
+}
+
+// ipsecMetrics returns the numbers of the metrics.
+func (d *Daemon) ipsecMetrics() metrics.IPsec {
+	x := d.ipsec
+	stats := x.guard.Stats()
+	n := metrics.IPsec{Sessions: map[string]int{"none": 0, "marked": 0}, Denials: map[[2]string]uint64{}, Notices: stats.Notices, Failures: stats.Failures}
+	for _, m := range []ipsec.Moment{ipsec.AtAccept, ipsec.AtLogin, ipsec.AtChange} {
+		for _, r := range ipsecReasons {
+			n.Denials[[2]string{string(m), r}] = 0
+		}
+	}
+	x.mu.Lock()
+	for d, times := range x.denials {
+		n.Denials[[2]string{string(d.Moment), d.Reason}] = times
+	}
+	_, none := x.driver.(noDriver)
+	n.Up = !none && x.failure == ""
+	x.mu.Unlock()
+	for _, s := range d.node.Sessions() {
+		if !s.Discovery {
+			n.Sessions[x.protectionOf(&s)]++
+		}
+	}
+	return n
+}
+
+// protectionOf returns how IPsec protects a session, in one word of few: none, marked, or the suite.
+func (x *protection) protectionOf(s *iscsi.SessionInfo) string {
+	best := "none"
+	for _, c := range s.Conns {
+		v, demand := x.known(c.Local, c.Remote).now()
+		switch {
+		case demand == ipsec.Off:
+			return "none"
+		case v.Action != ipsec.Permit:
+			return "marked"
+		}
+		best = v.Suite
+	}
+	return best
+}
+
+// explain adds the rules about IPsec to an explanation. It asks the driver, so the caller holds no locks.
+func (x *protection) explain(e *explaining, from string) {
+	if e.portal == nil {
+		return
+	}
+	claim := iscsi.Claim{Initiator: e.initiator, Target: e.target}
+	portal, target := x.needs(e.cfg, *e.portal, claim)
+	for _, n := range []struct {
+		rule string
+		need ipsec.Need
+	}{{"ipsec of the portal", portal}, {"ipsec of the target", target}} {
+		if n.need.Demand == "" || n.need.Demand == ipsec.Off {
+			continue
+		}
+		if from == "" {
+			e.insert(n.rule, true, "IPsec is %s, by profile %s; give the address of the initiator to see whether it is protected", n.need.Demand, n.need.Profile.Name)
+			continue
+		}
+		f, err := flowFrom(from, e.listen)
+		if err != nil {
+			e.insert(n.rule, true, "IPsec is %s, by profile %s; %v", n.need.Demand, n.need.Profile.Name, err)
+			continue
+		}
+		q := ipsec.Question{Moment: ipsec.AtLogin, Flow: f, Initiator: claim.Initiator, Target: claim.Target, Demand: n.need.Demand, Profile: n.need.Profile}
+		switch v := x.guard.Ask(context.Background(), q); v.Action {
+		case ipsec.Deny:
+			e.insert(n.rule, false, "%s", v.Reason)
+			return
+		case ipsec.Mark:
+			e.insert(n.rule, true, "admitted, and marked: %s", v.Reason)
+		default:
+			e.insert(n.rule, true, "%s meets profile %s", strings.TrimSpace(v.Suite+" "+v.Identity), n.need.Profile.Name)
+		}
+	}
+}
+
+// flowFrom returns the flow of a connection from an address to a listener. Its port of the initiator is not known.
+func flowFrom(from string, listen net.Addr) (f ipsec.Flow, err error) {
+	remote, err := netip.ParseAddr(from)
+	if err != nil {
+		return f, fmt.Errorf("%.80q is not an address", from)
+	}
+	remote = remote.Unmap()
+	f = ipsec.Flow{Local: plainAddr(listen), Remote: netip.AddrPortFrom(remote.WithZone(""), 0)}
+	if !f.Local.Addr().IsUnspecified() {
+		return f, nil
+	}
+	c, err := net.Dial("udp", net.JoinHostPort(remote.String(), "9")) // sends nothing: it only finds a route
+	if err != nil {
+		return f, fmt.Errorf("no route to %v", remote)
+	}
+	defer c.Close()
+	local, ok := c.LocalAddr().(*net.UDPAddr)
+	if !ok {
+		return f, fmt.Errorf("no route to %v", remote)
+	}
+	f.Local = netip.AddrPortFrom(local.AddrPort().Addr().Unmap().WithZone(""), f.Local.Port())
+	return f, nil
+}
