@@ -66,6 +66,8 @@ type guarded struct {
 
 const (
 	driverTime = 2 * time.Second // of one call of a driver
+	// checkTime is for the first look of a driver at what it lacks: the kernel loads modules, and the IKE daemon may be starting.
+	checkTime = 10 * time.Second
 	// execSlack is what the driver exec may take in addition to ipsec.exec.timeout.
 	execSlack = time.Second
 	// maxForecasts bounds the questions that a plan asks at a time.
@@ -188,7 +190,7 @@ func sameDriver(a, b *config.IPsec) bool {
 
 // check asks what the driver lacks. That is an error if cfg requires protection, and a warning if it only audits.
 func (x *protection) check(driver ipsec.Driver, cfg *config.Config) error {
-	lacks := checkDriver(driver, x.options(&cfg.IPsec).Timeout)
+	lacks := checkDriver(driver, max(x.options(&cfg.IPsec).Timeout, checkTime))
 	var texts []string
 	for _, err := range lacks {
 		texts = append(texts, err.Error())
