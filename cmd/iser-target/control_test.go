@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"reflect"
 	"regexp"
 	"slices"
 	"strings"
@@ -38,6 +39,48 @@ func TestTargetCommands(t *testing.T) {
 	}
 	s.says(t, cli.ExitOK, "SESSIONS", "target", "list")
 	s.says(t, cli.ExitOK, "name: "+secondName, "target", "list", "-o", "yaml")
+}
+
+// target show says everything that target set can set.
+func TestTargetShowHasAllKeys(t *testing.T) {
+	secret := filepath.Join(t.TempDir(), "secret")
+	if err := os.WriteFile(secret, []byte("0123456789abcdef0123456789abcdef"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	keys := map[string]struct{ set, shows string }{
+		"alias":                        {"alias=vault", "vault"},
+		"initiators":                   {`initiators=["*:vault-host"]`, "*:vault-host"},
+		"networks":                     {`networks=["192.0.2.0/24"]`, "192.0.2.0/24"},
+		"resets_for":                   {`resets_for=["*:vault-master"]`, "*:vault-master"},
+		"auth":                         {"auth={method: chap, algorithms: [sha256], users: [{name: vault-user, initiator: \"*:a\", secret_file: " + secret + "}]}", "*:a as vault-user"},
+		"redirect":                     {`redirect={to: "192.0.2.9:3260", permanent: true}`, "192.0.2.9:3260 (permanent)"},
+		"ipsec":                        {"ipsec=audit", "audit"},
+		"ipsec_profile":                {"ipsec_profile=vault-profile", "vault-profile"},
+		"portal_groups":                {"portal_groups=[1]", "portal groups"},
+		"initial_r2t":                  {"initial_r2t=false", "No"},
+		"first_burst_length":           {"first_burst_length=4KiB", "4KiB"},
+		"max_burst_length":             {"max_burst_length=128KiB", "128KiB"},
+		"max_outstanding_r2t":          {"max_outstanding_r2t=3", "MaxOutstandingR2T"},
+		"max_recv_data_segment_length": {"max_recv_data_segment_length=16KiB", "16KiB"},
+	}
+	target := reflect.TypeFor[config.Target]()
+	for i := range target.NumField() {
+		key := target.Field(i).Tag.Get("key")
+		if _, ok := keys[key]; !ok && key != "name" && key != "luns" {
+			t.Errorf("no test of %s", key)
+		}
+	}
+	for key, c := range keys {
+		t.Run(key, func(t *testing.T) {
+			s := newStation(t, func(text string) string { return text + "\nipsec: {profiles: [{name: vault-profile}]}\n" })
+			set := []string{"target", "set", storeName, c.set}
+			if key == "ipsec_profile" {
+				set = append(set, "ipsec=audit")
+			}
+			s.says(t, cli.ExitOK, "(done)", set...)
+			s.says(t, cli.ExitOK, c.shows, "target", "show", storeName)
+		})
+	}
 }
 
 // target delete keeps the files of LUNs.

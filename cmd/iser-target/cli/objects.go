@@ -89,9 +89,25 @@ func targetTable(t *table, s schema.TargetState) {
 	t.row("name", s.Name)
 	t.row("alias", s.Alias)
 	t.row("authentication", s.Auth)
+	t.row("algorithms", strings.Join(s.Algorithms, ", "))
+	for _, user := range s.Users {
+		t.row("user", user)
+	}
+	t.row("mutual", s.Mutual)
 	t.row("portal groups", numbers(s.PortalGroups))
 	t.row("IPsec", s.IPsec)
-	t.row("redirect", s.Redirect)
+	t.row("IPsec profile", s.IPsecProfile)
+	redirect := s.Redirect
+	if s.Permanent {
+		redirect += " (permanent)"
+	}
+	t.row("redirect", redirect)
+	n := &s.Negotiation
+	t.row("InitialR2T", map[bool]string{true: "Yes", false: "No"}[n.InitialR2T])
+	t.row("FirstBurstLength", size(n.FirstBurstLength))
+	t.row("MaxBurstLength", size(n.MaxBurstLength))
+	t.row("MaxOutstandingR2T", n.MaxOutstandingR2T)
+	t.row("MaxRecvDataSegmentLength", size(n.MaxRecvDataSegmentLength))
 	for _, pattern := range s.Initiators {
 		t.row("initiators", pattern)
 	}

@@ -154,10 +154,18 @@ func (d *Daemon) targetState(t *servedTarget, sessions []iscsi.SessionInfo) sche
 	ts := schema.TargetState{Name: t.name, Auth: "none", IPsec: string(ipsec.Off), LUNs: []schema.LUNState{}, PortalGroups: []int{}}
 	if c := targetOf(d.served.cfg, t.name); c != nil { // nil while t is being added
 		ts.Alias, ts.Initiators, ts.Networks, ts.ResetsFor, ts.Redirect = c.Alias, c.Initiators, c.Networks, c.ResetsFor, c.Redirect.To
+		ts.Permanent = c.Redirect.Permanent
 		if c.Auth.Method == "chap" {
-			ts.Auth = c.Auth.Method
+			ts.Auth, ts.Algorithms, ts.Mutual = c.Auth.Method, c.Auth.Algorithms, c.Auth.Mutual.Name
+			for _, u := range c.Auth.Users {
+				ts.Users = append(ts.Users, cmp.Or(u.Initiator, "*")+" as "+u.Name)
+			}
 		}
-		ts.IPsec = string(c.Demand())
+		ts.Negotiation = schema.LoginState{
+			InitialR2T: c.InitialR2T, FirstBurstLength: int64(c.FirstBurst), MaxBurstLength: int64(c.MaxBurst),
+			MaxOutstandingR2T: c.MaxOutstandingR2T, MaxRecvDataSegmentLength: int64(c.MaxRecvSegment),
+		}
+		ts.IPsec, ts.IPsecProfile = string(c.Demand()), c.IPsecProfile
 		for _, tag := range d.served.cfg.TPGTs(c) {
 			ts.PortalGroups = append(ts.PortalGroups, int(tag))
 		}

@@ -60,11 +60,26 @@ type TargetState struct {
 	Networks     []string   `json:"networks,omitempty"`   // that initiators may log in from; empty: all
 	ResetsFor    []string   `json:"resets_for,omitempty"` // initiators whose resets reach others
 	Auth         string     `json:"auth"`                 // none or chap
+	Algorithms   []string   `json:"algorithms,omitempty"` // of CHAP, most preferred first; empty: all
+	Users        []string   `json:"users,omitempty"`      // of CHAP, with the pattern of names that each may have
+	Mutual       string     `json:"mutual,omitempty"`     // name of the target in mutual CHAP
 	Redirect     string     `json:"redirect,omitempty"`
+	Permanent    bool       `json:"redirect_permanent,omitempty"`
 	PortalGroups []int      `json:"portal_groups"` // whose portals serve the target
 	IPsec        string     `json:"ipsec"`         // off, audit or required
+	IPsecProfile string     `json:"ipsec_profile,omitempty"`
+	Negotiation  LoginState `json:"negotiation"`
 	LUNs         []LUNState `json:"luns"`
 	Sessions     []uint16   `json:"sessions,omitempty"` // TSIHs
+}
+
+// A LoginState has what a login agrees on at most (RFC 7143, section 13).
+type LoginState struct {
+	InitialR2T               bool  `json:"initial_r2t"`
+	FirstBurstLength         int64 `json:"first_burst_length"`           // bytes
+	MaxBurstLength           int64 `json:"max_burst_length"`             // bytes
+	MaxOutstandingR2T        int   `json:"max_outstanding_r2t"`          // of a command
+	MaxRecvDataSegmentLength int64 `json:"max_recv_data_segment_length"` // bytes; of the target
 }
 
 // A UserState describes a CHAP user of a target.
