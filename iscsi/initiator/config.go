@@ -130,19 +130,29 @@ func (c *CHAP) check() error {
 	case strings.ContainsRune(c.Name, 0):
 		return errors.New("CHAP: the name contains a zero byte")
 	}
-	if _, err := security.ParseSecret(string(c.Secret)); err != nil {
+	if err := checkSecret(c.Secret); err != nil {
 		return fmt.Errorf("CHAP: secret of the initiator: %w", err)
 	}
 	if c.TargetSecret == "" {
 		return nil
 	}
-	if _, err := security.ParseSecret(string(c.TargetSecret)); err != nil {
+	if err := checkSecret(c.TargetSecret); err != nil {
 		return fmt.Errorf("CHAP: secret of the target: %w", err)
 	}
 	if c.TargetSecret == c.Secret {
 		return errors.New("CHAP: initiator and target have the same secret (RFC 7143, section 9.2.1, forbids it)")
 	}
 	return nil
+}
+
+// checkSecret returns an error if s is not a secret, or shorter than is safe without IPsec, of which an initiator
+// knows nothing (RFC 7143, section 9.2.1).
+func checkSecret(s security.Secret) error {
+	if s.Short() {
+		return fmt.Errorf("it has %d bytes, less than %d (96 bits)", len(s), security.MinSecret)
+	}
+	_, err := security.ParseSecret(string(s))
+	return err
 }
 
 // A URL names a LUN, a target or a portal: iscsi://HOST[:PORT][/TARGET[/LUN]], or the same with iser://.
