@@ -45,7 +45,7 @@ func soak(t *testing.T, d time.Duration, edit func(*options)) *report {
 
 // A short run passes, and has had each disturbance.
 func TestSoak(t *testing.T) {
-	r := soak(t, 10*time.Second, nil)
+	r := soak(t, 20*time.Second, nil)
 	for _, f := range r.failures {
 		t.Error(f)
 	}
