@@ -28,6 +28,7 @@ packages=(
 	qemu-system-x86 busybox-static cpio kmod xz-utils util-linux
 	open-iscsi rdma-core libibverbs1 ibverbs-providers ibverbs-utils libiscsi-bin
 	chromium fio e2fsprogs xfsprogs btrfs-progs sg3-utils sdparm multipath-tools udev systemd crun iproute2 ethtool tcpdump tshark nfs-kernel-server nfs-common
+	strongswan-swanctl charon-systemd libstrongswan-standard-plugins nftables
 	make gcc-12 bc flex bison libelf1
 )
 
@@ -151,7 +152,7 @@ lacking=$(missing_packages)
 if [ -n "$lacking" ]; then
 	step="installing packages"
 	say "$step:" $lacking
-	# Installing open-iscsi and rdma-core must not start anything here, now or
+	# Installing open-iscsi, rdma-core and strongSwan must not start anything here, now or
 	# at the next boot. What was there before is left as it was.
 	if [ ! -e "$policy" ]; then
 		policy_is_ours=yes
@@ -162,6 +163,9 @@ if [ -n "$lacking" ]; then
 	apt install --no-install-recommends $lacking
 	if grep -qx open-iscsi <<<"$lacking" && [ -d /run/systemd/system ]; then
 		quietly systemctl disable --now iscsid.socket iscsid.service open-iscsi.service || true
+	fi
+	if grep -qx charon-systemd <<<"$lacking" && [ -d /run/systemd/system ]; then
+		quietly systemctl disable --now strongswan.service || true
 	fi
 	if [ -n "$policy_is_ours" ]; then
 		rm -f "$policy"
