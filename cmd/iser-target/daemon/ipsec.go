@@ -653,7 +653,17 @@ func (x *protection) forecast(ctx context.Context, cfg *config.Config) map[ipsec
 
 // changesIPsec reports whether a and b differ in what they require of IPsec.
 func changesIPsec(a, b *config.Config) bool {
-	return slices.ContainsFunc(config.Diff(a, b), isIPsec)
+	return slices.ContainsFunc(config.Diff(withoutLUNs(a), withoutLUNs(b)), isIPsec)
+}
+
+// withoutLUNs returns a copy of c without LUNs: to compare thousands takes time, and none requires IPsec.
+func withoutLUNs(c *config.Config) *config.Config {
+	next := *c
+	next.Targets = slices.Clone(c.Targets)
+	for i := range next.Targets {
+		next.Targets[i].LUNs = nil
+	}
+	return &next
 }
 
 // isIPsec reports whether ch changes what is required of IPsec.
