@@ -236,10 +236,13 @@ func (t *Task) awaitOthers(g *orderedGate) bool {
 	return t.canWait()
 }
 
-// isBlocked reports whether a command of another session is before t. If t is late, those that wait
-// for their initiators lose their places.
+// isBlocked reports whether a command of another session is before t, in the same task set. If t is late, those
+// that wait for their initiators lose their places.
 func (t *Task) isBlocked(g *orderedGate, late bool) (blocked bool) {
 	own := t.conn.sess
+	if own.nexus.HasOwnTaskSet(t.header().LUN()) {
+		return false
+	}
 	look := func(u *Task) {
 		s := u.conn.sess
 		if s == own || !u.isCommand() || !placedBefore(u, t) || !t.sameLUN(u) || g.isSlow(s.key.initiator) ||

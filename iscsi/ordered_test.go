@@ -270,3 +270,94 @@ func TestParkedOrderedTasksStopNobody(t *testing.T) {
 		testkit.Eventually(t, "end of the lost session", func() bool { return n.Stats().Sessions == 0 })
 	})
 }
+
+// modeTaskSets is a parameter list of MODE SELECT(6) with the Control mode page and TST 001b, and modeOneTaskSet one
+// with TST 000b (SPC-4, section 7.5.8).
+var (
+	modeTaskSets   = testkit.Unhex("00 00 00 00 0a 0a 22 10 00 40 0000 ffff 0000")
+	modeOneTaskSet = testkit.Unhex("00 00 00 00 0a 0a 02 10 00 40 0000 ffff 0000")
+)
+
+// selectModes sends MODE SELECT(6) with that list.
+func (tc *testConn) selectModes(list []byte) pdu.BHS {
+	return tc.command(writeF|pdu.AttrHeadOfQueue, uint32(len(list)), [16]byte{0x15, 0x10, 0, 0, byte(len(list))}, list)
+}
+
+// With TST 001b, each session has a task set of its own: an ORDERED command of one neither waits for commands of
+// others, nor holds them up, and keeps its order in its session. The old order is back with TST 000b.
+func TestOrderedInOwnTaskSets(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		a, b := n.connect().login(), n.enter()
+		gate := n.store.Shut()
+		write := a.command(writeF|pdu.AttrSimple, 512, cdb.Write10(0, 1), make([]byte, 512))
+		<-gate.Entered
+		ordered := a.command(pdu.FlagF|pdu.AttrOrdered, 0, cdb.TestUnitReady, nil)
+		later := a.command(pdu.FlagF|pdu.AttrSimple, 0, cdb.TestUnitReady, nil)
+		waits := b.command(pdu.FlagF|pdu.AttrOrdered, 0, cdb.TestUnitReady, nil)
+		a.wantNothing()
+		b.wantNothing() // one task set
+		b.wantStatus(b.selectModes(modeTaskSets), 0)
+		a.want(pdu.AsyncMessage)
+		b.wantStatus(waits, 0) // the change reaches those that wait
+		for _, attr := range []byte{pdu.AttrSimple, pdu.AttrOrdered, pdu.AttrHeadOfQueue} {
+			b.wantStatus(b.command(pdu.FlagF|attr, 0, cdb.TestUnitReady, nil), 0)
+		}
+		a.wantNothing() // its own order remains
+		gate.Open()
+		a.wantStatus(write, 0)
+		a.wantSense(ordered, 0x06, 0x2a, 0x01) // MODE PARAMETERS CHANGED
+		a.wantStatus(later, 0)
+
+		a.wantStatus(a.selectModes(modeOneTaskSet), 0)
+		b.want(pdu.AsyncMessage)
+		b.wantSense(b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0x06, 0x2a, 0x01)
+		gate = n.store.Shut()
+		write = a.command(writeF|pdu.AttrSimple, 512, cdb.Write10(0, 1), make([]byte, 512))
+		<-gate.Entered
+		waits = b.command(pdu.FlagF|pdu.AttrOrdered, 0, cdb.TestUnitReady, nil)
+		b.wantNothing()
+		gate.Open()
+		a.wantStatus(write, 0)
+		b.wantStatus(waits, 0)
+		a.logout()
+		b.logout()
+	})
+}
+
+// With TST 001b, CLEAR TASK SET ends the commands of its own session, and none of others. LOGICAL UNIT RESET ends
+// those of all.
+func TestClearOwnTaskSet(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t)
+		a, b := n.connect().login(), n.enter()
+		a.wantStatus(a.selectModes(modeTaskSets), 0)
+		b.want(pdu.AsyncMessage)
+		b.wantSense(b.command(pdu.FlagF, 0, cdb.TestUnitReady, nil), 0x06, 0x2a, 0x01)
+		a.hold()
+		b.hold()
+		a.command(writeF|pdu.AttrSimple, 4096, cdb.Write10(0, 8), nil)
+		theirs := b.command(writeF|pdu.AttrSimple, 4096, cdb.Write10(8, 8), nil)
+		a.wantGets(1)
+		b.wantGets(1)
+		f := a.tmf(pdu.ClearTaskSet, [8]byte{}, pdu.ReservedTag, 0)
+		synctest.Wait()
+		a.m.releaseGets()
+		a.wantTMF(f, pdu.FunctionComplete)
+		b.wantNothing()
+		b.m.releaseGets()
+		b.wantStatus(theirs, 0)
+		if !bytes.Equal(n.stored(8, 4096), pattern(4096, theirs.ITT())) {
+			t.Error("the WRITE of the neighbour was not executed")
+		}
+
+		b.hold()
+		theirs = b.command(writeF|pdu.AttrSimple, 4096, cdb.Write10(8, 8), nil)
+		b.wantGets(1)
+		a.wantTMF(a.tmf(pdu.LogicalUnitReset, [8]byte{}, pdu.ReservedTag, 0), pdu.FunctionComplete)
+		b.m.releaseGets()
+		b.wantAborted(theirs, 4096)
+		a.logout()
+		b.logout()
+	})
+}

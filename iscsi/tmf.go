@@ -335,8 +335,12 @@ func (t *Task) abortTaskSet() byte {
 	return pdu.FunctionComplete
 }
 
-// clearTaskSet serves CLEAR TASK SET. A logical unit has one task set for all initiators.
+// clearTaskSet serves CLEAR TASK SET. A logical unit has one task set for all initiators, unless MODE SELECT has
+// set TST 001b: then that of the session is its own (SAM-5, section 7.5).
 func (t *Task) clearTaskSet() byte {
+	if t.conn.sess.nexus.HasOwnTaskSet(t.header().LUN()) {
+		return t.abortTaskSet()
+	}
 	t.awaitEarlier()
 	t.clearTasks(t.before, t.sameUnit, t.conn.sess.resetsOthers())
 	return pdu.FunctionComplete

@@ -10,11 +10,18 @@ func NewAbsent(blockSize uint32, o Options) (*Unit, error) {
 		blockSize = 512
 	}
 	// Initiators can set nothing here that has to be kept. What is kept is for the
-	// unit that gets the store.
+	// unit that gets the store, except for the format of sense data.
+	var modes uint32
+	if o.Settings != nil {
+		if kept, ok, err := o.Settings.Get(o.Identity.Serial); err == nil && ok && kept.Mode != nil {
+			modes = kept.Mode.modes() & modeDSense
+		}
+	}
 	o.Reservations, o.Settings, o.Sanitizations, o.SyncFailures, o.Sanitize = nil, nil, nil, nil, false
 	u, err := New(absentStore{blockSize}, o)
 	if err == nil {
 		u.absent = condNoStore
+		u.mode.Store(modes)
 	}
 	return u, err
 }

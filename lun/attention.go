@@ -20,6 +20,7 @@ var attentions = []Sense{
 	condReservationsPreempted,
 	condReservationsReleased,
 	condRegistrationsPreempted,
+	condTimestampChanged,
 }
 
 // reported are the attentions about facts that an initiator keeps in mind and that may be wrong
@@ -41,7 +42,7 @@ func (l *itl) raise(attention Sense) {
 func (l *itl) report(attention Sense) {
 	if f := l.nexus.event.Load(); f != nil {
 		s := newSense(attention)
-		(*f)(EncodeLUN(l.id), s.put(make([]byte, senseLen)))
+		(*f)(EncodeLUN(l.id), s.put(make([]byte, maxSenseLen), l.unit.hasDescriptors()))
 	}
 }
 

@@ -10,14 +10,13 @@ import (
 // Names of settings that initiators change for all. That of an access state ends with the tag of
 // the target port group.
 const (
-	settingWriteProtect = "write_protect" // SWP
-	settingWriteCache   = "write_cache"   // WCE
-	settingMedium       = "medium"        // ready, stopped or ejected
-	settingAccess       = "access_state_"
+	settingWriteProtect    = "write_protect"      // SWP
+	settingWriteCache      = "write_cache"        // WCE
+	settingDescriptorSense = "descriptor_sense"   // D_SENSE
+	settingTaskSets        = "separate_task_sets" // TST
+	settingMedium          = "medium"             // ready, stopped or ejected
+	settingAccess          = "access_state_"
 )
-
-// modeNames are the names of mode parameters.
-var modeNames = map[uint32]string{modeSWP: settingWriteProtect, modeWCE: settingWriteCache}
 
 // A Setting is a state of a unit that initiators change for all.
 type Setting struct {
@@ -54,9 +53,9 @@ func (u *Unit) Settings() []Setting {
 	}
 	now, saved := u.mode.Load(), u.modeSaved.Load()
 	var list []Setting
-	for _, bit := range []uint32{modeSWP, modeWCE} {
-		if u.modeMutable&bit != 0 {
-			list = append(list, Setting{Name: modeNames[bit], Value: onOff(now, bit), Default: onOff(u.modeDefault, bit), Saved: onOff(saved, bit)})
+	for _, m := range modeNames {
+		if u.modeMutable&m.mode != 0 {
+			list = append(list, Setting{Name: m.name, Value: onOff(now, m.mode), Default: onOff(u.modeDefault, m.mode), Saved: onOff(saved, m.mode)})
 		}
 	}
 	list = append(list, Setting{Name: settingMedium, Value: u.medium(), Default: "ready", Saved: "ready"})
@@ -95,9 +94,9 @@ func (c *Command) changed(setting, value string) {
 
 // changedModes calls changed for the modes that differ.
 func (c *Command) changedModes(old, now uint32) {
-	for _, bit := range []uint32{modeSWP, modeWCE} {
-		if (old^now)&bit != 0 {
-			c.changed(modeNames[bit], onOff(now, bit))
+	for _, m := range modeNames {
+		if (old^now)&m.mode != 0 {
+			c.changed(m.name, onOff(now, m.mode))
 		}
 	}
 }

@@ -17,7 +17,8 @@ func settingsText(u *Unit) string {
 	return b.String()
 }
 
-const defaultSettings = "write_protect off, saved off\nwrite_cache on, saved on\nmedium ready, saved ready\n"
+const defaultSettings = "write_protect off, saved off\nwrite_cache on, saved on\ndescriptor_sense off, saved off\n" +
+	"separate_task_sets off, saved off\nmedium ready, saved ready\n"
 
 // Each change of a setting is an event with the initiator. Settings has it, too. ResetSettings undoes
 // all of them permanently, and the neighbour writes again.
@@ -40,11 +41,11 @@ func TestSettingsCanBeSeenAndUndone(t *testing.T) {
 	wantGood(t, "standby", r.setGroups(r.c, "01 00 0001"))
 	wantGood(t, "eject", r.on(r.c, "1b 00 0000 02 00", nil))
 	if got, want := settingsText(r.unit), "write_protect on, saved on\nwrite_cache off, saved off\n"+
-		"medium ejected, saved ready\naccess_state_1 active/non-optimized, saved active/non-optimized\n"; got != want {
+		"descriptor_sense off, saved off\nseparate_task_sets off, saved off\nmedium ejected, saved ready\naccess_state_1 active/non-optimized, saved active/non-optimized\n"; got != want {
 		t.Errorf("settings\n%swant\n%s", got, want)
 	}
 	for _, s := range r.unit.Settings() {
-		if s.By != portC.InitiatorName {
+		if s.Value != s.Default && s.By != portC.InitiatorName || s.Value == s.Default && s.By != "" {
 			t.Errorf("%s was changed by %q", s.Name, s.By)
 		}
 	}

@@ -52,7 +52,8 @@ type Command struct {
 	holds  [2]*Unit             // guarded by detaching: units that are held up until c is back
 
 	sense    []byte
-	senseBuf [senseLen]byte
+	cond     Sense // what sense says, unless that is nil
+	senseBuf [maxSenseLen]byte
 	buf      []byte // memory of same; kept
 }
 
@@ -218,7 +219,7 @@ func (c *Command) Sense() []byte { return c.sense }
 // target has no ACA). It may be called once c has ended.
 func (c *Command) Fenced() bool {
 	if c.sense != nil {
-		return c.sense[2]&0x0f == keyUnitAttention // fixed format
+		return c.cond.Key == keyUnitAttention
 	}
 	return c.CDB[0] == opPROut && c.CDB[1]&saMask == prPreemptAndAbort
 }

@@ -192,8 +192,11 @@ var commands = slices.Concat([]command{
 		phases{begin: reportOpcodes}},
 	{0xa3, 0x0d, "REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS", reads | inStandby,
 		"\x1f\x80\x00\x00\x00" + len4 + "\x00\x00", phases{begin: reportTMFs}},
+	{0xa3, 0x0f, "REPORT TIMESTAMP", anyPersistent | anyReserve, "\x1f" + report12, phases{begin: reportTimestamp}},
 	{0xa4, 0x0a, "SET TARGET PORT GROUPS", anyAccess | allData | changes, "\x1f" + report12,
 		phases{begin: beginSetPortGroups, consume: consumeSetPortGroups}},
+	{0xa4, 0x0f, "SET TIMESTAMP", allData | changes, "\x1f" + report12,
+		phases{begin: beginSetTimestamp, consume: consumeSetTimestamp}},
 	{0xa8, noSA, "READ(12)", medium | reads, "\x18" + range12, read},
 	{0xaa, noSA, "WRITE(12)", medium | writes, "\x18" + range12, write},
 	{0xae, noSA, "WRITE AND VERIFY(12)", medium | writes, "\x12" + range12, writeAndVerify},
@@ -250,7 +253,7 @@ func (c *Command) failRow() bool {
 }
 
 // naca is the bit of the CONTROL byte that asks for an auto contingent allegiance (SAM-5, section
-// 5.9). The target has none (NORMACA 0), because with one task set for all initiators, one that
+// 5.9). The target has none (NORMACA 0), because with one task set for all initiators, the default, one that
 // fails and goes away would keep all others from the unit. The other bits are vendor specific or
 // obsolete.
 const naca = 0x04

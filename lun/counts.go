@@ -195,8 +195,8 @@ func (c *common) count(kind Kind, octets uint64, aborted bool) {
 }
 
 func (r *rare) failed(c *Command) {
-	if c.Status == StatusCheckCondition && len(c.sense) == senseLen {
-		k := Sense{c.sense[2] & 0x0f, c.sense[12], c.sense[13]} // fixed format
+	if c.Status == StatusCheckCondition && c.sense != nil {
+		k := c.cond
 		r.checkConditions[k.Key].Add(1)
 		if k.Key == keyMediumError && k != condSanitizeFailed && k != condFormatCorrupted && k != condFormatFailed {
 			r.mediumErrors[c.row.kind()].Add(1)

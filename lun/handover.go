@@ -75,10 +75,13 @@ func (n *Nexus) Restore(list []PathState) {
 
 // A UnitState is what a logical unit keeps in memory only, for all nexuses.
 type UnitState struct {
-	WriteCache   bool              `json:"write_cache"`   // WCE, as it is
-	WriteProtect bool              `json:"write_protect"` // SWP
+	WriteCache   bool              `json:"write_cache"`                  // WCE, as it is
+	WriteProtect bool              `json:"write_protect"`                // SWP
+	DescSense    bool              `json:"descriptor_sense,omitempty"`   // D_SENSE
+	TaskSets     bool              `json:"separate_task_sets,omitempty"` // TST 001b
 	Stopped      bool              `json:"stopped,omitempty"`
 	Ejected      bool              `json:"ejected,omitempty"`
+	Clock        *clockState       `json:"clock,omitempty"` // that an initiator has set
 	PortGroups   []portGroupEntry  `json:"port_groups,omitempty"`
 	ChangedBy    map[string]string `json:"changed_by,omitempty"` // initiators, by setting
 	Unsynced     bool              `json:"unsynced,omitempty"`   // a sync has failed
@@ -111,9 +114,11 @@ func (u *Unit) State() UnitState {
 	modes := u.mode.Load()
 	st := UnitState{
 		WriteCache: modes&modeWCE != 0, WriteProtect: modes&modeSWP != 0,
+		DescSense: modes&modeDSense != 0, TaskSets: modes&modeTST != 0,
 		Stopped: u.stopped.Load(), Ejected: u.ejected.Load(), Health: u.Health().String(),
 		Unsynced: u.unsynced.Load() || u.SyncFailure() != nil || u.Health() == Failed, Failure: u.SyncFailure(),
 	}
+	st.Clock = u.clock.Load().state()
 	if g := u.access.Load(); g != nil {
 		st.PortGroups = g.entries()
 	}
@@ -169,8 +174,11 @@ func (u *Unit) Restore(st UnitState) error {
 	u.SetHealth(Health(health))
 	u.stopped.Store(st.Stopped)
 	u.ejected.Store(st.Ejected)
-	modes := (&modeEntry{WCE: st.WriteCache, SWP: st.WriteProtect}).modes()
+	modes := (&modeEntry{
+		WCE: st.WriteCache, SWP: st.WriteProtect, DescriptorSense: st.DescSense, SeparateTaskSets: st.TaskSets,
+	}).modes()
 	u.mode.Store(u.mode.Load()&^u.modeMutable | modes&u.modeMutable)
+	u.clock.Store(st.Clock.clock())
 	if st.Unsynced {
 		u.unsynced.Store(true)
 		u.failure.is.CompareAndSwap(nil, st.Failure)

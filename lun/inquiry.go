@@ -155,7 +155,7 @@ func appendExtended(u *Unit, _ *Nexus, b []byte) []byte {
 	if u.info.VolatileCache {
 		p[6] = 0x01 // V_SUP
 	}
-	p[13] = senseLen // MAXIMUM SUPPORTED SENSE DATA LENGTH
+	p[13] = maxSenseLen // MAXIMUM SUPPORTED SENSE DATA LENGTH
 	return append(b, p[4:]...)
 }
 

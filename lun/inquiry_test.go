@@ -87,13 +87,13 @@ func TestVPD(t *testing.T) {
 			07                      # HEADSUP, ORDSUP, SIMPSUP
 			00                      # V_SUP 0
 			00 00 00 0000 00
-			12                      # MAXIMUM SUPPORTED SENSE DATA LENGTH: 18
+			28                      # MAXIMUM SUPPORTED SENSE DATA LENGTH: 40
 			` + strings.Repeat("00", 50)},
 		{name: "86 with a cache", page: "86", setup: setup{info: volatile}, want: `
 			00 86 003c
 			00 07
 			01                      # V_SUP
-			00 00 00 0000 00 12` + strings.Repeat("00", 50)},
+			00 00 00 0000 00 28` + strings.Repeat("00", 50)},
 		{name: "8f", page: "8f", want: `
 			00 8f 0060              # 96
 			0001 0008 07            # Supported Commands

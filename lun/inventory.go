@@ -254,6 +254,7 @@ func (inv *Inventory) Entries() []Entry {
 func (inv *Inventory) PowerOn() {
 	for _, e := range inv.Entries() {
 		e.Unit.reservations.losePower()
+		e.Unit.clock.Store(nil)
 		e.Unit.reset(condPowerOn)
 	}
 }

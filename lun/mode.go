@@ -11,14 +11,27 @@ import (
 
 // Mode parameters that can have another value than the default one.
 const (
-	modeWCE uint32 = 1 << iota // the volatile cache may be used
-	modeSWP                    // software write protect
+	modeWCE    uint32 = 1 << iota // the volatile cache may be used
+	modeSWP                       // software write protect
+	modeDSense                    // sense data in descriptor format
+	modeTST                       // TST 001b: each I_T nexus has a task set of its own
 )
+
+// modeNames are the names of the settings that mode parameters are, in the order of Settings.
+var modeNames = []struct {
+	mode uint32
+	name string
+}{
+	{modeSWP, settingWriteProtect},
+	{modeWCE, settingWriteCache},
+	{modeDSense, settingDescriptorSense},
+	{modeTST, settingTaskSets},
+}
 
 // modesOf returns the modes that are set at first, and those that initiators can change. A cache
 // that does not exist, or that options forbid, cannot be enabled.
 func modesOf(info backend.Info, o Options) (set, mutable uint32) {
-	mutable = modeSWP
+	mutable = modeSWP | modeDSense | modeTST
 	if info.VolatileCache && !o.WriteThrough {
 		set |= modeWCE
 		mutable |= modeWCE
@@ -36,19 +49,28 @@ func (u *Unit) saveModes(c *Command, touched, set uint32) bool {
 	defer u.settings.give()
 	modes := u.mode.Load()&^touched | set&touched
 	e := u.keptSettings()
-	e.Mode = &modeEntry{WCE: modes&modeWCE != 0, SWP: modes&modeSWP != 0}
+	e.Mode = newModeEntry(modes)
 	if err := u.keep(e, p, func() { u.modeSaved.Store(modes) }); err != nil {
 		return c.failStore(err)
 	}
 	return true
 }
 
-func (e *modeEntry) modes() (modes uint32) {
-	if e.WCE {
-		modes |= modeWCE
+func newModeEntry(modes uint32) *modeEntry {
+	return &modeEntry{
+		WCE: modes&modeWCE != 0, SWP: modes&modeSWP != 0,
+		DescriptorSense: modes&modeDSense != 0, SeparateTaskSets: modes&modeTST != 0,
 	}
-	if e.SWP {
-		modes |= modeSWP
+}
+
+func (e *modeEntry) modes() (modes uint32) {
+	for _, has := range []struct {
+		mode uint32
+		set  bool
+	}{{modeWCE, e.WCE}, {modeSWP, e.SWP}, {modeDSense, e.DescriptorSense}, {modeTST, e.SeparateTaskSets}} {
+		if has.set {
+			modes |= has.mode
+		}
 	}
 	return modes
 }
@@ -62,25 +84,47 @@ func (u *Unit) writeThrough() bool { return u.info.VolatileCache && u.mode.Load(
 
 // modePages are the mode pages that MODE SENSE returns, in order.
 var modePages = []modePage{
-	{0x01, 12, func(p []byte) { p[2] = 0xc0 }, 0, 0, 0}, // Read-Write Error Recovery: AWRE, ARRE
-	{0x08, 20, nil, 2, 0x04, modeWCE},                   // Caching
+	{0x01, 12, func(p []byte) { p[2] = 0xc0 }, nil}, // Read-Write Error Recovery: AWRE, ARRE
+	{0x08, 20, nil, []modeBit{{2, 0x04, modeWCE}}},  // Caching
 	{0x0a, 12, func(p []byte) { // Control
-		p[2] = 0x02                               // GLTSD
+		p[2] |= 0x02                              // GLTSD
 		p[3] = 0x10                               // QUEUE ALGORITHM MODIFIER: unrestricted reordering
 		p[5] = 0x40                               // TAS: an initiator that clears it makes commands of others vanish
 		binary.BigEndian.PutUint16(p[8:], 0xffff) // BUSY TIMEOUT PERIOD: unlimited
-	}, 4, 0x08, modeSWP},
-	{0x1c, 12, func(p []byte) { p[2] = 0x08 }, 0, 0, 0}, // Informational Exceptions Control: DEXCPT
+	}, []modeBit{{2, 0x20, modeTST}, {2, 0x04, modeDSense}, {4, 0x08, modeSWP}}},
+	{0x1c, 12, func(p []byte) { p[2] = 0x08 }, nil}, // Informational Exceptions Control: DEXCPT
 }
 
 type modePage struct {
 	code  byte
 	size  int            // bytes, including a header of two
 	fixed func(p []byte) // sets what never changes
-	// The bit of that byte that is set when mode is.
+	bits  []modeBit      // what can change
+}
+
+// A modeBit is the bit of a byte of a page that is set when mode is.
+type modeBit struct {
 	offset int
 	bit    byte
 	mode   uint32
+}
+
+// modes returns the modes that the page has.
+func (m *modePage) modes() (all uint32) {
+	for _, b := range m.bits {
+		all |= b.mode
+	}
+	return all
+}
+
+// read returns the modes that are set in the page p.
+func (m *modePage) read(p []byte) (set uint32) {
+	for _, b := range m.bits {
+		if p[b.offset]&b.bit != 0 {
+			set |= b.mode
+		}
+	}
+	return set
 }
 
 // put writes the page with those modes to p. MODE SENSE adds PS.
@@ -95,8 +139,10 @@ func (m *modePage) put(p []byte, modes uint32) {
 func (m *modePage) putMutable(p []byte, mutable uint32) {
 	clear(p)
 	p[0], p[1] = m.code, byte(m.size-2)
-	if mutable&m.mode != 0 {
-		p[m.offset] |= m.bit
+	for _, b := range m.bits {
+		if mutable&b.mode != 0 {
+			p[b.offset] |= b.bit
+		}
 	}
 }
 
@@ -227,11 +273,8 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 		if !ok {
 			return false
 		}
-		touched |= m.mode & u.modeMutable
-		set &^= m.mode
-		if m.mode != 0 && p[at+m.offset]&m.bit != 0 {
-			set |= m.mode
-		}
+		touched |= m.modes() & u.modeMutable
+		set = set&^m.modes() | m.read(p[at:])
 		at += m.size
 	}
 	// Save first: if that fails, nothing has changed.
@@ -350,6 +393,10 @@ func (u *Unit) setModes(c *Command, touched, set uint32) error {
 	old := u.mode.Load()
 	now := old&^touched | set&touched
 	if now == old {
+		return nil
+	}
+	if (old^now)&(modeWCE|modeSWP) == 0 { // nothing that writes depend on
+		u.mode.Store(now)
 		return nil
 	}
 	// No write is in progress here. So writes that began with a cache end before

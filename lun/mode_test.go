@@ -20,7 +20,7 @@ const (
 	pagesChangeable = `
 		01 0a 00 00 00 00 00 00 00 00 0000
 		08 12 00 00 0000 0000 0000 0000 00 00 0000 00 000000
-		0a 0a 00 00 08 00 0000 0000 0000               # SWP
+		0a 0a 24 00 08 00 0000 0000 0000               # TST 001b, D_SENSE, SWP
 		1c 0a 00 00 00000000 00000000`
 	shortDescriptor = "00000800 00 000200 " // 2048 blocks of 512
 )
@@ -306,6 +306,9 @@ func TestModeSelectList(t *testing.T) {
 		{"half a page", false, six + "0a 0a 02 10 00 40", -2},
 		{"one byte of a page", false, six + "0a", -2},
 		{"what cannot be changed", false, six + "0a 0a 02 10 00 40 0000 fffe 0000", 4 + 9},
+		{"TST 010b", false, six + "0a 0a 42 10 00 40 0000 ffff 0000", 4 + 2},
+		{"TST 011b", false, six + "0a 0a 62 10 00 40 0000 ffff 0000", 4 + 2},
+		{"TMF_ONLY", false, six + "0a 0a 12 10 00 40 0000 ffff 0000", 4 + 2},
 		{"TAS", false, six + "0a 0a 02 10 00 00 0000 ffff 0000", 4 + 5},
 		{"what cannot be changed, behind what can", false, six + protected + "1c 0a 00 00 00000000 00000000", 4 + 12 + 2},
 	} {

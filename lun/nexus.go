@@ -172,6 +172,13 @@ func (n *Nexus) SameUnit(a, b [8]byte) bool {
 	return l != nil && m != nil && l.unit == m.unit
 }
 
+// HasOwnTaskSet reports whether the task set of the logical unit has no commands of other nexuses (TST 001b in the
+// Control mode page: SPC-4, section 7.5.8).
+func (n *Nexus) HasOwnTaskSet(lun [8]byte) bool {
+	l := n.find(lun)
+	return l != nil && l.unit.mode.Load()&modeTST != 0
+}
+
 // ReadOnly reports whether a mask lets the initiator only read the logical unit.
 func (n *Nexus) ReadOnly(lun [8]byte) bool {
 	l := n.find(lun)

@@ -49,6 +49,7 @@ var passes = map[string]string{
 	"LOG SENSE":                         "AAAAA",
 	"PREVENT ALLOW MEDIUM REMOVAL":      "AAAAA", // rowCDB has PREVENT 0
 	"REPORT TARGET PORT GROUPS":         "AAAAA",
+	"REPORT TIMESTAMP":                  "AAAAA",
 	"RECEIVE COPY STATUS(LID1)":         "AAAAA",
 	"RECEIVE COPY OPERATING PARAMETERS": "AAAAA",
 }

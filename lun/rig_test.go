@@ -88,7 +88,9 @@ func (r *rig) login() *Nexus {
 	r.t.Helper()
 	n := r.inv.NewNexus(testPort)
 	for _, l := range n.list() {
-		wantSense(r.t, do(n, &r.c, EncodeLUN(l.id), "00 0000 00 00 00", nil, all), 0x6, 0x29, 0x00)
+		if res := do(n, &r.c, EncodeLUN(l.id), "00 0000 00 00 00", nil, all); r.c.cond != condPowerOn { // in any format
+			r.t.Fatalf("status %#x, sense % x; want POWER ON", res.status, res.sense)
+		}
 		l.copies.begin(0) // so that RECEIVE COPY STATUS of rowCDB has something to report
 	}
 	return n

@@ -333,9 +333,7 @@ func (u *Unit) compare(c *Command, p []byte, pos int64, base uint64) bool {
 			for part[i] == want[i] {
 				i++
 			}
-			s := newSense(condMiscompare)
-			s.infoOK, s.info = true, uint32(base)+uint32(done+i)
-			return c.failSense(s)
+			return c.failSense(newSense(condMiscompare).withInfo(base + uint64(done+i)))
 		}
 		done += len(part)
 	}

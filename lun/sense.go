@@ -89,13 +89,18 @@ var (
 	condInexactSegment             = Sense{keyCopyAborted, 0x26, 0x0a}   // UNEXPECTED INEXACT SEGMENT
 	condMediumChanged              = Sense{keyUnitAttention, 0x28, 0x00} // NOT READY TO READY CHANGE
 	condModeChanged                = Sense{keyUnitAttention, 0x2a, 0x01} // MODE PARAMETERS CHANGED
+	condTimestampChanged           = Sense{keyUnitAttention, 0x2a, 0x10} // TIMESTAMP CHANGED
 	condCapacityChanged            = Sense{keyUnitAttention, 0x2a, 0x09} // CAPACITY DATA HAS CHANGED
 	condLUNsChanged                = Sense{keyUnitAttention, 0x3f, 0x0e} // REPORTED LUNS DATA HAS CHANGED
 	noField                    int = -1
 )
 
-// senseLen is the length in bytes of fixed format sense data.
-const senseLen = 18
+// senseLen is the length in bytes of fixed format sense data, and maxSenseLen that of the longest in
+// descriptor format: a header, INFORMATION, command-specific information, and sense key specific data.
+const (
+	senseLen    = 18
+	maxSenseLen = 8 + 12 + 12 + 8
+)
 
 // senseData is the sense data of a command before it is encoded.
 type senseData struct {
@@ -103,42 +108,61 @@ type senseData struct {
 	field    int    // offset of the wrong byte in the CDB or parameter list, or noField
 	bit      int    // the most significant bit of the wrong field, or noField
 	inList   bool   // field is in the parameter list
-	info     uint32 // INFORMATION, if infoOK
+	info     uint64 // INFORMATION, if infoOK
 	infoOK   bool
-	command  uint32 // COMMAND-SPECIFIC INFORMATION
+	command  uint32 // COMMAND-SPECIFIC INFORMATION; 0: none
 	progress bool   // field is the PROGRESS INDICATION
-	descType bool   // REQUEST SENSE with DESC: descriptor format
 }
 
 // newSense returns sense data that says only k.
 func newSense(k Sense) senseData { return senseData{Sense: k, field: noField, bit: noField} }
 
-// put encodes s into b and returns the part of b that it filled: fixed format (SPC-4, section
-// 4.5.3), or descriptor format (4.5.2).
-func (s *senseData) put(b []byte) []byte {
+// withInfo returns s with INFORMATION.
+func (s senseData) withInfo(info uint64) senseData {
+	s.info, s.infoOK = info, true
+	return s
+}
+
+// put encodes s into b, which has room for maxSenseLen bytes, and returns the part of b that it
+// filled: in descriptor format (SPC-4, section 4.5.2), or in fixed format (4.5.3). Fixed format leaves
+// out an INFORMATION of more than 32 bits.
+func (s *senseData) put(b []byte, descriptors bool) []byte {
+	be := binary.BigEndian
+	if descriptors {
+		b = append(b[:0], 0x72, s.Key, s.ASC, s.ASCQ, 0, 0, 0, 0)
+		if s.infoOK {
+			b = append(b, 0x00, 10, 0x80, 0) // Information; VALID
+			b = be.AppendUint64(b, s.info)
+		}
+		if s.command != 0 {
+			b = append(b, 0x01, 10, 0, 0) // Command specific information
+			b = be.AppendUint64(b, uint64(s.command))
+		}
+		if s.field != noField {
+			b = append(b, 0x02, 6, 0, 0, 0, 0, 0, 0) // Sense key specific
+			s.putSpecific(b[len(b)-4:])
+		}
+		b[7] = byte(len(b) - 8) // ADDITIONAL SENSE LENGTH
+		return b
+	}
 	b = b[:senseLen]
 	clear(b)
-	if s.descType {
-		b[0], b[1], b[2], b[3] = 0x72, s.Key, s.ASC, s.ASCQ
-		if s.field == noField {
-			return b[:8]
-		}
-		b[7], b[8], b[9] = 8, 0x02, 6 // a sense key specific descriptor
-		s.putSpecific(b[12:])
-		return b[:16]
-	}
 	b[0], b[2], b[7] = 0x70, s.Key, senseLen-8
-	binary.BigEndian.PutUint32(b[8:], s.command)
+	be.PutUint32(b[8:], s.command)
 	b[12], b[13] = s.ASC, s.ASCQ
-	if s.infoOK {
-		b[0] |= 0x80
-		binary.BigEndian.PutUint32(b[3:], s.info)
+	if s.infoOK && s.info <= math.MaxUint32 {
+		b[0] |= 0x80 // VALID
+		be.PutUint32(b[3:], uint32(s.info))
 	}
 	if s.field != noField {
 		s.putSpecific(b[15:])
 	}
 	return b
 }
+
+// hasDescriptors reports whether sense data of the unit is in descriptor format (D_SENSE). u may be
+// nil: what is not there uses fixed format.
+func (u *Unit) hasDescriptors() bool { return u != nil && u.mode.Load()&modeDSense != 0 }
 
 // putSpecific encodes the sense key specific data, which is field, into three bytes of b.
 func (s *senseData) putSpecific(b []byte) {
@@ -166,19 +190,17 @@ func (c *Command) failList(octet int) bool {
 }
 
 // failRange fails c because blocks from lba on are not all on the unit. INFORMATION has the first
-// that is not (SBC-4, section 4.18.1), if fixed format has room for it.
+// that is not (SBC-4, section 4.18.1).
 func (c *Command) failRange(lba uint64) bool {
 	first := max(lba, c.unit.blocks.Load())
-	s := newSense(condLBARange)
-	s.infoOK, s.info = first <= math.MaxUint32, uint32(first)
-	return c.failSense(s)
+	return c.failSense(newSense(condLBARange).withInfo(first))
 }
 
 // failSense fails c with more sense data than fail.
 func (c *Command) failSense(s senseData) bool {
 	c.Status = StatusCheckCondition
 	c.failed = true
-	c.sense = s.put(c.senseBuf[:])
+	c.sense, c.cond = s.put(c.senseBuf[:], c.unit.hasDescriptors()), s.Sense
 	return false
 }
 
@@ -275,12 +297,11 @@ func (c *Command) readDone(err error) bool {
 }
 
 // failCorrupt fails c because of a block that differs from its checksum. INFORMATION has its LBA (SBC-3, section
-// 4.18.1), if fixed format has room for it.
+// 4.18.1).
 func (c *Command) failCorrupt(err error) bool {
 	s := newSense(condReadError)
 	if corrupt, ok := errors.AsType[*backend.CorruptError](err); ok {
-		lba := uint64(corrupt.Offset) >> c.unit.shift
-		s.infoOK, s.info = lba <= math.MaxUint32, uint32(lba)
+		s = s.withInfo(uint64(corrupt.Offset) >> c.unit.shift)
 	}
 	return c.failSense(s)
 }
@@ -298,7 +319,7 @@ func (c *Command) failClosed() bool {
 }
 
 // requestSense executes REQUEST SENSE (SPC-4, section 6.39): it returns a pending unit attention,
-// or the state of the unit.
+// or the state of the unit. DESC chooses the format, whatever D_SENSE says.
 func requestSense(u *Unit, c *Command) bool {
 	s := newSense(condNone)
 	if u == nil {
@@ -310,6 +331,5 @@ func requestSense(u *Unit, c *Command) bool {
 	} else {
 		s.Sense = cmp.Or(u.obstacle(c.nexus, 0), u.absent, u.readiness())
 	}
-	s.descType = c.CDB[1]&1 != 0
-	return c.report(s.put(c.zeroed(senseLen)), uint32(c.CDB[4]))
+	return c.report(s.put(c.zeroed(maxSenseLen), c.CDB[1]&1 != 0), uint32(c.CDB[4]))
 }

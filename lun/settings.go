@@ -19,8 +19,10 @@ type settingsEntry struct {
 }
 
 type modeEntry struct {
-	WCE bool `json:"wce"` // Caching
-	SWP bool `json:"swp"` // Control
+	WCE              bool `json:"wce"`               // Caching
+	SWP              bool `json:"swp"`               // Control
+	DescriptorSense  bool `json:"d_sense,omitempty"` // Control
+	SeparateTaskSets bool `json:"tst,omitempty"`     // Control: TST 001b
 }
 
 type portGroupEntry struct {

@@ -68,12 +68,13 @@ type Unit struct {
 	failure     failureRecord
 	predecessor *Unit         // of an absent unit: the unit that it inherits from
 	has         flags         // the optional rows of the command set
-	mode        atomic.Uint32 // modeWCE and modeSWP, as set
+	mode        atomic.Uint32 // modeWCE and others, as set
 	modeDefault uint32
 	modeMutable uint32 // bits that MODE SELECT can change
 	modeSaved   atomic.Uint32
-	modeChanged bool                       // the mode parameters, or the WP bit, differ from those of the predecessor
-	access      atomic.Pointer[portGroups] // nil: no state was set
+	modeChanged bool                        // the mode parameters, or the WP bit, differ from those of the predecessor
+	access      atomic.Pointer[portGroups]  // nil: no state was set
+	clock       atomic.Pointer[deviceClock] // nil: that of the machine
 	stopped     atomic.Bool
 	ejected     atomic.Bool // set and reset with mu held
 	ranges      rangeLocks
@@ -315,9 +316,10 @@ func (u *Unit) reset(attention Sense) {
 	for l := range u.seen {
 		l.prevents = false
 	}
-	for _, setting := range []string{settingWriteProtect, settingWriteCache, settingMedium} { // as saved
-		delete(u.changedBy, setting)
+	for _, m := range modeNames { // as saved
+		delete(u.changedBy, m.name)
 	}
+	delete(u.changedBy, settingMedium)
 	u.raiseLocked(attention, nil)
 }
 
@@ -342,6 +344,7 @@ func (u *Unit) InheritFrom(old *Unit) {
 	}
 	if u.Absent() {
 		u.predecessor = old
+		u.mode.Store(old.mode.Load() & (modeDSense | modeTST))
 		return
 	}
 	u.inheritFailure(old)
@@ -360,6 +363,7 @@ func (u *Unit) InheritFrom(old *Unit) {
 	u.mode.Store(u.mode.Load()&^both | was&both)
 	u.modeChanged = u.mode.Load() != was || u.readOnly != old.readOnly
 	u.access.Store(old.access.Load())
+	u.clock.Store(old.clock.Load())
 }
 
 // CutOff makes commands in progress fail with LOGICAL UNIT NOT SUPPORTED as soon as the store is

@@ -63,6 +63,25 @@ sg_logs --page=we $d
 sg_logs --page=gsp $d | sed 's/= [1-9][0-9]*$/= N/'
 sg_logs --page=0x3e $d
 `},
+	{"sense", `
+sdparm --get=D_SENSE,TST $d
+sdparm --set=D_SENSE=1,TST=1 $d
+sg_turs --verbose $e
+sdparm --get=D_SENSE,TST $e
+sg_write_same --lba=131071 --num=2 --in=/run/aa $d
+sg_verify --lba=0 --count=1 --ebytchk=1 --ndo=512 --in=/run/aa --verbose $d
+sg_requests $d
+sg_requests --desc $d
+sdparm --set=D_SENSE=0,TST=0 $e
+sg_turs --verbose $d
+sdparm --get=D_SENSE,TST $d
+`},
+	{"timestamp", `
+sg_timestamp --origin --no-timestamp $d
+sg_timestamp --milliseconds=86400000 $d
+sg_turs --verbose $e
+sg_timestamp --origin $e | sed 's/^864[0-9]*$/864.../'
+`},
 	{"provisioning", `
 sg_get_lba_status --lba=0 $d
 sg_write_same --lba=0 --num=256 --in=/run/aa $d

@@ -208,7 +208,7 @@ func access(l *schema.LUNState) string {
 func (p *program) resetSettings() *cobra.Command {
 	return p.command(verb{use: "reset-settings TARGET LUN", short: "Restore the defaults of what initiators set of a LUN",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns),
-		long: "Restore the defaults of what initiators set of a LUN for all: write protection (SWP),\nthe write cache (WCE), a stopped or ejected medium, and the access states of portal\ngroups. Saved settings return to their defaults, too. Initiators are notified.\nlun show lists the settings, and the initiators that changed them.",
+		long: "Restore the defaults of what initiators set of a LUN for all: write protection (SWP),\nthe write cache (WCE), the format of sense data (D_SENSE), task sets (TST), a stopped or\nejected medium, and the access states of portal groups. Saved settings return to their\ndefaults, too. Initiators are notified.\nlun show lists the settings, and the initiators that changed them.",
 		run: func(ctx context.Context, c *call) error {
 			if err := c.ResetSettings(ctx, c.target, c.lun); err != nil {
 				return err

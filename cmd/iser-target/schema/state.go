@@ -133,7 +133,7 @@ type LUNState struct {
 }
 
 // A SettingState describes a setting of a LUN that an initiator changes for all: write_protect (SWP),
-// write_cache (WCE), medium, and access_state_N of portal group N.
+// write_cache (WCE), descriptor_sense (D_SENSE), separate_task_sets (TST), medium, and access_state_N of portal group N.
 type SettingState struct {
 	Setting string `json:"setting"`
 	Value   string `json:"value"`
