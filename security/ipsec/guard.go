@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"sync"
 	"sync/atomic"
@@ -12,13 +13,17 @@ import (
 
 // What a Guard does not exceed.
 const (
-	defaultTimeout = 2 * time.Second
+	defaultTimeout = 5 * time.Second
+	leastPatience  = 10 * time.Second
 	maxCalls       = 64                    // of a driver at a time
+	maxInspections = 4                     // calls for lists, besides those
 	maxRejudging   = 8                     // connections at a time
 	coalesce       = 50 * time.Millisecond // from a notice to the round of questions that it causes
 	maxAddresses   = 256                   // that a round can tell apart; with more it asks for all
 	firstRetry     = time.Second           // after a driver failed, doubled up to lastRetry
 	lastRetry      = 30 * time.Second      //
+	reportPause    = 10 * time.Second      // between two reports that the driver fails
+	slow           = time.Second           // a question that takes longer shows that the driver hangs
 	initiateTime   = 30 * time.Second      // of one negotiation of keys
 	maxInitiating  = 8                     // negotiations at a time
 	statusCommand  = "iser-target ipsec status"
@@ -34,9 +39,13 @@ func (n Need) off() bool { return n.Demand == Off || n.Demand == "" }
 
 // Options of a Guard.
 type Options struct {
-	Timeout time.Duration // of one call of the driver; 0: 2 s
+	Timeout time.Duration // of one call of the driver; 0: 5 s
 	Grace   time.Duration // that a connection has after its keys are gone, until it ends; 0: none
-	Failed  func(error)   // is called when the driver cannot notice changes; nil: nothing is
+	// Failed is called when the driver begins to fail, and Answers after it answers again, each not more often than every 10 s. NoKeys
+	// is called when it could not negotiate keys. They may be nil.
+	Failed  func(error)
+	Answers func()
+	NoKeys  func(Flow, error)
 }
 
 func (o Options) timeout() time.Duration {
@@ -45,6 +54,10 @@ func (o Options) timeout() time.Duration {
 	}
 	return o.Timeout
 }
+
+// Patience returns for how long a connection that was protected keeps its verdict while the driver does not answer: 10 s, and at least twice the
+// time limit, so that one slow call changes nothing. The kernel keeps clear text out meanwhile.
+func (o Options) Patience() time.Duration { return max(leastPatience, 2*o.timeout()) }
 
 // A Connection is what a Guard has to know about a connection. Its functions are called without locks of the Guard, one at a
 // time for each connection, and must not wait for anything.
@@ -67,6 +80,7 @@ type Connection struct {
 // those with a demand of Required. Its methods may be called concurrently.
 type Guard struct {
 	slots      chan struct{} // has an element for each running call of a driver
+	inspecting chan struct{} // the same, for lists
 	initiating chan struct{}
 	wake       chan struct{}
 	ctx        context.Context
@@ -82,12 +96,23 @@ type Guard struct {
 	addresses  map[netip.Addr]struct{}
 	retry      *time.Timer // nil: none is due
 	retryAfter time.Duration
+	silent     trouble // the last call of the driver failed
+	blind      trouble // the driver does not notice changes
+}
+
+// A trouble is how a driver fails. The zero value is none.
+type trouble struct {
+	err      error
+	since    time.Time
+	reported time.Time // the last time
+	told     bool      // this one was reported
 }
 
 // settings are what Use replaces as a whole.
 type settings struct {
 	driver  Driver
 	options Options
+	turn    uint64 // counts the calls of Use
 }
 
 type counters struct{ questions, permitted, marked, denied, failures, notices, rounds, ended atomic.Uint64 }
@@ -105,27 +130,29 @@ type Stats struct {
 // NewGuard returns a Guard that asks driver. The caller must call Close.
 func NewGuard(driver Driver, options Options) *Guard {
 	g := &Guard{
-		slots: make(chan struct{}, maxCalls), initiating: make(chan struct{}, maxInitiating), wake: make(chan struct{}, 1),
+		slots: make(chan struct{}, maxCalls), inspecting: make(chan struct{}, maxInspections), initiating: make(chan struct{}, maxInitiating), wake: make(chan struct{}, 1),
 		watched: map[*Watched]struct{}{}, addresses: map[netip.Addr]struct{}{}, retryAfter: firstRetry,
 	}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	g.loops.Go(g.rejudge)
-	g.use(settings{driver, options})
+	g.use(driver, options)
 	return g
 }
 
 // Use replaces driver and options, and asks the new driver about all connections. It returns the driver from before, which the caller closes.
 func (g *Guard) Use(driver Driver, options Options) Driver {
-	before := g.use(settings{driver, options})
+	before := g.use(driver, options)
 	g.Recheck()
 	return before
 }
 
-func (g *Guard) use(s settings) Driver {
+func (g *Guard) use(driver Driver, options Options) Driver {
 	ctx, cancel := context.WithCancel(g.ctx)
 	g.mu.Lock()
 	before, stop := g.set.driver, g.stopWatch
+	s := settings{driver, options, g.set.turn + 1}
 	g.set, g.stopWatch = s, cancel
+	g.silent, g.blind, g.retryAfter = trouble{}, trouble{}, firstRetry
 	g.mu.Unlock()
 	if stop != nil {
 		stop()
@@ -201,14 +228,85 @@ func (g *Guard) Stats() Stats {
 	return s
 }
 
-// Check returns what the driver lacks to enforce Required. It takes the time of Options at most.
-func (g *Guard) Check(ctx context.Context) []error {
+// Check returns what the driver lacks to enforce Required. The error says that it gave no answer within the timeout of Options.
+func (g *Guard) Check(ctx context.Context) (missing []error, err error) {
 	s := g.settings()
-	missing, err := call(ctx, g, s, func(ctx context.Context) ([]error, error) { return s.driver.Check(ctx), nil })
-	if err != nil {
-		return []error{fmt.Errorf("ipsec driver %s: %w", s.driver.Name(), err)}
+	return call(ctx, g.inspecting, s, func(ctx context.Context) ([]error, error) { return s.driver.Check(ctx), nil })
+}
+
+// Look returns what protects each flow, for lists, by the index of the flow. After an error, which comes within the timeout of Options, some flows are
+// missing.
+func (g *Guard) Look(ctx context.Context, flows []Flow) (map[int]Protection, error) {
+	s := g.settings()
+	var mu sync.Mutex
+	found := map[int]Protection{}
+	_, err := call(ctx, g.inspecting, s, func(ctx context.Context) (struct{}, error) {
+		for i, f := range flows {
+			p, err := s.driver.Look(ctx, f)
+			if err != nil {
+				return struct{}{}, err
+			}
+			mu.Lock()
+			found[i] = p
+			mu.Unlock()
+		}
+		return struct{}{}, nil
+	})
+	mu.Lock()
+	defer mu.Unlock()
+	return maps.Clone(found), err
+}
+
+// Trouble returns how the driver fails now; nil: the last call of it was answered, and it notices changes.
+func (g *Guard) Trouble() error {
+	if g == nil {
+		return nil
 	}
-	return missing
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return errors.Join(g.blind.err, g.silent.err)
+}
+
+// fails notes that the driver of s fails. t is g.silent or g.blind.
+func (g *Guard) fails(s settings, t *trouble, err error) {
+	g.counters.failures.Add(1)
+	now := time.Now()
+	g.mu.Lock()
+	if g.set.turn != s.turn {
+		g.mu.Unlock()
+		return // another driver answers by now
+	}
+	if t.err == nil {
+		t.since = now
+	}
+	t.err = err
+	if t == &g.silent && g.retry == nil {
+		g.retryLater() // even if no connection is left that a round would ask about
+	}
+	report := !t.told && (t.reported.IsZero() || now.Sub(t.reported) >= reportPause)
+	if report {
+		t.told, t.reported = true, now
+	}
+	g.mu.Unlock()
+	if report && s.options.Failed != nil {
+		s.options.Failed(err)
+	}
+}
+
+// works notes that the driver of s does what it did not when t began.
+func (g *Guard) works(s settings, t *trouble) {
+	g.mu.Lock()
+	if g.set.turn != s.turn || t.err == nil {
+		g.mu.Unlock()
+		return
+	}
+	report := t.told
+	t.err, t.told = nil, false
+	well := g.silent.err == nil && g.blind.err == nil
+	g.mu.Unlock()
+	if report && well && s.options.Answers != nil {
+		s.options.Answers()
+	}
 }
 
 // Ask answers q, for explanations. It changes no connection and no counter of verdicts.
@@ -224,7 +322,7 @@ func (g *Guard) Ask(ctx context.Context, q Question) Verdict {
 }
 
 func noGuard(d Demand) Verdict {
-	v := Verdict{Action: Deny, Reason: "IPsec cannot be checked: no driver runs. Set ipsec.driver"}
+	v := Verdict{Action: Deny, Class: ClassDriver, Reason: "IPsec cannot be checked: no driver runs. Set ipsec.driver"}
 	if d == Audit {
 		v.Action = Mark
 	}
@@ -259,10 +357,12 @@ func (g *Guard) list(match func(*Watched) bool) []*Watched {
 type answer struct {
 	verdict Verdict
 	failed  bool // the driver gave none
+	judged  bool // the driver gave one, and something is required
 	out     SA   // that the kernel sends with; zero: unknown
 }
 
-var errSlow = errors.New("the driver has not answered in time")
+// ErrSlow reports a call of a driver that took longer than its time limit.
+var ErrSlow = errors.New("the driver has not answered in time")
 
 // ask asks the driver once for each need, with a time limit, and returns the strictest answer.
 func (g *Guard) ask(ctx context.Context, s settings, q Question, needs []Need) answer {
@@ -272,7 +372,7 @@ func (g *Guard) ask(ctx context.Context, s settings, q Question, needs []Need) a
 	var err error
 	decider, decides := s.driver.(Decider)
 	if !decides {
-		p, err = call(ctx, g, s, func(ctx context.Context) (Protection, error) { return s.driver.Look(ctx, q.Flow) })
+		p, err = call(ctx, g.slots, s, func(ctx context.Context) (Protection, error) { return s.driver.Look(ctx, q.Flow) })
 		if len(p.Out) > 0 {
 			a.out = p.Out[0]
 		}
@@ -286,7 +386,7 @@ func (g *Guard) ask(ctx context.Context, s settings, q Question, needs []Need) a
 		switch {
 		case err != nil:
 		case decides:
-			v, err = call(ctx, g, s, func(ctx context.Context) (Verdict, error) { return decider.Decide(ctx, q) })
+			v, err = call(ctx, g.slots, s, func(ctx context.Context) (Verdict, error) { return decider.Decide(ctx, q) })
 			if err == nil {
 				v, err = decided(v, need.Demand)
 			}
@@ -294,8 +394,7 @@ func (g *Guard) ask(ctx context.Context, s settings, q Question, needs []Need) a
 			v = Judge(q, p)
 		}
 		if err != nil {
-			a.failed = true
-			v = Verdict{Action: Deny, Reason: fmt.Sprintf("IPsec cannot be checked: driver %s: %v. Run %s", s.driver.Name(), err, statusCommand)}
+			v = Verdict{Action: Deny, Class: ClassDriver, Reason: fmt.Sprintf("%s. Run %s", unanswered(inDriver(s, err)), statusCommand)}
 			if need.Demand == Audit {
 				v.Action = Mark
 			}
@@ -304,11 +403,21 @@ func (g *Guard) ask(ctx context.Context, s settings, q Question, needs []Need) a
 			a.verdict = v
 		}
 	}
-	if err != nil {
-		g.counters.failures.Add(1)
+	a.failed = a.verdict.Class == ClassDriver
+	a.judged = len(needs) > 0 && !a.failed
+	if err == nil {
+		err = p.Incomplete
+	}
+	switch {
+	case err == nil:
+		g.works(s, &g.silent)
+	case ctx.Err() == nil: // otherwise the caller gave up
+		g.fails(s, &g.silent, inDriver(s, err))
 	}
 	return a
 }
+
+func inDriver(s settings, err error) error { return fmt.Errorf("driver %s: %w", s.driver.Name(), err) }
 
 // decided checks the verdict of a Decider. Under Audit a denial is a mark.
 func decided(v Verdict, d Demand) (Verdict, error) {
@@ -316,11 +425,16 @@ func decided(v Verdict, d Demand) (Verdict, error) {
 	case v.Action != Permit && v.Action != Mark && v.Action != Deny:
 		return v, fmt.Errorf("its verdict %s is not permit, mark or deny", quote(string(v.Action)))
 	case v.Action == Permit:
-		v.Reason = ""
+		v.Reason, v.Class = "", ""
+		return v, nil
 	case v.Reason == "":
 		return v, fmt.Errorf("its verdict %s has no reason", v.Action)
-	case d == Audit:
+	}
+	if d == Audit {
 		v.Action = Mark
+	}
+	if v.Class = ClassProgram; v.KeysGone {
+		v.Class = ClassKeys
 	}
 	return v, nil
 }
@@ -336,7 +450,7 @@ func worse(a, b Verdict) bool {
 
 // call calls f in a goroutine and returns its result. It stops waiting after the timeout of s, because a driver that hangs must not hold up
 // the caller. The goroutine keeps its slot until f returns, so that their number is bounded.
-func call[T any](ctx context.Context, g *Guard, s settings, f func(context.Context) (T, error)) (T, error) {
+func call[T any](ctx context.Context, slots chan struct{}, s settings, f func(context.Context) (T, error)) (T, error) {
 	type result struct {
 		value T
 		err   error
@@ -345,27 +459,30 @@ func call[T any](ctx context.Context, g *Guard, s settings, f func(context.Conte
 	limited, cancel := context.WithTimeout(ctx, s.options.timeout())
 	defer cancel()
 	select {
-	case g.slots <- struct{}{}:
+	case slots <- struct{}{}:
 	case <-limited.Done():
-		return zero, fmt.Errorf("%w: %d calls hang", errSlow, maxCalls)
+		if err := ctx.Err(); err != nil {
+			return zero, err
+		}
+		return zero, fmt.Errorf("%w: %d calls hang", ErrSlow, cap(slots))
 	}
 	done := make(chan result, 1)
 	go func() {
-		defer func() { <-g.slots }()
+		defer func() { <-slots }()
 		value, err := f(limited)
 		done <- result{value, err}
 	}()
 	select {
 	case r := <-done:
 		if errors.Is(r.err, context.DeadlineExceeded) && limited.Err() != nil && ctx.Err() == nil {
-			r.err = fmt.Errorf("%w: the limit is %v", errSlow, s.options.timeout())
+			r.err = fmt.Errorf("%w: the limit is %v", ErrSlow, s.options.timeout())
 		}
 		return r.value, r.err
 	case <-limited.Done():
 		if err := ctx.Err(); err != nil {
 			return zero, err
 		}
-		return zero, fmt.Errorf("%w: the limit is %v", errSlow, s.options.timeout())
+		return zero, fmt.Errorf("%w: the limit is %v", ErrSlow, s.options.timeout())
 	}
 }
 
@@ -375,17 +492,20 @@ func (g *Guard) watch(ctx context.Context, s settings) {
 	delay := firstRetry
 	for {
 		began := time.Now()
-		err := s.driver.Watch(ctx, g.changed)
+		// A driver that has nothing to report notices changes as well.
+		settled := time.AfterFunc(s.options.timeout(), func() { g.works(s, &g.blind) })
+		err := s.driver.Watch(ctx, func(c Change) {
+			g.works(s, &g.blind)
+			g.changed(c)
+		})
+		settled.Stop()
 		if ctx.Err() != nil {
 			return
 		}
 		if err == nil {
 			err = errors.New("it stopped without an error")
 		}
-		g.counters.failures.Add(1)
-		if s.options.Failed != nil {
-			s.options.Failed(fmt.Errorf("ipsec driver %s: changes of keys are not noticed: %w", s.driver.Name(), err))
-		}
+		g.fails(s, &g.blind, inDriver(s, fmt.Errorf("changes of keys are not noticed: %w", err)))
 		if time.Since(began) > lastRetry {
 			delay = firstRetry
 		}
@@ -454,21 +574,32 @@ func (g *Guard) rejudge() {
 		if len(list) > 0 {
 			g.counters.rounds.Add(1)
 			g.round(list)
+		} else {
+			g.probe()
 		}
 	}
 }
 
-// round asks about the connections of list. When the driver fails it asks about no more than are in progress, because with hundreds of
-// connections each would wait for its time limit.
+// round asks about the connections of list. When a question fails after a second, and no other was answered meanwhile, it asks about no more than are in progress, because
+// with hundreds of connections each would wait for its time limit. A driver that fails for one connection alone is asked about all others.
 func (g *Guard) round(list []*Watched) {
-	var failed atomic.Bool
+	var failed, silent atomic.Bool
+	var answers atomic.Uint64
+	began := time.Now()
 	var workers sync.WaitGroup
 	next := make(chan *Watched)
 	for range min(maxRejudging, len(list)) {
 		workers.Go(func() {
 			for w := range next {
-				if w.change(&failed) {
+				before, asked := answers.Load(), time.Now()
+				if w.change(silent.Load(), began) {
 					failed.Store(true)
+					if answers.Load() == before && time.Since(asked) >= slow {
+						silent.Store(true)
+					}
+				} else {
+					answers.Add(1)
+					silent.Store(false)
 				}
 			}
 		})
@@ -481,7 +612,7 @@ func (g *Guard) round(list []*Watched) {
 	g.retryIf(failed.Load())
 }
 
-// retryIf makes a round soon after a failure, later after each further one, and none after a success.
+// retryIf makes a round soon after a failure, later after each further one once connections are marked, and none after a success.
 func (g *Guard) retryIf(failed bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -493,9 +624,40 @@ func (g *Guard) retryIf(failed bool) {
 		g.retryAfter = firstRetry
 		return
 	}
-	if g.ctx.Err() == nil {
-		g.retry = time.AfterFunc(g.retryAfter, g.Recheck)
+	g.retryLater()
+}
+
+// retryLater makes a round after g.retryAfter. Preconditions: g.mu is held.
+func (g *Guard) retryLater() {
+	if g.ctx.Err() != nil {
+		return
+	}
+	g.retry = time.AfterFunc(g.retryAfter, func() {
+		g.mu.Lock()
+		g.retry = nil
+		g.mu.Unlock()
+		g.Recheck()
+	})
+	if g.silent.err == nil || time.Since(g.silent.since) >= g.set.options.Patience() {
 		g.retryAfter = min(2*g.retryAfter, lastRetry)
+	}
+}
+
+// probe asks a driver that gave no answer for something, to know whether it answers by now.
+func (g *Guard) probe() {
+	s := g.settings()
+	g.mu.Lock()
+	silent := g.silent.err != nil
+	g.mu.Unlock()
+	if !silent {
+		return
+	}
+	_, err := call(g.ctx, g.inspecting, s, func(ctx context.Context) ([]error, error) { return s.driver.Check(ctx), nil })
+	switch {
+	case err == nil:
+		g.works(s, &g.silent)
+	case g.ctx.Err() == nil:
+		g.fails(s, &g.silent, inDriver(s, err))
 	}
 }
 
@@ -516,8 +678,8 @@ func (g *Guard) initiate(f Flow) {
 		defer cancel()
 		if err := driver.Initiate(ctx, f); err != nil && g.ctx.Err() == nil {
 			g.counters.failures.Add(1)
-			if failed := g.settings().options.Failed; failed != nil {
-				failed(fmt.Errorf("ipsec: no new keys for the connection from %v: %w", f.Remote, err))
+			if report := g.settings().options.NoKeys; report != nil {
+				report(f, err)
 			}
 		}
 	}()

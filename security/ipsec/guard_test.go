@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -17,7 +18,8 @@ type fakeDriver struct {
 	mu       sync.Mutex
 	p        Protection
 	err      error
-	hang     bool // calls return when their context ends
+	hang     bool       // calls return when their context ends
+	hangs    netip.Addr // the same for calls about this peer alone
 	stuck    chan struct{}
 	looks    map[netip.Addr]int
 	changed  func(Change)
@@ -33,13 +35,22 @@ func newFake() *fakeDriver {
 // enter makes what has to belong to the bubble of the test.
 func (d *fakeDriver) enter() { d.watchErr = make(chan error) }
 
-func (d *fakeDriver) Name() string                  { return "fake" }
-func (d *fakeDriver) Check(context.Context) []error { return nil }
+func (d *fakeDriver) Name() string { return "fake" }
+
+func (d *fakeDriver) Check(ctx context.Context) []error {
+	d.mu.Lock()
+	hang := d.hang
+	d.mu.Unlock()
+	if hang {
+		<-ctx.Done()
+	}
+	return nil
+}
 
 func (d *fakeDriver) Look(ctx context.Context, f Flow) (Protection, error) {
 	d.mu.Lock()
 	d.looks[f.Remote.Addr()]++
-	p, err, hang, stuck := d.p, d.err, d.hang, d.stuck
+	p, err, hang, stuck := d.p, d.err, d.hang || d.hangs == f.Remote.Addr(), d.stuck
 	d.mu.Unlock()
 	if stuck != nil {
 		<-stuck
@@ -116,6 +127,13 @@ func (c *fakeConn) connection(f Flow) Connection {
 			return c.pinErr
 		},
 	}
+}
+
+// seen returns what the Guard did so far.
+func (c *fakeConn) seen() (changes []Verdict, ended []string, at time.Time) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.Clone(c.change), slices.Clone(c.ended), c.at
 }
 
 // pass lets time pass, and then waits for what happens at its end.
@@ -432,7 +450,7 @@ func TestGuardCoalesces(t *testing.T) {
 }
 
 // When the driver hangs during a round, hundreds of connections do not wait one after the other. They keep what they have until it answers
-// again or the time of grace is over.
+// again, or the time of patience and that of grace are over.
 func TestGuardRoundFails(t *testing.T) {
 	for _, back := range []bool{true, false} {
 		d := newFake()
@@ -446,8 +464,16 @@ func TestGuardRoundFails(t *testing.T) {
 			}
 			began := d.asked()
 			d.set(netip.Addr{}, func(d *fakeDriver) { d.hang = true })
+			pass(9 * time.Second)
+			changes, _, _ := conns[0].seen()
+			if s := g.Stats(); s.InGrace != 0 || changes != nil || d.asked()-began > 4*maxRejudging {
+				t.Errorf("%d connections in grace after %d questions, changes %v", s.InGrace, d.asked()-began, changes)
+			}
+			if err := g.Trouble(); err == nil || err.Error() != "driver fake: the driver has not answered in time: the limit is 2s" {
+				t.Errorf("trouble %v", err)
+			}
 			pass(5 * time.Second)
-			if s := g.Stats(); s.InGrace != n || d.asked()-began > 4*maxRejudging {
+			if s := g.Stats(); s.InGrace != n || d.asked()-began > 6*maxRejudging {
 				t.Errorf("%d connections in grace after %d questions", s.InGrace, d.asked()-began)
 			}
 			conns[0].mu.Lock()
@@ -461,13 +487,281 @@ func TestGuardRoundFails(t *testing.T) {
 				d.mu.Unlock()
 			}
 			pass(2 * time.Minute)
+			if err := g.Trouble(); err == nil != back {
+				t.Errorf("driver back %v: trouble %v", back, err)
+			}
 			for i := range conns {
-				if got := len(conns[i].ended); got != 0 == back {
-					t.Fatalf("driver back %v: connection %d ended %v", back, i, conns[i].ended)
+				if changes, ended, _ := conns[i].seen(); len(ended) != 0 == back || len(changes) != 2 {
+					t.Fatalf("driver back %v: connection %d ended %v, changes %v", back, i, ended, changes)
 				}
 			}
 		})
 	}
+}
+
+// One slow call neither marks nor ends a connection that was protected a moment ago, whatever the time of grace, and changes of keys count once the
+// driver answers. A connection under another driver is judged meanwhile.
+func TestGuardOneSlowCall(t *testing.T) {
+	for _, grace := range []time.Duration{0, time.Second, time.Minute} {
+		for _, need := range []Need{required, {Audit, required.Profile}} {
+			t.Run(fmt.Sprintf("%s, grace %v", need.Demand, grace), func(t *testing.T) {
+				slow, other := newFake(), newFake()
+				guarded(t, slow, Options{Grace: grace}, func(t *testing.T, g *Guard) {
+					other.enter()
+					neighbours := NewGuard(other, Options{Grace: grace})
+					defer neighbours.Close()
+					synctest.Wait()
+					var c, n fakeConn
+					w, neighbour := accept(t, g, &c, testFlow, need), accept(t, neighbours, &n, testFlow, need)
+					slow.set(testFlow.Remote.Addr(), func(d *fakeDriver) { d.hang = true })
+					pass(time.Second) // the call has begun
+					slow.mu.Lock()
+					slow.hang = false
+					slow.p.In[0].SPI = 0x7777
+					slow.mu.Unlock()
+					other.set(testFlow.Remote.Addr(), func(d *fakeDriver) { d.p.In[0].SPI = 0x6666 })
+					pass(time.Second)
+					if v := neighbour.Verdict(); v.Action != Permit || v.SPIIn != 0x6666 {
+						t.Errorf("the neighbour waits for the driver of another: %+v", v)
+					}
+					pass(defaultTimeout)
+					changes, ended, _ := c.seen()
+					if v := w.Verdict(); v.Action != Permit || v.SPIIn != 0x7777 || len(changes) != 1 || len(ended) != 0 || g.Stats().Marked != 0 {
+						t.Errorf("%+v, changes %+v, ended %v", v, changes, ended)
+					}
+					if s := g.Stats(); s.Failures != 1 || g.Trouble() != nil {
+						t.Errorf("%+v, trouble %v", s, g.Trouble())
+					}
+					// An answer that the keys are gone counts at once, slow call or not.
+					slow.set(testFlow.Remote.Addr(), func(d *fakeDriver) { d.p.In = nil })
+					pass(time.Second / 2)
+					if v := w.Verdict(); v.Action == Permit || !v.KeysGone {
+						t.Errorf("keys gone: %+v", v)
+					}
+					w.Close()
+					neighbour.Close()
+				})
+			})
+		}
+	}
+}
+
+// A driver that hangs for one peer alone does so to no other: each other connection is judged in time, and the one keeps its verdict for the
+// time of patience, then has that of grace.
+func TestGuardHangsForOnePeer(t *testing.T) {
+	d := newFake()
+	guarded(t, d, Options{Grace: time.Minute}, func(t *testing.T, g *Guard) {
+		const n = 50
+		conns := make([]fakeConn, n)
+		list := make([]*Watched, n)
+		for i := range conns {
+			f := testFlow
+			f.Remote = netip.AddrPortFrom(netip.AddrFrom4([4]byte{198, 51, 100, byte(i + 1)}), 40000)
+			list[i] = accept(t, g, &conns[i], f, required)
+		}
+		began := time.Now()
+		d.set(netip.Addr{}, func(d *fakeDriver) {
+			d.hangs = list[0].c.Flow.Remote.Addr()
+			d.p.In[0].SPI = 0x7777
+		})
+		d.changed(Change{Kind: Lost})
+		pass(time.Second)
+		for i, w := range list[1:] {
+			if v := w.Verdict(); v.Action != Permit || v.SPIIn != 0x7777 {
+				t.Fatalf("connection %d: %+v", i+1, v)
+			}
+		}
+		pass(8 * time.Second)
+		if changes, _, _ := conns[0].seen(); list[0].Verdict().Action != Permit || len(changes) != 0 {
+			v := list[0].Verdict()
+			t.Errorf("within the time of patience: %+v", v)
+		}
+		pass(10 * time.Second)
+		if v := list[0].Verdict(); v.Action != Mark || v.Class != ClassDriver {
+			t.Errorf("after the time of patience: %+v", v)
+		}
+		pass(5 * time.Minute)
+		if _, ended, at := conns[0].seen(); len(ended) != 1 || at.Sub(began) > 2*time.Minute {
+			t.Errorf("ended %v at %v", ended, at.Sub(began))
+		}
+		for i := range conns[1:] {
+			if changes, ended, _ := conns[i+1].seen(); len(ended) != 0 || len(changes) != 1 {
+				t.Errorf("connection %d: ended %v, changes %v", i+1, ended, changes)
+			}
+		}
+		for _, w := range list {
+			w.Close()
+		}
+	})
+}
+
+// While the IKE daemon does not answer, what is missing of an SA denies nothing to a connection that was protected, and a new one is refused with the
+// cause. What the kernel knows counts meanwhile.
+func TestGuardIncomplete(t *testing.T) {
+	for name, change := range map[string]func(*SA){
+		"identity":     func(sa *SA) { sa.RemoteID = "" },
+		"key exchange": func(sa *SA) { sa.RemoteID, sa.IKE = "", false },
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := newFake()
+			d.p = identified(good(), "alice.example.org")
+			need := Need{Required, &Profile{Name: "p", Identities: []IdentityRule{{alice, "alice.example.org"}}}}
+			guarded(t, d, Options{}, func(t *testing.T, g *Guard) {
+				var c, late fakeConn
+				w := accept(t, g, &c, testFlow, need)
+				d.set(testFlow.Remote.Addr(), func(d *fakeDriver) {
+					d.p = identified(good(), "alice.example.org")
+					change(&d.p.In[0])
+					d.p.Incomplete = errors.New("strongSwan: no answer. Restart it")
+				})
+				pass(5 * time.Second)
+				changes, ended, _ := c.seen()
+				if v := w.Verdict(); v.Action != Permit || len(changes) != 0 || len(ended) != 0 {
+					t.Errorf("%+v, changes %+v, ended %v", v, changes, ended)
+				}
+				if err := g.Trouble(); err == nil || err.Error() != "driver fake: strongSwan: no answer. Restart it" {
+					t.Errorf("trouble %v", err)
+				}
+				_, v := g.Accept(t.Context(), late.connection(testFlow), need)
+				if v.Action != Deny || v.Class != ClassDriver || v.Reason != "IPsec cannot be checked: strongSwan: no answer. Restart it" {
+					t.Errorf("a new connection: %+v", v)
+				}
+				d.mu.Lock() // the Guard asks again by itself
+				d.p = identified(good(), "alice.example.org")
+				d.mu.Unlock()
+				pass(5 * time.Second)
+				_, ended, _ = c.seen()
+				if v := w.Verdict(); v.Action != Permit || len(ended) != 0 || g.Trouble() != nil {
+					t.Errorf("%+v, ended %v, trouble %v", v, ended, g.Trouble())
+				}
+				d.set(testFlow.Remote.Addr(), func(d *fakeDriver) {
+					d.p.Incomplete = errors.New("no answer")
+					d.p.In[0].RemoteID = ""
+					d.p.In[0].ReplayWindow = 0
+				})
+				pass(time.Second)
+				if _, ended, _ := c.seen(); len(ended) != 1 || w.Verdict().Class != ClassProfile {
+					t.Errorf("what the kernel says: %+v, ended %v", w.Verdict(), ended)
+				}
+				w.Close()
+			})
+		})
+	}
+}
+
+func identified(p Protection, id string) Protection {
+	for _, sas := range [][]SA{p.In, p.Out} {
+		for i := range sas {
+			sas[i].RemoteID = id
+		}
+	}
+	return p
+}
+
+// A driver that fails is reported when that begins, and when it answers again, however often it is asked, and at most every 10 s.
+func TestGuardReportsTrouble(t *testing.T) {
+	d := newFake()
+	var mu sync.Mutex
+	var reports []string
+	report := func(text string) {
+		mu.Lock()
+		defer mu.Unlock()
+		reports = append(reports, text)
+	}
+	o := Options{Timeout: time.Second, Failed: func(err error) { report(err.Error()) }, Answers: func() { report("answers") }}
+	guarded(t, d, o, func(t *testing.T, g *Guard) {
+		hang := func(on bool) {
+			d.mu.Lock()
+			defer d.mu.Unlock()
+			d.hang = on
+		}
+		ask := func() Verdict { return g.Ask(t.Context(), Question{Flow: testFlow, Demand: Required}) }
+		want := func(n int, last string) {
+			t.Helper()
+			mu.Lock()
+			defer mu.Unlock()
+			if len(reports) != n || n > 0 && reports[n-1] != last {
+				t.Fatalf("reports %q, want %d, the last one %q", reports, n, last)
+			}
+		}
+		ask()
+		want(0, "")
+		gone, cancel := context.WithCancel(t.Context())
+		cancel()
+		g.Ask(gone, Question{Flow: testFlow, Demand: Required}) // its peer has gone, the driver is well
+		want(0, "")
+		for round := range 2 {
+			hang(true)
+			for range 3 {
+				if v := ask(); v.Action != Deny || v.Class != ClassDriver {
+					t.Fatalf("%+v", v)
+				}
+			}
+			want(2*round+1, "driver fake: the driver has not answered in time: the limit is 1s")
+			hang(false)
+			ask()
+			ask()
+			want(2*round+2, "answers")
+			pass(reportPause)
+		}
+		hang(true)
+		ask()
+		pass(time.Minute)
+		want(5, "driver fake: the driver has not answered in time: the limit is 1s")
+		hang(false)
+		pass(lastRetry + time.Second) // nobody asks but the Guard
+		want(6, "answers")
+		for range 20 { // 20 failures in 22 s
+			hang(true)
+			ask()
+			hang(false)
+			ask()
+			pass(time.Second / 10)
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		if n := len(reports) - 6; n < 2 || n > 6 {
+			t.Errorf("%d reports of a driver that fails each second", n)
+		}
+	})
+}
+
+// Lists have calls of their own: those that hang keep no login out, and their number is bounded.
+func TestGuardListsAreBounded(t *testing.T) {
+	d := newFake()
+	synctest.Test(t, func(t *testing.T) {
+		d.enter()
+		d.stuck = make(chan struct{})
+		g := NewGuard(d, Options{})
+		began := time.Now()
+		var all sync.WaitGroup
+		for range 50 {
+			all.Go(func() {
+				if found, err := g.Look(t.Context(), []Flow{testFlow}); err == nil || len(found) != 0 {
+					t.Errorf("%v, %v", found, err)
+				}
+			})
+		}
+		all.Wait()
+		if after := time.Since(began); after != defaultTimeout || d.asked() != maxInspections {
+			t.Errorf("%d calls hang, lists came after %v", d.asked(), after)
+		}
+		d.mu.Lock()
+		stuck := d.stuck
+		d.stuck = nil
+		d.mu.Unlock()
+		if v := g.Ask(t.Context(), Question{Flow: testFlow, Demand: Required}); v.Action != Permit {
+			t.Errorf("a login: %+v", v)
+		}
+		close(stuck)
+		synctest.Wait()
+		if found, err := g.Look(t.Context(), []Flow{testFlow, testFlow}); err != nil || len(found) != 2 || !found[1].InPolicy {
+			t.Errorf("%v, %v", found, err)
+		}
+		if err := g.Close(); err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 func TestGuardWatchFails(t *testing.T) {
@@ -489,11 +783,15 @@ func TestGuardWatchFails(t *testing.T) {
 		pass(2 * time.Second)
 		mu.Lock()
 		defer mu.Unlock()
-		if len(failures) != 1 || !strings.Contains(failures[0].Error(), "ipsec driver fake: changes of keys are not noticed: socket closed") {
+		if len(failures) != 1 || !strings.Contains(failures[0].Error(), "driver fake: changes of keys are not noticed: socket closed") {
 			t.Errorf("failures %v", failures)
 		}
-		if d.watches != 2 || len(c.ended) != 1 {
-			t.Errorf("%d watches, ended %v", d.watches, c.ended)
+		if d.watches != 2 || len(c.ended) != 1 || g.Trouble() == nil {
+			t.Errorf("%d watches, ended %v, trouble %v", d.watches, c.ended, g.Trouble())
+		}
+		pass(defaultTimeout)
+		if err := g.Trouble(); err != nil {
+			t.Errorf("after the driver notices changes again: %v", err)
 		}
 		w.Close()
 	})
@@ -636,7 +934,11 @@ func TestGuardDecider(t *testing.T) {
 			{Verdict{}, errors.New("exit status 3"), Audit, Mark, "exit status 3"},
 		} {
 			d.v, d.err = tc.v, tc.err
-			if v := g.Ask(t.Context(), Question{Flow: testFlow, Demand: tc.demand}); v.Action != tc.want || !strings.Contains(v.Reason, tc.reason) {
+			class := map[bool]Class{true: ClassDriver, false: ClassProgram}[tc.err != nil || strings.Contains(tc.reason, "its verdict")]
+			if tc.want == Permit {
+				class = ""
+			}
+			if v := g.Ask(t.Context(), Question{Flow: testFlow, Demand: tc.demand}); v.Action != tc.want || v.Class != class || !strings.Contains(v.Reason, tc.reason) {
 				t.Errorf("%+v: %+v", tc, v)
 			}
 		}

@@ -60,6 +60,8 @@ type Protection struct {
 	In, Out []SA // that packets of the flow may use, newest first
 	// InPolicy and OutPolicy say that a policy of the kernel demands ESP for the flow, so clear text neither enters nor leaves.
 	InPolicy, OutPolicy bool
+	// Incomplete is why SAs lack what an IKE daemon knows of them: IKE, RemoteID and Lifetime. Nil: the driver knows all that it can know.
+	Incomplete error
 }
 
 // A Driver knows the SAs and policies of one machine. Its methods may be called concurrently.
@@ -137,10 +139,26 @@ const (
 	Deny   Action = "deny"   // the connection ends
 )
 
+// A Class is a kind of reason. Metrics and events use it, so that they do not depend on the words of reasons.
+type Class string
+
+const (
+	ClassDriver   Class = "driver"   // the driver gave no answer
+	ClassKeys     Class = "keys"     // policies require ESP, and keys are missing
+	ClassClear    Class = "clear"    // clear text is possible
+	ClassProfile  Class = "profile"  // the SAs are not good enough
+	ClassIdentity Class = "identity" // the IKE identity is not one of the initiator
+	ClassProgram  Class = "program"  // a Decider says so
+)
+
+// Classes are all classes.
+var Classes = []Class{ClassDriver, ClassKeys, ClassClear, ClassProfile, ClassIdentity, ClassProgram}
+
 // A Verdict answers a Question.
 type Verdict struct {
 	Action   Action `json:"action"`
 	Reason   string `json:"reason,omitempty"` // of Mark and Deny: the problem, then what mends it
+	Class    Class  `json:"-"`                // of Reason; empty without one
 	Suite    string `json:"suite,omitempty"`  // like esp-tunnel aes128gcm16 esn; empty: not protected
 	SPIIn    uint32 `json:"spi_in,omitempty"`
 	SPIOut   uint32 `json:"spi_out,omitempty"`

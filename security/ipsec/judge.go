@@ -3,6 +3,7 @@ package ipsec
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 
 	"github.com/iser-target/iser-target/security"
@@ -15,6 +16,8 @@ import (
 //     integrity, encryption unless the profile does without, never DES, replay protection (RFC 7146, section 2), and what else
 //     the profile says;
 //   - an IKE identity that the profile ties to q.Initiator. Before the login, one that it ties to any initiator.
+//
+// When the only fault of an SA may be that p is incomplete, the class is ClassDriver.
 func Judge(q Question, p Protection) Verdict {
 	v := describe(p)
 	if q.Demand == Off || q.Demand == "" {
@@ -25,7 +28,8 @@ func Judge(q Question, p Protection) Verdict {
 	if profile == nil {
 		profile = &Profile{}
 	}
-	v.Reason, v.KeysGone = judge(q, p, profile)
+	v.Reason, v.Class = judge(q, p, profile)
+	v.KeysGone = v.Class == ClassKeys
 	switch {
 	case v.Reason == "":
 		v.Action = Permit
@@ -56,34 +60,56 @@ func describe(p Protection) Verdict {
 	return v
 }
 
-// judge returns the first reason why p is not good enough, or "". keysGone says that the policies are right and keys are missing.
-func judge(q Question, p Protection, profile *Profile) (reason string, keysGone bool) {
+// judge returns the first reason why p is not good enough, with its class, or "". ClassKeys says that the policies are right.
+func judge(q Question, p Protection, profile *Profile) (reason string, class Class) {
 	local, remote := q.Flow.Local.Addr(), q.Flow.Remote.Addr()
 	switch {
 	case !p.InPolicy && !p.OutPolicy && len(p.In)+len(p.Out) > 0:
 		return fmt.Sprintf("IPsec keys between %v and %v exist, but no policy requires them, so packets may be in clear text. "+
-			"Add policies in both directions for TCP port %d of %v", local, remote, q.Flow.Local.Port(), local), false
+			"Add policies in both directions for TCP port %d of %v", local, remote, q.Flow.Local.Port(), local), ClassClear
 	case !p.InPolicy && !p.OutPolicy:
 		return fmt.Sprintf("packets between %v and %v are in clear text: no IPsec policy covers them. "+
-			"Set up IPsec for TCP port %d of %v on both hosts", local, remote, q.Flow.Local.Port(), local), false
+			"Set up IPsec for TCP port %d of %v on both hosts", local, remote, q.Flow.Local.Port(), local), ClassClear
 	case !p.InPolicy:
-		return oneWay(remote, local), false
+		return oneWay(remote, local), ClassClear
 	case !p.OutPolicy:
-		return oneWay(local, remote), false
+		return oneWay(local, remote), ClassClear
 	case len(p.In) == 0:
-		return noKeys(remote, local), true
+		return noKeys(remote, local), ClassKeys
 	case len(p.Out) == 0:
-		return noKeys(local, remote), true
+		return noKeys(local, remote), ClassKeys
 	}
 	for _, sa := range p.In {
 		if why := profile.fault(sa, true); why != "" {
-			return why, false
+			return why, ClassProfile
 		}
 	}
 	if why := profile.fault(p.Out[0], false); why != "" {
-		return why, false
+		return why, ClassProfile
 	}
-	return profile.strangers(q, p), false
+	chosen := append(p.In[:len(p.In):len(p.In)], p.Out[0])
+	for _, sa := range chosen {
+		switch why := profile.unnegotiated(sa); {
+		case why == "":
+		case p.Incomplete != nil && sa.RemoteID == "":
+			return unanswered(p.Incomplete), ClassDriver
+		default:
+			return why, ClassProfile
+		}
+	}
+	why := profile.strangers(q, chosen)
+	switch {
+	case why == "":
+		return "", ""
+	case p.Incomplete != nil && slices.ContainsFunc(chosen, func(sa SA) bool { return sa.RemoteID == "" }):
+		return unanswered(p.Incomplete), ClassDriver
+	}
+	return why, ClassIdentity
+}
+
+// unanswered returns the reason when a driver did not answer.
+func unanswered(err error) string {
+	return fmt.Sprintf("IPsec cannot be checked: %v", err)
 }
 
 func oneWay(from, to netip.Addr) string {
@@ -128,6 +154,14 @@ func (p *Profile) fault(sa SA, in bool) string {
 	case p.ESN && !sa.ESN:
 		return fmt.Sprintf("%s has sequence numbers of 32 bits, but profile %s requires extended ones. "+
 			"Add -esn to the ESP proposals of both hosts", name, quote(p.Name))
+	}
+	return ""
+}
+
+// unnegotiated returns what is not good enough about an SA by what an IKE daemon knows of it, or "".
+func (p *Profile) unnegotiated(sa SA) string {
+	name := fmt.Sprintf("SA 0x%08x from %v to %v", sa.SPI, sa.Source, sa.Destination)
+	switch {
 	case !sa.IKE && !p.ManualKeys:
 		return fmt.Sprintf("%s has keys that no key exchange made. Use an IKE daemon, or set manual_keys: true in profile %s",
 			name, quote(p.Name))
@@ -155,7 +189,7 @@ func (p *Profile) accepts(s Suite) bool {
 func isDES(name string) bool { return name == "cbc(des)" || name == "des" || name == "ecb(des)" }
 
 // strangers returns why the IKE identity of the peer does not fit the initiator, or "".
-func (p *Profile) strangers(q Question, pr Protection) string {
+func (p *Profile) strangers(q Question, chosen []SA) string {
 	if len(p.Identities) == 0 {
 		return ""
 	}
@@ -168,7 +202,7 @@ func (p *Profile) strangers(q Question, pr Protection) string {
 	if len(ids) == 0 {
 		return fmt.Sprintf("initiator %s has no IKE identity in profile %s. Add it to identities", q.Initiator, quote(p.Name))
 	}
-	for _, sa := range append(pr.In[:len(pr.In):len(pr.In)], pr.Out[0]) {
+	for _, sa := range chosen {
 		switch {
 		case sa.RemoteID == "":
 			return fmt.Sprintf("the IKE identity of %v is unknown, but profile %s requires one. Set ipsec.driver: vici, "+

@@ -6,7 +6,6 @@ import (
 	"net/netip"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 )
 
@@ -15,7 +14,7 @@ type Watched struct {
 	g *Guard
 	c Connection
 
-	turn sync.Mutex // is held during questions and calls of c, so that their order is that of the answers
+	turn turn // is held during questions and calls of c, so that their order is that of the answers
 
 	mu              sync.Mutex
 	portal, target  Need
@@ -24,9 +23,17 @@ type Watched struct {
 	pinned          pin
 	grace           *time.Timer // nil: keys are not gone
 	graceOver       time.Time
-	told            bool // a verdict was returned, so changes go to c.Changed and c.End
+	unanswered      time.Time // when the first of the last questions in a row that got no answer began; zero: the last one got one
+	judged          bool      // the driver has answered since something was required
+	told            bool      // a verdict was returned, so changes go to c.Changed and c.End
 	closed          bool
 }
+
+// A turn is a lock. Who waits for a channel, unlike for a mutex, does not stop the clock of testing/synctest.
+type turn chan struct{}
+
+func (t turn) take()  { t <- struct{}{} }
+func (t turn) leave() { <-t }
 
 // A pin is what Connection.Pin depends on.
 type pin struct {
@@ -44,7 +51,7 @@ func (g *Guard) Accept(ctx context.Context, c Connection, portal Need) (*Watched
 		}
 		return nil, noGuard(portal.Demand)
 	}
-	w := &Watched{g: g, c: c, portal: portal, verdict: Verdict{Action: Permit}}
+	w := &Watched{g: g, c: c, turn: make(turn, 1), portal: portal, verdict: Verdict{Action: Permit}}
 	if portal.off() {
 		w.told = true
 		return w, w.verdict
@@ -173,8 +180,8 @@ func (w *Watched) question(m Moment) (Question, []Need) {
 // ask asks at accept or login, and returns the verdict to the caller instead of calling functions of the connection.
 func (w *Watched) ask(ctx context.Context, m Moment) Verdict {
 	w.enter()
-	w.turn.Lock()
-	defer w.turn.Unlock()
+	w.turn.take()
+	defer w.turn.leave()
 	s := w.g.settings()
 	q, needs := w.question(m)
 	a := w.g.ask(ctx, s, q, needs)
@@ -182,6 +189,8 @@ func (w *Watched) ask(ctx context.Context, m Moment) Verdict {
 	w.g.count(a.verdict)
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	w.unanswered = time.Time{}
+	w.judged = a.judged
 	if a.verdict.Action != Deny {
 		w.stopGrace()
 	}
@@ -206,7 +215,7 @@ func (w *Watched) pin(a *answer, needs []Need) {
 		return
 	}
 	if err := w.c.Pin(a.out); err != nil {
-		a.verdict.Action, a.failed = Deny, true
+		a.verdict.Action, a.verdict.Class, a.failed = Deny, ClassClear, true
 		a.verdict.Reason = fmt.Sprintf("the kernel cannot keep clear text of the connection back: %v", err)
 		return
 	}
@@ -226,11 +235,11 @@ func (g *Guard) count(v Verdict) {
 	}
 }
 
-// change asks after a change, and ends the connection if it has to. It reports whether the driver failed. When it failed before in this
-// round, it takes that for the answer.
-func (w *Watched) change(before *atomic.Bool) (failed bool) {
-	w.turn.Lock()
-	defer w.turn.Unlock()
+// change asks after a change, and ends the connection if it has to. It reports whether the driver failed. With unasked it asks nothing, because
+// the driver has failed for others. began is when the round began.
+func (w *Watched) change(unasked bool, began time.Time) (failed bool) {
+	w.turn.take()
+	defer w.turn.leave()
 	w.mu.Lock()
 	skip := w.closed || !w.told || w.verdict.Action == Deny
 	w.mu.Unlock()
@@ -242,7 +251,7 @@ func (w *Watched) change(before *atomic.Bool) (failed bool) {
 	a := answer{verdict: Verdict{Action: Permit}}
 	switch {
 	case len(needs) == 0:
-	case before.Load():
+	case unasked:
 		a = failure(s, needs)
 	default:
 		a = w.g.ask(w.g.ctx, s, q, needs)
@@ -251,13 +260,13 @@ func (w *Watched) change(before *atomic.Bool) (failed bool) {
 	if w.g.ctx.Err() != nil {
 		return false // the Guard closes
 	}
-	w.take(s, a)
+	w.take(s, a, began)
 	return a.failed
 }
 
 // failure returns the answer of a driver that gave none to another connection.
 func failure(s settings, needs []Need) answer {
-	a := answer{failed: true, verdict: Verdict{Action: Mark}}
+	a := answer{failed: true, verdict: Verdict{Action: Mark, Class: ClassDriver}}
 	a.verdict.Reason = fmt.Sprintf("IPsec cannot be checked: driver %s does not answer. Run %s", s.driver.Name(), statusCommand)
 	for _, n := range needs {
 		if n.Demand != Audit {
@@ -269,10 +278,10 @@ func failure(s settings, needs []Need) answer {
 
 // take takes an answer after a change. A denial ends the connection, at once or after the time of grace. There is such a time when
 // keys can come back while no clear text passes: policies still demand ESP, or the connection is pinned, or the driver gave no
-// answer.
+// answer. A connection that has a verdict keeps it for the time of Options.Patience after the first of the questions without an answer.
 //
 // Preconditions: w.turn is held.
-func (w *Watched) take(s settings, a answer) {
+func (w *Watched) take(s settings, a answer, began time.Time) {
 	now, v := time.Now(), a.verdict
 	w.mu.Lock()
 	if w.closed {
@@ -280,16 +289,31 @@ func (w *Watched) take(s settings, a answer) {
 		return
 	}
 	before := w.verdict
+	if a.verdict.Class != ClassDriver {
+		w.unanswered = time.Time{}
+		w.judged = a.judged
+	} else if w.unanswered.IsZero() {
+		w.unanswered = began
+	}
+	if w.judged && !w.unanswered.IsZero() && now.Sub(w.unanswered) < s.options.Patience() && (w.grace == nil || now.Before(w.graceOver)) {
+		w.mu.Unlock()
+		return // the Guard asks again
+	}
+	inTime := w.grace == nil || now.Before(w.graceOver)
+	if v.Class == ClassDriver && before.Class == ClassDriver && inTime && (w.grace != nil || v.Action == before.Action) {
+		w.mu.Unlock()
+		return // only the words can differ
+	}
 	patient := v.KeysGone || a.failed || !v.Protected() && w.pinned != pin{}
-	began := false
+	first := false
 	switch {
 	case v.Action != Deny:
 		w.stopGrace()
-	case patient && s.options.Grace > 0 && (w.grace == nil || now.Before(w.graceOver)):
+	case patient && s.options.Grace > 0 && inTime:
 		if w.grace == nil {
 			w.graceOver = now.Add(s.options.Grace)
 			w.grace = time.AfterFunc(s.options.Grace, w.expire)
-			began = true
+			first = true
 		}
 		v.Action = Mark
 		v.Reason = fmt.Sprintf("%s. The connection ends %v after the loss, at %s, unless this is mended",
@@ -307,7 +331,7 @@ func (w *Watched) take(s settings, a answer) {
 		return
 	}
 	w.g.count(v)
-	if began && !a.failed {
+	if first && !a.failed {
 		w.g.initiate(w.c.Flow)
 	}
 	if v.Action == Deny {
@@ -323,6 +347,5 @@ func (w *Watched) take(s settings, a answer) {
 
 // expire asks a last time when the time of grace is over.
 func (w *Watched) expire() {
-	var before atomic.Bool
-	w.change(&before)
+	w.change(false, time.Now())
 }

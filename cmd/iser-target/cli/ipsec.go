@@ -28,7 +28,7 @@ func ipsecTable(t *table, s schema.IPsecState) {
 	t.row("key changes", s.Notices)
 	t.row("failures", s.Failures)
 	if s.Failure != "" {
-		t.row("last failure", s.Failure)
+		t.row("failure", s.Failure)
 	}
 	for _, text := range s.Missing {
 		t.row("missing", text)
@@ -56,6 +56,10 @@ func ipsecTable(t *table, s schema.IPsecState) {
 		}
 		t.row(name, fmt.Sprintf("%s from %s to %s", c.Initiator, c.Remote, c.Local))
 		t.below("  " + protectionText(&c.ConnectionProtection))
+		if c.Unknown {
+			t.below("  policies and SAs: unknown, because the driver does not answer")
+			continue
+		}
 		t.below(fmt.Sprintf("  policies: in %s, out %s", yesNo(c.InPolicy), yesNo(c.OutPolicy)))
 		for _, sa := range c.SAs {
 			t.below("  " + saText(&sa))

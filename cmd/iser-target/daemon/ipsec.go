@@ -31,7 +31,6 @@ type protection struct {
 	driver   ipsec.Driver
 	settings config.IPsec // of driver
 	missing  []string     // what driver lacked when it began
-	failure  string       // the last one of driver
 	profiles map[string]*ipsec.Profile
 	conns    map[ipsec.Flow]*guarded
 	denials  map[denial]uint64
@@ -48,7 +47,7 @@ type ipsecHooks struct {
 // A denial is a kind of refusal, for the metrics.
 type denial struct {
 	Moment ipsec.Moment
-	Reason string // a class: see classOf
+	Reason ipsec.Class
 }
 
 // A guarded is a connection from its accept to its end.
@@ -65,7 +64,7 @@ type guarded struct {
 }
 
 const (
-	driverTime = 2 * time.Second // of one call of a driver
+	driverTime = 5 * time.Second // of one call of a driver; more than vici takes when strongSwan does not answer
 	// checkTime is for the first look of a driver at what it lacks: the kernel loads modules, and the IKE daemon may be starting.
 	checkTime = 10 * time.Second
 	// execSlack is what the driver exec may take in addition to ipsec.exec.timeout.
@@ -117,22 +116,26 @@ func newProtection(d *Daemon, hooks ipsecHooks) *protection {
 
 // options returns those of the Guard.
 func (x *protection) options(c *config.IPsec) ipsec.Options {
-	o := ipsec.Options{Timeout: driverTime, Grace: c.Grace, Failed: x.failed}
+	o := ipsec.Options{Timeout: driverTime, Grace: c.Grace, Failed: x.failed, Answers: x.answers, NoKeys: x.noKeys}
 	if c.Driver == "exec" {
 		o.Timeout = c.Exec.Timeout + execSlack
 	}
 	return o
 }
 
-// failed notes a failure of the driver.
+// failed reports that the driver begins to fail. Sessions that are protected stay for the time of ipsec.Options.Patience, and then that of grace.
 func (x *protection) failed(err error) {
-	x.mu.Lock()
-	first := x.failure == ""
-	x.failure = err.Error()
-	x.mu.Unlock()
-	if first {
-		x.d.log.Error("IPsec driver failed", eventKey, "ipsec", "reason", err)
-	}
+	x.d.log.Error("IPsec driver failed", eventKey, "ipsec", "reason", err)
+}
+
+// answers reports that the driver answers again.
+func (x *protection) answers() {
+	x.d.log.Info("IPsec driver answers again", eventKey, "ipsec")
+}
+
+// noKeys reports that the driver could not negotiate keys.
+func (x *protection) noKeys(f ipsec.Flow, err error) {
+	x.d.log.Warn("IPsec keys not negotiated", eventKey, "ipsec", "remote", f.Remote, "local", f.Local, "reason", err)
 }
 
 // use makes the driver of cfg the one that answers, unless it is already. It fails if that lacks something to enforce what cfg
@@ -235,9 +238,6 @@ func (x *protection) install(driver ipsec.Driver, settings config.IPsec) {
 	x.mu.Lock()
 	same := x.driver == driver && x.settings.Grace == settings.Grace
 	x.driver, x.settings = driver, settings
-	if !same {
-		x.failure = ""
-	}
 	x.mu.Unlock()
 	if !same {
 		x.guard.Use(driver, x.options(&settings)) // the one before has ended, or is the same
@@ -248,7 +248,7 @@ func (x *protection) install(driver ipsec.Driver, settings config.IPsec) {
 func (x *protection) drop() error {
 	x.mu.Lock()
 	driver, limit := x.driver, x.options(&x.settings).Timeout
-	x.driver, x.settings, x.missing, x.failure = noDriver{}, config.IPsec{}, nil, ""
+	x.driver, x.settings, x.missing = noDriver{}, config.IPsec{}, nil
 	x.mu.Unlock()
 	x.guard.Use(noDriver{}, ipsec.Options{})
 	return closeDriver(driver, limit)
@@ -300,23 +300,27 @@ func (x *protection) require(cfg *config.Config, g *guarded) {
 		x.unpin(g)
 	}
 	if before == ipsec.Off && w.Demand() != ipsec.Off { // nothing was asked about it so far
-		go x.begin(g, w, claim, target, cfg.IPsec.Grace)
+		go x.begin(g, w, claim, target, x.options(&cfg.IPsec))
 	}
 }
 
 // beginPause is the time between two questions about a connection whose keys may come back.
 const beginPause = 500 * time.Millisecond
 
-// begin judges a connection that was not judged before, and ends it if that denies it. Without keys it has the time of grace.
-func (x *protection) begin(g *guarded, w *ipsec.Watched, claim iscsi.Claim, target ipsec.Need, grace time.Duration) {
-	ctx := g.n.ctx
-	for end := time.Now().Add(grace); ; {
+// begin judges a connection that was not judged before, and ends it if that denies it. Without keys it has the time of grace, and before that the one of
+// patience if the driver does not answer: the process that accepted the connection may have had an answer a moment ago.
+func (x *protection) begin(g *guarded, w *ipsec.Watched, claim iscsi.Claim, target ipsec.Need, o ipsec.Options) {
+	ctx, began := g.n.ctx, time.Now()
+	for {
 		v := w.Login(ctx, claim.Initiator, claim.Target, target)
-		class := classOf(v)
+		end := began.Add(o.Grace)
+		if v.Class == ipsec.ClassDriver {
+			end = end.Add(o.Patience())
+		}
 		switch {
 		case v.Action != ipsec.Deny || ctx.Err() != nil:
 			return
-		case class != reasonKeys && class != reasonDriver || !time.Now().Before(end):
+		case v.Class != ipsec.ClassKeys && v.Class != ipsec.ClassDriver || !time.Now().Before(end):
 			x.end(g, v.Reason)
 			return
 		}
@@ -537,37 +541,10 @@ func (x *protection) end(g *guarded, reason string) {
 	}
 }
 
-// Classes of reasons, for the metrics.
-const (
-	reasonDriver   = "driver"   // the driver did not answer
-	reasonKeys     = "keys"     // policies require ESP, and keys are missing
-	reasonClear    = "clear"    // clear text is possible
-	reasonProfile  = "profile"  // the SAs are not good enough
-	reasonIdentity = "identity" // the IKE identity is not that of the initiator
-)
-
-// ipsecReasons lists the classes.
-var ipsecReasons = []string{reasonDriver, reasonKeys, reasonClear, reasonProfile, reasonIdentity}
-
-// classOf returns the class of the reason for v.
-func classOf(v ipsec.Verdict) string {
-	switch {
-	case strings.HasPrefix(v.Reason, "IPsec cannot be checked"):
-		return reasonDriver
-	case v.KeysGone:
-		return reasonKeys
-	case strings.Contains(v.Reason, "IKE identity"):
-		return reasonIdentity
-	case v.Protected():
-		return reasonProfile
-	}
-	return reasonClear
-}
-
 func (x *protection) count(m ipsec.Moment, v ipsec.Verdict) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	x.denials[denial{m, classOf(v)}]++
+	x.denials[denial{m, v.Class}]++
 }
 
 // known returns the connection between these addresses, or nil.
@@ -615,7 +592,7 @@ func (x *protection) forecast(ctx context.Context, cfg *config.Config) map[ipsec
 		guard = nil // which denies all
 		if cfg.IPsec.Driver != "static" {
 			if other, err := x.newDriver(cfg); err == nil {
-				guard = ipsec.NewGuard(other, x.options(&cfg.IPsec))
+				guard = ipsec.NewGuard(other, ipsec.Options{Timeout: x.options(&cfg.IPsec).Timeout})
 				defer guard.Close()
 			}
 		}

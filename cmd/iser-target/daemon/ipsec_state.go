@@ -2,20 +2,20 @@ package daemon
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"net"
 	"net/netip"
 	"slices"
 	"strings"
-	"sync"
-	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/metrics"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/security/ipsec"
+	"github.com/iser-target/iser-target/security/ipsec/exec"
 )
 
 // protectionState returns how IPsec protects a connection; nil: nothing is required of it.
@@ -34,22 +34,20 @@ func (x *protection) protectionState(g *guarded) *schema.ConnectionProtection {
 	return p
 }
 
-// lookTime bounds what IPsec waits for the driver's answers.
-const lookTime = 2 * time.Second
-
-// IPsec returns what is known about IPsec: the driver and what it lacks, what is required, and what covers each connection.
+// IPsec returns what is known about IPsec: the driver and what it lacks, what is required, and what covers each connection. It waits for the driver up
+// to the time limit of a call.
 func (d *Daemon) IPsec() schema.IPsecState {
 	x := d.ipsec
 	cfg := d.Effective()
 	x.mu.Lock()
 	st := schema.IPsecState{
-		Driver: x.driver.Name(), Grace: config.FormatDuration(cfg.IPsec.Grace), Failure: x.failure,
+		Driver: x.driver.Name(), Grace: config.FormatDuration(cfg.IPsec.Grace),
 		Portals: []schema.IPsecPortal{}, Connections: []schema.IPsecConnection{},
 	}
-	driver, missing, limit := x.driver, x.missing, x.options(&x.settings).Timeout
+	missing := x.missing
 	list := slices.Collect(maps.Values(x.conns))
 	for dn, n := range x.denials {
-		st.Denials = append(st.Denials, schema.IPsecDenials{Moment: string(dn.Moment), Reason: dn.Reason, Count: n})
+		st.Denials = append(st.Denials, schema.IPsecDenials{Moment: string(dn.Moment), Reason: string(dn.Reason), Count: n})
 	}
 	x.mu.Unlock()
 	slices.SortFunc(st.Denials, func(a, b schema.IPsecDenials) int {
@@ -58,10 +56,15 @@ func (d *Daemon) IPsec() schema.IPsecState {
 	stats := x.guard.Stats()
 	st.Notices, st.Failures = stats.Notices, stats.Failures
 	st.Missing = missing
+	failure := x.guard.Trouble()
 	if cfg.UsesIPsec() {
 		st.Missing = nil
-		for _, err := range checkDriver(driver, limit) {
+		lacks, err := x.guard.Check(context.Background())
+		for _, err := range lacks {
 			st.Missing = append(st.Missing, err.Error())
+		}
+		if err != nil {
+			failure = err
 		}
 	}
 	d.locked(func() {
@@ -82,13 +85,36 @@ func (d *Daemon) IPsec() schema.IPsecState {
 			st.Targets = append(st.Targets, schema.IPsecTarget{Name: t.Name, Demand: string(t.Demand()), Profile: cfg.IPsec.Profile(t.IPsecProfile).Name})
 		}
 	}
-	st.Connections = append(st.Connections, x.connectionStates(driver, list)...)
+	connections, err := x.connectionStates(list, failure == nil || !errors.Is(failure, ipsec.ErrSlow))
+	if err != nil {
+		failure = err
+	}
+	st.Connections = append(st.Connections, connections...)
+	st.Failure = failureText(st.Driver, failure)
 	return st
 }
 
+// failureText returns how a driver fails, with what to do about it; "": it does not.
+func failureText(driver string, err error) string {
+	switch {
+	case err == nil:
+		return ""
+	case !errors.Is(err, ipsec.ErrSlow): // the driver says what to do
+		return err.Error()
+	}
+	remedy := "Look for what the kernel waits for: ip xfrm state; dmesg"
+	switch driver {
+	case "vici":
+		remedy = "Run: systemctl restart strongswan"
+	case exec.Name:
+		remedy = "Run the program of ipsec.exec.command by hand, and correct it, or raise ipsec.exec.timeout"
+	}
+	return fmt.Sprintf("%v. %s", err, remedy)
+}
+
 // connectionStates returns what covers the connections of which something is required. Those that the driver says nothing about in
-// time have no SAs.
-func (x *protection) connectionStates(driver ipsec.Driver, list []*guarded) (states []schema.IPsecConnection) {
+// time, or without asking it, are Unknown.
+func (x *protection) connectionStates(list []*guarded, ask bool) (states []schema.IPsecConnection, err error) {
 	tsihs := map[ipsec.Flow]uint16{}
 	for _, s := range x.d.node.Sessions() {
 		for _, c := range s.Conns {
@@ -110,7 +136,13 @@ func (x *protection) connectionStates(driver ipsec.Driver, list []*guarded) (sta
 			Local: g.flow.Local.String(), Remote: g.flow.Remote.String(), ConnectionProtection: *p,
 		})
 	}
-	for i, p := range look(driver, flows) {
+	found := map[int]ipsec.Protection{}
+	if ask && len(flows) > 0 {
+		found, err = x.guard.Look(context.Background(), flows)
+	}
+	for i := range states {
+		p, known := found[i]
+		states[i].Unknown = !known
 		states[i].InPolicy, states[i].OutPolicy = p.InPolicy, p.OutPolicy
 		for _, sa := range p.In {
 			states[i].SAs = append(states[i].SAs, saState("in", sa))
@@ -120,37 +152,7 @@ func (x *protection) connectionStates(driver ipsec.Driver, list []*guarded) (sta
 		}
 	}
 	slices.SortFunc(states, func(a, b schema.IPsecConnection) int { return strings.Compare(a.Remote, b.Remote) })
-	return states
-}
-
-// look asks the driver about each flow, until lookTime is over.
-func look(driver ipsec.Driver, flows []ipsec.Flow) map[int]ipsec.Protection {
-	ctx, cancel := context.WithTimeout(context.Background(), lookTime)
-	defer cancel()
-	var mu sync.Mutex
-	found := map[int]ipsec.Protection{}
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		for i, f := range flows {
-			p, err := driver.Look(ctx, f)
-			if ctx.Err() != nil {
-				return
-			}
-			if err == nil {
-				mu.Lock()
-				found[i] = p
-				mu.Unlock()
-			}
-		}
-	}()
-	select {
-	case <-done:
-	case <-ctx.Done():
-	}
-	mu.Lock()
-	defer mu.Unlock()
-	return maps.Clone(found)
+	return states, err
 }
 
 func saState(direction string, sa ipsec.SA) schema.IPsecSA {
@@ -166,16 +168,16 @@ func (d *Daemon) ipsecMetrics() metrics.IPsec {
 	stats := x.guard.Stats()
 	n := metrics.IPsec{Sessions: map[string]int{"none": 0, "marked": 0}, Denials: map[[2]string]uint64{}, Notices: stats.Notices, Failures: stats.Failures}
 	for _, m := range []ipsec.Moment{ipsec.AtAccept, ipsec.AtLogin, ipsec.AtChange} {
-		for _, r := range ipsecReasons {
-			n.Denials[[2]string{string(m), r}] = 0
+		for _, r := range ipsec.Classes {
+			n.Denials[[2]string{string(m), string(r)}] = 0
 		}
 	}
 	x.mu.Lock()
 	for d, times := range x.denials {
-		n.Denials[[2]string{string(d.Moment), d.Reason}] = times
+		n.Denials[[2]string{string(d.Moment), string(d.Reason)}] = times
 	}
 	_, none := x.driver.(noDriver)
-	n.Up = !none && x.failure == ""
+	n.Up = !none && x.guard.Trouble() == nil
 	x.mu.Unlock()
 	for _, s := range d.node.Sessions() {
 		if !s.Discovery {

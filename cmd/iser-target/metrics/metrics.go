@@ -86,9 +86,9 @@ var (
 
 	certificates = newFamily(gauge, "certificate_expires_timestamp_seconds", "When the first certificate, or revocation list, of the file expires, in seconds since 1970.", "key")
 
-	ipsecUp       = newFamily(gauge, "ipsec_up", "1 if a driver of IPsec runs and has not failed, else 0.", "")
+	ipsecUp       = newFamily(gauge, "ipsec_up", "1 if a driver of IPsec runs, answers and notices changes, else 0.", "")
 	ipsecSessions = newFamily(gauge, "ipsec_sessions", "Sessions by their protection: none (nothing is required), marked (not as required), or the suite.", "protection")
-	ipsecDenials  = newFamily(counter, "ipsec_denials_total", "Connections that IPsec does not protect as required, by the moment they were refused or ended and the class of the reason.", "moment reason")
+	ipsecDenials  = newFamily(counter, "ipsec_denials_total", "Connections that IPsec does not protect as required, by the moment they were refused or ended and the class of the reason: driver, keys, clear, profile, identity or program.", "moment reason")
 	ipsecNotices  = newFamily(counter, "ipsec_key_events_total", "Changes of IPsec keys and policies that the driver reported.", "")
 	ipsecFailures = newFamily(counter, "ipsec_driver_failures_total", "Calls of the IPsec driver that failed or took too long.", "")
 

@@ -37,7 +37,7 @@ type IPsecState struct {
 	Driver      string            `json:"driver"` // none: nothing requires IPsec
 	Grace       string            `json:"grace"`
 	Missing     []string          `json:"missing,omitempty"` // what the driver lacks to enforce required, with the commands that mend it
-	Failure     string            `json:"failure,omitempty"` // the last one of the driver
+	Failure     string            `json:"failure,omitempty"` // what is wrong with the driver now, with what to do about it
 	Portals     []IPsecPortal     `json:"portals"`
 	Targets     []IPsecTarget     `json:"targets,omitempty"` // of which something is required
 	Connections []IPsecConnection `json:"connections"`       // of which something is required
@@ -71,7 +71,8 @@ type IPsecConnection struct {
 	Local     string `json:"local"`
 	Remote    string `json:"remote"`
 	ConnectionProtection
-	InPolicy  bool      `json:"in_policy"` // a policy demands ESP
+	Unknown   bool      `json:"unknown,omitempty"` // the driver did not answer: the rest is not known
+	InPolicy  bool      `json:"in_policy"`         // a policy demands ESP
 	OutPolicy bool      `json:"out_policy"`
 	SAs       []IPsecSA `json:"sas,omitempty"`
 }
@@ -94,6 +95,6 @@ type IPsecSA struct {
 // IPsecDenials counts connections that were refused or ended.
 type IPsecDenials struct {
 	Moment string `json:"moment"` // accept, login or change
-	Reason string `json:"reason"` // driver, keys, clear, profile or identity
+	Reason string `json:"reason"` // driver, keys, clear, profile, identity or program
 	Count  uint64 `json:"count"`
 }

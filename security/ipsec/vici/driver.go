@@ -17,9 +17,9 @@ import (
 const DefaultSocket = "/run/charon.vici"
 
 const (
-	requestTime = 2 * time.Second        // the default of Options.Timeout
+	requestTime = 2 * time.Second        // the default of Options.Timeout; with keysTime less than what a Guard waits for Look
 	pause       = time.Second            // after charon did not answer, before it is asked again
-	keysTime    = time.Second            // from the kernel's SA to strongSwan's record of it
+	keysTime    = 2 * time.Second        // from the kernel's SA to strongSwan's record of it
 	firstWait   = 20 * time.Millisecond  // within keysTime
 	longestWait = 250 * time.Millisecond // the same
 )
@@ -82,9 +82,9 @@ func (d *Driver) Check(ctx context.Context) []error {
 	return errs
 }
 
-// Look returns what the kernel has for f, with identities and lifetimes of strongSwan. Without an answer of strongSwan these are
-// missing, and Look returns no error: the Judge decides whether the profile requires them. Look waits up to a second for the
-// record of an SA that the kernel has already.
+// Look returns what the kernel has for f, with identities and lifetimes of strongSwan. Without an answer of strongSwan the result is incomplete, and
+// Look returns no error: the Judge decides whether the profile requires what is missing. Look waits up to 2 s for the record of an SA that
+// the kernel has already.
 func (d *Driver) Look(ctx context.Context, f ipsec.Flow) (ipsec.Protection, error) {
 	p, err := d.kernel.Look(ctx, f)
 	if err != nil || d.join(&p) {
@@ -92,8 +92,12 @@ func (d *Driver) Look(ctx context.Context, f ipsec.Flow) (ipsec.Protection, erro
 	}
 	begun := time.Now()
 	for wait := firstWait; ; wait = min(2*wait, longestWait) {
-		if err := d.ask(ctx); err != nil || d.join(&p) {
+		if err := d.ask(ctx); err != nil {
+			p.Incomplete = err
 			return p, ctx.Err()
+		}
+		if d.join(&p) {
+			return p, nil
 		}
 		if time.Since(begun) >= keysTime {
 			d.giveUp(p)

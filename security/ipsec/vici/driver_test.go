@@ -169,8 +169,12 @@ func TestCharonHangs(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 20 {
 		wg.Go(func() {
-			if in, _ := look(t, d); in.RemoteID != "" {
-				t.Errorf("the identity is %q without an answer", in.RemoteID)
+			p, err := d.Look(t.Context(), flow)
+			if err != nil || len(p.In) != 1 || p.In[0].RemoteID != "" {
+				t.Errorf("without an answer: %+v, %v", p, err)
+			}
+			if p.Incomplete == nil || !strings.Contains(p.Incomplete.Error(), "charon does not answer within 300ms: ") {
+				t.Errorf("incomplete: %v", p.Incomplete)
 			}
 		})
 	}
@@ -197,6 +201,9 @@ func TestCharonHangs(t *testing.T) {
 	k.set(0x1001, 0x1002)
 	if in, _ := look(t, d); in.RemoteID != "host1.example.com" || !in.IKE {
 		t.Errorf("after a crash of charon an SA that the kernel has kept is %+v", in)
+	}
+	if p, err := d.Look(t.Context(), flow); err != nil || p.Incomplete != nil {
+		t.Errorf("after the restart: %v, %v", p.Incomplete, err)
 	}
 }
 
