@@ -60,8 +60,8 @@ var mayImport = map[string][]string{
 
 // Tests may also import what they have in common, the suite that every store
 // has to pass, what the packages below import (a unit needs a store), and those of the
-// program an initiator. The example of iscsi needs a Datamover, and an initiator a target.
-var testsMayImport = map[string][]string{"": {"backend/backendtest", "tests/testkit"}, "cmd": {"tests/initiator"}, "iscsi": {"iscsi/tcp"},
+// program an initiator, and policies of the kernel. The example of iscsi needs a Datamover, and an initiator a target.
+var testsMayImport = map[string][]string{"": {"backend/backendtest", "tests/testkit"}, "cmd": {"tests/initiator", "github.com/vishvananda/netlink"}, "iscsi": {"iscsi/tcp"},
 	"iscsi/initiator": {"iscsi", "lun", "backend"}, "iser/initiator": {"iscsi", "lun", "backend"}}
 
 // TestImports reads the files itself, whatever their build tags: what another

@@ -70,18 +70,7 @@ on the machine of the target, because it checks the disks of its own machine.`,
 				return err
 			}
 			list = append(list, protection...)
-			if err := p.print(c.cmd.OutOrStdout(), list, func(t *table) {
-				for _, f := range list {
-					first, more, _ := strings.Cut(f.Text, "\n") // a file may have several errors
-					t.row(f.Severity, f.About, first)
-					for l := range strings.Lines(more) {
-						t.below(strings.TrimSpace(l))
-					}
-					if f.Hint != "" {
-						t.below("  " + f.Hint)
-					}
-				}
-			}); err != nil {
+			if err := p.print(c.cmd.OutOrStdout(), list, func(t *table) { printFindings(t, list) }); err != nil {
 				return err
 			}
 			if slices.ContainsFunc(list, func(f Finding) bool { return f.Severity == problem }) {
@@ -89,6 +78,19 @@ on the machine of the target, because it checks the disks of its own machine.`,
 			}
 			return nil
 		}})
+}
+
+func printFindings(t *table, list []Finding) {
+	for _, f := range list {
+		first, more, _ := strings.Cut(f.Text, "\n") // a file may have several errors
+		t.row(f.Severity, f.About, first)
+		for l := range strings.Lines(more) {
+			t.below(strings.TrimSpace(l))
+		}
+		if f.Hint != "" {
+			t.below("  " + f.Hint)
+		}
+	}
 }
 
 // checkFile compares the configuration file with the running configuration.

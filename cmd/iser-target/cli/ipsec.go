@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -79,6 +80,9 @@ func saText(sa *schema.IPsecSA) string {
 	if sa.Lifetime > 0 {
 		text += fmt.Sprintf(", lifetime %.0fs", sa.Lifetime)
 	}
+	if !sa.Expires.IsZero() {
+		text += ", until " + sa.Expires.UTC().Format(time.RFC3339)
+	}
 	if !sa.IKE {
 		text += ", manual keys"
 	}
@@ -113,35 +117,90 @@ func checkIPsec(ctx context.Context, c *client.Client) ([]Finding, error) {
 	if err != nil {
 		return nil, err
 	}
-	return ipsecFindings(&s), nil
+	return ipsecFindings(&s, time.Now()), nil
 }
 
-func ipsecFindings(s *schema.IPsecState) (list []Finding) {
-	const about, status = "ipsec", "see iser-target ipsec status"
+func ipsecFindings(s *schema.IPsecState, now time.Time) (list []Finding) {
+	const about = "ipsec"
 	if s.Driver == "none" {
 		return nil
 	}
 	for _, text := range s.Missing {
-		list = append(list, Finding{problem, about, "the driver " + s.Driver + " cannot enforce it: " + text, status})
+		list = append(list, Finding{problem, about, "the driver " + s.Driver + " cannot enforce it: " + text, "see iser-target ipsec status"})
 	}
 	if s.Failure != "" {
-		list = append(list, Finding{warning, about, s.Failure, status})
+		list = append(list, Finding{problem, about, "the driver fails: " + s.Failure, "see iser-target ipsec status"})
 	}
 	for _, c := range s.Connections {
-		if c.Verdict == "permit" {
-			continue
-		}
-		severity, name := problem, "connection from "+c.Remote
-		if c.Demand == "audit" {
-			severity = warning
-		}
+		name := "connection from " + c.Remote
 		if c.TSIH != 0 {
 			name = fmt.Sprintf("session %d of %s", c.TSIH, c.Initiator)
 		}
-		list = append(list, Finding{severity, about, name + " is not protected as required: " + c.Reason, status})
+		if c.Verdict != "permit" {
+			severity := problem
+			if c.Demand == "audit" {
+				severity = warning
+			}
+			list = append(list, Finding{severity, about, name + " is not protected as required: " + c.Reason, ipsecRemedy(s.Driver, c.Class)})
+			continue
+		}
+		for _, direction := range []string{"in", "out"} {
+			if sa := expiring(c.SAs, direction, now); sa != nil {
+				list = append(list, Finding{warning, about, fmt.Sprintf("%s: SA %s from %s to %s expires at %s, and there is no newer one",
+					name, sa.SPI, sa.Source, sa.Destination, sa.Expires.UTC().Format(time.RFC3339)), ipsecRemedy(s.Driver, "keys")})
+			}
+		}
 	}
 	if len(list) == 0 {
 		list = append(list, Finding{fine, about, fmt.Sprintf("driver %s, %s protected", s.Driver, count(len(s.Connections), "connection")), ""})
 	}
 	return list
+}
+
+// lastPart of the lifetime of an SA is when it should have been replaced. strongSwan does so after 10/11 of it at the latest.
+const lastPart = 0.05
+
+// expiring returns the SA of a direction that lives longest, if that is in the last part of its lifetime; nil: it is not.
+func expiring(list []schema.IPsecSA, direction string, now time.Time) (last *schema.IPsecSA) {
+	for i := range list {
+		sa := &list[i]
+		switch {
+		case sa.Direction != direction:
+		case sa.Expires.IsZero():
+			return nil
+		case last == nil || sa.Expires.After(last.Expires):
+			last = sa
+		}
+	}
+	if last == nil || last.Expires.Sub(now).Seconds() > lastPart*last.Lifetime {
+		return nil
+	}
+	return last
+}
+
+// ipsecRemedy returns the commands that mend a class of reasons.
+func ipsecRemedy(driver, class string) string {
+	manual := driver == "static"
+	switch class {
+	case "clear":
+		if manual {
+			return "add policies in both directions to ipsec.static.policies, then: iser-target config apply"
+		}
+		return "load the policies on both hosts: swanctl --load-all (docs/ipsec.md), and look at them: ip xfrm policy"
+	case "keys":
+		if manual {
+			return "give both hosts new keys (ipsec.static.sas), then: iser-target config apply"
+		}
+		return "negotiate keys: swanctl --initiate --child NAME, and look at them: swanctl --list-sas"
+	case "profile":
+		if manual {
+			return "correct ipsec.static.sas, or the profile, then: iser-target config apply"
+		}
+		return "correct the proposals of both hosts, or the profile, then: swanctl --load-all; swanctl --rekey --child NAME"
+	case "identity":
+		return "correct identities of the profile, then: iser-target config apply; swanctl --list-sas shows the identity"
+	case "program":
+		return "the program of ipsec.exec.command says so; run it by hand to find out why"
+	}
+	return "see iser-target ipsec status"
 }

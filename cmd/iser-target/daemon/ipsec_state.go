@@ -24,7 +24,7 @@ func (x *protection) protectionState(g *guarded) *schema.ConnectionProtection {
 	if demand == ipsec.Off {
 		return nil
 	}
-	p := &schema.ConnectionProtection{Demand: string(demand), Verdict: string(v.Action), Suite: v.Suite, Identity: v.Identity, Reason: v.Reason}
+	p := &schema.ConnectionProtection{Demand: string(demand), Verdict: string(v.Action), Suite: v.Suite, Identity: v.Identity, Reason: v.Reason, Class: string(v.Class)}
 	if v.SPIIn != 0 {
 		p.SPIIn = spi(v.SPIIn)
 	}
@@ -156,10 +156,14 @@ func (x *protection) connectionStates(list []*guarded, ask bool) (states []schem
 }
 
 func saState(direction string, sa ipsec.SA) schema.IPsecSA {
-	return schema.IPsecSA{
+	s := schema.IPsecSA{
 		Direction: direction, SPI: spi(sa.SPI), Source: sa.Source.String(), Destination: sa.Destination.String(), ReqID: sa.ReqID, Suite: sa.String(),
 		ReplayWindow: sa.ReplayWindow, Lifetime: sa.Lifetime.Seconds(), IKE: sa.IKE, LocalID: sa.LocalID, RemoteID: sa.RemoteID,
 	}
+	if sa.Lifetime > 0 && !sa.Added.IsZero() {
+		s.Expires = sa.Added.Add(sa.Lifetime)
+	}
+	return s
 }
 
 // ipsecMetrics returns the numbers of the metrics.

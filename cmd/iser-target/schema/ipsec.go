@@ -1,5 +1,7 @@
 package schema
 
+import "time"
+
 // A ConnectionProtection says how IPsec protects a connection that it is required or audited for.
 type ConnectionProtection struct {
 	Demand   string `json:"demand"`             // audit or required
@@ -9,6 +11,8 @@ type ConnectionProtection struct {
 	SPIOut   string `json:"spi_out,omitempty"`  //
 	Identity string `json:"identity,omitempty"` // IKE identity of the initiator; empty: unknown
 	Reason   string `json:"reason,omitempty"`   // why the verdict is not permit
+	// Class is that of Reason: driver, keys, clear, profile, identity or program.
+	Class string `json:"reason_class,omitempty"`
 }
 
 // Text returns p in a few words: the suite, or what is wrong.
@@ -79,17 +83,18 @@ type IPsecConnection struct {
 
 // An IPsecSA describes an SA.
 type IPsecSA struct {
-	Direction    string  `json:"direction"` // in or out
-	SPI          string  `json:"spi"`
-	Source       string  `json:"source"`
-	Destination  string  `json:"destination"`
-	ReqID        int     `json:"reqid"`
-	Suite        string  `json:"suite"`
-	ReplayWindow int     `json:"replay_window"`      // packets
-	Lifetime     float64 `json:"lifetime,omitempty"` // seconds; 0: none
-	IKE          bool    `json:"ike"`                // a key exchange made the keys
-	LocalID      string  `json:"local_id,omitempty"`
-	RemoteID     string  `json:"remote_id,omitempty"`
+	Direction    string    `json:"direction"` // in or out
+	SPI          string    `json:"spi"`
+	Source       string    `json:"source"`
+	Destination  string    `json:"destination"`
+	ReqID        int       `json:"reqid"`
+	Suite        string    `json:"suite"`
+	ReplayWindow int       `json:"replay_window"`      // packets
+	Lifetime     float64   `json:"lifetime,omitempty"` // seconds; 0: none
+	Expires      time.Time `json:"expires,omitzero"`   // zero: never, or unknown
+	IKE          bool      `json:"ike"`                // a key exchange made the keys
+	LocalID      string    `json:"local_id,omitempty"`
+	RemoteID     string    `json:"remote_id,omitempty"`
 }
 
 // IPsecDenials counts connections that were refused or ended.
