@@ -185,10 +185,17 @@ func CheckOwner(fi fs.FileInfo) error {
 	return nil
 }
 
-// checkMode returns an error unless only the owner can read the file.
+// checkMode returns an error unless only the owner can use the file.
 func checkMode(mode fs.FileMode) error {
 	if mode := mode.Perm(); mode&0o077 != 0 {
-		return fmt.Errorf("has secrets, but other users can read it: its mode is %#o. Run chmod 600", mode)
+		may := "execute"
+		switch {
+		case mode&0o044 != 0:
+			may = "read"
+		case mode&0o022 != 0:
+			may = "write to"
+		}
+		return fmt.Errorf("has secrets, but other users can %s it: its mode is %#o. Run chmod 600", may, mode)
 	}
 	return nil
 }

@@ -296,7 +296,7 @@ func TestFilesOfOthersAreRefused(t *testing.T) {
 	}
 	chmod(path, 0o644)
 	chmod(secret, 0o620)
-	check("a secret that others can write", secret+": has secrets, but other users can read it: its mode is 0620")
+	check("a secret that others can write", secret+": has secrets, but other users can write to it: its mode is 0620. Run chmod 600")
 	chmod(secret, 0o600)
 	if os.Geteuid() != 0 {
 		t.Log("not root: the owners of files cannot change")

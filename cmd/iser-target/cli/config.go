@@ -158,7 +158,7 @@ func (p *program) events() *cobra.Command {
 				return nil // interrupted, as intended
 			}
 			if err == nil && follow {
-				err = &schema.Error{Code: schema.Unreached, Message: "the target ended", Hint: "start the target, and repeat the command"}
+				err = &schema.Error{Code: schema.Unreached, Message: "the target ended the events: it stopped, or the caller lost its role or certificate", Hint: "repeat the command"}
 			}
 			return err
 		}})

@@ -143,7 +143,8 @@ func (t *clientTLS) explain(address string, err error) *schema.Error {
 		return fail("check the clocks of both machines, or renew the certificate", "the target at %s refuses %s, which is not valid now: %s",
 			address, t.files.Cert, t.validity())
 	case alertBadCertificate:
-		return fail(clientCA+", and the certificate must be for clients", "the target at %s refuses %s", address, t.files.Cert)
+		return fail(clientCA+". The certificate must be for clients and not revoked, and the list of control.tls.crl valid. The log of the target says which of these",
+			"the target at %s refuses %s", address, t.files.Cert)
 	case alertCertificateRequired:
 		return fail("give one with --tls-cert and --tls-key", "the target at %s requires a certificate", address)
 	case alertProtocolVersion:
