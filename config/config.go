@@ -132,6 +132,10 @@ type LUN struct {
 	Plugin        string `key:"plugin"`   // name of a registered gotgt store
 	Options       string `key:"options"`  // passed to that store
 
+	// What a thin LUN takes of its medium, in bytes: initiators and operators are told when that is reached. 0: not.
+	ThresholdAvailable Size `key:"threshold_available"` // space that is left
+	ThresholdUsed      Size `key:"threshold_used"`      // space that the LUN takes
+
 	Initiators  []string `key:"initiators"`    // security.Patterns: initiators that see the LUN; nil: all that may log in
 	ReadOnlyFor []string `key:"read_only_for"` // security.Patterns: initiators that may only read
 

@@ -344,6 +344,7 @@ func checkLUNs(key string, luns []LUN, paths firsts[string], errs *errorList) {
 		l.check(key, errs)
 		l.checkAccess(key, errs)
 		l.checkRates(key, errs)
+		l.checkThresholds(key, errs)
 		for _, of := range []struct{ key, path string }{{".path", l.Path}, {".checksums_path", l.SumsPath()}} {
 			if of.path == "" {
 				continue
@@ -483,6 +484,25 @@ func (r *Rate) check(key string, errs *errorList) {
 	}
 	if r.Bandwidth > 0 && r.MinBandwidth > r.Bandwidth {
 		errs.addf(key+".min_bandwidth", "must be at most bandwidth, %v, not %v", r.Bandwidth, r.MinBandwidth)
+	}
+}
+
+// checkThresholds checks the keys of thresholds.
+func (l *LUN) checkThresholds(key string, errs *errorList) {
+	for _, f := range []struct {
+		key   string
+		value Size
+	}{{".threshold_available", l.ThresholdAvailable}, {".threshold_used", l.ThresholdUsed}} {
+		switch {
+		case f.value == 0:
+		case l.Backend != "memory" && l.Backend != "file":
+			errs.addf(key+f.key, "cannot be set for backend %s: only files and memory know the space that they take", l.Backend)
+		case f.value < 64<<10:
+			errs.addf(key+f.key, "must be at least 64KiB, not %v", f.value)
+		}
+	}
+	if l.Size > 0 && l.ThresholdUsed > l.Size {
+		errs.addf(key+".threshold_used", "must be at most size, %v, not %v", l.Size, l.ThresholdUsed)
 	}
 }
 

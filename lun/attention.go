@@ -21,6 +21,7 @@ var attentions = []Sense{
 	condReservationsReleased,
 	condRegistrationsPreempted,
 	condTimestampChanged,
+	condSoftThreshold,
 }
 
 // reported are the attentions about facts that an initiator keeps in mind and that may be wrong
@@ -52,14 +53,17 @@ func (l *itl) report(attention Sense) {
 func (n *Nexus) OnEvent(report func(lun [8]byte, sense []byte)) { n.event.Store(&report) }
 
 // takeAttention returns the first unit attention that is due, and takes it away.
-func (l *itl) takeAttention() (k Sense, ok bool) {
+func (l *itl) takeAttention() (s senseData, ok bool) {
 	for {
 		due := l.due.Load()
 		if due == 0 {
-			return k, false
+			return s, false
 		}
 		if l.due.CompareAndSwap(due, due&(due-1)) {
-			return attentions[bits.TrailingZeros32(due)], true
+			if s = newSense(attentions[bits.TrailingZeros32(due)]); s.Sense == condSoftThreshold {
+				s = l.takeThreshold(s)
+			}
+			return s, true
 		}
 	}
 }

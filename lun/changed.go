@@ -16,6 +16,10 @@ const (
 	settingTaskSets        = "separate_task_sets" // TST
 	settingMedium          = "medium"             // ready, stopped or ejected
 	settingAccess          = "access_state_"
+
+	settingThresholdReports = "threshold_attentions"       // LBPERE
+	settingThresholdSingle  = "threshold_single_initiator" // SITUA
+	settingThreshold        = "threshold_"                 // with one of ThresholdNames
 )
 
 // A Setting is a state of a unit that initiators change for all.
@@ -54,10 +58,11 @@ func (u *Unit) Settings() []Setting {
 	now, saved := u.mode.Load(), u.modeSaved.Load()
 	var list []Setting
 	for _, m := range modeNames {
-		if u.modeMutable&m.mode != 0 {
-			list = append(list, Setting{Name: m.name, Value: onOff(now, m.mode), Default: onOff(u.modeDefault, m.mode), Saved: onOff(saved, m.mode)})
+		if u.modeMutable&^provisioningModes&m.mode != 0 {
+			list = append(list, Setting{Name: m.name, Value: onOff(now, m.mode), Default: onOff(u.modeDefault.Load(), m.mode), Saved: onOff(saved, m.mode)})
 		}
 	}
+	list = append(list, u.thresholdSettings()...)
 	list = append(list, Setting{Name: settingMedium, Value: u.medium(), Default: "ready", Saved: "ready"})
 	if g := u.access.Load(); g != nil {
 		for _, tag := range slices.Sorted(maps.Keys(*g)) {
@@ -137,13 +142,15 @@ func (u *Unit) ResetSettings() (changed bool, err error) {
 	var access *portGroups
 	if err := u.keep(e, p, func() {
 		access = u.access.Swap(nil)
-		u.modeSaved.Store(u.modeDefault)
+		u.modeSaved.Store(u.modeDefault.Load())
+		u.levelsSaved.Store(u.levelsDefault.Load())
 	}); err != nil {
 		return false, err
 	}
 	u.settingsMu.Lock()
-	modes := (u.mode.Load()^u.modeDefault)&u.modeMutable != 0
-	err = u.setModes(nil, u.modeMutable, u.modeDefault)
+	modes := (u.mode.Load()^u.modeDefault.Load())&u.modeMutable != 0
+	modes = u.levels.Swap(u.levelsDefault.Load()) != u.levelsDefault.Load() || modes
+	err = u.setModes(nil, u.modeMutable, u.modeDefault.Load())
 	u.settingsMu.Unlock()
 	if modes {
 		u.raise(condModeChanged, nil)

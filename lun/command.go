@@ -73,8 +73,8 @@ func (n *Nexus) Begin(c *Command) bool {
 		return c.fail(condNoLUN)
 	}
 	if row == nil || row.flags&keepAttention == 0 {
-		if k, ok := c.itl.takeAttention(); ok {
-			return c.fail(k)
+		if s, ok := c.itl.takeAttention(); ok {
+			return c.failSense(s)
 		}
 	}
 	if c.unit != nil && c.unit.absent != condNone && row != nil && row.flags&absentLUN == 0 {

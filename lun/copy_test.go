@@ -468,7 +468,7 @@ func TestExtendedCopyLosesDestination(t *testing.T) {
 			}
 			r.store.Hook(nil)
 			r.unit.stopped.Store(false)
-			r.unit.mode.Store(r.unit.modeDefault)
+			r.unit.mode.Store(r.unit.modeDefault.Load())
 			wantGood(t, "RELEASE(6)", do(third, &c, [8]byte{}, "17", nil, all))
 			wantGood(t, "EXTENDED COPY", r.copy(copyList(0, 3, []string{cscdZero}, []string{blocks(0, 0, 32768, 0, 65536)})))
 		})

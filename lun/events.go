@@ -60,6 +60,15 @@ type StoreHangsEvent struct {
 	Ended    bool      // it answers again
 }
 
+// A ThresholdEvent is a threshold of the operator that is reached, or no longer.
+type ThresholdEvent struct {
+	Serial     string
+	Threshold  string // of ThresholdNames
+	Limit      int64  // bytes
+	Used, Free int64
+	Ended      bool // it is no longer reached
+}
+
 // A FaultsEndedEvent is the end of faults that were injected: see Unit.SetFaults.
 type FaultsEndedEvent struct {
 	Serial   string
@@ -120,6 +129,9 @@ func (StoreFailedEvent) Kind() string { return "medium" }
 func (StoreHangsEvent) Kind() string { return "lun" }
 
 // Kind implements Event.
+func (ThresholdEvent) Kind() string { return "lun" }
+
+// Kind implements Event.
 func (FaultsEndedEvent) Kind() string { return "lun" }
 
 // Kind implements Event.
@@ -177,6 +189,16 @@ func (e StoreHangsEvent) Log(l *slog.Logger, extra ...slog.Attr) {
 	}
 	logLine(l, slog.LevelError, "store does not answer: its LUN is BUSY until it does",
 		append(attrs, slog.Int("commands", e.Commands))...)
+}
+
+// Log implements Event.
+func (e ThresholdEvent) Log(l *slog.Logger, extra ...slog.Attr) {
+	level, text := slog.LevelWarn, "LUN has reached its threshold of "+e.Threshold+" space"
+	if e.Ended {
+		level, text = slog.LevelInfo, "LUN is back behind its threshold of "+e.Threshold+" space"
+	}
+	logLine(l, level, text, append(extra, slog.String("naa", e.Serial), slog.Int64("threshold", e.Limit),
+		slog.Int64("used", e.Used), slog.Int64("available", e.Free))...)
 }
 
 // Log implements Event.

@@ -81,7 +81,9 @@ type UnitState struct {
 	TaskSets     bool              `json:"separate_task_sets,omitempty"` // TST 001b
 	Stopped      bool              `json:"stopped,omitempty"`
 	Ejected      bool              `json:"ejected,omitempty"`
-	Clock        *clockState       `json:"clock,omitempty"` // that an initiator has set
+	Thresholds   *thresholdsEntry  `json:"thresholds,omitempty"` // of initiators; nil: those of the configuration
+	Crossed      uint8             `json:"crossed,omitempty"`    // thresholds that are reached: see crossed
+	Clock        *clockState       `json:"clock,omitempty"`      // that an initiator has set
 	PortGroups   []portGroupEntry  `json:"port_groups,omitempty"`
 	ChangedBy    map[string]string `json:"changed_by,omitempty"` // initiators, by setting
 	Unsynced     bool              `json:"unsynced,omitempty"`   // a sync has failed
@@ -119,6 +121,7 @@ func (u *Unit) State() UnitState {
 		Unsynced: u.unsynced.Load() || u.SyncFailure() != nil || u.Health() == Failed, Failure: u.SyncFailure(),
 	}
 	st.Clock = u.clock.Load().state()
+	st.Thresholds, st.Crossed = u.newThresholdsEntry(modes, levels(u.levels.Load())), u.crossed()
 	if g := u.access.Load(); g != nil {
 		st.PortGroups = g.entries()
 	}
@@ -177,7 +180,10 @@ func (u *Unit) Restore(st UnitState) error {
 	modes := (&modeEntry{
 		WCE: st.WriteCache, SWP: st.WriteProtect, DescriptorSense: st.DescSense, SeparateTaskSets: st.TaskSets,
 	}).modes()
-	u.mode.Store(u.mode.Load()&^u.modeMutable | modes&u.modeMutable)
+	provisioning, l := st.Thresholds.values(u.modeDefault.Load(), levels(u.levelsDefault.Load()))
+	u.mode.Store(u.mode.Load()&^u.modeMutable | (modes|provisioning)&u.modeMutable)
+	u.levels.Store(uint64(l))
+	u.cross(st.Crossed)
 	u.clock.Store(st.Clock.clock())
 	if st.Unsynced {
 		u.unsynced.Store(true)

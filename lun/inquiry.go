@@ -204,9 +204,9 @@ func appendCharacteristics(u *Unit, _ *Nexus, b []byte) []byte {
 
 // appendProvisioning appends the Logical Block Provisioning page (SBC-3, section 6.6.4): UNMAP
 // and both WRITE SAME with UNMAP, after which reads return zeros; thin.
-func appendProvisioning(_ *Unit, _ *Nexus, b []byte) []byte {
+func appendProvisioning(u *Unit, _ *Nexus, b []byte) []byte {
 	const lbpu, lbpws, lbpws10, lbprz, thinType = 0x80, 0x40, 0x20, 0x04, 2
-	return append(b, 0, lbpu|lbpws|lbpws10|lbprz, thinType, 0)
+	return append(b, byte(u.space.exponent), lbpu|lbpws|lbpws10|lbprz, thinType, 0)
 }
 
 // reportLUNs executes REPORT LUNS (SPC-4, section 6.33).

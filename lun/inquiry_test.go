@@ -170,7 +170,7 @@ func TestVPD(t *testing.T) {
 			` + strings.Repeat("00", 56)},
 		{name: "b2", page: "b2", want: `
 			00 b2 0004
-			00                      # THRESHOLD EXPONENT
+			07                      # THRESHOLD EXPONENT: 64 KiB
 			e4                      # LBPU, LBPWS, LBPWS10, LBPRZ 001b
 			02                      # PROVISIONING TYPE: thin
 			00`},

@@ -67,7 +67,11 @@ func TestProvisioningIsTrue(t *testing.T) {
 			if in := r.good("9e 10 0000000000000000 00000020 00 00", nil); in[14]&0xc0 != 0xc0 {
 				t.Fatalf("READ CAPACITY(16): % x, want LBPME and LBPRZ", in)
 			}
-			wantBytes(t, r.good("12 01 b2 0040 00", nil), unhex("00 b2 0004 00 e4 02 00")) // LBPU, LBPWS, LBPWS10, LBPRZ; thin
+			want := unhex("00 b2 0004 07 e4 02 00") // THRESHOLD EXPONENT 7; LBPU, LBPWS, LBPWS10, LBPRZ; thin
+			if _, _, err := backend.Usage(store); err != nil {
+				want[4] = 0 // no thresholds
+			}
+			wantBytes(t, r.good("12 01 b2 0040 00", nil), want)
 			limits := r.good("12 01 b0 0040 00", nil)
 			be := binary.BigEndian
 			granule, alignment := uint64(be.Uint32(limits[28:])), uint64(be.Uint32(limits[32:])&^(1<<31))

@@ -80,14 +80,13 @@ func (u *Unit) appendStatistics(_ *Command, b []byte) []byte {
 }
 
 // knowsResources reports whether the unit has the Logical Block Provisioning page: the store
-// knows how much space it takes, and 32 bits are enough to count blocks.
+// knows how much space it takes.
 func (u *Unit) knowsResources(c *Command) bool {
 	_, _, err := u.usage(c)
-	return err == nil && u.isThin() && u.blocks.Load() <= math.MaxUint32
+	return err == nil && u.hasThresholds()
 }
 
-// appendResources appends the Logical Block Provisioning page (SBC-3, section 6.4.5). A threshold
-// set is one block: the unit has no thresholds, and THRESHOLD EXPONENT is 0.
+// appendResources appends the Logical Block Provisioning page (SBC-3, section 6.4.5). It counts threshold sets.
 func (u *Unit) appendResources(c *Command, b []byte) []byte {
 	const available, used = 0x0001, 0x0002
 	const dedicated, shared = 1, 2 // SCOPE
@@ -95,14 +94,14 @@ func (u *Unit) appendResources(c *Command, b []byte) []byte {
 	if err != nil {
 		return b
 	}
-	resource := func(code uint16, octets int64, most uint64, scope byte) {
+	resource := func(code uint16, octets int64, scope byte) {
 		b = binary.BigEndian.AppendUint16(b, code)
 		b = append(b, logList, 8)
-		b = binary.BigEndian.AppendUint32(b, uint32(min(uint64(octets)>>u.shift, most)))
+		b = binary.BigEndian.AppendUint32(b, uint32(min(uint64(octets)>>u.setShift(), math.MaxUint32)))
 		b = append(b, scope, 0, 0, 0)
 	}
-	resource(available, free, math.MaxUint32, shared)
-	resource(used, taken, u.blocks.Load(), dedicated)
+	resource(available, free, shared)
+	resource(used, min(taken, u.Size())+1<<u.setShift()-1, dedicated) // rounded up
 	return b
 }
 

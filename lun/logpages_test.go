@@ -148,17 +148,16 @@ func TestLogProvisioning(t *testing.T) {
 		t.Helper()
 		wantBytes(t, r.good(page, nil), unhex("8c 00 0018 0001 03 08 "+available+" 02 000000 0002 03 08 "+used+" 01 000000"))
 	}
-	resources("00200000", "00000000")
+	resources("00004000", "00000000") // 1 GiB
 	block := bytes.Repeat([]byte{1}, 512)
 	r.good("2a 00 00000000 00 0001 00", block)
 	r.good("2a 00 00010000 00 0001 00", block)
-	resources("001fff00", "00000100") // two pages of 64 KiB
-	wantBytes(t, r.good("4d 00 4c 00 00 0002 00ff 00", nil), unhex("8c 00 000c 0002 03 08 00000100 01 000000"))
+	resources("00003ffe", "00000002") // two pages of 64 KiB
+	wantBytes(t, r.good("4d 00 4c 00 00 0002 00ff 00", nil), unhex("8c 00 000c 0002 03 08 00000002 01 000000"))
 	r.good("42 00 00000000 00 0018 00", unhex("0016 0010 00000000 0000000000000000 00000080 00000000"))
-	resources("001fff80", "00000080")
+	resources("00003fff", "00000001")
 
 	for name, r := range map[string]*rig{
-		"too large for 32 bits":      newRig(t, setup{size: 1 << 41}),
 		"no space is given back":     newRig(t, setup{info: thick}),
 		"a store that does not know": newRig(t, setup{}),
 	} {

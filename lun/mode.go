@@ -5,16 +5,19 @@ import (
 	"math"
 	"slices"
 
-	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/lun/invariant"
 )
 
 // Mode parameters that can have another value than the default one.
 const (
-	modeWCE    uint32 = 1 << iota // the volatile cache may be used
-	modeSWP                       // software write protect
-	modeDSense                    // sense data in descriptor format
-	modeTST                       // TST 001b: each I_T nexus has a task set of its own
+	modeWCE       uint32 = 1 << iota // the volatile cache may be used
+	modeSWP                          // software write protect
+	modeDSense                       // sense data in descriptor format
+	modeTST                          // TST 001b: each I_T nexus has a task set of its own
+	modeLBPERE                       // reached thresholds are unit attentions: see thresholds.go
+	modeSITUA                        // for one nexus
+	modeAvailable                    // the threshold of available space is enabled
+	modeUsed                         // so is that of used space
 )
 
 // modeNames are the names of the settings that mode parameters are, in the order of Settings.
@@ -26,22 +29,31 @@ var modeNames = []struct {
 	{modeWCE, settingWriteCache},
 	{modeDSense, settingDescriptorSense},
 	{modeTST, settingTaskSets},
+	{modeLBPERE, settingThresholdReports},
+	{modeSITUA, settingThresholdSingle},
 }
 
-// modesOf returns the modes that are set at first, and those that initiators can change. A cache
+// initModes sets the default modes, and those that initiators can change. A cache
 // that does not exist, or that options forbid, cannot be enabled.
-func modesOf(info backend.Info, o Options) (set, mutable uint32) {
-	mutable = modeSWP | modeDSense | modeTST
+func (u *Unit) initModes() {
+	info, o := u.info, u.opt
+	set, mutable := uint32(0), modeSWP|modeDSense|modeTST
 	if info.VolatileCache && !o.WriteThrough {
 		set |= modeWCE
 		mutable |= modeWCE
 	}
-	return set, mutable
+	modes, l := u.defaultThresholds()
+	if u.hasThresholds() {
+		mutable |= provisioningModes
+	}
+	u.modeMutable = mutable
+	u.modeDefault.Store(set | modes)
+	u.levelsDefault.Store(uint64(l))
 }
 
 // saveModes stores for c the mode parameters for the time after a reset or a restart: those of now,
-// with the modes of touched as in set. If that fails it ends c and returns false.
-func (u *Unit) saveModes(c *Command, touched, set uint32) bool {
+// with the modes of touched as in set, and the thresholds l. If that fails it ends c and returns false.
+func (u *Unit) saveModes(c *Command, touched, set uint32, l levels) bool {
 	p, err := u.settings.take(c, u.opt.Settings)
 	if err != nil {
 		return c.failStore(err)
@@ -50,7 +62,11 @@ func (u *Unit) saveModes(c *Command, touched, set uint32) bool {
 	modes := u.mode.Load()&^touched | set&touched
 	e := u.keptSettings()
 	e.Mode = newModeEntry(modes)
-	if err := u.keep(e, p, func() { u.modeSaved.Store(modes) }); err != nil {
+	e.Mode.Thresholds = u.newThresholdsEntry(modes, l)
+	if err := u.keep(e, p, func() {
+		u.modeSaved.Store(modes)
+		u.levelsSaved.Store(uint64(l))
+	}); err != nil {
 		return c.failStore(err)
 	}
 	return true
@@ -84,22 +100,41 @@ func (u *Unit) writeThrough() bool { return u.info.VolatileCache && u.mode.Load(
 
 // modePages are the mode pages that MODE SENSE returns, in order.
 var modePages = []modePage{
-	{0x01, 12, func(p []byte) { p[2] = 0xc0 }, nil}, // Read-Write Error Recovery: AWRE, ARRE
-	{0x08, 20, nil, []modeBit{{2, 0x04, modeWCE}}},  // Caching
-	{0x0a, 12, func(p []byte) { // Control
+	{code: 0x01, size: 12, fixed: func(p []byte) { p[2] = 0xc0 }, bits: []modeBit{{7, 0x80, modeLBPERE}}}, // Read-Write Error Recovery: AWRE, ARRE
+	{code: 0x08, size: 20, bits: []modeBit{{2, 0x04, modeWCE}}},                                           // Caching
+	{code: 0x0a, size: 12, fixed: func(p []byte) { // Control
 		p[2] |= 0x02                              // GLTSD
 		p[3] = 0x10                               // QUEUE ALGORITHM MODIFIER: unrestricted reordering
 		p[5] = 0x40                               // TAS: an initiator that clears it makes commands of others vanish
 		binary.BigEndian.PutUint16(p[8:], 0xffff) // BUSY TIMEOUT PERIOD: unlimited
-	}, []modeBit{{2, 0x20, modeTST}, {2, 0x04, modeDSense}, {4, 0x08, modeSWP}}},
-	{0x1c, 12, func(p []byte) { p[2] = 0x08 }, nil}, // Informational Exceptions Control: DEXCPT
+	}, bits: []modeBit{{2, 0x20, modeTST}, {2, 0x04, modeDSense}, {4, 0x08, modeSWP}}},
+	{code: 0x1c, size: 12, fixed: func(p []byte) { p[2] = 0x08 }}, // Informational Exceptions Control: DEXCPT
+	{code: 0x1c, subpage: 0x02, size: thresholdPageLen, has: (*Unit).hasThresholds, levels: true, // Logical Block Provisioning
+		bits: []modeBit{{4, 0x01, modeSITUA}, {thresholdHeader, 0x80, modeAvailable}, {thresholdHeader + thresholdDescriptor, 0x80, modeUsed}}},
 }
 
 type modePage struct {
-	code  byte
-	size  int            // bytes, including a header of two
-	fixed func(p []byte) // sets what never changes
-	bits  []modeBit      // what can change
+	code    byte
+	subpage byte             // 0: the page has no subpage code
+	size    int              // bytes, including a header of two, or four with a subpage code
+	has     func(*Unit) bool // reports whether the unit has the page; nil: all have it
+	fixed   func(p []byte)   // sets what never changes
+	bits    []modeBit        // what can change
+	levels  bool             // the page has the thresholds, which can change, too
+}
+
+// is reports whether u has the page, and it is one of those that the codes ask for.
+func (m *modePage) is(u *Unit, code, subpage byte) bool {
+	return (code == allPages || code == m.code) && (subpage == allSubpages || subpage == m.subpage) && (m.has == nil || m.has(u))
+}
+
+// putHeader writes the header of the page to p, and zeros behind it.
+func (m *modePage) putHeader(p []byte) {
+	clear(p)
+	if p[0], p[1] = m.code, byte(m.size-2); m.subpage != 0 {
+		p[0], p[1] = m.code|spf, m.subpage
+		binary.BigEndian.PutUint16(p[2:], uint16(m.size-4))
+	}
 }
 
 // A modeBit is the bit of a byte of a page that is set when mode is.
@@ -127,20 +162,30 @@ func (m *modePage) read(p []byte) (set uint32) {
 	return set
 }
 
-// put writes the page with those modes to p. MODE SENSE adds PS.
-func (m *modePage) put(p []byte, modes uint32) {
-	m.putMutable(p, modes)
+// put writes the page with those modes and thresholds to p. MODE SENSE adds PS.
+func (m *modePage) put(p []byte, modes uint32, l levels) {
+	m.putHeader(p)
+	m.putBits(p, modes)
 	if m.fixed != nil {
 		m.fixed(p)
+	}
+	if m.levels {
+		putLevels(p, l)
 	}
 }
 
 // putMutable writes the page to p with those bits set that can change.
 func (m *modePage) putMutable(p []byte, mutable uint32) {
-	clear(p)
-	p[0], p[1] = m.code, byte(m.size-2)
+	m.putHeader(p)
+	m.putBits(p, mutable)
+	if m.levels {
+		maskLevels(p)
+	}
+}
+
+func (m *modePage) putBits(p []byte, modes uint32) {
 	for _, b := range m.bits {
-		if mutable&b.mode != 0 {
+		if modes&b.mode != 0 {
 			p[b.offset] |= b.bit
 		}
 	}
@@ -150,6 +195,7 @@ const (
 	allPages    = 0x3f
 	allSubpages = 0xff
 	ps          = 0x80 // the page can be saved
+	spf         = 0x40 // the page has a subpage code
 
 	pageControlCurrent    = 0
 	pageControlChangeable = 1
@@ -178,9 +224,6 @@ func modeSense(u *Unit, c *Command) bool {
 	if control == pageControlSaved && u.opt.Settings == nil {
 		return c.fail(condNoSavedPages)
 	}
-	if subpage != 0 && subpage != allSubpages {
-		return c.failCDB(3, noField)
-	}
 	b := c.zeroed(header)
 	specific := byte(dpofua)
 	if c.itl.protection() != condNone {
@@ -208,7 +251,7 @@ func modeSense(u *Unit, c *Command) bool {
 	found := false
 	for i := range modePages {
 		m := &modePages[i]
-		if page != m.code && page != allPages {
+		if !m.is(u, page, subpage) || page == allPages && subpage != 0 && subpage != allSubpages {
 			continue
 		}
 		found = true
@@ -216,19 +259,23 @@ func modeSense(u *Unit, c *Command) bool {
 		b = append(b, make([]byte, m.size)...)
 		switch control {
 		case pageControlCurrent:
-			m.put(b[at:], u.mode.Load())
+			m.put(b[at:], u.mode.Load(), levels(u.levels.Load()))
 		case pageControlChangeable:
 			m.putMutable(b[at:], u.modeMutable)
 		case pageControlSaved:
-			m.put(b[at:], u.modeSaved.Load())
+			m.put(b[at:], u.modeSaved.Load(), levels(u.levelsSaved.Load()))
 		default:
-			m.put(b[at:], u.modeDefault)
+			m.put(b[at:], u.modeDefault.Load(), levels(u.levelsDefault.Load()))
 		}
 		if u.opt.Settings != nil {
 			b[at] |= ps
 		}
 	}
-	if !found {
+	switch {
+	case found:
+	case subpage != 0 && subpage != allSubpages:
+		return c.failCDB(3, noField)
+	default:
 		return c.failCDB(2, 5)
 	}
 	if six {
@@ -268,6 +315,7 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 		return false
 	}
 	var touched, set uint32
+	now, counts := levels(u.levels.Load()), false
 	for at < len(p) {
 		m, ok := c.modeSelectPage(p[at:], at)
 		if !ok {
@@ -275,20 +323,28 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 		}
 		touched |= m.modes() & u.modeMutable
 		set = set&^m.modes() | m.read(p[at:])
+		if m.levels {
+			now, counts = readLevels(p[at:]), true
+		}
 		at += m.size
 	}
 	// Save first: if that fails, nothing has changed.
-	if c.CDB[1]&sp != 0 && !u.saveModes(c, touched, set) {
+	if c.CDB[1]&sp != 0 && !u.saveModes(c, touched, set, now) {
 		return false
 	}
 	u.settingsMu.Lock()
 	defer u.settingsMu.Unlock()
-	old := u.mode.Load()
-	now := old&^touched | set&touched
+	oldModes, old := u.mode.Load(), levels(u.levels.Load())
+	if !counts {
+		now = old // of another MODE SELECT
+	}
+	u.levels.Store(uint64(now))
+	modes := oldModes&^touched | set&touched
 	err := u.setModes(c, touched, set)
-	if now != old {
+	if modes != oldModes || now != old {
 		u.raise(condModeChanged, c.nexus)
-		c.changedModes(old, now)
+		c.changedModes(oldModes, modes)
+		c.changedThresholds(oldModes, modes, old, now)
 	}
 	return c.writeDone(err)
 }
@@ -336,20 +392,30 @@ func (c *Command) modeSelectPage(page []byte, at int) (m *modePage, ok bool) {
 		return nil, c.fail(condListLength)
 	}
 	// PS is reserved here, but some initiators return what MODE SENSE gave them.
-	i := slices.IndexFunc(modePages, func(m modePage) bool { return m.code == page[0]&^ps })
+	code, subpage := page[0]&^(ps|spf), byte(0)
+	if page[0]&spf != 0 {
+		if subpage = page[1]; subpage == 0 || subpage == allSubpages {
+			return nil, c.failList(at + 1)
+		}
+	}
+	i := slices.IndexFunc(modePages, func(m modePage) bool { return m.code == code && m.is(c.unit, code, subpage) })
 	if i < 0 {
-		return nil, c.failList(at) // no such page, or SPF
+		return nil, c.failList(at)
 	}
 	m = &modePages[i]
 	switch {
-	case int(page[1]) != m.size-2:
+	case subpage == 0 && int(page[1]) != m.size-2:
 		return nil, c.failList(at + 1)
+	case subpage != 0 && len(page) < 4:
+		return nil, c.fail(condListLength)
+	case subpage != 0 && int(binary.BigEndian.Uint16(page[2:])) != m.size-4:
+		return nil, c.failList(at + 2)
 	case len(page) < m.size:
 		return nil, c.fail(condListLength)
 	}
 	// All other bits than the changeable ones have to be as they are.
 	now, mutable := make([]byte, m.size), make([]byte, m.size)
-	m.put(now, c.unit.mode.Load())
+	m.put(now, c.unit.mode.Load(), levels(c.unit.levels.Load()))
 	m.putMutable(mutable, c.unit.modeMutable)
 	for o := 2; o < m.size; o++ {
 		if (now[o]^page[o])&^mutable[o] != 0 {
@@ -362,7 +428,7 @@ func (c *Command) modeSelectPage(page []byte, at int) (m *modePage, ok bool) {
 // endModeSelect saves the current parameters if none came with SP.
 func endModeSelect(u *Unit, c *Command) {
 	if c.DataOut == 0 && c.CDB[1]&sp != 0 {
-		u.saveModes(c, 0, 0)
+		u.saveModes(c, 0, 0, levels(u.levels.Load()))
 	}
 }
 

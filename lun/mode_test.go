@@ -18,10 +18,15 @@ const (
 		0a 0a 02 10 00 40 0000 ffff 0000               # Control: D_SENSE 0, GLTSD; unrestricted reordering, QERR 0; TAS
 		1c 0a 08 00 00000000 00000000                  # Informational Exceptions Control: DEXCPT`
 	pagesChangeable = `
-		01 0a 00 00 00 00 00 00 00 00 0000
+		01 0a 00 00 00 00 00 80 00 00 0000             # LBPERE
 		08 12 00 00 0000 0000 0000 0000 00 00 0000 00 000000
 		0a 0a 24 00 08 00 0000 0000 0000               # TST 001b, D_SENSE, SWP
 		1c 0a 00 00 00000000 00000000`
+	provisioningOff = `
+		5c 02 001c                                     # Logical Block Provisioning (SBC-3, section 6.5.8): SPF
+		00 00 00000000 00000000 0000                   # SITUA 0
+		00 01 0000 00000000                            # soft, armed decreasing; available space
+		01 02 0000 00000000                            # soft, armed increasing; used space`
 	shortDescriptor = "00000800 00 000200 " // 2048 blocks of 512
 )
 
@@ -36,7 +41,17 @@ func TestModeSense(t *testing.T) {
 			10                    # WP 0, DPOFUA
 			08                    # BLOCK DESCRIPTOR LENGTH
 			` + shortDescriptor + pagesCurrent},
-		{name: "6 all pages and subpages", cdb: "1a 08 3f ff ff 00", want: "3b 00 10 00" + pagesCurrent},
+		{name: "6 all pages and subpages", cdb: "1a 08 3f ff ff 00", want: "5b 00 10 00" + pagesCurrent + provisioningOff},
+		{name: "6 subpages of a page", cdb: "1a 08 1c ff ff 00", want: "2f 00 10 00 1c 0a 08 00 00000000 00000000" + provisioningOff},
+		{name: "6 all subpages, thick", cdb: "1a 08 3f ff ff 00", setup: setup{info: thick}, want: "3b 00 10 00" + pagesCurrent},
+		{name: "6 provisioning", cdb: "1a 08 1c 02 ff 00", want: "23 00 10 00" + provisioningOff},
+		{name: "6 changeable provisioning", cdb: "1a 08 5c 02 ff 00", want: `
+			23 00 10 00
+			5c 02 001c
+			01                    # SITUA
+			00 00000000 00000000 0000
+			80 00 0000 ffffffff   # ENABLED, THRESHOLD COUNT
+			80 00 0000 ffffffff`},
 		{name: "6 changeable", cdb: "1a 08 7f 00 ff 00", want: "3b 00 10 00" + pagesChangeable},
 		{name: "6 changeable caching", cdb: "1a 08 48 00 ff 00", setup: setup{info: volatile}, want: `
 			17 00 10 00
@@ -97,6 +112,8 @@ func TestModeSense(t *testing.T) {
 	wantSense(t, r.run("5a 00 c8 00 000000 00ff 00", nil), 0x5, 0x39, 0x00)
 	wantField(t, r.run("1a 00 0a 01 ff 00", nil), 3, noField) // Control Extension
 	wantField(t, r.run("5a 00 3f 05 000000 00ff 00", nil), 3, noField)
+	wantField(t, r.run("5a 00 3f 02 000000 00ff 00", nil), 3, noField)
+	wantField(t, newRig(t, setup{info: thick}).run("1a 00 1c 02 ff 00", nil), 3, noField)
 	for page := range 0x3f {
 		switch page {
 		case 0x01, 0x08, 0x0a, 0x1c:

@@ -48,6 +48,7 @@ type itl struct {
 	unit     *Unit
 	readOnly atomic.Bool   // because of the mask
 	due      atomic.Uint32 // of dueBit
+	reached  atomic.Uint32 // thresholds that condSoftThreshold is about: bits by threshold
 
 	prevents bool // guarded by unit.mu: the medium must not be removed
 	copies   copies

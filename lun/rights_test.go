@@ -393,7 +393,7 @@ func TestResetOfUnitOfOneInitiator(t *testing.T) {
 		if got := r.unit.Status() == "ready"; got == reader {
 			t.Errorf("reader %v: status %q", reader, r.unit.Status())
 		}
-		if got := r.unit.mode.Load() == r.unit.modeDefault; got == reader {
+		if got := r.unit.mode.Load() == r.unit.modeDefault.Load(); got == reader {
 			t.Errorf("reader %v: modes %#x", reader, r.unit.mode.Load())
 		}
 	}

@@ -89,6 +89,7 @@ var (
 	condInexactSegment             = Sense{keyCopyAborted, 0x26, 0x0a}   // UNEXPECTED INEXACT SEGMENT
 	condMediumChanged              = Sense{keyUnitAttention, 0x28, 0x00} // NOT READY TO READY CHANGE
 	condModeChanged                = Sense{keyUnitAttention, 0x2a, 0x01} // MODE PARAMETERS CHANGED
+	condSoftThreshold              = Sense{keyUnitAttention, 0x38, 0x07} // THIN PROVISIONING SOFT THRESHOLD REACHED
 	condTimestampChanged           = Sense{keyUnitAttention, 0x2a, 0x10} // TIMESTAMP CHANGED
 	condCapacityChanged            = Sense{keyUnitAttention, 0x2a, 0x09} // CAPACITY DATA HAS CHANGED
 	condLUNsChanged                = Sense{keyUnitAttention, 0x3f, 0x0e} // REPORTED LUNS DATA HAS CHANGED
@@ -324,8 +325,8 @@ func requestSense(u *Unit, c *Command) bool {
 	s := newSense(condNone)
 	if u == nil {
 		s.Sense = condNoLUN
-	} else if k, ok := c.itl.takeAttention(); ok {
-		s.Sense = k
+	} else if attention, ok := c.itl.takeAttention(); ok {
+		s = attention
 	} else if u.sanitizer.state.Load() == sanitizeRunning {
 		s = u.sanitizing()
 	} else {

@@ -23,6 +23,8 @@ type modeEntry struct {
 	SWP              bool `json:"swp"`               // Control
 	DescriptorSense  bool `json:"d_sense,omitempty"` // Control
 	SeparateTaskSets bool `json:"tst,omitempty"`     // Control: TST 001b
+	// Thresholds is nil if they are those of the configuration.
+	Thresholds *thresholdsEntry `json:"thresholds,omitempty"`
 }
 
 type portGroupEntry struct {
@@ -76,7 +78,7 @@ var settingsFormat = state.Format[state.Records[settingsEntry]]{Name: "settings"
 
 // restoreSettings loads what the file keeps of the unit.
 func (u *Unit) restoreSettings() error {
-	modes := u.modeDefault
+	modes, l := u.modeDefault.Load(), levels(u.levelsDefault.Load())
 	if u.opt.Settings != nil {
 		kept, ok, err := u.opt.Settings.Get(u.opt.Identity.Serial)
 		if err != nil {
@@ -87,11 +89,15 @@ func (u *Unit) restoreSettings() error {
 		}
 		u.kept = kept
 		if kept.Mode != nil {
-			modes = modes&^u.modeMutable | kept.Mode.modes()&u.modeMutable
+			var provisioning uint32
+			provisioning, l = kept.Mode.Thresholds.values(modes, l)
+			modes = modes&^u.modeMutable | (kept.Mode.modes()|provisioning)&u.modeMutable
 		}
 	}
 	u.modeSaved.Store(modes)
 	u.mode.Store(modes)
+	u.levelsSaved.Store(uint64(l))
+	u.levels.Store(uint64(l))
 	if len(u.kept.PortGroups) > 0 {
 		set := portGroups{}
 		for _, g := range u.kept.PortGroups {

@@ -37,7 +37,9 @@ type Options struct {
 	Sanitizations *Sanitizations
 	// SyncFailures keeps that a sync has failed; nil: the end of the process ends that, too.
 	SyncFailures *SyncFailures
-	Name         string // of the unit in messages about limits; default: Identity.Serial
+	// ThresholdAvailable and ThresholdUsed are thresholds of the space of a thin unit, in bytes; 0: none. See SetThresholds.
+	ThresholdAvailable, ThresholdUsed int64
+	Name                              string // of the unit in messages about limits; default: Identity.Serial
 	// Calls is what the units of a process share to call their stores; nil: this unit shares with none.
 	Calls *fair.Process
 	// Registrations bounds how many registrations of persistent reservations an initiator makes; nil: a
@@ -51,43 +53,47 @@ type Options struct {
 
 // A Unit is a logical unit: a device server and the store below it.
 type Unit struct {
-	store       backend.Store
-	gate        *fair.Gate // before the store: see call.go
-	info        backend.Info
-	opt         Options
-	blocks      atomic.Uint64 // capacity
-	shift       uint          // log2 of the block size
-	readOnly    bool
-	absent      Sense         // why the store is missing: see NewAbsent; condNone: it is there
-	gone        atomic.Bool   // the initiators lost the unit, and its commands end
-	replaced    atomic.Bool   // another unit took its place: see Inventory.Replace
-	detached    atomic.Bool   // another unit has the store: see Detach
-	health      atomic.Uint32 // see SetHealth
-	lastError   atomic.Pointer[StoreError]
-	unsynced    atomic.Bool // a sync failed, of a predecessor or before the restart: see InheritFrom
-	failure     failureRecord
-	predecessor *Unit         // of an absent unit: the unit that it inherits from
-	has         flags         // the optional rows of the command set
-	mode        atomic.Uint32 // modeWCE and others, as set
-	modeDefault uint32
-	modeMutable uint32 // bits that MODE SELECT can change
-	modeSaved   atomic.Uint32
-	modeChanged bool                        // the mode parameters, or the WP bit, differ from those of the predecessor
-	access      atomic.Pointer[portGroups]  // nil: no state was set
-	clock       atomic.Pointer[deviceClock] // nil: that of the machine
-	stopped     atomic.Bool
-	ejected     atomic.Bool // set and reset with mu held
-	ranges      rangeLocks
-	copying     atomic.Int32 // segments of EXTENDED COPY in progress to the unit
-	number      uint64       // in the order of New, for commands that lock two units
-	watch       storeWatch
-	detachedIn  atomic.Int32 // commands, and calls by aside, that nobody waits for: see detach.go
-	sanitizer   sanitizer
-	scrubber    scrubber
-	counts      unitCounts
-	storeErrors storeErrorLog
-	faults      atomic.Pointer[injected] // nil: none
-	noFaults    atomic.Bool              // the unit ends: see stopFaults
+	store         backend.Store
+	gate          *fair.Gate // before the store: see call.go
+	info          backend.Info
+	opt           Options
+	blocks        atomic.Uint64 // capacity
+	shift         uint          // log2 of the block size
+	readOnly      bool
+	absent        Sense         // why the store is missing: see NewAbsent; condNone: it is there
+	gone          atomic.Bool   // the initiators lost the unit, and its commands end
+	replaced      atomic.Bool   // another unit took its place: see Inventory.Replace
+	detached      atomic.Bool   // another unit has the store: see Detach
+	health        atomic.Uint32 // see SetHealth
+	lastError     atomic.Pointer[StoreError]
+	unsynced      atomic.Bool // a sync failed, of a predecessor or before the restart: see InheritFrom
+	failure       failureRecord
+	predecessor   *Unit         // of an absent unit: the unit that it inherits from
+	has           flags         // the optional rows of the command set
+	mode          atomic.Uint32 // modeWCE and others, as set
+	modeDefault   atomic.Uint32 // written with settingsMu held
+	modeMutable   uint32        // bits that MODE SELECT can change
+	modeSaved     atomic.Uint32
+	levels        atomic.Uint64 // thresholds of initiators: levels
+	levelsSaved   atomic.Uint64
+	levelsDefault atomic.Uint64
+	space         spaceWatch
+	modeChanged   bool                        // the mode parameters, or the WP bit, differ from those of the predecessor
+	access        atomic.Pointer[portGroups]  // nil: no state was set
+	clock         atomic.Pointer[deviceClock] // nil: that of the machine
+	stopped       atomic.Bool
+	ejected       atomic.Bool // set and reset with mu held
+	ranges        rangeLocks
+	copying       atomic.Int32 // segments of EXTENDED COPY in progress to the unit
+	number        uint64       // in the order of New, for commands that lock two units
+	watch         storeWatch
+	detachedIn    atomic.Int32 // commands, and calls by aside, that nobody waits for: see detach.go
+	sanitizer     sanitizer
+	scrubber      scrubber
+	counts        unitCounts
+	storeErrors   storeErrorLog
+	faults        atomic.Pointer[injected] // nil: none
+	noFaults      atomic.Bool              // the unit ends: see stopFaults
 
 	reservations reservations
 
@@ -144,7 +150,8 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	u.reservations.turn = newTurn()
 	u.shift = uint(bits.TrailingZeros32(info.BlockSize))
 	u.blocks.Store(uint64(info.Size) >> u.shift)
-	u.modeDefault, u.modeMutable = modesOf(info, o)
+	u.initSpace()
+	u.initModes()
 	if err := u.restoreSettings(); err != nil {
 		return nil, err
 	}
@@ -304,10 +311,11 @@ func (u *Unit) reset(attention Sense) {
 	u.stopped.Store(false)
 	u.dropReserveOf(func(*Nexus) bool { return true })
 	// This may sync. An error of that is not lost: the store keeps failing.
-	if (u.mode.Load()^u.modeSaved.Load())&u.modeMutable != 0 {
+	if (u.mode.Load()^u.modeSaved.Load())&u.modeMutable != 0 || u.levels.Load() != u.levelsSaved.Load() {
 		u.aside(func() {
 			u.settingsMu.Lock()
 			defer u.settingsMu.Unlock()
+			u.levels.Store(u.levelsSaved.Load())
 			_ = u.setModes(nil, u.modeMutable, u.modeSaved.Load())
 		})
 	}
@@ -318,6 +326,9 @@ func (u *Unit) reset(attention Sense) {
 	}
 	for _, m := range modeNames { // as saved
 		delete(u.changedBy, m.name)
+	}
+	for _, name := range ThresholdNames {
+		delete(u.changedBy, settingThreshold+name)
 	}
 	delete(u.changedBy, settingMedium)
 	u.raiseLocked(attention, nil)
@@ -360,8 +371,16 @@ func (u *Unit) InheritFrom(old *Unit) {
 	next.mu.Unlock()
 
 	both, was := u.modeMutable&old.modeMutable, old.mode.Load()
+	if u.hasThresholds() && old.hasThresholds() {
+		if old.newThresholdsEntry(was, levels(old.levels.Load())) == nil {
+			both &^= provisioningModes // they follow the configuration
+		} else {
+			u.levels.Store(old.levels.Load())
+		}
+	}
 	u.mode.Store(u.mode.Load()&^both | was&both)
-	u.modeChanged = u.mode.Load() != was || u.readOnly != old.readOnly
+	u.cross(old.crossed())
+	u.modeChanged = u.mode.Load() != was || u.readOnly != old.readOnly || u.levels.Load() != old.levels.Load()
 	u.access.Store(old.access.Load())
 	u.clock.Store(old.clock.Load())
 }

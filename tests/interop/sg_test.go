@@ -101,6 +101,15 @@ blocks $d 96 32
 sg_write_same --lba=131071 --num=2 --in=/run/aa $d
 sg_unmap --force --lba=131071 --num=2 $d
 sg_write_same --16 --anchor --unmap --lba=0 --num=8 --in=/run/00 $d
+sdparm --set=LBPERE=1 $d
+sg_wr_mode --page=0x1c,2 --contents=5c,2,0,1c,0,0,0,0,0,0,0,0,0,0,0,0,0,1,0,0,0,0,0,0,81,2,0,0,0,0,0,10 $d
+sg_modes --page=0x1c,2 $d
+sg_write_same --lba=2048 --num=2048 --in=/run/aa $d
+sg_logs --page=lbp $d
+for ((n = 0; n < 60; n++)); do sg_turs --verbose $d 2>&1 | grep Additional && break; sleep 0.5; done
+sg_turs --verbose $d
+dmesg | grep -o 'Received an indication that the LUN reached.*' | tail -1
+sg_wr_mode --page=0x1c,2 --contents=5c,2,0,1c,0,0,0,0,0,0,0,0,0,0,0,0,0,1,0,0,0,0,0,0,80,2,0,0,0,0,0,10 $d
 `},
 	{"compare", `
 sg_write_same --lba=0 --num=8 --in=/run/aa $d

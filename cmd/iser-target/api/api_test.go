@@ -53,7 +53,7 @@ func TestOpenAPISchemasAreThoseOfTheTypes(t *testing.T) {
 	delete(schemas, "Values") // its properties are free
 	for _, v := range []any{
 		schema.Error{}, schema.Target{}, schema.LUN{}, schema.ChangeUpdate{}, schema.Progress{}, schema.Portal{}, schema.Pattern{}, schema.Reservation{},
-		schema.State{}, schema.CertificateState{}, schema.User{}, schema.UserState{}, schema.PortalState{}, schema.TargetState{}, schema.LoginState{}, schema.LUNState{}, schema.ReservationState{}, schema.RegistrationState{}, schema.SettingState{},
+		schema.State{}, schema.CertificateState{}, schema.User{}, schema.UserState{}, schema.PortalState{}, schema.TargetState{}, schema.LoginState{}, schema.LUNState{}, schema.ReservationState{}, schema.RegistrationState{}, schema.SettingState{}, schema.SpaceState{}, schema.ThresholdState{},
 		schema.SessionState{}, schema.CounterState{}, schema.PhaseState{}, schema.ConnectionState{}, schema.FramingState{}, schema.Explanation{}, schema.Rule{}, schema.LUNView{}, schema.Event{},
 		schema.Plan{}, schema.Step{}, config.Change{}, schema.Summary{}, schema.LimitState{}, schema.Rate{}, schema.InitiatorRate{},
 		schema.DrainRequest{}, schema.DrainState{}, schema.Upgrade{}, schema.Recovery{}, schema.ChecksumState{}, schema.ScrubRequest{}, schema.Scrub{}, schema.Faults{}, schema.FaultState{},

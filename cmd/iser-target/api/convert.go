@@ -59,12 +59,19 @@ func lunConfig(l *schema.LUN) (config.LUN, error) {
 	if l.ID != nil {
 		c.ID = *l.ID
 	}
-	if l.Size != "" {
-		size, err := config.ParseSize(l.Size)
-		if err != nil {
-			return c, &schema.Error{Code: schema.Invalid, Message: fmt.Sprintf("size: %v", err)}
+	for _, f := range []struct {
+		key, text string
+		to        *config.Size
+	}{
+		{"size", l.Size, &c.Size},
+		{"threshold_available", l.ThresholdAvailable, &c.ThresholdAvailable}, {"threshold_used", l.ThresholdUsed, &c.ThresholdUsed},
+	} {
+		if f.text == "" {
+			continue
 		}
-		c.Size = size
+		if *f.to, err = config.ParseSize(f.text); err != nil {
+			return c, &schema.Error{Code: schema.Invalid, Message: fmt.Sprintf("%s: %v", f.key, err)}
+		}
 	}
 	return c, nil
 }

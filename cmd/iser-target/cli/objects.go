@@ -307,6 +307,17 @@ func lunTable(t *table, l schema.LUNState) {
 			t.row("scrub", fmt.Sprintf("%s, %s of %s, %d corrupt blocks", s.State, rounded(s.Done), rounded(s.Total), s.Bad))
 		}
 	}
+	if v := l.Space; v != nil {
+		t.row("space used", rounded(v.Used))
+		t.row("space available", rounded(v.Available))
+		for _, one := range v.Thresholds {
+			text := size(one.Limit)
+			if one.Reached {
+				text += ", reached"
+			}
+			t.row("threshold "+one.Threshold, text)
+		}
+	}
 	t.row("initiators", all(l.Initiators))
 	t.row("read only for", strings.Join(l.ReadOnlyFor, ","))
 	for _, s := range l.Settings {
@@ -394,6 +405,8 @@ progress. If interrupted, they leave nothing behind.`,
 	f.BoolVar(&l.Sanitize, "sanitize", false, "let initiators erase the whole LUN with SANITIZE")
 	f.BoolVar(&l.Checksums, "checksums", false, "keep checksums of the blocks in a side file, and verify them on each read")
 	f.StringVar(&l.ChecksumsPath, "checksums-path", "", "the side file (default of a file: its path with .sums)")
+	f.StringVar(&l.ThresholdAvailable, "threshold-available", "", "space left on the medium that notifies initiators and operators, like 10GiB")
+	f.StringVar(&l.ThresholdUsed, "threshold-used", "", "space taken by the LUN that notifies them")
 	f.StringVar(&l.Plugin, "plugin", "", "name of the gotgt backend")
 	f.StringVar(&l.Options, "options", "", "options for the gotgt backend")
 	f.StringArrayVar(&l.Initiators, "initiator", nil, "pattern of initiators that see the LUN; repeatable (default: all)")

@@ -112,7 +112,7 @@ func (c *change) freePath(path string) error {
 	return nil
 }
 
-// updateLUN changes a LUN to what the next configuration says. Masks, rates and size change in
+// updateLUN changes a LUN to what the next configuration says. Masks, rates, thresholds and size change in
 // place. Other keys require to open the LUN again; it is not ready meanwhile.
 func (c *change) updateLUN(ch config.Change) error {
 	t := c.target(ch.Target)
@@ -127,14 +127,16 @@ func (c *change) updateLUN(ch config.Change) error {
 		return err
 	}
 	c.rerate(t, next)
+	c.rethreshold(t, next)
 	return c.resize(t, next)
 }
 
 // replaces reports whether l has to be opened again to become next: all keys but those that
-// remask, rerate and resize change.
+// remask, rerate, rethreshold and resize change.
 func replaces(l, next config.LUN) bool {
 	l = withRates(l, next)
 	l.Size, l.Initiators, l.ReadOnlyFor = next.Size, next.Initiators, next.ReadOnlyFor
+	l.ThresholdAvailable, l.ThresholdUsed = next.ThresholdAvailable, next.ThresholdUsed
 	return !reflect.DeepEqual(l, next)
 }
 

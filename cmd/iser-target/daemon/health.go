@@ -75,6 +75,7 @@ func (d *Daemon) lookAtLUNs() {
 				if now, known := healthOf(w.l, w.l.unit.Inspect()); known {
 					d.setHealth(w, now)
 				}
+				w.l.unit.SampleSpace()
 			}
 			return nil
 		})

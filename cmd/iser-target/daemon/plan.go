@@ -180,7 +180,7 @@ func (v *served) disturbedByLUN(ch config.Change, cfg *config.Config) (hit func(
 			return nil, false
 		}
 		return sees, true
-	case slices.Contains(rateKeys, ch.Key):
+	case slices.Contains(rateKeys, ch.Key), slices.Contains(thresholdKeys, ch.Key):
 		return nil, false
 	case ch.Key == "initiators" || ch.Key == "read_only_for":
 		was, now := maskOf(old.LUN), maskOf(*next)

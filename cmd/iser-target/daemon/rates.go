@@ -20,6 +20,24 @@ func withRates(l, next config.LUN) config.LUN {
 	return l
 }
 
+// thresholdKeys are the keys of a LUN that rethreshold changes.
+var thresholdKeys = []string{"threshold_available", "threshold_used"}
+
+// rethreshold changes the thresholds of the LUN. Initiators keep those that they have set themselves.
+func (c *change) rethreshold(t *servedTarget, next config.LUN) {
+	l := c.copyOf(t, next.ID)
+	was := l.LUN
+	if l.ThresholdAvailable, l.ThresholdUsed = next.ThresholdAvailable, next.ThresholdUsed; reflect.DeepEqual(was, l.LUN) {
+		return
+	}
+	l.unit.SetThresholds(int64(l.ThresholdAvailable), int64(l.ThresholdUsed))
+	c.onUndo(func() error {
+		l.unit.SetThresholds(int64(was.ThresholdAvailable), int64(was.ThresholdUsed))
+		return nil
+	})
+	c.update(t, &l)
+}
+
 // rerate changes how fast initiators may use the LUN. Commands in progress end without an error.
 func (c *change) rerate(t *servedTarget, next config.LUN) {
 	l := c.copyOf(t, next.ID)

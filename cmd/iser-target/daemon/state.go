@@ -194,6 +194,21 @@ func (d *Daemon) targetState(t *servedTarget, sessions []iscsi.SessionInfo) sche
 	return ts
 }
 
+// spaceState returns what u takes of its medium, or nil if that is not known.
+func spaceState(u *lun.Unit) *schema.SpaceState {
+	v, ok := u.Space()
+	if !ok {
+		return nil
+	}
+	s := &schema.SpaceState{Used: v.Used, Available: v.Free}
+	for i, t := range v.Thresholds {
+		if t.Limit > 0 {
+			s.Thresholds = append(s.Thresholds, schema.ThresholdState{Threshold: lun.ThresholdNames[i], Limit: t.Limit, Reached: t.Reached})
+		}
+	}
+	return s
+}
+
 // lunState returns the state of l.
 func lunState(target string, l *servedLUN) schema.LUNState {
 	info := l.unit.Info()
@@ -204,7 +219,7 @@ func lunState(target string, l *servedLUN) schema.LUNState {
 		Initiators: l.Initiators, ReadOnlyFor: l.ReadOnlyFor,
 		RateState: rateState(l.Rate()), Waiting: l.unit.StoreCalls().Waiting,
 	}
-	s.Checksums = checksumState(l)
+	s.Checksums, s.Space = checksumState(l), spaceState(l.unit)
 	for _, r := range l.Rates {
 		s.Rates = append(s.Rates, schema.InitiatorRate{Initiators: r.Initiators, RateState: rateState(r)})
 	}

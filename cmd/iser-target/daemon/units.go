@@ -361,6 +361,7 @@ func (d *Daemon) newUnit(store backend.Store, l *config.LUN, id state.Identity) 
 func (d *Daemon) unitOptions(l *config.LUN, id state.Identity) lun.Options {
 	return lun.Options{
 		Identity: id, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Sanitize: l.Sanitize,
+		ThresholdAvailable: int64(l.ThresholdAvailable), ThresholdUsed: int64(l.ThresholdUsed),
 		Reservations: d.state.reservations, Settings: d.state.settings, Sanitizations: d.state.sanitizations, SyncFailures: d.state.failures, Events: d.report,
 		Calls: d.stores, Name: fmt.Sprintf("LUN %d, naa %s", l.ID, id.Serial),
 		Registrations: &d.net.limits.Registrations, StoreTimeout: &d.net.limits.StoreTimeout,

@@ -112,6 +112,10 @@ var (
 	lunCorrupt    = newFamily(gauge, "lun_corrupt_blocks", "Blocks that are known to differ from their checksums, up to 4096.", "target lun")
 	lunPending    = newFamily(gauge, "lun_checksums_pending_bytes", "Data whose checksums are still computed.", "target lun")
 	lunScrub      = newFamily(gauge, "lun_scrub_progress", "Part of the LUN that the last scrub has read, from 0 to 1; absent before the first one.", "target lun")
+	lunUsed       = newFamily(gauge, "lun_space_used_bytes", "Space that a thin LUN on memory or in a file takes.", "target lun")
+	lunAvailable  = newFamily(gauge, "lun_space_available_bytes", "Space that the medium of a thin LUN on memory or in a file has left, which others may share.", "target lun")
+	lunThreshold  = newFamily(gauge, "lun_threshold_bytes", "Threshold of the configuration, available or used.", "target lun threshold")
+	lunReached    = newFamily(gauge, "lun_threshold_reached", "1 if the threshold of the configuration is reached, else 0.", "target lun threshold")
 	lunReady      = newFamily(gauge, "lun_ready", "1 if the LUN is ready, else 0.", "target lun")
 	lunSize       = newFamily(gauge, "lun_size_bytes", "Capacity of the LUN.", "target lun")
 	lunCommands   = newFamily(counter, "lun_commands_total", "SCSI commands that ended with a status.", ofLUN+" op")
@@ -308,6 +312,21 @@ func collectLUN(ch chan<- prometheus.Metric, target string, e lun.Entry) {
 		lunPending.send(ch, float64(n.Stale), target, id)
 		if s, err := e.Unit.Scrub(); err == nil {
 			lunScrub.send(ch, float64(s.Done)/float64(max(s.Total, 1)), target, id)
+		}
+	}
+	if v, ok := e.Unit.Space(); ok {
+		lunUsed.send(ch, float64(v.Used), target, id)
+		lunAvailable.send(ch, float64(v.Free), target, id)
+		for i, one := range v.Thresholds {
+			if one.Limit == 0 {
+				continue
+			}
+			reached := 0.0
+			if one.Reached {
+				reached = 1
+			}
+			lunThreshold.send(ch, float64(one.Limit), target, id, lun.ThresholdNames[i])
+			lunReached.send(ch, reached, target, id, lun.ThresholdNames[i])
 		}
 	}
 	calls := e.Unit.StoreCalls()

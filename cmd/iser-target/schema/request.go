@@ -32,17 +32,20 @@ type LUN struct {
 	Sanitize     bool   `json:"sanitize,omitempty"`
 	Checksums    bool   `json:"checksums,omitempty"`
 	// ChecksumsPath is the side file of the checksums.
-	ChecksumsPath string   `json:"checksums_path,omitempty"`
-	Plugin        string   `json:"plugin,omitempty"`
-	Options       string   `json:"options,omitempty"`
-	Initiators    []string `json:"initiators,omitempty"`
-	ReadOnlyFor   []string `json:"read_only_for,omitempty"`
-	IOPS          int      `json:"iops,omitempty"`
-	Bandwidth     string   `json:"bandwidth,omitempty"` // per second, like 100MiB
-	Burst         string   `json:"burst,omitempty"`     // like 2s
-	MinIOPS       int      `json:"min_iops,omitempty"`
-	MinBandwidth  string   `json:"min_bandwidth,omitempty"`
-	Rates         []Rate   `json:"rates,omitempty"`
+	ChecksumsPath string `json:"checksums_path,omitempty"`
+	// ThresholdAvailable and ThresholdUsed are thresholds of space, like 10GiB.
+	ThresholdAvailable string   `json:"threshold_available,omitempty"`
+	ThresholdUsed      string   `json:"threshold_used,omitempty"`
+	Plugin             string   `json:"plugin,omitempty"`
+	Options            string   `json:"options,omitempty"`
+	Initiators         []string `json:"initiators,omitempty"`
+	ReadOnlyFor        []string `json:"read_only_for,omitempty"`
+	IOPS               int      `json:"iops,omitempty"`
+	Bandwidth          string   `json:"bandwidth,omitempty"` // per second, like 100MiB
+	Burst              string   `json:"burst,omitempty"`     // like 2s
+	MinIOPS            int      `json:"min_iops,omitempty"`
+	MinBandwidth       string   `json:"min_bandwidth,omitempty"`
+	Rates              []Rate   `json:"rates,omitempty"`
 
 	// Preallocate and From let the target create the file, which must not exist.
 	Preallocate bool   `json:"preallocate,omitempty"` // allocate all its blocks

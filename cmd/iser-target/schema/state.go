@@ -121,6 +121,7 @@ type LUNState struct {
 	Identity     string            `json:"identity,omitempty"` // the key of the configuration
 	Sanitize     bool              `json:"sanitize"`
 	Checksums    *ChecksumState    `json:"checksums,omitempty"`     // nil: the LUN has none
+	Space        *SpaceState       `json:"space,omitempty"`         // nil: not known
 	Initiators   []string          `json:"initiators,omitempty"`    // that see the LUN; empty: all
 	ReadOnlyFor  []string          `json:"read_only_for,omitempty"` // initiators that may only read
 	RateState                      // of all initiators together
@@ -132,8 +133,23 @@ type LUNState struct {
 	Settings     []SettingState    `json:"settings,omitempty"`    // that initiators change; empty: the LUN has no store
 }
 
+// A SpaceState is what a thin LUN takes of its medium, as of the last look.
+type SpaceState struct {
+	Used       int64            `json:"used"`      // bytes
+	Available  int64            `json:"available"` // bytes, which others may share
+	Thresholds []ThresholdState `json:"thresholds,omitempty"`
+}
+
+// A ThresholdState is a threshold of the configuration.
+type ThresholdState struct {
+	Threshold string `json:"threshold"` // available or used
+	Limit     int64  `json:"limit"`     // bytes
+	Reached   bool   `json:"reached"`
+}
+
 // A SettingState describes a setting of a LUN that an initiator changes for all: write_protect (SWP),
-// write_cache (WCE), descriptor_sense (D_SENSE), separate_task_sets (TST), medium, and access_state_N of portal group N.
+// write_cache (WCE), descriptor_sense (D_SENSE), separate_task_sets (TST), thresholds of initiators, medium, and
+// access_state_N of portal group N.
 type SettingState struct {
 	Setting string `json:"setting"`
 	Value   string `json:"value"`
