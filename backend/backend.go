@@ -58,8 +58,10 @@ type Info struct {
 	Nonblocking bool
 	// AtomicWrite is the length in bytes up to which a WriteAt is written entirely or not at
 	// all when the power fails or the process ends; 0: not known. A WriteAt that returns an
-	// error may still have written a part.
+	// error may still have written a part. With an AtomicUnit this is not about WriteAt, but about
+	// the AtomicWriter that the Store is, which has written nothing when it returns an error.
 	AtomicWrite uint32
+	AtomicUnit  uint32 // the least length in bytes of WriteAtomic; 0: WriteAt has no bounds of this kind
 }
 
 // DiscardUnaligned is the DiscardAlignment of a Store whose granules do not begin at a block,
@@ -98,6 +100,10 @@ func (i Info) Validate() error {
 			i.DiscardAlignment, i.BlockSize, i.DiscardGranularity, DiscardUnaligned)
 	case i.AtomicWrite%i.BlockSize != 0:
 		return fmt.Errorf("atomic write of %d bytes is not a multiple of the block size %d", i.AtomicWrite, i.BlockSize)
+	case i.AtomicUnit != 0 && (i.AtomicUnit < i.BlockSize || i.AtomicWrite < i.AtomicUnit ||
+		bits.OnesCount32(i.AtomicUnit) != 1 || bits.OnesCount32(i.AtomicWrite) != 1):
+		return fmt.Errorf("atomic writes of %d to %d bytes: must be powers of two, and at least the block size %d",
+			i.AtomicUnit, i.AtomicWrite, i.BlockSize)
 	}
 	return nil
 }

@@ -27,6 +27,7 @@ type disk struct {
 	device  atomic.Uint64 // see Recoverer
 	align   int64         // fallocate requires multiples of this as offset and length
 
+	direct func() (osFile, error) // opens a description for direct I/O
 	fd     osFile
 	syncs  rounds      // the only user of fd for syncs
 	spares spares      // of fd, for durable writes
@@ -67,7 +68,12 @@ var disks atomic.Uint64
 
 // newDisk returns a disk on the open descriptor fd, which it owns from then on.
 func newDisk(path string, fd int, info Info, align int64, through bool) *disk {
-	return newDiskOn(path, sysFile(fd), func() (osFile, error) { return reopen(fd) }, info, align, through)
+	if !info.ReadOnly {
+		info.AtomicUnit, info.AtomicWrite = atomicLimits(fd, info.BlockSize)
+	}
+	d := newDiskOn(path, sysFile(fd), func() (osFile, error) { return reopen(fd) }, info, align, through)
+	d.direct = func() (osFile, error) { return openDirect(fd) }
+	return d
 }
 
 // newDiskOn returns a disk on f. reopen returns another description of the same file.

@@ -1,6 +1,11 @@
 package backend
 
-import "sync/atomic"
+import (
+	"errors"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+)
 
 // Hooks replace system calls of a file or block store. A nil hook makes the call.
 type Hooks struct {
@@ -13,6 +18,19 @@ type Hooks struct {
 	Fdatasync func(description int) error // nil lets the call through
 	Reopen    func() error                // nil lets the call through
 	Truncate  func() error                // nil lets the call through
+}
+
+// PretendAtomic makes files that are opened later have these limits of atomic writes, until undo is called. A min of 0
+// stands for a kernel that knows no atomic writes.
+func PretendAtomic(min, max uint32) (undo func()) {
+	was := statxOf
+	statxOf = func(_ int, st *unix.Statx_t) error {
+		if min > 0 {
+			st.Mask, st.Atomic_write_unit_min, st.Atomic_write_unit_max = unix.STATX_WRITE_ATOMIC, min, max
+		}
+		return nil
+	}
+	return func() { statxOf = was }
 }
 
 // DiscardLimits calls discardLimits.
@@ -31,7 +49,18 @@ var (
 func Intercept(s Store, h *Hooks) {
 	d := s.(*disk)
 	d.fd = &hookedFile{d.fd, h, 0}
-	below, n := d.spares.reopen, atomic.Int64{}
+	direct, below := d.direct, d.spares.reopen
+	d.direct = func() (osFile, error) {
+		f, err := direct()
+		if errors.Is(err, unix.EINVAL) { // tmpfs before Linux 6.6
+			f, err = below()
+		}
+		if err != nil {
+			return nil, err
+		}
+		return &hookedFile{f, h, -1}, nil
+	}
+	n := atomic.Int64{}
 	d.spares.reopen = func() (osFile, error) {
 		if h.Reopen != nil {
 			if err := h.Reopen(); err != nil {

@@ -70,7 +70,47 @@ func beginWriteAtomic(u *Unit, c *Command) bool {
 		return false
 	}
 	c.DataOut = c.count << u.shift
+	if unit := uint64(u.info.AtomicUnit); unit > 0 && c.count > 0 {
+		pos, n := c.lba<<u.shift, c.DataOut
+		switch at, size := atomicCover(pos, n); {
+		case pos&(unit-1) != 0, size > uint64(u.info.AtomicWrite), at+size > uint64(u.Size()):
+			return c.failCDB(2, noField) // ATOMIC ALIGNMENT, or on both sides of a boundary that the medium has
+		case n&(unit-1) != 0:
+			return c.failCDB(lengthOffset(c.CDB), noField) // ATOMIC TRANSFER LENGTH GRANULARITY
+		}
+	}
 	return true
+}
+
+// atomicCover returns the smallest range around n bytes at pos that has a length of a power of two, and begins at a multiple of
+// it: the kernel writes only those atomically.
+func atomicCover(pos, n uint64) (at, size uint64) {
+	for size = 1; ; size <<= 1 {
+		if at = pos &^ (size - 1); size == 0 || at+size >= pos+n {
+			return at, size
+		}
+	}
+}
+
+// writeUnit writes p at pos by one atomic write of the store, which covers what is around p, too.
+//
+// Preconditions: c has entered the store.
+func (u *Unit) writeUnit(c *Command, p []byte, pos int64) bool {
+	if len(p) == 0 {
+		return true
+	}
+	at, size := atomicCover(uint64(pos), uint64(len(p)))
+	size = max(size, uint64(u.info.AtomicUnit))
+	defer u.ranges.exclude(stripesOf(int64(at), int64(size))).release()
+	if size != uint64(len(p)) {
+		whole := make([]byte, size)
+		if !c.readDone(u.storeRead(whole, int64(at))) {
+			return false
+		}
+		copy(whole[uint64(pos)-at:], p)
+		p = whole
+	}
+	return c.writeDone(u.storeWriteAtomic(p, int64(at), wantsFUA(c.CDB)))
 }
 
 // consumeWriteAtomic collects the data. It takes no memory before the first data arrive.
@@ -94,6 +134,10 @@ func endWriteAtomic(u *Unit, c *Command) {
 		return
 	}
 	defer u.leave(c)
+	if u.info.AtomicUnit > 0 {
+		u.writeUnit(c, p, pos)
+		return
+	}
 	defer u.ranges.exclude(stripesOf(pos, int64(len(p)))).release()
 	old := make([]byte, len(p))
 	if !c.readDone(u.storeRead(old, pos)) {

@@ -276,3 +276,71 @@ func TestPrefetch(t *testing.T) {
 		}
 	}
 }
+
+// WRITE ATOMIC on a medium with bounds, as files and devices have them: Block Limits has them, each command is one atomic write of the
+// store, and what cannot be one is refused (SBC-4, sections 4.29.4 and 5.47). Neighboring blocks of the same unit keep their content.
+func TestWriteAtomicOfAMediumWithBounds(t *testing.T) {
+	r := newRig(t, setup{info: func(i *backend.Info) {
+		i.AtomicUnit, i.AtomicWrite, i.VolatileCache = 4096, 65536, true
+	}})
+	limits := r.good("12 01 b0 0040 00", nil)
+	wantBytes(t, limits[44:], unhex("00000080 00000008 00000008 00000000 00000000")) // 64 KiB; alignment and granularity 4 KiB
+	before := pattern(1<<20, 9)
+	for lba := 0; lba < 2048; lba += 1024 {
+		r.good(extentCDB(0x8a, 0, uint64(lba), 1024), before[lba*512:][:512<<10])
+	}
+	atomic := func(flags byte, lba uint64, n int) string {
+		return fmt.Sprintf("9c %02x %016x 0000 %04x 00 00", flags, lba, n)
+	}
+	type call struct{ off, n int64 }
+	var calls []call
+	r.store.Hook(func(op backendtest.Op, off, n int64) error {
+		if op == backendtest.WriteAtomic {
+			calls = append(calls, call{off, n})
+		} else if op != backendtest.ReadAt && op != backendtest.Sync {
+			t.Errorf("%v of %d bytes at %d", op, n, off)
+		}
+		return nil
+	})
+	for _, tt := range []struct {
+		lba  uint64
+		n    int
+		want call
+	}{
+		{0, 8, call{0, 4096}},
+		{128, 128, call{65536, 65536}},
+		{16, 16, call{8192, 8192}},
+		{8, 16, call{0, 16384}},        // 4 KiB on both sides are read first
+		{264, 24, call{131072, 16384}}, // not a power of two
+	} {
+		calls = nil
+		data := pattern(tt.n*512, int(tt.lba)+3)
+		r.good(atomic(0, tt.lba, tt.n), data)
+		copy(before[tt.lba*512:], data)
+		if len(calls) != 1 || calls[0] != tt.want {
+			t.Errorf("%d blocks at %d: %+v, want %+v", tt.n, tt.lba, calls, tt.want)
+		}
+	}
+	calls = nil
+	r.good(atomic(0, 0, 0), nil)
+	for _, tt := range []struct {
+		lba   uint64
+		n     int
+		octet int
+	}{{1, 8, 2}, {0, 7, 12}, {0, 256, 12}, {120, 16, 2}} { // the last is on both sides of a boundary of 64 KiB
+		wantField(t, r.run(atomic(0, tt.lba, tt.n), make([]byte, tt.n*512)), tt.octet, noField)
+	}
+	if len(calls) != 0 {
+		t.Errorf("refused commands have written: %+v", calls)
+	}
+	r.store.Hook(nil)
+	r.store.Fail(backendtest.WriteAtomic, syscall.EIO)
+	wantSense(t, r.run(atomic(fua, 0, 8), make([]byte, 4096)), 0x3, 0x0c, 0x00)
+	r.store.Fail(backendtest.WriteAtomic, nil)
+	wantBytes(t, append(r.good(extentCDB(0x88, 0, 0, 1024), nil), r.good(extentCDB(0x88, 0, 1024, 1024), nil)...), before)
+
+	// Without atomic writes of the medium, the command does not exist.
+	none := newRig(t, setup{info: func(i *backend.Info) { i.AtomicWrite = 0 }})
+	wantSense(t, none.run(atomic(0, 0, 8), make([]byte, 4096)), 0x5, 0x20, 0x00)
+	wantBytes(t, none.good("12 01 b0 0040 00", nil)[44:], make([]byte, 20))
+}

@@ -93,6 +93,28 @@ func (u *Unit) storeWriteDurable(p []byte, pos int64) error {
 	return u.checkSync(u.store.WriteDurable(p, pos))
 }
 
+// storeWriteAtomic writes all of p to the store or nothing, durably if asked for or without a cache.
+//
+// Preconditions: the stripes of the range are held.
+func (u *Unit) storeWriteAtomic(p []byte, pos int64, durable bool) error {
+	u.ranges.assertHeld(pos, int64(len(p)))
+	if err := u.barred(); err != nil {
+		return err
+	}
+	durable = u.writeThrough() || u.cached() && durable
+	if durable && u.unsynced.Load() {
+		return backend.ErrUnsynced
+	}
+	if err := u.fault(faultWrite); err != nil {
+		return err
+	}
+	err := backend.WriteAtomic(u.store, p, pos, durable)
+	if durable {
+		return u.checkSync(err)
+	}
+	return err
+}
+
 // storeDiscard frees the space of a range.
 func (u *Unit) storeDiscard(pos, n int64) error {
 	if err := u.fault(faultWrite); err != nil {

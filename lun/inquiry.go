@@ -183,7 +183,9 @@ func appendBlockLimits(u *Unit, _ *Nexus, b []byte) []byte {
 		}
 	}
 	be.PutUint64(p[36:], maxWriteSame>>u.shift)
-	be.PutUint32(p[44:], u.info.AtomicWrite>>u.shift) // no alignment, granularity 1, no boundary
+	be.PutUint32(p[44:], u.info.AtomicWrite>>u.shift) // no boundary
+	be.PutUint32(p[48:], u.info.AtomicUnit>>u.shift)  // ATOMIC ALIGNMENT; 0: none
+	be.PutUint32(p[52:], u.info.AtomicUnit>>u.shift)  // ATOMIC TRANSFER LENGTH GRANULARITY; 0: 1
 	return append(b, p[4:]...)
 }
 

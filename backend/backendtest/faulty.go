@@ -22,13 +22,14 @@ const (
 	Extent
 	Prefetch
 	CopyFrom
+	WriteAtomic
 	numOps
 )
 
 // String returns the name of the method.
 func (o Op) String() string {
 	return [numOps]string{"ReadAt", "WriteAt", "WriteDurable", "Sync", "Discard", "Zero", "Close", "Extent",
-		"Prefetch", "CopyFrom"}[o]
+		"Prefetch", "CopyFrom", "WriteAtomic"}[o]
 }
 
 // Faulty is a Store that fails on demand. A call that fails does not reach the Store below,
@@ -132,6 +133,16 @@ func (f *Faulty) Extent(off int64) (mapped bool, n int64, err error) {
 		return err
 	})
 	return mapped, n, err
+}
+
+// WriteAtomic implements backend.AtomicWriter. A Store below that does not is written to with WriteAt.
+func (f *Faulty) WriteAtomic(p []byte, off int64, durable bool) error {
+	return f.call(WriteAtomic, off, int64(len(p)), func() error {
+		if _, ok := f.Store.(backend.AtomicWriter); !ok {
+			return f.Store.WriteAt(p, off)
+		}
+		return backend.WriteAtomic(f.Store, p, off, durable)
+	})
 }
 
 // Usage implements backend.Gauge.

@@ -98,6 +98,7 @@ type work struct {
 
 func newStore(below backend.Store, side *sideFile, c Config) *Store {
 	info := below.Info()
+	info.AtomicUnit, info.AtomicWrite = 0, 0 // the block and its checksum are two writes
 	s := &Store{
 		below: below, info: info, bs: int64(info.BlockSize), side: side, sums: side.store, corrupt: c.Corrupt,
 		wake: make(chan struct{}, 1), stop: make(chan struct{}), done: make(chan struct{}), idle: cleanAfter,
