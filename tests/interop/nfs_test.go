@@ -116,25 +116,28 @@ func decoded(t *testing.T, pcap string, want ...string) {
 			t.Error(err)
 		}
 	}()
-	run := func(args ...string) string {
-		cmd := exec.Command("tshark", append([]string{"-2", "-r", pcap}, args...)...)
-		out, err := cmd.Output()
-		if err != nil {
-			var exit *exec.ExitError
-			if errors.As(err, &exit) {
-				err = fmt.Errorf("%w: %s", err, exit.Stderr)
-			}
-			t.Fatalf("tshark: %v", err)
-		}
-		return string(out)
-	}
-	if bad := run("-Y", "_ws.malformed or rpcordma.errcode or _ws.expert.severity == error"); bad != "" {
+	if bad := decode(t, pcap, "-Y", "_ws.malformed or rpcordma.errcode or _ws.expert.severity == error"); bad != "" {
 		t.Errorf("tshark finds faults:\n%.4000s", bad)
 	}
-	all := run()
+	all := decode(t, pcap)
 	for _, want := range want {
 		if !strings.Contains(all, want) {
 			t.Errorf("tshark does not print %q:\n%.6000s", want, all)
 		}
 	}
+}
+
+// decode runs tshark, which decodes a capture in two passes. Segments that TCP has retransmitted are put in order.
+func decode(t *testing.T, pcap string, args ...string) string {
+	t.Helper()
+	cmd := exec.Command("tshark", append([]string{"-2", "-o", "tcp.reassemble_out_of_order:TRUE", "-r", pcap}, args...)...)
+	out, err := cmd.Output()
+	if err != nil {
+		var exit *exec.ExitError
+		if errors.As(err, &exit) {
+			err = fmt.Errorf("%w: %s", err, exit.Stderr)
+		}
+		t.Fatalf("tshark: %v", err)
+	}
+	return string(out)
 }

@@ -65,6 +65,7 @@ const (
 	ErrNotEmpty = 66
 	ErrStale    = 70
 	ErrNotSupp  = 10004
+	ErrDelay    = 10008
 	ErrNoFH     = 10020
 	ErrBadSes   = 10052
 	ErrBadID    = 10025
@@ -74,6 +75,12 @@ const (
 const (
 	BackChannel        = 2     // CREATE_SESSION4_FLAG_CONN_BACK_CHAN
 	WantReadDelegation = 0x100 // OPEN4_SHARE_ACCESS_WANT_READ_DELEG
+)
+
+// Directions of BIND_CONN_TO_SESSION.
+const (
+	ForeOrBoth = 3 // CDFC4_FORE_OR_BOTH, asked for
+	Both       = 3 // CDFS4_BOTH, answered
 )
 
 // A Channel is channel_attrs4 (RFC 8881, section 18.36).

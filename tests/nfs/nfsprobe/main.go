@@ -1,20 +1,26 @@
-// Command nfsprobe is a client of NFSv4.1 over RPC-over-RDMA for the server of Linux. It creates a session whose back channel is
-// its only connection, writes and reads 1 MiB, and answers CB_NULL, CB_SEQUENCE and CB_RECALL. It prints what it has seen, one line each.
+// Command nfsprobe is a client of NFSv4.1 over RPC-over-RDMA for the server of Linux. The back channel of its session is its only
+// connection. It writes and reads 1 MiB per call, has delegations recalled, and loses the connection with calls outstanding. It
+// prints one line for each step that has worked.
 //
-//	nfsprobe ADDRESS DIRECTORY
+//	nfsprobe ADDRESS EXPORT MOUNT
 //
-// DIRECTORY is what the server exports as its root, in the same machine. nfsprobe opens the file small there to have a delegation recalled.
+// EXPORT is the directory that the server exports as its root, in the same machine. It has the files random with at most 1 MiB,
+// small and small2. MOUNT is where another client has mounted it.
 package main
 
 import (
 	"bytes"
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
+	"io"
 	"log"
 	"math/rand/v2"
+	"net"
 	"os"
 	"path/filepath"
+	"sync/atomic"
 	"time"
 
 	"github.com/iser-target/iser-target/rdma"
@@ -27,71 +33,156 @@ const (
 	callbackProgram = 0x40000000
 	fileSize        = 1 << 20
 	fileSync        = 2
+	slots           = 4
 )
 
 // probe is a session with the server.
 type probe struct {
-	ctx      context.Context
-	conn     *rpcrdma.Conn
-	clientID uint64
-	session  [16]byte
-	seq      uint32
-	recalls  chan [16]byte // stateids
-	nulls    chan struct{}
+	ctx         context.Context
+	client      *rpcrdma.Client
+	conn        *connection // the present one
+	connections atomic.Int32
+	outstanding atomic.Int32 // calls
+	lost        int32        // calls that were outstanding when the connection was last replaced
+	clientID    uint64
+	createSeq   uint32
+	session     [16]byte
+	hasSession  atomic.Bool
+	seqs        [slots]uint32
+	recalls     chan [16]byte // stateids
+	nulls       chan struct{}
+}
+
+func newProbe(ctx context.Context) *probe {
+	return &probe{ctx: ctx, recalls: make(chan [16]byte, 10), nulls: make(chan struct{}, 10)}
 }
 
 func main() {
 	log.SetFlags(0)
-	if len(os.Args) != 3 {
-		log.Fatal("usage: nfsprobe ADDRESS DIRECTORY")
+	if len(os.Args) != 4 {
+		log.Fatal("usage: nfsprobe ADDRESS EXPORT MOUNT")
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	p := &probe{ctx: ctx, recalls: make(chan [16]byte, 10), nulls: make(chan struct{}, 10)}
-	if err := p.run(os.Args[1], os.Args[2]); err != nil {
+	if err := newProbe(ctx).run(os.Args[1], os.Args[2], os.Args[3]); err != nil {
 		log.Fatalf("nfsprobe: %v", err)
 	}
 }
 
+// connection is a TCP connection that resets itself. It hides the methods by which package rdma could circumvent Read and Write.
+type connection struct {
+	net.Conn
+	writes atomic.Int64 // how many bytes more to write before that; 0: no end
+	reads  atomic.Bool  // at the next byte from the server, which gets lost
+}
+
+func (c *connection) reset() error {
+	return errors.Join(io.ErrUnexpectedEOF, c.Conn.(*net.TCPConn).SetLinger(0), c.Close())
+}
+
+// Write implements net.Conn.
+func (c *connection) Write(b []byte) (int, error) {
+	n, err := c.Conn.Write(b)
+	if left := c.writes.Load(); left > 0 && err == nil {
+		if left -= int64(n); left <= 0 {
+			return n, c.reset()
+		}
+		c.writes.Store(left)
+	}
+	return n, err
+}
+
+// Read implements net.Conn.
+func (c *connection) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	if c.reads.Load() && n > 0 {
+		return 0, c.reset()
+	}
+	return n, err
+}
+
 // connect connects to the server, and makes a NULL call.
-func (p *probe) connect(address string) (err error) {
+func (p *probe) connect(address string) error {
 	callbacks := &rpcrdma.Programs{}
 	callbacks.Register(callbackProgram, nfs.CallbackVersion, 0, func(_ context.Context, r *rpcrdma.Request) error {
 		p.nulls <- struct{}{}
 		return r.Args.End()
 	})
 	callbacks.Register(callbackProgram, nfs.CallbackVersion, nfs.Compound, p.callback)
-	if p.conn, err = rpcrdma.Dial(p.ctx, "tcp", address, rpcrdma.Config{Programs: callbacks, Credits: 4, RDMA: rdma.Options{NoCRC: true}}); err != nil {
-		return err
+	dial := func(ctx context.Context) (net.Conn, error) {
+		p.lost = p.outstanding.Load()
+		nc, err := new(net.Dialer).DialContext(ctx, "tcp", address)
+		if err != nil {
+			return nil, err
+		}
+		p.connections.Add(1)
+		p.conn = &connection{Conn: nc}
+		return p.conn, nil
 	}
+	config := rpcrdma.Config{Programs: callbacks, Credits: 4, RDMA: rdma.Options{NoCRC: true}}
+	p.client = rpcrdma.NewClient(dial, config, p.ready)
 	null := p.call()
 	null.Procedure = 0
 	null.Begin()
-	if err := p.conn.Do(p.ctx, null); err != nil {
+	if err := p.client.Do(p.ctx, null); err != nil {
 		return fmt.Errorf("NULL: %w", err)
 	}
 	return nil
 }
 
-func (p *probe) run(address, dir string) error {
+// ready makes a new connection the one of the session, and of its back channel (RFC 8881, section 18.34). So the server may
+// call as soon as the client is ready (RFC 8167, section 6).
+func (p *probe) ready(ctx context.Context, c *rpcrdma.Conn) error {
+	if !p.hasSession.Load() {
+		return nil
+	}
+	call := p.call()
+	e := begin(call, 1)
+	e.Uint32(nfs.OpBindConn)
+	e.Fixed(p.session[:])
+	e.Uint32(nfs.ForeOrBoth)
+	e.Bool(false)
+	if err := c.Do(ctx, call); err != nil {
+		return err
+	}
+	d := &call.Results
+	results(d)
+	if err := nfs.Op(d, nfs.OpBindConn); err != nil {
+		return err
+	}
+	d.Fixed(16)
+	if dir := d.Uint32(); dir != nfs.Both {
+		return fmt.Errorf("BIND_CONN_TO_SESSION: direction %d", dir)
+	}
+	return d.Err()
+}
+
+func (p *probe) run(address, export, mount string) error {
 	if err := p.connect(address); err != nil {
 		return err
 	}
-	limit, _ := p.conn.Credits()
-	fmt.Println("NULL answered, credits:", limit)
+	defer p.client.Close()
+	fmt.Println("NULL answered")
 	for _, step := range []struct {
 		name string
-		f    func(dir string) error
+		f    func() error
 	}{
-		{"EXCHANGE_ID", p.exchangeID}, {"CREATE_SESSION", p.createSession}, {"CB_NULL", p.awaitNull},
-		{"RECLAIM_COMPLETE", p.reclaimComplete}, {"write and read", p.readWrite}, {"delegation", p.delegation},
+		{"EXCHANGE_ID", p.exchangeID},
+		{"CREATE_SESSION", p.createSession},
+		{"RECLAIM_COMPLETE", p.reclaimComplete},
+		{"write and read", func() error { return p.readWrite(export) }},
+		{"read", p.readRandom},
+		{"delegation", func() error { return p.delegation("small", mount) }},
+		{"loss during WRITE", func() error { return p.loseWrites(export) }},
+		{"loss of a reply", func() error { return p.loseReply(export) }},
+		{"delegation after the loss", func() error { return p.delegation("small2", export) }},
 		{"DESTROY_SESSION", p.destroy},
 	} {
-		if err := step.f(dir); err != nil {
+		if err := step.f(); err != nil {
 			return fmt.Errorf("%s: %w", step.name, err)
 		}
 	}
-	return p.conn.Shutdown(p.ctx)
+	return nil
 }
 
 func (p *probe) call() *rpcrdma.Call {
@@ -108,77 +199,94 @@ func begin(call *rpcrdma.Call, n uint32) *oncrpc.Encoder {
 	return e
 }
 
-// sequence begins a COMPOUND with SEQUENCE and n operations more.
-func (p *probe) sequence(call *rpcrdma.Call, n uint32) *oncrpc.Encoder {
-	e := begin(call, n+1)
-	p.seq++
-	e.Uint32(nfs.OpSequence)
-	e.Fixed(p.session[:])
-	e.Uint32(p.seq)
-	e.Uint32(0) // slot
-	e.Uint32(0)
-	e.Bool(false)
-	return e
-}
-
-// do makes the call, and decodes the results up to that of SEQUENCE.
-func (p *probe) do(call *rpcrdma.Call, sequence bool) (d *oncrpc.Decoder, err error) {
-	if err := p.conn.Do(p.ctx, call); err != nil {
-		return nil, err
-	}
-	d = &call.Results
+// results decodes the results up to those of the first operation.
+func results(d *oncrpc.Decoder) {
 	d.Uint32() // status of the last operation, which has its own, too
 	d.String(1024)
 	d.Count(20, 8)
-	if sequence {
-		if err := nfs.Op(d, nfs.OpSequence); err != nil {
+}
+
+// alone makes a COMPOUND of one operation without SEQUENCE, and returns the results of op.
+func (p *probe) alone(op uint32, args func(e *oncrpc.Encoder)) (*oncrpc.Decoder, error) {
+	call := p.call()
+	e := begin(call, 1)
+	e.Uint32(op)
+	args(e)
+	if err := p.client.Do(p.ctx, call); err != nil {
+		return nil, err
+	}
+	results(&call.Results)
+	return &call.Results, nfs.Op(&call.Results, op)
+}
+
+// sequence makes a COMPOUND of SEQUENCE and n operations more in a slot, and returns the results of those. The server keeps the
+// reply for a retransmission unless it has an item.
+func (p *probe) sequence(call *rpcrdma.Call, slot, n uint32, args func(e *oncrpc.Encoder)) (*oncrpc.Decoder, error) {
+	p.outstanding.Add(1)
+	defer p.outstanding.Add(-1)
+	p.seqs[slot]++
+	for {
+		e := begin(call, n+1)
+		e.Uint32(nfs.OpSequence)
+		e.Fixed(p.session[:])
+		e.Uint32(p.seqs[slot])
+		e.Uint32(slot)
+		e.Uint32(slots - 1)
+		e.Bool(len(call.Into) == 0)
+		args(e)
+		if err := p.client.Do(p.ctx, call); err != nil {
+			return nil, err
+		}
+		d := &call.Results
+		results(d)
+		err := nfs.Op(d, nfs.OpSequence)
+		var status *nfs.StatusError
+		if errors.As(err, &status) && status.Op == nfs.OpSequence && status.Status == nfs.ErrDelay {
+			// A retransmission has arrived before the server has finished the call. The slot has not changed.
+			select {
+			case <-time.After(100 * time.Millisecond):
+				continue
+			case <-p.ctx.Done():
+			}
+		}
+		if err != nil {
 			return nil, err
 		}
 		d.Fixed(16)
 		for range 5 {
 			d.Uint32()
 		}
+		return d, d.Err()
 	}
-	return d, d.Err()
 }
 
-func (p *probe) exchangeID(string) error {
-	call := p.call()
-	e := begin(call, 1)
-	e.Uint32(nfs.OpExchangeID)
-	e.Uint64(rand.Uint64())
-	e.String("nfsprobe of rdma/rpcrdma")
-	e.Uint32(0) // flags
-	e.Uint32(0) // SP4_NONE
-	e.Uint32(0) // no implementation id
-	d, err := p.do(call, false)
-	if err == nil {
-		err = nfs.Op(d, nfs.OpExchangeID)
-	}
+func (p *probe) exchangeID() error {
+	d, err := p.alone(nfs.OpExchangeID, func(e *oncrpc.Encoder) {
+		e.Uint64(rand.Uint64())
+		e.String("nfsprobe of rdma/rpcrdma")
+		e.Uint32(0) // flags
+		e.Uint32(0) // SP4_NONE
+		e.Uint32(0) // no implementation id
+	})
 	if err != nil {
 		return err
 	}
-	p.clientID, p.seq = d.Uint64(), d.Uint32()
+	p.clientID, p.createSeq = d.Uint64(), d.Uint32()
 	fmt.Println("EXCHANGE_ID answered")
 	return d.Err()
 }
 
-func (p *probe) createSession(string) error {
-	call := p.call()
-	e := begin(call, 1)
-	e.Uint32(nfs.OpCreateSession)
-	e.Uint64(p.clientID)
-	e.Uint32(p.seq)
-	e.Uint32(nfs.BackChannel)
-	nfs.Channel{MaxRequest: fileSize + 4096, MaxResponse: fileSize + 4096, MaxCached: 4096, MaxOps: 16, MaxRequests: 16}.Append(e)
-	nfs.Channel{MaxRequest: 4000, MaxResponse: 4000, MaxOps: 2, MaxRequests: 1}.Append(e)
-	e.Uint32(callbackProgram)
-	e.Uint32(1)
-	e.Uint32(oncrpc.AuthNone)
-	d, err := p.do(call, false)
-	if err == nil {
-		err = nfs.Op(d, nfs.OpCreateSession)
-	}
+func (p *probe) createSession() error {
+	d, err := p.alone(nfs.OpCreateSession, func(e *oncrpc.Encoder) {
+		e.Uint64(p.clientID)
+		e.Uint32(p.createSeq)
+		e.Uint32(nfs.BackChannel)
+		nfs.Channel{MaxRequest: fileSize + 4096, MaxResponse: fileSize + 4096, MaxCached: 2048, MaxOps: 16, MaxRequests: slots}.Append(e)
+		nfs.Channel{MaxRequest: 4000, MaxResponse: 4000, MaxOps: 2, MaxRequests: 1}.Append(e)
+		e.Uint32(callbackProgram)
+		e.Uint32(1)
+		e.Uint32(oncrpc.AuthNone)
+	})
 	if err != nil {
 		return err
 	}
@@ -187,30 +295,25 @@ func (p *probe) createSession(string) error {
 	flags := d.Uint32()
 	var fore nfs.Channel
 	fore.Parse(d)
-	p.seq = 0
+	if err := d.Err(); err != nil {
+		return err
+	}
 	if flags&nfs.BackChannel == 0 {
 		return errors.New("the server does not use the connection as back channel")
 	}
-	fmt.Println("CREATE_SESSION answered, back channel on the connection")
-	return d.Err()
-}
-
-func (p *probe) awaitNull(string) error {
-	select {
-	case <-p.nulls:
-		fmt.Println("CB_NULL answered")
-		return nil
-	case <-p.ctx.Done():
-		return p.ctx.Err()
+	if fore.MaxRequests < slots || min(fore.MaxRequest, fore.MaxResponse) < fileSize+1024 {
+		return fmt.Errorf("the session has %d slots, for calls of %d and replies of %d bytes", fore.MaxRequests, fore.MaxRequest, fore.MaxResponse)
 	}
+	p.hasSession.Store(true)
+	fmt.Println("CREATE_SESSION answered, back channel on the connection")
+	return nil
 }
 
-func (p *probe) reclaimComplete(string) error {
-	call := p.call()
-	e := p.sequence(call, 1)
-	e.Uint32(nfs.OpReclaimComplete)
-	e.Bool(false)
-	d, err := p.do(call, true)
+func (p *probe) reclaimComplete() error {
+	d, err := p.sequence(p.call(), 0, 1, func(e *oncrpc.Encoder) {
+		e.Uint32(nfs.OpReclaimComplete)
+		e.Bool(false)
+	})
 	if err != nil {
 		return err
 	}
@@ -227,25 +330,24 @@ type opened struct {
 
 // open opens a file in the root.
 func (p *probe) open(name string, access uint32, create bool) (o opened, err error) {
-	call := p.call()
-	e := p.sequence(call, 3)
-	e.Uint32(nfs.OpPutRootFH)
-	e.Uint32(nfs.OpOpen)
-	e.Uint32(0)
-	e.Uint32(access)
-	e.Uint32(0)
-	e.Uint64(p.clientID)
-	e.String("owner")
-	e.Bool(create)
-	if create {
-		e.Uint32(0) // UNCHECKED4
-		e.Uint32(0) // no attributes
+	d, err := p.sequence(p.call(), 0, 3, func(e *oncrpc.Encoder) {
+		e.Uint32(nfs.OpPutRootFH)
+		e.Uint32(nfs.OpOpen)
 		e.Uint32(0)
-	}
-	e.Uint32(0) // CLAIM_NULL
-	e.String(name)
-	e.Uint32(nfs.OpGetFH)
-	d, err := p.do(call, true)
+		e.Uint32(access)
+		e.Uint32(0)
+		e.Uint64(p.clientID)
+		e.String("owner")
+		e.Bool(create)
+		if create {
+			e.Uint32(0) // UNCHECKED4
+			e.Uint32(0) // no attributes
+			e.Uint32(0)
+		}
+		e.Uint32(0) // CLAIM_NULL
+		e.String(name)
+		e.Uint32(nfs.OpGetFH)
+	})
 	if err == nil {
 		err = nfs.Op(d, nfs.OpPutRootFH)
 	}
@@ -288,13 +390,13 @@ func (p *probe) open(name string, access uint32, create bool) (o opened, err err
 }
 
 // withFile makes a COMPOUND of SEQUENCE, PUTFH and op, and returns the results of op.
-func (p *probe) withFile(call *rpcrdma.Call, o *opened, op uint32, args func(e *oncrpc.Encoder)) (*oncrpc.Decoder, error) {
-	e := p.sequence(call, 2)
-	e.Uint32(nfs.OpPutFH)
-	e.Opaque(o.fh)
-	e.Uint32(op)
-	args(e)
-	d, err := p.do(call, true)
+func (p *probe) withFile(call *rpcrdma.Call, slot uint32, o *opened, op uint32, args func(e *oncrpc.Encoder)) (*oncrpc.Decoder, error) {
+	d, err := p.sequence(call, slot, 2, func(e *oncrpc.Encoder) {
+		e.Uint32(nfs.OpPutFH)
+		e.Opaque(o.fh)
+		e.Uint32(op)
+		args(e)
+	})
 	if err == nil {
 		err = nfs.Op(d, nfs.OpPutFH)
 	}
@@ -305,11 +407,58 @@ func (p *probe) withFile(call *rpcrdma.Call, o *opened, op uint32, args func(e *
 }
 
 func (p *probe) closeFile(o *opened) error {
-	_, err := p.withFile(p.call(), o, nfs.OpClose, func(e *oncrpc.Encoder) {
+	_, err := p.withFile(p.call(), 0, o, nfs.OpClose, func(e *oncrpc.Encoder) {
 		e.Uint32(0)
 		e.Fixed(o.stateid[:])
 	})
 	return err
+}
+
+// write writes data, in a read chunk.
+func (p *probe) write(slot uint32, o *opened, offset int, data []byte) error {
+	d, err := p.withFile(p.call(), slot, o, nfs.OpWrite, func(e *oncrpc.Encoder) {
+		e.Fixed(o.stateid[:])
+		e.Uint64(uint64(offset))
+		e.Uint32(fileSync)
+		e.Item(data)
+	})
+	if err != nil {
+		return fmt.Errorf("WRITE: %w", err)
+	}
+	if count := d.Uint32(); int(count) != len(data) {
+		return fmt.Errorf("WRITE of %d bytes", count)
+	}
+	return nil
+}
+
+// read reads into the memory, in a write chunk, and returns what it has got. That has to be in the memory.
+func (p *probe) read(o *opened, offset int, into []byte) ([]byte, error) {
+	call := p.call()
+	call.Into = [][]byte{into}
+	d, err := p.withFile(call, 0, o, nfs.OpRead, func(e *oncrpc.Encoder) {
+		e.Fixed(o.stateid[:])
+		e.Uint64(uint64(offset))
+		e.Uint32(uint32(len(into)))
+	})
+	if err != nil {
+		return nil, fmt.Errorf("READ: %w", err)
+	}
+	d.Bool()
+	got := d.Item(len(into))
+	if err := d.End(); err != nil {
+		return nil, fmt.Errorf("READ: %w", err)
+	}
+	if len(got) == 0 || &got[0] != &into[0] {
+		return nil, fmt.Errorf("READ: %d bytes, or they are elsewhere", len(got))
+	}
+	return got, nil
+}
+
+// pattern returns n times 1 MiB, which depend on the seed.
+func pattern(seed byte, n int) []byte {
+	data := make([]byte, n*fileSize)
+	rand.NewChaCha8([32]byte{seed}).Read(data)
+	return data
 }
 
 // readWrite writes 4 times 1 MiB in a read chunk each, reads them in write chunks, and compares, also with the file in dir unless
@@ -319,114 +468,175 @@ func (p *probe) readWrite(dir string) error {
 	if err != nil {
 		return err
 	}
-	data := make([]byte, fileSize)
-	rng := rand.NewChaCha8([32]byte{1})
-	rng.Read(data)
-	for n := range 4 {
-		data[0] = byte(n)
-		d, err := p.withFile(p.call(), &o, nfs.OpWrite, func(e *oncrpc.Encoder) {
-			e.Fixed(o.stateid[:])
-			e.Uint64(uint64(n) * fileSize)
-			e.Uint32(fileSync)
-			e.Item(data)
-		})
-		if err != nil {
-			return fmt.Errorf("WRITE: %w", err)
-		}
-		if count := d.Uint32(); count != fileSize {
-			return fmt.Errorf("WRITE of %d bytes", count)
+	data := pattern(1, 4)
+	for at := 0; at < len(data); at += fileSize {
+		if err := p.write(0, &o, at, data[at:][:fileSize]); err != nil {
+			return err
 		}
 	}
-	fmt.Println("WRITE of 4 times 1 MiB in read chunks answered")
 	into := make([]byte, fileSize)
-	for n := range 4 {
-		data[0] = byte(n)
+	for at := 0; at < len(data); at += fileSize {
 		clear(into)
-		call := p.call()
-		call.Into = [][]byte{into}
-		d, err := p.withFile(call, &o, nfs.OpRead, func(e *oncrpc.Encoder) {
-			e.Fixed(o.stateid[:])
-			e.Uint64(uint64(n) * fileSize)
-			e.Uint32(fileSize)
-		})
+		got, err := p.read(&o, at, into)
 		if err != nil {
-			return fmt.Errorf("READ: %w", err)
+			return err
 		}
-		d.Bool()
-		got := d.Item(fileSize)
-		if err := d.End(); err != nil || !bytes.Equal(got, data) || &got[0] != &into[0] {
-			return fmt.Errorf("READ: %d bytes, they differ or are elsewhere: %w", len(got), err)
+		if !bytes.Equal(got, data[at:][:fileSize]) {
+			return fmt.Errorf("READ: %d bytes at %d differ", len(got), at)
 		}
 	}
-	fmt.Println("READ of 4 times 1 MiB in write chunks is what was written")
-	if dir == "" {
-		return p.closeFile(&o)
+	fmt.Println("WRITE and READ of 4 times 1 MiB in chunks agree")
+	fmt.Printf("written: %x big\n", sha256.Sum256(data))
+	if dir != "" {
+		err = stored(dir, "big", data)
 	}
-	stored, err := os.ReadFile(filepath.Join(dir, "big"))
+	return errors.Join(err, p.closeFile(&o))
+}
+
+// stored checks the file in the directory of the server.
+func stored(dir, name string, want []byte) error {
+	got, err := os.ReadFile(filepath.Join(dir, name))
+	if err == nil && !bytes.Equal(got, want) {
+		err = fmt.Errorf("%s has %d bytes, or other data than was written", name, len(got))
+	}
+	return err
+}
+
+// readRandom prints the checksum of a file of 1 MiB that the server's machine has written.
+func (p *probe) readRandom() error {
+	o, err := p.open("random", 1, false)
 	if err != nil {
 		return err
 	}
-	for n := range 4 {
-		if data[0] = byte(n); len(stored) != 4*fileSize || !bytes.Equal(stored[n*fileSize:][:fileSize], data) {
-			return fmt.Errorf("the file has %d bytes, or other data", len(stored))
-		}
+	got, err := p.read(&o, 0, make([]byte, fileSize))
+	if err != nil {
+		return err
 	}
+	fmt.Printf("read: %x random\n", sha256.Sum256(got))
 	return p.closeFile(&o)
 }
 
-// delegation gets a read delegation, and lets a local open have it recalled.
-func (p *probe) delegation(dir string) error {
-	o, err := p.open("small", 1|nfs.WantReadDelegation, false)
+// delegation gets a read delegation of a file, and has it recalled: the file is opened for writing in another directory.
+func (p *probe) delegation(name, dir string) error {
+	o, err := p.open(name, 1|nfs.WantReadDelegation, false)
 	if err != nil {
 		return err
 	}
 	if !o.delegated {
 		return errors.New("the server has given no delegation")
 	}
-	fmt.Println("OPEN gave a read delegation")
-	local := make(chan error, 1)
+	fmt.Println("OPEN of", name, "gave a read delegation")
+	other := make(chan error, 1)
 	go func() {
-		f, err := os.OpenFile(filepath.Join(dir, "small"), os.O_WRONLY, 0)
+		f, err := os.OpenFile(filepath.Join(dir, name), os.O_WRONLY, 0)
 		if err == nil {
 			err = f.Close()
 		}
-		local <- err
+		other <- err
 	}()
 	select {
 	case id := <-p.recalls:
 		if !bytes.Equal(id[4:], o.delegation[4:]) {
 			return fmt.Errorf("CB_RECALL of stateid %x, not %x", id, o.delegation)
 		}
-		fmt.Println("CB_SEQUENCE and CB_RECALL answered")
-	case err := <-local:
-		return fmt.Errorf("the local open has not waited: %w", err)
+		fmt.Println("CB_SEQUENCE and CB_RECALL of", name, "answered")
+	case err := <-other:
+		return fmt.Errorf("the other open has not waited: %w", err)
 	case <-p.ctx.Done():
-		return p.ctx.Err()
+		return fmt.Errorf("no CB_RECALL: %w", p.ctx.Err())
 	}
-	if _, err := p.withFile(p.call(), &o, nfs.OpDelegReturn, func(e *oncrpc.Encoder) { e.Fixed(o.delegation[:]) }); err != nil {
+	select {
+	case err := <-other:
+		return fmt.Errorf("the other open has not waited for DELEGRETURN: %w", err)
+	default:
+	}
+	_, err = p.withFile(p.call(), 0, &o, nfs.OpDelegReturn, func(e *oncrpc.Encoder) { e.Fixed(o.delegation[:]) })
+	if err != nil {
 		return fmt.Errorf("DELEGRETURN: %w", err)
 	}
-	if err := <-local; err != nil {
-		return err
+	select {
+	case err = <-other:
+	case <-p.ctx.Done():
+		err = fmt.Errorf("the other open still waits: %w", p.ctx.Err())
 	}
-	fmt.Println("DELEGRETURN answered, the local open continues")
-	return p.closeFile(&o)
-}
-
-func (p *probe) destroy(string) error {
-	call := p.call()
-	e := begin(call, 1)
-	e.Uint32(nfs.OpDestroySession)
-	e.Fixed(p.session[:])
-	d, err := p.do(call, false)
 	if err != nil {
 		return err
 	}
-	if err := nfs.Op(d, nfs.OpDestroySession); err != nil {
+	fmt.Println("DELEGRETURN of", name, "answered, the other open continues")
+	return p.closeFile(&o)
+}
+
+// loseWrites loses the connection when the server has read half of what 3 calls write. They end as if nothing had happened.
+func (p *probe) loseWrites(dir string) error {
+	o, err := p.open("lossy", 3, true)
+	if err != nil {
 		return err
 	}
-	fmt.Println("DESTROY_SESSION answered")
+	const calls = 3
+	data := pattern(2, calls)
+	before := p.connections.Load()
+	p.conn.writes.Store(calls * fileSize / 2)
+	ended := make(chan error, calls)
+	for i := range calls {
+		go func() { ended <- p.write(uint32(i), &o, i*fileSize, data[i*fileSize:][:fileSize]) }()
+	}
+	for range calls {
+		err = errors.Join(err, <-ended)
+	}
+	if err != nil {
+		return err
+	}
+	if n := p.connections.Load() - before; n != 1 || p.lost < 2 {
+		return fmt.Errorf("%d connections, %d calls were outstanding", n, p.lost)
+	}
+	if err := stored(dir, "lossy", data); err != nil {
+		return err
+	}
+	fmt.Println("WRITE of 3 times 1 MiB answered, the connection was lost meanwhile")
+	return p.closeFile(&o)
+}
+
+// loseReply loses the connection with the reply of a REMOVE, which the server must not execute again.
+func (p *probe) loseReply(dir string) error {
+	o, err := p.open("removed", 3, true)
+	if err == nil {
+		err = p.closeFile(&o)
+	}
+	if err != nil {
+		return err
+	}
+	before := p.connections.Load()
+	p.conn.reads.Store(true)
+	d, err := p.sequence(p.call(), 0, 2, func(e *oncrpc.Encoder) {
+		e.Uint32(nfs.OpPutRootFH)
+		e.Uint32(nfs.OpRemove)
+		e.String("removed")
+	})
+	if err == nil {
+		err = nfs.Op(d, nfs.OpPutRootFH)
+	}
+	if err == nil {
+		err = nfs.Op(d, nfs.OpRemove)
+	}
+	if err != nil {
+		return err
+	}
+	if n := p.connections.Load() - before; n != 1 {
+		return fmt.Errorf("%d connections", n)
+	}
+	if _, err := os.Stat(filepath.Join(dir, "removed")); !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("the file exists: %w", err)
+	}
+	fmt.Println("REMOVE answered once, on the connection after that of the call")
 	return nil
+}
+
+func (p *probe) destroy() error {
+	_, err := p.alone(nfs.OpDestroySession, func(e *oncrpc.Encoder) { e.Fixed(p.session[:]) })
+	if err == nil {
+		fmt.Println("DESTROY_SESSION answered")
+	}
+	return err
 }
 
 // callback answers CB_COMPOUND (RFC 8881, section 20).

@@ -24,21 +24,26 @@ func TestProbe(t *testing.T) {
 	}
 	go server.Serve(l)
 	defer server.Close()
-	p := &probe{ctx: ctx, recalls: make(chan [16]byte, 10), nulls: make(chan struct{}, 10)}
+	p := newProbe(ctx)
 	if err := p.connect(l.Addr().String()); err != nil {
 		t.Fatal(err)
 	}
-	defer p.conn.Close()
+	defer p.client.Close()
 	back := make(chan error, 1)
-	for _, step := range []func(string) error{p.exchangeID, func(string) error {
+	for _, step := range []func() error{p.exchangeID, func() error {
 		if err := files.CallBack(ctx); err == nil {
 			t.Error("BRPC-6-4: the server makes calls before CREATE_SESSION")
 		}
 		return nil
-	}, p.createSession, func(string) error {
+	}, p.createSession, func() error {
 		go func() { back <- files.CallBack(ctx) }()
-		return p.awaitNull("")
-	}, p.reclaimComplete, p.readWrite, func(string) error {
+		select {
+		case <-p.nulls:
+			return nil
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}, p.reclaimComplete, func() error { return p.readWrite("") }, func() error {
 		o, err := p.open("delegated", 3, true)
 		if err == nil {
 			err = p.closeFile(&o)
@@ -53,7 +58,7 @@ func TestProbe(t *testing.T) {
 		if id := <-p.recalls; id != o.delegation {
 			return fmt.Errorf("recall of %x, not %x", id, o.delegation)
 		}
-		if _, err = p.withFile(p.call(), &o, nfs.OpDelegReturn, func(e *oncrpc.Encoder) { e.Fixed(o.delegation[:]) }); err != nil {
+		if _, err = p.withFile(p.call(), 0, &o, nfs.OpDelegReturn, func(e *oncrpc.Encoder) { e.Fixed(o.delegation[:]) }); err != nil {
 			return err
 		}
 		if n := files.Grants(); n != 0 {
@@ -61,7 +66,7 @@ func TestProbe(t *testing.T) {
 		}
 		return p.closeFile(&o)
 	}, p.destroy} {
-		if err := step(""); err != nil {
+		if err := step(); err != nil {
 			t.Fatal(err)
 		}
 	}
