@@ -401,7 +401,8 @@ func TestRevokedChunk(t *testing.T) {
 	}
 }
 
-// RPCRDMA-3.3.1-5, RPCRDMA-3.3.1-6, BRPC-4.3.2-1: all credits can be used at once, RPCRDMA-3.3.3-4 from the start.
+// RPCRDMA-3.3.1-5, RPCRDMA-3.3.1-6, BRPC-4.3.2-1: all credits can be used at once, RPCRDMA-3.3.3-4 from the start. BRPC-4.3-1: the
+// first calls may arrive before this end has received anything.
 func TestAllCredits(t *testing.T) {
 	w := newWaits()
 	p, _ := rawClient(t, private4096, Config{Programs: testPrograms(w), Credits: 16})

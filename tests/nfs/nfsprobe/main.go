@@ -62,7 +62,7 @@ func main() {
 	if len(os.Args) != 4 {
 		log.Fatal("usage: nfsprobe ADDRESS EXPORT MOUNT")
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
 	if err := newProbe(ctx).run(os.Args[1], os.Args[2], os.Args[3]); err != nil {
 		log.Fatalf("nfsprobe: %v", err)
