@@ -19,7 +19,7 @@ const (
 
 	settingThresholdReports = "threshold_attentions"       // LBPERE
 	settingThresholdSingle  = "threshold_single_initiator" // SITUA
-	settingThreshold        = "threshold_"                 // with one of ThresholdNames
+	settingThreshold        = "initiator_threshold_"       // with one of ThresholdNames
 )
 
 // A Setting is a state of a unit that initiators change for all.

@@ -160,8 +160,8 @@ func TestThresholdsOfTheOperator(t *testing.T) {
 	wantBytes(t, r.good("1a 08 1c 02 ff 00", nil), own)
 	wantBytes(t, r.good("1a 08 9c 02 ff 00", nil), unhex("23 00 10 00 d"+provisioningPage(0, 0x80, 0x80, 16, 8192)[1:]))
 	if got := settingsText(r.unit); got != "write_protect off, saved off\ndescriptor_sense off, saved off\nseparate_task_sets off, saved off\n"+
-		"threshold_attentions on, saved on\nthreshold_single_initiator off, saved off\nthreshold_available 458752, saved 458752\n"+
-		"threshold_used off, saved off\nmedium ready, saved ready\n" {
+		"threshold_attentions on, saved on\nthreshold_single_initiator off, saved off\ninitiator_threshold_available 458752, saved 458752\n"+
+		"initiator_threshold_used off, saved off\nmedium ready, saved ready\n" {
 		t.Errorf("settings\n%s", got)
 	}
 	if err := s.Close(); err != nil {
