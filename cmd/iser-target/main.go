@@ -126,6 +126,9 @@ machine.`,
 			if err := hideMemory(); err != nil {
 				return err
 			}
+			if err := denyCalls(cmd.ErrOrStderr()); err != nil {
+				return err
+			}
 			limitHeap(limits.ThisMachine())
 			manager, err := systemd.FromEnvironment()
 			if err != nil {

@@ -71,6 +71,19 @@ func restrict(path string, errOut io.Writer) error {
 	return err
 }
 
+// denyCalls takes system calls from the process that the target never needs. errOut gets a warning if the kernel cannot do that.
+func denyCalls(errOut io.Writer) error {
+	if !ownProcess {
+		return nil
+	}
+	err := privilege.DenyCalls()
+	if errors.Is(err, privilege.ErrNoFilter) {
+		fmt.Fprintf(errOut, "iser-target: warning: %v\n", err)
+		return nil
+	}
+	return err
+}
+
 // memoryFile returns a file with that content that an executed program inherits.
 func memoryFile(b []byte) (*os.File, error) {
 	fd, err := unix.MemfdCreate("configuration", 0)

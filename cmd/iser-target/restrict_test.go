@@ -87,6 +87,10 @@ func TestRootKeepsOnlyWhatIsNeeded(t *testing.T) {
 		if status("NoNewPrivs") != "1" || !strings.HasPrefix(status("Uid"), "0\t") {
 			t.Errorf("NoNewPrivs %s, Uid %s", status("NoNewPrivs"), status("Uid"))
 		}
+		own, err := strconv.Atoi(rights(t, os.Getpid())("Seccomp_filters"))                                     // of a container
+		if n := status("Seccomp_filters"); err != nil || status("Seccomp") != "2" || n != strconv.Itoa(own+1) { // one, also after an upgrade
+			t.Errorf("Seccomp %s, %s filters, %d of this process, %v", status("Seccomp"), n, own, err)
+		}
 		threads, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/status", pid))
 		if err != nil || len(threads) < 2 {
 			t.Fatalf("threads: %q, %v", threads, err)

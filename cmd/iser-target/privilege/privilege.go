@@ -1,5 +1,5 @@
-// Package privilege takes rights from the process permanently: its user, its capabilities (capabilities(7)), and the
-// files that it can open (Landlock, landlock(7)). The kernel keeps these rights for each thread, so the program does
+// Package privilege takes rights from the process permanently: its user, its capabilities (capabilities(7)), the
+// files that it can open (Landlock, landlock(7)), and system calls (seccomp(2)). The kernel keeps these rights for each thread, so the program does
 // that in one thread and then executes itself: all threads of the new program have what that one had left.
 package privilege
 

@@ -1,0 +1,6 @@
+package privilege
+
+import "golang.org/x/sys/unix"
+
+// deniedHere are system calls like denied that not all architectures have.
+var deniedHere = []uint32{unix.SYS_KEXEC_FILE_LOAD}
