@@ -157,7 +157,7 @@ func TestUpgrade(t *testing.T) {
 	s.ok(t, "upgrade")
 	s.says(t, cli.ExitError, "has 1 corrupt blocks", "lun", "scrub", storeName, "0", "--wait")
 	s.ok(t, "upgrade")
-	s.says(t, cli.ExitOK, "corrupt blocks  1", "lun", "show", storeName, "0")
+	s.says(t, cli.ExitOK, "corrupt blocks      1", "lun", "show", storeName, "0")
 	s.ok(t, "lun", "create", storeName, "--id", "9", "--backend", "memory", "--size", "1MiB") // it can be managed
 	s.cmd.Process.Signal(unix.SIGTERM)
 	if err := s.cmd.Wait(); err != nil {
