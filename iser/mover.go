@@ -120,12 +120,40 @@ type put struct {
 // Accept answers the MPA Request on nc. It returns the connection in RDMA mode, before
 // login. After an error nc is closed.
 func Accept(ctx context.Context, nc net.Conn, o Options) (*Conn, error) {
+	return AcceptUnless(ctx, nc, o, func(*rdma.Request) *rdma.Answer { return nil })
+}
+
+// ErrOther is the error of AcceptUnless for a stream of another protocol.
+var ErrOther = errors.New("the stream is of another protocol")
+
+// An Other is ErrOther with the stream, which now belongs to the caller.
+type Other struct{ Stream *rdma.Conn }
+
+// Error implements error.
+func (*Other) Error() string { return ErrOther.Error() }
+
+// Is reports whether target is ErrOther.
+func (*Other) Is(target error) bool { return target == ErrOther }
+
+// AcceptUnless accepts like Accept, at a port that serves another protocol over RDMA, too. other returns nil if the MPA Request
+// is for iSER, and else what answers it. If that answer is no reject, the error is an *Other. After any other error nc is closed.
+func AcceptUnless(ctx context.Context, nc net.Conn, o Options, other func(*rdma.Request) *rdma.Answer) (*Conn, error) {
 	o = o.complete()
 	c := &Conn{recvSegment: o.RecvDataSegmentLength}
-	rc, err := rdma.Respond(ctx, nc, o.RDMA, c.answer)
-	if err != nil {
+	is := false
+	rc, err := rdma.Respond(ctx, nc, o.RDMA, func(r *rdma.Request) rdma.Answer {
+		if a := other(r); a != nil {
+			is = true
+			return *a
+		}
+		return c.answer(r)
+	})
+	switch {
+	case err != nil:
 		nc.Close()
 		return nil, err
+	case is:
+		return nil, &Other{rc}
 	}
 	c.start(rc)
 	return c, nil

@@ -25,6 +25,7 @@ type Conn struct {
 	sendMax    int          // the longest Send in bytes to the peer
 	receiveMax int          // the longest Send in bytes from the peer
 	invalidate bool         // both ends support remote invalidation
+	announced  bool         // peer was in the startup frame
 
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
@@ -111,9 +112,7 @@ func Accept(ctx context.Context, nc net.Conn, cfg Config) (*Conn, error) {
 		nc.Close()
 		return nil, err
 	}
-	rc, err := rdma.Respond(ctx, nc, cfg.RDMA, func(*rdma.Request) rdma.Answer {
-		return rdma.Answer{Private: cfg.RDMA.Private}
-	})
+	rc, err := rdma.Respond(ctx, nc, cfg.RDMA, func(*rdma.Request) rdma.Answer { return rdma.Answer{Private: cfg.RDMA.Private} })
 	if err != nil {
 		nc.Close()
 		return nil, err
@@ -121,14 +120,37 @@ func Accept(ctx context.Context, nc net.Conn, cfg Config) (*Conn, error) {
 	return start(rc, cfg, false, rc.Peer().Private), nil
 }
 
+// Answer returns what an end with the Config o answers to an MPA Request. It is for a server that accepts streams of
+// other protocols, too, and chooses by the Request: it calls rdma.Respond itself, and then Serve.
+func (o Config) Answer() rdma.Answer {
+	o, _ = o.complete() // Serve returns the error
+	return rdma.Answer{Private: o.RDMA.Private}
+}
+
+// Serve starts RPC-over-RDMA on rc, a stream that this end has accepted with Config.Answer, and on which
+// nothing has been received. The Options of the stream are those of its owner: cfg.RDMA is not used, and a
+// Send of cfg.InlineReceive bytes must be allowed. After an error rc is closed.
+func Serve(rc *rdma.Conn, cfg Config) (*Conn, error) {
+	cfg, err := cfg.complete()
+	if err != nil {
+		rc.Close()
+		return nil, err
+	}
+	return start(rc, cfg, false, rc.Peer().Private), nil
+}
+
+// Announced reports whether the peer has said in the startup that it speaks RPC-over-RDMA (RFC 8797). A peer that has
+// not may speak it nevertheless.
+func (c *Conn) Announced() bool { return c.announced }
+
 // start returns the Conn for a stream whose startup is complete.
 func start(rc *rdma.Conn, cfg Config, opened bool, private []byte) *Conn {
-	peer, _ := wire.FindPrivate(private)
+	peer, announced := wire.FindPrivate(private)
 	own := cfg.private()
 	c := &Conn{cfg: cfg, rc: rc, opened: opened, reverse: opened, peer: peer, limit: 1,
 		sendMax: wire.Threshold(own, peer), receiveMax: wire.Threshold(peer, own),
-		invalidate: own.Invalidate && peer.Invalidate,
-		calls:      map[uint32]*Call{}, done: make(chan struct{}), quiet: make(chan struct{}),
+		invalidate: own.Invalidate && peer.Invalidate, announced: announced,
+		calls: map[uint32]*Call{}, done: make(chan struct{}), quiet: make(chan struct{}),
 		wake: make(chan struct{}, 1)}
 	c.ctx, c.cancel = context.WithCancelCause(context.Background())
 	c.watched.reset(time.Now())

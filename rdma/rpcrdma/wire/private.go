@@ -57,6 +57,12 @@ func FindPrivate(b []byte) (p Private, ok bool) {
 	return DefaultPrivate(), false
 }
 
+// IsPrivate reports whether the private data b of a startup frame is a Private of version 1 and nothing else. Unlike
+// FindPrivate it takes no data of another protocol for one, so a server of several protocols can tell them apart.
+func IsPrivate(b []byte) bool {
+	return len(b) == PrivateLen && be.Uint32(b) == privateFormat && b[privateVersionOff] == privateVersion
+}
+
 // Threshold returns the longest Send in bytes from the peer that announces sender to the one that
 // announces receiver (RFC 8797, section 4.2).
 func Threshold(sender, receiver Private) int { return min(sender.Send, receiver.Receive) }
