@@ -20,7 +20,8 @@ var mayImport = map[string][]string{
 	"cmd": {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "github.com/HdrHistogram/hdrhistogram-go", "github.com/spf13/cobra",
 		"go.yaml.in/yaml/v3", "golang.org/x/sys", "golang.org/x/term"},
 	// A client of the control API does not need the target.
-	"cmd/iser-target/api/client": {"cmd/iser-target/schema"},
+	"cmd/iser-target/api/client": {"cmd/iser-target/schema", "cmd/iser-target/tunnel"},
+	"cmd/iser-target/tunnel":     {"rdma"},
 	"cmd/iser-target/schema":     {"config"},
 	"cmd/iser-target/privilege":  {"golang.org/x/sys"},
 	"cmd/iser-target/systemd":    {"github.com/coreos/go-systemd/v22", "golang.org/x/sys"},
