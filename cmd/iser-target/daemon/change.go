@@ -217,6 +217,9 @@ func (c *change) complete(next *config.Document) {
 		s.Done = !s.Restart
 		d.log.InfoContext(c.ctx, "change", eventKey, "config", "change", s.Change, "restart", s.Restart)
 	}
+	for _, tell := range c.news {
+		tell()
+	}
 	if len(filesToShrink(c.plan, c.cfg)) > 0 {
 		if err := c.keepShrinks(nil); err != nil {
 			c.notes = append(c.notes, err.Error())
@@ -270,6 +273,7 @@ type change struct {
 	undo  []func() error
 	notes []string
 
+	news     []func() // what complete logs about LUNs
 	removals []*removal
 	ending   []func(*iscsi.SessionInfo) string // each returns why a session has to end, or ""
 }
@@ -379,6 +383,20 @@ func readWhereUsed(*change, config.Change) error { return nil }
 
 // onUndo adds f to what rollBack does.
 func (c *change) onUndo(f func() error) { c.undo = append(c.undo, f) }
+
+// tell makes an event about a LUN when the change is complete.
+func (c *change) tell(text string, t *servedTarget, id int, attrs ...any) {
+	c.news = append(c.news, func() {
+		c.d.log.InfoContext(c.ctx, text, append([]any{eventKey, "lun", "target", t.name, "lun", id}, attrs...)...)
+	})
+}
+
+// tellSize makes an event of a size in bytes that was changed.
+func (c *change) tellSize(t *servedTarget, id int, before, now int64) {
+	if before != now {
+		c.tell("LUN resized", t, id, "octets_before", before, "octets", now)
+	}
+}
 
 // rollBack undoes what was done, the last first.
 func (c *change) rollBack() error {

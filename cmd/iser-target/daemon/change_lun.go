@@ -38,6 +38,7 @@ func (c *change) open(t *servedTarget, l config.LUN) error {
 	if err != nil {
 		return errors.Join(err, c.closeAgain(t, served, d.waits.close))
 	}
+	c.tell("LUN created", t, l.ID, "backend", l.Backend, "octets", served.unit.Size())
 	c.onUndo(func() error {
 		c.write(func() { delete(t.luns, l.ID) })
 		t.inventory.Remove(uint16(l.ID)).CutOff()
@@ -192,6 +193,7 @@ func (c *change) resize(t *servedTarget, next config.LUN) error {
 			return err
 		}
 		c.onUndo(func() error { return r.to(c.lasting(), r.old) })
+		c.tellSize(t, next.ID, r.old, int64(next.Size))
 	}
 	l.Size = next.Size
 	c.update(t, &l)
@@ -246,6 +248,7 @@ func (c *change) replace(t *servedTarget, next config.LUN) error {
 	if err := c.freePath(next.Path); err != nil {
 		return err
 	}
+	before := old.unit.Size()
 	between, err := lun.NewOpening(uint32(next.BlockSize), d.unitOptions(&next, old.unit.Identity()))
 	if err != nil {
 		return err
@@ -271,6 +274,9 @@ func (c *change) replace(t *servedTarget, next config.LUN) error {
 	}
 	t.inventory.Replace(uint16(next.ID), l.unit)
 	c.setServed(t, l)
+	if old.fault == nil {
+		c.tellSize(t, next.ID, before, l.unit.Size())
+	}
 	return nil
 }
 
