@@ -51,6 +51,13 @@ type Portal struct {
 	// IPsec is an ipsec.Demand; empty: off. IPsecProfile names one of IPsec.Profiles; empty: see IPsec.Profile.
 	IPsec        string `key:"ipsec"`
 	IPsecProfile string `key:"ipsec_profile"`
+	// Control says that managers with a certificate reach the control API here, over RDMA.
+	Control bool `key:"control"`
+}
+
+// ServesManagers reports whether managers reach the control API through a portal.
+func (c *Config) ServesManagers() bool {
+	return slices.ContainsFunc(c.Portals, func(p Portal) bool { return p.Control })
 }
 
 // defaultTPGT is the TPGT of a portal that names none.

@@ -258,6 +258,10 @@ func TestWrongSectionsAreRefused(t *testing.T) {
 			`f: control.paths[0]: must be an absolute path without . and .., and without a slash at its end, not "luns"`, "f: control.paths[1]: must be", "f: control.paths[2]: must be"}},
 		{"a group without a role", [2]string{"", "control: {socket_group: storage, access: [{ou: a, role: read}]}"}, []string{
 			"f: control.socket_group: gives its members no role. Add one: control.access: [{group: storage, role: read}]"}},
+		{"a portal has control without certificates", [2]string{"  - listen: 127.0.0.1:3260", "  - {listen: 127.0.0.1:3260, control: true}"}, []string{
+			"f: control.access: is required with portals[0].control: no certificate has a role", "f: control.tls.cert: is required with portals[0].control", "f: control.tls.key: is required", "f: control.tls.client_ca: is required"}},
+		{"a portal has control without iser", [2]string{"  - listen: 127.0.0.1:3260", "  - {listen: 127.0.0.1:3260, control: true, transports: [tcp]}\ncontrol: {tls: {cert: c, key: k, client_ca: a}, access: [{ou: a, role: read}]}"}, []string{
+			"f: portals[0].control: requires the transport iser, which portals[0].transports does not have"}},
 		{"control is not an address", [2]string{"", "control: {listen: x, tls: {cert: c, key: k, client_ca: a}, access: [{ou: a, role: read}]}"}, []string{`f: control.listen: "x" is not host:port`}},
 		{"control is a portal", [2]string{"", "control: {listen: \"127.0.0.1:3260\", tls: {cert: c, key: k, client_ca: a}, access: [{ou: a, role: read}]}"}, []string{`f: control.listen: "127.0.0.1:3260" is the address of portals[0] already`}},
 		{"control is debug", [2]string{"", "debug: {listen: \"[::1]:1\"}\ncontrol: {listen: \"[0::1]:1\", tls: {cert: c, key: k, client_ca: a}, access: [{ou: a, role: read}]}"}, []string{`f: control.listen: "[0::1]:1" is the address of debug already`}},

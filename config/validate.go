@@ -142,17 +142,18 @@ func (c *Config) checkControl(errs *errorList) {
 			errs.addf(index("control.paths", i), "must be an absolute path without . and .., and without a slash at its end, not %q", p)
 		}
 	}
-	if c.Control.Listen == "" {
+	c.checkListener("control.listen", c.Control.Listen, errs)
+	with := c.remoteControl()
+	if with == "" {
 		return
 	}
-	c.checkListener("control.listen", c.Control.Listen, errs)
 	for _, f := range []struct{ key, path string }{
 		{"cert", c.Control.TLS.Cert},
 		{"key", c.Control.TLS.Key},
 		{"client_ca", c.Control.TLS.ClientCA},
 	} {
 		if f.path == "" {
-			errs.addf("control.tls."+f.key, "is required with control.listen: the path of a PEM file")
+			errs.addf("control.tls."+f.key, "is required with %s: the path of a PEM file", with)
 		}
 	}
 }
@@ -187,9 +188,20 @@ func (c *Config) checkCallers(errs *errorList) {
 	if g := c.Control.SocketGroup; g != "" && !local {
 		errs.addf("control.socket_group", "gives its members no role. Add one: control.access: [{group: %s, role: read}]", g)
 	}
-	if c.Control.Listen != "" && !remote {
-		errs.addf("control.access", "is required with control.listen: no certificate has a role. Add one: control.access: [{certificate: NAME, role: admin}]")
+	if with := c.remoteControl(); with != "" && !remote {
+		errs.addf("control.access", "is required with %s: no certificate has a role. Add one: control.access: [{certificate: NAME, role: admin}]", with)
 	}
+}
+
+// remoteControl returns the first key by which callers with certificates reach the control API, or the empty string.
+func (c *Config) remoteControl() string {
+	if c.Control.Listen != "" {
+		return "control.listen"
+	}
+	if i := slices.IndexFunc(c.Portals, func(p Portal) bool { return p.Control }); i >= 0 {
+		return index("portals", i) + ".control"
+	}
+	return ""
 }
 
 // listeners returns the listen addresses other than portals, by key.
@@ -249,6 +261,9 @@ func (c *Config) checkPortals(errs *errorList) {
 			case slices.Contains(p.Transports[:j], name):
 				errs.addf(key, "%q appears twice", name)
 			}
+		}
+		if p.Control && !p.Serves("iser") {
+			errs.addf(key+".control", "requires the transport iser, which %s.transports does not have", key)
 		}
 		advertised := map[address]bool{}
 		for j, a := range p.Advertise {

@@ -105,5 +105,5 @@ func rateConfig(path string, r *schema.Rate) (config.Rate, error) {
 
 // portalConfig converts the body of a request to the configuration of a portal.
 func portalConfig(p *schema.Portal) config.Portal {
-	return config.Portal{Listen: p.Listen, Advertise: p.Advertise, Transports: p.Transports, TPGT: cmp.Or(p.TPGT, 1), IPsec: p.IPsec, IPsecProfile: p.IPsecProfile}
+	return config.Portal{Listen: p.Listen, Advertise: p.Advertise, Transports: p.Transports, TPGT: cmp.Or(p.TPGT, 1), IPsec: p.IPsec, IPsecProfile: p.IPsecProfile, Control: p.Control}
 }

@@ -46,6 +46,7 @@ type caller struct {
 	process *process          // over the Unix socket
 	cert    *x509.Certificate // over TLS
 	remote  string            // address of cert's holder
+	portal  bool              // cert's holder has come through a portal
 	role    role
 	trusted bool // root, or the user of this process, on the socket
 }
@@ -72,6 +73,7 @@ func (s *Server) identified(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		c := &caller{remote: r.RemoteAddr}
 		c.process, _ = r.Context().Value(peerKey{}).(*process)
+		c.portal, _ = r.Context().Value(managerKey{}).(bool)
 		if r.TLS != nil && len(r.TLS.PeerCertificates) > 0 {
 			c.cert = r.TLS.PeerCertificates[0]
 		}
@@ -100,14 +102,15 @@ func (s *Server) admit(r *http.Request, c *caller) error {
 	if r.TLS == nil {
 		return nil
 	}
-	if s.trust == nil {
+	trust := s.trust.Load()
+	if trust == nil {
 		return &schema.Error{Code: schema.Forbidden, Message: "this server expects no TLS"}
 	}
-	now := s.trust.current()
+	now := trust.current()
 	if !httpd.IsAddress(r.Host) && now.config.Certificates[0].Leaf.VerifyHostname(hostOf(r.Host)) != nil {
 		return &schema.Error{Code: schema.Forbidden, Message: fmt.Sprintf("%q is not a name in the certificate of this target", r.Host), Hint: "nothing was changed; use an address, or a name in the certificate"}
 	}
-	if err := now.verify(r.TLS.PeerCertificates, s.trust.now()); err != nil {
+	if err := now.verify(r.TLS.PeerCertificates, trust.now()); err != nil {
 		return &schema.Error{Code: schema.Forbidden, Message: fmt.Sprintf("%s is not trusted any longer: %v", c.who(), err), Hint: "nothing was changed; connect with another certificate"}
 	}
 	return nil
@@ -132,7 +135,10 @@ func (s *Server) lostRole(r *http.Request) bool {
 
 // String names c, for the log.
 func (c *caller) String() string {
-	if c.cert != nil {
+	switch {
+	case c.cert != nil && c.portal:
+		return fmt.Sprintf("%s at rdma://%s", c.cert.Subject, c.remote)
+	case c.cert != nil:
 		return fmt.Sprintf("%s at %s", c.cert.Subject, c.remote)
 	}
 	return c.remote // see process

@@ -19,6 +19,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -53,7 +54,7 @@ var openAPI []byte
 type Server struct {
 	d         *daemon.Daemon
 	rights    rights
-	trust     *trust // nil: no listener requires certificates
+	trust     atomic.Pointer[trust] // nil: no listener requires certificates
 	origins   http.CrossOriginProtection
 	http      *http.Server
 	ending    chan struct{} // closed to end streams
@@ -158,15 +159,18 @@ func NewServer(d *daemon.Daemon, c config.Control) *Server {
 		writeError(w, &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "close some of them, or try again"})
 	})
 	s.http.IdleTimeout = idleTime
-	s.http.ConnContext = withPeer(s.http.ConnContext)
+	s.http.ConnContext = withManager(withPeer(s.http.ConnContext))
 	s.http.ErrorLog = slog.NewLogLogger(d.Logger().With("server", "control API").Handler(), slog.LevelWarn)
 	s.http.RegisterOnShutdown(func() { close(s.ending) })
 	return s
 }
 
 // Serve answers the requests of the connections of l until Shutdown, which closes l.
-func (s *Server) Serve(l net.Listener) error {
-	if err := s.http.Serve(httpd.Limit(l, maxConnections)); !errors.Is(err, http.ErrServerClosed) {
+func (s *Server) Serve(l net.Listener) error { return s.serve(l, maxConnections) }
+
+// serve serves the connections of l like Serve, most of them at one time.
+func (s *Server) serve(l net.Listener, most int) error {
+	if err := s.http.Serve(httpd.Limit(l, most)); !errors.Is(err, http.ErrServerClosed) {
 		return err
 	}
 	return nil
@@ -179,6 +183,12 @@ func (s *Server) Shutdown(ctx context.Context) error {
 		err = errors.Join(err, s.http.Close())
 	}
 	return err
+}
+
+// use makes t prove who clients are.
+func (s *Server) use(t *trust) {
+	s.trust.Store(t)
+	s.d.ShowCertificates(t.certificates)
 }
 
 // unknown answers requests for which mux has no route, in JSON.

@@ -32,7 +32,7 @@ const removeTime = time.Second
 func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), err error) {
 	var (
 		listeners []net.Listener
-		proofs    *trust // nil: no listener requires certificates
+		proofs    *trust // nil: control.listen is not set
 	)
 	fail := func(key string, err error) (func(), error) {
 		for _, l := range listeners {
@@ -63,17 +63,14 @@ func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), er
 			return fail("control.listen", err)
 		}
 		listeners, proofs = append(listeners, l), t
-		d.ShowCertificates(t.certificates)
-	}
-	if len(listeners) == 0 && c.Socket == "" {
-		log.Info("control API is off", "reason", "neither control.socket nor control.listen is set")
 	}
 	s := NewServer(d, c)
-	s.trust = proofs
+	if proofs != nil {
+		s.use(proofs)
+	}
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
-	for _, l := range listeners {
-		log.Info("control API", "address", l.Addr())
+	serve := func(l net.Listener, most int) {
 		wg.Go(func() {
 			select {
 			case <-d.Ready():
@@ -81,12 +78,27 @@ func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), er
 				l.Close()
 				return
 			}
-			if err := s.Serve(l); err != nil {
+			if err := s.serve(l, most); err != nil {
 				log.Error("control API ended", "address", l.Addr(), "reason", err)
 			}
 		})
 	}
+	m := &managers{s: s, tls: c.TLS, serve: func(l net.Listener) { serve(l, maxManagers) }}
+	if d.Effective().ServesManagers() {
+		if _, err := m.begin(); err != nil {
+			return fail("control.tls", err)
+		}
+		log.Info("control API", "address", portals{})
+	} else if len(listeners) == 0 && c.Socket == "" {
+		log.Info("control API is off", "reason", "control.socket, control.listen and control of portals are not set")
+	}
+	for _, l := range listeners {
+		log.Info("control API", "address", l.Addr())
+		serve(l, maxConnections)
+	}
+	d.ServeManagers(m.take)
 	return sync.OnceFunc(func() {
+		m.end()
 		close(stop)
 		ended := make(chan struct{})
 		go func() {

@@ -220,7 +220,7 @@ func requireCommand(cmd *cobra.Command, _ []string) error {
 func (p *program) whereFlags(c *cobra.Command) {
 	f := c.PersistentFlags()
 	f.StringVar(&p.socket, "socket", "", "Unix socket of the control API of the target (default: $"+envSocket+", else "+cmp.Or(config.DefaultSocket(), "none")+")")
-	f.StringVar(&p.address, "address", "", "host:port of the control API of a target on another machine (default: $"+envAddress+")")
+	f.StringVar(&p.address, "address", "", "host:port of the control API of a target on another machine, or rdma://host:port of its portal (default: $"+envAddress+")")
 	f.StringVar(&p.context, "context", "", "name of the target in context list (default: $"+envContext+", else the current one)")
 	f.DurationVar(&p.timeout, "timeout", timeLimit, "how long the target may take to answer; during long work, to make progress")
 	c.RegisterFlagCompletionFunc("context", contextNames)

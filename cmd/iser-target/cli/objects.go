@@ -493,9 +493,9 @@ apply at once, without an error for commands in progress. 0 and none remove a ra
 func (p *program) portal() *cobra.Command {
 	list := list(p, verb{use: "list", short: "List the portals", args: cobra.NoArgs},
 		func(ctx context.Context, c *call) ([]schema.PortalState, error) { return c.Portals(ctx) },
-		"LISTEN ADDRESS TPGT TRANSPORTS CONNECTIONS IPSEC ADVERTISE", func(s *schema.PortalState) []any {
+		"LISTEN ADDRESS TPGT TRANSPORTS CONNECTIONS IPSEC CONTROL ADVERTISE", func(s *schema.PortalState) []any {
 			return []any{s.Listen, s.Address, s.TPGT, strings.Join(s.Transports, ","),
-				s.Connections, s.IPsec, strings.Join(s.Advertise, ",")}
+				s.Connections, s.IPsec, map[bool]string{true: "yes"}[s.Control], strings.Join(s.Advertise, ",")}
 		})
 	var po schema.Portal
 	add := p.change(verb{use: "add ADDRESS", short: "Add a portal: listen on another address, host:port", args: cobra.ExactArgs(1), complete: cobra.NoFileCompletions},
@@ -514,6 +514,7 @@ func (p *program) portal() *cobra.Command {
 	f.StringSliceVar(&po.Transports, "transport", nil, "iser or tcp (default: both)")
 	f.StringVar(&po.IPsec, "ipsec", "", "off, audit or required (default: off)")
 	f.StringVar(&po.IPsecProfile, "ipsec-profile", "", "profile of the configuration that says which protection is good enough")
+	f.BoolVar(&po.Control, "control", false, "make the control API available here, over RDMA, to callers with a certificate")
 	f.StringSliceVar(&po.Advertise, "advertise", nil, "address that discovery returns instead of ADDRESS; repeatable")
 	remove := p.change(verb{use: "remove ADDRESS", short: "Remove a portal: stop listening on its address", args: cobra.ExactArgs(1), complete: p.complete(portals)},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {

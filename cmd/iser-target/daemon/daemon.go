@@ -101,6 +101,7 @@ type Daemon struct {
 	successorLink *os.File               // to the process that continues, if this one is to be its supervisor
 	side          map[string]*sideServer // by kind of change
 	certificates  atomic.Pointer[func() []schema.CertificateState]
+	managers      atomic.Pointer[func(*Manager) error] // nil: none is served
 
 	mu     sync.Mutex // held for moments; before shrinks.mu and the locks of node
 	served served

@@ -212,6 +212,11 @@ func (d *Daemon) serve(on *portal, n *newcomer, nc *capture.Conn) {
 		return
 	}
 	dm, stage, err := d.mover(n.ctx, p, nc, accepted.Add(time.Duration(d.net.login.Load())))
+	var other *iser.Other
+	if errors.As(err, &other) {
+		d.manage(n, nc, other.Stream)
+		return
+	}
 	if err != nil {
 		var unprotected unprotectedError
 		if cause := context.Cause(n.ctx); errors.Is(cause, errDisplaced) || errors.As(cause, &unprotected) {
@@ -231,7 +236,7 @@ func (d *Daemon) serve(on *portal, n *newcomer, nc *capture.Conn) {
 }
 
 // mover returns the Datamover for what the initiator speaks, which the portal has to
-// allow. It fails at the deadline; stage says where.
+// allow. It fails at the deadline; stage says where. The error for a manager is an *iser.Other.
 func (d *Daemon) mover(ctx context.Context, p *servedPortal, nc *capture.Conn, deadline time.Time) (dm iscsi.Datamover, stage string, err error) {
 	speaks, err := sniff(ctx, nc, deadline)
 	if err != nil {
@@ -247,7 +252,7 @@ func (d *Daemon) mover(ctx context.Context, p *servedPortal, nc *capture.Conn, d
 	}
 	o := *d.net.rdma.Load()
 	o.StartupTimeout = max(time.Until(deadline), 1) // 0 is the default
-	c, err := iser.Accept(ctx, nc, iser.Options{RDMA: o})
+	c, err := iser.AcceptUnless(ctx, nc, iser.Options{RDMA: o}, func(r *rdma.Request) *rdma.Answer { return d.notISER(p, r) })
 	if err != nil {
 		return nil, "mpa", err
 	}

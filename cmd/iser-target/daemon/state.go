@@ -49,7 +49,7 @@ func (d *Daemon) State() schema.State {
 	}
 	for _, p := range d.served.portals {
 		cur := p.cur.Load()
-		ps := schema.PortalState{Listen: cur.cfg.Listen, Address: p.l.Addr().String(), TPGT: cur.cfg.TPGT, Advertise: cur.cfg.Advertise, IPsec: string(cur.cfg.Demand())}
+		ps := schema.PortalState{Listen: cur.cfg.Listen, Address: p.l.Addr().String(), TPGT: cur.cfg.TPGT, Advertise: cur.cfg.Advertise, IPsec: string(cur.cfg.Demand()), Control: cur.cfg.Control}
 		for _, tr := range []transport{transportISER, transportTCP} {
 			if cur.cfg.Serves(string(tr)) {
 				ps.Transports = append(ps.Transports, string(tr))

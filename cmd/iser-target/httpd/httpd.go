@@ -221,6 +221,14 @@ func limitedOf(c net.Conn) *limited {
 	return l
 }
 
+// Under returns the connection that the listener of Limit, or of TLS, got.
+func Under(c net.Conn) net.Conn {
+	if l := limitedOf(c); l != nil {
+		return l.Conn
+	}
+	return c
+}
+
 // Close implements net.Conn.
 func (c *limited) Close() error {
 	if l := c.of; l != nil {

@@ -86,6 +86,8 @@ type Portal struct {
 	// IPsec is off, audit or required; empty: off.
 	IPsec        string `json:"ipsec,omitempty"`
 	IPsecProfile string `json:"ipsec_profile,omitempty"`
+	// Control makes the control API available here, over RDMA.
+	Control bool `json:"control,omitempty"`
 }
 
 // Values are the new values of keys of a LUN, target or portal, as in YAML.

@@ -50,6 +50,7 @@ type PortalState struct {
 	Transports  []string `json:"transports"`
 	Connections int      `json:"connections"` // of sessions
 	IPsec       string   `json:"ipsec"`       // off, audit or required
+	Control     bool     `json:"control"`     // the control API is here, too
 }
 
 // A TargetState describes a target.

@@ -36,7 +36,7 @@ const (
 // A Client sends requests to one target. Its errors are *schema.Error, except those of
 // callbacks and Writers of the caller.
 type Client struct {
-	where string     // path of the socket, or host:port
+	where string     // path of the socket, host:port, or rdma://host:port
 	tls   *clientTLS // nil: where is a socket
 	http  http.Client
 
@@ -111,7 +111,7 @@ func encode(body any) (b []byte, content string, err error) {
 func (c *Client) roundTrip(ctx context.Context, method, path string, q url.Values, body any) (*http.Response, error) {
 	u := "http://iser-target" + path
 	if c.tls != nil {
-		u = "https://" + c.where + path
+		u = "https://" + c.tls.tcp + path
 	}
 	if len(q) > 0 {
 		u += "?" + q.Encode()
@@ -171,6 +171,9 @@ func (c *Client) unreached(method string, err error) error {
 		hint = "start it with iser-target serve, or name its socket with --socket (control.socket in its configuration)"
 		if c.tls != nil {
 			hint = "start it with iser-target serve, or name its address with --address (control.listen in its configuration)"
+		}
+		if c.tls != nil && c.tls.portal {
+			hint = "start it with iser-target serve, or name a portal that has control in its configuration"
 		}
 		return &schema.Error{Code: schema.Unreached, Message: fmt.Sprintf("no target answers on %s: %v", c.where, err), Hint: hint}
 	}

@@ -10,10 +10,13 @@ import (
 	"math"
 	"net"
 	"net/http"
+	"net/url"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/cmd/iser-target/tunnel"
 )
 
 // TLSFiles names the PEM files of a client.
@@ -25,18 +28,27 @@ type TLSFiles struct {
 // A clientTLS authenticates client and target to each other.
 type clientTLS struct {
 	files  TLSFiles
+	tcp    string // host:port
+	portal bool   // of a portal
 	config *tls.Config
 }
 
-// NewTLS returns a client of the target that serves on a TCP address, host:port, with TLS
+// SchemeRDMA begins the address of a portal.
+const SchemeRDMA = "rdma://"
+
+// NewTLS returns a client of the target that serves on a TCP address, host:port, or at its portal rdma://host:port, with TLS
 // 1.3. It does not connect before the first request. An error about a file names it.
 func NewTLS(address string, files TLSFiles) (*Client, error) {
-	host, port, err := net.SplitHostPort(address)
-	if err == nil && (host == "" || port == "") {
+	tcp, portal := strings.CutPrefix(address, SchemeRDMA)
+	host, port, err := net.SplitHostPort(tcp)
+	switch {
+	case strings.Contains(tcp, "://"):
+		err = errors.New("the only scheme is " + SchemeRDMA)
+	case err == nil && (host == "" || port == ""):
 		err = errors.New("not host:port")
 	}
 	if err != nil {
-		return nil, &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("address %q: %v", address, err), Hint: "give --address as host:port"}
+		return nil, &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("address %q: %v", address, err), Hint: "give --address as host:port, or as rdma://host:port"}
 	}
 	unusable := func(file string, err error) error {
 		return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("%s: %v", file, err), Hint: "nothing was sent to the target"}
@@ -50,7 +62,7 @@ func NewTLS(address string, files TLSFiles) (*Client, error) {
 	if err != nil {
 		return nil, unusable(files.Cert+" with "+files.Key, err)
 	}
-	t := &clientTLS{files: files, config: &tls.Config{
+	t := &clientTLS{files: files, tcp: tcp, portal: portal, config: &tls.Config{
 		ServerName: host,
 		MinVersion: tls.VersionTLS13,
 		// Send it whatever authorities the target names: the alert of the target says more
@@ -67,14 +79,21 @@ func NewTLS(address string, files TLSFiles) (*Client, error) {
 			return nil, unusable(files.CA, errors.New("the file has no certificate"))
 		}
 	}
-	dialer := &net.Dialer{Timeout: dialTime}
 	c := newClient(address, &http.Transport{
-		DialContext:         dialer.DialContext,
+		DialContext:         func(ctx context.Context, _, _ string) (net.Conn, error) { return t.dial(ctx) },
 		TLSClientConfig:     t.config,
 		TLSHandshakeTimeout: dialTime,
 	})
 	c.tls = t
 	return c, nil
+}
+
+// dial connects to the target, without TLS.
+func (t *clientTLS) dial(ctx context.Context) (net.Conn, error) {
+	if t.portal {
+		return tunnel.Dial(ctx, t.tcp)
+	}
+	return (&net.Dialer{Timeout: dialTime}).DialContext(ctx, "tcp", t.tcp)
 }
 
 // reasonOf returns err without its path, which the message names already.
@@ -107,7 +126,15 @@ func (t *clientTLS) explain(address string, err error) *schema.Error {
 		invalid   x509.CertificateInvalidError
 		record    tls.RecordHeaderError
 	)
+	var request *url.Error // which names the address, too
+	if errors.As(err, &request) {
+		err = request.Err
+	}
 	switch {
+	case errors.Is(err, tunnel.ErrNoChannel):
+		return fail("set control of that portal, and restart the target if control.tls was not set before; its log has the reason", "%s: %v", address, err)
+	case errors.Is(err, tunnel.ErrNoRDMA):
+		return fail("the portal must serve the transport iser, and take this address; the log of the target may have the reason", "%s: %v", address, err)
 	case errors.As(err, &authority):
 		return fail("give the certificate of the authority that signed control.tls.cert with --tls-ca",
 			"the certificate of the target at %s is not signed by an authority in %s",
@@ -131,7 +158,7 @@ func (t *clientTLS) explain(address string, err error) *schema.Error {
 		}
 		// A target refuses after the client has completed its handshake. Its alert can get
 		// lost if it closes the connection without reading the request.
-		if alert, ok = t.verdict(address); !ok {
+		if alert, ok = t.verdict(); !ok {
 			return nil
 		}
 	}
@@ -169,12 +196,16 @@ func alertOf(err error) (tls.AlertError, bool) {
 }
 
 // verdict returns the alert that the target sends to a client which sends nothing.
-func (t *clientTLS) verdict(address string) (tls.AlertError, bool) {
+func (t *clientTLS) verdict() (tls.AlertError, bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), dialTime)
 	defer cancel()
-	c, err := (&tls.Dialer{Config: t.config}).DialContext(ctx, "tcp", address)
-	if err == nil {
-		defer c.Close()
+	nc, err := t.dial(ctx)
+	if err != nil {
+		return 0, false
+	}
+	c := tls.Client(nc, t.config)
+	defer c.Close()
+	if err = c.HandshakeContext(ctx); err == nil {
 		c.SetReadDeadline(time.Now().Add(verdictTime))
 		_, err = c.Read(make([]byte, 1))
 	}
