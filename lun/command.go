@@ -49,6 +49,7 @@ type Command struct {
 
 	place  atomic.Uint32        // see detach.go
 	copyTo atomic.Pointer[Unit] // the other unit that a segment of EXTENDED COPY changes
+	stop   *atomic.Bool         // nil, or true when the copy of c has to end: see copies
 	holds  [2]*Unit             // guarded by detaching: units that are held up until c is back
 
 	sense    []byte
@@ -62,7 +63,7 @@ type Command struct {
 func (n *Nexus) Begin(c *Command) bool {
 	c.DataOut, c.DataIn, c.Whole, c.Overflow, c.Status = 0, 0, false, false, StatusGood
 	c.failed, c.lba, c.count, c.arrived, c.same, c.sense = false, 0, 0, 0, nil, nil
-	c.whole, c.entered = nil, false
+	c.whole, c.entered, c.stop = nil, false, nil
 	c.identify(n)
 	if !c.enter() {
 		return false

@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"encoding/binary"
 	"slices"
-	"sync"
 )
 
 // Limits of EXTENDED COPY, which RECEIVE COPY OPERATING PARAMETERS and VPD page 8Fh report.
@@ -18,7 +17,8 @@ const (
 )
 
 const (
-	copyHeader = 16
+	copyHeader  = 16
+	copyHeader4 = 48 // of EXTENDED COPY(LID4)
 
 	// CSCD descriptors, and the only known type.
 	cscdLen            = 32
@@ -32,58 +32,7 @@ const (
 	listIDNone = 3 // LIST ID USAGE 11b: no list identifier
 )
 
-// Copy manager status of RECEIVE COPY STATUS.
-const (
-	copyInProgress = 0
-	copyGood       = 1
-	copyFailed     = 2
-)
-
-// copies has what RECEIVE COPY STATUS reports about the EXTENDED COPY commands of an I_T_L nexus,
-// by list identifier.
-type copies struct {
-	mu sync.Mutex
-	of map[byte]copyStatus // guarded by mu
-}
-
-type copyStatus struct {
-	status   byte
-	segments uint16 // done
-	octets   uint64 // written
-}
-
-// begin enters a copy, unless one with that identifier is in progress.
-func (l *copies) begin(id byte) (ok bool) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if s, busy := l.of[id]; busy && s.status == copyInProgress {
-		return false
-	}
-	if l.of == nil {
-		l.of = map[byte]copyStatus{}
-	}
-	l.of[id] = copyStatus{status: copyInProgress}
-	return true
-}
-
-// set sets the status of a copy that begin has entered.
-func (l *copies) set(id byte, s copyStatus) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.of[id] = s
-}
-
-// take returns a status, and forgets it if it is final.
-func (l *copies) take(id byte) (s copyStatus, ok bool) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if s, ok = l.of[id]; s.status != copyInProgress {
-		delete(l.of, id)
-	}
-	return s, ok
-}
-
-// beginExtendedCopy checks the length of the list of EXTENDED COPY(LID1).
+// beginExtendedCopy checks the length of the list of EXTENDED COPY.
 func beginExtendedCopy(_ *Unit, c *Command) bool {
 	c.DataOut, c.Whole = uint64(binary.BigEndian.Uint32(c.CDB[10:])), true
 	if c.DataOut > MaxParameterList {
@@ -99,51 +48,124 @@ type segment struct {
 	n              int64
 }
 
+// A listHead is the header of a parameter list of EXTENDED COPY, and where its fields are.
+type listHead struct {
+	sa                     byte
+	id                     uint32
+	usage                  byte // LIST ID USAGE
+	immediate              bool // GOOD comes before the copy
+	header                 int  // bytes
+	cscds, segments        int  // bytes of descriptors
+	inline                 uint32
+	usageField, cscdsField int // offsets
+}
+
 // consumeExtendedCopy executes EXTENDED COPY(LID1) (SPC-4, section 6.4): copies from blocks to
 // blocks among the logical units that the initiator sees, also at other targets.
 //
 //	header of 16 │ CSCD descriptors of 32 │ segment descriptors of 28
 func consumeExtendedCopy(u *Unit, c *Command, p []byte, _ uint64) bool {
+	be := binary.BigEndian
+	if len(p) < copyHeader {
+		return c.fail(condListLength)
+	}
+	cscds, segments := be.Uint16(p[2:]), be.Uint32(p[8:])
+	if uint64(cscds)+uint64(segments) > maxCopyList {
+		return c.failHeavily(u, condListLength)
+	}
+	return c.extendedCopy(u, p, listHead{
+		sa: saCopyLID1, id: uint32(p[0]), usage: p[1] >> 3 & 3, header: copyHeader, cscds: int(cscds), segments: int(segments),
+		inline: be.Uint32(p[12:]), usageField: 1, cscdsField: 2,
+	})
+}
+
+// consumeExtendedCopy4 executes EXTENDED COPY(LID4) (SPC-4, section 6.3), which does the same. Its list identifier has four
+// bytes, and with IMMED the copy continues after GOOD.
+//
+//	header of 48 │ CSCD descriptors of 32 │ segment descriptors of 28
+func consumeExtendedCopy4(u *Unit, c *Command, p []byte, _ uint64) bool {
+	const (
+		format       = 0x01
+		headerCSCD   = 0x20 // bytes of the header from byte 16 on
+		headerType   = 0xff
+		immed, sense = 0x01, 0x02
+	)
+	be := binary.BigEndian
+	if len(p) < copyHeader4 {
+		return c.fail(condListLength)
+	}
+	l := listHead{
+		sa: saCopyLID4, id: be.Uint32(p[20:]), usage: p[1] >> 3 & 3, immediate: p[15]&immed != 0, header: copyHeader4,
+		cscds: int(be.Uint16(p[42:])), segments: int(be.Uint16(p[44:])), inline: uint32(be.Uint16(p[46:])), usageField: 1, cscdsField: 42,
+	}
+	switch {
+	case p[0] != format:
+		return c.failList(0)
+	case be.Uint16(p[2:]) != headerCSCD:
+		return c.failList(2)
+	case p[15]&sense != 0: // G_SENSE: GOOD has no sense data here
+		return c.failList(15)
+	case p[16] != headerType:
+		return c.failList(16)
+	case l.immediate && l.usage == listIDNone: // nobody could ask for its end
+		return c.failList(1)
+	case l.cscds+l.segments > maxCopyList:
+		return c.failHeavily(u, condListLength)
+	}
+	return c.extendedCopy(u, p, l)
+}
+
+// failHeavily fails c after it has waited for its turn at the store.
+func (c *Command) failHeavily(u *Unit, k Sense) bool {
+	if err := u.enter(c, heavyStep(0)); err != nil {
+		return c.writeDone(err)
+	}
+	u.leave(c)
+	return c.fail(k)
+}
+
+// extendedCopy reads the descriptors of the list p and copies.
+func (c *Command) extendedCopy(u *Unit, p []byte, l listHead) bool {
 	// Reading the list is work as well: who sends lists that fail waits for its turn.
 	if err := u.enter(c, heavyStep(0)); err != nil {
 		return c.writeDone(err)
 	}
 	u.leave(c)
 	be := binary.BigEndian
-	if len(p) < copyHeader {
-		return c.fail(condListLength)
-	}
-	id, usage := p[0], p[1]>>3&3
-	cscdsLen, segmentsLen, inline := int(be.Uint16(p[2:])), be.Uint32(p[8:]), be.Uint32(p[12:])
 	switch {
-	case usage == 1, usage == listIDNone && id != 0:
-		return c.failList(1)
-	case uint64(cscdsLen)+uint64(segmentsLen) > maxCopyList,
-		uint64(cscdsLen)+uint64(segmentsLen) > uint64(len(p)-copyHeader):
+	case l.usage == 1, l.usage == listIDNone && l.id != 0:
+		return c.failList(l.usageField)
+	case l.cscds+l.segments > len(p)-l.header:
 		return c.fail(condListLength)
-	case inline != 0:
+	case l.inline != 0:
 		return c.fail(condInlineData)
-	case cscdsLen%cscdLen != 0:
-		return c.failList(2)
-	case cscdsLen > maxCSCDs*cscdLen:
+	case l.cscds%cscdLen != 0:
+		return c.failList(l.cscdsField)
+	case l.cscds > maxCSCDs*cscdLen:
 		return c.fail(condTooManyCSCDs)
 	}
-	at := copyHeader
+	at := l.header
 	var others []*Nexus // with other targets
-	defer func() {
+	release := func() {
 		for _, n := range others {
 			n.Close()
 		}
+	}
+	keep := false
+	defer func() {
+		if !keep {
+			release()
+		}
 	}()
 	var units []*itl // nil: no unit has that name
-	for end := at + cscdsLen; at < end; at += cscdLen {
+	for end := at + l.cscds; at < end; at += cscdLen {
 		l, ok := c.parseCSCD(p[at:][:cscdLen], at, &others)
 		if !ok {
 			return false
 		}
 		units = append(units, l)
 	}
-	end := at + int(segmentsLen)
+	end := at + l.segments
 	var segments [][]byte
 	for at < end {
 		switch {
@@ -170,27 +192,38 @@ func consumeExtendedCopy(u *Unit, c *Command, p []byte, _ uint64) bool {
 		}
 	}
 
-	s := copyStatus{status: copyInProgress}
-	if usage != listIDNone && !c.itl.copies.begin(id) {
-		return c.fail(condOperationInProgress)
-	}
-	note := func(octets int64) {
-		s.octets += uint64(octets)
-		if usage != listIDNone {
-			c.itl.copies.set(id, s)
+	s := &copyStatus{sa: l.sa}
+	if l.usage != listIDNone {
+		if k := c.itl.copies.begin(l.id, s, c); k != condNone {
+			return c.fail(k)
 		}
 	}
+	if l.immediate {
+		if next := c.itl.copies.fork(s, c); next != nil {
+			keep = true
+			u.copying.Add(1) // see Unit.Busy
+			go func() {
+				defer u.copying.Add(-1)
+				defer release()
+				next.copySegments(todo, s)
+			}()
+			return true
+		}
+		// Too many copies continue after their commands. This one does not.
+	}
+	return c.copySegments(todo, s)
+}
+
+// copySegments copies what todo says, and keeps s up to date.
+func (c *Command) copySegments(todo []segment, s *copyStatus) bool {
+	l := &c.itl.copies
+	defer func() { l.finish(s, c) }()
 	for i, seg := range todo {
-		if !c.copySegment(seg, i, note) {
-			s.status = copyFailed
-			note(0)
+		if !c.copySegment(seg, i, func(octets int64) { l.note(s, octets) }) {
 			return false
 		}
-		s.segments++
-		note(0)
+		l.noteSegment(s)
 	}
-	s.status = copyGood
-	note(0)
 	return true
 }
 
@@ -297,6 +330,18 @@ const (
 	maxDeviceCopyStep = 4 << 20
 )
 
+// sharedUnit is the size in bytes of the blocks that file systems share, at the most usual one.
+const sharedUnit = 4096
+
+// alignShared returns how much of the first n bytes of a segment to copy first, so that the rest begins where file systems can
+// share blocks.
+func alignShared(from, to, n int64) int64 {
+	if part := from % sharedUnit; part != 0 && part == to%sharedUnit {
+		return min(n, sharedUnit-part)
+	}
+	return n
+}
+
 // copySegment copies, and calls note with the number of bytes after each step. Where the source
 // has a hole, the destination gets one.
 func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
@@ -321,8 +366,13 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 		if back {
 			off = s.n - done - n
 		}
+		if done == 0 && !overlap {
+			n = alignShared(s.fromPos, s.toPos, n)
+		}
 		n, ok, err := c.copyStep(s, *sp, off, n, overlap)
 		switch {
+		case err == errCopyStopped, err == errAborted && c.stopped():
+			return c.fail(condCopyStopped)
 		case err == errAborted:
 			return c.fail(condAborted)
 		case err == errHeldUp:
@@ -360,6 +410,8 @@ func (c *Command) copyStep(s segment, p []byte, off, n int64, overlap bool) (don
 	unlock := s.lock(off, n)
 	defer unlock()
 	switch {
+	case c.stopped():
+		return 0, false, errCopyStopped
 	case c.aborted():
 		return 0, false, errAborted
 	case s.from.unit.heldUp(), s.to.unit.heldUp():
@@ -486,22 +538,6 @@ func (s segment) assertLocked(off, n int64) {
 	s.to.unit.ranges.assertHeld(s.toPos+off, n)
 }
 
-// receiveCopyStatus executes RECEIVE COPY STATUS(LID1) (SPC-4, section 6.24).
-func receiveCopyStatus(_ *Unit, c *Command) bool {
-	const octets = 0 // TRANSFER COUNT UNITS; 32 segments of 32 MiB have room
-	s, ok := c.itl.copies.take(c.CDB[2])
-	if !ok {
-		return c.failCDB(2, noField)
-	}
-	b := c.zeroed(12)
-	binary.BigEndian.PutUint32(b, 8)
-	b[4] = s.status
-	binary.BigEndian.PutUint16(b[5:], s.segments)
-	b[7] = octets
-	binary.BigEndian.PutUint32(b[8:], uint32(s.octets))
-	return c.report(b, binary.BigEndian.Uint32(c.CDB[10:]))
-}
-
 // receiveCopyParameters executes RECEIVE COPY OPERATING PARAMETERS (SPC-4, section 6.22).
 func receiveCopyParameters(_ *Unit, c *Command) bool {
 	be := binary.BigEndian
@@ -522,8 +558,8 @@ func receiveCopyParameters(_ *Unit, c *Command) bool {
 // appendThirdPartyCopy appends the Third-party Copy page (SPC-4, section 7.8.17).
 func appendThirdPartyCopy(_ *Unit, _ *Nexus, b []byte) []byte {
 	be := binary.BigEndian
-	b = append(b, 0x00, 0x01, 0, 8, // Supported Commands
-		7, opExtendedCopy, 1, 0x00, opReceiveCopy, 2, 0x00, 0x03)
+	b = append(b, 0x00, 0x01, 0, 12, // Supported Commands
+		10, opExtendedCopy, 3, saCopyLID1, saCopyLID4, saCopyAbort, opReceiveCopy, 3, saStatusLID1, saCopyParameters, saStatusLID4, 0)
 	parameters := [32]byte{1: 0x04, 3: 28} // Parameter Data
 	be.PutUint16(parameters[8:], maxCSCDs)
 	be.PutUint16(parameters[10:], maxSegments)

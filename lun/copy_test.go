@@ -2,7 +2,9 @@ package lun
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -11,6 +13,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
@@ -119,7 +123,7 @@ func TestExtendedCopy(t *testing.T) {
 		t.Errorf("PARAMETER LIST LENGTH 0: %v", res)
 	}
 	wantField(t, do(r.nexus, &r.c, [8]byte{}, "83 00 0000000000000000 00010001 00 00", nil, all), 10, noField)
-	wantField(t, do(r.nexus, &r.c, [8]byte{}, "83 01 0000000000000000 00000000 00 00", nil, all), 1, 4) // LID4
+	wantField(t, do(r.nexus, &r.c, [8]byte{}, "83 02 0000000000000000 00000000 00 00", nil, all), 1, 4)
 	wantField(t, do(r.nexus, &r.c, [8]byte{}, "84 01 0000000000000000 00000000 00 00", nil, all), 1, 4) // RECEIVE COPY DATA
 }
 
@@ -291,24 +295,7 @@ func TestReceiveCopyOperatingParameters(t *testing.T) {
 
 // A copy from file to file or within one copies data as data, and holes as holes.
 func TestExtendedCopyFiles(t *testing.T) {
-	const size = 64 << 20
-	inv := NewInventory()
-	t.Cleanup(func() { inv.Close() })
-	for i, id := range []state.Identity{testIdentity, {NAA: [8]byte{0x3f, 7: 0xee}, Serial: "3f000000000000ee"}} {
-		store, _, err := backend.OpenFile(backend.FileConfig{Path: filepath.Join(t.TempDir(), "lun.img"), Size: size})
-		if err != nil {
-			t.Fatal(err)
-		}
-		u, err := New(store, Options{Identity: id})
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := inv.Add(uint16(i), u); err != nil {
-			t.Fatal(err)
-		}
-	}
-	r := &copyRig{rig: &rig{t: t, inv: inv}}
-	r.nexus = r.login()
+	r := filePair(t, t.TempDir(), 64<<20)
 	// Data, a hole of 8 MiB, and data again.
 	want := make([]byte, 16<<20)
 	copy(want, pattern(2<<20, 1))
@@ -652,5 +639,117 @@ func TestExtendedCopyEndsWithItsAccess(t *testing.T) {
 	got := make([]byte, 1<<20)
 	if err := f.store.Store.ReadAt(got, 1<<20); err != nil || !bytes.Equal(got, make([]byte, 1<<20)) {
 		t.Errorf("the second MiB was copied (%v)", err)
+	}
+}
+
+// filePair returns a rig with two LUNs of files in that directory.
+func filePair(t testing.TB, dir string, size int64) *copyRig {
+	t.Helper()
+	inv := NewInventory()
+	t.Cleanup(func() { inv.Close() })
+	for i, id := range []state.Identity{testIdentity, {NAA: [8]byte{0x3f, 7: 0xee}, Serial: "3f000000000000ee"}} {
+		store, _, err := backend.OpenFile(backend.FileConfig{Path: filepath.Join(dir, fmt.Sprintf("lun%d.img", i)), Size: size})
+		if err != nil {
+			t.Fatal(err)
+		}
+		u, err := New(store, Options{Identity: id})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := inv.Add(uint16(i), u); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r := &copyRig{rig: &rig{t: t, inv: inv}}
+	r.nexus = r.login()
+	return r
+}
+
+// sharingFS returns a directory on a file system that can share blocks.
+func sharingFS(t testing.TB, size int) string {
+	return backendtest.Mount(t, backendtest.MakeFS(t, "btrfs", size, "-q", "--mixed"), "btrfs", "")
+}
+
+// A copy between files on a file system that can share blocks takes no space, also if it begins and ends within a block of the
+// file system. A write to the source afterwards does not change the copy.
+func TestExtendedCopySharesBlocks(t *testing.T) {
+	const count = 12<<11 + 3 // 12 MiB and three blocks
+	dir := sharingFS(t, 64<<20)
+	r := filePair(t, dir, 16<<20)
+	data := pattern(count*512, 1)
+	wantGood(t, "WRITE(16)", do(r.nexus, &r.c, [8]byte{}, extentCDB(0x8a, 0, 5, count), data, all))
+	free := func() int64 {
+		t.Helper()
+		for i := range byte(2) {
+			wantGood(t, "SYNCHRONIZE CACHE", do(r.nexus, &r.c, [8]byte{0, i}, extentCDB(0x91, 0, 0, 0), nil, all))
+		}
+		f, err := os.Open(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		var st unix.Statfs_t
+		if err := errors.Join(unix.Syncfs(int(f.Fd())), unix.Fstatfs(int(f.Fd()), &st)); err != nil {
+			t.Fatal(err)
+		}
+		return int64(st.Bfree) * st.Bsize
+	}
+	before := free()
+	wantGood(t, "EXTENDED COPY", r.copy(copyList(1, 2, []string{cscdZero, cscdOne}, []string{blocks(0, 1, count, 5, 2048+5)})))
+	if took := before - free(); took > 2<<20 {
+		t.Errorf("the copy of %d bytes took %d", count*512, took)
+	}
+	wantBytes(t, r.read(1, 2048+5, count), data)
+	wantGood(t, "WRITE(16)", do(r.nexus, &r.c, [8]byte{}, extentCDB(0x8a, 0, 5, count), pattern(count*512, 2), all))
+	wantBytes(t, r.read(1, 2048+5, count), data)
+}
+
+// BenchmarkCopy compares EXTENDED COPY of 32 MiB between two files with READ and WRITE of the same data in pieces of 1 MiB, on the
+// file system of the tests, and on one that can share blocks. The initiator is in the process, so READ and WRITE cross no network.
+func BenchmarkCopy(b *testing.B) {
+	const count = 32 << 11
+	for _, fs := range []struct {
+		name string
+		dir  func() string
+	}{{"temporary", b.TempDir}, {"sharing", func() string { return sharingFS(b, 256<<20) }}} {
+		b.Run(fs.name, func(b *testing.B) {
+			r := filePair(b, fs.dir(), 32<<20)
+			wantGood(b, "WRITE(16)", do(r.nexus, &r.c, [8]byte{}, extentCDB(0x8a, 0, 0, count), pattern(count*512, 1), all))
+			wantGood(b, "SYNCHRONIZE CACHE", do(r.nexus, &r.c, [8]byte{}, extentCDB(0x91, 0, 0, 0), nil, all))
+			list := unhex(copyList(0, 3, []string{cscdZero, cscdOne}, []string{blocks(0, 1, count/2, 0, 0), blocks(0, 1, count/2, count/2, count/2)}))
+			cdb := unhex(fmt.Sprintf("83 00 0000000000000000 %08x 00 00", len(list)))
+			b.Run("EXTENDED COPY", func(b *testing.B) {
+				b.SetBytes(count * 512)
+				for b.Loop() {
+					wantGood(b, "EXTENDED COPY", doCDB(r.nexus, &r.c, [8]byte{}, cdb, list, all))
+				}
+			})
+			b.Run("READ and WRITE", func(b *testing.B) {
+				b.SetBytes(count * 512)
+				p := make([]byte, 1<<20)
+				for b.Loop() {
+					for lba := uint64(0); lba < count; lba += 2048 {
+						r.move(b, 0, 0x88, lba, p)
+						r.move(b, 1, 0x8a, lba, p)
+					}
+				}
+			})
+		})
+	}
+}
+
+// move reads or writes p, without copies of it.
+func (r *copyRig) move(t testing.TB, lun byte, op byte, lba uint64, p []byte) {
+	c, n := &r.c, r.nexus
+	c.LUN, c.CDB = [8]byte{0, lun}, unhex(extentCDB(op, 0, lba, uint64(len(p)/512)))
+	ok := n.Begin(c)
+	if ok && op == 0x88 {
+		ok = n.Produce(c, p, 0)
+	} else if ok {
+		ok = n.Consume(c, p, 0)
+	}
+	n.End(c)
+	if !ok || c.Status != StatusGood {
+		t.Fatalf("status %#x, sense % x", c.Status, c.Sense())
 	}
 }

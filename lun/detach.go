@@ -143,8 +143,10 @@ func (c *Command) mayUseStore() bool {
 // touchesStore reports whether the command may call the store.
 func (row *command) touchesStore() bool {
 	switch row.op {
-	case opStartStop, opExtendedCopy, opModeSelect6, opModeSelect10:
+	case opStartStop, opModeSelect6, opModeSelect10:
 		return true
+	case opExtendedCopy:
+		return row.sa != saCopyAbort
 	case opTestUnitReady, opReadCapacity10, opReadDefectData10, opReadDefectData12:
 		return false
 	case opServiceActionIn16:

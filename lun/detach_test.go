@@ -58,7 +58,7 @@ func TestDetachedCommandHoldsTheUnitUp(t *testing.T) {
 			continue
 		}
 		res := doCDB(r.nexus, &r.c, [8]byte{}, rowCDB(row), make([]byte, 1<<12), all)
-		if row.flags&medium == 0 && row.op != opStartStop && row.op != opExtendedCopy && row.op != opModeSelect6 &&
+		if row.flags&medium == 0 && row.op != opStartStop && (row.op != opExtendedCopy || row.sa == saCopyAbort) && row.op != opModeSelect6 &&
 			row.op != opModeSelect10 || strings.HasPrefix(row.name, "READ CAPACITY") || strings.HasPrefix(row.name, "READ DEFECT") {
 			wantDone(t, row, res)
 		} else {

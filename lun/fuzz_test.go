@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
+	"strings"
 	"testing"
 
 	"github.com/iser-target/iser-target/backend"
@@ -70,6 +71,18 @@ func FuzzCDB(f *testing.F) {
 	copyBlocks("00 18 0020 00000000 00000038 00000000" + cscd +
 		"02 02 0018 0000 0000 0000 0100 0000000000000080 0000000000000000 02 00 0018 0000 0001 0000 ffff ffffffffffffffff 0000000000000000")
 	copyBlocks("01 00 0020 00000000 ffffffff 00000000" + cscd)
+	copyBlocks4 := func(list string) {
+		n := len(unhex(list))
+		add(unhex(fmt.Sprintf("83 01 0000000000000000 %08x 00 00", n)), list)
+	}
+	header := "01 10 0020" + strings.Repeat("00", 11) + "%s ff000000 00000001" + strings.Repeat("00", 18)
+	for _, immed := range []string{"00", "01", "03"} {
+		copyBlocks4(fmt.Sprintf(header, immed) + "0020 001c 0000" + cscd + "02 00 0018 0000 0000 0000 0100 0000000000000000 0000000000000080")
+	}
+	copyBlocks4(fmt.Sprintf(header, "00") + "0020 ffff 0001" + cscd)
+	copyBlocks4("01 10 0020")
+	add(unhex("83 1c 00000001 00000000 00000000 00 00"), "")
+	add(unhex("84 05 00000001 00000000 ffffffff 00 00"), "")
 	add(unhex("84 00 01 00000000000000 ffffffff 00 00"), "")
 	add(unhex("84 03 00 00000000000000 ffffffff 00 00"), "")
 	add(unhex("48 01 0000000000 0008 00"), "02 00 0004 01020304")

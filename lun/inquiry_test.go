@@ -95,10 +95,11 @@ func TestVPD(t *testing.T) {
 			01                      # V_SUP
 			00 00 00 0000 00 28` + strings.Repeat("00", 50)},
 		{name: "8f", page: "8f", want: `
-			00 8f 0060              # 96
-			0001 0008 07            # Supported Commands
-			83 01 00                #   EXTENDED COPY(LID1)
-			84 02 00 03             #   RECEIVE COPY STATUS(LID1), RECEIVE COPY OPERATING PARAMETERS
+			00 8f 0064              # 100
+			0001 000c 0a            # Supported Commands
+			83 03 00 01 1c          #   EXTENDED COPY(LID1) and (LID4), COPY OPERATION ABORT
+			84 03 00 03 05          #   RECEIVE COPY STATUS(LID1), RECEIVE COPY OPERATING PARAMETERS, RECEIVE COPY STATUS(LID4)
+			00                      #   padding
 			0004 001c 00000000      # Parameter Data
 			0010                    #   MAXIMUM CSCD DESCRIPTOR COUNT
 			0020                    #   MAXIMUM SEGMENT DESCRIPTOR COUNT

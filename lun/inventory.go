@@ -140,6 +140,7 @@ func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 			continue
 		}
 		was := n.list()[at]
+		was.copies.haltBackground() // they fail in the old unit
 		if old.Absent() {
 			was.leave()
 		} else {

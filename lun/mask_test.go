@@ -77,7 +77,7 @@ func TestReadOnlyNexus(t *testing.T) {
 	enter := func(p Port) *Nexus {
 		n := inv.NewNexus(p)
 		wantSense(t, do(n, &r.c, [8]byte{}, "00", nil, all), 0x6, 0x29, 0x00)
-		n.list()[0].copies.begin(0)
+		n.list()[0].copies.begin(0, &copyStatus{}, &Command{})
 		return n
 	}
 	n, a := enter(portC), enter(portA)

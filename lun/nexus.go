@@ -84,9 +84,11 @@ func (n *Nexus) Close() {
 	n.inv.mu.Lock()
 	delete(n.inv.nexuses, n) // its list changes no more
 	n.inv.mu.Unlock()
+	var copied []*Unit
 	for _, l := range n.list() {
-		l.leave()
+		copied = append(copied, l.leave()...)
 	}
+	endAll(copied)
 }
 
 // enter makes the unit know the nexus.
@@ -96,12 +98,15 @@ func (l *itl) enter() {
 	l.unit.seen[l] = struct{}{}
 }
 
-// leave undoes enter: the unit forgets the nexus.
-func (l *itl) leave() {
+// leave undoes enter: the unit forgets the nexus. It ends the copies of the nexus that continue after their commands, and
+// returns the units to which they may write until endAll returns.
+func (l *itl) leave() (copied []*Unit) {
+	copied = l.copies.haltBackground()
 	l.unit.mu.Lock()
 	delete(l.unit.seen, l)
 	l.unit.mu.Unlock()
 	l.unit.dropReserve(l.nexus) // after that: see Unit.reserve
+	return copied
 }
 
 // list returns the logical units that the initiator sees, ascending by LUN.
@@ -222,15 +227,31 @@ func (l *itl) reset(others bool) {
 		return
 	}
 	u, initiator := l.unit, l.nexus.name.initiator.name
-	u.dropReserveOf(func(n *Nexus) bool { return n.name.initiator.name == initiator })
+	own := func(n *Nexus) bool { return n.name.initiator.name == initiator }
+	u.dropReserveOf(own)
+	u.endBackground(own)
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	for o := range u.seen {
-		if o.nexus.name.initiator.name == initiator {
+		if own(o.nexus) {
 			o.prevents = false
 			o.raise(condReset)
 		}
 	}
+}
+
+// endBackground ends the copies that continue after their commands for u, of the nexuses that match selects, and returns once they
+// write nothing more.
+func (u *Unit) endBackground(match func(*Nexus) bool) {
+	u.mu.Lock()
+	var copied []*Unit
+	for l := range u.seen {
+		if match(l.nexus) {
+			copied = append(copied, l.copies.haltBackground()...)
+		}
+	}
+	u.mu.Unlock()
+	endAll(copied)
 }
 
 // hasUnitAlone reports whether the initiator may change the state of the unit, and no other

@@ -139,6 +139,9 @@ func consumePROut(u *Unit, c *Command, p []byte, _ uint64) bool {
 	u.mu.Unlock()
 	if c.row.sa == prPreemptAndAbort {
 		u.endCopies()
+		for _, l := range stop {
+			endAll(l.copies.haltBackground())
+		}
 	}
 	for _, l := range stop {
 		if abort := l.nexus.abort.Load(); abort != nil {

@@ -51,7 +51,9 @@ var passes = map[string]string{
 	"REPORT TARGET PORT GROUPS":         "AAAAA",
 	"REPORT TIMESTAMP":                  "AAAAA",
 	"RECEIVE COPY STATUS(LID1)":         "AAAAA",
+	"RECEIVE COPY STATUS(LID4)":         "AAAAA",
 	"RECEIVE COPY OPERATING PARAMETERS": "AAAAA",
+	"COPY OPERATION ABORT":              "AAAAA",
 }
 
 // always reports whether a command checks reservations itself and meets no RESERVATION CONFLICT

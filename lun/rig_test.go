@@ -91,7 +91,7 @@ func (r *rig) login() *Nexus {
 		if res := do(n, &r.c, EncodeLUN(l.id), "00 0000 00 00 00", nil, all); r.c.cond != condPowerOn { // in any format
 			r.t.Fatalf("status %#x, sense % x; want POWER ON", res.status, res.sense)
 		}
-		l.copies.begin(0) // so that RECEIVE COPY STATUS of rowCDB has something to report
+		l.copies.begin(0, &copyStatus{}, &Command{}) // so that RECEIVE COPY STATUS of rowCDB has something to report
 	}
 	return n
 }

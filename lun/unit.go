@@ -84,7 +84,7 @@ type Unit struct {
 	stopped       atomic.Bool
 	ejected       atomic.Bool // set and reset with mu held
 	ranges        rangeLocks
-	copying       atomic.Int32 // segments of EXTENDED COPY in progress to the unit
+	copying       atomic.Int32 // segments of EXTENDED COPY in progress to the unit, and copies that continue after commands for it
 	number        uint64       // in the order of New, for commands that lock two units
 	watch         storeWatch
 	detachedIn    atomic.Int32 // commands, and calls by aside, that nobody waits for: see detach.go
@@ -309,7 +309,9 @@ func (u *Unit) Allocate(ctx context.Context, from int64, report func(backend.Pro
 // reset does what a reset does beyond the end of the tasks, and raises the attention.
 func (u *Unit) reset(attention Sense) {
 	u.stopped.Store(false)
-	u.dropReserveOf(func(*Nexus) bool { return true })
+	all := func(*Nexus) bool { return true }
+	u.dropReserveOf(all)
+	u.endBackground(all)
 	// This may sync. An error of that is not lost: the store keeps failing.
 	if (u.mode.Load()^u.modeSaved.Load())&u.modeMutable != 0 || u.levels.Load() != u.levelsSaved.Load() {
 		u.aside(func() {
