@@ -330,7 +330,7 @@ func (c *conn) countAsReceived(f pdu.BHS) bool {
 // abortTaskSet serves ABORT TASK SET: it aborts the tasks of this session on a logical unit.
 func (t *Task) abortTaskSet() byte {
 	t.awaitEarlier()
-	t.abortInSession(t.before)
+	t.abortInSession(t.before, false)
 	t.awaitInSession(t.before)
 	return pdu.FunctionComplete
 }
@@ -342,7 +342,7 @@ func (t *Task) clearTaskSet() byte {
 		return t.abortTaskSet()
 	}
 	t.awaitEarlier()
-	t.clearTasks(t.before, t.sameUnit, t.conn.sess.resetsOthers())
+	t.clearTasks(t.before, t.sameUnit, t.conn.sess.resetsOthers(), false)
 	return pdu.FunctionComplete
 }
 
@@ -350,7 +350,7 @@ func (t *Task) clearTaskSet() byte {
 func (t *Task) resetUnit() byte {
 	t.awaitEarlier()
 	others := t.conn.sess.resetsOthers()
-	t.clearTasks(t.before, t.sameUnit, others)
+	t.clearTasks(t.before, t.sameUnit, others, false)
 	t.conn.sess.nexus.ResetUnit(t.header().LUN(), others)
 	return pdu.FunctionComplete
 }
@@ -394,12 +394,8 @@ func (c *conn) endTarget() {
 // may. Commands that are
 // missing before the function count as received (section 4.2.3.3).
 func (t *Task) clearTarget(others bool) {
-	c := t.conn
-	c.mu.Lock()
-	c.shared.win.skip(t.header().CmdSN())
-	c.advance()
-	c.mu.Unlock()
-	t.clearTasks(t.earlier, func(u *Task) bool { return u.isCommand() && c.sess.nexus.LUNExists(u.header().LUN()) }, others)
+	visible := func(u *Task) bool { return u.isCommand() && t.conn.sess.nexus.LUNExists(u.header().LUN()) }
+	t.clearTasks(t.earlier, visible, others, true)
 }
 
 // earlier selects the commands that the initiator sent before the function.
@@ -416,12 +412,12 @@ func (t *Task) sameUnit(u *Task) bool {
 func (t *Task) before(u *Task) bool { return t.earlier(u) && t.sameUnit(u) }
 
 // clearTasks stops the tasks that own selects in this session, and others in the sessions that within
-// returns. Other sessions get TASK ABORTED for them (SAM-5, section 5.3.1), so CLEAR TASK SET raises no
+// returns. skip is that of abortInSession. Other sessions get TASK ABORTED for them (SAM-5, section 5.3.1), so CLEAR TASK SET raises no
 // unit attention.
-func (t *Task) clearTasks(own, others func(*Task) bool, resetsOthers bool) {
+func (t *Task) clearTasks(own, others func(*Task) bool, resetsOthers, skip bool) {
 	c := t.conn
 	otherSessions := c.sess.within(resetsOthers)
-	t.abortInSession(own)
+	t.abortInSession(own, skip)
 	for _, s := range otherSessions {
 		s.takeAway(others)
 	}
@@ -432,11 +428,17 @@ func (t *Task) clearTasks(own, others func(*Task) bool, resetsOthers bool) {
 }
 
 // abortInSession aborts the tasks that match selects in this session. With FastAbort the initiator
-// sends no more data for them on the connection of the function (section 4.2.3.4).
-func (t *Task) abortInSession(match func(*Task) bool) {
+// sends no more data for them on the connection of the function (section 4.2.3.4). If skip is true, the commands
+// that are missing before the function count as received. Those that waited for them are aborted before any could
+// begin: one that began would overtake what was skipped.
+func (t *Task) abortInSession(match func(*Task) bool, skip bool) {
 	c := t.conn
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if skip {
+		c.shared.win.skip(t.header().CmdSN())
+		defer c.advance()
+	}
 	c.sess.announce(match, c)
 	c.shared.abortTasks(match, false)
 	if c.shared.fence.isFast() {

@@ -481,6 +481,38 @@ func TestWarmResetSkipsGap(t *testing.T) {
 	})
 }
 
+// The commands that waited for what a target reset skips never begin, on no connection of the session: they would
+// overtake the commands that are missing.
+func TestWarmResetBeginsNothing(t *testing.T) {
+	for range 50 { // a goroutine that begins one would be a matter of time
+		synctest.Test(t, func(t *testing.T) {
+			n := newTestNode(t, several(4))
+			tc := n.lead()
+			other := tc.join(1)
+			const commands = 8
+			before := n.stored(0, commands*blockLen)
+			data, missing := bytes.Repeat([]byte{0xee}, blockLen), tc.CmdSN
+			for i := range uint32(commands) {
+				on := []*testConn{tc, other}[i%2]
+				on.CmdSN = missing + 1 + i
+				on.command(writeF, blockLen, cdb.Write10(i, 1), data)
+			}
+			tc.CmdSN = missing + 1 + commands
+			synctest.Wait()
+			f := tc.tmf(pdu.TargetWarmReset, [8]byte{}, pdu.ReservedTag, 0)
+			if p := tc.want(pdu.TaskMgmtResp); p.h.ITT() != f.ITT() || tc.expCmdSN != tc.CmdSN {
+				t.Errorf("response for %#x, ExpCmdSN %d instead of %d", p.h.ITT(), tc.expCmdSN, tc.CmdSN)
+			}
+			tc.wantNothing()
+			other.wantNothing()
+			if !bytes.Equal(n.stored(0, commands*blockLen), before) {
+				t.Error("a command that waited has written")
+			}
+			tc.logout()
+		})
+	}
+}
+
 // The target answers TARGET COLD RESET and then closes all connections, of discovery sessions
 // too. New sessions get the unit attention of a power on.
 func TestColdReset(t *testing.T) {
