@@ -29,7 +29,7 @@ const (
 type phase uint8
 
 const (
-	phaseLogin       phase = iota // Serve's goroutine is alone
+	phaseLogin       phase = iota // one goroutine at most, that of Serve or Start
 	phaseFullFeature              // LOGGED_IN (RFC 7143, section 8.1)
 	phaseLogout                   // a Logout Request is being served: no new task begins
 	phaseEnded                    // the mover is closed or closing
@@ -200,13 +200,66 @@ func (p *Portal) Serve(dm Datamover, o ServeOptions) error {
 	setDefault(&o.Accepted, time.Now())
 	c := newConn(p, dm, o)
 	c.enroll()
+	return c.complete(c.login())
+}
+
+// complete runs a connection whose login has ended with err. It returns what Serve returns.
+func (c *conn) complete(err error) error {
 	defer c.dropOut()
-	if err := c.login(); err != nil {
+	if err != nil {
 		c.end(err)
 		c.finish()
 		return err
 	}
 	return c.work()
+}
+
+// An Await calls ready once, later or at once and from any goroutine: with nil when something has come from the initiator of
+// a connection or the connection has been closed, with os.ErrDeadlineExceeded, or with another error if it cannot wait.
+type Await func(deadline time.Time, ready func(error))
+
+// Start serves a connection like Serve, but needs no goroutine while the login waits for the initiator: it may return
+// before. Then another goroutine, on which await calls ready, continues. done gets what Serve returns, at the end.
+func (p *Portal) Start(dm Datamover, o ServeOptions, await Await, done func(error)) {
+	setDefault(&o.Accepted, time.Now())
+	c := newConn(p, dm, o)
+	c.enroll()
+	s := &startedLogin{l: c.newLogin(), await: await, done: done}
+	s.dm, _ = dm.(Impatient)
+	s.setImpatient(true)
+	s.run()
+}
+
+// A startedLogin is a login that has a goroutine only while it has something to do.
+type startedLogin struct {
+	l     *login
+	dm    Impatient // nil: the Datamover waits in Receive
+	await Await
+	done  func(error)
+}
+
+// setImpatient lets the login wait by await, or in Receive.
+func (s *startedLogin) setImpatient(on bool) {
+	s.l.impatient = s.dm != nil && s.dm.SetImpatient(on) && on
+}
+
+// run continues the login until it waits, or the connection until its end.
+func (s *startedLogin) run() {
+	err := s.l.run()
+	if err == errAwaited {
+		s.await(s.l.deadline, s.ready)
+		return
+	}
+	s.setImpatient(false)
+	s.done(s.l.conn.complete(s.l.finish(err)))
+}
+
+// ready continues a login that has waited. After an error Receive waits, which finds the cause.
+func (s *startedLogin) ready(err error) {
+	if err != nil {
+		s.setImpatient(false)
+	}
+	s.run()
 }
 
 // enroll makes the node know c.

@@ -154,6 +154,14 @@ type Sizer interface {
 	Size() int // bytes, at most
 }
 
+// An Impatient is a Datamover whose Receive can return instead of waiting.
+type Impatient interface {
+	// SetImpatient makes Receive return os.ErrDeadlineExceeded when it would wait and what has come so far can stay
+	// where it is, or undoes that. Receive may be called again. The goroutine that calls Receive calls SetImpatient. It
+	// returns false if the Datamover cannot do that.
+	SetImpatient(bool) bool
+}
+
 // A Borrower is a Datamover that receives long data segments in Buffers.
 type Borrower interface {
 	// SetLender sets, before Receive is called, what lends a Buffer for n bytes. That returns nil if

@@ -3,6 +3,7 @@ package iscsi
 import (
 	"errors"
 	"fmt"
+	"os"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi/keys"
@@ -36,23 +37,34 @@ type login struct {
 
 	refusalKeys []keys.Pair // sent with the status of a refusal
 
-	deadline time.Time // of the whole login
-	enable   EnableDatamover
-	enabling bool // login has succeeded on the byte stream
+	deadline  time.Time // of the whole login
+	impatient bool      // Receive does not wait for the next PDU
+	enable    EnableDatamover
+	enabling  bool // login has succeeded on the byte stream
 }
 
 // login runs the login phase (RFC 7143, section 6.3) and reports its outcome. An error means that
 // the login was refused, or that the connection is lost. The initiator has then been told and given
 // time to close.
 func (c *conn) login() error {
-	l := &login{conn: c}
+	l := c.newLogin()
+	return l.finish(l.run())
+}
+
+// newLogin begins the login phase.
+func (c *conn) newLogin() *login {
+	l := &login{conn: c, deadline: c.serveOptions.Accepted.Add(c.opt.LoginTimeout)}
+	c.dm.SetReceiveDeadline(l.deadline)
+	return l
+}
+
+// finish ends the login phase with the error of run, and returns that of login.
+func (l *login) finish(err error) error {
+	c := l.conn
 	defer func() {
 		c.node.challenges.Delete(l.auth.challenge.Octets)
 		c.budget.discharge(l.charged)
 	}()
-	l.deadline = c.serveOptions.Accepted.Add(c.opt.LoginTimeout)
-	c.dm.SetReceiveDeadline(l.deadline)
-	err := l.run()
 	var refusal *loginError
 	refused := errors.As(err, &refusal)
 	if err != nil && !refused {
@@ -78,12 +90,15 @@ func (c *conn) login() error {
 
 // run serves Login Requests until one ends the phase. Requests that come before the last one is
 // answered, as they must not (section 6.3), wait. A *loginError has to be told to the initiator.
-// Any other error ends the connection.
+// errAwaited means that run has to be called again. Any other error ends the connection.
 func (l *login) run() error {
 	c := l.conn
 	n := &c.notice
 	for {
 		if err := c.dm.Receive(n); err != nil {
+			if l.impatient && errors.Is(err, os.ErrDeadlineExceeded) {
+				return errAwaited
+			}
 			c.end(c.endReason(err))
 			return err
 		}
@@ -371,7 +386,9 @@ func keyError(err error) error {
 func (l *login) answer() (done bool, err error) {
 	n := min(len(l.out), l.conn.dm.MaxSendSegment(), loginDataLength-1) // open-iscsi needs one byte for itself
 	part := l.out[:n:n]
-	l.out = l.out[n:]
+	if l.out = l.out[n:]; len(l.out) == 0 {
+		l.out = nil // else a login that waits keeps the memory
+	}
 	rsp := pdu.LoginResponse{Continue: len(l.out) > 0}
 	if rsp.Continue || !l.req.Transit || !l.auth.done() {
 		return false, l.respond(rsp, part)
@@ -515,6 +532,9 @@ func (l *login) respond(rsp pdu.LoginResponse, data []byte) error {
 	}
 	return nil
 }
+
+// errAwaited is what run returns when the next PDU has not come.
+var errAwaited = errors.New("the next PDU of the login has not come")
 
 var errNoMemory = errors.New("there is no memory left for another connection")
 

@@ -92,6 +92,7 @@ var (
 	_ iscsi.Framed     = (*Conn)(nil)
 	_ iscsi.Meter      = (*Conn)(nil)
 	_ iscsi.Sizer      = (*Conn)(nil)
+	_ iscsi.Impatient  = (*Conn)(nil)
 	_ iscsi.Resumable  = (*Conn)(nil)
 )
 
@@ -267,6 +268,9 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, _ int) error {
 	}
 	return nil
 }
+
+// SetImpatient implements iscsi.Impatient.
+func (c *Conn) SetImpatient(on bool) bool { return c.rc.SetImpatient(on) }
 
 // SetReceiveDeadline implements iscsi.Datamover.
 func (c *Conn) SetReceiveDeadline(t time.Time) error { return c.rc.SetReceiveDeadline(t) }

@@ -91,10 +91,12 @@ type Conn struct {
 	flushing        bool   // a goroutine is in Flush
 	batches         uint64 // that Flush has sent
 	answers         list   // free Read Responses
+	unmade          int    // Read Responses that can be made
 	requests        list   // free stand-ins for Reads
 	closed          bool
 
-	paused atomic.Bool // see Pause
+	paused    atomic.Bool // see Pause
+	impatient bool        // see SetImpatient; for the goroutine in Receive
 
 	// The goroutine that flushes for Receive, started when first needed.
 	wake     chan struct{} // has room for one
@@ -141,19 +143,26 @@ func (c *Conn) attach(nc net.Conn, prefix []byte, ird, ord int, crc, markersOut 
 	// A peer may send its next Read Request as soon as a Response has arrived, when
 	// that Response is still in the batch that Flush is sending. So IRD Responses
 	// in the batch and IRD more in the queue are no fault.
-	answers := make([]WorkRequest, 2*ird)
-	for i := range answers {
-		answers[i].Op = readResponse
-		c.answers.push(&answers[i])
-	}
+	c.unmade = 2 * ird
 	c.rx.win.Preload(prefix)
 	c.opt.Domain.conns.Store(c, nil)
 	liveConns.Add(1)
 }
 
-// Grow gives the stream its full receive window, for a peer that the ULP trusts with that memory. The
+// Grow gives the stream its full receive window and memory of its own for sending, for a peer that the ULP trusts with that memory. The
 // goroutine that calls Receive calls it.
-func (c *Conn) Grow() { c.rx.win.Grow() }
+func (c *Conn) Grow() {
+	c.rx.win.Grow()
+	c.tx.out.Keep()
+}
+
+// SetImpatient makes Receive return an os.ErrDeadlineExceeded when it would wait, unless it is in an FPDU that it cannot leave: one with
+// Markers, or longer than its window. SetImpatient(false) undoes that. It returns false if the stream is no socket. The goroutine that calls
+// Receive calls it.
+func (c *Conn) SetImpatient(on bool) bool {
+	c.impatient = on && c.raw != nil
+	return c.raw != nil
+}
 
 // Size returns how many bytes the buffers of the stream can have: window, queue, a Send in several
 // segments, and with Markers two FPDUs.

@@ -708,7 +708,7 @@ func TestLargestFPDU(t *testing.T) {
 		if ev := receive(t, c); !bytes.Equal(ev.Data, msg) {
 			t.Fatalf("ULPDU of %d bytes: %d came", n, len(ev.Data))
 		}
-		if cap(c.rx.asm) != 1<<16 {
+		if cap(c.rx.asm) > 1<<16 {
 			t.Fatal("the receiver has grown")
 		}
 	}

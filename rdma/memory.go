@@ -58,18 +58,14 @@ func (r *Region) STag() wire.STag { return r.stag }
 // memory holds the STags of one stream.
 type memory struct {
 	mu      sync.Mutex
-	idle    sync.Cond // a Region's busy count has become 0
-	regions map[wire.STag]*Region
-	rng     *rand.ChaCha8
+	idle    sync.Cond             // a Region's busy count has become 0
+	regions map[wire.STag]*Region // nil until newSTag
+	rng     *rand.ChaCha8         // the same
 }
 
 var liveSTags atomic.Int64
 
 func (m *memory) init() {
-	var seed [32]byte
-	crand.Read(seed[:])
-	m.rng = rand.NewChaCha8(seed)
-	m.regions = map[wire.STag]*Region{}
 	m.idle.L = &m.mu
 }
 
@@ -80,6 +76,11 @@ func (m *memory) init() {
 func (c *Conn) newSTag() wire.STag {
 	m := &c.mem
 	held(&m.mu)
+	if m.rng == nil { // a connection that logs in needs no STag
+		var seed [32]byte
+		crand.Read(seed[:])
+		m.rng, m.regions = rand.NewChaCha8(seed), map[wire.STag]*Region{}
+	}
 	for {
 		s := wire.STag(m.rng.Uint64())
 		if s != 0 && m.regions[s] == nil && !c.readPending(s) {

@@ -33,7 +33,7 @@ type Event struct {
 type receiver struct {
 	win llp.Window
 
-	asm     []byte // a Send of several segments; maxSend bytes, allocated when first needed
+	asm     []byte // a Send of several segments; maxSend bytes at most
 	asmLen  int
 	maxSend int
 	sendMSN uint32 // expected on queue 0
@@ -235,6 +235,9 @@ func (c *Conn) read(p []byte) (n int, err error) {
 	for {
 		if c.paused.Load() && c.rx.rests() {
 			return 0, errPaused
+		}
+		if c.impatient && !c.rx.win.Inside && len(c.rx.marked) == 0 && !llp.Ready(c.raw) {
+			return 0, llp.ErrNothing
 		}
 		n, err = c.nc.Read(p)
 		if n > 0 || err == nil || !c.interrupted(err) {
@@ -568,8 +571,10 @@ func (c *Conn) routeSend(seg *segment) error {
 	if h.MO == 0 && seg.last && seg.length <= llp.LongData {
 		return nil
 	}
-	if rx.asm == nil {
-		rx.asm = make([]byte, rx.maxSend)
+	if end := rx.asmLen + n; end > len(rx.asm) { // it grows with what the peer sends, so that a login that waits keeps little
+		asm := make([]byte, min(rx.maxSend, max(end, 2*len(rx.asm))))
+		copy(asm, rx.asm[:rx.asmLen])
+		rx.asm = asm
 	}
 	seg.dst = rx.asm[rx.asmLen:][:n:n]
 	return nil
@@ -686,6 +691,19 @@ func (c *Conn) deliverRead(ev *Event, seg *segment) (done bool) {
 	return true
 }
 
+// answer returns a free Read Response, or nil if all are in use. It makes one when it is first needed, so that a connection without
+// Reads of the peer, and one that logs in, needs no memory for them.
+func (c *Conn) answer() *WorkRequest {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	wr := c.answers.pop()
+	if wr == nil && c.unmade > 0 {
+		c.unmade--
+		wr = &WorkRequest{Op: readResponse}
+	}
+	return wr
+}
+
 // answerRead queues the Response to a Read Request (RFC 5040, section 5.2).
 func (c *Conn) answerRead(payload []byte) error {
 	r, err := wire.ParseReadRequest(payload)
@@ -693,9 +711,7 @@ func (c *Conn) answerRead(payload []byte) error {
 		return err
 	}
 	c.rx.readMSN++
-	c.mu.Lock()
-	wr := c.answers.pop()
-	c.mu.Unlock()
+	wr := c.answer()
 	if wr == nil {
 		return fault(wire.ReasonNoBuffer, "more than %d unanswered RDMA Read Requests", c.ird)
 	}

@@ -125,7 +125,6 @@ const (
 // init allocates the memory of the sender.
 func (s *sender) init() {
 	s.sendMSN, s.readMSN = 1, 1
-	s.out.Init()
 }
 
 // Post appends wr to the send queue, from which Flush sends it. Operations leave in the
@@ -214,6 +213,7 @@ func (c *Conn) Flush() {
 		c.mu.Lock()
 		c.batches++
 	}
+	c.tx.out.Release()
 	c.flushing = false
 }
 

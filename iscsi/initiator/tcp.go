@@ -55,8 +55,8 @@ func (t TCP) Dial(ctx context.Context, addr string) (Carrier, error) {
 func NewTCP(nc net.Conn) Carrier {
 	c := &tcpCarrier{nc: nc, params: Params{MaxSendSegment: loginSegment}, limit: 2 * loginSegment}
 	c.win.Init(nc.Read, nil)
-	c.out.Init()
 	c.out.SetConn(nc)
+	c.out.Keep()
 	return c
 }
 

@@ -28,6 +28,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/iser-target/iser-target/iscsi"
@@ -80,8 +81,9 @@ type Conn struct {
 	batches  uint64  // that Flush has sent
 	closed   bool
 
-	paused   atomic.Bool // see Pause
-	firstTag uint32      // of Target Transfer Tags: see Continue
+	paused    atomic.Bool     // see Pause
+	impatient syscall.RawConn // see SetImpatient: of nc, or nil; for the goroutine in Receive
+	firstTag  uint32          // of Target Transfer Tags: see Continue
 }
 
 // digests says which digests are in use.
@@ -97,6 +99,7 @@ var (
 	_ iscsi.Reassigner   = (*Conn)(nil)
 	_ iscsi.Deferrer     = (*Conn)(nil)
 	_ iscsi.Sizer        = (*Conn)(nil)
+	_ iscsi.Impatient    = (*Conn)(nil)
 	_ iscsi.Borrower     = (*Conn)(nil)
 	_ iscsi.Resumable    = (*Conn)(nil)
 )
@@ -147,7 +150,6 @@ func New(nc net.Conn, o Options) *Conn {
 	c.borrow = func(int) *iscsi.Buffer { return nil }
 	c.rx.limit = loginLimit
 	c.rx.win.Init(c.read, o.Prefix)
-	c.tx.out.Init()
 	c.tx.out.SetConn(nc)
 	return c
 }
@@ -179,6 +181,16 @@ func (c *Conn) SetMaxSendSegment(n int) { c.maxSend.Store(int32(n)) }
 // SetReceiveDeadline implements iscsi.Datamover.
 func (c *Conn) SetReceiveDeadline(t time.Time) error { return c.nc.SetReadDeadline(t) }
 
+// SetImpatient implements iscsi.Impatient.
+func (c *Conn) SetImpatient(on bool) bool {
+	c.impatient = nil
+	sc, ok := c.nc.(syscall.Conn)
+	if ok && on {
+		c.impatient, _ = sc.SyscallConn() // a closed one waits for nothing
+	}
+	return ok
+}
+
 // EnterFullFeature implements iscsi.Datamover. The final Login Response has no digests,
 // like all Login Responses.
 func (c *Conn) EnterFullFeature(p iscsi.Params, tasks int) error {
@@ -191,6 +203,7 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, tasks int) error {
 	}
 	c.rx.digests, c.rx.fullFeature, c.rx.limit = d, true, c.limit
 	c.rx.win.Grow()
+	c.tx.out.Keep()
 	c.maxSend.Store(int32(p.MaxRecvDataSegmentLength))
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -143,7 +143,6 @@ func TestNegotiation(t *testing.T) {
 // below those of a PDU that left before, also where they wrap.
 func TestSerialNumbersDoNotGoBack(t *testing.T) {
 	c := &Conn{}
-	c.tx.out.Init()
 	login := make(pdu.BHS, pdu.BHSLen)
 	login.Reset(pdu.LoginResp, pdu.FlagT)
 	login.SetExpCmdSN(0xffffffe0)

@@ -120,6 +120,9 @@ func (c *Conn) read(p []byte) (int, error) {
 		if c.paused.Load() && !c.rx.win.Inside {
 			return 0, errPaused
 		}
+		if c.impatient != nil && !c.rx.win.Inside && !llp.Ready(c.impatient) {
+			return 0, llp.ErrNothing
+		}
 		n, err := c.nc.Read(p)
 		if n > 0 || !errors.Is(err, os.ErrDeadlineExceeded) || !c.paused.Load() {
 			return n, err

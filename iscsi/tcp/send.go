@@ -124,6 +124,7 @@ func (c *Conn) Flush() {
 		c.mu.Lock()
 		c.batches++
 	}
+	c.tx.out.Release()
 	c.flushing = false
 }
 

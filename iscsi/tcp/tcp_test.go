@@ -104,7 +104,6 @@ func TestDigestVectors(t *testing.T) {
 			}
 			// On the way out: a PDU whose data segment is b without its padding.
 			c := &Conn{}
-			c.tx.out.Init()
 			h, _ := c.header()
 			h.Reset(pdu.NOPIn, pdu.FlagF)
 			n := len(b)

@@ -1,12 +1,17 @@
 package llp
 
-import "net"
+import (
+	"net"
+	"sync"
+	"sync/atomic"
+)
 
 const (
 	slabLen = 32 << 10
 	iovLen  = 512
 
-	// A Gather begins with these. That suffices for a login, and for an idle connection.
+	// A Gather begins with these. That suffices for a login, and for an idle connection. Until Keep is called it has them only
+	// from the first Room to Release.
 	firstSlabLen = 2304 // a size class of Go that holds two times CopyBelow and headers
 	firstIovLen  = 8
 
@@ -30,6 +35,8 @@ type Gather struct {
 	chunk int           // Slab[chunk:] is not in iov yet
 	long  int           // bytes of data in iov
 	small bool          // the first Slab and iov have not sufficed
+	kept  atomic.Bool   // Keep was called
+	lent  *firstMemory  // what Slab and iov are, to be given back; or nil
 	iov   [][]byte      // parts of Slab and data, in the order of the stream
 	bufs  net.Buffers   // iov while it is written
 }
@@ -40,12 +47,31 @@ type buffersWriter interface {
 	WriteBuffers(*net.Buffers) (int64, error)
 }
 
-// Init allocates the Gather.
-func (g *Gather) Init() { g.allocate(firstSlabLen, firstIovLen) }
+// firstMemory is the first memory of a Gather.
+type firstMemory struct {
+	slab [firstSlabLen]byte
+	iov  [firstIovLen + 2][]byte
+}
 
-func (g *Gather) allocate(slab, iov int) {
-	g.Slab = make([]byte, 0, slab)
-	g.iov = make([][]byte, 0, iov+2)
+// firstMemories has those that no Gather uses.
+var firstMemories = sync.Pool{New: func() any { return new(firstMemory) }}
+
+// Keep lets the Gather keep its memory after Release, for a connection that sends often. It may be called at any time.
+func (g *Gather) Keep() { g.kept.Store(true) }
+
+// lend gives the Gather its first memory.
+func (g *Gather) lend() {
+	g.lent = firstMemories.Get().(*firstMemory)
+	g.Slab, g.iov = g.lent.slab[:0], g.lent.iov[:0]
+}
+
+// Release gives back the memory of a Gather that holds nothing, unless Keep was called. Its owner calls it when it has nothing more to send.
+func (g *Gather) Release() {
+	if g.lent == nil || g.kept.Load() || len(g.Slab)+len(g.iov) > 0 {
+		return
+	}
+	firstMemories.Put(g.lent)
+	g.Slab, g.iov, g.bufs, g.lent = nil, nil, nil, nil
 }
 
 // SetConn sets what Flush writes to.
@@ -58,6 +84,10 @@ func (g *Gather) SetConn(nc net.Conn) {
 func (g *Gather) Room(n int) bool {
 	if cap(g.Slab)-len(g.Slab) >= n && len(g.iov)+4 <= cap(g.iov) {
 		return true
+	}
+	if cap(g.Slab) == 0 {
+		g.lend()
+		return g.Room(n)
 	}
 	g.small = cap(g.Slab) < slabLen
 	return false
@@ -101,7 +131,7 @@ func (g *Gather) Flush() error {
 func (g *Gather) Reset() {
 	g.Slab, g.chunk, g.iov, g.long = g.Slab[:0], 0, g.iov[:0], 0
 	if g.small {
-		g.small = false
-		g.allocate(slabLen, iovLen)
+		g.small, g.lent = false, nil
+		g.Slab, g.iov = make([]byte, 0, slabLen), make([][]byte, 0, iovLen+2)
 	}
 }

@@ -115,7 +115,6 @@ func TestWindowSkips(t *testing.T) {
 func TestGatherKeepsTheOrder(t *testing.T) {
 	a, b := net.Pipe()
 	var g Gather
-	g.Init()
 	g.SetConn(a)
 	var want []byte
 	for n := 0; g.Room(CopyBelow); n++ {
@@ -132,6 +131,43 @@ func TestGatherKeepsTheOrder(t *testing.T) {
 	}
 	if err := <-done; err != nil || g.Long() != 0 || !g.Room(slabLen) {
 		t.Errorf("after Flush: %v, %d bytes remain", err, g.Long())
+	}
+}
+
+// A Gather has memory from the first Room to Release, whatever is written in between, and keeps it after Keep.
+func TestGatherReleases(t *testing.T) {
+	a, b := net.Pipe()
+	go io.Copy(io.Discard, b)
+	defer a.Close()
+	var g Gather
+	g.SetConn(a)
+	for _, keeps := range []bool{false, true} {
+		if keeps {
+			g.Keep()
+		}
+		if !g.Room(100) {
+			t.Fatal("no room")
+		}
+		g.Slab = append(g.Slab, 1)
+		if g.Release(); cap(g.Slab) == 0 {
+			t.Fatal("Release takes memory in use")
+		}
+		for range 2 {
+			if err := g.Flush(); err != nil {
+				t.Fatal(err)
+			}
+			if cap(g.Slab)-len(g.Slab) < CopyBelow {
+				t.Fatal("a Flush takes the memory")
+			}
+			g.Slab = append(g.Slab, 2)
+			g.Refer(make([]byte, CopyBelow))
+		}
+		if err := g.Flush(); err != nil {
+			t.Fatal(err)
+		}
+		if g.Release(); cap(g.Slab) > 0 != keeps {
+			t.Errorf("after Release %d bytes, keeps: %t", cap(g.Slab), keeps)
+		}
 	}
 }
 

@@ -46,6 +46,8 @@ type Conn struct {
 	on       atomic.Bool          // the head is incomplete, or a capture is running
 	closed   bool                 // guarded by hub.mu
 	aborted  atomic.Pointer[error]
+	over     atomic.Bool // Close was called
+	whenOver atomic.Pointer[func()]
 
 	mu     sync.Mutex
 	head   head
@@ -76,9 +78,14 @@ func (h *head) add(d direction, now int64, parts ...[]byte) {
 	if h.whole = h.whole || h.n[d]+n > headLen; h.whole || n == 0 {
 		return
 	}
-	for _, p := range parts {
-		h.bytes = append(h.bytes, p...)
+	b := h.bytes
+	if len(b)+n > cap(b) { // append takes more than it needs
+		b = append(make([]byte, 0, len(b)+n), b...)
 	}
+	for _, p := range parts {
+		b = append(b, p...)
+	}
+	h.bytes = b
 	h.n[d] += n
 	if last := len(h.chunks) - 1; last >= 0 && h.chunks[last].dir == d {
 		h.chunks[last].n += n
@@ -152,7 +159,20 @@ func (c *Conn) Close() error {
 		c.ended(toInitiator)
 	}
 	c.hub.leave(c)
-	return c.Conn.Close()
+	err := c.Conn.Close()
+	c.over.Store(true)
+	if f := c.whenOver.Load(); f != nil {
+		(*f)()
+	}
+	return err
+}
+
+// WhenClosed lets Close call f, or calls it if c is closed already. It replaces an earlier f. Close may call f more than once.
+func (c *Conn) WhenClosed(f func()) {
+	c.whenOver.Store(&f)
+	if c.over.Load() {
+		f()
+	}
 }
 
 // Abort closes c. Read returns the reason from then on.

@@ -27,6 +27,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/handover"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/cmd/iser-target/systemd"
+	"github.com/iser-target/iser-target/cmd/iser-target/waitset"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/keys"
@@ -122,6 +123,7 @@ type network struct {
 	login     atomic.Int64 // limits.login_timeout, in nanoseconds
 	captures  *capture.Hub
 	newcomers newcomers
+	waiting   *waitset.Set // connections that wait for their initiators; of Run
 	wg        sync.WaitGroup
 }
 
@@ -375,6 +377,12 @@ func (d *Daemon) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	if d.net.waiting, err = waitset.New(); err != nil {
+		e.release()
+		return err
+	}
+	go d.net.waiting.Run()
+	context.AfterFunc(ctx, d.net.waiting.Close)
 	d.warn()
 	d.changes.serving = ctx
 	for _, p := range d.served.portals {

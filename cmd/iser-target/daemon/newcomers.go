@@ -204,10 +204,35 @@ func (n *newcomers) shed(from net.Addr, reason error) bool {
 func (c *newcomer) abortBy(abort func(error)) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.setAbort(abort)
+}
+
+// setAbort does the work of abortBy.
+//
+// Preconditions: c.mu is held.
+func (c *newcomer) setAbort(abort func(error)) {
 	c.abort = abort
 	if c.displaced != nil {
 		abort(c.displaced)
 	}
+}
+
+// abortFirst does the work of abortBy, unless abortBy has been called.
+func (c *newcomer) abortFirst(abort func(error)) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.abort == nil {
+		c.setAbort(abort)
+	}
+}
+
+// ended returns why c has ended although its initiator has done nothing wrong, or nil.
+func (c *newcomer) ended() error {
+	var unprotected unprotectedError
+	if cause := context.Cause(c.ctx); errors.Is(cause, errDisplaced) || errors.As(cause, &unprotected) {
+		return cause
+	}
+	return nil
 }
 
 // displace ends c for that reason.

@@ -1,7 +1,9 @@
 package daemon
 
 import (
+	"cmp"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -18,9 +20,11 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/handover"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
+	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/iscsi/tcp"
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma"
+	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/security/ipsec"
 	"github.com/iser-target/iser-target/security/limits"
 )
@@ -193,46 +197,167 @@ func (d *Daemon) admit(ctx context.Context, p *portal, accepted *handover.Listen
 		d.refuse(nc, "limit", err)
 		return
 	}
-	tap := d.net.captures.Tap(nc.(*net.TCPConn))
-	n.abortBy(tap.Abort)
-	d.net.wg.Go(func() {
-		defer d.net.newcomers.end(n)
-		d.serve(p, n, tap)
-	})
+	d.net.wg.Add(1)
+	a := &arrival{d: d, portal: p, n: n, nc: nc.(*net.TCPConn), accepted: time.Now()}
+	if p.cur.Load().cfg.Demand() == ipsec.Off {
+		a.await()
+	} else {
+		go a.judge()
+	}
 }
 
-// serve runs a connection from its first byte to its end.
-func (d *Daemon) serve(on *portal, n *newcomer, nc *capture.Conn) {
-	accepted := time.Now()
-	p := on.cur.Load()
-	g := d.ipsec.add(on, n, nc)
-	defer d.ipsec.leave(g)
-	if err := d.ipsec.accept(g); err != nil {
-		d.refuse(nc, "ipsec", err)
-		return
+// An arrival is a connection until its initiator has sent the first frame or PDU. It has no goroutine meanwhile.
+type arrival struct {
+	d        *Daemon
+	portal   *portal
+	n        *newcomer
+	nc       *net.TCPConn
+	accepted time.Time
+	g        *guarded // nil: IPsec has not been asked for
+}
+
+// judge asks the Guard before the connection waits.
+func (a *arrival) judge() {
+	if a.protected(a.nc) {
+		a.await()
+	} else {
+		a.end()
 	}
-	dm, stage, err := d.mover(n.ctx, p, nc, accepted.Add(time.Duration(d.net.login.Load())))
+}
+
+// protected lets the Guard judge the connection, once. It refuses the connection if that denies it.
+func (a *arrival) protected(nc net.Conn) bool {
+	if a.g != nil {
+		return true
+	}
+	x := a.d.ipsec
+	a.g = x.add(a.portal, a.n, nc)
+	err := x.accept(a.g)
+	if err != nil {
+		a.d.refuse(nc, "ipsec", err)
+	}
+	return err == nil
+}
+
+// await lets the connection wait for its first frame or PDU.
+func (a *arrival) await() {
+	w := a.d.net.waiting.Add(a.nc, a.deadline(), firstPDU, a.come)
+	a.n.abortFirst(func(reason error) { w.Wake(reason) })
+}
+
+// deadline returns when the login must have ended.
+func (a *arrival) deadline() time.Time { return a.accepted.Add(time.Duration(a.d.net.login.Load())) }
+
+// come serves the connection, whose wait has ended for that reason.
+func (a *arrival) come(error) { go a.serve() } // an error shows again
+
+// end gives back what the connection has.
+func (a *arrival) end() {
+	if a.g != nil {
+		a.d.ipsec.leave(a.g)
+	}
+	a.d.net.newcomers.end(a.n)
+	a.d.net.wg.Done()
+}
+
+// firstPDULen bounds the bytes of its first PDU that a connection waits for without a goroutine, however long that PDU
+// is: the kernel may hold no more.
+const firstPDULen = 4 << 10
+
+// maxLoginText is the longest data segment of a Login Request, in bytes (RFC 7143, section 6.3).
+const maxLoginText = 8192
+
+// firstPDU reports whether the first frame or PDU of a connection has come, or something else that does not wait for
+// more. It consumes nothing.
+func firstPDU(fd int) bool {
+	var head [pdu.BHSLen]byte
+	n, _, err := unix.Recvfrom(fd, head[:], unix.MSG_PEEK|unix.MSG_DONTWAIT)
+	switch {
+	case err == unix.EAGAIN || err == unix.EINTR:
+		return false
+	case err != nil || n == 0:
+		return true
+	}
+	var whole int // 0: not known yet
+	switch h := pdu.BHS(head[:]); {
+	case head[0] == firstOfMPA:
+		if n >= wire.StartupLen {
+			private := int(binary.BigEndian.Uint16(head[wire.StartupLen-2:]))
+			if private > wire.MaxPrivateData {
+				return true
+			}
+			whole = wire.StartupLen + private
+		}
+	case head[0]&opcodeMask == loginRequest:
+		if n == len(head) {
+			text := h.DataSegmentLength()
+			if text > maxLoginText {
+				return true
+			}
+			whole = len(head) + h.TotalAHSLength() + pdu.Padded(text)
+		}
+	default:
+		return true
+	}
+	if whole <= n {
+		return whole > 0
+	}
+	came, err := unix.IoctlGetInt(fd, unix.SIOCINQ)
+	return err != nil || came >= min(whole, firstPDULen)
+}
+
+// lastLook is what a connection gets at its deadline to read what has come, so that the reason says how much that was.
+const lastLook = 10 * time.Millisecond
+
+// serve runs a connection from its first byte on.
+func (a *arrival) serve() {
+	if !a.begin() {
+		a.end()
+	}
+}
+
+// begin does the work of serve up to the login, whose end is that of the connection. It returns false if the connection was refused, or
+// was that of a manager and has ended.
+func (a *arrival) begin() bool {
+	d, n := a.d, a.n
+	p := a.portal.cur.Load()
+	if err := n.ended(); err != nil {
+		d.refuse(a.nc, "first byte", err)
+		return false
+	}
+	nc := d.net.captures.Tap(a.nc)
+	n.abortBy(nc.Abort)
+	if !a.protected(nc) {
+		return false
+	}
+	deadline := a.deadline()
+	if soon := time.Now().Add(lastLook); deadline.Before(soon) {
+		deadline = soon
+	}
+	dm, stage, err := d.mover(n.ctx, p, nc, deadline)
 	var other *iser.Other
 	if errors.As(err, &other) {
 		d.manage(n, nc, other.Stream)
-		return
+		return false
 	}
 	if err != nil {
-		var unprotected unprotectedError
-		if cause := context.Cause(n.ctx); errors.Is(cause, errDisplaced) || errors.As(cause, &unprotected) {
-			err = cause
-		}
-		d.refuse(nc, stage, err)
-		return
+		d.refuse(nc, stage, cmp.Or(n.ended(), err))
+		return false
 	}
-	defer dm.Close()
-	p.Serve(dm, iscsi.ServeOptions{ // which logs the outcome
-		Accepted:  accepted,
+	p.Start(dm, iscsi.ServeOptions{ // which logs the outcome
+		Accepted:  a.accepted,
 		Joined:    func(tsih uint16, discovery bool) { d.joined(n, nc, tsih, discovery) },
 		Advanced:  func(p limits.Progress) { d.net.newcomers.advance(n, p) },
-		Encrypted: g.encrypted,
-		Authorize: func(c iscsi.Claim) error { return d.ipsec.authorize(g, c) },
+		Encrypted: a.g.encrypted,
+		Authorize: func(c iscsi.Claim) error { return d.ipsec.authorize(a.g, c) },
+	}, func(deadline time.Time, ready func(error)) {
+		w := d.net.waiting.Add(nc, deadline, nil, func(err error) { go ready(err) })
+		nc.WhenClosed(func() { w.Wake(nil) })
+	}, func(error) {
+		dm.Close()
+		a.end()
 	})
+	return true
 }
 
 // mover returns the Datamover for what the initiator speaks, which the portal has to
