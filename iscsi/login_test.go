@@ -13,6 +13,7 @@ import (
 
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	"github.com/iser-target/iser-target/iscsi/vectors"
 	"github.com/iser-target/iser-target/security"
 	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
@@ -36,12 +37,7 @@ func (tc *testConn) wantRefused(status pdu.LoginStatus) {
 }
 
 // without returns pairs without those of the given keys.
-func without(pairs []string, keys ...string) []string {
-	return slices.DeleteFunc(slices.Clone(pairs), func(p string) bool {
-		k, _, _ := strings.Cut(p, "=")
-		return slices.Contains(keys, k)
-	})
-}
+var without = vectors.Without
 
 // The target answers the offers of Linux, in its first and only request, with the final
 // response.
@@ -86,52 +82,21 @@ func TestLoginOfLinux(t *testing.T) {
 	})
 }
 
-// loginRefusals lists logins of one request that are refused.
-var loginRefusals = []struct {
-	id     string
-	status pdu.LoginStatus
-	change func(r *pdu.LoginRequest)
-	pairs  []string
-}{
-	{"ISCSI-4.2.7-2 no InitiatorName", pdu.LoginMissingParameter, nil, without(names, "InitiatorName")},
-	{"ISCSI-4.2.7-2 no TargetName", pdu.LoginMissingParameter, nil, without(names, "TargetName")},
-	{"ISCSI-4.2.7-2 nothing at all", pdu.LoginMissingParameter, nil, nil},
-	{"unknown target", pdu.LoginNotFound, nil, append(without(names, "TargetName"), "TargetName="+targetName+"2")},
-	{"TargetName that is none", pdu.LoginNotFound, nil, append(without(names, "TargetName"), "TargetName=store")},
-	{"initiator not admitted", pdu.LoginAuthorization, nil,
-		append(without(names, "InitiatorName"), "InitiatorName=iqn.2001-04.com.example:x")},
-	{"ISCSI-11.12-1 version", pdu.LoginVersion, func(r *pdu.LoginRequest) { r.VersionMin, r.VersionMax = 1, 1 }, names},
-	{"ISCSI-6.3-6 NSG 2", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.NSG = 2 }, names},
-	{"ISCSI-6.3-6 NSG is CSG", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.NSG = 1 }, names},
-	{"ISCSI-6.3-6 CSG 3", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.CSG, r.Transit = 3, false }, names},
-	{"ISCSI-6.3-6 CSG 2", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.CSG = 2 }, names},
-	{"ISCSI-6.2-1 C and T", pdu.LoginInitiatorError, func(r *pdu.LoginRequest) { r.Continue = true }, names},
-	{"ISCSI-6.3.1-1 unknown TSIH", pdu.LoginNoSession, func(r *pdu.LoginRequest) { r.TSIH = 77 },
-		append(slices.Clone(names), "RDMAExtensions=Yes")},
-	{"ISCSI-13.21-1 session type", pdu.LoginSessionType, nil,
-		append(without(names, "SessionType"), "SessionType=Backup")},
-	{"ISCSI-6.3-9 renegotiation", pdu.LoginInitiatorError, nil,
-		append(slices.Clone(names), "InitialR2T=No", "InitialR2T=No")},
-	{"ISCSI-6.2-8 Reject as offer", pdu.LoginInitiatorError, nil, append(slices.Clone(names), "InitialR2T=Reject")},
-	{"ISCSI-6.3-4 security key", pdu.LoginInitiatorError, nil, append(slices.Clone(names), "CHAP_A=5")},
-	{"ISER-3.3-2 no RDMAExtensions", pdu.LoginInitiatorError, nil, names},
-}
-
 // Each refusal has its status and leaves one line in the log.
 func TestLoginRefusals(t *testing.T) {
-	for _, c := range loginRefusals {
-		bubble(t, c.id, func(t *testing.T) {
+	for _, c := range slices.Concat(vectors.LoginRefusals, vectors.IserLoginRefusals) {
+		bubble(t, c.ID, func(t *testing.T) {
 			n := newTestNode(t)
 			tc := n.connect()
 			r := tc.loginRequest(true, 1, 3)
-			if c.change != nil {
-				c.change(&r)
+			if c.Change != nil {
+				c.Change(&r)
 			}
-			tc.writeLogin(r, c.pairs...)
-			tc.wantRefused(c.status)
+			tc.writeLogin(r, c.Pairs(names)...)
+			tc.wantRefused(c.Status)
 			l := n.log.Lines("msg=login")
 			if len(l) != 1 || !strings.Contains(l[0], "outcome=refused") ||
-				!strings.Contains(l[0], c.status.String()) || !strings.Contains(l[0], "reason=") {
+				!strings.Contains(l[0], c.Status.String()) || !strings.Contains(l[0], "reason=") {
 				t.Errorf("log: %q", l)
 			}
 		})

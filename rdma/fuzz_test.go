@@ -3,9 +3,11 @@ package rdma
 import (
 	"bytes"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/iser-target/iser-target/rdma/wire"
+	"github.com/iser-target/iser-target/rdma/wire/vectors"
 )
 
 // FuzzStream receives arbitrary bytes after startup. They end in an error with a reason, need
@@ -14,15 +16,15 @@ import (
 func FuzzStream(f *testing.F) {
 	stream, _, _ := traffic(rand.New(rand.NewPCG(7, 7)), 4, false)
 	f.Add(stream[:min(len(stream), 4000)], uint8(0))
-	for _, tt := range refusals {
+	for _, tt := range slices.Concat(vectors.Refusals, vectors.RegionRefusals, vectors.LengthRefusals) {
 		var b []byte
-		for _, u := range tt.ulpdus {
+		for _, u := range tt.ULPDUs {
 			b = append(b, frame(unhex(u))...)
 		}
 		f.Add(b, uint8(0))
 	}
 	for _, u := range []string{
-		readRequestHex("00000001", "00000001", "00000010", "00000100", "0000000000001000"),
+		vectors.ReadRequestHex("00000001", "00000001", "00000010", "00000100", "0000000000001000"),
 		"4147 00000000 00000002 00000001 00000000 1202c000 0076 4143 00000000 00000000 00000009 00000000",
 		"c142 11111111 0000000000000000 3031323334353637",
 		"4146 00000100 00000000 00000001 00000000 7a",

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/rdma/wire"
+	"github.com/iser-target/iser-target/rdma/wire/vectors"
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
@@ -101,7 +102,7 @@ func TestDeregisterDuringRead(t *testing.T) {
 		buf := make([]byte, 32<<20)
 		r := expose(c, 0x100, buf, 0, RemoteRead)
 		events := serve(c)
-		p.send(readRequestHex("00000001", "00000001", "02000000", "00000100", "0000000000000000"))
+		p.send(vectors.ReadRequestHex("00000001", "00000001", "02000000", "00000100", "0000000000000000"))
 		first := p.fpdu()
 		back := make(chan struct{})
 		go func() { c.Deregister(r); clear(buf); close(back) }()
@@ -169,11 +170,11 @@ func TestSinksGrantNothing(t *testing.T) {
 		{"DDP-7.2-5 Read Response to the sink of another stream", "c142 " + foreign + " 0000000000000000 01020304",
 			wire.ReasonStream, "1102c000 0012 c142 " + foreign + " 0000000000000000"},
 		{"RDMAP-4.8-20 RDMAP-7.2-8 Read of the sink of another stream",
-			readRequestHex("00000001", "00000001", "00000004", foreign, "0000000000000000"), wire.ReasonReadStream,
-			"0103e000 002e" + readRequestHex("00000001", "00000001", "00000004", foreign, "0000000000000000")},
+			vectors.ReadRequestHex("00000001", "00000001", "00000004", foreign, "0000000000000000"), wire.ReasonReadStream,
+			"0103e000 002e" + vectors.ReadRequestHex("00000001", "00000001", "00000004", foreign, "0000000000000000")},
 		{"RDMAP-4.8-19 SEC-5042.6.3.5-1 Read of a sink",
-			readRequestHex("00000001", "00000001", "00000004", own, "0000000000000000"), wire.ReasonReadAccess,
-			"0102e000 002e" + readRequestHex("00000001", "00000001", "00000004", own, "0000000000000000")},
+			vectors.ReadRequestHex("00000001", "00000001", "00000004", own, "0000000000000000"), wire.ReasonReadAccess,
+			"0102e000 002e" + vectors.ReadRequestHex("00000001", "00000001", "00000004", own, "0000000000000000")},
 		{"DDP-7.1-11 Write to a sink", "c140 " + own + " 0000000000000000 01", wire.ReasonInvalidSTag,
 			"1100c000 000f c140 " + own + " 0000000000000000"},
 		{"DDP-7.2-3 Read Response to the sink of a later Read", "c142 " + later + " 0000000000000000 01020304",
@@ -227,8 +228,8 @@ func TestEndOfTaggedOffsets(t *testing.T) {
 	}{
 		{"Write", "c140 00000100 " + last + strings.Repeat("ab", 17), "1103c000 001f c140 00000100 " + last},
 		{"Write after the end", "c140 00000100 0000000000000000 01", "1101c000 000f c140 00000100 0000000000000000"},
-		{"Read", readRequestHex("00000001", "00000002", "00000011", "00000100", last),
-			"0104e000 002e" + readRequestHex("00000001", "00000002", "00000011", "00000100", last)},
+		{"Read", vectors.ReadRequestHex("00000001", "00000002", "00000011", "00000100", last),
+			"0104e000 002e" + vectors.ReadRequestHex("00000001", "00000002", "00000011", "00000100", last)},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			p, c := responder(t, Options{})
@@ -236,7 +237,7 @@ func TestEndOfTaggedOffsets(t *testing.T) {
 			expose(c, 0x100, buf, 1<<64-16, RemoteRead|RemoteWrite)
 			events := serve(c)
 			p.send("8140 00000100 "+last+strings.Repeat("cd", 15), "c140 00000100 ffffffffffffffff cd",
-				readRequestHex("00000001", "00000001", "00000010", "00000100", last))
+				vectors.ReadRequestHex("00000001", "00000001", "00000010", "00000100", last))
 			p.want("16 bytes", "c142 11111111 2222222233333333"+strings.Repeat("cd", 16))
 			p.send(tt.ulpdu)
 			p.wantTerminate(tt.terminate)

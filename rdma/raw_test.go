@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/rdma/wire"
+	"github.com/iser-target/iser-target/rdma/wire/vectors"
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
@@ -27,8 +28,8 @@ type rawPeer struct {
 }
 
 const (
-	reqKey = "4d504120494420526571204672616d65"
-	repKey = "4d504120494420526570204672616d65"
+	reqKey = vectors.RequestKey
+	repKey = vectors.ReplyKey
 )
 
 // rawPair returns a rawPeer and the TCP connection for the Conn.

@@ -6,7 +6,6 @@ import (
 	"encoding/binary"
 	"encoding/hex"
 	"errors"
-	"fmt"
 	"io"
 	"net"
 	"os"
@@ -18,6 +17,7 @@ import (
 
 	"github.com/iser-target/iser-target/rdma/llp"
 	"github.com/iser-target/iser-target/rdma/wire"
+	"github.com/iser-target/iser-target/rdma/wire/vectors"
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
@@ -106,28 +106,11 @@ func TestReply(t *testing.T) {
 // Request closes TCP at once without a Reply.
 func TestBadRequest(t *testing.T) {
 	before := ReadStats()
-	cases := map[string]string{
-		"MPA-7.1.3-1 iSCSI login":            "43870000 00000030" + strings.Repeat("00", 40),
-		"MPA-7.1.2-20 two Responders' Reply": repKey + "40010000",
-		"MPA-7.1.1-14 Rev 0 MPA-C.2-1":       reqKey + "40000000",
-		"MPA-7.1.1-14 Rev 3 MPA2-10-8":       reqKey + "40030000",
-		"MPA-7.1.1-15 Rev 255":               reqKey + "40ff0000",
-		"MPA2-6-2 S with Rev 1":              reqKey + "50010004 00040001",
-		"MPA2-6-8 S with 0 bytes":            reqKey + "50020000",
-		"MPA2-6-8 S with 1 byte":             reqKey + "50020001 00",
-		"MPA2-6-8 S with 3 bytes":            reqKey + "50020003 000000",
-		"MPA-7.1.1-19 MPA-7.1.2-22 513":      reqKey + "40010201",
-		"MPA2-9-2 513 enhanced":              reqKey + "50020201",
-	}
-	for i := range 16 {
-		k := unhex(reqKey)
-		k[i] ^= 0x20
-		cases[fmt.Sprintf("MPA-7.1.1-2 key byte %d", i)] = hex.EncodeToString(k) + "40010000"
-	}
-	for name, request := range cases {
-		t.Run(name, func(t *testing.T) {
+	login := vectors.BadRequest{ID: "MPA-7.1.3-1 iSCSI login", Frame: "43870000 00000030" + strings.Repeat("00", 40)}
+	for _, tt := range append(vectors.BadRequests(), login) {
+		t.Run(tt.ID, func(t *testing.T) {
 			p, nc := rawPair(t)
-			p.write(unhex(request))
+			p.write(unhex(tt.Frame))
 			c, err := Respond(context.Background(), nc, Options{},
 				func(*Request) Answer { t.Error("the ULP was asked"); return Answer{} })
 			asFault(t, err, wire.ReasonStartup, false)

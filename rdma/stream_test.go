@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/rdma/wire"
+	"github.com/iser-target/iser-target/rdma/wire/vectors"
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
@@ -108,7 +109,7 @@ func TestOperationsOnTheWire(t *testing.T) {
 		c.rx.sendMSN, c.rx.readMSN = math.MaxUint32, math.MaxUint32
 		events := serve(c)
 		for _, msn := range []string{"ffffffff", "00000000", "00000001"} {
-			p.send(readRequestHex("00000001", msn, "00000000", "00000000", "0000000000000000"))
+			p.send(vectors.ReadRequestHex("00000001", msn, "00000000", "00000000", "0000000000000000"))
 			p.want("DDP-4.3-9", "c142 11111111 2222222233333333")
 			p.send("4143 00000000 00000000" + msn + "00000000 61")
 			if ev := next(t, events); string(ev.Data) != "a" {
@@ -178,7 +179,7 @@ func TestMessagesFromTheWire(t *testing.T) {
 	// RDMAP-5.2.1-11, RDMAP-5.2.2-1, RDMAP-5.2.2-2, RDMAP-5.2.2-9, RDMAP-4.5-1, DDP-6.1-1) to the
 	// SinkSTag and SinkTO of the Request (RDMAP-4.4-2, RDMAP-4.4-4).
 	p.send("0143 00000000 00000000 00000004 00000000 6162", "c140 00000100 ffff888000001004 2e",
-		readRequestHex("00000001", "00000001", "00000005", "00000100", "ffff888000001000"))
+		vectors.ReadRequestHex("00000001", "00000001", "00000005", "00000100", "ffff888000001000"))
 	answered("RDMAP-5.5-8 RDMAP-4.4-3", "c142 11111111 2222222233333333 414158592e")
 	select {
 	case ev := <-events:
@@ -191,9 +192,9 @@ func TestMessagesFromTheWire(t *testing.T) {
 	// Reads of all and of parts of the buffer (RDMAP-5.2.1-10, RDMAP-4.4-5, RDMAP-4.4-6), in order
 	// (RDMAP-5.2.1-8, RDMAP-5.5-17, RDMAP-5.3-5, RDMAP-B-1). The second one is empty, and its STag
 	// and TO mean nothing (RDMAP-5.2.1-12, RDMAP-5.2.1-14, RDMAP-5.2.1-15).
-	p.send(readRequestHex("00000001", "00000002", "00000010", "00000100", "ffff888000001000"),
-		readRequestHex("00000001", "00000003", "00000000", "deadbeef", "ffffffffffffffff"),
-		readRequestHex("00000001", "00000004", "00000001", "00000100", "ffff88800000100f"))
+	p.send(vectors.ReadRequestHex("00000001", "00000002", "00000010", "00000100", "ffff888000001000"),
+		vectors.ReadRequestHex("00000001", "00000003", "00000000", "deadbeef", "ffffffffffffffff"),
+		vectors.ReadRequestHex("00000001", "00000004", "00000001", "00000100", "ffff88800000100f"))
 	answered("RDMAP-5.2.2-7", "c142 11111111 2222222233333333"+hex.EncodeToString(mem),
 		"c142 11111111 2222222233333333", "c142 11111111 2222222233333333 5a")
 	// A Send with Invalidate, then a Write to the invalid STag: RDMAP-5.3-14.
@@ -212,7 +213,7 @@ func TestReadResponseSegments(t *testing.T) {
 	expose(c, 0x100, mem, 0, RemoteRead)
 	serve(c)
 	for i, n := range []int{113, 114, 115, 300} { // MULPDU-14 and its neighbours
-		p.send(readRequestHex("00000001", fmt.Sprintf("%08x", i+1), fmt.Sprintf("%08x", n), "00000100",
+		p.send(vectors.ReadRequestHex("00000001", fmt.Sprintf("%08x", i+1), fmt.Sprintf("%08x", n), "00000100",
 			"0000000000000000"))
 		for off := 0; off < n; {
 			k := min(114, n-off)
@@ -401,7 +402,7 @@ func TestIRD(t *testing.T) {
 			msn := 0
 			request := func(n int) {
 				msn++
-				p.send(readRequestHex("00000001", fmt.Sprintf("%08x", msn), fmt.Sprintf("%08x", n), "00000100",
+				p.send(vectors.ReadRequestHex("00000001", fmt.Sprintf("%08x", msn), fmt.Sprintf("%08x", n), "00000100",
 					"0000000000000000"))
 			}
 			for range 50 { // IRD at once, again and again
@@ -432,7 +433,7 @@ func TestIRD(t *testing.T) {
 	t.Run("MPA2-9.1-4 IRD 0", func(t *testing.T) {
 		p, c, _ := respondTo(t, reqKey+"50020004 00040000", Options{}, Answer{})
 		events := serve(c)
-		rr := readRequestHex("00000001", "00000001", "00000000", "00000000", "0000000000000000")
+		rr := vectors.ReadRequestHex("00000001", "00000001", "00000000", "00000000", "0000000000000000")
 		p.send(rr)
 		p.wantTerminate("1202c000 002e 4141 00000000 00000001 00000001 00000000")
 		p.nc.Close()

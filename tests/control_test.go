@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -13,7 +14,9 @@ import (
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
+	iscsivectors "github.com/iser-target/iser-target/iscsi/vectors"
 	"github.com/iser-target/iser-target/iser"
+	iservectors "github.com/iser-target/iser-target/iser/vectors"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
@@ -104,26 +107,12 @@ func TestRejects(t *testing.T) {
 }
 
 func testRejects(t *testing.T, tg *target, p *raw) {
-	for _, tt := range []struct {
-		id     string
-		op     pdu.Opcode
-		flags  byte
-		reason pdu.RejectReason
-	}{
-		{"ISER-7.3.11-2 ISER-7.3.11-3 ISER-10.1.4.4-1 ISER-10.2.1-1 SNACK data", pdu.SNACK, pdu.FlagF,
-			pdu.RejectProtocolError},
-		{"ISER-7.3.11-3 SNACK status", pdu.SNACK, pdu.FlagF | 1, pdu.RejectProtocolError},
-		{"ISER-7.3.11-3 SNACK DataACK", pdu.SNACK, pdu.FlagF | 2, pdu.RejectProtocolError},
-		{"ISER-7.3.9-2 ISER-7.3.9-3 ISER-7.3.9-4 late Login Request", pdu.LoginReq, 0x87, pdu.RejectProtocolError},
-		{"ISER-7.3.4-4 solicited Data-Out", pdu.DataOut, pdu.FlagF, pdu.RejectProtocolError},
-		{"unknown opcode", 0x1c, pdu.FlagF, pdu.RejectNotSupported},
-		{"opcode of a target", pdu.SCSIResponse, pdu.FlagF, pdu.RejectProtocolError},
-	} {
-		t.Run(tt.id, func(t *testing.T) {
+	for _, tt := range slices.Concat(iscsivectors.Rejects, iscsivectors.IserRejects) {
+		t.Run(tt.ID, func(t *testing.T) {
 			p.t = t
-			h := p.Request(tt.op, tt.flags, true)
+			h := p.Request(tt.Op, tt.Flags, true)
 			p.send(iser.Header{}, h, nil)
-			p.wantReject(h, tt.reason)
+			p.wantReject(h, tt.Reason)
 			p.ping()
 		})
 	}
@@ -459,31 +448,12 @@ func TestFormatErrors(t *testing.T) {
 		return append(b, make([]byte, behind)...)
 	}
 	asIs := func(pdu.BHS) {}
-	for _, tt := range []struct {
-		id  string
-		msg func(p *raw) []byte
-	}{
-		{"ISER-10.1.3.3-1 ISER-10.1.3.3-2 ISER-9.1-3 opcode 0", func(p *raw) []byte { return make([]byte, 76) }},
-		{"ISER-9.1-3 opcode 4", func(p *raw) []byte { return append([]byte{0x40}, make([]byte, 75)...) }},
-		{"a HelloReply", func(p *raw) []byte { return append([]byte{0x30, 0xaa}, make([]byte, 26)...) }},
-		{"ISER-10.1.3.3-1 27 octets", func(p *raw) []byte { return hello(10, 10, 1)[:27] }},
-		{"ISER-9.3-1 ISER-10.1.3.3-1 Hello of 32 octets",
-			func(p *raw) []byte { return append(hello(10, 10, 1), 0, 0, 0, 0) }},
-		{"no octet", func(p *raw) []byte { return nil }},
-		{"header without PDU", func(p *raw) []byte { return append([]byte{0x10}, make([]byte, 27)...) }},
-		{"75 octets", func(p *raw) []byte { return nop(p, asIs, 0, 0)[:75] }},
-		{"ISER-10.1.4.1-1 DataSegmentLength beyond the message",
-			func(p *raw) []byte { return nop(p, func(h pdu.BHS) { h.SetDataSegmentLength(9) }, 8, 0) }},
-		{"ISER-10.1.4.1-1 TotalAHSLength beyond the message",
-			func(p *raw) []byte { return nop(p, func(h pdu.BHS) { h.SetTotalAHSLength(12) }, 8, 0) }},
-		{"a pad where none belongs", func(p *raw) []byte { return nop(p, asIs, 8, 1) }},
-		{"pad of 4", func(p *raw) []byte { return nop(p, asIs, 5, 4) }},
-	} {
-		t.Run(tt.id, func(t *testing.T) {
+	for _, tt := range iservectors.FormatErrors {
+		t.Run(tt.ID, func(t *testing.T) {
 			p := tg.rawLogin(t, initiator.Options{}, 0)
 			p.writeCommand(0, 8)
 			p.wantRead() // which is never answered
-			p.sendRaw(tt.msg(p))
+			p.sendRaw(tt.Message(func(change func(pdu.BHS), data, behind int) []byte { return nop(p, change, data, behind) }))
 			p.wantTerminate(wire.ReasonOperation)
 			do(t, other, &initiator.Command{CDB: cdb.Read16(0, 1), In: make([]byte, 512)})
 		})

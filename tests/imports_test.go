@@ -28,11 +28,13 @@ var mayImport = map[string][]string{
 	"cmd/iser-target/capture":    {"cmd/iser-target/schema", "github.com/gopacket/gopacket"},
 	"cmd/iser-target/metrics":    {"iscsi", "lun", "rdma", "security/limits", "github.com/prometheus/client_golang", "go.yaml.in/yaml/v3"},
 	"iser":                       {"iscsi", "lun/invariant", "rdma"},
+	"iser/vectors":               {"iser", "iscsi/pdu"},
 	"iser/initiator":             {"iser", "iscsi/initiator", "iscsi/keys", "iscsi/pdu", "rdma"},
 	"iscsi":                      {"iscsi/fifo", "iscsi/pdu", "iscsi/keys", "lun", "security"},
 	"iscsi/fifo":                 {"lun/invariant"},
 	"iscsi/pdu":                  {},
 	"iscsi/keys":                 {},
+	"iscsi/vectors":              {"iscsi/pdu"},
 	"iscsi/initiator":            {"iscsi/keys", "iscsi/pdu", "rdma/llp", "security"},
 	"iscsi/tcp":                  {"iscsi", "iscsi/fifo", "iscsi/pdu", "lun/invariant", "rdma/llp"},
 	"lun":                        {"backend", "lun/fair", "lun/invariant", "lun/state", "security/limits"},
@@ -42,6 +44,7 @@ var mayImport = map[string][]string{
 	"rdma":                       {"rdma/llp", "rdma/wire", "golang.org/x/sys"},
 	"rdma/llp":                   {"golang.org/x/sys"},
 	"rdma/wire":                  {},
+	"rdma/wire/vectors":          {"rdma/wire"},
 	"rdma/rpcrdma":               {"rdma", "rdma/wire", "rdma/rpcrdma/oncrpc", "rdma/rpcrdma/wire"},
 	"rdma/rpcrdma/oncrpc":        {},
 	"rdma/rpcrdma/wire":          {},
@@ -62,7 +65,7 @@ var mayImport = map[string][]string{
 // Tests may also import what they have in common, the suite that every store
 // has to pass, what the packages below import (a unit needs a store), and those of the
 // program an initiator, and policies of the kernel. The example of iscsi needs a Datamover, and an initiator a target.
-var testsMayImport = map[string][]string{"": {"backend/backendtest", "tests/testkit"}, "cmd": {"tests/initiator", "github.com/vishvananda/netlink"}, "iscsi": {"iscsi/tcp"},
+var testsMayImport = map[string][]string{"": {"backend/backendtest", "tests/testkit"}, "cmd": {"tests/initiator", "github.com/vishvananda/netlink"}, "iscsi": {"iscsi/tcp", "iscsi/vectors"},
 	"iscsi/initiator": {"iscsi", "lun", "backend"}, "iser/initiator": {"iscsi", "lun", "backend"}}
 
 // TestImports reads the files itself, whatever their build tags: what another
@@ -130,6 +133,8 @@ func TestImportRule(t *testing.T) {
 		{"cmd/iser-target", "tests/initiator", false, false},
 		{"iscsi", "lun", false, true},
 		{"iscsi", "iscsi/keys", false, true},
+		{"iscsi", "iscsi/vectors", false, false},
+		{"iscsi", "iscsi/vectors", true, true},
 		{"iscsi/keys", "iscsi/pdu", false, false},
 		{"iscsi/initiator", "rdma", false, false},
 		{"iscsi/initiator", "iscsi", false, false},

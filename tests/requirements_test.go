@@ -21,6 +21,13 @@ type requirement struct {
 
 var requirementID = regexp.MustCompile(`\b(?:(?:MPA2?|DDP|RDMAP|ISER|ISCSI|SEC|RPCRDMA|BRPC)-[0-9A-Z][0-9A-Z.]*|V-[A-Z0-9]+)-[0-9]+\b`)
 
+// runBy contains the packages with tables of cases that tests share with the program, and the test file that runs them all.
+var runBy = map[string]string{
+	"iscsi/vectors":     "../iscsi/login_test.go",
+	"iser/vectors":      "../tests/control_test.go",
+	"rdma/wire/vectors": "../rdma/terminate_test.go",
+}
+
 // readRequirements parses the tables of docs/requirements, by id, and notes which rows
 // the Go files quote. Each fault that it finds on the way is a line of faults.
 func readRequirements(t *testing.T) (rows map[string]*requirement, faults []string) {
@@ -50,14 +57,17 @@ func readRequirements(t *testing.T) (rows map[string]*requirement, faults []stri
 	if err != nil {
 		t.Fatal(err)
 	}
-	walkTree(t, ".go", func(path, _ string) error {
+	walkTree(t, ".go", func(path, name string) error {
 		text, err := os.ReadFile(path)
+		dir := filepath.ToSlash(filepath.Dir(name))
 		for _, id := range requirementID.FindAllString(string(text), -1) {
 			switch r := rows[id]; {
 			case r == nil:
 				faults = append(faults, fmt.Sprintf("%s: %s is not defined in docs/requirements", path, id))
 			case strings.HasSuffix(path, "_test.go"):
 				r.test = path
+			case runBy[dir] != "":
+				r.test = runBy[dir]
 			}
 		}
 		return err
