@@ -227,6 +227,9 @@ func (d *Document) WithoutSecrets() (text []byte, secrets int, err error) {
 	return text, secrets, nil
 }
 
+// IsSecretKey reports whether the value of a key, whose path is left out, is a secret.
+func IsSecretKey(key string) bool { return isSecret(key) }
+
 // isSecret reports whether the value of a key is a secret.
 func isSecret(key string) bool { return key == "secret" || key == "previous_secret" }
 

@@ -2,7 +2,6 @@ package tests
 
 import (
 	"bytes"
-	"encoding/binary"
 	"fmt"
 	"math"
 	"testing"
@@ -11,6 +10,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/iser"
+	"github.com/iser-target/iser-target/iser/vectors"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
@@ -384,42 +384,14 @@ func pingAmongResponses(p *raw, done *int) {
 // An initiator can reach nothing of the target by RDMA but the sink of the Read
 // that it has been asked, by the Response to that.
 func TestRDMAByInitiator(t *testing.T) {
-	for _, tt := range []struct {
-		id     string
-		attack func(p *raw, r wire.ReadRequest) []byte
-		reason wire.Reason
-	}{
-		{"ISER-8.3.2-3 RDMA Write to the sink of a Read", func(p *raw, r wire.ReadRequest) []byte {
-			return fpdu(tagged(wire.OpWrite, true, r.SinkSTag, r.SinkTO, random(4096)))
-		}, wire.ReasonInvalidSTag},
-		{"ISER-1.5.3-2 RDMA Write to any STag", func(p *raw, r wire.ReadRequest) []byte {
-			return fpdu(tagged(wire.OpWrite, true, 0x1234, 0, random(4096)))
-		}, wire.ReasonInvalidSTag},
-		{"ISER-1.5.4-2 ISER-8.3.2-3 SEC-5042.6.3.1-1 RDMA Read of the sink of a Read",
-			func(p *raw, r wire.ReadRequest) []byte {
-				b := make([]byte, wire.ReadRequestLen)
-				wire.ReadRequest{SinkSTag: 1, Size: 4096, SrcSTag: r.SinkSTag, SrcTO: r.SinkTO}.Put(b)
-				return fpdu(untagged(wire.OpReadRequest, 1, b))
-			}, wire.ReasonReadAccess},
-		{"ISER-8.3.1-3 Response to another STag", func(p *raw, r wire.ReadRequest) []byte {
-			return fpdu(tagged(wire.OpReadResponse, true, r.SinkSTag+1, r.SinkTO, random(4096)))
-		}, wire.ReasonInvalidSTag},
-		{"SEC-5042.6.2.1-2 SEC-5042.6.3.4-1 Response beyond the sink", func(p *raw, r wire.ReadRequest) []byte {
-			return fpdu(tagged(wire.OpReadResponse, true, r.SinkSTag, r.SinkTO, random(4097)))
-		}, wire.ReasonBounds},
-		{"SEC-5042.6.4.5-2 invalidation of the sink of a Read", func(p *raw, r wire.ReadRequest) []byte {
-			u := untagged(wire.OpSendInvalidate, p.sendMSN,
-				pduBytes(iser.Header{}, p.Request(pdu.NOPOut, pdu.FlagF, true), nil))
-			binary.BigEndian.PutUint32(u[2:], uint32(r.SinkSTag))
-			return fpdu(u)
-		}, wire.ReasonNotInvalidated},
-	} {
-		t.Run(tt.id, func(t *testing.T) {
+	for _, tt := range vectors.Attacks {
+		t.Run(tt.ID, func(t *testing.T) {
 			tg := startTarget(t, targetOptions{})
 			p := tg.rawLogin(t, initiator.Options{}, 0)
 			_, reads := p.held(1)
-			p.write(tt.attack(p, reads[0]))
-			p.wantTerminate(tt.reason)
+			nop := pduBytes(iser.Header{}, p.Request(pdu.NOPOut, pdu.FlagF, true), nil)
+			p.write(fpdu(tt.ULPDU(reads[0], p.sendMSN, nop)))
+			p.wantTerminate(tt.Reason)
 			tg.waitIdle(t)
 			tg.untouched(t, 1)
 		})

@@ -28,7 +28,7 @@ var mayImport = map[string][]string{
 	"cmd/iser-target/capture":    {"cmd/iser-target/schema", "github.com/gopacket/gopacket"},
 	"cmd/iser-target/metrics":    {"iscsi", "lun", "rdma", "security/limits", "github.com/prometheus/client_golang", "go.yaml.in/yaml/v3"},
 	"iser":                       {"iscsi", "lun/invariant", "rdma"},
-	"iser/vectors":               {"iser", "iscsi/pdu"},
+	"iser/vectors":               {"iser", "iscsi/pdu", "rdma/wire"},
 	"iser/initiator":             {"iser", "iscsi/initiator", "iscsi/keys", "iscsi/pdu", "rdma"},
 	"iscsi":                      {"iscsi/fifo", "iscsi/pdu", "iscsi/keys", "lun", "security"},
 	"iscsi/fifo":                 {"lun/invariant"},

@@ -57,6 +57,12 @@ func (t *table) line(format string, a ...any) {
 	fmt.Fprintln(t.w, printable(fmt.Sprintf(format, a...)))
 }
 
+// gap ends the columns and writes an empty line.
+func (t *table) gap() {
+	t.w.Flush()
+	fmt.Fprintln(t.w)
+}
+
 // printable returns s with a ? for each character that would control a terminal, like one
 // that changes the direction of writing. Initiators choose their names.
 func printable(s string) string {
