@@ -8,6 +8,8 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+
+	"github.com/iser-target/iser-target/backend/backendtest"
 )
 
 // fio reads the jobs of examples/fio, each says whether it overwrites the disk, and each does its I/O in a short run.
@@ -32,7 +34,7 @@ func TestFioExamples(t *testing.T) {
 				t.Error("its comment does not say how to run it")
 			}
 			if noFio != nil {
-				t.Skip("fio is not installed")
+				backendtest.Unavailable(t, "%v (tests/interop/setup.sh installs it)", noFio)
 			}
 			dir := t.TempDir()
 			disk := filepath.Join(dir, "disk")

@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/initiator"
 	"github.com/iser-target/iser-target/iscsi/tcp"
@@ -371,7 +372,7 @@ func TestWelch(t *testing.T) {
 func TestFioFormat(t *testing.T) {
 	fio, err := exec.LookPath("fio")
 	if err != nil {
-		t.Skip("fio is not installed")
+		backendtest.Unavailable(t, "%v (tests/interop/setup.sh installs it)", err)
 	}
 	theirs, err := exec.Command(fio, "--name=x", "--ioengine=null", "--size=1g", "--rw=randrw", "--bs=4k", "--iodepth=4", "--time_based",
 		"--runtime=2", "--rate_iops=1000", "--output-format=json").Output()
@@ -427,7 +428,7 @@ func TestFioFormat(t *testing.T) {
 
 	tool, err := exec.LookPath("fio_jsonplus_clat2csv")
 	if err != nil {
-		t.Skip("fio_jsonplus_clat2csv is not installed")
+		backendtest.Unavailable(t, "%v (tests/interop/setup.sh installs it with fio)", err)
 	}
 	ours.Reset()
 	check(t, WriteJSON(&ours, &o, "iscsi://x", results, true))
