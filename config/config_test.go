@@ -317,12 +317,13 @@ func TestSize(t *testing.T) {
 	for in, want := range map[string]Size{
 		"0": 0, "1": 1, "4096": 4096, "512B": 512, "1KiB": 1024, "10GiB": 10 << 30, "1 TiB": 1 << 40, "7PiB": 7 << 50,
 		"1KB": 1000, "1kB": 1000, "2MB": 2e6, "3GB": 3e9, "4TB": 4e12, "5PB": 5e15, "9223372036854775807": 1<<63 - 1,
+		"10G": 10 << 30, "10g": 10 << 30, "1k": 1024, "1.5T": 3 << 39, "1.5GiB": 3 << 29, "0.5K": 512, "1gib": 1 << 30, "10gb": 10e9, "1.25 MB": 1250000, "7P": 7 << 50,
 	} {
 		if got, err := ParseSize(in); got != want || err != nil {
 			t.Errorf("ParseSize(%q) = %d, %v; want %d", in, got, err, want)
 		}
 	}
-	for _, in := range []string{"", "B", "GiB", "-1", "+1", "1.5GiB", "1gib", "1G", "1 ", " 1", "1  GiB", "0x10", "9223372036854775808", "8192PiB", "99999999999999999999GiB"} {
+	for _, in := range []string{"", "B", "GiB", "-1", "+1", "1.5", "1.5B", "1.0001K", ".5G", "1.G", "1.5.5G", "1e3", "1/2G", "G", "10X", "1 ", " 1", "1  GiB", "0x10", "9223372036854775808", "8192PiB", "8192P", "99999999999999999999GiB", "0." + strings.Repeat("0", 100) + "G"} {
 		if got, err := ParseSize(in); err == nil {
 			t.Errorf("ParseSize(%q) = %d", in, got)
 		}

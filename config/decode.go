@@ -239,16 +239,25 @@ func describe(in any) string {
 
 // suggest returns ", did you mean X?" for the known key X that is most like key, or "".
 func suggest(key string, known []string) string {
-	best, least := "", 3 // at most two wrong letters
+	if best := Nearest(key, known); best != "" {
+		return fmt.Sprintf(", did you mean %s?", best)
+	}
+	return ""
+}
+
+// Nearest returns the known name that is most like name, or "" if at least three letters differ, or two of a name
+// with up to four.
+func Nearest(name string, known []string) string {
+	best, least := "", 3
+	if len(name) < 5 {
+		least = 2
+	}
 	for _, k := range known {
-		if n := distance(strings.ToLower(key), strings.ToLower(k)); n < least && n < len(k) {
+		if n := distance(strings.ToLower(name), strings.ToLower(k)); n < least && n < len(k) {
 			best, least = k, n
 		}
 	}
-	if best == "" {
-		return ""
-	}
-	return fmt.Sprintf(", did you mean %s?", best)
+	return best
 }
 
 // distance returns the Levenshtein distance of two strings, in bytes. Keys longer than all

@@ -72,7 +72,8 @@ func TestWrongTypesAreRefused(t *testing.T) {
 		{"mpa", [2]string{"", "mpa: {markers: 1, unstated_ord: 0}"}, []string{`f: mpa.markers: must be on or off, not 1`, "f: mpa.unstated_ord: must be 1 to 128, not 0"}},
 		{"mpa high", [2]string{"", "mpa: {unstated_ord: 129}"}, []string{"f: mpa.unstated_ord: must be 1 to 128, not 129"}},
 		{"switch", [2]string{"", "mpa: {crc: maybe}"}, []string{`f: mpa.crc: must be auto, on or off, not "maybe"`}},
-		{"size", luns("{id: 0, backend: memory, size: 1Gib}"), []string{`f: targets[0].luns[0].size: "1Gib" is not a whole number of bytes`}},
+		{"size", luns("{id: 0, backend: memory, size: 1Gig}"), []string{`f: targets[0].luns[0].size: "1Gig" is not a size: write a number of bytes, or of K, M, G, T or P (1024)`}},
+		{"size of half a byte", luns("{id: 0, backend: memory, size: 0.00001K}"), []string{`f: targets[0].luns[0].size: "0.00001K" is not a whole number of bytes`}},
 		{"size is a list", luns("{id: 0, backend: memory, size: []}"), []string{"f: targets[0].luns[0].size: must be a size like 10GiB, not a list"}},
 	})
 }

@@ -2,7 +2,7 @@ package config
 
 import (
 	"fmt"
-	"math"
+	"math/big"
 	"strconv"
 	"strings"
 	"time"
@@ -11,33 +11,39 @@ import (
 // A Size is a number of bytes.
 type Size int64
 
-// units has the longest suffixes first.
+// units has the longest suffixes first. A letter alone is a binary unit, as truncate(1), lvcreate(8) and targetcli have it.
 var units = []struct {
 	suffix string
 	bytes  int64
 }{
 	{"KiB", 1 << 10}, {"MiB", 1 << 20}, {"GiB", 1 << 30}, {"TiB", 1 << 40}, {"PiB", 1 << 50},
-	{"KB", 1e3}, {"kB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12}, {"PB", 1e15},
+	{"KB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12}, {"PB", 1e15},
+	{"K", 1 << 10}, {"M", 1 << 20}, {"G", 1 << 30}, {"T", 1 << 40}, {"P", 1 << 50},
 	{"B", 1},
 }
 
-// ParseSize parses a whole number of bytes or of a unit: 4096, 10GiB, "1 TB".
+// ParseSize parses a number of bytes or of a unit, in upper or lower case: 4096, 10GiB, 1.5T, "1 TB".
 func ParseSize(s string) (Size, error) {
-	digits, unit := s, int64(1)
+	number, unit := s, int64(1)
 	for _, u := range units {
-		if d, ok := strings.CutSuffix(s, u.suffix); ok {
-			digits, unit = strings.TrimSuffix(d, " "), u.bytes
+		if n := len(s) - len(u.suffix); n >= 0 && strings.EqualFold(s[n:], u.suffix) {
+			number, unit = strings.TrimSuffix(s[:n], " "), u.bytes
 			break
 		}
 	}
-	n, err := strconv.ParseUint(digits, 10, 63)
-	if err != nil && digits != "" && strings.Trim(digits, "0123456789") == "" || n > uint64(math.MaxInt64/unit) {
+	whole, fraction, point := strings.Cut(number, ".")
+	if whole == "" || point && fraction == "" || strings.Trim(whole+fraction, "0123456789") != "" || len(number) > 64 {
+		return 0, fmt.Errorf("%q is not a size: write a number of bytes, or of K, M, G, T or P (1024), KiB to PiB (the same) or KB to PB (1000), like 10G", s)
+	}
+	n, _ := new(big.Rat).SetString(number) // digits and one point
+	n.Mul(n, new(big.Rat).SetInt64(unit))
+	switch {
+	case !n.IsInt():
+		return 0, fmt.Errorf("%q is not a whole number of bytes", s)
+	case !n.Num().IsInt64():
 		return 0, fmt.Errorf("%q is more than 8 EiB", s)
 	}
-	if err != nil {
-		return 0, fmt.Errorf("%q is not a whole number of bytes, or of KiB, MiB, GiB, TiB, PiB, KB, MB, GB, TB or PB", s)
-	}
-	return Size(int64(n) * unit), nil
+	return Size(n.Num().Int64()), nil
 }
 
 // String returns s in the largest binary unit that s is a multiple of.

@@ -154,7 +154,7 @@ func TestLUNRates(t *testing.T) {
 	s.says(t, cli.ExitUsage, "exclude each other", "lun", "set", storeName, "1", "--iops", "1", "iops=2")
 	s.says(t, cli.ExitUsage, "--iops must be a whole number", "lun", "create", storeName, "--backend", "memory", "--size", "1MiB", "--iops", "many")
 	s.says(t, cli.ExitError, "min_iops: must be at most iops, 5, not 6", "lun", "set", storeName, "1", "--iops", "5", "--min-iops", "6")
-	s.says(t, cli.ExitError, "is not a whole number of bytes", "lun", "set", storeName, "1", "--bandwidth", "fast")
+	s.says(t, cli.ExitError, "is not a size", "lun", "set", storeName, "1", "--bandwidth", "fast")
 }
 
 // lun list and lun show.
@@ -183,7 +183,7 @@ func TestInitiatorCommands(t *testing.T) {
 	s.says(t, cli.ExitOK, "(done)", "initiator", "deny", secondName, "iqn.2026-11.io.example:more.*")
 	s.says(t, cli.ExitNotFound, "more", "initiator", "deny", secondName, "iqn.2026-11.io.example:more.*")
 	s.says(t, cli.ExitError, "allow another one first, or delete the target", "initiator", "deny", secondName, hostName)
-	s.says(t, cli.ExitNotFound, "no target", "initiator", "deny", secondName+"2", hostName)
+	s.says(t, cli.ExitNotFound, "not found; did you mean "+secondName, "initiator", "deny", secondName+"2", hostName)
 }
 
 // explain names the rule that refuses an initiator, and the remedy.

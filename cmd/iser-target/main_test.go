@@ -90,7 +90,7 @@ targets: [{name: "iqn.2026-11.io.example:store", initiators: ["*"]}]
 		{args: []string{"config", "validate"}, fail: "wrong number of arguments, 0: usage: iser-target config validate FILE"},
 		{args: []string{"--version"}, out: "iser-target " + versionString() + "\n"},
 		{args: []string{"serve", "more"}, fail: "wrong number of arguments, 1: usage: iser-target serve [--config FILE]"},
-		{args: []string{"lun", "create"}, fail: "wrong number of arguments, 0: usage: iser-target lun create TARGET"},
+		{args: []string{"lun", "resize", "0"}, fail: "wrong number of arguments, 1: usage: iser-target lun resize [TARGET] LUN [+]SIZE"},
 		{args: []string{"lun", "more"}, fail: `unknown command "more" for "iser-target lun"`},
 		{args: []string{"events", "--since", "20s"}, fail: `invalid argument "20s" for "--since" flag: is not a whole number`},
 		{args: []string{"session", "kill", "1", "--reason"}, fail: "flag needs an argument"},

@@ -15,7 +15,7 @@ import (
 
 // auth returns the commands about CHAP users.
 func (p *program) auth() *cobra.Command {
-	list := list(p, verb{use: "list TARGET", short: "List the CHAP users of a target, without secrets", args: cobra.ExactArgs(1), complete: p.complete(targets)},
+	list := list(p, verb{names: targetOptional, use: "list [TARGET]", short: "List the CHAP users of a target, without secrets", args: cobra.ExactArgs(1), complete: p.complete(targets)},
 		func(ctx context.Context, c *call) ([]schema.UserState, error) { return c.Users(ctx, c.args[0]) },
 		"USER INITIATOR SECRET SESSIONS OUTDATED", func(u *schema.UserState) []any {
 			where := "configuration"
@@ -27,7 +27,7 @@ func (p *program) auth() *cobra.Command {
 			}
 			return []any{u.Name, u.Initiator, where, u.Sessions, u.Outdated}
 		})
-	remove := p.change(verb{use: "remove TARGET USER", short: "Remove a CHAP user", args: cobra.ExactArgs(2), complete: p.complete(targets, users)},
+	remove := p.change(verb{names: targetOptional, use: "remove [TARGET] USER", short: "Remove a CHAP user", args: cobra.ExactArgs(2), complete: p.complete(targets, users)},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
 			return c.RemoveUser(ctx, c.args[0], c.args[1], o)
 		})
@@ -70,7 +70,7 @@ func (c *call) printSecret(user, made string, dry bool) error {
 
 func (p *program) addUser() *cobra.Command {
 	var file, initiator string
-	cmd := p.changeThen(verb{use: "add TARGET USER", short: "Add a CHAP user", args: cobra.ExactArgs(2), complete: p.complete(targets),
+	cmd := p.changeThen(verb{names: targetOptional, use: "add [TARGET] USER", short: "Add a CHAP user", args: cobra.ExactArgs(2), complete: p.complete(targets),
 		long: "Add a CHAP user to a target. " + newSecret + "\nA target that says nothing about authentication requires CHAP from then on."},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, func() error, error) {
 			u, made, err := c.secretOf(c.args[1], file)
@@ -92,7 +92,7 @@ func (p *program) rotateUser() *cobra.Command {
 		file string
 		end  bool
 	)
-	cmd := p.changeThen(verb{use: "rotate TARGET USER", short: "Give a CHAP user another secret, next to the present one", args: cobra.ExactArgs(2), complete: p.complete(targets, users),
+	cmd := p.changeThen(verb{names: targetOptional, use: "rotate [TARGET] USER", short: "Give a CHAP user another secret, next to the present one", args: cobra.ExactArgs(2), complete: p.complete(targets, users),
 		long: "Give a CHAP user another secret. The present one stays valid until rotate --end, so that hosts\nchange one after the other. auth user list counts the sessions that have used it.\n" + newSecret},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, func() error, error) {
 			if end {

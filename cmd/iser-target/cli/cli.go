@@ -98,14 +98,21 @@ func hintOf(e *schema.Error) string {
 	switch {
 	case e.Code == schema.Refused && e.Plan != nil:
 		return hintOfRefusal(e.Plan.Needs())
-	case e.Code == schema.NotFound:
-		return "see iser-target target list, lun list, portal list, session list or reservation show"
+	case e.Code == schema.NotFound && strings.HasPrefix(e.Hint, "GET "):
+		kind, _, _ := strings.Cut(e.Message, " ")
+		return cmp.Or(lists[kind], "see iser-target target list, lun list, portal list, session list or reservation show")
 	case e.Code == schema.Invalid && strings.HasPrefix(e.Hint, "GET "): // about requests, not the command line
 		return "nothing was changed"
 	case e.Code == schema.Edited:
 		return "see the edit with iser-target config plan, and apply it with iser-target config apply"
 	}
 	return e.Hint
+}
+
+// lists has the hints about what exists, by the first word of an error.
+var lists = map[string]string{
+	"target": "see iser-target target list", "LUN": "see iser-target lun list", "portal": "see iser-target portal list",
+	"session": "see iser-target session list", "reservation": "see iser-target reservation show",
 }
 
 // hintOfRefusal returns the flags that allow a refused plan.
@@ -194,6 +201,10 @@ func typeArgs(cmd *cobra.Command) {
 				}
 				return nil
 			case cmd.HasSubCommands():
+				cmd.SuggestionsMinimumDistance = 2
+				if like := cmd.SuggestionsFor(args[0]); len(like) > 0 {
+					err = fmt.Errorf("%w; did you mean %s?", err, strings.Join(like, " or "))
+				}
 				return &usageError{cmd, err}
 			default:
 				return usage(cmd, "wrong number of arguments, %d: usage: %s", len(args), cmd.UseLine())
@@ -205,9 +216,16 @@ func typeArgs(cmd *cobra.Command) {
 	}
 }
 
+// aliases has other names of commands, which users of other tools type.
+var aliases = map[string][]string{
+	"target": {"targets"}, "lun": {"luns"}, "portal": {"portals"}, "session": {"sessions"}, "initiator": {"initiators"},
+	"reservation": {"reservations"}, "context": {"contexts"}, "user": {"users"},
+	"list": {"ls"}, "delete": {"rm", "remove"}, "add": {"create"}, "remove": {"rm", "delete"}, "create": {"add"},
+}
+
 // group returns a command that only has subcommands.
 func group(use, short string, commands ...*cobra.Command) *cobra.Command {
-	g := &cobra.Command{Use: use, Short: short, Args: cobra.NoArgs, RunE: requireCommand}
+	g := &cobra.Command{Use: use, Aliases: aliases[use], Short: short, Args: cobra.NoArgs, RunE: requireCommand}
 	g.AddCommand(commands...)
 	return g
 }
@@ -327,6 +345,7 @@ func exists(path string) bool {
 type verb struct {
 	use, short, long, example string
 	args                      cobra.PositionalArgs
+	names                     naming            // whether the first argument is a target
 	parse                     func(*call) error // sets what args name; may be nil
 	complete                  cobra.CompletionFunc
 	shrinks                   bool // it may make a LUN smaller
@@ -346,8 +365,9 @@ type call struct {
 
 // command returns the command of v.
 func (p *program) command(v verb) *cobra.Command {
+	name, _, _ := strings.Cut(v.use, " ")
 	return &cobra.Command{
-		Use: v.use, Short: v.short, Long: v.long, Example: v.example, Args: v.args, ValidArgsFunction: v.complete,
+		Use: v.use, Aliases: aliases[name], Short: v.short, Long: v.long, Example: v.example, Args: v.argsOrFewer(), ValidArgsFunction: v.complete,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if err := p.checkOutput(cmd); err != nil {
 				return err
@@ -357,14 +377,21 @@ func (p *program) command(v verb) *cobra.Command {
 				return err
 			}
 			call := &call{Client: c, cmd: cmd, limit: p.timeout, args: args}
+			ctx, cancel := context.WithTimeout(cmd.Context(), p.timeout)
+			defer cancel()
+			if err := call.nameTarget(ctx, &v); err != nil {
+				return err
+			}
 			if v.parse != nil {
 				if err := v.parse(call); err != nil {
 					return err
 				}
 			}
-			ctx, cancel := context.WithTimeout(cmd.Context(), p.timeout)
-			defer cancel()
-			return v.run(ctx, call)
+			err = v.run(ctx, call)
+			if v.names != noTarget {
+				err = call.suggestTarget(ctx, err)
+			}
+			return err
 		},
 	}
 }
@@ -466,7 +493,8 @@ func targets(ctx context.Context, c *client.Client, _ []string) []string {
 
 // luns completes the numbers of the LUNs of a target.
 func luns(ctx context.Context, c *client.Client, args []string) []string {
-	found, _ := c.LUNs(ctx, args[0])
+	target, _ := findTarget(ctx, c, args[0])
+	found, _ := c.LUNs(ctx, target)
 	return texts(found, func(l schema.LUNState) string { return strconv.Itoa(l.ID) })
 }
 

@@ -200,6 +200,11 @@ func (p *program) explain() *cobra.Command {
 			if initiator == "" || target == "" {
 				return usage(c.cmd, "--initiator and --target are required")
 			}
+			name, err := findTarget(ctx, c.Client, target)
+			if err != nil {
+				return err
+			}
+			target = name
 			e, err := c.Explain(ctx, initiator, target, portal, from)
 			if err != nil {
 				return err
@@ -214,7 +219,7 @@ func (p *program) explain() *cobra.Command {
 		}})
 	f := cmd.Flags()
 	f.StringVar(&initiator, "initiator", "", "iSCSI name of the initiator")
-	f.StringVar(&target, "target", "", "iSCSI name of the target")
+	f.StringVar(&target, "target", "", "name of the target, or a short one")
 	f.StringVar(&portal, "portal", "", "portal of the login (default: the first that serves the target)")
 	f.StringVar(&from, "from", "", "address that the initiator connects from (default: one that the target admits)")
 	cmd.RegisterFlagCompletionFunc("target", p.complete(targets))

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
@@ -74,12 +75,12 @@ func (p *program) target() *cobra.Command {
 	f.IntSliceVar(&t.PortalGroups, "portal-group", nil, "tag of a portal group that serves the target; repeatable (default: all)")
 	f.StringVar(&t.IPsec, "ipsec", "", "off, audit or required (default: off)")
 	f.StringVar(&t.IPsecProfile, "ipsec-profile", "", "profile of the configuration that says which protection is good enough")
-	remove := p.change(verb{use: "delete NAME", short: "Delete a target with its LUNs; their files and devices stay",
+	remove := p.change(verb{names: targetRequired, use: "delete TARGET", short: "Delete a target with its LUNs; their files and devices stay",
 		args: cobra.ExactArgs(1), complete: p.complete(targets)},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
 			return c.RemoveTarget(ctx, c.args[0], o)
 		})
-	show := show(p, verb{use: "show TARGET", short: "Show a target with its LUNs and sessions", args: cobra.ExactArgs(1), complete: p.complete(targets)},
+	show := show(p, verb{names: targetOptional, use: "show [TARGET]", short: "Show a target with its LUNs and sessions", args: cobra.ExactArgs(1), complete: p.complete(targets)},
 		func(ctx context.Context, c *call) (schema.TargetState, error) { return c.Target(ctx, c.args[0]) }, targetTable)
 	return group("target", "Manage targets", list, show, create, remove, p.setTarget())
 }
@@ -127,7 +128,7 @@ func targetTable(t *table, s schema.TargetState) {
 }
 
 func (p *program) setTarget() *cobra.Command {
-	return p.change(verb{use: "set TARGET KEY=VALUE...", short: "Set keys of a target",
+	return p.change(verb{names: targetOptional, use: "set [TARGET] KEY=VALUE...", short: "Set keys of a target",
 		args: cobra.MinimumNArgs(2), complete: p.complete(targets),
 		long:    "Set keys of a target in one change. Keys and values are those of targets in the\nconfiguration file (docs/config.md).",
 		example: "  iser-target target set iqn.2026-11.io.example:store resets_for='[\"iqn.2026-11.io.example:node*\"]'"},
@@ -146,7 +147,7 @@ func numbers(list []int) string {
 
 // lun returns the commands about LUNs.
 func (p *program) lun() *cobra.Command {
-	list := list(p, verb{use: "list [TARGET]", short: "List the LUNs of all targets, or of one",
+	list := list(p, verb{names: targetRequired, use: "list [TARGET]", short: "List the LUNs of all targets, or of one",
 		args: cobra.MaximumNArgs(1), complete: p.complete(targets)},
 		func(ctx context.Context, c *call) ([]schema.LUNState, error) {
 			return c.LUNs(ctx, strings.Join(c.args, ""))
@@ -154,7 +155,7 @@ func (p *program) lun() *cobra.Command {
 		"TARGET LUN STATE SIZE BACKEND PATH ACCESS REASON", func(l *schema.LUNState) []any {
 			return []any{l.Target, l.ID, stateOf(l), size(l.Size), l.Backend, l.Path, access(l), reason(l)}
 		})
-	show := show(p, verb{use: "show TARGET LUN", short: "Show a LUN with its settings, counters and reservation",
+	show := show(p, verb{names: targetOptional, use: "show [TARGET] LUN", short: "Show a LUN with its settings, counters and reservation",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns)},
 		func(ctx context.Context, c *call) (schema.LUNState, error) { return c.LUN(ctx, c.target, c.lun) }, lunTable)
 	return group("lun", "Manage LUNs", list, show, p.createLUN(), p.deleteLUN(), p.resizeLUN(), p.setLUN(), p.resetSettings(), p.recoverLUN(), p.scrubLUN(), p.faultLUN())
@@ -169,7 +170,7 @@ func stateOf(l *schema.LUNState) string {
 }
 
 func (p *program) recoverLUN() *cobra.Command {
-	return p.command(verb{use: "recover TARGET LUN", short: "Use the file or device of a LUN again that is not healthy",
+	return p.command(verb{names: targetOptional, use: "recover [TARGET] LUN", short: "Use the file or device of a LUN again that is not healthy",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns),
 		long: "Use the file or device of a LUN again that lun list shows as failed, orphaned or\ndegraded. Its sessions stay. Repair the cause first. After a failed sync, data that was written\nbefore it may be lost: check it, for example with fsck. An orphaned LUN serves the\nfile that is in place now.",
 		run: func(ctx context.Context, c *call) error {
@@ -206,7 +207,7 @@ func access(l *schema.LUNState) string {
 }
 
 func (p *program) resetSettings() *cobra.Command {
-	return p.command(verb{use: "reset-settings TARGET LUN", short: "Restore the defaults of what initiators set of a LUN",
+	return p.command(verb{names: targetOptional, use: "reset-settings [TARGET] LUN", short: "Restore the defaults of what initiators set of a LUN",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns),
 		long: "Restore the defaults of what initiators set of a LUN for all: write protection (SWP),\nthe write cache (WCE), the format of sense data (D_SENSE), task sets (TST), a stopped or\nejected medium, and the access states of portal groups. Saved settings return to their\ndefaults, too. Initiators are notified.\nlun show lists the settings, and the initiators that changed them.",
 		run: func(ctx context.Context, c *call) error {
@@ -222,7 +223,7 @@ func (p *program) resetSettings() *cobra.Command {
 func (p *program) faultLUN() *cobra.Command {
 	var f schema.Faults
 	var end bool
-	cmd := p.command(verb{use: "fault TARGET LUN", short: "Inject faults between a LUN and its backend for a time",
+	cmd := p.command(verb{names: targetOptional, use: "fault [TARGET] LUN", short: "Inject faults between a LUN and its backend for a time",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns),
 		long: `Inject faults between a LUN and its backend for a time, to test initiators and their
 file systems. Each call of the backend fails, hangs or takes longer with the given
@@ -340,7 +341,7 @@ func (p *program) createLUN() *cobra.Command {
 		id    int
 		rates rateFlags
 	)
-	cmd := p.change(verb{use: "create TARGET [--backend BACKEND] [--path PATH] [--size SIZE] [--preallocate] [--from FILE]", short: "Create a LUN", args: cobra.ExactArgs(1), complete: p.complete(targets),
+	cmd := p.change(verb{names: targetOptional, use: "create [TARGET] [--backend BACKEND] [--path PATH] [--size SIZE] [--preallocate] [--from FILE]", short: "Create a LUN", args: cobra.ExactArgs(1), complete: p.complete(targets),
 		long: `Create a LUN. Initiators that are logged in are notified (REPORTED LUNS DATA HAS
 CHANGED). If its file does not exist, the target creates it with the given size. The
 file takes space as data is written.
@@ -422,7 +423,7 @@ progress. If interrupted, they leave nothing behind.`,
 }
 
 func (p *program) deleteLUN() *cobra.Command {
-	return p.change(verb{use: "delete TARGET LUN", short: "Delete a LUN; its file or device stays",
+	return p.change(verb{names: targetOptional, use: "delete [TARGET] LUN", short: "Delete a LUN; its file or device stays",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns),
 		long: "Delete a LUN. Its file or device stays. If a session uses the LUN, choose what\nhappens to its commands: --drain lets them finish, --now aborts them. --now also\naborts those of a LUN that was deleted before and still drains."},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
@@ -432,18 +433,33 @@ func (p *program) deleteLUN() *cobra.Command {
 
 func (p *program) resizeLUN() *cobra.Command {
 	var preallocate bool
-	cmd := p.change(verb{use: "resize TARGET LUN SIZE", short: "Change the size of a LUN while it is in use",
+	cmd := p.change(verb{names: targetOptional, use: "resize [TARGET] LUN [+]SIZE", short: "Change the size of a LUN while it is in use",
 		args: cobra.ExactArgs(3), parse: (*call).parseLUN, complete: p.complete(targets, luns), shrinks: true,
 		long: `Change the size of a LUN while it is in use. Initiators are notified (CAPACITY DATA
 HAS CHANGED); Linux shows the new size after a rescan. A smaller size loses data and
-requires --allow-shrink. The size of a block device cannot be set here: extend the
+requires --allow-shrink. +SIZE is added to the present size. The size of a block device cannot be set here: extend the
 device, and send the target SIGHUP.
 
 With --preallocate, the target changes the size first, and then allocates the space of
 the file. If interrupted, or if the file system is full, the file has a part of it.`,
-		example: "  iser-target lun resize iqn.2026-11.io.example:store 0 20GiB"},
+		example: "  iser-target lun resize iqn.2026-11.io.example:store 0 20GiB\n  iser-target lun resize store 0 +5G"},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
-			v := schema.Values{"size": c.args[2]}
+			size := c.args[2]
+			if more, ok := strings.CutPrefix(size, "+"); ok {
+				l, err := c.LUN(ctx, c.target, c.lun)
+				if err != nil {
+					return nil, err
+				}
+				n, err := config.ParseSize(more)
+				if err != nil {
+					return nil, err
+				}
+				if n > math.MaxInt64-config.Size(l.Size) {
+					return nil, fmt.Errorf("%q is too much for a LUN of %v", size, config.Size(l.Size))
+				}
+				size = (n + config.Size(l.Size)).String()
+			}
+			v := schema.Values{"size": size}
 			if !preallocate {
 				return c.SetLUN(ctx, c.target, c.lun, v, o)
 			}
@@ -462,7 +478,7 @@ the file. If interrupted, or if the file system is full, the file has a part of 
 
 func (p *program) setLUN() *cobra.Command {
 	var rates rateFlags
-	cmd := p.change(verb{use: "set TARGET LUN [KEY=VALUE...]", short: "Set keys of a LUN",
+	cmd := p.change(verb{names: targetOptional, use: "set [TARGET] LUN [KEY=VALUE...]", short: "Set keys of a LUN",
 		args: cobra.MinimumNArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns), shrinks: true,
 		long: `Set keys of a LUN in one change. Keys and values are those of luns in the
 configuration file (docs/config.md). --iops, --bandwidth and --burst limit how fast all
@@ -498,7 +514,7 @@ func (p *program) portal() *cobra.Command {
 				s.Connections, s.IPsec, map[bool]string{true: "yes"}[s.Control], strings.Join(s.Advertise, ",")}
 		})
 	var po schema.Portal
-	add := p.change(verb{use: "add ADDRESS", short: "Add a portal: listen on another address, host:port", args: cobra.ExactArgs(1), complete: cobra.NoFileCompletions},
+	add := p.change(verb{use: "add ADDRESS", short: "Add a portal: listen on another address, host[:port]", args: cobra.ExactArgs(1), complete: cobra.NoFileCompletions},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
 			switch {
 			case po.TPGT == 0: // which the API takes for 1
@@ -506,7 +522,7 @@ func (p *program) portal() *cobra.Command {
 			case c.cmd.Flags().Changed("transport") && len(po.Transports) == 0: // and for both
 				return nil, usage(c.cmd, "--transport is empty: give iser or tcp, or leave it out for both")
 			}
-			po.Listen = c.args[0]
+			po.Listen = withPort(c.args[0])
 			return c.AddPortal(ctx, po, o)
 		})
 	f := add.Flags()
@@ -518,7 +534,7 @@ func (p *program) portal() *cobra.Command {
 	f.StringSliceVar(&po.Advertise, "advertise", nil, "address that discovery returns instead of ADDRESS; repeatable")
 	remove := p.change(verb{use: "remove ADDRESS", short: "Remove a portal: stop listening on its address", args: cobra.ExactArgs(1), complete: p.complete(portals)},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
-			return c.RemovePortal(ctx, c.args[0], o)
+			return c.RemovePortal(ctx, withPort(c.args[0]), o)
 		})
 	set := p.change(verb{use: "set ADDRESS KEY=VALUE...", short: "Set keys of a portal", args: cobra.MinimumNArgs(2), complete: p.complete(portals),
 		long:    "Set keys of a portal in one change. Keys and values are those of portals in the\nconfiguration file (docs/config.md).",
@@ -528,10 +544,20 @@ func (p *program) portal() *cobra.Command {
 			if err != nil {
 				return nil, err
 			}
-			return c.SetPortal(ctx, c.args[0], v, o)
+			return c.SetPortal(ctx, withPort(c.args[0]), v, o)
 		})
 	return group("portal", "Manage portals, the addresses that the target listens on", list, add, set, remove)
 }
+
+// withPort returns the address of a portal with the port of iSCSI (RFC 7143, section 13.8) if it is an IP address alone.
+func withPort(address string) string {
+	if a, err := netip.ParseAddr(strings.TrimSuffix(strings.TrimPrefix(address, "["), "]")); err == nil {
+		return netip.AddrPortFrom(a, iscsiPort).String()
+	}
+	return address
+}
+
+const iscsiPort = 3260
 
 // session returns the commands about sessions.
 func (p *program) session() *cobra.Command {
@@ -622,7 +648,7 @@ func (p *program) reservation() *cobra.Command {
 				holder(&r.ReservationState), len(r.Registrations), r.Generation, r.APTPL}
 		})
 	var yes bool
-	clearIt := p.command(verb{use: "clear TARGET LUN", short: "Remove all reservations and registrations of a LUN",
+	clearIt := p.command(verb{names: targetOptional, use: "clear [TARGET] LUN", short: "Remove all reservations and registrations of a LUN",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns),
 		long: "Remove all reservations and registrations of a LUN. Clusters rely on them:\ninitiators that they keep out can write afterwards. Therefore --disrupt is required.",
 		run: func(ctx context.Context, c *call) error {
@@ -688,11 +714,11 @@ func (p *program) initiator() *cobra.Command {
 		t, _ := c.Target(ctx, args[0])
 		return t.Initiators
 	}
-	allow := p.change(verb{use: "allow TARGET PATTERN", short: "Let initiators log in whose names match a pattern", args: cobra.ExactArgs(2), complete: p.complete(targets)},
+	allow := p.change(verb{names: targetOptional, use: "allow [TARGET] PATTERN", short: "Let initiators log in whose names match a pattern", args: cobra.ExactArgs(2), complete: p.complete(targets)},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
 			return c.Allow(ctx, c.args[0], c.args[1], o)
 		})
-	deny := p.change(verb{use: "deny TARGET PATTERN", short: "Remove a pattern of initiators that may log in", args: cobra.ExactArgs(2), complete: p.complete(targets, patterns),
+	deny := p.change(verb{names: targetOptional, use: "deny [TARGET] PATTERN", short: "Remove a pattern of initiators that may log in", args: cobra.ExactArgs(2), complete: p.complete(targets, patterns),
 		long: "Remove a pattern of initiators that may log in, as target list shows it. Initiators\nthat no other pattern matches lose their sessions, which requires --disrupt."},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
 			return c.Deny(ctx, c.args[0], c.args[1], o)

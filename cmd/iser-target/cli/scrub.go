@@ -17,7 +17,7 @@ const scrubPoll = 500 * time.Millisecond
 func (p *program) scrubLUN() *cobra.Command {
 	var req schema.ScrubRequest
 	var wait, status, cancel bool
-	cmd := p.output(verb{use: "scrub TARGET LUN", short: "Read all blocks of a LUN and compare them with their checksums",
+	cmd := p.output(verb{names: targetOptional, use: "scrub [TARGET] LUN", short: "Read all blocks of a LUN and compare them with their checksums",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns),
 		long: `Read all blocks of a LUN with checksums from its disk in the background, and compare
 them. Commands of initiators come first. Corrupt blocks make the LUN degraded; their

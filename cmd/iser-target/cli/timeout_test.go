@@ -151,7 +151,7 @@ func TestTimeLimitIsForProgress(t *testing.T) {
 	defer server.Close()
 	defer close(hang)
 	begun := time.Now()
-	text, code := run(t, socket, limit, "lun", "create", "t", "--path", "/x", "--size", "1GiB", "--preallocate")
+	text, code := run(t, socket, limit, "lun", "create", "iqn.2026-11.io.example:t", "--path", "/x", "--size", "1GiB", "--preallocate")
 	if code != ExitUnreachable || !strings.Contains(text, "reported no progress for 400ms") || time.Since(begun) < 2*limit {
 		t.Errorf("code %d after %v: %s", code, time.Since(begun), text)
 	}
