@@ -38,13 +38,7 @@ func OpenFile(c FileConfig) (s Store, created bool, err error) {
 }
 
 func openFile(c FileConfig) (_ Store, created bool, err error) {
-	if c.BlockSize == 0 {
-		c.BlockSize = defaultBlockSize
-	}
-	info := Info{Size: c.Size, BlockSize: c.BlockSize, PhysicalBlockSize: c.BlockSize, ReadOnly: c.ReadOnly}
-	if c.Size == 0 {
-		info.Size = int64(c.BlockSize) // until the size of the file is known
-	}
+	info := c.complete()
 	if err := info.Validate(); err != nil { // before a file is created
 		return nil, false, err
 	}
@@ -96,6 +90,18 @@ func openFile(c FileConfig) (_ Store, created bool, err error) {
 	return d, created, nil
 }
 
+// complete gives c its defaults and returns what is known of its store before its file is open.
+func (c *FileConfig) complete() Info {
+	if c.BlockSize == 0 {
+		c.BlockSize = defaultBlockSize
+	}
+	info := Info{Size: c.Size, BlockSize: c.BlockSize, PhysicalBlockSize: c.BlockSize, ReadOnly: c.ReadOnly}
+	if c.Size == 0 {
+		info.Size = int64(c.BlockSize) // until the size of the file is known
+	}
+	return info
+}
+
 // checkFile checks that c.Path is a regular file, or is absent and may be created. It does
 // not open the file: to open a device or a FIFO may have effects or wait.
 func checkFile(c FileConfig) (absent bool, err error) {
@@ -118,11 +124,16 @@ func checkFile(c FileConfig) (absent bool, err error) {
 	return false, nil
 }
 
-// lockFile opens and locks the file, which it creates if c.Size is set.
+// lockFile opens and locks the file, which it creates if c.Size is set, or takes it from the process before.
 func lockFile(c FileConfig) (fd int, err error) {
 	if fd, ok := handed.TakeDescriptor(c.Path); ok {
 		return fd, nil
 	}
+	return openLocked(c)
+}
+
+// openLocked opens and locks the file, which it creates if c.Size is set.
+func openLocked(c FileConfig) (fd int, err error) {
 	flags, lock := unix.O_RDWR|unix.O_CREAT, unix.LOCK_EX
 	if c.ReadOnly {
 		flags, lock = unix.O_RDONLY, unix.LOCK_SH

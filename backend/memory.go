@@ -67,6 +67,19 @@ type slot struct {
 
 // OpenMemory returns a memory store that reads as zeros. The Store is a *Memory.
 func OpenMemory(c MemoryConfig) (Store, error) {
+	info, err := c.info()
+	if err != nil {
+		return nil, err
+	}
+	m := &Memory{info: info, limit: c.Limit}
+	m.size.Store(c.Size)
+	root := make([]atomic.Pointer[leaf], leavesOf(c.Size))
+	m.root.Store(&root)
+	return m, nil
+}
+
+// info gives c its defaults and returns the Info of its store.
+func (c *MemoryConfig) info() (Info, error) {
 	if c.BlockSize == 0 {
 		c.BlockSize = defaultBlockSize
 	}
@@ -84,18 +97,14 @@ func OpenMemory(c MemoryConfig) (Store, error) {
 	}
 	switch {
 	case c.Size > maxMemorySize:
-		return nil, fmt.Errorf("memory store: size %d: must be at most %d bytes", c.Size, int64(maxMemorySize))
+		return info, fmt.Errorf("memory store: size %d: must be at most %d bytes", c.Size, int64(maxMemorySize))
 	case c.Limit < 0:
-		return nil, fmt.Errorf("memory store: limit %d is negative", c.Limit)
+		return info, fmt.Errorf("memory store: limit %d is negative", c.Limit)
 	}
 	if err := info.Validate(); err != nil {
-		return nil, fmt.Errorf("memory store: %w", err)
+		return info, fmt.Errorf("memory store: %w", err)
 	}
-	m := &Memory{info: info, limit: c.Limit}
-	m.size.Store(c.Size)
-	root := make([]atomic.Pointer[leaf], leavesOf(c.Size))
-	m.root.Store(&root)
-	return m, nil
+	return info, nil
 }
 
 // leavesOf returns the number of leaves of a store of a size in bytes.

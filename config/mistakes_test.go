@@ -116,6 +116,11 @@ func TestWrongPortalsAreRefused(t *testing.T) {
 			"f: targets[0].portal_groups[3]: must be a whole number, not \"x\"", "f: targets[0].portal_groups[0]: no portal has the tpgt 2", "f: targets[0].portal_groups[2]: 1 appears twice"}},
 		{"too many portal groups", [2]string{"  - listen: 127.0.0.1:3260\n", manyPortals(256)}, []string{"f: portals[255].tpgt: 256 is one portal group too many"}},
 		{"no portal group", [2]string{"initiators:", "portal_groups: []\n    initiators:"}, []string{"f: targets[0].portal_groups: is empty"}},
+		{"all addresses and one", [2]string{"listen: 127.0.0.1:3260", "listen: 127.0.0.1:3260\n  - {listen: \"[::1]:3260\"}\n  - {listen: \"0.0.0.0:3260\"}\n  - {listen: \"[::]:3260\"}\n  - {listen: \"0.0.0.0:3261\"}\nmetrics: {listen: \":3261\"}\ndashboard: {listen: \"127.0.0.1:3261\"}"}, []string{
+			`f: portals[2].listen: "0.0.0.0:3260" and "127.0.0.1:3260", the address of portals[0], share a port of the same address. Use one of them, or another port`,
+			`f: portals[3].listen: "[::]:3260" and "[::1]:3260", the address of portals[1], share`,
+			`f: metrics.listen: ":3261" and "127.0.0.1:3261", the address of dashboard, share`,
+			`f: dashboard.listen: "127.0.0.1:3261" and ":3261", the address of metrics, share`}},
 		{"no listen", [2]string{"listen: 127.0.0.1:3260", "advertise: []"}, []string{"f: portals[0].listen: is required"}},
 		{"no port", [2]string{"127.0.0.1:3260", "127.0.0.1"}, []string{`f: portals[0].listen: "127.0.0.1" is not host:port`}},
 		{"port 65536", [2]string{"127.0.0.1:3260", "127.0.0.1:65536"}, []string{"f: portals[0].listen: \"127.0.0.1:65536\" has no port from 1 to 65535"}},

@@ -224,13 +224,22 @@ func (c *Config) checkListener(key, listen string, errs *errorList) {
 	for i, p := range c.Portals {
 		others[index("portals", i)] = p.Listen
 	}
-	for _, name := range slices.Sorted(maps.Keys(others)) {
-		if other, reason := parseAddress(others[name], true); reason == "" && other == addr && addr.port != 0 {
-			errs.addf(key, "%q is the address of %s already", listen, strings.TrimSuffix(name, ".listen"))
+	for _, full := range slices.Sorted(maps.Keys(others)) {
+		other, reason := parseAddress(others[full], true)
+		switch name := strings.TrimSuffix(full, ".listen"); {
+		case reason != "":
+		case other == addr && addr.port != 0:
+			errs.addf(key, "%q is the address of %s already", listen, name)
+			return
+		case addr.takes(other) || other.takes(addr):
+			errs.addf(key, overlapReason, listen, others[full], name)
 			return
 		}
 	}
 }
+
+// overlapReason is the reason of an error about an address that the kernel refuses while the other listens.
+const overlapReason = "%q and %q, the address of %s, share a port of the same address. Use one of them, or another port"
 
 func (c *Config) checkPortals(errs *errorList) {
 	if len(c.Portals) == 0 {
@@ -253,6 +262,13 @@ func (c *Config) checkPortals(errs *errorList) {
 			errs.addf(key+".listen", "%q is the address of %s, too. Give one of them a port or another address", p.Listen, first)
 		} else if ok {
 			errs.addf(key+".listen", "%q is the address of %s already", p.Listen, first)
+		} else {
+			for j := range i {
+				if other, reason := parseAddress(c.Portals[j].Listen, true); reason == "" && (addr.takes(other) || other.takes(addr)) {
+					errs.addf(key+".listen", overlapReason, p.Listen, c.Portals[j].Listen, index("portals", j))
+					break
+				}
+			}
 		}
 		for j, name := range p.Transports {
 			switch key := index(key+".transports", j); {
@@ -665,6 +681,20 @@ type address struct {
 func (a address) loopback() bool {
 	ip, err := netip.ParseAddr(a.host)
 	return a.host == "localhost" || err == nil && ip.Unmap().IsLoopback()
+}
+
+// takes reports whether a listener on a listens on b, too: a is all addresses of the family of b. A socket on all IPv6
+// addresses may leave out IPv4, if a service manager passes it.
+func (a address) takes(b address) bool {
+	if a.port == 0 || a.port != b.port || a.host == b.host {
+		return false
+	}
+	if a.host == "" {
+		return true
+	}
+	all, err := netip.ParseAddr(a.host)
+	one, err2 := netip.ParseAddr(b.host)
+	return err == nil && err2 == nil && all.IsUnspecified() && all.Is4() == one.Unmap().Is4()
 }
 
 // parseAddress parses an address to listen on, or to connect to, and returns what is wrong

@@ -24,6 +24,7 @@ var mayImport = map[string][]string{
 	"cmd/iser-target/tunnel":     {"rdma"},
 	"cmd/iser-target/schema":     {"config"},
 	"cmd/iser-target/privilege":  {"golang.org/x/sys"},
+	"cmd/iser-target/probe":      {"backend", "config"},
 	"cmd/iser-target/systemd":    {"github.com/coreos/go-systemd/v22", "golang.org/x/sys"},
 	"cmd/iser-target/capture":    {"cmd/iser-target/schema", "github.com/gopacket/gopacket"},
 	"cmd/iser-target/metrics":    {"iscsi", "lun", "rdma", "security/limits", "github.com/prometheus/client_golang", "go.yaml.in/yaml/v3"},

@@ -114,13 +114,14 @@ func (s *station) ok(t *testing.T, args ...string) string {
 }
 
 // says runs a command line and checks its exit code, and that one of its outputs contains
-// want.
-func (s *station) says(t *testing.T, code int, want string, args ...string) {
+// want. It returns them.
+func (s *station) says(t *testing.T, code int, want string, args ...string) string {
 	t.Helper()
 	out, errOut, got := s.run(t, args...)
 	if got != code || !strings.Contains(out+errOut, want) {
 		t.Errorf("%v: exit code %d, want %d with %q in\n%s%s", args, got, code, want, out, errOut)
 	}
+	return out + errOut
 }
 
 // read runs a command line and decodes its output as JSON.

@@ -97,7 +97,7 @@ var exits = map[schema.Code]int{
 func hintOf(e *schema.Error) string {
 	switch {
 	case e.Code == schema.Refused && e.Plan != nil:
-		return hintOfRefusal(e.Plan.Needs())
+		return strings.Join(append(remediesOf(e.Plan.Needs()), "--dry-run shows the plan."), " ")
 	case e.Code == schema.NotFound && strings.HasPrefix(e.Hint, "GET "):
 		kind, _, _ := strings.Cut(e.Message, " ")
 		return cmp.Or(lists[kind], "see iser-target target list, lun list, portal list, session list or reservation show")
@@ -115,16 +115,15 @@ var lists = map[string]string{
 	"session": "see iser-target session list", "reservation": "see iser-target reservation show",
 }
 
-// hintOfRefusal returns the flags that allow a refused plan.
-func hintOfRefusal(n schema.Needs) string {
-	var hints []string
+// remediesOf returns sentences about the flags that allow a refused plan.
+func remediesOf(n schema.Needs) (hints []string) {
 	if n.Disrupt {
 		hints = append(hints, "Use --drain 30s to let I/O finish, or --now to abort it.")
 	}
 	if n.Shrink {
 		hints = append(hints, "Use --allow-shrink if the data beyond the new end may be lost.")
 	}
-	return strings.Join(append(hints, "--dry-run shows the plan."), " ")
+	return hints
 }
 
 // sentence returns a hint with a capital letter, unless it begins with a name, and a full stop.
@@ -424,7 +423,11 @@ func (p *program) changeThen(v verb, change func(context.Context, *call, schema.
 		if err != nil {
 			return err
 		}
-		err = p.print(c.cmd.OutOrStdout(), plan, func(t *table) { planTable(t, plan, o.DryRun) })
+		if do.DryRun {
+			err = p.print(c.cmd.OutOrStdout(), plan, func(t *table) { planTable(t, plan, &do) })
+			return errors.Join(err, wouldRefuse(plan, &do))
+		}
+		err = p.print(c.cmd.OutOrStdout(), plan, func(t *table) { planTable(t, plan, nil) })
 		if then != nil {
 			err = errors.Join(err, then())
 		}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/probe"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
@@ -25,6 +26,7 @@ func yamlFiles(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirec
 
 // config returns the commands about the configuration.
 func (p *program) config() *cobra.Command {
+	var checkPaths bool
 	validate := &cobra.Command{
 		Use:   "validate FILE",
 		Short: "Check a configuration file and list all errors",
@@ -41,6 +43,11 @@ func (p *program) config() *cobra.Command {
 					return err
 				}
 			}
+			if checkPaths {
+				if err := lookAtPaths(source, cfg); err != nil {
+					return err
+				}
+			}
 			luns := 0
 			for _, t := range cfg.Targets {
 				luns += len(t.LUNs)
@@ -49,15 +56,20 @@ func (p *program) config() *cobra.Command {
 			return err
 		},
 	}
-	plan := show(p, verb{use: "plan [FILE]", short: "Show what applying a file would change, and which sessions that disturbs", args: cobra.MaximumNArgs(1), complete: yamlFiles,
-		long: "Show what applying a file would change, and which sessions and LUNs that disturbs.\nWithout FILE, plan uses the file that the target was started with. - reads standard\ninput."},
-		func(ctx context.Context, c *call) (*schema.Plan, error) {
+	plan := p.output(verb{use: "plan [FILE]", short: "Show what applying a file would change, and which sessions that disturbs", args: cobra.MaximumNArgs(1), complete: yamlFiles,
+		long: "Show what applying a file would change, and which sessions and LUNs that disturbs.\nWithout FILE, plan uses the file that the target was started with. - reads standard\ninput. plan exits with 3 if apply would be refused without a flag.",
+		run: func(ctx context.Context, c *call) error {
 			source, b, err := c.readDocument(ctx)
 			if err != nil {
-				return nil, err
+				return err
 			}
-			return c.Plan(ctx, source, b)
-		}, func(t *table, plan *schema.Plan) { planTable(t, plan, true) })
+			plan, err := c.Plan(ctx, source, b)
+			if err != nil {
+				return err
+			}
+			err = p.print(c.cmd.OutOrStdout(), plan, func(t *table) { planTable(t, plan, &schema.Options{}) })
+			return errors.Join(err, wouldRefuse(plan, &schema.Options{}))
+		}})
 	apply := p.change(verb{use: "apply [FILE]", short: "Make a file the running configuration", args: cobra.MaximumNArgs(1), complete: yamlFiles, shrinks: true,
 		long: `Make a file the running configuration. The target changes only what differs. It
 writes the text to the file that it was started with, and keeps earlier versions
@@ -85,7 +97,21 @@ standard input.`},
 			_, err = c.cmd.OutOrStdout().Write(b)
 			return err
 		}})
+	validate.Flags().BoolVar(&checkPaths, "check-paths", false, "check on this machine that the files and devices of LUNs can be opened, or created")
 	return group("config", "Check, plan, apply and export the configuration", validate, plan, apply, export)
+}
+
+// lookAtPaths returns an error for each LUN of cfg whose file or device a target on this machine could neither open nor create.
+func lookAtPaths(source string, cfg *config.Config) error {
+	var errs []error
+	for i, t := range cfg.Targets {
+		for j, l := range t.LUNs {
+			if err := probe.LUN(&l); err != nil {
+				errs = append(errs, &config.Error{Source: source, Key: fmt.Sprintf("targets[%d].luns[%d]", i, j), Reason: err.Error()})
+			}
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // maxInput bounds the bytes that are read of a configuration. It is more than the target

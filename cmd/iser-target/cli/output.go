@@ -161,8 +161,10 @@ func all(list []string) string {
 	return strings.Join(list, ",")
 }
 
-// planTable writes the steps of a plan. With dry, they have not been taken.
-func planTable(t *table, p *schema.Plan, dry bool) {
+// planTable writes the steps of a plan. If given is not nil, they have not been taken, and given are the options that
+// were asked for.
+func planTable(t *table, p *schema.Plan, given *schema.Options) {
+	dry := given != nil
 	if len(p.Steps) == 0 {
 		t.line("nothing to do")
 	}
@@ -179,14 +181,24 @@ func planTable(t *table, p *schema.Plan, dry bool) {
 		for _, d := range s.Disturbs {
 			t.line("  disturbs %s", d)
 		}
-		if dry && s.Disruptive {
+		if dry && s.Disruptive && !given.Disrupt {
 			t.line("  requires --disrupt, --drain or --now")
 		}
-		if dry && s.Shrinks {
+		if dry && s.Shrinks && !given.AllowShrink {
 			t.line("  requires --allow-shrink")
 		}
 	}
 	if p.Note != "" {
 		t.line("note: %s", p.Note)
 	}
+}
+
+// wouldRefuse returns the error that a plan ends with if it is carried out with the options given, or nil.
+func wouldRefuse(p *schema.Plan, given *schema.Options) error {
+	n := p.Needs()
+	n.Disrupt, n.Shrink = n.Disrupt && !given.Disrupt, n.Shrink && !given.AllowShrink
+	if n == (schema.Needs{}) {
+		return nil
+	}
+	return &schema.Error{Code: schema.Refused, Message: "the change would be refused", Hint: strings.Join(remediesOf(n), " ")}
 }

@@ -109,7 +109,7 @@ func (d *Daemon) applyFile(ctx context.Context) error {
 // change removes ends after the editor is released, while other changes are made.
 func (d *Daemon) change(ctx context.Context, o ChangeOptions, from origin, next func() (*config.Document, error)) (*schema.Plan, error) {
 	if o.DryRun {
-		return d.dryRun(from, next)
+		return d.dryRun(ctx, from, next)
 	}
 	e, err := d.edit(ctx)
 	if err != nil {
@@ -138,18 +138,23 @@ func loaded(next func() (*config.Document, error)) (*config.Document, *config.Co
 }
 
 // dryRun plans the change to the document that next returns.
-func (d *Daemon) dryRun(from origin, next func() (*config.Document, error)) (*schema.Plan, error) {
+func (d *Daemon) dryRun(ctx context.Context, from origin, next func() (*config.Document, error)) (*schema.Plan, error) {
 	doc, cfg, err := loaded(next)
 	if err != nil {
 		return nil, err
 	}
-	forecast := d.ipsec.forecast(context.Background(), cfg)
+	forecast := d.ipsec.forecast(ctx, cfg)
 	d.mu.Lock()
-	defer d.mu.Unlock()
 	if n := d.served.next; from == fromElsewhere && n != nil && bytes.Equal(doc.Bytes(), n.Bytes()) {
+		d.mu.Unlock()
 		return &schema.Plan{Steps: []schema.Step{}}, nil // a change in progress applies this document already
 	}
-	return d.plan(cfg, forecast), nil
+	plan := d.plan(cfg, forecast)
+	d.mu.Unlock()
+	if err := d.probe(ctx, plan, cfg); err != nil {
+		return nil, err
+	}
+	return plan, nil
 }
 
 // commit makes the document that next returns the running one, and releases e: it plans, saves the

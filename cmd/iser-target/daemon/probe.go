@@ -1,0 +1,60 @@
+package daemon
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/cmd/iser-target/probe"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/config"
+)
+
+const callProbe = "looking at it"
+
+// probe returns the error that the change to cfg would end with because of the file or device of a LUN, or nil: a dry
+// run says what the change would say. It leaves nothing behind.
+func (d *Daemon) probe(ctx context.Context, plan *schema.Plan, cfg *config.Config) error {
+	open := d.openPaths()
+	for _, s := range plan.Steps {
+		luns := lunsToOpen(s.Change, cfg)
+		for i := range luns {
+			if err := d.checkFree(s.Change.Target, &luns[i], s.Change.Op == config.Add); err != nil {
+				return err
+			}
+		}
+		grows := s.Change.Kind == config.KindLUN && s.Change.Op == config.Update && s.Change.Key == "size" && !s.Shrinks
+		if grows {
+			luns = append(luns, *lunOf(targetOf(cfg, s.Change.Target), s.Change.LUN))
+		}
+		for _, l := range luns {
+			look := func() error { return probe.LUN(&l) }
+			switch {
+			case grows && l.Backend == "file":
+				look = func() error { return backend.ProbeSize(l.Path, int64(l.Size)) }
+			case open[l.Path]: // by this process, in the same plan or until then: it is known to work
+				continue
+			}
+			err := d.calls.do(ctx, d.waits.store, "probe "+storeKey(s.Change.Target, &l), callProbe, func(*call) error { return look() }, nil)
+			if err != nil {
+				return fmt.Errorf("%v: %w", s.Change, err)
+			}
+		}
+	}
+	return nil
+}
+
+// openPaths returns the files and devices of the LUNs that are served.
+func (d *Daemon) openPaths() map[string]bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	open := map[string]bool{}
+	for _, t := range d.served.targets {
+		for _, l := range t.luns {
+			if l.Path != "" {
+				open[l.Path] = true
+			}
+		}
+	}
+	return open
+}
