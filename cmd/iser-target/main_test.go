@@ -18,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/api"
 	"github.com/iser-target/iser-target/cmd/iser-target/handover"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
@@ -108,14 +109,14 @@ targets: [{name: "iqn.2026-11.io.example:store", initiators: ["*"]}]
 	}
 }
 
-// serve fails if it cannot listen on an address, and names it.
+// serve fails if it cannot listen on an address, and names it. It leaves no file.
 func TestServeFailsWithoutItsAddresses(t *testing.T) {
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer taken.Close()
-	dir := t.TempDir()
+	dir := filepath.Join(t.TempDir(), "state")
 	config := func(listen, lun, more string) string {
 		return write(t, "c.yaml", fmt.Sprintf(`
 state_dir: %s
@@ -123,11 +124,19 @@ portals: [{listen: "%s"}]
 targets: [{name: "iqn.2026-11.io.example:store", initiators: ["*"], luns: [%s]}]
 %s`, dir, listen, lun, more))
 	}
-	memory := "{id: 0, backend: memory, size: 1MiB}"
+	disk := filepath.Join(filepath.Dir(dir), "disk.img")
+	file := "{id: 0, backend: file, size: 1MiB, path: " + disk + "}"
+	other := filepath.Join(t.TempDir(), "socket")
+	l, err := api.Listen(other, "", &handover.Listeners{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
 	for _, tt := range []struct{ name, config, want string }{
-		{"port in use", config(taken.Addr().String(), memory, ""), "address already in use"},
-		{"debug port in use", config("127.0.0.1:0", memory, "debug: {listen: \""+taken.Addr().String()+"\"}"), "debug server"},
-		{"dashboard port in use", config("127.0.0.1:0", memory, "dashboard: {listen: \""+taken.Addr().String()+"\"}"), "dashboard " + taken.Addr().String() + ": listen tcp"},
+		{"port in use", config(taken.Addr().String(), file, ""), "bind: address already in use. End the program that has it, which ss -ltnp shows, or use another port"},
+		{"debug port in use", config("127.0.0.1:0", file, "debug: {listen: \""+taken.Addr().String()+"\"}"), "debug server"},
+		{"dashboard port in use", config("127.0.0.1:0", file, "dashboard: {listen: \""+taken.Addr().String()+"\"}"), "dashboard " + taken.Addr().String() + ": listen tcp"},
+		{"socket in use", config("127.0.0.1:0", file, "control: {socket: "+other+"}"), "another target serves on this socket"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			ctx, cancel := context.WithCancel(context.Background())
@@ -136,6 +145,11 @@ targets: [{name: "iqn.2026-11.io.example:store", initiators: ["*"], luns: [%s]}]
 			root.SetArgs([]string{"serve", "--config", tt.config})
 			if err := root.ExecuteContext(ctx); err == nil || !strings.Contains(err.Error(), tt.want) {
 				t.Errorf("error %v, want %q in it", err, tt.want)
+			}
+			for _, path := range []string{disk, dir} {
+				if _, err := os.Stat(path); !os.IsNotExist(err) {
+					t.Errorf("the failed start leaves %s: %v", path, err)
+				}
 			}
 		})
 	}

@@ -36,8 +36,11 @@ func (s *server) begin() error {
 		return err
 	}
 	kept, reason := s.kept(doc)
-	d, err := s.open(doc, kept)
+	d, sockets, err := s.open(doc, kept)
 	if err != nil {
+		if sockets != nil {
+			sockets.Close()
+		}
 		return err
 	}
 	if reason != nil {
@@ -46,7 +49,7 @@ func (s *server) begin() error {
 	if s.path == "" {
 		fmt.Fprint(s.cmd.OutOrStdout(), d.Invitation())
 	}
-	end, err := api.Start(d, d.Effective().Control, d.Logger())
+	end, err := sockets.Serve(d)
 	if err != nil {
 		ended, cancel := context.WithCancel(s.cmd.Context())
 		cancel()
@@ -83,11 +86,11 @@ func (s *server) take(link *handover.Link) error {
 	if err != nil {
 		return link.Fail(err)
 	}
-	d, err := s.open(doc, r)
+	d, sockets, err := s.open(doc, r)
 	if err != nil {
 		return link.Fail(err)
 	}
-	end, err := api.Start(d, d.Effective().Control, d.Logger())
+	end, err := sockets.Serve(d)
 	if err == nil {
 		err = d.CheckReceived()
 	}
@@ -119,12 +122,13 @@ func (s *server) document(text string) (*config.Document, error) {
 	return doc, err
 }
 
-// open returns the daemon of doc, which continues r if that is not nil.
-func (s *server) open(doc *config.Document, r *handover.Received) (*daemon.Daemon, error) {
-	program, err := started()
+// open returns the daemon of doc, which continues r if that is not nil, and the sockets of its control API. It returns those with
+// an error, too, if they are open.
+func (s *server) open(doc *config.Document, r *handover.Received) (d *daemon.Daemon, sockets *api.Sockets, err error) {
+	program, notFound := started()
 	successor := func() (*exec.Cmd, error) {
-		if err != nil {
-			return nil, err
+		if notFound != nil {
+			return nil, notFound
 		}
 		cmd := exec.Command(program, os.Args[1:]...)
 		cmd.Args[0] = os.Args[0]
@@ -133,11 +137,16 @@ func (s *server) open(doc *config.Document, r *handover.Received) (*daemon.Daemo
 		cmd.SysProcAttr = &unix.SysProcAttr{Setpgid: true}
 		return cmd, nil
 	}
-	return daemon.New(doc, daemon.Options{
+	d, err = daemon.New(doc, daemon.Options{
 		LogTo: s.cmd.ErrOrStderr(), Path: s.path, Manager: s.manager, Version: versionString(),
 		Dashboard: func(d *daemon.Daemon, l net.Listener) func() { return dashboard.Serve(d, l) },
-		Received:  r, Successor: successor,
+		Control: func(d *daemon.Daemon) (err error) {
+			sockets, err = api.Open(d.Listeners(), d.Effective().Control, d.Logger())
+			return err
+		},
+		Received: r, Successor: successor,
 	})
+	return d, sockets, err
 }
 
 // started returns the path of the program as it was named at the start: links are followed when the

@@ -23,6 +23,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/api/apitest"
 	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
 	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
+	"github.com/iser-target/iser-target/cmd/iser-target/handover"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/testkit"
@@ -69,7 +70,11 @@ func serve(t testing.TB, c config.Control, log io.Writer) *daemon.Daemon {
 	if err != nil {
 		t.Fatal(err)
 	}
-	end, err := Start(d, c, slog.New(slog.NewTextHandler(log, nil)))
+	sockets, err := Open(d.Listeners(), c, slog.New(slog.NewTextHandler(log, nil)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	end, err := sockets.Serve(d)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -388,7 +393,7 @@ func TestStartFailsWithoutItsAddresses(t *testing.T) {
 		{"no authority", config.Control{Socket: socket, Listen: "127.0.0.1:0", TLS: config.ControlTLS{Cert: a.Path("ca.pem"), Key: a.Path("ca.key"), ClientCA: filepath.Join(dir, "empty")}}, "the file has no certificate"},
 		{"port in use", config.Control{Socket: socket, Listen: l.Addr().String(), TLS: config.ControlTLS{Cert: a.Path("ca.pem"), Key: a.Path("ca.key"), ClientCA: a.Path("ca.pem")}}, "address already in use"},
 	} {
-		if _, err := Start(&daemon.Daemon{}, tc.c, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), tc.want) {
+		if _, err := Open(&handover.Listeners{}, tc.c, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), tc.want) {
 			t.Errorf("%s: error %v, want %q", tc.name, err, tc.want)
 		}
 		if _, err := os.Lstat(socket); err == nil {

@@ -10,7 +10,6 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
 	"github.com/iser-target/iser-target/cmd/iser-target/handover"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/testkit"
@@ -95,7 +94,7 @@ func TestSocketInUseNamesTheSettings(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	if _, err := Start(&daemon.Daemon{}, config.Control{Socket: path}, slog.New(slog.DiscardHandler)); err == nil {
+	if _, err := Open(&handover.Listeners{}, config.Control{Socket: path}, slog.New(slog.DiscardHandler)); err == nil {
 		t.Error("two targets have one socket")
 	} else {
 		taken(path, err.Error())

@@ -26,18 +26,20 @@ const endTime = 5 * time.Second
 // removeTime is what the removal of the control socket has beyond that: its file system may hang.
 const removeTime = time.Second
 
-// Start serves the control API of d on the addresses of c, from when d is ready until end is
-// called. It returns an error if it cannot listen on one of them. If only the default
-// socket cannot be used, it logs that and continues without.
-func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), err error) {
-	var (
-		listeners []net.Listener
-		proofs    *trust // nil: control.listen is not set
-	)
-	fail := func(key string, err error) (func(), error) {
-		for _, l := range listeners {
-			l.Close()
-		}
+// Sockets are what the control API listens on, besides portals.
+type Sockets struct {
+	control   config.Control
+	log       *slog.Logger
+	listeners []net.Listener
+	proofs    *trust // nil: control.listen is not set
+}
+
+// Open listens on the addresses of c, on what another process has handed over if that is in open. It returns an error if it
+// cannot listen on one of them. If only the default socket cannot be used, it logs that and continues without.
+func Open(open *handover.Listeners, c config.Control, log *slog.Logger) (*Sockets, error) {
+	s := &Sockets{control: c, log: log}
+	fail := func(key string, err error) (*Sockets, error) {
+		s.Close()
 		return nil, fmt.Errorf("%s: %w", key, err)
 	}
 	if c.Socket != "" {
@@ -45,10 +47,10 @@ func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), er
 		if os.Getenv(envSocket) == c.Socket {
 			key += ", by " + envSocket // which overrides the file
 		}
-		l, err := Listen(c.Socket, c.SocketGroup, d.Listeners())
+		l, err := Listen(c.Socket, c.SocketGroup, open)
 		switch {
 		case err == nil:
-			listeners = append(listeners, l)
+			s.listeners = append(s.listeners, l)
 		case c.Socket == config.DefaultSocket():
 			log.Warn("target cannot be managed", "reason", err, "instead", anotherSocket(c.Socket))
 		case errors.Is(err, ErrInUse):
@@ -58,15 +60,28 @@ func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), er
 		}
 	}
 	if c.Listen != "" {
-		l, t, err := listenTLS(c, d.Listeners(), log)
+		l, t, err := listenTLS(c, open, log)
 		if err != nil {
 			return fail("control.listen", err)
 		}
-		listeners, proofs = append(listeners, l), t
+		s.listeners, s.proofs = append(s.listeners, l), t
 	}
+	return s, nil
+}
+
+// Close closes what Open has opened, if Serve does not serve it.
+func (o *Sockets) Close() {
+	for _, l := range o.listeners {
+		l.Close()
+	}
+}
+
+// Serve serves the control API of d from when d is ready until end is called. With an error it closes o.
+func (o *Sockets) Serve(d *daemon.Daemon) (end func(), err error) {
+	c, log := o.control, o.log
 	s := NewServer(d, c)
-	if proofs != nil {
-		s.use(proofs)
+	if o.proofs != nil {
+		s.use(o.proofs)
 	}
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
@@ -86,13 +101,14 @@ func Start(d *daemon.Daemon, c config.Control, log *slog.Logger) (end func(), er
 	m := &managers{s: s, tls: c.TLS, serve: func(l net.Listener) { serve(l, maxManagers) }}
 	if d.Effective().ServesManagers() {
 		if _, err := m.begin(); err != nil {
-			return fail("control.tls", err)
+			o.Close()
+			return nil, fmt.Errorf("control.tls: %w", err)
 		}
 		log.Info("control API", "address", portals{})
-	} else if len(listeners) == 0 && c.Socket == "" {
+	} else if len(o.listeners) == 0 && c.Socket == "" {
 		log.Info("control API is off", "reason", "control.socket, control.listen and control of portals are not set")
 	}
-	for _, l := range listeners {
+	for _, l := range o.listeners {
 		log.Info("control API", "address", l.Addr())
 		serve(l, maxConnections)
 	}

@@ -58,6 +58,8 @@ type Options struct {
 	// Dashboard serves a page about d on l until end is called, which closes l. nil: the
 	// program has no dashboard, and dashboard.listen must be empty.
 	Dashboard func(d *Daemon, l net.Listener) (end func())
+	// Control opens the sockets of the control API of d, before files are created. nil: there is none.
+	Control func(d *Daemon) error
 	// Received is what the daemon continues; nil: it begins.
 	Received *handover.Received
 	// Successor returns a command that runs the program of the file that this one was started from, with the same
@@ -184,7 +186,7 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 	d.setLimits(cfg)
 	err = d.receive()
 	if err == nil {
-		err = d.open()
+		err = d.open(o.Control)
 	}
 	if err == nil {
 		err = d.continueAll()
@@ -251,14 +253,22 @@ func (d *Daemon) setLimits(cfg *config.Config) {
 	})
 }
 
-// open opens stores, portals and side servers.
-func (d *Daemon) open() error {
+// open opens portals, side servers and stores.
+func (d *Daemon) open(control func(*Daemon) error) error {
 	e, err := d.edit(context.Background())
 	if err != nil {
 		return err
 	}
 	defer e.release()
 	cfg := d.served.cfg
+	d.checkThreads(cfg, limits.ThisMachine().Threads)
+	if err := d.checkDescriptors(cfg); err != nil {
+		return err
+	}
+	if err := e.listenAll(cfg, control); err != nil {
+		return err
+	}
+	// Files come last, so that a start that fails before leaves none.
 	if err := d.openState(cfg.StateDir); err != nil {
 		return err
 	}
@@ -266,13 +276,18 @@ func (d *Daemon) open() error {
 	if err := d.adoptSerials(); err != nil {
 		return err
 	}
-	d.checkThreads(cfg, limits.ThisMachine().Threads)
-	if err := d.checkDescriptors(cfg); err != nil {
-		return err
-	}
 	if err := e.startTargets(); err != nil {
 		return err
 	}
+	if err := e.forgetShrinks(); err != nil {
+		return fmt.Errorf("state_dir: %w", err)
+	}
+	return nil
+}
+
+// listenAll opens portals, control sockets and side servers. Initiators that connect wait until Run.
+func (e *editor) listenAll(cfg *config.Config, control func(*Daemon) error) error {
+	d := e.d
 	if err := d.ipsec.use(cfg); err != nil {
 		return err
 	}
@@ -284,8 +299,10 @@ func (d *Daemon) open() error {
 	if err := d.checkSockets(); err != nil {
 		return err
 	}
-	if err := e.forgetShrinks(); err != nil {
-		return fmt.Errorf("state_dir: %w", err)
+	if control != nil {
+		if err := control(d); err != nil {
+			return err
+		}
 	}
 	for _, kind := range []string{config.KindMetrics, config.KindDashboard, config.KindDebug} {
 		if err := d.side[kind].listen(cfg); err != nil {

@@ -44,6 +44,10 @@ func (s *Listeners) Listen(name string, open func() (net.Listener, error)) (l *L
 	s.mu.Unlock()
 	if !received {
 		if inner, err = open(); err != nil {
+			var op *net.OpError
+			if errors.Is(err, unix.EADDRINUSE) && errors.As(err, &op) && op.Net != "unix" {
+				err = fmt.Errorf("%w. End the program that has it, which ss -ltnp shows, or use another port", err)
+			}
 			return nil, false, err
 		}
 	}
