@@ -136,8 +136,13 @@ type LUN struct {
 	// ChecksumsPath is the side file; of a file the default is Path with ".sums".
 	ChecksumsPath string `key:"checksums_path"`
 	Identity      string `key:"identity"` // of a file that state_dir does not know; IdentityFile, IdentityNew or empty
-	Plugin        string `key:"plugin"`   // name of a registered gotgt store
-	Options       string `key:"options"`  // passed to that store
+	// What the LUN is called towards initiators, so that a disk keeps its names when it moves here; empty: the target's.
+	Serial  string `key:"serial"`  // page 80h
+	NAA     string `key:"naa"`     // page 83h: 16 or 32 hexadecimal digits
+	Vendor  string `key:"vendor"`  // of INQUIRY: up to 8 characters
+	Product string `key:"product"` // up to 16 characters
+	Plugin  string `key:"plugin"`  // name of a registered gotgt store
+	Options string `key:"options"` // passed to that store
 
 	// What a thin LUN takes of its medium, in bytes: initiators and operators are told when that is reached. 0: not.
 	ThresholdAvailable Size `key:"threshold_available"` // space that is left

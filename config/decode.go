@@ -73,7 +73,12 @@ func (d *decoder) decode(path string, in any, v reflect.Value) {
 	case reflect.String:
 		s, ok := in.(string)
 		if !ok {
-			d.errs.addf(path, "must be a string, not %s", describe(in))
+			hint := ""
+			switch in.(type) {
+			case int, int64, uint64, float64, bool, time.Time:
+				hint = ". Put it in quotes"
+			}
+			d.errs.addf(path, "must be a string, not %s%s", describe(in), hint)
 			return
 		}
 		v.SetString(s)

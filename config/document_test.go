@@ -333,7 +333,8 @@ func TestDocumentWritesEverything(t *testing.T) {
 		Redirect:   Redirect{To: "[2001:db8::1]:3260", Permanent: true},
 		InitialR2T: false, FirstBurst: 512, MaxBurst: 1 << 20, MaxOutstandingR2T: 65535, MaxRecvSegment: 1<<24 - 1,
 		LUNs: []LUN{
-			{ID: 0, Backend: "gotgt", Path: "/x: y", BlockSize: 4096, ReadOnly: true, WriteThrough: true, Removable: true, Sanitize: true, Plugin: "file", Options: "{a, b}", Initiators: []string{"*"}},
+			{ID: 0, Backend: "gotgt", Path: "/x: y", BlockSize: 4096, ReadOnly: true, WriteThrough: true, Removable: true, Sanitize: true, Plugin: "file", Options: "{a, b}", Initiators: []string{"*"},
+				Serial: "0123", NAA: "6001405000000000000000000000000f", Vendor: "#v", Product: "a: b"},
 			{ID: 16383, Backend: "file", Path: " ", Size: 4096, BlockSize: 512, ReadOnlyFor: []string{"*:b"},
 				IOPS: 5000, Bandwidth: 100 << 20, Burst: 90 * time.Second / 2, MinIOPS: 1, MinBandwidth: 3, Rates: []Rate{
 					{Initiators: []string{"*:c", "?"}, IOPS: 9, Bandwidth: 1 << 20, Burst: time.Minute, MinIOPS: 2, MinBandwidth: 4}, {Initiators: []string{"*"}, IOPS: 1}}},

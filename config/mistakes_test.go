@@ -47,7 +47,7 @@ func TestUnknownKeysAreRefused(t *testing.T) {
 		{"unknown section without value", [2]string{"", "foo:"}, []string{"f: foo: unknown key"}},
 		{"unknown key in a section", [2]string{"", "limits: {quue_depth: 1}"}, []string{"f: limits.quue_depth: unknown key, did you mean queue_depth?"}},
 		{"unknown key in a list", luns("{id: 0, backend: memory, sise: 1, size: 1GiB}"), []string{"f: targets[0].luns[0].sise: unknown key, did you mean size?"}},
-		{"unknown key, unlike any", luns("{id: 0, backend: memory, size: 1GiB, serial: x}"), []string{"f: targets[0].luns[0].serial: unknown key"}},
+		{"unknown key, unlike any", luns("{id: 0, backend: memory, size: 1GiB, colour: x}"), []string{"f: targets[0].luns[0].colour: unknown key"}},
 		{"case", [2]string{"", "Log: {}"}, []string{"f: Log: unknown key, did you mean log?"}},
 		{"dotted key", [2]string{"", "log.level: info"}, []string{`f: "log.level": unknown key`}},
 		{"strange key", [2]string{"", `"a\nb": 1`}, []string{`f: "a\nb": unknown key`}},
@@ -189,6 +189,14 @@ func TestWrongLUNsAreRefused(t *testing.T) {
 		{"id 16384", luns("{id: 16384, backend: memory, size: 1GiB}"), []string{"f: targets[0].luns[0].id: must be 0 to 16383, not 16384"}},
 		{"id -1", luns("{id: -1, backend: memory, size: 1GiB}"), []string{"f: targets[0].luns[0].id: must be 0 to 16383, not -1"}},
 		{"same id", luns(lun + "\n      - " + lun), []string{"f: targets[0].luns[1].id: 0 is the id of targets[0].luns[0]"}},
+		{"names", luns(`{id: 0, backend: memory, size: 1GiB, serial: " a", naa: 6001405000000000000000000000000, vendor: VENDOR-OF-9, product: "ä"}`), []string{
+			`f: targets[0].luns[0].naa: must be a string, not 6.001405e+30. Put it in quotes`,
+			`f: targets[0].luns[0].serial: must have up to 64 printable ASCII characters, without spaces at the ends, not " a"`,
+			`f: targets[0].luns[0].vendor: must have up to 8 printable ASCII characters, without spaces at the ends, not "VENDOR-OF-9"`,
+			`f: targets[0].luns[0].product: must have up to 16`}},
+		{"length of naa", luns(`{id: 0, backend: memory, size: 1GiB, naa: naa.1001405000000000}`), []string{`f: targets[0].luns[0].naa: must be 32 hexadecimal digits that begin with 6, or 16 that begin with 2, 3 or 5, not "naa.1001405000000000"`}},
+		{"same names", luns("{id: 0, backend: memory, size: 1GiB, serial: s, naa: 500140500000000a}\n      - {id: 1, backend: memory, size: 1GiB, serial: s, naa: naa.500140500000000A}"), []string{
+			"f: targets[0].luns[1].serial: is that of targets[0].luns[0]: initiators would take the two for one disk", "f: targets[0].luns[1].naa: is that of targets[0].luns[0]"}},
 		{"no backend", luns("{id: 0, size: 1GiB}"), []string{"f: targets[0].luns[0].backend: is required: block, file, gotgt, memory"}},
 		{"bad backend", luns("{id: 0, backend: nvme, size: 1GiB}"), []string{`f: targets[0].luns[0].backend: must be one of block, file, gotgt, memory, not "nvme"`}},
 		{"memory without size", luns("{id: 0, backend: memory}"), []string{"f: targets[0].luns[0].size: is required for backend memory"}},

@@ -2,6 +2,7 @@ package config
 
 import (
 	"cmp"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"maps"
@@ -300,7 +301,7 @@ func (c *Config) checkTargets(errs *errorList) {
 	if c.Targets == nil { // could be a mistake, and would remove all targets
 		errs.addf("targets", "is required: a list of targets, or [] for no target")
 	}
-	names, paths := firsts[string]{}, firsts[string]{}
+	names, paths, lunNames := firsts[string]{}, firsts[string]{}, firsts[string]{}
 	for i, t := range c.Targets {
 		key := index("targets", i)
 		if name, err := security.NormalizeName(t.Name); t.Name == "" {
@@ -333,7 +334,7 @@ func (c *Config) checkTargets(errs *errorList) {
 		t.checkNegotiation(key, errs)
 		t.Auth.check(key+".auth", errs)
 		c.checkRedirect(key+".redirect", &t.Redirect, errs)
-		checkLUNs(key+".luns", t.LUNs, paths, errs)
+		checkLUNs(key+".luns", t.LUNs, paths, lunNames, errs)
 	}
 }
 
@@ -360,8 +361,8 @@ func (t *Target) checkNegotiation(key string, errs *errorList) {
 	}
 }
 
-// checkLUNs checks the LUNs of a target. paths are those of all targets.
-func checkLUNs(key string, luns []LUN, paths firsts[string], errs *errorList) {
+// checkLUNs checks the LUNs of a target. paths and names are those of all targets.
+func checkLUNs(key string, luns []LUN, paths, names firsts[string], errs *errorList) {
 	ids := firsts[int]{}
 	for i, l := range luns {
 		key := index(key, i)
@@ -373,6 +374,7 @@ func checkLUNs(key string, luns []LUN, paths firsts[string], errs *errorList) {
 			errs.addf(key+".id", "%d is the id of %s", l.ID, first)
 		}
 		l.check(key, errs)
+		l.checkNames(key, names, errs)
 		l.checkAccess(key, errs)
 		l.checkRates(key, errs)
 		l.checkThresholds(key, errs)
@@ -561,6 +563,41 @@ func (l *LUN) SumsPath() string {
 		return l.ChecksumsPath
 	}
 	return l.Path + ".sums"
+}
+
+// checkNames checks what the LUN is called towards initiators. Multipath takes two LUNs with one name for one disk, so
+// no other of names may have it.
+func (l *LUN) checkNames(key string, names firsts[string], errs *errorList) {
+	for _, f := range []struct {
+		key, value string
+		most       int
+	}{{"serial", l.Serial, 64}, {"vendor", l.Vendor, 8}, {"product", l.Product, 16}} {
+		if len(f.value) > f.most || strings.TrimSpace(f.value) != f.value || strings.ContainsFunc(f.value, func(r rune) bool { return r < ' ' || r > '~' }) {
+			errs.addf(key+"."+f.key, "must have up to %d printable ASCII characters, without spaces at the ends, not %q", f.most, f.value)
+		}
+	}
+	naa, err := ParseNAA(l.NAA)
+	if err != nil {
+		errs.addf(key+".naa", "%v", err)
+	}
+	for _, f := range []struct{ key, value string }{{"serial", l.Serial}, {"naa", string(naa)}} {
+		if f.value == "" {
+			continue
+		}
+		if first, ok := names.taken(f.key+" "+f.value, key); ok {
+			errs.addf(key+"."+f.key, "is that of %s: initiators would take the two for one disk", first)
+		}
+	}
+}
+
+// ParseNAA returns the bytes of an NAA designator (SPC-4, section 7.8.6.6) in hexadecimal digits, with or without naa. before
+// them; none for an empty text.
+func ParseNAA(text string) ([]byte, error) {
+	b, err := hex.DecodeString(strings.TrimPrefix(strings.ToLower(text), "naa."))
+	if text == "" || err == nil && (len(b) == 16 && b[0]>>4 == 6 || len(b) == 8 && (b[0]>>4 == 2 || b[0]>>4 == 3 || b[0]>>4 == 5)) {
+		return b, nil
+	}
+	return nil, fmt.Errorf("must be 32 hexadecimal digits that begin with 6, or 16 that begin with 2, 3 or 5, not %q", text)
 }
 
 // check checks the keys of the backend.

@@ -231,7 +231,7 @@ func (inv *Inventory) hasNAA(naa []byte) bool {
 }
 
 // isNamed reports whether naa is the NAA designator of the unit.
-func (u *Unit) isNamed(naa []byte) bool { return bytes.Equal(naa, u.opt.Identity.NAA[:]) }
+func (u *Unit) isNamed(naa []byte) bool { return bytes.Equal(naa, u.opt.NAA) }
 
 // An Entry is a logical unit of an Inventory.
 type Entry struct {

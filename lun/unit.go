@@ -20,6 +20,8 @@ import (
 // Options configure a logical unit. The zero value of a field means its default.
 type Options struct {
 	Identity     state.Identity
+	Serial       string // of page 80h; default: Identity.Serial
+	NAA          []byte // of page 83h, 8 or 16 bytes; default: Identity.NAA
 	ReadOnly     bool   // even if the store can be written
 	WriteThrough bool   // every write is durable before its status; initiators cannot change that
 	Removable    bool   // the medium can be ejected and loaded
@@ -126,6 +128,10 @@ func New(s backend.Store, o Options) (*Unit, error) {
 			return nil, fmt.Errorf("%s %q: want at most %d printable ASCII characters", f.what, *f.v, f.n)
 		}
 	}
+	o.Serial = cmp.Or(o.Serial, o.Identity.Serial)
+	if o.NAA == nil {
+		o.NAA = o.Identity.NAA[:]
+	}
 	if o.Registrations == nil {
 		o.Registrations = &limits.New().Registrations
 	}
@@ -192,7 +198,19 @@ func (u *Unit) Info() backend.Info {
 	return info
 }
 
-// Identity returns the permanent name of the unit.
+// A Naming is what a unit is called towards initiators.
+type Naming struct {
+	Serial          string
+	NAA             []byte
+	Vendor, Product string
+}
+
+// Naming returns what the unit is called towards initiators.
+func (u *Unit) Naming() Naming {
+	return Naming{u.opt.Serial, u.opt.NAA, u.opt.Vendor, u.opt.Product}
+}
+
+// Identity returns the permanent name of the unit, by which state files know it.
 func (u *Unit) Identity() state.Identity { return u.opt.Identity }
 
 // Status returns "ready", or in a few words why the medium cannot be used.

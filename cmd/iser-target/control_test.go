@@ -491,7 +491,7 @@ func TestConfigCommands(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.says(t, cli.ExitError, "config apply", "lun", "create", storeName, "--backend", "memory", "--size", "1MiB") // edited
-	s.says(t, cli.ExitOK, "requires --disrupt", "config", "plan")
+	s.says(t, cli.ExitRefused, "requires --disrupt", "config", "plan")
 	s.says(t, cli.ExitRefused, hostName, "config", "apply")
 	s.says(t, cli.ExitOK, "remove target "+storeName, "config", "apply", "--disrupt", "--now")
 	endsSoon(t, session)

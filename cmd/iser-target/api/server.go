@@ -323,7 +323,7 @@ func errorOf(err error) *schema.Error {
 		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "remove the cause; then iser-target lun recover"}
 	case errors.Is(err, backend.ErrDeleted), errors.Is(err, backend.ErrCut):
 		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "nothing was changed; bring the file back, as docs/service.md describes, and repeat the command"}
-	case errors.Is(err, daemon.ErrHealthy):
+	case errors.Is(err, daemon.ErrHealthy), errors.Is(err, daemon.ErrInUse):
 		return &schema.Error{Code: schema.Refused, Message: err.Error(), Hint: "nothing was changed"}
 	case errors.Is(err, daemon.ErrDraining):
 		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "wait until it ends, or end it at once with SIGTERM"}

@@ -2,6 +2,7 @@ package daemon
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -151,7 +152,7 @@ func (d *Daemon) dryRun(ctx context.Context, from origin, next func() (*config.D
 	}
 	plan := d.plan(cfg, forecast)
 	d.mu.Unlock()
-	if err := d.probe(ctx, plan, cfg); err != nil {
+	if err := errors.Join(checkNames(plan), d.probe(ctx, plan, cfg)); err != nil {
 		return nil, err
 	}
 	return plan, nil
@@ -171,7 +172,7 @@ func (e *editor) commit(ctx context.Context, from origin, next func() (*config.D
 	d.mu.Lock()
 	plan := d.plan(cfg, forecast)
 	d.mu.Unlock()
-	if err := allowed(plan, o); err != nil {
+	if err := cmp.Or(checkNames(plan), allowed(plan, o)); err != nil {
 		d.log.WarnContext(ctx, "change refused", eventKey, "config", "reason", err)
 		return nil, plan, err
 	}

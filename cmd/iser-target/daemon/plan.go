@@ -81,7 +81,23 @@ func allowed(p *schema.Plan, o ChangeOptions) error {
 	return &ErrRefused{&rest}
 }
 
+// nameKeys are the keys of what a LUN is called towards initiators.
+var nameKeys = []string{"serial", "naa", "vendor", "product"}
+
+// checkNames returns an ErrInUse if p gives a LUN another name while sessions use it: for their hosts it would become
+// another disk under the same file system.
+func checkNames(p *schema.Plan) error {
+	for _, s := range p.Steps {
+		if s.Change.Kind == config.KindLUN && s.Change.Op == config.Update && s.Disruptive && slices.Contains(nameKeys, s.Change.Key) {
+			return fmt.Errorf("refused: %v: %s: %w. Nothing was changed", s.Change, some(s.Disturbs, ", "), ErrInUse)
+		}
+	}
+	return nil
+}
+
 var (
+	// ErrInUse answers a change of the names of a LUN that sessions use.
+	ErrInUse = errors.New("initiators know the disk by this name: log them out first")
 	// ErrEnding answers a change when the daemon shuts down.
 	ErrEnding = errors.New("the target ends")
 	// ErrNotFound answers a call about an object that does not exist.

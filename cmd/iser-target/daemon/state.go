@@ -211,10 +211,10 @@ func spaceState(u *lun.Unit) *schema.SpaceState {
 
 // lunState returns the state of l.
 func lunState(target string, l *servedLUN) schema.LUNState {
-	info := l.unit.Info()
+	info, names := l.unit.Info(), l.unit.Naming()
 	s := schema.LUNState{
 		Target: target, ID: l.ID, Backend: l.Backend, Path: l.Path, Size: info.Size, BlockSize: int(info.BlockSize),
-		NAA: l.unit.Identity().Serial, State: schema.Ready,
+		NAA: hex.EncodeToString(names.NAA), Serial: names.Serial, Vendor: names.Vendor, Product: names.Product, State: schema.Ready,
 		ReadOnly: l.ReadOnly || info.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Identity: l.Identity, Sanitize: l.Sanitize,
 		Initiators: l.Initiators, ReadOnlyFor: l.ReadOnlyFor,
 		RateState: rateState(l.Rate()), Waiting: l.unit.StoreCalls().Waiting,

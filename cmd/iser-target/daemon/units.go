@@ -359,7 +359,12 @@ func (d *Daemon) newUnit(store backend.Store, l *config.LUN, id state.Identity) 
 
 // unitOptions returns the options of the logical unit of l.
 func (d *Daemon) unitOptions(l *config.LUN, id state.Identity) lun.Options {
+	naa, _ := config.ParseNAA(l.NAA) // the configuration is valid
+	if l.NAA == "" {
+		naa = nil
+	}
 	return lun.Options{
+		Serial: l.Serial, NAA: naa, Vendor: l.Vendor, Product: l.Product,
 		Identity: id, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Sanitize: l.Sanitize,
 		ThresholdAvailable: int64(l.ThresholdAvailable), ThresholdUsed: int64(l.ThresholdUsed),
 		Reservations: d.state.reservations, Settings: d.state.settings, Sanitizations: d.state.sanitizations, SyncFailures: d.state.failures, Events: d.report,

@@ -29,6 +29,10 @@ type LUN struct {
 	WriteThrough bool   `json:"write_through,omitempty"`
 	Removable    bool   `json:"removable,omitempty"`
 	Identity     string `json:"identity,omitempty"`
+	Serial       string `json:"serial,omitempty"`
+	NAA          string `json:"naa,omitempty"`
+	Vendor       string `json:"vendor,omitempty"`
+	Product      string `json:"product,omitempty"`
 	Sanitize     bool   `json:"sanitize,omitempty"`
 	Checksums    bool   `json:"checksums,omitempty"`
 	// ChecksumsPath is the side file of the checksums.

@@ -111,7 +111,10 @@ type LUNState struct {
 	Path         string            `json:"path,omitempty"`
 	Size         int64             `json:"size"` // bytes; 0: unknown
 	BlockSize    int               `json:"block_size"`
-	NAA          string            `json:"naa"` // also the serial number
+	NAA          string            `json:"naa"`
+	Serial       string            `json:"serial"`
+	Vendor       string            `json:"vendor"`
+	Product      string            `json:"product"`
 	State        string            `json:"state"`
 	Reason       string            `json:"reason,omitempty"` // why State is not Ready
 	ReadOnly     bool              `json:"read_only"`
