@@ -38,7 +38,7 @@ func TestDryRunIsTrue(t *testing.T) {
 	if _, err := os.Stat(filepath.Join(s.dir, "q.img")); !os.IsNotExist(err) {
 		t.Errorf("a file was left behind: %v", err)
 	}
-	// What runs goes on: its file is open in this process.
+	// The file of a LUN that runs is open in this process.
 	s.ok(t, "lun", "create", "--id", "5", "--path", busy, "--size", "1MiB")
 	s.says(t, cli.ExitOK, "set read_only of LUN 5", "lun", "set", "5", "read_only=true", "--dry-run")
 	s.says(t, cli.ExitError, "file too large", "lun", "resize", "5", "4000P", "--dry-run")
