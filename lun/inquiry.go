@@ -69,7 +69,7 @@ var vpdPages = []struct {
 	append func(u *Unit, n *Nexus, b []byte) []byte
 }{
 	{0x00, false, nil},
-	{0x80, false, func(u *Unit, _ *Nexus, b []byte) []byte { return append(b, u.opt.Serial...) }},
+	{0x80, false, func(u *Unit, _ *Nexus, b []byte) []byte { return append(b, u.serial()...) }},
 	{0x83, false, appendDesignators},
 	{0x86, false, appendExtended},
 	{0x87, false, func(_ *Unit, _ *Nexus, b []byte) []byte {
@@ -121,8 +121,8 @@ func appendDesignators(u *Unit, n *Nexus, b []byte) []byte {
 		b = append(b, set, flags, 0, byte(len(id)))
 		b = append(b, id...)
 	}
-	add(setBinary, assocUnit|desNAA, string(u.opt.NAA))
-	add(setASCII, assocUnit|desT10, fmt.Sprintf("%-8s%s", u.opt.Vendor, u.opt.Serial))
+	add(setBinary, assocUnit|desNAA, string(u.naa()))
+	add(setASCII, assocUnit|desT10, fmt.Sprintf("%-8s%s", u.opt.Vendor, u.serial()))
 	tag := string([]byte{0, 0, byte(n.port.TPGT >> 8), byte(n.port.TPGT)})
 	add(protocolISCSI|setBinary, piv|assocPort|desRelativePort, tag)
 	add(protocolISCSI|setBinary, piv|assocPort|desPortGroup, tag)

@@ -231,7 +231,7 @@ func (inv *Inventory) hasNAA(naa []byte) bool {
 }
 
 // isNamed reports whether naa is the NAA designator of the unit.
-func (u *Unit) isNamed(naa []byte) bool { return bytes.Equal(naa, u.opt.NAA) }
+func (u *Unit) isNamed(naa []byte) bool { return bytes.Equal(naa, u.naa()) }
 
 // An Entry is a logical unit of an Inventory.
 type Entry struct {

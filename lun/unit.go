@@ -128,10 +128,6 @@ func New(s backend.Store, o Options) (*Unit, error) {
 			return nil, fmt.Errorf("%s %q: want at most %d printable ASCII characters", f.what, *f.v, f.n)
 		}
 	}
-	o.Serial = cmp.Or(o.Serial, o.Identity.Serial)
-	if o.NAA == nil {
-		o.NAA = o.Identity.NAA[:]
-	}
 	if o.Registrations == nil {
 		o.Registrations = &limits.New().Registrations
 	}
@@ -207,7 +203,16 @@ type Naming struct {
 
 // Naming returns what the unit is called towards initiators.
 func (u *Unit) Naming() Naming {
-	return Naming{u.opt.Serial, u.opt.NAA, u.opt.Vendor, u.opt.Product}
+	return Naming{u.serial(), u.naa(), u.opt.Vendor, u.opt.Product}
+}
+
+func (u *Unit) serial() string { return cmp.Or(u.opt.Serial, u.opt.Identity.Serial) }
+
+func (u *Unit) naa() []byte {
+	if u.opt.NAA == nil {
+		return u.opt.Identity.NAA[:]
+	}
+	return u.opt.NAA
 }
 
 // Identity returns the permanent name of the unit, by which state files know it.

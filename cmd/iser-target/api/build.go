@@ -91,7 +91,7 @@ func (s *Server) makeLUN(r *http.Request, out *updateWriter) (*schema.Plan, erro
 	defer file.Abort()
 	c.Size = config.Size(file.Size())
 	dry := o
-	dry.DryRun = true
+	dry.DryRun, dry.File = true, file
 	if plan, err := s.changeWith(r, dry, edit); err != nil || o.DryRun { // refused before the long work
 		return plan, err
 	}

@@ -161,8 +161,8 @@ func all(list []string) string {
 	return strings.Join(list, ",")
 }
 
-// planTable writes the steps of a plan. If given is not nil, they have not been taken, and given are the options that
-// were asked for.
+// planTable writes the steps of a plan. If given is not nil, they have not been taken, and given are the options of
+// the dry run.
 func planTable(t *table, p *schema.Plan, given *schema.Options) {
 	dry := given != nil
 	if len(p.Steps) == 0 {

@@ -110,7 +110,7 @@ func (d *Daemon) applyFile(ctx context.Context) error {
 // change removes ends after the editor is released, while other changes are made.
 func (d *Daemon) change(ctx context.Context, o ChangeOptions, from origin, next func() (*config.Document, error)) (*schema.Plan, error) {
 	if o.DryRun {
-		return d.dryRun(ctx, from, next)
+		return d.dryRun(ctx, o, from, next)
 	}
 	e, err := d.edit(ctx)
 	if err != nil {
@@ -139,7 +139,7 @@ func loaded(next func() (*config.Document, error)) (*config.Document, *config.Co
 }
 
 // dryRun plans the change to the document that next returns.
-func (d *Daemon) dryRun(ctx context.Context, from origin, next func() (*config.Document, error)) (*schema.Plan, error) {
+func (d *Daemon) dryRun(ctx context.Context, o ChangeOptions, from origin, next func() (*config.Document, error)) (*schema.Plan, error) {
 	doc, cfg, err := loaded(next)
 	if err != nil {
 		return nil, err
@@ -152,7 +152,7 @@ func (d *Daemon) dryRun(ctx context.Context, from origin, next func() (*config.D
 	}
 	plan := d.plan(cfg, forecast)
 	d.mu.Unlock()
-	if err := errors.Join(checkNames(plan), d.probe(ctx, plan, cfg)); err != nil {
+	if err := errors.Join(checkNames(plan), d.probe(ctx, plan, cfg, o.File)); err != nil {
 		return nil, err
 	}
 	return plan, nil

@@ -58,7 +58,7 @@ type Options struct {
 	// Dashboard serves a page about d on l until end is called, which closes l. nil: the
 	// program has no dashboard, and dashboard.listen must be empty.
 	Dashboard func(d *Daemon, l net.Listener) (end func())
-	// Control opens the sockets of the control API of d, before files are created. nil: there is none.
+	// Control opens the sockets of the control API of d, before files are created. nil: it has no sockets.
 	Control func(d *Daemon) error
 	// Received is what the daemon continues; nil: it begins.
 	Received *handover.Received

@@ -13,8 +13,8 @@ import (
 const callProbe = "looking at it"
 
 // probe returns the error that the change to cfg would end with because of the file or device of a LUN, or nil: a dry
-// run says what the change would say. It leaves nothing behind.
-func (d *Daemon) probe(ctx context.Context, plan *schema.Plan, cfg *config.Config) error {
+// run says what the change would say. It leaves nothing behind. building is the file that does not exist yet, or nil.
+func (d *Daemon) probe(ctx context.Context, plan *schema.Plan, cfg *config.Config, building *FileBuilder) error {
 	open := d.openPaths()
 	for _, s := range plan.Steps {
 		luns := lunsToOpen(s.Change, cfg)
@@ -30,7 +30,7 @@ func (d *Daemon) probe(ctx context.Context, plan *schema.Plan, cfg *config.Confi
 		for _, l := range luns {
 			look := func() error { return probe.LUN(&l) }
 			switch {
-			case grows && l.Backend == "file":
+			case grows && l.Backend == "file", building != nil && building.Path() == l.Path:
 				look = func() error { return backend.ProbeSize(l.Path, int64(l.Size)) }
 			case open[l.Path]: // by this process, in the same plan or until then: it is known to work
 				continue
