@@ -50,7 +50,7 @@ func ProbeSize(path string, size int64) error {
 	return nil
 }
 
-// probeDir makes a file of that size without a name in dir. A file system that cannot have one is asked for permission only.
+// probeDir makes a file of that size without a name in dir. On a file system that cannot have one, it only checks the permission.
 func probeDir(dir string, size int64) error {
 	fd, err := retryValue(func() (int, error) { return unix.Open(dir, unix.O_TMPFILE|unix.O_RDWR|unix.O_CLOEXEC, 0o600) })
 	if errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EISDIR) {

@@ -59,7 +59,7 @@ func (l *lab) snapshot() string {
 	}
 	for _, target := range st.Targets {
 		for i := range target.LUNs {
-			target.LUNs[i].Counters = schema.CounterState{}
+			target.LUNs[i].Counters, target.LUNs[i].Space = schema.CounterState{}, nil
 		}
 	}
 	slices.SortFunc(st.Targets, func(a, b schema.TargetState) int { return strings.Compare(a.Name, b.Name) })
