@@ -31,6 +31,7 @@ type protection struct {
 	driver   ipsec.Driver
 	settings config.IPsec // of driver
 	missing  []string     // what driver lacked when it began
+	borrowed bool         // another process has what driver has installed, too, until this one serves
 	profiles map[string]*ipsec.Profile
 	conns    map[ipsec.Flow]*guarded
 	denials  map[denial]uint64
@@ -104,7 +105,7 @@ func (noDriver) Watch(ctx context.Context, _ func(ipsec.Change)) error {
 
 func newProtection(d *Daemon, hooks ipsecHooks) *protection {
 	x := &protection{
-		d: d, ipsecHooks: defaultIPsecHooks, driver: noDriver{}, profiles: map[string]*ipsec.Profile{},
+		d: d, ipsecHooks: defaultIPsecHooks, driver: noDriver{}, borrowed: d.received != nil, profiles: map[string]*ipsec.Profile{},
 		conns: map[ipsec.Flow]*guarded{}, denials: map[denial]uint64{},
 	}
 	if hooks.newDriver != nil {
@@ -164,7 +165,7 @@ func (x *protection) use(cfg *config.Config) error {
 	if err != nil {
 		err = fmt.Errorf("ipsec.driver: %s: %w", cfg.IPsec.Driver, err)
 	} else if err = x.check(driver, cfg); err != nil {
-		err = errors.Join(err, driver.Close())
+		err = errors.Join(err, x.discard(driver, checkTime))
 	}
 	if err != nil {
 		return errors.Join(err, x.restore(old, settings))
@@ -251,6 +252,20 @@ func (x *protection) drop() error {
 	x.driver, x.settings, x.missing = noDriver{}, config.IPsec{}, nil
 	x.mu.Unlock()
 	x.guard.Use(noDriver{}, ipsec.Options{})
+	return x.discard(driver, limit)
+}
+
+// discard ends a driver, within a time limit. What a process before this one has installed stays if this one has never served, because
+// that process may continue: an SA that is installed again begins with sequence numbers that the peer has seen.
+func (x *protection) discard(driver ipsec.Driver, limit time.Duration) error {
+	x.mu.Lock()
+	borrowed := x.borrowed
+	x.mu.Unlock()
+	if d, ok := driver.(detacher); ok && borrowed {
+		if err := d.Detach(); err != nil {
+			return err
+		}
+	}
 	return closeDriver(driver, limit)
 }
 
@@ -272,6 +287,7 @@ func (x *protection) close() error { return errors.Join(x.drop(), x.guard.Close(
 // apply makes cfg, which runs now, what is required of the connections that there are. It ends the driver if nothing needs one.
 func (x *protection) apply(cfg *config.Config) {
 	x.mu.Lock()
+	x.borrowed = false
 	list := slices.Collect(maps.Values(x.conns))
 	x.mu.Unlock()
 	for _, g := range list {

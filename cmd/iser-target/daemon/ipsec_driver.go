@@ -81,8 +81,11 @@ func networkOf(s string) netip.Prefix {
 	return n
 }
 
-// A detacher is a driver that can leave what it has installed to the next process.
-type detacher interface{ Detach() error }
+// A detacher is a driver that can leave what it has installed to another process, and take it back.
+type detacher interface {
+	Detach() error
+	Attach(context.Context) error
+}
 
 // detach leaves what the driver has installed to the next process. After an error, and if that process does not continue, attach
 // follows.
@@ -99,12 +102,33 @@ func (x *protection) detach() error {
 // attach takes back what detach has left.
 func (x *protection) attach() error {
 	x.mu.Lock()
-	d, settings := x.driver, x.settings
+	d, ok := x.driver.(detacher)
 	x.mu.Unlock()
-	if _, ok := d.(detacher); !ok {
+	if !ok {
 		return nil
 	}
-	return x.restore(d, settings)
+	ctx, cancel := context.WithTimeout(context.Background(), staticWait)
+	defer cancel()
+	return d.Attach(ctx)
+}
+
+// forget ends the driver here for good, after another process has taken over what detach has left. The keys leave the memory of this process,
+// which may live on as a supervisor.
+func (x *protection) forget() {
+	x.mu.Lock()
+	d, ok := x.driver.(detacher)
+	driver, limit := x.driver, x.options(&x.settings).Timeout
+	x.mu.Unlock()
+	if !ok {
+		return
+	}
+	err := d.Detach() // so that nothing is removed, whatever came before
+	if err == nil {
+		err = closeDriver(driver, limit)
+	}
+	if err != nil {
+		x.d.log.Warn("IPsec driver did not end cleanly", eventKey, "ipsec", "reason", err)
+	}
 }
 
 // passive is a driver that does not negotiate keys.

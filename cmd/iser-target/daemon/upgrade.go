@@ -80,6 +80,7 @@ func (d *Daemon) Upgrade(ctx context.Context) (*schema.Upgrade, error) {
 		"sessions", r.Sessions, "cut", r.Cut, "pause", r.Pause)
 	d.changes.end() // the editor is never released: nothing changes here any longer
 	d.successorLink = u.supervision
+	d.ipsec.forget()
 	close(d.upgraded)
 	return r, nil
 }

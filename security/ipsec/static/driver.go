@@ -29,12 +29,13 @@ type Driver struct {
 	mu       sync.Mutex // is held while SAs and policies change
 	states   []installed
 	policies []demand
-	gone     bool // Close or Detach was called
+	detached bool // another process may have the lock
+	gone     bool // Close was called
 }
 
 // New installs what c says. What a process before it left, and is the same, stays as it is, so that sequence numbers continue; the rest of that is
-// removed. After an error nothing of c is installed. New waits until another process in the network namespace has closed the driver,
-// or ctx ends.
+// removed. After an error all of that stays, as far as the kernel allows, and nothing new of c is installed: the process before may continue.
+// New waits until another process in the network namespace has closed or detached the driver, or ctx ends.
 func New(ctx context.Context, c Config) (*Driver, error) { return open(ctx, linux{}, c) }
 
 func open(ctx context.Context, k kernel, c Config) (*Driver, error) {
@@ -43,10 +44,34 @@ func open(ctx context.Context, k kernel, c Config) (*Driver, error) {
 		return nil, err
 	}
 	d := &Driver{Driver: xfrm.New(), kernel: k, lock: lock}
-	if err := d.Apply(c); err != nil {
-		return nil, errors.Join(err, d.Close())
+	if err = d.find(); err == nil {
+		err = d.Apply(c)
+	}
+	if err != nil {
+		return nil, errors.Join(err, d.leave())
 	}
 	return d, nil
+}
+
+// find takes what a process before has left for what the driver has installed.
+func (d *Driver) find() error {
+	states, err := d.kernel.states()
+	if err != nil {
+		return fmt.Errorf("ipsec driver static: %w", err)
+	}
+	for _, s := range states {
+		if own(s.ReqID) {
+			d.states = append(d.states, s)
+		} else {
+			s.keys.wipe()
+		}
+	}
+	policies, err := d.kernel.policies()
+	if err != nil {
+		return fmt.Errorf("ipsec driver static: %w", err)
+	}
+	d.policies = slices.DeleteFunc(policies, func(p demand) bool { return !own(p.ReqID) })
+	return nil
 }
 
 func acquire(ctx context.Context) (net.Listener, error) {
@@ -87,8 +112,8 @@ func (d *Driver) Apply(c Config) error {
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.gone {
-		return errors.New("ipsec driver static: it is closed")
+	if d.gone || d.detached {
+		return errors.New("ipsec driver static: it is closed, or another process has it")
 	}
 	if err := d.become(states, policies); err != nil {
 		return fmt.Errorf("ipsec driver static: %w", errors.Join(err, d.become(d.states, d.policies)))
@@ -217,31 +242,59 @@ func (d *Driver) Check(ctx context.Context) []error {
 	return missing
 }
 
-// Close removes what the driver installed.
+// Close removes what the driver installed, unless Detach left it to another process.
 func (d *Driver) Close() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.gone {
 		return nil
 	}
-	err := d.become(nil, nil)
+	var err error
+	if !d.detached {
+		err = d.become(nil, nil)
+	}
 	return errors.Join(err, d.leave())
 }
 
-// Detach leaves what the driver installed to the next process, which takes it over as it is.
+// Detach leaves what the driver installed to the next process, which takes it over as it is. Look and Watch work as before, because that
+// process may fail. Then Attach follows, and otherwise Close.
 func (d *Driver) Detach() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.gone {
+	if d.gone || d.detached {
 		return nil
 	}
-	return d.leave()
+	d.detached = true
+	return d.lock.Close()
 }
 
-// leave gives the lock up. Preconditions: d.mu is held.
+// Attach ends what Detach began. It installs again what is missing, with the keys that were read before: the process may have lost the right to the
+// files. It waits until the other process has ended or closed the driver, or ctx ends.
+func (d *Driver) Attach(ctx context.Context) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.gone || !d.detached {
+		return nil
+	}
+	lock, err := acquire(ctx)
+	if err != nil {
+		return err
+	}
+	d.lock, d.detached = lock, false
+	if err := d.become(d.states, d.policies); err != nil {
+		return fmt.Errorf("ipsec driver static: %w", err)
+	}
+	return nil
+}
+
+// leave gives the lock up, and installs or removes nothing. Preconditions: d.mu is held, or nobody else knows d.
 func (d *Driver) leave() error {
 	d.gone = true
 	wipe(d.states)
 	d.states, d.policies = nil, nil
-	return errors.Join(d.Driver.Close(), d.lock.Close())
+	err := d.Driver.Close()
+	if !d.detached {
+		err = errors.Join(err, d.lock.Close())
+	}
+	return err
 }

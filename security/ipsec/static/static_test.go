@@ -324,6 +324,79 @@ func TestDriverAfterCrash(t *testing.T) {
 	k.untouched(t, "after Close")
 }
 
+// A process that cannot take over what another one has left changes nothing: that process continues with the same SAs, and so with the same
+// sequence numbers. It needs no key file for that.
+func TestSuccessorThatFails(t *testing.T) {
+	k := foreign()
+	c := config(t, ipsec.Transport)
+	d, err := open(t.Context(), k, c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	k.calls = nil
+	if err := d.Detach(); err != nil {
+		t.Fatal(err)
+	}
+	unreadable := c
+	unreadable.SAs = slices.Clone(c.SAs)
+	unreadable.SAs[1].KeyFile = filepath.Join(t.TempDir(), "none")
+	if _, err := open(t.Context(), k, unreadable); err == nil || !strings.Contains(err.Error(), "no such file") {
+		t.Errorf("without a key file: %v", err)
+	}
+	more := c
+	more.SAs = append(slices.Clone(c.SAs), SA{SPI: 0x3001, Source: target, Destination: initiator, ReqID: 1, Mode: ipsec.Transport, Suite: "aes128-sha256", KeyFile: keyFile(t, "more", 50)})
+	k.refuse["add SA 0x3001"] = unix.EEXIST
+	if _, err := open(t.Context(), k, more); err == nil || !strings.Contains(err.Error(), "another program has one with this SPI") {
+		t.Errorf("the SPI of another program: %v", err)
+	}
+	// One that has taken over, and fails then.
+	next, err := open(t.Context(), k, c)
+	if err == nil {
+		err = errors.Join(next.Detach(), next.Close())
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !slices.Equal(k.calls, []string{"add SA 0x3001"}) || len(k.list) != 3 || len(k.demands) != 3 {
+		t.Errorf("calls %q; the kernel has %+v and %+v", k.calls, k.list, k.demands)
+	}
+	for _, sa := range c.SAs {
+		if err := os.Remove(sa.KeyFile); err != nil {
+			t.Fatal(err)
+		}
+	}
+	k.calls = nil
+	k.list = k.list[:2] // the SA 0x2001 was lost
+	if err := d.Apply(c); err == nil {
+		t.Error("Apply after Detach returns no error")
+	}
+	if err := d.Attach(t.Context()); err != nil || !slices.Equal(k.calls, []string{"add SA 0x2001"}) {
+		t.Errorf("Attach: %v, calls %q", err, k.calls)
+	}
+	if len(k.list) != 3 || len(k.list[2].keys.encryption) != 16 || slices.Max(k.list[2].keys.encryption) == 0 {
+		t.Errorf("after Attach the kernel has %+v", k.list)
+	}
+	if _, err := open(expired(t), k, c); err == nil || !strings.Contains(err.Error(), "another process in this network namespace has it") {
+		t.Errorf("a second driver after Attach: %v", err)
+	}
+	if err := d.Close(); err != nil {
+		t.Error(err)
+	}
+	k.untouched(t, "after Close")
+	if err := errors.Join(d.Detach(), d.Attach(t.Context())); err != nil {
+		t.Errorf("after Close: %v", err)
+	}
+	k.untouched(t, "after Attach of a closed driver")
+}
+
+// expired returns a context that has ended.
+func expired(t *testing.T) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	return ctx
+}
+
 func TestDriverRollsBack(t *testing.T) {
 	for _, tc := range []struct {
 		name, refused string
