@@ -193,10 +193,7 @@ func TestSinksGrantNothing(t *testing.T) {
 				p    *rawPeer
 				stag string
 			}{{c, p, own}, {other, q, foreign}, {c, p, later}} {
-				if err := s.c.Post(&WorkRequest{Op: Read, STag: 1, Data: mem[i][:]}); err != nil {
-					t.Fatal(err)
-				}
-				sinkSTag(s.c, wire.STag(binary.BigEndian.Uint32(unhex(s.stag))))
+				postRead(t, s.c, &WorkRequest{Op: Read, STag: 1, Data: mem[i][:]}, wire.STag(binary.BigEndian.Uint32(unhex(s.stag))))
 				s.c.Flush()
 				s.p.fpdu()
 			}

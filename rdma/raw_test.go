@@ -8,6 +8,7 @@ import (
 	"errors"
 	"io"
 	"net"
+	"runtime"
 	"testing"
 	"time"
 
@@ -244,6 +245,26 @@ func expose(c *Conn, stag wire.STag, buf []byte, base uint64, a Access) *Region 
 	r.stag = stag
 	c.mem.regions[stag] = r
 	return r
+}
+
+// postRead posts a Read with that sink, which no other goroutine sends before.
+func postRead(t *testing.T, c *Conn, wr *WorkRequest, stag wire.STag) {
+	t.Helper()
+	c.mu.Lock()
+	for c.flushing {
+		c.mu.Unlock()
+		runtime.Gosched()
+		c.mu.Lock()
+	}
+	c.flushing = true
+	c.mu.Unlock()
+	if err := c.Post(wr); err != nil {
+		t.Fatal(err)
+	}
+	sinkSTag(c, stag)
+	c.mu.Lock()
+	c.flushing = false
+	c.mu.Unlock()
 }
 
 // sinkSTag overwrites the sink of the latest Read.
