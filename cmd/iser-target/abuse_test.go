@@ -217,12 +217,17 @@ func TestSecondDaemonNeedsItsOwnStateAndSocket(t *testing.T) {
 	s := newStation(t)
 	text := s.text(t)
 	for name, tt := range map[string]struct{ old, new, want string }{
-		"state":  {"/s}", "/other}", "state_dir: identities " + s.dir + "/state/identities.json: in use: "},
+		"state":  {"", "", "state_dir: identities " + s.dir + "/state/identities.json: in use: "},
 		"socket": {"/state", "/other", "control.socket, by ISER_TARGET_CONTROL_SOCKET: " + s.socket + ": another target serves on this socket"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			other := write(t, "other.yaml", strings.Replace(text, tt.old, tt.new, 1))
-			out, errOut, code := s.run(t, "serve", "--config", other)
+			at := *s
+			if name == "state" { // the target opens sockets first
+				at.socket = filepath.Join(t.TempDir(), "s")
+				t.Setenv("ISER_TARGET_CONTROL_SOCKET", at.socket)
+			}
+			out, errOut, code := at.run(t, "serve", "--config", other)
 			lines := strings.Split(strings.TrimSpace(errOut), "\n")
 			if code != cli.ExitError || out != "" || !strings.HasPrefix(lines[len(lines)-1], "iser-target: "+tt.want) {
 				t.Errorf("exit code %d\n%s%s", code, out, errOut)

@@ -29,8 +29,8 @@ var argsOf = map[string][]string{
 	"ipsec status": {}, "limits": {}, "limits set": {"queue_depth=64"},
 	"config plan": {"-"}, "config apply": {"-"}, "config export": {},
 	"events": {"--follow"}, "top": {"-n", "1"}, "explain": {"--initiator", "iqn.2026-11.io.example:a", "--target", "iqn.2026-11.io.example:store"},
-	"bench":  {"iscsi://127.0.0.1:1/iqn.2026-11.io.example:store/0"},
-	"doctor": {}, "capture": {"--session", "1", "-w", "-"}, "drain": {}, "upgrade": {},
+	"bench":    {"iscsi://127.0.0.1:1/iqn.2026-11.io.example:store/0"},
+	"selftest": {}, "doctor": {}, "capture": {"--session", "1", "-w", "-"}, "drain": {}, "upgrade": {},
 }
 
 // local are the commands that ask no target.
