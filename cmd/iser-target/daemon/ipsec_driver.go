@@ -112,7 +112,7 @@ func (x *protection) attach() error {
 	return d.Attach(ctx)
 }
 
-// forget ends the driver here for good, after another process has taken over what detach has left. The keys leave the memory of this process,
+// forget ends the driver in this process, after another process has taken over what detach has left. The keys leave the memory of this process,
 // which may live on as a supervisor.
 func (x *protection) forget() {
 	x.mu.Lock()

@@ -552,6 +552,76 @@ func TestPoliciesInTheKernel(t *testing.T) {
 	}
 }
 
+// The policies of the kernel stay the same while processes take turns, also if one fails: the kernel gives a policy that is removed and added again
+// another index. So there is no moment without them.
+func TestPoliciesAreHandedOver(t *testing.T) {
+	if !testkit.InNamespace(t) {
+		return
+	}
+	k := policiesOnly{fakeKernel: foreign()}
+	c := config(t, ipsec.Tunnel)
+	d, err := open(t.Context(), k, c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	indexes := func() (all []int) {
+		t.Helper()
+		list, err := netlink.XfrmPolicyList(netlink.FAMILY_ALL)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, p := range list {
+			all = append(all, p.Index)
+		}
+		slices.Sort(all)
+		return all
+	}
+	before := indexes()
+	if len(before) != 2 {
+		t.Fatalf("policies %v", before)
+	}
+	same := func(when string) {
+		t.Helper()
+		if now := indexes(); !slices.Equal(now, before) {
+			t.Errorf("%s the kernel has policies %v, before %v", when, now, before)
+		}
+	}
+	for _, step := range []struct {
+		name string
+		run  func() error
+	}{
+		{"detach", d.Detach},
+		{"a successor without a key file", func() error {
+			bad := c
+			bad.SAs = slices.Clone(c.SAs)
+			bad.SAs[0].KeyFile += ".none"
+			if _, err := open(t.Context(), k, bad); err == nil {
+				return errors.New("it has opened")
+			}
+			return nil
+		}},
+		{"attach", func() error { return d.Attach(t.Context()) }},
+		{"detach again", d.Detach},
+		{"close", d.Close},
+	} {
+		if err := step.run(); err != nil {
+			t.Fatalf("%s: %v", step.name, err)
+		}
+		same("after " + step.name)
+	}
+	next, err := open(t.Context(), k, c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	same("under the successor")
+	if err := next.Close(); err != nil {
+		t.Error(err)
+	}
+	if now := indexes(); len(now) != 0 {
+		t.Errorf("after Close the kernel has policies %v", now)
+	}
+}
+
 // SAs need ESP. Without it the driver says so and leaves nothing. With it, they are what the configuration says.
 func TestStatesInTheKernel(t *testing.T) {
 	if !testkit.InNamespace(t) {

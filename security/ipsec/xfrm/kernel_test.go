@@ -92,6 +92,58 @@ func TestSocketPolicyDropsClearText(t *testing.T) {
 	}
 }
 
+// The policy belongs to the socket and not to the process. So a listener that goes from one process to the next drops clear text all the time, and the next
+// process may set the policy again.
+func TestSocketPolicyGoesWithTheSocket(t *testing.T) {
+	if !testkit.InNamespace(t) {
+		return
+	}
+	set := func(fd, family int) error { return SocketPolicy(fd, family, ipsec.Tunnel) }
+	l := controlled(t, "tcp4", "127.0.0.1:0", set)
+	addr := l.Addr().String()
+	dial := func() error {
+		c, err := net.DialTimeout("tcp4", addr, quiet)
+		if err == nil {
+			c.Close()
+		}
+		return err
+	}
+	f, err := l.(*net.TCPListener).File()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	before := counter(t, "XfrmInTmplMismatch")
+	if err := dial(); err == nil {
+		t.Error("a connection in clear text while nobody accepts")
+	}
+	next, err := net.FileListener(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer next.Close()
+	if err := dial(); err == nil {
+		t.Error("a connection in clear text to the next process")
+	}
+	raw, err := next.(*net.TCPListener).SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var failed error
+	if err := raw.Control(func(fd uintptr) { failed = set(int(fd), unix.AF_INET) }); err != nil || failed != nil {
+		t.Fatal(err, failed)
+	}
+	if err := dial(); err == nil {
+		t.Error("a connection in clear text after the policy was set again")
+	}
+	if n := counter(t, "XfrmInTmplMismatch") - before; n < 3 {
+		t.Errorf("the kernel counts %d dropped packets", n)
+	}
+}
+
 func TestSocketPolicyFaults(t *testing.T) {
 	if !testkit.InNamespace(t) {
 		return
