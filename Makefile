@@ -19,6 +19,7 @@ CRASH_TIMEOUT ?= 60m
 
 INTEROP := ./tests/interop
 CRC_TIME ?= 1h
+IPSEC_ROUNDS ?= 5
 CONFORMANCE := ./tests/conformance
 # All packages but the tests of a program that is built without the race detector, of
 # which those of INTEROP want the machine to themselves.
@@ -97,6 +98,10 @@ soak: build ## verified load under disturbances for DURATION, with bounds for al
 .PHONY: segments
 segments: ## CRCs with the Linux initiator on Ethernet, verified for CRC_TIME (1h) per MTU
 	ISER_TARGET_CRC_TIME=$(CRC_TIME) GO=$(GO) .ci/interop $(INTEROP) -run '^TestSegments$$' -count 1 -timeout 6h
+
+.PHONY: ipsec-speed
+ipsec-speed: ## commands per second with and without ESP in a virtual machine, in IPSEC_ROUNDS rounds, as a table
+	$(GO) test $(INTEROP) -run '^$$' -bench '^BenchmarkIPsec$$' -benchtime $(IPSEC_ROUNDS)x -timeout 1h
 
 .PHONY: interop
 interop: ## tests against the Linux initiator in a virtual machine; says why it skips one

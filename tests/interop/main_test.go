@@ -41,7 +41,7 @@ var required = os.Getenv("ISER_TARGET_REQUIRE_INTEROP") == "1"
 
 // need skips t, or fails it where ISER_TARGET_REQUIRE_INTEROP is 1, if this
 // machine lacks one of the tools.
-func need(t *testing.T, tools ...string) {
+func need(t testing.TB, tools ...string) {
 	t.Helper()
 	for _, tool := range tools {
 		if _, err := exec.LookPath(tool); err != nil {
@@ -51,7 +51,7 @@ func need(t *testing.T, tools ...string) {
 }
 
 // lack ends t for want of what err tells.
-func lack(t *testing.T, err error) {
+func lack(t testing.TB, err error) {
 	t.Helper()
 	if required {
 		t.Fatalf("ISER_TARGET_REQUIRE_INTEROP is 1, but %v", err)
@@ -65,7 +65,7 @@ func lack(t *testing.T, err error) {
 // removed after it; a process, or what else cannot be, fails it. So does a
 // connection that was lost, or I/O that failed, even if the initiator made good
 // for it; a test that means to do that ends with forgive.
-func boot(t *testing.T) *vm.VM {
+func boot(t testing.TB) *vm.VM {
 	t.Helper()
 	if testing.Short() && !required {
 		t.Skip("boots a virtual machine: not with -short")
@@ -95,7 +95,7 @@ func boot(t *testing.T) *vm.VM {
 
 // leave cleans up after t, or ends the machine if t has failed: nobody knows what it
 // has left there.
-func leave(t *testing.T, v *vm.VM) {
+func leave(t testing.TB, v *vm.VM) {
 	defer func() {
 		if !t.Failed() {
 			return
