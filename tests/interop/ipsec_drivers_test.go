@@ -17,8 +17,8 @@ func TestIPsecDrivers(t *testing.T) {
 		pkg   string
 		tests []string
 	}{
-		{"xfrm", []string{"TestCheck", "TestDriverWithKeys", "TestDriverLooksInTheKernel", "TestSocketPolicyDropsClearText", "TestPinPolicy", "TestSocketPolicyWithESP"}},
-		{"static", []string{"TestPoliciesInTheKernel", "TestStatesInTheKernel"}},
+		{"xfrm", []string{"TestCheck", "TestDriverWithKeys", "TestDriverLooksInTheKernel", "TestSocketPolicyDropsClearText", "TestSocketPolicyGoesWithTheSocket", "TestPinPolicy", "TestSocketPolicyWithESP"}},
+		{"static", []string{"TestPoliciesInTheKernel", "TestPoliciesAreHandedOver", "TestStatesInTheKernel"}},
 	} {
 		t.Run(c.pkg, func(t *testing.T) {
 			name := "ipsec-" + c.pkg + ".test"

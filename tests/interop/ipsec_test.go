@@ -176,6 +176,50 @@ tcpdump -n -r /run/wire.pcap 'not esp and not udp port 500 and not udp port 4500
 `
 )
 
+// ipsecLoad adds functions for sessions and fio to /run/ipsec.sh.
+const ipsecLoad = `
+cat >>/run/ipsec.sh <<'.'
+# device TRANSPORT PORT prints the disk of a session.
+device() {
+	local s c block
+	for s in /sys/class/iscsi_session/session*; do
+		c=/sys/class/iscsi_connection/connection${s##*session}:0
+		[ "$(<$c/persistent_port)" = $2 ] || continue
+		grep -q "$1" $(readlink -f $s/device/..)/scsi_host/host*/proc_name || continue
+		for block in $s/device/target*/*:0/block/*; do
+			[ -e $block/size ] && echo /dev/${block##*/} && return
+		done
+	done
+	return 1
+}
+# load NAME DEVICE OFFSET runs fio with verification until load_ends.
+load() {
+	touch /run/fio.go
+	(
+		status=0
+		while [ -e /run/fio.go ] && [ $status = 0 ]; do
+			fio --ioengine=libaio --direct=1 --filename=$2 --offset=$3 --iodepth=4 --rw=randrw --bs=4k --size=128k \
+				--verify=crc32c --verify_fatal=1 --randrepeat=0 --output-format=terse --terse-version=3 --name=$1 || status=$?
+			echo round >>/run/fio.rounds.$1
+		done
+		echo $status >/run/fio.status.$1
+	) </dev/null >/run/fio.log.$1 2>&1 &
+}
+rounds() { [ "$(wc -l </run/fio.rounds.$1)" -ge $2 ]; }
+# load_ends NAME... expects that fio has found nothing wrong.
+load_ends() {
+	rm -f /run/fio.go
+	local name
+	for name; do
+		await test -s /run/fio.status.$name
+		cat /run/fio.log.$name >&2
+		[ $(</run/fio.status.$name) = 0 ]
+	done
+	rm -f /run/fio.*
+}
+.
+`
+
 // The page docs/ipsec.md, followed word for word on two machines: its commands, its configuration and the files of packaging/ipsec.
 // Then what it says of what happens.
 func TestIPsec(t *testing.T) {
@@ -232,46 +276,7 @@ for port in 3260 3261; do
 	iscsiadm -m node -o new -T `+storeIQN+` -p 192.0.2.2:$port -I default
 	iscsiadm -m node -T `+storeIQN+` -p 192.0.2.2:$port -I default --login
 done
-cat >>/run/ipsec.sh <<'.'
-# device TRANSPORT PORT prints the disk of a session.
-device() {
-	local s c block
-	for s in /sys/class/iscsi_session/session*; do
-		c=/sys/class/iscsi_connection/connection${s##*session}:0
-		[ "$(<$c/persistent_port)" = $2 ] || continue
-		grep -q "$1" $(readlink -f $s/device/..)/scsi_host/host*/proc_name || continue
-		for block in $s/device/target*/*:0/block/*; do
-			[ -e $block/size ] && echo /dev/${block##*/} && return
-		done
-	done
-	return 1
-}
-# load NAME DEVICE OFFSET runs fio with verification until load_ends.
-load() {
-	touch /run/fio.go
-	(
-		status=0
-		while [ -e /run/fio.go ] && [ $status = 0 ]; do
-			fio --ioengine=libaio --direct=1 --filename=$2 --offset=$3 --iodepth=4 --rw=randrw --bs=4k --size=128k \
-				--verify=crc32c --verify_fatal=1 --randrepeat=0 --output-format=terse --terse-version=3 --name=$1 || status=$?
-			echo round >>/run/fio.rounds.$1
-		done
-		echo $status >/run/fio.status.$1
-	) </dev/null >/run/fio.log.$1 2>&1 &
-}
-rounds() { [ "$(wc -l </run/fio.rounds.$1)" -ge $2 ]; }
-# load_ends NAME... expects that fio has found nothing wrong.
-load_ends() {
-	rm -f /run/fio.go
-	local name
-	for name; do
-		await test -s /run/fio.status.$name
-		cat /run/fio.log.$name >&2
-		[ $(</run/fio.status.$name) = 0 ]
-	done
-	rm -f /run/fio.*
-}
-.
+`+ipsecLoad+`
 . /run/ipsec.sh
 await device iser 3260
 await device iscsi_tcp 3260

@@ -202,6 +202,7 @@ ls /etc/systemd/system/multi-user.target.wants/iser-target.service`, quick)
 		{"stop", serviceStop},
 		{"socket", serviceSocket},
 		{"watchdog", serviceWatchdog},
+		{"IPsec", serviceIPsec},
 		{"drop-ins", serviceDropIns},
 	} {
 		if !t.Run(test.name, func(t *testing.T) { test.run(t, m) }) {
@@ -215,6 +216,12 @@ ls /etc/systemd/system/multi-user.target.wants/iser-target.service`, quick)
 
 // serviceHardening checks, by what the kernel says of the process, that the directives work.
 func serviceHardening(t *testing.T, m *manager) {
+	hardened(t, m, strings.Repeat("0", 16), "own user")
+}
+
+// hardened checks that the service has those capabilities and no other rights than the unit gives it. more is what the kernel says besides.
+func hardened(t *testing.T, m *manager, caps string, more ...string) {
+	t.Helper()
 	got := m.run(t, `
 pid=$(show MainPID)
 sed -nE 's/^(Uid|Gid|Groups|CapEff|CapPrm|CapBnd|CapAmb|NoNewPrivs|Seccomp):\s+/\1 /p' /proc/$pid/status | tr '\t' ' ' | sed 's/ *$//'
@@ -241,19 +248,18 @@ done
 		t.Fatal("the service's user is not there, or is root")
 	}
 	four := func(id string) string { return strings.TrimSpace(strings.Repeat(id+" ", 4)) }
-	none := strings.Repeat("0", 16)
-	want := strings.Join([]string{
+	want := strings.Join(append([]string{
 		"Uid " + four(id[1]), "Gid " + four(id[2]), "Groups " + id[2],
 		// SEC-5042.6.5-1
-		"CapPrm " + none, "CapEff " + none, "CapBnd " + none, "CapAmb " + none, "NoNewPrivs 1", "Seccomp 2", id[0],
+		"CapPrm " + caps, "CapEff " + caps, "CapBnd " + caps, "CapAmb " + caps, "NoNewPrivs 1", "Seccomp 2", id[0],
 		"700 iser-target:iser-target /var/lib/iser-target",
 		"700 iser-target:iser-target /run/iser-target",
 		"600 iser-target:iser-target /run/iser-target/control.sock",
 		"750 iser-target:iser-target /etc/iser-target",
 		"600 iser-target:iser-target /etc/iser-target/config.yaml",
 		"writes /etc/iser-target", "writes /var/lib/iser-target", "writes /run/iser-target",
-		"dev full null ptmx random tty urandom zero", "hidepid=invisible", "own mnt", "own uts", "own user",
-	}, "\n")
+		"dev full null ptmx random tty urandom zero", "hidepid=invisible", "own mnt", "own uts",
+	}, more...), "\n")
 	if got = strings.TrimSpace(got); got != want {
 		t.Errorf("the kernel says\n%s\nwant\n%s", got, want)
 	}
