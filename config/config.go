@@ -200,6 +200,7 @@ type Limits struct {
 	OrderTimeout       time.Duration `key:"order_timeout"`               // of a command that stops others and waits for its initiator
 	DataTimeout        time.Duration `key:"data_timeout"`                // of data that the target awaits and of which none comes
 	SendTimeout        time.Duration `key:"send_timeout"`                // of what the target sends and of which nothing is taken
+	TaskWait           time.Duration `key:"task_wait"`                   // of a task for other tasks, until that is reported
 	MaxTime2Wait       time.Duration `key:"max_time2wait"`               // of a session at ErrorRecoveryLevel 2
 	MaxTime2Retain     time.Duration `key:"max_time2retain"`             // that a login agrees on
 	LostSessions       int           `key:"lost_sessions"`               // sessions without a connection that wait for one
@@ -349,6 +350,7 @@ func base() Config {
 			OrderTimeout:       5 * time.Second,
 			DataTimeout:        30 * time.Second,
 			SendTimeout:        60 * time.Second,
+			TaskWait:           30 * time.Second,
 			MaxTime2Wait:       30 * time.Second,
 			MaxTime2Retain:     20 * time.Second,
 			LostSessions:       32,

@@ -252,6 +252,7 @@ func TestWrongSectionsAreRefused(t *testing.T) {
 		{"max_time2wait", [2]string{"", "limits: {max_time2wait: 1ms}"}, []string{"f: limits.max_time2wait: must be 2s to 1h, not 1ms"}},
 		{"max_time2retain", [2]string{"", "limits: {max_time2retain: 999ms}"}, []string{"f: limits.max_time2retain: must be 1s to 1h, not 999ms"}},
 		{"data_timeout", [2]string{"", "limits: {data_timeout: 2h}"}, []string{"f: limits.data_timeout: must be 1s to 1h, not 2h0m0s"}},
+		{"task_wait", [2]string{"", "limits: {task_wait: 100ms}"}, []string{"f: limits.task_wait: must be 1s to 1h, not 100ms"}},
 		{"send_timeout", [2]string{"", "limits: {send_timeout: 100ms}"}, []string{"f: limits.send_timeout: must be 1s to 1h, not 100ms"}},
 		{"lost_sessions", [2]string{"", "limits: {lost_sessions: 0}"}, []string{"f: limits.lost_sessions: must be 1 to 1024, not 0"}},
 		{"lost_sessions_per_initiator", [2]string{"", "limits: {lost_sessions_per_initiator: 0}"}, []string{"f: limits.lost_sessions_per_initiator: must be 1 to 1024, not 0"}},

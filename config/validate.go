@@ -695,6 +695,7 @@ func (l *Limits) check(errs *errorList) {
 		{"order_timeout", l.OrderTimeout, time.Second, time.Hour, false},
 		{"data_timeout", l.DataTimeout, time.Second, time.Hour, false},
 		{"send_timeout", l.SendTimeout, time.Second, time.Hour, false},
+		{"task_wait", l.TaskWait, time.Second, time.Hour, false},
 		{"state_timeout", l.StateTimeout, time.Second, time.Hour, false},
 		{"fence_timeout", l.FenceTimeout, 100 * time.Millisecond, 30 * time.Second, false},
 		{"store_timeout", l.StoreTimeout, time.Second, time.Hour, false},

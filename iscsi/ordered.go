@@ -170,13 +170,19 @@ func (c *conn) awaitOlder(t *Task) bool {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	older := func(u *Task) bool {
-		return u.seq != 0 && u.seq < t.seq && u.isCommand() && (t.isOrdered() || u.isOrdered()) && t.sameUnit(u)
-	}
-	for t.canWait() && c.shared.tasks.any(older) {
+	for t.canWait() && c.shared.tasks.any(t.mustFollow) {
+		t.waits.Store(waitsOlder)
 		c.shared.changed.Wait()
 	}
+	t.waits.Store(waitsNot)
 	return t.canWait()
+}
+
+// mustFollow reports whether t begins after u, a command of its session, has ended.
+//
+// Preconditions: t.conn.mu is held.
+func (t *Task) mustFollow(u *Task) bool {
+	return u.seq != 0 && u.seq < t.seq && u.isCommand() && (t.isOrdered() || u.isOrdered()) && t.sameUnit(u)
 }
 
 // canWait reports whether t is neither aborted nor on a lost connection.
@@ -220,6 +226,7 @@ func (t *Task) awaitOthers(g *orderedGate) bool {
 			break
 		}
 		t.waited = true
+		t.waits.Store(waitsOthers)
 		switch {
 		case timer == nil:
 			timer = time.AfterFunc(limit, g.wake)
@@ -233,6 +240,7 @@ func (t *Task) awaitOthers(g *orderedGate) bool {
 		}
 		g.mu.Unlock()
 	}
+	t.waits.Store(waitsNot)
 	return t.canWait()
 }
 

@@ -64,6 +64,7 @@ type Task struct {
 	// The order among sessions: see ordered.go.
 	place atomic.Uint64 // 0: none yet, or no longer
 	hold  atomic.Int32  // placeKept, placeIdle or placeLost
+	waits atomic.Int32  // a waitsFor; waitsNot unless its goroutine waits
 
 	link                fifo.Link[Task] // in a taskQueue; under conn.mu
 	nextByITT, nextFree *Task           // in taskTable (conn.mu), of free slots (slotPool.mu)

@@ -67,6 +67,7 @@ func (c *conn) keepalive() {
 	c.heard.Store(int64(now))
 	k := &keeper{c: c, sentAt: now}
 	k.add(now+lookInterval(c.node.shared.DataTimeout.Time()), k.lookData)
+	k.add(now+lookInterval(c.node.shared.TaskWait.Time()), k.lookWaits)
 	if k.meter, _ = c.dm.(Meter); k.meter != nil {
 		k.add(now+lookInterval(c.node.shared.SendTimeout.Time()), k.lookTaken)
 	}
@@ -80,6 +81,8 @@ func (c *conn) keepalive() {
 type keeper struct {
 	c     *conn
 	looks []look
+
+	waits map[sampledTask]*sample // of lookWaits: the tasks that waited at the last look; or nil
 
 	// Of lookTaken:
 	meter    Meter         // the mover, if it is one

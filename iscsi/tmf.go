@@ -197,7 +197,16 @@ func (s *shared) awaitAborted(match func(*Task) bool, by *Task, data bool) {
 	for !by.isAborted() && s.tasks.any(func(t *Task) bool {
 		return t.aborted.Load() && match(t) && (data || t.state == taskRunning && t.cmd.Inside())
 	}) {
+		by.note(waitsAborted)
 		s.changed.Wait()
+	}
+	by.note(waitsNot)
+}
+
+// note notes what t waits for. t may be nil.
+func (t *Task) note(what waitsFor) {
+	if t != nil {
+		t.waits.Store(what)
 	}
 }
 
@@ -305,8 +314,10 @@ func (t *Task) abortTask() byte {
 	// The function does not wait for its data, unlike that of the tasks in a set (section 11.5.1).
 	c.shared.callOff(isRef)
 	for c.shared.tasks.find(tag) == ref && ref.aborted.Load() && !t.aborted.Load() {
+		t.waits.Store(waitsAborted)
 		c.shared.changed.Wait()
 	}
+	t.waits.Store(waitsNot)
 	return pdu.FunctionComplete
 }
 
@@ -423,8 +434,10 @@ func (t *Task) clearTasks(own, others func(*Task) bool, resetsOthers, skip bool)
 	}
 	t.awaitInSession(own)
 	for _, s := range otherSessions {
+		t.waits.Store(waitsAborted)
 		s.shared.awaitAborted(others, nil, false)
 	}
+	t.waits.Store(waitsNot)
 }
 
 // abortInSession aborts the tasks that match selects in this session. With FastAbort the initiator
@@ -464,8 +477,10 @@ func (t *Task) awaitEarlier() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for c.phase == phaseFullFeature && !t.aborted.Load() && pdu.Before(c.shared.win.exp, t.header().CmdSN()) {
+		t.waits.Store(waitsMissing)
 		c.shared.changed.Wait()
 	}
+	t.waits.Store(waitsNot)
 }
 
 // The task management functions of RFC 7144, section 6.3. Each of them answers from one look at the

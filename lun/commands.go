@@ -1,6 +1,7 @@
 package lun
 
 import (
+	"fmt"
 	"math/bits"
 	"slices"
 )
@@ -246,6 +247,14 @@ func lookup(cdb []byte) *command {
 		}
 	}
 	return nil
+}
+
+// CommandName returns the name of the command of a CDB of at least 16 bytes, as in SPC-4 and SBC-3.
+func CommandName(cdb []byte) string {
+	if row := lookup(cdb); row != nil {
+		return row.name
+	}
+	return fmt.Sprintf("command %02Xh", cdb[0])
 }
 
 // failRow fails a command without a row that applies to the unit.

@@ -23,6 +23,7 @@ type Set struct {
 	OrderTimeout       Limit // of a command that stops those of others and waits for its initiator
 	DataTimeout        Limit // of data that the target awaits and of which none comes
 	SendTimeout        Limit // of what the target sends and of which the initiator takes nothing
+	TaskWait           Limit // of a task for other tasks, until it is reported
 	MaxTime2Wait       Limit // DefaultTime2Wait of a session at ErrorRecoveryLevel 2
 	MaxTime2Retain     Limit // DefaultTime2Retain that a login agrees on at most
 	LostSessions       Limit // sessions without a connection that wait for one
@@ -78,6 +79,8 @@ func New() *Set {
 		"time for which data that the target awaits may make no progress")
 	s.limit(&s.SendTimeout, "send_timeout", PerConnection, Duration, int64(60*time.Second),
 		"time for which an initiator may take nothing of what waits for it")
+	s.limit(&s.TaskWait, "task_wait", PerConnection, Duration, int64(30*time.Second),
+		"time for which a task waits for other tasks, until that is reported")
 	s.limit(&s.Registrations, "registrations_per_initiator", PerInitiator, Count, 32,
 		"persistent reservation keys that an initiator registers with a LUN")
 	s.Memory.auto = defaultMemory(machine())
