@@ -116,7 +116,8 @@ crash: ## kill -9 and power cuts at CRASH_ROUNDS random moments, the end at each
 	CRASH_ROUNDS=$(CRASH_ROUNDS) $(GO) test -count 1 -timeout $(CRASH_TIMEOUT) -v ./tests/crash -run '^Test(Kill|Faults|EachSystemCall|PowerCuts|PowerCutsFindLies)$$'
 
 .PHONY: requirements
-requirements: ## which rows of docs/requirements the tests quote
+requirements: ## which rows of docs/requirements the tests quote; writes the list in docs/conformance-rdma.md
+	$(GO) test -count 1 -run '^TestConformancePage$$' ./tests -update
 	@$(GO) test -count 1 -v -run '^TestRequirementCoverage$$' ./tests | sed -n '/^table/,/^total/p'
 
 .PHONY: conformance
