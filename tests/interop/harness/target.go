@@ -3,6 +3,7 @@
 package harness
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -20,13 +21,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
 	"github.com/iser-target/iser-target/tests/interop/proc"
 	"github.com/iser-target/iser-target/tests/interop/vm"
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 const (
-	startLimit = 20 * time.Second // until a portal accepts
+	startLimit = 20 * time.Second // until it serves
 	stopLimit  = 20 * time.Second // from SIGTERM to the end
 )
 
@@ -232,8 +234,8 @@ func (d *Target) Addr() string { return d.addrs[0] }
 // Addrs returns the addresses at which the guest reaches the portals.
 func (d *Target) Addrs() []string { return d.addrs }
 
-// Start starts the process, for the first time or again, and waits until its
-// portals accept connections. They all listen by the time that one accepts.
+// Start starts the process, for the first time or again, and waits until it serves. Its portals listen before that, and
+// then the control API answers.
 func (d *Target) Start(t testing.TB) {
 	t.Helper()
 	if d.run != nil {
@@ -259,9 +261,8 @@ func (d *Target) Start(t testing.TB) {
 		close(r.exited)
 	}()
 	for begun := time.Now(); ; time.Sleep(50 * time.Millisecond) {
-		c, err := net.Dial("tcp", d.listen[0])
+		err := d.answers()
 		if err == nil {
-			c.Close()
 			return
 		}
 		select {
@@ -271,9 +272,19 @@ func (d *Target) Start(t testing.TB) {
 		default:
 		}
 		if time.Since(begun) > startLimit {
-			t.Fatalf("the target does not accept connections %v after its start: %v", startLimit, err)
+			t.Fatalf("the target does not serve %v after its start: %v", startLimit, err)
 		}
 	}
+}
+
+// answers returns an error if the target does not serve yet.
+func (d *Target) answers() error {
+	ctx, cancel := context.WithTimeout(context.Background(), startLimit)
+	defer cancel()
+	c := client.New(d.socket)
+	c.Limit(startLimit)
+	_, err := c.Portals(ctx)
+	return err
 }
 
 // PID returns the process ID.
