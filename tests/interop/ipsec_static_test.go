@@ -93,7 +93,7 @@ func newStaticLab(t *testing.T) *staticLab {
 		if t.Failed() && l.v.Broken() == nil {
 			l.v.Try(t, "tail -n 60 /run/serve.log >&2\n. /run/ipsec.sh\ninstalled >&2\nip xfrm state >&2\non cat /proc/net/xfrm_stat >&2", quick)
 		}
-		l.v.Run(t, "rm -f /run/stranger.go\nip netns del stranger || true\n"+ipsecDown+"rm -f /run/serve.log /run/*.key\n", long)
+		l.v.Run(t, "rm -f /run/stranger.go /run/stranger.end\nip netns del stranger || true\n"+ipsecDown+"rm -f /run/serve.log /run/*.key\n", long)
 	})
 	l.v.Run(t, ipsecUp+staticLib, quick)
 	l.configure(4097, 4098)
@@ -172,7 +172,7 @@ timeout 2 ip netns exec stranger busybox nc 192.0.2.2 3261 </dev/null >&2 || tru
 answered() { tcpdump -n -r /run/wire.pcap 'src port 3261 and dst host 192.0.2.3 and tcp[tcpflags] & tcp-syn != 0' 2>/dev/null | grep -q .; }
 await answered # where IPsec is not required
 touch /run/stranger.go
-(while [ -e /run/stranger.go ]; do timeout 0.2 ip netns exec stranger busybox nc 192.0.2.2 3260 || true; done) </dev/null >/run/stranger.log 2>&1 &
+(while [ -e /run/stranger.go ]; do timeout 0.2 ip netns exec stranger busybox nc 192.0.2.2 3260 || true; done; touch /run/stranger.end) </dev/null >/run/stranger.log 2>&1 &
 load iser $(device iser 3260) 0
 load tcp $(device iscsi_tcp 3260) 1m
 for name in iser tcp; do await rounds $name 1; done`)
@@ -221,7 +221,7 @@ on awk '/^XfrmIn(NoPols|TmplMismatch|PolBlock)/ { n += $2 } END { exit n < 20 }'
 		t.Fatalf("upgrade: %s", second)
 	}
 	const killed = "\nawait sh -c '! pgrep -x iser-target >/dev/null'"
-	l.run("rm -f /run/stranger.go\nkill -KILL " + pid[1] + killed)
+	l.run("rm -f /run/stranger.go\nawait test -e /run/stranger.end # the kernel answers for a port that nobody has\nkill -KILL " + pid[1] + killed)
 	same("after kill -9")
 	l.run(`
 serve

@@ -204,7 +204,11 @@ func (m *management) apply(t *testing.T) {
 		t.Fatal(err)
 	}
 	named := fmt.Sprintf("session %d of %s", out.TSIH, initiatorName)
-	plan := harness.Ask[schema.Plan](t, m.d, "config", "plan", file)
+	planned, _, code := m.d.Try(t, "config", "plan", file, "-o", "json")
+	var plan schema.Plan
+	if err := json.Unmarshal([]byte(planned), &plan); err != nil || code != cli.ExitRefused { // apply without a flag would be refused
+		t.Errorf("exit code %d, %v", code, err)
+	}
 	if len(plan.Steps) != 1 || plan.Steps[0].Change.Target != managedOther ||
 		!slices.Equal(plan.Steps[0].Disturbs, []string{named}) {
 		t.Errorf("the plan is %+v, want one step that disturbs %s", plan, named)
