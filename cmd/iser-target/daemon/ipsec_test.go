@@ -254,8 +254,8 @@ func TestPortalThatRequiresIPsec(t *testing.T) {
 		if p := g.protectionOf(transport); p == nil || *p != want {
 			t.Errorf("%s: %+v", transport, p)
 		}
-		logins := g.lines.Lines("msg=login ")
-		if l := logins[len(logins)-1]; !strings.Contains(l, `suite="esp-tunnel aes128gcm16 esn" spi_in=0x00001001 spi_out=0x00001002 identity=host.example`) {
+		logins := g.logged("initiator=" + prefix + transport + " ")
+		if l := logins[0]; !strings.Contains(l, `suite="esp-tunnel aes128gcm16 esn" spi_in=0x00001001 spi_out=0x00001002 identity=host.example`) {
 			t.Errorf("log %q", l)
 		}
 	}
@@ -619,7 +619,7 @@ func TestTargetThatRequiresAnIdentity(t *testing.T) {
 		t.Errorf("%v, want a refusal", err)
 	}
 	const reason = "does not belong to initiator"
-	if l := g.lines.Lines("outcome=refused"); len(l) != 1 || !strings.Contains(l[0], reason) {
+	if l := g.logged("outcome=refused"); len(l) != 1 || !strings.Contains(l[0], reason) {
 		t.Errorf("log %q", l)
 	}
 	if c := g.fake.calls(); !slices.Contains(c, "pin IPv4 listening=0") {
@@ -643,6 +643,13 @@ func TestTargetThatRequiresAnIdentity(t *testing.T) {
 	g.login("b", store) // nothing is required of the other target
 }
 
+// logged returns the lines of the log with s, once there is one: the line about a login may come after its last response.
+func (g *guardedLab) logged(s string) []string {
+	g.t.Helper()
+	testkit.Eventually(g.t, "a line with "+s, func() bool { return len(g.lines.Lines(s)) > 0 })
+	return g.lines.Lines(s)
+}
+
 // With audit a connection that the profile forbids is served, and everything says why it should not be.
 func TestAuditMarks(t *testing.T) {
 	g := newGuardedLab(t, func(g *guardedLab) {
@@ -656,7 +663,7 @@ func TestAuditMarks(t *testing.T) {
 	if p := g.protectionOf("a"); p == nil || p.Verdict != "mark" || !strings.Contains(p.Reason, "clear text") {
 		t.Errorf("%+v", p)
 	}
-	if l := g.lines.Lines("msg=login "); len(l) != 1 || !strings.Contains(l[0], "ipsec=mark") || !strings.Contains(l[0], "clear text") {
+	if l := g.logged("msg=login "); len(l) != 1 || !strings.Contains(l[0], "ipsec=mark") || !strings.Contains(l[0], "clear text") {
 		t.Errorf("log %q", l)
 	}
 	if n := g.ipsecMetrics(); n.Sessions["marked"] != 1 {
