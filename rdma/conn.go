@@ -68,6 +68,7 @@ type Conn struct {
 	// peerStarted says that the first FPDU has come. Until then a Responder must not
 	// send (RFC 5044, section 7.1.2).
 	peerStarted atomic.Bool
+	unheard     atomic.Bool  // nudge waits for the first FPDU
 	rtrSend     bool         // the first FPDU may be an empty Send as RTR
 	rtr         *WorkRequest // our own RTR; Receive does not return it
 
@@ -77,6 +78,7 @@ type Conn struct {
 	due             list   // Read Responses, not taken by a Flush yet
 	reads           list   // RDMA Reads that wait for their Response, in order
 	nreads          int    // len of reads
+	uncounted       bool   // Close has subtracted the sinks of reads from liveSTags
 	ord             int    // limit of nreads
 	mostORD         int    // limit of ord
 	flushed         list   // Reads that nobody will answer; Receive returns them
@@ -87,9 +89,11 @@ type Conn struct {
 	terminateReason wire.Reason
 	ended           bool   // our direction of the stream has ended
 	broken          bool   // a write has failed
+	reset           error  // that of a write that has found a TCP reset, or nil
 	dead            bool   // abandon has been called
 	flushing        bool   // a goroutine is in Flush
 	batches         uint64 // that Flush has sent
+	sentUnheard     uint64 // of these, those that may have left before the peer's first FPDU; for nudge
 	answers         list   // free Read Responses
 	unmade          int    // Read Responses that can be made
 	requests        list   // free stand-ins for Reads
@@ -103,7 +107,7 @@ type Conn struct {
 	gone     chan struct{} // closed by Close
 	deferred atomic.Bool   // Defer was called: Flush before Receive waits
 
-	aside sync.WaitGroup // that goroutine
+	aside sync.WaitGroup // that goroutine, and nudge
 
 	// dmu guards the receive deadline. interrupt says that a Deregister has put the
 	// deadline of the socket into the past, to interrupt the reader.
@@ -161,8 +165,15 @@ func (c *Conn) Grow() {
 // Receive calls it.
 func (c *Conn) SetImpatient(on bool) bool {
 	c.impatient = on && c.raw != nil
+	c.rx.win.Patience = nil
+	if c.impatient {
+		c.rx.win.Patience = c.patience
+	}
 	return c.raw != nil
 }
+
+// Missing returns how many bytes Receive wanted when SetImpatient made it return.
+func (c *Conn) Missing() int { return c.rx.win.Missing() }
 
 // Size returns how many bytes the buffers of the stream can have: window, queue, a Send in several
 // segments, and with Markers two FPDUs.
@@ -257,6 +268,10 @@ func (c *Conn) Close() error {
 	close(c.gone)
 	err := c.nc.Close()
 	c.abandon(ErrClosed)
+	c.mu.Lock()
+	liveSTags.Add(-int64(c.nreads)) // the owner need not call Receive again
+	c.uncounted = true
+	c.mu.Unlock()
 	c.mem.close()
 	c.opt.Domain.conns.Delete(c)
 	liveConns.Add(-1)
@@ -304,6 +319,22 @@ func (c *Conn) flushReads(err error) {
 			c.queue.push(wr)
 		}
 	}
+}
+
+// popRead removes the oldest Read that waits for its Response. It returns nil if no Read waits.
+//
+// Preconditions: c.mu is held.
+func (c *Conn) popRead() *WorkRequest {
+	held(&c.mu)
+	wr := c.reads.pop()
+	if wr == nil {
+		return nil
+	}
+	c.nreads--
+	if !c.uncounted {
+		liveSTags.Add(-1)
+	}
+	return wr
 }
 
 // Taken returns a number that grows as the peer takes what was flushed, and by how much it grows until

@@ -8,7 +8,10 @@ import (
 	"io"
 	"math"
 	"net"
+	"os"
+	"syscall"
 	"testing"
+	"time"
 
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/tests/testkit"
@@ -248,5 +251,67 @@ func TestUnread(t *testing.T) {
 	asFault(t, r.Receive(&ev), wire.ReasonCRC, false)
 	if unread, rest := r.Unread(); len(unread) > 0 || rest != math.MaxInt {
 		t.Errorf("%d bytes unread, %d belong to an FPDU", len(unread), rest)
+	}
+}
+
+// The sink of a Read that nobody answers is gone after Close, whether or not its owner calls Receive again.
+func TestCloseUncountsSinks(t *testing.T) {
+	before := ReadStats()
+	i, r := pair(t, Options{}, Options{})
+	wr := WorkRequest{Op: Read, Data: make([]byte, 100), STag: 1}
+	post(t, i, &wr)
+	testkit.Eventually(t, "the Read is outstanding", func() bool { return ReadStats().STags == before.STags+1 })
+	var ev Event
+	i.SetReceiveDeadline(time.Now())
+	if err := i.Receive(&ev); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Fatalf("a silent peer: %v", err)
+	}
+	i.Close()
+	r.Close()
+	if s := ReadStats(); s != before {
+		t.Errorf("after Close %+v, want %+v", s, before)
+	}
+	if err := i.Receive(&ev); err != nil || ev.Read != &wr || !errors.Is(ev.Err, ErrClosed) {
+		t.Errorf("Receive returns %v and %+v, want the Read with ErrClosed", err, ev)
+	}
+	if err := i.Receive(&ev); !errors.Is(err, ErrClosed) {
+		t.Errorf("then %v", err)
+	}
+	if s := ReadStats(); s != before {
+		t.Errorf("after the last Receive %+v, want %+v", s, before)
+	}
+}
+
+// The kernel reports a reset once. If a write has found it, Receive does not take the end of the stream for one that the peer has
+// meant.
+func TestResetFoundByWrite(t *testing.T) {
+	i, r := pair(t, Options{}, Options{})
+	done := make(sent, 1)
+	flushed := make(chan bool)
+	if err := i.Post(&WorkRequest{Op: Write, STag: 1, Data: make([]byte, 64<<20), Done: done}); err != nil {
+		t.Fatal(err)
+	}
+	go func() { // until the peer, which reads nothing, takes no more
+		i.Flush()
+		close(flushed)
+	}()
+	testkit.Eventually(t, "the peer takes no more", func() bool {
+		_, owed := i.Taken()
+		time.Sleep(10 * time.Millisecond)
+		_, later := i.Taken()
+		return owed > 0 && later == owed
+	})
+	if err := r.Socket().(*net.TCPConn).SetLinger(0); err != nil {
+		t.Fatal(err)
+	}
+	r.Close()
+	<-flushed
+	if err := <-done; !errors.Is(err, syscall.ECONNRESET) {
+		t.Fatalf("the Write ends by %v", err)
+	}
+	var ev Event
+	var se *StreamError
+	if err := i.Receive(&ev); !errors.As(err, &se) || se.Reason != wire.ReasonClosed || !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("Receive returns %v", err)
 	}
 }

@@ -119,9 +119,7 @@ func (c *Conn) Receive(ev *Event) error {
 // runs when its caller is told of the end.
 func (c *Conn) drainReads(ev *Event) error {
 	c.mu.Lock()
-	for wr := c.reads.pop(); wr != nil; wr = c.reads.pop() {
-		c.nreads--
-		liveSTags.Add(-1)
+	for wr := c.popRead(); wr != nil; wr = c.popRead() {
 		if wr != c.rtr {
 			c.flushed.push(wr)
 		}
@@ -155,6 +153,11 @@ func (c *Conn) fail(err error) {
 	c.mu.Lock()
 	txErr, closed := c.err, c.closed
 	c.mu.Unlock()
+	if err == io.EOF {
+		if reset := c.wasReset(); reset != nil {
+			err, txErr = reset, nil
+		}
+	}
 	var se *StreamError
 	if rx.markers && !c.peerStarted.Load() && !closed && !errors.As(err, &se) {
 		err = fmt.Errorf("the peer has sent nothing since the Reply asked for Markers, which it may not support: %v", err)
@@ -236,8 +239,10 @@ func (c *Conn) read(p []byte) (n int, err error) {
 		if c.paused.Load() && c.rx.rests() {
 			return 0, errPaused
 		}
-		if c.impatient && !c.rx.win.Inside && len(c.rx.marked) == 0 && !llp.Ready(c.raw) {
-			return 0, llp.ErrNothing
+		if c.impatient {
+			if err := c.patience(1); err != nil {
+				return 0, err
+			}
 		}
 		n, err = c.nc.Read(p)
 		if n > 0 || err == nil || !c.interrupted(err) {
@@ -247,6 +252,18 @@ func (c *Conn) read(p []byte) (n int, err error) {
 			return 0, errRevoked
 		}
 	}
+}
+
+// patience returns llp.ErrNothing if Receive can return instead of waiting for n bytes. See SetImpatient.
+func (c *Conn) patience(n int) error {
+	rx := &c.rx
+	if rx.win.Inside || len(rx.marked) > 0 || llp.Ready(c.raw, n) {
+		return nil
+	}
+	if rx.asmLen == 0 {
+		rx.asm = nil // of the last Send
+	}
+	return llp.ErrNothing
 }
 
 // Pending reports whether the next FPDU is short and has come as a whole, so that
@@ -304,6 +321,9 @@ func (c *Conn) receiveFPDU(ev *Event) (done bool, err error) {
 // verified notes that an FPDU of the peer has passed its CRC. After the first one a
 // Responder may send.
 func (c *Conn) verified() {
+	if c.unheard.Load() {
+		c.hear()
+	}
 	if !c.peerStarted.Load() {
 		c.peerStarted.Store(true)
 		c.mu.Lock()
@@ -337,6 +357,9 @@ func (c *Conn) receiveLong(ev *Event, total int) (done bool, err error) {
 	rx := &c.rx
 	seg := &rx.seg
 	c.flushDeferred()
+	if err := rx.win.Await(total); err != nil {
+		return false, err
+	}
 	const headers = wire.LengthLen + wire.UntaggedLen + wire.ReadRequestLen
 	if err := rx.win.Fill(headers); err != nil {
 		return false, err
@@ -675,9 +698,7 @@ func (c *Conn) deliverRead(ev *Event, seg *segment) (done bool) {
 		return false
 	}
 	c.mu.Lock()
-	c.reads.pop()
-	c.nreads--
-	liveSTags.Add(-1)
+	c.popRead()
 	stalled := c.queue.head != nil
 	c.mu.Unlock()
 	if stalled {

@@ -2,7 +2,9 @@ package rdma
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
+	"syscall"
 	"time"
 
 	"github.com/iser-target/iser-target/rdma/llp"
@@ -197,6 +199,9 @@ func (c *Conn) Flush() {
 		}
 		c.mu.Lock()
 		c.broken = c.broken || err != nil
+		if errors.Is(err, syscall.ECONNRESET) {
+			c.reset = err
+		}
 		terminate, why := c.terminateFPDU, c.terminateReason
 		if c.broken || !c.peerStarted.Load() {
 			terminate = nil // the stream has no place for it
@@ -215,6 +220,21 @@ func (c *Conn) Flush() {
 	}
 	c.tx.out.Release()
 	c.flushing = false
+}
+
+// wasReset returns the error of a write that has found a TCP reset, or nil. The kernel reports a reset once: if a write gets that
+// report, a read finds the end of the stream.
+func (c *Conn) wasReset() error {
+	for range 100 {
+		c.mu.Lock()
+		err, flushing := c.reset, c.flushing
+		c.mu.Unlock()
+		if err != nil || !flushing || !llp.Closed(c.nc) {
+			return err
+		}
+		time.Sleep(time.Millisecond) // a write to a socket that is closed returns at once
+	}
+	return nil
 }
 
 // flushAside lets another goroutine call Flush, and starts it when first needed. Receive must not

@@ -59,6 +59,15 @@ type Options struct {
 	Private    []byte
 	Rev        uint8
 	PeerToPeer bool
+	// Prepare, if not nil, is for an Initiator that names memory in its private data. It is called before the Request
+	// is sent, may only Register memory with the stream, and returns the private data instead of Private.
+	Prepare func(*Conn) (private []byte)
+	// Nudge, if not 0, is for an Initiator whose peer may be siw of Linux. A message that reaches siw just after it has
+	// sent the Reply waits in its socket until more data comes (see docs/conformance-rdma.md). If the peer sends nothing for so
+	// long after the first message, the Initiator sends an empty RDMA Write, which changes nothing (RFC 5041, section 5.2),
+	// and repeats that 4 times, each time after twice as long. It also sends one after the first message of the peer, unless
+	// something else follows that.
+	Nudge time.Duration
 }
 
 // RTR is a set of ready-to-receive messages (RFC 6581, section 4.4).
@@ -101,6 +110,9 @@ func (o Options) complete() (Options, error) {
 	if o.MinORD > o.ORD {
 		errs = append(errs, fmt.Errorf("rdma: MinORD %d is more than ORD %d", o.MinORD, o.ORD))
 	}
+	if o.Nudge < 0 {
+		errs = append(errs, fmt.Errorf("rdma: Nudge %v is negative", o.Nudge))
+	}
 	if o.Rev > 2 {
 		errs = append(errs, fmt.Errorf("rdma: MPA revision %d is not 1 or 2", o.Rev))
 	}
@@ -115,6 +127,9 @@ type Request = wire.Startup
 type Answer struct {
 	Private []byte // at most 512 bytes, 508 in an enhanced Reply
 	Reject  error  // if not nil, the Reply rejects the connection
+	// Prepare, if not nil, is called before a Reply that accepts is sent. It may only Register memory with the stream, and
+	// returns the private data instead of Private.
+	Prepare func(*Conn) (private []byte)
 }
 
 // Respond performs MPA startup as the Responder: it waits for the Request, asks the ULP through
@@ -193,6 +208,9 @@ func (r *Responder) respond(nc net.Conn, prefix *bytes.Reader,
 	c.attach(nc, rest, ird, ord, f.CRC || reply.CRC, f.Markers)
 	c.peer, c.mostORD = f, most
 	c.rtrSend = reply.Depths.RTR.Send
+	if a.Prepare != nil {
+		reply.Private = a.Prepare(c)
+	}
 	return c, false, writeStartup(nc, &reply)
 }
 
@@ -247,6 +265,15 @@ func Initiate(ctx context.Context, nc net.Conn, o Options) (c *Conn, private []b
 }
 
 func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
+	c, attached := allocate(o), false
+	defer func() {
+		if !attached {
+			c.mem.close()
+		}
+	}()
+	if o.Prepare != nil {
+		o.Private = o.Prepare(c)
+	}
 	req := wire.Startup{Rev: o.Rev, CRC: !o.NoCRC, Markers: o.Markers, Enhanced: o.Rev >= 2, Private: o.Private}
 	if req.Enhanced {
 		req.Depths = wire.Depths{IRD: uint16(o.IRD), ORD: uint16(o.ORD)}
@@ -262,17 +289,25 @@ func initiate(nc net.Conn, o Options) (*Conn, []byte, error) {
 		return nil, nil, err
 	}
 	if f.Reject {
-		return nil, nil, &RejectedError{Private: f.Private, Depths: f.Depths, Enhanced: f.Enhanced}
+		err := &RejectedError{Private: f.Private, Depths: f.Depths, Enhanced: f.Enhanced}
+		if o.Markers {
+			return nil, nil, fmt.Errorf("the Request asked for Markers, which the responder may not support: %w", err)
+		}
+		return nil, nil, err
 	}
 	if f.Enhanced != req.Enhanced {
 		return nil, nil, fault(wire.ReasonStartup,
 			"the Reply is not in the format of the Request (RFC 6581, section 10)")
 	}
-	c := allocate(o)
 	ord, most := agreedORD(&f, o)
+	attached = true
 	c.attach(nc, nil, o.IRD, ord, f.CRC || req.CRC, f.Markers)
 	c.peerStarted.Store(true) // an Initiator may send at once
 	c.peer, c.mostORD = f, most
+	if o.Nudge > 0 {
+		c.unheard.Store(true)
+		c.aside.Go(c.nudge)
+	}
 	if !f.Enhanced {
 		return c, f.Private, nil
 	}

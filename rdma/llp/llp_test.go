@@ -173,21 +173,7 @@ func TestGatherReleases(t *testing.T) {
 
 // Taken shows what the peer's TCP has not acknowledged, and that it does when the peer reads.
 func TestTaken(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	a, err := net.Dial("tcp", l.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer a.Close()
-	b, err := l.Accept()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer b.Close()
+	b, a := testkit.Pair(t)
 	const size = 16 << 20
 	done := make(chan error, 1)
 	go func() {
@@ -220,4 +206,80 @@ func TestTaken(t *testing.T) {
 	if _, _, ok := Taken(a); ok {
 		t.Error("the size of a closed socket")
 	}
+}
+
+// While a Window may not wait, it leaves in the socket what does not fit, and gives back the memory of the last message.
+func TestImpatientWindowKeepsLittle(t *testing.T) {
+	errImpatient := errors.New("not yet")
+	const short, long = 10, 9000
+	want := stream(long + long)
+	r := bytes.NewReader(want[:long+short])
+	w := window(nil, 0)
+	came := func() int { return r.Len() }
+	w.read = func(p []byte) (int, error) { return r.Read(p) }
+	w.Patience = func(missing int) error {
+		if came() < missing {
+			return errImpatient
+		}
+		return nil
+	}
+	if err := w.Fill(long); err != nil || !bytes.Equal(w.Take(long), want[:long]) {
+		t.Fatalf("the first message: %v", err)
+	}
+	if err := w.Fill(short); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Fill(long); err != errImpatient || w.Missing() != long-short || len(w.buf) != firstLen {
+		t.Errorf("%v, %d bytes missing, %d bytes of memory", err, w.Missing(), len(w.buf))
+	}
+	r.Reset(want[long+short:])
+	if err := w.Fill(long); err != nil || !bytes.Equal(w.Take(long), want[long:]) {
+		t.Errorf("the second message: %v", err)
+	}
+	r.Reset(nil)
+	if err := w.Fill(1); err != errImpatient || len(w.buf) != firstLen {
+		t.Errorf("%v, %d bytes of memory", err, len(w.buf))
+	}
+}
+
+// Come counts what waits in the socket, and knows the end of the stream.
+func TestCome(t *testing.T) {
+	ours, peer := testkit.Pair(t)
+	raw, err := ours.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if Ready(raw, 1) {
+		t.Error("nothing has come")
+	}
+	if _, err := peer.Write(make([]byte, 100)); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, "100 bytes", func() bool { return Ready(raw, 100) })
+	if !Ready(raw, 1) || Ready(raw, 101) {
+		t.Error("100 bytes have come")
+	}
+	peer.Close()
+	testkit.Eventually(t, "the end", func() bool { return Ready(raw, 101) })
+	ours.Close()
+	if !Ready(raw, 1) {
+		t.Error("a closed connection waits for nothing")
+	}
+}
+
+// A socket that is full is as good as one that has the whole message, which would never come otherwise.
+func TestComeWithoutRoom(t *testing.T) {
+	ours, peer := testkit.Pair(t)
+	raw, err := ours.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		peer.Write(make([]byte, 64<<20)) // until the connection is closed
+	}()
+	testkit.Eventually(t, "the socket is full", func() bool { return Ready(raw, 64<<20) })
+	ours.Close()
+	<-done
 }

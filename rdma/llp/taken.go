@@ -33,3 +33,20 @@ func Taken(nc net.Conn) (taken, owed uint64, ok bool) {
 	})
 	return taken, owed, ok
 }
+
+// Closed reports whether nc is a TCP connection that has ended in both directions, by a reset for example.
+func Closed(nc net.Conn) (closed bool) {
+	sc, ok := nc.(syscall.Conn)
+	if !ok {
+		return false
+	}
+	raw, err := sc.SyscallConn()
+	if err != nil {
+		return false
+	}
+	raw.Control(func(fd uintptr) {
+		info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
+		closed = err == nil && info.State == unix.BPF_TCP_CLOSE
+	})
+	return closed
+}

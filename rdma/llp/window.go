@@ -42,10 +42,16 @@ type Window struct {
 	// it. The end of the stream is then ErrTruncated and not io.EOF.
 	Inside bool
 
+	// Patience, if not nil, is asked before Fill waits for so many bytes. If it returns an error, so does Fill. The Window
+	// then keeps little memory: what does not fit stays in the socket until the whole message has come.
+	Patience func(missing int) error
+
 	read func([]byte) (int, error)
 	buf  []byte // buf[r:w] is unread
 	r, w int
 	rest int // bytes of the present message after its header, see Unread
+
+	missing int // see Missing
 }
 
 // Init allocates the Window and starts it with prefix, which has been read already.
@@ -58,7 +64,7 @@ func (w *Window) Init(read func([]byte) (int, error), prefix []byte) {
 // Preload puts prefix, at most WindowLen bytes, into an empty Window.
 func (w *Window) Preload(prefix []byte) {
 	w.grow(max(firstLen, len(prefix)))
-	w.w = copy(w.buf, prefix)
+	w.r, w.w = 0, copy(w.buf, prefix)
 }
 
 // Grow gives the Window its full size, for a peer that has shown who it is. The size is the most
@@ -70,7 +76,10 @@ func (w *Window) grow(n int) {
 	if n <= len(w.buf) {
 		return
 	}
-	old := w.buf[w.r:w.w]
+	var old []byte
+	if w.buf != nil {
+		old = w.buf[w.r:w.w]
+	}
 	w.buf = make([]byte, max(firstLen, 1<<bits.Len(uint(n-1))))
 	w.r, w.w = 0, copy(w.buf, old)
 }
@@ -111,7 +120,28 @@ func (w *Window) Fill(n int) error {
 	return w.fill(n)
 }
 
+// Await asks Patience as Fill does. n may exceed WindowLen.
+func (w *Window) Await(n int) error {
+	if w.Patience == nil || w.Len() >= n {
+		return nil
+	}
+	w.missing = n - w.Len()
+	err := w.Patience(w.missing)
+	if (err != nil || w.Len() == 0) && len(w.buf) > firstLen {
+		old := w.buf[w.r:w.w]
+		w.buf = nil
+		w.Preload(old)
+	}
+	return err
+}
+
+// Missing returns how many bytes Fill wanted when Patience ended it.
+func (w *Window) Missing() int { return w.missing }
+
 func (w *Window) fill(n int) error {
+	if err := w.Await(n); err != nil {
+		return err
+	}
 	if w.grow(n); w.r == w.w {
 		w.r, w.w = 0, 0
 	} else if len(w.buf)-w.r < max(n, thinRead) {

@@ -115,6 +115,42 @@ func BenchmarkTCP(b *testing.B) {
 	}
 }
 
+// BenchmarkMemory measures calls of 1 MiB one at a time, which 1 or 16 callers make in turn, over RDMA and over TCP. The calls and
+// their order are the same, only the memory is not: that of one caller stays in the cache of the processor.
+func BenchmarkMemory(b *testing.B) {
+	const n = 1 << 20
+	inTurn := func(b *testing.B, callers int, start func() func()) {
+		steps := make([]func(), callers)
+		for i := range steps {
+			steps[i] = start()
+			steps[i]()
+		}
+		b.SetBytes(2 * n)
+		b.ReportAllocs()
+		b.ResetTimer()
+		for i := range b.N {
+			steps[i%callers]()
+		}
+	}
+	for _, callers := range []int{1, 16} {
+		b.Run(fmt.Sprintf("RDMA/callers=%d", callers), func(b *testing.B) {
+			cfg := Config{Programs: benchPrograms(), Memory: 64 << 20, RDMA: rdma.Options{NoCRC: true}}
+			client, _ := connPair(b, cfg, cfg)
+			inTurn(b, callers, func() func() {
+				s := newBencher(client, n)
+				return func() { s.step(b, context.Background()) }
+			})
+		})
+		b.Run(fmt.Sprintf("TCP/callers=%d", callers), func(b *testing.B) {
+			inTurn(b, callers, func() func() {
+				near, far := tcpPair(b)
+				go serveTCP(far)
+				return callTCP(b, near, n)
+			})
+		})
+	}
+}
+
 // parallel runs b.N steps in depth goroutines.
 func parallel(b *testing.B, depth int, start func() (step func())) {
 	steps := make([]func(), depth)

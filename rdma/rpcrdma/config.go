@@ -56,7 +56,8 @@ type Config struct {
 	// IdleTimeout ends a connection without calls. Default: never.
 	IdleTimeout time.Duration
 
-	// RDMA configures the stream below. Private, PeerToPeer and MaxSend are set by this package.
+	// RDMA configures the stream below. Private, PeerToPeer and MaxSend are set by this package. For an end that connects, the default
+	// of Nudge is 200 ms, so that siw of Linux reads the first call, and a negative Nudge means none.
 	RDMA rdma.Options
 }
 
@@ -69,6 +70,7 @@ const (
 	defaultSegments = 64
 	defaultStall    = 30 * time.Second
 	maxData         = 1 << 30
+	defaultNudge    = 200 * time.Millisecond
 )
 
 // complete returns a copy of o with its defaults filled in.
@@ -115,6 +117,13 @@ func (o Config) complete() (Config, error) {
 	o.RDMA.Private = o.private().Append(nil)
 	o.RDMA.PeerToPeer = false
 	return o, errors.Join(errs...)
+}
+
+// initiator returns the options of the stream of an end that connects. o is complete.
+func (o *Config) initiator() rdma.Options {
+	r := o.RDMA
+	r.Nudge = max(0, cmp.Or(r.Nudge, defaultNudge))
+	return r
 }
 
 // private returns what this end announces.

@@ -96,7 +96,7 @@ func Initiate(ctx context.Context, nc net.Conn, cfg Config) (*Conn, error) {
 		nc.Close()
 		return nil, err
 	}
-	rc, private, err := rdma.Initiate(ctx, nc, cfg.RDMA)
+	rc, private, err := rdma.Initiate(ctx, nc, cfg.initiator())
 	if err != nil {
 		nc.Close()
 		return nil, err

@@ -6,6 +6,7 @@ import (
 	"log"
 	"net"
 	"strings"
+	"time"
 
 	"github.com/iser-target/iser-target/rdma/rpcrdma"
 )
@@ -65,4 +66,47 @@ func Example() {
 	// Output:
 	// notice: working
 	// REMOTE PROCEDURE CALL
+}
+
+// A Client retransmits its calls when a connection is lost. Here the server is restarted while one waits.
+func ExampleClient() {
+	text := &rpcrdma.Programs{}
+	text.Register(textProgram, version, upper, func(_ context.Context, r *rpcrdma.Request) error {
+		r.Results.String(strings.ToUpper(r.Args.String(100)))
+		return r.Args.End()
+	})
+	listen := func(addr string) (*rpcrdma.Server, net.Listener) {
+		l, err := net.Listen("tcp", addr)
+		if err != nil {
+			log.Fatal(err)
+		}
+		s := &rpcrdma.Server{Config: rpcrdma.Config{Programs: text}}
+		go s.Serve(l)
+		return s, l
+	}
+	server, l := listen("127.0.0.1:0")
+	addr := l.Addr().String()
+
+	client := rpcrdma.NewClient(func(ctx context.Context) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "tcp", addr)
+	}, rpcrdma.Config{}, nil)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	call := rpcrdma.Call{Program: textProgram, Version: version, Procedure: upper, MaxReply: 104}
+	for _, s := range []string{"before", "after"} {
+		call.Begin().String(s)
+		if err := client.Do(ctx, &call); err != nil {
+			log.Fatal(err)
+		}
+		fmt.Println(call.Results.String(100))
+		server.Close()
+		server, _ = listen(addr)
+	}
+	if err := client.Shutdown(ctx); err != nil {
+		log.Fatal(err)
+	}
+	server.Shutdown(ctx)
+	// Output:
+	// BEFORE
+	// AFTER
 }

@@ -305,6 +305,103 @@ func TestRetransmission(t *testing.T) {
 	}
 }
 
+// A Client that shuts down makes no further calls. Its calls are answered first, even if the connection is lost meanwhile, and so are those of the peer.
+func TestClientShutdown(t *testing.T) {
+	theirs, ours := newWaits(), newWaits()
+	conns, reasons := make(chan *Conn, 10), make(chan error, 10)
+	addr := testServer(t, &Server{Config: Config{Programs: testPrograms(theirs)}, OnConn: func(c *Conn) { conns <- c },
+		OnError: func(_ net.Addr, err error) { reasons <- err }})
+	var dials atomic.Int32
+	newClient := func() *Client {
+		dials.Store(0)
+		return NewClient(func(ctx context.Context) (net.Conn, error) { dials.Add(1); return dialer(addr)(ctx) },
+			Config{Programs: testPrograms(ours)}, nil)
+	}
+	shutdown := func(ctx context.Context, c *Client) <-chan error {
+		done := make(chan error, 1)
+		go func() { done <- c.Shutdown(ctx) }()
+		testkit.Eventually(t, "draining", func() bool { c.mu.Lock(); defer c.mu.Unlock(); return c.draining })
+		late, _ := newCall(0)
+		if err := c.Do(patient(t), late); err != ErrClosed {
+			t.Errorf("a call after Shutdown: %v", err)
+		}
+		return done
+	}
+	wait := func(c *Client) *started {
+		call, _ := newCall(procWait)
+		s := &started{call, make(chan error, 1)}
+		go func() { s.done <- c.Do(patient(t), call) }()
+		<-theirs.entered
+		return s
+	}
+	t.Run("the connection is lost", func(t *testing.T) {
+		client := newClient()
+		defer client.Close()
+		s := wait(client)
+		done := shutdown(patient(t), client)
+		(<-conns).kill(errStalled)
+		if err := <-reasons; err != errStalled {
+			t.Error(err)
+		}
+		<-theirs.entered // retransmitted
+		second := <-conns
+		second.EnableReverse()
+		reverse, _ := newCall(procWait)
+		r := begin(t, patient(t), second, reverse)
+		<-ours.entered
+		theirs.leave <- struct{}{}
+		if err := s.wait(t); err != nil {
+			t.Error(err)
+		}
+		select {
+		case err := <-done:
+			t.Fatalf("Shutdown returns while a call of the peer is in progress: %v", err)
+		case <-time.After(50 * time.Millisecond):
+		}
+		ours.leave <- struct{}{}
+		if err := errors.Join(r.wait(t), <-done); err != nil {
+			t.Error(err)
+		}
+		within(t, "the end", second.Done())
+		if !inOrder(second.Err()) || dials.Load() != 2 {
+			t.Errorf("%v after %d connections", second.Err(), dials.Load())
+		}
+	})
+	t.Run("out of time", func(t *testing.T) {
+		client := newClient()
+		s := wait(client)
+		ctx, cancel := context.WithCancel(t.Context())
+		done := shutdown(ctx, client)
+		cancel()
+		if err := <-done; err != context.Canceled {
+			t.Error(err)
+		}
+		if err := s.wait(t); !errors.Is(err, ErrLost) && !errors.Is(err, ErrClosed) {
+			t.Error(err)
+		}
+		within(t, "the end", (<-conns).Done())
+	})
+	t.Run("closed meanwhile", func(t *testing.T) {
+		client := newClient()
+		s := wait(client)
+		done := shutdown(patient(t), client)
+		client.Close()
+		if err := errors.Join(<-done, client.Shutdown(patient(t))); err != nil {
+			t.Error(err)
+		}
+		if err := s.wait(t); !errors.Is(err, ErrLost) && !errors.Is(err, ErrClosed) {
+			t.Error(err)
+		}
+		within(t, "the end", (<-conns).Done())
+	})
+	t.Run("never connected", func(t *testing.T) {
+		client := newClient()
+		if err := <-shutdown(patient(t), client); err != nil || dials.Load() != 0 {
+			t.Errorf("%v after %d connections", err, dials.Load())
+		}
+	})
+}
+
 // BRPC-5.4-3: a call that waits for a connection ends with its context.
 func TestClientTimeout(t *testing.T) {
 	client := NewClient(func(context.Context) (net.Conn, error) { return nil, io.ErrUnexpectedEOF }, Config{}, nil)

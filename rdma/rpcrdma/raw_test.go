@@ -61,6 +61,12 @@ func rawOn(t testing.TB, a, b net.Conn, private string, cfg Config, o rdma.Optio
 func rawService(t testing.TB, private string, cfg Config) (*rawPeer, *Conn) {
 	t.Helper()
 	a, b := tcpPair(t)
+	return rawServiceOn(t, a, b, private, cfg)
+}
+
+// rawServiceOn returns what rawService does, with the Conn on a and the peer on b.
+func rawServiceOn(t testing.TB, a, b net.Conn, private string, cfg Config) (*rawPeer, *Conn) {
+	t.Helper()
 	var c *Conn
 	done := make(chan error, 1)
 	go func() {

@@ -214,8 +214,11 @@ type Client struct {
 	turn   chan struct{} // has a token while nobody connects
 	wg     sync.WaitGroup
 
-	mu   sync.Mutex
-	conn *Conn
+	mu       sync.Mutex
+	conn     *Conn
+	calls    int           // in Do
+	draining bool          // Shutdown was called
+	idle     chan struct{} // closed when draining and no call is in Do
 }
 
 // NewClient returns a Client that connects through dial when it is first used. If cfg.Programs has a
@@ -224,7 +227,7 @@ type Client struct {
 // connection, and counts as a failed attempt.
 func NewClient(dial func(ctx context.Context) (net.Conn, error), cfg Config,
 	ready func(ctx context.Context, c *Conn) error) *Client {
-	c := &Client{dial: dial, cfg: cfg, ready: ready, turn: make(chan struct{}, 1)}
+	c := &Client{dial: dial, cfg: cfg, ready: ready, turn: make(chan struct{}, 1), idle: make(chan struct{})}
 	c.ctx, c.cancel = context.WithCancel(context.Background())
 	c.turn <- struct{}{}
 	return c
@@ -233,6 +236,10 @@ func NewClient(dial func(ctx context.Context) (net.Conn, error), cfg Config,
 // Do makes a call as Conn.Do does, on as many connections as it takes. With Call.Once it returns ErrLost if
 // the peer may have seen the call.
 func (c *Client) Do(ctx context.Context, call *Call) error {
+	if !c.begin() {
+		return ErrClosed
+	}
+	defer c.end()
 	for {
 		conn, err := c.Conn(ctx)
 		if err != nil {
@@ -243,6 +250,26 @@ func (c *Client) Do(ctx context.Context, call *Call) error {
 		if !again || call.Once && call.sent {
 			return err
 		}
+	}
+}
+
+// begin notes a call. It returns false after Shutdown.
+func (c *Client) begin() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.draining {
+		return false
+	}
+	c.calls++
+	return true
+}
+
+// end notes that a call has ended.
+func (c *Client) end() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.calls--; c.draining && c.calls == 0 {
+		close(c.idle)
 	}
 }
 
@@ -342,6 +369,35 @@ func (c *Client) keep(conn *Conn) {
 		c.Conn(c.ctx)
 	case <-c.ctx.Done():
 	}
+}
+
+// Shutdown waits for the calls in progress, and retransmits them if their connection is lost meanwhile. Then it shuts the connection
+// down as Conn.Shutdown does, so that the calls of the peer get their replies. Further calls fail with ErrClosed. If ctx ends first,
+// Shutdown closes the Client as Close does, and returns the error of ctx.
+func (c *Client) Shutdown(ctx context.Context) error {
+	c.mu.Lock()
+	if !c.draining {
+		if c.draining = true; c.calls == 0 {
+			close(c.idle)
+		}
+	}
+	c.mu.Unlock()
+	var err error
+	select {
+	case <-c.idle:
+	case <-c.ctx.Done(): // Close was called
+	case <-ctx.Done():
+		err = ctx.Err()
+	}
+	c.cancel() // from here on nothing connects again
+	c.mu.Lock()
+	conn := c.conn
+	c.mu.Unlock()
+	if conn != nil && err == nil {
+		err = conn.Shutdown(ctx)
+	}
+	c.Close()
+	return err
 }
 
 // Close closes the connection at once. Calls fail with ErrLost or ErrClosed.
