@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -13,20 +14,20 @@ import (
 
 // What a Guard does not exceed.
 const (
-	defaultTimeout = 5 * time.Second
-	leastPatience  = 10 * time.Second
-	maxCalls       = 64                    // of a driver at a time
-	maxInspections = 4                     // calls for lists, besides those
-	maxRejudging   = 8                     // connections at a time
-	coalesce       = 50 * time.Millisecond // from a notice to the round of questions that it causes
-	maxAddresses   = 256                   // that a round can tell apart; with more it asks for all
-	firstRetry     = time.Second           // after a driver failed, doubled up to lastRetry
-	lastRetry      = 30 * time.Second      //
-	reportPause    = 10 * time.Second      // between two reports that the driver fails
-	slow           = time.Second           // a question that takes longer shows that the driver hangs
-	initiateTime   = 30 * time.Second      // of one negotiation of keys
-	maxInitiating  = 8                     // negotiations at a time
-	statusCommand  = "iser-target ipsec status"
+	defaultTimeout  = 5 * time.Second
+	defaultPatience = 10 * time.Second
+	maxCalls        = 64                    // of a driver at a time
+	maxInspections  = 4                     // calls for lists, besides those
+	maxRejudging    = 8                     // connections at a time
+	coalesce        = 50 * time.Millisecond // from a notice to the round of questions that it causes
+	maxAddresses    = 256                   // that a round can tell apart; with more it asks for all
+	firstRetry      = time.Second           // after a driver failed, doubled up to lastRetry
+	lastRetry       = 30 * time.Second      //
+	reportPause     = 10 * time.Second      // between two reports that the driver fails
+	slow            = time.Second           // a question that takes longer shows that the driver hangs
+	initiateTime    = 30 * time.Second      // of one negotiation of keys
+	maxInitiating   = 8                     // negotiations at a time
+	statusCommand   = "iser-target ipsec status"
 )
 
 // A Need is what a portal or a target requires. The zero value requires nothing.
@@ -40,7 +41,11 @@ func (n Need) off() bool { return n.Demand == Off || n.Demand == "" }
 // Options of a Guard.
 type Options struct {
 	Timeout time.Duration // of one call of the driver; 0: 5 s
-	Grace   time.Duration // that a connection has after its keys are gone, until it ends; 0: none
+	// Grace is for how long a connection continues without keys, or without an answer of the driver, until it ends; 0: not at all.
+	Grace time.Duration
+	// Patience is for how long a connection that was protected keeps its verdict while the driver does not answer; 0: 10 s. It is at least twice the
+	// time limit, so that one slow call changes nothing. It is a part of Grace, unless it is longer.
+	Patience time.Duration
 	// Failed is called when the driver begins to fail, and Answers after it answers again, each not more often than every 10 s. NoKeys
 	// is called when it could not negotiate keys. They may be nil.
 	Failed  func(error)
@@ -55,9 +60,19 @@ func (o Options) timeout() time.Duration {
 	return o.Timeout
 }
 
-// Patience returns for how long a connection that was protected keeps its verdict while the driver does not answer: 10 s, and at least twice the
-// time limit, so that one slow call changes nothing. The kernel keeps clear text out meanwhile.
-func (o Options) Patience() time.Duration { return max(leastPatience, 2*o.timeout()) }
+func (o Options) patience() time.Duration {
+	if o.Patience <= 0 {
+		o.Patience = defaultPatience
+	}
+	return max(o.Patience, 2*o.timeout())
+}
+
+// Unanswered returns how long a connection that must be protected, and was, continues while the driver does not answer: Grace or, if that
+// is longer, Patience. The kernel keeps clear text out meanwhile.
+func (o Options) Unanswered() time.Duration { return max(o.Grace, o.patience()) }
+
+// retry returns the time from a failure to the next round. The second call then has most of its time before the time of patience is over.
+func (o Options) retry() time.Duration { return min(firstRetry, o.timeout()*3/8) }
 
 // A Connection is what a Guard has to know about a connection. Its functions are called without locks of the Guard, one at a
 // time for each connection, and must not wait for anything.
@@ -83,6 +98,7 @@ type Guard struct {
 	inspecting chan struct{} // the same, for lists
 	initiating chan struct{}
 	wake       chan struct{}
+	begin      chan struct{} // wakes the goroutine that makes rounds
 	ctx        context.Context
 	cancel     context.CancelFunc
 	loops      sync.WaitGroup
@@ -94,7 +110,10 @@ type Guard struct {
 	watched    map[*Watched]struct{}
 	all        bool // the next round asks for all connections
 	addresses  map[netip.Addr]struct{}
-	retry      *time.Timer // nil: none is due
+	noted      time.Time             // when the first change was noted that these are about
+	due        map[*Watched]struct{} // connections that the next round asks about
+	answered   time.Time             // when the driver last gave an answer
+	retry      *time.Timer           // nil: none is due
 	retryAfter time.Duration
 	silent     trouble // the last call of the driver failed
 	blind      trouble // the driver does not notice changes
@@ -106,6 +125,7 @@ type trouble struct {
 	since    time.Time
 	reported time.Time // the last time
 	told     bool      // this one was reported
+	count    int       // failures
 }
 
 // settings are what Use replaces as a whole.
@@ -113,6 +133,15 @@ type settings struct {
 	driver  Driver
 	options Options
 	turn    uint64 // counts the calls of Use
+	// limit is how long a caller waits for a call; 0: for the timeout of options.
+	limit time.Duration
+}
+
+func (s settings) wait() time.Duration {
+	if s.limit > 0 {
+		return s.limit
+	}
+	return s.options.timeout()
 }
 
 type counters struct{ questions, permitted, marked, denied, failures, notices, rounds, ended atomic.Uint64 }
@@ -131,10 +160,11 @@ type Stats struct {
 func NewGuard(driver Driver, options Options) *Guard {
 	g := &Guard{
 		slots: make(chan struct{}, maxCalls), inspecting: make(chan struct{}, maxInspections), initiating: make(chan struct{}, maxInitiating), wake: make(chan struct{}, 1),
-		watched: map[*Watched]struct{}{}, addresses: map[netip.Addr]struct{}{}, retryAfter: firstRetry,
+		begin: make(chan struct{}, 1), watched: map[*Watched]struct{}{}, addresses: map[netip.Addr]struct{}{}, due: map[*Watched]struct{}{},
 	}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	g.loops.Go(g.rejudge)
+	g.loops.Go(g.rounds)
 	g.use(driver, options)
 	return g
 }
@@ -150,9 +180,9 @@ func (g *Guard) use(driver Driver, options Options) Driver {
 	ctx, cancel := context.WithCancel(g.ctx)
 	g.mu.Lock()
 	before, stop := g.set.driver, g.stopWatch
-	s := settings{driver, options, g.set.turn + 1}
+	s := settings{driver: driver, options: options, turn: g.set.turn + 1}
 	g.set, g.stopWatch = s, cancel
-	g.silent, g.blind, g.retryAfter = trouble{}, trouble{}, firstRetry
+	g.silent, g.blind, g.retryAfter = trouble{}, trouble{}, options.retry()
 	g.mu.Unlock()
 	if stop != nil {
 		stop()
@@ -220,7 +250,7 @@ func (g *Guard) Stats() Stats {
 	s.Watched = len(list)
 	for _, w := range list {
 		w.mu.Lock()
-		if w.grace != nil {
+		if !w.graceOver.IsZero() {
 			s.InGrace++
 		}
 		w.mu.Unlock()
@@ -277,9 +307,10 @@ func (g *Guard) fails(s settings, t *trouble, err error) {
 		return // another driver answers by now
 	}
 	if t.err == nil {
-		t.since = now
+		t.since, t.count = now, 0
 	}
 	t.err = err
+	t.count++
 	if t == &g.silent && g.retry == nil {
 		g.retryLater() // even if no connection is left that a round would ask about
 	}
@@ -296,6 +327,9 @@ func (g *Guard) fails(s settings, t *trouble, err error) {
 // works notes that the driver of s does what it did not when t began.
 func (g *Guard) works(s settings, t *trouble) {
 	g.mu.Lock()
+	if g.set.turn == s.turn && t == &g.silent {
+		g.answered = time.Now()
+	}
 	if g.set.turn != s.turn || t.err == nil {
 		g.mu.Unlock()
 		return
@@ -307,6 +341,16 @@ func (g *Guard) works(s settings, t *trouble) {
 	if report && well && s.options.Answers != nil {
 		s.options.Answers()
 	}
+}
+
+// silence returns how often in a row the driver gave no answer, and when it gave the last one.
+func (g *Guard) silence() (failures int, answered time.Time) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.silent.err != nil {
+		failures = g.silent.count
+	}
+	return failures, g.answered
 }
 
 // Ask answers q, for explanations. It changes no connection and no counter of verdicts.
@@ -357,6 +401,7 @@ func (g *Guard) list(match func(*Watched) bool) []*Watched {
 type answer struct {
 	verdict Verdict
 	failed  bool // the driver gave none
+	slow    bool // in time
 	judged  bool // the driver gave one, and something is required
 	out     SA   // that the kernel sends with; zero: unknown
 }
@@ -403,7 +448,7 @@ func (g *Guard) ask(ctx context.Context, s settings, q Question, needs []Need) a
 			a.verdict = v
 		}
 	}
-	a.failed = a.verdict.Class == ClassDriver
+	a.failed, a.slow = a.verdict.Class == ClassDriver, errors.Is(err, ErrSlow)
 	a.judged = len(needs) > 0 && !a.failed
 	if err == nil {
 		err = p.Incomplete
@@ -456,7 +501,7 @@ func call[T any](ctx context.Context, slots chan struct{}, s settings, f func(co
 		err   error
 	}
 	var zero T
-	limited, cancel := context.WithTimeout(ctx, s.options.timeout())
+	limited, cancel := context.WithTimeout(ctx, s.wait())
 	defer cancel()
 	select {
 	case slots <- struct{}{}:
@@ -540,6 +585,9 @@ func (g *Guard) changed(c Change) {
 // note notes that connections with remote, or all, have to be asked about.
 func (g *Guard) note(remote netip.Addr) {
 	g.mu.Lock()
+	if g.noted.IsZero() {
+		g.noted = time.Now()
+	}
 	if !remote.IsValid() || len(g.addresses) >= maxAddresses {
 		g.all = true
 	} else if !g.all {
@@ -552,7 +600,8 @@ func (g *Guard) note(remote netip.Addr) {
 	}
 }
 
-// rejudge asks about the connections that changes may affect. Changes that come close to each other make one round.
+// rejudge finds the connections that changes may affect, for the next round. Changes that come close to each other make one round. The time
+// of patience begins with the change, also for connections whose round waits for the end of another.
 func (g *Guard) rejudge() {
 	for {
 		select {
@@ -565,18 +614,51 @@ func (g *Guard) rejudge() {
 		}
 		g.mu.Lock()
 		all, addresses := g.all, g.addresses
-		g.all, g.addresses = false, map[netip.Addr]struct{}{}
+		noted, patience := g.noted, g.set.options.patience()
+		g.all, g.addresses, g.noted = false, map[netip.Addr]struct{}{}, time.Time{}
 		list := g.list(func(w *Watched) bool {
 			_, hit := addresses[w.c.Flow.Remote.Addr().Unmap()]
 			return all || hit
 		})
-		g.mu.Unlock()
-		if len(list) > 0 {
-			g.counters.rounds.Add(1)
-			g.round(list)
-		} else {
-			g.probe()
+		for _, w := range list {
+			g.due[w] = struct{}{}
 		}
+		g.mu.Unlock()
+		for _, w := range list {
+			w.expect(noted, patience)
+		}
+		select {
+		case g.begin <- struct{}{}:
+		default: // it has to begin already, with these as well
+		}
+	}
+}
+
+// rounds asks about the connections that rejudge found, and those that wait for an answer since an earlier round. Those come first that have waited longest.
+func (g *Guard) rounds() {
+	for {
+		select {
+		case <-g.ctx.Done():
+			return
+		case <-g.begin:
+		}
+		g.mu.Lock()
+		since := map[*Watched]time.Time{}
+		list := g.list(func(w *Watched) bool {
+			_, due := g.due[w]
+			at, waits := w.waiting()
+			since[w] = at
+			return due || waits
+		})
+		g.due = map[*Watched]struct{}{}
+		g.mu.Unlock()
+		if len(list) == 0 {
+			g.probe()
+			continue
+		}
+		slices.SortFunc(list, func(a, b *Watched) int { return since[a].Compare(since[b]) })
+		g.counters.rounds.Add(1)
+		g.round(list)
 	}
 }
 
@@ -585,21 +667,23 @@ func (g *Guard) rejudge() {
 func (g *Guard) round(list []*Watched) {
 	var failed, silent atomic.Bool
 	var answers atomic.Uint64
-	began := time.Now()
+	least := min(slow, g.settings().options.timeout())
 	var workers sync.WaitGroup
 	next := make(chan *Watched)
 	for range min(maxRejudging, len(list)) {
 		workers.Go(func() {
 			for w := range next {
 				before, asked := answers.Load(), time.Now()
-				if w.change(silent.Load(), began) {
-					failed.Store(true)
-					if answers.Load() == before && time.Since(asked) >= slow {
-						silent.Store(true)
-					}
-				} else {
+				switch a, judged := w.change(silent.Load()); {
+				case !judged:
+				case !a.failed:
 					answers.Add(1)
 					silent.Store(false)
+				default:
+					failed.Store(true)
+					if answers.Load() == before && (a.slow || time.Since(asked) >= least) {
+						silent.Store(true)
+					}
 				}
 			}
 		})
@@ -616,15 +700,16 @@ func (g *Guard) round(list []*Watched) {
 func (g *Guard) retryIf(failed bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if g.retry != nil {
-		g.retry.Stop()
-		g.retry = nil
+	switch {
+	case failed && g.retry == nil:
+		g.retryLater()
+	case !failed:
+		if g.retry != nil {
+			g.retry.Stop()
+			g.retry = nil
+		}
+		g.retryAfter = g.set.options.retry()
 	}
-	if !failed {
-		g.retryAfter = firstRetry
-		return
-	}
-	g.retryLater()
 }
 
 // retryLater makes a round after g.retryAfter. Preconditions: g.mu is held.
@@ -638,8 +723,10 @@ func (g *Guard) retryLater() {
 		g.mu.Unlock()
 		g.Recheck()
 	})
-	if g.silent.err == nil || time.Since(g.silent.since) >= g.set.options.Patience() {
+	if g.silent.err == nil || time.Since(g.silent.since) >= g.set.options.patience() {
 		g.retryAfter = min(2*g.retryAfter, lastRetry)
+	} else {
+		g.retryAfter = firstRetry
 	}
 }
 

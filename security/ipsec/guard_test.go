@@ -546,6 +546,151 @@ func TestGuardOneSlowCall(t *testing.T) {
 	}
 }
 
+// A connection whose keys change while the driver hangs is marked after the time of patience, and ends after that of grace, or after that of patience if it is
+// longer. Both begin with the change, so they do not add up. A connection without a demand, and one under another driver, have no part in that.
+func TestGuardHangIsBounded(t *testing.T) {
+	for _, tc := range []struct{ timeout, patience, grace time.Duration }{
+		{0, 0, 0}, {0, 0, 10 * time.Second}, {0, 0, 11 * time.Second}, {0, 0, time.Minute},
+		{time.Second, 2 * time.Second, 0}, {time.Second, 2 * time.Second, 2500 * time.Millisecond},
+		{3 * time.Second, 2 * time.Second, time.Second}, // a call may take longer than half of the time of patience
+	} {
+		for _, n := range []int{1, 8, 100} {
+			for _, need := range []Need{required, {Audit, required.Profile}} {
+				t.Run(fmt.Sprintf("%v, %d connections, %s", tc, n, need.Demand), func(t *testing.T) {
+					d, other := newFake(), newFake()
+					o := Options{Timeout: tc.timeout, Patience: tc.patience, Grace: tc.grace}
+					guarded(t, d, o, func(t *testing.T, g *Guard) {
+						other.enter()
+						others := NewGuard(other, o)
+						defer others.Close()
+						synctest.Wait()
+						conns := make([]fakeConn, n)
+						list := make([]*Watched, n)
+						for i := range conns {
+							list[i] = accept(t, g, &conns[i], testFlow, need)
+						}
+						var free, neighbour fakeConn
+						unguarded, apart := accept(t, g, &free, testFlow, Need{}), accept(t, others, &neighbour, testFlow, need)
+						began := time.Now()
+						d.set(testFlow.Remote.Addr(), func(d *fakeDriver) { d.hang = true })
+						patience := max(2*o.timeout(), tc.patience)
+						if tc.patience == 0 {
+							patience = defaultPatience
+						}
+						pass(patience - time.Millisecond)
+						for i := range conns {
+							if changes, ended, _ := conns[i].seen(); len(changes)+len(ended) > 0 || list[i].Verdict().Action != Permit {
+								t.Fatalf("connection %d before the time of patience is over: %+v, ended %v", i, changes, ended)
+							}
+						}
+						pass(2 * time.Millisecond)
+						for i := range conns {
+							v := list[i].Verdict()
+							if want := map[bool]Action{true: Deny, false: Mark}[need.Demand == Required && tc.grace <= patience]; v.Action != want || v.Class != ClassDriver {
+								t.Fatalf("connection %d after the time of patience: %+v, want %s", i, v, want)
+							}
+						}
+						pass(time.Hour)
+						for i := range conns {
+							_, ended, at := conns[i].seen()
+							if want := map[bool]int{true: 1}[need.Demand == Required]; len(ended) != want || want == 1 && at.Sub(began) != max(tc.grace, patience) {
+								t.Fatalf("connection %d ended %v after %v", i, ended, at.Sub(began))
+							}
+						}
+						other.set(testFlow.Remote.Addr(), func(d *fakeDriver) { d.p.In[0].SPI = 0x6666 })
+						pass(time.Second)
+						if v := apart.Verdict(); v.Action != Permit || v.SPIIn != 0x6666 {
+							t.Errorf("under another driver: %+v", v)
+						}
+						if changes, ended, _ := free.seen(); len(changes)+len(ended) > 0 || unguarded.Verdict().Action != Permit {
+							t.Errorf("without a demand: %+v, ended %v", changes, ended)
+						}
+						unguarded.Close()
+						apart.Close()
+						for _, w := range list {
+							w.Close()
+						}
+					})
+				})
+			}
+		}
+	}
+}
+
+// The times of a connection begin with its own change, also while questions about another one hang. The other's that the driver answers
+// about in the last moment continues.
+func TestGuardChangesWhileADriverHangs(t *testing.T) {
+	d := newFake()
+	guarded(t, d, Options{Grace: 10 * time.Second}, func(t *testing.T, g *Guard) {
+		flow := func(last byte) Flow {
+			f := testFlow
+			f.Remote = netip.AddrPortFrom(netip.AddrFrom4([4]byte{198, 51, 100, last}), 40000)
+			return f
+		}
+		var conns [4]fakeConn
+		var list [4]*Watched
+		for i := range list {
+			list[i] = accept(t, g, &conns[i], flow(byte(i)), required)
+		}
+		began := time.Now()
+		for i := range list[:3] {
+			d.set(flow(byte(i)).Remote.Addr(), func(d *fakeDriver) { d.hang = true })
+			pass(1700 * time.Millisecond)
+		}
+		pass(20 * time.Second)
+		for i := range list[:3] {
+			if _, ended, at := conns[i].seen(); len(ended) != 1 || at.Sub(began) != time.Duration(i)*1700*time.Millisecond+10*time.Second {
+				t.Errorf("connection %d ended %v after %v", i, ended, at.Sub(began))
+			}
+		}
+		for _, w := range list {
+			w.Close()
+		}
+	})
+}
+
+// Keys that come back without a notice, or an answer just in time, save the connection. Whether the driver hangs meanwhile does not prolong the time of grace.
+func TestGuardLastWord(t *testing.T) {
+	for name, tc := range map[string]struct {
+		grace, after time.Duration // when the driver changes
+		change       func(*fakeDriver)
+		ends         bool
+	}{
+		"keys come back without a notice":    {time.Minute, 58 * time.Second, func(d *fakeDriver) { d.p = good() }, false},
+		"the driver hangs":                   {time.Minute, 30 * time.Second, func(d *fakeDriver) { d.hang = true }, true},
+		"the driver hangs at the end":        {time.Minute, 59500 * time.Millisecond, func(d *fakeDriver) { d.hang = true }, true},
+		"the driver fails":                   {time.Minute, 30 * time.Second, func(d *fakeDriver) { d.err = errors.New("no") }, true},
+		"a short time, and the driver hangs": {time.Second, time.Second / 2, func(d *fakeDriver) { d.hang = true }, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := newFake()
+			guarded(t, d, Options{Grace: tc.grace}, func(t *testing.T, g *Guard) {
+				var c fakeConn
+				w := accept(t, g, &c, testFlow, required)
+				began := time.Now()
+				d.set(testFlow.Remote.Addr(), func(d *fakeDriver) { d.p.In, d.p.Out = nil, nil })
+				pass(tc.after)
+				if v := w.Verdict(); v.Action != Mark || !v.KeysGone {
+					t.Fatalf("%+v", v)
+				}
+				d.mu.Lock()
+				tc.change(d)
+				d.mu.Unlock()
+				d.changed(Change{Kind: Added, Remote: netip.MustParseAddr("203.0.113.77")}) // of another peer
+				pass(10 * time.Minute)
+				_, ended, at := c.seen()
+				if (len(ended) == 1) != tc.ends || tc.ends && at.Sub(began) != tc.grace {
+					t.Errorf("ended %v after %v", ended, at.Sub(began))
+				}
+				if !tc.ends && w.Verdict().Action != Permit {
+					t.Errorf("%+v", w.Verdict())
+				}
+				w.Close()
+			})
+		})
+	}
+}
+
 // A driver that hangs for one peer alone does so to no other: each other connection is judged in time, and the one keeps its verdict for the
 // time of patience, then has that of grace.
 func TestGuardHangsForOnePeer(t *testing.T) {

@@ -54,12 +54,19 @@ type SA struct {
 	IKE               bool          // a key exchange made the keys; false: unknown or manual
 }
 
+// A Link is an interface of the machine. The zero value is unknown.
+type Link struct {
+	Name  string
+	Mbits int // speed in Mbit/s; 0: the interface does not say it, as virtual ones and many of virtual machines
+}
+
 // A Protection is what covers a flow at one moment. Without SAs in one direction that direction has no keys, but the policy
 // may still keep clear text out.
 type Protection struct {
 	In, Out []SA // that packets of the flow may use, newest first
 	// InPolicy and OutPolicy say that a policy of the kernel demands ESP for the flow, so clear text neither enters nor leaves.
 	InPolicy, OutPolicy bool
+	Link                Link // that has the local address
 	// Incomplete is why SAs lack what an IKE daemon knows of them: IKE, RemoteID and Lifetime. Nil: the driver knows all that it can know.
 	Incomplete error
 }
@@ -179,6 +186,7 @@ type Profile struct {
 	MinKeyBits      int            // of encryption; 0: 128
 	NullEncryption  bool           // integrity alone is enough
 	ESN             bool           // extended sequence numbers are required
+	ESNAuto         bool           // they are required where the Link has 1 Gbit/s or more (RFC 7146, section 2)
 	MinReplayWindow int            // packets; 0: 32
 	MaxLifetime     time.Duration  // hard lifetime of an SA; 0: not checked
 	ManualKeys      bool           // SAs without a key exchange are good enough

@@ -80,11 +80,11 @@ func judge(q Question, p Protection, profile *Profile) (reason string, class Cla
 		return noKeys(local, remote), ClassKeys
 	}
 	for _, sa := range p.In {
-		if why := profile.fault(sa, true); why != "" {
+		if why := profile.fault(sa, true, p.Link); why != "" {
 			return why, ClassProfile
 		}
 	}
-	if why := profile.fault(p.Out[0], false); why != "" {
+	if why := profile.fault(p.Out[0], false, p.Link); why != "" {
 		return why, ClassProfile
 	}
 	chosen := append(p.In[:len(p.In):len(p.In)], p.Out[0])
@@ -123,7 +123,7 @@ func noKeys(from, to netip.Addr) string {
 }
 
 // fault returns what is not good enough about an SA, or "".
-func (p *Profile) fault(sa SA, in bool) string {
+func (p *Profile) fault(sa SA, in bool, link Link) string {
 	name := fmt.Sprintf("SA 0x%08x from %v to %v", sa.SPI, sa.Source, sa.Destination)
 	suite, known := sa.Suite()
 	accepted := strings.Join(p.accepted(), ", ")
@@ -151,9 +151,14 @@ func (p *Profile) fault(sa SA, in bool) string {
 	case in && sa.ReplayWindow < p.window():
 		return fmt.Sprintf("%s has a replay window of %d packets, but profile %s requires %d. "+
 			"Configure replay_window = %d or more in the IKE daemon of this host", name, sa.ReplayWindow, quote(p.Name), p.window(), p.window())
-	case p.ESN && !sa.ESN:
-		return fmt.Sprintf("%s has sequence numbers of 32 bits, but profile %s requires extended ones. "+
-			"Add -esn to the ESP proposals of both hosts", name, quote(p.Name))
+	}
+	if required, why := p.NeedsESN(link); required && !sa.ESN {
+		otherwise := ""
+		if p.ESNAuto {
+			otherwise = fmt.Sprintf(", or set esn: false in profile %s", quote(p.Name))
+		}
+		return fmt.Sprintf("%s has sequence numbers of 32 bits, but profile %s requires extended ones (%s). "+
+			"Add -esn to the ESP proposals of both hosts%s", name, quote(p.Name), why, otherwise)
 	}
 	return ""
 }

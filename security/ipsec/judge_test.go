@@ -38,6 +38,14 @@ func both(change func(*SA)) func(*Protection) {
 	}
 }
 
+// over changes both directions of a flow over a link.
+func over(l Link, change func(*SA)) func(*Protection) {
+	return func(p *Protection) {
+		both(change)(p)
+		p.Link = l
+	}
+}
+
 func algorithms(aead, enc, auth Algorithm) func(*Protection) {
 	return both(func(sa *SA) { sa.AEAD, sa.Encryption, sa.Authentication = aead, enc, auth })
 }
@@ -73,6 +81,15 @@ func TestJudge(t *testing.T) {
 
 		{"SEC-7146.2-3 ESN required", Profile{ESN: true}, both(func(sa *SA) { sa.ESN = false }), "", "requires extended ones"},
 		{"SEC-7143.9.3-1 ESN there", Profile{ESN: true}, nil, "esp-tunnel aes128gcm16 esn", ""},
+		{"SEC-7146.2-3 ESN at 1 Gbit/s", Profile{ESNAuto: true}, over(Link{"eth0", 1000}, func(sa *SA) { sa.ESN = false }), "",
+			`SA 0x00001001 from 192.0.2.2 to 192.0.2.1 has sequence numbers of 32 bits, but profile "p" requires extended ones (esn: auto, and interface eth0 has 1 Gbit/s). ` +
+				`Add -esn to the ESP proposals of both hosts, or set esn: false in profile "p"`},
+		{"ESN at 2.5 Gbit/s", Profile{ESNAuto: true}, over(Link{"eth0", 2500}, func(sa *SA) { sa.ESN = false }), "", "interface eth0 has 2.5 Gbit/s"},
+		{"with ESN at 10 Gbit/s", Profile{ESNAuto: true}, over(Link{"eth0", 10000}, func(*SA) {}), "esp-tunnel aes128gcm16 esn", ""},
+		{"without ESN at 100 Mbit/s", Profile{ESNAuto: true}, over(Link{"eth0", 100}, func(sa *SA) { sa.ESN = false }), "esp-tunnel aes128gcm16", ""},
+		{"without ESN where the speed is unknown", Profile{ESNAuto: true}, over(Link{"eth0", 0}, func(sa *SA) { sa.ESN = false }), "esp-tunnel aes128gcm16", ""},
+		{"esn: false at 10 Gbit/s", Profile{}, over(Link{"eth0", 10000}, func(sa *SA) { sa.ESN = false }), "esp-tunnel aes128gcm16", ""},
+		{"SEC-7146.2-3 esn: true where the speed is unknown", Profile{ESN: true}, over(Link{}, func(sa *SA) { sa.ESN = false }), "", "requires extended ones (esn: true)"},
 		{"SEC-7146.2-3 without ESN unless required", Profile{}, both(func(sa *SA) { sa.ESN = false }), "esp-tunnel aes128gcm16", ""},
 
 		{"SEC-7146.2.1-1 SEC-7146.2.2-1 AES-CBC with HMAC-SHA-1-96", Profile{}, algorithms(none, aes128, sha1), "esp-tunnel aes128-sha1 esn", ""},

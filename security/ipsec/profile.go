@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -84,6 +85,38 @@ func (r IdentityRule) check(field string, fault func(field, format string, args 
 
 // maxIdentity bounds an IKE identity, in bytes.
 const maxIdentity = 1024
+
+// fastLink is the speed in Mbit/s from which on implementations must have extended sequence numbers, and should use them (RFC 7146, section 2).
+const fastLink = 1000
+
+// NeedsESN reports whether the profile requires extended sequence numbers of connections over l, and why.
+func (p *Profile) NeedsESN(l Link) (required bool, why string) {
+	switch {
+	case p.ESN:
+		return true, "esn: true"
+	case !p.ESNAuto:
+		return false, "esn: false"
+	case l.Name == "":
+		return false, "esn: auto, and the interface of the address is unknown"
+	case l.Mbits <= 0:
+		return false, fmt.Sprintf("esn: auto, and interface %s does not say its speed", l.Name)
+	}
+	why = fmt.Sprintf("esn: auto, and interface %s has %s", l.Name, rate(l.Mbits))
+	if l.Mbits < fastLink {
+		return false, why + ", less than 1 Gbit/s"
+	}
+	return true, why
+}
+
+// UnsureESN reports whether the profile would require extended sequence numbers if l said that it is fast.
+func (p *Profile) UnsureESN(l Link) bool { return p.ESNAuto && !p.ESN && l.Mbits <= 0 }
+
+func rate(mbits int) string {
+	if mbits < 1000 {
+		return fmt.Sprintf("%d Mbit/s", mbits)
+	}
+	return strconv.FormatFloat(float64(mbits)/1000, 'f', -1, 64) + " Gbit/s"
+}
 
 // accepted returns the suites that the profile accepts.
 func (p *Profile) accepted() []string {

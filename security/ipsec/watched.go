@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -21,11 +22,14 @@ type Watched struct {
 	initiator, name string // of the initiator and of the target
 	verdict         Verdict
 	pinned          pin
-	grace           *time.Timer // nil: keys are not gone
-	graceOver       time.Time
-	unanswered      time.Time // when the first of the last questions in a row that got no answer began; zero: the last one got one
-	judged          bool      // the driver has answered since something was required
-	told            bool      // a verdict was returned, so changes go to c.Changed and c.End
+	graceOver       time.Time   // when the connection ends; zero: nothing is missing
+	unanswered      time.Time   // since when a verdict is missing after a change; zero: none is
+	misses          int         // questions since then that got no answer
+	last            answer      // the last one that denied or failed
+	timer           *time.Timer // calls decide at the time at; nil: no decision is due
+	at              time.Time
+	judged          bool // the driver has answered since something was required
+	told            bool // a verdict was returned, so changes go to c.Changed and c.End
 	closed          bool
 }
 
@@ -131,7 +135,7 @@ func (w *Watched) Close() {
 	}
 	w.mu.Lock()
 	w.closed = true
-	w.stopGrace()
+	w.settle()
 	w.mu.Unlock()
 	w.g.mu.Lock()
 	delete(w.g.watched, w)
@@ -150,12 +154,25 @@ func (w *Watched) enter() {
 	}
 }
 
-// stopGrace stops the timer. Preconditions: w.mu is held.
-func (w *Watched) stopGrace() {
-	if w.grace != nil {
-		w.grace.Stop()
-		w.grace = nil
+// settle ends the times of patience and of grace. Preconditions: w.mu is held.
+func (w *Watched) settle() {
+	w.disarm()
+	w.unanswered, w.misses, w.graceOver = time.Time{}, 0, time.Time{}
+}
+
+// arm calls decide at that time, and not at the one before. Preconditions: w.mu is held.
+func (w *Watched) arm(at time.Time) {
+	w.disarm()
+	w.at = at
+	w.timer = time.AfterFunc(time.Until(at), func() { w.decide(at) })
+}
+
+// disarm undoes arm. Preconditions: w.mu is held.
+func (w *Watched) disarm() {
+	if w.timer != nil {
+		w.timer.Stop()
 	}
+	w.timer, w.at = nil, time.Time{}
 }
 
 // question returns what to ask at the moment, and the needs that are not off.
@@ -189,10 +206,10 @@ func (w *Watched) ask(ctx context.Context, m Moment) Verdict {
 	w.g.count(a.verdict)
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.unanswered = time.Time{}
+	w.unanswered, w.misses = time.Time{}, 0
 	w.judged = a.judged
-	if a.verdict.Action != Deny {
-		w.stopGrace()
+	if a.verdict.Action != Deny || w.graceOver.IsZero() {
+		w.settle()
 	}
 	w.verdict, w.told = a.verdict, true
 	return a.verdict
@@ -200,11 +217,7 @@ func (w *Watched) ask(ctx context.Context, m Moment) Verdict {
 
 // pin pins the connection to the SA that the kernel sends with, if that is required. A failure turns the answer into a denial.
 func (w *Watched) pin(a *answer, needs []Need) {
-	required := false
-	for _, n := range needs {
-		required = required || n.Demand != Audit
-	}
-	if !required || w.c.Pin == nil || a.verdict.Action == Deny || a.out.SPI == 0 {
+	if !requires(needs) || w.c.Pin == nil || a.verdict.Action == Deny || a.out.SPI == 0 {
 		return
 	}
 	next := pin{a.out.Mode, a.out.Source, a.out.Destination, a.out.ReqID}
@@ -235,50 +248,153 @@ func (g *Guard) count(v Verdict) {
 	}
 }
 
-// change asks after a change, and ends the connection if it has to. It reports whether the driver failed. With unasked it asks nothing, because
-// the driver has failed for others. began is when the round began.
-func (w *Watched) change(unasked bool, began time.Time) (failed bool) {
+// expect notes that something changed at that time about which the connection has no verdict yet. The time of patience begins.
+func (w *Watched) expect(changed time.Time, patience time.Duration) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.closed || !w.judged || w.verdict.Action == Deny || !w.unanswered.IsZero() {
+		return
+	}
+	w.unanswered, w.misses = changed, 0
+	if w.graceOver.IsZero() {
+		w.arm(changed.Add(patience))
+	}
+}
+
+// waiting returns since when a verdict is missing. If none is, the time is later than all times at which one is.
+func (w *Watched) waiting() (since time.Time, waits bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.unanswered.IsZero() {
+		return time.Now(), false
+	}
+	return w.unanswered, true
+}
+
+// change asks after a change, and ends the connection if it has to. It returns the answer, and whether the connection still
+// required one. With unasked it asks nothing, because the driver has failed for others.
+func (w *Watched) change(unasked bool) (a answer, judged bool) {
 	w.turn.take()
 	defer w.turn.leave()
+	began := time.Now()
 	w.mu.Lock()
 	skip := w.closed || !w.told || w.verdict.Action == Deny
 	w.mu.Unlock()
 	if skip {
-		return false
+		return answer{}, false
 	}
 	s := w.g.settings()
+	limit, over := w.limit(s.options)
+	s.limit = limit
 	q, needs := w.question(AtChange)
-	a := answer{verdict: Verdict{Action: Permit}}
+	a = answer{verdict: Verdict{Action: Permit}}
 	switch {
 	case len(needs) == 0:
-	case unasked:
+	case unasked || over:
 		a = failure(s, needs)
 	default:
 		a = w.g.ask(w.g.ctx, s, q, needs)
 		w.pin(&a, needs)
 	}
 	if w.g.ctx.Err() != nil {
-		return false // the Guard closes
+		return answer{}, false // the Guard closes
 	}
 	w.take(s, a, began)
-	return a.failed
+	return a, true
+}
+
+// limit returns how long to wait for the next answer: not longer than until it is due, when decide decides without it. over says that there is no time
+// left. But if that time is short or over, and the driver may have been slow only once, it has all of its time. So it does if the process did not run when the
+// answer was due.
+func (w *Watched) limit(o Options) (limit time.Duration, over bool) {
+	failures, answered := w.g.silence()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	full, end := o.timeout(), w.at
+	if !w.graceOver.IsZero() {
+		end = w.graceOver
+	}
+	firm := !w.graceOver.IsZero() || w.confirmed(failures, answered)
+	switch left := time.Until(end); {
+	case end.IsZero() || left < -slow:
+		return full, false
+	case left <= 0 && firm:
+		return full, true
+	case left > 0 && (firm || left >= full/2):
+		return min(full, left), false
+	}
+	return full, false
+}
+
+// confirmed reports whether there were two failures since the change that a verdict is missing about, of questions about the connection or about others without
+// an answer among them. One may be one slow call. Preconditions: w.mu is held.
+func (w *Watched) confirmed(failures int, answered time.Time) bool {
+	return w.misses >= 2 || failures >= 2 && !answered.After(w.unanswered)
 }
 
 // failure returns the answer of a driver that gave none to another connection.
 func failure(s settings, needs []Need) answer {
 	a := answer{failed: true, verdict: Verdict{Action: Mark, Class: ClassDriver}}
 	a.verdict.Reason = fmt.Sprintf("IPsec cannot be checked: driver %s does not answer. Run %s", s.driver.Name(), statusCommand)
-	for _, n := range needs {
-		if n.Demand != Audit {
-			a.verdict.Action = Deny
-		}
+	if requires(needs) {
+		a.verdict.Action = Deny
 	}
 	return a
 }
 
-// take takes an answer after a change. A denial ends the connection, at once or after the time of grace. There is such a time when
+func requires(needs []Need) bool {
+	return slices.ContainsFunc(needs, func(n Need) bool { return n.Demand != Audit })
+}
+
+// decide ends the time of patience or that of grace, for the timer that arm has set to the time at. It does not wait for an answer that would come too
+// late. Before the end of grace it asks a last time, and it asks again if the process did not run when the timer was due.
+func (w *Watched) decide(at time.Time) {
+	s := w.g.settings()
+	failures, answered := w.g.silence()
+	w.mu.Lock()
+	if !w.at.Equal(at) {
+		w.mu.Unlock()
+		return // there was an answer
+	}
+	w.disarm()
+	ask := time.Since(at) > slow
+	switch {
+	case w.graceOver.IsZero():
+		ask = ask || !w.confirmed(failures, answered)
+	case at.Before(w.graceOver):
+		w.arm(w.graceOver)
+		ask = true
+	}
+	w.mu.Unlock()
+	_, needs := w.question(AtChange)
+	if ask || len(needs) == 0 {
+		w.change(false)
+		return
+	}
+	w.turn.take()
+	defer w.turn.leave()
+	w.mu.Lock()
+	a, waits := w.last, !w.closed && w.verdict.Action != Deny && !(w.unanswered.IsZero() && w.graceOver.IsZero())
+	end := w.graceOver
+	if end.IsZero() {
+		end = w.unanswered.Add(s.options.patience())
+	}
+	waits = waits && !time.Now().Before(end) // otherwise an answer has come, and another change
+	w.misses = max(w.misses, 2)
+	w.mu.Unlock()
+	if !waits || w.g.ctx.Err() != nil {
+		return
+	}
+	if a.verdict.Reason == "" || !requires(needs) {
+		a = failure(s, needs)
+	}
+	w.take(s, a, at)
+}
+
+// take takes an answer to a question that began at that time. A denial ends the connection, at once or after the time of grace. There is such a time when
 // keys can come back while no clear text passes: policies still demand ESP, or the connection is pinned, or the driver gave no
-// answer. A connection that has a verdict keeps it for the time of Options.Patience after the first of the questions without an answer.
+// answer. A connection that has a verdict keeps it for the time of patience after a change, unless the driver answers. The time of grace begins
+// with the change, too.
 //
 // Preconditions: w.turn is held.
 func (w *Watched) take(s settings, a answer, began time.Time) {
@@ -288,31 +404,45 @@ func (w *Watched) take(s settings, a answer, began time.Time) {
 		w.mu.Unlock()
 		return
 	}
-	before := w.verdict
-	if a.verdict.Class != ClassDriver {
-		w.unanswered = time.Time{}
-		w.judged = a.judged
-	} else if w.unanswered.IsZero() {
-		w.unanswered = began
+	before, loss := w.verdict, w.unanswered
+	if loss.IsZero() || loss.After(now) {
+		loss = began
 	}
-	if w.judged && !w.unanswered.IsZero() && now.Sub(w.unanswered) < s.options.Patience() && (w.grace == nil || now.Before(w.graceOver)) {
-		w.mu.Unlock()
-		return // the Guard asks again
+	graced := !w.graceOver.IsZero()
+	inTime := !graced || now.Before(w.graceOver)
+	if w.last = (answer{}); v.Action == Deny || a.failed {
+		w.last = a
 	}
-	inTime := w.grace == nil || now.Before(w.graceOver)
-	if v.Class == ClassDriver && before.Class == ClassDriver && inTime && (w.grace != nil || v.Action == before.Action) {
-		w.mu.Unlock()
-		return // only the words can differ
+	if v.Class != ClassDriver {
+		w.unanswered, w.misses, w.judged = time.Time{}, 0, a.judged
+		if !graced {
+			w.disarm()
+		}
+	} else {
+		w.unanswered = loss
+		w.misses++
+		if over := loss.Add(s.options.patience()); w.judged && !graced && (now.Before(over) || w.misses < 2) {
+			if w.timer == nil {
+				w.arm(later(over, now.Add(s.options.retry())))
+			}
+			w.mu.Unlock()
+			return // the Guard asks again
+		}
+		if before.Class == ClassDriver && inTime && (graced && v.Action == Deny || v.Action == before.Action) {
+			w.mu.Unlock()
+			return // only the words can differ
+		}
 	}
 	patient := v.KeysGone || a.failed || !v.Protected() && w.pinned != pin{}
 	first := false
 	switch {
 	case v.Action != Deny:
-		w.stopGrace()
-	case patient && s.options.Grace > 0 && inTime:
-		if w.grace == nil {
-			w.graceOver = now.Add(s.options.Grace)
-			w.grace = time.AfterFunc(s.options.Grace, w.expire)
+		w.graceOver = time.Time{}
+		w.disarm()
+	case patient && inTime && (graced || now.Before(loss.Add(s.options.Grace))):
+		if !graced {
+			w.graceOver = loss.Add(s.options.Grace)
+			w.arm(w.graceOver.Add(-s.lastWord(w.graceOver.Sub(now))))
 			first = true
 		}
 		v.Action = Mark
@@ -323,7 +453,7 @@ func (w *Watched) take(s settings, a answer, began time.Time) {
 			v.Suite, v.SPIIn, v.SPIOut, v.Identity = before.Suite, before.SPIIn, before.SPIOut, before.Identity
 		}
 	default:
-		w.stopGrace()
+		w.settle()
 	}
 	w.verdict = v
 	w.mu.Unlock()
@@ -345,7 +475,19 @@ func (w *Watched) take(s settings, a answer, began time.Time) {
 	}
 }
 
-// expire asks a last time when the time of grace is over.
-func (w *Watched) expire() {
-	w.change(false, time.Now())
+func later(a, b time.Time) time.Time {
+	if a.Before(b) {
+		return b
+	}
+	return a
+}
+
+// lastWord returns how long before the end of grace, of which that is left, the driver is asked a last time: a program has its whole time, and a driver that
+// reads tables a second.
+func (s settings) lastWord(left time.Duration) time.Duration {
+	d := slow
+	if _, decides := s.driver.(Decider); decides {
+		d = s.options.timeout()
+	}
+	return min(d, left/2)
 }

@@ -33,6 +33,9 @@ type Set struct {
 	// not counted here.
 	Registrations Limit
 
+	Tokens       Limit // ROD tokens
+	TokensByName Keyed // of these, of one initiator name
+
 	// Memory.
 	Memory Limit // that initiators make the target use
 
@@ -83,6 +86,8 @@ func New() *Set {
 		"time for which a task waits for other tasks, until that is reported")
 	s.limit(&s.Registrations, "registrations_per_initiator", PerInitiator, Count, 32,
 		"persistent reservation keys that an initiator registers with a LUN")
+	s.limit(&s.Tokens, "tokens", PerProcess, Count, 2048, "ROD tokens of POPULATE TOKEN that are valid")
+	s.keyed(&s.TokensByName, "tokens_per_initiator", PerInitiator, Count, 512, "the same, of one initiator")
 	s.Memory.auto = defaultMemory(machine())
 	s.limit(&s.Memory, "memory", PerProcess, Bytes, 0, "memory that initiators make the target use")
 	s.callLimits()

@@ -41,6 +41,7 @@ type Options struct {
 	Concurrent int           // programs at a time; 0: 8
 	Recheck    time.Duration // between two questions about a connection; 0: 30 s
 	Kernel     ipsec.Driver  // answers Look, and its notices lead to questions; nil: questions follow from time alone
+	ClearText  bool          // Kernel need not be able to use ESP
 }
 
 // A Driver asks a program.
@@ -105,7 +106,7 @@ func (d *Driver) Check(ctx context.Context) []error {
 			errs = append(errs, fmt.Errorf("ipsec.exec.command: user %d owns %s. Run: chown root %s", sys.Uid, path, path))
 		}
 	}
-	if d.o.Kernel != nil {
+	if d.o.Kernel != nil && !d.o.ClearText {
 		errs = append(errs, d.o.Kernel.Check(ctx)...)
 	}
 	return errs
@@ -234,6 +235,9 @@ func (d *Driver) question(ctx context.Context, q ipsec.Question) question {
 	if err != nil {
 		x.Error = err.Error()
 		return x
+	}
+	if q.Profile != nil {
+		x.Profile.ESN, _ = q.Profile.NeedsESN(p.Link)
 	}
 	x.Kernel = &protection{In: sas(p.In), Out: sas(p.Out), InPolicy: p.InPolicy, OutPolicy: p.OutPolicy}
 	return x

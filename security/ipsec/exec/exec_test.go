@@ -296,6 +296,9 @@ func TestCheck(t *testing.T) {
 	if errs := driver(t, Options{Command: []string{good}, Kernel: kernel{}}).Check(t.Context()); len(errs) != 1 || errs[0].Error() != "missing" {
 		t.Errorf("with a kernel: %v", errs)
 	}
+	if errs := driver(t, Options{Command: []string{good}, Kernel: kernel{}, ClearText: true}).Check(t.Context()); len(errs) != 0 {
+		t.Errorf("without need of ESP: %v", errs)
+	}
 	plain := filepath.Join(t.TempDir(), "plain")
 	open := filepath.Join(t.TempDir(), "open")
 	for path, mode := range map[string]os.FileMode{plain: 0o644, open: 0o777} {
@@ -366,9 +369,9 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// The program of docs/ipsec-drivers.md decides as the page says.
+// The program of docs/ipsec-exec.md decides as the page says.
 func TestExampleOfThePage(t *testing.T) {
-	page, err := os.ReadFile("../../../docs/ipsec-drivers.md")
+	page, err := os.ReadFile("../../../docs/ipsec-exec.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -383,7 +386,7 @@ func TestExampleOfThePage(t *testing.T) {
 		t.Errorf("%+v, %v", v, err)
 	}
 	q := asked
-	q.Flow.Remote = netip.MustParseAddrPort("10.1.7.7:50000")
+	q.Flow.Remote = netip.MustParseAddrPort("192.0.2.7:50000")
 	if v, err := d.Decide(t.Context(), q); err != nil || v.Action != ipsec.Permit || v.Suite != "macsec" {
 		t.Errorf("%+v, %v", v, err)
 	}

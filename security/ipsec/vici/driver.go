@@ -17,7 +17,7 @@ import (
 const DefaultSocket = "/run/charon.vici"
 
 const (
-	requestTime = 2 * time.Second        // the default of Options.Timeout; with keysTime less than what a Guard waits for Look
+	requestTime = 2 * time.Second        // the default of Options.Timeout
 	pause       = time.Second            // after charon did not answer, before it is asked again
 	keysTime    = 2 * time.Second        // from the kernel's SA to strongSwan's record of it
 	firstWait   = 20 * time.Millisecond  // within keysTime
@@ -83,14 +83,17 @@ func (d *Driver) Check(ctx context.Context) []error {
 }
 
 // Look returns what the kernel has for f, with identities and lifetimes of strongSwan. Without an answer of strongSwan the result is incomplete, and
-// Look returns no error: the Judge decides whether the profile requires what is missing. Look waits up to 2 s for the record of an SA that
+// Look returns no error: the Judge decides whether the profile requires what is missing. Look waits up to 2 s, or 2/5 of the time that ctx leaves, for the record of an SA that
 // the kernel has already.
 func (d *Driver) Look(ctx context.Context, f ipsec.Flow) (ipsec.Protection, error) {
 	p, err := d.kernel.Look(ctx, f)
 	if err != nil || d.join(&p) {
 		return p, err
 	}
-	begun := time.Now()
+	begun, limit := time.Now(), keysTime
+	if end, ok := ctx.Deadline(); ok {
+		limit = min(limit, time.Until(end)*2/5)
+	}
 	for wait := firstWait; ; wait = min(2*wait, longestWait) {
 		if err := d.ask(ctx); err != nil {
 			p.Incomplete = err
@@ -99,7 +102,7 @@ func (d *Driver) Look(ctx context.Context, f ipsec.Flow) (ipsec.Protection, erro
 		if d.join(&p) {
 			return p, nil
 		}
-		if time.Since(begun) >= keysTime {
+		if time.Since(begun) >= limit {
 			d.giveUp(p)
 			return p, nil
 		}

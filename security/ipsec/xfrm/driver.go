@@ -31,6 +31,7 @@ type Driver struct {
 	dumps    uint64
 	closed   bool
 	watching sync.Mutex
+	links    links
 }
 
 // young is the age up to which a dump says what is missing, unless there is a notice. When the keys of hundreds of connections are
@@ -57,6 +58,15 @@ func (d *Driver) Close() error {
 // Look returns what protects f now. The kernel does not say IKE identities. SA.IKE is an inference: an SA with a lifetime in time counts as made
 // by a key exchange, because IKE daemons set one and manual keys have none.
 func (d *Driver) Look(ctx context.Context, f ipsec.Flow) (ipsec.Protection, error) {
+	p, err := d.look(ctx, f)
+	if err == nil {
+		p.Link = d.links.of(f.Local.Addr().Unmap().WithZone(""))
+	}
+	return p, err
+}
+
+// look does what Look says about SAs and policies.
+func (d *Driver) look(ctx context.Context, f ipsec.Flow) (ipsec.Protection, error) {
 	if err := ctx.Err(); err != nil {
 		return ipsec.Protection{}, err
 	}
@@ -155,44 +165,61 @@ func (d *Driver) Watch(ctx context.Context, changed func(ipsec.Change)) error {
 
 // subscribe opens a socket for the kernel's notices.
 func subscribe() (*os.File, error) {
-	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_XFRM)
+	return subscribeTo(unix.NETLINK_XFRM, nl.XFRMNLGRP_ACQUIRE, nl.XFRMNLGRP_EXPIRE, nl.XFRMNLGRP_SA, nl.XFRMNLGRP_POLICY)
+}
+
+// subscribeTo opens a socket for notices of groups of a protocol of netlink.
+func subscribeTo(protocol int, groups ...uint) (*os.File, error) {
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, protocol)
 	if err != nil {
 		return nil, explain("open a netlink socket", err)
 	}
-	var groups uint32
-	for _, g := range []uint{nl.XFRMNLGRP_ACQUIRE, nl.XFRMNLGRP_EXPIRE, nl.XFRMNLGRP_SA, nl.XFRMNLGRP_POLICY} {
-		groups |= 1 << (g - 1)
+	var mask uint32
+	for _, g := range groups {
+		mask |= 1 << (g - 1)
 	}
-	if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Groups: groups}); err != nil {
+	if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Groups: mask}); err != nil {
 		unix.Close(fd)
 		return nil, explain("subscribe to notices", err)
 	}
-	return os.NewFile(uintptr(fd), "xfrm notices"), nil
+	return os.NewFile(uintptr(fd), "notices of the kernel"), nil
 }
 
 // receive waits for a datagram of the kernel and returns what it says. The result is empty for one that says nothing about protection.
 func receive(raw syscall.RawConn, buffer []byte) ([]ipsec.Change, error) {
-	var n int
-	var from unix.Sockaddr
-	var err error
-	if werr := raw.Read(func(fd uintptr) bool {
-		n, from, err = unix.Recvfrom(int(fd), buffer, 0)
-		return err != unix.EAGAIN && err != unix.EINTR
-	}); werr != nil {
-		return nil, werr
-	}
-	if err == unix.ENOBUFS {
-		return []ipsec.Change{{Kind: ipsec.Lost}}, nil
-	}
-	if err != nil {
+	n, lost, err := receiveFrom(raw, buffer)
+	switch {
+	case err != nil:
 		return nil, err
-	}
-	if from, ok := from.(*unix.SockaddrNetlink); !ok || from.Pid != 0 {
-		return nil, nil // another process sent it
+	case lost:
+		return []ipsec.Change{{Kind: ipsec.Lost}}, nil
+	case n == 0:
+		return nil, nil
 	}
 	changes := parseNotices(buffer[:n])
 	clear(buffer[:n]) // notices of new SAs have keys in them
 	return changes, nil
+}
+
+// receiveFrom waits for a datagram of the kernel and returns its size, 0 for one of another process. lost says that the kernel had no room for notices.
+func receiveFrom(raw syscall.RawConn, buffer []byte) (n int, lost bool, err error) {
+	var from unix.Sockaddr
+	if werr := raw.Read(func(fd uintptr) bool {
+		n, from, err = unix.Recvfrom(int(fd), buffer, 0)
+		return err != unix.EAGAIN && err != unix.EINTR
+	}); werr != nil {
+		return 0, false, werr
+	}
+	if err == unix.ENOBUFS {
+		return 0, true, nil
+	}
+	if err != nil {
+		return 0, false, err
+	}
+	if from, ok := from.(*unix.SockaddrNetlink); !ok || from.Pid != 0 {
+		return 0, false, nil
+	}
+	return n, false, nil
 }
 
 // parseNotices parses the messages of a datagram. One that it does not understand makes a Lost.
