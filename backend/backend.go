@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"math/bits"
+
+	"github.com/iser-target/iser-target/backend/protection"
 )
 
 var (
@@ -28,13 +30,17 @@ var (
 	ErrClosed = errors.New("store is closed")
 )
 
-// A CorruptError is a block that differs from its checksum. It is an ErrCorrupt.
+// A CorruptError is a block that differs from its checksum or its protection information. It is an ErrCorrupt.
 type CorruptError struct {
-	Offset int64 // of the first such block, in bytes
+	Offset int64            // of the first such block, in bytes
+	Field  protection.Field // of its protection information; 0: it has a checksum
 }
 
 // Error returns the message.
 func (e *CorruptError) Error() string {
+	if e.Field != 0 {
+		return fmt.Sprintf("block at byte %d: the data differs from its protection information: %v", e.Offset, e.Field)
+	}
 	return fmt.Sprintf("block at byte %d: %v", e.Offset, ErrCorrupt)
 }
 
@@ -187,6 +193,12 @@ type Grower interface {
 	Grow() (size int64, err error)
 }
 
+// A Settler is a Store that keeps in this process what it needs to write again if its medium loses it.
+type Settler interface {
+	// Settle returns when the medium has everything, and nothing is kept.
+	Settle() error
+}
+
 // An Allocator is a Store that can take space before there is data for it.
 type Allocator interface {
 	// Allocate takes space for n bytes at off, so that writes there do not fail with
@@ -231,12 +243,22 @@ type Copier interface {
 	CopyFrom(off int64, src Store, srcOff, n int64) (done int64, err error)
 }
 
+// A SourceError is an error that Copy has met at its source. All others are those of its destination, or of CopyFrom, which does
+// not tell them apart.
+type SourceError struct{ Err error }
+
+// Error implements error.
+func (e *SourceError) Error() string { return e.Err.Error() }
+
+// Unwrap returns the error of the source.
+func (e *SourceError) Unwrap() error { return e.Err }
+
 // Copy copies n bytes at srcOff of src to off of dst, with dst.CopyFrom if dst is a Copier,
 // and the rest through buf. src and dst may be the same Store if the ranges do not overlap. An
-// error may be of either Store.
+// error of src is a *SourceError.
 func Copy(dst Store, off int64, src Store, srcOff, n int64, buf []byte) error {
 	if err := src.Info().CheckRange(srcOff, n); err != nil {
-		return err
+		return &SourceError{err}
 	}
 	if err := dst.Info().CheckRange(off, n); err != nil {
 		return err
@@ -251,7 +273,7 @@ func Copy(dst Store, off int64, src Store, srcOff, n int64, buf []byte) error {
 	for done < n {
 		p := buf[:min(int64(len(buf)), n-done)]
 		if err := src.ReadAt(p, srcOff+done); err != nil {
-			return err
+			return &SourceError{err}
 		}
 		if err := dst.WriteAt(p, off+done); err != nil {
 			return err

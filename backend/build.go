@@ -25,6 +25,11 @@ type BuildConfig struct {
 	Preallocate bool
 	// From is a file or block device whose content the file begins with; zeros follow.
 	From string
+	// Share makes Build fail with an ErrNoReflink, instead of copying, if the file cannot share the blocks of From.
+	Share bool
+	// Fill fills the empty file fd, instead of From, and gives it its size; nil: From, or zeros.
+	Fill func(fd int) error
+	Mode uint32 // of the complete file; default 0600
 }
 
 // A Progress reports the progress of the current phase of a FileBuilder, in bytes.
@@ -153,7 +158,7 @@ func openSource(path string) (*buildSource, error) {
 	return s, nil
 }
 
-// Size returns the size of the complete file, in bytes.
+// Size returns the size of the complete file, in bytes. Fill may change it.
 func (b *FileBuilder) Size() int64 { return b.c.Size }
 
 // Path returns the path of the published file.
@@ -181,6 +186,9 @@ func (b *FileBuilder) build(ctx context.Context, report func(Progress)) error {
 	if err := b.open(); err != nil {
 		return err
 	}
+	if b.c.Fill != nil {
+		return b.fill()
+	}
 	var f osFile = sysFile(b.fd)
 	if b.hooks.wrap != nil {
 		f = b.hooks.wrap(f)
@@ -195,6 +203,8 @@ func (b *FileBuilder) build(ctx context.Context, report func(Progress)) error {
 	}
 	switch full := b.c.Preallocate && !allocated; {
 	case err != nil:
+	case b.source != nil && b.c.Share:
+		err = cloneError(b.source.path, sysFile(b.source.fd).cloneTo(b.fd, 0))
 	case b.source != nil:
 		err = w.copy(b.source, b.c.Size, b.c.Preallocate, full)
 	case full:
@@ -203,6 +213,32 @@ func (b *FileBuilder) build(ctx context.Context, report func(Progress)) error {
 	}
 	if err != nil {
 		return err
+	}
+	return b.finish()
+}
+
+// fill lets Fill fill the file.
+func (b *FileBuilder) fill() error {
+	if err := b.c.Fill(b.fd); err != nil {
+		return err
+	}
+	st, err := sysFile(b.fd).stat()
+	if err != nil {
+		return err
+	}
+	b.c.Size = st.Size
+	if err := (Info{Size: st.Size, BlockSize: b.c.BlockSize, PhysicalBlockSize: b.c.BlockSize}).Validate(); err != nil {
+		return err
+	}
+	return b.finish()
+}
+
+// finish gives the file its mode, and puts its content on stable storage.
+func (b *FileBuilder) finish() error {
+	if b.c.Mode != 0 {
+		if err := retry(func() error { return unix.Fchmod(b.fd, b.c.Mode) }); err != nil {
+			return err
+		}
 	}
 	return retry(func() error { return unix.Fsync(b.fd) })
 }

@@ -59,6 +59,7 @@ type osFile interface {
 	willNeed(off, n int64) error
 	copyFrom(off int64, src osFile, srcOff, n int64) (int64, error) // may be short
 	truncate(size int64) error
+	cloneTo(fd int, n int64) error // FICLONERANGE to another file; n 0: all
 	stat() (unix.Stat_t, error)
 	close() error
 }
@@ -181,6 +182,12 @@ func (d *disk) enter(off, n int64, changes bool) (visit, error) {
 	v := visit{d, -1}
 	if changes {
 		v.turn = d.changes.begin() // before the size is read: see changes
+		for p := d.changes.paused.Load(); p != nil; p = d.changes.paused.Load() {
+			v.leave()
+			<-p.over
+			d.mu.RLock()
+			v.turn = d.changes.begin()
+		}
 	}
 	var err error
 	switch {
@@ -218,9 +225,10 @@ type changes struct {
 	turn    atomic.Uint32
 	calls   [2]atomic.Int64
 	waiting atomic.Bool
+	paused  atomic.Pointer[pause] // nil: changes may begin
 
 	mu    sync.Mutex
-	ended sync.Cond // a turn has no calls; its L is mu
+	ended sync.Cond // a turn has no calls, or a pause is late; its L is mu
 }
 
 // begin counts a call, which must read the size of the medium afterwards, and returns its turn.

@@ -120,6 +120,8 @@ func checkFile(c FileConfig) (absent bool, err error) {
 		return false, errors.New("is a directory, not a file")
 	case !st.Mode().IsRegular():
 		return false, fmt.Errorf("not a regular file (%s). For a block device, use the backend block", st.Mode().Type())
+	case !c.ReadOnly && isSnapshot(c.Path, st.Mode()):
+		return false, errors.New("is a snapshot. Make the LUN read-only, or serve a clone of it (lun clone)")
 	}
 	return false, nil
 }
@@ -166,13 +168,27 @@ func fileSize(c FileConfig, st *unix.Stat_t) (int64, error) {
 	case st.Size == 0 && c.Size > 0 && !c.ReadOnly:
 		return c.Size, nil
 	case c.Size != 0 && st.Size != c.Size:
-		return 0, fmt.Errorf("the file has %d bytes, but %d are configured. Configure the size of the file, or change the file with truncate(1)", st.Size, c.Size)
+		return 0, fmt.Errorf("the file is %s, but its size is configured as %s. Configure the size of the file, or change the file with truncate(1)", SizeText(st.Size), SizeText(c.Size))
 	case st.Size == 0:
 		return 0, errors.New("the file is empty. Configure its size")
 	case st.Size%int64(c.BlockSize) != 0:
 		return 0, fmt.Errorf("the file has %d bytes, which is not a multiple of the block size %d. Configure another block size, or change the file with truncate(1)", st.Size, c.BlockSize)
 	}
 	return st.Size, nil
+}
+
+// SizeText returns n bytes for people, and exactly: 30GiB (32212254720 bytes).
+func SizeText(n int64) string {
+	exact := fmt.Sprintf("%d bytes", n)
+	unit := -1
+	short := n
+	for short >= 1024 && short%1024 == 0 && unit < len("KMGTP")-1 {
+		short, unit = short/1024, unit+1
+	}
+	if unit < 0 {
+		return exact
+	}
+	return fmt.Sprintf("%d%ciB (%s)", short, "KMGTP"[unit], exact)
 }
 
 // makeSparse gives the new file its size and puts name and size on stable storage.

@@ -178,13 +178,13 @@ func TestFileRefusals(t *testing.T) {
 		c    backend.FileConfig
 		want string // in the error
 	}{
-		{"Smaller", backend.FileConfig{Path: at("8k"), Size: 16384}, "has 8192 bytes, but 16384 are configured"},
-		{"Larger", backend.FileConfig{Path: at("8k"), Size: 4096}, "has 8192 bytes, but 4096 are configured"},
-		{"SmallerReadOnly", backend.FileConfig{Path: at("8k"), Size: 16384, ReadOnly: true}, "has 8192 bytes"},
+		{"Smaller", backend.FileConfig{Path: at("8k"), Size: 16384}, "is 8KiB (8192 bytes), but its size is configured as 16KiB (16384 bytes)"},
+		{"Larger", backend.FileConfig{Path: at("8k"), Size: 4096}, "is 8KiB (8192 bytes), but its size is configured as 4KiB (4096 bytes)"},
+		{"SmallerReadOnly", backend.FileConfig{Path: at("8k"), Size: 16384, ReadOnly: true}, "is 8KiB (8192 bytes)"},
 		{"NoMultiple", backend.FileConfig{Path: at("odd"), BlockSize: 4096}, "not a multiple of the block size 4096"},
 		{"NoMultipleOf512", backend.FileConfig{Path: at("ragged")}, "truncate(1)"},
 		{"Empty", backend.FileConfig{Path: at("empty")}, "is empty"},
-		{"EmptyReadOnly", backend.FileConfig{Path: at("empty"), Size: 512, ReadOnly: true}, "has 0 bytes, but 512"},
+		{"EmptyReadOnly", backend.FileConfig{Path: at("empty"), Size: 512, ReadOnly: true}, "is 0 bytes, but its size is configured as 512"},
 		{"Directory", backend.FileConfig{Path: dir, Size: 4096}, "is a directory"},
 		{"FIFO", backend.FileConfig{Path: at("fifo"), Size: 4096}, "not a regular file (p"},
 		{"Device", backend.FileConfig{Path: "/dev/null", Size: 4096}, "not a regular file (D"},

@@ -139,7 +139,7 @@ func (m *Memory) takePage(f *os.File, off, n int64) error {
 	return nil
 }
 
-// free frees the page, which nobody reads any longer.
+// free frees the page. Its loans continue.
 //
 // Preconditions: s.mu is held.
 func (s *slot) free() {
@@ -148,6 +148,7 @@ func (s *slot) free() {
 		_ = unix.Madvise(s.page[:], unix.MADV_REMOVE) // without success the memory is free when the store is closed
 	}
 	s.page, s.mapped = nil, false
+	s.loan.Store(nil)
 }
 
 // unmap gives the mapping back.

@@ -18,6 +18,7 @@ type Hooks struct {
 	Fdatasync func(description int) error // nil lets the call through
 	Reopen    func() error                // nil lets the call through
 	Truncate  func() error                // nil lets the call through
+	Clone     func() error                // nil lets the call through
 }
 
 // PretendAtomic makes files that are opened later have these limits of atomic writes, until undo is called. A min of 0
@@ -148,4 +149,13 @@ func (f *hookedFile) truncate(size int64) error {
 		}
 	}
 	return f.osFile.truncate(size)
+}
+
+func (f *hookedFile) cloneTo(fd int, n int64) error {
+	if f.h.Clone != nil {
+		if err := f.h.Clone(); err != nil {
+			return err
+		}
+	}
+	return f.osFile.cloneTo(fd, n)
 }

@@ -33,7 +33,7 @@ type MemoryConfig struct {
 
 // Memory is a Store in the memory of this process, which loses its data when it ends. It is sparse:
 // writes allocate pages of 64 KiB, and Discard of whole pages frees them. In addition to the data,
-// it keeps a table of 32 KiB for every 64 MiB of the store that were ever written to.
+// it keeps a table of 48 KiB for every 64 MiB of the store that were ever written to.
 //
 //	root ─ leaf ─ slot ─ page
 //	       64 MiB of the store each; nil until first written
@@ -63,6 +63,8 @@ type slot struct {
 	// The file of CopyTo has the page as it was at the last call; changed: since then it was written to.
 	copied, changed bool
 	mapped          bool // the page belongs to the mapping of the store
+
+	loan atomic.Pointer[Loan] // of the page; nil: it was never lent. Set while mu is held, or held for reading
 }
 
 // OpenMemory returns a memory store that reads as zeros. The Store is a *Memory.
@@ -213,6 +215,7 @@ func (m *Memory) discardPart(s *slot, from, to int) {
 		m.used.Add(-memoryPage)
 		return
 	}
+	s.own(false)
 	clear(s.page[from:to])
 	s.changed = true
 }
@@ -220,6 +223,7 @@ func (m *Memory) discardPart(s *slot, from, to int) {
 // Zero implements Store. Pages keep their memory.
 func (m *Memory) Zero(off, n int64) error {
 	return m.clear(off, n, func(s *slot, from, to int) {
+		s.own(to-from == memoryPage)
 		clear(s.page[from:to])
 		s.changed = true
 	})
@@ -339,6 +343,7 @@ func (m *Memory) write(p []byte, off int64, in int) error {
 		}
 		s.page = new([memoryPage]byte)
 	}
+	s.own(len(p) == memoryPage)
 	copy(s.page[in:], p)
 	s.changed = true
 	return nil

@@ -51,7 +51,7 @@ func TestProbeFile(t *testing.T) {
 		{backend.FileConfig{Path: "good", ReadOnly: true}, ""},
 		{backend.FileConfig{Path: "empty", Size: 1 << 20}, ""},
 		{backend.FileConfig{Path: "new", Size: 1 << 40}, ""},
-		{backend.FileConfig{Path: "good", Size: 8192}, "the file has 4096 bytes, but 8192 are configured"},
+		{backend.FileConfig{Path: "good", Size: 8192}, "the file is 4KiB (4096 bytes), but its size is configured as 8KiB (8192 bytes)"},
 		{backend.FileConfig{Path: "good", Size: 1000}, "size"},
 		{backend.FileConfig{Path: "empty"}, "the file is empty"},
 		{backend.FileConfig{Path: "ragged"}, "not a multiple of the block size"},

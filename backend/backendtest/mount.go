@@ -1,7 +1,9 @@
 package backendtest
 
 import (
+	"os"
 	"os/exec"
+	"path/filepath"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -34,4 +36,31 @@ func MakeFS(t testing.TB, fstype string, size int, args ...string) (device strin
 		t.Fatalf("%s: %v: %s", mkfs, err, out)
 	}
 	return device
+}
+
+// ReflinkFS mounts a new file system whose files can share blocks, xfs or btrfs, until the test ends, and returns the mount point.
+func ReflinkFS(t testing.TB, fstype string) (dir string) {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		Unavailable(t, "only root can mount file systems")
+	}
+	args := map[string][]string{"xfs": {"-q", "-m", "reflink=1"}, "btrfs": {"-q"}}[fstype]
+	mkfs, err := exec.LookPath("mkfs." + fstype)
+	if err != nil {
+		Unavailable(t, "%v: make setup installs it", err)
+	}
+	f, err := os.Create(filepath.Join(t.TempDir(), "medium"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := f.Truncate(512 << 20); err != nil { // xfs takes no less than 300 MiB
+		t.Fatal(err)
+	}
+	device, detach := AttachLoop(t, f, 512, false)
+	t.Cleanup(detach)
+	if out, err := exec.Command(mkfs, append(args, device)...).CombinedOutput(); err != nil {
+		t.Fatalf("%s: %v: %s", mkfs, err, out)
+	}
+	return Mount(t, device, fstype, "")
 }

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/protection"
 )
 
 // The methods of this file pass on what the store below can do besides the methods of backend.Store. A Store is
@@ -42,7 +43,7 @@ func (s *Store) Allocate(off, n int64) error {
 }
 
 // ErrSide is in errors of Inspect about the side file.
-var ErrSide = errors.New("file of checksums")
+var ErrSide = errors.New("side file")
 
 // Inspect implements backend.Inspector. Besides what the store below says, it returns an ErrCorrupt while blocks are
 // known to be corrupt, and an error about the side file.
@@ -57,21 +58,28 @@ func (s *Store) Inspect() error {
 		if n == maxBad {
 			more = "at least "
 		}
+		err := backend.ErrCorrupt
+		if s.typ != protection.None {
+			err = errUnprotected
+		}
 		return fmt.Errorf("%w: %s%d blocks, the first has LBA %d. Write them again or restore them from a backup, then scrub the LUN",
-			backend.ErrCorrupt, more, n, first/s.bs)
+			err, more, n, first/s.bs)
 	}
 	if i, ok := s.sums.(backend.Inspector); ok {
 		if err := i.Inspect(); err != nil && !errors.Is(err, backend.ErrClosed) {
-			return fmt.Errorf("%w: %s: %v. %s", ErrSide, s.side.path, err, Remedy)
+			return fmt.Errorf("%w: %s: %v. %s", ErrSide, s.side.path, err, s.kind.remedy)
 		}
 	}
 	return nil
 }
 
-// SyncFailed implements backend.SyncFailer. The side file does not count: without it the data is still safe.
+// SyncFailed implements backend.SyncFailer. A file of checksums does not count: without it the data is still safe.
 func (s *Store) SyncFailed() bool {
-	f, ok := s.below.(backend.SyncFailer)
-	return ok && f.SyncFailed()
+	if f, ok := s.below.(backend.SyncFailer); ok && f.SyncFailed() {
+		return true
+	}
+	f, ok := s.sums.(backend.SyncFailer)
+	return ok && s.typ != protection.None && f.SyncFailed()
 }
 
 // Device implements backend.Recoverer.
@@ -99,10 +107,10 @@ func (s *Store) Recover() error {
 		switch err := sums.Inspect(); {
 		case errors.Is(err, backend.ErrUnsynced):
 			if err := sums.Recover(); err != nil {
-				return fmt.Errorf("file of checksums: %w", err)
+				return fmt.Errorf("%s: %w", s.kind.file, err)
 			}
 		case err != nil:
-			return fmt.Errorf("file of checksums %s: %v. %s", s.side.path, err, Remedy)
+			return fmt.Errorf("%s %s: %v. %s", s.kind.file, s.side.path, err, s.kind.remedy)
 		}
 	}
 	if s.info.ReadOnly || !errors.Is(r.Inspect(), backend.ErrReplaced) {
@@ -116,7 +124,7 @@ func (s *Store) Recover() error {
 		}
 	}
 	if err := s.intent.staleAll(0, last); err != nil { // before there are other data
-		return fmt.Errorf("file of checksums: %w", err)
+		return fmt.Errorf("%s: %w", s.kind.file, err)
 	}
 	if err := r.Recover(); err != nil {
 		for _, r := range trusted {
@@ -156,6 +164,13 @@ func (s *Store) Scrub(p []byte, off int64) (bad int, err error) {
 // Descriptor implements backend.Holder.
 func (s *Store) Descriptor() int { return descriptor(s.below) }
 
+// Memory returns the stores of the data and of the side file, or nil for what is not in memory.
+func (s *Store) Memory() (data, side *backend.Memory) {
+	data, _ = s.below.(*backend.Memory)
+	side, _ = s.sums.(*backend.Memory)
+	return data, side
+}
+
 // Side returns the path of the side file and its descriptor, or -1.
 func (s *Store) Side() (path string, fd int) { return s.side.path, descriptor(s.sums) }
 
@@ -173,7 +188,7 @@ func (s *Store) Rest(limit time.Duration) error {
 	for end := time.Now().Add(limit); !s.resting.TryLock(); time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
 			s.atRest.Store(false)
-			return fmt.Errorf("file of checksums %s is still in use after %v", s.side.path, limit)
+			return fmt.Errorf("%s %s is still in use after %v", s.kind.file, s.side.path, limit)
 		}
 	}
 	s.resting.Unlock()
@@ -213,4 +228,20 @@ func (s *Store) Abandon() error {
 	defer s.mu.Unlock()
 	s.closed = true
 	return s.sums.Close()
+}
+
+// CloneTo implements backend.Snapshotter for the data, without the checksums.
+func (s *Store) CloneTo(fd int, limit time.Duration) (time.Duration, error) {
+	if b, ok := s.below.(backend.Snapshotter); ok {
+		return b.CloneTo(fd, limit)
+	}
+	return 0, backend.ErrNoReflink
+}
+
+// CanClone implements backend.Snapshotter.
+func (s *Store) CanClone(dir string) error {
+	if b, ok := s.below.(backend.Snapshotter); ok {
+		return b.CanClone(dir)
+	}
+	return backend.ErrNoReflink
 }

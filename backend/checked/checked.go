@@ -2,6 +2,10 @@
 // each block in a side file, and verifies it whenever the block is read. A block that differs from
 // its checksum ends in a CorruptError with its offset, never in wrong data.
 //
+// With a protection type, a Store keeps protection information of T10 instead (package protection): 8
+// bytes for each block, which initiators can read and write with the block. Here it is called a
+// checksum, too. The differences are in protected.go.
+//
 // # Unit
 //
 // A checksum belongs to one logical block of the LUN, not to a larger unit. Initiators write whole
@@ -37,14 +41,16 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/protection"
 )
 
 const (
 	regionSpan = 16 << 20 // bytes of data that a bit of the map is about
 	pieceSpan  = 64 << 10 // bytes of data that a lock is about
 	stripes    = 256      // locks; piece i belongs to lock i%stripes
-	sumLen     = 4        // bytes of a checksum
-	chunk      = 4096     // checksums that are read or written at once
+	sumLen     = 4        // bytes of a checksum without protection
+	maxSumLen  = protection.Len
+	chunk      = 4096 // checksums that are read or written at once
 	eraseStep  = 16 * regionSpan
 	maxBad     = 4096 // bad blocks that a Store remembers
 	maxBlock   = 4096
@@ -58,6 +64,11 @@ type Store struct {
 	info     backend.Info // apart from Size: see size
 	bs       int64        // bytes of a block
 	zero     uint32       // CRC32C of a block of zeros
+	kind     *kind
+	typ      protection.Type // of kind
+	sumLen   int             // bytes of a checksum
+	tags     atomic.Pointer[protection.AppTags]
+	awaiting atomic.Bool // SetAppTags was not called yet, and the keeper waits for it
 	size     atomic.Int64
 	side     *sideFile
 	sums     backend.Store // of side
@@ -92,17 +103,19 @@ type paddedMutex struct {
 
 // A work is the memory of one call.
 type work struct {
-	sums       [chunk * sumLen]byte
+	sums       [chunk * maxSumLen]byte
 	head, tail [maxBlock]byte // blocks of which the call uses a part
 }
 
 func newStore(below backend.Store, side *sideFile, c Config) *Store {
 	info := below.Info()
-	info.AtomicUnit, info.AtomicWrite = 0, 0 // the block and its checksum are two writes
+	info.AtomicUnit, info.AtomicWrite = 0, 0 // the block and its checksum are two writes: see OpenMemory
 	s := &Store{
 		below: below, info: info, bs: int64(info.BlockSize), side: side, sums: side.store, corrupt: c.Corrupt,
+		kind: side.kind, typ: side.kind.typ, sumLen: side.kind.sumLen,
 		wake: make(chan struct{}, 1), stop: make(chan struct{}), done: make(chan struct{}), idle: cleanAfter,
 	}
+	s.awaiting.Store(c.AwaitAppTags)
 	s.zero = crc32.Checksum(make([]byte, s.bs), castagnoli)
 	s.size.Store(info.Size)
 	s.works.New = func() any { return new(work) }
@@ -183,11 +196,16 @@ func (s *Store) align(off, n int64) (first, end int64) {
 	return off &^ (s.bs - 1), (off + n + s.bs - 1) &^ (s.bs - 1)
 }
 
-// sum returns what the side file stores for a block.
-func (s *Store) sum(block []byte) uint32 { return crc32.Checksum(block, castagnoli) ^ s.zero }
+// sum returns what the side file stores for a block at off.
+func (s *Store) sum(block []byte, off int64) uint64 {
+	if s.typ != protection.None {
+		return stored(s.typ.Generate(block, uint64(off/s.bs), s.tags.Load()))
+	}
+	return uint64(crc32.Checksum(block, castagnoli) ^ s.zero)
+}
 
 // sumAt returns the offset in the side file of the checksum of the block at off.
-func (s *Store) sumAt(off int64) int64 { return sumsAt + off/s.bs*sumLen }
+func (s *Store) sumAt(off int64) int64 { return sumsAt + off/s.bs*int64(s.sumLen) }
 
 // ReadAt implements backend.Store. It returns a backend.CorruptError for the first block that differs from
 // its checksum; p is indeterminate then.
@@ -236,18 +254,23 @@ func (s *Store) readBlocks(w *work, p []byte, off int64) error {
 }
 
 // verify compares blocks with their checksums. read reads a block that differs again. With all,
-// verify does not end at the first bad block; it returns how many there are, and the error of the first.
+// verify does not end at the first bad block; it returns how many there are, and the error of the first. An application tag
+// is no damage then: see judge.
 func (s *Store) verify(w *work, p []byte, off int64, read func([]byte, int64) error, all bool) (bad int, first error) {
+	checks := protection.CheckAll
+	if all {
+		checks &^= protection.CheckApp
+	}
 	for len(p) > 0 {
 		n := min(len(p), chunk*int(s.bs))
-		sums := w.sums[:n/int(s.bs)*sumLen]
+		sums := w.sums[:n/int(s.bs)*s.sumLen]
 		if err := s.readSums(sums, off); err != nil {
 			return bad, err
 		}
-		for i := 0; i < len(sums); i += sumLen {
+		for i := 0; i < len(sums); i += s.sumLen {
 			block := p[:s.bs]
-			if s.sum(block) != getSum(sums[i:]) {
-				switch err := s.lookAgain(block, off, read); {
+			if s.differs(block, off, s.getSum(sums[i:]), checks) {
+				switch _, err := s.lookAgain(block, off, read, checks); {
 				case err == nil:
 				case all && errors.Is(err, backend.ErrCorrupt):
 					if bad++; first == nil {
@@ -259,7 +282,7 @@ func (s *Store) verify(w *work, p []byte, off int64, read func([]byte, int64) er
 			}
 			p, off = p[s.bs:], off+s.bs
 		}
-		s.verified.Add(uint64(len(sums) / sumLen))
+		s.verified.Add(uint64(len(sums) / s.sumLen))
 	}
 	return bad, first
 }
@@ -270,63 +293,84 @@ func (s *Store) readSums(sums []byte, off int64) error {
 	if err == nil {
 		return nil
 	}
-	if err := s.checkRange(off, int64(len(sums))/sumLen*s.bs); err != nil {
+	if err := s.checkRange(off, int64(len(sums)/s.sumLen)*s.bs); err != nil {
 		return err // a Resize has cut it off meanwhile
 	}
-	return fmt.Errorf("read checksums: %w", hideRange(err))
+	return fmt.Errorf("read %s: %w", s.kind.content, s.hideRange(err))
 }
 
 // hideRange returns err as one that is not about the range of the Store.
-func hideRange(err error) error {
+func (s *Store) hideRange(err error) error {
 	if errors.Is(err, backend.ErrRange) {
-		return errors.New("the file of checksums is too short")
+		return fmt.Errorf("the %s is too short", s.kind.file)
 	}
 	return err
 }
 
-// lookAgain reads a block that differs from its checksum again, while it excludes changes.
-func (s *Store) lookAgain(block []byte, off int64, read func([]byte, int64) error) error {
+// differs reports whether a block at off differs from its checksum. Of protection information, checks says what counts.
+func (s *Store) differs(block []byte, off int64, sum uint64, checks protection.Checks) bool {
+	if s.typ != protection.None {
+		return s.typ.CheckRead(block, tuple(sum), uint64(off/s.bs), checks, s.tags.Load()) != 0
+	}
+	return s.sum(block, off) != sum
+}
+
+// lookAgain reads a block that differs from its checksum again, while it excludes changes, and returns its checksum.
+func (s *Store) lookAgain(block []byte, off int64, read func([]byte, int64) error, checks protection.Checks) (sum uint64, err error) {
 	s.lock(off, off+s.bs)
 	defer s.unlock(off, off+s.bs)
 	if err := s.checkRange(off, s.bs); err != nil {
-		return err
+		return 0, err
 	}
 	if err := read(block, off); err != nil {
-		return err
+		return 0, err
 	}
-	sum, err := s.storedSum(off)
-	if err != nil {
-		return err
+	if sum, err = s.storedSum(off); err != nil {
+		return 0, err
 	}
-	return s.judge(block, off, sum)
+	return s.judge(block, off, sum, checks)
 }
 
 // storedSum reads one checksum.
-func (s *Store) storedSum(off int64) (uint32, error) {
+func (s *Store) storedSum(off int64) (uint64, error) {
 	w := s.works.Get().(*work)
 	defer s.works.Put(w)
-	b := w.sums[:sumLen]
+	b := w.sums[:s.sumLen]
 	if err := s.readSums(b, off); err != nil {
 		return 0, err
 	}
-	return getSum(b), nil
+	return s.getSum(b), nil
 }
 
-// judge returns a CorruptError unless the block has that checksum, or is in a stale region.
+// judge returns a CorruptError unless the block has that checksum, or is in a stale region. It returns the checksum that
+// the block has, or has to get. Of protection information, checks says what counts. An application tag that initiators
+// have declared and that differs is no damage: nobody knows which of the two is wrong.
 //
 // Preconditions: the lock of the block is held.
-func (s *Store) judge(block []byte, off int64, sum uint32) error {
-	switch {
-	case s.sum(block) == sum:
-		return nil
-	case s.intent.isStale(off / regionSpan):
+func (s *Store) judge(block []byte, off int64, sum uint64, checks protection.Checks) (uint64, error) {
+	stale := s.intent.isStale(off / regionSpan)
+	field := protection.Field(0)
+	if s.typ != protection.None {
+		if stale && s.repairs(block, sum) {
+			s.untrusted.Add(1)
+			return s.repaired(block, off, sum), nil
+		}
+		switch field = s.typ.CheckRead(block, tuple(sum), uint64(off/s.bs), checks, s.tags.Load()); field {
+		case 0:
+			return sum, nil
+		case protection.App:
+			return sum, &backend.CorruptError{Offset: off, Field: field}
+		}
+	} else if now := s.sum(block, off); now == sum {
+		return sum, nil
+	} else if stale {
 		s.untrusted.Add(1)
-		return nil
+		return now, nil
 	}
 	s.mismatches.Add(1)
 	s.bad.add(off)
 	s.report(off)
-	return &backend.CorruptError{Offset: off}
+	return sum, &backend.CorruptError{Offset: off, Field: field}
 }
 
 // reportInterval is the shortest time between two calls of Config.Corrupt.
@@ -370,19 +414,20 @@ const (
 	opWriteDurable
 	opDiscard
 	opZero
+	opFormat // as opZero, and nothing is checked until it is written
 )
 
 // call makes the call of the store below.
-func (s *Store) call(p []byte, off, n int64, o op) error {
-	switch o {
+func (s *Store) call(c *content) error {
+	switch c.op {
 	case opWrite:
-		return s.below.WriteAt(p, off)
+		return s.below.WriteAt(c.p, c.off)
 	case opWriteDurable:
-		return s.below.WriteDurable(p, off)
+		return s.below.WriteDurable(c.p, c.off)
 	case opDiscard:
-		return s.below.Discard(off, n)
+		return s.below.Discard(c.off, c.end-c.off)
 	}
-	return s.below.Zero(off, n)
+	return s.below.Zero(c.off, c.end-c.off)
 }
 
 // erase changes a range in steps, so that it does not keep all others out for long.
@@ -418,22 +463,28 @@ func (s *Store) change(p []byte, off, n int64, o op) error {
 	}
 	w := s.works.Get().(*work)
 	defer s.works.Put(w)
-	c := content{p: p, off: off, end: off + n}
-	if err := s.merge(w, &c, first, end); err != nil {
+	return s.changeLocked(w, &content{p: p, off: off, end: off + n, op: o}, first, end)
+}
+
+// changeLocked does what change does for whole blocks.
+//
+// Preconditions: the locks of [first, end) are held, and all of them are in the Store.
+func (s *Store) changeLocked(w *work, c *content, first, end int64) error {
+	if err := s.merge(w, c, first, end); err != nil {
 		return err
 	}
 	r, last := first/regionSpan, (end-1)/regionSpan
 	if err := s.intent.enter(r, last); err != nil {
-		return fmt.Errorf("note a change in the file of checksums: %w", hideRange(err))
+		return fmt.Errorf("note a change in the %s: %w", s.kind.file, s.hideRange(err))
 	}
 	defer s.intent.leave(r, last)
-	if err := s.call(p, off, n, o); err != nil {
-		s.mend(w, &c, first, end)
+	if err := s.call(c); err != nil {
+		s.mend(w, c, first, end)
 		return err
 	}
-	if err := s.writeSums(w, &c, first, end); err != nil {
+	if err := s.writeSums(w, c, first, end); err != nil {
 		s.intent.makeStale(r, last)
-		return fmt.Errorf("write checksums: %w", hideRange(err))
+		return fmt.Errorf("write %s: %w", s.kind.content, s.hideRange(err))
 	}
 	s.bad.remove(first, end)
 	return nil
@@ -443,7 +494,9 @@ func (s *Store) change(p []byte, off, n int64, o op) error {
 type content struct {
 	p          []byte // nil: zeros
 	off, end   int64  // of p
-	head, tail uint32 // the checksums of a first and last block of which off and end are within
+	op         op
+	wire       []byte // p with protection information after each block; nil: it is generated
+	head, tail uint64 // the checksums of a first and last block of which off and end are within
 }
 
 // merge reads and verifies the first and the last block if only a part of them changes, and
@@ -454,13 +507,13 @@ func (s *Store) merge(w *work, c *content, first, end int64) error {
 	if c.off == first && c.end == end {
 		return nil
 	}
-	one := func(block []byte, at int64) (uint32, error) {
+	one := func(block []byte, at int64) (uint64, error) {
 		if err := s.below.ReadAt(block, at); err != nil {
 			return 0, err
 		}
 		sum, err := s.storedSum(at)
 		if err == nil {
-			err = s.judge(block, at, sum)
+			_, err = s.judge(block, at, sum, protection.CheckAll&^protection.CheckApp)
 		}
 		if err != nil {
 			return 0, err
@@ -471,7 +524,7 @@ func (s *Store) merge(w *work, c *content, first, end int64) error {
 		} else {
 			copy(block[from:to], c.p[at+from-c.off:])
 		}
-		return s.sum(block), nil
+		return s.sum(block, at), nil
 	}
 	var err error
 	if c.off > first || c.end < first+s.bs {
@@ -486,31 +539,39 @@ func (s *Store) merge(w *work, c *content, first, end int64) error {
 }
 
 // newSum returns the checksum that the block at that offset gets.
-func (s *Store) newSum(c *content, at int64) uint32 {
+func (s *Store) newSum(c *content, at int64) uint64 {
 	switch {
 	case at < c.off || at <= c.off && at+s.bs > c.end:
 		return c.head
 	case at+s.bs > c.end:
 		return c.tail
+	case c.wire != nil:
+		return stored(protection.Get(c.wire[(at-c.off)/s.bs*(s.bs+protection.Len)+s.bs:]))
+	case c.p == nil && c.op == opZero && s.typ != protection.None:
+		return stored(s.typ.OfZeros(uint64(at/s.bs), s.tags.Load()))
 	case c.p == nil:
 		return 0
 	}
-	return s.sum(c.p[at-c.off:][:s.bs])
+	return s.sum(c.p[at-c.off:][:s.bs], at)
 }
 
 // writeSums writes the checksums of [first, end).
 func (s *Store) writeSums(w *work, c *content, first, end int64) error {
-	if c.p == nil {
+	if c.p == nil && (c.op != opZero || s.typ == protection.None) {
 		return s.eraseSums(w, c, first, end)
+	}
+	write := s.sums.WriteAt
+	if c.op == opWriteDurable && s.typ != protection.None { // tags cannot be computed again
+		write = s.sums.WriteDurable
 	}
 	for at := first; at < end; {
 		i := 0
 		pos := s.sumAt(at)
-		for ; at < end && i < len(w.sums); i += sumLen {
-			putSum(w.sums[i:], s.newSum(c, at))
+		for ; at < end && i < len(w.sums); i += s.sumLen {
+			s.putSum(w.sums[i:], s.newSum(c, at))
 			at += s.bs
 		}
-		if err := s.sums.WriteAt(w.sums[:i], pos); err != nil {
+		if err := write(w.sums[:i], pos); err != nil {
 			return err
 		}
 	}
@@ -522,7 +583,7 @@ const punchFrom = 64 << 10
 
 // eraseSums writes the checksums of zeros to [first, end).
 func (s *Store) eraseSums(w *work, c *content, first, end int64) error {
-	pos, n := s.sumAt(first), (end-first)/s.bs*sumLen
+	pos, n := s.sumAt(first), (end-first)/s.bs*int64(s.sumLen)
 	if n >= punchFrom {
 		if err := s.sums.Discard(pos, n); err != nil {
 			return err
@@ -537,8 +598,8 @@ func (s *Store) eraseSums(w *work, c *content, first, end int64) error {
 	}
 	for _, at := range [...]int64{first, end - s.bs} { // blocks of which a part remains
 		if sum := s.newSum(c, at); sum != 0 {
-			putSum(w.sums[:], sum)
-			if err := s.sums.WriteAt(w.sums[:sumLen], s.sumAt(at)); err != nil {
+			s.putSum(w.sums[:], sum)
+			if err := s.sums.WriteAt(w.sums[:s.sumLen], s.sumAt(at)); err != nil {
 				return err
 			}
 		}
@@ -559,9 +620,9 @@ func (s *Store) mend(w *work, c *content, first, end int64) {
 			err = s.below.ReadAt(block, at)
 		}
 		if err == nil {
-			if now := s.sum(block); now != old && now == s.newSum(c, at) {
-				putSum(w.sums[:], now)
-				err = s.sums.WriteAt(w.sums[:sumLen], s.sumAt(at))
+			if next := s.newSum(c, at); !s.isOf(block, at, old) && s.isOf(block, at, next) {
+				s.putSum(w.sums[:], next)
+				err = s.sums.WriteAt(w.sums[:s.sumLen], s.sumAt(at))
 			}
 		}
 		if err != nil {
@@ -571,13 +632,17 @@ func (s *Store) mend(w *work, c *content, first, end int64) {
 	}
 }
 
-// Sync implements backend.Store. It does not sync the side file: see the package.
+// Sync implements backend.Store. It does not sync the side file: see the package. Protection information is not only
+// computed, so a side file that has it is synced.
 func (s *Store) Sync() error {
 	if err := s.enter(0, 0, false); err != nil {
 		return err
 	}
 	defer s.leave()
-	return s.below.Sync()
+	if err := s.below.Sync(); err != nil || s.typ == protection.None {
+		return err
+	}
+	return s.sums.Sync()
 }
 
 // Close implements backend.Store. After it, no region of the side file is stale unless it was

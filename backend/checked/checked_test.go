@@ -14,6 +14,7 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/backend/protection"
 )
 
 const testSize = 40 << 20 // three regions, the last of which is cut off
@@ -28,8 +29,22 @@ func memory(t testing.TB, size int64, bs uint32) backend.Store {
 	return s
 }
 
+// openOn opens a Store without its keeper.
+func openOn(below, side backend.Store, c Config) (*Store, error) {
+	return kinds[c.Protection].openOn(below, side, c)
+}
+
+// types are the kinds of side files, by name.
+var types = map[string]protection.Type{"checksums": protection.None, "type 1": protection.Type1, "type 3": protection.Type3}
+
 // openFiles opens a Store on the file lun.img of dir, and its side file.
 func openFiles(t testing.TB, dir, id string, c backend.FileConfig) (*Store, string) {
+	t.Helper()
+	return openFilesOf(t, protection.None, dir, id, c)
+}
+
+// openFilesOf does what openFiles does for any kind of side file.
+func openFilesOf(t testing.TB, typ protection.Type, dir, id string, c backend.FileConfig) (*Store, string) {
 	t.Helper()
 	c.Path = filepath.Join(dir, "lun.img")
 	below, _, err := backend.OpenFile(c)
@@ -40,7 +55,7 @@ func openFiles(t testing.TB, dir, id string, c backend.FileConfig) (*Store, stri
 	if create {
 		id = NewID()
 	}
-	s, err := Open(below, Config{Path: c.Path + Suffix, ID: id, Create: create})
+	s, err := Open(below, Config{Path: c.Path + Suffix, ID: id, Create: create, Protection: typ})
 	if err != nil {
 		t.Fatal(errors.Join(err, below.Close()))
 	}
@@ -212,7 +227,7 @@ func TestAdopt(t *testing.T) {
 // written a moment ago is found. Without that knowledge, as after a crash, such regions are stale.
 func TestRested(t *testing.T) {
 	const regions = 5
-	below, side := memory(t, regions*regionSpan, 512), memory(t, sideSize(regions*regionSpan, 512), 512)
+	below, side := memory(t, regions*regionSpan, 512), memory(t, kinds[0].sideSize(regions*regionSpan, 512), 512)
 	c := Config{ID: NewID(), Create: true}
 	open := func(what string) *Store {
 		s, err := openOn(below, side, c)
@@ -391,57 +406,61 @@ func TestResize(t *testing.T) {
 // A write that fails, in the data or in the side file, leaves no block that is falsely corrupt.
 func TestFailedWrites(t *testing.T) {
 	boom := errors.New("boom")
-	for _, where := range []string{"data", "sums", "map", "half"} {
-		t.Run(where, func(t *testing.T) {
-			below := &backendtest.Faulty{Store: memory(t, testSize, 512)}
-			side := &backendtest.Faulty{Store: memory(t, sideSize(testSize, 512), 512)}
-			s, err := openOn(below, resizable{side}, Config{ID: NewID(), Create: true})
-			must(t, "openOn", err)
-			s.idle = time.Hour
-			go s.keep()
-			defer s.Close()
-			settle(t, s)
-			old := pattern(1<<20, 1)
-			must(t, "WriteAt", s.WriteAt(old, 0))
-			switch where {
-			case "data":
-				below.Fail(backendtest.WriteAt, boom)
-			case "sums":
-				side.Fail(backendtest.WriteAt, boom)
-			case "map":
-				side.Fail(backendtest.WriteDurable, boom)
-			case "half": // of the data
-				below.Hook(func(op backendtest.Op, off, n int64) error {
-					if op != backendtest.WriteAt || n < 8192 {
-						return nil
-					}
-					return errors.Join(boom, below.Store.WriteAt(pattern(4096, 2), off))
-				})
+	for name, typ := range types {
+		for _, where := range []string{"data", "sums", "map", "half"} {
+			t.Run(name+", "+where, func(t *testing.T) { testFailedWrites(t, typ, where, boom) })
+		}
+	}
+}
+
+func testFailedWrites(t *testing.T, typ protection.Type, where string, boom error) {
+	below := &backendtest.Faulty{Store: memory(t, testSize, 512)}
+	side := &backendtest.Faulty{Store: memory(t, kinds[typ].sideSize(testSize, 512), 512)}
+	s, err := openOn(below, resizable{side}, Config{ID: NewID(), Create: true, Protection: typ})
+	must(t, "openOn", err)
+	s.idle = time.Hour
+	go s.keep()
+	defer s.Close()
+	settle(t, s)
+	old := pattern(1<<20, 1)
+	must(t, "WriteAt", s.WriteAt(old, 0))
+	switch where {
+	case "data":
+		below.Fail(backendtest.WriteAt, boom)
+	case "sums":
+		side.Fail(backendtest.WriteAt, boom)
+	case "map":
+		side.Fail(backendtest.WriteDurable, boom)
+	case "half": // of the data
+		below.Hook(func(op backendtest.Op, off, n int64) error {
+			if op != backendtest.WriteAt || n < 8192 {
+				return nil
 			}
-			at := int64(0)
-			if where == "map" {
-				at = 39 << 20 // a region that is clean
-				must(t, "clean", s.intent.clean([]int64{}, s.sums.WriteAt))
-				s.intent.word(2).Store(0)
-				s.intent.mu.Lock()
-				s.intent.setBit(2, false)
-				s.intent.mu.Unlock()
-			}
-			if err := s.WriteAt(pattern(64<<10, 2), at); !errors.Is(err, boom) {
-				t.Fatalf("WriteAt: %v", err)
-			}
-			below.Hook(nil)
-			for _, f := range []*backendtest.Faulty{below, side} {
-				f.Fail(backendtest.WriteAt, nil)
-				f.Fail(backendtest.WriteDurable, nil)
-			}
-			must(t, "ReadAt", s.ReadAt(make([]byte, testSize), 0))
-			must(t, "WriteAt", s.WriteAt(pattern(64<<10, 2), at))
-			must(t, "ReadAt", s.ReadAt(make([]byte, testSize), 0))
-			if n := s.Counts(); n.Mismatches != 0 {
-				t.Errorf("%d mismatches", n.Mismatches)
-			}
+			return errors.Join(boom, below.Store.WriteAt(pattern(4096, 2), off))
 		})
+	}
+	at := int64(0)
+	if where == "map" {
+		at = 39 << 20 // a region that is clean
+		must(t, "clean", s.intent.clean([]int64{}, s.sums.WriteAt))
+		s.intent.word(2).Store(0)
+		s.intent.mu.Lock()
+		s.intent.setBit(2, false)
+		s.intent.mu.Unlock()
+	}
+	if err := s.WriteAt(pattern(64<<10, 2), at); !errors.Is(err, boom) {
+		t.Fatalf("WriteAt: %v", err)
+	}
+	below.Hook(nil)
+	for _, f := range []*backendtest.Faulty{below, side} {
+		f.Fail(backendtest.WriteAt, nil)
+		f.Fail(backendtest.WriteDurable, nil)
+	}
+	must(t, "ReadAt", s.ReadAt(make([]byte, testSize), 0))
+	must(t, "WriteAt", s.WriteAt(pattern(64<<10, 2), at))
+	must(t, "ReadAt", s.ReadAt(make([]byte, testSize), 0))
+	if n := s.Counts(); n.Mismatches != 0 {
+		t.Errorf("%d mismatches", n.Mismatches)
 	}
 }
 

@@ -1,6 +1,7 @@
 package checked
 
 import (
+	"bytes"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -9,6 +10,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/protection"
 )
 
 // A medium is a disk with a volatile cache: a loss of power keeps of what was written since the last sync any
@@ -145,8 +147,14 @@ func (m *medium) Resize(int64) error { return nil }
 
 // After a loss of power, or kill -9, at any moment, each block that was synced reads as it was, each other block
 // reads as something that was written, and no block is corrupt. Only regions without a bit are verified then, and in
-// them a flipped bit is found.
+// them a flipped bit is found. Protection information is that of the data, and the tags of what was synced remain.
 func TestPowerLoss(t *testing.T) {
+	for name, typ := range types {
+		t.Run(name, func(t *testing.T) { testPowerLoss(t, typ) })
+	}
+}
+
+func testPowerLoss(t *testing.T, typ protection.Type) {
 	const (
 		size  = 3 * regionSpan
 		spots = 12 // blocks that the test writes, in all regions
@@ -159,8 +167,8 @@ func TestPowerLoss(t *testing.T) {
 	for seed := range uint64(rounds) {
 		r := rand.New(rand.NewPCG(seed, 5))
 		calls := 1 << 60
-		data, sums := newMedium(size, 512, &calls), newMedium(sideSize(size, 512), 512, &calls)
-		s, err := openOn(data, sums, Config{ID: NewID(), Create: true})
+		data, sums := newMedium(size, 512, &calls), newMedium(kinds[typ].sideSize(size, 512), 512, &calls)
+		s, err := openOn(data, sums, Config{ID: NewID(), Create: true, Protection: typ})
 		must(t, "openOn", err)
 		for r := range int64(3) { // without a keeper, so that a seed is a course of events
 			s.intent.adopt(r)
@@ -181,7 +189,7 @@ func TestPowerLoss(t *testing.T) {
 				}
 				last[i]++
 				tried[i] = append(tried[i], last[i])
-				err = s.WriteAt(filled(last[i]), at(i))
+				err = writeVersion(s, last[i], at(i))
 			case k < 7:
 				if err = s.Sync(); err == nil {
 					synced = last
@@ -203,7 +211,7 @@ func TestPowerLoss(t *testing.T) {
 		calls = 1 << 60
 		killed := seed%4 == 0
 		data, sums = data.powerLoss(r, killed), sums.powerLoss(r, killed)
-		s, err = openOn(data, sums, Config{ID: id})
+		s, err = openOn(data, sums, Config{ID: id, Protection: typ})
 		must(t, fmt.Sprintf("seed %d: open after the loss", seed), err)
 		p := make([]byte, 512)
 		for pass := range 2 { // before and after the stale regions have new checksums
@@ -218,6 +226,9 @@ func TestPowerLoss(t *testing.T) {
 				if !ok {
 					t.Fatalf("seed %d, pass %d, block %d has version %d, want %d or one of %v", seed, pass, i, p[0], synced[i], tried[i])
 				}
+				if typ != protection.None {
+					wantTags(t, s, fmt.Sprintf("seed %d, pass %d, block %d", seed, pass, i), at(i), len(tried[i]) == 0)
+				}
 			}
 			for r := s.intent.nextStale(0); pass == 0 && r >= 0; r = s.intent.nextStale(r + 1) {
 				must(t, "adopt", s.adopt(r, make([]byte, adoptStep)))
@@ -228,6 +239,9 @@ func TestPowerLoss(t *testing.T) {
 		}
 		for i := range spots {
 			b := data.now[at(i)]
+			if typ != protection.None && b[0] == 0 {
+				continue // it was never written, or that is lost: nothing protects it
+			}
 			b[9] ^= 4
 			data.now[at(i)] = b
 			if s.ReadAt(p, at(i)) == nil {
@@ -237,6 +251,38 @@ func TestPowerLoss(t *testing.T) {
 	}
 	if verified == 0 {
 		t.Error("no region was ever clean: the test shows nothing")
+	}
+}
+
+// writeVersion writes a block, with tags of the initiator if there are any.
+func writeVersion(s *Store, version byte, at int64) error {
+	block := filled(version)
+	if s.typ == protection.None {
+		return s.WriteAt(block, at)
+	}
+	t := s.typ.Generate(block, uint64(at/s.bs), nil)
+	return s.WriteProtected(protected(block, protection.New(t.Guard(), uint16(version)|0x700, t.Ref())), at, false)
+}
+
+// protected returns a block with protection information.
+func protected(block []byte, t protection.Tuple) []byte {
+	p := append(bytes.Clone(block), make([]byte, protection.Len)...)
+	t.Put(p[len(block):])
+	return p
+}
+
+// wantTags checks the protection information of a block of writeVersion. synced: it has the tags that it got.
+func wantTags(t *testing.T, s *Store, what string, at int64, synced bool) {
+	t.Helper()
+	p := make([]byte, s.wireLen())
+	must(t, what, s.ReadProtected(p, at, protection.CheckAll))
+	tag := protection.Get(p[s.bs:])
+	switch {
+	case p[0] == 0 && tag == protection.Unwritten:
+	case protection.CRC(p[:s.bs]) != tag.Guard():
+		t.Errorf("%s: guard %#x of version %d", what, tag.Guard(), p[0])
+	case synced && tag.App() != uint16(p[0])|0x700:
+		t.Errorf("%s: application tag %#x of version %d", what, tag.App(), p[0])
 	}
 }
 
@@ -251,7 +297,7 @@ func filled(version byte) []byte {
 // The keeper clears bits of regions that nobody writes to, so a crash later leaves nothing to compute.
 func TestKeeperCleans(t *testing.T) {
 	calls := 1 << 60
-	data, sums := newMedium(2*regionSpan, 512, &calls), newMedium(sideSize(2*regionSpan, 512), 512, &calls)
+	data, sums := newMedium(2*regionSpan, 512, &calls), newMedium(kinds[0].sideSize(2*regionSpan, 512), 512, &calls)
 	s, err := openOn(data, sums, Config{ID: NewID(), Create: true})
 	must(t, "openOn", err)
 	s.idle = 10 * time.Millisecond

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/protection"
 )
 
 const (
@@ -78,7 +79,7 @@ func (k *keeper) turn() (wait time.Duration, ended bool) {
 	if s.atRest.Load() {
 		return s.idle, false
 	}
-	if s.intent.stale.Load() > 0 && !time.Now().Before(k.retry) {
+	if s.intent.stale.Load() > 0 && !s.awaiting.Load() && !time.Now().Before(k.retry) {
 		switch err := s.adoptAll(make([]byte, adoptStep)); {
 		case errors.Is(err, backend.ErrClosed):
 			return 0, true
@@ -187,6 +188,9 @@ func (s *Store) adoptPiece(off, end int64, buf []byte) (int64, error) {
 		if err != nil {
 			return 0, err
 		}
+		if !again && k >= n && s.typ != protection.None {
+			return n, s.adoptHole(w, off, n)
+		}
 		if !again && k >= n {
 			return n, s.eraseSums(w, &content{off: off, end: off + n}, off, off+n)
 		}
@@ -198,14 +202,15 @@ func (s *Store) adoptPiece(off, end int64, buf []byte) (int64, error) {
 	}
 	for at := int64(0); at < n; {
 		k := min(n-at, chunk*s.bs)
-		sums := w.sums[:k/s.bs*sumLen]
+		sums := w.sums[:k/s.bs*int64(s.sumLen)]
 		if err := s.readSums(sums, off+at); err != nil {
 			return 0, err
 		}
 		pos, changed := s.sumAt(off+at), uint64(0)
-		for i := 0; i < len(sums); i += sumLen {
-			if sum := s.sum(p[at:][:s.bs]); sum != getSum(sums[i:]) {
-				putSum(sums[i:], sum)
+		for i := 0; i < len(sums); i += s.sumLen {
+			old := s.getSum(sums[i:])
+			if sum := s.adoptedSum(p[at:][:s.bs], off+at, old); sum != old {
+				s.putSum(sums[i:], sum)
 				changed++
 			}
 			at += s.bs

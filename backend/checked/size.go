@@ -10,7 +10,7 @@ import (
 // adjust makes the side file one for size bytes of data. It was for old bytes: a Resize was interrupted, or
 // somebody extended the data. Blocks that were added that way have no checksums yet.
 func (s *Store) adjust(old, size int64) error {
-	need := sideSize(size, s.side.bs)
+	need := s.kind.sideSize(size, s.side.bs)
 	if s.info.ReadOnly {
 		if size > old {
 			return errors.New("it is for fewer bytes than the LUN has. Make the LUN writable once")
@@ -42,7 +42,7 @@ func (s *Store) adjust(old, size int64) error {
 // cutSums cuts off the checksums behind the end of size bytes of data. If the LUN grows later, new blocks
 // read as zeros, and so must the checksums.
 func (s *Store) cutSums(size int64) error {
-	need, end := sideSize(size, s.side.bs), s.sumAt(size)
+	need, end := s.kind.sideSize(size, s.side.bs), s.sumAt(size)
 	if s.sums.Info().Size > need {
 		if err := s.sums.(backend.Resizer).Resize(need); err != nil {
 			return err
@@ -70,12 +70,12 @@ func (s *Store) Resize(size int64) error {
 	case size <= 0 || size%s.bs != 0:
 		return fmt.Errorf("size %d: must be a positive multiple of the block size %d", size, s.bs)
 	case size > maxSize:
-		return fmt.Errorf("size %d: checksums are possible for up to %d bytes", size, int64(maxSize))
+		return fmt.Errorf("size %d: %s is possible for up to %d bytes", size, s.kind.content, int64(maxSize))
 	case size < old:
 		return s.shrink(r, size, old)
 	}
-	if err := s.sums.(backend.Resizer).Resize(sideSize(size, s.side.bs)); err != nil {
-		return fmt.Errorf("extend the file of checksums: %w", err)
+	if err := s.sums.(backend.Resizer).Resize(s.kind.sideSize(size, s.side.bs)); err != nil {
+		return fmt.Errorf("extend the %s: %w", s.kind.file, err)
 	}
 	s.intent.grow((size + regionSpan - 1) / regionSpan)
 	if err := r.Resize(size); err != nil {
@@ -83,7 +83,7 @@ func (s *Store) Resize(size int64) error {
 		return err
 	}
 	if err := s.side.writeHeader(size); err != nil { // the next start finds the new size, and adopts it
-		return errors.Join(fmt.Errorf("write the new size to the file of checksums: %w", err), r.Resize(old))
+		return errors.Join(fmt.Errorf("write the new size to the %s: %w", s.kind.file, err), r.Resize(old))
 	}
 	s.size.Store(size)
 	return nil
@@ -106,7 +106,7 @@ func (s *Store) shrink(r backend.Resizer, size, old int64) error {
 		err = s.cutSums(size)
 	}
 	if err != nil {
-		return fmt.Errorf("the LUN has its new size, but its file of checksums has not: %w", err)
+		return fmt.Errorf("the LUN has its new size, but its %s has not: %w", s.kind.file, err)
 	}
 	return nil
 }
@@ -132,12 +132,12 @@ func (s *Store) Grow() (int64, error) {
 		return old, nil
 	}
 	if size > maxSize {
-		return 0, fmt.Errorf("the medium has %d bytes, and checksums are possible for up to %d", size, int64(maxSize))
+		return 0, fmt.Errorf("the medium has %d bytes, and %s is possible for up to %d", size, s.kind.content, int64(maxSize))
 	}
 	s.resting.Lock() // else the keeper would compute only the checksums up to the old end
 	defer s.resting.Unlock()
 	if err := s.adjust(old, size); err != nil {
-		return 0, fmt.Errorf("extend the file of checksums: %w", err)
+		return 0, fmt.Errorf("extend the %s: %w", s.kind.file, err)
 	}
 	s.size.Store(size)
 	return size, nil

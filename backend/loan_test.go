@@ -1,0 +1,261 @@
+package backend
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+)
+
+// What was lent does not change, whatever happens to the store, and the store has what was written.
+func TestLoansDoNotChange(t *testing.T) {
+	const size = 4 * memoryPage
+	old, fresh := bytes.Repeat([]byte("old!"), size/4), bytes.Repeat([]byte("new?"), size/4)
+	taken := func(t *testing.T, m *Memory) *Memory {
+		f := memoryFile(t)
+		if err := m.CopyTo(f); err != nil {
+			t.Fatal(err)
+		}
+		next := openMemory(t, size)
+		if err := errors.Join(next.Take(f), m.Close()); err != nil {
+			t.Fatal(err)
+		}
+		return next
+	}
+	for name, tc := range map[string]struct {
+		change func(m *Memory) error
+		want   func(data []byte) // makes the old data the new data; nil: the store is closed
+	}{
+		"a write of a page":    {func(m *Memory) error { return m.WriteAt(fresh[:memoryPage], memoryPage) }, func(p []byte) { copy(p[memoryPage:], fresh[:memoryPage]) }},
+		"a write of a block":   {func(m *Memory) error { return m.WriteAt(fresh[:512], memoryPage+512) }, func(p []byte) { copy(p[memoryPage+512:], fresh[:512]) }},
+		"a write of zeros":     {func(m *Memory) error { return m.WriteAt(make([]byte, 512), 0) }, func(p []byte) { clear(p[:512]) }},
+		"Zero":                 {func(m *Memory) error { return m.Zero(512, size-512) }, func(p []byte) { clear(p[512:]) }},
+		"Discard":              {func(m *Memory) error { return m.Discard(512, size-512) }, func(p []byte) { clear(p[512:]) }},
+		"a smaller store":      {func(m *Memory) error { return errors.Join(m.Resize(memoryPage+512), m.Resize(size)) }, func(p []byte) { clear(p[memoryPage+512:]) }},
+		"the end of the store": {func(m *Memory) error { return m.Close() }, nil},
+	} {
+		for _, mapped := range []bool{false, true} {
+			t.Run(name, func(t *testing.T) {
+				m := openMemory(t, size)
+				if err := m.WriteAt(old, 0); err != nil {
+					t.Fatal(err)
+				}
+				if mapped {
+					m = taken(t, m)
+				}
+				var lent [][]byte
+				var loans []*Loan
+				for range 2 { // to two readers
+					for off := int64(0); off < size; {
+						p, l, err := m.Lend(off, size-off)
+						if err != nil {
+							t.Fatal(err)
+						}
+						lent, loans, off = append(lent, p), append(loans, l), off+int64(len(p))
+					}
+				}
+				check := func() {
+					t.Helper()
+					if !bytes.Equal(bytes.Join(lent, nil), append(bytes.Clone(old), old...)) {
+						t.Error("what was lent has changed")
+					}
+				}
+				check()
+				if err := tc.change(m); err != nil {
+					t.Fatal(err)
+				}
+				check()
+				if tc.want == nil {
+					if _, _, err := m.Lend(0, 512); !errors.Is(err, ErrClosed) {
+						t.Errorf("a closed store lends: %v", err)
+					}
+				} else {
+					want, got := bytes.Clone(old), make([]byte, size)
+					tc.want(want)
+					if err := m.ReadAt(got, 0); err != nil || !bytes.Equal(got, want) {
+						t.Errorf("the store has other data: %v", err)
+					}
+					if used, _, err := m.Usage(); err != nil || used > size {
+						t.Errorf("%d bytes are used, %v", used, err)
+					}
+				}
+				for _, l := range loans {
+					l.Return()
+				}
+			})
+		}
+	}
+}
+
+// Pages that nobody has borrowed are written in place, and those that were borrowed once are too when they are back.
+func TestReturnedPagesAreWrittenInPlace(t *testing.T) {
+	m := openMemory(t, memoryPage)
+	data := bytes.Repeat([]byte("data"), 128)
+	m.WriteAt(data, 0)
+	page := m.slot(0).page
+	_, l, err := m.Lend(0, 512)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.Return()
+	if m.WriteAt(data, 512); m.slot(0).page != page {
+		t.Error("a page that is back was replaced")
+	}
+	if _, _, err := m.Lend(512, 512); err != nil {
+		t.Fatal(err)
+	}
+	if m.WriteAt(data, 1024); m.slot(0).page == page {
+		t.Error("a page that is lent was written to")
+	}
+}
+
+// A store without data lends zeros, and nothing outside its range.
+func TestLoansOfNothing(t *testing.T) {
+	m := openMemory(t, 2*leafSpan)
+	m.WriteAt([]byte{1}, 0)
+	for _, off := range []int64{memoryPage, leafSpan + 512} {
+		p, l, err := m.Lend(off, memoryPage)
+		if err != nil || len(p) == 0 || !isZero(p) {
+			t.Errorf("Lend(%d): %d bytes, %v", off, len(p), err)
+			continue
+		}
+		l.Return()
+	}
+	for _, tc := range [][2]int64{{-1, 512}, {2 * leafSpan, 512}, {2*leafSpan - 512, 1024}} {
+		if _, _, err := m.Lend(tc[0], tc[1]); !errors.Is(err, ErrRange) {
+			t.Errorf("Lend(%d, %d): %v", tc[0], tc[1], err)
+		}
+	}
+}
+
+// Nothing that is lent changes while others write, discard and zero at random.
+func TestLoansWhileOthersWrite(t *testing.T) {
+	const pages, writers, readers = 4, 2, 3
+	m := openMemory(t, pages*memoryPage)
+	end := time.Now().Add(300 * time.Millisecond)
+	var all sync.WaitGroup
+	for i := range writers {
+		all.Go(func() {
+			r, p := rand.New(rand.NewPCG(1, uint64(i))), make([]byte, memoryPage)
+			for n := uint32(1); time.Now().Before(end); n++ {
+				off, size := r.Int64N(pages)*memoryPage, int64(512)<<r.IntN(8)
+				for j := range p {
+					p[j] = byte(n)
+				}
+				var err error
+				switch r.IntN(8) {
+				case 0:
+					err = m.Discard(off, size)
+				case 1:
+					err = m.Zero(off, size)
+				default:
+					err = m.WriteAt(p[:size], off)
+				}
+				if err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	for i := range readers {
+		all.Go(func() {
+			r, p := rand.New(rand.NewPCG(2, uint64(i))), make([]byte, memoryPage)
+			for time.Now().Before(end) {
+				got, l, err := m.Lend(r.Int64N(pages)*memoryPage, memoryPage)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				copy(p, got)
+				for range r.IntN(4) {
+					time.Sleep(10 * time.Microsecond) // others write meanwhile
+					if !bytes.Equal(p, got) {
+						t.Error("what was lent has changed")
+					}
+				}
+				l.Return()
+			}
+		})
+	}
+	all.Wait()
+}
+
+// A spare page does not show what another store had in it.
+func TestSparePagesShowNothing(t *testing.T) {
+	secret, public := openMemory(t, memoryPage), openMemory(t, memoryPage)
+	secret.WriteAt(bytes.Repeat([]byte("secret"), memoryPage/6), 0)
+	public.WriteAt([]byte{1}, 0)
+	for n := range uint64(100) {
+		_, l, err := secret.Lend(0, memoryPage)
+		if err != nil {
+			t.Fatal(err)
+		}
+		secret.WriteAt([]byte("secret"), 0)
+		l.Return() // the page is spare
+		_, l, err = public.Lend(0, memoryPage)
+		if err != nil {
+			t.Fatal(err)
+		}
+		public.WriteAt(binary.BigEndian.AppendUint64(nil, n), 0) // takes a spare page
+		l.Return()
+		got := make([]byte, memoryPage)
+		if public.ReadAt(got, 0); !isZero(got[8:]) {
+			t.Fatalf("%.30q is in the other store", got)
+		}
+	}
+}
+
+// Lending allocates nothing but a Loan for each page, once.
+func TestLendingAllocatesNothing(t *testing.T) {
+	m := openMemory(t, memoryPage)
+	m.WriteAt([]byte{1}, 0)
+	lend := func() {
+		_, l, err := m.Lend(0, memoryPage)
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.Return()
+	}
+	lend()
+	if n := testing.AllocsPerRun(100, lend); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+}
+
+// BenchmarkLend compares a loan with a copy, and a write to a page that is lent with one to a page that is not.
+func BenchmarkLend(b *testing.B) {
+	const size = 64 << 20
+	s, err := OpenMemory(MemoryConfig{Size: size})
+	if err != nil {
+		b.Fatal(err)
+	}
+	m, p := s.(*Memory), bytes.Repeat([]byte("data"), memoryPage/4)
+	for off := int64(0); off < size; off += memoryPage {
+		m.WriteAt(p, off)
+	}
+	off := int64(0)
+	next := func() int64 { off = (off + 17*memoryPage) % size; return off }
+	lend := func() *Loan {
+		_, l, err := m.Lend(off, memoryPage)
+		if err != nil {
+			b.Fatal(err)
+		}
+		return l
+	}
+	for name, f := range map[string]func(){
+		"copy":       func() { m.ReadAt(p, next()) },
+		"lend":       func() { next(); lend().Return() },
+		"write":      func() { m.WriteAt(p[:4096], next()) },
+		"write/lent": func() { next(); l := lend(); m.WriteAt(p[:4096], off); l.Return() },
+	} {
+		b.Run(name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				f()
+			}
+		})
+	}
+}

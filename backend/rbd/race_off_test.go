@@ -1,0 +1,5 @@
+//go:build !race
+
+package rbd
+
+const raceEnabled = false
