@@ -36,6 +36,7 @@ var served = map[string]string{
 	"REQUEST SENSE":                    "always",
 	"REPORT TARGET PORT GROUPS":        "always",
 	"SET TARGET PORT GROUPS":           "always",
+	"LOG SELECT":                       "standby",
 	"LOG SENSE":                        "standby",
 	"MODE SELECT(6)":                   "standby",
 	"MODE SELECT(10)":                  "standby",

@@ -1,23 +1,36 @@
 package lun
 
+import "github.com/iser-target/iser-target/backend/protection"
+
 // maxCompareWrite is the longest COMPARE AND WRITE, in bytes: both halves of its data-out come in
 // one piece.
 const maxCompareWrite = MaxParameterList / 2
+
+// maxCompareWrite returns the longest COMPARE AND WRITE, in blocks. Protection information has to fit in the piece, too.
+func (u *Unit) maxCompareWrite() uint64 {
+	if u.protection != protection.None {
+		return maxCompareWrite / u.wireLen()
+	}
+	return maxCompareWrite >> u.shift
+}
 
 // lightCompareWrite is the longest COMPARE AND WRITE, in bytes, that does no more work than a WRITE.
 const lightCompareWrite = 4096
 
 func beginCompareAndWrite(u *Unit, c *Command) bool {
-	if !u.beginExtent(c, maxCompareWrite) {
+	if !u.beginExtent(c, u.maxCompareWrite()<<u.shift) {
 		return false
 	}
-	c.DataOut, c.Whole = 2*c.count<<u.shift, true
+	c.DataOut, c.Whole = 2*u.transfer(c, c.count), true
 	return true
 }
 
 // consumeCompareAndWrite writes the second half of p where the medium equals the first (SBC-3,
 // section 5.2). Meanwhile no other command has access to the range.
 func consumeCompareAndWrite(u *Unit, c *Command, p []byte, _ uint64) bool {
+	if c.wire {
+		return u.compareAndWriteWire(c, p)
+	}
 	want, instead := p[:len(p)/2], p[len(p)/2:]
 	pos := u.at(c, 0)
 	work := moved(len(p))
@@ -31,12 +44,15 @@ func consumeCompareAndWrite(u *Unit, c *Command, p []byte, _ uint64) bool {
 	if !u.compare(c, want, pos, 0) {
 		return false
 	}
-	return c.writeDone(u.writeLocked(instead, pos, wantsFUA(c.CDB)))
+	return c.writeDone(u.writeLocked(c, instead, pos, wantsFUA(c.CDB)))
 }
 
 // consumeOrWrite executes ORWRITE(16) (SBC-3, section 5.12) for one piece of its data-out. No
 // other command changes the range between the read and the write.
 func consumeOrWrite(u *Unit, c *Command, p []byte, off uint64) bool {
+	if c.wire {
+		return u.eachWire(c, p, off, (*Unit).orWire)
+	}
 	sp := scratch.Get().(*[]byte)
 	defer scratch.Put(sp)
 	for len(p) > 0 {
@@ -62,16 +78,16 @@ func (u *Unit) orWrite(c *Command, b, p []byte, pos int64) bool {
 	for i, x := range p {
 		b[i] |= x
 	}
-	return c.writeDone(u.writeLocked(b, pos, wantsFUA(c.CDB)))
+	return c.writeDone(u.writeLocked(c, b, pos, wantsFUA(c.CDB)))
 }
 
 func beginWriteAtomic(u *Unit, c *Command) bool {
 	if !u.beginExtent(c, uint64(u.info.AtomicWrite)) {
 		return false
 	}
-	c.DataOut = c.count << u.shift
+	c.DataOut = u.transfer(c, c.count)
 	if unit := uint64(u.info.AtomicUnit); unit > 0 && c.count > 0 {
-		pos, n := c.lba<<u.shift, c.DataOut
+		pos, n := c.lba<<u.shift, c.count<<u.shift
 		switch at, size := atomicCover(pos, n); {
 		case pos&(unit-1) != 0, size > uint64(u.info.AtomicWrite), at+size > uint64(u.Size()):
 			return c.failCDB(2, noField) // ATOMIC ALIGNMENT, or on both sides of a boundary that the medium has
@@ -110,7 +126,7 @@ func (u *Unit) writeUnit(c *Command, p []byte, pos int64) bool {
 		copy(whole[uint64(pos)-at:], p)
 		p = whole
 	}
-	return c.writeDone(u.storeWriteAtomic(p, int64(at), wantsFUA(c.CDB)))
+	return c.writeDone(u.storeWriteAtomic(c, p, int64(at), wantsFUA(c.CDB)))
 }
 
 // consumeWriteAtomic collects the data. It takes no memory before the first data arrive.
@@ -124,11 +140,14 @@ func consumeWriteAtomic(_ *Unit, c *Command, p []byte, off uint64) bool {
 
 // endWriteAtomic writes all blocks or, when the store fails, none (SBC-4, section 4.29.4). Other
 // commands see either. backend.Info promises with AtomicWrite that this also holds after a power
-// failure.
+// failure. With protection information, both are written or none: such a unit has WRITE ATOMIC only if both are in memory.
 func endWriteAtomic(u *Unit, c *Command) {
 	p := c.whole
 	c.whole = nil
-	pos := u.at(c, 0)
+	pos, n := u.at(c, 0), int64(c.count<<u.shift)
+	if c.wire && !u.checkWire(c, p, 0) {
+		return
+	}
 	if err := u.enter(c, moved(2*len(p))); err != nil {
 		c.writeDone(err)
 		return
@@ -138,15 +157,20 @@ func endWriteAtomic(u *Unit, c *Command) {
 		u.writeUnit(c, p, pos)
 		return
 	}
-	defer u.ranges.exclude(stripesOf(pos, int64(len(p)))).release()
-	old := make([]byte, len(p))
-	if !c.readDone(u.storeRead(old, pos)) {
+	defer u.ranges.exclude(stripesOf(pos, n)).release()
+	old, err := u.readOld(pos, n)
+	if !c.readDone(err) {
 		return
 	}
-	if err := u.writeLocked(p, pos, wantsFUA(c.CDB)); err != nil {
+	if c.wire {
+		err = u.writeBlocksLocked(c, p, pos, wantsFUA(c.CDB))
+	} else {
+		err = u.writeLocked(c, p, pos, wantsFUA(c.CDB))
+	}
+	if err != nil {
 		// The old data had room before, so they have it again. If the store fails
 		// here too, the unit can only report that the blocks are unreliable.
-		if storeFailed(err) && u.storeWrite(old, pos) != nil {
+		if storeFailed(err) && u.writeOld(old, pos) != nil {
 			c.reportStoreError(err)
 			c.fail(condWriteError)
 			return

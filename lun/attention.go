@@ -14,6 +14,7 @@ var attentions = []Sense{
 	condClearedByTransport,
 	condMediumChanged,
 	condModeChanged,
+	condLogChanged,
 	condCapacityChanged,
 	condLUNsChanged,
 	condAccessChanged,
@@ -22,6 +23,7 @@ var attentions = []Sense{
 	condRegistrationsPreempted,
 	condTimestampChanged,
 	condSoftThreshold,
+	condInquiryChanged,
 }
 
 // reported are the attentions about facts that an initiator keeps in mind and that may be wrong

@@ -2,6 +2,7 @@ package lun
 
 import (
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/protection"
 	"github.com/iser-target/iser-target/lun/fair"
 )
 
@@ -72,8 +73,30 @@ func (u *Unit) storeRead(p []byte, pos int64) error {
 	return u.store.ReadAt(p, pos)
 }
 
+// storeLend appends to list what the store lends of a range. After an error it has appended nothing.
+func (u *Unit) storeLend(pos, n int64, list []Lent) ([]Lent, error) {
+	if err := u.fault(faultRead); err != nil {
+		return list, err
+	}
+	before := len(list)
+	for n > 0 {
+		p, loan, err := u.lender.Lend(pos, n)
+		if err != nil {
+			for _, l := range list[before:] {
+				l.Return()
+			}
+			clear(list[before:])
+			return list[:before], err
+		}
+		list = append(list, Lent{p, loan})
+		pos, n = pos+int64(len(p)), n-int64(len(p))
+	}
+	return list, nil
+}
+
 // storeWrite writes to the store.
 func (u *Unit) storeWrite(p []byte, pos int64) error {
+	u.changing(pos, int64(len(p)))
 	if err := u.fault(faultWrite); err != nil {
 		return err
 	}
@@ -82,6 +105,7 @@ func (u *Unit) storeWrite(p []byte, pos int64) error {
 
 // storeWriteDurable writes to the store, durably.
 func (u *Unit) storeWriteDurable(p []byte, pos int64) error {
+	u.changing(pos, int64(len(p)))
 	if f := u.faults.Load(); f != nil {
 		if err := f.before(faultWrite); err != nil {
 			return err
@@ -96,9 +120,10 @@ func (u *Unit) storeWriteDurable(p []byte, pos int64) error {
 // storeWriteAtomic writes all of p to the store or nothing, durably if asked for or without a cache.
 //
 // Preconditions: the stripes of the range are held.
-func (u *Unit) storeWriteAtomic(p []byte, pos int64, durable bool) error {
+func (u *Unit) storeWriteAtomic(c *Command, p []byte, pos int64, durable bool) error {
+	u.changing(pos, int64(len(p)))
 	u.ranges.assertHeld(pos, int64(len(p)))
-	if err := u.barred(); err != nil {
+	if err := u.barredTo(c); err != nil {
 		return err
 	}
 	durable = u.writeThrough() || u.cached() && durable
@@ -117,6 +142,7 @@ func (u *Unit) storeWriteAtomic(p []byte, pos int64, durable bool) error {
 
 // storeDiscard frees the space of a range.
 func (u *Unit) storeDiscard(pos, n int64) error {
+	u.changing(pos, n)
 	if err := u.fault(faultWrite); err != nil {
 		return err
 	}
@@ -125,10 +151,46 @@ func (u *Unit) storeDiscard(pos, n int64) error {
 
 // storeZero makes a range read as zeros.
 func (u *Unit) storeZero(pos, n int64) error {
+	u.changing(pos, n)
 	if err := u.fault(faultWrite); err != nil {
 		return err
 	}
 	return u.store.Zero(pos, n)
+}
+
+// storeReadProtected reads blocks on the wire from the store.
+func (u *Unit) storeReadProtected(p []byte, pos int64, checks protection.Checks) error {
+	if err := u.fault(faultRead); err != nil {
+		return err
+	}
+	return u.protected.ReadProtected(p, pos, checks)
+}
+
+// storeWriteProtected writes blocks on the wire to the store, durably if asked for.
+func (u *Unit) storeWriteProtected(p []byte, pos int64, durable bool) error {
+	u.changing(pos, u.dataLen(p))
+	if durable && u.unsynced.Load() {
+		return backend.ErrUnsynced
+	}
+	if err := u.fault(faultWrite); err != nil {
+		return err
+	}
+	if !durable {
+		return u.protected.WriteProtected(p, pos, false)
+	}
+	if err := u.fault(faultSync); err != nil {
+		return err
+	}
+	return u.checkSync(u.protected.WriteProtected(p, pos, true))
+}
+
+// storeFormat makes a range zeros that nothing checks until they are written.
+func (u *Unit) storeFormat(pos, n int64) error {
+	u.changing(pos, n)
+	if err := u.fault(faultWrite); err != nil {
+		return err
+	}
+	return u.protected.Format(pos, n, u.isThin())
 }
 
 // storeSync syncs the store.
@@ -144,15 +206,29 @@ func (u *Unit) storeExtent(pos int64) (mapped bool, n int64, err error) {
 	return backend.Extent(u.store, pos)
 }
 
-// storeCopy copies from the store of another unit, or of the same one.
+// storeCopy copies from the store of another unit, or of the same one. An error of that store is a backend.SourceError.
 func (u *Unit) storeCopy(pos int64, from *Unit, fromPos, n int64, p []byte) error {
+	u.changing(pos, n)
 	if err := from.fault(faultRead); err != nil {
-		return err
+		return &backend.SourceError{Err: err}
 	}
 	if err := u.fault(faultWrite); err != nil {
 		return err
 	}
 	return backend.Copy(u.store, pos, from.store, fromPos, n, p)
+}
+
+// storeShare copies up to n bytes from the store of another unit, or of the same one, without this process, and returns how many.
+// Both stores are Copiers. An error of the other one is a backend.SourceError if it can be told.
+func (u *Unit) storeShare(pos int64, from *Unit, fromPos, n int64) (int64, error) {
+	u.changing(pos, n)
+	if err := from.fault(faultRead); err != nil {
+		return 0, &backend.SourceError{Err: err}
+	}
+	if err := u.fault(faultWrite); err != nil {
+		return 0, err
+	}
+	return u.store.(backend.Copier).CopyFrom(pos, from.store, fromPos, n)
 }
 
 // extent enters the gate and calls storeExtent.

@@ -1,6 +1,10 @@
 package lun
 
-import "encoding/binary"
+import (
+	"encoding/binary"
+
+	"github.com/iser-target/iser-target/backend/protection"
+)
 
 // readCapacity10 executes READ CAPACITY(10) (SBC-3, section 5.15).
 func readCapacity10(u *Unit, c *Command) bool {
@@ -16,20 +20,33 @@ func readCapacity10(u *Unit, c *Command) bool {
 
 // readCapacity16 executes READ CAPACITY(16) (SBC-3, section 5.16).
 func readCapacity16(u *Unit, c *Command) bool {
-	const pmi, lbpme, lbprz = 0x01, 0x80, 0x40
+	const pmi = 0x01
 	if binary.BigEndian.Uint64(c.CDB[2:]) != 0 && c.CDB[14]&pmi == 0 {
 		return c.failCDB(2, noField)
 	}
-	b := c.zeroed(32)
+	b := c.zeroed(capacity16Len)
+	u.putCapacity16(b)
+	return c.report(b, binary.BigEndian.Uint32(c.CDB[10:]))
+}
+
+// capacity16Len is the length in bytes of the parameter data of READ CAPACITY(16).
+const capacity16Len = 32
+
+// putCapacity16 fills in the parameter data of READ CAPACITY(16).
+func (u *Unit) putCapacity16(b []byte) {
+	const lbpme, lbprz = 0x80, 0x40
 	binary.BigEndian.PutUint64(b, u.blocks.Load()-1)
 	binary.BigEndian.PutUint32(b[8:], u.info.BlockSize)
+	if u.protection != protection.None {
+		const protEn = 0x01
+		b[12] = byte(u.protection-1)<<1 | protEn // P_TYPE; P_I_EXPONENT is 0
+	}
 	for per := u.info.PhysicalBlockSize >> u.shift; per > 1; per >>= 1 {
 		b[13]++ // LOGICAL BLOCKS PER PHYSICAL BLOCK EXPONENT
 	}
 	if u.isThin() {
 		b[14] = lbpme | lbprz
 	}
-	return c.report(b, binary.BigEndian.Uint32(c.CDB[10:]))
 }
 
 const (

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+
+	"github.com/iser-target/iser-target/backend/protection"
 )
 
 // Names of settings that initiators change for all. That of an access state ends with the tag of
@@ -16,6 +18,9 @@ const (
 	settingTaskSets        = "separate_task_sets" // TST
 	settingMedium          = "medium"             // ready, stopped or ejected
 	settingAccess          = "access_state_"
+
+	settingAppTags      = "application_tags"       // ATMPE
+	settingAppTagRanges = "application_tag_ranges" // of the Application Tag mode page
 
 	settingThresholdReports = "threshold_attentions"       // LBPERE
 	settingThresholdSingle  = "threshold_single_initiator" // SITUA
@@ -62,6 +67,7 @@ func (u *Unit) Settings() []Setting {
 			list = append(list, Setting{Name: m.name, Value: onOff(now, m.mode), Default: onOff(u.modeDefault.Load(), m.mode), Saved: onOff(saved, m.mode)})
 		}
 	}
+	list = append(list, u.tagSettings()...)
 	list = append(list, u.thresholdSettings()...)
 	list = append(list, Setting{Name: settingMedium, Value: u.medium(), Default: "ready", Saved: "ready"})
 	if g := u.access.Load(); g != nil {
@@ -144,13 +150,17 @@ func (u *Unit) ResetSettings() (changed bool, err error) {
 		access = u.access.Swap(nil)
 		u.modeSaved.Store(u.modeDefault.Load())
 		u.levelsSaved.Store(u.levelsDefault.Load())
+		u.tagsSaved.Store(nil)
 	}); err != nil {
 		return false, err
 	}
 	u.settingsMu.Lock()
 	modes := (u.mode.Load()^u.modeDefault.Load())&u.modeMutable != 0
 	modes = u.levels.Swap(u.levelsDefault.Load()) != u.levelsDefault.Load() || modes
+	modes = tagsOf(&u.tags) != (protection.AppTags{}) || modes
+	u.tags.Store(nil)
 	err = u.setModes(nil, u.modeMutable, u.modeDefault.Load())
+	u.useTags()
 	u.settingsMu.Unlock()
 	if modes {
 		u.raise(condModeChanged, nil)

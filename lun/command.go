@@ -2,7 +2,10 @@ package lun
 
 import (
 	"sync/atomic"
+	"time"
 
+	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/protection"
 	"github.com/iser-target/iser-target/lun/fair"
 )
 
@@ -42,8 +45,12 @@ type Command struct {
 	lba     uint64
 	count   uint64 // blocks
 	arrived uint64 // bytes of data-out
+	moved   uint64 // bytes of data that it moved, once Count has counted it
 	whole   []byte // data-out of WRITE ATOMIC
-	same    []byte // DataIn of a command that reports something
+	// begun is sanitizer.begun of the unit at the beginning. If one has begun since, c changes nothing: its data would be on
+	// the erased medium.
+	begun uint32
+	same  []byte // DataIn of a command that reports something
 
 	call, other fair.Call // of the store; other is that of the source of EXTENDED COPY
 
@@ -56,6 +63,10 @@ type Command struct {
 	cond     Sense // what sense says, unless that is nil
 	senseBuf [maxSenseLen]byte
 	buf      []byte // memory of same; kept
+
+	wire   bool // protection information follows each block
+	checks protection.Checks
+	carry  []byte // a block on the wire that lies in two pieces; kept
 }
 
 // Begin decodes the CDB and checks everything that needs no data. If it returns false the command
@@ -63,7 +74,7 @@ type Command struct {
 func (n *Nexus) Begin(c *Command) bool {
 	c.DataOut, c.DataIn, c.Whole, c.Overflow, c.Status = 0, 0, false, false, StatusGood
 	c.failed, c.lba, c.count, c.arrived, c.same, c.sense = false, 0, 0, 0, nil, nil
-	c.whole, c.entered, c.stop = nil, false, nil
+	c.whole, c.entered, c.stop, c.wire = nil, false, nil, false
 	c.identify(n)
 	if !c.enter() {
 		return false
@@ -92,8 +103,8 @@ func (n *Nexus) Begin(c *Command) bool {
 			return c.conflict()
 		}
 	}
-	if octet, bit, ok := row.reserved(c.CDB); !ok {
-		return c.failCDB(octet, bit)
+	if octet, bit, ok := row.reserved(c.CDB); !ok && !c.beginProtect(octet, bit) {
+		return false
 	}
 	if row.flags&absentLUN == 0 && c.unit.sanitizer.state.Load() == sanitizeRunning {
 		return c.failSense(c.unit.sanitizing())
@@ -121,10 +132,12 @@ func (n *Nexus) Begin(c *Command) bool {
 
 // identify finds the logical unit and the row of the table that c, which comes from n, is about.
 func (c *Command) identify(n *Nexus) {
-	c.nexus, c.itl, c.unit, c.arrived = n, n.find(c.LUN), nil, 0
+	c.nexus, c.itl, c.unit, c.arrived, c.moved = n, n.find(c.LUN), nil, 0, 0
 	c.call.Who = n.name.initiator.name
+	c.call.Waited, c.other.Waited = 0, 0
 	if c.itl != nil {
 		c.unit = c.itl.unit
+		c.begun = c.unit.sanitizer.begun.Load()
 	}
 	c.row = lookup(c.CDB)
 	c.countBegun()
@@ -160,6 +173,38 @@ func (n *Nexus) Produce(c *Command, p []byte, off uint64) bool {
 	}
 	copy(p, c.same[off:])
 	return true
+}
+
+// Lent is memory of a store that does not change until its Loan is returned.
+type Lent struct {
+	Data []byte
+	Loan *backend.Loan
+}
+
+// Return ends the loan.
+func (l Lent) Return() { l.Loan.Return() }
+
+// Lends returns how many bytes of memory Lend would keep for size bytes of data-in that start at off, or 0 if only Produce has
+// them.
+func (n *Nexus) Lends(c *Command, off, size uint64) int {
+	if c.failed || !c.row.lends || c.wire || c.unit.lender == nil {
+		return 0
+	}
+	first := uint64(c.unit.at(c, off)) / backend.LoanSize
+	last := uint64(c.unit.at(c, off+size-1)) / backend.LoanSize
+	return int(last-first+1) * backend.LoanSize
+}
+
+// Lend does what Produce does, but without a copy: it appends to list the size bytes of data-in that start at off.
+//
+// Preconditions: Lends does not return 0.
+func (n *Nexus) Lend(c *Command, off, size uint64, list []Lent) ([]Lent, bool) {
+	if c.failed || !c.proceed() {
+		return list, false
+	}
+	defer c.leave()
+	list, err := c.unit.lend(c, c.unit.at(c, off), int64(size), list)
+	return list, c.readDone(err)
 }
 
 // End ends the command after its data, also if the initiator expected less and the data was cut
@@ -210,6 +255,16 @@ func (c *Command) Taken() uint64 {
 	}
 	return 0
 }
+
+// Waited returns how long c has waited for its turn at the store, as part of PhaseBackend. It may be called once c has
+// ended; so may Extent and Moved.
+func (c *Command) Waited() time.Duration { return c.call.Waited + c.other.Waited }
+
+// Extent returns the blocks that c named, in blocks of its LUN; 0, 0 if it named none.
+func (c *Command) Extent() (lba, count uint64) { return c.lba, c.count }
+
+// Moved returns how many bytes of data c moved. Count has counted it.
+func (c *Command) Moved() uint64 { return c.moved }
 
 // Sense returns the sense data of a command that ended with CHECK CONDITION, else nil. It is
 // valid until the next Begin.

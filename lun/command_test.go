@@ -126,6 +126,10 @@ func rowCDB(row *command) []byte {
 		cdb[8] = 252
 	case 0x1b: // START STOP UNIT
 		cdb[4] = 1
+	case 0x3b: // WRITE BUFFER: of the echo buffer
+		cdb[1] = bufferEcho
+	case 0x3c: // READ BUFFER
+		cdb[1], cdb[8] = bufferEchoDescriptor, 252
 	case 0x41: // WRITE SAME(10)
 		cdb[8] = 1
 	case 0x48: // SANITIZE

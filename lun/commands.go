@@ -53,11 +53,12 @@ type phases struct {
 	consume func(*Unit, *Command, []byte, uint64) bool // data-out
 	produce func(*Unit, *Command, []byte, uint64) bool // data-in, unless begin has called report
 	end     func(*Unit, *Command)
+	lends   bool // the data-in is that of the store at the LBA
 }
 
 // Phases that several rows share, or that are long.
 var (
-	read           = phases{begin: beginRead, produce: produceRead}
+	read           = phases{begin: beginRead, produce: produceRead, lends: true}
 	write          = phases{begin: beginWrite, consume: consumeWrite}
 	writeAndVerify = phases{begin: beginWrite, consume: consumeWriteVerify, end: endVerify}
 	writeSame      = phases{begin: beginWriteSame, consume: consumeWriteSame, end: endWriteSame}
@@ -91,6 +92,8 @@ const (
 	inStandby                       // served in standby (SPC-4, section 5.11.2.5)
 	changes                         // changes what other initiators see: not from those that may only read
 	formats                         // a failed FORMAT UNIT is no obstacle
+	protects                        // with protection information, the CDB has a protect field in byte 1
+	formatsTypes                    // with protection information, the CDB has FMTPINFO
 )
 
 // Flags of several rows.
@@ -108,6 +111,7 @@ const (
 	range16  = lba8 + "\xff\xff\xff\xff\x1f\x00"
 	report12 = "\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00" // length, CONTROL
 	copy16   = "\x00\x00\x00\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00"
+	token16  = "\x1f\x00\x00\x00\x00" + len4 + len4 + "\x1f\x00" // list identifier, length, GROUP NUMBER, CONTROL
 	len4     = "\xff\xff\xff\xff"
 	none6    = "\x00\x00\x00\x00\x00"
 	none10   = "\x00\x00\x00\x00\x00\x00\x00\x00\x00"
@@ -120,7 +124,7 @@ const (
 var commands = slices.Concat([]command{
 	{opTestUnitReady, noSA, "TEST UNIT READY", medium | anyPersistent, none6, phases{begin: noData}},
 	{0x03, noSA, "REQUEST SENSE", anyLUN, "\x01\x00\x00\xff\x00", phases{begin: requestSense}},
-	{0x04, noSA, "FORMAT UNIT", medium | writes | formats | allData, "\x3f\x00\x00\x00\x00",
+	{0x04, noSA, "FORMAT UNIT", medium | formatsTypes | writes | formats | allData, "\x3f\x00\x00\x00\x00",
 		phases{begin: beginFormat, consume: consumeFormat, end: endFormat}},
 	{0x08, noSA, "READ(6)", medium | reads, "\x1f\xff\xff\xff\x00", read},
 	{0x0a, noSA, "WRITE(6)", medium | writes, "\x1f\xff\xff\xff\x00", write},
@@ -137,15 +141,18 @@ var commands = slices.Concat([]command{
 		phases{begin: noData, end: endPreventAllow}},
 	{opReadCapacity10, noSA, "READ CAPACITY(10)", medium | anyPersistent | inStandby, "\x00\xff\xff\xff\xff\x00\x00\x01\x00",
 		phases{begin: readCapacity10}},
-	{0x28, noSA, "READ(10)", medium | reads, "\x18" + range10, read},
-	{0x2a, noSA, "WRITE(10)", medium | writes, "\x18" + range10, write},
-	{0x2e, noSA, "WRITE AND VERIFY(10)", medium | writes, "\x12" + range10, writeAndVerify},
-	{0x2f, noSA, "VERIFY(10)", medium | allData | reads, "\x16" + range10, verify},
+	{0x28, noSA, "READ(10)", medium | protects | reads, "\x18" + range10, read},
+	{0x2a, noSA, "WRITE(10)", medium | protects | writes, "\x18" + range10, write},
+	{0x2e, noSA, "WRITE AND VERIFY(10)", medium | protects | writes, "\x12" + range10, writeAndVerify},
+	{0x2f, noSA, "VERIFY(10)", medium | protects | allData | reads, "\x16" + range10, verify},
 	{0x34, noSA, "PRE-FETCH(10)", medium | reads, "\x02" + range10, prefetch},
 	{0x35, noSA, "SYNCHRONIZE CACHE(10)", medium, "\x06" + range10, synchronize},
+	{0x3b, noSA, "WRITE BUFFER", 0, "\x1f\xff\xff\xff\xff\xff\xff\xff\x00",
+		phases{begin: beginWriteBuffer, consume: consumeWriteBuffer}},
+	{0x3c, noSA, "READ BUFFER", reads, "\x1f\xff\xff\xff\xff\xff\xff\xff\x00", phases{begin: readBuffer}},
 	{opReadDefectData10, noSA, "READ DEFECT DATA(10)", medium | reads, "\x00\x1f\x00\x00\x00\x00\xff\xff\x00",
 		phases{begin: readDefectData10}},
-	{0x41, noSA, "WRITE SAME(10)", medium | writes | allData | exactData, "\x08" + range10, writeSame},
+	{0x41, noSA, "WRITE SAME(10)", medium | protects | writes | allData | exactData, "\x08" + range10, writeSame},
 	{0x42, noSA, "UNMAP", medium | writes | thin | allData, "\x00\x00\x00\x00\x00\x1f\xff\xff\x00",
 		phases{begin: beginUnmap, consume: consumeUnmap}},
 	{0x48, sanitizeOverwrite, "SANITIZE OVERWRITE", medium | writes | sanitizes | formats | allData,
@@ -154,6 +161,7 @@ var commands = slices.Concat([]command{
 	{0x48, sanitizeCryptoErase, "SANITIZE CRYPTOGRAPHIC ERASE", medium | writes | sanitizes | formats, erase10, erase},
 	{0x48, sanitizeExitFailureMode, "SANITIZE EXIT FAILURE MODE", sanitizes | changes, erase10,
 		phases{begin: noData, end: endExitFailureMode}},
+	{0x4c, noSA, "LOG SELECT", inStandby | changes, "\x02\xff\xff\x00\x00\x00\x00\x00\x00", phases{begin: logSelect}},
 	{0x4d, noSA, "LOG SENSE", anyPR, "\x00\xff\xff\x00\xff\xff\xff\xff\x00", phases{begin: logSense}},
 	{opModeSelect10, noSA, "MODE SELECT(10)", allData | inStandby | changes, "\x11\x00\x00\x00\x00\x00\xff\xff\x00",
 		modeSelect},
@@ -169,6 +177,10 @@ var commands = slices.Concat([]command{
 		phases{begin: beginExtendedCopy, consume: consumeExtendedCopy}},
 	{opExtendedCopy, saCopyLID4, "EXTENDED COPY(LID4)", allData, "\x1f\x00" + copy16,
 		phases{begin: beginExtendedCopy, consume: consumeExtendedCopy4}},
+	{opExtendedCopy, saPopulateToken, "POPULATE TOKEN", medium | reads | allData, token16,
+		phases{begin: beginPopulateToken, consume: consumePopulateToken}},
+	{opExtendedCopy, saWriteUsingToken, "WRITE USING TOKEN", medium | writes | allData, token16,
+		phases{begin: beginWriteUsingToken, consume: consumeWriteUsingToken}},
 	{opExtendedCopy, saCopyAbort, "COPY OPERATION ABORT", anyPersistent, "\x1f" + len4 + "\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00",
 		phases{begin: noData, end: endCopyAbort}},
 	{opReceiveCopy, saStatusLID1, "RECEIVE COPY STATUS(LID1)", anyPersistent, "\x1f\xff" + copy16,
@@ -177,17 +189,19 @@ var commands = slices.Concat([]command{
 		phases{begin: receiveCopyParameters}},
 	{opReceiveCopy, saStatusLID4, "RECEIVE COPY STATUS(LID4)", anyPersistent, "\x1f" + len4 + "\x00\x00\x00\x00" + len4 + "\x00\x00",
 		phases{begin: receiveCopyStatus4}},
-	{opRead16, noSA, "READ(16)", medium | reads, "\x18" + range16, read},
-	{opCompareAndWrite, noSA, "COMPARE AND WRITE", medium | writes | allData | exactData,
+	{opReceiveCopy, saTokenInformation, "RECEIVE ROD TOKEN INFORMATION", anyPersistent,
+		"\x1f" + len4 + "\x00\x00\x00\x00" + len4 + "\x00\x00", phases{begin: receiveTokenInformation}},
+	{opRead16, noSA, "READ(16)", medium | protects | reads, "\x18" + range16, read},
+	{opCompareAndWrite, noSA, "COMPARE AND WRITE", medium | protects | writes | allData | exactData,
 		"\x18" + lba8 + "\x00\x00\x00\xff\x1f\x00", phases{begin: beginCompareAndWrite, consume: consumeCompareAndWrite}},
-	{opWrite16, noSA, "WRITE(16)", medium | writes, "\x18" + range16, write},
-	{0x8b, noSA, "ORWRITE(16)", medium | writes, "\x18" + range16, phases{begin: beginWrite, consume: consumeOrWrite}},
-	{0x8e, noSA, "WRITE AND VERIFY(16)", medium | writes, "\x12" + range16, writeAndVerify},
-	{0x8f, noSA, "VERIFY(16)", medium | allData | reads, "\x16" + range16, verify},
+	{opWrite16, noSA, "WRITE(16)", medium | protects | writes, "\x18" + range16, write},
+	{0x8b, noSA, "ORWRITE(16)", medium | protects | writes, "\x18" + range16, phases{begin: beginWrite, consume: consumeOrWrite}},
+	{0x8e, noSA, "WRITE AND VERIFY(16)", medium | protects | writes, "\x12" + range16, writeAndVerify},
+	{0x8f, noSA, "VERIFY(16)", medium | protects | allData | reads, "\x16" + range16, verify},
 	{0x90, noSA, "PRE-FETCH(16)", medium | reads, "\x02" + range16, prefetch},
 	{0x91, noSA, "SYNCHRONIZE CACHE(16)", medium, "\x06" + range16, synchronize},
-	{0x93, noSA, "WRITE SAME(16)", medium | writes | allData | exactData, "\x09" + range16, writeSame},
-	{opWriteAtomic16, noSA, "WRITE ATOMIC(16)", medium | writes | allData | atomicWrite,
+	{0x93, noSA, "WRITE SAME(16)", medium | protects | writes | allData | exactData, "\x09" + range16, writeSame},
+	{opWriteAtomic16, noSA, "WRITE ATOMIC(16)", medium | protects | writes | allData | atomicWrite,
 		"\x18" + lba8 + "\x00\x00\xff\xff\x1f\x00", writeAtomic},
 	{opServiceActionIn16, saReadCapacity16, "READ CAPACITY(16)", medium | anyPersistent | inStandby, "\x1f" + lba8 + len4 + "\x01\x00",
 		phases{begin: readCapacity16}},
@@ -204,10 +218,10 @@ var commands = slices.Concat([]command{
 		phases{begin: beginSetPortGroups, consume: consumeSetPortGroups}},
 	{0xa4, 0x0f, "SET TIMESTAMP", allData | changes, "\x1f" + report12,
 		phases{begin: beginSetTimestamp, consume: consumeSetTimestamp}},
-	{0xa8, noSA, "READ(12)", medium | reads, "\x18" + range12, read},
-	{0xaa, noSA, "WRITE(12)", medium | writes, "\x18" + range12, write},
-	{0xae, noSA, "WRITE AND VERIFY(12)", medium | writes, "\x12" + range12, writeAndVerify},
-	{0xaf, noSA, "VERIFY(12)", medium | allData | reads, "\x16" + range12, verify},
+	{0xa8, noSA, "READ(12)", medium | protects | reads, "\x18" + range12, read},
+	{0xaa, noSA, "WRITE(12)", medium | protects | writes, "\x18" + range12, write},
+	{0xae, noSA, "WRITE AND VERIFY(12)", medium | protects | writes, "\x12" + range12, writeAndVerify},
+	{0xaf, noSA, "VERIFY(12)", medium | protects | allData | reads, "\x16" + range12, verify},
 	{opReadDefectData12, noSA, "READ DEFECT DATA(12)", medium | reads, "\x1f" + lba8 + "\x00\x00", phases{begin: readDefectData12}},
 }, persistentReserveOut())
 

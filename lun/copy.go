@@ -3,7 +3,11 @@ package lun
 import (
 	"cmp"
 	"encoding/binary"
+	"errors"
 	"slices"
+	"sync/atomic"
+
+	"github.com/iser-target/iser-target/backend"
 )
 
 // Limits of EXTENDED COPY, which RECEIVE COPY OPERATING PARAMETERS and VPD page 8Fh report.
@@ -46,6 +50,7 @@ type segment struct {
 	from, to       *itl
 	fromPos, toPos int64
 	n              int64
+	begun          [2]uint32 // sanitizer.begun of source and destination at the beginning
 }
 
 // A listHead is the header of a parameter list of EXTENDED COPY, and where its fields are.
@@ -131,6 +136,9 @@ func (c *Command) extendedCopy(u *Unit, p []byte, l listHead) bool {
 		return c.writeDone(err)
 	}
 	u.leave(c)
+	if l.usage != listIDNone {
+		c.itl.copies.supersede(l.id)
+	}
 	be := binary.BigEndian
 	switch {
 	case l.usage == 1, l.usage == listIDNone && l.id != 0:
@@ -192,34 +200,61 @@ func (c *Command) extendedCopy(u *Unit, p []byte, l listHead) bool {
 		}
 	}
 
-	s := &copyStatus{sa: l.sa}
+	var id *uint32
 	if l.usage != listIDNone {
-		if k := c.itl.copies.begin(l.id, s, c); k != condNone {
+		id = &l.id
+	}
+	keep = true
+	return c.thirdPartyCopy(u, &copyStatus{sa: l.sa}, id, l.immediate, release, func(c *Command, s *copyStatus) bool {
+		return c.copySegments(todo, s)
+	})
+}
+
+// thirdPartyCopy does the copy s, which has a list identifier unless id is nil. If it is immediate, it continues after c. When it
+// has ended, or could not begin, release is called.
+func (c *Command) thirdPartyCopy(u *Unit, s *copyStatus, id *uint32, immediate bool, release func(), do func(*Command, *copyStatus) bool) bool {
+	l := &c.itl.copies
+	if id != nil {
+		if k := l.begin(*id, s, c); k != condNone {
+			release()
 			return c.fail(k)
 		}
 	}
-	if l.immediate {
-		if next := c.itl.copies.fork(s, c); next != nil {
-			keep = true
-			u.copying.Add(1) // see Unit.Busy
+	run := func(c *Command) bool {
+		defer release()
+		defer func() { l.finish(s, c) }()
+		return do(c, s)
+	}
+	if immediate {
+		if next := l.fork(s, c); next != nil {
+			u.copying.add(next, 1) // see Unit.Busy
 			go func() {
-				defer u.copying.Add(-1)
-				defer release()
-				next.copySegments(todo, s)
+				defer u.copying.add(next, -1)
+				run(next)
 			}()
 			return true
 		}
 		// Too many copies continue after their commands. This one does not.
 	}
-	return c.copySegments(todo, s)
+	return run(c)
 }
 
 // copySegments copies what todo says, and keeps s up to date.
 func (c *Command) copySegments(todo []segment, s *copyStatus) bool {
 	l := &c.itl.copies
-	defer func() { l.finish(s, c) }()
 	for i, seg := range todo {
-		if !c.copySegment(seg, i, func(octets int64) { l.note(s, octets) }) {
+		before := l.octetsOf(s)
+		ok, done := c.copySegment(seg, i, func(octets int64) { l.note(s, octets) })
+		if to := seg.to.unit; (ok || done > 0) && to.writeThrough() {
+			if err := to.sync(c); err != nil {
+				l.noteLoss(s, before)
+				if ok {
+					c.reportStoreError(placed(seg.to, seg.toPos, seg.n, err))
+					return c.failCopy(condThirdPartyFailure, i)
+				}
+			}
+		}
+		if !ok {
 			return false
 		}
 		l.noteSegment(s)
@@ -247,7 +282,8 @@ func (c *Command) parseCSCD(d []byte, at int, others *[]*Nexus) (l *itl, ok bool
 	if d[4]&setMask != setBinary || d[5]&associationAndType != assocUnit|desNAA {
 		return nil, true
 	}
-	if l = c.findNAA(d[8:][:d[7]], others); l == nil {
+	naa := d[8:][:d[7]]
+	if l = c.find(func(u *Unit) bool { return u.isNamed(naa) }, others); l == nil {
 		return nil, true
 	}
 	if n := binary.BigEndian.Uint32(d[28:]) & 0xffffff; n != l.unit.info.BlockSize { // DISK BLOCK LENGTH
@@ -256,12 +292,12 @@ func (c *Command) parseCSCD(d []byte, at int, others *[]*Nexus) (l *itl, ok bool
 	return l, true
 }
 
-// findNAA returns the unit with that NAA designator among those that the initiator sees, first at its own target, then at
-// others that it could log in to, or nil. A nexus with another target is added to others.
-func (c *Command) findNAA(naa []byte, others *[]*Nexus) *itl {
+// find returns the unit that is selects among those that the initiator sees, first at its own target, then at others that it
+// could log in to, or nil. A nexus with another target is added to others.
+func (c *Command) find(is func(*Unit) bool, others *[]*Nexus) *itl {
 	in := func(n *Nexus) *itl {
 		list := n.list()
-		if i := slices.IndexFunc(list, func(l *itl) bool { return l.unit.isNamed(naa) }); i >= 0 {
+		if i := slices.IndexFunc(list, func(l *itl) bool { return is(l.unit) }); i >= 0 {
 			return list[i]
 		}
 		return nil
@@ -275,7 +311,7 @@ func (c *Command) findNAA(naa []byte, others *[]*Nexus) *itl {
 	if find == nil {
 		return nil
 	}
-	n := (*find)(func(inv *Inventory) bool { return inv.hasNAA(naa) })
+	n := (*find)(func(inv *Inventory) bool { return inv.has(is) })
 	if n == nil {
 		return nil
 	}
@@ -312,7 +348,13 @@ func (c *Command) parseSegment(d []byte, i int, units []*itl) (s segment, ok boo
 		return s, c.failCopy(condCopyAborted, i)
 	}
 	s.fromPos, s.toPos = int64(from<<source.shift), int64(to<<destination.shift)
+	s.begun = s.erasures()
 	return s, true
+}
+
+// erasures returns how many sanitizes have begun on the source and on the destination.
+func (s *segment) erasures() [2]uint32 {
+	return [2]uint32{s.from.unit.sanitizer.begun.Load(), s.to.unit.sanitizer.begun.Load()}
 }
 
 // failCopy fails c because of segment descriptor number i.
@@ -342,13 +384,13 @@ func alignShared(from, to, n int64) int64 {
 	return n
 }
 
-// copySegment copies, and calls note with the number of bytes after each step. Where the source
-// has a hole, the destination gets one.
-func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
+// copySegment copies, calls note with the number of bytes after each step, and returns the sum. Where the source
+// has a hole, the destination gets one. Without a write cache, the caller makes what was copied durable.
+func (c *Command) copySegment(s segment, i int, note func(octets int64)) (ok bool, done int64) {
 	sp := scratch.Get().(*[]byte)
 	defer scratch.Put(sp)
-	s.to.unit.copying.Add(1) // before mayUse checks: see endCopies
-	defer s.to.unit.copying.Add(-1)
+	s.to.unit.copying.add(c, 1) // before mayUse checks: see endCopies
+	defer s.to.unit.copying.add(c, -1)
 	c.copyTo.Store(s.to.unit)
 	defer c.copyTo.Store(nil)
 	// In overlapping ranges, do not overwrite what is not copied yet.
@@ -358,7 +400,7 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 	if s.from.unit.info.Nonblocking && s.to.unit.info.Nonblocking {
 		step = maxCopyStep
 	}
-	for done := int64(0); done < s.n || s.n == 0; {
+	for done < s.n || s.n == 0 {
 		n, off := min(s.n-done, step), done
 		if overlap {
 			n = min(n, int64(len(*sp)))
@@ -372,16 +414,16 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 		n, ok, err := c.copyStep(s, *sp, off, n, overlap)
 		switch {
 		case err == errCopyStopped, err == errAborted && c.stopped():
-			return c.fail(condCopyStopped)
+			return c.fail(condCopyStopped), done
 		case err == errAborted:
-			return c.fail(condAborted)
+			return c.fail(condAborted), done
 		case err == errHeldUp:
-			return c.busy()
+			return c.busy(), done
 		case err != nil:
 			c.reportStoreError(err)
 			fallthrough
 		case !ok:
-			return c.failCopy(condThirdPartyFailure, i)
+			return c.failCopy(condThirdPartyFailure, i), done
 		}
 		if s.n == 0 {
 			break // only check it
@@ -389,13 +431,7 @@ func (c *Command) copySegment(s segment, i int, note func(octets int64)) bool {
 		done += n
 		note(n)
 	}
-	if to := s.to.unit; to.writeThrough() {
-		if err := to.sync(c); err != nil {
-			c.reportStoreError(err)
-			return c.failCopy(condThirdPartyFailure, i)
-		}
-	}
-	return true
+	return true, done
 }
 
 // copyStep copies at most n bytes, off bytes into the segment, and returns how many. ok is false
@@ -416,7 +452,7 @@ func (c *Command) copyStep(s segment, p []byte, off, n int64, overlap bool) (don
 		return 0, false, errAborted
 	case s.from.unit.heldUp(), s.to.unit.heldUp():
 		return 0, false, errHeldUp
-	case !c.mayUse(s.from, opRead16), !c.mayUse(s.to, opWrite16):
+	case !c.mayUse(s.from, opRead16), !c.mayUse(s.to, opWrite16), s.erasures() != s.begun:
 		return 0, false, nil
 	case n > 0:
 		done, err = s.copyRun(p, off, n, overlap)
@@ -424,10 +460,30 @@ func (c *Command) copyStep(s segment, p []byte, off, n int64, overlap bool) (don
 	return done, true, err
 }
 
+// A copyCount counts the third-party copies of a unit by their command, in the order of copyCommands.
+type copyCount [len(copyCommands)]atomic.Int32
+
+// copyCommands are the service actions of EXTENDED COPY that copy.
+var copyCommands = [...]int{saCopyLID1, saCopyLID4, saPopulateToken, saWriteUsingToken}
+
+// add adds n copies of c.
+func (k *copyCount) add(c *Command, n int32) { k[slices.Index(copyCommands[:], c.row.sa)].Add(n) }
+
+// name returns the name of a command that copies, or an empty string if none does.
+func (k *copyCount) name() string {
+	for i := range k {
+		if k[i].Load() > 0 {
+			rows := byOpcode[opExtendedCopy]
+			return rows[slices.IndexFunc(rows, func(row *command) bool { return row.sa == copyCommands[i] })].name
+		}
+	}
+	return ""
+}
+
 // endCopies waits until every copy to the unit has checked again whether it may continue: an
 // EXTENDED COPY of a preempted nexus may be a command for another logical unit.
 func (u *Unit) endCopies() {
-	if u.copying.Load() > 0 {
+	if u.copying.name() != "" {
 		u.aside(func() { u.ranges.exclude(allStripes).release() })
 	}
 }
@@ -454,23 +510,28 @@ func (s segment) copyRun(p []byte, off, n int64, overlap bool) (int64, error) {
 	if err := cmp.Or(from.barred(), to.barred()); err != nil {
 		return 0, err
 	}
-	mapped, run, err := from.storeExtent(s.fromPos + off)
+	fromPos, toPos := s.fromPos+off, s.toPos+off
+	mapped, run, err := from.storeExtent(fromPos)
 	if err != nil {
-		return 0, err
+		return 0, placed(s.from, fromPos, n, err)
 	}
 	if !overlap {
 		n = min(n, run)
 	}
 	switch {
 	case !mapped && run >= n:
-		return n, to.makeHole(s.toPos+off, n)
+		return n, placed(s.to, toPos, n, to.makeHole(toPos, n))
 	case !overlap:
-		return n, to.storeCopy(s.toPos+off, from, s.fromPos+off, n, p)
+		err := to.storeCopy(toPos, from, fromPos, n, p)
+		if source, ok := errors.AsType[*backend.SourceError](err); ok {
+			err = placed(s.from, fromPos, n, source.Err)
+		}
+		return n, placed(s.to, toPos, n, err)
 	}
-	if err := from.storeRead(p[:n], s.fromPos+off); err != nil {
-		return 0, err
+	if err := from.storeRead(p[:n], fromPos); err != nil {
+		return 0, placed(s.from, fromPos, n, err)
 	}
-	return n, to.storeWrite(p[:n], s.toPos+off)
+	return n, placed(s.to, toPos, n, to.storeWrite(p[:n], toPos))
 }
 
 // makeHole makes n bytes at pos zeros, which take no space if the store can give space back.
@@ -556,10 +617,12 @@ func receiveCopyParameters(_ *Unit, c *Command) bool {
 }
 
 // appendThirdPartyCopy appends the Third-party Copy page (SPC-4, section 7.8.17).
-func appendThirdPartyCopy(_ *Unit, _ *Nexus, b []byte) []byte {
+func appendThirdPartyCopy(u *Unit, _ *Nexus, b []byte) []byte {
 	be := binary.BigEndian
-	b = append(b, 0x00, 0x01, 0, 12, // Supported Commands
-		10, opExtendedCopy, 3, saCopyLID1, saCopyLID4, saCopyAbort, opReceiveCopy, 3, saStatusLID1, saCopyParameters, saStatusLID4, 0)
+	b = appendTokenLimits(u, b)
+	b = append(b, 0x00, 0x01, 0, 16, // Supported Commands
+		13, opExtendedCopy, 5, saCopyLID1, saCopyLID4, saPopulateToken, saWriteUsingToken, saCopyAbort,
+		opReceiveCopy, 4, saStatusLID1, saCopyParameters, saStatusLID4, saTokenInformation, 0, 0)
 	parameters := [32]byte{1: 0x04, 3: 28} // Parameter Data
 	be.PutUint16(parameters[8:], maxCSCDs)
 	be.PutUint16(parameters[10:], maxSegments)
@@ -569,6 +632,7 @@ func appendThirdPartyCopy(_ *Unit, _ *Nexus, b []byte) []byte {
 		2, segmentBlockBlock, cscdIdentification, 0)
 	b = append(b, 0x00, 0x0c, 0, 4, // Supported CSCD Descriptor IDs: none
 		0, 0, 0, 0)
+	b = appendTokenFeatures(u, b)
 	general := [36]byte{0: 0x80, 1: 0x01, 3: 32} // General Copy Operations
 	be.PutUint32(general[4:], maxCopies)
 	be.PutUint32(general[8:], maxCopies)

@@ -11,10 +11,13 @@ import (
 const (
 	saCopyLID1         = 0x00
 	saCopyLID4         = 0x01
+	saPopulateToken    = 0x10
+	saWriteUsingToken  = 0x11
 	saCopyAbort        = 0x1c
 	saStatusLID1       = 0x00
 	saCopyParameters   = 0x03
 	saStatusLID4       = 0x05
+	saTokenInformation = 0x07
 	backgroundPerNexus = 16 // copies that continue after GOOD, of an I_T_L nexus
 	backgroundCopies   = 64 // and of the process
 )
@@ -24,6 +27,7 @@ const (
 const (
 	copyGood         = 0x01
 	copyFailed       = 0x02
+	copyPartial      = 0x03 // no error, but the token had less data than the command requested
 	copyInForeground = 0x11
 	copyInBackground = 0x12
 	copyTerminated   = 0x60
@@ -31,7 +35,8 @@ const (
 
 // TRANSFER COUNT UNITS.
 const (
-	countBytes = 0x00
+	countBytes  = 0x00
+	countBlocks = 0xf1 // of the destination
 )
 
 // condNoCopyResources refuses a copy because too many are in progress: INSUFFICIENT RESOURCES.
@@ -61,7 +66,9 @@ type copyStatus struct {
 	senseLen int
 	segments uint16 // done
 	steps    uint16 // modulo 2^16
-	octets   uint64 // written
+	octets   uint64 // written, or of POPULATE TOKEN that the token stands for
+	partial  bool   // the token had less data than the command requested
+	token    *token // that POPULATE TOKEN made, and RECEIVE ROD TOKEN INFORMATION has not returned
 	number   uint64 // in the order of begin
 	op       *Command
 	stop     atomic.Bool // the copy ends after its current step
@@ -88,6 +95,16 @@ func (l *copies) begin(id uint32, s *copyStatus, op *Command) Sense {
 	op.stop = &s.stop
 	l.of[id] = s
 	return condNone
+}
+
+// supersede forgets the copy with that identifier unless it is in progress: the initiator has sent another command with it (SPC-4,
+// sections 6.24 to 6.26). If that one is refused, the outcome of the copy before is not taken for its own.
+func (l *copies) supersede(id uint32) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if was := l.of[id]; was != nil && !was.inProgress() {
+		delete(l.of, id)
+	}
 }
 
 // forgetOldest forgets the copy that has ended and began first.
@@ -117,7 +134,7 @@ func (l *copies) fork(s *copyStatus, op *Command) *Command {
 		return nil
 	}
 	l.background++
-	next := &Command{nexus: op.nexus, itl: op.itl, unit: op.unit, row: op.row, CDB: make([]byte, len(op.CDB)), Abort: &s.stop, stop: &s.stop}
+	next := &Command{nexus: op.nexus, itl: op.itl, unit: op.unit, row: op.row, CDB: make([]byte, len(op.CDB)), Abort: &s.stop, stop: &s.stop, begun: op.begun}
 	copy(next.CDB, op.CDB)
 	next.call.Who = op.call.Who
 	op.stop = nil
@@ -136,6 +153,20 @@ func (l *copies) note(s *copyStatus, octets int64) {
 	s.steps++
 }
 
+// octetsOf returns how many bytes s has written.
+func (l *copies) octetsOf(s *copyStatus) uint64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return s.octets
+}
+
+// noteLoss notes that what s has written may be lost, except for that many bytes.
+func (l *copies) noteLoss(s *copyStatus, octets uint64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	s.octets = octets
+}
+
 // noteSegment counts a segment as done.
 func (l *copies) noteSegment(s *copyStatus) {
 	l.mu.Lock()
@@ -152,6 +183,8 @@ func (l *copies) finish(s *copyStatus, op *Command) {
 		s.status = copyGood
 	case op.stopped() || op.aborted():
 		s.status = copyTerminated
+	case s.partial:
+		s.status = copyPartial
 	default:
 		s.status = copyFailed
 	}
@@ -164,18 +197,24 @@ func (l *copies) finish(s *copyStatus, op *Command) {
 	s.op = nil
 }
 
-// take returns a status, and forgets it if it is final.
+// take returns a status, and forgets it if it is final and has no token that is still to be returned.
 func (l *copies) take(id uint32) (s copyReport, ok bool) {
+	return l.takeIf(id, func(s *copyReport) bool { return s.token == nil })
+}
+
+// takeIf returns a status, and forgets it if it is final and complete says so.
+func (l *copies) takeIf(id uint32, complete func(*copyReport) bool) (s copyReport, ok bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	c := l.of[id]
 	if c == nil {
 		return s, false
 	}
-	if !c.inProgress() {
+	s = c.report()
+	if !c.inProgress() && complete(&s) {
 		delete(l.of, id)
 	}
-	return c.report(), true
+	return s, true
 }
 
 // A copyReport is what RECEIVE COPY STATUS returns of a copyStatus.
@@ -184,13 +223,18 @@ type copyReport struct {
 	segments, steps uint16
 	octets          uint64
 	sense           []byte
+	token           *token
 }
 
 // report returns the present state of s.
 //
 // Preconditions: copies.mu is held.
 func (s *copyStatus) report() copyReport {
-	return copyReport{s.sa, s.status, s.end, s.segments, s.steps, s.octets, append([]byte(nil), s.sense[:s.senseLen]...)}
+	r := copyReport{s.sa, s.status, s.end, s.segments, s.steps, s.octets, append([]byte(nil), s.sense[:s.senseLen]...), nil}
+	if s.status == copyGood {
+		r.token = s.token
+	}
+	return r
 }
 
 // abort ends the copy with that identifier and returns once it writes no more. ok is false if none is in progress.
@@ -225,6 +269,11 @@ func (s *copyStatus) halt() *Unit {
 func (l *copies) haltBackground() (to []*Unit) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	for id, s := range l.of {
+		if s.token != nil && !s.inProgress() { // its data is discarded (SPC-4, section 6.26)
+			delete(l.of, id)
+		}
+	}
 	if l.background == 0 {
 		return nil
 	}
@@ -294,6 +343,14 @@ const copyReportLen = 32
 // pollDelay is the ESTIMATED STATUS UPDATE DELAY of a copy in progress, in ms.
 const pollDelay = 100
 
+// paddedSense returns the sense data, which is a multiple of four bytes long.
+func (s *copyReport) paddedSense() []byte {
+	if s.status == copyTerminated { // nobody gets any of that
+		return nil
+	}
+	return append(s.sense, make([]byte, -len(s.sense)&3)...)
+}
+
 // append fills b, the copyReportLen bytes before the sense data, and appends the sense data. count is the TRANSFER COUNT in
 // those units.
 func (s *copyReport) append(b []byte, units byte, count uint64) []byte {
@@ -305,8 +362,12 @@ func (s *copyReport) append(b []byte, units byte, count uint64) []byte {
 	if s.status == copyInForeground || s.status == copyInBackground {
 		be.PutUint32(b[8:], pollDelay)
 	}
-	b[12], b[13], b[14], b[15] = s.end, byte(len(s.sense)), byte(len(s.sense)), units
+	sense := s.paddedSense()
+	b[12], b[13], b[14], b[15] = s.end, byte(len(sense)), byte(len(s.sense)), units
+	if s.status == copyTerminated {
+		b[12], b[14] = StatusTaskAborted, 0
+	}
 	be.PutUint64(b[16:], count)
 	be.PutUint16(b[24:], s.segments)
-	return append(b, s.sense...)
+	return append(b, sense...)
 }

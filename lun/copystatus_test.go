@@ -2,6 +2,8 @@ package lun
 
 import (
 	"bytes"
+	"cmp"
+	"encoding/binary"
 	"fmt"
 	"strings"
 	"sync"
@@ -92,10 +94,11 @@ func TestExtendedCopyLID4(t *testing.T) {
 	r.other.store.Fail(backendtest.WriteAt, syscall.EIO)
 	wantCopyAborted(t, r.copy4(copyList4(9, 0, 0, both, []string{blocks(0, 0, 8, 7, 100), blocks(0, 1, 8, 7, 0)})), 0x0d, 0x01, 1)
 	wantBytes(t, r.status4(9).in, unhex(`
-		0000002e 01 02 0001 fffffffe
+		00000030 01 02 0001 fffffffe
 		02                    # CHECK CONDITION
-		12 12 00 0000000000001000 0001 000000000000
-		70 00 0a 00000000 0a 00000001 0d 01 00 000000`))
+		14 12                 # sense data, padded to a multiple of four bytes
+		00 0000000000001000 0001 000000000000
+		70 00 0a 00000000 0a 00000001 0d 01 00 000000 0000`))
 
 	// Identifiers of one byte and of four are the same to RECEIVE COPY STATUS.
 	wantGood(t, "LID4", r.copy4(copyList4(5, 2, 0, both, []string{blocks(0, 0, 8, 7, 100)})))
@@ -212,7 +215,7 @@ func TestExtendedCopyInBackground(t *testing.T) {
 		00000064              # ESTIMATED STATUS UPDATE DELAY: 100 ms
 		00 00 00 00 0000000000100000 0000 000000000000`))
 	wantSense(t, h.copy4(h.list(1)), 0x5, 0x00, 0x16) // OPERATION IN PROGRESS
-	if got := h.unit.Busy(); got != "an EXTENDED COPY is in progress" {
+	if got := h.unit.Busy(); got != "EXTENDED COPY(LID4) is in progress" {
 		t.Errorf("the unit is busy with %q", got)
 	}
 	h.release()
@@ -317,7 +320,7 @@ func TestCopyOperationAbort(t *testing.T) {
 		t.Errorf("%d bytes were written, want %d", n, 2*maxCopyStep)
 	}
 	b := h.status4(7).in
-	wantBytes(t, b[:16], unhex("0000002e 01 60 0002 fffffffe 02 12 12 00"))
+	wantBytes(t, b[:16], unhex("0000001c 01 60 0002 fffffffe 40 00 00 00")) // TASK ABORTED
 	wantField(t, h.abort4(7), 2, noField)
 }
 
@@ -364,5 +367,75 @@ func TestAlignShared(t *testing.T) {
 		if got := alignShared(s[0], s[1], s[2]); got != s[3] {
 			t.Errorf("%d to %d: %d bytes first, want %d", s[0], s[1], got, s[3])
 		}
+	}
+}
+
+// Without a write cache, RECEIVE COPY STATUS counts only bytes that are durable: a segment whose sync fails has written nothing,
+// and the steps before an error count if they were synced.
+func TestCopyStatusCountsDurableBytes(t *testing.T) {
+	fails := func(op backendtest.Op, from int64, err error) func(backendtest.Op, int64) error {
+		return func(o backendtest.Op, off int64) error {
+			if o == op && off >= from {
+				return err
+			}
+			return nil
+		}
+	}
+	fails2 := func(op backendtest.Op, off int64) error {
+		return cmp.Or(fails(backendtest.Sync, 0, syscall.EIO)(op, off), fails(backendtest.WriteAt, 1<<20, syscall.EIO)(op, off))
+	}
+	for name, s := range map[string]struct {
+		hook     func(op backendtest.Op, off int64) error // of the destination, from the second segment on
+		end      func(r *copyRig)
+		octets   int64
+		segments int
+		syncs    int
+	}{
+		"all":                  {func(backendtest.Op, int64) error { return nil }, nil, 4096 + 1<<20 + 8192, 2, 2},
+		"a sync fails":         {fails(backendtest.Sync, 0, syscall.EIO), nil, 4096, 1, 2},
+		"a write fails":        {fails(backendtest.WriteAt, 1<<20, syscall.EIO), nil, 4096 + 1<<20, 1, 2},
+		"a first write fails":  {fails(backendtest.WriteAt, 0, syscall.EIO), nil, 4096, 1, 1},
+		"a write and a sync":   {fails2, nil, 4096, 1, 2},
+		"COPY OPERATION ABORT": {nil, func(r *copyRig) { go r.abort4(9) }, 4096 + 1<<20, 1, 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newCopyRig(t, setup{size: 4 << 20}, setup{info: volatile})
+			r.good(extentCDB(0x8a, 0, 0, 4096), pattern(2<<20, 1))
+			to := r.other.unit
+			to.mode.Store(to.mode.Load() &^ modeWCE)
+			var syncs atomic.Int32
+			r.other.store.Hook(func(op backendtest.Op, off, n int64) error {
+				if op == backendtest.Sync {
+					syncs.Add(1)
+				}
+				switch l := &r.nexus.list()[0].copies; {
+				case syncs.Load() == 0 || op == backendtest.Sync && syncs.Load() == 1:
+				case s.hook != nil:
+					return s.hook(op, off)
+				case off == 0 && op == backendtest.WriteAt:
+					s.end(r)
+					testkit.Eventually(t, "COPY OPERATION ABORT", func() bool {
+						l.mu.Lock()
+						defer l.mu.Unlock()
+						return l.of[9].stop.Load()
+					})
+				}
+				return nil
+			})
+			res := r.copy4(copyList4(9, 2, 0, []string{cscdZero, cscdOne}, []string{blocks(0, 1, 8, 0, 4000), blocks(0, 1, 2048+16, 0, 0)}))
+			if (res.status == StatusGood) != (s.segments == 2) {
+				t.Errorf("status %#x, sense % x", res.status, res.sense)
+			}
+			b := r.status4(9).in
+			if got := int64(binary.BigEndian.Uint64(b[16:])); got != s.octets {
+				t.Errorf("TRANSFER COUNT %d, want %d", got, s.octets)
+			}
+			if got := int(binary.BigEndian.Uint16(b[24:])); got != s.segments {
+				t.Errorf("SEGMENTS PROCESSED %d, want %d", got, s.segments)
+			}
+			if got := int(syncs.Load()); got != s.syncs {
+				t.Errorf("%d syncs, want %d", got, s.syncs)
+			}
+		})
 	}
 }

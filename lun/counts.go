@@ -42,21 +42,32 @@ func (row *command) kind() Kind {
 
 // Counts count commands by their outcome.
 type Counts struct {
-	InFlight        int64         // begun and not ended
-	Commands        [Kinds]uint64 // ended with a status
-	Bytes           [Kinds]uint64 // data moved
-	Aborted         uint64        // commands that were aborted: they ended without a status, or with TASK ABORTED
-	CheckConditions [16]uint64    // by sense key
-	MediumErrors    [Kinds]uint64 // of these, those that the store could not read or write
-	OtherStatuses   uint64        // neither GOOD nor CHECK CONDITION: RESERVATION CONFLICT
-	Underflows      uint64        // commands with a residual count (RFC 7143, section 11.4.5.1)
+	InFlight        int64             // begun and not ended
+	Commands        [Kinds]uint64     // ended with a status
+	Bytes           [Kinds]uint64     // data moved
+	Aborted         uint64            // commands that were aborted: they ended without a status, or with TASK ABORTED
+	CheckConditions [Kinds][16]uint64 // by sense key
+	MediumErrors    [Kinds]uint64     // of these, those that the store could not read or write
+	OtherStatuses   uint64            // neither GOOD nor CHECK CONDITION: RESERVATION CONFLICT
+	Underflows      uint64            // commands with a residual count (RFC 7143, section 11.4.5.1)
 	Overflows       uint64
 }
 
-// Failed returns how many commands ended with CHECK CONDITION.
+// Failed returns how many commands ended with CHECK CONDITION, except those that reported a unit attention: they
+// tell an initiator of an event, and each session begins with one.
 func (c *Counts) Failed() (n uint64) {
-	for _, k := range c.CheckConditions {
-		n += k
+	for k := range Kinds {
+		n += c.FailedOf(k)
+	}
+	return n
+}
+
+// FailedOf returns how many of Failed were of kind k.
+func (c *Counts) FailedOf(k Kind) (n uint64) {
+	for key, times := range c.CheckConditions[k] {
+		if key != keyUnitAttention {
+			n += times
+		}
 	}
 	return n
 }
@@ -69,7 +80,7 @@ type common struct {
 
 // rare has the counts that few commands change.
 type rare struct {
-	checkConditions       [16]atomic.Uint64
+	checkConditions       [Kinds][16]atomic.Uint64
 	mediumErrors          [Kinds]atomic.Uint64
 	otherStatuses         atomic.Uint64
 	underflows, overflows atomic.Uint64
@@ -90,10 +101,10 @@ func (c *common) addTo(sum *Counts) {
 }
 
 func (r *rare) addTo(sum *Counts) {
-	for i := range r.checkConditions {
-		sum.CheckConditions[i] += r.checkConditions[i].Load()
-	}
 	for k := range Kinds {
+		for key := range r.checkConditions[k] {
+			sum.CheckConditions[k][key] += r.checkConditions[k][key].Load()
+		}
 		sum.MediumErrors[k] += r.mediumErrors[k].Load()
 	}
 	sum.OtherStatuses += r.otherStatuses.Load()
@@ -167,7 +178,7 @@ func (n *Nexus) Count(c *Command, octets uint64, aborted bool) bool {
 	if !c.counted {
 		return false
 	}
-	c.counted = false
+	c.counted, c.moved = false, octets
 	kind := c.row.kind()
 	n.counts.count(kind, octets, aborted)
 	if c.unit != nil {
@@ -196,10 +207,10 @@ func (c *common) count(kind Kind, octets uint64, aborted bool) {
 
 func (r *rare) failed(c *Command) {
 	if c.Status == StatusCheckCondition && c.sense != nil {
-		k := c.cond
-		r.checkConditions[k.Key].Add(1)
+		k, kind := c.cond, c.row.kind()
+		r.checkConditions[kind][k.Key].Add(1)
 		if k.Key == keyMediumError && k != condSanitizeFailed && k != condFormatCorrupted && k != condFormatFailed {
-			r.mediumErrors[c.row.kind()].Add(1)
+			r.mediumErrors[kind].Add(1)
 		}
 	} else {
 		r.otherStatuses.Add(1)

@@ -56,15 +56,21 @@ func TestCountsOfEachOutcome(t *testing.T) {
 	list[1], list[3] = 22, 16
 	want.Commands[KindOther], want.Bytes[KindOther] = 1, 24
 	check("UNMAP", r.counted(r.nexus, &r.c, unmap, list, false))
-	want.Commands[KindRead], want.CheckConditions[keyIllegalRequest] = 2, 1
+	want.Commands[KindRead], want.CheckConditions[KindRead][keyIllegalRequest] = 2, 1
 	check("READ beyond the end", r.counted(r.nexus, &r.c, "28007fffffff00000200", nil, false))
 
 	r.nexus.Refuse(&r.c, Sense{keyAbortedCommand, 0x0c, 0x0d})
 	r.nexus.Count(&r.c, 0, false)
-	want.Commands[KindRead], want.CheckConditions[keyAbortedCommand] = 3, 1
+	want.Commands[KindRead], want.CheckConditions[KindRead][keyAbortedCommand] = 3, 1
 	check("refused READ", r.unit.Counts()[TCP])
 	if n := r.unit.Counts()[TCP]; n.Failed() != 2 {
 		t.Errorf("%d have failed", n.Failed())
+	} else if n.FailedOf(KindRead) != 2 || n.FailedOf(KindWrite) != 0 {
+		t.Errorf("%d READs and %d writes have failed", n.FailedOf(KindRead), n.FailedOf(KindWrite))
+	}
+	attention := Counts{CheckConditions: [Kinds][16]uint64{KindOther: {keyUnitAttention: 1, keyNotReady: 1}}}
+	if n := attention.Failed(); n != 1 {
+		t.Errorf("%d have failed, where one of two reported a unit attention", n)
 	}
 
 	wantGood(t, "RESERVE", do(other, &r.c, [8]byte{}, "160000000000", nil, all))
@@ -83,7 +89,7 @@ func TestCountsOfEachOutcome(t *testing.T) {
 	do(r.nexus, &r.c, EncodeLUN(9), read, nil, all)
 	r.nexus.Count(&r.c, 0, false)
 	want.Commands[KindRead]++
-	want.CheckConditions[keyIllegalRequest]++
+	want.CheckConditions[KindRead][keyIllegalRequest]++
 	check("no unit", r.nexus.Counts())
 	if r.unit.Counts() != before {
 		t.Error("a command for another LUN counts for the unit")

@@ -80,7 +80,7 @@ func (c *Command) Detach() bool {
 		return false
 	}
 	c.holds = [2]*Unit{c.copyTo.Load()}
-	if c.unit != nil && c.row != nil && c.unit != c.holds[0] && c.row.touchesStore() {
+	if c.unit != nil && c.row != nil && c.unit != c.holds[0] && c.row.changesAnytime() {
 		c.holds[1] = c.unit
 	}
 	for _, u := range c.holds {
@@ -138,6 +138,12 @@ func (c *Command) mayUseStore() bool {
 		return c.busy()
 	}
 	return true
+}
+
+// changesAnytime reports whether the command, once it is in its unit, may change the store until it is back. Others say with
+// Command.copyTo when they do.
+func (row *command) changesAnytime() bool {
+	return row.touchesStore() && (row.op != opExtendedCopy || row.sa != saPopulateToken && row.sa != saWriteUsingToken)
 }
 
 // touchesStore reports whether the command may call the store.

@@ -69,10 +69,10 @@ func TestDescriptorFormat(t *testing.T) {
 	wantSense(t, do(r.nexus, &r.c, [8]byte{0, 7}, "00", nil, all), 0x5, 0x25, 0x00)
 
 	// The counters do not depend on the format, nor does what the transport is told.
-	before := r.unit.Counts()[r.nexus.transport].CheckConditions[keyIllegalRequest]
+	before := r.unit.Counts()[r.nexus.transport].CheckConditions[KindOther][keyIllegalRequest]
 	r.run("ff", nil)
 	r.nexus.Count(&r.c, 0, false)
-	if got := r.unit.Counts()[r.nexus.transport].CheckConditions[keyIllegalRequest]; got != before+1 {
+	if got := r.unit.Counts()[r.nexus.transport].CheckConditions[KindOther][keyIllegalRequest]; got != before+1 {
 		t.Errorf("%d CHECK CONDITIONs with ILLEGAL REQUEST, want %d", got, before+1)
 	}
 	n := r.inv.NewNexus(testPort)

@@ -86,31 +86,74 @@ func TestStoreFailureIsReportedOnceASecond(t *testing.T) {
 	wantLine(`target=\S+ lun=0 initiator=\S+ command=WRITE\(16\) lba=7 blocks=1 reason=".*" not_logged=9`)
 }
 
-// So does a store that fails EXTENDED COPY, but not a unit that refuses the copy.
+// So does a store that fails a copy, with the LUN and the blocks at which it failed: those of the source or those of the destination,
+// at any target. A unit that refuses the copy leaves none, and only the unit that failed has an error to show.
 func TestStoreFailureOfCopyIsReported(t *testing.T) {
 	var b bytes.Buffer
-	r := newCopyRig(t, setup{opt: Options{Events: logTo(slog.New(slog.NewTextHandler(&b, nil)))}}, setup{info: volatile})
-	fail := func(what, want string) {
-		t.Helper()
-		wantCopyAborted(t, r.copy(copyList(0, 3, []string{cscdZero, cscdOne}, []string{blocks(0, 1, 8, 0, 0)})), 0x0d, 0x01, 0)
-		if !regexp.MustCompile(want).MatchString(b.String()) {
-			t.Errorf("%s: the log is %q, want %s", what, b.String(), want)
-		}
-		b.Reset()
-		r.unit.storeErrors.last.Store(0)
-	}
-	line := func(reason string) string {
-		return `^time=\S+ level=ERROR msg="store has failed" target=\S+ lun=0 initiator=\S+ command="EXTENDED COPY.*" lba=0 blocks=0 reason="` + reason + `" not_logged=0\n$`
-	}
-	r.good(extentCDB(0x8a, 0, 0, 8), pattern(4096, 1))
-	r.other.store.Fail(backendtest.WriteAt, syscall.EIO)
-	fail("a write fails", line("input/output error"))
-	r.other.store.Fail(backendtest.WriteAt, nil)
-	r.other.store.Fail(backendtest.Sync, backend.ErrUnsynced)
+	opt := Options{Events: logTo(slog.New(slog.NewTextHandler(&b, nil)))}
+	r := newODXRig(t, setup{opt: opt}, setup{opt: opt, info: volatile})
 	r.other.unit.mode.Store(0) // which writes through
-	fail("a sync fails", line(".*"))
-	r.other.store.Fail(backendtest.WriteAt, backend.ErrClosed)
-	fail("the destination has gone", `^$`)
+	r.good(extentCDB(0x8a, 0, 0, 1024), pattern(1<<19, 1))
+	token := r.token(0, blockRange{8, 600})
+	failures := []struct {
+		what   string
+		rig    *rig
+		op     backendtest.Op
+		from   int64 // bytes
+		err    error
+		copied string // what the line of EXTENDED COPY says: LUN, LBA, blocks
+		token  string // and of WRITE USING TOKEN
+	}{
+		{"a write", r.other, backendtest.WriteAt, 0, syscall.EIO, "lun=1 .*lba=100 blocks=600", "lun=1 .*lba=100 blocks=512"},
+		{"a later write", r.other, backendtest.WriteAt, 612 << 9, syscall.EIO, "lun=1 .*lba=100 blocks=600", "lun=1 .*lba=612 blocks=88"},
+		{"a full store", r.other, backendtest.WriteAt, 0, backend.ErrNoSpace, "lun=1 .*lba=100 blocks=600", "lun=1 .*lba=100 blocks=512"},
+		{"a sync", r.other, backendtest.Sync, 0, syscall.EIO, "lun=1 .*lba=100 blocks=600", "lun=1 .*lba=100 blocks=600"},
+		{"a read", r.rig, backendtest.ReadAt, 0, syscall.EIO, "lun=0 .*lba=8 blocks=600", "lun=0 .*lba=8 blocks=512"},
+		{"a later read", r.rig, backendtest.ReadAt, 520 << 9, syscall.EIO, "lun=0 .*lba=8 blocks=600", "lun=0 .*lba=520 blocks=88"},
+		{"a look for holes", r.rig, backendtest.Extent, 0, syscall.EIO, "lun=0 .*lba=8 blocks=600", "lun=0 .*lba=8 blocks=600"},
+		{"a closed store", r.other, backendtest.WriteAt, 0, backend.ErrClosed, "", ""},
+	}
+	for _, f := range failures {
+		for command, s := range map[string]struct {
+			want string
+			do   func() result
+		}{
+			`EXTENDED COPY\S*`: {f.copied, func() result {
+				return r.copy(copyList(0, 3, []string{cscdZero, cscdOne}, []string{blocks(0, 1, 600, 8, 100)}))
+			}},
+			"WRITE USING TOKEN": {f.token, func() result { return writeToken(r.nexus, 1, 1, 0, token, blockRange{100, 600}) }},
+		} {
+			b.Reset()
+			for _, u := range []*Unit{r.unit, r.other.unit} {
+				u.storeErrors.last.Store(0)
+				u.lastError.Store(nil)
+			}
+			f.rig.store.Hook(func(op backendtest.Op, off, n int64) error {
+				if op == f.op && off+max(n, 1) > f.from {
+					return f.err
+				}
+				return nil
+			})
+			res := s.do()
+			f.rig.store.Hook(nil)
+			if res.status != StatusCheckCondition {
+				t.Errorf("%s, %s: status %#x", f.what, command, res.status)
+			}
+			want := "^$"
+			if s.want != "" {
+				want = `^time=\S+ level=ERROR msg="store has failed" target=\S+ ` + strings.Replace(s.want, ".*", `initiator=\S+ command="`+command+`" `, 1) + ` reason=.* not_logged=0\n$`
+			}
+			if !regexp.MustCompile(want).MatchString(b.String()) {
+				t.Errorf("%s, %s: the log is %q, want %s", f.what, command, b.String(), want)
+			}
+			for _, u := range []*rig{r.rig, r.other} {
+				failed := u.unit.lastError.Load() != nil
+				if want := u == f.rig && f.err == syscall.EIO; failed != want {
+					t.Errorf("%s, %s: LUN %d has an error: %t, want %t", f.what, command, map[*rig]int{r.other: 1}[u], failed, want)
+				}
+			}
+		}
+	}
 }
 
 // Each change of a reservation by RESERVE leaves a line.

@@ -111,6 +111,9 @@ func (u *Unit) SetFaults(f Faults) error {
 	next.timer = time.AfterFunc(f.For, func() { u.endFaults(next) })
 	old := u.faults.Swap(next)
 	u.finishFaults(old)
+	if !time.Now().Before(next.until) { // the timer may have fired before next was there
+		u.endFaults(next)
+	}
 	if u.noFaults.Load() { // stopFaults may have looked before next was there
 		u.endFaults(next)
 		return backend.ErrClosed

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // waits makes a store one that waits for a device.
@@ -233,5 +234,16 @@ func TestNoFaultsAtTheEnd(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// Faults end also if their time is over before they are in force, on a machine that is busy.
+func TestShortFaultsEnd(t *testing.T) {
+	r := newRig(t, setup{info: waits})
+	for range 20000 {
+		r.withFaults(Faults{ReadError: 1, For: time.Nanosecond})
+		if r.unit.Faults() != nil {
+			testkit.Eventually(t, "the faults end", func() bool { return r.unit.Faults() == nil })
+		}
 	}
 }

@@ -17,7 +17,13 @@ const (
 
 // beginFormat checks the CDB of FORMAT UNIT (SBC-3, section 5.3). The list has only its header: the medium
 // has no defects, and its blocks become zeros.
-func beginFormat(_ *Unit, c *Command) bool {
+//
+// The protection type is that of the configuration. A FORMAT UNIT that asks for another one is refused, because the unit
+// would say something else than its administrator did.
+func beginFormat(u *Unit, c *Command) bool {
+	if want, usage := u.formatInfo(); c.CDB[1]>>6 != want || usage != 0 && c.CDB[1]&formatData == 0 {
+		return c.failCDB(1, 7)
+	}
 	switch b := c.CDB[1]; {
 	case b&formatData == 0:
 		// Without a list, CMPLST, LONGLIST and the format of the list mean nothing.
@@ -33,8 +39,9 @@ func beginFormat(_ *Unit, c *Command) bool {
 func consumeFormat(u *Unit, c *Command, p []byte, _ uint64) bool {
 	const protectionUsage = 0x07
 	be := binary.BigEndian
+	_, usage := u.formatInfo()
 	switch {
-	case p[0]&protectionUsage != 0:
+	case p[0]&protectionUsage != usage:
 		return c.failList(0)
 	case p[1]&formatPattern != 0:
 		return c.failList(1)
@@ -68,7 +75,10 @@ func (u *Unit) format() error {
 	for off := int64(0); off < size; off += step {
 		n := min(step, size-off)
 		err := u.inSanitize(heavyStep(0), func() error {
-			if u.isThin() {
+			switch {
+			case u.protected != nil:
+				return u.storeFormat(off, n)
+			case u.isThin():
 				return u.storeDiscard(off, n)
 			}
 			return u.storeZero(off, n)

@@ -10,6 +10,7 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/backend/protection"
 )
 
 // fuzzSetups are the kinds of units that FuzzCDB uses.
@@ -20,6 +21,8 @@ var fuzzSetups = []setup{
 	{blockSize: 4096, info: thick},
 	{opt: Options{ReadOnly: true}},
 	{info: volatile, opt: everything},
+	{info: volatile, opt: everything, protect: protection.Type1},
+	{blockSize: 4096, protect: protection.Type3},
 }
 
 // FuzzCDB runs any CDB for any LUN on a unit of any kind, like a transport: in pieces of any
@@ -57,6 +60,13 @@ func FuzzCDB(f *testing.F) {
 	add(unhex("89 08 0000000000000001 00000002 00 00"), "")
 	add(unhex("8b 08 0000000000000001 00000002 00 00"), "01")
 	add(unhex("9c 08 0000000000000001 00000002 00 00"), "01")
+	add(unhex("8a 20 0000000000000001 00000040 00 00"), "01 02 03")
+	add(unhex("88 60 0000000000000001 00000040 00 00"), "")
+	add(unhex("8f 62 0000000000000001 00000040 00 00"), "")
+	add(unhex("8f 66 0000000000000001 00000040 00 00"), "")
+	add(unhex("93 60 0000000000000001 00000040 00 00"), "01")
+	add(unhex("89 60 0000000000000001 00000002 00 00"), "")
+	add(unhex("8b 60 0000000000000001 00000002 00 00"), "01")
 	add(unhex("15 10 0000 18 00"), "00000000 08 12 04 00 0000 0000 0000 0000 00 00 0000 00 000000")
 	add(unhex("55 10 0000000000 0024 00"), "0000000001000010 0000000000000800 0000000000000200 0a0a02100840 0000ffff0000")
 	add(unhex("1e 00 0000 01 00"), "")
@@ -81,6 +91,19 @@ func FuzzCDB(f *testing.F) {
 	}
 	copyBlocks4(fmt.Sprintf(header, "00") + "0020 ffff 0001" + cscd)
 	copyBlocks4("01 10 0020")
+	zeros := strings.Repeat("00", 504)
+	tokens := func(sa byte, list string) {
+		add(unhex(fmt.Sprintf("83 %02x 00000000 00000001 %08x 00 00", sa, len(unhex(list)))), list)
+	}
+	tokens(0x10, "002e 00 00 00000000 00000000 0000 0020 0000000000000008 00000010 00000000 0000000000000000 00000008 00000000")
+	tokens(0x10, "001e 03 00 00000258 0080ffff 0000 0010 0000000000000000 ffffffff 00000000")
+	tokens(0x10, "ffff 01 00 ffffffff 00000000 0000 ffff ffffffffffffffff 00000001 00000000")
+	for _, token := range []string{"ffff0001 0000 01f8", "00800001 0000 01f8", "00800000 0000 01f7", "00010000 0000 01f8"} {
+		tokens(0x11, "0226 01 0000000000 0000000000000001"+token+zeros+"000000000000 0010 0000000000000008 00000010 00000000")
+		tokens(0x11, "0236 02 0000000000 ffffffffffffffff"+token+zeros+
+			"000000000000 0020 0000000000000008 00000010 00000000 0000000000000010 00000010 00000000")
+	}
+	add(unhex("84 07 00000001 00000000 ffffffff 00 00"), "")
 	add(unhex("83 1c 00000001 00000000 00000000 00 00"), "")
 	add(unhex("84 05 00000001 00000000 ffffffff 00 00"), "")
 	add(unhex("84 00 01 00000000000000 ffffffff 00 00"), "")
@@ -91,6 +114,9 @@ func FuzzCDB(f *testing.F) {
 	add(unhex("04 30 0000 00 00"), "00 00 00 00 00000000")
 	add(unhex("1d 04 00 0000 00"), "")
 	add(unhex("1d c0 00 0000 00"), "")
+	add(unhex("3b 0a 00 000000 000004 00"), "01020304")
+	add(unhex("3c 0a 00 000000 0000ff 00"), "")
+	add(unhex("3c 0b 00 000000 0000ff 00"), "")
 	add(unhex("4d 00 40 ff 00 0000 ffff 00"), "")
 	add(unhex("a3 2a 00000000 ffffffff 00 00"), "")
 	add(unhex("7f 00 00 00 00 00 00 18 00 0a"), "")
@@ -151,7 +177,7 @@ func fuzzRun(t *testing.T, r *rig, lun [8]byte, cdb, data []byte, edtl uint32, r
 		switch {
 		case c.DataOut > 0 && c.DataIn > 0:
 			t.Fatalf("data both ways: %d out, %d in", c.DataOut, c.DataIn)
-		case total > maxTransfer || c.Whole && c.DataOut > MaxParameterList:
+		case total > maxTransfer/512*520 || c.Whole && c.DataOut > MaxParameterList:
 			t.Fatalf("%d bytes out, %d in, whole %v", c.DataOut, c.DataIn, c.Whole)
 		}
 		total = min(total, uint64(edtl))

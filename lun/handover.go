@@ -82,8 +82,9 @@ type UnitState struct {
 	Stopped      bool              `json:"stopped,omitempty"`
 	Ejected      bool              `json:"ejected,omitempty"`
 	Thresholds   *thresholdsEntry  `json:"thresholds,omitempty"` // of initiators; nil: those of the configuration
-	Crossed      uint8             `json:"crossed,omitempty"`    // thresholds that are reached: see crossed
-	Clock        *clockState       `json:"clock,omitempty"`      // that an initiator has set
+	AppTags      *appTagsEntry     `json:"application_tags,omitempty"`
+	Crossed      uint8             `json:"crossed,omitempty"` // thresholds that are reached: see crossed
+	Clock        *clockState       `json:"clock,omitempty"`   // that an initiator has set
 	PortGroups   []portGroupEntry  `json:"port_groups,omitempty"`
 	ChangedBy    map[string]string `json:"changed_by,omitempty"` // initiators, by setting
 	Unsynced     bool              `json:"unsynced,omitempty"`   // a sync has failed
@@ -97,11 +98,13 @@ type UnitState struct {
 
 // Busy returns what the unit does without a command of a session, or an empty string. It has no State then.
 func (u *Unit) Busy() string {
-	switch {
+	switch copies := u.copying.name(); {
+	case u.isSanitizing() && u.sanitizer.formats.Load():
+		return "FORMAT UNIT is in progress"
 	case u.isSanitizing():
-		return "a SANITIZE is in progress"
-	case u.copying.Load() > 0:
-		return "an EXTENDED COPY is in progress"
+		return "SANITIZE is in progress"
+	case copies != "":
+		return copies + " is in progress"
 	case u.detachedIn.Load() > 0:
 		return "aborted commands have not come back from the store"
 	case u.failure.storing.Load():
@@ -122,6 +125,7 @@ func (u *Unit) State() UnitState {
 	}
 	st.Clock = u.clock.Load().state()
 	st.Thresholds, st.Crossed = u.newThresholdsEntry(modes, levels(u.levels.Load())), u.crossed()
+	st.AppTags = newAppTagsEntry(modes, tagsOf(&u.tags))
 	if g := u.access.Load(); g != nil {
 		st.PortGroups = g.entries()
 	}
@@ -174,6 +178,9 @@ func (u *Unit) Restore(st UnitState) error {
 	if health < 0 {
 		return fmt.Errorf("health %.40q: want one of %q", st.Health, Healths)
 	}
+	if err := st.AppTags.check(); err != nil {
+		return err
+	}
 	u.SetHealth(Health(health))
 	u.stopped.Store(st.Stopped)
 	u.ejected.Store(st.Ejected)
@@ -181,8 +188,11 @@ func (u *Unit) Restore(st UnitState) error {
 		WCE: st.WriteCache, SWP: st.WriteProtect, DescriptorSense: st.DescSense, SeparateTaskSets: st.TaskSets,
 	}).modes()
 	provisioning, l := st.Thresholds.values(u.modeDefault.Load(), levels(u.levelsDefault.Load()))
-	u.mode.Store(u.mode.Load()&^u.modeMutable | (modes|provisioning)&u.modeMutable)
+	atmpe, tags := st.AppTags.values()
+	u.mode.Store(u.mode.Load()&^u.modeMutable | (modes|provisioning|atmpe)&u.modeMutable)
 	u.levels.Store(uint64(l))
+	u.tags.Store(&tags)
+	u.useTags()
 	u.cross(st.Crossed)
 	u.clock.Store(st.Clock.clock())
 	if st.Unsynced {
@@ -207,10 +217,13 @@ func (u *Unit) AtWork() bool {
 	return calls.UnderWay+calls.Waiting > 0
 }
 
-// Memory returns the store, or nil if the data is not in memory.
-func (u *Unit) Memory() *backend.Memory {
-	m, _ := u.store.(*backend.Memory)
-	return m
+// Memory returns the stores of the data and of the protection information, or nil for what is not in memory.
+func (u *Unit) Memory() (data, side *backend.Memory) {
+	if s, ok := u.checks(); ok {
+		return s.Memory()
+	}
+	data, _ = u.store.(*backend.Memory)
+	return data, nil
 }
 
 // Descriptor returns the descriptor of the store's file or device, or -1 if it has none.

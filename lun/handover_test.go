@@ -3,6 +3,7 @@ package lun
 import (
 	"encoding/json"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -133,8 +134,23 @@ func TestRestoreRefuses(t *testing.T) {
 	if why := r.unit.Busy(); why != "" {
 		t.Errorf("busy: %s", why)
 	}
-	r.unit.copying.Add(1)
-	if why := r.unit.Busy(); !strings.Contains(why, "EXTENDED COPY") {
-		t.Errorf("busy: %q", why)
+	for _, row := range byOpcode[opExtendedCopy] {
+		if !slices.Contains(copyCommands[:], row.sa) {
+			continue
+		}
+		c := &Command{row: row}
+		r.unit.copying.add(c, 1)
+		if why, want := r.unit.Busy(), row.name+" is in progress"; why != want {
+			t.Errorf("busy: %q, want %q", why, want)
+		}
+		r.unit.copying.add(c, -1)
+	}
+	for formats, want := range map[bool]string{false: "SANITIZE is in progress", true: "FORMAT UNIT is in progress"} {
+		r.unit.sanitizer.formats.Store(formats)
+		r.unit.sanitizer.state.Store(sanitizeRunning)
+		if why := r.unit.Busy(); why != want {
+			t.Errorf("busy: %q, want %q", why, want)
+		}
+		r.unit.sanitizer.state.Store(sanitizeIdle)
 	}
 }

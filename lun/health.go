@@ -2,6 +2,7 @@ package lun
 
 import (
 	"errors"
+	"fmt"
 	"time"
 
 	"github.com/iser-target/iser-target/backend"
@@ -87,6 +88,22 @@ func (u *Unit) Device() (device uint64, ok bool) {
 		return 0, false
 	}
 	return r.Device(), true
+}
+
+// Settle does what backend.Settler does, and fails if that takes longer than limit. It returns nil at once for a store that keeps nothing.
+func (u *Unit) Settle(limit time.Duration) error {
+	s, ok := u.store.(backend.Settler)
+	if !ok {
+		return nil
+	}
+	settled := make(chan error, 1)
+	go func() { settled <- s.Settle() }()
+	select {
+	case err := <-settled:
+		return err
+	case <-time.After(limit):
+		return fmt.Errorf("its store has not flushed within %v. Try again", limit)
+	}
 }
 
 // Inspect does what backend.Inspector does. It returns nil for a store that has no file.

@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/protection"
 )
 
 const (
@@ -19,6 +20,7 @@ const (
 	rmb         = 0x80
 	tpgs        = 0x30 // implicit and explicit asymmetric access
 	threePC     = 0x08
+	protect     = 0x01
 )
 
 // versionDescriptors are SAM-5, SPC-4, SBC-3 and iSCSI; to the last, the
@@ -48,6 +50,9 @@ func inquiry(u *Unit, c *Command) bool {
 		b[1] = rmb
 	}
 	b[5], b[7] = tpgs|threePC, cmdque
+	if u.protection != protection.None {
+		b[5] |= protect
+	}
 	if len(c.nexus.targets()) > 1 {
 		b[6] = multip
 	}
@@ -151,6 +156,13 @@ func appendPorts(_ *Unit, n *Nexus, b []byte) []byte {
 // appendExtended appends the Extended INQUIRY Data page (SPC-4, section 7.8.7).
 func appendExtended(u *Unit, _ *Nexus, b []byte) []byte {
 	p := make([]byte, 64)
+	if u.protection != protection.None {
+		const grdChk, appChk, refChk = 0x04, 0x02, 0x01
+		p[4] = u.protectionTypes()<<3 | grdChk | appChk
+		if u.protection == protection.Type1 {
+			p[4] |= refChk
+		}
+	}
 	p[5] = 0x07 // HEADSUP, ORDSUP, SIMPSUP
 	if u.info.VolatileCache {
 		p[6] = 0x01 // V_SUP
@@ -169,7 +181,7 @@ func appendBlockLimits(u *Unit, _ *Nexus, b []byte) []byte {
 	if u.wsnz() {
 		p[4] = 0x01 // WSNZ
 	}
-	p[5] = byte(uint(maxCompareWrite) >> u.shift) // MAXIMUM COMPARE AND WRITE LENGTH
+	p[5] = byte(u.maxCompareWrite()) // MAXIMUM COMPARE AND WRITE LENGTH
 	be.PutUint16(p[6:], uint16(u.info.PhysicalBlockSize>>u.shift))
 	be.PutUint32(p[8:], maxTransfer>>u.shift)
 	be.PutUint32(p[12:], optimalTransfer>>u.shift)

@@ -95,11 +95,16 @@ func TestVPD(t *testing.T) {
 			01                      # V_SUP
 			00 00 00 0000 00 28` + strings.Repeat("00", 50)},
 		{name: "8f", page: "8f", want: `
-			00 8f 0064              # 100
-			0001 000c 0a            # Supported Commands
-			83 03 00 01 1c          #   EXTENDED COPY(LID1) and (LID4), COPY OPERATION ABORT
-			84 03 00 03 05          #   RECEIVE COPY STATUS(LID1), RECEIVE COPY OPERATING PARAMETERS, RECEIVE COPY STATUS(LID4)
-			00                      #   padding
+			00 8f 01f4              # 500
+			0000 0020 000000000000  # Block Device ROD Token Limits
+			0040                    #   MAXIMUM RANGE DESCRIPTORS
+			00000258 0000003c       #   MAXIMUM and DEFAULT INACTIVITY TIMEOUT: 600 s, 60 s
+			0000000000200000        #   MAXIMUM TOKEN TRANSFER SIZE: 1 GiB
+			0000000000020000        #   OPTIMAL TRANSFER COUNT: 64 MiB
+			0001 0010 0d            # Supported Commands
+			83 05 00 01 10 11 1c    #   EXTENDED COPY(LID1) and (LID4), POPULATE TOKEN, WRITE USING TOKEN, COPY OPERATION ABORT
+			84 04 00 03 05 07       #   RECEIVE COPY STATUS(LID1), OPERATING PARAMETERS, STATUS(LID4), ROD TOKEN INFORMATION
+			00 00                   #   padding
 			0004 001c 00000000      # Parameter Data
 			0010                    #   MAXIMUM CSCD DESCRIPTOR COUNT
 			0020                    #   MAXIMUM SEGMENT DESCRIPTOR COUNT
@@ -108,6 +113,24 @@ func TestVPD(t *testing.T) {
 			000000000000000000000000
 			0008 0004 02 02 e4 00   # Supported Descriptors: block to block, identification
 			000c 0004 0000 0000     # Supported CSCD Descriptor IDs
+			0106 005c               # ROD Token Features
+			00                      #   REMOTE TOKENS: not supported
+			0000000000000000000000
+			0000003c 00000258       #   MINIMUM and MAXIMUM TOKEN LIFETIME
+			00000258                #   MAXIMUM TOKEN INACTIVITY TIMEOUT
+			000000000000000000000000000000000000 0030
+			00 00 002c 0000         #   block ROD device type specific features
+			0001                    #   OPTIMAL BLOCK ROD LENGTH GRANULARITY
+			0000000040000000        #   MAXIMUM BYTES IN BLOCK ROD: 1 GiB
+			0000000004000000        #   OPTIMAL BYTES IN BLOCK ROD TRANSFER: 64 MiB
+			ffffffffffffffff        #   OPTIMAL BYTES TO TOKEN PER SEGMENT: no limit
+			0000000004000000        #   OPTIMAL BYTES FROM TOKEN PER SEGMENT
+			0000000000000000
+			0108 0104 0000 0100     # Supported ROD Types
+			00800000 03` + strings.Repeat("00", 59) + ` # point in time copy, default: TOKEN_IN, TOKEN_OUT
+			00800001 03` + strings.Repeat("00", 59) + ` # change vulnerable: TOKEN_IN, TOKEN_OUT
+			0080ffff 01` + strings.Repeat("00", 59) + ` # any: TOKEN_OUT
+			ffff0001 02` + strings.Repeat("00", 59) + ` # block device zero: TOKEN_IN
 			8001 0020               # General Copy Operations
 			000000ff 000000ff       #   concurrent copies
 			02000000                #   MAXIMUM SEGMENT LENGTH: 32 MiB
@@ -178,7 +201,7 @@ func TestVPD(t *testing.T) {
 	} {
 		t.Run(s.name, func(t *testing.T) {
 			r, want := newRig(t, s.setup), unhex(s.want)
-			wantBytes(t, r.good("12 01 "+s.page+" 00ff 00", nil), want)
+			wantBytes(t, r.good("12 01 "+s.page+" 0fff 00", nil), want)
 			for n := range len(want) {
 				wantBytes(t, r.good(fmt.Sprintf("12 01 %s %04x 00", s.page, n), nil), want[:n])
 			}

@@ -94,6 +94,7 @@ func (inv *Inventory) AddMasked(id uint16, u *Unit, m Mask) error {
 	if taken {
 		return fmt.Errorf("LUN %d is used twice", id)
 	}
+	u.openTokens()
 	inv.entries = slices.Insert(inv.entries, i, maskedEntry{Entry{id, u}, m})
 	for n := range inv.nexuses {
 		n.insert(inv.show(n, inv.entries[i]))
@@ -111,6 +112,7 @@ func (inv *Inventory) Remove(id uint16) *Unit {
 		return nil
 	}
 	u := inv.entries[i].Unit
+	u.shutTokens()
 	inv.entries = slices.Delete(inv.entries, i, i+1)
 	for n := range inv.nexuses {
 		if at, seen := search(n.list(), id); seen {
@@ -133,7 +135,9 @@ func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 	}
 	old, inv.entries[i].Unit = inv.entries[i].Unit, u
 	old.replaced.Store(true)
+	old.shutTokens()
 	u.replaced.Store(false)
+	u.openTokens()
 	for n := range inv.nexuses {
 		at, seen := search(n.list(), id)
 		if !seen {
@@ -156,6 +160,9 @@ func (inv *Inventory) Replace(id uint16, u *Unit) (old *Unit) {
 		l.raise(condMediumChanged)
 		if u.modeChanged {
 			l.raise(condModeChanged)
+		}
+		if u.inquiryChanged {
+			l.raise(condInquiryChanged)
 		}
 	}
 	return old
@@ -223,11 +230,11 @@ func (inv *Inventory) Unit(id uint16) *Unit {
 	return nil
 }
 
-// hasNAA reports whether a logical unit has that NAA designator.
-func (inv *Inventory) hasNAA(naa []byte) bool {
+// has reports whether is selects a logical unit.
+func (inv *Inventory) has(is func(*Unit) bool) bool {
 	inv.mu.RLock()
 	defer inv.mu.RUnlock()
-	return slices.ContainsFunc(inv.entries, func(e maskedEntry) bool { return e.Unit.isNamed(naa) })
+	return slices.ContainsFunc(inv.entries, func(e maskedEntry) bool { return is(e.Unit) })
 }
 
 // isNamed reports whether naa is the NAA designator of the unit.

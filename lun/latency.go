@@ -29,6 +29,14 @@ func (p Phase) String() string {
 // Spent is the time that a command took in each phase, except PhaseTotal.
 type Spent [PhaseTotal]time.Duration
 
+// Total returns the time of all phases.
+func (s *Spent) Total() (total time.Duration) {
+	for _, d := range s {
+		total += d
+	}
+	return total
+}
+
 // Latencies are counted in buckets, four to each doubling from 1.024 µs to 30 s. The first also
 // has all below, the last all above.
 const (
@@ -70,11 +78,51 @@ type Latencies [Phases]Latency
 // Add adds the counts of m to l.
 func (l *Latencies) Add(m *Latencies) {
 	for p := range l {
-		l[p].Count += m[p].Count
-		l[p].Sum += m[p].Sum
-		for i, n := range m[p].Buckets {
-			l[p].Buckets[i] += n
+		l[p].add(&m[p])
+	}
+}
+
+// Sizes of transfers are counted in buckets, one to each doubling from 512 bytes to 4 MiB. The first also has
+// all below, the last all above.
+const (
+	SizeBuckets = 15
+	firstSize   = 9 // the first bound is 1<<firstSize bytes
+)
+
+// SizeBound returns the largest transfer of bucket i, in bytes. The last bucket has no bound.
+func SizeBound(i int) uint64 { return 1 << (firstSize + i) }
+
+// sizeBucket returns the bucket of a transfer of n bytes, at least 1.
+func sizeBucket(n uint64) int {
+	return min(max(bits.Len64(n-1)-firstSize, 0), SizeBuckets-1)
+}
+
+// An Operation counts the commands of one Kind that ended with a status, when their responses have left.
+type Operation struct {
+	Latency                     // in PhaseTotal
+	Bytes   uint64              // data moved; of KindOther, none is counted
+	Sizes   [SizeBuckets]uint64 // commands that moved data; the index counts those up to its SizeBound
+}
+
+// Operations are those of each Kind.
+type Operations [Kinds]Operation
+
+// Add adds the counts of m to o.
+func (o *Operations) Add(m *Operations) {
+	for k := range o {
+		o[k].add(&m[k].Latency)
+		o[k].Bytes += m[k].Bytes
+		for i, n := range m[k].Sizes {
+			o[k].Sizes[i] += n
 		}
+	}
+}
+
+func (l *Latency) add(m *Latency) {
+	l.Count += m.Count
+	l.Sum += m.Sum
+	for i, n := range m.Buckets {
+		l.Buckets[i] += n
 	}
 }
 
@@ -100,10 +148,13 @@ func (l *LatencyCount) Latency() (all Latency) {
 	return all
 }
 
-// latencies are what each command counts in. They fill one page.
+// latencies are what each command counts in. PhaseTotal is the sum of totals.
 type latencies struct {
-	sums    [PhaseTotal]atomic.Int64 // in ns; that of PhaseTotal is the sum of these
-	buckets [Phases][LatencyBuckets]atomic.Uint64
+	sums    [PhaseTotal]atomic.Int64 // ns
+	buckets [PhaseTotal][LatencyBuckets]atomic.Uint64
+	totals  [Kinds]LatencyCount
+	octets  [KindOther]atomic.Uint64
+	sizes   [KindOther][SizeBuckets]atomic.Uint64
 }
 
 func (l *latencies) addTo(sum *Latencies) {
@@ -113,18 +164,33 @@ func (l *latencies) addTo(sum *Latencies) {
 			sum[p].Buckets[i] += n
 			sum[p].Count += n
 		}
+		sum[p].Sum += time.Duration(l.sums[p].Load())
 	}
-	for p := range l.sums {
-		d := time.Duration(l.sums[p].Load())
-		sum[p].Sum += d
-		sum[PhaseTotal].Sum += d
+	for k := range l.totals {
+		sum[PhaseTotal].add(new(l.totals[k].Latency()))
 	}
 }
 
-// A spentIn is a Spent with the bucket of each phase; -1 is none.
+func (l *latencies) addOperationsTo(sum *Operations) {
+	for k := range l.totals {
+		sum[k].add(new(l.totals[k].Latency()))
+	}
+	for k := range l.sizes {
+		sum[k].Bytes += l.octets[k].Load()
+		for i := range l.sizes[k] {
+			sum[k].Sizes[i] += l.sizes[k][i].Load()
+		}
+	}
+}
+
+// A spentIn is what a command counts in latencies.
 type spentIn struct {
 	*Spent
-	buckets [Phases]int
+	kind    Kind
+	total   time.Duration
+	moved   uint64
+	size    int             // bucket of moved; -1: none
+	buckets [PhaseTotal]int // -1: none
 }
 
 func (l *latencies) count(s *spentIn) {
@@ -138,19 +204,24 @@ func (l *latencies) count(s *spentIn) {
 			l.buckets[p][i].Add(1)
 		}
 	}
+	l.totals[s.kind].Count(s.total)
+	if s.size >= 0 {
+		l.octets[s.kind].Add(s.moved)
+		l.sizes[s.kind][s.size].Add(1)
+	}
 }
 
-// CountSpent counts how long c took. c ended with a status, and its response has left.
+// CountSpent counts how long c took. c ended with a status, Count has counted it, and its response has left.
 func (n *Nexus) CountSpent(c *Command, spent *Spent) {
-	s := spentIn{Spent: spent}
-	total := time.Duration(0)
+	s := spentIn{Spent: spent, kind: c.row.kind(), total: spent.Total(), moved: c.moved, size: -1}
 	for p, d := range spent {
 		s.buckets[p] = latencyBucket(d)
-		total += d
 	}
-	s.buckets[PhaseTotal] = latencyBucket(total)
 	if spent[PhaseReadWait] == 0 {
 		s.buckets[PhaseReadWait] = -1
+	}
+	if s.kind != KindOther && c.moved > 0 {
+		s.size = sizeBucket(c.moved)
 	}
 	n.counts.latencies.count(&s)
 	if c.unit != nil {
@@ -178,6 +249,24 @@ func (u *Unit) Latencies() (all [Transports]Latencies) {
 			}
 		}
 	}
+	return all
+}
+
+// Operations returns the operations of the unit for each transport.
+func (u *Unit) Operations() (all [Transports]Operations) {
+	for t := range u.counts {
+		for i := range u.counts[t].latencies {
+			if l := u.counts[t].latencies[i].Load(); l != nil {
+				l.addOperationsTo(&all[t])
+			}
+		}
+	}
+	return all
+}
+
+// Operations returns the operations of the nexus, including commands for LUNs that do not exist.
+func (n *Nexus) Operations() (all Operations) {
+	n.counts.latencies.addOperationsTo(&all)
 	return all
 }
 

@@ -95,3 +95,64 @@ func TestLatenciesOfManyNexuses(t *testing.T) {
 		t.Errorf("%d, %v", l.Count, l.Sum)
 	}
 }
+
+// Reads, writes and other commands have latencies and sizes of their own, in the unit and in the nexus.
+func TestOperations(t *testing.T) {
+	r := newRig(t, setup{})
+	var c Command
+	spend := func(cdb string, moved uint64, took time.Duration) {
+		do(r.nexus, &c, [8]byte{}, cdb, make([]byte, 1024), all)
+		r.nexus.Count(&c, moved, false)
+		r.nexus.CountSpent(&c, &Spent{PhaseBackend: took / 2, PhaseSend: took - took/2})
+	}
+	before := r.nexus.Operations()
+	spend("28000000000000000200", 1024, time.Millisecond)
+	spend("28000000000000000200", 1025, 3*time.Millisecond)
+	spend("2a000000000000000200", 1024, time.Second)
+	spend("2a007fffffff00000200", 0, time.Minute) // beyond the end: nothing moves
+	spend("000000000000", 0, time.Microsecond)
+	all := r.unit.Operations()[TCP]
+	if all != r.nexus.Operations() || before != (Operations{}) {
+		t.Error("the nexus differs from the unit")
+	}
+	for k, want := range map[Kind]Operation{
+		KindRead:  {Latency: Latency{Count: 2, Sum: 4 * time.Millisecond}, Bytes: 2049},
+		KindWrite: {Latency: Latency{Count: 2, Sum: time.Minute + time.Second}, Bytes: 1024},
+		KindOther: {Latency: Latency{Count: 1, Sum: time.Microsecond}},
+	} {
+		if got := all[k]; got.Count != want.Count || got.Sum != want.Sum || got.Bytes != want.Bytes {
+			t.Errorf("%v: %d commands, %v, %d bytes; want %d, %v, %d", k, got.Count, got.Sum, got.Bytes, want.Count, want.Sum, want.Bytes)
+		}
+	}
+	if got := all[KindRead]; got.Sizes != [SizeBuckets]uint64{1: 1, 2: 1} || got.Buckets[latencyBucket(3*time.Millisecond)] != 1 {
+		t.Errorf("reads: %v, %v", got.Sizes, got.Buckets)
+	}
+	if got := all[KindWrite]; got.Sizes != [SizeBuckets]uint64{1: 1} || got.Buckets[LatencyBuckets-1] != 1 {
+		t.Errorf("writes: %v, %v", got.Sizes, got.Buckets)
+	}
+	both := all
+	both.Add(&all)
+	if both[KindRead].Count != 4 || both[KindRead].Bytes != 4098 || both[KindRead].Sizes[2] != 2 {
+		t.Errorf("the sum: %+v", both[KindRead])
+	}
+	for n, want := range map[uint64]int{1: 0, 512: 0, 513: 1, 4 << 20: SizeBuckets - 2, 4<<20 + 1: SizeBuckets - 1, 1 << 63: SizeBuckets - 1} {
+		if got := sizeBucket(n); got != want || want < SizeBuckets-1 && n > SizeBound(want) {
+			t.Errorf("%d bytes are in bucket %d, want %d", n, got, want)
+		}
+	}
+}
+
+// Counting what a command took allocates nothing.
+func TestCountSpentAllocatesNothing(t *testing.T) {
+	r := newRig(t, setup{})
+	var c Command
+	do(r.nexus, &c, [8]byte{}, "28000000000000000200", nil, all)
+	spent := Spent{PhaseBackend: time.Millisecond}
+	if n := testing.AllocsPerRun(100, func() {
+		c.counted = true
+		r.nexus.Count(&c, 1024, false)
+		r.nexus.CountSpent(&c, &spent)
+	}); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+}

@@ -2,24 +2,37 @@ package lun
 
 import (
 	"encoding/binary"
+	"maps"
 	"math"
 )
 
 // A logPage is a log page with the subpage code 00h.
 type logPage struct {
-	code   byte
-	has    func(u *Unit, c *Command) bool             // reports whether the unit has the page; nil: all have it
-	append func(u *Unit, c *Command, b []byte) []byte // appends its parameters, in the order of their codes
+	code     byte
+	has      func(u *Unit, c *Command) bool             // reports whether the unit has the page; nil: all have it
+	append   func(u *Unit, c *Command, b []byte) []byte // appends its parameters, in the order of their codes
+	counters bool                                       // LOG SELECT resets its data counters
 }
+
+// Page codes of the log pages with data counters.
+const (
+	logWriteErrors = 0x02
+	logReadErrors  = 0x03
+	logStatistics  = 0x19
+)
 
 // logPages are the log pages, in order.
 var logPages = []logPage{
-	{0x00, nil, nil}, // Supported Log Pages
-	{0x02, nil, func(u *Unit, _ *Command, b []byte) []byte { return u.appendErrorCounters(b, KindWrite) }}, // Write Error Counters
-	{0x03, nil, func(u *Unit, _ *Command, b []byte) []byte { return u.appendErrorCounters(b, KindRead) }},  // Read Error Counters
-	{0x0c, (*Unit).knowsResources, (*Unit).appendResources},
-	{0x19, nil, (*Unit).appendStatistics},
-	{0x2f, nil, func(_ *Unit, _ *Command, b []byte) []byte { // Informational Exceptions: nothing to report, temperature unknown
+	{code: 0x00}, // Supported Log Pages
+	{code: logWriteErrors, counters: true, append: func(u *Unit, _ *Command, b []byte) []byte {
+		return u.appendErrorCounters(b, logWriteErrors, KindWrite)
+	}},
+	{code: logReadErrors, counters: true, append: func(u *Unit, _ *Command, b []byte) []byte {
+		return u.appendErrorCounters(b, logReadErrors, KindRead)
+	}},
+	{code: 0x0c, has: (*Unit).knowsResources, append: (*Unit).appendResources},
+	{code: logStatistics, counters: true, append: (*Unit).appendStatistics},
+	{code: 0x2f, append: func(_ *Unit, _ *Command, b []byte) []byte { // Informational Exceptions: nothing to report, temperature unknown
 		return append(b, 0, 0, logList, 4, 0, 0, 0xff, 0)
 	}},
 }
@@ -44,25 +57,52 @@ func appendLogCounters(b []byte, code uint16, counters ...uint64) []byte {
 	return b
 }
 
-// counted returns the sum of the unit's counts over all transports.
-func (u *Unit) counted() (sum Counts) {
+// logCounts are the counts of a unit over all transports.
+type logCounts struct{ commands, bytes, mediumErrors [Kinds]uint64 }
+
+// logBases has what was counted when LOG SELECT last reset a page, by its code. A page reports what was counted since then, and
+// metrics continue.
+type logBases map[byte]logCounts
+
+// counted returns what was counted of the unit since it opened.
+func (u *Unit) counted() (sum logCounts) {
 	for _, c := range u.Counts() {
 		for k := range Kinds {
-			sum.Commands[k] += c.Commands[k]
-			sum.Bytes[k] += c.Bytes[k]
-			sum.MediumErrors[k] += c.MediumErrors[k]
+			sum.commands[k] += c.Commands[k]
+			sum.bytes[k] += c.Bytes[k]
+			sum.mediumErrors[k] += c.MediumErrors[k]
 		}
 	}
 	return sum
 }
 
+// countedSince returns what was counted since LOG SELECT last reset that page.
+func (u *Unit) countedSince(page byte) logCounts {
+	base := u.loggedSince()[page] // first: counters only grow
+	sum := u.counted()
+	for k := range Kinds {
+		sum.commands[k] -= base.commands[k]
+		sum.bytes[k] -= base.bytes[k]
+		sum.mediumErrors[k] -= base.mediumErrors[k]
+	}
+	return sum
+}
+
+// loggedSince returns the logBases of now, which do not change.
+func (u *Unit) loggedSince() logBases {
+	if p := u.logBases.Load(); p != nil {
+		return *p
+	}
+	return nil
+}
+
 // appendErrorCounters appends an error counter page (SPC-4, section 7.3.6). It leaves out what
 // the store corrected, because the unit does not know it.
-func (u *Unit) appendErrorCounters(b []byte, kind Kind) []byte {
+func (u *Unit) appendErrorCounters(b []byte, page byte, kind Kind) []byte {
 	const bytesProcessed, uncorrected = 0x0005, 0x0006
-	sum := u.counted()
-	b = appendLogCounters(b, bytesProcessed, sum.Bytes[kind])
-	return appendLogCounters(b, uncorrected, sum.MediumErrors[kind])
+	sum := u.countedSince(page)
+	b = appendLogCounters(b, bytesProcessed, sum.bytes[kind])
+	return appendLogCounters(b, uncorrected, sum.mediumErrors[kind])
 }
 
 // appendStatistics appends the General Statistics and Performance page (SPC-4, section 7.3.9). It
@@ -70,9 +110,9 @@ func (u *Unit) appendErrorCounters(b []byte, kind Kind) []byte {
 // drives that do not either.
 func (u *Unit) appendStatistics(_ *Command, b []byte) []byte {
 	const access, idle, interval = 0x0001, 0x0002, 0x0003
-	sum := u.counted()
-	b = appendLogCounters(b, access, sum.Commands[KindRead], sum.Commands[KindWrite],
-		sum.Bytes[KindWrite]>>u.shift, sum.Bytes[KindRead]>>u.shift, 0, 0, 0, 0)
+	sum := u.countedSince(logStatistics)
+	b = appendLogCounters(b, access, sum.commands[KindRead], sum.commands[KindWrite],
+		sum.bytes[KindWrite]>>u.shift, sum.bytes[KindRead]>>u.shift, 0, 0, 0, 0)
 	b = appendLogCounters(b, idle, 0)
 	return append(b, 0, interval, logList, 8,
 		0, 0, 0, 3, // the interval is 10^-3 s
@@ -132,7 +172,7 @@ func logSense(u *Unit, c *Command) bool {
 			b[0] |= ds
 			b = page.append(u, c, b)
 			if pc != cumulative {
-				resetCounters(b[logHeader:])
+				clearCounters(b[logHeader:])
 			}
 		}
 	}
@@ -149,10 +189,54 @@ func logSense(u *Unit, c *Command) bool {
 	return c.report(b, allocation)
 }
 
-// resetCounters sets data counters to the value of all that are not cumulative: thresholds are 0,
+// logSelect executes LOG SELECT (SPC-4, section 6.6). It resets the data counters of a page, or of all pages, for all initiators. A
+// parameter list, and SP, which saves parameters, are no bits of its usage. Thresholds are 0, and so they are after a reset.
+func logSelect(u *Unit, c *Command) bool {
+	const pcr = 0x02
+	const cumulative, defaultCumulative = 0b01, 0b11 // PC
+	pc, code, subpage := c.CDB[2]>>6, c.CDB[2]&0x3f, c.CDB[3]
+	if subpage != 0 && subpage != allSubpages {
+		return c.failCDB(3, noField)
+	}
+	var reset []byte
+	known := code == 0 // all pages
+	for _, page := range logPages {
+		if (page.code == code || code == 0) && (page.has == nil || page.has(u, c)) {
+			known = true
+			if page.counters {
+				reset = append(reset, page.code)
+			}
+		}
+	}
+	if !known {
+		return c.failCDB(2, 5)
+	}
+	resets := pc == defaultCumulative || pc == cumulative && c.CDB[1]&pcr != 0
+	if !resets || len(reset) == 0 {
+		return true
+	}
+	for {
+		old := u.logBases.Load()
+		next := maps.Clone(u.loggedSince())
+		if next == nil {
+			next = logBases{}
+		}
+		now := u.counted()
+		for _, code := range reset {
+			next[code] = now
+		}
+		if u.logBases.CompareAndSwap(old, &next) {
+			break
+		}
+	}
+	u.raise(condLogChanged, c.nexus)
+	return true
+}
+
+// clearCounters sets data counters to the value of all that are not cumulative: thresholds are 0,
 // which is never compared with, and so are defaults. Lists have no such values and stay (SPC-4,
 // sections 6.6.1 and 6.7).
-func resetCounters(parameters []byte) {
+func clearCounters(parameters []byte) {
 	for p := parameters; len(p) > 0; {
 		end := logHeader + int(p[3])
 		if p[2]&logIsList == 0 {

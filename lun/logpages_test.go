@@ -2,6 +2,7 @@ package lun
 
 import (
 	"bytes"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"strings"
@@ -122,6 +123,123 @@ func TestLogCounters(t *testing.T) {
 	}
 }
 
+// SPC-4, section 6.6: LOG SELECT resets the counters of a page, or of all, and notifies the other initiators. The counts that become
+// metrics continue, and other units keep theirs.
+func TestLogSelect(t *testing.T) {
+	r := newRig(t, setup{})
+	neighbor := newRig(t, setup{}) // another unit
+	other := r.login()
+	r.forget(r.nexus)
+	neighbor.forget(neighbor.nexus)
+	block := make([]byte, 512)
+	counted := func(r *rig, cdb string, out []byte) {
+		res := do(r.nexus, &r.c, [8]byte{}, cdb, out, all)
+		r.nexus.Count(&r.c, uint64(res.consumed+len(res.in)), false)
+	}
+	work := func(r *rig) {
+		t.Helper()
+		counted(r, "28 00 00000000 00 0008 00", nil)
+		counted(r, "2a 00 00000000 00 0001 00", block)
+		r.store.Fail(backendtest.ReadAt, errors.New("injected"))
+		counted(r, "28 00 00000000 00 0001 00", nil)
+		r.store.Fail(backendtest.ReadAt, nil)
+	}
+	// pages checks the bytes and errors of pages 03h and 02h, and the commands of page 19h.
+	pages := func(r *rig, read, readErrors, written, reads, writes uint64) {
+		t.Helper()
+		be := binary.BigEndian
+		for _, p := range []struct {
+			page   byte
+			values []uint64
+		}{{0x43, []uint64{read, readErrors}}, {0x42, []uint64{written, 0}}, {0x59, []uint64{reads, writes, written / 512, read / 512}}} {
+			b := r.good(fmt.Sprintf("4d 00 %02x 00 00 0000 00ff 00", p.page), nil)
+			for i, want := range p.values {
+				at := 8 + 8*i
+				if p.page != 0x59 {
+					at = 8 + 12*i
+				}
+				if got := be.Uint64(b[at:]); got != want {
+					t.Errorf("page %02xh, value %d: %d, want %d", p.page&0x3f, i, got, want)
+				}
+			}
+		}
+	}
+	quiet := func() {
+		t.Helper()
+		wantGood(t, "TEST UNIT READY of the other initiator", do(other, &r.c, [8]byte{}, "00", nil, all))
+	}
+	notified := func() {
+		t.Helper()
+		wantSense(t, do(other, &r.c, [8]byte{}, "00", nil, all), 0x6, 0x2a, 0x02)
+		quiet()
+		r.good("00", nil) // the one that reset it knows
+	}
+	work(r)
+	work(neighbor)
+	pages(r, 4096, 1, 512, 2, 1)
+
+	for _, nothing := range []string{
+		"4c 00 00 00", "4c 00 43 00", "4c 00 80 00", // without PCR
+		"4c 02 00 00", "4c 02 83 00", // thresholds, which are 0
+		"4c 02 4c 00", "4c 02 6f ff", // lists
+	} {
+		r.good(nothing+"000000 0000 00", nil)
+		pages(r, 4096, 1, 512, 2, 1)
+		quiet()
+	}
+	wantField(t, r.run("4c 03 40 00 000000 0000 00", nil), 1, 0)                 // SP
+	wantField(t, r.run("4c 00 40 00 000000 0004 00", unhex("02 00 0000")), 8, 2) // a list
+	wantField(t, r.run("4c 00 40 00 000000 0100 00", make([]byte, 256)), 7, 0)   // a long one
+	wantField(t, r.run("4c 02 4d 00 000000 0000 00", nil), 2, 5)                 // no such page
+	wantField(t, r.run("4c 02 43 01 000000 0000 00", nil), 3, noField)           // no such subpage
+	wantField(t, r.run("4c 02 40 01 000000 0000 00", nil), 3, noField)           // nor of all pages
+	pages(r, 4096, 1, 512, 2, 1)
+	quiet()
+
+	metrics := r.unit.counted()
+	r.good("4c 02 43 00 000000 0000 00", nil) // Read Error Counters: PCR
+	notified()
+	for i, want := range []uint64{0, 0} {
+		if got := binary.BigEndian.Uint64(r.good("4d 00 43 00 00 0000 00ff 00", nil)[8+12*i:]); got != want {
+			t.Errorf("page 03h, value %d: %d, want %d", i, got, want)
+		}
+	}
+	wantBytes(t, r.good("4d 00 59 00 00 0000 00ff 00", nil)[8:24], unhex("0000000000000002 0000000000000001")) // as they were
+	wantBytes(t, r.good("4d 00 42 00 00 0000 00ff 00", nil)[8:16], unhex("0000000000000200"))
+	r.good("4c 02 42 00 000000 0000 00", nil) // Write Error Counters
+	notified()
+	for _, page := range []string{"42", "43"} {
+		wantBytes(t, r.good("4d 00 "+page+" 00 00 0000 00ff 00", nil)[8:16], make([]byte, 8))
+	}
+	for _, every := range []string{"4c 02 40 00", "4c 02 40 ff", "4c 00 c0 00", "4c 02 c0 00"} {
+		r.good(every+"000000 0000 00", nil)
+		notified()
+		pages(r, 0, 0, 0, 0, 0)
+		work(r)
+		pages(r, 4096, 1, 512, 2, 1)
+		metrics.commands[KindRead] += 2
+		metrics.commands[KindWrite]++
+		metrics.bytes[KindRead] += 4096
+		metrics.bytes[KindWrite] += 512
+		metrics.mediumErrors[KindRead]++
+	}
+	if got := r.unit.counted(); got != metrics {
+		t.Errorf("metrics %+v, want %+v", got, metrics)
+	}
+	pages(neighbor, 4096, 1, 512, 2, 1)
+	neighbor.good("00", nil)
+	r.reset(r.nexus)
+	pages(r, 4096, 1, 512, 2, 1)
+
+	// An initiator that may only read does not reset the counters of the others.
+	if err := r.inv.SetMask(0, maskFor(testPort.InitiatorName, ReadOnly)); err != nil {
+		t.Fatal(err)
+	}
+	wantSense(t, r.run("00", nil), 0x6, 0x2a, 0x01)
+	wantSense(t, r.run("4c 02 40 00 000000 0000 00", nil), 0x7, 0x27, 0x00)
+	pages(r, 4096, 1, 512, 2, 1)
+}
+
 // A command that a failed sanitize refuses has read and written nothing: it does not count as an
 // uncorrected error.
 func TestSanitizeFailureIsNoErrorOfTheStore(t *testing.T) {
@@ -132,7 +250,7 @@ func TestSanitizeFailureIsNoErrorOfTheStore(t *testing.T) {
 	r.forget(r.nexus)
 	r.counted(r.nexus, &r.c, extentCDB(0x88, 0, 0, 1), nil, false)
 	counts := r.counted(r.nexus, &r.c, extentCDB(0x8a, 0, 0, 1), make([]byte, 512), false)
-	if n := counts.CheckConditions[keyMediumError]; n != 2 {
+	if n := counts.CheckConditions[KindRead][keyMediumError] + counts.CheckConditions[KindWrite][keyMediumError]; n != 2 {
 		t.Errorf("%d MEDIUM ERRORs, want 2", n)
 	}
 	for _, page := range []string{"42", "43"} {

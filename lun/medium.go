@@ -99,6 +99,9 @@ func (u *Unit) moveMedium(c *Command, load bool) {
 			return
 		}
 	}
+	if !load {
+		u.endTokens(condTokenCancelled)
+	}
 	if was := u.ejected.Swap(!load); was && load {
 		u.raiseLocked(condMediumChanged, c.nexus)
 	}

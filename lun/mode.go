@@ -5,6 +5,7 @@ import (
 	"math"
 	"slices"
 
+	"github.com/iser-target/iser-target/backend/protection"
 	"github.com/iser-target/iser-target/lun/invariant"
 )
 
@@ -18,6 +19,8 @@ const (
 	modeSITUA                        // for one nexus
 	modeAvailable                    // the threshold of available space is enabled
 	modeUsed                         // so is that of used space
+	modeATO                          // initiators own the application tags: what they write is kept
+	modeATMPE                        // the Application Tag mode page is enabled: see apptags.go
 )
 
 // modeNames are the names of the settings that mode parameters are, in the order of Settings.
@@ -31,6 +34,7 @@ var modeNames = []struct {
 	{modeTST, settingTaskSets},
 	{modeLBPERE, settingThresholdReports},
 	{modeSITUA, settingThresholdSingle},
+	{modeATMPE, settingAppTags},
 }
 
 // initModes sets the default modes, and those that initiators can change. A cache
@@ -46,26 +50,54 @@ func (u *Unit) initModes() {
 	if u.hasThresholds() {
 		mutable |= provisioningModes
 	}
+	if u.protected != nil {
+		set |= modeATO
+		mutable |= modeATMPE
+	}
 	u.modeMutable = mutable
 	u.modeDefault.Store(set | modes)
 	u.levelsDefault.Store(uint64(l))
 }
 
-// saveModes stores for c the mode parameters for the time after a reset or a restart: those of now,
-// with the modes of touched as in set, and the thresholds l. If that fails it ends c and returns false.
-func (u *Unit) saveModes(c *Command, touched, set uint32, l levels) bool {
+// A modeValues has all mode parameters that can have another value than the default one.
+type modeValues struct {
+	modes  uint32
+	levels levels
+	tags   protection.AppTags
+}
+
+// current returns the mode parameters of now.
+func (u *Unit) current() modeValues {
+	return modeValues{u.mode.Load(), levels(u.levels.Load()), tagsOf(&u.tags)}
+}
+
+// saved returns the mode parameters after a reset.
+func (u *Unit) saved() modeValues {
+	return modeValues{u.modeSaved.Load(), levels(u.levelsSaved.Load()), tagsOf(&u.tagsSaved)}
+}
+
+// defaults returns the mode parameters that nobody has changed.
+func (u *Unit) defaults() modeValues {
+	return modeValues{modes: u.modeDefault.Load(), levels: levels(u.levelsDefault.Load())}
+}
+
+// saveModes stores for c the mode parameters for the time after a reset or a restart: those of now, with the modes of
+// touched as in v, and the rest of v. If that fails it ends c and returns false.
+func (u *Unit) saveModes(c *Command, touched uint32, v modeValues) bool {
 	p, err := u.settings.take(c, u.opt.Settings)
 	if err != nil {
 		return c.failStore(err)
 	}
 	defer u.settings.give()
-	modes := u.mode.Load()&^touched | set&touched
+	modes := u.mode.Load()&^touched | v.modes&touched
 	e := u.keptSettings()
 	e.Mode = newModeEntry(modes)
-	e.Mode.Thresholds = u.newThresholdsEntry(modes, l)
+	e.Mode.Thresholds = u.newThresholdsEntry(modes, v.levels)
+	e.Mode.AppTags = newAppTagsEntry(modes, v.tags)
 	if err := u.keep(e, p, func() {
 		u.modeSaved.Store(modes)
-		u.levelsSaved.Store(uint64(l))
+		u.levelsSaved.Store(uint64(v.levels))
+		u.tagsSaved.Store(&v.tags)
 	}); err != nil {
 		return c.failStore(err)
 	}
@@ -105,10 +137,11 @@ var modePages = []modePage{
 	{code: 0x0a, size: 12, fixed: func(p []byte) { // Control
 		p[2] |= 0x02                              // GLTSD
 		p[3] = 0x10                               // QUEUE ALGORITHM MODIFIER: unrestricted reordering
-		p[5] = 0x40                               // TAS: an initiator that clears it makes commands of others vanish
+		p[5] |= 0x40                              // TAS: an initiator that clears it makes commands of others vanish
 		binary.BigEndian.PutUint16(p[8:], 0xffff) // BUSY TIMEOUT PERIOD: unlimited
-	}, bits: []modeBit{{2, 0x20, modeTST}, {2, 0x04, modeDSense}, {4, 0x08, modeSWP}}},
-	{code: 0x1c, size: 12, fixed: func(p []byte) { p[2] = 0x08 }}, // Informational Exceptions Control: DEXCPT
+	}, bits: []modeBit{{2, 0x20, modeTST}, {2, 0x04, modeDSense}, {4, 0x08, modeSWP}, {5, 0x80, modeATO}, {5, 0x20, modeATMPE}}},
+	{code: 0x0a, subpage: 0x02, size: tagPageLen, has: (*Unit).hasAppTags, tags: true}, // Application Tag
+	{code: 0x1c, size: 12, fixed: func(p []byte) { p[2] = 0x08 }},                      // Informational Exceptions Control: DEXCPT
 	{code: 0x1c, subpage: 0x02, size: thresholdPageLen, has: (*Unit).hasThresholds, levels: true, // Logical Block Provisioning
 		bits: []modeBit{{4, 0x01, modeSITUA}, {thresholdHeader, 0x80, modeAvailable}, {thresholdHeader + thresholdDescriptor, 0x80, modeUsed}}},
 }
@@ -121,6 +154,7 @@ type modePage struct {
 	fixed   func(p []byte)   // sets what never changes
 	bits    []modeBit        // what can change
 	levels  bool             // the page has the thresholds, which can change, too
+	tags    bool             // the page has the application tags, which can change
 }
 
 // is reports whether u has the page, and it is one of those that the codes ask for.
@@ -162,15 +196,18 @@ func (m *modePage) read(p []byte) (set uint32) {
 	return set
 }
 
-// put writes the page with those modes and thresholds to p. MODE SENSE adds PS.
-func (m *modePage) put(p []byte, modes uint32, l levels) {
+// put writes the page with those mode parameters to p. MODE SENSE adds PS.
+func (m *modePage) put(p []byte, v modeValues) {
 	m.putHeader(p)
-	m.putBits(p, modes)
+	m.putBits(p, v.modes)
 	if m.fixed != nil {
 		m.fixed(p)
 	}
 	if m.levels {
-		putLevels(p, l)
+		putLevels(p, v.levels)
+	}
+	if m.tags {
+		putTags(p, v.tags)
 	}
 }
 
@@ -180,6 +217,9 @@ func (m *modePage) putMutable(p []byte, mutable uint32) {
 	m.putBits(p, mutable)
 	if m.levels {
 		maskLevels(p)
+	}
+	if m.tags {
+		maskTags(p)
 	}
 }
 
@@ -259,13 +299,13 @@ func modeSense(u *Unit, c *Command) bool {
 		b = append(b, make([]byte, m.size)...)
 		switch control {
 		case pageControlCurrent:
-			m.put(b[at:], u.mode.Load(), levels(u.levels.Load()))
+			m.put(b[at:], u.current())
 		case pageControlChangeable:
 			m.putMutable(b[at:], u.modeMutable)
 		case pageControlSaved:
-			m.put(b[at:], u.modeSaved.Load(), levels(u.levelsSaved.Load()))
+			m.put(b[at:], u.saved())
 		default:
-			m.put(b[at:], u.modeDefault.Load(), levels(u.levelsDefault.Load()))
+			m.put(b[at:], u.defaults())
 		}
 		if u.opt.Settings != nil {
 			b[at] |= ps
@@ -314,37 +354,53 @@ func consumeModeSelect(u *Unit, c *Command, p []byte, _ uint64) bool {
 	if !ok {
 		return false
 	}
-	var touched, set uint32
-	now, counts := levels(u.levels.Load()), false
+	var touched uint32
+	next, counts, ranges := u.current(), false, false
+	next.modes = 0
 	for at < len(p) {
 		m, ok := c.modeSelectPage(p[at:], at)
 		if !ok {
 			return false
 		}
 		touched |= m.modes() & u.modeMutable
-		set = set&^m.modes() | m.read(p[at:])
-		if m.levels {
-			now, counts = readLevels(p[at:]), true
+		next.modes = next.modes&^m.modes() | m.read(p[at:])
+		switch {
+		case m.levels:
+			next.levels, counts = readLevels(p[at:]), true
+		case m.tags:
+			var wrong int
+			if next.tags, wrong = u.readTags(p[at:]); wrong != noField {
+				return c.failList(at + wrong)
+			}
+			ranges = true
 		}
 		at += m.size
 	}
 	// Save first: if that fails, nothing has changed.
-	if c.CDB[1]&sp != 0 && !u.saveModes(c, touched, set, now) {
+	if c.CDB[1]&sp != 0 && !u.saveModes(c, touched, next) {
 		return false
 	}
 	u.settingsMu.Lock()
 	defer u.settingsMu.Unlock()
-	oldModes, old := u.mode.Load(), levels(u.levels.Load())
+	old := u.current()
 	if !counts {
-		now = old // of another MODE SELECT
+		next.levels = old.levels // of another MODE SELECT
 	}
-	u.levels.Store(uint64(now))
-	modes := oldModes&^touched | set&touched
-	err := u.setModes(c, touched, set)
-	if modes != oldModes || now != old {
+	if !ranges {
+		next.tags = old.tags
+	}
+	u.levels.Store(uint64(next.levels))
+	u.tags.Store(&next.tags)
+	next.modes = old.modes&^touched | next.modes&touched
+	err := u.setModes(c, touched, next.modes)
+	u.useTags()
+	if next != old {
 		u.raise(condModeChanged, c.nexus)
-		c.changedModes(oldModes, modes)
-		c.changedThresholds(oldModes, modes, old, now)
+		c.changedModes(old.modes, next.modes)
+		c.changedThresholds(old.modes, next.modes, old.levels, next.levels)
+		if next.tags != old.tags {
+			c.changed(settingAppTagRanges, tagsText(next.tags))
+		}
 	}
 	return c.writeDone(err)
 }
@@ -415,7 +471,7 @@ func (c *Command) modeSelectPage(page []byte, at int) (m *modePage, ok bool) {
 	}
 	// All other bits than the changeable ones have to be as they are.
 	now, mutable := make([]byte, m.size), make([]byte, m.size)
-	m.put(now, c.unit.mode.Load(), levels(c.unit.levels.Load()))
+	m.put(now, c.unit.current())
 	m.putMutable(mutable, c.unit.modeMutable)
 	for o := 2; o < m.size; o++ {
 		if (now[o]^page[o])&^mutable[o] != 0 {
@@ -428,7 +484,7 @@ func (c *Command) modeSelectPage(page []byte, at int) (m *modePage, ok bool) {
 // endModeSelect saves the current parameters if none came with SP.
 func endModeSelect(u *Unit, c *Command) {
 	if c.DataOut == 0 && c.CDB[1]&sp != 0 {
-		u.saveModes(c, 0, 0, levels(u.levels.Load()))
+		u.saveModes(c, 0, u.current())
 	}
 }
 

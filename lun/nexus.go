@@ -52,6 +52,7 @@ type itl struct {
 
 	prevents bool // guarded by unit.mu: the medium must not be removed
 	copies   copies
+	echo     echoBuffer
 }
 
 // nexuses counts the nexuses that NewNexus made.
@@ -235,6 +236,7 @@ func (l *itl) reset(others bool) {
 	for o := range u.seen {
 		if own(o.nexus) {
 			o.prevents = false
+			o.echo.set(nil)
 			o.raise(condReset)
 		}
 	}

@@ -68,6 +68,7 @@ func reportOpcodes(u *Unit, c *Command) bool {
 		b[1] |= ctdpOne
 	}
 	b = append(b, found.usage...)
+	b[5] |= found.protectMask(u)
 	if found.hasSA() {
 		b[5] = b[5]&^saMask | byte(found.sa)
 	}

@@ -45,6 +45,8 @@ var passes = map[string]string{
 	"READ DEFECT DATA(10)": "ACAAC",
 	"READ DEFECT DATA(12)": "ACAAC",
 	"GET LBA STATUS":       "ACAAC",
+	"POPULATE TOKEN":       "ACAAC",
+	"READ BUFFER":          "ACAAC",
 
 	"LOG SENSE":                         "AAAAA",
 	"PREVENT ALLOW MEDIUM REMOVAL":      "AAAAA", // rowCDB has PREVENT 0
@@ -52,6 +54,7 @@ var passes = map[string]string{
 	"REPORT TIMESTAMP":                  "AAAAA",
 	"RECEIVE COPY STATUS(LID1)":         "AAAAA",
 	"RECEIVE COPY STATUS(LID4)":         "AAAAA",
+	"RECEIVE ROD TOKEN INFORMATION":     "AAAAA",
 	"RECEIVE COPY OPERATING PARAMETERS": "AAAAA",
 	"COPY OPERATION ABORT":              "AAAAA",
 }

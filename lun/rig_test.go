@@ -8,6 +8,8 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/backend/checked"
+	"github.com/iser-target/iser-target/backend/protection"
 	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/tests/testkit"
 )
@@ -24,6 +26,7 @@ type setup struct {
 	blockSize uint32 // 512
 	opt       Options
 	info      func(*backend.Info) // changes what the store says of itself
+	protect   protection.Type
 }
 
 // A describedStore is a store with another Info.
@@ -72,7 +75,11 @@ func newRig(t testing.TB, s setup) *rig {
 	if s.opt.Events == nil {
 		s.opt.Events = logTo(slog.New(slog.DiscardHandler))
 	}
-	if r.unit, err = New(describedStore{r.store, info}, s.opt); err != nil {
+	store := backend.Store(describedStore{r.store, info})
+	if s.protect != protection.None {
+		store = protectedStore(t, store, s.protect)
+	}
+	if r.unit, err = New(store, s.opt); err != nil {
 		t.Fatal(err)
 	}
 	if err := r.inv.Add(0, r.unit); err != nil {
@@ -81,6 +88,20 @@ func newRig(t testing.TB, s setup) *rig {
 	t.Cleanup(func() { r.inv.Close() })
 	r.nexus = r.login()
 	return r
+}
+
+// protectedStore adds protection information to a store.
+func protectedStore(t testing.TB, below backend.Store, typ protection.Type) *checked.Store {
+	t.Helper()
+	side, err := checked.NewSide(below.Info(), typ)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := checked.OpenMemory(below, side, checked.Config{Protection: typ})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
 }
 
 // login returns another nexus, which knows of the power on.

@@ -55,6 +55,19 @@ func lengthOffset(cdb []byte) int {
 	return [...]int{4, 7, 7, 0, 10, 6, 0, 0}[cdb[0]>>5]
 }
 
+// lend appends to list the n bytes at pos, apart from COMPARE AND WRITE and its like. After an error it has appended nothing.
+func (u *Unit) lend(c *Command, pos, n int64, list []Lent) ([]Lent, error) {
+	if err := u.enter(c, moved(int(n))); err != nil {
+		return list, err
+	}
+	defer u.leave(c)
+	defer u.ranges.share(stripesOf(pos, n)).release()
+	if err := u.erased(c); err != nil {
+		return list, err
+	}
+	return u.storeLend(pos, n, list)
+}
+
 // within reports whether count blocks from lba on are on the unit. An empty range may start at
 // its end.
 func (u *Unit) within(lba, count uint64) bool {
@@ -98,6 +111,9 @@ func (u *Unit) read(c *Command, p []byte, pos int64) error {
 	}
 	defer u.leave(c)
 	defer u.ranges.share(stripesOf(pos, int64(len(p)))).release()
+	if err := u.erased(c); err != nil {
+		return err
+	}
 	return u.storeRead(p, pos)
 }
 
@@ -108,15 +124,15 @@ func (u *Unit) write(c *Command, p []byte, pos int64, durable bool) error {
 	}
 	defer u.leave(c)
 	defer u.ranges.share(stripesOf(pos, int64(len(p)))).release()
-	return u.writeLocked(p, pos, durable)
+	return u.writeLocked(c, p, pos, durable)
 }
 
 // writeLocked writes p at pos, durably if asked for or without a cache.
 //
 // Preconditions: the stripes of the range are held.
-func (u *Unit) writeLocked(p []byte, pos int64, durable bool) error {
+func (u *Unit) writeLocked(c *Command, p []byte, pos int64, durable bool) error {
 	u.ranges.assertHeld(pos, int64(len(p)))
-	if err := u.barred(); err != nil {
+	if err := u.barredTo(c); err != nil {
 		return err
 	}
 	if u.writeThrough() || u.cached() && durable {
@@ -136,7 +152,7 @@ func (u *Unit) shared(c *Command, pos, n, bytes int64, f func(pos, n int64) erro
 	}
 	defer u.leave(c)
 	defer u.ranges.share(stripesOf(pos, n)).release()
-	if err := u.barred(); err != nil {
+	if err := u.barredTo(c); err != nil {
 		return err
 	}
 	return f(pos, n)
@@ -146,7 +162,7 @@ func beginRead(u *Unit, c *Command) bool {
 	if !u.beginExtent(c, maxTransfer) {
 		return false
 	}
-	c.DataIn = c.count << u.shift
+	c.DataIn = u.transfer(c, c.count)
 	if wantsFUA(c.CDB) && u.cached() {
 		// FUA asks for the data on the medium, which must not be older than those
 		// in the cache (SBC-3, section 5.8).
@@ -156,6 +172,9 @@ func beginRead(u *Unit, c *Command) bool {
 }
 
 func produceRead(u *Unit, c *Command, p []byte, off uint64) bool {
+	if c.wire {
+		return u.produceWire(c, p, off)
+	}
 	return c.readDone(u.read(c, p, u.at(c, off)))
 }
 
@@ -163,8 +182,8 @@ func beginWrite(u *Unit, c *Command) bool {
 	if !u.beginExtent(c, maxTransfer) {
 		return false
 	}
-	c.DataOut = c.count << u.shift
-	if c.Expected < c.DataOut && c.Expected&uint64(u.info.BlockSize-1) != 0 {
+	c.DataOut = u.transfer(c, c.count)
+	if c.Expected < c.DataOut && u.partOfBlock(c, c.Expected) {
 		// With fewer blocks than the CDB says, those that arrive are written. A part
 		// of a block is not: GOOD would mean that all of it was.
 		c.Overflow = true
@@ -174,6 +193,9 @@ func beginWrite(u *Unit, c *Command) bool {
 }
 
 func consumeWrite(u *Unit, c *Command, p []byte, off uint64) bool {
+	if c.wire {
+		return u.eachWire(c, p, off, (*Unit).writeWire)
+	}
 	return c.writeDone(u.write(c, p, u.at(c, off), wantsFUA(c.CDB)))
 }
 
@@ -216,11 +238,9 @@ func beginVerify(u *Unit, c *Command) bool {
 	switch bytchk(c.CDB) {
 	case bytchkNone:
 	case bytchkAll:
-		c.DataOut = c.count << u.shift
+		c.DataOut = u.transfer(c, c.count)
 	case bytchkBlock:
-		if c.count > 0 {
-			c.DataOut = uint64(u.info.BlockSize)
-		}
+		c.DataOut = u.transfer(c, min(c.count, 1))
 	default:
 		return c.failCDB(1, 2)
 	}
@@ -228,6 +248,12 @@ func beginVerify(u *Unit, c *Command) bool {
 }
 
 func consumeVerify(u *Unit, c *Command, p []byte, off uint64) bool {
+	switch {
+	case c.wire && bytchk(c.CDB) == bytchkAll:
+		return u.eachWire(c, p, off, (*Unit).verifyWire)
+	case c.wire:
+		return u.eachWire(c, p, off, (*Unit).verifySameWire)
+	}
 	if bytchk(c.CDB) == bytchkAll {
 		return u.compareShared(c, p, u.at(c, off), off)
 	}
@@ -266,13 +292,20 @@ func (u *Unit) compareBlocks(c *Command, p []byte, first, n uint64) bool {
 // consumeWriteVerify writes to the medium, past the cache, and with BYTCHK compares the result
 // (SBC-3, section 5.36).
 func consumeWriteVerify(u *Unit, c *Command, p []byte, off uint64) bool {
+	if c.wire {
+		return u.eachWire(c, p, off, (*Unit).writeVerifyWire)
+	}
 	return c.writeDone(u.write(c, p, u.at(c, off), true)) &&
 		(bytchk(c.CDB) == bytchkNone || u.compareShared(c, p, u.at(c, off), off))
 }
 
 // endVerify reads the extent if it has no data to compare it with.
 func endVerify(u *Unit, c *Command) {
-	if bytchk(c.CDB) != bytchkNone {
+	switch {
+	case bytchk(c.CDB) != bytchkNone:
+		return
+	case c.wire:
+		u.readAllWire(c)
 		return
 	}
 	sp := scratch.Get().(*[]byte)
@@ -297,6 +330,9 @@ func (u *Unit) readHeavily(c *Command, p []byte, pos int64) error {
 	}
 	defer u.leave(c)
 	defer u.ranges.share(stripesOf(pos, int64(len(p)))).release()
+	if err := u.erased(c); err != nil {
+		return err
+	}
 	return u.storeRead(p, pos)
 }
 
@@ -320,6 +356,9 @@ func (u *Unit) compareApart(c *Command, p []byte, pos int64, base uint64) bool {
 // compare ends c with MISCOMPARE if the medium at pos differs from p. base is the offset of p for
 // INFORMATION.
 func (u *Unit) compare(c *Command, p []byte, pos int64, base uint64) bool {
+	if err := u.erased(c); err != nil {
+		return c.readDone(err)
+	}
 	sp := scratch.Get().(*[]byte)
 	defer scratch.Put(sp)
 	for done := 0; done < len(p); {
@@ -359,13 +398,15 @@ func beginWriteSame(u *Unit, c *Command) bool {
 		return c.failCDB(lengthOffset(c.CDB), noField)
 	case c.CDB[1]&wsUnmap != 0 && !u.isThin():
 		return c.failCDB(1, 3)
+	case c.wire && c.CDB[0]>>5 == 4 && c.CDB[1]&wsNDOB != 0: // there is no protection information to check
+		return c.failCDB(1, fieldBit)
 	}
 	if c.count == 0 && !u.toEnd(c) {
 		return false
 	}
 	c.buf = c.buf[:0]
 	if c.CDB[1]&wsNDOB == 0 {
-		c.DataOut = uint64(u.info.BlockSize)
+		c.DataOut = u.transfer(c, 1)
 	} else {
 		c.buf = c.zeroed(int(u.info.BlockSize))
 	}
@@ -378,6 +419,10 @@ func consumeWriteSame(_ *Unit, c *Command, p []byte, _ uint64) bool {
 }
 
 func endWriteSame(u *Unit, c *Command) {
+	if c.wire {
+		u.writeSameWire(c)
+		return
+	}
 	block := c.buf
 	pos, n := u.at(c, 0), int64(c.count<<u.shift)
 	var err error
@@ -389,10 +434,15 @@ func endWriteSame(u *Unit, c *Command) {
 	default:
 		err = u.repeat(c, block, pos, n)
 	}
+	c.writeDone(u.syncThrough(c, err))
+}
+
+// syncThrough returns err, or without one, makes the changes of c durable if there is no cache.
+func (u *Unit) syncThrough(c *Command, err error) error {
 	if err == nil && u.writeThrough() {
-		err = u.sync(c)
+		return u.sync(c)
 	}
-	c.writeDone(err)
+	return err
 }
 
 // errAborted ends a command that was aborted.

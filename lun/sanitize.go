@@ -30,6 +30,7 @@ type sanitizer struct {
 	progress atomic.Uint32 // in 1/65536
 	stop     atomic.Bool   // the unit is being closed
 	formats  atomic.Bool   // the job that runs, or failed, is a FORMAT UNIT
+	begun    atomic.Uint32 // jobs: see Command.begun
 
 	mu           sync.Mutex
 	unrestricted bool          // guarded by mu: AUSE of the last SANITIZE
@@ -44,8 +45,11 @@ const (
 	sanitizeFailed
 )
 
-// errSanitizing answers a write that began before the sanitize did.
+// errSanitizing answers a command that began before the sanitize did.
 var errSanitizing = errors.New("the medium is being sanitized")
+
+// errErased answers a command that began before a sanitize that ended.
+var errErased = errors.New("the medium was erased meanwhile")
 
 // Bits of SANITIZE, byte 1.
 const (
@@ -269,6 +273,8 @@ func (u *Unit) startSanitize(job *sanitizeJob) (done chan struct{}) {
 	s.progress.Store(0)
 	// Writes in progress end here, and later ones see the state.
 	all := u.ranges.exclude(allStripes)
+	s.begun.Add(1)
+	u.endTokens(condTokenCancelled) // before a copy sees the state, or it would not know why it may not read
 	s.state.Store(sanitizeRunning)
 	all.release()
 	go func() {
@@ -377,6 +383,30 @@ func endExitFailureMode(u *Unit, c *Command) {
 		}
 		s.state.Store(sanitizeIdle)
 	}
+}
+
+// barredTo returns nil, or why c, which is for u and in progress, may not change the medium.
+//
+// Preconditions: stripes of u are held.
+func (u *Unit) barredTo(c *Command) error {
+	if err := u.barred(); err != nil {
+		return err
+	}
+	return u.erased(c)
+}
+
+// erased returns nil, or that a sanitize has begun since c, which is for u, did. Then c reads nothing any longer: a part of its data
+// would be from before the erasure, and the rest from after it.
+//
+// Preconditions: stripes of u are held.
+func (u *Unit) erased(c *Command) error {
+	switch {
+	case u.isSanitizing():
+		return errSanitizing
+	case u.sanitizer.begun.Load() != c.begun:
+		return errErased
+	}
+	return nil
 }
 
 // barred returns nil, or why no command in progress may change the medium.

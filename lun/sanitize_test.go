@@ -5,12 +5,16 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
 
+	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/backend/protection"
+	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/tests/testkit"
 )
 
@@ -262,4 +266,214 @@ func TestAbortDoesNotEndSanitize(t *testing.T) {
 	wantSense(t, r.run(blockErase, nil), 0xb, 0x00, 0x00)
 	abort.Store(false)
 	r.good("00", nil) // it has not begun
+}
+
+// A command that began before a SANITIZE or FORMAT UNIT changes nothing afterwards, also if that is over when its next data come. It
+// ends with ABORTED COMMAND, so that initiators send it again. A command for a neighbour is not affected.
+func TestWritesEndWithErasure(t *testing.T) {
+	block := pattern(512, 1)
+	for erase, cdb := range map[string]string{"SANITIZE": cryptoErase, "FORMAT UNIT": "04 00 0000 00 00"} {
+		for _, s := range []struct {
+			cdb     string
+			out     []byte
+			first   int // bytes that come before
+			protect protection.Type
+		}{
+			{cdb: extentCDB(0x8a, 0, 0, 16), out: pattern(8192, 1), first: 4096},
+			{cdb: extentCDB(0x2a, 0, 0, 16), out: pattern(8192, 1)},
+			{cdb: extentCDB(0x8a, fua, 0, 16), out: pattern(8192, 1), first: 4096},
+			{cdb: extentCDB(0x8e, 2, 0, 16), out: pattern(8192, 1), first: 4096}, // WRITE AND VERIFY
+			{cdb: extentCDB(0x8b, 0, 0, 16), out: pattern(8192, 1), first: 4096}, // ORWRITE
+			{cdb: extentCDB(0x89, 0, 0, 1), out: append(make([]byte, 512), block...)},
+			{cdb: extentCDB(0x93, 0, 0, 16), out: block},
+			{cdb: extentCDB(0x93, 0, 0, 16), out: make([]byte, 512)},
+			{cdb: "42 00 00000000 00 0018 00", out: unhex("0016 0010 00000000 0000000000000000 00000010 00000000")},
+			{cdb: "9c 00 0000000000000000 0000 0008 00 00", out: pattern(4096, 1)},
+			{cdb: extentCDB(0x8a, 1<<5, 0, 16), out: onWire(pattern(8192, 1), 512, 0, own), first: 4096, protect: protection.Type1},
+			{cdb: extentCDB(0x93, 1<<5, 0, 16), out: onWire(block, 512, 0, own), protect: protection.Type1},
+		} {
+			t.Run(fmt.Sprintf("%s, %.5s", erase, s.cdb), func(t *testing.T) {
+				r := newRig(t, setup{opt: everything, protect: s.protect, info: func(i *backend.Info) { i.AtomicWrite = 4096 }})
+				other := newRig(t, setup{opt: everything, protect: s.protect, info: func(i *backend.Info) { i.AtomicWrite = 4096 }})
+				other.unit.opt.Identity = state.Identity{NAA: [8]byte{0x3f, 7: 0xee}, Serial: "3f000000000000ee"}
+				r.add(1, other.unit)
+				n := r.login()
+				begin := func(lun byte) *Command {
+					c := &Command{LUN: [8]byte{0, lun}, CDB: append(unhex(s.cdb), make([]byte, 16)...)[:16]}
+					if !n.Begin(c) || s.first > 0 && !n.Consume(c, s.out[:s.first], 0) {
+						t.Fatalf("sense % x", c.Sense())
+					}
+					return c
+				}
+				end := func(c *Command) result {
+					n.Consume(c, s.out[s.first:], uint64(s.first))
+					n.End(c)
+					return result{status: c.Status, sense: bytes.Clone(c.Sense())}
+				}
+				if s.protect != protection.None {
+					cdb = strings.Replace(cdb, "04 00", "04 80", 1) // FMTPINFO
+				}
+				hit, neighbour := begin(0), begin(1)
+				wantGood(t, erase, do(r.nexus, new(Command), [8]byte{}, cdb, nil, all))
+				if r.unit.isSanitizing() {
+					t.Fatal("the erasure is in progress")
+				}
+				wantSense(t, end(hit), 0xb, 0, 0)
+				wantBytes(t, r.good(extentCDB(0x88, 0, 0, 32), nil), make([]byte, 32*512))
+				wantGood(t, "the neighbour", end(neighbour))
+				wantGood(t, "the command again", end(begin(0)))
+				at := func(lun byte) []byte {
+					res := do(n, new(Command), [8]byte{0, lun}, extentCDB(0x88, 0, 0, 32), nil, all)
+					wantGood(t, "READ(16)", res)
+					return res.in
+				}
+				wantBytes(t, at(0), at(1))
+			})
+		}
+	}
+}
+
+// A command that began before a SANITIZE or FORMAT UNIT reads nothing afterwards, or its initiator would get old and erased data in one
+// answer. It ends with ABORTED COMMAND; while the erasure runs, with NOT READY. A command for a neighbour is not affected.
+func TestReadsEndWithErasure(t *testing.T) {
+	const read16, verify16 = 0x88, 0x8f
+	data := pattern(8192, 1)
+	wire := onWire(data, 512, 0, own)
+	produce := func(n *Nexus, c *Command, p []byte, at int) bool { return n.Produce(c, p, uint64(at)) }
+	consume := func(n *Nexus, c *Command, p []byte, at int) bool { return n.Consume(c, p, uint64(at)) }
+	lend := func(n *Nexus, c *Command, p []byte, at int) bool {
+		list, ok := n.Lend(c, uint64(at), uint64(len(p)), nil)
+		at = 0
+		for _, l := range list {
+			at += copy(p[at:], l.Data)
+			l.Return()
+		}
+		return ok
+	}
+	for erase, cdb := range map[string]string{"SANITIZE": cryptoErase, "FORMAT UNIT": "04 00 0000 00 00"} {
+		for _, s := range []struct {
+			name    string
+			cdb     string
+			step    func(n *Nexus, c *Command, p []byte, at int) bool // moves p, which is at that offset of the data; nil: the command moves no data
+			data    []byte
+			protect protection.Type
+		}{
+			{"READ", extentCDB(read16, 0, 0, 16), produce, data, protection.None},
+			{"READ that lends", extentCDB(read16, 0, 0, 16), lend, data, protection.None},
+			{"READ with protection information", extentCDB(read16, 1<<5, 0, 16), produce, wire, protection.Type1},
+			{"VERIFY", extentCDB(verify16, 0, 0, 16), nil, nil, protection.None},
+			{"VERIFY of data", extentCDB(verify16, 2, 0, 16), consume, data, protection.None},
+			{"VERIFY with protection information", extentCDB(verify16, 1<<5, 0, 16), nil, nil, protection.Type1},
+			{"VERIFY of data with protection information", extentCDB(verify16, 1<<5|2, 0, 16), consume, wire, protection.Type1},
+		} {
+			t.Run(erase+", "+s.name, func(t *testing.T) {
+				r := newRig(t, setup{opt: everything, protect: s.protect})
+				other := newRig(t, setup{opt: everything, protect: s.protect})
+				other.unit.opt.Identity = state.Identity{NAA: [8]byte{0x3f, 7: 0xee}, Serial: "3f000000000000ee"}
+				for _, r := range []*rig{r, other} {
+					r.unit.lender = r.store.Store.(backend.Lender) // the store of a rig lends nothing itself
+				}
+				r.add(1, other.unit)
+				n := r.login()
+				for id := range byte(2) {
+					if s.protect == protection.None {
+						wantGood(t, "WRITE(16)", do(n, new(Command), [8]byte{0, id}, extentCDB(0x8a, 0, 0, 16), data, all))
+					} else {
+						wantGood(t, "WRITE(16)", do(n, new(Command), [8]byte{0, id}, extentCDB(0x8a, 1<<5, 0, 16), wire, all))
+					}
+				}
+				half := len(s.data) / 2
+				step := func(c *Command, from, to int) {
+					t.Helper()
+					if s.step == nil {
+						return
+					}
+					p := bytes.Clone(s.data[from:to])
+					if s.step(n, c, p, from) && !bytes.Equal(p, s.data[from:to]) {
+						t.Error("GOOD, with other data than was written")
+					}
+				}
+				begin := func(id byte) *Command {
+					c := &Command{LUN: [8]byte{0, id}, CDB: append(unhex(s.cdb), make([]byte, 16)...)[:16]}
+					if !n.Begin(c) {
+						t.Fatalf("sense % x", c.Sense())
+					}
+					step(c, 0, half)
+					return c
+				}
+				end := func(c *Command) result {
+					step(c, half, len(s.data))
+					n.End(c)
+					return result{status: c.Status, sense: bytes.Clone(c.Sense())}
+				}
+				erasure := cdb
+				if s.protect != protection.None {
+					erasure = strings.Replace(erasure, "04 00", "04 80", 1) // FMTPINFO
+				}
+				during, after, neighbor := begin(0), begin(0), begin(1)
+				held, let := r.hold(backendtest.Sync)
+				release := sync.OnceFunc(let)
+				defer release() // or a failure would leave Close waiting
+				ended := make(chan result, 1)
+				go func() { ended <- do(r.nexus, new(Command), [8]byte{}, erasure, nil, all) }()
+				<-held
+				progress := end(during)
+				if progress.status != StatusCheckCondition || progress.sense[2] != keyNotReady || progress.sense[12] != 0x04 {
+					t.Errorf("during the erasure: status %#x, sense % x; want NOT READY, in progress", progress.status, progress.sense)
+				}
+				release()
+				wantGood(t, erase, <-ended)
+				if r.unit.isSanitizing() {
+					t.Fatal("the erasure is in progress")
+				}
+				wantSense(t, end(after), 0xb, 0, 0)
+				wantGood(t, "the neighbor", end(neighbor))
+				wantGood(t, "TEST UNIT READY", do(n, new(Command), [8]byte{}, "00", nil, all))
+			})
+		}
+	}
+}
+
+// A SANITIZE of the source ends all tokens before it bars readers. So a WRITE USING TOKEN that reads in between has data that nothing
+// has changed, and then knows why it may write no more: TOKEN CANCELLED.
+func TestTokensEndBeforeSanitizeBarsReaders(t *testing.T) {
+	r := newCountRig(t, setup{}, setup{opt: everything})
+	first := r.odxRig.token(1, blockRange{0, 1}) // ends first: the newest of those that begin at the same LBA
+	tokens, third := r.tokens(), r.third()
+	before, used := tokens.of[secret(first[tokenRandom:][:secretLen])], tokens.of[secret(r.token[tokenRandom:][:secretLen])]
+	release := sync.OnceFunc(tokens.mu.Unlock)
+	sanitized := make(chan result, 1)
+	reads := 0
+	r.other.store.Hook(func(op backendtest.Op, _, _ int64) error {
+		if op != backendtest.ReadAt {
+			return nil
+		}
+		switch reads++; reads {
+		case 1: // of the first step. With the lock, the SANITIZE stops within the end of the first token.
+			tokens.mu.Lock()
+			go func() { sanitized <- do(r.neighbour, new(Command), [8]byte{0, 1}, cryptoErase, nil, all) }()
+			testkit.Eventually(t, "the end of the first token", func() bool { return before.ended.Load() != 0 })
+			if used.ended.Load() != 0 {
+				t.Error("the SANITIZE did not stop between both tokens")
+			}
+			if res := do(third, new(Command), [8]byte{0, 1}, "00", nil, all); res.status != StatusGood {
+				t.Errorf("the SANITIZE bars readers before it has ended all tokens: % x", res.sense)
+				release()
+			}
+		case 2: // of the second step, which may still read
+			release()
+			testkit.Eventually(t, "the end of the other token", func() bool { return used.ended.Load() != 0 })
+		}
+		return nil
+	})
+	res := writeToken(r.nexus, 0, 9, 0, r.token, blockRange{0, 2048})
+	wantTransfer(t, res, condTokenCancelled, 512)
+	if reads != 2 {
+		t.Errorf("%d reads of the source, want 2", reads)
+	}
+	wantGood(t, "SANITIZE", <-sanitized)
+	r.wantCount(9, copyFailed, StatusCheckCondition, 512)
+	if got := r.read(0, 0, 2048); !bytes.Equal(got[:512*512], pattern(512*512, 1)) || !bytes.Equal(got[512*512:], make([]byte, 1536*512)) {
+		t.Error("the destination has something else than what was read before the end of the token")
+	}
 }

@@ -72,6 +72,9 @@ var (
 	condSoftwareProtected          = Sense{keyDataProtect, 0x27, 0x02} // LOGICAL UNIT SOFTWARE WRITE PROTECTED
 	condSpace                      = Sense{keyDataProtect, 0x27, 0x07} // SPACE ALLOCATION FAILED WRITE PROTECT
 	condAborted                    = Sense{keyAbortedCommand, 0x00, 0x00}
+	condGuardCheck                 = Sense{keyAbortedCommand, 0x10, 0x01} // LOGICAL BLOCK GUARD CHECK FAILED
+	condAppCheck                   = Sense{keyAbortedCommand, 0x10, 0x02} // LOGICAL BLOCK APPLICATION TAG CHECK FAILED
+	condRefCheck                   = Sense{keyAbortedCommand, 0x10, 0x03} // LOGICAL BLOCK REFERENCE TAG CHECK FAILED
 	condMiscompare                 = Sense{keyMiscompare, 0x1d, 0x00}
 	condPowerOn                    = Sense{keyUnitAttention, 0x29, 0x00}
 	condReset                      = Sense{keyUnitAttention, 0x29, 0x03} // BUS DEVICE RESET FUNCTION OCCURRED
@@ -85,11 +88,14 @@ var (
 	condCopyAborted                = Sense{keyCopyAborted, 0x00, 0x00}
 	condUnreachableCopyTarget      = Sense{keyCopyAborted, 0x08, 0x04}
 	condThirdPartyFailure          = Sense{keyCopyAborted, 0x0d, 0x01}   // THIRD PARTY DEVICE FAILURE
+	condCopyUnderrun               = Sense{keyCopyAborted, 0x0d, 0x04}   // COPY TARGET DEVICE DATA UNDERRUN
 	condCopyTargetNotReachable     = Sense{keyCopyAborted, 0x0d, 0x02}   // COPY TARGET DEVICE NOT REACHABLE
 	condInexactSegment             = Sense{keyCopyAborted, 0x26, 0x0a}   // UNEXPECTED INEXACT SEGMENT
+	condInquiryChanged             = Sense{keyUnitAttention, 0x3f, 0x03} // INQUIRY DATA HAS CHANGED
 	condMediumChanged              = Sense{keyUnitAttention, 0x28, 0x00} // NOT READY TO READY CHANGE
 	condModeChanged                = Sense{keyUnitAttention, 0x2a, 0x01} // MODE PARAMETERS CHANGED
 	condSoftThreshold              = Sense{keyUnitAttention, 0x38, 0x07} // THIN PROVISIONING SOFT THRESHOLD REACHED
+	condLogChanged                 = Sense{keyUnitAttention, 0x2a, 0x02} // LOG PARAMETERS CHANGED
 	condTimestampChanged           = Sense{keyUnitAttention, 0x2a, 0x10} // TIMESTAMP CHANGED
 	condCapacityChanged            = Sense{keyUnitAttention, 0x2a, 0x09} // CAPACITY DATA HAS CHANGED
 	condLUNsChanged                = Sense{keyUnitAttention, 0x3f, 0x0e} // REPORTED LUNS DATA HAS CHANGED
@@ -190,11 +196,13 @@ func (c *Command) failList(octet int) bool {
 	return c.failSense(senseData{Sense: condListField, field: octet, bit: noField, inList: true})
 }
 
-// failRange fails c because blocks from lba on are not all on the unit. INFORMATION has the first
-// that is not (SBC-4, section 4.18.1).
-func (c *Command) failRange(lba uint64) bool {
-	first := max(lba, c.unit.blocks.Load())
-	return c.failSense(newSense(condLBARange).withInfo(first))
+// failRange fails c because blocks from lba on are not all on the unit.
+func (c *Command) failRange(lba uint64) bool { return c.failSense(c.unit.outOfRange(lba)) }
+
+// outOfRange returns the sense data for blocks from lba on that are not all on the unit. INFORMATION has the first that is not
+// (SBC-4, section 4.18.1).
+func (u *Unit) outOfRange(lba uint64) senseData {
+	return newSense(condLBARange).withInfo(max(lba, u.blocks.Load()))
 }
 
 // failSense fails c with more sense data than fail.
@@ -215,11 +223,33 @@ type storeErrorLog struct {
 }
 
 // notStoreErrors are errors of commands that no store began to execute.
-var notStoreErrors = []error{errAborted, errSanitizing, backend.ErrReadOnly, backend.ErrClosed, backend.ErrRange}
+var notStoreErrors = []error{errAborted, errSanitizing, errErased, backend.ErrReadOnly, backend.ErrClosed, backend.ErrRange}
 
 // storeFailed reports whether err came from a store that failed an operation.
 func storeFailed(err error) bool {
 	return !slices.ContainsFunc(notStoreErrors, func(other error) bool { return errors.Is(err, other) })
+}
+
+// A placedError is an error of a store for a copy, which uses two of them: the unit, and the range that failed.
+type placedError struct {
+	at *itl
+	byteRange
+	err error
+}
+
+func (e *placedError) Error() string { return e.err.Error() }
+
+func (e *placedError) Unwrap() error { return e.err }
+
+// placed returns err as one of that range of l, unless it says already where it is from.
+func placed(l *itl, pos, n int64, err error) error {
+	if err == nil {
+		return nil
+	}
+	if _, ok := errors.AsType[*placedError](err); ok {
+		return err
+	}
+	return &placedError{l, byteRange{pos, n}, err}
 }
 
 // reportStoreError reports that the store failed c, if err says so. The sense data tells the
@@ -228,7 +258,11 @@ func (c *Command) reportStoreError(err error) {
 	if !storeFailed(err) {
 		return
 	}
-	u := c.unit
+	l, lba, blocks := c.itl, c.lba, c.count
+	if p, ok := errors.AsType[*placedError](err); ok {
+		l, lba, blocks = p.at, uint64(p.pos)>>p.at.unit.shift, uint64(p.n)>>p.at.unit.shift
+	}
+	u := l.unit
 	u.noteError(err)
 	e := &u.storeErrors
 	now, last := time.Now().UnixNano(), e.last.Load()
@@ -238,8 +272,8 @@ func (c *Command) reportStoreError(err error) {
 		return
 	}
 	u.opt.Events(StoreFailedEvent{
-		Target: c.nexus.port.TargetName, LUN: c.itl.id, Initiator: c.nexus.port.InitiatorName,
-		Command: c.row.name, LBA: c.lba, Blocks: c.count, Err: err, Suppressed: e.suppressed.Swap(0),
+		Target: l.nexus.port.TargetName, LUN: l.id, Initiator: c.nexus.port.InitiatorName,
+		Command: c.row.name, LBA: lba, Blocks: blocks, Err: err, Suppressed: e.suppressed.Swap(0),
 	})
 }
 
@@ -249,29 +283,34 @@ func (c *Command) writeDone(err error) bool {
 	if err == nil {
 		return true
 	}
+	return c.failSense(c.writeSense(err))
+}
+
+// writeSense reports err, with which the store could not change the medium, and returns what the initiator gets.
+func (c *Command) writeSense(err error) senseData {
 	c.reportStoreError(err)
 	if k, ok := injectedSense(err); ok {
-		return c.fail(k)
+		return newSense(k)
 	}
 	switch {
-	case errors.Is(err, errAborted):
-		return c.fail(condAborted)
+	case errors.Is(err, errAborted), errors.Is(err, errErased): // initiators send it again
+		return newSense(condAborted)
 	case errors.Is(err, errSanitizing):
-		return c.failSense(c.unit.sanitizing())
+		return c.unit.sanitizing()
 	case errors.Is(err, backend.ErrNoSpace):
-		return c.fail(condSpace)
+		return newSense(condSpace)
 	case errors.Is(err, backend.ErrReadOnly), errors.Is(err, syscall.EROFS): // its file system was remounted
-		return c.fail(condWriteProtected)
+		return newSense(condWriteProtected)
 	case errors.Is(err, backend.ErrUnsynced):
-		return c.fail(condUnsynced)
+		return newSense(condUnsynced)
 	case errors.Is(err, backend.ErrClosed):
-		return c.failClosed()
+		return newSense(c.unit.closed())
 	case errors.Is(err, backend.ErrRange):
-		return c.failRange(c.lba) // the unit became smaller meanwhile
+		return c.unit.outOfRange(c.lba) // the unit became smaller meanwhile
 	case errors.Is(err, backend.ErrCorrupt): // the rest of a block of which a part is written
-		return c.failCorrupt(err)
+		return c.unit.corrupt(err)
 	}
-	return c.fail(condWriteError)
+	return newSense(condWriteError)
 }
 
 // readDone returns true if err is nil. Otherwise it fails c because the store could not read the
@@ -285,38 +324,45 @@ func (c *Command) readDone(err error) bool {
 		return c.fail(k)
 	}
 	switch {
-	case errors.Is(err, errAborted):
+	case errors.Is(err, errAborted), errors.Is(err, errErased): // initiators send it again
 		return c.fail(condAborted)
+	case errors.Is(err, errSanitizing):
+		return c.failSense(c.unit.sanitizing())
 	case errors.Is(err, backend.ErrClosed):
 		return c.failClosed()
 	case errors.Is(err, backend.ErrRange):
 		return c.failRange(c.lba)
 	case errors.Is(err, backend.ErrCorrupt):
-		return c.failCorrupt(err)
+		return c.failSense(c.unit.corrupt(err))
 	}
 	return c.fail(condReadError)
 }
 
-// failCorrupt fails c because of a block that differs from its checksum. INFORMATION has its LBA (SBC-3, section
-// 4.18.1).
-func (c *Command) failCorrupt(err error) bool {
+// corrupt returns the sense data for a block that differs from its checksum or protection information. INFORMATION has its LBA
+// (SBC-3, section 4.18.1).
+func (u *Unit) corrupt(err error) senseData {
 	s := newSense(condReadError)
 	if corrupt, ok := errors.AsType[*backend.CorruptError](err); ok {
-		s = s.withInfo(uint64(corrupt.Offset) >> c.unit.shift)
+		if corrupt.Field != 0 {
+			s.Sense = checkFailed(corrupt.Field)
+		}
+		s = s.withInfo(uint64(corrupt.Offset) >> u.shift)
 	}
-	return c.failSense(s)
+	return s
 }
 
-// failClosed ends a command that meets a closed store: the initiators lost its unit, another unit
-// takes its place, or the target shuts down.
-func (c *Command) failClosed() bool {
+// failClosed ends a command that meets a closed store.
+func (c *Command) failClosed() bool { return c.fail(c.unit.closed()) }
+
+// closed returns why the store is closed: the initiators lost the unit, another unit takes its place, or the target shuts down.
+func (u *Unit) closed() Sense {
 	switch {
-	case c.unit.gone.Load():
-		return c.fail(condNoLUN)
-	case c.unit.replaced.Load():
-		return c.fail(condBecomingReady)
+	case u.gone.Load():
+		return condNoLUN
+	case u.replaced.Load():
+		return condBecomingReady
 	}
-	return c.fail(condInternal)
+	return condInternal
 }
 
 // requestSense executes REQUEST SENSE (SPC-4, section 6.39): it returns a pending unit attention,

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 
+	"github.com/iser-target/iser-target/backend/protection"
 	"github.com/iser-target/iser-target/lun/state"
 )
 
@@ -25,6 +26,7 @@ type modeEntry struct {
 	SeparateTaskSets bool `json:"tst,omitempty"`     // Control: TST 001b
 	// Thresholds is nil if they are those of the configuration.
 	Thresholds *thresholdsEntry `json:"thresholds,omitempty"`
+	AppTags    *appTagsEntry    `json:"application_tags,omitempty"` // nil: none
 }
 
 type portGroupEntry struct {
@@ -37,6 +39,11 @@ func (e settingsEntry) Unit() string { return e.NAA }
 func (e settingsEntry) Check() error {
 	if e.PortGroups == nil {
 		return errors.New("port_groups is null, want a list")
+	}
+	if e.Mode != nil {
+		if err := e.Mode.AppTags.check(); err != nil {
+			return err
+		}
 	}
 	for i, g := range e.PortGroups {
 		if _, ok := g.state(); !ok {
@@ -79,6 +86,7 @@ var settingsFormat = state.Format[state.Records[settingsEntry]]{Name: "settings"
 // restoreSettings loads what the file keeps of the unit.
 func (u *Unit) restoreSettings() error {
 	modes, l := u.modeDefault.Load(), levels(u.levelsDefault.Load())
+	var tags protection.AppTags
 	if u.opt.Settings != nil {
 		kept, ok, err := u.opt.Settings.Get(u.opt.Identity.Serial)
 		if err != nil {
@@ -89,15 +97,19 @@ func (u *Unit) restoreSettings() error {
 		}
 		u.kept = kept
 		if kept.Mode != nil {
-			var provisioning uint32
+			var provisioning, atmpe uint32
 			provisioning, l = kept.Mode.Thresholds.values(modes, l)
-			modes = modes&^u.modeMutable | (kept.Mode.modes()|provisioning)&u.modeMutable
+			atmpe, tags = kept.Mode.AppTags.values()
+			modes = modes&^u.modeMutable | (kept.Mode.modes()|provisioning|atmpe)&u.modeMutable
 		}
 	}
 	u.modeSaved.Store(modes)
 	u.mode.Store(modes)
 	u.levelsSaved.Store(uint64(l))
 	u.levels.Store(uint64(l))
+	u.tagsSaved.Store(&tags)
+	u.tags.Store(&tags)
+	u.useTags()
 	if len(u.kept.PortGroups) > 0 {
 		set := portGroups{}
 		for _, g := range u.kept.PortGroups {

@@ -114,6 +114,7 @@ func (u *Unit) checkSync(err error) error {
 // NoteSyncFailure notes that a sync has failed for that reason, and that later ones will. Only the first reason
 // counts. It begins to store that, if Options.SyncFailures is set and it is not stored yet, and does not wait.
 func (u *Unit) NoteSyncFailure(reason error) {
+	u.endTokens(condTokenCancelled) // data may be as it was before writes that are lost
 	f := &u.failure
 	if f.closed.Load() {
 		return

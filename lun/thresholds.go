@@ -58,6 +58,7 @@ func (l levels) of(threshold int) uint32 {
 
 // A spaceWatch has what is known of the space of a unit, and which thresholds it has reached.
 type spaceWatch struct {
+	gauged   bool // the store knows its space
 	exponent uint // THRESHOLD EXPONENT: log2 of the blocks in a threshold set; 0: the unit has no thresholds
 	known    atomic.Bool
 	used     atomic.Int64 // bytes
@@ -71,12 +72,18 @@ type spaceWatch struct {
 	reached [thresholds]bool  // guarded by mu: of the mode page
 }
 
-// initSpace finds out whether the unit has thresholds: it is thin, and the store knows its space.
+// initSpace finds out whether the store knows its space, and whether the unit has thresholds: it is thin, too.
 func (u *Unit) initSpace() {
-	if _, _, err := backend.Usage(u.store); err != nil || !u.isThin() {
+	s := &u.space
+	used, free, err := backend.Usage(u.store)
+	if err != nil {
 		return
 	}
-	s := &u.space
+	s.gauged = true
+	s.note(used, free)
+	if !u.isThin() {
+		return
+	}
 	s.exponent = uint(max(bits.Len32(thresholdSet/u.info.BlockSize)-1, 1))
 	for u.blocks.Load()>>s.exponent > math.MaxUint32 {
 		s.exponent++
@@ -216,7 +223,14 @@ type Threshold struct {
 	Reached bool
 }
 
-// Space returns what SampleSpace has found last; ok is false before the first time, and for a unit that does not know it.
+// note notes the space, in bytes.
+func (s *spaceWatch) note(used, free int64) {
+	s.used.Store(used)
+	s.free.Store(free)
+	s.known.Store(true)
+}
+
+// Space returns what New or SampleSpace has found last; ok is false for a unit whose store does not know it.
 func (u *Unit) Space() (v Space, ok bool) {
 	s := &u.space
 	if !s.known.Load() {
@@ -234,11 +248,15 @@ func (u *Unit) Space() (v Space, ok bool) {
 // SampleSpace asks the store for its space, and reports thresholds that it has reached. It waits for the file system, so a
 // goroutine that serves no initiator calls it from time to time. An error changes nothing.
 func (u *Unit) SampleSpace() {
-	if !u.hasThresholds() || u.gone.Load() || u.replaced.Load() {
+	if !u.space.gauged || u.gone.Load() || u.replaced.Load() {
 		return
 	}
-	if used, free, err := backend.Usage(u.store); err == nil {
+	switch used, free, err := backend.Usage(u.store); {
+	case err != nil:
+	case u.hasThresholds():
 		u.noteSpace(used, free)
+	default:
+		u.space.note(used, free)
 	}
 }
 
@@ -259,13 +277,11 @@ func beyond(threshold int, was bool, now, level int64) bool {
 	return now >= level
 }
 
-// noteSpace notes the space of the unit, in bytes, and reports thresholds.
+// noteSpace notes the space of the unit, in bytes, and reports thresholds, which the unit has.
 func (u *Unit) noteSpace(used, free int64) {
 	s := &u.space
 	s.mu.Lock()
-	s.used.Store(used)
-	s.free.Store(free)
-	s.known.Store(true)
+	s.note(used, free)
 	var events []ThresholdEvent
 	for i, now := range [thresholds]int64{free, used} {
 		was, limit := s.alarms[i], s.limits[i]

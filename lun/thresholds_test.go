@@ -128,8 +128,8 @@ func TestThresholdsOfTheOperator(t *testing.T) {
 	for _, pc := range []string{"1c", "9c", "dc"} { // current, default, saved
 		wantBytes(t, r.good("1a 08 "+pc+" 02 ff 00", nil), page(2048))
 	}
-	if _, ok := r.unit.Space(); ok {
-		t.Error("the space is known before the first sample")
+	if v, ok := r.unit.Space(); !ok || v.Used != 0 || v.Free == 0 {
+		t.Errorf("space %+v, %v before the first sample", v, ok)
 	}
 	r.good("2a 00 00000000 00 0080 00", pattern(64<<10, 1))
 	r.unit.SampleSpace()
@@ -203,19 +203,29 @@ func TestThresholdsOfTheOperator(t *testing.T) {
 	opt.Events(ThresholdEvent{})
 }
 
-// A unit that does not know its space has no thresholds, whatever the configuration says.
-func TestNoThresholdsWithoutSpace(t *testing.T) {
+// A unit that is not thin has no thresholds, whatever the configuration says.
+func TestNoThresholdsOfThickUnit(t *testing.T) {
 	r := newRig(t, setup{info: thick, opt: Options{ThresholdUsed: 1 << 20}})
 	r.unit.SampleSpace()
 	r.unit.SetThresholds(1, 1)
-	if _, ok := r.unit.Space(); ok {
-		t.Error("the space is known")
-	}
 	wantListField(t, r.modeSelect(false, "00 00 00 00"+lbpere), 4+7)
 	wantListField(t, r.modeSelect(false, "00 00 00 00"+provisioningPage(0, 0, 0, 0, 0)), 4)
 	// The exponent grows with the capacity, so that 32 bits are enough: 2^50 bytes are 2^32 sets of 2^9 blocks, one too many.
 	huge := newRig(t, setup{info: func(i *backend.Info) { i.Size = 1 << 50 }})
 	if got := huge.unit.space.exponent; got != 10 {
 		t.Errorf("THRESHOLD EXPONENT %d, want 10", got)
+	}
+}
+
+// A unit without thresholds knows its space if the store does.
+func TestSpaceOfThickUnit(t *testing.T) {
+	r := newRig(t, setup{info: thick})
+	r.good("2a 00 00000000 00 0080 00", pattern(64<<10, 1))
+	if v, ok := r.unit.Space(); !ok || v.Used != 0 {
+		t.Errorf("space %+v, %v at first", v, ok)
+	}
+	r.unit.SampleSpace()
+	if v, ok := r.unit.Space(); !ok || v.Used != 64<<10 || v.Free == 0 || v.Thresholds != [thresholds]Threshold{} {
+		t.Errorf("space %+v, %v after a write", v, ok)
 	}
 }

@@ -6,12 +6,15 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"math/bits"
 	"strings"
 	"sync"
 	"sync/atomic"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/checked"
+	"github.com/iser-target/iser-target/backend/protection"
 	"github.com/iser-target/iser-target/lun/fair"
 	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/security/limits"
@@ -47,6 +50,8 @@ type Options struct {
 	// Registrations bounds how many registrations of persistent reservations an initiator makes; nil: a
 	// Limit with the default bound.
 	Registrations *limits.Limit
+	// Tokens has the ROD tokens of all units that WRITE USING TOKEN copies between; nil: those of this unit.
+	Tokens *Tokens
 	// StoreTimeout is how long a call of the store may take before the store counts as hung; nil: the
 	// default of limits.
 	StoreTimeout *limits.Limit
@@ -56,7 +61,8 @@ type Options struct {
 // A Unit is a logical unit: a device server and the store below it.
 type Unit struct {
 	store         backend.Store
-	gate          *fair.Gate // before the store: see call.go
+	lender        backend.Lender // the store, or nil
+	gate          *fair.Gate     // before the store: see call.go
 	info          backend.Info
 	opt           Options
 	blocks        atomic.Uint64 // capacity
@@ -79,15 +85,20 @@ type Unit struct {
 	levels        atomic.Uint64 // thresholds of initiators: levels
 	levelsSaved   atomic.Uint64
 	levelsDefault atomic.Uint64
+	tags          atomic.Pointer[protection.AppTags] // of the Application Tag mode page; nil: none
+	tagsSaved     atomic.Pointer[protection.AppTags]
 	space         spaceWatch
 	modeChanged   bool                        // the mode parameters, or the WP bit, differ from those of the predecessor
 	access        atomic.Pointer[portGroups]  // nil: no state was set
 	clock         atomic.Pointer[deviceClock] // nil: that of the machine
+	logBases      atomic.Pointer[logBases]    // nil: LOG SELECT has reset nothing
 	stopped       atomic.Bool
 	ejected       atomic.Bool // set and reset with mu held
 	ranges        rangeLocks
-	copying       atomic.Int32 // segments of EXTENDED COPY in progress to the unit, and copies that continue after commands for it
-	number        uint64       // in the order of New, for commands that lock two units
+	copying       copyCount                  // steps of copies in progress to the unit, and copies that continue after commands for it
+	tokens        atomic.Pointer[unitTokens] // for data of the unit; nil: none; written with opt.Tokens.mu held
+	noTokens      bool                       // guarded by opt.Tokens.mu: the unit makes no tokens any longer
+	number        uint64                     // in the order of New, for commands that lock two units
 	watch         storeWatch
 	detachedIn    atomic.Int32 // commands, and calls by aside, that nobody waits for: see detach.go
 	sanitizer     sanitizer
@@ -107,6 +118,10 @@ type Unit struct {
 	seen map[*itl]struct{} // guarded by mu: gets unit attentions
 	// changedBy has the initiators that changed settings last. It is guarded by mu.
 	changedBy map[string]string
+
+	inquiryChanged bool // the protection type differs from that of the predecessor
+	protection     protection.Type
+	protected      *checked.Store // the store, if it has protection information; else nil
 }
 
 // units counts the logical units that New made.
@@ -131,6 +146,9 @@ func New(s backend.Store, o Options) (*Unit, error) {
 	if o.Registrations == nil {
 		o.Registrations = &limits.New().Registrations
 	}
+	if o.Tokens == nil {
+		o.Tokens = NewTokens(limits.New())
+	}
 	if o.StoreTimeout == nil {
 		o.StoreTimeout = &limits.New().StoreTimeout
 	}
@@ -150,6 +168,10 @@ func New(s backend.Store, o Options) (*Unit, error) {
 		settings: newTurn(),
 	}
 	u.reservations.turn = newTurn()
+	u.lender, _ = s.(backend.Lender)
+	if c, ok := s.(*checked.Store); ok {
+		u.withProtection(c)
+	}
 	u.shift = uint(bits.TrailingZeros32(info.BlockSize))
 	u.blocks.Store(uint64(info.Size) >> u.shift)
 	u.initSpace()
@@ -290,6 +312,9 @@ func (u *Unit) Resize(size int64) error {
 	if next < old { // first: new commands beyond the new end are refused
 		u.blocks.Store(next)
 	}
+	if next < old {
+		u.changing(int64(next<<u.shift), math.MaxInt64-int64(next<<u.shift))
+	}
 	err := u.checkSync(r.Resize(size))
 	next = uint64(u.store.Info().Size) >> u.shift // after an error, old or new
 	u.blocks.Store(next)
@@ -336,18 +361,21 @@ func (u *Unit) reset(attention Sense) {
 	u.dropReserveOf(all)
 	u.endBackground(all)
 	// This may sync. An error of that is not lost: the store keeps failing.
-	if (u.mode.Load()^u.modeSaved.Load())&u.modeMutable != 0 || u.levels.Load() != u.levelsSaved.Load() {
+	if now, saved := u.current(), u.saved(); (now.modes^saved.modes)&u.modeMutable != 0 || now.levels != saved.levels || now.tags != saved.tags {
 		u.aside(func() {
 			u.settingsMu.Lock()
 			defer u.settingsMu.Unlock()
 			u.levels.Store(u.levelsSaved.Load())
+			u.tags.Store(u.tagsSaved.Load())
 			_ = u.setModes(nil, u.modeMutable, u.modeSaved.Load())
+			u.useTags()
 		})
 	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	for l := range u.seen {
 		l.prevents = false
+		l.echo.set(nil)
 	}
 	for _, m := range modeNames { // as saved
 		delete(u.changedBy, m.name)
@@ -355,6 +383,7 @@ func (u *Unit) reset(attention Sense) {
 	for _, name := range ThresholdNames {
 		delete(u.changedBy, settingThreshold+name)
 	}
+	delete(u.changedBy, settingAppTagRanges)
 	delete(u.changedBy, settingMedium)
 	u.raiseLocked(attention, nil)
 }
@@ -403,9 +432,14 @@ func (u *Unit) InheritFrom(old *Unit) {
 			u.levels.Store(old.levels.Load())
 		}
 	}
+	if both&modeATMPE != 0 {
+		u.tags.Store(old.tags.Load())
+	}
 	u.mode.Store(u.mode.Load()&^both | was&both)
+	u.useTags()
 	u.cross(old.crossed())
-	u.modeChanged = u.mode.Load() != was || u.readOnly != old.readOnly || u.levels.Load() != old.levels.Load()
+	u.modeChanged = u.mode.Load() != was || u.readOnly != old.readOnly || u.levels.Load() != old.levels.Load() || tagsOf(&u.tags) != tagsOf(&old.tags)
+	u.inquiryChanged = u.protection != old.protection
 	u.access.Store(old.access.Load())
 	u.clock.Store(old.clock.Load())
 }
@@ -423,6 +457,7 @@ func (u *Unit) Detach() backend.Store {
 	all := u.ranges.exclude(allStripes)
 	u.detached.Store(true)
 	all.release()
+	u.shutTokens()
 	u.gate.Retire()
 	return u.store
 }
@@ -432,6 +467,7 @@ func (u *Unit) Close() error {
 	u.stopFaults()
 	u.sanitizer.close()
 	u.gate.Shut()
+	u.shutTokens()
 	u.scrubber.close()
 	err := u.store.Close()
 	if err != nil && !errors.Is(err, backend.ErrClosed) {

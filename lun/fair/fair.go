@@ -56,6 +56,8 @@ func (w Work) cost() int64 { return callCost + w.Bytes }
 type Call struct {
 	Who   string       // the initiator, as a normalized name
 	Abort *atomic.Bool // if not nil: becomes true when the command has to stop soon
+	// Waited is how long the call has waited for its turns. Its owner sets it to 0.
+	Waited time.Duration
 
 	work Work
 	slot int32 // 0: none; else the index of the slot plus one

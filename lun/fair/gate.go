@@ -198,7 +198,9 @@ func (g *Gate) await(c *Call) bool {
 	if wait {
 		g.process.clock.read() // so that it ticks
 		<-c.wake
-		g.delayed.Add(int64(g.process.clock.now() - c.began))
+		waited := g.process.clock.now() - c.began
+		g.delayed.Add(int64(waited))
+		c.Waited += waited
 	}
 	return c.wait == granted
 }

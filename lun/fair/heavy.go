@@ -119,6 +119,7 @@ func (h *heavies) enter(c *Call) bool {
 	h.clock.read() // so that it ticks
 	if wait {
 		<-c.wake
+		c.Waited += h.clock.now() - c.began
 	}
 	if c.wait != granted {
 		return false

@@ -1,5 +1,6 @@
-// Package state keeps small states in files that survive the process and a power failure: the
+// Package state keeps small states that survive the process and a power failure: the
 // identities of logical units, a record for each logical unit, and documents of other shapes.
+// They are in a Home, which today is a directory.
 //
 // All files have one format: JSON with a version, mode 0600, replaced as a whole and synced before
 // the change counts. A lock keeps a second process out. A file that this package could not have
@@ -9,11 +10,13 @@ package state
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"sync"
 	"time"
 	"unicode/utf8"
@@ -37,7 +40,10 @@ type Format[S State] struct {
 // change it wait for storage, at most for the time of SetLimit; the others do not.
 type Document[S State] struct {
 	format Format[S]
-	file   file // without a path nothing is stored; only the writer uses it after Open
+	home   Home     // nil: nothing is stored; only the writer uses it after Open
+	key    string   // in home
+	base   Revision // that home has of state; only the writer uses it after Open
+	file   *file    // of key, if home is a Directory
 
 	mu      sync.Mutex // never held during a call of the file system
 	closed  bool
@@ -51,13 +57,12 @@ type Document[S State] struct {
 	dirty   map[string]bool // keys of which the file may have another entry than state
 	retry   bool            // the writer stores the state although nothing waits
 
-	restored error // see Restored
-	fresh    bool  // see Fresh
+	fresh bool // see Fresh
 }
 
 // newDocument returns a document that is stored nowhere.
 func newDocument[S State](format Format[S], initial S) *Document[S] {
-	return &Document[S]{format: format, file: file{fsync: (*os.File).Sync}, state: initial}
+	return &Document[S]{format: format, file: &file{fsync: (*os.File).Sync}, state: initial}
 }
 
 // Open opens the file at path, which has the state initial while it does not
@@ -70,86 +75,38 @@ func Open[S State](format Format[S], path string, initial S) (*Document[S], erro
 	if path == "" {
 		return nil, fmt.Errorf("%s: the path of the file is empty", format.Name)
 	}
-	if err := d.file.open(path); err != nil {
-		return nil, d.wrap(err)
+	home := OpenDirectory(filepath.Dir(path), func(_ string, b []byte) error {
+		next, err := format.Decode(b)
+		if err == nil {
+			d.state = next
+		}
+		return err
+	})
+	d.file = home.file(filepath.Base(path))
+	d.file.path = path // as the caller wrote it
+	d.home, d.key = home, filepath.Base(path)
+	v, err := home.Get(context.Background(), d.key)
+	if err != nil {
+		return nil, errors.Join(d.wrap(err), home.Close())
 	}
-	if err := d.load(); err != nil {
-		d.file.unlock()
-		return nil, d.wrap(err)
-	}
+	d.base, d.absent, d.fresh = v.Revision, v.Data == nil, v.Data == nil
 	return d, nil
 }
 
-// load reads the file, if it exists. If it is damaged or gone and its spare copy is not, load restores it.
-func (d *Document[S]) load() error {
-	s, from, reason := d.find()
-	d.absent, d.fresh = from == nil, from == nil
-	switch {
-	case from == nil:
-		return reason // nil: the state stays the initial one
-	case reason != nil:
-		return d.restore(s, from, reason)
-	}
-	d.state = s
-	if copied, err := d.file.read(d.file.spare()); err != nil || !bytes.Equal(copied, from) {
-		// The last change was cut short, or an earlier version made it. If this fails, the next change helps.
-		d.file.replace(from)
-	}
-	return nil
-}
-
-// errGone is the reason to restore a file that does not exist.
-var errGone = errors.New("was missing")
-
-// find returns the state that counts and the content that it is from: of the file, or with a reason of its
-// spare copy. Without content the reason is nil if neither exists.
+// find returns the state that counts and the content that it is from: see file.find.
 func (d *Document[S]) find() (s S, from []byte, reason error) {
-	b, err := d.file.read(d.file.path)
-	if b != nil && err == nil {
-		s, err = d.format.Decode(b)
-	}
-	if err == nil && b != nil {
-		return s, b, nil
-	}
-	var none S
-	if errors.Is(err, errVersion) {
-		return none, nil, err
-	}
-	copied, spareErr := d.file.read(d.file.spare())
-	if copied == nil && spareErr == nil {
-		return none, nil, err // of the file alone, or neither exists
-	}
-	if spareErr == nil {
-		s, spareErr = d.format.Decode(copied)
-	}
-	switch {
-	case spareErr == nil && err == nil:
-		return s, copied, errGone
-	case spareErr == nil:
-		return s, copied, err
-	case err == nil:
-		return none, nil, fmt.Errorf("is missing, and its spare copy %s %w", d.file.spare(), spareErr)
-	}
-	return none, nil, fmt.Errorf("%w; its spare copy %s %v", err, d.file.spare(), spareErr)
-}
-
-// restore puts the spare copy in the place of a file that is gone or damaged, for that reason. It keeps the
-// damaged file as path.damaged.
-func (d *Document[S]) restore(s S, copied []byte, reason error) error {
-	if reason != errGone {
-		if err := os.Rename(d.file.path, d.file.path+".damaged"); err != nil {
-			return errors.Join(reason, err)
+	from, reason = d.file.find(func(b []byte) error {
+		next, err := d.format.Decode(b)
+		if err == nil {
+			s = next
 		}
-	}
-	if err := d.file.replace(copied); err != nil {
-		return errors.Join(reason, err)
-	}
-	d.state, d.restored = s, reason
-	return nil
+		return err
+	})
+	return s, from, reason
 }
 
 // Restored returns why the file was restored from its spare copy when it was opened, or nil.
-func (d *Document[S]) Restored() error { return d.wrap(d.restored) }
+func (d *Document[S]) Restored() error { return d.wrap(d.file.restored) }
 
 // Fresh reports whether neither the file nor its spare copy existed when it was opened.
 func (d *Document[S]) Fresh() bool { return d.fresh }
@@ -168,7 +125,10 @@ func (d *Document[S]) Close() error {
 	if writing != nil {
 		<-writing
 	}
-	return d.wrap(d.file.unlock())
+	if d.home == nil {
+		return nil
+	}
+	return d.wrap(d.home.Close())
 }
 
 // SetLimit makes changes fail with ErrTimeout if they are not stored within the time that limit

@@ -1,6 +1,7 @@
 package state
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -25,7 +26,10 @@ type file struct {
 	fsync func(*os.File) error // tests let it fail
 	// unsure: a replacement failed in or after its rename. The file has the old
 	// content or the new one, and a power failure may decide which.
-	unsure bool
+	unsure   bool
+	revision Revision // see Directory
+	// restored says why load had to take the spare copy when the file was opened, or is nil.
+	restored error
 }
 
 // open creates the missing directories of path, with mode 0700, and locks
@@ -74,6 +78,72 @@ func (f *file) read(path string) ([]byte, error) {
 		return nil, err
 	}
 	return b, syncDir(filepath.Dir(path), f.fsync)
+}
+
+// load returns the content that counts, or nil if the file does not exist. If the file is damaged or gone and its
+// spare copy is not, load restores it. check finds damage.
+func (f *file) load(check func([]byte) error) ([]byte, error) {
+	from, reason := f.find(check)
+	switch {
+	case from == nil:
+		return nil, reason
+	case reason != nil:
+		return from, f.restore(from, reason)
+	}
+	if copied, err := f.read(f.spare()); err != nil || !bytes.Equal(copied, from) {
+		// The last change was cut short, or an earlier version made it. If this fails, the next change helps.
+		f.replace(from)
+	}
+	return from, nil
+}
+
+// errGone is the reason to restore a file that does not exist.
+var errGone = errors.New("was missing")
+
+// find returns the content that counts: of the file, or with a reason of its spare copy. Without content the reason
+// is nil if neither exists. check succeeds last with the content that find returns.
+func (f *file) find(check func([]byte) error) (from []byte, reason error) {
+	b, err := f.read(f.path)
+	if b != nil && err == nil {
+		err = check(b)
+	}
+	if err == nil && b != nil {
+		return b, nil
+	}
+	if errors.Is(err, errVersion) {
+		return nil, err
+	}
+	copied, spareErr := f.read(f.spare())
+	if copied == nil && spareErr == nil {
+		return nil, err // of the file alone, or neither exists
+	}
+	if spareErr == nil {
+		spareErr = check(copied)
+	}
+	switch {
+	case spareErr == nil && err == nil:
+		return copied, errGone
+	case spareErr == nil:
+		return copied, err
+	case err == nil:
+		return nil, fmt.Errorf("is missing, and its spare copy %s %w", f.spare(), spareErr)
+	}
+	return nil, fmt.Errorf("%w; its spare copy %s %v", err, f.spare(), spareErr)
+}
+
+// restore puts the spare copy in the place of a file that is gone or damaged, for that reason. It keeps the
+// damaged file as path.damaged.
+func (f *file) restore(copied []byte, reason error) error {
+	if reason != errGone {
+		if err := os.Rename(f.path, f.path+".damaged"); err != nil {
+			return errors.Join(reason, err)
+		}
+	}
+	if err := f.replace(copied); err != nil {
+		return errors.Join(reason, err)
+	}
+	f.restored = reason
+	return nil
 }
 
 // spare returns the path of the spare copy.

@@ -404,7 +404,8 @@ func TestOpenIdentitiesSyncFails(t *testing.T) {
 			}
 			return nil
 		}
-		wantError(t, ids.doc.load(), "injected")
+		_, err := ids.doc.file.load(func([]byte) error { return nil })
+		wantError(t, err, "injected")
 	}
 	err := makeDirectory(filepath.Join(t.TempDir(), "a", "b"), func(*os.File) error { return errors.New("injected") })
 	wantError(t, err, "injected")

@@ -1,6 +1,7 @@
 package state
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -223,14 +224,14 @@ func (d *Document[S]) writeBatch(batch []*update[S], retry bool) {
 	}
 	err := d.put(next, absent)
 	if err != nil {
-		d.mu.Lock()
-		if d.file.unsure {
+		unsure := errors.Is(err, ErrUnsure)
+		if unsure {
+			d.mu.Lock()
 			for _, u := range stored {
 				d.markDirty(u)
 			}
+			d.mu.Unlock()
 		}
-		unsure := d.file.unsure
-		d.mu.Unlock()
 		for _, u := range stored {
 			d.settle(u, err, unsure)
 		}
@@ -288,19 +289,24 @@ func (d *Document[S]) storeAgain() {
 	}
 }
 
-// put writes s to the file, or removes the file. Only the writer calls it.
+// put stores s in the home, or removes what it has. Only the writer calls it, and waits as long as the home takes: its
+// callers have their Patience.
 func (d *Document[S]) put(s S, absent bool) error {
-	switch {
-	case d.file.path == "":
+	if d.home == nil {
 		return nil
-	case absent:
-		return d.file.remove()
 	}
-	b, err := Encode(s)
-	if err != nil {
-		return err
+	var b []byte
+	if !absent {
+		var err error
+		if b, err = Encode(s); err != nil {
+			return err
+		}
 	}
-	return d.file.replace(b)
+	revision, err := d.home.Put(context.Background(), d.key, b, d.base)
+	if err == nil {
+		d.base = revision
+	}
+	return err
 }
 
 // commit puts u, which the file has already, in force.
