@@ -8,6 +8,7 @@ type baton struct {
 	mu    sync.Mutex
 	free  sync.Cond
 	taken bool
+	left  int // 0: no; else 1, and 1 more for each call of remind since
 }
 
 func (b *baton) init() { b.free.L = &b.mu }
@@ -18,7 +19,7 @@ func (b *baton) Lock() {
 	for b.taken {
 		b.free.Wait()
 	}
-	b.taken = true
+	b.taken, b.left = true, 0
 	b.mu.Unlock()
 }
 
@@ -47,4 +48,43 @@ func (b *baton) Unlock() {
 	b.taken = false
 	b.mu.Unlock()
 	b.free.Signal()
+}
+
+// leave gives the baton back and wakes nobody. The caller takes it again soon, or calls wake.
+func (b *baton) leave() {
+	b.mu.Lock()
+	b.taken, b.left = false, 1
+	b.mu.Unlock()
+}
+
+// isLeft reports whether the baton was left and is still free.
+func (b *baton) isLeft() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.left > 0
+}
+
+// wake does what leave has left out.
+func (b *baton) wake() {
+	b.mu.Lock()
+	left := b.left > 0
+	b.left = 0
+	b.mu.Unlock()
+	if left {
+		b.free.Signal()
+	}
+}
+
+// remind does so if remind was called since leave. It reports whether it did.
+func (b *baton) remind() bool {
+	b.mu.Lock()
+	due := b.left > 1
+	if b.left > 0 {
+		b.left++
+	}
+	b.mu.Unlock()
+	if due {
+		b.wake()
+	}
+	return due
 }

@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 
 	"github.com/iser-target/iser-target/iscsi/fifo"
+	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/lun/invariant"
 )
 
@@ -23,6 +24,10 @@ type Buffer struct {
 	budget *budget // nil while the Buffer is in the pool
 
 	other bool // it is not for a piece of data
+
+	// A Buffer of getLent has no data of its own.
+	lent  []lun.Lent // by a logical unit
+	keeps int        // bytes of memory that the loans keep; 0: data belongs to the Buffer
 
 	refs atomic.Int32 // owners in addition to the first one
 
@@ -61,12 +66,18 @@ func (b *Buffer) Release() {
 	}
 	b.Sent()
 	b.budget = nil
-	if invariant.Enabled { // so that a late reader of b is found out
+	if b.keeps > 0 {
+		for _, l := range b.lent {
+			l.Return()
+		}
+		clear(b.lent) // do not keep the data alive
+		b.lent = b.lent[:0]
+	} else if invariant.Enabled { // so that a late reader of b is found out
 		for i := range b.data {
 			b.data[i] = 0xdb
 		}
 	}
-	n, other := len(b.data), b.other
+	n, other := b.size(), b.other
 	g.pool.put(b)
 	if other {
 		g.discharge(n)
@@ -75,9 +86,17 @@ func (b *Buffer) Release() {
 	}
 }
 
+// size returns how many bytes of memory b counts for.
+func (b *Buffer) size() int {
+	if b.keeps > 0 {
+		return b.keeps
+	}
+	return len(b.data)
+}
+
 // chargeTo makes g answer for b instead of the budget that b is from.
 func (b *Buffer) chargeTo(g *budget) {
-	from, n := b.budget, len(b.data)
+	from, n := b.budget, b.size()
 	b.budget = g
 	g.of.add(g, n, false)
 	if b.other {
@@ -102,6 +121,7 @@ func bufferClass(n int) int {
 // nobody uses.
 type bufferPool struct {
 	classes [bufferClasses]sync.Pool
+	lent    sync.Pool    // Buffers for what logical units lend
 	out     atomic.Int64 // Buffers with pieces of data
 	bytes   atomic.Int64 // their size
 }
@@ -114,10 +134,21 @@ func (p *bufferPool) get(g *budget, class int) *Buffer {
 	return b
 }
 
+// getLent returns a Buffer for what a logical unit lends, which keeps n bytes of memory.
+func (p *bufferPool) getLent(g *budget, n int) *Buffer {
+	b, _ := p.lent.Get().(*Buffer)
+	if b == nil {
+		b = &Buffer{}
+	}
+	b.budget, b.other, b.keeps = g, false, n
+	p.count(b, 1)
+	return b
+}
+
 // count counts n more Buffers like b, which has a piece of data.
 func (p *bufferPool) count(b *Buffer, n int) {
 	p.out.Add(int64(n))
-	p.bytes.Add(int64(n * len(b.data)))
+	p.bytes.Add(int64(n * b.size()))
 }
 
 // getOther returns a Buffer for something else.
@@ -133,6 +164,10 @@ func (p *bufferPool) getOther(g *budget, class int) *Buffer {
 func (p *bufferPool) put(b *Buffer) {
 	if !b.other {
 		p.count(b, -1)
+	}
+	if b.keeps > 0 {
+		p.lent.Put(b)
+		return
 	}
 	p.classes[bufferClass(len(b.data))].Put(b)
 }
@@ -314,6 +349,14 @@ func (g *budget) try(n int) *Buffer {
 		return nil
 	}
 	return g.pool.get(g, class)
+}
+
+// tryLent does what try does, for what a logical unit lends. That keeps n bytes of memory.
+func (g *budget) tryLent(n int) *Buffer {
+	if !g.take(n) {
+		return nil
+	}
+	return g.pool.getLent(g, n)
 }
 
 // wait returns a Buffer for n bytes, for which it waits as quota.wait does, or nil when that returns

@@ -183,18 +183,39 @@ func (t *Task) runCommand() {
 	}
 }
 
+// lendAtLeast is the number of bytes of data-in from which memory of the logical unit is sent where it lies. Less is
+// cheaper to copy.
+const lendAtLeast = 32 << 10
+
+// lentBuffer returns a Buffer for the next n bytes of data-in, which the logical unit can lend, else nil. At an
+// ErrorRecoveryLevel above 0 data is kept, for which a copy takes less memory. Where data has a CRC, a copy brings it into the
+// cache of the processor, so that the CRC is cheaper; over RDMA it mostly has one.
+func (t *Task) lentBuffer(n int) *Buffer {
+	c := t.conn
+	if n < lendAtLeast || c.params.ErrorRecoveryLevel > 0 || c.params.DataDigest || c.dm.RDMA() {
+		return nil
+	}
+	keeps := c.sess.nexus.Lends(&t.cmd, t.off, uint64(n))
+	if keeps == 0 || keeps > 2*n { // as many READs as before find memory, or half as many
+		return nil
+	}
+	return c.budget.tryLent(keeps)
+}
+
 // read moves data-in to the initiator piece by piece. The last piece leaves together with the
 // response.
 func (t *Task) read() {
 	c := t.conn
 	for t.off < t.total {
 		n := int(min(t.total-t.off, uint64(c.piece)))
-		buf := t.takeBuffer(n)
+		buf := t.lentBuffer(n)
 		if buf == nil {
-			t.abandon()
-			return
+			if buf = t.takeBuffer(n); buf == nil {
+				t.abandon()
+				return
+			}
+			n = min(n, len(buf.data))
 		}
-		n = min(n, len(buf.data))
 		if !t.resume() {
 			buf.Release()
 			t.cmd.Fail(senseNotTaken)
@@ -206,7 +227,12 @@ func (t *Task) read() {
 			return
 		}
 		t.buf = buf // of t while t may be detached
-		ok := c.sess.nexus.Produce(&t.cmd, buf.data[:n], t.off)
+		ok := false
+		if buf.keeps > 0 {
+			buf.lent, ok = c.sess.nexus.Lend(&t.cmd, t.off, uint64(n), buf.lent)
+		} else {
+			ok = c.sess.nexus.Produce(&t.cmd, buf.data[:n], t.off)
+		}
 		t.leftUnit()
 		t.buf = nil
 		if !ok {
@@ -221,13 +247,11 @@ func (t *Task) read() {
 		c.mu.Lock()
 		c.stampWindow(t)
 		c.mu.Unlock()
-		if err := c.dm.PutData(t, uint32(t.off), buf.data[:n], buf); err != nil {
-			buf.Release()
+		if err := t.put(buf, n); err != nil {
 			c.end(c.endReason(err))
 			t.abandon()
 			return
 		}
-		t.transfers++
 		if t.off += uint64(n); t.off < t.total {
 			t.lap(lun.PhaseBackend)
 			t.idle()
@@ -236,6 +260,30 @@ func (t *Task) read() {
 		}
 	}
 	t.complete()
+}
+
+// put queues the next n bytes of data-in, which are in b, and gives b away.
+func (t *Task) put(b *Buffer, n int) error {
+	if b.keeps == 0 {
+		err := t.conn.dm.PutData(t, uint32(t.off), b.data[:n], b)
+		if err != nil {
+			b.Release()
+		}
+		t.transfers++
+		return err
+	}
+	defer b.Release()
+	off := uint32(t.off)
+	for _, l := range b.lent {
+		b.Retain()
+		if err := t.conn.dm.PutData(t, off, l.Data, b); err != nil {
+			b.Release()
+			return err
+		}
+		t.transfers++
+		off += uint32(len(l.Data))
+	}
+	return nil
 }
 
 // write moves data-out from the initiator piece by piece. Unsolicited data is the beginning of the

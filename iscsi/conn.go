@@ -23,6 +23,11 @@ const (
 	// PDUs queued after them, above all the answer to a ping, wait for no more data than that,
 	// however much the initiator reads: open-iscsi gives a connection up after 5 s.
 	sendAhead = 4 << 20
+
+	// discoveryPause is how long a request of a discovery session over RDMA waits for its answer. iscsiadm (open-iscsi 2.1.8) sends
+	// such a request with a call of its kernel, by netlink. An answer that comes before the kernel has confirmed the call is read with
+	// the confirmation. Then iscsiadm polls for that answer for 10 s, fails, and may crash when it tries again.
+	discoveryPause = 50 * time.Millisecond
 )
 
 // A phase is where a connection is in its life. The picture is in doc.go.
@@ -73,6 +78,7 @@ type conn struct {
 	received atomic.Uint64 // PDUs and ends of GetDatas; written by the holder of the baton
 	heard    atomic.Int64  // noticed, for others
 	putOff   putOffFlush
+	brevity  brevity
 
 	waiting atomic.Int32 // goroutines that want the baton
 	workers sync.WaitGroup
@@ -117,6 +123,7 @@ func newConn(p *Portal, dm Datamover, o ServeOptions) *conn {
 	c.slots.max, c.slots.freed.L = slotsFor(opt.QueueDepth), &c.slots.mu
 	c.join(newShared(c.slots.max))
 	c.baton.init()
+	c.brevity.average.Store(int64(longestCounted)) // the first commands show how fast the store is
 	c.budget.pool, c.budget.bound, c.budget.quota.free = &nd.buffers, opt.ConnectionMemory, opt.ConnectionMemory
 	nd.memory.join(&c.budget, limits.AddressKey(dm.RemoteAddr()), c.trimSlots)
 	c.sending.free = c.sendAhead()
@@ -214,9 +221,9 @@ func (c *conn) complete(err error) error {
 	return c.work()
 }
 
-// An Await calls ready once, later or at once and from any goroutine: with nil when something has come from the initiator of
+// An Await calls ready once, later or at once and from any goroutine: with nil when missing bytes have come from the initiator of
 // a connection or the connection has been closed, with os.ErrDeadlineExceeded, or with another error if it cannot wait.
-type Await func(deadline time.Time, ready func(error))
+type Await func(deadline time.Time, missing int, ready func(error))
 
 // Start serves a connection like Serve, but needs no goroutine while the login waits for the initiator: it may return
 // before. Then another goroutine, on which await calls ready, continues. done gets what Serve returns, at the end.
@@ -247,7 +254,7 @@ func (s *startedLogin) setImpatient(on bool) {
 func (s *startedLogin) run() {
 	err := s.l.run()
 	if err == errAwaited {
-		s.await(s.l.deadline, s.ready)
+		s.await(s.l.deadline, s.dm.Missing(), s.ready)
 		return
 	}
 	s.setImpatient(false)
@@ -413,6 +420,13 @@ func (c *conn) endedBy(err error) error {
 		return c.reason
 	}
 	return err
+}
+
+// pause delays the answer to a request of a discovery session; see discoveryPause.
+func (c *conn) pause(discovery bool) {
+	if discovery && c.dm.RDMA() {
+		time.Sleep(discoveryPause)
+	}
 }
 
 // linger waits until the initiator has closed the connection, or LogoutWait.

@@ -357,6 +357,61 @@ func TestDiscoveryIsQuiet(t *testing.T) {
 	})
 }
 
+// Over iSER, iscsiadm loses an answer that comes at once. Nobody else waits for its answer.
+func TestDiscoveryPause(t *testing.T) {
+	for _, c := range []struct {
+		name            string
+		rdma, discovery bool
+		want            time.Duration // for each answer
+	}{
+		{"discovery over iSER", true, true, discoveryPause},
+		{"discovery over TCP", false, true, 0},
+		{"normal session over iSER", true, false, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := newTestNode(t)
+				tc := n.connect(func(tc *testConn) { tc.m.rdma = c.rdma })
+				start := time.Now()
+				if c.discovery {
+					tc.discover()
+				} else {
+					tc.login()
+				}
+				if d := time.Since(start); d != c.want {
+					t.Errorf("login took %v, want %v", d, c.want)
+				}
+				start = time.Now()
+				h := tc.Request(pdu.TextReq, pdu.FlagF, true)
+				h.SetTTT(pdu.ReservedTag)
+				tc.write(h, text("SendTargets=All"))
+				if len(tc.want(pdu.TextResp).data) == 0 {
+					t.Error("no target in the answer")
+				}
+				if d := time.Since(start); d != c.want {
+					t.Errorf("SendTargets took %v, want %v", d, c.want)
+				}
+				tc.logout()
+			})
+		})
+	}
+}
+
+// A refused discovery waits, too: iscsiadm has to learn why.
+func TestDiscoveryPauseOfARefusal(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newTestNode(t, func(o *Options) { o.DiscoveryAuth = chap(t, "store") })
+		tc := n.connect()
+		start := time.Now()
+		tc.writeLogin(tc.loginRequest(true, 1, 3), "InitiatorName="+initiatorName, "SessionType=Discovery")
+		tc.wantLogin(pdu.LoginAuthentication)
+		if d := time.Since(start); d != discoveryPause {
+			t.Errorf("refused after %v", d)
+		}
+		tc.wait()
+	})
+}
+
 // A discovery session ends, too, when its initiator asks and takes no answers.
 func TestDiscoveryThatDoesNotRead(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -55,7 +55,7 @@ type Datamover interface {
 	Unbind(t *Task)
 
 	// PutData queues the data that starts at Buffer Offset off (Put_Data). The mover uses t only
-	// until PutData returns. data is part of b. It does not change until the mover calls b.Release,
+	// until PutData returns. data is part of b, or lent to it. It does not change until the mover calls b.Release,
 	// which it does when the data has left or the connection has ended. If PutData fails, which ends
 	// the connection, b stays with the caller. t.Header has the present ExpCmdSN and MaxCmdSN, for a
 	// mover that needs them in PDUs of its own.
@@ -160,6 +160,9 @@ type Impatient interface {
 	// where it is, or undoes that. Receive may be called again. The goroutine that calls Receive calls SetImpatient. It
 	// returns false if the Datamover cannot do that.
 	SetImpatient(bool) bool
+
+	// Missing returns how many bytes Receive wanted when it returned for that reason.
+	Missing() int
 }
 
 // A Borrower is a Datamover that receives long data segments in Buffers.

@@ -26,6 +26,8 @@
 //	                   -> respond -> leave, sendStatus, flush          (respond.go)
 //	          start again
 //
+// While a goroutine executes a command that will end soon, no other one receives: see brief.go.
+//
 // A write that has to fetch data leaves its goroutine: GetData queues the request, and the goroutine
 // that receives the end of it continues in afterFetch.
 //

@@ -121,13 +121,18 @@ func (n *testNode) checkIdle() {
 func (n *testNode) checkCounts() {
 	for _, t := range n.Targets() {
 		for _, e := range t.LUNs.Entries() {
-			latencies := e.Unit.Latencies()
+			latencies, operations := e.Unit.Latencies(), e.Unit.Operations()
 			for tr, c := range e.Unit.Counts() {
 				if c.InFlight != 0 {
 					n.tb.Errorf("%s, LUN %d: %d commands in flight by %v on an idle node", t.Name, e.LUN, c.InFlight,
 						lun.Transport(tr))
 				}
 				ended := c.Commands[lun.KindRead] + c.Commands[lun.KindWrite] + c.Commands[lun.KindOther]
+				for k, o := range operations[tr] {
+					if o.Count != c.Commands[k] {
+						n.tb.Errorf("%s, LUN %d: %d %v commands by %v took their time, of %d", t.Name, e.LUN, o.Count, lun.Kind(k), lun.Transport(tr), c.Commands[k])
+					}
+				}
 				for p, l := range latencies[tr] {
 					if l.Count != ended && lun.Phase(p) != lun.PhaseReadWait || l.Count > ended {
 						n.tb.Errorf("%s, LUN %d: %v of %d commands by %v, of %d that have ended", t.Name, e.LUN,

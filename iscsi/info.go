@@ -13,20 +13,21 @@ import (
 
 // A SessionInfo is a session at one time.
 type SessionInfo struct {
-	TSIH      uint16
-	Initiator string // normalised iSCSI name
-	ISID      [6]byte
-	Target    string // normalised; empty in an unnamed discovery session
-	TPGT      uint16
-	Discovery bool
-	Params    Params // what the leading login agreed on
-	Started   time.Time
-	LUNs      []uint16 // that the initiator sees, ascending
-	Tasks     int      // requests that have come and are not answered
-	Transport lun.Transport
-	Counts    lun.Counts
-	Latencies *lun.Latencies // nil in a discovery session
-	Conns     []ConnInfo
+	TSIH       uint16
+	Initiator  string // normalised iSCSI name
+	ISID       [6]byte
+	Target     string // normalised; empty in an unnamed discovery session
+	TPGT       uint16
+	Discovery  bool
+	Params     Params // what the leading login agreed on
+	Started    time.Time
+	LUNs       []uint16 // that the initiator sees, ascending
+	Tasks      int      // requests that have come and are not answered
+	Transport  lun.Transport
+	Counts     lun.Counts
+	Latencies  *lun.Latencies // nil in a discovery session; so is Operations
+	Operations *lun.Operations
+	Conns      []ConnInfo
 }
 
 // A ConnInfo is a connection of a session at one time.
@@ -89,7 +90,7 @@ func (s *session) info() SessionInfo {
 	}
 	if s.nexus != nil {
 		info.LUNs, info.Counts, info.Transport = s.nexus.LUNs(), s.nexus.Counts(), s.nexus.Transport()
-		info.Latencies = new(s.nexus.Latencies())
+		info.Latencies, info.Operations = new(s.nexus.Latencies()), new(s.nexus.Operations())
 	}
 	s.shared.mu.Lock()
 	defer s.shared.mu.Unlock()

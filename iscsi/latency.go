@@ -44,18 +44,54 @@ func (t *Task) countSpent() {
 	}
 	t.timed = false
 	t.lap(lun.PhaseSend)
+	if t.small() {
+		t.conn.brevity.note(t.spent[lun.PhaseBackend])
+	}
 	t.conn.sess.nexus.CountSpent(&t.cmd, &t.spent)
+	if slow := t.conn.node.slow.threshold.Load(); slow > 0 {
+		if took := t.spent.Total(); int64(took) >= slow {
+			t.noteSlow(took)
+		}
+	}
+}
+
+// timings are how long commands took.
+type timings struct {
+	phases     lun.Latencies
+	operations lun.Operations
+}
+
+// add adds the commands of n.
+func (t *timings) add(n *lun.Nexus) {
+	t.phases.Add(new(n.Latencies()))
+	t.operations.Add(new(n.Operations()))
 }
 
 // Latencies returns how long the commands of all sessions took since the start, by transport.
 func (nd *Node) Latencies() (all [lun.Transports]lun.Latencies) {
+	timed := nd.timings()
+	for t := range all {
+		all[t] = timed[t].phases
+	}
+	return all
+}
+
+// Operations returns the operations of all sessions since the start, by transport.
+func (nd *Node) Operations() (all [lun.Transports]lun.Operations) {
+	timed := nd.timings()
+	for t := range all {
+		all[t] = timed[t].operations
+	}
+	return all
+}
+
+func (nd *Node) timings() [lun.Transports]timings {
 	nd.mu.Lock()
 	defer nd.mu.Unlock()
-	all = nd.ended
+	all := nd.ended
 	for _, s := range nd.sessions {
 		if s.nexus != nil {
-			took := s.nexus.Latencies()
-			all[s.nexus.Transport()].Add(&took)
+			all[s.nexus.Transport()].add(s.nexus)
 		}
 	}
 	return all

@@ -97,6 +97,7 @@ func (l *login) run() error {
 	for {
 		if err := c.dm.Receive(n); err != nil {
 			if l.impatient && errors.Is(err, os.ErrDeadlineExceeded) {
+				*n = Notice{} // else it keeps the memory of the last request
 				return errAwaited
 			}
 			c.end(c.endReason(err))
@@ -107,7 +108,7 @@ func (l *login) run() error {
 		}
 		if err := c.checkFormat(n); err != nil {
 			if l.count == 0 || pdu.BHS(n.BHS).Opcode() != pdu.LoginReq {
-				return err
+				return l.terminate(err)
 			}
 			return &loginError{pdu.LoginInitiatorError, err}
 		}
@@ -115,7 +116,7 @@ func (l *login) run() error {
 		if h.Opcode() != pdu.LoginReq { // section 4.2.4
 			err := fmt.Errorf("%v before the end of login", h.Opcode())
 			if l.count == 0 {
-				return err
+				return l.terminate(err)
 			}
 			return &loginError{pdu.LoginInvalidRequest, err}
 		}
@@ -124,6 +125,17 @@ func (l *login) run() error {
 			return err
 		}
 	}
+}
+
+// terminate ends the connection because of the PDU that Receive has returned. No Login Response can tell the initiator why: the
+// PDU is no Login Request. It returns err.
+func (l *login) terminate(err error) error {
+	c := l.conn
+	if r, ok := c.dm.(Refuser); ok {
+		r.Refuse(err)
+		c.dm.Receive(&c.notice) // until the initiator has closed the connection: see Refuser
+	}
+	return err
 }
 
 // serve answers one Login Request. done reports that login has succeeded.
@@ -504,6 +516,9 @@ func (l *login) stepUp() error {
 // refusal has no stages and no numbers, as in V-ISCSI-7.
 func (l *login) respond(rsp pdu.LoginResponse, data []byte) error {
 	c := l.conn
+	if l.neg != nil {
+		c.pause(l.neg.Params().Discovery)
+	}
 	t := c.newTask()
 	if t == nil {
 		return c.endedBy(errPeerClosed)

@@ -182,6 +182,9 @@ type Node struct {
 	stats    counters
 	logins   loginCounts
 
+	slow    slowCommands
+	lookout lookout
+
 	challenges sync.Map // CHAP challenges, as strings, of the logins in progress
 
 	mu       sync.Mutex
@@ -189,11 +192,11 @@ type Node struct {
 	portals  []*Portal
 	sessions map[uint16]*session // by TSIH
 	lastTSIH uint16
-	ended    [lun.Transports]lun.Latencies // of sessions that have ended
-	conns    map[*conn]struct{}            // from the call of Serve to its end
-	stopping atomic.Bool                   // Shutdown has been called
-	pausing  atomic.Bool                   // Pause has been called, and not Resume. Stored with mu held
-	closing  atomic.Pointer[closing]       // by Empty; nil: logins are welcome. Stored with mu held
+	ended    [lun.Transports]timings // of sessions that have ended
+	conns    map[*conn]struct{}      // from the call of Serve to its end
+	stopping atomic.Bool             // Shutdown has been called
+	pausing  atomic.Bool             // Pause has been called, and not Resume. Stored with mu held
+	closing  atomic.Pointer[closing] // by Empty; nil: logins are welcome. Stored with mu held
 }
 
 // counters are the parts of Stats that change without a lock.
@@ -221,6 +224,7 @@ func NewNode(o Options) *Node {
 		o.Shared = limits.New()
 	}
 	nd := &Node{
+		slow:     slowCommands{list: make(chan SlowCommand, maxSlow)},
 		shared:   o.Shared,
 		sessions: make(map[uint16]*session),
 		conns:    make(map[*conn]struct{}),

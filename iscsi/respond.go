@@ -97,7 +97,7 @@ const (
 	maxPutOff = 16
 	// An answer with more than maxPutOffData bytes of data-in does not wait: compared with its
 	// data a system call costs little.
-	maxPutOffData = 16 << 10
+	maxPutOffData = 64 << 10
 )
 
 // A putOffFlush lets answers to commands that have come together leave with one system call. The

@@ -29,13 +29,18 @@ func (c *conn) serve() {
 			c.waiting.Add(1) // counted before it starts, which may take time
 			go c.worker()
 		}
-		c.baton.Unlock()
+		if t != nil && c.brief(t) {
+			c.leaveBaton()
+		} else {
+			c.baton.Unlock()
+		}
 		if t == nil {
 			return
 		}
 		t.run()
 		if c.waiting.Add(1) > maxIdle {
 			c.waiting.Add(-1)
+			c.baton.wake()
 			return
 		}
 	}

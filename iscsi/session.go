@@ -400,8 +400,7 @@ func (s *session) finish() {
 	delete(nd.sessions, s.tsih)
 	nd.givePlaces(s)
 	if s.nexus != nil {
-		took := s.nexus.Latencies()
-		nd.ended[s.nexus.Transport()].Add(&took)
+		nd.ended[s.nexus.Transport()].add(s.nexus)
 	}
 	nd.stats.sessionsEnded.Add(1) // before nd.mu is free: Stats has the session in one of both counts
 	nd.mu.Unlock()

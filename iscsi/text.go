@@ -35,6 +35,7 @@ func (t *Task) runText() {
 		t.rejectRequest(pdu.RejectProtocolError)
 		return
 	}
+	c.pause(c.sess.discovery)
 	x := &c.text
 	answer, cont, reason := c.textAnswer(t)
 	ttt, flags := uint32(pdu.ReservedTag), byte(pdu.FlagF)

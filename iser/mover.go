@@ -272,6 +272,9 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, _ int) error {
 // SetImpatient implements iscsi.Impatient.
 func (c *Conn) SetImpatient(on bool) bool { return c.rc.SetImpatient(on) }
 
+// Missing implements iscsi.Impatient.
+func (c *Conn) Missing() int { return c.rc.Missing() }
+
 // SetReceiveDeadline implements iscsi.Datamover.
 func (c *Conn) SetReceiveDeadline(t time.Time) error { return c.rc.SetReceiveDeadline(t) }
 
@@ -516,6 +519,7 @@ func (c *Conn) Receive(n *iscsi.Notice) error {
 		case err == nil:
 			ok, err = c.message(n)
 		case isTimeout(err):
+			c.ev, c.bhs = rdma.Event{}, nil // else they keep the memory of the last message
 			return err
 		}
 		if ok {
@@ -622,6 +626,7 @@ func (c *Conn) helloReply(h Hello) error {
 // Refuse implements iscsi.Refuser. RFC 5040 has one reason for what is wrong above RDMAP.
 func (c *Conn) Refuse(err error) {
 	c.end(err)
+	c.rc.SetImpatient(false) // drainReads waits for the end
 	c.rc.Refuse(wire.ReasonOperation, err)
 	c.rc.SetReceiveDeadline(time.Now().Add(drainTime))
 }

@@ -17,6 +17,11 @@ type Transport interface {
 
 // A Carrier carries the PDUs and the data of one connection: it is the initiator's Datamover (RFC 5047). One goroutine at a
 // time calls Receive. All other methods may be called at any time.
+//
+// A Session drives its Carriers. A program can also drive one itself, to send PDUs of its own for example: it exchanges Login
+// Requests by Post, Flush and Receive, calls EnterFullFeature, and fills the BHS of each Command before PostCommand. Such a
+// command needs a Hold of its own. After the answer, the program calls End and Release, and the command comes back through its Done when
+// the Carrier has released it, too.
 type Carrier interface {
 	// Offer returns the operational keys that the Carrier requires, besides those of the session. joins says that
 	// the connection joins a session, so only keys of connections are valid.
@@ -67,6 +72,7 @@ type Params struct {
 	InitialR2T, ImmediateData          bool
 	FirstBurstLength, MaxBurstLength   int
 	MaxConnections                     int
+	MaxUnexpected                      int // requests other than commands that the target takes without a place in its window (RFC 7145, section 6.7); 0: no limit
 	HeaderDigest, DataDigest           bool
 	MaxSendSegment                     int  // longest data segment that the target takes on this connection
 	Authenticated, TargetAuthenticated bool // by CHAP

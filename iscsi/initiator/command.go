@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"sync/atomic"
+	"time"
 
 	"github.com/iser-target/iser-target/iscsi/pdu"
 )
@@ -25,6 +26,8 @@ type Command struct {
 	Out []byte // data-out
 	// Attr is the task attribute; default pdu.AttrSimple.
 	Attr byte
+	// Immediate is how many bytes of Out go with the command at most. 0: as many as the login has agreed on. Negative: none.
+	Immediate int
 	// Done receives the command when it has ended. It must have room. Do does not use it.
 	Done chan *Command
 	// Tag is for the caller.
@@ -58,9 +61,11 @@ func (c *Command) ITT() uint32 { return c.itt }
 // Hold notes that a Carrier uses the command or its memory.
 func (c *Command) Hold() { c.holds.Add(1) }
 
-// Release takes one Hold back. With the last one the command goes back to its caller.
+// Release takes one Hold back. With the last one the command goes back to its caller, through Done if no Session has started it.
 func (c *Command) Release() {
 	switch n := c.holds.Add(-1); {
+	case n == 0 && c.reply == nil:
+		c.Done <- c
 	case n == 0:
 		c.reply <- c
 	case n < 0:
@@ -70,6 +75,17 @@ func (c *Command) Release() {
 
 // Unhold takes a Hold back within PostCommand, before an error.
 func (c *Command) Unhold() { c.holds.Add(-1) }
+
+// ImmediateLength returns how many bytes of Out go with the command on a connection with those Params.
+func (c *Command) ImmediateLength(p *Params) int {
+	switch {
+	case !p.ImmediateData || c.Immediate < 0:
+		return 0
+	case c.Immediate == 0:
+		return min(len(c.Out), p.FirstBurstLength, p.MaxSendSegment)
+	}
+	return min(len(c.Out), p.FirstBurstLength, p.MaxSendSegment, c.Immediate)
+}
 
 // prepare fills the header, except what depends on the connection.
 func (c *Command) prepare() error {
@@ -162,7 +178,8 @@ func (e *ResponseError) Error() string {
 }
 
 // Do runs c and waits until it has ended. It returns what Check returns. If ctx ends before, Do aborts the command by ABORT
-// TASK, or ends the session if the target does not answer that, and returns the error of ctx.
+// TASK (RFC 7143, section 11.5.1), or ends the session if the target does not answer that, and returns the error of ctx. In both cases it
+// returns within 5 s, and c can be used again.
 func (s *Session) Do(ctx context.Context, c *Command) error {
 	if c.own == nil {
 		c.own = make(chan *Command, 1)
@@ -170,7 +187,7 @@ func (s *Session) Do(ctx context.Context, c *Command) error {
 	if err := s.queue(ctx, c, c.own); err != nil {
 		return err
 	}
-	s.Flush()
+	s.flush(ctx)
 	select {
 	case <-c.own:
 		return c.Check()
@@ -185,11 +202,30 @@ func (s *Session) Do(ctx context.Context, c *Command) error {
 }
 
 // Start sends c, when the window of the target and QueueDepth have room for it. The command comes back through Done. After
-// an error it does not.
+// an error it does not. ctx limits only how long Start waits: it does not end the command.
 func (s *Session) Start(ctx context.Context, c *Command) error {
 	err := s.Queue(ctx, c)
-	s.Flush()
+	s.flush(ctx)
 	return err
+}
+
+// flush does what Flush does. If the target takes nothing for abortTime after the end of ctx, the session ends.
+func (s *Session) flush(ctx context.Context) {
+	if ctx.Done() == nil {
+		s.Flush()
+		return
+	}
+	var flushed atomic.Bool
+	stop := context.AfterFunc(ctx, func() {
+		time.AfterFunc(abortTime, func() {
+			if !flushed.Load() {
+				s.fail(fmt.Errorf("the target takes no data: %w", context.Cause(ctx)))
+			}
+		})
+	})
+	s.Flush()
+	flushed.Store(true)
+	stop()
 }
 
 // Queue does what Start does, but does not send c until Flush is called, or until a Queue waits for room. It is for callers
@@ -208,7 +244,7 @@ func (s *Session) queue(ctx context.Context, c *Command, reply chan *Command) er
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if err := s.waitForRoom(ctx); err != nil {
+	if err := s.waitForRoom(ctx, true); err != nil {
 		return err
 	}
 	n := s.conns[s.turn%uint(len(s.conns))]
@@ -225,6 +261,7 @@ func (s *Session) queue(ctx context.Context, c *Command, reply chan *Command) er
 	if err := n.carrier.PostCommand(c); err != nil {
 		return err
 	}
+	n.regulated(s.cmdSN)
 	s.cmdSN++
 	s.free = s.free[:len(s.free)-1]
 	slot.c = c
@@ -232,7 +269,7 @@ func (s *Session) queue(ctx context.Context, c *Command, reply chan *Command) er
 	return nil
 }
 
-// Flush sends what Queue has queued. It may wait until the target takes it.
+// Flush sends what Queue has queued. It may wait until the target takes it, or until the session ends.
 func (s *Session) Flush() {
 	for _, n := range s.conns {
 		s.mu.Lock()

@@ -13,6 +13,16 @@
 // The session is at ErrorRecoveryLevel 0. It ends with the first of its connections that fails, and all its commands end with
 // the reason. Session.Logout ends it in an orderly way. The memory of a command is its caller's again when the command comes
 // back, and never before.
+//
+// # Reconnecting
+//
+// A session does not log in again. To continue, a program waits for Session.Done, pauses, and calls Connect with the same Config. It
+// has to decide about the commands that ended with an error: the target may have done them, or not. To repeat a READ, or a WRITE of the same
+// data, is safe as long as no other command writes there. A fixed Config.ISID makes the target end what is left of the earlier session first
+// (session reinstatement; RFC 7143, section 6.3.5). The example Reconnect does this.
+//
+// A session sends no pings of its own, and does not limit the time of a command. A deadline of Session.Do, or Session.Ping, finds a target that is
+// silent.
 package initiator
 
 import (

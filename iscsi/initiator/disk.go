@@ -12,7 +12,8 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 )
 
-// A Disk is a LUN that is a direct-access block device. Its methods may be called at any time.
+// A Disk is a LUN that is a direct-access block device. Its methods may be called at any time. They repeat commands that the LUN
+// has not done: at once after a unit attention, and after BUSY and TASK SET FULL for up to three minutes, or until the context ends.
 type Disk struct {
 	s   *Session
 	lun int
@@ -25,7 +26,7 @@ type Disk struct {
 	MaxTransfer               int    // bytes of one READ or WRITE
 }
 
-// maxOpenTries limits how many unit attentions Open takes. Each condition comes once.
+// maxOpenTries limits how many unit attentions a command takes. Each condition comes once.
 const maxOpenTries = 32
 
 // LUNs returns the LUNs of the target, in ascending order (REPORT LUNS). It leaves out those above MaxLUN.
@@ -59,12 +60,39 @@ func (s *Session) LUNs(ctx context.Context) ([]int, error) {
 	}
 }
 
-// doAgain does c, and again after each unit attention.
+// Repeats of a command that a LUN has not done.
+const (
+	againPause = 20 * time.Millisecond // after BUSY and TASK SET FULL
+	againTime  = 3 * time.Minute       // for how long
+)
+
+// doAgain does c, and again as long as the LUN does not do it: at once after each unit attention, and after a pause after BUSY and
+// TASK SET FULL (SAM-5, section 5.3.1), until ctx ends or againTime is over. Then it returns the *StatusError.
 func (s *Session) doAgain(ctx context.Context, c *Command) error {
-	for try := 1; ; try++ {
+	var end time.Time
+	for attentions := 0; ; {
 		err := s.Do(ctx, c)
 		var status *StatusError
-		if !errors.As(err, &status) || status.Sense.Key != UnitAttention || try == maxOpenTries {
+		if !errors.As(err, &status) {
+			return err
+		}
+		switch {
+		case status.Status == CheckCondition && status.Sense.Key == UnitAttention:
+			if attentions++; attentions == maxOpenTries {
+				return err
+			}
+			continue
+		case status.Status != Busy && status.Status != TaskSetFull:
+			return err
+		}
+		if now := time.Now(); end.IsZero() {
+			end = now.Add(againTime)
+		} else if now.After(end) {
+			return err
+		}
+		select {
+		case <-time.After(againPause):
+		case <-ctx.Done():
 			return err
 		}
 	}
@@ -120,7 +148,7 @@ func (d *Disk) ready(ctx context.Context) error {
 	for {
 		err := d.s.doAgain(ctx, &Command{LUN: d.lun})
 		var status *StatusError
-		if !errors.As(err, &status) || status.Status != Busy && status.Sense != (Sense{NotReady, 0x04, 0x01}) {
+		if !errors.As(err, &status) || status.Sense != (Sense{NotReady, 0x04, 0x01}) {
 			return err
 		}
 		select {

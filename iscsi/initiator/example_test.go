@@ -2,6 +2,7 @@ package initiator_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -10,6 +11,8 @@ import (
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/initiator"
+	"github.com/iser-target/iser-target/iscsi/keys"
+	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/iscsi/tcp"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/lun/state"
@@ -76,6 +79,76 @@ func ExampleSession_Queue() {
 	}
 	fmt.Println(bytes, "bytes")
 	// Output: 32768 bytes
+}
+
+// A program outlives the end of its session: it logs in again with the same ISID, and repeats the READ that has failed.
+func Example_reconnect() {
+	portal, stop := serve()
+	defer stop()
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	defer cancel()
+	cfg := initiator.Config{Target: "iqn.2026-11.io.example:disk", ISID: [6]byte{0x80, 1, 2, 3, 4, 5}}
+	s, err := initiator.Connect(ctx, portal, cfg)
+	check(err)
+	read := func() error {
+		disk, err := s.Open(ctx, 0)
+		if err != nil {
+			return err
+		}
+		return disk.Read(ctx, make([]byte, disk.BlockSize), 0)
+	}
+
+	s.Close() // as if the network had failed
+	for err = read(); errors.Is(err, net.ErrClosed) && ctx.Err() == nil; err = read() {
+		fmt.Println(s.Err())
+		if s, err = initiator.Connect(ctx, portal, cfg); err != nil {
+			break // or try again after a pause
+		}
+	}
+	check(err)
+	fmt.Println("read")
+	check(s.Logout(ctx))
+	// Output:
+	// the session is closed: use of closed network connection
+	// read
+}
+
+// A program that drives a Carrier itself decides about each bit of what it sends. This one logs in to a discovery session, and
+// asks for the targets.
+func ExampleCarrier() {
+	portal, stop := serve()
+	defer stop()
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	defer cancel()
+	c, err := initiator.TCP{}.Dial(ctx, portal)
+	check(err)
+	defer c.Close()
+	exchange := func(h pdu.BHS, data []byte) (answer initiator.PDU) {
+		h.SetDataSegmentLength(len(data))
+		check(c.Post(h, data))
+		c.Flush()
+		check(c.Receive(&answer))
+		return answer
+	}
+
+	login := pdu.LoginRequest{Transit: true, CSG: pdu.LoginOperationalNegotiation, NSG: pdu.FullFeaturePhase, CmdSN: 1}
+	p := exchange(login.Append(nil), keys.AppendPair(nil, keys.Pair{Key: "InitiatorName", Value: initiator.DefaultName},
+		keys.Pair{Key: "SessionType", Value: "Discovery"}))
+	fmt.Println(p.BHS.Opcode(), pdu.ParseLoginResponse(p.BHS).Status)
+	check(c.EnterFullFeature(initiator.Params{MaxSendSegment: 8192}, func(uint32) *initiator.Command { return nil }))
+
+	text := make(pdu.BHS, pdu.BHSLen)
+	text.Reset(pdu.TextReq, pdu.FlagF)
+	text.SetITT(7)
+	text.SetTTT(pdu.ReservedTag)
+	text.SetCmdSN(1)
+	p = exchange(text, keys.AppendPair(nil, keys.Pair{Key: "SendTargets", Value: "All"}))
+	pairs, err := keys.ParseText(p.Data)
+	check(err)
+	fmt.Println(p.BHS.Opcode(), p.BHS.ITT(), pairs[0])
+	// Output:
+	// Login Response success (0x0000)
+	// Text Response 7 {TargetName iqn.2026-11.io.example:disk}
 }
 
 // serve serves a LUN of 64 MiB on a loopback port.

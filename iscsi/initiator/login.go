@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"math"
 	"net"
 	"strconv"
 	"strings"
@@ -57,7 +58,12 @@ func (l *login) run() error {
 		names = append(names, keys.Pair{Key: "SessionType", Value: "Normal"}, keys.Pair{Key: "TargetName", Value: cfg.Target})
 	}
 	if cfg.CHAP != nil {
-		if err := l.authenticate(names); err != nil {
+		var err error
+		l.proved, err = cfg.CHAP.Authenticate(names, func(csg, next pdu.Stage, text []keys.Pair) (map[string]string, bool, error) {
+			answers, err := l.exchange(csg, next, text)
+			return answers, l.last.Transit, err
+		})
+		if err != nil {
 			return err
 		}
 		names = nil
@@ -167,75 +173,82 @@ func (l *login) refusal(text []byte) error {
 	return fmt.Errorf("the target redirects the login (0x%04x), but names no address", uint16(e.Status))
 }
 
-// authenticate completes the security stage by CHAP (RFC 7143, section 12.1.3).
-func (l *login) authenticate(names []keys.Pair) error {
+// An Exchange sends keys in the login stage csg, and asks for the stage next if that is another. It returns the answers of the
+// target, and whether the target changes to the stage next.
+type Exchange func(csg, next pdu.Stage, text []keys.Pair) (answers map[string]string, transit bool, err error)
+
+// Authenticate completes the security stage of a login by CHAP (RFC 7143, section 12.1.3). Connect does it for a Config with
+// CHAP. Programs that send Login Requests themselves call it with their own exchange. The first request begins with names, which
+// are InitiatorName and the like. If the target answers None, Authenticate fails only if c has a TargetSecret. proved says that
+// the target has proved its identity.
+func (c *CHAP) Authenticate(names []keys.Pair, exchange Exchange) (proved bool, err error) {
 	const sec = pdu.SecurityNegotiation
-	who := l.conn.s.cfg.CHAP
-	answers, err := l.exchange(sec, sec, append(names, keys.Pair{Key: "AuthMethod", Value: "CHAP,None"}))
+	answers, _, err := exchange(sec, sec, append(names, keys.Pair{Key: "AuthMethod", Value: "CHAP,None"}))
 	if err != nil {
-		return err
+		return false, err
 	}
 	switch m := answers["AuthMethod"]; m {
 	case "CHAP":
 	case "None":
-		if who.TargetSecret != "" {
-			return errors.New("CHAP: the target does not authenticate initiators, so it cannot prove its own identity")
+		if c.TargetSecret != "" {
+			return false, errors.New("CHAP: the target does not authenticate initiators, so it cannot prove its own identity")
 		}
-		return l.leaveSecurity()
+		return false, leaveSecurity(exchange)
 	default:
-		return fmt.Errorf("the target chose AuthMethod=%q of CHAP and None", m)
+		return false, fmt.Errorf("the target chose AuthMethod=%q of CHAP and None", m)
 	}
-	if answers, err = l.exchange(sec, sec, []keys.Pair{{Key: "CHAP_A", Value: "8,7,6,5"}}); err != nil {
-		return err
+	if answers, _, err = exchange(sec, sec, []keys.Pair{{Key: "CHAP_A", Value: "8,7,6,5"}}); err != nil {
+		return false, err
 	}
 	a, err := strconv.ParseUint(answers["CHAP_A"], 10, 8)
 	if err != nil || a < uint64(security.CHAPMD5) || a > uint64(security.CHAPSHA3256) {
-		return fmt.Errorf("CHAP: the target chose algorithm %q of 8, 7, 6 and 5", answers["CHAP_A"])
+		return false, fmt.Errorf("CHAP: the target chose algorithm %q of 8, 7, 6 and 5", answers["CHAP_A"])
 	}
 	id, ok := keys.ParseNumber(answers["CHAP_I"])
 	if !ok || id > 255 {
-		return fmt.Errorf("CHAP: the identifier %q of the target is not a number up to 255", answers["CHAP_I"])
+		return false, fmt.Errorf("CHAP: the identifier %q of the target is not a number up to 255", answers["CHAP_I"])
 	}
 	challenge, err := keys.ParseBinary(answers["CHAP_C"])
 	if err != nil {
-		return fmt.Errorf("CHAP: the challenge of the target: %w", err)
+		return false, fmt.Errorf("CHAP: the challenge of the target: %w", err)
 	}
 	theirs := security.CHAPChallenge{Algorithm: security.CHAPAlgorithm(a), ID: uint8(id), Octets: string(challenge)}
-	say := []keys.Pair{{Key: "CHAP_N", Value: who.Name}, {Key: "CHAP_R", Value: hexadecimal(theirs.Response(who.Secret))}}
+	say := []keys.Pair{{Key: "CHAP_N", Value: c.Name}, {Key: "CHAP_R", Value: hexadecimal(theirs.Response(c.Secret))}}
 	own := security.NewCHAPChallenge(theirs.Algorithm)
-	if who.TargetSecret != "" {
+	if c.TargetSecret != "" {
 		if own.Octets == theirs.Octets {
-			return errors.New("CHAP: the challenge of the target is that of the initiator")
+			return false, errors.New("CHAP: the challenge of the target is that of the initiator")
 		}
 		say = append(say, keys.Pair{Key: "CHAP_I", Value: strconv.Itoa(int(own.ID))},
 			keys.Pair{Key: "CHAP_C", Value: hexadecimal([]byte(own.Octets))})
 	}
-	if answers, err = l.exchange(sec, pdu.LoginOperationalNegotiation, say); err != nil {
-		return err
+	answers, transit, err := exchange(sec, pdu.LoginOperationalNegotiation, say)
+	if err != nil {
+		return false, err
 	}
-	if who.TargetSecret != "" {
+	if c.TargetSecret != "" {
 		proof, err := keys.ParseBinary(answers["CHAP_R"])
 		if err != nil || answers["CHAP_N"] == "" {
-			return errors.New("CHAP: the target did not prove its identity")
+			return false, errors.New("CHAP: the target did not prove its identity")
 		}
-		if who.TargetName != "" && answers["CHAP_N"] != who.TargetName {
-			return fmt.Errorf("CHAP: the target says that its name is %q, not %q", answers["CHAP_N"], who.TargetName)
+		if c.TargetName != "" && answers["CHAP_N"] != c.TargetName {
+			return false, fmt.Errorf("CHAP: the target says that its name is %q, not %q", answers["CHAP_N"], c.TargetName)
 		}
-		if subtle.ConstantTimeCompare(proof, own.Response(who.TargetSecret)) != 1 {
-			return errors.New("CHAP: the target does not know its secret: it may be another target")
+		if subtle.ConstantTimeCompare(proof, own.Response(c.TargetSecret)) != 1 {
+			return false, errors.New("CHAP: the target does not know its secret: it may be another target")
 		}
-		l.proved = true
+		proved = true
 	}
-	if !l.last.Transit {
-		return l.leaveSecurity()
+	if !transit {
+		return proved, leaveSecurity(exchange)
 	}
-	return nil
+	return proved, nil
 }
 
 // leaveSecurity asks for the operational stage.
-func (l *login) leaveSecurity() error {
-	_, err := l.exchange(pdu.SecurityNegotiation, pdu.LoginOperationalNegotiation, nil)
-	if err == nil && !l.last.Transit {
+func leaveSecurity(exchange Exchange) error {
+	_, transit, err := exchange(pdu.SecurityNegotiation, pdu.LoginOperationalNegotiation, nil)
+	if err == nil && !transit {
 		err = errors.New("the target does not leave the security stage")
 	}
 	return err
@@ -330,6 +343,14 @@ func (l *login) params() (Params, error) {
 		if p.FirstBurstLength > p.MaxBurstLength && err == nil {
 			err = fmt.Errorf("FirstBurstLength=%d of the target is above MaxBurstLength=%d", p.FirstBurstLength, p.MaxBurstLength)
 		}
+	}
+	const unexpected = "MaxOutstandingUnexpectedPDUs"
+	if v, ok := l.answers[unexpected]; ok && n.cid == 0 && l.answers["RDMAExtensions"] == "Yes" {
+		x, valid := keys.ParseNumber(v)
+		if (!valid || x == 1 || x > math.MaxUint32) && err == nil {
+			err = fmt.Errorf("%s=%q of the target is neither 0 nor a number from 2 to 4294967295", unexpected, v)
+		}
+		p.MaxUnexpected = int(min(x, math.MaxInt32))
 	}
 	p.MaxSendSegment = number("MaxRecvDataSegmentLength", 512, pdu.MaxData, 8192)
 	if l.answers["RDMAExtensions"] == "Yes" {

@@ -30,6 +30,19 @@ func scripted(t testing.TB) (*script, Transport) {
 	return &script{t, ours}, TCP{Dialer: dial}
 }
 
+// open returns a session with the script, and a context for what the test does with it.
+func open(t testing.TB, transport Transport) (context.Context, *Session) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), testkit.Patience)
+	t.Cleanup(cancel)
+	s, err := Connect(ctx, "script:3260", Config{Target: scriptTarget, Transport: transport})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	return ctx, s
+}
+
 // next returns the next PDU of the initiator, or nil at the end of the stream.
 func (tg *script) next() (pdu.BHS, []byte) {
 	h := make(pdu.BHS, pdu.BHSLen)
@@ -117,6 +130,9 @@ func TestBadLogins(t *testing.T) {
 		{"number", `MaxBurstLength="lots" of the target is not a number`, func(tg *script) { tg.login(nil, "MaxBurstLength=lots") }},
 		{"range", `FirstBurstLength="1" of the target is not a number from 512`, func(tg *script) { tg.login(nil, "FirstBurstLength=1") }},
 		{"more connections than offered", `MaxConnections="7"`, func(tg *script) { tg.login(nil, "MaxConnections=7") }},
+		{"unexpected PDUs", `MaxOutstandingUnexpectedPDUs="1" of the target is neither 0`, func(tg *script) {
+			tg.login(nil, "RDMAExtensions=Yes", "MaxOutstandingUnexpectedPDUs=1")
+		}},
 		{"boolean", `ImmediateData="maybe"`, func(tg *script) { tg.login(nil, "ImmediateData=maybe") }},
 		{"digest not offered", `HeaderDigest: the target answered "CRC32C" instead of None`, func(tg *script) { tg.login(nil, "HeaderDigest=CRC32C") }},
 		{"bursts", "is above MaxBurstLength", func(tg *script) { tg.login(nil, "FirstBurstLength=65536", "MaxBurstLength=512") }},
@@ -220,6 +236,7 @@ func TestBadPDUs(t *testing.T) {
 		{"R2T of nothing", "0 bytes at offset 0", true, func(tg *script, h pdu.BHS) { r2t(tg, h, 0, 0, 0) }},
 		{"R2T behind the end", "4096 bytes at offset 512 of 4096", true, func(tg *script, h pdu.BHS) { r2t(tg, h, 0, 512, 4096) }},
 		{"R2T at a far offset", "at offset 4294967295", true, func(tg *script, h pdu.BHS) { r2t(tg, h, 0, 1<<32-1, 512) }},
+		{"R2T that leaves out data", "at offset 512, where offset 0 is due", true, func(tg *script, h pdu.BHS) { r2t(tg, h, 0, 512, 512) }},
 		{"R2TSN", "R2TSN 1 where 0 is due", true, func(tg *script, h pdu.BHS) { r2t(tg, h, 1, 0, 512) }},
 		{"reject", "rejected a SCSI Command: reason 0x09", false, func(tg *script, h pdu.BHS) {
 			r := response(pdu.Reject, h, 0)
@@ -237,13 +254,7 @@ func TestBadPDUs(t *testing.T) {
 					h, _ = tg.next()
 				}
 			}()
-			ctx, cancel := context.WithTimeout(context.Background(), testkit.Patience)
-			defer cancel()
-			s, err := Connect(ctx, "script:3260", Config{Target: scriptTarget, Transport: transport})
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer s.Close()
+			ctx, s := open(t, transport)
 			c := &Command{}
 			if tc.write {
 				c.Out = make([]byte, 4096)
@@ -255,6 +266,75 @@ func TestBadPDUs(t *testing.T) {
 			}
 			<-s.Done()
 		})
+	}
+}
+
+// A target asks for the next data of a command as soon as it has that of the last R2T, while the initiator still sends other data.
+func TestR2TsWhileSending(t *testing.T) {
+	const burst = 1 << 16
+	tg, transport := scripted(t)
+	r2t := func(h pdu.BHS, sn uint32) pdu.BHS {
+		r := response(pdu.R2T, h, 0)
+		r.SetTTT(7)
+		r.SetR2TSN(sn)
+		r.SetBufferOffset(sn * burst)
+		r.SetDesiredDataTransferLength(burst)
+		return r
+	}
+	go func() {
+		tg.login(nil, "ImmediateData=No", "MaxBurstLength=65536", "MaxRecvDataSegmentLength=512")
+		var long, one, two pdu.BHS
+		for range 3 {
+			switch h, _ := tg.next(); {
+			case h.EDTL() > burst:
+				long = h
+			case one == nil:
+				one = h
+			default:
+				two = h
+			}
+		}
+		got := map[uint32]int{} // bytes of each task
+		until := func(h pdu.BHS, n int) {
+			for got[h.ITT()] < n {
+				h, data := tg.next()
+				if h == nil {
+					return
+				}
+				got[h.ITT()] += len(data)
+			}
+		}
+		ask := func(r2ts ...pdu.BHS) {
+			var b []byte
+			for _, r := range r2ts {
+				b = append(b, r...)
+			}
+			tg.nc.Write(b)
+		}
+		ask(r2t(long, 0), r2t(one, 0))
+		until(long, burst)
+		ask(r2t(long, 1), r2t(two, 0)) // the data of one is on its way
+		until(one, burst)
+		until(long, 2*burst)
+		ask(r2t(long, 2)) // that of two is
+		until(two, burst)
+		until(long, 3*burst)
+		for _, h := range []pdu.BHS{long, one, two} {
+			tg.send(response(pdu.SCSIResponse, h, 0), nil)
+		}
+		for h, _ := tg.next(); h != nil; {
+			h, _ = tg.next()
+		}
+	}()
+	ctx, s := open(t, transport)
+	errs := make(chan error, 3)
+	for _, bursts := range []int{3, 1, 1} {
+		go func() { errs <- s.Do(ctx, &Command{Out: make([]byte, bursts*burst)}) }()
+	}
+	for range 3 {
+		if err := <-errs; err != nil {
+			t.Error(err)
+		}
 	}
 }
 
@@ -274,13 +354,7 @@ func TestTargetFailure(t *testing.T) {
 		r.SetStatus(CheckCondition)
 		tg.send(r, append([]byte{0, 18}, 0x70, 0, 5, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x21, 0, 0, 0, 0, 0))
 	}()
-	ctx, cancel := context.WithTimeout(context.Background(), testkit.Patience)
-	defer cancel()
-	s, err := Connect(ctx, "script:3260", Config{Target: scriptTarget, Transport: transport})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer s.Close()
+	ctx, s := open(t, transport)
 	for _, want := range []string{"response 0x01", "response 0x80", "logical block address out of range (5/21/00)"} {
 		if err := s.Do(ctx, &Command{}); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("the error is %v, want %q", err, want)
@@ -302,16 +376,105 @@ func TestPong(t *testing.T) {
 		h, data := tg.next()
 		ponged <- fmt.Sprint(h.Opcode(), h.Immediate(), h.ITT() == pdu.ReservedTag, h.TTT(), string(data))
 	}()
-	ctx, cancel := context.WithTimeout(context.Background(), testkit.Patience)
-	defer cancel()
-	s, err := Connect(ctx, "script:3260", Config{Target: scriptTarget, Transport: transport})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer s.Close()
+	open(t, transport)
 	if got, want := <-ponged, fmt.Sprint(pdu.NOPOut, true, true, 5, "hello"); got != want {
 		t.Errorf("%s, want %s", got, want)
 	}
+}
+
+// ISER-8.1.1.3-3, ISER-8.1.1.3-4: requests of a session stay within what the target admits without a place in its window. At that limit they
+// take one, and wait for it. A target retires them when it has come beyond a later request of the connection that has a place.
+func TestUnexpectedRequests(t *testing.T) {
+	tg, transport := scripted(t)
+	type seen struct {
+		op        pdu.Opcode
+		immediate bool
+		cmdSN     uint32
+	}
+	requests, expCmdSN := make(chan seen, 1), make(chan uint32, 1)
+	go func() {
+		defer close(requests)
+		tg.login(nil, "RDMAExtensions=Yes", "MaxOutstandingUnexpectedPDUs=2")
+		for {
+			h, data := tg.next()
+			if h == nil {
+				return
+			}
+			requests <- seen{h.Opcode(), h.Immediate(), h.CmdSN()}
+			r := response(map[pdu.Opcode]pdu.Opcode{pdu.NOPOut: pdu.NOPIn, pdu.SCSICommand: pdu.SCSIResponse, pdu.TaskMgmtReq: pdu.TaskMgmtResp}[h.Opcode()], h, 0)
+			r.SetExpCmdSN(<-expCmdSN)
+			if h.Opcode() != pdu.NOPOut {
+				data = nil
+			}
+			tg.send(r, data)
+		}
+	}()
+	ctx, s := open(t, transport)
+	ping := func(ctx context.Context) error { return s.Ping(ctx) }
+	command := func(ctx context.Context) error { return s.Do(ctx, &Command{}) }
+	reset := func(ctx context.Context) error { _, err := s.TaskManagement(ctx, pdu.LogicalUnitReset, 0); return err }
+	type exchange struct {
+		do       func(context.Context) error
+		want     seen
+		expCmdSN uint32
+	}
+	begin := func(do func(context.Context) error) <-chan error {
+		done := make(chan error, 1)
+		go func() { done <- do(ctx) }()
+		return done
+	}
+	end := func(name any, done <-chan error, want seen, answer uint32) {
+		t.Helper()
+		if got := <-requests; got != want {
+			t.Fatalf("request %v: %+v, want %+v", name, got, want)
+		}
+		expCmdSN <- answer
+		if err := <-done; err != nil {
+			t.Fatalf("request %v: %v", name, err)
+		}
+	}
+	for i, tt := range []exchange{
+		{ping, seen{pdu.NOPOut, true, 1}, 1},
+		{reset, seen{pdu.TaskMgmtReq, true, 1}, 1},
+		{ping, seen{pdu.NOPOut, false, 1}, 2}, // two are outstanding; its answer retires them
+		{ping, seen{pdu.NOPOut, true, 2}, 2},
+		{ping, seen{pdu.NOPOut, true, 2}, 2},
+		{command, seen{pdu.SCSICommand, false, 2}, 2}, // the target has answered it, but not come beyond it
+		{reset, seen{pdu.TaskMgmtReq, false, 3}, 3},   // it retires the pings by the command
+		{ping, seen{pdu.NOPOut, true, 4}, 4},
+		{ping, seen{pdu.NOPOut, true, 4}, 4},
+		{command, seen{pdu.SCSICommand, false, 4}, 5},
+		{ping, seen{pdu.NOPOut, true, 5}, 5},
+		{ping, seen{pdu.NOPOut, true, 5}, 5},
+		{command, seen{pdu.SCSICommand, false, 5}, 5},
+		{command, seen{pdu.SCSICommand, false, 6}, 5},
+		{command, seen{pdu.SCSICommand, false, 7}, 5},
+		{command, seen{pdu.SCSICommand, false, 8}, 5},
+	} {
+		end(i, begin(tt.do), tt.want, tt.expCmdSN)
+	}
+	// The window ends with 8.
+	short, cancel := context.WithTimeout(ctx, 50*time.Millisecond)
+	defer cancel()
+	if err := s.Ping(short); !errors.Is(err, context.DeadlineExceeded) {
+		t.Fatalf("without a place: %v", err)
+	}
+	waits := begin(ping)
+	time.Sleep(20 * time.Millisecond)
+	select {
+	case got := <-requests:
+		t.Fatalf("without a place: %+v", got)
+	default:
+	}
+	r := make(pdu.BHS, pdu.BHSLen)
+	r.Reset(pdu.NOPIn, pdu.FlagF)
+	r.SetITT(pdu.ReservedTag)
+	r.SetTTT(pdu.ReservedTag)
+	r.SetExpCmdSN(5)
+	r.SetMaxCmdSN(9)
+	tg.send(r, nil)
+	end("with a place", waits, seen{pdu.NOPOut, false, 9}, 10)
+	end("after all", begin(ping), seen{pdu.NOPOut, true, 10}, 10)
 }
 
 func TestParseURL(t *testing.T) {
@@ -403,4 +566,136 @@ func FuzzTarget(f *testing.F) {
 		}
 		s.Close()
 	})
+}
+
+// connected returns a session with a target that has answered the login, and does nothing else.
+func connected(t *testing.T) *Session {
+	tg, transport := scripted(t)
+	go tg.login(nil)
+	_, s := open(t, transport)
+	return s
+}
+
+// Do, Start and Logout return soon after their context has ended, whatever the target leaves undone: this one reads nothing, so that
+// nothing can be sent, and another request is in progress for ever.
+func TestDeadlines(t *testing.T) {
+	for name, do := range map[string]func(*Session, context.Context) error{
+		"Do": func(s *Session, ctx context.Context) error { return s.Do(ctx, &Command{Out: make([]byte, 1<<20)}) },
+		"Start": func(s *Session, ctx context.Context) error {
+			done := make(chan *Command, 1)
+			if err := s.Start(ctx, &Command{Out: make([]byte, 1<<20), Done: done}); err != nil {
+				return err
+			}
+			return (<-done).Err
+		},
+		"Ping": func(s *Session, ctx context.Context) error { return s.Ping(ctx) },
+		"TaskManagement": func(s *Session, ctx context.Context) error {
+			_, err := s.TaskManagement(ctx, pdu.LogicalUnitReset, 0)
+			return err
+		},
+		"Logout": func(s *Session, ctx context.Context) error { return s.Logout(ctx) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := connected(t)
+			ended := make(chan struct{})
+			go func() {
+				defer close(ended)
+				s.Ping(context.Background()) // its answer never comes
+			}()
+			testkit.Eventually(t, "the ping", func() bool { return len(s.requests) == 1 })
+			ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
+			defer cancel()
+			began := time.Now()
+			err := do(s, ctx)
+			if d := time.Since(began); err == nil || d > abortTime+20*time.Second {
+				t.Errorf("%v after %v", err, d)
+			}
+			s.Close()
+			<-ended
+		})
+	}
+}
+
+// A Disk repeats what the LUN has not done, until its context ends. Other statuses are errors at once.
+func TestDiskRepeats(t *testing.T) {
+	attention := []byte{0, 18, 0x70, 0, UnitAttention, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x29, 0, 0, 0, 0, 0}
+	for _, tc := range []struct {
+		name     string
+		statuses []byte // the last one holds for what follows
+		commands int    // that come; 0: several
+		want     string
+	}{
+		{"each kind", []byte{CheckCondition, Busy, TaskSetFull, Busy, CheckCondition, Good}, 6, ""},
+		{"busy for ever", []byte{Busy}, 0, "the LUN is busy"},
+		{"unit attentions for ever", []byte{CheckCondition}, maxOpenTries, "unit attention: power on, reset"},
+		{"reservation conflict", []byte{Busy, ReservationConflict}, 2, "reservation conflict"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			tg, transport := scripted(t)
+			came := make(chan int, 1)
+			go func() {
+				tg.login(nil)
+				n := 0
+				for ; ; n++ {
+					h, _ := tg.next()
+					if h == nil || h.Opcode() != pdu.SCSICommand {
+						break
+					}
+					r := response(pdu.SCSIResponse, h, 0)
+					status := tc.statuses[min(n, len(tc.statuses)-1)]
+					r.SetStatus(status)
+					r.SetExpCmdSN(h.CmdSN() + 1)
+					r.SetMaxCmdSN(h.CmdSN() + 8)
+					if status == CheckCondition {
+						tg.send(r, attention)
+					} else {
+						tg.send(r, nil)
+					}
+				}
+				came <- n
+			}()
+			ctx, cancel := context.WithTimeout(context.Background(), testkit.Patience)
+			defer cancel()
+			s, err := Connect(ctx, "script:3260", Config{Target: scriptTarget, Transport: transport})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if tc.commands == 0 {
+				ctx, cancel = context.WithTimeout(ctx, 10*againPause)
+				defer cancel()
+			}
+			err = (&Disk{s: s, BlockSize: 512, Blocks: 8}).Sync(ctx)
+			if (err == nil) != (tc.want == "") || err != nil && !strings.Contains(err.Error(), tc.want) {
+				t.Errorf("the error is %v, want %q", err, tc.want)
+			}
+			s.Close()
+			if n := <-came; n != tc.commands && tc.commands > 0 || n < 2 || n > maxOpenTries {
+				t.Errorf("%d commands came, want %d", n, tc.commands)
+			}
+		})
+	}
+}
+
+// Immediate data is what the command, the login and the connection admit.
+func TestImmediateLength(t *testing.T) {
+	for _, tc := range []struct {
+		immediate int
+		p         Params
+		want      int
+	}{
+		{0, Params{ImmediateData: true, FirstBurstLength: 4096, MaxSendSegment: 8192}, 4096},
+		{0, Params{ImmediateData: true, FirstBurstLength: 65536, MaxSendSegment: 8192}, 8192},
+		{0, Params{ImmediateData: true, FirstBurstLength: 65536, MaxSendSegment: 65536}, 10000},
+		{0, Params{FirstBurstLength: 65536, MaxSendSegment: 65536}, 0},
+		{512, Params{ImmediateData: true, FirstBurstLength: 4096, MaxSendSegment: 8192}, 512},
+		{5000, Params{ImmediateData: true, FirstBurstLength: 4096, MaxSendSegment: 8192}, 4096},
+		{512, Params{FirstBurstLength: 4096, MaxSendSegment: 8192}, 0},
+		{-1, Params{ImmediateData: true, FirstBurstLength: 4096, MaxSendSegment: 8192}, 0},
+	} {
+		c := Command{Out: make([]byte, 10000), Immediate: tc.immediate}
+		if got := c.ImmediateLength(&tc.p); got != tc.want {
+			t.Errorf("Immediate %d, %+v: %d bytes, want %d", tc.immediate, tc.p, got, tc.want)
+		}
+	}
 }

@@ -34,8 +34,8 @@ type Session struct {
 	readers  int   // goroutines that receive
 	leaving  bool  // a logout is in progress
 
-	requests   sync.Mutex // one request other than a command at a time
-	generation uint16     // guarded by mu: of the tags of requests
+	requests   chan struct{} // has room for the one request other than a command that is in progress
+	generation uint16        // guarded by mu: of the tags of requests
 	done       chan struct{}
 }
 
@@ -61,6 +61,11 @@ type conn struct {
 	itt       uint32     // guarded by Session.mu: of the present request, 0 without
 	aborting  uint32     // guarded by Session.mu: the task that the present request aborts
 	kick      chan struct{}
+
+	// The immediate requests that are outstanding, guarded by Session.mu. They are counted only if the target limits them.
+	unexpected int
+	retiring   int    // those of them that a later request with a place in the window retires
+	retires    uint32 // its CmdSN
 }
 
 // A reply is a PDU with memory of its own.
@@ -75,7 +80,9 @@ var ErrClosed = fmt.Errorf("the session is closed: %w", net.ErrClosed)
 // errLogout is the end after a logout.
 var errLogout = fmt.Errorf("the session has logged out: %w", net.ErrClosed)
 
-// Connect logs in to cfg.Target at addr, HOST:PORT, with all connections. ctx is for the login only.
+// Connect logs in to cfg.Target at addr, HOST:PORT, with all connections, and follows up to four redirects (RFC 7143, section 11.13.5).
+// ctx is for the login only: without a deadline, Connect waits for a silent target as long as TCP does. Errors begin with the address. A
+// refusal is a *LoginError. After an error, nothing is left open.
 func Connect(ctx context.Context, addr string, cfg Config) (*Session, error) {
 	cfg, err := cfg.complete(false)
 	if err != nil {
@@ -86,7 +93,7 @@ func Connect(ctx context.Context, addr string, cfg Config) (*Session, error) {
 
 // connect logs in and follows redirects.
 func connect(ctx context.Context, addr string, cfg Config, discovery bool) (*Session, error) {
-	s := &Session{cfg: cfg, done: make(chan struct{}), slots: make([]slot, cfg.QueueDepth)}
+	s := &Session{cfg: cfg, done: make(chan struct{}), slots: make([]slot, cfg.QueueDepth), requests: make(chan struct{}, 1)}
 	s.room.L = &s.mu
 	for i := range s.slots {
 		s.free = append(s.free, uint16(len(s.slots)-1-i))
@@ -192,10 +199,12 @@ func (s *Session) slotOf(itt uint32) *slot {
 	return nil
 }
 
-// waitForRoom waits for a slot and for the window of the target. Another goroutine sends what is queued meanwhile.
+// waitForRoom waits for the window of the target, and for a slot if that is needed. Another goroutine sends what is queued meanwhile.
 // Preconditions: s.mu is held.
-func (s *Session) waitForRoom(ctx context.Context) error {
-	full := func() bool { return len(s.free) == 0 || pdu.Before(s.maxCmdSN, s.cmdSN) }
+func (s *Session) waitForRoom(ctx context.Context, slot bool) error {
+	// A signal for a free slot may wake a caller that waits for the window only. No other needs it: that one waits for the window, too, and
+	// when it moves, all wake.
+	full := func() bool { return slot && len(s.free) == 0 || pdu.Before(s.maxCmdSN, s.cmdSN) }
 	if s.err == nil && full() {
 		for _, n := range s.conns {
 			if n.unsent {
@@ -311,6 +320,7 @@ func (n *conn) dispatch(p *PDU) error {
 		s.maxCmdSN = m
 		s.room.Broadcast()
 	}
+	s.retire(h.ExpCmdSN())
 	s.mu.Unlock()
 	switch op {
 	case pdu.SCSIResponse, pdu.DataIn:
@@ -379,15 +389,45 @@ func (n *conn) pong(ping pdu.BHS, data []byte) error {
 	r.SetITT(pdu.ReservedTag)
 	r.SetTTT(ping.TTT())
 	data = data[:min(len(data), n.params.MaxSendSegment)]
+	n.s.mu.Lock()
 	err := n.post(r, data)
+	n.s.mu.Unlock()
 	n.wake()
 	return err
 }
 
-// post stamps the numbers into an immediate PDU and queues it.
+// admits reports whether the target takes a further immediate request (RFC 7145, section 8.1.1.3). Answers to its pings do not count.
+// Preconditions: s.mu is held.
+func (s *Session) admits() bool {
+	total := 0
+	for _, n := range s.conns {
+		total += n.unexpected
+	}
+	return s.params.MaxUnexpected == 0 || total < s.params.MaxUnexpected
+}
+
+// regulated notes that n sends a request with a place in the window.
+// Preconditions: s.mu is held.
+func (n *conn) regulated(cmdSN uint32) {
+	if n.retiring == 0 {
+		n.retiring, n.retires = n.unexpected, cmdSN
+	}
+}
+
+// retire notes how far the target has come.
+// Preconditions: s.mu is held.
+func (s *Session) retire(expCmdSN uint32) {
+	for _, n := range s.conns {
+		if n.retiring > 0 && pdu.Before(n.retires, expCmdSN) {
+			n.unexpected -= n.retiring
+			n.retiring = 0
+		}
+	}
+}
+
+// post stamps the numbers into a PDU and queues it.
+// Preconditions: Session.mu is held.
 func (n *conn) post(h pdu.BHS, data []byte) error {
-	n.s.mu.Lock()
-	defer n.s.mu.Unlock()
 	h.SetCmdSN(n.s.cmdSN)
 	h.SetExpStatSN(n.expStatSN)
 	h.SetDataSegmentLength(len(data))
@@ -423,33 +463,33 @@ func (n *conn) answerTo(p *PDU) error {
 	return nil
 }
 
-// request sends an immediate request and waits for the answer. Without a tag the request gets one.
-// Preconditions: s.requests is held.
+// begin waits until no other request is in progress. After nil, the caller calls end.
+func (s *Session) begin(ctx context.Context) error {
+	select {
+	case s.requests <- struct{}{}:
+		return nil
+	case <-s.done:
+		return s.Err()
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+func (s *Session) end() { <-s.requests }
+
+// request sends a request and waits for the answer. The request is immediate, or waits for a place in the window if the target admits no
+// further immediate one. Without a tag the request gets one.
+// Preconditions: the caller is between begin and end.
 func (n *conn) request(ctx context.Context, h pdu.BHS, data []byte, want pdu.Opcode) (reply, error) {
 	select {
 	case <-n.answers: // to one that has given up
 	default:
 	}
-	s := n.s
-	s.mu.Lock()
-	if h.ITT() == 0 {
-		s.generation++
-		h.SetITT(uint32(s.generation)<<16 | requestTag)
-	}
-	n.itt, n.aborting = h.ITT(), 0
-	if h.Opcode() == pdu.TaskMgmtReq && h.Function() == pdu.AbortTask {
-		n.aborting = h.ReferencedTaskTag()
-	}
-	err := s.err
-	s.mu.Unlock()
-	if err != nil {
-		return reply{}, err
-	}
-	h.SetImmediate()
-	if err := n.post(h, data); err != nil {
+	if err := n.postRequest(ctx, h, data); err != nil {
 		return reply{}, err
 	}
 	n.wake()
+	s := n.s
 	var a reply
 	select {
 	case a = <-n.answers:
@@ -468,21 +508,61 @@ func (n *conn) request(ctx context.Context, h pdu.BHS, data []byte, want pdu.Opc
 	return a, nil
 }
 
-// abort ends c by ABORT TASK. If the target does not answer, the session ends.
+// postRequest queues the request of request.
+func (n *conn) postRequest(ctx context.Context, h pdu.BHS, data []byte) error {
+	s := n.s
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	immediate := s.admits()
+	if !immediate {
+		if err := s.waitForRoom(ctx, false); err != nil {
+			return err
+		}
+	}
+	if s.err != nil {
+		return s.err
+	}
+	if h.ITT() == 0 {
+		s.generation++
+		h.SetITT(uint32(s.generation)<<16 | requestTag)
+	}
+	n.itt, n.aborting = h.ITT(), 0
+	if h.Opcode() == pdu.TaskMgmtReq && h.Function() == pdu.AbortTask {
+		n.aborting = h.ReferencedTaskTag()
+	}
+	if immediate {
+		h.SetImmediate()
+	}
+	err := n.post(h, data)
+	switch {
+	case err != nil:
+	case !immediate:
+		n.regulated(s.cmdSN)
+		s.cmdSN++
+	case s.params.MaxUnexpected > 0:
+		n.unexpected++
+	}
+	return err
+}
+
+// abort ends c by ABORT TASK. If the target does not answer within abortTime, the session ends.
 func (s *Session) abort(c *Command) {
 	ctx, cancel := context.WithTimeout(context.Background(), abortTime)
 	defer cancel()
-	s.requests.Lock()
-	defer s.requests.Unlock()
 	var b [pdu.BHSLen]byte
 	h := pdu.BHS(b[:])
 	h.Reset(pdu.TaskMgmtReq, pdu.FlagF|pdu.AbortTask)
 	h.SetLUN(EncodeLUN(c.LUN))
 	h.SetReferencedTaskTag(c.itt)
 	h.SetRefCmdSN(c.BHS().CmdSN())
-	a, err := c.conn.request(ctx, h, nil, pdu.TaskMgmtResp)
-	if err == nil && a.bhs.Response() > pdu.TaskDoesNotExist {
-		err = fmt.Errorf("the target answered with response %d", a.bhs.Response())
+	err := s.begin(ctx)
+	if err == nil {
+		var a reply
+		a, err = c.conn.request(ctx, h, nil, pdu.TaskMgmtResp)
+		if err == nil && a.bhs.Response() > pdu.TaskDoesNotExist {
+			err = fmt.Errorf("the target answered with response %d", a.bhs.Response())
+		}
+		s.end()
 	}
 	if err != nil {
 		s.fail(fmt.Errorf("ABORT TASK: %w", err))
@@ -493,7 +573,8 @@ func (s *Session) abort(c *Command) {
 var ErrAborted = errors.New("the command was aborted")
 
 // TaskManagement runs a task management function on a LUN, such as pdu.LogicalUnitReset, and returns the response, such as
-// pdu.FunctionComplete (RFC 7143, section 11.6.1). Functions on one task are not possible.
+// pdu.FunctionComplete (RFC 7143, section 11.6.1). Functions on one task are not possible. If ctx ends, TaskManagement returns its
+// error, and the target may still do the function. Requests other than commands are one at a time.
 func (s *Session) TaskManagement(ctx context.Context, function byte, lun int) (response byte, err error) {
 	if lun < 0 || lun > MaxLUN {
 		return 0, fmt.Errorf("LUN %d: it can be 0 to %d", lun, MaxLUN)
@@ -502,8 +583,10 @@ func (s *Session) TaskManagement(ctx context.Context, function byte, lun int) (r
 	case pdu.AbortTask, pdu.TaskReassign, pdu.QueryTask:
 		return 0, fmt.Errorf("function %d is about one task", function)
 	}
-	s.requests.Lock()
-	defer s.requests.Unlock()
+	if err := s.begin(ctx); err != nil {
+		return 0, err
+	}
+	defer s.end()
 	var b [pdu.BHSLen]byte
 	h := pdu.BHS(b[:])
 	h.Reset(pdu.TaskMgmtReq, pdu.FlagF|function)
@@ -516,10 +599,13 @@ func (s *Session) TaskManagement(ctx context.Context, function byte, lun int) (r
 	return a.bhs.Response(), nil
 }
 
-// Ping sends a NOP-Out with data and waits for the answer.
+// Ping sends a NOP-Out with data and waits for the answer, or until ctx ends (RFC 7143, section 11.18). A program that has to notice a silent
+// target calls it from time to time, and closes the session after an error.
 func (s *Session) Ping(ctx context.Context) error {
-	s.requests.Lock()
-	defer s.requests.Unlock()
+	if err := s.begin(ctx); err != nil {
+		return err
+	}
+	defer s.end()
 	var b [pdu.BHSLen]byte
 	h := pdu.BHS(b[:])
 	h.Reset(pdu.NOPOut, pdu.FlagF)
@@ -534,8 +620,10 @@ func (s *Session) Ping(ctx context.Context) error {
 
 // sendTargets returns the answer to SendTargets=which (RFC 7143, appendix C).
 func (s *Session) sendTargets(ctx context.Context, which string) ([]keys.Pair, error) {
-	s.requests.Lock()
-	defer s.requests.Unlock()
+	if err := s.begin(ctx); err != nil {
+		return nil, err
+	}
+	defer s.end()
 	data, ttt := keys.AppendPair(nil, keys.Pair{Key: "SendTargets", Value: which}), uint32(pdu.ReservedTag)
 	var text []byte
 	var itt uint32 // of all requests of the exchange
@@ -577,7 +665,7 @@ func (s *Session) Connections() int {
 // Address returns the address of the target, after redirects.
 func (s *Session) Address() string { return s.addr }
 
-// Done returns a channel that is closed when the session has ended.
+// Done returns a channel that is closed when the session has ended. All its commands have come back then.
 func (s *Session) Done() <-chan struct{} { return s.done }
 
 // Err returns why the session ends, or nil.
@@ -587,7 +675,8 @@ func (s *Session) Err() error {
 	return s.err
 }
 
-// Close drops all connections and waits until no command is left. Commands in progress end with ErrClosed.
+// Close drops all connections, and waits until all commands have come back. Those in progress end with ErrClosed. The goroutines of the
+// session end then, too. Close returns nil, also when it is called again. OnAsync must not call it.
 func (s *Session) Close() error {
 	s.fail(ErrClosed)
 	<-s.done
@@ -595,12 +684,22 @@ func (s *Session) Close() error {
 }
 
 // Logout closes the session in an orderly way (RFC 7143, section 11.14): it asks the target to end it, and then does what Close
-// does. Commands in progress end.
+// does. Commands in progress end with an error that is net.ErrClosed for errors.Is. Logout takes 5 s at most, and less if ctx ends. After
+// an error, the session is closed, too.
 func (s *Session) Logout(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, abortTime)
 	defer cancel()
-	s.requests.Lock()
-	defer s.requests.Unlock()
+	err := s.logout(ctx)
+	s.fail(errLogout)
+	<-s.done
+	return err
+}
+
+func (s *Session) logout(ctx context.Context) error {
+	if err := s.begin(ctx); err != nil {
+		return fmt.Errorf("logout: %w", err)
+	}
+	defer s.end()
 	var b [pdu.BHSLen]byte
 	h := pdu.BHS(b[:])
 	h.Reset(pdu.LogoutReq, pdu.FlagF|pdu.LogoutCloseSession)
@@ -611,7 +710,5 @@ func (s *Session) Logout(ctx context.Context) error {
 	if err == nil && a.bhs.Response() != pdu.LogoutSuccess {
 		err = fmt.Errorf("logout: the target answered with response %d", a.bhs.Response())
 	}
-	s.fail(errLogout)
-	<-s.done
 	return err
 }

@@ -78,7 +78,8 @@ type tcpCarrier struct {
 
 	mu         sync.Mutex
 	first, end *item // queue
-	controls   int   // items in it that Post has made
+	queued     int   // items in it
+	controls   int   // those of them that Post has made
 	err        error // why nothing can be queued
 }
 
@@ -100,6 +101,7 @@ type tcpState struct {
 	out   [2]item
 	came  int    // bytes of data-in; they come in order
 	r2tsn uint32 // of the next R2T
+	asked uint64 // bytes of data-out that were sent or asked for; they go in order
 	ended bool   // guarded by mu
 }
 
@@ -141,6 +143,7 @@ func (c *tcpCarrier) Post(bhs pdu.BHS, data []byte) error {
 // Preconditions: c.mu is held.
 func (c *tcpCarrier) append(it *item) {
 	it.next, it.busy = nil, true
+	c.queued++
 	if c.first == nil {
 		c.first = it
 	} else {
@@ -157,17 +160,14 @@ func (c *tcpCarrier) PostCommand(cmd *Command) error {
 		cmd.State = st
 	}
 	h := cmd.BHS()
-	immediate := 0
-	if c.params.ImmediateData {
-		immediate = min(len(cmd.Out), c.params.FirstBurstLength, c.params.MaxSendSegment)
-	}
+	immediate := cmd.ImmediateLength(&c.params)
 	h.SetDataSegmentLength(immediate)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.err != nil {
 		return c.err
 	}
-	st.carrier, st.came, st.r2tsn, st.ended = c, 0, 0, false
+	st.carrier, st.came, st.r2tsn, st.asked, st.ended = c, 0, 0, uint64(immediate), false
 	st.cmd.c, st.out[0].c, st.out[1].c = cmd, cmd, cmd
 	st.out[0].busy, st.out[1].busy = false, false
 	st.cmd.bhs, st.cmd.data = cmd.head, cmd.Out[:immediate]
@@ -192,12 +192,14 @@ func (c *tcpCarrier) Check(cmd *Command) error {
 	return nil
 }
 
-// pop returns the first item of the queue, or nil.
-func (c *tcpCarrier) pop() *item {
+// pop returns the first item of the queue, or nil. It takes at most *left items, and counts them down.
+func (c *tcpCarrier) pop(left *int) *item {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for c.first != nil {
+	for c.first != nil && *left > 0 {
 		it := c.first
+		c.queued--
+		*left--
 		c.first, it.next = it.next, nil
 		if it.c == nil {
 			c.controls--
@@ -214,9 +216,22 @@ func (c *tcpCarrier) pop() *item {
 func (c *tcpCarrier) Flush() {
 	c.sending.Lock()
 	defer c.sending.Unlock()
+	for c.flushBatch() {
+	}
+}
+
+// flushBatch sends what is queued when it begins. It returns false if that is nothing. What comes later waits: the target may ask for
+// more data as soon as it has that of an item, whose memory has to be free by then.
+func (c *tcpCarrier) flushBatch() bool {
+	c.mu.Lock()
+	left := c.queued
+	c.mu.Unlock()
+	if left == 0 {
+		return false
+	}
 	var err error
 	for err == nil {
-		it := c.pop()
+		it := c.pop(&left)
 		if it == nil {
 			break
 		}
@@ -246,6 +261,7 @@ func (c *tcpCarrier) Flush() {
 		it.c.Release()
 	}
 	c.written = c.written[:0]
+	return err == nil
 }
 
 // putBurst adds the Data-Outs that answer an R2T.
@@ -309,7 +325,7 @@ func (c *tcpCarrier) fail(err error) {
 		c.err = err
 	}
 	it := c.first
-	c.first, c.end, c.controls = nil, nil, 0
+	c.first, c.end, c.queued, c.controls = nil, nil, 0, 0
 	c.mu.Unlock()
 	for it != nil {
 		next := it.next
@@ -469,6 +485,9 @@ func (c *tcpCarrier) answerR2T(h pdu.BHS) error {
 	if h.R2TSN() != st.r2tsn {
 		return fmt.Errorf("R2T of task %#x has R2TSN %d where %d is due", h.ITT(), h.R2TSN(), st.r2tsn)
 	}
+	if off != st.asked {
+		return fmt.Errorf("R2T of task %#x: %d bytes at offset %d, where offset %d is due", h.ITT(), n, off, st.asked)
+	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.err != nil {
@@ -479,6 +498,7 @@ func (c *tcpCarrier) answerR2T(h pdu.BHS) error {
 		return fmt.Errorf("R2T of task %#x before the data of the one before was sent: MaxOutstandingR2T is 1", h.ITT())
 	}
 	st.r2tsn++
+	st.asked += n
 	o := pdu.BHS(it.bhs[:])
 	o.Reset(pdu.DataOut, 0)
 	o.SetLUN(h.LUN())

@@ -183,13 +183,18 @@ func (c *Conn) SetReceiveDeadline(t time.Time) error { return c.nc.SetReadDeadli
 
 // SetImpatient implements iscsi.Impatient.
 func (c *Conn) SetImpatient(on bool) bool {
-	c.impatient = nil
+	c.impatient, c.rx.win.Patience = nil, nil
 	sc, ok := c.nc.(syscall.Conn)
 	if ok && on {
-		c.impatient, _ = sc.SyscallConn() // a closed one waits for nothing
+		if c.impatient, _ = sc.SyscallConn(); c.impatient != nil { // a closed one waits for nothing
+			c.rx.win.Patience = c.patience
+		}
 	}
 	return ok
 }
+
+// Missing implements iscsi.Impatient.
+func (c *Conn) Missing() int { return c.rx.win.Missing() }
 
 // EnterFullFeature implements iscsi.Datamover. The final Login Response has no digests,
 // like all Login Responses.

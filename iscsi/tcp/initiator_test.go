@@ -43,6 +43,7 @@ type target struct {
 	node   *iscsi.Node
 	portal *iscsi.Portal
 	store  *backendtest.Faulty
+	lends  bool // the LUN lends its memory; store is not used then
 	l      net.Listener
 	prefix int // bytes that are read before New
 	opt    Options
@@ -73,7 +74,11 @@ func startTarget(tb testing.TB, change ...func(*target, *iscsi.Options)) *target
 	if err != nil {
 		tb.Fatal(err)
 	}
-	unit, err := lun.New(tg.store, lun.Options{Identity: id})
+	var store backend.Store = tg.store
+	if tg.lends {
+		store = mem
+	}
+	unit, err := lun.New(store, lun.Options{Identity: id})
 	if err != nil {
 		tb.Fatal(err)
 	}

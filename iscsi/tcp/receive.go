@@ -120,8 +120,10 @@ func (c *Conn) read(p []byte) (int, error) {
 		if c.paused.Load() && !c.rx.win.Inside {
 			return 0, errPaused
 		}
-		if c.impatient != nil && !c.rx.win.Inside && !llp.Ready(c.impatient) {
-			return 0, llp.ErrNothing
+		if c.impatient != nil {
+			if err := c.patience(1); err != nil {
+				return 0, err
+			}
 		}
 		n, err := c.nc.Read(p)
 		if n > 0 || !errors.Is(err, os.ErrDeadlineExceeded) || !c.paused.Load() {
@@ -129,6 +131,14 @@ func (c *Conn) read(p []byte) (int, error) {
 		}
 		c.nc.SetReadDeadline(time.Time{}) // after Pause, in a PDU
 	}
+}
+
+// patience returns llp.ErrNothing if Receive can return instead of waiting for n bytes. See SetImpatient.
+func (c *Conn) patience(n int) error {
+	if !c.rx.win.Inside && !llp.Ready(c.impatient, n) {
+		return llp.ErrNothing
+	}
+	return nil
 }
 
 // Pending implements iscsi.Deferrer.

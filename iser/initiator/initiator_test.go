@@ -5,10 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"math/rand/v2"
 	"net"
-	"runtime"
 	"runtime/debug"
 	"slices"
 	"strings"
@@ -20,18 +18,18 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/initiator"
+	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
-	"github.com/iser-target/iser-target/iscsi/tcp"
-	"github.com/iser-target/iser-target/iser"
 	iserinitiator "github.com/iser-target/iser-target/iser/initiator"
 	"github.com/iser-target/iser-target/lun"
-	"github.com/iser-target/iser-target/lun/state"
 	"github.com/iser-target/iser-target/rdma"
 	"github.com/iser-target/iser-target/security"
-	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/loopback"
 )
 
-const targetName = "iqn.2026-11.io.example:store"
+const targetName = loopback.Name
+
+var check, within, transportOf = loopback.Check, loopback.Within, loopback.Transport
 
 // A target serves LUNs 0 and 300 over one transport.
 type target struct {
@@ -43,81 +41,13 @@ type target struct {
 // startTarget serves until the test ends, and then checks that nothing is left behind.
 func startTarget(t testing.TB, transport string, o iscsi.Options, auth *security.CHAP) *target {
 	t.Helper()
-	before, goroutines := rdma.ReadStats(), runtime.NumGoroutine()
-	o.Logger = slog.New(slog.DiscardHandler)
 	o.LogoutWait = 2 * time.Second
 	o.DiscoveryAuth = auth
 	o.Limits.Digests, o.Limits.MaxConnections = true, 4
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	check(t, err)
-	tg := &target{node: iscsi.NewNode(o), addr: l.Addr().String()}
-	luns := lun.NewInventory()
-	for _, id := range []int{0, 300} {
-		store, err := backend.OpenMemory(backend.MemoryConfig{Size: 32 << 20, BlockSize: 512})
-		check(t, err)
-		faulty := &backendtest.Faulty{Store: store}
-		if id == 0 {
-			tg.store = faulty
-		}
-		identity, err := state.Ephemeral().Get(fmt.Sprint("lun", id))
-		check(t, err)
-		unit, err := lun.New(faulty, lun.Options{Identity: identity})
-		check(t, err)
-		check(t, luns.Add(uint16(id), unit))
-	}
-	all, err := security.Compile([]string{"iqn.*"})
-	check(t, err)
-	check(t, tg.node.AddTarget(iscsi.TargetConfig{Name: targetName, Initiators: all, LUNs: luns, Auth: auth}))
-	portal := tg.node.AddPortal(iscsi.PortalConfig{Listen: tg.addr, TPGT: 1})
-	var serving sync.WaitGroup
-	serving.Go(func() {
-		for {
-			nc, err := l.Accept()
-			if err != nil {
-				return
-			}
-			serving.Go(func() {
-				if transport == "tcp" {
-					portal.Serve(tcp.New(nc, tcp.Options{}), iscsi.ServeOptions{})
-				} else if dm, err := iser.Accept(context.Background(), nc, iser.Options{}); err == nil {
-					portal.Serve(dm, iscsi.ServeOptions{})
-					dm.Close()
-				}
-			})
-		}
-	})
-	t.Cleanup(func() {
-		l.Close()
-		ctx, cancel := context.WithTimeout(context.Background(), testkit.Patience)
-		defer cancel()
-		check(t, tg.node.Shutdown(ctx))
-		serving.Wait()
-		check(t, luns.Close())
-		testkit.Eventually(t, "no more STags and goroutines than before", func() bool {
-			return rdma.ReadStats() == before && runtime.NumGoroutine() <= goroutines
-		})
-	})
-	return tg
-}
-
-func check(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
-func within(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), testkit.Patience)
-	t.Cleanup(cancel)
-	return ctx
-}
-
-func transportOf(name string) initiator.Transport {
-	if name == "iser" {
-		return iserinitiator.Transport{}
-	}
-	return initiator.TCP{}
+	store := &backendtest.Faulty{Store: loopback.Memory(t, 32<<20)}
+	tg := loopback.Serve(t, loopback.Config{Transport: transport, Node: o, Auth: auth,
+		LUNs: map[uint16]backend.Store{0: store, 300: loopback.Memory(t, 32<<20)}})
+	return &target{node: tg.Node, addr: tg.Addr, store: store}
 }
 
 // connect logs in to tg, and closes the session when the test ends.
@@ -142,10 +72,15 @@ func TestData(t *testing.T) {
 		{"TCP, 1 command at a time", "tcp", initiator.Config{QueueDepth: 1}},
 		{"iSER", "iser", initiator.Config{}},
 		{"iSER, 2 connections", "iser", initiator.Config{Connections: 2}},
+		{"iSER with Hello, whole data and high offsets", "iser", initiator.Config{
+			Transport: iserinitiator.Transport{Hello: true, WholeData: true, BaseOffset: 0xffff888012345000}, Connections: 2}},
+		{"iSER without Send with Invalidate", "iser", initiator.Config{Transport: iserinitiator.Transport{NoInvalidate: true}}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			tg := startTarget(t, tc.transport, iscsi.Options{}, nil)
-			tc.cfg.Transport = transportOf(tc.transport)
+			if tc.cfg.Transport == nil {
+				tc.cfg.Transport = transportOf(tc.transport)
+			}
 			s := connect(t, tg, tc.cfg)
 			ctx := within(t)
 			if got, want := s.Connections(), max(tc.cfg.Connections, 1); got != want {
@@ -444,6 +379,54 @@ func TestOtherProtocol(t *testing.T) {
 		_, err := initiator.Connect(within(t), addr, initiator.Config{Target: targetName, Transport: transport})
 		if err == nil || !strings.Contains(err.Error(), "may not serve iSER") {
 			t.Errorf("the error is %v", err)
+		}
+	}
+}
+
+// A program reaches the stream below a Carrier, and learns how many RDMA Reads the target uses. Commands that it starts come back.
+func TestCarrier(t *testing.T) {
+	tg := startTarget(t, "iser", iscsi.Options{}, nil)
+	dialed, err := iserinitiator.Transport{Hello: true, RDMA: rdma.Options{IRD: 5}}.Dial(within(t), tg.addr)
+	check(t, err)
+	c := dialed.(*iserinitiator.Carrier)
+	defer c.Close()
+	text := append([]keys.Pair{{Key: "InitiatorName", Value: initiator.DefaultName}, {Key: "TargetName", Value: targetName},
+		{Key: "SessionType", Value: "Normal"}}, c.Offer(initiator.Offer{})...)
+	login := pdu.LoginRequest{Transit: true, CSG: pdu.LoginOperationalNegotiation, NSG: pdu.FullFeaturePhase, ISID: [6]byte{0x80}, CmdSN: 1}
+	h, data := pdu.BHS(login.Append(nil)), keys.AppendPair(nil, text...)
+	h.SetDataSegmentLength(len(data))
+	check(t, c.Post(h, data))
+	c.Flush()
+	var p initiator.PDU
+	check(t, c.Receive(&p))
+	if rsp := pdu.ParseLoginResponse(p.BHS); rsp.Status != 0 || !rsp.Transit || c.ORD() != 0 {
+		t.Fatalf("%+v, iSER-ORD %d", rsp, c.ORD())
+	}
+	cmd := &initiator.Command{In: make([]byte, 36), Done: make(chan *initiator.Command, 1)}
+	check(t, c.EnterFullFeature(initiator.Params{MaxSendSegment: 8192}, func(uint32) *initiator.Command { return cmd }))
+	if c.ORD() != 5 || c.Stream().IRD() != 5 {
+		t.Errorf("iSER-ORD %d, IRD %d, want 5", c.ORD(), c.Stream().IRD())
+	}
+	for range 8 { // unit attentions do not end INQUIRY, so each has data
+		b := cmd.BHS()
+		b.Reset(pdu.SCSICommand, pdu.FlagF|pdu.FlagR|pdu.AttrSimple)
+		b.SetITT(7)
+		b.SetCmdSN(login.CmdSN)
+		b.SetEDTL(36)
+		b.SetCDB([]byte{0x12, 4: 36, 15: 0})
+		login.CmdSN++
+		cmd.Hold()
+		check(t, c.PostCommand(cmd))
+		c.Flush()
+		clear(cmd.In)
+		check(t, c.Receive(&p))
+		if m := c.Message(); p.BHS.Opcode() != pdu.SCSIResponse || p.BHS.Status() != 0 || !m.Invalidates || len(m.Data) != 28+pdu.BHSLen {
+			t.Fatalf("%v with status %#x, in %+v", p.BHS.Opcode(), p.BHS.Status(), m)
+		}
+		c.End(cmd)
+		cmd.Release()
+		if back := <-cmd.Done; back != cmd || !bytes.Contains(cmd.In, []byte("ISERTGT")) {
+			t.Fatalf("%q", cmd.In)
 		}
 	}
 }

@@ -3,7 +3,9 @@
 package initiator
 
 import (
+	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -23,8 +25,8 @@ const (
 	// segment is the longest data segment in either direction, in bytes, as ib_iser offers it.
 	segment = 8192
 	headLen = iser.HeaderLen + pdu.BHSLen
-	// base is the tagged offset of the first byte of a command's memory.
-	base = 0x1000
+	// defaultBase is the default of Transport.BaseOffset.
+	defaultBase = 0x1000
 	// maxControls limits the PDUs other than commands that wait to be sent.
 	maxControls = 1024
 )
@@ -35,6 +37,18 @@ type Transport struct {
 	RDMA rdma.Options
 	// Dialer makes TCP connections; nil: a net.Dialer.
 	Dialer func(ctx context.Context, network, addr string) (net.Conn, error)
+
+	// Hello declares iSERHelloRequired=Yes, and begins the full feature phase of each connection with the iSER Hello (RFC 7145, sections
+	// 5.1.3 and 6.10). It tells both sides how many RDMA Reads can be in progress, in place of MPA. Linux targets do not know it.
+	Hello bool
+	// NoInvalidate asks the target not to use Send with Invalidate (RFC 7145, section 1.5.2, and appendix A). If it does, the connection
+	// ends.
+	NoInvalidate bool
+	// WholeData advertises the data-out of a command with what goes as immediate data, and declares
+	// TaggedBufferForSolicitedDataOnly=No (RFC 7145, section 6.9). Linux advertises the rest only.
+	WholeData bool
+	// BaseOffset is the tagged offset of the first byte of a command's memory; default 0x1000.
+	BaseOffset uint64
 }
 
 // Name implements initiator.Transport.
@@ -50,10 +64,27 @@ func (t Transport) Dial(ctx context.Context, addr string) (initiator.Carrier, er
 	if err != nil {
 		return nil, err
 	}
+	c, err := t.Start(ctx, nc)
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// Start completes MPA startup on a TCP connection that is established, and returns its Carrier. After a login on the byte stream
+// that agreed on RDMAExtensions=Yes, the connection continues that way (RFC 7145, section 5.1). After an error nc is closed. If
+// ctx ends, Start returns its error.
+func (t Transport) Start(ctx context.Context, nc net.Conn) (*Carrier, error) {
+	if t.BaseOffset == 0 {
+		t.BaseOffset = defaultBase
+	}
 	o := t.RDMA
 	o.MaxSend = headLen + segment
-	// Neither zero-based virtual addresses nor a reason not to use Send with Invalidate (RFC 7145, appendix A).
+	// No zero-based virtual addresses (RFC 7145, appendix A).
 	o.Private = []byte{0x80, 0, 0, 0}
+	if t.NoInvalidate {
+		o.Private[0] |= 0x40
+	}
 	rc, _, err := rdma.Initiate(ctx, nc, o)
 	if err != nil {
 		nc.Close()
@@ -65,25 +96,39 @@ func (t Transport) Dial(ctx context.Context, addr string) (initiator.Carrier, er
 		}
 		return nil, fmt.Errorf("iSER: %w", err)
 	}
-	c := &carrier{rc: rc}
+	c := &Carrier{rc: rc, t: t}
 	c.params.MaxSendSegment = segment
 	return c, nil
 }
 
-// A carrier is a connection over iSER.
-type carrier struct {
-	rc     *rdma.Conn
-	params initiator.Params
-	find   func(uint32) *initiator.Command
-	ev     rdma.Event
+// A Carrier is the initiator.Carrier of a connection over iSER.
+type Carrier struct {
+	rc        *rdma.Conn
+	t         Transport
+	discovery bool
+	params    initiator.Params
+	find      func(uint32) *initiator.Command
+	ev        rdma.Event
+	ord       int
 
 	mu       sync.Mutex
 	controls int // that are queued
 }
 
+// Stream returns the RDMAP stream of the connection. A program can send messages of its own on it. Receive of the Carrier takes all
+// that come.
+func (c *Carrier) Stream() *rdma.Conn { return c.rc }
+
+// Message returns the message with the PDU that Receive has returned last. It is valid until the next Receive.
+func (c *Carrier) Message() *rdma.Event { return &c.ev }
+
+// ORD returns how many RDMA Reads the target has in progress at most, as its HelloReply says (iSER-ORD; RFC 7145, section 9.4); 0 without
+// Transport.Hello.
+func (c *Carrier) ORD() int { return c.ord }
+
 // state is the State of a Command.
 type state struct {
-	carrier    *carrier
+	carrier    *Carrier
 	cmd        *initiator.Command
 	head       [headLen]byte
 	wr         rdma.WorkRequest
@@ -97,7 +142,7 @@ func (st *state) WorkDone(*rdma.WorkRequest, error) { st.cmd.Release() }
 // A control is a PDU that is no command.
 type control struct {
 	wr      rdma.WorkRequest
-	carrier *carrier
+	carrier *Carrier
 }
 
 // WorkDone implements rdma.Completer.
@@ -108,20 +153,26 @@ func (t *control) WorkDone(*rdma.WorkRequest, error) {
 }
 
 // Offer implements initiator.Carrier.
-func (c *carrier) Offer(o initiator.Offer) []keys.Pair {
-	if o.Discovery {
+func (c *Carrier) Offer(o initiator.Offer) []keys.Pair {
+	if c.discovery = o.Discovery; o.Discovery {
 		return nil
 	}
 	n := strconv.Itoa(segment)
 	list := []keys.Pair{{Key: "InitiatorRecvDataSegmentLength", Value: n}, {Key: "TargetRecvDataSegmentLength", Value: n}}
 	if !o.Joins {
 		list = append(list, keys.Pair{Key: "RDMAExtensions", Value: "Yes"})
+		if c.t.Hello {
+			list = append(list, keys.Pair{Key: "iSERHelloRequired", Value: "Yes"})
+		}
+		if c.t.WholeData {
+			list = append(list, keys.Pair{Key: "TaggedBufferForSolicitedDataOnly", Value: "No"})
+		}
 	}
 	return list
 }
 
 // EnterFullFeature implements initiator.Carrier.
-func (c *carrier) EnterFullFeature(p initiator.Params, find func(uint32) *initiator.Command) error {
+func (c *Carrier) EnterFullFeature(p initiator.Params, find func(uint32) *initiator.Command) error {
 	if p.HeaderDigest || p.DataDigest {
 		return errors.New("iSER has no digests: iWARP has CRCs instead")
 	}
@@ -130,11 +181,40 @@ func (c *carrier) EnterFullFeature(p initiator.Params, find func(uint32) *initia
 	}
 	c.params, c.find = p, find
 	c.rc.Grow()
+	if c.t.Hello && !c.discovery {
+		return c.hello()
+	}
+	return nil
+}
+
+// hello exchanges iSER Hellos (RFC 7145, section 5.1.3). iSER-IRD is the IRD of MPA startup. An iSER-ORD above it, or another version,
+// ends the connection.
+func (c *Carrier) hello() error {
+	const version = 10 // RFC 7145, section 9.3
+	b := make([]byte, iser.HeaderLen)
+	iser.Hello{MaxVer: version, MinVer: version, IRD: uint16(c.rc.IRD())}.Put(b)
+	if err := c.rc.Post(&rdma.WorkRequest{Op: rdma.Send, Head: b}); err != nil {
+		return err
+	}
+	c.rc.Flush()
+	if err := c.rc.Receive(&c.ev); err != nil {
+		return fmt.Errorf("no iSER HelloReply: %w", err)
+	}
+	reply := iser.HelloReply{MaxVer: version, CurVer: version}
+	if len(c.ev.Data) == iser.HeaderLen {
+		reply.ORD = binary.BigEndian.Uint16(c.ev.Data[2:])
+	}
+	reply.Put(b)
+	if !bytes.Equal(c.ev.Data, b) || int(reply.ORD) > c.rc.IRD() {
+		return fmt.Errorf("the target answered the iSER Hello with % x: that is no HelloReply of version %d for %d RDMA Reads",
+			c.ev.Data[:min(len(c.ev.Data), iser.HeaderLen)], version, c.rc.IRD())
+	}
+	c.ord = int(reply.ORD)
 	return nil
 }
 
 // Post implements initiator.Carrier.
-func (c *carrier) Post(bhs pdu.BHS, data []byte) error {
+func (c *Carrier) Post(bhs pdu.BHS, data []byte) error {
 	c.mu.Lock()
 	full := c.controls == maxControls
 	if !full {
@@ -159,20 +239,21 @@ func (c *carrier) Post(bhs pdu.BHS, data []byte) error {
 	return nil
 }
 
-// PostCommand implements initiator.Carrier. It advertises the memory of cmd, without the immediate data.
-func (c *carrier) PostCommand(cmd *initiator.Command) error {
+// PostCommand implements initiator.Carrier. It advertises the memory of cmd, without the immediate data unless WholeData is set.
+func (c *Carrier) PostCommand(cmd *initiator.Command) error {
 	st, ok := cmd.State.(*state)
 	if !ok {
 		st = &state{cmd: cmd}
 		cmd.State = st
 	}
 	st.carrier = c
-	immediate := 0
-	if c.params.ImmediateData {
-		immediate = min(len(cmd.Out), c.params.FirstBurstLength, c.params.MaxSendSegment)
-	}
+	immediate := cmd.ImmediateLength(&c.params)
 	var h iser.Header
-	switch rest := cmd.Out[immediate:]; {
+	base, rest := c.t.BaseOffset, cmd.Out[immediate:]
+	if len(rest) > 0 && c.t.WholeData {
+		rest = cmd.Out
+	}
+	switch {
 	case len(cmd.In) > 0:
 		h.Read = iser.Remote{Valid: true, STag: c.rc.Register(&st.region, cmd.In, base, rdma.RemoteWrite), Base: base}
 		st.registered = true
@@ -195,7 +276,7 @@ func (c *carrier) PostCommand(cmd *initiator.Command) error {
 }
 
 // End implements initiator.Carrier.
-func (c *carrier) End(cmd *initiator.Command) {
+func (c *Carrier) End(cmd *initiator.Command) {
 	if st := cmd.State.(*state); st.registered {
 		st.registered = false
 		c.rc.Deregister(&st.region)
@@ -203,13 +284,13 @@ func (c *carrier) End(cmd *initiator.Command) {
 }
 
 // Check implements initiator.Carrier. iSER has no count of the data that came: RDMA Writes say nothing to the ULP.
-func (c *carrier) Check(*initiator.Command) error { return nil }
+func (c *Carrier) Check(*initiator.Command) error { return nil }
 
 // Flush implements initiator.Carrier.
-func (c *carrier) Flush() { c.rc.Flush() }
+func (c *Carrier) Flush() { c.rc.Flush() }
 
 // Receive implements initiator.Carrier.
-func (c *carrier) Receive(p *initiator.PDU) error {
+func (c *Carrier) Receive(p *initiator.PDU) error {
 	for {
 		if err := c.rc.Receive(&c.ev); err != nil {
 			if err == io.EOF {
@@ -224,7 +305,7 @@ func (c *carrier) Receive(p *initiator.PDU) error {
 }
 
 // parse takes the PDU from a Send. An iSER header of a target has no STags (RFC 7145, section 9.2).
-func (c *carrier) parse(p *initiator.PDU) error {
+func (c *Carrier) parse(p *initiator.PDU) error {
 	b := c.ev.Data
 	if len(b) < headLen {
 		return fmt.Errorf("the target sent a message of %d bytes: a PDU over iSER has at least %d", len(b), headLen)
@@ -242,6 +323,9 @@ func (c *carrier) parse(p *initiator.PDU) error {
 		return fmt.Errorf("the target sent a %v that announces %d bytes of data and has %d", bhs.Opcode(), n, len(data))
 	}
 	if c.ev.Invalidates {
+		if c.t.NoInvalidate {
+			return fmt.Errorf("the target sent a %v with Invalidate, which the initiator has excluded", bhs.Opcode())
+		}
 		if err := c.invalidated(bhs); err != nil {
 			return err
 		}
@@ -254,17 +338,20 @@ func (c *carrier) parse(p *initiator.PDU) error {
 	return nil
 }
 
-// invalidated checks that a Send with Invalidate names the memory of the command that it answers (RFC 7145, section 7.3.2).
-func (c *carrier) invalidated(h pdu.BHS) error {
+// invalidated checks that a Send with Invalidate names the memory of the command that it answers (RFC 7145, section 7.3.2). A
+// command that find does not know is for the caller of Receive.
+func (c *Carrier) invalidated(h pdu.BHS) error {
 	if h.Opcode() == pdu.SCSIResponse && c.find != nil {
-		if cmd := c.find(h.ITT()); cmd != nil {
-			if st, ok := cmd.State.(*state); ok && st.carrier == c && st.region.STag() == c.ev.Invalidated {
-				return nil
-			}
+		cmd := c.find(h.ITT())
+		if cmd == nil {
+			return nil
+		}
+		if st, ok := cmd.State.(*state); ok && st.carrier == c && st.region.STag() == c.ev.Invalidated {
+			return nil
 		}
 	}
 	return fmt.Errorf("the target invalidated STag %#x with a %v that does not end its command", c.ev.Invalidated, h.Opcode())
 }
 
 // Close implements initiator.Carrier.
-func (c *carrier) Close() error { return c.rc.Close() }
+func (c *Carrier) Close() error { return c.rc.Close() }
