@@ -6,6 +6,7 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"syscall"
@@ -185,6 +186,41 @@ func CheckOwner(fi fs.FileInfo) error {
 	return nil
 }
 
+// LooseDirectory returns why other users can put another file in the place of the one at path, or "".
+func LooseDirectory(path string) string {
+	path, err := filepath.Abs(path)
+	if err != nil {
+		return ""
+	}
+	for dir := filepath.Dir(path); ; dir = filepath.Dir(dir) {
+		fi, err := os.Stat(dir)
+		if err != nil {
+			return ""
+		}
+		st, ok := fi.Sys().(*syscall.Stat_t)
+		switch mode := fi.Mode(); {
+		case ok && st.Uid != 0 && int(st.Uid) != os.Geteuid():
+			return fmt.Sprintf("uid %d can replace it, to whom %s belongs. Run chown", st.Uid, dir)
+		case mode.Perm()&0o022 != 0 && mode&fs.ModeSticky == 0:
+			return fmt.Sprintf("other users can replace it: the mode of %s is %#o. Run chmod go-w %s", dir, mode.Perm(), dir)
+		}
+		if dir == filepath.Dir(dir) {
+			return ""
+		}
+	}
+}
+
+// minDistinct is the number of different characters of a secret below which Warnings names it.
+const minDistinct = 4
+
+func distinct(s string) map[rune]bool {
+	set := map[rune]bool{}
+	for _, r := range s {
+		set[r] = true
+	}
+	return set
+}
+
 // checkMode returns an error unless only the owner can use the file.
 func checkMode(mode fs.FileMode) error {
 	if mode := mode.Perm(); mode&0o077 != 0 {
@@ -276,7 +312,7 @@ func (c *Config) checkSecrets(errs *errorList) {
 
 // Warnings returns one line for each setting that is valid but not safe: a target without
 // authentication on a portal that is not on the loopback (RFC 7143, section 9), metrics or a
-// dashboard there, iSER without CRCs, LUNs for some initiators where a user may have any initiator name, and one
+// dashboard there without a web configuration, iSER without CRCs, LUNs for some initiators where a user may have any initiator name, and one
 // secret for two names (section 9.2.1).
 func (c *Config) Warnings() []string {
 	var warnings []string
@@ -304,6 +340,22 @@ func (c *Config) Warnings() []string {
 			}
 		}
 	}
+	for _, s := range c.secrets() {
+		if n := len(distinct(string(*s.secret))); n > 0 && n < minDistinct {
+			warnings = append(warnings, fmt.Sprintf("%s.%s: has only %d different characters, which is easy to guess. iser-target secret generate prints a better one", s.key, s.field, n))
+		}
+	}
+	seen := map[string]bool{}
+	for _, path := range c.SecretFiles() {
+		dir := filepath.Dir(path)
+		if seen[dir] {
+			continue
+		}
+		seen[dir] = true
+		if w := LooseDirectory(path); w != "" {
+			warnings = append(warnings, path+": "+w)
+		}
+	}
 	if c.MPA.CRC == CRCOff {
 		for i, p := range c.Portals {
 			if addr, reason := parseAddress(p.Listen, true); p.Serves("iser") && (reason != "" || !addr.loopback()) {
@@ -312,12 +364,16 @@ func (c *Config) Warnings() []string {
 			}
 		}
 	}
-	for _, open := range []struct{ key, listen, shows string }{
-		{"metrics.listen", c.Metrics.Listen, "the names of targets and initiators"},
-		{"dashboard.listen", c.Dashboard.Listen, "sessions, LUNs and events"},
+	for _, open := range []struct {
+		key   string
+		at    WebListener
+		shows string
+	}{
+		{"metrics", c.Metrics, "the names of targets and initiators"},
+		{"dashboard", c.Dashboard, "sessions, LUNs and events"},
 	} {
-		if addr, reason := parseAddress(open.listen, true); open.listen != "" && reason == "" && !addr.loopback() {
-			warnings = append(warnings, fmt.Sprintf("%s: any host that can connect to %s sees %s", open.key, open.listen, open.shows))
+		if addr, reason := parseAddress(open.at.Listen, true); open.at.Listen != "" && open.at.WebConfig == "" && reason == "" && !addr.loopback() {
+			warnings = append(warnings, fmt.Sprintf("%s.listen: any host that can connect to %s sees %s. Set %s.web_config for TLS and a login", open.key, open.at.Listen, open.shows, open.key))
 		}
 	}
 	c.eachShared(func(first, again secretRef) {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -111,7 +112,7 @@ func TestSecretFiles(t *testing.T) {
 			continue
 		}
 		wantErrors(t, err, []string{reason})
-		if s := err.Error(); !strings.HasPrefix(s, "f: targets[0].auth.users[0].secret_file: "+path+": ") || strings.Contains(s, "aaaa") {
+		if s := unplaced(err); !strings.HasPrefix(s, "f: targets[0].auth.users[0].secret_file: "+path+": ") || strings.Contains(s, "aaaa") {
 			t.Error(s)
 		}
 	}
@@ -156,7 +157,7 @@ func TestDiscoveryAuthEnvironment(t *testing.T) {
 }
 
 func TestWarnings(t *testing.T) {
-	const chap = "method: chap, users: [{name: a, secret: aaaaaaaaaaaa}"
+	const chap = "method: chap, users: [{name: a, secret: aaaabbbbcccd}"
 	for _, tc := range []struct{ listen, auth, more, want string }{
 		{"127.0.0.1:3260", "", "", ""},
 		{`"[::1]:3260"`, "", "", ""},
@@ -169,9 +170,9 @@ func TestWarnings(t *testing.T) {
 		{"127.0.0.1:3260\n  - listen: 192.0.2.1:3260\n    tpgt: 2", "", "    portal_groups: [1, 2]", "any host that can connect to portals[1] (192.0.2.1:3260)"},
 		{"192.0.2.1:3260", chap + "]", "", ""},
 		{"192.0.2.1:3260", "", "    redirect: {to: 192.0.2.2:3260}", ""},
-		{"192.0.2.1:3260", chap + ", {name: b, secret: aaaaaaaaaaaa}]", "", "targets[0].auth.users[1]: has the secret of targets[0].auth.users[0]"}, // SEC-7143.9.2.1-11
+		{"192.0.2.1:3260", chap + ", {name: b, secret: aaaabbbbcccd}]", "", "targets[0].auth.users[1]: has the secret of targets[0].auth.users[0]"}, // SEC-7143.9.2.1-11
 		{"192.0.2.1:3260", chap + "]", "discovery_auth: {" + chap + "]}", ""},                                                                       // one initiator
-		{"192.0.2.1:3260", chap + "]", "discovery_auth: {method: chap, users: [{name: b, secret: aaaaaaaaaaaa}]}", "discovery_auth.users[0]: has the secret of targets[0].auth.users[0]"},
+		{"192.0.2.1:3260", chap + "]", "discovery_auth: {method: chap, users: [{name: b, secret: aaaabbbbcccd}]}", "discovery_auth.users[0]: has the secret of targets[0].auth.users[0]"},
 		{"192.0.2.1:3260", chap + "]", "metrics: {listen: \"127.0.0.1:80\"}", ""},
 		{"192.0.2.1:3260", chap + "]", "metrics: {listen: \":80\"}", "metrics.listen: any host that can connect to :80 sees"},
 		{"192.0.2.1:3260", chap + "]", "dashboard: {listen: \"[::1]:80\"}", ""},
@@ -200,7 +201,7 @@ func TestWarnings(t *testing.T) {
 // A CHAP user without an initiator pattern can use any initiator name, and LUN masks go by
 // that name.
 func TestWarningsOfMasks(t *testing.T) {
-	const users = "method: chap, users: [{name: a, secret: aaaaaaaaaaaa, initiator: \"*:a\"}, {name: b, secret: bbbbbbbbbbbb}]"
+	const users = "method: chap, users: [{name: a, secret: aaaabbbbcccd, initiator: \"*:a\"}, {name: b, secret: bbbccdddeeff}]"
 	for lun, want := range map[string]bool{
 		"size: 1GiB":                         false,
 		"size: 1GiB, read_only: true":        false,
@@ -214,6 +215,42 @@ func TestWarningsOfMasks(t *testing.T) {
 		got := c.Warnings()
 		if !want && len(got) > 0 || want && (len(got) != 1 || !strings.HasPrefix(got[0], "targets[0].auth.users[1].initiator: is not set")) {
 			t.Errorf("%s: %q", lun, got)
+		}
+	}
+}
+
+// A secret that is easy to guess, and directories in which others can replace a file, are named.
+func TestWarningsOfSecrets(t *testing.T) {
+	dir := t.TempDir()
+	file := filepath.Join(dir, "s")
+	if err := os.WriteFile(file, []byte("0123456789abcdef\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	warnings := func(users string) []string {
+		t.Helper()
+		c, err := load("f", []byte(strings.Replace(secured, "%", "method: chap, users: ["+users+"]", 1)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return c.Warnings()
+	}
+	got := warnings("{name: a, secret: abcabcabcabc, initiator: \"*:a\"}")
+	if len(got) != 1 || !strings.HasPrefix(got[0], "targets[0].auth.users[0].secret: has only 3 different characters") || strings.Contains(got[0], "abc") {
+		t.Errorf("%q", got)
+	}
+	if got := warnings("{name: a, secret_file: " + file + ", initiator: \"*:a\"}"); len(got) != 0 {
+		t.Errorf("%q", got)
+	}
+	for mode, want := range map[fs.FileMode]string{
+		0o777:                 file + ": other users can replace it: the mode of " + dir + " is 0777. Run chmod go-w " + dir,
+		0o770:                 file + ": other users can replace it: the mode of " + dir + " is 0770. Run chmod go-w " + dir,
+		0o777 | fs.ModeSticky: "", 0o755: "",
+	} {
+		if err := os.Chmod(dir, mode); err != nil {
+			t.Fatal(err)
+		}
+		if got := warnings("{name: a, secret_file: " + file + ", initiator: \"*:a\"}"); strings.Join(got, "\n") != want {
+			t.Errorf("mode %v: %q, want %q", mode, got, want)
 		}
 	}
 }
@@ -260,7 +297,7 @@ func TestPreviousSecret(t *testing.T) {
 		"previous_secret_file: " + dir + "/none":                       "f: targets[0].auth.users[0].previous_secret_file: " + dir + "/none: no such file",
 		"previous_secret: tttttttttttt":                                "f: targets[0].auth.mutual: has the secret of targets[0].auth.users[0]",
 	} {
-		if _, err := load("f", []byte(user(more))); err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "bbbb") {
+		if _, err := load("f", []byte(user(more))); err == nil || !strings.Contains(unplaced(err), want) || strings.Contains(err.Error(), "bbbb") {
 			t.Errorf("%s: %v, want %q", more, err, want)
 		}
 	}

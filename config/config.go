@@ -30,10 +30,10 @@ type Config struct {
 
 	IPsec IPsec `key:"ipsec"`
 
-	Control   Control  `key:"control"`
-	Process   Process  `key:"process"`   // what the process may do
-	Metrics   Listener `key:"metrics"`   // of the metrics for Prometheus
-	Dashboard Listener `key:"dashboard"` // of the dashboard page
+	Control   Control     `key:"control"`
+	Process   Process     `key:"process"`   // what the process may do
+	Metrics   WebListener `key:"metrics"`   // of the metrics for Prometheus
+	Dashboard WebListener `key:"dashboard"` // of the dashboard page
 
 	Watch bool `key:"watch"` // apply the file when it changes
 
@@ -124,8 +124,8 @@ type Redirect struct {
 // backend requires and accepts.
 type LUN struct {
 	ID           int    `key:"id"`         // 0..16383
-	Backend      string `key:"backend"`    // memory, file, block or gotgt
-	Path         string `key:"path"`       // file or device
+	Backend      string `key:"backend"`    // memory, file, block, nbd, rbd or gotgt
+	Path         string `key:"path"`       // file, device or URI of a server
 	Size         Size   `key:"size"`       // bytes, a multiple of BlockSize; 0: the backend's size
 	BlockSize    int    `key:"block_size"` // 512 or 4096 bytes; 0: the backend's block size
 	ReadOnly     bool   `key:"read_only"`
@@ -135,7 +135,9 @@ type LUN struct {
 	Checksums    bool   `key:"checksums"`     // blocks have checksums in a side file, which reads verify
 	// ChecksumsPath is the side file; of a file the default is Path with ".sums".
 	ChecksumsPath string `key:"checksums_path"`
-	Identity      string `key:"identity"` // of a file that state_dir does not know; IdentityFile, IdentityNew or empty
+	// Protection is the type of T10 protection information that blocks have, 1 or 3; 0: none.
+	Protection int    `key:"protection"`
+	Identity   string `key:"identity"` // of a file that state_dir does not know; IdentityFile, IdentityNew or empty
 	// What the LUN is called towards initiators, so that a disk keeps its names when it moves here; empty: the target's.
 	Serial  string `key:"serial"`  // page 80h
 	NAA     string `key:"naa"`     // page 83h: 16 or 32 hexadecimal digits
@@ -205,6 +207,8 @@ type Limits struct {
 	MaxTime2Retain     time.Duration `key:"max_time2retain"`             // that a login agrees on
 	LostSessions       int           `key:"lost_sessions"`               // sessions without a connection that wait for one
 	LostSessionsByName int           `key:"lost_sessions_per_initiator"` // of these, of one initiator
+	Tokens             int           `key:"tokens"`                      // ROD tokens of POPULATE TOKEN
+	TokensByName       int           `key:"tokens_per_initiator"`        // of these, of one initiator
 	MaxConnections     int           `key:"max_connections"`             // of all portals together
 
 	Reserved    int `key:"reserved_connections"`    // for names with few sessions, or none; 0: an eighth of MaxConnections
@@ -269,6 +273,13 @@ type Listener struct {
 	Listen string `key:"listen"` // host:port; empty: no server
 }
 
+// A WebListener configures an HTTP server that can have TLS and a login.
+type WebListener struct {
+	Listen string `key:"listen"` // host:port; empty: no server
+	// WebConfig is the path of a web configuration file of Prometheus exporters; empty: neither TLS nor login.
+	WebConfig string `key:"web_config"`
+}
+
 // Control configures the addresses of the control API, and the rights of its callers.
 type Control struct {
 	Socket      string     `key:"socket"`       // path of a Unix socket; empty: none
@@ -311,6 +322,8 @@ type ControlTLS struct {
 type Log struct {
 	Level  string `key:"level"`  // debug, info, warn or error
 	Format string `key:"format"` // text or json
+	// SlowIO is how long a command takes at least that is logged; 0: none is.
+	SlowIO time.Duration `key:"slow_io"`
 }
 
 // SlogLevel returns Level as a slog.Level; LevelInfo if Level is not valid.
@@ -355,6 +368,8 @@ func base() Config {
 			MaxTime2Retain:     20 * time.Second,
 			LostSessions:       32,
 			LostSessionsByName: 4,
+			Tokens:             2048,
+			TokensByName:       512,
 			MaxConnections:     2048,
 
 			Sessions:    16,
@@ -373,10 +388,10 @@ func base() Config {
 		},
 		MPA:      MPA{CRC: CRCAuto, UnstatedORD: 1},
 		StateDir: "/var/lib/iser-target",
-		Log:      Log{Level: "info", Format: "text"},
+		Log:      Log{Level: "info", Format: "text", SlowIO: 10 * time.Second},
 		Control:  Control{Socket: DefaultSocket()},
 		IPsec: IPsec{
-			Driver: "xfrm", Grace: 10 * time.Second,
+			Driver: "xfrm", Grace: 10 * time.Second, DriverTimeout: 10 * time.Second,
 			VICI: IPsecVICI{Socket: "/run/charon.vici"},
 			Exec: IPsecExec{Timeout: 2 * time.Second},
 		},

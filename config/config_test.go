@@ -29,13 +29,20 @@ targets:
       - {id: 0, backend: memory, size: 1GiB}
 `
 
-// load returns the configuration of a file with this text.
+// load returns the configuration of a file with this text. It fails if the schema refuses what Load accepts.
 func load(source string, file []byte) (*Config, error) {
 	d, err := NewDocument(source, file)
 	if err != nil {
 		return nil, err
 	}
-	return d.Config()
+	c, err := d.Config()
+	if err != nil {
+		return nil, err
+	}
+	if err := bySchema(file); err != nil {
+		return nil, fmt.Errorf("Load accepts it, but not schema.json: %w", err)
+	}
+	return c, nil
 }
 
 func TestLoadStore(t *testing.T) {
@@ -138,7 +145,7 @@ func TestLoadAccess(t *testing.T) {
 func TestEveryKey(t *testing.T) {
 	c, err := load("f", []byte(good+`
     alias: a b
-limits: {queue_depth: 1, connection_memory: 4194304, memory: 16MiB, backend_calls: 4096, backend_calls_per_lun: 1024, heavy_commands: 1024, max_fpdu: 512, login_timeout: 1m30s, nop_interval: 0, nop_timeout: 1h, order_timeout: 2s, data_timeout: 1s, send_timeout: 1h, task_wait: 2m, max_time2wait: 2s, max_time2retain: 1h, lost_sessions: 1, lost_sessions_per_initiator: 1, max_connections: 65536, connections_per_session: 64, error_recovery_level: 0,
+limits: {queue_depth: 1, connection_memory: 4194304, memory: 16MiB, backend_calls: 4096, backend_calls_per_lun: 1024, heavy_commands: 1024, max_fpdu: 512, login_timeout: 1m30s, nop_interval: 0, nop_timeout: 1h, order_timeout: 2s, data_timeout: 1s, send_timeout: 1h, task_wait: 2m, max_time2wait: 2s, max_time2retain: 1h, lost_sessions: 1, lost_sessions_per_initiator: 1, tokens: 16384, tokens_per_initiator: 1, max_connections: 65536, connections_per_session: 64, error_recovery_level: 0,
   reserved_connections: 65535, connections_per_address: 1, connections_per_portal: 2, sessions_per_initiator: 3, sessions_per_user: 4,
   discovery_per_address: 5, log_lines_per_address: 6,
   registrations_per_initiator: 512, state_timeout: 30s, fence_timeout: 30s, store_timeout: 1h, descriptors: 128}
@@ -158,14 +165,14 @@ dashboard: {listen: "[::]:3"}
 	}
 	want := Limits{
 		QueueDepth: 1, ConnectionMemory: 4 << 20, Memory: 16 << 20, BackendCalls: 4096, BackendCallsPerLUN: 1024, HeavyCommands: 1024, MaxFPDU: 512, LoginTimeout: 90 * time.Second, NOPTimeout: time.Hour,
-		OrderTimeout: 2 * time.Second, DataTimeout: time.Second, SendTimeout: time.Hour, TaskWait: 2 * time.Minute, LostSessionsByName: 1, LostSessions: 1, MaxTime2Wait: 2 * time.Second, MaxTime2Retain: time.Hour, MaxConnections: 65536, PerSession: 64,
+		OrderTimeout: 2 * time.Second, DataTimeout: time.Second, SendTimeout: time.Hour, TaskWait: 2 * time.Minute, LostSessionsByName: 1, Tokens: 16384, TokensByName: 1, LostSessions: 1, MaxTime2Wait: 2 * time.Second, MaxTime2Retain: time.Hour, MaxConnections: 65536, PerSession: 64,
 		Reserved: 65535, PerAddress: 1, PerPortal: 2, Sessions: 3, PerUser: 4, Discoveries: 5, LogLines: 6,
 		Registrations: 512, StateTimeout: 30 * time.Second, FenceTimeout: 30 * time.Second, StoreTimeout: time.Hour, Descriptors: 128,
 	}
 	if c.Limits != want {
 		t.Errorf("limits %+v, want %+v", c.Limits, want)
 	}
-	if c.MPA != (MPA{CRC: CRCOn, Markers: true, UnstatedORD: 128}) || c.StateDir != "/tmp/x" || c.Debug.Listen != "[::1]:6060" || c.Log != (Log{"debug", "json"}) || c.Targets[0].Alias != "a b" {
+	if c.MPA != (MPA{CRC: CRCOn, Markers: true, UnstatedORD: 128}) || c.StateDir != "/tmp/x" || c.Debug.Listen != "[::1]:6060" || c.Log != (Log{"debug", "json", 10 * time.Second}) || c.Targets[0].Alias != "a b" {
 		t.Errorf("%+v", c)
 	}
 	if want := (Control{"/tmp/s", "storage", ":1", ControlTLS{"c", "k", "a", "r"}, []Access{
@@ -221,7 +228,13 @@ func manyPortals(n int) string {
 	return b.String()
 }
 
-// wantErrors compares the lines of err.
+// placed matches the place in an error about a file. TestPositions checks places.
+var placed = regexp.MustCompile(`(?m)^([^: ]+)(:\d+){1,2}: `)
+
+// unplaced returns the text of an error without places.
+func unplaced(err error) string { return placed.ReplaceAllString(err.Error(), "$1: ") }
+
+// wantErrors compares the lines of err without places.
 func wantErrors(t *testing.T, err error, want []string) {
 	t.Helper()
 	if err == nil {
@@ -231,7 +244,7 @@ func wantErrors(t *testing.T, err error, want []string) {
 	if !errors.As(err, &e) {
 		t.Errorf("%T is not an *Error", err)
 	}
-	got := strings.Split(err.Error(), "\n")
+	got := strings.Split(unplaced(err), "\n")
 	ok := len(got) == len(want)
 	for i := range min(len(got), len(want)) {
 		ok = ok && strings.Contains(got[i], want[i])
@@ -263,7 +276,7 @@ func TestEnvironment(t *testing.T) {
 	want := base()
 	want.Portals, want.Targets = c.Portals, c.Targets
 	want.Limits.QueueDepth, want.Limits.ConnectionMemory, want.Limits.NOPInterval, want.Limits.MaxFPDU = 17, 8<<20, 0, 1024
-	want.MPA.CRC, want.StateDir, want.Debug.Listen, want.Log = CRCOn, "/tmp/state", "127.0.0.1:0", Log{"warn", "json"}
+	want.MPA.CRC, want.StateDir, want.Debug.Listen, want.Log = CRCOn, "/tmp/state", "127.0.0.1:0", Log{"warn", "json", 10 * time.Second}
 	if !reflect.DeepEqual(*c, want) {
 		t.Errorf("%+v\nwant %+v", *c, want)
 	}

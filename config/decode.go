@@ -5,9 +5,11 @@ import (
 	"fmt"
 	"maps"
 	"reflect"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/iser-target/iser-target/security"
@@ -15,8 +17,9 @@ import (
 
 // An Error is one problem with one key.
 type Error struct {
-	Source string // file name or "environment"; empty in errors of Validate
-	Key    string // like targets[0].luns[1].size, or the name of a variable; empty: the whole source
+	Source string   // file name or "environment"; empty in errors of Validate
+	At     Position // of the key in the text of the source
+	Key    string   // like targets[0].luns[1].size, or the name of a variable; empty: the whole source
 	Reason string
 
 	class error // for errors.Is; may be nil
@@ -25,9 +28,16 @@ type Error struct {
 // Unwrap returns what errors.Is compares, or nil.
 func (e *Error) Unwrap() error { return e.class }
 
-// Error implements error: source, key and reason on one line.
+// Error implements error: source with line and column, key and reason on one line.
 func (e *Error) Error() string {
-	parts := []string{e.Source, e.Key, e.Reason}
+	where := e.Source
+	if e.At.Line > 0 {
+		where += ":" + strconv.Itoa(e.At.Line)
+	}
+	if e.At.Column > 0 {
+		where += ":" + strconv.Itoa(e.At.Column)
+	}
+	parts := []string{where, e.Key, e.Reason}
 	return strings.Join(slices.DeleteFunc(parts, func(s string) bool { return s == "" }), ": ")
 }
 
@@ -61,6 +71,9 @@ func (d *decoder) decode(path string, in any, v reflect.Value) {
 	case CRCPolicy:
 		d.scalar(path, in, "auto, on or off", parseCRCPolicy, v)
 		return
+	case ESNPolicy:
+		d.scalar(path, in, "auto, true or false", parseESNPolicy, v)
+		return
 	case security.Secret:
 		d.secret(path, in, v)
 		return
@@ -78,7 +91,7 @@ func (d *decoder) decode(path string, in any, v reflect.Value) {
 			case int, int64, uint64, float64, bool, time.Time:
 				hint = ". Put it in quotes"
 			}
-			d.errs.addf(path, "must be a string, not %s%s", describe(in), hint)
+			d.errs.addf(path, "must be a string, not %s%s", describeAt(path, in), hint)
 			return
 		}
 		v.SetString(s)
@@ -112,7 +125,7 @@ func (d *decoder) scalar(path string, in any, want string, parse func(string) (a
 	}
 	switch {
 	case errors.Is(err, strconv.ErrSyntax), errors.Is(err, strconv.ErrRange):
-		d.errs.addf(path, "must be %s, not %s", want, describe(in))
+		d.errs.addf(path, "must be %s, not %s", want, describeAt(path, in))
 	case err != nil:
 		d.errs.addf(path, "%v", err)
 	default:
@@ -149,31 +162,25 @@ func (d *decoder) decodeStruct(path string, in any, v reflect.Value) {
 	known := keysOf(v.Type())
 	m, ok := in.(map[string]any)
 	if !ok {
-		what := describe(in)
-		if slices.ContainsFunc(known, isSecret) { // somebody may have put it one level too high
-			what = kindOf(in)
-		}
-		d.errs.addf(path, "must be a map with the keys %s, not %s", strings.Join(known, ", "), what)
+		d.errs.addf(path, "must be a map with the keys %s, not %s", strings.Join(known, ", "), describeAt(path, in))
 		return
 	}
 	for _, key := range slices.Sorted(maps.Keys(m)) {
 		i := slices.Index(known, key)
-		if i < 0 {
-			d.errs.addf(join(path, key), "unknown key%s", suggest(key, known))
-			continue
+		if i >= 0 {
+			d.decode(under(path, key), m[key], v.Field(i))
+		} else if hint := suggest(key, known); hint == "" && inAuth.MatchString(path) { // it may be a secret
+			d.errs.addf(path, "has an unknown key. The keys are %s", strings.Join(known, ", "))
+		} else {
+			d.errs.addf(join(path, key), "unknown key%s", hint)
 		}
-		d.decode(join(path, key), m[key], v.Field(i))
 	}
 }
 
 func (d *decoder) decodeSlice(path string, in any, v reflect.Value) {
 	list, ok := in.([]any)
 	if !ok {
-		what := describe(in)
-		if e := v.Type().Elem(); e.Kind() == reflect.Struct && slices.ContainsFunc(keysOf(e), isSecret) {
-			what = kindOf(in)
-		}
-		d.errs.addf(path, "must be a list, not %s", what)
+		d.errs.addf(path, "must be a list, not %s", describeAt(path, in))
 		return
 	}
 	out := reflect.MakeSlice(v.Type(), len(list), len(list))
@@ -191,14 +198,21 @@ func (d *decoder) decodeSlice(path string, in any, v reflect.Value) {
 	v.Set(out)
 }
 
-// keysOf returns the keys of a struct type, in the order of its fields.
+// keysOf returns the keys of a struct type, in the order of its fields. The caller must not change them.
 func keysOf(t reflect.Type) []string {
+	if keys, ok := keysOfTypes.Load(t); ok {
+		return keys.([]string)
+	}
 	keys := make([]string, t.NumField())
 	for i := range keys {
 		keys[i] = t.Field(i).Tag.Get("key")
 	}
+	keysOfTypes.Store(t, keys)
 	return keys
 }
+
+// keysOfTypes has the results of keysOf by reflect.Type: a configuration with thousands of LUNs asks as often.
+var keysOfTypes sync.Map
 
 // join extends path by key, which it quotes unless it looks like a key.
 func join(path, key string) string {
@@ -206,6 +220,17 @@ func join(path, key string) string {
 		key = strconv.Quote(key)
 	}
 	return under(path, key)
+}
+
+// inAuth matches the keys of the authentication.
+var inAuth = regexp.MustCompile(`(^|\.)(auth|discovery_auth)($|[.\[])`)
+
+// describeAt describes the value of a key. It does not show it in the authentication, because it may be a secret in a wrong place.
+func describeAt(path string, in any) string {
+	if inAuth.MatchString(path) {
+		return kindOf(in)
+	}
+	return describe(in)
 }
 
 // kindOf describes a value without showing it.
@@ -265,26 +290,28 @@ func Nearest(name string, known []string) string {
 	return best
 }
 
-// distance returns the Levenshtein distance of two strings, in bytes. Keys longer than all
-// known keys are far from each of them.
+// distance returns the Levenshtein distance of two strings, in bytes, where two neighbours that changed their places count
+// as one change. Keys longer than all known keys are far from each of them.
 func distance(a, b string) int {
 	if len(a) > 64 {
 		return len(a)
 	}
-	row := make([]int, len(b)+1)
+	before, last, row := make([]int, len(b)+1), make([]int, len(b)+1), make([]int, len(b)+1)
 	for j := range row {
 		row[j] = j
 	}
 	for i := range len(a) {
-		diagonal := row[0]
+		before, last, row = last, row, before
 		row[0] = i + 1
 		for j := range len(b) {
-			cost := diagonal
+			cost := last[j]
 			if a[i] != b[j] {
 				cost++
 			}
-			diagonal = row[j+1]
-			row[j+1] = min(cost, row[j]+1, diagonal+1)
+			row[j+1] = min(cost, row[j]+1, last[j+1]+1)
+			if i > 0 && j > 0 && a[i] == b[j-1] && a[i-1] == b[j] {
+				row[j+1] = min(row[j+1], before[j-1]+1)
+			}
 		}
 	}
 	return row[len(b)]

@@ -1,51 +1,34 @@
 package config
 
 import (
-	"cmp"
-	"fmt"
 	"reflect"
 	"slices"
 	"strings"
 
 	"go.yaml.in/yaml/v3"
 
+	"github.com/iser-target/iser-target/config/terms"
 	"github.com/iser-target/iser-target/security"
 )
 
+// A Change is one difference between two configurations.
+type Change = terms.Change
+
 // An Op is what a Change does to an object or key.
-type Op int
+type Op = terms.Op
 
 // What a Change does.
 const (
-	Add Op = iota + 1
-	Remove
-	Update
+	Add    = terms.Add
+	Remove = terms.Remove
+	Update = terms.Update
 )
-
-var opNames = map[Op]string{Add: "add", Remove: "remove", Update: "update"}
-
-// String returns add, remove or update.
-func (o Op) String() string { return opNames[o] }
-
-// MarshalText implements encoding.TextMarshaler.
-func (o Op) MarshalText() ([]byte, error) { return []byte(opNames[o]), nil }
-
-// UnmarshalText implements encoding.TextUnmarshaler.
-func (o *Op) UnmarshalText(b []byte) error {
-	for op, name := range opNames {
-		if name == string(b) {
-			*o = op
-			return nil
-		}
-	}
-	return fmt.Errorf("%q is not add, remove or update", b)
-}
 
 // The Kinds of Changes: objects that can come and go, and the keys at the top of the file.
 const (
-	KindPortal        = "portal"
-	KindTarget        = "target"
-	KindLUN           = "lun"
+	KindPortal        = terms.KindPortal
+	KindTarget        = terms.KindTarget
+	KindLUN           = terms.KindLUN
 	KindLimits        = "limits"
 	KindMPA           = "mpa"
 	KindDiscoveryAuth = "discovery_auth"
@@ -61,51 +44,6 @@ const (
 	KindDrain         = "drain"
 	KindDrainTo       = "drain_to"
 )
-
-// A Change is one difference between two configurations: an object that is added or
-// removed, or one key with another value.
-type Change struct {
-	Op     Op     `json:"op"`
-	Kind   string `json:"kind"`             // one of the constants
-	Target string `json:"target,omitempty"` // name of the target; of a LUN, too
-	LUN    int    `json:"lun"`
-	Portal string `json:"portal,omitempty"` // its listen address
-	// Key is the key that an Update changes, below the object: size, auth.users. It is
-	// empty for a key at the top of the file that has one value, like state_dir.
-	Key string `json:"key,omitempty"`
-	// Old and New are values as YAML on one line; those of a target leave its LUNs out.
-	// Each is empty without a value. Both are empty if the difference is a secret.
-	Old string `json:"old,omitempty"`
-	New string `json:"new,omitempty"`
-}
-
-// Object names what c changes, like "LUN 0 of iqn.2026-11.io.example:store".
-func (c Change) Object() string {
-	switch c.Kind {
-	case KindPortal:
-		return "portal " + c.Portal
-	case KindTarget:
-		return "target " + c.Target
-	case KindLUN:
-		return fmt.Sprintf("LUN %d of %s", c.LUN, c.Target)
-	}
-	return c.Kind
-}
-
-// String puts c into words, like "set size of LUN 0 of iqn.2026-11.io.example:store: 1GiB -> 2GiB".
-func (c Change) String() string {
-	if c.Op != Update {
-		return c.Op.String() + " " + c.Object()
-	}
-	what := c.Object()
-	if c.Key != "" {
-		what = c.Key + " of " + what
-	}
-	if c.Old == "" && c.New == "" {
-		return "set " + what
-	}
-	return fmt.Sprintf("set %s: %s -> %s", what, cmp.Or(c.Old, "none"), cmp.Or(c.New, "none"))
-}
 
 // Diff returns the Changes that turn old into next, in an order in which they can be made:
 // objects are removed before others that may need their address or path are added, and

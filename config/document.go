@@ -15,6 +15,7 @@ import (
 
 	"go.yaml.in/yaml/v3"
 
+	"github.com/iser-target/iser-target/config/terms"
 	"github.com/iser-target/iser-target/security"
 )
 
@@ -37,8 +38,9 @@ type Document struct {
 	*version
 	source string
 
-	mode  fs.FileMode // of its file; 0: no file
-	owner error       // why others than its owner can change the file; nil: they cannot
+	changed bool        // by an edit
+	mode    fs.FileMode // of its file; 0: no file
+	owner   error       // why others than its owner can change the file; nil: they cannot
 }
 
 // A version of a document is immutable: an edit creates another one.
@@ -84,7 +86,7 @@ func NewDocument(source string, b []byte) (*Document, error) {
 	}
 	v, err := parseVersion(bytes.Clone(b))
 	if err != nil {
-		return nil, &Error{Source: source, Reason: oneLine(err)}
+		return nil, syntaxError(source, b, err)
 	}
 	return &Document{version: v, source: source}, nil
 }
@@ -105,7 +107,11 @@ func (d *Document) Bytes() []byte { return d.text }
 // Config returns what Load would return for a file with this text: the configuration,
 // including the environment, or an error that joins one *Error for each problem.
 func (d *Document) Config() (*Config, error) {
-	c, err := configOf(d.source, d.settings)
+	v := d.version
+	if d.changed {
+		v = nil // no file has this text yet
+	}
+	c, err := configOf(d.source, d.settings, v)
 	if err != nil {
 		return nil, err
 	}
@@ -315,7 +321,7 @@ func (d *Document) edit(change func(*editor) error) error {
 			return &Error{Source: d.source, Reason: "would become larger than " + Size(MaxFile).String()}
 		}
 		if v, err := parseVersion(text); err == nil && sameTree(v.tree, e.doc) {
-			d.version = v
+			d.version, d.changed = v, true
 			return nil
 		}
 	}
@@ -854,16 +860,7 @@ func yamlString(s string) bool {
 }
 
 // FormatDuration returns d without zero units at its end: 2m, not 2m0s.
-func FormatDuration(d time.Duration) string {
-	s := d.String()
-	if strings.HasSuffix(s, "m0s") {
-		s = strings.TrimSuffix(s, "0s")
-	}
-	if strings.HasSuffix(s, "h0m") {
-		s = strings.TrimSuffix(s, "0m")
-	}
-	return s
-}
+func FormatDuration(d time.Duration) string { return terms.FormatDuration(d) }
 
 // secretText returns the text that ParseSecret parses to s.
 func secretText(s security.Secret) string {

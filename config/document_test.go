@@ -372,10 +372,10 @@ func TestOpenDocumentErrors(t *testing.T) {
 		t.Error(err)
 	}
 	for text, want := range map[string]string{
-		"a: [":             "f: yaml: line 1: did not find expected",
-		"- a":              "f: yaml: unmarshal errors: line 1: cannot unmarshal",
-		"a: 1\na: 2":       `f: yaml: unmarshal errors: line 2: mapping key "a" already defined at line 1`,
-		"a: 1\n---\nb: 1":  "f: yaml: line 2: a second document begins",
+		"a: [":             "f:1: yaml: did not find expected",
+		"- a":              "f:1: yaml: a configuration must be a mapping of keys",
+		"a: 1\na: 2":       `f:2: yaml: mapping key "a" already defined at line 1`,
+		"a: 1\n---\nb: 1":  "f:2: yaml: a second document begins",
 		"a: *x":            "f: yaml: unknown anchor. Put a value that begins with * in quotes",
 		"a: &x [*x]":       "f: yaml: anchor 'x' value contains itself",
 		string(manyNULs()): "f: is larger than 1MiB",

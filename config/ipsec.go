@@ -16,12 +16,14 @@ import (
 // IPsec configures how the target learns which SAs and policies cover a connection, and what is good enough
 // (RFC 7146).
 type IPsec struct {
-	Driver   string         `key:"driver"` // one of ipsecDrivers
-	Grace    time.Duration  `key:"grace"`  // time that a session has to get keys after its keys are gone
-	Profiles []IPsecProfile `key:"profiles"`
-	VICI     IPsecVICI      `key:"vici"`
-	Exec     IPsecExec      `key:"exec"`
-	Static   IPsecStatic    `key:"static"`
+	Driver string        `key:"driver"` // one of ipsecDrivers
+	Grace  time.Duration `key:"grace"`  // time that a session has to get keys after its keys are gone
+	// DriverTimeout is for how long a session keeps its verdict while the driver does not answer. One call may take half of it.
+	DriverTimeout time.Duration  `key:"driver_timeout"`
+	Profiles      []IPsecProfile `key:"profiles"`
+	VICI          IPsecVICI      `key:"vici"`
+	Exec          IPsecExec      `key:"exec"`
+	Static        IPsecStatic    `key:"static"`
 }
 
 // An IPsecProfile says which protection is good enough. The comments of ipsec.Profile have the defaults.
@@ -31,7 +33,7 @@ type IPsecProfile struct {
 	Suites          []string        `key:"suites"` // like aes128gcm16; empty: those of RFC 7146 with encryption
 	MinKeyBits      int             `key:"min_key_bits"`
 	NullEncryption  bool            `key:"null_encryption"`
-	ESN             bool            `key:"esn"`
+	ESN             ESNPolicy       `key:"esn"`
 	MinReplayWindow int             `key:"min_replay_window"` // packets
 	MaxLifetime     time.Duration   `key:"max_lifetime"`      // 0: not checked
 	ManualKeys      bool            `key:"manual_keys"`
@@ -54,6 +56,8 @@ type IPsecVICI struct {
 type IPsecExec struct {
 	Command []string      `key:"command"` // absolute path of the program, and its arguments
 	Timeout time.Duration `key:"timeout"` // of one question
+	// ClearText lets packets without ESP reach portals under required, because the program may know of other protection.
+	ClearText bool `key:"clear_text"`
 }
 
 // IPsecStatic has what the driver static installs.
@@ -89,8 +93,13 @@ type IPsecPolicy struct {
 	TunnelDestination string `key:"tunnel_destination"`
 }
 
+// Drops reports whether portals under required drop packets without ESP.
+func (c *IPsec) Drops() bool { return c.Driver != "exec" || !c.Exec.ClearText }
+
 const (
 	maxIPsecGrace       = 10 * time.Minute
+	minIPsecTimeout     = 2 * time.Second
+	maxIPsecTimeout     = 10 * time.Minute
 	maxIPsecExecTimeout = 30 * time.Second
 
 	maxReplayWindow = 4096 // of the kernel (XFRMA_REPLAY_ESN_MAX)
@@ -114,7 +123,7 @@ func (c *IPsec) Profile(name string) *ipsec.Profile {
 	case i >= 0:
 		return c.Profiles[i].profile()
 	case name == "":
-		return &ipsec.Profile{Name: defaultProfile}
+		return &ipsec.Profile{Name: defaultProfile, ESNAuto: true}
 	}
 	return nil
 }
@@ -123,7 +132,7 @@ func (c *IPsec) Profile(name string) *ipsec.Profile {
 func (p *IPsecProfile) profile() *ipsec.Profile {
 	out := &ipsec.Profile{
 		Name: p.Name, Mode: ipsec.Mode(p.Mode), Suites: p.Suites, MinKeyBits: p.MinKeyBits, NullEncryption: p.NullEncryption,
-		ESN: p.ESN, MinReplayWindow: p.MinReplayWindow, MaxLifetime: p.MaxLifetime, ManualKeys: p.ManualKeys,
+		ESN: p.ESN == ESNOn, ESNAuto: p.ESN == ESNAuto, MinReplayWindow: p.MinReplayWindow, MaxLifetime: p.MaxLifetime, ManualKeys: p.ManualKeys,
 	}
 	for _, id := range p.Identities {
 		out.Identities = append(out.Identities, ipsec.IdentityRule{Initiator: id.Initiator, ID: id.ID})
@@ -170,6 +179,9 @@ func (c *Config) checkIPsec(errs *errorList) {
 	}
 	if s.Grace < 0 || s.Grace > maxIPsecGrace {
 		errs.addf("ipsec.grace", "must be 0 to %s, not %v", FormatDuration(maxIPsecGrace), s.Grace)
+	}
+	if s.DriverTimeout < minIPsecTimeout || s.DriverTimeout > maxIPsecTimeout {
+		errs.addf("ipsec.driver_timeout", "must be %s to %s, not %v", FormatDuration(minIPsecTimeout), FormatDuration(maxIPsecTimeout), s.DriverTimeout)
 	}
 	names := firsts[string]{}
 	for i, p := range s.Profiles {

@@ -35,6 +35,7 @@ func TestWrongIPsecIsRefused(t *testing.T) {
 		{"a profile for nothing", onPortal("ipsec: off, ipsec_profile: a", "ipsec: {profiles: [{name: a}]}\n"), []string{"f: portals[0].ipsec_profile: requires ipsec: audit or ipsec: required"}},
 		{"any port", [2]string{"listen: 127.0.0.1:3260", "listen: 127.0.0.1:0\n    ipsec: required"}, []string{"f: portals[0].listen: must have a port"}},
 		{"driver", [2]string{"", "ipsec: {driver: racoon}\n"}, []string{`f: ipsec.driver: must be xfrm, vici, static or exec, not "racoon"`}},
+		{"driver_timeout", [2]string{"", "ipsec: {driver_timeout: 1999ms}\n"}, []string{"f: ipsec.driver_timeout: must be 2s to 10m, not 1.999s"}},
 		{"grace", [2]string{"", "ipsec: {grace: 1h}\n"}, []string{"f: ipsec.grace: must be 0 to 10m, not 1h0m0s"}},
 		{"profiles", [2]string{"", "ipsec: {profiles: [{mode: tunnel}, {name: a}, {name: a, mode: wide, suites: [des-sha1, aes128gcm16, aes128gcm16, null-sha256], min_key_bits: 64, min_replay_window: 1, max_lifetime: 1ms}]}\n"}, []string{
 			"f: ipsec.profiles[0].name: is required", `f: ipsec.profiles[2].name: "a" is the name of ipsec.profiles[1]`, `f: ipsec.profiles[2].mode: "wide" is not a mode`,
@@ -107,7 +108,7 @@ func TestIPsecProfiles(t *testing.T) {
 		t.Errorf("%s, %s", a, b)
 	}
 	p := c.IPsec.Profile(c.Portals[0].IPsecProfile)
-	if p == nil || p.Name != "storage" || !p.ESN || p.MaxLifetime != 8*time.Hour || len(p.Identities) != 2 || p.Identities[1].ID != "host2.example.com" || p.ManualKeys {
+	if p == nil || p.Name != "storage" || !p.ESN || p.ESNAuto || p.MaxLifetime != 8*time.Hour || len(p.Identities) != 2 || p.Identities[1].ID != "host2.example.com" || p.ManualKeys {
 		t.Errorf("%+v", p)
 	}
 	if c.IPsec.Grace != 10*time.Second || c.IPsec.VICI.Socket != "/run/charon.vici" || c.IPsec.Driver != "vici" {

@@ -119,8 +119,9 @@ func oneLine(err error) string {
 	})
 }
 
-// configOf returns the configuration of the settings in a file, which it does not change.
-func configOf(source string, settings map[string]any) (*Config, error) {
+// configOf returns the configuration of the settings in a file, which it does not change. Errors have positions in the
+// text of v, if it is not nil.
+func configOf(source string, settings map[string]any, v *version) (*Config, error) {
 	c := base()
 	var fromFile decoder
 	fromFile.decode("", settings, reflect.ValueOf(&c).Elem())
@@ -158,6 +159,12 @@ func configOf(source string, settings map[string]any) (*Config, error) {
 	for _, e := range errs {
 		e.Source = source
 	}
+	if v != nil && len(errs) > 0 {
+		l := newLocator(v)
+		for _, e := range errs[:min(len(errs), maxErrors)] { // join drops the others
+			e.At = l.position(e)
+		}
+	}
 	for _, e := range envErrs {
 		e.Source = "environment"
 	}
@@ -194,6 +201,9 @@ func parseYAML(b []byte) (*yaml.Node, map[string]any, error) {
 	}
 	settings := map[string]any{}
 	if len(doc.Content) > 0 {
+		if n := doc.Content[0]; n.Kind != yaml.MappingNode && n.Tag != "!!null" {
+			return nil, nil, fmt.Errorf("yaml: line %d: a configuration must be a mapping of keys, like portals and targets", n.Line)
+		}
 		if err := doc.Decode(&settings); err != nil {
 			return nil, nil, err
 		}

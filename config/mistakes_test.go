@@ -52,15 +52,15 @@ func TestUnknownKeysAreRefused(t *testing.T) {
 		{"dotted key", [2]string{"", "log.level: info"}, []string{`f: "log.level": unknown key`}},
 		{"strange key", [2]string{"", `"a\nb": 1`}, []string{`f: "a\nb": unknown key`}},
 		{"two errors", [2]string{"", "foo: 1\nlog: {level: x}"}, []string{"f: foo: unknown key", `f: log.level: must be debug, info, warn or error, not "x"`}},
-		{"many keys", [2]string{"", "x: {" + manyKeys(maxKeys+1) + "}"}, []string{"f: yaml: line 9: a mapping has 257 keys, more than 256"}},
+		{"many keys", [2]string{"", "x: {" + manyKeys(maxKeys+1) + "}"}, []string{"f: yaml: a mapping has 257 keys, more than 256"}},
 	})
 }
 
 func TestWrongTypesAreRefused(t *testing.T) {
 	refused(t, []mistake{
-		{"section is a list", [2]string{"", "log: []"}, []string{"f: log: must be a map with the keys level, format, not a list"}},
-		{"section is empty", [2]string{"", "log:"}, []string{"f: log: must be a map with the keys level, format, not empty"}},
-		{"keys are numbers", [2]string{"", "log: {1: 2}"}, []string{"f: log: must be a map with the keys level, format, not a map with keys that are not strings"}},
+		{"section is a list", [2]string{"", "log: []"}, []string{"f: log: must be a map with the keys level, format, slow_io, not a list"}},
+		{"section is empty", [2]string{"", "log:"}, []string{"f: log: must be a map with the keys level, format, slow_io, not empty"}},
+		{"keys are numbers", [2]string{"", "log: {1: 2}"}, []string{"f: log: must be a map with the keys level, format, slow_io, not a map with keys that are not strings"}},
 		{"list is a string", [2]string{`["*"]`, `"*"`}, []string{`f: targets[0].initiators: must be a list, not "*"`}},
 		{"string is a number", [2]string{`["*"]`, `[1]`}, []string{"f: targets[0].initiators[0]: must be a string, not 1"}},
 		{"number is a string", [2]string{"", `limits: {queue_depth: "12"}`}, []string{`f: limits.queue_depth: must be a whole number, not "12"`}},
@@ -80,10 +80,10 @@ func TestWrongTypesAreRefused(t *testing.T) {
 
 func TestWrongYAMLIsRefused(t *testing.T) {
 	refused(t, []mistake{
-		{"not YAML", [2]string{"", "log: {"}, []string{"f: yaml: line"}},
+		{"not YAML", [2]string{"", "log: {"}, []string{"f: yaml: did not find"}},
 		{"a list", [2]string{good, "- a"}, []string{"f: yaml: "}},
-		{"key twice", [2]string{"", "portals: []"}, []string{"f: yaml: unmarshal errors: line"}},
-		{"second document", [2]string{"", "---\nfoo: 1"}, []string{"f: yaml: line 9: a second document begins"}},
+		{"key twice", [2]string{"", "portals: []"}, []string{"f: yaml: mapping key"}},
+		{"second document", [2]string{"", "---\nfoo: 1"}, []string{"f: yaml: a second document begins"}},
 		{"empty", [2]string{good, ""}, []string{"f: portals: is required", "f: targets: is required"}},
 	})
 }
@@ -197,16 +197,25 @@ func TestWrongLUNsAreRefused(t *testing.T) {
 		{"length of naa", luns(`{id: 0, backend: memory, size: 1GiB, naa: naa.1001405000000000}`), []string{`f: targets[0].luns[0].naa: must be 32 hexadecimal digits that begin with 6, or 16 that begin with 2, 3 or 5, not "naa.1001405000000000"`}},
 		{"same names", luns("{id: 0, backend: memory, size: 1GiB, serial: s, naa: 500140500000000a}\n      - {id: 1, backend: memory, size: 1GiB, serial: s, naa: naa.500140500000000A}"), []string{
 			"f: targets[0].luns[1].serial: is that of targets[0].luns[0]: initiators would take the two for one disk", "f: targets[0].luns[1].naa: is that of targets[0].luns[0]"}},
-		{"no backend", luns("{id: 0, size: 1GiB}"), []string{"f: targets[0].luns[0].backend: is required: block, file, gotgt, memory"}},
-		{"bad backend", luns("{id: 0, backend: nvme, size: 1GiB}"), []string{`f: targets[0].luns[0].backend: must be one of block, file, gotgt, memory, not "nvme"`}},
+		{"no backend", luns("{id: 0, size: 1GiB}"), []string{"f: targets[0].luns[0].backend: is required: block, file, gotgt, memory, nbd, rbd"}},
+		{"bad backend", luns("{id: 0, backend: nvme, size: 1GiB}"), []string{`f: targets[0].luns[0].backend: must be one of block, file, gotgt, memory, nbd, rbd, not "nvme"`}},
 		{"memory without size", luns("{id: 0, backend: memory}"), []string{"f: targets[0].luns[0].size: is required for backend memory"}},
 		{"memory with path", luns("{id: 0, backend: memory, size: 1GiB, path: /x}"), []string{"f: targets[0].luns[0].path: cannot be set for backend memory"}},
 		{"file without anything", luns("{id: 0, backend: file}"), []string{"f: targets[0].luns[0].path: is required for backend file", "f: targets[0].luns[0].size: is required for backend file"}},
 		{"file with plugin", luns("{id: 0, backend: file, path: /x, size: 1GiB, plugin: file, options: x}"), []string{"f: targets[0].luns[0].plugin: cannot be set for", "f: targets[0].luns[0].options: cannot be set for"}},
 		{"block without path", luns("{id: 0, backend: block}"), []string{"f: targets[0].luns[0].path: is required for backend block"}},
 		{"block with size", luns("{id: 0, backend: block, path: /dev/sdb, size: 1GiB, block_size: 512}"), []string{"f: targets[0].luns[0].size: cannot be set for backend block", "f: targets[0].luns[0].block_size: cannot be set for backend block"}},
+		{"nbd with a path", luns("{id: 0, backend: nbd, path: /dev/nbd0}"), []string{"f: targets[0].luns[0].path: not a URI like nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH"}},
+		{"rbd with a path", luns("{id: 0, backend: rbd, path: rbd/disk}"), []string{"f: targets[0].luns[0].path: not a URI like rbd:POOL/IMAGE"}},
+		{"rbd with options", luns("{id: 0, backend: rbd, path: 'rbd:rbd/disk', options: x}"), []string{"f: targets[0].luns[0].options: cannot be set for backend rbd"}},
+		{"rbd, two for one image", luns("{id: 0, backend: rbd, path: 'rbd:rbd/disk'}\n      - {id: 1, backend: rbd, path: 'rbd:rbd/disk?id=x'}"), []string{`f: targets[0].luns[1].path: "rbd:rbd/disk?id=x" is the path of targets[0].luns[0]`}},
+		{"nbd with size", luns("{id: 0, backend: nbd, path: 'nbd://h/x', size: 1GiB}"), []string{"f: targets[0].luns[0].size: cannot be set for backend nbd"}},
 		{"gotgt without anything", luns("{id: 0, backend: gotgt}"), []string{"f: targets[0].luns[0].path: is required", "f: targets[0].luns[0].plugin: is required"}},
 		{"gotgt with size", luns("{id: 0, backend: gotgt, path: /x, plugin: file, size: 1GiB}"), []string{"f: targets[0].luns[0].size: cannot be set for backend gotgt"}},
+		{"protection", luns("{id: 0, backend: memory, size: 1GiB, protection: 2}"), []string{"f: targets[0].luns[0].protection: must be 0 for none, 1 or 3, not 2"}},
+		{"protection of a device", luns("{id: 0, backend: block, path: /dev/sdb, protection: 1}"), []string{"f: targets[0].luns[0].protection: cannot be set for backend block: only files and memory keep protection information. Put a file system on the device and a file in it, or leave protection out"}},
+		{"protection and checksums", luns("{id: 0, backend: file, path: /a, size: 1GiB, protection: 1, checksums: true}"), []string{"f: targets[0].luns[0].protection: cannot be set together with checksums: protection information has a CRC of each block already. Leave checksums out"}},
+		{"protection file of another LUN", luns("{id: 0, backend: file, path: /a, size: 1GiB, protection: 3}\n      - {id: 1, backend: file, path: /a.pi, size: 1GiB}"), []string{"f: targets[0].luns[1].path: \"/a.pi\" is the path of targets[0].luns[0]"}},
 		{"block size", luns("{id: 0, backend: memory, size: 1GiB, block_size: 1024}"), []string{"f: targets[0].luns[0].block_size: must be 512 or 4096, not 1024"}},
 		{"size is odd", luns("{id: 0, backend: memory, size: 1000}"), []string{"f: targets[0].luns[0].size: 1000 is not a multiple of the block size, 512"}},
 		{"size is odd for 4096", luns("{id: 0, backend: memory, size: 512, block_size: 4096}"), []string{"f: targets[0].luns[0].size: 512 is not a multiple of the block size, 4096"}},
@@ -255,6 +264,8 @@ func TestWrongSectionsAreRefused(t *testing.T) {
 		{"task_wait", [2]string{"", "limits: {task_wait: 100ms}"}, []string{"f: limits.task_wait: must be 1s to 1h, not 100ms"}},
 		{"send_timeout", [2]string{"", "limits: {send_timeout: 100ms}"}, []string{"f: limits.send_timeout: must be 1s to 1h, not 100ms"}},
 		{"lost_sessions", [2]string{"", "limits: {lost_sessions: 0}"}, []string{"f: limits.lost_sessions: must be 1 to 1024, not 0"}},
+		{"tokens", [2]string{"", "limits: {tokens: 0, tokens_per_initiator: 16385}"}, []string{
+			"f: limits.tokens: must be 1 to 16384, not 0", "f: limits.tokens_per_initiator: must be 1 to 16384, not 16385"}},
 		{"lost_sessions_per_initiator", [2]string{"", "limits: {lost_sessions_per_initiator: 0}"}, []string{"f: limits.lost_sessions_per_initiator: must be 1 to 1024, not 0"}},
 		{"debug for all", [2]string{"", "debug: {listen: 0.0.0.0:6060}"}, []string{`f: debug.listen: must be a loopback address, not "0.0.0.0:6060"`}},
 		{"debug without host", [2]string{"", `debug: {listen: ":6060"}`}, []string{`f: debug.listen: must be a loopback address, not ":6060"`}},
@@ -292,4 +303,17 @@ func TestWrongSectionsAreRefused(t *testing.T) {
 		{"log format", [2]string{"", "log: {format: xml}"}, []string{`f: log.format: must be text or json, not "xml"`}},
 		{"no state_dir for a file", [2]string{lun, "{id: 0, backend: file, path: /x, size: 1GiB}\nstate_dir: \"\""}, []string{"f: state_dir: is required: targets[0].luns[0] keeps its data"}},
 	})
+}
+
+// Nearest finds the name with the fewest typing mistakes, of which two letters in the wrong order are one.
+func TestNearest(t *testing.T) {
+	known := []string{"tpgt", "listen", "advertise", "ipsec", "id"}
+	for name, want := range map[string]string{
+		"tgpt": "tpgt", "ptgt": "tpgt", "tpg": "tpgt", "tgtp": "", "lsiten": "listen", "lisetne": "listen", "lsitne": "listen", "silten": "listen",
+		"IPSEC": "ipsec", "di": "id", "": "", "x": "", strings.Repeat("listen", 11): "",
+	} {
+		if got := Nearest(name, known); got != want {
+			t.Errorf("%q: %q, want %q", name, got, want)
+		}
+	}
 }

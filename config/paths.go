@@ -16,6 +16,7 @@ const (
 	PathFile   = "file"   // data of a LUN, or its checksums
 	PathBlock  = "block"  // device of a LUN
 	PathPlugin = "plugin" // opened by a gotgt plug-in, with its options
+	PathServer = "server" // URI of a server that has the data of a LUN
 	PathSecret = "secret" // a secret_file
 	PathOwn    = "own"    // what the target itself needs: state_dir, sockets, certificates
 )
@@ -36,6 +37,8 @@ func (d *Document) NamedPaths() (list []NamedPath) {
 			switch l.Backend {
 			case "block":
 				list = append(list, NamedPath{PathBlock, l.Path})
+			case "nbd", "rbd":
+				list = append(list, NamedPath{PathServer, l.Path})
 			case "gotgt":
 				list = append(list, NamedPath{PathPlugin, cmp.Or(l.Path, l.Options) + " " + l.Plugin + " " + l.Options})
 			default:

@@ -44,6 +44,15 @@ func (d *Document) SaveAs(path string) error {
 	return d.write(path, func([]byte, bool) bool { return true })
 }
 
+// Create writes the document to a file that does not exist. It fails with ErrExists if the file does, and changes nothing.
+func (d *Document) Create(path string) error {
+	err := d.write(path, func(_ []byte, absent bool) bool { return absent })
+	if errors.Is(err, ErrChanged) {
+		return &Error{Source: path, Reason: "exists. Nothing was changed", class: ErrExists}
+	}
+	return err
+}
+
 // write does what SaveOver says; expected reports whether the file may have that text, or be
 // absent.
 func (d *Document) write(path string, expected func(old []byte, absent bool) bool) error {
@@ -98,7 +107,7 @@ func (d *Document) writeOnce(path, real string, expected func(old []byte, absent
 		mode = fi.Mode()
 	}
 	// An invalid document may be written, but not one whose secrets others can read.
-	if c, err := configOf(d.source, d.settings); err == nil {
+	if c, err := configOf(d.source, d.settings, nil); err == nil {
 		if err := c.checkFileMode(mode); err != nil {
 			return false, saveError(path, "", err)
 		}

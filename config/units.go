@@ -6,6 +6,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/iser-target/iser-target/config/terms"
 )
 
 // A Size is a number of bytes.
@@ -47,14 +49,7 @@ func ParseSize(s string) (Size, error) {
 }
 
 // String returns s in the largest binary unit that s is a multiple of.
-func (s Size) String() string {
-	for i := 4; i >= 0; i-- {
-		if u := units[i]; s != 0 && int64(s)%u.bytes == 0 {
-			return strconv.FormatInt(int64(s)/u.bytes, 10) + u.suffix
-		}
-	}
-	return strconv.FormatInt(int64(s), 10)
-}
+func (s Size) String() string { return terms.FormatSize(int64(s)) }
 
 // A Switch is on or off.
 type Switch bool
@@ -89,6 +84,31 @@ func parseCRCPolicy(s string) (any, error) {
 		return CRCOn, nil
 	case "off", "false":
 		return CRCOff, nil
+	}
+	return nil, strconv.ErrSyntax
+}
+
+// An ESNPolicy says when SAs must have extended sequence numbers.
+type ESNPolicy uint8
+
+// Values of an ESNPolicy. With ESNAuto they must where the interface has 1 Gbit/s or more (RFC 7146, section 2).
+const (
+	ESNAuto ESNPolicy = iota
+	ESNOn
+	ESNOff
+)
+
+// String returns auto, true or false.
+func (p ESNPolicy) String() string { return [...]string{"auto", "true", "false"}[p] }
+
+func parseESNPolicy(s string) (any, error) {
+	switch s {
+	case "auto":
+		return ESNAuto, nil
+	case "true":
+		return ESNOn, nil
+	case "false":
+		return ESNOff, nil
 	}
 	return nil, strconv.ErrSyntax
 }

@@ -14,6 +14,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/iser-target/iser-target/backend/nbd/nbduri"
+	"github.com/iser-target/iser-target/backend/rbd/rbduri"
 	"github.com/iser-target/iser-target/security"
 )
 
@@ -29,6 +31,8 @@ var backends = map[string]backendKeys{
 	"memory": {needs: []string{"size"}, takes: []string{"block_size"}, blockSize: true},
 	"file":   {needs: []string{"path", "size"}, takes: []string{"block_size"}, blockSize: true},
 	"block":  {needs: []string{"path"}},
+	"nbd":    {needs: []string{"path"}, takes: []string{"block_size"}, blockSize: true},
+	"rbd":    {needs: []string{"path"}, takes: []string{"size", "block_size"}, blockSize: true},
 	"gotgt":  {needs: []string{"path", "plugin"}, takes: []string{"options", "block_size"}, blockSize: true},
 }
 
@@ -117,10 +121,18 @@ func (c *Config) check() errorList {
 	if c.Log.Format != "text" && c.Log.Format != "json" {
 		errs.addf("log.format", "must be text or json, not %q", c.Log.Format)
 	}
+	if s := c.Log.SlowIO; s != 0 && (s < 100*time.Microsecond || s > time.Hour) {
+		errs.addf("log.slow_io", "must be 100us to 1h, or 0 to log no slow commands, not %v", FormatDuration(s))
+	}
 	c.checkControl(&errs)
 	c.checkProcess(&errs)
 	c.checkListener("metrics.listen", c.Metrics.Listen, &errs)
 	c.checkListener("dashboard.listen", c.Dashboard.Listen, &errs)
+	for _, w := range c.WebConfigs() {
+		if strings.ContainsRune(w.File, 0) {
+			errs.addf(w.Key, "must not have a NUL")
+		}
+	}
 	if c.Drain < 0 || c.Drain > maxDrain {
 		errs.addf("drain", "must be 0 to %s, not %v", FormatDuration(maxDrain), c.Drain)
 	}
@@ -208,6 +220,21 @@ func (c *Config) remoteControl() string {
 // listeners returns the listen addresses other than portals, by key.
 func (c *Config) listeners() map[string]string {
 	return map[string]string{"debug.listen": c.Debug.Listen, "control.listen": c.Control.Listen, "dashboard.listen": c.Dashboard.Listen, "metrics.listen": c.Metrics.Listen}
+}
+
+// A WebConfig is a web configuration file that a configuration names.
+type WebConfig struct {
+	Key, File string
+}
+
+// WebConfigs returns the web configuration files that c names, by their keys.
+func (c *Config) WebConfigs() (list []WebConfig) {
+	for _, w := range []WebConfig{{"metrics.web_config", c.Metrics.WebConfig}, {"dashboard.web_config", c.Dashboard.WebConfig}} {
+		if w.File != "" {
+			list = append(list, w)
+		}
+	}
+	return list
 }
 
 // checkListener checks a listen address that is not a portal; empty: no listener.
@@ -378,12 +405,18 @@ func checkLUNs(key string, luns []LUN, paths, names firsts[string], errs *errorL
 		l.checkAccess(key, errs)
 		l.checkRates(key, errs)
 		l.checkThresholds(key, errs)
-		for _, of := range []struct{ key, path string }{{".path", l.Path}, {".checksums_path", l.SumsPath()}} {
+		side := ".checksums_path"
+		if l.Protection != 0 {
+			side = ".protection"
+		}
+		for _, of := range []struct{ key, path string }{{".path", l.Path}, {side, l.SumsPath()}} {
 			if of.path == "" {
 				continue
 			}
 			path := of.path
-			if abs, err := filepath.Abs(path); err == nil {
+			if i, err := rbduri.Parse(path); err == nil && l.Backend == "rbd" {
+				path = "rbd:" + i.Conf + ":" + i.String() // another user of Ceph would open the same image
+			} else if abs, err := filepath.Abs(path); err == nil {
 				path = abs
 			}
 			if first, ok := paths.taken(path, key); ok {
@@ -554,9 +587,24 @@ func (l *LUN) checkChecksums(key string, errs *errorList) {
 	}
 }
 
-// SumsPath returns the path of the side file, or an empty string without checksums.
+// checkProtection checks the key of protection information.
+func (l *LUN) checkProtection(key string, errs *errorList) {
+	switch {
+	case l.Protection == 0:
+	case l.Protection != 1 && l.Protection != 3:
+		errs.addf(key+".protection", "must be 0 for none, 1 or 3, not %d", l.Protection)
+	case l.Backend != "file" && l.Backend != "memory":
+		errs.addf(key+".protection", "cannot be set for backend %s: only files and memory keep protection information. Put a file system on the device and a file in it, or leave protection out", l.Backend)
+	case l.Checksums:
+		errs.addf(key+".protection", "cannot be set together with checksums: protection information has a CRC of each block already. Leave checksums out")
+	}
+}
+
+// SumsPath returns the path of the side file, or an empty string without checksums and protection information.
 func (l *LUN) SumsPath() string {
 	switch {
+	case l.Protection != 0 && l.Backend == "file":
+		return l.Path + ".pi"
 	case !l.Checksums:
 		return ""
 	case l.ChecksumsPath != "":
@@ -604,11 +652,12 @@ func ParseNAA(text string) ([]byte, error) {
 func (l *LUN) check(key string, errs *errorList) {
 	b, ok := backends[l.Backend]
 	if !ok {
-		known := strings.Join(slices.Sorted(maps.Keys(backends)), ", ")
+		names := slices.Sorted(maps.Keys(backends))
+		known := strings.Join(names, ", ")
 		if l.Backend == "" {
 			errs.addf(key+".backend", "is required: %s", known)
 		} else {
-			errs.addf(key+".backend", "must be one of %s, not %q", known, l.Backend)
+			errs.addf(key+".backend", "must be one of %s, not %q%s", known, l.Backend, suggest(l.Backend, names))
 		}
 		return
 	}
@@ -630,6 +679,16 @@ func (l *LUN) check(key string, errs *errorList) {
 			errs.addf(key+"."+f.key, "cannot be set for backend %s", l.Backend)
 		}
 	}
+	if l.Backend == "nbd" && l.Path != "" {
+		if _, err := nbduri.Parse(l.Path); err != nil {
+			errs.addf(key+".path", "%v", err)
+		}
+	}
+	if l.Backend == "rbd" && l.Path != "" {
+		if _, err := rbduri.Parse(l.Path); err != nil {
+			errs.addf(key+".path", "%v", err)
+		}
+	}
 	switch {
 	case l.Identity == "":
 	case l.Identity != IdentityFile && l.Identity != IdentityNew:
@@ -638,6 +697,7 @@ func (l *LUN) check(key string, errs *errorList) {
 		errs.addf(key+".identity", "cannot be set for backend %s: only files have marks", l.Backend)
 	}
 	l.checkChecksums(key, errs)
+	l.checkProtection(key, errs)
 	if !b.blockSize {
 		return
 	}
@@ -660,6 +720,8 @@ func (l *Limits) check(errs *errorList) {
 	checkRange(errs, "limits.max_fpdu", l.MaxFPDU, 512, 64768)
 	checkRange(errs, "limits.lost_sessions", l.LostSessions, 1, 1024)
 	checkRange(errs, "limits.lost_sessions_per_initiator", l.LostSessionsByName, 1, 1024)
+	checkRange(errs, "limits.tokens", l.Tokens, 1, 16384)
+	checkRange(errs, "limits.tokens_per_initiator", l.TokensByName, 1, 16384)
 	checkRange(errs, "limits.max_connections", l.MaxConnections, 1, 65536)
 	checkRange(errs, "limits.reserved_connections", l.Reserved, 0, 65535)
 	if l.Reserved > 0 && l.Reserved >= l.MaxConnections {
@@ -716,9 +778,12 @@ type address struct {
 	port uint16
 }
 
-func (a address) loopback() bool {
-	ip, err := netip.ParseAddr(a.host)
-	return a.host == "localhost" || err == nil && ip.Unmap().IsLoopback()
+func (a address) loopback() bool { return Loopback(a.host) }
+
+// Loopback reports whether only the machine itself reaches an IP address, or localhost.
+func Loopback(host string) bool {
+	ip, err := netip.ParseAddr(host)
+	return host == "localhost" || err == nil && ip.Unmap().IsLoopback()
 }
 
 // takes reports whether a listener on a listens on b, too: a is all addresses of the family of b. A socket on all IPv6
