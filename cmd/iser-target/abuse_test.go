@@ -40,23 +40,23 @@ func TestFileThatIsNotAConfigurationIsRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, tt := range []struct{ path, want string }{
-		{s.dir, "is a directory"},
-		{pipe, "is a pipe that no process writes to"},
-		{large, "is larger than 1MiB"},
-		{s.socket, "no such device or address"},
-		{filepath.Join(s.dir, "none"), "no such file or directory"},
-		{file("binary", "\x7fELF\x02\x01\x01\x00\xff\xfe"), "yaml: "},
-		{file("bomb", bomb), "yaml: document contains excessive aliasing"},
-		{file("itself", "a: &a [*a]\n"), "yaml: anchor 'a' value contains itself"},
-		{file("deep", "a: "+strings.Repeat("[", 100000)), "yaml: exceeded max depth"},
-		{file("twice", "portals: []\nportals: []\n"), `yaml: unmarshal errors: line 2: mapping key "portals" already defined at line 1`},
-		{file("two", before+"---\n"+before), "yaml: line 9: a second document begins"},
+		{s.dir, ": is a directory"},
+		{pipe, ": is a pipe that no process writes to"},
+		{large, ": is larger than 1MiB"},
+		{s.socket, ": no such device or address"},
+		{filepath.Join(s.dir, "none"), ": no such file or directory"},
+		{file("binary", "\x7fELF\x02\x01\x01\x00\xff\xfe"), ": yaml: "},
+		{file("bomb", bomb), ": yaml: document contains excessive aliasing"},
+		{file("itself", "a: &a [*a]\n"), ": yaml: anchor 'a' value contains itself"},
+		{file("deep", "a: "+strings.Repeat("[", 100000)), ": yaml: exceeded max depth"},
+		{file("twice", "portals: []\nportals: []\n"), `:2: yaml: mapping key "portals" already defined at line 1`},
+		{file("two", before+"---\n"+before), ":9: yaml: a second document begins"},
 	} {
 		for _, verb := range []string{"validate", "plan", "apply"} {
 			begin := time.Now()
 			out, errOut, code := s.run(t, "config", verb, tt.path)
 			first, more, _ := strings.Cut(errOut, "\n")
-			if code != cli.ExitError || out != "" || !strings.HasPrefix(first, "iser-target: "+tt.path+": "+tt.want) || strings.Count(more, "\n") > 1 {
+			if code != cli.ExitError || out != "" || !strings.HasPrefix(first, "iser-target: "+tt.path+tt.want) || strings.Count(more, "\n") > 1 {
 				t.Errorf("config %s %s: exit code %d\n%s%s", verb, tt.path, code, out, errOut)
 			}
 			if d := time.Since(begin); d > 20*time.Second {

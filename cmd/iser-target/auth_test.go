@@ -60,6 +60,10 @@ func TestUsersAndRotation(t *testing.T) {
 	users(schema.UserState{Name: "host1", Initiator: hostName + "*", Sessions: 1})
 	second := made("rotate", storeName, "host1")
 	s.says(t, cli.ExitError, "end the rotation before another one", "auth", "user", "rotate", storeName, "host1")
+	if err := login("d", "not the secret"); err == nil {
+		t.Error("a login with a wrong secret was not refused")
+	}
+	s.says(t, cli.ExitOK, `is not that of CHAP user "host1". Compare both, or make a new one with iser-target auth user rotate `+storeName, "doctor")
 	for name, secret := range map[string]string{"b": first, "c": second} {
 		if err := login(name, secret); err != nil {
 			t.Errorf("during the rotation: %v", err)

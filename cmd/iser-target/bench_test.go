@@ -146,6 +146,12 @@ func TestBenchCHAP(t *testing.T) {
 	s.says(t, cli.ExitError, "authentication failure (0x0201)", args...)
 	args = append(args, "--chap-user", "anna", "--chap-secret-file", secret)
 	s.ok(t, append(args, "--chap-target-secret-file", target)...)
+	short := filepath.Join(s.dir, "short")
+	if err := os.WriteFile(short, []byte("short\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s.says(t, cli.ExitError, "--chap-target-secret-file: "+short+": the secret has 5 bytes, less than 12", append(args, "--chap-target-secret-file", short)...)
+	s.says(t, cli.ExitError, "--chap-target-secret-file: "+secret+" has the same secret as --chap-secret-file", append(args, "--chap-target-secret-file", secret)...)
 	if err := os.Chmod(secret, 0o644); err != nil {
 		t.Fatal(err)
 	}

@@ -466,6 +466,7 @@ func TestCaptureIntoAFullFile(t *testing.T) {
 
 // A tcpSession is an iSCSI session over TCP, with or without digests.
 type tcpSession struct {
+	lun     byte
 	t       *testing.T
 	nc      net.Conn
 	digests bool
@@ -552,6 +553,7 @@ func (s *tcpSession) do(write bool, n int) {
 		block, flag = cdb.Write16(0, uint32(n/512)), pdu.FlagW
 	}
 	h := s.Request(pdu.SCSICommand, pdu.FlagF|flag|pdu.AttrSimple, false)
+	h[9] = s.lun
 	h.SetEDTL(uint32(n))
 	h.SetCDB(block[:])
 	s.send(h, nil)
@@ -568,6 +570,7 @@ func (s *tcpSession) do(write bool, n int) {
 					flags = pdu.FlagF
 				}
 				out.Reset(pdu.DataOut, flags)
+				out[9] = s.lun
 				out.SetITT(s.ITT)
 				out.SetTTT(rsp.TTT())
 				out.SetExpStatSN(s.ExpStatSN)

@@ -16,7 +16,7 @@ func TestScrubCommand(t *testing.T) {
 	s.configure(t, func(text string) string { return text + "metrics: {listen: \"127.0.0.1:0\"}\n" })
 	s.startProgram(t, executable(t))
 	path := filepath.Join(dir, "checked.img")
-	s.says(t, cli.ExitError, "memory", "lun", "create", storeName, "--id", "8", "--backend", "memory", "--size", "1MiB", "--checksums")
+	s.says(t, cli.ExitUsage, "--checksums: cannot be set for backend memory", "lun", "create", storeName, "--id", "8", "--backend", "memory", "--size", "1MiB", "--checksums")
 	s.ok(t, "lun", "create", storeName, "--id", "7", "--path", path, "--size", "4MiB", "--checksums")
 	s.says(t, cli.ExitOK, "LUN 7 of "+storeName+": scrub done, 4.0 MiB of 4.0 MiB, 0 corrupt blocks", "lun", "scrub", storeName, "7", "--wait", "--rate", "1GiB")
 	if err := os.WriteFile(path, []byte("not a write of the target"), 0o600); err != nil {

@@ -26,7 +26,7 @@ func TestDryRunIsTrue(t *testing.T) {
 		{cli.ExitError, "not a block device", []string{"lun", "create", "--backend", "block", "--path", busy}},
 		{cli.ExitError, "must be at most", []string{"lun", "create", "--backend", "memory", "--size", "100TiB"}},
 		{cli.ExitError, "file too large", []string{"lun", "create", "--path", "q.img", "--size", "4000P"}},
-		{cli.ExitError, "the file has 1048576 bytes", []string{"lun", "create", "--path", busy, "--size", "4KiB"}},
+		{cli.ExitError, "busy.img exists and is 1MiB (1048576 bytes), but --size is 4KiB", []string{"lun", "create", "--path", busy, "--size", "4KiB"}},
 	} {
 		before := s.text(t)
 		s.says(t, tt.code, tt.text, append(tt.args, "--dry-run")...)

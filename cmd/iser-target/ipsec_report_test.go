@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"net"
 	"os"
@@ -9,6 +10,7 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -16,7 +18,9 @@ import (
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
 	"github.com/iser-target/iser-target/security/ipsec/xfrm"
+	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
 // audited returns a station whose portal audits IPsec with a driver. what precedes the command line of the target.
@@ -142,4 +146,40 @@ func TestReportsOfSessionsWithoutIPsec(t *testing.T) {
 	if b, err := os.ReadFile("/proc/self/net/xfrm_stat"); err == nil { // for a look at a failure
 		t.Log(string(b))
 	}
+}
+
+// With clear_text, the program of the driver exec decides about connections that a portal under required would drop, and no kernel with
+// ESP is necessary. An initiator that it refuses changes nothing for the one that it permits.
+func TestProgramKnowsOfOtherProtection(t *testing.T) {
+	s := &station{dir: t.TempDir()}
+	program := filepath.Join(s.dir, "verdict")
+	const text = `#!/bin/sh
+read -r question
+case $question in
+*'"initiator":"` + hostName + `2"'*) echo '{"action":"deny","reason":"the host is not on the MACsec network. Move it there"}' ;;
+*) echo '{"action":"permit","suite":"macsec","identity":"port7"}' ;;
+esac
+`
+	if err := os.WriteFile(program, []byte(text), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	s.configure(t, func(text string) string {
+		return strings.Replace(text, `{listen: "127.0.0.1:0"}`, `{listen: "`+freeAddress(t)+`", ipsec: required}`, 1) +
+			"ipsec: {driver: exec, exec: {command: [" + program + "], timeout: 20s, clear_text: true}}\n"
+	})
+	s.startProgram(t, executable(t))
+	in := s.login(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	if other, err := initiator.Login(ctx, s.addr, initiator.Options{Name: hostName + "2", Target: storeName}); err == nil {
+		other.Close()
+		t.Error("an initiator that the program refuses has logged in")
+	}
+	if err := in.Do(&initiator.Command{CDB: cdb.TestUnitReady}); err != nil {
+		t.Errorf("the neighbour: %v", err)
+	}
+	if out := lines(s.ok(t, "session", "list")); !strings.Contains(out, "macsec") || !strings.Contains(out, "port7") {
+		t.Errorf("session list:\n%s", out)
+	}
+	s.says(t, cli.ExitOK, "not on the MACsec network", "events", "--since", "0")
 }

@@ -12,6 +12,7 @@ import (
 	"os/signal"
 	"runtime/debug"
 	"strconv"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -95,15 +96,19 @@ func rootCommand(out, errOut io.Writer) *cobra.Command {
 	root.SetVersionTemplate("{{.Name}} {{.Version}}\n")
 	root.SetOut(out)
 	root.SetErr(errOut)
-	root.AddCommand(serveCommand(), versionCommand(), faultsCommand(), stateCommand(), supervisorCommand())
+	root.AddCommand(serveCommand(), initCommand(), versionCommand(), faultsCommand(), stateCommand(), supervisorCommand())
 	cli.AddTo(root)
+	cli.AddExamples(root)
 	return root
 }
 
 func serveCommand() *cobra.Command {
-	var path string
+	var (
+		path string
+		q    quick
+	)
 	cmd := &cobra.Command{
-		Use:   "serve [--config FILE]",
+		Use:   "serve [--config FILE | --path PATH --size SIZE --listen ADDRESS --allow PATTERN]",
 		Short: "Serve the configured targets in the foreground until SIGTERM or SIGINT",
 		Long: `Serve the configured targets in the foreground until SIGTERM or SIGINT.
 On SIGUSR2, a new process of the program continues what this one does: see
@@ -116,11 +121,23 @@ On the first SIGTERM, the target ends its sessions and closes its LUNs. With "dr
 the file, it first asks initiators to log out, and waits for that time. The second
 SIGTERM ends the process at once.
 
-Without --config, the target serves a memory LUN of 1 GiB to any initiator on this
-machine.`,
+Without --config, the target serves one LUN, by default a memory LUN of 1 GiB, to any
+initiator on this machine. Flags describe another LUN, portal or target. Changes by
+commands are then lost when the target ends: "iser-target init" with the same flags
+writes a file.`,
+		Example: `  iser-target serve
+  iser-target serve --path disk.img --size 10G --listen :3260 --allow 'iqn.1993-08.org.debian:*'
+  iser-target serve --config /etc/iser-target/config.yaml`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := restrict(path, cmd.ErrOrStderr()); err != nil {
+			document := func() (*config.Document, error) { return open(path) }
+			if given(cmd) {
+				if path != "" {
+					return cli.Usage(cmd, "--config cannot be combined with --%s", strings.Join(quickFlags, ", --"))
+				}
+				document = func() (*config.Document, error) { return q.document(cmd) }
+			}
+			if err := restrict(path, document, cmd.ErrOrStderr()); err != nil {
 				return err
 			}
 			if err := hideMemory(); err != nil {
@@ -134,7 +151,7 @@ machine.`,
 			if err != nil {
 				return err
 			}
-			s := server{cmd: cmd, path: path, manager: manager}
+			s := server{cmd: cmd, path: path, read: document, manager: manager}
 			link, err := handover.FromEnvironment()
 			if err != nil {
 				return err
@@ -147,6 +164,7 @@ machine.`,
 	}
 	cmd.Flags().StringVarP(&path, "config", "c", "", "configuration file (YAML)")
 	cmd.MarkFlagFilename("config", "yaml", "yml")
+	q.addTo(cmd)
 	return cmd
 }
 

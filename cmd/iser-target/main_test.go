@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -23,11 +24,13 @@ import (
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
+	"github.com/iser-target/iser-target/tests/testkit/rbdfake"
 )
 
 // TestMain makes the test binary the program itself if a variable asks for that, so that
 // tests can send signals to a process and check its exit code.
 func TestMain(m *testing.M) {
+	rbdfake.Main()
 	if os.Getenv("BE_ISER_TARGET") != "" {
 		if at := os.Getenv("KILL_AT"); at != "" {
 			handover.Observe = func(what string) {
@@ -90,10 +93,14 @@ targets: [{name: "iqn.2026-11.io.example:store", initiators: ["*"]}]
 		{args: []string{"config", "validate", "/does/not/exist.yaml"}, fail: "/does/not/exist.yaml"},
 		{args: []string{"config", "validate"}, fail: "wrong number of arguments, 0: usage: iser-target config validate FILE"},
 		{args: []string{"--version"}, out: "iser-target " + versionString() + "\n"},
-		{args: []string{"serve", "more"}, fail: "wrong number of arguments, 1: usage: iser-target serve [--config FILE]"},
+		{args: []string{"serve", "more"}, fail: "wrong number of arguments, 1: usage: iser-target serve [--config FILE | "},
 		{args: []string{"lun", "resize", "0"}, fail: "wrong number of arguments, 1: usage: iser-target lun resize [TARGET] LUN [+]SIZE"},
 		{args: []string{"lun", "more"}, fail: `unknown command "more" for "iser-target lun"`},
-		{args: []string{"events", "--since", "20s"}, fail: `invalid argument "20s" for "--since" flag: is not a whole number`},
+		{args: []string{"events", "--lun", "20s"}, fail: `invalid argument "20s" for "--lun" flag: is not a whole number`},
+		{args: []string{"events", "--since", "yesterday"}, fail: `--since "yesterday": want a duration like 1h, a time like 2026-11-25T14:00, or the number of an event`},
+		{args: []string{"events", "--since", "-1h"}, fail: "--since -1h: the duration must be above 0"},
+		{args: []string{"events", "--kind", "login,logout"}, fail: `--kind "logout": want one of service, login, `},
+		{args: []string{"events", "--level", "debug"}, fail: `--level "debug": want one of info, warn, error`},
 		{args: []string{"session", "kill", "1", "--reason"}, fail: "flag needs an argument"},
 		{args: []string{"serve", "--config", bad}, fail: "targts"},
 		{args: []string{"nonsense"}, fail: "unknown command"},
@@ -162,9 +169,37 @@ type process struct {
 	addr   string
 }
 
+// A lockedBuffer takes what a program writes, however much, so that no test makes it wait.
 type lockedBuffer struct {
-	lines chan string
-	all   strings.Builder
+	all strings.Builder // that wait has seen
+
+	mu    sync.Mutex
+	rest  []byte        // that wait has not seen
+	added chan struct{} // has an element after rest has grown
+}
+
+// Write implements io.Writer.
+func (b *lockedBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.rest = append(b.rest, p...)
+	select {
+	case b.added <- struct{}{}:
+	default:
+	}
+	return len(p), nil
+}
+
+// next moves a line from rest to all, if there is one.
+func (b *lockedBuffer) next() (line string, ok bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	part, rest, ok := bytes.Cut(b.rest, []byte("\n"))
+	if ok {
+		line, b.rest = string(part), rest
+		fmt.Fprintln(&b.all, line)
+	}
+	return line, ok
 }
 
 // start runs the program and waits until it serves.
@@ -188,41 +223,16 @@ func executable(t *testing.T) string {
 func launch(t *testing.T, cmd *exec.Cmd) *process {
 	t.Helper()
 	cmd.Env = append(cmd.Environ(), "BE_ISER_TARGET=1")
-	r, w := io.Pipe()
-	cmd.Stdout, cmd.Stderr = w, w
+	p := &process{cmd: cmd, output: &lockedBuffer{added: make(chan struct{}, 1)}}
+	cmd.Stdout, cmd.Stderr = p.output, p.output
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	p := &process{cmd: cmd, output: &lockedBuffer{lines: make(chan string, 1000)}}
-	go func() {
-		var part []byte
-		buf := make([]byte, 4096)
-		for {
-			n, err := r.Read(buf)
-			part = append(part, buf[:n]...)
-			for {
-				line, rest, ok := bytes.Cut(part, []byte("\n"))
-				if !ok {
-					break
-				}
-				p.output.lines <- string(line)
-				part = rest
-			}
-			if err != nil {
-				close(p.output.lines)
-				return
-			}
-		}
-	}()
 	t.Cleanup(func() {
 		cmd.Process.Kill()
 		cmd.Wait()
-		w.Close()
 		if t.Failed() {
-			for line := range p.output.lines {
-				fmt.Fprintln(&p.output.all, line)
-			}
-			t.Logf("%v has written:\n%s", cmd.Args, p.output.all.String())
+			t.Logf("%v has written:\n%s%s", cmd.Args, p.output.all.String(), p.output.rest)
 		}
 	})
 	return p
@@ -249,15 +259,13 @@ func (p *process) wait(t *testing.T, expr string) string {
 	t.Helper()
 	re := regexp.MustCompile(expr)
 	for {
-		select {
-		case line, ok := <-p.output.lines:
-			if !ok {
-				t.Fatalf("the program ended without %q:\n%s", expr, p.output.all.String())
-			}
-			fmt.Fprintln(&p.output.all, line)
+		for line, ok := p.output.next(); ok; line, ok = p.output.next() {
 			if m := re.FindStringSubmatch(line); m != nil {
 				return m[len(m)-1]
 			}
+		}
+		select {
+		case <-p.output.added:
 		case <-time.After(20 * time.Second):
 			t.Fatalf("no %q:\n%s", expr, p.output.all.String())
 		}

@@ -17,7 +17,7 @@ func TestLUNKeepsNames(t *testing.T) {
 	s.says(t, cli.ExitOK, "(done)", "lun", "create", "--id", "7", "--backend", "memory", "--size", "1M", "--naa", "naa."+strings.ToUpper(naa), "--serial", serial,
 		"--vendor", "LIO-ORG", "--product", "disk7")
 	s.says(t, cli.ExitOK, "naa."+naa, "lun", "show", "7")
-	s.says(t, cli.ExitError, "targets[0].luns", "lun", "create", "--backend", "memory", "--size", "1M", "--naa", naa)
+	s.says(t, cli.ExitUsage, "--naa is that of targets[0].luns", "lun", "create", "--backend", "memory", "--size", "1M", "--naa", naa)
 	if l := read[schema.LUNState](t, s, "lun", "show", storeName, "7"); l.NAA != naa || l.Serial != serial || l.Vendor != "LIO-ORG" || l.Product != "disk7" {
 		t.Errorf("%+v", l)
 	}

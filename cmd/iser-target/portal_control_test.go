@@ -100,9 +100,12 @@ func TestLUNsAreWatchedThroughAPortal(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	said := &lockedBuffer{added: make(chan struct{}, 1)}
+	watch.Stderr = said
 	if err := watch.Start(); err != nil {
 		t.Fatal(err)
 	}
+	t.Cleanup(func() { watch.Process.Kill() })
 	events := make(chan schema.Event, 100)
 	go func() {
 		defer close(events)
@@ -143,8 +146,13 @@ func TestLUNsAreWatchedThroughAPortal(t *testing.T) {
 	admin("lun", "delete", storeName, "1", "--now")
 	next("LUN removed")
 	s.cmd.Process.Signal(unix.SIGTERM)
-	if err := watch.Wait(); err == nil || watch.ProcessState.ExitCode() != cli.ExitUnreachable {
-		t.Errorf("the watcher ends with %v, want exit code %d", err, cli.ExitUnreachable)
+	testkit.Eventually(t, "the watcher waits for the target", func() bool {
+		said.next()
+		return strings.Contains(said.all.String(), "; waiting for it")
+	})
+	watch.Process.Signal(unix.SIGINT)
+	if err := watch.Wait(); err != nil {
+		t.Errorf("the watcher ends with %v after an interrupt:\n%s", err, said.all.String())
 	}
 }
 
@@ -459,7 +467,7 @@ func TestInitiatorsBesideManagers(t *testing.T) {
 	s.says(t, cli.ExitOK, hostName, "session", "list")
 }
 
-// An upgrade ends the connections of managers, with an error, after it has answered the one who asked for it.
+// An upgrade ends the connections of managers after it has answered the one who asked for it. One that follows the events comes back.
 func TestUpgradeThroughAPortal(t *testing.T) {
 	s, _, as := newManaged(t, "")
 	t.Cleanup(func() { s.killAll(t) }) // a process whose supervisor is killed before it has begun continues
@@ -468,17 +476,25 @@ func TestUpgradeThroughAPortal(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	said := &lockedBuffer{added: make(chan struct{}, 1)}
+	watch.Stderr = said
 	if err := watch.Start(); err != nil {
 		t.Fatal(err)
 	}
+	t.Cleanup(func() { watch.Process.Kill() })
 	lines := bufio.NewReader(r)
 	if _, err := lines.ReadString('\n'); err != nil { // the event of the start: it follows
 		t.Fatal(err)
 	}
 	s.says(t, cli.ExitOK, "serves", append([]string{"upgrade"}, as("admin")...)...)
+	testkit.Eventually(t, "the watcher is back", func() bool {
+		said.next()
+		return strings.Contains(said.all.String(), "; waiting for it") && strings.Contains(said.all.String(), "the target is back; it was started again")
+	})
+	watch.Process.Signal(unix.SIGINT)
 	io.Copy(io.Discard, lines)
-	if err := watch.Wait(); watch.ProcessState.ExitCode() != cli.ExitUnreachable {
-		t.Errorf("the watcher ends with %v", err)
+	if err := watch.Wait(); err != nil {
+		t.Errorf("the watcher ends with %v after an interrupt:\n%s", err, said.all.String())
 	}
 	s.says(t, cli.ExitOK, storeName, append([]string{"target", "list"}, as("reader")...)...)
 }

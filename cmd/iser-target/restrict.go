@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/handover"
+	"github.com/iser-target/iser-target/cmd/iser-target/httpd"
 	"github.com/iser-target/iser-target/cmd/iser-target/privilege"
 	"github.com/iser-target/iser-target/config"
 )
@@ -26,9 +27,9 @@ const envUser = "ISER_TARGET_PROCESS_USER"
 // envDocument has the descriptor of a configuration that was read from a pipe, for the program that is executed again.
 const envDocument = "ISER_TARGET_DOCUMENT"
 
-// restrict gives up the rights that the configuration at path does not leave to the process. That executes the program again, so it
+// restrict gives up the rights that the configuration, which read returns, does not leave to the process. path is its file. That executes the program again, so it
 // comes before all that has an effect. A process that continues another one has the rights of that one. errOut gets warnings.
-func restrict(path string, errOut io.Writer) error {
+func restrict(path string, read func() (*config.Document, error), errOut io.Writer) error {
 	if done := privilege.Done(); done || !ownProcess || handover.Expected() {
 		return nil
 	}
@@ -40,7 +41,7 @@ func restrict(path string, errOut io.Writer) error {
 		}
 		return (&privilege.Wish{User: u}).Apply()
 	}
-	doc, err := open(path)
+	doc, err := read()
 	if err != nil {
 		return err
 	}
@@ -51,6 +52,9 @@ func restrict(path string, errOut io.Writer) error {
 	w, env, err := wishOf(cfg, path)
 	if err != nil {
 		return err
+	}
+	if path != "" && w.User == nil && os.Geteuid() == 0 {
+		fmt.Fprintln(errOut, "iser-target: warning: the target stays root. Set process.user in the configuration, or start it as another user, like the service in docs/service.md")
 	}
 	var document *os.File
 	if fi, err := os.Stat(path); path != "" && (err != nil || !fi.Mode().IsRegular()) { // it cannot be read again
@@ -140,6 +144,15 @@ func wishOf(cfg *config.Config, path string) (*privilege.Wish, []string, error) 
 	w.Read = []string{parent(program)}
 	for _, f := range []string{cfg.Control.TLS.Cert, cfg.Control.TLS.Key, cfg.Control.TLS.ClientCA, cfg.Control.TLS.CRL} {
 		w.Read = append(w.Read, parent(f))
+	}
+	for _, c := range cfg.WebConfigs() {
+		files, err := httpd.WebFiles(c.File)
+		if err != nil {
+			return nil, nil, fmt.Errorf("%s: %w", c.Key, err)
+		}
+		for _, f := range files {
+			w.Read = append(w.Read, parent(f))
+		}
 	}
 	for _, sa := range cfg.IPsec.Static.SAs {
 		w.Read = append(w.Read, parent(sa.KeyFile))

@@ -242,7 +242,7 @@ targets:
 	load := newTraffic(t, s.addr)
 	s.ok(t, "portal", "add", "127.8.9.1:862")
 	s.says(t, cli.ExitError, "secret.img: permission denied", "lun", "create", storeName, "--path", in("luns/stolen.img"), "--from", in("out/secret.img"))
-	s.says(t, cli.ExitError, "is not in a directory of process.paths", "lun", "create", storeName, "--path", in("out/x.img"), "--size", "1MiB")
+	s.says(t, cli.ExitUsage, "is not in a directory of process.paths", "lun", "create", storeName, "--path", in("out/x.img"), "--size", "1MiB")
 	load.flows(t)
 	s.says(t, cli.ExitOK, "sessions 2 continue", "upgrade")
 	check()
@@ -283,5 +283,24 @@ func TestRestrictionsThatCannotBe(t *testing.T) {
 	cmd.SysProcAttr = &unix.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
 	if out, err := cmd.CombinedOutput(); err == nil || !strings.Contains(string(out), "without CAP_SETUID and CAP_SETGID, and cannot become daemon") {
 		t.Errorf("as another user: %v, %s", err, out)
+	}
+}
+
+// A target that root starts, and that stays root, says so and how to change that, once over upgrades.
+func TestTargetThatStaysRootSaysSo(t *testing.T) {
+	needsRoot(t)
+	s := &station{dir: t.TempDir()}
+	s.configure(t)
+	if raceEnabled { // see run
+		s.environment(t)
+	}
+	s.process = launch(t, exec.Command(executable(t), "serve", "--config", s.file))
+	t.Cleanup(func() { s.killAll(t) })
+	s.wait(t, `(warning: the target stays root\. Set process\.user)`)
+	s.addr = s.wait(t, `msg=serving portal=(\S+)`)
+	s.ok(t, "upgrade")
+	s.wait(t, `(upgraded: another process continues)`)
+	if n := strings.Count(s.output.all.String(), "stays root"); n != 1 {
+		t.Errorf("said %d times", n)
 	}
 }

@@ -180,7 +180,7 @@ func TestSelftestUsage(t *testing.T) {
 		{"does not begin with iscsi:// or iser://", []string{"host"}},
 		{"--portal is not for a URL", []string{url, "--destructive", "--portal", s.addr}},
 		{"--transport tcp is not for iser://", []string{"iser" + strings.TrimPrefix(url, "iscsi"), "--destructive", "--transport", "tcp"}},
-		{"--output must be table, json or yaml", []string{"-o", "xml"}},
+		{"--output must be table, json, yaml or jsonpath=EXPR", []string{"-o", "xml"}},
 	} {
 		s.says(t, cli.ExitUsage, tc.want, append([]string{"selftest"}, tc.args...)...)
 	}

@@ -18,6 +18,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/daemon"
 	"github.com/iser-target/iser-target/cmd/iser-target/dashboard"
 	"github.com/iser-target/iser-target/cmd/iser-target/handover"
+	"github.com/iser-target/iser-target/cmd/iser-target/httpd"
 	"github.com/iser-target/iser-target/cmd/iser-target/systemd"
 	"github.com/iser-target/iser-target/config"
 )
@@ -26,12 +27,13 @@ import (
 type server struct {
 	cmd     *cobra.Command
 	path    string // of the configuration file, or empty
+	read    func() (*config.Document, error)
 	manager *systemd.Manager
 }
 
 // begin serves like a program that nobody has handed anything to.
 func (s *server) begin() error {
-	doc, err := open(s.path)
+	doc, err := s.read()
 	if err != nil {
 		return err
 	}
@@ -82,6 +84,8 @@ func (s *server) take(link *handover.Link) error {
 	if r == nil { // the other process has ended, and nobody else serves
 		return s.begin()
 	}
+	main := make(chan struct{})
+	s.manager.After(main)
 	doc, err := s.document(r.Document)
 	if err != nil {
 		return link.Fail(err)
@@ -104,7 +108,13 @@ func (s *server) take(link *handover.Link) error {
 	if err := link.Send(handover.Message{Kind: handover.Serving}); err != nil {
 		d.Logger().Info("the process before has ended", "reason", err) // and nobody else serves
 	}
-	link.Close()
+	go func() {
+		defer close(main)
+		defer link.Close()
+		if err := link.AwaitClose(); err != nil {
+			d.Logger().Warn("the process before has not ended the hand-over", "reason", err)
+		}
+	}()
 	return s.run(d, end)
 }
 
@@ -139,7 +149,7 @@ func (s *server) open(doc *config.Document, r *handover.Received) (d *daemon.Dae
 	}
 	d, err = daemon.New(doc, daemon.Options{
 		LogTo: s.cmd.ErrOrStderr(), Path: s.path, Manager: s.manager, Version: versionString(),
-		Dashboard: func(d *daemon.Daemon, l net.Listener) func() { return dashboard.Serve(d, l) },
+		Dashboard: func(d *daemon.Daemon, l net.Listener, w *httpd.Web) func() { return dashboard.Serve(d, l, w) },
 		Control: func(d *daemon.Daemon) (err error) {
 			sockets, err = api.Open(d.Listeners(), d.Effective().Control, d.Logger())
 			return err

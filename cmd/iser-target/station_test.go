@@ -28,6 +28,7 @@ const (
 type station struct {
 	*process
 	dir, file, socket string
+	env               []string // more than this process has
 }
 
 // newStation starts a target with one memory LUN. edits change its configuration before.

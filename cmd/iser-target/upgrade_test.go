@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"encoding/binary"
 	"fmt"
 	"net"
 	"os"
@@ -16,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/iser-target/iser-target/backend/protection"
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/tests/initiator"
@@ -23,11 +25,18 @@ import (
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
-// withFile adds file LUNs to a configuration: LUN 0, with checksums, and LUN 2. The memory LUN becomes LUN 1.
+// withFile adds LUNs to a configuration: of files LUN 0, with checksums, LUN 2, and LUN 3, with protection information, and LUN 4 with
+// protection information in memory. The memory LUN becomes LUN 1.
 func withFile(dir string) func(string) string {
 	return func(text string) string {
-		return strings.Replace(text, "{id: 0, backend: memory", fmt.Sprintf("{id: 0, backend: file, path: %s/d.img, size: 4MiB, checksums: true}, {id: 2, backend: file, path: %[1]s/plain.img, size: 4MiB}, {id: 1, backend: memory", dir), 1)
+		return strings.Replace(text, "{id: 0, backend: memory", fmt.Sprintf("{id: 0, backend: file, path: %s/d.img, size: 4MiB, checksums: true}, {id: 2, backend: file, path: %[1]s/plain.img, size: 4MiB}, {id: 3, backend: file, path: %[1]s/pi.img, size: 4MiB, protection: 1}, {id: 4, backend: memory, size: 4MiB, protection: 3}, {id: 1, backend: memory", dir), 1)
 	}
+}
+
+// withProtect sets RDPROTECT or WRPROTECT 001b.
+func withProtect(c [16]byte) [16]byte {
+	c[1] |= 1 << 5
+	return c
 }
 
 // A traffic is verified load of one session over iSER, on the LUN without checksums, and one over TCP.
@@ -104,11 +113,17 @@ func TestUpgrade(t *testing.T) {
 	s.configure(t, withFile(dir), func(text string) string { return text + "metrics: {listen: \"127.0.0.1:0\"}\n" })
 	s.startProgram(t, executable(t))
 	owner := s.login(t)
+	block := bytes.Repeat([]byte("protect!"), 64)
+	wire := binary.BigEndian.AppendUint64(block, uint64(protection.New(protection.CRC(block), 0xcafe, 7)))
 	for _, c := range []*initiator.Command{
 		{CDB: cdb.TestUnitReady},
 		{LUN: 1, CDB: cdb.TestUnitReady},
 		{LUN: 1, CDB: cdb.Write16(7, 1), Out: bytes.Repeat([]byte("memory! "), 64)},
 		{LUN: 1, CDB: [16]byte{0x56}}, // RESERVE(10)
+		{LUN: 3, CDB: cdb.TestUnitReady},
+		{LUN: 4, CDB: cdb.TestUnitReady},
+		{LUN: 3, CDB: withProtect(cdb.Write16(7, 1)), Out: wire},
+		{LUN: 4, CDB: withProtect(cdb.Write16(7, 1)), Out: wire},
 	} {
 		if err := owner.Do(c); err != nil {
 			t.Fatal(err)
@@ -143,6 +158,15 @@ func TestUpgrade(t *testing.T) {
 	in := make([]byte, 512)
 	if err := owner.Do(&initiator.Command{LUN: 1, CDB: cdb.Read16(7, 1), In: in}); err != nil || !bytes.HasPrefix(in, []byte("memory! ")) {
 		t.Errorf("READ of the memory LUN: %v, %q", err, in[:16])
+	}
+	for _, lun := range []byte{3, 4} {
+		in := make([]byte, len(wire))
+		if err := owner.Do(&initiator.Command{LUN: lun, CDB: withProtect(cdb.Read16(7, 1)), In: in}); err != nil || !bytes.Equal(in, wire) {
+			t.Errorf("READ of LUN %d with protection information: %v, % x", lun, err, in[504:])
+		}
+		if l := read[schema.LUNState](t, s, "lun", "show", storeName, strconv.Itoa(int(lun))); l.Checksums == nil || l.Checksums.Pending != 0 {
+			t.Errorf("LUN %d: protection information is computed again: %+v", lun, l.Checksums)
+		}
 	}
 	other := login(t, s.addr, initiator.Options{Name: hostName + "-other"})
 	c := &initiator.Command{LUN: 1, CDB: cdb.Read16(7, 1), In: make([]byte, 512)}
@@ -188,6 +212,12 @@ func damage(t *testing.T, path string, off int64) {
 
 // An upgrade to a program that does not work changes nothing: neither for the sessions nor for a second, good, upgrade.
 func TestFailedUpgrade(t *testing.T) {
+	t.Run("child", func(t *testing.T) { failUpgrade(t, nil) })
+	t.Run("sibling", func(t *testing.T) { failUpgrade(t, newMainManager(t)) })
+}
+
+// failUpgrade tries programs that do not work, under m if that is not nil. Then only m learns the exit status of the new process.
+func failUpgrade(t *testing.T, m *mainManager) {
 	dir := t.TempDir()
 	program := filepath.Join(dir, "program")
 	put := func(text string) {
@@ -200,6 +230,11 @@ func TestFailedUpgrade(t *testing.T) {
 		}
 	}
 	s := &station{dir: dir}
+	how := func(status string) string { return "has ended: exit status " + status }
+	if m != nil {
+		s.env = m.environment()
+		how = func(string) string { return "has ended. Its messages" }
+	}
 	s.configure(t, withFile(dir))
 	if err := os.Symlink(executable(t), program); err != nil {
 		t.Fatal(err)
@@ -208,8 +243,8 @@ func TestFailedUpgrade(t *testing.T) {
 	load := newTraffic(t, s.addr)
 	for _, tt := range []struct{ program, want string }{
 		{"no program", "exec format error"},
-		{"#!/bin/sh\necho at work; exit 7\n", "has ended: exit status 7"},
-		{"#!/bin/sh\nexec 3<&-\nexec sleep 1\n", "has ended: exit status 0"},
+		{"#!/bin/sh\necho at work; exit 7\n", how("7")},
+		{"#!/bin/sh\nexec 3<&-\nexec sleep 1\n", how("0")},
 		{"#!/bin/sh\nexec 3<&-\nexec sleep 60\n", "does not answer. It is no version of this program"},
 	} {
 		load.flows(t)
@@ -232,7 +267,7 @@ func TestFailedUpgrade(t *testing.T) {
 
 // Each process is killed at each message of an upgrade: before it sends one, and when it has received one. The other one
 // serves. The sessions continue, unless the old process is killed before the new one has its state: then the new one starts
-// like any other.
+// like any other. The same holds for the sibling of a process under a service manager, which learns of the new process only after that serves.
 func TestKilledUpgrade(t *testing.T) {
 	type point struct {
 		at   string
@@ -252,13 +287,18 @@ func TestKilledUpgrade(t *testing.T) {
 		}},
 	} {
 		for _, p := range tt.points {
-			t.Run(tt.who+" "+p.at, func(t *testing.T) { killUpgrade(t, tt.who, p.at, p.ends) })
+			t.Run(tt.who+" "+p.at, func(t *testing.T) { killUpgrade(t, nil, tt.who, p.at, p.ends) })
+			t.Run("managed "+tt.who+" "+p.at, func(t *testing.T) { killUpgrade(t, newMainManager(t), tt.who, p.at, p.ends) })
 		}
 	}
 }
 
-func killUpgrade(t *testing.T, who, at string, ends bool) {
+// killUpgrade checks an upgrade in which a process is killed, under m if that is not nil.
+func killUpgrade(t *testing.T, m *mainManager, who, at string, ends bool) {
 	s := &station{dir: t.TempDir()}
+	if m != nil {
+		s.env = m.environment()
+	}
 	s.configure(t, withFile(s.dir), func(text string) string { return strings.Replace(text, "127.0.0.1:0", freeAddress(t), 1) })
 	program := filepath.Join(s.dir, "program")
 	link := func(to string) {
@@ -315,6 +355,10 @@ func killUpgrade(t *testing.T, who, at string, ends bool) {
 		t.Error(err)
 	}
 	s.says(t, cli.ExitOK, "ready", "lun", "list")
+	if m != nil && who == "new" {
+		link(executable(t))
+		s.survive(t, m)
+	}
 }
 
 // startProgram serves with that program file.
@@ -323,7 +367,10 @@ func (s *station) startProgram(t *testing.T, program string) {
 	if raceEnabled { // see run
 		s.environment(t)
 	}
-	s.process = launch(t, exec.Command(program, "serve", "--config", s.file))
+	cmd := exec.Command(program, "serve", "--config", s.file)
+	cmd.Env = append(os.Environ(), s.env...)
+	t.Cleanup(func() { reap(t) })
+	s.process = launch(t, cmd)
 	t.Cleanup(func() { s.killAll(t) }) // a process whose supervisor is killed before it has begun continues
 	s.addr = s.wait(t, `msg=serving portal=(\S+)`)
 }

@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"os"
+	"strconv"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -31,11 +33,13 @@ func (s *Server) setLUN(w http.ResponseWriter, r *http.Request) error {
 
 // answerUpdates answers with the result of do, and with its updates if it writes any.
 func answerUpdates(w http.ResponseWriter, r *http.Request, do func(*http.Request, *updateWriter) (*schema.Plan, error)) error {
-	out := &updateWriter{w: w}
+	out := &updateWriter{w: w, working: showWork(w, r)}
+	defer out.working.stop()
 	if err := flag(r.URL.Query(), "progress", &out.wanted); err != nil {
 		return err
 	}
 	plan, err := do(r, out)
+	out.working.stop()
 	switch {
 	case out.begun && err != nil:
 		out.line(schema.ChangeUpdate{Error: errorOf(err)})
@@ -62,6 +66,17 @@ func (s *Server) makeLUN(r *http.Request, out *updateWriter) (*schema.Plan, erro
 	if err != nil {
 		return nil, err
 	}
+	if l.Backend == "file" && l.Path != "" && l.From == "" && !l.Preallocate && l.Clone == nil {
+		if err := s.checkPath(r, l.Path, unix.S_IFREG); err != nil {
+			return nil, err
+		}
+		// A file that is there has a size. The store compares it when it opens the file.
+		if fi, err := os.Stat(l.Path); err == nil && fi.Mode().IsRegular() {
+			if err := takeSize(&c, fi.Size(), name(r)); err != nil {
+				return nil, err
+			}
+		}
+	}
 	edit := func(d *config.Document) (err error) {
 		if l.ID == nil {
 			if c.ID, err = freeLUN(d, name(r), s.d.Removing(name(r))); err != nil {
@@ -70,11 +85,14 @@ func (s *Server) makeLUN(r *http.Request, out *updateWriter) (*schema.Plan, erro
 		}
 		return d.AddLUN(name(r), c)
 	}
-	if !l.Preallocate && l.From == "" {
+	if !l.Preallocate && l.From == "" && l.Clone == nil {
 		return s.changeWith(r, o, edit)
 	}
-	if l.Backend != "file" {
-		return nil, invalid("preallocate and from require the backend file, not %s", l.Backend)
+	switch {
+	case l.Backend != "file":
+		return nil, invalid("preallocate, from and clone require the backend file, not %s", l.Backend)
+	case l.Clone != nil && (l.Preallocate || l.From != "" || l.Size != ""):
+		return nil, invalid("clone excludes preallocate, from and size: a clone shares the blocks of its source, and has its size")
 	}
 	if err := s.checkPath(r, l.Path, unix.S_IFREG); err != nil {
 		return nil, err
@@ -82,9 +100,17 @@ func (s *Server) makeLUN(r *http.Request, out *updateWriter) (*schema.Plan, erro
 	if err := s.checkPath(r, l.From, unix.S_IFREG, unix.S_IFBLK); err != nil {
 		return nil, err
 	}
-	file, err := s.d.NewFileBuilder(backend.BuildConfig{
-		Path: l.Path, Size: int64(c.Size), BlockSize: uint32(c.BlockSize), Preallocate: l.Preallocate, From: l.From,
-	})
+	build := backend.BuildConfig{Path: l.Path, Size: int64(c.Size), BlockSize: uint32(c.BlockSize), Preallocate: l.Preallocate, From: l.From}
+	if l.Clone != nil {
+		if err := s.checkSource(r, l.Clone); err != nil {
+			return nil, err
+		}
+		if err := s.d.CloneConfig(r.Context(), &build, l.Clone); err != nil {
+			return nil, err
+		}
+		c.BlockSize = int(build.BlockSize)
+	}
+	file, err := s.d.NewFileBuilder(build)
 	if err != nil {
 		return nil, err
 	}
@@ -98,8 +124,25 @@ func (s *Server) makeLUN(r *http.Request, out *updateWriter) (*schema.Plan, erro
 	if err := s.run(out, r, file.Build); err != nil {
 		return nil, err
 	}
-	o.File = file
+	c.Size, o.File = config.Size(file.Size()), file // a LUN may have got another size until it was cloned
 	return s.changeWith(r, o, edit)
+}
+
+// takeSize gives a LUN on a file of that many bytes the size of the file. It returns an error if the LUN is to have another size:
+// the caller may have mistaken a file with data in it for another one.
+func takeSize(l *config.LUN, size int64, target string) error {
+	if l.Size == 0 {
+		l.Size = config.Size(size)
+	}
+	if size == 0 || int64(l.Size) == size {
+		return nil
+	}
+	e := &schema.Error{Code: schema.Invalid, Message: fmt.Sprintf("%s exists and is %s, but --size is %s. Nothing was changed", l.Path, backend.SizeText(size), backend.SizeText(int64(l.Size))),
+		Hint: "leave out --size to use the file as it is; truncate -s " + strconv.FormatInt(int64(l.Size), 10) + " PATH makes it smaller, and loses the data beyond that"}
+	if int64(l.Size) > size {
+		e.Hint = fmt.Sprintf("leave out --size to use the file as it is, and extend it then with iser-target lun resize %s LUN %v", target, l.Size)
+	}
+	return e
 }
 
 func (s *Server) growLUN(r *http.Request, out *updateWriter) (*schema.Plan, error) {
@@ -179,10 +222,11 @@ func (s *Server) run(out *updateWriter, r *http.Request, do func(context.Context
 
 // An updateWriter writes the ChangeUpdates of an answer, if the request asks for them.
 type updateWriter struct {
-	w      http.ResponseWriter
-	wanted bool
-	begun  bool // something was written
-	last   time.Time
+	w       http.ResponseWriter
+	working work
+	wanted  bool
+	begun   bool // something was written
+	last    time.Time
 }
 
 func (o *updateWriter) progress(p backend.Progress) error {
@@ -199,6 +243,7 @@ func (o *updateWriter) line(m schema.ChangeUpdate) error {
 		return err
 	}
 	if !o.begun {
+		o.working.stop()
 		o.begun = true
 		o.w.Header().Set("Content-Type", "application/jsonl")
 		o.w.Header().Set("X-Content-Type-Options", "nosniff")

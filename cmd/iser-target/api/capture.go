@@ -60,7 +60,20 @@ func captureOptions(q url.Values) (o daemon.CaptureOptions, err error) {
 			return o, invalid("query: duration must be a time up to %v, like 10s, not %q", maxCaptureTime, v)
 		}
 	}
-	return o, nil
+	if v := q.Get("snaplen"); v != "" {
+		if o.Filter.Snap, err = strconv.Atoi(v); err != nil || o.Filter.Snap < capture.MinSnap || o.Filter.Snap > capture.MaxSnap {
+			return o, invalid("query: snaplen must be a number of bytes from %d to %d, not %q", capture.MinSnap, capture.MaxSnap, v)
+		}
+	}
+	if v := q.Get("lun"); v != "" {
+		n, err := strconv.ParseUint(v, 10, 14) // flat addressing (SAM-5)
+		if err != nil {
+			return o, invalid("query: lun must be a number up to 16383, not %q", v)
+		}
+		lun := uint16(n)
+		o.Filter.LUN = &lun
+	}
+	return o, flag(q, "headers_only", &o.Filter.Headers)
 }
 
 func (s *Server) stopCapture(r *http.Request) (any, error) {

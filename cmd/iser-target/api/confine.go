@@ -95,6 +95,8 @@ func (s *Server) checkNames(before, next *config.Document) error {
 			err = c.check(p.Path, unix.S_IFREG)
 		case config.PathBlock:
 			err = c.check(p.Path, unix.S_IFBLK)
+		case config.PathServer:
+			err = errors.New("the target would connect to it")
 		case config.PathPlugin:
 			err = errors.New("its plug-in decides what it opens")
 		default:

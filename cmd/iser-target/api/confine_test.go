@@ -246,4 +246,28 @@ func TestRequestsAreConfined(t *testing.T) {
 	if _, err := client.New(control.Socket).AddLUN(t.Context(), store, l, schema.Options{}); err != nil {
 		t.Errorf("the owner of the target: %v", err)
 	}
+
+	// A snapshot of the owner's LUN would be a file where the administrator may name none.
+	outside := luns + "/1" // the document of before removed the others
+	for _, tc := range []struct{ name, method, path, body string }{
+		{"a snapshot", "POST", outside + "/snapshots", `{"name": "one"}`},
+		{"the plan of a snapshot", "POST", outside + "/snapshots?dry_run=true", `{"name": "one"}`},
+		{"the end of a snapshot", "DELETE", outside + "/snapshots/one", ""},
+		{"the clone of a snapshot", "POST", luns, fmt.Sprintf(`{"backend": "file", "path": %q, "clone": {"lun": 1, "snapshot": "one"}}`, dir+"/luns/d")},
+		{"a clone there", "POST", luns, fmt.Sprintf(`{"backend": "file", "path": %q, "clone": {"lun": 1}}`, dir+"/other/d")},
+	} {
+		if status, body := send(tc.method, tc.path, tc.body); status != http.StatusForbidden || !strings.Contains(body, "callers may not name it") {
+			t.Errorf("%s: %d %s, want 403", tc.name, status, body)
+		}
+	}
+	for _, name := range []string{"..", "a/b", "a@b", ".x", ""} {
+		if status, body := send("POST", luns+"/1/snapshots", fmt.Sprintf(`{"name": %q}`, name)); status != http.StatusBadRequest {
+			t.Errorf("a snapshot named %q: %d %s, want 400", name, status, body)
+		}
+	}
+	for _, name := range []string{"other/data@one.snap", "other/d", "luns/d"} {
+		if _, err := os.Lstat(filepath.Join(dir, name)); err == nil {
+			t.Errorf("a refused request created %s", name)
+		}
+	}
 }

@@ -61,7 +61,7 @@ func (s *Server) targets(*http.Request) (any, error) {
 // brief removes the latencies, which would make a list long.
 func brief(luns []schema.LUNState) []schema.LUNState {
 	for i := range luns {
-		luns[i].Counters.Latency = nil
+		luns[i].Counters.Latency, luns[i].Counters.Operations = nil, nil
 	}
 	return luns
 }
@@ -380,7 +380,7 @@ func (s *Server) removePortal(r *http.Request) (any, error) {
 func (s *Server) sessions(*http.Request) (any, error) {
 	list := s.d.State().Sessions
 	for i := range list {
-		list[i].Counters.Latency = nil
+		list[i].Counters.Latency, list[i].Counters.Operations = nil, nil
 	}
 	slices.SortFunc(list, func(a, b schema.SessionState) int { return cmp.Compare(a.TSIH, b.TSIH) })
 	return list, nil
@@ -525,6 +525,7 @@ func (s *Server) events(w http.ResponseWriter, r *http.Request) error {
 	if err := flag(q, "follow", &follow); err != nil {
 		return err
 	}
+	w.Header().Set(schema.EventLogHeader, s.d.EventLog())
 	if !follow {
 		send(w, http.StatusOK, "application/jsonl", lines(s.d.Events(since)))
 		return nil

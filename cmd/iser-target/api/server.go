@@ -16,6 +16,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -101,6 +102,9 @@ var routes = []route{
 	{"DELETE /v1/targets/{target}/luns/{lun}/scrub", roleOperate, "", value((*Server).cancelScrub)},
 	{"PUT /v1/targets/{target}/luns/{lun}/faults", roleAdmin, "", value((*Server).setFaults)},
 	{"DELETE /v1/targets/{target}/luns/{lun}/faults", roleAdmin, "", value((*Server).clearFaults)},
+	{"GET /v1/snapshots", roleRead, "target", value((*Server).snapshots)},
+	{"POST /v1/targets/{target}/luns/{lun}/snapshots", roleOperate, "dry_run", value((*Server).makeSnapshot)},
+	{"DELETE /v1/targets/{target}/luns/{lun}/snapshots/{snapshot}", roleOperate, "dry_run", value((*Server).deleteSnapshot)},
 	{"GET /v1/portals", roleRead, "", value((*Server).portals)},
 	{"POST /v1/portals", roleAdmin, options, value((*Server).addPortal)},
 	{"PATCH /v1/portals/{portal}", roleAdmin, options, value((*Server).setPortal)},
@@ -108,7 +112,7 @@ var routes = []route{
 	{"GET /v1/sessions", roleRead, "", value((*Server).sessions)},
 	{"GET /v1/sessions/{tsih}", roleRead, "", value((*Server).session)},
 	{"DELETE /v1/sessions/{tsih}", roleOperate, "reason", value((*Server).killSession)},
-	{"GET /v1/sessions/{tsih}/capture", roleAdmin, "max duration", (*Server).capture},
+	{"GET /v1/sessions/{tsih}/capture", roleAdmin, "max duration snaplen headers_only lun", (*Server).capture},
 	{"DELETE /v1/sessions/{tsih}/capture", roleAdmin, "", value((*Server).stopCapture)},
 	{"GET /v1/ipsec", roleRead, "", value((*Server).ipsec)},
 	{"GET /v1/limits", roleRead, "", value((*Server).limits)},
@@ -126,7 +130,10 @@ var routes = []route{
 // value returns a handler that answers with the result of get as JSON.
 func value(get func(*Server, *http.Request) (any, error)) func(*Server, http.ResponseWriter, *http.Request) error {
 	return func(s *Server, w http.ResponseWriter, r *http.Request) error {
+		working := showWork(w, r)
+		defer working.stop()
 		v, err := get(s, r)
+		working.stop()
 		if err == nil {
 			writeJSON(w, http.StatusOK, v)
 		}
@@ -315,6 +322,10 @@ func errorOf(err error) *schema.Error {
 		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "free space on the file system"}
 	case errors.Is(err, capture.ErrTooMany), errors.Is(err, capture.ErrTaken):
 		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "end one: interrupt its command, or DELETE /v1/sessions/{tsih}/capture"}
+	case errors.Is(err, backend.ErrNoReflink):
+		return &schema.Error{Code: schema.Refused, Message: err.Error(), Hint: "nothing was changed; clones share blocks on XFS and btrfs, within one file system"}
+	case errors.Is(err, backend.ErrUnsettled):
+		return &schema.Error{Code: schema.Busy, Message: err.Error(), Hint: "nothing was changed; try again"}
 	case errors.Is(err, config.ErrExists):
 		return &schema.Error{Code: schema.Exists, Message: err.Error(), Hint: "change it, or remove it first"}
 	case errors.Is(err, daemon.ErrEdited):
@@ -347,11 +358,26 @@ func errorOf(err error) *schema.Error {
 	case errors.Is(err, daemon.ErrStateStuck):
 		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "check the file system that state_dir is on; limits.state_timeout is how long the target waits for it"}
 	case errors.As(err, &wrong), errors.Is(err, config.ErrShared):
-		return &schema.Error{Code: schema.Invalid, Message: err.Error(), Hint: "nothing was changed; docs/config.md describes all keys"}
+		return &schema.Error{Code: schema.Invalid, Message: err.Error(), Problems: problemsOf(err), Hint: "nothing was changed; docs/config.md describes all keys"}
 	case errors.Is(err, fs.ErrNotExist):
 		return &schema.Error{Code: schema.Failed, Message: err.Error(), Hint: "the file, or the directory for it, must exist on the machine of the target"}
 	}
 	return &schema.Error{Code: schema.Failed, Message: err.Error()}
+}
+
+// problemsOf returns the errors of a configuration that err joins.
+func problemsOf(err error) (list []schema.Problem) {
+	switch e := err.(type) {
+	case *config.Error:
+		return []schema.Problem{{Key: e.Key, Reason: e.Reason}}
+	case interface{ Unwrap() []error }:
+		for _, one := range e.Unwrap() {
+			list = append(list, problemsOf(one)...)
+		}
+	case interface{ Unwrap() error }:
+		return problemsOf(e.Unwrap())
+	}
+	return list
 }
 
 func invalid(format string, a ...any) *schema.Error {
@@ -393,7 +419,45 @@ func body(r *http.Request, v any) error {
 	if errors.As(err, &large) {
 		return err
 	}
-	return invalid("body: %v", err)
+	return invalid("body: %s", bodyError(err))
+}
+
+// bodyError returns err, of package json, in the words of JSON.
+func bodyError(err error) string {
+	kind, ok := errors.AsType[*json.UnmarshalTypeError](err)
+	if !ok {
+		return strings.TrimPrefix(err.Error(), "json: ")
+	}
+	want := kind.Type.String()
+	switch kind.Type.Kind() {
+	case reflect.String:
+		want = "a string"
+	case reflect.Bool:
+		want = "true or false"
+	case reflect.Struct, reflect.Map:
+		want = "an object"
+	case reflect.Slice, reflect.Array:
+		want = "an array"
+	case reflect.Int, reflect.Int64, reflect.Uint16, reflect.Uint32, reflect.Uint64:
+		want = "a whole number"
+	}
+	if kind.Field == "" {
+		return fmt.Sprintf("the value at byte %d must be %s, not %s", kind.Offset, want, article(kind.Value))
+	}
+	return fmt.Sprintf("%s: must be %s, not %s", kind.Field, want, article(kind.Value))
+}
+
+// article returns the name of a kind of JSON value with its article.
+func article(kind string) string {
+	switch kind {
+	case "array", "object":
+		return "an " + kind
+	case "bool":
+		return "true or false"
+	case "null":
+		return kind
+	}
+	return "a " + kind
 }
 
 // checkQuery checks that each parameter of a request is in known and appears once.

@@ -144,7 +144,7 @@ func TestWrongRequestsAreAnsweredInJSON(t *testing.T) {
 		{"POST", "/v1/config/apply?own_file=perhaps", "portals: [{listen: '127.0.0.1:0'}]\ntargets: []", 400, schema.Invalid, "true or false"},
 		{"POST", "/v1/config/apply?own_file=true", "portals: [{listen: '127.0.0.1:0'}]\ntargets: []", 404, schema.NotFound, "without one"},
 		{"POST", "/v1/config/plan?own_file=true", "", 400, schema.Invalid, "unknown"},
-		{"POST", "/v1/config/plan?source=mine", "portals: []", 400, schema.Invalid, "mine: portals"},
+		{"POST", "/v1/config/plan?source=mine", "portals: []", 400, schema.Invalid, "mine:1:1: portals"},
 		{"POST", "/v1/config/plan", strings.Repeat("#", maxDocument+1), 413, schema.TooLarge, "bytes"},
 	} {
 		req, err := http.NewRequestWithContext(t.Context(), tc.method, "http://target"+tc.path, strings.NewReader(tc.body))

@@ -6,9 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"log/slog"
 	"math"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -20,84 +18,24 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
-	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/iscsi/initiator"
-	"github.com/iser-target/iser-target/iscsi/tcp"
-	"github.com/iser-target/iser-target/iser"
-	iserinitiator "github.com/iser-target/iser-target/iser/initiator"
-	"github.com/iser-target/iser-target/lun"
-	"github.com/iser-target/iser-target/lun/state"
-	"github.com/iser-target/iser-target/security"
 	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/loopback"
 )
 
-const targetName = "iqn.2026-11.io.example:store"
+const targetName = loopback.Name
 
-// serve serves LUN 0 with 16 MiB on store until the test ends, and returns Options that measure it for a second.
+var check, within = loopback.Check, loopback.Within
+
+// serve serves LUN 0 on store until the test ends, and returns Options that measure it for a second.
 func serve(t testing.TB, transport string, store backend.Store) Options {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	check(t, err)
-	identity, err := state.Ephemeral().Get("disk")
-	check(t, err)
-	unit, err := lun.New(store, lun.Options{Identity: identity})
-	check(t, err)
-	luns := lun.NewInventory()
-	check(t, luns.Add(0, unit))
-	all, err := security.Compile([]string{"iqn.*"})
-	check(t, err)
-	node := iscsi.NewNode(iscsi.Options{Logger: slog.New(slog.DiscardHandler)})
-	check(t, node.AddTarget(iscsi.TargetConfig{Name: targetName, Initiators: all, LUNs: luns}))
-	portal := node.AddPortal(iscsi.PortalConfig{Listen: l.Addr().String(), TPGT: 1})
-	go func() {
-		for {
-			nc, err := l.Accept()
-			if err != nil {
-				return
-			}
-			go func() {
-				if transport == "tcp" {
-					portal.Serve(tcp.New(nc, tcp.Options{}), iscsi.ServeOptions{})
-				} else if dm, err := iser.Accept(context.Background(), nc, iser.Options{}); err == nil {
-					portal.Serve(dm, iscsi.ServeOptions{})
-					dm.Close()
-				}
-			}()
-		}
-	}()
-	t.Cleanup(func() {
-		l.Close()
-		ctx, cancel := context.WithTimeout(context.Background(), testkit.Patience)
-		defer cancel()
-		check(t, node.Shutdown(ctx))
-		check(t, luns.Close())
-	})
-	o := Options{Address: l.Addr().String(), Login: initiator.Config{Target: targetName}, RW: "randread", MixRead: 50, Sizes: []int{4096},
-		Depths: []int{4}, Jobs: 1, Runtime: time.Second}
-	if transport == "iser" {
-		o.Login.Transport = iserinitiator.Transport{}
-	}
-	return o
+	tg := loopback.Serve(t, loopback.Config{Transport: transport, LUNs: map[uint16]backend.Store{0: store}})
+	return Options{Address: tg.Addr, Login: initiator.Config{Target: targetName, Transport: loopback.Transport(transport)}, RW: "randread",
+		MixRead: 50, Sizes: []int{4096}, Depths: []int{4}, Jobs: 1, Runtime: time.Second}
 }
 
-func openMemory(t testing.TB) backend.Store {
-	store, err := backend.OpenMemory(backend.MemoryConfig{Size: 16 << 20, BlockSize: 512})
-	check(t, err)
-	return store
-}
-
-func check(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
-func within(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), testkit.Patience)
-	t.Cleanup(cancel)
-	return ctx
-}
+func openMemory(t testing.TB) backend.Store { return loopback.Memory(t, 16<<20) }
 
 // A run of each kind has I/Os of its directions, with latencies that fit together, and what is verified is right.
 func TestRun(t *testing.T) {
@@ -148,16 +86,13 @@ func TestRun(t *testing.T) {
 	}
 }
 
-// lossy is a Store that returns other data from the nth READ on.
-type lossy struct {
-	backend.Store
-	after int
-}
+// lossy is a Store that returns other data than was written, but zeros as they are.
+type lossy struct{ backend.Store }
 
-func (s *lossy) ReadAt(p []byte, off int64) error {
+func (s lossy) ReadAt(p []byte, off int64) error {
 	err := s.Store.ReadAt(p, off)
-	if s.after--; s.after < 0 {
-		p[len(p)/2] ^= 1
+	if len(p) > 2048 && p[2048] != 0 {
+		p[2048] ^= 1
 	}
 	return err
 }
@@ -165,8 +100,8 @@ func (s *lossy) ReadAt(p []byte, off int64) error {
 // --verify finds a single wrong bit, while the run reads, and at its end.
 func TestVerifyFindsOneBit(t *testing.T) {
 	for _, rw := range []string{"randrw", "write"} {
-		o := serve(t, "tcp", &lossy{Store: openMemory(t), after: 300}) // Inspect reads before
-		o.RW, o.Verify, o.Depths, o.Sizes = rw, true, []int{1}, []int{4096}
+		o := serve(t, "tcp", lossy{openMemory(t)})
+		o.RW, o.Verify, o.Destructive, o.Depths, o.Sizes = rw, true, true, []int{1}, []int{4096}
 		_, err := Run(within(t), o, Hooks{})
 		if err == nil || !strings.Contains(err.Error(), "verify: the data is wrong from byte 2048 on") {
 			t.Errorf("%s: the error is %v", rw, err)

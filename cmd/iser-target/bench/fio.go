@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/HdrHistogram/hdrhistogram-go"
+	"golang.org/x/sys/unix"
 )
 
 // A fioFile is the JSON of fio 3.33, with its names and units: bw is KiB per second, latencies are ns, runtimes ms, CPU times percent. A job
@@ -27,7 +28,7 @@ type fioFile struct {
 type fioJob struct {
 	Name              string            `json:"jobname"`
 	GroupID           int               `json:"groupid"`
-	Error             int               `json:"error"`
+	Error             int               `json:"error"` // errno
 	ETA               int               `json:"eta"`
 	Elapsed           int64             `json:"elapsed"` // s
 	Options           map[string]string `json:"job options"`
@@ -104,6 +105,29 @@ type ownPart struct {
 	Target      *ownTarget `json:"target,omitempty"`
 	Verified    int64      `json:"verified,omitempty"`
 	Interrupted bool       `json:"interrupted,omitempty"`
+	Failure     string     `json:"failure,omitempty"` // why the run has ended before its time
+	Repeats     ownRepeats `json:"repeated"`
+}
+
+// ownRepeats counts the I/Os that were repeated, by the reason.
+type ownRepeats struct {
+	Read        ownReasons `json:"read"`
+	Write       ownReasons `json:"write"`
+	LowestDepth int        `json:"lowest_iodepth"` // I/Os in progress of a job at most after BUSY or TASK SET FULL
+}
+
+type ownReasons struct {
+	Busy        uint64 `json:"busy"`
+	TaskSetFull uint64 `json:"task_set_full"`
+	Attentions  shares `json:"unit_attention"` // by ASC/ASCQ
+}
+
+func reasons(r *Repeats) ownReasons {
+	o := ownReasons{Busy: r.Busy, TaskSetFull: r.TaskSetFull, Attentions: shares{}}
+	for _, s := range r.senses() {
+		o.Attentions = append(o.Attentions, share{fmt.Sprintf("%02x/%02x", s.ASC, s.ASCQ), r.Attentions[s]})
+	}
+	return o
 }
 
 type ownSamples struct {
@@ -198,7 +222,11 @@ func (r *Result) fio(o *Options, url string, plus bool) fioJob {
 	j.Sync.Lat.Percentile = nil
 	j.LatencyNS, j.LatencyUS, j.LatencyMS = r.spread()
 	j.Own = &ownPart{URL: url, Depth: r.Depth, Verified: r.Verified, Interrupted: r.Interrupted,
+		Repeats: ownRepeats{reasons(&r.Directions[read].Repeats), reasons(&r.Directions[write].Repeats), r.LowestDepth},
 		Samples: ownSamples{ReadIOPS: fixeds(r.Directions[read].IOPS), WriteIOPS: fixeds(r.Directions[write].IOPS)}}
+	if r.Err != nil {
+		j.Error, j.Own.Failure = int(unix.EIO), r.Err.Error()
+	}
 	if t := r.Target; t != nil {
 		j.Own.Target = &ownTarget{CPUSeconds: fixed(t.CPU.Seconds())}
 		for _, p := range t.Phases {

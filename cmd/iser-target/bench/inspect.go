@@ -48,7 +48,7 @@ const (
 func Inspect(ctx context.Context, d *initiator.Disk) (found string, err error) {
 	size := d.Size()
 	head := make([]byte, min(headLen, size))
-	if err := d.Read(ctx, head, 0); err != nil {
+	if err := readWithin(ctx, d, head, 0); err != nil {
 		return "", err
 	}
 	if found := recognize(head); found != "" {
@@ -66,7 +66,7 @@ func Inspect(ctx context.Context, d *initiator.Disk) (found string, err error) {
 	look := func(off int64) error {
 		off = max(min(off, size-int64(len(buf))), 0)
 		off -= off % int64(d.BlockSize)
-		if err := d.Read(ctx, buf, off); err != nil {
+		if err := readWithin(ctx, d, buf, off); err != nil {
 			return err
 		}
 		found = describe(buf, off)

@@ -31,6 +31,7 @@ const maxLatency = 10 * time.Minute
 // A tally is what a job has done in one direction.
 type tally struct {
 	ios, bytes atomic.Uint64 // since the job began
+	repeats    Repeats       // since the job began
 	latency    *hdrhistogram.Histogram
 	sum        float64 // of latencies and their squares, in ns: the histogram rounds
 	squares    float64
@@ -56,10 +57,16 @@ func (t *tally) record(d time.Duration) {
 // A slot is one of the I/Os that a job has in progress.
 type slot struct {
 	initiator.Command
-	buf   []byte
-	began time.Duration
-	place int64
-	dir   int
+	buf     []byte
+	began   time.Duration // of the first submission
+	due     time.Duration // of the next one, if the I/O waits for that
+	place   int64
+	dir     int
+	version uint32 // of Verify: what the place had before this WRITE
+
+	// For watch, which another goroutine calls: when the I/O was submitted last, 0 unless it is in progress, and where it is: the place
+	// times directions, plus dir.
+	sent, where atomic.Int64
 }
 
 // A job is one session with its I/Os, for one goroutine.
@@ -75,11 +82,13 @@ type job struct {
 	done    chan *initiator.Command
 	ios     []slot
 	idle    []*slot
+	refused refusals
 	memory  *memory // of Verify, or nil
 
 	tallies   [directions]tally
-	depths    [8]uint64   // I/Os that found this many in progress: 1, 2, 4, ... 64 and more
-	measuring atomic.Bool // the ramp is over
+	depths    [8]uint64     // I/Os that found this many in progress: 1, 2, 4, ... 64 and more
+	repeated  atomic.Uint64 // I/Os, in both directions
+	measuring atomic.Bool   // the ramp is over
 	stopping  atomic.Bool
 	wake      chan struct{} // stop has been called
 }
@@ -101,6 +110,7 @@ func newJob(ctx context.Context, o *Options, number, size, depth int) (*job, err
 	j := &job{o: o, size: size, session: s, disk: d, first: o.Offset + int64(number)*part*int64(size), places: part,
 		random: rand.New(rand.NewPCG(o.Seed, uint64(number))), done: make(chan *initiator.Command, depth), ios: make([]slot, depth),
 		wake: make(chan struct{}, 1)}
+	j.refused.init(depth)
 	for i := range j.tallies {
 		j.tallies[i] = newTally()
 	}
@@ -147,32 +157,28 @@ func (j *job) run() error {
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
 	for {
-		wait := time.Duration(0)
-		for len(j.idle) > 0 && !j.stopping.Load() {
-			if wait = pace.wait(clock()); wait > 0 {
-				break
-			}
-			x := j.idle[len(j.idle)-1]
-			if err := j.start(x); err != nil {
-				return err
-			}
-			j.idle = j.idle[:len(j.idle)-1]
-			pace.took(1)
+		wait, err := j.submit(&pace)
+		if err != nil {
+			return err
 		}
 		j.session.Flush()
-		if len(j.idle) == len(j.ios) && j.stopping.Load() {
+		if j.stopping.Load() && len(j.idle) == len(j.ios) {
 			return nil
 		}
 		var c *initiator.Command
-		if wait > 0 {
-			timer.Reset(wait)
+		select {
+		case c = <-j.done:
+		default:
+			var late <-chan time.Time
+			if wait > 0 {
+				timer.Reset(wait)
+				late = timer.C
+			}
 			select {
 			case c = <-j.done:
 			case <-j.wake:
-			case <-timer.C:
+			case <-late:
 			}
-		} else {
-			c = <-j.done
 		}
 		now := clock()
 		for c != nil {
@@ -186,6 +192,62 @@ func (j *job) run() error {
 			}
 		}
 	}
+}
+
+// submit queues what may be submitted now: first what has to be repeated. It returns how long the next I/O has to wait if it waits for a
+// time, and not for the end of another one.
+func (j *job) submit(pace *pacer) (wait time.Duration, err error) {
+	if len(j.refused.waiting) > 0 {
+		if j.stopping.Load() {
+			j.abandon()
+			return 0, nil
+		}
+		for {
+			var x *slot
+			if x, wait = j.refused.next(clock(), j.flying()); x == nil {
+				break
+			}
+			if err := j.queue(x); err != nil {
+				return 0, err
+			}
+		}
+	}
+	for len(j.idle) > 0 && !j.stopping.Load() {
+		now := clock()
+		if !j.refused.room(now, j.flying()) {
+			break
+		}
+		if w := pace.wait(now); w > 0 {
+			if wait == 0 || w < wait {
+				wait = w
+			}
+			break
+		}
+		x := j.idle[len(j.idle)-1]
+		if err := j.start(x); err != nil {
+			return 0, err
+		}
+		j.idle = j.idle[:len(j.idle)-1]
+		pace.took(1)
+	}
+	return wait, nil
+}
+
+// flying returns how many I/Os the target has.
+func (j *job) flying() int { return len(j.ios) - len(j.idle) - len(j.refused.waiting) }
+
+// abandon gives up the I/Os that wait to be repeated. The target has not done them.
+func (j *job) abandon() {
+	for _, x := range j.refused.waiting {
+		if j.memory != nil {
+			if x.dir == write {
+				j.memory.versions[x.place] = x.version
+			}
+			j.memory.give(x.place)
+		}
+		j.idle = append(j.idle, x)
+	}
+	j.refused.waiting = j.refused.waiting[:0]
 }
 
 // start chooses an I/O and queues it.
@@ -204,14 +266,39 @@ func (j *job) start(x *slot) error {
 		x.place = j.memory.take(x.place)
 	}
 	j.aim(x)
-	n := len(j.ios) - len(j.idle) + 1
+	n := j.flying() + 1
 	i := 0
 	for n > 1 && i < len(j.depths)-1 {
 		n, i = n/2, i+1
 	}
 	j.depths[i]++
 	x.began = clock()
-	return j.session.Queue(context.Background(), &x.Command)
+	return j.queue(x)
+}
+
+// queue submits x.
+func (j *job) queue(x *slot) error {
+	x.where.Store(x.place*directions + int64(x.dir))
+	x.sent.Store(int64(clock()))
+	if err := j.session.Queue(context.Background(), &x.Command); err != nil {
+		return j.wrong(x, err)
+	}
+	return nil
+}
+
+// watch returns an error if the target has had an I/O for longer than ioTime. Another goroutine than that of run calls it.
+func (j *job) watch(now time.Duration) error {
+	for i := range j.ios {
+		x := &j.ios[i]
+		sent := x.sent.Load()
+		if sent == 0 || now-time.Duration(sent) <= ioTime {
+			continue
+		}
+		if where := x.where.Load(); x.sent.Load() == sent {
+			return j.at(int(where%directions), where/directions, errSilent)
+		}
+	}
+	return nil
 }
 
 // aim sets the command of x.
@@ -225,15 +312,24 @@ func (j *job) aim(x *slot) {
 	x.In, x.Out = nil, x.buf
 	j.disk.WriteCDB(&x.Command, off)
 	if j.memory != nil {
+		x.version = j.memory.versions[x.place]
 		j.memory.write(x.place, x.buf)
 	}
 }
 
 // ended takes the result of an I/O.
 func (j *job) ended(x *slot, now time.Duration) error {
+	x.sent.Store(0)
+	if x.Err == nil && x.Status != initiator.Good {
+		again, err := j.again(x, now)
+		if again || err != nil {
+			return err
+		}
+	}
 	if err := j.result(x); err != nil {
 		return err
 	}
+	j.refused.ended()
 	t := &j.tallies[x.dir]
 	t.ios.Add(1)
 	t.bytes.Add(uint64(j.size))
@@ -264,27 +360,52 @@ func (j *job) result(x *slot) error {
 	return nil
 }
 
-func (j *job) wrong(x *slot, err error) error {
-	return fmt.Errorf("%s of %d bytes at offset %d: %w", [...]string{"read", "write"}[x.dir], j.size, j.first+x.place*int64(j.size), err)
+func (j *job) wrong(x *slot, err error) error { return j.at(x.dir, x.place, err) }
+
+// at adds to err which I/O has failed.
+func (j *job) at(dir int, place int64, err error) error {
+	return fmt.Errorf("%s of %d bytes at offset %d: %w", [...]string{"read", "write"}[dir], j.size, j.first+place*int64(j.size), err)
 }
 
-// readBack verifies all that the job has written.
-func (j *job) readBack(ctx context.Context) (blocks int64, err error) {
-	buf := make([]byte, j.size)
-	for place, version := range j.memory.versions {
-		if version == 0 {
+// verifyLen is how many bytes readBack reads at once, unless an I/O is longer.
+const verifyLen = 1 << 20
+
+// readBack verifies all that the job has written, and counts the places in done. It reads neighbours together.
+func (j *job) readBack(ctx context.Context, done *atomic.Int64) error {
+	versions := j.memory.versions
+	most := max(verifyLen/j.size, 1)
+	buf := make([]byte, most*j.size)
+	for place := 0; place < len(versions); {
+		n := 0
+		for n < most && place+n < len(versions) && versions[place+n] != 0 {
+			n++
+		}
+		if n == 0 {
+			place++
 			continue
 		}
-		off := j.first + int64(place)*int64(j.size)
-		if err := j.disk.Read(ctx, buf, off); err != nil {
-			return blocks, err
+		if err := readWithin(ctx, j.disk, buf[:n*j.size], j.first+int64(place)*int64(j.size)); err != nil {
+			return fmt.Errorf("verify: %w", err)
 		}
-		if err := j.memory.check(int64(place), buf); err != nil {
-			return blocks, fmt.Errorf("%d bytes at offset %d: %w", j.size, off, err)
+		for i := range n {
+			if err := j.memory.check(int64(place), buf[i*j.size:][:j.size]); err != nil {
+				return fmt.Errorf("%d bytes at offset %d: %w", j.size, j.first+int64(place)*int64(j.size), err)
+			}
+			place++
 		}
-		blocks++
+		done.Add(int64(n))
 	}
-	return blocks, nil
+	return nil
+}
+
+// written returns how many places the job has written.
+func (m *memory) written() (n int64) {
+	for _, v := range m.versions {
+		if v != 0 {
+			n++
+		}
+	}
+	return n
 }
 
 // A pacer spaces I/Os evenly.

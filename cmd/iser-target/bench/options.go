@@ -28,7 +28,7 @@ type Options struct {
 	Jobs     int
 	Runtime  time.Duration
 	Ramp     time.Duration // before the measurement
-	Rate     int64         // bytes per second of each job and direction; 0: no limit
+	Rate     int64         // bytes per second of each job, both directions together; 0: no limit
 	RateIOPS int64         // I/Os per second of each job; 0: no limit
 	Verify   bool
 	Offset   int64 // bytes

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/HdrHistogram/hdrhistogram-go"
@@ -19,8 +20,13 @@ const (
 	// loginTime limits how long the sessions of a run may take to log in.
 	loginTime = 30 * time.Second
 	// endTime limits how long the I/Os in progress at the end of a run may take.
-	endTime = 30 * time.Second
+	endTime = ioTime
+	// leaveTime limits it after an interrupt.
+	leaveTime = 2 * time.Second
 )
+
+// errLogin is why a login ends that a target does not answer.
+var errLogin = fmt.Errorf("the target has not answered for %v", loginTime)
 
 // A Result is what a run has measured.
 type Result struct {
@@ -33,6 +39,8 @@ type Result struct {
 	Target      *Target   // nil: not known
 	Verified    int64     // I/Os that were read again at the end and were right
 	Interrupted bool      // before its time was over
+	Err         error     // why it has ended before its time; nil: it has not, or it was interrupted
+	LowestDepth int       // I/Os in progress of a job at most after BUSY or TASK SET FULL; Depth without them
 }
 
 // A Direction has the I/Os of one direction. Latencies are ns.
@@ -42,6 +50,7 @@ type Direction struct {
 	Min, Max        int64
 	Mean, Deviation float64
 	Recorded        uint64    // latencies
+	Repeats         Repeats   // of the whole run, with its ramp
 	IOPS, Bandwidth []float64 // per second, in each second
 	sum, squares    float64
 }
@@ -73,6 +82,10 @@ type Progress struct {
 	Elapsed, Of time.Duration
 	IOPS        [directions]float64 // in the last second
 	Bandwidth   [directions]float64 // bytes per second
+	Repeated    uint64              // I/Os since the run began, see Repeats
+
+	// After the I/O of a run that verifies: how many of the places that were written are verified so far.
+	Verified, Written int64
 }
 
 // Hooks are what a caller takes part in. Each may be nil.
@@ -114,7 +127,7 @@ func Run(ctx context.Context, o Options, h Hooks) ([]*Result, error) {
 
 // prepare checks o against the LUN, and the LUN before it is overwritten.
 func prepare(ctx context.Context, o *Options, h Hooks) error {
-	login, cancel := context.WithTimeout(ctx, loginTime)
+	login, cancel := context.WithTimeoutCause(ctx, loginTime, errLogin)
 	defer cancel()
 	s, err := initiator.Connect(login, o.Address, o.Login)
 	if err != nil {
@@ -186,7 +199,11 @@ func one(ctx context.Context, o *Options, h Hooks, p Progress) (*Result, error) 
 	for _, j := range jobs {
 		j.stop()
 	}
-	late := time.AfterFunc(endTime, func() {
+	patience := endTime
+	if ctx.Err() != nil {
+		patience = leaveTime
+	}
+	late := time.AfterFunc(patience, func() {
 		for _, j := range jobs {
 			j.session.Close() // its I/Os end with an error
 		}
@@ -197,10 +214,13 @@ func one(ctx context.Context, o *Options, h Hooks, p Progress) (*Result, error) 
 		}
 	}
 	running.Wait()
-	if !late.Stop() && err == nil {
+	switch ended := late.Stop(); {
+	case err != nil:
+	case ctx.Err() != nil:
+		err = ctx.Err()
+	case !ended:
 		err = fmt.Errorf("I/Os were still in progress %v after the end of the run", endTime)
-	}
-	if err == nil {
+	default:
 		select {
 		case err = <-failed:
 		default:
@@ -213,13 +233,13 @@ func one(ctx context.Context, o *Options, h Hooks, p Progress) (*Result, error) 
 		r.add(j)
 	}
 	r.finish()
-	for _, j := range jobs {
-		if err != nil || j.memory == nil {
-			continue
+	if err != nil && ctx.Err() == nil {
+		r.Err = err
+	}
+	if err == nil && o.Verify {
+		if r.Verified, err = readBack(ctx, h, p, jobs); err != nil && ctx.Err() == nil {
+			r.Err = err
 		}
-		var n int64
-		n, err = j.readBack(ctx)
-		r.Verified += n
 	}
 	for _, j := range jobs {
 		if err == nil {
@@ -229,9 +249,42 @@ func one(ctx context.Context, o *Options, h Hooks, p Progress) (*Result, error) 
 	return r, err
 }
 
+// readBack verifies what all jobs have written, and returns how many places were right. It shows its progress each second.
+func readBack(ctx context.Context, h Hooks, p Progress, jobs []*job) (verified int64, err error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	var done atomic.Int64
+	var running sync.WaitGroup
+	for _, j := range jobs {
+		p.Written += j.memory.written()
+		running.Go(func() {
+			if err := j.readBack(ctx, &done); err != nil {
+				cancel(err) // the first one is the reason
+			}
+		})
+	}
+	ended := make(chan struct{})
+	go func() {
+		running.Wait()
+		close(ended)
+	}()
+	tick := time.NewTicker(sampleTime)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ended:
+			return done.Load(), context.Cause(ctx)
+		case <-tick.C:
+			if p.Verified = done.Load(); h.Progress != nil {
+				h.Progress(p)
+			}
+		}
+	}
+}
+
 // begin logs in all jobs.
 func begin(ctx context.Context, o *Options, p Progress) (jobs []*job, err error) {
-	ctx, cancel := context.WithTimeout(ctx, loginTime)
+	ctx, cancel := context.WithTimeoutCause(ctx, loginTime, errLogin)
 	defer cancel()
 	for i := range o.Jobs {
 		j, err := newJob(ctx, o, i, p.Size, p.Depth)
@@ -338,11 +391,19 @@ func (m *measurement) sample(ctx context.Context, of time.Duration, r *Result) (
 		case <-tick.C:
 		}
 		now := clock()
+		for _, j := range m.jobs {
+			if err := j.watch(now); err != nil {
+				return false, err
+			}
+		}
 		rates := m.add(r, was, at)
 		was, at = m.counts(), now
 		if m.h.Progress != nil {
 			p := m.p
-			p.Elapsed, p.Of = now-began, of
+			p.Elapsed, p.Of, p.Repeated = now-began, of, 0
+			for _, j := range m.jobs {
+				p.Repeated += j.repeated.Load()
+			}
 			for d := range rates {
 				p.IOPS[d], p.Bandwidth[d] = rates[d][0], rates[d][1]
 			}
@@ -378,6 +439,10 @@ func (r *Result) add(j *job) {
 		x.Max = max(x.Max, t.high)
 		x.sum += t.sum
 		x.squares += t.squares
+		x.Repeats.add(&t.repeats)
+	}
+	if low := j.refused.lowest; r.LowestDepth == 0 || low < r.LowestDepth {
+		r.LowestDepth = low
 	}
 	for i, n := range j.depths {
 		r.Depths[i] += n

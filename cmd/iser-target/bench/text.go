@@ -13,9 +13,13 @@ import (
 func WriteTable(w io.Writer, o *Options, results []*Result, base *Baseline) error {
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', tabwriter.AlignRight)
 	heads := []string{"RW", "BS", "QD", "IOPS", "MB/s", "MEAN", "P50", "P99", "P99.9", "MAX", "CPU"}
-	withTarget := false
+	withTarget, withRepeats := false, false
 	for _, r := range results {
 		withTarget = withTarget || r.Target != nil && r.Target.CPU > 0
+		withRepeats = withRepeats || r.Repeated() > 0
+	}
+	if withRepeats {
+		heads = append(heads, "REPEATED")
 	}
 	if withTarget {
 		heads = append(heads, "TARGET CPU")
@@ -37,6 +41,9 @@ func WriteTable(w io.Writer, o *Options, results []*Result, base *Baseline) erro
 				row = append(row, latency(float64(value(x.Latency, p, x.Max))))
 			}
 			row = append(row, latency(float64(x.Max)), cpu(r.Initiator.User+r.Initiator.System, r.Elapsed))
+			if withRepeats {
+				row = append(row, fmt.Sprint(x.Repeats.Total()))
+			}
 			if withTarget {
 				target := "-"
 				if r.Target != nil {
@@ -58,6 +65,17 @@ func WriteTable(w io.Writer, o *Options, results []*Result, base *Baseline) erro
 			fmt.Fprintf(w, "\n%s: %d places were read again and have the data that was written last.\n", r.Name(o), r.Verified)
 		}
 	}
+	for _, r := range results {
+		if r.Repeated() == 0 {
+			continue
+		}
+		all := r.repeats()
+		fmt.Fprintf(w, "\n%s: I/Os were repeated: %v.", r.Name(o), &all)
+		if r.LowestDepth < r.Depth {
+			fmt.Fprintf(w, " A job had at times only %d in progress.", r.LowestDepth)
+		}
+		fmt.Fprintln(w)
+	}
 	if base != nil {
 		fmt.Fprintln(w, "\np is the p-value of Welch's t-test over the IOPS of each second. Below 0.01 the difference is hardly chance.")
 	}
@@ -65,6 +83,20 @@ func WriteTable(w io.Writer, o *Options, results []*Result, base *Baseline) erro
 		writePhases(w, o, r)
 	}
 	return nil
+}
+
+// repeats returns those of both directions.
+func (r *Result) repeats() (all Repeats) {
+	for d := range r.Directions {
+		all.add(&r.Directions[d].Repeats)
+	}
+	return all
+}
+
+// Repeated returns how often I/Os were repeated.
+func (r *Result) Repeated() uint64 {
+	all := r.repeats()
+	return all.Total()
 }
 
 // compared returns the columns of a difference.

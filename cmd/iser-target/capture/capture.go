@@ -95,6 +95,11 @@ type Capture struct {
 	max       int64
 	flows     map[uint32]*flow
 	buf       []byte // one packet
+	unit      []byte // one PDU or FPDU
+	filter    Filter
+	tasks     map[uint32]bool // by ITT: whether the filter selects it
+	stags     map[stag]bool   // of initiators
+	sinks     map[stag]bool   // of RDMA Reads
 	lostBytes uint64
 	sum       schema.Summary
 }
@@ -182,6 +187,7 @@ func (k *Capture) Run(ctx context.Context, w io.Writer, max int64, application, 
 	defer context.AfterFunc(ctx, func() { k.stop(context.Cause(ctx)) })()
 	start := time.Now()
 	k.file, k.max, k.flows = newFile(w, application, name, description), max, map[uint32]*flow{}
+	k.tasks, k.stags, k.sinks = map[uint32]bool{}, map[stag]bool{}, map[stag]bool{}
 	k.file.flush()
 	other := make([]byte, 0, bufferLen)
 	for last := false; !last && k.file.err == nil; {
@@ -196,6 +202,7 @@ func (k *Capture) Run(ctx context.Context, w io.Writer, max int64, application, 
 			r, payload, rest := parse(b)
 			if !k.packets(&r, payload) {
 				k.stop(errFull(max))
+				k.sum.Full = true
 				last = true
 				break
 			}

@@ -800,7 +800,7 @@ func TestLargeGapKeepsSequenceNumbersAhead(t *testing.T) {
 func TestBlocksAreThoseOfTheFormat(t *testing.T) {
 	var out bytes.Buffer
 	f := newFile(&out, "app", "if0", "what")
-	f.packet(0x0102030405060708, toInitiator, []byte{0x45, 1, 2, 3, 4}, "why")
+	f.packet(0x0102030405060708, toInitiator, []byte{0x45, 1, 2, 3, 4}, 2, "why")
 	before := f.size()
 	f.statistics(time.Unix(0, 1), time.Unix(0, 0x1_0000_0002), 7, 3, "end")
 	f.flush()
@@ -816,7 +816,7 @@ func TestBlocksAreThoseOfTheFormat(t *testing.T) {
 		// Enhanced Packet Block: type, length, interface, time (high, low), captured
 		// and original length, packet, padding, opt_comment, epb_flags: outbound,
 		// opt_endofopt, length
-		"\x06\x00\x00\x00" + "\x3c\x00\x00\x00" + "\x00\x00\x00\x00" + "\x04\x03\x02\x01" + "\x08\x07\x06\x05" + "\x05\x00\x00\x00" + "\x05\x00\x00\x00" +
+		"\x06\x00\x00\x00" + "\x3c\x00\x00\x00" + "\x00\x00\x00\x00" + "\x04\x03\x02\x01" + "\x08\x07\x06\x05" + "\x05\x00\x00\x00" + "\x07\x00\x00\x00" +
 		"\x45\x01\x02\x03\x04\x00\x00\x00" + "\x01\x00\x03\x00why\x00" + "\x02\x00\x04\x00\x02\x00\x00\x00" + "\x00\x00\x00\x00" + "\x3c\x00\x00\x00" +
 		// Interface Statistics Block: type, length, interface, time, opt_comment,
 		// isb_starttime, isb_endtime, isb_ifrecv, isb_ifdrop, opt_endofopt, length

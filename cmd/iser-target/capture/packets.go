@@ -38,6 +38,8 @@ type flow struct {
 	open              bool // the handshake has been written
 	streams           [2]stream
 	id                uint16 // of the next IPv4 packet
+	talk              talk
+	steps             bool // a login over TCP continues as iSER
 }
 
 // A stream is one direction of a flow.
@@ -47,6 +49,7 @@ type stream struct {
 	live  bool   // a byte after the head was written
 	ended bool
 	framing
+	unit piece // of a filter
 }
 
 // newFlow returns the flow with that number. The sequence numbers differ from flow to
@@ -70,9 +73,9 @@ func (s *stream) skip(pos uint64) (gap uint64) {
 	return gap
 }
 
-// header appends the IP and TCP headers of a packet of f with that payload. Package layers
+// header appends the IP and TCP headers of a packet of f that begins with that payload, of a segment. Package layers
 // could do it, but its checksum of two bytes a step would halve the speed of a capture.
-func (f *flow) header(b []byte, d direction, flags byte, payload []byte) []byte {
+func (f *flow) header(b []byte, d direction, flags byte, payload []byte, segment int) []byte {
 	from, to := f.initiator, f.target
 	if d == toInitiator {
 		from, to = to, from
@@ -81,7 +84,7 @@ func (f *flow) header(b []byte, d direction, flags byte, payload []byte) []byte 
 	if flags&syn != 0 {
 		options = []byte{3, 3, windowScale, 1} // Window Scale, No-Operation
 	}
-	n := tcpHeaderLen + len(options) + len(payload)
+	n := tcpHeaderLen + len(options) + segment
 	src, dst := from.Addr().AsSlice(), to.Addr().AsSlice()
 	sum := uint64(protocolTCP + n) // of the pseudo header
 	sum = add(add(sum, src), dst)
@@ -191,6 +194,9 @@ func (k *Capture) packets(r *record, payload []byte) bool {
 		}
 	}
 	s.live = s.live || r.kind == data
+	if k.filter.cuts() {
+		return k.cut(f, r, payload, comment)
+	}
 	for len(payload) > 0 {
 		n := s.next(payload[:min(len(payload), maxSegment)])
 		if !k.packet(f, r.dir, psh|ack, r.time, payload[:n], comment) {
@@ -205,11 +211,16 @@ func (k *Capture) packets(r *record, payload []byte) bool {
 
 // packet writes one packet and returns true, or returns false if the file has no room.
 func (k *Capture) packet(f *flow, d direction, flags byte, time int64, payload []byte, comment string) bool {
-	k.buf = append(f.header(k.buf[:0], d, flags, payload), payload...)
+	return k.truncated(f, d, flags, time, payload, len(payload), comment)
+}
+
+// truncated writes a packet like packet, of a segment that begins with the payload.
+func (k *Capture) truncated(f *flow, d direction, flags byte, time int64, payload []byte, segment int, comment string) bool {
+	k.buf = append(f.header(k.buf[:0], d, flags, payload, segment), payload...)
 	if k.file.size()+packetLen(len(k.buf), len(comment))+statisticsLen > k.max {
 		return false
 	}
-	k.file.packet(time, d, k.buf, comment)
+	k.file.packet(time, d, k.buf, segment-len(payload), comment)
 	k.sum.Packets++
 	return true
 }

@@ -65,8 +65,8 @@ func packetLen(n, comment int) int64 {
 	return int64(l)
 }
 
-// packet appends a packet. The comment may be empty.
-func (f *file) packet(ns int64, d direction, b []byte, comment string) {
+// packet appends a packet, of which missing bytes at its end are left out. The comment may be empty.
+func (f *file) packet(ns int64, d direction, b []byte, missing int, comment string) {
 	options := pcapgo.NgPacketOptions{Flags: &pcapgo.NgEpbFlags{Direction: pcapgo.NgEpbFlagDirectionInbound}}
 	if d == toInitiator {
 		options.Flags.Direction = pcapgo.NgEpbFlagDirectionOutbound
@@ -74,7 +74,7 @@ func (f *file) packet(ns int64, d direction, b []byte, comment string) {
 	if comment != "" {
 		options.Comments = []string{comment}
 	}
-	f.keep(f.ng.WritePacketWithOptions(gopacket.CaptureInfo{Timestamp: time.Unix(0, ns), CaptureLength: len(b), Length: len(b)}, b, options))
+	f.keep(f.ng.WritePacketWithOptions(gopacket.CaptureInfo{Timestamp: time.Unix(0, ns), CaptureLength: len(b), Length: len(b) + missing}, b, options))
 }
 
 // statistics appends the Interface Statistics Block that ends the file.

@@ -17,7 +17,7 @@ import (
 func (p *program) auth() *cobra.Command {
 	list := list(p, verb{names: targetOptional, use: "list [TARGET]", short: "List the CHAP users of a target, without secrets", args: cobra.ExactArgs(1), complete: p.complete(targets)},
 		func(ctx context.Context, c *call) ([]schema.UserState, error) { return c.Users(ctx, c.args[0]) },
-		"USER INITIATOR SECRET SESSIONS OUTDATED", func(u *schema.UserState) []any {
+		"USER* INITIATOR SECRET SESSIONS OUTDATED", func(u *schema.UserState) []any {
 			where := "configuration"
 			if u.SecretFile != "" {
 				where = u.SecretFile
@@ -27,7 +27,7 @@ func (p *program) auth() *cobra.Command {
 			}
 			return []any{u.Name, u.Initiator, where, u.Sessions, u.Outdated}
 		})
-	remove := p.change(verb{names: targetOptional, use: "remove [TARGET] USER", short: "Remove a CHAP user", args: cobra.ExactArgs(2), complete: p.complete(targets, users)},
+	remove := p.change(verb{names: targetOptional, use: "delete [TARGET] USER", short: "Delete a CHAP user", args: cobra.ExactArgs(2), complete: p.complete(targets, users)},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
 			return c.RemoveUser(ctx, c.args[0], c.args[1], o)
 		})
@@ -36,7 +36,8 @@ func (p *program) auth() *cobra.Command {
 
 // users completes the names of the CHAP users of a target.
 func users(ctx context.Context, c *client.Client, args []string) []string {
-	found, _ := c.Users(ctx, args[0])
+	target, _ := findTarget(ctx, c, args[0])
+	found, _ := c.Users(ctx, target)
 	return texts(found, func(u schema.UserState) string { return u.Name })
 }
 
@@ -70,7 +71,7 @@ func (c *call) printSecret(user, made string, dry bool) error {
 
 func (p *program) addUser() *cobra.Command {
 	var file, initiator string
-	cmd := p.changeThen(verb{names: targetOptional, use: "add [TARGET] USER", short: "Add a CHAP user", args: cobra.ExactArgs(2), complete: p.complete(targets),
+	cmd := p.changeThen(verb{names: targetOptional, use: "create [TARGET] USER", short: "Create a CHAP user", args: cobra.ExactArgs(2), complete: p.complete(targets),
 		long: "Add a CHAP user to a target. " + newSecret + "\nA target that says nothing about authentication requires CHAP from then on."},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, func() error, error) {
 			u, made, err := c.secretOf(c.args[1], file)

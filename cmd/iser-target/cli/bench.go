@@ -229,16 +229,32 @@ func (b *benchCommand) chap(cmd *cobra.Command) error {
 	}
 	c := &initiator.CHAP{Name: b.user}
 	var err error
-	if c.Secret, err = config.ReadSecret(b.secretFile); err != nil {
-		return fmt.Errorf("--chap-secret-file: %s: %w", b.secretFile, err)
+	if c.Secret, err = readCHAPSecret("--chap-secret-file", b.secretFile); err != nil {
+		return err
 	}
 	if b.targetSecretFile != "" {
-		if c.TargetSecret, err = config.ReadSecret(b.targetSecretFile); err != nil {
-			return fmt.Errorf("--chap-target-secret-file: %s: %w", b.targetSecretFile, err)
+		if c.TargetSecret, err = readCHAPSecret("--chap-target-secret-file", b.targetSecretFile); err != nil {
+			return err
+		}
+		if c.TargetSecret == c.Secret {
+			return fmt.Errorf("--chap-target-secret-file: %s has the same secret as --chap-secret-file (RFC 7143, section 9.2.1, forbids it)",
+				b.targetSecretFile)
 		}
 	}
 	b.o.Login.CHAP = c
 	return nil
+}
+
+// readCHAPSecret reads the file with a secret that a flag names.
+func readCHAPSecret(flag, path string) (security.Secret, error) {
+	s, err := config.ReadSecret(path)
+	if err == nil && s.Short() {
+		err = fmt.Errorf("the secret has %d bytes, less than %d (96 bits)", len(s), security.MinSecret)
+	}
+	if err != nil {
+		return "", fmt.Errorf("%s: %s: %w", flag, path, err)
+	}
+	return s, nil
 }
 
 // target returns the hook that asks the target what it has measured. It returns nil if no target answers at the control
@@ -329,8 +345,15 @@ func (l *benchLine) show(p bench.Progress) {
 	if p.Ramp {
 		what += "ramp "
 	}
-	what += fmt.Sprintf("%.0f of %.0f s: %.0f IOPS, %s MB/s read, %s MB/s written", p.Elapsed.Seconds(), p.Of.Seconds(), p.IOPS[0]+p.IOPS[1],
+	speed := fmt.Sprintf("%.0f of %.0f s: %.0f IOPS, %s MB/s read, %s MB/s written", p.Elapsed.Seconds(), p.Of.Seconds(), p.IOPS[0]+p.IOPS[1],
 		megabytes(p.Bandwidth[0]), megabytes(p.Bandwidth[1]))
+	if p.Repeated > 0 {
+		speed += fmt.Sprintf(", %d repeated", p.Repeated)
+	}
+	if p.Written > 0 {
+		speed = fmt.Sprintf("verified %d of %d places", p.Verified, p.Written)
+	}
+	what += speed
 	switch {
 	case l.terminal:
 		columns, _ := windowSize(l.w)

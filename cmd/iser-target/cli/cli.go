@@ -10,11 +10,14 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"reflect"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
 
+	"github.com/ohler55/ojg/jp"
 	"github.com/spf13/cobra"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
@@ -51,6 +54,9 @@ type usageError struct {
 func (e *usageError) Error() string { return e.err.Error() }
 func (e *usageError) Unwrap() error { return e.err }
 
+// Usage returns an error of a wrong command line of cmd.
+func Usage(cmd *cobra.Command, format string, a ...any) error { return usage(cmd, format, a...) }
+
 // usage returns a usageError of cmd.
 func usage(cmd *cobra.Command, format string, a ...any) error {
 	return &usageError{cmd, fmt.Errorf(format, a...)}
@@ -62,12 +68,15 @@ func Report(w io.Writer, err error) int {
 		return ExitOK
 	}
 	// A server, and what it names, may contain escape sequences for the terminal. Several errors have a line each.
-	for i, line := range strings.Split(err.Error(), "\n") {
-		prefix := "iser-target: "
-		if i > 0 {
+	prefix := "iser-target: "
+	for _, one := range parts(err) {
+		for _, line := range strings.Split(one.Error(), "\n") {
+			fmt.Fprintln(w, prefix+shown(strings.ReplaceAll(line, "\t", "  ")))
 			prefix = ""
 		}
-		fmt.Fprintln(w, prefix+shown(line))
+		if wrong, ok := one.(*config.Error); ok && wrong.At.Caret() != "" {
+			fmt.Fprintln(w, wrong.At.Caret())
+		}
 	}
 	var (
 		u *usageError
@@ -89,6 +98,23 @@ func Report(w io.Writer, err error) int {
 	return cmp.Or(exits[e.Code], ExitError)
 }
 
+// parts returns the errors that err joins, or err.
+func parts(err error) (list []error) {
+	joined, ok := err.(interface{ Unwrap() []error })
+	if !ok {
+		return []error{err}
+	}
+	var texts []string
+	for _, e := range joined.Unwrap() {
+		list = append(list, parts(e)...)
+		texts = append(texts, e.Error())
+	}
+	if strings.Join(texts, "\n") != err.Error() { // not by errors.Join
+		return []error{err}
+	}
+	return list
+}
+
 var exits = map[schema.Code]int{
 	schema.Refused: ExitRefused, schema.NotFound: ExitNotFound, schema.Unreached: ExitUnreachable, schema.Forbidden: ExitUnreachable,
 }
@@ -100,7 +126,7 @@ func hintOf(e *schema.Error) string {
 		return strings.Join(append(remediesOf(e.Plan.Needs()), "--dry-run shows the plan."), " ")
 	case e.Code == schema.NotFound && strings.HasPrefix(e.Hint, "GET "):
 		kind, _, _ := strings.Cut(e.Message, " ")
-		return cmp.Or(lists[kind], "see iser-target target list, lun list, portal list, session list or reservation show")
+		return cmp.Or(lists[kind], "see iser-target target list, lun list, portal list, session list or reservation list")
 	case e.Code == schema.Invalid && strings.HasPrefix(e.Hint, "GET "): // about requests, not the command line
 		return "nothing was changed"
 	case e.Code == schema.Edited:
@@ -111,8 +137,8 @@ func hintOf(e *schema.Error) string {
 
 // lists has the hints about what exists, by the first word of an error.
 var lists = map[string]string{
-	"target": "see iser-target target list", "LUN": "see iser-target lun list", "portal": "see iser-target portal list",
-	"session": "see iser-target session list", "reservation": "see iser-target reservation show",
+	"target": "see iser-target target list", "LUN": "see iser-target lun list", "snapshot": "see iser-target lun snapshot list", "portal": "see iser-target portal list",
+	"session": "see iser-target session list", "reservation": "see iser-target reservation list",
 }
 
 // remediesOf returns sentences about the flags that allow a refused plan.
@@ -135,8 +161,12 @@ func sentence(hint string) string {
 	return strings.TrimSuffix(hint, ".") + "."
 }
 
-// timeLimit is the default of --timeout. A change may wait for other changes and for commands to end.
-const timeLimit = 2 * time.Minute
+// timeLimit is the default of --timeout.
+const timeLimit = 10 * time.Second
+
+// workLimit is what a change may take without --timeout, if the target shows that it works on it: a change may wait for
+// others, and for commands to end. It is also the longest time without progress of work that reports it.
+const workLimit = 2 * time.Minute
 
 // maxTimeLimit is the longest --timeout.
 const maxTimeLimit = 24 * time.Hour
@@ -148,14 +178,20 @@ type program struct {
 	context string
 	tls     client.TLSFiles
 	timeout time.Duration
-	format  string // of -o
+	format  string  // of -o
+	path    jp.Expr // of -o jsonpath; nil: another format
+
+	noHeaders bool // of lists
+	watch     bool
+	sortBy    string
+	sortPath  jp.Expr
 }
 
 // AddTo adds the commands to root. Report tells their wrong command lines from errors.
 func AddTo(root *cobra.Command) {
 	p := &program{}
 	for _, c := range []*cobra.Command{
-		p.target(), p.lun(), p.portal(), p.session(), p.reservation(), p.initiator(), p.auth(), p.contextCommands(), p.ipsec(), p.limits(), p.config(), p.events(), p.top(), p.bench(), p.selftest(), p.explain(), p.doctor(), p.capture(), p.drain(), p.upgrade(),
+		p.target(), p.lun(), p.portal(), p.session(), p.reservation(), p.initiator(), p.auth(), p.contextCommands(), p.ipsec(), p.limits(), p.config(), p.events(), p.top(), p.bench(), p.selftest(), p.explain(), p.status(), p.doctor(), p.capture(), p.connect(), p.drain(), p.upgrade(),
 	} {
 		p.whereFlags(c)
 		root.AddCommand(c)
@@ -218,8 +254,8 @@ func typeArgs(cmd *cobra.Command) {
 // aliases has other names of commands, which users of other tools type.
 var aliases = map[string][]string{
 	"target": {"targets"}, "lun": {"luns"}, "portal": {"portals"}, "session": {"sessions"}, "initiator": {"initiators"},
-	"reservation": {"reservations"}, "context": {"contexts"}, "user": {"users"},
-	"list": {"ls"}, "delete": {"rm", "remove"}, "add": {"create"}, "remove": {"rm", "delete"}, "create": {"add"},
+	"reservation": {"reservations"}, "snapshot": {"snapshots"}, "context": {"contexts"}, "user": {"users"},
+	"list": {"ls"}, "delete": {"rm", "remove"}, "create": {"add"}, "allow": {"create", "add"}, "deny": {"delete", "remove", "rm"}, "kill": {"delete", "rm"},
 }
 
 // group returns a command that only has subcommands.
@@ -239,7 +275,7 @@ func (p *program) whereFlags(c *cobra.Command) {
 	f.StringVar(&p.socket, "socket", "", "Unix socket of the control API of the target (default: $"+envSocket+", else "+cmp.Or(config.DefaultSocket(), "none")+")")
 	f.StringVar(&p.address, "address", "", "host:port of the control API of a target on another machine, or rdma://host:port of its portal (default: $"+envAddress+")")
 	f.StringVar(&p.context, "context", "", "name of the target in context list (default: $"+envContext+", else the current one)")
-	f.DurationVar(&p.timeout, "timeout", timeLimit, "how long the target may take to answer; during long work, to make progress")
+	f.DurationVar(&p.timeout, "timeout", timeLimit, "how long the target may take to answer; if given, also to complete a change or to make progress, which may take 2m otherwise")
 	c.RegisterFlagCompletionFunc("context", contextNames)
 	c.MarkPersistentFlagFilename("socket")
 	for _, file := range p.files() {
@@ -275,9 +311,20 @@ func (p *program) client(cmd *cobra.Command) (*client.Client, error) {
 	}
 	c, err := p.locate(cmd)
 	if err == nil {
-		c.Limit(p.timeout)
+		c.Limit(p.timeout, p.work(cmd))
+		c.WhileWaiting(func(d time.Duration) {
+			fmt.Fprintf(cmd.ErrOrStderr(), "The target still works on the change after %v. Interrupt to stop waiting for it.\n", d.Round(time.Second))
+		})
 	}
 	return c, err
+}
+
+// work returns how long the target may work on a change of cmd.
+func (p *program) work(cmd *cobra.Command) time.Duration {
+	if cmd.Flags().Changed("timeout") {
+		return p.timeout
+	}
+	return max(p.timeout, workLimit)
 }
 
 // locate returns the client without its time limit.
@@ -356,6 +403,7 @@ type call struct {
 	*client.Client
 	cmd    *cobra.Command
 	limit  time.Duration // --timeout
+	work   time.Duration // of a change
 	args   []string
 	target string // with lun, set by parseLUN
 	lun    int
@@ -375,8 +423,8 @@ func (p *program) command(v verb) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			call := &call{Client: c, cmd: cmd, limit: p.timeout, args: args}
-			ctx, cancel := context.WithTimeout(cmd.Context(), p.timeout)
+			call := &call{Client: c, cmd: cmd, limit: p.timeout, work: p.work(cmd), args: args}
+			ctx, cancel := context.WithTimeout(cmd.Context(), call.work) // the client limits each request
 			defer cancel()
 			if err := call.nameTarget(ctx, &v); err != nil {
 				return err
@@ -417,11 +465,11 @@ func (p *program) changeThen(v verb, change func(context.Context, *call, schema.
 		do := o
 		// A user who says how sessions end agrees that they end.
 		do.Disrupt = o.Disrupt || o.Now || o.Drain > 0
-		ctx, cancel := context.WithTimeout(c.cmd.Context(), p.timeout+o.Drain)
+		ctx, cancel := context.WithTimeout(c.cmd.Context(), c.work+o.Drain)
 		defer cancel()
 		plan, then, err := change(ctx, c, do)
 		if err != nil {
-			return err
+			return c.byFlags(err)
 		}
 		if do.DryRun {
 			err = p.print(c.cmd.OutOrStdout(), plan, func(t *table) { planTable(t, plan, &do) })
@@ -443,6 +491,42 @@ func (p *program) changeThen(v verb, change func(context.Context, *call, schema.
 	}
 	f.DurationVar(&o.Drain, "drain", 0, "let the commands of what is removed finish for up to this time, then abort them (implies --disrupt; default 10s)")
 	return cmd
+}
+
+// ofObject matches the place of an object in a configuration, before a key of it.
+var ofObject = regexp.MustCompile(`^(targets\[\d+\]\.luns|targets|portals)\[\d+\]\.`)
+
+// byFlags returns an error about keys of the object that the command makes or changes as one about the flags, or the
+// KEY=VALUE, that the user gave.
+func (c *call) byFlags(err error) error {
+	var e *schema.Error
+	if !errors.As(err, &e) || len(e.Problems) == 0 {
+		return err
+	}
+	var lines []string
+	for _, p := range e.Problems {
+		key := strings.TrimPrefix(p.Key, ofObject.FindString(p.Key))
+		name := ""
+		if flag := "--" + strings.ReplaceAll(key, "_", "-"); c.cmd.Flags().Lookup(flag[2:]) != nil {
+			name = flag
+		}
+		for _, a := range c.args {
+			if given, _, ok := strings.Cut(a, "="); ok && given == key {
+				name = key
+			}
+		}
+		if c.cmd.Name() == "resize" && key == "size" {
+			name = "SIZE"
+		}
+		if name == "" || key == p.Key {
+			return err
+		}
+		if !strings.HasPrefix(p.Reason, "is ") && !strings.HasPrefix(p.Reason, "must ") {
+			name += ":"
+		}
+		lines = append(lines, name+" "+p.Reason)
+	}
+	return usage(c.cmd, "%s", strings.Join(lines, "\n"))
 }
 
 // absolute returns path for the target, which may run in another directory or on another machine
@@ -498,7 +582,52 @@ func targets(ctx context.Context, c *client.Client, _ []string) []string {
 func luns(ctx context.Context, c *client.Client, args []string) []string {
 	target, _ := findTarget(ctx, c, args[0])
 	found, _ := c.LUNs(ctx, target)
-	return texts(found, func(l schema.LUNState) string { return strconv.Itoa(l.ID) })
+	return texts(found, func(l schema.LUNState) string {
+		return cobra.CompletionWithDesc(strconv.Itoa(l.ID), printable(strings.TrimSpace(fmt.Sprintf("%v %s %s", size(l.Size), l.Backend, l.Path))))
+	})
+}
+
+// refused completes the names of initiators whose login was refused, the last first. The target reports no name that is not
+// valid, so a shell gets none with $ or blanks.
+func refused(ctx context.Context, c *client.Client, _ []string) (names []string) {
+	reasons := map[string]any{}
+	c.Events(ctx, 0, false, func(e schema.Event) error {
+		if name, _ := e.Attrs["initiator"].(string); e.Event == "login" && e.Attrs["outcome"] == "refused" && name != "" {
+			names = append(slices.DeleteFunc(names, func(n string) bool { return n == name }), name)
+			reasons[name] = e.Attrs["reason"]
+		}
+		return nil
+	})
+	slices.Reverse(names)
+	return texts(names, func(name string) string {
+		return cobra.CompletionWithDesc(name, printable(fmt.Sprint("refused: ", reasons[name])))
+	})
+}
+
+// initiators completes the names of initiators: those that were refused, and those with a session.
+func initiators(ctx context.Context, c *client.Client, args []string) []string {
+	found, _ := c.Sessions(ctx)
+	return append(refused(ctx, c, args), texts(found, func(s schema.SessionState) string { return s.Initiator })...)
+}
+
+// completeKeys completes KEY= with the keys of object, a struct of the configuration, without those in but, after the
+// arguments that lists complete.
+func (p *program) completeKeys(object any, but []string, lists ...func(ctx context.Context, c *client.Client, args []string) []string) cobra.CompletionFunc {
+	var keys []string
+	t := reflect.TypeOf(object)
+	for i := range t.NumField() {
+		if key := t.Field(i).Tag.Get("key"); key != "" && !slices.Contains(but, key) {
+			keys = append(keys, key+"=")
+		}
+	}
+	slices.Sort(keys)
+	before := p.complete(lists...)
+	return func(cmd *cobra.Command, args []string, part string) ([]string, cobra.ShellCompDirective) {
+		if len(args) < len(lists) {
+			return before(cmd, args, part)
+		}
+		return keys, cobra.ShellCompDirectiveNoFileComp | cobra.ShellCompDirectiveNoSpace
+	}
 }
 
 // portals completes the addresses of portals.

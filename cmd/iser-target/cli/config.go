@@ -6,14 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"slices"
-	"strconv"
 	"strings"
-	"time"
 	"unicode"
 
 	"github.com/spf13/cobra"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/httpd"
 	"github.com/iser-target/iser-target/cmd/iser-target/probe"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
@@ -38,7 +36,11 @@ func (p *program) config() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			for _, w := range cfg.Warnings() {
+			warnings := cfg.Warnings()
+			if w := config.LooseDirectory(source); w != "" && args[0] != "-" {
+				warnings = append(warnings, w)
+			}
+			for _, w := range warnings {
 				if _, err := fmt.Fprintf(cmd.ErrOrStderr(), "%s: warning: %s\n", source, printable(w)); err != nil {
 					return err
 				}
@@ -97,11 +99,24 @@ standard input.`},
 			_, err = c.cmd.OutOrStdout().Write(b)
 			return err
 		}})
-	validate.Flags().BoolVar(&checkPaths, "check-paths", false, "check on this machine that the files and devices of LUNs can be opened, or created")
-	return group("config", "Check, plan, apply and export the configuration", validate, plan, apply, export)
+	schemaCommand := &cobra.Command{
+		Use:   "schema",
+		Short: "Print the JSON Schema of the configuration file, for editors",
+		Long: "Print the JSON Schema of the configuration file. Editors with a YAML language server\n" +
+			"complete keys by it, show their meaning, and mark what is wrong. config validate checks\nmore.",
+		Example: "  iser-target config schema > iser-target.schema.json",
+		Args:    cobra.NoArgs, ValidArgsFunction: cobra.NoFileCompletions,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			_, err := cmd.OutOrStdout().Write(config.Schema())
+			return err
+		},
+	}
+	validate.Flags().BoolVar(&checkPaths, "check-paths", false, "check on this machine that the files and devices of LUNs can be opened, or created, and that web configuration files can be used")
+	return group("config", "Check, plan, apply, edit and restore the configuration", append(p.history(), validate, schemaCommand, plan, apply, export, p.importCommand())...)
 }
 
-// lookAtPaths returns an error for each LUN of cfg whose file or device a target on this machine could neither open nor create.
+// lookAtPaths returns an error for each LUN of cfg whose file or device a target on this machine could neither open nor create,
+// and for each web configuration file that it could not use.
 func lookAtPaths(source string, cfg *config.Config) error {
 	var errs []error
 	for i, t := range cfg.Targets {
@@ -109,6 +124,11 @@ func lookAtPaths(source string, cfg *config.Config) error {
 			if err := probe.LUN(&l); err != nil {
 				errs = append(errs, &config.Error{Source: source, Key: fmt.Sprintf("targets[%d].luns[%d]", i, j), Reason: err.Error()})
 			}
+		}
+	}
+	for _, w := range cfg.WebConfigs() {
+		if err := httpd.CheckWeb(w.File); err != nil {
+			errs = append(errs, &config.Error{Source: source, Key: w.Key, Reason: err.Error()})
 		}
 	}
 	return errors.Join(errs...)
@@ -164,55 +184,6 @@ func (c *call) readDocument(ctx context.Context) (source string, b []byte, err e
 	return path, b, err
 }
 
-// events returns the command that shows events.
-func (p *program) events() *cobra.Command {
-	var (
-		follow bool
-		since  uint64
-	)
-	cmd := p.output(verb{use: "events [--follow]", short: "Show events: logins, refusals, changes, path errors", args: cobra.NoArgs,
-		long: "Show events: logins and refusals with their reasons, changes, path errors. The\ntarget stores the last 1024 of each kind. -o json writes one object on each line.",
-		run: func(ctx context.Context, c *call) error {
-			w := c.cmd.OutOrStdout()
-			if follow {
-				ctx = c.cmd.Context() // heartbeats bound it
-			}
-			err := c.Events(ctx, since, follow, func(e schema.Event) error {
-				return p.printOne(w, e, func() string { return eventLine(&e) })
-			})
-			if follow && ctx.Err() != nil {
-				return nil // interrupted, as intended
-			}
-			if err == nil && follow {
-				err = &schema.Error{Code: schema.Unreached, Message: "the target ended the events: it stopped, or the caller lost its role or certificate", Hint: "repeat the command"}
-			}
-			return err
-		}})
-	cmd.Flags().BoolVarP(&follow, "follow", "f", false, "continue with new events until interrupted")
-	cmd.Flags().Uint64Var(&since, "since", 0, "only events with higher numbers")
-	return cmd
-}
-
-// eventLine returns an event as one line, without empty attributes.
-func eventLine(e *schema.Event) string {
-	var attrs []string
-	for k, v := range e.Attrs {
-		text := fmt.Sprint(v)
-		if n, ok := v.(float64); ok { // JSON numbers are float64; avoid exponents
-			text = strconv.FormatFloat(n, 'f', -1, 64)
-		}
-		if text == "" {
-			continue
-		}
-		if strings.ContainsAny(text, " \"") {
-			text = fmt.Sprintf("%q", text)
-		}
-		attrs = append(attrs, k+"="+text)
-	}
-	slices.Sort(attrs)
-	return printable(strings.TrimSpace(fmt.Sprintf("%d %s %s %s: %s %s", e.Number, e.Time.Local().Format(time.DateTime), e.Level, e.Event, e.Text, strings.Join(attrs, " "))))
-}
-
 // errNotAdmitted is the error of explain if the login would be refused.
 var errNotAdmitted = errors.New("the login would be refused")
 
@@ -249,6 +220,7 @@ func (p *program) explain() *cobra.Command {
 	f.StringVar(&portal, "portal", "", "portal of the login (default: the first that serves the target)")
 	f.StringVar(&from, "from", "", "address that the initiator connects from (default: one that the target admits)")
 	cmd.RegisterFlagCompletionFunc("target", p.complete(targets))
+	cmd.RegisterFlagCompletionFunc("initiator", p.complete(initiators))
 	return cmd
 }
 

@@ -185,7 +185,7 @@ func (p *program) contextCommands() *cobra.Command {
 		return err
 	}
 	add := &cobra.Command{
-		Use: "add NAME", Short: "Add a target that commands can name with --context, or replace one", Args: cobra.ExactArgs(1),
+		Use: "create NAME", Aliases: aliases["create"], Short: "Add a target that commands can name with --context, or replace one", Args: cobra.ExactArgs(1),
 		Long: "Add a target, with --socket, or with --address and the files of --tls-cert, --tls-key and --tls-ca.\nThe first context becomes the current one.",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			l, err := p.location(cmd)
@@ -218,7 +218,7 @@ func (p *program) contextCommands() *cobra.Command {
 		},
 	}
 	remove := &cobra.Command{
-		Use: "remove NAME", Short: "Remove a context; the target stays as it is", Args: cobra.ExactArgs(1), ValidArgsFunction: completeContexts,
+		Use: "delete NAME", Aliases: aliases["delete"], Short: "Delete a context; the target stays as it is", Args: cobra.ExactArgs(1), ValidArgsFunction: completeContexts,
 		RunE: func(_ *cobra.Command, args []string) error {
 			return edit(func(c *contexts) error {
 				if _, err := c.named(args[0]); err != nil {
@@ -233,7 +233,7 @@ func (p *program) contextCommands() *cobra.Command {
 		},
 	}
 	list := &cobra.Command{
-		Use: "list", Short: "List the contexts", Args: cobra.NoArgs,
+		Use: "list", Aliases: aliases["list"], Short: "List the contexts", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := p.checkOutput(cmd); err != nil {
 				return err
@@ -258,7 +258,7 @@ func (p *program) contextCommands() *cobra.Command {
 	return group("context", "Name the targets that you manage", add, use, list, remove)
 }
 
-// location returns what the flags of context add name.
+// location returns what the flags of context create name.
 func (p *program) location(cmd *cobra.Command) (*location, error) {
 	switch {
 	case (p.socket == "") == (p.address == ""):

@@ -1,8 +1,11 @@
 package cli
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
+	"time"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/cobra/doc"
@@ -28,6 +31,17 @@ func writeDocs(root *cobra.Command, dir string) error {
 	root.DisableAutoGenTag = true
 	header := &doc.GenManHeader{Section: "1", Source: "iser-target", Manual: "iser-target"}
 	if err := doc.GenManTree(root, header, man); err != nil {
+		return err
+	}
+	date := time.Now()
+	if s := os.Getenv("SOURCE_DATE_EPOCH"); s != "" { // as GenManTree does
+		n, err := strconv.ParseInt(s, 10, 64)
+		if err != nil {
+			return fmt.Errorf("SOURCE_DATE_EPOCH: %q is not a number of seconds", s)
+		}
+		date = time.Unix(n, 0)
+	}
+	if err := writeManuals(root, man, date); err != nil {
 		return err
 	}
 	for name, write := range map[string]func(path string) error{

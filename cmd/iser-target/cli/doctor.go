@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -49,6 +51,7 @@ on the machine of the target, because it checks the disks of its own machine.`,
 			list := []Finding{{fine, "target", "answers", ""}}
 			list = append(list, checkFile(ctx, c.Client, &st)...)
 			list = append(list, checkTargets(&st)...)
+			list = append(list, checkCRCs(&st)...)
 			if c.Remote() {
 				list = append(list, elsewhere("disks"))
 			} else {
@@ -99,10 +102,7 @@ func checkFile(ctx context.Context, c *client.Client, st *schema.State) []Findin
 	if st.Config == "" {
 		return []Finding{{warning, about, "no configuration file: changes are lost when the target stops", "start the target with --config"}}
 	}
-	var list []Finding
-	for _, text := range st.Pending {
-		list = append(list, Finding{warning, about, text + " takes effect at the next start", "restart the target when convenient"})
-	}
+	list := checkPending(st)
 	if c.Remote() {
 		return append(list, elsewhere(about))
 	}
@@ -147,6 +147,23 @@ func checkCertificates(st *schema.State, now time.Time) (list []Finding) {
 // elsewhere returns the warning for a check that requires the machine of the target.
 func elsewhere(about string) Finding {
 	return Finding{warning, about, "not checked: the target may be on another machine", "run doctor there"}
+}
+
+// checkCRCs finds iSER connections on which nothing notices data that the network changes: FPDUs without CRCs (RFC 5044, section
+// 4.4), beyond this machine and without ESP.
+func checkCRCs(st *schema.State) (list []Finding) {
+	for _, s := range st.Sessions {
+		for _, c := range s.Connections {
+			host, _, err := net.SplitHostPort(c.Remote)
+			protected := c.IPsec != nil && c.IPsec.Suite != ""
+			if c.Framing == nil || c.Framing.CRC || protected || err == nil && config.Loopback(host) {
+				continue
+			}
+			list = append(list, Finding{warning, fmt.Sprintf("session %d", s.TSIH), "has no CRCs on its connection from " + c.Remote,
+				"mpa.crc in docs/config.md says when the target asks for them"})
+		}
+	}
+	return list
 }
 
 // checkTargets finds LUNs that are not ready and targets that initiators cannot use.
@@ -265,8 +282,19 @@ func rounded(n int64) string {
 	return fmt.Sprintf("%d bytes", n)
 }
 
+// compact returns n bytes like rounded, as one word.
+func compact(n int64) string {
+	if n < 1<<10 {
+		return fmt.Sprintf("%dB", n)
+	}
+	return strings.ReplaceAll(rounded(n), " ", "")
+}
+
 // maxRefused bounds the refused logins that doctor shows.
 const maxRefused = 5
+
+// wrongResponse matches the reason of a login with a wrong CHAP secret.
+var wrongResponse = regexp.MustCompile(`response of CHAP user (".*") is wrong`)
 
 // checkLogins finds the last refused logins. Of those with the same initiator, target and
 // reason it returns the last one.
@@ -288,6 +316,12 @@ func checkLogins(ctx context.Context, c *client.Client) (list []Finding, err err
 			hint = fmt.Sprintf("iser-target explain --initiator %s --target %s", i, t)
 			if at := text("local"); at != "" { // the login may succeed at another portal
 				hint += " --portal " + at
+			}
+		}
+		if m := wrongResponse.FindStringSubmatch(text("reason")); m != nil { // explain checks no secrets
+			hint = fmt.Sprintf("the secret of the initiator is not that of CHAP user %s. Compare both, or make a new one with iser-target auth user rotate %s %s", m[1], text("target"), m[1])
+			if text("target") == "" {
+				hint = fmt.Sprintf("the secret of the initiator for discovery is not that of CHAP user %s in discovery_auth. Compare both", m[1])
 			}
 		}
 		this := refusal{text("initiator"), text("target"), text("reason")}

@@ -32,6 +32,28 @@ func TestDoctorReportsAStuckDisk(t *testing.T) {
 	}
 }
 
+// doctor names connections without CRCs, unless nothing on the way can change data, or ESP would notice.
+func TestDoctorNamesConnectionsWithoutCRCs(t *testing.T) {
+	connection := func(remote string, crc bool, suite string) schema.ConnectionState {
+		c := schema.ConnectionState{Remote: remote, Framing: &schema.FramingState{CRC: crc}}
+		if suite != "" {
+			c.IPsec = &schema.ConnectionProtection{Suite: suite}
+		}
+		return c
+	}
+	list := checkCRCs(&schema.State{Sessions: []schema.SessionState{
+		{TSIH: 1, Connections: []schema.ConnectionState{connection("192.0.2.1:40000", true, "")}},
+		{TSIH: 2, Connections: []schema.ConnectionState{connection("127.0.0.1:40000", false, ""), connection("[::1]:40000", false, "")}},
+		{TSIH: 3, Connections: []schema.ConnectionState{connection("192.0.2.1:40001", false, "esp-tunnel aes128gcm16 esn")}},
+		{TSIH: 4, Connections: []schema.ConnectionState{{Remote: "192.0.2.1:40002"}}}, // over TCP
+		{TSIH: 5, Connections: []schema.ConnectionState{connection("192.0.2.1:40003", false, "")}},
+	}})
+	if len(list) != 1 || list[0].Severity != warning || list[0].About != "session 5" ||
+		list[0].Text != "has no CRCs on its connection from 192.0.2.1:40003" {
+		t.Errorf("findings %+v", list)
+	}
+}
+
 // doctor names certificates that expire within 30 days, and those that have.
 func TestDoctorNamesCertificatesThatExpire(t *testing.T) {
 	now := time.Date(2026, 11, 1, 0, 0, 0, 0, time.UTC)

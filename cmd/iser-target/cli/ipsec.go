@@ -3,6 +3,7 @@ package cli
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -25,7 +26,7 @@ policies and the security associations (SAs). docs/ipsec.md describes the rest.`
 
 func ipsecTable(t *table, s schema.IPsecState) {
 	t.row("driver", s.Driver)
-	t.row("grace", s.Grace)
+	t.row("grace", s.Grace+" without keys, "+s.Unanswered+" without an answer of the driver")
 	t.row("key changes", s.Notices)
 	t.row("failures", s.Failures)
 	if s.Failure != "" {
@@ -65,6 +66,7 @@ func ipsecTable(t *table, s schema.IPsecState) {
 		for _, sa := range c.SAs {
 			t.below("  " + saText(&sa))
 		}
+		t.below("  extended sequence numbers: " + c.ESN)
 	}
 }
 
@@ -94,17 +96,10 @@ func saText(sa *schema.IPsecSA) string {
 
 // protectionText describes how a connection is protected.
 func protectionText(p *schema.ConnectionProtection) string {
-	parts := []string{p.Verdict}
-	if p.Suite != "" {
-		parts = append(parts, p.Suite)
+	text := p.Verdict
+	if details := p.Details(); details != "" {
+		text += ", " + details
 	}
-	if p.SPIIn != "" || p.SPIOut != "" {
-		parts = append(parts, "SPIs "+p.SPIIn+" in, "+p.SPIOut+" out")
-	}
-	if p.Identity != "" {
-		parts = append(parts, "identity "+p.Identity)
-	}
-	text := strings.Join(parts, ", ")
 	if p.Reason != "" {
 		text += ": " + p.Reason
 	}
@@ -143,6 +138,10 @@ func ipsecFindings(s *schema.IPsecState, now time.Time) (list []Finding) {
 			}
 			list = append(list, Finding{severity, about, name + " is not protected as required: " + c.Reason, ipsecRemedy(s.Driver, c.Class)})
 			continue
+		}
+		if c.ESNUnsure && slices.ContainsFunc(c.SAs, func(sa schema.IPsecSA) bool { return !slices.Contains(strings.Fields(sa.Suite), "esn") }) {
+			list = append(list, Finding{warning, about, name + " has SAs without extended sequence numbers, which are " + c.ESN,
+				"set esn of the profile: true to require them, false if the link has less than 1 Gbit/s"})
 		}
 		for _, direction := range []string{"in", "out"} {
 			if sa := expiring(c.SAs, direction, now); sa != nil {

@@ -4,7 +4,6 @@ import (
 	"net/netip"
 	"strings"
 	"testing"
-	"text/tabwriter"
 	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
@@ -98,11 +97,7 @@ func (e errorText) Error() string { return string(e) }
 
 // printed returns findings as doctor prints them.
 func printed(list []Finding) string {
-	var b strings.Builder
-	t := &table{tabwriter.NewWriter(&b, 0, 8, 2, ' ', 0)}
-	printFindings(t, list)
-	t.w.Flush()
-	return strings.TrimSpace(b.String())
+	return strings.TrimSpace(tableText(func(t *table) { printFindings(t, list) }))
 }
 
 // What the driver itself lacks, and how it fails, are problems. Nothing is said while nothing requires IPsec.
@@ -118,5 +113,85 @@ problem  ipsec  the driver fails: the driver has not answered in time: the limit
                   see iser-target ipsec status`
 	if got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+}
+
+// The list of sessions has verdict, suite, SPIs and identity of each connection, in a table that fits in 120 columns. Without IPsec it has no such table.
+func TestSessionListShowsIPsec(t *testing.T) {
+	list := []schema.SessionState{
+		{TSIH: 1, Initiator: "iqn.2026-11.io.example:guest", Target: "iqn.2026-11.io.example:store", Transport: "iser", Connections: []schema.ConnectionState{
+			{CID: 0, Remote: "192.0.2.1:52779", IPsec: &schema.ConnectionProtection{Demand: "required", Verdict: "permit", Suite: "esp-transport chacha20poly1305 esn",
+				SPIIn: "0xc208e7cf", SPIOut: "0xcaaa80bd", Identity: "initiator.example.com"}},
+			{CID: 1, Remote: "192.0.2.1:52780", IPsec: &schema.ConnectionProtection{Demand: "required", Verdict: "mark", SPIOut: "0xcaaa80be", Reason: "the keys are missing"}},
+		}},
+		{TSIH: 2, Initiator: "iqn.2026-11.io.example:other", Target: "iqn.2026-11.io.example:store", Transport: "tcp", Tasks: 3,
+			Connections: []schema.ConnectionState{{Remote: "198.51.100.1:40000"}}},
+	}
+	text := func(list []schema.SessionState) string {
+		return tableText(func(t *table) {
+			t.head("TSIH ...")
+			for i := range list {
+				t.row(sessionRow(&list[i])[:8]...)
+			}
+			protectionTable(t, list)
+		})
+	}
+	sessions, guarded, found := strings.Cut(text(list), "\n\n")
+	const want = `TSIH  CID  IPSEC   SUITE                               SPI-IN      SPI-OUT     IDENTITY
+1     0    permit  esp-transport chacha20poly1305 esn  0xc208e7cf  0xcaaa80bd  initiator.example.com
+1     1    mark    -                                   -           0xcaaa80be  -
+`
+	if !found || guarded != want {
+		t.Errorf("got\n%s\nwant\n%s", guarded, want)
+	}
+	for line := range strings.Lines(guarded) {
+		if n := len(strings.TrimSpace(line)); n > 120 {
+			t.Errorf("a row has %d columns", n)
+		}
+	}
+	if strings.Count(sessions, "\n") != 2 || !strings.Contains(sessions, "198.51.100.1:40000") || strings.Contains(sessions, "IPSEC") {
+		t.Errorf("sessions\n%s", sessions)
+	}
+	if plain := text(list[1:]); strings.Contains(plain, "IPSEC") || strings.Contains(plain, "\n\n") {
+		t.Errorf("without IPsec:\n%s", plain)
+	}
+}
+
+// doctor warns of SAs without extended sequence numbers where nobody knows whether the interface is fast enough to require them, and ipsec status says
+// whether they are required and why.
+func TestReportsOfSequenceNumbers(t *testing.T) {
+	for _, tc := range []struct {
+		profile ipsec.Profile
+		link    ipsec.Link
+		suite   string
+		unsure  bool
+		says    string
+	}{
+		{ipsec.Profile{ESNAuto: true}, ipsec.Link{Name: "ens3"}, "esp-tunnel aes128gcm16", true, "not required (esn: auto, and interface ens3 does not say its speed)"},
+		{ipsec.Profile{ESNAuto: true}, ipsec.Link{Name: "ens3"}, "esp-tunnel aes128gcm16 esn", true, "not required (esn: auto, and interface ens3 does not say its speed)"},
+		{ipsec.Profile{ESNAuto: true}, ipsec.Link{Name: "eth0", Mbits: 100}, "esp-tunnel aes128gcm16", false, "not required (esn: auto, and interface eth0 has 100 Mbit/s, less than 1 Gbit/s)"},
+		{ipsec.Profile{ESNAuto: true}, ipsec.Link{Name: "eth0", Mbits: 25000}, "esp-tunnel aes128gcm16 esn", false, "required (esn: auto, and interface eth0 has 25 Gbit/s)"},
+		{ipsec.Profile{}, ipsec.Link{Name: "eth0"}, "esp-tunnel aes128gcm16", false, "not required (esn: false)"},
+		{ipsec.Profile{ESN: true}, ipsec.Link{}, "esp-tunnel aes128gcm16 esn", false, "required (esn: true)"},
+	} {
+		required, why := tc.profile.NeedsESN(tc.link)
+		text := map[bool]string{true: "required (", false: "not required ("}[required] + why + ")"
+		if text != tc.says || tc.profile.UnsureESN(tc.link) != tc.unsure {
+			t.Errorf("%s, unsure %v, want %s", text, tc.profile.UnsureESN(tc.link), tc.says)
+		}
+		st := schema.IPsecState{Driver: "xfrm", Connections: []schema.IPsecConnection{{TSIH: 7, Initiator: "iqn.2026-11.io.example:host", ESN: text, ESNUnsure: tc.unsure,
+			ConnectionProtection: schema.ConnectionProtection{Demand: "required", Verdict: "permit"}, SAs: []schema.IPsecSA{{Direction: "in", Suite: tc.suite}}}}}
+		want := "ok  ipsec  driver xfrm, 1 connection protected"
+		if tc.unsure && !strings.HasSuffix(tc.suite, " esn") {
+			want = "warning  ipsec  session 7 of iqn.2026-11.io.example:host has SAs without extended sequence numbers, which are " + tc.says + `
+                  set esn of the profile: true to require them, false if the link has less than 1 Gbit/s`
+		}
+		if got := printed(ipsecFindings(&st, time.Now())); got != want {
+			t.Errorf("got\n%s\nwant\n%s", got, want)
+		}
+		status := tableText(func(t *table) { ipsecTable(t, st) })
+		if !strings.Contains(status, "extended sequence numbers: "+tc.says+"\n") {
+			t.Errorf("status\n%s", status)
+		}
 	}
 }

@@ -1,8 +1,10 @@
 package cli
 
 import (
+	"bytes"
 	"context"
 	"fmt"
+	"io"
 	"math"
 	"net/netip"
 	"slices"
@@ -37,24 +39,113 @@ func show[T any](p *program, v verb, get func(context.Context, *call) (T, error)
 }
 
 // list returns the command of v, which prints the objects that get returns, as a table with a row
-// of each.
+// of each. Columns after | are those of -o wide, and those with * are what -o name prints.
 func list[T any](p *program, v verb, get func(context.Context, *call) ([]T, error),
 	head string, row func(*T) []any) *cobra.Command {
-	return show(p, v, get, func(t *table, objects []T) {
-		t.head(head)
-		for i := range objects {
-			t.row(row(&objects[i])...)
+	return listAnd(p, v, get, head, row, nil)
+}
+
+// watchEvery is the time between two looks of --watch.
+const watchEvery = time.Second
+
+// listAnd returns the command of v, like list. after, unless it is nil, adds to the table.
+func listAnd[T any](p *program, v verb, get func(context.Context, *call) ([]T, error),
+	head string, row func(*T) []any, after func(*table, []T)) *cobra.Command {
+	narrow, wide, _ := strings.Cut(head, " | ")
+	columns, names := len(strings.Fields(narrow)), []int{}
+	for i, name := range strings.Fields(narrow) {
+		if strings.HasSuffix(name, "*") {
+			names = append(names, i)
 		}
-	})
+	}
+	narrow = strings.ReplaceAll(narrow, "*", "")
+	once := func(ctx context.Context, c *call, w io.Writer, coloured bool) error {
+		objects, err := get(ctx, c)
+		if err == nil {
+			err = sortList(p, objects)
+		}
+		if err != nil {
+			return err
+		}
+		if p.format == "name" {
+			for i := range objects {
+				cells := row(&objects[i])
+				texts := texts(names, func(n int) string { return shown(fmt.Sprint(cells[n])) })
+				if _, err := fmt.Fprintln(w, strings.Join(texts, " ")); err != nil {
+					return err
+				}
+			}
+			return nil
+		}
+		if p.path != nil || p.format != "table" && p.format != "wide" {
+			return p.print(w, objects, nil)
+		}
+		t := newTable(coloured)
+		if all := narrow; !p.noHeaders {
+			if p.format == "wide" && wide != "" {
+				all += " " + wide
+			}
+			t.head(all)
+		}
+		for i := range objects {
+			cells := row(&objects[i])
+			if p.format != "wide" {
+				cells = cells[:columns]
+			}
+			t.row(cells...)
+		}
+		if after != nil {
+			after(t, objects)
+		}
+		return t.writeTo(w)
+	}
+	v.run = func(ctx context.Context, c *call) error {
+		w := c.cmd.OutOrStdout()
+		if !p.watch {
+			return once(ctx, c, w, useColour(w))
+		}
+		var last []byte
+		for {
+			var b bytes.Buffer
+			ctx, cancel := context.WithTimeout(c.cmd.Context(), c.limit)
+			err := once(ctx, c, &b, useColour(w))
+			cancel()
+			if c.cmd.Context().Err() != nil {
+				return nil // interrupted
+			}
+			if err != nil {
+				return err
+			}
+			if !bytes.Equal(last, b.Bytes()) {
+				if last != nil && p.format != "json" && p.format != "yaml" {
+					fmt.Fprintln(w)
+				}
+				if last = b.Bytes(); p.format == "yaml" {
+					fmt.Fprintln(w, "---")
+				}
+				if _, err := w.Write(last); err != nil {
+					return err
+				}
+			}
+			select {
+			case <-c.cmd.Context().Done():
+				return nil
+			case <-time.After(watchEvery):
+			}
+		}
+	}
+	cmd := p.output(v)
+	p.listFlags(cmd)
+	return cmd
 }
 
 // target returns the commands about targets.
 func (p *program) target() *cobra.Command {
 	list := list(p, verb{use: "list", short: "List the targets", args: cobra.NoArgs},
 		func(ctx context.Context, c *call) ([]schema.TargetState, error) { return c.Targets(ctx) },
-		"NAME ALIAS LUNS SESSIONS AUTH GROUPS INITIATORS", func(s *schema.TargetState) []any {
+		"NAME* ALIAS LUNS SESSIONS AUTH GROUPS INITIATORS | NETWORKS IPSEC REDIRECT RESETS-FOR", func(s *schema.TargetState) []any {
 			return []any{s.Name, s.Alias, len(s.LUNs), len(s.Sessions), s.Auth, numbers(s.PortalGroups),
-				strings.Join(s.Initiators, ",")}
+				strings.Join(s.Initiators, ","), all(s.Networks), s.IPsec, s.Redirect, strings.Join(s.ResetsFor, ",")}
 		})
 	var t schema.Target
 	create := p.change(verb{use: "create NAME --initiator PATTERN...", short: "Create a target without LUNs", args: cobra.ExactArgs(1),
@@ -129,7 +220,7 @@ func targetTable(t *table, s schema.TargetState) {
 
 func (p *program) setTarget() *cobra.Command {
 	return p.change(verb{names: targetOptional, use: "set [TARGET] KEY=VALUE...", short: "Set keys of a target",
-		args: cobra.MinimumNArgs(2), complete: p.complete(targets),
+		args: cobra.MinimumNArgs(2), complete: p.completeKeys(config.Target{}, []string{"name", "luns"}, targets),
 		long:    "Set keys of a target in one change. Keys and values are those of targets in the\nconfiguration file (docs/config.md).",
 		example: "  iser-target target set iqn.2026-11.io.example:store resets_for='[\"iqn.2026-11.io.example:node*\"]'"},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
@@ -152,13 +243,18 @@ func (p *program) lun() *cobra.Command {
 		func(ctx context.Context, c *call) ([]schema.LUNState, error) {
 			return c.LUNs(ctx, strings.Join(c.args, ""))
 		},
-		"TARGET LUN STATE SIZE BACKEND PATH ACCESS REASON", func(l *schema.LUNState) []any {
-			return []any{l.Target, l.ID, stateOf(l), size(l.Size), l.Backend, l.Path, access(l), reason(l)}
+		"TARGET* LUN* STATE SIZE USED BACKEND PATH ACCESS REASON | BLOCK NAA SERIAL VENDOR PRODUCT WAITING", func(l *schema.LUNState) []any {
+			used := ""
+			if l.Space != nil {
+				used = compact(l.Space.Used)
+			}
+			return []any{l.Target, l.ID, stateOf(l), size(l.Size), used, l.Backend, l.Path, access(l), reason(l),
+				l.BlockSize, l.NAA, l.Serial, l.Vendor, l.Product, l.Waiting}
 		})
 	show := show(p, verb{names: targetOptional, use: "show [TARGET] LUN", short: "Show a LUN with its settings, counters and reservation",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns)},
 		func(ctx context.Context, c *call) (schema.LUNState, error) { return c.LUN(ctx, c.target, c.lun) }, lunTable)
-	return group("lun", "Manage LUNs", list, show, p.createLUN(), p.deleteLUN(), p.resizeLUN(), p.setLUN(), p.resetSettings(), p.recoverLUN(), p.scrubLUN(), p.faultLUN())
+	return group("lun", "Manage LUNs", list, show, p.lunStats(), p.createLUN(), p.deleteLUN(), p.resizeLUN(), p.snapshotLUN(), p.cloneLUN(), p.setLUN(), p.resetSettings(), p.recoverLUN(), p.scrubLUN(), p.faultLUN())
 }
 
 // stateOf returns the state of a LUN, or its health if that says more.
@@ -301,11 +397,18 @@ func lunTable(t *table, l schema.LUNState) {
 	t.row("write through", l.WriteThrough)
 	t.row("removable", l.Removable)
 	t.row("sanitize", l.Sanitize)
+	if l.Protection != 0 {
+		t.row("protection", fmt.Sprintf("type %d", l.Protection))
+	}
 	if k := l.Checksums; k != nil {
-		t.row("checksums", k.Path)
+		if l.Protection == 0 {
+			t.row("checksums", k.Path)
+		} else if k.Path != "" {
+			t.row("protection file", k.Path)
+		}
 		t.row("corrupt blocks", k.Bad)
 		if k.Pending > 0 {
-			t.row("checksums pending", rounded(k.Pending))
+			t.row(map[bool]string{true: "checksums pending", false: "protection pending"}[l.Protection == 0], rounded(k.Pending))
 		}
 		if s := k.Scrub; s != nil {
 			t.row("scrub", fmt.Sprintf("%s, %s of %s, %d corrupt blocks", s.State, rounded(s.Done), rounded(s.Total), s.Bad))
@@ -347,7 +450,8 @@ func (p *program) createLUN() *cobra.Command {
 	cmd := p.change(verb{names: targetOptional, use: "create [TARGET] [--backend BACKEND] [--path PATH] [--size SIZE] [--preallocate] [--from FILE]", short: "Create a LUN", args: cobra.ExactArgs(1), complete: p.complete(targets),
 		long: `Create a LUN. Initiators that are logged in are notified (REPORTED LUNS DATA HAS
 CHANGED). If its file does not exist, the target creates it with the given size. The
-file takes space as data is written.
+file takes space as data is written. A file that exists keeps its size: leave out
+--size, and use lun resize afterwards to extend it.
 
 --preallocate creates the file with all its space. --from creates it as a copy of a
 file or block device, which shares blocks with it if the file system supports that;
@@ -368,6 +472,14 @@ progress. If interrupted, they leave nothing behind.`,
 			if l.ChecksumsPath != "" {
 				if l.ChecksumsPath, err = c.absolute(l.ChecksumsPath); err != nil {
 					return nil, err
+				}
+			}
+			for flag, size := range map[string]string{"size": l.Size, "threshold-available": l.ThresholdAvailable, "threshold-used": l.ThresholdUsed} {
+				if size == "" {
+					continue
+				}
+				if _, err := config.ParseSize(size); err != nil {
+					return nil, usage(c.cmd, "--%s: %v", flag, err)
 				}
 			}
 			if err := rates.of(c.cmd, &l); err != nil {
@@ -398,8 +510,8 @@ progress. If interrupted, they leave nothing behind.`,
 		})
 	f := cmd.Flags()
 	f.IntVar(&id, "id", 0, "number of the LUN (default: the first free one)")
-	f.StringVar(&l.Backend, "backend", "file", "kind of backend: memory, file, block or gotgt")
-	f.StringVar(&l.Path, "path", "", "path of the file or device")
+	f.StringVar(&l.Backend, "backend", "file", "kind of backend: memory, file, block, nbd, rbd or gotgt")
+	f.StringVar(&l.Path, "path", "", "path of the file or device, or URI of an NBD server or RBD image")
 	f.StringVar(&l.Size, "size", "", "size of the LUN, like 10GiB (default: that of the file or device)")
 	f.IntVar(&l.BlockSize, "block-size", 0, "bytes of a block, 512 or 4096 (default 512)")
 	f.BoolVar(&l.ReadOnly, "read-only", false, "refuse all writes")
@@ -413,6 +525,7 @@ progress. If interrupted, they leave nothing behind.`,
 	f.BoolVar(&l.Sanitize, "sanitize", false, "let initiators erase the whole LUN with SANITIZE")
 	f.BoolVar(&l.Checksums, "checksums", false, "keep checksums of the blocks in a side file, and verify them on each read")
 	f.StringVar(&l.ChecksumsPath, "checksums-path", "", "the side file (default of a file: its path with .sums)")
+	f.IntVar(&l.Protection, "protection", 0, "keep T10 protection information of that type, 1 or 3, with each block")
 	f.StringVar(&l.ThresholdAvailable, "threshold-available", "", "space left on the medium that notifies initiators and operators, like 10GiB")
 	f.StringVar(&l.ThresholdUsed, "threshold-used", "", "space taken by the LUN that notifies them")
 	f.StringVar(&l.Plugin, "plugin", "", "name of the gotgt backend")
@@ -425,7 +538,7 @@ progress. If interrupted, they leave nothing behind.`,
 	cmd.MarkFlagFilename("path")
 	cmd.MarkFlagFilename("from")
 	cmd.RegisterFlagCompletionFunc("identity", cobra.FixedCompletions([]string{"file", "new"}, cobra.ShellCompDirectiveNoFileComp))
-	cmd.RegisterFlagCompletionFunc("backend", cobra.FixedCompletions([]string{"memory", "file", "block", "gotgt"}, cobra.ShellCompDirectiveNoFileComp))
+	cmd.RegisterFlagCompletionFunc("backend", cobra.FixedCompletions([]string{"memory", "file", "block", "nbd", "rbd", "gotgt"}, cobra.ShellCompDirectiveNoFileComp))
 	return cmd
 }
 
@@ -459,12 +572,15 @@ the file. If interrupted, or if the file system is full, the file has a part of 
 				}
 				n, err := config.ParseSize(more)
 				if err != nil {
-					return nil, err
+					return nil, usage(c.cmd, "SIZE: %v", err)
 				}
 				if n > math.MaxInt64-config.Size(l.Size) {
 					return nil, fmt.Errorf("%q is too much for a LUN of %v", size, config.Size(l.Size))
 				}
 				size = (n + config.Size(l.Size)).String()
+			}
+			if _, err := config.ParseSize(size); err != nil {
+				return nil, usage(c.cmd, "SIZE: %v", err)
 			}
 			v := schema.Values{"size": size}
 			if !preallocate {
@@ -486,7 +602,7 @@ the file. If interrupted, or if the file system is full, the file has a part of 
 func (p *program) setLUN() *cobra.Command {
 	var rates rateFlags
 	cmd := p.change(verb{names: targetOptional, use: "set [TARGET] LUN [KEY=VALUE...]", short: "Set keys of a LUN",
-		args: cobra.MinimumNArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns), shrinks: true,
+		args: cobra.MinimumNArgs(2), parse: (*call).parseLUN, complete: p.completeKeys(config.LUN{}, []string{"id"}, targets, luns), shrinks: true,
 		long: `Set keys of a LUN in one change. Keys and values are those of luns in the
 configuration file (docs/config.md). --iops, --bandwidth and --burst limit how fast all
 initiators together use the LUN; --min-iops and --min-bandwidth guarantee a rate. They
@@ -516,12 +632,33 @@ apply at once, without an error for commands in progress. 0 and none remove a ra
 func (p *program) portal() *cobra.Command {
 	list := list(p, verb{use: "list", short: "List the portals", args: cobra.NoArgs},
 		func(ctx context.Context, c *call) ([]schema.PortalState, error) { return c.Portals(ctx) },
-		"LISTEN ADDRESS TPGT TRANSPORTS CONNECTIONS IPSEC CONTROL ADVERTISE", func(s *schema.PortalState) []any {
+		"LISTEN* ADDRESS TPGT TRANSPORTS CONNECTIONS IPSEC CONTROL ADVERTISE", func(s *schema.PortalState) []any {
 			return []any{s.Listen, s.Address, s.TPGT, strings.Join(s.Transports, ","),
 				s.Connections, s.IPsec, map[bool]string{true: "yes"}[s.Control], strings.Join(s.Advertise, ",")}
 		})
+	show := show(p, verb{use: "show ADDRESS", short: "Show a portal", args: cobra.ExactArgs(1), complete: p.complete(portals)},
+		func(ctx context.Context, c *call) (schema.PortalState, error) {
+			all, err := c.Portals(ctx)
+			if err != nil {
+				return schema.PortalState{}, err
+			}
+			address := WithPort(c.args[0])
+			if i := slices.IndexFunc(all, func(s schema.PortalState) bool { return s.Listen == address || s.Address == address }); i >= 0 {
+				return all[i], nil
+			}
+			return schema.PortalState{}, &schema.Error{Code: schema.NotFound, Message: "portal " + address + ": not found", Hint: lists["portal"]}
+		}, func(t *table, s schema.PortalState) {
+			t.row("listen", s.Listen)
+			t.row("address", s.Address)
+			t.row("TPGT", s.TPGT)
+			t.row("transports", strings.Join(s.Transports, ", "))
+			t.row("connections", s.Connections)
+			t.row("IPsec", s.IPsec)
+			t.row("control", s.Control)
+			t.row("advertise", strings.Join(s.Advertise, ", "))
+		})
 	var po schema.Portal
-	add := p.change(verb{use: "add ADDRESS", short: "Add a portal: listen on another address, host[:port]", args: cobra.ExactArgs(1), complete: cobra.NoFileCompletions},
+	add := p.change(verb{use: "create ADDRESS", short: "Create a portal: listen on another address, host[:port]", args: cobra.ExactArgs(1), complete: cobra.NoFileCompletions},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
 			switch {
 			case po.TPGT == 0: // which the API takes for 1
@@ -529,7 +666,7 @@ func (p *program) portal() *cobra.Command {
 			case c.cmd.Flags().Changed("transport") && len(po.Transports) == 0: // and for both
 				return nil, usage(c.cmd, "--transport is empty: give iser or tcp, or leave it out for both")
 			}
-			po.Listen = withPort(c.args[0])
+			po.Listen = WithPort(c.args[0])
 			return c.AddPortal(ctx, po, o)
 		})
 	f := add.Flags()
@@ -539,11 +676,11 @@ func (p *program) portal() *cobra.Command {
 	f.StringVar(&po.IPsecProfile, "ipsec-profile", "", "profile of the configuration that says which protection is good enough")
 	f.BoolVar(&po.Control, "control", false, "make the control API available here, over RDMA, to callers with a certificate")
 	f.StringSliceVar(&po.Advertise, "advertise", nil, "address that discovery returns instead of ADDRESS; repeatable")
-	remove := p.change(verb{use: "remove ADDRESS", short: "Remove a portal: stop listening on its address", args: cobra.ExactArgs(1), complete: p.complete(portals)},
+	remove := p.change(verb{use: "delete ADDRESS", short: "Delete a portal: stop listening on its address", args: cobra.ExactArgs(1), complete: p.complete(portals)},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
-			return c.RemovePortal(ctx, withPort(c.args[0]), o)
+			return c.RemovePortal(ctx, WithPort(c.args[0]), o)
 		})
-	set := p.change(verb{use: "set ADDRESS KEY=VALUE...", short: "Set keys of a portal", args: cobra.MinimumNArgs(2), complete: p.complete(portals),
+	set := p.change(verb{use: "set ADDRESS KEY=VALUE...", short: "Set keys of a portal", args: cobra.MinimumNArgs(2), complete: p.completeKeys(config.Portal{}, []string{"listen"}, portals),
 		long:    "Set keys of a portal in one change. Keys and values are those of portals in the\nconfiguration file (docs/config.md).",
 		example: "  iser-target portal set 192.0.2.1:3260 ipsec=required ipsec_profile=storage"},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
@@ -551,13 +688,13 @@ func (p *program) portal() *cobra.Command {
 			if err != nil {
 				return nil, err
 			}
-			return c.SetPortal(ctx, withPort(c.args[0]), v, o)
+			return c.SetPortal(ctx, WithPort(c.args[0]), v, o)
 		})
-	return group("portal", "Manage portals, the addresses that the target listens on", list, add, set, remove)
+	return group("portal", "Manage portals, the addresses that the target listens on", list, show, add, set, remove)
 }
 
-// withPort returns the address of a portal with the port of iSCSI (RFC 7143, section 13.8) if it is an IP address alone.
-func withPort(address string) string {
+// WithPort returns the address of a portal with the port of iSCSI (RFC 7143, section 13.8) if it is an IP address alone.
+func WithPort(address string) string {
 	if a, err := netip.ParseAddr(strings.TrimSuffix(strings.TrimPrefix(address, "["), "]")); err == nil {
 		return netip.AddrPortFrom(a, iscsiPort).String()
 	}
@@ -568,20 +705,10 @@ const iscsiPort = 3260
 
 // session returns the commands about sessions.
 func (p *program) session() *cobra.Command {
-	list := list(p, verb{use: "list", short: "List the sessions", args: cobra.NoArgs},
+	list := listAnd(p, verb{use: "list", short: "List the sessions", args: cobra.NoArgs,
+		long: "List the sessions. If IPsec is required or audited of one, a second table has the\nverdict, suite, SPIs and IKE identity of each of its connections. session show has\nthe reason of a verdict.\n\nTASKS counts the requests in progress at this moment, often none of a fast target.\ntop shows their mean over a period."},
 		func(ctx context.Context, c *call) ([]schema.SessionState, error) { return c.Sessions(ctx) },
-		"TSIH INITIATOR TARGET TRANSPORT CONNECTIONS FROM SINCE TASKS IPSEC", func(s *schema.SessionState) []any {
-			from := ""
-			if len(s.Connections) > 0 {
-				from = s.Connections[0].Remote
-			}
-			target := s.Target
-			if s.Discovery {
-				target = "(discovery)"
-			}
-			return []any{s.TSIH, s.Initiator, target, s.Transport, len(s.Connections), from,
-				s.Started.Local().Format(time.DateTime), s.Tasks, s.Protection().Text()}
-		})
+		"TSIH* INITIATOR TARGET TRANSPORT CONNECTIONS FROM SINCE TASKS | ISID TPGT USER LUNS", sessionRow, protectionTable)
 	show := show(p, verb{use: "show TSIH", short: "Show a session with its parameters, counters and connections",
 		args: cobra.ExactArgs(1), parse: (*call).parseTSIH, complete: p.complete(sessions)},
 		func(ctx context.Context, c *call) (schema.SessionState, error) { return c.Session(ctx, c.tsih) }, sessionTable)
@@ -597,6 +724,34 @@ func (p *program) session() *cobra.Command {
 		}})
 	kill.Flags().StringVar(&reason, "reason", "", "reason for the log and the events")
 	return group("session", "List, show and end sessions of initiators", list, show, kill)
+}
+
+func sessionRow(s *schema.SessionState) []any {
+	from := ""
+	if len(s.Connections) > 0 {
+		from = s.Connections[0].Remote
+	}
+	target := s.Target
+	if s.Discovery {
+		target = "(discovery)"
+	}
+	return []any{s.TSIH, s.Initiator, target, s.Transport, len(s.Connections), from, s.Started.Local().Format(time.DateTime), s.Tasks, s.ISID, s.TPGT, s.User, numbers(s.LUNs)}
+}
+
+// protectionTable shows how IPsec protects the connections of sessions, if that is required of any.
+func protectionTable(t *table, list []schema.SessionState) {
+	if !slices.ContainsFunc(list, func(s schema.SessionState) bool { return s.Protection() != nil }) {
+		return
+	}
+	t.gap()
+	t.head("TSIH CID IPSEC SUITE SPI-IN SPI-OUT IDENTITY")
+	for i := range list {
+		for j := range list[i].Connections {
+			if c := &list[i].Connections[j]; c.IPsec != nil {
+				t.row(list[i].TSIH, c.CID, c.IPsec.Verdict, c.IPsec.Suite, c.IPsec.SPIIn, c.IPsec.SPIOut, c.IPsec.Identity)
+			}
+		}
+	}
 }
 
 func sessionTable(t *table, s schema.SessionState) {
@@ -648,9 +803,9 @@ func duration(seconds float64) string {
 
 // reservation returns the commands about reservations.
 func (p *program) reservation() *cobra.Command {
-	show := list(p, verb{use: "show", short: "Show the reservations and registrations of all LUNs", args: cobra.NoArgs},
+	list := list(p, verb{use: "list", short: "List the reservations and registrations of all LUNs", args: cobra.NoArgs},
 		func(ctx context.Context, c *call) ([]schema.Reservation, error) { return c.Reservations(ctx) },
-		"TARGET LUN TYPE HOLDER REGISTRATIONS GENERATION APTPL", func(r *schema.Reservation) []any {
+		"TARGET* LUN* TYPE HOLDER REGISTRATIONS GENERATION APTPL", func(r *schema.Reservation) []any {
 			return []any{r.Target, r.LUN, typeOf(&r.ReservationState),
 				holder(&r.ReservationState), len(r.Registrations), r.Generation, r.APTPL}
 		})
@@ -677,7 +832,8 @@ func (p *program) reservation() *cobra.Command {
 			return err
 		}})
 	clearIt.Flags().BoolVar(&yes, "disrupt", false, "let in the initiators that the reservation keeps out")
-	return group("reservation", "Show and clear reservations of LUNs", show, clearIt)
+	list.Aliases = append(slices.Clone(list.Aliases), "show")
+	return group("reservation", "List and clear reservations of LUNs", list, clearIt)
 }
 
 func typeOf(r *schema.ReservationState) string {
@@ -715,20 +871,64 @@ func reservationRows(t *table, r *schema.ReservationState) {
 	}
 }
 
+// An Admission is a pattern of the initiators that may log in to a target.
+type Admission struct {
+	Target    string `json:"target"`
+	Initiator string `json:"initiator"`
+}
+
+// warnOfAll warns if all initiators may log in to the target of c, and nothing else than a pattern decides about that.
+func warnOfAll(ctx context.Context, c *call) error {
+	t, err := c.Target(ctx, c.args[0])
+	if err != nil || t.Auth != "none" || len(t.Networks) > 0 {
+		return err
+	}
+	_, err = fmt.Fprintf(c.cmd.ErrOrStderr(), "iser-target: warning: any host that reaches a portal can log in to %s: it has no authentication and no networks. Name initiators, or see iser-target auth user create --help\n", shown(t.Name))
+	return err
+}
+
 // initiator returns the commands about the initiators that may log in.
 func (p *program) initiator() *cobra.Command {
 	patterns := func(ctx context.Context, c *client.Client, args []string) []string {
-		t, _ := c.Target(ctx, args[0])
+		name, _ := findTarget(ctx, c, args[0])
+		t, _ := c.Target(ctx, name)
 		return t.Initiators
 	}
-	allow := p.change(verb{names: targetOptional, use: "allow [TARGET] PATTERN", short: "Let initiators log in whose names match a pattern", args: cobra.ExactArgs(2), complete: p.complete(targets)},
-		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
-			return c.Allow(ctx, c.args[0], c.args[1], o)
+	allow := p.changeThen(verb{names: targetOptional, use: "allow [TARGET] PATTERN", short: "Let initiators log in whose names match a pattern", args: cobra.ExactArgs(2), complete: p.complete(targets, refused)},
+		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, func() error, error) {
+			plan, err := c.Allow(ctx, c.args[0], c.args[1], o)
+			if err == nil && strings.Trim(c.args[1], "*") == "" {
+				err = warnOfAll(ctx, c)
+			}
+			return plan, nil, err
 		})
 	deny := p.change(verb{names: targetOptional, use: "deny [TARGET] PATTERN", short: "Remove a pattern of initiators that may log in", args: cobra.ExactArgs(2), complete: p.complete(targets, patterns),
 		long: "Remove a pattern of initiators that may log in, as target list shows it. Initiators\nthat no other pattern matches lose their sessions, which requires --disrupt."},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
 			return c.Deny(ctx, c.args[0], c.args[1], o)
 		})
-	return group("initiator", "Manage the initiators that may log in to a target", allow, deny)
+	list := list(p, verb{names: targetRequired, use: "list [TARGET]", short: "List the patterns of initiators that may log in to all targets, or to one",
+		args: cobra.MaximumNArgs(1), complete: p.complete(targets)},
+		func(ctx context.Context, c *call) ([]Admission, error) {
+			all, err := c.Targets(ctx)
+			if err != nil {
+				return nil, err
+			}
+			rows := []Admission{}
+			found := len(c.args) == 0
+			for _, t := range all {
+				if len(c.args) > 0 && !strings.EqualFold(t.Name, c.args[0]) {
+					continue
+				}
+				found = true
+				for _, pattern := range t.Initiators {
+					rows = append(rows, Admission{t.Name, pattern})
+				}
+			}
+			if !found {
+				return nil, notThere(c.args[0], all)
+			}
+			return rows, nil
+		}, "TARGET* INITIATOR*", func(a *Admission) []any { return []any{a.Target, a.Initiator} })
+	return group("initiator", "Manage the initiators that may log in to a target", list, allow, deny)
 }

@@ -5,10 +5,10 @@ import (
 	"errors"
 	"strings"
 	"testing"
-	"text/tabwriter"
 	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/config"
 )
 
 func TestPrintableHidesControlCharacters(t *testing.T) {
@@ -33,15 +33,23 @@ func TestCountHasPlurals(t *testing.T) {
 	}
 }
 
+// tableText returns what fill writes into a table, without colours.
+func tableText(fill func(*table)) string {
+	var b strings.Builder
+	t := newTable(false)
+	fill(t)
+	t.writeTo(&b)
+	return b.String()
+}
+
 // Text below a row is in its third column, without dashes before it.
 func TestTextBelowARow(t *testing.T) {
-	var b strings.Builder
-	l := &table{tabwriter.NewWriter(&b, 0, 8, 2, ' ', 0)}
-	l.row("warning", "a", "text")
-	l.below("a hint\x1b")
-	l.w.Flush()
-	if want := "warning  a  text\n            a hint?\n"; b.String() != want {
-		t.Errorf("%q, want %q", b.String(), want)
+	got := tableText(func(l *table) {
+		l.row("warning", "a", "text")
+		l.below("a hint\x1b")
+	})
+	if want := "warning  a  text\n            a hint?\n"; got != want {
+		t.Errorf("%q, want %q", got, want)
 	}
 }
 
@@ -88,5 +96,77 @@ func TestReportShowsNoEscapeSequences(t *testing.T) {
 	Report(&b, errors.Join(errors.New("first\r"), errors.New("second")))
 	if want := "iser-target: first?\nsecond\n"; b.String() != want {
 		t.Errorf("%q, want %q", b.String(), want)
+	}
+}
+
+// The line of an error in a configuration follows it, with a mark below the column.
+func TestReportShowsLines(t *testing.T) {
+	d, err := config.NewDocument("f", []byte("portals: [{listen: 127.0.0.1:3260, tgpt: 7}]\ntargets: []\ndrain: 1h\n"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = d.Config()
+	want := `iser-target: f:1:36: portals[0].tgpt: unknown key, did you mean tpgt?
+portals: [{listen: 127.0.0.1:3260, tgpt: ...
+                                   ^
+f:3:8: drain: must be 0 to 10m, not 1h0m0s
+drain: 1h
+       ^
+`
+	var b strings.Builder
+	if code := Report(&b, err); code != ExitError || b.String() != want {
+		t.Errorf("exit code %d,\n%s\nwant\n%s", code, b.String(), want)
+	}
+}
+
+// Rows of what is down are red on a terminal, and the columns stay aligned.
+func TestColours(t *testing.T) {
+	fill := func(t *table) {
+		t.head("LUN STATE PATH")
+		t.row(0, "ready", "a")
+		t.row(1, "not ready", "b")
+		t.line("a line")
+		t.row(2, "degraded", "c")
+	}
+	var b strings.Builder
+	l := newTable(true)
+	fill(l)
+	l.writeTo(&b)
+	want := "LUN  STATE      PATH\n0    ready      a\n" + red + "1    not ready  b" + reset + "\na line\n" + yellow + "2  degraded  c" + reset + "\n"
+	if b.String() != want {
+		t.Errorf("%q, want %q", b.String(), want)
+	}
+	if plain := tableText(fill); plain != strings.NewReplacer(red, "", yellow, "", reset, "").Replace(want) {
+		t.Errorf("without colours: %q", plain)
+	}
+}
+
+// Numbers sort as numbers, and objects without the field come last in both orders.
+func TestSortList(t *testing.T) {
+	type object struct {
+		Name string `json:"name,omitempty"`
+		Size int64  `json:"size"`
+	}
+	for by, want := range map[string]string{"size": "b a c", "-size": "c a b", "name": "a b c", "-name": "c b a", ".size": "b a c", "": "a b c"} {
+		list := []object{{"a", 10}, {"b", 9}, {"c", 1 << 40}}
+		p := &program{sortBy: by}
+		if by != "" {
+			var err error
+			if p.sortPath, err = parsePath(strings.TrimPrefix(by, "-")); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := sortList(p, list); err != nil {
+			t.Fatal(err)
+		}
+		if got := list[0].Name + " " + list[1].Name + " " + list[2].Name; got != want {
+			t.Errorf("by %q: %s, want %s", by, got, want)
+		}
+	}
+	p := &program{sortBy: "-name"}
+	p.sortPath, _ = parsePath("name")
+	list := []object{{"", 1}, {"a", 2}, {"b", 3}}
+	if err := sortList(p, list); err != nil || list[2].Size != 1 || list[0].Name != "b" {
+		t.Errorf("%v, %v", list, err)
 	}
 }

@@ -87,7 +87,7 @@ var orders = []struct {
 	{"write", func(l *Load) float64 { return l.WriteBytes }},
 	{"latency", func(l *Load) float64 { return deref(l.Average) }},
 	{"p99", func(l *Load) float64 { return deref(l.P99) }},
-	{"flight", func(l *Load) float64 { return float64(l.InFlight) }},
+	{"depth", func(l *Load) float64 { return l.Depth }},
 	{"errors", func(l *Load) float64 { return float64(l.Errors) }},
 }
 

@@ -199,7 +199,7 @@ func (s *selftestCommand) runScratch(ctx context.Context, cmd *cobra.Command, c 
 	o.Target = scratchName(time.Now())
 	defer func() {
 		// cmd.Context may have ended.
-		ctx, cancel := context.WithTimeout(context.Background(), s.p.timeout)
+		ctx, cancel := context.WithTimeout(context.Background(), s.p.work(cmd))
 		defer cancel()
 		_, err := c.RemoveTarget(ctx, o.Target, schema.Options{Disrupt: true, Now: true})
 		var gone *schema.Error

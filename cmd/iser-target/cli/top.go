@@ -44,9 +44,10 @@ func (p *program) top() *cobra.Command {
 		names[i] = o.name
 	}
 	cmd := p.output(verb{use: "top", short: "Show the load of sessions and LUNs continuously", args: cobra.NoArgs,
-		long: `Show the load of sessions and LUNs continuously: commands and data per second,
-latency from the arrival of a command to its status, commands in flight, and errors
-since the last frame.
+		long: `Show the load of sessions and LUNs continuously: commands and data per second, mean
+and 99th percentile of the latency of reads (R) and writes (W) from the arrival of a
+command to its response, the mean number of commands in progress (DEPTH), and errors
+since the last frame. A narrow terminal has no means and shows fewer names.
 
 On a terminal, press q to quit and s to change the order. Elsewhere, and with --count,
 top prints one frame after the other. -o json writes each on one line.`,
@@ -195,12 +196,16 @@ func (t *top) lines(f *Frame, columns, max int) []string {
 	for i := range f.LUNs {
 		sum.IOPS, sum.ReadBytes, sum.WriteBytes = sum.IOPS+f.LUNs[i].IOPS, sum.ReadBytes+f.LUNs[i].ReadBytes, sum.WriteBytes+f.LUNs[i].WriteBytes
 	}
-	lines := []string{fmt.Sprintf("%s  %s, %s  %.0f IOPS, %s MB/s read, %s MB/s written  sorted by %s", f.Time.Format(time.TimeOnly),
-		count(len(f.Sessions), "session"), count(len(f.LUNs), "LUN"), sum.IOPS, megabytes(sum.ReadBytes), megabytes(sum.WriteBytes), orders[t.order].name)}
+	lines := []string{fmt.Sprintf("%s  %s, %s  %.0f IOPS, %s MB/s read, %s MB/s written", f.Time.Format(time.TimeOnly),
+		count(len(f.Sessions), "session"), count(len(f.LUNs), "LUN"), sum.IOPS, megabytes(sum.ReadBytes), megabytes(sum.WriteBytes)),
+		"sorted by " + orders[t.order].name}
 	sessions, luns := share(max, len(f.Sessions), len(f.LUNs))
-	lines = append(lines, "")
-	lines = append(lines, loadTable([]string{"TSIH", "VIA"}, []string{"INITIATOR", "TARGET"}, f.Sessions[:sessions], columns, func(l *Load) (left, right []string) {
-		return []string{fmt.Sprint(l.TSIH), l.Transport}, []string{l.Initiator, l.Target}
+	names := []string{"INITIATOR", "TARGET"}
+	if columns > 0 && columns < narrow {
+		names = names[:1]
+	}
+	lines = append(lines, loadTable([]string{"TSIH", "VIA"}, names, f.Sessions[:sessions], columns, func(l *Load) (left, right []string) {
+		return []string{fmt.Sprint(l.TSIH), l.Transport}, []string{l.Initiator, l.Target}[:len(names)]
 	})...)
 	lines = append(lines, "")
 	return append(lines, loadTable([]string{"LUN"}, []string{"TARGET"}, f.LUNs[:luns], columns, func(l *Load) (left, right []string) {
@@ -216,15 +221,45 @@ func share(room, a, b int) (int, int) {
 	return n, min(b, room-n)
 }
 
+// narrow is the number of columns from which there is room for all numbers and names.
+const narrow = 110
+
+// A loadColumn has a number of each load.
+type loadColumn struct {
+	head string
+	wide bool // left out of a narrow table
+	text func(*Load) string
+}
+
 // loadTable returns a table of loads, with identifiers, numbers and names.
 func loadTable(left, right []string, list []Load, columns int, identify func(*Load) (left, right []string)) []string {
-	rows := [][]string{slices.Concat(left, []string{"IOPS", "R MB/s", "W MB/s", "AVG ms", "P50 ms", "P99 ms", "TASKS", "ERR"})}
+	number := []loadColumn{
+		{"IOPS", false, func(l *Load) string { return fmt.Sprintf("%.0f", l.IOPS) }},
+		{"R MB/s", false, func(l *Load) string { return megabytes(l.ReadBytes) }},
+		{"W MB/s", false, func(l *Load) string { return megabytes(l.WriteBytes) }},
+		{"R AVG", true, func(l *Load) string { return latencyText(l.Read.Average) }},
+		{"W AVG", true, func(l *Load) string { return latencyText(l.Write.Average) }},
+		{"R P99", false, func(l *Load) string { return latencyText(l.Read.P99) }},
+		{"W P99", false, func(l *Load) string { return latencyText(l.Write.P99) }},
+		{"DEPTH", false, func(l *Load) string { return fmt.Sprintf("%.1f", l.Depth) }},
+		{"ERR", true, func(l *Load) string { return fmt.Sprint(l.Errors) }},
+	}
+	if columns > 0 && columns < narrow {
+		number = slices.DeleteFunc(number, func(n loadColumn) bool { return n.wide })
+	}
+	head := slices.Clone(left)
+	for _, n := range number {
+		head = append(head, n.head)
+	}
+	rows := [][]string{head}
 	names := [][]string{right}
 	for i := range list {
 		l := &list[i]
 		first, last := identify(l)
-		rows = append(rows, append(first, fmt.Sprintf("%.0f", l.IOPS), megabytes(l.ReadBytes), megabytes(l.WriteBytes),
-			milliseconds(l.Average), milliseconds(l.P50), milliseconds(l.P99), fmt.Sprint(l.InFlight), fmt.Sprint(l.Errors)))
+		for _, n := range number {
+			first = append(first, n.text(l))
+		}
+		rows = append(rows, first)
 		names = append(names, last)
 	}
 	lines := columnsOf(rows, tabwriter.AlignRight)
@@ -279,9 +314,10 @@ func tail(name string, width int) string {
 
 func megabytes(perSecond float64) string { return fmt.Sprintf("%.1f", perSecond/1e6) }
 
-func milliseconds(v *float64) string {
+// latencyText returns seconds with three digits, or - without any.
+func latencyText(v *float64) string {
 	if v == nil {
 		return "-"
 	}
-	return fmt.Sprintf("%.2f", *v*1e3)
+	return duration(*v)
 }

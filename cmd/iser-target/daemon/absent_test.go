@@ -55,7 +55,7 @@ targets:
 		l := &lab{Daemon: serveFile(t, path), t: t}
 		s := l.login("a", store)
 		load(t, s)
-		for lun, reason := range map[byte]string{1: "file is missing", 2: "no such file", 3: "nonsense", 4: "has 1024 bytes, but 512 are configured"} {
+		for lun, reason := range map[byte]string{1: "file is missing", 2: "no such file", 3: "nonsense", 4: "is 1KiB (1024 bytes), but its size is configured as 512 bytes"} {
 			if got := attentions(t, s, lun); got != "29/00 2/04/03" { // LOGICAL UNIT NOT READY, MANUAL INTERVENTION REQUIRED
 				t.Errorf("LUN %d: %s", lun, got)
 			}

@@ -7,6 +7,7 @@ import (
 	"io"
 	"time"
 
+	"github.com/iser-target/iser-target/cmd/iser-target/capture"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
@@ -15,6 +16,7 @@ type CaptureOptions struct {
 	Max         int64         // bytes of the file
 	Duration    time.Duration // 0: until the session ends
 	Application string        // named in the file
+	Filter      capture.Filter
 }
 
 // Reasons for the end of a capture.
@@ -35,6 +37,7 @@ func (d *Daemon) Capture(by context.Context, tsih uint16, o CaptureOptions) (fun
 	if err != nil {
 		return nil, err
 	}
+	k.Select(o.Filter)
 	log := d.log.With(eventKey, "capture", "tsih", tsih, "initiator", info.Initiator, "target", info.Target)
 	log.InfoContext(by, "session is captured")
 	return func(ctx context.Context, w io.Writer) (schema.Summary, error) {

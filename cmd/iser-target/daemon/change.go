@@ -124,6 +124,7 @@ func (d *Daemon) change(ctx context.Context, o ChangeOptions, from origin, next 
 		return plan, err
 	}
 	defer d.changes.cleanups.Done()
+	d.applied.succeed()
 	note(plan, d.path == "", rest.run())
 	return plan, nil
 }
@@ -326,9 +327,9 @@ func (c *change) useIPsec() error {
 		return nil
 	}
 	if err := c.d.ipsec.use(c.cfg); err != nil {
-		return err
+		return errors.Join(err, c.d.ipsec.goBack(now))
 	}
-	c.onUndo(func() error { return c.d.ipsec.use(now) })
+	c.onUndo(func() error { return c.d.ipsec.goBack(now) })
 	return nil
 }
 

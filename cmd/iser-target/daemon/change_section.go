@@ -19,12 +19,12 @@ func (d *Daemon) setOptions(cfg *config.Config) error {
 	return nil
 }
 
-// updateLog applies the level of the log.
+// updateLog applies the level of the log, and how long slow commands take.
 func (c *change) updateLog(config.Change) error {
 	d := c.d
-	d.level.Set(c.cfg.Log.SlogLevel())
+	d.setLog(c.cfg.Log)
 	c.onUndo(func() error {
-		d.level.Set(d.served.cfg.Log.SlogLevel())
+		d.setLog(d.served.cfg.Log)
 		return nil
 	})
 	return nil
@@ -33,6 +33,10 @@ func (c *change) updateLog(config.Change) error {
 // updateSideServer moves a side server to its next address.
 func (c *change) updateSideServer(ch config.Change) error {
 	s := c.d.side[ch.Kind]
+	w, err := s.web(c.cfg)
+	if err != nil {
+		return err // the server continues as it is
+	}
 	c.onUndo(func() error { return s.listen(c.d.served.cfg) })
-	return s.listen(c.cfg)
+	return s.open(c.cfg, w)
 }

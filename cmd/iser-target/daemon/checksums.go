@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"os"
 	"path/filepath"
@@ -11,6 +12,8 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/checked"
+	pi "github.com/iser-target/iser-target/backend/protection"
+	"github.com/iser-target/iser-target/cmd/iser-target/handover"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/lun"
@@ -23,9 +26,10 @@ const checksumsFile = "checksums.json"
 
 // A sideFile is a side file as checksumsFile has it.
 type sideFile struct {
-	Path string `json:"path"`
-	ID   string `json:"id"`
-	New  bool   `json:"new,omitempty"` // it may not be there yet
+	Path       string  `json:"path"`
+	ID         string  `json:"id"`
+	New        bool    `json:"new,omitempty"`        // it may not be there yet
+	Protection pi.Type `json:"protection,omitempty"` // it has protection information of that type instead of checksums
 }
 
 // sums is the content of checksumsFile.
@@ -47,6 +51,9 @@ func (s sums) Check() error {
 	for path, f := range s.Files {
 		if f.Path == "" || f.ID == "" {
 			return fmt.Errorf("is damaged: the side file of %.300q has no path or no id", path)
+		}
+		if err := f.Protection.Validate(); err != nil {
+			return fmt.Errorf("is damaged: the side file of %.300q: %w", path, err)
 		}
 	}
 	return nil
@@ -107,22 +114,29 @@ func (c *checksums) set(path string, f sideFile) error {
 	})
 }
 
-// withChecksums returns a store with checksums on store if l has them. Otherwise it removes a side file that the LUN had:
+// withChecksums returns a store with checksums or protection information on store if l has them. Otherwise it removes a side file that the LUN had:
 // it would soon differ from the data. fresh: the file is new, and a side file of before does not count. If it
 // fails, the store stays open.
 func (d *Daemon) withChecksums(store backend.Store, target string, l *config.LUN, fresh bool) (backend.Store, error) {
-	all := &d.state.checksums
-	if l.Backend != "file" && l.Backend != "block" || !l.Checksums && l.ReadOnly {
+	all, kind := &d.state.checksums, pi.Type(l.Protection)
+	has := l.Checksums || kind != pi.None
+	switch {
+	case l.Backend == "memory" && has:
+		return d.protectMemory(store.(*backend.Memory), target, l)
+	case l.Backend != "file" && l.Backend != "block" || !has && l.ReadOnly:
 		return store, nil
 	}
 	known := all.of(l.Path)
-	if fresh || !l.Checksums {
+	if other := known.ID != "" && known.Protection != kind; fresh || !has || other {
+		if other && has && l.ReadOnly {
+			return nil, fmt.Errorf("it has a side file of another kind, %s, and a read-only LUN gets no new one. Make the LUN writable first", known.Path)
+		}
 		if err := d.dropSums(l.Path); err != nil {
 			return nil, err
 		}
 		known = sideFile{}
 	}
-	if !l.Checksums {
+	if !has {
 		return store, nil
 	}
 	if all.broken != nil {
@@ -130,23 +144,65 @@ func (d *Daemon) withChecksums(store backend.Store, target string, l *config.LUN
 	}
 	path := l.SumsPath()
 	if known.ID == "" { // stored first: a side file that is there without it is not that of this data
-		known = sideFile{path, checked.NewID(), true}
+		known = sideFile{path, checked.NewID(), true, kind}
 		if err := all.set(l.Path, known); err != nil {
 			return nil, err
 		}
 	}
 	log := d.log.With(eventKey, "medium", "target", target, "lun", l.ID)
-	s, err := checked.Open(store, checked.Config{Path: path, ID: known.ID, Create: known.New, Corrupt: func(off int64, more uint64) {
-		log.Error("data is corrupt: it differs from its checksum", "lba", off/int64(store.Info().BlockSize), "not_logged", more)
-	}, Rested: d.receiveChecksums(target, l.ID)})
+	s, err := checked.Open(store, checked.Config{
+		Path: path, ID: known.ID, Create: known.New, Protection: kind, AwaitAppTags: kind != pi.None, Blank: fresh,
+		Corrupt: corruptLog(log, store, kind), Rested: d.receiveChecksums(target, l.ID),
+	})
 	if err != nil {
 		return nil, err
 	}
-	if err := all.set(l.Path, sideFile{path, known.ID, false}); err != nil {
+	if err := all.set(l.Path, sideFile{path, known.ID, false, kind}); err != nil {
 		return nil, errors.Join(err, s.Abandon())
 	}
 	if n := s.Counts().Stale; n > 0 {
-		log.Info("checksums are computed from the data", "octets", n)
+		what := "checksums are computed from the data"
+		if kind != pi.None {
+			what = "protection information is computed from the data"
+		}
+		log.Info(what, "octets", n)
+	}
+	return s, nil
+}
+
+// corruptLog returns checked.Config.Corrupt for a store.
+func corruptLog(log *slog.Logger, store backend.Store, kind pi.Type) func(int64, uint64) {
+	what := "data is corrupt: it differs from its checksum"
+	if kind != pi.None {
+		what = "data is corrupt: it differs from its protection information"
+	}
+	return func(off int64, more uint64) {
+		log.Error(what, "lba", off/int64(store.Info().BlockSize), "not_logged", more)
+	}
+}
+
+// protectMemory returns a store with protection information in memory. In an upgrade, the information is that of the other process.
+func (d *Daemon) protectMemory(store *backend.Memory, target string, l *config.LUN) (backend.Store, error) {
+	kind := pi.Type(l.Protection)
+	side, err := checked.NewSide(store.Info(), kind)
+	if err != nil {
+		return nil, err
+	}
+	if d.received != nil {
+		if f := d.received.Take(handover.KindMemory, handover.SideName(target, l.ID)); f != nil {
+			err := side.Take(f)
+			f.Close()
+			if err != nil {
+				return nil, errors.Join(err, side.Close())
+			}
+		}
+	}
+	log := d.log.With(eventKey, "medium", "target", target, "lun", l.ID)
+	s, err := checked.OpenMemory(store, side, checked.Config{
+		Protection: kind, AwaitAppTags: kind != pi.None, Corrupt: corruptLog(log, store, kind), Rested: d.receiveChecksums(target, l.ID),
+	})
+	if err != nil {
+		return nil, errors.Join(err, side.Close())
 	}
 	return s, nil
 }
@@ -180,7 +236,7 @@ func syncDir(path string) error {
 
 // checksumState returns the state of the checksums of l, or nil.
 func checksumState(l *servedLUN) *schema.ChecksumState {
-	if !l.Checksums {
+	if !l.Checksums && l.Protection == 0 {
 		return nil
 	}
 	s := &schema.ChecksumState{Path: l.SumsPath()}

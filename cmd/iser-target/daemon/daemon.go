@@ -10,6 +10,7 @@ package daemon
 import (
 	"cmp"
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
@@ -25,6 +26,7 @@ import (
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/cmd/iser-target/capture"
 	"github.com/iser-target/iser-target/cmd/iser-target/handover"
+	"github.com/iser-target/iser-target/cmd/iser-target/httpd"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/cmd/iser-target/systemd"
 	"github.com/iser-target/iser-target/cmd/iser-target/waitset"
@@ -55,9 +57,9 @@ type Options struct {
 	// of portals; nil: none.
 	Manager *systemd.Manager
 	Version string // of the program
-	// Dashboard serves a page about d on l until end is called, which closes l. nil: the
+	// Dashboard serves a page about d on l, with the login of w, until end is called, which closes l. nil: the
 	// program has no dashboard, and dashboard.listen must be empty.
-	Dashboard func(d *Daemon, l net.Listener) (end func())
+	Dashboard func(d *Daemon, l net.Listener, w *httpd.Web) (end func())
 	// Control opens the sockets of the control API of d, before files are created. nil: it has no sockets.
 	Control func(d *Daemon) error
 	// Received is what the daemon continues; nil: it begins.
@@ -86,6 +88,10 @@ type Daemon struct {
 	ready   chan struct{}
 	reloads chan string // reasons to read the configuration file again
 
+	accepting atomic.Bool // portals accept logins
+	pulse     pulse
+	applied   applied
+
 	node          *iscsi.Node
 	net           network
 	ipsec         *protection
@@ -93,6 +99,7 @@ type Daemon struct {
 	changes       changes
 	calls         calls
 	stores        *fair.Process // what the LUNs share to call their stores
+	tokens        *lun.Tokens   // ROD tokens of all LUNs
 	waits         waits
 	departing     departing
 	listeners     handover.Listeners
@@ -101,6 +108,7 @@ type Daemon struct {
 	upgraded      chan struct{}          // closed when another process continues
 	continued     []func()               // run the connections of sessions that Run continues
 	supervisor    *handover.Supervisor   // nil: the process has no supervisor of its own
+	lost          error                  // why the process that continued does not; before upgraded is closed
 	successorLink *os.File               // to the process that continues, if this one is to be its supervisor
 	side          map[string]*sideServer // by kind of change
 	certificates  atomic.Pointer[func() []schema.CertificateState]
@@ -131,6 +139,7 @@ type network struct {
 
 // stateFiles are the files of the state directory. Without one they are in memory, or nil.
 type stateFiles struct {
+	dir           string // empty: in memory
 	ids           *state.Identities
 	reservations  *lun.Reservations
 	settings      *lun.Settings
@@ -157,12 +166,14 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 		changes: changes{lock: make(chan struct{}, 1)},
 		served:  served{doc: doc, cfg: cfg},
 		builds:  map[string]bool{},
+		events:  events{log: rand.Text()},
 		state:   &stateFiles{},
 		before:  func(string) error { return nil },
 		waits:   cmp.Or(o.waits, defaultWaits),
 
 		received: o.Received, successor: o.Successor, upgraded: make(chan struct{}),
 	}
+	d.applied.succeed()
 	d.net.newcomers.limits = d.net.limits
 	d.ipsec = newProtection(d, o.ipsec)
 	d.openStore = o.openStore
@@ -173,15 +184,20 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 	d.changes.ended, d.changes.end = context.WithCancel(context.Background())
 	d.level.Set(cfg.Log.SlogLevel())
 	d.logTo.w = o.LogTo
+	d.logTo.lostLines = func(n uint64) {
+		d.log.Warn("lines of the log were left out: nobody read it", eventKey, "service", "lines", n)
+	}
 	d.log = d.newLogger(cfg.Log, &d.logTo)
 	d.side = d.newSideServers(o.Dashboard)
 	d.net.limits.Observe(d.reportBite)
 	d.stores = fair.NewProcess(d.net.limits)
+	d.tokens = lun.NewTokens(d.net.limits)
 	options, err := d.nodeOptions(cfg)
 	if err != nil {
 		return nil, err
 	}
 	d.node = iscsi.NewNode(options)
+	d.setLog(cfg.Log)
 	d.departing.orders = make(chan departure, 1)
 	d.setLimits(cfg)
 	err = d.receive()
@@ -291,6 +307,9 @@ func (e *editor) listenAll(cfg *config.Config, control func(*Daemon) error) erro
 	if err := d.ipsec.use(cfg); err != nil {
 		return err
 	}
+	if err := d.ipsec.blocks.Clear(portalAddresses(cfg, false)); err != nil {
+		d.log.Warn("IPsec policies of an earlier run may be left", eventKey, "ipsec", "reason", err)
+	}
 	for _, pc := range cfg.Portals {
 		if _, err := e.openPortal(pc, policyOf(cfg, pc)); err != nil {
 			return err
@@ -316,12 +335,12 @@ func (e *editor) listenAll(cfg *config.Config, control func(*Daemon) error) erro
 // the others from being ready.
 func (e *editor) startTargets() error {
 	d, cfg := e.d, e.d.served.cfg
-	var keys []string // of LUNs without a file; openUnit stores that of a file after creating it
+	var keys []string // of LUNs without a file; openUnit stores that of a file or RBD image after creating it
 	for i := range cfg.Targets {
 		c := &cfg.Targets[i]
 		e.listTarget(newTarget(c, cfg.TPGTs(c)))
 		for _, l := range c.LUNs {
-			if key := identityKey(c.Name, &l); l.Backend != "file" && d.state.ids.Lost(key) == nil {
+			if key := identityKey(c.Name, &l); l.Backend != "file" && l.Backend != "rbd" && d.state.ids.Lost(key) == nil {
 				keys = append(keys, key)
 			}
 		}
@@ -405,6 +424,7 @@ func (d *Daemon) Run(ctx context.Context) error {
 	for _, p := range d.served.portals {
 		e.accept(p)
 	}
+	d.accepting.Store(true)
 	e.release()
 	for _, run := range d.continued {
 		d.net.wg.Go(run)
@@ -419,9 +439,10 @@ func (d *Daemon) Run(ctx context.Context) error {
 	var followed sync.WaitGroup
 	followed.Go(func() { d.follow(ctx) })
 	d.net.wg.Go(func() { d.watchHealth(ctx) })
+	d.net.wg.Go(func() { d.logSlow(ctx) })
 	how := d.awaitEnd(ctx)
 	if how.upgraded {
-		return ErrUpgraded
+		return cmp.Or(d.lost, ErrUpgraded)
 	}
 	d.syncUnits()
 	if how.restart {
@@ -512,8 +533,21 @@ func (d *Daemon) Invitation() string {
 	var b strings.Builder
 	addr := d.served.portals[0].l.Addr()
 	name := d.served.cfg.Targets[0].Name
-	fmt.Fprintf(&b, `Serving %s at %v: one memory disk, for this machine only.
-Without --config the data and all changes are lost when the target exits; docs/config.md describes the file.
+	l := d.served.cfg.Targets[0].LUNs[0]
+	what, lost := "one memory disk", "the data and all changes are"
+	if l.Backend != "memory" {
+		what, lost = l.Path, "changes by commands are"
+	}
+	if a, ok := addr.(*net.TCPAddr); !ok || !a.IP.IsLoopback() {
+		fmt.Fprintf(&b, `Serving %s at %v: %s.
+Without --config %s lost when the target exits; "iser-target init" writes a file.
+"iser-target connect" prints the commands for initiators.
+
+`, name, addr, what, lost)
+		return b.String()
+	}
+	fmt.Fprintf(&b, `Serving %s at %v: %s, for this machine only.
+Without --config %s lost when the target exits; docs/config.md describes the file.
 
 A Linux initiator on this machine, as root, over TCP:
     iscsiadm -m discovery -t st -p %v
@@ -525,6 +559,6 @@ iscsi://. siw of Linux 6.1 cannot use lo: there, and from other machines, use a 
 on the address of a real interface, as README.md describes.
     modprobe siw && modprobe ib_iser && rdma link add siw0 type siw netdev lo
 
-`, name, addr, addr, name, addr, addr)
+`, name, addr, what, lost, addr, name, addr, addr)
 	return b.String()
 }

@@ -3,7 +3,6 @@ package daemon
 import (
 	"context"
 	"fmt"
-	"os"
 	"strings"
 	"time"
 
@@ -25,11 +24,9 @@ func (d *Daemon) deposit() {
 	if d.manager.Room == 0 {
 		return
 	}
-	u := &upgrade{d: d, memory: map[*lun.Unit]*os.File{}, result: schema.Upgrade{}}
+	u := &upgrade{d: d, memory: map[*lun.Unit]memoryFiles{}, result: schema.Upgrade{}}
 	err := u.deposit()
-	for _, f := range u.memory {
-		f.Close()
-	}
+	u.closeMemory()
 	if err != nil {
 		u.undo()
 		d.log.Warn("sessions do not continue after a restart", eventKey, "service", "reason", err)

@@ -60,7 +60,11 @@ func (d *Daemon) checkDescriptors(cfg *config.Config) error {
 func neededDescriptors(cfg *config.Config) (need, luns int64) {
 	for i := range cfg.Targets {
 		for _, l := range cfg.Targets[i].LUNs {
-			if l.Backend != "memory" {
+			switch l.Backend {
+			case "memory":
+			case "rbd":
+				luns += 4 // a listener, a connection, and the monitor and the messages of the daemon
+			default:
 				luns++
 			}
 		}

@@ -19,6 +19,8 @@ const maxEvents = 1024
 
 // events has the last events of each kind, and the subscribers.
 type events struct {
+	log string // names the numbering
+
 	mu    sync.Mutex
 	last  uint64
 	rings map[string]*ring // by kind
@@ -100,6 +102,10 @@ func (ev *events) since(n uint64) []schema.Event {
 // Events returns the kept events with numbers above since, oldest first. A gap in the
 // numbers means that events were displaced.
 func (d *Daemon) Events(since uint64) []schema.Event { return d.events.since(since) }
+
+// EventLog names the numbering of Events. Each process has another one, also after an upgrade, and its numbers
+// begin at 1.
+func (d *Daemon) EventLog() string { return d.events.log }
 
 // Subscribe returns a channel that receives when there may be new Events, until cancel is called.
 func (d *Daemon) Subscribe() (news <-chan struct{}, cancel func()) {

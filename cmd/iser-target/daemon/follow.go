@@ -3,9 +3,12 @@ package daemon
 import (
 	"context"
 	"errors"
+	"slices"
 	"strings"
+	"sync"
 	"time"
 
+	"github.com/iser-target/iser-target/config"
 	"golang.org/x/sys/unix"
 )
 
@@ -61,6 +64,7 @@ func (d *Daemon) reload(ctx context.Context, why string) {
 	err := d.applyFile(ctx)
 	log := d.log.With(eventKey, "config", "because", why)
 	if err != nil {
+		d.applied.fail()
 		log = log.With("reason", err)
 		if refused, ok := errors.AsType[*ErrRefused](err); ok {
 			flags := strings.Join(refused.Needs().Flags(), " ")
@@ -74,14 +78,48 @@ func (d *Daemon) reload(ctx context.Context, why string) {
 	log.Info("configuration file was applied", "path", d.path)
 }
 
+// applied is the outcome of the last attempt to apply the configuration file.
+type applied struct {
+	mu     sync.Mutex
+	failed bool
+	at     time.Time // of the last success
+}
+
+// last reports whether the last attempt succeeded, and when the configuration was applied last.
+func (a *applied) last() (ok bool, at time.Time) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return !a.failed, a.at
+}
+
+// succeed notes that the file is the running configuration: at the start, after a reload, and after every other change, which writes the file.
+func (a *applied) succeed() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.failed, a.at = false, time.Now()
+}
+
+// fail notes that a reload was refused.
+func (a *applied) fail() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.failed = true
+}
+
 // warn logs what the user should know about the running configuration.
 func (d *Daemon) warn() {
 	d.mu.Lock()
-	list := d.served.cfg.Warnings()
-	for _, ch := range d.served.pending {
+	cfg, pending := d.served.cfg, slices.Clone(d.served.pending)
+	d.mu.Unlock()
+	list := cfg.Warnings() // without the lock: a directory of a secret file may be on a disk that hangs
+	if d.path != "" {
+		if w := config.LooseDirectory(d.path); w != "" {
+			list = append(list, d.path+": "+w)
+		}
+	}
+	for _, ch := range pending {
 		list = append(list, atNextStart(ch))
 	}
-	d.mu.Unlock()
 	for _, w := range list {
 		d.log.Warn("configuration", "reason", w)
 	}

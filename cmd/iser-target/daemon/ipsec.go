@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -18,6 +19,7 @@ import (
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/security/ipsec"
+	"github.com/iser-target/iser-target/security/ipsec/exec"
 )
 
 // protection lets a Guard judge connections: when they are accepted, at their login, and when keys or the configuration have
@@ -26,6 +28,9 @@ type protection struct {
 	d     *Daemon
 	guard *ipsec.Guard
 	ipsecHooks
+
+	blocks blocker // of clear text that leaves portals under required; changed with the lock of changes held
+	left   bool    // detach has left blocks to another process
 
 	mu       sync.Mutex // held for moments; after Daemon.mu
 	driver   ipsec.Driver
@@ -43,6 +48,15 @@ type ipsecHooks struct {
 	listener  func(fd, family int, mode ipsec.Mode) error // sets the policy of a listener that drops clear text
 	pin       func(fd, family int, sa ipsec.SA) error     // lets the kernel send packets of a connection through sa only
 	clear     func(fd, family int) error                  // ends what listener and pin have set
+	blocks    func(failed func(error)) blocker
+}
+
+// A blocker has policies of the machine that let no packet of a portal leave which no other policy takes (xfrm.Blocks).
+type blocker interface {
+	Add(portals []netip.AddrPort) error
+	Keep(portals []netip.AddrPort) error
+	Clear(portals []netip.AddrPort) error
+	Close(leave bool) error
 }
 
 // A denial is a kind of refusal, for the metrics.
@@ -65,7 +79,7 @@ type guarded struct {
 }
 
 const (
-	driverTime = 5 * time.Second // of one call of a driver; more than vici takes when strongSwan does not answer
+	driverTimeout = 10 * time.Second // while no driver is configured
 	// checkTime is for the first look of a driver at what it lacks: the kernel loads modules, and the IKE daemon may be starting.
 	checkTime = 10 * time.Second
 	// execSlack is what the driver exec may take in addition to ipsec.exec.timeout.
@@ -112,19 +126,30 @@ func newProtection(d *Daemon, hooks ipsecHooks) *protection {
 		x.ipsecHooks = hooks
 	}
 	x.guard = ipsec.NewGuard(x.driver, ipsec.Options{})
+	x.blocks = x.ipsecHooks.blocks(x.unblocked)
 	return x
 }
 
 // options returns those of the Guard.
 func (x *protection) options(c *config.IPsec) ipsec.Options {
-	o := ipsec.Options{Timeout: driverTime, Grace: c.Grace, Failed: x.failed, Answers: x.answers, NoKeys: x.noKeys}
-	if c.Driver == "exec" {
+	o := ipsec.Options{Timeout: callTime(c), Grace: c.Grace, Patience: c.DriverTimeout, Failed: x.failed, Answers: x.answers, NoKeys: x.noKeys}
+	if c.Driver == exec.Name {
 		o.Timeout = c.Exec.Timeout + execSlack
 	}
 	return o
 }
 
-// failed reports that the driver begins to fail. Sessions that are protected stay for the time of ipsec.Options.Patience, and then that of grace.
+// callTime returns the time of one call of a driver other than exec. Two calls must fail before a session has no answer.
+func callTime(c *config.IPsec) time.Duration {
+	return cmp.Or(c.DriverTimeout, driverTimeout) / 2
+}
+
+// unblocked reports that the kernel refuses a policy that blocks clear text.
+func (x *protection) unblocked(err error) {
+	x.d.log.Error("IPsec policies are missing", eventKey, "ipsec", "reason", err)
+}
+
+// failed reports that the driver begins to fail. Sessions that are protected stay for the time of ipsec.Options.Unanswered.
 func (x *protection) failed(err error) {
 	x.d.log.Error("IPsec driver failed", eventKey, "ipsec", "reason", err)
 }
@@ -142,6 +167,22 @@ func (x *protection) noKeys(f ipsec.Flow, err error) {
 // use makes the driver of cfg the one that answers, unless it is already. It fails if that lacks something to enforce what cfg
 // requires. After an error the driver is what it was.
 func (x *protection) use(cfg *config.Config) error {
+	if err := x.useDriver(cfg); err != nil {
+		return err
+	}
+	if err := x.blocks.Add(blockedBy(cfg)); err != nil {
+		return fmt.Errorf("%s: required, but it cannot be enforced: %w", firstRequired(cfg), err)
+	}
+	return nil
+}
+
+// goBack undoes use for a change that failed: before is the configuration that runs.
+func (x *protection) goBack(before *config.Config) error {
+	return errors.Join(x.use(before), x.blocks.Keep(blockedBy(before)))
+}
+
+// useDriver does what use says about drivers.
+func (x *protection) useDriver(cfg *config.Config) error {
 	x.mu.Lock()
 	old, settings := x.driver, x.settings
 	x.mu.Unlock()
@@ -189,7 +230,7 @@ func (x *protection) restore(old ipsec.Driver, settings config.IPsec) error {
 
 // sameDriver reports whether a and b need no other driver.
 func sameDriver(a, b *config.IPsec) bool {
-	return a.Driver == b.Driver && a.VICI == b.VICI && reflect.DeepEqual(a.Exec, b.Exec) && reflect.DeepEqual(a.Static, b.Static)
+	return a.Driver == b.Driver && a.VICI == b.VICI && (a.Driver != "vici" || a.DriverTimeout == b.DriverTimeout) && reflect.DeepEqual(a.Exec, b.Exec) && reflect.DeepEqual(a.Static, b.Static)
 }
 
 // check asks what the driver lacks. That is an error if cfg requires protection, and a warning if it only audits.
@@ -237,7 +278,7 @@ func firstRequired(cfg *config.Config) string {
 // install makes driver the one that answers.
 func (x *protection) install(driver ipsec.Driver, settings config.IPsec) {
 	x.mu.Lock()
-	same := x.driver == driver && x.settings.Grace == settings.Grace
+	same := x.driver == driver && x.settings.Grace == settings.Grace && x.settings.DriverTimeout == settings.DriverTimeout
 	x.driver, x.settings = driver, settings
 	x.mu.Unlock()
 	if !same {
@@ -253,6 +294,30 @@ func (x *protection) drop() error {
 	x.mu.Unlock()
 	x.guard.Use(noDriver{}, ipsec.Options{})
 	return x.discard(driver, limit)
+}
+
+// blockedBy returns the addresses whose packets leave only if a policy takes them, which are those of portals under required.
+func blockedBy(cfg *config.Config) []netip.AddrPort {
+	return portalAddresses(cfg, true)
+}
+
+// portalAddresses returns the addresses of the portals that are blocked, or of those that are not. Those on all addresses have one for each family.
+func portalAddresses(cfg *config.Config, blocked bool) (list []netip.AddrPort) {
+	for _, p := range cfg.Portals {
+		if (p.Demand() == ipsec.Required && cfg.IPsec.Drops()) != blocked {
+			continue
+		}
+		a, err := net.ResolveTCPAddr("tcp", p.Listen)
+		switch {
+		case err != nil || a.Port == 0: // it cannot be opened, or is on the loopback alone
+		case everywhere(p.Listen):
+			port := uint16(a.Port)
+			list = append(list, netip.AddrPortFrom(netip.IPv4Unspecified(), port), netip.AddrPortFrom(netip.IPv6Unspecified(), port))
+		default:
+			list = append(list, plainAddr(a))
+		}
+	}
+	return list
 }
 
 // discard ends a driver, within a time limit. What a process before this one has installed stays if this one has never served, because
@@ -281,8 +346,13 @@ func closeDriver(driver ipsec.Driver, limit time.Duration) error {
 	}
 }
 
-// close ends the driver and the Guard.
-func (x *protection) close() error { return errors.Join(x.drop(), x.guard.Close()) }
+// close ends the driver, the Guard and the policies.
+func (x *protection) close() error {
+	x.mu.Lock()
+	leave := x.left || x.borrowed
+	x.mu.Unlock()
+	return errors.Join(x.drop(), x.guard.Close(), x.blocks.Close(leave))
+}
 
 // apply makes cfg, which runs now, what is required of the connections that there are. It ends the driver if nothing needs one.
 func (x *protection) apply(cfg *config.Config) {
@@ -292,6 +362,9 @@ func (x *protection) apply(cfg *config.Config) {
 	x.mu.Unlock()
 	for _, g := range list {
 		x.require(cfg, g)
+	}
+	if err := x.blocks.Keep(blockedBy(cfg)); err != nil {
+		x.unblocked(err)
 	}
 	if cfg.UsesIPsec() {
 		return
@@ -323,15 +396,17 @@ func (x *protection) require(cfg *config.Config, g *guarded) {
 // beginPause is the time between two questions about a connection whose keys may come back.
 const beginPause = 500 * time.Millisecond
 
-// begin judges a connection that was not judged before, and ends it if that denies it. Without keys it has the time of grace, and before that the one of
-// patience if the driver does not answer: the process that accepted the connection may have had an answer a moment ago.
+// begin judges a connection that was not judged before, and ends it if that denies it. Without keys it has the time of grace, and without an answer of the driver
+// that of ipsec.Options.Unanswered: the process that accepted the connection may have had an answer a moment ago.
 func (x *protection) begin(g *guarded, w *ipsec.Watched, claim iscsi.Claim, target ipsec.Need, o ipsec.Options) {
 	ctx, began := g.n.ctx, time.Now()
+	last, cancel := context.WithDeadline(ctx, began.Add(o.Unanswered()))
+	defer cancel()
 	for {
-		v := w.Login(ctx, claim.Initiator, claim.Target, target)
+		v := w.Login(last, claim.Initiator, claim.Target, target)
 		end := began.Add(o.Grace)
 		if v.Class == ipsec.ClassDriver {
-			end = end.Add(o.Patience())
+			end = began.Add(o.Unanswered())
 		}
 		switch {
 		case v.Action != ipsec.Deny || ctx.Err() != nil:

@@ -17,7 +17,9 @@ import (
 )
 
 // defaultIPsecHooks are those of a target.
-var defaultIPsecHooks = ipsecHooks{newDriver: newIPsecDriver, listener: xfrm.SocketPolicy, pin: xfrm.PinPolicy, clear: clearPolicies}
+var defaultIPsecHooks = ipsecHooks{newDriver: newIPsecDriver, listener: xfrm.SocketPolicy, pin: xfrm.PinPolicy, clear: clearPolicies, blocks: newBlocks}
+
+func newBlocks(failed func(error)) blocker { return xfrm.NewBlocks(failed) }
 
 // newIPsecDriver returns the driver that cfg names.
 func newIPsecDriver(cfg *config.Config) (ipsec.Driver, error) {
@@ -25,7 +27,7 @@ func newIPsecDriver(cfg *config.Config) (ipsec.Driver, error) {
 	case xfrm.Name:
 		return xfrm.New(), nil
 	case "vici":
-		d := vici.New(xfrm.New(), vici.Options{Socket: c.VICI.Socket})
+		d := vici.New(xfrm.New(), vici.Options{Socket: c.VICI.Socket, Timeout: min(viciRequest, callTime(c)*2/5)})
 		if !c.VICI.Initiate {
 			return passive{d}, nil
 		}
@@ -35,10 +37,14 @@ func newIPsecDriver(cfg *config.Config) (ipsec.Driver, error) {
 		defer cancel()
 		return static.New(ctx, staticConfig(&c.Static))
 	case exec.Name:
-		return exec.New(exec.Options{Command: c.Exec.Command, Timeout: c.Exec.Timeout, Kernel: xfrm.New()})
+		return exec.New(exec.Options{Command: c.Exec.Command, Timeout: c.Exec.Timeout, Kernel: xfrm.New(), ClearText: c.Exec.ClearText})
 	}
 	return nil, fmt.Errorf("there is no driver %q", cfg.IPsec.Driver)
 }
+
+// viciRequest is the longest time of a request to strongSwan. A call of the driver has time for two, so that what the kernel knows counts while
+// strongSwan does not answer.
+const viciRequest = 2 * time.Second
 
 // staticWait is how long the driver static waits for the process that it follows.
 const staticWait = 5 * time.Second
@@ -92,6 +98,7 @@ type detacher interface {
 func (x *protection) detach() error {
 	x.mu.Lock()
 	d, ok := x.driver.(detacher)
+	x.left = true
 	x.mu.Unlock()
 	if !ok {
 		return nil
@@ -103,6 +110,7 @@ func (x *protection) detach() error {
 func (x *protection) attach() error {
 	x.mu.Lock()
 	d, ok := x.driver.(detacher)
+	x.left = false
 	x.mu.Unlock()
 	if !ok {
 		return nil
@@ -119,6 +127,9 @@ func (x *protection) forget() {
 	d, ok := x.driver.(detacher)
 	driver, limit := x.driver, x.options(&x.settings).Timeout
 	x.mu.Unlock()
+	if err := x.blocks.Close(true); err != nil {
+		x.d.log.Warn("IPsec driver did not end cleanly", eventKey, "ipsec", "reason", err)
+	}
 	if !ok {
 		return
 	}

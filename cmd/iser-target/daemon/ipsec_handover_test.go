@@ -71,8 +71,8 @@ func TestSuccessorLeavesIPsec(t *testing.T) {
 			if err == nil || !strings.Contains(err.Error(), tc.fault) {
 				t.Errorf("%v, want %q", err, tc.fault)
 			}
-			if got := fake.noted(); !slices.Equal(got, []string{"detach", "close"}) {
-				t.Errorf("calls %q", got)
+			if got := fake.noted(); !slices.Equal(got, []string{"detach", "close"}) || fake.blocks.closed != "leaves them" {
+				t.Errorf("calls %q; of the policies that block clear text it %s", got, fake.blocks.closed)
 			}
 		})
 	}
@@ -82,7 +82,7 @@ func TestSuccessorLeavesIPsec(t *testing.T) {
 		if err := end(); err != nil {
 			t.Error(err)
 		}
-		if got := fake.noted(); !slices.Equal(got, []string{"close"}) {
+		if got := fake.noted(); !slices.Equal(got, []string{"close"}) || fake.blocks.closed != "removes them" {
 			t.Errorf("after serving, received %v: calls %q", received != nil, got)
 		}
 	}

@@ -114,7 +114,7 @@ type listenerPolicy struct {
 
 // policyOf returns the policy that the sockets of a portal have by cfg.
 func policyOf(cfg *config.Config, c config.Portal) listenerPolicy {
-	if c.Demand() != ipsec.Required {
+	if c.Demand() != ipsec.Required || !cfg.IPsec.Drops() {
 		return listenerPolicy{}
 	}
 	return listenerPolicy{true, cmp.Or(cfg.IPsec.Profile(c.IPsecProfile).Mode, ipsec.Tunnel)}

@@ -41,7 +41,7 @@ func (d *Daemon) IPsec() schema.IPsecState {
 	cfg := d.Effective()
 	x.mu.Lock()
 	st := schema.IPsecState{
-		Driver: x.driver.Name(), Grace: config.FormatDuration(cfg.IPsec.Grace),
+		Driver: x.driver.Name(), Grace: config.FormatDuration(cfg.IPsec.Grace), Unanswered: config.FormatDuration(x.options(&cfg.IPsec).Unanswered()),
 		Portals: []schema.IPsecPortal{}, Connections: []schema.IPsecConnection{},
 	}
 	missing := x.missing
@@ -121,7 +121,9 @@ func (x *protection) connectionStates(list []*guarded, ask bool) (states []schem
 			tsihs[flowBetween(c.Local, c.Remote)] = s.TSIH
 		}
 	}
+	cfg := x.d.Effective()
 	var flows []ipsec.Flow
+	var needs [][]ipsec.Need
 	for _, g := range list {
 		p := x.protectionState(g)
 		if p == nil {
@@ -131,6 +133,8 @@ func (x *protection) connectionStates(list []*guarded, ask bool) (states []schem
 		claim := g.claim
 		g.mu.Unlock()
 		flows = append(flows, g.flow)
+		portal, target := x.needs(cfg, g.portal.cur.Load().cfg, claim)
+		needs = append(needs, []ipsec.Need{portal, target})
 		states = append(states, schema.IPsecConnection{
 			TSIH: tsihs[g.flow], Initiator: claim.Initiator, Target: claim.Target, Portal: g.portal.cur.Load().cfg.Listen,
 			Local: g.flow.Local.String(), Remote: g.flow.Remote.String(), ConnectionProtection: *p,
@@ -144,6 +148,9 @@ func (x *protection) connectionStates(list []*guarded, ask bool) (states []schem
 		p, known := found[i]
 		states[i].Unknown = !known
 		states[i].InPolicy, states[i].OutPolicy = p.InPolicy, p.OutPolicy
+		if known {
+			states[i].ESN, states[i].ESNUnsure = esnText(needs[i], p.Link)
+		}
 		for _, sa := range p.In {
 			states[i].SAs = append(states[i].SAs, saState("in", sa))
 		}
@@ -153,6 +160,25 @@ func (x *protection) connectionStates(list []*guarded, ask bool) (states []schem
 	}
 	slices.SortFunc(states, func(a, b schema.IPsecConnection) int { return strings.Compare(a.Remote, b.Remote) })
 	return states, err
+}
+
+// esnText returns whether extended sequence numbers are required over an interface, and why. unsure says that none of the profiles requires them, because the interface
+// does not say its speed.
+func esnText(needs []ipsec.Need, l ipsec.Link) (text string, unsure bool) {
+	for _, n := range needs {
+		if n.Demand == ipsec.Off || n.Demand == "" {
+			continue
+		}
+		required, why := n.Profile.NeedsESN(l)
+		if required {
+			return "required (" + why + ")", false
+		}
+		if text == "" || n.Profile.UnsureESN(l) {
+			text = "not required (" + why + ")"
+		}
+		unsure = unsure || n.Profile.UnsureESN(l)
+	}
+	return text, unsure
 }
 
 func saState(direction string, sa ipsec.SA) schema.IPsecSA {
@@ -184,8 +210,19 @@ func (d *Daemon) ipsecMetrics() metrics.IPsec {
 	n.Up = !none && x.guard.Trouble() == nil
 	x.mu.Unlock()
 	for _, s := range d.node.Sessions() {
-		if !s.Discovery {
-			n.Sessions[x.protectionOf(&s)]++
+		if s.Discovery {
+			continue
+		}
+		n.Sessions[x.protectionOf(&s)]++
+		for _, c := range s.Conns {
+			p := x.protectionState(x.known(c.Local, c.Remote))
+			if p == nil {
+				continue
+			}
+			n.Protected = append(n.Protected, metrics.IPsecConnection{
+				Target: s.Target, Initiator: s.Initiator, Transport: s.Transport.String(), TSIH: s.TSIH, CID: c.CID,
+				Verdict: p.Verdict, Suite: p.Suite, SPIIn: p.SPIIn, SPIOut: p.SPIOut, Identity: p.Identity,
+			})
 		}
 	}
 	return n
@@ -238,7 +275,12 @@ func (x *protection) explain(e *explaining, from string) {
 		case ipsec.Mark:
 			e.insert(n.rule, true, "admitted, and marked: %s", v.Reason)
 		default:
-			e.insert(n.rule, true, "%s meets profile %s", strings.TrimSpace(v.Suite+" "+v.Identity), n.need.Profile.Name)
+			text := fmt.Sprintf("%s meets profile %s", strings.TrimSpace(v.Suite+" "+v.Identity), n.need.Profile.Name)
+			if found, err := x.guard.Look(context.Background(), []ipsec.Flow{f}); err == nil {
+				esn, _ := esnText([]ipsec.Need{n.need}, found[0].Link)
+				text += "; extended sequence numbers: " + esn
+			}
+			e.insert(n.rule, true, "%s", text)
 		}
 	}
 }

@@ -33,6 +33,7 @@ type fakeIPsec struct {
 	running  int
 	sockets  []string // calls
 	refuse   error    // of socket calls
+	blocks   fakeBlocks
 }
 
 func (f *fakeIPsec) Name() string { return "fake" }
@@ -139,7 +140,56 @@ func (f *fakeIPsec) hooks() ipsecHooks {
 		listener: func(fd, family int, mode ipsec.Mode) error { return f.call("listener "+string(mode), fd, family) },
 		pin:      func(fd, family int, sa ipsec.SA) error { return f.call("pin", fd, family) },
 		clear:    func(fd, family int) error { return f.call("clear", fd, family) },
+		blocks:   func(func(error)) blocker { return &f.blocks },
 	}
+}
+
+// fakeBlocks notes which addresses have policies that block clear text.
+type fakeBlocks struct {
+	mu     sync.Mutex
+	on     []netip.AddrPort
+	closed string
+	refuse error
+}
+
+func (f *fakeBlocks) Add(portals []netip.AddrPort) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if len(portals) > 0 && f.refuse != nil {
+		return f.refuse
+	}
+	f.on = append(f.on, portals...)
+	return nil
+}
+
+func (f *fakeBlocks) Keep(portals []netip.AddrPort) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.on = slices.Clone(portals)
+	return nil
+}
+
+func (f *fakeBlocks) Clear([]netip.AddrPort) error { return nil }
+
+func (f *fakeBlocks) Close(leave bool) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed == "" { // a process that was followed ends later
+		f.closed = map[bool]string{true: "leaves them", false: "removes them"}[leave]
+	}
+	return nil
+}
+
+// blocked returns the addresses that have policies.
+func (f *fakeBlocks) blocked() string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	var list []string
+	for _, a := range f.on {
+		list = append(list, a.String())
+	}
+	slices.Sort(list)
+	return strings.Join(slices.Compact(list), " ")
 }
 
 // gcm returns a protection by AES-GCM with that SPI and IKE identity.
@@ -220,6 +270,18 @@ func (g *guardedLab) protectionOf(name string) *schema.ConnectionProtection {
 	return nil
 }
 
+// protectedSeries returns what the metrics say about connections that something is required of.
+func (g *guardedLab) protectedSeries() (list []string) {
+	for _, c := range g.ipsecMetrics().Protected {
+		if c.Target != store || c.TSIH == 0 || !strings.HasPrefix(c.Initiator, prefix) {
+			g.t.Errorf("%+v", c)
+		}
+		list = append(list, strings.Join([]string{c.Transport, c.Verdict, c.Suite, c.SPIIn, c.SPIOut, c.Identity}, " "))
+	}
+	slices.Sort(list)
+	return list
+}
+
 func (g *guardedLab) has(name string) bool {
 	return slices.ContainsFunc(g.State().Sessions, func(s schema.SessionState) bool { return s.Initiator == prefix+name })
 }
@@ -261,6 +323,9 @@ func TestPortalThatRequiresIPsec(t *testing.T) {
 	}
 	if p := g.protectionOf("stays"); p != nil {
 		t.Errorf("nothing is required of the neighbour: %+v", p)
+	}
+	if got := g.protectedSeries(); len(got) != 2 || got[0] != "iser permit esp-tunnel aes128gcm16 esn 0x00001001 0x00001002 host.example" || got[1] != "tcp"+strings.TrimPrefix(got[0], "iser") {
+		t.Errorf("metrics of protected connections %q", got)
 	}
 	if c := g.fake.calls(); !slices.Contains(c, "listener tunnel IPv4 listening=0") || !slices.Contains(c, "pin IPv4 listening=0") {
 		t.Errorf("socket calls %q", c)
@@ -317,6 +382,9 @@ func TestKeysVanish(t *testing.T) {
 	if e := g.eventOf("ipsec", "IPsec protection changed"); len(e) > 0 {
 		t.Errorf("a rekey is an event: %+v", e)
 	}
+	if got := g.protectedSeries(); len(got) != 1 || got[0] != "iser permit esp-tunnel aes128gcm16 esn 0x00002001 0x00002002 host.example" {
+		t.Errorf("metrics after a rekey %q", got)
+	}
 	g.fake.set(ipsec.Removed, keyless)
 	testkit.Eventually(t, "lists show that the keys are gone", func() bool {
 		p := g.protectionOf("a")
@@ -352,7 +420,7 @@ func TestKeysVanish(t *testing.T) {
 	if len(g.eventOf("ipsec", "IPsec keys are gone")) != 2 {
 		t.Errorf("events %+v", g.eventOf("ipsec", "IPsec keys are gone"))
 	}
-	if n := g.ipsecMetrics(); n.Denials[[2]string{"change", "keys"}] != 1 {
+	if n := g.ipsecMetrics(); n.Denials[[2]string{"change", "keys"}] != 1 || len(n.Protected) != 0 {
 		t.Errorf("metrics %+v", n)
 	}
 	if !g.has("stays") {
@@ -430,6 +498,39 @@ func TestDriverHangs(t *testing.T) {
 	})
 	if st := g.IPsec(); st.Failure != "" {
 		t.Errorf("failure %q", st.Failure)
+	}
+}
+
+// A session about whose keys the driver gives no answer ends after ipsec.grace, of which ipsec.driver_timeout is a part. Without a demand a session stays.
+func TestHangEndsASessionInTime(t *testing.T) {
+	g := newGuardedLab(t, func(g *guardedLab) { g.more = "ipsec: {grace: 3s, driver_timeout: 2s}" })
+	load(t, g.login("stays", store))
+	s, err := g.loginSafe("a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	attentions(t, s, 0)
+	if st := g.IPsec(); st.Grace != "3s" || st.Unanswered != "3s" {
+		t.Errorf("status %+v", st)
+	}
+	g.fake.setHang(true)
+	defer g.fake.setHang(false)
+	gone := time.Now()
+	g.fake.set(ipsec.Removed, keyless)
+	testkit.Eventually(t, "it is marked first", func() bool {
+		p := g.protectionOf("a")
+		return p != nil && p.Verdict == "mark" && p.Class == "driver" && strings.Contains(p.Reason, "The connection ends 3s after the loss")
+	})
+	select {
+	case <-s.Done():
+	case <-time.After(30 * time.Second):
+		t.Fatal("the session did not end")
+	}
+	if d := time.Since(gone); d < 2900*time.Millisecond || d > 9*time.Second {
+		t.Errorf("the session ended after %v, want 3s", d)
+	}
+	if !g.has("stays") {
+		t.Error("the neighbour has lost its session")
 	}
 }
 
@@ -525,6 +626,14 @@ func TestRequireIPsecLive(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 	g.fake.refuse = nil
+	g.fake.blocks.refuse = errors.New("no policy that blocks")
+	if _, err := g.apply(ChangeOptions{Disrupt: true}); err == nil || !strings.Contains(err.Error(), "no policy that blocks") || !strings.Contains(err.Error(), "Nothing was changed") {
+		t.Errorf("%v", err)
+	}
+	g.fake.blocks.refuse = nil
+	if on := g.fake.blocks.blocked(); on != "" {
+		t.Errorf("after changes that failed, clear text from %s is blocked", on)
+	}
 	if !g.has("a") || g.State().Portals[1].IPsec != "off" {
 		t.Fatal("a change that failed has changed something")
 	}
@@ -545,6 +654,10 @@ func TestRequireIPsecLive(t *testing.T) {
 		t.Errorf("socket calls %q", c)
 	}
 
+	if on := g.fake.blocks.blocked(); on != g.safe {
+		t.Errorf("clear text from %q is blocked", on)
+	}
+
 	g.more = `ipsec: {profiles: [{name: default, suites: [aes256gcm16]}]}` // a stricter profile
 	if p, err := g.apply(ChangeOptions{}); !errors.As(err, &refused) || len(p.Steps) != 2 || len(p.Steps[0].Disturbs)+len(p.Steps[1].Disturbs) == 0 {
 		t.Fatalf("%+v, %v", p, err)
@@ -556,6 +669,9 @@ func TestRequireIPsecLive(t *testing.T) {
 	g.ok(ChangeOptions{Disrupt: true})
 	if c := g.fake.calls(); !slices.Contains(c, "clear IPv4 listening=1") {
 		t.Errorf("socket calls %q", c)
+	}
+	if on := g.fake.blocks.blocked(); on != "" {
+		t.Errorf("clear text from %s is blocked, and nothing requires IPsec", on)
 	}
 	if g.fake.running != 0 || g.IPsec().Driver != "none" {
 		t.Errorf("%d drivers run, %s", g.fake.running, g.IPsec().Driver)
@@ -590,6 +706,9 @@ func TestPortalOnAllAddresses(t *testing.T) {
 				if c := g.fake.calls(); !slices.Contains(c, "listener tunnel "+family+" listening=0") {
 					t.Errorf("socket calls %q", c)
 				}
+			}
+			if on := g.fake.blocks.blocked(); on != "0.0.0.0:"+port+" [::]:"+port {
+				t.Errorf("clear text from %q is blocked", on)
 			}
 			st := g.IPsec()
 			if p := st.Portals[1]; !p.Policy || !slices.Equal(p.Sockets, []string{"[::]:" + port, "0.0.0.0:" + port}) {
@@ -674,6 +793,7 @@ func TestAuditMarks(t *testing.T) {
 	}
 	g.fake.set(ipsec.Added, gcm(0x1001, ""))
 	testkit.Eventually(t, "the mark goes", func() bool { return g.protectionOf("a").Verdict == "permit" })
+	testkit.Eventually(t, "an event tells it", func() bool { return len(g.eventOf("ipsec", "IPsec protection changed")) > 0 })
 	if e := g.eventOf("ipsec", "IPsec protection changed"); len(e) != 1 {
 		t.Errorf("events %+v", e)
 	}

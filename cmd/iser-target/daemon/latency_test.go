@@ -31,9 +31,9 @@ func TestPercentiles(t *testing.T) {
 
 	got := phases(&l)
 	want := []schema.PhaseState{
-		{Phase: "receive", Count: 10, P50: 0.512e-6, P99: 1.014e-6},
-		{Phase: "backend", Count: 1000, Seconds: 20.4, P50: 100e-6, P99: 1},
-		{Phase: "send", Count: 3, P50: 30, P99: 30}, // above all bounds
+		{Phase: "receive", Timing: schema.Timing{Count: 10, P50: 0.512e-6, P99: 1.014e-6}},
+		{Phase: "backend", Timing: schema.Timing{Count: 1000, Seconds: 20.4, P50: 100e-6, P99: 1}},
+		{Phase: "send", Timing: schema.Timing{Count: 3, P50: 30, P99: 30}}, // above all bounds
 	}
 	if len(got) != len(want) {
 		t.Fatalf("%+v", got)

@@ -24,7 +24,7 @@ const (
 )
 
 // peerKinds are the events that initiators, and callers of the control API, cause as often as they like.
-var peerKinds = map[string]bool{"login": true, "session": true, "reservation": true, "control": true}
+var peerKinds = map[string]bool{"login": true, "session": true, "reservation": true, "control": true, "slow": true, "capture": true}
 
 // A logGate bounds the lines of log, and the events, that initiators cause: one line for each address
 // and reason per second, and limits.log_lines_per_address. The last of the lines that were left out
@@ -281,26 +281,102 @@ func (g *logGate) flush() {
 	g.tick()
 }
 
+const (
+	// logPatience is how long who logs waits for the reader of the log, such as a pipe.
+	logPatience = 100 * time.Millisecond
+	// logQueue bounds the bytes that wait for it, and logEndTime how long the end of the daemon does.
+	logQueue   = 1 << 20
+	logEndTime = time.Second
+)
+
 // A logEnd is where the lines of a daemon's log go until it ends. A store that hangs can have something
-// to say after that, when LogTo may be something else's.
+// to say after that, when LogTo may be something else's. If nobody reads the log, as when journald hangs
+// or a pager has its pipe, the target continues: lines wait in memory, and those that have no room are
+// counted and left out.
 type logEnd struct {
+	lostLines func(n uint64) // reports lines that were left out
+
 	mu    sync.Mutex
 	w     io.Writer
+	queue []byte
+	busy  chan struct{} // of drain, which closes it when the queue is empty; nil: nothing to write
+	late  bool          // drain has taken longer than logPatience
+	lost  uint64        // lines
 	ended bool
 }
 
-// Write implements io.Writer. It discards what comes after the end.
+// Write implements io.Writer. p is on its way when it returns, unless the reader is late. It discards
+// what comes after the end.
 func (l *logEnd) Write(p []byte) (int, error) {
 	l.mu.Lock()
-	defer l.mu.Unlock()
 	if l.ended {
+		l.mu.Unlock()
 		return len(p), nil
 	}
-	return l.w.Write(p)
+	if len(l.queue)+len(p) > logQueue {
+		l.lost++
+		l.mu.Unlock()
+		return len(p), nil
+	}
+	l.queue = append(l.queue, p...)
+	if l.busy == nil {
+		l.busy = make(chan struct{})
+		go l.drain()
+	}
+	busy, late := l.busy, l.late
+	l.mu.Unlock()
+	if !late && !closedWithin(busy, logPatience) {
+		l.mu.Lock()
+		l.late = l.busy == busy
+		l.mu.Unlock()
+	}
+	return len(p), nil
 }
 
+// drain writes the queue.
+func (l *logEnd) drain() {
+	var other []byte
+	for {
+		l.mu.Lock()
+		if len(l.queue) == 0 {
+			break
+		}
+		b, w := l.queue, l.w
+		l.queue = other[:0]
+		l.mu.Unlock()
+		w.Write(b) // there is no log to report an error in
+		other = b
+	}
+	close(l.busy)
+	n := l.lost
+	l.busy, l.queue, l.late, l.lost = nil, nil, false, 0
+	l.mu.Unlock()
+	if n > 0 {
+		l.lostLines(n)
+	}
+}
+
+// end discards what is logged from now on.
 func (l *logEnd) end() {
 	l.mu.Lock()
-	defer l.mu.Unlock()
 	l.ended = true
+	busy := l.busy
+	l.mu.Unlock()
+	if busy != nil && !closedWithin(busy, logEndTime) {
+		l.mu.Lock()
+		l.queue = nil
+		l.mu.Unlock()
+	}
+}
+
+// closedWithin waits for ch.
+func closedWithin(ch <-chan struct{}, d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-ch:
+		return true
+	case <-t.C:
+		return false
+	}
 }

@@ -70,8 +70,8 @@ func (d *Daemon) warnOfFreshState(cfg *config.Config) {
 	}
 	for i := range cfg.Targets {
 		for _, l := range cfg.Targets[i].LUNs {
-			if l.Backend == "block" || l.Backend == "gotgt" {
-				d.log.Warn("state_dir has no identities: LUNs on devices get new ones, and no reservation is known", eventKey, "service",
+			if l.Backend == "block" || l.Backend == "nbd" || l.Backend == "rbd" || l.Backend == "gotgt" {
+				d.log.Warn("state_dir has no identities: LUNs on devices and servers get new ones, and no reservation is known", eventKey, "service",
 					"state_dir", cfg.StateDir, "hint", "if the target has served them before, stop it and bring back the directory")
 				return
 			}

@@ -134,7 +134,7 @@ func TestCopyOfAFileIsNoticed(t *testing.T) {
 
 // A device has no mark, so the log says when its target starts without the state directory that it had.
 func TestLostStateDirectoryOfADeviceIsTold(t *testing.T) {
-	const text = "LUNs on devices get new ones"
+	const text = "LUNs on devices and servers get new ones"
 	for _, c := range []struct {
 		luns string
 		want []bool // of each start

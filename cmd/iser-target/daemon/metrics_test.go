@@ -7,6 +7,7 @@ import (
 	"math"
 	"net"
 	"net/http"
+	"os/exec"
 	"reflect"
 	"slices"
 	"strconv"
@@ -14,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -159,40 +161,91 @@ func (w *worked) lun(id int, transport, more string) string {
 	return fmt.Sprintf(`{lun="%d",%starget="%s",transport="%s"}`, id, more, store, transport)
 }
 
+// Errors of the store are apart by what the command did, and a neighbor of the LUN has none.
+func TestMediumErrorMetrics(t *testing.T) {
+	l := newLab(t, func(l *lab) {
+		l.more = `metrics: {listen: "127.0.0.1:0"}`
+		l.luns += ", {id: 1, backend: memory, size: 1MiB}"
+	})
+	s := l.login("host1", store)
+	for id := range byte(2) {
+		attentions(t, s, id)
+	}
+	if err := l.SetFaults(t.Context(), store, 0, schema.Faults{ReadError: 1, WriteError: 1}); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []*initiator.Command{
+		{CDB: cdb.Read16(0, 1), In: make([]byte, 512)}, {CDB: cdb.Write16(0, 1), Out: make([]byte, 512)}, {CDB: cdb.Write16(1, 1), Out: make([]byte, 512)},
+		{LUN: 1, CDB: cdb.Read16(0, 1), In: make([]byte, 512)},
+	} {
+		if err := s.Do(c); err != nil || c.Status != 2*(1-c.LUN) {
+			t.Errorf("LUN %d: status %#x, %v", c.LUN, c.Status, err)
+		}
+	}
+	of := func(id int, op string) string {
+		return fmt.Sprintf(`lun_medium_errors_total{lun="%d",op="%s",target="%s",transport="iser"}`, id, op, store)
+	}
+	l.scrape().want(t, map[string]float64{of(0, "read"): 1, of(0, "write"): 2, of(0, "other"): 0, of(1, "read"): 0, of(1, "write"): 0})
+}
+
+// promtool finds nothing against the names, types and texts of the metrics.
+func TestMetricsByPromtool(t *testing.T) {
+	promtool, err := exec.LookPath("promtool")
+	if err != nil {
+		backendtest.Unavailable(t, "%v (tests/interop/setup.sh installs it)", err)
+	}
+	w := newWorked(t)
+	r, err := http.Get(fmt.Sprintf("http://%v/metrics", w.side[config.KindMetrics].addr))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Body.Close()
+	check := exec.CommandContext(t.Context(), promtool, "check", "metrics")
+	check.Stdin = r.Body
+	if out, err := check.CombinedOutput(); err != nil || len(out) > 0 {
+		t.Errorf("%v\n%s", err, out)
+	}
+}
+
 // The metrics agree with the work of the initiators.
 func TestMetricsAddUp(t *testing.T) {
 	w := newWorked(t)
 	testkit.Eventually(t, "connections that were refused are gone", func() bool { return w.Node().Stats().Connections == 2 })
 	got := w.scrape()
 	got.want(t, map[string]float64{
-		`lun_commands_total` + w.lun(0, "iser", `op="write",`):                writes,
-		`lun_commands_total` + w.lun(0, "iser", `op="read",`):                 reads + 2,
-		`lun_commands_total` + w.lun(0, "iser", `op="other",`):                2,
-		`lun_bytes_total` + w.lun(0, "iser", `op="write",`):                   writes * size,
-		`lun_bytes_total` + w.lun(0, "iser", `op="read",`):                    reads*size + 512,
-		`lun_residuals_total` + w.lun(0, "iser", `residual="underflow",`):     2,
-		`lun_residuals_total` + w.lun(0, "iser", `residual="overflow",`):      0,
-		`lun_errors_total` + w.lun(0, "iser", `sense_key="illegal_request",`): 1,
-		`lun_errors_total` + w.lun(0, "iser", `sense_key="unit_attention",`):  1,
-		`lun_errors_total` + w.lun(0, "iser", `sense_key="medium_error",`):    0,
-		`lun_errors_total` + w.lun(7, "iser", `sense_key="data_protect",`):    1,
-		`lun_commands_in_flight` + w.lun(0, "iser", ""):                       0,
-		`lun_commands_aborted_total` + w.lun(0, "iser", ""):                   0,
-		`lun_commands_total` + w.lun(0, "tcp", `op="read",`):                  2,
-		`lun_bytes_total` + w.lun(0, "tcp", `op="read",`):                     4096,
-		`lun_ready{lun="0",target="` + store + `"}`:                           1,
-		`lun_size_bytes{lun="0",target="` + store + `"}`:                      4 << 20,
-		`session_commands_total` + w.session(`op="write",`):                   writes + 1,
-		`session_commands_total` + w.session(`op="read",`):                    reads + 2,
-		`session_bytes_total` + w.session(`op="write",`):                      writes * size,
-		`session_bytes_total` + w.session(`op="read",`):                       reads*size + 512,
-		`session_errors_total` + w.session(""):                                4,
-		`session_residuals_total` + w.session(`residual="underflow",`):        3, // of LUN 7, too
-		`session_residuals_total` + w.session(`residual="overflow",`):         0,
-		`session_connections` + w.session(""):                                 1,
-		`session_tasks` + w.session(""):                                       0,
-		`sessions{target="` + store + `",transport="iser"}`:                   1,
-		`sessions{target="` + store + `",transport="tcp"}`:                    1,
+		`lun_commands_total` + w.lun(0, "iser", `op="write",`):                          writes,
+		`lun_commands_total` + w.lun(0, "iser", `op="read",`):                           reads + 2,
+		`lun_commands_total` + w.lun(0, "iser", `op="other",`):                          2,
+		`lun_bytes_total` + w.lun(0, "iser", `op="write",`):                             writes * size,
+		`lun_bytes_total` + w.lun(0, "iser", `op="read",`):                              reads*size + 512,
+		`lun_residuals_total` + w.lun(0, "iser", `residual="underflow",`):               2,
+		`lun_residuals_total` + w.lun(0, "iser", `residual="overflow",`):                0,
+		`lun_errors_total` + w.lun(0, "iser", `op="read",sense_key="illegal_request",`): 1,
+		`lun_errors_total` + w.lun(0, "iser", `op="other",sense_key="unit_attention",`): 1,
+		`lun_errors_total` + w.lun(0, "iser", `op="write",sense_key="medium_error",`):   0,
+		`lun_errors_total` + w.lun(7, "iser", `op="write",sense_key="data_protect",`):   1,
+		`lun_commands_in_flight` + w.lun(0, "iser", ""):                                 0,
+		`lun_commands_aborted_total` + w.lun(0, "iser", ""):                             0,
+		`lun_commands_total` + w.lun(0, "tcp", `op="read",`):                            2,
+		`lun_bytes_total` + w.lun(0, "tcp", `op="read",`):                               4096,
+		`lun_ready{lun="0",target="` + store + `"}`:                                     1,
+		`lun_size_bytes{lun="0",target="` + store + `"}`:                                4 << 20,
+		`session_commands_total` + w.session(`op="write",`):                             writes + 1,
+		`session_commands_total` + w.session(`op="read",`):                              reads + 2,
+		`session_bytes_total` + w.session(`op="write",`):                                writes * size,
+		`session_bytes_total` + w.session(`op="read",`):                                 reads*size + 512,
+		`session_errors_total` + w.session(`op="write",`):                               1,
+		`session_errors_total` + w.session(`op="read",`):                                1,
+		`session_errors_total` + w.session(`op="other",`):                               0, // unit attentions do not count
+		`command_size_bytes_sum{op="write",transport="iser"}`:                           writes * size,
+		`command_size_bytes_sum{op="read",transport="tcp"}`:                             4096,
+		`command_size_bytes_count{op="write",transport="iser"}`:                         writes,
+		`session_residuals_total` + w.session(`residual="underflow",`):                  3, // of LUN 7, too
+		`session_residuals_total` + w.session(`residual="overflow",`):                   0,
+		`session_connections` + w.session(""):                                           1,
+		`session_tasks` + w.session(""):                                                 0,
+		`sessions{target="` + store + `",transport="iser"}`:                             1,
+		`sessions{target="` + store + `",transport="tcp"}`:                              1,
 		`discovery_sessions`: 0,
 		`connections`:        2,
 		`logins_accepted_total{transport="iser"}`: 1,
@@ -211,9 +264,9 @@ func TestMetricsAddUp(t *testing.T) {
 // commands is the number of commands over iSER.
 const commands = reads + 2 + writes + 1 + 4
 
-// duration names the number of commands in the histogram of a phase.
+// duration names the number of commands in the histogram of a phase except the total.
 func duration(phase, transport string) string {
-	return fmt.Sprintf(`command_duration_seconds_count{phase="%s",transport="%s"}`, phase, transport)
+	return fmt.Sprintf(`command_duration_seconds_count{op="all",phase="%s",transport="%s"}`, phase, transport)
 }
 
 // counted waits until the histograms have all commands, and returns a scrape. An initiator
@@ -222,7 +275,7 @@ func (w *worked) counted(t *testing.T) (got scrape) {
 	t.Helper()
 	testkit.Eventually(t, "all responses have left", func() bool {
 		got = w.scrape()
-		return got[duration("total", "iser")] == commands && got[duration("total", "tcp")] == 2
+		return got[duration("send", "iser")] == commands && got[duration("send", "tcp")] == 2
 	})
 	return got
 }
@@ -238,18 +291,20 @@ func TestLatenciesHaveEachCommand(t *testing.T) {
 		duration("read_wait", "iser"): writes,
 		duration("send", "iser"):      commands,
 		duration("read_wait", "tcp"):  0,
-		`command_duration_seconds_bucket{phase="send",transport="iser",le="+Inf"}`:    commands,
-		`lun_command_duration_seconds_count` + w.lun(0, "iser", `phase="total",`):     reads + 2 + writes + 2,
-		`lun_command_duration_seconds_count` + w.lun(0, "iser", `phase="read_wait",`): writes,
-		`lun_command_duration_seconds_count` + w.lun(0, "tcp", `phase="total",`):      2,
-		`lun_command_duration_seconds_count` + w.lun(7, "iser", `phase="total",`):     3,
-		`session_command_duration_seconds_count` + w.session(`phase="total",`):        commands,
-		`session_command_duration_seconds_count` + w.session(`phase="read_wait",`):    writes,
+		`command_duration_seconds_bucket{op="all",phase="send",transport="iser",le="+Inf"}`:    commands,
+		`lun_command_duration_seconds_count` + w.lun(0, "iser", `op="write",phase="total",`):   writes,
+		`lun_command_duration_seconds_count` + w.lun(0, "iser", `op="read",phase="total",`):    reads + 2,
+		`lun_command_duration_seconds_count` + w.lun(0, "iser", `op="other",phase="total",`):   2,
+		`lun_command_duration_seconds_count` + w.lun(0, "iser", `op="all",phase="read_wait",`): writes,
+		`lun_command_duration_seconds_count` + w.lun(0, "tcp", `op="read",phase="total",`):     2,
+		`lun_command_duration_seconds_count` + w.lun(7, "iser", `op="other",phase="total",`):   2,
+		`session_command_duration_seconds_count` + w.session(`op="read",phase="total",`):       reads + 2,
+		`session_command_duration_seconds_count` + w.session(`op="all",phase="read_wait",`):    writes,
 	})
-	if a, b := got.with(`session_command_duration_seconds`), 13*5+13*4; a != b {
+	if a, b := got.with(`session_command_duration_seconds`), 13*7+13*4; a != b {
 		t.Errorf("%d series of the latencies of sessions, want %d", a, b)
 	}
-	if a, b := got.with(`lun_command_duration_seconds`), (13*5 + 13*4 + 13*4); a != b {
+	if a, b := got.with(`lun_command_duration_seconds`), (13*7 + 13*4 + 13*5); a != b {
 		t.Errorf("%d series of the latencies of LUNs, want %d", a, b)
 	}
 }
@@ -279,17 +334,33 @@ func TestStateAddsUp(t *testing.T) {
 		if len(c.Latency) != 5 {
 			t.Errorf("latencies %+v", c.Latency)
 		}
-		c.Latency = nil
+		for op, want := range map[string][2]uint64{"read": {c.Reads, c.ReadBytes}, "write": {c.Writes, c.WriteBytes}, "other": {c.Others}} {
+			o, sized, least := c.Operation(op), uint64(0), uint64(0)
+			sum -= 2 * o.Seconds
+			for i, n := range o.Sizes {
+				sized += n
+				if i > 0 {
+					least += n * uint64(schema.SizeBound(i-1))
+				}
+			}
+			if o.Count != want[0] || sized > o.Count || least > want[1] || 2*least+512*sized < want[1] || o.P50 > o.P99 {
+				t.Errorf("of %d commands with %d bytes: %+v", want[0], want[1], o)
+			}
+		}
+		if math.Abs(sum) > 1e-6 {
+			t.Errorf("the operations took %v s less than all commands", sum/2)
+		}
+		c.Latency, c.Operations = nil, nil
 		return c
 	}
 	if got, want := counters(st.Targets[0].LUNs[0].Counters), (schema.CounterState{
-		Reads: reads + 4, Writes: writes, Others: 2, ReadBytes: reads*size + 512 + 4096, WriteBytes: writes * size, Errors: 3, Residuals: 3,
+		Reads: reads + 4, Writes: writes, Others: 2, ReadBytes: reads*size + 512 + 4096, WriteBytes: writes * size, Errors: 1, Residuals: 3,
 	}); !reflect.DeepEqual(got, want) {
 		t.Errorf("LUN 0: %+v, want %+v", got, want)
 	}
 	i := slices.IndexFunc(st.Sessions, func(i schema.SessionState) bool { return i.TSIH == w.s.TSIH })
 	if got, want := counters(st.Sessions[i].Counters), (schema.CounterState{
-		Reads: reads + 2, Writes: writes + 1, Others: 4, ReadBytes: reads*size + 512, WriteBytes: writes * size, Errors: 4, Residuals: 3,
+		Reads: reads + 2, Writes: writes + 1, Others: 4, ReadBytes: reads*size + 512, WriteBytes: writes * size, Errors: 2, Residuals: 3,
 	}); !reflect.DeepEqual(got, want) {
 		t.Errorf("session: %+v, want %+v", got, want)
 	}

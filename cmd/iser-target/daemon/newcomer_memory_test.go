@@ -56,7 +56,7 @@ func inUse() int64 {
 
 // SEC-5042.6.4.2-2, ISER-5.1.2-2: a connection costs little memory until its initiator has logged in. Its
 // windows, slabs and tables get their full size afterwards. A half-open connection, whose first frame or PDU has not
-// come, costs at most 4 KiB, and one in the middle of a login 16 KiB. The race detector makes stacks larger.
+// come, costs at most 4 KiB, and one in the middle of a login 16 KiB besides the text that it has sent. The race detector makes stacks larger.
 func TestMemoryOfNewcomers(t *testing.T) {
 	const (
 		n        = 1000
@@ -76,12 +76,20 @@ func TestMemoryOfNewcomers(t *testing.T) {
 	}
 	header := make([]byte, iser.HeaderLen)
 	iser.Header{}.Put(header)
-	ulpdu := make([]byte, wire.UntaggedLen)
-	wire.Untagged{Last: true, ULP: wire.OpSend.Control(), QN: wire.QNSend, MSN: 1}.Put(ulpdu)
-	ulpdu = slices.Concat(ulpdu, header, stream)
-	fpdu := append([]byte{byte(len(ulpdu) >> 8), byte(len(ulpdu))}, ulpdu...)
-	fpdu = append(fpdu, make([]byte, wire.Pad(len(ulpdu)))...)
-	fpdu = wire.AppendCRC(fpdu, wire.UpdateCRC(0, fpdu))
+	frame := func(msn uint32, last bool, message []byte) []byte { // a Send, or its first segment
+		u := make([]byte, wire.UntaggedLen)
+		wire.Untagged{Last: last, ULP: wire.OpSend.Control(), QN: wire.QNSend, MSN: msn}.Put(u)
+		u = append(u, message...)
+		b := slices.Concat([]byte{byte(len(u) >> 8), byte(len(u))}, u, make([]byte, wire.Pad(len(u))))
+		return wire.AppendCRC(b, wire.UpdateCRC(0, b))
+	}
+	fpdu := frame(1, true, slices.Concat(header, stream))
+	long, _ := login() // with the longest data segment, and C: more text follows
+	pdu.BHS(long).SetFlags(pdu.BHS(long).Flags()&^0x80 | 0x40)
+	pdu.BHS(long).SetDataSegmentLength(maxLoginText)
+	longest := slices.Concat(long, make([]byte, maxLoginText))
+	most := func(b []byte) []byte { return b[:len(b)-1] }
+	longFPDU := func(msn uint32) []byte { return frame(msn, true, slices.Concat(header, longest)) }
 	reply := len(mpa)
 	for _, tt := range []struct {
 		name  string
@@ -99,6 +107,14 @@ func TestMemoryOfNewcomers(t *testing.T) {
 		{"in the middle of a login over TCP", [][]byte{stream}, []int{48}, midLogin},
 		{"half an FPDU in the middle of a login over iSER", [][]byte{mpa, fpdu, fpdu[:50]}, []int{reply, 100, 0}, midLogin},
 		{"half a Login Request in the middle of a login over TCP", [][]byte{stream, stream[:50]}, []int{48, 0}, midLogin},
+		{"all but the last byte of the longest Login Request", [][]byte{most(longest)}, []int{0}, halfOpen},
+		{"the longest text over TCP, and most of the next one", [][]byte{longest, most(longest)}, []int{48, 0}, midLogin + maxLoginText},
+		{"the longest text over iSER, and most of the next one", [][]byte{mpa, longFPDU(1), most(longFPDU(2))}, []int{reply, 100, 0},
+			midLogin + maxLoginText},
+		{"most of the longest Login Request in the middle of a login over TCP", [][]byte{stream, most(longest)}, []int{48, 0}, midLogin},
+		{"most of the longest Login Request in the middle of a login over iSER", [][]byte{mpa, fpdu, most(longFPDU(2))}, []int{reply, 100, 0},
+			midLogin},
+		{"the first segment of a Send", [][]byte{mpa, frame(1, false, make([]byte, maxLoginText))}, []int{reply, 0}, midLogin + maxLoginText},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			l := newLab(t, func(l *lab) {

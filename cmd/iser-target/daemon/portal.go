@@ -24,6 +24,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/tcp"
 	"github.com/iser-target/iser-target/iser"
 	"github.com/iser-target/iser-target/rdma"
+	"github.com/iser-target/iser-target/rdma/llp"
 	"github.com/iser-target/iser-target/rdma/wire"
 	"github.com/iser-target/iser-target/security/ipsec"
 	"github.com/iser-target/iser-target/security/limits"
@@ -260,10 +261,6 @@ func (a *arrival) end() {
 	a.d.net.wg.Done()
 }
 
-// firstPDULen bounds the bytes of its first PDU that a connection waits for without a goroutine, however long that PDU
-// is: the kernel may hold no more.
-const firstPDULen = 4 << 10
-
 // maxLoginText is the longest data segment of a Login Request, in bytes (RFC 7143, section 6.3).
 const maxLoginText = 8192
 
@@ -299,11 +296,7 @@ func firstPDU(fd int) bool {
 	default:
 		return true
 	}
-	if whole <= n {
-		return whole > 0
-	}
-	came, err := unix.IoctlGetInt(fd, unix.SIOCINQ)
-	return err != nil || came >= min(whole, firstPDULen)
+	return whole > 0 && llp.Come(fd, whole)
 }
 
 // lastLook is what a connection gets at its deadline to read what has come, so that the reason says how much that was.
@@ -350,8 +343,8 @@ func (a *arrival) begin() bool {
 		Advanced:  func(p limits.Progress) { d.net.newcomers.advance(n, p) },
 		Encrypted: a.g.encrypted,
 		Authorize: func(c iscsi.Claim) error { return d.ipsec.authorize(a.g, c) },
-	}, func(deadline time.Time, ready func(error)) {
-		w := d.net.waiting.Add(nc, deadline, nil, func(err error) { go ready(err) })
+	}, func(deadline time.Time, missing int, ready func(error)) {
+		w := d.net.waiting.Add(nc, deadline, func(fd int) bool { return llp.Come(fd, missing) }, func(err error) { go ready(err) })
 		nc.WhenClosed(func() { w.Wake(nil) })
 	}, func(error) {
 		dm.Close()

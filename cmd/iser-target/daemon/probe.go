@@ -3,8 +3,11 @@ package daemon
 import (
 	"context"
 	"fmt"
+	"slices"
+	"strings"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/cmd/iser-target/httpd"
 	"github.com/iser-target/iser-target/cmd/iser-target/probe"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
@@ -12,9 +15,19 @@ import (
 
 const callProbe = "looking at it"
 
-// probe returns the error that the change to cfg would end with because of the file or device of a LUN, or nil: a dry
+// probe returns the error that the change to cfg would end with because of the file or device of a LUN or of a web configuration file, or nil: a dry
 // run says what the change would say. It leaves nothing behind. building is the file that does not exist yet, or nil.
 func (d *Daemon) probe(ctx context.Context, plan *schema.Plan, cfg *config.Config, building *FileBuilder) error {
+	for _, w := range cfg.WebConfigs() {
+		section, _, _ := strings.Cut(w.Key, ".")
+		if !slices.ContainsFunc(plan.Steps, func(s schema.Step) bool { return s.Change.Kind == section }) {
+			continue
+		}
+		err := d.calls.do(ctx, d.waits.store, "probe "+w.Key, callProbe, func(*call) error { return httpd.CheckWeb(w.File) }, nil)
+		if err != nil {
+			return fmt.Errorf("%s: %w", w.Key, err)
+		}
+	}
 	open := d.openPaths()
 	for _, s := range plan.Steps {
 		luns := lunsToOpen(s.Change, cfg)

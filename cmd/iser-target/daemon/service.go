@@ -90,9 +90,7 @@ func (d *Daemon) watchdog() (stop func()) {
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	alive := func() {
-		d.mu.Lock()
-		d.node.Sessions()
-		d.mu.Unlock()
+		d.take()
 		d.notify("WATCHDOG=1")
 	}
 	go func() {

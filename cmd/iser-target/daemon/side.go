@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"context"
 	"expvar"
 	"fmt"
 	"log/slog"
@@ -19,12 +20,13 @@ import (
 
 // A sideServer is an HTTP server of the daemon for people and tools, not for initiators.
 type sideServer struct {
-	name    string
-	path    string                          // that the log shows
-	address func(*config.Config) string     // empty: the server is off
-	serve   func(net.Listener) (end func()) // nil: the program does not have the server
-	log     *slog.Logger
-	open    *handover.Listeners
+	key       string // of its section in the configuration
+	name      string
+	path      string                                      // that the log shows
+	at        func(*config.Config) config.WebListener     // an empty address: the server is off
+	serve     func(net.Listener, *httpd.Web) (end func()) // nil: the program does not have the server
+	log       *slog.Logger
+	listeners *handover.Listeners
 
 	addr net.Addr // where it listens, or listened last
 	end  func()   // nil: it is off
@@ -41,54 +43,81 @@ const (
 )
 
 // newSideServers returns the side servers by the kinds of changes that move them.
-func (d *Daemon) newSideServers(dashboard func(*Daemon, net.Listener) (end func())) map[string]*sideServer {
-	var serveDashboard func(net.Listener) func()
+func (d *Daemon) newSideServers(dashboard func(*Daemon, net.Listener, *httpd.Web) (end func())) map[string]*sideServer {
+	var serveDashboard func(net.Listener, *httpd.Web) func()
 	if dashboard != nil {
-		serveDashboard = func(l net.Listener) func() { return dashboard(d, l) }
+		serveDashboard = func(l net.Listener, w *httpd.Web) func() { return dashboard(d, l, w) }
 	}
 	servers := map[string]*sideServer{
 		config.KindMetrics: {
 			name: "metrics server", path: "/metrics", log: d.log,
-			address: func(c *config.Config) string { return c.Metrics.Listen },
-			serve: func(l net.Listener) func() {
+			at: func(c *config.Config) config.WebListener { return c.Metrics },
+			serve: func(l net.Listener, w *httpd.Web) func() {
 				mux := http.NewServeMux()
-				mux.Handle("GET /metrics", metrics.Handler(d.node, d.net.domain, d.net.limits, d.expiries, d.ipsecMetrics))
-				return serveHTTP(l, mux, metricsConnections, metricsTime)
+				mux.Handle("GET /metrics", metrics.Handler(d.node, d.net.domain, d.net.limits, metrics.Reports{
+					Version: d.version, Expiries: d.expiries, IPsec: d.ipsecMetrics, Reload: d.applied.last, Tokens: d.tokens.Counts,
+				}))
+				mux.Handle("GET /healthz", httpd.Probe(d.Health))
+				mux.Handle("GET /readyz", httpd.Probe(d.Readiness))
+				mux.Handle("GET /{$}", httpd.Probe(func(context.Context) (string, error) {
+					return "iser-target\n/metrics  metrics for Prometheus\n/healthz  whether the process answers\n/readyz   whether it serves", nil
+				}))
+				return serveHTTP(l, w, mux, metricsConnections, metricsTime)
 			},
 		},
 		config.KindDashboard: {
 			name: "dashboard", path: "/", log: d.log,
-			address: func(c *config.Config) string { return c.Dashboard.Listen },
-			serve:   serveDashboard,
+			at:    func(c *config.Config) config.WebListener { return c.Dashboard },
+			serve: serveDashboard,
 		},
 		config.KindDebug: {
 			name: "debug server", path: "/debug/vars", log: d.log,
-			address: func(c *config.Config) string { return c.Debug.Listen },
-			serve:   func(l net.Listener) func() { return serveHTTP(l, debugMux(), debugConnections, debugTime) },
+			at: func(c *config.Config) config.WebListener { return config.WebListener{Listen: c.Debug.Listen} },
+			serve: func(l net.Listener, _ *httpd.Web) func() {
+				return serveHTTP(l, nil, debugMux(), debugConnections, debugTime)
+			},
 		},
 	}
-	for _, s := range servers {
-		s.open = &d.listeners
+	for kind, s := range servers {
+		s.key, s.listeners = kind, &d.listeners
 	}
 	return servers
 }
 
 // listen serves at the address that cfg has for s, and no longer at the one before.
 func (s *sideServer) listen(cfg *config.Config) error {
+	w, err := s.web(cfg)
+	if err != nil {
+		return err
+	}
+	return s.open(cfg, w)
+}
+
+// web returns TLS and login of s by cfg.
+func (s *sideServer) web(cfg *config.Config) (*httpd.Web, error) {
+	w, err := httpd.NewWeb(s.at(cfg).WebConfig, s.log)
+	if err != nil {
+		return nil, fmt.Errorf("%s.web_config: %w", s.key, err)
+	}
+	return w, nil
+}
+
+// open does what listen does, with w.
+func (s *sideServer) open(cfg *config.Config, w *httpd.Web) error {
 	s.close()
-	addr := s.address(cfg)
+	addr := s.at(cfg).Listen
 	if addr == "" {
 		return nil
 	}
 	if s.serve == nil {
 		return fmt.Errorf("%s %s: this program does not have it", s.name, addr)
 	}
-	l, _, err := s.open.Listen(s.name, func() (net.Listener, error) { return net.Listen("tcp", addr) })
+	l, _, err := s.listeners.Listen(s.name, func() (net.Listener, error) { return net.Listen("tcp", addr) })
 	if err != nil {
 		return fmt.Errorf("%s %s: %w", s.name, addr, err)
 	}
-	s.addr, s.end = l.Addr(), s.serve(l)
-	s.log.Info(s.name, "url", fmt.Sprintf("http://%v%s", l.Addr(), s.path))
+	s.addr, s.end = l.Addr(), s.serve(w.Listen(l), w)
+	s.log.Info(s.name, "url", fmt.Sprintf("%s://%v%s", w.Scheme(), l.Addr(), s.path))
 	return nil
 }
 
@@ -100,9 +129,9 @@ func (s *sideServer) close() {
 	}
 }
 
-// serveHTTP serves h on l, to that many connections at a time. timeout bounds an answer.
-func serveHTTP(l net.Listener, h http.Handler, connections int, timeout time.Duration) (end func()) {
-	srv := httpd.NewServer(httpd.Guard(h), nil)
+// serveHTTP serves h on l with the login of w, to that many connections at a time. timeout bounds an answer.
+func serveHTTP(l net.Listener, w *httpd.Web, h http.Handler, connections int, timeout time.Duration) (end func()) {
+	srv := httpd.NewServer(w.Handler(httpd.Guard(h)), nil)
 	srv.WriteTimeout = timeout
 	go srv.Serve(httpd.Limit(l, connections))
 	return func() { srv.Close() }
@@ -117,6 +146,8 @@ func debugMux() *http.ServeMux {
 	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
 	mux.HandleFunc("GET /debug/pprof/symbol", pprof.Symbol)
 	mux.HandleFunc("GET /debug/pprof/trace", pprof.Trace)
+	mux.Handle("GET /debug/pprof/mutex", &mutexContention)
+	mux.Handle("GET /debug/pprof/block", &blockContention)
 	return mux
 }
 

@@ -215,7 +215,7 @@ func lunState(target string, l *servedLUN) schema.LUNState {
 	s := schema.LUNState{
 		Target: target, ID: l.ID, Backend: l.Backend, Path: l.Path, Size: info.Size, BlockSize: int(info.BlockSize),
 		NAA: hex.EncodeToString(names.NAA), Serial: names.Serial, Vendor: names.Vendor, Product: names.Product, State: schema.Ready,
-		ReadOnly: l.ReadOnly || info.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Identity: l.Identity, Sanitize: l.Sanitize,
+		ReadOnly: l.ReadOnly || info.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Identity: l.Identity, Sanitize: l.Sanitize, Protection: l.Protection,
 		Initiators: l.Initiators, ReadOnlyFor: l.ReadOnlyFor,
 		RateState: rateState(l.Rate()), Waiting: l.unit.StoreCalls().Waiting,
 	}
@@ -229,6 +229,9 @@ func lunState(target string, l *servedLUN) schema.LUNState {
 	latencies := l.unit.Latencies()
 	latencies[lun.TCP].Add(&latencies[lun.ISER])
 	s.Counters.Latency = phases(&latencies[lun.TCP])
+	operations := l.unit.Operations()
+	operations[lun.TCP].Add(&operations[lun.ISER])
+	addOperations(&s.Counters, &operations[lun.TCP])
 	switch status := l.unit.Status(); {
 	case l.fault != nil:
 		s.State, s.Reason, s.Size = schema.NotReady, l.fault.Error(), int64(l.Size)
@@ -282,6 +285,7 @@ func sessionState(s *iscsi.SessionInfo) schema.SessionState {
 	addCounts(&st.Counters, &s.Counts)
 	if s.Latencies != nil {
 		st.Counters.Latency = phases(s.Latencies)
+		addOperations(&st.Counters, s.Operations)
 	}
 	for _, id := range s.LUNs {
 		st.LUNs = append(st.LUNs, int(id))
@@ -311,7 +315,41 @@ func addCounts(c *schema.CounterState, n *lun.Counts) {
 	c.Aborted += n.Aborted
 	c.Residuals += n.Underflows + n.Overflows
 	c.InFlight += int(n.InFlight)
+	if c.Operations == nil {
+		for k := range lun.Kinds {
+			c.Operations = append(c.Operations, schema.OperationState{Op: k.String()})
+		}
+	}
+	for k := range lun.Kinds {
+		c.Operations[k].Errors += n.FailedOf(k)
+	}
 }
+
+// addOperations adds what o took to the Operations of c, which has all kinds.
+func addOperations(c *schema.CounterState, o *lun.Operations) {
+	for k := range o {
+		c.Operations[k].Timing, c.Operations[k].Sizes = timing(&o[k].Latency), withoutZeros(o[k].Sizes[:])
+	}
+}
+
+// withoutZeros returns a copy of buckets without the zeros at the end.
+func withoutZeros(buckets []uint64) []uint64 {
+	for len(buckets) > 0 && buckets[len(buckets)-1] == 0 {
+		buckets = buckets[:len(buckets)-1]
+	}
+	return slices.Clone(buckets)
+}
+
+// timing returns l with its quantiles.
+func timing(l *lun.Latency) schema.Timing {
+	t := schema.Timing{Count: l.Count, Seconds: l.Sum.Seconds(), Buckets: withoutZeros(l.Buckets[:])}
+	if t.Count > 0 {
+		t.P50, t.P99 = *schema.Quantile(0.5, latencyBounds, t.Buckets), *schema.Quantile(0.99, latencyBounds, t.Buckets)
+	}
+	return t
+}
+
+var _ = [1]struct{}{}[schema.SizeBuckets-lun.SizeBuckets] // the API has the buckets of package lun
 
 // latencyBounds are the upper bounds of the latency buckets, in seconds.
 var latencyBounds = func() (bounds []float64) {
@@ -324,17 +362,9 @@ var latencyBounds = func() (bounds []float64) {
 // phases returns the phases that commands have been in.
 func phases(l *lun.Latencies) (list []schema.PhaseState) {
 	for p := range l {
-		if l[p].Count == 0 {
-			continue
+		if l[p].Count > 0 {
+			list = append(list, schema.PhaseState{Phase: lun.Phase(p).String(), Timing: timing(&l[p])})
 		}
-		buckets := l[p].Buckets[:]
-		for buckets[len(buckets)-1] == 0 {
-			buckets = buckets[:len(buckets)-1]
-		}
-		list = append(list, schema.PhaseState{
-			Phase: lun.Phase(p).String(), Count: l[p].Count, Seconds: l[p].Sum.Seconds(),
-			P50: *schema.Quantile(0.5, latencyBounds, buckets), P99: *schema.Quantile(0.99, latencyBounds, buckets), Buckets: slices.Clone(buckets),
-		})
 	}
 	return list
 }

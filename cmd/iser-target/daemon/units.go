@@ -15,6 +15,9 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/gotgt"
+	"github.com/iser-target/iser-target/backend/nbd"
+	"github.com/iser-target/iser-target/backend/rbd"
+	"github.com/iser-target/iser-target/backend/rbd/rbduri"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/lun"
 	"github.com/iser-target/iser-target/lun/state"
@@ -34,6 +37,9 @@ func (d *Daemon) openState(dir string) error {
 	}, nil)
 	if errors.Is(err, ErrStuck) {
 		return fmt.Errorf("state_dir %s: the file system does not answer. Repair it, or configure another directory", dir)
+	}
+	if errors.Is(err, fs.ErrPermission) {
+		return fmt.Errorf("state_dir: %w. Let the user of the target write to %s, or set state_dir or ISER_TARGET_STATE_DIR to another directory", err, dir)
 	}
 	if err != nil {
 		return fmt.Errorf("state_dir: %w", err)
@@ -59,7 +65,7 @@ func (d *Daemon) openState(dir string) error {
 
 // open opens the files.
 func (s *stateFiles) open(dir string) (err error) {
-	s.ids = state.Ephemeral()
+	s.ids, s.dir = state.Ephemeral(), dir
 	if dir == "" {
 		return nil
 	}
@@ -158,7 +164,11 @@ func (s *stateFiles) restored() (reasons []error) {
 
 // identityKey returns the key of a LUN's identity in the state directory.
 func identityKey(target string, l *config.LUN) string {
-	return fmt.Sprintf("%s/%d/%s:%s", target, l.ID, l.Backend, l.Path)
+	path := l.Path
+	if i, err := rbduri.Parse(path); err == nil && l.Backend == "rbd" {
+		path = i.String() // with another user, or another place of ceph.conf, it is the same disk
+	}
+	return fmt.Sprintf("%s/%d/%s:%s", target, l.ID, l.Backend, path)
 }
 
 // ErrStateStuck is in errors about a file of the state directory that could not be stored in time.
@@ -290,16 +300,29 @@ func (d *Daemon) openUnit(target string, l *config.LUN, fresh bool, open func(*c
 	if isAbandoned() {
 		return nil, errAbandoned
 	}
+	madeImage := false
+	if l.Backend == "rbd" && fresh && l.Size > 0 && !l.ReadOnly {
+		if madeImage, err = rbd.Create(l.Path, int64(l.Size)); err != nil {
+			return nil, err
+		}
+	}
 	created := willCreate(l)
 	store, err := open(l)
 	if err != nil {
+		if madeImage {
+			err = errors.Join(err, rbd.Remove(l.Path))
+		}
 		return nil, err
 	}
 	fail := func(err error) (*lun.Unit, error) {
 		if created {
 			err = errors.Join(err, removeNew(l.Path)) // before another target can lock it
 		}
-		return nil, errors.Join(err, store.Close())
+		err = errors.Join(err, store.Close())
+		if madeImage {
+			err = errors.Join(err, rbd.Remove(l.Path))
+		}
+		return nil, err
 	}
 	if err := d.receiveMemory(target, l.ID, store); err != nil {
 		return fail(err)
@@ -307,7 +330,7 @@ func (d *Daemon) openUnit(target string, l *config.LUN, fresh bool, open func(*c
 	if isAbandoned() {
 		return fail(errAbandoned)
 	}
-	withSums, err := d.withChecksums(store, target, l, created || blank)
+	withSums, err := d.withChecksums(store, target, l, created || blank || madeImage)
 	if err != nil {
 		return fail(err)
 	}
@@ -368,7 +391,7 @@ func (d *Daemon) unitOptions(l *config.LUN, id state.Identity) lun.Options {
 		Identity: id, ReadOnly: l.ReadOnly, WriteThrough: l.WriteThrough, Removable: l.Removable, Sanitize: l.Sanitize,
 		ThresholdAvailable: int64(l.ThresholdAvailable), ThresholdUsed: int64(l.ThresholdUsed),
 		Reservations: d.state.reservations, Settings: d.state.settings, Sanitizations: d.state.sanitizations, SyncFailures: d.state.failures, Events: d.report,
-		Calls: d.stores, Name: fmt.Sprintf("LUN %d, naa %s", l.ID, id.Serial),
+		Calls: d.stores, Tokens: d.tokens, Name: fmt.Sprintf("LUN %d, naa %s", l.ID, id.Serial),
 		Registrations: &d.net.limits.Registrations, StoreTimeout: &d.net.limits.StoreTimeout,
 	}
 }
@@ -382,10 +405,39 @@ func (d *Daemon) openBackend(l *config.LUN) (s backend.Store, err error) {
 		return d.openFile(l)
 	case "block":
 		return backend.OpenBlock(backend.BlockConfig{Path: l.Path, BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly})
+	case "nbd":
+		return nbd.Open(d.nbdConfig(l))
+	case "rbd":
+		return rbd.Open(d.rbdConfig(l))
 	case "gotgt":
 		return gotgt.Open(gotgt.Config{Plugin: l.Plugin, Path: l.Path, Options: l.Options, Size: int64(l.Size), BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly})
 	}
 	return nil, fmt.Errorf("unknown backend %q", l.Backend)
+}
+
+// nbdConfig returns the configuration of a store on a server of NBD, which logs when that is away.
+func (d *Daemon) nbdConfig(l *config.LUN) nbd.Config {
+	log := d.log.With(eventKey, "lun", "lun", l.ID, "path", l.Path)
+	return nbd.Config{
+		URI: l.Path, BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly,
+		Lost: func(reason error) { log.Error("NBD server does not answer, and commands wait", "reason", reason) },
+		Back: func(after time.Duration) {
+			log.Info("NBD server answers again", "after", after.Round(time.Millisecond))
+		},
+	}
+}
+
+// rbdConfig returns the configuration of a store on an RBD image, which logs what its daemon says.
+func (d *Daemon) rbdConfig(l *config.LUN) rbd.Config {
+	log := d.log.With(eventKey, "lun", "lun", l.ID, "path", l.Path)
+	return rbd.Config{
+		URI: l.Path, Size: int64(l.Size), BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly, Dir: d.state.dir,
+		Said: func(line string) { log.Warn("message about the daemon of an RBD image", "text", line) },
+		Lost: func(reason error) { log.Error("RBD image cannot be reached, and commands wait", "reason", reason) },
+		Back: func(after time.Duration) {
+			log.Info("RBD image can be reached again", "after", after.Round(time.Millisecond))
+		},
+	}
 }
 
 // openFile opens a file. It extends a file that is smaller than configured: the process ended

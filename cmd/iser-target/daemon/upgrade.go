@@ -6,14 +6,12 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"os/exec"
-	"strconv"
 	"syscall"
 	"time"
 
+	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/cmd/iser-target/handover"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
-	"github.com/iser-target/iser-target/cmd/iser-target/systemd"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/iscsi"
 	"github.com/iser-target/iser-target/lun"
@@ -44,14 +42,13 @@ var ErrNoUpgrade = errors.New("nothing was changed: the upgrade is not possible 
 type upgrade struct {
 	d           *Daemon
 	editor      *editor
-	cmd         *exec.Cmd
+	taker       *handover.Process
 	link        *handover.Link
-	ended       chan struct{}    // closed when the process of cmd has ended
 	hello       handover.Message // of the new process
 	doc         *config.Document // that both have
 	detached    bool             // the driver of IPsec has left what it installed
 	luns        []watched        // that are ready
-	memory      map[*lun.Unit]*os.File
+	memory      map[*lun.Unit]memoryFiles
 	rest        *iscsi.Rest
 	supervision *os.File // link to the new process, if this one is to be its supervisor
 	result      schema.Upgrade
@@ -61,14 +58,12 @@ type upgrade struct {
 // Upgrade gives the sessions, the portals and the LUNs to a new process, which Options.Successor starts. Afterwards
 // Run returns. If that fails, the daemon continues as it was. ctx bounds the time until sessions come to rest.
 func (d *Daemon) Upgrade(ctx context.Context) (*schema.Upgrade, error) {
-	u := &upgrade{d: d, memory: map[*lun.Unit]*os.File{}, result: schema.Upgrade{Before: d.version}}
+	u := &upgrade{d: d, memory: map[*lun.Unit]memoryFiles{}, result: schema.Upgrade{Before: d.version}}
 	cancelable, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(d.changes.ended, cancel)()
 	err := u.run(cancelable)
-	for _, f := range u.memory {
-		f.Close()
-	}
+	u.closeMemory()
 	if err != nil {
 		u.undo()
 		err = fmt.Errorf("%w. The target continues as it was", err)
@@ -81,8 +76,33 @@ func (d *Daemon) Upgrade(ctx context.Context) (*schema.Upgrade, error) {
 	d.changes.end() // the editor is never released: nothing changes here any longer
 	d.successorLink = u.supervision
 	d.ipsec.forget()
+	u.leave()
 	close(d.upgraded)
+	if d.lost != nil {
+		return nil, d.lost
+	}
 	return r, nil
+}
+
+// leave makes the new process the main process of the service. If that process ended earlier, the service manager has not noticed. Then this
+// process must end with an error.
+func (u *upgrade) leave() {
+	d := u.d
+	if d.lost == nil && u.mainProcess() {
+		if err := d.manager.Leave(u.result.PID); err != nil {
+			d.log.Warn("service manager", "reason", err)
+		}
+		if u.taker.HasEnded() {
+			u.lose(errors.New(u.taker.End()))
+		}
+	}
+	u.link.Close()
+}
+
+// lose notes that the new process served and ended. Now neither process serves.
+func (u *upgrade) lose(reason error) {
+	u.d.lost = fmt.Errorf("the new process, %s, served and does not continue: %w", u.taker.Path(), reason)
+	u.d.log.Error("upgrade lost the sessions", eventKey, "service", "reason", u.d.lost)
 }
 
 // run does what Upgrade says. After an error the caller calls undo.
@@ -187,7 +207,8 @@ func (u *upgrade) check() error {
 
 // start starts the new process and lets it check the configuration.
 func (u *upgrade) start(ctx context.Context) (err error) {
-	if u.cmd, err = u.d.successor(); err != nil {
+	cmd, err := u.d.successor()
+	if err != nil {
 		return err
 	}
 	link, other, err := handover.NewLink()
@@ -196,20 +217,16 @@ func (u *upgrade) start(ctx context.Context) (err error) {
 	}
 	defer other.Close()
 	u.link = link
-	u.cmd.ExtraFiles = []*os.File{other}
-	u.cmd.Env = append(u.cmd.Environ(), handover.Environment())
-	u.cmd.Env = append(u.cmd.Env, u.d.manager.Environment()...)
-	if err := u.cmd.Start(); err != nil {
-		return fmt.Errorf("start %s: %w", u.cmd.Path, err)
+	cmd.ExtraFiles = []*os.File{other}
+	cmd.Env = append(cmd.Environ(), handover.Environment())
+	cmd.Env = append(cmd.Env, u.d.manager.Environment()...)
+	// systemd does not wait for the end of a main process that is not its child. It ends it with SIGKILL.
+	if u.taker, err = handover.Start(cmd, u.mainProcess()); err != nil {
+		return err
 	}
-	u.ended = make(chan struct{})
-	go func() {
-		defer close(u.ended)
-		u.cmd.Wait()
-	}()
 	other.Close() // else the end of the process would not be seen
-	u.result.PID = u.cmd.Process.Pid
-	defer context.AfterFunc(ctx, func() { u.cmd.Process.Kill() })()
+	u.result.PID = u.taker.PID()
+	defer context.AfterFunc(ctx, u.taker.Kill)()
 	by := time.Now().Add(startTime)
 	if u.hello, err = u.await(handover.Hello, by); err != nil {
 		return err
@@ -244,13 +261,13 @@ func (u *upgrade) await(kind string, by time.Time) (m handover.Message, err erro
 func (u *upgrade) died(err error) error {
 	switch {
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		return fmt.Errorf("the new process, %s, does not answer in time", u.cmd.Path)
+		return fmt.Errorf("the new process, %s, does not answer in time", u.taker.Path())
 	case errors.Is(err, io.EOF), errors.Is(err, syscall.EPIPE):
 		select {
-		case <-u.ended:
-			return fmt.Errorf("the new process, %s, has ended: %v. Its messages are in the log of this one", u.cmd.Path, u.cmd.ProcessState)
+		case <-u.taker.Ended():
+			return fmt.Errorf("the new process, %s, %s. Its messages are in the log of this one", u.taker.Path(), u.taker.End())
 		case <-time.After(endTime):
-			return fmt.Errorf("the new process, %s, does not answer. It is no version of this program that can upgrade", u.cmd.Path)
+			return fmt.Errorf("the new process, %s, does not answer. It is no version of this program that can upgrade", u.taker.Path())
 		}
 	}
 	return err
@@ -259,24 +276,41 @@ func (u *upgrade) died(err error) error {
 // copyMemory copies the data of memory LUNs, at a second call what has changed since.
 func (u *upgrade) copyMemory() error {
 	for _, w := range u.luns {
-		m := w.l.unit.Memory()
-		if m == nil {
-			continue
-		}
-		f := u.memory[w.l.unit]
-		if f == nil {
-			var err error
-			if f, err = handover.NewMemory("LUN"); err != nil {
-				return err
+		files := u.memory[w.l.unit]
+		data, side := w.l.unit.Memory()
+		for i, m := range [...]*backend.Memory{data, side} {
+			if m == nil {
+				continue
 			}
-			u.memory[w.l.unit] = f
-		}
-		if err := m.CopyTo(f); err != nil {
-			return fmt.Errorf("copy of memory LUN %d of %s: %w", w.l.ID, w.t.name, err)
+			if files[i] == nil {
+				f, err := handover.NewMemory("LUN")
+				if err != nil {
+					return err
+				}
+				files[i] = f
+				u.memory[w.l.unit] = files
+			}
+			if err := m.CopyTo(files[i]); err != nil {
+				return fmt.Errorf("copy of memory LUN %d of %s: %w", w.l.ID, w.t.name, err)
+			}
 		}
 	}
 	return nil
 }
+
+// closeMemory closes the copies of memory LUNs.
+func (u *upgrade) closeMemory() {
+	for _, files := range u.memory {
+		for _, f := range files {
+			if f != nil {
+				f.Close()
+			}
+		}
+	}
+}
+
+// memoryFiles have the data of a memory LUN, and its protection information; nil: it has none.
+type memoryFiles [2]*os.File
 
 // pause lets connections wait and sessions come to rest.
 func (u *upgrade) pause() error {
@@ -305,6 +339,9 @@ func (u *upgrade) pause() error {
 	for _, w := range u.luns {
 		if err := w.l.unit.Rest(restTime); err != nil {
 			return err
+		}
+		if err := w.l.unit.Settle(cutTime); err != nil {
+			return fmt.Errorf("%w: LUN %d of %s: %w", ErrNoUpgrade, w.l.ID, w.t.name, err)
 		}
 	}
 	return u.copyMemory()
@@ -367,8 +404,10 @@ func (u *upgrade) collect(s *handover.Sender, wanted func(name string) bool) (*h
 		st.LUNs = append(st.LUNs, handover.LUN{
 			Target: w.t.name, ID: w.l.ID, NAA: unit.Identity().Serial, State: unit.State(), Checksums: unit.ChecksumsAtRest(),
 		})
-		if f := u.memory[unit]; f != nil {
-			s.Add(handover.KindMemory, handover.MemoryName(w.t.name, w.l.ID), int(f.Fd()))
+		for i, name := range [...]string{handover.MemoryName(w.t.name, w.l.ID), handover.SideName(w.t.name, w.l.ID)} {
+			if f := u.memory[unit][i]; f != nil {
+				s.Add(handover.KindMemory, name, int(f.Fd()))
+			}
 		}
 	}
 	var err error
@@ -411,9 +450,6 @@ func (u *upgrade) supervise(s *handover.Sender, st *handover.State) error {
 // commit lets the new process serve.
 func (u *upgrade) commit() error {
 	d := u.d
-	if u.mainProcess() {
-		d.notify("MAINPID="+strconv.Itoa(u.result.PID), "STATUS=upgrading")
-	}
 	if err := u.link.Send(handover.Message{Kind: handover.Go}); err != nil {
 		return u.died(err)
 	}
@@ -422,7 +458,7 @@ func (u *upgrade) commit() error {
 		if _, late := u.await(handover.Serving, time.Now().Add(time.Second)); late != nil {
 			return err // it has not begun
 		}
-		d.log.Error("the new process served, and has ended", eventKey, "service", "reason", err)
+		u.lose(err)
 	}
 	u.result.Pause = config.FormatDuration(time.Since(u.stopped).Round(time.Millisecond))
 	d.listeners.Give()
@@ -436,12 +472,12 @@ func (u *upgrade) commit() error {
 
 // kill ends the new process.
 func (u *upgrade) kill() {
-	if u.ended != nil {
-		u.cmd.Process.Kill() // fails if it has ended
+	if u.taker != nil {
+		u.taker.Kill()
 		select {
-		case <-u.ended:
+		case <-u.taker.Ended():
 		case <-time.After(endTime):
-			u.d.log.Error("the new process was killed, and does not end", eventKey, "service", "pid", u.cmd.Process.Pid)
+			u.d.log.Error("the new process was killed, and does not end", eventKey, "service", "pid", u.taker.PID())
 		}
 	}
 }
@@ -458,9 +494,6 @@ func (u *upgrade) undo() {
 		u.link.Close()
 	}
 	if !u.stopped.IsZero() {
-		if u.mainProcess() {
-			u.d.notify("MAINPID="+strconv.Itoa(os.Getpid()), systemd.Status(u.d.status()))
-		}
 		for _, w := range u.luns {
 			if err := w.l.unit.Resume(); err != nil {
 				u.d.log.Error("checksums cannot be kept: their side file cannot be written", eventKey, "lun", "target", w.t.name, "lun", w.l.ID, "reason", err)

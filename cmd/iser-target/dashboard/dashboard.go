@@ -1,5 +1,5 @@
 // Package dashboard serves a page that shows the activity of a target: sessions, LUNs, load
-// and events (docs/dashboard.md). It is read-only and does not authenticate its readers.
+// and events (docs/dashboard.md). It is read-only.
 //
 // A sampler reads the state of the target every Interval, and computes rates and latencies
 // once for all readers. The page gets the last sample from /api/state.
@@ -7,6 +7,7 @@ package dashboard
 
 import (
 	"bytes"
+	"context"
 	"crypto/sha256"
 	"embed"
 	"encoding/json"
@@ -42,6 +43,8 @@ type Source interface {
 	State() schema.State
 	Events(since uint64) []schema.Event
 	Limits() []schema.LimitState
+	Health(ctx context.Context) (string, error)
+	Readiness(ctx context.Context) (string, error)
 }
 
 var _ Source = (*daemon.Daemon)(nil)
@@ -68,10 +71,10 @@ var headers = map[string]string{
 	"X-Frame-Options":              "DENY",
 }
 
-// Serve serves the dashboard of src on l until end is called, which closes l.
-func Serve(src Source, l net.Listener) (end func()) {
+// Serve serves the dashboard of src on l, with the login of w, until end is called, which closes l.
+func Serve(src Source, l net.Listener, w *httpd.Web) (end func()) {
 	s := newSampler(src)
-	server := httpd.NewServer(httpd.Guard(handler(src, s)), nil)
+	server := httpd.NewServer(w.Handler(httpd.Guard(handler(src, s))), nil)
 	server.Handler = withHeaders(server.Handler)
 	server.WriteTimeout = writeTime
 	stop := make(chan struct{})
@@ -95,7 +98,7 @@ func withHeaders(h http.Handler) http.Handler {
 	})
 }
 
-// handler returns the handler of the files and of /api/state, for GET and HEAD.
+// handler returns the handler of the files, of /api/state and of /api/history, for GET and HEAD.
 func handler(src Source, s *sampler) http.Handler {
 	mux := http.NewServeMux()
 	entries, err := fs.ReadDir(files, "page")
@@ -113,6 +116,8 @@ func handler(src Source, s *sampler) http.Handler {
 		}
 		mux.HandleFunc(pattern, serveFile(e.Name(), b))
 	}
+	mux.Handle("GET /healthz", httpd.Probe(src.Health))
+	mux.Handle("GET /readyz", httpd.Probe(src.Readiness))
 	mux.HandleFunc("GET /api/state", func(w http.ResponseWriter, r *http.Request) {
 		q, err := parseQuery(r.URL.RawQuery)
 		if err != nil {
@@ -120,6 +125,26 @@ func handler(src Source, s *sampler) http.Handler {
 			return
 		}
 		b, err := json.Marshal(s.answer(q, src.Events(q.events)))
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+			return
+		}
+		w.Header().Set("Content-Type", "application/json")
+		w.Header().Set("Cache-Control", "no-store")
+		w.Write(b)
+	})
+	mux.HandleFunc("GET /api/history", func(w http.ResponseWriter, r *http.Request) {
+		q, err := parseHistoryQuery(r.URL.RawQuery)
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusBadRequest)
+			return
+		}
+		found := s.chart(q)
+		if found == nil {
+			http.Error(w, q.what()+": not found", http.StatusNotFound)
+			return
+		}
+		b, err := json.Marshal(found)
 		if err != nil {
 			http.Error(w, err.Error(), http.StatusInternalServerError)
 			return
@@ -153,13 +178,17 @@ type query struct {
 
 // A list selects rows of a list.
 type list struct {
-	find string // text that a row contains, in lower case
-	sort string // one of orders
-	rows int    // at most
+	find string   // text that a row contains, in lower case
+	sort string   // one of orders
+	rows int      // at most
+	open []string // targets whose idle LUNs have rows
 }
 
+// maxOpen bounds list.open.
+const maxOpen = 100
+
 // parseQuery parses after, events, and find, sort and rows of sessions and luns, as in
-// "luns.rows=100".
+// "luns.rows=100", and luns.open, which can be repeated.
 func parseQuery(raw string) (query, error) {
 	q := query{sessions: list{sort: "iops", rows: 25}, luns: list{sort: "iops", rows: 25}}
 	values, err := url.ParseQuery(raw)
@@ -167,6 +196,13 @@ func parseQuery(raw string) (query, error) {
 		return q, fmt.Errorf("query: %w", err)
 	}
 	for key, v := range values {
+		if key == "luns.open" {
+			if len(v) > maxOpen {
+				return q, fmt.Errorf("query: luns.open is given %d times, more than %d", len(v), maxOpen)
+			}
+			q.luns.open = v
+			continue
+		}
 		if len(v) != 1 {
 			return q, fmt.Errorf("query: %s is given %d times", key, len(v))
 		}

@@ -1,7 +1,9 @@
 package dashboard
 
 import (
+	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"math"
@@ -23,7 +25,12 @@ type fake struct {
 	state  schema.State
 	events []schema.Event
 	limits []schema.LimitState
+	sick   error // of both probes
 }
+
+func (f *fake) Health(context.Context) (string, error) { return "ok", f.sick }
+
+func (f *fake) Readiness(context.Context) (string, error) { return "serving", f.sick }
 
 func (f *fake) Limits() []schema.LimitState {
 	f.mu.Lock()
@@ -50,7 +57,7 @@ func serve(t *testing.T, f *fake) (url string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(Serve(f, l))
+	t.Cleanup(Serve(f, l, nil))
 	return "http://" + l.Addr().String()
 }
 
@@ -269,7 +276,7 @@ func TestEndClosesEverything(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	end := Serve(&fake{}, l)
+	end := Serve(&fake{}, l, nil)
 	c, err := net.Dial("tcp", l.Addr().String())
 	if err != nil {
 		t.Fatal(err)
@@ -299,8 +306,8 @@ func clock(begin time.Time) func() time.Time {
 // latency returns the counters of n commands that each took up to the bound of index i.
 func latency(n uint64, i int) []schema.PhaseState {
 	return []schema.PhaseState{
-		{Phase: "backend", Count: n, Buckets: []uint64{n}},
-		{Phase: "total", Count: n, Buckets: append(make([]uint64, i), n)},
+		{Phase: "backend", Timing: schema.Timing{Count: n, Buckets: []uint64{n}}},
+		{Phase: "total", Timing: schema.Timing{Count: n, Buckets: append(make([]uint64, i), n)}},
 	}
 }
 
@@ -339,7 +346,7 @@ func TestRatesAreTheDifferenceOfTwoSamples(t *testing.T) {
 	}
 
 	f.state.Targets = []schema.TargetState{{LUNs: []schema.LUNState{
-		lun(0, schema.Ready, schema.CounterState{Reads: 140, Others: 20, ReadBytes: 5000, InFlight: 2, Latency: []schema.PhaseState{{Phase: "total", Count: 160, Buckets: []uint64{100, 60}}}}),
+		lun(0, schema.Ready, schema.CounterState{Reads: 140, Others: 20, ReadBytes: 5000, InFlight: 2, Latency: []schema.PhaseState{{Phase: "total", Timing: schema.Timing{Count: 160, Buckets: []uint64{100, 60}}}}}),
 		lun(1, schema.Ready, schema.CounterState{Writes: 10, WriteBytes: 100}),       // opened again
 		lun(2, schema.Ready, schema.CounterState{Writes: 30, WriteBytes: 300}),       // new
 		lun(3, schema.Draining, schema.CounterState{Reads: 1e6, ReadBytes: 1 << 40}), // being removed
@@ -496,6 +503,43 @@ func TestHealthOfLUNs(t *testing.T) {
 	}
 }
 
+// A session on which IPsec is required is shown with suite, SPIs and IKE identity, by which the filter finds it, or with why it is not protected.
+func TestSessionsUnderIPsec(t *testing.T) {
+	f := many(1)
+	f.state.Sessions = f.state.Sessions[:3]
+	for i, p := range []*schema.ConnectionProtection{
+		{Verdict: "permit", Suite: "esp-tunnel aes128gcm16 esn", SPIIn: "0x00001001", SPIOut: "0x00001002", Identity: "host.example"},
+		{Verdict: "mark", SPIOut: "0x00002002", Reason: "the keys are missing"},
+		nil,
+	} {
+		f.state.Sessions[i].Connections = []schema.ConnectionState{{IPsec: p}}
+	}
+	s := &sampler{src: f, now: clock(time.Now())}
+	s.sample()
+	rows := map[uint16]sessionRow{}
+	for _, r := range s.answer(query{sessions: list{rows: 9}}, nil).Sessions.Rows {
+		rows[r.TSIH] = r
+	}
+	for i, want := range [][2]string{
+		{"esp-tunnel aes128gcm16 esn, SPIs 0x00001001 in, 0x00001002 out, identity host.example", ""},
+		{"not protected", "the keys are missing"},
+		{"", ""},
+	} {
+		if r := rows[f.state.Sessions[i].TSIH]; r.IPsec != want[0] || r.Unprotected != want[1] {
+			t.Errorf("session %d: %q, %q, want %q", i, r.IPsec, r.Unprotected, want)
+		}
+	}
+	for _, find := range []string{"0x00001001", "0x00001002", "host.example"} {
+		q, err := parseQuery("sessions.find=" + find)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if l := s.answer(q, nil).Sessions; l.Matching != 1 || l.Rows[0].TSIH != f.state.Sessions[0].TSIH {
+			t.Errorf("%s finds %+v", find, l)
+		}
+	}
+}
+
 // The latest events and refused logins come first, and their number is limited.
 func TestLatestEventsComeFirst(t *testing.T) {
 	var events []schema.Event
@@ -578,5 +622,30 @@ func TestPressingLimitsAreNamed(t *testing.T) {
 	}
 	if got := newSampler(&fake{}).answer(query{}, nil).Limits; got == nil || len(got) != 0 {
 		t.Errorf("without limits: %#v, want an empty list for the page", got)
+	}
+}
+
+// The server of the page answers probes: with the text and status 200, or the reason and status 503.
+func TestProbes(t *testing.T) {
+	url, sick := serve(t, &fake{}), serve(t, &fake{sick: errors.New("starting")})
+	for _, tt := range []struct {
+		url, body string
+		status    int
+	}{
+		{url + "/healthz", "ok\n", 200}, {url + "/readyz", "serving\n", 200},
+		{sick + "/healthz", "starting\n", 503}, {sick + "/readyz", "starting\n", 503},
+	} {
+		for _, method := range []string{"GET", "HEAD"} {
+			resp, body := request(t, method, tt.url, "")
+			if method == "HEAD" {
+				tt.body = ""
+			}
+			if resp.StatusCode != tt.status || string(body) != tt.body || resp.Header.Get("Cache-Control") != "no-store" || resp.Header.Get("Content-Type") != "text/plain; charset=utf-8" {
+				t.Errorf("%s %s: %s, %q, %v; want %d and %q", method, tt.url, resp.Status, body, resp.Header, tt.status, tt.body)
+			}
+		}
+	}
+	if resp, _ := request(t, "POST", url+"/healthz", ""); resp.StatusCode != 405 {
+		t.Errorf("POST: %s", resp.Status)
 	}
 }

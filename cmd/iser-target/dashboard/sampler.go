@@ -54,6 +54,7 @@ type lunRow struct {
 	Backend     string     `json:"backend"`
 	ReadOnly    bool       `json:"read_only,omitempty"`
 	Reservation string     `json:"reservation,omitempty"`
+	Idle        bool       `json:"idle,omitempty"` // no command for idleAfter
 	schema.Load
 }
 
@@ -63,6 +64,17 @@ type table[T any] struct {
 	Matching int `json:"matching"`
 	Rows     []T `json:"rows"`
 }
+
+// A lunTable has the LUNs that a query selects, by target.
+type lunTable struct {
+	table[lunRow]
+	Hidden  int      `json:"hidden"`  // idle LUNs without a row
+	Targets int      `json:"targets"` // that match
+	Groups  []*group `json:"groups"`  // the first maxGroups targets
+}
+
+// maxTrouble bounds answer.Trouble.
+const maxTrouble = 20
 
 // An answer has all that the page shows.
 type answer struct {
@@ -76,10 +88,12 @@ type answer struct {
 	Targets  int                  `json:"targets"`
 	NotReady int                  `json:"not_ready"` // LUNs
 	Unwell   int                  `json:"unwell"`    // LUNs that are ready and not healthy
+	Failed   int                  `json:"failed"`    // those of Unwell whose data initiators cannot rely on
 	Total    schema.Load          `json:"total"`
 	Points   []point              `json:"points"`
 	Sessions table[sessionRow]    `json:"sessions"`
-	LUNs     table[lunRow]        `json:"luns"`
+	LUNs     lunTable             `json:"luns"`
+	Trouble  []lunRow             `json:"trouble"` // the first LUNs that are not ready or not healthy
 	Events   []schema.Event       `json:"events"`  // the last one first
 	Refused  []schema.Event       `json:"refused"` // logins, the last one first
 }
@@ -96,6 +110,7 @@ type sampler struct {
 	sessions []sessionRow
 	luns     []lunRow
 	points   []point
+	history  history // its marks belong to the goroutine that samples
 }
 
 // newSampler returns a sampler with a first sample.
@@ -158,19 +173,23 @@ func (s *sampler) sample() {
 	seconds := now.Sub(s.at).Seconds()
 	first := s.at.IsZero() || seconds <= 0
 	oldSessions, oldLUNs := counters(&s.state)
+	begun := &mark{at: now}
+	begun.sessions, begun.luns = counters(&st)
+	ended := s.history.due(begun, st.LatencyBounds)
+	recent := &loads{luns: map[lunKey]*schema.Load{}, sessions: map[sessionKey]*schema.Load{}}
 	var all schema.Tally
 	sessions, luns := []sessionRow{}, []lunRow{}
 	for i := range st.Sessions {
 		c := &st.Sessions[i]
 		row := sessionRow{
 			TSIH: c.TSIH, Initiator: c.Initiator, Target: c.Target, Transport: c.Transport, Discovery: c.Discovery,
-			LUNs: c.LUNs, Connections: len(c.Connections), Started: c.Started, Load: schema.Load{InFlight: c.Tasks},
+			LUNs: c.LUNs, Connections: len(c.Connections), Started: c.Started, Load: schema.Load{InFlight: c.Tasks, Depth: float64(c.Tasks)},
 		}
 		if len(c.Connections) > 0 {
 			row.Remote = c.Connections[0].Remote
 		}
 		if p := c.Protection(); p != nil {
-			row.IPsec = strings.Join(slices.DeleteFunc([]string{p.Suite, p.SPIIn, p.Identity}, func(s string) bool { return s == "" }), ", ")
+			row.IPsec = p.Details()
 			if p.Verdict != "permit" {
 				row.IPsec, row.Unprotected = "not protected", p.Reason
 			}
@@ -180,6 +199,8 @@ func (s *sampler) sample() {
 			t.Add(oldSessions[sessionKey{c.TSIH, c.Started}], &c.Counters)
 			row.Load = t.Load(seconds, st.LatencyBounds)
 			row.InFlight = c.Tasks
+			load := row.Load
+			recent.sessions[sessionKey{c.TSIH, c.Started}] = &load
 		}
 		sessions = append(sessions, row)
 	}
@@ -188,7 +209,7 @@ func (s *sampler) sample() {
 			l := &st.Targets[i].LUNs[j]
 			row := lunRow{
 				Target: l.Target, ID: l.ID, State: l.State, Reason: l.Reason, Size: l.Size, Backend: l.Backend,
-				ReadOnly: l.ReadOnly, Reservation: reservation(l.Reservation), Load: schema.Load{InFlight: l.Counters.InFlight},
+				ReadOnly: l.ReadOnly, Reservation: reservation(l.Reservation), Load: schema.Load{InFlight: l.Counters.InFlight, Depth: float64(l.Counters.InFlight)},
 			}
 			if l.State == schema.Ready && l.Health != schema.Healthy {
 				row.Health, row.Since = l.Health, l.HealthSince
@@ -199,6 +220,8 @@ func (s *sampler) sample() {
 				t.Add(old, &l.Counters)
 				all.Add(old, &l.Counters)
 				row.Load = t.Load(seconds, st.LatencyBounds)
+				load := row.Load
+				recent.luns[lunKey{l.Target, l.ID}] = &load
 			}
 			luns = append(luns, row)
 		}
@@ -209,6 +232,16 @@ func (s *sampler) sample() {
 	if first {
 		return
 	}
+	recent.total = all.Load(seconds, st.LatencyBounds)
+	s.history.add(0, now, recent)
+	for i, l := range ended {
+		s.history.add(i, now, l)
+	}
+	for i := range s.luns {
+		r := &s.luns[i]
+		of := s.history.luns[lunKey{r.Target, r.ID}]
+		r.Idle = !busy(&r.Load) && (of == nil || now.Sub(of.active) >= idleAfter)
+	}
 	number := uint64(1)
 	if n := len(s.points); n > 0 {
 		number = s.points[n-1].Number + 1
@@ -216,7 +249,7 @@ func (s *sampler) sample() {
 	if len(s.points) == maxPoints {
 		s.points = slices.Delete(s.points, 0, 1)
 	}
-	s.points = append(s.points, point{number, now, all.Load(seconds, st.LatencyBounds)})
+	s.points = append(s.points, point{number, now, recent.total})
 }
 
 // reservation describes r in a few words.
@@ -251,7 +284,7 @@ func (s *sampler) answer(q query, events []schema.Event) *answer {
 	a := &answer{
 		Time: s.at, Interval: Interval.Seconds(), Version: s.state.Version, Started: s.state.Started,
 		Pending: s.state.Pending, Limits: s.limits, Portals: s.state.Portals, Targets: len(s.state.Targets),
-		Points: []point{}, Events: []schema.Event{}, Refused: []schema.Event{},
+		Points: []point{}, Events: []schema.Event{}, Refused: []schema.Event{}, Trouble: []lunRow{},
 	}
 	if a.Pending == nil {
 		a.Pending = []string{}
@@ -265,20 +298,50 @@ func (s *sampler) answer(q query, events []schema.Event) *answer {
 		}
 		a.Total = p.Load // that of the last point remains
 	}
+	targets := map[string]*group{}
+	for i := range s.state.Targets {
+		t := &s.state.Targets[i]
+		targets[t.Name] = &group{Target: t.Name, Alias: t.Alias, Sessions: len(t.Sessions)}
+	}
 	for i := range s.luns {
-		if s.luns[i].State == schema.NotReady {
+		r := &s.luns[i]
+		if r.State == schema.NotReady {
 			a.NotReady++
 		}
-		if s.luns[i].Health != "" {
+		if r.Health != "" {
 			a.Unwell++
+			if r.Health != "degraded" {
+				a.Failed++
+			}
 		}
+		g := targets[r.Target]
+		if g == nil { // the target was removed, and the LUN still ends
+			g = &group{Target: r.Target}
+			targets[r.Target] = g
+		}
+		g.LUNs++
+		g.Trouble += r.trouble()
+		g.Size += r.Size
+		sum(&g.Load, &r.Load)
 	}
 	a.Sessions = selectRows(s.sessions, q.sessions, (*sessionRow).text, func(a, b *sessionRow) int {
 		return cmp.Or(byRates(q.sessions.sort, &a.Load, &b.Load), cmp.Compare(a.Initiator, b.Initiator), cmp.Compare(a.TSIH, b.TSIH))
 	})
-	a.LUNs = selectRows(s.luns, q.luns, (*lunRow).text, func(a, b *lunRow) int {
+	order := func(a, b *lunRow) int {
 		return cmp.Or(b.trouble()-a.trouble(), byRates(q.luns.sort, &a.Load, &b.Load), cmp.Compare(a.Target, b.Target), cmp.Compare(a.ID, b.ID))
-	})
+	}
+	match := matching(s.luns, q.luns, (*lunRow).text, order)
+	groups, rows := groupLUNs(match, targets, &q.luns)
+	a.LUNs = lunTable{table[lunRow]{len(s.luns), len(match), []lunRow{}}, len(match) - len(rows), len(groups), groups[:min(maxGroups, len(groups))]}
+	for _, r := range rows[:min(q.luns.rows, len(rows))] {
+		a.LUNs.Rows = append(a.LUNs.Rows, *r)
+	}
+	for _, r := range matching(s.luns, list{}, nil, order) {
+		if r.trouble() == 0 || len(a.Trouble) == maxTrouble {
+			break
+		}
+		a.Trouble = append(a.Trouble, *r)
+	}
 	for _, e := range slices.Backward(events) {
 		if len(a.Events) < maxEvents {
 			a.Events = append(a.Events, e)
@@ -328,17 +391,42 @@ func orZero(v *float64) float64 {
 	return *v
 }
 
-// selectRows returns the rows that l selects.
-func selectRows[T any](all []T, l list, text func(*T) string, order func(a, b *T) int) table[T] {
-	t := table[T]{All: len(all), Rows: []T{}}
-	var match []*T
+// sum adds the rates of load to total. Latencies are not added.
+func sum(total, load *schema.Load) {
+	total.IOPS += load.IOPS
+	total.ReadBytes += load.ReadBytes
+	total.WriteBytes += load.WriteBytes
+	total.InFlight += load.InFlight
+	total.Depth += load.Depth
+	total.Errors += load.Errors
+	for _, of := range [][2]*schema.OperationLoad{{&total.Read, &load.Read}, {&total.Write, &load.Write}} {
+		of[0].IOPS += of[1].IOPS
+		of[0].Errors += of[1].Errors
+		// That of the slowest LUN.
+		if v := of[1].P99; v != nil && (of[0].P99 == nil || *v > *of[0].P99) {
+			of[0].P99 = v
+		}
+	}
+	if v := load.P99; v != nil && (total.P99 == nil || *v > *total.P99) {
+		total.P99 = v
+	}
+}
+
+// matching returns the rows that l finds, in order.
+func matching[T any](all []T, l list, text func(*T) string, order func(a, b *T) int) (match []*T) {
 	for i := range all {
 		if l.find == "" || strings.Contains(strings.ToLower(text(&all[i])), l.find) {
 			match = append(match, &all[i])
 		}
 	}
-	t.Matching = len(match)
 	slices.SortFunc(match, order)
+	return match
+}
+
+// selectRows returns the rows that l selects.
+func selectRows[T any](all []T, l list, text func(*T) string, order func(a, b *T) int) table[T] {
+	match := matching(all, l, text, order)
+	t := table[T]{All: len(all), Matching: len(match), Rows: []T{}}
 	for _, r := range match[:min(l.rows, len(match))] {
 		t.Rows = append(t.Rows, *r)
 	}

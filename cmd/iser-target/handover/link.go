@@ -57,6 +57,7 @@ const (
 type Link struct {
 	conn  *net.UnixConn
 	giver int // process ID of the giver; 0 at its own end
+	pidfd int // of the giver, or negative
 }
 
 // NewLink returns the end of the giver, and that of the taker as a file.
@@ -86,7 +87,7 @@ func linkOf(f *os.File) (*Link, error) {
 		c.Close()
 		return nil, fmt.Errorf("%s is %s, not a Unix socket", f.Name(), c.LocalAddr().Network())
 	}
-	return &Link{conn: u}, nil
+	return &Link{conn: u, pidfd: -1}, nil
 }
 
 // Environment returns the assignment by which a process whose descriptor 3 is the taker's end finds it.
@@ -111,8 +112,29 @@ func FromEnvironment() (*Link, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", envLink, err)
 	}
-	l.giver = os.Getppid()
+	if err := l.findGiver(); err != nil {
+		l.Close()
+		return nil, fmt.Errorf("%s: %w", envLink, err)
+	}
 	return l, nil
+}
+
+// findGiver finds the process that made the socket pair, which need not be the parent.
+func (l *Link) findGiver() error {
+	raw, err := l.conn.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var cred *unix.Ucred
+	err2 := raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
+	if err = errors.Join(err2, err); err != nil {
+		return err
+	}
+	l.giver = int(cred.Pid)
+	if l.pidfd, err = unix.PidfdOpen(l.giver, 0); err != nil { // the giver ended, or the kernel has no pidfds and the giver is the parent
+		l.pidfd = -1
+	}
+	return nil
 }
 
 // giverTime bounds the wait for the end of a giver that has closed its end of the link. That happens a moment
@@ -121,6 +143,10 @@ const giverTime = 30 * time.Second
 
 // awaitGiver waits until the giver, which is ending, has released its files.
 func (l *Link) awaitGiver() {
+	if l.pidfd >= 0 {
+		awaitEnd(l.pidfd, giverTime)
+		return
+	}
 	for by := time.Now().Add(giverTime); os.Getppid() == l.giver && time.Now().Before(by); {
 		time.Sleep(time.Millisecond)
 	}
@@ -218,5 +244,23 @@ func (l *Link) Await(deadline time.Time) (Message, error) {
 	return m, err
 }
 
-// Close closes the Link.
-func (l *Link) Close() error { return l.conn.Close() }
+// AwaitClose waits for a limited time until the giver closes its end or ends. The giver sends nothing after Go.
+func (l *Link) AwaitClose() error {
+	m, err := l.Await(time.Now().Add(giverTime))
+	switch {
+	case errors.Is(err, io.EOF):
+		return nil
+	case err == nil:
+		return fmt.Errorf("message %s after %s", m.Kind, Go)
+	}
+	return err
+}
+
+// Close closes the Link. Only the first call has an effect.
+func (l *Link) Close() error {
+	err := l.conn.Close()
+	if l.pidfd >= 0 && err == nil {
+		unix.Close(l.pidfd)
+	}
+	return err
+}

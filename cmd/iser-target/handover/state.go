@@ -75,6 +75,9 @@ type File struct {
 // ConnectionName returns the name of the file of a connection.
 func ConnectionName(tsih, cid uint16) string { return fmt.Sprintf("%d/%d", tsih, cid) }
 
+// SideName returns the name of the file with the protection information of a memory LUN.
+func SideName(target string, id int) string { return MemoryName(target, id) + "/protection" }
+
 // MemoryName returns the name of the file of a memory LUN.
 func MemoryName(target string, id int) string { return fmt.Sprintf("%s/%d", target, id) }
 

@@ -9,6 +9,7 @@ import (
 	"cmp"
 	"fmt"
 	"net/http"
+	"runtime"
 	"strings"
 	"time"
 
@@ -32,7 +33,7 @@ type family struct {
 	name, help string
 	kind       prometheus.ValueType
 	labels     string // space separated
-	edges      []int  // of a histogram: the latency buckets whose bounds are exported
+	edges      []int  // of a histogram: the latency buckets whose bounds are exported; not nil
 	desc       *prometheus.Desc
 }
 
@@ -84,13 +85,21 @@ var (
 	memoryLimit      = newFamily(gauge, "buffer_limit_bytes", "Limit of the memory of data buffers, for all connections together.", "")
 	buffers          = newFamily(gauge, "buffers", "Number of data buffers in use.", "")
 
+	buildInfo       = newFamily(gauge, "build_info", "1, with the version of the program and of the Go compiler.", "version goversion")
+	reloadSucceeded = newFamily(gauge, "config_last_reload_successful", "1 if the configuration file was applied at the last attempt, else 0.", "")
+	reloadTime      = newFamily(gauge, "config_last_reload_success_timestamp_seconds", "When the configuration was applied last, by the start, a reload or a change, in seconds since 1970.", "")
+
 	certificates = newFamily(gauge, "certificate_expires_timestamp_seconds", "When the first certificate, or revocation list, of the file expires, in seconds since 1970.", "key")
 
 	ipsecUp       = newFamily(gauge, "ipsec_up", "1 if a driver of IPsec runs, answers and notices changes, else 0.", "")
 	ipsecSessions = newFamily(gauge, "ipsec_sessions", "Sessions by their protection: none (nothing is required), marked (not as required), or the suite.", "protection")
+	ipsecInfo     = newFamily(gauge, "ipsec_session_info", "1 for each connection of a session that something is required of, with its verdict, suite, SPIs and the IKE identity of the initiator. New keys begin another series.", ofSession+" cid verdict suite spi_in spi_out identity")
 	ipsecDenials  = newFamily(counter, "ipsec_denials_total", "Connections that IPsec does not protect as required, by the moment they were refused or ended and the class of the reason: driver, keys, clear, profile, identity or program.", "moment reason")
 	ipsecNotices  = newFamily(counter, "ipsec_key_events_total", "Changes of IPsec keys and policies that the driver reported.", "")
 	ipsecFailures = newFamily(counter, "ipsec_driver_failures_total", "Calls of the IPsec driver that failed or took too long.", "")
+
+	tokensMade  = newFamily(counter, "tokens_made_total", "ROD tokens that POPULATE TOKEN made.", "")
+	tokensEnded = newFamily(counter, "tokens_ended_total", "ROD tokens that ended, by the reason: expired, changed (their data), revoked (the LUN is gone or was reopened) or deleted (by an initiator).", "reason")
 
 	limitMax     = newFamily(gauge, "limit_max", "Bound of a limit; a duration in seconds.", "limit")
 	limitUsed    = newFamily(gauge, "limit_used", "Use of what the limit bounds, in the process or by the one that uses most; always 0 for a duration.", "limit")
@@ -98,7 +107,8 @@ var (
 
 	// The histogram of all commands together is fine. Those of LUNs and sessions, of which
 	// a target may have 1,000, are coarse: each bound is four times the one before.
-	latencies = newHistogram(every(0, 2, lun.LatencyBuckets-2), "command_duration_seconds", "Duration of SCSI commands, by phase.", "transport phase")
+	latencies = newHistogram(every(0, 2, lun.LatencyBuckets-2), "command_duration_seconds", "Duration of SCSI commands, by phase; the total also by op.", "transport phase op")
+	sizes     = newHistogram([]int{}, "command_size_bytes", "Data transferred by SCSI commands that transferred any.", "transport op")
 
 	detached = newFamily(gauge, "detached_commands", "Aborted commands that have not come back from their store. Their LUNs are BUSY.", "")
 	fencings = newHistogram(every(0, 4, lun.LatencyBuckets-2), "fencing_duration_seconds", "Duration of task management functions that end commands, and of PREEMPT AND ABORT.", "function")
@@ -112,31 +122,32 @@ var (
 	lunCorrupt    = newFamily(gauge, "lun_corrupt_blocks", "Blocks that are known to differ from their checksums, up to 4096.", "target lun")
 	lunPending    = newFamily(gauge, "lun_checksums_pending_bytes", "Data whose checksums are still computed.", "target lun")
 	lunScrub      = newFamily(gauge, "lun_scrub_progress", "Part of the LUN that the last scrub has read, from 0 to 1; absent before the first one.", "target lun")
-	lunUsed       = newFamily(gauge, "lun_space_used_bytes", "Space that a thin LUN on memory or in a file takes.", "target lun")
-	lunAvailable  = newFamily(gauge, "lun_space_available_bytes", "Space that the medium of a thin LUN on memory or in a file has left, which others may share.", "target lun")
+	lunUsed       = newFamily(gauge, "lun_space_used_bytes", "Space that a LUN on memory or in a file takes.", "target lun")
+	lunAvailable  = newFamily(gauge, "lun_space_available_bytes", "Space that the medium of a LUN on memory or in a file has left, which others may share.", "target lun")
 	lunThreshold  = newFamily(gauge, "lun_threshold_bytes", "Threshold of the configuration, available or used.", "target lun threshold")
 	lunReached    = newFamily(gauge, "lun_threshold_reached", "1 if the threshold of the configuration is reached, else 0.", "target lun threshold")
 	lunReady      = newFamily(gauge, "lun_ready", "1 if the LUN is ready, else 0.", "target lun")
 	lunSize       = newFamily(gauge, "lun_size_bytes", "Capacity of the LUN.", "target lun")
 	lunCommands   = newFamily(counter, "lun_commands_total", "SCSI commands that ended with a status.", ofLUN+" op")
 	lunBytes      = newFamily(counter, "lun_bytes_total", "Data transferred by SCSI commands.", ofLUN+" op")
-	lunInFlight   = newFamily(gauge, "lun_commands_in_flight", "SCSI commands in progress, which is the queue depth.", ofLUN)
+	lunInFlight   = newFamily(gauge, "lun_commands_in_flight", "SCSI commands in progress at the moment of the scrape.", ofLUN)
 	lunWaiting    = newFamily(gauge, "lun_commands_waiting", "SCSI commands that wait for their turn at the backend, because of a rate or a bound of calls.", "target lun")
 	lunWaited     = newFamily(counter, "lun_wait_seconds_total", "Time that SCSI commands waited for their turn at the backend.", "target lun")
 	lunAborted    = newFamily(counter, "lun_commands_aborted_total", "SCSI commands that were aborted. Those that another session aborted have the status TASK ABORTED.", ofLUN)
-	lunErrors     = newFamily(counter, "lun_errors_total", "SCSI commands that ended with CHECK CONDITION, by sense key.", ofLUN+" sense_key")
+	lunErrors     = newFamily(counter, "lun_errors_total", "SCSI commands that ended with CHECK CONDITION, by sense key.", ofLUN+" op sense_key")
+	lunMedium     = newFamily(counter, "lun_medium_errors_total", "SCSI commands that ended with MEDIUM ERROR because the store could not read or write.", ofLUN+" op")
 	lunStatuses   = newFamily(counter, "lun_other_statuses_total", "SCSI commands that ended with RESERVATION CONFLICT or another status than GOOD and CHECK CONDITION.", ofLUN)
 	lunResidual   = newFamily(counter, "lun_residuals_total", "SCSI commands with a residual count.", ofLUN+" residual")
 
-	lunLatencies = newHistogram(every(16, 8, 88), "lun_command_duration_seconds", "Duration of SCSI commands for the LUN, by phase.", ofLUN+" phase")
+	lunLatencies = newHistogram(every(16, 8, 88), "lun_command_duration_seconds", "Duration of SCSI commands for the LUN, by phase; the total also by op.", ofLUN+" phase op")
 
 	sessionCommands    = newFamily(counter, "session_commands_total", "SCSI commands of the session that ended with a status.", ofSession+" op")
 	sessionBytes       = newFamily(counter, "session_bytes_total", "Data transferred by SCSI commands of the session.", ofSession+" op")
 	sessionTasks       = newFamily(gauge, "session_tasks", "Unanswered requests of the session, including those that wait for others.", ofSession)
-	sessionErrors      = newFamily(counter, "session_errors_total", "SCSI commands of the session that ended with CHECK CONDITION.", ofSession)
+	sessionErrors      = newFamily(counter, "session_errors_total", "SCSI commands of the session that ended with CHECK CONDITION, except unit attentions.", ofSession+" op")
 	sessionAborted     = newFamily(counter, "session_commands_aborted_total", "SCSI commands of the session that were aborted. Those that another session aborted have the status TASK ABORTED.", ofSession)
 	sessionResidual    = newFamily(counter, "session_residuals_total", "SCSI commands of the session with a residual count.", ofSession+" residual")
-	sessionLatencies   = newHistogram(every(16, 8, 88), "session_command_duration_seconds", "Duration of SCSI commands of the session, by phase.", ofSession+" phase")
+	sessionLatencies   = newHistogram(every(16, 8, 88), "session_command_duration_seconds", "Duration of SCSI commands of the session, by phase; the total also by op.", ofSession+" phase op")
 	sessionConnections = newFamily(gauge, "session_connections", "Connections of the session.", ofSession)
 	sessionMemory      = newFamily(gauge, "session_buffer_bytes", "Memory of data buffers that the connections of the session use.", ofSession)
 	sessionMemoryLimit = newFamily(gauge, "session_buffer_limit_bytes", "Limit of the memory of data buffers for the connections of the session.", ofSession)
@@ -169,29 +180,76 @@ func (f *family) sendHistogram(ch chan<- prometheus.Metric, l *lun.Latency, labe
 	ch <- prometheus.MustNewConstHistogram(f.desc, l.Count, l.Sum.Seconds(), buckets, labels...)
 }
 
+// sendTimes sends the histograms of f: one of each phase with op "all", except that the total has one of each
+// op. So the sum over op is right for each phase, and no series repeats the others.
+func (f *family) sendTimes(ch chan<- prometheus.Metric, phases *lun.Latencies, ops *lun.Operations, empty bool, labels ...string) {
+	send := func(l *lun.Latency, phase lun.Phase, op string) {
+		if l.Count > 0 || empty {
+			f.sendHistogram(ch, l, append(labels[:len(labels):len(labels)], phase.String(), op)...)
+		}
+	}
+	for p := range lun.PhaseTotal {
+		send(&phases[p], p, "all")
+	}
+	for k := range lun.Kinds {
+		send(&ops[k].Latency, lun.PhaseTotal, k.String())
+	}
+}
+
+// sendSizes sends the sizes of READs and writes.
+func sendSizes(ch chan<- prometheus.Metric, transport string, ops *lun.Operations) {
+	for k := range lun.KindOther {
+		buckets, upTo := make(map[float64]uint64, lun.SizeBuckets-1), uint64(0)
+		for i, n := range ops[k].Sizes {
+			if upTo += n; i < lun.SizeBuckets-1 {
+				buckets[float64(lun.SizeBound(i))] = upTo
+			}
+		}
+		ch <- prometheus.MustNewConstHistogram(sizes.desc, upTo, float64(ops[k].Bytes), buckets, transport, k.String())
+	}
+}
+
 // A collector reads the counters of one target.
 type collector struct {
-	node     *iscsi.Node
-	domain   *rdma.Domain
-	limits   *limits.Set
-	expiries func() map[string]time.Time // of certificates, by key
-	ipsec    func() IPsec
+	node    *iscsi.Node
+	domain  *rdma.Domain
+	limits  *limits.Set
+	reports Reports
+}
+
+// Reports are the sources of metrics that are no counters of a package. None of the functions is nil.
+type Reports struct {
+	Version  string                         // of the program
+	Expiries func() map[string]time.Time    // of certificates, by key
+	IPsec    func() IPsec                   // of the guard and its driver
+	Reload   func() (ok bool, at time.Time) // whether the last one succeeded, and the last success
+	Tokens   func() lun.TokenCounts         // ROD tokens of POPULATE TOKEN
 }
 
 // IPsec has the numbers of the metrics of IPsec.
 type IPsec struct {
-	Up       bool                 // a driver runs, and has not failed
-	Sessions map[string]int       // by protection
-	Denials  map[[2]string]uint64 // by moment and class of the reason
-	Notices  uint64
-	Failures uint64
+	Up        bool                 // a driver runs, and has not failed
+	Sessions  map[string]int       // by protection
+	Protected []IPsecConnection    // connections of sessions that something is required of
+	Denials   map[[2]string]uint64 // by moment and class of the reason
+	Notices   uint64
+	Failures  uint64
+}
+
+// An IPsecConnection is how IPsec protects a connection of a session. Empty texts are unknown.
+type IPsecConnection struct {
+	Target, Initiator, Transport string
+	TSIH, CID                    uint16
+	Verdict                      string // permit, mark or deny
+	Suite, SPIIn, SPIOut         string // SPIs with 0x and 8 hex digits
+	Identity                     string // IKE identity of the initiator
 }
 
 // Handler returns a handler that serves the metrics of a target, of the Go runtime and of
 // the process in the formats of Prometheus.
-func Handler(node *iscsi.Node, domain *rdma.Domain, shared *limits.Set, expiries func() map[string]time.Time, ipsec func() IPsec) http.Handler {
+func Handler(node *iscsi.Node, domain *rdma.Domain, shared *limits.Set, reports Reports) http.Handler {
 	r := prometheus.NewRegistry()
-	r.MustRegister(&collector{node, domain, shared, expiries, ipsec}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	r.MustRegister(&collector{node, domain, shared, reports}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return promhttp.HandlerFor(r, promhttp.HandlerOpts{MaxRequestsInFlight: 4})
 }
 
@@ -207,7 +265,9 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	c.collectNode(ch)
 	c.collectLimits(ch)
 	c.collectIPsec(ch)
-	for key, at := range c.expiries() {
+	c.collectProgram(ch)
+	c.collectTokens(ch)
+	for key, at := range c.reports.Expiries() {
 		certificates.send(ch, float64(at.Unix()), key)
 	}
 	for _, t := range c.node.Targets() {
@@ -243,15 +303,35 @@ func (c *collector) collectNode(ch chan<- prometheus.Metric) {
 	for transport, n := range accepted {
 		logins.send(ch, float64(n), transport)
 	}
-	for transport, all := range c.node.Latencies() {
-		for phase := range all {
-			latencies.sendHistogram(ch, &all[phase], lun.Transport(transport).String(), lun.Phase(phase).String())
-		}
+	phases, ops := c.node.Latencies(), c.node.Operations()
+	for t := range lun.Transports {
+		latencies.sendTimes(ch, &phases[t], &ops[t], true, t.String())
+		sendSizes(ch, t.String(), &ops[t])
+	}
+}
+
+func (c *collector) collectProgram(ch chan<- prometheus.Metric) {
+	compiler := runtime.Version()
+	buildInfo.send(ch, 1, strings.TrimSuffix(c.reports.Version, " "+compiler), compiler)
+	ok, at := c.reports.Reload()
+	succeeded := 0.0
+	if ok {
+		succeeded = 1
+	}
+	reloadSucceeded.send(ch, succeeded)
+	reloadTime.send(ch, float64(at.UnixMilli())/1000)
+}
+
+func (c *collector) collectTokens(ch chan<- prometheus.Metric) {
+	n := c.reports.Tokens()
+	tokensMade.send(ch, float64(n.Made))
+	for i, reason := range lun.TokenEnds {
+		tokensEnded.send(ch, float64(n.Ended[i]), reason)
 	}
 }
 
 func (c *collector) collectIPsec(ch chan<- prometheus.Metric) {
-	n := c.ipsec()
+	n := c.reports.IPsec()
 	up := 0.0
 	if n.Up {
 		up = 1
@@ -259,6 +339,15 @@ func (c *collector) collectIPsec(ch chan<- prometheus.Metric) {
 	ipsecUp.send(ch, up)
 	for protection, sessions := range n.Sessions {
 		ipsecSessions.send(ch, float64(sessions), protection)
+	}
+	type key struct{ tsih, cid uint16 }
+	sent := map[key]bool{} // while a connection is reinstated, the list has the old one as well
+	for _, c := range n.Protected {
+		if k := (key{c.TSIH, c.CID}); !sent[k] {
+			sent[k] = true
+			ipsecInfo.send(ch, 1, c.Target, c.Initiator, fmt.Sprint(c.TSIH), c.Transport, fmt.Sprint(c.CID),
+				c.Verdict, c.Suite, c.SPIIn, c.SPIOut, strings.ToValidUTF8(c.Identity, "?")) // from a peer, by way of the IKE daemon
+		}
 	}
 	for of, times := range n.Denials {
 		ipsecDenials.send(ch, float64(times), of[0], of[1])
@@ -340,12 +429,9 @@ func collectLUN(ch chan<- prometheus.Metric, target string, e lun.Entry) {
 	lunSize.send(ch, float64(size), target, id)
 	lunWaiting.send(ch, float64(calls.Waiting), target, id)
 	lunWaited.send(ch, calls.Delayed.Seconds(), target, id)
-	for t, all := range e.Unit.Latencies() {
-		for phase := range all {
-			if all[phase].Count > 0 {
-				lunLatencies.sendHistogram(ch, &all[phase], target, id, lun.Transport(t).String(), lun.Phase(phase).String())
-			}
-		}
+	phases, ops := e.Unit.Latencies(), e.Unit.Operations()
+	for t := range lun.Transports {
+		lunLatencies.sendTimes(ch, &phases[t], &ops[t], false, target, id, t.String())
 	}
 	for t, n := range e.Unit.Counts() {
 		of := []string{target, id, lun.Transport(t).String()}
@@ -353,17 +439,18 @@ func collectLUN(ch chan<- prometheus.Metric, target string, e lun.Entry) {
 		for k := range lun.Kinds {
 			lunCommands.send(ch, float64(n.Commands[k]), with(k.String())...)
 			lunBytes.send(ch, float64(n.Bytes[k]), with(k.String())...)
+			lunMedium.send(ch, float64(n.MediumErrors[k]), with(k.String())...)
+			for key, errs := range n.CheckConditions[k] {
+				if errs > 0 || always[key] {
+					lunErrors.send(ch, float64(errs), append(with(k.String()), senseKeys[key])...)
+				}
+			}
 		}
 		lunInFlight.send(ch, float64(n.InFlight), of...)
 		lunAborted.send(ch, float64(n.Aborted), of...)
 		lunStatuses.send(ch, float64(n.OtherStatuses), of...)
 		lunResidual.send(ch, float64(n.Underflows), with("underflow")...)
 		lunResidual.send(ch, float64(n.Overflows), with("overflow")...)
-		for key, errs := range n.CheckConditions {
-			if errs > 0 || always[key] {
-				lunErrors.send(ch, float64(errs), with(senseKeys[key])...)
-			}
-		}
 	}
 }
 
@@ -387,20 +474,16 @@ func (c *collector) collectSessions(ch chan<- prometheus.Metric) {
 		for k := range lun.Kinds {
 			sessionCommands.send(ch, float64(s.Counts.Commands[k]), with(k.String())...)
 			sessionBytes.send(ch, float64(s.Counts.Bytes[k]), with(k.String())...)
+			sessionErrors.send(ch, float64(s.Counts.FailedOf(k)), with(k.String())...)
 		}
 		if s.Latencies != nil {
-			for phase := range s.Latencies {
-				if l := &s.Latencies[phase]; l.Count > 0 {
-					sessionLatencies.sendHistogram(ch, l, with(lun.Phase(phase).String())...)
-				}
-			}
+			sessionLatencies.sendTimes(ch, s.Latencies, s.Operations, false, of...)
 		}
 		used, limit := 0, 0
 		for i := range s.Conns {
 			used, limit = used+s.Conns[i].Memory, limit+s.Conns[i].MemoryLimit
 		}
 		sessionTasks.send(ch, float64(s.Tasks), of...)
-		sessionErrors.send(ch, float64(s.Counts.Failed()), of...)
 		sessionAborted.send(ch, float64(s.Counts.Aborted), of...)
 		sessionResidual.send(ch, float64(s.Counts.Underflows), with("underflow")...)
 		sessionResidual.send(ch, float64(s.Counts.Overflows), with("overflow")...)

@@ -5,6 +5,8 @@ import (
 	"os"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/nbd"
+	"github.com/iser-target/iser-target/backend/rbd"
 	"github.com/iser-target/iser-target/config"
 )
 
@@ -16,6 +18,10 @@ func LUN(l *config.LUN) error {
 		return backend.ProbeMemory(backend.MemoryConfig{Size: int64(l.Size), BlockSize: uint32(l.BlockSize)})
 	case "block":
 		return backend.ProbeBlock(backend.BlockConfig{Path: l.Path, BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly})
+	case "nbd":
+		return nbd.Probe(nbd.Config{URI: l.Path, BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly})
+	case "rbd":
+		return rbd.Probe(rbd.Config{URI: l.Path, Size: int64(l.Size), BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly})
 	case "file":
 		c := backend.FileConfig{Path: l.Path, Size: int64(l.Size), BlockSize: uint32(l.BlockSize), ReadOnly: l.ReadOnly}
 		if fi, err := os.Stat(l.Path); err == nil && fi.Mode().IsRegular() && fi.Size() > 0 && fi.Size() < c.Size && !l.ReadOnly {

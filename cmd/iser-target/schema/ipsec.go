@@ -1,6 +1,10 @@
 package schema
 
-import "time"
+import (
+	"cmp"
+	"strings"
+	"time"
+)
 
 // A ConnectionProtection says how IPsec protects a connection that it is required or audited for.
 type ConnectionProtection struct {
@@ -15,15 +19,19 @@ type ConnectionProtection struct {
 	Class string `json:"reason_class,omitempty"`
 }
 
-// Text returns p in a few words: the suite, or what is wrong.
-func (p *ConnectionProtection) Text() string {
-	switch {
-	case p == nil:
-		return ""
-	case p.Verdict != "permit":
-		return p.Verdict
+// Details returns the suite, the SPIs and the identity, as far as they are known.
+func (p *ConnectionProtection) Details() string {
+	var parts []string
+	if p.Suite != "" {
+		parts = append(parts, p.Suite)
 	}
-	return p.Suite
+	if p.SPIIn != "" || p.SPIOut != "" {
+		parts = append(parts, "SPIs "+cmp.Or(p.SPIIn, "none")+" in, "+cmp.Or(p.SPIOut, "none")+" out")
+	}
+	if p.Identity != "" {
+		parts = append(parts, "identity "+p.Identity)
+	}
+	return strings.Join(parts, ", ")
 }
 
 // Protection returns that of the connection of s which is protected least; nil: nothing is required of them.
@@ -40,6 +48,7 @@ func (s *SessionState) Protection() (worst *ConnectionProtection) {
 type IPsecState struct {
 	Driver      string            `json:"driver"` // none: nothing requires IPsec
 	Grace       string            `json:"grace"`
+	Unanswered  string            `json:"unanswered"`        // how long a session continues while the driver does not answer
 	Missing     []string          `json:"missing,omitempty"` // what the driver lacks to enforce required, with the commands that mend it
 	Failure     string            `json:"failure,omitempty"` // what is wrong with the driver now, with what to do about it
 	Portals     []IPsecPortal     `json:"portals"`
@@ -79,6 +88,9 @@ type IPsecConnection struct {
 	InPolicy  bool      `json:"in_policy"`         // a policy demands ESP
 	OutPolicy bool      `json:"out_policy"`
 	SAs       []IPsecSA `json:"sas,omitempty"`
+	// ESN says whether extended sequence numbers are required, and why; empty: unknown. ESNUnsure: nobody knows whether the interface is fast enough to require them.
+	ESN       string `json:"esn,omitempty"`
+	ESNUnsure bool   `json:"esn_unsure,omitempty"`
 }
 
 // An IPsecSA describes an SA.

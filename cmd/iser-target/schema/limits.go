@@ -5,7 +5,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/config/terms"
 )
 
 // A LimitState describes a limit of what initiators, addresses and LUNs share, and its present use.
@@ -63,7 +63,7 @@ func (l *LimitState) Amount(n int64) string {
 	case Bytes:
 		return bytesText(n)
 	case Duration:
-		return config.FormatDuration(time.Duration(n))
+		return terms.FormatDuration(time.Duration(n))
 	case PerSecond:
 		return fmt.Sprintf("%d/s", n)
 	}
@@ -73,7 +73,7 @@ func (l *LimitState) Amount(n int64) string {
 // bytesText returns a size as in the configuration if that is short, and otherwise with one decimal.
 func bytesText(n int64) string {
 	const kib = 1 << 10
-	text := config.Size(n).String()
+	text := terms.FormatSize(n)
 	if n < kib || strings.HasSuffix(text, "B") && len(text) <= len("1023MiB") {
 		return text
 	}

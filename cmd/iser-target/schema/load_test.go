@@ -39,11 +39,11 @@ func TestQuantileOfBuckets(t *testing.T) {
 // that was opened again, count from zero.
 func TestTallySumsSeveralObjects(t *testing.T) {
 	latency := func(seconds float64, buckets ...uint64) []PhaseState {
-		p := PhaseState{Phase: "total", Seconds: seconds, Buckets: buckets}
+		p := PhaseState{Phase: "total", Timing: Timing{Seconds: seconds, Buckets: buckets}}
 		for _, n := range buckets {
 			p.Count += n
 		}
-		return []PhaseState{{Phase: "backend", Count: 1e6, Seconds: 1e6, Buckets: []uint64{1e6}}, p}
+		return []PhaseState{{Phase: "backend", Timing: Timing{Count: 1e6, Seconds: 1e6, Buckets: []uint64{1e6}}}, p}
 	}
 	was := &CounterState{Reads: 100, Writes: 10, Others: 1, ReadBytes: 1000, WriteBytes: 500, Errors: 3, Aborted: 1, InFlight: 7, Latency: latency(1, 50, 50)}
 	is := &CounterState{Reads: 300, Writes: 20, Others: 1, ReadBytes: 5000, WriteBytes: 600, Errors: 4, Aborted: 3, InFlight: 2, Latency: latency(1.4, 50, 150, 90, 10)}
@@ -84,5 +84,43 @@ func TestTallySumsSeveralObjects(t *testing.T) {
 		if at := tally.Load(0, bounds); at.IOPS != 0 || at.ReadBytes != 0 || at.WriteBytes != 0 {
 			t.Errorf("%s, in no time: %+v", tc.name, at)
 		}
+	}
+}
+
+// Latency, sizes and errors of reads do not mix with those of writes, and the depth is the mean of the period.
+func TestTallyTellsReadsFromWrites(t *testing.T) {
+	bounds := []float64{0.001, 0.002, 0.004}
+	state := func(reads, writes, readBytes, writeBytes uint64, seconds float64, read, write OperationState) *CounterState {
+		read.Op, write.Op = "read", "write"
+		return &CounterState{Reads: reads, Writes: writes, ReadBytes: readBytes, WriteBytes: writeBytes, InFlight: 3,
+			Latency: []PhaseState{{Phase: "total", Timing: Timing{Count: reads + writes, Seconds: seconds, Buckets: []uint64{reads + writes}}}}, Operations: []OperationState{read, write}}
+	}
+	was := state(10, 10, 1000, 1000, 1, OperationState{Timing: Timing{Count: 10, Seconds: 0.5, Buckets: []uint64{10}}, Errors: 1}, OperationState{Timing: Timing{Count: 10, Seconds: 0.5, Buckets: []uint64{10}}})
+	is := state(110, 20, 101000, 41000, 9, OperationState{Timing: Timing{Count: 110, Seconds: 0.6, Buckets: []uint64{110}}, Errors: 1, Sizes: []uint64{0, 100}},
+		OperationState{Timing: Timing{Count: 20, Seconds: 8.4, Buckets: []uint64{10, 0, 0, 10}}, Errors: 2})
+	var tally Tally
+	tally.Add(was, is)
+	l := tally.Load(2, bounds)
+	if !near(l.Depth, 4) {
+		t.Errorf("depth %v, want 8 s of commands in 2 s", l.Depth)
+	}
+	if r := l.Read; !near(r.IOPS, 50) || !near(*r.Size, 1000) || r.Errors != 0 || !near(*r.Average, 0.001) || *r.P99 > 0.001 {
+		t.Errorf("reads: %+v", r)
+	}
+	if w := l.Write; !near(w.IOPS, 5) || !near(*w.Size, 4000) || w.Errors != 2 || !near(*w.Average, 0.79) || !near(*w.P50, 0.004) {
+		t.Errorf("writes: %+v", w)
+	}
+	d := is.Operation("write").Since(was.Operation("write"), bounds)
+	if d.Count != 10 || !near(d.Seconds, 7.9) || d.Errors != 2 || d.P50 != 0.004 || d.Buckets[0] != 0 {
+		t.Errorf("writes since: %+v", d)
+	}
+	if d := is.Operation("read").Since(&OperationState{Timing: Timing{Count: 500}}, bounds); d.Count != 110 || d.Sizes[1] != 100 {
+		t.Errorf("reads of a LUN that was opened again: %+v", d)
+	}
+
+	var idle Tally
+	idle.Add(is, is)
+	if l := idle.Load(2, bounds); l.Depth != 3 || l.Read.Average != nil || l.Read.Size != nil {
+		t.Errorf("commands that hang: %+v", l)
 	}
 }

@@ -4,7 +4,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/iser-target/iser-target/config"
+	"github.com/iser-target/iser-target/config/terms"
 )
 
 // A Plan lists the steps of a change, and which of them are done.
@@ -16,12 +16,12 @@ type Plan struct {
 
 // A Step is one difference between the running configuration and the next one.
 type Step struct {
-	Change     config.Change `json:"change"`
-	Disturbs   []string      `json:"disturbs,omitempty"` // sessions and LUNs, each as a short text
-	Disruptive bool          `json:"disruptive"`         // requires Options.Disrupt
-	Shrinks    bool          `json:"shrinks"`            // requires Options.AllowShrink
-	Restart    bool          `json:"restart"`            // takes effect at the next start of the target
-	Done       bool          `json:"done"`
+	Change     terms.Change `json:"change"`
+	Disturbs   []string     `json:"disturbs,omitempty"` // sessions and LUNs, each as a short text
+	Disruptive bool         `json:"disruptive"`         // requires Options.Disrupt
+	Shrinks    bool         `json:"shrinks"`            // requires Options.AllowShrink
+	Restart    bool         `json:"restart"`            // takes effect at the next start of the target
+	Done       bool         `json:"done"`
 }
 
 // DefaultDrain is the default of Options.Drain.

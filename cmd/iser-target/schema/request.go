@@ -37,6 +37,7 @@ type LUN struct {
 	Checksums    bool   `json:"checksums,omitempty"`
 	// ChecksumsPath is the side file of the checksums.
 	ChecksumsPath string `json:"checksums_path,omitempty"`
+	Protection    int    `json:"protection,omitempty"` // type of T10 protection information: 1 or 3; 0: none
 	// ThresholdAvailable and ThresholdUsed are thresholds of space, like 10GiB.
 	ThresholdAvailable string   `json:"threshold_available,omitempty"`
 	ThresholdUsed      string   `json:"threshold_used,omitempty"`
@@ -54,6 +55,8 @@ type LUN struct {
 	// Preallocate and From let the target create the file, which must not exist.
 	Preallocate bool   `json:"preallocate,omitempty"` // allocate all its blocks
 	From        string `json:"from,omitempty"`        // file or block device to copy
+	// Clone makes the file, which must not exist, a clone of that of another LUN.
+	Clone *CloneSource `json:"clone,omitempty"`
 }
 
 // A Rate is a limit or guarantee of each initiator whose name matches, in a request.
@@ -162,6 +165,27 @@ type Recovery struct {
 	Lost   string `json:"lost,omitempty"` // which data may be lost
 }
 
+// EventLogHeader is the HTTP header of an answer with events that names their numbering. The numbers of another numbering
+// begin at 1: the target was started again, or another process continues it.
+const EventLogHeader = "Event-Log"
+
+// A client that sends PreferHeader (RFC 7240) with PreferProcessing gets a status 102 (RFC 2518, section 10.1) at once, and
+// then every ProcessingEvery, until its change has an answer. Others get none, because not all HTTP clients accept it.
+const (
+	PreferHeader     = "Prefer"
+	PreferProcessing = "processing"
+	ProcessingEvery  = 2 * time.Second
+)
+
+// CaptureOptions select what a capture records, and when it ends.
+type CaptureOptions struct {
+	Max      int64         // bytes of the file; 0: 64 MiB
+	Duration time.Duration // 0: until the session ends
+	Snaplen  int           // most bytes of a packet in the file; 0: all
+	Headers  bool          // leave out data
+	LUN      *uint16       // only its commands, and what belongs to no LUN; nil: all LUNs
+}
+
 // SummaryTrailer is the HTTP trailer that follows the file of a capture. It has a Summary as JSON.
 const SummaryTrailer = "Capture-Summary"
 
@@ -172,4 +196,5 @@ type Summary struct {
 	Lost    uint64 `json:"lost"`    // bytes that are missing because the reader was too slow
 	Size    int64  `json:"size"`    // of the file, in bytes
 	Reason  string `json:"reason"`  // why the capture ended
+	Full    bool   `json:"full"`    // it ended because the file has reached its limit
 }

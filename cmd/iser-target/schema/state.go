@@ -124,6 +124,7 @@ type LUNState struct {
 	Removable    bool              `json:"removable"`
 	Identity     string            `json:"identity,omitempty"` // the key of the configuration
 	Sanitize     bool              `json:"sanitize"`
+	Protection   int               `json:"protection,omitempty"`    // type of T10 protection information: 1 or 3; 0: none
 	Checksums    *ChecksumState    `json:"checksums,omitempty"`     // nil: the LUN has none
 	Space        *SpaceState       `json:"space,omitempty"`         // nil: not known
 	Initiators   []string          `json:"initiators,omitempty"`    // that see the LUN; empty: all
@@ -137,7 +138,7 @@ type LUNState struct {
 	Settings     []SettingState    `json:"settings,omitempty"`    // that initiators change; empty: the LUN has no store
 }
 
-// A SpaceState is what a thin LUN takes of its medium, as of the last look.
+// A SpaceState is what a LUN takes of its medium, as of the last look.
 type SpaceState struct {
 	Used       int64            `json:"used"`      // bytes
 	Available  int64            `json:"available"` // bytes, which others may share
@@ -152,7 +153,7 @@ type ThresholdState struct {
 }
 
 // A SettingState describes a setting of a LUN that an initiator changes for all: write_protect (SWP),
-// write_cache (WCE), descriptor_sense (D_SENSE), separate_task_sets (TST), thresholds of initiators, medium, and
+// write_cache (WCE), descriptor_sense (D_SENSE), separate_task_sets (TST), thresholds of initiators, application_tags (ATMPE), application_tag_ranges, medium, and
 // access_state_N of portal group N.
 type SettingState struct {
 	Setting string `json:"setting"`
@@ -239,22 +240,21 @@ type FramingState struct {
 // A CounterState counts the SCSI commands of a session, or of a LUN since it was
 // opened. The difference of two CounterStates describes the time between them.
 type CounterState struct {
-	Reads      uint64       `json:"reads"` // commands that ended with a status
-	Writes     uint64       `json:"writes"`
-	Others     uint64       `json:"others"`
-	ReadBytes  uint64       `json:"read_bytes"` // data that was moved
-	WriteBytes uint64       `json:"write_bytes"`
-	Errors     uint64       `json:"errors"`    // commands that ended with CHECK CONDITION
-	Aborted    uint64       `json:"aborted"`   // commands that were aborted: without a status, or with TASK ABORTED
-	Residuals  uint64       `json:"residuals"` // commands that ended with a residual count
-	InFlight   int          `json:"in_flight"`
-	Latency    []PhaseState `json:"latency,omitempty"`
+	Reads      uint64           `json:"reads"` // commands that ended with a status
+	Writes     uint64           `json:"writes"`
+	Others     uint64           `json:"others"`
+	ReadBytes  uint64           `json:"read_bytes"` // data that was moved
+	WriteBytes uint64           `json:"write_bytes"`
+	Errors     uint64           `json:"errors"`    // commands that ended with CHECK CONDITION, except unit attentions
+	Aborted    uint64           `json:"aborted"`   // commands that were aborted: without a status, or with TASK ABORTED
+	Residuals  uint64           `json:"residuals"` // commands that ended with a residual count
+	InFlight   int              `json:"in_flight"`
+	Latency    []PhaseState     `json:"latency,omitempty"`
+	Operations []OperationState `json:"operations,omitempty"`
 }
 
-// A PhaseState describes how long commands whose response was sent spent in one
-// phase. Phase read_wait counts only commands that waited for data.
-type PhaseState struct {
-	Phase   string  `json:"phase"` // receive, backend, read_wait, send or total
+// A Timing describes how long commands took whose responses were sent.
+type Timing struct {
 	Count   uint64  `json:"count"`
 	Seconds float64 `json:"seconds"` // sum over all commands
 	P50     float64 `json:"p50"`     // seconds, over all commands so far; estimated from Buckets
@@ -262,6 +262,23 @@ type PhaseState struct {
 	// Buckets[i] counts the commands that took at most State.LatencyBounds[i], and longer than the
 	// bound before. One more bucket counts those above all bounds. Zeros at the end are left out.
 	Buckets []uint64 `json:"buckets,omitempty"`
+}
+
+// An OperationState describes the commands of a kind: the time from their arrival to their response, sizes and errors.
+type OperationState struct {
+	Op     string `json:"op"`     // read, write or other
+	Errors uint64 `json:"errors"` // as in CounterState
+	Timing
+	// Sizes[i] counts the commands that moved at most SizeBound(i) bytes, and more than the bound before. One more
+	// counts those above all bounds. Zeros at the end are left out.
+	Sizes []uint64 `json:"sizes,omitempty"`
+}
+
+// A PhaseState describes how long commands whose response was sent spent in one
+// phase. Phase read_wait counts only commands that waited for data.
+type PhaseState struct {
+	Phase string `json:"phase"` // receive, backend, read_wait, send or total
+	Timing
 }
 
 // An Explanation says whether a target would admit an initiator, and why.

@@ -6,6 +6,7 @@ import (
 	"github.com/iser-target/iser-target/iscsi/initiator"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/iscsi/vectors"
+	"github.com/iser-target/iser-target/rdma/wire"
 )
 
 // loginCases returns the cases about login and keys (RFC 7143, sections 6 and 13).
@@ -78,6 +79,11 @@ func loginCases() (list []testCase) {
 		p := t.stream()
 		p.send(p.command(0, 0, [16]byte{}), nil)
 		p.wantEnd()
+	})
+	add("iser", "ISCSI-4.2.4-1 ISER-10.1.3.3-2 a command before the login", func(t *T) {
+		p := t.stream()
+		p.send(p.command(0, 0, [16]byte{}), nil)
+		p.wantTerminate(wire.ReasonOperation, "")
 	})
 	add("tcp", "ISCSI-6.3-2 a Login Request of 8193 bytes", func(t *T) {
 		p := t.stream()

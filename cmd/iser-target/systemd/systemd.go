@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/coreos/go-systemd/v22/activation"
@@ -33,6 +34,9 @@ type Manager struct {
 	Room int
 	// Kept are the files that the process before stored, by name. They belong to the caller.
 	Kept map[string]*os.File
+	// turn is closed when this process has become the main process. nil: it is.
+	turn <-chan struct{}
+	left atomic.Bool // another process is the main process, or becomes it
 }
 
 // kept is how the names of stored files begin.
@@ -93,13 +97,15 @@ func (m *Manager) Store(name string, fd int) error {
 }
 
 // Stored waits until the manager has handled all notifications (sd_notify_barrier(3)).
-func (m *Manager) Stored() error {
+func (m *Manager) Stored() error { return m.barrier(m.send) }
+
+func (m *Manager) barrier(send func(rights []byte, assignments ...string) error) error {
 	r, w, err := os.Pipe()
 	if err != nil {
 		return err
 	}
 	defer r.Close()
-	err = m.send(unix.UnixRights(int(w.Fd())), "BARRIER=1")
+	err = send(unix.UnixRights(int(w.Fd())), "BARRIER=1")
 	if err = errors.Join(err, w.Close()); err != nil {
 		return err
 	}
@@ -165,8 +171,20 @@ func listener(f *os.File) (net.Listener, error) {
 	return net.FileListener(f)
 }
 
+// After delays notifications until turn is closed, each for at most notifyTime: with NotifyAccess=main the manager refuses those of
+// a process that is not the main process yet. The caller sends none meanwhile.
+func (m *Manager) After(turn <-chan struct{}) { m.turn = turn }
+
+// Leave makes another process the main process of the service, and returns when the manager knows it. All later notifications of
+// this process are dropped.
+func (m *Manager) Leave(pid int) error {
+	m.left.Store(true)
+	err := m.write(nil, "MAINPID="+strconv.Itoa(pid), "STATUS=upgrading")
+	return errors.Join(err, m.barrier(m.write))
+}
+
 // Environment returns the assignments by which another process finds the manager. It becomes the main process
-// of the service when this one sends MAINPID=.
+// of the service by Leave.
 func (m *Manager) Environment() (list []string) {
 	if m.conn != nil {
 		list = append(list, "NOTIFY_SOCKET="+m.conn.RemoteAddr().String())
@@ -191,8 +209,22 @@ func (m *Manager) Notify(assignments ...string) error {
 	return m.send(nil, assignments...)
 }
 
-// send sends assignments with files, in the form of unix.UnixRights.
+// send sends assignments with files, in the form of unix.UnixRights, if and when it is the turn of this process.
 func (m *Manager) send(rights []byte, assignments ...string) error {
+	if m.turn != nil {
+		select {
+		case <-m.turn:
+		case <-time.After(notifyTime):
+		}
+	}
+	if m.left.Load() {
+		return nil
+	}
+	return m.write(rights, assignments...)
+}
+
+// write sends assignments with files at once.
+func (m *Manager) write(rights []byte, assignments ...string) error {
 	raw, err := m.conn.SyscallConn()
 	if err == nil {
 		err = m.conn.SetWriteDeadline(time.Now().Add(notifyTime))

@@ -180,9 +180,15 @@ func (c *Conn) opened(_ context.Context, r *rpcrdma.Request) error {
 }
 
 // isOpen reports whether the client has opened the stream.
-func (c *Conn) isOpen() bool {
+func (c *Conn) isOpen() bool { return over(c.open) }
+
+// isClosed reports whether Close was called.
+func (c *Conn) isClosed() bool { return over(c.closed) }
+
+// over reports whether c is closed.
+func over(c <-chan struct{}) bool {
 	select {
-	case <-c.open:
+	case <-c:
 		return true
 	default:
 		return false
@@ -236,6 +242,9 @@ func signal(c chan struct{}) {
 // Read implements net.Conn. At the end of the connection it returns what has come before, and then io.EOF or the reason.
 func (c *Conn) Read(p []byte) (int, error) {
 	for {
+		if c.isClosed() {
+			return 0, net.ErrClosed
+		}
 		if c.reading.over() {
 			return 0, os.ErrDeadlineExceeded
 		}
@@ -246,8 +255,10 @@ func (c *Conn) Read(p []byte) (int, error) {
 		case <-c.arrived:
 		case <-c.reading.wait():
 		case <-c.closed:
-			return 0, net.ErrClosed
 		case <-c.rpc.Done():
+			if c.isClosed() {
+				continue // Close is the reason
+			}
 			if n := c.take(p); n > 0 {
 				return n, nil
 			}
@@ -331,6 +342,9 @@ func (c *Conn) Write(p []byte) (n int, err error) {
 
 // lost returns why a write fails after the end of the connection.
 func (c *Conn) lost() error {
+	if c.isClosed() {
+		return net.ErrClosed
+	}
 	if err := c.rpc.Err(); err != nil && err != io.EOF {
 		return err
 	}

@@ -150,6 +150,9 @@ func TestCloseAfterWrite(t *testing.T) {
 		if _, err := from.Read(make([]byte, 1)); !errors.Is(err, net.ErrClosed) {
 			t.Errorf("a read after Close: %v", err)
 		}
+		if _, err := from.Write([]byte("x")); !errors.Is(err, net.ErrClosed) {
+			t.Errorf("a write after Close: %v", err)
+		}
 	}
 }
 

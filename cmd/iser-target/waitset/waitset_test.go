@@ -34,26 +34,6 @@ func newSet(t *testing.T) *Set {
 	return s
 }
 
-// pair returns both ends of a connection.
-func pair(t *testing.T) (ours *net.TCPConn, peer net.Conn) {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	if peer, err = net.Dial("tcp", l.Addr().String()); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { peer.Close() })
-	nc, err := l.Accept()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { nc.Close() })
-	return nc.(*net.TCPConn), peer
-}
-
 func write(t *testing.T, nc net.Conn, text string) {
 	t.Helper()
 	if _, err := nc.Write([]byte(text)); err != nil {
@@ -122,7 +102,7 @@ func TestWaitEnds(t *testing.T) {
 		}, nil},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			ours, peer := pair(t)
+			ours, peer := testkit.Pair(t)
 			w := s.Add(ours, late, tt.enough, end)
 			if s.Len() != 1 {
 				t.Fatalf("%d connections wait", s.Len())
@@ -140,7 +120,7 @@ func TestWaitEnds(t *testing.T) {
 func TestWaitAgain(t *testing.T) {
 	s := newSet(t)
 	ended := make(chan error, 1)
-	ours, peer := pair(t)
+	ours, peer := testkit.Pair(t)
 	for range 20 {
 		write(t, peer, "x")
 		testkit.Eventually(t, "the byte has come", func() (is bool) {
@@ -169,7 +149,7 @@ func TestDeadlines(t *testing.T) {
 	ended := make(chan error, 3)
 	begin := time.Now()
 	for _, i := range []int{2, 0, 1} {
-		ours, _ := pair(t)
+		ours, _ := testkit.Pair(t)
 		s.Add(ours, begin.Add(time.Duration(1+i)*300*time.Millisecond), nil, func(err error) {
 			order <- i
 			ended <- err
@@ -184,7 +164,7 @@ func TestDeadlines(t *testing.T) {
 			t.Errorf("%v too early", early)
 		}
 	}
-	ours, _ := pair(t)
+	ours, _ := testkit.Pair(t)
 	s.Add(ours, begin, nil, func(err error) { ended <- err }) // it has passed
 	want(t, ended, os.ErrDeadlineExceeded)
 }
@@ -194,10 +174,10 @@ func TestDescriptorsAreUsedAgain(t *testing.T) {
 	s := newSet(t)
 	late := time.Now().Add(time.Hour)
 	first, second := make(chan error, 1), make(chan error, 1)
-	ours, _ := pair(t)
+	ours, _ := testkit.Pair(t)
 	w := s.Add(ours, late, nil, func(err error) { first <- err })
 	ours.Close()
-	again, peer := pair(t)
+	again, peer := testkit.Pair(t)
 	s.Add(again, late, nil, func(err error) { second <- err })
 	w.Wake(net.ErrClosed)
 	want(t, first, net.ErrClosed)
@@ -210,12 +190,12 @@ func TestClose(t *testing.T) {
 	s := newSet(t)
 	ended := make(chan error, 2)
 	for range 2 {
-		ours, _ := pair(t)
+		ours, _ := testkit.Pair(t)
 		s.Add(ours, time.Now().Add(time.Hour), nil, func(err error) { ended <- err })
 		s.Close()
 		want(t, ended, ErrClosed)
 	}
-	ours, _ := pair(t)
+	ours, _ := testkit.Pair(t)
 	ours.Close()
 	s.Add(ours, time.Now().Add(time.Hour), nil, func(err error) { ended <- err })
 	select {
@@ -233,7 +213,7 @@ func TestNoGoroutines(t *testing.T) {
 	s := newSet(t)
 	before := runtime.NumGoroutine()
 	for range 100 {
-		ours, _ := pair(t)
+		ours, _ := testkit.Pair(t)
 		s.Add(ours, time.Now().Add(time.Hour), nil, func(error) {})
 	}
 	if n := runtime.NumGoroutine(); n > before+2 || s.Len() != 100 {

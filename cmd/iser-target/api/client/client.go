@@ -1,5 +1,3 @@
-// Package client manages a running target through its control API: JSON over HTTP, as
-// openapi.yaml of package api describes it.
 package client
 
 import (
@@ -34,19 +32,28 @@ const (
 )
 
 // A Client sends requests to one target. Its errors are *schema.Error, except those of
-// callbacks and Writers of the caller.
+// callbacks and Writers of the caller. Goroutines can use it at the same time, but call Limit before.
 type Client struct {
 	where string     // path of the socket, host:port, or rdma://host:port
 	tls   *clientTLS // nil: where is a socket
 	http  http.Client
 
 	silence time.Duration // the longest time between two heartbeats of a stream
-	limit   time.Duration // the longest time without progress of long work; 0: none
+	limit   time.Duration // the longest time without an answer or a sign of life; 0: none
+	work    time.Duration // the longest time without progress of work that reports it; 0: none
+	waiting func(time.Duration)
 }
 
-// Limit bounds what has no end that the caller knows: long work makes progress within d, and a target answers
-// within d while a capture has nothing to record. Streams with heartbeats may be silent for d, but not for less than a minute.
-func (c *Client) Limit(d time.Duration) { c.limit, c.silence = d, max(d, leastSilence) }
+// Limit bounds the time of a target. Within answer, it answers a request, or shows that it works on it; also while a
+// capture has nothing to record. Within work, long work makes progress. Streams with heartbeats may be silent for
+// answer, but not for less than a minute.
+func (c *Client) Limit(answer, work time.Duration) {
+	c.limit, c.work, c.silence = answer, work, max(answer, leastSilence)
+}
+
+// WhileWaiting makes the client call notice once for each request that the target still works on after the time of Limit
+// for an answer, with the time since the request. notice runs in a goroutine of the client.
+func (c *Client) WhileWaiting(notice func(time.Duration)) { c.waiting = notice }
 
 // New returns a client of the target that serves on the Unix socket. It does not connect
 // before the first request.
@@ -63,6 +70,9 @@ func newClient(where string, t *http.Transport) *Client {
 	t.IdleConnTimeout = idleTime
 	return &Client{where: where, http: http.Client{Transport: t}, silence: leastSilence}
 }
+
+// Close ends connections that wait for the next request. Requests in progress continue, and c can be used afterwards.
+func (c *Client) Close() { c.http.CloseIdleConnections() }
 
 // Remote reports whether the target may run on another machine, where paths mean other files.
 func (c *Client) Remote() bool { return c.tls != nil }
@@ -107,8 +117,9 @@ func encode(body any) (b []byte, content string, err error) {
 	return b, "application/json", err
 }
 
-// roundTrip sends a request and returns its answer, or the error that the target answers.
-func (c *Client) roundTrip(ctx context.Context, method, path string, q url.Values, body any) (*http.Response, error) {
+// roundTrip sends the request of w and returns its answer, or the error that the target answers.
+func (w *wait) roundTrip(path string, q url.Values, body any) (*http.Response, error) {
+	c := w.c
 	u := "http://iser-target" + path
 	if c.tls != nil {
 		u = "https://" + c.tls.tcp + path
@@ -120,17 +131,22 @@ func (c *Client) roundTrip(ctx context.Context, method, path string, q url.Value
 	if err != nil {
 		return nil, &schema.Error{Code: schema.Invalid, Message: err.Error()}
 	}
-	req, err := http.NewRequestWithContext(ctx, method, u, bytes.NewReader(b))
+	req, err := http.NewRequestWithContext(w.ctx, w.method, u, bytes.NewReader(b))
 	if err != nil {
 		return nil, &schema.Error{Code: schema.Invalid, Message: err.Error()}
 	}
 	if content != "" {
 		req.Header.Set("Content-Type", content)
 	}
+	if w.method != http.MethodGet {
+		req.Header.Set(schema.PreferHeader, schema.PreferProcessing)
+	}
 	resp, err := c.http.Do(req)
 	if err != nil {
-		return nil, c.unreached(method, err)
+		return nil, w.fail(err)
 	}
+	w.heard()
+	resp.Body = &heardBody{resp.Body, w.heard}
 	if resp.StatusCode == http.StatusOK {
 		return resp, nil
 	}
@@ -145,6 +161,13 @@ func (c *Client) roundTrip(ctx context.Context, method, path string, q url.Value
 
 // unreached returns the error of a request of that method that got no answer because of err.
 func (c *Client) unreached(method string, err error) error {
+	e := c.unanswered(method, err)
+	e.Cause = err
+	return e
+}
+
+// unanswered returns that error without its Cause.
+func (c *Client) unanswered(method string, err error) *schema.Error {
 	hint := "the change may have been made; check when the target is back"
 	if method == http.MethodGet {
 		hint = "check whether the target still runs"
@@ -181,39 +204,38 @@ func (c *Client) unreached(method string, err error) error {
 	if errors.As(err, &ue) {
 		err = ue.Err
 	}
-	if errors.Is(err, context.DeadlineExceeded) {
-		return &schema.Error{Code: schema.Unreached, Message: "the target at " + c.where + " did not answer in time", Hint: hint + ", or allow more time with --timeout"}
-	}
 	return &schema.Error{Code: schema.Unreached, Message: fmt.Sprintf("the connection to the target at %s ended before it answered: %v", c.where, err), Hint: hint}
 }
 
 // call sends a request and decodes the answer into to.
 func (c *Client) call(ctx context.Context, method, path string, q url.Values, body, to any) error {
-	resp, err := c.roundTrip(ctx, method, path, q, body)
+	w := c.watch(ctx, method)
+	defer w.stop()
+	resp, err := w.roundTrip(path, q, body)
 	if err != nil {
 		return err
 	}
 	defer resp.Body.Close()
-	return c.decode(method, resp.Body, to)
+	return w.decode(resp.Body, to)
 }
 
-// decode decodes the answer to a request of that method.
-func (c *Client) decode(method string, r io.Reader, to any) error {
-	b, err := c.read(method, r)
+// decode decodes the answer to the request of w.
+func (w *wait) decode(r io.Reader, to any) error {
+	b, err := w.read(r)
 	if err != nil {
 		return err
 	}
 	if err := json.Unmarshal(b, to); err != nil {
-		return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("answer of the target at %s: %v", c.where, err)}
+		return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("answer of the target at %s: %v", w.c.where, err), Cause: err}
 	}
 	return nil
 }
 
-// read returns the answer to a request of that method.
-func (c *Client) read(method string, r io.Reader) ([]byte, error) {
+// read returns the answer to the request of w.
+func (w *wait) read(r io.Reader) ([]byte, error) {
 	b, err := io.ReadAll(io.LimitReader(r, maxAnswer))
 	if err != nil {
-		return nil, c.unreached(method, err)
+		return nil, w.fail(err)
 	}
 	return b, nil
 }
@@ -327,19 +349,20 @@ func (c *Client) GrowLUN(ctx context.Context, target string, id int, v schema.Va
 // follow requests a change that may take long.
 func (c *Client) follow(ctx context.Context, method, path string, q url.Values, body any, each func(schema.Progress)) (*schema.Plan, error) {
 	q.Set("progress", "true")
-	ctx, heard, stop := c.watch(ctx)
-	defer stop()
-	resp, err := c.roundTrip(ctx, method, path, q, body)
+	w := c.watch(ctx, method)
+	defer w.stop()
+	resp, err := w.roundTrip(path, q, body)
 	if err != nil {
-		return nil, stalled(ctx, c, method, err)
+		return nil, err
 	}
 	defer resp.Body.Close()
 	if resp.Header.Get("Content-Type") != "application/jsonl" { // it took no time
 		p := &schema.Plan{}
-		return p, stalled(ctx, c, method, c.decode(method, resp.Body, p))
+		return p, w.decode(resp.Body, p)
 	}
+	w.expect(c.work, "reported no progress")
 	var plan *schema.Plan
-	if err := lines(ctx, c, method, &listener{resp.Body, heard}, "progress", func(m schema.ChangeUpdate) error {
+	if err := lines(w, resp.Body, "progress", func(m schema.ChangeUpdate) error {
 		switch {
 		case m.Error != nil:
 			return m.Error
@@ -350,39 +373,12 @@ func (c *Client) follow(ctx context.Context, method, path string, q url.Values, 
 		}
 		return nil
 	}); err != nil {
-		return nil, stalled(ctx, c, method, err)
+		return nil, err
 	}
 	if plan == nil {
-		return nil, stalled(ctx, c, method, c.unreached(method, cmp.Or(ctx.Err(), io.ErrUnexpectedEOF)))
+		return nil, w.fail(cmp.Or(w.ctx.Err(), io.ErrUnexpectedEOF))
 	}
 	return plan, nil
-}
-
-// watch returns a context that ends with errSilent if the limit passes without a call of heard. The caller
-// calls stop at the end.
-func (c *Client) watch(ctx context.Context) (watched context.Context, heard, stop func()) {
-	ctx, cancel := context.WithCancelCause(ctx)
-	if c.limit == 0 {
-		return ctx, func() {}, func() { cancel(nil) }
-	}
-	timer := time.AfterFunc(c.limit, func() { cancel(errSilent) })
-	return ctx, func() { timer.Reset(c.limit) }, func() {
-		timer.Stop()
-		cancel(nil)
-	}
-}
-
-// stalled returns err, or the error of a request of that method whose work made no progress.
-func stalled(ctx context.Context, c *Client, method string, err error) error {
-	if err == nil || context.Cause(ctx) != errSilent {
-		return err
-	}
-	late := c.unreached(method, context.DeadlineExceeded)
-	var e *schema.Error
-	if errors.As(late, &e) {
-		e.Message = fmt.Sprintf("the target at %s reported no progress for %v", c.where, c.limit)
-	}
-	return late
 }
 
 // SetTarget sets keys of a target.
@@ -413,6 +409,32 @@ func (c *Client) ClearReservation(ctx context.Context, target string, id int) er
 // ResetSettings restores the defaults of what initiators set of a LUN for all.
 func (c *Client) ResetSettings(ctx context.Context, target string, id int) error {
 	return c.call(ctx, http.MethodDelete, lunPath(target, id)+"/settings", nil, nil, &schema.Done{})
+}
+
+// Snapshots returns the snapshots of the LUNs of a target, or of all targets if its name is empty.
+func (c *Client) Snapshots(ctx context.Context, target string) ([]schema.Snapshot, error) {
+	return get[[]schema.Snapshot](ctx, c, "/v1/snapshots", query("target", target))
+}
+
+// Snapshot makes a snapshot of a LUN. With dryRun it only looks whether that is possible.
+func (c *Client) Snapshot(ctx context.Context, target string, id int, name string, dryRun bool) (schema.Snapshot, error) {
+	var s schema.Snapshot
+	err := c.call(ctx, http.MethodPost, lunPath(target, id)+"/snapshots", query("dry_run", dryText(dryRun)), schema.SnapshotRequest{Name: name}, &s)
+	return s, err
+}
+
+// DeleteSnapshot deletes a snapshot of a LUN. With dryRun it only looks whether that is possible.
+func (c *Client) DeleteSnapshot(ctx context.Context, target string, id int, name string, dryRun bool) (schema.Snapshot, error) {
+	var s schema.Snapshot
+	err := c.call(ctx, http.MethodDelete, lunPath(target, id)+"/snapshots/"+url.PathEscape(name), query("dry_run", dryText(dryRun)), nil, &s)
+	return s, err
+}
+
+func dryText(dry bool) string {
+	if dry {
+		return "true"
+	}
+	return ""
 }
 
 // RecoverLUN uses the file or device of a LUN again that is not healthy. Its sessions stay.
@@ -536,12 +558,14 @@ func (c *Client) ApplyOwn(ctx context.Context, source string, text []byte, o sch
 
 // Export returns the running configuration as YAML, secrets included.
 func (c *Client) Export(ctx context.Context) ([]byte, error) {
-	resp, err := c.roundTrip(ctx, http.MethodGet, "/v1/config", nil, nil)
+	w := c.watch(ctx, http.MethodGet)
+	defer w.stop()
+	resp, err := w.roundTrip("/v1/config", nil, nil)
 	if err != nil {
 		return nil, err
 	}
 	defer resp.Body.Close()
-	return c.read(http.MethodGet, resp.Body)
+	return w.read(resp.Body)
 }
 
 // Explain returns whether an initiator could log in to a target, and why. portal, and from, the address that the
@@ -550,59 +574,9 @@ func (c *Client) Explain(ctx context.Context, initiator, target, portal, from st
 	return get[schema.Explanation](ctx, c, "/v1/explain", query("initiator", initiator, "target", target, "portal", portal, "from", from))
 }
 
-// Events calls each with the events whose numbers are above since. With follow, it
-// continues with new events until each fails, ctx ends, or the target ends.
-func (c *Client) Events(ctx context.Context, since uint64, follow bool, each func(schema.Event) error) error {
-	q := url.Values{"since": {strconv.FormatUint(since, 10)}, "follow": {strconv.FormatBool(follow)}}
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	if !follow {
-		return c.events(ctx, q, nil, each)
-	}
-	timer := time.AfterFunc(c.silence, func() { cancel(errSilent) })
-	defer timer.Stop()
-	err := c.events(ctx, q, func() { timer.Reset(c.silence) }, each)
-	if context.Cause(ctx) == errSilent {
-		return c.unreached(http.MethodGet, context.DeadlineExceeded)
-	}
-	return err
-}
-
-// errSilent ends a stream without heartbeats.
-var errSilent = errors.New("the target is silent")
-
-// events requests events. It calls heard, unless that is nil, when something arrives.
-func (c *Client) events(ctx context.Context, q url.Values, heard func(), each func(schema.Event) error) error {
-	resp, err := c.roundTrip(ctx, http.MethodGet, "/v1/events", q, nil)
-	if err != nil {
-		return err
-	}
-	defer resp.Body.Close()
-	var r io.Reader = resp.Body
-	if heard != nil {
-		r = &listener{r, heard}
-	}
-	return lines(ctx, c, http.MethodGet, r, "event", each)
-}
-
-// A listener is a Reader that calls heard after each Read.
-type listener struct {
-	io.Reader
-	heard func()
-}
-
-// Read implements io.Reader.
-func (l *listener) Read(p []byte) (int, error) {
-	n, err := l.Reader.Read(p)
-	if n > 0 {
-		l.heard()
-	}
-	return n, err
-}
-
-// lines calls each with the lines of an answer to a request of that method, until ctx ends. what
-// names a line in errors. Empty lines only show that the target is alive.
-func lines[T any](ctx context.Context, c *Client, method string, r io.Reader, what string, each func(T) error) error {
+// lines calls each with the lines of the answer to w, until the context of the caller ends. what names a line in errors.
+// Empty lines only show that the target is alive.
+func lines[T any](w *wait, r io.Reader, what string, each func(T) error) error {
 	lines := bufio.NewScanner(r)
 	lines.Buffer(nil, maxLine)
 	for lines.Scan() {
@@ -611,14 +585,14 @@ func lines[T any](ctx context.Context, c *Client, method string, r io.Reader, wh
 		}
 		var v T
 		if err := json.Unmarshal(lines.Bytes(), &v); err != nil {
-			return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("%s: %v", what, err)}
+			return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("%s: %v", what, err), Cause: err}
 		}
 		if err := each(v); err != nil {
 			return err
 		}
 	}
-	if err := lines.Err(); err != nil && !errors.Is(ctx.Err(), context.Canceled) {
-		return c.unreached(method, err)
+	if err := lines.Err(); err != nil && (context.Cause(w.ctx) == errSilent || !errors.Is(w.ctx.Err(), context.Canceled)) {
+		return w.fail(err)
 	}
 	return nil
 }
@@ -630,45 +604,40 @@ type Capture struct {
 	c     *Client
 	tsih  uint16
 	resp  *http.Response
-	ctx   context.Context // of the request; ends with errSilent when the target answers no longer
-	end   context.CancelCauseFunc
+	w     *wait         // ends with errSilent when the target answers no longer
 	heard chan struct{} // has an element if bytes have come
 }
 
-// Capture begins to record a session. It ends when the file has max bytes, or after the
-// duration; 0 means the default of the target. The caller must call Close.
-func (c *Client) Capture(ctx context.Context, tsih uint16, max int64, duration time.Duration) (*Capture, error) {
+// Capture begins to record a session. The caller must call Close.
+func (c *Client) Capture(ctx context.Context, tsih uint16, o schema.CaptureOptions) (*Capture, error) {
 	q := url.Values{}
-	if max != 0 {
-		q.Set("max", strconv.FormatInt(max, 10))
+	if o.Max != 0 {
+		q.Set("max", strconv.FormatInt(o.Max, 10))
 	}
-	if duration != 0 {
-		q.Set("duration", duration.String())
+	if o.Duration != 0 {
+		q.Set("duration", o.Duration.String())
 	}
-	ctx, end := context.WithCancelCause(ctx)
-	resp, err := c.begin(ctx, end, capturePath(tsih), q)
+	if o.Snaplen != 0 {
+		q.Set("snaplen", strconv.Itoa(o.Snaplen))
+	}
+	if o.Headers {
+		q.Set("headers_only", "true")
+	}
+	if o.LUN != nil {
+		q.Set("lun", strconv.Itoa(int(*o.LUN)))
+	}
+	w := c.watch(ctx, http.MethodGet)
+	resp, err := w.roundTrip(capturePath(tsih), q, nil)
 	if err != nil {
-		end(nil)
+		w.stop()
 		return nil, err
 	}
-	k := &Capture{c, tsih, resp, ctx, end, make(chan struct{}, 1)}
+	w.expect(0, "has not answered") // Capture.watch ends it
+	k := &Capture{c, tsih, resp, w, make(chan struct{}, 1)}
 	if c.limit > 0 {
 		go k.watch()
 	}
 	return k, nil
-}
-
-// begin requests a stream. Its header has to come within the limit.
-func (c *Client) begin(ctx context.Context, end context.CancelCauseFunc, path string, q url.Values) (*http.Response, error) {
-	if c.limit > 0 {
-		timer := time.AfterFunc(c.limit, func() { end(errSilent) })
-		defer timer.Stop()
-	}
-	resp, err := c.roundTrip(ctx, http.MethodGet, path, q, nil)
-	if context.Cause(ctx) == errSilent {
-		return nil, c.unreached(http.MethodGet, context.DeadlineExceeded)
-	}
-	return resp, err
 }
 
 // watch ends a capture whose target answers no longer. A session without traffic has nothing to record, so
@@ -676,21 +645,21 @@ func (c *Client) begin(ctx context.Context, end context.CancelCauseFunc, path st
 func (k *Capture) watch() {
 	for {
 		select {
-		case <-k.ctx.Done():
+		case <-k.w.ctx.Done():
 			return
 		case <-k.heard:
 			continue
 		case <-time.After(k.c.limit):
 		}
-		ctx, cancel := context.WithTimeout(k.ctx, k.c.limit)
-		_, err := k.c.Session(ctx, k.tsih)
-		late := errors.Is(ctx.Err(), context.DeadlineExceeded)
-		cancel()
+		begun := time.Now()
+		_, err := k.c.Session(k.w.ctx, k.tsih)
+		var e *schema.Error
+		late := errors.As(err, &e) && e.Code == schema.Unreached && time.Since(begun) >= k.c.limit
 		select {
 		case <-k.heard:
 		default:
-			if err != nil && late {
-				k.end(errSilent)
+			if late {
+				k.w.silent(k.c.limit)
 			}
 		}
 	}
@@ -703,14 +672,14 @@ func (c *Client) StopCapture(ctx context.Context, tsih uint16) error {
 
 // Close ends the capture and discards what Copy has not written.
 func (k *Capture) Close() error {
-	k.end(nil)
+	k.w.stop()
 	return k.resp.Body.Close()
 }
 
 // Copy writes the file to w until the capture ends, and returns its summary. If the target
 // ends before, or w fails, the first Size bytes of w are a valid file.
 func (k *Capture) Copy(w io.Writer) (sum schema.Summary, err error) {
-	sum.Size, err = copyBlocks(w, &listener{k.resp.Body, func() {
+	sum.Size, err = copyBlocks(w, &heardBody{k.resp.Body, func() {
 		select {
 		case k.heard <- struct{}{}:
 		default:
@@ -720,13 +689,11 @@ func (k *Capture) Copy(w io.Writer) (sum schema.Summary, err error) {
 	switch {
 	case errors.As(err, &write):
 		return sum, write.error
-	case err != nil && context.Cause(k.ctx) == errSilent:
-		return sum, k.c.unreached(http.MethodGet, context.DeadlineExceeded)
 	case err != nil:
-		return sum, k.c.unreached(http.MethodGet, err)
+		return sum, k.w.fail(err)
 	}
 	if err := json.Unmarshal([]byte(k.resp.Trailer.Get(schema.SummaryTrailer)), &sum); err != nil {
-		return sum, &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("the target at %s did not report how the capture ended: %v", k.c.where, err)}
+		return sum, &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("the target at %s did not report how the capture ended: %v", k.c.where, err), Cause: err}
 	}
 	return sum, nil
 }

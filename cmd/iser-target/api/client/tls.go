@@ -48,10 +48,10 @@ func NewTLS(address string, files TLSFiles) (*Client, error) {
 		err = errors.New("not host:port")
 	}
 	if err != nil {
-		return nil, &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("address %q: %v", address, err), Hint: "give --address as host:port, or as rdma://host:port"}
+		return nil, &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("address %q: %v", address, err), Cause: err, Hint: "give --address as host:port, or as rdma://host:port"}
 	}
 	unusable := func(file string, err error) error {
-		return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("%s: %v", file, err), Hint: "nothing was sent to the target"}
+		return &schema.Error{Code: schema.Failed, Message: fmt.Sprintf("%s: %v", file, err), Cause: err, Hint: "nothing was sent to the target"}
 	}
 	for _, file := range []string{files.Cert, files.Key} { // LoadX509KeyPair does not name the file in its error
 		if _, err := os.ReadFile(file); err != nil {

@@ -1,0 +1,130 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/iser-target/iser-target/cmd/iser-target/cli"
+	"github.com/iser-target/iser-target/cmd/iser-target/schema"
+	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/cdb"
+	"github.com/iser-target/iser-target/tests/testkit/rbdfake"
+)
+
+// rbdDaemons returns the processes that have an image of rbdfake open.
+func rbdDaemons(t *testing.T, images, image string) (pids []int) {
+	t.Helper()
+	list, err := filepath.Glob(filepath.Join(images, ".watchers", image+",*"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, w := range list {
+		pid, err := strconv.Atoi(w[strings.LastIndexByte(w, ',')+1:])
+		if err != nil {
+			t.Fatal(err)
+		}
+		if syscall.Kill(pid, 0) == nil {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+// A LUN on an RBD image: the image is created with the LUN, the daemon is killed under load, the image grows, the target is upgraded. No command
+// fails, and a neighbor on another LUN does not wait. No daemon outlives the target, even if that is killed, and the next one has all data.
+func TestRBD(t *testing.T) {
+	images := rbdfake.Install(t, "p")
+	dir := t.TempDir()
+	s := &station{dir: dir}
+	s.configure(t, func(text string) string {
+		return strings.Replace(text, "{id: 0, backend: memory", fmt.Sprintf(
+			"{id: 0, backend: file, path: %s/d.img, size: 4MiB}, {id: 2, backend: rbd, path: 'rbd:p/disk?id=x', size: 4MiB}, {id: 1, backend: memory", dir), 1)
+	})
+	s.startProgram(t, executable(t))
+	image := filepath.Join(images, "p", "disk")
+	if fi, err := os.Stat(image); err != nil || fi.Size() != 4<<20 {
+		t.Fatalf("the image: %v, %v", fi, err)
+	}
+	lun := func() schema.LUNState { return read[schema.LUNState](t, s, "lun", "show", storeName, "2") }
+	load := newTraffic(t, s.addr)
+	neighbor := login(t, s.addr, initiator.Options{Name: hostName + "-neighbor"})
+	if err := neighbor.Do(&initiator.Command{CDB: cdb.TestUnitReady}); err != nil {
+		t.Fatal(err)
+	}
+	kill := func() {
+		t.Helper()
+		load.flows(t)
+		for _, pid := range rbdDaemons(t, images, "p+disk") {
+			syscall.Kill(pid, syscall.SIGKILL)
+		}
+		for until := time.Now().Add(500 * time.Millisecond); time.Now().Before(until); {
+			begun, c := time.Now(), &initiator.Command{CDB: cdb.Read16(0, 8), In: make([]byte, 4096)}
+			if err := neighbor.Do(c); err != nil || c.Status != 0 || time.Since(begun) > time.Second {
+				t.Errorf("the neighbor: %v, status %#x after %v", err, c.Status, time.Since(begun))
+			}
+		}
+		load.flows(t)
+	}
+	kill()
+	testkit.Eventually(t, "the LUN is healthy", func() bool { return lun().Health == schema.Healthy })
+	s.ok(t, "upgrade")
+	kill()
+	load.end(t)
+	s.ok(t, "lun", "resize", storeName, "2", "8MiB")
+	if l := lun(); l.Size != 8<<20 {
+		t.Errorf("the LUN has %d bytes", l.Size)
+	}
+	s.says(t, cli.ExitUsage, "not a URI like rbd:POOL/IMAGE", "lun", "create", storeName, "--id", "3", "--backend", "rbd", "--path", "p/other")
+	s.says(t, cli.ExitError, "the pool has no image other", "lun", "create", storeName, "--id", "3", "--backend", "rbd", "--path", "rbd:p/other")
+	s.ok(t, "lun", "create", storeName, "--id", "3", "--backend", "rbd", "--path", "rbd:p/other", "--size", "1MiB", "--dry-run")
+	if _, err := os.Stat(filepath.Join(images, "p", "other")); err == nil {
+		t.Error("a dry run has created an image")
+	}
+
+	daemons := rbdDaemons(t, images, "p+disk")
+	if len(daemons) != 1 {
+		t.Errorf("daemons of the image: %v", daemons)
+	}
+	content, err := os.ReadFile(image)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.killAll(t)
+	testkit.Eventually(t, "no daemon runs", func() bool { return len(rbdDaemons(t, images, "p+disk")) == 0 })
+	s.startProgram(t, executable(t))
+	if l := lun(); l.State != schema.Ready || l.Size != 8<<20 {
+		t.Errorf("after a kill of the target: %v, %d bytes, %s", l.State, l.Size, l.Reason)
+	}
+	session := login(t, s.addr, initiator.Options{Name: hostName})
+	if err := session.Do(&initiator.Command{LUN: 2, CDB: cdb.TestUnitReady}); err != nil {
+		t.Fatal(err)
+	}
+	const first, blocks = 1000, 64
+	c := &initiator.Command{LUN: 2, CDB: cdb.Read16(first, blocks), In: make([]byte, blocks*512)}
+	if err := session.Do(c); err != nil || c.Status != 0 || string(c.In) != string(content[first*512:(first+blocks)*512]) {
+		t.Errorf("READ: %v, status %#x, or other data", err, c.Status)
+	}
+	s.cmd.Process.Signal(syscall.SIGTERM)
+	if err := s.cmd.Wait(); err != nil {
+		t.Errorf("the end: %v", err)
+	}
+	if left := rbdDaemons(t, images, "p+disk"); len(left) > 0 {
+		t.Errorf("daemons after the end: %v", left)
+	}
+
+	// An image that is gone is not replaced by an empty one.
+	if err := os.Rename(image, image+"-gone"); err != nil {
+		t.Fatal(err)
+	}
+	s.startProgram(t, executable(t))
+	if l := lun(); l.State != schema.NotReady || !strings.Contains(l.Reason, "the pool has no image disk") {
+		t.Errorf("without its image: %v, %q", l.State, l.Reason)
+	}
+}
