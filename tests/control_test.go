@@ -435,6 +435,16 @@ func TestTerminateFromPeer(t *testing.T) {
 	}
 }
 
+// ISCSI-4.2.4-1, ISER-10.1.3.3-2: a connection that begins with another request than a login ends with a Terminate.
+func TestRequestBeforeLogin(t *testing.T) {
+	tg := startTarget(t, targetOptions{})
+	p := tg.dial(t, initiator.Options{Target: targetName})
+	p.send(iser.Header{}, p.Request(pdu.NOPOut, pdu.FlagF, true), nil)
+	p.write(make([]byte, 4096)) // which the target has to read, or else a reset overtakes the Terminate
+	p.wantTerminate(wire.ReasonOperation)
+	tg.log.wantLine("login", `stage="before login"`, "outcome=refused", "NOP-Out before the end of login")
+}
+
 // A message that is no iSER message, or no PDU, ends its connection with a
 // Terminate, and no other one.
 func TestFormatErrors(t *testing.T) {

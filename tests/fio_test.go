@@ -1,24 +1,30 @@
 package tests
 
 import (
-	"encoding/json"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
 
+	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/fio"
+	"github.com/iser-target/iser-target/tests/testkit/loopback"
 )
 
-// fio reads the jobs of examples/fio, each says whether it overwrites the disk, and each does its I/O in a short run.
+// fio reads the jobs of examples/fio, each says whether it overwrites the disk, and each does its I/O on a LUN in a short run. QEMU is the initiator,
+// by libiscsi, so that the test needs no kernel initiator.
 func TestFioExamples(t *testing.T) {
 	files, err := filepath.Glob("../examples/fio/*.fio")
 	if err != nil || len(files) < 6 {
 		t.Fatalf("%v, %v", files, err)
 	}
-	fio, noFio := exec.LookPath("fio")
+	program, noFio := exec.LookPath("fio")
 	for _, path := range files {
 		t.Run(filepath.Base(path), func(t *testing.T) {
 			b, err := os.ReadFile(path)
@@ -39,7 +45,7 @@ func TestFioExamples(t *testing.T) {
 			dir := t.TempDir()
 			disk := filepath.Join(dir, "disk")
 			run := func(args ...string) []byte {
-				cmd := exec.Command(fio, args...)
+				cmd := exec.Command(program, args...)
 				cmd.Env = append(os.Environ(), "DISK="+disk)
 				out, err := cmd.Output()
 				if err != nil {
@@ -48,32 +54,61 @@ func TestFioExamples(t *testing.T) {
 				return out
 			}
 			run("--parse-only", path)
-			// On a small file, in the page cache, for a second.
-			if err := os.WriteFile(disk, make([]byte, 32<<20), 0o600); err != nil {
+			export(t, disk)
+			jobs, err := fio.Parse(text)
+			if err != nil {
 				t.Fatal(err)
 			}
-			short := strings.NewReplacer("runtime=60", "runtime=1", "ramp_time=5\n", "", "direct=1", "direct=0").Replace(text)
 			job := filepath.Join(dir, "short.fio")
-			if err := os.WriteFile(job, []byte(short), 0o600); err != nil {
+			if err := os.WriteFile(job, []byte(jobs.Short(time.Second, 0).String()), 0o600); err != nil {
 				t.Fatal(err)
 			}
-			var result struct {
-				Jobs []struct {
-					Name        string `json:"jobname"`
-					Error       int
-					Read, Write struct {
-						IOs int `json:"total_ios"`
-					}
-				}
-			}
-			if err := json.Unmarshal(run("--output-format=json", job), &result); err != nil {
-				t.Fatal(err)
-			}
-			for _, j := range result.Jobs {
-				if j.Error != 0 || j.Read.IOs+j.Write.IOs == 0 {
-					t.Errorf("%+v", j)
-				}
+			results, failed, err := fio.Results(run("--output-format=json", job))
+			if err != nil || len(failed) > 0 || len(results) != len(jobs) {
+				t.Errorf("%d jobs, %d results, failed: %v, %v", len(jobs), len(results), failed, err)
 			}
 		})
 	}
+}
+
+// export serves a LUN in memory and makes file its disk, by FUSE, until the test ends.
+func export(t *testing.T, file string) {
+	t.Helper()
+	const program = "qemu-storage-daemon"
+	if _, err := exec.LookPath(program); err != nil {
+		backendtest.Unavailable(t, "%v (tests/interop/setup.sh installs it)", err)
+	}
+	if _, err := os.Stat("/dev/fuse"); err != nil || os.Geteuid() != 0 {
+		backendtest.Unavailable(t, "a mount by FUSE requires root and /dev/fuse: %v", err)
+	}
+	const size = 32 << 20
+	target := loopback.Serve(t, loopback.Config{Transport: "tcp", LUNs: map[uint16]backend.Store{0: loopback.Memory(t, size)}})
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	var log testkit.Log
+	cmd := exec.Command(program, "--blockdev", "driver=iscsi,node-name=lun,transport=tcp,lun=0,portal="+target.Addr+",target="+loopback.Name,
+		"--export", "type=fuse,id=disk,node-name=lun,writable=on,mountpoint="+file)
+	cmd.Stdout, cmd.Stderr = &log, &log
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }()
+	t.Cleanup(func() {
+		cmd.Process.Signal(syscall.SIGTERM) // it unmounts the file
+		if err := <-ended; err != nil {
+			t.Errorf("%s: %v: %s", program, err, log.String())
+		}
+	})
+	testkit.Eventually(t, "the LUN is a file", func() bool {
+		select {
+		case err := <-ended:
+			ended <- err
+			t.Fatalf("%s: %v: %s", program, err, log.String())
+		default:
+		}
+		info, err := os.Stat(file)
+		return err == nil && info.Size() == size
+	})
 }

@@ -17,12 +17,14 @@ const module = "github.com/iser-target/iser-target"
 // one that lies deepest counts. Imports point one way, so nothing but cmd knows
 // all, and iscsi knows nothing of rdma.
 var mayImport = map[string][]string{
-	"cmd": {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "github.com/HdrHistogram/hdrhistogram-go", "github.com/spf13/cobra",
+	"cmd": {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "github.com/HdrHistogram/hdrhistogram-go", "github.com/spf13/cobra", "github.com/cpuguy83/go-md2man/v2", "github.com/ohler55/ojg", "github.com/aymanbagabas/go-udiff",
 		"go.yaml.in/yaml/v3", "golang.org/x/sys", "golang.org/x/term"},
 	// A client of the control API does not need the target.
 	"cmd/iser-target/api/client": {"cmd/iser-target/schema", "cmd/iser-target/tunnel"},
 	"cmd/iser-target/tunnel":     {"rdma"},
-	"cmd/iser-target/schema":     {"config"},
+	"cmd/iser-target/schema":     {"config/terms"},
+	"config/terms":               {},
+	"cmd/iser-target/httpd":      {"security/limits", "github.com/prometheus/exporter-toolkit", "go.yaml.in/yaml/v3", "golang.org/x/crypto"},
 	"cmd/iser-target/privilege":  {"golang.org/x/sys"},
 	"cmd/iser-target/probe":      {"backend", "config"},
 	"cmd/iser-target/systemd":    {"github.com/coreos/go-systemd/v22", "golang.org/x/sys"},
@@ -42,6 +44,7 @@ var mayImport = map[string][]string{
 	"lun/fair":                   {"lun/invariant", "security/limits"},
 	"lun/invariant":              {},
 	"lun/state":                  {"backend/handed", "lun/invariant"},
+	"lun/state/hometest":         {"lun/state"},
 	"rdma":                       {"rdma/llp", "rdma/wire", "golang.org/x/sys"},
 	"rdma/llp":                   {"golang.org/x/sys"},
 	"rdma/wire":                  {},
@@ -54,20 +57,26 @@ var mayImport = map[string][]string{
 	"backend/gotgt": {"backend", "github.com/gostor/gotgt", "github.com/sirupsen/logrus"},
 	// Go initializes it before gotgt, so it imports nothing that takes longer to be ready.
 	"backend/gotgt/gostorenv": {},
+	"backend/nbd/nbduri":      {},
+	"backend/rbd/rbduri":      {},
 	"security":                {},
 	"security/limits":         {},
 	"security/ipsec":          {"security", "security/ipsec", "golang.org/x/sys", "github.com/vishvananda/netlink"},
 	"security/ipsec/vici":     {"security/ipsec", "github.com/strongswan/govici"},
-	"config":                  {"security", "github.com/spf13/viper", "go.yaml.in/yaml/v3", "golang.org/x/sys"},
+	"config":                  {"backend/nbd/nbduri", "backend/rbd/rbduri", "config/terms", "security", "github.com/spf13/viper", "go.yaml.in/yaml/v3", "golang.org/x/sys"},
 	"tests": {"cmd", "config", "security", "iser", "iscsi", "lun", "backend", "rdma", "tests",
-		"golang.org/x/sys", "github.com/chromedp", "github.com/hanwen/go-fuse"},
+		"golang.org/x/crypto", "golang.org/x/sys", "github.com/chromedp", "github.com/hanwen/go-fuse"},
+	"tests/deploy": {"config", "github.com/compose-spec/compose-go", "go.yaml.in/yaml/v3", "k8s.io/api", "sigs.k8s.io/yaml"},
 }
 
 // Tests may also import what they have in common, the suite that every store
 // has to pass, what the packages below import (a unit needs a store), and those of the
-// program an initiator, and policies of the kernel. The example of iscsi needs a Datamover, and an initiator a target.
-var testsMayImport = map[string][]string{"": {"backend/backendtest", "tests/testkit"}, "cmd": {"tests/initiator", "github.com/vishvananda/netlink"}, "iscsi": {"iscsi/tcp", "iscsi/vectors"},
-	"iscsi/initiator": {"iscsi", "lun", "backend"}, "iser/initiator": {"iscsi", "lun", "backend"}}
+// program an initiator, and policies of the kernel. Those of config validate by its schema. Those of the client of the control API serve a target. The example of iscsi needs a Datamover, and an initiator a target.
+var testsMayImport = map[string][]string{"": {"backend/backendtest", "tests/testkit"}, "cmd": {"tests/initiator", "github.com/vishvananda/netlink", "golang.org/x/crypto"},
+	"cmd/iser-target/httpd":      {"cmd/iser-target/api/apitest"},
+	"cmd/iser-target/api/client": {"cmd/iser-target/api", "cmd/iser-target/daemon", "config"},
+	"config":                     {"github.com/santhosh-tekuri/jsonschema/v6"}, "iscsi": {"iscsi/tcp", "iscsi/vectors"},
+	"lun/state": {"lun/state/hometest"}, "iscsi/initiator": {"iscsi", "lun", "backend"}, "iser/initiator": {"iscsi", "lun", "backend"}}
 
 // TestImports reads the files itself, whatever their build tags: what another
 // process reads would be unknown to the cache of test results.

@@ -41,6 +41,7 @@ const (
 	diskSize        = 1 << 20 // of each LUN; small, so that blocks are written often
 	writeThroughLUN = 2
 	checkedLUN      = 4
+	copiedLUN       = 5
 	depth           = 10 // commands that each session has in flight
 )
 
@@ -88,9 +89,10 @@ func newWorldIn(t *testing.T, dir string) *world {
       - {id: 2, backend: file, path: %[3]s/2.img, size: %[4]d, write_through: true}
       - {id: 3, backend: file, path: %[3]s/3.img, size: %[4]d}
       - {id: 4, backend: file, path: %[3]s/4.img, size: %[4]d, checksums: true}
+      - {id: 5, backend: file, path: %[3]s/5.img, size: %[4]d}
   - name: %[2]s
     initiators: ["*"]`, store, changing, w.dir, diskSize)}.Start(t)
-	w.disks = []*disk{newDisk(0, 512, diskSize/512), newDisk(1, 4096, diskSize/4096), newDisk(2, 512, diskSize/512), newDisk(4, 512, diskSize/512)}
+	w.disks = []*disk{newDisk(0, 512, diskSize/512), newDisk(1, 4096, diskSize/4096), newDisk(2, 512, diskSize/512), newDisk(4, 512, diskSize/512), newDisk(5, 512, diskSize/512)}
 	w.res = reservations{lun: 3, names: [2]string{overISER, overTCP}, acked: registrations{keys: map[string]uint64{}}}
 	w.chg = changes{dir: filepath.Join(w.dir, "changing"), target: changing, extra: extra, acked: configured{luns: map[int]lunState{}}}
 	if err := os.Mkdir(w.chg.dir, 0o700); err != nil {

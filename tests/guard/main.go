@@ -1,6 +1,9 @@
 // Command guard compares the CPU time that the target takes per command with that of an earlier commit, for the fast paths.
 // It serves a memory LUN with the program of each commit, loads both in turn with iser-target bench, and compares the rounds.
 // It fails if a path takes more than the tolerance, beyond chance. A change that makes all users pay shows up the day it is made.
+//
+// With -profile it compares nothing, but loads one target with each path in turn and writes the CPU profile of that. The compiler uses
+// such a profile for the program (cmd/iser-target/default.pgo).
 package main
 
 import (
@@ -11,6 +14,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"net/http"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -32,29 +36,48 @@ const (
 	startTime  = 30 * time.Second
 	// ticks is USER_HZ, in which the kernel counts the times of /proc/PID/stat. It is 100 on all Linux architectures that Go supports.
 	ticks = 100
-	// chance is the p-value below which a difference counts.
+	// chance is how likely a run may call any path slower although none is.
 	chance = 0.01
+)
+
+// The LUNs of the targets.
+const (
+	memoryLUN = iota
+	fileLUN   // in the page cache
 )
 
 // A path is a kind of command.
 type path struct {
 	name, scheme string
+	lun          int
 	flags        []string
 }
 
 var paths = []path{
-	{"TCP, READ 4 KiB, depth 32", "iscsi", []string{"--rw", "randread", "--bs", "4k", "--iodepth", "32"}},
-	{"TCP, WRITE 4 KiB, depth 32", "iscsi", []string{"--rw", "randwrite", "--bs", "4k", "--iodepth", "32"}},
-	{"TCP, READ 256 KiB, depth 8", "iscsi", []string{"--rw", "randread", "--bs", "256k", "--iodepth", "8"}},
-	{"iSER, READ 4 KiB, depth 32", "iser", []string{"--rw", "randread", "--bs", "4k", "--iodepth", "32"}},
-	{"iSER, WRITE 64 KiB, depth 8", "iser", []string{"--rw", "randwrite", "--bs", "64k", "--iodepth", "8"}},
+	{"TCP, READ 4 KiB, depth 1", "iscsi", memoryLUN, []string{"--rw", "randread", "--bs", "4k", "--iodepth", "1"}},
+	{"TCP, READ 4 KiB, depth 32", "iscsi", memoryLUN, []string{"--rw", "randread", "--bs", "4k", "--iodepth", "32"}},
+	{"TCP, READ 64 KiB, depth 32", "iscsi", memoryLUN, []string{"--rw", "randread", "--bs", "64k", "--iodepth", "32"}},
+	{"TCP, READ 256 KiB, depth 8", "iscsi", memoryLUN, []string{"--rw", "randread", "--bs", "256k", "--iodepth", "8"}},
+	{"TCP, WRITE 4 KiB, depth 32", "iscsi", memoryLUN, []string{"--rw", "randwrite", "--bs", "4k", "--iodepth", "32"}},
+	{"TCP, WRITE 64 KiB, depth 16", "iscsi", memoryLUN, []string{"--rw", "randwrite", "--bs", "64k", "--iodepth", "16"}},
+	{"TCP, WRITE 1 MiB, depth 8", "iscsi", memoryLUN, []string{"--rw", "randwrite", "--bs", "1m", "--iodepth", "8"}},
+	{"TCP, file, READ 4 KiB, depth 32", "iscsi", fileLUN, []string{"--rw", "randread", "--bs", "4k", "--iodepth", "32"}},
+	{"TCP, file, READ 256 KiB, depth 8", "iscsi", fileLUN, []string{"--rw", "randread", "--bs", "256k", "--iodepth", "8"}},
+	{"iSER, READ 4 KiB, depth 32", "iser", memoryLUN, []string{"--rw", "randread", "--bs", "4k", "--iodepth", "32"}},
+	{"iSER, READ 64 KiB, depth 8", "iser", memoryLUN, []string{"--rw", "randread", "--bs", "64k", "--iodepth", "8"}},
+	{"iSER, WRITE 64 KiB, depth 8", "iser", memoryLUN, []string{"--rw", "randwrite", "--bs", "64k", "--iodepth", "8"}},
 }
 
 func main() {
+	var programs [2]string
 	base := flag.String("base", "HEAD~1", "commit to compare with")
 	rounds := flag.Int("rounds", 5, "measurements of each path and program")
 	seconds := flag.Int("seconds", 2, "time of each measurement")
 	tolerance := flag.Float64("tolerance", 5, "percent by which a path may become more expensive")
+	only := flag.String("only", "", "regular expression: the paths to measure, by name")
+	flag.StringVar(&programs[0], "old", "", "program to compare with, instead of that of -base")
+	flag.StringVar(&programs[1], "new", "", "program to measure, instead of that of this tree")
+	profile := flag.String("profile", "", "file for the CPU profile of this tree's program; nothing is compared")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM)
 	defer stop()
@@ -62,62 +85,123 @@ func main() {
 		fmt.Fprintln(os.Stderr, "guard: -rounds must be at least 3, -seconds at least 1 and -tolerance not negative")
 		os.Exit(2)
 	}
-	if err := run(ctx, os.Stdout, *base, *rounds, *seconds, *tolerance); err != nil {
+	chosen, err := choose(*only)
+	switch {
+	case err != nil:
+	case *profile != "":
+		err = record(ctx, *profile, chosen, *seconds)
+	default:
+		err = run(ctx, os.Stdout, *base, programs, chosen, *rounds, *seconds, *tolerance)
+	}
+	if err != nil {
 		fmt.Fprintln(os.Stderr, "guard:", err)
 		os.Exit(1)
 	}
 }
 
-func run(ctx context.Context, w io.Writer, base string, rounds, seconds int, tolerance float64) error {
+// choose returns the paths whose names match the regular expression.
+func choose(only string) (chosen []path, err error) {
+	re, err := regexp.Compile(only)
+	if err != nil {
+		return nil, fmt.Errorf("-only: %w", err)
+	}
+	for _, p := range paths {
+		if re.MatchString(p.name) {
+			chosen = append(chosen, p)
+		}
+	}
+	if chosen == nil {
+		return nil, fmt.Errorf("-only %q: no path has such a name", only)
+	}
+	return chosen, nil
+}
+
+func run(ctx context.Context, w io.Writer, base string, programs [2]string, paths []path, rounds, seconds int, tolerance float64) error {
 	dir, err := os.MkdirTemp("", "guard")
 	if err != nil {
 		return err
 	}
 	defer os.RemoveAll(dir)
-	old, present := filepath.Join(dir, "old"), filepath.Join(dir, "new")
-	if err := build(ctx, base, filepath.Join(dir, "tree"), old); err != nil {
-		return err
+	if programs[0] == "" {
+		programs[0] = filepath.Join(dir, "old")
+		if err := build(ctx, base, filepath.Join(dir, "tree"), programs[0]); err != nil {
+			return err
+		}
+	} else {
+		base = filepath.Base(programs[0])
 	}
-	if err := command(ctx, ".", "go", "build", "-o", present, "./cmd/iser-target"); err != nil {
-		return err
+	if programs[1] == "" {
+		programs[1] = filepath.Join(dir, "new")
+		if err := command(ctx, ".", "go", "build", "-o", programs[1], "./cmd/iser-target"); err != nil {
+			return err
+		}
 	}
+	present := programs[1] // whose bench loads both
 	var servers [2]*server
-	for i, program := range []string{old, present} {
+	for i, program := range programs {
 		if servers[i], err = serve(ctx, program, filepath.Join(dir, strconv.Itoa(i))); err != nil {
 			return err
 		}
 		defer servers[i].stop()
-		// Blocks that were never written are cheaper to read.
-		if _, err := servers[i].load(ctx, present, "iscsi", 2, []string{"--rw", "write", "--bs", "1m", "--iodepth", "4"}); err != nil {
+		if err := servers[i].fill(ctx, present); err != nil {
 			return err
 		}
 	}
 	var slower []string
-	fmt.Fprintf(w, "%-28s %14s %14s %8s %8s\n", "CPU time per command", base, "now", "change", "p")
+	fmt.Fprintf(w, "%-34s %14s %14s %8s %8s\n", "CPU time per command", base, "now", "change", "p")
 	for _, p := range paths {
 		var costs [2][]float64
 		for round := range rounds {
 			for k := range servers {
 				i := (k + round) % 2 // neither is always the first
-				cost, err := servers[i].load(ctx, present, p.scheme, seconds, p.flags)
+				cost, err := servers[i].load(ctx, present, p, seconds)
 				if err != nil {
 					return fmt.Errorf("%s: %w", p.name, err)
 				}
 				costs[i] = append(costs[i], cost)
 			}
 		}
-		v := judge(costs[0], costs[1], tolerance)
+		v := judge(costs[0], costs[1], tolerance, chance/float64(len(paths)))
 		note := ""
 		if v.slower {
 			note = "  more expensive"
 			slower = append(slower, p.name)
 		}
-		fmt.Fprintf(w, "%-28s %11.2f µs %11.2f µs %+7.1f%% %8.4f%s\n", p.name, v.old, v.present, v.change, v.p, note)
+		fmt.Fprintf(w, "%-34s %11.2f µs %11.2f µs %+7.1f%% %8.4f%s\n", p.name, v.old, v.present, v.change, v.p, note)
 	}
 	if len(slower) > 0 {
 		return fmt.Errorf("more CPU time per command than %s, by more than %g %% and beyond chance: %s", base, tolerance, strings.Join(slower, "; "))
 	}
 	return nil
+}
+
+// record writes the CPU profile of a target that has all paths in turn.
+func record(ctx context.Context, file string, paths []path, seconds int) error {
+	dir, err := os.MkdirTemp("", "guard")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(dir)
+	program := filepath.Join(dir, "program")
+	if err := command(ctx, ".", "go", "build", "-o", program, "./cmd/iser-target"); err != nil {
+		return err
+	}
+	s, err := serve(ctx, program, filepath.Join(dir, "0"))
+	if err != nil {
+		return err
+	}
+	defer s.stop()
+	if err := s.fill(ctx, program); err != nil {
+		return err
+	}
+	profiled := make(chan error, 1)
+	go func() { profiled <- s.profile(ctx, file, seconds*len(paths)) }()
+	for _, p := range paths {
+		if _, err := s.load(ctx, program, p, seconds); err != nil {
+			return fmt.Errorf("%s: %w", p.name, err)
+		}
+	}
+	return <-profiled
 }
 
 // A verdict compares the rounds of a path. Costs are medians, in µs.
@@ -127,12 +211,12 @@ type verdict struct {
 }
 
 // judge compares costs in µs. A path is slower if the median has grown by more than tolerance percent, and Welch's t-test says
-// that this is hardly chance.
-func judge(old, present []float64, tolerance float64) verdict {
+// that chance makes such a difference with a probability below p only.
+func judge(old, present []float64, tolerance, p float64) verdict {
 	v := verdict{old: median(old), present: median(present)}
 	v.change = 100 * (v.present/v.old - 1)
 	v.p, _ = bench.Welch(bench.Summarize(old), bench.Summarize(present))
-	v.slower = v.change > tolerance && v.p < chance
+	v.slower = v.change > tolerance && v.p < p
 	return v
 }
 
@@ -167,20 +251,25 @@ func command(ctx context.Context, dir, name string, args ...string) error {
 
 // A server is a target in a process of its own.
 type server struct {
-	cmd  *exec.Cmd
-	addr string
+	cmd   *exec.Cmd
+	addr  string
+	debug string // URL of pprof, without a slash at its end
 }
 
-var serving = regexp.MustCompile(`msg=serving portal=(\S+)`)
+var (
+	serving   = regexp.MustCompile(`msg=serving portal=(\S+)`)
+	debugging = regexp.MustCompile(`msg="debug server" url=(\S+)/debug/vars`)
+)
 
-// serve starts a target with one memory LUN, with the files of dir.
+// serve starts a target with a LUN in memory and one on a file, with the files of dir.
 func serve(ctx context.Context, program, dir string) (*server, error) {
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		return nil, err
 	}
 	file, log := filepath.Join(dir, "c.yaml"), filepath.Join(dir, "log")
-	text := fmt.Sprintf("state_dir: %s/state\ncontrol: {socket: %s/s}\nportals: [{listen: \"127.0.0.1:0\"}]\ntargets: [{name: %s, initiators: [\"*\"], luns: "+
-		"[{id: 0, backend: memory, size: %s}]}]\n", dir, dir, targetName, lunSize)
+	text := fmt.Sprintf("state_dir: %s/state\ncontrol: {socket: %s/s}\ndebug: {listen: \"127.0.0.1:0\"}\nportals: [{listen: \"127.0.0.1:0\"}]\n"+
+		"targets: [{name: %s, initiators: [\"*\"], luns: [{id: %d, backend: memory, size: %s}, {id: %d, backend: file, path: %s/lun, size: %s}]}]\n",
+		dir, dir, targetName, memoryLUN, lunSize, fileLUN, dir, lunSize)
 	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
 		return nil, err
 	}
@@ -201,6 +290,11 @@ func serve(ctx context.Context, program, dir string) (*server, error) {
 		}
 		if m := serving.FindSubmatch(b); m != nil {
 			s.addr = string(m[1])
+			if m = debugging.FindSubmatch(b); m == nil {
+				s.stop()
+				return nil, fmt.Errorf("%s has no debug server: %s", program, b)
+			}
+			s.debug = string(m[1]) + "/debug/pprof"
 			return s, nil
 		}
 	}
@@ -215,15 +309,46 @@ func (s *server) stop() error {
 	return nil
 }
 
+// fill writes all blocks of the LUNs: blocks that were never written are cheaper to read.
+func (s *server) fill(ctx context.Context, program string) error {
+	for _, lun := range []int{memoryLUN, fileLUN} {
+		if _, err := s.load(ctx, program, path{scheme: "iscsi", lun: lun, flags: []string{"--rw", "write", "--bs", "1m", "--iodepth", "4"}}, 2); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// profile writes a CPU profile of s to file.
+func (s *server) profile(ctx context.Context, file string, seconds int) error {
+	req, err := http.NewRequestWithContext(ctx, "GET", fmt.Sprintf("%s/profile?seconds=%d", s.debug, seconds), nil)
+	if err != nil {
+		return err
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return err
+	}
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("%s: %s: %s", req.URL, resp.Status, b)
+	}
+	return os.WriteFile(file, b, 0o644)
+}
+
 // load loads s by bench of program, and returns the CPU time of s per command, in µs. That includes logins and the commands of
 // the start, which are few.
-func (s *server) load(ctx context.Context, program, scheme string, seconds int, flags []string) (float64, error) {
+func (s *server) load(ctx context.Context, program string, p path, seconds int) (float64, error) {
 	before, err := s.cpu()
 	if err != nil {
 		return 0, err
 	}
-	args := append([]string{"bench", fmt.Sprintf("%s://%s/%s/0", scheme, s.addr, targetName), "--runtime", strconv.Itoa(seconds), "--destructive",
-		"-o", "json"}, flags...)
+	args := append([]string{"bench", fmt.Sprintf("%s://%s/%s/%d", p.scheme, s.addr, targetName, p.lun), "--runtime", strconv.Itoa(seconds), "--destructive",
+		"-o", "json"}, p.flags...)
 	cmd := exec.CommandContext(ctx, program, args...)
 	var errOut bytes.Buffer
 	cmd.Stderr = &errOut

@@ -18,7 +18,7 @@ func TestJudge(t *testing.T) {
 		{"10 % more in noise", []float64{5, 9, 7, 8, 6}, []float64{6, 10, 7.7, 9, 7}, false},
 		{"10 % less", []float64{7.1, 7.0, 7.2, 7.1, 7.0}, []float64{6.4, 6.3, 6.5, 6.4, 6.3}, false},
 	} {
-		if v := judge(tc.old, tc.present, 5); v.slower != tc.slower {
+		if v := judge(tc.old, tc.present, 5, chance/12); v.slower != tc.slower {
 			t.Errorf("%s: %+v", tc.name, v)
 		}
 	}

@@ -4,9 +4,8 @@ import (
 	"encoding/binary"
 	"fmt"
 
+	"github.com/iser-target/iser-target/iscsi/initiator"
 	"github.com/iser-target/iser-target/iscsi/pdu"
-	"github.com/iser-target/iser-target/iser"
-	"github.com/iser-target/iser-target/rdma"
 )
 
 // A Command is a SCSI command and its result. It can be used again when it is
@@ -29,13 +28,8 @@ type Command struct {
 	Invalidated bool // the response was a Send with Invalidate
 	Err         error
 
-	itt    uint32
-	head   [iser.HeaderLen + 48]byte
-	wr     rdma.WorkRequest
-	region rdma.Region
-	done   chan struct{}
-	sent   chan struct{} // wr is ours again, which may be later than the answer to it
-	sense  [252]byte
+	carried initiator.Command // that the Carrier knows
+	sense   [252]byte
 }
 
 // Do runs c and waits for its end. Err is also returned.
@@ -48,24 +42,24 @@ func (s *Session) Do(c *Command) error {
 
 // Wait waits for the end of a command that was started.
 func (c *Command) Wait() error {
-	<-c.done
-	<-c.sent
+	<-c.carried.Done
 	return c.Err
 }
 
-// WorkDone implements rdma.Completer.
-func (c *Command) WorkDone(*rdma.WorkRequest, error) { c.sent <- struct{}{} }
-
 // Start sends c when the command window allows it.
 func (s *Session) Start(c *Command) error {
-	if c.done == nil {
-		c.done, c.sent = make(chan struct{}, 1), make(chan struct{}, 1)
+	k := &c.carried
+	if k.Done == nil {
+		k.Done = make(chan *initiator.Command, 1)
 	}
 	c.Status, c.Flags, c.Residual, c.Sense, c.Invalidated, c.Err = 0, 0, 0, nil, false, nil
 	if c.Immediate > s.maxSend {
 		return fmt.Errorf("%d bytes of immediate data, the target takes %d", c.Immediate, s.maxSend)
 	}
-	bhs := pdu.BHS(c.head[iser.HeaderLen:])
+	k.In, k.Out, k.Immediate = c.In, c.Out, c.Immediate
+	if c.Immediate == 0 {
+		k.Immediate = -1
+	}
 	edtl := c.EDTL
 	if edtl == 0 {
 		edtl = uint32(len(c.In) + len(c.Out))
@@ -74,28 +68,17 @@ func (s *Session) Start(c *Command) error {
 	if c.Ordered {
 		flags = pdu.FlagF | pdu.AttrOrdered
 	}
-	var h iser.Header
 	switch {
 	case len(c.In) > 0:
 		flags |= pdu.FlagR
-		h.Read = iser.Remote{Valid: true, STag: s.rc.Register(&c.region, c.In, s.o.BaseOffset, rdma.RemoteWrite),
-			Base: s.o.BaseOffset}
 	case len(c.Out) > 0:
 		flags |= pdu.FlagW
-		if rest := c.Out[c.Immediate:]; len(rest) > 0 {
-			if !s.o.solicitedOnly() {
-				rest = c.Out
-			}
-			h.Write = iser.Remote{Valid: true, STag: s.rc.Register(&c.region, rest, s.o.BaseOffset, rdma.RemoteRead),
-				Base: s.o.BaseOffset}
-		}
 	}
-	h.Put(c.head[:])
+	bhs := k.BHS()
 	bhs.Reset(pdu.SCSICommand, flags)
 	bhs.SetLUN([8]byte{1: c.LUN})
 	bhs.SetEDTL(edtl)
 	bhs.SetCDB(c.CDB[:])
-	bhs.SetDataSegmentLength(c.Immediate)
 
 	s.mu.Lock()
 	for !s.ended && pdu.Before(s.maxCmdSN, s.cmdSN) {
@@ -103,61 +86,54 @@ func (s *Session) Start(c *Command) error {
 	}
 	if s.ended {
 		s.mu.Unlock()
-		s.release(c)
 		return s.Err()
 	}
 	s.itt++
-	c.itt = s.itt
-	bhs.SetITT(c.itt)
+	itt := s.itt
+	bhs.SetITT(itt)
 	bhs.SetCmdSN(s.cmdSN)
 	bhs.SetExpStatSN(s.statSN)
 	s.cmdSN++
-	s.cmds[c.itt] = c
-	c.wr = rdma.WorkRequest{Op: rdma.Send, Head: c.head[:], Data: c.Out[:c.Immediate], Done: c}
-	err := s.rc.Post(&c.wr)
+	s.cmds[itt] = c
+	k.Hold() // until the answer
+	err := s.carrier.PostCommand(k)
 	if err != nil {
-		delete(s.cmds, c.itt)
+		delete(s.cmds, itt)
+		k.Unhold()
 	}
 	s.mu.Unlock()
 	if err != nil {
-		s.release(c)
 		return err
 	}
-	s.rc.Flush()
+	s.carrier.Flush()
 	return nil
 }
 
 // ITT returns the tag of a command that was started.
-func (c *Command) ITT() uint32 { return c.itt }
-
-func (s *Session) release(c *Command) {
-	if len(c.In) > 0 || len(c.Out) > c.Immediate {
-		s.rc.Deregister(&c.region)
-	}
-}
+func (c *Command) ITT() uint32 { return c.carried.BHS().ITT() }
 
 func (c *Command) finish(s *Session, err error) {
-	s.release(c)
 	c.Err = err
-	c.done <- struct{}{}
+	s.carrier.End(&c.carried)
+	c.carried.Release()
 }
 
 // response takes the SCSI Response of c.
-func (c *Command) response(s *Session, bhs pdu.BHS, data []byte, ev *rdma.Event) error {
-	c.Status, c.Flags, c.Residual = bhs.Status(), bhs.Flags(), bhs.Residual()
-	if n := bhs.DataSegmentLength(); n > 0 {
-		if n > len(data) || n < 2 {
-			return fmt.Errorf("SCSI Response announces %d bytes of data and has %d", n, len(data))
+func (c *Command) response(s *Session, p *initiator.PDU) error {
+	c.Status, c.Flags, c.Residual = p.BHS.Status(), p.BHS.Flags(), p.BHS.Residual()
+	if n := len(p.Data); n > 0 {
+		var sense int
+		if n >= 2 {
+			sense = int(binary.BigEndian.Uint16(p.Data))
 		}
-		c.Sense = append(c.sense[:0], data[2:2+int(binary.BigEndian.Uint16(data))]...)
-	}
-	if ev.Invalidates {
-		c.Invalidated = true
-		if ev.Invalidated != c.region.STag() {
-			return fmt.Errorf("the response invalidated STag %#x, the command's is %#x", ev.Invalidated,
-				c.region.STag())
+		if n < 2 || sense > n-2 {
+			err := fmt.Errorf("SCSI Response with %d bytes of data, of which %d are sense data", n, sense)
+			c.finish(s, err)
+			return err
 		}
+		c.Sense = append(c.sense[:0], p.Data[2:][:sense]...)
 	}
+	c.Invalidated = s.carrier.Message().Invalidates
 	c.finish(s, nil)
 	return nil
 }

@@ -1,53 +1,37 @@
 package initiator
 
 import (
-	"bytes"
 	"context"
-	"crypto/rand"
-	"crypto/sha256"
 	"encoding/binary"
-	"encoding/hex"
+	"errors"
 	"fmt"
-	"io"
 	"net"
-	"strconv"
+	"strings"
 
+	"github.com/iser-target/iser-target/iscsi/initiator"
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
-	"github.com/iser-target/iser-target/iser"
-	"github.com/iser-target/iser-target/rdma"
+	iserinitiator "github.com/iser-target/iser-target/iser/initiator"
+	"github.com/iser-target/iser-target/security"
 	"github.com/iser-target/iser-target/tests/testkit/header"
 )
 
 // A Dialog is an initiator that does one thing at a time, the same over iSER and
-// over plain TCP, and gives up with the context of its Dial. It takes no part in
-// what the two differ in: tests of that use Session or send PDUs themselves.
+// over plain TCP, and gives up with the context of its Dial. It drives a Carrier of iscsi/initiator, and writes requests of its
+// own. It takes no part in what the transports differ in: tests of that use Session or send PDUs themselves.
 type Dialog struct {
 	Login  pdu.LoginResponse // the last one
 	Keys   []keys.Pair       // the target's answers during login
 	Mutual bool              // the target has proved who it is
 
-	link link
-	ctx  context.Context
-	stop func() bool // context.AfterFunc
-	o    Options
-	n    header.Numbers
-}
-
-// A link carries PDUs. Memory for data-in and data-out of the command is
-// announced with the PDU where that is done.
-type link interface {
-	send(bhs pdu.BHS, data []byte) error
-	receive() (PDU, error)
-	// command sends a SCSI Command with out as immediate data, and takes data-in
-	// until the SCSI Response; status is the response, or the last Data-In.
-	command(bhs pdu.BHS, out, in []byte) (status PDU, n int, err error)
-	// loginKeys are the operational keys that this kind of link needs.
-	loginKeys(discovery bool) []string
-	// enter is called after login with the last answers, and returns the link
-	// for the full feature phase.
-	enter(ctx context.Context, answers map[string]string) (link, error)
-	Close() error
+	transport string
+	nc        net.Conn
+	carrier   initiator.Carrier
+	ctx       context.Context
+	stop      func() bool // context.AfterFunc
+	o         Options
+	n         header.Numbers
+	cmd       *initiator.Command // in progress; nil: none
 }
 
 // A CHAP is who an initiator says it is.
@@ -61,78 +45,134 @@ type CHAP struct {
 // Dial connects by "iser", "tcp", or "step-up": TCP whose normal sessions continue over
 // iSER, if the target agrees (RFC 7145, section 5.1).
 func Dial(ctx context.Context, transport, addr string, o Options) (*Dialog, error) {
-	d := &Dialog{o: o.Complete(), ctx: ctx}
+	d := &Dialog{transport: transport, o: o.Complete(), ctx: ctx}
 	d.n.CmdSN = d.o.CmdSN
+	var dialer net.Dialer
+	var err error
+	if d.nc, err = dialer.DialContext(ctx, "tcp", addr); err != nil {
+		return nil, err
+	}
 	switch transport {
 	case "iser":
-		s, err := Connect(ctx, addr, o)
-		if err != nil {
+		if err := d.startRDMA(); err != nil {
 			return nil, err
 		}
-		d.link = &rdmaLink{s: s}
 	case "tcp", "step-up":
-		var dialer net.Dialer
-		nc, err := dialer.DialContext(ctx, "tcp", addr)
-		if err != nil {
-			return nil, err
-		}
-		d.link = &tcpLink{nc}
-		if transport == "step-up" {
-			d.link = &stepUpLink{tcpLink{nc}, d.o}
-		}
+		d.carrier = initiator.NewTCP(d.nc)
 	default:
+		d.nc.Close()
 		return nil, fmt.Errorf("no transport %q", transport)
 	}
-	first := d.link // whatever follows it has the same connection
+	first := d.carrier // whatever follows it has the same connection
 	d.stop = context.AfterFunc(ctx, func() { first.Close() })
 	return d, nil
+}
+
+func (d *Dialog) startRDMA() (err error) {
+	c, err := iserinitiator.Transport{RDMA: d.o.RDMA}.Start(d.ctx, d.nc)
+	if err == nil {
+		d.carrier = c
+	}
+	return err
 }
 
 // Close drops the connection.
 func (d *Dialog) Close() error {
 	d.stop()
-	return d.link.Close()
+	return d.carrier.Close()
 }
 
 // LogIn logs in; with auth it begins in the security stage. A refusal is a
 // *LoginError, and d.Keys has what came with it.
 func (d *Dialog) LogIn(auth *CHAP) error {
-	names := []string{"InitiatorName=" + d.o.Name, "SessionType=Discovery"}
+	names := pairs("InitiatorName="+d.o.Name, "SessionType=Discovery")
 	if d.o.Target != "" {
-		names = []string{"InitiatorName=" + d.o.Name, "TargetName=" + d.o.Target, "SessionType=Normal"}
+		names = pairs("InitiatorName="+d.o.Name, "TargetName="+d.o.Target, "SessionType=Normal")
 	}
 	if auth != nil {
-		if err := d.authenticate(names, auth); err != nil {
+		chap := initiator.CHAP{Name: auth.Name, Secret: security.Secret(auth.Secret), TargetSecret: security.Secret(auth.Target)}
+		var err error
+		if d.Mutual, err = chap.Authenticate(names, d.authenticate); err != nil {
 			return err
 		}
 		names = nil
 	}
-	text := append(names, d.link.loginKeys(d.o.Target == "")...)
-	answers, err := d.login(pdu.LoginOperationalNegotiation, pdu.FullFeaturePhase, append(text, d.o.Keys...)...)
-	if err == nil && !d.Login.Transit {
-		err = fmt.Errorf("login takes another round: %+v", d.Login)
+	text := append(append(names, pairs(d.loginKeys()...)...), pairs(d.o.Keys...)...)
+	answers, err := d.login(pdu.LoginOperationalNegotiation, pdu.FullFeaturePhase, text)
+	if err != nil {
+		return err
 	}
-	if err == nil {
-		d.link, err = d.link.enter(d.ctx, answers)
+	if !d.Login.Transit {
+		return fmt.Errorf("login takes another round: %+v", d.Login)
 	}
-	return err
+	// All data-out goes with the command, as far as the Carrier can send it.
+	p := initiator.Params{TSIH: d.Login.TSIH, Answers: answers, ImmediateData: true, FirstBurstLength: pdu.MaxData,
+		MaxBurstLength: pdu.MaxData, MaxSendSegment: pdu.MaxData}
+	if d.transport == "step-up" && answers["RDMAExtensions"] == "Yes" {
+		if err := d.startRDMA(); err != nil {
+			return err
+		}
+	}
+	if d.transport == "iser" || answers["RDMAExtensions"] == "Yes" {
+		p.MaxSendSegment = 8192 // TargetRecvDataSegmentLength of linuxNormalKeys
+	}
+	return d.carrier.EnterFullFeature(p, d.find)
+}
+
+// find returns the command in progress, if it has that tag.
+func (d *Dialog) find(itt uint32) *initiator.Command {
+	if d.cmd == nil || d.cmd.BHS().ITT() != itt {
+		return nil
+	}
+	return d.cmd
+}
+
+// loginKeys returns the operational keys of d's transport.
+func (d *Dialog) loginKeys() []string {
+	var text []string
+	switch {
+	case d.o.Target == "":
+	case d.transport == "iser":
+		return append(append(text, linuxKeys...), linuxNormalKeys...)
+	default:
+		text = append(text, "HeaderDigest=None", "DataDigest=None", "InitialR2T=No", "ImmediateData=Yes", "MaxBurstLength=262144",
+			"FirstBurstLength=65536", "MaxOutstandingR2T=1", "MaxConnections=1", "DataPDUInOrder=Yes", "DataSequenceInOrder=Yes",
+			"MaxRecvDataSegmentLength=65536")
+		if d.transport == "step-up" {
+			text = append(text, joiningKeys...)
+			text = append(text, "RDMAExtensions=Yes")
+		}
+	}
+	return append(text, linuxKeys...)
+}
+
+// pairs returns each "key=value" as a Pair.
+func pairs(text ...string) (list []keys.Pair) {
+	for _, kv := range text {
+		key, value, _ := strings.Cut(kv, "=")
+		list = append(list, keys.Pair{Key: key, Value: value})
+	}
+	return list
+}
+
+// authenticate does one exchange of initiator.CHAP. A target that does without CHAP is an error.
+func (d *Dialog) authenticate(csg, nsg pdu.Stage, text []keys.Pair) (map[string]string, bool, error) {
+	answers, err := d.login(csg, nsg, text)
+	if m, ok := answers["AuthMethod"]; ok && m != "CHAP" {
+		err = fmt.Errorf("AuthMethod=%s", m)
+	}
+	return answers, d.Login.Transit, err
 }
 
 // login does one exchange. The answers are also appended to d.Keys.
-func (d *Dialog) login(csg, nsg pdu.Stage, text ...string) (map[string]string, error) {
-	var data []byte
-	for _, kv := range text {
-		data = append(append(data, kv...), 0)
-	}
+func (d *Dialog) login(csg, nsg pdu.Stage, text []keys.Pair) (map[string]string, error) {
 	req := pdu.LoginRequest{Transit: nsg != csg, CSG: csg, NSG: nsg, ISID: d.o.ISID, CmdSN: d.n.CmdSN,
 		ExpStatSN: d.n.ExpStatSN}
-	bhs := pdu.BHS(req.Append(nil))
-	bhs.SetDataSegmentLength(len(data))
-	if err := d.link.send(bhs, data); err != nil {
+	if err := d.Send(pdu.BHS(req.Append(nil)), keys.AppendPair(nil, text...)); err != nil {
 		return nil, err
 	}
-	p, err := d.link.receive()
-	if err != nil {
+	var p initiator.PDU
+	if err := d.carrier.Receive(&p); err != nil {
 		return nil, err
 	}
 	if p.BHS.Opcode() != pdu.LoginResp {
@@ -140,74 +180,24 @@ func (d *Dialog) login(csg, nsg pdu.Stage, text ...string) (map[string]string, e
 	}
 	d.Login = pdu.ParseLoginResponse(p.BHS)
 	d.n.ExpStatSN = d.Login.StatSN + 1
-	pairs, err := keys.ParseText(p.Data)
+	list, err := keys.ParseText(p.Data)
 	if err != nil {
 		return nil, err
 	}
-	d.Keys = append(d.Keys, pairs...)
+	d.Keys = append(d.Keys, list...)
 	if d.Login.Status != 0 {
-		return nil, &LoginError{d.Login.Status}
+		return nil, &LoginError{Status: d.Login.Status}
 	}
 	answers := map[string]string{}
-	for _, p := range pairs {
+	for _, p := range list {
 		answers[p.Key] = p.Value
 	}
 	return answers, nil
 }
 
-// authenticate completes the security stage with CHAP (RFC 7143, section 12.1.3), by SHA-256.
-func (d *Dialog) authenticate(names []string, auth *CHAP) error {
-	const sha256ID = "7"
-	response := func(id byte, secret string, challenge []byte) []byte {
-		h := sha256.New()
-		h.Write([]byte{id})
-		io.WriteString(h, secret)
-		h.Write(challenge)
-		return h.Sum(nil)
-	}
-	answers, err := d.login(pdu.SecurityNegotiation, pdu.SecurityNegotiation, append(names, "AuthMethod=CHAP,None")...)
-	if err != nil {
-		return err
-	}
-	if m := answers["AuthMethod"]; m != "CHAP" {
-		return fmt.Errorf("AuthMethod=%s", m)
-	}
-	if answers, err = d.login(pdu.SecurityNegotiation, pdu.SecurityNegotiation, "CHAP_A="+sha256ID); err != nil {
-		return err
-	}
-	id, err := strconv.ParseUint(answers["CHAP_I"], 0, 8)
-	if err != nil || answers["CHAP_A"] != sha256ID {
-		return fmt.Errorf("CHAP_A=%s CHAP_I=%s", answers["CHAP_A"], answers["CHAP_I"])
-	}
-	challenge, err := keys.ParseBinary(answers["CHAP_C"])
-	if err != nil {
-		return err
-	}
-	say := []string{"CHAP_N=" + auth.Name, "CHAP_R=0x" + hex.EncodeToString(response(byte(id), auth.Secret, challenge))}
-	own := make([]byte, 1+16) // identifier and challenge
-	if auth.Target != "" {
-		if _, err := rand.Read(own); err != nil {
-			return err
-		}
-		say = append(say, "CHAP_I="+strconv.Itoa(int(own[0])), "CHAP_C=0x"+hex.EncodeToString(own[1:]))
-	}
-	if answers, err = d.login(pdu.SecurityNegotiation, pdu.LoginOperationalNegotiation, say...); err != nil {
-		return err
-	}
-	if auth.Target != "" {
-		proof, err := keys.ParseBinary(answers["CHAP_R"])
-		if err != nil || answers["CHAP_N"] == "" {
-			return fmt.Errorf("CHAP_N=%s CHAP_R=%s", answers["CHAP_N"], answers["CHAP_R"])
-		}
-		d.Mutual = bytes.Equal(proof, response(own[0], auth.Target, own[1:]))
-	}
-	return nil
-}
-
 // want takes the answer to a request.
-func (d *Dialog) want(op pdu.Opcode, itt uint32) (PDU, error) {
-	p, err := d.link.receive()
-	if err != nil {
+func (d *Dialog) want(op pdu.Opcode, itt uint32) (p initiator.PDU, err error) {
+	if err := d.carrier.Receive(&p); err != nil {
 		return p, err
 	}
 	if p.BHS.Opcode() != op || p.BHS.ITT() != itt {
@@ -225,7 +215,11 @@ func (d *Dialog) Request(op pdu.Opcode, flags byte, immediate bool) pdu.BHS {
 // Send sends a request and does not wait for an answer. After that, methods that take answers may take this one.
 func (d *Dialog) Send(h pdu.BHS, data []byte) error {
 	h.SetDataSegmentLength(len(data))
-	return d.link.send(h, data)
+	if err := d.carrier.Post(h, data); err != nil {
+		return err
+	}
+	d.carrier.Flush()
+	return nil
 }
 
 // SendTargets returns the answer to SendTargets=which.
@@ -236,8 +230,7 @@ func (d *Dialog) SendTargets(which string) ([]keys.Pair, error) {
 	for {
 		h.SetITT(itt)
 		h.SetTTT(ttt)
-		h.SetDataSegmentLength(len(data))
-		if err := d.link.send(h, data); err != nil {
+		if err := d.Send(h, data); err != nil {
 			return nil, err
 		}
 		p, err := d.want(pdu.TextResp, itt)
@@ -257,7 +250,7 @@ func (d *Dialog) TMF(function byte, lun [8]byte) (byte, error) {
 	h := d.n.Request(pdu.TaskMgmtReq, pdu.FlagF|function, true)
 	h.SetLUN(lun)
 	h.SetReferencedTaskTag(pdu.ReservedTag)
-	if err := d.link.send(h, nil); err != nil {
+	if err := d.Send(h, nil); err != nil {
 		return 0, err
 	}
 	p, err := d.want(pdu.TaskMgmtResp, h.ITT())
@@ -272,8 +265,10 @@ func (d *Dialog) TMF(function byte, lun [8]byte) (byte, error) {
 func (d *Dialog) Do(lun [8]byte, cdb, out []byte, in int) (status byte, sense, data []byte, err error) {
 	for {
 		flags := byte(pdu.FlagF | pdu.AttrSimple)
-		memory := make([]byte, in)
+		c := &initiator.Command{In: make([]byte, in), Out: out}
 		switch {
+		case in > 0 && len(out) > 0:
+			return 0, nil, nil, errors.New("a Dialog runs no bidirectional commands")
 		case in > 0:
 			flags |= pdu.FlagR
 		case len(out) > 0:
@@ -283,152 +278,52 @@ func (d *Dialog) Do(lun [8]byte, cdb, out []byte, in int) (status byte, sense, d
 		h.SetLUN(lun)
 		h.SetEDTL(uint32(in + len(out)))
 		h.SetCDB(append(cdb[:len(cdb):len(cdb)], make([]byte, 16-len(cdb))...))
-		h.SetDataSegmentLength(len(out))
-		p, n, err := d.link.command(h, out, memory)
+		copy(c.BHS(), h)
+		status, sense, err := d.run(c)
 		if err != nil {
 			return 0, nil, nil, err
 		}
-		d.n.ExpStatSN = p.BHS.StatSN() + 1
-		if in > 0 && p.BHS.Flags()&pdu.FlagUnderflow != 0 {
-			n = in - int(p.BHS.Residual())
-		}
-		if sense = nil; len(p.Data) >= 2 && p.BHS.Opcode() == pdu.SCSIResponse {
-			sense = p.Data[2:][:binary.BigEndian.Uint16(p.Data)]
-		}
-		if p.BHS.Status() == 0x02 && len(sense) > 2 && sense[2]&0x0f == 0x06 {
+		if status == 0x02 && len(sense) > 2 && sense[2]&0x0f == 0x06 {
 			continue
 		}
-		return p.BHS.Status(), sense, memory[:n], nil
+		return status, sense, c.In[:in-int(max(c.Residual, 0))], nil
 	}
 }
 
-// An rdmaLink is a Session that does not serve.
-type rdmaLink struct{ s *Session }
-
-func (l *rdmaLink) Close() error { return l.s.Close() }
-
-func (l *rdmaLink) loginKeys(discovery bool) []string {
-	if discovery {
-		return linuxKeys
+// run runs c, whose BHS is complete, and sets c.Residual.
+func (d *Dialog) run(c *initiator.Command) (status byte, sense []byte, err error) {
+	c.Hold() // Dialog's own: c comes back to nobody
+	d.cmd = c
+	defer func() { d.cmd = nil }()
+	if err := d.carrier.PostCommand(c); err != nil {
+		return 0, nil, err
 	}
-	return append(append([]string(nil), linuxKeys...), linuxNormalKeys...)
-}
-
-func (l *rdmaLink) enter(context.Context, map[string]string) (link, error) { return l, nil }
-
-func (l *rdmaLink) send(bhs pdu.BHS, data []byte) error { return l.s.Send(iser.Header{}, bhs, data) }
-
-func (l *rdmaLink) receive() (PDU, error) { return l.s.Receive() }
-
-func (l *rdmaLink) command(bhs pdu.BHS, out, in []byte) (PDU, int, error) {
-	var h iser.Header
-	if len(in) > 0 {
-		var region rdma.Region
-		h.Read = iser.Remote{Valid: true, STag: l.s.rc.Register(&region, in, l.s.o.BaseOffset, rdma.RemoteWrite),
-			Base: l.s.o.BaseOffset}
-		defer l.s.rc.Deregister(&region)
-	}
-	if err := l.s.Send(h, bhs, out); err != nil {
-		return PDU{}, 0, err
-	}
-	p, err := l.s.Receive()
-	if err == nil && (p.BHS.Opcode() != pdu.SCSIResponse || p.BHS.ITT() != bhs.ITT()) {
-		err = fmt.Errorf("%v of task %#x instead of the status of %#x", p.BHS.Opcode(), p.BHS.ITT(), bhs.ITT())
-	}
-	return p, len(in), err
-}
-
-// A tcpLink is plain TCP without digests.
-type tcpLink struct{ net.Conn }
-
-func (l *tcpLink) loginKeys(discovery bool) []string {
-	if discovery {
-		return linuxKeys
-	}
-	return append([]string{
-		"HeaderDigest=None", "DataDigest=None", "InitialR2T=No", "ImmediateData=Yes", "MaxBurstLength=262144",
-		"FirstBurstLength=65536",
-		"MaxOutstandingR2T=1", "MaxConnections=1", "DataPDUInOrder=Yes", "DataSequenceInOrder=Yes",
-		"MaxRecvDataSegmentLength=65536",
-	}, linuxKeys...)
-}
-
-func (l *tcpLink) enter(context.Context, map[string]string) (link, error) { return l, nil }
-
-func (l *tcpLink) send(bhs pdu.BHS, data []byte) error {
-	b := append(append([]byte(nil), bhs...), data...)
-	_, err := l.Write(append(b, make([]byte, pdu.Padded(len(data))-len(data))...))
-	return err
-}
-
-func (l *tcpLink) receive() (PDU, error) {
-	bhs := make(pdu.BHS, 48)
-	if _, err := io.ReadFull(l, bhs); err != nil {
-		return PDU{}, err
-	}
-	n := bhs.DataSegmentLength()
-	data := make([]byte, pdu.Padded(n))
-	if _, err := io.ReadFull(l, data); err != nil {
-		return PDU{}, err
-	}
-	return PDU{BHS: bhs, Data: data[:n], Len: len(bhs) + len(data)}, nil
-}
-
-func (l *tcpLink) command(bhs pdu.BHS, out, in []byte) (PDU, int, error) {
-	if err := l.send(bhs, out); err != nil {
-		return PDU{}, 0, err
-	}
-	n := 0
+	defer d.carrier.End(c)
+	d.carrier.Flush()
+	var p initiator.PDU
 	for {
-		p, err := l.receive()
-		if err != nil {
-			return p, n, err
+		if err := d.carrier.Receive(&p); err != nil {
+			return 0, nil, err
 		}
-		if p.BHS.Opcode() == pdu.AsyncMessage && p.BHS.AsyncEvent() == pdu.AsyncSCSIEvent {
-			continue // a SCSI event, for example of a change of the LUNs
-		}
-		if p.BHS.ITT() != bhs.ITT() {
-			return p, n, fmt.Errorf("%v of task %#x, not of %#x", p.BHS.Opcode(), p.BHS.ITT(), bhs.ITT())
-		}
-		switch op := p.BHS.Opcode(); op {
-		case pdu.SCSIResponse:
-			return p, n, nil
-		case pdu.DataIn:
-			off := int(p.BHS.BufferOffset())
-			if off != n || off+len(p.Data) > len(in) {
-				return p, n, fmt.Errorf("Data-In of %d bytes at %d, behind %d of %d", len(p.Data), off, n, len(in))
-			}
-			n += copy(in[off:], p.Data)
-			if p.BHS.Flags()&pdu.FlagS != 0 {
-				return p, n, nil
-			}
-		default:
-			return p, n, fmt.Errorf("%v instead of data or status", op)
+		if p.BHS.Opcode() != pdu.AsyncMessage || p.BHS.AsyncEvent() != pdu.AsyncSCSIEvent {
+			break
+		} // else a SCSI event, for example of a change of the LUNs
+	}
+	op := p.BHS.Opcode()
+	if op != pdu.SCSIResponse && op != pdu.DataIn || p.BHS.ITT() != c.BHS().ITT() {
+		return 0, nil, fmt.Errorf("%v of task %#x instead of the status of %#x", op, p.BHS.ITT(), c.BHS().ITT())
+	}
+	d.n.ExpStatSN = p.BHS.StatSN() + 1
+	if status = p.BHS.Status(); len(c.In) > 0 && p.BHS.Flags()&pdu.FlagUnderflow != 0 {
+		if c.Residual = int64(p.BHS.Residual()); c.Residual > int64(len(c.In)) {
+			return 0, nil, fmt.Errorf("%d bytes are missing of %d", c.Residual, len(c.In))
 		}
 	}
-}
-
-// A stepUpLink is TCP until the end of a login that agrees on RDMAExtensions=Yes.
-type stepUpLink struct {
-	tcpLink
-	o Options
-}
-
-func (l *stepUpLink) loginKeys(discovery bool) []string {
-	if discovery {
-		return l.tcpLink.loginKeys(true)
+	if op == pdu.SCSIResponse && len(p.Data) >= 2 {
+		sense = append(sense, p.Data[2:][:binary.BigEndian.Uint16(p.Data)]...)
 	}
-	return append(l.tcpLink.loginKeys(false), "InitiatorRecvDataSegmentLength=262144",
-		"TargetRecvDataSegmentLength=8192", "RDMAExtensions=Yes")
-}
-
-func (l *stepUpLink) enter(ctx context.Context, answers map[string]string) (link, error) {
-	if answers["RDMAExtensions"] != "Yes" {
-		return &l.tcpLink, nil
+	if status == 0 {
+		err = d.carrier.Check(c)
 	}
-	s := &Session{nc: l.Conn, o: l.o}
-	if err := s.startRDMA(ctx); err != nil {
-		return l, err
-	}
-	return &rdmaLink{s: s}, nil
+	return status, sense, err
 }

@@ -1,25 +1,24 @@
 // Package initiator is an iSER initiator for tests and benchmarks: it logs in
 // as Linux does, or on the byte stream as RFC 7145 describes it, runs SCSI commands, and lets a
 // test send anything
-// and see what comes back. It is no part of the target.
+// and see what comes back. It is no part of the target. The Carriers of iser/initiator and iscsi/initiator have its connections.
 package initiator
 
 import (
-	"bytes"
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"slices"
 	"strconv"
 	"strings"
 	"sync"
 
+	"github.com/iser-target/iser-target/iscsi/initiator"
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
 	"github.com/iser-target/iser-target/iser"
+	iserinitiator "github.com/iser-target/iser-target/iser/initiator"
 	"github.com/iser-target/iser-target/rdma"
 )
 
@@ -64,12 +63,12 @@ type PDU struct {
 
 // A Session is one connection in full feature phase or on its way there.
 type Session struct {
-	nc   net.Conn
-	rc   *rdma.Conn // nil before MPA startup
-	o    Options
-	TSIH uint16
-	Keys []keys.Pair // the target's answers during login
-	ORD  uint16      // iSER-ORD of the HelloReply
+	nc      net.Conn
+	carrier *iserinitiator.Carrier // nil before MPA startup
+	o       Options
+	TSIH    uint16
+	Keys    []keys.Pair // the target's answers during login
+	ORD     uint16      // iSER-ORD of the HelloReply
 
 	// Other receives every PDU that is no SCSI Response, and every SCSI
 	// Response that nobody waits for.
@@ -97,11 +96,8 @@ type numbers struct {
 	itt      uint32
 }
 
-// LoginError is a refusal of the login.
-type LoginError struct{ Status pdu.LoginStatus }
-
-// Error implements error.
-func (e *LoginError) Error() string { return fmt.Sprintf("login refused: %v", e.Status) }
+// A LoginError is a refusal of the login.
+type LoginError = initiator.LoginError
 
 // Connect makes a new connection to addr and, unless login is to be on the byte
 // stream, starts MPA on it.
@@ -129,17 +125,9 @@ func Connect(ctx context.Context, addr string, o Options) (*Session, error) {
 
 // startRDMA completes MPA startup. After an error the connection is closed.
 func (s *Session) startRDMA(ctx context.Context) (err error) {
-	flags := byte(0x80)
-	if s.o.NoInvalidate {
-		flags |= 0x40
-	}
-	s.o.RDMA.Private = []byte{flags, 0, 0, 0}
-	if s.o.RDMA.MaxSend == 0 {
-		s.o.RDMA.MaxSend = 28 + 48 + 8192
-	}
-	if s.rc, _, err = rdma.Initiate(ctx, s.nc, s.o.RDMA); err != nil {
-		s.nc.Close()
-	}
+	t := iserinitiator.Transport{RDMA: s.o.RDMA, Hello: s.o.Hello, NoInvalidate: s.o.NoInvalidate, WholeData: !s.o.solicitedOnly(),
+		BaseOffset: s.o.BaseOffset}
+	s.carrier, err = t.Start(ctx, s.nc)
 	return err
 }
 
@@ -250,8 +238,9 @@ func (s *Session) Login(ctx context.Context) error {
 	var err error
 	if s.o.Stream {
 		p, err = s.exchange(bhs, data)
-	} else if err = s.Send(iser.Header{}, bhs, data); err == nil {
-		p, err = s.Receive()
+	} else if err = s.carrier.Post(bhs, data); err == nil {
+		s.carrier.Flush()
+		p, err = s.receive()
 	}
 	if err != nil {
 		return err
@@ -261,7 +250,7 @@ func (s *Session) Login(ctx context.Context) error {
 	}
 	rsp := pdu.ParseLoginResponse(p.BHS)
 	if rsp.Status != 0 {
-		return &LoginError{rsp.Status}
+		return &LoginError{Status: rsp.Status}
 	}
 	if !rsp.Transit || rsp.NSG != pdu.FullFeaturePhase {
 		return fmt.Errorf("login takes another round: %+v", rsp)
@@ -284,51 +273,37 @@ func (s *Session) Login(ctx context.Context) error {
 			return err
 		}
 	}
-	if s.o.Hello {
-		if err := s.hello(); err != nil {
-			return err
-		}
+	// What goes as immediate data is up to each command.
+	params := initiator.Params{TSIH: s.TSIH, ImmediateData: true, FirstBurstLength: pdu.MaxData, MaxSendSegment: s.maxSend}
+	if err := s.carrier.EnterFullFeature(params, s.find); err != nil {
+		return err
 	}
+	s.ORD = uint16(s.carrier.ORD())
 	go s.serve()
 	return nil
 }
 
-// exchange sends a PDU on the byte stream and takes the answer. Of the stream
-// nothing after the answer is read.
-func (s *Session) exchange(bhs pdu.BHS, data []byte) (p PDU, err error) {
-	pad := make([]byte, pdu.Padded(len(data))-len(data))
-	if _, err := s.nc.Write(slices.Concat(bhs, data, pad)); err != nil {
-		return p, err
+// exchange sends a PDU on the byte stream and takes the answer. The target sends nothing after that before MPA.
+func (s *Session) exchange(bhs pdu.BHS, data []byte) (PDU, error) {
+	c := initiator.NewTCP(s.nc)
+	if err := c.Post(bhs, data); err != nil {
+		return PDU{}, err
 	}
-	p.BHS = make(pdu.BHS, pdu.BHSLen)
-	if _, err := io.ReadFull(s.nc, p.BHS); err != nil {
-		return p, err
+	c.Flush()
+	var p initiator.PDU
+	if err := c.Receive(&p); err != nil {
+		return PDU{}, err
 	}
-	n := p.BHS.DataSegmentLength()
-	p.Data = make([]byte, pdu.Padded(n))
-	_, err = io.ReadFull(s.nc, p.Data)
-	p.Len, p.Data = pdu.BHSLen+len(p.Data), p.Data[:n]
-	return p, err
+	n := len(p.Data)
+	return PDU{BHS: slices.Clone(p.BHS), Data: slices.Clone(p.Data), Len: pdu.BHSLen + pdu.Padded(n)}, nil
 }
 
-// hello exchanges iSER Hellos (RFC 7145, section 5.1.3). iSER-IRD is the IRD of MPA startup.
-func (s *Session) hello() error {
-	b := make([]byte, iser.HeaderLen)
-	iser.Hello{MaxVer: 10, MinVer: 10, IRD: uint16(s.rc.IRD())}.Put(b)
-	if err := s.SendRaw(b, nil); err != nil {
-		return err
-	}
-	var ev rdma.Event
-	if err := s.rc.Receive(&ev); err != nil {
-		return err
-	}
-	want := make([]byte, iser.HeaderLen)
-	if len(ev.Data) == len(want) {
-		s.ORD = binary.BigEndian.Uint16(ev.Data[2:])
-	}
-	iser.HelloReply{MaxVer: 10, CurVer: 10, ORD: s.ORD}.Put(want)
-	if !bytes.Equal(ev.Data, want) || int(s.ORD) > s.rc.IRD() {
-		return fmt.Errorf("% x is no HelloReply that can be accepted", ev.Data)
+// find returns what the Carrier knows of the command with a tag, or nil.
+func (s *Session) find(itt uint32) *initiator.Command {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if c := s.cmds[itt]; c != nil {
+		return &c.carried
 	}
 	return nil
 }
@@ -358,76 +333,56 @@ func (s *Session) length(name string) int {
 }
 
 // Stream returns the RDMAP stream below.
-func (s *Session) Stream() *rdma.Conn { return s.rc }
+func (s *Session) Stream() *rdma.Conn { return s.carrier.Stream() }
 
-// Send sends any PDU after any iSER header. data is padded for Login and Text
-// Requests, as Linux does.
+// Send sends any PDU after any iSER header.
 func (s *Session) Send(h iser.Header, bhs pdu.BHS, data []byte) error {
 	head := make([]byte, iser.HeaderLen, iser.HeaderLen+len(bhs))
 	h.Put(head)
-	if op := bhs.Opcode(); op == pdu.LoginReq || op == pdu.TextReq {
-		data = append(data[:len(data):len(data)], make([]byte, pdu.Padded(len(data))-len(data))...)
-	}
-	return s.SendRaw(append(head, bhs...), data)
-}
-
-// SendRaw sends any message.
-func (s *Session) SendRaw(head, data []byte) error {
-	if err := s.rc.Post(&rdma.WorkRequest{Op: rdma.Send, Head: head, Data: data}); err != nil {
+	if err := s.Stream().Post(&rdma.WorkRequest{Op: rdma.Send, Head: append(head, bhs...), Data: data}); err != nil {
 		return err
 	}
-	s.rc.Flush()
+	s.carrier.Flush()
 	return nil
 }
 
-// Receive returns the next PDU before login has succeeded.
-func (s *Session) Receive() (PDU, error) {
-	var ev rdma.Event
-	for {
-		if err := s.rc.Receive(&ev); err != nil {
-			return PDU{}, err
-		}
-		if ev.Read == nil {
-			return parse(&ev)
-		}
+// receive returns the next PDU.
+func (s *Session) receive() (PDU, error) {
+	var p initiator.PDU
+	if err := s.carrier.Receive(&p); err != nil {
+		return PDU{}, err
 	}
+	return s.keep(&p), s.check()
 }
 
 const headLen = iser.HeaderLen + 48
 
-// check looks at what every message of a target must have: an iSER header
-// without STags (RFC 7145, section 9.2), all zero except for the opcode, and a BHS.
-func check(b []byte) error {
-	if len(b) < headLen || [iser.HeaderLen]byte(b) != [iser.HeaderLen]byte{0x10} {
-		return fmt.Errorf("message of %d bytes: % x", len(b), b[:min(len(b), iser.HeaderLen)])
+// check looks at what every message of a target must have, besides what the Carrier checks: the reserved bits of its iSER header are
+// zero (RFC 7145, section 9.2).
+func (s *Session) check() error {
+	if b := s.carrier.Message().Data; [iser.HeaderLen]byte(b) != [iser.HeaderLen]byte{0x10} {
+		return fmt.Errorf("message of %d bytes: % x", len(b), b[:iser.HeaderLen])
 	}
 	return nil
 }
 
-func parse(ev *rdma.Event) (PDU, error) {
-	if err := check(ev.Data); err != nil {
-		return PDU{}, err
+// keep returns p with memory of its own.
+func (s *Session) keep(p *initiator.PDU) PDU {
+	m := s.carrier.Message()
+	k := PDU{BHS: slices.Clone(p.BHS), Data: slices.Clone(p.Data), Len: len(m.Data)}
+	if m.Invalidates {
+		k.Invalidated = m.Invalidated
 	}
-	b := append([]byte(nil), ev.Data...)
-	p := PDU{BHS: pdu.BHS(b[iser.HeaderLen:headLen]), Data: b[headLen:], Len: len(b)}
-	if ev.Invalidates {
-		p.Invalidated = ev.Invalidated
-	}
-	n := p.BHS.DataSegmentLength()
-	if n > len(p.Data) || len(p.Data) > pdu.Padded(n) {
-		return PDU{}, fmt.Errorf("%v announces %d bytes of data and has %d", p.BHS.Opcode(), n, len(p.Data))
-	}
-	p.Data = p.Data[:n]
-	return p, nil
+	return k
 }
 
 // serve receives until the connection ends.
 func (s *Session) serve() {
-	var ev rdma.Event
+	var p initiator.PDU
 	var err error
 	for err == nil {
-		if err = s.rc.Receive(&ev); err == nil && ev.Read == nil {
-			err = s.dispatch(&ev)
+		if err = s.carrier.Receive(&p); err == nil {
+			err = s.dispatch(&p)
 		}
 	}
 	s.mu.Lock()
@@ -442,19 +397,16 @@ func (s *Session) serve() {
 	}
 }
 
-func (s *Session) dispatch(ev *rdma.Event) error {
-	b := ev.Data
-	if err := check(b); err != nil {
+func (s *Session) dispatch(p *initiator.PDU) error {
+	if err := s.check(); err != nil {
 		return err
 	}
-	bhs := pdu.BHS(b[iser.HeaderLen:headLen])
+	bhs, n := p.BHS, len(s.carrier.Message().Data)
 	switch op := bhs.Opcode(); {
-	case s.o.Target != "" && len(b) > headLen+min(s.maxRecv, 128): // longer than what ib_iser posts
-		return fmt.Errorf("%v of %d bytes", op, len(b))
-	case ev.Invalidates && s.o.NoInvalidate:
-		return fmt.Errorf("%v with Invalidate", op)
-	case (op == pdu.TaskMgmtResp || op == pdu.LogoutResp) && len(b) != headLen:
-		return fmt.Errorf("%v of %d bytes instead of %d", op, len(b), headLen)
+	case s.o.Target != "" && n > headLen+min(s.maxRecv, 128): // longer than what ib_iser posts
+		return fmt.Errorf("%v of %d bytes", op, n)
+	case (op == pdu.TaskMgmtResp || op == pdu.LogoutResp) && n != headLen:
+		return fmt.Errorf("%v of %d bytes instead of %d", op, n, headLen)
 	}
 	s.mu.Lock()
 	if bhs.Opcode() != pdu.NOPIn || bhs.ITT() != pdu.ReservedTag {
@@ -472,17 +424,13 @@ func (s *Session) dispatch(ev *rdma.Event) error {
 	}
 	s.mu.Unlock()
 	if c != nil {
-		return c.response(s, bhs, b[iser.HeaderLen+48:], ev)
-	}
-	p, err := parse(ev)
-	if err != nil {
-		return err
+		return c.response(s, p)
 	}
 	if bhs.Opcode() == pdu.NOPIn && bhs.ITT() == pdu.ReservedTag && bhs.TTT() != pdu.ReservedTag {
 		return s.pong(bhs)
 	}
 	select {
-	case s.Other <- p:
+	case s.Other <- s.keep(p):
 		return nil
 	default:
 		return errors.New("nobody takes the target's PDUs")
@@ -508,7 +456,11 @@ func (s *Session) Control(bhs pdu.BHS, data []byte) error {
 	bhs.SetExpStatSN(s.statSN)
 	s.mu.Unlock()
 	bhs.SetDataSegmentLength(len(data))
-	return s.Send(iser.Header{}, bhs, data)
+	if err := s.carrier.Post(bhs, data); err != nil {
+		return err
+	}
+	s.carrier.Flush()
+	return nil
 }
 
 // NewITT draws a task tag.
@@ -549,8 +501,8 @@ func (s *Session) Abort(ctx context.Context, c *Command) (response byte, err err
 	r.SetImmediate()
 	r.SetITT(s.NewITT())
 	r.SetLUN([8]byte{1: c.LUN})
-	r.SetReferencedTaskTag(c.itt)
-	r.SetRefCmdSN(pdu.BHS(c.head[iser.HeaderLen:]).CmdSN())
+	r.SetReferencedTaskTag(c.ITT())
+	r.SetRefCmdSN(c.carried.BHS().CmdSN())
 	if err := s.Control(r, nil); err != nil {
 		return 0, err
 	}
@@ -563,9 +515,9 @@ func (s *Session) Abort(ctx context.Context, c *Command) (response byte, err err
 			continue
 		}
 		s.mu.Lock()
-		open := s.cmds[c.itt] == c
+		open := s.cmds[c.ITT()] == c
 		if open {
-			delete(s.cmds, c.itt)
+			delete(s.cmds, c.ITT())
 		}
 		s.mu.Unlock()
 		if open {
@@ -583,10 +535,10 @@ func (s *Session) Err() error { <-s.done; return s.err }
 
 // Close drops the connection.
 func (s *Session) Close() error {
-	if s.rc == nil {
+	if s.carrier == nil {
 		return s.nc.Close()
 	}
-	return s.rc.Close()
+	return s.carrier.Close()
 }
 
 // Logout ends the session in an orderly way.
@@ -607,7 +559,7 @@ func (s *Session) Logout(ctx context.Context) error {
 		if p.BHS.Opcode() != pdu.LogoutResp {
 			continue
 		}
-		err = s.rc.Close()
+		err = s.carrier.Close()
 		<-s.done
 		return err
 	}

@@ -280,7 +280,7 @@ func TestStreamLogin(t *testing.T) {
 		o      Options
 		want   string
 	}{
-		{"ISER-5.1.1-7 login is refused", pdu.LoginNotFound, "RDMAExtensions=Yes", Options{}, "login refused"},
+		{"ISER-5.1.1-7 login is refused", pdu.LoginNotFound, "RDMAExtensions=Yes", Options{}, "refused the login"},
 		{"ISER-3.3-2 RDMAExtensions=No", 0, "RDMAExtensions=No", Options{}, "no RDMA mode"},
 		{"ISER-10.1.3.1-1 ISER-10.1.3.1-4 no resources", 0, "RDMAExtensions=Yes",
 			Options{RDMA: rdma.Options{IRD: -1}}, "IRD"},

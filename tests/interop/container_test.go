@@ -206,7 +206,7 @@ func TestContainer(t *testing.T) {
 func (b containerBox) writeBundles(t *testing.T) {
 	t.Helper()
 	// docker run OPTIONS iser-target
-	words := strings.Fields(strings.ReplaceAll(block(t, "../../docs/service.md", "## Container"), "\\\n", " "))
+	words := strings.Fields(strings.ReplaceAll(block(t, "../../docs/service.md", "### Running the image"), "\\\n", " "))
 	if len(words) < 3 || words[0] != "docker" || words[1] != "run" || words[len(words)-1] != "iser-target" {
 		t.Fatalf("docs/service.md: %q, want docker run ... iser-target", words)
 	}
@@ -299,12 +299,16 @@ box() { crun exec --user `+b.m.user+` box `+b.m.entrypoint[0]+` "$@"; }
 `, quick)
 }
 
-// hasOnlyTheTarget checks that the image has nothing but the program and its volume.
+// hasOnlyTheTarget checks that the image has nothing but the program, the CA certificates and its volume.
 func (b containerBox) hasOnlyTheTarget(t *testing.T) {
 	got := b.v.Run(t, "cd /run/box/rootfs; find . -mindepth 1 -printf '%y %U:%G /%P\n' | sort", quick)
-	const want = `d 0:0 /var
+	const want = `d 0:0 /etc
+d 0:0 /etc/ssl
+d 0:0 /etc/ssl/certs
+d 0:0 /var
 d 0:0 /var/lib
 d 65532:65532 /var/lib/iser-target
+f 0:0 /etc/ssl/certs/ca-certificates.crt
 f 0:0 /iser-target
 `
 	if got != want {

@@ -1,6 +1,8 @@
 package interop_test
 
 import (
+	"crypto/x509"
+	"debug/elf"
 	"encoding/json"
 	"fmt"
 	"io/fs"
@@ -8,6 +10,9 @@ import (
 	"os/exec"
 	"path"
 	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
 	"strings"
 	"testing"
 )
@@ -23,6 +28,7 @@ type image struct {
 	entrypoint  []string
 	cmd         []string
 	healthcheck []string
+	labels      map[string]string
 	patience    string // of the health check, as "5s"
 }
 
@@ -41,14 +47,19 @@ func buildImage(t *testing.T, out string, args map[string]string) *image {
 	if err != nil {
 		t.Fatal(err)
 	}
-	b := &imageBuilder{t: t, out: out, args: args, src: t.TempDir(), env: os.Environ(), have: make(map[string]bool)}
+	b := &imageBuilder{t: t, out: out, args: args, src: t.TempDir(), env: os.Environ(), have: make(map[string]bool), values: make(map[string]string)}
+	b.image.labels = make(map[string]string)
 	for line := range strings.Lines(strings.ReplaceAll(string(text), "\\\n", " ")) {
 		b.instruction, b.rest, _ = strings.Cut(strings.TrimSpace(line), " ")
 		b.rest = strings.TrimSpace(b.rest)
 		switch {
 		case b.instruction == "" || b.instruction[0] == '#':
 		case b.instruction == "FROM":
-			b.base = strings.Fields(b.rest)[0]
+			fields := strings.Fields(b.rest)
+			if fields[0] == "--platform=$BUILDPLATFORM" {
+				fields = fields[1:]
+			}
+			b.base = os.Expand(fields[0], b.global)
 			if b.base != "scratch" {
 				checkGo(t, b.base)
 			}
@@ -76,6 +87,8 @@ type imageBuilder struct {
 	src   string            // the working directory of the stage that builds
 	env   []string          // of that stage
 	base  string            // image of the stage
+	// values has the arguments of the stage that becomes the image.
+	values map[string]string
 
 	instruction, rest string // of the line
 }
@@ -86,20 +99,43 @@ func (b *imageBuilder) bad(reason any) {
 	b.t.Fatalf("Dockerfile: %s %s: %v", b.instruction, b.rest, reason)
 }
 
+// global returns the value of an argument before the first stage.
+func (b *imageBuilder) global(name string) string {
+	b.t.Helper()
+	for _, kv := range b.env {
+		if value, ok := strings.CutPrefix(kv, name+"="); ok && b.have[name] {
+			return value
+		}
+	}
+	b.bad("no ARG " + name)
+	return ""
+}
+
+// arg returns the argument that an instruction declares, as KEY=VALUE. Engines set those of the platform.
+func (b *imageBuilder) arg() string {
+	b.t.Helper()
+	key, value, ok := strings.Cut(b.rest, "=")
+	platform := map[string]string{"TARGETOS": runtime.GOOS, "TARGETARCH": runtime.GOARCH}[key]
+	if ok == (platform != "") {
+		b.bad("want a default, except for the platform")
+	}
+	if platform != "" {
+		value = platform
+	}
+	if v, ok := b.args[key]; ok {
+		value = v
+	}
+	b.have[key] = true
+	return key + "=" + value
+}
+
 // inBuild carries out an instruction of the stage that builds.
 func (b *imageBuilder) inBuild() {
 	b.t.Helper()
 	switch b.instruction {
 	case "WORKDIR": // it is src here
 	case "ARG":
-		key, value, ok := strings.Cut(b.rest, "=")
-		if !ok {
-			b.bad("want a default")
-		}
-		if v, ok := b.args[key]; ok {
-			value = v
-		}
-		b.have[key], b.env = true, append(b.env, key+"="+value)
+		b.env = append(b.env, b.arg())
 	case "COPY":
 		fields := strings.Fields(b.rest)
 		to := fields[len(fields)-1]
@@ -140,6 +176,22 @@ func (b *imageBuilder) inImage() {
 			b.bad("want one path in " + builtIn)
 		}
 		b.image.files = append(b.image.files, copied{from, fields[1], owner})
+	case "ARG":
+		key, value, _ := strings.Cut(b.arg(), "=")
+		b.values[key] = value
+	case "LABEL":
+		key, value, ok := strings.Cut(b.rest, "=")
+		text, err := strconv.Unquote(value)
+		if !ok || err != nil {
+			b.bad("want KEY=\"VALUE\"")
+		}
+		b.image.labels[key] = os.Expand(text, func(name string) string {
+			v, ok := b.values[name]
+			if !ok {
+				b.bad("the image has no ARG " + name)
+			}
+			return v
+		})
 	case "USER":
 		b.image.user = b.rest
 	case "ENV":
@@ -248,4 +300,35 @@ func copyContext(dir, from, to string) error {
 		}
 		return os.WriteFile(file, b, 0o644)
 	})
+}
+
+// imageForAnotherPlatform makes the image for another platform than the one that builds, with its version in the label. It is a part of TestPackages, which
+// has compiled for that platform anyway.
+func imageForAnotherPlatform(t *testing.T) {
+	out := t.TempDir()
+	m := buildImage(t, out, map[string]string{"VERSION": "1.2.3", "REVISION": "0123abc", "TARGETARCH": "arm64"})
+	f, err := elf.Open(filepath.Join(out, strings.TrimPrefix(m.entrypoint[0], "/")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if f.Machine != elf.EM_AARCH64 || f.Section(".interp") != nil {
+		t.Errorf("the program is for %v, with the sections %v", f.Machine, f.Sections)
+	}
+	if m.labels["org.opencontainers.image.version"] != "1.2.3" || m.labels["org.opencontainers.image.revision"] != "0123abc" {
+		t.Errorf("labels %q", m.labels)
+	}
+	for _, label := range []string{"title", "description", "source", "documentation", "licenses"} {
+		if m.labels["org.opencontainers.image."+label] == "" {
+			t.Errorf("no label %s among %q", label, m.labels)
+		}
+	}
+	// crypto/x509 looks for the CA certificates there.
+	i := slices.IndexFunc(m.files, func(f copied) bool { return f.to == "/etc/ssl/certs/ca-certificates.crt" })
+	if i < 0 {
+		t.Fatalf("no CA certificates among %+v", m.files)
+	}
+	if b, err := os.ReadFile(filepath.Join(out, m.files[i].from)); err != nil || !x509.NewCertPool().AppendCertsFromPEM(b) {
+		t.Errorf("the CA certificates of the image: %d bytes, %v", len(b), err)
+	}
 }

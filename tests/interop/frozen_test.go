@@ -282,8 +282,8 @@ func TestFrozenFileSystem(t *testing.T) {
 	near, far := logIn(t, d, honestIQN, "honest"), logIn(t, control, honestIQN, "honest")
 
 	defer v.Thaw(t)
+	since := time.Now() // a call may hang before Freeze returns
 	v.Freeze(t)
-	since := time.Now()
 	g.begin(t, crowd, each)
 	waiting := g.hung(t, since)
 	if share := shareOf(t, near, far); share < 80 {
@@ -353,8 +353,8 @@ func TestFrozenFileSystem(t *testing.T) {
 
 	// The process may have fewer calls now than its LUNs. A call that hangs counts for a second.
 	d.Manage(t, "limits", "set", fmt.Sprint("backend_calls=", calls))
+	since = time.Now() // a call may hang before Freeze returns
 	v.Freeze(t)
-	since = time.Now()
 	crowd = slices.DeleteFunc(crowd, func(s *initiator.Session) bool {
 		select {
 		case <-s.Done():

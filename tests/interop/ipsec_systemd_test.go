@@ -101,11 +101,11 @@ dd if=/run/data of=$(cat /run/disk) bs=64k oflag=direct status=none
 	installed := func() string {
 		t.Helper()
 		return m.run(t, `ip netns exec target ip -s xfrm state | grep -E 'spi 0x|^	  add '
-ip netns exec target ip xfrm policy | grep -E '^	dir '
+ip netns exec target ip xfrm policy | grep -E '^	dir ' | sort
 iser-target session list -o json | grep -E '"(tsih|suite)"'`, quick)
 	}
 	before := installed()
-	if strings.Count(before, "spi 0x") != 2 || strings.Count(before, "\tdir ") != 2 || !strings.Contains(before, "esp-tunnel aes128-sha256") {
+	if strings.Count(before, "spi 0x") != 2 || strings.Count(before, "\tdir ") != 4 || !strings.Contains(before, "esp-tunnel aes128-sha256") {
 		t.Fatalf("the target has\n%s", before)
 	}
 	for _, c := range []struct{ name, script string }{

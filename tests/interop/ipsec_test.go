@@ -22,13 +22,19 @@ const (
 // pageBlocks returns the fenced blocks of docs/ipsec.md below a heading, in a language, one after another.
 func pageBlocks(t *testing.T, heading, language string) string {
 	t.Helper()
-	b, err := os.ReadFile(ipsecPage)
+	return blocksOf(t, ipsecPage, heading, language)
+}
+
+// blocksOf does the same for any page.
+func blocksOf(t *testing.T, page, heading, language string) string {
+	t.Helper()
+	b, err := os.ReadFile(page)
 	if err != nil {
 		t.Fatal(err)
 	}
 	_, text, ok := strings.Cut(string(b), "\n## "+heading+"\n")
 	if !ok {
-		t.Fatalf("%s has no heading %q", ipsecPage, heading)
+		t.Fatalf("%s has no heading %q", page, heading)
 	}
 	text, _, _ = strings.Cut(text, "\n## ")
 	var blocks strings.Builder
@@ -38,7 +44,7 @@ func pageBlocks(t *testing.T, heading, language string) string {
 		}
 	}
 	if blocks.Len() == 0 {
-		t.Fatalf("%s has no block of %s below %q", ipsecPage, language, heading)
+		t.Fatalf("%s has no block of %s below %q", page, language, heading)
 	}
 	return blocks.String()
 }
@@ -259,6 +265,9 @@ func TestIPsec(t *testing.T) {
 			v.Try(t, ". /run/ipsec.sh\non tail -n 40 /run/iser-target.log >&2 || true\ntail -n 20 /run/charon.log >&2", quick)
 		}
 		v.Run(t, ipsecDown, long)
+		if err := os.RemoveAll(filepath.Join(v.Files(), "packaging")); err != nil {
+			t.Error(err)
+		}
 	})
 	v.Run(t, ipsecUp, quick)
 	cli := func(args string) string {

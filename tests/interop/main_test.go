@@ -116,9 +116,11 @@ func leave(t testing.TB, v *vm.VM) {
 	}
 }
 
-// bringUp makes the initiator of a machine that has just booted.
+// bringUp makes the initiator of a machine that has just booted. While siw connects, ib_iser holds iscsid in the kernel until TCP gives
+// up a SYN that nobody answers: with the six retries of the default after 127 s, which the kernel, after 120 s, reports as a hung task.
 const bringUp = `
 hostname guest
+echo 3 >/proc/sys/net/ipv4/tcp_syn_retries
 ip link set lo up
 modprobe -a virtio_net
 ip link set eth0 up

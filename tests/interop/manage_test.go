@@ -364,8 +364,12 @@ fio --ioengine=libaio --direct=1 --filename=/dev/$disk --iodepth=16 --rw=randrw 
 		commands += grown("iser_target_lun_commands_total" + fmt.Sprintf(labels["lun"], op))
 	}
 	const duration = "iser_target_lun_command_duration_seconds_"
-	total := `{lun="0",phase="total",target="` + managed + `",transport="iser"}`
-	if count, sum := grown(duration+"count"+total), grown(duration+"sum"+total); count != commands || sum <= 0 ||
+	count, sum := 0.0, 0.0
+	for _, op := range []string{"read", "write", "other"} {
+		total := `{lun="0",op="` + op + `",phase="total",target="` + managed + `",transport="iser"}`
+		count, sum = count+grown(duration+"count"+total), sum+grown(duration+"sum"+total)
+	}
+	if count != commands || sum <= 0 ||
 		sum > seconds {
 		t.Errorf("%v commands have taken %v s, want %v, and less than the %v s of fio", count, sum, commands, seconds)
 	}

@@ -213,5 +213,17 @@ dd if=$(disk `+iqn+` 0) of=/dev/null bs=64k count=1 iflag=direct
 		}
 	}
 	v.Run(t, forgive, quick) // the target closes after its refusals
+	for platform, iface := range map[string]string{"linux": "default", "linux-iser": "iser"} {
+		t.Run("connect "+platform, func(t *testing.T) {
+			commands := d.Manage(t, "connect", "--for", platform, "--portal", d.Addr())
+			v.Run(t, script(d, fmt.Sprintf("export SECRET=%s TARGET_SECRET=%s\ncat >/run/connect <<'.'\n%s\n.\nbash -eu /run/connect\n", secret, ours, commands)+`
+iscsiadm -m session -P 1 | grep -A3 'Target: `+iqn+`'
+iscsiadm -m session -P 1 | grep -x '[[:space:]]*Iface Name: `+iface+`'
+dd if=$(disk `+iqn+` 0) of=/dev/null bs=64k count=1 iflag=direct
+iscsiadm -m node -T `+iqn+` --logout
+iscsiadm -m node -T `+iqn+` -o delete
+`), quick)
+		})
+	}
 	d.AwaitVars(t, map[string]float64{"sessions": 0, "connections": 0}, 10*time.Second)
 }

@@ -63,6 +63,22 @@ sg_logs --page=we $d
 sg_logs --page=gsp $d | sed 's/= [1-9][0-9]*$/= N/'
 sg_logs --page=0x3e $d
 `},
+	{"logs", `
+sg_write_same --lba=0 --num=8 --in=/run/aa $d
+sg_logs --page=we $d
+sg_logs --page=we --reset --select $d
+sg_turs --verbose $e
+sg_turs $e
+sg_turs $d
+sg_logs --page=we $d
+sg_write_same --lba=0 --num=4 --in=/run/aa $e
+sg_logs --page=we $d
+sg_logs --page=re --reset --select $d
+sg_turs $e
+sg_logs --page=we $e
+sg_logs --page=0x3e --reset --select $d
+sg_logs --page=we --reset --select --sp $d
+`},
 	{"sense", `
 sdparm --get=D_SENSE,TST $d
 sdparm --set=D_SENSE=1,TST=1 $d

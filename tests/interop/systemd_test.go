@@ -155,10 +155,11 @@ func block(t *testing.T, file, heading string) string {
 	return commands
 }
 
-// stage copies files of the repository to a directory that the guest sees.
+// stage copies files of the repository to a directory that the guest sees, until the test ends.
 func stage(t *testing.T, v *vm.VM, dirs ...string) {
 	t.Helper()
 	for _, dir := range dirs {
+		t.Cleanup(func() { os.RemoveAll(filepath.Join(v.Files(), dir)) })
 		if err := os.CopyFS(filepath.Join(v.Files(), dir), os.DirFS(filepath.Join("../..", dir))); err != nil {
 			t.Fatal(err)
 		}
@@ -169,7 +170,7 @@ func stage(t *testing.T, v *vm.VM, dirs ...string) {
 // docs/service.md, as they stand there.
 func TestSystemd(t *testing.T) {
 	v := boot(t)
-	need(t, "/lib/systemd/systemd", cu.Program, "iscsi-ls")
+	need(t, "/lib/systemd/systemd", cu.Program, "iscsi-ls", "fio")
 	stage(t, v, "packaging", "examples")
 	if err := os.Mkdir(filepath.Join(v.Files(), "bin"), 0o755); err != nil {
 		t.Fatal(err)
@@ -198,6 +199,7 @@ ls /etc/systemd/system/multi-user.target.wants/iser-target.service`, quick)
 		{"system calls", serviceCalls},
 		{"reload", serviceReload},
 		{"upgrade", serviceUpgrade},
+		{"upgraded", serviceUpgraded},
 		{"restart", serviceRestart},
 		{"stop", serviceStop},
 		{"socket", serviceSocket},
@@ -444,6 +446,138 @@ systemctl kill --signal=KILL --kill-whom=main iser-target.service
 await is NRestarts 1
 await is ActiveState active
 systemctl restart iser-target.service`, quick)
+}
+
+const neighborIQN = "iqn.2026-11.io.example:neighbor"
+
+// sinceMark prints what the journal has of the service since mark.
+const sinceMark = `
+mark() { journalctl --sync; journalctl -n 1 -o cat --show-cursor | sed -n 's/^-- cursor: //p' >/run/cursor; }
+since() { journalctl --sync; journalctl -o cat --after-cursor="$(cat /run/cursor)" -u iser-target.service; }
+orderly() { # that no process was ended by force, and every LINE is there
+	since >/run/since
+	if grep -E 'SIGKILL|not our child|Failed with result|timed out|status=[^0]' /run/since; then return 1; fi
+	for line; do grep -e "$line" /run/since >/dev/null || { echo "not logged: $line" >&2; cat /run/since >&2; return 1; }; done
+}
+`
+
+// serviceUpgraded checks that systemd waits for the orderly end of a process that serves after upgrades, as for one that it
+// started: systemctl restart keeps the sessions and I/O in progress, and systemctl stop ends them. A neighbor that logged in over TCP
+// keeps its reservation and data in memory.
+func serviceUpgraded(t *testing.T, m *manager) {
+	m.run(t, `
+sed -i 's/^drain: 5s/drain: 0s/' /etc/iser-target/config.yaml
+systemctl reload iser-target.service
+await logged 'configuration file was applied'
+iser-target target create `+neighborIQN+` --initiator '*'
+iser-target lun create `+neighborIQN+` --id 0 --backend memory --size 16MiB`, quick)
+	m.v.Run(t, loggedIn+`
+modprobe iscsi_tcp
+iscsiadm -m discovery -t st -p `+vm.GuestAddr+`:3260 -I default
+iscsiadm -m node -T `+neighborIQN+` -p `+vm.GuestAddr+`:3260 -I default --login
+neighbor=$(disk `+neighborIQN+` 0)
+echo $neighbor >/run/neighbor
+dd if=/run/data of=$neighbor bs=64k oflag=direct status=none
+sg_persist --out --register --param-sark=5 $neighbor
+sg_persist --out --reserve --param-rk=5 --prout-type=3 $neighbor
+rm -f /run/fio.*
+touch /run/fio.go
+(
+	status=0
+	while [ -e /run/fio.go ] && [ $status = 0 ]; do
+		fio --ioengine=libaio --direct=1 --filename=$(cat /run/disk) --offset=8m --iodepth=8 --rw=randrw --bs=16k --size=8m \
+			--verify=crc32c --verify_fatal=1 --randrepeat=0 --name=upgraded >>/run/fio.out 2>&1 || status=$?
+	done
+	echo $status >/run/fio.status
+) </dev/null >/run/fio.log 2>&1 &`, quick)
+	m.run(t, sinceMark+`
+sessions() { iser-target session list -o json | grep -E '"(tsih|started)"'; }
+tsih() { sessions | grep tsih; }
+program=/run/iser-target.program
+cp -p /usr/bin/iser-target $program
+install() { cp -p $1 /usr/bin/iser-target.new; mv /usr/bin/iser-target.new /usr/bin/iser-target; }
+upgrade() {
+	local pid=$(show MainPID)
+	iser-target upgrade
+	moved() { ! is MainPID $pid; }
+	await moved
+	one() { [ "$(pgrep -c -x iser-target)" = 1 ]; }
+	await one
+	# systemd is the parent, so it learns of the end of the process.
+	[ "$(sed -n 's/^PPid:\t//p' /proc/$(show MainPID)/status)" = 1 ]
+}
+mark
+before=$(sessions)
+upgrade
+upgrade
+[ "$before" = "$(sessions)" ]
+# A new process that ends changes nothing.
+pid=$(show MainPID)
+printf '#!/bin/sh\nexit 7\n' >/run/bad
+chmod 755 /run/bad
+install /run/bad
+status=0
+$program upgrade 2>/run/refused || status=$?
+cat /run/refused >&2
+[ $status = 1 ]
+grep 'has ended. Its messages are in the log' /run/refused
+install $program
+must MainPID $pid
+must ActiveState active
+[ "$before" = "$(sessions)" ]
+was=$(tsih)
+pid=$(show MainPID)
+systemctl restart iser-target.service
+must ActiveState active
+must NRestarts 0
+[ "$(show MainPID)" != $pid ]
+orderly 'msg="sessions wait for the restart"' 'msg=stopped' 'msg="sessions continue after the restart"'
+[ "$was" = "$(tsih)" ]
+upgrade
+[ "$was" = "$(tsih)" ]`, long)
+	m.v.Run(t, `
+rm /run/fio.go
+for ((n = 0; n < 600; n++)); do
+	[ -e /run/fio.status ] && break
+	sleep 0.1
+done
+[ $(cat /run/fio.status) = 0 ] || { cat /run/fio.out >&2; exit 1; }
+`+sameData+`
+neighbor=$(cat /run/neighbor)
+dd if=$neighbor bs=64k count=16 iflag=direct status=none | cmp - /run/data
+sg_persist --in --read-reservation $neighbor | grep -i 'key=0x5'`, long)
+	m.run(t, sinceMark+`
+SECONDS=0
+systemctl stop iser-target.service
+echo "stopped in $SECONDS s"
+must ActiveState inactive
+must Result success
+orderly 'msg="shutting down"' 'msg=stopped' 'iser-target.service: Deactivated successfully'
+systemctl start iser-target.service
+# Whoever kills the old process before the new one serves ends both.
+printf '#!/bin/sh\ntouch /run/iser-target/began\nsleep 300\n' >/run/bad
+mv /usr/bin/iser-target /run/iser-target.program
+install() { cp -p $1 /usr/bin/iser-target.new; mv /usr/bin/iser-target.new /usr/bin/iser-target; }
+install /run/bad
+/run/iser-target.program upgrade >/run/killed 2>&1 &
+await test -e /run/iser-target/began
+install /run/iser-target.program
+before=$(show NRestarts)
+systemctl kill --signal=KILL --kill-whom=main iser-target.service
+await is NRestarts $((before + 1))
+await is ActiveState active
+gone() { ! pgrep -u iser-target sleep; }
+await gone
+wait`, long)
+	m.v.Run(t, sameData+`
+iscsiadm -m node -T `+neighborIQN+` -p `+vm.GuestAddr+`:3260 -I default --logout
+iscsiadm -m node -T `+serviceIQN+` --logout
+`+forgive, quick)
+	m.run(t, `
+iser-target target delete `+neighborIQN+` --now
+sed -i 's/^drain: 0s/drain: 5s/' /etc/iser-target/config.yaml
+systemctl reload iser-target.service
+await is StatusText 'serving: sessions 0, targets 1, LUNs 2'`, quick)
 }
 
 // serviceRestart checks that a restart without a drain keeps the session: systemd keeps its socket.

@@ -282,7 +282,7 @@ func (d *Target) answers() error {
 	ctx, cancel := context.WithTimeout(context.Background(), startLimit)
 	defer cancel()
 	c := client.New(d.socket)
-	c.Limit(startLimit)
+	c.Limit(startLimit, startLimit)
 	_, err := c.Portals(ctx)
 	return err
 }

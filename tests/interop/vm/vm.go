@@ -364,25 +364,34 @@ func (v *VM) Run(t testing.TB, script string, limit time.Duration) string {
 // fault in itself.
 func (v *VM) Try(t testing.TB, script string, limit time.Duration) Result {
 	t.Helper()
+	r, err := v.Script(t.Logf, script, limit)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+// Script runs a script as Try does, for a caller that is no test. logf gets each line that the script
+// prints. After an error the machine can run no further script, and the error has the end of its console.
+func (v *VM) Script(logf func(string, ...any), script string, limit time.Duration) (Result, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if v.broken != nil {
-		t.Fatalf("vm: %v", v.broken)
+		return Result{}, fmt.Errorf("vm: %w", v.broken)
 	}
-	r, err := v.run(t.Logf, script, limit)
+	r, err := v.run(logf, script, limit)
 	if err != nil {
 		v.broken = err
 		v.cmd.Process.Kill()
 		<-v.exited
 	}
 	if found := v.console.trouble(); found != nil {
-		v.broken = errors.New("the guest's kernel has reported a fault in itself")
-		t.Errorf("the guest's kernel reports:\n%s", strings.Join(found, "\n"))
+		v.broken = fmt.Errorf("the guest's kernel reports:\n%s", strings.Join(found, "\n"))
 	}
 	if v.broken != nil {
-		t.Fatalf("vm: %v\n%s\nthe script was:\n%s", v.broken, v.Console(), script)
+		return Result{}, fmt.Errorf("vm: %w\n%s\nthe script was:\n%s", v.broken, v.Console(), script)
 	}
-	return r
+	return r, nil
 }
 
 // run runs a script. An error means that the machine cannot be used any longer.
