@@ -9,7 +9,7 @@ VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null)
 BENCH_PACKAGES ?= ./rdma ./rdma/rpcrdma ./tests
 BENCH ?= .
 FUZZTIME ?= 30s
-TEST_TIMEOUT ?= 10m
+TEST_TIMEOUT ?= 15m
 INTEROP_TIMEOUT ?= 45m
 REPEAT_RUNS ?= 20
 REPEAT_TIMEOUT ?= 30m
@@ -20,6 +20,13 @@ CRASH_TIMEOUT ?= 60m
 INTEROP := ./tests/interop
 CRC_TIME ?= 1h
 IPSEC_ROUNDS ?= 5
+REPORT_ROUNDS ?= 3
+REPORT_RUNTIME ?= 2s
+REPORT_TARGETS ?=
+FIGURES ?= all
+FIGURES_ROUNDS ?= 5
+TUNING ?= all
+TUNING_ROUNDS ?= 7
 CONFORMANCE := ./tests/conformance
 # All packages but the tests of a program that is built without the race detector, of
 # which those of INTEROP want the machine to themselves.
@@ -43,6 +50,14 @@ build: ## bin/iser-target, a static binary
 .PHONY: sbom
 sbom: build ## bin/iser-target.cdx.json, the modules in bin/iser-target (CycloneDX)
 	$(GO) run ./tests/testkit/sbom bin/iser-target > bin/iser-target.cdx.json
+
+.PHONY: packages
+packages: ## build/packages: programs, .deb and .rpm for amd64 and arm64
+	GO=$(GO) packaging/build.sh build/packages
+
+.PHONY: packages-test
+packages-test: ## installs, upgrades and purges the packages in the virtual machine, and runs the program for arm64 in qemu
+	ISER_TARGET_PACKAGES=1 $(GO) test -v $(INTEROP) -run '^TestPackages$$' -count 1 -timeout 1h
 
 # Nothing of the directory, the cache or the clock may be in the program. The second build has an empty cache.
 .PHONY: reproducible
@@ -71,7 +86,7 @@ check: ## what every change has to pass: format, vet, staticcheck, modules, test
 	$(GOTESTSUM) --packages="$(CHECK)" -- -race -tags invariants -timeout $(TEST_TIMEOUT)
 
 .PHONY: test
-test: setup unit interop ## all tests; the one command for a newcomer
+test: setup unit interop ## all tests but the longest; the one command for a newcomer
 
 # What the tests on a virtual machine need is installed where that is possible.
 # Elsewhere they say what is missing and are skipped.
@@ -97,15 +112,45 @@ soak: build ## verified load under disturbances for DURATION, with bounds for al
 
 .PHONY: segments
 segments: ## CRCs with the Linux initiator on Ethernet, verified for CRC_TIME (1h) per MTU
-	ISER_TARGET_CRC_TIME=$(CRC_TIME) GO=$(GO) .ci/interop $(INTEROP) -run '^TestSegments$$' -count 1 -timeout 6h
+	ISER_TARGET_CRC_TIME=$(CRC_TIME) $(GO) test -v $(INTEROP) -run '^TestSegments$$' -count 1 -timeout 6h
 
 .PHONY: ipsec-speed
 ipsec-speed: ## commands per second with and without ESP in a virtual machine, in IPSEC_ROUNDS rounds, as a table
 	$(GO) test $(INTEROP) -run '^$$' -bench '^BenchmarkIPsec$$' -benchtime $(IPSEC_ROUNDS)x -timeout 1h
 
+.PHONY: report
+report: setup build ## LIO, tgt, this target and REPORT_TARGETS in turn, REPORT_ROUNDS rounds; writes docs/report.html and docs/report.md
+	$(GO) run ./tests/report -program bin/iser-target -rounds $(REPORT_ROUNDS) -runtime $(REPORT_RUNTIME) -targets '$(REPORT_TARGETS)' \
+		$(if $(REPORT_OVERWRITE),-overwrite)
+
+.PHONY: figures
+figures: build ## the figures of docs/performance.md next to their bounds, FIGURES_ROUNDS rounds, as tables; REPORT_TARGETS as for report
+	$(GO) run ./tests/report -program bin/iser-target -rounds $(FIGURES_ROUNDS) -runtime 1s -ramp 200ms -targets '$(REPORT_TARGETS)' \
+		$(if $(REPORT_OVERWRITE),-overwrite) -figures $(FIGURES)
+
+.PHONY: tuning
+tuning: build ## the measurements of docs/tuning.md, TUNING_ROUNDS rounds, as tables
+	$(GO) run ./tests/report -program bin/iser-target -rounds $(TUNING_ROUNDS) -runtime 1s -ramp 200ms -tuning $(TUNING)
+
+# Three minutes and more each. With them make test takes longer than 35 minutes.
+LONGEST = ^(TestIPsecHandover|TestIPsecPages|TestIPsecSYNACK|TestSegments)$$
+INTEROP_TEST = $(GO) tool gotestsum --format standard-verbose --packages="$(INTEROP)" -- -count 1 -timeout $(INTEROP_TIMEOUT)
+
 .PHONY: interop
-interop: ## tests against the Linux initiator in a virtual machine; says why it skips one
-	GO=$(GO) .ci/interop $(INTEROP) -count 1 -timeout $(INTEROP_TIMEOUT)
+interop: ## tests against the Linux initiator in a virtual machine, but for those of interop-long; says why it skips one
+	$(INTEROP_TEST) -skip '$(LONGEST)'
+
+.PHONY: interop-long
+interop-long: ## the longest tests in the virtual machine
+	$(INTEROP_TEST) -run '$(LONGEST)'
+
+.PHONY: cluster
+cluster: ## tests and measurements on small Ceph clusters, which they bring up; needs ceph-mon, ceph-osd and ceph-common
+	ISER_TARGET_CLUSTER=1 $(GO) test -v -count 1 -bench . -benchtime 1x -timeout $(TEST_TIMEOUT) ./tests/ceph
+
+.PHONY: atomic
+atomic: ## WRITE ATOMIC on a device and on files in the virtual machine, with the newest kernel of Debian's backports (downloads 120 MB)
+	ISER_TARGET_ATOMIC=$${XDG_CACHE_HOME:-$$HOME/.cache}/iser-target/vm-newest $(GO) test -v $(INTEROP) -run '^TestAtomic$$' -count 1 -timeout 30m
 
 .PHONY: neighbours
 neighbours: ## what an honest initiator keeps while others attack the target, as a table
@@ -120,6 +165,10 @@ requirements: ## which rows of docs/requirements the tests quote; writes the lis
 	$(GO) test -count 1 -run '^TestConformancePage$$' ./tests -update
 	@$(GO) test -count 1 -v -run '^TestRequirementCoverage$$' ./tests | sed -n '/^table/,/^total/p'
 
+.PHONY: schema
+schema: ## writes config/schema.json, the JSON Schema of the configuration, from the code and docs/config.md
+	$(GO) test -count 1 -run '^TestSchema$$' ./config -update
+
 .PHONY: conformance
 conformance: ## libiscsi's suite over iSCSI/TCP; writes docs/conformance.md
 	$(GO) test -v -count 1 $(CONFORMANCE) -update
@@ -133,6 +182,10 @@ BASE ?= HEAD~1
 .PHONY: guard
 guard: ## CPU time per command of the fast paths, compared with BASE (HEAD~1) in one run
 	$(GO) run ./tests/guard -base $(BASE)
+
+.PHONY: pgo
+pgo: ## CPU profile of the fast paths in cmd/iser-target/default.pgo, which go build then uses
+	$(GO) run ./tests/guard -profile cmd/iser-target/default.pgo -seconds 8
 
 # Two targets at a time, one worker each; the output of each is kept together.
 .PHONY: fuzz
