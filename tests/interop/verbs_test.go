@@ -582,20 +582,26 @@ func stream(s *verbs.Socket, count, transfers, size int) error {
 	if err != nil {
 		return fmt.Errorf("before the first transfer: %w", err)
 	}
-	for range count {
+	// After its last round rstream closes its end at once. siw then resets the stream if it has not read our last messages, and what
+	// it has not sent yet is lost.
+	cut := func(err error) bool { return errors.Is(err, syscall.ECONNRESET) }
+	for round := range count {
 		for range transfers {
 			if err := transfer(size); err != nil {
-				return err
+				return fmt.Errorf("sending in round %d: %w", round, err)
 			}
 		}
 		for range transfers {
-			if err := answer(size); err != nil {
-				return err
+			err := answer(size)
+			if round == count-1 && cut(err) {
+				return nil
+			}
+			if err != nil {
+				return fmt.Errorf("receiving in round %d: %w", round, err)
 			}
 		}
 	}
-	// The data has come in both directions. rstream closes its end at once, and siw then resets the stream if it has not read our last message.
-	if err := s.Shutdown(); !errors.Is(err, syscall.ECONNRESET) {
+	if err := s.Shutdown(); !cut(err) {
 		return err
 	}
 	return nil
