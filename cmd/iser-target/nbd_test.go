@@ -9,7 +9,6 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
@@ -89,10 +88,11 @@ func TestNBD(t *testing.T) {
 		t.Helper()
 		load.flows(t)
 		end()
-		for until := time.Now().Add(500 * time.Millisecond); time.Now().Before(until); {
-			begun, c := time.Now(), &initiator.Command{CDB: cdb.Read16(0, 8), In: make([]byte, 4096)}
-			if err := neighbour.Do(c); err != nil || c.Status != 0 || time.Since(begun) > time.Second {
-				t.Errorf("the neighbor: %v, status %#x after %v", err, c.Status, time.Since(begun))
+		// The server is away until these have ended, so none of them waits for it.
+		for range 100 {
+			c := &initiator.Command{CDB: cdb.Read16(0, 8), In: make([]byte, 4096)}
+			if err := neighbour.Do(c); err != nil || c.Status != 0 {
+				t.Errorf("the neighbor: %v, status %#x", err, c.Status)
 			}
 		}
 		back()

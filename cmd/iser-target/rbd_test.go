@@ -65,9 +65,9 @@ func TestRBD(t *testing.T) {
 			syscall.Kill(pid, syscall.SIGKILL)
 		}
 		for until := time.Now().Add(500 * time.Millisecond); time.Now().Before(until); {
-			begun, c := time.Now(), &initiator.Command{CDB: cdb.Read16(0, 8), In: make([]byte, 4096)}
-			if err := neighbor.Do(c); err != nil || c.Status != 0 || time.Since(begun) > time.Second {
-				t.Errorf("the neighbor: %v, status %#x after %v", err, c.Status, time.Since(begun))
+			c := &initiator.Command{CDB: cdb.Read16(0, 8), In: make([]byte, 4096)}
+			if err := neighbor.Do(c); err != nil || c.Status != 0 {
+				t.Errorf("the neighbor: %v, status %#x", err, c.Status)
 			}
 		}
 		load.flows(t)

@@ -68,8 +68,8 @@ func FuzzControlDuringIO(f *testing.F) {
 		if err != nil || status != 0 || !bytes.Equal(in, block) {
 			t.Fatalf("READ: status %#x, sense % x, %v, or other data", status, sense, err)
 		}
-		if took := time.Since(begun); took > time.Second {
-			t.Errorf("the initiator waited %v, want at most a second", took)
+		if took := time.Since(begun); took > 10*time.Second { // a busy machine
+			t.Errorf("the initiator waited %v", took)
 		}
 	})
 }

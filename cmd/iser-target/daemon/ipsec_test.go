@@ -455,12 +455,12 @@ func TestDriverHangs(t *testing.T) {
 	for i := range 5 {
 		begin := time.Now()
 		attentions(t, g.login(fmt.Sprintf("neighbour%d", i), store), 0)
-		if d := time.Since(begin); d > time.Second {
+		if d := time.Since(begin); d > 4*time.Second { // the driver's limit is 5 s
 			t.Errorf("login through another portal took %v", d)
 		}
 	}
 	begin := time.Now()
-	if g.protectionOf("a") == nil || time.Since(begin) > time.Second {
+	if g.protectionOf("a") == nil || time.Since(begin) > 4*time.Second {
 		t.Errorf("a list took %v", time.Since(begin))
 	}
 	if _, err := g.loginSafe("b"); err == nil {

@@ -154,7 +154,7 @@ func TestLookWaitsForRekey(t *testing.T) {
 // A daemon that hangs costs a Look the time limit of one request, and those after it nothing. SAs that are known stay known. When
 // it answers again, or was restarted without its SAs, everything continues.
 func TestCharonHangs(t *testing.T) {
-	const timeout = 300 * time.Millisecond
+	const timeout = 2 * time.Second
 	c := newCharon(t)
 	c.set(func(c *charon) { c.sas = [][]byte{established("host1.example.com", "1001", "1002")} })
 	k := newKernel(0x1001, 0x1002)
@@ -173,20 +173,20 @@ func TestCharonHangs(t *testing.T) {
 			if err != nil || len(p.In) != 1 || p.In[0].RemoteID != "" {
 				t.Errorf("without an answer: %+v, %v", p, err)
 			}
-			if p.Incomplete == nil || !strings.Contains(p.Incomplete.Error(), "charon does not answer within 300ms: ") {
+			if p.Incomplete == nil || !strings.Contains(p.Incomplete.Error(), "charon does not answer within 2s: ") {
 				t.Errorf("incomplete: %v", p.Incomplete)
 			}
 		})
 	}
 	wg.Wait()
-	if took := time.Since(begun); took < timeout || took > 10*time.Second {
+	if took := time.Since(begun); took < timeout || took > 30*time.Second {
 		t.Errorf("20 looks took %v, with a time limit of %v for one", took, timeout)
 	}
 	if n := c.count("list-sas"); n > 1 {
 		t.Errorf("charon got %d questions while it did not answer, want none", n-1)
 	}
 	errs := d.Check(t.Context())
-	if len(errs) != 2 || !strings.Contains(errs[1].Error(), "charon does not answer within 300ms") ||
+	if len(errs) != 2 || !strings.Contains(errs[1].Error(), "charon does not answer within 2s") ||
 		!strings.Contains(errs[1].Error(), "systemctl restart strongswan") {
 		t.Errorf("Check returns %v", errs)
 	}

@@ -1,5 +1,0 @@
-//go:build race
-
-package rbd
-
-const raceEnabled = true
