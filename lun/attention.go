@@ -22,6 +22,7 @@ var attentions = []Sense{
 	condReservationsReleased,
 	condRegistrationsPreempted,
 	condTimestampChanged,
+	condIdentifierChanged,
 	condSoftThreshold,
 	condInquiryChanged,
 }

@@ -76,6 +76,7 @@ func (u *Unit) Settings() []Setting {
 			list = append(list, Setting{Name: accessName(tag), Value: value, Default: accessStates[activeOptimized].name, Saved: value})
 		}
 	}
+	list = append(list, u.identifyingSettings()...)
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	for i := range list {
@@ -144,10 +145,11 @@ func (u *Unit) ResetSettings() (changed bool, err error) {
 	defer u.settings.give()
 	e := u.keptSettings()
 	changed = e.Mode != nil || len(e.PortGroups) > 0
-	e.Mode, e.PortGroups = nil, []portGroupEntry{}
+	e.Mode, e.PortGroups, e.Identifying = nil, []portGroupEntry{}, nil
 	var access *portGroups
+	var identifying *identifyingEntry
 	if err := u.keep(e, p, func() {
-		access = u.access.Swap(nil)
+		access, identifying = u.access.Swap(nil), u.identifying.Swap(nil)
 		u.modeSaved.Store(u.modeDefault.Load())
 		u.levelsSaved.Store(u.levelsDefault.Load())
 		u.tagsSaved.Store(nil)
@@ -171,6 +173,9 @@ func (u *Unit) ResetSettings() (changed bool, err error) {
 	if altered {
 		u.raise(condAccessChanged, nil)
 	}
+	if identifying != nil {
+		u.raise(condIdentifierChanged, nil)
+	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	clear(u.changedBy)
@@ -178,5 +183,5 @@ func (u *Unit) ResetSettings() (changed bool, err error) {
 	if ejected {
 		u.raiseLocked(condMediumChanged, nil)
 	}
-	return changed || modes || altered || stopped || ejected, err
+	return changed || modes || altered || identifying != nil || stopped || ejected, err
 }

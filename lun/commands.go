@@ -110,13 +110,15 @@ const (
 	range12  = "\xff\xff\xff\xff\xff\xff\xff\xff\x1f\x00"
 	range16  = lba8 + "\xff\xff\xff\xff\x1f\x00"
 	report12 = "\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00" // length, CONTROL
-	copy16   = "\x00\x00\x00\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00"
-	token16  = "\x1f\x00\x00\x00\x00" + len4 + len4 + "\x1f\x00" // list identifier, length, GROUP NUMBER, CONTROL
-	len4     = "\xff\xff\xff\xff"
-	none6    = "\x00\x00\x00\x00\x00"
-	none10   = "\x00\x00\x00\x00\x00\x00\x00\x00\x00"
-	erase10  = "\xbf\x00\x00\x00\x00\x00\x00\x00\x00"
-	prIn     = "\x1f\x00\x00\x00\x00\x00\xff\xff\x00"
+	// identifying12 ends with the length, the type and CONTROL.
+	identifying12 = "\x00\x00\x00\x00\xff\xff\xff\xff\xfe\x00"
+	copy16        = "\x00\x00\x00\x00\x00\x00\x00\xff\xff\xff\xff\x00\x00"
+	token16       = "\x1f\x00\x00\x00\x00" + len4 + len4 + "\x1f\x00" // list identifier, length, GROUP NUMBER, CONTROL
+	len4          = "\xff\xff\xff\xff"
+	none6         = "\x00\x00\x00\x00\x00"
+	none10        = "\x00\x00\x00\x00\x00\x00\x00\x00\x00"
+	erase10       = "\xbf\x00\x00\x00\x00\x00\x00\x00\x00"
+	prIn          = "\x1f\x00\x00\x00\x00\x00\xff\xff\x00"
 )
 
 // commands is the whole command set. A missing row is INVALID COMMAND
@@ -207,6 +209,8 @@ var commands = slices.Concat([]command{
 		phases{begin: readCapacity16}},
 	{opServiceActionIn16, 0x12, "GET LBA STATUS", medium | reads, "\x1f" + lba8 + len4 + "\x00\x00", phases{begin: getLBAStatus}},
 	{0xa0, noSA, "REPORT LUNS", anyLUN, "\x00\xff\x00\x00\x00" + len4 + "\x00\x00", phases{begin: reportLUNs}},
+	{0xa3, 0x05, "REPORT IDENTIFYING INFORMATION", anyPersistent | anyReserve, "\x1f" + identifying12,
+		phases{begin: reportIdentifying}},
 	{0xa3, 0x0a, "REPORT TARGET PORT GROUPS", anyPersistent | anyReserve | anyAccess, "\x3f" + report12,
 		phases{begin: reportPortGroups}},
 	{0xa3, 0x0c, "REPORT SUPPORTED OPERATION CODES", reads | inStandby, "\x1f\x87\xff\xff\xff\xff\xff\xff\xff\x00\x00",
@@ -214,6 +218,8 @@ var commands = slices.Concat([]command{
 	{0xa3, 0x0d, "REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS", reads | inStandby,
 		"\x1f\x80\x00\x00\x00" + len4 + "\x00\x00", phases{begin: reportTMFs}},
 	{0xa3, 0x0f, "REPORT TIMESTAMP", anyPersistent | anyReserve, "\x1f" + report12, phases{begin: reportTimestamp}},
+	{0xa4, 0x06, "SET IDENTIFYING INFORMATION", allData | changes, "\x1f" + identifying12,
+		phases{begin: beginSetIdentifying, consume: consumeSetIdentifying, end: endSetIdentifying}},
 	{0xa4, 0x0a, "SET TARGET PORT GROUPS", anyAccess | allData | changes, "\x1f" + report12,
 		phases{begin: beginSetPortGroups, consume: consumeSetPortGroups}},
 	{0xa4, 0x0f, "SET TIMESTAMP", allData | changes, "\x1f" + report12,

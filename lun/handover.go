@@ -86,6 +86,7 @@ type UnitState struct {
 	Crossed      uint8             `json:"crossed,omitempty"` // thresholds that are reached: see crossed
 	Clock        *clockState       `json:"clock,omitempty"`   // that an initiator has set
 	PortGroups   []portGroupEntry  `json:"port_groups,omitempty"`
+	Identifying  *identifyingEntry `json:"identifying,omitempty"`
 	ChangedBy    map[string]string `json:"changed_by,omitempty"` // initiators, by setting
 	Unsynced     bool              `json:"unsynced,omitempty"`   // a sync has failed
 	Failure      *SyncFailure      `json:"failure,omitempty"`    // when and why it has
@@ -129,6 +130,7 @@ func (u *Unit) State() UnitState {
 	if g := u.access.Load(); g != nil {
 		st.PortGroups = g.entries()
 	}
+	st.Identifying = u.identifying.Load()
 	u.mu.Lock()
 	st.ChangedBy = maps.Clone(u.changedBy)
 	u.mu.Unlock()
@@ -181,6 +183,10 @@ func (u *Unit) Restore(st UnitState) error {
 	if err := st.AppTags.check(); err != nil {
 		return err
 	}
+	if err := st.Identifying.check(); err != nil {
+		return err
+	}
+	u.identifying.Store(st.Identifying)
 	u.SetHealth(Health(health))
 	u.stopped.Store(st.Stopped)
 	u.ejected.Store(st.Ejected)

@@ -23,7 +23,7 @@ func throughJSON[T any](t *testing.T, v T) (back T) {
 
 // What a unit keeps in memory only is the same in the unit and the nexuses of another process: registrations
 // without APTPL and their generation, RESERVE, modes that are not saved, a stopped medium, states of port
-// groups, unit attentions, PREVENT.
+// groups, identifying information, unit attentions, PREVENT.
 func TestHandOver(t *testing.T) {
 	r := newPRRig(t, setup{opt: everything, info: volatile})
 	for _, step := range []struct {
@@ -53,6 +53,7 @@ func TestHandOver(t *testing.T) {
 		t.Fatalf("RESERVE: %+v", got)
 	}
 	r.unit.stopped.Store(true)
+	wantGood(t, "SET IDENTIFYING INFORMATION", r.on(r.a, setInfo(infoText, 2), []byte("x\x00")))
 	r.unit.raise(condModeChanged, r.a)
 	unit := r.unit.State()
 	paths := map[*Nexus][]PathState{r.a: r.a.State(), r.b: r.b.State(), r.c: r.c.State()}
@@ -77,8 +78,8 @@ func TestHandOver(t *testing.T) {
 			t.Errorf("nexus of %v: %+v, want %+v", old.port, got, st)
 		}
 	}
-	if list := paths[r.c]; len(list) != 1 || len(list[0].Attentions) != 1 || list[0].Attentions[0] != "2a/01" || !list[0].Prevents {
-		t.Errorf("the nexus of c has %+v, want MODE PARAMETERS CHANGED and PREVENT", list)
+	if list := paths[r.c]; len(list) != 1 || !slices.Equal(list[0].Attentions, []string{"2a/01", "3f/05"}) || !list[0].Prevents {
+		t.Errorf("the nexus of c has %+v, want MODE PARAMETERS CHANGED, DEVICE IDENTIFIER CHANGED and PREVENT", list)
 	}
 }
 

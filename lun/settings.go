@@ -8,8 +8,8 @@ import (
 	"github.com/iser-target/iser-target/lun/state"
 )
 
-// Settings keeps what initiators set permanently in logical units: saved mode pages, and the states
-// of target port groups. Those of all units are in one file. Several goroutines may use it at once.
+// Settings keeps what initiators set permanently in logical units: saved mode pages, the states
+// of target port groups, and identifying information. Those of all units are in one file. Several goroutines may use it at once.
 type Settings = state.Keeper[settingsEntry]
 
 // A settingsEntry is the record of a unit.
@@ -17,6 +17,8 @@ type settingsEntry struct {
 	NAA        string           `json:"naa"`         // Identity.Serial
 	Mode       *modeEntry       `json:"mode"`        // saved mode pages; null: none are saved
 	PortGroups []portGroupEntry `json:"port_groups"` // those with a state that was set, ascending by tag
+	// Identifying is nil if initiators wrote nothing.
+	Identifying *identifyingEntry `json:"identifying,omitempty"`
 }
 
 type modeEntry struct {
@@ -39,6 +41,9 @@ func (e settingsEntry) Unit() string { return e.NAA }
 func (e settingsEntry) Check() error {
 	if e.PortGroups == nil {
 		return errors.New("port_groups is null, want a list")
+	}
+	if err := e.Identifying.check(); err != nil {
+		return err
 	}
 	if e.Mode != nil {
 		if err := e.Mode.AppTags.check(); err != nil {
@@ -110,6 +115,7 @@ func (u *Unit) restoreSettings() error {
 	u.tagsSaved.Store(&tags)
 	u.tags.Store(&tags)
 	u.useTags()
+	u.identifying.Store(u.kept.Identifying)
 	if len(u.kept.PortGroups) > 0 {
 		set := portGroups{}
 		for _, g := range u.kept.PortGroups {

@@ -153,6 +153,10 @@ func TestOpenSettingsRefuses(t *testing.T) {
 		"tag 0":           {`"tag": 1`, `"tag": 0`, "tag 0"},
 		"tag twice":       {`"tag": 2`, `"tag": 1`, "ascend"},
 		"state":           {`"standby"`, `"offline"`, "is unknown"},
+		"no information":  {`"}]}]}`, `"}], "identifying": {}}]}`, "neither"},
+		"long":            {`"}]}]}`, `"}], "identifying": {"information": "` + strings.Repeat("AAAA", 171) + `"}}]}`, "513 bytes"},
+		"long text":       {`"}]}]}`, `"}], "identifying": {"text": "` + strings.Repeat("a", 256) + `\u0000"}}]}`, "257 bytes"},
+		"text":            {`"}]}]}`, `"}], "identifying": {"text": "a"}}]}`, "a NUL only at its end"},
 		"empty":           {good, "", "is empty"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -34,8 +34,8 @@ type Options struct {
 	Revision     string // 4 characters; default 0001
 	// Reservations keeps persistent reservations; nil: they do not survive a restart (PTPL_C 0).
 	Reservations *Reservations
-	// Settings keeps saved mode pages and the states of target port groups; nil: no
-	// mode page can be saved.
+	// Settings keeps saved mode pages, the states of target port groups, and identifying
+	// information; nil: no mode page can be saved.
 	Settings *Settings
 	// Sanitizations keeps what SANITIZE began; nil: the end of the process ends it,
 	// which is right if the medium ends, too.
@@ -88,10 +88,11 @@ type Unit struct {
 	tags          atomic.Pointer[protection.AppTags] // of the Application Tag mode page; nil: none
 	tagsSaved     atomic.Pointer[protection.AppTags]
 	space         spaceWatch
-	modeChanged   bool                        // the mode parameters, or the WP bit, differ from those of the predecessor
-	access        atomic.Pointer[portGroups]  // nil: no state was set
-	clock         atomic.Pointer[deviceClock] // nil: that of the machine
-	logBases      atomic.Pointer[logBases]    // nil: LOG SELECT has reset nothing
+	modeChanged   bool                             // the mode parameters, or the WP bit, differ from those of the predecessor
+	access        atomic.Pointer[portGroups]       // nil: no state was set
+	clock         atomic.Pointer[deviceClock]      // nil: that of the machine
+	identifying   atomic.Pointer[identifyingEntry] // nil: none
+	logBases      atomic.Pointer[logBases]         // nil: LOG SELECT has reset nothing
 	stopped       atomic.Bool
 	ejected       atomic.Bool // set and reset with mu held
 	ranges        rangeLocks
@@ -111,7 +112,7 @@ type Unit struct {
 	reservations reservations
 
 	settings   turn          // of changes that are stored in Options.Settings
-	settingsMu sync.Mutex    // held while mode, modeSaved or access change, but not while they are stored
+	settingsMu sync.Mutex    // held while mode, modeSaved, access or identifying change, but not while they are stored
 	kept       settingsEntry // guarded by settingsMu; changes with the turn
 
 	mu   sync.Mutex
@@ -395,8 +396,8 @@ func (u *Unit) notStored(err error) {
 
 // InheritFrom makes u, which nobody knows yet, the successor of a unit of the same identity. To
 // reopen a store is neither a loss of power nor a reset. So registrations and persistent
-// reservations remain (SPC-4, section 5.13.5), and so do the mode parameters and the states of
-// target port groups that initiators set and did not save. An initiator that disabled the cache
+// reservations remain (SPC-4, section 5.13.5), and so do the mode parameters, identifying information
+// and the states of target port groups that initiators set and did not save. An initiator that disabled the cache
 // counts on that. A failed sync, also the one when the old store closed, is as final as in the
 // store: what was written before may be lost. The old unit, which was replaced, takes no more
 // reservations. An absent unit passes all of that on.
@@ -442,6 +443,7 @@ func (u *Unit) InheritFrom(old *Unit) {
 	u.inquiryChanged = u.protection != old.protection
 	u.access.Store(old.access.Load())
 	u.clock.Store(old.clock.Load())
+	u.identifying.Store(old.identifying.Load())
 }
 
 // CutOff makes commands in progress fail with LOGICAL UNIT NOT SUPPORTED as soon as the store is

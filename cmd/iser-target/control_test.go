@@ -555,10 +555,17 @@ func TestSettingsCommands(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	name := &initiator.Command{Out: []byte("rack 7\x1b[31m\x00")}
+	copy(name.CDB[:], "\xa4\x06\x00\x00\x00\x00\x00\x00\x00\x0c\x04") // SET IDENTIFYING INFORMATION, a text
+	if err := session.Do(name); err != nil || name.Status != 0 {
+		t.Fatalf("SET IDENTIFYING INFORMATION: %v, status %d, sense % x", err, name.Status, name.Sense)
+	}
+	s.says(t, cli.ExitOK, `"rack 7\x1b[31m" (default "", set by `+hostName+")", "lun", "show", storeName, "0")
 	s.says(t, cli.ExitOK, "on (default off, set by "+hostName+")", "lun", "show", storeName, "0")
 	s.says(t, cli.ExitOK, "ro, by an initiator", "lun", "list")
 	s.says(t, cli.ExitOK, `"saved": "on"`, "lun", "list", "-o", "json")
 	s.says(t, cli.ExitOK, "setting=write_protect", "events")
+	s.says(t, cli.ExitOK, `value="rack 7\x1b[31m"`, "events")
 	s.says(t, cli.ExitOK, "have their defaults", "lun", "reset-settings", storeName, "0")
 	for _, l := range read[[]schema.LUNState](t, s, "lun", "list") {
 		for _, set := range l.Settings {

@@ -305,7 +305,7 @@ func access(l *schema.LUNState) string {
 func (p *program) resetSettings() *cobra.Command {
 	return p.command(verb{names: targetOptional, use: "reset-settings [TARGET] LUN", short: "Restore the defaults of what initiators set of a LUN",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns),
-		long: "Restore the defaults of what initiators set of a LUN for all: write protection (SWP),\nthe write cache (WCE), the format of sense data (D_SENSE), task sets (TST), a stopped or\nejected medium, and the access states of portal groups. Saved settings return to their\ndefaults, too. Initiators are notified.\nlun show lists the settings, and the initiators that changed them.",
+		long: "Restore the defaults of what initiators set of a LUN for all: write protection (SWP),\nthe write cache (WCE), the format of sense data (D_SENSE), task sets (TST), a stopped or\nejected medium, the access states of portal groups, and identifying information. Saved\nsettings return to their defaults, too. Initiators are notified.\nlun show lists the settings, and the initiators that changed them.",
 		run: func(ctx context.Context, c *call) error {
 			if err := c.ResetSettings(ctx, c.target, c.lun); err != nil {
 				return err
@@ -363,19 +363,23 @@ lun list shows them. They replace faults that are in force.`,
 // settingText returns the value of a setting, and what is unusual about it.
 func settingText(s *schema.SettingState) string {
 	var notes []string
+	value, show := s.Value, func(text string) string { return text }
+	if s.Setting == "identifying_text" { // any characters
+		value, show = strconv.Quote(value), strconv.Quote
+	}
 	if s.Value != s.Default {
-		notes = append(notes, "default "+s.Default)
+		notes = append(notes, "default "+show(s.Default))
 	}
 	if s.Value != s.Saved {
-		notes = append(notes, "after a reset "+s.Saved)
+		notes = append(notes, "after a reset "+show(s.Saved))
 	}
 	if s.By != "" {
 		notes = append(notes, "set by "+s.By)
 	}
 	if len(notes) == 0 {
-		return s.Value
+		return value
 	}
-	return s.Value + " (" + strings.Join(notes, ", ") + ")"
+	return value + " (" + strings.Join(notes, ", ") + ")"
 }
 
 func lunTable(t *table, l schema.LUNState) {

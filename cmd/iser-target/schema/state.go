@@ -153,8 +153,8 @@ type ThresholdState struct {
 }
 
 // A SettingState describes a setting of a LUN that an initiator changes for all: write_protect (SWP),
-// write_cache (WCE), descriptor_sense (D_SENSE), separate_task_sets (TST), thresholds of initiators, application_tags (ATMPE), application_tag_ranges, medium, and
-// access_state_N of portal group N.
+// write_cache (WCE), descriptor_sense (D_SENSE), separate_task_sets (TST), thresholds of initiators, application_tags (ATMPE), application_tag_ranges, medium,
+// access_state_N of portal group N, identifying_information (its length) and identifying_text, which may have any characters.
 type SettingState struct {
 	Setting string `json:"setting"`
 	Value   string `json:"value"`
