@@ -21,6 +21,8 @@ import (
 //	    open disk locks the medium
 //	$c  LUN 2 over iSER
 //	$ds, $cs  the sg devices of $d and $c
+//
+// sg_read_buffer 1.46 asks for 0 bytes, whatever --length says, so sg_raw reads the echo buffer.
 var sgTests = []struct {
 	name     string
 	commands string
@@ -97,6 +99,40 @@ sg_timestamp --origin --no-timestamp $d
 sg_timestamp --milliseconds=86400000 $d
 sg_turs --verbose $e
 sg_timestamp --origin $e | sed 's/^864[0-9]*$/864.../'
+`},
+	{"identifying", `
+sg_ident --itype=127 --raw $d | od -A n -t x1
+sg_ident --itype=2 $d
+printf 'rack 7' | sg_ident --itype=2 --set $d
+printf 'rack 7\0' | sg_ident --itype=2 --set $d
+sg_turs --verbose $e
+sg_turs $d
+sg_ident --itype=2 --ascii $e
+printf 'asset 0815' | sg_ident --set $e
+sg_turs --verbose $d
+sg_ident $d
+head -c 512 /dev/zero | tr '\0' x | sg_ident --set $d
+sg_turs --verbose $e
+sg_ident --raw $e | wc -c
+head -c 257 /dev/zero | tr '\0' x | sg_ident --itype=2 --set --verbose $d
+sg_ident --itype=2 --clear $d
+sg_ident --itype=2 $d
+sg_ident --itype=4 --verbose $d
+`},
+	{"echo", `
+sg_raw --request=4 $d 3c 03 00 00 00 00 00 00 04 00
+sg_raw --request=4 $d 3c 0b 00 00 00 00 00 00 04 00
+sg_read_buffer --mode=echo --verbose $d
+sg_write_buffer --mode=echo --length=4 --in=/run/aabb --skip=510 $d
+sg_raw --request=4 $d 3c 0a 00 00 00 00 00 00 04 00
+sg_read_buffer --mode=echo --verbose $e
+sg_write_buffer --mode=echo --length=257 --in=/run/00 --verbose $d
+sg_write_buffer --mode=data --length=4 --in=/run/00 --verbose $d
+sg_read_buffer --mode=data --verbose $d
+sg_raw --request=4 $d 3c 0a 00 00 00 00 00 00 04 00
+sg_write_buffer --mode=echo --length=256 --in=/run/aa $e
+sg_raw --request=300 --binary $e 3c 0a 00 00 00 00 00 01 2c 00 | od -A n -t x1 -w1 -v | uniq -c
+sg_raw --request=4 $d 3c 0a 00 00 00 00 00 00 04 00
 `},
 	{"provisioning", `
 sg_get_lba_status --lba=0 $d
