@@ -157,3 +157,27 @@ func TestDirectoryHangs(t *testing.T) {
 		t.Errorf("the Put that did not begin is there: %q, %v", v.Data, err)
 	}
 }
+
+// Of what is stored while a reader does not read, the last value of each key is kept for it.
+func TestDirectorySlowReader(t *testing.T) {
+	h, r := newHome(t)
+	values, err := h.Watch(t.Context(), "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 40 {
+		if r, err = h.Put(t.Context(), "a", []byte("two"), r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	kept := 1
+	for v := range values {
+		if v.Revision == r {
+			break
+		}
+		kept++
+	}
+	if kept > 2 { // the first may have been on its way
+		t.Errorf("the home kept %d of 40 values", kept)
+	}
+}

@@ -28,7 +28,7 @@ packages=(
 	qemu-system-x86 busybox-static cpio kmod xz-utils util-linux
 	open-iscsi rdma-core libibverbs1 ibverbs-providers ibverbs-utils rdmacm-utils perftest rpm qemu-user libiscsi-bin
 	chromium fio e2fsprogs xfsprogs btrfs-progs sg3-utils ddpt sdparm multipath-tools udev systemd crun iproute2 ethtool tcpdump tshark nfs-kernel-server nfs-common
-	ansible-core python3-apt strongswan-swanctl charon-systemd libstrongswan-standard-plugins nftables tgt qemu-block-extra qemu-utils nbdkit prometheus
+	ansible-core python3-apt strongswan-swanctl charon-systemd libstrongswan-standard-plugins nftables tgt qemu-block-extra qemu-utils nbdkit prometheus etcd-server
 	make gcc-12 bc flex bison libelf1
 )
 
@@ -152,7 +152,7 @@ lacking=$(missing_packages)
 if [ -n "$lacking" ]; then
 	step="installing packages"
 	say "$step:" $lacking
-	# Installing open-iscsi, rdma-core, strongSwan and tgt must not start anything here, now or
+	# Installing open-iscsi, rdma-core, strongSwan, tgt and etcd must not start anything here, now or
 	# at the next boot. What was there before is left as it was.
 	if [ ! -e "$policy" ]; then
 		policy_is_ours=yes
@@ -169,6 +169,9 @@ if [ -n "$lacking" ]; then
 	fi
 	if grep -qx tgt <<<"$lacking" && [ -d /run/systemd/system ]; then
 		quietly systemctl disable --now tgt.service || true
+	fi
+	if grep -qx etcd-server <<<"$lacking" && [ -d /run/systemd/system ]; then
+		quietly systemctl disable --now etcd.service || true
 	fi
 	if [ -n "$policy_is_ours" ]; then
 		rm -f "$policy"
