@@ -77,6 +77,12 @@ func TestRBD(t *testing.T) {
 	s.ok(t, "upgrade")
 	kill()
 	load.end(t)
+	s.says(t, cli.ExitOK, "the cluster answers, and has 1 image", "doctor")
+	mend := rbdfake.Break(t, images, rbdfake.NoCaps)
+	for _, want := range []string{"Ceph for LUN 2 of " + storeName, "client.x lacks capabilities for pool p", "ceph auth caps client.x mon 'profile rbd' osd 'profile rbd pool=p'"} {
+		s.says(t, cli.ExitError, want, "doctor")
+	}
+	mend()
 	s.ok(t, "lun", "resize", storeName, "2", "8MiB")
 	if l := lun(); l.Size != 8<<20 {
 		t.Errorf("the LUN has %d bytes", l.Size)

@@ -51,6 +51,7 @@ func TestStore(t *testing.T) {
 			return open(t, rbd.Config{URI: c.image(t, "contract"+string(rune('a'+n)), "1M"), Dir: t.TempDir()})
 		})
 	})
+	t.Run("diagnose", func(t *testing.T) { c.diagnose(t) })
 	t.Run("errors", func(t *testing.T) { c.errors(t) })
 	t.Run("kill", func(t *testing.T) { c.kill(t) })
 	t.Run("blocklist", func(t *testing.T) { c.blocklist(t) })
@@ -95,6 +96,74 @@ func (c *cluster) errors(t *testing.T) {
 			t.Errorf("%+v: an error after %v", tt.c, d)
 		}
 	}
+}
+
+// diagnose requires that rbd.Diagnose finds what keeps a user of this machine from an image, in the order in which an operator would mend it.
+func (c *cluster) diagnose(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root can act as another user")
+	}
+	nobody := &syscall.Credential{Uid: 65534, Gid: 65534}
+	dir, err := os.MkdirTemp("", "diagnose")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	conf, keyring := filepath.Join(dir, "ceph.conf"), filepath.Join(dir, "keyring")
+	text, err := os.ReadFile(c.conf)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text = bytes.Replace(text, []byte(c.dir+"/keyring"), []byte(keyring), 1)
+	write := func(path string, b []byte) {
+		t.Helper()
+		if err := os.WriteFile(path, b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	find := func(image, want, mend string) {
+		t.Helper()
+		list := rbd.Diagnose(t.Context(), []string{"rbd:" + image + "?id=viewer&conf=" + conf}, nobody, 20*time.Second)
+		switch {
+		case want == "" && len(list) == 0:
+		case len(list) != 1 || want == "" || !strings.Contains(list[0].Text, want) || !strings.Contains(list[0].Mend, mend):
+			t.Errorf("%s: %+v, want %q and %q", image, list, want, mend)
+		default:
+			t.Logf("%s: %s: %s", image, list[0].Text, list[0].Mend)
+		}
+	}
+	c.must(t, "rbd", "create", "--size", "4M", pool+"/diagnose")
+	chmod := func(path string, mode os.FileMode) {
+		t.Helper()
+		if err := os.Chmod(path, mode); err != nil {
+			t.Fatal(err)
+		}
+	}
+	find(pool+"/diagnose", "a directory that uid 65534 may not enter: "+dir, "chmod o+x "+dir)
+	chmod(dir, 0o755)
+	find(pool+"/diagnose", conf+" does not exist", "ceph config generate-minimal-conf")
+	write(conf, text)
+	find(pool+"/diagnose", conf+" is not readable for uid 65534", "chgrp 65534 "+conf)
+	chmod(conf, 0o644)
+	find(pool+"/diagnose", "no keyring for client.viewer. Ceph looks for "+keyring, "ceph auth get-or-create client.viewer")
+	c.must(t, "ceph-authtool", "-C", keyring, "--gen-key", "-n", "client.viewer")
+	find(pool+"/diagnose", keyring+" is not readable for uid 65534", "chgrp 65534 "+keyring)
+	chmod(keyring, 0o644)
+	find(pool+"/diagnose", "the cluster refuses client.viewer", "ceph auth get-or-create client.viewer")
+	write(keyring, []byte(c.must(t, "ceph", "auth", "get-or-create", "client.viewer", "mon", "allow r")))
+	chmod(keyring, 0o644)
+	find(pool+"/diagnose", "client.viewer lacks capabilities for pool rbd", "ceph auth caps client.viewer mon 'profile rbd' osd 'profile rbd pool=rbd'")
+	c.must(t, "ceph", "auth", "caps", "client.viewer", "mon", "profile rbd", "osd", "profile rbd pool=rbd")
+	find(pool+"/diagnose", "", "")
+	find(pool+"/none", "the pool rbd has no image none", "rbd create rbd/none")
+	find(pool+"/ns/none", "the pool rbd has no namespace ns", "rbd namespace create rbd/ns")
+	find("none/none", "the cluster has no pool none", "ceph osd pool create none")
+	for daemon, want := range map[string]string{"osd.0": "the monitors answer, but the OSDs of pool rbd do not within", "mon.a": "do not answer within"} {
+		c.signal(daemon, syscall.SIGSTOP)
+		find(pool+"/diagnose", want, "systemctl start ceph-"+daemon[:3]+".target")
+		c.signal(daemon, syscall.SIGCONT)
+	}
+	find(pool+"/diagnose", "", "")
 }
 
 // pids returns the processes of that name that this one has started.

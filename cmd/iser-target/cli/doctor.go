@@ -41,7 +41,7 @@ func (p *program) doctor() *cobra.Command {
 		long: `Check a running target for problems: its configuration file, LUNs that are not
 ready, targets without a portal, disks that may fill up, refused logins, and limits
 that are used to 80 % or were reached within the last hour, and IPsec that cannot be
-enforced. doctor changes nothing. It exits with 1 if it finds a problem; warnings do not count. Run it
+enforced, and what LUNs on RBD images require. doctor changes nothing. It exits with 1 if it finds a problem; warnings do not count. Run it
 on the machine of the target, because it checks the disks of its own machine.`,
 		run: func(ctx context.Context, c *call) error {
 			st, err := c.State(ctx)
@@ -56,6 +56,7 @@ on the machine of the target, because it checks the disks of its own machine.`,
 				list = append(list, elsewhere("disks"))
 			} else {
 				list = append(list, checkSpace(&st, spaceTime)...)
+				list = append(list, checkCeph(ctx, &st, cephTime)...)
 			}
 			refused, err := checkLogins(ctx, c.Client)
 			if err != nil {

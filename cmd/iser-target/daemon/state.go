@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"fmt"
 	"maps"
+	"os"
 	"path/filepath"
 	"slices"
 	"time"
@@ -42,7 +43,7 @@ func (d *Daemon) State() schema.State {
 	certificates := d.Certificates()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	st := schema.State{Certificates: certificates, Version: d.version, Started: d.started, Config: absolute(d.path), Portals: []schema.PortalState{}, Targets: []schema.TargetState{}, Sessions: []schema.SessionState{},
+	st := schema.State{Certificates: certificates, Version: d.version, Started: d.started, PID: os.Getpid(), Config: absolute(d.path), Portals: []schema.PortalState{}, Targets: []schema.TargetState{}, Sessions: []schema.SessionState{},
 		LatencyBounds: latencyBounds, CPUSeconds: cpuSeconds()}
 	for _, ch := range d.served.pending {
 		st.Pending = append(st.Pending, ch.String())

@@ -8,6 +8,7 @@ import "time"
 type State struct {
 	Version string    `json:"version,omitempty"` // of the program
 	Started time.Time `json:"started"`
+	PID     int       `json:"pid,omitempty"` // of the process, as it knows itself
 	// CPUSeconds is the CPU time of the process so far, user and system.
 	CPUSeconds float64        `json:"cpu_seconds"`
 	Config     string         `json:"config,omitempty"`  // path of the configuration file; empty: changes last until the process exits

@@ -1,4 +1,4 @@
-// Package rbdfake is a stand-in for Ceph's RBD, for tests of the target where Ceph is not installed. A test binary plays two programs by it: rbd, and a
+// Package rbdfake is a stand-in for Ceph's RBD, for tests of the target where Ceph is not installed. A test binary plays its programs: rbd, rados, ceph-conf, and a
 // qemu-storage-daemon that hands everything to the real one, but opens files in place of images. An image has an exclusive lock, which
 // a daemon that is killed leaves behind, as with Ceph.
 package rbdfake
@@ -51,7 +51,7 @@ func Install(t testing.TB, pools ...string) (dir string) {
 			t.Fatal(err)
 		}
 	}
-	for _, name := range []string{daemon, "rbd"} {
+	for _, name := range []string{daemon, "rbd", "rados", "ceph-conf"} {
 		if err := os.Symlink(self, filepath.Join(bin, name)); err != nil {
 			t.Fatal(err)
 		}
@@ -75,6 +75,10 @@ func Main() {
 		err = (&proxy{dir: dir}).run()
 	case "rbd":
 		err = client(dir, os.Args[1:])
+	case "rados":
+		err = rados(dir, os.Args[1:])
+	case "ceph-conf":
+		err = confValue(os.Args[1:])
 	default:
 		return
 	}
@@ -83,6 +87,109 @@ func Main() {
 		os.Exit(1)
 	}
 	os.Exit(0)
+}
+
+// A Fault is something that is wrong with the cluster.
+type Fault string
+
+// The Faults.
+const (
+	NoDriver     Fault = ".no-driver"     // of QEMU for RBD
+	MuteMonitors Fault = ".mute-monitors" // do not answer
+	MuteOSDs     Fault = ".mute-osds"     // do not answer rbd
+	WrongKey     Fault = ".wrong-key"     // in the keyring
+	NoCaps       Fault = ".no-caps"       // of the user for the pool
+)
+
+// Break begins a Fault in the directory that Install has returned, and returns a function that ends it.
+func Break(t testing.TB, dir string, f Fault) (mend func()) {
+	t.Helper()
+	path := filepath.Join(dir, string(f))
+	if err := os.WriteFile(path, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return func() { os.Remove(path) }
+}
+
+// has reports whether a Fault has begun.
+func has(dir string, f Fault) bool {
+	_, err := os.Stat(filepath.Join(dir, string(f)))
+	return err == nil
+}
+
+// Muted is the file that a program makes in the directory of the images when it begins to wait for a cluster that does not answer.
+const Muted = ".muted"
+
+// wait waits for a cluster that does not answer.
+func wait(dir string) error {
+	if err := os.WriteFile(filepath.Join(dir, Muted), nil, 0o600); err != nil {
+		return err
+	}
+	time.Sleep(5 * time.Minute)
+	return errors.New("error connecting: Connection timed out")
+}
+
+// option returns the value of an argument like --NAME=VALUE.
+func option(args []string, name string) string {
+	for _, a := range args {
+		if v, ok := strings.CutPrefix(a, "--"+name+"="); ok {
+			return v
+		}
+	}
+	return ""
+}
+
+// keyring returns the keyring that a ceph.conf names, as the whole value of its first key keyring.
+func keyring(conf string) (string, error) {
+	text, err := os.ReadFile(conf)
+	if err != nil {
+		return "", err
+	}
+	for line := range strings.Lines(string(text)) {
+		if k, v, _ := strings.Cut(line, "="); strings.TrimSpace(k) == "keyring" {
+			return strings.TrimSpace(v), nil
+		}
+	}
+	return conf + ".keyring", nil
+}
+
+// rados plays rados lspools. Only a conf that is not Ceph's own has to exist.
+func rados(dir string, args []string) error {
+	if conf := option(args, "conf"); conf != "/etc/ceph/ceph.conf" {
+		path, err := keyring(conf)
+		if err != nil {
+			return fmt.Errorf("global_init: unable to open config file from search list %s", conf)
+		}
+		if _, err := os.ReadFile(path); err != nil {
+			return fmt.Errorf("auth: unable to find a keyring on %s: %w", path, err)
+		}
+	}
+	if has(dir, MuteMonitors) {
+		return wait(dir)
+	}
+	if has(dir, WrongKey) {
+		return errors.New("monclient(hunting): handle_auth_bad_method server allowed_methods [2] but i only support [2,1]")
+	}
+	list, err := os.ReadDir(dir)
+	for _, e := range list {
+		if !strings.HasPrefix(e.Name(), ".") {
+			fmt.Println(e.Name())
+		}
+	}
+	return err
+}
+
+// confValue plays ceph-conf -c CONF --name NAME --show-config-value KEY.
+func confValue(args []string) error {
+	value := "[v2:192.0.2.1:3300/0]"
+	if args[len(args)-1] == "keyring" {
+		var err error
+		if value, err = keyring(args[1]); err != nil {
+			return err
+		}
+	}
+	fmt.Println(value)
+	return nil
 }
 
 // flat returns the name of the file that is about an image.
@@ -115,8 +222,15 @@ func client(dir string, args []string) error {
 		return errors.Join(f.Truncate(size), f.Close())
 	case args[0] == "rm":
 		return os.Remove(filepath.Join(dir, args[1]))
+	case args[0] == "info" && has(dir, MuteOSDs):
+		return wait(dir)
+	case args[0] == "info" && has(dir, NoCaps):
+		return errors.New("error opening image: (1) Operation not permitted")
 	case args[0] == "info":
 		fi, err := os.Stat(filepath.Join(dir, args[1]))
+		if errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("error opening image %s: (2) No such file or directory", filepath.Base(args[1]))
+		}
 		if err != nil {
 			return err
 		}
@@ -158,6 +272,12 @@ type proxy struct {
 }
 
 func (p *proxy) run() error {
+	if slices.Contains(os.Args, "--blockdev") { // a trial of the driver
+		if has(p.dir, NoDriver) {
+			return errors.New("Unknown driver 'rbd'")
+		}
+		return errors.New("error reading conf file")
+	}
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return err
