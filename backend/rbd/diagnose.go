@@ -214,7 +214,7 @@ func (x *examiner) image(ctx context.Context, i *rbduri.Image, pools []string) *
 	}
 }
 
-// readable returns why the user cannot read a file. Mend is empty if there is none.
+// readable returns why the user cannot read a file. Mend is empty if the file does not exist.
 func (x *examiner) readable(ctx context.Context, path, what string) *Trouble {
 	may := func(flag, path string) bool {
 		_, err := x.run(ctx, "test", flag, path)

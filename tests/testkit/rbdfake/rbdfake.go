@@ -274,7 +274,7 @@ type proxy struct {
 func (p *proxy) run() error {
 	if slices.Contains(os.Args, "--blockdev") { // a trial of the driver
 		if has(p.dir, NoDriver) {
-			return errors.New("Unknown driver 'rbd'")
+			return errors.New("--blockdev: Unknown driver 'rbd'")
 		}
 		return errors.New("error reading conf file")
 	}
