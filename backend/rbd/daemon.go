@@ -31,6 +31,7 @@ const (
 const (
 	startTime   = 20 * time.Second // for a daemon until it exports the image
 	endTime     = 3 * time.Second  // for one that has been told to end
+	cleanTime   = 15 * time.Second // for one whose cluster has just answered: a lock that it leaves behind keeps the next one out for half a minute
 	resizeTime  = 10 * time.Second
 	longestWait = 5 * time.Second // between two attempts to start one
 	lastLines   = 3               // of what the daemon has said that an error quotes
@@ -182,12 +183,13 @@ func (p *process) kill() {
 	}
 }
 
-// end makes the process end in order, so that it leaves no lock behind, and reports whether it has. It kills one that takes longer than endTime.
-func (p *process) end() (clean bool) {
-	_ = p.m.execute("quit", nil, nil, time.Now().Add(endTime)) // it may not answer, or may have ended
+// end makes the process end in order, so that it leaves no lock behind, and reports whether it has. It kills one that takes longer than limit for each of two
+// steps.
+func (p *process) end(limit time.Duration) (clean bool) {
+	_ = p.m.execute("quit", nil, nil, time.Now().Add(limit)) // it may not answer, or may have ended
 	select {
 	case <-p.ended:
-	case <-time.After(endTime):
+	case <-time.After(limit):
 		p.cmd.Process.Kill()
 		<-p.ended
 	}
@@ -237,11 +239,11 @@ func (d *daemon) start(size int64, first bool) error {
 		return failed
 	}
 	if err := d.export(p, size, first, until); err != nil { // QMP tells best what else failed
-		p.end()
+		p.end(endTime)
 		return explain(d.image, d.late(until, err))
 	}
 	if failed != nil {
-		p.end()
+		p.end(endTime)
 		return explain(d.image, failed)
 	}
 	stop()
@@ -486,11 +488,11 @@ func (d *daemon) kill() {
 	}
 }
 
-// end ends the process and lets no other follow: in order, so that the image is not locked any longer.
-func (d *daemon) end() {
+// end ends the process and lets no other follow: in order, so that the image is not locked any longer. limit is that of process.end.
+func (d *daemon) end(limit time.Duration) {
 	d.closing()
 	d.mu.Lock()
-	clean := d.p != nil && d.p.end()
+	clean := d.p != nil && d.p.end(limit)
 	d.mu.Unlock()
 	<-d.ended
 	if clean && d.record != "" {

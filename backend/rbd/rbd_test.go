@@ -159,7 +159,12 @@ func TestSize(t *testing.T) {
 	if err := s.ReadAt(make([]byte, 1), size); !errors.Is(err, backend.ErrRange) {
 		t.Errorf("ReadAt behind the end: %v", err)
 	}
-	must(t, "kill", s.process().cmd.Process.Signal(syscall.SIGKILL)) // the next daemon has the new size
+	killed := s.process()
+	must(t, "kill", killed.cmd.Process.Signal(syscall.SIGKILL)) // the next daemon has the new size
+	testkit.Eventually(t, "another daemon", func() bool {
+		p := s.process()
+		return p != nil && p != killed
+	})
 	want(t, s, 0, []byte("begin"))
 	must(t, "Close", s.Close())
 	if err := s.Resize(2 * size); !errors.Is(err, backend.ErrClosed) {

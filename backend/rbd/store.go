@@ -117,7 +117,7 @@ func open(c Config) (*Store, error) {
 	d.mu.Unlock()
 	if err != nil {
 		close(d.ended)
-		d.end()
+		d.end(endTime)
 		return nil, err
 	}
 	opened := make(chan struct{})
@@ -135,7 +135,7 @@ func open(c Config) (*Store, error) {
 	inner, err := nbd.Open(nbd.Config{URI: uri.String(), BlockSize: c.BlockSize, ReadOnly: c.ReadOnly, Ready: d.wait, Lost: s.lost, Back: c.Back})
 	if err != nil {
 		close(opened)
-		d.end()
+		d.end(endTime)
 		return nil, err
 	}
 	s.client = inner.(client)
@@ -221,10 +221,14 @@ func (s *Store) Close() error {
 	go func() { finished <- s.client.Close() }()
 	select {
 	case err := <-finished:
-		s.d.end()
+		limit := endTime
+		if err == nil {
+			limit = cleanTime
+		}
+		s.d.end(limit)
 		return err
 	case <-time.After(closeTime):
 	}
-	s.d.end()
+	s.d.end(endTime)
 	return <-finished
 }
