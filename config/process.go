@@ -3,6 +3,9 @@ package config
 import (
 	"path/filepath"
 	"strings"
+
+	"github.com/iser-target/iser-target/backend/nbd/nbduri"
+	"github.com/iser-target/iser-target/backend/rbd/rbduri"
 )
 
 // checkProcess checks the section process. The names of users and capabilities belong to the machine that serves, which
@@ -26,6 +29,9 @@ func (c *Config) checkProcess(errs *errorList) {
 	}
 	for i, t := range c.Targets {
 		for j, l := range t.LUNs {
+			if l.Backend == "nbd" || l.Backend == "rbd" {
+				continue // path is a URI. See ServerPaths
+			}
 			for _, f := range []struct{ key, path string }{{"path", l.Path}, {"checksums_path", l.ChecksumsPath}} {
 				if f.path != "" && !c.Process.opens(f.path, c.StateDir) {
 					errs.addf(index("targets", i, "luns", j)+"."+f.key, "%s is not in a directory of process.paths, which are all that the process can open", f.path)
@@ -33,6 +39,25 @@ func (c *Config) checkProcess(errs *errorList) {
 			}
 		}
 	}
+}
+
+// ServerPaths returns the directories that a target reads to reach the servers of its LUNs: that of ceph.conf, and those of certificates of NBD.
+func (c *Config) ServerPaths() (list []string) {
+	for _, t := range c.Targets {
+		for _, l := range t.LUNs {
+			switch l.Backend {
+			case "nbd":
+				if a, err := nbduri.Parse(l.Path); err == nil && a.Certificates != "" {
+					list = append(list, a.Certificates)
+				}
+			case "rbd":
+				if i, err := rbduri.Parse(l.Path); err == nil {
+					list = append(list, filepath.Dir(i.Conf))
+				}
+			}
+		}
+	}
+	return list
 }
 
 // opens reports whether the process can open path, by its name. It can open what is in stateDir.

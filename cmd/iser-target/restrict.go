@@ -141,7 +141,7 @@ func wishOf(cfg *config.Config, path string) (*privilege.Wish, []string, error) 
 		socket = config.ServiceSocket
 	}
 	w.Write = []string{cfg.StateDir, parent(path), parent(socket)}
-	w.Read = []string{parent(program)}
+	w.Read = append(cfg.ServerPaths(), parent(program))
 	for _, f := range []string{cfg.Control.TLS.Cert, cfg.Control.TLS.Key, cfg.Control.TLS.ClientCA, cfg.Control.TLS.CRL} {
 		w.Read = append(w.Read, parent(f))
 	}

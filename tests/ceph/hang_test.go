@@ -57,7 +57,13 @@ type gateway struct {
 
 func newGateway(t *testing.T, uri string) *gateway {
 	t.Helper()
-	g := &gateway{dir: t.TempDir()}
+	return newGatewayIn(t, t.TempDir(), uri, "")
+}
+
+// newGatewayIn starts a gateway with its files in a directory. more are further keys of its configuration.
+func newGatewayIn(t *testing.T, dir, uri, more string) *gateway {
+	t.Helper()
+	g := &gateway{dir: dir}
 	harness.Copy(t, filepath.Join(g.dir, "iser-target"))
 	text := fmt.Sprintf(`
 state_dir: %[1]s/state
@@ -71,8 +77,8 @@ targets:
       - {id: 0, backend: file, path: %[1]s/0.img, size: 16MiB}
       - {id: 1, backend: memory, size: 16MiB}
       - {id: 2, backend: rbd, path: "%[4]s"}
-`, g.dir, storeTimeout, store, uri)
-	if err := os.WriteFile(filepath.Join(g.dir, "c.yaml"), []byte(text), 0o600); err != nil {
+%[5]s`, g.dir, storeTimeout, store, uri, more)
+	if err := os.WriteFile(filepath.Join(g.dir, "c.yaml"), []byte(text), 0o644); err != nil {
 		t.Fatal(err)
 	}
 	g.api = client.New(filepath.Join(g.dir, "socket"))

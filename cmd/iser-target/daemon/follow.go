@@ -246,6 +246,10 @@ func (e *editor) retry(ctx context.Context, t *servedTarget, l *servedLUN) {
 	if err == nil {
 		err = c.wait(ctx, timeout)
 	}
+	if c != nil && errors.Is(err, ErrStuck) && !errors.Is(l.fault, ErrStuck) && time.Since(c.since) < d.waits.store {
+		d.locked(func() { l.attempt = c }) // the reason stays: a server may take longer than a file
+		return
+	}
 	if err != nil {
 		if err.Error() != l.fault.Error() {
 			log.Error("LUN not ready", eventKey, "lun", "reason", err)
