@@ -113,10 +113,10 @@ func TestRBD(t *testing.T) {
 	s.ok(t, "upgrade")
 	kill()
 	load.end(t)
-	s.says(t, cli.ExitOK, "the cluster answers, and has 1 image", "doctor")
+	s.says(t, cli.ExitOK, "the cluster answers, and has 1 image", "doctor", "--timeout", "2m")
 	mend := rbdfake.Break(t, images, rbdfake.NoCaps)
 	for _, want := range []string{"Ceph for LUN 2 of " + storeName, "client.x lacks capabilities for pool p", "ceph auth caps client.x mon 'profile rbd' osd 'profile rbd pool=p'"} {
-		s.says(t, cli.ExitError, want, "doctor")
+		s.says(t, cli.ExitError, want, "doctor", "--timeout", "2m")
 	}
 	mend()
 	s.ok(t, "lun", "resize", storeName, "2", "8MiB")

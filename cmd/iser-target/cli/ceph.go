@@ -14,10 +14,7 @@ import (
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 )
 
-// cephTime is what all clusters together have to answer doctor.
-const cephTime = 5 * time.Second
-
-// checkCeph finds what keeps the target from using its RBD images, as the user that the target runs as.
+// checkCeph finds what keeps the target from using its RBD images, as the user that the target runs as. limit is what all clusters together have to answer.
 func checkCeph(ctx context.Context, st *schema.State, limit time.Duration) (list []Finding) {
 	var uris, abouts []string
 	for _, t := range st.Targets {

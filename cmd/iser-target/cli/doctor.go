@@ -56,7 +56,7 @@ on the machine of the target, because it checks the disks of its own machine.`,
 				list = append(list, elsewhere("disks"))
 			} else {
 				list = append(list, checkSpace(&st, spaceTime)...)
-				list = append(list, checkCeph(ctx, &st, cephTime)...)
+				list = append(list, checkCeph(ctx, &st, c.limit/2)...)
 			}
 			refused, err := checkLogins(ctx, c.Client)
 			if err != nil {
