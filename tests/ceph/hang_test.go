@@ -167,11 +167,12 @@ func (g *gateway) login(t *testing.T, name string) *initiator.Session {
 	return s
 }
 
-// Each of a load's workers has as many blocks of 4 KiB.
+// Each of a load's workers has as many blocks of 4 KiB, which are spread over 16 MiB: four objects of Ceph, which are on all OSDs.
 const (
 	workers = 4
 	places  = 64
 	quantum = 4096
+	spacing = 64 << 10
 )
 
 // A load writes blocks with ever higher numbers to the LUN on Ceph, and knows which of them the target has acknowledged.
@@ -194,7 +195,7 @@ func fill(b []byte, worker, place int, number uint64) {
 	}
 }
 
-func lba(worker, place int) uint64 { return uint64(worker*places+place) * quantum / 512 }
+func lba(worker, place int) uint64 { return uint64(worker*places+place) * spacing / 512 }
 
 // start begins to write.
 func (l *load) start() {
