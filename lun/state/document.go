@@ -43,7 +43,11 @@ type Document[S State] struct {
 	home   Home     // nil: nothing is stored; only the writer uses it after Open
 	key    string   // in home
 	base   Revision // that home has of state; only the writer uses it after Open
-	file   *file    // of key, if home is a Directory
+	file   *file    // of key, if home is a Directory of the document's own; otherwise it has only a path, for errors
+	// shared: others change the key, too, and home is not closed with the document.
+	shared  bool
+	initial S // the state without a value, if shared
+	accept  func(S) error
 
 	mu      sync.Mutex // never held during a call of the file system
 	closed  bool
@@ -93,6 +97,49 @@ func Open[S State](format Format[S], path string, initial S) (*Document[S], erro
 	return d, nil
 }
 
+// OpenIn opens the document that home has under the key, with the state initial while it has no value. Other processes may
+// have it open, too: what they store is found by the next change here. A change that does not depend on
+// the state fails with an ErrConflict then, and all others are applied to the state that was found. After a value that may
+// have been stored, home says whether it was. Close leaves home open.
+func OpenIn[S State](ctx context.Context, format Format[S], home Home, key string, initial S) (*Document[S], error) {
+	d := newShared(format, home, key, initial)
+	v, err := home.Get(ctx, key)
+	if err == nil {
+		err = d.adopt(v)
+	}
+	if err != nil {
+		return nil, d.wrap(err)
+	}
+	d.fresh = v.Data == nil
+	return d, nil
+}
+
+// newShared returns a document that home has, as long as home has no value of the key.
+func newShared[S State](format Format[S], home Home, key string, initial S) *Document[S] {
+	d := newDocument(format, initial)
+	d.home, d.key, d.shared, d.initial, d.absent, d.file.path = home, key, true, initial, true, key
+	return d
+}
+
+// adopt makes v, which home has, the state that counts. Only the writer calls it after OpenIn.
+func (d *Document[S]) adopt(v Value) error {
+	s := d.initial
+	if v.Data != nil {
+		var err error
+		s, err = d.format.Decode(v.Data)
+		if err == nil && d.accept != nil {
+			err = d.accept(s)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.state, d.absent, d.base, d.dirty = s, v.Data == nil, v.Revision, nil
+	return nil
+}
+
 // find returns the state that counts and the content that it is from: see file.find.
 func (d *Document[S]) find() (s S, from []byte, reason error) {
 	from, reason = d.file.find(func(b []byte) error {
@@ -125,7 +172,7 @@ func (d *Document[S]) Close() error {
 	if writing != nil {
 		<-writing
 	}
-	if d.home == nil {
+	if d.home == nil || d.shared {
 		return nil
 	}
 	return d.wrap(d.home.Close())
@@ -160,14 +207,14 @@ func (d *Document[S]) State() S {
 // Replace stores s as the new state. s is on stable storage when Replace returns
 // nil. After an error the old state counts.
 func (d *Document[S]) Replace(s S) error {
-	_, err := d.store(&update[S]{keys: []string{""}, force: true, apply: func(S) (S, bool, error) { return s, true, nil }})
+	_, err := d.store(&update[S]{keys: []string{""}, force: true, blind: true, apply: func(S) (S, bool, error) { return s, true, nil }})
 	return d.wrap(err)
 }
 
 // Remove removes the file. s is the state that it has while it does not exist.
 func (d *Document[S]) Remove(s S) error {
 	_, err := d.store(&update[S]{
-		keys: []string{""}, force: true, remove: true, apply: func(S) (S, bool, error) { return s, true, nil },
+		keys: []string{""}, force: true, blind: true, remove: true, apply: func(S) (S, bool, error) { return s, true, nil },
 	})
 	return d.wrap(err)
 }

@@ -1,11 +1,15 @@
 package state
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
+	"sync"
 	"time"
 )
 
@@ -23,9 +27,17 @@ type Records[R Record] struct {
 	Lost    []Loss `json:"lost,omitempty"` // see Salvage
 }
 
-// A Keeper keeps a record for each logical unit that has one, all in one file.
-// Several goroutines may use it at once.
-type Keeper[R Record] struct{ doc *Document[Records[R]] }
+// A Keeper keeps a record for each logical unit that has one, all in one file, or in a shared home
+// each as a value of its own. Several goroutines may use it at once.
+type Keeper[R Record] struct {
+	doc *Document[Records[R]] // stored nowhere if home is not nil
+
+	home   Home
+	prefix string // of the keys in home
+
+	mu    sync.Mutex                       // guards the fields below; not held while anything is stored
+	units map[string]*Document[Records[R]] // of home, by the unit
+}
 
 // OpenKeeper opens the file at path, as Open does. The file is created when the
 // first record is put.
@@ -37,14 +49,84 @@ func OpenKeeper[R Record](format Format[Records[R]], path string) (*Keeper[R], e
 	return &Keeper[R]{doc: doc}, nil
 }
 
+// OpenKeeperIn opens the records that home has under prefix and the serial of the unit. Other processes may have them open,
+// too. A record that one of them has changed fails the next change of that record here with an ErrConflict, and
+// Get returns it from then on. Records that could not have been written are errors of their units. Those of another version are
+// an error, because this program must not change what a newer one has stored. Close leaves home open.
+func OpenKeeperIn[R Record](ctx context.Context, format Format[Records[R]], home Home, prefix string) (*Keeper[R], error) {
+	k := &Keeper[R]{doc: newDocument(format, Records[R]{Version: format.Version, Units: []R{}}), home: home, prefix: prefix, units: map[string]*Document[Records[R]]{}}
+	k.doc.file.path = prefix + "*"
+	values, err := home.List(ctx, prefix)
+	if err != nil {
+		return nil, k.doc.wrap(err)
+	}
+	for _, v := range values {
+		unit := strings.TrimPrefix(v.Key, prefix)
+		if _, err := parseIdentity(unit); err != nil {
+			return nil, k.doc.wrap(fmt.Errorf("key %q: %w", v.Key, err))
+		}
+		d := k.unit(unit)
+		err := d.adopt(v)
+		if errors.Is(err, errVersion) {
+			return nil, d.wrap(err)
+		}
+		if err != nil {
+			d.state, d.base, d.absent = Records[R]{Version: format.Version, Units: []R{}, Lost: []Loss{{NAA: unit, Reason: err.Error()}}}, v.Revision, false
+		}
+	}
+	return k, nil
+}
+
+// unit returns the document that has the record of a unit.
+func (k *Keeper[R]) unit(unit string) *Document[Records[R]] {
+	if k.home == nil {
+		return k.doc
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	d := k.units[unit]
+	if d == nil {
+		d = newShared(k.doc.format, k.home, k.prefix+unit, Records[R]{Version: k.doc.format.Version, Units: []R{}})
+		d.accept = func(s Records[R]) error {
+			if len(s.Units) != 1 || s.Units[0].Unit() != unit || len(s.Lost) > 0 {
+				return errors.New("is damaged: want the record of this unit, and no other")
+			}
+			return nil
+		}
+		k.doc.mu.Lock()
+		d.limit, d.late, d.closed = k.doc.limit, k.doc.late, k.doc.closed
+		k.doc.mu.Unlock()
+		k.units[unit] = d
+	}
+	return d
+}
+
 // Close does what Document.Close does.
-func (k *Keeper[R]) Close() error { return k.doc.Close() }
+func (k *Keeper[R]) Close() error {
+	errs := []error{k.doc.Close()}
+	for _, d := range k.all() {
+		errs = append(errs, d.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// all returns the documents of the units in a shared home.
+func (k *Keeper[R]) all() []*Document[Records[R]] {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return slices.Collect(maps.Values(k.units))
+}
 
 // Restored does what Document.Restored does.
 func (k *Keeper[R]) Restored() error { return k.doc.Restored() }
 
 // SetLimit does what Document.SetLimit does.
-func (k *Keeper[R]) SetLimit(limit func() time.Duration, late func()) { k.doc.SetLimit(limit, late) }
+func (k *Keeper[R]) SetLimit(limit func() time.Duration, late func()) {
+	k.doc.SetLimit(limit, late)
+	for _, d := range k.all() {
+		d.SetLimit(limit, late)
+	}
+}
 
 // Limit returns the time of SetLimit, or 0 if there is no limit.
 func (k *Keeper[R]) Limit() time.Duration {
@@ -72,10 +154,10 @@ func (k *Keeper[R]) Get(unit string) (r R, ok bool, err error) {
 	if _, err := parseIdentity(unit); err != nil {
 		return r, false, k.doc.wrap(err) // Put could not store it
 	}
-	s := k.doc.State()
+	d := k.unit(unit)
+	s := d.State()
 	if l := s.loss(unit); l != nil {
-		return r, false, k.doc.wrap(fmt.Errorf("NAA %s: %w, and so is its spare copy: %s. iser-target state repair --discard %s:%s accepts that loss, while the target is stopped",
-			unit, ErrLost, l.Reason, filepath.Base(k.doc.file.path), unit))
+		return r, false, d.wrap(k.lost(l))
 	}
 	if i := s.index(unit); i >= 0 {
 		return s.Units[i], true, nil
@@ -83,8 +165,23 @@ func (k *Keeper[R]) Get(unit string) (r R, ok bool, err error) {
 	return r, false, nil
 }
 
-// Units returns the units that have a record.
+// lost returns the error about a record that was damaged.
+func (k *Keeper[R]) lost(l *Loss) error {
+	if k.home != nil {
+		return fmt.Errorf("NAA %s: %w: %s", l.NAA, ErrLost, l.Reason)
+	}
+	return fmt.Errorf("NAA %s: %w, and so is its spare copy: %s. iser-target state repair --discard %s:%s accepts that loss, while the target is stopped",
+		l.NAA, ErrLost, l.Reason, filepath.Base(k.doc.file.path), l.NAA)
+}
+
+// Units returns the units that have a record, in a shared home ascending.
 func (k *Keeper[R]) Units() (list []string) {
+	for _, d := range k.all() {
+		for _, r := range d.State().Units {
+			list = append(list, r.Unit())
+		}
+	}
+	slices.Sort(list)
 	for _, r := range k.doc.State().Units {
 		list = append(list, r.Unit())
 	}
@@ -108,7 +205,10 @@ func (s Records[R]) loss(unit string) *Loss {
 // Put keeps r in the place of the record that its unit has. r is on stable storage when Put returns
 // nil. After an error, unsure reports that the file may have it all the same.
 func (k *Keeper[R]) Put(r R, p Patience) (unsure bool, err error) {
-	return k.change(r.Unit(), p, func(s Records[R]) (Records[R], bool, error) {
+	return k.change(r.Unit(), p, false, func(s Records[R]) (Records[R], bool, error) {
+		if l := s.loss(r.Unit()); l != nil && k.home != nil {
+			return s, false, k.lost(l) // what is left of it may be of use
+		}
 		i := s.index(r.Unit())
 		if s.Units = slices.Clone(s.Units); i >= 0 {
 			s.Units[i] = r
@@ -122,16 +222,20 @@ func (k *Keeper[R]) Put(r R, p Patience) (unsure bool, err error) {
 // Remove forgets the record of a unit, if it has one. It returns what Put does. Without a record it
 // does not wait for storage.
 func (k *Keeper[R]) Remove(unit string, p Patience) (unsure bool, err error) {
-	k.doc.mu.Lock()
-	nothing := k.doc.state.index(unit) < 0 && k.doc.isSettled(unit)
-	k.doc.mu.Unlock()
+	d := k.unit(unit)
+	d.mu.Lock()
+	nothing := d.state.index(unit) < 0 && (k.home == nil || d.state.loss(unit) == nil) && d.isSettled(unit)
+	d.mu.Unlock()
 	if nothing {
 		if !p.commit() {
-			return false, k.doc.wrap(ErrAborted)
+			return false, d.wrap(ErrAborted)
 		}
 		return false, nil
 	}
-	return k.change(unit, p, func(s Records[R]) (Records[R], bool, error) {
+	return k.change(unit, p, k.home != nil, func(s Records[R]) (Records[R], bool, error) {
+		if l := s.loss(unit); l != nil && k.home != nil {
+			return s, false, k.lost(l)
+		}
 		i := s.index(unit)
 		if i >= 0 {
 			s.Units = slices.Delete(slices.Clone(s.Units), i, i+1)
@@ -140,10 +244,11 @@ func (k *Keeper[R]) Remove(unit string, p Patience) (unsure bool, err error) {
 	})
 }
 
-// change stores what apply makes of the records.
-func (k *Keeper[R]) change(unit string, p Patience, apply func(Records[R]) (Records[R], bool, error)) (bool, error) {
-	unsure, err := k.doc.store(&update[Records[R]]{keys: []string{unit}, apply: apply, patience: p})
-	return unsure, k.doc.wrap(err)
+// change stores what apply makes of the records, or with remove removes what a shared home has of the unit.
+func (k *Keeper[R]) change(unit string, p Patience, remove bool, apply func(Records[R]) (Records[R], bool, error)) (bool, error) {
+	d := k.unit(unit)
+	unsure, err := d.store(&update[Records[R]]{keys: []string{unit}, blind: true, remove: remove, apply: apply, patience: p})
+	return unsure, d.wrap(err)
 }
 
 // Check refuses records that are bad, and two of one unit. A lost record counts.

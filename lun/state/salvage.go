@@ -341,12 +341,18 @@ func ExamineRecords[R Record](format Format[Records[R]], path string, known []st
 }
 
 // Lost returns the records of the file that are damaged.
-func (k *Keeper[R]) Lost() []Loss { return k.doc.State().Lost }
+func (k *Keeper[R]) Lost() []Loss {
+	lost := k.doc.State().Lost
+	for _, d := range k.all() {
+		lost = append(lost, d.State().Lost...)
+	}
+	return lost
+}
 
 // Accept forgets that the record of a unit is damaged: the unit has none from then on. It fails with fs.ErrNotExist if
 // it is not.
 func (k *Keeper[R]) Accept(unit string) error {
-	_, err := k.change(unit, Patience{}, func(s Records[R]) (Records[R], bool, error) {
+	_, err := k.change(unit, Patience{}, k.home != nil, func(s Records[R]) (Records[R], bool, error) {
 		i := slices.IndexFunc(s.Lost, func(l Loss) bool { return l.NAA == unit })
 		if i < 0 {
 			return s, false, fmt.Errorf("no damaged record of NAA %s: %w", unit, fs.ErrNotExist)

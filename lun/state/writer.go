@@ -1,6 +1,7 @@
 package state
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -58,6 +59,7 @@ const (
 type update[S State] struct {
 	keys  []string // whose entries change
 	force bool     // also store what does not change
+	blind bool     // apply does not look at the state: if that is not what the caller knew, u fails with an ErrConflict
 	// remove: the file is removed, because what apply returns is the state without a file.
 	remove bool
 	// apply returns the next state, and whether it differs. The writer calls it. If it calls it again,
@@ -201,46 +203,103 @@ func (d *Document[S]) takeBatch() (batch []*update[S]) {
 
 // writeBatch stores the updates, and with retry also a state that differs from the file.
 func (d *Document[S]) writeBatch(batch []*update[S], retry bool) {
-	next, absent, changed := d.state, d.absent, retry
-	var stored []*update[S]
+	var mine []*update[S]
 	for _, u := range batch {
-		if !u.phase.CompareAndSwap(waiting, storing) {
-			continue
-		}
-		s, differs, err := u.apply(next)
-		needed := differs || u.force || d.isDirty(u.keys)
-		switch {
-		case err != nil:
-			d.settle(u, err, false)
-		case !needed && !changed:
-			d.commit(u)
-		default:
-			next, stored, changed = s, append(stored, u), true
-			absent = u.remove
+		if u.phase.CompareAndSwap(waiting, storing) {
+			mine = append(mine, u)
 		}
 	}
-	if !changed {
-		return
-	}
-	err := d.put(next, absent)
-	if err != nil {
-		unsure := errors.Is(err, ErrUnsure)
-		if unsure {
-			d.mu.Lock()
-			for _, u := range stored {
-				d.markDirty(u)
+	for {
+		next, absent, changed := d.state, d.absent, retry
+		var stored []*update[S]
+		for _, u := range mine {
+			s, differs, err := u.apply(next)
+			needed := differs || u.force || d.isDirty(u.keys)
+			switch {
+			case err != nil:
+				d.settle(u, err, false)
+			case !needed && !changed:
+				d.commit(u)
+			default:
+				next, stored, changed = s, append(stored, u), true
+				absent = u.remove
 			}
-			d.mu.Unlock()
 		}
-		for _, u := range stored {
-			d.settle(u, err, unsure)
+		if !changed {
+			return
 		}
-		if retry || slices.ContainsFunc(stored, func(u *update[S]) bool { return u.phase.Load() == abandoned }) {
-			time.AfterFunc(retryAfter, d.storeAgain)
+		err := d.put(next, absent)
+		if d.shared && (errors.Is(err, ErrUnsure) || errors.Is(err, ErrConflict)) {
+			var other bool
+			if other, err = d.resolve(next, absent, err); other {
+				mine, retry = d.again(stored, err), false
+				continue
+			}
 		}
+		if err != nil {
+			d.failed(stored, err, retry)
+			return
+		}
+		d.counts(stored, next, absent)
 		return
 	}
-	d.counts(stored, next, absent)
+}
+
+// failed ends updates that could not be stored.
+func (d *Document[S]) failed(stored []*update[S], err error, retry bool) {
+	unsure := errors.Is(err, ErrUnsure)
+	if unsure {
+		d.mu.Lock()
+		for _, u := range stored {
+			d.markDirty(u)
+		}
+		d.mu.Unlock()
+	}
+	for _, u := range stored {
+		d.settle(u, err, unsure)
+	}
+	if retry || unsure && d.shared || slices.ContainsFunc(stored, func(u *update[S]) bool { return u.phase.Load() == abandoned }) {
+		time.AfterFunc(retryAfter, d.storeAgain)
+	}
+}
+
+// resolve asks a shared home what it has after a put of next that failed with err. If another process has changed that,
+// it is the state then, and resolve returns an ErrConflict. Otherwise it returns the error of the put, nil if it has succeeded.
+func (d *Document[S]) resolve(next S, absent bool, err error) (other bool, _ error) {
+	v, failed := d.home.Get(context.Background(), d.key)
+	if failed != nil {
+		return false, err
+	}
+	if errors.Is(err, ErrUnsure) {
+		var b []byte
+		if !absent {
+			b, _ = Encode(next) // put has done it
+		}
+		switch {
+		case v.Revision == d.base:
+			return false, fmt.Errorf("%w: nothing was stored", ErrUnreachable)
+		case (v.Data == nil) == absent && bytes.Equal(v.Data, b):
+			d.base = v.Revision
+			return false, nil
+		}
+	}
+	if err := d.adopt(v); err != nil {
+		return false, err
+	}
+	return true, fmt.Errorf("%w: %s has revision %d", ErrConflict, d.key, v.Revision)
+}
+
+// again returns those of the updates that can be applied to another state. The others end with err.
+func (d *Document[S]) again(stored []*update[S], err error) (mine []*update[S]) {
+	for _, u := range stored {
+		switch {
+		case u.blind:
+			d.settle(u, err, false)
+		case u.phase.Load() == storing:
+			mine = append(mine, u)
+		}
+	}
+	return mine
 }
 
 // counts puts stored updates in force that still count. If some do not, the state without them is

@@ -1,0 +1,345 @@
+package state
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+// patience is how long these tests wait for what has to happen.
+const patience = 2 * time.Minute
+
+// A fickleHome is a home whose calls a test can let fail.
+type fickleHome struct {
+	Home
+
+	mu       sync.Mutex
+	put, get func() error // what a call returns after it was done; nil: nothing
+	drop     bool         // a failed Put stores nothing
+}
+
+func (h *fickleHome) fail(put, get func() error, drop bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.put, h.get, h.drop = put, get, drop
+}
+
+func (h *fickleHome) Put(ctx context.Context, key string, data []byte, base Revision) (Revision, error) {
+	h.mu.Lock()
+	put, drop := h.put, h.drop
+	h.mu.Unlock()
+	if put != nil && drop {
+		return 0, put()
+	}
+	r, err := h.Home.Put(ctx, key, data, base)
+	if put != nil && err == nil {
+		return 0, put()
+	}
+	return r, err
+}
+
+func (h *fickleHome) Get(ctx context.Context, key string) (Value, error) {
+	h.mu.Lock()
+	get := h.get
+	h.mu.Unlock()
+	if get != nil {
+		return Value{}, get()
+	}
+	return h.Home.Get(ctx, key)
+}
+
+func failUnsure() error { return unsureError{fmt.Errorf("%w: injected", ErrUnreachable)} }
+
+// newSharedHome returns a home in which another key has a value that must stay.
+func newSharedHome(t *testing.T) *fickleHome {
+	t.Helper()
+	h := &fickleHome{Home: OpenDirectory(t.TempDir(), nil)}
+	r, err := h.Put(t.Context(), "neighbor", []byte("mine"), 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if v, err := h.Home.Get(context.Background(), "neighbor"); err != nil || string(v.Data) != "mine" || v.Revision != r {
+			t.Errorf("the neighbor has %q, revision %d, %v", v.Data, v.Revision, err)
+		}
+		if err := h.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return h
+}
+
+func openSharedDocument(t *testing.T, h Home) *Document[Records[card]] {
+	t.Helper()
+	d, err := OpenIn(t.Context(), cards, h, "doc", Records[card]{Version: 1, Units: []card{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { d.Close() })
+	return d
+}
+
+// addCard adds the card of unit n, whatever else is there.
+func addCard(d *Document[Records[card]], n int) error {
+	_, err := d.store(&update[Records[card]]{keys: []string{unit(n)}, apply: func(s Records[card]) (Records[card], bool, error) {
+		s.Units = append(slices.Clone(s.Units), card{unit(n), "x"})
+		return s, true, nil
+	}})
+	return err
+}
+
+// Changes of several processes that depend on the state are all there in the end. One that does not fails after another.
+func TestSharedDocument(t *testing.T) {
+	h := newSharedHome(t)
+	one, two := openSharedDocument(t, h), openSharedDocument(t, h)
+	if !one.Fresh() {
+		t.Error("a document without a value is not fresh")
+	}
+	var wg sync.WaitGroup
+	for n := range 20 {
+		wg.Go(func() {
+			if err := addCard([]*Document[Records[card]]{one, two}[n%2], n); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	three := openSharedDocument(t, h)
+	if got := three.State(); len(got.Units) != 20 || three.Fresh() {
+		t.Errorf("%d of 20 changes are there", len(got.Units))
+	}
+
+	mine := Records[card]{Version: 1, Units: []card{{unit(1), "mine"}}}
+	if err := one.Replace(mine); errors.Is(err, ErrConflict) {
+		err = one.Replace(mine) // two has changed it last
+		if err != nil {
+			t.Fatal(err)
+		}
+	} else if err != nil {
+		t.Fatal(err)
+	}
+	err := two.Replace(Records[card]{Version: 1, Units: []card{}})
+	if !errors.Is(err, ErrConflict) || errors.Is(err, ErrUnsure) || two.State().Units[0].Text != "mine" {
+		t.Errorf("Replace of a state that was not known = %v, state %v", err, two.State())
+	}
+	if err := two.Remove(Records[card]{Version: 1, Units: []card{}}); err != nil {
+		t.Error(err)
+	}
+	if v, err := h.Get(t.Context(), "doc"); err != nil || v.Data != nil {
+		t.Errorf("after Remove the value is %q, %v", v.Data, err)
+	}
+	if err := addCard(one, 7); err != nil || len(one.State().Units) != 1 {
+		t.Errorf("a change after the removal: %v, state %v", err, one.State())
+	}
+	if err := one.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := addCard(two, 8); err != nil || len(two.State().Units) != 2 {
+		t.Errorf("after the other was closed: %v, state %v", err, two.State())
+	}
+}
+
+// After an answer that was lost the home says whether the value counts.
+func TestSharedUnsure(t *testing.T) {
+	h := newSharedHome(t)
+	d := openSharedDocument(t, h)
+	if err := addCard(d, 1); err != nil {
+		t.Fatal(err)
+	}
+	has := func() string { return fmt.Sprint(d.State().Units) }
+
+	h.fail(failUnsure, nil, false)
+	if err := addCard(d, 2); err != nil || len(d.State().Units) != 2 {
+		t.Errorf("a change that was stored: %v, state %s", err, has())
+	}
+	h.fail(failUnsure, nil, true)
+	if err := addCard(d, 3); !errors.Is(err, ErrUnreachable) || errors.Is(err, ErrUnsure) || len(d.State().Units) != 2 {
+		t.Errorf("a change that was not stored: %v, state %s", err, has())
+	}
+	h.fail(failUnsure, func() error { return fmt.Errorf("%w: injected", ErrUnreachable) }, false)
+	if err := addCard(d, 4); !errors.Is(err, ErrUnsure) || len(d.State().Units) != 2 {
+		t.Errorf("a change of which nothing is known: %v, state %s", err, has())
+	}
+	h.fail(nil, nil, false)
+	end := time.Now().Add(patience)
+	for len(d.State().Units) != 3 { // the writer looks again
+		if time.Now().After(end) {
+			t.Fatalf("the state does not become that of the home: %s", has())
+		}
+		time.Sleep(time.Millisecond)
+	}
+	if err := addCard(d, 5); err != nil || len(d.State().Units) != 4 {
+		t.Errorf("the next change: %v, state %s", err, has())
+	}
+	if s := openSharedDocument(t, h).State(); fmt.Sprint(s) != fmt.Sprint(d.State()) {
+		t.Errorf("the home has %v", s)
+	}
+}
+
+func openSharedCards(t *testing.T, h Home) *Keeper[card] {
+	t.Helper()
+	k, err := OpenKeeperIn(t.Context(), cards, h, "cards.")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { k.Close() })
+	return k
+}
+
+// wantCard checks a record; text is empty if the unit has no record.
+func wantCard(t *testing.T, k *Keeper[card], n int, text string) {
+	t.Helper()
+	if c, ok, err := k.Get(unit(n)); err != nil || ok != (text != "") || c.Text != text {
+		t.Errorf("unit %d has %v, %v, %v; want %q", n, c, ok, err, text)
+	}
+}
+
+// In a shared home each unit has a value of its own, so that its changes meet only those of the same unit.
+func TestSharedKeeper(t *testing.T) {
+	h := newSharedHome(t)
+	one, two := openSharedCards(t, h), openSharedCards(t, h)
+	put := func(k *Keeper[card], n int, text string) error {
+		unsure, err := k.Put(card{unit(n), text}, Patience{})
+		if unsure {
+			t.Errorf("Put of unit %d is unsure: %v", n, err)
+		}
+		return err
+	}
+	for n := range 4 {
+		if err := put([]*Keeper[card]{one, two}[n%2], n, "first"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const golden = `{
+  "version": 1,
+  "units": [
+    {
+      "naa": "3000000000000002",
+      "text": "first"
+    }
+  ]
+}
+`
+	if v, err := h.Get(t.Context(), "cards."+unit(2)); err != nil || string(v.Data) != golden {
+		t.Errorf("the value is %q, %v", v.Data, err)
+	}
+	three := openSharedCards(t, h)
+	if got := three.Units(); !slices.Equal(got, []string{unit(0), unit(1), unit(2), unit(3)}) {
+		t.Errorf("the units are %v", got)
+	}
+	if err := put(three, 1, "of three"); err != nil {
+		t.Fatal(err)
+	}
+	err := put(two, 1, "of two")
+	if !errors.Is(err, ErrConflict) || !strings.Contains(err.Error(), "cards cards."+unit(1)) {
+		t.Errorf("a change of a record that another has changed: %v", err)
+	}
+	wantCard(t, two, 1, "of three")
+	wantCard(t, two, 3, "first")
+	if err := put(two, 1, "again"); err != nil {
+		t.Error(err)
+	}
+	if _, err := three.Remove(unit(0), Patience{}); err != nil {
+		t.Error(err)
+	}
+	if _, err := three.Remove(unit(9), Patience{}); err != nil {
+		t.Error(err)
+	}
+	if v, err := h.Get(t.Context(), "cards."+unit(0)); err != nil || v.Data != nil {
+		t.Errorf("a removed record is %q, %v", v.Data, err)
+	}
+	if err := put(one, 0, "late"); !errors.Is(err, ErrConflict) {
+		t.Errorf("a change of a record that another has removed: %v", err)
+	}
+	wantCard(t, one, 0, "")
+	aborted := Patience{Commit: func() bool { return false }}
+	if unsure, err := one.Put(card{unit(5), "aborted"}, aborted); !errors.Is(err, ErrAborted) || !unsure {
+		t.Errorf("a change that its caller does not want: %v, %v", unsure, err)
+	}
+	if err := one.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := put(one, 5, "closed"); err == nil {
+		t.Error("a closed keeper stores")
+	}
+	four := openSharedCards(t, h)
+	wantCard(t, four, 5, "")
+	wantCard(t, four, 1, "again")
+	if got := four.Units(); !slices.Equal(got, []string{unit(1), unit(2), unit(3)}) {
+		t.Errorf("the units are %v", got)
+	}
+}
+
+// A damaged record costs its unit only. A record of a newer program, or under another name, is an error.
+func TestSharedKeeperDamage(t *testing.T) {
+	h := newSharedHome(t)
+	k := openSharedCards(t, h)
+	for n := range 2 {
+		if _, err := k.Put(card{unit(n), "good"}, Patience{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	good, err := h.Get(t.Context(), "cards."+unit(0))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for n, text := range map[int]string{2: "{", 3: string(good.Data)} {
+		if _, err := h.Put(t.Context(), "cards."+unit(n), []byte(text), 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	k = openSharedCards(t, h)
+	wantCard(t, k, 0, "good")
+	wantCard(t, k, 1, "good")
+	for n := 2; n < 4; n++ {
+		_, _, get := k.Get(unit(n))
+		_, put := k.Put(card{unit(n), "new"}, Patience{})
+		_, remove := k.Remove(unit(n), Patience{})
+		for _, err := range []error{get, put, remove} {
+			if !errors.Is(err, ErrLost) || !strings.Contains(err.Error(), "is damaged") {
+				t.Errorf("unit %d: %v, want ErrLost", n, err)
+			}
+		}
+	}
+	if lost := k.Lost(); len(lost) != 2 {
+		t.Errorf("lost are %v", lost)
+	}
+	if err := k.Accept(unit(2)); err != nil {
+		t.Error(err)
+	}
+	if err := k.Accept(unit(0)); err == nil {
+		t.Error("a good record is accepted as lost")
+	}
+	if _, err := k.Put(card{unit(2), "new"}, Patience{}); err != nil {
+		t.Error(err)
+	}
+	wantCard(t, openSharedCards(t, h), 2, "new")
+	wantCard(t, openSharedCards(t, h), 0, "good")
+
+	newer := strings.Replace(string(good.Data), `"version": 1`, `"version": 2`, 1)
+	r, err := h.Put(t.Context(), "cards."+unit(4), []byte(newer), 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := OpenKeeperIn(t.Context(), cards, h, "cards."); err == nil || !strings.Contains(err.Error(), "cards cards."+unit(4)+": has version 2, but this program knows only version 1") {
+		t.Errorf("with a record of a newer program: %v", err)
+	}
+	if _, err := h.Put(t.Context(), "cards."+unit(4), nil, r); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := h.Put(t.Context(), "cards.x", []byte("x"), 0); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := OpenKeeperIn(t.Context(), cards, h, "cards."); err == nil || !strings.Contains(err.Error(), `key "cards.x"`) {
+		t.Errorf("with a key of no unit: %v", err)
+	}
+	h.fail(nil, func() error { return ErrUnreachable }, false)
+	if _, err := OpenIn(t.Context(), cards, h, "doc", Records[card]{}); !errors.Is(err, ErrUnreachable) {
+		t.Errorf("without an answer OpenIn = %v", err)
+	}
+}
