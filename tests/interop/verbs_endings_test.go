@@ -293,6 +293,8 @@ var workers = []victim{
 	},
 	victims[0], // rping, with RDMA Reads and Writes of the engine as a responder
 	victims[3], // rping, with those of siw as a responder
+	victims[1], // rstream, with RDMA Writes and Sends in both directions
+	victims[4],
 }
 
 // work connects to a server of perftest, and keeps operations outstanding until their stream ends.
