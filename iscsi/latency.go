@@ -85,6 +85,26 @@ func (nd *Node) Operations() (all [lun.Transports]lun.Operations) {
 	return all
 }
 
+// A SessionTime is the time that the commands of a session took whose responses have left.
+type SessionTime struct {
+	TSIH    uint16
+	Started time.Time
+	Sum     time.Duration
+}
+
+// SessionTimes returns the times of all sessions with LUNs, in no order. It costs a few loads for each.
+func (nd *Node) SessionTimes() []SessionTime {
+	nd.mu.Lock()
+	defer nd.mu.Unlock()
+	list := make([]SessionTime, 0, len(nd.sessions))
+	for _, s := range nd.sessions {
+		if s.nexus != nil {
+			list = append(list, SessionTime{s.tsih, s.started, s.nexus.Spent()})
+		}
+	}
+	return list
+}
+
 func (nd *Node) timings() [lun.Transports]timings {
 	nd.mu.Lock()
 	defer nd.mu.Unlock()

@@ -229,6 +229,14 @@ func (n *Nexus) CountSpent(c *Command, spent *Spent) {
 	}
 }
 
+// Spent returns the time that all commands of the nexus took whose responses have left. Unlike Latencies, it takes a few loads.
+func (n *Nexus) Spent() (sum time.Duration) {
+	for k := range n.counts.latencies.totals {
+		sum += time.Duration(n.counts.latencies.totals[k].sum.Load())
+	}
+	return sum
+}
+
 // latenciesOf returns the latencies of a shard. Few units have commands from nexuses of all
 // shards and by all transports, so the first command of each allocates the memory.
 func (u *transportCounts) latenciesOf(shard uint8) *latencies {

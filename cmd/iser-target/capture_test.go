@@ -76,7 +76,7 @@ func (r *recording) said() string {
 func (s *station) record(t *testing.T, tsih uint16, args ...string) *recording {
 	t.Helper()
 	r := &recording{file: filepath.Join(t.TempDir(), "f.pcapng"), begun: make(chan struct{}), ended: make(chan error, 1)}
-	r.cmd = s.command(t, append([]string{"capture", "--session", fmt.Sprint(tsih), "-w", r.file}, args...)...)
+	r.cmd = s.command(t, append([]string{"capture", fmt.Sprint(tsih), "-w", r.file}, args...)...)
 	r.cmd.Stderr = r
 	if err := r.cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -384,7 +384,10 @@ func TestCaptureErrors(t *testing.T) {
 	i := s.login(t)
 	id := fmt.Sprint(i.TSIH)
 	file := filepath.Join(t.TempDir(), "there")
-	s.says(t, cli.ExitUsage, "--session is required", "capture", "-w", file)
+	s.says(t, cli.ExitUsage, "name the session", "capture", "-w", file)
+	s.says(t, cli.ExitUsage, "exclude each other", "capture", id, "--session", id, "-w", file)
+	s.says(t, cli.ExitUsage, "is not a number", "capture", "one", "-w", file)
+	s.says(t, cli.ExitUsage, "-w is required", "capture", id)
 	s.says(t, cli.ExitUsage, "-w is required", "capture", "--session", id)
 	s.says(t, cli.ExitUsage, "--max-size", "capture", "--session", id, "-w", file, "--max-size", "1KiB")
 	s.says(t, cli.ExitUsage, "--duration", "capture", "--session", id, "-w", file, "--duration", "-1s")

@@ -490,6 +490,14 @@ func TestSessionCommands(t *testing.T) {
 	s.says(t, cli.ExitNotFound, "session 65535", "session", "show", "65535")
 	s.says(t, cli.ExitOK, id, "__complete", "session", "kill", "")
 
+	var would cli.Killed
+	if err := json.Unmarshal([]byte(s.says(t, cli.ExitOK, "", "session", "kill", id, "--dry-run", "-o", "json")), &would); err != nil ||
+		would != (cli.Killed{TSIH: list[0].TSIH, Initiator: hostName, Target: storeName}) {
+		t.Errorf("dry run: %+v, %v", would, err)
+	}
+	s.says(t, cli.ExitOK, "session "+id+" of "+hostName+" would end, with 0 tasks in progress", "session", "kill", id, "--dry-run")
+	s.says(t, cli.ExitNotFound, "session 65535", "session", "kill", "65535", "--dry-run")
+	s.says(t, cli.ExitOK, hostName, "session", "show", id) // it is still there
 	s.says(t, cli.ExitOK, "ended", "session", "kill", id, "--reason", "a test")
 	endsSoon(t, session)
 	s.says(t, cli.ExitNotFound, "session", "session", "kill", id)
@@ -538,6 +546,9 @@ func TestReservationCommands(t *testing.T) {
 	s.says(t, cli.ExitOK, "registered only", "reservation", "show")
 	s.says(t, cli.ExitOK, "0x000000000000002a", "reservation", "show", "-o", "yaml")
 	s.says(t, cli.ExitRefused, "--disrupt", "reservation", "clear", storeName, "0")
+	s.says(t, cli.ExitRefused, "LUN 0 of "+storeName+": the reservation (registered only) and 1 registration would be removed", "reservation", "clear", storeName, "0", "--dry-run")
+	s.says(t, cli.ExitOK, `"removed": false`, "reservation", "clear", storeName, "0", "--disrupt", "--dry-run", "-o", "json")
+	s.says(t, cli.ExitOK, "registered only", "reservation", "list") // it is still there
 	s.says(t, cli.ExitOK, "were removed", "reservation", "clear", storeName, "0", "--disrupt")
 	s.says(t, cli.ExitNotFound, "reservation", "reservation", "clear", storeName, "0", "--disrupt")
 	s.says(t, cli.ExitNotFound, "reservation", "reservation", "clear", storeName, "0") // and not a refusal

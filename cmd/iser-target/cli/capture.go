@@ -65,7 +65,7 @@ func (p *program) capture() *cobra.Command {
 		max  = maxSize(64 << 20)
 		each = maxSize(0)
 	)
-	cmd := p.command(verb{use: "capture --session TSIH -w FILE", short: "Record the traffic of a session for Wireshark", args: cobra.NoArgs,
+	cmd := p.command(verb{use: "capture TSIH -w FILE", short: "Record the traffic of a session for Wireshark", args: cobra.MaximumNArgs(1), complete: p.complete(sessions),
 		long: `Record the traffic of a session as a pcapng file for Wireshark. The target records
 inside, at its sockets, so the file is readable even if IPsec encrypts the network.
 The capture ends when interrupted, with the session, or at a limit. "-w -" writes to
@@ -76,17 +76,26 @@ which the oldest is replaced: FILE one.pcapng gives one.0.pcapng, one.1.pcapng, 
 Some milliseconds are missing between two files.
 The file has the data of the LUNs, and the beginning of each connection with the
 login, including CHAP responses. docs/cli.md shows how to read it with tshark.`,
-		example: "  iser-target capture --session 1 -w one.pcapng --duration 30s\n" +
-			"  iser-target capture --session 1 -w one.pcapng --headers-only --lun 0 -C 100MiB -W 10",
+		example: "  iser-target capture 1 -w one.pcapng --duration 30s\n" +
+			"  iser-target capture 1 -w one.pcapng --headers-only --lun 0 -C 100MiB -W 10",
 		run: func(_ context.Context, c *call) error {
 			f := c.cmd.Flags()
 			k.call, k.o.Max = c, int64(max)
 			if f.Changed("lun") {
 				k.o.LUN = &lun
 			}
+			if len(c.args) > 0 {
+				if f.Changed("session") {
+					return usage(c.cmd, "--session and the argument TSIH exclude each other")
+				}
+				if err := c.parseTSIH(); err != nil {
+					return err
+				}
+				k.id = c.tsih
+			}
 			switch {
 			case k.id == 0:
-				return usage(c.cmd, "--session is required: a TSIH of session list")
+				return usage(c.cmd, "name the session: a TSIH of session list")
 			case k.name == "":
 				return usage(c.cmd, "-w is required: a file, or - for standard output")
 			case k.o.Duration < 0:
@@ -111,7 +120,7 @@ login, including CHAP responses. docs/cli.md shows how to read it with tshark.`,
 			return k.ring()
 		}})
 	f := cmd.Flags()
-	f.Uint16Var(&k.id, "session", 0, "TSIH of the session, as session list shows it")
+	f.Uint16Var(&k.id, "session", 0, "the same as TSIH")
 	f.StringVarP(&k.name, "write", "w", "", "file to create, or - for standard output")
 	f.BoolVar(&k.force, "force", false, "replace an existing file")
 	f.Var(&max, "max-size", "end when the file has this size")

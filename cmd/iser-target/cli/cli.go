@@ -255,7 +255,7 @@ func typeArgs(cmd *cobra.Command) {
 var aliases = map[string][]string{
 	"target": {"targets"}, "lun": {"luns"}, "portal": {"portals"}, "session": {"sessions"}, "initiator": {"initiators"},
 	"reservation": {"reservations"}, "snapshot": {"snapshots"}, "context": {"contexts"}, "user": {"users"},
-	"list": {"ls"}, "delete": {"rm", "remove"}, "create": {"add"}, "allow": {"create", "add"}, "deny": {"delete", "remove", "rm"}, "kill": {"delete", "rm"},
+	"list": {"ls"}, "delete": {"rm", "remove"}, "create": {"add"}, "allow": {"create", "add"}, "deny": {"delete", "remove", "rm"}, "kill": {"delete", "remove", "rm"}, "clear": {"delete", "remove", "rm"},
 }
 
 // group returns a command that only has subcommands.
@@ -327,6 +327,27 @@ func (p *program) work(cmd *cobra.Command) time.Duration {
 	return max(p.timeout, workLimit)
 }
 
+// asksNoTarget refuses the flags that locate a target, which cmd inherits, and leaves them out of its help.
+func asksNoTarget(cmd *cobra.Command) *cobra.Command {
+	where := &cobra.Command{}
+	new(program).whereFlags(where)
+	cmd.Flags().AddFlagSet(where.PersistentFlags()) // instead of those that cmd inherits
+	names := []string{"socket", "address", "context", "timeout", "tls-cert", "tls-key", "tls-ca"}
+	for _, name := range names {
+		cmd.Flags().MarkHidden(name)
+	}
+	do := cmd.RunE
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		for _, name := range names {
+			if cmd.Flags().Changed(name) {
+				return usage(cmd, "--%s means nothing here: %s asks no target", name, cmd.CommandPath())
+			}
+		}
+		return do(cmd, args)
+	}
+	return cmd
+}
+
 // locate returns the client without its time limit.
 func (p *program) locate(cmd *cobra.Command) (*client.Client, error) {
 	if p.socket != "" && p.address != "" {
@@ -395,6 +416,7 @@ type verb struct {
 	parse                     func(*call) error // sets what args name; may be nil
 	complete                  cobra.CompletionFunc
 	shrinks                   bool // it may make a LUN smaller
+	adds                      bool // it only adds, and disturbs nobody
 	run                       func(context.Context, *call) error
 }
 
@@ -490,6 +512,11 @@ func (p *program) changeThen(v verb, change func(context.Context, *call, schema.
 		f.BoolVar(&o.AllowShrink, "allow-shrink", false, "allow LUNs to become smaller, which loses the data beyond the new end")
 	}
 	f.DurationVar(&o.Drain, "drain", 0, "let the commands of what is removed finish for up to this time, then abort them (implies --disrupt; default 10s)")
+	if v.adds { // scripts may give them to all changes
+		for _, name := range []string{"disrupt", "now", "drain"} {
+			f.MarkHidden(name)
+		}
+	}
 	return cmd
 }
 

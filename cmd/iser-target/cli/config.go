@@ -112,7 +112,7 @@ standard input.`},
 		},
 	}
 	validate.Flags().BoolVar(&checkPaths, "check-paths", false, "check on this machine that the files and devices of LUNs can be opened, or created, and that web configuration files can be used")
-	return group("config", "Check, plan, apply, edit and restore the configuration", append(p.history(), validate, schemaCommand, plan, apply, export, p.importCommand())...)
+	return group("config", "Check, plan, apply, edit and restore the configuration", append(p.history(), asksNoTarget(validate), asksNoTarget(schemaCommand), plan, apply, export, asksNoTarget(p.importCommand()))...)
 }
 
 // lookAtPaths returns an error for each LUN of cfg whose file or device a target on this machine could neither open nor create,

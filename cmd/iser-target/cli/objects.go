@@ -3,6 +3,7 @@ package cli
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"math"
@@ -148,7 +149,7 @@ func (p *program) target() *cobra.Command {
 				strings.Join(s.Initiators, ","), all(s.Networks), s.IPsec, s.Redirect, strings.Join(s.ResetsFor, ",")}
 		})
 	var t schema.Target
-	create := p.change(verb{use: "create NAME --initiator PATTERN...", short: "Create a target without LUNs", args: cobra.ExactArgs(1),
+	create := p.change(verb{adds: true, use: "create NAME --initiator PATTERN...", short: "Create a target without LUNs", args: cobra.ExactArgs(1),
 		long: "Create a target without LUNs. Initiators whose names match one of the patterns may\nlog in. In a pattern, * stands for any characters and ? for one character.", complete: cobra.NoFileCompletions},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
 			if len(t.Initiators) == 0 {
@@ -451,7 +452,7 @@ func (p *program) createLUN() *cobra.Command {
 		id    int
 		rates rateFlags
 	)
-	cmd := p.change(verb{names: targetOptional, use: "create [TARGET] [--backend BACKEND] [--path PATH] [--size SIZE] [--preallocate] [--from FILE]", short: "Create a LUN", args: cobra.ExactArgs(1), complete: p.complete(targets),
+	cmd := p.change(verb{adds: true, names: targetOptional, use: "create [TARGET] [--backend BACKEND] [--path PATH] [--size SIZE] [--preallocate] [--from FILE]", short: "Create a LUN", args: cobra.ExactArgs(1), complete: p.complete(targets),
 		long: `Create a LUN. Initiators that are logged in are notified (REPORTED LUNS DATA HAS
 CHANGED). If its file does not exist, the target creates it with the given size. The
 file takes space as data is written. A file that exists keeps its size: leave out
@@ -662,7 +663,7 @@ func (p *program) portal() *cobra.Command {
 			t.row("advertise", strings.Join(s.Advertise, ", "))
 		})
 	var po schema.Portal
-	add := p.change(verb{use: "create ADDRESS", short: "Create a portal: listen on another address, host[:port]", args: cobra.ExactArgs(1), complete: cobra.NoFileCompletions},
+	add := p.change(verb{adds: true, use: "create ADDRESS", short: "Create a portal: listen on another address, host[:port]", args: cobra.ExactArgs(1), complete: cobra.NoFileCompletions},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {
 			switch {
 			case po.TPGT == 0: // which the API takes for 1
@@ -710,24 +711,52 @@ const iscsiPort = 3260
 // session returns the commands about sessions.
 func (p *program) session() *cobra.Command {
 	list := listAnd(p, verb{use: "list", short: "List the sessions", args: cobra.NoArgs,
-		long: "List the sessions. If IPsec is required or audited of one, a second table has the\nverdict, suite, SPIs and IKE identity of each of its connections. session show has\nthe reason of a verdict.\n\nTASKS counts the requests in progress at this moment, often none of a fast target.\ntop shows their mean over a period."},
+		long: "List the sessions. If IPsec is required or audited of one, a second table has the\nverdict, suite, SPIs and IKE identity of each of its connections. session show has\nthe reason of a verdict.\n\nDEPTH is the mean number of commands in progress in the last 5 to 10 seconds, or since\nthe login. top shows it for shorter and longer periods. TASKS of -o wide counts the\nrequests in progress at this moment, often none of a fast target."},
 		func(ctx context.Context, c *call) ([]schema.SessionState, error) { return c.Sessions(ctx) },
-		"TSIH* INITIATOR TARGET TRANSPORT CONNECTIONS FROM SINCE TASKS | ISID TPGT USER LUNS", sessionRow, protectionTable)
+		"TSIH* INITIATOR TARGET TRANSPORT CONNECTIONS FROM SINCE DEPTH | ISID TPGT USER LUNS TASKS", sessionRow, protectionTable)
 	show := show(p, verb{use: "show TSIH", short: "Show a session with its parameters, counters and connections",
 		args: cobra.ExactArgs(1), parse: (*call).parseTSIH, complete: p.complete(sessions)},
 		func(ctx context.Context, c *call) (schema.SessionState, error) { return c.Session(ctx, c.tsih) }, sessionTable)
-	var reason string
-	kill := p.command(verb{use: "kill TSIH", short: "End a session; its initiator may log in again",
+	var (
+		reason string
+		dry    bool
+	)
+	kill := p.output(verb{use: "kill TSIH", short: "End a session; its initiator may log in again",
 		args: cobra.ExactArgs(1), parse: (*call).parseTSIH, complete: p.complete(sessions),
+		long: "End a session. Its commands are aborted, and its initiator may log in again, as Linux does\nat once. The command is about nothing else, and requires no --disrupt.",
 		run: func(ctx context.Context, c *call) error {
-			if err := c.KillSession(ctx, c.tsih, reason); err != nil {
+			s, err := c.Session(ctx, c.tsih)
+			if err != nil {
 				return err
 			}
-			_, err := fmt.Fprintf(c.cmd.OutOrStdout(), "session %d ended\n", c.tsih)
-			return err
+			if !dry {
+				if err := c.KillSession(ctx, c.tsih, reason); err != nil {
+					return err
+				}
+			}
+			e := Killed{s.TSIH, s.Initiator, s.Target, s.Tasks, !dry}
+			return p.print(c.cmd.OutOrStdout(), e, e.fill)
 		}})
 	kill.Flags().StringVar(&reason, "reason", "", "reason for the log and the events")
+	kill.Flags().BoolVar(&dry, "dry-run", false, "show the session and do not end it")
 	return group("session", "List, show and end sessions of initiators", list, show, kill)
+}
+
+// A Killed is what session kill did, or would do.
+type Killed struct {
+	TSIH      uint16 `json:"tsih"`
+	Initiator string `json:"initiator"`
+	Target    string `json:"target,omitempty"` // empty: discovery
+	Tasks     int    `json:"tasks"`            // in progress before
+	Ended     bool   `json:"ended"`            // false: dry run
+}
+
+func (k *Killed) fill(t *table) {
+	if k.Ended {
+		t.line("session %d ended", k.TSIH)
+		return
+	}
+	t.line("session %d of %s would end, with %s in progress", k.TSIH, k.Initiator, count(k.Tasks, "task"))
 }
 
 func sessionRow(s *schema.SessionState) []any {
@@ -739,8 +768,11 @@ func sessionRow(s *schema.SessionState) []any {
 	if s.Discovery {
 		target = "(discovery)"
 	}
-	return []any{s.TSIH, s.Initiator, target, s.Transport, len(s.Connections), from, s.Started.Local().Format(time.DateTime), s.Tasks, s.ISID, s.TPGT, s.User, numbers(s.LUNs)}
+	return []any{s.TSIH, s.Initiator, target, s.Transport, len(s.Connections), from, s.Started.Local().Format(time.DateTime), depth(s.Depth), s.ISID, s.TPGT, s.User, numbers(s.LUNs), s.Tasks}
 }
+
+// depth returns a mean number of commands in progress as text.
+func depth(d float64) string { return strconv.FormatFloat(d, 'f', 1, 64) }
 
 // protectionTable shows how IPsec protects the connections of sessions, if that is required of any.
 func protectionTable(t *table, list []schema.SessionState) {
@@ -769,7 +801,8 @@ func sessionTable(t *table, s schema.SessionState) {
 	t.row("CHAP user", s.User)
 	t.row("since", s.Started.Local().Format(time.RFC3339))
 	t.row("LUNs", numbers(s.LUNs))
-	t.row("tasks", s.Tasks)
+	t.row("depth", depth(s.Depth)+" commands in progress on average")
+	t.row("tasks", fmt.Sprintf("%d now", s.Tasks))
 	counterRows(t, &s.Counters)
 	for _, k := range schema.Values(s.Parameters).Keys() {
 		t.row(k, s.Parameters[k])
@@ -813,31 +846,63 @@ func (p *program) reservation() *cobra.Command {
 			return []any{r.Target, r.LUN, typeOf(&r.ReservationState),
 				holder(&r.ReservationState), len(r.Registrations), r.Generation, r.APTPL}
 		})
-	var yes bool
-	clearIt := p.command(verb{names: targetOptional, use: "clear [TARGET] LUN", short: "Remove all reservations and registrations of a LUN",
+	var yes, dry bool
+	clearIt := p.output(verb{names: targetOptional, use: "clear [TARGET] LUN", short: "Remove all reservations and registrations of a LUN",
 		args: cobra.ExactArgs(2), parse: (*call).parseLUN, complete: p.complete(targets, luns),
 		long: "Remove all reservations and registrations of a LUN. Clusters rely on them:\ninitiators that they keep out can write afterwards. Therefore --disrupt is required.",
 		run: func(ctx context.Context, c *call) error {
+			list, err := c.Reservations(ctx)
+			if err != nil {
+				return err
+			}
+			i := slices.IndexFunc(list, func(r schema.Reservation) bool { return strings.EqualFold(r.Target, c.target) && r.LUN == c.lun })
+			if i < 0 {
+				return &schema.Error{Code: schema.NotFound, Message: fmt.Sprintf("reservation of LUN %d of target %s: not found", c.lun, c.target)}
+			}
+			r := &list[i]
+			done := Cleared{r.Target, r.LUN, typeOf(&r.ReservationState), holder(&r.ReservationState), len(r.Registrations), !dry}
+			if dry {
+				err := p.print(c.cmd.OutOrStdout(), done, done.fill)
+				if !yes {
+					err = errors.Join(err, &schema.Error{Code: schema.Refused, Message: "the change would be refused", Needs: []string{"disrupt"}, Hint: "use --disrupt to remove it"})
+				}
+				return err
+			}
 			if !yes {
-				list, err := c.Reservations(ctx)
-				if err != nil {
-					return err
-				}
-				if !slices.ContainsFunc(list, func(r schema.Reservation) bool { return strings.EqualFold(r.Target, c.target) && r.LUN == c.lun }) {
-					return &schema.Error{Code: schema.NotFound, Message: fmt.Sprintf("reservation of LUN %d of target %s: not found", c.lun, c.target)}
-				}
 				return &schema.Error{Code: schema.Refused, Message: "refused: initiators that the reservation keeps out could write. Nothing was changed",
 					Needs: []string{"disrupt"}, Hint: "use --disrupt to remove it"}
 			}
 			if err := c.ClearReservation(ctx, c.target, c.lun); err != nil {
 				return err
 			}
-			_, err := fmt.Fprintf(c.cmd.OutOrStdout(), "LUN %d of %s: all reservations and registrations were removed\n", c.lun, c.target)
-			return err
+			return p.print(c.cmd.OutOrStdout(), done, done.fill)
 		}})
 	clearIt.Flags().BoolVar(&yes, "disrupt", false, "let in the initiators that the reservation keeps out")
+	clearIt.Flags().BoolVar(&dry, "dry-run", false, "show what would be removed and change nothing")
 	list.Aliases = append(slices.Clone(list.Aliases), "show")
 	return group("reservation", "List and clear reservations of LUNs", list, clearIt)
+}
+
+// A Cleared is what reservation clear removed, or would remove.
+type Cleared struct {
+	Target        string `json:"target"`
+	LUN           int    `json:"lun"`
+	Type          string `json:"type"`
+	Holder        string `json:"holder,omitempty"`
+	Registrations int    `json:"registrations"`
+	Removed       bool   `json:"removed"` // false: dry run
+}
+
+func (c *Cleared) fill(t *table) {
+	if c.Removed {
+		t.line("LUN %d of %s: all reservations and registrations were removed", c.LUN, c.Target)
+		return
+	}
+	by := ""
+	if c.Holder != "" {
+		by = " of " + c.Holder
+	}
+	t.line("LUN %d of %s: the reservation (%s)%s and %s would be removed", c.LUN, c.Target, c.Type, by, count(c.Registrations, "registration"))
 }
 
 func typeOf(r *schema.ReservationState) string {
@@ -898,7 +963,7 @@ func (p *program) initiator() *cobra.Command {
 		t, _ := c.Target(ctx, name)
 		return t.Initiators
 	}
-	allow := p.changeThen(verb{names: targetOptional, use: "allow [TARGET] PATTERN", short: "Let initiators log in whose names match a pattern", args: cobra.ExactArgs(2), complete: p.complete(targets, refused)},
+	allow := p.changeThen(verb{adds: true, names: targetOptional, use: "allow [TARGET] PATTERN", short: "Let initiators log in whose names match a pattern", args: cobra.ExactArgs(2), complete: p.complete(targets, refused)},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, func() error, error) {
 			plan, err := c.Allow(ctx, c.args[0], c.args[1], o)
 			if err == nil && strings.Trim(c.args[1], "*") == "" {

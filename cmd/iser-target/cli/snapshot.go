@@ -122,7 +122,7 @@ func (p *program) cloneLUN() *cobra.Command {
 		to   string
 		from schema.CloneSource
 	)
-	cmd := p.change(verb{names: targetOptional, use: "clone [TARGET] LUN[@SNAPSHOT] --path PATH", short: "Create a LUN as a clone of another one, or of a snapshot",
+	cmd := p.change(verb{adds: true, names: targetOptional, use: "clone [TARGET] LUN[@SNAPSHOT] --path PATH", short: "Create a LUN as a clone of another one, or of a snapshot",
 		args: cobra.ExactArgs(2), complete: p.complete(targets, clones),
 		long: `Create a LUN on a new file that shares the blocks of another LUN, or of a snapshot of it
 (reflink: XFS, btrfs). It takes no space until one of them changes. The clone of a LUN

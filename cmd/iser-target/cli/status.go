@@ -51,7 +51,8 @@ type SessionSummary struct {
 	Target    string    `json:"target,omitempty"` // empty: discovery
 	Transport string    `json:"transport"`
 	Started   time.Time `json:"started"`
-	Tasks     int       `json:"tasks"`
+	Tasks     int       `json:"tasks"` // now
+	Depth     float64   `json:"depth"` // as in schema.SessionState
 }
 
 // errNotHealthy is the error of status if there is a problem.
@@ -83,7 +84,7 @@ func statusOf(st *schema.State, now time.Time) *Status {
 		s.Targets = append(s.Targets, TargetSummary{t.Name, luns, len(t.Sessions)})
 	}
 	for _, e := range st.Sessions {
-		s.Sessions = append(s.Sessions, SessionSummary{e.TSIH, e.Initiator, e.Target, e.Transport, e.Started, e.Tasks})
+		s.Sessions = append(s.Sessions, SessionSummary{e.TSIH, e.Initiator, e.Target, e.Transport, e.Started, e.Tasks, e.Depth})
 	}
 	if len(st.Portals) == 0 {
 		s.Findings = append(s.Findings, Finding{problem, "portals", "no portal: no initiator can connect", "create one with iser-target portal create"})
@@ -101,8 +102,13 @@ func statusOf(st *schema.State, now time.Time) *Status {
 
 // checkPending finds changes that take effect at the next start.
 func checkPending(st *schema.State) (list []Finding) {
-	for _, text := range st.Pending {
-		list = append(list, Finding{warning, "configuration", text + " takes effect at the next start", "restart the target when convenient"})
+	const hint = "restart the target when convenient"
+	switch n := len(st.Pending); n {
+	case 0:
+	case 1:
+		list = append(list, Finding{warning, "configuration", st.Pending[0] + " takes effect at the next start", hint})
+	default:
+		list = append(list, Finding{warning, "configuration", fmt.Sprintf("%d changes take effect at the next start:\n%s", n, strings.Join(st.Pending, "\n")), hint})
 	}
 	return list
 }
@@ -174,9 +180,9 @@ func (s *Status) fill(t *table) {
 	}
 	if len(s.Sessions) > 0 {
 		t.gap()
-		t.head("TSIH INITIATOR TARGET TRANSPORT SINCE TASKS")
+		t.head("TSIH INITIATOR TARGET TRANSPORT SINCE DEPTH")
 		for _, e := range s.Sessions[:min(len(s.Sessions), maxSessions)] {
-			t.row(e.TSIH, e.Initiator, cmp.Or(e.Target, "-"), e.Transport, e.Started.Local().Format(time.DateTime), e.Tasks)
+			t.row(e.TSIH, e.Initiator, cmp.Or(e.Target, "-"), e.Transport, e.Started.Local().Format(time.DateTime), depth(e.Depth))
 		}
 		if more := len(s.Sessions) - maxSessions; more > 0 {
 			t.line("and %s, which iser-target session list shows", count(more, "more session"))

@@ -254,8 +254,10 @@ func note(p *schema.Plan, volatile bool, notes []string) {
 	if volatile && len(p.Steps) > 0 {
 		notes = append(notes, "without a configuration file the change lasts until the process exits")
 	}
-	for _, ch := range pending(p) {
-		notes = append(notes, atNextStart(ch))
+	if later := pending(p); len(later) == 1 {
+		notes = append(notes, atNextStart(later[0]))
+	} else if len(later) > 1 { // the steps say which
+		notes = append(notes, fmt.Sprintf("%d changes take effect at the next start of the target", len(later)))
 	}
 	p.Note = strings.Join(notes, "; ")
 }

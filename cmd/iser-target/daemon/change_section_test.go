@@ -29,7 +29,7 @@ func TestSectionsApplyAtOnceOrStayPending(t *testing.T) {
 	for range 2 {
 		p := l.ok(ChangeOptions{})
 		if i := slices.IndexFunc(p.Steps, func(s schema.Step) bool { return s.Restart }); i < 0 || p.Steps[i].Done || p.Steps[i].Change.Key != "format" ||
-			!strings.Contains(p.Note, "takes effect at the next start of the target") {
+			p.Note != "2 changes take effect at the next start of the target" { // the steps name them
 			t.Errorf("plan %+v", p)
 		}
 		if got := l.State().Pending; len(got) != 2 || !strings.Contains(got[0]+got[1], "format") || !strings.Contains(got[0]+got[1], "control") {

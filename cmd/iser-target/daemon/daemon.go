@@ -90,6 +90,7 @@ type Daemon struct {
 
 	accepting atomic.Bool // portals accept logins
 	pulse     pulse
+	depths    depths
 	applied   applied
 
 	node          *iscsi.Node
@@ -197,6 +198,7 @@ func New(doc *config.Document, o Options) (*Daemon, error) {
 		return nil, err
 	}
 	d.node = iscsi.NewNode(options)
+	d.depths.begin(d.started)
 	d.setLog(cfg.Log)
 	d.departing.orders = make(chan departure, 1)
 	d.setLimits(cfg)
@@ -440,6 +442,9 @@ func (d *Daemon) Run(ctx context.Context) error {
 	followed.Go(func() { d.follow(ctx) })
 	d.net.wg.Go(func() { d.watchHealth(ctx) })
 	d.net.wg.Go(func() { d.logSlow(ctx) })
+	d.net.wg.Go(func() {
+		every(ctx, depthInterval, func() { d.depths.note(time.Now(), d.node.SessionTimes()) })
+	})
 	how := d.awaitEnd(ctx)
 	if how.upgraded {
 		return cmp.Or(d.lost, ErrUpgraded)

@@ -39,7 +39,7 @@ func sessionName(tsih uint16, initiator string) string {
 
 // State returns the current state.
 func (d *Daemon) State() schema.State {
-	sessions := d.node.Sessions()
+	sessions, now := d.node.Sessions(), time.Now()
 	certificates := d.Certificates()
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -67,6 +67,7 @@ func (d *Daemon) State() schema.State {
 	previous := previousProofs(d.served.cfg)
 	for i := range sessions {
 		s := sessionState(&sessions[i])
+		s.Depth = d.depths.mean(&sessions[i], now)
 		for j, c := range sessions[i].Conns {
 			s.Connections[j].IPsec = d.ipsec.protectionState(d.ipsec.known(c.Local, c.Remote))
 		}

@@ -207,13 +207,16 @@ type SessionState struct {
 	Transport string `json:"transport"`      // iser or tcp
 	User      string `json:"user,omitempty"` // CHAP name
 	// OutdatedSecret says that the session has used the previous secret of its user.
-	OutdatedSecret bool              `json:"outdated_secret,omitempty"`
-	Started        time.Time         `json:"started"`
-	LUNs           []int             `json:"luns"`
-	Tasks          int               `json:"tasks"` // in progress
-	Counters       CounterState      `json:"counters"`
-	Parameters     map[string]string `json:"parameters"`
-	Connections    []ConnectionState `json:"connections"`
+	OutdatedSecret bool      `json:"outdated_secret,omitempty"`
+	Started        time.Time `json:"started"`
+	LUNs           []int     `json:"luns"`
+	Tasks          int       `json:"tasks"` // in progress at this moment
+	// Depth is the mean number of commands in progress over the last 5 to 10 s, or since the login: the time that all
+	// commands took which ended, per second (Little's law). If none ended, it is Tasks.
+	Depth       float64           `json:"depth"`
+	Counters    CounterState      `json:"counters"`
+	Parameters  map[string]string `json:"parameters"`
+	Connections []ConnectionState `json:"connections"`
 }
 
 // A ConnectionState describes a connection of a session.
