@@ -5,19 +5,23 @@ import (
 	"crypto/x509"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/crypto/bcrypt"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/api/apitest"
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
 	"github.com/iser-target/iser-target/tests/initiator"
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/cdb"
 )
 
@@ -162,6 +166,70 @@ func TestWebTLS(t *testing.T) {
 	if got, want := resp.TLS.PeerCertificates[0].SerialNumber, ca.Certificate("server").SerialNumber; got.Cmp(want) != 0 {
 		t.Errorf("after the certificate was renewed, the target shows %v, want %v", got, want)
 	}
+}
+
+// The metrics and the findings of status and doctor have the certificates of web configuration files. A renewed one
+// counts without a restart, and while the file is bad, that before does. A session is served all the time.
+func TestWebCertificatesExpire(t *testing.T) {
+	ca := apitest.New(t)
+	ca.Server("server")
+	good := fmt.Sprintf("tls_server_config: {cert_file: %s, key_file: %s}\n", ca.Path("server.pem"), ca.Path("server.key"))
+	w := newWebStation(t, good)
+	session := w.login(t)
+	outcome(t, session, &initiator.Command{CDB: cdb.TestUnitReady}) // UNIT ATTENTION
+	roots := x509.NewCertPool()
+	roots.AddCert(ca.Cert)
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, TLSClientConfig: &tls.Config{RootCAs: roots}}}
+	warned := func() (list []string) {
+		for _, f := range read[cli.Status](t, w.station, "status").Findings {
+			if f.About == "metrics.web_config" || f.About == "dashboard.web_config" {
+				list = append(list, f.About+" "+f.Severity+" "+f.Text)
+			}
+		}
+		return list
+	}
+	expires := func() time.Time { return ca.Certificate("server").NotAfter.UTC() }
+	shows := func(at time.Time) func() bool {
+		return func() bool {
+			_, body := fetch(t, client, w.metrics, "", "")
+			for _, key := range []string{"metrics", "dashboard"} {
+				m := regexp.MustCompile(`(?m)^iser_target_certificate_expires_timestamp_seconds\{key="` + key + `.web_config"\} (\S+)$`).FindStringSubmatch(body)
+				if m == nil {
+					return false
+				}
+				if v, err := strconv.ParseFloat(m[1], 64); err != nil || int64(v) != at.Unix() {
+					return false
+				}
+			}
+			return true
+		}
+	}
+	testkit.Eventually(t, "the metrics have both certificates", shows(expires()))
+	want := " warning " + ca.Path("server.pem") + " of CN=server expires at " + expires().Format(time.RFC3339)
+	if got := warned(); len(got) != 2 || got[0] != "metrics.web_config"+want || got[1] != "dashboard.web_config"+want {
+		t.Errorf("warnings %q, want two with %q", got, want)
+	}
+
+	ca.Sign("server", &x509.Certificate{IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
+		NotAfter: time.Now().AddDate(1, 0, 0)})
+	testkit.Eventually(t, "the metrics have the renewed certificates", shows(expires()))
+	if got := warned(); len(got) != 0 {
+		t.Errorf("after the renewal: %q", got)
+	}
+	w.write(t, "tls_server_config: {}}\n")
+	if got := warned(); len(got) != 0 {
+		t.Errorf("while the file is bad: %q", got)
+	}
+	w.write(t, good)
+	if err := os.Remove(ca.Path("server.pem")); err != nil {
+		t.Fatal(err)
+	}
+	if got := warned(); len(got) != 0 {
+		t.Errorf("without the certificate: %q", got)
+	}
+	ca.Server("server")
+	testkit.Eventually(t, "status warns again", func() bool { return len(warned()) == 2 })
+	ready(t, session)
 }
 
 // A web configuration file that cannot be used is refused by a start, by config validate --check-paths, by a plan and by a

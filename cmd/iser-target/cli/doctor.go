@@ -126,7 +126,7 @@ func checkFile(ctx context.Context, c *client.Client, st *schema.State) []Findin
 	return list
 }
 
-// checkCertificates finds certificates and revocation lists of the control API that have expired, or soon will.
+// checkCertificates finds certificates and revocation lists of the control API, metrics and dashboard that have expired, or soon will.
 func checkCertificates(st *schema.State, now time.Time) (list []Finding) {
 	for _, c := range st.Certificates {
 		severity, says := warning, "expires at "
@@ -140,7 +140,7 @@ func checkCertificates(st *schema.State, now time.Time) (list []Finding) {
 			"replace the file; the target reads it at the next connection"})
 	}
 	if len(list) == 0 && len(st.Certificates) > 0 {
-		list = append(list, Finding{fine, "control.tls", "no certificate expires soon", ""})
+		list = append(list, Finding{fine, "certificates", "no certificate expires soon", ""})
 	}
 	return list
 }

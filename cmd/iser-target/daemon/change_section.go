@@ -33,7 +33,7 @@ func (c *change) updateLog(config.Change) error {
 // updateSideServer moves a side server to its next address.
 func (c *change) updateSideServer(ch config.Change) error {
 	s := c.d.side[ch.Kind]
-	w, err := s.web(c.cfg)
+	w, err := s.webOf(c.cfg)
 	if err != nil {
 		return err // the server continues as it is
 	}

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"net/http/pprof"
 	"runtime"
+	"sync/atomic"
 	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/handover"
@@ -28,8 +29,9 @@ type sideServer struct {
 	log       *slog.Logger
 	listeners *handover.Listeners
 
-	addr net.Addr // where it listens, or listened last
-	end  func()   // nil: it is off
+	web  atomic.Pointer[httpd.Web] // of the server that is on; nil: it has none, or is off
+	addr net.Addr                  // where it listens, or listened last
+	end  func()                    // nil: it is off
 }
 
 // Limits of side servers. Prometheus needs few connections.
@@ -86,15 +88,15 @@ func (d *Daemon) newSideServers(dashboard func(*Daemon, net.Listener, *httpd.Web
 
 // listen serves at the address that cfg has for s, and no longer at the one before.
 func (s *sideServer) listen(cfg *config.Config) error {
-	w, err := s.web(cfg)
+	w, err := s.webOf(cfg)
 	if err != nil {
 		return err
 	}
 	return s.open(cfg, w)
 }
 
-// web returns TLS and login of s by cfg.
-func (s *sideServer) web(cfg *config.Config) (*httpd.Web, error) {
+// webOf returns TLS and login of s by cfg.
+func (s *sideServer) webOf(cfg *config.Config) (*httpd.Web, error) {
 	w, err := httpd.NewWeb(s.at(cfg).WebConfig, s.log)
 	if err != nil {
 		return nil, fmt.Errorf("%s.web_config: %w", s.key, err)
@@ -116,6 +118,7 @@ func (s *sideServer) open(cfg *config.Config, w *httpd.Web) error {
 	if err != nil {
 		return fmt.Errorf("%s %s: %w", s.name, addr, err)
 	}
+	s.web.Store(w)
 	s.addr, s.end = l.Addr(), s.serve(w.Listen(l), w)
 	s.log.Info(s.name, "url", fmt.Sprintf("%s://%v%s", w.Scheme(), l.Addr(), s.path))
 	return nil
@@ -126,6 +129,7 @@ func (s *sideServer) close() {
 	if s.end != nil {
 		s.end()
 		s.end = nil
+		s.web.Store(nil)
 	}
 }
 

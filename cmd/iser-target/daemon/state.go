@@ -100,12 +100,19 @@ func previousProofs(cfg *config.Config) map[string]bool {
 // ShowCertificates makes State and the metrics show what list returns: the certificates of the control API.
 func (d *Daemon) ShowCertificates(list func() []schema.CertificateState) { d.certificates.Store(&list) }
 
-// Certificates returns the certificates of the control API.
-func (d *Daemon) Certificates() []schema.CertificateState {
+// Certificates returns the certificates of the control API, the metrics server and the dashboard. It takes about two seconds
+// if a file system does not answer.
+func (d *Daemon) Certificates() (all []schema.CertificateState) {
 	if list := d.certificates.Load(); list != nil {
-		return (*list)()
+		all = slices.Clone((*list)())
 	}
-	return nil
+	for _, kind := range []string{config.KindMetrics, config.KindDashboard} {
+		s := d.side[kind]
+		for _, c := range s.web.Load().Certificates() {
+			all = append(all, schema.CertificateState{Key: s.key + ".web_config", Path: c.File, Subject: c.Subject, Expires: c.Expires})
+		}
+	}
+	return all
 }
 
 // expiries returns when the first certificate of each key expires.

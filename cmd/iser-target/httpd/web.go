@@ -35,6 +35,8 @@ type Web struct {
 	secure http.Handler
 	next   http.Handler // that secure passes requests on to
 	log    *slog.Logger
+
+	expiries expiries
 }
 
 // NewWeb returns TLS and login by a web configuration file. An empty file name returns nil. Errors
@@ -122,14 +124,7 @@ func WebFiles(file string) ([]string, error) {
 
 // readWeb reads a web configuration file. Unknown keys are found by web.Validate.
 func readWeb(file string) (*web.Config, error) {
-	fi, err := os.Stat(file)
-	if err != nil {
-		return nil, err // names the file
-	}
-	if !fi.Mode().IsRegular() || fi.Size() > maxWeb {
-		return nil, fmt.Errorf("%s: must be a regular file of at most %d bytes", file, maxWeb)
-	}
-	b, err := os.ReadFile(file)
+	b, err := readLimited(file)
 	if err != nil {
 		return nil, err
 	}

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/api/apitest"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 // CheckWeb names the file, the key and the reason.
@@ -85,6 +86,67 @@ func TestWebFiles(t *testing.T) {
 	if got, err := WebFiles(file); err != nil || !slices.Equal(got, want) {
 		t.Errorf("%v, %v; want %v", got, err, want)
 	}
+}
+
+// The certificates are those of the files, of the file itself, and of what they name, chains included. A Web without TLS has none.
+func TestCertificatesOfAWeb(t *testing.T) {
+	ca := apitest.New(t)
+	ca.Server("server")
+	read := func(name string) []byte {
+		b, err := os.ReadFile(ca.Path(name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return b
+	}
+	file := filepath.Join(t.TempDir(), "web.yml")
+	web := func(text string) *Web {
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		w, err := NewWeb(file, slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return w
+	}
+	chain := slices.Concat(read("server.pem"), read("ca.pem"))
+	if err := os.WriteFile(ca.Path("chain.pem"), chain, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	server, authority := ca.Certificate("server"), ca.Cert
+	want := func(what string, w *Web, list ...Certificate) {
+		t.Helper()
+		var got []Certificate
+		testkit.Eventually(t, what, func() bool {
+			got = w.Certificates()
+			return slices.Equal(got, list)
+		})
+	}
+	indented := strings.ReplaceAll("\n"+string(read("server.pem")), "\n", "\n    ")
+	key := strings.ReplaceAll("\n"+string(read("server.key")), "\n", "\n    ")
+	one := func(from string) Certificate { return Certificate{from, "CN=server", server.NotAfter} }
+	of := func(from string) Certificate {
+		return Certificate{from, authority.Subject.String(), authority.NotAfter}
+	}
+	pair := "cert_file: " + ca.Path("server.pem") + ", key_file: " + ca.Path("server.key")
+	want("a file", web("tls_server_config: {"+pair+"}"), one(ca.Path("server.pem")))
+	want("with an authority", web("tls_server_config: {"+pair+", client_ca_file: "+ca.Path("ca.pem")+", client_auth_type: RequireAndVerifyClientCert}"),
+		one(ca.Path("server.pem")), of(ca.Path("ca.pem")))
+	want("a chain", web("tls_server_config: {"+strings.Replace(pair, "server.pem", "chain.pem", 1)+"}"), one(ca.Path("chain.pem")), of(ca.Path("chain.pem")))
+	want("within the file", web("tls_server_config:\n  cert: |"+indented+"\n  key: |"+key+"\n"), one(file))
+	want("no TLS", web(""))
+	want("no file", nil)
+
+	w := web("tls_server_config: {" + pair + "}")
+	want("before", w, one(ca.Path("server.pem")))
+	if err := os.WriteFile(file, []byte("tls_server_config: ["), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	w.expiries.mu.Lock()
+	w.expiries.looked = time.Time{} // long ago
+	w.expiries.mu.Unlock()
+	want("while the file is bad", w, one(ca.Path("server.pem")))
 }
 
 // A client cannot make the server log more than one line per second.

@@ -18,10 +18,10 @@ type State struct {
 	Sessions   []SessionState `json:"sessions"`
 	// LatencyBounds are the upper bounds of the buckets of each PhaseState, in seconds, ascending.
 	LatencyBounds []float64          `json:"latency_bounds,omitempty"`
-	Certificates  []CertificateState `json:"certificates,omitempty"` // of control.listen
+	Certificates  []CertificateState `json:"certificates,omitempty"` // of control.listen, metrics.web_config and dashboard.web_config
 }
 
-// A CertificateState describes a certificate, or a revocation list, that control.listen uses.
+// A CertificateState describes a certificate, or a revocation list, that control.listen, the metrics server or the dashboard uses.
 type CertificateState struct {
 	Key     string    `json:"key"` // of the configuration, which names the file
 	Path    string    `json:"path"`
