@@ -47,7 +47,7 @@ func (l *lab) snapshot() string {
 	st := l.State()
 	st.CPUSeconds = 0
 	for i := range st.Sessions {
-		st.Sessions[i].Tasks, st.Sessions[i].Counters = 0, schema.CounterState{}
+		st.Sessions[i].Tasks, st.Sessions[i].Depth, st.Sessions[i].Counters = 0, 0, schema.CounterState{}
 		for j := range st.Sessions[i].Connections {
 			st.Sessions[i].Connections[j].Received = 0
 		}
