@@ -179,7 +179,11 @@ A file that exists is not changed. FILE - is standard output.`,
 				_, err := cmd.OutOrStdout().Write(d.Bytes())
 				return err
 			}
-			if err := d.Create(path); err != nil {
+			err = d.Create(path)
+			if errors.Is(err, os.ErrNotExist) {
+				return fmt.Errorf("%w\nCreate the directory: mkdir %s. Or name another FILE.", err, filepath.Dir(path))
+			}
+			if err != nil {
 				return err
 			}
 			c, err := d.Config()
