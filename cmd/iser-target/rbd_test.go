@@ -89,6 +89,7 @@ func TestRBD(t *testing.T) {
 		t.Fatalf("the image: %v, %v", fi, err)
 	}
 	lun := func() schema.LUNState { return read[schema.LUNState](t, s, "lun", "show", storeName, "2") }
+	s.says(t, cli.ExitRefused, "make a snapshot with rbd snap create p/disk@NAME", "lun", "snapshot", "create", storeName, "2", "one")
 	load := newTraffic(t, s.addr)
 	neighbor := login(t, s.addr, initiator.Options{Name: hostName + "-neighbor"})
 	if err := neighbor.Do(&initiator.Command{CDB: cdb.TestUnitReady}); err != nil {

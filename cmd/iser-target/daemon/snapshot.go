@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/backend"
+	"github.com/iser-target/iser-target/backend/rbd/rbduri"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 )
@@ -53,6 +54,18 @@ func snapshotError(target string, id int, err error) error {
 	return fmt.Errorf("LUN %d of %s: %w", id, target, err)
 }
 
+// noFile returns the error about a LUN that is not on a file, with what makes a snapshot of its store.
+func noFile(target string, l *config.LUN) error {
+	how := map[string]string{
+		"block": "; LVM and ZFS make snapshots of their devices",
+		"nbd":   "; make a snapshot on the NBD server",
+	}[l.Backend]
+	if i, err := rbduri.Parse(l.Path); l.Backend == "rbd" && err == nil {
+		how = fmt.Sprintf("; make a snapshot with rbd snap create %v@NAME", i)
+	}
+	return snapshotFailed(schema.Refused, target, l.ID, "nothing was changed"+how, "snapshots and clones require the backend file, not %s", l.Backend)
+}
+
 // cloneable returns the LUN with that number if it is one on a file whose data can be trusted. The copy does not change.
 func (d *Daemon) cloneable(target string, id int) (l servedLUN, err error) {
 	p, err := d.lun(target, id)
@@ -62,7 +75,7 @@ func (d *Daemon) cloneable(target string, id int) (l servedLUN, err error) {
 	d.locked(func() { l = *p })
 	switch {
 	case l.Backend != "file":
-		return l, snapshotFailed(schema.Refused, target, id, "nothing was changed; use what the backend has below the target, like LVM or ZFS", "snapshots and clones require the backend file, not %s", l.Backend)
+		return l, noFile(target, &l.LUN)
 	case l.fault != nil:
 		return l, fmt.Errorf("LUN %d of %s is not ready: %w", id, target, l.fault)
 	}
@@ -94,7 +107,7 @@ func (d *Daemon) SnapshotPath(ctx context.Context, target string, id int, name s
 	var l config.LUN
 	d.locked(func() { l = p.LUN })
 	if l.Backend != "file" {
-		return "", snapshotFailed(schema.Refused, target, id, "nothing was changed; use what the backend has below the target, like LVM or ZFS", "snapshots and clones require the backend file, not %s", l.Backend)
+		return "", noFile(target, &l)
 	}
 	path, err := d.fileOf(ctx, target, &l)
 	if err != nil {
