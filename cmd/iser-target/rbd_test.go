@@ -109,11 +109,13 @@ func TestRBD(t *testing.T) {
 		}
 		load.flows(t)
 	}
+	healthy := func() bool { return lun().Health == schema.Healthy }
 	kill()
-	testkit.Eventually(t, "the LUN is healthy", func() bool { return lun().Health == schema.Healthy })
+	testkit.Eventually(t, "the LUN is healthy", healthy)
 	s.ok(t, "upgrade")
 	kill()
 	load.end(t)
+	testkit.Eventually(t, "the LUN is healthy", healthy)
 	s.says(t, cli.ExitOK, "the cluster answers, and has 1 image", "doctor", "--timeout", "2m")
 	mend := rbdfake.Break(t, images, rbdfake.NoCaps)
 	for _, want := range []string{"Ceph for LUN 2 of " + storeName, "client.x lacks capabilities for pool p", "ceph auth caps client.x mon 'profile rbd' osd 'profile rbd pool=p'"} {

@@ -42,6 +42,7 @@ const (
 	reasonReplaced = "%v: writes and syncs are refused. Put the old file back, or accept the new one with lun recover"
 	reasonError    = "the store failed a command: %v, last at %s. Check the file system and its device (dmesg)"
 	reasonCut      = "%v: what was behind its end is lost. Restore the data, or make the LUN smaller with lun resize"
+	reasonBefore   = "the process before this one has found it so, and this one looks soon"
 )
 
 // reasonHangs returns the reason of a LUN whose device does not answer.

@@ -17,6 +17,7 @@ import (
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/backendtest"
+	"github.com/iser-target/iser-target/cmd/iser-target/handover"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/lun"
@@ -199,6 +200,23 @@ func (f *latching) Inspect() error {
 		return backend.ErrUnsynced
 	}
 	return nil
+}
+
+// A LUN that another process handed over as degraded has a reason also before this one has looked at it.
+func TestHealthContinuesWithAReason(t *testing.T) {
+	w := newWard(t, nil)
+	if err := os.Truncate(w.path, 4096); err != nil {
+		t.Fatal(err)
+	}
+	w.look("degraded", "it has 4096 bytes")
+	u := w.lunUnit(1)
+	if err := w.restoreLUN(&handover.LUN{Target: store, ID: 1, NAA: u.Identity().Serial, State: u.State()}); err != nil {
+		t.Fatal(err)
+	}
+	if l := w.lunState(1); l.Health != "degraded" || l.Reason == "" || l.HealthSince == nil {
+		t.Errorf("LUN 1 is %s since %v: %q", l.Health, l.HealthSince, l.Reason)
+	}
+	w.look("degraded", "it has 4096 bytes")
 }
 
 // A failed sync makes a LUN failed until the operator recovers it, although the store works again.

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"time"
 
 	"github.com/iser-target/iser-target/backend"
 	"github.com/iser-target/iser-target/backend/checked"
@@ -142,7 +143,12 @@ func (d *Daemon) restoreLUN(st *handover.LUN) error {
 	if err := l.unit.Restore(st.State); err != nil {
 		return err
 	}
-	d.locked(func() { l.health = initialHealth(l.unit) })
+	d.locked(func() {
+		l.health = initialHealth(l.unit)
+		if is := l.unit.Health(); l.health.is < is {
+			l.health = health{is: is, reason: reasonBefore, since: time.Now()}
+		}
+	})
 	return nil
 }
 
