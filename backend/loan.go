@@ -48,6 +48,10 @@ func (m *Memory) Lend(off, n int64) ([]byte, *Loan, error) {
 	in := off % memoryPage
 	end := min(in+n, memoryPage)
 	l := m.slot(off).lend()
+	if m.closed.Load() { // before its pages went: the zeros may be no data
+		l.Return()
+		return nil, nil, ErrClosed
+	}
 	return l.page[in:end:end], l, nil
 }
 

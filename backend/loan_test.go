@@ -259,3 +259,63 @@ func BenchmarkLend(b *testing.B) {
 		})
 	}
 }
+
+// A call during Close returns data or an error, never the zeros of pages that Close has freed.
+func TestNoZerosWhileAStoreCloses(t *testing.T) {
+	const size = 16 * memoryPage
+	data := bytes.Repeat([]byte("data"), memoryPage/4)
+	for name, call := range map[string]func(m *Memory, off int64) (ok bool, err error){
+		"ReadAt": func(m *Memory, off int64) (bool, error) {
+			p := make([]byte, 4096)
+			err := m.ReadAt(p, off)
+			return bytes.Equal(p, data[:len(p)]), err
+		},
+		"Lend": func(m *Memory, off int64) (bool, error) {
+			p, loan, err := m.Lend(off, 4096)
+			if err != nil {
+				return false, err
+			}
+			defer loan.Return()
+			return bytes.Equal(p, data[:len(p)]), nil
+		},
+		"Extent": func(m *Memory, off int64) (bool, error) {
+			mapped, _, err := m.Extent(off)
+			return mapped, err
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			for range 100 {
+				m := openMemory(t, size)
+				for off := int64(0); off < size; off += memoryPage {
+					if err := m.WriteAt(data, off); err != nil {
+						t.Fatal(err)
+					}
+				}
+				var all, begun sync.WaitGroup
+				for i := range int64(2) {
+					begun.Add(1)
+					all.Go(func() {
+						for n := i; ; n++ {
+							ok, err := call(m, n*memoryPage%size)
+							if n == i {
+								begun.Done()
+							}
+							if errors.Is(err, ErrClosed) {
+								return
+							}
+							if err != nil || !ok {
+								t.Errorf("other data than was written, %v", err)
+								return
+							}
+						}
+					})
+				}
+				begun.Wait()
+				if err := m.Close(); err != nil {
+					t.Fatal(err)
+				}
+				all.Wait()
+			}
+		})
+	}
+}

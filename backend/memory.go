@@ -177,6 +177,9 @@ func (m *Memory) ReadAt(p []byte, off int64) error {
 		m.slot(off).read(p[:n], in)
 		p, off = p[n:], off+int64(n)
 	}
+	if m.closed.Load() { // before its pages went: the zeros may be no data
+		return ErrClosed
+	}
 	return nil
 }
 
@@ -248,6 +251,9 @@ func (m *Memory) Extent(off int64) (mapped bool, n int64, err error) {
 		} else {
 			end += memoryPage - end%memoryPage
 		}
+	}
+	if m.closed.Load() { // before its pages went
+		return false, 0, ErrClosed
 	}
 	return mapped, min(end, size) - off, nil
 }
