@@ -197,6 +197,7 @@ type cutWorld struct {
 
 	naa    map[byte][]byte // of LUNs
 	ticks  atomic.Int64    // numbers of the begins and ends of commands
+	copied atomic.Int64    // EXTENDED COPY commands that were acknowledged
 	shared int             // extents of copies that share blocks with others, at the end of the load
 
 	fixed     int // blocks that could have one content only, in the last cut
@@ -324,6 +325,8 @@ func (c *cutWorld) load(t *testing.T, seed uint64, d time.Duration) {
 		return remember(c.m, &c.chg, sent, &r.acked, r.flight, lost, err)
 	})
 	time.Sleep(d) // of the load
+	// One in 10 copies reads blocks that are written at that time.
+	testkit.Eventually(t, "150 copies", func() bool { return c.copied.Load() >= 150 || t.Failed() })
 	ended.Store(true)
 	c.Kill(t)
 	wg.Wait()
@@ -479,6 +482,9 @@ func (c *cutWorld) step(p port, i int, d *disk, rng *rand.Rand) (lost bool, err 
 	one.sent, one.begun = c.m.position(), c.ticks.Add(1)
 	if lost, err = good(p, r); err == nil {
 		one.acked, one.ended = c.m.position(), c.ticks.Add(1)
+		if one.from != nil && !one.token {
+			c.copied.Add(1)
+		}
 	}
 	c.data[i] = append(c.data[i], one)
 	return lost, err
