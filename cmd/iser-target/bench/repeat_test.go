@@ -104,11 +104,11 @@ func TestRepeats(t *testing.T) {
 		o.RW, o.Verify, o.Destructive, o.Depths = "randrw", true, true, []int{16}
 		refuse(&o, func(n, _ int) (byte, []byte) {
 			switch {
-			case n%97 == 0:
+			case n%31 == 0:
 				return initiator.CheckCondition, sense(initiator.UnitAttention, 0x29, 0x00)
-			case n%89 == 0:
+			case n%29 == 0:
 				return initiator.CheckCondition, sense(initiator.UnitAttention, 0x2a, 0x09)
-			case n%83 == 0:
+			case n%23 == 0:
 				return initiator.Busy, nil
 			}
 			return 0, nil
@@ -175,13 +175,14 @@ func TestDepthAfterTaskSetFull(t *testing.T) {
 // While a target refuses everything, it is asked rarely. Then the job continues. If it never ends, the run ends in time.
 func TestAllRefused(t *testing.T) {
 	o := serve(t, "tcp", openMemory(t))
+	o.Runtime = 3 * time.Second // of which 600 ms are refused
 	var from time.Time
 	tries := 0
 	refuse(&o, func(n, _ int) (byte, []byte) {
-		if n == 100 {
+		if n == 20 {
 			from = time.Now()
 		}
-		if n >= 100 && time.Since(from) < 600*time.Millisecond {
+		if n >= 20 && time.Since(from) < 600*time.Millisecond {
 			tries++
 			return initiator.Busy, nil
 		}
@@ -189,7 +190,7 @@ func TestAllRefused(t *testing.T) {
 	})
 	results, err := Run(within(t), o, Hooks{})
 	check(t, err)
-	if n := results[0].Directions[read]; n.Repeats.Busy != uint64(tries) || tries < 4 || tries > 60 || n.IOs < 200 || time.Duration(n.Max) < 500*time.Millisecond {
+	if n := results[0].Directions[read]; n.Repeats.Busy != uint64(tries) || tries < 4 || tries > 60 || n.IOs < 40 || time.Duration(n.Max) < 500*time.Millisecond {
 		t.Errorf("%d refusals, %d counted, %d READs, longest latency %v", tries, n.Repeats.Busy, n.IOs, time.Duration(n.Max))
 	}
 
