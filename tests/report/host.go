@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -17,6 +16,7 @@ import (
 	"github.com/iser-target/iser-target/tests/interop/proc"
 	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/fio"
+	"github.com/iser-target/iser-target/tests/testkit/ports"
 )
 
 const (
@@ -148,7 +148,7 @@ func firstLine(s string) string {
 func startOurs(ctx context.Context, o *options, dir string) (columns []hostColumn, stop func() error) {
 	columns = []hostColumn{{column: column{ours, "TCP"}, overwrite: true}, {column: column{ours, "iSER"}, overwrite: true}}
 	stop, err := func() (func() error, error) {
-		port, err := freePort()
+		port, err := ports.Free()
 		if err != nil {
 			return nil, err
 		}
@@ -180,7 +180,7 @@ func startOurs(ctx context.Context, o *options, dir string) (columns []hostColum
 func startTgt(ctx context.Context, dir string) (c hostColumn, stop func() error) {
 	c = hostColumn{column: column{"tgt", "TCP"}, overwrite: true}
 	stop, err := func() (func() error, error) {
-		port, err := freePort()
+		port, err := ports.Free()
 		if err != nil {
 			return nil, err
 		}
@@ -247,14 +247,4 @@ func daemon(cmd *exec.Cmd, ready func() error) (stop func() error, err error) {
 		case <-time.After(50 * time.Millisecond):
 		}
 	}
-}
-
-// freePort returns a TCP port of 127.0.0.1 that nobody listens on.
-func freePort() (int, error) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return 0, err
-	}
-	defer ln.Close()
-	return ln.Addr().(*net.TCPAddr).Port, nil
 }

@@ -16,6 +16,7 @@ import (
 
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/tests/testkit/fio"
+	"github.com/iser-target/iser-target/tests/testkit/ports"
 )
 
 var (
@@ -247,7 +248,7 @@ func TestHost(t *testing.T) {
 	if columns[0].failed != nil {
 		t.Fatal(columns[0].failed)
 	}
-	port, err := freePort()
+	port, err := ports.Free()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/iser-target/iser-target/tests/testkit/fio"
+	"github.com/iser-target/iser-target/tests/testkit/ports"
 )
 
 const (
@@ -42,7 +43,7 @@ var sessionJobs = []tuneJob{
 // sessionFigures compares eight sessions, each with a LUN in memory of its own, with one. Then it loads the eight once more, and takes the profile of
 // locks meanwhile.
 func sessionFigures(ctx context.Context, o *options, dir string) (list []figure, err error) {
-	debug, err := freePort()
+	debug, err := ports.Free()
 	if err != nil {
 		return nil, err
 	}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
 	"github.com/iser-target/iser-target/tests/testkit/fio"
+	"github.com/iser-target/iser-target/tests/testkit/ports"
 )
 
 // An experiment measures what one setting changes. docs/tuning.md shows the results.
@@ -226,7 +227,7 @@ func (t *table) variants(unit func(job) string) string {
 func (v *variant) start(ctx context.Context, o *options, dir string, network *cables) (c hostColumn, stop func() error) {
 	c = hostColumn{column: column{Target: v.name}, overwrite: true}
 	stop, err := func() (stop func() error, err error) {
-		port, err := freePort()
+		port, err := ports.Free()
 		if err != nil {
 			return nil, err
 		}

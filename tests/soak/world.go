@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -17,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/api/client"
+	"github.com/iser-target/iser-target/tests/testkit/ports"
 )
 
 // options say what to run.
@@ -90,25 +90,13 @@ func (w *world) fail(format string, args ...any) {
 	w.failures = append(w.failures, text)
 }
 
-// freePort returns a port that no connection takes for its own end.
-func freePort() (string, error) {
-	for range 100 {
-		l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", 20000+rand.IntN(12000)))
-		if err == nil {
-			defer l.Close()
-			return l.Addr().String(), nil
-		}
-	}
-	return "", fmt.Errorf("no port between 20000 and 32000 is free")
-}
-
 func (w *world) config() string { return filepath.Join(w.dir, "config.yaml") }
 
 func (w *world) configure() (err error) {
-	if w.addr, err = freePort(); err != nil {
+	if w.addr, err = ports.FreeAddress(); err != nil {
 		return err
 	}
-	if w.metrics, err = freePort(); err != nil {
+	if w.metrics, err = ports.FreeAddress(); err != nil {
 		return err
 	}
 	text := fmt.Sprintf(`state_dir: %[1]s/state

@@ -20,6 +20,7 @@ import (
 	"github.com/iser-target/iser-target/security/ipsec"
 	"github.com/iser-target/iser-target/tests/initiator"
 	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/ports"
 )
 
 // A fakeIPsec is a driver whose SAs a test sets, and the socket calls that go with it.
@@ -207,12 +208,11 @@ var keyless = ipsec.Protection{InPolicy: true, OutPolicy: true}
 // freePort returns an address of the loopback that nobody listens on.
 func freePort(t *testing.T) string {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	addr, err := ports.FreeAddress()
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close()
-	return l.Addr().String()
+	return addr
 }
 
 // A guardedLab is a lab with two portals, of which the second one requires IPsec, and a driver.

@@ -25,6 +25,7 @@ import (
 	"github.com/iser-target/iser-target/tests/interop/proc"
 	"github.com/iser-target/iser-target/tests/interop/vm"
 	"github.com/iser-target/iser-target/tests/testkit"
+	"github.com/iser-target/iser-target/tests/testkit/ports"
 )
 
 const (
@@ -214,16 +215,15 @@ log: {level: debug, format: text}
 
 // freePorts returns n TCP ports of 127.0.0.1 that nobody listens on. A target
 // that is started again needs the port it had, so it cannot be left to choose.
-func freePorts(n int) (ports []int, err error) {
+func freePorts(n int) (list []int, err error) {
 	for range n {
-		ln, err := net.Listen("tcp", "127.0.0.1:0")
+		port, err := ports.Free()
 		if err != nil {
 			return nil, err
 		}
-		defer ln.Close() // after the last one was chosen, so that all differ
-		ports = append(ports, ln.Addr().(*net.TCPAddr).Port)
+		list = append(list, port)
 	}
-	return ports, nil
+	return list, nil
 }
 
 func hostPort(host string, port int) string { return net.JoinHostPort(host, strconv.Itoa(port)) }
