@@ -9,6 +9,8 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"github.com/iser-target/iser-target/backend/backendtest"
 )
 
 // An openFile is a document that an editor has read from a file and saves there, unless
@@ -111,7 +113,7 @@ func TestSave(t *testing.T) {
 
 func TestSaveKeepsTheOwner(t *testing.T) {
 	if os.Getuid() != 0 {
-		t.Skip("needs root: only root can give a file to somebody else")
+		backendtest.Unavailable(t, "only root can give a file to somebody else")
 	}
 	path, d := saved(t, 0o600)
 	if err := os.Chown(path, 12, 34); err != nil {

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/tests/testkit/rbdfake"
 )
 
@@ -89,7 +90,7 @@ func TestDiagnose(t *testing.T) {
 // A file that another user may not read is told from one in a directory that it may not enter.
 func TestReadable(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("only root can act as another user")
+		backendtest.Unavailable(t, "only root can act as another user")
 	}
 	dir, err := os.MkdirTemp("/tmp", "readable")
 	must(t, "MkdirTemp", err)

@@ -194,7 +194,7 @@ func TestCaptureIntoARing(t *testing.T) {
 	}
 	stop()
 	took := time.Since(begun)
-	s.wait(t, `msg="capture has ended".*more=`)
+	s.wait(t, `msg="capture ended".*more=`)
 	if n := strings.Count(s.output.all.String(), "event=capture"); n > 2*(2+int(took.Seconds())) {
 		t.Errorf("%d lines of log in %v, want two a second", n, took)
 	}

@@ -8,6 +8,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/cmd/iser-target/cli"
 )
 
@@ -49,7 +50,7 @@ func TestAllowAllWarns(t *testing.T) {
 // A start without access to the state directory says how to name another one.
 func TestStateDirectoryOfAnotherUser(t *testing.T) {
 	if os.Getuid() != 0 {
-		t.Skip("requires root, who becomes another user")
+		backendtest.Unavailable(t, "requires root, who becomes another user")
 	}
 	dir := t.TempDir()
 	for d := dir; d != "/"; d = filepath.Dir(d) { // the program of the test is elsewhere

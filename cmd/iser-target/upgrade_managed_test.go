@@ -136,7 +136,7 @@ func (m *mainManager) moved(t *testing.T) []int {
 // environment returns the variables by which the program finds m.
 func (m *mainManager) environment() []string { return []string{"NOTIFY_SOCKET=" + m.path} }
 
-// parentOf returns the parent of a process, or 0 if it has ended.
+// parentOf returns the parent of a process, or 0 if it ended.
 func parentOf(pid int) int {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
@@ -212,7 +212,7 @@ func TestManagedUpgradeIsLost(t *testing.T) {
 	s.configure(t)
 	s.startProgram(t, executable(t))
 	session := s.login(t)
-	s.says(t, cli.ExitError, "served and does not continue: has ended", "upgrade")
+	s.says(t, cli.ExitError, "served and does not continue: it ended", "upgrade")
 	endsSoon(t, session)
 	if err := s.cmd.Wait(); err == nil || s.cmd.ProcessState.ExitCode() != cli.ExitError {
 		t.Errorf("the process before: %v, want exit code %d, for Restart=on-failure", err, cli.ExitError)

@@ -230,10 +230,10 @@ func failUpgrade(t *testing.T, m *mainManager) {
 		}
 	}
 	s := &station{dir: dir}
-	how := func(status string) string { return "has ended: exit status " + status }
+	how := func(status string) string { return "ended: exit status " + status }
 	if m != nil {
 		s.env = m.environment()
-		how = func(string) string { return "has ended. Its messages" }
+		how = func(string) string { return "ended. Its messages" }
 	}
 	s.configure(t, withFile(dir))
 	if err := os.Symlink(executable(t), program); err != nil {

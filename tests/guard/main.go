@@ -14,7 +14,6 @@ import (
 	"flag"
 	"fmt"
 	"io"
-	"net/http"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -28,6 +27,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/cmd/iser-target/bench"
+	"github.com/iser-target/iser-target/tests/testkit"
 )
 
 const (
@@ -321,23 +321,7 @@ func (s *server) fill(ctx context.Context, program string) error {
 
 // profile writes a CPU profile of s to file.
 func (s *server) profile(ctx context.Context, file string, seconds int) error {
-	req, err := http.NewRequestWithContext(ctx, "GET", fmt.Sprintf("%s/profile?seconds=%d", s.debug, seconds), nil)
-	if err != nil {
-		return err
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return err
-	}
-	defer resp.Body.Close()
-	b, err := io.ReadAll(resp.Body)
-	if err != nil {
-		return err
-	}
-	if resp.StatusCode != http.StatusOK {
-		return fmt.Errorf("%s: %s: %s", req.URL, resp.Status, b)
-	}
-	return os.WriteFile(file, b, 0o644)
+	return testkit.Download(ctx, fmt.Sprintf("%s/profile?seconds=%d", s.debug, seconds), file)
 }
 
 // load loads s by bench of program, and returns the CPU time of s per command, in µs. That includes logins and the commands of

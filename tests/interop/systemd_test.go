@@ -527,7 +527,7 @@ status=0
 $program upgrade 2>/run/refused || status=$?
 cat /run/refused >&2
 [ $status = 1 ]
-grep 'has ended. Its messages are in the log' /run/refused
+grep 'ended. Its messages are in the log' /run/refused
 install $program
 must MainPID $pid
 must ActiveState active

@@ -453,7 +453,7 @@ var endings = []ending{
 			for _, m := range all {
 				if m.victim.passive {
 					from := carried(t, m.data())
-					testkit.Eventually(t, "siw goes on without the program", func() bool { return carried(t, m.data()) > from+underWay })
+					testkit.Eventually(t, "siw continues without the program", func() bool { return carried(t, m.data()) > from+underWay })
 					m.enough.Store(true)
 				}
 			}
@@ -768,5 +768,5 @@ func startNeighbour(t *testing.T, v *vm.VM, domain *rdma.Domain) *neighbour {
 func (n *neighbour) goesOn(t *testing.T) {
 	t.Helper()
 	before := n.pings.Load()
-	testkit.Eventually(t, "the neighbour goes on", func() bool { return n.pings.Load() >= before+3 })
+	testkit.Eventually(t, "the neighbour continues", func() bool { return n.pings.Load() >= before+3 })
 }

@@ -5,9 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
-	"net/http"
-	"os"
 	"path/filepath"
 	"regexp"
 	"runtime"
@@ -17,6 +14,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/iser-target/iser-target/tests/testkit"
 	"github.com/iser-target/iser-target/tests/testkit/fio"
 	"github.com/iser-target/iser-target/tests/testkit/ports"
 )
@@ -168,23 +166,7 @@ func lockProfile(ctx context.Context, o *options, url, dir string, do func() err
 	go func() {
 		recorded <- func() error {
 			time.Sleep(o.ramp)
-			req, err := http.NewRequestWithContext(ctx, "GET", fmt.Sprintf("%s?seconds=%d", url, seconds), nil)
-			if err != nil {
-				return err
-			}
-			resp, err := http.DefaultClient.Do(req)
-			if err != nil {
-				return err
-			}
-			defer resp.Body.Close()
-			b, err := io.ReadAll(resp.Body)
-			if err != nil {
-				return err
-			}
-			if resp.StatusCode != http.StatusOK {
-				return fmt.Errorf("%s: %s: %s", req.URL, resp.Status, b)
-			}
-			return os.WriteFile(file, b, 0o600)
+			return testkit.Download(ctx, fmt.Sprintf("%s?seconds=%d", url, seconds), file)
 		}()
 	}()
 	if err := errors.Join(do(), <-recorded); err != nil {

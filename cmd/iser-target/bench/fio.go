@@ -105,7 +105,7 @@ type ownPart struct {
 	Target      *ownTarget `json:"target,omitempty"`
 	Verified    int64      `json:"verified,omitempty"`
 	Interrupted bool       `json:"interrupted,omitempty"`
-	Failure     string     `json:"failure,omitempty"` // why the run has ended before its time
+	Failure     string     `json:"failure,omitempty"` // why the run ended before its time
 	Repeats     ownRepeats `json:"repeated"`
 }
 

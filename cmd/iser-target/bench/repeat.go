@@ -91,7 +91,7 @@ type refusals struct {
 	waiting []*slot
 	raise   time.Duration // when limit may grow
 	resume  time.Duration // when the target gets I/Os again, after it has refused its only one
-	streak  int           // refusals of only I/Os since one has ended well
+	streak  int           // refusals of only I/Os since one succeeded
 }
 
 func (r *refusals) init(depth int) {
@@ -112,7 +112,7 @@ func (r *refusals) add(x *slot, now time.Duration, others int) {
 	r.waiting = append(r.waiting, x)
 }
 
-// ended notes that an I/O has ended well.
+// ended notes that an I/O succeeded.
 func (r *refusals) ended() { r.resume, r.streak = 0, 0 }
 
 // room reports whether the target may get a new I/O when it has others in progress. What is repeated comes before.

@@ -39,7 +39,7 @@ type Result struct {
 	Target      *Target   // nil: not known
 	Verified    int64     // I/Os that were read again at the end and were right
 	Interrupted bool      // before its time was over
-	Err         error     // why it has ended before its time; nil: it has not, or it was interrupted
+	Err         error     // why it ended before its time; nil: it did not, or it was interrupted
 	LowestDepth int       // I/Os in progress of a job at most after BUSY or TASK SET FULL; Depth without them
 }
 

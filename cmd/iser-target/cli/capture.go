@@ -153,7 +153,7 @@ func (k *recorder) ring() error {
 		one, err := k.record(k.ringName(files%k.files), k.force || files >= k.files)
 		var e *schema.Error
 		if files > 0 && errors.As(err, &e) && e.Code == schema.NotFound { // between two files
-			sum.Reason = "the session has ended"
+			sum.Reason = "the session ended"
 			break
 		}
 		if err != nil && files > 0 && k.cmd.Context().Err() != nil {

@@ -91,7 +91,7 @@ what would happen with --dry-run first.`,
 		})
 	edit := p.change(verb{use: "edit", short: "Edit the configuration file, check it, and make it the running one", args: cobra.NoArgs, shrinks: true,
 		long: `Edit a copy of the configuration file with $VISUAL, $EDITOR or vi. The text is checked
-after the editor has ended, and then applied like config apply. If it has errors, you can
+when the editor ends, and then applied like config apply. If it has errors, you can
 edit it again. A text that was not applied stays in a file whose name is printed.`,
 		example: "  iser-target config edit --dry-run\n  EDITOR=nano iser-target config edit"},
 		func(ctx context.Context, c *call, o schema.Options) (*schema.Plan, error) {

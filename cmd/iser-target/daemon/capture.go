@@ -21,7 +21,7 @@ type CaptureOptions struct {
 
 // Reasons for the end of a capture.
 var (
-	errSessionEnded = errors.New("the session has ended")
+	errSessionEnded = errors.New("the session ended")
 	errStopped      = errors.New("it was stopped")
 )
 
@@ -61,7 +61,7 @@ func (d *Daemon) Capture(by context.Context, tsih uint16, o CaptureOptions) (fun
 		}
 		sum, err := k.Run(ctx, w, o.Max, o.Application, fmt.Sprintf("session %d", tsih),
 			fmt.Sprintf("TCP connections of %s to %s; the headers of IP and TCP are made up", info.Initiator, info.Target))
-		log.InfoContext(by, "capture has ended", "packets", sum.Packets, "octets", sum.Octets, "lost", sum.Lost, "reason", sum.Reason)
+		log.InfoContext(by, "capture ended", "packets", sum.Packets, "octets", sum.Octets, "lost", sum.Lost, "reason", sum.Reason)
 		return sum, err
 	}, nil
 }

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/iser-target/iser-target/backend/backendtest"
 	"github.com/iser-target/iser-target/cmd/iser-target/schema"
 	"github.com/iser-target/iser-target/config"
 	"github.com/iser-target/iser-target/lun/state"
@@ -191,7 +192,7 @@ func TestDamageOfOneIdentityCostsOneLUN(t *testing.T) {
 	}
 	end()
 	if _, _, marked := readMark(w.path); !marked {
-		t.Skip("the file system has no extended attributes: docs/service.md says what that means")
+		backendtest.Unavailable(t, "the file system has no extended attributes: docs/service.md says what that means")
 	}
 	l.damage(identitiesFile, naas[1], naas[1][:6]+"\x00"+naas[1][7:])
 	w, end = l.start(nil)

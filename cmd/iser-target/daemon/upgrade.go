@@ -93,7 +93,7 @@ func (u *upgrade) leave() {
 			d.log.Warn("service manager", "reason", err)
 		}
 		if u.taker.HasEnded() {
-			u.lose(errors.New(u.taker.End()))
+			u.lose(errors.New("it " + u.taker.End()))
 		}
 	}
 	u.link.Close()

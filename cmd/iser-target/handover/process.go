@@ -94,17 +94,17 @@ func (p *Process) HasEnded() bool {
 	return p.gone || p.pidfd >= 0 && awaitEnd(p.pidfd, 0)
 }
 
-// End returns how the process ended: "has ended: exit status 1". Only the parent learns the status.
+// End returns how the process ended: "ended: exit status 1". Only the parent learns the status.
 func (p *Process) End() string {
 	select {
 	case <-p.ended:
 		if s := p.cmd.ProcessState; s != nil {
-			return "has ended: " + s.String()
+			return "ended: " + s.String()
 		}
 	default:
 	}
-	return "has ended"
+	return "ended"
 }
 
-// Kill ends the process. Nothing happens if it has ended.
+// Kill ends the process. Nothing happens if it ended.
 func (p *Process) Kill() { p.cmd.Process.Kill() }

@@ -690,7 +690,7 @@ drawer.got = (a) => {
   $("drawer-charts").hidden = drawer.points.length === 0;
 };
 drawer.gone = (text) => {
-  say($("drawer-gone"), `${capital(text.trim())}. It has ended, or was removed.`);
+  say($("drawer-gone"), `${capital(text.trim())}. It ended, or was removed.`);
   $("drawer-gone").hidden = false;
 };
 
