@@ -181,7 +181,7 @@ A file that exists is not changed. FILE - is standard output.`,
 			}
 			err = d.Create(path)
 			if errors.Is(err, os.ErrNotExist) {
-				return fmt.Errorf("%w\nCreate the directory: mkdir %s. Or name another FILE.", err, filepath.Dir(path))
+				return fmt.Errorf("%w; create the directory (mkdir %s) or name another FILE", err, filepath.Dir(path))
 			}
 			if err != nil {
 				return err

@@ -38,7 +38,7 @@ targets:
 		t.Errorf("%+v, %v", c, err)
 	}
 	s.says(t, cli.ExitError, path+": exists. Nothing was changed", "init", path)
-	s.says(t, cli.ExitError, "Create the directory: mkdir "+filepath.Join(s.dir, "etc"), "init", filepath.Join(s.dir, "etc", "c.yaml"))
+	s.says(t, cli.ExitError, "create the directory (mkdir "+filepath.Join(s.dir, "etc")+") or name another FILE", "init", filepath.Join(s.dir, "etc", "c.yaml"))
 	if after, err := os.ReadFile(path); err != nil || !bytes.Equal(after, b) {
 		t.Errorf("%v\n%s", err, after)
 	}
