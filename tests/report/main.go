@@ -56,8 +56,12 @@ func main() {
 	flag.Parse()
 	var err error
 	if o.others, err = parseTargets(targets, o.overwrite); err != nil || o.rounds < 1 || o.runtime < time.Second || o.ramp < 0 || flag.NArg() > 0 {
-		if err == nil {
-			err = errors.New("-rounds must be at least 1, -runtime at least 1s and -ramp not negative, and there are no other arguments")
+		switch {
+		case err != nil:
+		case flag.NArg() > 0:
+			err = fmt.Errorf("unexpected argument %q: the values of -figures, -tuning and -targets have commas between them, and no spaces", flag.Arg(0))
+		default:
+			err = errors.New("-rounds must be at least 1, -runtime at least 1s and -ramp not negative")
 		}
 		fmt.Fprintln(os.Stderr, "report:", err)
 		os.Exit(2)
