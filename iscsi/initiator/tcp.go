@@ -355,7 +355,7 @@ func (c *tcpCarrier) Receive(p *PDU) error {
 
 // receive takes one PDU. It returns true if that is for the caller of Receive.
 func (c *tcpCarrier) receive(p *PDU) (bool, error) {
-	c.win.Inside, c.win.Thin = false, false
+	c.win.Inside = false
 	n := pdu.BHSLen
 	if c.params.HeaderDigest {
 		n += digestLen
