@@ -48,7 +48,7 @@ type Options struct {
 	// RDMA configures the stream. MaxSend is overridden.
 	RDMA rdma.Options
 	// RecvDataSegmentLength is the TargetRecvDataSegmentLength: the longest data
-	// segment that the target receives, in bytes. Default 8192.
+	// segment that the target receives, in bytes. Default 65536.
 	RecvDataSegmentLength int
 }
 
@@ -186,7 +186,7 @@ func Allocate(o Options, p iscsi.Params, tasks int) (iscsi.EnableDatamover, erro
 
 // complete returns o with its defaults filled in, and the limits that follow from them.
 func (o Options) complete() Options {
-	o.RecvDataSegmentLength = cmp.Or(o.RecvDataSegmentLength, 8192)
+	o.RecvDataSegmentLength = cmp.Or(o.RecvDataSegmentLength, 65536)
 	o.RDMA.MaxSend = headLen + maxAHS + o.RecvDataSegmentLength + maxPad
 	return o
 }

@@ -69,13 +69,13 @@ func TestUnknownTask(t *testing.T) {
 // Resources are allocated before the connection exists. Unused ones leave nothing that has to be freed.
 func TestAllocate(t *testing.T) {
 	before := rdma.ReadStats()
-	p := iscsi.Params{RDMAExtensions: true, TargetRecvDataSegmentLength: 8192, ISERHelloRequired: true}
+	p := iscsi.Params{RDMAExtensions: true, TargetRecvDataSegmentLength: 65536, ISERHelloRequired: true}
 	if _, err := Allocate(Options{}, p, 1); err != nil {
 		t.Fatal(err)
 	}
-	p.TargetRecvDataSegmentLength = 8193
+	p.TargetRecvDataSegmentLength = 65537
 	if _, err := Allocate(Options{}, p, 1); err == nil {
-		t.Error("ISER-5.1.2-6: 8193 bytes where there is room for 8192")
+		t.Error("ISER-5.1.2-6: 65537 bytes where there is room for 65536")
 	}
 	if _, err := Allocate(Options{RDMA: rdma.Options{IRD: -1}}, iscsi.Params{}, 1); err == nil {
 		t.Error("ISER-5.1.2-6: IRD -1")

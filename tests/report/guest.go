@@ -64,6 +64,8 @@ type guestTarget struct {
 	start string
 	// port is the TCP port by transport: one for each, so that disk finds the session.
 	port map[string]string
+	// settings are what its documentation asks for in node records of iSER, beyond bringUp.
+	settings string
 }
 
 // ifaces are the interfaces of open-iscsi.
@@ -81,7 +83,7 @@ control: {socket: /run/ours.sock}
 .
 /run/share/iser-target serve --config /run/ours.yaml </dev/null >/run/ours.log 2>&1 &
 await grep -q msg=serving /run/ours.log
-`, map[string]string{"TCP": "3260", "iSER": "3264"}},
+`, map[string]string{"TCP": "3260", "iSER": "3264"}, "-n node.conn[0].iscsi.MaxXmitDataSegmentLength -v 65536"},
 	{"LIO", `
 modprobe -a target_core_mod target_core_file iscsi_target_mod ib_isert
 mount -t configfs none /sys/kernel/config
@@ -99,14 +101,14 @@ mkdir $tpg/np/192.0.2.1:3261
 unshare --net bash -euc "ip link set lo up; ip addr add 192.0.2.1/32 dev lo; mkdir $tpg/np/192.0.2.1:3262"
 echo 1 >$tpg/np/192.0.2.1:3262/iser
 echo 1 >$tpg/enable
-`, map[string]string{"TCP": "3261", "iSER": "3262"}},
+`, map[string]string{"TCP": "3261", "iSER": "3262"}, ""}, // its I/O fails with longer segments
 	{"tgt", `
 tgtd -f --iscsi portal=192.0.2.1:3263 </dev/null >/run/tgt.log 2>&1 &
 await tgtadm --op show --mode system
 tgtadm --lld iscsi --op new --mode target --tid 1 -T ` + guestIQN + `tgt
 tgtadm --lld iscsi --op new --mode logicalunit --tid 1 --lun 1 -b $FILE
 tgtadm --lld iscsi --op bind --mode target --tid 1 -I ALL
-`, map[string]string{"TCP": "3263"}},
+`, map[string]string{"TCP": "3263"}, ""},
 }
 
 const guestIQN = "iqn.2026-11.io.example:"
@@ -245,8 +247,12 @@ func (g *guest) start(target guestTarget, reasons map[column]error) {
 			reasons[c] = err
 			continue
 		}
-		login := fmt.Sprintf("node='iscsiadm -m node -T %s%s -p 192.0.2.1:%s -I %s'\n$node -o new >&2\n$node --login >/dev/null\nawait disk %[3]s\ndisk %[3]s\n", guestIQN,
-			target.name, target.port[transport], ifaces[transport])
+		update := ""
+		if transport == "iSER" && target.settings != "" {
+			update = "$node -o update " + target.settings + "\n"
+		}
+		login := fmt.Sprintf("node='iscsiadm -m node -T %s%s -p 192.0.2.1:%s -I %s'\n$node -o new >&2\n%s$node --login >/dev/null\nawait disk %[3]s\ndisk %[3]s\n", guestIQN,
+			target.name, target.port[transport], ifaces[transport], update)
 		out, err := g.run(login, loginLimit)
 		if err != nil {
 			reasons[c] = fmt.Errorf("login: %w", err)
