@@ -154,7 +154,7 @@ func (c *conn) reassigner() Reassigner {
 func (c *conn) reserveMemory(initiator string) bool {
 	fixed, piece := loginBytes, c.leastPiece()
 	if s, ok := c.dm.(Sizer); ok {
-		fixed += s.Size()
+		fixed += s.Size(&c.params)
 	}
 	if c.params.Discovery {
 		piece = 0

@@ -151,7 +151,7 @@ type Resumable interface {
 // A Sizer is a Datamover that says how much memory it uses in the full feature phase, besides
 // Buffers and task slots.
 type Sizer interface {
-	Size() int // bytes, at most
+	Size(p *Params) int // bytes, at most, with what the login has agreed on
 }
 
 // An Impatient is a Datamover whose Receive can return instead of waiting.

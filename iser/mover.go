@@ -35,6 +35,10 @@ const (
 	fullFeatureSegment = 128
 	loginSegment       = 8188
 
+	// leastSegment is how long a data segment of the initiator may be before its login has succeeded, and
+	// at least afterwards: a longer one than the session allows then ends in a FormatError that says so.
+	leastSegment = 8192
+
 	// maxAHS is the default of MaxAHSLength (RFC 7145, section 6.8).
 	maxAHS = 256
 	maxPad = 3
@@ -187,9 +191,12 @@ func Allocate(o Options, p iscsi.Params, tasks int) (iscsi.EnableDatamover, erro
 // complete returns o with its defaults filled in, and the limits that follow from them.
 func (o Options) complete() Options {
 	o.RecvDataSegmentLength = cmp.Or(o.RecvDataSegmentLength, 65536)
-	o.RDMA.MaxSend = headLen + maxAHS + o.RecvDataSegmentLength + maxPad
+	o.RDMA.MaxSend = maxSend(0)
 	return o
 }
+
+// maxSend returns the length of the longest Send with a data segment of so many bytes, or of leastSegment.
+func maxSend(segment int) int { return headLen + maxAHS + max(segment, leastSegment) + maxPad }
 
 // answer returns the private data of the MPA Reply, and notes that of the Request.
 func (c *Conn) answer(r *rdma.Request) rdma.Answer {
@@ -205,6 +212,7 @@ func (c *Conn) answer(r *rdma.Request) rdma.Answer {
 func (c *Conn) start(rc *rdma.Conn) {
 	c.rc, c.ord, c.flush = rc, rc.ORD(), rc.Flush
 	if c.fullFeature.Load() {
+		rc.SetMaxSend(maxSend(c.recvSegment))
 		rc.Grow()
 	}
 }
@@ -213,7 +221,12 @@ func (c *Conn) start(rc *rdma.Conn) {
 func (c *Conn) Transport() string { return "iser" }
 
 // Size implements iscsi.Sizer.
-func (c *Conn) Size() int { return c.rc.Size() }
+func (c *Conn) Size(p *iscsi.Params) int {
+	if p.Discovery {
+		return c.rc.Size(maxSend(0))
+	}
+	return c.rc.Size(maxSend(int(p.TargetRecvDataSegmentLength)))
+}
 
 // LocalAddr implements iscsi.Datamover.
 func (c *Conn) LocalAddr() net.Addr { return c.rc.LocalAddr() }
@@ -264,6 +277,7 @@ func (c *Conn) EnterFullFeature(p iscsi.Params, _ int) error {
 	c.solicitedOnly = p.TaggedBufferForSolicitedDataOnly || !p.TaggedBufferDeclared && !c.stepped
 	c.fullFeature.Store(true)
 	if c.rc != nil { // else after a step-up
+		c.rc.SetMaxSend(maxSend(c.recvSegment))
 		c.rc.Grow()
 	}
 	return nil

@@ -14,6 +14,16 @@ import (
 // pair returns a connection in the full feature phase, and its initiator.
 func pair(t *testing.T) (*Conn, *rdma.Conn) {
 	t.Helper()
+	c, rc := newcomers(t)
+	if err := c.EnterFullFeature(iscsi.Params{RDMAExtensions: true, TargetRecvDataSegmentLength: 8192}, 1); err != nil {
+		t.Fatal(err)
+	}
+	return c, rc
+}
+
+// newcomers returns a connection before login, and its initiator.
+func newcomers(t *testing.T) (*Conn, *rdma.Conn) {
+	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -42,10 +52,51 @@ func pair(t *testing.T) (*Conn, *rdma.Conn) {
 		t.Fatal("startup: ", err)
 	}
 	t.Cleanup(func() { rc.Close(); c.Close() })
-	if err := c.EnterFullFeature(iscsi.Params{RDMAExtensions: true, TargetRecvDataSegmentLength: 8192}, 1); err != nil {
-		t.Fatal(err)
-	}
 	return c, rc
+}
+
+// Only a session that has agreed on it sends long data segments. An initiator that has not logged in cannot make the target
+// allocate for them, and the memory that a session may take is counted before it has it.
+func TestLongSegments(t *testing.T) {
+	for _, tt := range []struct {
+		name string
+		p    *iscsi.Params // of the login; nil before it
+		most int           // bytes of data
+	}{
+		{"before login", nil, 8192},
+		{"discovery", &iscsi.Params{RDMAExtensions: true, Discovery: true}, 8192},
+		{"8192 agreed on", &iscsi.Params{RDMAExtensions: true, TargetRecvDataSegmentLength: 8192}, 8192},
+		{"512 agreed on", &iscsi.Params{RDMAExtensions: true, TargetRecvDataSegmentLength: 512}, 8192},
+		{"65536 agreed on", &iscsi.Params{RDMAExtensions: true, TargetRecvDataSegmentLength: 65536}, 65536},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			c, rc := newcomers(t)
+			longest := headLen + maxAHS + tt.most + maxPad
+			if tt.p != nil {
+				if size := c.Size(tt.p); size < longest {
+					t.Errorf("%d bytes of memory for Sends of %d bytes", size, longest)
+				}
+				if err := c.EnterFullFeature(*tt.p, 1); err != nil {
+					t.Fatal(err)
+				}
+			}
+			send := func(n int) error {
+				wr := &rdma.WorkRequest{Op: rdma.Send, Data: make([]byte, n)}
+				if err := rc.Post(wr); err != nil {
+					t.Fatal(err)
+				}
+				go rc.Flush()
+				var ev rdma.Event
+				return c.rc.Receive(&ev)
+			}
+			if err := send(longest); err != nil {
+				t.Errorf("a Send of %d bytes: %v", longest, err)
+			}
+			if err := send(longest + 1); err == nil || !strings.Contains(err.Error(), "Send of more than") {
+				t.Errorf("ISER-10.1.2.1-1: a Send of %d bytes: %v", longest+1, err)
+			}
+		})
+	}
 }
 
 // Data moves only for a task whose STags are known.

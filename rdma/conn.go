@@ -175,10 +175,13 @@ func (c *Conn) SetImpatient(on bool) bool {
 // Missing returns how many bytes Receive wanted when SetImpatient made it return.
 func (c *Conn) Missing() int { return c.rx.win.Missing() }
 
-// Size returns how many bytes the buffers of the stream can have: window, queue, a Send in several
+// SetMaxSend changes how long a Send of the peer may be, in bytes. The goroutine that calls Receive calls it, between two Sends.
+func (c *Conn) SetMaxSend(n int) { c.rx.maxSend = n }
+
+// Size returns how many bytes the buffers of the stream can have after SetMaxSend(maxSend): window, queue, a Send in several
 // segments, and with Markers two FPDUs.
-func (c *Conn) Size() int {
-	n := llp.WindowLen + llp.GatherLen + c.rx.maxSend
+func (c *Conn) Size(maxSend int) int {
+	n := llp.WindowLen + llp.GatherLen + maxSend
 	if c.rx.markers {
 		n += 2 * llp.WindowLen
 	}

@@ -209,9 +209,9 @@ func TestRefusals(t *testing.T) {
 		{id: "ISER-6.7-1 1", text: text(name, "TargetName="+targetName, "MaxOutstandingUnexpectedPDUs=1"),
 			status: pdu.LoginInitiatorError, log: []string{"MaxOutstandingUnexpectedPDUs"}},
 		{id: "ISER-3.3-3 ISER-5.1.2-6 ISER-10.1.3.1-2 ISER-10.1.3.1-3 ISER-10.1.3.1-4 ISER-10.1.4.6-1",
-			text:   text(name, "TargetName="+targetName, "TargetRecvDataSegmentLength=16384", "RDMAExtensions=Yes"),
-			limits: keys.Limits{TargetRecvDataSegmentLength: 16384}, status: pdu.LoginOutOfResources,
-			log: []string{"more than the limit of 8192"}},
+			text:   text(name, "TargetName="+targetName, "TargetRecvDataSegmentLength=131072", "RDMAExtensions=Yes"),
+			limits: keys.Limits{TargetRecvDataSegmentLength: 131072}, status: pdu.LoginOutOfResources,
+			log: []string{"more than the limit of 65536"}},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			tg := startTarget(t, targetOptions{node: iscsi.Options{Limits: tt.limits,

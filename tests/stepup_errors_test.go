@@ -288,14 +288,14 @@ func TestStepUpRefusals(t *testing.T) {
 			pdu.LoginNotFound, "no such target"},
 		{"ISER-5.1.2-1 ISER-5.1.2-7 ISER-3.3-3 ISER-10.1.3.1-2 ISER-10.1.3.1-3 ISER-10.1.3.1-4 no resources",
 			initiator.Options{Target: targetName, Keys: []string{"MaxAHSLength=0"}},
-			keys.Limits{TargetRecvDataSegmentLength: 16384}, pdu.LoginOutOfResources, "more than the limit of 8192"},
+			keys.Limits{TargetRecvDataSegmentLength: 131072}, pdu.LoginOutOfResources, "more than the limit of 65536"},
 	} {
 		t.Run(tt.id, func(t *testing.T) {
 			tg := startTarget(t, targetOptions{stream: loginFirst, node: iscsi.Options{Limits: tt.limits}})
 			p := tg.dialStream(t, tt.o)
 			bhs, text := p.o.LoginRequest()
 			p.write(streamPDU(bhs, bytes.Replace(text, []byte("TargetRecvDataSegmentLength=8192"),
-				[]byte("TargetRecvDataSegmentLength=16384"), 1)))
+				[]byte("TargetRecvDataSegmentLength=131072"), 1)))
 			rsp, _ := p.wantStream(pdu.LoginResp)
 			if got := pdu.ParseLoginResponse(rsp); got.Status != tt.status || got.Transit {
 				t.Errorf("%+v", got)

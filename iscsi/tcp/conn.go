@@ -158,7 +158,7 @@ func New(nc net.Conn, o Options) *Conn {
 func (c *Conn) Transport() string { return "tcp" }
 
 // Size implements iscsi.Sizer.
-func (c *Conn) Size() int { return llp.WindowLen + llp.GatherLen }
+func (c *Conn) Size(*iscsi.Params) int { return llp.WindowLen + llp.GatherLen }
 
 // SetLender implements iscsi.Borrower.
 func (c *Conn) SetLender(lend func(n int) *iscsi.Buffer) { c.borrow = lend }
