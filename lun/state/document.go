@@ -48,6 +48,8 @@ type Document[S State] struct {
 	shared  bool
 	initial S // the state without a value, if shared
 	accept  func(S) error
+	lose    func(reason error) S // the state with a value that could not have been written; nil: there is none
+	foreign bool                 // another process has changed state since the last look; only the writer uses it
 
 	mu      sync.Mutex // never held during a call of the file system
 	closed  bool
@@ -121,23 +123,25 @@ func newShared[S State](format Format[S], home Home, key string, initial S) *Doc
 	return d
 }
 
-// adopt makes v, which home has, the state that counts. Only the writer calls it after OpenIn.
-func (d *Document[S]) adopt(v Value) error {
+// adopt makes v, which home has, the state that counts, or the loss of it. Only the writer calls it after OpenIn.
+func (d *Document[S]) adopt(v Value) (err error) {
 	s := d.initial
 	if v.Data != nil {
-		var err error
 		s, err = d.format.Decode(v.Data)
 		if err == nil && d.accept != nil {
 			err = d.accept(s)
 		}
 		if err != nil {
-			return err
+			if d.lose == nil {
+				return err
+			}
+			s = d.lose(err)
 		}
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.state, d.absent, d.base, d.dirty = s, v.Data == nil, v.Revision, nil
-	return nil
+	d.state, d.absent, d.base, d.dirty, d.foreign = s, v.Data == nil, v.Revision, nil, true
+	return err
 }
 
 // find returns the state that counts and the content that it is from: see file.find.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"maps"
 	"os"
 	"path/filepath"
@@ -66,15 +67,69 @@ func OpenKeeperIn[R Record](ctx context.Context, format Format[Records[R]], home
 			return nil, k.doc.wrap(fmt.Errorf("key %q: %w", v.Key, err))
 		}
 		d := k.unit(unit)
-		err := d.adopt(v)
-		if errors.Is(err, errVersion) {
+		if err := d.adopt(v); errors.Is(err, errVersion) {
 			return nil, d.wrap(err)
 		}
-		if err != nil {
-			d.state, d.base, d.absent = Records[R]{Version: format.Version, Units: []R{}, Lost: []Loss{{NAA: unit, Reason: err.Error()}}}, v.Revision, false
-		}
+		d.foreign = false
 	}
 	return k, nil
+}
+
+// Follow calls changed for each unit whose record another process changes, or has changed since OpenKeeperIn. Get returns what is
+// found then. A call without a change is possible. A record that could not have been written is lost until another process
+// replaces it. Follow returns when it listens; the calls come from one goroutine, which ends with ctx or with the home.
+func (k *Keeper[R]) Follow(ctx context.Context, changed func(unit string)) error {
+	values, err := k.home.Watch(ctx, k.prefix)
+	if err != nil {
+		return k.doc.wrap(err)
+	}
+	before, err := k.home.List(ctx, k.prefix) // after Watch, so that no change is missed
+	if err != nil {
+		return k.doc.wrap(err)
+	}
+	has := map[string]bool{}
+	for _, v := range before {
+		has[v.Key] = true
+	}
+	for _, d := range k.all() {
+		if !has[d.key] {
+			before = append(before, Value{Key: d.key})
+		}
+	}
+	go func() {
+		for _, v := range before {
+			k.follow(ctx, v, changed)
+		}
+		for v := range values {
+			k.follow(ctx, v, changed)
+		}
+	}()
+	return nil
+}
+
+// follow makes v, or what came after it, the record of its unit. While the home does not answer, it tries again.
+func (k *Keeper[R]) follow(ctx context.Context, v Value, changed func(unit string)) {
+	unit := strings.TrimPrefix(v.Key, k.prefix)
+	if _, err := parseIdentity(unit); err != nil {
+		return // no unit of this program has it
+	}
+	d := k.unit(unit)
+	for {
+		u := &update[Records[R]]{keys: []string{unit}, seen: &v}
+		err := d.look(ctx, u)
+		switch {
+		case err == nil && u.foreign:
+			changed(unit)
+			return
+		case err == nil, errors.Is(err, fs.ErrClosed):
+			return
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(retryAfter):
+		}
+	}
 }
 
 // unit returns the document that has the record of a unit.
@@ -92,6 +147,9 @@ func (k *Keeper[R]) unit(unit string) *Document[Records[R]] {
 				return errors.New("is damaged: want the record of this unit, and no other")
 			}
 			return nil
+		}
+		d.lose = func(reason error) Records[R] {
+			return Records[R]{Version: k.doc.format.Version, Units: []R{}, Lost: []Loss{{NAA: unit, Reason: reason.Error()}}}
 		}
 		k.doc.mu.Lock()
 		d.limit, d.late, d.closed = k.doc.limit, k.doc.late, k.doc.closed
@@ -143,7 +201,7 @@ func (k *Keeper[R]) Limit() time.Duration {
 }
 
 // TooLate returns the error of a caller that has waited for others for the time of SetLimit.
-func (k *Keeper[R]) TooLate() error { return k.doc.wrap(tooLate(k.Limit())) }
+func (k *Keeper[R]) TooLate() error { return k.doc.wrap(tooLate(k.Limit(), k.home != nil)) }
 
 // SetSync does what Document.SetSync does.
 func (k *Keeper[R]) SetSync(f func(*os.File) error) { k.doc.SetSync(f) }

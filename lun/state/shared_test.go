@@ -343,3 +343,210 @@ func TestSharedKeeperDamage(t *testing.T) {
 		t.Errorf("without an answer OpenIn = %v", err)
 	}
 }
+
+// A change for which a shared home takes too long fails in time, and the error speaks of no file system. Another unit's change
+// waits for its own answer only.
+func TestSharedTimeout(t *testing.T) {
+	h := newSharedHome(t)
+	k := openSharedCards(t, h)
+	answer := make(chan struct{})
+	h.fail(func() error { <-answer; return failUnsure() }, nil, true)
+	k.SetLimit(func() time.Duration { return 10 * time.Millisecond }, nil)
+	for n := range 2 {
+		unsure, err := k.Put(card{unit(n), "late"}, Patience{})
+		if !unsure || !errors.Is(err, ErrTimeout) || !errors.Is(err, ErrUnreachable) ||
+			!strings.HasSuffix(err.Error(), "the home of the state does not answer: nothing was stored within 10ms (limits.state_timeout)") {
+			t.Errorf("unit %d: Put = %v, %v", n, unsure, err)
+		}
+	}
+	if err := k.TooLate(); !errors.Is(err, ErrTimeout) || strings.Contains(err.Error(), "file system") {
+		t.Errorf("TooLate = %v", err)
+	}
+	h.fail(nil, nil, false)
+	close(answer)
+	k.SetLimit(nil, nil)
+	if _, err := k.Put(card{unit(0), "next"}, Patience{}); err != nil {
+		t.Errorf("the next change: %v", err)
+	}
+	wantCard(t, k, 0, "next")
+}
+
+// follow makes k follow its home, and returns what it tells: each unit once, in the order of the first calls after the last time.
+func follow(t *testing.T, k *Keeper[card]) (told func() []string) {
+	t.Helper()
+	var mu sync.Mutex
+	var list []string
+	err := k.Follow(t.Context(), func(unit string) {
+		mu.Lock()
+		defer mu.Unlock()
+		list = append(list, unit)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return func() []string {
+		mu.Lock()
+		defer mu.Unlock()
+		all := list
+		list = nil
+		slices.Sort(all)
+		return slices.Compact(all)
+	}
+}
+
+// A keeper that follows its home has what others store, and tells of it. Of its own changes it tells nothing.
+func TestFollow(t *testing.T) {
+	h := newSharedHome(t)
+	one := openSharedCards(t, h)
+	put := func(k *Keeper[card], n int, text string) {
+		t.Helper()
+		if _, err := k.Put(card{unit(n), text}, Patience{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for n := range 3 {
+		put(one, n, "first")
+	}
+	two := openSharedCards(t, h)
+	put(one, 0, "before")
+	if _, err := one.Remove(unit(1), Patience{}); err != nil {
+		t.Fatal(err)
+	}
+	told := follow(t, two)
+	marks := 100
+	// wantTold checks what two has told, up to a change of another unit that one makes now.
+	wantTold := func(units ...string) {
+		t.Helper()
+		marks++
+		put(one, marks, "mark")
+		var got []string
+		end := time.Now().Add(patience)
+		for !slices.Contains(got, unit(marks)) {
+			if time.Now().After(end) {
+				t.Fatalf("told of %v only", got)
+			}
+			time.Sleep(time.Millisecond)
+			got = append(got, told()...)
+		}
+		wantCard(t, two, marks, "mark")
+		if want := append(units, unit(marks)); !slices.Equal(got, want) {
+			t.Errorf("told of %v, want %v", got, want)
+		}
+	}
+	wantTold(unit(0), unit(1))
+	wantCard(t, two, 0, "before")
+	wantCard(t, two, 1, "")
+
+	put(two, 2, "own")
+	put(two, 5, "own")
+	if _, err := two.Remove(unit(5), Patience{}); err != nil {
+		t.Fatal(err)
+	}
+	wantTold()
+	wantCard(t, two, 2, "own")
+
+	followed := follow(t, one)
+	end := time.Now().Add(patience)
+	for got := []string{}; !slices.Contains(got, unit(2)); got = append(got, followed()...) {
+		if time.Now().After(end) {
+			t.Fatal("a second keeper that follows is not told")
+		}
+		time.Sleep(time.Millisecond)
+	}
+	put(one, 2, "of one")
+	wantTold(unit(2))
+	wantCard(t, two, 2, "of one")
+	put(two, 2, "of two") // no conflict: it has followed
+	wantTold()
+
+	// A conflict has found the change already. It is told of all the same.
+	three := openSharedCards(t, h)
+	put(one, 0, "of one")
+	if _, err := three.Put(card{unit(0), "of three"}, Patience{}); !errors.Is(err, ErrConflict) {
+		t.Fatalf("Put after another change = %v", err)
+	}
+	late := follow(t, three)
+	for got := []string{}; !slices.Contains(got, unit(0)); got = append(got, late()...) {
+		if time.Now().After(end) {
+			t.Fatal("the change of a conflict is not told of")
+		}
+		time.Sleep(time.Millisecond)
+	}
+	wantTold(unit(0))
+}
+
+// What follows a home survives that the home does not answer, and records that are damaged. Those cost their units only.
+func TestFollowFaults(t *testing.T) {
+	h := newSharedHome(t)
+	one, two := openSharedCards(t, h), openSharedCards(t, h)
+	for n := range 2 {
+		if _, err := one.Put(card{unit(n), "good"}, Patience{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	calls := make(chan string, 100)
+	if err := two.Follow(ctx, func(unit string) { calls <- unit }); err != nil {
+		t.Fatal(err)
+	}
+	await := func(want string) {
+		t.Helper()
+		select {
+		case got := <-calls:
+			if got != want {
+				t.Errorf("told of %s, want %s", got, want)
+			}
+		case <-time.After(patience):
+			t.Fatalf("not told of %s", want)
+		}
+	}
+	await(unit(0))
+	await(unit(1))
+
+	good, err := h.Get(t.Context(), "cards."+unit(0))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r, err := h.Put(t.Context(), "cards."+unit(0), []byte("{"), good.Revision)
+	if err != nil {
+		t.Fatal(err)
+	}
+	await(unit(0))
+	if _, _, err := two.Get(unit(0)); !errors.Is(err, ErrLost) {
+		t.Errorf("of a damaged record Get says %v", err)
+	}
+	if _, err := two.Put(card{unit(0), "new"}, Patience{}); !errors.Is(err, ErrLost) {
+		t.Errorf("over a damaged record Put says %v", err)
+	}
+	wantCard(t, two, 1, "good")
+	if _, err := h.Put(t.Context(), "cards."+unit(0), good.Data, r); err != nil {
+		t.Fatal(err)
+	}
+	await(unit(0))
+	wantCard(t, two, 0, "good")
+	if _, err := h.Put(t.Context(), "cards.x", []byte("x"), 0); err != nil { // of no unit
+		t.Fatal(err)
+	}
+
+	looked := make(chan struct{}, 1)
+	h.fail(nil, func() error {
+		select {
+		case looked <- struct{}{}:
+		default:
+		}
+		return fmt.Errorf("%w: injected", ErrUnreachable)
+	}, false)
+	if _, err := one.Put(card{unit(1), "unseen"}, Patience{}); err != nil {
+		t.Fatal(err)
+	}
+	<-looked
+	wantCard(t, two, 1, "good")
+	h.fail(nil, nil, false)
+	await(unit(1))
+	wantCard(t, two, 1, "unseen")
+
+	cancel()
+	if err := two.Close(); err != nil {
+		t.Error(err)
+	}
+}

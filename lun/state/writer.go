@@ -62,6 +62,9 @@ type update[S State] struct {
 	blind bool     // apply does not look at the state: if that is not what the caller knew, u fails with an ErrConflict
 	// remove: the file is removed, because what apply returns is the state without a file.
 	remove bool
+	// seen is not nil in what changes nothing: see look.
+	seen    *Value
+	foreign bool // with seen: another process has changed the state since the last look
 	// apply returns the next state, and whether it differs. The writer calls it. If it calls it again,
 	// with another state whose entries of keys are the same, apply makes the same change.
 	apply    func(S) (S, bool, error)
@@ -97,14 +100,53 @@ func (d *Document[S]) store(u *update[S]) (unsure bool, err error) {
 	d.startWriter()
 	limit, late := d.limit, d.late
 	d.mu.Unlock()
-	if err := u.wait(limit); err != nil {
+	if err := u.wait(limit, d.shared); err != nil {
 		return d.abandon(u, err, late)
 	}
 	return u.unsure, u.err
 }
 
+// look hands u to the writer, which makes the state that of the home if the home has had u.seen and the document has not, and waits.
+func (d *Document[S]) look(ctx context.Context, u *update[S]) error {
+	u.done = make(chan struct{})
+	d.mu.Lock()
+	if d.closed {
+		d.mu.Unlock()
+		return fs.ErrClosed
+	}
+	d.queue = append(d.queue, u)
+	d.startWriter()
+	d.mu.Unlock()
+	select {
+	case <-u.done:
+		return u.err
+	case <-ctx.Done():
+		_, err := d.abandon(u, ctx.Err(), nil)
+		return err
+	}
+}
+
+// answer ends an update of look.
+func (d *Document[S]) answer(u *update[S]) {
+	known := u.seen.Data != nil && u.seen.Revision == d.base || u.seen.Data == nil && d.absent
+	if !known {
+		v, err := d.home.Get(context.Background(), d.key)
+		if err != nil {
+			d.settle(u, err, false)
+			return
+		}
+		if v.Revision != d.base || (v.Data == nil) != d.absent {
+			_ = d.adopt(v) // an error is in the state: see lose
+		}
+	}
+	if u.phase.CompareAndSwap(storing, settled) {
+		u.foreign, d.foreign = d.foreign, false
+		u.end(nil, false)
+	}
+}
+
 // wait waits until u is done. It returns an error when the caller waits no longer.
-func (u *update[S]) wait(limit func() time.Duration) error {
+func (u *update[S]) wait(limit func() time.Duration, shared bool) error {
 	var timeout, poll <-chan time.Time
 	var max time.Duration
 	if limit != nil {
@@ -123,7 +165,7 @@ func (u *update[S]) wait(limit func() time.Duration) error {
 		case <-u.done:
 			return nil
 		case <-timeout:
-			return tooLate(max)
+			return tooLate(max, shared)
 		case <-poll:
 			if u.patience.Aborted() {
 				return ErrAborted
@@ -133,9 +175,18 @@ func (u *update[S]) wait(limit func() time.Duration) error {
 }
 
 // tooLate returns the ErrTimeout of a caller that has waited that long.
-func tooLate(limit time.Duration) error {
-	return fmt.Errorf("%w: nothing was stored within %v (limits.state_timeout)", ErrTimeout, limit)
+func tooLate(limit time.Duration, shared bool) error {
+	reason := ErrTimeout
+	if shared {
+		reason = lateHome{ErrUnreachable}
+	}
+	return fmt.Errorf("%w: nothing was stored within %v (limits.state_timeout)", reason, limit)
 }
+
+// A lateHome is the ErrTimeout of a home that is no directory of this process.
+type lateHome struct{ error }
+
+func (e lateHome) Unwrap() []error { return []error{e.error, ErrTimeout} }
 
 // abandon makes u not count, for that reason, unless the writer was faster.
 func (d *Document[S]) abandon(u *update[S], reason error, late func()) (unsure bool, err error) {
@@ -205,7 +256,11 @@ func (d *Document[S]) takeBatch() (batch []*update[S]) {
 func (d *Document[S]) writeBatch(batch []*update[S], retry bool) {
 	var mine []*update[S]
 	for _, u := range batch {
-		if u.phase.CompareAndSwap(waiting, storing) {
+		switch {
+		case !u.phase.CompareAndSwap(waiting, storing):
+		case u.seen != nil:
+			d.answer(u)
+		default:
 			mine = append(mine, u)
 		}
 	}

@@ -82,3 +82,42 @@ func TestKeepers(t *testing.T) {
 		}
 	}
 }
+
+// What one process stores in etcd, another one that follows has soon, also after etcd was frozen or killed meanwhile.
+func TestFollow(t *testing.T) {
+	members := etcdserver.Start(t, 1)
+	cards := state.Format[state.Records[card]]{Name: "cards", Version: 1}
+	const unit = "3000000000000001"
+	var keepers []*state.Keeper[card]
+	for range 2 {
+		k, err := state.OpenKeeperIn(t.Context(), cards, open(t, Config{Endpoints: etcdserver.Endpoints(members)}), "cards/")
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { k.Close() })
+		keepers = append(keepers, k)
+	}
+	one, two := keepers[0], keepers[1]
+	told := make(chan string, 100)
+	if err := two.Follow(t.Context(), func(unit string) { told <- unit }); err != nil {
+		t.Fatal(err)
+	}
+	for i, fault := range []func(){func() {}, func() { members[0].Freeze(); members[0].Thaw() }, func() { members[0].Kill(); members[0].Start(); members[0].WaitHealthy() }} {
+		fault()
+		text := fmt.Sprint("text ", i)
+		testkit.Eventually(t, "the change is stored", func() bool {
+			_, err := one.Put(card{unit, text}, state.Patience{})
+			return err == nil
+		})
+		testkit.Eventually(t, "the change is followed", func() bool {
+			c, _, err := two.Get(unit)
+			return err == nil && c.Text == text
+		})
+		if got := <-told; got != unit {
+			t.Errorf("told of %q", got)
+		}
+	}
+	if _, err := two.Put(card{unit, "of two"}, state.Patience{}); err != nil {
+		t.Errorf("a change of a record that was followed: %v", err)
+	}
+}
