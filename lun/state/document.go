@@ -48,7 +48,7 @@ type Document[S State] struct {
 	shared  bool
 	initial S // the state without a value, if shared
 	accept  func(S) error
-	lose    func(reason error) S // the state with a value that could not have been written; nil: there is none
+	lose    func(reason error) S // makes the state of a value that could not have been written; nil: such a value is an error
 	foreign bool                 // another process has changed state since the last look; only the writer uses it
 
 	mu      sync.Mutex // never held during a call of the file system

@@ -183,7 +183,7 @@ func tooLate(limit time.Duration, shared bool) error {
 	return fmt.Errorf("%w: nothing was stored within %v (limits.state_timeout)", reason, limit)
 }
 
-// A lateHome is the ErrTimeout of a home that is no directory of this process.
+// A lateHome is the ErrTimeout of a home that several processes share.
 type lateHome struct{ error }
 
 func (e lateHome) Unwrap() []error { return []error{e.error, ErrTimeout} }

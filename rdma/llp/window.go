@@ -21,8 +21,9 @@ const (
 	firstLen = 1 << 10
 
 	// LongData is the number of bytes of payload above which data is read straight
-	// to where it belongs. Below, one more copy is cheaper than one more system call.
-	LongData = 8 << 10
+	// to where it belongs. Below, one more copy is cheaper than one more system call: so it is
+	// for FPDUs that fill segments of 9000 bytes.
+	LongData = 16 << 10
 
 	// thinRead is the number of bytes that are read at once while long data comes:
 	// enough for headers and small messages, little enough to copy.
