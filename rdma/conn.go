@@ -157,6 +157,7 @@ func (c *Conn) attach(nc net.Conn, prefix []byte, ird, ord int, crc, markersOut 
 // goroutine that calls Receive calls it.
 func (c *Conn) Grow() {
 	c.rx.win.Grow()
+	c.rx.long = llp.LongData
 	c.tx.out.Keep()
 }
 

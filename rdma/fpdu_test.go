@@ -197,7 +197,7 @@ func traffic(rng *rand.Rand, n int, markers bool) (stream []byte, sends [][]byte
 		case 0:
 			return 0
 		case 1:
-			return 8000 + rng.IntN(500) // around llp.LongData
+			return 8000 + rng.IntN(500) // around llp.FirstLong
 		case 2:
 			return rng.IntN(40000)
 		}

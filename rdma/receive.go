@@ -31,7 +31,8 @@ type Event struct {
 
 // receiver is the state of the goroutine that is in Receive.
 type receiver struct {
-	win llp.Window
+	win  llp.Window
+	long int // longer ULPDUs do not wait in win until they are whole
 
 	asm     []byte // a Send of several segments; maxSend bytes at most
 	asmLen  int
@@ -80,7 +81,7 @@ const (
 // init allocates the memory of the receiver, which gets its bytes from read.
 func (rx *receiver) init(read func([]byte) (int, error), maxSend int, markers bool) {
 	rx.win.Init(read, nil)
-	rx.maxSend = maxSend
+	rx.maxSend, rx.long = maxSend, llp.FirstLong
 	rx.sendMSN, rx.readMSN = 1, 1
 	rx.markers = markers
 }
@@ -275,7 +276,7 @@ func (c *Conn) Pending() bool {
 		return false
 	}
 	n := wire.ULPDULength(b)
-	return n <= llp.LongData && len(b) >= wire.FPDULen(n)
+	return n <= rx.long && len(b) >= wire.FPDULen(n)
 }
 
 // Defer replaces a Flush while an FPDU is Pending. What is queued leaves with the next
@@ -305,7 +306,7 @@ func (c *Conn) receiveFPDU(ev *Event) (done bool, err error) {
 	b := rx.win.Peek(wire.LengthLen)
 	seg.length = wire.ULPDULength(b)
 	total := wire.FPDULen(seg.length)
-	if seg.length > llp.LongData {
+	if seg.length > rx.long {
 		return c.receiveLong(ev, total)
 	}
 	if err := rx.win.Fill(total); err != nil {
@@ -591,7 +592,7 @@ func (c *Conn) routeSend(seg *segment) error {
 	case n > rx.maxSend-rx.asmLen:
 		return fault(wire.ReasonTooLong, "Send of more than %d bytes", rx.maxSend)
 	}
-	if h.MO == 0 && seg.last && seg.length <= llp.LongData {
+	if h.MO == 0 && seg.last && seg.length <= rx.long {
 		return nil
 	}
 	if end := rx.asmLen + n; end > len(rx.asm) { // it grows with what the peer sends, so that a login that waits keeps little

@@ -25,6 +25,9 @@ const (
 	// for FPDUs that fill segments of 9000 bytes.
 	LongData = 16 << 10
 
+	// FirstLong takes the place of LongData until Grow is called, so that a Window stays small.
+	FirstLong = 8 << 10
+
 	// thinRead is the number of bytes that are read at once while long data comes:
 	// enough for headers and small messages, little enough to copy.
 	thinRead = 2 << 10
