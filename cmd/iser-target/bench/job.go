@@ -30,12 +30,12 @@ const maxLatency = 10 * time.Minute
 
 // A tally is what a job has done in one direction.
 type tally struct {
-	ios, bytes atomic.Uint64 // since the job began
-	repeats    Repeats       // since the job began
-	latency    *hdrhistogram.Histogram
-	sum        float64 // of latencies and their squares, in ns: the histogram rounds
-	squares    float64
-	low, high  int64
+	ios       atomic.Uint64 // since the job began
+	repeats   Repeats       // since the job began
+	latency   *hdrhistogram.Histogram
+	sum       float64 // of latencies and their squares, in ns: the histogram rounds
+	squares   float64
+	low, high int64
 }
 
 func newTally() tally {
@@ -332,7 +332,6 @@ func (j *job) ended(x *slot, now time.Duration) error {
 	j.refused.ended()
 	t := &j.tallies[x.dir]
 	t.ios.Add(1)
-	t.bytes.Add(uint64(j.size))
 	if j.measuring.Load() {
 		t.record(now - x.began)
 	}

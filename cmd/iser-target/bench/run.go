@@ -315,8 +315,9 @@ type counts struct{ ios, bytes [directions]uint64 }
 func (m *measurement) counts() (c counts) {
 	for _, j := range m.jobs {
 		for d := range c.ios {
-			c.ios[d] += j.tallies[d].ios.Load()
-			c.bytes[d] += j.tallies[d].bytes.Load()
+			n := j.tallies[d].ios.Load()
+			c.ios[d] += n
+			c.bytes[d] += n * uint64(j.size)
 		}
 	}
 	return c
