@@ -153,7 +153,7 @@ func TestConnectPrintsCommands(t *testing.T) {
 		want     []string
 	}{
 		{"linux", []string{`set_node username 'it'\''s $HOME'` + "\n", "set_node username_in '; ls'\n", "set_node chap_algs SHA256\n", "-p " + s.addr + " --login\n", "Only this machine reaches 127.0.0.1"}},
-		{"linux-iser", []string{"-p " + s.addr + " -I iser -o new\n", "modprobe ib_iser\n", "MaxXmitDataSegmentLength' -v 65536\n"}},
+		{"linux-iser", []string{"-p " + s.addr + " -I iser -o new\n", "modprobe ib_iser\n", " -I iser -o update -n 'node.conn[0].iscsi.MaxXmitDataSegmentLength' -v 65536\n"}},
 		{"esxi", []string{`--authname='it'\''s $HOME' `, "--authname='; ls' ", "--address=" + s.addr + " --name=" + storeName, "does not accept MD5"}},
 		{"proxmox", []string{"pvesm add iscsi store --portal " + s.addr + " --target " + storeName}},
 		{"windows", []string{"-ChapUsername 'it''s $HOME' ", "-AuthenticationType MUTUALCHAP"}},
