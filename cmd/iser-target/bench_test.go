@@ -24,6 +24,7 @@ func TestBench(t *testing.T) {
 	if rows := strings.Count(table, "  read  "); rows != 4 || !strings.Contains(table, "TARGET CPU") || !strings.Contains(table, "target: backend") {
 		t.Errorf("the table:\n%s", table)
 	}
+	s.ok(t, "bench", "iscsi"+url, "--bs", "128k", "--iodepth", "4", "--runtime", "1", "--skip-rx-copy")
 	// The LUN is empty: it may be written once.
 	write := []string{"bench", "iser" + url, "--rw", "randrw", "--rwmixread", "30", "--verify", "--runtime", "1", "--iodepth", "8", "-o", "json"}
 	var out struct {
@@ -119,6 +120,7 @@ func TestBenchUsage(t *testing.T) {
 		{"--output must be table, json or json+", []string{url, "-o", "yaml"}},
 		{"--baseline requires --output table", []string{url, "-o", "json", "--baseline", "x"}},
 		{"iWARP has CRCs instead", []string{"iser://" + s.addr + "/" + storeName + "/0", "--data-digest"}},
+		{"RDMA Writes place the data", []string{"iser://" + s.addr + "/" + storeName + "/0", "--skip-rx-copy"}},
 		{"--chap-user requires --chap-secret-file", []string{url, "--chap-user", "anna"}},
 		{"require --chap-user", []string{url, "--chap-secret-file", "x"}},
 	} {

@@ -28,6 +28,9 @@ type Command struct {
 	Attr byte
 	// Immediate is how many bytes of Out go with the command at most. 0: as many as the login has agreed on. Negative: none.
 	Immediate int
+	// SkipCopy says that nobody reads the data-in. Over TCP, what has not been read from the socket when its header is seen is
+	// dropped in the kernel (MSG_TRUNC; tcp(7)): it counts, but In does not get it. A data digest, and iSER, require the data.
+	SkipCopy bool
 	// Done receives the command when it has ended. It must have room. Do does not use it.
 	Done chan *Command
 	// Tag is for the caller.

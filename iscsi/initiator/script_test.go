@@ -1,6 +1,7 @@
 package initiator
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -363,6 +364,64 @@ func TestTargetFailure(t *testing.T) {
 }
 
 // The initiator answers the pings of the target, with their data.
+// With SkipCopy, the kernel drops long data-in. It counts as received, and what follows it arrives.
+func TestSkipCopy(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	const size, segment = 400_001, 200_000 // the last one has padding
+	sent := bytes.Repeat([]byte{1}, size)
+	go func() {
+		nc, err := l.Accept()
+		if err != nil {
+			return
+		}
+		defer nc.Close()
+		tg := &script{t, nc}
+		tg.login(nil)
+		var h pdu.BHS
+		for _, end := range []int{size, size, segment} {
+			if h, _ = tg.next(); h == nil {
+				return
+			}
+			for off := 0; off < end; off += segment {
+				in := response(pdu.DataIn, h, 0)
+				in.SetBufferOffset(uint32(off))
+				tg.send(in, sent[off:min(off+segment, size)])
+			}
+			if end == size {
+				tg.send(response(pdu.SCSIResponse, h, 0), nil)
+			}
+		}
+		in := response(pdu.DataIn, h, 0)
+		in.SetBufferOffset(segment)
+		in.SetDataSegmentLength(segment)
+		nc.Write(append(in, sent[:1000]...))
+	}()
+	ctx, cancel := context.WithTimeout(context.Background(), testkit.Patience)
+	defer cancel()
+	s, err := Connect(ctx, l.Addr().String(), Config{Target: scriptTarget})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	ones := func(c *Command) int { return bytes.Count(c.In, []byte{1}) }
+	c := &Command{In: make([]byte, size), SkipCopy: true}
+	if err := s.Do(ctx, c); err != nil || c.Check() != nil || ones(c) > size/2 {
+		t.Errorf("with SkipCopy: %v, %v, %d bytes came", err, c.Check(), ones(c))
+	}
+	c.SkipCopy = false
+	if err := s.Do(ctx, c); err != nil || c.Check() != nil || ones(c) != size {
+		t.Errorf("then without: %v, %v, %d bytes came", err, c.Check(), ones(c))
+	}
+	c.SkipCopy = true
+	if err := s.Do(ctx, c); !errors.Is(err, io.ErrUnexpectedEOF) {
+		t.Errorf("the connection ended in the data: %v", err)
+	}
+}
+
 func TestPong(t *testing.T) {
 	tg, transport := scripted(t)
 	ponged := make(chan string, 1)

@@ -8,8 +8,12 @@ import (
 	"hash/crc32"
 	"io"
 	"net"
+	"os"
 	"strconv"
 	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/iser-target/iser-target/iscsi/keys"
 	"github.com/iser-target/iser-target/iscsi/pdu"
@@ -57,12 +61,17 @@ func NewTCP(nc net.Conn) Carrier {
 	c.win.Init(nc.Read, nil)
 	c.out.SetConn(nc)
 	c.out.Keep()
+	if t, ok := nc.(*net.TCPConn); ok {
+		c.raw, _ = t.SyscallConn()
+		c.dropping = c.dropNow
+	}
 	return c
 }
 
 // tcpCarrier is a connection over TCP.
 type tcpCarrier struct {
 	nc     net.Conn
+	raw    syscall.RawConn // nil: data cannot be dropped in the kernel
 	params Params
 	find   func(uint32) *Command
 
@@ -71,6 +80,10 @@ type tcpCarrier struct {
 	limit int // longest data segment, bytes
 	head  [pdu.BHSLen]byte
 	data  []byte // of the PDU that Receive returned
+	// Of drop:
+	dropping        func(fd uintptr) bool // dropNow, which is nowhere else so that drop allocates nothing
+	toDrop, dropped int
+	dropErr         error
 
 	sending sync.Mutex // the goroutine in Flush
 	out     llp.Gather
@@ -380,18 +393,20 @@ func (c *tcpCarrier) receive(p *PDU) (bool, error) {
 	}
 	var to []byte
 	var st *tcpState
+	skip := false
 	if op := h.Opcode(); op == pdu.DataIn && c.find != nil {
 		var err error
 		if st, to, err = c.place(h, size); err != nil {
 			return false, err
 		}
+		skip = c.raw != nil && st.cmd.c.SkipCopy && !c.params.DataDigest
 	} else {
 		if cap(c.data) < size {
 			c.data = make([]byte, size)
 		}
 		to = c.data[:size]
 	}
-	if err := c.body(to); err != nil {
+	if err := c.body(to, skip); err != nil {
 		return false, c.reason(err)
 	}
 	if st != nil {
@@ -406,13 +421,19 @@ func (c *tcpCarrier) receive(p *PDU) (bool, error) {
 	return true, nil
 }
 
-// body reads a data segment with its padding and digest.
-func (c *tcpCarrier) body(to []byte) error {
+// body reads a data segment with its padding and digest. With skip, the data need not come to to.
+func (c *tcpCarrier) body(to []byte, skip bool) error {
 	if len(to) == 0 {
 		return nil
 	}
 	c.win.Thin = len(to) >= llp.LongData
-	if _, err := io.ReadFull(&c.win, to); err != nil {
+	var err error
+	if skip && c.win.Thin {
+		err = c.win.Drop(len(to), c.drop)
+	} else {
+		_, err = io.ReadFull(&c.win, to)
+	}
+	if err != nil {
 		return err
 	}
 	pad := pdu.Padded(len(to)) - len(to)
@@ -434,6 +455,37 @@ func (c *tcpCarrier) body(to []byte) error {
 		}
 	}
 	return nil
+}
+
+// drop waits for data in the socket, and drops up to n bytes of it. It returns how many, and io.EOF at the end.
+func (c *tcpCarrier) drop(n int) (int, error) {
+	c.toDrop, c.dropped, c.dropErr = n, 0, nil
+	if err := c.raw.Read(c.dropping); err != nil {
+		return 0, err
+	}
+	if c.dropped == 0 && c.dropErr == nil {
+		return 0, io.EOF
+	}
+	return c.dropped, c.dropErr
+}
+
+// dropNow drops what has come. It returns false if that is nothing yet.
+func (c *tcpCarrier) dropNow(fd uintptr) bool {
+	for {
+		// TCP takes no memory with MSG_TRUNC, so there is only a length.
+		n, _, errno := unix.Syscall6(unix.SYS_RECVFROM, fd, 0, uintptr(c.toDrop), unix.MSG_TRUNC|unix.MSG_DONTWAIT, 0, 0)
+		switch errno {
+		case 0:
+			c.dropped = int(n)
+			return true
+		case unix.EAGAIN:
+			return false
+		case unix.EINTR:
+		default:
+			c.dropErr = os.NewSyscallError("recvfrom", errno)
+			return true
+		}
+	}
 }
 
 // reason returns why the connection has ended.

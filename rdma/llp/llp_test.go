@@ -111,6 +111,52 @@ func TestWindowSkips(t *testing.T) {
 	}
 }
 
+// Drop consumes data that the Window has, and has the rest dropped.
+func TestWindowDrops(t *testing.T) {
+	const data = 3 * WindowLen
+	r := bytes.NewReader(stream(2 * data))
+	w := new(Window)
+	w.Init(r.Read, nil)
+	w.Thin = true
+	if err := w.Fill(100); err != nil {
+		t.Fatal(err)
+	}
+	w.TakeHeader(100, data)
+	var drops []int
+	drop := func(n int) (int, error) {
+		n = min(n, 50_000)
+		drops = append(drops, n)
+		m, err := r.Seek(int64(n), io.SeekCurrent)
+		if m > r.Size() {
+			return 0, io.EOF
+		}
+		return n, err
+	}
+	had := w.Len()
+	if err := w.Drop(data, drop); err != nil {
+		t.Fatal(err)
+	}
+	if sum := had + drops[0] + drops[1] + drops[2] + drops[3]; had == 0 || len(drops) != 4 || sum != data {
+		t.Errorf("%d bytes were in the window, then it dropped %v", had, drops)
+	}
+	if unread, rest := w.Unread(); len(unread) > 0 || rest != 0 {
+		t.Errorf("%d bytes are unread, and %d of the message are missing", len(unread), rest)
+	}
+	if err := w.Fill(100); err != nil || !bytes.Equal(w.Take(100), stream(2 * data)[100+data:][:100]) {
+		t.Errorf("the next message: %v, or other bytes", err)
+	}
+	if err := w.Drop(w.Len(), nil); err != nil {
+		t.Error(err)
+	}
+	if err := w.Drop(data, drop); !errors.Is(err, ErrTruncated) {
+		t.Errorf("a stream that ends: %v", err)
+	}
+	broken := errors.New("broken")
+	if err := w.Drop(1, func(int) (int, error) { return 0, broken }); err != broken {
+		t.Errorf("a stream that fails: %v", err)
+	}
+}
+
 // A Gather writes headers and data in the order in which they were added.
 func TestGatherKeepsTheOrder(t *testing.T) {
 	a, b := net.Pipe()

@@ -185,6 +185,26 @@ func (w *Window) Read(p []byte) (n int, err error) {
 	return n, err
 }
 
+// Drop consumes n bytes of the present message without a copy: those of the Window, and the rest by drop, which drops up to so many bytes
+// of the stream before they are read, and returns how many.
+func (w *Window) Drop(n int, drop func(n int) (int, error)) error {
+	k := min(n, w.Len())
+	w.r += k
+	for w.rest -= k; k < n; {
+		m, err := drop(n - k)
+		k += m
+		w.rest -= m
+		switch {
+		case m > 0:
+		case err == io.EOF:
+			return ErrTruncated
+		case err != nil:
+			return err
+		}
+	}
+	return nil
+}
+
 // Skip consumes n bytes of the present message.
 func (w *Window) Skip(n int) error {
 	w.Thin = false

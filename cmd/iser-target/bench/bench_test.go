@@ -203,10 +203,15 @@ func TestNoAllocations(t *testing.T) {
 	if raceEnabled {
 		t.Skip("the race detector makes sync.Pool forget at random")
 	}
-	for _, rw := range []string{"randread", "randrw"} {
+	for _, tc := range []struct {
+		rw   string
+		size int
+		skip bool
+	}{{"randread", 4 << 10, false}, {"randrw", 4 << 10, false}, {"randread", 128 << 10, true}} {
+		rw := tc.rw
 		o := serve(t, "tcp", openMemory(t))
-		o.RW, o.Size = rw, 16<<20
-		j, err := newJob(within(t), &o, 0, 4096, 8)
+		o.RW, o.Size, o.SkipCopy = rw, 16<<20, tc.skip
+		j, err := newJob(within(t), &o, 0, tc.size, 8)
 		check(t, err)
 		defer j.session.Close()
 		j.measuring.Store(true)
@@ -240,6 +245,9 @@ func TestBadOptions(t *testing.T) {
 		{func(o *Options) { o.Ramp = -1 }, "--ramp: "},
 		{func(o *Options) { o.Rate, o.RateIOPS = 1, 1 }, "--rate: it excludes --rate-iops"},
 		{func(o *Options) { o.Verify = true }, "--verify: --rw randread writes nothing"},
+		{func(o *Options) { o.RW, o.Verify, o.SkipCopy = "randrw", true, true }, "--skip-rx-copy: it excludes --verify"},
+		{func(o *Options) { o.Login.DataDigest, o.SkipCopy = true, true }, "--skip-rx-copy: it excludes --data-digest"},
+		{func(o *Options) { o.RW, o.SkipCopy = "write", true }, "--skip-rx-copy: --rw write reads nothing"},
 		{func(o *Options) { o.Sizes = []int{1000} }, "--bs: 1000 is not a multiple of 512"},
 		{func(o *Options) { o.Sizes = []int{32 << 20} }, "--bs: 33554432 is not a multiple of 512 from 512 to 16777216"},
 		{func(o *Options) { o.Depths = []int{0} }, "--iodepth: 0 is not from 1 to 1024"},

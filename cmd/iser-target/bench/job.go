@@ -119,7 +119,7 @@ func newJob(ctx context.Context, o *Options, number, size, depth int) (*job, err
 	}
 	for i := range j.ios {
 		x := &j.ios[i]
-		x.buf, x.Done, x.Tag = make([]byte, size), j.done, x
+		x.buf, x.Done, x.Tag, x.SkipCopy = make([]byte, size), j.done, x, o.SkipCopy
 		if o.writes() {
 			fill(x.buf, j.random)
 		}

@@ -31,6 +31,7 @@ type Options struct {
 	Rate     int64         // bytes per second of each job, both directions together; 0: no limit
 	RateIOPS int64         // I/Os per second of each job; 0: no limit
 	Verify   bool
+	SkipCopy bool  // see initiator.Command
 	Offset   int64 // bytes
 	Size     int64 // bytes from Offset on; 0: to the end of the LUN
 	Seed     uint64
@@ -104,6 +105,12 @@ func (o *Options) Check() error {
 		return bad("size", "%d is negative", o.Size)
 	case o.Verify && !o.writes():
 		return bad("verify", "--rw %s writes nothing that could be verified", o.RW)
+	case o.SkipCopy && o.Verify:
+		return bad("skip-rx-copy", "it excludes --verify, which reads the data")
+	case o.SkipCopy && o.Login.DataDigest:
+		return bad("skip-rx-copy", "it excludes --data-digest, which reads the data")
+	case o.SkipCopy && !o.reads():
+		return bad("skip-rx-copy", "--rw %s reads nothing", o.RW)
 	case len(o.Sizes) == 0:
 		return bad("bs", "no size is given")
 	case len(o.Depths) == 0:

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -70,6 +72,7 @@ it has measured so far.`,
 	f.StringVar(&b.rate, "rate", "0", "bytes per second of each job at most, like 10m")
 	f.Int64Var(&o.RateIOPS, "rate-iops", 0, "I/Os per second of each job at most")
 	f.BoolVar(&o.Verify, "verify", false, "write data that is different each time, and verify it when it is read, and at the end")
+	f.BoolVar(&o.SkipCopy, "skip-rx-copy", false, "leave the data of READs in the kernel, which drops it: less work for bench (TCP only)")
 	f.StringVar(&b.size, "size", "0", "bytes of the LUN to use, like 10g (default: to its end)")
 	f.StringVar(&b.offset, "offset", "0", "first byte of the LUN to use")
 	f.Uint64Var(&b.seed, "seed", 1, "start of the random numbers; the same seed makes the same I/O")
@@ -109,6 +112,7 @@ func (b *benchCommand) run(cmd *cobra.Command, arg string) error {
 	if h.Target, err = b.target(cmd, h.Note); err != nil {
 		return err
 	}
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(b.processors()))
 	show := newBenchLine(cmd.ErrOrStderr())
 	h.Progress = show.show
 	results, err := bench.Run(cmd.Context(), b.o, h)
@@ -136,6 +140,16 @@ func (b *benchCommand) run(cmd *cobra.Command, arg string) error {
 	return err
 }
 
+// processors returns how many CPUs bench may use: one per connection, as a job of fio is one thread. With more, the goroutines of a
+// connection wake each other on other CPUs, which takes longer than their work does, and takes those CPUs from a target on the same
+// machine. The environment variable GOMAXPROCS has priority.
+func (b *benchCommand) processors() int {
+	if os.Getenv("GOMAXPROCS") != "" {
+		return runtime.GOMAXPROCS(0)
+	}
+	return min(runtime.GOMAXPROCS(0), b.o.Jobs*b.o.Login.Connections)
+}
+
 // parse sets b.o from the flags, and returns the URL.
 func (b *benchCommand) parse(cmd *cobra.Command, arg string) (u initiator.URL, err error) {
 	o := &b.o
@@ -153,6 +167,8 @@ func (b *benchCommand) parse(cmd *cobra.Command, arg string) (u initiator.URL, e
 		return u, usage(cmd, "--baseline requires --output table")
 	case u.Scheme == "iser" && (o.Login.HeaderDigest || o.Login.DataDigest):
 		return u, usage(cmd, "--header-digest and --data-digest are not for iser://: iWARP has CRCs instead")
+	case u.Scheme == "iser" && o.SkipCopy:
+		return u, usage(cmd, "--skip-rx-copy is not for iser://: RDMA Writes place the data")
 	}
 	o.Address, o.LUN, o.Login.Target, o.Seed = u.Address, u.LUN, u.Target, b.seed
 	o.Login.Transport = initiator.TCP{}
